@@ -1,0 +1,24 @@
+//! RPC-over-RDMA for existing ONC RPC programs.
+//!
+//! ```text
+//!  C:  clnt_call(...)            svc_run()               rpcrdma_*()
+//!        |                         |                        |
+//!   tirpc/client              tirpc/server               capi           ABI only: guard, convert, map errors
+//!        +------------+------------+------------------------+
+//!   xdr               runs the program's xdrproc over a segment list
+//!   driver            submits messages; the only clock, fd and blocking wait; joins the two columns below
+//!     |- connection   sans-I/O engine: XIDs, credits, errors
+//!     |    |- chunks  message + peer limits -> plan: inline | Read | Reply chunk, and its inverse
+//!     |    '- wire    plan <-> header bytes
+//!     '- memory, provider -> provider/iwarp     the device
+//! ```
+//!
+//! A module uses only modules below it. Nothing below `tirpc` knows that libtirpc exists; nothing above `provider`
+//! knows which device moves the bytes; `connection` and `wire` read no clock, no socket and no raw pointer.
+//!
+//! The C library is this crate's staticlib, linked by `make` with a version script.
+
+pub mod error;
+pub mod memory;
+pub mod provider;
+pub mod wire;

@@ -1,0 +1,524 @@
+//! Memory that a device reads and writes: who may touch it is a type.
+//!
+//! Three types wrap one reference-counted block:
+//!
+//! - [`Buf`]: owned by the CPU, exclusive, `Deref<[u8]>`, can grow;
+//! - [`Sink`]: handed to a device, which writes it at any moment; its bytes cannot be reached;
+//! - [`Region`]: frozen; the CPU and the device read it, nobody writes it.
+//!
+//! `Buf -> Sink` gives the memory to the device; `Sink -> Buf` is possible only for the last holder, so a
+//! provider that still holds a clone (a posted Receive, an exposed handle, a half-placed message) keeps the bytes
+//! out of reach. `Buf -> Region` freezes. Nothing parses bytes of a `Sink`.
+//!
+//! A block comes from a [`Pool`] and goes back to it when its last holder is dropped, so no completion is needed
+//! to recycle a sent message. Blocks are anonymous mappings made with MAP_NORESERVE: untouched pages cost nothing.
+//!
+//! # Invariants
+//! - A `Buf` is the only holder of its block.
+//! - `start + len <= capacity` of the block, always.
+//! - While a block has a `Sink`, no slice of it exists.
+#![allow(unsafe_code)]
+
+use std::fmt;
+use std::io;
+use std::marker::PhantomData;
+use std::ops::{Deref, DerefMut};
+use std::ptr::NonNull;
+use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
+use std::sync::{Arc, Mutex, Weak};
+
+/// Granularity of blocks, in bytes.
+const PAGE: usize = 4096;
+
+/// A stock of blocks of one kind, each kept warm after use.
+///
+/// `warm` bytes of every idle block keep their pages; what lies above is given back to the system, so that one long
+/// message does not hold its memory for ever. At most `idle` blocks are kept.
+pub struct Pool {
+    idle: Mutex<Vec<RawBlock>>,
+    capacity: usize,
+    warm: usize,
+    idle_max: usize,
+}
+
+impl Pool {
+    /// A pool of blocks of `capacity` bytes (rounded up to a page), keeping `idle_max` idle blocks with at most
+    /// `warm` bytes of pages each.
+    pub fn new(capacity: usize, warm: usize, idle_max: usize) -> Arc<Pool> {
+        Arc::new(Pool {
+            idle: Mutex::new(Vec::new()),
+            capacity: round_up(capacity.max(1)),
+            warm: round_up(warm),
+            idle_max,
+        })
+    }
+
+    /// Takes a block, an idle one if there is one. The `Buf` starts empty.
+    ///
+    /// # Errors
+    /// `ENOMEM` when the mapping fails.
+    pub fn take(self: &Arc<Pool>) -> io::Result<Buf> {
+        let idle = self.idle.lock().unwrap_or_else(|e| e.into_inner()).pop();
+        let raw = match idle {
+            Some(raw) => raw,
+            None => RawBlock::map(self.capacity)?,
+        };
+        let block = Block { raw, pool: Arc::downgrade(self), borrowed: false };
+        Ok(Buf { block: Arc::new(block), len: 0 })
+    }
+
+    fn give_back(&self, mut raw: RawBlock) {
+        let mut idle = self.idle.lock().unwrap_or_else(|e| e.into_inner());
+        if idle.len() < self.idle_max {
+            raw.trim(self.warm.max(PAGE));
+            idle.push(raw);
+        }
+    }
+}
+
+/// Memory of the CPU: exclusive, readable, writable, growable.
+pub struct Buf {
+    block: Arc<Block>,
+    len: usize,
+}
+
+impl Buf {
+    /// A `Buf` outside any pool, for tests and rare uses.
+    pub fn with_capacity(capacity: usize) -> io::Result<Buf> {
+        let raw = RawBlock::map(round_up(capacity.max(1)))?;
+        Ok(Buf { block: Arc::new(Block { raw, pool: Weak::new(), borrowed: false }), len: 0 })
+    }
+
+    /// Bytes in use.
+    pub fn len(&self) -> usize {
+        self.len
+    }
+
+    /// Whether no byte is in use.
+    pub fn is_empty(&self) -> bool {
+        self.len == 0
+    }
+
+    /// Bytes that fit without growing.
+    pub fn capacity(&self) -> usize {
+        self.block.raw.cap
+    }
+
+    /// Makes room for `cap` bytes in all. The block may move; nothing is copied by us (mremap moves pages).
+    ///
+    /// # Errors
+    /// `ENOMEM` when the mapping cannot grow; the `Buf` is unchanged then.
+    pub fn reserve(&mut self, cap: usize) -> io::Result<()> {
+        if cap <= self.capacity() {
+            return Ok(());
+        }
+        let want = round_up(cap).max(self.capacity().saturating_mul(2));
+        let block = Arc::get_mut(&mut self.block).expect("a Buf is the only holder of its block");
+        block.raw.grow(want)
+    }
+
+    /// Sets the number of bytes in use; bytes never written before read as zero or as left by an earlier user.
+    ///
+    /// # Panics
+    /// When `len` is above the capacity.
+    pub fn set_len(&mut self, len: usize) {
+        assert!(len <= self.capacity(), "set_len({len}) above capacity {}", self.capacity());
+        self.len = len;
+        let block = Arc::get_mut(&mut self.block).expect("a Buf is the only holder of its block");
+        block.raw.touch(len);
+    }
+
+    /// Appends bytes, growing as needed.
+    ///
+    /// # Errors
+    /// As [`Buf::reserve`].
+    pub fn extend(&mut self, bytes: &[u8]) -> io::Result<()> {
+        let at = self.len;
+        self.reserve(at + bytes.len())?;
+        self.set_len(at + bytes.len());
+        self[at..].copy_from_slice(bytes);
+        Ok(())
+    }
+
+    /// Freezes the bytes in use: from here on everybody reads and nobody writes.
+    pub fn freeze(self) -> Region {
+        let len = self.len;
+        Region { block: self.block, start: 0, len }
+    }
+
+    /// Hands all the capacity up to `len` bytes to a device, which may write it until the last clone is gone.
+    ///
+    /// # Panics
+    /// When `len` is above the capacity.
+    pub fn into_sink(self, len: usize) -> Sink {
+        assert!(len <= self.capacity(), "into_sink({len}) above capacity {}", self.capacity());
+        Sink { block: self.block, len }
+    }
+}
+
+impl Deref for Buf {
+    type Target = [u8];
+    fn deref(&self) -> &[u8] {
+        // SAFETY: the block is mapped for `cap >= len` bytes (invariant), and no other holder exists (invariant),
+        // so nothing writes it while this borrow of the Buf lives.
+        unsafe { std::slice::from_raw_parts(self.block.raw.ptr.as_ptr(), self.len) }
+    }
+}
+
+impl DerefMut for Buf {
+    fn deref_mut(&mut self) -> &mut [u8] {
+        // SAFETY: as in `deref`; `&mut self` makes this the only borrow.
+        unsafe { std::slice::from_raw_parts_mut(self.block.raw.ptr.as_ptr(), self.len) }
+    }
+}
+
+impl fmt::Debug for Buf {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "Buf({} of {})", self.len, self.capacity())
+    }
+}
+
+/// Memory that a device may write at any moment. Its bytes cannot be reached; only ranges of it can be named.
+#[derive(Clone)]
+pub struct Sink {
+    block: Arc<Block>,
+    len: usize,
+}
+
+impl Sink {
+    /// Bytes that the device may write.
+    pub fn len(&self) -> usize {
+        self.len
+    }
+
+    /// Whether the device may write no byte.
+    pub fn is_empty(&self) -> bool {
+        self.len == 0
+    }
+
+    /// Takes the memory back, `len` bytes in use, if nobody else holds it any more.
+    ///
+    /// # Errors
+    /// Returns the `Sink` unchanged while a device still holds a clone.
+    ///
+    /// # Panics
+    /// When `len` is above the sink's length.
+    pub fn into_buf(self, len: usize) -> Result<Buf, Sink> {
+        assert!(len <= self.len);
+        let mut sink = self;
+        if Arc::get_mut(&mut sink.block).is_none() {
+            return Err(sink);
+        }
+        // INVARIANT: `get_mut` succeeded, so this is the only holder: a Buf may exist.
+        Ok(Buf { block: sink.block, len })
+    }
+
+    /// Places bytes, as a device does: raw copy, no slice of the memory is made. False when they do not fit.
+    #[must_use]
+    pub fn place(&self, at: usize, bytes: &[u8]) -> bool {
+        let Some(end) = at.checked_add(bytes.len()) else { return false };
+        if end > self.len {
+            return false;
+        }
+        self.block.raw.touch(end);
+        // SAFETY: `at <= end <= len <= cap`, so the address stays inside the mapping.
+        let to = unsafe { self.block.raw.ptr.as_ptr().add(at) };
+        // SAFETY: `to .. to + bytes.len()` is inside the mapping (checked), and `bytes` cannot overlap it: no slice
+        // of a block exists while it has a Sink (invariant).
+        unsafe { std::ptr::copy_nonoverlapping(bytes.as_ptr(), to, bytes.len()) };
+        true
+    }
+
+    /// The CRC32C of a range, continued from `crc`; read through raw copies, never through a slice.
+    pub fn crc32c(&self, crc: u32, at: usize, len: usize) -> u32 {
+        assert!(at + len <= self.len);
+        let mut crc = crc;
+        let mut chunk = [0u8; 4096];
+        let mut done = 0;
+        while done < len {
+            let n = (len - done).min(chunk.len());
+            // SAFETY: `at + done + n <= len <= cap` (asserted): inside the mapping.
+            let from = unsafe { self.block.raw.ptr.as_ptr().add(at + done) };
+            // SAFETY: `from .. from + n` is inside the mapping, `chunk` is our own stack.
+            unsafe { std::ptr::copy_nonoverlapping(from, chunk.as_mut_ptr(), n) };
+            crc = crc32c::crc32c_append(crc, &chunk[..n]);
+            done += n;
+        }
+        crc
+    }
+
+    /// The range as a target of readv(2). `None` when it does not lie inside.
+    pub fn iovec(&self, at: usize, len: usize) -> Option<IoVec<'_>> {
+        if at.checked_add(len)? > self.len {
+            return None;
+        }
+        self.block.raw.touch(at + len);
+        // SAFETY: `at <= len <= cap`: inside the mapping.
+        let base = unsafe { self.block.raw.ptr.as_ptr().add(at) };
+        Some(IoVec { raw: libc::iovec { iov_base: base.cast(), iov_len: len }, life: PhantomData })
+    }
+}
+
+impl fmt::Debug for Sink {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "Sink({})", self.len)
+    }
+}
+
+/// Frozen memory, or a part of it: read by everybody, written by nobody.
+#[derive(Clone)]
+pub struct Region {
+    block: Arc<Block>,
+    start: usize,
+    len: usize,
+}
+
+impl Region {
+    /// A copy of `bytes` in a block of its own: for headers and tests.
+    pub fn copy_from(bytes: &[u8]) -> io::Result<Region> {
+        let mut buf = Buf::with_capacity(bytes.len())?;
+        buf.extend(bytes)?;
+        Ok(buf.freeze())
+    }
+
+    /// Bytes in the region.
+    pub fn len(&self) -> usize {
+        self.len
+    }
+
+    /// Whether it is empty.
+    pub fn is_empty(&self) -> bool {
+        self.len == 0
+    }
+
+    /// A part of the region.
+    ///
+    /// # Panics
+    /// When `at + len` lies outside.
+    pub fn slice(&self, at: usize, len: usize) -> Region {
+        assert!(at <= self.len && len <= self.len - at, "slice {at}+{len} of {}", self.len);
+        Region { block: self.block.clone(), start: self.start + at, len }
+    }
+
+    /// The region as a source of writev(2).
+    pub fn iovec(&self, at: usize, len: usize) -> Option<IoVec<'_>> {
+        if at.checked_add(len)? > self.len {
+            return None;
+        }
+        // SAFETY: `start + at <= start + len <= cap` (invariant): inside the mapping.
+        let base = unsafe { self.block.raw.ptr.as_ptr().add(self.start + at) };
+        Some(IoVec { raw: libc::iovec { iov_base: base.cast(), iov_len: len }, life: PhantomData })
+    }
+}
+
+impl Deref for Region {
+    type Target = [u8];
+    fn deref(&self) -> &[u8] {
+        // SAFETY: `start <= cap` (invariant): inside the mapping.
+        let base = unsafe { self.block.raw.ptr.as_ptr().add(self.start) };
+        // SAFETY: `start + len <= cap` (invariant), and a frozen block is written by nobody.
+        unsafe { std::slice::from_raw_parts(base, self.len) }
+    }
+}
+
+impl fmt::Debug for Region {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "Region({})", self.len)
+    }
+}
+
+/// One element of a readv(2) or writev(2) call, alive as long as the memory that it names.
+#[repr(transparent)]
+#[derive(Clone, Copy)]
+pub struct IoVec<'a> {
+    raw: libc::iovec,
+    life: PhantomData<&'a ()>,
+}
+
+impl<'a> IoVec<'a> {
+    /// A source for writev(2).
+    pub fn from_slice(bytes: &'a [u8]) -> IoVec<'a> {
+        IoVec {
+            raw: libc::iovec { iov_base: bytes.as_ptr().cast_mut().cast(), iov_len: bytes.len() },
+            life: PhantomData,
+        }
+    }
+
+    /// A target for readv(2).
+    pub fn from_mut(bytes: &'a mut [u8]) -> IoVec<'a> {
+        IoVec {
+            raw: libc::iovec { iov_base: bytes.as_mut_ptr().cast(), iov_len: bytes.len() },
+            life: PhantomData,
+        }
+    }
+
+    /// Bytes named.
+    pub fn len(&self) -> usize {
+        self.raw.iov_len
+    }
+
+    /// Whether no byte is named.
+    pub fn is_empty(&self) -> bool {
+        self.raw.iov_len == 0
+    }
+}
+
+/// A mapping and the pool that it returns to.
+struct Block {
+    raw: RawBlock,
+    pool: Weak<Pool>,
+    /// Memory of somebody else: never unmapped, never pooled.
+    borrowed: bool,
+}
+
+impl Drop for Block {
+    fn drop(&mut self) {
+        if self.borrowed {
+            self.raw.cap = 0;
+            return;
+        }
+        if let Some(pool) = self.pool.upgrade() {
+            let raw = std::mem::replace(&mut self.raw, RawBlock::empty());
+            pool.give_back(raw);
+        }
+    }
+}
+
+/// An anonymous mapping. `cap` 0 means none.
+struct RawBlock {
+    ptr: NonNull<u8>,
+    cap: usize,
+    /// Highest byte that may have been written: what lies above has no pages.
+    touched: AtomicUsize,
+}
+
+// SAFETY: a RawBlock owns its mapping; the pointer is used through Buf (exclusive), Region (read only) and Sink (raw
+// copies by one device at a time under the connection's lock), never shared without them.
+unsafe impl Send for RawBlock {}
+// SAFETY: as above; `&RawBlock` gives no access to the bytes outside those three types.
+unsafe impl Sync for RawBlock {}
+
+impl RawBlock {
+    const fn empty() -> RawBlock {
+        RawBlock { ptr: NonNull::dangling(), cap: 0, touched: AtomicUsize::new(0) }
+    }
+
+    fn map(cap: usize) -> io::Result<RawBlock> {
+        // SAFETY: an anonymous private mapping at an address of the kernel's choice touches no existing memory.
+        let ptr = unsafe {
+            libc::mmap(
+                std::ptr::null_mut(),
+                cap,
+                libc::PROT_READ | libc::PROT_WRITE,
+                libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_NORESERVE,
+                -1,
+                0,
+            )
+        };
+        if ptr == libc::MAP_FAILED {
+            return Err(io::Error::last_os_error());
+        }
+        let ptr = NonNull::new(ptr.cast()).ok_or_else(|| io::Error::from_raw_os_error(libc::ENOMEM))?;
+        Ok(RawBlock { ptr, cap, touched: AtomicUsize::new(0) })
+    }
+
+    fn grow(&mut self, cap: usize) -> io::Result<()> {
+        // SAFETY: `ptr, cap` is our own whole mapping, and `&mut self` means that nobody points into it.
+        let ptr = unsafe { libc::mremap(self.ptr.as_ptr().cast(), self.cap, cap, libc::MREMAP_MAYMOVE) };
+        if ptr == libc::MAP_FAILED {
+            return Err(io::Error::last_os_error());
+        }
+        self.ptr = NonNull::new(ptr.cast()).ok_or_else(|| io::Error::from_raw_os_error(libc::ENOMEM))?;
+        self.cap = cap;
+        Ok(())
+    }
+
+    /// Notes that bytes up to `end` may have been written.
+    fn touch(&self, end: usize) {
+        if end > self.touched.load(Relaxed) {
+            self.touched.fetch_max(end, Relaxed);
+        }
+    }
+
+    /// Gives the pages above `warm` back to the system.
+    fn trim(&mut self, warm: usize) {
+        if *self.touched.get_mut() > warm && self.cap > warm {
+            // SAFETY: `warm < cap`: the range is the upper part of our own mapping, which nobody points into.
+            let upper = unsafe { self.ptr.as_ptr().add(warm) };
+            // SAFETY: as above; MADV_DONTNEED on anonymous memory only drops its contents.
+            unsafe { libc::madvise(upper.cast(), self.cap - warm, libc::MADV_DONTNEED) };
+            *self.touched.get_mut() = warm;
+        }
+    }
+}
+
+impl Drop for RawBlock {
+    fn drop(&mut self) {
+        if self.cap != 0 {
+            // SAFETY: `ptr, cap` is our own whole mapping, and its last holder is going.
+            unsafe { libc::munmap(self.ptr.as_ptr().cast(), self.cap) };
+        }
+    }
+}
+
+fn round_up(n: usize) -> usize {
+    n.next_multiple_of(PAGE)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_block_goes_back_to_its_pool_and_is_reused() {
+        let pool = Pool::new(8192, 8192, 4);
+        let mut buf = pool.take().unwrap();
+        buf.extend(b"abc").unwrap();
+        let at = buf.as_ptr();
+        let region = buf.freeze();
+        let part = region.slice(1, 2);
+        drop(region);
+        assert_eq!(&part[..], b"bc");
+        drop(part);
+        assert_eq!(pool.take().unwrap().block.raw.ptr.as_ptr().cast_const(), at);
+    }
+
+    #[test]
+    fn a_sink_is_taken_back_only_by_its_last_holder() {
+        let sink = Buf::with_capacity(100).unwrap().into_sink(100);
+        let device = sink.clone();
+        assert!(device.place(98, b"xy"));
+        assert!(!device.place(99, b"xy"));
+        assert!(!device.place(usize::MAX, b"xy"));
+        let sink = sink.into_buf(100).unwrap_err();
+        drop(device);
+        assert_eq!(&sink.into_buf(100).unwrap()[98..], b"xy");
+    }
+
+    #[test]
+    fn growing_keeps_the_bytes() {
+        let mut buf = Buf::with_capacity(10).unwrap();
+        buf.extend(&[7; 4096]).unwrap();
+        buf.extend(&[8; 1 << 20]).unwrap();
+        assert_eq!((buf[4095], buf[4096], buf.len()), (7, 8, 4096 + (1 << 20)));
+    }
+
+    #[test]
+    fn pages_above_the_warm_part_are_given_back() {
+        let pool = Pool::new(1 << 20, 8192, 1);
+        let mut buf = pool.take().unwrap();
+        buf.extend(&vec![9; 1 << 20]).unwrap();
+        drop(buf);
+        let mut buf = pool.take().unwrap();
+        buf.set_len(1 << 20);
+        assert_eq!((buf[0], buf[8191], buf[8192]), (9, 9, 0));
+    }
+
+    #[test]
+    fn ranges_outside_name_no_memory() {
+        let sink = Buf::with_capacity(16).unwrap().into_sink(16);
+        assert!(sink.iovec(0, 16).is_some());
+        assert!(sink.iovec(1, 16).is_none());
+        assert!(sink.iovec(usize::MAX, 2).is_none());
+    }
+}

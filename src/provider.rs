@@ -1,0 +1,144 @@
+//! What a device must offer: a connected queue pair that speaks verbs.
+//!
+//! The engine and the driver above know this trait and nothing of the device below it. One implementation exists
+//! per device: [`iwarp`] (software iWARP on a TCP socket); verbs and shared memory take their places beside it.
+//!
+//! # Contract
+//! - Nothing blocks. `post*` queue work and start it; [`QueuePair::poll`] moves bytes both ways and returns at most one
+//!   completion per call, `None` when there is nothing to do until the fd is ready.
+//! - Memory is passed by value: a work request owns a clone of what it names until it is complete, so the caller
+//!   needs no completion to keep memory alive (see `memory`).
+//! - Completions of one kind come in the order in which the requests were posted; Receives complete in the order
+//!   of the peer's Sends, each after everything that the peer sent before it has been placed (RFC 5040 §5.5).
+//! - The first error ends the queue pair: `poll` returns it once and for ever after; every handle is dead then.
+#![forbid(unsafe_code)]
+
+use std::os::fd::RawFd;
+
+use crate::error::Error;
+use crate::memory::{Region, Sink};
+use crate::wire::{Handle, Segment};
+
+pub mod iwarp;
+
+/// What a device and the negotiation with the peer allow.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Limits {
+    /// RDMA Reads that we may have outstanding (ORD), after negotiation. 0: the peer serves none.
+    pub read_depth: u32,
+    /// Most bytes that one handle may cover and one Read or Write may move.
+    pub max_segment: u32,
+    /// Whether every handle that `expose_*` returns may be invalidated by the peer's Send.
+    pub remote_invalidation: bool,
+}
+
+/// Names a request in its completion; chosen by the caller, opaque to the device.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct WorkId(pub u64);
+
+/// Work for the send queue, done in order.
+#[derive(Debug)]
+pub enum WorkRequest {
+    /// One Send: the concatenation of `gather`. Never completes visibly; its memory is dropped when it is sent.
+    Send {
+        /// Pieces of the message, in order.
+        gather: Vec<Region>,
+        /// Send with Invalidate of this handle of the peer.
+        invalidate: Option<Handle>,
+    },
+    /// One RDMA Write of the concatenation of `gather` to the peer's memory from `to.offset` on.
+    /// `to.length` is the number of bytes written. Never completes visibly.
+    Write {
+        /// Source.
+        gather: Vec<Region>,
+        /// The peer's memory; `length` equals the sum of `gather`.
+        to: Segment,
+    },
+    /// One RDMA Read of `from.length` bytes into `sink` from byte `at` on. Completes as [`Completion::Read`].
+    Read {
+        /// Returned in the completion.
+        id: WorkId,
+        /// Where the bytes go.
+        sink: Sink,
+        /// Offset in `sink`.
+        at: usize,
+        /// The peer's memory.
+        from: Segment,
+    },
+}
+
+/// What happened.
+#[derive(Debug)]
+pub enum Completion {
+    /// A Send of the peer lies in the first `len` bytes of a posted Receive.
+    Received {
+        /// The Receive, oldest first. The device holds no clone any more.
+        sink: Sink,
+        /// Bytes received.
+        len: usize,
+        /// The handle of ours that the peer invalidated with it.
+        invalidated: Option<Handle>,
+    },
+    /// An RDMA Read has placed all its bytes.
+    Read {
+        /// As posted.
+        id: WorkId,
+    },
+}
+
+/// A connected queue pair, with its own handles: none of them works on another connection.
+pub trait QueuePair: Send {
+    /// What may be asked of it.
+    fn limits(&self) -> Limits;
+
+    /// RFC 8797 private data of the peer, as received (empty if none).
+    fn private_data(&self) -> &[u8];
+
+    /// Lets the peer read `region` until it is invalidated.
+    ///
+    /// # Errors
+    /// When the device cannot register, or the region is longer than [`Limits::max_segment`].
+    fn expose_source(&mut self, region: Region) -> Result<Segment, Error>;
+
+    /// Lets the peer write `sink` until it is invalidated.
+    ///
+    /// # Errors
+    /// As [`QueuePair::expose_source`].
+    fn expose_sink(&mut self, sink: Sink) -> Result<Segment, Error>;
+
+    /// Ends the exposure: when this returns, no byte of it moves any more, and the device holds no clone.
+    ///
+    /// Unknown or already invalidated handles are no error: the peer may have invalidated it remotely.
+    ///
+    /// # Errors
+    /// When the device cannot promise it; the connection must then be closed before the memory is used
+    /// (RFC 8166 §4.5.4).
+    fn invalidate(&mut self, handle: Handle) -> Result<(), Error>;
+
+    /// Posts a Receive of `sink.len()` bytes.
+    fn post_recv(&mut self, sink: Sink);
+
+    /// Queues work and starts as much as goes without blocking (call `poll` for the rest).
+    fn post(&mut self, request: WorkRequest);
+
+    /// Sends what the device takes, receives what is there, returns the next completion.
+    ///
+    /// # Errors
+    /// The error that ended the queue pair, or the peer's orderly close as an error of kind `ConnectionLost`.
+    fn poll(&mut self) -> Result<Option<Completion>, Error>;
+
+    /// Sends what the device takes of the queued work, without receiving. Returns whether all of it is gone.
+    ///
+    /// # Errors
+    /// As [`QueuePair::poll`].
+    fn flush(&mut self) -> Result<bool, Error>;
+
+    /// Becomes readable when `poll` has something to do; writable when queued work can go on.
+    fn fd(&self) -> RawFd;
+
+    /// Whether writability of the fd matters: queued work waits for it.
+    fn wants_write(&self) -> bool;
+
+    /// Bytes of queued work not yet taken by the device.
+    fn unsent(&self) -> usize;
+}

@@ -20,6 +20,9 @@
 
 pub mod connection;
 pub mod error;
+pub mod ffi;
 pub mod memory;
 pub mod provider;
+pub mod tirpc;
 pub mod wire;
+pub mod xdr;

@@ -27,7 +27,7 @@ use crate::error::{Error, Kind};
 use crate::memory::{Buf, Memory, Region, Sink};
 use crate::provider::{QueuePair, WorkId, WorkRequest};
 use crate::wire::private_data::PrivateData;
-use crate::wire::v1::{self, Body, DecodeError, Lists, Proc, RdmaError};
+use crate::wire::v1::{self, Body, Lists, Proc, RdmaError};
 use crate::wire::{Credits, Handle, Position, ReadSegment, Segment, Xid};
 
 pub mod chunks;
@@ -654,17 +654,10 @@ impl Connection {
             Ok(header) => header,
             Err(error) => {
                 self.output.push_back(Output::Receive);
-                match error {
-                    // RFC 8166 §4.5: "it MUST silently discard the message before performing any parsing."
-                    DecodeError::TooShort { .. } => {}
-                    // RFC 8166 §4.5.1: "it MUST reply with an RDMA_ERROR procedure and set the rdma_err value to
-                    // ERR_VERS, also providing the low and high inclusive version numbers it does, in fact, support."
-                    DecodeError::Version { xid, version } => {
-                        self.send_error(xid, version, RdmaError::Version { low: v1::VERSION, high: v1::VERSION });
-                    }
-                    // RFC 8166 §4.5.2: "the Responder MUST reply with an RDMA_ERROR procedure and set the rdma_err value
-                    // to ERR_CHUNK."
-                    DecodeError::Malformed { xid, .. } => self.send_error(xid, v1::VERSION, RdmaError::Chunk),
+                // RFC 8166 §4.5: "If other errors are detected in the RPC-over-RDMA header of an RPC Call message, a
+                // Responder MUST send an RDMA_ERROR message back to the Requester."
+                if let Some((xid, version, answer)) = error.answer() {
+                    self.send_error(xid, version, answer);
                 }
                 return;
             }
@@ -758,8 +751,7 @@ impl Connection {
                         done += length;
                     }
                 }
-                let assembly =
-                    std::mem::replace(&mut pending.state, State::Ready(Vec::new())).into_assembly();
+                let assembly = std::mem::take(assembly);
                 pending.state = State::Pulling { assembly, sink, left };
             }
             first = false;
@@ -852,15 +844,6 @@ impl Connection {
     /// Why the connection is closed, if it is.
     pub fn closed(&self) -> Option<&Error> {
         self.closed.as_ref()
-    }
-}
-
-impl State {
-    fn into_assembly(self) -> Assembly {
-        match self {
-            State::Waiting(assembly, _) | State::Pulling { assembly, .. } => assembly,
-            State::Ready(_) => unreachable!("only called on a state just seen to be Waiting"),
-        }
     }
 }
 

@@ -151,7 +151,7 @@ pub fn plan_reply(
 }
 
 /// A Call whose bytes lie partly in the requester's memory: what to read, and how the pieces fit together.
-#[derive(Debug)]
+#[derive(Debug, Default)]
 pub struct Assembly {
     /// Chunks in Position order: Position, offset in the staging memory, bytes without pad.
     chunks: Vec<(usize, usize, usize)>,

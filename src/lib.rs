@@ -19,6 +19,8 @@
 //! The C library is this crate's staticlib, linked by `make` with a version script.
 
 pub mod error;
+pub mod ffi;
 pub mod memory;
 pub mod provider;
 pub mod wire;
+pub mod xdr;

@@ -19,6 +19,9 @@
 //! The C library is this crate's staticlib, linked by `make` with a version script.
 
 pub mod error;
+pub mod log;
 pub mod memory;
+pub mod process;
 pub mod provider;
+pub mod stats;
 pub mod wire;

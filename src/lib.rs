@@ -18,9 +18,11 @@
 //!
 //! The C library is this crate's staticlib, linked by `make` with a version script.
 
+pub mod connection;
 pub mod error;
 pub mod ffi;
 pub mod memory;
 pub mod provider;
+pub mod tirpc;
 pub mod wire;
 pub mod xdr;

@@ -1,17 +1,18 @@
 //! XDR streams: they run a C program's xdrproc over our memory.
 //!
-//! libtirpc hands a program's types over as procedures that walk an `XDR`, a struct with a table of operations
-//! ([`XdrOps`], `rpc/xdr.h`). This file owns two such streams and nothing else: [`Encoder`] appends to one
-//! contiguous, growing [`Buf`]; [`Decoder`] reads what a device has placed, in as many pieces as it came. What a
-//! message means, and when it is sent, belongs to the modules above.
+//! libtirpc hands a program's types over as procedures that walk an `XDR`, a struct with a table of
+//! operations ([`XdrOps`], `rpc/xdr.h`). This file owns two such streams and nothing else: [`Encoder`]
+//! appends to one contiguous, growing [`Buf`]; [`Decoder`] reads what a device has placed, in as many pieces
+//! as it came. What a message means, and when it is sent, belongs to the modules above.
 //!
-//! Stream position 0 is the XID and no transport header lies in the stream: RPCSEC_GSS signs bytes 0 .. GETPOS, and
-//! an RFC 8166 Position counts from the same byte (§3.4.5). Each operation behaves as libtirpc's `xdrmem` does,
-//! including its oddities; where that one would read or write outside its memory, ours answers FALSE.
+//! Stream position 0 is the XID and no transport header lies in the stream: RPCSEC_GSS signs bytes 0 ..
+//! GETPOS, and an RFC 8166 Position counts from the same byte (§3.4.5). Each operation behaves as libtirpc's
+//! `xdrmem` does, including its oddities; where that one would read or write outside its memory, ours answers
+//! FALSE.
 //!
-//! Every item enters a message through `put_bytes`, and only there is known to be one item with an address of its
-//! own: sending an item by reference is a decision of that function alone. Positions are therefore kept apart from
-//! addresses, and the end of a message is its position, not the length of a buffer.
+//! Every item enters a message through `put_bytes`, and only there is known to be one item with an address of
+//! its own: sending an item by reference is a decision of that function alone. Positions are therefore kept
+//! apart from addresses, and the end of a message is its position, not the length of a buffer.
 //!
 //! # Invariants
 //! - `Encoding`: `at <= high <= u32::MAX`; `base` points to the first byte of `buf`, and `room <= buf.len()`.
@@ -29,10 +30,11 @@ use crate::memory::{Buf, Region};
 
 /// A program's `xdrproc_t`: encodes, decodes or frees (`x_op`) one object.
 ///
-/// C declares it variadic because some of its procedures take a third argument, a maximum length. Nobody passes that one:
-/// libtirpc's own transports call with two arguments, and so do we. A procedure that reads a third (a bare
-/// `xdr_string`) finds there what it always found, the leftovers of a register; `xdr_wrapstring` exists for it. On
-/// x86-64 a call with two pointers is the same for a variadic and for a plain C function.
+/// C declares it variadic because some of its procedures take a third argument, a maximum length. Nobody
+/// passes that one: libtirpc's own transports call with two arguments, and so do we. A procedure that reads a
+/// third (a bare `xdr_string`) finds there what it always found, the leftovers of a register;
+/// `xdr_wrapstring` exists for it. On x86-64 a call with two pointers is the same for a variadic and for a
+/// plain C function.
 pub type XdrProc = Option<unsafe extern "C" fn(*mut XDR, *mut c_void) -> c_int>;
 
 /// `enum xdr_op`: what a procedure is to do.
@@ -115,7 +117,8 @@ const STEP: usize = 4096;
 /// The message ends where the stream stands when it is finished, as a record of libtirpc's `xdrrec` does: a
 /// procedure that goes back to fill in a length goes forward again afterwards.
 pub struct Encoder {
-    /// From `Box::leak`, so that no move of the Encoder touches what C points to. Freed by `drop` or `finish`.
+    /// From `Box::leak`, so that no move of the Encoder touches what C points to. Freed by `drop` or
+    /// `finish`.
     stream: NonNull<Stream<Encoding>>,
 }
 
@@ -144,7 +147,8 @@ impl Encoder {
         self.state().copied
     }
 
-    /// Makes every put fail that would end beyond `bytes`. The default is just short of 4 GiB, as is the maximum.
+    /// Makes every put fail that would end beyond `bytes`. The default is just short of 4 GiB, as is the
+    /// maximum.
     pub fn set_limit(&mut self, bytes: usize) {
         // SAFETY: the stream is alive until `drop`, and `&mut self` makes this the only reference to it.
         let state = unsafe { &mut (*self.stream.as_ptr()).state };
@@ -154,9 +158,8 @@ impl Encoder {
 
     /// The encoded message.
     ///
-    /// # Errors
-    /// Why the first failed put failed: `TooLong` over the limit, `Encode` without memory. A procedure that failed for a
-    /// reason of its own leaves no error here: its FALSE says so.
+    /// # Errors Why the first failed put failed: `TooLong` over the limit, `Encode` without memory. A
+    /// procedure that failed for a reason of its own leaves no error here: its FALSE says so.
     pub fn finish(self) -> Result<Buf, Error> {
         let stream = self.stream;
         std::mem::forget(self);
@@ -172,15 +175,16 @@ impl Encoder {
     }
 
     fn state(&self) -> &Encoding {
-        // SAFETY: the stream is alive until `drop`; C code holds pointers to it but runs only inside calls that take
-        // the Encoder as `&mut` (`xdr`), so nothing writes while this borrow lives.
+        // SAFETY: the stream is alive until `drop`; C code holds pointers to it but runs only inside calls
+        // that take the Encoder as `&mut` (`xdr`), so nothing writes while this borrow lives.
         unsafe { &(*self.stream.as_ptr()).state }
     }
 }
 
 impl Drop for Encoder {
     fn drop(&mut self) {
-        // SAFETY: `stream` came from `Box::leak` in `new`, and nobody has freed it: `finish` forgets the Encoder.
+        // SAFETY: `stream` came from `Box::leak` in `new`, and nobody has freed it: `finish` forgets the
+        // Encoder.
         drop(unsafe { Box::from_raw(self.stream.as_ptr()) });
     }
 }
@@ -229,7 +233,8 @@ impl Decoder {
         Decoder { stream: Stream::leak(op::DECODE, &DECODE, state) }
     }
 
-    /// The C handle, set to decode at each call; the caller may set `x_op` to FREE. It is valid as long as the Decoder.
+    /// The C handle, set to decode at each call; the caller may set `x_op` to FREE. It is valid as long as
+    /// the Decoder.
     pub fn xdr(&mut self) -> *mut XDR {
         Stream::xdr(self.stream, op::DECODE)
     }
@@ -275,8 +280,8 @@ unsafe impl Send for Decoder {}
 
 /// Runs `proc` over `object` to release what decoding allocated (`xdr_free`), on a stream without memory.
 ///
-/// # Safety
-/// `proc` is NULL or a procedure for the type of `object`, and `object` is what it may free: decoded by it, or zeroed.
+/// # Safety `proc` is NULL or a procedure for the type of `object`, and `object` is what it may free: decoded
+/// by it, or zeroed.
 pub unsafe fn free(proc: XdrProc, object: *mut c_void) {
     let Some(proc) = proc else { return };
     let mut xdr = XDR {
@@ -316,7 +321,8 @@ impl<S> Stream<S> {
     }
 
     fn xdr(stream: NonNull<Stream<S>>, x_op: c_int) -> *mut XDR {
-        // SAFETY: the owner calls with its live stream. No reference is made, so pointers that C holds stay valid.
+        // SAFETY: the owner calls with its live stream. No reference is made, so pointers that C holds stay
+        // valid.
         let xdr = unsafe { &raw mut (*stream.as_ptr()).xdr };
         // SAFETY: as above; the field is written while no C code runs.
         unsafe { (*xdr).x_op = x_op };
@@ -402,8 +408,8 @@ impl Encoding {
         }
         match self.take(n) {
             Ok(to) => {
-                // SAFETY: `from` by contract, `to` has `n` writable bytes (`take`). The ranges may overlap: a program
-                // may put what it got from XDR_INLINE.
+                // SAFETY: `from` by contract, `to` has `n` writable bytes (`take`). The ranges may overlap: a
+                // program may put what it got from XDR_INLINE.
                 unsafe { ptr::copy(from, to, n) };
                 self.copied += n as u64;
                 TRUE
@@ -421,7 +427,8 @@ impl Encoding {
         TRUE
     }
 
-    /// NULL tells a procedure to put the items one by one, and those say what is wrong: no failure is noted here.
+    /// NULL tells a procedure to put the items one by one, and those say what is wrong: no failure is noted
+    /// here.
     #[inline]
     fn inline(&mut self, n: usize) -> *mut i32 {
         // The block is aligned to a page: the position decides.
@@ -431,7 +438,8 @@ impl Encoding {
         let old = self.high;
         let Ok(to) = self.take(n) else { return ptr::null_mut() };
         if self.at > old {
-            // Memory from a pool holds an earlier message: what the program leaves out must not reach the peer.
+            // Memory from a pool holds an earlier message: what the program leaves out must not reach the
+            // peer.
             // SAFETY: `old < at <= room <= buf.len()`: inside the block.
             let fresh = unsafe { self.base.add(old) };
             // SAFETY: `fresh .. base + at` is inside the block, and no reference to it exists.
@@ -486,7 +494,6 @@ impl Decoding {
 
     #[inline]
     fn skip(&mut self, n: usize) {
-        debug_assert!(n <= self.left);
         // SAFETY: every caller has compared `n` with `left`: inside the current source, or at its end.
         self.next = unsafe { self.next.add(n) };
         self.left -= n;
@@ -502,8 +509,8 @@ impl Decoding {
             // SAFETY: the same contract.
             return unsafe { self.copy_across(to, n) };
         }
-        // SAFETY: `n <= left` bytes can be read at `next`; `to` by contract. A program may have given memory of the
-        // stream itself (from XDR_INLINE), hence not `copy_nonoverlapping`.
+        // SAFETY: `n <= left` bytes can be read at `next`; `to` by contract. A program may have given memory
+        // of the stream itself (from XDR_INLINE), hence not `copy_nonoverlapping`.
         unsafe { ptr::copy(self.next, to, n) };
         self.skip(n);
         true
@@ -525,7 +532,8 @@ impl Decoding {
             }
             // SAFETY: `done < n`, and `to` is writable for `n` bytes.
             let to = unsafe { to.add(done) };
-            // SAFETY: `part <= left` bytes can be read at `next`; `done + part <= n` bytes of `to` are written.
+            // SAFETY: `part <= left` bytes can be read at `next`; `done + part <= n` bytes of `to` are
+            // written.
             unsafe { ptr::copy(self.next, to, part) };
             self.skip(part);
             done += part;
@@ -621,8 +629,8 @@ static NOTHING: XdrOps = XdrOps {
 
 /// The state behind a C handle.
 ///
-/// # Safety
-/// `xdrs` is the handle of a live stream whose operations belong to `S`, and no other reference to its state exists.
+/// # Safety `xdrs` is the handle of a live stream whose operations belong to `S`, and no other reference to
+/// its state exists.
 #[inline]
 unsafe fn state<'a, S>(xdrs: *mut XDR) -> &'a mut S {
     // SAFETY: a live handle by contract.
@@ -756,9 +764,10 @@ unsafe extern "C" fn refuse_inline(_: *mut XDR, _: c_uint) -> *mut i32 {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::ffi::last_error;
     use crate::memory::Pool;
 
-    /// The real procedures, and the stream of libtirpc that ours are compared with.
+    // The real procedures, and the stream of libtirpc that ours are compared with.
     #[link(name = "tirpc")]
     unsafe extern "C" {
         fn xdrmem_create(xdrs: *mut XDR, addr: *mut c_char, size: c_uint, op: c_int);
@@ -967,8 +976,10 @@ mod tests {
     }
 
     fn ops(xdrs: *mut XDR) -> &'static XdrOps {
-        // SAFETY: a live handle, whose operations are static.
-        unsafe { &*(*xdrs).x_ops }
+        // SAFETY: a live handle.
+        let ops = unsafe { (*xdrs).x_ops };
+        // SAFETY: the operations of all streams are static.
+        unsafe { &*ops }
     }
 
     fn putlong(xdrs: *mut XDR, value: c_long) -> bool {
@@ -1005,10 +1016,11 @@ mod tests {
         unsafe { (ops(xdrs).setpostn)(xdrs, position) == TRUE }
     }
 
-    /// XDR_INLINE; the bytes are usable until the next operation.
+    /// XDR_INLINE; the bytes are usable until the next operation. NULL because of a panic does not pass.
     fn inline<'a>(xdrs: *mut XDR, n: usize) -> Option<&'a mut [u8]> {
         // SAFETY: a live handle.
         let at = unsafe { (ops(xdrs).inline)(xdrs, n as c_uint) };
+        assert!(last_error().is_none());
         // SAFETY: what this test is about: NULL or `n` bytes, which no reference of the stream covers.
         (!at.is_null()).then(|| unsafe { std::slice::from_raw_parts_mut(at.cast(), n) })
     }
@@ -1257,6 +1269,25 @@ mod tests {
         let xdrs = encoder.xdr();
         assert!(inline(xdrs, 12).is_none() && putlong(xdrs, 1));
         assert_eq!(encoder.finish().unwrap()[..], [0, 0, 0, 1]);
+    }
+
+    #[test]
+    fn encoding_inline_gives_no_misaligned_words() {
+        let mut encoder = encoder();
+        let xdrs = encoder.xdr();
+        assert!(putbytes(xdrs, b"abc") && inline(xdrs, 4).is_none() && getpos(xdrs) == 3);
+        assert!(putbytes(xdrs, b"d") && inline(xdrs, 4).is_some() && getpos(xdrs) == 8);
+    }
+
+    #[test]
+    fn a_message_of_no_bytes_has_none() {
+        for pieces in [&[][..], &[&[][..]], &[&[][..], &[]]] {
+            let mut decoder = decoder(pieces);
+            let xdrs = decoder.xdr();
+            assert!(getlong(xdrs).is_none() && inline(xdrs, 4).is_none() && getbytes(xdrs, 0).is_some());
+            assert!(setpos(xdrs, 0) && !setpos(xdrs, 1) && getpos(xdrs) == 0);
+        }
+        assert!(encoder().finish().unwrap().is_empty());
     }
 
     #[test]

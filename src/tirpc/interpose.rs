@@ -69,6 +69,9 @@ pub unsafe extern "C" fn getnetconfigent(netid: *const c_char) -> *mut netconfig
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn __rpc_setconf(nettype: *const c_char) -> *mut c_void {
     guard(|| {
+        // Every creation by nettype begins here, and then tries one netid after the other: the text of the first that
+        // fails must outlive the attempt on the next.
+        creation_started();
         // SAFETY: a nettype is NULL or a string.
         match unsafe { ffi::cstr(nettype) }.and_then(nettype::open) {
             Some(handle) => handle,
@@ -506,8 +509,11 @@ pub unsafe extern "C" fn clnt_tp_create(
     vers: u32,
     nconf: *const netconfig,
 ) -> *mut CLIENT {
-    // SAFETY: the caller's own arguments.
-    guard(|| Ok(unsafe { real::CLNT_TP_CREATE.get()?(host, prog, vers, nconf) }))
+    guard(|| {
+        creation_started();
+        // SAFETY: the caller's own arguments.
+        Ok(unsafe { real::CLNT_TP_CREATE.get()?(host, prog, vers, nconf) })
+    })
 }
 
 /// Passed through.
@@ -609,7 +615,6 @@ pub unsafe extern "C" fn svctcp_create(fd: c_int, sendsz: c_uint, recvsz: c_uint
 
 /// Runs a creation on netid "rdma", and records why it failed.
 fn creation<T>(create: impl FnOnce() -> Result<T, Error>) -> Result<T, Error> {
-    creation_started();
     create().inspect_err(|error| {
         // A server has no other way to learn of it.
         log_info!("{error}");

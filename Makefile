@@ -98,3 +98,5 @@ clean:
 
 .PHONY: all install demo check check-packages check-source check-exports check-c check-long bench clean
 .DELETE_ON_ERROR:
+# The steps of check depend on their order: packages first.
+.NOTPARALLEL:

@@ -29,6 +29,7 @@ use std::ffi::{CStr, c_char, c_int, c_uint, c_void};
 use std::mem::ManuallyDrop;
 use std::net::{SocketAddr, TcpListener};
 use std::os::fd::{AsRawFd, FromRawFd, IntoRawFd, OwnedFd};
+use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 use std::ptr::null_mut;
 use std::sync::atomic::{AtomicU64, Ordering};
 
@@ -222,10 +223,14 @@ pub unsafe extern "C" fn clnt_vc_create(
         };
         if let Some(intent) = intent
             && let Some(_inside) = Inside::enter()
-            // SAFETY: the caller's own arguments.
-            && let Some(clnt) = unsafe { client::vc_create(fd, address, prog, vers, sendsz, recvsz, intent) }
         {
-            return Ok(clnt);
+            let made = creation(|| {
+                // SAFETY: the caller's own arguments.
+                Ok(unsafe { client::vc_create(fd, address, prog, vers, sendsz, recvsz, intent) })
+            })?;
+            if let Some(clnt) = made {
+                return Ok(clnt);
+            }
         }
         // SAFETY: the caller's own arguments.
         Ok(unsafe { real::CLNT_VC_CREATE.get()?(fd, address, prog, vers, sendsz, recvsz) })
@@ -613,9 +618,13 @@ pub unsafe extern "C" fn svctcp_create(fd: c_int, sendsz: c_uint, recvsz: c_uint
     guard(|| Ok(unsafe { real::SVCTCP_CREATE.get()?(fd, sendsz, recvsz) }))
 }
 
-/// Runs a creation on netid "rdma", and records why it failed.
+/// Runs a creation on netid "rdma", and records why it failed: after a NULL programs print what is recorded.
 fn creation<T>(create: impl FnOnce() -> Result<T, Error>) -> Result<T, Error> {
-    create().inspect_err(|error| {
+    let result = catch_unwind(AssertUnwindSafe(create)).unwrap_or_else(|panic| {
+        creation_failed(&Error::new(Kind::Panic, "defect in librpcrdma"));
+        resume_unwind(panic)
+    });
+    result.inspect_err(|error| {
         // A server has no other way to learn of it.
         log_info!("{error}");
         creation_failed(error);
@@ -916,6 +925,13 @@ mod tests {
         // SAFETY: NUL-terminated by the function.
         let text = unsafe { CStr::from_ptr(text) };
         assert_eq!(text, c"client: RPC: Program not registered; see this");
+    }
+
+    #[test]
+    fn a_panic_while_creating_is_recorded_for_clnt_pcreateerror() {
+        creation_started();
+        assert!(guard(|| creation::<*mut CLIENT>(|| panic!("a defect"))).is_null());
+        assert_eq!(creation_explanation().as_deref(), Some("defect in librpcrdma"));
     }
 
     #[test]

@@ -751,6 +751,8 @@ mod tests {
     use crate::memory::Pool;
 
     // The real procedures, and the stream of libtirpc that ours are compared with.
+    // The boundary declares three of these with its own types; these tests know nothing of it.
+    #[allow(clashing_extern_declarations)]
     #[link(name = "tirpc")]
     unsafe extern "C" {
         fn xdrmem_create(xdrs: *mut XDR, addr: *mut c_char, size: c_uint, op: c_int);

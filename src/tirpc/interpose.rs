@@ -29,12 +29,14 @@ use std::ffi::{CStr, c_char, c_int, c_uint, c_void};
 use std::mem::ManuallyDrop;
 use std::net::{SocketAddr, TcpListener};
 use std::os::fd::{AsRawFd, FromRawFd, IntoRawFd, OwnedFd};
+use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 use std::ptr::null_mut;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use crate::config::{self, Config};
 use crate::error::{Error, Kind};
 use crate::ffi::{self, Fd, Inside, guard};
+use crate::log_info;
 use crate::tirpc::client::{self, Intent};
 use crate::tirpc::netid::{self, Netid, RPCBIND_PORT, Sockaddr, nettype};
 use crate::tirpc::{
@@ -68,6 +70,9 @@ pub unsafe extern "C" fn getnetconfigent(netid: *const c_char) -> *mut netconfig
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn __rpc_setconf(nettype: *const c_char) -> *mut c_void {
     guard(|| {
+        // Every creation by nettype begins here, and then tries one netid after the other: the text of the first that
+        // fails must outlive the attempt on the next.
+        creation_started();
         // SAFETY: a nettype is NULL or a string.
         match unsafe { ffi::cstr(nettype) }.and_then(nettype::open) {
             Some(handle) => handle,
@@ -211,17 +216,21 @@ pub unsafe extern "C" fn clnt_vc_create(
     guard(|| {
         let intent = if RdmaWanted::take() {
             Some(Intent::Required)
-        } else if moves("tcp", prog) {
-            Some(Intent::Try)
         } else {
-            None
+            // SAFETY: an address as clnt_vc_create takes it.
+            let address = unsafe { socket_address(address) };
+            address.filter(|address| moves(tcp(*address), prog)).map(|_| Intent::Try)
         };
         if let Some(intent) = intent
             && let Some(_inside) = Inside::enter()
-            // SAFETY: the caller's own arguments.
-            && let Some(clnt) = unsafe { client::vc_create(fd, address, prog, vers, sendsz, recvsz, intent) }
         {
-            return Ok(clnt);
+            let made = creation(|| {
+                // SAFETY: the caller's own arguments.
+                Ok(unsafe { client::vc_create(fd, address, prog, vers, sendsz, recvsz, intent) })
+            })?;
+            if let Some(clnt) = made {
+                return Ok(clnt);
+            }
         }
         // SAFETY: the caller's own arguments.
         Ok(unsafe { real::CLNT_VC_CREATE.get()?(fd, address, prog, vers, sendsz, recvsz) })
@@ -383,13 +392,13 @@ pub unsafe extern "C" fn rpcb_set(
         // SAFETY: the caller's own arguments.
         let set = unsafe { real(prog, vers, nconf, address) };
         // SAFETY: by the contract.
-        let Some((netid, moved)) = (unsafe { Netid::beside(nconf) }) else { return Ok(set) };
+        let Some((stock, netid)) = (unsafe { Netid::beside(nconf) }) else { return Ok(set) };
         // SAFETY: an address as rpcb_set takes it.
         let local = unsafe { socket_address(address) };
-        let (Some(local), true, Some(inside)) = (local, moves(moved, prog), Inside::enter()) else {
+        let (Some(local), true, Some(inside)) = (local, moves(stock, prog), Inside::enter()) else {
             return Ok(set);
         };
-        if moved == "udp" {
+        if matches!(stock, config::Netid::Udp | config::Netid::Udp6) {
             inside.suspend(|| listen_beside(netid, local));
         }
         ports::add(local.port());
@@ -411,8 +420,8 @@ pub unsafe extern "C" fn rpcb_unset(prog: u32, vers: u32, nconf: *const netconfi
         // SAFETY: the caller's own arguments. NULL removes all rows, those of "rdma" among them.
         let unset = unsafe { real(prog, vers, nconf) };
         // SAFETY: by the contract.
-        if let Some((netid, moved)) = unsafe { Netid::beside(nconf) }
-            && moves(moved, prog)
+        if let Some((stock, netid)) = unsafe { Netid::beside(nconf) }
+            && moves(stock, prog)
             && let Some(_inside) = Inside::enter()
         {
             // SAFETY: the entry is static.
@@ -505,8 +514,11 @@ pub unsafe extern "C" fn clnt_tp_create(
     vers: u32,
     nconf: *const netconfig,
 ) -> *mut CLIENT {
-    // SAFETY: the caller's own arguments.
-    guard(|| Ok(unsafe { real::CLNT_TP_CREATE.get()?(host, prog, vers, nconf) }))
+    guard(|| {
+        creation_started();
+        // SAFETY: the caller's own arguments.
+        Ok(unsafe { real::CLNT_TP_CREATE.get()?(host, prog, vers, nconf) })
+    })
 }
 
 /// Passed through.
@@ -606,18 +618,37 @@ pub unsafe extern "C" fn svctcp_create(fd: c_int, sendsz: c_uint, recvsz: c_uint
     guard(|| Ok(unsafe { real::SVCTCP_CREATE.get()?(fd, sendsz, recvsz) }))
 }
 
-/// Runs a creation on netid "rdma", and records why it failed.
+/// Runs a creation on netid "rdma", and records why it failed: after a NULL programs print what is recorded.
 fn creation<T>(create: impl FnOnce() -> Result<T, Error>) -> Result<T, Error> {
-    creation_started();
-    create().inspect_err(creation_failed)
+    let result = catch_unwind(AssertUnwindSafe(create)).unwrap_or_else(|panic| {
+        creation_failed(&Error::new(Kind::Panic, "defect in librpcrdma"));
+        resume_unwind(panic)
+    });
+    result.inspect_err(|error| {
+        // A server has no other way to learn of it.
+        log_info!("{error}");
+        creation_failed(error);
+    })
 }
 
-/// Whether `RPCRDMA_REDIRECT` moves `prog` from `stock`, "tcp" or "udp".
-fn moves(stock: &str, prog: u32) -> bool {
-    let Ok(Config { redirect, redirect_programs, .. }) = config::get() else { return false };
-    prog != RPCBPROG
-        && redirect.iter().any(|moved| moved.name() == stock)
-        && redirect_programs.as_ref().is_none_or(|programs| programs.contains(&prog))
+/// Whether `RPCRDMA_REDIRECT` moves `prog` from that transport.
+fn moves(stock: config::Netid, prog: u32) -> bool {
+    config::get().is_ok_and(|config| redirects(config, stock) && config.redirects_program(prog))
+}
+
+/// Whether programs on that transport are moved: "tcp" stands for tcp and tcp6, as the nettype of that name does.
+fn redirects(config: &Config, stock: config::Netid) -> bool {
+    config.redirects(stock)
+        || match stock {
+            config::Netid::Tcp6 => config.redirects(config::Netid::Tcp),
+            config::Netid::Udp6 => config.redirects(config::Netid::Udp),
+            _ => false,
+        }
+}
+
+/// The netid of a TCP address.
+fn tcp(address: SocketAddr) -> config::Netid {
+    if address.is_ipv4() { config::Netid::Tcp } else { config::Netid::Tcp6 }
 }
 
 /// Whether `xprt` is a connection that is to be watched, and if so whether it speaks RDMA only.
@@ -641,8 +672,9 @@ unsafe fn moved(xprt: *mut SVCXPRT) -> Option<bool> {
     }
     let config = config::get().ok()?;
     let all = config.redirect_programs.is_none();
-    let tcp = config.redirect.iter().any(|stock| stock.name() == "tcp");
-    let wanted = tcp && local.port() != RPCBIND_PORT && (all || ports::contain(local.port()));
+    let wanted = redirects(config, tcp(local))
+        && local.port() != RPCBIND_PORT
+        && (all || ports::contain(local.port()));
     if wanted { Some(false) } else { None }
 }
 
@@ -893,6 +925,13 @@ mod tests {
         // SAFETY: NUL-terminated by the function.
         let text = unsafe { CStr::from_ptr(text) };
         assert_eq!(text, c"client: RPC: Program not registered; see this");
+    }
+
+    #[test]
+    fn a_panic_while_creating_is_recorded_for_clnt_pcreateerror() {
+        creation_started();
+        assert!(guard(|| creation::<*mut CLIENT>(|| panic!("a defect"))).is_null());
+        assert_eq!(creation_explanation().as_deref(), Some("defect in librpcrdma"));
     }
 
     #[test]

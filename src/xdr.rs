@@ -767,7 +767,9 @@ mod tests {
     use crate::ffi::last_error;
     use crate::memory::Pool;
 
-    // The real procedures, and the stream of libtirpc that ours are compared with.
+    // The real procedures, and the stream of libtirpc that ours are compared with. The modules above declare some of
+    // them with structures of their own.
+    #[allow(clashing_extern_declarations)]
     #[link(name = "tirpc")]
     unsafe extern "C" {
         fn xdrmem_create(xdrs: *mut XDR, addr: *mut c_char, size: c_uint, op: c_int);

@@ -767,8 +767,8 @@ mod tests {
     use crate::ffi::last_error;
     use crate::memory::Pool;
 
-    // The real procedures, and the stream of libtirpc that ours are compared with. The modules above declare some of
-    // them with structures of their own.
+    // The real procedures, and the stream of libtirpc that ours are compared with. A module above declares some
+    // of them with structures of its own.
     #[allow(clashing_extern_declarations)]
     #[link(name = "tirpc")]
     unsafe extern "C" {

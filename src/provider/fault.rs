@@ -756,7 +756,7 @@ impl Ledger {
 
     /// We send `bytes` and have `receives` Receives posted.
     fn sent(&mut self, bytes: &[u8], receives: usize) {
-        let Some((xid, credits)) = fixed(bytes) else { return };
+        let Some((xid, credits, proc)) = fixed(bytes) else { return };
         // RFC 8166 §3.3.1: "The granted value MUST NOT be zero, since such a value would result in deadlock."
         assert_ne!(credits, Credits(0), "a message without credits: {xid}");
         if let Some(n) = self.unanswered.iter().position(|x| *x == xid) {
@@ -765,7 +765,7 @@ impl Ledger {
             // before the next RPC Reply message is sent."
             let needed = (credits.0 as usize).saturating_sub(self.unanswered.len());
             assert!(receives >= needed, "{} credits granted with {receives} Receives posted", credits.0);
-        } else {
+        } else if proc != ERROR {
             self.calls.push_back(xid);
             // RFC 8166 §3.3.1: "A Requester MUST NOT send unacknowledged requests in excess of the
             // Responder's granted credit limit."
@@ -778,7 +778,7 @@ impl Ledger {
     }
 
     fn received(&mut self, bytes: &[u8]) {
-        let Some((xid, credits)) = fixed(bytes) else { return };
+        let Some((xid, credits, _)) = fixed(bytes) else { return };
         if let Some(n) = self.calls.iter().position(|x| *x == xid) {
             self.overtaken.extend(self.calls.drain(..n));
             self.calls.pop_front();
@@ -791,10 +791,13 @@ impl Ledger {
     }
 }
 
-/// XID and credits, if it is a Version One message (RFC 8166 §4.2).
-fn fixed(bytes: &[u8]) -> Option<(Xid, Credits)> {
+/// `RDMA_ERROR`: answers a call, perhaps one whose XID could not be trusted; is never a call.
+const ERROR: u32 = 4;
+
+/// XID, credits and procedure, if it is a Version One message (RFC 8166 §4.2).
+fn fixed(bytes: &[u8]) -> Option<(Xid, Credits, u32)> {
     let word = |n: usize| Some(u32::from_be_bytes(*bytes.get(4 * n..)?.first_chunk()?));
-    (word(1)? == 1 && word(3)? <= 4).then_some((Xid(word(0)?), Credits(word(2)?)))
+    (word(1)? == 1 && word(3)? <= ERROR).then_some((Xid(word(0)?), Credits(word(2)?), word(3)?))
 }
 
 #[cfg(test)]
@@ -1254,6 +1257,11 @@ mod tests {
         step(&mut pair, 1, 3, 2);
         step(&mut pair, 1, 2, 2);
         step(&mut pair, 0, 5, 8);
+        // An error to a message that was not understood is no call.
+        let mut error = message(0x2000, 8);
+        error[15] = 4;
+        pair.send(0, &error);
+        assert_eq!(pair.message(1).0, error);
         // A call of the peer has credits of its own.
         step(&mut pair, 1, 0x1000, 3);
         step(&mut pair, 0, 0x1000, 2);

@@ -17,15 +17,21 @@
 #![allow(unsafe_code)]
 #![allow(non_camel_case_types)]
 
-use std::ffi::{CStr, c_char, c_int, c_short, c_uint, c_ushort, c_void};
+use std::cell::RefCell;
+use std::ffi::{CStr, c_char, c_int, c_uint, c_ushort, c_void};
 use std::fmt;
 use std::marker::PhantomData;
 use std::mem::{offset_of, transmute_copy};
 use std::ptr::null_mut;
 use std::sync::atomic::{AtomicPtr, Ordering};
 
-use crate::error::{Error, Kind};
+use crate::error::{Error, Kind, clnt_stat};
 use crate::xdr::{XDR, XdrProc};
+
+pub mod client;
+pub mod interpose;
+pub mod netid;
+pub mod server;
 
 /// `bool_t`.
 pub type bool_t = c_int;
@@ -392,6 +398,9 @@ pub struct rpcblist {
 /// A dispatch routine.
 pub type dispatch_t = Option<unsafe extern "C" fn(*mut svc_req, *mut SVCXPRT)>;
 
+/// A procedure of `rpc_reg`.
+pub type registered_t = Option<unsafe extern "C" fn(*mut c_char) -> *mut c_char>;
+
 /// Direction and status words of `struct rpc_msg` (`enum msg_type`, `reply_stat`, `accept_stat`).
 #[allow(missing_docs)]
 pub mod msg {
@@ -517,22 +526,59 @@ unsafe extern "C" {
     pub fn xdr_callhdr(xdrs: *mut XDR, msg: *mut rpc_msg) -> bool_t;
     pub fn xdr_replymsg(xdrs: *mut XDR, msg: *mut rpc_msg) -> bool_t;
     pub fn xdr_opaque_auth(xdrs: *mut XDR, auth: *mut opaque_auth) -> bool_t;
-    pub fn xdr_void() -> bool_t;
+    /// Takes no arguments in C; passing two to it is what every caller of an xdrproc does.
+    pub fn xdr_void(xdrs: *mut XDR, nothing: *mut c_void) -> bool_t;
     pub fn xdr_free(xdrproc: XdrProc, object: *mut c_void);
-    pub fn xdr_rpcblist_ptr(xdrs: *mut XDR, list: *mut *mut rpcblist) -> bool_t;
+    /// Its object is a `*mut *mut rpcblist`.
+    pub fn xdr_rpcblist_ptr(xdrs: *mut XDR, list: *mut c_void) -> bool_t;
     pub fn _seterr_reply(msg: *mut rpc_msg, error: *mut rpc_err);
 
     pub fn authnone_create() -> *mut AUTH;
     pub fn __rpc_createerr() -> *mut rpc_createerr;
 
-    pub fn rpcb_getmaps(nconf: *const netconfig, host: *const c_char) -> *mut rpcblist;
     pub fn freenetconfigent(nconf: *mut netconfig);
-    pub fn __rpc_taddr2uaddr_af(af: c_int, address: *const netbuf) -> *mut c_char;
-    pub fn __rpc_uaddr2taddr_af(af: c_int, uaddr: *const c_char) -> *mut netbuf;
 
     pub static _null_auth: opaque_auth;
     pub static mut svc_pollfd: *mut libc::pollfd;
     pub static mut svc_max_pollfd: c_int;
+}
+
+/// Records why a creation failed: `*__rpc_createerr()` for every reader, the text for [`creation_explanation`].
+pub fn creation_failed(error: &Error) {
+    let inner = match error.kind() {
+        // Printed as "Port mapper failure - " and this one's text.
+        Kind::Rpcbind => clnt_stat::SYSTEMERROR,
+        _ => error.clnt_stat(),
+    };
+    let why = rpc_createerr { cf_stat: error.clnt_stat(), cf_error: rpc_err::new(inner, error.errno()) };
+    // SAFETY: returns the thread's own structure.
+    let place = unsafe { __rpc_createerr() };
+    // SAFETY: written by this thread only, which is here.
+    unsafe { place.write(why) };
+    // libtirpc goes on to the next netid after this one and restores the status of the failure before it: so does this.
+    if error.kind() != Kind::NoAddress {
+        let text = Some((why.cf_stat, error.text().to_owned()));
+        let _ = EXPLANATION.try_with(|explanation| explanation.replace(text));
+    }
+}
+
+/// Forgets the text of a creation that failed.
+pub fn creation_started() {
+    let _ = EXPLANATION.try_with(RefCell::take);
+}
+
+/// Our text for what `*__rpc_createerr()` says now, if it is still what we recorded.
+pub fn creation_explanation() -> Option<String> {
+    // SAFETY: returns the thread's own structure.
+    let place = unsafe { __rpc_createerr() };
+    // SAFETY: written by this thread only, which is here.
+    let status = unsafe { place.read() }.cf_stat;
+    let explanation = EXPLANATION.try_with(|explanation| explanation.borrow().clone()).ok()??;
+    if explanation.0 == status { Some(explanation.1) } else { None }
+}
+
+thread_local! {
+    static EXPLANATION: RefCell<Option<(u32, String)>> = const { RefCell::new(None) };
 }
 
 /// The function of libtirpc behind a name that this library exports itself.
@@ -619,20 +665,31 @@ pub mod real {
         RPC_SETCONF = __rpc_setconf(*const c_char) -> *mut c_void;
         RPC_GETCONF = __rpc_getconf(*mut c_void) -> *mut netconfig;
         RPC_ENDCONF = __rpc_endconf(*mut c_void);
-        TADDR2UADDR = taddr2uaddr(*const netconfig, *const netbuf) -> *mut c_char;
-        UADDR2TADDR = uaddr2taddr(*const netconfig, *const c_char) -> *mut netbuf;
         RPC_NCONF2SOCKINFO = __rpc_nconf2sockinfo(*const netconfig, *mut __rpc_sockinfo) -> c_int;
-        RPC_NCONF2FD = __rpc_nconf2fd(*const netconfig) -> c_int;
-        RPC_NCONF2FD_FLAGS = __rpc_nconf2fd_flags(*const netconfig, c_int) -> c_int;
+        CLNT_CREATE = clnt_create(*const c_char, u32, u32, *const c_char) -> *mut CLIENT;
+        CLNT_CREATE_TIMED = clnt_create_timed(
+            *const c_char, u32, u32, *const c_char, *const libc::timeval) -> *mut CLIENT;
+        CLNT_CREATE_VERS = clnt_create_vers(
+            *const c_char, u32, *mut u32, u32, u32, *const c_char) -> *mut CLIENT;
+        CLNT_CREATE_VERS_TIMED = clnt_create_vers_timed(
+            *const c_char, u32, *mut u32, u32, u32, *const c_char, *const libc::timeval) -> *mut CLIENT;
         CLNT_TP_CREATE = clnt_tp_create(*const c_char, u32, u32, *const netconfig) -> *mut CLIENT;
         CLNT_TP_CREATE_TIMED = clnt_tp_create_timed(
             *const c_char, u32, u32, *const netconfig, *const libc::timeval) -> *mut CLIENT;
         CLNT_TLI_CREATE = clnt_tli_create(
             c_int, *const netconfig, *mut netbuf, u32, u32, c_uint, c_uint) -> *mut CLIENT;
+        CLNTTCP_CREATE = clnttcp_create(
+            *mut libc::sockaddr_in, u32, u32, *mut c_int, c_uint, c_uint) -> *mut CLIENT;
         CLNT_VC_CREATE = clnt_vc_create(c_int, *const netbuf, u32, u32, c_uint, c_uint) -> *mut CLIENT;
         RPCB_GETADDR = rpcb_getaddr(u32, u32, *const netconfig, *mut netbuf, *const c_char) -> bool_t;
         RPCB_SET = rpcb_set(u32, u32, *const netconfig, *const netbuf) -> bool_t;
         RPCB_UNSET = rpcb_unset(u32, u32, *const netconfig) -> bool_t;
+        RPC_CALL = rpc_call(
+            *const c_char, u32, u32, u32, XdrProc, *const c_char, XdrProc, *mut c_char, *const c_char) -> c_uint;
+        RPC_REG = rpc_reg(u32, u32, u32, registered_t, XdrProc, XdrProc, *mut c_char) -> c_int;
+        SVC_CREATE = svc_create(dispatch_t, u32, u32, *const c_char) -> c_int;
+        SVC_TP_CREATE = svc_tp_create(dispatch_t, u32, u32, *const netconfig) -> *mut SVCXPRT;
+        SVCTCP_CREATE = svctcp_create(c_int, c_uint, c_uint) -> *mut SVCXPRT;
         SVC_TLI_CREATE = svc_tli_create(
             c_int, *const netconfig, *const t_bind, c_uint, c_uint) -> *mut SVCXPRT;
         XPRT_REGISTER = xprt_register(*mut SVCXPRT);
@@ -640,8 +697,6 @@ pub mod real {
         CLNT_SPCREATEERROR = clnt_spcreateerror(*const c_char) -> *mut c_char;
     }
 }
-
-const _: () = assert!(size_of::<c_short>() == 2);
 
 #[cfg(test)]
 mod tests {
@@ -656,10 +711,24 @@ mod tests {
     }
 
     #[test]
+    fn an_explanation_lasts_as_long_as_the_status_that_it_explains() {
+        creation_failed(&Error::new(Kind::NotRegistered, "nothing there"));
+        assert_eq!(creation_explanation().as_deref(), Some("nothing there"));
+        // SAFETY: returns the thread's own structure.
+        let place = unsafe { __rpc_createerr() };
+        // SAFETY: as above.
+        unsafe { (*place).cf_stat = clnt_stat::TIMEDOUT };
+        assert_eq!(creation_explanation(), None);
+        creation_failed(&Error::new(Kind::NoAddress, "no IPv6"));
+        // SAFETY: as above.
+        unsafe { (*place).cf_stat = clnt_stat::PROGNOTREGISTERED };
+        assert_eq!(creation_explanation().as_deref(), Some("nothing there"));
+        creation_started();
+        assert_eq!(creation_explanation(), None);
+    }
+
+    #[test]
     fn the_real_function_is_libtirpcs_and_not_glibcs_old_one() {
-        // A use of a linked name, without which the linker leaves libtirpc out of this test program.
-        // SAFETY: takes nothing and returns the thread's own structure.
-        assert!(!unsafe { __rpc_createerr() }.is_null());
         let function = real::CLNT_TLI_CREATE.get().expect("libtirpc is linked");
         // SAFETY: all zero is a valid Dl_info.
         let mut info: libc::Dl_info = unsafe { std::mem::zeroed() };

@@ -34,6 +34,7 @@ pub fn pair(limits: Limits) -> (Loopback, Loopback) {
         receives: VecDeque::new(),
         exposed: HashMap::new(),
         reads: VecDeque::new(),
+        stalled: VecDeque::new(),
         serial: end as u32,
         dead: None,
     };
@@ -50,11 +51,20 @@ pub struct Loopback {
     /// Posted and not used, oldest first.
     receives: VecDeque<Sink>,
     exposed: HashMap<Handle, (Segment, Exposed)>,
-    /// RDMA Reads under way, oldest first.
-    reads: VecDeque<(WorkId, Sink, usize)>,
+    /// RDMA Reads under way, oldest first; at most `read_depth`.
+    reads: VecDeque<Read>,
+    /// RDMA Reads that wait for one of those to end. Other work passes them.
+    stalled: VecDeque<Read>,
     /// Source of handles: even on one end and odd on the other.
     serial: u32,
     dead: Option<Error>,
+}
+
+struct Read {
+    id: WorkId,
+    sink: Sink,
+    at: usize,
+    from: Segment,
 }
 
 enum Exposed {
@@ -107,6 +117,7 @@ impl Loopback {
         self.receives.clear();
         self.exposed.clear();
         self.reads.clear();
+        self.stalled.clear();
         self.dead = Some(error);
     }
 
@@ -115,6 +126,15 @@ impl Loopback {
         let text = format!("the peer ended the connection: {error}");
         self.transmit(Packet::Close(Error::new(Kind::ConnectionLost, text)));
         self.die(error);
+    }
+
+    /// Asks for as many RDMA Reads as the peer serves at a time.
+    fn start_reads(&mut self) {
+        while self.reads.len() < self.limits.read_depth as usize {
+            let Some(read) = self.stalled.pop_front() else { return };
+            self.transmit(Packet::ReadRequest(read.from));
+            self.reads.push_back(read);
+        }
     }
 
     fn expose(&mut self, memory: Exposed, len: usize) -> Result<Segment, Error> {
@@ -182,7 +202,10 @@ impl Loopback {
                 }
             },
             Packet::ReadResponse(bytes) => match self.reads.pop_front() {
-                Some((id, sink, at)) if sink.place(at, &bytes) => Ok(Some(Completion::Read { id })),
+                Some(Read { id, sink, at, .. }) if sink.place(at, &bytes) => {
+                    self.start_reads();
+                    Ok(Some(Completion::Read { id }))
+                }
                 _ => Err(Error::new(Kind::Protocol, "an RDMA Read Response that nobody waits for")),
             },
             Packet::Close(error) => Err(error),
@@ -201,9 +224,9 @@ impl Loopback {
             }
             WorkRequest::Read { sink, at, from, .. } => {
                 let fits = at.checked_add(from.length as usize).is_some_and(|end| end <= sink.len());
-                let busy = self.reads.len() >= self.limits.read_depth as usize;
-                (!fits || busy || from.length > max).then(|| {
-                    format!("RDMA Read from {from} to {at} of {sink:?} beside {} others", self.reads.len())
+                let served = self.limits.read_depth > 0;
+                (!fits || !served || from.length > max).then(|| {
+                    format!("RDMA Read from {from} to {at} of {sink:?}; the limits are {:?}", self.limits)
                 })
             }
         }
@@ -247,15 +270,14 @@ impl QueuePair for Loopback {
         if let Some(why) = self.refusal(&request) {
             return self.terminate(Error::new(Kind::Invalid, why));
         }
-        let packet = match request {
-            WorkRequest::Send { gather, invalidate } => Packet::Send { gather, invalidate },
-            WorkRequest::Write { gather, to } => Packet::Write { gather, to },
+        match request {
+            WorkRequest::Send { gather, invalidate } => self.transmit(Packet::Send { gather, invalidate }),
+            WorkRequest::Write { gather, to } => self.transmit(Packet::Write { gather, to }),
             WorkRequest::Read { id, sink, at, from } => {
-                self.reads.push_back((id, sink, at));
-                Packet::ReadRequest(from)
+                self.stalled.push_back(Read { id, sink, at, from });
+                self.start_reads();
             }
-        };
-        self.transmit(packet);
+        }
     }
 
     fn poll(&mut self) -> Result<Option<Completion>, Error> {
@@ -274,7 +296,7 @@ impl QueuePair for Loopback {
     }
 
     fn flush(&mut self) -> Result<bool, Error> {
-        self.alive().map(|()| true)
+        self.alive().map(|()| self.stalled.is_empty())
     }
 
     fn fd(&self) -> RawFd {
@@ -452,7 +474,8 @@ impl Control {
         self.state().held[kind as usize] = None;
     }
 
-    /// Reports limits that are no higher than these, from now on.
+    /// Reports limits that are no higher than these, from now on. How many RDMA Reads are under way at a time
+    /// remains the device's matter.
     pub fn shrink(&self, limits: Limits) {
         let now = &mut self.state().limits;
         *now = Limits {
@@ -465,6 +488,11 @@ impl Control {
     /// Receives posted minus Receives used.
     pub fn receives(&self) -> usize {
         self.state().receives
+    }
+
+    /// RDMA Reads posted minus RDMA Reads completed.
+    pub fn reads(&self) -> usize {
+        self.state().reads
     }
 
     /// Handles that work: exposed, and not invalidated by either end.
@@ -484,6 +512,10 @@ impl State {
         let (_, error) = self.failure.take_if(|(n, _)| *n == self.trace.len())?;
         self.trace.push(Event::Failed(format!("{what}: {error}")));
         Some(error)
+    }
+
+    fn alive(&self) -> Result<(), Error> {
+        self.dead.clone().map_or(Ok(()), Err)
     }
 
     /// Notes that the device is dead, for the first reason only.
@@ -523,9 +555,8 @@ impl State {
                 let fits = at.checked_add(from.length as usize).is_some_and(|end| end <= sink.len());
                 assert!(fits, "RDMA Read from {from} to {at} of {sink:?}");
                 assert!(from.length <= max, "RDMA Read from {from}: the device moves {max} bytes");
+                assert!(self.limits.read_depth > 0, "RDMA Read from {from} of a peer that serves none");
                 self.reads += 1;
-                let depth = self.limits.read_depth as usize;
-                assert!(self.reads <= depth, "{} RDMA Reads outstanding, the depth is {depth}", self.reads);
                 self.trace.push(Event::Read { id: *id, from: *from });
             }
         }
@@ -604,6 +635,7 @@ impl QueuePair for Fault {
         if let Some(error) = state.failing("expose_source") {
             return Err(error);
         }
+        state.alive()?;
         state.check_length(region.len())?;
         let segment = self.inner.expose_source(region)?;
         state.expose(segment, Event::ExposeSource);
@@ -615,6 +647,7 @@ impl QueuePair for Fault {
         if let Some(error) = state.failing("expose_sink") {
             return Err(error);
         }
+        state.alive()?;
         state.check_length(sink.len())?;
         let segment = self.inner.expose_sink(sink)?;
         state.expose(segment, Event::ExposeSink);
@@ -694,10 +727,8 @@ impl QueuePair for Fault {
     }
 
     fn flush(&mut self) -> Result<bool, Error> {
-        match &self.control.state().dead {
-            Some(error) => Err(error.clone()),
-            None => self.inner.flush(),
-        }
+        self.control.state().alive()?;
+        self.inner.flush()
     }
 
     fn fd(&self) -> RawFd {
@@ -918,20 +949,35 @@ pub(crate) mod contract {
 
     fn reads_complete_in_order_with_the_right_bytes(make: Make) {
         let mut pair = Ends::new(make());
-        assert!(pair.ends[0].limits().read_depth >= 2, "the check needs two Reads");
+        let depth = u64::from(pair.ends[0].limits().read_depth);
+        assert!(depth > 0, "the check needs a peer that serves Reads");
         let body: Vec<u8> = (0..150_000u32).map(|i| (i % 239) as u8).collect();
         let source = pair.ends[1].expose_source(region(&body)).unwrap();
         let memory = sink(100_000);
-        for (id, at, length) in [(8, 0, 60_000), (3, 90_000, 10)] {
-            let from = part(source, id, length);
-            pair.ends[0].post(WorkRequest::Read { id: WorkId(id), sink: memory.clone(), at, from });
+        let small = |id: u64| 60_000 + 16 * id as usize;
+        let ids = 1..=2 * depth + 1;
+        // A long one first, then more short ones than may be outstanding.
+        let long =
+            WorkRequest::Read { id: WorkId(0), sink: memory.clone(), at: 0, from: part(source, 8, 60_000) };
+        pair.ends[0].post(long);
+        for id in ids.clone() {
+            let from = part(source, id, 10);
+            pair.ends[0].post(WorkRequest::Read {
+                id: WorkId(id),
+                sink: memory.clone(),
+                at: small(id),
+                from,
+            });
         }
-        for expected in [8, 3] {
+        for expected in 0..=2 * depth + 1 {
             let next = pair.next(0);
             assert!(matches!(next, Ok(Completion::Read { id: WorkId(id) }) if id == expected), "{next:?}");
         }
         let memory = memory.into_buf(100_000).expect("the device lets go");
-        assert!(memory[..60_000] == body[8..60_008] && memory[90_000..90_010] == body[3..13]);
+        assert!(memory[..60_000] == body[8..60_008]);
+        for id in ids {
+            assert_eq!(memory[small(id)..small(id) + 10], body[id as usize..id as usize + 10]);
+        }
     }
 
     fn invalidated_memory_is_let_go(make: Make) {
@@ -1101,14 +1147,41 @@ mod tests {
 
     #[test]
     fn a_loopback_refuses_what_its_limits_exclude() {
-        let (mut a, _b) = pair(Limits { read_depth: 1, max_segment: 100, ..LIMITS });
+        let (mut a, _b) = pair(Limits { read_depth: 0, max_segment: 100, ..LIMITS });
         assert_eq!(a.expose_sink(sink(101)).unwrap_err().kind(), Kind::Invalid);
         let from = a.expose_source(region(&[0; 100])).unwrap();
-        for id in 0..2 {
-            assert!(a.poll().unwrap().is_none());
-            a.post(WorkRequest::Read { id: WorkId(id), sink: sink(100), at: 0, from });
-        }
+        assert!(a.poll().unwrap().is_none());
+        a.post(WorkRequest::Read { id: WorkId(0), sink: sink(100), at: 0, from });
         assert_eq!(a.poll().unwrap_err().kind(), Kind::Invalid);
+    }
+
+    #[test]
+    fn a_loopback_takes_no_invalidation_that_it_does_not_offer() {
+        for (remote_invalidation, known) in [(true, true), (true, false), (false, true)] {
+            let (mut a, mut b) = pair(Limits { remote_invalidation, ..LIMITS });
+            let mut handle = b.expose_sink(sink(8)).unwrap().handle;
+            if !known {
+                handle.0 ^= 1;
+            }
+            b.post_recv(sink(8));
+            a.post(WorkRequest::Send { gather: vec![region(b"x")], invalidate: Some(handle) });
+            assert_eq!(b.poll().is_ok(), remote_invalidation && known);
+        }
+    }
+
+    #[test]
+    fn a_dead_loopback_holds_no_memory() {
+        let (mut a, b) = pair(LIMITS);
+        let memory = sink(8);
+        a.expose_sink(memory.clone()).unwrap();
+        let from = a.expose_source(region(&[0; 8])).unwrap();
+        a.post_recv(memory.clone());
+        for id in 0..5 {
+            a.post(WorkRequest::Read { id: WorkId(id), sink: memory.clone(), at: 0, from });
+        }
+        drop(b);
+        a.poll().unwrap_err();
+        memory.into_buf(8).expect("nobody holds it");
     }
 
     #[test]
@@ -1155,7 +1228,15 @@ mod tests {
             pair.send(1, b"reply");
             errors.extend(pair.ends[0].poll().err());
             errors.extend(source.and_then(|s| pair.ends[0].invalidate(s.handle)).err());
-            (control.trace(), errors, pair.ends[0].poll().err())
+            let end = pair.ends[0].poll().err();
+            let dead = pair.ends[0].expose_sink(sink(3)).is_err() && pair.ends[0].flush().is_err();
+            assert_eq!(dead, end.is_some());
+            // The source is invalid again; the sink and the one above are left.
+            let left = if fail == Some(2) { 1 } else { 2 };
+            assert_eq!(control.exposed(), if dead { 0 } else { left });
+            let mut trace = control.trace();
+            trace.truncate(6);
+            (trace, errors, end)
         };
         let (trace, errors, end) = run(None);
         assert_eq!((trace.len(), errors.len(), end.is_none()), (6, 0, true));
@@ -1231,15 +1312,32 @@ mod tests {
     }
 
     #[test]
-    #[should_panic(expected = "2 RDMA Reads outstanding, the depth is 1")]
-    fn more_reads_than_the_depth_are_caught() {
+    fn a_peer_is_asked_for_no_more_reads_than_it_serves() {
         let (mut pair, control) = watched();
-        control.shrink(Limits { read_depth: 1, ..LIMITS });
+        let from = pair.ends[1].expose_source(region(&[5; 16])).unwrap();
+        (0..6).for_each(|id| read(&mut pair, id, from));
+        pair.send(0, b"passes");
+        pair.receives(1, 1);
+        assert!(!pair.ends[0].flush().unwrap() && control.reads() == 6);
+        // Four are served before the Send, and their completions make room for the other two.
+        assert!(matches!(poll(&mut pair, 1), Some(Completion::Received { len: 6, .. })));
+        for id in 0..4 {
+            assert!(matches!(poll(&mut pair, 0), Some(Completion::Read { id: WorkId(n) }) if n == id));
+        }
+        assert!(poll(&mut pair, 0).is_none() && control.reads() == 2);
+        assert!(poll(&mut pair, 1).is_none() && pair.ends[0].flush().unwrap());
+        assert!(matches!(poll(&mut pair, 0), Some(Completion::Read { id: WorkId(4) })));
+        assert!(matches!(poll(&mut pair, 0), Some(Completion::Read { id: WorkId(5) })));
+        assert_eq!(control.reads(), 0);
+    }
+
+    #[test]
+    #[should_panic(expected = "of a peer that serves none")]
+    fn a_read_of_a_peer_that_serves_none_is_caught() {
+        let (mut pair, control) = watched();
+        control.shrink(Limits { read_depth: 0, ..LIMITS });
         let from = pair.ends[1].expose_source(region(&[5; 16])).unwrap();
         read(&mut pair, 1, from);
-        assert!(poll(&mut pair, 1).is_none());
-        // Completed, but not yet taken: it still counts.
-        read(&mut pair, 2, from);
     }
 
     #[test]
@@ -1254,7 +1352,7 @@ mod tests {
         step(&mut pair, 0, 1, 8);
         step(&mut pair, 1, 1, 3);
         (2..=4).for_each(|xid| step(&mut pair, 0, xid, 8));
-        step(&mut pair, 1, 3, 2);
+        step(&mut pair, 1, 3, 1);
         step(&mut pair, 1, 2, 2);
         step(&mut pair, 0, 5, 8);
         // An error to a message that was not understood is no call.
@@ -1302,6 +1400,20 @@ mod tests {
         pair.send(1, &message(1, 8));
         assert_eq!(pair.message(0).0, message(1, 8));
         pair.send(0, &message(1, 3));
+    }
+
+    #[test]
+    fn unanswered_calls_have_used_their_receives() {
+        let (mut pair, control) = watched();
+        pair.receives(0, 4);
+        for xid in [1, 2] {
+            pair.send(1, &message(xid, 8));
+            assert_eq!(pair.message(0).0, message(xid, 8));
+        }
+        pair.send(0, &message(2, 3));
+        pair.receives(0, 1);
+        pair.send(0, &message(1, 3));
+        assert_eq!(control.receives(), 3);
     }
 
     #[test]

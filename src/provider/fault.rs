@@ -1229,7 +1229,8 @@ mod tests {
             errors.extend(pair.ends[0].poll().err());
             errors.extend(source.and_then(|s| pair.ends[0].invalidate(s.handle)).err());
             let end = pair.ends[0].poll().err();
-            let dead = pair.ends[0].expose_sink(sink(3)).is_err() && pair.ends[0].flush().is_err();
+            let refused = pair.ends[0].expose_source(region(b"d")).is_err() && pair.ends[0].flush().is_err();
+            let dead = refused && pair.ends[0].expose_sink(sink(3)).is_err();
             assert_eq!(dead, end.is_some());
             // The source is invalid again; the sink and the one above are left.
             let left = if fail == Some(2) { 1 } else { 2 };

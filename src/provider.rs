@@ -19,6 +19,7 @@ use crate::error::Error;
 use crate::memory::{Region, Sink};
 use crate::wire::{Handle, Segment};
 
+pub mod fault;
 pub mod iwarp;
 
 /// What a device and the negotiation with the peer allow.

@@ -750,8 +750,8 @@ mod tests {
     use crate::ffi::last_error;
     use crate::memory::Pool;
 
-    // The real procedures, and the stream of libtirpc that ours are compared with.
-    // The boundary declares three of these with its own types; these tests know nothing of it.
+    // The real procedures, and the stream of libtirpc that ours are compared with. A module above declares some
+    // of them with structures of its own.
     #[allow(clashing_extern_declarations)]
     #[link(name = "tirpc")]
     unsafe extern "C" {

@@ -21,4 +21,5 @@
 pub mod error;
 pub mod memory;
 pub mod provider;
+pub mod sys;
 pub mod wire;

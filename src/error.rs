@@ -34,6 +34,10 @@ pub enum Kind {
     NotRegistered,
     /// rpcbind cannot be reached.
     Rpcbind,
+    /// The host's name cannot be resolved.
+    UnknownHost,
+    /// The host has no address of the netid's family.
+    NoAddress,
     /// A defect of this library: the handle is dead.
     Panic,
 }
@@ -82,6 +86,7 @@ pub mod clnt_stat {
     pub const CANTRECV: u32 = 4;
     pub const TIMEDOUT: u32 = 5;
     pub const AUTHERROR: u32 = 7;
+    pub const PROGVERSMISMATCH: u32 = 9;
     pub const SYSTEMERROR: u32 = 12;
     pub const UNKNOWNHOST: u32 = 13;
     pub const RPCBFAILURE: u32 = 14;
@@ -89,6 +94,7 @@ pub mod clnt_stat {
     pub const FAILED: u32 = 16;
     pub const UNKNOWNPROTO: u32 = 17;
     pub const TLIERROR: u32 = 20;
+    pub const N2AXLATEFAILURE: u32 = 22;
 }
 
 impl Kind {
@@ -107,6 +113,8 @@ impl Kind {
             Kind::Invalid => (libc::EINVAL, clnt_stat::FAILED),
             Kind::NotRegistered => (libc::ENOENT, clnt_stat::PROGNOTREGISTERED),
             Kind::Rpcbind => (libc::ECONNREFUSED, clnt_stat::RPCBFAILURE),
+            Kind::UnknownHost => (libc::EHOSTUNREACH, clnt_stat::UNKNOWNHOST),
+            Kind::NoAddress => (libc::EAFNOSUPPORT, clnt_stat::N2AXLATEFAILURE),
             Kind::Panic => (libc::ENOTRECOVERABLE, clnt_stat::FAILED),
         }
     }

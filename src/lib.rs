@@ -18,8 +18,16 @@
 //!
 //! The C library is this crate's staticlib, linked by `make` with a version script.
 
+pub mod config;
+pub mod connection;
 pub mod error;
+pub mod ffi;
+pub mod log;
 pub mod memory;
+pub mod process;
 pub mod provider;
+pub mod stats;
 pub mod sys;
+pub mod tirpc;
 pub mod wire;
+pub mod xdr;

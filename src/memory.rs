@@ -63,7 +63,7 @@ impl Pool {
             Some(raw) => raw,
             None => RawBlock::map(self.capacity)?,
         };
-        let block = Block { raw, pool: Arc::downgrade(self), borrowed: false };
+        let block = Block { raw, pool: Arc::downgrade(self), charged: 0 };
         Ok(Buf { block: Arc::new(block), len: 0 })
     }
 
@@ -76,6 +76,71 @@ impl Pool {
     }
 }
 
+/// The pools of a device. Software devices share one set in the process ([`Memory::software`]).
+pub struct Memory {
+    slab: Arc<Pool>,
+    message: Arc<Pool>,
+    areas: Arc<Pool>,
+}
+
+impl Memory {
+    /// Pools for Receives of `receive` bytes and Reply chunks of `reply` bytes.
+    pub fn new(receive: usize, reply: usize) -> Arc<Memory> {
+        Arc::new(Memory {
+            slab: Pool::new(receive.max(PAGE), receive.max(PAGE), 1024),
+            message: Pool::new(MESSAGE, WARM, 8),
+            areas: Pool::new(reply.max(AREA_LATE), WARM, 8),
+        })
+    }
+
+    /// A block for one Receive or one header.
+    ///
+    /// # Errors
+    /// `ENOMEM`.
+    pub fn slab(&self) -> io::Result<Buf> {
+        self.slab.take()
+    }
+
+    /// A block for one message; it grows.
+    ///
+    /// # Errors
+    /// `ENOMEM`.
+    pub fn message(&self) -> io::Result<Buf> {
+        self.message.take()
+    }
+
+    /// A Reply chunk of `len` bytes. Costs nothing until the peer writes into it. When the process has more than
+    /// [`AREAS_MAX`] bytes of them exposed, it is only [`AREA_LATE`] bytes long.
+    ///
+    /// # Errors
+    /// `ENOMEM`.
+    pub fn reply_area(&self, len: usize) -> io::Result<Sink> {
+        let crowded = AREAS.load(Relaxed).saturating_add(len) > AREAS_MAX;
+        let len = if crowded { len.min(AREA_LATE) } else { len };
+        let mut buf = self.areas.take()?;
+        buf.reserve(len)?;
+        let block = Arc::get_mut(&mut buf.block).expect("a Buf is the only holder of its block");
+        block.charged = len;
+        AREAS.fetch_add(len, Relaxed);
+        Ok(buf.into_sink(len))
+    }
+}
+
+/// Bytes of Reply chunks that the process has exposed.
+static AREAS: AtomicUsize = AtomicUsize::new(0);
+
+/// Most bytes of Reply chunks of full length that a process exposes at a time.
+pub const AREAS_MAX: usize = 256 << 20;
+
+/// Length of further Reply chunks: 1 MiB of results and the reply's header.
+pub const AREA_LATE: usize = (1 << 20) + PAGE;
+
+/// Initial capacity of a message, bytes.
+const MESSAGE: usize = 64 << 10;
+
+/// Bytes of an idle block that keep their pages: a message of 1 MiB finds them warm.
+const WARM: usize = (1 << 20) + (64 << 10);
+
 /// Memory of the CPU: exclusive, readable, writable, growable.
 pub struct Buf {
     block: Arc<Block>,
@@ -86,7 +151,7 @@ impl Buf {
     /// A `Buf` outside any pool, for tests and rare uses.
     pub fn with_capacity(capacity: usize) -> io::Result<Buf> {
         let raw = RawBlock::map(round_up(capacity.max(1)))?;
-        Ok(Buf { block: Arc::new(Block { raw, pool: Weak::new(), borrowed: false }), len: 0 })
+        Ok(Buf { block: Arc::new(Block { raw, pool: Weak::new(), charged: 0 }), len: 0 })
     }
 
     /// Bytes in use.
@@ -152,7 +217,7 @@ impl Buf {
     /// When `len` is above the capacity.
     pub fn into_sink(self, len: usize) -> Sink {
         assert!(len <= self.capacity(), "into_sink({len}) above capacity {}", self.capacity());
-        Sink { block: self.block, len }
+        Sink { block: self.block, start: 0, len }
     }
 }
 
@@ -182,6 +247,7 @@ impl fmt::Debug for Buf {
 #[derive(Clone)]
 pub struct Sink {
     block: Arc<Block>,
+    start: usize,
     len: usize,
 }
 
@@ -196,15 +262,24 @@ impl Sink {
         self.len == 0
     }
 
+    /// A part of the memory, for a device that exposes it under a handle of its own.
+    ///
+    /// # Panics
+    /// When `at + len` lies outside.
+    pub fn part(&self, at: usize, len: usize) -> Sink {
+        assert!(at <= self.len && len <= self.len - at, "part {at}+{len} of {}", self.len);
+        Sink { block: self.block.clone(), start: self.start + at, len }
+    }
+
     /// Takes the memory back, `len` bytes in use, if nobody else holds it any more.
     ///
     /// # Errors
     /// Returns the `Sink` unchanged while a device still holds a clone.
     ///
     /// # Panics
-    /// When `len` is above the sink's length.
+    /// When `len` is above the sink's length, or the sink is a part.
     pub fn into_buf(self, len: usize) -> Result<Buf, Sink> {
-        assert!(len <= self.len);
+        assert!(len <= self.len && self.start == 0, "into_buf({len}) of {self:?}");
         let mut sink = self;
         if Arc::get_mut(&mut sink.block).is_none() {
             return Err(sink);
@@ -220,9 +295,9 @@ impl Sink {
         if end > self.len {
             return false;
         }
-        self.block.raw.touch(end);
-        // SAFETY: `at <= end <= len <= cap`, so the address stays inside the mapping.
-        let to = unsafe { self.block.raw.ptr.as_ptr().add(at) };
+        self.block.raw.touch(self.start + end);
+        // SAFETY: `at <= end <= len` and `start + len <= cap` (invariant): the address stays inside the mapping.
+        let to = unsafe { self.block.raw.ptr.as_ptr().add(self.start + at) };
         // SAFETY: `to .. to + bytes.len()` is inside the mapping (checked), and `bytes` cannot overlap it: no slice
         // of a block exists while it has a Sink (invariant).
         unsafe { std::ptr::copy_nonoverlapping(bytes.as_ptr(), to, bytes.len()) };
@@ -237,8 +312,8 @@ impl Sink {
         let mut done = 0;
         while done < len {
             let n = (len - done).min(chunk.len());
-            // SAFETY: `at + done + n <= len <= cap` (asserted): inside the mapping.
-            let from = unsafe { self.block.raw.ptr.as_ptr().add(at + done) };
+            // SAFETY: `at + done + n <= len` (asserted) and `start + len <= cap` (invariant): inside the mapping.
+            let from = unsafe { self.block.raw.ptr.as_ptr().add(self.start + at + done) };
             // SAFETY: `from .. from + n` is inside the mapping, `chunk` is our own stack.
             unsafe { std::ptr::copy_nonoverlapping(from, chunk.as_mut_ptr(), n) };
             crc = crc32c::crc32c_append(crc, &chunk[..n]);
@@ -252,9 +327,9 @@ impl Sink {
         if at.checked_add(len)? > self.len {
             return None;
         }
-        self.block.raw.touch(at + len);
-        // SAFETY: `at <= len <= cap`: inside the mapping.
-        let base = unsafe { self.block.raw.ptr.as_ptr().add(at) };
+        self.block.raw.touch(self.start + at + len);
+        // SAFETY: `at <= len` and `start + len <= cap` (invariant): inside the mapping.
+        let base = unsafe { self.block.raw.ptr.as_ptr().add(self.start + at) };
         Some(IoVecMut { raw: libc::iovec { iov_base: base.cast(), iov_len: len }, life: PhantomData })
     }
 }
@@ -387,15 +462,14 @@ impl<'a> IoVecMut<'a> {
 struct Block {
     raw: RawBlock,
     pool: Weak<Pool>,
-    /// Memory of somebody else: never unmapped, never pooled.
-    borrowed: bool,
+    /// Bytes counted in [`AREAS`].
+    charged: usize,
 }
 
 impl Drop for Block {
     fn drop(&mut self) {
-        if self.borrowed {
-            self.raw.cap = 0;
-            return;
+        if self.charged > 0 {
+            AREAS.fetch_sub(self.charged, Relaxed);
         }
         if let Some(pool) = self.pool.upgrade() {
             let raw = std::mem::replace(&mut self.raw, RawBlock::empty());

@@ -5,19 +5,20 @@
 //!
 //! # Invariants
 //! - `EINTR` never reaches a caller: transfers are repeated, waits return early with nothing ready.
-//! - Nothing here raises SIGPIPE (`MSG_NOSIGNAL`) or blocks (`MSG_DONTWAIT`) except [`poll`], [`ppoll`] and, for at
-//!   most [`LOCK_PATIENCE_MS`], [`SharedPage::lock`]. The sockets belong to programs and may be in blocking mode.
+//! - Nothing here raises SIGPIPE (`MSG_NOSIGNAL`) or blocks (`MSG_DONTWAIT`) except [`poll`], [`wait`],
+//!   [`reconnect`] and, for at most [`LOCK_PATIENCE_MS`], [`SharedPage::lock`]. The sockets belong to programs and may be in blocking mode.
 //! - A [`SharedPage`] holds only its lock and atomic words: no pointer, no state that a process could leave torn.
 #![allow(unsafe_code)]
 
 use std::io;
 use std::marker::PhantomData;
-use std::mem::MaybeUninit;
-use std::os::fd::RawFd;
+use std::mem::{ManuallyDrop, MaybeUninit};
+use std::net::TcpStream;
+use std::os::fd::{FromRawFd, RawFd};
 use std::ptr::NonNull;
 use std::sync::Once;
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering::Relaxed};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use crate::memory::{IoVec, IoVecMut};
 
@@ -137,6 +138,73 @@ pub fn random(bytes: &mut [u8]) -> io::Result<()> {
     Ok(())
 }
 
+/// A number that cannot be guessed; where the generator fails, one that is merely unlikely to repeat.
+pub fn random_u32() -> u32 {
+    let mut bytes = [0; 4];
+    match random(&mut bytes) {
+        Ok(()) => u32::from_ne_bytes(bytes),
+        Err(_) => std::time::SystemTime::now()
+            .duration_since(std::time::UNIX_EPOCH)
+            .map_or(0, |t| t.subsec_nanos() ^ (t.as_secs() as u32).rotate_left(16) ^ process_id()),
+    }
+}
+
+/// Whether the peer of a TCP socket is this host: what is sent there crosses no wire.
+pub fn own_host(fd: RawFd) -> bool {
+    // TCP takes the address that is reached as its own source address when that address is local.
+    match (borrowed(fd).peer_addr(), borrowed(fd).local_addr()) {
+        (Ok(peer), Ok(local)) => {
+            let (peer, local) = (peer.ip().to_canonical(), local.ip().to_canonical());
+            peer.is_loopback() || peer == local
+        }
+        _ => false,
+    }
+}
+
+/// Connects a connected TCP socket to the same peer anew, keeping its descriptor. Waits at most 10 seconds.
+///
+/// # Errors
+/// The errno; the socket is not connected then.
+pub fn reconnect(fd: RawFd) -> io::Result<()> {
+    let mut address = MaybeUninit::<libc::sockaddr_storage>::zeroed();
+    let mut length = size_of::<libc::sockaddr_storage>() as libc::socklen_t;
+    // SAFETY: the address has room for what the length states; both live.
+    check(unsafe { libc::getpeername(fd, address.as_mut_ptr().cast(), &raw mut length) })?;
+    // SAFETY: a zeroed sockaddr_storage is valid and means AF_UNSPEC.
+    let nowhere: libc::sockaddr_storage = unsafe { MaybeUninit::zeroed().assume_init() };
+    let family = size_of::<libc::sockaddr>() as libc::socklen_t;
+    // SAFETY: `nowhere` is at least as long as stated.
+    check(unsafe { libc::connect(fd, (&raw const nowhere).cast(), family) })?;
+    // SAFETY: F_GETFL takes no argument and touches no memory.
+    let flags = check(unsafe { libc::fcntl(fd, libc::F_GETFL) })?;
+    set_nonblocking(fd)?;
+    // SAFETY: getpeername filled the first `length` bytes.
+    let result = check(unsafe { libc::connect(fd, address.as_ptr().cast(), length) });
+    // SAFETY: F_SETFL takes an int and touches no memory.
+    check(unsafe { libc::fcntl(fd, libc::F_SETFL, flags) })?;
+    match result {
+        Ok(_) => return Ok(()),
+        Err(e) if e.raw_os_error() == Some(libc::EINPROGRESS) => {}
+        Err(e) => return Err(e),
+    }
+    let until = Instant::now() + Duration::from_secs(10);
+    loop {
+        let left = until.saturating_duration_since(Instant::now());
+        if left.is_zero() {
+            return Err(io::Error::from_raw_os_error(libc::ETIMEDOUT));
+        }
+        if wait(fd, OUT, Some(left), None)? {
+            return borrowed(fd).take_error()?.map_or(Ok(()), Err);
+        }
+    }
+}
+
+/// std's view of a socket that stays its owner's.
+fn borrowed(fd: RawFd) -> ManuallyDrop<TcpStream> {
+    // SAFETY: never dropped, so the descriptor is not closed; std only makes calls that fail on a wrong one.
+    ManuallyDrop::new(unsafe { TcpStream::from_raw_fd(fd) })
+}
+
 /// One descriptor to wait for.
 #[repr(transparent)]
 #[derive(Clone, Copy)]
@@ -165,37 +233,23 @@ impl PollFd {
     }
 }
 
-/// Waits until one of `fds` is ready or the time is over (`None`: no limit); how many are ready. 0 also when a
-/// signal came: the caller looks at its clock and its flags.
-///
-/// # Errors
-/// The errno of poll(2), except `EINTR`.
-pub fn poll(fds: &mut [PollFd], timeout: Option<Duration>) -> io::Result<usize> {
-    wait(fds, timeout, std::ptr::null())
-}
-
-/// As [`poll`], with the signals let through that were unblocked when `blocked` was made.
+/// Waits until one of `fds` is ready or the time is over (`None`: no limit), with `mask` as the thread's signal mask
+/// meanwhile (`None`: as it is). How many are ready; 0 also when a signal came: the caller looks at its clock and
+/// its flags.
 ///
 /// # Errors
 /// The errno of ppoll(2), except `EINTR`.
-pub fn ppoll(
+pub fn poll(
     fds: &mut [PollFd],
     timeout: Option<Duration>,
-    blocked: &BlockedSignals,
-) -> io::Result<usize> {
-    wait(fds, timeout, &blocked.before)
-}
-
-fn wait(
-    fds: &mut [PollFd],
-    timeout: Option<Duration>,
-    mask: *const libc::sigset_t,
+    mask: Option<&SignalMask>,
 ) -> io::Result<usize> {
     let time = timeout.map(|t| libc::timespec {
         tv_sec: libc::time_t::try_from(t.as_secs()).unwrap_or(libc::time_t::MAX),
         tv_nsec: t.subsec_nanos() as _,
     });
     let time = time.as_ref().map_or(std::ptr::null(), std::ptr::from_ref);
+    let mask = mask.map_or(std::ptr::null(), |mask| std::ptr::from_ref(&mask.0));
     // SAFETY: PollFd is repr(transparent) over pollfd and `fds` is exclusively ours; `time` and `mask` are null or
     // point to live values.
     let n = unsafe { libc::ppoll(fds.as_mut_ptr().cast(), fds.len() as libc::nfds_t, time, mask) };
@@ -208,9 +262,32 @@ fn wait(
     Ok(n as usize)
 }
 
+/// [`wait`] for readability.
+pub const IN: i16 = libc::POLLIN;
+/// [`wait`] for writability.
+pub const OUT: i16 = libc::POLLOUT;
+
+/// As [`poll`], for one descriptor and `events` ([`IN`], [`OUT`]); whether it is ready.
+///
+/// # Errors
+/// As [`poll`].
+pub fn wait(
+    fd: RawFd,
+    events: i16,
+    timeout: Option<Duration>,
+    mask: Option<&SignalMask>,
+) -> io::Result<bool> {
+    Ok(poll(&mut [PollFd(libc::pollfd { fd, events, revents: 0 })], timeout, mask)? > 0)
+}
+
+/// A signal mask.
+#[repr(transparent)]
+#[derive(Clone, Copy)]
+pub struct SignalMask(libc::sigset_t);
+
 /// All signals of this thread are blocked while this lives, as libtirpc does around a call.
 pub struct BlockedSignals {
-    before: libc::sigset_t,
+    before: SignalMask,
     /// A mask belongs to its thread.
     thread: PhantomData<*const ()>,
 }
@@ -226,14 +303,19 @@ impl BlockedSignals {
         unsafe { libc::pthread_sigmask(libc::SIG_SETMASK, all.as_ptr(), before.as_mut_ptr()) };
         // SAFETY: a sigset_t is plain integers: the zeroed one was valid even had nothing been written.
         let before = unsafe { before.assume_init() };
-        BlockedSignals { before, thread: PhantomData }
+        BlockedSignals { before: SignalMask(before), thread: PhantomData }
+    }
+
+    /// The mask that the thread had before, for [`poll`].
+    pub fn before(&self) -> &SignalMask {
+        &self.before
     }
 }
 
 impl Drop for BlockedSignals {
     fn drop(&mut self) {
         // SAFETY: `before` is the mask that this thread had (the type is not Send); the old mask is not asked for.
-        unsafe { libc::pthread_sigmask(libc::SIG_SETMASK, &self.before, std::ptr::null_mut()) };
+        unsafe { libc::pthread_sigmask(libc::SIG_SETMASK, &self.before.0, std::ptr::null_mut()) };
     }
 }
 

@@ -1,0 +1,820 @@
+//! Everything tunable, under one name: environment `RPCRDMA_CREDITS`, file `/etc/rpcrdma.conf` `credits =
+//! 32`.
+//!
+//! Owns THE table of settings: names, defaults, parsers and the text that the manual repeats. Leaves to
+//! `capi` and `tirpc` the controls of one handle, which start from these values. Starts the log.
+//!
+//! The environment wins over the file, the file over the default. The file has one `key = value` a line; `#`
+//! at the start of a line or behind a blank begins a comment. What cannot be understood is an error that
+//! names the place, the value and what is allowed, also where another place would win: a typing error must be
+//! seen.
+//!
+//! # Invariants
+//! - [`get`] reads once per process; every caller gets the same settings, or the same error.
+//! - In a process with more rights than its caller only the file counts.
+#![forbid(unsafe_code)]
+
+use std::ffi::{OsStr, OsString};
+use std::fs::File;
+use std::io::{self, Read};
+use std::path::{Path, PathBuf};
+use std::sync::OnceLock;
+use std::time::Duration;
+
+use crate::error::{Error, Kind};
+use crate::log::{self, Level};
+use crate::process;
+
+/// The settings of this process.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Config {
+    /// Calls in flight on a connection: asked for as a client, granted as a server. 1 to 4096.
+    pub credits: u32,
+    /// Most bytes of one Send, header included, in either direction: a multiple of 1024 from 1024 to 262144.
+    pub inline: usize,
+    /// Longest reply that a client makes room for, in bytes of results.
+    pub max_reply: usize,
+    /// Longest Call that a server pulls, in bytes.
+    pub max_call: usize,
+    /// Checksums on iWARP connections.
+    pub crc: Crc,
+    /// How long a waiting thread polls before it sleeps; zero: not at all.
+    pub poll: Duration,
+    /// The device.
+    pub provider: Provider,
+    /// Transports of unchanged programs that are moved to rdma.
+    pub redirect: Vec<Netid>,
+    /// The programs that are moved; `None`: all.
+    pub redirect_programs: Option<Vec<u32>>,
+    /// Whether a moved client may go on over tcp when the server does not speak rdma.
+    pub fallback: bool,
+    /// What is logged; `None`: nothing.
+    pub log: Option<Level>,
+    /// Where to; `None`: stderr.
+    pub log_file: Option<PathBuf>,
+    /// Things that are no error but should be seen, for the log.
+    warnings: Vec<String>,
+}
+
+/// When iWARP connections carry a CRC32C.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Crc {
+    /// Except towards this host's own addresses, where no wire can damage a byte.
+    Auto,
+    /// Always.
+    Yes,
+    /// Only if the peer insists.
+    No,
+}
+
+/// A choice of device.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Provider {
+    /// The best one for each peer.
+    Auto,
+    /// Software iWARP.
+    Iwarp,
+}
+
+/// A netid of netconfig(5) whose programs can be moved.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[allow(missing_docs)]
+pub enum Netid {
+    Tcp,
+    Udp,
+    Tcp6,
+    Udp6,
+}
+
+impl Netid {
+    /// The netid as libtirpc spells it.
+    pub fn name(self) -> &'static str {
+        match self {
+            Netid::Tcp => "tcp",
+            Netid::Udp => "udp",
+            Netid::Tcp6 => "tcp6",
+            Netid::Udp6 => "udp6",
+        }
+    }
+}
+
+/// The settings of this process, read at the first call; that call also starts the log.
+///
+/// # Errors
+/// `Invalid` for a setting that is wrong, `Os` for a file that exists and cannot be read: the same at every
+/// call.
+pub fn get() -> Result<&'static Config, Error> {
+    static CONFIG: OnceLock<Result<Config, Error>> = OnceLock::new();
+    if CONFIG.get().is_none() {
+        let secure = process::is_secure();
+        // Read outside the OnceLock: a fork(2) of another thread in between would leave the child waiting for
+        // ever.
+        let read = process::keeping_errno(|| read(Path::new(FILE), secure));
+        let mut first = false;
+        let result = CONFIG.get_or_init(|| {
+            first = true;
+            read
+        });
+        if first {
+            start_log(result, secure);
+        }
+    }
+    match CONFIG.get() {
+        Some(Ok(config)) => Ok(config),
+        Some(Err(error)) => Err(error.clone()),
+        None => Err(Error::new(Kind::Panic, "the configuration was set and is gone")),
+    }
+}
+
+/// All settings, as `(environment variable, key in the file, default, meaning)`: what the manual says is
+/// checked against it.
+pub fn table() -> impl Iterator<Item = (&'static str, &'static str, &'static str, &'static str)> {
+    TABLE.iter().map(|s| (s.env, s.key, s.default, s.meaning))
+}
+
+/// One row of the table.
+struct Setting {
+    env: &'static str,
+    key: &'static str,
+    default: &'static str,
+    meaning: &'static str,
+    /// Parses a value, and on error says what is allowed: "must be" is put before it.
+    set: fn(&mut Config, &str) -> Result<(), String>,
+}
+
+/// THE table.
+const TABLE: &[Setting] = &[
+    Setting {
+        env: "RPCRDMA_CREDITS",
+        key: "credits",
+        default: "32",
+        meaning: "calls in flight on a connection, asked for as a client and granted as a server; 1 to 4096",
+        set: |config, value| number(value, 1, 4096).map(|n| config.credits = n),
+    },
+    Setting {
+        env: "RPCRDMA_INLINE",
+        key: "inline",
+        default: "4096",
+        meaning: "most bytes of one Send, offered to the peer; a multiple of 1024 from 1024 to 262144",
+        set: |config, value| {
+            let bytes = size(value, 1024, 262_144).filter(|bytes| bytes % 1024 == 0);
+            bytes
+                .map(|bytes| config.inline = bytes)
+                .ok_or_else(|| "a multiple of 1024 from 1024 to 262144".into())
+        },
+    },
+    Setting {
+        env: "RPCRDMA_MAX_REPLY",
+        key: "max_reply",
+        default: "16M",
+        meaning: "longest reply that a client makes room for, in result bytes; 1K to 1G",
+        set: |config, value| message_size(value).map(|bytes| config.max_reply = bytes),
+    },
+    Setting {
+        env: "RPCRDMA_MAX_CALL",
+        key: "max_call",
+        default: "64M",
+        meaning: "longest call that a server pulls, in bytes; 1K to 1G",
+        set: |config, value| message_size(value).map(|bytes| config.max_call = bytes),
+    },
+    Setting {
+        env: "RPCRDMA_CRC",
+        key: "crc",
+        default: "auto",
+        meaning: "checksums: yes, no, or auto: yes except towards this host's own addresses",
+        set: |config, value| {
+            let choices = [("auto", Crc::Auto), ("yes", Crc::Yes), ("no", Crc::No)];
+            one_of(value, &choices).map(|crc| config.crc = crc)
+        },
+    },
+    Setting {
+        env: "RPCRDMA_POLL",
+        key: "poll",
+        default: "50",
+        meaning: "microseconds that a waiting thread polls before it sleeps; 0 to 1000, 0 turns polling off",
+        set: |config, value| {
+            number(value, 0, 1000).map(|n| config.poll = Duration::from_micros(u64::from(n)))
+        },
+    },
+    Setting {
+        env: "RPCRDMA_PROVIDER",
+        key: "provider",
+        default: "auto",
+        meaning: "the device: iwarp (software iWARP over TCP), or auto",
+        set: |config, value| {
+            let choices = [("auto", Provider::Auto), ("iwarp", Provider::Iwarp)];
+            one_of(value, &choices).map(|provider| config.provider = provider).map_err(
+                |allowed| match value {
+                    "verbs" | "local" => format!("{allowed}: {value} is not built in"),
+                    _ => allowed,
+                },
+            )
+        },
+    },
+    Setting {
+        env: "RPCRDMA_REDIRECT",
+        key: "redirect",
+        default: "",
+        meaning: "transports of unchanged programs that are moved to rdma: a list of tcp, udp, tcp6, udp6",
+        set: |config, value| {
+            let choices =
+                [Netid::Tcp, Netid::Udp, Netid::Tcp6, Netid::Udp6].map(|netid| (netid.name(), netid));
+            let netids = words(value).map(|word| one_of(word, &choices)).collect::<Result<_, _>>();
+            netids.map(|netids| config.redirect = netids).map_err(|allowed| format!("a list of {allowed}"))
+        },
+    },
+    Setting {
+        env: "RPCRDMA_REDIRECT_PROGRAMS",
+        key: "redirect_programs",
+        default: "all",
+        meaning: "the programs that are moved: all, or a list of program numbers; never rpcbind, 100000",
+        set: |config, value| {
+            const ALLOWED: &str = "all, or a list of program numbers without 100000 (rpcbind)";
+            let program = |word: &str| program_number(word).filter(|&number| number != RPCBIND);
+            let programs = match value {
+                "all" => Some(None),
+                _ => words(value)
+                    .map(program)
+                    .collect::<Option<Vec<u32>>>()
+                    .filter(|p| !p.is_empty())
+                    .map(Some),
+            };
+            programs.map(|programs| config.redirect_programs = programs).ok_or_else(|| ALLOWED.into())
+        },
+    },
+    Setting {
+        env: "RPCRDMA_FALLBACK",
+        key: "fallback",
+        default: "yes",
+        meaning: "whether a moved client goes on over tcp when the server does not speak rdma; yes or no",
+        set: |config, value| {
+            one_of(value, &[("yes", true), ("no", false)]).map(|fallback| config.fallback = fallback)
+        },
+    },
+    Setting {
+        env: "RPCRDMA_LOG",
+        key: "log",
+        default: "off",
+        meaning: "what is logged: off, error, warn, info, debug or wire; each includes those before it",
+        set: |config, value| log_level(value).map(|level| config.log = level),
+    },
+    Setting {
+        env: "RPCRDMA_LOG_FILE",
+        key: "log_file",
+        default: "",
+        meaning: "the file that the log is appended to, instead of stderr",
+        set: |config, value| {
+            config.log_file = (!value.is_empty()).then(|| PathBuf::from(value));
+            Ok(())
+        },
+    },
+];
+
+/// Names that have a meaning in other versions: they are let through, with a warning.
+const RESERVED: &[(&str, &str)] = &[
+    ("RPCRDMA_BINDINGS", "bindings"),
+    ("RPCRDMA_BY_REFERENCE", "by_reference"),
+    ("RPCRDMA_VERSION", "version"),
+];
+
+const FILE: &str = "/etc/rpcrdma.conf";
+const PREFIX: &str = "RPCRDMA_";
+const RPCBIND: u32 = 100_000;
+/// A configuration file is smaller; whatever is larger is something else.
+const FILE_MAX: u64 = 1 << 20;
+
+impl Default for Config {
+    fn default() -> Config {
+        let mut config = Config {
+            credits: 0,
+            inline: 0,
+            max_reply: 0,
+            max_call: 0,
+            crc: Crc::Auto,
+            poll: Duration::ZERO,
+            provider: Provider::Auto,
+            redirect: Vec::new(),
+            redirect_programs: None,
+            fallback: true,
+            log: None,
+            log_file: None,
+            warnings: Vec::new(),
+        };
+        for setting in TABLE {
+            (setting.set)(&mut config, setting.default)
+                .expect("a default of our own table is valid (tested)");
+        }
+        config
+    }
+}
+
+impl Config {
+    /// The settings that an environment and the text of a file make; `secure`: the environment does not
+    /// count.
+    ///
+    /// # Errors
+    /// `Invalid`, naming the variable or the line, the value and what is allowed.
+    pub fn from(
+        env: impl IntoIterator<Item = (OsString, OsString)>,
+        file: Option<(&Path, &str)>,
+        secure: bool,
+    ) -> Result<Config, Error> {
+        let mut config = Config::default();
+        if let Some((path, text)) = file {
+            config.apply_file(path, text)?;
+        }
+        if !secure {
+            for (name, value) in env {
+                config.apply_variable(&name, &value)?;
+            }
+        }
+        Ok(config)
+    }
+
+    /// Whether programs on that transport are moved.
+    pub fn redirects(&self, netid: Netid) -> bool {
+        self.redirect.contains(&netid)
+    }
+
+    /// Whether that program is moved, if its transport is.
+    pub fn redirects_program(&self, program: u32) -> bool {
+        // Everybody finds rpcbind at its old place.
+        program != RPCBIND && self.redirect_programs.as_ref().is_none_or(|list| list.contains(&program))
+    }
+
+    fn apply_file(&mut self, path: &Path, text: &str) -> Result<(), Error> {
+        let mut seen: Vec<(&str, usize)> = Vec::new();
+        for (at, line) in text.lines().enumerate() {
+            let place = || format!("{}:{}", path.display(), at + 1);
+            let line = without_comment(line).trim();
+            if line.is_empty() {
+                continue;
+            }
+            let Some((key, value)) = line.split_once('=') else {
+                return Err(invalid(format!("{}: {}: must be `key = value`", place(), quoted(line))));
+            };
+            let (key, value) = (key.trim(), value.trim());
+            if let Some((_, first)) = seen.iter().find(|(seen, _)| *seen == key) {
+                return Err(invalid(format!("{}: {} is already set in line {first}", place(), quoted(key))));
+            }
+            seen.push((key, at + 1));
+            if let Some(setting) = TABLE.iter().find(|setting| setting.key == key) {
+                (setting.set)(self, value).map_err(|allowed| {
+                    invalid(format!("{}: {key} = {}: must be {allowed}", place(), quoted(value)))
+                })?;
+            } else if RESERVED.iter().any(|(_, reserved)| *reserved == key) {
+                self.warnings.push(format!("{}: {key} has no effect in this version", place()));
+            } else {
+                let known = TABLE.iter().map(|setting| setting.key);
+                let near = nearest(key, known);
+                return Err(invalid(format!(
+                    "{}: {}: no such setting; did you mean {near}?",
+                    place(),
+                    quoted(key)
+                )));
+            }
+        }
+        Ok(())
+    }
+
+    fn apply_variable(&mut self, name: &OsStr, value: &OsStr) -> Result<(), Error> {
+        let name = name.to_string_lossy();
+        if !name.starts_with(PREFIX) {
+            return Ok(());
+        }
+        if let Some(setting) = TABLE.iter().find(|setting| setting.env == name) {
+            let Some(value) = value.to_str() else {
+                return Err(invalid(format!("{name}={}: must be UTF-8", quoted(&value.to_string_lossy()))));
+            };
+            return (setting.set)(self, value.trim())
+                .map_err(|allowed| invalid(format!("{name}={}: must be {allowed}", quoted(value))));
+        }
+        if RESERVED.iter().any(|(reserved, _)| *reserved == name) {
+            self.warnings.push(format!("{name} has no effect in this version"));
+            return Ok(());
+        }
+        let near = nearest(&name, TABLE.iter().map(|setting| setting.env));
+        Err(invalid(format!("{}: no such environment variable; did you mean {near}?", shortened(&name))))
+    }
+}
+
+fn read(path: &Path, secure: bool) -> Result<Config, Error> {
+    let text = read_file(path)?;
+    Config::from(std::env::vars_os(), text.as_deref().map(|text| (path, text)), secure)
+}
+
+/// The text of the file; `None` when there is none.
+fn read_file(path: &Path) -> Result<Option<String>, Error> {
+    let failed = |e: io::Error| {
+        let errno = e.raw_os_error().unwrap_or(libc::EIO);
+        Error::new(Kind::Os(errno), format!("{}: {e}", path.display()))
+    };
+    let file = match File::open(path) {
+        Ok(file) => file,
+        Err(e) if e.kind() == io::ErrorKind::NotFound => return Ok(None),
+        Err(e) => return Err(failed(e)),
+    };
+    let mut bytes = Vec::new();
+    file.take(FILE_MAX + 1).read_to_end(&mut bytes).map_err(failed)?;
+    if bytes.len() as u64 > FILE_MAX {
+        return Err(invalid(format!("{}: longer than {FILE_MAX} bytes", path.display())));
+    }
+    String::from_utf8(bytes).map(Some).map_err(|_| invalid(format!("{}: must be UTF-8", path.display())))
+}
+
+fn start_log(result: &Result<Config, Error>, secure: bool) {
+    let from_env = |name| if secure { None } else { std::env::var(name).ok() };
+    let (level, file) = match result {
+        Ok(config) => (config.log, config.log_file.clone()),
+        // Somebody who asks for a log by the environment sees in it why the rest is not understood.
+        Err(_) => (
+            from_env("RPCRDMA_LOG").and_then(|name| log_level(name.trim()).ok().flatten()),
+            from_env("RPCRDMA_LOG_FILE")
+                .map(|path| PathBuf::from(path.trim()))
+                .filter(|p| p != Path::new("")),
+        ),
+    };
+    let Some(level) = level else { return };
+    if log::start(level, file.as_deref()).is_err() {
+        return;
+    }
+    match result {
+        Ok(config) => config.warnings.iter().for_each(|warning| crate::log_warn!("{warning}")),
+        Err(error) => crate::log_error!("{error}"),
+    }
+}
+
+fn invalid(text: String) -> Error {
+    Error::new(Kind::Invalid, text)
+}
+
+/// A `#` inside a word belongs to the word: paths contain it.
+fn without_comment(line: &str) -> &str {
+    let begins = |&(at, _): &(usize, &str)| line[..at].chars().next_back().is_none_or(char::is_whitespace);
+    let comment = line.match_indices('#').find(begins);
+    comment.map_or(line, |(at, _)| &line[..at])
+}
+
+/// A value in an error: visible whatever it contains, and short.
+fn quoted(value: &str) -> String {
+    format!("{:?}", shortened(value))
+}
+
+fn shortened(value: &str) -> String {
+    const MAX: usize = 64;
+    match value.char_indices().nth(MAX) {
+        None => value.to_owned(),
+        Some((at, _)) => format!("{}...", &value[..at]),
+    }
+}
+
+fn words(value: &str) -> impl Iterator<Item = &str> {
+    value.split(|c: char| c == ',' || c.is_whitespace()).filter(|word| !word.is_empty())
+}
+
+/// Digits and nothing else: `parse` alone would let a sign pass.
+fn digits(value: &str) -> Option<u64> {
+    if value.bytes().all(|b| b.is_ascii_digit()) { value.parse().ok() } else { None }
+}
+
+fn number(value: &str, low: u32, high: u32) -> Result<u32, String> {
+    let n = digits(value).and_then(|n| u32::try_from(n).ok()).filter(|n| (low..=high).contains(n));
+    n.ok_or_else(|| format!("a whole number from {low} to {high}"))
+}
+
+/// Bytes, with K, M or G for powers of 1024.
+fn size(value: &str, low: usize, high: usize) -> Option<usize> {
+    let (value, unit) = match value.as_bytes().last()? {
+        b'K' | b'k' => (&value[..value.len() - 1], 1 << 10),
+        b'M' | b'm' => (&value[..value.len() - 1], 1 << 20),
+        b'G' | b'g' => (&value[..value.len() - 1], 1 << 30),
+        _ => (value, 1),
+    };
+    let bytes = usize::try_from(digits(value)?.checked_mul(unit)?).ok()?;
+    (low..=high).contains(&bytes).then_some(bytes)
+}
+
+/// Every chunk of a message of this size has a 32-bit length, with room to spare.
+fn message_size(value: &str) -> Result<usize, String> {
+    size(value, 1 << 10, 1 << 30).ok_or_else(|| "a size from 1K to 1G, such as 65536, 256K or 16M".into())
+}
+
+fn program_number(word: &str) -> Option<u32> {
+    match word.strip_prefix("0x") {
+        Some(hex) if hex.bytes().all(|b| b.is_ascii_hexdigit()) => u32::from_str_radix(hex, 16).ok(),
+        Some(_) => None,
+        None => digits(word).and_then(|n| u32::try_from(n).ok()),
+    }
+}
+
+fn one_of<T: Copy>(value: &str, choices: &[(&str, T)]) -> Result<T, String> {
+    let found = choices.iter().find(|(name, _)| *name == value);
+    found.map(|&(_, choice)| choice).ok_or_else(|| {
+        let names = choices.iter().map(|&(name, _)| name).collect::<Vec<_>>();
+        let (last, others) = names.split_last().unwrap_or((&"", &[]));
+        format!("{} or {last}", others.join(", "))
+    })
+}
+
+fn log_level(value: &str) -> Result<Option<Level>, String> {
+    let off = [("off", None)].into_iter();
+    let choices = off.chain(Level::ALL.map(|level| (level.name(), Some(level)))).collect::<Vec<_>>();
+    // An empty variable asks for nothing.
+    if value.is_empty() { Ok(None) } else { one_of(value, &choices) }
+}
+
+/// The known name with the fewest letters changed, put in or left out (Levenshtein).
+fn nearest<'a>(name: &str, known: impl Iterator<Item = &'a str>) -> &'a str {
+    let name = shortened(name);
+    known.min_by_key(|candidate| distance(&name, candidate)).unwrap_or_default()
+}
+
+fn distance(a: &str, b: &str) -> usize {
+    let b = b.chars().collect::<Vec<_>>();
+    let mut row = (0..=b.len()).collect::<Vec<_>>();
+    for (i, ca) in a.chars().enumerate() {
+        let mut diagonal = row[0];
+        row[0] = i + 1;
+        for (j, cb) in b.iter().enumerate() {
+            let change = diagonal + usize::from(ca != *cb);
+            diagonal = row[j + 1];
+            row[j + 1] = change.min(diagonal + 1).min(row[j] + 1);
+        }
+    }
+    row[b.len()]
+}
+
+#[cfg(test)]
+mod tests {
+    use std::os::unix::ffi::OsStringExt;
+
+    use super::*;
+
+    fn from_env(variables: &[(&str, &str)]) -> Result<Config, Error> {
+        Config::from(variables.iter().map(|(n, v)| (OsString::from(n), OsString::from(v))), None, false)
+    }
+
+    fn from_file(text: &str) -> Result<Config, Error> {
+        Config::from([], Some((Path::new("/etc/rpcrdma.conf"), text)), false)
+    }
+
+    fn set(name: &str, value: &str) -> Config {
+        from_env(&[(name, value)]).unwrap()
+    }
+
+    #[track_caller]
+    fn refused(result: Result<Config, Error>) -> String {
+        let error = result.unwrap_err();
+        assert_eq!(error.kind(), Kind::Invalid);
+        error.text().to_owned()
+    }
+
+    #[test]
+    fn defaults_are_the_documented_ones() {
+        let config = from_env(&[("HOME", "/"), ("RPCRDM_X", "1"), ("rpcrdma_credits", "0")]).unwrap();
+        assert_eq!(config, Config::default());
+        assert_eq!((config.credits, config.inline), (32, 4096));
+        assert_eq!((config.max_reply, config.max_call), (16 << 20, 64 << 20));
+        assert_eq!((config.crc, config.provider), (Crc::Auto, Provider::Auto));
+        assert_eq!((config.poll, config.fallback), (Duration::from_micros(50), true));
+        assert_eq!((config.redirect, config.redirect_programs), (vec![], None));
+        assert_eq!((config.log, config.log_file), (None, None));
+    }
+
+    #[test]
+    fn a_setting_has_one_name_in_all_places() {
+        for (env, key, default, meaning) in table() {
+            assert_eq!(env, format!("RPCRDMA_{}", key.to_uppercase()));
+            assert!(!meaning.is_empty() && !meaning.ends_with('.'));
+            // Setting the default changes nothing, in either place.
+            assert_eq!(set(env, default), Config::default(), "{env}");
+            assert_eq!(from_file(&format!("{key} = {default}")).unwrap(), Config::default(), "{key}");
+        }
+        for (env, key) in RESERVED {
+            assert_eq!(*env, format!("RPCRDMA_{}", key.to_uppercase()));
+            assert!(table().all(|row| row.0 != *env));
+        }
+    }
+
+    #[test]
+    fn every_setting_sets_its_own_field() {
+        let want = Config {
+            credits: 4096,
+            inline: 262144,
+            max_reply: 256 << 10,
+            max_call: 1 << 30,
+            crc: Crc::No,
+            poll: Duration::ZERO,
+            provider: Provider::Iwarp,
+            redirect: vec![Netid::Tcp, Netid::Udp6],
+            redirect_programs: Some(vec![100003, 0x20000001]),
+            fallback: false,
+            log: Some(Level::Wire),
+            log_file: Some("/tmp/a b#c".into()),
+            warnings: vec![],
+        };
+        let variables = [
+            ("RPCRDMA_CREDITS", "4096"),
+            ("RPCRDMA_INLINE", "256K"),
+            ("RPCRDMA_MAX_REPLY", "262144"),
+            ("RPCRDMA_MAX_CALL", "1G"),
+            ("RPCRDMA_CRC", "no"),
+            ("RPCRDMA_POLL", "0"),
+            ("RPCRDMA_PROVIDER", "iwarp"),
+            ("RPCRDMA_REDIRECT", "tcp, udp6"),
+            ("RPCRDMA_REDIRECT_PROGRAMS", "100003 0x20000001"),
+            ("RPCRDMA_FALLBACK", "no"),
+            ("RPCRDMA_LOG", "wire"),
+            ("RPCRDMA_LOG_FILE", "/tmp/a b#c"),
+        ];
+        assert_eq!(variables.len(), TABLE.len());
+        assert_eq!(from_env(&variables).unwrap(), want);
+        let lines = variables.map(|(name, value)| {
+            format!("{}={value}\n", name.strip_prefix("RPCRDMA_").unwrap().to_lowercase())
+        });
+        assert_eq!(from_file(&lines.concat()).unwrap(), want);
+    }
+
+    #[test]
+    fn the_environment_wins_over_the_file() {
+        let file = Some((Path::new("f"), "credits = 5\ninline = 8192"));
+        let env = || [("RPCRDMA_CREDITS".into(), "7".into())];
+        let config = Config::from(env(), file, false).unwrap();
+        assert_eq!((config.credits, config.inline), (7, 8192));
+    }
+
+    #[test]
+    fn only_the_file_counts_in_a_secure_process() {
+        let file = Some((Path::new("f"), "credits = 5"));
+        let env = ["RPCRDMA_CREDITS", "RPCRDMA_TYPO", "RPCRDMA_LOG_FILE"];
+        let config = Config::from(env.map(|name| (name.into(), "7".into())), file, true).unwrap();
+        assert_eq!(config, Config { credits: 5, ..Config::default() });
+    }
+
+    #[test]
+    fn a_wrong_value_is_an_error_that_names_the_place_the_value_and_what_is_allowed() {
+        assert_eq!(
+            refused(from_env(&[("RPCRDMA_CREDITS", "0")])),
+            r#"RPCRDMA_CREDITS="0": must be a whole number from 1 to 4096"#
+        );
+        assert_eq!(
+            refused(from_file("# c\n\ncredits = many")),
+            r#"/etc/rpcrdma.conf:3: credits = "many": must be a whole number from 1 to 4096"#
+        );
+        assert_eq!(
+            refused(from_env(&[("RPCRDMA_LOG", "all")])),
+            r#"RPCRDMA_LOG="all": must be off, error, warn, info, debug or wire"#
+        );
+        assert_eq!(
+            refused(from_env(&[("RPCRDMA_REDIRECT", "tcp,sctp")])),
+            r#"RPCRDMA_REDIRECT="tcp,sctp": must be a list of tcp, udp, tcp6 or udp6"#
+        );
+        assert_eq!(
+            refused(from_env(&[("RPCRDMA_PROVIDER", "verbs")])),
+            r#"RPCRDMA_PROVIDER="verbs": must be auto or iwarp: verbs is not built in"#
+        );
+        let not_utf8 = OsString::from_vec(b"\xff".to_vec());
+        let error = Config::from([("RPCRDMA_CRC".into(), not_utf8)], None, false).unwrap_err();
+        assert_eq!(error.text(), "RPCRDMA_CRC=\"\u{fffd}\": must be UTF-8");
+    }
+
+    #[test]
+    fn wrong_values_of_every_setting_are_refused() {
+        let wrong = [
+            ("RPCRDMA_CREDITS", &["", "0", "4097", "-1", "+1", "1.5", "0x10", "4294967297", "1 2"][..]),
+            ("RPCRDMA_INLINE", &["", "0", "1023", "1025", "4095", "263168", "257K", "K", "1M"]),
+            ("RPCRDMA_MAX_REPLY", &["", "1023", "1073741825", "2G", "16MB", "M", "-1M", "1 M"]),
+            (
+                "RPCRDMA_MAX_REPLY",
+                &["18014398509481985K", "99999999999999999999", "17179869185G", "1\u{212a}"],
+            ),
+            ("RPCRDMA_MAX_CALL", &["", "0", "unlimited"]),
+            ("RPCRDMA_CRC", &["", "on", "YES", "1"]),
+            ("RPCRDMA_POLL", &["", "1001", "-1", "50us"]),
+            ("RPCRDMA_PROVIDER", &["", "verbs", "local", "siw"]),
+            ("RPCRDMA_REDIRECT", &["rdma", "TCP", "tcp;udp", "all"]),
+            (
+                "RPCRDMA_REDIRECT_PROGRAMS",
+                &["", ",", "nfs", "0x", "0x+1", "4294967296", "100000", "1,0x186a0"],
+            ),
+            ("RPCRDMA_FALLBACK", &["", "true", "0"]),
+            ("RPCRDMA_LOG", &["Error", "3", "error,warn"]),
+        ];
+        for (name, values) in wrong {
+            for value in values {
+                let text = refused(from_env(&[(name, value)]));
+                assert!(text.starts_with(&format!("{name}={value:?}: must be ")), "{text}");
+                let key = name.strip_prefix(PREFIX).unwrap().to_lowercase();
+                let text = refused(from_file(&format!("{key}={value}")));
+                assert!(
+                    text.starts_with(&format!("/etc/rpcrdma.conf:1: {key} = {value:?}: must be ")),
+                    "{text}"
+                );
+            }
+        }
+    }
+
+    #[test]
+    fn limits_are_inside_the_range() {
+        assert_eq!((set("RPCRDMA_CREDITS", "1").credits, set("RPCRDMA_INLINE", "1k").inline), (1, 1024));
+        assert_eq!(set("RPCRDMA_MAX_CALL", "1024").max_call, 1024);
+        assert_eq!(set("RPCRDMA_POLL", " 1000 ").poll, Duration::from_millis(1));
+    }
+
+    #[test]
+    fn an_empty_list_or_path_or_level_asks_for_nothing() {
+        for name in ["RPCRDMA_REDIRECT", "RPCRDMA_LOG", "RPCRDMA_LOG_FILE"] {
+            assert_eq!(set(name, ""), Config::default());
+        }
+    }
+
+    #[test]
+    fn an_unknown_variable_is_an_error_that_suggests_the_nearest_name() {
+        for (typo, meant) in [
+            ("RPCRDMA_CREDIT", "RPCRDMA_CREDITS"),
+            ("RPCRDMA_REDIRECTS", "RPCRDMA_REDIRECT"),
+            ("RPCRDMA_REDIRECT_PROGRAM", "RPCRDMA_REDIRECT_PROGRAMS"),
+            ("RPCRDMA_MAXREPLY", "RPCRDMA_MAX_REPLY"),
+            ("RPCRDMA_LOGFILE", "RPCRDMA_LOG_FILE"),
+        ] {
+            let text = refused(from_env(&[(typo, "1")]));
+            assert_eq!(text, format!("{typo}: no such environment variable; did you mean {meant}?"));
+        }
+        let long = format!("RPCRDMA_{}", "X".repeat(1 << 16));
+        assert!(refused(from_env(&[(&long, "1")])).len() < 200);
+    }
+
+    #[test]
+    fn an_unknown_or_repeated_key_or_a_line_without_one_is_an_error() {
+        assert_eq!(
+            refused(from_file("credit = 3")),
+            r#"/etc/rpcrdma.conf:1: "credit": no such setting; did you mean credits?"#
+        );
+        assert_eq!(refused(from_file("\nyes")), r#"/etc/rpcrdma.conf:2: "yes": must be `key = value`"#);
+        assert_eq!(
+            refused(from_file("poll=1\npoll=2")),
+            r#"/etc/rpcrdma.conf:2: "poll" is already set in line 1"#
+        );
+        assert!(refused(from_file("Credits = 3")).contains("did you mean credits?"));
+        assert!(refused(from_file("= 3")).contains("no such setting"));
+    }
+
+    #[test]
+    fn names_of_other_versions_are_let_through_with_a_warning() {
+        for (env, key) in RESERVED {
+            let config = set(env, "anything");
+            assert_eq!(config.warnings, [format!("{env} has no effect in this version")]);
+            let config = from_file(&format!("{key} = anything")).unwrap();
+            assert_eq!(
+                config.warnings,
+                [format!("/etc/rpcrdma.conf:1: {key} has no effect in this version")]
+            );
+        }
+    }
+
+    #[test]
+    fn comments_blank_lines_and_crlf_are_not_settings() {
+        let config =
+            from_file("# credits = 1\r\n\r\n  credits=2 # two\r\n\t#\r\npoll = 3\t# three\n").unwrap();
+        assert_eq!((config.credits, config.poll), (2, Duration::from_micros(3)));
+        assert_eq!(from_file("log_file = /var/log/#1").unwrap().log_file, Some("/var/log/#1".into()));
+        assert_eq!(from_file("").unwrap(), Config::default());
+    }
+
+    #[test]
+    fn a_list_of_programs_limits_what_is_moved_and_rpcbind_never_is() {
+        let all = Config::default();
+        assert!(all.redirects_program(100003) && !all.redirects_program(100000));
+        let some = set("RPCRDMA_REDIRECT_PROGRAMS", "100003,100005");
+        assert!(some.redirects_program(100005) && !some.redirects_program(100021));
+        let tcp = set("RPCRDMA_REDIRECT", "tcp");
+        assert!(tcp.redirects(Netid::Tcp) && !tcp.redirects(Netid::Tcp6));
+    }
+
+    #[test]
+    fn a_missing_file_is_no_error_and_an_unreadable_one_is() {
+        assert_eq!(read_file(Path::new("/does/not/exist")).unwrap(), None);
+        let error = read_file(Path::new("/")).unwrap_err();
+        assert_eq!(error.kind(), Kind::Os(libc::EISDIR));
+        assert!(error.text().starts_with("/: "), "{error}");
+        let error = read_file(Path::new("/dev/zero")).unwrap_err();
+        assert_eq!(error.text(), "/dev/zero: longer than 1048576 bytes");
+        let error = read_file(Path::new("/proc/self/exe")).unwrap_err();
+        assert_eq!(error.kind(), Kind::Invalid);
+    }
+
+    #[test]
+    fn every_caller_gets_the_same_settings() {
+        match (get(), get()) {
+            (Ok(one), Ok(two)) => assert!(std::ptr::eq(one, two)),
+            (Err(one), Err(two)) => assert_eq!(one.text(), two.text()),
+            other => panic!("{other:?}"),
+        }
+    }
+
+    #[test]
+    fn distance_counts_the_letters_changed() {
+        assert_eq!(distance("kitten", "sitting"), 3);
+        assert_eq!((distance("", "abc"), distance("abc", ""), distance("abc", "abc")), (3, 3, 0));
+    }
+}

@@ -1,0 +1,857 @@
+//! The RPC-over-RDMA engine of one connection: pure state, no clock, no socket, no raw pointer.
+//!
+//! # Contract
+//! - Getters tell state: [`Connection::credits_left`], [`Connection::starved`], [`Connection::request_ready`].
+//! - Input: `handle_receive`, `handle_read`, `handle_closed`.
+//! - Commands: `call`, `abandon` (requester); `poll_request`, `reply`, `discard` (responder).
+//! - Output: `poll_output`. **Every input and command is followed by draining `poll_output` until `None`.**
+//!
+//! Memory is exposed and invalidated while a command runs, through the [`Registrar`] argument: a plan needs the
+//! handles. Everything else a device must do comes out as [`Output::Post`], in the order in which it must be posted.
+//!
+//! # What it keeps
+//! - Credits (RFC 8166 §3.3.1): one before the first reply, then the grant. A call holds its credit until its reply,
+//!   an error, or, if nobody waits for it any more, until the reply to a later call shows that the responder has
+//!   consumed it.
+//! - A timed-out call becomes an orphan: its exposures stay, so that a late RDMA finds live handles and the
+//!   connection survives; no handle names memory of the program, for messages are copied while encoding.
+//! - Requests are handed up in the order of their Sends, each only when all its Reads are done.
+//!
+//! Read RFC 8166 §3.3 and §4.5 first; `chunks` holds the plan of a message.
+#![forbid(unsafe_code)]
+
+use std::collections::{HashMap, VecDeque};
+use std::sync::Arc;
+
+use crate::error::{Error, Kind};
+use crate::memory::{Buf, Memory, Region, Sink};
+use crate::provider::{QueuePair, WorkId, WorkRequest};
+use crate::wire::private_data::PrivateData;
+use crate::wire::v1::{self, Body, Lists, Proc, RdmaError};
+use crate::wire::{Credits, Handle, Position, ReadSegment, Segment, Xid};
+
+pub mod chunks;
+
+use chunks::{Assembly, Pull};
+
+/// Which end of the connection we are.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Role {
+    /// We opened the connection: requester.
+    Client,
+    /// We accepted it: responder.
+    Server,
+}
+
+/// What is fixed for the life of a connection.
+#[derive(Clone, Copy, Debug)]
+pub struct Settings {
+    /// Credits that we ask for as requester and grant as responder. At least 1.
+    pub credits: u32,
+    /// Largest Send that we take and make, in bytes: 1024..=262144.
+    pub inline: usize,
+    /// Largest Call that we pull from a requester, in bytes, and most bytes pulled at a time.
+    pub max_call: usize,
+}
+
+/// Exposing memory while a plan is made: the part of [`QueuePair`] that the engine calls itself.
+pub trait Registrar {
+    /// See [`QueuePair::expose_source`].
+    ///
+    /// # Errors
+    /// As there.
+    fn expose_source(&mut self, region: Region) -> Result<Segment, Error>;
+    /// See [`QueuePair::expose_sink`].
+    ///
+    /// # Errors
+    /// As there.
+    fn expose_sink(&mut self, sink: Sink) -> Result<Segment, Error>;
+    /// See [`QueuePair::invalidate`].
+    ///
+    /// # Errors
+    /// As there.
+    fn invalidate(&mut self, handle: Handle) -> Result<(), Error>;
+    /// Most bytes of one segment.
+    fn max_segment(&self) -> usize;
+    /// Reads that the peer serves at a time; 0 for none.
+    fn read_depth(&self) -> u32;
+}
+
+impl<T: QueuePair + ?Sized> Registrar for T {
+    fn expose_source(&mut self, region: Region) -> Result<Segment, Error> {
+        QueuePair::expose_source(self, region)
+    }
+    fn expose_sink(&mut self, sink: Sink) -> Result<Segment, Error> {
+        QueuePair::expose_sink(self, sink)
+    }
+    fn invalidate(&mut self, handle: Handle) -> Result<(), Error> {
+        QueuePair::invalidate(self, handle)
+    }
+    fn max_segment(&self) -> usize {
+        self.limits().max_segment as usize
+    }
+    fn read_depth(&self) -> u32 {
+        self.limits().read_depth
+    }
+}
+
+/// What the driver must do or tell.
+#[derive(Debug)]
+pub enum Output {
+    /// Post one more Receive of [`Settings::inline`] bytes.
+    Receive,
+    /// Post this.
+    Post(WorkRequest),
+    /// A call has ended. For a one-way call: it was sent, and the message is empty.
+    Done {
+        /// The call.
+        xid: Xid,
+        /// The RPC reply in stream order, from its XID on; or why there is none.
+        outcome: Result<Vec<Region>, Error>,
+    },
+    /// The connection cannot go on: close it.
+    Close(Error),
+}
+
+/// What the caller of [`Connection::call`] wants back.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Expect {
+    /// A reply of at most so many bytes, from the XID on.
+    Reply(usize),
+    /// Nothing: done when it is sent (batching).
+    Nothing,
+}
+
+/// Names a request that was handed up.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct RequestId(u64);
+
+/// A request for the upper layer.
+#[derive(Debug)]
+pub struct Request {
+    /// For `reply` or `discard`.
+    pub id: RequestId,
+    /// Of the RPC message.
+    pub xid: Xid,
+    /// The RPC Call in stream order, from its XID on.
+    pub message: Vec<Region>,
+}
+
+/// See the module's first page.
+pub struct Connection {
+    role: Role,
+    settings: Settings,
+    memory: Arc<Memory>,
+    /// Largest Send that the peer takes: the call inline threshold of a client, the reply threshold of a server.
+    send: usize,
+    /// Largest Send that the peer makes.
+    receive: usize,
+    requester: Requester,
+    responder: Responder,
+    output: VecDeque<Output>,
+    /// Set once, by `handle_closed`; every later command fails with it.
+    closed: Option<Error>,
+}
+
+#[derive(Default)]
+struct Requester {
+    /// Granted by the last reply; 1 before the first one.
+    granted: u32,
+    /// Calls that hold a credit.
+    in_flight: u32,
+    /// Calls transmitted so far: orders calls, so that a reply tells which earlier ones the peer has consumed.
+    transmitted: u64,
+    calls: HashMap<Xid, Call>,
+    /// Calls without a credit, oldest first.
+    waiting: VecDeque<Xid>,
+    /// Transmitted calls that nobody waits for and that still hold a credit.
+    abandoned: u32,
+    /// Orphans that gave their credit back but may still be answered: each may need a Receive of the margin.
+    unfunded: u32,
+}
+
+struct Call {
+    expect: Expect,
+    fate: Fate,
+    /// Place in the order of transmission; `None` while it waits for a credit.
+    sequence: Option<u64>,
+    /// Until transmitted.
+    message: Option<Region>,
+    /// Read segments exposed for it.
+    sources: Vec<Handle>,
+    /// The Reply chunk: memory, and the segments offered with their places in it.
+    area: Option<Sink>,
+    offered: Vec<(Segment, usize)>,
+    /// Whether it holds a credit.
+    funded: bool,
+}
+
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Fate {
+    Awaited,
+    OneWay,
+    Orphan,
+}
+
+#[derive(Default)]
+struct Responder {
+    next: u64,
+    /// In the order of their Sends; the front is handed up next.
+    queue: VecDeque<Pending>,
+    /// Handed up, not yet answered or discarded.
+    handed: HashMap<RequestId, Chunks>,
+    /// Bytes of staging memory in `queue`.
+    pulling: usize,
+}
+
+/// A request on its way up.
+struct Pending {
+    id: RequestId,
+    xid: Xid,
+    chunks: Chunks,
+    inline: Region,
+    state: State,
+}
+
+/// The chunks that the requester offers for the reply.
+struct Chunks {
+    xid: Xid,
+    writes: Vec<Vec<Segment>>,
+    reply: Option<Vec<Segment>>,
+}
+
+enum State {
+    /// Waits until enough staging memory is free.
+    Waiting(Assembly, Vec<Pull>),
+    /// RDMA Reads are under way.
+    Pulling { assembly: Assembly, sink: Sink, left: usize },
+    Ready(Vec<Region>),
+}
+
+/// Receives beyond the credits: for replies to orphans that gave their credit back, and for stray messages.
+const RECEIVE_MARGIN: u32 = 8;
+
+/// Most bytes of one RDMA Read: between two of them other messages of the peer get their turn.
+const PULL_MAX: usize = 1 << 20;
+
+impl Connection {
+    /// The engine of an established connection. Drain `poll_output` at once: it posts the Receives.
+    pub fn new(role: Role, settings: Settings, peer: PrivateData, memory: Arc<Memory>) -> Connection {
+        // RFC 8166 §3.3.2: "The inline threshold value is the smaller of the largest number of bytes the sender can
+        // post via a single RDMA Send operation and the largest number of bytes the receiver can accept via a single
+        // RDMA Receive operation."
+        let send = settings.inline.min(peer.receive_size);
+        let receive = settings.inline.min(peer.send_size);
+        let mut connection = Connection {
+            role,
+            settings,
+            memory,
+            send,
+            receive,
+            // RFC 8166 §3.3.3: "a Requester MUST NOT assume more than one credit is available and MUST receive a valid
+            // reply from the Responder carrying the actual number of available credits, prior to sending its next
+            // request."
+            requester: Requester { granted: 1, ..Requester::default() },
+            responder: Responder::default(),
+            output: VecDeque::new(),
+            closed: None,
+        };
+        // RFC 8166 §3.3.1: "A Requester MUST maintain enough receive resources to accommodate expected replies."
+        let receives = match role {
+            Role::Client => settings.credits * 2 + RECEIVE_MARGIN,
+            Role::Server => settings.credits + RECEIVE_MARGIN,
+        };
+        connection.output.extend((0..receives).map(|_| Output::Receive));
+        connection
+    }
+
+    /// The next thing to do. See the contract.
+    pub fn poll_output(&mut self) -> Option<Output> {
+        self.output.pop_front()
+    }
+
+    /// Inline thresholds in bytes: of our Sends, of the peer's Sends.
+    pub fn thresholds(&self) -> (usize, usize) {
+        (self.send, self.receive)
+    }
+
+    // ------------------------------------------------------------------------------------------------ requester
+
+    /// Calls that may be transmitted now.
+    pub fn credits_left(&self) -> u32 {
+        // RFC 8166 §3.3.1: "The number of allowed new requests the Requester may send is then the lower of the current
+        // requested and granted credit values, minus the number of requests in flight."
+        self.limit().saturating_sub(self.requester.in_flight)
+    }
+
+    fn limit(&self) -> u32 {
+        self.settings.credits.min(self.requester.granted)
+    }
+
+    /// The grant of the last reply (1 before the first).
+    pub fn granted(&self) -> u32 {
+        self.requester.granted
+    }
+
+    /// Whether calls that nobody waits for hold every credit: only a new connection helps.
+    pub fn starved(&self) -> bool {
+        self.requester.abandoned >= self.limit()
+    }
+
+    /// Whether a call with this XID is under way.
+    pub fn knows(&self, xid: Xid) -> bool {
+        self.requester.calls.contains_key(&xid)
+    }
+
+    /// Whether the call was handed to the device.
+    pub fn transmitted(&self, xid: Xid) -> bool {
+        self.requester.calls.get(&xid).is_some_and(|c| c.sequence.is_some())
+    }
+
+    /// Starts a call of `message` (an RPC Call whose first word is `xid`), now or as soon as it has a credit.
+    ///
+    /// Ends with [`Output::Done`].
+    ///
+    /// # Errors
+    /// `Invalid` when the XID is in use; the reason of the close when the connection is closed.
+    pub fn call(
+        &mut self,
+        xid: Xid,
+        message: Region,
+        expect: Expect,
+        registrar: &mut (impl Registrar + ?Sized),
+    ) -> Result<(), Error> {
+        if let Some(error) = &self.closed {
+            return Err(Error::new(Kind::NotSent, error.text().to_owned()));
+        }
+        if self.knows(xid) {
+            return Err(Error::new(Kind::Invalid, format!("a call with XID {xid} is under way")));
+        }
+        let fate = if expect == Expect::Nothing { Fate::OneWay } else { Fate::Awaited };
+        let call = Call {
+            expect,
+            fate,
+            sequence: None,
+            message: Some(message),
+            sources: Vec::new(),
+            area: None,
+            offered: Vec::new(),
+            funded: false,
+        };
+        self.requester.calls.insert(xid, call);
+        self.requester.waiting.push_back(xid);
+        self.transmit_waiting(registrar);
+        Ok(())
+    }
+
+    /// Nobody waits for the call any more: it is forgotten if it was not sent, else it becomes an orphan.
+    pub fn abandon(&mut self, xid: Xid) {
+        let Some(call) = self.requester.calls.get_mut(&xid) else { return };
+        if call.sequence.is_none() {
+            self.requester.calls.remove(&xid);
+            self.requester.waiting.retain(|w| *w != xid);
+        } else if call.fate == Fate::Awaited {
+            call.fate = Fate::Orphan;
+            if call.funded {
+                self.requester.abandoned += 1;
+            }
+        }
+    }
+
+    fn transmit_waiting(&mut self, registrar: &mut (impl Registrar + ?Sized)) {
+        // RFC 8166 §3.3.1: "A Requester MUST NOT send unacknowledged requests in excess of the Responder's granted
+        // credit limit."
+        while self.credits_left() > 0 {
+            let Some(xid) = self.requester.waiting.pop_front() else { return };
+            let Some(mut call) = self.requester.calls.remove(&xid) else { continue };
+            match self.transmit(xid, &mut call, registrar) {
+                Ok(send) => {
+                    self.requester.transmitted += 1;
+                    self.requester.in_flight += 1;
+                    call.sequence = Some(self.requester.transmitted);
+                    call.funded = true;
+                    self.output.push_back(Output::Post(send));
+                    if call.fate == Fate::OneWay {
+                        self.requester.abandoned += 1;
+                        self.output.push_back(Output::Done { xid, outcome: Ok(Vec::new()) });
+                    }
+                    self.requester.calls.insert(xid, call);
+                }
+                Err(error) => {
+                    // RFC 8166 §4.5.4: "if a Requester is unable to construct and transmit an RPC Call message, the
+                    // associated RPC transaction fails immediately."
+                    self.release(&mut call, registrar);
+                    self.output.push_back(Output::Done { xid, outcome: Err(error) });
+                }
+            }
+        }
+    }
+
+    /// Exposes what the plan needs and makes the Send.
+    fn transmit(
+        &mut self,
+        xid: Xid,
+        call: &mut Call,
+        registrar: &mut (impl Registrar + ?Sized),
+    ) -> Result<WorkRequest, Error> {
+        let message = call.message.take().ok_or_else(|| Error::new(Kind::Encode, "call without a message"))?;
+        let max_segment = registrar.max_segment();
+        let max_reply = match call.expect {
+            Expect::Reply(bytes) => bytes,
+            Expect::Nothing => 0,
+        };
+        let plan = chunks::plan_call(message.len(), max_reply, self.send, self.receive, max_segment)?;
+        let mut lists = Lists::default();
+        if plan.reply_segments > 0 {
+            let area = self.memory.reply_area(max_reply)?;
+            for (at, len) in chunks::cut(area.len(), max_segment) {
+                let segment = registrar.expose_sink(area.part(at, len))?;
+                call.offered.push((segment, at));
+            }
+            lists.reply = Some(call.offered.iter().map(|(s, _)| *s).collect());
+            call.area = Some(area);
+        }
+        let proc = if plan.read_segments > 0 {
+            for (at, len) in chunks::cut(message.len(), max_segment) {
+                let target = registrar.expose_source(message.slice(at, len))?;
+                call.sources.push(target.handle);
+                // RFC 8166 §3.5.3: "Every RDMA read segment in this chunk MUST contain zero in its Position field."
+                lists.reads.push(ReadSegment { position: Position(0), target });
+            }
+            Proc::Nomsg
+        } else {
+            Proc::Msg
+        };
+        let header = self.header(xid, proc, &lists)?;
+        let gather = if plan.read_segments > 0 { vec![header] } else { vec![header, message] };
+        Ok(WorkRequest::Send { gather, invalidate: None })
+    }
+
+    fn header(&self, xid: Xid, proc: Proc, lists: &Lists) -> Result<Region, Error> {
+        let mut bytes = Vec::with_capacity(v1::header_len(lists));
+        // RFC 8166 §3.3.1: "The granted value MUST NOT be zero": `credits` is at least 1.
+        v1::encode(&mut bytes, xid, Credits(self.settings.credits), proc, lists);
+        let mut buf = self.memory.slab()?;
+        buf.extend(&bytes)?;
+        Ok(buf.freeze())
+    }
+
+    /// Ends the exposures of a call.
+    fn release(&mut self, call: &mut Call, registrar: &mut (impl Registrar + ?Sized)) {
+        let handles = call.sources.drain(..).chain(call.offered.iter().map(|(s, _)| s.handle));
+        for handle in handles {
+            if let Err(error) = registrar.invalidate(handle) {
+                // RFC 8166 §4.5.4: "if it is unable to invalidate a memory region due to an unrecoverable problem, the
+                // Requester MUST close the connection to protect that memory from Responder access before the
+                // associated RPC transaction is complete."
+                self.output.push_back(Output::Close(error));
+            }
+        }
+    }
+
+    fn handle_reply(&mut self, message: Buf, registrar: &mut (impl Registrar + ?Sized)) {
+        self.output.push_back(Output::Receive);
+        let message = message.freeze();
+        // RFC 8166 §4.5: "If errors are detected in the RPC-over-RDMA header of an RPC Reply message, a Requester MUST
+        // silently discard the message."
+        let Ok(header) = v1::decode(&message) else { return };
+        let xid = header.xid;
+        let Some(call) = self.requester.calls.get(&xid) else { return };
+        if call.sequence.is_none() {
+            return;
+        }
+        let outcome = match header.body {
+            Body::Msg { payload, .. } => {
+                // RFC 8166 §4.2.1: "This XID MUST be the same as the XID in the RPC message."
+                if payload_xid(payload) != Some(xid) {
+                    return;
+                }
+                Ok((payload.len(), Vec::new()))
+            }
+            Body::Nomsg { chunks } => match chunks.reply() {
+                Some(reply) => Ok((0, reply.iter().collect::<Vec<_>>())),
+                None => return,
+            },
+            Body::Error(error) => Err(self.explain(error, &self.requester.calls[&xid])),
+            // RFC 8166 §4.6.1: "Requesters MUST silently discard the message." §4.6.2: "Receivers MUST silently
+            // discard" RDMA_DONE.
+            Body::Msgp | Body::Done => return,
+        };
+        let Some(mut call) = self.requester.calls.remove(&xid) else { return };
+        if outcome.is_ok() {
+            // RFC 8166 §3.3.1: "The granted value MUST NOT be zero": a zero is taken as one, or nothing moves again.
+            self.requester.granted = header.credits.0.max(1);
+        }
+        if call.funded {
+            self.requester.in_flight -= 1;
+            if call.fate != Fate::Awaited {
+                self.requester.abandoned -= 1;
+            }
+        } else {
+            self.requester.unfunded -= 1;
+        }
+        // RFC 8166 §4.4.1 by way of §8.1.3: memory is invalidated before anybody looks into it.
+        self.release(&mut call, registrar);
+        let outcome = outcome.and_then(|(inline, returned)| {
+            if inline > 0 {
+                return Ok(vec![message.slice(message.len() - inline, inline)]);
+            }
+            let area = call.area.take().ok_or_else(|| {
+                Error::new(Kind::Peer, "the reply lies in a Reply chunk, but none was offered")
+            })?;
+            let reply = chunks::reply_in_chunk(&call.offered, returned.into_iter(), area)?;
+            match reply.first().and_then(|first| payload_xid(first)) {
+                Some(found) if found == xid => Ok(reply),
+                _ => Err(Error::new(Kind::Peer, format!("the Reply chunk does not hold the reply {xid}"))),
+            }
+        });
+        if let Some(sequence) = call.sequence {
+            self.give_back(sequence, registrar);
+        }
+        if call.fate == Fate::Awaited {
+            self.output.push_back(Output::Done { xid, outcome });
+        }
+        self.transmit_waiting(registrar);
+    }
+
+    /// A reply to call `sequence` has come: earlier Calls were consumed, so abandoned ones need no credit any more.
+    fn give_back(&mut self, sequence: u64, registrar: &mut (impl Registrar + ?Sized)) {
+        if self.requester.abandoned == 0 {
+            return;
+        }
+        let earlier: Vec<Xid> = self
+            .requester
+            .calls
+            .iter()
+            .filter(|(_, c)| c.funded && c.fate != Fate::Awaited && c.sequence.is_some_and(|s| s < sequence))
+            .map(|(xid, _)| *xid)
+            .collect();
+        for xid in earlier {
+            let one_way = self.requester.calls.get(&xid).is_some_and(|c| c.fate == Fate::OneWay);
+            if one_way {
+                // No reply will come, and the responder hands up in order: it has pulled what it needs.
+                if let Some(mut call) = self.requester.calls.remove(&xid) {
+                    self.release(&mut call, registrar);
+                }
+            } else {
+                // Its reply may still come and needs a Receive: as many as we have posted beyond the credits.
+                if self.requester.unfunded >= self.settings.credits {
+                    continue;
+                }
+                self.requester.unfunded += 1;
+                if let Some(call) = self.requester.calls.get_mut(&xid) {
+                    call.funded = false;
+                }
+            }
+            self.requester.abandoned -= 1;
+            self.requester.in_flight -= 1;
+        }
+    }
+
+    fn explain(&self, error: RdmaError, call: &Call) -> Error {
+        let text = match error {
+            RdmaError::Version { low, high } => {
+                format!("the peer speaks RPC-over-RDMA versions {low} to {high}, not {}", v1::VERSION)
+            }
+            RdmaError::Chunk => {
+                let mut text = String::from("the peer answered ERR_CHUNK: it cannot use the chunks of this call");
+                let room: u64 = call.offered.iter().map(|(s, _)| u64::from(s.length)).sum();
+                if room > 0 {
+                    text += &format!(
+                        "; its reply probably exceeds the Reply chunk of {room} bytes: \
+                         raise CLSET_RDMA_MAXREPLY or RPCRDMA_MAX_REPLY"
+                    );
+                }
+                if !call.sources.is_empty() {
+                    text += "; or the call is longer than it accepts (RPCRDMA_MAX_CALL at the server)";
+                }
+                text
+            }
+        };
+        Error::new(Kind::Peer, text)
+    }
+
+    // ------------------------------------------------------------------------------------------------ responder
+
+    /// Whether `poll_request` would return one.
+    pub fn request_ready(&self) -> bool {
+        matches!(self.responder.queue.front(), Some(Pending { state: State::Ready(_), .. }))
+    }
+
+    /// Requests received and not yet handed up, ready or not.
+    pub fn requests_queued(&self) -> usize {
+        self.responder.queue.len()
+    }
+
+    /// The oldest request, when all of it is here.
+    pub fn poll_request(&mut self) -> Option<Request> {
+        if !self.request_ready() {
+            return None;
+        }
+        let Pending { id, xid, chunks, state, .. } = self.responder.queue.pop_front()?;
+        let State::Ready(message) = state else { return None };
+        self.responder.handed.insert(id, chunks);
+        Some(Request { id, xid, message })
+    }
+
+    /// Answers a request with the RPC Reply `message` (first word: the XID).
+    ///
+    /// # Errors
+    /// `TooLong` when the reply fits nowhere: the requester is told with ERR_CHUNK. `Invalid` when the request was
+    /// answered before. The reason of the close when the connection is closed.
+    pub fn reply(&mut self, id: RequestId, message: Region) -> Result<(), Error> {
+        let Some(chunks) = self.responder.handed.remove(&id) else {
+            return Err(Error::new(Kind::Invalid, "the request was answered before"));
+        };
+        if let Some(error) = &self.closed {
+            return Err(error.clone());
+        }
+        // RFC 8166 §3.3.1: "The Responder MUST ensure that an increase in receive resources is effected before the next
+        // RPC Reply message is sent."
+        self.output.push_back(Output::Receive);
+        let plan = match chunks::plan_reply(message.len(), &chunks.writes, chunks.reply.as_deref(), self.send) {
+            Ok(plan) => plan,
+            Err(error) => {
+                self.send_error(chunks.xid, v1::VERSION, RdmaError::Chunk);
+                return Err(error);
+            }
+        };
+        let proc = if plan.writes.is_empty() { Proc::Msg } else { Proc::Nomsg };
+        let header = match self.header(chunks.xid, proc, &plan.lists) {
+            Ok(header) => header,
+            Err(error) => {
+                // RFC 8166 §4.5.4: "If a Responder is unable to construct and transmit an RPC Reply or RPC-over-RDMA
+                // error message, the Responder MUST close the connection to signal to the Requester that a reply was
+                // lost."
+                self.output.push_back(Output::Close(error.clone()));
+                return Err(error);
+            }
+        };
+        if plan.writes.is_empty() {
+            let send = WorkRequest::Send { gather: vec![header, message], invalidate: None };
+            self.output.push_back(Output::Post(send));
+            return Ok(());
+        }
+        for (at, to) in plan.writes {
+            let gather = vec![message.slice(at, to.length as usize)];
+            self.output.push_back(Output::Post(WorkRequest::Write { gather, to }));
+        }
+        let send = WorkRequest::Send { gather: vec![header], invalidate: None };
+        self.output.push_back(Output::Post(send));
+        Ok(())
+    }
+
+    /// The request gets no reply (a one-way call): its credit is free again.
+    pub fn discard(&mut self, id: RequestId) {
+        if self.responder.handed.remove(&id).is_some() && self.closed.is_none() {
+            self.output.push_back(Output::Receive);
+        }
+    }
+
+    fn handle_call(&mut self, message: Buf, registrar: &mut (impl Registrar + ?Sized)) {
+        let message = message.freeze();
+        let header = match v1::decode(&message) {
+            Ok(header) => header,
+            Err(error) => {
+                self.output.push_back(Output::Receive);
+                // RFC 8166 §4.5: "If other errors are detected in the RPC-over-RDMA header of an RPC Call message, a
+                // Responder MUST send an RDMA_ERROR message back to the Requester."
+                if let Some((xid, version, answer)) = error.answer() {
+                    self.send_error(xid, version, answer);
+                }
+                return;
+            }
+        };
+        let xid = header.xid;
+        let (lists, inline) = match header.body {
+            Body::Msg { chunks, payload } => (chunks, payload.len()),
+            Body::Nomsg { chunks } => (chunks, 0),
+            // RFC 8166 §4.6.1: "Responders SHOULD reply with an RDMA_ERROR procedure, setting the rdma_err field to
+            // ERR_CHUNK"
+            Body::Msgp => {
+                self.output.push_back(Output::Receive);
+                self.send_error(xid, v1::VERSION, RdmaError::Chunk);
+                return;
+            }
+            // RFC 8166 §4.3: "A Responder MUST silently discard RDMA_ERROR procedures."
+            // RFC 8166 §4.6.2: "Receivers MUST silently discard RDMA_DONE messages."
+            Body::Done | Body::Error(_) => {
+                self.output.push_back(Output::Receive);
+                return;
+            }
+        };
+        let id = RequestId(self.responder.next);
+        self.responder.next += 1;
+        let chunks = Chunks {
+            xid,
+            writes: lists.writes().map(|c| c.iter().collect()).collect(),
+            reply: lists.reply().map(|c| c.iter().collect()),
+        };
+        let payload = message.slice(message.len() - inline, inline);
+        let state = if lists.read_count() == 0 {
+            if payload_xid(&payload) != Some(xid) {
+                // RFC 8166 §4.5.2: "the value of the rdma_xid field does not match the value of the XID field in the
+                // accompanying RPC message" is an XDR error.
+                self.refuse(xid);
+                return;
+            }
+            State::Ready(vec![payload.clone()])
+        } else {
+            // RFC 8166 §8.1.4: a responder need not pull chunks that it cannot hold.
+            match Assembly::new(lists.reads(), inline, self.settings.max_call) {
+                Ok((assembly, pulls)) if registrar.read_depth() > 0 => State::Waiting(assembly, pulls),
+                _ => {
+                    self.refuse(xid);
+                    return;
+                }
+            }
+        };
+        self.responder.queue.push_back(Pending { id, xid, chunks, inline: payload, state });
+        self.start_pulls();
+    }
+
+    /// Answers ERR_CHUNK and frees the Receive.
+    fn refuse(&mut self, xid: Xid) {
+        self.output.push_back(Output::Receive);
+        self.send_error(xid, v1::VERSION, RdmaError::Chunk);
+    }
+
+    /// Starts Reads, oldest request first, as far as staging memory allows. The oldest always may.
+    fn start_pulls(&mut self) {
+        let mut first = true;
+        for pending in &mut self.responder.queue {
+            if let State::Waiting(assembly, pulls) = &mut pending.state {
+                if !first && self.responder.pulling + assembly.staging > self.settings.max_call {
+                    return;
+                }
+                let sink = match self.memory.message().and_then(|mut buf| {
+                    buf.reserve(assembly.staging)?;
+                    Ok(buf.into_sink(assembly.staging))
+                }) {
+                    Ok(sink) => sink,
+                    // Out of memory with the Call half received: nothing can be answered in order any more.
+                    Err(error) => return self.output.push_back(Output::Close(error.into())),
+                };
+                self.responder.pulling += assembly.staging;
+                let mut left = 0;
+                for pull in pulls.drain(..) {
+                    let mut done = 0;
+                    while done < pull.from.length {
+                        let length = (pull.from.length - done).min(PULL_MAX as u32);
+                        let offset = pull.from.offset.wrapping_add(u64::from(done));
+                        let from = Segment { length, offset, ..pull.from };
+                        let read = WorkRequest::Read {
+                            id: WorkId(pending.id.0),
+                            sink: sink.clone(),
+                            at: pull.at + done as usize,
+                            from,
+                        };
+                        self.output.push_back(Output::Post(read));
+                        left += 1;
+                        done += length;
+                    }
+                }
+                let assembly = std::mem::take(assembly);
+                pending.state = State::Pulling { assembly, sink, left };
+            }
+            first = false;
+        }
+    }
+
+    /// An RDMA Read is done.
+    pub fn handle_read(&mut self, id: WorkId) {
+        let Some(at) = self.responder.queue.iter().position(|p| p.id.0 == id.0) else { return };
+        let pending = &mut self.responder.queue[at];
+        let State::Pulling { left, .. } = &mut pending.state else { return };
+        *left = left.saturating_sub(1);
+        if *left > 0 {
+            return;
+        }
+        let State::Pulling { assembly, sink, .. } = std::mem::replace(&mut pending.state, State::Ready(Vec::new()))
+        else {
+            return;
+        };
+        self.responder.pulling -= assembly.staging;
+        let Ok(staging) = sink.into_buf(assembly.staging) else {
+            let error = Error::new(Kind::Protocol, "the device still holds memory of finished RDMA Reads");
+            return self.output.push_back(Output::Close(error));
+        };
+        let inline = pending.inline.clone();
+        let message = assembly.assemble(inline, staging);
+        let xid = pending.xid;
+        if message.first().and_then(|first| payload_xid(first)) == Some(xid) {
+            pending.state = State::Ready(message);
+        } else {
+            // RFC 8166 §4.5.2, as for a Call that came inline.
+            self.responder.queue.remove(at);
+            self.refuse(xid);
+        }
+        self.start_pulls();
+    }
+
+    fn send_error(&mut self, xid: Xid, version: u32, error: RdmaError) {
+        let mut bytes = Vec::new();
+        // RFC 8166 §4.5: "The rdma_xid field MUST contain the same XID that was in the rdma_xid field in the failing
+        // request; The rdma_vers field MUST contain the same version that was in the rdma_vers field in the failing
+        // request"
+        v1::encode_error(&mut bytes, xid, version, Credits(self.settings.credits), error);
+        let region = self.memory.slab().and_then(|mut buf| {
+            buf.extend(&bytes)?;
+            Ok(buf.freeze())
+        });
+        match region {
+            Ok(region) => {
+                let send = WorkRequest::Send { gather: vec![region], invalidate: None };
+                self.output.push_back(Output::Post(send));
+            }
+            Err(error) => self.output.push_back(Output::Close(error.into())),
+        }
+    }
+
+    // ----------------------------------------------------------------------------------------------------- both
+
+    /// A Send of the peer has arrived: `message` is what the Receive holds.
+    pub fn handle_receive(&mut self, message: Buf, registrar: &mut (impl Registrar + ?Sized)) {
+        if self.closed.is_some() {
+            return;
+        }
+        // RFC 8166 §4.1: which lists and which XID space a message belongs to follows from its direction. Until
+        // reverse direction is built, everything that a client receives is a reply and everything that a server
+        // receives is a call; what does not fit is handled as malformed.
+        match self.role {
+            Role::Client => self.handle_reply(message, registrar),
+            Role::Server => self.handle_call(message, registrar),
+        }
+    }
+
+    /// The connection is gone: every call ends, every request is dropped.
+    pub fn handle_closed(&mut self, error: Error) {
+        if self.closed.is_some() {
+            return;
+        }
+        for (xid, call) in self.requester.calls.drain() {
+            if call.fate == Fate::Awaited || call.sequence.is_none() {
+                let kind = if call.sequence.is_some() { Kind::ConnectionLost } else { Kind::NotSent };
+                let error = Error::new(kind, error.text().to_owned());
+                self.output.push_back(Output::Done { xid, outcome: Err(error) });
+            }
+        }
+        self.requester.waiting.clear();
+        self.responder.queue.clear();
+        self.closed = Some(error);
+    }
+
+    /// Why the connection is closed, if it is.
+    pub fn closed(&self) -> Option<&Error> {
+        self.closed.as_ref()
+    }
+}
+
+/// The XID with which an RPC message begins.
+fn payload_xid(payload: &[u8]) -> Option<Xid> {
+    let word = payload.first_chunk::<4>()?;
+    Some(Xid(u32::from_be_bytes(*word)))
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,794 @@
+//! Joins the engine and a device, and waits: the only clock, fd and blocking wait of the library.
+//!
+//! [`Link`] is the joint: it carries out what the engine asks for and feeds it what the device reports. Around it
+//!
+//! - [`Client`] is a requester's connection, shared by the threads and CLIENTs that use its socket. **Whoever waits
+//!   does the work**: one thread drives, the others sleep until it wakes them with their reply or with the driver's
+//!   seat. There is no thread of our own.
+//! - [`Server`] is a responder's connection, driven by the program's own loop.
+//!
+//! Waiting first spins, if that has paid lately ([`Spin`]): on two idle processors a reply comes sooner than a sleep
+//! takes. A spin that finds nothing makes the next waits sleep at once.
+//!
+//! # Invariants
+//! - A lock is never held while sleeping, and no C code of the program runs under it.
+//! - After every input to the engine its output is drained ([`Link::pump`]).
+#![forbid(unsafe_code)]
+
+use std::collections::HashMap;
+use std::os::fd::RawFd;
+use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering::Relaxed};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock};
+use std::time::{Duration, Instant};
+
+use crate::config::{Config, Crc};
+use crate::connection::{Connection, Expect, Output, Request, RequestId, Role, Settings};
+use crate::error::{Error, Kind};
+use crate::memory::{Buf, Memory, Region};
+use crate::provider::iwarp::{Iwarp, Options};
+use crate::provider::{Completion, QueuePair, WorkRequest};
+use crate::stats::{self, Counter};
+use crate::sys;
+use crate::wire::private_data::PrivateData;
+use crate::wire::{Xid, v1};
+use crate::{log_debug, log_info, log_warn, log_wire};
+
+/// How long the passive side waits for the MPA Request and the first message of a peer (RFC 5044 §7.1.2: "SHOULD").
+pub const START_TIMEOUT: Duration = Duration::from_secs(10);
+
+/// How long `xp_reply` waits for a peer that does not take its reply, before the rest is queued.
+const REPLY_WAIT: Duration = Duration::from_millis(20);
+
+/// The same in a forked child, which may exit right after its reply: nobody would send a queue.
+const REPLY_WAIT_CHILD: Duration = Duration::from_secs(30);
+
+/// Most bytes queued for a peer that does not take its replies; beyond, the connection closes.
+const QUEUE_MAX: usize = 64 << 20;
+
+/// The pools that all software connections of the process share.
+pub fn memory(config: &Config) -> Arc<Memory> {
+    static MEMORY: OnceLock<Arc<Memory>> = OnceLock::new();
+    MEMORY.get_or_init(|| Memory::new(config.inline, config.max_reply + REPLY_HEADER)).clone()
+}
+
+/// Room for the header of an RPC reply beside its results: 24 bytes and a verifier of at most 400 (RFC 5531 §9),
+/// rounded up generously. A maximum reply counts results only.
+pub const REPLY_HEADER: usize = 4096;
+
+// ---------------------------------------------------------------------------------------------------------- link
+
+/// An engine and a device.
+pub struct Link {
+    engine: Connection,
+    device: Box<dyn QueuePair>,
+    memory: Arc<Memory>,
+    inline: usize,
+    /// Calls that ended, for whoever collects them.
+    done: Vec<(Xid, Result<Vec<Region>, Error>)>,
+}
+
+impl Link {
+    /// Joins a connected device with a fresh engine and posts the Receives.
+    pub fn new(role: Role, config: &Config, device: Box<dyn QueuePair>, memory: Arc<Memory>) -> Link {
+        let peer = PrivateData::find(device.private_data()).unwrap_or(PrivateData::ABSENT);
+        let settings =
+            Settings { credits: config.credits, inline: config.inline, max_call: config.max_call };
+        let engine = Connection::new(role, settings, peer, memory.clone());
+        let (send, receive) = engine.thresholds();
+        log_debug!("fd {}: {role:?}, inline thresholds {send} out, {receive} in", device.fd());
+        stats::add(Counter::Connections, 1);
+        let mut link = Link { engine, device, memory, inline: config.inline, done: Vec::new() };
+        link.drain();
+        link
+    }
+
+    /// Carries out what the engine wants.
+    fn drain(&mut self) {
+        while let Some(output) = self.engine.poll_output() {
+            match output {
+                Output::Receive => match self.memory.slab() {
+                    Ok(buf) => self.device.post_recv(buf.into_sink(self.inline)),
+                    Err(error) => self.fail(error.into()),
+                },
+                Output::Post(request) => {
+                    note(&request, self.device.fd());
+                    self.device.post(request);
+                }
+                Output::Done { xid, outcome } => self.done.push((xid, outcome)),
+                Output::Close(error) => self.fail(error),
+            }
+        }
+    }
+
+    /// Moves everything that moves without waiting.
+    fn pump(&mut self) {
+        self.drain();
+        while self.engine.closed().is_none() {
+            match self.device.poll() {
+                Ok(Some(Completion::Received { sink, len, .. })) => {
+                    stats::add(Counter::Receives, 1);
+                    match sink.into_buf(len) {
+                        Ok(message) => self.receive(message),
+                        Err(_) => {
+                            self.fail(Error::new(Kind::Protocol, "the device still holds a completed Receive"));
+                        }
+                    }
+                }
+                Ok(Some(Completion::Read { id })) => self.engine.handle_read(id),
+                Ok(None) => break,
+                Err(error) => self.fail(error),
+            }
+            self.drain();
+        }
+    }
+
+    fn receive(&mut self, message: Buf) {
+        log_wire!("fd {} < {}", self.device.fd(), describe(&message));
+        self.engine.handle_receive(message, &mut *self.device);
+    }
+
+    /// Sends what the device takes. True when nothing is left to send.
+    fn flush(&mut self) -> bool {
+        self.drain();
+        if self.engine.closed().is_some() {
+            return true;
+        }
+        match self.device.flush() {
+            Ok(all) => all,
+            Err(error) => {
+                self.fail(error);
+                self.drain();
+                true
+            }
+        }
+    }
+
+    fn fail(&mut self, error: Error) {
+        if self.engine.closed().is_none() {
+            log_info!("fd {}: connection closed: {error}", self.device.fd());
+            self.engine.handle_closed(error);
+        }
+    }
+}
+
+fn note(request: &WorkRequest, fd: RawFd) {
+    match request {
+        WorkRequest::Send { gather, .. } => {
+            stats::add(Counter::Sends, 1);
+            let bytes: usize = gather.iter().map(|r| r.len()).sum();
+            stats::add(Counter::BytesInline, bytes as u64);
+            log_wire!("fd {fd} > {}", gather.first().map_or_else(String::new, |first| describe(first)));
+        }
+        WorkRequest::Write { to, .. } => {
+            stats::add(Counter::BytesWritten, u64::from(to.length));
+            log_wire!("fd {fd} > RDMA Write {to}");
+        }
+        WorkRequest::Read { from, .. } => {
+            stats::add(Counter::BytesRead, u64::from(from.length));
+            log_wire!("fd {fd} > RDMA Read {from}");
+        }
+    }
+}
+
+fn describe(message: &[u8]) -> String {
+    match v1::decode(message) {
+        Ok(header) => header.to_string(),
+        Err(error) => error.to_string(),
+    }
+}
+
+/// What the MPA startup of a socket offers.
+fn options(config: &Config, fd: RawFd) -> Options {
+    // The CRC protects what TCP's checksum lets through on a wire; towards this host's own address there is no wire,
+    // and the kernel computes no TCP checksum there either.
+    let own_host = sys::own_host(fd);
+    let crc = match config.crc {
+        Crc::Yes => true,
+        Crc::No => false,
+        Crc::Auto => !own_host,
+    };
+    let private_data =
+        PrivateData { remote_invalidation: false, send_size: config.inline, receive_size: config.inline };
+    Options { crc, private_data: private_data.encode().to_vec(), ..Options::default() }
+}
+
+// ---------------------------------------------------------------------------------------------------------- spin
+
+/// Whether spinning before a sleep has paid lately.
+#[derive(Default)]
+struct Spin {
+    /// Waits that sleep at once before the next spin.
+    skip: u32,
+    /// What the next failure costs: 1, 2, 4 ... 1024 waits; a success halves it.
+    penalty: u32,
+}
+
+impl Spin {
+    fn allowed(&mut self, config: &Config) -> Option<Duration> {
+        if config.poll.is_zero() || !several_processors() {
+            return None;
+        }
+        if self.skip > 0 {
+            self.skip -= 1;
+            return None;
+        }
+        Some(config.poll)
+    }
+
+    fn found(&mut self) {
+        self.penalty /= 2;
+    }
+
+    fn failed(&mut self) {
+        self.skip = self.penalty.max(1);
+        self.penalty = (self.skip * 2).min(1024);
+    }
+}
+
+fn several_processors() -> bool {
+    static SEVERAL: OnceLock<bool> = OnceLock::new();
+    *SEVERAL.get_or_init(|| std::thread::available_parallelism().is_ok_and(|n| n.get() > 1))
+}
+
+// -------------------------------------------------------------------------------------------------------- client
+
+/// A requester's connection.
+pub struct Client {
+    fd: RawFd,
+    config: &'static Config,
+    memory: Arc<Memory>,
+    state: Mutex<Waiting>,
+}
+
+struct Waiting {
+    link: Link,
+    outcomes: HashMap<Xid, Result<Vec<Region>, Error>>,
+    /// Threads in `wait`, by call. Each sleeps on its own condition unless it drives.
+    sleepers: HashMap<Xid, Arc<Condvar>>,
+    /// A thread is polling the socket.
+    driven: bool,
+    spin: Spin,
+    next_xid: u32,
+}
+
+/// The signal mask of the caller, in force while it sleeps.
+pub type Mask<'a> = Option<&'a sys::SignalMask>;
+
+impl Client {
+    /// Sends the MPA Request on a connected socket and waits for the Reply.
+    ///
+    /// # Errors
+    /// `ConnectionLost` when the peer closed without a Reply (it does not speak MPA), `Timeout` when it stayed silent
+    /// until `deadline`, `Peer` when it refused.
+    pub fn open(
+        fd: RawFd,
+        config: &'static Config,
+        deadline: Instant,
+        mask: Mask<'_>,
+    ) -> Result<Arc<Client>, Error> {
+        let memory = memory(config);
+        let link = Client::start(fd, config, &memory, deadline, mask)?;
+        let state = Waiting {
+            link,
+            outcomes: HashMap::new(),
+            sleepers: HashMap::new(),
+            driven: false,
+            spin: Spin::default(),
+            next_xid: sys::random_u32(),
+        };
+        Ok(Arc::new(Client { fd, config, memory, state: Mutex::new(state) }))
+    }
+
+    fn start(
+        fd: RawFd,
+        config: &Config,
+        memory: &Arc<Memory>,
+        deadline: Instant,
+        mask: Mask<'_>,
+    ) -> Result<Link, Error> {
+        let mut device = Iwarp::initiator(fd, options(config, fd))?;
+        while !device.handshake()? {
+            let events = if device.wants_write() { sys::IN | sys::OUT } else { sys::IN };
+            let left = deadline.saturating_duration_since(Instant::now());
+            if left.is_zero() {
+                return Err(Error::new(Kind::Timeout, "the peer did not answer the MPA Request in time"));
+            }
+            sys::wait(fd, events, Some(left), mask)?;
+        }
+        Ok(Link::new(Role::Client, config, Box::new(device), memory.clone()))
+    }
+
+    /// The socket.
+    pub fn fd(&self) -> RawFd {
+        self.fd
+    }
+
+    /// Memory to encode into.
+    ///
+    /// # Errors
+    /// `ENOMEM`.
+    pub fn message(&self) -> Result<Buf, Error> {
+        Ok(self.memory.message()?)
+    }
+
+    /// Why the connection is closed, if it is.
+    pub fn closed(&self) -> Option<Error> {
+        self.lock().link.engine.closed().cloned()
+    }
+
+    /// An XID that no call of this connection uses.
+    pub fn fresh_xid(&self) -> Xid {
+        let mut state = self.lock();
+        loop {
+            state.next_xid = state.next_xid.wrapping_add(1);
+            let xid = Xid(state.next_xid);
+            if !state.link.engine.knows(xid) {
+                return xid;
+            }
+        }
+    }
+
+    /// Makes a call: `message` begins with `xid`. Returns the RPC reply in stream order.
+    ///
+    /// # Errors
+    /// `Timeout` at `deadline` (the call becomes an orphan, the connection lives on), or why the call failed.
+    pub fn call(
+        &self,
+        xid: Xid,
+        message: Region,
+        max_reply: usize,
+        deadline: Instant,
+        mask: Mask<'_>,
+    ) -> Result<Vec<Region>, Error> {
+        stats::add(Counter::Calls, 1);
+        let mut state = self.lock();
+        state.link.pump_input();
+        self.replace_starved(&mut state, deadline, mask)?;
+        let Waiting { link, .. } = &mut *state;
+        link.engine.call(xid, message, Expect::Reply(max_reply), &mut *link.device)?;
+        if link.engine.credits_left() == 0 && !link.engine.transmitted(xid) {
+            stats::add(Counter::CreditsWaited, 1);
+        }
+        link.flush();
+        state.settle();
+        self.wait(state, xid, deadline, mask)
+    }
+
+    /// Sends a call that has no reply, or whose reply nobody awaits (batching).
+    ///
+    /// Never takes the last credit, which only a reply gives back: then a call of procedure 0 of the same program goes
+    /// first, whose reply shows that the earlier ones were consumed. A message too long for one Send is followed by
+    /// such a call too, so that the peer has pulled it when this returns.
+    ///
+    /// # Errors
+    /// As [`Client::call`].
+    pub fn call_one_way(
+        &self,
+        xid: Xid,
+        message: Region,
+        deadline: Instant,
+        mask: Mask<'_>,
+    ) -> Result<(), Error> {
+        stats::add(Counter::Calls, 1);
+        let null = null_call(&message);
+        let long = {
+            let mut state = self.lock();
+            state.link.pump_input();
+            state.settle();
+            message.len() + 28 > state.link.engine.thresholds().0
+        };
+        if self.lock().link.engine.credits_left() <= 1 {
+            self.null(&null, deadline, mask)?;
+        }
+        let mut state = self.lock();
+        let Waiting { link, .. } = &mut *state;
+        link.engine.call(xid, message, Expect::Nothing, &mut *link.device)?;
+        link.flush();
+        state.settle();
+        self.wait(state, xid, deadline, mask)?;
+        if long {
+            self.null(&null, deadline, mask)?;
+        }
+        Ok(())
+    }
+
+    fn null(&self, call: &[u8; 40], deadline: Instant, mask: Mask<'_>) -> Result<(), Error> {
+        let xid = self.fresh_xid();
+        let mut message = self.message()?;
+        message.extend(call)?;
+        message[..4].copy_from_slice(&xid.0.to_be_bytes());
+        let reply = self.call(xid, message.freeze(), NULL_REPLY, deadline, mask)?;
+        drop(reply);
+        Ok(())
+    }
+
+    /// Waits for the end of a call, driving the connection when nobody else does.
+    fn wait(
+        &self,
+        mut state: MutexGuard<'_, Waiting>,
+        xid: Xid,
+        deadline: Instant,
+        mask: Mask<'_>,
+    ) -> Result<Vec<Region>, Error> {
+        let mut condition: Option<Arc<Condvar>> = None;
+        loop {
+            if let Some(outcome) = state.outcomes.remove(&xid) {
+                state.leave(xid);
+                return outcome;
+            }
+            let now = Instant::now();
+            if now >= deadline {
+                state.link.engine.abandon(xid);
+                state.leave(xid);
+                stats::add(Counter::Orphans, 1);
+                return Err(Error::new(Kind::Timeout, "no reply within the time of the call"));
+            }
+            if state.driven {
+                let own = condition.get_or_insert_with(|| Arc::new(Condvar::new())).clone();
+                state.sleepers.insert(xid, own.clone());
+                state = own
+                    .wait_timeout(state, deadline - now)
+                    .map_or_else(|poisoned| poisoned.into_inner().0, |(state, _)| state);
+            } else {
+                state = self.drive(state, xid, deadline, mask);
+            }
+        }
+    }
+
+    /// Spins, then sleeps once, then moves what has come.
+    fn drive<'a>(
+        &'a self,
+        mut state: MutexGuard<'a, Waiting>,
+        xid: Xid,
+        deadline: Instant,
+        mask: Mask<'_>,
+    ) -> MutexGuard<'a, Waiting> {
+        state.driven = true;
+        if let Some(limit) = state.spin.allowed(self.config) {
+            let start = Instant::now();
+            loop {
+                state.link.pump();
+                state.settle();
+                if state.outcomes.contains_key(&xid) {
+                    state.spin.found();
+                    state.driven = false;
+                    return state;
+                }
+                if start.elapsed() >= limit {
+                    state.spin.failed();
+                    break;
+                }
+                drop(state);
+                std::hint::spin_loop();
+                state = self.lock();
+            }
+        }
+        let events = if state.link.device.wants_write() { sys::IN | sys::OUT } else { sys::IN };
+        drop(state);
+        let left = deadline.saturating_duration_since(Instant::now());
+        // An error of poll(2) itself shows up in the next pump, as an error of the socket; EINTR is no error here.
+        let _ = sys::wait(self.fd, events, Some(left), mask);
+        let mut state = self.lock();
+        state.link.pump();
+        state.settle();
+        state.driven = false;
+        state
+    }
+
+    /// A new connection when calls that nobody waits for hold every credit of this one.
+    fn replace_starved(
+        &self,
+        state: &mut MutexGuard<'_, Waiting>,
+        deadline: Instant,
+        mask: Mask<'_>,
+    ) -> Result<(), Error> {
+        if !state.link.engine.starved() || state.driven || state.link.engine.closed().is_some() {
+            return Ok(());
+        }
+        log_warn!("fd {}: timed-out calls hold every credit: connecting anew", self.fd);
+        sys::reconnect(self.fd)?;
+        let limit = deadline.min(Instant::now() + START_TIMEOUT);
+        let fresh = Client::start(self.fd, self.config, &self.memory, limit, mask);
+        stats::add(Counter::Reconnects, 1);
+        match fresh {
+            Ok(link) => {
+                state.link.fail(Error::new(Kind::ConnectionLost, "replaced by a new connection"));
+                state.link.drain();
+                state.settle();
+                state.link = link;
+                Ok(())
+            }
+            Err(error) => {
+                state.link.fail(error.clone());
+                state.link.drain();
+                state.settle();
+                Err(error)
+            }
+        }
+    }
+
+    fn lock(&self) -> MutexGuard<'_, Waiting> {
+        // A poisoned lock means that a thread panicked inside: the connection is closed and stays so.
+        self.state.lock().unwrap_or_else(|poisoned| {
+            let mut state = poisoned.into_inner();
+            state.link.fail(Error::new(Kind::Panic, "a defect of librpcrdma ended this connection"));
+            state
+        })
+    }
+}
+
+impl Link {
+    /// Takes in what has arrived: replies to orphans give credits back before they are missed.
+    fn pump_input(&mut self) {
+        if self.engine.credits_left() <= 1 {
+            self.pump();
+        }
+    }
+}
+
+impl Waiting {
+    /// Hands outcomes to their waiters.
+    fn settle(&mut self) {
+        for (xid, outcome) in self.link.done.drain(..) {
+            if let Some(condition) = self.sleepers.get(&xid) {
+                condition.notify_one();
+            }
+            self.outcomes.insert(xid, outcome);
+        }
+    }
+
+    /// This thread waits no more: somebody else takes the driver's seat if it is empty.
+    fn leave(&mut self, xid: Xid) {
+        self.sleepers.remove(&xid);
+        if !self.driven
+            && let Some(condition) =
+                self.sleepers.iter().find(|(x, _)| !self.outcomes.contains_key(x)).map(|(_, c)| c)
+        {
+            condition.notify_one();
+        }
+    }
+}
+
+/// The largest reply to procedure 0: a reply header with a full verifier, and no results.
+pub const NULL_REPLY: usize = 24 + 400 + 4;
+
+/// A Call of procedure 0 with the program and version of `call`, AUTH_NONE, XID still to be set (RFC 5531 §9, §12.1).
+fn null_call(call: &[u8]) -> [u8; 40] {
+    let mut null = [0; 40];
+    let same = call.len().min(20);
+    null[..same].copy_from_slice(&call[..same]);
+    null
+}
+
+// -------------------------------------------------------------------------------------------------------- server
+
+/// A responder's connection, driven by the loop of the program through `receive`, `reply` and `more`.
+pub struct Server {
+    fd: RawFd,
+    config: &'static Config,
+    phase: Phase,
+    spin: Spin,
+    /// Distinguishes connections in [`quiet`].
+    id: usize,
+    /// When the startup must be complete.
+    start_by: Instant,
+    generation: u64,
+}
+
+enum Phase {
+    Starting(Box<Iwarp>),
+    Open(Box<Link>),
+    Failed(Error),
+}
+
+impl Server {
+    /// Waits for the MPA Request on an accepted socket.
+    ///
+    /// # Errors
+    /// When the device cannot be set up.
+    pub fn accept(fd: RawFd, config: &'static Config) -> Result<Server, Error> {
+        static NEXT: AtomicUsize = AtomicUsize::new(1);
+        let device = Iwarp::responder(fd, options(config, fd))?;
+        Ok(Server {
+            fd,
+            config,
+            phase: Phase::Starting(Box::new(device)),
+            spin: Spin::default(),
+            id: NEXT.fetch_add(1, Relaxed),
+            start_by: Instant::now() + START_TIMEOUT,
+            generation: sys::fork_generation(),
+        })
+    }
+
+    /// Moves what has come, and hands out the oldest complete request.
+    pub fn receive(&mut self) -> Option<Request> {
+        if let Phase::Starting(device) = &mut self.phase {
+            match device.handshake() {
+                Ok(false) => return None,
+                Ok(true) => self.open(),
+                Err(error) => {
+                    log_info!("fd {}: startup failed: {error}", self.fd);
+                    self.phase = Phase::Failed(error);
+                    return None;
+                }
+            }
+        }
+        let Phase::Open(link) = &mut self.phase else { return None };
+        if !link.engine.request_ready() {
+            link.pump();
+        }
+        let request = link.engine.poll_request()?;
+        stats::add(Counter::Served, 1);
+        active(self.id);
+        Some(request)
+    }
+
+    fn open(&mut self) {
+        let closed = Phase::Failed(Error::new(Kind::ConnectionLost, "closed"));
+        if let Phase::Starting(device) = std::mem::replace(&mut self.phase, closed) {
+            let memory = memory(self.config);
+            self.phase = Phase::Open(Box::new(Link::new(Role::Server, self.config, device, memory)));
+        }
+    }
+
+    /// Memory to encode into.
+    ///
+    /// # Errors
+    /// `ENOMEM`.
+    pub fn message(&self) -> Result<Buf, Error> {
+        Ok(memory(self.config).message()?)
+    }
+
+    /// Sends a reply: the kernel has every byte when this returns, unless the peer is too slow to take them.
+    ///
+    /// # Errors
+    /// As [`Connection::reply`]; the reason of the close when the connection is closed.
+    pub fn reply(&mut self, id: RequestId, message: Region) -> Result<(), Error> {
+        let wait = if self.forked() { REPLY_WAIT_CHILD } else { REPLY_WAIT };
+        let Phase::Open(link) = &mut self.phase else {
+            return Err(Error::new(Kind::NotSent, "the connection is closed"));
+        };
+        let sent = link.engine.reply(id, message);
+        if !link.flush() {
+            let deadline = Instant::now() + wait;
+            loop {
+                let left = deadline.saturating_duration_since(Instant::now());
+                if left.is_zero() {
+                    break;
+                }
+                // Reading goes on: two ends that only write would wait for each other.
+                let _ = sys::wait(self.fd, sys::IN | sys::OUT, Some(left), None);
+                if self.generation == sys::fork_generation() {
+                    link.pump();
+                }
+                if link.flush() {
+                    break;
+                }
+            }
+            let unsent = link.device.unsent();
+            if unsent > QUEUE_MAX {
+                link.fail(Error::new(
+                    Kind::NotSent,
+                    format!("the peer does not take its replies: {unsent} bytes wait, {QUEUE_MAX} is the limit"),
+                ));
+            }
+        }
+        sent?;
+        match link.engine.closed() {
+            Some(error) => Err(error.clone()),
+            None => {
+                stats::add(Counter::Replies, 1);
+                Ok(())
+            }
+        }
+    }
+
+    /// The request gets no reply.
+    pub fn discard(&mut self, id: RequestId) {
+        if let Phase::Open(link) = &mut self.phase {
+            link.engine.discard(id);
+            link.flush();
+        }
+    }
+
+    /// Whether a complete request lies in memory, after waiting for one as long as spinning pays.
+    pub fn more(&mut self) -> bool {
+        let Phase::Open(link) = &mut self.phase else { return false };
+        if link.engine.request_ready() {
+            return true;
+        }
+        if self.generation != sys::fork_generation() || !quiet(self.id) {
+            return false;
+        }
+        let Some(limit) = self.spin.allowed(self.config) else { return false };
+        let start = Instant::now();
+        loop {
+            link.pump();
+            if link.engine.request_ready() {
+                self.spin.found();
+                return true;
+            }
+            if link.engine.closed().is_some() {
+                return false;
+            }
+            if start.elapsed() >= limit {
+                self.spin.failed();
+                return false;
+            }
+            std::hint::spin_loop();
+        }
+    }
+
+    /// Why the connection is closed, if it is. A startup that takes too long closes it.
+    pub fn closed(&mut self) -> Option<Error> {
+        match &self.phase {
+            Phase::Starting(_) if Instant::now() >= self.start_by => {
+                let error = Error::new(Kind::Timeout, "the peer did not complete the MPA startup in time");
+                self.phase = Phase::Failed(error.clone());
+                Some(error)
+            }
+            Phase::Starting(_) => None,
+            Phase::Open(link) => link.engine.closed().cloned(),
+            Phase::Failed(error) => Some(error.clone()),
+        }
+    }
+
+    /// When `closed` must be asked again though nothing arrived.
+    pub fn deadline(&self) -> Option<Instant> {
+        matches!(self.phase, Phase::Starting(_)).then_some(self.start_by)
+    }
+
+    /// Whether unsent bytes wait for the socket to become writable.
+    pub fn wants_write(&self) -> bool {
+        match &self.phase {
+            Phase::Starting(device) => device.wants_write(),
+            Phase::Open(link) => link.engine.closed().is_none() && link.device.wants_write(),
+            Phase::Failed(_) => false,
+        }
+    }
+
+    /// Sends what the socket takes now.
+    pub fn push(&mut self) {
+        match &mut self.phase {
+            Phase::Open(link) => {
+                link.flush();
+            }
+            Phase::Starting(device) => {
+                if let Ok(true) = device.handshake() {
+                    self.open();
+                }
+            }
+            Phase::Failed(_) => {}
+        }
+    }
+
+    /// The socket.
+    pub fn fd(&self) -> RawFd {
+        self.fd
+    }
+
+    /// Whether this process inherited the connection from the one that accepted it.
+    pub fn forked(&self) -> bool {
+        self.generation != sys::fork_generation()
+    }
+}
+
+/// The connection that served last, and since when no other one has, in nanoseconds of [`now_ns`].
+static LAST: AtomicUsize = AtomicUsize::new(0);
+static SINCE: AtomicU64 = AtomicU64::new(0);
+
+fn active(id: usize) {
+    if LAST.swap(id, Relaxed) != id {
+        SINCE.store(now_ns(), Relaxed);
+    }
+}
+
+/// Whether no other connection was active in the last millisecond: a spin then keeps nobody else waiting.
+fn quiet(id: usize) -> bool {
+    LAST.load(Relaxed) == id && now_ns().saturating_sub(SINCE.load(Relaxed)) > 1_000_000
+}
+
+fn now_ns() -> u64 {
+    static START: OnceLock<Instant> = OnceLock::new();
+    START.get_or_init(Instant::now).elapsed().as_nanos() as u64
+}

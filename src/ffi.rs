@@ -1,0 +1,290 @@
+//! The C boundary in general: what every `extern "C"` function of this library starts with.
+//!
+//! Owned here: [`guard`], which turns errors and panics into the value that tells a C caller of failure; the panic
+//! hook; conversion of C pointers, strings and slices; [`Inside`], the thread's mark of being inside this library;
+//! the text of the last error of the thread. Nothing here knows a protocol or libtirpc.
+//!
+//! Invariants:
+//! - No panic crosses into C. `panic = "unwind"` stays: an abort would kill a stranger's process.
+//! - Nothing is printed. A panic inside a guard leaves its text in the thread's last error; a panic outside any
+//!   guard (a Rust program that uses the crate) goes to the hook that was there before.
+//! - The thread-locals behind [`Inside`] and [`guard`] have no destructor and no lazy initialiser, so that they may be
+//!   used in a signal handler: mountd, for one, un-registers itself from its SIGTERM handler.
+#![allow(unsafe_code)]
+
+use std::any::Any;
+use std::cell::{Cell, RefCell};
+use std::ffi::{CStr, c_char, c_int, c_uint};
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::Once;
+
+use crate::error::{Error, Kind};
+
+/// A return type of a C function that has a value for "failed".
+pub trait FromFailure {
+    /// The value that tells the C caller of `error`.
+    fn from_failure(error: &Error) -> Self;
+}
+
+impl FromFailure for () {
+    fn from_failure(_: &Error) {}
+}
+
+/// `bool_t` and status returns alike: 0 is FALSE.
+///
+/// A function whose failure is -1 returns [`Fd`].
+impl FromFailure for c_int {
+    fn from_failure(_: &Error) -> c_int {
+        0
+    }
+}
+
+/// `enum clnt_stat`: the row of the error in the one table.
+impl FromFailure for c_uint {
+    fn from_failure(error: &Error) -> c_uint {
+        error.clnt_stat()
+    }
+}
+
+impl<T> FromFailure for *mut T {
+    fn from_failure(_: &Error) -> *mut T {
+        std::ptr::null_mut()
+    }
+}
+
+impl<T> FromFailure for *const T {
+    fn from_failure(_: &Error) -> *const T {
+        std::ptr::null()
+    }
+}
+
+/// An `int` whose failure value is -1: a file descriptor, or 0 for success.
+#[repr(transparent)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Fd(pub c_int);
+
+impl FromFailure for Fd {
+    fn from_failure(_: &Error) -> Fd {
+        Fd(-1)
+    }
+}
+
+/// Runs the body of a C entry point: the result, or the failure value of an error or a panic.
+///
+/// The error stays readable through [`last_error`].
+pub fn guard<T: FromFailure>(body: impl FnOnce() -> Result<T, Error>) -> T {
+    install_hook();
+    let depth = GUARDS.get();
+    GUARDS.set(depth + 1);
+    // Unwind safety: after a panic the owner of the state poisons its handle; nothing else is resumed.
+    let result = catch_unwind(AssertUnwindSafe(body));
+    GUARDS.set(depth);
+    let error = match result {
+        Ok(Ok(value)) => return value,
+        Ok(Err(error)) => error,
+        Err(panic) => {
+            // A payload may panic when it is dropped; a leak is better than that.
+            let text = panic_text(&panic);
+            std::mem::forget(panic);
+            // The frames that were unwound have dropped their marks, so `Inside` needs no repair here.
+            Error::new(Kind::Panic, text)
+        }
+    };
+    let value = T::from_failure(&error);
+    set_last_error(Some(error));
+    value
+}
+
+/// The error of the thread's latest guarded function that failed, if nothing cleared it since.
+pub fn last_error() -> Option<Error> {
+    LAST_ERROR.try_with(|last| last.try_borrow().ok()?.clone()).ok().flatten()
+}
+
+/// Sets or clears what [`last_error`] returns.
+pub fn set_last_error(error: Option<Error>) {
+    // Neither a thread that is ending nor a signal handler that interrupts this very line may panic here.
+    let _ = LAST_ERROR.try_with(|last| {
+        if let Ok(mut last) = last.try_borrow_mut() {
+            *last = error;
+        }
+    });
+}
+
+/// The mark that this thread is inside the library, perhaps with a lock held.
+///
+/// An interposed function that is entered while the mark is set, by a signal handler or by libtirpc on our own behalf,
+/// calls the real function and takes no lock. The mark is lifted by [`Inside::suspend`] around calls that may come
+/// back and are meant to be interposed; no lock may be held there.
+#[derive(Debug)]
+pub struct Inside(());
+
+impl Inside {
+    /// Sets the mark; `None` when it is set already.
+    pub fn enter() -> Option<Inside> {
+        if INSIDE.replace(true) { None } else { Some(Inside(())) }
+    }
+
+    /// Runs `f` with the mark lifted.
+    pub fn suspend<T>(&self, f: impl FnOnce() -> T) -> T {
+        struct Again;
+        impl Drop for Again {
+            fn drop(&mut self) {
+                INSIDE.set(true);
+            }
+        }
+        INSIDE.set(false);
+        let _again = Again;
+        f()
+    }
+}
+
+impl Drop for Inside {
+    fn drop(&mut self) {
+        INSIDE.set(false);
+    }
+}
+
+/// The bytes of a C string; `None` for NULL.
+///
+/// # Safety
+/// `string` is NULL or points to a NUL-terminated string that outlives `'a` and is not written meanwhile.
+pub unsafe fn cstr<'a>(string: *const c_char) -> Option<&'a CStr> {
+    if string.is_null() {
+        return None;
+    }
+    // SAFETY: not NULL, and NUL-terminated by the contract.
+    Some(unsafe { CStr::from_ptr(string) })
+}
+
+/// `length` bytes from `data`; empty for length 0, whatever the pointer.
+///
+/// # Errors
+/// NULL with a length.
+///
+/// # Safety
+/// Unless `length` is 0 or `data` NULL, `data` points to `length` readable bytes that outlive `'a` and are not
+/// written meanwhile.
+pub unsafe fn bytes<'a>(data: *const u8, length: usize) -> Result<&'a [u8], Error> {
+    if length == 0 {
+        return Ok(&[]);
+    }
+    if data.is_null() || length > isize::MAX as usize {
+        return Err(Error::new(Kind::Invalid, format!("NULL or senseless pointer for {length} bytes")));
+    }
+    // SAFETY: not NULL, and readable by the contract; u8 has no alignment.
+    Ok(unsafe { std::slice::from_raw_parts(data, length) })
+}
+
+/// A reference from a C pointer; `None` for NULL or a misaligned pointer.
+///
+/// # Safety
+/// Unless NULL, `pointer` points to a valid `T` that outlives `'a` and is not written meanwhile.
+pub unsafe fn reference<'a, T>(pointer: *const T) -> Option<&'a T> {
+    if !pointer.is_aligned() {
+        return None;
+    }
+    // SAFETY: aligned, and NULL or valid by the contract.
+    unsafe { pointer.as_ref() }
+}
+
+thread_local! {
+    static GUARDS: Cell<u32> = const { Cell::new(0) };
+    static INSIDE: Cell<bool> = const { Cell::new(false) };
+    static LAST_ERROR: RefCell<Option<Error>> = const { RefCell::new(None) };
+    static PANIC_AT: Cell<Option<(&'static str, u32)>> = const { Cell::new(None) };
+}
+
+/// Installed once: std's hook would print to the program's stderr.
+fn install_hook() {
+    static HOOK: Once = Once::new();
+    HOOK.call_once(|| {
+        let before = std::panic::take_hook();
+        std::panic::set_hook(Box::new(move |info| {
+            if GUARDS.get() == 0 {
+                before(info);
+                return;
+            }
+            PANIC_AT.set(info.location().map(|at| (own_file(at.file()), at.line())));
+        }));
+    });
+}
+
+/// The location's file lives as long as the hook's argument only; the paths that matter are ours.
+fn own_file(file: &str) -> &'static str {
+    [
+        "client",
+        "server",
+        "netid",
+        "interpose",
+        "driver",
+        "connection",
+        "chunks",
+        "iwarp",
+        "memory",
+        "xdr",
+        "wire",
+    ]
+    .into_iter()
+    .find(|name| file.contains(name))
+    .unwrap_or("code")
+}
+
+fn panic_text(panic: &Box<dyn Any + Send>) -> String {
+    let what = panic
+        .downcast_ref::<&str>()
+        .copied()
+        .or_else(|| panic.downcast_ref::<String>().map(String::as_str))
+        .unwrap_or("unknown panic");
+    match PANIC_AT.take() {
+        Some((file, line)) => format!("defect in librpcrdma ({file}, line {line}): {what}"),
+        None => format!("defect in librpcrdma: {what}"),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_panic_becomes_the_failure_value_and_its_text_is_kept() {
+        let value = guard::<*mut u8>(|| panic!("broken {}", 7));
+        assert!(value.is_null());
+        let error = last_error().expect("kept");
+        assert_eq!(error.kind(), Kind::Panic);
+        assert!(error.text().contains("broken 7"), "{error}");
+    }
+
+    #[test]
+    fn an_error_becomes_the_failure_value_of_each_type() {
+        let fail = || Error::new(Kind::Timeout, "too late");
+        assert_eq!(guard::<c_int>(|| Err(fail())), 0);
+        assert_eq!(guard::<Fd>(|| Err(fail())), Fd(-1));
+        assert_eq!(guard::<c_uint>(|| Err(fail())), 5);
+        assert_eq!(last_error().expect("kept").text(), "too late");
+        assert_eq!(guard(|| Ok(3)), 3);
+    }
+
+    #[test]
+    fn the_mark_is_set_once_lifted_while_suspended_and_gone_after_a_panic() {
+        let inside = Inside::enter().expect("first");
+        assert!(Inside::enter().is_none());
+        inside.suspend(|| assert!(Inside::enter().is_some()));
+        assert!(Inside::enter().is_none());
+        drop(inside);
+        guard::<()>(|| {
+            let _inside = Inside::enter().expect("free again");
+            panic!("inside")
+        });
+        assert!(Inside::enter().is_some());
+    }
+
+    #[test]
+    fn length_zero_is_empty_whatever_the_pointer() {
+        // SAFETY: length 0 and NULL are always allowed.
+        assert_eq!(unsafe { bytes(std::ptr::null(), 0) }.expect("empty"), b"");
+        // SAFETY: length 0 and NULL are always allowed.
+        assert!(unsafe { bytes(std::ptr::null(), 1) }.is_err());
+        // SAFETY: NULL is allowed.
+        assert!(unsafe { cstr(std::ptr::null()) }.is_none());
+    }
+}

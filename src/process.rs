@@ -1,0 +1,287 @@
+//! The process that this library is a guest in: small questions to the system that need `unsafe`.
+//!
+//! Owns the manners of a guest: to know whether the process runs with more rights than its caller, to keep
+//! its errno, and to write a diagnostic so that nothing else notices: no signal, no waiting, no byte into a
+//! descriptor whose number now belongs to something else. Leaves to `log` what is written, and to `provider`
+//! all sockets.
+//!
+//! # Invariants
+//! - No function here changes the process: signal masks are restored before it returns, and no disposition is
+//!   touched.
+#![allow(unsafe_code)]
+
+use std::mem::MaybeUninit;
+use std::os::fd::RawFd;
+
+/// Whether the process was started with more rights than its caller has (set-user-ID, file capabilities): the
+/// environment is the caller's then, and must not be trusted.
+pub fn is_secure() -> bool {
+    // SAFETY: getauxval(3) takes no pointer and touches no state.
+    let secure = unsafe { libc::getauxval(libc::AT_SECURE) };
+    secure != 0
+}
+
+/// Runs `f` and puts errno back to what it was: a program may look at it long after the call that set it.
+pub fn keeping_errno<R>(f: impl FnOnce() -> R) -> R {
+    let saved = errno();
+    let result = f();
+    // SAFETY: takes no argument; returns a valid pointer for the life of the thread.
+    let place = unsafe { libc::__errno_location() };
+    // SAFETY: `place` is this thread's own errno.
+    unsafe { *place = saved };
+    result
+}
+
+/// What a descriptor refers to, to notice that its number was closed and used again.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Identity {
+    /// `st_dev`.
+    pub device: u64,
+    /// `st_ino`.
+    pub inode: u64,
+}
+
+/// What `fd` refers to; `None` when it is not open.
+pub fn identify(fd: RawFd) -> Option<Identity> {
+    let mut stat = MaybeUninit::<libc::stat>::uninit();
+    // SAFETY: `stat` has room for a `struct stat`; any value of `fd` is allowed.
+    let result = unsafe { libc::fstat(fd, stat.as_mut_ptr()) };
+    if result != 0 {
+        return None;
+    }
+    // SAFETY: fstat succeeded, so it filled `stat`.
+    let stat = unsafe { stat.assume_init() };
+    Some(Identity { device: stat.st_dev, inode: stat.st_ino })
+}
+
+/// Whether `fd` is a socket with a peer on a network: a server started by inetd has its client as its stderr.
+pub fn is_network_socket(fd: RawFd) -> bool {
+    let mut domain: libc::c_int = 0;
+    let mut length = size_of::<libc::c_int>() as libc::socklen_t;
+    // SAFETY: `domain` and `length` are ours and as large as they say; any value of `fd` is allowed.
+    let result = unsafe {
+        libc::getsockopt(fd, libc::SOL_SOCKET, libc::SO_DOMAIN, (&raw mut domain).cast(), &raw mut length)
+    };
+    result == 0 && domain != libc::AF_UNIX
+}
+
+/// Writes `bytes` with one write(2), if that is possible at once and without a signal.
+///
+/// What has no room now (a pipe whose reader stands still, a terminal stopped by ^S) gets nothing. SIGPIPE
+/// and SIGXFSZ that the write raises are swallowed; they are sent to this thread alone, so blocking them here
+/// is enough, and the program's own disposition is neither needed nor changed.
+///
+/// # Errors
+/// The errno; `EAGAIN` when there is no room. A line that was written in part counts as written.
+pub fn write_quietly(fd: RawFd, bytes: &[u8]) -> Result<(), i32> {
+    let mut ready = libc::pollfd { fd, events: libc::POLLOUT, revents: 0 };
+    // SAFETY: one pollfd of our own; a timeout of 0 returns at once.
+    let n = unsafe { libc::poll(&raw mut ready, 1, 0) };
+    if n < 0 {
+        return Err(errno());
+    }
+    if n == 0 {
+        return Err(libc::EAGAIN);
+    }
+
+    let signals = signal_set(&[libc::SIGPIPE, libc::SIGXFSZ]);
+    let mut before = MaybeUninit::<libc::sigset_t>::uninit();
+    // SAFETY: `signals` is initialised, `before` has room for a set.
+    let blocked = unsafe { libc::pthread_sigmask(libc::SIG_BLOCK, &signals, before.as_mut_ptr()) };
+    if blocked != 0 {
+        return Err(blocked);
+    }
+    let mut pending = signal_set(&[]);
+    // SAFETY: `pending` is ours.
+    unsafe { libc::sigpending(&raw mut pending) };
+
+    let result = loop {
+        // SAFETY: `bytes` is readable for its length.
+        let n = unsafe { libc::write(fd, bytes.as_ptr().cast(), bytes.len()) };
+        if n >= 0 {
+            break Ok(());
+        }
+        let errno = errno();
+        if errno != libc::EINTR {
+            break Err(errno);
+        }
+    };
+
+    let raised = match result {
+        Err(libc::EPIPE) => Some(libc::SIGPIPE),
+        Err(libc::EFBIG) => Some(libc::SIGXFSZ),
+        _ => None,
+    };
+    // One that was pending before is the program's own: it stays.
+    if let Some(signal) = raised.filter(|&signal| !contains(&pending, signal)) {
+        let only = signal_set(&[signal]);
+        let now = libc::timespec { tv_sec: 0, tv_nsec: 0 };
+        // SAFETY: `only` and `now` are ours; a null siginfo is allowed; a timeout of 0 returns at once.
+        unsafe { libc::sigtimedwait(&only, std::ptr::null_mut(), &now) };
+    }
+    // SAFETY: pthread_sigmask succeeded above, so it filled `before`; a null old set is allowed.
+    unsafe { libc::pthread_sigmask(libc::SIG_SETMASK, before.as_ptr(), std::ptr::null_mut()) };
+    result
+}
+
+fn errno() -> i32 {
+    std::io::Error::last_os_error().raw_os_error().unwrap_or(0)
+}
+
+fn signal_set(signals: &[libc::c_int]) -> libc::sigset_t {
+    let mut set = MaybeUninit::<libc::sigset_t>::uninit();
+    // SAFETY: `set` has room for a set; sigemptyset initialises all of it and cannot fail.
+    unsafe { libc::sigemptyset(set.as_mut_ptr()) };
+    for &signal in signals {
+        // SAFETY: initialised by sigemptyset.
+        unsafe { libc::sigaddset(set.as_mut_ptr(), signal) };
+    }
+    // SAFETY: initialised by sigemptyset.
+    unsafe { set.assume_init() }
+}
+
+fn contains(set: &libc::sigset_t, signal: libc::c_int) -> bool {
+    // SAFETY: `set` is initialised (it is a reference to a value).
+    let member = unsafe { libc::sigismember(set, signal) };
+    member == 1
+}
+
+#[cfg(test)]
+mod tests {
+    use std::cell::Cell;
+    use std::fs::File;
+    use std::io::Read;
+    use std::net::{TcpListener, TcpStream};
+    use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
+    use std::os::unix::net::UnixStream;
+
+    use super::*;
+
+    fn pipe() -> (OwnedFd, OwnedFd) {
+        let mut fds = [-1; 2];
+        // SAFETY: `fds` has room for two descriptors.
+        assert_eq!(unsafe { libc::pipe2(fds.as_mut_ptr(), libc::O_CLOEXEC) }, 0);
+        // SAFETY: pipe2 made the descriptor, and nobody else owns it.
+        let read = unsafe { OwnedFd::from_raw_fd(fds[0]) };
+        // SAFETY: as above.
+        let write = unsafe { OwnedFd::from_raw_fd(fds[1]) };
+        (read, write)
+    }
+
+    thread_local! {
+        /// SIGPIPEs delivered to this thread. The kernel sends a SIGPIPE to the thread that wrote.
+        static SIGPIPES: Cell<u32> = const { Cell::new(0) };
+    }
+
+    extern "C" fn count_sigpipe(_: libc::c_int) {
+        SIGPIPES.set(SIGPIPES.get() + 1);
+    }
+
+    /// Rust's runtime ignores SIGPIPE; a C program does not. Counting is harmless to other tests.
+    fn catch_sigpipe() {
+        let handler: extern "C" fn(libc::c_int) = count_sigpipe;
+        // SAFETY: the handler touches one const-initialised thread-local Cell only.
+        unsafe { libc::signal(libc::SIGPIPE, handler as libc::sighandler_t) };
+    }
+
+    #[test]
+    fn a_closed_pipe_is_an_error_and_no_signal() {
+        catch_sigpipe();
+        let (read, write) = pipe();
+        drop(read);
+        // SAFETY: one byte of a literal.
+        let plain = unsafe { libc::write(write.as_raw_fd(), b"x".as_ptr().cast(), 1) };
+        assert_eq!((plain, SIGPIPES.get()), (-1, 1), "a plain write raises SIGPIPE here");
+        assert_eq!(write_quietly(write.as_raw_fd(), b"x"), Err(libc::EPIPE));
+        assert_eq!(SIGPIPES.get(), 1);
+        // The mask is as it was: a plain write raises again.
+        // SAFETY: as above.
+        unsafe { libc::write(write.as_raw_fd(), b"x".as_ptr().cast(), 1) };
+        assert_eq!(SIGPIPES.get(), 2);
+    }
+
+    #[test]
+    fn a_pending_sigpipe_of_the_program_is_not_swallowed() {
+        catch_sigpipe();
+        let (read, write) = pipe();
+        drop(read);
+        let set = signal_set(&[libc::SIGPIPE]);
+        // SAFETY: an initialised set, and a null old set.
+        unsafe { libc::pthread_sigmask(libc::SIG_BLOCK, &set, std::ptr::null_mut()) };
+        // SAFETY: no pointer but the thread's own id.
+        unsafe { libc::raise(libc::SIGPIPE) };
+        assert_eq!(write_quietly(write.as_raw_fd(), b"x"), Err(libc::EPIPE));
+        assert_eq!(SIGPIPES.get(), 0);
+        // SAFETY: as above.
+        unsafe { libc::pthread_sigmask(libc::SIG_UNBLOCK, &set, std::ptr::null_mut()) };
+        assert_eq!(SIGPIPES.get(), 1);
+    }
+
+    #[test]
+    fn a_full_pipe_does_not_stop_the_writer() {
+        let (read, write) = pipe();
+        let line = [b'x'; 4096];
+        let mut written = 0;
+        while write_quietly(write.as_raw_fd(), &line).is_ok() {
+            written += line.len();
+            assert!(written <= 1 << 24, "a pipe without end");
+        }
+        assert_eq!(write_quietly(write.as_raw_fd(), &line), Err(libc::EAGAIN));
+        drop(write);
+        let mut all = vec![];
+        File::from(read).read_to_end(&mut all).unwrap();
+        assert_eq!(all.len(), written, "every line that was written is whole");
+    }
+
+    #[test]
+    fn a_full_disk_is_an_error() {
+        let full = File::options().write(true).open("/dev/full").unwrap();
+        assert_eq!(write_quietly(full.as_raw_fd(), b"x"), Err(libc::ENOSPC));
+    }
+
+    #[test]
+    fn a_descriptor_that_is_not_open_is_an_error() {
+        assert_eq!(write_quietly(-1, b"x"), Err(libc::EAGAIN), "poll ignores negative descriptors");
+        assert_eq!(write_quietly(1 << 20, b"x"), Err(libc::EBADF));
+        assert_eq!(identify(-1), None);
+    }
+
+    #[test]
+    fn errno_is_as_it_was() {
+        keeping_errno(|| {
+            assert_eq!(write_quietly(1 << 20, b"x"), Err(libc::EBADF));
+            let inside = errno();
+            keeping_errno(|| assert!(File::open("/does/not/exist").is_err()));
+            assert_eq!(errno(), inside);
+            assert_ne!(inside, libc::ENOENT);
+        });
+    }
+
+    #[test]
+    fn a_descriptor_number_used_again_has_another_identity() {
+        let (a, b) = (File::open("/dev/null").unwrap(), File::open("/dev/zero").unwrap());
+        let null = identify(a.as_raw_fd());
+        assert!(null.is_some());
+        assert_ne!(null, identify(b.as_raw_fd()));
+        // SAFETY: replaces a descriptor of this test's own.
+        assert!(unsafe { libc::dup2(b.as_raw_fd(), a.as_raw_fd()) } >= 0);
+        assert_ne!(null, identify(a.as_raw_fd()));
+    }
+
+    #[test]
+    fn only_sockets_of_a_network_are_network_sockets() {
+        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+        let tcp = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
+        let (unix, _peer) = UnixStream::pair().unwrap();
+        let file = File::open("/dev/null").unwrap();
+        assert!(is_network_socket(tcp.as_raw_fd()));
+        assert!(!is_network_socket(unix.as_raw_fd()));
+        assert!(!is_network_socket(file.as_raw_fd()));
+        assert!(!is_network_socket(-1));
+    }
+
+    #[test]
+    fn a_test_process_is_not_secure() {
+        assert!(!is_secure());
+    }
+}

@@ -1,0 +1,111 @@
+//! What this process has done: one table of counters.
+//!
+//! Owns the counters and their names. The modules that do the work count it; `capi` and the log show it.
+//! Counters are process-wide, begin at 0 and only grow; a forked child goes on from its parent's values. They
+//! are relaxed atomics: each is exact, but a snapshot is no consistent cut through all of them.
+//!
+//! # Invariants
+//! - The table is an array of 64-bit numbers in the order of [`NAMES`], which C programs see: a new counter
+//!   is added at the end, and none is ever removed or moved.
+#![forbid(unsafe_code)]
+
+use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
+
+macro_rules! counters {
+    ($($(#[$doc:meta])* $variant:ident $name:literal,)*) => {
+        /// One counter; its value is its place in the table.
+        #[derive(Clone, Copy, Debug, PartialEq, Eq)]
+        #[repr(usize)]
+        pub enum Counter {
+            $($(#[$doc])* $variant,)*
+        }
+
+        /// The counters' names, in the order of the table.
+        pub const NAMES: &[&str] = &[$($name),*];
+    };
+}
+
+counters! {
+    /// Calls given to the transport by this process as a client.
+    Calls "calls",
+    /// Replies that completed such a call.
+    Replies "replies",
+    /// Requests handed to a program of this process as a server.
+    Served "served",
+    /// Payload bytes sent or received inside RDMA_MSG.
+    BytesInline "bytes_inline",
+    /// Bytes moved by our RDMA Reads.
+    BytesRead "bytes_read",
+    /// Bytes moved by our RDMA Writes.
+    BytesWritten "bytes_written",
+    /// Payload bytes copied in user space, beyond what the device does.
+    BytesCopied "bytes_copied",
+    /// Payload bytes copied out of a socket's read-ahead buffer; not part of `bytes_copied`.
+    BytesReadAhead "bytes_read_ahead",
+    /// Handles exposed to a peer.
+    Registrations "registrations",
+    /// Handles that were invalidated, by us or by the peer.
+    Invalidations "invalidations",
+    /// Sends posted.
+    Sends "sends",
+    /// Receives completed.
+    Receives "receives",
+    /// System calls on the data path.
+    Syscalls "syscalls",
+    /// Connections established, both ends counted.
+    Connections "connections",
+    /// Calls that had to wait for a credit.
+    CreditsWaited "credits_waited",
+    /// RDMA_ERROR messages sent.
+    ErrorsSent "errors_sent",
+    /// RDMA_ERROR messages received.
+    ErrorsReceived "errors_received",
+    /// Connections made again for a handle that had lost its own.
+    Reconnects "reconnects",
+    /// Clients that were to use rdma and use tcp.
+    Fallbacks "fallbacks",
+    /// Calls that timed out with their credit still out.
+    Orphans "orphans",
+}
+
+/// Counters in the table.
+pub const COUNT: usize = NAMES.len();
+
+static TABLE: [AtomicU64; COUNT] = [const { AtomicU64::new(0) }; COUNT];
+
+/// Adds `n` to a counter.
+pub fn add(counter: Counter, n: u64) {
+    TABLE[counter as usize].fetch_add(n, Relaxed);
+}
+
+/// The table at this moment, in the order of [`NAMES`].
+pub fn snapshot() -> [u64; COUNT] {
+    std::array::from_fn(|at| TABLE[at].load(Relaxed))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    // Other tests of this process count too, so only lower bounds hold.
+    #[test]
+    fn what_is_added_to_a_counter_is_seen_in_its_place() {
+        let before = snapshot();
+        add(Counter::Calls, 1);
+        add(Counter::Orphans, 1 << 40);
+        let after = snapshot();
+        assert!(after[0] > before[0]);
+        assert!(after[COUNT - 1] - before[COUNT - 1] >= 1 << 40);
+    }
+
+    #[test]
+    fn every_counter_has_a_name_of_its_own_in_its_place() {
+        assert_eq!(NAMES[Counter::BytesCopied as usize], "bytes_copied");
+        assert_eq!(NAMES[Counter::Orphans as usize], "orphans");
+        assert_eq!(Counter::Orphans as usize, COUNT - 1);
+        let mut names = NAMES.to_vec();
+        names.sort_unstable();
+        names.dedup();
+        assert_eq!(names.len(), COUNT);
+    }
+}

@@ -1,0 +1,741 @@
+//! libtirpc's side of the boundary: its structures, its numbers, and the functions of it that we call.
+//!
+//! Owned here: the `#[repr(C)]` twins of the structures in `/usr/include/tirpc`, each with its size and offsets
+//! asserted at compile time (x86-64, libtirpc.so.3), the constants that those headers define, the imports, and
+//! [`Real`], which finds the function behind a name that this library itself exports. The words are libtirpc's
+//! own, so that a reader can lay its headers beside this file.
+//!
+//! Left to others: [`netid`] knows the netids "rdma" and "rdma6" and their addresses; [`interpose`] holds the
+//! functions that stand in front of libtirpc's; [`client`] and [`server`] are the two vtables.
+//!
+//! Invariants:
+//! - Names that [`interpose`] defines are never declared in the `extern` block below: the linker would bind such a
+//!   declaration to our own definition. They are reached through [`real`], in the version `TIRPC_0.3.0`.
+//! - Everything else is linked with `-ltirpc`. An unversioned import could bind to the old sunrpc that glibc
+//!   still carries under the same names, whose structures differ.
+//! - Data symbols (`svc_pollfd`, `svc_max_pollfd`) stay libtirpc's own objects: programs copy-relocate them.
+#![allow(unsafe_code)]
+#![allow(non_camel_case_types)]
+
+use std::cell::RefCell;
+use std::ffi::{CStr, c_char, c_int, c_uint, c_ushort, c_void};
+use std::fmt;
+use std::marker::PhantomData;
+use std::mem::{offset_of, transmute_copy};
+use std::ptr::null_mut;
+use std::sync::atomic::{AtomicPtr, Ordering};
+
+use crate::error::{Error, Kind, clnt_stat};
+use crate::xdr::{XDR, XdrProc};
+
+pub mod client;
+pub mod interpose;
+pub mod netid;
+pub mod server;
+
+/// `bool_t`.
+pub type bool_t = c_int;
+/// `TRUE`.
+pub const TRUE: bool_t = 1;
+/// `FALSE`.
+pub const FALSE: bool_t = 0;
+
+/// `struct netbuf`: a transport address.
+#[repr(C)]
+#[derive(Clone, Copy, Debug)]
+#[allow(missing_docs)]
+pub struct netbuf {
+    pub maxlen: c_uint,
+    pub len: c_uint,
+    pub buf: *mut c_void,
+}
+
+/// `struct t_bind`.
+#[repr(C)]
+#[derive(Clone, Copy, Debug)]
+#[allow(missing_docs)]
+pub struct t_bind {
+    pub addr: netbuf,
+    pub qlen: c_uint,
+}
+
+/// `struct netconfig`: one transport of the machine.
+#[repr(C)]
+#[derive(Debug)]
+#[allow(missing_docs)]
+pub struct netconfig {
+    pub nc_netid: *mut c_char,
+    pub nc_semantics: libc::c_ulong,
+    pub nc_flag: libc::c_ulong,
+    pub nc_protofmly: *mut c_char,
+    pub nc_proto: *mut c_char,
+    pub nc_device: *mut c_char,
+    pub nc_nlookups: libc::c_ulong,
+    pub nc_lookups: *mut *mut c_char,
+    pub nc_unused: [libc::c_ulong; 9],
+}
+
+/// `struct __rpc_sockinfo`: what socket(2) wants to know about a netid.
+#[repr(C)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[allow(missing_docs)]
+pub struct __rpc_sockinfo {
+    pub si_af: c_int,
+    pub si_proto: c_int,
+    pub si_socktype: c_int,
+    pub si_alen: c_int,
+}
+
+/// `struct opaque_auth`: a credential or a verifier.
+#[repr(C)]
+#[derive(Clone, Copy, Debug)]
+#[allow(missing_docs)]
+pub struct opaque_auth {
+    pub oa_flavor: c_int,
+    pub oa_base: *mut c_char,
+    pub oa_length: c_uint,
+}
+
+/// `AUTH`: a client's authenticator.
+#[repr(C)]
+#[derive(Debug)]
+#[allow(missing_docs)]
+pub struct AUTH {
+    pub ah_cred: opaque_auth,
+    pub ah_verf: opaque_auth,
+    pub ah_key: [u8; 8],
+    pub ah_ops: *const auth_ops,
+    pub ah_private: *mut c_void,
+}
+
+/// `struct auth_ops`.
+#[repr(C)]
+#[derive(Debug)]
+#[allow(missing_docs)]
+pub struct auth_ops {
+    pub ah_nextverf: Option<unsafe extern "C" fn(*mut AUTH)>,
+    pub ah_marshal: Option<unsafe extern "C" fn(*mut AUTH, *mut XDR) -> bool_t>,
+    pub ah_validate: Option<unsafe extern "C" fn(*mut AUTH, *mut opaque_auth) -> bool_t>,
+    pub ah_refresh: Option<unsafe extern "C" fn(*mut AUTH, *mut c_void) -> bool_t>,
+    pub ah_destroy: Option<unsafe extern "C" fn(*mut AUTH)>,
+    pub ah_wrap: Option<unsafe extern "C" fn(*mut AUTH, *mut XDR, XdrProc, *mut c_void) -> bool_t>,
+    pub ah_unwrap: Option<unsafe extern "C" fn(*mut AUTH, *mut XDR, XdrProc, *mut c_void) -> bool_t>,
+}
+
+/// `CLIENT`: a client handle.
+#[repr(C)]
+#[derive(Debug)]
+#[allow(missing_docs)]
+pub struct CLIENT {
+    pub cl_auth: *mut AUTH,
+    pub cl_ops: *const clnt_ops,
+    pub cl_private: *mut c_void,
+    pub cl_netid: *mut c_char,
+    pub cl_tp: *mut c_char,
+}
+
+/// `struct clnt_ops`.
+#[repr(C)]
+#[derive(Debug)]
+#[allow(missing_docs)]
+pub struct clnt_ops {
+    pub cl_call: Option<
+        unsafe extern "C" fn(
+            *mut CLIENT,
+            u32,
+            XdrProc,
+            *mut c_void,
+            XdrProc,
+            *mut c_void,
+            libc::timeval,
+        ) -> c_uint,
+    >,
+    pub cl_abort: Option<unsafe extern "C" fn(*mut CLIENT)>,
+    pub cl_geterr: Option<unsafe extern "C" fn(*mut CLIENT, *mut rpc_err)>,
+    pub cl_freeres: Option<unsafe extern "C" fn(*mut CLIENT, XdrProc, *mut c_void) -> bool_t>,
+    pub cl_destroy: Option<unsafe extern "C" fn(*mut CLIENT)>,
+    pub cl_control: Option<unsafe extern "C" fn(*mut CLIENT, c_uint, *mut c_void) -> bool_t>,
+}
+
+/// `struct rpc_err`: the outcome of the last call.
+#[repr(C)]
+#[derive(Clone, Copy)]
+#[allow(missing_docs)]
+pub struct rpc_err {
+    pub re_status: c_uint,
+    pub ru: rpc_err_ru,
+}
+
+/// The union in [`rpc_err`].
+#[repr(C)]
+#[derive(Clone, Copy)]
+#[allow(missing_docs)]
+pub union rpc_err_ru {
+    pub re_errno: c_int,
+    pub re_why: c_uint,
+    pub re_vers: [u32; 2],
+    pub re_lb: [i32; 2],
+}
+
+impl rpc_err {
+    /// An outcome without details, or with an errno.
+    pub const fn new(status: u32, errno: c_int) -> rpc_err {
+        rpc_err { re_status: status, ru: rpc_err_ru { re_lb: [errno, 0] } }
+    }
+}
+
+/// `struct rpc_createerr`: why the last creation of this thread failed.
+#[repr(C)]
+#[derive(Clone, Copy)]
+#[allow(missing_docs)]
+pub struct rpc_createerr {
+    pub cf_stat: c_uint,
+    pub cf_error: rpc_err,
+}
+
+/// `SVCXPRT`: a server's transport.
+#[repr(C)]
+#[allow(missing_docs)]
+pub struct SVCXPRT {
+    pub xp_fd: c_int,
+    pub xp_port: c_ushort,
+    pub xp_ops: *const xp_ops,
+    pub xp_addrlen: c_int,
+    pub xp_raddr: libc::sockaddr_in6,
+    pub xp_ops2: *const xp_ops2,
+    pub xp_tp: *mut c_char,
+    pub xp_netid: *mut c_char,
+    pub xp_ltaddr: netbuf,
+    pub xp_rtaddr: netbuf,
+    pub xp_verf: opaque_auth,
+    pub xp_p1: *mut c_void,
+    pub xp_p2: *mut c_void,
+    pub xp_p3: *mut c_void,
+    pub xp_type: c_int,
+}
+
+/// `struct xp_ops`.
+#[repr(C)]
+#[derive(Clone, Copy, Debug)]
+#[allow(missing_docs)]
+pub struct xp_ops {
+    pub xp_recv: Option<unsafe extern "C" fn(*mut SVCXPRT, *mut rpc_msg) -> bool_t>,
+    pub xp_stat: Option<unsafe extern "C" fn(*mut SVCXPRT) -> c_uint>,
+    pub xp_getargs: Option<unsafe extern "C" fn(*mut SVCXPRT, XdrProc, *mut c_void) -> bool_t>,
+    pub xp_reply: Option<unsafe extern "C" fn(*mut SVCXPRT, *mut rpc_msg) -> bool_t>,
+    pub xp_freeargs: Option<unsafe extern "C" fn(*mut SVCXPRT, XdrProc, *mut c_void) -> bool_t>,
+    pub xp_destroy: Option<unsafe extern "C" fn(*mut SVCXPRT)>,
+}
+
+/// `struct xp_ops2`.
+#[repr(C)]
+#[derive(Clone, Copy, Debug)]
+#[allow(missing_docs)]
+pub struct xp_ops2 {
+    pub xp_control: Option<unsafe extern "C" fn(*mut SVCXPRT, c_uint, *mut c_void) -> bool_t>,
+}
+
+/// `SVCXPRT_EXT`: what `xp_p3` must point to; `_gss_authenticate` writes it unconditionally.
+#[repr(C)]
+#[derive(Debug)]
+#[allow(missing_docs)]
+pub struct SVCXPRT_EXT {
+    pub flags: c_int,
+    pub xp_auth: SVCAUTH,
+}
+
+/// `SVCAUTH`: a server's authenticator of one transport.
+#[repr(C)]
+#[derive(Debug)]
+#[allow(missing_docs)]
+pub struct SVCAUTH {
+    pub svc_ah_ops: *const svc_auth_ops,
+    pub svc_ah_private: *mut c_void,
+}
+
+/// `struct svc_auth_ops`.
+#[repr(C)]
+#[derive(Debug)]
+#[allow(missing_docs)]
+pub struct svc_auth_ops {
+    pub svc_ah_wrap: Option<unsafe extern "C" fn(*mut SVCAUTH, *mut XDR, XdrProc, *mut c_void) -> bool_t>,
+    pub svc_ah_unwrap: Option<unsafe extern "C" fn(*mut SVCAUTH, *mut XDR, XdrProc, *mut c_void) -> bool_t>,
+    pub svc_ah_destroy: Option<unsafe extern "C" fn(*mut SVCAUTH) -> bool_t>,
+}
+
+/// `struct svc_req`: what a dispatch routine is told about a request.
+#[repr(C)]
+#[derive(Debug)]
+#[allow(missing_docs)]
+pub struct svc_req {
+    pub rq_prog: u32,
+    pub rq_vers: u32,
+    pub rq_proc: u32,
+    pub rq_cred: opaque_auth,
+    pub rq_clntcred: *mut c_void,
+    pub rq_xprt: *mut SVCXPRT,
+    pub rq_clntname: *mut c_char,
+    pub rq_svcname: *mut c_char,
+}
+
+/// `struct rpc_msg`: a call or a reply.
+#[repr(C)]
+#[derive(Clone, Copy)]
+#[allow(missing_docs)]
+pub struct rpc_msg {
+    pub rm_xid: u32,
+    pub rm_direction: c_uint,
+    pub ru: rpc_msg_ru,
+}
+
+/// The union in [`rpc_msg`].
+#[repr(C)]
+#[derive(Clone, Copy)]
+#[allow(missing_docs)]
+pub union rpc_msg_ru {
+    pub rm_call: call_body,
+    pub rm_reply: reply_body,
+}
+
+/// `struct call_body`.
+#[repr(C)]
+#[derive(Clone, Copy, Debug)]
+#[allow(missing_docs)]
+pub struct call_body {
+    pub cb_rpcvers: u32,
+    pub cb_prog: u32,
+    pub cb_vers: u32,
+    pub cb_proc: u32,
+    pub cb_cred: opaque_auth,
+    pub cb_verf: opaque_auth,
+}
+
+/// `struct reply_body`.
+#[repr(C)]
+#[derive(Clone, Copy)]
+#[allow(missing_docs)]
+pub struct reply_body {
+    pub rp_stat: c_uint,
+    pub ru: reply_body_ru,
+}
+
+/// The union in [`reply_body`].
+#[repr(C)]
+#[derive(Clone, Copy)]
+#[allow(missing_docs)]
+pub union reply_body_ru {
+    pub rp_ar: accepted_reply,
+    pub rp_dr: rejected_reply,
+}
+
+/// `struct accepted_reply`.
+#[repr(C)]
+#[derive(Clone, Copy)]
+#[allow(missing_docs)]
+pub struct accepted_reply {
+    pub ar_verf: opaque_auth,
+    pub ar_stat: c_uint,
+    pub ru: accepted_reply_ru,
+}
+
+/// The union in [`accepted_reply`].
+#[repr(C)]
+#[derive(Clone, Copy)]
+#[allow(missing_docs)]
+pub union accepted_reply_ru {
+    pub ar_vers: [u32; 2],
+    pub ar_results: ar_results,
+}
+
+/// `ar_results` of [`accepted_reply`].
+#[repr(C)]
+#[derive(Clone, Copy, Debug)]
+#[allow(missing_docs)]
+pub struct ar_results {
+    pub r#where: *mut c_char,
+    pub r#proc: XdrProc,
+}
+
+/// `struct rejected_reply`.
+#[repr(C)]
+#[derive(Clone, Copy)]
+#[allow(missing_docs)]
+pub struct rejected_reply {
+    pub rj_stat: c_uint,
+    pub ru: rejected_reply_ru,
+}
+
+/// The union in [`rejected_reply`].
+#[repr(C)]
+#[derive(Clone, Copy)]
+#[allow(missing_docs)]
+pub union rejected_reply_ru {
+    pub rj_vers: [u32; 2],
+    pub rj_why: c_uint,
+}
+
+/// `RPCB`: one mapping of rpcbind.
+#[repr(C)]
+#[derive(Clone, Copy, Debug)]
+#[allow(missing_docs)]
+pub struct rpcb {
+    pub r_prog: u32,
+    pub r_vers: u32,
+    pub r_netid: *mut c_char,
+    pub r_addr: *mut c_char,
+    pub r_owner: *mut c_char,
+}
+
+/// `rpcblist`: the answer to RPCBPROC_DUMP.
+#[repr(C)]
+#[derive(Debug)]
+#[allow(missing_docs)]
+pub struct rpcblist {
+    pub rpcb_map: rpcb,
+    pub rpcb_next: *mut rpcblist,
+}
+
+/// A dispatch routine.
+pub type dispatch_t = Option<unsafe extern "C" fn(*mut svc_req, *mut SVCXPRT)>;
+
+/// A procedure of `rpc_reg`.
+pub type registered_t = Option<unsafe extern "C" fn(*mut c_char) -> *mut c_char>;
+
+/// Direction and status words of `struct rpc_msg` (`enum msg_type`, `reply_stat`, `accept_stat`).
+#[allow(missing_docs)]
+pub mod msg {
+    pub const CALL: u32 = 0;
+    pub const REPLY: u32 = 1;
+    pub const MSG_ACCEPTED: u32 = 0;
+    pub const MSG_DENIED: u32 = 1;
+    /// `accept_stat` SUCCESS.
+    pub const SUCCESS: u32 = 0;
+    pub const RPC_MSG_VERSION: u32 = 2;
+}
+
+/// `enum auth_stat`, the values that we report or compare.
+#[allow(missing_docs)]
+pub mod auth_stat {
+    pub const AUTH_OK: u32 = 0;
+    pub const AUTH_INVALIDRESP: u32 = 6;
+    /// The flavour number of RPCSEC_GSS.
+    pub const RPCSEC_GSS: i32 = 6;
+    pub const MAX_AUTH_BYTES: usize = 400;
+}
+
+/// `enum xprt_stat`.
+#[allow(missing_docs)]
+pub mod xprt_stat {
+    pub const XPRT_DIED: u32 = 0;
+    pub const XPRT_MOREREQS: u32 = 1;
+    pub const XPRT_IDLE: u32 = 2;
+}
+
+/// Requests of `clnt_control` and `SVC_CONTROL`.
+#[allow(missing_docs)]
+pub mod control {
+    pub const CLSET_TIMEOUT: u32 = 1;
+    pub const CLGET_TIMEOUT: u32 = 2;
+    pub const CLGET_SERVER_ADDR: u32 = 3;
+    pub const CLSET_RETRY_TIMEOUT: u32 = 4;
+    pub const CLGET_RETRY_TIMEOUT: u32 = 5;
+    pub const CLGET_FD: u32 = 6;
+    pub const CLGET_SVC_ADDR: u32 = 7;
+    pub const CLSET_FD_CLOSE: u32 = 8;
+    pub const CLSET_FD_NCLOSE: u32 = 9;
+    pub const CLGET_XID: u32 = 10;
+    pub const CLSET_XID: u32 = 11;
+    pub const CLGET_VERS: u32 = 12;
+    pub const CLSET_VERS: u32 = 13;
+    pub const CLGET_PROG: u32 = 14;
+    pub const CLSET_PROG: u32 = 15;
+    pub const CLSET_SVC_ADDR: u32 = 16;
+    pub const CLSET_PUSH_TIMOD: u32 = 17;
+    pub const CLSET_POP_TIMOD: u32 = 18;
+    pub const CLSET_ASYNC: u32 = 19;
+    pub const CLSET_CONNECT: u32 = 20;
+    pub const SVCGET_CONNMAXREC: u32 = 3;
+    pub const SVCSET_CONNMAXREC: u32 = 4;
+}
+
+/// Semantics and flags of `struct netconfig`.
+#[allow(missing_docs)]
+pub mod nc {
+    pub const NC_TPI_CLTS: u64 = 1;
+    pub const NC_TPI_COTS: u64 = 2;
+    pub const NC_TPI_COTS_ORD: u64 = 3;
+    pub const NC_NOFLAG: u64 = 0;
+    pub const NC_VISIBLE: u64 = 1;
+}
+
+/// "Make the descriptor yourself": `RPC_ANYFD`.
+pub const RPC_ANYFD: c_int = -1;
+
+/// rpcbind's own program number.
+pub const RPCBPROG: u32 = 100_000;
+
+const _: () = {
+    assert!(size_of::<netbuf>() == 16 && offset_of!(netbuf, buf) == 8);
+    assert!(size_of::<t_bind>() == 24 && offset_of!(t_bind, qlen) == 16);
+    assert!(size_of::<netconfig>() == 136);
+    assert!(offset_of!(netconfig, nc_semantics) == 8 && offset_of!(netconfig, nc_flag) == 16);
+    assert!(offset_of!(netconfig, nc_protofmly) == 24 && offset_of!(netconfig, nc_proto) == 32);
+    assert!(offset_of!(netconfig, nc_device) == 40 && offset_of!(netconfig, nc_nlookups) == 48);
+    assert!(offset_of!(netconfig, nc_lookups) == 56 && offset_of!(netconfig, nc_unused) == 64);
+    assert!(size_of::<__rpc_sockinfo>() == 16 && offset_of!(__rpc_sockinfo, si_socktype) == 8);
+    assert!(size_of::<opaque_auth>() == 24 && offset_of!(opaque_auth, oa_base) == 8);
+    assert!(offset_of!(opaque_auth, oa_length) == 16);
+    assert!(size_of::<AUTH>() == 72 && offset_of!(AUTH, ah_verf) == 24 && offset_of!(AUTH, ah_key) == 48);
+    assert!(offset_of!(AUTH, ah_ops) == 56 && offset_of!(AUTH, ah_private) == 64);
+    assert!(size_of::<auth_ops>() == 56 && offset_of!(auth_ops, ah_wrap) == 40);
+    assert!(size_of::<CLIENT>() == 40 && offset_of!(CLIENT, cl_ops) == 8 && offset_of!(CLIENT, cl_tp) == 32);
+    assert!(size_of::<clnt_ops>() == 48 && offset_of!(clnt_ops, cl_control) == 40);
+    assert!(size_of::<rpc_err>() == 12 && offset_of!(rpc_err, ru) == 4);
+    assert!(size_of::<rpc_createerr>() == 16 && offset_of!(rpc_createerr, cf_error) == 4);
+    assert!(size_of::<SVCXPRT>() == 160);
+    assert!(offset_of!(SVCXPRT, xp_port) == 4 && offset_of!(SVCXPRT, xp_ops) == 8);
+    assert!(offset_of!(SVCXPRT, xp_addrlen) == 16 && offset_of!(SVCXPRT, xp_raddr) == 20);
+    assert!(offset_of!(SVCXPRT, xp_ops2) == 48 && offset_of!(SVCXPRT, xp_tp) == 56);
+    assert!(offset_of!(SVCXPRT, xp_netid) == 64 && offset_of!(SVCXPRT, xp_ltaddr) == 72);
+    assert!(offset_of!(SVCXPRT, xp_rtaddr) == 88 && offset_of!(SVCXPRT, xp_verf) == 104);
+    assert!(offset_of!(SVCXPRT, xp_p1) == 128 && offset_of!(SVCXPRT, xp_p3) == 144);
+    assert!(offset_of!(SVCXPRT, xp_type) == 152);
+    assert!(size_of::<xp_ops>() == 48 && offset_of!(xp_ops, xp_destroy) == 40);
+    assert!(size_of::<xp_ops2>() == 8);
+    assert!(size_of::<SVCXPRT_EXT>() == 24 && offset_of!(SVCXPRT_EXT, xp_auth) == 8);
+    assert!(size_of::<SVCAUTH>() == 16 && size_of::<svc_auth_ops>() == 24);
+    assert!(size_of::<svc_req>() == 72 && offset_of!(svc_req, rq_cred) == 16);
+    assert!(offset_of!(svc_req, rq_xprt) == 48 && offset_of!(svc_req, rq_svcname) == 64);
+    assert!(size_of::<rpc_msg>() == 72 && offset_of!(rpc_msg, ru) == 8);
+    assert!(size_of::<call_body>() == 64 && offset_of!(call_body, cb_verf) == 40);
+    assert!(size_of::<reply_body>() == 56 && offset_of!(reply_body, ru) == 8);
+    assert!(size_of::<accepted_reply>() == 48 && offset_of!(accepted_reply, ru) == 32);
+    assert!(size_of::<rejected_reply>() == 12 && offset_of!(rejected_reply, ru) == 4);
+    assert!(size_of::<rpcb>() == 32 && size_of::<rpcblist>() == 40);
+};
+
+// Names that we do not export ourselves: bound at link time, in their version.
+#[link(name = "tirpc")]
+#[allow(missing_docs)]
+unsafe extern "C" {
+    pub fn xprt_unregister(xprt: *mut SVCXPRT);
+    pub fn svc_getreq_common(fd: c_int);
+    pub fn _rpc_dtablesize() -> c_int;
+
+    pub fn xdr_callmsg(xdrs: *mut XDR, msg: *mut rpc_msg) -> bool_t;
+    pub fn xdr_callhdr(xdrs: *mut XDR, msg: *mut rpc_msg) -> bool_t;
+    pub fn xdr_replymsg(xdrs: *mut XDR, msg: *mut rpc_msg) -> bool_t;
+    pub fn xdr_opaque_auth(xdrs: *mut XDR, auth: *mut opaque_auth) -> bool_t;
+    /// Takes no arguments in C; passing two to it is what every caller of an xdrproc does.
+    pub fn xdr_void(xdrs: *mut XDR, nothing: *mut c_void) -> bool_t;
+    pub fn xdr_free(xdrproc: XdrProc, object: *mut c_void);
+    /// Its object is a `*mut *mut rpcblist`.
+    pub fn xdr_rpcblist_ptr(xdrs: *mut XDR, list: *mut c_void) -> bool_t;
+    pub fn _seterr_reply(msg: *mut rpc_msg, error: *mut rpc_err);
+
+    pub fn authnone_create() -> *mut AUTH;
+    pub fn __rpc_createerr() -> *mut rpc_createerr;
+
+    pub fn freenetconfigent(nconf: *mut netconfig);
+
+    pub static _null_auth: opaque_auth;
+    pub static mut svc_pollfd: *mut libc::pollfd;
+    pub static mut svc_max_pollfd: c_int;
+}
+
+/// Records why a creation failed: `*__rpc_createerr()` for every reader, the text for [`creation_explanation`].
+pub fn creation_failed(error: &Error) {
+    let inner = match error.kind() {
+        // Printed as "Port mapper failure - " and this one's text.
+        Kind::Rpcbind => clnt_stat::SYSTEMERROR,
+        _ => error.clnt_stat(),
+    };
+    let why = rpc_createerr { cf_stat: error.clnt_stat(), cf_error: rpc_err::new(inner, error.errno()) };
+    // SAFETY: returns the thread's own structure.
+    let place = unsafe { __rpc_createerr() };
+    // SAFETY: written by this thread only, which is here.
+    unsafe { place.write(why) };
+    // libtirpc goes on to the next netid after this one and restores the status of the failure before it: so does this.
+    if error.kind() != Kind::NoAddress {
+        let text = Some((why.cf_stat, error.text().to_owned()));
+        let _ = EXPLANATION.try_with(|explanation| explanation.replace(text));
+    }
+}
+
+/// Forgets the text of a creation that failed.
+pub fn creation_started() {
+    let _ = EXPLANATION.try_with(RefCell::take);
+}
+
+/// Our text for what `*__rpc_createerr()` says now, if it is still what we recorded.
+pub fn creation_explanation() -> Option<String> {
+    // SAFETY: returns the thread's own structure.
+    let place = unsafe { __rpc_createerr() };
+    // SAFETY: written by this thread only, which is here.
+    let status = unsafe { place.read() }.cf_stat;
+    let explanation = EXPLANATION.try_with(|explanation| explanation.borrow().clone()).ok()??;
+    if explanation.0 == status { Some(explanation.1) } else { None }
+}
+
+thread_local! {
+    static EXPLANATION: RefCell<Option<(u32, String)>> = const { RefCell::new(None) };
+}
+
+/// The function of libtirpc behind a name that this library exports itself.
+///
+/// # Invariants
+/// `F` is the type of the C function `name`, as libtirpc's headers declare it.
+pub struct Real<F> {
+    name: &'static CStr,
+    found: AtomicPtr<c_void>,
+    kind: PhantomData<F>,
+}
+
+impl<F: Copy> Real<F> {
+    /// # Safety
+    /// `F` must be an `unsafe extern "C" fn` type with the signature of libtirpc's `name`.
+    pub const unsafe fn new(name: &'static CStr) -> Real<F> {
+        assert!(size_of::<F>() == size_of::<*mut c_void>());
+        // INVARIANT: by the contract of this function.
+        Real { name, found: AtomicPtr::new(null_mut()), kind: PhantomData }
+    }
+
+    /// The function.
+    ///
+    /// # Errors
+    /// When no libtirpc with this name is loaded.
+    pub fn get(&self) -> Result<F, Error> {
+        let mut found = self.found.load(Ordering::Relaxed);
+        if found.is_null() {
+            found = self.look_up();
+            if found.is_null() {
+                let name = self.name.to_string_lossy();
+                return Err(Error::new(Kind::Invalid, format!("libtirpc.so.3 has no {name}@TIRPC_0.3.0")));
+            }
+            self.found.store(found, Ordering::Relaxed);
+        }
+        // SAFETY: `found` is the address of the function `name`, whose type is `F` by the type's invariant.
+        Ok(unsafe { transmute_copy::<*mut c_void, F>(&found) })
+    }
+
+    fn look_up(&self) -> *mut c_void {
+        let version = c"TIRPC_0.3.0".as_ptr();
+        // SAFETY: both strings are NUL-terminated.
+        let next = unsafe { libc::dlvsym(libc::RTLD_NEXT, self.name.as_ptr(), version) };
+        if !next.is_null() {
+            return next;
+        }
+        // RTLD_NEXT does not see a libtirpc that comes before us in the link order, or that was dlopened privately.
+        // SAFETY: the name is NUL-terminated; RTLD_NOLOAD runs no foreign constructor.
+        let library = unsafe { libc::dlopen(c"libtirpc.so.3".as_ptr(), libc::RTLD_NOLOAD | libc::RTLD_LAZY) };
+        if library.is_null() {
+            return null_mut();
+        }
+        // SAFETY: the handle is open and both strings are NUL-terminated.
+        unsafe { libc::dlvsym(library, self.name.as_ptr(), version) }
+        // The reference on libtirpc is kept: the address must stay good.
+    }
+}
+
+impl<F> fmt::Debug for Real<F> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_tuple("Real").field(&self.name).finish()
+    }
+}
+
+/// The functions of libtirpc that [`interpose`] stands in front of.
+#[allow(missing_docs)]
+pub mod real {
+    use super::*;
+
+    macro_rules! real {
+        ($($static:ident = $name:ident($($arg:ty),*) $(-> $ret:ty)?;)*) => {$(
+            // SAFETY: the type is the C prototype of the name.
+            pub static $static: Real<unsafe extern "C" fn($($arg),*) $(-> $ret)?> = unsafe {
+                match CStr::from_bytes_with_nul(concat!(stringify!($name), "\0").as_bytes()) {
+                    Ok(name) => Real::new(name),
+                    Err(_) => unreachable!(),
+                }
+            };
+        )*};
+    }
+
+    real! {
+        GETNETCONFIGENT = getnetconfigent(*const c_char) -> *mut netconfig;
+        RPC_SETCONF = __rpc_setconf(*const c_char) -> *mut c_void;
+        RPC_GETCONF = __rpc_getconf(*mut c_void) -> *mut netconfig;
+        RPC_ENDCONF = __rpc_endconf(*mut c_void);
+        RPC_NCONF2SOCKINFO = __rpc_nconf2sockinfo(*const netconfig, *mut __rpc_sockinfo) -> c_int;
+        CLNT_CREATE = clnt_create(*const c_char, u32, u32, *const c_char) -> *mut CLIENT;
+        CLNT_CREATE_TIMED = clnt_create_timed(
+            *const c_char, u32, u32, *const c_char, *const libc::timeval) -> *mut CLIENT;
+        CLNT_CREATE_VERS = clnt_create_vers(
+            *const c_char, u32, *mut u32, u32, u32, *const c_char) -> *mut CLIENT;
+        CLNT_CREATE_VERS_TIMED = clnt_create_vers_timed(
+            *const c_char, u32, *mut u32, u32, u32, *const c_char, *const libc::timeval) -> *mut CLIENT;
+        CLNT_TP_CREATE = clnt_tp_create(*const c_char, u32, u32, *const netconfig) -> *mut CLIENT;
+        CLNT_TP_CREATE_TIMED = clnt_tp_create_timed(
+            *const c_char, u32, u32, *const netconfig, *const libc::timeval) -> *mut CLIENT;
+        CLNT_TLI_CREATE = clnt_tli_create(
+            c_int, *const netconfig, *mut netbuf, u32, u32, c_uint, c_uint) -> *mut CLIENT;
+        CLNTTCP_CREATE = clnttcp_create(
+            *mut libc::sockaddr_in, u32, u32, *mut c_int, c_uint, c_uint) -> *mut CLIENT;
+        CLNT_VC_CREATE = clnt_vc_create(c_int, *const netbuf, u32, u32, c_uint, c_uint) -> *mut CLIENT;
+        RPCB_GETADDR = rpcb_getaddr(u32, u32, *const netconfig, *mut netbuf, *const c_char) -> bool_t;
+        RPCB_SET = rpcb_set(u32, u32, *const netconfig, *const netbuf) -> bool_t;
+        RPCB_UNSET = rpcb_unset(u32, u32, *const netconfig) -> bool_t;
+        RPC_CALL = rpc_call(
+            *const c_char, u32, u32, u32, XdrProc, *const c_char, XdrProc, *mut c_char, *const c_char) -> c_uint;
+        RPC_REG = rpc_reg(u32, u32, u32, registered_t, XdrProc, XdrProc, *mut c_char) -> c_int;
+        SVC_CREATE = svc_create(dispatch_t, u32, u32, *const c_char) -> c_int;
+        SVC_TP_CREATE = svc_tp_create(dispatch_t, u32, u32, *const netconfig) -> *mut SVCXPRT;
+        SVCTCP_CREATE = svctcp_create(c_int, c_uint, c_uint) -> *mut SVCXPRT;
+        SVC_TLI_CREATE = svc_tli_create(
+            c_int, *const netconfig, *const t_bind, c_uint, c_uint) -> *mut SVCXPRT;
+        XPRT_REGISTER = xprt_register(*mut SVCXPRT);
+        CLNT_SPERROR = clnt_sperror(*mut CLIENT, *const c_char) -> *mut c_char;
+        CLNT_SPCREATEERROR = clnt_spcreateerror(*const c_char) -> *mut c_char;
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_name_that_libtirpc_lacks_is_an_error_and_no_crash() {
+        // SAFETY: never called; the look-up fails.
+        static MISSING: Real<unsafe extern "C" fn()> = unsafe { Real::new(c"clnt_no_such_function") };
+        let error = MISSING.get().expect_err("no such function");
+        assert!(error.text().contains("clnt_no_such_function"));
+    }
+
+    #[test]
+    fn an_explanation_lasts_as_long_as_the_status_that_it_explains() {
+        creation_failed(&Error::new(Kind::NotRegistered, "nothing there"));
+        assert_eq!(creation_explanation().as_deref(), Some("nothing there"));
+        // SAFETY: returns the thread's own structure.
+        let place = unsafe { __rpc_createerr() };
+        // SAFETY: as above.
+        unsafe { (*place).cf_stat = clnt_stat::TIMEDOUT };
+        assert_eq!(creation_explanation(), None);
+        creation_failed(&Error::new(Kind::NoAddress, "no IPv6"));
+        // SAFETY: as above.
+        unsafe { (*place).cf_stat = clnt_stat::PROGNOTREGISTERED };
+        assert_eq!(creation_explanation().as_deref(), Some("nothing there"));
+        creation_started();
+        assert_eq!(creation_explanation(), None);
+    }
+
+    #[test]
+    fn the_real_function_is_libtirpcs_and_not_glibcs_old_one() {
+        let function = real::CLNT_TLI_CREATE.get().expect("libtirpc is linked");
+        // SAFETY: all zero is a valid Dl_info.
+        let mut info: libc::Dl_info = unsafe { std::mem::zeroed() };
+        // SAFETY: dladdr takes any address; info is writable.
+        assert_ne!(unsafe { libc::dladdr(function as *const c_void, &mut info) }, 0);
+        // SAFETY: dladdr succeeded, so dli_fname names the object.
+        let object = unsafe { CStr::from_ptr(info.dli_fname) };
+        assert!(object.to_string_lossy().contains("libtirpc.so.3"), "{object:?}");
+    }
+}

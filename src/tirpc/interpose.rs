@@ -1,0 +1,919 @@
+//! The functions of libtirpc that this library stands in front of.
+//!
+//! libtirpc calls its own exports through the PLT, so a name defined here is met by the program's calls and by
+//! libtirpc's alike; few names are enough. Owned here: what each of them does for netid "rdma", and, under
+//! `RPCRDMA_REDIRECT`, for the stock netids. Everything else goes to the real function untouched.
+//!
+//! # How a transport is moved
+//! A listener on netid "rdma" is a stock libtirpc listener on a TCP socket, made by the stock `svc_tli_create`, which
+//! learns from `__rpc_nconf2sockinfo` what to make. Each connection that it accepts comes by in `xprt_register` and is
+//! given to [`server::watch`]. A client's connection comes by in `clnt_vc_create` and is given to [`client::vc_create`].
+//! Moved transports take the same two ways.
+//!
+//! # Invariants
+//! - A configuration that cannot be understood fails the creators of netid "rdma", with the text where
+//!   `clnt_pcreateerror` finds it, and leaves everything else stock.
+//! - rpcbind's own program, 100000, is never moved, on no netid: "rdma" means plain tcp for it.
+//! - Under the mark of [`Inside`] nothing is created or moved: the real function is called. The functions that only say
+//!   what a netid is do not need the mark.
+//! - What is remembered here lies in fixed arrays of atomics: no lock that a fork or a signal handler could find taken.
+//!
+//! Not here, because libtirpc reaches these: `taddr2uaddr`, `uaddr2taddr`, `__rpc_nconf2fd` and `__rpc_nconf2fd_flags`
+//! ask `__rpc_nconf2sockinfo`; `__rpc_fd2sockinfo` is content with a TCP socket; `clnt_perror` and `clnt_pcreateerror`
+//! print what `clnt_sperror` and `clnt_spcreateerror` return; `svc_register` and `pmap_unset` end in `rpcb_set` and
+//! `rpcb_unset`. Never here: `xdr_*`, and data.
+#![allow(unsafe_code)]
+
+use std::cell::{Cell, RefCell};
+use std::ffi::{CStr, c_char, c_int, c_uint, c_void};
+use std::mem::ManuallyDrop;
+use std::net::{SocketAddr, TcpListener};
+use std::os::fd::{AsRawFd, FromRawFd, IntoRawFd, OwnedFd};
+use std::ptr::null_mut;
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use crate::config::{self, Config};
+use crate::error::{Error, Kind};
+use crate::ffi::{self, Fd, Inside, guard};
+use crate::tirpc::client::{self, Intent};
+use crate::tirpc::netid::{self, Netid, RPCBIND_PORT, Sockaddr, nettype};
+use crate::tirpc::{
+    __rpc_sockinfo, CLIENT, RPC_ANYFD, RPCBPROG, SVCXPRT, TRUE, bool_t, creation_explanation,
+    creation_failed, creation_started, dispatch_t, netbuf, netconfig, real, registered_t, server, t_bind,
+};
+use crate::xdr::XdrProc;
+
+// What a netid is.
+
+/// Knows "rdma" and "rdma6", which no netconfig file names.
+///
+/// # Safety
+/// As libtirpc's `getnetconfigent`.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn getnetconfigent(netid: *const c_char) -> *mut netconfig {
+    guard(|| {
+        // SAFETY: a netid is NULL or a string.
+        match unsafe { ffi::cstr(netid) }.and_then(Netid::named) {
+            Some(netid) => netid.allocate(),
+            // SAFETY: the caller's own argument.
+            None => Ok(unsafe { real::GETNETCONFIGENT.get()?(netid) }),
+        }
+    })
+}
+
+/// Knows the nettypes "rdma" and "rdma6".
+///
+/// # Safety
+/// As libtirpc's `__rpc_setconf`.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn __rpc_setconf(nettype: *const c_char) -> *mut c_void {
+    guard(|| {
+        // SAFETY: a nettype is NULL or a string.
+        match unsafe { ffi::cstr(nettype) }.and_then(nettype::open) {
+            Some(handle) => handle,
+            // SAFETY: the caller's own argument.
+            None => Ok(unsafe { real::RPC_SETCONF.get()?(nettype) }),
+        }
+    })
+}
+
+/// Goes on with either kind of handle.
+///
+/// # Safety
+/// As libtirpc's `__rpc_getconf`.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn __rpc_getconf(handle: *mut c_void) -> *mut netconfig {
+    guard(|| match nettype::next(handle) {
+        Some(entry) => Ok(entry.cast_mut()),
+        // SAFETY: the caller's own argument.
+        None => Ok(unsafe { real::RPC_GETCONF.get()?(handle) }),
+    })
+}
+
+/// Ends either kind of handle.
+///
+/// # Safety
+/// As libtirpc's `__rpc_endconf`.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn __rpc_endconf(handle: *mut c_void) {
+    guard(|| match nettype::close(handle) {
+        Some(()) => Ok(()),
+        None => {
+            // SAFETY: the caller's own argument.
+            unsafe { real::RPC_ENDCONF.get()?(handle) };
+            Ok(())
+        }
+    })
+}
+
+/// Says that our netids are TCP sockets.
+///
+/// # Safety
+/// As libtirpc's `__rpc_nconf2sockinfo`.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn __rpc_nconf2sockinfo(nconf: *const netconfig, info: *mut __rpc_sockinfo) -> c_int {
+    guard(|| {
+        // SAFETY: by the contract.
+        match unsafe { Netid::of(nconf) } {
+            Some(netid) => {
+                // SAFETY: libtirpc passes its own structure.
+                unsafe { info.write(netid.sockinfo()) };
+                Ok(1)
+            }
+            // SAFETY: the caller's own arguments.
+            None => Ok(unsafe { real::RPC_NCONF2SOCKINFO.get()?(nconf, info) }),
+        }
+    })
+}
+
+// Clients.
+
+/// Finds a program on netid "rdma" by the list of the host's rpcbind, and connects.
+///
+/// # Safety
+/// As libtirpc's `clnt_tp_create_timed`.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn clnt_tp_create_timed(
+    host: *const c_char,
+    prog: u32,
+    vers: u32,
+    nconf: *const netconfig,
+    timeout: *const libc::timeval,
+) -> *mut CLIENT {
+    guard(|| {
+        // SAFETY: by the contract.
+        let netid = unsafe { Netid::of(nconf) };
+        let (Some(netid), Some(inside)) = (netid, Inside::enter()) else {
+            // SAFETY: the caller's own arguments.
+            return Ok(unsafe { real::CLNT_TP_CREATE_TIMED.get()?(host, prog, vers, nconf, timeout) });
+        };
+        creation(|| {
+            config::get()?;
+            // SAFETY: NULL, or a string that lives across this call.
+            let host = unsafe { ffi::cstr(host) };
+            // SAFETY: NULL, or a timeval that lives across this call.
+            let timeout = unsafe { ffi::reference(timeout) }.copied();
+            let found = netid::look_up(host, prog, vers, netid, timeout, &inside)?;
+            let mut address = Sockaddr::from(found);
+            let mut address = address.netbuf();
+            // SAFETY: the entry and the address live across the call.
+            Ok(inside
+                .suspend(|| unsafe { clnt_tli_create(RPC_ANYFD, nconf, &mut address, prog, vers, 0, 0) }))
+        })
+    })
+}
+
+/// Says to `clnt_vc_create`, which this ends in, that RDMA is required.
+///
+/// # Safety
+/// As libtirpc's `clnt_tli_create`.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn clnt_tli_create(
+    fd: c_int,
+    nconf: *const netconfig,
+    address: *mut netbuf,
+    prog: u32,
+    vers: u32,
+    sendsz: c_uint,
+    recvsz: c_uint,
+) -> *mut CLIENT {
+    guard(|| {
+        let real = real::CLNT_TLI_CREATE.get()?;
+        // SAFETY: by the contract.
+        let moved = unsafe { Netid::of(nconf) }.is_some() && prog != RPCBPROG;
+        let inside = if moved { Inside::enter() } else { None };
+        let Some(inside) = inside else {
+            // SAFETY: the caller's own arguments.
+            return Ok(unsafe { real(fd, nconf, address, prog, vers, sendsz, recvsz) });
+        };
+        creation(|| {
+            config::get()?;
+            let _wanted = RdmaWanted::set();
+            // SAFETY: the caller's own arguments.
+            Ok(inside.suspend(|| unsafe { real(fd, nconf, address, prog, vers, sendsz, recvsz) }))
+        })
+    })
+}
+
+/// Makes the connection an RDMA one where netid "rdma" or `RPCRDMA_REDIRECT=tcp` asks for it.
+///
+/// # Safety
+/// As libtirpc's `clnt_vc_create`.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn clnt_vc_create(
+    fd: c_int,
+    address: *const netbuf,
+    prog: u32,
+    vers: u32,
+    sendsz: c_uint,
+    recvsz: c_uint,
+) -> *mut CLIENT {
+    guard(|| {
+        let intent = if RdmaWanted::take() {
+            Some(Intent::Required)
+        } else if moves("tcp", prog) {
+            Some(Intent::Try)
+        } else {
+            None
+        };
+        if let Some(intent) = intent
+            && let Some(_inside) = Inside::enter()
+            // SAFETY: the caller's own arguments.
+            && let Some(clnt) = unsafe { client::vc_create(fd, address, prog, vers, sendsz, recvsz, intent) }
+        {
+            return Ok(clnt);
+        }
+        // SAFETY: the caller's own arguments.
+        Ok(unsafe { real::CLNT_VC_CREATE.get()?(fd, address, prog, vers, sendsz, recvsz) })
+    })
+}
+
+/// Answers for netid "rdma", where GETADDR would name the TCP port.
+///
+/// # Safety
+/// As libtirpc's `rpcb_getaddr`.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn rpcb_getaddr(
+    prog: u32,
+    vers: u32,
+    nconf: *const netconfig,
+    address: *mut netbuf,
+    host: *const c_char,
+) -> bool_t {
+    guard(|| {
+        // SAFETY: by the contract.
+        let netid = unsafe { Netid::of(nconf) };
+        let (Some(netid), Some(inside)) = (netid, Inside::enter()) else {
+            // SAFETY: the caller's own arguments.
+            return Ok(unsafe { real::RPCB_GETADDR.get()?(prog, vers, nconf, address, host) });
+        };
+        creation(|| {
+            config::get()?;
+            // SAFETY: NULL, or a string that lives across this call.
+            let host = unsafe { ffi::cstr(host) };
+            let found = Sockaddr::from(netid::look_up(host, prog, vers, netid, None, &inside)?);
+            let found = found.as_bytes();
+            // SAFETY: NULL, or the caller's structure, which nobody writes meanwhile.
+            let Some(room) = (unsafe { ffi::reference(address) }).copied() else {
+                return Err(Error::new(Kind::Invalid, "rpcb_getaddr: NULL address"));
+            };
+            if room.buf.is_null() || (room.maxlen as usize) < found.len() {
+                return Err(Error::new(Kind::Invalid, "rpcb_getaddr: the address buffer is too small"));
+            }
+            // SAFETY: the buffer has `maxlen` bytes, which are enough, and is not ours.
+            unsafe { room.buf.cast::<u8>().copy_from_nonoverlapping(found.as_ptr(), found.len()) };
+            let filled = netbuf { len: found.len() as c_uint, ..room };
+            // SAFETY: not NULL, as above.
+            unsafe { address.write(filled) };
+            Ok(TRUE)
+        })
+    })
+}
+
+/// Appends our text for a creation that failed.
+///
+/// # Safety
+/// As libtirpc's `clnt_spcreateerror`.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn clnt_spcreateerror(message: *const c_char) -> *mut c_char {
+    guard(|| {
+        let explanation = creation_explanation();
+        // SAFETY: the caller's own argument.
+        let stock = unsafe { real::CLNT_SPCREATEERROR.get()?(message) };
+        // SAFETY: a string of libtirpc, this thread's own, until its next call.
+        Ok(unsafe { explained(stock, explanation) })
+    })
+}
+
+/// Appends our text for a call that failed.
+///
+/// # Safety
+/// As libtirpc's `clnt_sperror`.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn clnt_sperror(clnt: *mut CLIENT, message: *const c_char) -> *mut c_char {
+    guard(|| {
+        let explanation = if clnt.is_null() {
+            None
+        } else {
+            // SAFETY: a live handle, by the contract.
+            Inside::enter().and_then(|_inside| unsafe { client::explanation(clnt) })
+        };
+        // SAFETY: the caller's own arguments.
+        let stock = unsafe { real::CLNT_SPERROR.get()?(clnt, message) };
+        // SAFETY: a string of libtirpc, this thread's own, until its next call.
+        Ok(unsafe { explained(stock, explanation) })
+    })
+}
+
+// Servers.
+
+/// Notes a listener of netid "rdma".
+///
+/// # Safety
+/// As libtirpc's `svc_tli_create`.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn svc_tli_create(
+    fd: c_int,
+    nconf: *const netconfig,
+    bind: *const t_bind,
+    sendsz: c_uint,
+    recvsz: c_uint,
+) -> *mut SVCXPRT {
+    guard(|| {
+        let real = real::SVC_TLI_CREATE.get()?;
+        // SAFETY: by the contract.
+        let ours = unsafe { Netid::of(nconf) }.is_some();
+        let inside = if ours { Inside::enter() } else { None };
+        let Some(inside) = inside else {
+            // SAFETY: the caller's own arguments.
+            return Ok(unsafe { real(fd, nconf, bind, sendsz, recvsz) });
+        };
+        creation(|| {
+            config::get()?;
+            // SAFETY: the caller's own arguments.
+            let xprt = inside.suspend(|| unsafe { real(fd, nconf, bind, sendsz, recvsz) });
+            // SAFETY: NULL, or just made and given to nobody yet.
+            if let Some(made) = unsafe { ffi::reference(xprt) } {
+                if listens(made.xp_fd) {
+                    listeners::add(made.xp_fd)?;
+                } else {
+                    // A connected descriptor, as from inetd: its one connection is the transport.
+                    // SAFETY: as above; it is registered.
+                    unsafe { server::watch(xprt, true) };
+                }
+            }
+            Ok(xprt)
+        })
+    })
+}
+
+/// Gives each accepted connection of a moved listener to [`server::watch`].
+///
+/// # Safety
+/// As libtirpc's `xprt_register`.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn xprt_register(xprt: *mut SVCXPRT) {
+    guard(|| {
+        // SAFETY: the caller's own argument.
+        unsafe { real::XPRT_REGISTER.get()?(xprt) };
+        if let Some(_inside) = Inside::enter()
+            // SAFETY: a live transport, by the contract.
+            && let Some(rdma_only) = unsafe { moved(xprt) }
+        {
+            // SAFETY: it is live, registered and libtirpc's own.
+            unsafe { server::watch(xprt, rdma_only) };
+        }
+        Ok(())
+    })
+}
+
+/// Registers a moved program on "rdma" too.
+///
+/// # Safety
+/// As libtirpc's `rpcb_set`.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn rpcb_set(
+    prog: u32,
+    vers: u32,
+    nconf: *const netconfig,
+    address: *const netbuf,
+) -> bool_t {
+    guard(|| {
+        let real = real::RPCB_SET.get()?;
+        // SAFETY: the caller's own arguments.
+        let set = unsafe { real(prog, vers, nconf, address) };
+        // SAFETY: by the contract.
+        let Some((netid, moved)) = (unsafe { Netid::beside(nconf) }) else { return Ok(set) };
+        // SAFETY: an address as rpcb_set takes it.
+        let local = unsafe { socket_address(address) };
+        let (Some(local), true, Some(inside)) = (local, moves(moved, prog), Inside::enter()) else {
+            return Ok(set);
+        };
+        if moved == "udp" {
+            inside.suspend(|| listen_beside(netid, local));
+        }
+        ports::add(local.port());
+        // rpcbind's answer for the stock netid is the program's; a refused row for "rdma" leaves it reachable there.
+        // SAFETY: the entry is static, the address the caller's.
+        unsafe { real(prog, vers, netid.entry(), address) };
+        Ok(set)
+    })
+}
+
+/// Removes a moved program from "rdma" too.
+///
+/// # Safety
+/// As libtirpc's `rpcb_unset`.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn rpcb_unset(prog: u32, vers: u32, nconf: *const netconfig) -> bool_t {
+    guard(|| {
+        let real = real::RPCB_UNSET.get()?;
+        // SAFETY: the caller's own arguments. NULL removes all rows, those of "rdma" among them.
+        let unset = unsafe { real(prog, vers, nconf) };
+        // SAFETY: by the contract.
+        if let Some((netid, moved)) = unsafe { Netid::beside(nconf) }
+            && moves(moved, prog)
+            && let Some(_inside) = Inside::enter()
+        {
+            // SAFETY: the entry is static.
+            unsafe { real(prog, vers, netid.entry()) };
+        }
+        Ok(unset)
+    })
+}
+
+// Passed through. Debian's gcc links --as-needed: a program keeps this library only if the program itself names one of
+// its functions, so the outermost ones are here too. They also hold where a libtirpc was built with its own outer
+// functions inlined into each other.
+
+/// Passed through.
+///
+/// # Safety
+/// As libtirpc's `clnt_create`.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn clnt_create(
+    host: *const c_char,
+    prog: u32,
+    vers: u32,
+    nettype: *const c_char,
+) -> *mut CLIENT {
+    // SAFETY: the caller's own arguments.
+    guard(|| Ok(unsafe { real::CLNT_CREATE.get()?(host, prog, vers, nettype) }))
+}
+
+/// Passed through.
+///
+/// # Safety
+/// As libtirpc's `clnt_create_timed`.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn clnt_create_timed(
+    host: *const c_char,
+    prog: u32,
+    vers: u32,
+    nettype: *const c_char,
+    timeout: *const libc::timeval,
+) -> *mut CLIENT {
+    // SAFETY: the caller's own arguments.
+    guard(|| Ok(unsafe { real::CLNT_CREATE_TIMED.get()?(host, prog, vers, nettype, timeout) }))
+}
+
+/// Passed through.
+///
+/// # Safety
+/// As libtirpc's `clnt_create_vers`.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn clnt_create_vers(
+    host: *const c_char,
+    prog: u32,
+    vers: *mut u32,
+    low: u32,
+    high: u32,
+    nettype: *const c_char,
+) -> *mut CLIENT {
+    // SAFETY: the caller's own arguments.
+    guard(|| Ok(unsafe { real::CLNT_CREATE_VERS.get()?(host, prog, vers, low, high, nettype) }))
+}
+
+/// Passed through.
+///
+/// # Safety
+/// As libtirpc's `clnt_create_vers_timed`.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn clnt_create_vers_timed(
+    host: *const c_char,
+    prog: u32,
+    vers: *mut u32,
+    low: u32,
+    high: u32,
+    nettype: *const c_char,
+    timeout: *const libc::timeval,
+) -> *mut CLIENT {
+    guard(|| {
+        // SAFETY: the caller's own arguments.
+        Ok(unsafe { real::CLNT_CREATE_VERS_TIMED.get()?(host, prog, vers, low, high, nettype, timeout) })
+    })
+}
+
+/// Passed through.
+///
+/// # Safety
+/// As libtirpc's `clnt_tp_create`.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn clnt_tp_create(
+    host: *const c_char,
+    prog: u32,
+    vers: u32,
+    nconf: *const netconfig,
+) -> *mut CLIENT {
+    // SAFETY: the caller's own arguments.
+    guard(|| Ok(unsafe { real::CLNT_TP_CREATE.get()?(host, prog, vers, nconf) }))
+}
+
+/// Passed through.
+///
+/// # Safety
+/// As libtirpc's `clnttcp_create`.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn clnttcp_create(
+    address: *mut libc::sockaddr_in,
+    prog: u32,
+    vers: u32,
+    fd: *mut c_int,
+    sendsz: c_uint,
+    recvsz: c_uint,
+) -> *mut CLIENT {
+    // SAFETY: the caller's own arguments.
+    guard(|| Ok(unsafe { real::CLNTTCP_CREATE.get()?(address, prog, vers, fd, sendsz, recvsz) }))
+}
+
+/// Passed through.
+///
+/// # Safety
+/// As libtirpc's `rpc_call`.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn rpc_call(
+    host: *const c_char,
+    prog: u32,
+    vers: u32,
+    proc: u32,
+    encode: XdrProc,
+    args: *const c_char,
+    decode: XdrProc,
+    results: *mut c_char,
+    nettype: *const c_char,
+) -> c_uint {
+    guard(|| {
+        // SAFETY: the caller's own arguments.
+        Ok(unsafe { real::RPC_CALL.get()?(host, prog, vers, proc, encode, args, decode, results, nettype) })
+    })
+}
+
+/// Passed through.
+///
+/// # Safety
+/// As libtirpc's `rpc_reg`.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn rpc_reg(
+    prog: u32,
+    vers: u32,
+    proc: u32,
+    registered: registered_t,
+    decode: XdrProc,
+    encode: XdrProc,
+    nettype: *mut c_char,
+) -> Fd {
+    // SAFETY: the caller's own arguments.
+    guard(|| Ok(Fd(unsafe { real::RPC_REG.get()?(prog, vers, proc, registered, decode, encode, nettype) })))
+}
+
+/// Passed through.
+///
+/// # Safety
+/// As libtirpc's `svc_create`.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn svc_create(
+    dispatch: dispatch_t,
+    prog: u32,
+    vers: u32,
+    nettype: *const c_char,
+) -> c_int {
+    // SAFETY: the caller's own arguments.
+    guard(|| Ok(unsafe { real::SVC_CREATE.get()?(dispatch, prog, vers, nettype) }))
+}
+
+/// Passed through.
+///
+/// # Safety
+/// As libtirpc's `svc_tp_create`.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn svc_tp_create(
+    dispatch: dispatch_t,
+    prog: u32,
+    vers: u32,
+    nconf: *const netconfig,
+) -> *mut SVCXPRT {
+    // SAFETY: the caller's own arguments.
+    guard(|| Ok(unsafe { real::SVC_TP_CREATE.get()?(dispatch, prog, vers, nconf) }))
+}
+
+/// Passed through.
+///
+/// # Safety
+/// As libtirpc's `svctcp_create`.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn svctcp_create(fd: c_int, sendsz: c_uint, recvsz: c_uint) -> *mut SVCXPRT {
+    // SAFETY: the caller's own arguments.
+    guard(|| Ok(unsafe { real::SVCTCP_CREATE.get()?(fd, sendsz, recvsz) }))
+}
+
+/// Runs a creation on netid "rdma", and records why it failed.
+fn creation<T>(create: impl FnOnce() -> Result<T, Error>) -> Result<T, Error> {
+    creation_started();
+    create().inspect_err(creation_failed)
+}
+
+/// Whether `RPCRDMA_REDIRECT` moves `prog` from `stock`, "tcp" or "udp".
+fn moves(stock: &str, prog: u32) -> bool {
+    let Ok(Config { redirect, redirect_programs, .. }) = config::get() else { return false };
+    prog != RPCBPROG
+        && redirect.iter().any(|moved| moved == stock)
+        && redirect_programs.as_ref().is_none_or(|programs| programs.contains(&prog))
+}
+
+/// Whether `xprt` is a connection that is to be watched, and if so whether it speaks RDMA only.
+///
+/// # Safety
+/// `xprt` is NULL or a live transport.
+unsafe fn moved(xprt: *mut SVCXPRT) -> Option<bool> {
+    // SAFETY: by the contract.
+    let made = unsafe { ffi::reference(xprt) }?;
+    // The stock listener has port -1 here; a transport of another maker is none of our business.
+    if made.xp_port != 0 || !is_libtirpcs(made.xp_ops.cast()) {
+        return None;
+    }
+    let fd = made.xp_fd;
+    if socket_option(fd, libc::SO_TYPE) != Some(libc::SOCK_STREAM) || listens(fd) {
+        return None;
+    }
+    let local = local_address(fd)?;
+    if listeners::accepted(local) {
+        return Some(true);
+    }
+    let config = config::get().ok()?;
+    let all = config.redirect_programs.is_none();
+    let tcp = config.redirect.iter().any(|stock| stock == "tcp");
+    let wanted = tcp && local.port() != RPCBIND_PORT && (all || ports::contain(local.port()));
+    if wanted { Some(false) } else { None }
+}
+
+/// The listeners on netid "rdma": descriptor and port of each.
+mod listeners {
+    use super::*;
+
+    /// `port << 32 | fd`, or [`FREE`].
+    static SLOTS: [AtomicU64; 256] = [const { AtomicU64::new(FREE) }; 256];
+    const FREE: u64 = u64::MAX;
+
+    pub fn add(fd: c_int) -> Result<(), Error> {
+        let Some(local) = local_address(fd) else {
+            return Err(Error::new(Kind::Invalid, "a listener on netid rdma needs an internet address"));
+        };
+        let entry = u64::from(local.port()) << 32 | u64::from(fd as u32);
+        for slot in &SLOTS {
+            let old = slot.load(Ordering::Relaxed);
+            // A listener that was destroyed left its slot behind; nobody tells us of the close.
+            let usable = old == FREE || old == entry || alive(old).is_none();
+            if usable && slot.compare_exchange(old, entry, Ordering::Relaxed, Ordering::Relaxed).is_ok() {
+                return Ok(());
+            }
+        }
+        Err(Error::new(Kind::Os(libc::EMFILE), "more than 256 listeners on netid rdma"))
+    }
+
+    /// Whether a connection with this local address came in on one of them.
+    pub fn accepted(local: SocketAddr) -> bool {
+        SLOTS.iter().any(|slot| {
+            let entry = slot.load(Ordering::Relaxed);
+            entry != FREE
+                && entry >> 32 == u64::from(local.port())
+                && alive(entry).is_some_and(|at| {
+                    at.is_ipv4() == local.is_ipv4() && (at.ip().is_unspecified() || at.ip() == local.ip())
+                })
+        })
+    }
+
+    /// The address of a listener that is still there: the descriptor may be another file by now.
+    fn alive(entry: u64) -> Option<SocketAddr> {
+        let fd = entry as u32 as c_int;
+        if !listens(fd) {
+            return None;
+        }
+        local_address(fd).filter(|at| u64::from(at.port()) == entry >> 32)
+    }
+}
+
+/// The ports on which programs that are to be moved were registered: a bit for each port there is.
+mod ports {
+    use super::*;
+
+    static BITS: [AtomicU64; 1024] = [const { AtomicU64::new(0) }; 1024];
+
+    pub fn add(port: u16) {
+        BITS[usize::from(port / 64)].fetch_or(1 << (port % 64), Ordering::Relaxed);
+    }
+
+    pub fn contain(port: u16) -> bool {
+        BITS[usize::from(port / 64)].load(Ordering::Relaxed) & 1 << (port % 64) != 0
+    }
+}
+
+/// Listens for "rdma" on the port of a datagram transport, once; a port that somebody else has is left to them.
+fn listen_beside(netid: Netid, local: SocketAddr) {
+    if listeners::accepted(local) {
+        return;
+    }
+    let Some(fd) = bound_socket(netid, local) else { return };
+    // SAFETY: the descriptor is open and listens; the entry is static.
+    let xprt = unsafe { svc_tli_create(fd.as_raw_fd(), netid.entry(), std::ptr::null(), 0, 0) };
+    if !xprt.is_null() {
+        // It belongs to the transport now.
+        let _ = fd.into_raw_fd();
+    }
+}
+
+/// A listening TCP socket on `local`; `None` when the system refuses.
+fn bound_socket(netid: Netid, local: SocketAddr) -> Option<OwnedFd> {
+    let info = netid.sockinfo();
+    // SAFETY: socket has no preconditions.
+    let fd = unsafe { libc::socket(info.si_af, info.si_socktype | libc::SOCK_CLOEXEC, info.si_proto) };
+    if fd < 0 {
+        return None;
+    }
+    // SAFETY: opened above, and given to nobody.
+    let socket = unsafe { OwnedFd::from_raw_fd(fd) };
+    let on: c_int = 1;
+    let mut options = vec![(libc::SOL_SOCKET, libc::SO_REUSEADDR)];
+    if local.is_ipv6() {
+        options.push((libc::IPPROTO_IPV6, libc::IPV6_V6ONLY));
+    }
+    for (level, option) in options {
+        // SAFETY: the value is an int, and its size is passed.
+        unsafe { libc::setsockopt(fd, level, option, (&raw const on).cast(), size_of::<c_int>() as u32) };
+    }
+    let address = Sockaddr::from(local);
+    let bytes = address.as_bytes();
+    // SAFETY: the bytes are a socket address of that length.
+    if unsafe { libc::bind(fd, bytes.as_ptr().cast(), bytes.len() as u32) } != 0 {
+        return None;
+    }
+    // SAFETY: an open socket.
+    if unsafe { libc::listen(fd, libc::SOMAXCONN) } != 0 { None } else { Some(socket) }
+}
+
+/// The internet address in a netbuf.
+///
+/// # Safety
+/// `address` is NULL or a netbuf whose buffer holds `len` bytes.
+unsafe fn socket_address(address: *const netbuf) -> Option<SocketAddr> {
+    // SAFETY: by the contract.
+    let address = unsafe { ffi::reference(address) }?;
+    // SAFETY: by the contract.
+    let bytes = unsafe { ffi::bytes(address.buf.cast(), address.len as usize) }.ok()?;
+    Sockaddr::parse(bytes)
+}
+
+/// The internet address to which a socket is bound; `None` for other files.
+fn local_address(fd: c_int) -> Option<SocketAddr> {
+    if fd < 0 {
+        return None;
+    }
+    // SAFETY: used for one getsockname and not closed; a number that is no socket is answered with an error.
+    let socket = ManuallyDrop::new(unsafe { TcpListener::from_raw_fd(fd) });
+    socket.local_addr().ok()
+}
+
+fn listens(fd: c_int) -> bool {
+    socket_option(fd, libc::SO_ACCEPTCONN) == Some(1)
+}
+
+fn socket_option(fd: c_int, option: c_int) -> Option<c_int> {
+    let mut value: c_int = 0;
+    let mut length = size_of::<c_int>() as libc::socklen_t;
+    // SAFETY: value and length are writable and of the size that is passed.
+    let done =
+        unsafe { libc::getsockopt(fd, libc::SOL_SOCKET, option, (&raw mut value).cast(), &mut length) };
+    if done == 0 { Some(value) } else { None }
+}
+
+/// Whether an address lies in the object that libtirpc is.
+fn is_libtirpcs(address: *const c_void) -> bool {
+    let Ok(known) = real::XPRT_REGISTER.get() else { return false };
+    object(address).is_some_and(|base| Some(base) == object(known as *const c_void))
+}
+
+/// The base address of the object that holds `address`.
+fn object(address: *const c_void) -> Option<usize> {
+    let mut info = libc::Dl_info {
+        dli_fname: std::ptr::null(),
+        dli_fbase: null_mut(),
+        dli_sname: std::ptr::null(),
+        dli_saddr: null_mut(),
+    };
+    // SAFETY: any address may be asked for; info is writable.
+    let found = unsafe { libc::dladdr(address, &mut info) };
+    if found == 0 { None } else { Some(info.dli_fbase.addr()) }
+}
+
+/// `stock` with our text behind it, in a buffer of this thread; `stock` itself without a text.
+///
+/// # Safety
+/// `stock` is NULL or a string.
+unsafe fn explained(stock: *mut c_char, explanation: Option<String>) -> *mut c_char {
+    thread_local! {
+        static TEXT: RefCell<Vec<u8>> = const { RefCell::new(Vec::new()) };
+    }
+    let Some(explanation) = explanation else { return stock };
+    // SAFETY: by the contract.
+    let start = unsafe { ffi::cstr(stock) }.map_or(&b""[..], CStr::to_bytes);
+    let text = [start.trim_ascii_end(), b"; ", explanation.replace('\0', " ").as_bytes(), b"\0"].concat();
+    TEXT.try_with(|buffer| {
+        let mut buffer = buffer.borrow_mut();
+        *buffer = text;
+        buffer.as_mut_ptr().cast()
+    })
+    .unwrap_or(stock)
+}
+
+/// The word from `clnt_tli_create` to the `clnt_vc_create` in which it ends.
+struct RdmaWanted(());
+
+thread_local! {
+    static RDMA_WANTED: Cell<bool> = const { Cell::new(false) };
+}
+
+impl RdmaWanted {
+    fn set() -> RdmaWanted {
+        RDMA_WANTED.set(true);
+        RdmaWanted(())
+    }
+
+    fn take() -> bool {
+        RDMA_WANTED.replace(false)
+    }
+}
+
+impl Drop for RdmaWanted {
+    fn drop(&mut self) {
+        // The creator may have failed before it came to clnt_vc_create.
+        RDMA_WANTED.set(false);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn listener() -> TcpListener {
+        TcpListener::bind("127.0.0.1:0").expect("loopback")
+    }
+
+    #[test]
+    fn a_connection_belongs_to_its_listener_until_that_is_closed() {
+        let rdma = listener();
+        let other = listener();
+        listeners::add(rdma.as_raw_fd()).expect("a slot");
+        let at = rdma.local_addr().expect("bound");
+        assert!(listeners::accepted(at));
+        assert!(!listeners::accepted(other.local_addr().expect("bound")));
+        drop(rdma);
+        assert!(!listeners::accepted(at));
+        // Their slots are used again: there are not so many.
+        for _ in 0..600 {
+            listeners::add(listener().as_raw_fd()).expect("a slot");
+        }
+    }
+
+    #[test]
+    fn every_port_has_its_own_bit() {
+        for port in [0, 63, 64, 2049, 65535] {
+            assert!(!ports::contain(port));
+            ports::add(port);
+            assert!(ports::contain(port));
+        }
+        assert!(!ports::contain(1));
+    }
+
+    #[test]
+    fn the_explanation_follows_the_stock_text_and_cannot_cut_it() {
+        let stock = c"client: RPC: Program not registered\n".as_ptr().cast_mut();
+        // SAFETY: a string, which is not written.
+        assert_eq!(unsafe { explained(stock, None) }, stock);
+        // SAFETY: as above.
+        let text = unsafe { explained(stock, Some("see\0this".into())) };
+        // SAFETY: NUL-terminated by the function.
+        let text = unsafe { CStr::from_ptr(text) };
+        assert_eq!(text, c"client: RPC: Program not registered; see this");
+    }
+
+    #[test]
+    fn the_taddr_of_an_rdma_uaddr_comes_from_the_stock_functions() {
+        unsafe extern "C" {
+            fn uaddr2taddr(nconf: *const netconfig, uaddr: *const c_char) -> *mut netbuf;
+            fn taddr2uaddr(nconf: *const netconfig, address: *const netbuf) -> *mut c_char;
+        }
+        for (netid, uaddr, address) in [
+            (Netid::Rdma, c"127.0.0.1.78.81", "127.0.0.1:20049"),
+            (Netid::Rdma6, c"::1.78.81", "[::1]:20049"),
+        ] {
+            // SAFETY: a static entry and a string.
+            let taddr = unsafe { uaddr2taddr(netid.entry(), uaddr.as_ptr()) };
+            // SAFETY: made by libtirpc.
+            let parsed = unsafe { socket_address(taddr) }.expect("an address");
+            assert_eq!(parsed, address.parse().expect("an address"));
+            // SAFETY: made by libtirpc.
+            let back = unsafe { taddr2uaddr(netid.entry(), taddr) };
+            // SAFETY: a string, or NULL.
+            assert_eq!(unsafe { ffi::cstr(back) }, Some(uaddr));
+        }
+    }
+}

@@ -1,0 +1,625 @@
+//! The netids "rdma" and "rdma6": what netconfig, name-to-address translation and rpcbind say about them.
+//!
+//! Owned here: the two netconfig entries, which exist in no file; the handles that `__rpc_setconf` gives out for the
+//! nettypes "rdma" and "rdma6"; addresses as libtirpc wants them; the look-up of a program at a host's rpcbind.
+//!
+//! Left to others: [`super::interpose`] decides when to ask; the stock `taddr2uaddr`, `uaddr2taddr` and
+//! `__rpc_nconf2fd` work for both netids as soon as `__rpc_nconf2sockinfo` says that they are TCP sockets.
+//!
+//! Invariants:
+//! - `/etc/netconfig` never gets such an entry: libtirpc alone takes the unknown netid for descriptor 0 and closes it.
+//! - `nc_proto` is "rdma", so that no class of nettypes and not `__rpc_getconfip("tcp")` picks the entries up, and the
+//!   flag is "-", so that only who asks gets them.
+//! - rpcbind is asked with RPCBPROC_DUMP (RFC 1833 §2.2.1) and never with GETADDR: that one ignores the netid of the
+//!   question, answers for the transport on which it came in, and so may return the port of the TCP service.
+//! - No lock and no allocation in the handles: fork and signal handlers cannot meet them half-way.
+#![allow(unsafe_code)]
+
+use std::ffi::{CStr, c_char, c_ulong, c_void};
+use std::io;
+use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr, SocketAddrV4, SocketAddrV6, ToSocketAddrs};
+use std::ptr::{null, null_mut};
+use std::sync::atomic::{AtomicU8, Ordering};
+
+use crate::error::{Error, Kind, clnt_stat};
+use crate::ffi::{self, Inside};
+use crate::tirpc::{
+    __rpc_createerr, __rpc_sockinfo, CLIENT, RPC_ANYFD, RPCBPROG, clnt_ops, control, nc, netbuf, netconfig,
+    real, rpc_err, rpcblist, xdr_free, xdr_rpcblist_ptr, xdr_void,
+};
+
+/// The port of rpcbind.
+pub const RPCBIND_PORT: u16 = 111;
+
+/// A netid of this library.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Netid {
+    /// RPC over RDMA, addressed by IPv4.
+    Rdma,
+    /// RPC over RDMA, addressed by IPv6.
+    Rdma6,
+}
+
+impl Netid {
+    /// The netid with this name.
+    pub fn named(name: &CStr) -> Option<Netid> {
+        [Netid::Rdma, Netid::Rdma6].into_iter().find(|netid| netid.name() == name)
+    }
+
+    /// The netid of `nconf`, if it is one of ours.
+    ///
+    /// # Safety
+    /// `nconf` is NULL or points to a netconfig entry.
+    pub unsafe fn of(nconf: *const netconfig) -> Option<Netid> {
+        // SAFETY: by the contract.
+        unsafe { name_of(nconf) }.and_then(Netid::named)
+    }
+
+    /// The netid that moves the stock transport of `nconf`, and that transport's family of netids: "tcp" or "udp".
+    ///
+    /// # Safety
+    /// `nconf` is NULL or points to a netconfig entry.
+    pub unsafe fn beside(nconf: *const netconfig) -> Option<(Netid, &'static str)> {
+        // SAFETY: by the contract.
+        match unsafe { name_of(nconf) }?.to_bytes() {
+            b"tcp" => Some((Netid::Rdma, "tcp")),
+            b"tcp6" => Some((Netid::Rdma6, "tcp")),
+            b"udp" => Some((Netid::Rdma, "udp")),
+            b"udp6" => Some((Netid::Rdma6, "udp")),
+            _ => None,
+        }
+    }
+
+    /// The name.
+    pub fn name(self) -> &'static CStr {
+        match self {
+            Netid::Rdma => c"rdma",
+            Netid::Rdma6 => c"rdma6",
+        }
+    }
+
+    /// What socket(2) is told: a connection is a TCP connection of the program, whatever device it is moved to.
+    pub fn sockinfo(self) -> __rpc_sockinfo {
+        let (si_af, si_alen) = match self {
+            Netid::Rdma => (libc::AF_INET, size_of::<libc::sockaddr_in>()),
+            Netid::Rdma6 => (libc::AF_INET6, size_of::<libc::sockaddr_in6>()),
+        };
+        __rpc_sockinfo {
+            si_af,
+            si_proto: libc::IPPROTO_TCP,
+            si_socktype: libc::SOCK_STREAM,
+            si_alen: si_alen as i32,
+        }
+    }
+
+    /// The entry, for callers that do not free it.
+    pub fn entry(self) -> *const netconfig {
+        static ENTRIES: [Entry; 2] = [Entry::new(Netid::Rdma), Entry::new(Netid::Rdma6)];
+        &ENTRIES[self as usize].0
+    }
+
+    /// A copy of the entry that `freenetconfigent` can free: the structure and one block of strings, which
+    /// starts with the netid.
+    ///
+    /// # Errors
+    /// No memory.
+    pub fn allocate(self) -> Result<*mut netconfig, Error> {
+        let none = || Error::new(Kind::Os(libc::ENOMEM), "no memory for a netconfig entry");
+        let strings = [self.name(), self.family_name(), c"rdma", c"-"];
+        let mut block = Vec::new();
+        let starts = strings.map(|string| {
+            let start = block.len();
+            block.extend_from_slice(string.to_bytes_with_nul());
+            start
+        });
+        // SAFETY: malloc has no preconditions.
+        let text = unsafe { libc::malloc(block.len()) }.cast::<c_char>();
+        if text.is_null() {
+            return Err(none());
+        }
+        // SAFETY: malloc has no preconditions.
+        let nconf = unsafe { libc::malloc(size_of::<netconfig>()) }.cast::<netconfig>();
+        if nconf.is_null() {
+            // SAFETY: allocated above, and given to nobody.
+            unsafe { libc::free(text.cast()) };
+            return Err(none());
+        }
+        // SAFETY: `text` has room for the block and cannot overlap it.
+        unsafe { text.cast::<u8>().copy_from_nonoverlapping(block.as_ptr(), block.len()) };
+        let [nc_netid, nc_protofmly, nc_proto, nc_device] = starts.map(|start| text.wrapping_add(start));
+        let fields = netconfig { nc_netid, nc_protofmly, nc_proto, nc_device, ..Entry::new(self).0 };
+        // SAFETY: `nconf` has room and malloc's alignment.
+        unsafe { nconf.write(fields) };
+        Ok(nconf)
+    }
+
+    const fn family_name(self) -> &'static CStr {
+        match self {
+            Netid::Rdma => c"inet",
+            Netid::Rdma6 => c"inet6",
+        }
+    }
+
+    fn is_family_of(self, address: &SocketAddr) -> bool {
+        address.is_ipv4() == (self == Netid::Rdma)
+    }
+}
+
+/// `nc_netid` of an entry.
+///
+/// # Safety
+/// `nconf` is NULL or points to a netconfig entry, which outlives the name.
+unsafe fn name_of<'a>(nconf: *const netconfig) -> Option<&'a CStr> {
+    // SAFETY: by the contract.
+    let nconf = unsafe { ffi::reference(nconf) }?;
+    // SAFETY: a netid is NULL or a NUL-terminated string that lives as long as its entry.
+    unsafe { ffi::cstr(nconf.nc_netid) }
+}
+
+struct Entry(netconfig);
+
+// SAFETY: the entry and its strings are never written.
+unsafe impl Sync for Entry {}
+
+impl Entry {
+    const fn new(netid: Netid) -> Entry {
+        let (name, family) = match netid {
+            Netid::Rdma => (c"rdma", c"inet"),
+            Netid::Rdma6 => (c"rdma6", c"inet6"),
+        };
+        Entry(netconfig {
+            nc_netid: name.as_ptr().cast_mut(),
+            nc_semantics: nc::NC_TPI_COTS_ORD,
+            nc_flag: nc::NC_NOFLAG,
+            nc_protofmly: family.as_ptr().cast_mut(),
+            nc_proto: c"rdma".as_ptr().cast_mut(),
+            nc_device: c"-".as_ptr().cast_mut(),
+            nc_nlookups: 0,
+            nc_lookups: null_mut(),
+            nc_unused: [0 as c_ulong; 9],
+        })
+    }
+}
+
+/// The handles that `__rpc_setconf` gives out for our nettypes.
+///
+/// A handle is the address of its slot, so that ours are told from libtirpc's by where they point; the slot counts
+/// what `__rpc_getconf` has still to return, plus one. Programs hold a handle during one creation only.
+pub mod nettype {
+    use super::*;
+
+    static SLOTS: [AtomicU8; 4096] = [const { AtomicU8::new(FREE) }; 4096];
+    const FREE: u8 = 0;
+    const NOTHING_LEFT: u8 = 1;
+    const RDMA6_LEFT: u8 = 2;
+    const BOTH_LEFT: u8 = 3;
+
+    /// A handle for `nettype`; `None` when it is not ours.
+    ///
+    /// "rdma" stands for both netids, as "tcp" stands for tcp and tcp6; rdma6 is left out on a machine without IPv6.
+    ///
+    /// # Errors
+    /// When thousands of handles are in use.
+    pub fn open(nettype: &CStr) -> Option<Result<*mut c_void, Error>> {
+        let start = match nettype.to_bytes() {
+            name if name.eq_ignore_ascii_case(b"rdma") => BOTH_LEFT,
+            name if name.eq_ignore_ascii_case(b"rdma6") => RDMA6_LEFT,
+            _ => return None,
+        };
+        let free = SLOTS
+            .iter()
+            .find(|slot| slot.compare_exchange(FREE, start, Ordering::Relaxed, Ordering::Relaxed).is_ok());
+        Some(match free {
+            Some(slot) => Ok(slot.as_ptr().cast()),
+            None => {
+                Err(Error::new(Kind::Os(libc::EMFILE), "too many netconfig handles for \"rdma\" are in use"))
+            }
+        })
+    }
+
+    /// The next entry, or NULL after the last; `None` when the handle is not ours.
+    pub fn next(handle: *mut c_void) -> Option<*const netconfig> {
+        let slot = slot(handle)?;
+        let left = slot.load(Ordering::Relaxed);
+        let (netid, after) = match left {
+            BOTH_LEFT => (Netid::Rdma, RDMA6_LEFT),
+            RDMA6_LEFT => (Netid::Rdma6, NOTHING_LEFT),
+            _ => return Some(null()),
+        };
+        slot.store(after, Ordering::Relaxed);
+        if netid == Netid::Rdma6 && !has_ipv6() {
+            return Some(null());
+        }
+        Some(netid.entry())
+    }
+
+    /// Ends the handle; `None` when it is not ours.
+    pub fn close(handle: *mut c_void) -> Option<()> {
+        slot(handle)?.store(FREE, Ordering::Relaxed);
+        Some(())
+    }
+
+    fn slot(handle: *mut c_void) -> Option<&'static AtomicU8> {
+        SLOTS.get(handle.addr().wrapping_sub(SLOTS.as_ptr().addr()))
+    }
+
+    fn has_ipv6() -> bool {
+        // SAFETY: socket has no preconditions.
+        let fd = unsafe {
+            libc::socket(libc::AF_INET6, libc::SOCK_STREAM | libc::SOCK_CLOEXEC, libc::IPPROTO_TCP)
+        };
+        if fd < 0 {
+            return false;
+        }
+        // SAFETY: opened above, and given to nobody.
+        unsafe { libc::close(fd) };
+        true
+    }
+}
+
+/// A socket address in the form that libtirpc wants.
+#[repr(C, align(8))]
+#[derive(Clone, Copy, Debug)]
+pub struct Sockaddr {
+    bytes: [u8; 28],
+    len: u32,
+}
+
+impl Sockaddr {
+    /// The `netbuf` that names it; good as long as `self` is not moved.
+    pub fn netbuf(&mut self) -> netbuf {
+        netbuf { maxlen: self.len, len: self.len, buf: self.bytes.as_mut_ptr().cast() }
+    }
+
+    /// The bytes of the `sockaddr_in` or `sockaddr_in6`.
+    pub fn as_bytes(&self) -> &[u8] {
+        &self.bytes[..self.len as usize]
+    }
+
+    /// Reads a `sockaddr_in` or `sockaddr_in6`.
+    pub fn parse(bytes: &[u8]) -> Option<SocketAddr> {
+        let (family, rest) = bytes.split_first_chunk::<2>()?;
+        let (port, rest) = rest.split_first_chunk::<2>()?;
+        let port = u16::from_be_bytes(*port);
+        match i32::from(u16::from_ne_bytes(*family)) {
+            libc::AF_INET => {
+                let ip = Ipv4Addr::from(*rest.first_chunk::<4>()?);
+                // A sockaddr_in has eight bytes of padding, which nobody reads; libtirpc counts them.
+                Some(SocketAddr::V4(SocketAddrV4::new(ip, port)))
+            }
+            libc::AF_INET6 => {
+                let (flow, rest) = rest.split_first_chunk::<4>()?;
+                let (ip, rest) = rest.split_first_chunk::<16>()?;
+                let scope = u32::from_ne_bytes(*rest.first_chunk::<4>()?);
+                let flow = u32::from_be_bytes(*flow);
+                Some(SocketAddr::V6(SocketAddrV6::new(Ipv6Addr::from(*ip), port, flow, scope)))
+            }
+            _ => None,
+        }
+    }
+}
+
+impl From<SocketAddr> for Sockaddr {
+    fn from(address: SocketAddr) -> Sockaddr {
+        let mut bytes = [0; 28];
+        let family = if address.is_ipv4() { libc::AF_INET } else { libc::AF_INET6 };
+        bytes[..2].copy_from_slice(&(family as u16).to_ne_bytes());
+        bytes[2..4].copy_from_slice(&address.port().to_be_bytes());
+        let len = match address {
+            SocketAddr::V4(v4) => {
+                bytes[4..8].copy_from_slice(&v4.ip().octets());
+                size_of::<libc::sockaddr_in>()
+            }
+            SocketAddr::V6(v6) => {
+                bytes[4..8].copy_from_slice(&v6.flowinfo().to_be_bytes());
+                bytes[8..24].copy_from_slice(&v6.ip().octets());
+                bytes[24..28].copy_from_slice(&v6.scope_id().to_ne_bytes());
+                size_of::<libc::sockaddr_in6>()
+            }
+        };
+        Sockaddr { bytes, len: len as u32 }
+    }
+}
+
+/// The address at which `prog` is registered on `netid` at `host` (this machine if `None`).
+///
+/// The exact version is preferred; any other version of the program will do, as with GETADDR. rpcbind itself is not
+/// asked about rpcbind. `timeout` bounds the call to rpcbind; 60 s, libtirpc's own, if `None`.
+///
+/// The mark of being inside the library must be set: everything here goes over stock tcp.
+///
+/// # Errors
+/// Unknown host, no address of the netid's family, no rpcbind, not registered.
+pub fn look_up(
+    host: Option<&CStr>,
+    prog: u32,
+    vers: u32,
+    netid: Netid,
+    timeout: Option<libc::timeval>,
+    _: &Inside,
+) -> Result<SocketAddr, Error> {
+    let name = host.map_or("localhost".into(), |host| host.to_string_lossy().into_owned());
+    let mut failure = None;
+    for at in resolve(host, &name, netid)? {
+        if prog == RPCBPROG {
+            return Ok(at);
+        }
+        match dump(at, netid, timeout, prog) {
+            Ok(rows) => {
+                return choose(&rows, vers, at, netid).ok_or_else(|| not_registered(prog, netid, &name));
+            }
+            Err(error) => failure = Some(error),
+        }
+    }
+    Err(failure.unwrap_or_else(|| not_registered(prog, netid, &name)))
+}
+
+fn not_registered(prog: u32, netid: Netid, host: &str) -> Error {
+    let netid = netid.name().to_string_lossy();
+    let text = format!("program {prog} is not registered on netid {netid} at {host} (see rpcinfo {host})");
+    Error::new(Kind::NotRegistered, text)
+}
+
+/// The addresses of `host` in the family of `netid`, with rpcbind's port; never empty.
+fn resolve(host: Option<&CStr>, name: &str, netid: Netid) -> Result<Vec<SocketAddr>, Error> {
+    let Some(_) = host else {
+        let here = match netid {
+            Netid::Rdma => IpAddr::V4(Ipv4Addr::LOCALHOST),
+            Netid::Rdma6 => IpAddr::V6(Ipv6Addr::LOCALHOST),
+        };
+        return Ok(vec![SocketAddr::new(here, RPCBIND_PORT)]);
+    };
+    let found = (name, RPCBIND_PORT)
+        .to_socket_addrs()
+        .map_err(|error| Error::new(Kind::UnknownHost, format!("{name}: {error}")))?;
+    let mut found: Vec<_> = found.filter(|address| netid.is_family_of(address)).collect();
+    found.dedup();
+    if found.is_empty() {
+        let family = netid.family_name().to_string_lossy();
+        return Err(Error::new(Kind::NoAddress, format!("{name} has no {family} address")));
+    }
+    Ok(found)
+}
+
+/// A mapping of the program in question.
+#[derive(Debug, PartialEq, Eq)]
+struct Row {
+    vers: u32,
+    uaddr: String,
+}
+
+/// Chooses a row and says where it really is, as seen from a client of the host at `at`.
+fn choose(rows: &[Row], vers: u32, at: SocketAddr, netid: Netid) -> Option<SocketAddr> {
+    let usable = |row: &Row| {
+        let mut address = parse_uaddr(&row.uaddr, netid)?;
+        if address.ip().is_unspecified() {
+            // The scope comes with it: a link-local host is reachable only through its interface.
+            address = SocketAddr::new(at.ip(), address.port());
+            if let (SocketAddr::V6(address), SocketAddr::V6(at)) = (&mut address, &at) {
+                address.set_scope_id(at.scope_id());
+            }
+        }
+        // Another host's loopback is not ours: connecting there would reach some service of this machine.
+        if address.ip().is_loopback() && !at.ip().is_loopback() {
+            return None;
+        }
+        Some(address)
+    };
+    let exact = rows.iter().filter(|row| row.vers == vers).find_map(usable);
+    exact.or_else(|| rows.iter().find_map(usable))
+}
+
+/// A universal address (RFC 5665 §5.2.3.3 and §5.2.3.4): the host's address, and the port as two decimal octets.
+fn parse_uaddr(uaddr: &str, netid: Netid) -> Option<SocketAddr> {
+    let (rest, low) = uaddr.rsplit_once('.')?;
+    let (ip, high) = rest.rsplit_once('.')?;
+    let ip = match netid {
+        Netid::Rdma => IpAddr::V4(ip.parse().ok()?),
+        Netid::Rdma6 => IpAddr::V6(ip.split('%').next()?.parse().ok()?),
+    };
+    let port = u16::from_be_bytes([high.parse().ok()?, low.parse().ok()?]);
+    if port == 0 { None } else { Some(SocketAddr::new(ip, port)) }
+}
+
+/// What rpcbind at `at` lists for `prog` on `netid`.
+fn dump(at: SocketAddr, netid: Netid, timeout: Option<libc::timeval>, prog: u32) -> Result<Vec<Row>, Error> {
+    let create = real::CLNT_TLI_CREATE.get()?;
+    let mut address = Sockaddr::from(at);
+    let mut address = address.netbuf();
+    // Our own entry does for the stock function: it asks for a TCP socket of the right family and nothing more.
+    // SAFETY: the entry and the address live across the call; the entry is not written.
+    let clnt = unsafe { create(RPC_ANYFD, netid.entry(), &mut address, RPCBPROG, RPCBVERS4, 0, 0) };
+    // SAFETY: NULL, or a handle that only we know, until it is destroyed below.
+    let Some(handle) = (unsafe { ffi::reference(clnt) }) else {
+        // SAFETY: returns the thread's own structure.
+        let why = unsafe { __rpc_createerr() };
+        // SAFETY: written only by this thread, which is here.
+        let why = unsafe { why.read() }.cf_error;
+        return Err(Error::new(Kind::Rpcbind, format!("no rpcbind at {at}: {}", describe(&why))));
+    };
+    // SAFETY: every handle of libtirpc names its operations for as long as it lives.
+    let Some(ops) = (unsafe { ffi::reference(handle.cl_ops) }) else {
+        return Err(Error::new(Kind::Rpcbind, "libtirpc made a client without operations"));
+    };
+    let timeout = timeout.unwrap_or(libc::timeval { tv_sec: 60, tv_usec: 0 });
+    let mut list: *mut rpcblist = null_mut();
+    let mut status = call_dump(clnt, ops, &mut list, timeout);
+    if status == clnt_stat::PROGVERSMISMATCH {
+        let mut version = RPCBVERS3;
+        if let Some(cl_control) = ops.cl_control {
+            // SAFETY: the handle is live, and CLSET_VERS takes a pointer to 32 bits.
+            unsafe { cl_control(clnt, control::CLSET_VERS, (&raw mut version).cast()) };
+        }
+        status = call_dump(clnt, ops, &mut list, timeout);
+    }
+    let mut error = rpc_err::new(status, 0);
+    if let Some(cl_geterr) = ops.cl_geterr {
+        // SAFETY: the handle is live and `error` writable.
+        unsafe { cl_geterr(clnt, &mut error) };
+    }
+    if let Some(cl_destroy) = ops.cl_destroy {
+        // SAFETY: the handle is live, and not used after this.
+        unsafe { cl_destroy(clnt) };
+    }
+    let rows = rows(list, prog, netid);
+    // SAFETY: the proc is the one that decoded the list (which may be empty), and `rows` copied what it keeps.
+    unsafe { xdr_free(Some(xdr_rpcblist_ptr), (&raw mut list).cast()) };
+    if status != clnt_stat::SUCCESS {
+        return Err(Error::new(
+            Kind::Rpcbind,
+            format!("rpcbind at {at} does not list: {}", describe(&error)),
+        ));
+    }
+    Ok(rows)
+}
+
+fn call_dump(clnt: *mut CLIENT, ops: &clnt_ops, list: &mut *mut rpcblist, timeout: libc::timeval) -> u32 {
+    let Some(cl_call) = ops.cl_call else { return clnt_stat::FAILED };
+    let results = std::ptr::from_mut(list).cast();
+    // SAFETY: `clnt` is live, xdr_void needs no object, and xdr_rpcblist_ptr decodes into a list pointer.
+    unsafe {
+        cl_call(clnt, RPCBPROC_DUMP, Some(xdr_void), null_mut(), Some(xdr_rpcblist_ptr), results, timeout)
+    }
+}
+
+fn rows(mut list: *mut rpcblist, prog: u32, netid: Netid) -> Vec<Row> {
+    let mut rows = Vec::new();
+    // SAFETY: a decoded list ends with NULL, and nothing else knows it.
+    while let Some(entry) = unsafe { ffi::reference(list) } {
+        let map = &entry.rpcb_map;
+        // SAFETY: a decoded string is NULL or NUL-terminated and lives as long as the list.
+        let name = unsafe { ffi::cstr(map.r_netid) };
+        // SAFETY: as above.
+        let uaddr = unsafe { ffi::cstr(map.r_addr) };
+        if let (Some(name), Some(uaddr)) = (name, uaddr)
+            && map.r_prog == prog
+            && name == netid.name()
+        {
+            rows.push(Row { vers: map.r_vers, uaddr: uaddr.to_string_lossy().into_owned() });
+        }
+        list = entry.rpcb_next;
+    }
+    rows
+}
+
+fn describe(error: &rpc_err) -> String {
+    // SAFETY: every variant of the union is made of integers, and all of it is initialised.
+    let errno = unsafe { error.ru.re_errno };
+    match error.re_status {
+        clnt_stat::TIMEDOUT => "timed out".into(),
+        _ if errno > 0 => io::Error::from_raw_os_error(errno).to_string(),
+        status => format!("RPC error {status}"),
+    }
+}
+
+const RPCBVERS3: u32 = 3;
+const RPCBVERS4: u32 = 4;
+const RPCBPROC_DUMP: u32 = 4;
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::tirpc::freenetconfigent;
+
+    fn row(vers: u32, uaddr: &str) -> Row {
+        Row { vers, uaddr: uaddr.into() }
+    }
+
+    fn address(text: &str) -> SocketAddr {
+        text.parse().expect("an address")
+    }
+
+    #[test]
+    fn an_allocated_entry_equals_the_static_one_and_freenetconfigent_frees_it() {
+        for netid in [Netid::Rdma, Netid::Rdma6] {
+            let nconf = netid.allocate().expect("memory");
+            // SAFETY: allocated above.
+            let fields = unsafe { ffi::reference(nconf) }.expect("not NULL");
+            let strings = [fields.nc_netid, fields.nc_protofmly, fields.nc_proto, fields.nc_device];
+            // SAFETY: all four are NUL-terminated.
+            let strings = strings.map(|string| unsafe { ffi::cstr(string) }.expect("not NULL"));
+            assert_eq!(strings, [netid.name(), netid.family_name(), c"rdma", c"-"]);
+            assert_eq!((fields.nc_semantics, fields.nc_flag), (3, 0));
+            assert!(fields.nc_lookups.is_null());
+            // SAFETY: a live entry.
+            assert_eq!(unsafe { Netid::of(nconf) }, Some(netid));
+            // SAFETY: in its layout, and not used after this.
+            unsafe { freenetconfigent(nconf) };
+            // SAFETY: static.
+            assert_eq!(unsafe { Netid::of(netid.entry()) }, Some(netid));
+        }
+        // SAFETY: NULL is allowed.
+        assert_eq!(unsafe { Netid::of(null()) }, None);
+    }
+
+    #[test]
+    fn a_handle_for_rdma_iterates_both_netids_and_others_are_not_ours() {
+        assert!(nettype::open(c"tcp").is_none());
+        let handle = nettype::open(c"RDMA").expect("ours").expect("free");
+        let second = nettype::open(c"rdma6").expect("ours").expect("free");
+        assert_ne!(handle, second);
+        assert_eq!(nettype::next(handle), Some(Netid::Rdma.entry()));
+        nettype::next(handle).expect("ours");
+        assert_eq!(nettype::next(handle), Some(null()));
+        assert_eq!(nettype::close(handle), Some(()));
+        assert_eq!(nettype::close(second), Some(()));
+        let mut foreign = 0u8;
+        assert_eq!(nettype::next((&raw mut foreign).cast()), None);
+        assert_eq!(nettype::close(null_mut()), None);
+    }
+
+    #[test]
+    fn a_socket_address_survives_the_way_to_libtirpc_and_back() {
+        for text in ["10.1.2.3:20049", "[fe80::1%7]:20049", "[::]:1"] {
+            let sockaddr = Sockaddr::from(address(text));
+            assert_eq!(Sockaddr::parse(sockaddr.as_bytes()), Some(address(text)));
+            for length in 0..8 {
+                assert_eq!(Sockaddr::parse(&sockaddr.as_bytes()[..length]), None);
+            }
+        }
+        assert_eq!(Sockaddr::parse(&[0; 28]), None);
+    }
+
+    #[test]
+    fn the_exact_version_is_chosen_before_any_other() {
+        let at = address("192.0.2.1:111");
+        let rows = [row(1, "192.0.2.1.78.81"), row(3, "192.0.2.1.8.1")];
+        assert_eq!(choose(&rows, 3, at, Netid::Rdma), Some(address("192.0.2.1:2049")));
+        assert_eq!(choose(&rows, 2, at, Netid::Rdma), Some(address("192.0.2.1:20049")));
+        assert_eq!(choose(&[], 2, at, Netid::Rdma), None);
+    }
+
+    #[test]
+    fn a_wildcard_address_becomes_the_hosts_with_its_scope() {
+        let at = address("[fe80::9%3]:111");
+        assert_eq!(choose(&[row(1, "::.78.81")], 1, at, Netid::Rdma6), Some(address("[fe80::9%3]:20049")));
+        let at = address("192.0.2.1:111");
+        assert_eq!(choose(&[row(1, "0.0.0.0.78.81")], 1, at, Netid::Rdma), Some(address("192.0.2.1:20049")));
+    }
+
+    #[test]
+    fn the_loopback_of_another_host_is_not_connected_to() {
+        let rows = [row(1, "127.0.0.1.78.81")];
+        assert_eq!(choose(&rows, 1, address("192.0.2.1:111"), Netid::Rdma), None);
+        assert_eq!(choose(&rows, 1, address("127.0.0.1:111"), Netid::Rdma), Some(address("127.0.0.1:20049")));
+    }
+
+    #[test]
+    fn a_senseless_universal_address_is_passed_over() {
+        for uaddr in
+            ["", ".", "1.2.3.4", "1.2.3.4.5", "1.2.3.4.256.1", "1.2.3.4.0.0", "::1.78.81", "1.2.3.4.78.81.9"]
+        {
+            assert_eq!(parse_uaddr(uaddr, Netid::Rdma), None, "{uaddr}");
+        }
+        assert_eq!(parse_uaddr("fe80::1%eth0.78.81", Netid::Rdma6), Some(address("[fe80::1]:20049")));
+        assert_eq!(parse_uaddr("1.2.3.4.78.81", Netid::Rdma6), None);
+    }
+
+    #[test]
+    fn a_host_without_an_address_of_the_family_is_told_from_an_unknown_one() {
+        let wrong_family = resolve(Some(c"127.0.0.1"), "127.0.0.1", Netid::Rdma6).expect_err("IPv4 only");
+        assert_eq!(wrong_family.kind(), Kind::NoAddress);
+        let here = resolve(None, "localhost", Netid::Rdma6).expect("loopback");
+        assert_eq!(here, [address("[::1]:111")]);
+    }
+}

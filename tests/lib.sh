@@ -1,0 +1,71 @@
+# Sourced by the shell tests, the demo and the benchmark: a scratch directory that always goes away, children that
+# always end, result lines that all look alike, and the one place that knows how the library is put into a program
+# and what its log looks like.
+#
+# RPCRDMA_LIB names the library (default: build/librpcrdma.so.0). Needs bash.
+set -u
+export LC_ALL=C
+top=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+RPCRDMA_LIB=$(realpath -m "${RPCRDMA_LIB:-$top/build/librpcrdma.so.0}")
+export RPCRDMA_LIB
+unset RPCRDMA_REDIRECT RPCRDMA_LOG RPCRDMA_FALLBACK
+scratch=$(mktemp -d "${TMPDIR:-/tmp}/rpcrdma.XXXXXX")
+children=()
+passed=0 failed=0 skipped=0
+
+clean_up() {
+    local pid
+    for pid in "${children[@]}"; do kill "$pid" 2>/dev/null; done
+    for pid in "${children[@]}"; do wait "$pid" 2>/dev/null; done
+    cd / && rm -rf "$scratch"
+}
+trap clean_up EXIT
+trap 'exit 130' INT TERM
+
+# The result lines. FAIL takes an optional file whose last lines tell why.
+ok()   { passed=$((passed + 1)); echo "ok    $1"; }
+skip() { skipped=$((skipped + 1)); echo "skip  $1 (${2:-})"; }
+FAIL() {
+    failed=$((failed + 1)); echo "FAIL  $1"
+    if [ -n "${2:-}" ] && [ -s "$2" ]; then tail -n 20 "$2" | sed 's/^/      | /'; fi
+}
+# Ends the script with the closing line.
+closing() {
+    echo "$passed passed, $failed failed, $skipped skipped"
+    [ "$failed" -eq 0 ]; exit
+}
+
+# wait_for SECONDS COMMAND...: for programs that do not say when they are ready. Polls; never longer than SECONDS.
+wait_for() {
+    local tries=$(($1 * 20)); shift
+    while ! "$@" >/dev/null 2>&1; do
+        tries=$((tries - 1)); [ "$tries" -gt 0 ] || return 1
+        sleep 0.05
+    done
+}
+
+# start_ready COMMAND...: starts a server of ours and returns when it has printed "READY port". Sets server, port.
+# Its standard error goes to $log, if that is set.
+start_ready() {
+    local fd word
+    exec {fd}< <(exec "$@" 2>>"${log:-/dev/stderr}")
+    server=$!; children+=("$server"); port=
+    read -r -t 30 -u "$fd" word port || true
+    # The pipe stays open: a server that prints later must not die of it.
+    [ "${word:-}" = READY ] && [ -n "$port" ]
+}
+
+# stop PID: ends a child and waits for its end.
+stop() { kill "$1" 2>/dev/null; wait "$1" 2>/dev/null; return 0; }
+
+# Prefixes of a command: with the library, for programs that name netid "rdma" themselves; and moved, for programs
+# that know only "tcp".
+preloaded=(env LD_PRELOAD="$RPCRDMA_LIB")
+moved=(env LD_PRELOAD="$RPCRDMA_LIB" RPCRDMA_REDIRECT=tcp)
+
+# spoke_rdma LOG: does this log (RPCRDMA_LOG=info) say that a connection was made over RDMA?
+# fell_back LOG: does it say that tcp was taken instead?
+rdma_line='rdma.*(established|accepted|connected)|(established|accepted|connected).*rdma'
+tcp_line='(tcp.*(fall|instead)|fall(s|ing)? ?back.*tcp)'
+spoke_rdma() { grep -Eiq "$rdma_line" "$1"; }
+fell_back() { grep -Eiq "$tcp_line" "$1"; }

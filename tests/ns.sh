@@ -1,0 +1,28 @@
+#!/bin/bash
+# ns.sh COMMAND...: a network of one's own for one command.
+#
+# Gives COMMAND a private network (loopback only), a private /run, private process ids and a stock rpcbind of its
+# own, so that servers can take the ports and the program numbers that they have in real life without disturbing the
+# machine. When COMMAND ends, everything that it started ends too. Needs root: rpcbind itself refuses an ordinary
+# user, even inside a user namespace.
+#
+# Environment: NO_RPCBIND=1 leaves rpcbind out.
+set -u
+if [ "${RPCRDMA_NS:-}" != entered ]; then
+    RPCRDMA_NS=entered exec unshare --net --mount --pid --fork --kill-child --mount-proc bash "$0" "$@"
+fi
+unset RPCRDMA_NS
+mount -t tmpfs tmpfs /run
+mount -t sysfs sysfs /sys 2>/dev/null      # /sys/class/net of the new network, where the sandbox allows it
+ip link set lo up
+if [ -z "${NO_RPCBIND:-}" ]; then
+    mkdir -p /run/rpcbind /run/sendsigs.omit.d
+    chown _rpc /run/rpcbind 2>/dev/null
+    /sbin/rpcbind -f -w >/dev/null 2>&1 &
+    for _ in $(seq 100); do
+        rpcinfo -s 127.0.0.1 >/dev/null 2>&1 && break
+        sleep 0.05
+    done
+    rpcinfo -s 127.0.0.1 >/dev/null 2>&1 || { echo "ns.sh: rpcbind does not answer" >&2; exit 1; }
+fi
+"$@"

@@ -147,6 +147,15 @@ impl Encoder {
         self.state().copied
     }
 
+    /// Puts whole XDR words, as an xdrproc does with `XDR_PUTBYTES`. False without memory or over the limit.
+    #[must_use]
+    pub fn put(&mut self, words: &[u8]) -> bool {
+        // SAFETY: the stream is alive until `drop`, and `&mut self` makes this the only reference to it.
+        let state = unsafe { &mut (*self.stream.as_ptr()).state };
+        // SAFETY: `words` is readable for its length.
+        (unsafe { state.put_bytes(words.as_ptr(), words.len()) }) == TRUE
+    }
+
     /// Makes every put fail that would end beyond `bytes`. The default is just short of 4 GiB, as is the
     /// maximum.
     pub fn set_limit(&mut self, bytes: usize) {
@@ -192,25 +201,7 @@ impl Drop for Encoder {
 // SAFETY: an Encoder owns all that its pointers point to; nothing is bound to the thread that made it.
 unsafe impl Send for Encoder {}
 
-/// A piece of a received message.
-#[derive(Debug)]
-pub enum Source {
-    /// A Receive, given back by `into_sources`.
-    Buf(Buf),
-    /// A part of shared memory.
-    Region(Region),
-}
-
-impl Source {
-    fn bytes(&self) -> &[u8] {
-        match self {
-            Source::Buf(buf) => buf,
-            Source::Region(region) => region,
-        }
-    }
-}
-
-/// The stream that a message is decoded from: the concatenation of its sources.
+/// The stream that a message is decoded from: the concatenation of its pieces.
 pub struct Decoder {
     /// From `Box::leak`, as in [`Encoder`].
     stream: NonNull<Stream<Decoding>>,
@@ -218,8 +209,8 @@ pub struct Decoder {
 
 impl Decoder {
     /// A stream over `segments`, in order. A stream ends at 4 GiB, where the positions of XDR end.
-    pub fn new(segments: Vec<Source>) -> Decoder {
-        let sum = segments.iter().fold(0usize, |sum, s| sum.saturating_add(s.bytes().len()));
+    pub fn new(segments: Vec<Region>) -> Decoder {
+        let sum = segments.iter().fold(0usize, |sum, s| sum.saturating_add(s.len()));
         let mut state = Decoding {
             sources: segments,
             index: 0,
@@ -252,14 +243,6 @@ impl Decoder {
     /// Bytes that were copied into the program's memory: all that left through `x_getbytes`, pads included.
     pub fn copied(&self) -> u64 {
         self.state().copied
-    }
-
-    /// The sources, to recycle them.
-    pub fn into_sources(self) -> Vec<Source> {
-        let stream = self.stream;
-        std::mem::forget(self);
-        // SAFETY: `stream` came from `Box::leak` in `new`, and `drop` does not run any more.
-        unsafe { Box::from_raw(stream.as_ptr()) }.state.sources
     }
 
     fn state(&self) -> &Decoding {
@@ -451,7 +434,7 @@ impl Encoding {
 
 /// State of a [`Decoder`].
 struct Decoding {
-    sources: Vec<Source>,
+    sources: Vec<Region>,
     /// The current source.
     index: usize,
     /// Position of the end of the current source.
@@ -476,7 +459,7 @@ impl Decoding {
 
     /// Goes to the first byte of source `index`, which lies at `position`.
     fn enter(&mut self, index: usize, position: usize) {
-        let bytes = self.sources.get(index).map_or(&[][..], Source::bytes);
+        let bytes = self.sources.get(index).map_or(&[][..], |source| source);
         self.index = index;
         // INVARIANT: the current source is `next .. next + left`, cut where the stream ends.
         self.left = bytes.len().min(self.total - position);
@@ -964,15 +947,7 @@ mod tests {
     }
 
     fn decoder(pieces: &[&[u8]]) -> Decoder {
-        let source = |(i, piece): (usize, &&[u8])| match (Region::copy_from(piece).unwrap(), i % 2) {
-            (region, 0) => Source::Region(region),
-            _ => {
-                let mut buf = Buf::with_capacity(1).unwrap();
-                buf.extend(piece).unwrap();
-                Source::Buf(buf)
-            }
-        };
-        Decoder::new(pieces.iter().enumerate().map(source).collect())
+        Decoder::new(pieces.iter().map(|piece| Region::copy_from(piece).unwrap()).collect())
     }
 
     fn ops(xdrs: *mut XDR) -> &'static XdrOps {
@@ -1085,7 +1060,6 @@ mod tests {
             assert_eq!(unsafe { sample(decoder.xdr(), (&raw mut object).cast()) }, TRUE);
             object.check();
             assert_eq!((decoder.position(), decoder.remaining()), (message.len(), 0));
-            assert_eq!(decoder.into_sources().len(), pieces.len());
             // SAFETY: decoded by this very procedure.
             unsafe { free(Some(sample), (&raw mut object).cast()) };
             assert!(object.bytes.is_null() && object.string.is_null() && object.array.is_null());
@@ -1351,7 +1325,7 @@ mod tests {
     fn decoding_inline_gives_whole_aligned_ranges_of_one_source() {
         let words: Vec<u8> = (0..24).collect();
         let region = Region::copy_from(&words).unwrap();
-        let sources = [(0, 8), (9, 8), (16, 8)].map(|(at, len)| Source::Region(region.slice(at, len)));
+        let sources = [(0, 8), (9, 8), (16, 8)].map(|(at, len)| region.slice(at, len));
         let mut decoder = Decoder::new(sources.into());
         let xdrs = decoder.xdr();
         assert!(inline(xdrs, 12).is_none(), "over the end of a source");

@@ -616,7 +616,7 @@ fn creation<T>(create: impl FnOnce() -> Result<T, Error>) -> Result<T, Error> {
 fn moves(stock: &str, prog: u32) -> bool {
     let Ok(Config { redirect, redirect_programs, .. }) = config::get() else { return false };
     prog != RPCBPROG
-        && redirect.iter().any(|moved| moved == stock)
+        && redirect.iter().any(|moved| moved.name() == stock)
         && redirect_programs.as_ref().is_none_or(|programs| programs.contains(&prog))
 }
 
@@ -641,7 +641,7 @@ unsafe fn moved(xprt: *mut SVCXPRT) -> Option<bool> {
     }
     let config = config::get().ok()?;
     let all = config.redirect_programs.is_none();
-    let tcp = config.redirect.iter().any(|stock| stock == "tcp");
+    let tcp = config.redirect.iter().any(|stock| stock.name() == "tcp");
     let wanted = tcp && local.port() != RPCBIND_PORT && (all || ports::contain(local.port()));
     if wanted { Some(false) } else { None }
 }

@@ -539,3 +539,172 @@ fn check(result: libc::c_int) -> io::Result<libc::c_int> {
 fn check_code(code: libc::c_int) -> io::Result<()> {
     if code == 0 { Ok(()) } else { Err(io::Error::from_raw_os_error(code)) }
 }
+
+/// Processes for tests.
+#[cfg(test)]
+pub mod testing {
+    /// A forked child process.
+    pub struct Child(libc::pid_t);
+
+    /// Forks; the child runs `work` and exits with 0 when it returns true.
+    pub fn fork(work: impl FnOnce() -> bool) -> Child {
+        // SAFETY: the child runs only `work` and _exit; glibc keeps malloc usable in a child of threads.
+        let pid = unsafe { libc::fork() };
+        assert!(pid >= 0, "fork failed");
+        if pid == 0 {
+            let good = std::panic::catch_unwind(std::panic::AssertUnwindSafe(work)).unwrap_or(false);
+            // SAFETY: ends the process at once, without the destructors and buffers that are the parent's.
+            unsafe { libc::_exit(i32::from(!good)) };
+        }
+        Child(pid)
+    }
+
+    impl Child {
+        /// Its process id.
+        pub fn id(&self) -> u32 {
+            self.0 as u32
+        }
+
+        /// Waits for its end; whether its work returned true.
+        pub fn succeeded(self) -> bool {
+            let mut status = 0;
+            loop {
+                // SAFETY: `status` is writable.
+                let pid = unsafe { libc::waitpid(self.0, &raw mut status, 0) };
+                if pid == self.0 {
+                    return libc::WIFEXITED(status) && libc::WEXITSTATUS(status) == 0;
+                }
+            }
+        }
+
+        /// Waits until it has ended, without reaping it.
+        pub fn wait_for_zombie(&self) {
+            let mut info = std::mem::MaybeUninit::<libc::siginfo_t>::zeroed();
+            // SAFETY: `info` is writable.
+            unsafe { libc::waitid(libc::P_PID, self.id(), info.as_mut_ptr(), libc::WEXITED | libc::WNOWAIT) };
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::io::Write;
+    use std::net::TcpListener;
+    use std::os::fd::AsRawFd;
+    use std::os::unix::net::UnixStream;
+
+    #[test]
+    fn a_gathered_send_arrives_in_a_scattered_receive_and_nothing_blocks() {
+        let (a, b) = UnixStream::pair().unwrap();
+        let mut byte = [0u8; 1];
+        let empty = receive(b.as_raw_fd(), &mut [IoVecMut::from_mut(&mut byte)]);
+        assert_eq!(empty.unwrap_err().kind(), io::ErrorKind::WouldBlock);
+        assert_eq!(send(a.as_raw_fd(), &[IoVec::from_slice(b"ab"), IoVec::from_slice(b"cde")]).unwrap(), 5);
+        assert_eq!(peek(b.as_raw_fd()).unwrap(), Some(b'a'));
+        let (mut x, mut y) = ([0u8; 3], [0u8; 9]);
+        let n = receive(b.as_raw_fd(), &mut [IoVecMut::from_mut(&mut x), IoVecMut::from_mut(&mut y)]).unwrap();
+        assert_eq!((n, &x, &y[..2]), (5, b"abc", &b"de"[..]));
+        drop(a);
+        assert_eq!(peek(b.as_raw_fd()).unwrap(), None);
+        let gone = send(b.as_raw_fd(), &[IoVec::from_slice(b"x")]).unwrap_err();
+        assert_eq!(gone.raw_os_error(), Some(libc::EPIPE));
+    }
+
+    #[test]
+    fn more_pieces_than_one_call_takes_are_sent_in_part() {
+        let (a, _b) = UnixStream::pair().unwrap();
+        let pieces = vec![IoVec::from_slice(b"x"); IOV_MAX + 5];
+        assert_eq!(send(a.as_raw_fd(), &pieces).unwrap(), IOV_MAX);
+    }
+
+    #[test]
+    fn options_of_tcp_are_set_on_tcp_and_ignored_elsewhere() {
+        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+        let stream = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
+        set_nodelay(stream.as_raw_fd()).unwrap();
+        assert!(stream.nodelay().unwrap());
+        assert!(tcp_mss(stream.as_raw_fd()).unwrap() > 500);
+        assert!(own_host(stream.as_raw_fd()));
+        let (a, _b) = UnixStream::pair().unwrap();
+        set_nodelay(a.as_raw_fd()).unwrap();
+        assert_eq!(tcp_mss(a.as_raw_fd()), None);
+        assert!(set_nodelay(-1).is_err());
+    }
+
+    #[test]
+    fn a_socket_is_connected_anew_to_the_same_peer() {
+        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+        let stream = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
+        let (_first, _) = listener.accept().unwrap();
+        reconnect(stream.as_raw_fd()).unwrap();
+        let (second, _) = listener.accept().unwrap();
+        (&stream).write_all(b"x").unwrap();
+        assert!(poll(&mut [PollFd::new(second.as_raw_fd(), true, false)], None, None).unwrap() == 1);
+        assert_eq!(peek(second.as_raw_fd()).unwrap(), Some(b'x'));
+    }
+
+    #[test]
+    fn waiting_ends_with_the_time_or_with_readiness() {
+        let (a, b) = UnixStream::pair().unwrap();
+        let mut fds = [PollFd::new(b.as_raw_fd(), true, false), PollFd::new(a.as_raw_fd(), false, true)];
+        let blocked = BlockedSignals::all();
+        assert_eq!(poll(&mut fds, Some(Duration::ZERO), Some(blocked.before())).unwrap(), 1);
+        assert!(!fds[0].readable() && fds[1].writable());
+        assert!(!wait(b.as_raw_fd(), IN, Some(Duration::from_millis(1)), None).unwrap());
+        (&a).write_all(b"x").unwrap();
+        assert!(wait(b.as_raw_fd(), IN, None, None).unwrap());
+    }
+
+    #[test]
+    fn random_bytes_differ() {
+        let (mut a, mut b) = ([0; 32], [0; 32]);
+        random(&mut a).unwrap();
+        random(&mut b).unwrap();
+        assert_ne!(a, b);
+    }
+
+    #[test]
+    fn a_forked_child_has_another_generation_and_process_id() {
+        let (generation, pid) = (fork_generation(), process_id());
+        let child = testing::fork(|| fork_generation() == generation + 1 && process_id() != pid);
+        let id = child.id();
+        assert!(!process_gone(process_id()));
+        child.wait_for_zombie();
+        assert!(process_gone(id), "a zombie counts as gone");
+        assert!(child.succeeded());
+        assert!(process_gone(id));
+        assert_eq!((fork_generation(), process_id()), (generation, pid));
+    }
+
+    #[test]
+    fn a_page_is_shared_with_a_child_and_its_lock_survives_a_dead_holder() {
+        let page = SharedPage::new().unwrap();
+        let child = testing::fork(|| {
+            page.word(3).store(7, Relaxed);
+            std::mem::forget(page.lock().unwrap().unwrap());
+            true
+        });
+        assert!(child.succeeded());
+        assert_eq!(page.word(3).load(Relaxed), 7);
+        assert!(page.lock().unwrap().unwrap().owner_died());
+        assert!(!page.lock().unwrap().unwrap().owner_died());
+    }
+
+    #[test]
+    fn a_lock_that_another_process_keeps_is_given_up_after_a_while() {
+        let page = SharedPage::new().unwrap();
+        let (ours, theirs) = UnixStream::pair().unwrap();
+        let child = testing::fork(|| {
+            let _lock = page.lock().unwrap().unwrap();
+            (&theirs).write_all(b"x").unwrap();
+            // Until the parent has seen it.
+            wait(theirs.as_raw_fd(), IN, None, None).unwrap()
+        });
+        assert!(wait(ours.as_raw_fd(), IN, None, None).unwrap());
+        assert!(page.lock().unwrap().is_none());
+        (&ours).write_all(b"x").unwrap();
+        assert!(child.succeeded());
+        assert!(!page.lock().unwrap().unwrap().owner_died());
+    }
+}

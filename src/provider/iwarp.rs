@@ -132,7 +132,7 @@ struct Receive {
     placing: Option<Placing>,
     /// The last FPDU was a large one inside a message: the next will be too.
     in_run: bool,
-    /// The last read got less than it asked for: the socket is empty.
+    /// The last read got less than it asked for: the socket is empty. Holds until `poll` has returned `None`.
     drained: bool,
     send_msn: u32,
     read_msn: u32,
@@ -372,7 +372,6 @@ impl Iwarp {
     /// Receives until there is a completion, nothing is left, or [`POLL`] bytes have come.
     fn advance(&mut self) -> Result<(), End> {
         let mut budget = POLL;
-        self.receive.drained = false;
         loop {
             self.process()?;
             if !self.completions.is_empty() || budget == 0 || self.receive.drained || !self.may_receive()? {
@@ -416,7 +415,7 @@ impl Iwarp {
                         let ahead = if scratch.len() == placing.left { ahead.min(rest.len()) } else { 0 };
                         (IoVecMut::from_mut(scratch), &mut rest[..ahead])
                     }
-                    // "It MUST cease placing the remainder of the DDP Segment" (RFC 5041 §7.1).
+                    // RFC 5041 §7.1: "it MUST cease placing the remainder of the DDP Segment"
                     Target::Revoked => return Err(End::Breach(Fault::STAG, placing.head.to_vec())),
                 };
                 let asked = target.len() + tail.len() + ahead.len();
@@ -653,7 +652,8 @@ impl Iwarp {
                 if self.receive.sending.is_some_and(|(first, _)| first != opcode) {
                     return Err(Fault::OPCODE);
                 }
-                // RFC 5041 §4.3: each segment of a message "MUST contain the same value for the RsvdULP field."
+                // RFC 5041 §4.3: "Each DDP Segment within a specific DDP Message MUST contain the same value for the
+                // RsvdULP field."
                 if self.receive.sending.is_some_and(|(_, first)| first != invalidate) {
                     return Err(Fault::UNSPECIFIED);
                 }
@@ -735,7 +735,9 @@ impl Iwarp {
 
     /// The bytes that a request asks for.
     fn readable(&self, request: &ReadRequest) -> Result<Option<Region>, Fault> {
-        // RFC 5040 §5.2.1: a zero-length request "MUST NOT" have its source validated and is answered all the same.
+        // RFC 5040 §5.2.1, of a request for no bytes: "MUST NOT validate the Data Source STag and Data Source Tagged
+        // Offset contained in the RDMA Read Request Header, and", "MUST respond with a zero-length RDMA Read Response
+        // Message."
         if request.size == 0 {
             return Ok(None);
         }
@@ -850,7 +852,8 @@ impl Iwarp {
         bytes.extend_from_slice(&mpa::crc_word(crc));
         let socket = self.socket;
         let sent = self.shared.with_stream(|shared| {
-            // RFC 5040 §5.4: nothing may follow a Terminate.
+            // RFC 5040 §5.4: "After sending a Terminate Message on an RDMAP Stream, the Local Peer MUST NOT send any
+            // more Messages on that specific RDMAP Stream."
             shared.close();
             sys::send(socket, &[crate::memory::IoVec::from_slice(&bytes)])
         });
@@ -1014,8 +1017,10 @@ impl QueuePair for Iwarp {
         if !self.transmit.blocked {
             self.pump();
         }
+        // Until the next call more may have come.
+        let drained = std::mem::take(&mut self.receive.drained);
         match self.broken.take() {
-            Some(error) if self.receive.drained || self.forked => Err(self.fail(error, None)),
+            Some(error) if drained || self.forked => Err(self.fail(error, None)),
             broken => {
                 self.broken = broken;
                 Ok(None)

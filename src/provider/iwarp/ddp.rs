@@ -408,3 +408,181 @@ impl fmt::Display for Fault {
 fn be32(bytes: &[u8], at: usize) -> u32 {
     u32::from_be_bytes([bytes[at], bytes[at + 1], bytes[at + 2], bytes[at + 3]])
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use hex_literal::hex;
+
+    /// The whole FPDU of a header and what follows it.
+    fn fpdu(header: Header, rest: &[u8]) -> Vec<u8> {
+        let mut bytes = vec![0; ENOUGH];
+        let n = header.encode(rest.len(), &mut bytes);
+        bytes.truncate(n);
+        bytes.extend_from_slice(rest);
+        bytes.resize(bytes.len() + mpa::pad_len(bytes.len() - 2), 0);
+        let crc = crc32c::crc32c(&bytes);
+        bytes.extend_from_slice(&mpa::crc_word(Some(crc)));
+        bytes
+    }
+
+    fn send(opcode: Opcode, invalidate: u32, msn: u32) -> Header {
+        Header::Untagged { opcode, last: true, invalidate, msn, mo: 0 }
+    }
+
+    fn check(bytes: &[u8], header: Header, rest: &[u8]) {
+        assert_eq!(fpdu(header, rest), bytes);
+        let head = bytes.first_chunk().unwrap();
+        assert_eq!(Header::decode(head).unwrap(), (header, rest.len()));
+    }
+
+    #[test]
+    fn the_vectors_are_encoded_and_decoded_byte_for_byte() {
+        check(
+            &hex!("0017 4143 00000000 00000000 00000001 00000000 0102030405 000000 16053efb"),
+            send(Opcode::Send, 0, 1),
+            &[1, 2, 3, 4, 5],
+        );
+        check(
+            &hex!("0016 4144 12345678 00000000 00000002 00000000 61626364 ea5e61fb"),
+            send(Opcode::SendInvalidate, 0x1234_5678, 2),
+            b"abcd",
+        );
+        check(
+            &hex!("0012 c140 12345678 0000000000001000 5758595a c3f72578"),
+            Header::Tagged { opcode: Opcode::Write, last: true, stag: 0x1234_5678, to: 0x1000 },
+            b"WXYZ",
+        );
+        check(
+            &hex!("000e c140 00000001 0000000000000000 ebd34c5f"),
+            Header::Tagged { opcode: Opcode::Write, last: true, stag: 1, to: 0 },
+            b"",
+        );
+        let request = ReadRequest {
+            sink_stag: 0xAABB_CC00,
+            sink_to: 0x2000,
+            size: 4096,
+            source_stag: 0x1122_3300,
+            source_to: 0x3000,
+        };
+        check(
+            &hex!(
+                "002e 4141 00000000 00000001 00000001 00000000 aabbcc00 0000000000002000 00001000 11223300"
+                "0000000000003000 7f768c49"
+            ),
+            send(Opcode::ReadRequest, 0, 1),
+            &request.encode(),
+        );
+        assert_eq!(ReadRequest::decode(&request.encode()), Some(request));
+    }
+
+    #[test]
+    fn the_crc_vectors_of_rfc_5044_hold() {
+        let start = hex!("002a 4143 00000000 00000000 00000001 00000000");
+        let zeros = [0; 24];
+        let crc = |parts: &[&[u8]]| mpa::crc_word(Some(crc32c::crc32c(&parts.concat())));
+        assert_eq!(crc(&[&[0; 4], &start, &zeros]), hex!("52239983"));
+        let start2 = hex!("002a 4143 00000000 00000000 00000002 00000000");
+        assert_eq!(crc(&[&start2, &hex!("00000014"), &zeros]), hex!("84925898"));
+        assert_eq!(crc(&[&start, &zeros]), hex!("b7243ec3"));
+        assert_eq!(crc32c::crc32c(b"123456789"), 0xE306_9283);
+        assert_eq!(mpa::crc_word(None), [0; 4]);
+    }
+
+    #[test]
+    fn a_terminate_without_headers_is_the_vector() {
+        let mut bytes = [0; MAX_TERMINATE];
+        let n = Fault::CRC.encode_terminate(Some(&[0xFF; 48]), &mut bytes);
+        assert_eq!(bytes[..n], hex!("0016 4147 00000000 00000002 00000001 00000000 20020000"));
+        assert_eq!(mpa::crc_word(Some(crc32c::crc32c(&bytes[..n]))), hex!("7fe42585"));
+        assert_eq!(Fault::decode_terminate(&bytes[UNTAGGED..n]).unwrap().0, Fault::CRC);
+    }
+
+    #[test]
+    fn a_terminate_carries_the_headers_that_its_error_asks_for() {
+        let request = fpdu(send(Opcode::ReadRequest, 0, 3), &[0x5A; 28]);
+        let write = fpdu(Header::Tagged { opcode: Opcode::Write, last: true, stag: 9, to: 8 }, b"1234");
+        let mut bytes = [0; MAX_TERMINATE];
+        // Remote protection: segment length, DDP header and Read Request header.
+        let n = Fault::READ_STAG.encode_terminate(Some(&request), &mut bytes);
+        assert_eq!(bytes[20..26], hex!("01 00 e0 00 002e"));
+        assert_eq!((&bytes[26..44], &bytes[44..72], n), (&request[2..20], &request[20..48], 72));
+        // Of another message no RDMAP header.
+        let n = Fault::BOUNDS.encode_terminate(Some(&write), &mut bytes);
+        assert_eq!(bytes[20..26], hex!("11 01 c0 00 0012"));
+        assert_eq!((&bytes[26..40], n), (&write[2..16], 40));
+        // A DDP error of a Read Request: the DDP header only.
+        let n = Fault::MSN.encode_terminate(Some(&request), &mut bytes);
+        assert_eq!((bytes[22], n), (0xC0, 44));
+        // Local: none, and none either when too little was there.
+        assert_eq!(Fault::LOCAL.encode_terminate(Some(&request), &mut bytes), 24);
+        assert_eq!(Fault::OPCODE.encode_terminate(Some(&request[..10]), &mut bytes), 24);
+        let (header, length) = Header::decode(bytes.first_chunk().unwrap()).unwrap();
+        assert_eq!((header, length), (send(Opcode::Terminate, 0, 1), 4));
+    }
+
+    #[test]
+    fn siws_swapped_nibbles_are_read_both_ways() {
+        let text = |first, code| Fault::decode_terminate(&[first, code, 0, 0]).unwrap().1.into_owned();
+        assert_eq!(text(0x20, 2), "MPA error: CRC mismatch (2/0/02)");
+        // siw's CRC error: layer 2 in the low nibble. As written it names nothing.
+        assert_eq!(text(0x02, 2), "MPA error: CRC mismatch (2/0/02), in siw's nibble order");
+        let both = text(0x20, 6);
+        assert!(both.contains("insufficient IRD") && both.contains("unexpected opcode"), "{both}");
+        assert_eq!(text(0x11, 0), "tagged buffer error: invalid STag (1/1/00)");
+        assert_eq!(text(0x77, 7), "unknown error (7/7/07)");
+        assert_eq!(Fault::decode_terminate(&[1]), None);
+    }
+
+    #[test]
+    fn each_wrong_field_is_named_by_its_own_error() {
+        let untagged = fpdu(send(Opcode::Send, 0, 1), b"abcd");
+        let tagged = fpdu(Header::Tagged { opcode: Opcode::Write, last: true, stag: 9, to: 8 }, b"1234");
+        let with = |fpdu: &[u8], at: usize, value: u8| {
+            let mut bytes: [u8; ENOUGH] = *fpdu.first_chunk().unwrap();
+            bytes[at] = value;
+            Header::decode(&bytes).map(|_| ()).unwrap_err()
+        };
+        assert_eq!(with(&tagged, 2, 0xC0), Fault::TAGGED_VERSION);
+        assert_eq!(with(&tagged, 2, 0xC2), Fault::TAGGED_VERSION);
+        assert_eq!(with(&untagged, 2, 0x43), Fault::UNTAGGED_VERSION);
+        assert_eq!(with(&tagged, 3, 0x00), Fault::RDMAP_VERSION);
+        assert_eq!(with(&untagged, 3, 0x83), Fault::RDMAP_VERSION);
+        for opcode in 8..16 {
+            assert_eq!(with(&untagged, 3, 0x40 | opcode), Fault::OPCODE);
+        }
+        for opcode in [0, 2] {
+            assert_eq!(with(&untagged, 3, 0x40 | opcode), Fault::OPCODE, "tagged opcode, untagged header");
+        }
+        for opcode in [1, 3, 4, 5, 6, 7] {
+            assert_eq!(with(&tagged, 3, 0x40 | opcode), Fault::OPCODE, "untagged opcode, tagged header");
+        }
+        for queue in 1..=4 {
+            assert_eq!(with(&untagged, 11, queue), Fault::QUEUE);
+        }
+        assert_eq!(with(&untagged, 1, 17), Fault::TOO_SHORT);
+        assert_eq!(with(&tagged, 1, 13), Fault::TOO_SHORT);
+        // Reserved bits are not checked (RFC 5041 §4.1, RFC 5040 §4.1).
+        let mut bytes: [u8; ENOUGH] = *untagged.first_chunk().unwrap();
+        (bytes[2], bytes[3]) = (0x7D, 0x73);
+        assert_eq!(Header::decode(&bytes).unwrap(), (send(Opcode::Send, 0, 1), 4));
+    }
+
+    #[test]
+    fn no_header_makes_the_decoder_panic() {
+        let mut state = 1u64;
+        for _ in 0..200_000 {
+            let mut bytes = [0; ENOUGH];
+            for byte in &mut bytes {
+                state = state.wrapping_mul(6364136223846793005).wrapping_add(1442695040888963407);
+                *byte = (state >> 33) as u8;
+            }
+            // Mostly right control bytes, so that the deeper checks are reached.
+            (bytes[2], bytes[3]) = (bytes[2] & 0xC0 | 1, bytes[3] & 7 | 0x40);
+            if let Ok((header, payload)) = Header::decode(&bytes) {
+                let ulpdu = usize::from(u16::from_be_bytes([bytes[0], bytes[1]]));
+                assert_eq!(header.len() + payload, 2 + ulpdu);
+            }
+        }
+    }
+}

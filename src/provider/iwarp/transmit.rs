@@ -290,6 +290,11 @@ impl Transmit {
             || self.responses.front().is_some_and(|response| response.done > 0)
     }
 
+    #[cfg(test)]
+    pub(super) fn is_all_framed(&self) -> bool {
+        self.current.is_none() && self.queue.is_empty() && self.responses.is_empty()
+    }
+
     /// Forgets everything: the connection is over, or the work belongs to the process that we were forked from.
     pub(super) fn clear(&mut self) {
         self.frames.clear();

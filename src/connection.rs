@@ -224,7 +224,11 @@ enum State {
     /// Waits until enough staging memory is free.
     Waiting(Assembly, Vec<Pull>),
     /// RDMA Reads are under way.
-    Pulling { assembly: Assembly, sink: Sink, left: usize },
+    Pulling {
+        assembly: Assembly,
+        sink: Sink,
+        left: usize,
+    },
     Ready(Vec<Region>),
 }
 
@@ -394,7 +398,8 @@ impl Connection {
         call: &mut Call,
         registrar: &mut (impl Registrar + ?Sized),
     ) -> Result<WorkRequest, Error> {
-        let message = call.message.take().ok_or_else(|| Error::new(Kind::Encode, "call without a message"))?;
+        let message =
+            call.message.take().ok_or_else(|| Error::new(Kind::Encode, "call without a message"))?;
         let max_segment = registrar.max_segment();
         let max_reply = match call.expect {
             Expect::Reply(bytes) => bytes,
@@ -554,7 +559,8 @@ impl Connection {
                 format!("the peer speaks RPC-over-RDMA versions {low} to {high}, not {}", v1::VERSION)
             }
             RdmaError::Chunk => {
-                let mut text = String::from("the peer answered ERR_CHUNK: it cannot use the chunks of this call");
+                let mut text =
+                    String::from("the peer answered ERR_CHUNK: it cannot use the chunks of this call");
                 let room: u64 = call.offered.iter().map(|(s, _)| u64::from(s.length)).sum();
                 if room > 0 {
                     text += &format!(
@@ -609,7 +615,8 @@ impl Connection {
         // RFC 8166 §3.3.1: "The Responder MUST ensure that an increase in receive resources is effected before the next
         // RPC Reply message is sent."
         self.output.push_back(Output::Receive);
-        let plan = match chunks::plan_reply(message.len(), &chunks.writes, chunks.reply.as_deref(), self.send) {
+        let plan = match chunks::plan_reply(message.len(), &chunks.writes, chunks.reply.as_deref(), self.send)
+        {
             Ok(plan) => plan,
             Err(error) => {
                 self.send_error(chunks.xid, v1::VERSION, RdmaError::Chunk);
@@ -767,7 +774,8 @@ impl Connection {
         if *left > 0 {
             return;
         }
-        let State::Pulling { assembly, sink, .. } = std::mem::replace(&mut pending.state, State::Ready(Vec::new()))
+        let State::Pulling { assembly, sink, .. } =
+            std::mem::replace(&mut pending.state, State::Ready(Vec::new()))
         else {
             return;
         };

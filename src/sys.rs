@@ -239,11 +239,7 @@ impl PollFd {
 ///
 /// # Errors
 /// The errno of ppoll(2), except `EINTR`.
-pub fn poll(
-    fds: &mut [PollFd],
-    timeout: Option<Duration>,
-    mask: Option<&SignalMask>,
-) -> io::Result<usize> {
+pub fn poll(fds: &mut [PollFd], timeout: Option<Duration>, mask: Option<&SignalMask>) -> io::Result<usize> {
     let time = timeout.map(|t| libc::timespec {
         tv_sec: libc::time_t::try_from(t.as_secs()).unwrap_or(libc::time_t::MAX),
         tv_nsec: t.subsec_nanos() as _,
@@ -418,7 +414,8 @@ impl SharedPage {
         if base == libc::MAP_FAILED {
             return Err(io::Error::last_os_error());
         }
-        let layout = NonNull::new(base.cast::<Layout>()).ok_or_else(|| io::Error::from_raw_os_error(libc::ENOMEM))?;
+        let layout =
+            NonNull::new(base.cast::<Layout>()).ok_or_else(|| io::Error::from_raw_os_error(libc::ENOMEM))?;
         // From here on Drop unmaps. The words are zero bytes, which is what an AtomicU64 of 0 is.
         let page = SharedPage { layout };
         let mut attributes = MaybeUninit::<libc::pthread_mutexattr_t>::uninit();
@@ -603,7 +600,8 @@ mod tests {
         assert_eq!(send(a.as_raw_fd(), &[IoVec::from_slice(b"ab"), IoVec::from_slice(b"cde")]).unwrap(), 5);
         assert_eq!(peek(b.as_raw_fd()).unwrap(), Some(b'a'));
         let (mut x, mut y) = ([0u8; 3], [0u8; 9]);
-        let n = receive(b.as_raw_fd(), &mut [IoVecMut::from_mut(&mut x), IoVecMut::from_mut(&mut y)]).unwrap();
+        let n =
+            receive(b.as_raw_fd(), &mut [IoVecMut::from_mut(&mut x), IoVecMut::from_mut(&mut y)]).unwrap();
         assert_eq!((n, &x, &y[..2]), (5, b"abc", &b"de"[..]));
         drop(a);
         assert_eq!(peek(b.as_raw_fd()).unwrap(), None);

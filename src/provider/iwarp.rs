@@ -582,7 +582,8 @@ impl Iwarp {
         let (target, at) = self.admit(&header, payload)?;
         let (header_bytes, rest) = bytes.split_at(header.len());
         let (here, tail_here) = rest.split_at(rest.len().min(payload));
-        let crc = if self.transmit.crc { crc32c::crc32c_append(crc32c::crc32c(header_bytes), here) } else { 0 };
+        let crc =
+            if self.transmit.crc { crc32c::crc32c_append(crc32c::crc32c(header_bytes), here) } else { 0 };
         if let Target::Memory(sink) = &target {
             if !sink.place(at, here) {
                 return Err(Fault::BOUNDS);
@@ -765,7 +766,9 @@ impl Iwarp {
         }
         let length = match u32::try_from(length) {
             Ok(length) if length <= MAX_SEGMENT => length,
-            _ => return Err(Error::new(Kind::TooLong, format!("{length} bytes are too many for one handle"))),
+            _ => {
+                return Err(Error::new(Kind::TooLong, format!("{length} bytes are too many for one handle")));
+            }
         };
         let stag = self.fresh_stag()?;
         self.exposed.insert(stag, memory);
@@ -808,7 +811,8 @@ impl Iwarp {
     /// Changes where the rest of a half-received Write goes.
     fn retarget(&mut self, handle: u32, target: Target) {
         if let Some(placing) = &mut self.receive.placing {
-            if matches!(placing.header, Header::Tagged { opcode: Opcode::Write, stag, .. } if stag == handle) {
+            if matches!(placing.header, Header::Tagged { opcode: Opcode::Write, stag, .. } if stag == handle)
+            {
                 placing.target = target;
             }
         }
@@ -885,11 +889,7 @@ impl Iwarp {
 
 impl QueuePair for Iwarp {
     fn limits(&self) -> Limits {
-        Limits {
-            read_depth: self.transmit.ord as u32,
-            max_segment: MAX_SEGMENT,
-            remote_invalidation: true,
-        }
+        Limits { read_depth: self.transmit.ord as u32, max_segment: MAX_SEGMENT, remote_invalidation: true }
     }
 
     fn private_data(&self) -> &[u8] {
@@ -957,9 +957,13 @@ impl QueuePair for Iwarp {
             return;
         }
         let work = match request {
-            WorkRequest::Send { gather, invalidate } => transmit::gather(gather, None).map(|(gather, len)| {
-                Work::Send { gather, len, invalidate: invalidate.map(|handle| handle.0) }
-            }),
+            WorkRequest::Send { gather, invalidate } => {
+                transmit::gather(gather, None).map(|(gather, len)| Work::Send {
+                    gather,
+                    len,
+                    invalidate: invalidate.map(|handle| handle.0),
+                })
+            }
             WorkRequest::Write { gather, to } => transmit::gather(gather, Some(to.length as usize))
                 .map(|(gather, _)| Work::Write { gather, to }),
             WorkRequest::Read { id, sink, at, from } => {
@@ -1006,7 +1010,8 @@ impl QueuePair for Iwarp {
             Ok(()) => {}
             Err(End::Lost(error)) => return Err(self.fail(error, None)),
             Err(End::Breach(fault, cause)) => {
-                let error = Error::new(Kind::Protocol, format!("iWARP: the peer broke the protocol: {fault}"));
+                let error =
+                    Error::new(Kind::Protocol, format!("iWARP: the peer broke the protocol: {fault}"));
                 return Err(self.fail(error, Some((fault, &cause))));
             }
         }

@@ -339,13 +339,7 @@ impl Fault {
     /// is the start of the FPDU that caused it, as much as was there.
     pub fn encode_terminate(&self, cause: Option<&[u8]>, fpdu: &mut [u8; MAX_TERMINATE]) -> usize {
         *fpdu = [0; MAX_TERMINATE];
-        let header = Header::Untagged {
-            opcode: Opcode::Terminate,
-            last: true,
-            invalidate: 0,
-            msn: 1,
-            mo: 0,
-        };
+        let header = Header::Untagged { opcode: Opcode::Terminate, last: true, invalidate: 0, msn: 1, mo: 0 };
         let mut at = UNTAGGED;
         fpdu[at] = self.layer << 4 | self.kind;
         fpdu[at + 1] = self.code;

@@ -362,9 +362,8 @@ mod tests {
     use super::*;
     use hex_literal::hex;
 
-    const EXAMPLE: [u8; 32] = hex!(
-        "4d504120494420526571204672616d65 50 02 000c 0010 0000 f6ab0e18 01 01 03 03"
-    );
+    const EXAMPLE: [u8; 32] =
+        hex!("4d504120494420526571204672616d65 50 02 000c 0010 0000 f6ab0e18 01 01 03 03");
 
     fn offer() -> Offer {
         Offer { crc: true, ird: 16, ord: 16 }

@@ -318,7 +318,14 @@ fn tagged(opcode: u8, last: bool, stag: u32, to: u64, payload: &[u8]) -> Vec<u8>
     seal(&bytes)
 }
 
-fn read_request(msn: u32, sink_stag: u32, sink_to: u64, size: u32, source_stag: u32, source_to: u64) -> Vec<u8> {
+fn read_request(
+    msn: u32,
+    sink_stag: u32,
+    sink_to: u64,
+    size: u32,
+    source_stag: u32,
+    source_to: u64,
+) -> Vec<u8> {
     let request = ReadRequest { sink_stag, sink_to, size, source_stag, source_to };
     untagged(Untagged { opcode: 1, queue: 1, msn, ..SEND }, &request.encode())
 }
@@ -433,10 +440,8 @@ fn without_crc_on_either_side_the_word_is_zero_and_not_checked() {
 #[test]
 fn one_side_that_wants_crc_gets_it() {
     for (a, b) in [(true, false), (false, true)] {
-        let pair = Pair::new(
-            Options { crc: a, ..Options::default() },
-            Options { crc: b, ..Options::default() },
-        );
+        let pair =
+            Pair::new(Options { crc: a, ..Options::default() }, Options { crc: b, ..Options::default() });
         assert!(pair.a.crc() && pair.b.crc());
     }
 }
@@ -483,11 +488,9 @@ fn many_requests_in_flight_complete_in_order() {
         pair.a.post(WorkRequest::Send { gather: vec![region(&[i as u8])], invalidate: None });
     }
     // The Sends did not wait for the Reads that stepped aside.
-    assert_eq!(pair.a.transmit.outstanding.len(), 3);
-    pair.got_b.extend(drain(&mut pair.b).unwrap());
-    assert_eq!(pair.got_b.len(), 20);
-    assert!(!pair.a.flush().unwrap());
-    pair.run(|p| p.got_a.len() == 20);
+    assert_eq!((pair.a.transmit.outstanding.len(), pair.a.unsent()), (3, 0));
+    assert!(!pair.a.flush().unwrap() && !pair.a.wants_write());
+    pair.run(|p| p.got_a.len() == 20 && p.got_b.len() == 20);
     for (i, completion) in pair.got_a.drain(..).enumerate() {
         assert!(matches!(completion, Completion::Read { id } if id.0 == i as u64));
     }
@@ -518,8 +521,7 @@ fn a_read_sees_the_write_that_was_posted_before_it() {
 
 #[test]
 fn a_long_read_response_lets_sends_pass_and_a_write_waits_for_it() {
-    let mut bench =
-        Bench::responder_to(&REQUEST, Options { max_fpdu: Some(1000), ..Options::default() }).0;
+    let mut bench = Bench::responder_to(&REQUEST, Options { max_fpdu: Some(1000), ..Options::default() }).0;
     let source = bench.qp.expose_source(region(&pattern(4000, 1))).unwrap();
     bench.qp.post_recv(sink(0));
     bench.give(&untagged(SEND, b"")).unwrap();
@@ -533,14 +535,20 @@ fn a_long_read_response_lets_sends_pass_and_a_write_waits_for_it() {
     bench.qp.fill().ok().unwrap();
     bench.qp.process().ok().unwrap();
     assert_eq!(drain(&mut bench.qp).unwrap().len(), 0);
-    let order: Vec<_> = parse(&bench.sent())
-        .iter()
-        .map(|(f, crc)| (f[3] & 15, f[2] & 0x40 != 0, *crc))
-        .collect();
+    let order: Vec<_> =
+        parse(&bench.sent()).iter().map(|(f, crc)| (f[3] & 15, f[2] & 0x40 != 0, *crc)).collect();
     let (response, send, write) = (2, 3, 0);
     let expected = [
-        (send, false), (response, false), (send, false), (response, false), (send, true), (response, false),
-        (response, false), (response, true), (write, false), (write, true),
+        (send, false),
+        (response, false),
+        (send, false),
+        (response, false),
+        (send, true),
+        (response, false),
+        (response, false),
+        (response, true),
+        (write, false),
+        (write, true),
     ];
     assert_eq!(order, expected.map(|(opcode, last)| (opcode, last, true)));
 }
@@ -613,7 +621,6 @@ fn when_the_peer_closes_everything_complete_is_delivered_first() {
     assert_eq!(received(qp.poll().unwrap().unwrap()).0, b"one");
     let error = qp.poll().unwrap_err();
     assert_eq!(error.kind(), Kind::ConnectionLost);
-    assert!(error.text().contains("middle of a message"), "{error}");
 }
 
 #[test]
@@ -642,8 +649,13 @@ fn a_full_socket_is_waited_for_and_nothing_is_lost() {
 fn fpdus_fit_the_segments_of_the_path() {
     let mut pair = Pair::plain();
     pair.write(&pattern(4 << 20, 0), 1);
-    let mss = sys::tcp_mss(pair.a.fd()).unwrap();
-    assert!(pair.a.transmit.fpdu() <= mss && pair.a.transmit.fpdu() + 800 > mss.min(65483), "{mss}");
+    let before = pair.a.transmit.fpdu();
+    // TCP raises it step by step, so what we know may be an earlier value.
+    let socket = pair.a.fd();
+    pair.a.transmit.look_at_path(socket);
+    let mss = sys::tcp_mss(socket).unwrap();
+    let fpdu = pair.a.transmit.fpdu();
+    assert!(fpdu >= before && fpdu <= mss && fpdu + 800 > mss, "FPDUs of {fpdu}, segments of {mss}");
 }
 
 // ------------------------------------------------------------------------------------------------------------ startup
@@ -865,8 +877,7 @@ fn a_handle_works_until_it_is_taken_back() {
 #[test]
 fn handles_are_random_and_each_its_own() {
     let mut bench = Bench::responder();
-    let mut all: Vec<_> =
-        (0..1000).map(|_| bench.qp.expose_source(region(b"x")).unwrap().handle.0).collect();
+    let mut all: Vec<_> = (0..1000).map(|_| bench.qp.expose_source(region(b"x")).unwrap().handle.0).collect();
     assert!(all.windows(2).filter(|w| w[1] > w[0]).count() < 700, "they do not count up");
     all.sort_unstable();
     all.dedup();
@@ -877,7 +888,7 @@ fn handles_are_random_and_each_its_own() {
 #[test]
 fn a_write_under_way_stops_when_its_handle_is_taken_back() {
     for detach in [false, true] {
-        let mut bench = Bench::responder();
+        let mut bench = Bench::initiator();
         let memory = sink(40_000);
         let to = bench.qp.expose_sink(memory.clone()).unwrap();
         let write = tagged(0, true, to.handle.0, 0, &pattern(40_000, 1));
@@ -924,25 +935,19 @@ fn memory_that_is_being_read_is_taken_back_by_ending_the_connection() {
 #[test]
 fn what_is_framed_already_goes_out_from_a_copy_when_its_handle_is_taken_back() {
     let mut bench = Bench::responder();
-    let data = pattern(230_000, 1);
-    let memory = Buf::with_capacity(data.len()).unwrap();
-    let mut memory = memory;
-    memory.extend(&data).unwrap();
-    let from = bench.qp.expose_source(memory.freeze()).unwrap();
+    let data = pattern(150_000, 1);
+    let from = bench.qp.expose_source(region(&data)).unwrap();
     // Fill the socket first, then ask.
     bench.qp.transmit.may_send = true;
-    bench.qp.post(WorkRequest::Send { gather: vec![region(&pattern(1 << 20, 2))], invalidate: None });
-    bench.give(&read_request(1, 0xAB, 7, 230_000, from.handle.0, 0)).unwrap();
-    let mut stream = Vec::new();
-    while !bench.qp.transmit.is_all_framed() {
-        let mut part = [0; 4096];
-        let n = bench.peer.read(&mut part).unwrap();
-        stream.extend_from_slice(&part[..n]);
-        bench.qp.flush().unwrap();
-    }
+    bench.qp.post(WorkRequest::Send { gather: vec![region(&pattern(300_000, 2))], invalidate: None });
+    bench.give(&read_request(1, 0xAB, 7, 150_000, from.handle.0, 0)).unwrap();
+    assert!(!bench.qp.flush().unwrap());
+    assert!(bench.qp.transmit.is_all_framed(), "framed");
+    assert!(bench.qp.transmit.is_inside_message(), "and not sent");
     let copied = bench.qp.copied_bytes;
     bench.qp.invalidate(from.handle).unwrap();
-    assert!(bench.qp.copied_bytes > copied);
+    assert_eq!(bench.qp.copied_bytes - copied, 150_000);
+    let mut stream = Vec::new();
     while !bench.qp.flush().unwrap() {
         stream.extend(bench.sent());
     }

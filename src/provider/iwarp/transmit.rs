@@ -311,7 +311,7 @@ impl Transmit {
         let mss = sys::tcp_mss(socket).unwrap_or(usize::MAX).min(self.max_fpdu.unwrap_or(usize::MAX));
         self.ulpdu = mpa::mulpdu(mss);
         self.until_look = self.next_look;
-        self.next_look = (self.next_look * 2).min(4 << 20);
+        self.next_look = (self.next_look * 2).min(1 << 20);
     }
 
     /// Largest FPDU that we send now.
@@ -509,8 +509,7 @@ impl Transmit {
         response.done += payload as u32;
         let last = response.done == response.request.size;
         let request = response.request;
-        let header =
-            Header::Tagged { opcode: Opcode::ReadResponse, last, stag: request.sink_stag, to };
+        let header = Header::Tagged { opcode: Opcode::ReadResponse, last, stag: request.sink_stag, to };
         if last {
             self.responses.pop_front();
         }
@@ -689,7 +688,10 @@ pub(super) fn gather(pieces: Vec<Region>, len: Option<usize>) -> Result<(Arc<[Re
     }
     // RFC 5041 §5.2: "The ULP Message Length MUST be less than 2^32."
     if sum > u32::MAX as usize || len.is_some_and(|len| len != sum) {
-        return Err(Error::new(Kind::Invalid, format!("a gather list of {sum} bytes does not fit its message")));
+        return Err(Error::new(
+            Kind::Invalid,
+            format!("a gather list of {sum} bytes does not fit its message"),
+        ));
     }
     Ok((Arc::from(pieces), sum))
 }

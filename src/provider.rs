@@ -119,7 +119,7 @@ pub trait QueuePair: Send {
     /// reads comes from a private copy. For a call that nobody waits for any more.
     ///
     /// # Errors
-    /// When the device cannot: the handle is as it was, or invalid.
+    /// When the device cannot promise it; the connection must then be closed before the memory is used.
     fn detach(&mut self, handle: Handle) -> Result<(), Error> {
         self.invalidate(handle)
     }

@@ -5,7 +5,7 @@
 //! is never closed, shut down or put into another mode here, and may be in blocking mode.
 //!
 //! **Copies.** A payload goes from the socket straight into its place by one scattered read; only what was read ahead
-//! is copied, and read-ahead is sized so that large FPDUs arrive without it. FPDUs below [`SMALL`] are copied once,
+//! is copied, and read-ahead is sized so that large FPDUs arrive without it. FPDUs below 8 KiB are copied once,
 //! while their CRC is computed. Consequence: a large FPDU is placed before its CRC is known. RFC 5044 §8 has the FPDU
 //! verified first; a wrong CRC ends the connection before anything of it is delivered, and nothing is ever written
 //! outside memory that this peer may write. (The Linux siw driver does the same.)

@@ -28,6 +28,7 @@ pub mod memory;
 pub mod process;
 pub mod provider;
 pub mod stats;
+pub mod sys;
 pub mod tirpc;
 pub mod wire;
 pub mod xdr;

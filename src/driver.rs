@@ -71,8 +71,7 @@ impl Link {
     /// Joins a connected device with a fresh engine and posts the Receives.
     pub fn new(role: Role, config: &Config, device: Box<dyn QueuePair>, memory: Arc<Memory>) -> Link {
         let peer = PrivateData::find(device.private_data()).unwrap_or(PrivateData::ABSENT);
-        let settings =
-            Settings { credits: config.credits, inline: config.inline, max_call: config.max_call };
+        let settings = Settings { credits: config.credits, inline: config.inline, max_call: config.max_call };
         let engine = Connection::new(role, settings, peer, memory.clone());
         let (send, receive) = engine.thresholds();
         log_debug!("fd {}: {role:?}, inline thresholds {send} out, {receive} in", device.fd());
@@ -110,7 +109,10 @@ impl Link {
                     match sink.into_buf(len) {
                         Ok(message) => self.receive(message),
                         Err(_) => {
-                            self.fail(Error::new(Kind::Protocol, "the device still holds a completed Receive"));
+                            self.fail(Error::new(
+                                Kind::Protocol,
+                                "the device still holds a completed Receive",
+                            ));
                         }
                     }
                 }
@@ -403,9 +405,9 @@ impl Client {
     }
 
     /// Waits for the end of a call, driving the connection when nobody else does.
-    fn wait(
-        &self,
-        mut state: MutexGuard<'_, Waiting>,
+    fn wait<'a>(
+        &'a self,
+        mut state: MutexGuard<'a, Waiting>,
         xid: Xid,
         deadline: Instant,
         mask: Mask<'_>,
@@ -669,7 +671,9 @@ impl Server {
             if unsent > QUEUE_MAX {
                 link.fail(Error::new(
                     Kind::NotSent,
-                    format!("the peer does not take its replies: {unsent} bytes wait, {QUEUE_MAX} is the limit"),
+                    format!(
+                        "the peer does not take its replies: {unsent} bytes wait, {QUEUE_MAX} is the limit"
+                    ),
                 ));
             }
         }

@@ -21,12 +21,14 @@
 pub mod capi;
 pub mod config;
 pub mod connection;
+pub mod driver;
 pub mod error;
 pub mod ffi;
 pub mod log;
 pub mod memory;
 pub mod process;
 pub mod provider;
+pub mod socket;
 pub mod stats;
 pub mod sys;
 pub mod tirpc;

@@ -76,7 +76,7 @@ impl Pool {
     }
 }
 
-/// The pools of a device. Software devices share one set in the process ([`Memory::software`]).
+/// The pools of a device. Software devices share one set in the process.
 pub struct Memory {
     slab: Arc<Pool>,
     message: Arc<Pool>,

@@ -7,7 +7,7 @@
 use std::io;
 use std::mem::{ManuallyDrop, size_of};
 use std::net::{SocketAddr, TcpListener, TcpStream};
-use std::os::fd::{AsRawFd, FromRawFd, IntoRawFd, OwnedFd, RawFd};
+use std::os::fd::{FromRawFd, RawFd};
 
 use libc::c_int;
 
@@ -29,14 +29,6 @@ pub fn peer(fd: RawFd) -> Option<SocketAddr> {
     // SAFETY: used for one getpeername and not closed; a number that is no socket is answered with an error.
     let socket = ManuallyDrop::new(unsafe { TcpStream::from_raw_fd(fd) });
     socket.peer_addr().ok()
-}
-
-/// Whether the socket is connected to this host itself.
-pub fn own_host(fd: RawFd) -> bool {
-    match (local(fd), peer(fd)) {
-        (Some(local), Some(peer)) => peer.ip().is_loopback() || local.ip() == peer.ip(),
-        _ => false,
-    }
 }
 
 /// Whether the socket carries a byte stream.
@@ -109,35 +101,6 @@ fn connect_raw(fd: RawFd, storage: &libc::sockaddr_storage, length: usize) -> io
     if done < 0 { Err(io::Error::last_os_error()) } else { Ok(()) }
 }
 
-/// A new connection to the peer of `fd`, under the same descriptor number; the old one is closed.
-///
-/// A client on a reserved port gets another reserved port, as servers that trust them demand.
-///
-/// # Errors
-/// The errno; the old connection is then still there.
-pub fn reconnect(fd: RawFd) -> io::Result<()> {
-    let peer = peer(fd).ok_or_else(|| io::Error::from_raw_os_error(libc::ENOTCONN))?;
-    let family = if peer.is_ipv4() { libc::AF_INET } else { libc::AF_INET6 };
-    // SAFETY: no memory is passed.
-    let raw = unsafe { libc::socket(family, libc::SOCK_STREAM | libc::SOCK_CLOEXEC, 0) };
-    if raw < 0 {
-        return Err(io::Error::last_os_error());
-    }
-    // SAFETY: a descriptor just made, owned by nobody else.
-    let fresh = unsafe { OwnedFd::from_raw_fd(raw) };
-    if local(fd).is_some_and(|at| at.port() < 1024) {
-        // SAFETY: NULL asks for any address; a failure leaves the socket unbound, which is good enough.
-        unsafe { bindresvport(raw, std::ptr::null_mut()) };
-    }
-    connect(raw, peer)?;
-    // SAFETY: no memory is passed; a program that lost its descriptor gets the flags it had.
-    let flags = unsafe { libc::fcntl(fd, libc::F_GETFD) };
-    let cloexec = if flags >= 0 && flags & libc::FD_CLOEXEC != 0 { libc::O_CLOEXEC } else { 0 };
-    // SAFETY: both descriptors are open.
-    let done = unsafe { libc::dup3(fresh.as_raw_fd(), fd, cloexec) };
-    if done < 0 { Err(io::Error::last_os_error()) } else { Ok(()) }
-}
-
 /// Closes a descriptor that belongs to us.
 pub fn close(fd: RawFd) {
     // SAFETY: no memory is passed.
@@ -154,17 +117,13 @@ pub fn duplicate(fd: RawFd) -> io::Result<RawFd> {
     if copy < 0 {
         return Err(io::Error::last_os_error());
     }
-    // SAFETY: a descriptor just made, owned by nobody else.
-    Ok(unsafe { OwnedFd::from_raw_fd(copy) }.into_raw_fd())
-}
-
-// glibc's own: libtirpc's has the same effect.
-unsafe extern "C" {
-    fn bindresvport(fd: c_int, address: *mut libc::sockaddr_in) -> c_int;
+    Ok(copy)
 }
 
 #[cfg(test)]
 mod tests {
+    use std::os::fd::AsRawFd;
+
     use super::*;
 
     #[test]
@@ -179,18 +138,7 @@ mod tests {
         assert_eq!(peer(fd), None);
         connect(fd, to).unwrap();
         assert_eq!((peer(fd), local(fd)), (Some(to), before));
-        assert!(own_host(fd) && is_stream(fd) && !listens(fd));
-    }
-
-    #[test]
-    fn reconnecting_keeps_the_descriptor_number() {
-        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
-        let stream = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
-        let fd = stream.as_raw_fd();
-        let before = local(fd);
-        reconnect(fd).unwrap();
-        assert_eq!(peer(fd), Some(listener.local_addr().unwrap()));
-        assert_ne!(local(fd), before);
+        assert!(is_stream(fd) && !listens(fd));
     }
 
     #[test]

@@ -276,6 +276,100 @@ pub fn wait(
     Ok(poll(&mut [PollFd(libc::pollfd { fd, events, revents: 0 })], timeout, mask)? > 0)
 }
 
+/// An epoll set and its alarm, as one descriptor that a program's own loop can poll.
+#[derive(Debug)]
+pub struct WakeSet {
+    set: RawFd,
+    timer: RawFd,
+}
+
+impl WakeSet {
+    /// An empty set without an alarm.
+    ///
+    /// # Errors
+    /// The errno.
+    pub fn new() -> io::Result<WakeSet> {
+        // SAFETY: touches no memory.
+        let set = check(unsafe { libc::epoll_create1(libc::EPOLL_CLOEXEC) })?;
+        let mut wake = WakeSet { set, timer: -1 };
+        wake.add_timer()?;
+        Ok(wake)
+    }
+
+    /// Puts a fresh set and alarm in the place of those that a fork(2) left shared with the parent, whose
+    /// descriptors would otherwise go on waking this process. The number stays.
+    ///
+    /// # Errors
+    /// The errno.
+    pub fn renew(&mut self) -> io::Result<()> {
+        // SAFETY: touches no memory.
+        let fresh = check(unsafe { libc::epoll_create1(libc::EPOLL_CLOEXEC) })?;
+        // SAFETY: touches no memory; both descriptors are ours.
+        let done = check(unsafe { libc::dup3(fresh, self.set, libc::O_CLOEXEC) });
+        // SAFETY: ours, and used no more.
+        unsafe { libc::close(fresh) };
+        done?;
+        // SAFETY: ours, and used no more.
+        unsafe { libc::close(self.timer) };
+        self.add_timer()
+    }
+
+    fn add_timer(&mut self) -> io::Result<()> {
+        let flags = libc::TFD_NONBLOCK | libc::TFD_CLOEXEC;
+        // SAFETY: touches no memory.
+        self.timer = check(unsafe { libc::timerfd_create(libc::CLOCK_MONOTONIC, flags) })?;
+        self.control(libc::EPOLL_CTL_ADD, self.timer, libc::EPOLLIN)
+    }
+
+    /// The descriptor to poll for readability.
+    pub fn fd(&self) -> RawFd {
+        self.set
+    }
+
+    /// Wakes when `fd` is writable, or no longer.
+    ///
+    /// # Errors
+    /// The errno.
+    pub fn watch_writable(&self, fd: RawFd, on: bool) -> io::Result<()> {
+        if on {
+            return self.control(libc::EPOLL_CTL_ADD, fd, libc::EPOLLOUT);
+        }
+        match self.control(libc::EPOLL_CTL_DEL, fd, 0) {
+            Err(e) if matches!(e.raw_os_error(), Some(libc::ENOENT | libc::EBADF)) => Ok(()),
+            other => other,
+        }
+    }
+
+    fn control(&self, operation: i32, fd: RawFd, events: i32) -> io::Result<()> {
+        let mut event = libc::epoll_event { events: events as u32, u64: fd as u64 };
+        // SAFETY: the event is readable; both numbers may be anything.
+        check(unsafe { libc::epoll_ctl(self.set, operation, fd, &raw mut event) }).map(drop)
+    }
+
+    /// Wakes once after `time`, replacing an earlier alarm; `None`: never.
+    ///
+    /// # Errors
+    /// The errno.
+    pub fn alarm(&self, time: Option<Duration>) -> io::Result<()> {
+        // Zero would disarm.
+        let time = time.map_or(Duration::ZERO, |t| t.max(Duration::from_nanos(1)));
+        // SAFETY: an itimerspec is plain numbers.
+        let mut spec: libc::itimerspec = unsafe { MaybeUninit::zeroed().assume_init() };
+        spec.it_value.tv_sec = libc::time_t::try_from(time.as_secs()).unwrap_or(libc::time_t::MAX);
+        spec.it_value.tv_nsec = time.subsec_nanos() as _;
+        // SAFETY: `spec` is readable; no old value is asked for.
+        check(unsafe { libc::timerfd_settime(self.timer, 0, &raw const spec, std::ptr::null_mut()) })
+            .map(drop)
+    }
+
+    /// Takes note of an alarm that has gone off.
+    pub fn silence(&self) {
+        let mut count = 0u64;
+        // SAFETY: `count` has eight writable bytes. EAGAIN means that no alarm was due.
+        unsafe { libc::read(self.timer, (&raw mut count).cast(), 8) };
+    }
+}
+
 /// A signal mask.
 #[repr(transparent)]
 #[derive(Clone, Copy)]

@@ -32,9 +32,9 @@ use crate::process::{self, Identity};
 use crate::stats::{self, Counter};
 use crate::sys::BlockedSignals;
 use crate::tirpc::{
-    AUTH, CLIENT, RPCBPROG, _null_auth, _seterr_reply, accepted_reply, accepted_reply_ru, ar_results, auth_stat,
-    authnone_create, bool_t, clnt_ops, control, msg, netbuf, opaque_auth, reply_body, reply_body_ru, rpc_err,
-    rpc_err_ru, rpc_msg, rpc_msg_ru, xdr_opaque_auth, xdr_replymsg,
+    _null_auth, _seterr_reply, AUTH, CLIENT, RPCBPROG, accepted_reply, accepted_reply_ru, ar_results,
+    auth_ops, auth_stat, authnone_create, bool_t, clnt_ops, control, msg, netbuf, reply_body, reply_body_ru,
+    rpc_err, rpc_err_ru, rpc_msg, rpc_msg_ru, xdr_opaque_auth, xdr_replymsg,
 };
 use crate::wire::Xid;
 use crate::xdr::{Decoder, Encoder, XDR, XdrProc, op};
@@ -171,7 +171,7 @@ unsafe fn create(
     }
     let timeout = if intent == Intent::Try { TRY_TIMEOUT } else { START_TIMEOUT };
     let signals = BlockedSignals::all();
-    let opened = Client::open(fd, config, Instant::now() + timeout, Some(&signals));
+    let opened = Client::open(fd, config, Instant::now() + timeout, Some(signals.before()));
     drop(signals);
     match opened {
         Ok(connection) => {
@@ -191,7 +191,8 @@ unsafe fn create(
         }
         Err(error) => {
             let text = format!("no RDMA connection: {error} (is the server on netid rdma?)");
-            let kind = if error.kind() == Kind::ConnectionLost { Kind::Os(libc::ECONNRESET) } else { error.kind() };
+            let kind =
+                if error.kind() == Kind::ConnectionLost { Kind::Os(libc::ECONNRESET) } else { error.kind() };
             Err(Error::new(kind, text))
         }
     }
@@ -327,7 +328,8 @@ fn socket_address(bytes: &[u8]) -> Option<SocketAddr> {
 /// `client` is NULL or a live handle of any transport.
 unsafe fn handle<'a>(client: *mut CLIENT) -> Result<&'a Handle, Error> {
     // SAFETY: by the contract.
-    let seen = unsafe { crate::ffi::reference(client) }.ok_or_else(|| Error::new(Kind::Invalid, "CLIENT is NULL"))?;
+    let seen = unsafe { crate::ffi::reference(client) }
+        .ok_or_else(|| Error::new(Kind::Invalid, "CLIENT is NULL"))?;
     if !std::ptr::eq(seen.cl_ops, &OPS) {
         return Err(Error::new(Kind::Invalid, "the CLIENT is not one of librpcrdma"));
     }
@@ -443,9 +445,8 @@ impl Call<'_> {
                 // Nobody waits for a reply, but the call must be sent: within the handle's time.
                 let limit = if limit.is_zero() { SEND_TIMEOUT } else { limit };
                 let deadline = Instant::now() + limit;
-                self.handle.connection.call_one_way(xid, message, deadline, Some(self.signals))?;
-                let status =
-                    if self.decode.is_none() { clnt_stat::SUCCESS } else { clnt_stat::TIMEDOUT };
+                self.handle.connection.call_one_way(xid, message, deadline, Some(self.signals.before()))?;
+                let status = if self.decode.is_none() { clnt_stat::SUCCESS } else { clnt_stat::TIMEDOUT };
                 let mut control = self.handle.control();
                 control.error = rpc_err::new(status, 0);
                 control.explanation = None;
@@ -455,7 +456,7 @@ impl Call<'_> {
             let room = if self.proc == 0 && !gss { NULL_REPLY } else { max_reply + REPLY_HEADER };
             let deadline = Instant::now() + limit;
             let reply =
-                self.handle.connection.call(xid, message, room, deadline, Some(self.signals));
+                self.handle.connection.call(xid, message, room, deadline, Some(self.signals.before()));
             connections::renew(self.handle.connection.fd());
             let reply = reply?;
             let lock = lock.or_else(|| Some(auth_locks::lock(self.auth)));
@@ -467,6 +468,15 @@ impl Call<'_> {
                 Verdict::Again => log_debug!("call {xid} is made again with a refreshed AUTH"),
             }
         }
+    }
+
+    /// # Safety
+    /// The AUTH is alive.
+    unsafe fn ops(&self) -> &auth_ops {
+        // SAFETY: by the contract.
+        let ops = unsafe { (*self.auth).ah_ops };
+        // SAFETY: libtirpc's static operations.
+        unsafe { &*ops }
     }
 
     fn xid(&self) -> Xid {
@@ -491,13 +501,15 @@ impl Call<'_> {
             place.copy_from_slice(&word.to_be_bytes());
         }
         let put = encoder.put(&bytes);
-        // SAFETY: the AUTH is alive (contract), its ops are static.
-        let ops = unsafe { &*(*self.auth).ah_ops };
+        // SAFETY: by the contract.
+        let ops = unsafe { self.ops() };
         // SAFETY: as above; the stream outlives the call.
         let marshalled = put && unsafe { ops.ah_marshal.is_some_and(|f| f(self.auth, encoder.xdr()) != 0) };
         // SAFETY: the procedure fits its object (contract); the stream outlives the call.
         let wrapped = marshalled
-            && unsafe { ops.ah_wrap.is_some_and(|f| f(self.auth, encoder.xdr(), self.encode, self.args) != 0) };
+            && unsafe {
+                ops.ah_wrap.is_some_and(|f| f(self.auth, encoder.xdr(), self.encode, self.args) != 0)
+            };
         stats::add(Counter::BytesCopied, encoder.copied());
         let message = encoder.finish()?;
         if !wrapped {
@@ -526,11 +538,11 @@ impl Call<'_> {
                 unsafe { self.results(xdrs, &mut reply, &mut error) };
             } else if !gss && *refreshes > 0 {
                 *refreshes -= 1;
+                // SAFETY: by the contract.
+                let refresh = unsafe { self.ops() }.ah_refresh;
                 // SAFETY: the AUTH is alive (contract); the message is libtirpc's `struct rpc_msg`.
-                let refreshed = unsafe {
-                    let refresh = (*(*self.auth).ah_ops).ah_refresh;
-                    refresh.is_some_and(|f| f(self.auth, (&raw mut reply).cast()) != 0)
-                };
+                let refreshed =
+                    refresh.is_some_and(|f| unsafe { f(self.auth, (&raw mut reply).cast()) } != 0);
                 if refreshed {
                     // SAFETY: the stream is alive; the verifier belongs to `reply`.
                     unsafe { free_verifier(xdrs, &mut reply) };
@@ -555,8 +567,8 @@ impl Call<'_> {
     /// # Safety
     /// As [`Call::run`]; `reply` is an accepted reply, `xdrs` stands behind it.
     unsafe fn results(&self, xdrs: *mut XDR, reply: &mut rpc_msg, error: &mut rpc_err) {
-        // SAFETY: the AUTH is alive (contract), its ops are static.
-        let ops = unsafe { &*(*self.auth).ah_ops };
+        // SAFETY: by the contract.
+        let ops = unsafe { self.ops() };
         // SAFETY: accepted, so this member of both unions is in force.
         let verifier = unsafe { &raw mut reply.ru.rm_reply.ru.rp_ar.ar_verf };
         // SAFETY: the AUTH is alive, the verifier is decoded.
@@ -595,8 +607,11 @@ unsafe fn free_verifier(xdrs: *mut XDR, reply: &mut rpc_msg) {
     if unsafe { reply.ru.rm_reply.rp_stat } != msg::MSG_ACCEPTED {
         return;
     }
-    // SAFETY: accepted, so this member of both unions is in force.
-    let verifier: &mut opaque_auth = unsafe { &mut reply.ru.rm_reply.ru.rp_ar.ar_verf };
+    // SAFETY: every decoded reply has this member.
+    let body = unsafe { &mut reply.ru.rm_reply };
+    // SAFETY: accepted, so this member is in force.
+    let accepted = unsafe { &mut body.ru.rp_ar };
+    let verifier = &mut accepted.ar_verf;
     if verifier.oa_base.is_null() {
         return;
     }
@@ -679,7 +694,9 @@ unsafe extern "C" fn control(client: *mut CLIENT, request: c_uint, info: *mut c_
                 control.fixed = true;
             }
             // SAFETY: not NULL; libtirpc's contract for this request.
-            control::CLGET_TIMEOUT => unsafe { info.cast::<libc::timeval>().write_unaligned(control.timeout) },
+            control::CLGET_TIMEOUT => unsafe {
+                info.cast::<libc::timeval>().write_unaligned(control.timeout)
+            },
             // SAFETY: not NULL, with room for a sockaddr; libtirpc's contract for this request.
             control::CLGET_SERVER_ADDR => unsafe {
                 std::ptr::copy_nonoverlapping(handle.address.as_ptr(), info.cast(), handle.address.len());
@@ -788,4 +805,3 @@ const _: () = {
     assert!(std::mem::offset_of!(Handle, client) == 0);
     assert!(size_of::<libc::timeval>() == 16);
 };
-

@@ -29,10 +29,11 @@ use crate::driver::Server;
 use crate::error::{Error, Kind};
 use crate::ffi::guard;
 use crate::stats::{self, Counter};
+use crate::sys::WakeSet;
 use crate::tirpc::{
-    SVCAUTH, SVCXPRT, SVCXPRT_EXT, accepted_reply_ru, ar_results, auth_stat, bool_t, control, msg, netbuf, opaque_auth,
-    real, rpc_msg, svc_max_pollfd, svc_pollfd, xdr_callmsg, xdr_replymsg, xp_ops, xp_ops2, xprt_stat,
-    xprt_unregister,
+    SVCAUTH, SVCXPRT, SVCXPRT_EXT, accepted_reply_ru, ar_results, auth_stat, bool_t, msg, netbuf,
+    opaque_auth, real, rpc_msg, svc_max_pollfd, svc_pollfd, xdr_callmsg, xdr_replymsg, xp_ops, xp_ops2,
+    xprt_stat, xprt_unregister,
 };
 use crate::xdr::{Decoder, Encoder, XDR, XdrProc};
 use crate::{log_info, log_warn, socket, sys, xdr};
@@ -238,16 +239,18 @@ impl Transport {
         let fd = server.fd();
         let six = socket::local(fd).is_some_and(|at| at.is_ipv6());
         let netid = if six { c"rdma6" } else { c"rdma" };
-        // SAFETY: alive (contract); plain bytes are copied out.
-        let (addrlen, raddr) = unsafe { ((*stock).xp_addrlen, (*stock).xp_raddr) };
-        // SAFETY: alive (contract); libtirpc's own netbufs.
-        let (remote, local) = unsafe { (copied(&(*stock).xp_rtaddr), copied(&(*stock).xp_ltaddr)) };
+        // SAFETY: alive (contract).
+        let stock = unsafe { &*stock };
+        // SAFETY: libtirpc's own netbuf.
+        let remote = unsafe { copied(&stock.xp_rtaddr) };
+        // SAFETY: as above.
+        let local = unsafe { copied(&stock.xp_ltaddr) };
         let xprt = SVCXPRT {
             xp_fd: fd,
             xp_port: 0,
             xp_ops: &OPS,
-            xp_addrlen: addrlen,
-            xp_raddr: raddr,
+            xp_addrlen: stock.xp_addrlen,
+            xp_raddr: stock.xp_raddr,
             xp_ops2: &OPS2,
             // SAFETY: C strings.
             xp_tp: unsafe { libc::strdup(c"-".as_ptr()) },
@@ -400,7 +403,8 @@ fn polled(fd: c_int) -> bool {
         return false;
     }
     // SAFETY: libtirpc's array of `count` entries; it changes only in xprt_register, of which we are the caller.
-    (0..usize::try_from(count).unwrap_or(0)).any(|i| unsafe { (*set.add(i)).fd } == fd)
+    let set = unsafe { std::slice::from_raw_parts(set, usize::try_from(count).unwrap_or(0)) };
+    set.iter().any(|entry| entry.fd == fd)
 }
 
 /// The transport behind an SVCXPRT.
@@ -440,8 +444,10 @@ unsafe extern "C" fn recv(xprt: *mut SVCXPRT, message: *mut rpc_msg) -> bool_t {
             own.broken = true;
             return Ok(0);
         }
+        // SAFETY: the caller's message, decoded above.
+        let message = unsafe { &*message };
         // SAFETY: decoded as a call, so this member of the union is in force.
-        let credential = unsafe { (*message).ru.rm_call.cb_cred };
+        let credential = unsafe { message.ru.rm_call }.cb_cred;
         let gss = if credential.oa_flavor == auth_stat::RPCSEC_GSS && credential.oa_length >= 8 {
             // RFC 2203 §5.3.1: the version, then gss_proc.
             // SAFETY: the credential was decoded to `oa_length` bytes at `oa_base`.
@@ -513,7 +519,10 @@ unsafe extern "C" fn getargs(xprt: *mut SVCXPRT, decode: XdrProc, args: *mut c_v
 ///
 /// # Safety
 /// `auth` is alive; its ops are NULL or libtirpc's.
-unsafe fn operation<F>(auth: *const SVCAUTH, pick: fn(&crate::tirpc::svc_auth_ops) -> Option<F>) -> Option<F> {
+unsafe fn operation<F>(
+    auth: *const SVCAUTH,
+    pick: fn(&crate::tirpc::svc_auth_ops) -> Option<F>,
+) -> Option<F> {
     // SAFETY: by the contract.
     let ops = unsafe { (*auth).svc_ah_ops };
     // SAFETY: by the contract.
@@ -529,7 +538,8 @@ unsafe extern "C" fn reply(xprt: *mut SVCXPRT, message: *mut rpc_msg) -> bool_t 
         let id = request.id;
         let mut encoder = Encoder::new(own.server.lock().unwrap_or_else(|e| e.into_inner()).message()?);
         // SAFETY: the caller's message, which it lets the transport change.
-        let message = unsafe { message.as_mut() }.ok_or_else(|| Error::new(Kind::Invalid, "reply is NULL"))?;
+        let message =
+            unsafe { message.as_mut() }.ok_or_else(|| Error::new(Kind::Invalid, "reply is NULL"))?;
         message.rm_xid = request.xid;
         // SAFETY: the caller's reply, built by svc_sendreply and its like; the stream is alive.
         if !unsafe { encode_reply(&mut encoder, message, auth) } {
@@ -609,13 +619,9 @@ unsafe extern "C" fn destroy(xprt: *mut SVCXPRT) {
     });
 }
 
-unsafe extern "C" fn xp_control(_: *mut SVCXPRT, request: c_uint, _: *mut c_void) -> bool_t {
+unsafe extern "C" fn xp_control(_: *mut SVCXPRT, _: c_uint, _: *mut c_void) -> bool_t {
     // SVCGET_CONNMAXREC and its like belong to listeners, and those are libtirpc's own.
-    guard(|| {
-        debug_assert!(control::SVCGET_CONNMAXREC == 3);
-        let _ = request;
-        Ok(0)
-    })
+    guard(|| Ok(0))
 }
 
 // ------------------------------------------------------------------------------------------------------ progress
@@ -628,8 +634,9 @@ mod progress {
     use super::*;
 
     struct Progress {
-        /// epoll set, or -1 before first use.
-        set: RawFd,
+        /// Made at first use.
+        set: Option<WakeSet>,
+        /// The process that made it, or made it anew.
         generation: u64,
         entries: HashMap<RawFd, Entry>,
         xprt: *mut SVCXPRT,
@@ -652,7 +659,7 @@ mod progress {
         static TABLE: OnceLock<Mutex<Progress>> = OnceLock::new();
         let empty = || {
             Mutex::new(Progress {
-                set: -1,
+                set: None,
                 generation: 0,
                 entries: HashMap::new(),
                 xprt: null_mut(),
@@ -687,30 +694,41 @@ mod progress {
 
     impl Progress {
         fn update(&mut self, fd: RawFd, before: bool, now: bool) -> Result<(), Error> {
-            // In a forked child the set still belongs to the parent as well: it gets one of its own.
-            if self.set < 0 || self.generation != sys::fork_generation() {
-                self.set = sys::epoll(if self.set < 0 { None } else { Some(self.set) })?;
-                self.generation = sys::fork_generation();
-                for (other, entry) in &self.entries {
-                    if entry.write {
-                        sys::epoll_writable(self.set, *other, true)?;
-                    }
+            let generation = sys::fork_generation();
+            let fresh = match &mut self.set {
+                // In a forked child the set still belongs to the parent as well: it gets one of its own.
+                Some(set) if self.generation != generation => {
+                    set.renew()?;
+                    true
+                }
+                Some(_) => false,
+                None => {
+                    self.set = Some(WakeSet::new()?);
+                    true
+                }
+            };
+            self.generation = generation;
+            let Some(set) = &self.set else { return Ok(()) };
+            if fresh {
+                for other in self.entries.iter().filter(|(_, e)| e.write).map(|(fd, _)| *fd) {
+                    set.watch_writable(other, true)?;
                 }
             } else if before != now {
-                sys::epoll_writable(self.set, fd, now)?;
+                set.watch_writable(fd, now)?;
             }
             let first = self.entries.values().filter_map(|e| e.deadline).min();
-            sys::epoll_alarm(self.set, first.map(|at| at.saturating_duration_since(Instant::now())))?;
-            self.register()
+            set.alarm(first.map(|at| at.saturating_duration_since(Instant::now())))?;
+            let number = set.fd();
+            self.register(number)
         }
 
-        fn register(&mut self) -> Result<(), Error> {
+        fn register(&mut self, fd: RawFd) -> Result<(), Error> {
             let wanted = !self.entries.is_empty();
             if wanted == self.registered {
                 return Ok(());
             }
             if self.xprt.is_null() {
-                self.xprt = bare(self.set);
+                self.xprt = bare(fd);
             }
             self.registered = wanted;
             if wanted {
@@ -746,8 +764,8 @@ mod progress {
             let now = Instant::now();
             let due: Vec<usize> = {
                 let table = table();
-                if table.set >= 0 {
-                    sys::epoll_drain(table.set);
+                if let Some(set) = &table.set {
+                    set.silence();
                 }
                 let due = |e: &&Entry| e.write || e.deadline.is_some_and(|at| at <= now);
                 table.entries.values().filter(due).map(|e| e.transport).collect()

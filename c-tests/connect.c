@@ -121,7 +121,14 @@ static void rpc_reg_serves(long unused)
 {
     (void)unused;
     server_start("-c", "rpc_reg", NULL);
-    require_good(clnt_create(host, SUITE_PROG, SUITE_V2, leg.netid));
+    CLIENT *client = clnt_create(host, SUITE_PROG, SUITE_V4, leg.netid);
+    REQUIRE(client != NULL);
+    for (int i = 0; i < 5; i++) {
+        int result = 0;
+        REQUIRE_STATUS(suite_twice_4(&i, &result, client), RPC_SUCCESS);
+        REQUIRE(result == 2 * i);
+    }
+    clnt_destroy(client);
 }
 
 static void rpcb_getaddr_tells_where_the_server_listens(long unused)

@@ -69,8 +69,7 @@ fi
 
 wrap=()
 if [ "$tool" = valgrind ]; then
-    wrap=(valgrind -q --error-exitcode=99 --child-silent-after-fork=no --fair-sched=try
-        --suppressions="$here/valgrind.supp")
+    wrap=(valgrind -q --error-exitcode=99 --child-silent-after-fork=no --fair-sched=try)
     environment+=(SUITE_WRAP="${wrap[*]}")
 fi
 env "${environment[@]}" "${wrap[@]}" "$suite" "${suite_flags[@]}" "$@"

@@ -5,7 +5,7 @@
  *   -c svc_create   svc_create, with rpcbind          -c tp       svc_tp_create, with rpcbind
  *      tli          svc_tli_create on a free port     -c tlifd    svc_tli_create with an own listening socket
  *      vcfd         svc_vc_create with an own socket  -c svctcp   svctcp_create + svc_register, as rpcgen writes it
- *      svctcpfd     the same with an own socket       -c rpc_reg  rpc_reg, with rpcbind: SUITE_ECHO alone
+ *      svctcpfd     the same with an own socket       -c rpc_reg  rpc_reg, with rpcbind: SUITE_TWICE alone
  *   -l run | poll | select | common: svc_run; own loops over svc_pollfd, svc_fdset, svc_getreq_common
  *   -f forks after creating and serves in the child    -r registers with rpcbind (tli, tlifd, svctcp)
  *   -i ignores SIGPIPE, as a server on stock libtirpc must
@@ -364,9 +364,12 @@ static void must_register(SVCXPRT *transport, struct netconfig *nconf)
         errx(1, "svc_reg");
 }
 
-static char *rpc_reg_echo(char *argument)
+/* rpc_reg decodes into memory that it has not cleared: only arguments without pointers are safe. */
+static char *rpc_reg_twice(char *argument)
 {
-    return argument;
+    static int result;
+    result = 2 * *(int *)argument;
+    return (char *)&result;
 }
 
 /* Returns the port, or 0 where only rpcbind knows it. */
@@ -388,8 +391,8 @@ static unsigned create(const char *how, bool with_rpcbind)
         return 0;
     }
     if (strcmp(how, "rpc_reg") == 0) {
-        if (rpc_reg(SUITE_PROG, SUITE_V2, SUITE_ECHO, rpc_reg_echo, (xdrproc_t)xdr_suite_blob,
-                    (xdrproc_t)xdr_suite_blob, (char *)netid) != 0)
+        if (rpc_reg(SUITE_PROG, SUITE_V4, SUITE_TWICE, rpc_reg_twice, (xdrproc_t)xdr_int, (xdrproc_t)xdr_int,
+                    (char *)netid) != 0)
             errx(1, "rpc_reg");
         return 0;
     }
@@ -487,7 +490,7 @@ int main(int argc, char **argv)
         }
     }
 #ifdef WITH_GSS
-    if (gss_name != NULL && !rpc_gss_set_svc_name((char *)gss_name, "krb5", 0, SUITE_PROG, SUITE_V2))
+    if (gss_name != NULL && !rpc_gss_set_svc_name((char *)gss_name, "kerberos_v5", 0, SUITE_PROG, SUITE_V2))
         errx(1, "rpc_gss_set_svc_name");
 #else
     if (gss_name != NULL)

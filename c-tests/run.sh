@@ -21,8 +21,8 @@ case ${1:-} in valgrind | asan) tool=$1; shift ;; esac
 make_flags=() suite_flags=() environment=()
 case $leg in
 tcp) suite_flags=(-n tcp) ;;
-rdma) suite_flags=(-n rdma -L) environment=(LD_PRELOAD="$RPCRDMA_LIB") ;;
-redirect) suite_flags=(-n tcp -L -R) environment=(LD_PRELOAD="$RPCRDMA_LIB" RPCRDMA_REDIRECT=tcp) ;;
+rdma) suite_flags=(-n rdma -L) environment=(LD_PRELOAD="$LIBRPCRDMA") ;;
+redirect) suite_flags=(-n tcp -L -R) environment=(LD_PRELOAD="$LIBRPCRDMA" RPCRDMA_REDIRECT=tcp) ;;
 linked)
     : "${RPCRDMA_STAGE:?names the staged install}"
     package=$(find "$RPCRDMA_STAGE" -name rpcrdma.pc | head -n 1)
@@ -37,7 +37,7 @@ linked)
     ;;
 *) sed -n '2,12s/^# \{0,1\}//p' "${BASH_SOURCE[0]}" >&2; exit 2 ;;
 esac
-case $leg in rdma | redirect) [ -r "$RPCRDMA_LIB" ] || { echo "run.sh: $RPCRDMA_LIB is missing" >&2; exit 1; } ;; esac
+case $leg in rdma | redirect) [ -r "$LIBRPCRDMA" ] || { echo "run.sh: $LIBRPCRDMA is missing" >&2; exit 1; } ;; esac
 
 case $tool in
 asan) make_flags+=(SANITIZE=yes); suite_flags+=(-s); environment+=(ASAN_OPTIONS=detect_leaks=0) ;;

@@ -25,7 +25,7 @@ if [ "${1:-}" = --check ]; then
 else
     [ "$(id -u)" -eq 0 ] || { skip capture "needs root"; closing; }
     for tool in dumpcap tshark; do command -v $tool >/dev/null || { skip capture "$tool is not installed"; closing; }; done
-    [ -r "$RPCRDMA_LIB" ] || { FAIL "$RPCRDMA_LIB is missing"; closing; }
+    [ -r "$LIBRPCRDMA" ] || { FAIL "$LIBRPCRDMA is missing"; closing; }
     capture=$scratch/lo.pcap
     dumpcap -q -i lo -B 64 -w "$capture" 2>"$scratch/dumpcap.log" &
     dumpcap=$!; children+=("$dumpcap")

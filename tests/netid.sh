@@ -11,7 +11,6 @@ if [ -z "${NETID_IN_NS:-}" ]; then
 fi
 . "$here/lib.sh"
 # A name of the tests, not of the library, which refuses settings that it does not know.
-export -n RPCRDMA_LIB
 cd "$scratch" || exit 1
 program=536870997    # 0x20000055
 
@@ -112,8 +111,8 @@ check "udp moved: a stock client is served" '^udp: RPC: Success' ./netid call 12
 stop "$server"
 
 # Linked instead of preloaded: the outer names keep the library needed.
-if cc -o linked "$top/c-tests/netid.c" $(pkg-config --cflags libtirpc) -L"$(dirname "$RPCRDMA_LIB")" \
-    -Wl,-rpath,"$(dirname "$RPCRDMA_LIB")" -lrpcrdma -ltirpc 2>cc.log; then
+if cc -o linked "$top/c-tests/netid.c" $(pkg-config --cflags libtirpc) -L"$(dirname "$LIBRPCRDMA")" \
+    -Wl,-rpath,"$(dirname "$LIBRPCRDMA")" -lrpcrdma -ltirpc 2>cc.log; then
     check "linked: the entries" '^$' ./linked entries
 else
     FAIL "netid.c links with -lrpcrdma -ltirpc" cc.log

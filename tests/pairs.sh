@@ -154,7 +154,7 @@ if [ "${1:-}" = --inside ]; then
     exit 0
 fi
 [ "$(id -u)" -eq 0 ] || { skip pairs "needs root"; closing; }
-[ -n "${PAIRS_STOCK:-}" ] || [ -r "$RPCRDMA_LIB" ] || { FAIL "$RPCRDMA_LIB is missing"; closing; }
+[ -n "${PAIRS_STOCK:-}" ] || [ -r "$LIBRPCRDMA" ] || { FAIL "$LIBRPCRDMA is missing"; closing; }
 [ $# -gt 0 ] || set -- "${all_pairs[@]}"
 for pair; do
     bash "$here/ns.sh" bash "$here/pairs.sh" --inside "$pair" >"$scratch/lines" 2>&1 </dev/null

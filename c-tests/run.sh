@@ -4,7 +4,7 @@
 #   tcp        stock libtirpc alone: shows that the tests tell the truth about libtirpc
 #   rdma       the library preloaded; the programs name netid "rdma"
 #   redirect   the library preloaded; the programs name "tcp" and are moved by RPCRDMA_REDIRECT
-#   linked     linked with the library through pkg-config; RPCRDMA_STAGE names the staged install
+#   linked     linked with the library through pkg-config; STAGED names the staged install
 #              (make install DESTDIR=...); the programs name "rdma"
 #
 # As root the tests run in a private network with an rpcbind of their own. An ordinary user has no rpcbind; what needs
@@ -24,14 +24,14 @@ tcp) suite_flags=(-n tcp) ;;
 rdma) suite_flags=(-n rdma -L) environment=(LD_PRELOAD="$LIBRPCRDMA") ;;
 redirect) suite_flags=(-n tcp -L -R) environment=(LD_PRELOAD="$LIBRPCRDMA" RPCRDMA_REDIRECT=tcp) ;;
 linked)
-    : "${RPCRDMA_STAGE:?names the staged install}"
-    package=$(find "$RPCRDMA_STAGE" -name rpcrdma.pc | head -n 1)
-    [ -n "$package" ] || { echo "run.sh: no rpcrdma.pc under $RPCRDMA_STAGE" >&2; exit 1; }
+    : "${STAGED:?names the staged install}"
+    package=$(find "$STAGED" -name rpcrdma.pc | head -n 1)
+    [ -n "$package" ] || { echo "run.sh: no rpcrdma.pc under $STAGED" >&2; exit 1; }
     PKG_CONFIG_PATH=$(dirname "$package")
     export PKG_CONFIG_PATH PKG_CONFIG_SYSROOT_DIR=
     # The .pc file names the final place; the stage stands in for it.
-    libdir=$RPCRDMA_STAGE$(pkg-config --variable=libdir rpcrdma)
-    includedir=$RPCRDMA_STAGE$(pkg-config --variable=includedir rpcrdma)
+    libdir=$STAGED$(pkg-config --variable=libdir rpcrdma)
+    includedir=$STAGED$(pkg-config --variable=includedir rpcrdma)
     export CPATH=$includedir LIBRARY_PATH=$libdir LD_LIBRARY_PATH=$libdir
     make_flags=(LINKED=yes) suite_flags=(-n rdma -L)
     ;;

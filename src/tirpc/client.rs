@@ -31,6 +31,7 @@ use crate::memory::Region;
 use crate::process::{self, Identity};
 use crate::stats::{self, Counter};
 use crate::sys::BlockedSignals;
+use crate::tirpc::netid::Sockaddr;
 use crate::tirpc::{
     _null_auth, _seterr_reply, AUTH, CLIENT, RPCBPROG, accepted_reply, accepted_reply_ru, ar_results,
     auth_ops, auth_stat, authnone_create, bool_t, clnt_ops, control, msg, netbuf, reply_body, reply_body_ru,
@@ -158,7 +159,7 @@ unsafe fn create(
     }
     let connected = socket::peer(fd).is_some();
     if !connected {
-        let Some(to) = socket_address(&address) else {
+        let Some(to) = Sockaddr::parse(&address) else {
             return refuse(Error::new(Kind::Invalid, "no internet address to connect to"));
         };
         if intent == Intent::Try && servers_of_tcp::contain(to) {
@@ -182,7 +183,7 @@ unsafe fn create(
         Err(error) if intent == Intent::Try && config.fallback => {
             log_info!("fd {fd}: program {prog} version {vers} goes over tcp: {error}");
             stats::add(Counter::Fallbacks, 1);
-            if let Some(to) = socket_address(&address).filter(|_| error.kind() != Kind::Timeout) {
+            if let Some(to) = Sockaddr::parse(&address).filter(|_| error.kind() != Kind::Timeout) {
                 servers_of_tcp::remember(to);
             }
             // The stock transport connects it again.
@@ -299,25 +300,6 @@ unsafe fn address_bytes(address: *const netbuf) -> Box<[u8]> {
     // SAFETY: by the contract.
     let bytes = unsafe { crate::ffi::bytes(netbuf.buf.cast(), netbuf.len as usize) };
     bytes.unwrap_or_default().into()
-}
-
-/// A `struct sockaddr_in` or `sockaddr_in6` as bytes.
-fn socket_address(bytes: &[u8]) -> Option<SocketAddr> {
-    let family = u16::from_ne_bytes(*bytes.first_chunk()?);
-    let port = u16::from_be_bytes(*bytes.get(2..)?.first_chunk()?);
-    match c_int::from(family) {
-        libc::AF_INET => {
-            let ip: [u8; 4] = *bytes.get(4..)?.first_chunk()?;
-            Some(SocketAddr::from((ip, port)))
-        }
-        libc::AF_INET6 => {
-            let flow = u32::from_ne_bytes(*bytes.get(4..)?.first_chunk()?);
-            let ip: [u8; 16] = *bytes.get(8..)?.first_chunk()?;
-            let scope = bytes.get(24..)?.first_chunk().map_or(0, |scope| u32::from_ne_bytes(*scope));
-            Some(std::net::SocketAddrV6::new(ip.into(), port, flow, scope).into())
-        }
-        _ => None,
-    }
 }
 
 // ------------------------------------------------------------------------------------------------------- the ops
@@ -753,7 +735,7 @@ pub unsafe fn explanation(client: *mut CLIENT) -> Option<String> {
 
 /// libtirpc's `time_not_ok`, the other way round.
 fn valid(time: &libc::timeval) -> bool {
-    (-1..=100_000_000).contains(&time.tv_sec) && (-1..=1_000_000).contains(&time.tv_usec)
+    (0..=100_000_000).contains(&time.tv_sec) && (0..=1_000_000).contains(&time.tv_usec)
 }
 
 fn duration(time: &libc::timeval) -> Duration {

@@ -26,8 +26,7 @@
 
 use std::cell::{Cell, RefCell};
 use std::ffi::{CStr, c_char, c_int, c_uint, c_void};
-use std::mem::ManuallyDrop;
-use std::net::{SocketAddr, TcpListener};
+use std::net::SocketAddr;
 use std::os::fd::{AsRawFd, FromRawFd, IntoRawFd, OwnedFd};
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 use std::ptr::null_mut;
@@ -36,7 +35,6 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use crate::config::{self, Config};
 use crate::error::{Error, Kind};
 use crate::ffi::{self, Fd, Inside, guard};
-use crate::log_info;
 use crate::tirpc::client::{self, Intent};
 use crate::tirpc::netid::{self, Netid, RPCBIND_PORT, Sockaddr, nettype};
 use crate::tirpc::{
@@ -44,6 +42,7 @@ use crate::tirpc::{
     creation_failed, creation_started, dispatch_t, netbuf, netconfig, real, registered_t, server, t_bind,
 };
 use crate::xdr::XdrProc;
+use crate::{log_info, socket};
 
 // What a netid is.
 
@@ -193,8 +192,18 @@ pub unsafe extern "C" fn clnt_tli_create(
         };
         creation(|| {
             config::get()?;
+            // The real function reads the address unasked; a connected socket knows it.
+            let mut peer = None;
+            let address = if address.is_null() {
+                let connected = socket::peer(fd).ok_or_else(|| {
+                    Error::new(Kind::Invalid, "no address, and the descriptor is not connected")
+                })?;
+                &mut peer.insert(Sockaddr::from(connected)).netbuf()
+            } else {
+                address
+            };
             let _wanted = RdmaWanted::set();
-            // SAFETY: the caller's own arguments.
+            // SAFETY: the caller's own arguments, and an address that lives across the call.
             Ok(inside.suspend(|| unsafe { real(fd, nconf, address, prog, vers, sendsz, recvsz) }))
         })
     })
@@ -343,7 +352,7 @@ pub unsafe extern "C" fn svc_tli_create(
             let xprt = inside.suspend(|| unsafe { real(fd, nconf, bind, sendsz, recvsz) });
             // SAFETY: NULL, or just made and given to nobody yet.
             if let Some(made) = unsafe { ffi::reference(xprt) } {
-                if listens(made.xp_fd) {
+                if socket::listens(made.xp_fd) {
                     listeners::add(made.xp_fd)?;
                 } else {
                     // A connected descriptor, as from inetd: its one connection is the transport.
@@ -663,10 +672,10 @@ unsafe fn moved(xprt: *mut SVCXPRT) -> Option<bool> {
         return None;
     }
     let fd = made.xp_fd;
-    if socket_option(fd, libc::SO_TYPE) != Some(libc::SOCK_STREAM) || listens(fd) {
+    if !socket::is_stream(fd) || socket::listens(fd) {
         return None;
     }
-    let local = local_address(fd)?;
+    let local = socket::local(fd)?;
     if listeners::accepted(local) {
         return Some(true);
     }
@@ -687,7 +696,7 @@ mod listeners {
     const FREE: u64 = u64::MAX;
 
     pub fn add(fd: c_int) -> Result<(), Error> {
-        let Some(local) = local_address(fd) else {
+        let Some(local) = socket::local(fd) else {
             return Err(Error::new(Kind::Invalid, "a listener on netid rdma needs an internet address"));
         };
         let entry = u64::from(local.port()) << 32 | u64::from(fd as u32);
@@ -717,10 +726,10 @@ mod listeners {
     /// The address of a listener that is still there: the descriptor may be another file by now.
     fn alive(entry: u64) -> Option<SocketAddr> {
         let fd = entry as u32 as c_int;
-        if !listens(fd) {
+        if !socket::listens(fd) {
             return None;
         }
-        local_address(fd).filter(|at| u64::from(at.port()) == entry >> 32)
+        socket::local(fd).filter(|at| u64::from(at.port()) == entry >> 32)
     }
 }
 
@@ -792,29 +801,6 @@ unsafe fn socket_address(address: *const netbuf) -> Option<SocketAddr> {
     // SAFETY: by the contract.
     let bytes = unsafe { ffi::bytes(address.buf.cast(), address.len as usize) }.ok()?;
     Sockaddr::parse(bytes)
-}
-
-/// The internet address to which a socket is bound; `None` for other files.
-fn local_address(fd: c_int) -> Option<SocketAddr> {
-    if fd < 0 {
-        return None;
-    }
-    // SAFETY: used for one getsockname and not closed; a number that is no socket is answered with an error.
-    let socket = ManuallyDrop::new(unsafe { TcpListener::from_raw_fd(fd) });
-    socket.local_addr().ok()
-}
-
-fn listens(fd: c_int) -> bool {
-    socket_option(fd, libc::SO_ACCEPTCONN) == Some(1)
-}
-
-fn socket_option(fd: c_int, option: c_int) -> Option<c_int> {
-    let mut value: c_int = 0;
-    let mut length = size_of::<c_int>() as libc::socklen_t;
-    // SAFETY: value and length are writable and of the size that is passed.
-    let done =
-        unsafe { libc::getsockopt(fd, libc::SOL_SOCKET, option, (&raw mut value).cast(), &mut length) };
-    if done == 0 { Some(value) } else { None }
 }
 
 /// Whether an address lies in the object that libtirpc is.

@@ -98,7 +98,7 @@ unsafe fn look(xprt: *mut SVCXPRT, message: *mut rpc_msg, rdma_only: bool) -> Re
     };
     if first == Some(b'M') {
         // SAFETY: by the contract.
-        if let Err(error) = unsafe { convert(xprt, fd) } {
+        if let Err(error) = unsafe { convert(xprt, fd, rdma_only) } {
             log_warn!("fd {fd}: an RDMA connection is refused: {error}");
             // SAFETY: alive: it was not converted.
             unsafe { (*xprt).xp_ops = &REFUSED };
@@ -165,12 +165,12 @@ unsafe fn destroy_stock(xprt: *mut SVCXPRT) {
 ///
 /// # Safety
 /// As [`look`].
-unsafe fn convert(stock: *mut SVCXPRT, fd: c_int) -> Result<(), Error> {
+unsafe fn convert(stock: *mut SVCXPRT, fd: c_int, rdma_only: bool) -> Result<(), Error> {
     let server = Server::accept(fd, config::get()?)?;
     // Destroying closes the descriptor and unregisters by its number: it gets another one of the same socket.
     let other = socket::duplicate(fd)?;
     // SAFETY: alive (contract).
-    let own = unsafe { Transport::like(stock, server) };
+    let own = unsafe { Transport::like(stock, server, rdma_only) };
     // SAFETY: alive and registered (contract).
     unsafe { xprt_unregister(stock) };
     // SAFETY: alive (contract).
@@ -235,12 +235,17 @@ impl Transport {
     ///
     /// # Safety
     /// `stock` is a live connection.
-    unsafe fn like(stock: *mut SVCXPRT, server: Server) -> *mut Transport {
+    unsafe fn like(stock: *mut SVCXPRT, server: Server, rdma_only: bool) -> *mut Transport {
         let fd = server.fd();
-        let six = socket::local(fd).is_some_and(|at| at.is_ipv6());
-        let netid = if six { c"rdma6" } else { c"rdma" };
         // SAFETY: alive (contract).
         let stock = unsafe { &*stock };
+        // The netid is that of the listener, which programs and libtirpc compare it with: a moved server's is "tcp".
+        let netid = match socket::local(fd) {
+            Some(local) if rdma_only && local.is_ipv6() => c"rdma6".as_ptr(),
+            Some(_) if rdma_only => c"rdma".as_ptr(),
+            _ if stock.xp_netid.is_null() => c"tcp".as_ptr(),
+            _ => stock.xp_netid.cast_const(),
+        };
         // SAFETY: libtirpc's own netbuf.
         let remote = unsafe { copied(&stock.xp_rtaddr) };
         // SAFETY: as above.
@@ -255,7 +260,7 @@ impl Transport {
             // SAFETY: C strings.
             xp_tp: unsafe { libc::strdup(c"-".as_ptr()) },
             // SAFETY: as above.
-            xp_netid: unsafe { libc::strdup(netid.as_ptr()) },
+            xp_netid: unsafe { libc::strdup(netid) },
             xp_ltaddr: local,
             xp_rtaddr: remote,
             xp_verf: opaque_auth { oa_flavor: 0, oa_base: null_mut(), oa_length: 0 },

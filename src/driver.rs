@@ -36,6 +36,9 @@ use crate::{log_debug, log_info, log_warn, log_wire};
 /// How long the passive side waits for the MPA Request and the first message of a peer (RFC 5044 §7.1.2: "SHOULD").
 pub const START_TIMEOUT: Duration = Duration::from_secs(10);
 
+/// Least time that a connection gets which replaces one without credits.
+const RECONNECT_TIMEOUT: Duration = Duration::from_secs(2);
+
 /// How long `xp_reply` waits for a peer that does not take its reply, before the rest is queued.
 const REPLY_WAIT: Duration = Duration::from_millis(20);
 
@@ -489,7 +492,8 @@ impl Client {
         }
         log_warn!("fd {}: timed-out calls hold every credit: connecting anew", self.fd);
         sys::reconnect(self.fd)?;
-        let limit = deadline.min(Instant::now() + START_TIMEOUT);
+        // However little time this call has: a startup given up halfway would leave no connection at all.
+        let limit = deadline.max(Instant::now() + RECONNECT_TIMEOUT).min(Instant::now() + START_TIMEOUT);
         let fresh = Client::start(self.fd, self.config, &self.memory, limit, mask);
         stats::add(Counter::Reconnects, 1);
         match fresh {

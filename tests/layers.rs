@@ -8,7 +8,7 @@ const LAYERS: &[&[&str]] = &[
     &["error", "process"],
     &["log", "stats"],
     &["config", "ffi"],
-    &["memory", "wire", "sys"],
+    &["memory", "wire", "socket", "sys"],
     &["provider"],
     &["connection", "xdr"],
     &["driver"],

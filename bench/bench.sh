@@ -8,7 +8,7 @@
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 . "$here/../tests/lib.sh"
 report=${1:+$(realpath -m "$1")}
-[ -r "$RPCRDMA_LIB" ] || { echo "bench: $RPCRDMA_LIB is missing: run make first" >&2; exit 1; }
+[ -r "$LIBRPCRDMA" ] || { echo "bench: $LIBRPCRDMA is missing: run make first" >&2; exit 1; }
 
 if [ -n "${QUICK:-}" ]; then repeats=1 seconds=0.05 some=100; else repeats=5 seconds=0.25 some=1000; fi
 cc -O2 -Wall -Wextra -Werror -Wno-cast-function-type -pthread $(pkg-config --cflags libtirpc) -o "$scratch/bench" \
@@ -43,7 +43,7 @@ ticks() { awk '{ sub(/.*\) /, ""); print $12, $13 }' "/proc/$1/stat"; }
 
 table() {
     echo "$(date -u +%Y-%m-%d), $(nproc) x $(sed -n 's/^model name[^:]*: //p' /proc/cpuinfo | head -n 1), Linux $(uname -r), loopback"
-    echo "medians of $repeats runs of $seconds s each, tcp and rdma in turn$(env | sed -n 's/^RPCRDMA_LIB=.*//; s/^\(RPCRDMA_[A-Z_]*=.*\)/, \1/p' | tr -d '\n')"
+    echo "medians of $repeats runs of $seconds s each, tcp and rdma in turn$(env | sed -n 's/^LIBRPCRDMA=.*//; s/^\(RPCRDMA_[A-Z_]*=.*\)/, \1/p' | tr -d '\n')"
     echo
     printf '%-6s %8s %7s %-7s %12s %12s %10s %10s %7s\n' call bytes threads CLIENT 'tcp calls/s' 'rdma calls/s' 'tcp us' 'rdma us' ratio
     for i in "${!cases[@]}"; do
@@ -77,10 +77,10 @@ system_calls() {
     local -A client=() server_side=()
     for count in "$some" $((2 * some)); do
         rm -f "$scratch/s.strace" "$scratch/c.strace"
-        start_ready strace -f -c -o "$scratch/s.strace" -E LD_PRELOAD="$([ "$netid" = rdma ] && echo "$RPCRDMA_LIB")" \
+        start_ready strace -f -c -o "$scratch/s.strace" -E LD_PRELOAD="$([ "$netid" = rdma ] && echo "$LIBRPCRDMA")" \
             "$scratch/bench" server "$netid" 2>/dev/null || return 1
         traced=$(cat "/proc/$server/task/$server/children")
-        strace -f -c -o "$scratch/c.strace" -E LD_PRELOAD="$([ "$netid" = rdma ] && echo "$RPCRDMA_LIB")" \
+        strace -f -c -o "$scratch/c.strace" -E LD_PRELOAD="$([ "$netid" = rdma ] && echo "$LIBRPCRDMA")" \
             "$scratch/bench" calls "$netid" "$port" "$2" "$3" "$count" 2>/dev/null || return 1
         kill $traced 2>/dev/null
         wait "$server" 2>/dev/null

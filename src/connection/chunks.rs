@@ -56,17 +56,17 @@ pub fn plan_call(
     // RFC 8166 §4.3.3: "A Requester MUST provide a Reply chunk whenever the maximum possible size of the RPC Reply
     // message's Transport and Payload streams is larger than the inline threshold for messages from Responder to
     // Requester."
-    let reply_segments =
-        if HEADER_MIN + max_reply > receive { segments(max_reply, max_segment, "reply")? } else { 0 };
+    let reply_segments = if max_reply.saturating_add(HEADER_MIN) > receive {
+        segments(max_reply, max_segment, "reply")?
+    } else {
+        0
+    };
     let lists = lists_len(reply_segments);
     // RFC 8166 §3.5.3: "If there are no DDP-eligible data items in the Payload stream, or the Payload stream is still
     // too large after it has been reduced, the RDMA transport MUST use RDMA Read or Write operations to convey the
     // Payload stream itself." The threshold bounds the whole Send, the transport header included (§3.3.2).
-    let read_segments = if FIXED_LEN + lists + message > send {
-        segments(message, max_segment, "call")?
-    } else {
-        0
-    };
+    let read_segments =
+        if FIXED_LEN + lists + message > send { segments(message, max_segment, "call")? } else { 0 };
     Ok(CallPlan { read_segments, reply_segments })
 }
 
@@ -75,7 +75,9 @@ fn segments(bytes: usize, max_segment: usize, what: &str) -> Result<usize, Error
     if n > SEGMENTS_MAX {
         return Err(Error::new(
             Kind::TooLong,
-            format!("a {what} of {bytes} bytes needs {n} segments of {max_segment} bytes; at most {SEGMENTS_MAX} are sent"),
+            format!(
+                "a {what} of {bytes} bytes needs {n} segments of {max_segment} bytes; at most {SEGMENTS_MAX} are sent"
+            ),
         ));
     }
     Ok(n.max(1))
@@ -83,7 +85,8 @@ fn segments(bytes: usize, max_segment: usize, what: &str) -> Result<usize, Error
 
 /// The ranges into which `len` bytes are cut for `n` segments of at most `max_segment` bytes.
 pub fn cut(len: usize, max_segment: usize) -> impl Iterator<Item = (usize, usize)> {
-    (0..len).step_by(max_segment.max(1)).map(move |at| (at, (len - at).min(max_segment)))
+    let max = max_segment.max(1);
+    (0..len).step_by(max).map(move |at| (at, (len - at).min(max)))
 }
 
 /// How a Reply travels.
@@ -108,8 +111,11 @@ pub fn plan_reply(
     // RFC 8166 §4.3.2.2: "the Responder MUST return this Write chunk as an unused Write chunk"
     // RFC 8166 §4.3.3: "the Responder MUST copy that chunk into the Transport header of the RPC Reply message."
     let unused = |chunk: &[Segment]| chunk.iter().map(|s| Segment { length: 0, ..*s }).collect::<Vec<_>>();
-    let mut lists =
-        Lists { reads: Vec::new(), writes: writes.iter().map(|c| unused(c)).collect(), reply: reply.map(unused) };
+    let mut lists = Lists {
+        reads: Vec::new(),
+        writes: writes.iter().map(|c| unused(c)).collect(),
+        reply: reply.map(unused),
+    };
     if v1::header_len(&lists) + message <= send {
         return Ok(ReplyPlan { lists, writes: Vec::new() });
     }
@@ -118,7 +124,9 @@ pub fn plan_reply(
     let Some(offered) = reply else {
         return Err(Error::new(
             Kind::TooLong,
-            format!("reply of {message} bytes exceeds the inline threshold of {send}, and the Call offered no Reply chunk"),
+            format!(
+                "reply of {message} bytes exceeds the inline threshold of {send}, and the Call offered no Reply chunk"
+            ),
         ));
     };
     let room: u64 = offered.iter().map(|s| u64::from(s.length)).sum();
@@ -291,7 +299,8 @@ pub fn reply_in_chunk(
     let mut given = offered.iter();
     let mut end = 0;
     for segment in returned {
-        let (offer, at) = given.next().ok_or_else(|| bad("the reply returns more segments than were offered"))?;
+        let (offer, at) =
+            given.next().ok_or_else(|| bad("the reply returns more segments than were offered"))?;
         if segment.handle != offer.handle || segment.offset != offer.offset {
             return Err(bad("the reply returns a segment that was not offered"));
         }
@@ -358,7 +367,10 @@ mod tests {
     fn a_long_message_is_cut_into_segments_of_the_device() {
         let plan = plan_call(10_000, 100, 4096, 4096, 3000).unwrap();
         assert_eq!(plan.read_segments, 4);
-        assert_eq!(cut(10_000, 3000).collect::<Vec<_>>(), [(0, 3000), (3000, 3000), (6000, 3000), (9000, 1000)]);
+        assert_eq!(
+            cut(10_000, 3000).collect::<Vec<_>>(),
+            [(0, 3000), (3000, 3000), (6000, 3000), (9000, 1000)]
+        );
         assert_eq!(plan_call(17 * 3000, 100, 4096, 4096, 3000).unwrap_err().kind(), Kind::TooLong);
     }
 
@@ -376,7 +388,10 @@ mod tests {
 
     #[test]
     fn a_chunk_that_contains_its_pad_gets_no_second_one() {
-        assert_eq!(assemble(&[read(4, 8)], b"abcdefgh").unwrap(), b"abcd\x05\x05\x05\x05\x05\x05\x05\x05efgh");
+        assert_eq!(
+            assemble(&[read(4, 8)], b"abcdefgh").unwrap(),
+            b"abcd\x05\x05\x05\x05\x05\x05\x05\x05efgh"
+        );
     }
 
     #[test]
@@ -432,7 +447,10 @@ mod tests {
         let offered = [(segment(1, 8), 0), (segment(2, 8), 8)];
         let area = || Buf::with_capacity(16).unwrap().into_sink(16);
         let got = |returned: Vec<Segment>| reply_in_chunk(&offered, returned.into_iter(), area());
-        assert_eq!(got(vec![segment(1, 8), segment(2, 3)]).unwrap().iter().map(|r| r.len()).sum::<usize>(), 11);
+        assert_eq!(
+            got(vec![segment(1, 8), segment(2, 3)]).unwrap().iter().map(|r| r.len()).sum::<usize>(),
+            11
+        );
         assert!(got(vec![segment(1, 8)]).is_err());
         assert!(got(vec![segment(1, 9), segment(2, 0)]).is_err());
         assert!(got(vec![segment(2, 8), segment(1, 8)]).is_err());

@@ -413,6 +413,7 @@ fn an_abandoned_call_that_waits_for_a_credit_is_never_sent() {
     }
     pair.abandon(2);
     assert!(!pair.client.engine.knows(Xid(2)));
+    assert_eq!(pair.client.engine.requester.waiting, [Xid(3)], "nor does it take any room");
     pair.abandon(2);
     pair.drive();
     pair.succeeded(1);
@@ -697,7 +698,8 @@ fn a_reply_with_a_bad_header_is_dropped_and_the_good_one_still_counts() {
 #[test]
 fn a_reply_that_returns_another_reply_chunk_fails_its_call_and_nothing_else() {
     type Tamper = fn(&mut Vec<Segment>);
-    let tampers: [(&str, Tamper); 7] = [
+    let tampers: [(&str, Tamper); 8] = [
+        ("nothing wrong", |_| ()),
         ("another handle", |s| s[0].handle = Handle(s[0].handle.0 ^ 1)),
         ("another offset", |s| s[1].offset += 4),
         ("more bytes than offered", |s| s[1].length += 1),
@@ -715,9 +717,17 @@ fn a_reply_that_returns_another_reply_chunk_fails_its_call_and_nothing_else() {
         pair.call(2, 40, 28);
         pair.wire.pop();
         let mut chunk = offered(&pair);
+        let reply = reply_message(1, 3000);
+        for (segment, part) in chunk.iter().zip(reply.chunks(2000)) {
+            let Some((Exposed::Sink(sink), 0)) = pair.client.device.access(*segment) else { panic!() };
+            assert!(sink.place(0, part));
+        }
         tamper(&mut chunk);
         pair.inject(Client, &nomsg(1, 4, &chunk));
-        assert_eq!(pair.failure(1), Kind::Peer, "{what}");
+        match what {
+            "nothing wrong" => assert!(*pair.outcome(1).as_ref().unwrap() == reply),
+            _ => assert_eq!(pair.failure(1), Kind::Peer, "{what}"),
+        }
         assert!(pair.client.device.exposed.is_empty(), "{what}");
         assert!(pair.pending(2));
         pair.inject(Client, &msg(2, 4, &reply_message(2, 28)));
@@ -1380,6 +1390,32 @@ fn a_connection_cut_at_any_step_ends_every_call_once_and_exposes_nothing() {
         }
         assert!(cuts >= 3, "{what}: {cuts}");
     }
+}
+
+/// rule 100: whatever was still to be posted.
+#[test]
+fn after_the_close_nothing_is_posted_and_every_call_is_told() {
+    let mut pair = Pair::warm(SETUP);
+    pair.client.engine.requester.granted = 2;
+    let End { engine, device, .. } = &mut pair.client;
+    for xid in 1..=3 {
+        let message = Region::copy_from(&call_message(xid, 3000, 3000, false)).unwrap();
+        engine.call(Xid(xid), message, Expect::Reply(3000), device).unwrap();
+    }
+    engine.handle_closed(Error::new(Kind::ConnectionLost, "gone"));
+    let mut ended = Vec::new();
+    while let Some(output) = engine.poll_output() {
+        let Output::Done { xid, outcome } = output else { panic!("{output:?} after the close") };
+        ended.push((xid.0, outcome.unwrap_err().kind()));
+    }
+    ended.sort_unstable_by_key(|(xid, _)| *xid);
+    // The Sends of the first two were on their way out: nobody can tell how far they got.
+    assert_eq!(ended, [(1, Kind::ConnectionLost), (2, Kind::ConnectionLost), (3, Kind::NotSent)]);
+    let late = pair.memory.message().unwrap();
+    pair.client.engine.handle_receive(late, &mut pair.client.device);
+    pair.client.engine.abandon(Xid(1));
+    pair.client.engine.handle_read(WorkId(0));
+    assert!(pair.client.engine.poll_output().is_none());
 }
 
 /// rule 67: losing a reply is losing nothing but that call.

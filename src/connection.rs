@@ -267,7 +267,7 @@ impl Connection {
             closed: None,
         };
         // RFC 8166 §3.3.1: "A Requester MUST maintain enough receive resources to accommodate expected replies." Every
-        // call that may still be answered holds a credit, so credits bound the Receives of both ends.
+        // call whose reply is expected holds a credit, so credits bound the Receives of both ends.
         let receives = settings.credits.saturating_add(RECEIVE_MARGIN);
         connection.output.extend((0..receives).map(|_| Output::Receive));
         connection
@@ -475,13 +475,9 @@ impl Connection {
         if call.sequence.is_none() {
             return;
         }
-        // RFC 8166 §4.3.1: "Responders MUST leave the Read list empty in all replies."
-        if let Body::Msg { chunks, .. } | Body::Nomsg { chunks } = header.body
-            && chunks.read_count() > 0
-        {
-            return;
-        }
         let outcome = match header.body {
+            // RFC 8166 §4.3.1: "Responders MUST leave the Read list empty in all replies."
+            Body::Msg { chunks, .. } | Body::Nomsg { chunks } if chunks.read_count() > 0 => return,
             Body::Msg { payload, .. } => {
                 let payload = message.slice(message.len() - payload.len(), payload.len());
                 // RFC 8166 §4.2.1: "This XID MUST be the same as the XID in the RPC message."

@@ -882,11 +882,16 @@ fn a_region_that_cannot_be_invalidated_closes_the_connection_before_the_call_end
     let sent = pair.sends(Client);
     let mut outputs = Vec::new();
     // By hand: the order of the outputs is what counts.
-    while let Some(WorkRequest::Write { gather, to }) = pair.server.sends.pop_front_if(|w| !is_send(w)) {
-        let Some((Exposed::Sink(sink), at)) = pair.client.device.access(to) else { panic!() };
-        assert!(sink.place(at, &bytes(&gather)));
-    }
-    let Some(WorkRequest::Send { gather, .. }) = pair.server.sends.pop_front() else { panic!() };
+    let gather = loop {
+        match pair.server.sends.pop_front() {
+            Some(WorkRequest::Write { gather, to }) => {
+                let Some((Exposed::Sink(sink), at)) = pair.client.device.access(to) else { panic!() };
+                assert!(sink.place(at, &bytes(&gather)));
+            }
+            Some(WorkRequest::Send { gather, .. }) => break gather,
+            other => panic!("{other:?}"),
+        }
+    };
     let mut buf = pair.memory.message().unwrap();
     buf.extend(&bytes(&gather)).unwrap();
     pair.client.engine.handle_receive(buf, &mut pair.client.device);
@@ -909,10 +914,6 @@ fn a_region_that_cannot_be_invalidated_closes_the_connection_before_the_call_end
     for xid in 5..=6 {
         assert_eq!(pair.failure(xid), Kind::NotSent);
     }
-}
-
-fn is_send(request: &WorkRequest) -> bool {
-    matches!(request, WorkRequest::Send { .. })
 }
 
 /// rule 70: the same when it is found while a call is given up or built.

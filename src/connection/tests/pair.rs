@@ -274,9 +274,8 @@ impl Pair {
             return false;
         };
         self.drain(Server);
-        if let Some(made) = self.made.get(&request.xid.0)
-            && !self.foreign
-        {
+        if !self.foreign {
+            let made = &self.made[&request.xid.0];
             let sent = call_message(request.xid.0, made.len, made.reply, made.one_way);
             assert!(bytes(&request.message) == sent, "call {} was changed on its way", request.xid);
         }
@@ -355,24 +354,21 @@ impl Pair {
     }
 
     pub fn deliver_to(&mut self, to: Side, message: &[u8]) {
-        let header = v1::decode(message);
-        if to == Client
-            && let Ok(header) = header
-        {
-            if !matches!(header.body, Body::Error(_)) {
-                self.granted = header.credits.0.max(1);
+        match (to, v1::decode(message)) {
+            (Client, Ok(header)) => {
+                if !matches!(header.body, Body::Error(_)) {
+                    self.granted = header.credits.0.max(1);
+                }
+                // The answered call is done, and so are the one-way calls before it.
+                if let Some(at) = self.outstanding.iter().position(|xid| *xid == header.xid.0) {
+                    let made = &self.made;
+                    let rest = self.outstanding.split_off(at);
+                    self.outstanding.retain(|xid| !made[xid].one_way);
+                    self.outstanding.extend(&rest[1..]);
+                }
             }
-            if let Some(at) = self.outstanding.iter().position(|xid| *xid == header.xid.0) {
-                let made = &self.made;
-                let rest = self.outstanding.split_off(at);
-                self.outstanding.retain(|xid| !made[xid].one_way);
-                self.outstanding.extend(&rest[1..]);
-            }
-        }
-        if to == Server
-            && let Ok(header) = header
-        {
-            *self.unanswered.entry(header.xid.0).or_default() += 1;
+            (Server, Ok(header)) => *self.unanswered.entry(header.xid.0).or_default() += 1,
+            (_, Err(_)) => {}
         }
         let mut buf = self.memory.message().unwrap();
         buf.extend(message).unwrap();
@@ -633,11 +629,12 @@ impl Pair {
             }
         }
         let outcome = outcome.map(|regions| bytes(&regions));
-        if let Ok(reply) = &outcome
-            && !self.foreign
-        {
-            let expected = if made.one_way { Vec::new() } else { reply_message(xid, made.reply) };
-            assert!(*reply == expected, "the reply to {xid} was changed on its way");
+        match &outcome {
+            Ok(reply) if !self.foreign => {
+                let expected = if made.one_way { Vec::new() } else { reply_message(xid, made.reply) };
+                assert!(*reply == expected, "the reply to {xid} was changed on its way");
+            }
+            _ => {}
         }
         made.outcome = Some(outcome);
     }

@@ -13,7 +13,7 @@ fi
 . "$here/../tests/lib.sh"
 
 die() { echo "demo: $*" >&2; exit 1; }
-[ -r "$RPCRDMA_LIB" ] || die "$RPCRDMA_LIB is missing: run make first"
+[ -r "$LIBRPCRDMA" ] || die "$LIBRPCRDMA is missing: run make first"
 cd "$scratch" || exit 1
 
 echo "Building the file service against libtirpc alone ..."

@@ -803,13 +803,60 @@ mod tests {
         assert_eq!(error.kind(), Kind::Invalid);
     }
 
-    #[test]
-    fn every_caller_gets_the_same_settings() {
-        match (get(), get()) {
-            (Ok(one), Ok(two)) => assert!(std::ptr::eq(one, two)),
-            (Err(one), Err(two)) => assert_eq!(one.text(), two.text()),
-            other => panic!("{other:?}"),
+    /// What `get` puts on stderr in a process of its own with these variables. (The test harness uses
+    /// stdout.)
+    fn stderr_of_get(variables: &[(&str, &str)]) -> String {
+        let mut child = std::process::Command::new(std::env::current_exe().unwrap());
+        child.args(["--exact", "config::tests::get_in_a_child_process", "--nocapture"]);
+        for (name, _) in std::env::vars_os().filter(|(name, _)| name.to_string_lossy().starts_with(PREFIX)) {
+            child.env_remove(name);
         }
+        child.env("CONFIG_TEST_CHILD", "1").envs(variables.iter().copied());
+        let output = child.output().unwrap();
+        assert!(output.status.success(), "{output:?}");
+        String::from_utf8(output.stderr).unwrap()
+    }
+
+    /// The body of those processes; `get` is not called in this one, where it would start the log of all
+    /// tests.
+    #[test]
+    fn get_in_a_child_process() {
+        if std::env::var_os("CONFIG_TEST_CHILD").is_some() {
+            match (get(), get()) {
+                (Ok(one), Ok(two)) => assert!(std::ptr::eq(one, two)),
+                (Err(one), Err(two)) => assert_eq!(one.text(), two.text()),
+                other => panic!("{other:?}"),
+            }
+        }
+    }
+
+    #[test]
+    fn nothing_is_printed_unless_asked_for() {
+        assert_eq!(stderr_of_get(&[]), "");
+        assert_eq!(stderr_of_get(&[("RPCRDMA_VERSION", "2")]), "");
+        assert_eq!(stderr_of_get(&[("RPCRDMA_CREDITS", "0")]), "");
+        assert_eq!(stderr_of_get(&[("RPCRDMA_LOG", "error"), ("RPCRDMA_VERSION", "2")]), "");
+    }
+
+    #[test]
+    fn a_warning_is_logged_once() {
+        let text = stderr_of_get(&[("RPCRDMA_LOG", "warn"), ("RPCRDMA_VERSION", "2")]);
+        assert!(text.ends_with("] warn: RPCRDMA_VERSION has no effect in this version\n"), "{text}");
+        assert_eq!(text.lines().count(), 1);
+    }
+
+    #[test]
+    fn the_log_works_when_another_setting_is_wrong_and_says_which() {
+        let text = stderr_of_get(&[("RPCRDMA_LOG", "error"), ("RPCRDMA_CREDITS", "0")]);
+        assert!(text.contains("] error: RPCRDMA_CREDITS=\"0\": must be a whole number"), "{text}");
+        assert_eq!(text.lines().count(), 1);
+    }
+
+    #[test]
+    fn a_log_file_that_cannot_be_opened_is_named_on_stderr() {
+        let text = stderr_of_get(&[("RPCRDMA_LOG", "wire"), ("RPCRDMA_LOG_FILE", "/does/not/exist")]);
+        assert!(text.contains("] error: no log: cannot open /does/not/exist: "), "{text}");
+        assert_eq!(text.lines().count(), 1);
     }
 
     #[test]

@@ -36,6 +36,9 @@ use crate::{log_debug, log_info, log_warn, log_wire};
 /// How long the passive side waits for the MPA Request and the first message of a peer (RFC 5044 §7.1.2: "SHOULD").
 pub const START_TIMEOUT: Duration = Duration::from_secs(10);
 
+/// Least time that a connection gets which replaces one without credits.
+const RECONNECT_TIMEOUT: Duration = Duration::from_secs(2);
+
 /// How long `xp_reply` waits for a peer that does not take its reply, before the rest is queued.
 const REPLY_WAIT: Duration = Duration::from_millis(20);
 
@@ -71,8 +74,7 @@ impl Link {
     /// Joins a connected device with a fresh engine and posts the Receives.
     pub fn new(role: Role, config: &Config, device: Box<dyn QueuePair>, memory: Arc<Memory>) -> Link {
         let peer = PrivateData::find(device.private_data()).unwrap_or(PrivateData::ABSENT);
-        let settings =
-            Settings { credits: config.credits, inline: config.inline, max_call: config.max_call };
+        let settings = Settings { credits: config.credits, inline: config.inline, max_call: config.max_call };
         let engine = Connection::new(role, settings, peer, memory.clone());
         let (send, receive) = engine.thresholds();
         log_debug!("fd {}: {role:?}, inline thresholds {send} out, {receive} in", device.fd());
@@ -110,7 +112,10 @@ impl Link {
                     match sink.into_buf(len) {
                         Ok(message) => self.receive(message),
                         Err(_) => {
-                            self.fail(Error::new(Kind::Protocol, "the device still holds a completed Receive"));
+                            self.fail(Error::new(
+                                Kind::Protocol,
+                                "the device still holds a completed Receive",
+                            ));
                         }
                     }
                 }
@@ -403,9 +408,9 @@ impl Client {
     }
 
     /// Waits for the end of a call, driving the connection when nobody else does.
-    fn wait(
-        &self,
-        mut state: MutexGuard<'_, Waiting>,
+    fn wait<'a>(
+        &'a self,
+        mut state: MutexGuard<'a, Waiting>,
         xid: Xid,
         deadline: Instant,
         mask: Mask<'_>,
@@ -487,7 +492,8 @@ impl Client {
         }
         log_warn!("fd {}: timed-out calls hold every credit: connecting anew", self.fd);
         sys::reconnect(self.fd)?;
-        let limit = deadline.min(Instant::now() + START_TIMEOUT);
+        // However little time this call has: a startup given up halfway would leave no connection at all.
+        let limit = deadline.max(Instant::now() + RECONNECT_TIMEOUT).min(Instant::now() + START_TIMEOUT);
         let fresh = Client::start(self.fd, self.config, &self.memory, limit, mask);
         stats::add(Counter::Reconnects, 1);
         match fresh {
@@ -671,7 +677,9 @@ impl Server {
             if unsent > QUEUE_MAX {
                 link.fail(Error::new(
                     Kind::NotSent,
-                    format!("the peer does not take its replies: {unsent} bytes wait, {QUEUE_MAX} is the limit"),
+                    format!(
+                        "the peer does not take its replies: {unsent} bytes wait, {QUEUE_MAX} is the limit"
+                    ),
                 ));
             }
         }

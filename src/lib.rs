@@ -18,15 +18,19 @@
 //!
 //! The C library is this crate's staticlib, linked by `make` with a version script.
 
+pub mod capi;
 pub mod config;
 pub mod connection;
+pub mod driver;
 pub mod error;
 pub mod ffi;
 pub mod log;
 pub mod memory;
 pub mod process;
 pub mod provider;
+pub mod socket;
 pub mod stats;
+pub mod sys;
 pub mod tirpc;
 pub mod wire;
 pub mod xdr;

@@ -76,7 +76,7 @@ impl Pool {
     }
 }
 
-/// The pools of a device. Software devices share one set in the process ([`Memory::software`]).
+/// The pools of a device. Software devices share one set in the process.
 pub struct Memory {
     slab: Arc<Pool>,
     message: Arc<Pool>,
@@ -323,14 +323,14 @@ impl Sink {
     }
 
     /// The range as a target of readv(2). `None` when it does not lie inside.
-    pub fn iovec(&self, at: usize, len: usize) -> Option<IoVec<'_>> {
+    pub fn iovec(&self, at: usize, len: usize) -> Option<IoVecMut<'_>> {
         if at.checked_add(len)? > self.len {
             return None;
         }
         self.block.raw.touch(self.start + at + len);
         // SAFETY: `at <= len` and `start + len <= cap` (invariant): inside the mapping.
         let base = unsafe { self.block.raw.ptr.as_ptr().add(self.start + at) };
-        Some(IoVec { raw: libc::iovec { iov_base: base.cast(), iov_len: len }, life: PhantomData })
+        Some(IoVecMut { raw: libc::iovec { iov_base: base.cast(), iov_len: len }, life: PhantomData })
     }
 }
 
@@ -402,7 +402,7 @@ impl fmt::Debug for Region {
     }
 }
 
-/// One element of a readv(2) or writev(2) call, alive as long as the memory that it names.
+/// One element of a gathered write, alive as long as the memory that it names.
 #[repr(transparent)]
 #[derive(Clone, Copy)]
 pub struct IoVec<'a> {
@@ -419,9 +419,29 @@ impl<'a> IoVec<'a> {
         }
     }
 
+    /// Bytes named.
+    pub fn len(&self) -> usize {
+        self.raw.iov_len
+    }
+
+    /// Whether no byte is named.
+    pub fn is_empty(&self) -> bool {
+        self.raw.iov_len == 0
+    }
+}
+
+/// One element of a scattered read. A type of its own, so that safe code cannot read into memory that was lent
+/// only to be written out.
+#[repr(transparent)]
+pub struct IoVecMut<'a> {
+    raw: libc::iovec,
+    life: PhantomData<&'a mut ()>,
+}
+
+impl<'a> IoVecMut<'a> {
     /// A target for readv(2).
-    pub fn from_mut(bytes: &'a mut [u8]) -> IoVec<'a> {
-        IoVec {
+    pub fn from_mut(bytes: &'a mut [u8]) -> IoVecMut<'a> {
+        IoVecMut {
             raw: libc::iovec { iov_base: bytes.as_mut_ptr().cast(), iov_len: bytes.len() },
             life: PhantomData,
         }

@@ -19,6 +19,7 @@ use crate::error::Error;
 use crate::memory::{Region, Sink};
 use crate::wire::{Handle, Segment};
 
+pub mod fault;
 pub mod iwarp;
 
 /// What a device and the negotiation with the peer allow.
@@ -114,6 +115,15 @@ pub trait QueuePair: Send {
     /// When the device cannot promise it; the connection must then be closed before the memory is used
     /// (RFC 8166 §4.5.4).
     fn invalidate(&mut self, handle: Handle) -> Result<(), Error>;
+
+    /// Keeps the handle working for the peer, but lets go of the memory: what the peer writes is thrown away, what it
+    /// reads comes from a private copy. For a call that nobody waits for any more.
+    ///
+    /// # Errors
+    /// When the device cannot promise it; the connection must then be closed before the memory is used.
+    fn detach(&mut self, handle: Handle) -> Result<(), Error> {
+        self.invalidate(handle)
+    }
 
     /// Posts a Receive of `sink.len()` bytes.
     fn post_recv(&mut self, sink: Sink);

@@ -1,1 +1,1148 @@
-//! To come.
+//! Software iWARP: a queue pair over a connected TCP socket, in user space.
+//!
+//! Owns the receiving half, the handles that the peer may use, and the life of the connection from the MPA Request to
+//! the first error. The sending half is `transmit`; `mpa` and `ddp` hold the bytes. The socket stays the caller's: it
+//! is never closed, shut down or put into another mode here, and may be in blocking mode.
+//!
+//! **Copies.** A payload goes from the socket straight into its place by one scattered read; only what was read ahead
+//! is copied, and read-ahead is sized so that large FPDUs arrive without it. FPDUs below 8 KiB are copied once,
+//! while their CRC is computed. Consequence: a large FPDU is placed before its CRC is known. RFC 5044 §8 has the FPDU
+//! verified first; a wrong CRC ends the connection before anything of it is delivered, and nothing is ever written
+//! outside memory that this peer may write. (The Linux siw driver does the same.)
+//!
+//! **Handles** are random, belong to one connection, name exactly the bytes given, and carry one right. Taking one
+//! back while the peer is being sent the bytes behind it ends the connection, unless all the rest is framed already:
+//! then that rest goes out from a private copy.
+//!
+//! **Fork.** Sending goes on in parent and child (see `transmit::Shared`); a child never sends a Terminate. Receiving
+//! is for one process: the first that reads after the fork keeps that part, and the others notice.
+//!
+//! Read first: RFC 5040 §5 and §7, RFC 5041 §7, RFC 5044 §7.
+#![forbid(unsafe_code)]
+
+use std::borrow::Cow;
+use std::collections::{HashMap, VecDeque};
+use std::io;
+use std::os::fd::RawFd;
+
+use crate::error::{Error, Kind};
+use crate::memory::{IoVecMut, Region, Sink};
+use crate::provider::{Completion, Limits, QueuePair, WorkRequest};
+use crate::stats::{self, Counter};
+use crate::sys;
+use crate::wire::{Handle, Segment};
+
+use ddp::{Fault, Header, Opcode, ReadRequest};
+use mpa::{Offer, Refusal, StartFrame, Terms, Which};
+use transmit::{Read, Shared, Transmit, Work};
+
+pub mod ddp;
+pub mod mpa;
+mod transmit;
+
+/// FPDUs below this length are gathered in the read-ahead buffer; larger ones go straight to their place.
+const SMALL: usize = 8 << 10;
+/// The read-ahead buffer, bytes. Longer than any FPDU below [`SMALL`] and a read-ahead together.
+const BUFFER: usize = 64 << 10;
+/// How far one system call reads ahead where FPDUs are large; where they are small it fills the buffer.
+const AHEAD: usize = 2 << 10;
+/// Bytes that one `poll` receives at most, so that a peer that writes as fast as we read cannot hold the caller.
+const POLL: usize = 4 << 20;
+/// Longest exposure, Read and Write.
+const MAX_SEGMENT: u32 = 1 << 30;
+/// Most private data that a caller may hand us: what siw can receive, less the enhanced part.
+const MAX_PRIVATE_DATA: usize = 248;
+
+/// What a queue pair offers to its peer.
+#[derive(Clone, Debug)]
+pub struct Options {
+    /// Ask for CRCs. They are off only when both ends do not ask.
+    ///
+    /// RFC 5044 §4.4: "The default configuration for a connection MUST be to use CRCs."
+    pub crc: bool,
+    /// Reads of the peer that we serve at a time.
+    pub ird: u16,
+    /// Reads of ours that we want outstanding.
+    pub ord: u16,
+    /// RFC 8797 private data, at most 248 bytes.
+    pub private_data: Vec<u8>,
+    /// MPA revision of the Request: 2, or 1 for a peer that closed on a Request of revision 2.
+    pub revision: u8,
+    /// Longest FPDU to send, if shorter than the path's segments.
+    pub max_fpdu: Option<usize>,
+}
+
+impl Default for Options {
+    fn default() -> Options {
+        Options { crc: true, ird: 16, ord: 16, private_data: Vec::new(), revision: 2, max_fpdu: None }
+    }
+}
+
+/// An iWARP queue pair. Dropping it releases the memory that it holds and leaves the socket alone.
+pub struct Iwarp {
+    socket: RawFd,
+    options: Options,
+    stage: Stage,
+    generation: u64,
+    /// We were forked from the process that made the connection.
+    forked: bool,
+    shared: Shared,
+    transmit: Transmit,
+    receive: Receive,
+    exposed: HashMap<u32, Exposed>,
+    receives: VecDeque<Sink>,
+    completions: VecDeque<Completion>,
+    /// Reads of the peer that we serve at a time, as agreed.
+    ird: usize,
+    private_data: Vec<u8>,
+    tokens: Tokens,
+    /// Sending failed: what has arrived before is still delivered, then this ends the connection.
+    broken: Option<Error>,
+    failed: Option<Error>,
+    /// Payload bytes copied in user space since the start.
+    pub copied_bytes: u64,
+    /// System calls that moved bytes since the start.
+    pub syscalls: u64,
+}
+
+enum Stage {
+    AwaitRequest,
+    AwaitReply,
+    /// The Reply, how much of it the socket has taken, and what comes then.
+    SendReply(Vec<u8>, usize, Result<Terms, Error>),
+    Open,
+}
+
+/// What a handle names. The first byte has offset 0.
+enum Exposed {
+    Source(Region),
+    Sink(Sink),
+    /// Bytes that nobody wants any more, but whose writer does not know it yet.
+    Discard(usize),
+}
+
+/// The receiving half.
+struct Receive {
+    buffer: Box<[u8]>,
+    start: usize,
+    end: usize,
+    /// Bytes that the FPDU at `start` still lacks before anything can be done with it.
+    missing: usize,
+    /// A large FPDU, of which `buffer` holds nothing.
+    placing: Option<Placing>,
+    /// The last FPDU was a large one inside a message: the next will be too.
+    in_run: bool,
+    /// The last read got less than it asked for: the socket is empty. Holds until `poll` has returned `None`.
+    drained: bool,
+    send_msn: u32,
+    read_msn: u32,
+    /// The Send of which some segments are here: what it is and how many bytes it has.
+    sending: Option<(Opcode, u32)>,
+    placed: usize,
+    /// All bytes received as FPDUs and startup frames, in step with [`Shared::received`].
+    total: u64,
+    /// Whether TCP's segments hold small FPDUs only.
+    small_path: bool,
+}
+
+/// Where a segment's payload goes.
+enum Target {
+    Memory(Sink),
+    Nowhere,
+    /// The handle was taken back while the segment was arriving.
+    Revoked,
+}
+
+/// A large FPDU on its way into its place.
+struct Placing {
+    head: [u8; ddp::ENOUGH],
+    header: Header,
+    payload: usize,
+    target: Target,
+    at: usize,
+    left: usize,
+    tail: [u8; 7],
+    tail_have: usize,
+    tail_len: usize,
+    crc: u32,
+}
+
+/// Why receiving ends.
+enum End {
+    /// The peer broke a rule: the error, and the FPDU that showed it.
+    Breach(Fault, Vec<u8>),
+    /// The peer sent a Terminate, or the connection is gone.
+    Lost(Error),
+}
+
+impl Iwarp {
+    /// Active side: sends the MPA Request in one system call.
+    ///
+    /// # Errors
+    /// `ConnectionLost` when the peer has closed already, `Invalid` for options that no frame can carry.
+    pub fn initiator(socket: RawFd, options: Options) -> Result<Iwarp, Error> {
+        let mut iwarp = Iwarp::new(socket, options, Stage::AwaitReply)?;
+        let o = &iwarp.options;
+        let request = StartFrame::request(&o.offer(), o.revision, &o.private_data).encode();
+        // One call: a stock RPC server takes the first four bytes for a record mark and closes at once, but would wait
+        // for more of a split frame.
+        match iwarp.send(&request) {
+            Ok(n) if n == request.len() => Ok(iwarp),
+            Ok(_) => Err(lost("the socket did not take the MPA Request at once")),
+            Err(e) => Err(lost(format!("sending the MPA Request failed: {e}"))),
+        }
+    }
+
+    /// Passive side: waits for the MPA Request.
+    ///
+    /// # Errors
+    /// `Invalid` for options that no frame can carry.
+    pub fn responder(socket: RawFd, options: Options) -> Result<Iwarp, Error> {
+        Iwarp::new(socket, options, Stage::AwaitRequest)
+    }
+
+    fn new(socket: RawFd, options: Options, stage: Stage) -> Result<Iwarp, Error> {
+        let depth_fits = |n| n < mpa::NOT_NEGOTIATED;
+        if options.private_data.len() > MAX_PRIVATE_DATA
+            || !matches!(options.revision, 1 | 2)
+            || !depth_fits(options.ird)
+            || !depth_fits(options.ord)
+        {
+            return Err(invalid("iWARP options: private data over 248 bytes, depth over 16382, or revision"));
+        }
+        sys::set_nodelay(socket)?;
+        Ok(Iwarp {
+            socket,
+            transmit: Transmit::new(options.max_fpdu),
+            options,
+            stage,
+            generation: sys::fork_generation(),
+            forked: false,
+            shared: Shared::new()?,
+            receive: Receive::new(),
+            exposed: HashMap::new(),
+            receives: VecDeque::new(),
+            completions: VecDeque::new(),
+            ird: 0,
+            private_data: Vec::new(),
+            tokens: Tokens::default(),
+            broken: None,
+            failed: None,
+            copied_bytes: 0,
+            syscalls: 0,
+        })
+    }
+
+    /// One non-blocking step of the startup; true when the connection is established.
+    ///
+    /// # Errors
+    /// `ConnectionLost` when the peer closed without a complete answer, `Protocol` for a bad frame, `Peer` when it
+    /// refused. The connection is of no use then.
+    pub fn handshake(&mut self) -> Result<bool, Error> {
+        if let Some(error) = &self.failed {
+            return Err(error.clone());
+        }
+        match self.start() {
+            Err(error) => Err(self.fail(error, None)),
+            done => done,
+        }
+    }
+
+    fn start(&mut self) -> Result<bool, Error> {
+        loop {
+            match std::mem::replace(&mut self.stage, Stage::Open) {
+                Stage::Open => return Ok(true),
+                Stage::SendReply(reply, sent, then) => {
+                    let n = match self.send(&reply[sent..]) {
+                        Ok(n) => n,
+                        Err(e) if e.kind() == io::ErrorKind::WouldBlock => 0,
+                        Err(e) => return Err(lost(format!("sending the MPA Reply failed: {e}"))),
+                    };
+                    if sent + n < reply.len() {
+                        self.stage = Stage::SendReply(reply, sent + n, then);
+                        return Ok(false);
+                    }
+                    let terms = then?;
+                    self.establish(&terms);
+                }
+                stage => {
+                    let expected =
+                        if matches!(stage, Stage::AwaitReply) { Which::Reply } else { Which::Request };
+                    self.stage = stage;
+                    let unread = &self.receive.buffer[self.receive.start..self.receive.end];
+                    match StartFrame::decode(unread, expected)? {
+                        Some((frame, length)) => {
+                            self.receive.start += length;
+                            self.take_start_frame(frame)?;
+                        }
+                        None => {
+                            if !self.read_start_frame()? {
+                                return Ok(false);
+                            }
+                        }
+                    }
+                }
+            }
+        }
+    }
+
+    /// Reads a part of a startup frame; false when there is none now.
+    fn read_start_frame(&mut self) -> Result<bool, Error> {
+        let end = self.receive.end;
+        self.syscalls += 1;
+        match sys::receive(self.socket, &mut [IoVecMut::from_mut(&mut self.receive.buffer[end..])]) {
+            Ok(0) => Err(lost("the peer closed the connection during the MPA startup")),
+            Ok(n) => {
+                self.receive.end += n;
+                self.count_received(n);
+                Ok(true)
+            }
+            Err(e) if e.kind() == io::ErrorKind::WouldBlock => Ok(false),
+            Err(e) => Err(lost(format!("the connection was lost during the MPA startup: {e}"))),
+        }
+    }
+
+    fn take_start_frame(&mut self, frame: StartFrame) -> Result<(), Error> {
+        let offer = self.options.offer();
+        if frame.which == Which::Reply {
+            // What follows in the buffer are FPDUs.
+            return match frame.accept(&offer, self.options.revision) {
+                Ok(terms) => {
+                    self.private_data = frame.private_data;
+                    self.establish(&terms);
+                    self.transmit.may_send = true;
+                    Ok(())
+                }
+                Err(Refusal::Leave(error)) => Err(error),
+                Err(Refusal::InsufficientIrd(error)) => {
+                    self.transmit.crc = frame.crc || offer.crc;
+                    self.transmit.may_send = true;
+                    self.send_terminate(Fault::INSUFFICIENT_IRD, None);
+                    Err(error)
+                }
+            };
+        }
+        // The initiator waits for the Reply before it sends an FPDU (RFC 5044 §7.1.2: "Since the receiver's ability to
+        // deal with Markers is unknown until the Request and Reply Frames have been received, sending FPDUs before
+        // this occurs is not possible.")
+        if self.receive.start != self.receive.end {
+            return Err(Error::new(Kind::Protocol, "MPA: bytes after the Request, before the Reply"));
+        }
+        let (reply, terms) = frame.answer(&offer, &self.options.private_data);
+        let then = if reply.reject {
+            Err(Error::new(Kind::Protocol, "MPA: the peer wants markers, which are not implemented"))
+        } else {
+            Ok(terms)
+        };
+        self.private_data = frame.private_data;
+        self.stage = Stage::SendReply(reply.encode(), 0, then);
+        Ok(())
+    }
+
+    fn establish(&mut self, terms: &Terms) {
+        self.stage = Stage::Open;
+        self.ird = usize::from(terms.ird);
+        self.transmit.ord = usize::from(terms.ord);
+        self.transmit.crc = terms.crc;
+        self.transmit.look_at_path(self.socket);
+        self.receive.small_path = self.transmit.fpdu() < SMALL;
+    }
+
+    /// Sends a Terminate, best effort, and ends the connection. In a forked child nothing is sent: the connection is
+    /// the parent's.
+    pub fn terminate(&mut self) {
+        if self.failed.is_none() {
+            self.check_fork();
+            self.fail(lost("the connection was terminated by this side"), Some((Fault::LOCAL, &[])));
+        }
+    }
+
+    /// Whether CRCs are in use.
+    pub fn crc(&self) -> bool {
+        self.transmit.crc
+    }
+
+    fn send(&mut self, bytes: &[u8]) -> io::Result<usize> {
+        self.syscalls += 1;
+        sys::send(self.socket, &[crate::memory::IoVec::from_slice(bytes)])
+    }
+
+    // ------------------------------------------------------------------------------------------------- receiving
+
+    /// Receives until there is a completion, nothing is left, or [`POLL`] bytes have come.
+    fn advance(&mut self) -> Result<(), End> {
+        let mut budget = POLL;
+        loop {
+            self.process()?;
+            if !self.completions.is_empty() || budget == 0 || self.receive.drained || !self.may_receive()? {
+                return Ok(());
+            }
+            budget = budget.saturating_sub(self.fill()?);
+        }
+    }
+
+    /// Whether this process is the one that receives.
+    fn may_receive(&self) -> Result<bool, End> {
+        match (self.shared.received() == self.receive.total, self.forked) {
+            (true, _) => Ok(true),
+            (false, true) => Ok(false),
+            (false, false) => Err(End::Lost(lost("a forked process has read from this connection"))),
+        }
+    }
+
+    fn count_received(&mut self, bytes: usize) {
+        self.receive.total += bytes as u64;
+        self.shared.set_received(self.receive.total);
+    }
+
+    /// One system call: the rest of a large FPDU into its place, and what follows into the buffer.
+    fn fill(&mut self) -> Result<usize, End> {
+        let ahead = if self.receive.small_path { BUFFER } else { AHEAD };
+        let Receive { buffer, start, end, missing, placing, in_run, .. } = &mut self.receive;
+        let (result, asked) = match placing {
+            Some(placing) => {
+                // The buffer is empty while a large FPDU is placed.
+                let ahead = if placing.header.is_last() { ahead } else { ddp::ENOUGH };
+                let tail = &mut placing.tail[placing.tail_have..placing.tail_len];
+                let (target, ahead) = match &placing.target {
+                    Target::Memory(sink) => match sink.iovec(placing.at, placing.left) {
+                        Some(target) => (target, &mut buffer[..ahead]),
+                        None => return Err(End::Breach(Fault::BOUNDS, placing.head.to_vec())),
+                    },
+                    Target::Nowhere => {
+                        let (scratch, rest) = buffer.split_at_mut(placing.left.min(BUFFER));
+                        // The tail may follow only if all the payload fits.
+                        let ahead = if scratch.len() == placing.left { ahead.min(rest.len()) } else { 0 };
+                        (IoVecMut::from_mut(scratch), &mut rest[..ahead])
+                    }
+                    // RFC 5041 §7.1: "it MUST cease placing the remainder of the DDP Segment"
+                    Target::Revoked => return Err(End::Breach(Fault::STAG, placing.head.to_vec())),
+                };
+                let asked = target.len() + tail.len() + ahead.len();
+                let whole = target.len() == placing.left;
+                let mut pieces = [target, IoVecMut::from_mut(tail), IoVecMut::from_mut(ahead)];
+                let pieces = if whole { &mut pieces[..] } else { &mut pieces[..1] };
+                (sys::receive(self.socket, pieces), asked)
+            }
+            None => {
+                if *start == *end {
+                    (*start, *end) = (0, 0);
+                } else if BUFFER - *end < *missing + ddp::ENOUGH {
+                    buffer.copy_within(*start..*end, 0);
+                    (*start, *end) = (0, *end - *start);
+                }
+                let ahead = if *in_run { 0 } else { ahead };
+                let asked = (*missing).max(ddp::ENOUGH).max(ahead + *missing).min(BUFFER - *end);
+                let to = &mut buffer[*end..*end + asked];
+                (sys::receive(self.socket, &mut [IoVecMut::from_mut(to)]), asked)
+            }
+        };
+        self.syscalls += 1;
+        match result {
+            Ok(0) => Err(End::Lost(lost(if self.receive.is_between_messages() {
+                "the peer closed the connection"
+            } else {
+                "the peer closed the connection in the middle of a message"
+            }))),
+            Ok(n) => {
+                self.receive.drained = n < asked;
+                self.count_received(n);
+                self.take(n)?;
+                Ok(n)
+            }
+            Err(e) if e.kind() == io::ErrorKind::WouldBlock => {
+                self.receive.drained = true;
+                Ok(0)
+            }
+            Err(e) => Err(End::Lost(lost(format!("the connection was lost: {e}")))),
+        }
+    }
+
+    /// Accounts for `n` bytes that lie where `fill` asked for them.
+    fn take(&mut self, mut n: usize) -> Result<(), End> {
+        let crc_on = self.transmit.crc;
+        let Receive { buffer, start, end, placing, .. } = &mut self.receive;
+        let Some(p) = placing else {
+            *end += n;
+            return Ok(());
+        };
+        let placed = n.min(p.left);
+        let mut scratch = 0;
+        if let Target::Memory(sink) = &p.target {
+            if crc_on {
+                p.crc = sink.crc32c(p.crc, p.at, placed);
+            }
+        } else {
+            p.crc = crc32c::crc32c_append(p.crc, &buffer[..placed]);
+            scratch = p.left.min(BUFFER);
+        }
+        p.at += placed;
+        p.left -= placed;
+        n -= placed;
+        let tail = n.min(p.tail_len - p.tail_have);
+        p.tail_have += tail;
+        n -= tail;
+        if p.left == 0 && p.tail_have == p.tail_len {
+            (*start, *end) = (scratch, scratch + n);
+            if let Some(placing) = placing.take() {
+                return self.finish_placing(placing);
+            }
+        }
+        Ok(())
+    }
+
+    fn finish_placing(&mut self, placing: Placing) -> Result<(), End> {
+        let Placing { head, header, payload, target, tail, tail_len, crc, .. } = placing;
+        let pad = tail_len - 4;
+        if self.transmit.crc {
+            let crc = crc32c::crc32c_append(crc, &tail[..pad]);
+            if tail[pad..tail_len] != mpa::crc_word(Some(crc)) {
+                return Err(End::Breach(Fault::CRC, head.to_vec()));
+            }
+        }
+        // A completed Receive is handed back with no clone of it left here.
+        drop(target);
+        self.receive.in_run = !header.is_last();
+        self.transmit.may_send = true;
+        self.commit(&header, payload).map_err(|fault| End::Breach(fault, head.to_vec()))
+    }
+
+    /// Works off the buffer until there is a completion or a lack of bytes.
+    fn process(&mut self) -> Result<(), End> {
+        let buffer = std::mem::take(&mut self.receive.buffer);
+        let result = self.process_buffer(&buffer);
+        self.receive.buffer = buffer;
+        result
+    }
+
+    fn process_buffer(&mut self, buffer: &[u8]) -> Result<(), End> {
+        while self.completions.is_empty() && self.receive.placing.is_none() {
+            let bytes = &buffer[self.receive.start..self.receive.end];
+            self.receive.missing = ddp::ENOUGH.saturating_sub(bytes.len());
+            let Some((length, _)) = bytes.split_first_chunk::<2>() else { return Ok(()) };
+            let ulpdu = usize::from(u16::from_be_bytes(*length));
+            let breach = |fault| End::Breach(fault, bytes[..bytes.len().min(ddp::READ_REQUEST)].to_vec());
+            // Told before the rest is there: the rest of such an FPDU may be less than a header.
+            if ulpdu < ddp::TAGGED - 2 {
+                return Err(breach(Fault::TOO_SHORT));
+            }
+            let Some(head) = bytes.first_chunk::<{ ddp::ENOUGH }>() else { return Ok(()) };
+            let total = mpa::fpdu_len(ulpdu);
+            if let Some(fpdu) = bytes.get(..total) {
+                self.receive.in_run = false;
+                self.take_whole(head, fpdu)?;
+                self.receive.start += total;
+            } else if total < SMALL {
+                self.receive.missing = total - bytes.len();
+                return Ok(());
+            } else {
+                self.begin_placing(head, ulpdu, bytes).map_err(breach)?;
+                (self.receive.start, self.receive.end) = (0, 0);
+            }
+        }
+        Ok(())
+    }
+
+    /// An FPDU that lies in the buffer as a whole.
+    fn take_whole(&mut self, head: &[u8; ddp::ENOUGH], fpdu: &[u8]) -> Result<(), End> {
+        let breach = |fault| End::Breach(fault, fpdu[..fpdu.len().min(ddp::READ_REQUEST)].to_vec());
+        // RFC 5044 §4.4: "When an FPDU is received, and CRC checking is enabled, the receiver MUST first perform the
+        // following: 1) Calculate the CRC of the incoming FPDU [...] 2) Verify that the calculated CRC-32c value is
+        // the same as the received CRC-32c value found in the FPDU CRC field."
+        let (covered, word) = fpdu.split_at(fpdu.len() - 4);
+        if self.transmit.crc && word != mpa::crc_word(Some(crc32c::crc32c(covered))) {
+            return Err(breach(Fault::CRC));
+        }
+        let (header, length) = Header::decode(head).map_err(breach)?;
+        let payload = &covered[header.len()..header.len() + length];
+        match header.opcode() {
+            Opcode::Terminate => return Err(End::Lost(terminated(payload))),
+            Opcode::ReadRequest => self.take_read_request(&header, payload).map_err(breach)?,
+            _ => {
+                let (target, at) = self.admit(&header, length).map_err(breach)?;
+                if let Target::Memory(sink) = target {
+                    if !sink.place(at, payload) {
+                        return Err(breach(Fault::BOUNDS));
+                    }
+                    self.count_copied(length);
+                }
+                self.commit(&header, length).map_err(breach)?;
+            }
+        }
+        self.transmit.may_send = true;
+        Ok(())
+    }
+
+    /// A large FPDU of which only a part is in the buffer: places that part, and the rest will follow by itself.
+    fn begin_placing(&mut self, head: &[u8; ddp::ENOUGH], ulpdu: usize, bytes: &[u8]) -> Result<(), Fault> {
+        let (header, payload) = Header::decode(head)?;
+        if matches!(header.opcode(), Opcode::ReadRequest | Opcode::Terminate) {
+            return Err(Fault::TOO_LONG);
+        }
+        let (target, at) = self.admit(&header, payload)?;
+        let (header_bytes, rest) = bytes.split_at(header.len());
+        let (here, tail_here) = rest.split_at(rest.len().min(payload));
+        let crc =
+            if self.transmit.crc { crc32c::crc32c_append(crc32c::crc32c(header_bytes), here) } else { 0 };
+        if let Target::Memory(sink) = &target {
+            if !sink.place(at, here) {
+                return Err(Fault::BOUNDS);
+            }
+            self.count_copied(here.len());
+        }
+        let mut tail = [0; 7];
+        tail[..tail_here.len()].copy_from_slice(tail_here);
+        self.receive.placing = Some(Placing {
+            head: *head,
+            header,
+            payload,
+            target,
+            at: at + here.len(),
+            left: payload - here.len(),
+            tail,
+            tail_have: tail_here.len(),
+            tail_len: mpa::pad_len(ulpdu) + 4,
+            crc,
+        });
+        Ok(())
+    }
+
+    /// Checks a segment against the state of its stream: where its payload goes. Changes nothing.
+    fn admit(&self, header: &Header, length: usize) -> Result<(Target, usize), Fault> {
+        match *header {
+            // RFC 5041 §5.2: "The STag and TO fields MUST NOT be checked for a zero-length Tagged DDP Message."
+            Header::Tagged { opcode: Opcode::Write, .. } if length == 0 => Ok((Target::Nowhere, 0)),
+            Header::Tagged { opcode: Opcode::Write, stag, to, .. } => {
+                let (size, target) = match self.exposed.get(&stag) {
+                    Some(Exposed::Sink(sink)) => (sink.len(), Target::Memory(sink.clone())),
+                    Some(Exposed::Discard(size)) => (*size, Target::Nowhere),
+                    // DDP has no code for a right that is missing: the STag is not valid for this.
+                    Some(Exposed::Source(_)) | None => return Err(Fault::STAG),
+                };
+                Ok((target, range(to, length, size, Fault::WRAP, Fault::BOUNDS)?))
+            }
+            Header::Tagged { stag, to, .. } => {
+                let Some(read) = self.transmit.outstanding.front() else { return Err(Fault::OPCODE) };
+                if length == 0 {
+                    return Ok((Target::Nowhere, 0));
+                }
+                // RFC 5040 §5.2.1: "The Data Sink MAY validate that the STag, Tagged Offset, and length of the RDMA
+                // Read Response Message are the same as the STag, Tagged Offset, and length included in the
+                // corresponding RDMA Read Request Message."
+                if stag != read.stag {
+                    return Err(Fault::STAG);
+                }
+                if to.checked_add(length as u64).is_none() {
+                    return Err(Fault::WRAP);
+                }
+                let left = (read.from.length - read.done) as usize;
+                if to != u64::from(read.done) || length > left {
+                    return Err(Fault::BOUNDS);
+                }
+                Ok((Target::Memory(read.sink.clone()), read.at + read.done as usize))
+            }
+            Header::Untagged { opcode, invalidate, msn, mo, .. } => {
+                // TCP keeps the order, so a message can only be the next one and a segment only the next of it.
+                if msn != self.receive.send_msn {
+                    return Err(Fault::MSN);
+                }
+                let Some(sink) = self.receives.front() else { return Err(Fault::NO_BUFFER) };
+                if mo as usize != self.receive.placed {
+                    return Err(Fault::OFFSET);
+                }
+                if self.receive.sending.is_some_and(|(first, _)| first != opcode) {
+                    return Err(Fault::OPCODE);
+                }
+                // RFC 5041 §4.3: "Each DDP Segment within a specific DDP Message MUST contain the same value for the
+                // RsvdULP field."
+                if self.receive.sending.is_some_and(|(_, first)| first != invalidate) {
+                    return Err(Fault::UNSPECIFIED);
+                }
+                if length > sink.len() - self.receive.placed {
+                    return Err(Fault::TOO_LONG);
+                }
+                Ok((Target::Memory(sink.clone()), self.receive.placed))
+            }
+        }
+    }
+
+    /// A valid segment has been placed: notes it, and delivers the message that it ends.
+    fn commit(&mut self, header: &Header, length: usize) -> Result<(), Fault> {
+        match *header {
+            Header::Tagged { opcode: Opcode::Write, .. } => {}
+            Header::Tagged { last, .. } => {
+                let Some(read) = self.transmit.outstanding.front_mut() else { return Err(Fault::OPCODE) };
+                read.done += length as u32;
+                if last {
+                    if read.done != read.from.length {
+                        return Err(Fault::BOUNDS);
+                    }
+                    if let Some(read) = self.transmit.outstanding.pop_front() {
+                        self.completions.push_back(Completion::Read { id: read.id });
+                    }
+                }
+            }
+            Header::Untagged { opcode, last, invalidate, .. } => {
+                self.receive.placed += length;
+                self.receive.sending = Some((opcode, invalidate));
+                if !last {
+                    return Ok(());
+                }
+                let invalidated = opcode.invalidates().then_some(invalidate);
+                if let Some(stag) = invalidated {
+                    // RFC 5040 §5.3: "Invalidate the STag if it is associated with the RDMAP Stream; or issue a
+                    // Terminate Message with the STag Cannot be Invalidated Terminate Error Code, if the STag is not
+                    // associated with the RDMAP Stream."
+                    if !self.exposed.contains_key(&stag) || !self.withdraw(stag) {
+                        return Err(Fault::CANNOT_INVALIDATE);
+                    }
+                    stats::add(Counter::Invalidations, 1);
+                }
+                let Some(sink) = self.receives.pop_front() else { return Err(Fault::NO_BUFFER) };
+                let len = std::mem::take(&mut self.receive.placed);
+                self.receive.sending = None;
+                // RFC 5041 §4.3: "The MSN value MUST wrap to 0 after a value of 0xFFFFFFFF."
+                self.receive.send_msn = self.receive.send_msn.wrapping_add(1);
+                let invalidated = invalidated.map(Handle);
+                self.completions.push_back(Completion::Received { sink, len, invalidated });
+            }
+        }
+        Ok(())
+    }
+
+    fn take_read_request(&mut self, header: &Header, payload: &[u8]) -> Result<(), Fault> {
+        let Header::Untagged { last, msn, mo, .. } = *header else { return Err(Fault::OPCODE) };
+        if msn != self.receive.read_msn {
+            return Err(Fault::MSN);
+        }
+        if mo != 0 {
+            return Err(Fault::OFFSET);
+        }
+        // RFC 5040 §6.1: "For inbound RDMA Read Requests, the RDMAP layer MUST NOT exceed the maximum number of
+        // outstanding, inbound RDMA Read Requests that were negotiated between the ULP and the Local Peer's RDMAP
+        // layer." The queue has as many buffers as that.
+        if self.transmit.inbound() >= self.ird {
+            return Err(Fault::NO_BUFFER);
+        }
+        if !last || payload.len() > ddp::READ_REQUEST - ddp::UNTAGGED {
+            return Err(Fault::TOO_LONG);
+        }
+        let Some(request) = ReadRequest::decode(payload) else { return Err(Fault::TOO_SHORT) };
+        let bytes = self.readable(&request)?;
+        self.receive.read_msn = self.receive.read_msn.wrapping_add(1);
+        self.transmit.respond(request, bytes);
+        Ok(())
+    }
+
+    /// The bytes that a request asks for.
+    fn readable(&self, request: &ReadRequest) -> Result<Option<Region>, Fault> {
+        // RFC 5040 §5.2.1, of a request for no bytes: "MUST NOT validate the Data Source STag and Data Source Tagged
+        // Offset contained in the RDMA Read Request Header, and", "MUST respond with a zero-length RDMA Read Response
+        // Message."
+        if request.size == 0 {
+            return Ok(None);
+        }
+        let region = match self.exposed.get(&request.source_stag) {
+            Some(Exposed::Source(region)) => region,
+            Some(Exposed::Sink(_) | Exposed::Discard(_)) => return Err(Fault::READ_RIGHTS),
+            None => return Err(Fault::READ_STAG),
+        };
+        let size = request.size as usize;
+        let at = range(request.source_to, size, region.len(), Fault::READ_WRAP, Fault::READ_BOUNDS)?;
+        Ok(Some(region.slice(at, size)))
+    }
+
+    fn count_copied(&mut self, bytes: usize) {
+        self.copied_bytes += bytes as u64;
+        stats::add(Counter::BytesReadAhead, bytes as u64);
+    }
+
+    // --------------------------------------------------------------------------------------------------- handles
+
+    fn expose(&mut self, memory: Exposed, length: usize) -> Result<Segment, Error> {
+        self.check_fork();
+        if let Some(error) = &self.failed {
+            return Err(error.clone());
+        }
+        let length = match u32::try_from(length) {
+            Ok(length) if length <= MAX_SEGMENT => length,
+            _ => {
+                return Err(Error::new(Kind::TooLong, format!("{length} bytes are too many for one handle")));
+            }
+        };
+        let stag = self.fresh_stag()?;
+        self.exposed.insert(stag, memory);
+        stats::add(Counter::Registrations, 1);
+        Ok(Segment { handle: Handle(stag), length, offset: 0 })
+    }
+
+    /// RFC 5040 §8 asks for handles that are hard to predict.
+    fn fresh_stag(&mut self) -> Result<u32, Error> {
+        loop {
+            let stag = self.tokens.take()?;
+            let taken = stag == 0
+                || self.exposed.contains_key(&stag)
+                || self.transmit.outstanding.iter().any(|read| read.stag == stag);
+            if !taken {
+                return Ok(stag);
+            }
+        }
+    }
+
+    /// Takes back a handle and lets go of its memory. False when the peer is owed bytes of it.
+    fn withdraw(&mut self, stag: u32) -> bool {
+        match self.exposed.remove(&stag) {
+            None => true,
+            Some(Exposed::Source(_)) => match self.transmit.release(stag) {
+                Ok(Some(copied)) => {
+                    self.count_copied(copied);
+                    true
+                }
+                // Unfinished, or no memory for the copy.
+                Ok(None) | Err(_) => false,
+            },
+            Some(Exposed::Sink(_) | Exposed::Discard(_)) => {
+                self.retarget(stag, Target::Revoked);
+                true
+            }
+        }
+    }
+
+    /// Changes where the rest of a half-received Write goes.
+    fn retarget(&mut self, handle: u32, target: Target) {
+        if let Some(placing) = &mut self.receive.placing {
+            if matches!(placing.header, Header::Tagged { opcode: Opcode::Write, stag, .. } if stag == handle)
+            {
+                placing.target = target;
+            }
+        }
+    }
+
+    // ------------------------------------------------------------------------------------------------ ends, forks
+
+    /// Ends the connection: releases all memory, and sends a Terminate if that is possible. Returns the error that
+    /// ended it, which is the first one.
+    fn fail(&mut self, error: Error, say: Option<(Fault, &[u8])>) -> Error {
+        if let Some(first) = &self.failed {
+            return first.clone();
+        }
+        if let Some((fault, cause)) = say {
+            self.send_terminate(fault, Some(cause));
+        }
+        if self.transmit.is_inside_message() {
+            // What we began nobody can finish: the stream is of no use to any process.
+            self.shared.close();
+        }
+        self.transmit.clear();
+        self.exposed.clear();
+        self.receives.clear();
+        self.receive.placing = None;
+        (self.receive.start, self.receive.end) = (0, 0);
+        self.failed = Some(error.clone());
+        error
+    }
+
+    /// Sends a Terminate if the stream stands between two FPDUs and takes it whole.
+    fn send_terminate(&mut self, fault: Fault, cause: Option<&[u8]>) {
+        // RFC 5044 §7.1.2: "MPA Responder mode implementations MUST receive and validate at least one FPDU before
+        // sending any FPDUs or Markers."
+        if self.forked || !self.transmit.may_send || self.transmit.is_half_sent() {
+            return;
+        }
+        let mut fpdu = [0; ddp::MAX_TERMINATE];
+        let length = fault.encode_terminate(cause, &mut fpdu);
+        let mut bytes = fpdu[..length].to_vec();
+        let crc = self.transmit.crc.then(|| crc32c::crc32c(&bytes));
+        bytes.extend_from_slice(&mpa::crc_word(crc));
+        let socket = self.socket;
+        let sent = self.shared.with_stream(|shared| {
+            // RFC 5040 §5.4: "After sending a Terminate Message on an RDMAP Stream, the Local Peer MUST NOT send any
+            // more Messages on that specific RDMAP Stream."
+            shared.close();
+            sys::send(socket, &[crate::memory::IoVec::from_slice(&bytes)])
+        });
+        drop(sent);
+    }
+
+    /// Notices that we are a forked child: what was queued is the parent's to send.
+    fn check_fork(&mut self) {
+        let generation = sys::fork_generation();
+        if generation != self.generation {
+            self.generation = generation;
+            self.forked = true;
+            self.transmit.clear();
+            self.tokens = Tokens::default();
+        }
+    }
+
+    fn pump(&mut self) {
+        if !matches!(self.stage, Stage::Open) || self.broken.is_some() {
+            return;
+        }
+        let before = self.syscalls;
+        if let Err(error) = self.transmit.run(self.socket, &self.shared, &mut self.syscalls) {
+            self.broken = Some(error);
+        }
+        stats::add(Counter::Syscalls, self.syscalls - before);
+    }
+}
+
+impl QueuePair for Iwarp {
+    fn limits(&self) -> Limits {
+        Limits { read_depth: self.transmit.ord as u32, max_segment: MAX_SEGMENT, remote_invalidation: true }
+    }
+
+    fn private_data(&self) -> &[u8] {
+        &self.private_data
+    }
+
+    fn expose_source(&mut self, region: Region) -> Result<Segment, Error> {
+        let length = region.len();
+        self.expose(Exposed::Source(region), length)
+    }
+
+    fn expose_sink(&mut self, sink: Sink) -> Result<Segment, Error> {
+        let length = sink.len();
+        self.expose(Exposed::Sink(sink), length)
+    }
+
+    fn invalidate(&mut self, handle: Handle) -> Result<(), Error> {
+        self.check_fork();
+        if self.failed.is_some() || !self.exposed.contains_key(&handle.0) {
+            return Ok(());
+        }
+        stats::add(Counter::Invalidations, 1);
+        if !self.withdraw(handle.0) {
+            // The peer was promised these bytes. RFC 5040 §7.2: a Read from an STag that is not valid is an error.
+            self.fail(
+                Error::new(Kind::ConnectionLost, "memory was taken back while the peer was reading it"),
+                Some((Fault::READ_STAG, &[])),
+            );
+        }
+        Ok(())
+    }
+
+    fn detach(&mut self, handle: Handle) -> Result<(), Error> {
+        self.check_fork();
+        let stag = handle.0;
+        match self.exposed.get_mut(&stag) {
+            None | Some(Exposed::Discard(_)) => Ok(()),
+            Some(Exposed::Sink(sink)) => {
+                let length = sink.len();
+                self.exposed.insert(stag, Exposed::Discard(length));
+                self.retarget(stag, Target::Nowhere);
+                Ok(())
+            }
+            Some(Exposed::Source(region)) => {
+                let copy = Region::copy_from(region)?;
+                *region = copy.clone();
+                let framed = self.transmit.redirect(stag, &copy)?;
+                self.count_copied(copy.len() + framed);
+                Ok(())
+            }
+        }
+    }
+
+    fn post_recv(&mut self, sink: Sink) {
+        if self.failed.is_none() {
+            self.receives.push_back(sink);
+        }
+    }
+
+    /// Queues work. A Send starts it; Writes and Reads wait for the Send, `poll` or `flush` that follows them, so that
+    /// a reply and its RDMA Writes leave together.
+    fn post(&mut self, request: WorkRequest) {
+        self.check_fork();
+        if self.failed.is_some() {
+            return;
+        }
+        let work = match request {
+            WorkRequest::Send { gather, invalidate } => {
+                transmit::gather(gather, None).map(|(gather, len)| Work::Send {
+                    gather,
+                    len,
+                    invalidate: invalidate.map(|handle| handle.0),
+                })
+            }
+            WorkRequest::Write { gather, to } => transmit::gather(gather, Some(to.length as usize))
+                .map(|(gather, _)| Work::Write { gather, to }),
+            WorkRequest::Read { id, sink, at, from } => {
+                let end = at.checked_add(from.length as usize);
+                if end.is_none_or(|end| end > sink.len()) {
+                    Err(invalid("an RDMA Read is longer than its sink"))
+                } else if self.transmit.ord == 0 && matches!(self.stage, Stage::Open) {
+                    Err(invalid("the peer serves no RDMA Reads"))
+                } else {
+                    self.fresh_stag().map(|stag| Work::Read(Read { id, sink, at, from, stag, done: 0 }))
+                }
+            }
+        };
+        match work {
+            Ok(work) => {
+                let starts = matches!(work, Work::Send { .. });
+                self.transmit.post(work);
+                if starts && !self.transmit.blocked {
+                    self.pump();
+                }
+            }
+            Err(error) => {
+                self.fail(error, Some((Fault::LOCAL, &[])));
+            }
+        }
+    }
+
+    fn poll(&mut self) -> Result<Option<Completion>, Error> {
+        self.check_fork();
+        if let Some(completion) = self.completions.pop_front() {
+            return Ok(Some(completion));
+        }
+        if let Some(error) = &self.failed {
+            return Err(error.clone());
+        }
+        if !matches!(self.stage, Stage::Open) {
+            return Ok(None);
+        }
+        self.pump();
+        let before = self.syscalls;
+        let result = self.advance();
+        stats::add(Counter::Syscalls, self.syscalls - before);
+        match result {
+            Ok(()) => {}
+            Err(End::Lost(error)) => return Err(self.fail(error, None)),
+            Err(End::Breach(fault, cause)) => {
+                let error =
+                    Error::new(Kind::Protocol, format!("iWARP: the peer broke the protocol: {fault}"));
+                return Err(self.fail(error, Some((fault, &cause))));
+            }
+        }
+        if let Some(completion) = self.completions.pop_front() {
+            return Ok(Some(completion));
+        }
+        // Requests that have just come may be answered at once.
+        if !self.transmit.blocked {
+            self.pump();
+        }
+        // Until the next call more may have come.
+        let drained = std::mem::take(&mut self.receive.drained);
+        match self.broken.take() {
+            Some(error) if drained || self.forked => Err(self.fail(error, None)),
+            broken => {
+                self.broken = broken;
+                Ok(None)
+            }
+        }
+    }
+
+    fn flush(&mut self) -> Result<bool, Error> {
+        self.check_fork();
+        if let Some(error) = &self.failed {
+            return Err(error.clone());
+        }
+        self.pump();
+        match &self.broken {
+            Some(error) => Err(error.clone()),
+            None => Ok(self.transmit.is_idle()),
+        }
+    }
+
+    fn fd(&self) -> RawFd {
+        self.socket
+    }
+
+    fn wants_write(&self) -> bool {
+        match self.stage {
+            Stage::SendReply(..) => true,
+            Stage::Open => self.failed.is_none() && self.broken.is_none() && self.transmit.has_work(),
+            _ => false,
+        }
+    }
+
+    fn unsent(&self) -> usize {
+        self.transmit.unsent()
+    }
+}
+
+impl Drop for Iwarp {
+    fn drop(&mut self) {
+        // In a child the frames that it inherited are the parent's, which will finish them.
+        if self.generation == sys::fork_generation() && self.transmit.is_inside_message() {
+            self.shared.close();
+        }
+    }
+}
+
+impl Options {
+    fn offer(&self) -> Offer {
+        Offer { crc: self.crc, ird: self.ird, ord: self.ord }
+    }
+}
+
+impl Receive {
+    fn new() -> Receive {
+        Receive {
+            buffer: vec![0; BUFFER].into_boxed_slice(),
+            start: 0,
+            end: 0,
+            missing: 0,
+            placing: None,
+            in_run: false,
+            drained: false,
+            send_msn: 1,
+            read_msn: 1,
+            sending: None,
+            placed: 0,
+            total: 0,
+            small_path: false,
+        }
+    }
+
+    fn is_between_messages(&self) -> bool {
+        self.start == self.end && self.placing.is_none() && self.sending.is_none()
+    }
+}
+
+/// Random handles, fetched a few at a time. A forked child throws them away, so as not to share them.
+#[derive(Default)]
+struct Tokens {
+    words: Vec<u32>,
+}
+
+impl Tokens {
+    fn take(&mut self) -> Result<u32, Error> {
+        if self.words.is_empty() {
+            let mut bytes = [0; 256];
+            sys::random(&mut bytes)?;
+            self.words.extend(bytes.chunks_exact(4).map(|b| u32::from_ne_bytes([b[0], b[1], b[2], b[3]])));
+        }
+        self.words.pop().ok_or_else(|| Error::new(Kind::Os(libc::EIO), "no random bytes"))
+    }
+}
+
+/// The offset in a buffer of `size` bytes that a peer's range begins at.
+fn range(to: u64, length: usize, size: usize, wrap: Fault, bounds: Fault) -> Result<usize, Fault> {
+    // RFC 5041 §7.1: "A 64-bit unsigned sum of the DDP Segment payload length and the TO does not wrap."
+    let end = to.checked_add(length as u64).ok_or(wrap)?;
+    if end > size as u64 {
+        return Err(bounds);
+    }
+    Ok(to as usize)
+}
+
+fn terminated(payload: &[u8]) -> Error {
+    let text = match Fault::decode_terminate(payload) {
+        Some((_, text)) => text,
+        None => Cow::Borrowed("no reason given"),
+    };
+    lost(format!("the peer terminated the connection: {text}"))
+}
+
+fn lost(text: impl Into<Cow<'static, str>>) -> Error {
+    Error::new(Kind::ConnectionLost, text)
+}
+
+fn invalid(text: &'static str) -> Error {
+    Error::new(Kind::Invalid, text)
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,9 +1,45 @@
-//! The CLIENT of a connection over RDMA.
+//! The CLIENT of a connection over RDMA: `clnt_call` and its kin, as libtirpc's stream transport does them.
+//!
+//! A handle is a thin thing: program, version, timeout and the last error. The connection belongs to the socket:
+//! CLIENTs made on one descriptor share it, as they may with libtirpc ([`connections`]), and calls of several threads
+//! are pipelined.
+//!
+//! Owned here: the vtable, the order of a call (XID, header, AUTH, arguments; reply, AUTH, results, refresh), and the
+//! start of a connection with its way back to tcp. Left to others: waiting and credits (`driver`), names (`netid`).
+//!
+//! - An AUTH of libtirpc is not thread-safe: marshal and wrap run under a lock of that AUTH, so do validate and unwrap;
+//!   with RPCSEC_GSS the whole call does, for `authgss_validate` checks against the latest call.
+//! - Signals are blocked during a call, as in libtirpc, but let through while it sleeps.
+//! - The transport header is not part of the XDR stream: RPCSEC_GSS signs from position 0 on.
 #![allow(unsafe_code)]
 
-use std::ffi::{c_int, c_uint};
+use std::cell::Cell;
+use std::collections::HashMap;
+use std::ffi::{c_int, c_uint, c_void};
+use std::mem::size_of;
+use std::net::SocketAddr;
+use std::ptr::null_mut;
+use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock};
+use std::time::{Duration, Instant};
 
-use crate::tirpc::{CLIENT, netbuf};
+use crate::config::{self, Config};
+use crate::driver::{Client, NULL_REPLY, REPLY_HEADER, START_TIMEOUT};
+use crate::error::{Error, Kind, clnt_stat};
+use crate::ffi::guard;
+use crate::memory::Region;
+use crate::process::{self, Identity};
+use crate::stats::{self, Counter};
+use crate::sys::BlockedSignals;
+use crate::tirpc::netid::Sockaddr;
+use crate::tirpc::{
+    _null_auth, _seterr_reply, AUTH, CLIENT, RPCBPROG, accepted_reply, accepted_reply_ru, ar_results,
+    auth_ops, auth_stat, authnone_create, bool_t, clnt_ops, control, msg, netbuf, reply_body, reply_body_ru,
+    rpc_err, rpc_err_ru, rpc_msg, rpc_msg_ru, xdr_opaque_auth, xdr_replymsg,
+};
+use crate::wire::Xid;
+use crate::xdr::{Decoder, Encoder, XDR, XdrProc, op};
+use crate::{log_debug, log_info, socket, xdr};
 
 /// What the creator of a CLIENT asks for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -14,27 +50,740 @@ pub enum Intent {
     Try,
 }
 
+/// Sets and gets the largest reply of later calls on a CLIENT, in bytes of results: a `size_t`.
+pub const CLSET_RDMA_MAXREPLY: c_uint = 0x5244_4d01;
+/// See [`CLSET_RDMA_MAXREPLY`].
+pub const CLGET_RDMA_MAXREPLY: c_uint = 0x5244_4d02;
+
+/// How long a moved client waits for a peer that neither answers nor closes (a stock server closes at once).
+const TRY_TIMEOUT: Duration = Duration::from_millis(500);
+
+/// How long a server that closed on an MPA Request is remembered as one of tcp.
+const TCP_REMEMBERED: Duration = Duration::from_secs(60);
+
+/// Time to send a call whose own time is zero, if the handle has none.
+const SEND_TIMEOUT: Duration = Duration::from_secs(25);
+
+/// Times that a refused call is made again with a refreshed AUTH, as in libtirpc.
+const REFRESHES: u32 = 2;
+
+/// One CLIENT. libtirpc sees the first member.
+#[repr(C)]
+struct Handle {
+    client: CLIENT,
+    connection: Arc<Client>,
+    /// The server's address, as `CLGET_SVC_ADDR` shows it.
+    address: Box<[u8]>,
+    control: Mutex<Control>,
+    /// Calls that run now: destruction waits for them.
+    running: Mutex<usize>,
+    idle: Condvar,
+}
+
+struct Control {
+    program: u32,
+    version: u32,
+    /// Set by `CLSET_TIMEOUT`, or by the latest call as long as `fixed` is not set.
+    timeout: libc::timeval,
+    fixed: bool,
+    close: bool,
+    /// XID of the latest call, and the one that `CLSET_XID` wants next.
+    last_xid: u32,
+    next_xid: Option<u32>,
+    max_reply: usize,
+    error: rpc_err,
+    explanation: Option<String>,
+}
+
+static OPS: clnt_ops = clnt_ops {
+    cl_call: Some(call),
+    cl_abort: Some(abort),
+    cl_geterr: Some(geterr),
+    cl_freeres: Some(freeres),
+    cl_destroy: Some(destroy),
+    cl_control: Some(control),
+};
+
+// ------------------------------------------------------------------------------------------------------ creation
+
 /// Stands in for `clnt_vc_create`; `None` asks for the stock transport, `Some(NULL)` is a failure that is recorded
 /// with [`super::creation_failed`].
 ///
 /// # Safety
-/// As `clnt_vc_create`: `raddr` points to a netbuf.
+/// As `clnt_vc_create`: `raddr` is NULL or points to a netbuf.
 pub unsafe fn vc_create(
-    _fd: c_int,
-    _raddr: *const netbuf,
-    _prog: u32,
-    _vers: u32,
+    fd: c_int,
+    raddr: *const netbuf,
+    prog: u32,
+    vers: u32,
     _sendsz: c_uint,
     _recvsz: c_uint,
-    _intent: Intent,
+    intent: Intent,
 ) -> Option<*mut CLIENT> {
-    None
+    // SAFETY: by the contract.
+    match unsafe { create(fd, raddr, prog, vers, intent) } {
+        Ok(client) => client,
+        Err(error) => {
+            super::creation_failed(&error);
+            Some(null_mut())
+        }
+    }
 }
 
-/// Our text for the last error of `clnt`, if it is one of ours.
+/// # Safety
+/// As [`vc_create`].
+unsafe fn create(
+    fd: c_int,
+    raddr: *const netbuf,
+    prog: u32,
+    vers: u32,
+    intent: Intent,
+) -> Result<Option<*mut CLIENT>, Error> {
+    if prog == RPCBPROG && intent == Intent::Try {
+        return Ok(None);
+    }
+    let config = match config::get() {
+        Ok(config) => config,
+        // A broken configuration moves nobody.
+        Err(_) if intent == Intent::Try => return Ok(None),
+        Err(error) => return Err(error),
+    };
+    // SAFETY: by the contract.
+    let address = unsafe { address_bytes(raddr) };
+    if let Some(connection) = connections::find(fd) {
+        return Ok(Some(new(connection, address, prog, vers, config)));
+    }
+    let refuse = |error: Error| if intent == Intent::Try { Ok(None) } else { Err(error) };
+    if !socket::is_stream(fd) || socket::local(fd).is_none() {
+        return refuse(Error::new(Kind::Invalid, format!("fd {fd} is not a TCP socket")));
+    }
+    let connected = socket::peer(fd).is_some();
+    if !connected {
+        let Some(to) = Sockaddr::parse(&address) else {
+            return refuse(Error::new(Kind::Invalid, "no internet address to connect to"));
+        };
+        if intent == Intent::Try && servers_of_tcp::contain(to) {
+            return Ok(None);
+        }
+        socket::connect(fd, to)?;
+    } else if intent == Intent::Try {
+        // Connected by the program: it could not be connected again if the server does not speak RDMA.
+        return Ok(None);
+    }
+    let timeout = if intent == Intent::Try { TRY_TIMEOUT } else { START_TIMEOUT };
+    let signals = BlockedSignals::all();
+    let opened = Client::open(fd, config, Instant::now() + timeout, Some(signals.before()));
+    drop(signals);
+    match opened {
+        Ok(connection) => {
+            log_info!("fd {fd}: program {prog} version {vers} goes over rdma (software iWARP)");
+            connections::add(fd, connection.clone());
+            Ok(Some(new(connection, address, prog, vers, config)))
+        }
+        Err(error) if intent == Intent::Try && config.fallback => {
+            log_info!("fd {fd}: program {prog} version {vers} goes over tcp: {error}");
+            stats::add(Counter::Fallbacks, 1);
+            if let Some(to) = Sockaddr::parse(&address).filter(|_| error.kind() != Kind::Timeout) {
+                servers_of_tcp::remember(to);
+            }
+            // The stock transport connects it again.
+            socket::disconnect(fd)?;
+            Ok(None)
+        }
+        Err(error) => {
+            let text = format!("no RDMA connection: {error} (is the server on netid rdma?)");
+            let kind =
+                if error.kind() == Kind::ConnectionLost { Kind::Os(libc::ECONNRESET) } else { error.kind() };
+            Err(Error::new(kind, text))
+        }
+    }
+}
+
+fn new(connection: Arc<Client>, address: Box<[u8]>, prog: u32, vers: u32, config: &Config) -> *mut CLIENT {
+    // SAFETY: takes nothing; returns a shared static handle.
+    let cl_auth = unsafe { authnone_create() };
+    let control = Control {
+        program: prog,
+        version: vers,
+        timeout: libc::timeval { tv_sec: 0, tv_usec: 0 },
+        fixed: false,
+        close: false,
+        last_xid: 0,
+        next_xid: None,
+        max_reply: config.max_reply,
+        error: rpc_err::new(clnt_stat::SUCCESS, 0),
+        explanation: None,
+    };
+    let client =
+        CLIENT { cl_auth, cl_ops: &OPS, cl_private: null_mut(), cl_netid: null_mut(), cl_tp: null_mut() };
+    let handle = Box::into_raw(Box::new(Handle {
+        client,
+        connection,
+        address,
+        control: Mutex::new(control),
+        running: Mutex::new(0),
+        idle: Condvar::new(),
+    }));
+    // SAFETY: just made, known to nobody else.
+    unsafe { (*handle).client.cl_private = handle.cast() };
+    handle.cast()
+}
+
+/// The connections of this process, by descriptor: CLIENTs made on one of them share it.
+///
+/// An entry outlives its CLIENTs when the program keeps the descriptor (`CLSET_FD_NCLOSE`): the stream is in full
+/// operation and cannot start anew. A number that is another file by now is recognised by its inode.
+mod connections {
+    use super::*;
+
+    type Table = HashMap<c_int, (Identity, Arc<Client>)>;
+
+    fn table() -> MutexGuard<'static, Table> {
+        static TABLE: OnceLock<Mutex<Table>> = OnceLock::new();
+        TABLE.get_or_init(Default::default).lock().unwrap_or_else(|e| e.into_inner())
+    }
+
+    pub fn find(fd: c_int) -> Option<Arc<Client>> {
+        let identity = process::identify(fd)?;
+        let mut table = table();
+        let (known, connection) = table.get(&fd)?;
+        if *known == identity {
+            return Some(connection.clone());
+        }
+        table.remove(&fd);
+        None
+    }
+
+    pub fn add(fd: c_int, connection: Arc<Client>) {
+        if let Some(identity) = process::identify(fd) {
+            table().insert(fd, (identity, connection));
+        }
+    }
+
+    /// The connection's socket became another one under the same number.
+    pub fn renew(fd: c_int) {
+        if let (Some(identity), Some(entry)) = (process::identify(fd), table().get_mut(&fd)) {
+            entry.0 = identity;
+        }
+    }
+
+    pub fn remove(fd: c_int) {
+        table().remove(&fd);
+    }
+}
+
+/// Servers that closed on an MPA Request.
+mod servers_of_tcp {
+    use super::*;
+
+    fn table() -> MutexGuard<'static, HashMap<SocketAddr, Instant>> {
+        static TABLE: OnceLock<Mutex<HashMap<SocketAddr, Instant>>> = OnceLock::new();
+        TABLE.get_or_init(Default::default).lock().unwrap_or_else(|e| e.into_inner())
+    }
+
+    pub fn contain(server: SocketAddr) -> bool {
+        table().get(&server).is_some_and(|at| at.elapsed() < TCP_REMEMBERED)
+    }
+
+    pub fn remember(server: SocketAddr) {
+        let mut table = table();
+        table.retain(|_, at| at.elapsed() < TCP_REMEMBERED);
+        table.insert(server, Instant::now());
+    }
+}
+
+/// # Safety
+/// `address` is NULL or points to a netbuf whose `buf` is readable for `len` bytes.
+unsafe fn address_bytes(address: *const netbuf) -> Box<[u8]> {
+    // SAFETY: by the contract.
+    let Some(netbuf) = (unsafe { crate::ffi::reference(address) }) else { return Box::default() };
+    // SAFETY: by the contract.
+    let bytes = unsafe { crate::ffi::bytes(netbuf.buf.cast(), netbuf.len as usize) };
+    bytes.unwrap_or_default().into()
+}
+
+// ------------------------------------------------------------------------------------------------------- the ops
+
+/// The handle behind a CLIENT.
 ///
 /// # Safety
-/// `clnt` is a live handle of any transport.
-pub unsafe fn explanation(_clnt: *mut CLIENT) -> Option<String> {
-    None
+/// `client` is NULL or a live handle of any transport.
+unsafe fn handle<'a>(client: *mut CLIENT) -> Result<&'a Handle, Error> {
+    // SAFETY: by the contract.
+    let seen = unsafe { crate::ffi::reference(client) }
+        .ok_or_else(|| Error::new(Kind::Invalid, "CLIENT is NULL"))?;
+    if !std::ptr::eq(seen.cl_ops, &OPS) {
+        return Err(Error::new(Kind::Invalid, "the CLIENT is not one of librpcrdma"));
+    }
+    // SAFETY: our ops are only ever in a CLIENT that is the first member of a Handle, which lives until `destroy`.
+    Ok(unsafe { &*client.cast_const().cast::<Handle>() })
 }
+
+impl Handle {
+    fn control(&self) -> MutexGuard<'_, Control> {
+        self.control.lock().unwrap_or_else(|e| e.into_inner())
+    }
+
+    fn record(&self, error: &Error) -> c_uint {
+        let status = error.clnt_stat();
+        let mut control = self.control();
+        control.error = rpc_err::new(status, error.errno());
+        control.explanation = Some(error.text().to_owned());
+        status
+    }
+}
+
+unsafe extern "C" fn call(
+    client: *mut CLIENT,
+    proc: u32,
+    encode: XdrProc,
+    args: *mut c_void,
+    decode: XdrProc,
+    results: *mut c_void,
+    timeout: libc::timeval,
+) -> c_uint {
+    guard(|| {
+        // SAFETY: the program's handle.
+        let handle = unsafe { handle(client) }?;
+        let running = Running::start(handle);
+        let signals = BlockedSignals::all();
+        // SAFETY: alive: it is the first member of `handle`.
+        let auth = unsafe { (*client).cl_auth };
+        let call = Call { handle, auth, proc, encode, args, decode, results, signals: &signals };
+        // A defect inside must not leave the handle saying "Success".
+        handle.control().error = rpc_err::new(clnt_stat::FAILED, libc::ENOTRECOVERABLE);
+        // SAFETY: procedures and objects are the program's, as `clnt_call` asks for them.
+        let status = unsafe { call.run(timeout) }.unwrap_or_else(|error| handle.record(&error));
+        drop(signals);
+        drop(running);
+        Ok(status)
+    })
+}
+
+/// A call that runs: destruction of its handle waits for it.
+struct Running<'a>(&'a Handle);
+
+impl<'a> Running<'a> {
+    fn start(handle: &'a Handle) -> Running<'a> {
+        *handle.running.lock().unwrap_or_else(|e| e.into_inner()) += 1;
+        Running(handle)
+    }
+}
+
+impl Drop for Running<'_> {
+    fn drop(&mut self) {
+        let mut running = self.0.running.lock().unwrap_or_else(|e| e.into_inner());
+        *running -= 1;
+        if *running == 0 {
+            self.0.idle.notify_all();
+        }
+    }
+}
+
+struct Call<'a> {
+    handle: &'a Handle,
+    auth: *mut AUTH,
+    proc: u32,
+    encode: XdrProc,
+    args: *mut c_void,
+    decode: XdrProc,
+    results: *mut c_void,
+    signals: &'a BlockedSignals,
+}
+
+/// What a reply led to.
+enum Verdict {
+    /// The final `clnt_stat`; it is recorded.
+    Status(c_uint),
+    /// The AUTH was refreshed: make the call again.
+    Again,
+}
+
+impl Call<'_> {
+    /// # Safety
+    /// As `clnt_call`: the AUTH is alive, and each procedure fits its object.
+    unsafe fn run(&self, timeout: libc::timeval) -> Result<c_uint, Error> {
+        if self.auth.is_null() {
+            return Err(Error::new(Kind::Invalid, "the CLIENT has no AUTH"));
+        }
+        let zero = timeout.tv_sec == 0 && timeout.tv_usec == 0;
+        let (program, version, limit, max_reply) = {
+            let mut control = self.handle.control();
+            if !control.fixed && valid(&timeout) {
+                control.timeout = timeout;
+            }
+            (control.program, control.version, control.timeout, control.max_reply)
+        };
+        let limit = duration(&limit);
+        let mut refreshes = REFRESHES;
+        loop {
+            let lock = auth_locks::lock(self.auth);
+            let xid = self.xid();
+            // SAFETY: by the contract.
+            let (message, gss) = unsafe { self.encoded(xid, program, version) }?;
+            // With RPCSEC_GSS the lock is kept to the end.
+            let lock = if gss { Some(lock) } else { None };
+            if zero {
+                // Nobody waits for a reply, but the call must be sent: within the handle's time.
+                let limit = if limit.is_zero() { SEND_TIMEOUT } else { limit };
+                let deadline = Instant::now() + limit;
+                self.handle.connection.call_one_way(xid, message, deadline, Some(self.signals.before()))?;
+                let status = if self.decode.is_none() { clnt_stat::SUCCESS } else { clnt_stat::TIMEDOUT };
+                let mut control = self.handle.control();
+                control.error = rpc_err::new(status, 0);
+                control.explanation = None;
+                return Ok(status);
+            }
+            // RFC 5531 §12.1: procedure 0 has no results; only RPCSEC_GSS puts its own into replies to it.
+            let room = if self.proc == 0 && !gss { NULL_REPLY } else { max_reply + REPLY_HEADER };
+            let deadline = Instant::now() + limit;
+            let reply =
+                self.handle.connection.call(xid, message, room, deadline, Some(self.signals.before()));
+            connections::renew(self.handle.connection.fd());
+            let reply = reply?;
+            let lock = lock.or_else(|| Some(auth_locks::lock(self.auth)));
+            // SAFETY: by the contract.
+            let verdict = unsafe { self.decoded(reply, gss, &mut refreshes) };
+            drop(lock);
+            match verdict {
+                Verdict::Status(status) => return Ok(status),
+                Verdict::Again => log_debug!("call {xid} is made again with a refreshed AUTH"),
+            }
+        }
+    }
+
+    /// # Safety
+    /// The AUTH is alive.
+    unsafe fn ops(&self) -> &auth_ops {
+        // SAFETY: by the contract.
+        let ops = unsafe { (*self.auth).ah_ops };
+        // SAFETY: libtirpc's static operations.
+        unsafe { &*ops }
+    }
+
+    fn xid(&self) -> Xid {
+        let mut control = self.handle.control();
+        let xid = match control.next_xid.take() {
+            Some(wanted) => Xid(wanted),
+            None => self.handle.connection.fresh_xid(),
+        };
+        control.last_xid = xid.0;
+        xid
+    }
+
+    /// The RPC Call, and whether its credential is one of RPCSEC_GSS.
+    ///
+    /// # Safety
+    /// As [`Call::run`].
+    unsafe fn encoded(&self, xid: Xid, program: u32, version: u32) -> Result<(Region, bool), Error> {
+        let mut encoder = Encoder::new(self.handle.connection.message()?);
+        let head = [xid.0, msg::CALL, msg::RPC_MSG_VERSION, program, version, self.proc];
+        let mut bytes = [0u8; 24];
+        for (place, word) in bytes.chunks_exact_mut(4).zip(head) {
+            place.copy_from_slice(&word.to_be_bytes());
+        }
+        let put = encoder.put(&bytes);
+        // SAFETY: by the contract.
+        let ops = unsafe { self.ops() };
+        // SAFETY: as above; the stream outlives the call.
+        let marshalled = put && unsafe { ops.ah_marshal.is_some_and(|f| f(self.auth, encoder.xdr()) != 0) };
+        // SAFETY: the procedure fits its object (contract); the stream outlives the call.
+        let wrapped = marshalled
+            && unsafe {
+                ops.ah_wrap.is_some_and(|f| f(self.auth, encoder.xdr(), self.encode, self.args) != 0)
+            };
+        stats::add(Counter::BytesCopied, encoder.copied());
+        let message = encoder.finish()?;
+        if !wrapped {
+            return Err(Error::new(Kind::Encode, "the arguments could not be encoded"));
+        }
+        // SAFETY: the AUTH is alive (contract).
+        let gss = unsafe { (*self.auth).ah_cred.oa_flavor } == auth_stat::RPCSEC_GSS;
+        Ok((message.freeze(), gss))
+    }
+
+    /// # Safety
+    /// As [`Call::run`].
+    unsafe fn decoded(&self, reply: Vec<Region>, gss: bool, refreshes: &mut u32) -> Verdict {
+        let mut decoder = Decoder::new(reply);
+        let xdrs = decoder.xdr();
+        let mut reply = empty_reply();
+        // SAFETY: the stream outlives the call, and the message is set up as a decoder expects it.
+        let readable = unsafe { xdr_replymsg(xdrs, &mut reply) } != 0;
+        let mut error = rpc_err::new(clnt_stat::CANTDECODERES, libc::EINVAL);
+        let mut explanation = None;
+        if readable {
+            // SAFETY: `reply` was decoded; `error` is writable.
+            unsafe { _seterr_reply(&mut reply, &mut error) };
+            if error.re_status == clnt_stat::SUCCESS {
+                // SAFETY: by the contract; the verifier was decoded into `reply`.
+                unsafe { self.results(xdrs, &mut reply, &mut error) };
+            } else if !gss && *refreshes > 0 {
+                *refreshes -= 1;
+                // SAFETY: by the contract.
+                let refresh = unsafe { self.ops() }.ah_refresh;
+                // SAFETY: the AUTH is alive (contract); the message is libtirpc's `struct rpc_msg`.
+                let refreshed =
+                    refresh.is_some_and(|f| unsafe { f(self.auth, (&raw mut reply).cast()) } != 0);
+                if refreshed {
+                    // SAFETY: the stream is alive; the verifier belongs to `reply`.
+                    unsafe { free_verifier(xdrs, &mut reply) };
+                    return Verdict::Again;
+                }
+            }
+            // SAFETY: as above.
+            unsafe { free_verifier(xdrs, &mut reply) };
+        } else {
+            explanation = Some("the reply is not an RPC reply".to_owned());
+        }
+        stats::add(Counter::BytesCopied, decoder.copied());
+        let status = error.re_status;
+        let mut control = self.handle.control();
+        control.error = error;
+        control.explanation = explanation;
+        Verdict::Status(status)
+    }
+
+    /// Validates the verifier and decodes the results of an accepted reply.
+    ///
+    /// # Safety
+    /// As [`Call::run`]; `reply` is an accepted reply, `xdrs` stands behind it.
+    unsafe fn results(&self, xdrs: *mut XDR, reply: &mut rpc_msg, error: &mut rpc_err) {
+        // SAFETY: by the contract.
+        let ops = unsafe { self.ops() };
+        // SAFETY: accepted, so this member of both unions is in force.
+        let verifier = unsafe { &raw mut reply.ru.rm_reply.ru.rp_ar.ar_verf };
+        // SAFETY: the AUTH is alive, the verifier is decoded.
+        let valid = unsafe { ops.ah_validate.is_some_and(|f| f(self.auth, verifier) != 0) };
+        if !valid {
+            error.re_status = clnt_stat::AUTHERROR;
+            error.ru = rpc_err_ru { re_why: auth_stat::AUTH_INVALIDRESP };
+            return;
+        }
+        // SAFETY: the procedure fits its object (contract); the stream is alive.
+        let decoded =
+            unsafe { ops.ah_unwrap.is_some_and(|f| f(self.auth, xdrs, self.decode, self.results) != 0) };
+        if !decoded {
+            *error = rpc_err::new(clnt_stat::CANTDECODERES, libc::EINVAL);
+        }
+    }
+}
+
+/// A reply to decode into: no memory of its own for the verifier, and no results.
+fn empty_reply() -> rpc_msg {
+    unsafe extern "C" fn nothing(_: *mut XDR, _: *mut c_void) -> bool_t {
+        guard(|| Ok(1))
+    }
+    // SAFETY: libtirpc's constant; it is never written.
+    let ar_verf = unsafe { _null_auth };
+    let results = ar_results { r#where: null_mut(), r#proc: Some(nothing) };
+    let accepted = accepted_reply { ar_verf, ar_stat: 0, ru: accepted_reply_ru { ar_results: results } };
+    let reply = reply_body { rp_stat: 0, ru: reply_body_ru { rp_ar: accepted } };
+    rpc_msg { rm_xid: 0, rm_direction: 0, ru: rpc_msg_ru { rm_reply: reply } }
+}
+
+/// # Safety
+/// `reply` was decoded by `xdr_replymsg`; `xdrs` is alive.
+unsafe fn free_verifier(xdrs: *mut XDR, reply: &mut rpc_msg) {
+    // SAFETY: every decoded reply has this member.
+    if unsafe { reply.ru.rm_reply.rp_stat } != msg::MSG_ACCEPTED {
+        return;
+    }
+    // SAFETY: every decoded reply has this member.
+    let body = unsafe { &mut reply.ru.rm_reply };
+    // SAFETY: accepted, so this member is in force.
+    let accepted = unsafe { &mut body.ru.rp_ar };
+    let verifier = &mut accepted.ar_verf;
+    if verifier.oa_base.is_null() {
+        return;
+    }
+    // SAFETY: the stream is alive (contract).
+    unsafe { (*xdrs).x_op = op::FREE };
+    // SAFETY: the verifier's memory came from decoding.
+    unsafe { xdr_opaque_auth(xdrs, verifier) };
+}
+
+unsafe extern "C" fn abort(_: *mut CLIENT) {
+    guard(|| Ok(()));
+}
+
+unsafe extern "C" fn geterr(client: *mut CLIENT, error: *mut rpc_err) {
+    guard(|| {
+        // SAFETY: the program's handle.
+        let handle = unsafe { handle(client) }?;
+        if !error.is_null() {
+            // SAFETY: not NULL, and the program's to be written.
+            unsafe { error.write(handle.control().error) };
+        }
+        Ok(())
+    });
+}
+
+unsafe extern "C" fn freeres(client: *mut CLIENT, decode: XdrProc, results: *mut c_void) -> bool_t {
+    guard(|| {
+        // SAFETY: the program's handle.
+        unsafe { handle(client) }?;
+        // SAFETY: procedure and object are the program's and fit each other.
+        unsafe { xdr::free(decode, results) };
+        Ok(1)
+    })
+}
+
+unsafe extern "C" fn destroy(client: *mut CLIENT) {
+    guard(|| {
+        // SAFETY: the program's handle.
+        let handle = unsafe { handle(client) }?;
+        let mut running = handle.running.lock().unwrap_or_else(|e| e.into_inner());
+        while *running > 0 {
+            running = handle.idle.wait(running).unwrap_or_else(|e| e.into_inner());
+        }
+        drop(running);
+        // SAFETY: made by Box::into_raw in `new`; the program gives it up, and no call runs.
+        let handle = unsafe { Box::from_raw(client.cast::<Handle>()) };
+        let close = handle.control().close;
+        for string in [handle.client.cl_netid, handle.client.cl_tp] {
+            // SAFETY: NULL, or a C string that clnt_tli_create put there: "" (static) or strdup'ed.
+            if !string.is_null() && unsafe { *string } != 0 {
+                // SAFETY: strdup'ed, see above.
+                unsafe { libc::free(string.cast()) };
+            }
+        }
+        if close {
+            let fd = handle.connection.fd();
+            connections::remove(fd);
+            socket::close(fd);
+        }
+        Ok(())
+    });
+}
+
+unsafe extern "C" fn control(client: *mut CLIENT, request: c_uint, info: *mut c_void) -> bool_t {
+    guard(|| {
+        // SAFETY: the program's handle.
+        let handle = unsafe { handle(client) }?;
+        let mut control = handle.control();
+        match request {
+            control::CLSET_FD_CLOSE => control.close = true,
+            control::CLSET_FD_NCLOSE => control.close = false,
+            _ if info.is_null() => return Ok(0),
+            control::CLSET_TIMEOUT => {
+                // SAFETY: not NULL; libtirpc's contract for this request.
+                let timeout = unsafe { info.cast::<libc::timeval>().read_unaligned() };
+                if !valid(&timeout) {
+                    return Ok(0);
+                }
+                control.timeout = timeout;
+                control.fixed = true;
+            }
+            // SAFETY: not NULL; libtirpc's contract for this request.
+            control::CLGET_TIMEOUT => unsafe {
+                info.cast::<libc::timeval>().write_unaligned(control.timeout)
+            },
+            // SAFETY: not NULL, with room for a sockaddr; libtirpc's contract for this request.
+            control::CLGET_SERVER_ADDR => unsafe {
+                std::ptr::copy_nonoverlapping(handle.address.as_ptr(), info.cast(), handle.address.len());
+            },
+            control::CLGET_SVC_ADDR => {
+                let length = handle.address.len() as c_uint;
+                let buf = handle.address.as_ptr().cast_mut().cast();
+                let address = netbuf { maxlen: length, len: length, buf };
+                // SAFETY: not NULL; libtirpc's contract for this request.
+                unsafe { info.cast::<netbuf>().write_unaligned(address) };
+            }
+            // SAFETY: not NULL; libtirpc's contract for this request.
+            control::CLGET_FD => unsafe { info.cast::<c_int>().write_unaligned(handle.connection.fd()) },
+            // SAFETY: not NULL; libtirpc's contract for these requests: a 32-bit number.
+            control::CLGET_XID => unsafe { info.cast::<u32>().write_unaligned(control.last_xid) },
+            // SAFETY: as above.
+            control::CLSET_XID => control.next_xid = Some(unsafe { info.cast::<u32>().read_unaligned() }),
+            // SAFETY: as above.
+            control::CLGET_VERS => unsafe { info.cast::<u32>().write_unaligned(control.version) },
+            // SAFETY: as above.
+            control::CLSET_VERS => control.version = unsafe { info.cast::<u32>().read_unaligned() },
+            // SAFETY: as above.
+            control::CLGET_PROG => unsafe { info.cast::<u32>().write_unaligned(control.program) },
+            // SAFETY: as above.
+            control::CLSET_PROG => control.program = unsafe { info.cast::<u32>().read_unaligned() },
+            // SAFETY: not NULL; our own contract for these requests: a size_t.
+            CLGET_RDMA_MAXREPLY => unsafe { info.cast::<usize>().write_unaligned(control.max_reply) },
+            CLSET_RDMA_MAXREPLY => {
+                // SAFETY: as above.
+                let bytes = unsafe { info.cast::<usize>().read_unaligned() };
+                if bytes > MAX_REPLY {
+                    return Ok(0);
+                }
+                control.max_reply = bytes;
+            }
+            _ => return Ok(0),
+        }
+        Ok(1)
+    })
+}
+
+/// The largest maximum reply that a CLIENT accepts: a Reply chunk of sixteen segments of 32-bit length.
+const MAX_REPLY: usize = (1 << 32) - (1 << 20);
+
+/// Our text for the last error of `client`, if it is one of ours.
+///
+/// # Safety
+/// `client` is a live handle of any transport.
+pub unsafe fn explanation(client: *mut CLIENT) -> Option<String> {
+    // SAFETY: by the contract.
+    let handle = unsafe { handle(client) }.ok()?;
+    handle.control().explanation.clone()
+}
+
+/// libtirpc's `time_not_ok`, the other way round.
+fn valid(time: &libc::timeval) -> bool {
+    (0..=100_000_000).contains(&time.tv_sec) && (0..=1_000_000).contains(&time.tv_usec)
+}
+
+fn duration(time: &libc::timeval) -> Duration {
+    let seconds = u64::try_from(time.tv_sec).unwrap_or(0);
+    let micros = u64::try_from(time.tv_usec).unwrap_or(0);
+    Duration::from_secs(seconds) + Duration::from_micros(micros)
+}
+
+/// One lock for each AUTH: shared by those whose addresses collide, which costs time and nothing else.
+///
+/// A thread that has one and asks again, because an xdrproc of the program makes a call, gets nothing and goes on.
+mod auth_locks {
+    use super::*;
+
+    const COUNT: usize = 64;
+
+    static LOCKS: [Mutex<()>; COUNT] = [const { Mutex::new(()) }; COUNT];
+    static OWNERS: [AtomicUsize; COUNT] = [const { AtomicUsize::new(0) }; COUNT];
+
+    thread_local! {
+        /// Its address names the thread.
+        static THREAD: Cell<u8> = const { Cell::new(0) };
+    }
+
+    pub struct Held {
+        index: usize,
+        _guard: MutexGuard<'static, ()>,
+    }
+
+    pub fn lock(auth: *mut AUTH) -> Option<Held> {
+        let me = THREAD.with(|thread| std::ptr::from_ref(thread).addr());
+        let index = (auth.addr() >> 4) % COUNT;
+        if OWNERS[index].load(Relaxed) == me {
+            return None;
+        }
+        let guard = LOCKS[index].lock().unwrap_or_else(|e| e.into_inner());
+        OWNERS[index].store(me, Relaxed);
+        Some(Held { index, _guard: guard })
+    }
+
+    impl Drop for Held {
+        fn drop(&mut self) {
+            OWNERS[self.index].store(0, Relaxed);
+        }
+    }
+}
+
+const _: () = {
+    assert!(std::mem::offset_of!(Handle, client) == 0);
+    assert!(size_of::<libc::timeval>() == 16);
+};

@@ -26,9 +26,9 @@
 
 use std::cell::{Cell, RefCell};
 use std::ffi::{CStr, c_char, c_int, c_uint, c_void};
-use std::mem::ManuallyDrop;
-use std::net::{SocketAddr, TcpListener};
+use std::net::SocketAddr;
 use std::os::fd::{AsRawFd, FromRawFd, IntoRawFd, OwnedFd};
+use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 use std::ptr::null_mut;
 use std::sync::atomic::{AtomicU64, Ordering};
 
@@ -42,6 +42,7 @@ use crate::tirpc::{
     creation_failed, creation_started, dispatch_t, netbuf, netconfig, real, registered_t, server, t_bind,
 };
 use crate::xdr::XdrProc;
+use crate::{log_info, socket};
 
 // What a netid is.
 
@@ -68,6 +69,9 @@ pub unsafe extern "C" fn getnetconfigent(netid: *const c_char) -> *mut netconfig
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn __rpc_setconf(nettype: *const c_char) -> *mut c_void {
     guard(|| {
+        // Every creation by nettype begins here, and then tries one netid after the other: the text of the first that
+        // fails must outlive the attempt on the next.
+        creation_started();
         // SAFETY: a nettype is NULL or a string.
         match unsafe { ffi::cstr(nettype) }.and_then(nettype::open) {
             Some(handle) => handle,
@@ -188,8 +192,18 @@ pub unsafe extern "C" fn clnt_tli_create(
         };
         creation(|| {
             config::get()?;
+            // The real function reads the address unasked; a connected socket knows it.
+            let mut peer = None;
+            let address = if address.is_null() {
+                let connected = socket::peer(fd).ok_or_else(|| {
+                    Error::new(Kind::Invalid, "no address, and the descriptor is not connected")
+                })?;
+                &mut peer.insert(Sockaddr::from(connected)).netbuf()
+            } else {
+                address
+            };
             let _wanted = RdmaWanted::set();
-            // SAFETY: the caller's own arguments.
+            // SAFETY: the caller's own arguments, and an address that lives across the call.
             Ok(inside.suspend(|| unsafe { real(fd, nconf, address, prog, vers, sendsz, recvsz) }))
         })
     })
@@ -211,17 +225,21 @@ pub unsafe extern "C" fn clnt_vc_create(
     guard(|| {
         let intent = if RdmaWanted::take() {
             Some(Intent::Required)
-        } else if moves("tcp", prog) {
-            Some(Intent::Try)
         } else {
-            None
+            // SAFETY: an address as clnt_vc_create takes it.
+            let address = unsafe { socket_address(address) };
+            address.filter(|address| moves(tcp(*address), prog)).map(|_| Intent::Try)
         };
         if let Some(intent) = intent
             && let Some(_inside) = Inside::enter()
-            // SAFETY: the caller's own arguments.
-            && let Some(clnt) = unsafe { client::vc_create(fd, address, prog, vers, sendsz, recvsz, intent) }
         {
-            return Ok(clnt);
+            let made = creation(|| {
+                // SAFETY: the caller's own arguments.
+                Ok(unsafe { client::vc_create(fd, address, prog, vers, sendsz, recvsz, intent) })
+            })?;
+            if let Some(clnt) = made {
+                return Ok(clnt);
+            }
         }
         // SAFETY: the caller's own arguments.
         Ok(unsafe { real::CLNT_VC_CREATE.get()?(fd, address, prog, vers, sendsz, recvsz) })
@@ -334,7 +352,7 @@ pub unsafe extern "C" fn svc_tli_create(
             let xprt = inside.suspend(|| unsafe { real(fd, nconf, bind, sendsz, recvsz) });
             // SAFETY: NULL, or just made and given to nobody yet.
             if let Some(made) = unsafe { ffi::reference(xprt) } {
-                if listens(made.xp_fd) {
+                if socket::listens(made.xp_fd) {
                     listeners::add(made.xp_fd)?;
                 } else {
                     // A connected descriptor, as from inetd: its one connection is the transport.
@@ -383,13 +401,13 @@ pub unsafe extern "C" fn rpcb_set(
         // SAFETY: the caller's own arguments.
         let set = unsafe { real(prog, vers, nconf, address) };
         // SAFETY: by the contract.
-        let Some((netid, moved)) = (unsafe { Netid::beside(nconf) }) else { return Ok(set) };
+        let Some((stock, netid)) = (unsafe { Netid::beside(nconf) }) else { return Ok(set) };
         // SAFETY: an address as rpcb_set takes it.
         let local = unsafe { socket_address(address) };
-        let (Some(local), true, Some(inside)) = (local, moves(moved, prog), Inside::enter()) else {
+        let (Some(local), true, Some(inside)) = (local, moves(stock, prog), Inside::enter()) else {
             return Ok(set);
         };
-        if moved == "udp" {
+        if matches!(stock, config::Netid::Udp | config::Netid::Udp6) {
             inside.suspend(|| listen_beside(netid, local));
         }
         ports::add(local.port());
@@ -411,8 +429,8 @@ pub unsafe extern "C" fn rpcb_unset(prog: u32, vers: u32, nconf: *const netconfi
         // SAFETY: the caller's own arguments. NULL removes all rows, those of "rdma" among them.
         let unset = unsafe { real(prog, vers, nconf) };
         // SAFETY: by the contract.
-        if let Some((netid, moved)) = unsafe { Netid::beside(nconf) }
-            && moves(moved, prog)
+        if let Some((stock, netid)) = unsafe { Netid::beside(nconf) }
+            && moves(stock, prog)
             && let Some(_inside) = Inside::enter()
         {
             // SAFETY: the entry is static.
@@ -505,8 +523,11 @@ pub unsafe extern "C" fn clnt_tp_create(
     vers: u32,
     nconf: *const netconfig,
 ) -> *mut CLIENT {
-    // SAFETY: the caller's own arguments.
-    guard(|| Ok(unsafe { real::CLNT_TP_CREATE.get()?(host, prog, vers, nconf) }))
+    guard(|| {
+        creation_started();
+        // SAFETY: the caller's own arguments.
+        Ok(unsafe { real::CLNT_TP_CREATE.get()?(host, prog, vers, nconf) })
+    })
 }
 
 /// Passed through.
@@ -606,18 +627,37 @@ pub unsafe extern "C" fn svctcp_create(fd: c_int, sendsz: c_uint, recvsz: c_uint
     guard(|| Ok(unsafe { real::SVCTCP_CREATE.get()?(fd, sendsz, recvsz) }))
 }
 
-/// Runs a creation on netid "rdma", and records why it failed.
+/// Runs a creation on netid "rdma", and records why it failed: after a NULL programs print what is recorded.
 fn creation<T>(create: impl FnOnce() -> Result<T, Error>) -> Result<T, Error> {
-    creation_started();
-    create().inspect_err(creation_failed)
+    let result = catch_unwind(AssertUnwindSafe(create)).unwrap_or_else(|panic| {
+        creation_failed(&Error::new(Kind::Panic, "defect in librpcrdma"));
+        resume_unwind(panic)
+    });
+    result.inspect_err(|error| {
+        // A server has no other way to learn of it.
+        log_info!("{error}");
+        creation_failed(error);
+    })
 }
 
-/// Whether `RPCRDMA_REDIRECT` moves `prog` from `stock`, "tcp" or "udp".
-fn moves(stock: &str, prog: u32) -> bool {
-    let Ok(Config { redirect, redirect_programs, .. }) = config::get() else { return false };
-    prog != RPCBPROG
-        && redirect.iter().any(|moved| moved.name() == stock)
-        && redirect_programs.as_ref().is_none_or(|programs| programs.contains(&prog))
+/// Whether `RPCRDMA_REDIRECT` moves `prog` from that transport.
+fn moves(stock: config::Netid, prog: u32) -> bool {
+    config::get().is_ok_and(|config| redirects(config, stock) && config.redirects_program(prog))
+}
+
+/// Whether programs on that transport are moved: "tcp" stands for tcp and tcp6, as the nettype of that name does.
+fn redirects(config: &Config, stock: config::Netid) -> bool {
+    config.redirects(stock)
+        || match stock {
+            config::Netid::Tcp6 => config.redirects(config::Netid::Tcp),
+            config::Netid::Udp6 => config.redirects(config::Netid::Udp),
+            _ => false,
+        }
+}
+
+/// The netid of a TCP address.
+fn tcp(address: SocketAddr) -> config::Netid {
+    if address.is_ipv4() { config::Netid::Tcp } else { config::Netid::Tcp6 }
 }
 
 /// Whether `xprt` is a connection that is to be watched, and if so whether it speaks RDMA only.
@@ -632,17 +672,18 @@ unsafe fn moved(xprt: *mut SVCXPRT) -> Option<bool> {
         return None;
     }
     let fd = made.xp_fd;
-    if socket_option(fd, libc::SO_TYPE) != Some(libc::SOCK_STREAM) || listens(fd) {
+    if !socket::is_stream(fd) || socket::listens(fd) {
         return None;
     }
-    let local = local_address(fd)?;
+    let local = socket::local(fd)?;
     if listeners::accepted(local) {
         return Some(true);
     }
     let config = config::get().ok()?;
     let all = config.redirect_programs.is_none();
-    let tcp = config.redirect.iter().any(|stock| stock.name() == "tcp");
-    let wanted = tcp && local.port() != RPCBIND_PORT && (all || ports::contain(local.port()));
+    let wanted = redirects(config, tcp(local))
+        && local.port() != RPCBIND_PORT
+        && (all || ports::contain(local.port()));
     if wanted { Some(false) } else { None }
 }
 
@@ -655,7 +696,7 @@ mod listeners {
     const FREE: u64 = u64::MAX;
 
     pub fn add(fd: c_int) -> Result<(), Error> {
-        let Some(local) = local_address(fd) else {
+        let Some(local) = socket::local(fd) else {
             return Err(Error::new(Kind::Invalid, "a listener on netid rdma needs an internet address"));
         };
         let entry = u64::from(local.port()) << 32 | u64::from(fd as u32);
@@ -685,10 +726,10 @@ mod listeners {
     /// The address of a listener that is still there: the descriptor may be another file by now.
     fn alive(entry: u64) -> Option<SocketAddr> {
         let fd = entry as u32 as c_int;
-        if !listens(fd) {
+        if !socket::listens(fd) {
             return None;
         }
-        local_address(fd).filter(|at| u64::from(at.port()) == entry >> 32)
+        socket::local(fd).filter(|at| u64::from(at.port()) == entry >> 32)
     }
 }
 
@@ -760,29 +801,6 @@ unsafe fn socket_address(address: *const netbuf) -> Option<SocketAddr> {
     // SAFETY: by the contract.
     let bytes = unsafe { ffi::bytes(address.buf.cast(), address.len as usize) }.ok()?;
     Sockaddr::parse(bytes)
-}
-
-/// The internet address to which a socket is bound; `None` for other files.
-fn local_address(fd: c_int) -> Option<SocketAddr> {
-    if fd < 0 {
-        return None;
-    }
-    // SAFETY: used for one getsockname and not closed; a number that is no socket is answered with an error.
-    let socket = ManuallyDrop::new(unsafe { TcpListener::from_raw_fd(fd) });
-    socket.local_addr().ok()
-}
-
-fn listens(fd: c_int) -> bool {
-    socket_option(fd, libc::SO_ACCEPTCONN) == Some(1)
-}
-
-fn socket_option(fd: c_int, option: c_int) -> Option<c_int> {
-    let mut value: c_int = 0;
-    let mut length = size_of::<c_int>() as libc::socklen_t;
-    // SAFETY: value and length are writable and of the size that is passed.
-    let done =
-        unsafe { libc::getsockopt(fd, libc::SOL_SOCKET, option, (&raw mut value).cast(), &mut length) };
-    if done == 0 { Some(value) } else { None }
 }
 
 /// Whether an address lies in the object that libtirpc is.
@@ -893,6 +911,13 @@ mod tests {
         // SAFETY: NUL-terminated by the function.
         let text = unsafe { CStr::from_ptr(text) };
         assert_eq!(text, c"client: RPC: Program not registered; see this");
+    }
+
+    #[test]
+    fn a_panic_while_creating_is_recorded_for_clnt_pcreateerror() {
+        creation_started();
+        assert!(guard(|| creation::<*mut CLIENT>(|| panic!("a defect"))).is_null());
+        assert_eq!(creation_explanation().as_deref(), Some("defect in librpcrdma"));
     }
 
     #[test]

@@ -21,6 +21,7 @@ use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr, SocketAddrV4, SocketAddrV
 use std::ptr::{null, null_mut};
 use std::sync::atomic::{AtomicU8, Ordering};
 
+use crate::config;
 use crate::error::{Error, Kind, clnt_stat};
 use crate::ffi::{self, Inside};
 use crate::tirpc::{
@@ -55,17 +56,17 @@ impl Netid {
         unsafe { name_of(nconf) }.and_then(Netid::named)
     }
 
-    /// The netid that moves the stock transport of `nconf`, and that transport's family of netids: "tcp" or "udp".
+    /// The stock transport of `nconf`, and the netid that it is moved to.
     ///
     /// # Safety
     /// `nconf` is NULL or points to a netconfig entry.
-    pub unsafe fn beside(nconf: *const netconfig) -> Option<(Netid, &'static str)> {
+    pub unsafe fn beside(nconf: *const netconfig) -> Option<(config::Netid, Netid)> {
         // SAFETY: by the contract.
         match unsafe { name_of(nconf) }?.to_bytes() {
-            b"tcp" => Some((Netid::Rdma, "tcp")),
-            b"tcp6" => Some((Netid::Rdma6, "tcp")),
-            b"udp" => Some((Netid::Rdma, "udp")),
-            b"udp6" => Some((Netid::Rdma6, "udp")),
+            b"tcp" => Some((config::Netid::Tcp, Netid::Rdma)),
+            b"tcp6" => Some((config::Netid::Tcp6, Netid::Rdma6)),
+            b"udp" => Some((config::Netid::Udp, Netid::Rdma)),
+            b"udp6" => Some((config::Netid::Udp6, Netid::Rdma6)),
             _ => None,
         }
     }

@@ -1,7 +1,65 @@
-//! The SVCXPRT of a connection over RDMA.
+//! The SVCXPRT of a connection over RDMA, and how an accepted TCP connection becomes one.
+//!
+//! A listener on netid "rdma" is libtirpc's own TCP listener, and so is that of a moved server. Each connection that it
+//! accepts comes here ([`watch`]) and is looked at when its first byte has arrived: an MPA Request begins with 'M', which
+//! as a record mark of RPC over TCP would announce a fragment of 1.3 GB. One byte decides for good: the stock transport
+//! goes on, or it is replaced by our own SVCXPRT on the same descriptor.
+//!
+//! Our SVCXPRT is driven by whatever loop the program has. `xp_recv` moves what has arrived and hands out one request;
+//! `xp_stat` says whether more requests lie in memory; `xp_reply` sends before it returns. What else must wake the
+//! loop, a socket that becomes writable or a startup that takes too long, goes through [`progress`].
+//!
+//! # Invariants
+//! - A request is on the stack `open` from the `xp_recv` that returned TRUE to the `xp_stat` after its dispatch; it is
+//!   answered or discarded by then. The stack is deeper than one only if a dispatch routine runs the loop again.
+//! - An SVCXPRT that is destroyed while requests are open is freed by the last `xp_stat`.
 #![allow(unsafe_code)]
 
-use crate::tirpc::SVCXPRT;
+use std::collections::HashMap;
+use std::ffi::{c_char, c_int, c_uint, c_void};
+use std::os::fd::RawFd;
+use std::ptr::null_mut;
+use std::sync::atomic::{AtomicPtr, Ordering::Relaxed};
+use std::sync::{Mutex, MutexGuard, OnceLock};
+use std::time::{Duration, Instant};
+
+use crate::config;
+use crate::connection::RequestId;
+use crate::driver::Server;
+use crate::error::{Error, Kind};
+use crate::ffi::guard;
+use crate::stats::{self, Counter};
+use crate::sys::WakeSet;
+use crate::tirpc::{
+    SVCAUTH, SVCXPRT, SVCXPRT_EXT, accepted_reply_ru, ar_results, auth_stat, bool_t, msg, netbuf,
+    opaque_auth, real, rpc_msg, svc_max_pollfd, svc_pollfd, xdr_callmsg, xdr_replymsg, xp_ops, xp_ops2,
+    xprt_stat, xprt_unregister,
+};
+use crate::xdr::{Decoder, Encoder, XDR, XdrProc};
+use crate::{log_info, log_warn, socket, sys, xdr};
+
+// ----------------------------------------------------------------------------------------------- the first byte
+
+/// libtirpc's operations of a stream connection: the same for all of them.
+static STOCK: AtomicPtr<xp_ops> = AtomicPtr::new(null_mut());
+
+/// Operations of a connection on a port that serves tcp and rdma, until its first byte is here.
+static SNIFF: xp_ops = xp_ops { xp_recv: Some(sniff), ..WATCHED };
+
+/// The same on a listener of netid "rdma", where nothing else is spoken.
+static SNIFF_RDMA: xp_ops = xp_ops { xp_recv: Some(sniff_rdma), ..WATCHED };
+
+/// A connection that did not begin with an MPA Request where only that is served.
+static REFUSED: xp_ops = xp_ops { xp_stat: Some(refused_stat), ..WATCHED };
+
+const WATCHED: xp_ops = xp_ops {
+    xp_recv: Some(no_recv),
+    xp_stat: Some(idle_stat),
+    xp_getargs: Some(no_args),
+    xp_reply: Some(no_reply),
+    xp_freeargs: Some(no_args),
+    xp_destroy: Some(stock_destroy),
+};
 
 /// Gives an accepted stock connection the operations that look at its first byte.
 ///
@@ -9,4 +67,735 @@ use crate::tirpc::SVCXPRT;
 ///
 /// # Safety
 /// `xprt` is a live, registered connection of libtirpc's stream transport.
-pub unsafe fn watch(_xprt: *mut SVCXPRT, _rdma_only: bool) {}
+pub unsafe fn watch(xprt: *mut SVCXPRT, rdma_only: bool) {
+    // SAFETY: alive by the contract; no reference is made.
+    let stock = unsafe { (*xprt).xp_ops };
+    STOCK.store(stock.cast_mut(), Relaxed);
+    let ops = if rdma_only { &raw const SNIFF_RDMA } else { &raw const SNIFF };
+    // SAFETY: as above.
+    unsafe { (*xprt).xp_ops = ops };
+}
+
+unsafe extern "C" fn sniff(xprt: *mut SVCXPRT, message: *mut rpc_msg) -> bool_t {
+    // SAFETY: libtirpc's own transport and message.
+    guard(|| unsafe { look(xprt, message, false) })
+}
+
+unsafe extern "C" fn sniff_rdma(xprt: *mut SVCXPRT, message: *mut rpc_msg) -> bool_t {
+    // SAFETY: libtirpc's own transport and message.
+    guard(|| unsafe { look(xprt, message, true) })
+}
+
+/// # Safety
+/// As `xp_recv` of a watched connection.
+unsafe fn look(xprt: *mut SVCXPRT, message: *mut rpc_msg, rdma_only: bool) -> Result<bool_t, Error> {
+    // SAFETY: alive (contract).
+    let fd = unsafe { (*xprt).xp_fd };
+    let first = match sys::peek(fd) {
+        Ok(first) => first,
+        Err(error) if error.kind() == std::io::ErrorKind::WouldBlock => return Ok(0),
+        Err(_) => None,
+    };
+    if first == Some(b'M') {
+        // SAFETY: by the contract.
+        if let Err(error) = unsafe { convert(xprt, fd, rdma_only) } {
+            log_warn!("fd {fd}: an RDMA connection is refused: {error}");
+            // SAFETY: alive: it was not converted.
+            unsafe { (*xprt).xp_ops = &REFUSED };
+        }
+        return Ok(0);
+    }
+    if rdma_only && first.is_some() {
+        log_info!("fd {fd}: closed: the peer does not begin with an MPA Request on a port of netid rdma");
+        // SAFETY: alive (contract).
+        unsafe { (*xprt).xp_ops = &REFUSED };
+        return Ok(0);
+    }
+    let stock = STOCK.load(Relaxed);
+    // SAFETY: alive (contract).
+    unsafe { (*xprt).xp_ops = stock };
+    // SAFETY: libtirpc's static operations, set by `watch` before any connection was sniffed.
+    let recv = unsafe { (*stock).xp_recv };
+    // SAFETY: the transport's own operation, with the caller's arguments.
+    Ok(recv.map_or(0, |recv| unsafe { recv(xprt, message) }))
+}
+
+unsafe extern "C" fn no_recv(_: *mut SVCXPRT, _: *mut rpc_msg) -> bool_t {
+    guard(|| Ok(0))
+}
+
+unsafe extern "C" fn idle_stat(_: *mut SVCXPRT) -> c_uint {
+    guard(|| Ok(xprt_stat::XPRT_IDLE))
+}
+
+unsafe extern "C" fn refused_stat(_: *mut SVCXPRT) -> c_uint {
+    guard(|| Ok(xprt_stat::XPRT_DIED))
+}
+
+unsafe extern "C" fn no_args(_: *mut SVCXPRT, _: XdrProc, _: *mut c_void) -> bool_t {
+    guard(|| Ok(0))
+}
+
+unsafe extern "C" fn no_reply(_: *mut SVCXPRT, _: *mut rpc_msg) -> bool_t {
+    guard(|| Ok(0))
+}
+
+unsafe extern "C" fn stock_destroy(xprt: *mut SVCXPRT) {
+    guard(|| {
+        // SAFETY: a connection that `watch` got, so STOCK is set; destroyed once.
+        unsafe { destroy_stock(xprt) };
+        Ok(())
+    });
+}
+
+/// # Safety
+/// `xprt` is a live connection of libtirpc's stream transport, whatever its operations are now.
+unsafe fn destroy_stock(xprt: *mut SVCXPRT) {
+    let stock = STOCK.load(Relaxed);
+    // SAFETY: alive (contract).
+    unsafe { (*xprt).xp_ops = stock };
+    // SAFETY: libtirpc's static operations.
+    if let Some(destroy) = unsafe { (*stock).xp_destroy } {
+        // SAFETY: the transport's own operation.
+        unsafe { destroy(xprt) };
+    }
+}
+
+/// Puts a transport of our own in the place of a stock connection.
+///
+/// # Safety
+/// As [`look`].
+unsafe fn convert(stock: *mut SVCXPRT, fd: c_int, rdma_only: bool) -> Result<(), Error> {
+    let server = Server::accept(fd, config::get()?)?;
+    // Destroying closes the descriptor and unregisters by its number: it gets another one of the same socket.
+    let other = socket::duplicate(fd)?;
+    // SAFETY: alive (contract).
+    let own = unsafe { Transport::like(stock, server, rdma_only) };
+    // SAFETY: alive and registered (contract).
+    unsafe { xprt_unregister(stock) };
+    // SAFETY: alive (contract).
+    unsafe { (*stock).xp_fd = other };
+    // SAFETY: unregistered; nothing refers to it any more: svc_getreq_common compares with its table.
+    unsafe { destroy_stock(stock) };
+    // SAFETY: just made, complete.
+    unsafe { Transport::register(own) }
+}
+
+// ------------------------------------------------------------------------------------------------ our transport
+
+/// An SVCXPRT of ours, and what belongs to it. libtirpc sees the first member.
+#[repr(C)]
+struct Transport {
+    xprt: SVCXPRT,
+    extension: SVCXPRT_EXT,
+    /// Memory of `xp_verf` for flavours that write there.
+    verifier: [u8; auth_stat::MAX_AUTH_BYTES],
+    server: Mutex<Server>,
+    /// Requests handed up and not yet past their `xp_stat`.
+    open: Vec<Open>,
+    /// The latest `xp_recv` returned FALSE: its `xp_stat` ends no request.
+    empty: bool,
+    /// The program could not be asked in its own protocol any more.
+    broken: bool,
+    destroyed: bool,
+    gss: Option<Gss>,
+}
+
+struct Open {
+    id: RequestId,
+    xid: u32,
+    answered: bool,
+    arguments: Decoder,
+    /// `gss_proc` of an RPCSEC_GSS credential.
+    gss: Option<u32>,
+}
+
+/// The latest RPCSEC_GSS context of the transport. libtirpc caches contexts by the transport's address.
+struct Gss {
+    auth: SVCAUTH,
+    used: Instant,
+}
+
+/// After 300 s of idleness libtirpc itself frees a cached context.
+const GSS_CACHED: Duration = Duration::from_secs(290);
+
+static OPS: xp_ops = xp_ops {
+    xp_recv: Some(recv),
+    xp_stat: Some(stat),
+    xp_getargs: Some(getargs),
+    xp_reply: Some(reply),
+    xp_freeargs: Some(freeargs),
+    xp_destroy: Some(destroy),
+};
+
+static OPS2: xp_ops2 = xp_ops2 { xp_control: Some(xp_control) };
+
+impl Transport {
+    /// A transport on the descriptor of `stock`, with its addresses.
+    ///
+    /// # Safety
+    /// `stock` is a live connection.
+    unsafe fn like(stock: *mut SVCXPRT, server: Server, rdma_only: bool) -> *mut Transport {
+        let fd = server.fd();
+        // SAFETY: alive (contract).
+        let stock = unsafe { &*stock };
+        // The netid is that of the listener, which programs and libtirpc compare it with: a moved server's is "tcp".
+        let netid = match socket::local(fd) {
+            Some(local) if rdma_only && local.is_ipv6() => c"rdma6".as_ptr(),
+            Some(_) if rdma_only => c"rdma".as_ptr(),
+            _ if stock.xp_netid.is_null() => c"tcp".as_ptr(),
+            _ => stock.xp_netid.cast_const(),
+        };
+        // SAFETY: libtirpc's own netbuf.
+        let remote = unsafe { copied(&stock.xp_rtaddr) };
+        // SAFETY: as above.
+        let local = unsafe { copied(&stock.xp_ltaddr) };
+        let xprt = SVCXPRT {
+            xp_fd: fd,
+            xp_port: 0,
+            xp_ops: &OPS,
+            xp_addrlen: stock.xp_addrlen,
+            xp_raddr: stock.xp_raddr,
+            xp_ops2: &OPS2,
+            // SAFETY: C strings.
+            xp_tp: unsafe { libc::strdup(c"-".as_ptr()) },
+            // SAFETY: as above.
+            xp_netid: unsafe { libc::strdup(netid) },
+            xp_ltaddr: local,
+            xp_rtaddr: remote,
+            xp_verf: opaque_auth { oa_flavor: 0, oa_base: null_mut(), oa_length: 0 },
+            xp_p1: null_mut(),
+            xp_p2: null_mut(),
+            xp_p3: null_mut(),
+            xp_type: 3,
+        };
+        let auth = SVCAUTH { svc_ah_ops: std::ptr::null(), svc_ah_private: null_mut() };
+        let own = Box::into_raw(Box::new(Transport {
+            xprt,
+            extension: SVCXPRT_EXT { flags: 0, xp_auth: auth },
+            verifier: [0; auth_stat::MAX_AUTH_BYTES],
+            server: Mutex::new(server),
+            open: Vec::new(),
+            empty: false,
+            broken: false,
+            destroyed: false,
+            gss: None,
+        }));
+        // SAFETY: just made, known to nobody else.
+        let own_ref = unsafe { &mut *own };
+        own_ref.xprt.xp_p1 = own.cast();
+        own_ref.xprt.xp_p3 = (&raw mut own_ref.extension).cast();
+        own_ref.xprt.xp_verf.oa_base = (&raw mut own_ref.verifier).cast();
+        own
+    }
+
+    /// Hands the transport to the program's loop.
+    ///
+    /// # Safety
+    /// `own` is complete and not registered.
+    unsafe fn register(own: *mut Transport) -> Result<(), Error> {
+        // SAFETY: alive (contract).
+        let fd = unsafe { (*own).xprt.xp_fd };
+        // SAFETY: complete (contract); the real function, since our own looks for stock transports.
+        unsafe { real::XPRT_REGISTER.get()?(own.cast()) };
+        if !polled(fd) {
+            // libtirpc drops silently what does not fit its table.
+            // SAFETY: alive and not known to the loop.
+            unsafe { Transport::finish(own) };
+            let text = format!("fd {fd} is above what libtirpc's table of transports holds");
+            return Err(Error::new(Kind::Os(libc::EMFILE), text));
+        }
+        // SAFETY: alive: the loop that may destroy it is our caller.
+        unsafe { (*own).watch_progress() };
+        Ok(())
+    }
+
+    fn server(&self) -> MutexGuard<'_, Server> {
+        self.server.lock().unwrap_or_else(|e| e.into_inner())
+    }
+
+    /// Tells [`progress`] what else may wake this connection.
+    fn watch_progress(&self) {
+        let server = self.server();
+        let (write, deadline) = (server.wants_write(), server.deadline());
+        drop(server);
+        progress::want(self.xprt.xp_fd, std::ptr::from_ref(self).cast_mut().addr(), write, deadline);
+    }
+
+    /// Ends the request on top of the stack.
+    fn close_request(&mut self) {
+        let Some(request) = self.open.pop() else { return };
+        if !request.answered {
+            self.server().discard(request.id);
+        }
+        let auth = &self.extension.xp_auth;
+        match request.gss {
+            // RPCSEC_GSS_DESTROY (RFC 2203 §5.2.2): libtirpc has freed the context.
+            Some(3) => self.gss = None,
+            Some(_) if !auth.svc_ah_private.is_null() => {
+                let auth = SVCAUTH { svc_ah_ops: auth.svc_ah_ops, svc_ah_private: auth.svc_ah_private };
+                self.gss = Some(Gss { auth, used: Instant::now() });
+            }
+            _ => {}
+        }
+    }
+
+    /// Frees everything. The descriptor is closed.
+    ///
+    /// # Safety
+    /// `own` is alive, not registered, and nobody uses it afterwards.
+    unsafe fn finish(own: *mut Transport) {
+        // SAFETY: made by Box::into_raw in `like`, given up by the contract.
+        let mut own = unsafe { Box::from_raw(own) };
+        while !own.open.is_empty() {
+            own.close_request();
+        }
+        let fd = own.xprt.xp_fd;
+        progress::forget(fd);
+        for string in [own.xprt.xp_netid, own.xprt.xp_tp] {
+            // SAFETY: strdup'ed, or replaced by the program with malloc'ed memory, as libtirpc's own are.
+            unsafe { libc::free(string.cast()) };
+        }
+        for address in [own.xprt.xp_ltaddr.buf, own.xprt.xp_rtaddr.buf] {
+            // SAFETY: NULL or malloc'ed in `copied`.
+            unsafe { libc::free(address) };
+        }
+        let keep = match own.gss.take() {
+            Some(mut gss) if gss.used.elapsed() < GSS_CACHED => {
+                // SAFETY: libtirpc's static operations of a context that it still holds.
+                let destroy = unsafe { (*gss.auth.svc_ah_ops).svc_ah_destroy };
+                // SAFETY: the context is alive: it was used less than libtirpc's cache time ago.
+                destroy.is_some_and(|destroy| unsafe { destroy(&mut gss.auth) } == 0)
+            }
+            // libtirpc may have freed it, or not: its cache may still know this address, so it is never used again.
+            Some(_) => true,
+            None => false,
+        };
+        if fd >= 0 {
+            socket::close(fd);
+        }
+        if keep {
+            std::mem::forget(own);
+        }
+    }
+}
+
+/// A netbuf with a copy of the bytes; never with a NULL buffer, which libtirpc's users do not expect.
+///
+/// # Safety
+/// `from.buf` is NULL or readable for `from.len` bytes.
+unsafe fn copied(from: &netbuf) -> netbuf {
+    // SAFETY: by the contract.
+    let bytes = unsafe { crate::ffi::bytes(from.buf.cast(), from.len as usize) }.unwrap_or_default();
+    let room = bytes.len().max(size_of::<libc::sockaddr_in6>());
+    // SAFETY: no memory is passed.
+    let buf = unsafe { libc::calloc(1, room) };
+    if buf.is_null() {
+        return netbuf { maxlen: 0, len: 0, buf };
+    }
+    // SAFETY: room for `bytes.len()` bytes, just made.
+    unsafe { std::ptr::copy_nonoverlapping(bytes.as_ptr(), buf.cast::<u8>(), bytes.len()) };
+    netbuf { maxlen: room as c_uint, len: bytes.len() as c_uint, buf }
+}
+
+/// Whether libtirpc's poll set contains the descriptor.
+fn polled(fd: c_int) -> bool {
+    // SAFETY: libtirpc's own variable, read as its users read it.
+    let count = unsafe { svc_max_pollfd };
+    // SAFETY: as above.
+    let set = unsafe { svc_pollfd };
+    if set.is_null() {
+        return false;
+    }
+    // SAFETY: libtirpc's array of `count` entries; it changes only in xprt_register, of which we are the caller.
+    let set = unsafe { std::slice::from_raw_parts(set, usize::try_from(count).unwrap_or(0)) };
+    set.iter().any(|entry| entry.fd == fd)
+}
+
+/// The transport behind an SVCXPRT.
+///
+/// # Safety
+/// `xprt` is a live transport; no other reference to it is in use.
+unsafe fn transport<'a>(xprt: *mut SVCXPRT) -> Result<&'a mut Transport, Error> {
+    // SAFETY: by the contract.
+    let ours = unsafe { crate::ffi::reference(xprt) }.is_some_and(|x| std::ptr::eq(x.xp_ops, &OPS));
+    if !ours {
+        return Err(Error::new(Kind::Invalid, "the SVCXPRT is not one of librpcrdma"));
+    }
+    // SAFETY: our ops are only ever in an SVCXPRT that is the first member of a Transport.
+    Ok(unsafe { &mut *xprt.cast::<Transport>() })
+}
+
+unsafe extern "C" fn recv(xprt: *mut SVCXPRT, message: *mut rpc_msg) -> bool_t {
+    guard(|| {
+        // SAFETY: libtirpc's loop and its transport.
+        let own = unsafe { transport(xprt) }?;
+        own.empty = true;
+        if own.destroyed || own.broken {
+            return Ok(0);
+        }
+        let request = own.server().receive();
+        let Some(request) = request else {
+            own.watch_progress();
+            return Ok(0);
+        };
+        let mut arguments = Decoder::new(request.message);
+        // SAFETY: the caller's message, with room for credential and verifier as libtirpc's loop provides it.
+        let decoded = unsafe { xdr_callmsg(arguments.xdr(), message) } != 0;
+        if !decoded {
+            // What follows on this connection cannot be trusted either; libtirpc's own transport does the same.
+            log_info!("fd {}: closed: a request is not an RPC call", own.xprt.xp_fd);
+            own.server().discard(request.id);
+            own.broken = true;
+            return Ok(0);
+        }
+        // SAFETY: the caller's message, decoded above.
+        let message = unsafe { &*message };
+        // SAFETY: decoded as a call, so this member of the union is in force.
+        let credential = unsafe { message.ru.rm_call }.cb_cred;
+        let gss = if credential.oa_flavor == auth_stat::RPCSEC_GSS && credential.oa_length >= 8 {
+            // RFC 2203 §5.3.1: the version, then gss_proc.
+            // SAFETY: the credential was decoded to `oa_length` bytes at `oa_base`.
+            let bytes = unsafe { crate::ffi::bytes(credential.oa_base.cast(), 8) }?;
+            bytes.last_chunk().map(|word| u32::from_be_bytes(*word))
+        } else {
+            None
+        };
+        let xid = request.xid.0;
+        own.open.push(Open { id: request.id, xid, answered: false, arguments, gss });
+        own.empty = false;
+        Ok(1)
+    })
+}
+
+unsafe extern "C" fn stat(xprt: *mut SVCXPRT) -> c_uint {
+    guard(|| {
+        // SAFETY: libtirpc's loop and its transport.
+        let own = unsafe { transport(xprt) }?;
+        if std::mem::take(&mut own.empty) {
+            if own.destroyed {
+                return Ok(xprt_stat::XPRT_IDLE);
+            }
+        } else {
+            own.close_request();
+            if own.destroyed {
+                if own.open.is_empty() {
+                    // SAFETY: destroyed, so not registered; libtirpc's loop is done with it when this returns.
+                    unsafe { Transport::finish(xprt.cast()) };
+                }
+                return Ok(xprt_stat::XPRT_IDLE);
+            }
+        }
+        if own.broken {
+            return Ok(xprt_stat::XPRT_DIED);
+        }
+        let mut server = own.server();
+        if server.more() {
+            return Ok(xprt_stat::XPRT_MOREREQS);
+        }
+        let closed = server.closed().is_some();
+        drop(server);
+        if closed && own.open.is_empty() {
+            return Ok(xprt_stat::XPRT_DIED);
+        }
+        own.watch_progress();
+        Ok(xprt_stat::XPRT_IDLE)
+    })
+}
+
+unsafe extern "C" fn getargs(xprt: *mut SVCXPRT, decode: XdrProc, args: *mut c_void) -> bool_t {
+    guard(|| {
+        // SAFETY: libtirpc's loop and its transport.
+        let own = unsafe { transport(xprt) }?;
+        let auth = &raw mut own.extension.xp_auth;
+        let Some(request) = own.open.last_mut() else { return Ok(0) };
+        let before = request.arguments.copied();
+        let xdrs = request.arguments.xdr();
+        // SAFETY: set by _gss_authenticate before the program was asked.
+        let unwrap = unsafe { operation(auth, |ops| ops.svc_ah_unwrap) };
+        // SAFETY: the program's procedure and object; the stream and the authenticator are alive.
+        let decoded = unwrap.map_or(0, |unwrap| unsafe { unwrap(auth, xdrs, decode, args) });
+        stats::add(Counter::BytesCopied, request.arguments.copied() - before);
+        Ok(decoded)
+    })
+}
+
+/// An operation of the authenticator, if it has any.
+///
+/// # Safety
+/// `auth` is alive; its ops are NULL or libtirpc's.
+unsafe fn operation<F>(
+    auth: *const SVCAUTH,
+    pick: fn(&crate::tirpc::svc_auth_ops) -> Option<F>,
+) -> Option<F> {
+    // SAFETY: by the contract.
+    let ops = unsafe { (*auth).svc_ah_ops };
+    // SAFETY: by the contract.
+    unsafe { crate::ffi::reference(ops) }.and_then(pick)
+}
+
+unsafe extern "C" fn reply(xprt: *mut SVCXPRT, message: *mut rpc_msg) -> bool_t {
+    guard(|| {
+        // SAFETY: libtirpc's loop and its transport.
+        let own = unsafe { transport(xprt) }?;
+        let auth = &raw mut own.extension.xp_auth;
+        let Some(request) = own.open.last_mut().filter(|r| !r.answered) else { return Ok(0) };
+        let id = request.id;
+        let mut encoder = Encoder::new(own.server.lock().unwrap_or_else(|e| e.into_inner()).message()?);
+        // SAFETY: the caller's message, which it lets the transport change.
+        let message =
+            unsafe { message.as_mut() }.ok_or_else(|| Error::new(Kind::Invalid, "reply is NULL"))?;
+        message.rm_xid = request.xid;
+        // SAFETY: the caller's reply, built by svc_sendreply and its like; the stream is alive.
+        if !unsafe { encode_reply(&mut encoder, message, auth) } {
+            // Nothing was sent: the program answers with svcerr_systemerr.
+            return Ok(0);
+        }
+        stats::add(Counter::BytesCopied, encoder.copied());
+        let message = encoder.finish()?.freeze();
+        request.answered = true;
+        let sent = own.server().reply(id, message);
+        own.watch_progress();
+        match sent {
+            Ok(()) => Ok(1),
+            Err(error) => {
+                log_warn!("fd {}: no reply: {error}", own.xprt.xp_fd);
+                Ok(0)
+            }
+        }
+    })
+}
+
+/// # Safety
+/// `message` is a reply whose results, if any, fit their procedure; `auth` is alive.
+unsafe fn encode_reply(encoder: &mut Encoder, message: &mut rpc_msg, auth: *mut SVCAUTH) -> bool {
+    unsafe extern "C" fn nothing(_: *mut XDR, _: *mut c_void) -> bool_t {
+        guard(|| Ok(1))
+    }
+    let mut results = None;
+    // SAFETY: a reply (contract).
+    let body = unsafe { &mut message.ru.rm_reply };
+    if body.rp_stat == msg::MSG_ACCEPTED {
+        // SAFETY: accepted, so this member is in force.
+        let accepted = unsafe { &mut body.ru.rp_ar };
+        if accepted.ar_stat == msg::SUCCESS {
+            // The results are wrapped by the authenticator, behind the header.
+            // SAFETY: successful, so this member is in force.
+            results = Some(unsafe { accepted.ru.ar_results });
+            let none = ar_results { r#where: null_mut::<c_char>(), r#proc: Some(nothing) };
+            accepted.ru = accepted_reply_ru { ar_results: none };
+        }
+    }
+    // SAFETY: the stream is alive, the message complete.
+    if unsafe { xdr_replymsg(encoder.xdr(), message) } == 0 {
+        return false;
+    }
+    let Some(results) = results else { return true };
+    // SAFETY: alive (contract).
+    let wrap = unsafe { operation(auth, |ops| ops.svc_ah_wrap) };
+    // SAFETY: the program's procedure and object; the stream and the authenticator are alive.
+    wrap.is_some_and(|wrap| unsafe { wrap(auth, encoder.xdr(), results.r#proc, results.r#where.cast()) } != 0)
+}
+
+unsafe extern "C" fn freeargs(xprt: *mut SVCXPRT, decode: XdrProc, args: *mut c_void) -> bool_t {
+    guard(|| {
+        // SAFETY: libtirpc's loop and its transport.
+        unsafe { transport(xprt) }?;
+        // SAFETY: the program's procedure and the object that it decoded.
+        unsafe { xdr::free(decode, args) };
+        Ok(1)
+    })
+}
+
+unsafe extern "C" fn destroy(xprt: *mut SVCXPRT) {
+    guard(|| {
+        // SAFETY: libtirpc's loop or the program, with a live transport.
+        let own = unsafe { transport(xprt) }?;
+        if std::mem::replace(&mut own.destroyed, true) {
+            return Ok(());
+        }
+        // SAFETY: alive.
+        unsafe { xprt_unregister(xprt) };
+        if own.open.is_empty() {
+            // SAFETY: not registered any more, and no dispatch routine runs on it.
+            unsafe { Transport::finish(xprt.cast()) };
+        }
+        Ok(())
+    });
+}
+
+unsafe extern "C" fn xp_control(_: *mut SVCXPRT, _: c_uint, _: *mut c_void) -> bool_t {
+    // SVCGET_CONNMAXREC and its like belong to listeners, and those are libtirpc's own.
+    guard(|| Ok(0))
+}
+
+// ------------------------------------------------------------------------------------------------------ progress
+
+/// What wakes the program's loop beside a readable connection: one transport of ours whose descriptor is an epoll set.
+///
+/// It is registered only while a connection has unsent bytes or a startup under way: programs made by rpcgen count
+/// the registered descriptors to find out whether they are idle.
+mod progress {
+    use super::*;
+
+    struct Progress {
+        /// Made at first use.
+        set: Option<WakeSet>,
+        /// The process that made it, or made it anew.
+        generation: u64,
+        entries: HashMap<RawFd, Entry>,
+        xprt: *mut SVCXPRT,
+        registered: bool,
+    }
+
+    // SAFETY: the transport's memory is ours and lives for ever; the table is used under its lock only.
+    unsafe impl Send for Progress {}
+
+    struct Entry {
+        /// Address of the Transport.
+        transport: usize,
+        write: bool,
+        deadline: Option<Instant>,
+    }
+
+    static WAKE: xp_ops = xp_ops { xp_recv: Some(wake), xp_destroy: Some(keep), ..WATCHED };
+
+    fn table() -> MutexGuard<'static, Progress> {
+        static TABLE: OnceLock<Mutex<Progress>> = OnceLock::new();
+        let empty = || {
+            Mutex::new(Progress {
+                set: None,
+                generation: 0,
+                entries: HashMap::new(),
+                xprt: null_mut(),
+                registered: false,
+            })
+        };
+        TABLE.get_or_init(empty).lock().unwrap_or_else(|e| e.into_inner())
+    }
+
+    /// Says what connection `fd` waits for besides being readable; nothing any more if neither.
+    pub fn want(fd: RawFd, transport: usize, write: bool, deadline: Option<Instant>) {
+        // The common case costs one lock and one look-up.
+        let mut table = table();
+        let before = table.entries.get(&fd).map(|e| (e.write, e.deadline));
+        if before == Some((write, deadline)) || (before.is_none() && !write && deadline.is_none()) {
+            return;
+        }
+        if write || deadline.is_some() {
+            table.entries.insert(fd, Entry { transport, write, deadline });
+        } else {
+            table.entries.remove(&fd);
+        }
+        if let Err(error) = table.update(fd, before.is_some_and(|(write, _)| write), write) {
+            log_warn!("fd {fd}: cannot be watched: {error}");
+        }
+    }
+
+    /// The connection is gone. Called before its descriptor is closed.
+    pub fn forget(fd: RawFd) {
+        want(fd, 0, false, None);
+    }
+
+    impl Progress {
+        fn update(&mut self, fd: RawFd, before: bool, now: bool) -> Result<(), Error> {
+            let generation = sys::fork_generation();
+            let fresh = match &mut self.set {
+                // In a forked child the set still belongs to the parent as well: it gets one of its own.
+                Some(set) if self.generation != generation => {
+                    set.renew()?;
+                    true
+                }
+                Some(_) => false,
+                None => {
+                    self.set = Some(WakeSet::new()?);
+                    true
+                }
+            };
+            self.generation = generation;
+            let Some(set) = &self.set else { return Ok(()) };
+            if fresh {
+                for other in self.entries.iter().filter(|(_, e)| e.write).map(|(fd, _)| *fd) {
+                    set.watch_writable(other, true)?;
+                }
+            } else if before != now {
+                set.watch_writable(fd, now)?;
+            }
+            let first = self.entries.values().filter_map(|e| e.deadline).min();
+            set.alarm(first.map(|at| at.saturating_duration_since(Instant::now())))?;
+            let number = set.fd();
+            self.register(number)
+        }
+
+        fn register(&mut self, fd: RawFd) -> Result<(), Error> {
+            let wanted = !self.entries.is_empty();
+            if wanted == self.registered {
+                return Ok(());
+            }
+            if self.xprt.is_null() {
+                self.xprt = bare(fd);
+            }
+            self.registered = wanted;
+            if wanted {
+                // SAFETY: complete; the real function, since our own looks for stock transports.
+                unsafe { real::XPRT_REGISTER.get()?(self.xprt) };
+            } else {
+                // SAFETY: registered before.
+                unsafe { xprt_unregister(self.xprt) };
+            }
+            Ok(())
+        }
+    }
+
+    /// A transport with nothing but a descriptor; it lives for ever.
+    fn bare(fd: RawFd) -> *mut SVCXPRT {
+        // SAFETY: all zero is a valid SVCXPRT: NULL pointers and plain numbers.
+        let mut xprt: SVCXPRT = unsafe { std::mem::zeroed() };
+        xprt.xp_fd = fd;
+        xprt.xp_ops = &WAKE;
+        xprt.xp_ops2 = &OPS2;
+        let auth = SVCAUTH { svc_ah_ops: std::ptr::null(), svc_ah_private: null_mut() };
+        xprt.xp_p3 = Box::into_raw(Box::new(SVCXPRT_EXT { flags: 0, xp_auth: auth })).cast();
+        Box::into_raw(Box::new(xprt))
+    }
+
+    unsafe extern "C" fn keep(_: *mut SVCXPRT) {
+        guard(|| Ok(()));
+    }
+
+    /// Moves what can move; destroys what took too long.
+    unsafe extern "C" fn wake(_: *mut SVCXPRT, _: *mut rpc_msg) -> bool_t {
+        guard(|| {
+            let now = Instant::now();
+            let due: Vec<usize> = {
+                let table = table();
+                if let Some(set) = &table.set {
+                    set.silence();
+                }
+                let due = |e: &&Entry| e.write || e.deadline.is_some_and(|at| at <= now);
+                table.entries.values().filter(due).map(|e| e.transport).collect()
+            };
+            for address in due {
+                // A connection that was destroyed meanwhile has no entry any more.
+                if !table().entries.values().any(|e| e.transport == address) {
+                    continue;
+                }
+                let own: *mut Transport = std::ptr::with_exposed_provenance_mut(address);
+                // SAFETY: it has an entry, and `finish` removes the entry before it frees.
+                let server = unsafe { &(*own).server };
+                let mut server = server.lock().unwrap_or_else(|e| e.into_inner());
+                server.push();
+                let closed = server.closed().is_some();
+                drop(server);
+                if closed {
+                    // SAFETY: alive, see above.
+                    unsafe { destroy(own.cast()) };
+                } else {
+                    // SAFETY: alive, see above.
+                    unsafe { (*own).watch_progress() };
+                }
+            }
+            Ok(0)
+        })
+    }
+}

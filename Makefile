@@ -1,0 +1,102 @@
+# make              the library: build/librpcrdma.so.0
+# make install      PREFIX=/usr/local, LIBDIR, INCLUDEDIR, BINDIR, MANDIR; DESTDIR is respected
+# make demo         copies files over tcp and over RDMA with the same binaries
+# make check        what every change must pass; as root it first installs the packages that are missing
+# make check-long   check, and what takes longer
+# make bench        measures
+#
+# The linking is done here and not by cargo: only a version script can give the interposed functions libtirpc's symbol
+# version, and rustc passes one of its own.
+
+PREFIX ?= /usr/local
+LIBDIR ?= $(PREFIX)/lib
+INCLUDEDIR ?= $(PREFIX)/include
+BINDIR ?= $(PREFIX)/bin
+MANDIR ?= $(PREFIX)/share/man
+# Rust from rustup, or Debian's cargo-web and rustc-web.
+CARGO ?= $(or $(shell command -v cargo 2>/dev/null),$(wildcard $(HOME)/.cargo/bin/cargo),cargo)
+CARGOFLAGS ?= --locked
+CC ?= cc
+INSTALL ?= install
+
+VERSION := $(shell sed -n 's/^version = "\(.*\)"/\1/p' Cargo.toml | head -n 1)
+TARGET := $(or $(CARGO_TARGET_DIR),target)
+SOURCES := Cargo.toml Cargo.lock $(shell find src -name '*.rs')
+LIBRARY := build/librpcrdma.so.0
+MANUALS := $(wildcard docs/*.[1-8])
+# Every test that is a script; the ones named here are parts of others.
+SCRIPTS := $(filter-out tests/lib.sh tests/ns.sh,$(sort $(wildcard tests/*.sh)))
+LONG := $(sort $(wildcard tests/long/*.sh))
+
+all: $(LIBRARY) build/librpcrdma.so
+
+$(TARGET)/release/librpcrdma.a: $(SOURCES)
+	$(CARGO) build $(CARGOFLAGS) --release --lib
+	@touch $@
+
+# --whole-archive: nothing refers to the exported functions but the version script; --gc-sections takes out the rest.
+# -z nodelete: libtirpc keeps pointers to our operations. -z defs: what is missing fails here and not in a program.
+$(LIBRARY): $(TARGET)/release/librpcrdma.a src/exports.map
+	@mkdir -p build
+	$(CC) -shared -o $@ -Wl,-soname,librpcrdma.so.0 \
+	    -Wl,--whole-archive $< -Wl,--no-whole-archive \
+	    -Wl,--version-script=src/exports.map -Wl,--gc-sections \
+	    -Wl,-z,nodelete -Wl,-z,defs -Wl,-z,now -Wl,-z,relro -Wl,--build-id $(LDFLAGS) \
+	    -Wl,--as-needed -ltirpc -lgcc_s -lrt -lpthread -lm -ldl -lc
+
+build/librpcrdma.so: $(LIBRARY)
+	ln -sf librpcrdma.so.0 $@
+
+install: all
+	$(INSTALL) -d $(DESTDIR)$(LIBDIR)/pkgconfig $(DESTDIR)$(INCLUDEDIR) $(DESTDIR)$(BINDIR)
+	$(INSTALL) -m 644 $(LIBRARY) $(DESTDIR)$(LIBDIR)/librpcrdma.so.0
+	ln -sf librpcrdma.so.0 $(DESTDIR)$(LIBDIR)/librpcrdma.so
+	$(INSTALL) -m 644 include/rpcrdma.h $(DESTDIR)$(INCLUDEDIR)/rpcrdma.h
+	sed -e 's|@LIBDIR@|$(LIBDIR)|' -e 's|@INCLUDEDIR@|$(INCLUDEDIR)|' -e 's|@VERSION@|$(VERSION)|' \
+	    pkgconfig/rpcrdma.pc.in > $(DESTDIR)$(LIBDIR)/pkgconfig/rpcrdma.pc
+	chmod 644 $(DESTDIR)$(LIBDIR)/pkgconfig/rpcrdma.pc
+	sed -e 's|@LIBDIR@|$(LIBDIR)|' rpcrdma-run > $(DESTDIR)$(BINDIR)/rpcrdma-run
+	chmod 755 $(DESTDIR)$(BINDIR)/rpcrdma-run
+	@for page in $(MANUALS); do \
+	    $(INSTALL) -D -m 644 $$page $(DESTDIR)$(MANDIR)/man$${page##*.}/$${page##*/} || exit 1; done
+
+demo: all
+	bash examples/demo.sh
+
+check: check-packages check-source check-exports check-c
+	@for script in $(SCRIPTS); do echo "== $$script"; bash $$script || exit 1; done
+
+# Installs what the tests need, where that is possible; elsewhere they say what they skip.
+check-packages:
+	@.ci/run --packages-only
+
+check-source:
+	@if $(CARGO) fmt --version >/dev/null 2>&1; then echo "$(CARGO) fmt --check"; $(CARGO) fmt --check; \
+	    else echo "skip  rustfmt (not installed)"; fi
+	@if $(CARGO) clippy --version >/dev/null 2>&1; then \
+	    echo "$(CARGO) clippy"; $(CARGO) clippy $(CARGOFLAGS) --all-targets -- -D warnings; \
+	    else echo "skip  clippy (not installed)"; fi
+	RUSTDOCFLAGS=-Dwarnings $(CARGO) doc $(CARGOFLAGS) --no-deps
+	$(CARGO) test $(CARGOFLAGS)
+
+check-exports: all
+	c-tests/exports.sh $(LIBRARY)
+
+check-c: all
+	@if [ -e c-tests/Makefile ]; then $(MAKE) -C c-tests check; fi
+
+check-long: check
+	@for script in $(LONG); do echo "== $$script"; bash $$script || exit 1; done
+
+bench: all
+	bash bench/run.sh
+
+clean:
+	$(CARGO) clean
+	rm -rf build
+	@if [ -e c-tests/Makefile ]; then $(MAKE) -C c-tests clean; fi
+
+.PHONY: all install demo check check-packages check-source check-exports check-c check-long bench clean
+.DELETE_ON_ERROR:
+# The steps of check depend on their order: packages first.
+.NOTPARALLEL:

@@ -1,0 +1,146 @@
+/*
+ * What a program sees of the netids "rdma" and "rdma6" through libtirpc's own names: run by tests/netid.sh with the
+ * library preloaded. It is linked with libtirpc alone.
+ *
+ *   netid entries                    getnetconfigent, addresses, fd 0 left open
+ *   netid serve NETTYPE [reg|legacy] svc_create, rpc_reg, or svctcp_create + svc_register; prints READY
+ *   netid call HOST VERSION NETTYPE  clnt_create and the null procedure
+ *   netid getaddr HOST VERSION       rpcb_getaddr on netid "rdma"
+ *   netid rpc_call HOST NETTYPE      rpc_call of procedure 1, which adds one
+ */
+#include <fcntl.h>
+#include <netinet/in.h>
+#include <rpc/rpc.h>
+#include <rpc/pmap_clnt.h>
+#include <signal.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <unistd.h>
+
+#define PROG 0x20000055
+#define NEED(condition)                                                                                               \
+    do {                                                                                                              \
+        if (!(condition)) {                                                                                           \
+            fprintf(stderr, "%s:%d: %s\n", __FILE__, __LINE__, #condition);                                           \
+            exit(1);                                                                                                  \
+        }                                                                                                             \
+    } while (0)
+
+/* Not in the installed headers' C prototypes under strict warnings. */
+extern int __rpc_nconf2fd(const struct netconfig *);
+
+static void dispatch(struct svc_req *request, SVCXPRT *xprt)
+{
+    (void)request;
+    svc_sendreply(xprt, (xdrproc_t)xdr_void, NULL);
+}
+
+static char *add_one(char *argument)
+{
+    static int result;
+    memcpy(&result, argument, sizeof result);
+    result++;
+    return (char *)&result;
+}
+
+static void unregister(int signal)
+{
+    (void)signal;
+    svc_unreg(PROG, 1);
+    pmap_unset(PROG, 1);
+    _exit(0);
+}
+
+static void entry(const char *netid, const char *family, const char *uaddr)
+{
+    struct netconfig *nconf = getnetconfigent(netid);
+    struct netbuf *address;
+    char *back;
+    int fd;
+
+    NEED(nconf != NULL);
+    NEED(strcmp(nconf->nc_netid, netid) == 0 && strcmp(nconf->nc_protofmly, family) == 0);
+    NEED(strcmp(nconf->nc_proto, "rdma") == 0 && nconf->nc_semantics == NC_TPI_COTS_ORD);
+    NEED(nconf->nc_flag == NC_NOFLAG && nconf->nc_lookups == NULL);
+    address = uaddr2taddr(nconf, uaddr);
+    NEED(address != NULL);
+    back = taddr2uaddr(nconf, address);
+    NEED(back != NULL && strcmp(back, uaddr) == 0);
+    NEED(uaddr2taddr(nconf, "nonsense") == NULL);
+    /* Where the netid is unknown, this returns 0, and its callers then close descriptor 0. */
+    fd = __rpc_nconf2fd(nconf);
+    NEED(fd > 2);
+    NEED(fcntl(0, F_GETFD) != -1);
+    close(fd);
+    free(back);
+    free(address->buf);
+    free(address);
+    freenetconfigent(nconf);
+}
+
+static int serve(const char *nettype, const char *how)
+{
+    signal(SIGTERM, unregister);
+    if (strcmp(how, "reg") == 0) {
+        NEED(rpc_reg(PROG, 1, 1, add_one, (xdrproc_t)xdr_int, (xdrproc_t)xdr_int, (char *)nettype) == 0);
+    } else if (strcmp(how, "legacy") == 0) {
+        SVCXPRT *xprt = svctcp_create(RPC_ANYSOCK, 0, 0);
+        NEED(xprt != NULL);
+        pmap_unset(PROG, 1);
+        NEED(svc_register(xprt, PROG, 1, dispatch, IPPROTO_TCP));
+    } else if (svc_create(dispatch, PROG, 1, nettype) == 0) {
+        fprintf(stderr, "%s\n", clnt_spcreateerror("svc_create"));
+        return 1;
+    }
+    puts("READY 0");
+    fflush(stdout);
+    svc_run();
+    return 1;
+}
+
+int main(int argc, char **argv)
+{
+    struct timeval timeout = {5, 0};
+    const char *what = argc > 1 ? argv[1] : "";
+
+    if (strcmp(what, "entries") == 0) {
+        entry("rdma", "inet", "127.0.0.1.78.81");
+        entry("rdma6", "inet6", "::1.78.81");
+        NEED(getnetconfigent("rdma7") == NULL);
+        return 0;
+    }
+    if (strcmp(what, "serve") == 0 && argc > 2)
+        return serve(argv[2], argc > 3 ? argv[3] : "create");
+    if (strcmp(what, "call") == 0 && argc > 4) {
+        CLIENT *client = clnt_create(argv[2], PROG, (rpcvers_t)atoi(argv[3]), argv[4]);
+        enum clnt_stat status;
+        if (client == NULL) {
+            clnt_pcreateerror("create");
+            return 1;
+        }
+        status = clnt_call(client, 0, (xdrproc_t)xdr_void, NULL, (xdrproc_t)xdr_void, NULL, timeout);
+        printf("%s: %s\n", client->cl_netid, clnt_sperrno(status));
+        clnt_destroy(client);
+        return status != RPC_SUCCESS;
+    }
+    if (strcmp(what, "getaddr") == 0 && argc > 3) {
+        struct netconfig *nconf = getnetconfigent("rdma");
+        struct sockaddr_in room;
+        struct netbuf address = {sizeof room, 0, &room}, tight = {4, 0, &room};
+        NEED(!rpcb_getaddr(PROG, (rpcvers_t)atoi(argv[3]), nconf, &tight, argv[2]));
+        NEED(rpcb_getaddr(PROG, (rpcvers_t)atoi(argv[3]), nconf, &address, argv[2]));
+        NEED(address.len == sizeof room);
+        puts(taddr2uaddr(nconf, &address));
+        return 0;
+    }
+    if (strcmp(what, "rpc_call") == 0 && argc > 3) {
+        int number = 41;
+        enum clnt_stat status = rpc_call(argv[2], PROG, 1, 1, (xdrproc_t)xdr_int, (char *)&number,
+                                         (xdrproc_t)xdr_int, (char *)&number, argv[3]);
+        printf("%s %d\n", clnt_sperrno(status), number);
+        return status != RPC_SUCCESS;
+    }
+    fprintf(stderr, "usage: see the head of %s\n", __FILE__);
+    return 2;
+}

@@ -1,0 +1,75 @@
+#!/bin/bash
+# run.sh LEG [valgrind | asan] [test ...]: builds and runs the C tests.
+#
+#   tcp        stock libtirpc alone: shows that the tests tell the truth about libtirpc
+#   rdma       the library preloaded; the programs name netid "rdma"
+#   redirect   the library preloaded; the programs name "tcp" and are moved by RPCRDMA_REDIRECT
+#   linked     linked with the library through pkg-config; STAGED names the staged install
+#              (make install DESTDIR=...); the programs name "rdma"
+#
+# As root the tests run in a private network with an rpcbind of their own. An ordinary user has no rpcbind; what needs
+# one is skipped. Prints one line per test and "N passed, N failed, N skipped". CC chooses the compiler.
+here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
+if [ "$(id -u)" -eq 0 ] && [ -z "${SUITE_IN_NS:-}" ] && unshare --net --mount --pid --fork true 2>/dev/null; then
+    SUITE_IN_NS=1 exec bash "$here/../tests/ns.sh" bash "${BASH_SOURCE[0]}" "$@"
+fi
+. "$here/../tests/lib.sh"
+
+leg=${1:-tcp} tool=
+shift
+case ${1:-} in valgrind | asan) tool=$1; shift ;; esac
+make_flags=() suite_flags=() environment=()
+case $leg in
+tcp) suite_flags=(-n tcp) ;;
+rdma) suite_flags=(-n rdma -L) environment=(LD_PRELOAD="$LIBRPCRDMA") ;;
+redirect) suite_flags=(-n tcp -L -R) environment=(LD_PRELOAD="$LIBRPCRDMA" RPCRDMA_REDIRECT=tcp) ;;
+linked)
+    : "${STAGED:?names the staged install}"
+    package=$(find "$STAGED" -name rpcrdma.pc | head -n 1)
+    [ -n "$package" ] || { echo "run.sh: no rpcrdma.pc under $STAGED" >&2; exit 1; }
+    PKG_CONFIG_PATH=$(dirname "$package")
+    export PKG_CONFIG_PATH PKG_CONFIG_SYSROOT_DIR=
+    # The .pc file names the final place; the stage stands in for it.
+    libdir=$STAGED$(pkg-config --variable=libdir rpcrdma)
+    includedir=$STAGED$(pkg-config --variable=includedir rpcrdma)
+    export CPATH=$includedir LIBRARY_PATH=$libdir LD_LIBRARY_PATH=$libdir
+    make_flags=(LINKED=yes) suite_flags=(-n rdma -L)
+    ;;
+*) sed -n '2,12s/^# \{0,1\}//p' "${BASH_SOURCE[0]}" >&2; exit 2 ;;
+esac
+case $leg in rdma | redirect) [ -r "$LIBRPCRDMA" ] || { echo "run.sh: $LIBRPCRDMA is missing" >&2; exit 1; } ;; esac
+
+case $tool in
+asan) make_flags+=(SANITIZE=yes); suite_flags+=(-s); environment+=(ASAN_OPTIONS=detect_leaks=0) ;;
+valgrind) suite_flags+=(-s) ;;
+esac
+[ -z "${SUITE_IN_NS:-}" ] || suite_flags+=(-b)
+
+make -s -j2 -C "$here" OUT="$scratch/build" "${make_flags[@]}" >"$scratch/build.log" 2>&1 ||
+    { cat "$scratch/build.log"; exit 1; }
+suite=$scratch/build/suite
+if [ "$tool" = asan ]; then
+    for program in "$suite" "$scratch/build/server"; do
+        nm "$program" | grep -q ' __asan_init' || { echo "FAIL  $program is not instrumented"; exit 1; }
+    done
+fi
+if [ "$leg" = linked ]; then
+    for program in "$suite" "$scratch/build/server"; do
+        readelf -d "$program" | grep -q 'NEEDED.*librpcrdma' || { echo "FAIL  $program does not need librpcrdma"; exit 1; }
+    done
+fi
+
+if pkg-config --exists krb5-gssapi && [ -x "$(PATH=$PATH:/usr/sbin command -v krb5kdc)" ]; then
+    if PATH=$PATH:/usr/sbin bash "$here/kdc.sh" "$scratch/kdc" >"$scratch/kdc.env"; then
+        . "$scratch/kdc.env"
+        children+=("$(cat "$scratch/kdc/pid")")
+        suite_flags+=(-g)
+    fi
+fi
+
+wrap=()
+if [ "$tool" = valgrind ]; then
+    wrap=(valgrind -q --error-exitcode=99 --child-silent-after-fork=no --fair-sched=try)
+    environment+=(SUITE_WRAP="${wrap[*]}")
+fi
+env "${environment[@]}" "${wrap[@]}" "$suite" "${suite_flags[@]}" "$@"

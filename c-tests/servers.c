@@ -1,0 +1,265 @@
+/* servers.c: every way to create a server's transports, under every kind of loop, before and after a fork; and what
+ * a server may do to its clients. */
+#define _GNU_SOURCE
+#include "harness.h"
+#include <arpa/inet.h>
+#include <signal.h>
+#include <sys/socket.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+/* The argument of the tests in the table below packs these. */
+static const char *const hows[] = {"tli", "tlifd", "vcfd", "svctcp", "svctcpfd", "svc_create", "tp"};
+static const char *const loops[] = {"run", "poll", "select", "common"};
+#define PACK(how, loop, forks) ((how) * 100 + (loop) * 10 + (forks))
+
+static CLIENT *find(struct server *server)
+{
+    if (server->port != 0)
+        return client_of(server);
+    CLIENT *client = clnt_create("127.0.0.1", SUITE_PROG, SUITE_V2, leg.netid);
+    if (client == NULL)
+        clnt_pcreateerror("no CLIENT");
+    REQUIRE(client != NULL);
+    return client;
+}
+
+/* Two clients at a time, small and large both ways; one goes, one stays, one comes. */
+static void serves(long packed)
+{
+    const char *how = hows[packed / 100], *loop = loops[packed / 10 % 10];
+    struct server server = packed % 10 ? server_start("-c", how, "-l", loop, "-f", NULL)
+                                       : server_start("-c", how, "-l", loop, NULL);
+    CLIENT *first = find(&server), *second = find(&server);
+    REQUIRE_STATUS(suite_null_2(NULL, NULL, first), RPC_SUCCESS);
+    for (unsigned i = 0; i < 5; i++) {
+        require_echo(first, 10 + i, i);
+        require_echo(second, 70000 + i, i);
+    }
+    clnt_destroy(first);
+    require_echo(second, 1000000, 7);
+    first = find(&server);
+    require_echo(first, 100, 8);
+    clnt_destroy(second);
+    require_echo(first, 100000, 9);
+    clnt_destroy(first);
+}
+
+static void server_sees_the_caller(long unused)
+{
+    (void)unused;
+    CLIENT *client = client_of(server_shared());
+    suite_identity who = {0};
+    REQUIRE_STATUS(suite_who_2(NULL, &who, client), RPC_SUCCESS);
+    REQUIRE(strcmp(who.address, "127.0.0.1") == 0);
+    struct sockaddr_in mine;
+    socklen_t length = sizeof mine;
+    int fd;
+    REQUIRE(clnt_control(client, CLGET_FD, (char *)&fd));
+    if (getsockname(fd, (struct sockaddr *)&mine, &length) == 0 && mine.sin_family == AF_INET)
+        REQUIRE(who.port == ntohs(mine.sin_port));
+    clnt_destroy(client);
+}
+
+static void server_that_exits_right_after_its_reply_has_replied(long unused)
+{
+    (void)unused;
+    for (int i = 0; i < rounds(10); i++) {
+        struct server server = server_start("-c", "tli", NULL);
+        CLIENT *client = client_of(&server);
+        u_int argument = 4711, result = 0;
+        REQUIRE_STATUS(suite_reply_and_exit_2(&argument, &result, client), RPC_SUCCESS);
+        REQUIRE(result == 4711);
+        int status = server_wait(&server);
+        REQUIRE(WIFEXITED(status) && WEXITSTATUS(status) == 0);
+        close(server.events);
+        close(server.control);
+        clnt_destroy(client);
+    }
+}
+
+static void child_of_the_server_may_reply(long length)
+{
+    CLIENT *client = client_of(server_shared());
+    for (unsigned i = 0; i < 5; i++) {
+        suite_blob sent = blob_of((size_t)length, i), got = {0};
+        REQUIRE_STATUS(suite_child_replies_2(&sent, &got, client), RPC_SUCCESS);
+        REQUIRE(got.suite_blob_len == sent.suite_blob_len);
+        REQUIRE(memcmp(got.suite_blob_val, sent.suite_blob_val, (size_t)length) == 0);
+        /* The parent has to be able to go on after the child. */
+        require_echo(client, 500, i);
+    }
+    clnt_destroy(client);
+}
+
+/* With `reply`, the answer must still arrive. Either way the server lives on. */
+static void svc_destroy_in_a_dispatch_routine(long reply)
+{
+    struct server server = server_start("-c", "tli", NULL);
+    for (int i = 0; i < 3; i++) {
+        CLIENT *client = client_of(&server);
+        require_echo(client, 100, 1);
+        if (reply)
+            REQUIRE_STATUS(suite_reply_and_destroy_2(NULL, NULL, client), RPC_SUCCESS);
+        else
+            REQUIRE_STATUS(suite_destroy_2(NULL, NULL, client), RPC_CANTRECV);
+        REQUIRE(suite_null_2(NULL, NULL, client) != RPC_SUCCESS);
+        clnt_destroy(client);
+    }
+    CLIENT *client = client_of(&server);
+    require_echo(client, 100000, 2);
+}
+
+static void *kill_when_blocked(void *server)
+{
+    server_await_block(server);
+    kill(((struct server *)server)->pid, SIGKILL);
+    return NULL;
+}
+
+static void server_killed_during_a_call(long unused)
+{
+    (void)unused;
+    struct server server = server_start("-c", "tli", NULL);
+    CLIENT *client = client_of(&server);
+    pthread_t helper;
+    REQUIRE(pthread_create(&helper, NULL, kill_when_blocked, &server) == 0);
+    u_int argument = 1, result;
+    REQUIRE_STATUS(suite_block_2(&argument, &result, client), RPC_CANTRECV);
+    pthread_join(helper, NULL);
+    struct rpc_err error;
+    clnt_geterr(client, &error);
+    REQUIRE(error.re_status == RPC_CANTRECV);
+    REQUIRE(strlen(clnt_sperror(client, "x")) > 5);
+    /* The handle stays broken, and clean; a new one to a new server works. */
+    signal(SIGPIPE, SIG_IGN);
+    REQUIRE(suite_null_2(NULL, NULL, client) != RPC_SUCCESS);
+    clnt_destroy(client);
+    server_wait(&server);
+    server = server_start("-c", "tli", NULL);
+    client = client_of(&server);
+    require_echo(client, 100000, 3);
+    clnt_destroy(client);
+}
+
+static void dead_connection_raises_no_sigpipe(long unused)
+{
+    (void)unused;
+    struct server server = server_start("-c", "tli", NULL);
+    CLIENT *client = client_of(&server);
+    require_echo(client, 100, 3);
+    server_kill(&server);
+    for (int i = 0; i < 3; i++)
+        REQUIRE(suite_null_2(NULL, NULL, client) != RPC_SUCCESS);
+    clnt_destroy(client);
+}
+
+/* Clients that die in the middle of things are the server's daily bread. */
+static void server_survives_clients_that_are_killed(long unused)
+{
+    (void)unused;
+    struct server server = leg.library ? server_start("-c", "tli", NULL) : server_start("-c", "tli", "-i", NULL);
+    for (int i = 0; i < rounds(10); i++) {
+        pid_t pid = fork();
+        REQUIRE(pid >= 0);
+        if (pid == 0) {
+            CLIENT *client = client_of(&server);
+            u_int argument = 1, result;
+            if (i % 2 == 0)
+                suite_block_2(&argument, &result, client);
+            for (;;)
+                require_echo(client, 1000000, 1);
+        }
+        if (i % 2 == 0) {
+            server_await_block(&server);
+            kill(pid, SIGKILL);
+            waitpid(pid, NULL, 0);
+            server_release(&server);
+        } else {
+            /* Somewhere in a large transfer: a call of our own has been served meanwhile. */
+            CLIENT *client = client_of(&server);
+            require_echo(client, 100, 2);
+            kill(pid, SIGKILL);
+            waitpid(pid, NULL, 0);
+            clnt_destroy(client);
+        }
+    }
+    CLIENT *client = client_of(&server);
+    require_echo(client, 100000, 3);
+    clnt_destroy(client);
+}
+
+static void server_survives_bytes_that_are_no_protocol(long unused)
+{
+    (void)unused;
+    struct server server = server_start("-c", "tli", NULL);
+    static const char *const garbage[] = {"M", "MPA ID Req Fram", "GET / HTTP/1.0\r\n\r\n", "MPA ID Req Frame\xff\xff\xff\xff"};
+    for (size_t i = 0; i < sizeof garbage / sizeof *garbage; i++) {
+        struct sockaddr_in address = address_of(&server);
+        int fd = socket(AF_INET, SOCK_STREAM, 0);
+        REQUIRE(connect(fd, (struct sockaddr *)&address, sizeof address) == 0);
+        REQUIRE(send(fd, garbage[i], strlen(garbage[i]), MSG_NOSIGNAL) > 0);
+        shutdown(fd, SHUT_WR);
+        close(fd);
+    }
+    CLIENT *client = client_of(&server);
+    require_echo(client, 100000, 3);
+    clnt_destroy(client);
+}
+
+/* svc_run, and a CLIENT in the same process: an intermediate server does both. */
+static void fifty_connections_at_a_time(long unused)
+{
+    (void)unused;
+    struct server server = server_start("-c", "tli", NULL);
+    enum { MANY = 50 };
+    CLIENT *clients[MANY];
+    for (unsigned i = 0; i < MANY; i++)
+        clients[i] = client_of(&server);
+    for (unsigned round = 0; round < 3; round++) {
+        for (unsigned i = 0; i < MANY; i++)
+            require_echo(clients[(i * 7) % MANY], 100 + i * 100, i);
+    }
+    for (unsigned i = 0; i < MANY; i++)
+        clnt_destroy(clients[i]);
+}
+
+#define SERVES(title, how, loop, forks, what)                                                                         \
+    {.name = title, .run = serves, .argument = PACK(how, loop, forks), .needs = what}
+
+const struct test server_tests[] = {
+    SERVES("serves_svc_tli_create_svc_run", 0, 0, 0, 0),
+    SERVES("serves_svc_tli_create_own_poll_loop", 0, 1, 0, 0),
+    SERVES("serves_svc_tli_create_own_select_loop", 0, 2, 0, 0),
+    SERVES("serves_svc_tli_create_svc_getreq_common", 0, 3, 0, 0),
+    SERVES("serves_svc_tli_create_daemonised", 0, 0, 1, 0),
+    SERVES("serves_svc_tli_create_daemonised_select_loop", 0, 2, 1, 0),
+    SERVES("serves_svc_tli_create_own_socket_svc_run", 1, 0, 0, 0),
+    SERVES("serves_svc_tli_create_own_socket_select_loop", 1, 2, 0, 0),
+    SERVES("serves_svc_tli_create_own_socket_daemonised", 1, 0, 1, 0),
+    SERVES("serves_svc_vc_create_svc_run", 2, 0, 0, TCP_ONLY),
+    SERVES("serves_svc_vc_create_poll_loop", 2, 1, 0, TCP_ONLY),
+    SERVES("serves_svc_vc_create_daemonised", 2, 0, 1, TCP_ONLY),
+    SERVES("serves_svctcp_create_svc_run", 3, 0, 0, TCP_ONLY),
+    SERVES("serves_svctcp_create_select_loop", 3, 2, 0, TCP_ONLY),
+    SERVES("serves_svctcp_create_daemonised", 3, 0, 1, TCP_ONLY),
+    SERVES("serves_svctcp_create_own_socket", 4, 0, 0, TCP_ONLY),
+    SERVES("serves_svc_create_svc_run", 5, 0, 0, RPCBIND),
+    SERVES("serves_svc_create_poll_loop", 5, 1, 0, RPCBIND),
+    SERVES("serves_svc_create_daemonised", 5, 0, 1, RPCBIND),
+    SERVES("serves_svc_tp_create_select_loop", 6, 2, 0, RPCBIND),
+    TEST(server_sees_the_caller),
+    TEST(server_that_exits_right_after_its_reply_has_replied),
+    {.name = "child_of_the_server_may_reply", .run = child_of_the_server_may_reply, .argument = 300},
+    {.name = "child_of_the_server_may_reply_at_length", .run = child_of_the_server_may_reply, .argument = 200000},
+    {.name = "svc_destroy_in_a_dispatch_routine", .run = svc_destroy_in_a_dispatch_routine,
+     .not_stock = "stock uses the freed transport"},
+    {.name = "svc_destroy_in_a_dispatch_routine_after_the_reply", .run = svc_destroy_in_a_dispatch_routine, .argument = 1,
+     .not_stock = "stock uses the freed transport"},
+    TEST(server_killed_during_a_call),
+    TEST(dead_connection_raises_no_sigpipe, .not_stock = "stock lets SIGPIPE through"),
+    TEST(server_survives_clients_that_are_killed),
+    TEST(server_survives_bytes_that_are_no_protocol),
+    TEST(fifty_connections_at_a_time),
+    END_OF_TESTS,
+};

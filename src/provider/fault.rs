@@ -1,0 +1,1427 @@
+//! Devices for tests: a pair joined in memory, and a wrapper that watches and harms any device.
+//!
+//! [`pair`] gives two [`Loopback`] ends with the semantics of the trait's contract and of RFC 5040 §5.5: one
+//! ordered stream each way, rights and ranges checked where the memory is, a Terminate to the peer on any
+//! violation. Nothing moves but inside a call, and an end takes in what its peer sent only in its own `poll`,
+//! as bytes wait in a socket: a test decides the interleaving. There is no fd.
+//!
+//! [`Fault`] wraps a device; its [`Control`] stays with the test. It writes down every operation, fails the
+//! n-th, holds completions back, drops, doubles and changes received messages, reports smaller limits. On the
+//! way it asserts what the layers above owe the device and, for RPC-over-RDMA Version One messages, the rules
+//! of RFC 8166 §3.3.1 on credits and Receives. These checks never object to a correct engine; where replies
+//! come out of order they may miss something. A broken one is a panic with its reason.
+#![forbid(unsafe_code)]
+
+use std::collections::{HashMap, HashSet, VecDeque};
+use std::os::fd::RawFd;
+use std::sync::{Arc, Mutex, MutexGuard};
+
+use super::{Completion, Limits, QueuePair, WorkId, WorkRequest};
+use crate::error::{Error, Kind};
+use crate::memory::{Region, Sink};
+use crate::wire::{Credits, Handle, Segment, Xid};
+
+// -------------------------------------------------------------------------------------------------- loopback
+
+/// Two connected devices in memory, both with `limits`.
+pub fn pair(limits: Limits) -> (Loopback, Loopback) {
+    let wires = Arc::new(Mutex::new([VecDeque::new(), VecDeque::new()]));
+    let end = |end| Loopback {
+        end,
+        wires: Arc::clone(&wires),
+        limits,
+        private_data: Vec::new(),
+        receives: VecDeque::new(),
+        exposed: HashMap::new(),
+        reads: VecDeque::new(),
+        stalled: VecDeque::new(),
+        serial: end as u32,
+        dead: None,
+    };
+    (end(0), end(1))
+}
+
+/// One end of a pair. See [`pair`].
+pub struct Loopback {
+    end: usize,
+    /// What is under way to end 0 and to end 1.
+    wires: Arc<Mutex<[VecDeque<Packet>; 2]>>,
+    limits: Limits,
+    private_data: Vec<u8>,
+    /// Posted and not used, oldest first.
+    receives: VecDeque<Sink>,
+    exposed: HashMap<Handle, (Segment, Exposed)>,
+    /// RDMA Reads under way, oldest first; at most `read_depth`.
+    reads: VecDeque<Read>,
+    /// RDMA Reads that wait for one of those to end. Other work passes them.
+    stalled: VecDeque<Read>,
+    /// Source of handles: even on one end and odd on the other.
+    serial: u32,
+    dead: Option<Error>,
+}
+
+struct Read {
+    id: WorkId,
+    sink: Sink,
+    at: usize,
+    from: Segment,
+}
+
+enum Exposed {
+    Source(Region),
+    Sink(Sink),
+}
+
+/// What travels to the other end.
+enum Packet {
+    Send {
+        gather: Vec<Region>,
+        invalidate: Option<Handle>,
+    },
+    Write {
+        gather: Vec<Region>,
+        to: Segment,
+    },
+    ReadRequest(Segment),
+    ReadResponse(Vec<u8>),
+    /// The last one: the sender's end is dead, or was dropped.
+    Close(Error),
+}
+
+impl Loopback {
+    /// The same device with `bytes` as the private data of the peer.
+    pub fn with_private_data(mut self, bytes: &[u8]) -> Loopback {
+        self.private_data = bytes.to_vec();
+        self
+    }
+
+    /// Receives posted and not used.
+    pub fn receives(&self) -> usize {
+        self.receives.len()
+    }
+
+    fn wires(&self) -> MutexGuard<'_, [VecDeque<Packet>; 2]> {
+        self.wires.lock().unwrap_or_else(|e| e.into_inner())
+    }
+
+    fn transmit(&self, packet: Packet) {
+        self.wires()[1 - self.end].push_back(packet);
+    }
+
+    fn alive(&self) -> Result<(), Error> {
+        self.dead.clone().map_or(Ok(()), Err)
+    }
+
+    /// Ends the queue pair: all memory is let go.
+    fn die(&mut self, error: Error) {
+        self.receives.clear();
+        self.exposed.clear();
+        self.reads.clear();
+        self.stalled.clear();
+        self.dead = Some(error);
+    }
+
+    /// Ends the queue pair for an error of this end's own, and tells the peer.
+    fn terminate(&mut self, error: Error) {
+        let text = format!("the peer ended the connection: {error}");
+        self.transmit(Packet::Close(Error::new(Kind::ConnectionLost, text)));
+        self.die(error);
+    }
+
+    /// Asks for as many RDMA Reads as the peer serves at a time.
+    fn start_reads(&mut self) {
+        while self.reads.len() < self.limits.read_depth as usize {
+            let Some(read) = self.stalled.pop_front() else { return };
+            self.transmit(Packet::ReadRequest(read.from));
+            self.reads.push_back(read);
+        }
+    }
+
+    fn expose(&mut self, memory: Exposed, len: usize) -> Result<Segment, Error> {
+        self.alive()?;
+        let length = u32::try_from(len).ok().filter(|length| *length <= self.limits.max_segment);
+        let Some(length) = length else {
+            let text = format!("{len} bytes in one segment; the device takes {}", self.limits.max_segment);
+            return Err(Error::new(Kind::Invalid, text));
+        };
+        self.serial = self.serial.wrapping_add(2);
+        // A product with an odd number is a permutation that keeps the lowest bit: unique, and of both ends
+        // distinct.
+        let handle = Handle(self.serial.wrapping_mul(0x9e37_79b1));
+        let offset = u64::from(handle.0).wrapping_mul(0x9e37_79b9_7f4a_7c15) >> 1;
+        let segment = Segment { handle, length, offset };
+        self.exposed.insert(handle, (segment, memory));
+        Ok(segment)
+    }
+
+    /// What the peer names, and where in it the bytes lie.
+    fn find(&self, named: &Segment) -> Result<(&Exposed, usize), Error> {
+        let refuse = |why: &str| Error::new(Kind::Protocol, format!("remote access to {named}: {why}"));
+        let (segment, memory) = self.exposed.get(&named.handle).ok_or_else(|| refuse("no such handle"))?;
+        let at = named.offset.checked_sub(segment.offset).ok_or_else(|| refuse("before its memory"))?;
+        match at.checked_add(u64::from(named.length)) {
+            Some(end) if end <= u64::from(segment.length) => Ok((memory, at as usize)),
+            _ => Err(refuse("beyond its memory")),
+        }
+    }
+
+    /// Takes in one packet of the peer.
+    fn take(&mut self, packet: Packet) -> Result<Option<Completion>, Error> {
+        match packet {
+            Packet::Send { gather, invalidate } => {
+                let Some(sink) = self.receives.pop_front() else {
+                    return Err(Error::new(Kind::Protocol, "a Send of the peer found no Receive"));
+                };
+                let Some(len) = place(&sink, 0, &gather) else {
+                    return Err(Error::new(Kind::Protocol, "a Send of the peer is longer than its Receive"));
+                };
+                if let Some(handle) = invalidate {
+                    let known = self.exposed.remove(&handle).is_some();
+                    if !(known && self.limits.remote_invalidation) {
+                        let text = format!("the peer may not invalidate {:#010x}", handle.0);
+                        return Err(Error::new(Kind::Protocol, text));
+                    }
+                }
+                Ok(Some(Completion::Received { sink, len, invalidated: invalidate }))
+            }
+            Packet::Write { gather, to } => match self.find(&to)? {
+                (Exposed::Sink(sink), at) => match place(sink, at, &gather) {
+                    Some(_) => Ok(None),
+                    None => Err(Error::new(Kind::Protocol, "RDMA Write beyond the memory")),
+                },
+                _ => Err(Error::new(Kind::Protocol, format!("RDMA Write to {to}: it may only be read"))),
+            },
+            Packet::ReadRequest(from) => match self.find(&from)? {
+                (Exposed::Source(region), at) => {
+                    let bytes = region[at..at + from.length as usize].to_vec();
+                    self.transmit(Packet::ReadResponse(bytes));
+                    Ok(None)
+                }
+                _ => {
+                    Err(Error::new(Kind::Protocol, format!("RDMA Read from {from}: it may only be written")))
+                }
+            },
+            Packet::ReadResponse(bytes) => match self.reads.pop_front() {
+                Some(Read { id, sink, at, .. }) if sink.place(at, &bytes) => {
+                    self.start_reads();
+                    Ok(Some(Completion::Read { id }))
+                }
+                _ => Err(Error::new(Kind::Protocol, "an RDMA Read Response that nobody waits for")),
+            },
+            Packet::Close(error) => Err(error),
+        }
+    }
+
+    /// Why the device cannot do `request`: mistakes of the layers above.
+    fn refusal(&self, request: &WorkRequest) -> Option<String> {
+        let max = self.limits.max_segment;
+        match request {
+            WorkRequest::Send { .. } => None,
+            WorkRequest::Write { gather, to } => {
+                let sum: usize = gather.iter().map(|region| region.len()).sum();
+                (sum != to.length as usize || to.length > max)
+                    .then(|| format!("RDMA Write of {sum} bytes to {to}; the limit is {max}"))
+            }
+            WorkRequest::Read { sink, at, from, .. } => {
+                let fits = at.checked_add(from.length as usize).is_some_and(|end| end <= sink.len());
+                let served = self.limits.read_depth > 0;
+                (!fits || !served || from.length > max).then(|| {
+                    format!("RDMA Read from {from} to {at} of {sink:?}; the limits are {:?}", self.limits)
+                })
+            }
+        }
+    }
+}
+
+impl QueuePair for Loopback {
+    fn limits(&self) -> Limits {
+        self.limits
+    }
+
+    fn private_data(&self) -> &[u8] {
+        &self.private_data
+    }
+
+    fn expose_source(&mut self, region: Region) -> Result<Segment, Error> {
+        let len = region.len();
+        self.expose(Exposed::Source(region), len)
+    }
+
+    fn expose_sink(&mut self, sink: Sink) -> Result<Segment, Error> {
+        let len = sink.len();
+        self.expose(Exposed::Sink(sink), len)
+    }
+
+    fn invalidate(&mut self, handle: Handle) -> Result<(), Error> {
+        self.exposed.remove(&handle);
+        Ok(())
+    }
+
+    fn post_recv(&mut self, sink: Sink) {
+        if self.dead.is_none() {
+            self.receives.push_back(sink);
+        }
+    }
+
+    fn post(&mut self, request: WorkRequest) {
+        if self.dead.is_some() {
+            return;
+        }
+        if let Some(why) = self.refusal(&request) {
+            return self.terminate(Error::new(Kind::Invalid, why));
+        }
+        match request {
+            WorkRequest::Send { gather, invalidate } => self.transmit(Packet::Send { gather, invalidate }),
+            WorkRequest::Write { gather, to } => self.transmit(Packet::Write { gather, to }),
+            WorkRequest::Read { id, sink, at, from } => {
+                self.stalled.push_back(Read { id, sink, at, from });
+                self.start_reads();
+            }
+        }
+    }
+
+    fn poll(&mut self) -> Result<Option<Completion>, Error> {
+        self.alive()?;
+        loop {
+            let Some(packet) = self.wires()[self.end].pop_front() else { return Ok(None) };
+            let closed = matches!(packet, Packet::Close(_));
+            match self.take(packet) {
+                Ok(None) => {}
+                Ok(completion) => return Ok(completion),
+                Err(error) if closed => self.die(error),
+                Err(error) => self.terminate(error),
+            }
+            self.alive()?;
+        }
+    }
+
+    fn flush(&mut self) -> Result<bool, Error> {
+        self.alive().map(|()| self.stalled.is_empty())
+    }
+
+    fn fd(&self) -> RawFd {
+        -1
+    }
+
+    fn wants_write(&self) -> bool {
+        false
+    }
+
+    fn unsent(&self) -> usize {
+        0
+    }
+}
+
+impl Drop for Loopback {
+    fn drop(&mut self) {
+        if self.dead.is_none() {
+            self.transmit(Packet::Close(Error::new(Kind::ConnectionLost, "the peer closed the connection")));
+        }
+    }
+}
+
+/// Places the pieces one after the other; the number of bytes, or `None` when they do not fit.
+fn place(sink: &Sink, at: usize, gather: &[Region]) -> Option<usize> {
+    let mut len = 0;
+    for region in gather {
+        if !sink.place(at + len, region) {
+            return None;
+        }
+        len += region.len();
+    }
+    Some(len)
+}
+
+// ----------------------------------------------------------------------------------------------------- fault
+
+/// A device that watches and harms the device that it wraps.
+pub struct Fault {
+    inner: Box<dyn QueuePair>,
+    control: Control,
+}
+
+/// The test's hold on a [`Fault`]; all clones are one.
+#[derive(Clone)]
+pub struct Control(Arc<Mutex<State>>);
+
+/// One line of the trace.
+#[derive(Clone, Debug, PartialEq, Eq)]
+#[allow(missing_docs)]
+pub enum Event {
+    ExposeSource(Segment),
+    ExposeSink(Segment),
+    Invalidate(Handle),
+    PostReceive(usize),
+    Send {
+        bytes: Vec<u8>,
+        invalidate: Option<Handle>,
+    },
+    Write(Segment),
+    Read {
+        id: WorkId,
+        from: Segment,
+    },
+    /// A message as the layer above got it.
+    Received {
+        bytes: Vec<u8>,
+        invalidated: Option<Handle>,
+    },
+    ReadDone(WorkId),
+    /// The operation that failed on command, or the error that ended the device.
+    Failed(String),
+}
+
+/// A kind of completion that can be held back.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Held {
+    /// [`Completion::Received`].
+    Receives,
+    /// [`Completion::Read`].
+    Reads,
+}
+
+/// What happens to a received message.
+#[allow(clippy::type_complexity)]
+pub enum Damage {
+    /// It is lost; its Receive is posted again.
+    Drop,
+    /// It arrives twice: it also uses up the next Receive that is posted.
+    Duplicate,
+    /// It is changed. It must go on fitting its Receive.
+    Change(Box<dyn FnOnce(&mut Vec<u8>) + Send>),
+}
+
+struct State {
+    trace: Vec<Event>,
+    /// Index in the trace of the operation that fails, and its error.
+    failure: Option<(usize, Error)>,
+    /// Set when an operation that returns nothing failed, or when the device did.
+    dead: Option<Error>,
+    /// By number of the message, counted from 0.
+    damage: HashMap<usize, Damage>,
+    /// Messages that the device has delivered.
+    arrived: usize,
+    duplicates: VecDeque<Vec<u8>>,
+    /// Taken from the device, not yet handed up.
+    completions: VecDeque<Completion>,
+    /// For Receives and Reads: `Some(n)` holds all but the next `n`.
+    held: [Option<usize>; 2],
+    limits: Limits,
+    /// Receives posted minus Receives used.
+    receives: usize,
+    /// Reads posted minus Reads completed.
+    reads: usize,
+    exposed: HashSet<Handle>,
+    credits: Ledger,
+}
+
+impl Fault {
+    /// Wraps `inner`.
+    pub fn new(inner: Box<dyn QueuePair>) -> (Fault, Control) {
+        let state = State {
+            trace: Vec::new(),
+            failure: None,
+            dead: None,
+            damage: HashMap::new(),
+            arrived: 0,
+            duplicates: VecDeque::new(),
+            completions: VecDeque::new(),
+            held: [None; 2],
+            limits: inner.limits(),
+            receives: 0,
+            reads: 0,
+            exposed: HashSet::new(),
+            credits: Ledger::new(),
+        };
+        let control = Control(Arc::new(Mutex::new(state)));
+        (Fault { inner, control: control.clone() }, control)
+    }
+}
+
+impl Control {
+    /// All operations so far. A `poll` that returned nothing is none, nor are `flush` and getters.
+    pub fn trace(&self) -> Vec<Event> {
+        self.state().trace.clone()
+    }
+
+    /// The operation with index `n` of the trace fails with `error`, and with it the device unless it was an
+    /// exposure. An operation that returns nothing fails in the next `poll`.
+    pub fn fail_at(&self, n: usize, error: Error) {
+        let mut state = self.state();
+        assert!(n >= state.trace.len(), "operation {n} is over");
+        state.failure = Some((n, error));
+    }
+
+    /// Harms message number `n` of those that the device delivers, the first being 0.
+    pub fn damage(&self, n: usize, damage: Damage) {
+        self.state().damage.insert(n, damage);
+    }
+
+    /// Keeps completions of a kind back from now on. Their bytes still move.
+    pub fn hold(&self, kind: Held) {
+        self.state().held[kind as usize] = Some(0);
+    }
+
+    /// Lets `n` more completions of a held kind pass.
+    pub fn release(&self, kind: Held, n: usize) {
+        if let Some(pass) = &mut self.state().held[kind as usize] {
+            *pass += n;
+        }
+    }
+
+    /// Ends the holding.
+    pub fn release_all(&self, kind: Held) {
+        self.state().held[kind as usize] = None;
+    }
+
+    /// Reports limits that are no higher than these, from now on. How many RDMA Reads are under way at a time
+    /// remains the device's matter.
+    pub fn shrink(&self, limits: Limits) {
+        let now = &mut self.state().limits;
+        *now = Limits {
+            read_depth: now.read_depth.min(limits.read_depth),
+            max_segment: now.max_segment.min(limits.max_segment),
+            remote_invalidation: now.remote_invalidation && limits.remote_invalidation,
+        };
+    }
+
+    /// Receives posted minus Receives used.
+    pub fn receives(&self) -> usize {
+        self.state().receives
+    }
+
+    /// RDMA Reads posted minus RDMA Reads completed.
+    pub fn reads(&self) -> usize {
+        self.state().reads
+    }
+
+    /// Handles that work: exposed, and not invalidated by either end.
+    pub fn exposed(&self) -> usize {
+        self.state().exposed.len()
+    }
+
+    fn state(&self) -> MutexGuard<'_, State> {
+        // A panic of an assertion below must not hide behind that of a poisoned lock.
+        self.0.lock().unwrap_or_else(|e| e.into_inner())
+    }
+}
+
+impl State {
+    /// The error of the operation that comes next, if it is to fail.
+    fn failing(&mut self, what: &str) -> Option<Error> {
+        let (_, error) = self.failure.take_if(|(n, _)| *n == self.trace.len())?;
+        self.trace.push(Event::Failed(format!("{what}: {error}")));
+        Some(error)
+    }
+
+    fn alive(&self) -> Result<(), Error> {
+        self.dead.clone().map_or(Ok(()), Err)
+    }
+
+    /// Notes that the device is dead, for the first reason only.
+    fn die(&mut self, error: Error) -> Error {
+        self.exposed.clear();
+        self.dead.get_or_insert(error).clone()
+    }
+
+    fn expose(&mut self, segment: Segment, event: fn(Segment) -> Event) {
+        assert!(self.exposed.insert(segment.handle), "the device gave out {segment} twice");
+        self.trace.push(event(segment));
+    }
+
+    fn check_length(&self, len: usize) -> Result<(), Error> {
+        if len > self.limits.max_segment as usize {
+            let text = format!("{len} bytes in one segment; the device takes {}", self.limits.max_segment);
+            return Err(Error::new(Kind::Invalid, text));
+        }
+        Ok(())
+    }
+
+    fn note_post(&mut self, request: &WorkRequest) {
+        let max = self.limits.max_segment;
+        match request {
+            WorkRequest::Send { gather, invalidate } => {
+                let bytes: Vec<u8> = gather.iter().flat_map(|region| region.iter().copied()).collect();
+                self.credits.sent(&bytes, self.receives);
+                self.trace.push(Event::Send { bytes, invalidate: *invalidate });
+            }
+            WorkRequest::Write { gather, to } => {
+                let sum: usize = gather.iter().map(|region| region.len()).sum();
+                assert_eq!(sum, to.length as usize, "RDMA Write to {to} of another number of bytes");
+                assert!(to.length <= max, "RDMA Write to {to}: the device moves {max} bytes");
+                self.trace.push(Event::Write(*to));
+            }
+            WorkRequest::Read { id, sink, at, from } => {
+                let fits = at.checked_add(from.length as usize).is_some_and(|end| end <= sink.len());
+                assert!(fits, "RDMA Read from {from} to {at} of {sink:?}");
+                assert!(from.length <= max, "RDMA Read from {from}: the device moves {max} bytes");
+                assert!(self.limits.read_depth > 0, "RDMA Read from {from} of a peer that serves none");
+                self.reads += 1;
+                self.trace.push(Event::Read { id: *id, from: *from });
+            }
+        }
+    }
+
+    /// Takes a completion from the device; returns a Receive that must be posted again.
+    fn arrive(&mut self, completion: Completion) -> Option<Sink> {
+        let Completion::Received { sink, len, invalidated } = completion else {
+            self.completions.push_back(completion);
+            return None;
+        };
+        assert!(self.receives > 0, "the device completed a Receive that nobody posted");
+        assert!(len <= sink.len(), "the device received {len} bytes into {sink:?}");
+        if let Some(handle) = invalidated {
+            self.exposed.remove(&handle);
+        }
+        let damage = self.damage.remove(&self.arrived);
+        self.arrived += 1;
+        match damage {
+            None => self.completions.push_back(Completion::Received { sink, len, invalidated }),
+            Some(Damage::Drop) => return Some(sink),
+            Some(Damage::Duplicate) => {
+                let (sink, bytes) = read(sink, len);
+                self.duplicates.push_back(bytes);
+                self.completions.push_back(Completion::Received { sink, len, invalidated });
+            }
+            Some(Damage::Change(change)) => {
+                let (sink, mut bytes) = read(sink, len);
+                change(&mut bytes);
+                assert!(sink.place(0, &bytes), "the changed message does not fit its Receive");
+                self.completions.push_back(Completion::Received { sink, len: bytes.len(), invalidated });
+            }
+        }
+        None
+    }
+
+    /// Place of the next completion that is not held back.
+    fn ready(&self) -> Option<usize> {
+        self.completions.iter().position(|c| self.held[held(c) as usize] != Some(0))
+    }
+
+    fn hand_up(&mut self, n: usize) -> Option<Completion> {
+        let completion = self.completions.remove(n)?;
+        if let Some(pass) = &mut self.held[held(&completion) as usize] {
+            *pass -= 1;
+        }
+        Some(match completion {
+            Completion::Received { sink, len, invalidated } => {
+                let (sink, bytes) = read(sink, len);
+                self.receives -= 1;
+                self.credits.received(&bytes);
+                self.trace.push(Event::Received { bytes, invalidated });
+                Completion::Received { sink, len, invalidated }
+            }
+            Completion::Read { id } => {
+                assert!(self.reads > 0, "the device completed an RDMA Read that nobody posted");
+                self.reads -= 1;
+                self.trace.push(Event::ReadDone(id));
+                Completion::Read { id }
+            }
+        })
+    }
+}
+
+impl QueuePair for Fault {
+    fn limits(&self) -> Limits {
+        self.control.state().limits
+    }
+
+    fn private_data(&self) -> &[u8] {
+        self.inner.private_data()
+    }
+
+    fn expose_source(&mut self, region: Region) -> Result<Segment, Error> {
+        let mut state = self.control.state();
+        if let Some(error) = state.failing("expose_source") {
+            return Err(error);
+        }
+        state.alive()?;
+        state.check_length(region.len())?;
+        let segment = self.inner.expose_source(region)?;
+        state.expose(segment, Event::ExposeSource);
+        Ok(segment)
+    }
+
+    fn expose_sink(&mut self, sink: Sink) -> Result<Segment, Error> {
+        let mut state = self.control.state();
+        if let Some(error) = state.failing("expose_sink") {
+            return Err(error);
+        }
+        state.alive()?;
+        state.check_length(sink.len())?;
+        let segment = self.inner.expose_sink(sink)?;
+        state.expose(segment, Event::ExposeSink);
+        Ok(segment)
+    }
+
+    fn invalidate(&mut self, handle: Handle) -> Result<(), Error> {
+        let mut state = self.control.state();
+        if let Some(error) = state.failing("invalidate") {
+            return Err(state.die(error));
+        }
+        self.inner.invalidate(handle)?;
+        state.exposed.remove(&handle);
+        state.trace.push(Event::Invalidate(handle));
+        Ok(())
+    }
+
+    fn post_recv(&mut self, sink: Sink) {
+        let mut state = self.control.state();
+        if let Some(error) = state.failing("post_recv") {
+            state.die(error);
+        }
+        if state.dead.is_some() {
+            return;
+        }
+        state.receives += 1;
+        state.trace.push(Event::PostReceive(sink.len()));
+        match state.duplicates.pop_front() {
+            Some(bytes) => {
+                assert!(sink.place(0, &bytes), "the duplicate does not fit the next Receive");
+                let len = bytes.len();
+                state.completions.push_back(Completion::Received { sink, len, invalidated: None });
+            }
+            None => self.inner.post_recv(sink),
+        }
+    }
+
+    fn post(&mut self, request: WorkRequest) {
+        let mut state = self.control.state();
+        if let Some(error) = state.failing("post") {
+            state.die(error);
+        }
+        if state.dead.is_none() {
+            state.note_post(&request);
+            self.inner.post(request);
+        }
+    }
+
+    fn poll(&mut self) -> Result<Option<Completion>, Error> {
+        let mut state = self.control.state();
+        while state.ready().is_none() && state.dead.is_none() {
+            match self.inner.poll() {
+                Ok(Some(completion)) => {
+                    if let Some(sink) = state.arrive(completion) {
+                        self.inner.post_recv(sink);
+                    }
+                }
+                Ok(None) => return Ok(None),
+                Err(error) => {
+                    state.trace.push(Event::Failed(error.to_string()));
+                    state.die(error);
+                }
+            }
+        }
+        match (state.ready(), &state.dead) {
+            (Some(n), _) => match state.failing("poll") {
+                None => Ok(state.hand_up(n)),
+                Some(error) => {
+                    state.completions.clear();
+                    Err(state.die(error))
+                }
+            },
+            // What came before the error is handed up before it.
+            (None, Some(error)) if state.completions.is_empty() => Err(error.clone()),
+            (None, _) => Ok(None),
+        }
+    }
+
+    fn flush(&mut self) -> Result<bool, Error> {
+        self.control.state().alive()?;
+        self.inner.flush()
+    }
+
+    fn fd(&self) -> RawFd {
+        self.inner.fd()
+    }
+
+    fn wants_write(&self) -> bool {
+        self.inner.wants_write()
+    }
+
+    fn unsent(&self) -> usize {
+        self.inner.unsent()
+    }
+}
+
+fn held(completion: &Completion) -> Held {
+    match completion {
+        Completion::Received { .. } => Held::Receives,
+        Completion::Read { .. } => Held::Reads,
+    }
+}
+
+/// The bytes of a completed Receive, which the device must have let go of.
+fn read(sink: Sink, len: usize) -> (Sink, Vec<u8>) {
+    let room = sink.len();
+    let buf = sink.into_buf(len).expect("the device holds on to a completed Receive");
+    let bytes = buf.to_vec();
+    (buf.into_sink(room), bytes)
+}
+
+/// What the messages of a connection say about credits, both directions apart.
+struct Ledger {
+    /// Our calls, oldest first, that the peer may not have consumed: a reply ends all those sent before its
+    /// call.
+    calls: VecDeque<Xid>,
+    /// Our calls that ended in that way without a reply of their own.
+    overtaken: HashSet<Xid>,
+    /// Granted to us by the last reply.
+    granted: Credits,
+    /// Calls of the peer without a reply.
+    unanswered: Vec<Xid>,
+}
+
+impl Ledger {
+    fn new() -> Ledger {
+        Ledger {
+            calls: VecDeque::new(),
+            overtaken: HashSet::new(),
+            // RFC 8166 §3.3.3: "a Requester MUST NOT assume more than one credit is available and MUST
+            // receive a valid reply from the Responder carrying the actual number of available credits, prior
+            // to sending its next request."
+            granted: Credits(1),
+            unanswered: Vec::new(),
+        }
+    }
+
+    /// We send `bytes` and have `receives` Receives posted.
+    fn sent(&mut self, bytes: &[u8], receives: usize) {
+        let Some((xid, credits, proc)) = fixed(bytes) else { return };
+        // RFC 8166 §3.3.1: "The granted value MUST NOT be zero, since such a value would result in deadlock."
+        assert_ne!(credits, Credits(0), "a message without credits: {xid}");
+        if let Some(n) = self.unanswered.iter().position(|x| *x == xid) {
+            self.unanswered.remove(n);
+            // RFC 8166 §3.3.1: "The Responder MUST ensure that an increase in receive resources is effected
+            // before the next RPC Reply message is sent."
+            let needed = (credits.0 as usize).saturating_sub(self.unanswered.len());
+            assert!(receives >= needed, "{} credits granted with {receives} Receives posted", credits.0);
+        } else if proc != ERROR {
+            self.calls.push_back(xid);
+            // RFC 8166 §3.3.1: "A Requester MUST NOT send unacknowledged requests in excess of the
+            // Responder's granted credit limit."
+            let (calls, granted) = (self.calls.len(), self.granted.0 as usize);
+            assert!(calls <= granted, "{calls} calls with {granted} credits granted");
+            // RFC 8166 §3.3.1: "A Requester MUST maintain enough receive resources to accommodate expected
+            // replies."
+            assert!(receives >= calls, "{calls} calls with {receives} Receives posted");
+        }
+    }
+
+    fn received(&mut self, bytes: &[u8]) {
+        let Some((xid, credits, _)) = fixed(bytes) else { return };
+        if let Some(n) = self.calls.iter().position(|x| *x == xid) {
+            self.overtaken.extend(self.calls.drain(..n));
+            self.calls.pop_front();
+            self.granted = credits;
+        } else if self.overtaken.remove(&xid) {
+            self.granted = credits;
+        } else {
+            self.unanswered.push(xid);
+        }
+    }
+}
+
+/// `RDMA_ERROR`: answers a call, perhaps one whose XID could not be trusted; is never a call.
+const ERROR: u32 = 4;
+
+/// XID, credits and procedure, if it is a Version One message (RFC 8166 §4.2).
+fn fixed(bytes: &[u8]) -> Option<(Xid, Credits, u32)> {
+    let word = |n: usize| Some(u32::from_be_bytes(*bytes.get(4 * n..)?.first_chunk()?));
+    (word(1)? == 1 && word(3)? <= ERROR).then_some((Xid(word(0)?), Credits(word(2)?), word(3)?))
+}
+
+#[cfg(test)]
+pub(crate) mod contract {
+    //! The contract of [`QueuePair`], checked on any device.
+    use std::time::{Duration, Instant};
+
+    use super::*;
+    use crate::memory::Buf;
+
+    /// Makes a connected pair.
+    pub(crate) type Make<'a> = &'a dyn Fn() -> [Box<dyn QueuePair>; 2];
+
+    /// Two ends; whichever completion a test waits for, both move.
+    pub(crate) struct Ends {
+        pub(crate) ends: [Box<dyn QueuePair>; 2],
+        got: [VecDeque<Completion>; 2],
+        failed: [Option<Error>; 2],
+    }
+
+    impl Ends {
+        pub(crate) fn new(ends: [Box<dyn QueuePair>; 2]) -> Ends {
+            Ends { ends, got: [VecDeque::new(), VecDeque::new()], failed: [None, None] }
+        }
+
+        /// The next completion of end `i`, or the error that ended it.
+        pub(crate) fn next(&mut self, i: usize) -> Result<Completion, Error> {
+            let deadline = Instant::now() + Duration::from_secs(20);
+            loop {
+                if let Some(completion) = self.got[i].pop_front() {
+                    return Ok(completion);
+                }
+                if let Some(error) = &self.failed[i] {
+                    return Err(error.clone());
+                }
+                assert!(Instant::now() < deadline, "nothing happens at end {i}");
+                for end in 0..2 {
+                    match self.ends[end].poll() {
+                        Ok(Some(completion)) => self.got[end].push_back(completion),
+                        Ok(None) => std::thread::yield_now(),
+                        Err(error) => self.failed[end] = Some(error),
+                    }
+                }
+            }
+        }
+
+        /// The bytes of the next message that end `i` receives, and the handle that it invalidates.
+        pub(crate) fn message(&mut self, i: usize) -> (Vec<u8>, Option<Handle>) {
+            match self.next(i) {
+                Ok(Completion::Received { sink, len, invalidated }) => {
+                    (sink.into_buf(len).expect("the device lets go").to_vec(), invalidated)
+                }
+                other => panic!("no message: {other:?}"),
+            }
+        }
+
+        pub(crate) fn send(&mut self, i: usize, bytes: &[u8]) {
+            self.ends[i].post(WorkRequest::Send { gather: vec![region(bytes)], invalidate: None });
+        }
+
+        pub(crate) fn receives(&mut self, i: usize, n: usize) {
+            (0..n).for_each(|_| self.ends[i].post_recv(sink(4096)));
+        }
+    }
+
+    pub(crate) fn region(bytes: &[u8]) -> Region {
+        Region::copy_from(bytes).unwrap()
+    }
+
+    pub(crate) fn sink(len: usize) -> Sink {
+        Buf::with_capacity(len).unwrap().into_sink(len)
+    }
+
+    pub(crate) fn part(whole: Segment, at: u64, length: u32) -> Segment {
+        Segment { length, offset: whole.offset + at, ..whole }
+    }
+
+    /// Checks every sentence of the contract that a pair can show.
+    pub(crate) fn check(make: Make) {
+        messages_arrive_whole_and_in_order(make);
+        a_write_is_placed_before_the_send_that_follows_it(make);
+        reads_complete_in_order_with_the_right_bytes(make);
+        invalidated_memory_is_let_go(make);
+        a_remote_invalidation_is_reported(make);
+        every_violation_ends_both_ends(make);
+        a_close_comes_after_what_was_sent_before_it(make);
+    }
+
+    fn messages_arrive_whole_and_in_order(make: Make) {
+        let mut pair = Ends::new(make());
+        for (from, to) in [(0, 1), (1, 0)] {
+            pair.receives(to, 3);
+            let gather = vec![region(b"one"), region(b""), region(b", and more")];
+            pair.ends[from].post(WorkRequest::Send { gather, invalidate: None });
+            pair.send(from, &[7; 4096]);
+            pair.send(from, b"three");
+            assert_eq!(pair.message(to), (b"one, and more".to_vec(), None));
+            assert_eq!(pair.message(to), (vec![7; 4096], None));
+            assert_eq!(pair.message(to), (b"three".to_vec(), None));
+        }
+    }
+
+    fn a_write_is_placed_before_the_send_that_follows_it(make: Make) {
+        let mut pair = Ends::new(make());
+        let memory = sink(300_000);
+        let target = pair.ends[0].expose_sink(memory.part(8, 200_000)).unwrap();
+        assert_eq!(target.length, 200_000);
+        pair.receives(0, 1);
+        let body: Vec<u8> = (0..150_000u32).map(|i| (i % 241) as u8).collect();
+        let gather = vec![region(&body[..70_001]), region(&body[70_001..])];
+        pair.ends[1].post(WorkRequest::Write { gather, to: part(target, 50_000, 150_000) });
+        pair.send(1, b"done");
+        assert_eq!(pair.message(0).0, b"done");
+        pair.ends[0].invalidate(target.handle).unwrap();
+        let memory = memory.into_buf(300_000).expect("the device lets go");
+        assert!(memory[50_008..200_008] == body && memory[200_008..].iter().all(|byte| *byte == 0));
+    }
+
+    fn reads_complete_in_order_with_the_right_bytes(make: Make) {
+        let mut pair = Ends::new(make());
+        let depth = u64::from(pair.ends[0].limits().read_depth);
+        assert!(depth > 0, "the check needs a peer that serves Reads");
+        let body: Vec<u8> = (0..150_000u32).map(|i| (i % 239) as u8).collect();
+        let source = pair.ends[1].expose_source(region(&body)).unwrap();
+        let memory = sink(100_000);
+        let small = |id: u64| 60_000 + 16 * id as usize;
+        let ids = 1..=2 * depth + 1;
+        // A long one first, then more short ones than may be outstanding.
+        let long =
+            WorkRequest::Read { id: WorkId(0), sink: memory.clone(), at: 0, from: part(source, 8, 60_000) };
+        pair.ends[0].post(long);
+        for id in ids.clone() {
+            let from = part(source, id, 10);
+            pair.ends[0].post(WorkRequest::Read {
+                id: WorkId(id),
+                sink: memory.clone(),
+                at: small(id),
+                from,
+            });
+        }
+        for expected in 0..=2 * depth + 1 {
+            let next = pair.next(0);
+            assert!(matches!(next, Ok(Completion::Read { id: WorkId(id) }) if id == expected), "{next:?}");
+        }
+        let memory = memory.into_buf(100_000).expect("the device lets go");
+        assert!(memory[..60_000] == body[8..60_008]);
+        for id in ids {
+            assert_eq!(memory[small(id)..small(id) + 10], body[id as usize..id as usize + 10]);
+        }
+    }
+
+    fn invalidated_memory_is_let_go(make: Make) {
+        let mut pair = Ends::new(make());
+        let memory = sink(64);
+        let first = pair.ends[0].expose_sink(memory.clone()).unwrap();
+        let second = pair.ends[0].expose_sink(memory.clone()).unwrap();
+        assert_ne!(first.handle, second.handle);
+        pair.ends[0].invalidate(first.handle).unwrap();
+        let memory = memory.into_buf(64).expect_err("still exposed");
+        pair.ends[0].invalidate(second.handle).unwrap();
+        pair.ends[0].invalidate(second.handle).expect("twice is no error");
+        memory.into_buf(64).expect("the device lets go");
+        pair.receives(1, 1);
+        pair.send(0, b"alive");
+        assert_eq!(pair.message(1).0, b"alive");
+    }
+
+    fn a_remote_invalidation_is_reported(make: Make) {
+        let mut pair = Ends::new(make());
+        if !pair.ends[0].limits().remote_invalidation {
+            return;
+        }
+        let memory = sink(64);
+        let handle = pair.ends[0].expose_sink(memory.clone()).unwrap().handle;
+        pair.receives(0, 1);
+        let gather = vec![region(b"reply")];
+        pair.ends[1].post(WorkRequest::Send { gather, invalidate: Some(handle) });
+        assert_eq!(pair.message(0), (b"reply".to_vec(), Some(handle)));
+        memory.into_buf(64).expect("the device lets go");
+    }
+
+    fn every_violation_ends_both_ends(make: Make) {
+        type Violation = fn(&mut Ends);
+        fn write(pair: &mut Ends, to: Segment) {
+            let gather = vec![region(&vec![1; to.length as usize])];
+            pair.ends[1].post(WorkRequest::Write { gather, to });
+        }
+        fn read(pair: &mut Ends, from: Segment) {
+            pair.ends[1].post(WorkRequest::Read { id: WorkId(1), sink: sink(4096), at: 0, from });
+        }
+        let violations: [(&str, Violation); 9] = [
+            ("no Receive", |pair| pair.send(1, b"unexpected")),
+            ("a Receive that is too short", |pair| {
+                pair.ends[0].post_recv(sink(10));
+                pair.send(1, &[0; 11]);
+            }),
+            ("a Write beyond the memory", |pair| {
+                let target = pair.ends[0].expose_sink(sink(100)).unwrap();
+                write(pair, part(target, 1, 100));
+            }),
+            ("a Write before the memory", |pair| {
+                let target = pair.ends[0].expose_sink(sink(100)).unwrap();
+                write(pair, Segment { offset: target.offset.wrapping_sub(1), length: 50, ..target });
+            }),
+            ("a Write at the end of the address space", |pair| {
+                let target = pair.ends[0].expose_sink(sink(100)).unwrap();
+                write(pair, Segment { offset: u64::MAX - 9, length: 50, ..target });
+            }),
+            ("a Write to a source", |pair| {
+                let source = pair.ends[0].expose_source(region(&[0; 100])).unwrap();
+                write(pair, source);
+            }),
+            ("a Write after the invalidation", |pair| {
+                let target = pair.ends[0].expose_sink(sink(100)).unwrap();
+                pair.ends[0].invalidate(target.handle).unwrap();
+                write(pair, target);
+            }),
+            ("a Read of a sink", |pair| {
+                let target = pair.ends[0].expose_sink(sink(100)).unwrap();
+                read(pair, target);
+            }),
+            ("a Read beyond the memory", |pair| {
+                let source = pair.ends[0].expose_source(region(&[0; 100])).unwrap();
+                read(pair, part(source, 100, 1));
+            }),
+        ];
+        for (what, violate) in violations {
+            let mut pair = Ends::new(make());
+            let memory = sink(64);
+            let posted = sink(64);
+            let handle = pair.ends[0].expose_sink(memory.clone()).unwrap().handle;
+            violate(&mut pair);
+            for end in [0, 1] {
+                let error = pair.next(end).expect_err(what);
+                // RFC 8166 §4.5.4 and the contract: for ever, and no handle works.
+                assert_eq!(pair.ends[end].poll().expect_err(what).text(), error.text());
+            }
+            pair.ends[0].invalidate(handle).unwrap();
+            memory.into_buf(64).expect("a dead device holds no memory");
+            pair.ends[0].post_recv(posted.clone());
+            posted.into_buf(64).expect("a dead device takes no Receive");
+        }
+    }
+
+    fn a_close_comes_after_what_was_sent_before_it(make: Make) {
+        let mut pair = Ends::new(make());
+        pair.receives(0, 2);
+        pair.send(1, b"last words");
+        let deadline = Instant::now() + Duration::from_secs(20);
+        while !pair.ends[1].flush().unwrap() {
+            assert!(Instant::now() < deadline, "does not flush");
+        }
+        pair.ends[1] = Box::new(super::pair(pair.ends[0].limits()).0);
+        assert_eq!(pair.message(0).0, b"last words");
+        assert_eq!(pair.next(0).expect_err("closed").kind(), Kind::ConnectionLost);
+        assert_eq!(pair.ends[0].poll().expect_err("closed").kind(), Kind::ConnectionLost);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::contract::{Ends, region, sink};
+    use super::*;
+
+    const LIMITS: Limits = Limits { read_depth: 4, max_segment: 1 << 20, remote_invalidation: true };
+
+    /// End 0 is watched.
+    fn watched() -> (Ends, Control) {
+        let (a, b) = pair(LIMITS);
+        let (fault, control) = Fault::new(Box::new(a));
+        (Ends::new([Box::new(fault), Box::new(b)]), control)
+    }
+
+    /// A Version One message: XID, credits, direction irrelevant.
+    fn message(xid: u32, credits: u32) -> Vec<u8> {
+        [xid, 1, credits, 0].into_iter().flat_map(u32::to_be_bytes).collect()
+    }
+
+    fn poll(pair: &mut Ends, end: usize) -> Option<Completion> {
+        pair.ends[end].poll().unwrap()
+    }
+
+    fn read(pair: &mut Ends, id: u64, from: Segment) {
+        pair.ends[0].post(WorkRequest::Read { id: WorkId(id), sink: sink(16), at: 0, from });
+    }
+
+    #[test]
+    fn the_loopback_keeps_the_contract() {
+        for remote_invalidation in [false, true] {
+            let limits = Limits { remote_invalidation, ..LIMITS };
+            contract::check(&|| {
+                let (a, b) = pair(limits);
+                [Box::new(a), Box::new(b)]
+            });
+        }
+    }
+
+    #[test]
+    fn a_watched_device_keeps_the_contract() {
+        contract::check(&|| {
+            let (a, b) = pair(LIMITS);
+            [Box::new(Fault::new(Box::new(a)).0), Box::new(Fault::new(Box::new(b)).0)]
+        });
+    }
+
+    #[test]
+    fn handles_of_both_ends_are_distinct_and_private_data_is_the_peers() {
+        let (a, b) = pair(LIMITS);
+        let mut ends = [a.with_private_data(b"of b"), b];
+        let mut handles = HashSet::new();
+        for i in 0..2000 {
+            assert!(handles.insert(ends[i % 2].expose_sink(sink(1)).unwrap().handle));
+        }
+        assert_eq!((ends[0].private_data(), ends[1].private_data()), (&b"of b"[..], &b""[..]));
+    }
+
+    #[test]
+    fn a_loopback_refuses_what_its_limits_exclude() {
+        let (mut a, _b) = pair(Limits { read_depth: 0, max_segment: 100, ..LIMITS });
+        assert_eq!(a.expose_sink(sink(101)).unwrap_err().kind(), Kind::Invalid);
+        let from = a.expose_source(region(&[0; 100])).unwrap();
+        assert!(a.poll().unwrap().is_none());
+        a.post(WorkRequest::Read { id: WorkId(0), sink: sink(100), at: 0, from });
+        assert_eq!(a.poll().unwrap_err().kind(), Kind::Invalid);
+    }
+
+    #[test]
+    fn a_loopback_takes_no_invalidation_that_it_does_not_offer() {
+        for (remote_invalidation, known) in [(true, true), (true, false), (false, true)] {
+            let (mut a, mut b) = pair(Limits { remote_invalidation, ..LIMITS });
+            let mut handle = b.expose_sink(sink(8)).unwrap().handle;
+            if !known {
+                handle.0 ^= 1;
+            }
+            b.post_recv(sink(8));
+            a.post(WorkRequest::Send { gather: vec![region(b"x")], invalidate: Some(handle) });
+            assert_eq!(b.poll().is_ok(), remote_invalidation && known);
+        }
+    }
+
+    #[test]
+    fn a_dead_loopback_holds_no_memory() {
+        let (mut a, b) = pair(LIMITS);
+        let memory = sink(8);
+        a.expose_sink(memory.clone()).unwrap();
+        let from = a.expose_source(region(&[0; 8])).unwrap();
+        a.post_recv(memory.clone());
+        for id in 0..5 {
+            a.post(WorkRequest::Read { id: WorkId(id), sink: memory.clone(), at: 0, from });
+        }
+        drop(b);
+        a.poll().unwrap_err();
+        memory.into_buf(8).expect("nobody holds it");
+    }
+
+    #[test]
+    fn the_trace_tells_what_happened() {
+        let (mut pair, control) = watched();
+        pair.receives(0, 1);
+        let from = pair.ends[1].expose_source(region(&[5; 16])).unwrap();
+        let to = pair.ends[0].expose_sink(sink(9)).unwrap();
+        assert_eq!((control.exposed(), control.receives()), (1, 1));
+        pair.send(0, b"hello");
+        read(&mut pair, 77, from);
+        let reply = WorkRequest::Send { gather: vec![region(b"reply")], invalidate: Some(to.handle) };
+        pair.ends[1].post(reply);
+        pair.receives(1, 1);
+        assert_eq!(pair.message(0).1, Some(to.handle));
+        pair.next(0).unwrap();
+        assert_eq!((control.exposed(), control.receives()), (0, 0));
+        let expected = [
+            Event::PostReceive(4096),
+            Event::ExposeSink(to),
+            Event::Send { bytes: b"hello".to_vec(), invalidate: None },
+            Event::Read { id: WorkId(77), from },
+            Event::Received { bytes: b"reply".to_vec(), invalidated: Some(to.handle) },
+            Event::ReadDone(WorkId(77)),
+        ];
+        assert_eq!(control.trace(), expected);
+    }
+
+    #[test]
+    fn each_operation_can_be_made_to_fail() {
+        // Returns what the operations returned, as far as they return something, and the error of the end.
+        let run = |fail: Option<usize>| {
+            let (mut pair, control) = watched();
+            if let Some(n) = fail {
+                control.fail_at(n, Error::new(Kind::Os(libc::EIO), format!("number {n}")));
+            }
+            let mut errors = Vec::new();
+            pair.receives(0, 1);
+            assert!(fail == Some(0) || poll(&mut pair, 0).is_none(), "a poll for nothing is no operation");
+            let source = pair.ends[0].expose_source(region(b"abc"));
+            errors.extend(source.as_ref().err().cloned());
+            errors.extend(pair.ends[0].expose_sink(sink(3)).err());
+            pair.send(0, b"call");
+            pair.send(1, b"reply");
+            errors.extend(pair.ends[0].poll().err());
+            errors.extend(source.and_then(|s| pair.ends[0].invalidate(s.handle)).err());
+            let end = pair.ends[0].poll().err();
+            let refused = pair.ends[0].expose_source(region(b"d")).is_err() && pair.ends[0].flush().is_err();
+            let dead = refused && pair.ends[0].expose_sink(sink(3)).is_err();
+            assert_eq!(dead, end.is_some());
+            // The source is invalid again; the sink and the one above are left.
+            let left = if fail == Some(2) { 1 } else { 2 };
+            assert_eq!(control.exposed(), if dead { 0 } else { left });
+            let mut trace = control.trace();
+            trace.truncate(6);
+            (trace, errors, end)
+        };
+        let (trace, errors, end) = run(None);
+        assert_eq!((trace.len(), errors.len(), end.is_none()), (6, 0, true));
+        for n in 0..6 {
+            let (broken, errors, end) = run(Some(n));
+            assert_eq!(broken[..n], trace[..n], "all is well before operation {n}");
+            assert!(matches!(&broken[n], Event::Failed(text) if text.ends_with(&format!("number {n}"))));
+            assert!(!errors.is_empty() && errors.iter().all(|e| e.text() == format!("number {n}")));
+            // Exposures fail alone.
+            assert_eq!(end.is_some(), ![1, 2].contains(&n), "operation {n}");
+        }
+    }
+
+    #[test]
+    fn held_completions_pass_on_command_and_others_overtake_them() {
+        let (mut pair, control) = watched();
+        pair.receives(0, 2);
+        let from = pair.ends[1].expose_source(region(&[5; 16])).unwrap();
+        control.hold(Held::Reads);
+        (1..=3).for_each(|id| read(&mut pair, id, from));
+        assert!(poll(&mut pair, 1).is_none());
+        pair.send(1, b"later");
+        assert_eq!(pair.message(0).0, b"later");
+        assert!(poll(&mut pair, 0).is_none());
+        control.release(Held::Reads, 1);
+        assert!(matches!(poll(&mut pair, 0), Some(Completion::Read { id: WorkId(1) })));
+        assert!(poll(&mut pair, 0).is_none());
+        control.hold(Held::Receives);
+        pair.send(1, b"last");
+        drop(std::mem::replace(&mut pair.ends[1], Box::new(super::pair(LIMITS).0)));
+        assert!(poll(&mut pair, 0).is_none());
+        control.release_all(Held::Reads);
+        control.release_all(Held::Receives);
+        assert!(matches!(poll(&mut pair, 0), Some(Completion::Read { id: WorkId(2) })));
+        assert!(matches!(poll(&mut pair, 0), Some(Completion::Read { id: WorkId(3) })));
+        assert!(matches!(poll(&mut pair, 0), Some(Completion::Received { len: 4, .. })));
+        assert_eq!(pair.ends[0].poll().unwrap_err().kind(), Kind::ConnectionLost);
+    }
+
+    #[test]
+    fn messages_are_lost_doubled_and_changed() {
+        let (mut pair, control) = watched();
+        control.damage(0, Damage::Drop);
+        control.damage(1, Damage::Duplicate);
+        control.damage(3, Damage::Change(Box::new(|bytes| bytes.truncate(2))));
+        pair.receives(0, 4);
+        for text in ["lost", "twice", "plain", "changed"] {
+            pair.send(1, text.as_bytes());
+        }
+        assert_eq!(pair.message(0).0, b"twice");
+        assert_eq!(pair.message(0).0, b"plain");
+        assert_eq!(pair.message(0).0, b"ch");
+        assert!(poll(&mut pair, 0).is_none() && control.receives() == 1);
+        pair.receives(0, 1);
+        assert_eq!(pair.message(0).0, b"twice");
+        pair.send(1, b"end");
+        assert_eq!(pair.message(0).0, b"end");
+        assert_eq!(control.receives(), 0);
+    }
+
+    #[test]
+    fn limits_shrink_and_never_grow() {
+        let (mut pair, control) = watched();
+        let less = Limits { read_depth: 1, max_segment: 50, remote_invalidation: false };
+        control.shrink(less);
+        control.shrink(LIMITS);
+        assert_eq!(pair.ends[0].limits(), less);
+        assert!(pair.ends[0].expose_sink(sink(50)).is_ok());
+        assert!(
+            pair.ends[0].expose_sink(sink(51)).is_err()
+                && pair.ends[0].expose_source(region(&[0; 51])).is_err()
+        );
+    }
+
+    #[test]
+    fn a_peer_is_asked_for_no_more_reads_than_it_serves() {
+        let (mut pair, control) = watched();
+        let from = pair.ends[1].expose_source(region(&[5; 16])).unwrap();
+        (0..6).for_each(|id| read(&mut pair, id, from));
+        pair.send(0, b"passes");
+        pair.receives(1, 1);
+        assert!(!pair.ends[0].flush().unwrap() && control.reads() == 6);
+        // Four are served before the Send, and their completions make room for the other two.
+        assert!(matches!(poll(&mut pair, 1), Some(Completion::Received { len: 6, .. })));
+        for id in 0..4 {
+            assert!(matches!(poll(&mut pair, 0), Some(Completion::Read { id: WorkId(n) }) if n == id));
+        }
+        assert!(poll(&mut pair, 0).is_none() && control.reads() == 2);
+        assert!(poll(&mut pair, 1).is_none() && pair.ends[0].flush().unwrap());
+        assert!(matches!(poll(&mut pair, 0), Some(Completion::Read { id: WorkId(4) })));
+        assert!(matches!(poll(&mut pair, 0), Some(Completion::Read { id: WorkId(5) })));
+        assert_eq!(control.reads(), 0);
+    }
+
+    #[test]
+    #[should_panic(expected = "of a peer that serves none")]
+    fn a_read_of_a_peer_that_serves_none_is_caught() {
+        let (mut pair, control) = watched();
+        control.shrink(Limits { read_depth: 0, ..LIMITS });
+        let from = pair.ends[1].expose_source(region(&[5; 16])).unwrap();
+        read(&mut pair, 1, from);
+    }
+
+    #[test]
+    fn calls_within_the_grant_are_fine_whatever_the_order_of_the_replies() {
+        let (mut pair, _control) = watched();
+        pair.receives(0, 8);
+        pair.receives(1, 8);
+        let step = |pair: &mut Ends, from: usize, xid, credits| {
+            pair.send(from, &message(xid, credits));
+            assert_eq!(pair.message(1 - from).0, message(xid, credits));
+        };
+        step(&mut pair, 0, 1, 8);
+        step(&mut pair, 1, 1, 3);
+        (2..=4).for_each(|xid| step(&mut pair, 0, xid, 8));
+        step(&mut pair, 1, 3, 1);
+        step(&mut pair, 1, 2, 2);
+        step(&mut pair, 0, 5, 8);
+        // An error to a message that was not understood is no call.
+        let mut error = message(0x2000, 8);
+        error[15] = 4;
+        pair.send(0, &error);
+        assert_eq!(pair.message(1).0, error);
+        // A call of the peer has credits of its own.
+        step(&mut pair, 1, 0x1000, 3);
+        step(&mut pair, 0, 0x1000, 2);
+    }
+
+    #[test]
+    #[should_panic(expected = "2 calls with 1 credits granted")]
+    fn a_second_call_before_the_first_reply_is_caught() {
+        let (mut pair, _control) = watched();
+        pair.receives(0, 8);
+        pair.send(0, &message(1, 8));
+        pair.send(0, &message(2, 8));
+    }
+
+    #[test]
+    #[should_panic(expected = "3 calls with 2 credits granted")]
+    fn a_call_beyond_the_last_grant_is_caught() {
+        let (mut pair, _control) = watched();
+        pair.receives(0, 8);
+        pair.send(0, &message(1, 8));
+        pair.send(1, &message(1, 2));
+        assert_eq!(pair.message(0).0, message(1, 2));
+        (2..=4).for_each(|xid| pair.send(0, &message(xid, 8)));
+    }
+
+    #[test]
+    #[should_panic(expected = "1 calls with 0 Receives posted")]
+    fn a_call_without_a_receive_for_its_reply_is_caught() {
+        let (mut pair, _control) = watched();
+        pair.send(0, &message(1, 8));
+    }
+
+    #[test]
+    #[should_panic(expected = "3 credits granted with 2 Receives posted")]
+    fn a_grant_without_its_receives_is_caught() {
+        let (mut pair, _control) = watched();
+        pair.receives(0, 3);
+        pair.send(1, &message(1, 8));
+        assert_eq!(pair.message(0).0, message(1, 8));
+        pair.send(0, &message(1, 3));
+    }
+
+    #[test]
+    fn unanswered_calls_have_used_their_receives() {
+        let (mut pair, control) = watched();
+        pair.receives(0, 4);
+        for xid in [1, 2] {
+            pair.send(1, &message(xid, 8));
+            assert_eq!(pair.message(0).0, message(xid, 8));
+        }
+        pair.send(0, &message(2, 3));
+        pair.receives(0, 1);
+        pair.send(0, &message(1, 3));
+        assert_eq!(control.receives(), 3);
+    }
+
+    #[test]
+    #[should_panic(expected = "a message without credits")]
+    fn a_message_without_credits_is_caught() {
+        let (mut pair, _control) = watched();
+        pair.receives(0, 3);
+        pair.send(0, &message(1, 0));
+    }
+}

@@ -1,0 +1,697 @@
+//! The sending half of a queue pair: cuts messages into FPDUs as the socket takes them.
+//!
+//! Nothing is materialised: a frame is its header, a cursor into the caller's memory and its CRC word; at most
+//! [`BATCH`] bytes are framed ahead of the socket. The CRC is computed when a frame is made, just before the kernel
+//! copies the same bytes.
+//!
+//! Two streams feed the frames: our own work, in the order in which it was posted, and the Read Responses that the
+//! peer has asked for, in the order of its requests. They take turns frame by frame while one of them is untagged;
+//! two tagged messages never interleave (siw drops such a connection), so there they take turns message by message.
+//! A Read for which the peer has no room steps aside and lets later Sends pass (RFC 5040 §5.5 rule 4: a ULP that
+//! cares must wait for the Read).
+//!
+//! What a write changes and a forked child must know lies in a [`Shared`] page: the next MSN of each queue, and which
+//! process has an unfinished message on the wire. Any other process finds the socket "full" until that is finished.
+//!
+//! # Invariants
+//! - `Shared::owner` is this process whenever `frames` is not empty or a message is begun and not finished.
+//! - `frame_bytes` is the sum of what the frames have left to send.
+#![forbid(unsafe_code)]
+
+use std::collections::VecDeque;
+use std::io;
+use std::os::fd::RawFd;
+use std::sync::Arc;
+use std::sync::atomic::Ordering::Relaxed;
+
+use super::ddp::{self, Header, Opcode, ReadRequest};
+use super::{lost, mpa};
+use crate::error::{Error, Kind};
+use crate::memory::{IoVec, Region, Sink};
+use crate::provider::WorkId;
+use crate::sys;
+use crate::wire::Segment;
+
+/// Bytes framed ahead of the socket; also about what one system call hands over.
+const BATCH: usize = 256 << 10;
+/// Frames made ahead of the socket.
+const BATCH_FRAMES: usize = 256;
+/// Bytes that one call of [`Transmit::run`] sends at most, so that a peer that reads as fast as we write cannot hold
+/// the caller.
+const RUN: usize = 8 << 20;
+
+/// The page that forked processes share. The words are read and written under its lock, except `received`.
+pub(super) struct Shared {
+    page: sys::SharedPage,
+}
+
+impl Shared {
+    const MSN: usize = 0;
+    const OWNER: usize = 2;
+    const CLOSED: usize = 3;
+    const RECEIVED: usize = 4;
+
+    pub(super) fn new() -> io::Result<Shared> {
+        let shared = Shared { page: sys::SharedPage::new()? };
+        // RFC 5041 §4.3: "The initial value for MSN MUST be one."
+        shared.set(Shared::MSN, 1);
+        shared.set(Shared::MSN + 1, 1);
+        Ok(shared)
+    }
+
+    /// Takes the number of the next message of a queue.
+    fn take_msn(&self, queue: u32) -> u32 {
+        let word = Shared::MSN + queue as usize;
+        let msn = self.get(word) as u32;
+        // RFC 5041 §4.3: "The MSN value MUST wrap to 0 after a value of 0xFFFFFFFF."
+        self.set(word, u64::from(msn.wrapping_add(1)));
+        msn
+    }
+
+    #[cfg(test)]
+    pub(super) fn set_msn(&self, queue: u32, msn: u32) {
+        self.set(Shared::MSN + queue as usize, u64::from(msn));
+    }
+
+    /// No process sends on this connection any more: its stream is broken, or it has ended with a Terminate.
+    pub(super) fn close(&self) {
+        self.set(Shared::CLOSED, 1);
+    }
+
+    /// Bytes that have been received by whichever process receives. A process whose own count differs has missed
+    /// some, and can make nothing of what follows.
+    pub(super) fn received(&self) -> u64 {
+        self.get(Shared::RECEIVED)
+    }
+
+    pub(super) fn set_received(&self, bytes: u64) {
+        self.set(Shared::RECEIVED, bytes);
+    }
+
+    /// Runs `work` with the lock held, if the stream is ours to write to. `None`: another process is in the middle
+    /// of a message.
+    ///
+    /// # Errors
+    /// When the stream is broken for ever.
+    pub(super) fn with_stream<T>(&self, work: impl FnOnce(&Shared) -> T) -> Result<Option<T>, Error> {
+        let Some(lock) = self.page.lock()? else { return Ok(None) };
+        if self.get(Shared::CLOSED) != 0 {
+            return Err(lost("another process has ended the connection"));
+        }
+        let (owner, us) = (self.get(Shared::OWNER), u64::from(sys::process_id()));
+        if owner != 0 && (lock.owner_died() || (owner != us && sys::process_gone(owner as u32))) {
+            self.close();
+            return Err(lost("a forked process ended in the middle of sending a message"));
+        }
+        if owner != 0 && owner != us {
+            return Ok(None);
+        }
+        Ok(Some(work(self)))
+    }
+
+    fn get(&self, word: usize) -> u64 {
+        self.page.word(word).load(Relaxed)
+    }
+
+    fn set(&self, word: usize, value: u64) {
+        self.page.word(word).store(value, Relaxed);
+    }
+}
+
+/// Work of our own.
+pub(super) enum Work {
+    Send { gather: Arc<[Region]>, len: usize, invalidate: Option<u32> },
+    Write { gather: Arc<[Region]>, to: Segment },
+    Read(Read),
+}
+
+/// An RDMA Read of ours, waiting for its turn or for its response.
+pub(super) struct Read {
+    pub(super) id: WorkId,
+    pub(super) sink: Sink,
+    pub(super) at: usize,
+    pub(super) from: Segment,
+    /// Names the sink on the wire, for this Read only.
+    pub(super) stag: u32,
+    /// Bytes of the response that have been placed.
+    pub(super) done: u32,
+}
+
+/// A Read Response that we owe.
+struct Response {
+    request: ReadRequest,
+    /// The requested bytes, as one region.
+    bytes: Arc<[Region]>,
+    done: u32,
+}
+
+/// A message of ours of which at least one segment has been framed and more are to come.
+struct Current {
+    work: Work,
+    msn: u32,
+    done: usize,
+    cursor: Cursor,
+}
+
+/// A place in a gather list.
+#[derive(Clone)]
+struct Cursor {
+    gather: Arc<[Region]>,
+    piece: usize,
+    at: usize,
+}
+
+struct Frame {
+    head: [u8; ddp::READ_REQUEST],
+    head_len: u8,
+    /// Pad and CRC.
+    tail: [u8; 7],
+    tail_len: u8,
+    from: Cursor,
+    payload: usize,
+    sent: usize,
+    /// The handle of ours that the payload is read from, if it belongs to a Read Response.
+    source: Option<u32>,
+    /// The last frame of a Read Response: when it is gone, the peer may send one more request.
+    ends_response: bool,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Stream {
+    Own,
+    Response,
+}
+
+/// The state of the sending half.
+pub(super) struct Transmit {
+    frames: VecDeque<Frame>,
+    frame_bytes: usize,
+    current: Option<Current>,
+    queue: VecDeque<Work>,
+    /// Reads that found no room at the peer, in order.
+    stalled: VecDeque<Read>,
+    /// Reads on the wire, oldest first: responses come in this order.
+    pub(super) outstanding: VecDeque<Read>,
+    responses: VecDeque<Response>,
+    /// Requests of the peer whose response has not left completely.
+    inbound: usize,
+    own_last: bool,
+    /// Payload bytes of own work that the socket has not taken.
+    unsent: usize,
+    empty: Arc<[Region]>,
+    /// Whether the socket (or another process) keeps us from sending.
+    pub(super) blocked: bool,
+    pub(super) crc: bool,
+    pub(super) ord: usize,
+    /// RFC 5044 §7.1.2 rule 4: a responder sends nothing before it has received an FPDU.
+    pub(super) may_send: bool,
+    ulpdu: usize,
+    max_fpdu: Option<usize>,
+    /// Bytes until the segment size is looked at again, and how many the next time: it grows with TCP's window right
+    /// after the connection is made, and changes rarely later.
+    until_look: usize,
+    next_look: usize,
+}
+
+impl Transmit {
+    pub(super) fn new(max_fpdu: Option<usize>) -> Transmit {
+        Transmit {
+            frames: VecDeque::new(),
+            frame_bytes: 0,
+            current: None,
+            queue: VecDeque::new(),
+            stalled: VecDeque::new(),
+            outstanding: VecDeque::new(),
+            responses: VecDeque::new(),
+            inbound: 0,
+            own_last: false,
+            unsent: 0,
+            empty: Arc::from([]),
+            blocked: false,
+            crc: true,
+            ord: 0,
+            may_send: false,
+            ulpdu: 0,
+            max_fpdu,
+            until_look: 0,
+            next_look: 64 << 10,
+        }
+    }
+
+    pub(super) fn post(&mut self, work: Work) {
+        self.unsent += match &work {
+            Work::Send { len, .. } => *len,
+            Work::Write { to, .. } => to.length as usize,
+            Work::Read(_) => 0,
+        };
+        self.queue.push_back(work);
+    }
+
+    /// Queues the response to a request; `bytes` is what it asked for.
+    pub(super) fn respond(&mut self, request: ReadRequest, bytes: Option<Region>) {
+        let bytes = bytes.map_or_else(|| self.empty.clone(), |region| Arc::from([region]));
+        self.inbound += 1;
+        self.responses.push_back(Response { request, bytes, done: 0 });
+    }
+
+    /// Requests of the peer that are not answered yet.
+    pub(super) fn inbound(&self) -> usize {
+        self.inbound
+    }
+
+    /// Payload bytes of own Sends and Writes that the socket has not taken.
+    pub(super) fn unsent(&self) -> usize {
+        self.unsent
+    }
+
+    /// Whether nothing at all is left to send.
+    pub(super) fn is_idle(&self) -> bool {
+        self.frames.is_empty()
+            && self.current.is_none()
+            && self.queue.is_empty()
+            && self.stalled.is_empty()
+            && self.responses.is_empty()
+    }
+
+    /// Whether there is something that could be sent if the socket took it.
+    pub(super) fn has_work(&self) -> bool {
+        !self.frames.is_empty() || self.next().is_some()
+    }
+
+    /// Whether the stream stands inside an FPDU of ours.
+    pub(super) fn is_half_sent(&self) -> bool {
+        self.frames.front().is_some_and(|frame| frame.sent > 0)
+    }
+
+    /// Whether a message of ours is begun and not finished: nobody else may send until it is.
+    pub(super) fn is_inside_message(&self) -> bool {
+        !self.frames.is_empty()
+            || self.current.is_some()
+            || self.responses.front().is_some_and(|response| response.done > 0)
+    }
+
+    #[cfg(test)]
+    pub(super) fn is_all_framed(&self) -> bool {
+        self.current.is_none() && self.queue.is_empty() && self.responses.is_empty()
+    }
+
+    /// Forgets everything: the connection is over, or the work belongs to the process that we were forked from.
+    pub(super) fn clear(&mut self) {
+        self.frames.clear();
+        self.current = None;
+        self.queue.clear();
+        self.stalled.clear();
+        self.outstanding.clear();
+        self.responses.clear();
+        (self.frame_bytes, self.inbound, self.unsent, self.blocked) = (0, 0, 0, false);
+    }
+
+    /// The segment size that the path now has.
+    pub(super) fn look_at_path(&mut self, socket: RawFd) {
+        let mss = sys::tcp_mss(socket).unwrap_or(usize::MAX).min(self.max_fpdu.unwrap_or(usize::MAX));
+        self.ulpdu = mpa::mulpdu(mss);
+        self.until_look = self.next_look;
+        self.next_look = (self.next_look * 2).min(1 << 20);
+    }
+
+    /// Largest FPDU that we send now.
+    pub(super) fn fpdu(&self) -> usize {
+        mpa::fpdu_len(self.ulpdu)
+    }
+
+    /// Sends until nothing is left, the socket is full, or [`RUN`] bytes are gone.
+    ///
+    /// # Errors
+    /// When the stream is broken.
+    pub(super) fn run(&mut self, socket: RawFd, shared: &Shared, calls: &mut u64) -> Result<(), Error> {
+        self.blocked = false;
+        if !self.has_work() {
+            return Ok(());
+        }
+        let result = shared.with_stream(|shared| {
+            // Before the first byte: should we end inside the call, the others must know.
+            shared.set(Shared::OWNER, u64::from(sys::process_id()));
+            let result = self.pump(socket, shared, calls);
+            if !self.is_inside_message() {
+                shared.set(Shared::OWNER, 0);
+            }
+            result
+        })?;
+        match result {
+            Some(result) => result,
+            None => {
+                self.blocked = true;
+                Ok(())
+            }
+        }
+    }
+
+    fn pump(&mut self, socket: RawFd, shared: &Shared, calls: &mut u64) -> Result<(), Error> {
+        let mut budget = RUN;
+        loop {
+            while self.frame_bytes < BATCH && self.frames.len() < BATCH_FRAMES {
+                match self.next() {
+                    Some(Stream::Own) => self.frame_own(socket, shared),
+                    Some(Stream::Response) => self.frame_response(socket),
+                    None => break,
+                }
+            }
+            if self.frames.is_empty() {
+                return Ok(());
+            }
+            let mut pieces = Vec::with_capacity(4 * self.frames.len());
+            let offered = self.frames.iter().map(|frame| frame.pieces(&mut pieces)).sum();
+            *calls += 1;
+            let sent = match sys::send(socket, &pieces) {
+                Ok(sent) => sent,
+                Err(e) if e.kind() == io::ErrorKind::WouldBlock => 0,
+                Err(e) => return Err(lost(format!("sending failed: {e}"))),
+            };
+            drop(pieces);
+            self.take_sent(sent);
+            budget = budget.saturating_sub(sent);
+            if sent < offered || budget == 0 {
+                self.blocked = true;
+                return Ok(());
+            }
+        }
+    }
+
+    /// Which stream may frame its next segment.
+    fn next(&self) -> Option<Stream> {
+        if !self.may_send {
+            return None;
+        }
+        let own_is_tagged = match &self.current {
+            Some(current) => Some(matches!(current.work, Work::Write { .. })),
+            None => self.next_own().map(|i| matches!(self.queue.get(i), Some(Work::Write { .. }))),
+        };
+        let in_response = self.responses.front().is_some_and(|response| response.done > 0);
+        let in_write = self.current.is_some() && own_is_tagged == Some(true);
+        let own = own_is_tagged.is_some_and(|tagged| !(tagged && in_response));
+        let response = !self.responses.is_empty() && !in_write;
+        match (own, response) {
+            (true, true) => Some(if self.own_last { Stream::Response } else { Stream::Own }),
+            (true, false) => Some(Stream::Own),
+            (false, true) => Some(Stream::Response),
+            (false, false) => None,
+        }
+    }
+
+    /// Index in `queue` of the own work to begin next, jumping over Reads without room; `usize::MAX` stands for the
+    /// oldest stalled Read.
+    fn next_own(&self) -> Option<usize> {
+        let room = self.outstanding.len() < self.ord;
+        if room && !self.stalled.is_empty() {
+            return Some(usize::MAX);
+        }
+        // Stalled Reads are moved away when work is begun, so this looks at a few entries at most.
+        let wait = !room || !self.stalled.is_empty();
+        self.queue.iter().position(|work| !(wait && matches!(work, Work::Read(_))))
+    }
+
+    /// Takes the own work to begin next out of the queue.
+    fn take_own(&mut self) -> Option<Work> {
+        let index = self.next_own()?;
+        if index == usize::MAX {
+            return self.stalled.pop_front().map(Work::Read);
+        }
+        for _ in 0..index {
+            if let Some(Work::Read(read)) = self.queue.pop_front() {
+                self.stalled.push_back(read);
+            }
+        }
+        self.queue.pop_front()
+    }
+
+    fn frame_own(&mut self, socket: RawFd, shared: &Shared) {
+        self.own_last = true;
+        let mut current = match self.current.take() {
+            Some(current) => current,
+            None => match self.take_own() {
+                Some(Work::Read(read)) => return self.frame_read(socket, shared, read),
+                Some(work) => {
+                    let (gather, msn) = match &work {
+                        Work::Send { gather, .. } => (gather, shared.take_msn(ddp::SEND_QUEUE)),
+                        Work::Write { gather, .. } => (gather, 0),
+                        Work::Read(_) => return,
+                    };
+                    let cursor = Cursor { gather: gather.clone(), piece: 0, at: 0 };
+                    Current { work, msn, done: 0, cursor }
+                }
+                None => return,
+            },
+        };
+        let (len, header_len) = match &current.work {
+            Work::Send { len, .. } => (*len, ddp::UNTAGGED),
+            Work::Write { to, .. } => (to.length as usize, ddp::TAGGED),
+            Work::Read(_) => return,
+        };
+        let payload = (len - current.done).min(self.segment(socket, header_len));
+        let last = current.done + payload == len;
+        let header = match &current.work {
+            Work::Write { to, .. } => Header::Tagged {
+                opcode: Opcode::Write,
+                last,
+                stag: to.handle.0,
+                to: to.offset.wrapping_add(current.done as u64),
+            },
+            Work::Send { invalidate, .. } => Header::Untagged {
+                opcode: if invalidate.is_some() { Opcode::SendInvalidate } else { Opcode::Send },
+                last,
+                invalidate: invalidate.unwrap_or(0),
+                msn: current.msn,
+                // RFC 5041 §5.2: "the MO MUST be set to the octet offset from the first octet in the associated ULP
+                // Message (which is defined to be zero) to the first octet in the ULP Payload contained in the DDP
+                // Segment."
+                mo: current.done as u32,
+            },
+            Work::Read(_) => return,
+        };
+        let from = current.cursor.clone();
+        current.cursor.advance(payload);
+        current.done += payload;
+        self.push(header, &[], from, payload);
+        if !last {
+            self.current = Some(current);
+        }
+    }
+
+    fn frame_read(&mut self, socket: RawFd, shared: &Shared, read: Read) {
+        self.segment(socket, ddp::UNTAGGED);
+        let request = ReadRequest {
+            sink_stag: read.stag,
+            sink_to: 0,
+            size: read.from.length,
+            source_stag: read.from.handle.0,
+            source_to: read.from.offset,
+        };
+        let header = Header::Untagged {
+            opcode: Opcode::ReadRequest,
+            last: true,
+            invalidate: 0,
+            msn: shared.take_msn(ddp::READ_QUEUE),
+            mo: 0,
+        };
+        let nothing = self.nothing();
+        self.push(header, &request.encode(), nothing, 0);
+        self.outstanding.push_back(read);
+    }
+
+    fn frame_response(&mut self, socket: RawFd) {
+        self.own_last = false;
+        let most = self.segment(socket, ddp::TAGGED);
+        let Some(response) = self.responses.front_mut() else { return };
+        let payload = ((response.request.size - response.done) as usize).min(most);
+        let from = Cursor { gather: response.bytes.clone(), piece: 0, at: response.done as usize };
+        // RFC 5040 §4.4 has the sink's STag and offset copied from the request; also when nothing is sent.
+        let to = response.request.sink_to.wrapping_add(u64::from(response.done));
+        response.done += payload as u32;
+        let last = response.done == response.request.size;
+        let request = response.request;
+        let header = Header::Tagged { opcode: Opcode::ReadResponse, last, stag: request.sink_stag, to };
+        if last {
+            self.responses.pop_front();
+        }
+        self.push(header, &[], from, payload);
+        if let Some(frame) = self.frames.back_mut() {
+            frame.source = Some(request.source_stag);
+            frame.ends_response = last;
+        }
+    }
+
+    /// Payload bytes of the largest segment with this header that the path takes: a multiple of four with its header,
+    /// so that only last segments are padded.
+    fn segment(&mut self, socket: RawFd, header_len: usize) -> usize {
+        if self.until_look == 0 {
+            self.look_at_path(socket);
+        }
+        let payload = (2 + self.ulpdu - header_len) & !3;
+        self.until_look = self.until_look.saturating_sub(payload);
+        payload
+    }
+
+    fn push(&mut self, header: Header, extra: &[u8], from: Cursor, payload: usize) {
+        let mut frame = Frame {
+            head: [0; ddp::READ_REQUEST],
+            head_len: 0,
+            tail: [0; 7],
+            tail_len: 0,
+            from,
+            payload,
+            sent: 0,
+            source: None,
+            ends_response: false,
+        };
+        let at = header.encode(extra.len() + payload, &mut frame.head);
+        frame.head[at..at + extra.len()].copy_from_slice(extra);
+        frame.head_len = (at + extra.len()) as u8;
+        let pad = mpa::pad_len(usize::from(frame.head_len) - 2 + payload);
+        let crc = self.crc.then(|| {
+            let mut crc = crc32c::crc32c(&frame.head[..usize::from(frame.head_len)]);
+            frame.from.for_each(payload, |region, at, n| {
+                crc = crc32c::crc32c_append(crc, &region[at..at + n]);
+            });
+            crc32c::crc32c_append(crc, &frame.tail[..pad])
+        });
+        frame.tail[pad..pad + 4].copy_from_slice(&mpa::crc_word(crc));
+        frame.tail_len = (pad + 4) as u8;
+        self.frame_bytes += frame.len();
+        self.frames.push_back(frame);
+    }
+
+    fn take_sent(&mut self, mut bytes: usize) {
+        self.frame_bytes -= bytes;
+        while let Some(frame) = self.frames.front_mut() {
+            let n = (frame.len() - frame.sent).min(bytes);
+            frame.sent += n;
+            bytes -= n;
+            if frame.sent < frame.len() {
+                return;
+            }
+            if frame.source.is_none() {
+                self.unsent -= frame.payload;
+            }
+            if frame.ends_response {
+                self.inbound -= 1;
+            }
+            self.frames.pop_front();
+        }
+    }
+
+    /// Lets go of the memory behind a handle that is no longer exposed. What is framed already goes out from a copy,
+    /// whose length is returned. `None`: the peer is owed more bytes of it than are framed.
+    pub(super) fn release(&mut self, stag: u32) -> io::Result<Option<usize>> {
+        if self.responses.iter().any(|r| r.request.source_stag == stag && r.request.size > 0) {
+            return Ok(None);
+        }
+        self.copy_frames(stag).map(Some)
+    }
+
+    /// Re-points all that is owed from a handle to `copy`, a copy of its whole region. Returns the bytes copied.
+    pub(super) fn redirect(&mut self, stag: u32, copy: &Region) -> io::Result<usize> {
+        for response in self.responses.iter_mut().filter(|r| r.request.source_stag == stag) {
+            if response.request.size > 0 {
+                // Checked when the request was accepted: the range lies in the region.
+                let at = response.request.source_to as usize;
+                response.bytes = Arc::from([copy.slice(at, response.request.size as usize)]);
+            }
+        }
+        self.copy_frames(stag)
+    }
+
+    fn copy_frames(&mut self, stag: u32) -> io::Result<usize> {
+        let mut copied = 0;
+        let empty = self.empty.clone();
+        for frame in self.frames.iter_mut().filter(|f| f.source == Some(stag)) {
+            let from = &frame.from;
+            let gather = match from.gather.get(from.piece) {
+                Some(region) if frame.payload > 0 => {
+                    copied += frame.payload;
+                    Arc::from([Region::copy_from(&region[from.at..from.at + frame.payload])?])
+                }
+                _ => empty.clone(),
+            };
+            frame.from = Cursor { gather, piece: 0, at: 0 };
+        }
+        Ok(copied)
+    }
+
+    fn nothing(&self) -> Cursor {
+        Cursor { gather: self.empty.clone(), piece: 0, at: 0 }
+    }
+}
+
+impl Cursor {
+    /// Calls `each` with the pieces of the next `len` bytes.
+    fn for_each<'a>(&'a self, len: usize, mut each: impl FnMut(&'a Region, usize, usize)) {
+        let (mut left, mut at) = (len, self.at);
+        for region in &self.gather[self.piece.min(self.gather.len())..] {
+            if left == 0 {
+                return;
+            }
+            let n = left.min(region.len() - at);
+            each(region, at, n);
+            left -= n;
+            at = 0;
+        }
+    }
+
+    fn advance(&mut self, mut len: usize) {
+        while let Some(region) = self.gather.get(self.piece) {
+            let n = len.min(region.len() - self.at);
+            self.at += n;
+            len -= n;
+            if self.at < region.len() {
+                return;
+            }
+            (self.piece, self.at) = (self.piece + 1, 0);
+        }
+    }
+}
+
+impl Frame {
+    fn len(&self) -> usize {
+        usize::from(self.head_len) + self.payload + usize::from(self.tail_len)
+    }
+
+    /// Adds what is left to send to `pieces`, as far as one system call takes them; returns the bytes added.
+    fn pieces<'a>(&'a self, pieces: &mut Vec<IoVec<'a>>) -> usize {
+        let mut skip = self.sent;
+        let mut added = 0;
+        let mut add = |len: usize, piece: &dyn Fn(usize) -> Option<IoVec<'a>>| {
+            let skipped = skip.min(len);
+            skip -= skipped;
+            if skipped < len && pieces.len() < sys::IOV_MAX {
+                if let Some(piece) = piece(skipped) {
+                    added += piece.len();
+                    pieces.push(piece);
+                }
+            }
+        };
+        let head = &self.head[..usize::from(self.head_len)];
+        add(head.len(), &|skip| Some(IoVec::from_slice(&head[skip..])));
+        self.from.for_each(self.payload, |region, at, n| {
+            add(n, &|skip| region.iovec(at + skip, n - skip));
+        });
+        let tail = &self.tail[..usize::from(self.tail_len)];
+        add(tail.len(), &|skip| Some(IoVec::from_slice(&tail[skip..])));
+        added
+    }
+}
+
+/// Checks a gather list against the length that its message claims.
+pub(super) fn gather(pieces: Vec<Region>, len: Option<usize>) -> Result<(Arc<[Region]>, usize), Error> {
+    let mut sum = 0usize;
+    for piece in &pieces {
+        sum = sum.saturating_add(piece.len());
+    }
+    // RFC 5041 §5.2: "The ULP Message Length MUST be less than 2^32."
+    if sum > u32::MAX as usize || len.is_some_and(|len| len != sum) {
+        return Err(Error::new(
+            Kind::Invalid,
+            format!("a gather list of {sum} bytes does not fit its message"),
+        ));
+    }
+    Ok((Arc::from(pieces), sum))
+}

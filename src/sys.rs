@@ -1,0 +1,802 @@
+//! Thin, safe wrappers of the system calls that std does not offer in the form that a queue pair needs.
+//!
+//! Owns nothing but the fork generation and the cached process id. Every function is one system call (or one family
+//! of them) with checked arguments; policy, retries after `EAGAIN` and the meaning of an errno are the caller's.
+//!
+//! # Invariants
+//! - `EINTR` never reaches a caller: transfers are repeated, waits return early with nothing ready.
+//! - Nothing here raises SIGPIPE (`MSG_NOSIGNAL`) or blocks (`MSG_DONTWAIT`) except [`poll`], [`wait`],
+//!   [`reconnect`] and, for at most [`LOCK_PATIENCE_MS`], [`SharedPage::lock`]. The sockets belong to programs and may be in blocking mode.
+//! - A [`SharedPage`] holds only its lock and atomic words: no pointer, no state that a process could leave torn.
+#![allow(unsafe_code)]
+
+use std::io;
+use std::marker::PhantomData;
+use std::mem::{ManuallyDrop, MaybeUninit};
+use std::net::TcpStream;
+use std::os::fd::{FromRawFd, RawFd};
+use std::ptr::NonNull;
+use std::sync::Once;
+use std::sync::atomic::{AtomicU32, AtomicU64, Ordering::Relaxed};
+use std::time::{Duration, Instant};
+
+use crate::memory::{IoVec, IoVecMut};
+
+/// Most elements of one gathered or scattered transfer (`IOV_MAX` of Linux).
+pub const IOV_MAX: usize = 1024;
+
+/// How long [`SharedPage::lock`] waits for another process, in milliseconds. A holder keeps the lock for one
+/// non-blocking send; only a stopped process keeps it longer.
+pub const LOCK_PATIENCE_MS: i64 = 10;
+
+/// Sends the concatenation of `pieces`; how many bytes the socket took.
+///
+/// # Errors
+/// The errno; `EAGAIN` when the socket takes nothing now.
+pub fn send(fd: RawFd, pieces: &[IoVec<'_>]) -> io::Result<usize> {
+    let mut message = empty_message();
+    // INVARIANT: IoVec is repr(transparent) over iovec. sendmsg(2) only reads the array: the cast to *mut is the
+    // shape of msghdr, which recvmsg(2) shares.
+    message.msg_iov = pieces.as_ptr().cast::<libc::iovec>().cast_mut();
+    message.msg_iovlen = pieces.len().min(IOV_MAX) as _;
+    repeat(|| {
+        // SAFETY: `message` names `msg_iovlen` live elements of `pieces`, each alive for the lifetime that it
+        // carries; the kernel reads from them only.
+        unsafe { libc::sendmsg(fd, &message, libc::MSG_DONTWAIT | libc::MSG_NOSIGNAL) }
+    })
+}
+
+/// Receives into `pieces`, in order; how many bytes came. 0 means that the peer has closed its side.
+///
+/// # Errors
+/// The errno; `EAGAIN` when nothing is there now.
+pub fn receive(fd: RawFd, pieces: &mut [IoVecMut<'_>]) -> io::Result<usize> {
+    let mut message = empty_message();
+    message.msg_iov = pieces.as_mut_ptr().cast::<libc::iovec>();
+    message.msg_iovlen = pieces.len().min(IOV_MAX) as _;
+    repeat(|| {
+        // SAFETY: `message` names `msg_iovlen` live elements of `pieces`, each a target that its lifetime lends
+        // exclusively (or a `Sink`, of which no slice exists).
+        unsafe { libc::recvmsg(fd, &mut message, libc::MSG_DONTWAIT) }
+    })
+}
+
+/// The next byte of the stream without taking it; `None` when the peer has closed its side.
+///
+/// # Errors
+/// The errno; `EAGAIN` when nothing is there now.
+pub fn peek(fd: RawFd) -> io::Result<Option<u8>> {
+    let mut byte = 0u8;
+    let n = repeat(|| {
+        // SAFETY: `byte` is one writable byte.
+        unsafe { libc::recv(fd, (&raw mut byte).cast(), 1, libc::MSG_PEEK | libc::MSG_DONTWAIT) }
+    })?;
+    Ok((n == 1).then_some(byte))
+}
+
+/// Puts the descriptor into non-blocking mode.
+///
+/// # Errors
+/// The errno of fcntl(2).
+pub fn set_nonblocking(fd: RawFd) -> io::Result<()> {
+    // SAFETY: F_GETFL takes no argument and touches no memory.
+    let flags = check(unsafe { libc::fcntl(fd, libc::F_GETFL) })?;
+    // SAFETY: F_SETFL takes an int and touches no memory.
+    check(unsafe { libc::fcntl(fd, libc::F_SETFL, flags | libc::O_NONBLOCK) })?;
+    Ok(())
+}
+
+/// Switches Nagle's algorithm off. A socket that has none (not TCP) is left as it is.
+///
+/// # Errors
+/// The errno of setsockopt(2), except that the socket is not TCP.
+pub fn set_nodelay(fd: RawFd) -> io::Result<()> {
+    let on: libc::c_int = 1;
+    // SAFETY: the option value is a live c_int of the size that is passed.
+    let result = check(unsafe {
+        libc::setsockopt(
+            fd,
+            libc::IPPROTO_TCP,
+            libc::TCP_NODELAY,
+            (&raw const on).cast(),
+            size_of::<libc::c_int>() as libc::socklen_t,
+        )
+    });
+    match result {
+        Err(e) if !matches!(e.raw_os_error(), Some(libc::EOPNOTSUPP | libc::ENOPROTOOPT)) => Err(e),
+        _ => Ok(()),
+    }
+}
+
+/// Bytes that TCP now puts into one segment of this connection; `None` when the socket is not TCP.
+pub fn tcp_mss(fd: RawFd) -> Option<usize> {
+    let mut mss: libc::c_int = 0;
+    let mut len = size_of::<libc::c_int>() as libc::socklen_t;
+    // SAFETY: value and length point to live variables of the sizes that they state.
+    let result = check(unsafe {
+        libc::getsockopt(fd, libc::IPPROTO_TCP, libc::TCP_MAXSEG, (&raw mut mss).cast(), &raw mut len)
+    });
+    match result {
+        Ok(_) => usize::try_from(mss).ok().filter(|mss| *mss > 0),
+        Err(_) => None,
+    }
+}
+
+/// Fills `bytes` from the kernel's generator.
+///
+/// # Errors
+/// The errno of getrandom(2).
+pub fn random(bytes: &mut [u8]) -> io::Result<()> {
+    let mut done = 0;
+    while done < bytes.len() {
+        let rest = &mut bytes[done..];
+        done += repeat(|| {
+            // SAFETY: `rest` is writable for its length.
+            unsafe { libc::getrandom(rest.as_mut_ptr().cast(), rest.len(), 0) }
+        })?;
+    }
+    Ok(())
+}
+
+/// A number that cannot be guessed; where the generator fails, one that is merely unlikely to repeat.
+pub fn random_u32() -> u32 {
+    let mut bytes = [0; 4];
+    match random(&mut bytes) {
+        Ok(()) => u32::from_ne_bytes(bytes),
+        Err(_) => std::time::SystemTime::now()
+            .duration_since(std::time::UNIX_EPOCH)
+            .map_or(0, |t| t.subsec_nanos() ^ (t.as_secs() as u32).rotate_left(16) ^ process_id()),
+    }
+}
+
+/// Whether the peer of a TCP socket is this host: what is sent there crosses no wire.
+pub fn own_host(fd: RawFd) -> bool {
+    // TCP takes the address that is reached as its own source address when that address is local.
+    match (borrowed(fd).peer_addr(), borrowed(fd).local_addr()) {
+        (Ok(peer), Ok(local)) => {
+            let (peer, local) = (peer.ip().to_canonical(), local.ip().to_canonical());
+            peer.is_loopback() || peer == local
+        }
+        _ => false,
+    }
+}
+
+/// Connects a connected TCP socket to the same peer anew, keeping its descriptor. Waits at most 10 seconds.
+///
+/// # Errors
+/// The errno; the socket is not connected then.
+pub fn reconnect(fd: RawFd) -> io::Result<()> {
+    let mut address = MaybeUninit::<libc::sockaddr_storage>::zeroed();
+    let mut length = size_of::<libc::sockaddr_storage>() as libc::socklen_t;
+    // SAFETY: the address has room for what the length states; both live.
+    check(unsafe { libc::getpeername(fd, address.as_mut_ptr().cast(), &raw mut length) })?;
+    // SAFETY: a zeroed sockaddr_storage is valid and means AF_UNSPEC.
+    let nowhere: libc::sockaddr_storage = unsafe { MaybeUninit::zeroed().assume_init() };
+    let family = size_of::<libc::sockaddr>() as libc::socklen_t;
+    // SAFETY: `nowhere` is at least as long as stated.
+    check(unsafe { libc::connect(fd, (&raw const nowhere).cast(), family) })?;
+    // SAFETY: F_GETFL takes no argument and touches no memory.
+    let flags = check(unsafe { libc::fcntl(fd, libc::F_GETFL) })?;
+    set_nonblocking(fd)?;
+    // SAFETY: getpeername filled the first `length` bytes.
+    let result = check(unsafe { libc::connect(fd, address.as_ptr().cast(), length) });
+    // SAFETY: F_SETFL takes an int and touches no memory.
+    check(unsafe { libc::fcntl(fd, libc::F_SETFL, flags) })?;
+    match result {
+        Ok(_) => return Ok(()),
+        Err(e) if e.raw_os_error() == Some(libc::EINPROGRESS) => {}
+        Err(e) => return Err(e),
+    }
+    let until = Instant::now() + Duration::from_secs(10);
+    loop {
+        let left = until.saturating_duration_since(Instant::now());
+        if left.is_zero() {
+            return Err(io::Error::from_raw_os_error(libc::ETIMEDOUT));
+        }
+        if wait(fd, OUT, Some(left), None)? {
+            return borrowed(fd).take_error()?.map_or(Ok(()), Err);
+        }
+    }
+}
+
+/// std's view of a socket that stays its owner's.
+fn borrowed(fd: RawFd) -> ManuallyDrop<TcpStream> {
+    // SAFETY: never dropped, so the descriptor is not closed; std only makes calls that fail on a wrong one.
+    ManuallyDrop::new(unsafe { TcpStream::from_raw_fd(fd) })
+}
+
+/// One descriptor to wait for.
+#[repr(transparent)]
+#[derive(Clone, Copy)]
+pub struct PollFd(libc::pollfd);
+
+impl PollFd {
+    /// Waits for readability if `read`, for writability if `write`; errors and hang-ups always count.
+    pub fn new(fd: RawFd, read: bool, write: bool) -> PollFd {
+        let events = if read { libc::POLLIN } else { 0 } | if write { libc::POLLOUT } else { 0 };
+        PollFd(libc::pollfd { fd, events, revents: 0 })
+    }
+
+    /// Whether a read would not block (data, end of stream, or an error to fetch).
+    pub fn readable(&self) -> bool {
+        self.0.revents & (libc::POLLIN | libc::POLLERR | libc::POLLHUP | libc::POLLNVAL) != 0
+    }
+
+    /// Whether a write would not block.
+    pub fn writable(&self) -> bool {
+        self.0.revents & (libc::POLLOUT | libc::POLLERR | libc::POLLHUP | libc::POLLNVAL) != 0
+    }
+
+    /// Whether the descriptor is not open.
+    pub fn invalid(&self) -> bool {
+        self.0.revents & libc::POLLNVAL != 0
+    }
+}
+
+/// Waits until one of `fds` is ready or the time is over (`None`: no limit), with `mask` as the thread's signal mask
+/// meanwhile (`None`: as it is). How many are ready; 0 also when a signal came: the caller looks at its clock and
+/// its flags.
+///
+/// # Errors
+/// The errno of ppoll(2), except `EINTR`.
+pub fn poll(fds: &mut [PollFd], timeout: Option<Duration>, mask: Option<&SignalMask>) -> io::Result<usize> {
+    let time = timeout.map(|t| libc::timespec {
+        tv_sec: libc::time_t::try_from(t.as_secs()).unwrap_or(libc::time_t::MAX),
+        tv_nsec: t.subsec_nanos() as _,
+    });
+    let time = time.as_ref().map_or(std::ptr::null(), std::ptr::from_ref);
+    let mask = mask.map_or(std::ptr::null(), |mask| std::ptr::from_ref(&mask.0));
+    // SAFETY: PollFd is repr(transparent) over pollfd and `fds` is exclusively ours; `time` and `mask` are null or
+    // point to live values.
+    let n = unsafe { libc::ppoll(fds.as_mut_ptr().cast(), fds.len() as libc::nfds_t, time, mask) };
+    if n < 0 {
+        let e = io::Error::last_os_error();
+        // revents are undefined now: nothing is ready.
+        fds.iter_mut().for_each(|fd| fd.0.revents = 0);
+        return if e.raw_os_error() == Some(libc::EINTR) { Ok(0) } else { Err(e) };
+    }
+    Ok(n as usize)
+}
+
+/// [`wait`] for readability.
+pub const IN: i16 = libc::POLLIN;
+/// [`wait`] for writability.
+pub const OUT: i16 = libc::POLLOUT;
+
+/// As [`poll`], for one descriptor and `events` ([`IN`], [`OUT`]); whether it is ready.
+///
+/// # Errors
+/// As [`poll`].
+pub fn wait(
+    fd: RawFd,
+    events: i16,
+    timeout: Option<Duration>,
+    mask: Option<&SignalMask>,
+) -> io::Result<bool> {
+    Ok(poll(&mut [PollFd(libc::pollfd { fd, events, revents: 0 })], timeout, mask)? > 0)
+}
+
+/// An epoll set and its alarm, as one descriptor that a program's own loop can poll.
+#[derive(Debug)]
+pub struct WakeSet {
+    set: RawFd,
+    timer: RawFd,
+}
+
+impl WakeSet {
+    /// An empty set without an alarm.
+    ///
+    /// # Errors
+    /// The errno.
+    pub fn new() -> io::Result<WakeSet> {
+        // SAFETY: touches no memory.
+        let set = check(unsafe { libc::epoll_create1(libc::EPOLL_CLOEXEC) })?;
+        let mut wake = WakeSet { set, timer: -1 };
+        wake.add_timer()?;
+        Ok(wake)
+    }
+
+    /// Puts a fresh set and alarm in the place of those that a fork(2) left shared with the parent, whose
+    /// descriptors would otherwise go on waking this process. The number stays.
+    ///
+    /// # Errors
+    /// The errno.
+    pub fn renew(&mut self) -> io::Result<()> {
+        // SAFETY: touches no memory.
+        let fresh = check(unsafe { libc::epoll_create1(libc::EPOLL_CLOEXEC) })?;
+        // SAFETY: touches no memory; both descriptors are ours.
+        let done = check(unsafe { libc::dup3(fresh, self.set, libc::O_CLOEXEC) });
+        // SAFETY: ours, and used no more.
+        unsafe { libc::close(fresh) };
+        done?;
+        // SAFETY: ours, and used no more.
+        unsafe { libc::close(self.timer) };
+        self.add_timer()
+    }
+
+    fn add_timer(&mut self) -> io::Result<()> {
+        let flags = libc::TFD_NONBLOCK | libc::TFD_CLOEXEC;
+        // SAFETY: touches no memory.
+        self.timer = check(unsafe { libc::timerfd_create(libc::CLOCK_MONOTONIC, flags) })?;
+        self.control(libc::EPOLL_CTL_ADD, self.timer, libc::EPOLLIN)
+    }
+
+    /// The descriptor to poll for readability.
+    pub fn fd(&self) -> RawFd {
+        self.set
+    }
+
+    /// Wakes when `fd` is writable, or no longer.
+    ///
+    /// # Errors
+    /// The errno.
+    pub fn watch_writable(&self, fd: RawFd, on: bool) -> io::Result<()> {
+        if on {
+            return self.control(libc::EPOLL_CTL_ADD, fd, libc::EPOLLOUT);
+        }
+        match self.control(libc::EPOLL_CTL_DEL, fd, 0) {
+            Err(e) if matches!(e.raw_os_error(), Some(libc::ENOENT | libc::EBADF)) => Ok(()),
+            other => other,
+        }
+    }
+
+    fn control(&self, operation: i32, fd: RawFd, events: i32) -> io::Result<()> {
+        let mut event = libc::epoll_event { events: events as u32, u64: fd as u64 };
+        // SAFETY: the event is readable; both numbers may be anything.
+        check(unsafe { libc::epoll_ctl(self.set, operation, fd, &raw mut event) }).map(drop)
+    }
+
+    /// Wakes once after `time`, replacing an earlier alarm; `None`: never.
+    ///
+    /// # Errors
+    /// The errno.
+    pub fn alarm(&self, time: Option<Duration>) -> io::Result<()> {
+        // Zero would disarm.
+        let time = time.map_or(Duration::ZERO, |t| t.max(Duration::from_nanos(1)));
+        // SAFETY: an itimerspec is plain numbers.
+        let mut spec: libc::itimerspec = unsafe { MaybeUninit::zeroed().assume_init() };
+        spec.it_value.tv_sec = libc::time_t::try_from(time.as_secs()).unwrap_or(libc::time_t::MAX);
+        spec.it_value.tv_nsec = time.subsec_nanos() as _;
+        // SAFETY: `spec` is readable; no old value is asked for.
+        check(unsafe { libc::timerfd_settime(self.timer, 0, &raw const spec, std::ptr::null_mut()) })
+            .map(drop)
+    }
+
+    /// Takes note of an alarm that has gone off.
+    pub fn silence(&self) {
+        let mut count = 0u64;
+        // SAFETY: `count` has eight writable bytes. EAGAIN means that no alarm was due.
+        unsafe { libc::read(self.timer, (&raw mut count).cast(), 8) };
+    }
+}
+
+/// A signal mask.
+#[repr(transparent)]
+#[derive(Clone, Copy)]
+pub struct SignalMask(libc::sigset_t);
+
+/// All signals of this thread are blocked while this lives, as libtirpc does around a call.
+pub struct BlockedSignals {
+    before: SignalMask,
+    /// A mask belongs to its thread.
+    thread: PhantomData<*const ()>,
+}
+
+impl BlockedSignals {
+    /// Blocks all signals of the calling thread.
+    pub fn all() -> BlockedSignals {
+        let mut all = MaybeUninit::<libc::sigset_t>::uninit();
+        // SAFETY: sigfillset writes the whole set.
+        unsafe { libc::sigfillset(all.as_mut_ptr()) };
+        let mut before = MaybeUninit::<libc::sigset_t>::zeroed();
+        // SAFETY: `all` was filled above, `before` is writable. It cannot fail: the operation is a valid constant.
+        unsafe { libc::pthread_sigmask(libc::SIG_SETMASK, all.as_ptr(), before.as_mut_ptr()) };
+        // SAFETY: a sigset_t is plain integers: the zeroed one was valid even had nothing been written.
+        let before = unsafe { before.assume_init() };
+        BlockedSignals { before: SignalMask(before), thread: PhantomData }
+    }
+
+    /// The mask that the thread had before, for [`poll`].
+    pub fn before(&self) -> &SignalMask {
+        &self.before
+    }
+}
+
+impl Drop for BlockedSignals {
+    fn drop(&mut self) {
+        // SAFETY: `before` is the mask that this thread had (the type is not Send); the old mask is not asked for.
+        unsafe { libc::pthread_sigmask(libc::SIG_SETMASK, &self.before.0, std::ptr::null_mut()) };
+    }
+}
+
+/// How many forks lie between this process and the one that first asked: it differs between parent and child.
+///
+/// Counted by a pthread_atfork handler, so it costs one load, not a system call.
+pub fn fork_generation() -> u64 {
+    watch_forks();
+    GENERATION.load(Relaxed)
+}
+
+/// getpid(2) without the system call.
+pub fn process_id() -> u32 {
+    watch_forks();
+    PID.load(Relaxed)
+}
+
+/// Whether the process has ended, also if its parent has not waited for it yet (when the parent is us).
+pub fn process_gone(pid: u32) -> bool {
+    let Ok(id) = libc::pid_t::try_from(pid) else { return true };
+    // SAFETY: signal 0 is only a check.
+    if unsafe { libc::kill(id, 0) } < 0 {
+        return io::Error::last_os_error().raw_os_error() == Some(libc::ESRCH);
+    }
+    // It exists, but perhaps as our zombie. WNOWAIT leaves it to the program's own wait.
+    let mut info = MaybeUninit::<libc::siginfo_t>::zeroed();
+    let options = libc::WEXITED | libc::WNOHANG | libc::WNOWAIT;
+    // SAFETY: `info` is writable.
+    if unsafe { libc::waitid(libc::P_PID, pid, info.as_mut_ptr(), options) } < 0 {
+        return false;
+    }
+    // SAFETY: zeroed, and filled by waitid when there was something to report: plain integers in both cases.
+    let info = unsafe { info.assume_init() };
+    // SAFETY: waitid fills the SIGCHLD member, of which si_pid is a part; zero when nothing has ended.
+    (unsafe { info.si_pid() }) == id
+}
+
+static GENERATION: AtomicU64 = AtomicU64::new(0);
+static PID: AtomicU32 = AtomicU32::new(0);
+
+fn watch_forks() {
+    static ONCE: Once = Once::new();
+    ONCE.call_once(|| {
+        note_process();
+        // SAFETY: `after_fork` only stores atomics and calls getpid, which is allowed in the child of a
+        // multi-threaded process. The library is linked with -z nodelete: the handler stays mapped.
+        unsafe { libc::pthread_atfork(None, None, Some(after_fork)) };
+    });
+}
+
+unsafe extern "C" fn after_fork() {
+    GENERATION.fetch_add(1, Relaxed);
+    note_process();
+}
+
+fn note_process() {
+    // SAFETY: getpid has no arguments and cannot fail.
+    PID.store(unsafe { libc::getpid() } as u32, Relaxed);
+}
+
+/// Words and a lock that this process and its forked children share: one anonymous MAP_SHARED page.
+///
+/// # Invariants
+/// `layout` points to our own mapping of at least one `Layout`, whose mutex is initialised.
+pub struct SharedPage {
+    layout: NonNull<Layout>,
+}
+
+#[repr(C)]
+struct Layout {
+    mutex: libc::pthread_mutex_t,
+    words: [AtomicU64; SharedPage::WORDS],
+}
+
+// SAFETY: the page is used through a process-shared mutex and atomics only.
+unsafe impl Send for SharedPage {}
+// SAFETY: as above.
+unsafe impl Sync for SharedPage {}
+
+impl SharedPage {
+    /// Number of words.
+    pub const WORDS: usize = 8;
+
+    /// A new page, all words 0.
+    ///
+    /// # Errors
+    /// The errno of mmap(2) or of making the mutex.
+    pub fn new() -> io::Result<SharedPage> {
+        // SAFETY: an anonymous mapping at an address of the kernel's choice touches no existing memory.
+        let base = unsafe {
+            libc::mmap(
+                std::ptr::null_mut(),
+                size_of::<Layout>(),
+                libc::PROT_READ | libc::PROT_WRITE,
+                libc::MAP_SHARED | libc::MAP_ANONYMOUS,
+                -1,
+                0,
+            )
+        };
+        if base == libc::MAP_FAILED {
+            return Err(io::Error::last_os_error());
+        }
+        let layout =
+            NonNull::new(base.cast::<Layout>()).ok_or_else(|| io::Error::from_raw_os_error(libc::ENOMEM))?;
+        // From here on Drop unmaps. The words are zero bytes, which is what an AtomicU64 of 0 is.
+        let page = SharedPage { layout };
+        let mut attributes = MaybeUninit::<libc::pthread_mutexattr_t>::uninit();
+        let a = attributes.as_mut_ptr();
+        // SAFETY: initialises the attributes.
+        check_code(unsafe { libc::pthread_mutexattr_init(a) })?;
+        // SAFETY: `a` was initialised above.
+        check_code(unsafe { libc::pthread_mutexattr_setpshared(a, libc::PTHREAD_PROCESS_SHARED) })?;
+        // SAFETY: as above.
+        check_code(unsafe { libc::pthread_mutexattr_setrobust(a, libc::PTHREAD_MUTEX_ROBUST) })?;
+        // SAFETY: the mapping is ours alone until the next fork, and large enough for the mutex.
+        check_code(unsafe { libc::pthread_mutex_init(page.mutex(), a) })?;
+        Ok(page)
+    }
+
+    /// Takes the lock; `None` when another process has kept it for too long.
+    ///
+    /// # Errors
+    /// When the lock is unusable.
+    pub fn lock(&self) -> io::Result<Option<PageLock<'_>>> {
+        // SAFETY: the mutex is initialised (invariant).
+        let mut code = unsafe { libc::pthread_mutex_trylock(self.mutex()) };
+        if code == libc::EBUSY {
+            let until = deadline(LOCK_PATIENCE_MS);
+            // SAFETY: as above; `until` is a live timespec.
+            code = unsafe { libc::pthread_mutex_timedlock(self.mutex(), &until) };
+        }
+        let owner_died = match code {
+            0 => false,
+            libc::EOWNERDEAD => {
+                // SAFETY: we hold the lock, which was inherited from a dead owner.
+                check_code(unsafe { libc::pthread_mutex_consistent(self.mutex()) })?;
+                true
+            }
+            libc::EBUSY | libc::ETIMEDOUT => return Ok(None),
+            code => return Err(io::Error::from_raw_os_error(code)),
+        };
+        Ok(Some(PageLock { page: self, owner_died, thread: PhantomData }))
+    }
+
+    /// A word of the page.
+    ///
+    /// # Panics
+    /// When `index` is not below [`SharedPage::WORDS`].
+    pub fn word(&self, index: usize) -> &AtomicU64 {
+        // SAFETY: the mapping lives as long as `self` (invariant), and the words are only ever accessed as atomics.
+        let words = unsafe { &(*self.layout.as_ptr()).words };
+        &words[index]
+    }
+
+    fn mutex(&self) -> *mut libc::pthread_mutex_t {
+        // SAFETY: the mapping holds a Layout (invariant); no reference to it is made.
+        unsafe { &raw mut (*self.layout.as_ptr()).mutex }
+    }
+}
+
+impl Drop for SharedPage {
+    fn drop(&mut self) {
+        // The mutex is not destroyed: another process may still use it. It holds no resource but its bytes.
+        // SAFETY: `layout` is our own mapping; a PageLock borrows the page, so nobody holds the lock here.
+        unsafe { libc::munmap(self.layout.as_ptr().cast(), size_of::<Layout>()) };
+    }
+}
+
+/// The lock of a page, held.
+pub struct PageLock<'a> {
+    page: &'a SharedPage,
+    owner_died: bool,
+    /// A mutex is unlocked by the thread that locked it.
+    thread: PhantomData<*const ()>,
+}
+
+impl PageLock<'_> {
+    /// Whether the last holder ended while it held the lock.
+    pub fn owner_died(&self) -> bool {
+        self.owner_died
+    }
+}
+
+impl Drop for PageLock<'_> {
+    fn drop(&mut self) {
+        // SAFETY: this thread holds the lock: a PageLock is made only by `lock` and is not Send.
+        unsafe { libc::pthread_mutex_unlock(self.page.mutex()) };
+    }
+}
+
+fn deadline(ms: i64) -> libc::timespec {
+    let mut now = libc::timespec { tv_sec: 0, tv_nsec: 0 };
+    // SAFETY: `now` is writable. timedlock counts in CLOCK_REALTIME.
+    unsafe { libc::clock_gettime(libc::CLOCK_REALTIME, &raw mut now) };
+    let nsec = now.tv_nsec + ms * 1_000_000;
+    libc::timespec { tv_sec: now.tv_sec + nsec / 1_000_000_000, tv_nsec: nsec % 1_000_000_000 }
+}
+
+fn empty_message() -> libc::msghdr {
+    // SAFETY: msghdr is plain integers and pointers, for which zero is valid and means "none".
+    unsafe { MaybeUninit::zeroed().assume_init() }
+}
+
+/// Repeats a transfer that a signal interrupted.
+fn repeat(mut call: impl FnMut() -> libc::ssize_t) -> io::Result<usize> {
+    loop {
+        let n = call();
+        if n >= 0 {
+            return Ok(n as usize);
+        }
+        let e = io::Error::last_os_error();
+        if e.raw_os_error() != Some(libc::EINTR) {
+            return Err(e);
+        }
+    }
+}
+
+fn check(result: libc::c_int) -> io::Result<libc::c_int> {
+    if result < 0 { Err(io::Error::last_os_error()) } else { Ok(result) }
+}
+
+fn check_code(code: libc::c_int) -> io::Result<()> {
+    if code == 0 { Ok(()) } else { Err(io::Error::from_raw_os_error(code)) }
+}
+
+/// Processes for tests.
+#[cfg(test)]
+pub mod testing {
+    /// A forked child process.
+    pub struct Child(libc::pid_t);
+
+    /// Forks; the child runs `work` and exits with 0 when it returns true.
+    pub fn fork(work: impl FnOnce() -> bool) -> Child {
+        // SAFETY: the child runs only `work` and _exit; glibc keeps malloc usable in a child of threads.
+        let pid = unsafe { libc::fork() };
+        assert!(pid >= 0, "fork failed");
+        if pid == 0 {
+            let good = std::panic::catch_unwind(std::panic::AssertUnwindSafe(work)).unwrap_or(false);
+            // SAFETY: ends the process at once, without the destructors and buffers that are the parent's.
+            unsafe { libc::_exit(i32::from(!good)) };
+        }
+        Child(pid)
+    }
+
+    impl Child {
+        /// Its process id.
+        pub fn id(&self) -> u32 {
+            self.0 as u32
+        }
+
+        /// Waits for its end; whether its work returned true.
+        pub fn succeeded(self) -> bool {
+            let mut status = 0;
+            loop {
+                // SAFETY: `status` is writable.
+                let pid = unsafe { libc::waitpid(self.0, &raw mut status, 0) };
+                if pid == self.0 {
+                    return libc::WIFEXITED(status) && libc::WEXITSTATUS(status) == 0;
+                }
+            }
+        }
+
+        /// Waits until it has ended, without reaping it.
+        pub fn wait_for_zombie(&self) {
+            let mut info = std::mem::MaybeUninit::<libc::siginfo_t>::zeroed();
+            // SAFETY: `info` is writable.
+            unsafe { libc::waitid(libc::P_PID, self.id(), info.as_mut_ptr(), libc::WEXITED | libc::WNOWAIT) };
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::io::Write;
+    use std::net::TcpListener;
+    use std::os::fd::AsRawFd;
+    use std::os::unix::net::UnixStream;
+
+    #[test]
+    fn a_gathered_send_arrives_in_a_scattered_receive_and_nothing_blocks() {
+        let (a, b) = UnixStream::pair().unwrap();
+        let mut byte = [0u8; 1];
+        let empty = receive(b.as_raw_fd(), &mut [IoVecMut::from_mut(&mut byte)]);
+        assert_eq!(empty.unwrap_err().kind(), io::ErrorKind::WouldBlock);
+        assert_eq!(send(a.as_raw_fd(), &[IoVec::from_slice(b"ab"), IoVec::from_slice(b"cde")]).unwrap(), 5);
+        assert_eq!(peek(b.as_raw_fd()).unwrap(), Some(b'a'));
+        let (mut x, mut y) = ([0u8; 3], [0u8; 9]);
+        let n =
+            receive(b.as_raw_fd(), &mut [IoVecMut::from_mut(&mut x), IoVecMut::from_mut(&mut y)]).unwrap();
+        assert_eq!((n, &x, &y[..2]), (5, b"abc", &b"de"[..]));
+        drop(a);
+        assert_eq!(peek(b.as_raw_fd()).unwrap(), None);
+        let gone = send(b.as_raw_fd(), &[IoVec::from_slice(b"x")]).unwrap_err();
+        assert_eq!(gone.raw_os_error(), Some(libc::EPIPE));
+    }
+
+    #[test]
+    fn more_pieces_than_one_call_takes_are_sent_in_part() {
+        let (a, _b) = UnixStream::pair().unwrap();
+        let pieces = vec![IoVec::from_slice(b"x"); IOV_MAX + 5];
+        assert_eq!(send(a.as_raw_fd(), &pieces).unwrap(), IOV_MAX);
+    }
+
+    #[test]
+    fn options_of_tcp_are_set_on_tcp_and_ignored_elsewhere() {
+        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+        let stream = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
+        set_nodelay(stream.as_raw_fd()).unwrap();
+        assert!(stream.nodelay().unwrap());
+        assert!(tcp_mss(stream.as_raw_fd()).unwrap() > 500);
+        assert!(own_host(stream.as_raw_fd()));
+        let (a, _b) = UnixStream::pair().unwrap();
+        set_nodelay(a.as_raw_fd()).unwrap();
+        assert_eq!(tcp_mss(a.as_raw_fd()), None);
+        assert!(set_nodelay(-1).is_err());
+    }
+
+    #[test]
+    fn a_socket_is_connected_anew_to_the_same_peer() {
+        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+        let stream = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
+        let (_first, _) = listener.accept().unwrap();
+        reconnect(stream.as_raw_fd()).unwrap();
+        let (second, _) = listener.accept().unwrap();
+        (&stream).write_all(b"x").unwrap();
+        assert!(poll(&mut [PollFd::new(second.as_raw_fd(), true, false)], None, None).unwrap() == 1);
+        assert_eq!(peek(second.as_raw_fd()).unwrap(), Some(b'x'));
+    }
+
+    #[test]
+    fn waiting_ends_with_the_time_or_with_readiness() {
+        let (a, b) = UnixStream::pair().unwrap();
+        let mut fds = [PollFd::new(b.as_raw_fd(), true, false), PollFd::new(a.as_raw_fd(), false, true)];
+        let blocked = BlockedSignals::all();
+        assert_eq!(poll(&mut fds, Some(Duration::ZERO), Some(blocked.before())).unwrap(), 1);
+        assert!(!fds[0].readable() && fds[1].writable());
+        assert!(!wait(b.as_raw_fd(), IN, Some(Duration::from_millis(1)), None).unwrap());
+        (&a).write_all(b"x").unwrap();
+        assert!(wait(b.as_raw_fd(), IN, None, None).unwrap());
+    }
+
+    #[test]
+    fn random_bytes_differ() {
+        let (mut a, mut b) = ([0; 32], [0; 32]);
+        random(&mut a).unwrap();
+        random(&mut b).unwrap();
+        assert_ne!(a, b);
+    }
+
+    #[test]
+    fn a_forked_child_has_another_generation_and_process_id() {
+        let (generation, pid) = (fork_generation(), process_id());
+        let child = testing::fork(|| fork_generation() == generation + 1 && process_id() != pid);
+        let id = child.id();
+        assert!(!process_gone(process_id()));
+        child.wait_for_zombie();
+        assert!(process_gone(id), "a zombie counts as gone");
+        assert!(child.succeeded());
+        assert!(process_gone(id));
+        assert_eq!((fork_generation(), process_id()), (generation, pid));
+    }
+
+    #[test]
+    fn a_page_is_shared_with_a_child_and_its_lock_survives_a_dead_holder() {
+        let page = SharedPage::new().unwrap();
+        let child = testing::fork(|| {
+            page.word(3).store(7, Relaxed);
+            std::mem::forget(page.lock().unwrap().unwrap());
+            true
+        });
+        assert!(child.succeeded());
+        assert_eq!(page.word(3).load(Relaxed), 7);
+        assert!(page.lock().unwrap().unwrap().owner_died());
+        assert!(!page.lock().unwrap().unwrap().owner_died());
+    }
+
+    #[test]
+    fn a_lock_that_another_process_keeps_is_given_up_after_a_while() {
+        let page = SharedPage::new().unwrap();
+        let (ours, theirs) = UnixStream::pair().unwrap();
+        let child = testing::fork(|| {
+            let _lock = page.lock().unwrap().unwrap();
+            (&theirs).write_all(b"x").unwrap();
+            // Until the parent has seen it.
+            wait(theirs.as_raw_fd(), IN, None, None).unwrap()
+        });
+        assert!(wait(ours.as_raw_fd(), IN, None, None).unwrap());
+        assert!(page.lock().unwrap().is_none());
+        (&ours).write_all(b"x").unwrap();
+        assert!(child.succeeded());
+        assert!(!page.lock().unwrap().unwrap().owner_died());
+    }
+}

@@ -1,0 +1,120 @@
+#!/bin/bash
+# netid.sh: the netids "rdma" and "rdma6" at libtirpc's boundary, with a stock rpcbind and unmodified programs: entries
+# and addresses, registration, look-up, rpcinfo, NETPATH, a wrong setting, RPCRDMA_REDIRECT, and nothing changed for
+# programs that do not ask. Needs root for a private network.
+here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
+if [ -z "${NETID_IN_NS:-}" ]; then
+    if [ "$(id -u)" -ne 0 ] || ! unshare --net --mount --pid --fork true 2>/dev/null; then
+        echo "skip  netid.sh (needs root)"; exit 0
+    fi
+    NETID_IN_NS=1 exec bash "$here/ns.sh" bash "${BASH_SOURCE[0]}"
+fi
+. "$here/lib.sh"
+# A name of the tests, not of the library, which refuses settings that it does not know.
+cd "$scratch" || exit 1
+program=536870997    # 0x20000055
+
+# check NAME EXPECTED COMMAND...: standard output and error of the command, as an extended regular expression.
+check() {
+    local name=$1 expected=$2; shift 2
+    "$@" >out 2>&1
+    if echo "$(tr '\n' ' ' <out)" | grep -Eq -- "$expected"; then ok "$name"; else FAIL "$name" out; fi
+}
+rows() { rpcinfo | awk -v p=$program '$1 == p { print $3 " " $4 }' | LC_ALL=C sort | tr '\n' ' '; }
+uaddr() { rpcinfo | awk -v p=$program -v n="$1" '$1 == p && $3 == n { print $4 }'; }
+# serve NAME VARIABLE=VALUE... -- ARGUMENTS: starts a server with the library; $server is its pid.
+serve() {
+    local settings=()
+    while [ "$1" != -- ]; do settings+=("$1"); shift; done; shift
+    log=$scratch/server.log start_ready "${preloaded[@]}" "${settings[@]}" ./netid serve "$@" ||
+        FAIL "server $* starts" "$scratch/server.log"
+}
+run() { "${preloaded[@]}" "$@"; }
+
+cc -Wall -Wextra -o netid "$top/c-tests/netid.c" $(pkg-config --cflags --libs libtirpc) 2>cc.log ||
+    { FAIL "netid.c compiles" cc.log; closing; }
+
+check "the entries, their addresses and descriptors" '^$' run ./netid entries
+check "without the library there is no such netid" 'nconf != NULL' ./netid entries
+run valgrind -q --error-exitcode=9 ./netid entries 2>valgrind.log && ok "valgrind: entries" ||
+    FAIL "valgrind: entries" valgrind.log
+
+serve -- rdma
+check "svc_create registers both netids" '^rdma 0\.0\.0\.0\.[0-9.]+ rdma6 ::\.[0-9.]+ $' rows
+check "clnt_create by netid" '^rdma: RPC: Success' run ./netid call 127.0.0.1 1 rdma
+check "clnt_create over IPv6" '^rdma6: RPC: Success' run ./netid call ::1 1 rdma
+check "another version is found, and refused by the server" '^rdma: RPC: Program/version mismatch' \
+    run ./netid call 127.0.0.1 7 rdma
+at=127.0.0.1$(uaddr rdma | sed 's/^0\.0\.0\.0//')
+check "rpcb_getaddr" "^${at//./\\.} \$" run ./netid getaddr 127.0.0.1 1
+check "rpcinfo -T rdma, version given" 'version 1 ready' run rpcinfo -T rdma 127.0.0.1 $program 1
+check "rpcinfo -T rdma, any version" 'version 1 ready' run rpcinfo -T rdma 127.0.0.1 $program
+check "rpcinfo -T rdma6" 'version 1 ready' run rpcinfo -T rdma6 ::1 $program
+check "rpcinfo -a" 'version 1 ready' run rpcinfo -a "$at" -T rdma $program 1
+rpcinfo -T tcp 127.0.0.1 >dump.tcp
+run rpcinfo -T rdma 127.0.0.1 >dump.rdma 2>&1
+cmp -s dump.tcp dump.rdma && ok "rpcinfo -T rdma lists what -T tcp lists" || FAIL "rpcinfo -T rdma lists" dump.rdma
+stop "$server"
+check "svc_unreg removes the rows" '^$' rows
+
+check "not registered: the text names netid and host" \
+    'RPC: Program not registered; program [0-9]+ is not registered on netid rdma6? at 127\.0\.0\.1' \
+    run ./netid call 127.0.0.1 1 rdma
+check "unknown host" 'RPC: Unknown host; no\.such\.host\.invalid' run ./netid call no.such.host.invalid 1 rdma
+check "no rpcbind" 'RPC: Port mapper failure.*no rpcbind at 127\.0\.0\.1:111' \
+    env NO_RPCBIND=1 bash "$here/ns.sh" "${preloaded[@]}" ./netid call 127.0.0.1 1 rdma
+
+check "a wrong setting: no client, and why" 'create: RPC: .*; RPCRDMA_REDIRECT="carrier-pigeon"' \
+    run env RPCRDMA_REDIRECT=carrier-pigeon ./netid call 127.0.0.1 1 rdma
+check "a wrong setting: no server, and why" 'svc_create: RPC: .*; RPCRDMA_REDIRECT="carrier-pigeon"' \
+    run env RPCRDMA_REDIRECT=carrier-pigeon ./netid serve rdma
+serve RPCRDMA_REDIRECT=carrier-pigeon -- tcp
+check "a wrong setting leaves tcp alone" '^tcp [0-9.]+ tcp6 [0-9:.]+ $' rows
+stop "$server"
+
+for nettype in netpath circuit_n; do
+    serve NETPATH=rdma -- $nettype
+    check "NETPATH=rdma, svc_create($nettype)" '^rdma 0\.0\.0\.0\.[0-9.]+ $' rows
+    check "NETPATH=rdma, clnt_create($nettype)" '^rdma: RPC: Success' \
+        run env NETPATH=rdma ./netid call 127.0.0.1 1 $nettype
+    stop "$server"
+done
+
+serve -- rdma reg
+check "rpc_reg and rpc_call" '^RPC: Success 42' run ./netid rpc_call 127.0.0.1 rdma
+stop "$server"
+
+serve -- tcp
+check "unasked, a server stays on its netids" '^tcp [0-9.]+ tcp6 [0-9:.]+ $' rows
+check "a stock client calls it" '^tcp: RPC: Success' ./netid call 127.0.0.1 1 tcp
+stop "$server"
+
+for how in create legacy; do
+    serve RPCRDMA_REDIRECT=tcp -- tcp $how
+    [ "$(uaddr rdma)" = "$(uaddr tcp)" ] && [ -n "$(uaddr tcp)" ] && ok "moved ($how): same address" ||
+        FAIL "moved ($how): same address"
+    check "moved ($how): a stock client is served" '^tcp: RPC: Success' ./netid call 127.0.0.1 1 tcp
+    check "moved ($how): by netid" '^rdma: RPC: Success' run ./netid call 127.0.0.1 1 rdma
+    check "moved ($how): a moved client" '^(tcp|rdma): RPC: Success' "${moved[@]}" ./netid call 127.0.0.1 1 tcp
+    stop "$server"
+    check "moved ($how): rows removed, from the signal handler" '^$' rows
+done
+
+serve RPCRDMA_REDIRECT=tcp RPCRDMA_REDIRECT_PROGRAMS=100003 -- tcp
+check "another program's server is not moved" '^tcp [0-9.]+ tcp6 [0-9:.]+ $' rows
+stop "$server"
+
+serve RPCRDMA_REDIRECT=udp -- udp
+[ "$(uaddr rdma)" = "$(uaddr udp)" ] && [ -n "$(uaddr udp)" ] && ok "udp moved: same address" || FAIL "udp moved"
+check "udp moved: by netid" '^rdma: RPC: Success' run ./netid call 127.0.0.1 1 rdma
+check "udp moved: a stock client is served" '^udp: RPC: Success' ./netid call 127.0.0.1 1 udp
+stop "$server"
+
+# Linked instead of preloaded: the outer names keep the library needed.
+if cc -o linked "$top/c-tests/netid.c" $(pkg-config --cflags libtirpc) -L"$(dirname "$LIBRPCRDMA")" \
+    -Wl,-rpath,"$(dirname "$LIBRPCRDMA")" -lrpcrdma -ltirpc 2>cc.log; then
+    check "linked: the entries" '^$' ./linked entries
+else
+    FAIL "netid.c links with -lrpcrdma -ltirpc" cc.log
+fi
+closing

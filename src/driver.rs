@@ -624,6 +624,8 @@ impl Server {
             link.pump();
         }
         let request = link.engine.poll_request()?;
+        // Handing it up made room: Reads of the next long Calls may start.
+        link.drain();
         stats::add(Counter::Served, 1);
         active(self.id);
         Some(request)

@@ -7,12 +7,12 @@
 //!   seat. There is no thread of our own.
 //! - [`Server`] is a responder's connection, driven by the program's own loop.
 //!
-//! Waiting first spins, if that has paid lately ([`Spin`]): on two idle processors a reply comes sooner than a sleep
+//! Waiting first spins, if that has paid lately (`Spin`): on two idle processors a reply comes sooner than a sleep
 //! takes. A spin that finds nothing makes the next waits sleep at once.
 //!
 //! # Invariants
 //! - A lock is never held while sleeping, and no C code of the program runs under it.
-//! - After every input to the engine its output is drained ([`Link::pump`]).
+//! - After every input to the engine its output is drained (`Link::pump`).
 #![forbid(unsafe_code)]
 
 use std::collections::HashMap;
@@ -25,6 +25,7 @@ use crate::config::{Config, Crc};
 use crate::connection::{Connection, Expect, Output, Request, RequestId, Role, Settings};
 use crate::error::{Error, Kind};
 use crate::memory::{Buf, Memory, Region};
+use crate::process::{self, Identity};
 use crate::provider::iwarp::{Iwarp, Options};
 use crate::provider::{Completion, QueuePair, WorkRequest};
 use crate::stats::{self, Counter};
@@ -261,6 +262,8 @@ struct Waiting {
     driven: bool,
     spin: Spin,
     next_xid: u32,
+    /// The file behind `fd`: a number that is another file by now is not this connection.
+    identity: Option<Identity>,
 }
 
 /// The signal mask of the caller, in force while it sleeps.
@@ -287,6 +290,7 @@ impl Client {
             driven: false,
             spin: Spin::default(),
             next_xid: sys::random_u32(),
+            identity: process::identify(fd),
         };
         Ok(Arc::new(Client { fd, config, memory, state: Mutex::new(state) }))
     }
@@ -313,6 +317,12 @@ impl Client {
     /// The socket.
     pub fn fd(&self) -> RawFd {
         self.fd
+    }
+
+    /// Whether the descriptor is still this connection's socket.
+    pub fn alive(&self) -> bool {
+        let state = self.lock();
+        state.identity.is_some() && state.identity == process::identify(self.fd)
     }
 
     /// Memory to encode into.
@@ -398,6 +408,13 @@ impl Client {
             self.null(&null, deadline, mask)?;
         }
         let mut state = self.lock();
+        if state.link.engine.granted() == 1 {
+            // It would hold the only credit, and nothing would ever give it back.
+            return Err(Error::new(
+                Kind::NotSent,
+                "the server grants one credit: a call without a reply needs two; raise RPCRDMA_CREDITS there",
+            ));
+        }
         let Waiting { link, .. } = &mut *state;
         link.engine.call(xid, message, Expect::Nothing, &mut *link.device)?;
         link.flush();
@@ -504,6 +521,7 @@ impl Client {
         }
         log_warn!("fd {}: timed-out calls hold every credit: connecting anew", self.fd);
         sys::reconnect(self.fd)?;
+        state.identity = process::identify(self.fd);
         // However little time this call has: a startup given up halfway would leave no connection at all.
         let limit = deadline.max(Instant::now() + RECONNECT_TIMEOUT).min(Instant::now() + START_TIMEOUT);
         let fresh = Client::start(self.fd, self.config, &self.memory, limit, mask);
@@ -636,6 +654,8 @@ impl Server {
             link.pump();
         }
         let request = link.engine.poll_request()?;
+        // Handing it up made room: Reads of the next long Calls may start.
+        link.drain();
         stats::add(Counter::Served, 1);
         active(self.id);
         Some(request)

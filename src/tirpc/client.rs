@@ -1,7 +1,7 @@
 //! The CLIENT of a connection over RDMA: `clnt_call` and its kin, as libtirpc's stream transport does them.
 //!
 //! A handle is a thin thing: program, version, timeout and the last error. The connection belongs to the socket:
-//! CLIENTs made on one descriptor share it, as they may with libtirpc ([`connections`]), and calls of several threads
+//! CLIENTs made on one descriptor share it, as they may with libtirpc (`connections`), and calls of several threads
 //! are pipelined.
 //!
 //! Owned here: the vtable, the order of a call (XID, header, AUTH, arguments; reply, AUTH, results, refresh), and the
@@ -28,7 +28,6 @@ use crate::driver::{Client, NULL_REPLY, REPLY_HEADER, START_TIMEOUT};
 use crate::error::{Error, Kind, clnt_stat, os_text};
 use crate::ffi::guard;
 use crate::memory::Region;
-use crate::process::{self, Identity};
 use crate::stats::{self, Counter};
 use crate::sys::BlockedSignals;
 use crate::tirpc::netid::Sockaddr;
@@ -231,7 +230,7 @@ fn new(connection: Arc<Client>, address: Box<[u8]>, prog: u32, vers: u32, config
 mod connections {
     use super::*;
 
-    type Table = HashMap<c_int, (Identity, Arc<Client>)>;
+    type Table = HashMap<c_int, Arc<Client>>;
 
     fn table() -> MutexGuard<'static, Table> {
         static TABLE: OnceLock<Mutex<Table>> = OnceLock::new();
@@ -239,10 +238,9 @@ mod connections {
     }
 
     pub fn find(fd: c_int) -> Option<Arc<Client>> {
-        let identity = process::identify(fd)?;
         let mut table = table();
-        let (known, connection) = table.get(&fd)?;
-        if *known == identity {
+        let connection = table.get(&fd)?;
+        if connection.alive() {
             return Some(connection.clone());
         }
         table.remove(&fd);
@@ -250,16 +248,7 @@ mod connections {
     }
 
     pub fn add(fd: c_int, connection: Arc<Client>) {
-        if let Some(identity) = process::identify(fd) {
-            table().insert(fd, (identity, connection));
-        }
-    }
-
-    /// The connection's socket became another one under the same number.
-    pub fn renew(fd: c_int) {
-        if let (Some(identity), Some(entry)) = (process::identify(fd), table().get_mut(&fd)) {
-            entry.0 = identity;
-        }
+        table().insert(fd, connection);
     }
 
     pub fn remove(fd: c_int) {
@@ -443,7 +432,6 @@ impl Call<'_> {
             );
             let reply =
                 self.handle.connection.call(xid, message, room, deadline, Some(self.signals.before()));
-            connections::renew(self.handle.connection.fd());
             let reply = reply?;
             log_debug!("fd {fd}: reply {xid}: {} bytes", reply.iter().map(|part| part.len()).sum::<usize>());
             let lock = lock.or_else(|| Some(auth_locks::lock(self.auth)));

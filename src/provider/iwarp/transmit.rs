@@ -662,11 +662,12 @@ impl Frame {
         let mut add = |len: usize, piece: &dyn Fn(usize) -> Option<IoVec<'a>>| {
             let skipped = skip.min(len);
             skip -= skipped;
-            if skipped < len && pieces.len() < sys::IOV_MAX {
-                if let Some(piece) = piece(skipped) {
-                    added += piece.len();
-                    pieces.push(piece);
-                }
+            if skipped < len
+                && pieces.len() < sys::IOV_MAX
+                && let Some(piece) = piece(skipped)
+            {
+                added += piece.len();
+                pieces.push(piece);
             }
         };
         let head = &self.head[..usize::from(self.head_len)];

@@ -32,7 +32,7 @@ use crate::stats::{self, Counter};
 use crate::sys;
 use crate::wire::private_data::PrivateData;
 use crate::wire::{Xid, v1};
-use crate::{log_debug, log_info, log_warn, log_wire};
+use crate::{log_info, log_warn, log_wire, socket};
 
 /// How long the passive side waits for the MPA Request and the first message of a peer (RFC 5044 §7.1.2: "SHOULD").
 pub const START_TIMEOUT: Duration = Duration::from_secs(10);
@@ -77,12 +77,16 @@ impl Link {
         let peer = PrivateData::find(device.private_data()).unwrap_or(PrivateData::ABSENT);
         let settings = Settings { credits: config.credits, inline: config.inline, max_call: config.max_call };
         let engine = Connection::new(role, settings, peer, memory.clone());
-        let (send, receive) = engine.thresholds();
-        log_debug!("fd {}: {role:?}, inline thresholds {send} out, {receive} in", device.fd());
         stats::add(Counter::Connections, 1);
         let mut link = Link { engine, device, memory, inline: config.inline, done: Vec::new() };
         link.drain();
         link
+    }
+
+    /// What the connection runs on and what was agreed, in words for the log.
+    fn describe(&self) -> String {
+        let (send, receive) = self.engine.thresholds();
+        format!("{}, inline {send} bytes out and {receive} in", self.device.describe())
     }
 
     /// Carries out what the engine wants.
@@ -163,7 +167,10 @@ fn note(request: &WorkRequest, fd: RawFd) {
             stats::add(Counter::Sends, 1);
             let bytes: usize = gather.iter().map(|r| r.len()).sum();
             stats::add(Counter::BytesInline, bytes as u64);
-            log_wire!("fd {fd} > {}", gather.first().map_or_else(String::new, |first| describe(first)));
+            log_wire!("fd {fd} > {}", {
+                let message: Vec<u8> = gather.iter().flat_map(|region| region.iter().copied()).collect();
+                describe(&message)
+            });
         }
         WorkRequest::Write { to, .. } => {
             stats::add(Counter::BytesWritten, u64::from(to.length));
@@ -324,6 +331,11 @@ impl Client {
     /// `ENOMEM`.
     pub fn message(&self) -> Result<Buf, Error> {
         Ok(self.memory.message()?)
+    }
+
+    /// What the connection runs on and what was agreed, in words for the log.
+    pub fn describe(&self) -> String {
+        self.lock().link.describe()
     }
 
     /// Why the connection is closed, if it is.
@@ -653,7 +665,10 @@ impl Server {
         let closed = Phase::Failed(Error::new(Kind::ConnectionLost, "closed"));
         if let Phase::Starting(device) = std::mem::replace(&mut self.phase, closed) {
             let memory = memory(self.config);
-            self.phase = Phase::Open(Box::new(Link::new(Role::Server, self.config, device, memory)));
+            let link = Link::new(Role::Server, self.config, device, memory);
+            let peer = socket::peer(self.fd).map_or_else(|| "a peer".to_owned(), |at| at.to_string());
+            log_info!("fd {}: accepted {peer} over rdma ({})", self.fd, link.describe());
+            self.phase = Phase::Open(Box::new(link));
         }
     }
 

@@ -92,6 +92,9 @@ pub trait QueuePair: Send {
     /// What may be asked of it.
     fn limits(&self) -> Limits;
 
+    /// The device and what it agreed on with its peer, in words for the log: "software iWARP, CRC on".
+    fn describe(&self) -> String;
+
     /// RFC 8797 private data of the peer, as received (empty if none).
     fn private_data(&self) -> &[u8];
 

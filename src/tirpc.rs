@@ -562,6 +562,15 @@ pub fn creation_failed(error: &Error) {
     }
 }
 
+/// Adds a text to what libtirpc itself has recorded in `*__rpc_createerr()`.
+pub fn creation_explained(text: String) {
+    // SAFETY: returns the thread's own structure.
+    let place = unsafe { __rpc_createerr() };
+    // SAFETY: written by this thread only, which is here.
+    let status = unsafe { place.read() }.cf_stat;
+    let _ = EXPLANATION.try_with(|explanation| explanation.replace(Some((status, text))));
+}
+
 /// Forgets the text of a creation that failed.
 pub fn creation_started() {
     let _ = EXPLANATION.try_with(RefCell::take);

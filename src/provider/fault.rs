@@ -238,6 +238,10 @@ impl QueuePair for Loopback {
         self.limits
     }
 
+    fn describe(&self) -> String {
+        "loopback".to_owned()
+    }
+
     fn private_data(&self) -> &[u8] {
         &self.private_data
     }
@@ -624,6 +628,10 @@ impl State {
 impl QueuePair for Fault {
     fn limits(&self) -> Limits {
         self.control.state().limits
+    }
+
+    fn describe(&self) -> String {
+        self.inner.describe()
     }
 
     fn private_data(&self) -> &[u8] {

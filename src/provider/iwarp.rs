@@ -891,6 +891,10 @@ impl QueuePair for Iwarp {
         Limits { read_depth: self.transmit.ord as u32, max_segment: MAX_SEGMENT, remote_invalidation: true }
     }
 
+    fn describe(&self) -> String {
+        format!("software iWARP, CRC {}", if self.transmit.crc { "on" } else { "off" })
+    }
+
     fn private_data(&self) -> &[u8] {
         &self.private_data
     }

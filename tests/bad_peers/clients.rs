@@ -1,0 +1,1 @@
+//! Bad servers, and a C program that finds out.

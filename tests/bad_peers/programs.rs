@@ -5,7 +5,7 @@ use std::fs;
 use std::io::{BufRead, BufReader};
 use std::os::unix::process::ExitStatusExt;
 use std::path::{Path, PathBuf};
-use std::process::{Child, Command, Output, Stdio};
+use std::process::{Child, ChildStdout, Command, Output, Stdio};
 use std::sync::OnceLock;
 use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
 use std::sync::mpsc::{self, RecvTimeoutError};
@@ -73,7 +73,8 @@ fn text(bytes: &[u8]) -> String {
 /// A command that does not outlive the thread that starts it, with the library preloaded.
 fn command(words: &[&str], program: &Path) -> Command {
     let mut command = Command::new("setpriv");
-    command.args(["--pdeathsig", "KILL", "env"]);
+    // A damaged call may ask a program for gigabytes: that is refused here, not by a machine out of memory.
+    command.args(["--pdeathsig", "KILL", "prlimit", "--as=2147483648", "env"]);
     command.arg(format!("LD_PRELOAD={}", library().display()));
     for (name, _) in std::env::vars_os() {
         if name.to_string_lossy().starts_with("RPCRDMA_") {
@@ -106,6 +107,9 @@ fn signal(pid: u32, signal: i32) {
 /// A single-threaded server in svc_run, moved from tcp, and a good client of it that never goes away.
 pub struct Server {
     child: Child,
+    /// Read for the first line only. A call may be damaged into one that writes here, or waits for the standard
+    /// input, which has ended.
+    _stdout: BufReader<ChildStdout>,
     pub port: u16,
     pub good: Peer,
     log: PathBuf,
@@ -130,21 +134,21 @@ impl Server {
         words.extend_from_slice(settings);
         let mut child = command(&words, &program("server"))
             .args(["-n", "tcp", "-c", "tli", "-l", "run"])
-            .stdin(Stdio::piped())
+            .stdin(Stdio::null())
             .stdout(Stdio::piped())
             .stderr(fs::File::create(&log).expect("the log can be written"))
             .spawn()
             .expect("setpriv is installed");
         let mut line = String::new();
-        let stdout = child.stdout.take().expect("a pipe");
+        let mut stdout = BufReader::new(child.stdout.take().expect("a pipe"));
         let alive = watchdog(child.id(), 1);
-        BufReader::new(stdout).read_line(&mut line).expect("the server says something");
+        stdout.read_line(&mut line).expect("the server says something");
         drop(alive);
         let port = line.split(' ').nth(1).and_then(|port| port.parse().ok());
         let port = port.unwrap_or_else(|| panic!("{line:?}: {}", fs::read_to_string(&log).unwrap_or_default()));
         let good = Peer::open(port);
         let normal = Vitals { descriptors: 0, threads: 0, resident: 0 };
-        let mut server = Server { child, port, good, log, normal };
+        let mut server = Server { child, _stdout: stdout, port, good, log, normal };
         // What is made once and stays: the set that wakes the loop for a startup under way.
         let mut half = Peer::connect(port);
         half.push(&request()[..5]);
@@ -205,6 +209,12 @@ impl Server {
 
 impl Drop for Server {
     fn drop(&mut self) {
+        if thread::panicking() {
+            let log = fs::read_to_string(&self.log).unwrap_or_default();
+            let tail: Vec<&str> = log.lines().rev().take(10).collect();
+            eprintln!("server: {:?}; its log, latest line first: {tail:#?}", self.child.try_wait());
+            let _ = fs::remove_file(&self.log);
+        }
         // The end of a failed test; after `end` both are errors that do not matter.
         let _ = self.child.kill();
         let _ = self.child.wait();

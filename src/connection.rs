@@ -725,10 +725,10 @@ impl Connection {
 
     /// Starts Reads, oldest request first, as far as staging memory allows. The oldest always may.
     fn start_pulls(&mut self) {
-        let mut first = true;
-        for pending in &mut self.responder.queue {
+        let mut at = 0;
+        while let Some(pending) = self.responder.queue.get_mut(at) {
             if let State::Waiting(assembly, pulls) = &mut pending.state {
-                if !first && self.responder.pulling + assembly.staging > self.settings.max_call {
+                if at > 0 && self.responder.pulling + assembly.staging > self.settings.max_call {
                     return;
                 }
                 let sink = match self.memory.message().and_then(|mut buf| {
@@ -760,41 +760,51 @@ impl Connection {
                 }
                 let assembly = std::mem::take(assembly);
                 pending.state = State::Pulling { assembly, sink, left };
+                // Chunks without a byte need no Read.
+                if left == 0 && !self.finish_pull(at) {
+                    continue;
+                }
             }
-            first = false;
+            at += 1;
         }
     }
 
     /// An RDMA Read is done.
     pub fn handle_read(&mut self, id: WorkId) {
         let Some(at) = self.responder.queue.iter().position(|p| p.id.0 == id.0) else { return };
-        let pending = &mut self.responder.queue[at];
-        let State::Pulling { left, .. } = &mut pending.state else { return };
+        let State::Pulling { left, .. } = &mut self.responder.queue[at].state else { return };
         *left = left.saturating_sub(1);
-        if *left > 0 {
-            return;
+        if *left == 0 {
+            self.finish_pull(at);
+            self.start_pulls();
         }
+    }
+
+    /// All bytes of a request are here: it is ready, or refused. Whether it is still in the queue.
+    fn finish_pull(&mut self, at: usize) -> bool {
+        let pending = &mut self.responder.queue[at];
         let State::Pulling { assembly, sink, .. } =
             std::mem::replace(&mut pending.state, State::Ready(Vec::new()))
         else {
-            return;
+            return true;
         };
         self.responder.pulling -= assembly.staging;
         let Ok(staging) = sink.into_buf(assembly.staging) else {
             let error = Error::new(Kind::Protocol, "the device still holds memory of finished RDMA Reads");
-            return self.output.push_back(Output::Close(error));
+            self.output.push_back(Output::Close(error));
+            return true;
         };
         let inline = pending.inline.clone();
         let message = assembly.assemble(inline, staging);
         let xid = pending.xid;
         if message.first().and_then(|first| payload_xid(first)) == Some(xid) {
             pending.state = State::Ready(message);
-        } else {
-            // RFC 8166 §4.5.2, as for a Call that came inline.
-            self.responder.queue.remove(at);
-            self.refuse(xid);
+            return true;
         }
-        self.start_pulls();
+        // RFC 8166 §4.5.2, as for a Call that came inline.
+        self.responder.queue.remove(at);
+        self.refuse(xid);
+        false
     }
 
     fn send_error(&mut self, xid: Xid, version: u32, error: RdmaError) {
@@ -832,7 +842,7 @@ impl Connection {
         }
     }
 
-    /// The connection is gone: every call ends, every request is dropped.
+    /// The connection is gone: every call ends, every request that is not ready is dropped.
     pub fn handle_closed(&mut self, error: Error) {
         if self.closed.is_some() {
             return;
@@ -845,7 +855,10 @@ impl Connection {
             }
         }
         self.requester.waiting.clear();
-        self.responder.queue.clear();
+        // What had come before is served, as far as its turn has come: a call without reply has no other chance.
+        let ready = |pending: &&Pending| matches!(pending.state, State::Ready(_));
+        let ready = self.responder.queue.iter().take_while(ready).count();
+        self.responder.queue.truncate(ready);
         self.closed = Some(error);
     }
 

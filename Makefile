@@ -89,7 +89,7 @@ check-long: check
 	@for script in $(LONG); do echo "== $$script"; bash $$script || exit 1; done
 
 bench: all
-	bash bench/run.sh
+	bash bench/bench.sh
 
 clean:
 	$(CARGO) clean

@@ -10,11 +10,12 @@
 //! handles. Everything else a device must do comes out as [`Output::Post`], in the order in which it must be posted.
 //!
 //! # What it keeps
-//! - Credits (RFC 8166 §3.3.1): one before the first reply, then the grant. A call holds its credit until its reply,
-//!   an error, or, if nobody waits for it any more, until the reply to a later call shows that the responder has
-//!   consumed it.
-//! - A timed-out call becomes an orphan: its exposures stay, so that a late RDMA finds live handles and the
-//!   connection survives; no handle names memory of the program, for messages are copied while encoding.
+//! - Credits (RFC 8166 §3.3.1): one before the first reply, then the grant. A call holds its credit until its reply or
+//!   an error; a one-way call, which has neither, until the reply to a later call shows that the responder is past it.
+//! - A timed-out call becomes an orphan: the responder may still be at work on it, so its credit and its exposures
+//!   stay. A late RDMA finds live handles and the connection survives; no handle names memory of the program, for
+//!   messages are copied while encoding. When nothing but such calls is under way, [`Connection::starved`] says so.
+//! - Once [`Output::Close`] is out, only [`Output::Done`] follows.
 //! - Requests are handed up in the order of their Sends, each only when all its Reads are done.
 //!
 //! Read RFC 8166 §3.3 and §4.5 first; `chunks` holds the plan of a message.
@@ -50,7 +51,7 @@ pub struct Settings {
     pub credits: u32,
     /// Largest Send that we take and make, in bytes: 1024..=262144.
     pub inline: usize,
-    /// Largest Call that we pull from a requester, in bytes, and most bytes pulled at a time.
+    /// Largest Call that we pull from a requester, in bytes, and most bytes of pulled Calls that wait to be handed up.
     pub max_call: usize,
 }
 
@@ -149,6 +150,8 @@ pub struct Connection {
     requester: Requester,
     responder: Responder,
     output: VecDeque<Output>,
+    /// [`Output::Close`] is out: nothing more is transmitted.
+    closing: bool,
     /// Set once, by `handle_closed`; every later command fails with it.
     closed: Option<Error>,
 }
@@ -157,17 +160,15 @@ pub struct Connection {
 struct Requester {
     /// Granted by the last reply; 1 before the first one.
     granted: u32,
-    /// Calls that hold a credit.
+    /// Calls transmitted and not ended: each holds a credit.
     in_flight: u32,
     /// Calls transmitted so far: orders calls, so that a reply tells which earlier ones the peer has consumed.
     transmitted: u64,
     calls: HashMap<Xid, Call>,
     /// Calls without a credit, oldest first.
     waiting: VecDeque<Xid>,
-    /// Transmitted calls that nobody waits for and that still hold a credit.
+    /// Transmitted calls that nobody waits for: orphans and one-way calls, each holding a credit.
     abandoned: u32,
-    /// Orphans that gave their credit back but may still be answered: each may need a Receive of the margin.
-    unfunded: u32,
 }
 
 struct Call {
@@ -182,8 +183,6 @@ struct Call {
     /// The Reply chunk: memory, and the segments offered with their places in it.
     area: Option<Sink>,
     offered: Vec<(Segment, usize)>,
-    /// Whether it holds a credit.
-    funded: bool,
 }
 
 #[derive(Clone, Copy, PartialEq, Eq)]
@@ -200,8 +199,10 @@ struct Responder {
     queue: VecDeque<Pending>,
     /// Handed up, not yet answered or discarded.
     handed: HashMap<RequestId, Chunks>,
-    /// Bytes of staging memory in `queue`.
-    pulling: usize,
+    /// Bytes of staging memory in `queue`, filled or being filled.
+    staged: usize,
+    /// Most bytes that the device moves by one Read or Write; known with the first Call.
+    transfer_max: usize,
 }
 
 /// A request on its way up.
@@ -210,6 +211,8 @@ struct Pending {
     xid: Xid,
     chunks: Chunks,
     inline: Region,
+    /// Bytes of staging memory that it holds: none before its Reads start.
+    staged: usize,
     state: State,
 }
 
@@ -232,7 +235,7 @@ enum State {
     Ready(Vec<Region>),
 }
 
-/// Receives beyond the credits: for replies to orphans that gave their credit back, and for stray messages.
+/// Receives beyond the credits: for stray messages, such as the reply to a one-way call that gave its credit back.
 const RECEIVE_MARGIN: u32 = 8;
 
 /// Most bytes of one RDMA Read: between two of them other messages of the peer get their turn.
@@ -240,7 +243,9 @@ const PULL_MAX: usize = 1 << 20;
 
 impl Connection {
     /// The engine of an established connection. Drain `poll_output` at once: it posts the Receives.
-    pub fn new(role: Role, settings: Settings, peer: PrivateData, memory: Arc<Memory>) -> Connection {
+    pub fn new(role: Role, mut settings: Settings, peer: PrivateData, memory: Arc<Memory>) -> Connection {
+        // RFC 8166 §3.3.1: "The granted value MUST NOT be zero, since such a value would result in deadlock."
+        settings.credits = settings.credits.max(1);
         // RFC 8166 §3.3.2: "The inline threshold value is the smaller of the largest number of bytes the sender can
         // post via a single RDMA Send operation and the largest number of bytes the receiver can accept via a single
         // RDMA Receive operation."
@@ -258,13 +263,12 @@ impl Connection {
             requester: Requester { granted: 1, ..Requester::default() },
             responder: Responder::default(),
             output: VecDeque::new(),
+            closing: false,
             closed: None,
         };
-        // RFC 8166 §3.3.1: "A Requester MUST maintain enough receive resources to accommodate expected replies."
-        let receives = match role {
-            Role::Client => settings.credits * 2 + RECEIVE_MARGIN,
-            Role::Server => settings.credits + RECEIVE_MARGIN,
-        };
+        // RFC 8166 §3.3.1: "A Requester MUST maintain enough receive resources to accommodate expected replies." Every
+        // call whose reply is expected holds a credit, so credits bound the Receives of both ends.
+        let receives = settings.credits.saturating_add(RECEIVE_MARGIN);
         connection.output.extend((0..receives).map(|_| Output::Receive));
         connection
     }
@@ -298,8 +302,11 @@ impl Connection {
     }
 
     /// Whether calls that nobody waits for hold every credit: only a new connection helps.
+    ///
+    /// Not while a call that somebody waits for is under way, as after a smaller grant: its reply may help.
     pub fn starved(&self) -> bool {
-        self.requester.abandoned >= self.limit()
+        let Requester { abandoned, in_flight, .. } = self.requester;
+        abandoned >= self.limit() && abandoned == in_flight
     }
 
     /// Whether a call with this XID is under way.
@@ -317,7 +324,8 @@ impl Connection {
     /// Ends with [`Output::Done`].
     ///
     /// # Errors
-    /// `Invalid` when the XID is in use; the reason of the close when the connection is closed.
+    /// `Invalid` when the XID is in use or not that of the message; `NotSent`, with the reason of the close, when the
+    /// connection is closed.
     pub fn call(
         &mut self,
         xid: Xid,
@@ -331,6 +339,10 @@ impl Connection {
         if self.knows(xid) {
             return Err(Error::new(Kind::Invalid, format!("a call with XID {xid} is under way")));
         }
+        // RFC 8166 §4.2.1: "This XID MUST be the same as the XID in the RPC message."
+        if payload_xid(std::slice::from_ref(&message)) != Some(xid) {
+            return Err(Error::new(Kind::Invalid, format!("the call does not begin with its XID {xid}")));
+        }
         let fate = if expect == Expect::Nothing { Fate::OneWay } else { Fate::Awaited };
         let call = Call {
             expect,
@@ -340,7 +352,6 @@ impl Connection {
             sources: Vec::new(),
             area: None,
             offered: Vec::new(),
-            funded: false,
         };
         self.requester.calls.insert(xid, call);
         self.requester.waiting.push_back(xid);
@@ -355,17 +366,17 @@ impl Connection {
             self.requester.calls.remove(&xid);
             self.requester.waiting.retain(|w| *w != xid);
         } else if call.fate == Fate::Awaited {
+            // Its credit stays with it. RFC 8166 §8.1.4 has a requester "keep the number of concurrent RPC transactions
+            // at or under the number of credits granted per connection", and at the responder this one still is one.
             call.fate = Fate::Orphan;
-            if call.funded {
-                self.requester.abandoned += 1;
-            }
+            self.requester.abandoned += 1;
         }
     }
 
     fn transmit_waiting(&mut self, registrar: &mut (impl Registrar + ?Sized)) {
         // RFC 8166 §3.3.1: "A Requester MUST NOT send unacknowledged requests in excess of the Responder's granted
         // credit limit."
-        while self.credits_left() > 0 {
+        while self.credits_left() > 0 && !self.closing {
             let Some(xid) = self.requester.waiting.pop_front() else { return };
             let Some(mut call) = self.requester.calls.remove(&xid) else { continue };
             match self.transmit(xid, &mut call, registrar) {
@@ -373,7 +384,6 @@ impl Connection {
                     self.requester.transmitted += 1;
                     self.requester.in_flight += 1;
                     call.sequence = Some(self.requester.transmitted);
-                    call.funded = true;
                     self.output.push_back(Output::Post(send));
                     if call.fate == Fate::OneWay {
                         self.requester.abandoned += 1;
@@ -449,7 +459,7 @@ impl Connection {
                 // RFC 8166 §4.5.4: "if it is unable to invalidate a memory region due to an unrecoverable problem, the
                 // Requester MUST close the connection to protect that memory from Responder access before the
                 // associated RPC transaction is complete."
-                self.output.push_back(Output::Close(error));
+                self.close(error);
             }
         }
     }
@@ -466,18 +476,21 @@ impl Connection {
             return;
         }
         let outcome = match header.body {
+            // RFC 8166 §4.3.1: "Responders MUST leave the Read list empty in all replies."
+            Body::Msg { chunks, .. } | Body::Nomsg { chunks } if chunks.read_count() > 0 => return,
             Body::Msg { payload, .. } => {
+                let payload = message.slice(message.len() - payload.len(), payload.len());
                 // RFC 8166 §4.2.1: "This XID MUST be the same as the XID in the RPC message."
-                if payload_xid(payload) != Some(xid) {
+                if payload_xid(std::slice::from_ref(&payload)) != Some(xid) {
                     return;
                 }
-                Ok((payload.len(), Vec::new()))
+                Ok((Some(payload), Vec::new()))
             }
             Body::Nomsg { chunks } => match chunks.reply() {
-                Some(reply) => Ok((0, reply.iter().collect::<Vec<_>>())),
+                Some(reply) => Ok((None, reply.iter().collect::<Vec<_>>())),
                 None => return,
             },
-            Body::Error(error) => Err(self.explain(error, &self.requester.calls[&xid])),
+            Body::Error(error) => Err(self.explain(error, call)),
             // RFC 8166 §4.6.1: "Requesters MUST silently discard the message." §4.6.2: "Receivers MUST silently
             // discard" RDMA_DONE.
             Body::Msgp | Body::Done => return,
@@ -487,28 +500,24 @@ impl Connection {
             // RFC 8166 §3.3.1: "The granted value MUST NOT be zero": a zero is taken as one, or nothing moves again.
             self.requester.granted = header.credits.0.max(1);
         }
-        if call.funded {
-            self.requester.in_flight -= 1;
-            if call.fate != Fate::Awaited {
-                self.requester.abandoned -= 1;
-            }
-        } else {
-            self.requester.unfunded -= 1;
+        self.requester.in_flight -= 1;
+        if call.fate != Fate::Awaited {
+            self.requester.abandoned -= 1;
         }
-        // RFC 8166 §4.4.1 by way of §8.1.3: memory is invalidated before anybody looks into it.
+        // RFC 8166 §4.4.1: "the Requester must not access these memory regions while the Responder has access to them."
         self.release(&mut call, registrar);
         let outcome = outcome.and_then(|(inline, returned)| {
-            if inline > 0 {
-                return Ok(vec![message.slice(message.len() - inline, inline)]);
+            if let Some(payload) = inline {
+                return Ok(vec![payload]);
             }
             let area = call.area.take().ok_or_else(|| {
                 Error::new(Kind::Peer, "the reply lies in a Reply chunk, but none was offered")
             })?;
             let reply = chunks::reply_in_chunk(&call.offered, returned.into_iter(), area)?;
-            match reply.first().and_then(|first| payload_xid(first)) {
-                Some(found) if found == xid => Ok(reply),
-                _ => Err(Error::new(Kind::Peer, format!("the Reply chunk does not hold the reply {xid}"))),
+            if payload_xid(&reply) != Some(xid) {
+                return Err(Error::new(Kind::Peer, format!("the Reply chunk does not hold the reply {xid}")));
             }
+            Ok(reply)
         });
         if let Some(sequence) = call.sequence {
             self.give_back(sequence, registrar);
@@ -519,37 +528,23 @@ impl Connection {
         self.transmit_waiting(registrar);
     }
 
-    /// A reply to call `sequence` has come: earlier Calls were consumed, so abandoned ones need no credit any more.
+    /// The reply to call `sequence` has come: the responder is past the one-way calls before it.
+    ///
+    /// Nothing else tells that a call without reply is done. A responder that serves one request at a time, in the
+    /// order of their Sends, has then freed its Receive and pulled its Read chunk.
     fn give_back(&mut self, sequence: u64, registrar: &mut (impl Registrar + ?Sized)) {
         if self.requester.abandoned == 0 {
             return;
         }
-        let earlier: Vec<Xid> = self
-            .requester
-            .calls
-            .iter()
-            .filter(|(_, c)| c.funded && c.fate != Fate::Awaited && c.sequence.is_some_and(|s| s < sequence))
-            .map(|(xid, _)| *xid)
-            .collect();
-        for xid in earlier {
-            let one_way = self.requester.calls.get(&xid).is_some_and(|c| c.fate == Fate::OneWay);
-            if one_way {
-                // No reply will come, and the responder hands up in order: it has pulled what it needs.
-                if let Some(mut call) = self.requester.calls.remove(&xid) {
-                    self.release(&mut call, registrar);
-                }
-            } else {
-                // Its reply may still come and needs a Receive: as many as we have posted beyond the credits.
-                if self.requester.unfunded >= self.settings.credits {
-                    continue;
-                }
-                self.requester.unfunded += 1;
-                if let Some(call) = self.requester.calls.get_mut(&xid) {
-                    call.funded = false;
-                }
+        let past = |c: &Call| c.fate == Fate::OneWay && c.sequence.is_some_and(|s| s < sequence);
+        let done: Vec<Xid> =
+            self.requester.calls.iter().filter(|(_, c)| past(c)).map(|(xid, _)| *xid).collect();
+        for xid in done {
+            if let Some(mut call) = self.requester.calls.remove(&xid) {
+                self.release(&mut call, registrar);
+                self.requester.abandoned -= 1;
+                self.requester.in_flight -= 1;
             }
-            self.requester.abandoned -= 1;
-            self.requester.in_flight -= 1;
         }
     }
 
@@ -594,9 +589,11 @@ impl Connection {
         if !self.request_ready() {
             return None;
         }
-        let Pending { id, xid, chunks, state, .. } = self.responder.queue.pop_front()?;
+        let Pending { id, xid, chunks, staged, state, .. } = self.responder.queue.pop_front()?;
         let State::Ready(message) = state else { return None };
         self.responder.handed.insert(id, chunks);
+        self.responder.staged -= staged;
+        self.start_pulls();
         Some(Request { id, xid, message })
     }
 
@@ -604,11 +601,18 @@ impl Connection {
     ///
     /// # Errors
     /// `TooLong` when the reply fits nowhere: the requester is told with ERR_CHUNK. `Invalid` when the request was
-    /// answered before. The reason of the close when the connection is closed.
+    /// answered before, or the message has another XID (the request can still be answered). The reason of the close
+    /// when the connection is closed.
     pub fn reply(&mut self, id: RequestId, message: Region) -> Result<(), Error> {
-        let Some(chunks) = self.responder.handed.remove(&id) else {
+        let Some(chunks) = self.responder.handed.get(&id) else {
             return Err(Error::new(Kind::Invalid, "the request was answered before"));
         };
+        // RFC 8166 §4.2.1: "This XID MUST be the same as the XID in the RPC message."
+        if payload_xid(std::slice::from_ref(&message)) != Some(chunks.xid) {
+            let text = format!("the reply does not begin with the XID {} of its call", chunks.xid);
+            return Err(Error::new(Kind::Invalid, text));
+        }
+        let Some(chunks) = self.responder.handed.remove(&id) else { return Ok(()) };
         if let Some(error) = &self.closed {
             return Err(error.clone());
         }
@@ -630,7 +634,7 @@ impl Connection {
                 // RFC 8166 §4.5.4: "If a Responder is unable to construct and transmit an RPC Reply or RPC-over-RDMA
                 // error message, the Responder MUST close the connection to signal to the Requester that a reply was
                 // lost."
-                self.output.push_back(Output::Close(error.clone()));
+                self.close(error.clone());
                 return Err(error);
             }
         };
@@ -640,8 +644,10 @@ impl Connection {
             return Ok(());
         }
         for (at, to) in plan.writes {
-            let gather = vec![message.slice(at, to.length as usize)];
-            self.output.push_back(Output::Post(WorkRequest::Write { gather, to }));
+            for (done, to) in transfers(to, self.responder.transfer_max) {
+                let gather = vec![message.slice(at + done, to.length as usize)];
+                self.output.push_back(Output::Post(WorkRequest::Write { gather, to }));
+            }
         }
         let send = WorkRequest::Send { gather: vec![header], invalidate: None };
         self.output.push_back(Output::Post(send));
@@ -656,6 +662,7 @@ impl Connection {
     }
 
     fn handle_call(&mut self, message: Buf, registrar: &mut (impl Registrar + ?Sized)) {
+        self.responder.transfer_max = registrar.max_segment();
         let message = message.freeze();
         let header = match v1::decode(&message) {
             Ok(header) => header,
@@ -695,25 +702,28 @@ impl Connection {
             reply: lists.reply().map(|c| c.iter().collect()),
         };
         let payload = message.slice(message.len() - inline, inline);
-        let state = if lists.read_count() == 0 {
-            if payload_xid(&payload) != Some(xid) {
+        // RFC 8166 §8.1.4: "A Responder is not obliged to pull Read chunks that are unreasonably large. The Responder can
+        // use an RDMA_ERROR response to terminate RPCs with unreadable Read chunks."
+        let Ok((assembly, pulls)) = Assembly::new(lists.reads(), inline, self.settings.max_call) else {
+            self.refuse(xid);
+            return;
+        };
+        // Read chunks without a byte need no Read, and would wait for one for ever.
+        let state = if pulls.is_empty() {
+            if payload_xid(std::slice::from_ref(&payload)) != Some(xid) {
                 // RFC 8166 §4.5.2: "the value of the rdma_xid field does not match the value of the XID field in the
                 // accompanying RPC message" is an XDR error.
                 self.refuse(xid);
                 return;
             }
             State::Ready(vec![payload.clone()])
+        } else if registrar.read_depth() > 0 {
+            State::Waiting(assembly, pulls)
         } else {
-            // RFC 8166 §8.1.4: a responder need not pull chunks that it cannot hold.
-            match Assembly::new(lists.reads(), inline, self.settings.max_call) {
-                Ok((assembly, pulls)) if registrar.read_depth() > 0 => State::Waiting(assembly, pulls),
-                _ => {
-                    self.refuse(xid);
-                    return;
-                }
-            }
+            self.refuse(xid);
+            return;
         };
-        self.responder.queue.push_back(Pending { id, xid, chunks, inline: payload, state });
+        self.responder.queue.push_back(Pending { id, xid, chunks, inline: payload, staged: 0, state });
         self.start_pulls();
     }
 
@@ -725,10 +735,10 @@ impl Connection {
 
     /// Starts Reads, oldest request first, as far as staging memory allows. The oldest always may.
     fn start_pulls(&mut self) {
-        let mut at = 0;
-        while let Some(pending) = self.responder.queue.get_mut(at) {
+        let mut first = true;
+        for pending in &mut self.responder.queue {
             if let State::Waiting(assembly, pulls) = &mut pending.state {
-                if at > 0 && self.responder.pulling + assembly.staging > self.settings.max_call {
+                if !first && self.responder.staged + assembly.staging > self.settings.max_call {
                     return;
                 }
                 let sink = match self.memory.message().and_then(|mut buf| {
@@ -737,81 +747,63 @@ impl Connection {
                 }) {
                     Ok(sink) => sink,
                     // Out of memory with the Call half received: nothing can be answered in order any more.
-                    Err(error) => return self.output.push_back(Output::Close(error.into())),
+                    Err(error) => return self.close(error.into()),
                 };
-                self.responder.pulling += assembly.staging;
+                pending.staged = assembly.staging;
+                self.responder.staged += assembly.staging;
                 let mut left = 0;
-                for pull in pulls.drain(..) {
-                    let mut done = 0;
-                    while done < pull.from.length {
-                        let length = (pull.from.length - done).min(PULL_MAX as u32);
-                        let offset = pull.from.offset.wrapping_add(u64::from(done));
-                        let from = Segment { length, offset, ..pull.from };
-                        let read = WorkRequest::Read {
-                            id: WorkId(pending.id.0),
-                            sink: sink.clone(),
-                            at: pull.at + done as usize,
-                            from,
-                        };
+                for Pull { at, from } in pulls.drain(..) {
+                    for (done, from) in transfers(from, self.responder.transfer_max.min(PULL_MAX)) {
+                        let id = WorkId(pending.id.0);
+                        let read = WorkRequest::Read { id, sink: sink.clone(), at: at + done, from };
                         self.output.push_back(Output::Post(read));
                         left += 1;
-                        done += length;
                     }
                 }
                 let assembly = std::mem::take(assembly);
                 pending.state = State::Pulling { assembly, sink, left };
-                // Chunks without a byte need no Read.
-                if left == 0 && !self.finish_pull(at) {
-                    continue;
-                }
             }
-            at += 1;
+            first = false;
         }
     }
 
     /// An RDMA Read is done.
     pub fn handle_read(&mut self, id: WorkId) {
         let Some(at) = self.responder.queue.iter().position(|p| p.id.0 == id.0) else { return };
-        let State::Pulling { left, .. } = &mut self.responder.queue[at].state else { return };
-        *left = left.saturating_sub(1);
-        if *left == 0 {
-            self.finish_pull(at);
-            self.start_pulls();
-        }
-    }
-
-    /// All bytes of a request are here: it is ready, or refused. Whether it is still in the queue.
-    fn finish_pull(&mut self, at: usize) -> bool {
         let pending = &mut self.responder.queue[at];
+        let State::Pulling { left, .. } = &mut pending.state else { return };
+        *left = left.saturating_sub(1);
+        if *left > 0 {
+            return;
+        }
         let State::Pulling { assembly, sink, .. } =
             std::mem::replace(&mut pending.state, State::Ready(Vec::new()))
         else {
-            return true;
+            return;
         };
-        self.responder.pulling -= assembly.staging;
         let Ok(staging) = sink.into_buf(assembly.staging) else {
             let error = Error::new(Kind::Protocol, "the device still holds memory of finished RDMA Reads");
-            self.output.push_back(Output::Close(error));
-            return true;
+            return self.close(error);
         };
         let inline = pending.inline.clone();
         let message = assembly.assemble(inline, staging);
-        let xid = pending.xid;
-        if message.first().and_then(|first| payload_xid(first)) == Some(xid) {
+        let (xid, staged) = (pending.xid, pending.staged);
+        if payload_xid(&message) == Some(xid) {
             pending.state = State::Ready(message);
-            return true;
+        } else {
+            // RFC 8166 §4.5.2, as for a Call that came inline.
+            self.responder.queue.remove(at);
+            self.responder.staged -= staged;
+            self.refuse(xid);
+            self.start_pulls();
         }
-        // RFC 8166 §4.5.2, as for a Call that came inline.
-        self.responder.queue.remove(at);
-        self.refuse(xid);
-        false
     }
 
     fn send_error(&mut self, xid: Xid, version: u32, error: RdmaError) {
         let mut bytes = Vec::new();
         // RFC 8166 §4.5: "The rdma_xid field MUST contain the same XID that was in the rdma_xid field in the failing
-        // request; The rdma_vers field MUST contain the same version that was in the rdma_vers field in the failing
-        // request"
+        // request" and "The rdma_vers field MUST contain the same version that was in the rdma_vers field in the
+        // failing request".
         v1::encode_error(&mut bytes, xid, version, Credits(self.settings.credits), error);
         let region = self.memory.slab().and_then(|mut buf| {
             buf.extend(&bytes)?;
@@ -822,7 +814,8 @@ impl Connection {
                 let send = WorkRequest::Send { gather: vec![region], invalidate: None };
                 self.output.push_back(Output::Post(send));
             }
-            Err(error) => self.output.push_back(Output::Close(error.into())),
+            // RFC 8166 §4.5.4, as for a reply.
+            Err(error) => self.close(error.into()),
         }
     }
 
@@ -859,7 +852,16 @@ impl Connection {
         let ready = |pending: &&Pending| matches!(pending.state, State::Ready(_));
         let ready = self.responder.queue.iter().take_while(ready).count();
         self.responder.queue.truncate(ready);
+        self.output.retain(|output| matches!(output, Output::Done { .. }));
         self.closed = Some(error);
+    }
+
+    /// Asks for the end of the connection, once; the driver answers with `handle_closed`.
+    fn close(&mut self, error: Error) {
+        if !self.closing {
+            self.closing = true;
+            self.output.push_back(Output::Close(error));
+        }
     }
 
     /// Why the connection is closed, if it is.
@@ -868,10 +870,20 @@ impl Connection {
     }
 }
 
-/// The XID with which an RPC message begins.
-fn payload_xid(payload: &[u8]) -> Option<Xid> {
-    let word = payload.first_chunk::<4>()?;
-    Some(Xid(u32::from_be_bytes(*word)))
+/// The XID with which an RPC message begins; its word may lie in several pieces.
+fn payload_xid(message: &[Region]) -> Option<Xid> {
+    let mut bytes = message.iter().flat_map(|piece| piece.iter().copied());
+    let word = [bytes.next()?, bytes.next()?, bytes.next()?, bytes.next()?];
+    Some(Xid(u32::from_be_bytes(word)))
+}
+
+/// The parts of `whole` that are moved one by one, each at most `max` bytes, with their places in it.
+fn transfers(whole: Segment, max: usize) -> impl Iterator<Item = (usize, Segment)> {
+    chunks::cut(whole.length as usize, max).map(move |(at, length)| {
+        // An offset is opaque: one that wraps is the peer's mistake, found by its device.
+        let offset = whole.offset.wrapping_add(at as u64);
+        (at, Segment { length: length as u32, offset, ..whole })
+    })
 }
 
 #[cfg(test)]

@@ -7,12 +7,12 @@
 //!   seat. There is no thread of our own.
 //! - [`Server`] is a responder's connection, driven by the program's own loop.
 //!
-//! Waiting first spins, if that has paid lately ([`Spin`]): on two idle processors a reply comes sooner than a sleep
+//! Waiting first spins, if that has paid lately (`Spin`): on two idle processors a reply comes sooner than a sleep
 //! takes. A spin that finds nothing makes the next waits sleep at once.
 //!
 //! # Invariants
 //! - A lock is never held while sleeping, and no C code of the program runs under it.
-//! - After every input to the engine its output is drained ([`Link::pump`]).
+//! - After every input to the engine its output is drained (`Link::pump`).
 #![forbid(unsafe_code)]
 
 use std::collections::HashMap;
@@ -25,6 +25,7 @@ use crate::config::{Config, Crc};
 use crate::connection::{Connection, Expect, Output, Request, RequestId, Role, Settings};
 use crate::error::{Error, Kind};
 use crate::memory::{Buf, Memory, Region};
+use crate::process::{self, Identity};
 use crate::provider::iwarp::{Iwarp, Options};
 use crate::provider::{Completion, QueuePair, WorkRequest};
 use crate::stats::{self, Counter};
@@ -48,6 +49,12 @@ const REPLY_WAIT_CHILD: Duration = Duration::from_secs(30);
 /// Most bytes queued for a peer that does not take its replies; beyond, the connection closes.
 const QUEUE_MAX: usize = 64 << 20;
 
+/// Messages of a peer that are taken in one go, beyond several times those that its credits allow.
+const RECEIVES_SPARE: u32 = 256;
+
+/// Requests of one connection that are found by spinning before the program's loop looks at the others again.
+const TURN: u32 = 64;
+
 /// The pools that all software connections of the process share.
 pub fn memory(config: &Config) -> Arc<Memory> {
     static MEMORY: OnceLock<Arc<Memory>> = OnceLock::new();
@@ -62,6 +69,8 @@ pub const REPLY_HEADER: usize = 4096;
 
 /// An engine and a device.
 pub struct Link {
+    role: Role,
+    credits: u32,
     engine: Connection,
     device: Box<dyn QueuePair>,
     memory: Arc<Memory>,
@@ -79,7 +88,15 @@ impl Link {
         let (send, receive) = engine.thresholds();
         log_debug!("fd {}: {role:?}, inline thresholds {send} out, {receive} in", device.fd());
         stats::add(Counter::Connections, 1);
-        let mut link = Link { engine, device, memory, inline: config.inline, done: Vec::new() };
+        let mut link = Link {
+            role,
+            credits: config.credits,
+            engine,
+            device,
+            memory,
+            inline: config.inline,
+            done: Vec::new(),
+        };
         link.drain();
         link
     }
@@ -105,10 +122,14 @@ impl Link {
     /// Moves everything that moves without waiting.
     fn pump(&mut self) {
         self.drain();
+        // What answers no call or makes no request takes no Receive for good, so nothing else bounds its number; and
+        // while it comes faster than it is read, this loop would not end.
+        let mut left = RECEIVES_SPARE + 4 * self.credits;
         while self.engine.closed().is_none() {
             match self.device.poll() {
                 Ok(Some(Completion::Received { sink, len, .. })) => {
                     stats::add(Counter::Receives, 1);
+                    left = left.saturating_sub(1);
                     match sink.into_buf(len) {
                         Ok(message) => self.receive(message),
                         Err(_) => {
@@ -124,6 +145,21 @@ impl Link {
                 Err(error) => self.fail(error),
             }
             self.drain();
+            if left == 0 {
+                self.fail(Error::new(Kind::Protocol, "the peer floods us with messages that are none of an RPC"));
+            }
+        }
+        self.limit_queue();
+    }
+
+    /// Closes the connection of a peer that does not take what it asked for.
+    fn limit_queue(&mut self) {
+        let unsent = self.device.unsent();
+        if self.role == Role::Server && unsent > QUEUE_MAX {
+            self.fail(Error::new(
+                Kind::NotSent,
+                format!("the peer does not take its replies: {unsent} bytes wait, {QUEUE_MAX} is the limit"),
+            ));
         }
     }
 
@@ -254,6 +290,8 @@ struct Waiting {
     driven: bool,
     spin: Spin,
     next_xid: u32,
+    /// The file behind `fd`: a number that is another file by now is not this connection.
+    identity: Option<Identity>,
 }
 
 /// The signal mask of the caller, in force while it sleeps.
@@ -280,6 +318,7 @@ impl Client {
             driven: false,
             spin: Spin::default(),
             next_xid: sys::random_u32(),
+            identity: process::identify(fd),
         };
         Ok(Arc::new(Client { fd, config, memory, state: Mutex::new(state) }))
     }
@@ -306,6 +345,12 @@ impl Client {
     /// The socket.
     pub fn fd(&self) -> RawFd {
         self.fd
+    }
+
+    /// Whether the descriptor is still this connection's socket.
+    pub fn alive(&self) -> bool {
+        let state = self.lock();
+        state.identity.is_some() && state.identity == process::identify(self.fd)
     }
 
     /// Memory to encode into.
@@ -386,6 +431,13 @@ impl Client {
             self.null(&null, deadline, mask)?;
         }
         let mut state = self.lock();
+        if state.link.engine.granted() == 1 {
+            // It would hold the only credit, and nothing would ever give it back.
+            return Err(Error::new(
+                Kind::NotSent,
+                "the server grants one credit: a call without a reply needs two; raise RPCRDMA_CREDITS there",
+            ));
+        }
         let Waiting { link, .. } = &mut *state;
         link.engine.call(xid, message, Expect::Nothing, &mut *link.device)?;
         link.flush();
@@ -492,6 +544,7 @@ impl Client {
         }
         log_warn!("fd {}: timed-out calls hold every credit: connecting anew", self.fd);
         sys::reconnect(self.fd)?;
+        state.identity = process::identify(self.fd);
         // However little time this call has: a startup given up halfway would leave no connection at all.
         let limit = deadline.max(Instant::now() + RECONNECT_TIMEOUT).min(Instant::now() + START_TIMEOUT);
         let fresh = Client::start(self.fd, self.config, &self.memory, limit, mask);
@@ -574,6 +627,8 @@ pub struct Server {
     config: &'static Config,
     phase: Phase,
     spin: Spin,
+    /// Requests found by spinning since the program's loop had its last chance to look at other connections.
+    turn: u32,
     /// Distinguishes connections in [`quiet`].
     id: usize,
     /// When the startup must be complete.
@@ -600,6 +655,7 @@ impl Server {
             config,
             phase: Phase::Starting(Box::new(device)),
             spin: Spin::default(),
+            turn: 0,
             id: NEXT.fetch_add(1, Relaxed),
             start_by: Instant::now() + START_TIMEOUT,
             generation: sys::fork_generation(),
@@ -624,6 +680,8 @@ impl Server {
             link.pump();
         }
         let request = link.engine.poll_request()?;
+        // Handing it up made room: Reads of the next long Calls may start.
+        link.drain();
         stats::add(Counter::Served, 1);
         active(self.id);
         Some(request)
@@ -650,36 +708,32 @@ impl Server {
     /// # Errors
     /// As [`Connection::reply`]; the reason of the close when the connection is closed.
     pub fn reply(&mut self, id: RequestId, message: Region) -> Result<(), Error> {
-        let wait = if self.forked() { REPLY_WAIT_CHILD } else { REPLY_WAIT };
+        let forked = self.forked();
         let Phase::Open(link) = &mut self.phase else {
             return Err(Error::new(Kind::NotSent, "the connection is closed"));
         };
+        // A peer that has let one reply wait is not waited for again until it has taken all.
+        let behind = link.device.unsent() > 0 && !forked;
         let sent = link.engine.reply(id, message);
         if !link.flush() {
-            let deadline = Instant::now() + wait;
+            let wait = if forked { REPLY_WAIT_CHILD } else { REPLY_WAIT };
+            let deadline = Instant::now() + if behind { Duration::ZERO } else { wait };
+            // Reading goes on: two ends that only write would wait for each other. A forked child leaves it to its parent.
+            let events = if forked { sys::OUT } else { sys::IN | sys::OUT };
             loop {
                 let left = deadline.saturating_duration_since(Instant::now());
                 if left.is_zero() {
                     break;
                 }
-                // Reading goes on: two ends that only write would wait for each other.
-                let _ = sys::wait(self.fd, sys::IN | sys::OUT, Some(left), None);
-                if self.generation == sys::fork_generation() {
+                let _ = sys::wait(self.fd, events, Some(left), None);
+                if !forked {
                     link.pump();
                 }
                 if link.flush() {
                     break;
                 }
             }
-            let unsent = link.device.unsent();
-            if unsent > QUEUE_MAX {
-                link.fail(Error::new(
-                    Kind::NotSent,
-                    format!(
-                        "the peer does not take its replies: {unsent} bytes wait, {QUEUE_MAX} is the limit"
-                    ),
-                ));
-            }
+            link.limit_queue();
         }
         sent?;
         match link.engine.closed() {
@@ -708,12 +762,17 @@ impl Server {
         if self.generation != sys::fork_generation() || !quiet(self.id) {
             return false;
         }
+        if self.turn >= TURN {
+            self.turn = 0;
+            return false;
+        }
         let Some(limit) = self.spin.allowed(self.config) else { return false };
         let start = Instant::now();
         loop {
             link.pump();
             if link.engine.request_ready() {
                 self.spin.found();
+                self.turn += 1;
                 return true;
             }
             if link.engine.closed().is_some() {

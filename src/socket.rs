@@ -84,7 +84,7 @@ pub fn connect(fd: RawFd, address: SocketAddr) -> io::Result<()> {
     connect_raw(fd, &storage, length)
 }
 
-/// Undoes a connect(2): the socket keeps its local port and can be connected again.
+/// Undoes a connect(2): the socket can be connected again, from the port that it was bound to, if it was.
 ///
 /// # Errors
 /// The errno.
@@ -127,17 +127,16 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_socket_is_disconnected_and_connected_again_on_the_same_port() {
+    fn a_socket_is_disconnected_and_connected_again() {
         let listener = TcpListener::bind("127.0.0.1:0").unwrap();
         let to = listener.local_addr().unwrap();
         let stream = TcpStream::connect(to).unwrap();
         let fd = stream.as_raw_fd();
-        let before = local(fd);
         drop(listener.accept().unwrap());
         disconnect(fd).unwrap();
         assert_eq!(peer(fd), None);
         connect(fd, to).unwrap();
-        assert_eq!((peer(fd), local(fd)), (Some(to), before));
+        assert_eq!(peer(fd), Some(to));
         assert!(is_stream(fd) && !listens(fd));
     }
 

@@ -10,15 +10,16 @@
 //! - A [`SharedPage`] holds only its lock and atomic words: no pointer, no state that a process could leave torn.
 #![allow(unsafe_code)]
 
+use std::ffi::c_int;
 use std::io;
 use std::marker::PhantomData;
 use std::mem::{ManuallyDrop, MaybeUninit};
 use std::net::TcpStream;
-use std::os::fd::{FromRawFd, RawFd};
+use std::os::fd::{AsRawFd, FromRawFd, OwnedFd, RawFd};
 use std::ptr::NonNull;
 use std::sync::Once;
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering::Relaxed};
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use crate::memory::{IoVec, IoVecMut};
 
@@ -161,42 +162,55 @@ pub fn own_host(fd: RawFd) -> bool {
     }
 }
 
-/// Connects a connected TCP socket to the same peer anew, keeping its descriptor. Waits at most 10 seconds.
+/// Connects a connected TCP socket to the same peer anew, keeping its descriptor number. Waits at most 10 seconds.
+///
+/// The old connection is closed in an orderly way: what was sent on it still arrives, which connect(2) on the same
+/// socket would cut off with a reset. A client on a reserved port gets another one, as servers that trust them demand.
 ///
 /// # Errors
-/// The errno; the socket is not connected then.
+/// The errno; the old connection is still there then.
 pub fn reconnect(fd: RawFd) -> io::Result<()> {
     let mut address = MaybeUninit::<libc::sockaddr_storage>::zeroed();
     let mut length = size_of::<libc::sockaddr_storage>() as libc::socklen_t;
     // SAFETY: the address has room for what the length states; both live.
     check(unsafe { libc::getpeername(fd, address.as_mut_ptr().cast(), &raw mut length) })?;
-    // SAFETY: a zeroed sockaddr_storage is valid and means AF_UNSPEC.
-    let nowhere: libc::sockaddr_storage = unsafe { MaybeUninit::zeroed().assume_init() };
-    let family = size_of::<libc::sockaddr>() as libc::socklen_t;
-    // SAFETY: `nowhere` is at least as long as stated.
-    check(unsafe { libc::connect(fd, (&raw const nowhere).cast(), family) })?;
-    // SAFETY: F_GETFL takes no argument and touches no memory.
+    // SAFETY: plain numbers, zeroed where getpeername wrote nothing.
+    let address = unsafe { address.assume_init() };
+    // SAFETY: touches no memory.
     let flags = check(unsafe { libc::fcntl(fd, libc::F_GETFL) })?;
-    set_nonblocking(fd)?;
-    // SAFETY: getpeername filled the first `length` bytes.
-    let result = check(unsafe { libc::connect(fd, address.as_ptr().cast(), length) });
-    // SAFETY: F_SETFL takes an int and touches no memory.
-    check(unsafe { libc::fcntl(fd, libc::F_SETFL, flags) })?;
-    match result {
-        Ok(_) => return Ok(()),
-        Err(e) if e.raw_os_error() == Some(libc::EINPROGRESS) => {}
-        Err(e) => return Err(e),
+    // SAFETY: as above.
+    let close = check(unsafe { libc::fcntl(fd, libc::F_GETFD) })? & libc::FD_CLOEXEC;
+    let kind = libc::SOCK_STREAM | libc::SOCK_NONBLOCK | libc::SOCK_CLOEXEC;
+    // SAFETY: as above.
+    let fresh = check(unsafe { libc::socket(c_int::from(address.ss_family), kind, 0) })?;
+    // SAFETY: just made; closed when this goes out of scope, after dup3 has made its copy.
+    let fresh = unsafe { OwnedFd::from_raw_fd(fresh) };
+    let new = fresh.as_raw_fd();
+    if borrowed(fd).local_addr().is_ok_and(|at| at.port() < 1024) {
+        // SAFETY: NULL asks for any address. A failure leaves the socket unbound, which may be good enough.
+        unsafe { bindresvport(new, std::ptr::null_mut()) };
     }
-    let until = Instant::now() + Duration::from_secs(10);
-    loop {
-        let left = until.saturating_duration_since(Instant::now());
-        if left.is_zero() {
-            return Err(io::Error::from_raw_os_error(libc::ETIMEDOUT));
-        }
-        if wait(fd, OUT, Some(left), None)? {
-            return borrowed(fd).take_error()?.map_or(Ok(()), Err);
-        }
+    // SAFETY: `address` is at least `length` bytes long.
+    match check(unsafe { libc::connect(new, (&raw const address).cast(), length) }) {
+        Err(e) if e.raw_os_error() != Some(libc::EINPROGRESS) => return Err(e),
+        _ => {}
     }
+    if !wait(new, OUT, Some(Duration::from_secs(10)), None)? {
+        return Err(io::Error::from_raw_os_error(libc::ETIMEDOUT));
+    }
+    if let Some(error) = borrowed(new).take_error()? {
+        return Err(error);
+    }
+    // SAFETY: touches no memory.
+    check(unsafe { libc::fcntl(new, libc::F_SETFL, flags) })?;
+    let close = if close != 0 { libc::O_CLOEXEC } else { 0 };
+    // SAFETY: touches no memory; both descriptors are open.
+    check(unsafe { libc::dup3(new, fd, close) }).map(drop)
+}
+
+// Of glibc; libtirpc's of the same name does the same.
+unsafe extern "C" {
+    fn bindresvport(fd: c_int, address: *mut libc::sockaddr_in) -> c_int;
 }
 
 /// std's view of a socket that stays its owner's.

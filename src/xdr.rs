@@ -426,7 +426,7 @@ impl Encoding {
     #[inline]
     fn inline(&mut self, n: usize) -> *mut i32 {
         // The block is aligned to a page: the position decides.
-        if self.at % 4 != 0 {
+        if !self.at.is_multiple_of(4) {
             return ptr::null_mut();
         }
         let old = self.high;

@@ -56,8 +56,11 @@ pub fn plan_call(
     // RFC 8166 §4.3.3: "A Requester MUST provide a Reply chunk whenever the maximum possible size of the RPC Reply
     // message's Transport and Payload streams is larger than the inline threshold for messages from Responder to
     // Requester."
-    let reply_segments =
-        if HEADER_MIN + max_reply > receive { segments(max_reply, max_segment, "reply")? } else { 0 };
+    let reply_segments = if max_reply.saturating_add(HEADER_MIN) > receive {
+        segments(max_reply, max_segment, "reply")?
+    } else {
+        0
+    };
     let lists = lists_len(reply_segments);
     // RFC 8166 §3.5.3: "If there are no DDP-eligible data items in the Payload stream, or the Payload stream is still
     // too large after it has been reduced, the RDMA transport MUST use RDMA Read or Write operations to convey the
@@ -82,7 +85,8 @@ fn segments(bytes: usize, max_segment: usize, what: &str) -> Result<usize, Error
 
 /// The ranges into which `len` bytes are cut for `n` segments of at most `max_segment` bytes.
 pub fn cut(len: usize, max_segment: usize) -> impl Iterator<Item = (usize, usize)> {
-    (0..len).step_by(max_segment.max(1)).map(move |at| (at, (len - at).min(max_segment)))
+    let max = max_segment.max(1);
+    (0..len).step_by(max).map(move |at| (at, (len - at).min(max)))
 }
 
 /// How a Reply travels.

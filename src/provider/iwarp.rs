@@ -810,11 +810,10 @@ impl Iwarp {
 
     /// Changes where the rest of a half-received Write goes.
     fn retarget(&mut self, handle: u32, target: Target) {
-        if let Some(placing) = &mut self.receive.placing {
-            if matches!(placing.header, Header::Tagged { opcode: Opcode::Write, stag, .. } if stag == handle)
-            {
-                placing.target = target;
-            }
+        if let Some(placing) = &mut self.receive.placing
+            && matches!(placing.header, Header::Tagged { opcode: Opcode::Write, stag, .. } if stag == handle)
+        {
+            placing.target = target;
         }
     }
 

@@ -1,7 +1,7 @@
 //! The CLIENT of a connection over RDMA: `clnt_call` and its kin, as libtirpc's stream transport does them.
 //!
 //! A handle is a thin thing: program, version, timeout and the last error. The connection belongs to the socket:
-//! CLIENTs made on one descriptor share it, as they may with libtirpc ([`connections`]), and calls of several threads
+//! CLIENTs made on one descriptor share it, as they may with libtirpc (`connections`), and calls of several threads
 //! are pipelined.
 //!
 //! Owned here: the vtable, the order of a call (XID, header, AUTH, arguments; reply, AUTH, results, refresh), and the
@@ -28,7 +28,6 @@ use crate::driver::{Client, NULL_REPLY, REPLY_HEADER, START_TIMEOUT};
 use crate::error::{Error, Kind, clnt_stat};
 use crate::ffi::guard;
 use crate::memory::Region;
-use crate::process::{self, Identity};
 use crate::stats::{self, Counter};
 use crate::sys::BlockedSignals;
 use crate::tirpc::netid::Sockaddr;
@@ -75,9 +74,15 @@ struct Handle {
     /// The server's address, as `CLGET_SVC_ADDR` shows it.
     address: Box<[u8]>,
     control: Mutex<Control>,
-    /// Calls that run now: destruction waits for them.
-    running: Mutex<usize>,
+    running: Mutex<Runs>,
     idle: Condvar,
+}
+
+/// Calls that run now, and whether destruction waits for their end.
+#[derive(Default)]
+struct Runs {
+    calls: usize,
+    destroying: bool,
 }
 
 struct Control {
@@ -221,7 +226,7 @@ fn new(connection: Arc<Client>, address: Box<[u8]>, prog: u32, vers: u32, config
         connection,
         address,
         control: Mutex::new(control),
-        running: Mutex::new(0),
+        running: Mutex::default(),
         idle: Condvar::new(),
     }));
     // SAFETY: just made, known to nobody else.
@@ -236,7 +241,7 @@ fn new(connection: Arc<Client>, address: Box<[u8]>, prog: u32, vers: u32, config
 mod connections {
     use super::*;
 
-    type Table = HashMap<c_int, (Identity, Arc<Client>)>;
+    type Table = HashMap<c_int, Arc<Client>>;
 
     fn table() -> MutexGuard<'static, Table> {
         static TABLE: OnceLock<Mutex<Table>> = OnceLock::new();
@@ -244,10 +249,9 @@ mod connections {
     }
 
     pub fn find(fd: c_int) -> Option<Arc<Client>> {
-        let identity = process::identify(fd)?;
         let mut table = table();
-        let (known, connection) = table.get(&fd)?;
-        if *known == identity {
+        let connection = table.get(&fd)?;
+        if connection.alive() {
             return Some(connection.clone());
         }
         table.remove(&fd);
@@ -255,16 +259,7 @@ mod connections {
     }
 
     pub fn add(fd: c_int, connection: Arc<Client>) {
-        if let Some(identity) = process::identify(fd) {
-            table().insert(fd, (identity, connection));
-        }
-    }
-
-    /// The connection's socket became another one under the same number.
-    pub fn renew(fd: c_int) {
-        if let (Some(identity), Some(entry)) = (process::identify(fd), table().get_mut(&fd)) {
-            entry.0 = identity;
-        }
+        table().insert(fd, connection);
     }
 
     pub fn remove(fd: c_int) {
@@ -365,7 +360,7 @@ struct Running<'a>(&'a Handle);
 
 impl<'a> Running<'a> {
     fn start(handle: &'a Handle) -> Running<'a> {
-        *handle.running.lock().unwrap_or_else(|e| e.into_inner()) += 1;
+        handle.running.lock().unwrap_or_else(|e| e.into_inner()).calls += 1;
         Running(handle)
     }
 }
@@ -373,8 +368,9 @@ impl<'a> Running<'a> {
 impl Drop for Running<'_> {
     fn drop(&mut self) {
         let mut running = self.0.running.lock().unwrap_or_else(|e| e.into_inner());
-        *running -= 1;
-        if *running == 0 {
+        running.calls -= 1;
+        // Waking costs a system call even where nobody sleeps.
+        if running.calls == 0 && running.destroying {
             self.0.idle.notify_all();
         }
     }
@@ -439,7 +435,6 @@ impl Call<'_> {
             let deadline = Instant::now() + limit;
             let reply =
                 self.handle.connection.call(xid, message, room, deadline, Some(self.signals.before()));
-            connections::renew(self.handle.connection.fd());
             let reply = reply?;
             let lock = lock.or_else(|| Some(auth_locks::lock(self.auth)));
             // SAFETY: by the contract.
@@ -634,7 +629,8 @@ unsafe extern "C" fn destroy(client: *mut CLIENT) {
         // SAFETY: the program's handle.
         let handle = unsafe { handle(client) }?;
         let mut running = handle.running.lock().unwrap_or_else(|e| e.into_inner());
-        while *running > 0 {
+        running.destroying = true;
+        while running.calls > 0 {
             running = handle.idle.wait(running).unwrap_or_else(|e| e.into_inner());
         }
         drop(running);

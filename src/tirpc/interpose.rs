@@ -869,6 +869,8 @@ impl Drop for RdmaWanted {
 
 #[cfg(test)]
 mod tests {
+    use std::net::TcpListener;
+
     use super::*;
 
     fn listener() -> TcpListener {

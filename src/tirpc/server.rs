@@ -7,7 +7,7 @@
 //!
 //! Our SVCXPRT is driven by whatever loop the program has. `xp_recv` moves what has arrived and hands out one request;
 //! `xp_stat` says whether more requests lie in memory; `xp_reply` sends before it returns. What else must wake the
-//! loop, a socket that becomes writable or a startup that takes too long, goes through [`progress`].
+//! loop, a socket that becomes writable or a startup that takes too long, goes through `progress`.
 //!
 //! # Invariants
 //! - A request is on the stack `open` from the `xp_recv` that returned TRUE to the `xp_stat` after its dispatch; it is

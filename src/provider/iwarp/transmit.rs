@@ -40,6 +40,9 @@ const BATCH_FRAMES: usize = 256;
 /// the caller.
 const RUN: usize = 8 << 20;
 
+/// Least memory that a queued message holds.
+const PAGE: usize = 4096;
+
 /// The page that forked processes share. The words are read and written under its lock, except `received`.
 pub(super) struct Shared {
     page: sys::SharedPage,
@@ -259,9 +262,10 @@ impl Transmit {
         self.inbound
     }
 
-    /// Payload bytes of own Sends and Writes that the socket has not taken.
+    /// Bytes of own Sends and Writes that the socket has not taken; each counts for a page at least, which is what
+    /// it holds in memory.
     pub(super) fn unsent(&self) -> usize {
-        self.unsent
+        self.unsent.max(self.queue.len() * PAGE)
     }
 
     /// Whether nothing at all is left to send.
@@ -662,11 +666,12 @@ impl Frame {
         let mut add = |len: usize, piece: &dyn Fn(usize) -> Option<IoVec<'a>>| {
             let skipped = skip.min(len);
             skip -= skipped;
-            if skipped < len && pieces.len() < sys::IOV_MAX {
-                if let Some(piece) = piece(skipped) {
-                    added += piece.len();
-                    pieces.push(piece);
-                }
+            if skipped < len
+                && pieces.len() < sys::IOV_MAX
+                && let Some(piece) = piece(skipped)
+            {
+                added += piece.len();
+                pieces.push(piece);
             }
         };
         let head = &self.head[..usize::from(self.head_len)];

@@ -1,0 +1,214 @@
+/* bench.c: the server and the client of the benchmark; libtirpc alone. bench.sh runs it over tcp and over rdma.
+ *
+ *   bench server NETID                                        prints "READY port"
+ *   bench client NETID PORT OP SIZE THREADS shared|own SECONDS    prints calls per second and microseconds per call
+ *   bench calls NETID PORT OP SIZE COUNT                      makes COUNT calls on one thread
+ *
+ * OP is null, write (SIZE bytes to the server) or read. The server takes a write's data as rpcgen's code would, in
+ * memory allocated for the call, and answers a read from one buffer. */
+#define _GNU_SOURCE
+#include <arpa/inet.h>
+#include <err.h>
+#include <netconfig.h>
+#include <pthread.h>
+#include <rpc/rpc.h>
+#include <stdatomic.h>
+#include <stdbool.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <time.h>
+#include <unistd.h>
+
+enum { PROGRAM = 0x20004245, VERSION = 1, WRITE = 1, READ = 2, LARGEST = 4 << 20 };
+
+struct data {
+    char *bytes;
+    u_int length;
+};
+
+static bool_t xdr_data(XDR *xdrs, struct data *data)
+{
+    return xdr_bytes(xdrs, &data->bytes, &data->length, LARGEST);
+}
+
+static struct netconfig *config_of(const char *netid)
+{
+    struct netconfig *config = getnetconfigent(netid);
+    if (config == NULL)
+        errx(1, "%s: no such netid", netid);
+    return config;
+}
+
+/* ---- Server ------------------------------------------------------------------------------------------------------ */
+
+static char source[LARGEST];
+
+static void dispatch(struct svc_req *request, SVCXPRT *transport)
+{
+    struct data data = {0};
+    u_int length = 0;
+    switch (request->rq_proc) {
+    case NULLPROC:
+        svc_sendreply(transport, (xdrproc_t)xdr_void, NULL);
+        return;
+    case WRITE:
+        if (!svc_getargs(transport, (xdrproc_t)xdr_data, (caddr_t)&data)) {
+            svcerr_decode(transport);
+            return;
+        }
+        svc_sendreply(transport, (xdrproc_t)xdr_u_int, (caddr_t)&data.length);
+        svc_freeargs(transport, (xdrproc_t)xdr_data, (caddr_t)&data);
+        return;
+    case READ:
+        if (!svc_getargs(transport, (xdrproc_t)xdr_u_int, (caddr_t)&length) || length > LARGEST) {
+            svcerr_decode(transport);
+            return;
+        }
+        data = (struct data){source, length};
+        svc_sendreply(transport, (xdrproc_t)xdr_data, (caddr_t)&data);
+        return;
+    default:
+        svcerr_noproc(transport);
+    }
+}
+
+static int serve(const char *netid)
+{
+    struct sockaddr_in address = {.sin_family = AF_INET, .sin_addr.s_addr = htonl(INADDR_LOOPBACK)};
+    struct t_bind bind_to = {.addr = {.maxlen = sizeof address, .len = sizeof address, .buf = &address}, .qlen = 64};
+    SVCXPRT *listener = svc_tli_create(RPC_ANYFD, config_of(netid), &bind_to, 0, 0);
+    if (listener == NULL || !svc_reg(listener, PROGRAM, VERSION, dispatch, NULL))
+        errx(1, "cannot serve on %s", netid);
+    for (size_t i = 0; i < sizeof source; i++)
+        source[i] = (char)(i * 7);
+    printf("READY %u\n", ntohs(((struct sockaddr_in *)listener->xp_ltaddr.buf)->sin_port));
+    fflush(stdout);
+    svc_run();
+    return 1;
+}
+
+/* ---- Client ------------------------------------------------------------------------------------------------------ */
+
+static const char *netid;
+static unsigned port;
+static rpcproc_t procedure;
+static u_int size;
+static atomic_bool stop;
+static pthread_barrier_t start;
+
+struct worker {
+    CLIENT *client;
+    pthread_t thread;
+    unsigned long calls;
+};
+
+static CLIENT *connect_to_server(void)
+{
+    struct sockaddr_in address = {
+        .sin_family = AF_INET, .sin_port = htons((uint16_t)port), .sin_addr.s_addr = htonl(INADDR_LOOPBACK)};
+    struct netbuf netbuf = {.maxlen = sizeof address, .len = sizeof address, .buf = &address};
+    CLIENT *client = clnt_tli_create(RPC_ANYFD, config_of(netid), &netbuf, PROGRAM, VERSION, 0, 0);
+    if (client == NULL)
+        errx(1, "%s", clnt_spcreateerror("connect"));
+    return client;
+}
+
+static void call(CLIENT *client, char *buffer)
+{
+    const struct timeval timeout = {.tv_sec = 30};
+    enum clnt_stat status = RPC_FAILED;
+    u_int answer = size;
+    struct data data = {buffer, size};
+    if (procedure == NULLPROC) {
+        status = clnt_call(client, NULLPROC, (xdrproc_t)xdr_void, NULL, (xdrproc_t)xdr_void, NULL, timeout);
+    } else if (procedure == WRITE) {
+        status = clnt_call(client, WRITE, (xdrproc_t)xdr_data, (caddr_t)&data, (xdrproc_t)xdr_u_int, (caddr_t)&answer,
+                           timeout);
+    } else {
+        data.length = 0;
+        status = clnt_call(client, READ, (xdrproc_t)xdr_u_int, (caddr_t)&size, (xdrproc_t)xdr_data, (caddr_t)&data,
+                           timeout);
+        answer = data.length;
+        /* The first and the last byte, so that nothing that did not arrive counts. */
+        if (status == RPC_SUCCESS && (buffer[0] != 0 || buffer[size - 1] != (char)((size - 1) * 7)))
+            errx(1, "wrong data");
+        buffer[0] = buffer[size - 1] = 'x';
+    }
+    if (status != RPC_SUCCESS)
+        errx(1, "%s", clnt_sperror(client, "call"));
+    if (answer != size)
+        errx(1, "wrong length");
+}
+
+static void *work(void *argument)
+{
+    struct worker *worker = argument;
+    char *buffer = calloc(1, LARGEST);
+    if (buffer == NULL)
+        err(1, "calloc");
+    call(worker->client, buffer); /* warm */
+    pthread_barrier_wait(&start);
+    while (!atomic_load_explicit(&stop, memory_order_relaxed)) {
+        call(worker->client, buffer);
+        worker->calls++;
+    }
+    free(buffer);
+    return NULL;
+}
+
+static double now(void)
+{
+    struct timespec t;
+    clock_gettime(CLOCK_MONOTONIC, &t);
+    return (double)t.tv_sec + (double)t.tv_nsec / 1e9;
+}
+
+static int measure(unsigned threads, bool share, double seconds)
+{
+    struct worker *workers = calloc(threads, sizeof *workers);
+    CLIENT *shared = share ? connect_to_server() : NULL;
+    pthread_barrier_init(&start, NULL, threads + 1);
+    for (unsigned i = 0; i < threads; i++) {
+        workers[i].client = share ? shared : connect_to_server();
+        if (pthread_create(&workers[i].thread, NULL, work, &workers[i]) != 0)
+            errx(1, "pthread_create");
+    }
+    pthread_barrier_wait(&start);
+    double began = now();
+    struct timespec pause = {.tv_sec = (time_t)seconds, .tv_nsec = (long)((seconds - (double)(time_t)seconds) * 1e9)};
+    nanosleep(&pause, NULL);
+    atomic_store(&stop, true);
+    unsigned long calls = 0;
+    for (unsigned i = 0; i < threads; i++) {
+        pthread_join(workers[i].thread, NULL);
+        calls += workers[i].calls;
+    }
+    double took = now() - began;
+    printf("%.0f %.2f\n", (double)calls / took, took * 1e6 * threads / (double)(calls ? calls : 1));
+    return 0;
+}
+
+int main(int argc, char **argv)
+{
+    if (argc == 3 && strcmp(argv[1], "server") == 0)
+        return serve(argv[2]);
+    bool timed = argc == 9 && strcmp(argv[1], "client") == 0;
+    bool counted = argc == 7 && strcmp(argv[1], "calls") == 0;
+    if (!timed && !counted)
+        errx(2, "usage: see the first lines of bench.c");
+    netid = argv[2];
+    port = (unsigned)atoi(argv[3]);
+    procedure = strcmp(argv[4], "write") == 0 ? WRITE : strcmp(argv[4], "read") == 0 ? READ : NULLPROC;
+    size = (u_int)strtoul(argv[5], NULL, 0);
+    if (size > LARGEST || (procedure != NULLPROC && size == 0))
+        errx(2, "%u: not a size", size);
+    if (timed)
+        return measure((unsigned)atoi(argv[6]), strcmp(argv[7], "shared") == 0, atof(argv[8]));
+    char *buffer = calloc(1, LARGEST);
+    CLIENT *client = connect_to_server();
+    for (int i = 0; i < atoi(argv[6]); i++)
+        call(client, buffer);
+    clnt_destroy(client);
+    return 0;
+}

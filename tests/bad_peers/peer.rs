@@ -198,11 +198,16 @@ impl Peer {
         peer
     }
 
-    /// Writes; a connection that the other side has closed already is no error.
+    /// Writes; that the other side has closed the connection is no error here, and `frame` shows it.
     pub fn push(&mut self, bytes: &[u8]) {
+        self.push_if_open(bytes);
+    }
+
+    /// Writes. False when the other side has closed the connection.
+    pub fn push_if_open(&mut self, bytes: &[u8]) -> bool {
         match self.stream.write_all(bytes) {
-            Ok(()) => {}
-            Err(e) if matches!(e.kind(), ErrorKind::BrokenPipe | ErrorKind::ConnectionReset) => {}
+            Ok(()) => true,
+            Err(e) if matches!(e.kind(), ErrorKind::BrokenPipe | ErrorKind::ConnectionReset) => false,
             Err(e) => panic!("the other side does not take {} bytes: {e}", bytes.len()),
         }
     }
@@ -227,6 +232,17 @@ impl Peer {
     pub fn next_msn(&mut self) -> u32 {
         self.sent += 1;
         self.sent
+    }
+
+    /// Tells a server of this process that no more connections come.
+    pub fn goodbye(mut self) {
+        self.push(b"bye");
+    }
+
+    /// Whether the connection is one of [`Peer::goodbye`]; looks at its first byte without taking it.
+    pub fn is_goodbye(&self) -> bool {
+        let mut first = [0];
+        matches!(self.stream.peek(&mut first), Ok(1)) && first == *b"b"
     }
 
     /// No more bytes of ours will come.

@@ -255,16 +255,29 @@ pub struct Caller {
 }
 
 impl Caller {
-    /// Waits for its end, which must be an orderly one.
-    pub fn end(self) -> Outcome {
-        let alive = watchdog(self.child.id(), 3);
-        let Output { status, stdout, stderr } = self.child.wait_with_output().expect("a child");
+    /// Waits for its end.
+    pub fn end(self) -> Ended {
+        let alive = watchdog(self.child.id(), 2);
+        let output = self.child.wait_with_output().expect("a child");
         drop(alive);
+        Ended { output, took: self.start.elapsed() }
+    }
+}
+
+pub struct Ended {
+    output: Output,
+    took: Duration,
+}
+
+impl Ended {
+    /// What it said, if its end was an orderly one.
+    pub fn outcome(self) -> Outcome {
+        let Output { status, stdout, stderr } = self.output;
         let (stdout, stderr) = (text(&stdout), text(&stderr));
         assert!(status.success(), "{status}\n{stdout}{stderr}");
         assert!(stderr.is_empty(), "the library or valgrind speaks: {stderr}");
         let number = |line: &str| line.split(' ').next().and_then(|n| n.parse().ok()).expect("a status first");
-        Outcome { statuses: stdout.lines().map(number).collect(), text: stdout, took: self.start.elapsed() }
+        Outcome { statuses: stdout.lines().map(number).collect(), text: stdout, took: self.took }
     }
 }
 

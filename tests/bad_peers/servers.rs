@@ -11,7 +11,7 @@ use crate::programs::Server;
 const CRC: &[&str] = &["RPCRDMA_CRC=yes"];
 const NO_CRC: &[&str] = &["RPCRDMA_CRC=no"];
 
-fn full() -> bool {
+pub fn full() -> bool {
     std::env::var_os("BAD_PEERS").is_some_and(|value| value == "full")
 }
 

@@ -840,7 +840,7 @@ impl Connection {
         }
     }
 
-    /// The connection is gone: every call ends, every request is dropped.
+    /// The connection is gone: every call ends, every request that is not ready is dropped.
     pub fn handle_closed(&mut self, error: Error) {
         if self.closed.is_some() {
             return;
@@ -853,7 +853,10 @@ impl Connection {
             }
         }
         self.requester.waiting.clear();
-        self.responder.queue.clear();
+        // What had come before is served, as far as its turn has come: a call without reply has no other chance.
+        let ready = |pending: &&Pending| matches!(pending.state, State::Ready(_));
+        let ready = self.responder.queue.iter().take_while(ready).count();
+        self.responder.queue.truncate(ready);
         self.output.retain(|output| matches!(output, Output::Done { .. }));
         self.closed = Some(error);
     }

@@ -49,6 +49,12 @@ const REPLY_WAIT_CHILD: Duration = Duration::from_secs(30);
 /// Most bytes queued for a peer that does not take its replies; beyond, the connection closes.
 const QUEUE_MAX: usize = 64 << 20;
 
+/// Messages of a peer that are taken in one go, beyond several times those that its credits allow.
+const RECEIVES_SPARE: u32 = 256;
+
+/// Requests of one connection that are found by spinning before the program's loop looks at the others again.
+const TURN: u32 = 64;
+
 /// The pools that all software connections of the process share.
 pub fn memory(config: &Config) -> Arc<Memory> {
     static MEMORY: OnceLock<Arc<Memory>> = OnceLock::new();
@@ -63,6 +69,8 @@ pub const REPLY_HEADER: usize = 4096;
 
 /// An engine and a device.
 pub struct Link {
+    role: Role,
+    credits: u32,
     engine: Connection,
     device: Box<dyn QueuePair>,
     memory: Arc<Memory>,
@@ -78,7 +86,15 @@ impl Link {
         let settings = Settings { credits: config.credits, inline: config.inline, max_call: config.max_call };
         let engine = Connection::new(role, settings, peer, memory.clone());
         stats::add(Counter::Connections, 1);
-        let mut link = Link { engine, device, memory, inline: config.inline, done: Vec::new() };
+        let mut link = Link {
+            role,
+            credits: config.credits,
+            engine,
+            device,
+            memory,
+            inline: config.inline,
+            done: Vec::new(),
+        };
         link.drain();
         link
     }
@@ -110,10 +126,14 @@ impl Link {
     /// Moves everything that moves without waiting.
     fn pump(&mut self) {
         self.drain();
+        // What answers no call or makes no request takes no Receive for good, so nothing else bounds its number; and
+        // while it comes faster than it is read, this loop would not end.
+        let mut left = RECEIVES_SPARE + 4 * self.credits;
         while self.engine.closed().is_none() {
             match self.device.poll() {
                 Ok(Some(Completion::Received { sink, len, .. })) => {
                     stats::add(Counter::Receives, 1);
+                    left = left.saturating_sub(1);
                     match sink.into_buf(len) {
                         Ok(message) => self.receive(message),
                         Err(_) => {
@@ -129,6 +149,21 @@ impl Link {
                 Err(error) => self.fail(error),
             }
             self.drain();
+            if left == 0 {
+                self.fail(Error::new(Kind::Protocol, "the peer floods us with messages that are none of an RPC"));
+            }
+        }
+        self.limit_queue();
+    }
+
+    /// Closes the connection of a peer that does not take what it asked for.
+    fn limit_queue(&mut self) {
+        let unsent = self.device.unsent();
+        if self.role == Role::Server && unsent > QUEUE_MAX {
+            self.fail(Error::new(
+                Kind::NotSent,
+                format!("the peer does not take its replies: {unsent} bytes wait, {QUEUE_MAX} is the limit"),
+            ));
         }
     }
 
@@ -606,6 +641,8 @@ pub struct Server {
     config: &'static Config,
     phase: Phase,
     spin: Spin,
+    /// Requests found by spinning since the program's loop had its last chance to look at other connections.
+    turn: u32,
     /// Distinguishes connections in [`quiet`].
     id: usize,
     /// When the startup must be complete.
@@ -632,6 +669,7 @@ impl Server {
             config,
             phase: Phase::Starting(Box::new(device)),
             spin: Spin::default(),
+            turn: 0,
             id: NEXT.fetch_add(1, Relaxed),
             start_by: Instant::now() + START_TIMEOUT,
             generation: sys::fork_generation(),
@@ -687,36 +725,32 @@ impl Server {
     /// # Errors
     /// As [`Connection::reply`]; the reason of the close when the connection is closed.
     pub fn reply(&mut self, id: RequestId, message: Region) -> Result<(), Error> {
-        let wait = if self.forked() { REPLY_WAIT_CHILD } else { REPLY_WAIT };
+        let forked = self.forked();
         let Phase::Open(link) = &mut self.phase else {
             return Err(Error::new(Kind::NotSent, "the connection is closed"));
         };
+        // A peer that has let one reply wait is not waited for again until it has taken all.
+        let behind = link.device.unsent() > 0 && !forked;
         let sent = link.engine.reply(id, message);
         if !link.flush() {
-            let deadline = Instant::now() + wait;
+            let wait = if forked { REPLY_WAIT_CHILD } else { REPLY_WAIT };
+            let deadline = Instant::now() + if behind { Duration::ZERO } else { wait };
+            // Reading goes on: two ends that only write would wait for each other. A forked child leaves it to its parent.
+            let events = if forked { sys::OUT } else { sys::IN | sys::OUT };
             loop {
                 let left = deadline.saturating_duration_since(Instant::now());
                 if left.is_zero() {
                     break;
                 }
-                // Reading goes on: two ends that only write would wait for each other.
-                let _ = sys::wait(self.fd, sys::IN | sys::OUT, Some(left), None);
-                if self.generation == sys::fork_generation() {
+                let _ = sys::wait(self.fd, events, Some(left), None);
+                if !forked {
                     link.pump();
                 }
                 if link.flush() {
                     break;
                 }
             }
-            let unsent = link.device.unsent();
-            if unsent > QUEUE_MAX {
-                link.fail(Error::new(
-                    Kind::NotSent,
-                    format!(
-                        "the peer does not take its replies: {unsent} bytes wait, {QUEUE_MAX} is the limit"
-                    ),
-                ));
-            }
+            link.limit_queue();
         }
         sent?;
         match link.engine.closed() {
@@ -742,12 +776,17 @@ impl Server {
         if self.generation != sys::fork_generation() || !quiet(self.id) {
             return false;
         }
+        if self.turn >= TURN {
+            self.turn = 0;
+            return false;
+        }
         let Some(limit) = self.spin.allowed(self.config) else { return false };
         let start = Instant::now();
         loop {
             link.pump();
             if link.engine.request_ready() {
                 self.spin.found();
+                self.turn += 1;
                 return true;
             }
             if link.engine.closed().is_some() {

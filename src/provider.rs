@@ -152,6 +152,6 @@ pub trait QueuePair: Send {
     /// Whether writability of the fd matters: queued work waits for it.
     fn wants_write(&self) -> bool;
 
-    /// Bytes of queued work not yet taken by the device.
+    /// Bytes of queued work not yet taken by the device, or what the work holds in memory, if that is more.
     fn unsent(&self) -> usize;
 }

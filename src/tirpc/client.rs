@@ -74,9 +74,15 @@ struct Handle {
     /// The server's address, as `CLGET_SVC_ADDR` shows it.
     address: Box<[u8]>,
     control: Mutex<Control>,
-    /// Calls that run now: destruction waits for them.
-    running: Mutex<usize>,
+    running: Mutex<Runs>,
     idle: Condvar,
+}
+
+/// Calls that run now, and whether destruction waits for their end.
+#[derive(Default)]
+struct Runs {
+    calls: usize,
+    destroying: bool,
 }
 
 struct Control {
@@ -215,7 +221,7 @@ fn new(connection: Arc<Client>, address: Box<[u8]>, prog: u32, vers: u32, config
         connection,
         address,
         control: Mutex::new(control),
-        running: Mutex::new(0),
+        running: Mutex::default(),
         idle: Condvar::new(),
     }));
     // SAFETY: just made, known to nobody else.
@@ -352,7 +358,7 @@ struct Running<'a>(&'a Handle);
 
 impl<'a> Running<'a> {
     fn start(handle: &'a Handle) -> Running<'a> {
-        *handle.running.lock().unwrap_or_else(|e| e.into_inner()) += 1;
+        handle.running.lock().unwrap_or_else(|e| e.into_inner()).calls += 1;
         Running(handle)
     }
 }
@@ -360,8 +366,9 @@ impl<'a> Running<'a> {
 impl Drop for Running<'_> {
     fn drop(&mut self) {
         let mut running = self.0.running.lock().unwrap_or_else(|e| e.into_inner());
-        *running -= 1;
-        if *running == 0 {
+        running.calls -= 1;
+        // Waking costs a system call even where nobody sleeps.
+        if running.calls == 0 && running.destroying {
             self.0.idle.notify_all();
         }
     }
@@ -627,7 +634,8 @@ unsafe extern "C" fn destroy(client: *mut CLIENT) {
         // SAFETY: the program's handle.
         let handle = unsafe { handle(client) }?;
         let mut running = handle.running.lock().unwrap_or_else(|e| e.into_inner());
-        while *running > 0 {
+        running.destroying = true;
+        while running.calls > 0 {
             running = handle.idle.wait(running).unwrap_or_else(|e| e.into_inner());
         }
         drop(running);

@@ -432,6 +432,8 @@ unsafe extern "C" fn recv(xprt: *mut SVCXPRT, message: *mut rpc_msg) -> bool_t {
         // SAFETY: libtirpc's loop and its transport.
         let own = unsafe { transport(xprt) }?;
         own.empty = true;
+        // A lock that is poisoned was held during a panic of ours: what it guards is not to be trusted.
+        own.broken |= own.server.is_poisoned();
         if own.destroyed || own.broken {
             return Ok(0);
         }
@@ -496,7 +498,7 @@ unsafe extern "C" fn stat(xprt: *mut SVCXPRT) -> c_uint {
                 return Ok(xprt_stat::XPRT_IDLE);
             }
         }
-        if own.broken {
+        if own.broken || own.server.is_poisoned() {
             return Ok(xprt_stat::XPRT_DIED);
         }
         let mut server = own.server();

@@ -844,7 +844,7 @@ fn a_child_waits_while_its_parent_is_inside_a_message_and_notices_its_end() {
     let qp = &mut bench.qp;
     let child = sys::testing::fork(|| {
         qp.post(WorkRequest::Send { gather: vec![region(b"later")], invalidate: None });
-        qp.wants_write() && !qp.flush().unwrap() && qp.unsent() == 5
+        qp.wants_write() && !qp.flush().unwrap() && qp.unsent() >= 5
     });
     assert!(child.succeeded());
     // The socket had room all the time.

@@ -40,6 +40,9 @@ const BATCH_FRAMES: usize = 256;
 /// the caller.
 const RUN: usize = 8 << 20;
 
+/// Least memory that a queued Send holds.
+const PAGE: usize = 4096;
+
 /// The page that forked processes share. The words are read and written under its lock, except `received`.
 pub(super) struct Shared {
     page: sys::SharedPage,
@@ -198,6 +201,8 @@ pub(super) struct Transmit {
     own_last: bool,
     /// Payload bytes of own work that the socket has not taken.
     unsent: usize,
+    /// Sends in `queue`.
+    sends_queued: usize,
     empty: Arc<[Region]>,
     /// Whether the socket (or another process) keeps us from sending.
     pub(super) blocked: bool,
@@ -226,6 +231,7 @@ impl Transmit {
             inbound: 0,
             own_last: false,
             unsent: 0,
+            sends_queued: 0,
             empty: Arc::from([]),
             blocked: false,
             crc: true,
@@ -240,7 +246,10 @@ impl Transmit {
 
     pub(super) fn post(&mut self, work: Work) {
         self.unsent += match &work {
-            Work::Send { len, .. } => *len,
+            Work::Send { len, .. } => {
+                self.sends_queued += 1;
+                *len
+            }
             Work::Write { to, .. } => to.length as usize,
             Work::Read(_) => 0,
         };
@@ -259,9 +268,10 @@ impl Transmit {
         self.inbound
     }
 
-    /// Payload bytes of own Sends and Writes that the socket has not taken.
+    /// Bytes of own Sends and Writes that the socket has not taken; a Send in the queue counts for the page that it
+    /// holds at least.
     pub(super) fn unsent(&self) -> usize {
-        self.unsent
+        self.unsent.max(self.sends_queued * PAGE)
     }
 
     /// Whether nothing at all is left to send.
@@ -304,6 +314,7 @@ impl Transmit {
         self.outstanding.clear();
         self.responses.clear();
         (self.frame_bytes, self.inbound, self.unsent, self.blocked) = (0, 0, 0, false);
+        self.sends_queued = 0;
     }
 
     /// The segment size that the path now has.
@@ -421,7 +432,9 @@ impl Transmit {
                 self.stalled.push_back(read);
             }
         }
-        self.queue.pop_front()
+        let work = self.queue.pop_front()?;
+        self.sends_queued -= usize::from(matches!(work, Work::Send { .. }));
+        Some(work)
     }
 
     fn frame_own(&mut self, socket: RawFd, shared: &Shared) {

@@ -1,0 +1,584 @@
+//! Bad servers, and a C program that finds out: the right `clnt_stat`, a text that says what is wrong, and in time.
+
+use std::net::TcpListener;
+use std::thread;
+use std::time::Duration;
+
+use rpcrdma::provider::iwarp::ddp::{Fault, Opcode, ReadRequest};
+use rpcrdma::provider::iwarp::mpa::{Enhanced, Which};
+use rpcrdma::wire::v1::{self, Body, Lists, Proc, RdmaError};
+use rpcrdma::wire::{Credits, Segment, Xid};
+
+use crate::peer::*;
+use crate::programs::{self, Outcome};
+
+/// `enum clnt_stat`.
+const SUCCESS: i32 = 0;
+const CANTDECODERES: i32 = 2;
+const CANTRECV: i32 = 4;
+const TIMEDOUT: i32 = 5;
+const FAILED: i32 = 16;
+
+/// Runs a caller against `serve`, which gets each connection that it makes, with its number.
+fn against(arguments: &[&str], valgrind: bool, serve: impl Fn(Peer, usize) + Sync) -> Outcome {
+    let listener = TcpListener::bind("127.0.0.1:0").expect("a port");
+    let port = listener.local_addr().expect("bound").port();
+    thread::scope(|scope| {
+        let serving = scope.spawn(|| {
+            for number in 0.. {
+                let (stream, _) = listener.accept().expect("a connection");
+                // The last one comes from ourselves.
+                let peer = Peer::new(stream);
+                if peer.is_goodbye() {
+                    return;
+                }
+                serve(peer, number);
+            }
+        });
+        let ended = programs::start_caller(port, arguments, valgrind).end();
+        Peer::connect(port).goodbye();
+        serving.join().expect("the bad server's part");
+        ended.outcome()
+    })
+}
+
+/// One case: what the caller does, what the server does instead of its duty, and how the caller's last step ends.
+struct Case<'a> {
+    what: &'a str,
+    /// The milliseconds that a call may take, and the steps.
+    arguments: &'a [&'a str],
+    serve: &'a (dyn Fn(Peer) + Sync),
+    statuses: &'a [i32],
+    /// A word of the text.
+    says: &'a str,
+}
+
+fn check(cases: &[Case]) {
+    // A sample of them also under valgrind, which is slow.
+    let sample = if programs::valgrind() { 5 } else { usize::MAX };
+    for (n, case) in cases.iter().enumerate() {
+        for valgrind in [false, true] {
+            if valgrind && n % sample != sample - 1 {
+                continue;
+            }
+            let outcome = against(case.arguments, valgrind, |peer, _| (case.serve)(peer));
+            assert_eq!(outcome.statuses, case.statuses, "{}: {}", case.what, outcome.text);
+            assert!(outcome.text.contains(case.says), "{}: {}", case.what, outcome.text);
+            let limit = if valgrind { HANG } else { HANG / 4 };
+            assert!(outcome.took < limit, "{}: {:?}", case.what, outcome.took);
+        }
+    }
+}
+
+/// The call that a client makes: its XID, and the segments of its Reply chunk.
+struct Call {
+    xid: u32,
+    chunk: Vec<Segment>,
+    sources: Vec<Segment>,
+}
+
+/// Takes part in the startup.
+fn accept(peer: &mut Peer) {
+    peer.start_frame(Which::Request).expect("an MPA Request");
+    peer.push(&reply().encode());
+}
+
+fn call(peer: &mut Peer) -> Call {
+    let bytes = peer.message();
+    let header = v1::decode(&bytes).expect("a valid header");
+    let (Body::Msg { chunks, .. } | Body::Nomsg { chunks }) = header.body else { panic!("{header}") };
+    let chunk = chunks.reply().map(|chunk| chunk.iter().collect()).unwrap_or_default();
+    Call { xid: header.xid.0, chunk, sources: chunks.reads().map(|read| read.target).collect() }
+}
+
+/// Until the client has had enough.
+fn until_end(peer: &mut Peer) -> Vec<Frame> {
+    peer.rest().0
+}
+
+fn inline_reply(xid: u32, credits: u32, results: &[u8]) -> Vec<u8> {
+    message(xid, credits, Proc::Msg, &Lists::default(), &rpc_reply(xid, results))
+}
+
+/// The header of a reply in the Reply chunk, claiming these lengths.
+fn chunk_reply(xid: u32, chunk: &[Segment]) -> Vec<u8> {
+    message(xid, 32, Proc::Nomsg, &Lists { reply: Some(chunk.to_vec()), ..Lists::default() }, b"")
+}
+
+fn error(xid: u32, version: u32, error: RdmaError) -> Vec<u8> {
+    let mut bytes = Vec::new();
+    v1::encode_error(&mut bytes, Xid(xid), version, Credits(32), error);
+    bytes
+}
+
+// ------------------------------------------------------------------------------------------------------- startup
+
+/// A server that answers the MPA Request with these bytes and waits for the end.
+fn answers(bytes: Vec<u8>) -> impl Fn(Peer) + Sync {
+    move |mut peer| {
+        peer.start_frame(Which::Request).expect("an MPA Request");
+        peer.push(&bytes);
+        until_end(&mut peer);
+    }
+}
+
+#[test]
+fn a_reply_that_is_none_makes_no_client_and_says_why() {
+    let changed = |change: &dyn Fn(&mut Vec<u8>)| {
+        let mut bytes = reply().encode();
+        change(&mut bytes);
+        answers(bytes)
+    };
+    let plain = || {
+        let mut reply = reply();
+        reply.enhanced = None;
+        reply.encode()
+    };
+    let greedy = || {
+        let mut reply = reply();
+        reply.enhanced = Some(Enhanced { ird: 16, ord: 500, ..Enhanced::default() });
+        reply.encode()
+    };
+    let cases: [(&str, &(dyn Fn(Peer) + Sync), &str); 13] = [
+        ("rejected", &changed(&|b| b[16] |= 0x20), "rejected"),
+        ("markers", &changed(&|b| b[16] |= 0x80), "markers"),
+        ("a wrong key", &changed(&|b| b[15] ^= 1), "does not speak MPA"),
+        ("a Request in reply", &changed(&|b| b[10] = b'q'), "MPA"),
+        ("its own words back", &answers(request()), "same role"),
+        ("revision 0", &changed(&|b| b[17] = 0), "revision 0"),
+        ("revision 9", &changed(&|b| b[17] = 9), "revision 9"),
+        ("private data of 64 kB", &changed(&|b| b[18] = 0xff), "private data"),
+        ("too little for S", &changed(&|b| (b[18], b[19]) = (0, 2)), "private data"),
+        ("a plain Reply", &answers(plain()), "plain Reply"),
+        ("more Reads than we serve", &answers(greedy()), "500"),
+        ("another protocol", &answers(b"220 mail ESMTP\r\n".to_vec()), "does not speak MPA"),
+        ("a close", &|mut peer| drop(peer.start_frame(Which::Request)), "closed the connection"),
+    ];
+    for (what, serve, says) in cases {
+        let outcome = against(&["1000", "null"], false, |peer, _| serve(peer));
+        assert!(outcome.statuses.len() == 1 && outcome.statuses[0] < 0, "{what}: {}", outcome.text);
+        assert!(outcome.text.contains(says), "{what}: {}", outcome.text);
+        assert!(outcome.took < HANG / 4, "{what}: {:?}", outcome.took);
+    }
+}
+
+#[test]
+fn every_cut_and_every_flip_of_the_reply_makes_a_client_or_an_error() {
+    let whole = reply().encode();
+    let step = if crate::servers::full() { 1 } else { 5 };
+    for at in (0..whole.len()).step_by(step) {
+        for reset in [false, true] {
+            let outcome = against(&["500", "null"], false, |mut peer, _| {
+                peer.start_frame(Which::Request).expect("an MPA Request");
+                peer.push(&whole[..at]);
+                if reset {
+                    peer.reset();
+                }
+            });
+            assert!(outcome.statuses.len() == 1 && outcome.statuses[0] < 0, "{at}: {}", outcome.text);
+        }
+        let outcome = against(&["500", "null"], false, |mut peer, _| {
+            peer.start_frame(Which::Request).expect("an MPA Request");
+            let mut bytes = whole.clone();
+            bytes[at] ^= 0xff;
+            peer.push(&bytes);
+            peer.finish();
+            // An undamaged part may make a client, whose call then finds the end.
+            let _ = peer.rest();
+        });
+        assert!(outcome.statuses[0] != SUCCESS, "{at}: {}", outcome.text);
+    }
+}
+
+#[test]
+fn silence_instead_of_a_reply_is_a_timeout() {
+    let outcome = against(&["1000", "null"], false, |mut peer, _| {
+        peer.start_frame(Which::Request).expect("an MPA Request");
+        peer.push(&reply().encode()[..7]);
+        let _ = peer.frame();
+    });
+    assert_eq!(outcome.statuses, [-TIMEDOUT], "{}", outcome.text);
+    assert!(outcome.took < HANG, "{:?}", outcome.took);
+}
+
+#[test]
+fn private_data_of_any_form_is_understood() {
+    let block = reply().private_data;
+    let mut version = block.clone();
+    version[4] = 2;
+    for (what, data, threshold) in [
+        ("none", vec![], 1024),
+        ("too short", block[..7].to_vec(), 1024),
+        ("of version 2", version, 1024),
+        ("at an offset", [&[1, 2, 3][..], &block].concat(), 4096),
+        ("with zeros behind", [&block[..], &[0; 100]].concat(), 4096),
+        ("of 508 bytes", [&[0xf6, 0xab][..], &[0; 498], &block].concat(), 4096),
+    ] {
+        for length in [900, 1100] {
+            let outcome = against(&["5000", &format!("echo:{length}")], false, |mut peer, _| {
+                peer.start_frame(Which::Request).expect("an MPA Request");
+                let mut reply = reply();
+                reply.private_data = data.clone();
+                peer.push(&reply.encode());
+                let call = call(&mut peer);
+                // Header, Call and argument: 28, 40, 4 and the bytes; and the Reply chunk that is offered.
+                assert_eq!(call.sources.is_empty(), length + 28 + 40 + 24 <= threshold, "{what}: {length}");
+                peer.send(&inline_reply(call.xid, 32, &opaque(&vec![0x5a; length])));
+                until_end(&mut peer);
+            });
+            assert_eq!(outcome.statuses, [SUCCESS], "{what}: {}", outcome.text);
+        }
+    }
+}
+
+// ------------------------------------------------------------------------------------------------------- replies
+
+#[test]
+fn replies_that_are_none_end_in_the_right_status() {
+    let with = |then: &'static (dyn Fn(&mut Peer, Call) + Sync)| {
+        move |mut peer: Peer| {
+            accept(&mut peer);
+            let call = call(&mut peer);
+            then(&mut peer, call);
+            until_end(&mut peer);
+        }
+    };
+    let null: &[&str] = &["300", "null"];
+    let long: &[&str] = &["300", "source:8000"];
+    let sent: &[&str] = &["300", "echo:8000"];
+    check(&[
+        Case {
+            what: "no reply",
+            arguments: null,
+            serve: &with(&|_, _| {}),
+            statuses: &[TIMEDOUT],
+            says: "imed out",
+        },
+        Case {
+            what: "another XID",
+            arguments: null,
+            serve: &with(&|peer, call| peer.send(&inline_reply(call.xid ^ 1, 32, b""))),
+            statuses: &[TIMEDOUT],
+            says: "imed out",
+        },
+        Case {
+            what: "another XID inside",
+            arguments: null,
+            serve: &with(&|peer, call| {
+                let inner = rpc_reply(call.xid ^ 1, b"");
+                peer.send(&message(call.xid, 32, Proc::Msg, &Lists::default(), &inner));
+            }),
+            statuses: &[TIMEDOUT],
+            says: "imed out",
+        },
+        Case {
+            what: "a close",
+            arguments: null,
+            serve: &|mut peer| {
+                accept(&mut peer);
+                call(&mut peer);
+            },
+            statuses: &[CANTRECV],
+            says: "closed",
+        },
+        Case {
+            what: "a reset",
+            arguments: null,
+            serve: &|mut peer| {
+                accept(&mut peer);
+                call(&mut peer);
+                peer.reset();
+            },
+            statuses: &[CANTRECV],
+            says: "eset",
+        },
+        Case {
+            what: "garbage",
+            arguments: null,
+            serve: &with(&|peer, _| peer.push(&[0xee; 200])),
+            statuses: &[CANTRECV],
+            says: "broke the protocol",
+        },
+        Case {
+            what: "a reply that ends early",
+            arguments: null,
+            serve: &with(&|peer, call| {
+                let whole = inline_reply(call.xid, 32, b"");
+                peer.send(&whole[..whole.len() - 8]);
+            }),
+            statuses: &[CANTDECODERES],
+            says: "an't decode",
+        },
+        Case {
+            what: "results that are too short",
+            arguments: &["300", "source:100"],
+            serve: &with(&|peer, call| peer.send(&inline_reply(call.xid, 32, &words(&[100, 1])))),
+            statuses: &[CANTDECODERES],
+            says: "an't decode",
+        },
+        Case {
+            what: "a length of 4 GiB in the results",
+            arguments: &["300", "source:100"],
+            serve: &with(&|peer, call| peer.send(&inline_reply(call.xid, 32, &words(&[u32::MAX, 1])))),
+            statuses: &[CANTDECODERES],
+            says: "an't decode",
+        },
+        Case {
+            what: "ERR_CHUNK",
+            arguments: long,
+            serve: &with(&|peer, call| peer.send(&error(call.xid, 1, RdmaError::Chunk))),
+            statuses: &[FAILED],
+            says: "ERR_CHUNK",
+        },
+        Case {
+            what: "ERR_VERS",
+            arguments: null,
+            serve: &with(&|peer, call| peer.send(&error(call.xid, 1, RdmaError::Version { low: 2, high: 7 }))),
+            statuses: &[FAILED],
+            says: "versions 2 to 7",
+        },
+        Case {
+            what: "RDMA_MSGP, RDMA_DONE and strangers before the reply",
+            arguments: null,
+            serve: &with(&|peer, call| {
+                for proc in [2, 3, 4, 5, 77] {
+                    peer.send(&words(&[call.xid, 1, 1, proc, 0, 0, 0]));
+                }
+                peer.send(b"");
+                peer.send(&inline_reply(call.xid, 32, b""));
+            }),
+            statuses: &[SUCCESS],
+            says: "",
+        },
+        Case {
+            what: "a Reply chunk that was not offered",
+            arguments: null,
+            serve: &with(&|peer, call| peer.send(&chunk_reply(call.xid, &[segment(1, 24, 0)]))),
+            statuses: &[FAILED],
+            says: "none was offered",
+        },
+        Case {
+            what: "another segment in the Reply chunk",
+            arguments: long,
+            serve: &with(&|peer, call| {
+                peer.send(&chunk_reply(call.xid, &[segment(call.chunk[0].handle.0 ^ 1, 24, 0)]));
+            }),
+            statuses: &[FAILED],
+            says: "was not offered",
+        },
+        Case {
+            what: "more bytes than the Reply chunk has",
+            arguments: long,
+            serve: &with(&|peer, call| {
+                peer.send(&chunk_reply(call.xid, &[Segment { length: u32::MAX, ..call.chunk[0] }]));
+            }),
+            statuses: &[FAILED],
+            says: "more bytes than",
+        },
+        Case {
+            what: "a Reply chunk into which nothing was written",
+            arguments: long,
+            serve: &with(&|peer, call| {
+                peer.send(&chunk_reply(call.xid, &[Segment { length: 8032, ..call.chunk[0] }]));
+            }),
+            statuses: &[FAILED],
+            says: "does not hold the reply",
+        },
+        Case {
+            what: "a Write beyond the end of the Reply chunk",
+            arguments: long,
+            serve: &with(&|peer, call| {
+                let segment = call.chunk[0];
+                peer.push(&write(segment.handle.0, segment.offset + u64::from(segment.length) - 3, b"four"));
+            }),
+            statuses: &[CANTRECV],
+            says: "base or bounds",
+        },
+        Case {
+            what: "a Write that wraps",
+            arguments: long,
+            serve: &with(&|peer, call| peer.push(&write(call.chunk[0].handle.0, u64::MAX - 1, b"four"))),
+            statuses: &[CANTRECV],
+            says: "wrap",
+        },
+        Case {
+            what: "a Write into the memory of the Call",
+            arguments: sent,
+            serve: &with(&|peer, call| peer.push(&write(call.sources[0].handle.0, 0, b"four"))),
+            statuses: &[CANTRECV],
+            says: "invalid STag",
+        },
+        Case {
+            what: "a Read of the Reply chunk",
+            arguments: long,
+            serve: &with(&|peer, call| {
+                let source_stag = call.chunk[0].handle.0;
+                let read = ReadRequest { sink_stag: 1, sink_to: 0, size: 4, source_stag, source_to: 0 };
+                peer.push(&read_request(1, read));
+                let frames = until_end(peer);
+                assert!(matches!(frames[..], [Frame::Terminate(Fault::READ_RIGHTS)]), "{frames:?}");
+            }),
+            statuses: &[CANTRECV],
+            says: "access rights",
+        },
+        Case {
+            what: "a Read beyond the end of the Call",
+            arguments: sent,
+            serve: &with(&|peer, call| {
+                let source = call.sources[0];
+                let read = ReadRequest {
+                    sink_stag: 1,
+                    sink_to: 0,
+                    size: source.length + 1,
+                    source_stag: source.handle.0,
+                    source_to: source.offset,
+                };
+                peer.push(&read_request(1, read));
+                let frames = until_end(peer);
+                assert!(matches!(frames[..], [Frame::Terminate(Fault::READ_BOUNDS)]), "{frames:?}");
+            }),
+            statuses: &[CANTRECV],
+            says: "base or bounds",
+        },
+        Case {
+            what: "a Terminate",
+            arguments: null,
+            serve: &with(&|peer, _| {
+                let mut bytes = [0; rpcrdma::provider::iwarp::ddp::MAX_TERMINATE];
+                let length = Fault::CRC.encode_terminate(None, &mut bytes);
+                let mut fpdu = [&bytes[..length], &[0; 4]].concat();
+                seal(&mut fpdu);
+                peer.push(&fpdu);
+            }),
+            statuses: &[CANTRECV],
+            says: "CRC mismatch",
+        },
+        Case {
+            what: "a wrong CRC",
+            arguments: null,
+            serve: &with(&|peer, call| {
+                let msn = peer.next_msn();
+                let mut fpdu = send(msn, &inline_reply(call.xid, 32, b""));
+                fpdu[40] ^= 1;
+                peer.push(&fpdu);
+            }),
+            statuses: &[CANTRECV],
+            says: "CRC mismatch",
+        },
+        Case {
+            what: "an invalidation of what is not exposed",
+            arguments: null,
+            serve: &with(&|peer, call| {
+                let msn = peer.next_msn();
+                peer.push(&send_as(Opcode::SendInvalidate, 77, msn, &inline_reply(call.xid, 32, b"")));
+            }),
+            statuses: &[CANTRECV],
+            says: "cannot be invalidated",
+        },
+    ]);
+}
+
+#[test]
+fn a_connection_survives_what_is_wrong_with_one_call_only() {
+    let outcome = against(&["300", "null", "source:8000", "null", "null", "null"], false, |mut peer, _| {
+        accept(&mut peer);
+        // Twice the same reply; the second is nobody's.
+        let first = call(&mut peer);
+        for _ in 0..2 {
+            peer.send(&inline_reply(first.xid, u32::MAX, b""));
+        }
+        let second = call(&mut peer);
+        peer.send(&chunk_reply(second.xid, &[segment(9, 9, 9)]));
+        // The Reply chunk is gone with its call, and so is a Write to it: not sent here. No credits at all.
+        for _ in 0..3 {
+            let next = call(&mut peer);
+            peer.send(&inline_reply(next.xid, 0, b""));
+        }
+        until_end(&mut peer);
+    });
+    assert_eq!(outcome.statuses, [SUCCESS, FAILED, SUCCESS, SUCCESS, SUCCESS], "{}", outcome.text);
+}
+
+#[test]
+fn a_write_after_the_reply_is_refused() {
+    let outcome = against(&["2000", "source:8000", "null"], false, |mut peer, _| {
+        accept(&mut peer);
+        let first = call(&mut peer);
+        let reply = rpc_reply(first.xid, &opaque(&[1; 8000]));
+        let segment = first.chunk[0];
+        peer.push(&write(segment.handle.0, segment.offset, &reply));
+        peer.send(&chunk_reply(first.xid, &[Segment { length: reply.len() as u32, ..segment }]));
+        call(&mut peer);
+        peer.push(&write(segment.handle.0, segment.offset, b"late"));
+        let frames = until_end(&mut peer);
+        assert!(matches!(frames[..], [Frame::Terminate(Fault::STAG)]), "{frames:?}");
+    });
+    assert_eq!(outcome.statuses, [SUCCESS, CANTRECV], "{}", outcome.text);
+}
+
+#[test]
+fn a_late_write_for_a_call_that_timed_out_is_no_error() {
+    let outcome = against(&["300", "null", "source:8000", "null"], false, |mut peer, _| {
+        accept(&mut peer);
+        let first = call(&mut peer);
+        peer.send(&inline_reply(first.xid, 32, b""));
+        let late = call(&mut peer);
+        // Comes when the one before it has timed out.
+        let next = call(&mut peer);
+        let reply = rpc_reply(late.xid, &opaque(&[1; 8000]));
+        peer.push(&write(late.chunk[0].handle.0, late.chunk[0].offset, &reply));
+        peer.send(&chunk_reply(late.xid, &[Segment { length: reply.len() as u32, ..late.chunk[0] }]));
+        peer.send(&inline_reply(next.xid, 32, b""));
+        until_end(&mut peer);
+    });
+    assert_eq!(outcome.statuses, [SUCCESS, TIMEDOUT, SUCCESS], "{}", outcome.text);
+}
+
+#[test]
+fn a_server_that_floods_a_client_does_not_keep_it_beyond_its_time() {
+    let outcome = against(&["500", "null"], false, |mut peer, _| {
+        accept(&mut peer);
+        let stranger = inline_reply(call(&mut peer).xid ^ 1, 32, b"");
+        // As fast as the socket takes them, until the client has had enough.
+        let mut msn = 1;
+        loop {
+            let batch: Vec<u8> = (msn..msn + 1000).flat_map(|msn| send(msn, &stranger)).collect();
+            msn += 1000;
+            if !peer.push_if_open(&batch) {
+                return;
+            }
+        }
+    });
+    assert!(matches!(outcome.statuses[..], [TIMEDOUT | CANTRECV]), "{}", outcome.text);
+    assert!(outcome.took < HANG / 4, "{:?}", outcome.took);
+}
+
+#[test]
+fn every_cut_and_every_flip_of_a_reply_ends_in_an_error_or_the_reply() {
+    let step = if crate::servers::full() { 1 } else { 7 };
+    let length = send(1, &inline_reply(0, 32, &opaque(b"reply"))).len();
+    for at in (0..length).step_by(step) {
+        for (seal_it, cut) in [(false, false), (true, false), (false, true)] {
+            let outcome = against(&["200", "source:5"], false, |mut peer, _| {
+                accept(&mut peer);
+                let call = call(&mut peer);
+                let mut fpdu = send(1, &inline_reply(call.xid, 32, &opaque(b"reply")));
+                match (cut, seal_it) {
+                    (true, _) => fpdu.truncate(at),
+                    (false, sealed) => {
+                        fpdu[at] ^= 0xff;
+                        if sealed {
+                            seal(&mut fpdu);
+                        }
+                    }
+                }
+                peer.push(&fpdu);
+                peer.finish();
+                let _ = peer.rest();
+            });
+            let [status] = outcome.statuses[..] else { panic!("{}", outcome.text) };
+            assert!(seal_it || status == CANTRECV, "{at}: {}", outcome.text);
+            assert!(outcome.took < Duration::from_secs(5), "{at}: {:?}", outcome.took);
+        }
+    }
+}

@@ -1,0 +1,17 @@
+//! Hostile peers on real sockets: a server and clients that were compiled against libtirpc alone, with the library
+//! preloaded, against frames made by hand.
+//!
+//! `servers` holds one bad connection per case, while a good client of the same single-threaded server must be served
+//! at once, before, during and after; at its end the server has no more descriptors, threads and memory than before.
+//! `clients` holds bad servers, for which a C caller must find the right `clnt_stat` and a readable text in time.
+//!
+//! Needs the built library (build/librpcrdma.so.0, or `LIBRPCRDMA`) and a C compiler, and fails without them. Nothing
+//! sleeps: what has been sent is known to be handled when calls of the good client have been answered after it.
+//!
+//! Every day, three corruptions of each byte are tried. `BAD_PEERS=full` tries all 255: `make check-bad-peers`.
+#![allow(unsafe_code)]
+
+mod clients;
+mod peer;
+mod programs;
+mod servers;

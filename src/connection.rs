@@ -27,6 +27,7 @@ use std::sync::Arc;
 use crate::error::{Error, Kind};
 use crate::memory::{Buf, Memory, Region, Sink};
 use crate::provider::{QueuePair, WorkId, WorkRequest};
+use crate::stats::{self, Counter};
 use crate::wire::private_data::PrivateData;
 use crate::wire::v1::{self, Body, Lists, Proc, RdmaError};
 use crate::wire::{Credits, Handle, Position, ReadSegment, Segment, Xid};
@@ -490,7 +491,10 @@ impl Connection {
                 Some(reply) => Ok((None, reply.iter().collect::<Vec<_>>())),
                 None => return,
             },
-            Body::Error(error) => Err(self.explain(error, call)),
+            Body::Error(error) => {
+                stats::add(Counter::ErrorsReceived, 1);
+                Err(self.explain(error, call))
+            }
             // RFC 8166 §4.6.1: "Requesters MUST silently discard the message." §4.6.2: "Receivers MUST silently
             // discard" RDMA_DONE.
             Body::Msgp | Body::Done => return,
@@ -811,6 +815,7 @@ impl Connection {
         });
         match region {
             Ok(region) => {
+                stats::add(Counter::ErrorsSent, 1);
                 let send = WorkRequest::Send { gather: vec![region], invalidate: None };
                 self.output.push_back(Output::Post(send));
             }

@@ -413,7 +413,9 @@ impl Client {
         }
         link.flush();
         state.settle();
-        self.wait(state, xid, deadline, mask)
+        let outcome = self.wait(state, xid, deadline, mask);
+        stats::add(Counter::Replies, outcome.is_ok().into());
+        outcome
     }
 
     /// Sends a call that has no reply, or whose reply nobody awaits (batching).
@@ -753,10 +755,7 @@ impl Server {
         sent?;
         match link.engine.closed() {
             Some(error) => Err(error.clone()),
-            None => {
-                stats::add(Counter::Replies, 1);
-                Ok(())
-            }
+            None => Ok(()),
         }
     }
 

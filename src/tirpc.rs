@@ -35,6 +35,10 @@ pub mod server;
 
 /// `bool_t`.
 pub type bool_t = c_int;
+/// A program number.
+pub type rpcprog_t = u32;
+/// A version of a program.
+pub type rpcvers_t = u32;
 /// `TRUE`.
 pub const TRUE: bool_t = 1;
 /// `FALSE`.

@@ -284,7 +284,7 @@ mod servers_of_tcp {
 
 /// # Safety
 /// `address` is NULL or points to a netbuf whose `buf` is readable for `len` bytes.
-unsafe fn address_bytes(address: *const netbuf) -> Box<[u8]> {
+pub(crate) unsafe fn address_bytes(address: *const netbuf) -> Box<[u8]> {
     // SAFETY: by the contract.
     let Some(netbuf) = (unsafe { crate::ffi::reference(address) }) else { return Box::default() };
     // SAFETY: by the contract.

@@ -636,7 +636,7 @@ pub unsafe extern "C" fn svctcp_create(fd: c_int, sendsz: c_uint, recvsz: c_uint
 }
 
 /// Runs a creation on netid "rdma", and records why it failed: after a NULL programs print what is recorded.
-fn creation<T>(create: impl FnOnce() -> Result<T, Error>) -> Result<T, Error> {
+pub(crate) fn creation<T>(create: impl FnOnce() -> Result<T, Error>) -> Result<T, Error> {
     let result = catch_unwind(AssertUnwindSafe(create)).unwrap_or_else(|panic| {
         creation_failed(&Error::new(Kind::Panic, "defect in librpcrdma"));
         resume_unwind(panic)

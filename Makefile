@@ -63,7 +63,7 @@ install: all
 demo: all
 	bash examples/demo.sh
 
-check: check-packages check-source check-exports check-c
+check: check-packages check-source check-rust check-exports check-c
 	@for script in $(SCRIPTS); do echo "== $$script"; bash $$script || exit 1; done
 
 # Installs what the tests need, where that is possible; elsewhere they say what they skip.
@@ -77,13 +77,16 @@ check-source:
 	    echo "$(CARGO) clippy"; $(CARGO) clippy $(CARGOFLAGS) --all-targets -- -D warnings; \
 	    else echo "skip  clippy (not installed)"; fi
 	RUSTDOCFLAGS=-Dwarnings $(CARGO) doc $(CARGOFLAGS) --no-deps
+
+# After the library is built: some tests preload it.
+check-rust: all
 	$(CARGO) test $(CARGOFLAGS)
 
 check-exports: all
 	c-tests/exports.sh $(LIBRARY)
 
 check-c: all
-	@if [ -e c-tests/Makefile ]; then $(MAKE) -C c-tests check; fi
+	bash c-tests/check.sh
 
 check-long: check
 	@for script in $(LONG); do echo "== $$script"; bash $$script || exit 1; done
@@ -94,9 +97,8 @@ bench: all
 clean:
 	$(CARGO) clean
 	rm -rf build
-	@if [ -e c-tests/Makefile ]; then $(MAKE) -C c-tests clean; fi
 
-.PHONY: all install demo check check-packages check-source check-exports check-c check-long bench clean
+.PHONY: all install demo check check-packages check-source check-rust check-exports check-c check-long bench clean
 .DELETE_ON_ERROR:
 # The steps of check depend on their order: packages first.
 .NOTPARALLEL:

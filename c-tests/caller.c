@@ -74,6 +74,7 @@ int main(int argc, char **argv)
     for (int i = 3; i < argc; i++) {
         char *colon = strchr(argv[i], ':');
         u_int length = colon ? (u_int)strtoul(colon + 1, NULL, 0) : 0, one = 1;
+        struct timeval at_once = {0, 0};
         int status;
         if (strncmp(argv[i], "echo", 4) == 0)
             status = echo(client, length, limit);
@@ -81,7 +82,7 @@ int main(int argc, char **argv)
             status = source(client, length, limit);
         else if (strcmp(argv[i], "one-way") == 0)
             status = clnt_call(client, SUITE_ONE_WAY, (xdrproc_t)xdr_u_int, (char *)&one, NULL, NULL,
-                               (struct timeval){0, 0});
+                               at_once);
         else
             status = clnt_call(client, SUITE_NULL, (xdrproc_t)xdr_void, NULL, (xdrproc_t)xdr_void, NULL, limit);
         report(status, status == RPC_SUCCESS ? "" : clnt_sperror(client, argv[i]));

@@ -559,11 +559,13 @@ pub fn creation_failed(error: &Error) {
     let place = unsafe { __rpc_createerr() };
     // SAFETY: written by this thread only, which is here.
     unsafe { place.write(why) };
-    // libtirpc goes on to the next netid after this one and restores the status of the failure before it: so does this.
-    if error.kind() != Kind::NoAddress {
-        let text = Some((why.cf_stat, error.text().to_owned()));
-        let _ = EXPLANATION.try_with(|explanation| explanation.replace(text));
-    }
+    // After this one libtirpc goes on to the next netid, and restores the status of the failure before it: so does this.
+    let _ = EXPLANATION.try_with(|explanation| {
+        let mut explanation = explanation.borrow_mut();
+        if explanation.is_none() || error.kind() != Kind::NoAddress {
+            *explanation = Some((why.cf_stat, error.text().to_owned()));
+        }
+    });
 }
 
 /// Adds a text to what libtirpc itself has recorded in `*__rpc_createerr()`.

@@ -23,6 +23,7 @@ const FAILED: i32 = 16;
 fn against(arguments: &[&str], valgrind: bool, serve: impl Fn(Peer, usize) + Sync) -> Outcome {
     let listener = TcpListener::bind("127.0.0.1:0").expect("a port");
     let port = listener.local_addr().expect("bound").port();
+    programs::prepare();
     thread::scope(|scope| {
         let serving = scope.spawn(|| {
             for number in 0.. {
@@ -317,9 +318,9 @@ fn replies_that_are_none_end_in_the_right_status() {
             says: "an't decode",
         },
         Case {
-            what: "a length of 4 GiB in the results",
+            what: "a length of 256 MiB in the results",
             arguments: &["300", "source:100"],
-            serve: &with(&|peer, call| peer.send(&inline_reply(call.xid, 32, &words(&[u32::MAX, 1])))),
+            serve: &with(&|peer, call| peer.send(&inline_reply(call.xid, 32, &words(&[1 << 28, 1])))),
             statuses: &[CANTDECODERES],
             says: "an't decode",
         },

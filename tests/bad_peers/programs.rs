@@ -66,6 +66,12 @@ fn program(name: &str) -> PathBuf {
     out.join(name)
 }
 
+/// Fails now if a program or the library is missing.
+pub fn prepare() {
+    program("caller");
+    library();
+}
+
 fn text(bytes: &[u8]) -> String {
     String::from_utf8_lossy(bytes).into_owned()
 }

@@ -70,3 +70,10 @@ fn every_name_of_the_c_api_is_in_the_changelog_and_in_a_manual_page() {
         assert!(changelog.contains(name), "the changelog does not mention {name}");
     }
 }
+
+#[test]
+fn the_readme_names_the_rust_version_that_the_manifest_asks_for() {
+    let manifest = read("Cargo.toml");
+    let line = manifest.lines().find_map(|line| line.strip_prefix("rust-version = \"")).expect("a version");
+    assert!(read("README.md").contains(&format!("Rust {} or later", line.trim_end_matches('"'))));
+}

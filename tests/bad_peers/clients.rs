@@ -334,9 +334,7 @@ fn replies_that_are_none_end_in_the_right_status() {
         Case {
             what: "ERR_VERS",
             arguments: null,
-            serve: &with(&|peer, call| {
-                peer.send(&error(call.xid, 1, RdmaError::Version { low: 2, high: 7 }))
-            }),
+            serve: &with(&|peer, call| peer.send(&error(call.xid, 1, RdmaError::Version { low: 2, high: 7 }))),
             statuses: &[FAILED],
             says: "versions 2 to 7",
         },

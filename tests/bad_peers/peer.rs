@@ -5,7 +5,7 @@ use std::net::{Shutdown, TcpStream};
 use std::os::fd::AsRawFd;
 use std::time::{Duration, Instant};
 
-use rpcrdma::provider::iwarp::ddp::{ENOUGH, Fault, Header, Opcode, ReadRequest, UNTAGGED};
+use rpcrdma::provider::iwarp::ddp::{Fault, Header, Opcode, ReadRequest, ENOUGH, UNTAGGED};
 use rpcrdma::provider::iwarp::mpa::{self, Enhanced, Offer, StartFrame, Which};
 use rpcrdma::wire::private_data::PrivateData;
 use rpcrdma::wire::v1::{self, Lists, Proc};

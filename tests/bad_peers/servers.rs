@@ -51,8 +51,7 @@ impl Damage {
         // Of a long frame, what differs in kind: headers, pad and CRC, and some of the payload.
         let near = |at: &usize| length < 256 || *at < 80 || *at + 16 > length || *at % 499 == 0;
         let places: Vec<usize> = (0..length).filter(near).collect();
-        let mut all: Vec<Damage> =
-            places.iter().flat_map(|&at| [Damage::Cut(at), Damage::CutReset(at)]).collect();
+        let mut all: Vec<Damage> = places.iter().flat_map(|&at| [Damage::Cut(at), Damage::CutReset(at)]).collect();
         for flip in flips() {
             all.extend(places.iter().map(|&at| Damage::Stale(at, flip)));
             if seal {
@@ -219,9 +218,7 @@ fn offered(frame: &[u8]) -> (Vec<Segment>, Vec<Segment>) {
 fn within(segments: &[Segment], stag: u32, to: u64, length: usize) -> bool {
     segments.iter().any(|segment| {
         let at = to.wrapping_sub(segment.offset);
-        segment.handle.0 == stag
-            && at <= u64::from(segment.length)
-            && length as u64 <= u64::from(segment.length) - at
+        segment.handle.0 == stag && at <= u64::from(segment.length) && length as u64 <= u64::from(segment.length) - at
     })
 }
 
@@ -319,8 +316,7 @@ fn every_damage(case: &Case) {
             server.end();
             server = Server::start(settings);
         }
-        if matches!(damage, Damage::Stale(..) | Damage::Sealed(..)) && asks_to_exit(&damage.to(whole.clone()))
-        {
+        if matches!(damage, Damage::Stale(..) | Damage::Sealed(..)) && asks_to_exit(&damage.to(whole.clone())) {
             continue;
         }
         let heard = converse(&mut server, case, Some(damage));
@@ -432,10 +428,7 @@ fn calls_that_cannot_be_used_are_answered_with_err_chunk() {
         ("a Call of 4 GiB", long_call(12, &[huge(u32::MAX)])),
         ("a Call of 64 GiB", long_call(12, &vec![huge(u32::MAX); 16])),
         ("a Call of no bytes", long_call(12, &[huge(0)])),
-        (
-            "another XID in the RPC message",
-            message(12, 1, Proc::Msg, &Lists::default(), &rpc_call(13, 0, b"")),
-        ),
+        ("another XID in the RPC message", message(12, 1, Proc::Msg, &Lists::default(), &rpc_call(13, 0, b""))),
     ] {
         let answers = answers(&mut server, &call);
         assert_eq!(answers.len(), 1, "{what}");
@@ -598,8 +591,9 @@ fn read_responses_that_were_not_asked_for_are_refused() {
 fn sequence_numbers_queues_and_offsets_that_are_wrong_are_refused() {
     let mut server = Server::start(CRC);
     let call = inline_call(20, NULL, b"");
-    let untagged =
-        |msn, mo| fpdu(Header::Untagged { opcode: Opcode::Send, last: true, invalidate: 0, msn, mo }, &call);
+    let untagged = |msn, mo| {
+        fpdu(Header::Untagged { opcode: Opcode::Send, last: true, invalidate: 0, msn, mo }, &call)
+    };
     let mut queue = untagged(2, 0);
     queue[11] = 3;
     seal(&mut queue);

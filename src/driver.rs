@@ -146,7 +146,10 @@ impl Link {
             }
             self.drain();
             if left == 0 {
-                self.fail(Error::new(Kind::Protocol, "the peer floods us with messages that are none of an RPC"));
+                self.fail(Error::new(
+                    Kind::Protocol,
+                    "the peer floods us with messages that are none of an RPC",
+                ));
             }
         }
         self.limit_queue();

@@ -3,6 +3,7 @@
 # make demo         copies files over tcp and over RDMA with the same binaries
 # make check        what every change must pass; as root it first installs the packages that are missing
 # make check-long   check, and what takes longer
+# make check-bad-peers   every corruption of every byte of a peer's frames: some minutes
 # make bench        measures
 #
 # The linking is done here and not by cargo: only a version script can give the interposed functions libtirpc's symbol
@@ -70,7 +71,8 @@ check: check-packages check-source check-rust check-exports check-c
 check-packages:
 	@.ci/run --packages-only
 
-check-source:
+# The tests of cargo need the library: bad_peers preloads it.
+check-source: all
 	@if $(CARGO) fmt --version >/dev/null 2>&1; then echo "$(CARGO) fmt --check"; $(CARGO) fmt --check; \
 	    else echo "skip  rustfmt (not installed)"; fi
 	@if $(CARGO) clippy --version >/dev/null 2>&1; then \
@@ -88,7 +90,10 @@ check-exports: all
 check-c: all
 	bash c-tests/check.sh
 
-check-long: check
+check-bad-peers: all
+	BAD_PEERS=full $(CARGO) test $(CARGOFLAGS) --test bad_peers
+
+check-long: check check-bad-peers
 	@for script in $(LONG); do echo "== $$script"; bash $$script || exit 1; done
 
 bench: all
@@ -98,7 +103,8 @@ clean:
 	$(CARGO) clean
 	rm -rf build
 
-.PHONY: all install demo check check-packages check-source check-rust check-exports check-c check-long bench clean
+.PHONY: all install demo check check-packages check-source check-rust check-exports check-c check-long \
+    check-bad-peers bench clean
 .DELETE_ON_ERROR:
 # The steps of check depend on their order: packages first.
 .NOTPARALLEL:

@@ -21,6 +21,7 @@ use std::sync::Once;
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering::Relaxed};
 use std::time::Duration;
 
+use crate::ffi::guard;
 use crate::memory::{IoVec, IoVecMut};
 
 /// Most elements of one gathered or scattered transfer (`IOV_MAX` of Linux).
@@ -463,7 +464,11 @@ static PID: AtomicU32 = AtomicU32::new(0);
 fn watch_forks() {
     static ONCE: Once = Once::new();
     ONCE.call_once(|| {
-        note_process();
+        // Also the first guard: what it sets up must not be under way while somebody forks.
+        guard(|| {
+            note_process();
+            Ok(())
+        });
         // SAFETY: `after_fork` only stores atomics and calls getpid, which is allowed in the child of a
         // multi-threaded process. The library is linked with -z nodelete: the handler stays mapped.
         unsafe { libc::pthread_atfork(None, None, Some(after_fork)) };
@@ -471,8 +476,11 @@ fn watch_forks() {
 }
 
 unsafe extern "C" fn after_fork() {
-    GENERATION.fetch_add(1, Relaxed);
-    note_process();
+    guard(|| {
+        GENERATION.fetch_add(1, Relaxed);
+        note_process();
+        Ok(())
+    });
 }
 
 fn note_process() {

@@ -320,7 +320,12 @@ impl Transport {
         let server = self.server();
         let (write, deadline) = (server.wants_write(), server.deadline());
         drop(server);
-        progress::want(self.xprt.xp_fd, std::ptr::from_ref(self).cast_mut().addr(), write, deadline);
+        progress::want(
+            self.xprt.xp_fd,
+            std::ptr::from_ref(self).cast_mut().expose_provenance(),
+            write,
+            deadline,
+        );
     }
 
     /// Ends the request on top of the stack.

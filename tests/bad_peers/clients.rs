@@ -43,12 +43,15 @@ fn against(arguments: &[&str], valgrind: bool, serve: impl Fn(Peer, usize) + Syn
     })
 }
 
+/// What a bad server does on a connection.
+type Part<'a> = &'a (dyn Fn(Peer) + Sync);
+
 /// One case: what the caller does, what the server does instead of its duty, and how the caller's last step ends.
 struct Case<'a> {
     what: &'a str,
     /// The milliseconds that a call may take, and the steps.
     arguments: &'a [&'a str],
-    serve: &'a (dyn Fn(Peer) + Sync),
+    serve: Part<'a>,
     statuses: &'a [i32],
     /// A word of the text.
     says: &'a str,
@@ -140,7 +143,7 @@ fn a_reply_that_is_none_makes_no_client_and_says_why() {
         reply.enhanced = Some(Enhanced { ird: 16, ord: 500, ..Enhanced::default() });
         reply.encode()
     };
-    let cases: [(&str, &(dyn Fn(Peer) + Sync), &str); 13] = [
+    let cases: [(&str, Part, &str); 13] = [
         ("rejected", &changed(&|b| b[16] |= 0x20), "rejected"),
         ("markers", &changed(&|b| b[16] |= 0x80), "markers"),
         ("a wrong key", &changed(&|b| b[15] ^= 1), "does not speak MPA"),
@@ -334,7 +337,9 @@ fn replies_that_are_none_end_in_the_right_status() {
         Case {
             what: "ERR_VERS",
             arguments: null,
-            serve: &with(&|peer, call| peer.send(&error(call.xid, 1, RdmaError::Version { low: 2, high: 7 }))),
+            serve: &with(&|peer, call| {
+                peer.send(&error(call.xid, 1, RdmaError::Version { low: 2, high: 7 }))
+            }),
             statuses: &[FAILED],
             says: "versions 2 to 7",
         },

@@ -5,7 +5,7 @@ use std::net::{Shutdown, TcpStream};
 use std::os::fd::AsRawFd;
 use std::time::{Duration, Instant};
 
-use rpcrdma::provider::iwarp::ddp::{Fault, Header, Opcode, ReadRequest, ENOUGH, UNTAGGED};
+use rpcrdma::provider::iwarp::ddp::{ENOUGH, Fault, Header, Opcode, ReadRequest};
 use rpcrdma::provider::iwarp::mpa::{self, Enhanced, Offer, StartFrame, Which};
 use rpcrdma::wire::private_data::PrivateData;
 use rpcrdma::wire::v1::{self, Lists, Proc};
@@ -150,10 +150,10 @@ pub fn call_with_reply_chunk(xid: u32, procedure: u32, arguments: &[u8], chunk: 
 /// One FPDU of the other side, whole and with a right CRC.
 #[derive(Debug)]
 pub enum Frame {
-    Send { last: bool, msn: u32, bytes: Vec<u8> },
+    Send { last: bool, bytes: Vec<u8> },
     Write { stag: u32, to: u64, bytes: Vec<u8> },
     ReadRequest(ReadRequest),
-    ReadResponse { bytes: Vec<u8> },
+    ReadResponse,
     Terminate(Fault),
 }
 
@@ -170,7 +170,9 @@ pub enum End {
 pub struct Peer {
     stream: TcpStream,
     buffer: Vec<u8>,
+    /// Sends of ours, and of the other side.
     sent: u32,
+    heard: u32,
 }
 
 impl Peer {
@@ -178,7 +180,7 @@ impl Peer {
         stream.set_nodelay(true).expect("TCP_NODELAY");
         stream.set_read_timeout(Some(HANG)).expect("SO_RCVTIMEO");
         stream.set_write_timeout(Some(HANG)).expect("SO_SNDTIMEO");
-        Peer { stream, buffer: Vec::new(), sent: 0 }
+        Peer { stream, buffer: Vec::new(), sent: 0, heard: 0 }
     }
 
     pub fn connect(port: u16) -> Peer {
@@ -296,29 +298,32 @@ impl Peer {
 
     /// The next FPDU of the other side, which must be valid.
     pub fn frame(&mut self) -> Result<Frame, End> {
-        self.fill(|bytes| {
+        let (header, payload) = self.fill(|bytes| {
             let ulpdu = usize::from(u16::from_be_bytes(*bytes.first_chunk()?));
             let fpdu = bytes.get(..mpa::fpdu_len(ulpdu))?;
             let (covered, crc) = fpdu.split_at(fpdu.len() - 4);
             let right = mpa::crc_word(Some(crc32c::crc32c(covered)));
             assert!(crc == right || crc == [0; 4], "CRC {crc:02x?}, not {right:02x?}");
             let (header, length) = Header::decode(fpdu.first_chunk()?).expect("a valid segment header");
-            let payload = &covered[header.len()..header.len() + length];
-            let frame = match header {
-                Header::Tagged { opcode: Opcode::Write, stag, to, .. } => {
-                    Frame::Write { stag, to, bytes: payload.to_vec() }
-                }
-                Header::Tagged { .. } => Frame::ReadResponse { bytes: payload.to_vec() },
-                Header::Untagged { opcode: Opcode::ReadRequest, .. } => {
-                    Frame::ReadRequest(ReadRequest::decode(payload).expect("28 bytes"))
-                }
-                Header::Untagged { opcode: Opcode::Terminate, .. } => {
-                    let terminate = &fpdu[UNTAGGED..UNTAGGED + length];
-                    Frame::Terminate(Fault::decode_terminate(terminate).expect("a Terminate").0)
-                }
-                Header::Untagged { last, msn, .. } => Frame::Send { last, msn, bytes: payload.to_vec() },
-            };
-            Some((frame, fpdu.len()))
+            let payload = covered[header.len()..header.len() + length].to_vec();
+            Some(((header, payload), fpdu.len()))
+        })?;
+        Ok(match header {
+            Header::Tagged { opcode: Opcode::Write, stag, to, .. } => {
+                Frame::Write { stag, to, bytes: payload }
+            }
+            Header::Tagged { .. } => Frame::ReadResponse,
+            Header::Untagged { opcode: Opcode::ReadRequest, .. } => {
+                Frame::ReadRequest(ReadRequest::decode(&payload).expect("28 bytes"))
+            }
+            Header::Untagged { opcode: Opcode::Terminate, .. } => {
+                Frame::Terminate(Fault::decode_terminate(&payload).expect("a Terminate").0)
+            }
+            Header::Untagged { last, msn, .. } => {
+                assert_eq!(msn, self.heard + 1, "the sequence of Sends");
+                self.heard += u32::from(last);
+                Frame::Send { last, bytes: payload }
+            }
         })
     }
 

@@ -151,7 +151,8 @@ impl Server {
         stdout.read_line(&mut line).expect("the server says something");
         drop(alive);
         let port = line.split(' ').nth(1).and_then(|port| port.parse().ok());
-        let port = port.unwrap_or_else(|| panic!("{line:?}: {}", fs::read_to_string(&log).unwrap_or_default()));
+        let port =
+            port.unwrap_or_else(|| panic!("{line:?}: {}", fs::read_to_string(&log).unwrap_or_default()));
         let good = Peer::open(port);
         let normal = Vitals { descriptors: 0, threads: 0, resident: 0 };
         let mut server = Server { child, _stdout: stdout, port, good, log, normal };
@@ -282,7 +283,8 @@ impl Ended {
         let (stdout, stderr) = (text(&stdout), text(&stderr));
         assert!(status.success(), "{status}\n{stdout}{stderr}");
         assert!(stderr.is_empty(), "the library or valgrind speaks: {stderr}");
-        let number = |line: &str| line.split(' ').next().and_then(|n| n.parse().ok()).expect("a status first");
+        let number =
+            |line: &str| line.split(' ').next().and_then(|n| n.parse().ok()).expect("a status first");
         Outcome { statuses: stdout.lines().map(number).collect(), text: stdout, took: self.took }
     }
 }

@@ -246,12 +246,17 @@ fn options(config: &Config, fd: RawFd) -> Options {
 // ---------------------------------------------------------------------------------------------------------- spin
 
 /// Whether spinning before a sleep has paid lately.
+///
+/// It pays only where the peer has a processor of its own. A spin that finds something although the thread lost its
+/// processor meanwhile has found what it had kept the peer from sending: that counts as a failure too.
 #[derive(Default)]
 struct Spin {
     /// Waits that sleep at once before the next spin.
     skip: u32,
     /// What the next failure costs: 1, 2, 4 ... 1024 waits; a success halves it.
     penalty: u32,
+    /// [`sys::preemptions`] at the end of the latest spin.
+    preemptions: i64,
 }
 
 impl Spin {
@@ -267,7 +272,8 @@ impl Spin {
     }
 
     fn found(&mut self) {
-        self.penalty /= 2;
+        let before = std::mem::replace(&mut self.preemptions, sys::preemptions());
+        if self.preemptions == before { self.penalty /= 2 } else { self.failed() }
     }
 
     fn failed(&mut self) {

@@ -273,6 +273,15 @@ pub fn poll(fds: &mut [PollFd], timeout: Option<Duration>, mask: Option<&SignalM
     Ok(n as usize)
 }
 
+/// How often this thread lost its processor although it wanted to go on.
+pub fn preemptions() -> i64 {
+    let mut usage = MaybeUninit::<libc::rusage>::zeroed();
+    // SAFETY: `usage` is writable.
+    unsafe { libc::getrusage(libc::RUSAGE_THREAD, usage.as_mut_ptr()) };
+    // SAFETY: plain numbers, zeroed where the call wrote nothing.
+    unsafe { usage.assume_init() }.ru_nivcsw
+}
+
 /// [`wait`] for readability.
 pub const IN: i16 = libc::POLLIN;
 /// [`wait`] for writability.

@@ -315,6 +315,18 @@ impl Connection {
         self.requester.calls.contains_key(&xid)
     }
 
+    /// Takes the calls back that wait for a credit: for another connection.
+    pub fn take_waiting(&mut self) -> Vec<(Xid, Region, Expect)> {
+        let waiting = std::mem::take(&mut self.requester.waiting);
+        let mut taken = Vec::with_capacity(waiting.len());
+        for xid in waiting {
+            if let Some(Call { message: Some(message), expect, .. }) = self.requester.calls.remove(&xid) {
+                taken.push((xid, message, expect));
+            }
+        }
+        taken
+    }
+
     /// Whether the call was handed to the device.
     pub fn transmitted(&self, xid: Xid) -> bool {
         self.requester.calls.get(&xid).is_some_and(|c| c.sequence.is_some())

@@ -194,6 +194,9 @@ impl Link {
     fn fail(&mut self, error: Error) {
         if self.engine.closed().is_none() {
             log_info!("fd {}: connection closed: {error}", self.device.fd());
+            // RFC 8166 §4.5.4: closing is what tells the peer that a reply was lost, and what protects memory that could
+            // not be invalidated.
+            self.device.close();
             self.engine.handle_closed(error);
         }
     }
@@ -523,6 +526,11 @@ impl Client {
         deadline: Instant,
         mask: Mask<'_>,
     ) -> MutexGuard<'a, Waiting> {
+        if !state.link.engine.transmitted(xid) && self.replace_starved(&mut state, deadline, mask).is_err() {
+            // The call has ended with the reason.
+            state.settle();
+            return state;
+        }
         state.driven = true;
         if let Some(limit) = state.spin.allowed(self.config) {
             let start = Instant::now();
@@ -566,7 +574,13 @@ impl Client {
             return Ok(());
         }
         log_warn!("fd {}: timed-out calls hold every credit: connecting anew", self.fd);
-        sys::reconnect(self.fd)?;
+        if let Err(error) = sys::reconnect(self.fd) {
+            let error = Error::from(error);
+            state.link.fail(error.clone());
+            state.link.drain();
+            state.settle();
+            return Err(error);
+        }
         state.identity = process::identify(self.fd);
         // However little time this call has: a startup given up halfway would leave no connection at all.
         let limit = deadline.max(Instant::now() + RECONNECT_TIMEOUT).min(Instant::now() + START_TIMEOUT);
@@ -574,10 +588,14 @@ impl Client {
         stats::add(Counter::Reconnects, 1);
         match fresh {
             Ok(link) => {
-                state.link.fail(Error::new(Kind::ConnectionLost, "replaced by a new connection"));
-                state.link.drain();
-                state.settle();
+                // The old socket is closed already: its number is the new one's. Nobody awaits what was sent on it; what
+                // was not sent goes over the new one.
+                let waiting = state.link.engine.take_waiting();
                 state.link = link;
+                let Waiting { link, .. } = &mut **state;
+                for (xid, message, expect) in waiting {
+                    link.engine.call(xid, message, expect, &mut *link.device)?;
+                }
                 Ok(())
             }
             Err(error) => {

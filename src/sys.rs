@@ -273,6 +273,12 @@ pub fn poll(fds: &mut [PollFd], timeout: Option<Duration>, mask: Option<&SignalM
     Ok(n as usize)
 }
 
+/// Ends both directions of a connection: the peer learns of it although descriptors of it remain open.
+pub fn shutdown(fd: RawFd) {
+    // SAFETY: touches no memory. A connection that is gone already is no concern.
+    unsafe { libc::shutdown(fd, libc::SHUT_RDWR) };
+}
+
 /// How often this thread lost its processor although it wanted to go on.
 pub fn preemptions() -> i64 {
     let mut usage = MaybeUninit::<libc::rusage>::zeroed();

@@ -238,6 +238,10 @@ impl QueuePair for Loopback {
         self.limits
     }
 
+    fn close(&mut self) {
+        self.terminate(Error::new(Kind::ConnectionLost, "this side closed the connection"));
+    }
+
     fn describe(&self) -> String {
         "loopback".to_owned()
     }
@@ -628,6 +632,10 @@ impl State {
 impl QueuePair for Fault {
     fn limits(&self) -> Limits {
         self.control.state().limits
+    }
+
+    fn close(&mut self) {
+        self.inner.close();
     }
 
     fn describe(&self) -> String {

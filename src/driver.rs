@@ -297,6 +297,7 @@ pub struct Client {
     fd: RawFd,
     config: &'static Config,
     memory: Arc<Memory>,
+    seat: Seat,
     state: Mutex<Waiting>,
 }
 
@@ -305,12 +306,60 @@ struct Waiting {
     outcomes: HashMap<Xid, Result<Vec<Region>, Error>>,
     /// Threads in `wait`, by call. Each sleeps on its own condition unless it drives.
     sleepers: HashMap<Xid, Arc<Condvar>>,
-    /// A thread is polling the socket.
-    driven: bool,
+    driver: Driver,
     spin: Spin,
     next_xid: u32,
     /// The file behind `fd`: a number that is another file by now is not this connection.
     identity: Option<Identity>,
+}
+
+/// What the thread does that drives a connection.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Driver {
+    Nobody,
+    /// Looks at the socket again and again, without the lock.
+    Spins,
+    /// Sleeps until the socket is ready.
+    Sleeps,
+}
+
+/// The seat of a spinning driver, which another thread may take when its holder has lost the processor: otherwise all
+/// would wait until the scheduler lets that one go on.
+struct Seat {
+    /// Changes with each holder.
+    holder: AtomicU64,
+    /// When the holder last looked at the socket, in nanoseconds of [`now_ns`].
+    looked: AtomicU64,
+}
+
+impl Seat {
+    /// A holder who has not looked for so long does not run.
+    const DESERTED: u64 = 20_000;
+
+    fn take(&self) -> u64 {
+        self.looked.store(now_ns(), Relaxed);
+        self.holder.fetch_add(1, Relaxed) + 1
+    }
+
+    fn is(&self, holder: u64) -> bool {
+        self.holder.load(Relaxed) == holder
+    }
+
+    fn deserted(&self) -> bool {
+        now_ns().saturating_sub(self.looked.load(Relaxed)) > Seat::DESERTED
+    }
+
+    /// Looks until the socket is readable, the seat is lost, or `until` has come.
+    fn look(&self, holder: u64, fd: RawFd, until: Instant) {
+        while self.is(holder) {
+            self.looked.store(now_ns(), Relaxed);
+            let ready = sys::wait(fd, sys::IN, Some(Duration::ZERO), None);
+            if !matches!(ready, Ok(false)) || Instant::now() >= until {
+                return;
+            }
+            std::hint::spin_loop();
+        }
+    }
 }
 
 /// The signal mask of the caller, in force while it sleeps.
@@ -334,12 +383,13 @@ impl Client {
             link,
             outcomes: HashMap::new(),
             sleepers: HashMap::new(),
-            driven: false,
+            driver: Driver::Nobody,
             spin: Spin::default(),
             next_xid: sys::random_u32(),
             identity: process::identify(fd),
         };
-        Ok(Arc::new(Client { fd, config, memory, state: Mutex::new(state) }))
+        let seat = Seat { holder: AtomicU64::new(0), looked: AtomicU64::new(0) };
+        Ok(Arc::new(Client { fd, config, memory, seat, state: Mutex::new(state) }))
     }
 
     fn start(
@@ -506,7 +556,12 @@ impl Client {
                 stats::add(Counter::Orphans, 1);
                 return Err(Error::new(Kind::Timeout, "no reply within the time of the call"));
             }
-            if state.driven {
+            let driven = match state.driver {
+                Driver::Nobody => false,
+                Driver::Spins => !self.seat.deserted(),
+                Driver::Sleeps => true,
+            };
+            if driven {
                 let own = condition.get_or_insert_with(|| Arc::new(Condvar::new())).clone();
                 state.sleepers.insert(xid, own.clone());
                 state = own
@@ -531,26 +586,31 @@ impl Client {
             state.settle();
             return state;
         }
-        state.driven = true;
+        let seat = self.seat.take();
         if let Some(limit) = state.spin.allowed(self.config) {
-            let start = Instant::now();
+            state.driver = Driver::Spins;
+            let until = Instant::now() + limit;
             loop {
                 state.link.pump();
                 state.settle();
                 if state.outcomes.contains_key(&xid) {
                     state.spin.found();
-                    state.driven = false;
+                    state.driver = Driver::Nobody;
                     return state;
                 }
-                if start.elapsed() >= limit {
+                if Instant::now() >= until {
                     state.spin.failed();
                     break;
                 }
                 drop(state);
-                std::hint::spin_loop();
+                self.seat.look(seat, self.fd, until);
                 state = self.lock();
+                if !self.seat.is(seat) {
+                    return state;
+                }
             }
         }
+        state.driver = Driver::Sleeps;
         let events = if state.link.device.wants_write() { sys::IN | sys::OUT } else { sys::IN };
         drop(state);
         let left = deadline.saturating_duration_since(Instant::now());
@@ -559,7 +619,7 @@ impl Client {
         let mut state = self.lock();
         state.link.pump();
         state.settle();
-        state.driven = false;
+        state.driver = Driver::Nobody;
         state
     }
 
@@ -570,7 +630,10 @@ impl Client {
         deadline: Instant,
         mask: Mask<'_>,
     ) -> Result<(), Error> {
-        if !state.link.engine.starved() || state.driven || state.link.engine.closed().is_some() {
+        if !state.link.engine.starved()
+            || state.driver != Driver::Nobody
+            || state.link.engine.closed().is_some()
+        {
             return Ok(());
         }
         log_warn!("fd {}: timed-out calls hold every credit: connecting anew", self.fd);
@@ -640,7 +703,7 @@ impl Waiting {
     /// This thread waits no more: somebody else takes the driver's seat if it is empty.
     fn leave(&mut self, xid: Xid) {
         self.sleepers.remove(&xid);
-        if !self.driven
+        if self.driver == Driver::Nobody
             && let Some(condition) =
                 self.sleepers.iter().find(|(x, _)| !self.outcomes.contains_key(x)).map(|(_, c)| c)
         {

@@ -64,7 +64,7 @@ install: all
 demo: all
 	bash examples/demo.sh
 
-check: check-packages check-source check-exports check-c
+check: check-packages check-source check-rust check-exports check-c
 	@for script in $(SCRIPTS); do echo "== $$script"; bash $$script || exit 1; done
 
 # Installs what the tests need, where that is possible; elsewhere they say what they skip.
@@ -79,13 +79,16 @@ check-source: all
 	    echo "$(CARGO) clippy"; $(CARGO) clippy $(CARGOFLAGS) --all-targets -- -D warnings; \
 	    else echo "skip  clippy (not installed)"; fi
 	RUSTDOCFLAGS=-Dwarnings $(CARGO) doc $(CARGOFLAGS) --no-deps
+
+# After the library is built: some tests preload it.
+check-rust: all
 	$(CARGO) test $(CARGOFLAGS)
 
 check-exports: all
 	c-tests/exports.sh $(LIBRARY)
 
 check-c: all
-	@if [ -e c-tests/Makefile ]; then $(MAKE) -C c-tests check; fi
+	bash c-tests/check.sh
 
 check-bad-peers: all
 	BAD_PEERS=full $(CARGO) test $(CARGOFLAGS) --test bad_peers
@@ -99,9 +102,9 @@ bench: all
 clean:
 	$(CARGO) clean
 	rm -rf build
-	@if [ -e c-tests/Makefile ]; then $(MAKE) -C c-tests clean; fi
 
-.PHONY: all install demo check check-packages check-source check-exports check-c check-long check-bad-peers bench clean
+.PHONY: all install demo check check-packages check-source check-rust check-exports check-c check-long \
+    check-bad-peers bench clean
 .DELETE_ON_ERROR:
 # The steps of check depend on their order: packages first.
 .NOTPARALLEL:

@@ -3,11 +3,13 @@
  *   bench server NETID                                        prints "READY port"
  *   bench client NETID PORT OP SIZE THREADS shared|own SECONDS    prints calls per second and microseconds per call
  *   bench calls NETID PORT OP SIZE COUNT                      makes COUNT calls on one thread
+ *   bench counters NETID PORT OP SIZE COUNT                   the same; prints the library's counters per call
  *
  * OP is null, write (SIZE bytes to the server) or read. The server takes a write's data as rpcgen's code would, in
  * memory allocated for the call, and answers a read from one buffer. */
 #define _GNU_SOURCE
 #include <arpa/inet.h>
+#include <dlfcn.h>
 #include <err.h>
 #include <netconfig.h>
 #include <pthread.h>
@@ -20,7 +22,7 @@
 #include <time.h>
 #include <unistd.h>
 
-enum { PROGRAM = 0x20004245, VERSION = 1, WRITE = 1, READ = 2, LARGEST = 4 << 20 };
+enum { PROGRAM = 0x20004245, VERSION = 1, WRITE = 1, READ = 2, COUNTERS = 3, LARGEST = 4 << 20 };
 
 struct data {
     char *bytes;
@@ -38,6 +40,25 @@ static struct netconfig *config_of(const char *netid)
     if (config == NULL)
         errx(1, "%s: no such netid", netid);
     return config;
+}
+
+/* The counters of struct rpcrdma_stats that the benchmark shows, if the library is preloaded. */
+enum { COPIED, READ_AHEAD, REGISTRATIONS, SENDS, SYSCALLS, SHOWN };
+
+static bool_t xdr_counters(XDR *xdrs, u_quad_t *counters)
+{
+    return xdr_vector(xdrs, (char *)counters, SHOWN, sizeof *counters, (xdrproc_t)xdr_u_quad_t);
+}
+
+static void read_counters(u_quad_t *counters)
+{
+    static const int place[SHOWN] = {[COPIED] = 6, [READ_AHEAD] = 7, [REGISTRATIONS] = 8, [SENDS] = 10, [SYSCALLS] = 12};
+    uint64_t all[20] = {0};
+    bool_t (*get)(void *, size_t) = (bool_t (*)(void *, size_t))dlsym(RTLD_DEFAULT, "rpcrdma_stats_get");
+    if (get != NULL)
+        get(all, sizeof all);
+    for (int i = 0; i < SHOWN; i++)
+        counters[i] = all[place[i]];
 }
 
 /* ---- Server ------------------------------------------------------------------------------------------------------ */
@@ -68,6 +89,12 @@ static void dispatch(struct svc_req *request, SVCXPRT *transport)
         data = (struct data){source, length};
         svc_sendreply(transport, (xdrproc_t)xdr_data, (caddr_t)&data);
         return;
+    case COUNTERS: {
+        u_quad_t counters[SHOWN];
+        read_counters(counters);
+        svc_sendreply(transport, (xdrproc_t)xdr_counters, (caddr_t)counters);
+        return;
+    }
     default:
         svcerr_noproc(transport);
     }
@@ -189,13 +216,39 @@ static int measure(unsigned threads, bool share, double seconds)
     return 0;
 }
 
+static void server_counters(CLIENT *client, u_quad_t *counters)
+{
+    const struct timeval timeout = {.tv_sec = 30};
+    if (clnt_call(client, COUNTERS, (xdrproc_t)xdr_void, NULL, (xdrproc_t)xdr_counters, (caddr_t)counters, timeout) !=
+        RPC_SUCCESS)
+        errx(1, "%s", clnt_sperror(client, "counters"));
+}
+
+static int count(CLIENT *client, char *buffer, unsigned long calls)
+{
+    u_quad_t client_before[SHOWN], client_after[SHOWN], server_before[SHOWN], server_after[SHOWN];
+    call(client, buffer);
+    server_counters(client, server_before);
+    read_counters(client_before);
+    for (unsigned long i = 0; i < calls; i++)
+        call(client, buffer);
+    read_counters(client_after);
+    server_counters(client, server_after);
+    for (int i = 0; i < SHOWN; i++)
+        printf("%.1f %.1f ", (double)(client_after[i] - client_before[i]) / (double)calls,
+               (double)(server_after[i] - server_before[i]) / (double)calls);
+    printf("\n");
+    return 0;
+}
+
 int main(int argc, char **argv)
 {
     if (argc == 3 && strcmp(argv[1], "server") == 0)
         return serve(argv[2]);
     bool timed = argc == 9 && strcmp(argv[1], "client") == 0;
     bool counted = argc == 7 && strcmp(argv[1], "calls") == 0;
-    if (!timed && !counted)
+    bool counters = argc == 7 && strcmp(argv[1], "counters") == 0;
+    if (!timed && !counted && !counters)
         errx(2, "usage: see the first lines of bench.c");
     netid = argv[2];
     port = (unsigned)atoi(argv[3]);
@@ -207,6 +260,8 @@ int main(int argc, char **argv)
         return measure((unsigned)atoi(argv[6]), strcmp(argv[7], "shared") == 0, atof(argv[8]));
     char *buffer = calloc(1, LARGEST);
     CLIENT *client = connect_to_server();
+    if (counters)
+        return count(client, buffer, strtoul(argv[6], NULL, 0));
     for (int i = 0; i < atoi(argv[6]); i++)
         call(client, buffer);
     clnt_destroy(client);

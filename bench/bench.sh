@@ -62,6 +62,14 @@ table() {
         done
         echo
     fi
+    echo "rdma, per call:    copied bytes          read-ahead bytes       registrations          Sends           data system calls"
+    printf '%-14s %22s %22s %17s %17s %17s\n' '' 'client / server' 'client / server' 'client / server' 'client / server' 'client / server'
+    for what in 'null 0' 'write 4096' 'read 4096' 'write 65536' 'read 65536' 'write 1048576' 'read 1048576'; do
+        # shellcheck disable=SC2046,SC2086
+        printf '%-14s %10s / %9s %10s / %9s %7s / %7s %7s / %7s %7s / %7s\n' "$what" \
+            $(${with[rdma]} "$scratch/bench" counters rdma "${port_of[rdma]}" $what "$some")
+    done
+    echo
     for netid in tcp rdma; do
         before=$(ticks "${server_of[$netid]}")
         sleep 1

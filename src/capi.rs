@@ -1,16 +1,85 @@
 //! The C API of this library's own: the source of `include/rpcrdma.h`.
 //!
 //! Owned here: the functions that exist under no name of libtirpc. What a program reaches under libtirpc's names is in
-//! `tirpc::interpose`. The doc comments are written for C programmers: cbindgen copies them into the header, which is
-//! committed and compared by a test (`tests/header.rs`).
+//! `tirpc::interpose`, and the two constructors here end there too. The doc comments are written for C programmers:
+//! cbindgen copies them into the header, which is committed and compared by a test (`tests/header.rs`).
 //!
-//! Invariants: raw pointers in every signature; NULL is an error and no crash; out-parameters are written on success
-//! only; `_free(NULL)` does nothing. Each function starts with `guard`.
+//! Invariants:
+//! - Raw pointers in every signature; NULL is an error and no crash; out-parameters are written on success only. Each
+//!   function starts with `guard`.
+//! - Every failure is one that C programs know how to print: a constructor returns NULL and `clnt_spcreateerror` says
+//!   why, for a server's too.
+//! - What is here stays: names, values and the order of `struct rpcrdma_stats` are the ABI.
 #![allow(unsafe_code)]
+#![allow(non_camel_case_types)]
 
-use std::ffi::c_char;
+use std::ffi::{CStr, c_char, c_int, c_uint};
+use std::net::SocketAddr;
+use std::ptr::null;
 
+use crate::config;
+use crate::error::{Error, Kind};
 use crate::ffi::guard;
+use crate::tirpc::interpose::{clnt_tli_create, creation, svc_tli_create};
+use crate::tirpc::netid::{Netid, Sockaddr};
+use crate::tirpc::{
+    CLIENT, RPC_ANYFD, RPCBPROG, SVCXPRT, bool_t, client, creation_explanation, creation_failed,
+    creation_started, netbuf, rpcprog_t, rpcvers_t,
+};
+use crate::{socket, stats};
+
+/// clnt_control: sets the longest reply that later calls of a CLIENT make room for, in bytes of results.
+/// Takes a pointer to size_t. The default is the setting max_reply, 16 MiB.
+pub const CLSET_RDMA_MAXREPLY: c_uint = 0x52444d01;
+
+/// clnt_control: gets the longest reply that calls of a CLIENT make room for, as a size_t. FALSE says that the
+/// CLIENT does not go over RDMA.
+pub const CLGET_RDMA_MAXREPLY: c_uint = 0x52444d02;
+
+/// What this process has done since it began; see rpcrdma_stats_get(). Every counter only grows.
+#[repr(C)]
+pub struct rpcrdma_stats {
+    /// Calls given to the transport by this process as a client.
+    pub calls: u64,
+    /// Replies that completed such a call.
+    pub replies: u64,
+    /// Requests handed to a program of this process as a server.
+    pub served: u64,
+    /// Payload bytes sent or received inside RDMA_MSG.
+    pub bytes_inline: u64,
+    /// Bytes moved by our RDMA Reads.
+    pub bytes_read: u64,
+    /// Bytes moved by our RDMA Writes.
+    pub bytes_written: u64,
+    /// Payload bytes copied in user space, beyond what the device does.
+    pub bytes_copied: u64,
+    /// Payload bytes copied out of a socket's read-ahead buffer; not part of `bytes_copied`.
+    pub bytes_read_ahead: u64,
+    /// Handles exposed to a peer.
+    pub registrations: u64,
+    /// Handles that were invalidated, by us or by the peer.
+    pub invalidations: u64,
+    /// Sends posted.
+    pub sends: u64,
+    /// Receives completed.
+    pub receives: u64,
+    /// System calls on the data path.
+    pub syscalls: u64,
+    /// Connections established, both ends counted.
+    pub connections: u64,
+    /// Calls that had to wait for a credit.
+    pub credits_waited: u64,
+    /// RDMA_ERROR messages sent.
+    pub errors_sent: u64,
+    /// RDMA_ERROR messages received.
+    pub errors_received: u64,
+    /// Connections made again for a handle that had lost its own.
+    pub reconnects: u64,
+    /// Clients that were to use rdma and use tcp.
+    pub fallbacks: u64,
+    /// Calls that timed out with their credit still out.
+    pub orphans: u64,
+}
 
 /// The version of the library that is loaded, such as "0.1.0". It is never freed.
 #[unsafe(no_mangle)]
@@ -18,8 +87,178 @@ pub extern "C" fn rpcrdma_version() -> *const c_char {
     guard(|| Ok(VERSION.as_ptr()))
 }
 
-const VERSION: &std::ffi::CStr =
-    match std::ffi::CStr::from_bytes_with_nul(concat!(env!("CARGO_PKG_VERSION"), "\0").as_bytes()) {
-        Ok(version) => version,
-        Err(_) => panic!("a version has no NUL in it"),
-    };
+/// Copies the counters of this process to *stats. `size` is sizeof *stats as the program was compiled: a program
+/// and a library of different age understand each other, and counters that the library does not have are 0.
+/// FALSE, and *stats untouched, for NULL or a size that is no multiple of a counter's.
+///
+/// # Safety
+/// `stats` is NULL or has room for `size` bytes.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn rpcrdma_stats_get(stats: *mut rpcrdma_stats, size: usize) -> bool_t {
+    guard(|| {
+        if stats.is_null() || size == 0 || !size.is_multiple_of(size_of::<u64>()) {
+            return Err(Error::new(Kind::Invalid, "rpcrdma_stats_get: NULL or a senseless size"));
+        }
+        let known = stats::snapshot();
+        let place = stats.cast::<u64>();
+        for at in 0..size / size_of::<u64>() {
+            let value = known.get(at).copied().unwrap_or(0);
+            // SAFETY: within the `size` bytes of the contract; a C caller may have misaligned them.
+            unsafe { place.wrapping_add(at).write_unaligned(value) };
+        }
+        Ok(1)
+    })
+}
+
+/// Makes a CLIENT for a program at the RDMA listener `raddr`, as clnt_vc_create() does for TCP: RDMA or an error.
+///
+/// `fd` is a TCP socket, connected or not, on which nothing has been sent; it stays the caller's unless
+/// clnt_control(CLSET_FD_CLOSE) gives it away. With RPC_ANYFD the socket is made here and belongs to the CLIENT.
+/// `raddr` may be NULL if `fd` is connected. CLIENTs made on one socket share its connection. Buffer sizes have no meaning over RDMA and are accepted as they are.
+///
+/// NULL on failure: clnt_pcreateerror() prints why.
+///
+/// # Safety
+/// `raddr` is NULL or a netbuf whose buffer holds `len` bytes.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn clnt_rdma_create(
+    fd: c_int,
+    raddr: *const netbuf,
+    prog: rpcprog_t,
+    vers: rpcvers_t,
+    sendsz: c_uint,
+    recvsz: c_uint,
+) -> *mut CLIENT {
+    guard(|| {
+        creation_started();
+        let (netid, mut address) = creation(|| {
+            config::get()?;
+            if prog == RPCBPROG {
+                return Err(Error::new(Kind::Invalid, "clnt_rdma_create: rpcbind is served over tcp only"));
+            }
+            if fd != RPC_ANYFD {
+                tcp_socket("clnt_rdma_create", fd)?;
+            }
+            // SAFETY: by the contract.
+            let wanted = unsafe { client::address_bytes(raddr) };
+            let to = Sockaddr::parse(&wanted).or_else(|| socket::peer(fd)).ok_or_else(|| {
+                Error::new(Kind::Invalid, "clnt_rdma_create: no internet address and no connected socket")
+            })?;
+            Ok((netid_of(to), Sockaddr::from(to)))
+        })?;
+        let mut address = address.netbuf();
+        // SAFETY: the entry is static, the address lives across the call, and `fd` is a socket or RPC_ANYFD.
+        Ok(unsafe { clnt_tli_create(fd, netid.entry(), &mut address, prog, vers, sendsz, recvsz) })
+    })
+}
+
+/// Makes a transport that serves RDMA, as svc_vc_create() does for TCP.
+///
+/// `fd` is a TCP socket: bound, then it becomes a listener if it is none yet; or connected, then this one connection
+/// is served, as under inetd. It belongs to the transport. With RPC_ANYFD an IPv4 socket on a port of the system's
+/// choice is made. The transport's xp_netid is "rdma" or "rdma6"; svc_reg() with such a netconfig registers it with
+/// rpcbind. Buffer sizes have no meaning over RDMA.
+///
+/// NULL on failure, and `fd` stays the caller's: clnt_spcreateerror() says why.
+///
+/// # Safety
+/// `fd` is given up by the caller.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn svc_rdma_create(fd: c_int, sendsize: c_uint, recvsize: c_uint) -> *mut SVCXPRT {
+    guard(|| {
+        creation_started();
+        let netid = creation(|| {
+            config::get()?;
+            if fd == RPC_ANYFD {
+                return Ok(Netid::Rdma);
+            }
+            let local = tcp_socket("svc_rdma_create", fd)?;
+            if socket::peer(fd).is_none() && !socket::listens(fd) {
+                socket::listen(fd)?;
+            }
+            Ok(netid_of(local))
+        })?;
+        // SAFETY: the entry is static; `fd` is a socket or RPC_ANYFD.
+        let xprt = unsafe { svc_tli_create(fd, netid.entry(), null(), sendsize, recvsize) };
+        if xprt.is_null() && creation_explanation().is_none() {
+            // libtirpc's own part leaves no word behind.
+            creation_failed(&Error::from(std::io::Error::last_os_error()));
+        }
+        Ok(xprt)
+    })
+}
+
+/// The local address of a TCP socket.
+fn tcp_socket(function: &str, fd: c_int) -> Result<SocketAddr, Error> {
+    socket::local(fd)
+        .filter(|_| socket::is_stream(fd))
+        .ok_or_else(|| Error::new(Kind::Invalid, format!("{function}: fd {fd} is not a TCP socket")))
+}
+
+fn netid_of(address: SocketAddr) -> Netid {
+    if address.is_ipv4() { Netid::Rdma } else { Netid::Rdma6 }
+}
+
+const VERSION: &CStr = match CStr::from_bytes_with_nul(concat!(env!("CARGO_PKG_VERSION"), "\0").as_bytes()) {
+    Ok(version) => version,
+    Err(_) => panic!("a version has no NUL in it"),
+};
+
+const _: () = {
+    assert!(CLSET_RDMA_MAXREPLY == client::CLSET_RDMA_MAXREPLY);
+    assert!(CLGET_RDMA_MAXREPLY == client::CLGET_RDMA_MAXREPLY);
+    assert!(size_of::<rpcrdma_stats>() == stats::COUNT * size_of::<u64>());
+};
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Name and first documentation line of each entry between two lines of a source.
+    fn entries<'a>(
+        source: &'a str,
+        from: &str,
+        name: impl Fn(&'a str) -> Option<&'a str>,
+    ) -> Vec<(&'a str, &'a str)> {
+        let table = source.split(from).nth(1).expect("the table is there");
+        let mut entries = Vec::new();
+        let mut doc = "";
+        for line in table.lines().map(str::trim).take_while(|line| *line != "}") {
+            if let Some(text) = line.strip_prefix("/// ") {
+                doc = text;
+            } else if let Some(name) = name(line) {
+                entries.push((name, doc));
+            }
+        }
+        entries
+    }
+
+    #[test]
+    fn the_c_structure_has_the_counters_of_the_table_in_its_order_with_its_words() {
+        let structure = entries(include_str!("capi.rs"), "pub struct rpcrdma_stats {\n", |line| {
+            line.strip_prefix("pub ")?.strip_suffix(": u64,")
+        });
+        let table = entries(include_str!("stats.rs"), "\ncounters! {\n", |line| line.split('"').nth(1));
+        assert_eq!(structure, table);
+        assert_eq!(structure.iter().map(|(name, _)| *name).collect::<Vec<_>>(), stats::NAMES);
+    }
+
+    #[test]
+    fn programs_older_and_newer_than_the_library_get_what_both_know() {
+        stats::add(stats::Counter::Calls, 1);
+        let mut small = [u64::MAX; 2];
+        // SAFETY: one counter has room.
+        assert_eq!(unsafe { rpcrdma_stats_get(small.as_mut_ptr().cast(), 8) }, 1);
+        assert!(small[0] < u64::MAX && small[1] == u64::MAX);
+        let mut large = [u64::MAX; stats::COUNT + 2];
+        // SAFETY: room for all of `large`.
+        assert_eq!(unsafe { rpcrdma_stats_get(large.as_mut_ptr().cast(), size_of_val(&large)) }, 1);
+        assert_eq!(large[stats::COUNT..], [0, 0]);
+        for size in [0, 7, 9] {
+            // SAFETY: refused before anything is written.
+            assert_eq!(unsafe { rpcrdma_stats_get(large.as_mut_ptr().cast(), size) }, 0);
+        }
+        // SAFETY: NULL is allowed.
+        assert_eq!(unsafe { rpcrdma_stats_get(std::ptr::null_mut(), 8) }, 0);
+    }
+}

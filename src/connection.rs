@@ -27,6 +27,7 @@ use std::sync::Arc;
 use crate::error::{Error, Kind};
 use crate::memory::{Buf, Memory, Region, Sink};
 use crate::provider::{QueuePair, WorkId, WorkRequest};
+use crate::stats::{self, Counter};
 use crate::wire::private_data::PrivateData;
 use crate::wire::v1::{self, Body, Lists, Proc, RdmaError};
 use crate::wire::{Credits, Handle, Position, ReadSegment, Segment, Xid};
@@ -314,6 +315,18 @@ impl Connection {
         self.requester.calls.contains_key(&xid)
     }
 
+    /// Takes the calls back that wait for a credit: for another connection.
+    pub fn take_waiting(&mut self) -> Vec<(Xid, Region, Expect)> {
+        let waiting = std::mem::take(&mut self.requester.waiting);
+        let mut taken = Vec::with_capacity(waiting.len());
+        for xid in waiting {
+            if let Some(Call { message: Some(message), expect, .. }) = self.requester.calls.remove(&xid) {
+                taken.push((xid, message, expect));
+            }
+        }
+        taken
+    }
+
     /// Whether the call was handed to the device.
     pub fn transmitted(&self, xid: Xid) -> bool {
         self.requester.calls.get(&xid).is_some_and(|c| c.sequence.is_some())
@@ -490,7 +503,10 @@ impl Connection {
                 Some(reply) => Ok((None, reply.iter().collect::<Vec<_>>())),
                 None => return,
             },
-            Body::Error(error) => Err(self.explain(error, call)),
+            Body::Error(error) => {
+                stats::add(Counter::ErrorsReceived, 1);
+                Err(self.explain(error, call))
+            }
             // RFC 8166 §4.6.1: "Requesters MUST silently discard the message." §4.6.2: "Receivers MUST silently
             // discard" RDMA_DONE.
             Body::Msgp | Body::Done => return,
@@ -811,6 +827,7 @@ impl Connection {
         });
         match region {
             Ok(region) => {
+                stats::add(Counter::ErrorsSent, 1);
                 let send = WorkRequest::Send { gather: vec![region], invalidate: None };
                 self.output.push_back(Output::Post(send));
             }

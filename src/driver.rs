@@ -32,7 +32,7 @@ use crate::stats::{self, Counter};
 use crate::sys;
 use crate::wire::private_data::PrivateData;
 use crate::wire::{Xid, v1};
-use crate::{log_debug, log_info, log_warn, log_wire};
+use crate::{log_info, log_warn, log_wire, socket};
 
 /// How long the passive side waits for the MPA Request and the first message of a peer (RFC 5044 §7.1.2: "SHOULD").
 pub const START_TIMEOUT: Duration = Duration::from_secs(10);
@@ -85,8 +85,6 @@ impl Link {
         let peer = PrivateData::find(device.private_data()).unwrap_or(PrivateData::ABSENT);
         let settings = Settings { credits: config.credits, inline: config.inline, max_call: config.max_call };
         let engine = Connection::new(role, settings, peer, memory.clone());
-        let (send, receive) = engine.thresholds();
-        log_debug!("fd {}: {role:?}, inline thresholds {send} out, {receive} in", device.fd());
         stats::add(Counter::Connections, 1);
         let mut link = Link {
             role,
@@ -99,6 +97,12 @@ impl Link {
         };
         link.drain();
         link
+    }
+
+    /// What the connection runs on and what was agreed, in words for the log.
+    fn describe(&self) -> String {
+        let (send, receive) = self.engine.thresholds();
+        format!("{}, inline {send} bytes out and {receive} in", self.device.describe())
     }
 
     /// Carries out what the engine wants.
@@ -190,6 +194,9 @@ impl Link {
     fn fail(&mut self, error: Error) {
         if self.engine.closed().is_none() {
             log_info!("fd {}: connection closed: {error}", self.device.fd());
+            // RFC 8166 §4.5.4: closing is what tells the peer that a reply was lost, and what protects memory that could
+            // not be invalidated.
+            self.device.close();
             self.engine.handle_closed(error);
         }
     }
@@ -201,7 +208,10 @@ fn note(request: &WorkRequest, fd: RawFd) {
             stats::add(Counter::Sends, 1);
             let bytes: usize = gather.iter().map(|r| r.len()).sum();
             stats::add(Counter::BytesInline, bytes as u64);
-            log_wire!("fd {fd} > {}", gather.first().map_or_else(String::new, |first| describe(first)));
+            log_wire!("fd {fd} > {}", {
+                let message: Vec<u8> = gather.iter().flat_map(|region| region.iter().copied()).collect();
+                describe(&message)
+            });
         }
         WorkRequest::Write { to, .. } => {
             stats::add(Counter::BytesWritten, u64::from(to.length));
@@ -239,12 +249,17 @@ fn options(config: &Config, fd: RawFd) -> Options {
 // ---------------------------------------------------------------------------------------------------------- spin
 
 /// Whether spinning before a sleep has paid lately.
+///
+/// It pays only where the peer has a processor of its own. A spin that finds something although the thread lost its
+/// processor meanwhile has found what it had kept the peer from sending: that counts as a failure too.
 #[derive(Default)]
 struct Spin {
     /// Waits that sleep at once before the next spin.
     skip: u32,
     /// What the next failure costs: 1, 2, 4 ... 1024 waits; a success halves it.
     penalty: u32,
+    /// [`sys::preemptions`] at the end of the latest spin.
+    preemptions: i64,
 }
 
 impl Spin {
@@ -260,7 +275,8 @@ impl Spin {
     }
 
     fn found(&mut self) {
-        self.penalty /= 2;
+        let before = std::mem::replace(&mut self.preemptions, sys::preemptions());
+        if self.preemptions == before { self.penalty /= 2 } else { self.failed() }
     }
 
     fn failed(&mut self) {
@@ -364,6 +380,11 @@ impl Client {
         Ok(self.memory.message()?)
     }
 
+    /// What the connection runs on and what was agreed, in words for the log.
+    pub fn describe(&self) -> String {
+        self.lock().link.describe()
+    }
+
     /// Why the connection is closed, if it is.
     pub fn closed(&self) -> Option<Error> {
         self.lock().link.engine.closed().cloned()
@@ -404,7 +425,9 @@ impl Client {
         }
         link.flush();
         state.settle();
-        self.wait(state, xid, deadline, mask)
+        let outcome = self.wait(state, xid, deadline, mask);
+        stats::add(Counter::Replies, outcome.is_ok().into());
+        outcome
     }
 
     /// Sends a call that has no reply, or whose reply nobody awaits (batching).
@@ -503,6 +526,11 @@ impl Client {
         deadline: Instant,
         mask: Mask<'_>,
     ) -> MutexGuard<'a, Waiting> {
+        if !state.link.engine.transmitted(xid) && self.replace_starved(&mut state, deadline, mask).is_err() {
+            // The call has ended with the reason.
+            state.settle();
+            return state;
+        }
         state.driven = true;
         if let Some(limit) = state.spin.allowed(self.config) {
             let start = Instant::now();
@@ -546,7 +574,13 @@ impl Client {
             return Ok(());
         }
         log_warn!("fd {}: timed-out calls hold every credit: connecting anew", self.fd);
-        sys::reconnect(self.fd)?;
+        if let Err(error) = sys::reconnect(self.fd) {
+            let error = Error::from(error);
+            state.link.fail(error.clone());
+            state.link.drain();
+            state.settle();
+            return Err(error);
+        }
         state.identity = process::identify(self.fd);
         // However little time this call has: a startup given up halfway would leave no connection at all.
         let limit = deadline.max(Instant::now() + RECONNECT_TIMEOUT).min(Instant::now() + START_TIMEOUT);
@@ -554,10 +588,14 @@ impl Client {
         stats::add(Counter::Reconnects, 1);
         match fresh {
             Ok(link) => {
-                state.link.fail(Error::new(Kind::ConnectionLost, "replaced by a new connection"));
-                state.link.drain();
-                state.settle();
+                // The old socket is closed already: its number is the new one's. Nobody awaits what was sent on it; what
+                // was not sent goes over the new one.
+                let waiting = state.link.engine.take_waiting();
                 state.link = link;
+                let Waiting { link, .. } = &mut **state;
+                for (xid, message, expect) in waiting {
+                    link.engine.call(xid, message, expect, &mut *link.device)?;
+                }
                 Ok(())
             }
             Err(error) => {
@@ -694,7 +732,10 @@ impl Server {
         let closed = Phase::Failed(Error::new(Kind::ConnectionLost, "closed"));
         if let Phase::Starting(device) = std::mem::replace(&mut self.phase, closed) {
             let memory = memory(self.config);
-            self.phase = Phase::Open(Box::new(Link::new(Role::Server, self.config, device, memory)));
+            let link = Link::new(Role::Server, self.config, device, memory);
+            let peer = socket::peer(self.fd).map_or_else(|| "a peer".to_owned(), |at| at.to_string());
+            log_info!("fd {}: accepted {peer} over rdma ({})", self.fd, link.describe());
+            self.phase = Phase::Open(Box::new(link));
         }
     }
 
@@ -741,10 +782,7 @@ impl Server {
         sent?;
         match link.engine.closed() {
             Some(error) => Err(error.clone()),
-            None => {
-                stats::add(Counter::Replies, 1);
-                Ok(())
-            }
+            None => Ok(()),
         }
     }
 

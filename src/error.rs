@@ -128,9 +128,18 @@ impl fmt::Display for Error {
 
 impl std::error::Error for Error {}
 
+/// What strerror(3) says: std appends a number, which says nothing more to a reader.
+pub fn os_text(e: &std::io::Error) -> String {
+    let mut text = e.to_string();
+    if let Some(at) = text.find(" (os error") {
+        text.truncate(at);
+    }
+    text
+}
+
 impl From<std::io::Error> for Error {
     fn from(e: std::io::Error) -> Error {
         let errno = e.raw_os_error().unwrap_or(libc::EIO);
-        Error::new(Kind::Os(errno), e.to_string())
+        Error::new(Kind::Os(errno), os_text(&e))
     }
 }

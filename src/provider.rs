@@ -92,6 +92,9 @@ pub trait QueuePair: Send {
     /// What may be asked of it.
     fn limits(&self) -> Limits;
 
+    /// The device and what it agreed on with its peer, in words for the log: "software iWARP, CRC on".
+    fn describe(&self) -> String;
+
     /// RFC 8797 private data of the peer, as received (empty if none).
     fn private_data(&self) -> &[u8];
 
@@ -148,6 +151,11 @@ pub trait QueuePair: Send {
 
     /// Whether writability of the fd matters: queued work waits for it.
     fn wants_write(&self) -> bool;
+
+    /// Ends the connection, and tells the peer as far as the device can: from here on every handle is dead.
+    ///
+    /// A process that inherited the connection by fork(2) ends it for itself alone.
+    fn close(&mut self);
 
     /// Bytes of queued work not yet taken by the device, or what the work holds in memory, if that is more.
     fn unsent(&self) -> usize;

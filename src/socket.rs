@@ -107,6 +107,18 @@ pub fn close(fd: RawFd) {
     unsafe { libc::close(fd) };
 }
 
+/// listen(2), with the longest queue that the system allows.
+///
+/// # Errors
+/// The errno.
+pub fn listen(fd: RawFd) -> io::Result<()> {
+    // SAFETY: no memory is passed.
+    if unsafe { libc::listen(fd, libc::SOMAXCONN) } != 0 {
+        return Err(io::Error::last_os_error());
+    }
+    Ok(())
+}
+
 /// A second descriptor of the same socket, above the standard ones.
 ///
 /// # Errors

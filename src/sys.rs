@@ -21,6 +21,7 @@ use std::sync::Once;
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering::Relaxed};
 use std::time::Duration;
 
+use crate::ffi::guard;
 use crate::memory::{IoVec, IoVecMut};
 
 /// Most elements of one gathered or scattered transfer (`IOV_MAX` of Linux).
@@ -272,6 +273,21 @@ pub fn poll(fds: &mut [PollFd], timeout: Option<Duration>, mask: Option<&SignalM
     Ok(n as usize)
 }
 
+/// Ends both directions of a connection: the peer learns of it although descriptors of it remain open.
+pub fn shutdown(fd: RawFd) {
+    // SAFETY: touches no memory. A connection that is gone already is no concern.
+    unsafe { libc::shutdown(fd, libc::SHUT_RDWR) };
+}
+
+/// How often this thread lost its processor although it wanted to go on.
+pub fn preemptions() -> i64 {
+    let mut usage = MaybeUninit::<libc::rusage>::zeroed();
+    // SAFETY: `usage` is writable.
+    unsafe { libc::getrusage(libc::RUSAGE_THREAD, usage.as_mut_ptr()) };
+    // SAFETY: plain numbers, zeroed where the call wrote nothing.
+    unsafe { usage.assume_init() }.ru_nivcsw
+}
+
 /// [`wait`] for readability.
 pub const IN: i16 = libc::POLLIN;
 /// [`wait`] for writability.
@@ -463,7 +479,11 @@ static PID: AtomicU32 = AtomicU32::new(0);
 fn watch_forks() {
     static ONCE: Once = Once::new();
     ONCE.call_once(|| {
-        note_process();
+        // Also the first guard: what it sets up must not be under way while somebody forks.
+        guard(|| {
+            note_process();
+            Ok(())
+        });
         // SAFETY: `after_fork` only stores atomics and calls getpid, which is allowed in the child of a
         // multi-threaded process. The library is linked with -z nodelete: the handler stays mapped.
         unsafe { libc::pthread_atfork(None, None, Some(after_fork)) };
@@ -471,8 +491,11 @@ fn watch_forks() {
 }
 
 unsafe extern "C" fn after_fork() {
-    GENERATION.fetch_add(1, Relaxed);
-    note_process();
+    guard(|| {
+        GENERATION.fetch_add(1, Relaxed);
+        note_process();
+        Ok(())
+    });
 }
 
 fn note_process() {

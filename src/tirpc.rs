@@ -35,6 +35,10 @@ pub mod server;
 
 /// `bool_t`.
 pub type bool_t = c_int;
+/// A program number.
+pub type rpcprog_t = u32;
+/// A version of a program.
+pub type rpcvers_t = u32;
 /// `TRUE`.
 pub const TRUE: bool_t = 1;
 /// `FALSE`.
@@ -555,11 +559,22 @@ pub fn creation_failed(error: &Error) {
     let place = unsafe { __rpc_createerr() };
     // SAFETY: written by this thread only, which is here.
     unsafe { place.write(why) };
-    // libtirpc goes on to the next netid after this one and restores the status of the failure before it: so does this.
-    if error.kind() != Kind::NoAddress {
-        let text = Some((why.cf_stat, error.text().to_owned()));
-        let _ = EXPLANATION.try_with(|explanation| explanation.replace(text));
-    }
+    // After this one libtirpc goes on to the next netid, and restores the status of the failure before it: so does this.
+    let _ = EXPLANATION.try_with(|explanation| {
+        let mut explanation = explanation.borrow_mut();
+        if explanation.is_none() || error.kind() != Kind::NoAddress {
+            *explanation = Some((why.cf_stat, error.text().to_owned()));
+        }
+    });
+}
+
+/// Adds a text to what libtirpc itself has recorded in `*__rpc_createerr()`.
+pub fn creation_explained(text: String) {
+    // SAFETY: returns the thread's own structure.
+    let place = unsafe { __rpc_createerr() };
+    // SAFETY: written by this thread only, which is here.
+    let status = unsafe { place.read() }.cf_stat;
+    let _ = EXPLANATION.try_with(|explanation| explanation.replace(Some((status, text))));
 }
 
 /// Forgets the text of a creation that failed.

@@ -238,6 +238,14 @@ impl QueuePair for Loopback {
         self.limits
     }
 
+    fn close(&mut self) {
+        self.terminate(Error::new(Kind::ConnectionLost, "this side closed the connection"));
+    }
+
+    fn describe(&self) -> String {
+        "loopback".to_owned()
+    }
+
     fn private_data(&self) -> &[u8] {
         &self.private_data
     }
@@ -624,6 +632,14 @@ impl State {
 impl QueuePair for Fault {
     fn limits(&self) -> Limits {
         self.control.state().limits
+    }
+
+    fn close(&mut self) {
+        self.inner.close();
+    }
+
+    fn describe(&self) -> String {
+        self.inner.describe()
     }
 
     fn private_data(&self) -> &[u8] {

@@ -25,7 +25,7 @@ use std::time::{Duration, Instant};
 
 use crate::config::{self, Config};
 use crate::driver::{Client, NULL_REPLY, REPLY_HEADER, START_TIMEOUT};
-use crate::error::{Error, Kind, clnt_stat};
+use crate::error::{Error, Kind, clnt_stat, os_text};
 use crate::ffi::guard;
 use crate::memory::Region;
 use crate::stats::{self, Counter};
@@ -38,7 +38,7 @@ use crate::tirpc::{
 };
 use crate::wire::Xid;
 use crate::xdr::{Decoder, Encoder, XDR, XdrProc, op};
-use crate::{log_debug, log_info, socket, xdr};
+use crate::{log_debug, log_error, log_info, socket, xdr};
 
 /// What the creator of a CLIENT asks for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -111,33 +111,14 @@ static OPS: clnt_ops = clnt_ops {
 
 // ------------------------------------------------------------------------------------------------------ creation
 
-/// Stands in for `clnt_vc_create`; `None` asks for the stock transport, `Some(NULL)` is a failure that is recorded
-/// with [`super::creation_failed`].
+/// Stands in for `clnt_vc_create`, whose buffer sizes have no meaning here; `None` asks for the stock transport.
+///
+/// # Errors
+/// When the system refuses, and when RDMA is required and the server does not speak it.
 ///
 /// # Safety
 /// As `clnt_vc_create`: `raddr` is NULL or points to a netbuf.
 pub unsafe fn vc_create(
-    fd: c_int,
-    raddr: *const netbuf,
-    prog: u32,
-    vers: u32,
-    _sendsz: c_uint,
-    _recvsz: c_uint,
-    intent: Intent,
-) -> Option<*mut CLIENT> {
-    // SAFETY: by the contract.
-    match unsafe { create(fd, raddr, prog, vers, intent) } {
-        Ok(client) => client,
-        Err(error) => {
-            super::creation_failed(&error);
-            Some(null_mut())
-        }
-    }
-}
-
-/// # Safety
-/// As [`vc_create`].
-unsafe fn create(
     fd: c_int,
     raddr: *const netbuf,
     prog: u32,
@@ -168,11 +149,16 @@ unsafe fn create(
             return refuse(Error::new(Kind::Invalid, "no internet address to connect to"));
         };
         if intent == Intent::Try && servers_of_tcp::contain(to) {
+            log_info!("fd {fd}: program {prog} version {vers} goes over tcp: so did {to} a moment ago");
             return Ok(None);
         }
-        socket::connect(fd, to)?;
+        socket::connect(fd, to).map_err(|e| {
+            let text = format!("cannot connect to {to}: {}", os_text(&e));
+            Error::new(Error::from(e).kind(), text)
+        })?;
     } else if intent == Intent::Try {
-        // Connected by the program: it could not be connected again if the server does not speak RDMA.
+        // It could not be connected again if the server does not speak RDMA.
+        log_info!("fd {fd}: program {prog} version {vers} goes over tcp: the program connected it itself");
         return Ok(None);
     }
     let timeout = if intent == Intent::Try { TRY_TIMEOUT } else { START_TIMEOUT };
@@ -181,7 +167,9 @@ unsafe fn create(
     drop(signals);
     match opened {
         Ok(connection) => {
-            log_info!("fd {fd}: program {prog} version {vers} goes over rdma (software iWARP)");
+            let peer = socket::peer(fd).map_or_else(|| "its server".to_owned(), |at| at.to_string());
+            let how = connection.describe();
+            log_info!("fd {fd}: program {prog} version {vers} goes over rdma to {peer} ({how})");
             connections::add(fd, connection.clone());
             Ok(Some(new(connection, address, prog, vers, config)))
         }
@@ -196,7 +184,14 @@ unsafe fn create(
             Ok(None)
         }
         Err(error) => {
-            let text = format!("no RDMA connection: {error} (is the server on netid rdma?)");
+            let peer = socket::peer(fd).or(Sockaddr::parse(&address));
+            let to = peer.map_or_else(String::new, |at| format!(" to {at}"));
+            let remedy = match (intent, error.kind()) {
+                (Intent::Try, _) => "; RPCRDMA_FALLBACK=no forbids tcp",
+                (Intent::Required, Kind::ConnectionLost) => "; its server must run with librpcrdma",
+                (Intent::Required, _) => "",
+            };
+            let text = format!("no RDMA connection{to}: {error}{remedy}");
             let kind =
                 if error.kind() == Kind::ConnectionLost { Kind::Os(libc::ECONNRESET) } else { error.kind() };
             Err(Error::new(kind, text))
@@ -289,7 +284,7 @@ mod servers_of_tcp {
 
 /// # Safety
 /// `address` is NULL or points to a netbuf whose `buf` is readable for `len` bytes.
-unsafe fn address_bytes(address: *const netbuf) -> Box<[u8]> {
+pub(crate) unsafe fn address_bytes(address: *const netbuf) -> Box<[u8]> {
     // SAFETY: by the contract.
     let Some(netbuf) = (unsafe { crate::ffi::reference(address) }) else { return Box::default() };
     // SAFETY: by the contract.
@@ -348,7 +343,10 @@ unsafe extern "C" fn call(
         // A defect inside must not leave the handle saying "Success".
         handle.control().error = rpc_err::new(clnt_stat::FAILED, libc::ENOTRECOVERABLE);
         // SAFETY: procedures and objects are the program's, as `clnt_call` asks for them.
-        let status = unsafe { call.run(timeout) }.unwrap_or_else(|error| handle.record(&error));
+        let status = unsafe { call.run(timeout) }.unwrap_or_else(|error| {
+            log_error!("fd {}: a call of procedure {proc} failed: {error}", handle.connection.fd());
+            handle.record(&error)
+        });
         drop(signals);
         drop(running);
         Ok(status)
@@ -433,9 +431,16 @@ impl Call<'_> {
             // RFC 5531 §12.1: procedure 0 has no results; only RPCSEC_GSS puts its own into replies to it.
             let room = if self.proc == 0 && !gss { NULL_REPLY } else { max_reply + REPLY_HEADER };
             let deadline = Instant::now() + limit;
+            let fd = self.handle.connection.fd();
+            let length = message.len();
+            log_debug!(
+                "fd {fd}: call {xid}: program {program} version {version} procedure {}, {length} bytes",
+                self.proc
+            );
             let reply =
                 self.handle.connection.call(xid, message, room, deadline, Some(self.signals.before()));
             let reply = reply?;
+            log_debug!("fd {fd}: reply {xid}: {} bytes", reply.iter().map(|part| part.len()).sum::<usize>());
             let lock = lock.or_else(|| Some(auth_locks::lock(self.auth)));
             // SAFETY: by the contract.
             let verdict = unsafe { self.decoded(reply, gss, &mut refreshes) };

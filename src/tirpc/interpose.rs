@@ -38,11 +38,12 @@ use crate::ffi::{self, Fd, Inside, guard};
 use crate::tirpc::client::{self, Intent};
 use crate::tirpc::netid::{self, Netid, RPCBIND_PORT, Sockaddr, nettype};
 use crate::tirpc::{
-    __rpc_sockinfo, CLIENT, RPC_ANYFD, RPCBPROG, SVCXPRT, TRUE, bool_t, creation_explanation,
-    creation_failed, creation_started, dispatch_t, netbuf, netconfig, real, registered_t, server, t_bind,
+    __rpc_sockinfo, CLIENT, RPC_ANYFD, RPCBPROG, SVCXPRT, TRUE, bool_t, creation_explained,
+    creation_explanation, creation_failed, creation_started, dispatch_t, netbuf, netconfig, real,
+    registered_t, server, t_bind,
 };
 use crate::xdr::XdrProc;
-use crate::{log_info, socket};
+use crate::{log_debug, log_error, socket};
 
 // What a netid is.
 
@@ -235,7 +236,7 @@ pub unsafe extern "C" fn clnt_vc_create(
         {
             let made = creation(|| {
                 // SAFETY: the caller's own arguments.
-                Ok(unsafe { client::vc_create(fd, address, prog, vers, sendsz, recvsz, intent) })
+                unsafe { client::vc_create(fd, address, prog, vers, intent) }
             })?;
             if let Some(clnt) = made {
                 return Ok(clnt);
@@ -400,6 +401,13 @@ pub unsafe extern "C" fn rpcb_set(
         let real = real::RPCB_SET.get()?;
         // SAFETY: the caller's own arguments.
         let set = unsafe { real(prog, vers, nconf, address) };
+        // SAFETY: by the contract.
+        if let (0, Some(netid)) = (set, unsafe { Netid::of(nconf) }) {
+            let netid = netid.name().to_string_lossy();
+            let text = format!("rpcbind does not register program {prog} on netid {netid}; is it running?");
+            log_error!("{text}");
+            creation_explained(text);
+        }
         // SAFETY: by the contract.
         let Some((stock, netid)) = (unsafe { Netid::beside(nconf) }) else { return Ok(set) };
         // SAFETY: an address as rpcb_set takes it.
@@ -628,14 +636,17 @@ pub unsafe extern "C" fn svctcp_create(fd: c_int, sendsz: c_uint, recvsz: c_uint
 }
 
 /// Runs a creation on netid "rdma", and records why it failed: after a NULL programs print what is recorded.
-fn creation<T>(create: impl FnOnce() -> Result<T, Error>) -> Result<T, Error> {
+pub(crate) fn creation<T>(create: impl FnOnce() -> Result<T, Error>) -> Result<T, Error> {
     let result = catch_unwind(AssertUnwindSafe(create)).unwrap_or_else(|panic| {
         creation_failed(&Error::new(Kind::Panic, "defect in librpcrdma"));
         resume_unwind(panic)
     });
     result.inspect_err(|error| {
-        // A server has no other way to learn of it.
-        log_info!("{error}");
+        match error.kind() {
+            // "rdma" stands for both netids: a host with addresses of one family is nothing to report.
+            Kind::NoAddress => log_debug!("{error}"),
+            _ => log_error!("{error}"),
+        }
         creation_failed(error);
     })
 }

@@ -22,7 +22,7 @@ use std::ptr::{null, null_mut};
 use std::sync::atomic::{AtomicU8, Ordering};
 
 use crate::config;
-use crate::error::{Error, Kind, clnt_stat};
+use crate::error::{Error, Kind, clnt_stat, os_text};
 use crate::ffi::{self, Inside};
 use crate::tirpc::{
     __rpc_createerr, __rpc_sockinfo, CLIENT, RPC_ANYFD, RPCBPROG, clnt_ops, control, nc, netbuf, netconfig,
@@ -357,7 +357,9 @@ pub fn look_up(
 
 fn not_registered(prog: u32, netid: Netid, host: &str) -> Error {
     let netid = netid.name().to_string_lossy();
-    let text = format!("program {prog} is not registered on netid {netid} at {host} (see rpcinfo {host})");
+    let text = format!(
+        "program {prog} is not registered on netid {netid} at {host}: its server must run with librpcrdma"
+    );
     Error::new(Kind::NotRegistered, text)
 }
 
@@ -436,7 +438,10 @@ fn dump(at: SocketAddr, netid: Netid, timeout: Option<libc::timeval>, prog: u32)
         let why = unsafe { __rpc_createerr() };
         // SAFETY: written only by this thread, which is here.
         let why = unsafe { why.read() }.cf_error;
-        return Err(Error::new(Kind::Rpcbind, format!("no rpcbind at {at}: {}", describe(&why))));
+        return Err(Error::new(
+            Kind::Rpcbind,
+            format!("no rpcbind at {at}: {}; is it running?", describe(&why)),
+        ));
     };
     // SAFETY: every handle of libtirpc names its operations for as long as it lives.
     let Some(ops) = (unsafe { ffi::reference(handle.cl_ops) }) else {
@@ -508,7 +513,7 @@ fn describe(error: &rpc_err) -> String {
     let errno = unsafe { error.ru.re_errno };
     match error.re_status {
         clnt_stat::TIMEDOUT => "timed out".into(),
-        _ if errno > 0 => io::Error::from_raw_os_error(errno).to_string(),
+        _ if errno > 0 => os_text(&io::Error::from_raw_os_error(errno)),
         status => format!("RPC error {status}"),
     }
 }

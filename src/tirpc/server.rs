@@ -35,8 +35,9 @@ use crate::tirpc::{
     opaque_auth, real, rpc_msg, svc_max_pollfd, svc_pollfd, xdr_callmsg, xdr_replymsg, xp_ops, xp_ops2,
     xprt_stat, xprt_unregister,
 };
+use crate::wire::Xid;
 use crate::xdr::{Decoder, Encoder, XDR, XdrProc};
-use crate::{log_info, log_warn, socket, sys, xdr};
+use crate::{log_debug, log_info, log_warn, socket, sys, xdr};
 
 // ----------------------------------------------------------------------------------------------- the first byte
 
@@ -319,7 +320,12 @@ impl Transport {
         let server = self.server();
         let (write, deadline) = (server.wants_write(), server.deadline());
         drop(server);
-        progress::want(self.xprt.xp_fd, std::ptr::from_ref(self).cast_mut().addr(), write, deadline);
+        progress::want(
+            self.xprt.xp_fd,
+            std::ptr::from_ref(self).cast_mut().expose_provenance(),
+            write,
+            deadline,
+        );
     }
 
     /// Ends the request on top of the stack.
@@ -454,7 +460,8 @@ unsafe extern "C" fn recv(xprt: *mut SVCXPRT, message: *mut rpc_msg) -> bool_t {
         // SAFETY: the caller's message, decoded above.
         let message = unsafe { &*message };
         // SAFETY: decoded as a call, so this member of the union is in force.
-        let credential = unsafe { message.ru.rm_call }.cb_cred;
+        let call = unsafe { message.ru.rm_call };
+        let credential = call.cb_cred;
         let gss = if credential.oa_flavor == auth_stat::RPCSEC_GSS && credential.oa_length >= 8 {
             // RFC 2203 §5.3.1: the version, then gss_proc.
             // SAFETY: the credential was decoded to `oa_length` bytes at `oa_base`.
@@ -464,6 +471,14 @@ unsafe extern "C" fn recv(xprt: *mut SVCXPRT, message: *mut rpc_msg) -> bool_t {
             None
         };
         let xid = request.xid.0;
+        log_debug!(
+            "fd {}: request {}: program {} version {} procedure {}",
+            own.xprt.xp_fd,
+            request.xid,
+            call.cb_prog,
+            call.cb_vers,
+            call.cb_proc
+        );
         own.open.push(Open { id: request.id, xid, answered: false, arguments, gss });
         own.empty = false;
         Ok(1)
@@ -556,6 +571,7 @@ unsafe extern "C" fn reply(xprt: *mut SVCXPRT, message: *mut rpc_msg) -> bool_t 
         stats::add(Counter::BytesCopied, encoder.copied());
         let message = encoder.finish()?.freeze();
         request.answered = true;
+        log_debug!("fd {}: reply {}: {} bytes", own.xprt.xp_fd, Xid(request.xid), message.len());
         let sent = own.server().reply(id, message);
         own.watch_progress();
         match sent {

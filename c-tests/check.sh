@@ -1,0 +1,43 @@
+#!/bin/bash
+# check.sh [LEG...]: every leg of the C tests that a change must pass; without arguments all of them.
+#
+#   tcp        stock libtirpc: the tests themselves are right
+#   redirect   programs that know only "tcp", moved by RPCRDMA_REDIRECT
+#   rdma       programs that name netid "rdma", the library preloaded
+#   linked     the same, linked through pkg-config with a staged install
+#   asan       rdma, built by clang with the address and undefined-behaviour sanitizers
+#   valgrind   rdma, client and server under valgrind
+here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
+scratch=$(mktemp -d "${TMPDIR:-/tmp}/rpcrdma.XXXXXX")
+trap 'rm -rf "$scratch"' EXIT
+failed=0
+
+leg() { # NAME COMMAND...
+    local name=$1; shift
+    if "$@" >"$scratch/$name" 2>&1; then
+        echo "ok    C tests, $name: $(tail -n 1 "$scratch/$name")"
+    else
+        failed=$((failed + 1))
+        grep -v '^ok' "$scratch/$name"
+        echo "FAIL  C tests, $name"
+    fi
+    # What was skipped is said, with its reason.
+    grep '^skip' "$scratch/$name" | sed 's/.*(\(.*\))$/\1/' | sort | uniq -c | sed 's/^/      skipped:/'
+}
+
+run() { bash "$here/run.sh" "$@"; }
+linked() {
+    make -s -C "$here/.." install DESTDIR="$scratch/stage" PREFIX=/usr/local && STAGED=$scratch/stage run linked
+}
+asan() { command -v clang >/dev/null || { echo "clang is not installed"; return 1; }; CC=clang run rdma asan; }
+valgrind() { RPCRDMA_POLL=0 run rdma valgrind; }
+
+[ $# -gt 0 ] || set -- tcp redirect rdma linked asan valgrind
+for name in "$@"; do
+    case $name in
+    tcp | redirect | rdma) leg "$name" run "$name" ;;
+    linked | asan | valgrind) leg "$name" "$name" ;;
+    *) sed -n '2,9s/^# \{0,1\}//p' "${BASH_SOURCE[0]}" >&2; exit 2 ;;
+    esac
+done
+[ "$failed" -eq 0 ]

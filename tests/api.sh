@@ -1,0 +1,41 @@
+#!/bin/bash
+# api.sh: the library's own C API (c-tests/api.c), linked, with every compiler that is there, as C, under valgrind, and
+# with a setting that is wrong.
+here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
+. "$here/lib.sh"
+cd "$scratch" || exit 1
+build=$(dirname "$LIBRPCRDMA")
+version=$(sed -n 's/^version = "\(.*\)"/\1/p' "$top/Cargo.toml" | head -n 1)
+
+# report NAME COMMAND...: takes over the lines of the program, which must end well and write nothing to stderr.
+report() {
+    local name=$1 line; shift
+    "$@" >out 2>err
+    local status=$?
+    while read -r line; do
+        case $line in
+        ok*) ok "$name: ${line#ok    }" ;;
+        skip*) skip "$name: ${line#skip  }" ;;
+        esac
+    done <out
+    [ "$status" -eq 0 ] && [ ! -s err ] || FAIL "$name ends well and in silence (status $status)" err
+}
+
+for compiler in gcc clang; do
+    command -v $compiler >/dev/null || { skip "api.c with $compiler" "not installed"; continue; }
+    if $compiler -g -Wall -Wextra -Werror -Wno-cast-function-type -o "api-$compiler" "$top/c-tests/api.c" \
+        -I"$top/include" $(pkg-config --cflags libtirpc) \
+        -L"$build" -Wl,-rpath,"$build" -lrpcrdma $(pkg-config --libs libtirpc) 2>cc.log; then
+        report $compiler "./api-$compiler" "$version"
+    else
+        FAIL "api.c compiles with $compiler" cc.log
+    fi
+done
+report wrong-variable env RPCRDMA_CREDIT=8 ./api-gcc misconfigured 'RPCRDMA_CREDIT: no such environment variable; did you mean RPCRDMA_CREDITS?'
+report wrong-value env RPCRDMA_CREDITS=lots ./api-gcc misconfigured 'RPCRDMA_CREDITS="lots": must be a whole number from 1 to 4096'
+if command -v valgrind >/dev/null; then
+    report valgrind env RPCRDMA_POLL=0 valgrind -q --error-exitcode=9 --child-silent-after-fork=yes ./api-gcc "$version"
+else
+    skip "api.c under valgrind" "not installed"
+fi
+closing

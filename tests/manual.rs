@@ -1,0 +1,79 @@
+//! What is written for users is what the library does: settings, versions, the example, the manual pages.
+
+use std::fs;
+use std::path::Path;
+
+fn read(path: &str) -> String {
+    let path = Path::new(env!("CARGO_MANIFEST_DIR")).join(path);
+    fs::read_to_string(&path).unwrap_or_else(|e| panic!("{}: {e}", path.display()))
+}
+
+#[test]
+fn the_readme_lists_exactly_the_settings_that_there_are() {
+    let readme = read("README.md");
+    let rows: Vec<&str> = readme.lines().filter(|line| line.starts_with("| `RPCRDMA_")).collect();
+    let wanted: Vec<String> = rpcrdma::config::table()
+        .map(|(env, key, default, meaning)| {
+            let default = if default.is_empty() { "none" } else { default };
+            format!("| `{env}` | `{key}` | {default} | {meaning} |")
+        })
+        .collect();
+    assert_eq!(rows, wanted);
+}
+
+#[test]
+fn the_manual_page_describes_exactly_the_settings_that_there_are() {
+    let page = read("docs/rpcrdma.conf.5");
+    let mut found: Vec<(String, String)> = Vec::new();
+    let mut open = false;
+    for line in page.lines() {
+        match (line.strip_prefix(".It Cm "), line.starts_with('.'), found.last_mut()) {
+            (Some(item), _, _) => {
+                found.push((item.to_owned(), String::new()));
+                open = true;
+            }
+            (None, false, Some((_, meaning))) if open => meaning.push_str(line),
+            _ => open = false,
+        }
+    }
+    let wanted: Vec<(String, String)> = rpcrdma::config::table()
+        .map(|(env, key, default, meaning)| {
+            let default = if default.is_empty() { "none" } else { default };
+            (format!("{key} Pq Ev {env} , No default Dq {default}"), format!("{meaning}."))
+        })
+        .collect();
+    assert_eq!(found, wanted);
+}
+
+#[test]
+fn the_example_of_the_readme_is_the_file_in_examples() {
+    let readme = read("README.md");
+    let block = readme.split("```c\n").nth(1).and_then(|rest| rest.split("```").next()).expect("a C block");
+    assert_eq!(block, read("examples/hello.c"));
+}
+
+#[test]
+fn the_newest_entry_of_the_changelog_is_this_version() {
+    let changelog = read("CHANGELOG.md");
+    let newest = changelog.lines().find_map(|line| line.strip_prefix("## [")).expect("an entry");
+    assert!(newest.starts_with(&format!("{}]", env!("CARGO_PKG_VERSION"))), "{newest}");
+}
+
+#[test]
+fn every_name_of_the_c_api_is_in_the_changelog_and_in_a_manual_page() {
+    let pages = ["docs/clnt_rdma_create.3", "docs/rpcrdma.7"].map(read).concat();
+    let changelog = read("CHANGELOG.md");
+    let exports = read("c-tests/exports.txt");
+    let own = exports.lines().filter_map(|line| line.strip_suffix("@@RPCRDMA_0"));
+    for name in own.chain(["CLSET_RDMA_MAXREPLY", "CLGET_RDMA_MAXREPLY"]) {
+        assert!(pages.contains(name), "no manual page mentions {name}");
+        assert!(changelog.contains(name), "the changelog does not mention {name}");
+    }
+}
+
+#[test]
+fn the_readme_names_the_rust_version_that_the_manifest_asks_for() {
+    let manifest = read("Cargo.toml");
+    let line = manifest.lines().find_map(|line| line.strip_prefix("rust-version = \"")).expect("a version");
+    assert!(read("README.md").contains(&format!("Rust {} or later", line.trim_end_matches('"'))));
+}

@@ -29,7 +29,7 @@ run() { bash "$here/run.sh" "$@"; }
 linked() {
     make -s -C "$here/.." install DESTDIR="$scratch/stage" PREFIX=/usr/local && STAGED=$scratch/stage run linked
 }
-asan() { command -v clang >/dev/null || { echo "clang is not installed"; return 1; }; CC=clang run rdma asan; }
+asan() { command -v clang >/dev/null || { echo "clang is not installed"; return 1; }; RPCRDMA_POLL=0 CC=clang run rdma asan; }
 valgrind() { RPCRDMA_POLL=0 run rdma valgrind; }
 
 [ $# -gt 0 ] || set -- tcp redirect rdma linked asan valgrind

@@ -387,6 +387,21 @@ fn orphans_that_hold_every_credit_starve_the_connection_until_one_is_answered() 
     pair.succeeded(5);
 }
 
+/// rule 23: what was sent stays with its connection, what was not goes over the next.
+#[test]
+fn only_calls_that_wait_for_a_credit_are_taken_back() {
+    let mut pair = Pair::new();
+    for xid in 1..=3 {
+        pair.call(xid, 40, 28);
+    }
+    let taken = pair.client.engine.take_waiting();
+    assert_eq!(taken.iter().map(|(xid, ..)| *xid).collect::<Vec<_>>(), [Xid(2), Xid(3)]);
+    assert!(taken.iter().all(|(_, message, expect)| message.len() == 40 && *expect == Expect::Reply(28)));
+    assert!(pair.client.engine.knows(Xid(1)) && !pair.client.engine.knows(Xid(2)));
+    pair.drive();
+    pair.succeeded(1);
+}
+
 /// rule 24: after a smaller grant the calls that somebody waits for may still raise it.
 #[test]
 fn a_connection_with_an_awaited_call_under_way_is_not_starved() {

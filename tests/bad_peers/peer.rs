@@ -214,17 +214,6 @@ impl Peer {
         }
     }
 
-    /// Writes what the socket takes now. False when the connection is gone.
-    pub fn push_some(&mut self, bytes: &[u8]) -> bool {
-        self.stream.set_nonblocking(true).expect("O_NONBLOCK");
-        let result = self.stream.write(bytes);
-        self.stream.set_nonblocking(false).expect("O_NONBLOCK");
-        match result {
-            Ok(_) => true,
-            Err(e) => e.kind() == ErrorKind::WouldBlock,
-        }
-    }
-
     /// Sends a message in the next Send.
     pub fn send(&mut self, message: &[u8]) {
         let msn = self.next_msn();

@@ -251,7 +251,7 @@ fn options(config: &Config, fd: RawFd) -> Options {
 /// Whether spinning before a sleep has paid lately.
 ///
 /// It pays only where the peer has a processor of its own. A spin that finds something although the thread lost its
-/// processor meanwhile has found what it had kept the peer from sending: that counts as a failure too.
+/// processor meanwhile has found what it had kept the peer from sending: when that is the rule it counts as a failure.
 #[derive(Default)]
 struct Spin {
     /// Waits that sleep at once before the next spin.
@@ -260,9 +260,12 @@ struct Spin {
     penalty: u32,
     /// [`sys::preemptions`] at the end of the latest spin.
     preemptions: i64,
+    /// Rises with each spin in which the processor was lost, falls with each other one.
+    crowded: u32,
 }
 
 impl Spin {
+    /// How long to spin now.
     fn allowed(&mut self, config: &Config) -> Option<Duration> {
         if config.poll.is_zero() || !several_processors() {
             return None;
@@ -271,12 +274,23 @@ impl Spin {
             self.skip -= 1;
             return None;
         }
-        Some(config.poll)
+        // After a failure the peer may sleep before each message, and takes longer than a spin. One of us must wait for
+        // the other once, or both sleep for ever.
+        Some(if self.penalty > 0 { config.poll * 3 } else { config.poll })
     }
 
     fn found(&mut self) {
         let before = std::mem::replace(&mut self.preemptions, sys::preemptions());
-        if self.preemptions == before { self.penalty /= 2 } else { self.failed() }
+        if self.preemptions == before {
+            self.penalty /= 2;
+            self.crowded = self.crowded.saturating_sub(1);
+            return;
+        }
+        self.crowded += 4;
+        if self.crowded >= 16 {
+            self.crowded = 0;
+            self.failed();
+        }
     }
 
     fn failed(&mut self) {

@@ -274,9 +274,9 @@ impl Spin {
             self.skip -= 1;
             return None;
         }
-        // After a failure the peer may sleep before each message, and takes longer than a spin. One of us must wait for
-        // the other once, or both sleep for ever.
-        Some(if self.penalty > 0 { config.poll * 3 } else { config.poll })
+        // After many failures the peer may sleep before each message too, and takes longer than a spin: one of us must
+        // wait for the other now and then, or both sleep for ever.
+        Some(if self.penalty >= 64 { config.poll * 3 } else { config.poll })
     }
 
     fn found(&mut self) {

@@ -15,6 +15,7 @@
 //! - After every input to the engine its output is drained (`Link::pump`).
 #![forbid(unsafe_code)]
 
+use std::cell::Cell;
 use std::collections::HashMap;
 use std::os::fd::RawFd;
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering::Relaxed};
@@ -296,12 +297,27 @@ struct Waiting {
     outcomes: HashMap<Xid, Result<Vec<Region>, Error>>,
     /// Threads in `wait`, by call. Each sleeps on its own condition unless it drives.
     sleepers: HashMap<Xid, Arc<Condvar>>,
-    /// A thread is polling the socket.
-    driven: bool,
+    /// Who polls the socket: one, except as [`Waiting::seat_is_free`] says.
+    drivers: Vec<Driver>,
     spin: Spin,
     next_xid: u32,
     /// The file behind `fd`: a number that is another file by now is not this connection.
     identity: Option<Identity>,
+}
+
+/// A thread that polls the socket.
+struct Driver {
+    thread: usize,
+    /// It will wake when the socket takes bytes.
+    writes: bool,
+}
+
+/// Names the calling thread among those that live.
+fn this_thread() -> usize {
+    thread_local! {
+        static MARK: Cell<u8> = const { Cell::new(0) };
+    }
+    MARK.with(|mark| std::ptr::from_ref(mark).addr())
 }
 
 /// The signal mask of the caller, in force while it sleeps.
@@ -325,7 +341,7 @@ impl Client {
             link,
             outcomes: HashMap::new(),
             sleepers: HashMap::new(),
-            driven: false,
+            drivers: Vec::new(),
             spin: Spin::default(),
             next_xid: sys::random_u32(),
             identity: process::identify(fd),
@@ -497,7 +513,7 @@ impl Client {
                 stats::add(Counter::Orphans, 1);
                 return Err(Error::new(Kind::Timeout, "no reply within the time of the call"));
             }
-            if state.driven {
+            if !state.seat_is_free() {
                 let own = condition.get_or_insert_with(|| Arc::new(Condvar::new())).clone();
                 state.sleepers.insert(xid, own.clone());
                 state = own
@@ -517,7 +533,7 @@ impl Client {
         deadline: Instant,
         mask: Mask<'_>,
     ) -> MutexGuard<'a, Waiting> {
-        state.driven = true;
+        state.drivers.push(Driver { thread: this_thread(), writes: false });
         if let Some(limit) = state.spin.allowed(self.config) {
             let start = Instant::now();
             loop {
@@ -525,7 +541,7 @@ impl Client {
                 state.settle();
                 if state.outcomes.contains_key(&xid) {
                     state.spin.found();
-                    state.driven = false;
+                    state.stand_up();
                     return state;
                 }
                 if start.elapsed() >= limit {
@@ -537,7 +553,11 @@ impl Client {
                 state = self.lock();
             }
         }
-        let events = if state.link.device.wants_write() { sys::IN | sys::OUT } else { sys::IN };
+        let writes = state.link.device.wants_write();
+        let events = if writes { sys::IN | sys::OUT } else { sys::IN };
+        if let Some(driver) = state.own_seat() {
+            state.drivers[driver].writes = writes;
+        }
         drop(state);
         let left = deadline.saturating_duration_since(Instant::now());
         // An error of poll(2) itself shows up in the next pump, as an error of the socket; EINTR is no error here.
@@ -545,7 +565,7 @@ impl Client {
         let mut state = self.lock();
         state.link.pump();
         state.settle();
-        state.driven = false;
+        state.stand_up();
         state
     }
 
@@ -556,7 +576,7 @@ impl Client {
         deadline: Instant,
         mask: Mask<'_>,
     ) -> Result<(), Error> {
-        if !state.link.engine.starved() || state.driven || state.link.engine.closed().is_some() {
+        if !state.link.engine.starved() || !state.drivers.is_empty() || state.link.engine.closed().is_some() {
             return Ok(());
         }
         log_warn!("fd {}: timed-out calls hold every credit: connecting anew", self.fd);
@@ -584,10 +604,13 @@ impl Client {
     }
 
     fn lock(&self) -> MutexGuard<'_, Waiting> {
-        // A poisoned lock means that a thread panicked inside: the connection is closed and stays so.
+        // A poisoned lock means that a thread panicked inside: the connection is closed and stays so. Those who sleep
+        // are told, since perhaps it was their driver.
         self.state.lock().unwrap_or_else(|poisoned| {
             let mut state = poisoned.into_inner();
             state.link.fail(Error::new(Kind::Panic, "a defect of librpcrdma ended this connection"));
+            state.link.drain();
+            state.settle();
             state
         })
     }
@@ -613,10 +636,36 @@ impl Waiting {
         }
     }
 
+    /// Whether this thread may poll the socket.
+    ///
+    /// Beside another one it does so in two cases. That one sleeps until something comes, and there is something to
+    /// send by now. Or that one is this very thread, in whose sleep a signal handler makes a call: it cannot go on
+    /// before the handler ends.
+    fn seat_is_free(&self) -> bool {
+        self.lacks_driver() || self.own_seat().is_some()
+    }
+
+    fn lacks_driver(&self) -> bool {
+        self.drivers.is_empty()
+            || (self.link.device.wants_write() && !self.drivers.iter().any(|driver| driver.writes))
+    }
+
+    /// The latest seat of this thread.
+    fn own_seat(&self) -> Option<usize> {
+        let thread = this_thread();
+        self.drivers.iter().rposition(|driver| driver.thread == thread)
+    }
+
+    fn stand_up(&mut self) {
+        if let Some(driver) = self.own_seat() {
+            self.drivers.remove(driver);
+        }
+    }
+
     /// This thread waits no more: somebody else takes the driver's seat if it is empty.
     fn leave(&mut self, xid: Xid) {
         self.sleepers.remove(&xid);
-        if !self.driven
+        if self.lacks_driver()
             && let Some(condition) =
                 self.sleepers.iter().find(|(x, _)| !self.outcomes.contains_key(x)).map(|(_, c)| c)
         {
@@ -875,4 +924,111 @@ fn quiet(id: usize) -> bool {
 fn now_ns() -> u64 {
     static START: OnceLock<Instant> = OnceLock::new();
     START.get_or_init(Instant::now).elapsed().as_nanos() as u64
+}
+
+#[cfg(test)]
+mod tests {
+    use std::io;
+    use std::net::{TcpListener, TcpStream};
+    use std::os::fd::AsRawFd;
+    use std::sync::mpsc;
+
+    use super::*;
+
+    const PATIENCE: Duration = Duration::from_secs(10);
+
+    /// A connection whose client gives the kernel little room.
+    fn pair() -> io::Result<(TcpStream, TcpStream)> {
+        let listener = TcpListener::bind("127.0.0.1:0")?;
+        sys::testing::shrink_buffers(listener.as_raw_fd());
+        let client = TcpStream::connect(listener.local_addr()?)?;
+        sys::testing::shrink_buffers(client.as_raw_fd());
+        let (server, _) = listener.accept()?;
+        Ok((client, server))
+    }
+
+    /// Any message will do: the server of these tests answers with it.
+    fn message(client: &Client, xid: Xid, len: usize) -> Region {
+        let mut bytes = vec![7; len];
+        bytes[..4].copy_from_slice(&xid.0.to_be_bytes());
+        let mut message = client.message().unwrap();
+        message.extend(&bytes).unwrap();
+        message.freeze()
+    }
+
+    fn call(client: &Client, len: usize) -> Result<Vec<Region>, Error> {
+        let xid = client.fresh_xid();
+        client.call(xid, message(client, xid, len), 1024, Instant::now() + PATIENCE, None)
+    }
+
+    fn until(client: &Client, so: impl Fn(&Waiting) -> bool) {
+        while !so(&client.lock()) {
+            std::thread::yield_now();
+        }
+    }
+
+    /// The next request, or `None` when none comes for two seconds.
+    fn next(server: &mut Server) -> Option<Request> {
+        loop {
+            if let Some(request) = server.receive() {
+                return Some(request);
+            }
+            if !sys::wait(server.fd(), sys::IN, Some(Duration::from_secs(2)), None).unwrap() {
+                return None;
+            }
+        }
+    }
+
+    fn answer(server: &mut Server, request: Request) {
+        let Request { id, message, .. } = request;
+        server.reply(id, message[0].slice(0, 40)).unwrap();
+    }
+
+    #[test]
+    fn a_call_that_the_socket_does_not_take_at_once_goes_out_while_another_thread_waits_for_its_reply() {
+        const CALLERS: usize = 24;
+        // Without spinning, a driver that others can see sleeps.
+        let mut config = Config::default();
+        config.poll = Duration::ZERO;
+        let config: &'static Config = Box::leak(Box::new(config));
+        let (to_server, to_client) = pair().unwrap();
+        let mut server = Server::accept(to_client.as_raw_fd(), config).unwrap();
+        let shared = OnceLock::new();
+        std::thread::scope(|scope| {
+            let (opened, open) = mpsc::channel();
+            let fd = to_server.as_raw_fd();
+            scope.spawn(move || {
+                let client = Client::open(fd, config, Instant::now() + PATIENCE, None).unwrap();
+                call(&client, 40).unwrap();
+                opened.send(client).unwrap();
+            });
+            let first = next(&mut server).unwrap();
+            answer(&mut server, first);
+            let client: &Arc<Client> = shared.get_or_init(|| open.recv().unwrap());
+            // One call is under way, and its caller sleeps: nothing but the end of another call will wake it.
+            scope.spawn(move || call(client, 40).unwrap());
+            let mut held = vec![next(&mut server).unwrap()];
+            until(client, |state| !state.drivers.is_empty());
+            for _ in 0..CALLERS {
+                scope.spawn(move || call(client, 3800).unwrap());
+            }
+            until(client, |state| state.link.engine.credits_left() == config.credits - 1 - CALLERS as u32);
+            assert!(client.lock().link.device.unsent() > 0, "the socket has taken all");
+            while held.len() < 1 + CALLERS {
+                match next(&mut server) {
+                    Some(request) => held.push(request),
+                    None => break,
+                }
+            }
+            let came = held.len();
+            for request in held {
+                answer(&mut server, request);
+            }
+            // Whoever was held up is let go, so that a failure does not hang.
+            while let Some(request) = next(&mut server) {
+                answer(&mut server, request);
+            }
+            assert_eq!(came, 1 + CALLERS);
+        });
+    }
 }

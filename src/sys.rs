@@ -672,6 +672,17 @@ pub mod testing {
         Child(pid)
     }
 
+    /// Leaves the socket room for a few messages only.
+    pub fn shrink_buffers(fd: super::RawFd) {
+        let bytes: libc::c_int = 8 << 10;
+        for option in [libc::SO_SNDBUF, libc::SO_RCVBUF] {
+            let (value, length) = ((&raw const bytes).cast(), size_of::<libc::c_int>() as libc::socklen_t);
+            // SAFETY: the option value is a live c_int of the size that is passed.
+            let result = unsafe { libc::setsockopt(fd, libc::SOL_SOCKET, option, value, length) };
+            assert_eq!(result, 0);
+        }
+    }
+
     impl Child {
         /// Its process id.
         pub fn id(&self) -> u32 {

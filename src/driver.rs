@@ -11,7 +11,7 @@
 //! takes. A spin that finds nothing makes the next waits sleep at once.
 //!
 //! # Invariants
-//! - A lock is never held while sleeping, and no C code of the program runs under it.
+//! - A lock is never held while sleeping, except to replace a connection without credits, and no C code of the program runs under it.
 //! - After every input to the engine its output is drained (`Link::pump`).
 #![forbid(unsafe_code)]
 
@@ -424,7 +424,7 @@ impl Client {
         stats::add(Counter::Calls, 1);
         let mut state = self.lock();
         state.link.pump_input();
-        self.replace_starved(&mut state, deadline, mask)?;
+        self.replace_starved(&mut state, deadline)?;
         let Waiting { link, .. } = &mut *state;
         link.engine.call(xid, message, Expect::Reply(max_reply), &mut *link.device)?;
         if link.engine.credits_left() == 0 && !link.engine.transmitted(xid) {
@@ -570,21 +570,23 @@ impl Client {
     }
 
     /// A new connection when calls that nobody waits for hold every credit of this one.
-    fn replace_starved(
-        &self,
-        state: &mut MutexGuard<'_, Waiting>,
-        deadline: Instant,
-        mask: Mask<'_>,
-    ) -> Result<(), Error> {
+    ///
+    /// The lock is kept: no other thread could do anything meanwhile. Signals are not let through, for a handler could
+    /// call on this connection.
+    fn replace_starved(&self, state: &mut MutexGuard<'_, Waiting>, deadline: Instant) -> Result<(), Error> {
         if !state.link.engine.starved() || !state.drivers.is_empty() || state.link.engine.closed().is_some() {
             return Ok(());
         }
         log_warn!("fd {}: timed-out calls hold every credit: connecting anew", self.fd);
-        sys::reconnect(self.fd)?;
-        state.identity = process::identify(self.fd);
+        if state.identity.is_none() || state.identity != process::identify(self.fd) {
+            // Another file has the number by now, and would be replaced.
+            return Err(Error::new(Kind::NotSent, "the descriptor was closed"));
+        }
         // However little time this call has: a startup given up halfway would leave no connection at all.
         let limit = deadline.max(Instant::now() + RECONNECT_TIMEOUT).min(Instant::now() + START_TIMEOUT);
-        let fresh = Client::start(self.fd, self.config, &self.memory, limit, mask);
+        sys::reconnect(self.fd, limit)?;
+        state.identity = process::identify(self.fd);
+        let fresh = Client::start(self.fd, self.config, &self.memory, limit, None);
         stats::add(Counter::Reconnects, 1);
         match fresh {
             Ok(link) => {

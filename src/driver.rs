@@ -11,7 +11,8 @@
 //! takes. A spin that finds nothing makes the next waits sleep at once.
 //!
 //! # Invariants
-//! - A lock is never held while sleeping, except to replace a connection without credits, and no C code of the program runs under it.
+//! - A lock is never held while sleeping, except to replace a connection without credits, and no C code of the
+//!   program runs under it.
 //! - After every input to the engine its output is drained (`Link::pump`).
 #![forbid(unsafe_code)]
 

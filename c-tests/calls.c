@@ -801,6 +801,45 @@ static void handler_runs_while_a_call_waits(long unused)
     clnt_destroy(client);
 }
 
+static CLIENT *called_by_handler;
+static enum clnt_stat status_in_handler;
+
+static void call_on_signal(int number)
+{
+    release_on_signal(number);
+    status_in_handler = clnt_call(called_by_handler, SUITE_NULL, (xdrproc_t)xdr_void, NULL, (xdrproc_t)xdr_void, NULL,
+                                  ((struct timeval){.tv_sec = 5}));
+}
+
+/* Nobody but the handler itself can receive its reply: the call that it interrupts waits for its end. */
+static void handler_may_call_on_the_client_that_it_interrupts(long unused)
+{
+    (void)unused;
+    struct server server = server_start("-c", "tli", NULL);
+    CLIENT *client = client_of(&server);
+    struct sigaction action = {.sa_handler = call_on_signal};
+    to_release = &server;
+    called_by_handler = client;
+    sigaction(SIGALRM, &action, NULL);
+    struct interrupter interrupter = {&server, pthread_self()};
+    pthread_t helper;
+    sigset_t alarm_only;
+    sigemptyset(&alarm_only);
+    sigaddset(&alarm_only, SIGALRM);
+    REQUIRE_STATUS(suite_null_2(NULL, NULL, client), RPC_SUCCESS);
+    pthread_sigmask(SIG_BLOCK, &alarm_only, NULL);
+    REQUIRE(pthread_create(&helper, NULL, interrupt_when_blocked, &interrupter) == 0);
+    pthread_sigmask(SIG_UNBLOCK, &alarm_only, NULL);
+    u_int argument = 6, result = 0;
+    REQUIRE_STATUS(clnt_call(client, SUITE_BLOCK, (xdrproc_t)xdr_u_int, (caddr_t)&argument, (xdrproc_t)xdr_u_int,
+                             (caddr_t)&result, ((struct timeval){.tv_sec = 10})),
+                   RPC_SUCCESS);
+    REQUIRE(result == 6 && signals == 1);
+    REQUIRE_STATUS(status_in_handler, RPC_SUCCESS);
+    pthread_join(helper, NULL);
+    clnt_destroy(client);
+}
+
 static void blocked_signals_stay_blocked(long unused)
 {
     (void)unused;
@@ -983,6 +1022,7 @@ const struct test call_tests[] = {
     {.name = "signals_do_not_disturb_calls", .run = signals_do_not_disturb_calls},
     {.name = "restarting_signals_do_not_disturb_calls", .run = signals_do_not_disturb_calls, .argument = 1},
     TEST(handler_runs_while_a_call_waits, .not_stock = "stock blocks all signals during a call"),
+    TEST(handler_may_call_on_the_client_that_it_interrupts, .not_stock = "stock blocks all signals during a call"),
     TEST(blocked_signals_stay_blocked),
     TEST(auth_none_and_auth_sys),
     TEST(bad_credentials),

@@ -116,6 +116,20 @@ static void descriptor_closed_under_a_client(long unused)
     clnt_destroy(client);
 }
 
+/* The program has closed the socket; the number is a file of its own now. */
+static void destroying_a_client_leaves_a_stranger_alone(long unused)
+{
+    (void)unused;
+    CLIENT *client = client_of(server_shared());
+    int fd, null = open("/dev/null", O_RDWR);
+    require_echo(client, 100, 1);
+    REQUIRE(clnt_control(client, CLGET_FD, (char *)&fd));
+    REQUIRE(clnt_control(client, CLSET_FD_CLOSE, NULL));
+    REQUIRE(dup2(null, fd) == fd);
+    clnt_destroy(client);
+    REQUIRE(fcntl(fd, F_GETFD) >= 0);
+}
+
 static void connection_shut_down_under_a_client(long unused)
 {
     (void)unused;
@@ -212,6 +226,7 @@ const struct test misuse_tests[] = {
     TEST(descriptor_zero_stays_open, .needs = NOISY),
     TEST(taken_port_is_an_error, .needs = NOISY),
     TEST(descriptor_closed_under_a_client),
+    TEST(destroying_a_client_leaves_a_stranger_alone, .not_stock = "stock closes the number"),
     TEST(connection_shut_down_under_a_client),
     TEST(listener_destroyed_before_its_first_call),
     TEST(loops_with_nothing_to_do),

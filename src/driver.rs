@@ -11,10 +11,12 @@
 //! takes. A spin that finds nothing makes the next waits sleep at once.
 //!
 //! # Invariants
-//! - A lock is never held while sleeping, and no C code of the program runs under it.
+//! - A lock is never held while sleeping, except to replace a connection without credits, and no C code of the
+//!   program runs under it.
 //! - After every input to the engine its output is drained (`Link::pump`).
 #![forbid(unsafe_code)]
 
+use std::cell::Cell;
 use std::collections::HashMap;
 use std::os::fd::RawFd;
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering::Relaxed};
@@ -311,7 +313,6 @@ pub struct Client {
     fd: RawFd,
     config: &'static Config,
     memory: Arc<Memory>,
-    seat: Seat,
     state: Mutex<Waiting>,
 }
 
@@ -320,60 +321,27 @@ struct Waiting {
     outcomes: HashMap<Xid, Result<Vec<Region>, Error>>,
     /// Threads in `wait`, by call. Each sleeps on its own condition unless it drives.
     sleepers: HashMap<Xid, Arc<Condvar>>,
-    driver: Driver,
+    /// Who polls the socket: one, except as [`Waiting::seat_is_free`] says.
+    drivers: Vec<Driver>,
     spin: Spin,
     next_xid: u32,
     /// The file behind `fd`: a number that is another file by now is not this connection.
     identity: Option<Identity>,
 }
 
-/// What the thread does that drives a connection.
-#[derive(Clone, Copy, PartialEq, Eq)]
-enum Driver {
-    Nobody,
-    /// Looks at the socket again and again, without the lock.
-    Spins,
-    /// Sleeps until the socket is ready.
-    Sleeps,
+/// A thread that polls the socket.
+struct Driver {
+    thread: usize,
+    /// It will wake when the socket takes bytes.
+    writes: bool,
 }
 
-/// The seat of a spinning driver, which another thread may take when its holder has lost the processor: otherwise all
-/// would wait until the scheduler lets that one go on.
-struct Seat {
-    /// Changes with each holder.
-    holder: AtomicU64,
-    /// When the holder last looked at the socket, in nanoseconds of [`now_ns`].
-    looked: AtomicU64,
-}
-
-impl Seat {
-    /// A holder who has not looked for so long does not run.
-    const DESERTED: u64 = 20_000;
-
-    fn take(&self) -> u64 {
-        self.looked.store(now_ns(), Relaxed);
-        self.holder.fetch_add(1, Relaxed) + 1
+/// Names the calling thread among those that live.
+fn this_thread() -> usize {
+    thread_local! {
+        static MARK: Cell<u8> = const { Cell::new(0) };
     }
-
-    fn is(&self, holder: u64) -> bool {
-        self.holder.load(Relaxed) == holder
-    }
-
-    fn deserted(&self) -> bool {
-        now_ns().saturating_sub(self.looked.load(Relaxed)) > Seat::DESERTED
-    }
-
-    /// Looks until the socket is readable, the seat is lost, or `until` has come.
-    fn look(&self, holder: u64, fd: RawFd, until: Instant) {
-        while self.is(holder) {
-            self.looked.store(now_ns(), Relaxed);
-            let ready = sys::wait(fd, sys::IN, Some(Duration::ZERO), None);
-            if !matches!(ready, Ok(false)) || Instant::now() >= until {
-                return;
-            }
-            std::hint::spin_loop();
-        }
-    }
+    MARK.with(|mark| std::ptr::from_ref(mark).addr())
 }
 
 /// The signal mask of the caller, in force while it sleeps.
@@ -397,13 +365,12 @@ impl Client {
             link,
             outcomes: HashMap::new(),
             sleepers: HashMap::new(),
-            driver: Driver::Nobody,
+            drivers: Vec::new(),
             spin: Spin::default(),
             next_xid: sys::random_u32(),
             identity: process::identify(fd),
         };
-        let seat = Seat { holder: AtomicU64::new(0), looked: AtomicU64::new(0) };
-        Ok(Arc::new(Client { fd, config, memory, seat, state: Mutex::new(state) }))
+        Ok(Arc::new(Client { fd, config, memory, state: Mutex::new(state) }))
     }
 
     fn start(
@@ -481,7 +448,7 @@ impl Client {
         stats::add(Counter::Calls, 1);
         let mut state = self.lock();
         state.link.pump_input();
-        self.replace_starved(&mut state, deadline, mask)?;
+        self.replace_starved(&mut state, deadline)?;
         let Waiting { link, .. } = &mut *state;
         link.engine.call(xid, message, Expect::Reply(max_reply), &mut *link.device)?;
         if link.engine.credits_left() == 0 && !link.engine.transmitted(xid) {
@@ -570,12 +537,7 @@ impl Client {
                 stats::add(Counter::Orphans, 1);
                 return Err(Error::new(Kind::Timeout, "no reply within the time of the call"));
             }
-            let driven = match state.driver {
-                Driver::Nobody => false,
-                Driver::Spins => !self.seat.deserted(),
-                Driver::Sleeps => true,
-            };
-            if driven {
+            if !state.seat_is_free() {
                 let own = condition.get_or_insert_with(|| Arc::new(Condvar::new())).clone();
                 state.sleepers.insert(xid, own.clone());
                 state = own
@@ -595,21 +557,19 @@ impl Client {
         deadline: Instant,
         mask: Mask<'_>,
     ) -> MutexGuard<'a, Waiting> {
-        if !state.link.engine.transmitted(xid) && self.replace_starved(&mut state, deadline, mask).is_err() {
+        if !state.link.engine.transmitted(xid) && self.replace_starved(&mut state, deadline).is_err() {
             // The call has ended with the reason.
-            state.settle();
             return state;
         }
-        let seat = self.seat.take();
+        state.drivers.push(Driver { thread: this_thread(), writes: false });
         if let Some(limit) = state.spin.allowed(self.config) {
-            state.driver = Driver::Spins;
             let until = Instant::now() + limit;
             loop {
                 state.link.pump();
                 state.settle();
                 if state.outcomes.contains_key(&xid) {
                     state.spin.found();
-                    state.driver = Driver::Nobody;
+                    state.stand_up();
                     return state;
                 }
                 if Instant::now() >= until {
@@ -617,15 +577,15 @@ impl Client {
                     break;
                 }
                 drop(state);
-                self.seat.look(seat, self.fd, until);
+                std::hint::spin_loop();
                 state = self.lock();
-                if !self.seat.is(seat) {
-                    return state;
-                }
             }
         }
-        state.driver = Driver::Sleeps;
-        let events = if state.link.device.wants_write() { sys::IN | sys::OUT } else { sys::IN };
+        let writes = state.link.device.wants_write();
+        let events = if writes { sys::IN | sys::OUT } else { sys::IN };
+        if let Some(driver) = state.own_seat() {
+            state.drivers[driver].writes = writes;
+        }
         drop(state);
         let left = deadline.saturating_duration_since(Instant::now());
         // An error of poll(2) itself shows up in the next pump, as an error of the socket; EINTR is no error here.
@@ -633,35 +593,33 @@ impl Client {
         let mut state = self.lock();
         state.link.pump();
         state.settle();
-        state.driver = Driver::Nobody;
+        state.stand_up();
         state
     }
 
     /// A new connection when calls that nobody waits for hold every credit of this one.
-    fn replace_starved(
-        &self,
-        state: &mut MutexGuard<'_, Waiting>,
-        deadline: Instant,
-        mask: Mask<'_>,
-    ) -> Result<(), Error> {
-        if !state.link.engine.starved()
-            || state.driver != Driver::Nobody
-            || state.link.engine.closed().is_some()
-        {
+    ///
+    /// The lock is kept: no other thread could do anything meanwhile. Signals are not let through, for a handler could
+    /// call on this connection.
+    fn replace_starved(&self, state: &mut MutexGuard<'_, Waiting>, deadline: Instant) -> Result<(), Error> {
+        if !state.link.engine.starved() || !state.drivers.is_empty() || state.link.engine.closed().is_some() {
             return Ok(());
         }
         log_warn!("fd {}: timed-out calls hold every credit: connecting anew", self.fd);
-        if let Err(error) = sys::reconnect(self.fd) {
-            let error = Error::from(error);
-            state.link.fail(error.clone());
+        if state.identity.is_none() || state.identity != process::identify(self.fd) {
+            // Another file has the number by now, and would be replaced.
+            let error = Error::new(Kind::NotSent, "the descriptor was closed");
+            state.link.engine.handle_closed(error.clone());
             state.link.drain();
             state.settle();
             return Err(error);
         }
-        state.identity = process::identify(self.fd);
         // However little time this call has: a startup given up halfway would leave no connection at all.
         let limit = deadline.max(Instant::now() + RECONNECT_TIMEOUT).min(Instant::now() + START_TIMEOUT);
-        let fresh = Client::start(self.fd, self.config, &self.memory, limit, mask);
+        let fresh = sys::reconnect(self.fd, limit).map_err(Error::from).and_then(|()| {
+            state.identity = process::identify(self.fd);
+            Client::start(self.fd, self.config, &self.memory, limit, None)
+        });
         stats::add(Counter::Reconnects, 1);
         match fresh {
             Ok(link) => {
@@ -685,10 +643,13 @@ impl Client {
     }
 
     fn lock(&self) -> MutexGuard<'_, Waiting> {
-        // A poisoned lock means that a thread panicked inside: the connection is closed and stays so.
+        // A poisoned lock means that a thread panicked inside: the connection is closed and stays so. Those who sleep
+        // are told, since perhaps it was their driver.
         self.state.lock().unwrap_or_else(|poisoned| {
             let mut state = poisoned.into_inner();
             state.link.fail(Error::new(Kind::Panic, "a defect of librpcrdma ended this connection"));
+            state.link.drain();
+            state.settle();
             state
         })
     }
@@ -714,10 +675,36 @@ impl Waiting {
         }
     }
 
+    /// Whether this thread may poll the socket.
+    ///
+    /// Beside another one it does so in two cases. That one sleeps until something comes, and there is something to
+    /// send by now. Or that one is this very thread, in whose sleep a signal handler makes a call: it cannot go on
+    /// before the handler ends.
+    fn seat_is_free(&self) -> bool {
+        self.lacks_driver() || self.own_seat().is_some()
+    }
+
+    fn lacks_driver(&self) -> bool {
+        self.drivers.is_empty()
+            || (self.link.device.wants_write() && !self.drivers.iter().any(|driver| driver.writes))
+    }
+
+    /// The latest seat of this thread.
+    fn own_seat(&self) -> Option<usize> {
+        let thread = this_thread();
+        self.drivers.iter().rposition(|driver| driver.thread == thread)
+    }
+
+    fn stand_up(&mut self) {
+        if let Some(driver) = self.own_seat() {
+            self.drivers.remove(driver);
+        }
+    }
+
     /// This thread waits no more: somebody else takes the driver's seat if it is empty.
     fn leave(&mut self, xid: Xid) {
         self.sleepers.remove(&xid);
-        if self.driver == Driver::Nobody
+        if self.lacks_driver()
             && let Some(condition) =
                 self.sleepers.iter().find(|(x, _)| !self.outcomes.contains_key(x)).map(|(_, c)| c)
         {
@@ -976,4 +963,111 @@ fn quiet(id: usize) -> bool {
 fn now_ns() -> u64 {
     static START: OnceLock<Instant> = OnceLock::new();
     START.get_or_init(Instant::now).elapsed().as_nanos() as u64
+}
+
+#[cfg(test)]
+mod tests {
+    use std::io;
+    use std::net::{TcpListener, TcpStream};
+    use std::os::fd::AsRawFd;
+    use std::sync::mpsc;
+
+    use super::*;
+
+    const PATIENCE: Duration = Duration::from_secs(10);
+
+    /// A connection whose client gives the kernel little room.
+    fn pair() -> io::Result<(TcpStream, TcpStream)> {
+        let listener = TcpListener::bind("127.0.0.1:0")?;
+        sys::testing::shrink_buffers(listener.as_raw_fd());
+        let client = TcpStream::connect(listener.local_addr()?)?;
+        sys::testing::shrink_buffers(client.as_raw_fd());
+        let (server, _) = listener.accept()?;
+        Ok((client, server))
+    }
+
+    /// Any message will do: the server of these tests answers with it.
+    fn message(client: &Client, xid: Xid, len: usize) -> Region {
+        let mut bytes = vec![7; len];
+        bytes[..4].copy_from_slice(&xid.0.to_be_bytes());
+        let mut message = client.message().unwrap();
+        message.extend(&bytes).unwrap();
+        message.freeze()
+    }
+
+    fn call(client: &Client, len: usize) -> Result<Vec<Region>, Error> {
+        let xid = client.fresh_xid();
+        client.call(xid, message(client, xid, len), 1024, Instant::now() + PATIENCE, None)
+    }
+
+    fn until(client: &Client, so: impl Fn(&Waiting) -> bool) {
+        while !so(&client.lock()) {
+            std::thread::yield_now();
+        }
+    }
+
+    /// The next request, or `None` when none comes for two seconds.
+    fn next(server: &mut Server) -> Option<Request> {
+        loop {
+            if let Some(request) = server.receive() {
+                return Some(request);
+            }
+            if !sys::wait(server.fd(), sys::IN, Some(Duration::from_secs(2)), None).unwrap() {
+                return None;
+            }
+        }
+    }
+
+    fn answer(server: &mut Server, request: Request) {
+        let Request { id, message, .. } = request;
+        server.reply(id, message[0].slice(0, 40)).unwrap();
+    }
+
+    #[test]
+    fn a_call_that_the_socket_does_not_take_at_once_goes_out_while_another_thread_waits_for_its_reply() {
+        const CALLERS: usize = 24;
+        // Without spinning, a driver that others can see sleeps.
+        let mut config = Config::default();
+        config.poll = Duration::ZERO;
+        let config: &'static Config = Box::leak(Box::new(config));
+        let (to_server, to_client) = pair().unwrap();
+        let mut server = Server::accept(to_client.as_raw_fd(), config).unwrap();
+        let shared = OnceLock::new();
+        std::thread::scope(|scope| {
+            let (opened, open) = mpsc::channel();
+            let fd = to_server.as_raw_fd();
+            scope.spawn(move || {
+                let client = Client::open(fd, config, Instant::now() + PATIENCE, None).unwrap();
+                call(&client, 40).unwrap();
+                opened.send(client).unwrap();
+            });
+            let first = next(&mut server).unwrap();
+            answer(&mut server, first);
+            let client: &Arc<Client> = shared.get_or_init(|| open.recv().unwrap());
+            // One call is under way, and its caller sleeps: nothing but the end of another call will wake it.
+            scope.spawn(move || call(client, 40).unwrap());
+            let mut held = vec![next(&mut server).unwrap()];
+            until(client, |state| !state.drivers.is_empty());
+            for _ in 0..CALLERS {
+                scope.spawn(move || call(client, 3800).unwrap());
+            }
+            until(client, |state| state.link.engine.credits_left() == config.credits - 1 - CALLERS as u32);
+            assert!(client.lock().link.device.unsent() > 0, "the socket has taken all");
+            while held.len() < 1 + CALLERS {
+                match next(&mut server) {
+                    Some(request) => held.push(request),
+                    None => break,
+                }
+            }
+            let came = held.len();
+            for request in held {
+                answer(&mut server, request);
+            }
+            // Whoever was held up is let go, so that a failure does not hang.
+            while let Some(request) = next(&mut server) {
+                answer(&mut server, request);
+            }
+            assert_eq!(came, 1 + CALLERS);
+        });
+    }
 }

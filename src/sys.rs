@@ -19,7 +19,7 @@ use std::os::fd::{AsRawFd, FromRawFd, OwnedFd, RawFd};
 use std::ptr::NonNull;
 use std::sync::Once;
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering::Relaxed};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use crate::ffi::guard;
 use crate::memory::{IoVec, IoVecMut};
@@ -163,14 +163,14 @@ pub fn own_host(fd: RawFd) -> bool {
     }
 }
 
-/// Connects a connected TCP socket to the same peer anew, keeping its descriptor number. Waits at most 10 seconds.
+/// Connects a connected TCP socket to the same peer anew, keeping its descriptor number. Waits until `deadline`.
 ///
 /// The old connection is closed in an orderly way: what was sent on it still arrives, which connect(2) on the same
 /// socket would cut off with a reset. A client on a reserved port gets another one, as servers that trust them demand.
 ///
 /// # Errors
 /// The errno; the old connection is still there then.
-pub fn reconnect(fd: RawFd) -> io::Result<()> {
+pub fn reconnect(fd: RawFd, deadline: Instant) -> io::Result<()> {
     let mut address = MaybeUninit::<libc::sockaddr_storage>::zeroed();
     let mut length = size_of::<libc::sockaddr_storage>() as libc::socklen_t;
     // SAFETY: the address has room for what the length states; both live.
@@ -196,8 +196,15 @@ pub fn reconnect(fd: RawFd) -> io::Result<()> {
         Err(e) if e.raw_os_error() != Some(libc::EINPROGRESS) => return Err(e),
         _ => {}
     }
-    if !wait(new, OUT, Some(Duration::from_secs(10)), None)? {
-        return Err(io::Error::from_raw_os_error(libc::ETIMEDOUT));
+    // A signal ends a wait too.
+    loop {
+        let left = deadline.saturating_duration_since(Instant::now());
+        if wait(new, OUT, Some(left), None)? {
+            break;
+        }
+        if left.is_zero() {
+            return Err(io::Error::from_raw_os_error(libc::ETIMEDOUT));
+        }
     }
     if let Some(error) = borrowed(new).take_error()? {
         return Err(error);
@@ -687,6 +694,17 @@ pub mod testing {
         Child(pid)
     }
 
+    /// Leaves the socket room for a few messages only.
+    pub fn shrink_buffers(fd: super::RawFd) {
+        let bytes: libc::c_int = 8 << 10;
+        for option in [libc::SO_SNDBUF, libc::SO_RCVBUF] {
+            let (value, length) = ((&raw const bytes).cast(), size_of::<libc::c_int>() as libc::socklen_t);
+            // SAFETY: the option value is a live c_int of the size that is passed.
+            let result = unsafe { libc::setsockopt(fd, libc::SOL_SOCKET, option, value, length) };
+            assert_eq!(result, 0);
+        }
+    }
+
     impl Child {
         /// Its process id.
         pub fn id(&self) -> u32 {
@@ -766,11 +784,23 @@ mod tests {
         let listener = TcpListener::bind("127.0.0.1:0").unwrap();
         let stream = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
         let (_first, _) = listener.accept().unwrap();
-        reconnect(stream.as_raw_fd()).unwrap();
+        reconnect(stream.as_raw_fd(), Instant::now() + Duration::from_secs(10)).unwrap();
         let (second, _) = listener.accept().unwrap();
         (&stream).write_all(b"x").unwrap();
         assert!(poll(&mut [PollFd::new(second.as_raw_fd(), true, false)], None, None).unwrap() == 1);
         assert_eq!(peek(second.as_raw_fd()).unwrap(), Some(b'x'));
+    }
+
+    #[test]
+    fn connecting_anew_ends_with_its_time() {
+        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+        let stream = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
+        // SAFETY: touches no memory. No queue: a second connection that nobody accepts gets no answer.
+        assert_eq!(unsafe { libc::listen(listener.as_raw_fd(), 0) }, 0);
+        let start = Instant::now();
+        let end = reconnect(stream.as_raw_fd(), start + Duration::from_millis(50));
+        assert_eq!(end.unwrap_err().raw_os_error(), Some(libc::ETIMEDOUT));
+        assert!(start.elapsed() < Duration::from_secs(5));
     }
 
     #[test]

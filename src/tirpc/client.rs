@@ -244,12 +244,15 @@ mod connections {
     }
 
     pub fn find(fd: c_int) -> Option<Arc<Client>> {
-        let mut table = table();
-        let connection = table.get(&fd)?;
+        // Asking a connection may take as long as it is made anew: not under the lock of all of them.
+        let connection = table().get(&fd).cloned()?;
         if connection.alive() {
-            return Some(connection.clone());
+            return Some(connection);
         }
-        table.remove(&fd);
+        let mut table = table();
+        if table.get(&fd).is_some_and(|known| Arc::ptr_eq(known, &connection)) {
+            table.remove(&fd);
+        }
         None
     }
 
@@ -651,8 +654,11 @@ unsafe extern "C" fn destroy(client: *mut CLIENT) {
         }
         if close {
             let fd = handle.connection.fd();
-            connections::remove(fd);
-            socket::close(fd);
+            // The number of a socket that the program has closed itself may belong to another file by now.
+            if handle.connection.alive() {
+                connections::remove(fd);
+                socket::close(fd);
+            }
         }
         Ok(())
     });

@@ -179,7 +179,11 @@ unsafe fn convert(stock: *mut SVCXPRT, fd: c_int, rdma_only: bool) -> Result<(),
     // SAFETY: unregistered; nothing refers to it any more: svc_getreq_common compares with its table.
     unsafe { destroy_stock(stock) };
     // SAFETY: just made, complete.
-    unsafe { Transport::register(own) }
+    if let Err(error) = unsafe { Transport::register(own) } {
+        // No failure of ours: the stock connection is gone.
+        log_warn!("fd {fd}: an RDMA connection is closed: {error}");
+    }
+    Ok(())
 }
 
 // ------------------------------------------------------------------------------------------------ our transport
@@ -318,14 +322,9 @@ impl Transport {
     /// Tells [`progress`] what else may wake this connection.
     fn watch_progress(&self) {
         let server = self.server();
-        let (write, deadline) = (server.wants_write(), server.deadline());
+        let (fd, write, deadline) = (server.fd(), server.wants_write(), server.deadline());
         drop(server);
-        progress::want(
-            self.xprt.xp_fd,
-            std::ptr::from_ref(self).cast_mut().expose_provenance(),
-            write,
-            deadline,
-        );
+        progress::want(fd, std::ptr::from_ref(self).cast_mut().expose_provenance(), write, deadline);
     }
 
     /// Ends the request on top of the stack.
@@ -356,8 +355,10 @@ impl Transport {
         while !own.open.is_empty() {
             own.close_request();
         }
+        // A program that keeps the descriptor has set `xp_fd` to -1.
+        let watched = own.server().fd();
+        progress::forget(watched);
         let fd = own.xprt.xp_fd;
-        progress::forget(fd);
         for string in [own.xprt.xp_netid, own.xprt.xp_tp] {
             // SAFETY: strdup'ed, or replaced by the program with malloc'ed memory, as libtirpc's own are.
             unsafe { libc::free(string.cast()) };

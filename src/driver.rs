@@ -269,7 +269,7 @@ struct Spin {
 impl Spin {
     /// How long to spin now.
     fn allowed(&mut self, config: &Config) -> Option<Duration> {
-        if config.poll.is_zero() || !several_processors() {
+        if config.poll.is_zero() {
             return None;
         }
         if self.skip > 0 {
@@ -301,9 +301,55 @@ impl Spin {
     }
 }
 
-fn several_processors() -> bool {
-    static SEVERAL: OnceLock<bool> = OnceLock::new();
-    *SEVERAL.get_or_init(|| std::thread::available_parallelism().is_ok_and(|n| n.get() > 1))
+/// A spin under way: it goes on as long as bytes move, and its limit beyond, but never longer than [`Patience::MOST`]
+/// limits: somebody else may wait for this thread.
+struct Patience {
+    limit: Duration,
+    until: Instant,
+    end: Instant,
+    moved: u64,
+}
+
+/// Threads of this process that spin: one processor is left to others.
+static SPINNING: AtomicUsize = AtomicUsize::new(0);
+
+impl Patience {
+    const MOST: u32 = 40;
+
+    /// `None` when as many threads spin already as there are processors to spare.
+    fn new(limit: Duration, link: &Link) -> Option<Patience> {
+        if SPINNING.fetch_add(1, Relaxed) + 1 >= processors() {
+            SPINNING.fetch_sub(1, Relaxed);
+            return None;
+        }
+        let now = Instant::now();
+        Some(Patience {
+            limit,
+            until: now + limit,
+            end: now + limit * Patience::MOST,
+            moved: link.device.moved(),
+        })
+    }
+
+    fn is_over(&mut self, link: &Link) -> bool {
+        let moved = link.device.moved();
+        let now = Instant::now();
+        if std::mem::replace(&mut self.moved, moved) != moved {
+            self.until = self.end.min(now + self.limit);
+        }
+        now >= self.until
+    }
+}
+
+impl Drop for Patience {
+    fn drop(&mut self) {
+        SPINNING.fetch_sub(1, Relaxed);
+    }
+}
+
+fn processors() -> usize {
+    static PROCESSORS: OnceLock<usize> = OnceLock::new();
+    *PROCESSORS.get_or_init(|| std::thread::available_parallelism().map_or(1, |n| n.get()))
 }
 
 // -------------------------------------------------------------------------------------------------------- client
@@ -562,8 +608,8 @@ impl Client {
             return state;
         }
         state.drivers.push(Driver { thread: this_thread(), writes: false });
-        if let Some(limit) = state.spin.allowed(self.config) {
-            let until = Instant::now() + limit;
+        let patience = state.spin.allowed(self.config).and_then(|limit| Patience::new(limit, &state.link));
+        if let Some(mut patience) = patience {
             loop {
                 state.link.pump();
                 state.settle();
@@ -572,7 +618,7 @@ impl Client {
                     state.stand_up();
                     return state;
                 }
-                if Instant::now() >= until {
+                if patience.is_over(&state.link) {
                     state.spin.failed();
                     break;
                 }
@@ -871,8 +917,8 @@ impl Server {
             self.turn = 0;
             return false;
         }
-        let Some(limit) = self.spin.allowed(self.config) else { return false };
-        let start = Instant::now();
+        let patience = self.spin.allowed(self.config).and_then(|limit| Patience::new(limit, link));
+        let Some(mut patience) = patience else { return false };
         loop {
             link.pump();
             if link.engine.request_ready() {
@@ -883,7 +929,7 @@ impl Server {
             if link.engine.closed().is_some() {
                 return false;
             }
-            if start.elapsed() >= limit {
+            if patience.is_over(link) {
                 self.spin.failed();
                 return false;
             }

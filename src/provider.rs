@@ -152,6 +152,9 @@ pub trait QueuePair: Send {
     /// Whether writability of the fd matters: queued work waits for it.
     fn wants_write(&self) -> bool;
 
+    /// Bytes moved so far, both ways: while it grows, a long message is under way.
+    fn moved(&self) -> u64;
+
     /// Ends the connection, and tells the peer as far as the device can: from here on every handle is dead.
     ///
     /// A process that inherited the connection by fork(2) ends it for itself alone.

@@ -238,6 +238,10 @@ impl QueuePair for Loopback {
         self.limits
     }
 
+    fn moved(&self) -> u64 {
+        0
+    }
+
     fn close(&mut self) {
         self.terminate(Error::new(Kind::ConnectionLost, "this side closed the connection"));
     }
@@ -632,6 +636,10 @@ impl State {
 impl QueuePair for Fault {
     fn limits(&self) -> Limits {
         self.control.state().limits
+    }
+
+    fn moved(&self) -> u64 {
+        self.inner.moved()
     }
 
     fn close(&mut self) {

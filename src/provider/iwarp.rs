@@ -891,6 +891,10 @@ impl QueuePair for Iwarp {
         Limits { read_depth: self.transmit.ord as u32, max_segment: MAX_SEGMENT, remote_invalidation: true }
     }
 
+    fn moved(&self) -> u64 {
+        self.receive.total.wrapping_add(self.transmit.sent)
+    }
+
     fn close(&mut self) {
         self.terminate();
         if !self.forked {

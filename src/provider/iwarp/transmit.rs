@@ -212,6 +212,8 @@ pub(super) struct Transmit {
     pub(super) may_send: bool,
     ulpdu: usize,
     max_fpdu: Option<usize>,
+    /// Bytes that the socket has taken so far.
+    pub(super) sent: u64,
     /// Bytes until the segment size is looked at again, and how many the next time: it grows with TCP's window right
     /// after the connection is made, and changes rarely later.
     until_look: usize,
@@ -234,6 +236,7 @@ impl Transmit {
             sends_queued: 0,
             empty: Arc::from([]),
             blocked: false,
+            sent: 0,
             crc: true,
             ord: 0,
             may_send: false,
@@ -379,6 +382,7 @@ impl Transmit {
                 Err(e) => return Err(lost(format!("sending failed: {e}"))),
             };
             drop(pieces);
+            self.sent += sent as u64;
             self.take_sent(sent);
             budget = budget.saturating_sub(sent);
             if sent < offered || budget == 0 {

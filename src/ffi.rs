@@ -86,6 +86,7 @@ pub fn guard<T: FromFailure>(body: impl FnOnce() -> Result<T, Error>) -> T {
             // A payload may panic when it is dropped; a leak is better than that.
             let text = panic_text(&panic);
             std::mem::forget(panic);
+            crate::log_error!("{text}");
             // The frames that were unwound have dropped their marks, so `Inside` needs no repair here.
             Error::new(Kind::Panic, text)
         }

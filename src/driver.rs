@@ -24,7 +24,7 @@ use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock};
 use std::time::{Duration, Instant};
 
 use crate::config::{Config, Crc};
-use crate::connection::{Connection, Expect, Output, Request, RequestId, Role, Settings};
+use crate::connection::{Connection, Expect, Output, Request, RequestId, Role, Settings, chunks};
 use crate::error::{Error, Kind};
 use crate::memory::{Buf, Memory, Region};
 use crate::process::{self, Identity};
@@ -462,11 +462,6 @@ impl Client {
         self.lock().link.describe()
     }
 
-    /// Why the connection is closed, if it is.
-    pub fn closed(&self) -> Option<Error> {
-        self.lock().link.engine.closed().cloned()
-    }
-
     /// An XID that no call of this connection uses.
     pub fn fresh_xid(&self) -> Xid {
         let mut state = self.lock();
@@ -528,7 +523,7 @@ impl Client {
             let mut state = self.lock();
             state.link.pump_input();
             state.settle();
-            message.len() + 28 > state.link.engine.thresholds().0
+            chunks::HEADER_MIN + message.len() > state.link.engine.thresholds().0
         };
         if self.lock().link.engine.credits_left() <= 1 {
             self.null(&null, deadline, mask)?;

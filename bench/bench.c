@@ -6,7 +6,8 @@
  *   bench counters NETID PORT OP SIZE COUNT                   the same; prints the library's counters per call
  *
  * OP is null, write (SIZE bytes to the server) or read. The server takes a write's data as rpcgen's code would, in
- * memory allocated for the call, and answers a read from one buffer. */
+ * memory allocated for the call, and answers a read from one buffer; the client reads into one buffer. With IN_PLACE
+ * in its environment the server asks the library where a write's data lies. */
 #define _GNU_SOURCE
 #include <arpa/inet.h>
 #include <dlfcn.h>
@@ -42,8 +43,9 @@ static struct netconfig *config_of(const char *netid)
     return config;
 }
 
-/* The counters of struct rpcrdma_stats that the benchmark shows, if the library is preloaded. */
-enum { COPIED, READ_AHEAD, REGISTRATIONS, SENDS, SYSCALLS, SHOWN };
+/* The counters of struct rpcrdma_stats that the benchmark shows, if the library is preloaded; and what copies.c
+ * counts, if that is. */
+enum { COPIED, READ_AHEAD, REGISTRATIONS, SENDS, SYSCALLS, MEMCPY, SHOWN };
 
 static bool_t xdr_counters(XDR *xdrs, u_quad_t *counters)
 {
@@ -52,18 +54,23 @@ static bool_t xdr_counters(XDR *xdrs, u_quad_t *counters)
 
 static void read_counters(u_quad_t *counters)
 {
-    static const int place[SHOWN] = {[COPIED] = 6, [READ_AHEAD] = 7, [REGISTRATIONS] = 8, [SENDS] = 10, [SYSCALLS] = 12};
+    static const int place[MEMCPY] = {[COPIED] = 6, [READ_AHEAD] = 7, [REGISTRATIONS] = 8, [SENDS] = 10, [SYSCALLS] = 12};
     uint64_t all[20] = {0};
     bool_t (*get)(void *, size_t) = (bool_t (*)(void *, size_t))dlsym(RTLD_DEFAULT, "rpcrdma_stats_get");
     if (get != NULL)
         get(all, sizeof all);
-    for (int i = 0; i < SHOWN; i++)
+    for (int i = 0; i < MEMCPY; i++)
         counters[i] = all[place[i]];
+    uint64_t (*copied)(void) = (uint64_t (*)(void))dlsym(RTLD_DEFAULT, "bench_copied");
+    counters[MEMCPY] = copied == NULL ? 0 : copied();
 }
 
 /* ---- Server ------------------------------------------------------------------------------------------------------ */
 
 static char source[LARGEST];
+
+typedef bool_t (*placed_function)(SVCXPRT *, void **, size_t *);
+static placed_function placed;
 
 static void dispatch(struct svc_req *request, SVCXPRT *transport)
 {
@@ -73,14 +80,21 @@ static void dispatch(struct svc_req *request, SVCXPRT *transport)
     case NULLPROC:
         svc_sendreply(transport, (xdrproc_t)xdr_void, NULL);
         return;
-    case WRITE:
+    case WRITE: {
+        void *there = NULL;
+        size_t size = 0;
+        if (placed != NULL && placed(transport, &there, &size))
+            data.bytes = there;
         if (!svc_getargs(transport, (xdrproc_t)xdr_data, (caddr_t)&data)) {
             svcerr_decode(transport);
             return;
         }
         svc_sendreply(transport, (xdrproc_t)xdr_u_int, (caddr_t)&data.length);
+        if (data.bytes == there)
+            data.bytes = NULL;
         svc_freeargs(transport, (xdrproc_t)xdr_data, (caddr_t)&data);
         return;
+    }
     case READ:
         if (!svc_getargs(transport, (xdrproc_t)xdr_u_int, (caddr_t)&length) || length > LARGEST) {
             svcerr_decode(transport);
@@ -107,6 +121,8 @@ static int serve(const char *netid)
     SVCXPRT *listener = svc_tli_create(RPC_ANYFD, config_of(netid), &bind_to, 0, 0);
     if (listener == NULL || !svc_reg(listener, PROGRAM, VERSION, dispatch, NULL))
         errx(1, "cannot serve on %s", netid);
+    if (getenv("IN_PLACE") != NULL)
+        placed = (placed_function)dlsym(RTLD_DEFAULT, "rpcrdma_svc_placed");
     for (size_t i = 0; i < sizeof source; i++)
         source[i] = (char)(i * 7);
     printf("READY %u\n", ntohs(((struct sockaddr_in *)listener->xp_ltaddr.buf)->sin_port));
@@ -153,7 +169,8 @@ static void call(CLIENT *client, char *buffer)
         status = clnt_call(client, WRITE, (xdrproc_t)xdr_data, (caddr_t)&data, (xdrproc_t)xdr_u_int, (caddr_t)&answer,
                            timeout);
     } else {
-        data.length = 0;
+        /* How long the buffer is; libtirpc does not look at it, librpcrdma does where a binding names the data. */
+        data.length = LARGEST;
         status = clnt_call(client, READ, (xdrproc_t)xdr_u_int, (caddr_t)&size, (xdrproc_t)xdr_data, (caddr_t)&data,
                            timeout);
         answer = data.length;

@@ -1,5 +1,6 @@
 #!/bin/bash
-# bench.sh [FILE]: tcp (stock libtirpc, nothing preloaded) against rdma (the library preloaded), in one run.
+# bench.sh [FILE]: tcp (stock libtirpc, nothing preloaded) against rdma (the library preloaded), in one run; and "placed":
+# rdma with a text binding for the benchmark's program at both ends, so that its data goes into chunks of its own.
 #
 # Every case is measured several times; tcp and rdma take turns, so that whatever else the machine does hits both;
 # the table shows medians. Then: system calls per call (if strace is there), and the processor time of an idle server.
@@ -14,10 +15,25 @@ if [ -n "${QUICK:-}" ]; then repeats=1 seconds=0.05 some=100; else repeats=5 sec
 cc -O2 -Wall -Wextra -Werror -Wno-cast-function-type -pthread $(pkg-config --cflags libtirpc) -o "$scratch/bench" \
     "$here/bench.c" $(pkg-config --libs libtirpc) || exit 1
 
-declare -A with=([tcp]=env [rdma]="${preloaded[*]}") port_of server_of
-for netid in tcp rdma; do
-    start_ready ${with[$netid]} "$scratch/bench" server $netid || { echo "bench: no server on $netid" >&2; exit 1; }
-    port_of[$netid]=$port server_of[$netid]=$server
+cc -O2 -Wall -Wextra -Werror -shared -fPIC -o "$scratch/copies.so" "$here/copies.c" || exit 1
+cat >"$scratch/bench.conf" <<'END'
+0x20004245 1 1 arguments=data results=int
+0x20004245 1 2 arguments=count results=data preset
+END
+
+# A way to run: netid, prefix, and the same with the counter of copies.
+declare -A netid_of=([tcp]=tcp [rdma]=rdma [placed]=rdma) port_of server_of
+declare -A with=([tcp]=env [rdma]="${preloaded[*]}" [placed]="${preloaded[*]} RPCRDMA_BINDINGS=$scratch/bench.conf IN_PLACE=1")
+declare -A counted=([tcp]="env LD_PRELOAD=$scratch/copies.so")
+for way in rdma placed; do counted[$way]="${with[$way]} LD_PRELOAD=$scratch/copies.so:$LIBRPCRDMA"; done
+serve() { # WAY PREFIX...
+    local way=$1
+    shift
+    start_ready "$@" "$scratch/bench" server "${netid_of[$way]}" || { echo "bench: no server for $way" >&2; exit 1; }
+}
+for way in tcp rdma placed; do
+    serve $way ${with[$way]}
+    port_of[$way]=$port server_of[$way]=$server
 done
 
 cases=()
@@ -26,17 +42,18 @@ for what in 'null 0' 'write 4096' 'read 4096' 'write 65536' 'read 65536' 'write 
 done
 for ((repeat = 0; repeat < repeats; repeat++)); do
     for i in "${!cases[@]}"; do
-        for netid in tcp rdma; do
+        for way in tcp rdma placed; do
+            [[ $way != placed || ${cases[$i]} =~ 65536|1048576 ]] || continue
             # shellcheck disable=SC2086
-            line=$(${with[$netid]} "$scratch/bench" client $netid "${port_of[$netid]}" ${cases[$i]} $seconds) ||
-                { echo "bench: $netid ${cases[$i]} failed" >&2; exit 1; }
-            echo "$i $netid $line" >>"$scratch/results"
+            line=$(${with[$way]} "$scratch/bench" client ${netid_of[$way]} "${port_of[$way]}" ${cases[$i]} $seconds) ||
+                { echo "bench: $way ${cases[$i]} failed" >&2; exit 1; }
+            echo "$i $way $line" >>"$scratch/results"
         done
     done
 done
-median() { # CASE NETID COLUMN
+median() { # CASE WAY COLUMN
     awk -v c="$1" -v n="$2" -v k="$3" '$1 == c && $2 == n { print $k }' "$scratch/results" | sort -n |
-        awk '{ v[NR] = $1 } END { print (NR % 2) ? v[(NR + 1) / 2] : (v[NR / 2] + v[NR / 2 + 1]) / 2 }'
+        awk '{ v[NR] = $1 } END { if (NR) print (NR % 2) ? v[(NR + 1) / 2] : (v[NR / 2] + v[NR / 2 + 1]) / 2 }'
 }
 # Clock ticks that a process has used, user and system.
 ticks() { awk '{ sub(/.*\) /, ""); print $12, $13 }' "/proc/$1/stat"; }
@@ -45,13 +62,16 @@ table() {
     echo "$(date -u +%Y-%m-%d), $(nproc) x $(sed -n 's/^model name[^:]*: //p' /proc/cpuinfo | head -n 1), Linux $(uname -r), loopback"
     echo "medians of $repeats runs of $seconds s each, tcp and rdma in turn$(env | sed -n 's/^LIBRPCRDMA=.*//; s/^\(RPCRDMA_[A-Z_]*=.*\)/, \1/p' | tr -d '\n')"
     echo
-    printf '%-6s %8s %7s %-7s %12s %12s %10s %10s %7s\n' call bytes threads CLIENT 'tcp calls/s' 'rdma calls/s' 'tcp us' 'rdma us' ratio
+    printf '%-6s %8s %7s %-7s %12s %12s %10s %10s %7s %14s %7s\n' call bytes threads CLIENT 'tcp calls/s' 'rdma calls/s' \
+        'tcp us' 'rdma us' ratio 'placed calls/s' ratio
+    ratio() { awk -v t="$1" -v r="$2" 'BEGIN { if (r != "") printf "%.2f", t ? r / t : 0 }'; }
     for i in "${!cases[@]}"; do
         # shellcheck disable=SC2086
         set -- ${cases[$i]} "$(median "$i" tcp 3)" "$(median "$i" rdma 3)" "$(median "$i" tcp 4)" "$(median "$i" rdma 4)"
-        printf '%-6s %8s %7s %-7s %12s %12s %10s %10s %7s\n' "$@" "$(awk -v t="$5" -v r="$6" 'BEGIN { printf "%.2f", t ? r / t : 0 }')"
+        placed=$(median "$i" placed 3)
+        printf '%-6s %8s %7s %-7s %12s %12s %10s %10s %7s %14s %7s\n' "$@" "$(ratio "$5" "$6")" "$placed" "$(ratio "$5" "$placed")"
     done
-    echo "ratio: rdma calls per second / tcp calls per second"
+    echo "ratio: calls per second / tcp calls per second; placed: with a binding, the data in chunks of its own"
     echo
     if command -v strace >/dev/null; then
         printf '%-24s %12s %12s\n' 'system calls per call' client server
@@ -62,12 +82,27 @@ table() {
         done
         echo
     fi
-    echo "rdma, per call:    copied bytes          read-ahead bytes       registrations          Sends           data system calls"
-    printf '%-14s %22s %22s %17s %17s %17s\n' '' 'client / server' 'client / server' 'client / server' 'client / server' 'client / server'
-    for what in 'null 0' 'write 4096' 'read 4096' 'write 65536' 'read 65536' 'write 1048576' 'read 1048576'; do
-        # shellcheck disable=SC2046,SC2086
-        printf '%-14s %10s / %9s %10s / %9s %7s / %7s %7s / %7s %7s / %7s\n' "$what" \
-            $(${with[rdma]} "$scratch/bench" counters rdma "${port_of[rdma]}" $what "$some")
+    echo "per call, from the library's counters, client / server:"
+    printf '%-21s %20s %18s %13s %11s %17s\n' '' 'copied bytes' 'read-ahead bytes' registrations Sends 'data system calls'
+    for way in rdma placed; do
+        for what in 'null 0' 'write 4096' 'read 4096' 'write 65536' 'read 65536' 'write 1048576' 'read 1048576'; do
+            [[ $way != placed || $what =~ 65536|1048576 ]] || continue
+            # shellcheck disable=SC2046,SC2086
+            printf '%-21s %9s / %8s %7s / %8s %4s / %6s %4s / %4s %7s / %7s\n' "$way $what" \
+                $(${with[$way]} "$scratch/bench" counters rdma "${port_of[$way]}" $what "$some" | cut -d' ' -f1-10)
+        done
+    done
+    echo
+    echo "bytes moved by memcpy and memmove per call, counted by a preloaded library:"
+    printf '%-21s %10s %10s %10s\n' '' client server both
+    for way in tcp rdma placed; do
+        serve $way ${counted[$way]}
+        for what in 'write 1048576' 'read 1048576'; do
+            # shellcheck disable=SC2086
+            ${counted[$way]} "$scratch/bench" counters ${netid_of[$way]} "$port" $what "$some" |
+                awk -v n="$way $what" '{ printf "%-21s %10.0f %10.0f %10.0f\n", n, $11, $12, $11 + $12 }'
+        done
+        stop "$server"
     done
     echo
     for netid in tcp rdma; do

@@ -15,6 +15,9 @@
 // CLIENT does not go over RDMA.
 #define CLGET_RDMA_MAXREPLY 1380207874
 
+// A walk over the arguments or the results of one message; see rpcrdma_binding_register().
+struct rpcrdma_walk;
+
 // What this process has done since it began; see rpcrdma_stats_get(). Every counter only grows.
 struct rpcrdma_stats {
   // Calls given to the transport by this process as a client.
@@ -57,6 +60,28 @@ struct rpcrdma_stats {
   uint64_t fallbacks;
   // Calls that timed out with their credit still out.
   uint64_t orphans;
+};
+
+// Walks the arguments or the results of a procedure, in the order of the wire; `closure` is the binding's. Returns
+// FALSE when a step returned FALSE.
+typedef bool_t (*rpcrdma_walker)(struct rpcrdma_walk *walk, void *closure);
+
+// Which items of a procedure may travel in chunks of their own, between the memories of the two programs.
+struct rpcrdma_binding {
+  // sizeof (struct rpcrdma_binding).
+  size_t size;
+  // Program number.
+  rpcprog_t program;
+  // Version number.
+  rpcvers_t version;
+  // Procedure number.
+  uint32_t procedure;
+  // Walks the arguments. NULL: nothing in them is eligible, and nothing is known of the reply's length.
+  rpcrdma_walker arguments;
+  // Walks the results of a successful reply. NULL: nothing in them is eligible.
+  rpcrdma_walker results;
+  // Given to both.
+  void *closure;
 };
 
 #ifdef __cplusplus
@@ -106,6 +131,97 @@ CLIENT *clnt_rdma_create(int fd,
 SVCXPRT *svc_rdma_create(int fd,
                          unsigned int sendsize,
                          unsigned int recvsize);
+
+// Registers memory of the program's: what an RPC encodes from there is sent from where it lies, and not copied first.
+//
+// Whatever an xdrproc puts from registered memory must stay valid and unchanged until clnt_call() or svc_sendreply()
+// returns, so nothing that the xdrproc frees or reuses itself. Results too are received in place if they lie there: see
+// rpcrdma_binding_register(). The memory stays the program's; unregister it before it is freed.
+//
+// FALSE for NULL, no bytes, or memory that overlaps what is registered already.
+bool_t rpcrdma_mem_register(const void *address,
+                            size_t length);
+
+// Ends a registration; `address` is where it begins. Calls that are under way are not disturbed. FALSE when there is
+// none.
+bool_t rpcrdma_mem_unregister(const void *address);
+
+// The argument of the request that is being dispatched which came in a Read chunk of its own, as it lies in memory of
+// this library. A dispatch routine that sets the pointer of its counted opaque to *address before svc_getargs() gets
+// the argument without a copy. It is to be read only, until the reply is sent; the pointer must be NULL again before
+// svc_freeargs(), which would free it.
+//
+// FALSE when there is none: the request is short, came otherwise, or not over RDMA. svc_getargs() allocates then, as
+// usual.
+//
+// # Safety
+// `xprt` is a live transport; `address` and `length` are writable.
+bool_t rpcrdma_svc_placed(SVCXPRT *xprt,
+                          void **address,
+                          size_t *length);
+
+// Registers the binding of one procedure for this process, as client and as server (RFC 8166 section 6).
+//
+// A walker goes through the encoded message with the rpcrdma_walk_ functions and marks the counted opaques that are
+// eligible with rpcrdma_walk_item(). While walking arguments it also says how large eligible results may be, with
+// rpcrdma_walk_result(), and how long the rest of the results may be, with rpcrdma_walk_reply(). It must depend on
+// nothing but the message and `closure`, make no calls, and may run in any thread. It runs on messages of peers too.
+//
+// A client that puts its own buffer into its results beforehand (everything zeroed but data_val, and data_len the
+// size of the buffer) gets the result there without a copy.
+//
+// Both ends should have the same binding; where only one has it, calls go on without. FALSE, and
+// clnt_spcreateerror() says why, for a procedure that has a binding already.
+//
+// # Safety
+// `binding` is NULL or points to a binding; its functions and its closure are good for the life of the process.
+bool_t rpcrdma_binding_register(const struct rpcrdma_binding *binding);
+
+// Walks over one word (int, unsigned, bool, enum). `value` may be NULL.
+//
+// # Safety
+// `walk` is NULL or what a walker was given, while it runs; `value` is NULL or writable.
+bool_t rpcrdma_walk_word(struct rpcrdma_walk *walk, uint32_t *value);
+
+// Walks over a hyper. `value` may be NULL.
+//
+// # Safety
+// As rpcrdma_walk_word().
+bool_t rpcrdma_walk_hyper(struct rpcrdma_walk *walk, uint64_t *value);
+
+// Walks over a fixed opaque of `bytes` bytes and its pad.
+//
+// # Safety
+// `walk` is NULL or what a walker was given, while it runs.
+bool_t rpcrdma_walk_skip(struct rpcrdma_walk *walk, size_t bytes);
+
+// Walks over a counted opaque or a string that is not eligible.
+//
+// # Safety
+// As rpcrdma_walk_skip().
+bool_t rpcrdma_walk_opaque(struct rpcrdma_walk *walk);
+
+// Walks over a counted opaque or a string that is eligible.
+//
+// # Safety
+// As rpcrdma_walk_skip().
+bool_t rpcrdma_walk_item(struct rpcrdma_walk *walk);
+
+// While walking arguments: the results may hold an eligible opaque of at most `most` bytes. Call it for each of them,
+// in their order. They need not be counted by rpcrdma_walk_reply().
+//
+// # Safety
+// As rpcrdma_walk_skip().
+bool_t rpcrdma_walk_result(struct rpcrdma_walk *walk,
+                           size_t most);
+
+// While walking arguments: the results have at most `bytes` bytes more. Without any such word their length is not
+// known, and calls make room for the CLIENT's maximum reply.
+//
+// # Safety
+// As rpcrdma_walk_skip().
+bool_t rpcrdma_walk_reply(struct rpcrdma_walk *walk,
+                          size_t bytes);
 
 #ifdef __cplusplus
 }  // extern "C"

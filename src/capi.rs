@@ -13,20 +13,21 @@
 #![allow(unsafe_code)]
 #![allow(non_camel_case_types)]
 
-use std::ffi::{CStr, c_char, c_int, c_uint};
+use std::ffi::{CStr, c_char, c_int, c_uint, c_void};
 use std::net::SocketAddr;
 use std::ptr::null;
 
-use crate::config;
+use crate::binding::{Stop, Walk, Walked, Walker};
 use crate::error::{Error, Kind};
 use crate::ffi::guard;
+use crate::memory::registered;
 use crate::tirpc::interpose::{clnt_tli_create, creation, svc_tli_create};
 use crate::tirpc::netid::{Netid, Sockaddr};
 use crate::tirpc::{
     CLIENT, RPC_ANYFD, RPCBPROG, SVCXPRT, bool_t, client, creation_explanation, creation_failed,
-    creation_started, netbuf, rpcprog_t, rpcvers_t,
+    creation_started, netbuf, rpcprog_t, rpcvers_t, server,
 };
-use crate::{socket, stats};
+use crate::{config, driver, socket, stats};
 
 /// clnt_control: sets the longest reply that later calls of a CLIENT make room for, in bytes of results.
 /// Takes a pointer to size_t. The default is the setting max_reply, 16 MiB.
@@ -186,6 +187,249 @@ pub unsafe extern "C" fn svc_rdma_create(fd: c_int, sendsize: c_uint, recvsize: 
         }
         Ok(xprt)
     })
+}
+
+/// Registers memory of the program's: what an RPC encodes from there is sent from where it lies, and not copied first.
+///
+/// Whatever an xdrproc puts from registered memory must stay valid and unchanged until clnt_call() or svc_sendreply()
+/// returns, so nothing that the xdrproc frees or reuses itself. Results too are received in place if they lie there: see
+/// rpcrdma_binding_register(). The memory stays the program's; unregister it before it is freed.
+///
+/// FALSE for NULL, no bytes, or memory that overlaps what is registered already.
+#[unsafe(no_mangle)]
+pub extern "C" fn rpcrdma_mem_register(address: *const c_void, length: usize) -> bool_t {
+    guard(|| Ok(registered::add(address.addr(), length).into()))
+}
+
+/// Ends a registration; `address` is where it begins. Calls that are under way are not disturbed. FALSE when there is
+/// none.
+#[unsafe(no_mangle)]
+pub extern "C" fn rpcrdma_mem_unregister(address: *const c_void) -> bool_t {
+    guard(|| Ok(registered::remove(address.addr()).into()))
+}
+
+/// The argument of the request that is being dispatched which came in a Read chunk of its own, as it lies in memory of
+/// this library. A dispatch routine that sets the pointer of its counted opaque to *address before svc_getargs() gets
+/// the argument without a copy. It is to be read only, until the reply is sent; the pointer must be NULL again before
+/// svc_freeargs(), which would free it.
+///
+/// FALSE when there is none: the request is short, came otherwise, or not over RDMA. svc_getargs() allocates then, as
+/// usual.
+///
+/// # Safety
+/// `xprt` is a live transport; `address` and `length` are writable.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn rpcrdma_svc_placed(
+    xprt: *mut SVCXPRT,
+    address: *mut *mut c_void,
+    length: *mut usize,
+) -> bool_t {
+    guard(|| {
+        // SAFETY: by the contract.
+        let Some((at, bytes)) = (unsafe { server::placed(xprt) }) else { return Ok(0) };
+        if address.is_null() || length.is_null() {
+            return Err(Error::new(Kind::Invalid, "rpcrdma_svc_placed: NULL"));
+        }
+        // SAFETY: by the contract.
+        unsafe { address.write(at.cast_mut().cast()) };
+        // SAFETY: by the contract.
+        unsafe { length.write(bytes) };
+        Ok(1)
+    })
+}
+
+/// A walk over the arguments or the results of one message; see rpcrdma_binding_register().
+pub struct rpcrdma_walk {
+    /// From the `&mut Walk` of the caller, for as long as the program's function runs.
+    walk: *mut c_void,
+    stop: Option<Stop>,
+}
+
+/// Walks the arguments or the results of a procedure, in the order of the wire; `closure` is the binding's. Returns
+/// FALSE when a step returned FALSE.
+pub type rpcrdma_walker =
+    Option<unsafe extern "C" fn(walk: *mut rpcrdma_walk, closure: *mut c_void) -> bool_t>;
+
+/// Which items of a procedure may travel in chunks of their own, between the memories of the two programs.
+#[repr(C)]
+pub struct rpcrdma_binding {
+    /// sizeof (struct rpcrdma_binding).
+    pub size: usize,
+    /// Program number.
+    pub program: rpcprog_t,
+    /// Version number.
+    pub version: rpcvers_t,
+    /// Procedure number.
+    pub procedure: u32,
+    /// Walks the arguments. NULL: nothing in them is eligible, and nothing is known of the reply's length.
+    pub arguments: rpcrdma_walker,
+    /// Walks the results of a successful reply. NULL: nothing in them is eligible.
+    pub results: rpcrdma_walker,
+    /// Given to both.
+    pub closure: *mut c_void,
+}
+
+/// Registers the binding of one procedure for this process, as client and as server (RFC 8166 section 6).
+///
+/// A walker goes through the encoded message with the rpcrdma_walk_ functions and marks the counted opaques that are
+/// eligible with rpcrdma_walk_item(). While walking arguments it also says how large eligible results may be, with
+/// rpcrdma_walk_result(), and how long the rest of the results may be, with rpcrdma_walk_reply(). It must depend on
+/// nothing but the message and `closure`, make no calls, and may run in any thread. It runs on messages of peers too.
+///
+/// A client that puts its own buffer into its results beforehand (everything zeroed but data_val, and data_len the
+/// size of the buffer) gets the result there without a copy.
+///
+/// Both ends should have the same binding; where only one has it, calls go on without. FALSE, and
+/// clnt_spcreateerror() says why, for a procedure that has a binding already.
+///
+/// # Safety
+/// `binding` is NULL or points to a binding; its functions and its closure are good for the life of the process.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn rpcrdma_binding_register(binding: *const rpcrdma_binding) -> bool_t {
+    guard(|| {
+        creation_started();
+        creation(|| {
+            let config = config::get()?;
+            // SAFETY: by the contract.
+            let given = unsafe { crate::ffi::reference(binding) };
+            let given =
+                given.filter(|given| given.size == size_of::<rpcrdma_binding>()).ok_or_else(|| {
+                    Error::new(Kind::Invalid, "rpcrdma_binding_register: NULL or a senseless size")
+                })?;
+            let rpcrdma_binding { program, version, procedure, arguments, results, closure, .. } = *given;
+            let bindings = driver::bindings(config);
+            bindings.add(program, version, procedure, walker(arguments, closure), walker(results, closure))
+        })?;
+        Ok(1)
+    })
+}
+
+/// A walker of ours around one of the program's.
+fn walker(function: rpcrdma_walker, closure: *mut c_void) -> Walker {
+    let closure = closure.expose_provenance();
+    Box::new(move |walk: &mut Walk<'_>| -> Walked {
+        let Some(function) = function else { return Ok(()) };
+        let mut handle = rpcrdma_walk { walk: std::ptr::from_mut(walk).cast(), stop: None };
+        // SAFETY: the program's function and closure, as registered; the handle lives across the call.
+        let done = unsafe { function(&mut handle, std::ptr::with_exposed_provenance_mut(closure)) };
+        match handle.stop {
+            Some(stop) => Err(stop),
+            None if done == 0 => Err(Stop::Unknown),
+            None => Ok(()),
+        }
+    })
+}
+
+/// One step of a walk.
+///
+/// # Safety
+/// `walk` is NULL or what a walker was given, while it runs.
+unsafe fn step<T>(walk: *mut rpcrdma_walk, step: impl FnOnce(&mut Walk<'_>) -> Result<T, Stop>) -> Option<T> {
+    // SAFETY: by the contract; the program has nothing but this pointer.
+    let handle = unsafe { walk.as_mut() }?;
+    if handle.stop.is_some() {
+        return None;
+    }
+    // SAFETY: set by `walker` from a `&mut Walk` that nobody uses while the program's function runs. Its lifetime is
+    // shortened to that of this call.
+    let walk = unsafe { &mut *handle.walk.cast::<Walk<'_>>() };
+    match step(walk) {
+        Ok(value) => Some(value),
+        Err(stop) => {
+            handle.stop = Some(stop);
+            None
+        }
+    }
+}
+
+/// Walks over one word (int, unsigned, bool, enum). `value` may be NULL.
+///
+/// # Safety
+/// `walk` is NULL or what a walker was given, while it runs; `value` is NULL or writable.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn rpcrdma_walk_word(walk: *mut rpcrdma_walk, value: *mut u32) -> bool_t {
+    guard(|| {
+        // SAFETY: by the contract.
+        let word = unsafe { step(walk, |walk| walk.word()) };
+        if let Some(word) = word
+            && !value.is_null()
+        {
+            // SAFETY: by the contract.
+            unsafe { value.write(word) };
+        }
+        Ok(word.is_some().into())
+    })
+}
+
+/// Walks over a hyper. `value` may be NULL.
+///
+/// # Safety
+/// As rpcrdma_walk_word().
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn rpcrdma_walk_hyper(walk: *mut rpcrdma_walk, value: *mut u64) -> bool_t {
+    guard(|| {
+        // SAFETY: by the contract.
+        let hyper = unsafe { step(walk, |walk| walk.hyper()) };
+        if let Some(hyper) = hyper
+            && !value.is_null()
+        {
+            // SAFETY: by the contract.
+            unsafe { value.write(hyper) };
+        }
+        Ok(hyper.is_some().into())
+    })
+}
+
+/// Walks over a fixed opaque of `bytes` bytes and its pad.
+///
+/// # Safety
+/// `walk` is NULL or what a walker was given, while it runs.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn rpcrdma_walk_skip(walk: *mut rpcrdma_walk, bytes: usize) -> bool_t {
+    // SAFETY: by the contract.
+    guard(|| Ok(unsafe { step(walk, |walk| walk.skip(bytes)) }.is_some().into()))
+}
+
+/// Walks over a counted opaque or a string that is not eligible.
+///
+/// # Safety
+/// As rpcrdma_walk_skip().
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn rpcrdma_walk_opaque(walk: *mut rpcrdma_walk) -> bool_t {
+    // SAFETY: by the contract.
+    guard(|| Ok(unsafe { step(walk, |walk| walk.opaque()) }.is_some().into()))
+}
+
+/// Walks over a counted opaque or a string that is eligible.
+///
+/// # Safety
+/// As rpcrdma_walk_skip().
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn rpcrdma_walk_item(walk: *mut rpcrdma_walk) -> bool_t {
+    // SAFETY: by the contract.
+    guard(|| Ok(unsafe { step(walk, |walk| walk.item()) }.is_some().into()))
+}
+
+/// While walking arguments: the results may hold an eligible opaque of at most `most` bytes. Call it for each of them,
+/// in their order. They need not be counted by rpcrdma_walk_reply().
+///
+/// # Safety
+/// As rpcrdma_walk_skip().
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn rpcrdma_walk_result(walk: *mut rpcrdma_walk, most: usize) -> bool_t {
+    // SAFETY: by the contract.
+    guard(|| Ok(unsafe { step(walk, |walk| Ok(walk.result(most))) }.is_some().into()))
+}
+
+/// While walking arguments: the results have at most `bytes` bytes more. Without any such word their length is not
+/// known, and calls make room for the CLIENT's maximum reply.
+///
+/// # Safety
+/// As rpcrdma_walk_skip().
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn rpcrdma_walk_reply(walk: *mut rpcrdma_walk, bytes: usize) -> bool_t {
+    // SAFETY: by the contract.
+    guard(|| Ok(unsafe { step(walk, |walk| Ok(walk.reply(bytes))) }.is_some().into()))
 }
 
 /// The local address of a TCP socket.

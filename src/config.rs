@@ -36,6 +36,14 @@ pub struct Config {
     pub max_reply: usize,
     /// Longest Call that a server pulls, in bytes.
     pub max_call: usize,
+    /// Bytes of long Calls that a server holds at a time, over all connections.
+    pub max_pulled: usize,
+    /// Whether Calls may have more chunks than a Linux server bears.
+    pub many_chunks: bool,
+    /// Files with bindings, beside those of the system.
+    pub bindings: Vec<PathBuf>,
+    /// Whether all large items stay in the program's memory until they are sent.
+    pub by_reference: bool,
     /// Checksums on iWARP connections.
     pub crc: Crc,
     /// How long a waiting thread polls before it sleeps; zero: not at all.
@@ -178,6 +186,38 @@ const TABLE: &[Setting] = &[
         set: |config, value| message_size(value).map(|bytes| config.max_call = bytes),
     },
     Setting {
+        env: "RPCRDMA_MAX_PULLED",
+        key: "max_pulled",
+        default: "256M",
+        meaning: "bytes of long calls that a server holds at a time, all connections together; 1K to 1G",
+        set: |config, value| message_size(value).map(|bytes| config.max_pulled = bytes),
+    },
+    Setting {
+        env: "RPCRDMA_BINDINGS",
+        key: "bindings",
+        default: "",
+        meaning: "files with bindings, separated by commas, beside those in /etc/rpcrdma.d",
+        set: |config, value| {
+            let files = value.split(',').map(str::trim).filter(|file| !file.is_empty());
+            config.bindings = files.map(PathBuf::from).collect();
+            Ok(())
+        },
+    },
+    Setting {
+        env: "RPCRDMA_BY_REFERENCE",
+        key: "by_reference",
+        default: "no",
+        meaning: "whether large items stay in the program's memory until sent, without a binding too; yes or no",
+        set: |config, value| yes_or_no(value).map(|yes| config.by_reference = yes),
+    },
+    Setting {
+        env: "RPCRDMA_MANY_CHUNKS",
+        key: "many_chunks",
+        default: "no",
+        meaning: "whether a call may have several chunks of a kind, which Linux servers do not bear; yes or no",
+        set: |config, value| yes_or_no(value).map(|yes| config.many_chunks = yes),
+    },
+    Setting {
         env: "RPCRDMA_CRC",
         key: "crc",
         default: "auto",
@@ -247,9 +287,7 @@ const TABLE: &[Setting] = &[
         key: "fallback",
         default: "yes",
         meaning: "whether a moved client goes on over tcp when the server does not speak rdma; yes or no",
-        set: |config, value| {
-            one_of(value, &[("yes", true), ("no", false)]).map(|fallback| config.fallback = fallback)
-        },
+        set: |config, value| yes_or_no(value).map(|fallback| config.fallback = fallback),
     },
     Setting {
         env: "RPCRDMA_LOG",
@@ -271,13 +309,11 @@ const TABLE: &[Setting] = &[
 ];
 
 /// Names that have a meaning in other versions: they are let through, with a warning.
-const RESERVED: &[(&str, &str)] = &[
-    ("RPCRDMA_BINDINGS", "bindings"),
-    ("RPCRDMA_BY_REFERENCE", "by_reference"),
-    ("RPCRDMA_VERSION", "version"),
-];
+const RESERVED: &[(&str, &str)] = &[("RPCRDMA_VERSION", "version")];
 
 const FILE: &str = "/etc/rpcrdma.conf";
+/// Where the system's bindings are: every file that ends in `.conf`, by name.
+const BINDINGS: &str = "/etc/rpcrdma.d";
 const PREFIX: &str = "RPCRDMA_";
 const RPCBIND: u32 = 100_000;
 /// A configuration file is smaller; whatever is larger is something else.
@@ -290,6 +326,10 @@ impl Default for Config {
             inline: 0,
             max_reply: 0,
             max_call: 0,
+            max_pulled: 0,
+            many_chunks: false,
+            bindings: Vec::new(),
+            by_reference: false,
             crc: Crc::Auto,
             poll: Duration::ZERO,
             provider: Provider::Auto,
@@ -340,6 +380,21 @@ impl Config {
     pub fn redirects_program(&self, program: u32) -> bool {
         // Everybody finds rpcbind at its old place.
         program != RPCBIND && self.redirect_programs.as_ref().is_none_or(|list| list.contains(&program))
+    }
+
+    /// The files with bindings, those of the system first, and what they hold or why they cannot be read.
+    pub fn binding_texts(&self) -> Vec<(PathBuf, Result<String, Error>)> {
+        let mut files: Vec<PathBuf> = std::fs::read_dir(BINDINGS)
+            .map(|entries| entries.filter_map(|entry| Some(entry.ok()?.path())).collect())
+            .unwrap_or_default();
+        files.retain(|path| path.extension().is_some_and(|end| end == "conf"));
+        files.sort();
+        files.extend(self.bindings.iter().cloned());
+        let text = |path: &Path| {
+            let missing = || Error::new(Kind::Os(libc::ENOENT), format!("{}: no such file", path.display()));
+            read_file(path)?.ok_or_else(missing)
+        };
+        files.into_iter().map(|path| (path.clone(), text(&path))).collect()
     }
 
     fn apply_file(&mut self, path: &Path, text: &str) -> Result<(), Error> {
@@ -516,6 +571,10 @@ fn one_of<T: Copy>(value: &str, choices: &[(&str, T)]) -> Result<T, String> {
     })
 }
 
+fn yes_or_no(value: &str) -> Result<bool, String> {
+    one_of(value, &[("yes", true), ("no", false)])
+}
+
 fn log_level(value: &str) -> Result<Option<Level>, String> {
     let off = [("off", None)].into_iter();
     let choices = off.chain(Level::ALL.map(|level| (level.name(), Some(level)))).collect::<Vec<_>>();
@@ -603,6 +662,10 @@ mod tests {
             inline: 262144,
             max_reply: 256 << 10,
             max_call: 1 << 30,
+            max_pulled: 1 << 20,
+            many_chunks: true,
+            bindings: vec!["/etc/a".into(), "b c".into()],
+            by_reference: true,
             crc: Crc::No,
             poll: Duration::ZERO,
             provider: Provider::Iwarp,
@@ -618,6 +681,10 @@ mod tests {
             ("RPCRDMA_INLINE", "256K"),
             ("RPCRDMA_MAX_REPLY", "262144"),
             ("RPCRDMA_MAX_CALL", "1G"),
+            ("RPCRDMA_MAX_PULLED", "1M"),
+            ("RPCRDMA_MANY_CHUNKS", "yes"),
+            ("RPCRDMA_BINDINGS", "/etc/a, b c"),
+            ("RPCRDMA_BY_REFERENCE", "yes"),
             ("RPCRDMA_CRC", "no"),
             ("RPCRDMA_POLL", "0"),
             ("RPCRDMA_PROVIDER", "iwarp"),

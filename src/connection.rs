@@ -3,7 +3,7 @@
 //! # Contract
 //! - Getters tell state: [`Connection::credits_left`], [`Connection::starved`], [`Connection::request_ready`].
 //! - Input: `handle_receive`, `handle_read`, `handle_closed`.
-//! - Commands: `call`, `abandon` (requester); `poll_request`, `reply`, `discard` (responder).
+//! - Commands: `call`, `abandon` (requester); `poll_request`, `reply`, `discard`, `resume` (responder).
 //! - Output: `poll_output`. **Every input and command is followed by draining `poll_output` until `None`.**
 //!
 //! Memory is exposed and invalidated while a command runs, through the [`Registrar`] argument: a plan needs the
@@ -13,8 +13,10 @@
 //! - Credits (RFC 8166 §3.3.1): one before the first reply, then the grant. A call holds its credit until its reply or
 //!   an error; a one-way call, which has neither, until the reply to a later call shows that the responder is past it.
 //! - A timed-out call becomes an orphan: the responder may still be at work on it, so its credit and its exposures
-//!   stay. A late RDMA finds live handles and the connection survives; no handle names memory of the program, for
-//!   messages are copied while encoding. When nothing but such calls is under way, [`Connection::starved`] says so.
+//!   stay. A late RDMA finds live handles and the connection survives; handles that named memory of the program are
+//!   detached from it. When nothing but such calls is under way, [`Connection::starved`] says so.
+//! - Which items of a message are eligible for chunks of their own is asked of the `binding` of its procedure. What
+//!   a peer does with bindings that are not standardised is learned from its replies.
 //! - Once [`Output::Close`] is out, only [`Output::Done`] follows.
 //! - Requests are handed up in the order of their Sends, each only when all its Reads are done.
 //!
@@ -24,8 +26,10 @@
 use std::collections::{HashMap, VecDeque};
 use std::sync::Arc;
 
+use crate::binding::{Binding, Head, Origin, Registry};
 use crate::error::{Error, Kind};
-use crate::memory::{Buf, Memory, Region, Sink};
+use crate::log_warn;
+use crate::memory::{Buf, Memory, Message, Region, Sink};
 use crate::provider::{QueuePair, WorkId, WorkRequest};
 use crate::stats::{self, Counter};
 use crate::wire::private_data::PrivateData;
@@ -34,7 +38,7 @@ use crate::wire::{Credits, Handle, Position, ReadSegment, Segment, Xid};
 
 pub mod chunks;
 
-use chunks::{Assembly, Pull};
+use chunks::{Area, Assembly, Limits, Needs, Pull};
 
 /// Which end of the connection we are.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -54,7 +58,14 @@ pub struct Settings {
     pub inline: usize,
     /// Largest Call that we pull from a requester, in bytes, and most bytes of pulled Calls that wait to be handed up.
     pub max_call: usize,
+    /// Calls may have more chunks than RFC 8267 §4.3 asks a server to accept. See [`Limits::many`].
+    pub many_chunks: bool,
+    /// Every handle of ours may be invalidated by the peer, as we have told it (RFC 8797 §4.1).
+    pub remote_invalidation: bool,
 }
+
+/// Most bytes of an RPC reply before its results: six words, and a verifier of at most 400 bytes (RFC 5531 §9).
+pub const RPC_HEADER_MAX: usize = 24 + 400 + 4;
 
 /// Exposing memory while a plan is made: the part of [`QueuePair`] that the engine calls itself.
 pub trait Registrar {
@@ -73,6 +84,11 @@ pub trait Registrar {
     /// # Errors
     /// As there.
     fn invalidate(&mut self, handle: Handle) -> Result<(), Error>;
+    /// See [`QueuePair::detach`].
+    ///
+    /// # Errors
+    /// As there.
+    fn detach(&mut self, handle: Handle) -> Result<(), Error>;
     /// Most bytes of one segment.
     fn max_segment(&self) -> usize;
     /// Reads that the peer serves at a time; 0 for none.
@@ -88,6 +104,9 @@ impl<T: QueuePair + ?Sized> Registrar for T {
     }
     fn invalidate(&mut self, handle: Handle) -> Result<(), Error> {
         QueuePair::invalidate(self, handle)
+    }
+    fn detach(&mut self, handle: Handle) -> Result<(), Error> {
+        QueuePair::detach(self, handle)
     }
     fn max_segment(&self) -> usize {
         self.limits().max_segment as usize
@@ -116,10 +135,15 @@ pub enum Output {
 }
 
 /// What the caller of [`Connection::call`] wants back.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Debug)]
 pub enum Expect {
-    /// A reply of at most so many bytes, from the XID on.
-    Reply(usize),
+    /// A reply.
+    Reply {
+        /// Most bytes of it, from the XID on, where no binding says more exactly.
+        max: usize,
+        /// Memory for eligible results, in their order; one that is too short is not used.
+        places: Vec<Sink>,
+    },
     /// Nothing: done when it is sent (batching).
     Nothing,
 }
@@ -129,7 +153,6 @@ pub enum Expect {
 pub struct RequestId(u64);
 
 /// A request for the upper layer.
-#[derive(Debug)]
 pub struct Request {
     /// For `reply` or `discard`.
     pub id: RequestId,
@@ -137,6 +160,12 @@ pub struct Request {
     pub xid: Xid,
     /// The RPC Call in stream order, from its XID on.
     pub message: Vec<Region>,
+    /// What is known of its procedure; nothing if RPCSEC_GSS wraps the arguments.
+    pub binding: Option<Binding>,
+    /// RPCSEC_GSS wraps arguments and results.
+    pub wrapped: bool,
+    /// The first argument that came in a Read chunk of its own, as it lies in memory: without pad.
+    pub placed: Option<Region>,
 }
 
 /// See the module's first page.
@@ -144,6 +173,9 @@ pub struct Connection {
     role: Role,
     settings: Settings,
     memory: Arc<Memory>,
+    bindings: Arc<Registry>,
+    /// Replies may invalidate a handle of the requester: both ends have said so.
+    invalidate: bool,
     /// Largest Send that the peer takes: the call inline threshold of a client, the reply threshold of a server.
     send: usize,
     /// Largest Send that the peer makes.
@@ -170,20 +202,39 @@ struct Requester {
     waiting: VecDeque<Xid>,
     /// Transmitted calls that nobody waits for: orphans and one-way calls, each holding a credit.
     abandoned: u32,
+    /// By program and version: what the peer has shown of bindings that are not standardised.
+    shown: HashMap<(u32, u32), Shown>,
+}
+
+/// What a peer has shown of a binding.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Shown {
+    /// It puts eligible results into Write chunks.
+    Known,
+    /// It left one out of its Write chunk, or refused the chunks of a Call.
+    Unknown,
 }
 
 struct Call {
-    expect: Expect,
+    /// `None` once transmitted.
+    waiting: Option<(Message, Expect)>,
     fate: Fate,
     /// Place in the order of transmission; `None` while it waits for a credit.
     sequence: Option<u64>,
-    /// Until transmitted.
-    message: Option<Region>,
-    /// Read segments exposed for it.
-    sources: Vec<Handle>,
-    /// The Reply chunk: memory, and the segments offered with their places in it.
-    area: Option<Sink>,
-    offered: Vec<(Segment, usize)>,
+    /// What its header names, and whether that is memory of the program.
+    handles: Vec<(Handle, bool)>,
+    /// It has Read chunks.
+    pulled: bool,
+    writes: Vec<Area>,
+    reply: Option<Area>,
+    bound: Option<Bound>,
+}
+
+/// The binding by which a Call was planned.
+struct Bound {
+    program: u32,
+    version: u32,
+    binding: Binding,
 }
 
 #[derive(Clone, Copy, PartialEq, Eq)]
@@ -204,6 +255,8 @@ struct Responder {
     staged: usize,
     /// Most bytes that the device moves by one Read or Write; known with the first Call.
     transfer_max: usize,
+    /// A Call waits for memory that other connections hold.
+    waits: bool,
 }
 
 /// A request on its way up.
@@ -217,11 +270,16 @@ struct Pending {
     state: State,
 }
 
-/// The chunks that the requester offers for the reply.
+/// What the requester offers for the reply.
 struct Chunks {
     xid: Xid,
     writes: Vec<Vec<Segment>>,
     reply: Option<Vec<Segment>>,
+    /// The only handle that the Call names, if there is exactly one.
+    handle: Option<Handle>,
+    /// Known when the Call is whole.
+    binding: Option<Binding>,
+    wrapped: bool,
 }
 
 enum State {
@@ -233,7 +291,14 @@ enum State {
         sink: Sink,
         left: usize,
     },
-    Ready(Vec<Region>),
+    Ready(Whole),
+}
+
+/// A Call of which every byte is here.
+#[derive(Default)]
+struct Whole {
+    message: Vec<Region>,
+    placed: Option<Region>,
 }
 
 /// Receives beyond the credits: for stray messages, such as the reply to a one-way call that gave its credit back.
@@ -244,7 +309,13 @@ const PULL_MAX: usize = 1 << 20;
 
 impl Connection {
     /// The engine of an established connection. Drain `poll_output` at once: it posts the Receives.
-    pub fn new(role: Role, mut settings: Settings, peer: PrivateData, memory: Arc<Memory>) -> Connection {
+    pub fn new(
+        role: Role,
+        mut settings: Settings,
+        peer: PrivateData,
+        memory: Arc<Memory>,
+        bindings: Arc<Registry>,
+    ) -> Connection {
         // RFC 8166 §3.3.1: "The granted value MUST NOT be zero, since such a value would result in deadlock."
         settings.credits = settings.credits.max(1);
         // RFC 8166 §3.3.2: "The inline threshold value is the smaller of the largest number of bytes the sender can
@@ -256,6 +327,10 @@ impl Connection {
             role,
             settings,
             memory,
+            bindings,
+            // RFC 8797 §4.1: "When both connection peers have set this bit flag in their CM Private Data, the responder MAY
+            // use RDMA Send with Invalidate operations when transmitting RPC Replies."
+            invalidate: settings.remote_invalidation && peer.remote_invalidation,
             send,
             receive,
             // RFC 8166 §3.3.3: "a Requester MUST NOT assume more than one credit is available and MUST receive a valid
@@ -316,11 +391,11 @@ impl Connection {
     }
 
     /// Takes the calls back that wait for a credit: for another connection.
-    pub fn take_waiting(&mut self) -> Vec<(Xid, Region, Expect)> {
+    pub fn take_waiting(&mut self) -> Vec<(Xid, Message, Expect)> {
         let waiting = std::mem::take(&mut self.requester.waiting);
         let mut taken = Vec::with_capacity(waiting.len());
         for xid in waiting {
-            if let Some(Call { message: Some(message), expect, .. }) = self.requester.calls.remove(&xid) {
+            if let Some((message, expect)) = self.requester.calls.remove(&xid).and_then(|call| call.waiting) {
                 taken.push((xid, message, expect));
             }
         }
@@ -342,10 +417,11 @@ impl Connection {
     pub fn call(
         &mut self,
         xid: Xid,
-        message: Region,
+        message: impl Into<Message>,
         expect: Expect,
         registrar: &mut (impl Registrar + ?Sized),
     ) -> Result<(), Error> {
+        let message = message.into();
         if let Some(error) = &self.closed {
             return Err(Error::new(Kind::NotSent, error.text().to_owned()));
         }
@@ -353,18 +429,19 @@ impl Connection {
             return Err(Error::new(Kind::Invalid, format!("a call with XID {xid} is under way")));
         }
         // RFC 8166 §4.2.1: "This XID MUST be the same as the XID in the RPC message."
-        if payload_xid(std::slice::from_ref(&message)) != Some(xid) {
+        if first_xid(message.body()) != Some(xid) {
             return Err(Error::new(Kind::Invalid, format!("the call does not begin with its XID {xid}")));
         }
-        let fate = if expect == Expect::Nothing { Fate::OneWay } else { Fate::Awaited };
+        let fate = if matches!(expect, Expect::Nothing) { Fate::OneWay } else { Fate::Awaited };
         let call = Call {
-            expect,
+            waiting: Some((message, expect)),
             fate,
             sequence: None,
-            message: Some(message),
-            sources: Vec::new(),
-            area: None,
-            offered: Vec::new(),
+            handles: Vec::new(),
+            pulled: false,
+            writes: Vec::new(),
+            reply: None,
+            bound: None,
         };
         self.requester.calls.insert(xid, call);
         self.requester.waiting.push_back(xid);
@@ -372,8 +449,9 @@ impl Connection {
         Ok(())
     }
 
-    /// Nobody waits for the call any more: it is forgotten if it was not sent, else it becomes an orphan.
-    pub fn abandon(&mut self, xid: Xid) {
+    /// Nobody waits for the call any more: it is forgotten if it was not sent, else it becomes an orphan. No memory of
+    /// the program is held when this returns and its output is drained.
+    pub fn abandon(&mut self, xid: Xid, registrar: &mut (impl Registrar + ?Sized)) {
         let Some(call) = self.requester.calls.get_mut(&xid) else { return };
         if call.sequence.is_none() {
             self.requester.calls.remove(&xid);
@@ -383,6 +461,13 @@ impl Connection {
             // at or under the number of credits granted per connection", and at the responder this one still is one.
             call.fate = Fate::Orphan;
             self.requester.abandoned += 1;
+            (call.writes, call.reply) = (Vec::new(), None);
+            let lent: Vec<Handle> = call.handles.iter().filter(|(_, lent)| *lent).map(|(h, _)| *h).collect();
+            for handle in lent {
+                if let Err(error) = registrar.detach(handle) {
+                    self.close(error);
+                }
+            }
         }
     }
 
@@ -421,38 +506,116 @@ impl Connection {
         call: &mut Call,
         registrar: &mut (impl Registrar + ?Sized),
     ) -> Result<WorkRequest, Error> {
-        let message =
-            call.message.take().ok_or_else(|| Error::new(Kind::Encode, "call without a message"))?;
-        let max_segment = registrar.max_segment();
-        let max_reply = match call.expect {
-            Expect::Reply(bytes) => bytes,
-            Expect::Nothing => 0,
+        let (mut message, expect) =
+            call.waiting.take().ok_or_else(|| Error::new(Kind::Encode, "call without a message"))?;
+        let (max, places) = match expect {
+            Expect::Reply { max, places } => (max, places),
+            Expect::Nothing => (0, Vec::new()),
         };
-        let plan = chunks::plan_call(message.len(), max_reply, self.send, self.receive, max_segment)?;
+        let plan = self.plan(call, &mut message, max, registrar.max_segment())?;
+        stats::add(Counter::BytesCopied, plan.copied as u64);
+        let total = message.len();
+        let pieces = message.freeze();
+        let rest = chunks::rest_of(total, &plan.reduced);
+
         let mut lists = Lists::default();
-        if plan.reply_segments > 0 {
-            let area = self.memory.reply_area(max_reply)?;
-            for (at, len) in chunks::cut(area.len(), max_segment) {
-                let segment = registrar.expose_sink(area.part(at, len))?;
-                call.offered.push((segment, at));
+        let mut expose = |position: usize, source: Region, call: &mut Call| -> Result<(), Error> {
+            for (at, len) in chunks::cut(source.len(), registrar.max_segment()) {
+                let target = registrar.expose_source(source.slice(at, len))?;
+                call.handles.push((target.handle, source.is_lent()));
+                lists.reads.push(ReadSegment { position: Position(position as u32), target });
             }
-            lists.reply = Some(call.offered.iter().map(|(s, _)| *s).collect());
-            call.area = Some(area);
-        }
-        let proc = if plan.read_segments > 0 {
-            for (at, len) in chunks::cut(message.len(), max_segment) {
-                let target = registrar.expose_source(message.slice(at, len))?;
-                call.sources.push(target.handle);
-                // RFC 8166 §3.5.3: "Every RDMA read segment in this chunk MUST contain zero in its Position field."
-                lists.reads.push(ReadSegment { position: Position(0), target });
-            }
-            Proc::Nomsg
-        } else {
-            Proc::Msg
+            Ok(())
         };
-        let header = self.header(xid, proc, &lists)?;
-        let gather = if plan.read_segments > 0 { vec![header] } else { vec![header, message] };
+        if plan.long {
+            // RFC 8166 §3.5.3: "Every RDMA read segment in this chunk MUST contain zero in its Position field."
+            for source in rest.iter().flat_map(|range| pieces.gather(range.clone())) {
+                expose(0, source, call)?;
+            }
+        }
+        for item in &plan.reduced {
+            for source in pieces.gather(item.position..item.position + item.length) {
+                expose(item.position, source, call)?;
+            }
+        }
+        call.pulled = !lists.reads.is_empty();
+        let mut places = places.into_iter();
+        for most in plan.writes {
+            let place = places.next().filter(|place| place.len() >= most);
+            let area = self.area(most, place, call, registrar)?;
+            lists.writes.push(area.offered.iter().map(|(s, _)| *s).collect());
+            call.writes.push(area);
+        }
+        if plan.reply > 0 {
+            let area = self.area(plan.reply, None, call, registrar)?;
+            lists.reply = Some(area.offered.iter().map(|(s, _)| *s).collect());
+            call.reply = Some(area);
+        }
+        let proc = if plan.long { Proc::Nomsg } else { Proc::Msg };
+        let mut gather = vec![self.header(xid, proc, &lists)?];
+        if !plan.long {
+            gather.extend(rest.into_iter().flat_map(|range| pieces.gather(range)));
+        }
         Ok(WorkRequest::Send { gather, invalidate: None })
+    }
+
+    /// How a call travels, by what is known of its procedure and of the peer.
+    fn plan(
+        &self,
+        call: &mut Call,
+        message: &mut Message,
+        max: usize,
+        max_segment: usize,
+    ) -> Result<chunks::CallPlan, Error> {
+        // RFC 8166 §8.2.2.3: "a sender MUST NOT reduce a Payload stream when RPCSEC_GSS integrity or encryption services
+        // are in use."
+        let head = Head::of(&[message.body()]).filter(|head| !head.wrapped);
+        call.bound = head.and_then(|Head { program, version, procedure, .. }| {
+            let binding = self.bindings.find(program, version, procedure)?;
+            Some(Bound { program, version, binding })
+        });
+        let shape = call.bound.as_ref().map(|bound| bound.binding.call(&[message.body()]));
+        let shown = call.bound.as_ref().and_then(|b| self.requester.shown.get(&(b.program, b.version)));
+        let standard = call.bound.as_ref().is_some_and(|b| b.binding.origin() == Origin::BuiltIn);
+        let one_way = call.fate == Fate::OneWay;
+        let (items, results) = match &shape {
+            Some(shape) if shown != Some(&Shown::Unknown) => (&shape.items[..], &shape.results[..]),
+            _ => (&[][..], &[][..]),
+        };
+        let max_reply = match shape.as_ref().and_then(|shape| shape.max_results) {
+            Some(bytes) if !one_way => bytes.saturating_add(RPC_HEADER_MAX),
+            _ => max,
+        };
+        let needs = Needs {
+            items,
+            results: if one_way { &[] } else { results },
+            max_reply,
+            reduces: standard || shown == Some(&Shown::Known),
+        };
+        let many = self.settings.many_chunks;
+        let limits = Limits { send: self.send, receive: self.receive, max_segment, many };
+        chunks::plan_call(message, needs, limits)
+    }
+
+    /// Exposes memory for at most `most` bytes of the reply: the program's own, if it gave some.
+    fn area(
+        &self,
+        most: usize,
+        place: Option<Sink>,
+        call: &mut Call,
+        registrar: &mut (impl Registrar + ?Sized),
+    ) -> Result<Area, Error> {
+        let sink = match place {
+            Some(place) => place,
+            None => self.memory.reply_area(most)?,
+        };
+        let mut offered = Vec::new();
+        for (at, len) in chunks::cut(sink.len().min(most), registrar.max_segment()) {
+            let segment = registrar.expose_sink(sink.part(at, len))?;
+            call.handles.push((segment.handle, sink.is_lent()));
+            offered.push((segment, at));
+        }
+        Ok(Area { sink, offered })
     }
 
     fn header(&self, xid: Xid, proc: Proc, lists: &Lists) -> Result<Region, Error> {
@@ -466,8 +629,7 @@ impl Connection {
 
     /// Ends the exposures of a call.
     fn release(&mut self, call: &mut Call, registrar: &mut (impl Registrar + ?Sized)) {
-        let handles = call.sources.drain(..).chain(call.offered.iter().map(|(s, _)| s.handle));
-        for handle in handles {
+        for (handle, _) in call.handles.drain(..) {
             if let Err(error) = registrar.invalidate(handle) {
                 // RFC 8166 §4.5.4: "if it is unable to invalidate a memory region due to an unrecoverable problem, the
                 // Requester MUST close the connection to protect that memory from Responder access before the
@@ -477,12 +639,27 @@ impl Connection {
         }
     }
 
-    fn handle_reply(&mut self, message: Buf, registrar: &mut (impl Registrar + ?Sized)) {
+    fn handle_reply(
+        &mut self,
+        message: Buf,
+        invalidated: Option<Handle>,
+        registrar: &mut (impl Registrar + ?Sized),
+    ) {
         self.output.push_back(Output::Receive);
         let message = message.freeze();
+        let header = v1::decode(&message);
+        if let Some(handle) = invalidated {
+            // RFC 8797 §4.1: "Each RDMA Send with Invalidate MUST invalidate an STag associated only with the Transaction
+            // ID (XID) in the rdma_xid field of the RPC-over-RDMA Transport Header it carries."
+            let call = header.as_ref().ok().and_then(|header| self.requester.calls.get(&header.xid));
+            if !call.is_some_and(|call| call.handles.iter().any(|(own, _)| *own == handle)) {
+                let text = "the peer invalidated a handle that the call of its reply did not name";
+                return self.close(Error::new(Kind::Protocol, text));
+            }
+        }
         // RFC 8166 §4.5: "If errors are detected in the RPC-over-RDMA header of an RPC Reply message, a Requester MUST
         // silently discard the message."
-        let Ok(header) = v1::decode(&message) else { return };
+        let Ok(header) = header else { return };
         let xid = header.xid;
         let Some(call) = self.requester.calls.get(&xid) else { return };
         if call.sequence.is_none() {
@@ -491,21 +668,19 @@ impl Connection {
         let outcome = match header.body {
             // RFC 8166 §4.3.1: "Responders MUST leave the Read list empty in all replies."
             Body::Msg { chunks, .. } | Body::Nomsg { chunks } if chunks.read_count() > 0 => return,
-            Body::Msg { payload, .. } => {
+            Body::Msg { chunks, payload } => {
                 let payload = message.slice(message.len() - payload.len(), payload.len());
                 // RFC 8166 §4.2.1: "This XID MUST be the same as the XID in the RPC message."
                 if payload_xid(std::slice::from_ref(&payload)) != Some(xid) {
                     return;
                 }
-                Ok((Some(payload), Vec::new()))
+                Ok((Some(payload), chunks))
             }
-            Body::Nomsg { chunks } => match chunks.reply() {
-                Some(reply) => Ok((None, reply.iter().collect::<Vec<_>>())),
-                None => return,
-            },
+            Body::Nomsg { chunks } if chunks.reply().is_none() => return,
+            Body::Nomsg { chunks } => Ok((None, chunks)),
             Body::Error(error) => {
                 stats::add(Counter::ErrorsReceived, 1);
-                Err(self.explain(error, call))
+                Err(error)
             }
             // RFC 8166 §4.6.1: "Requesters MUST silently discard the message." §4.6.2: "Receivers MUST silently
             // discard" RDMA_DONE.
@@ -522,26 +697,86 @@ impl Connection {
         }
         // RFC 8166 §4.4.1: "the Requester must not access these memory regions while the Responder has access to them."
         self.release(&mut call, registrar);
-        let outcome = outcome.and_then(|(inline, returned)| {
-            if let Some(payload) = inline {
-                return Ok(vec![payload]);
-            }
-            let area = call.area.take().ok_or_else(|| {
-                Error::new(Kind::Peer, "the reply lies in a Reply chunk, but none was offered")
-            })?;
-            let reply = chunks::reply_in_chunk(&call.offered, returned.into_iter(), area)?;
-            if payload_xid(&reply) != Some(xid) {
-                return Err(Error::new(Kind::Peer, format!("the Reply chunk does not hold the reply {xid}")));
-            }
-            Ok(reply)
-        });
         if let Some(sequence) = call.sequence {
             self.give_back(sequence, registrar);
         }
         if call.fate == Fate::Awaited {
+            let outcome = match outcome {
+                Ok((inline, lists)) => self.rebuild(xid, call, inline, &lists),
+                Err(error) => Err(self.explain(error, &call)),
+            };
             self.output.push_back(Output::Done { xid, outcome });
         }
         self.transmit_waiting(registrar);
+    }
+
+    /// The RPC reply in stream order: what came inline or in the Reply chunk, with what came in Write chunks.
+    fn rebuild(
+        &mut self,
+        xid: Xid,
+        call: Call,
+        inline: Option<Region>,
+        lists: &v1::ChunkLists<'_>,
+    ) -> Result<Vec<Region>, Error> {
+        let stream = match (inline, lists.reply()) {
+            (Some(payload), _) => vec![payload],
+            (None, Some(returned)) => {
+                let none = || Error::new(Kind::Peer, "the reply lies in a Reply chunk, but none was offered");
+                call.reply.ok_or_else(none)?.take(returned.iter())?
+            }
+            (None, None) => return Err(Error::new(Kind::Peer, "the reply has no payload")),
+        };
+        if payload_xid(&stream) != Some(xid) {
+            return Err(Error::new(Kind::Peer, format!("the Reply chunk does not hold the reply {xid}")));
+        }
+        if lists.write_count() > call.writes.len() {
+            return Err(Error::new(Kind::Peer, "the reply returns more Write chunks than were offered"));
+        }
+        let Some(bound) = call.bound.filter(|_| !call.writes.is_empty()) else { return Ok(stream) };
+        // A Write list that does not come back counts as unused: some responders leave it out.
+        let mut returned = lists.writes();
+        let mut chunks = Vec::with_capacity(call.writes.len());
+        for area in call.writes {
+            chunks.push(area.take(returned.next().into_iter().flat_map(|chunk| chunk.iter()))?);
+        }
+        let lengths: Vec<Option<usize>> =
+            chunks.iter().map(|pieces: &Vec<Region>| Some(pieces.iter().map(|p| p.len()).sum())).collect();
+        let reduced = {
+            let slices: Vec<&[u8]> = stream.iter().map(|piece| &piece[..]).collect();
+            // RFC 8166 §6.1: "A Responder reduces a non-DDP-eligible result data item. The Requester MUST terminate the
+            // pending RPC transaction and report an appropriate permanent error to the RPC consumer."
+            bound.binding.reduced(&slices, &lengths)?
+        };
+        if reduced.unreduced {
+            self.unreduced(&bound)?;
+        } else if !reduced.placed.is_empty() {
+            self.requester.shown.insert((bound.program, bound.version), Shown::Known);
+        }
+        if reduced.placed.is_empty() {
+            return Ok(stream);
+        }
+        let mut pad = self.memory.slab()?;
+        pad.extend(&[0; 3])?;
+        Ok(chunks::restore(stream, &reduced.placed, &chunks, &pad.freeze()))
+    }
+
+    /// The responder did not use a Write chunk for a result that is eligible.
+    fn unreduced(&mut self, bound: &Bound) -> Result<(), Error> {
+        let Bound { program, version, .. } = bound;
+        if bound.binding.origin() == Origin::BuiltIn {
+            // RFC 8166 §6.1: "A Responder does not reduce a DDP-eligible result data item into an available Write chunk.
+            // The Requester MUST terminate the pending RPC transaction and report an appropriate permanent error to the RPC
+            // consumer."
+            let text = "the reply has a result outside of the Write chunk that was there for it";
+            return Err(Error::new(Kind::Peer, text));
+        }
+        // A binding that is not a standard may be known at our end only. The data is here, whichever way it came.
+        if self.requester.shown.insert((*program, *version), Shown::Unknown) != Some(Shown::Unknown) {
+            log_warn!(
+                "program {program} version {version}: the server has no binding for it: results go by its way"
+            );
+        }
+        Ok(())
     }
 
     /// The reply to call `sequence` has come: the responder is past the one-way calls before it.
@@ -564,7 +799,7 @@ impl Connection {
         }
     }
 
-    fn explain(&self, error: RdmaError, call: &Call) -> Error {
+    fn explain(&mut self, error: RdmaError, call: &Call) -> Error {
         let text = match error {
             RdmaError::Version { low, high } => {
                 format!("the peer speaks RPC-over-RDMA versions {low} to {high}, not {}", v1::VERSION)
@@ -572,14 +807,24 @@ impl Connection {
             RdmaError::Chunk => {
                 let mut text =
                     String::from("the peer answered ERR_CHUNK: it cannot use the chunks of this call");
-                let room: u64 = call.offered.iter().map(|(s, _)| u64::from(s.length)).sum();
-                if room > 0 {
+                let reduced = !call.writes.is_empty() || call.pulled;
+                if let Some(Bound { program, version, binding }) = call.bound.as_ref().filter(|_| reduced)
+                    && binding.origin() != Origin::BuiltIn
+                {
+                    self.requester.shown.insert((*program, *version), Shown::Unknown);
+                    text += &format!(
+                        "; perhaps the peer has no binding for program {program} version {version}: \
+                         further calls do without"
+                    );
+                }
+                if let Some(area) = &call.reply {
+                    let room: u64 = area.offered.iter().map(|(s, _)| u64::from(s.length)).sum();
                     text += &format!(
                         "; its reply probably exceeds the Reply chunk of {room} bytes: \
                          raise CLSET_RDMA_MAXREPLY or RPCRDMA_MAX_REPLY"
                     );
                 }
-                if !call.sources.is_empty() {
+                if call.pulled {
                     text += "; or the call is longer than it accepts (RPCRDMA_MAX_CALL at the server)";
                 }
                 text
@@ -606,11 +851,29 @@ impl Connection {
             return None;
         }
         let Pending { id, xid, chunks, staged, state, .. } = self.responder.queue.pop_front()?;
-        let State::Ready(message) = state else { return None };
+        let State::Ready(Whole { message, placed }) = state else { return None };
+        let (binding, wrapped) = (chunks.binding.clone(), chunks.wrapped);
         self.responder.handed.insert(id, chunks);
         self.responder.staged -= staged;
         self.start_pulls();
-        Some(Request { id, xid, message })
+        Some(Request { id, xid, message, binding, wrapped, placed })
+    }
+
+    /// Whether RDMA Reads are under way.
+    pub fn pulling(&self) -> bool {
+        self.responder.queue.iter().any(|pending| matches!(pending.state, State::Pulling { .. }))
+    }
+
+    /// Whether a Call waits for memory that other connections hold. `resume` tries again.
+    pub fn waits_for_memory(&self) -> bool {
+        self.responder.waits
+    }
+
+    /// Starts Reads that had to wait for memory, if there is some now.
+    pub fn resume(&mut self) {
+        if self.closed.is_none() {
+            self.start_pulls();
+        }
     }
 
     /// Answers a request with the RPC Reply `message` (first word: the XID).
@@ -619,12 +882,13 @@ impl Connection {
     /// `TooLong` when the reply fits nowhere: the requester is told with ERR_CHUNK. `Invalid` when the request was
     /// answered before, or the message has another XID (the request can still be answered). The reason of the close
     /// when the connection is closed.
-    pub fn reply(&mut self, id: RequestId, message: Region) -> Result<(), Error> {
+    pub fn reply(&mut self, id: RequestId, message: impl Into<Message>) -> Result<(), Error> {
+        let mut message = message.into();
         let Some(chunks) = self.responder.handed.get(&id) else {
             return Err(Error::new(Kind::Invalid, "the request was answered before"));
         };
         // RFC 8166 §4.2.1: "This XID MUST be the same as the XID in the RPC message."
-        if payload_xid(std::slice::from_ref(&message)) != Some(chunks.xid) {
+        if first_xid(message.body()) != Some(chunks.xid) {
             let text = format!("the reply does not begin with the XID {} of its call", chunks.xid);
             return Err(Error::new(Kind::Invalid, text));
         }
@@ -635,15 +899,23 @@ impl Connection {
         // RFC 8166 §3.3.1: "The Responder MUST ensure that an increase in receive resources is effected before the next
         // RPC Reply message is sent."
         self.output.push_back(Output::Receive);
-        let plan = match chunks::plan_reply(message.len(), &chunks.writes, chunks.reply.as_deref(), self.send)
-        {
+        // RFC 8166 §4.3.2: "When a Requester provides a Write list, the Responder MUST push data corresponding to
+        // DDP-eligible result data items to Requester memory referenced in the Write list."
+        let items = match &chunks.binding {
+            Some(binding) if !chunks.writes.is_empty() => binding.reply(&[message.body()]).items,
+            _ => Vec::new(),
+        };
+        let Chunks { writes, reply, .. } = &chunks;
+        let max = self.responder.transfer_max;
+        let plan = match chunks::plan_reply(&mut message, &items, writes, reply.as_deref(), self.send, max) {
             Ok(plan) => plan,
             Err(error) => {
                 self.send_error(chunks.xid, v1::VERSION, RdmaError::Chunk);
                 return Err(error);
             }
         };
-        let proc = if plan.writes.is_empty() { Proc::Msg } else { Proc::Nomsg };
+        stats::add(Counter::BytesCopied, plan.copied as u64);
+        let proc = if plan.inline.is_some() { Proc::Msg } else { Proc::Nomsg };
         let header = match self.header(chunks.xid, proc, &plan.lists) {
             Ok(header) => header,
             Err(error) => {
@@ -654,19 +926,15 @@ impl Connection {
                 return Err(error);
             }
         };
-        if plan.writes.is_empty() {
-            let send = WorkRequest::Send { gather: vec![header, message], invalidate: None };
-            self.output.push_back(Output::Post(send));
-            return Ok(());
+        let pieces = message.freeze();
+        for push in plan.pushes {
+            let gather = push.from.into_iter().flat_map(|range| pieces.gather(range)).collect();
+            self.output.push_back(Output::Post(WorkRequest::Write { gather, to: push.to }));
         }
-        for (at, to) in plan.writes {
-            for (done, to) in transfers(to, self.responder.transfer_max) {
-                let gather = vec![message.slice(at + done, to.length as usize)];
-                self.output.push_back(Output::Post(WorkRequest::Write { gather, to }));
-            }
-        }
-        let send = WorkRequest::Send { gather: vec![header], invalidate: None };
-        self.output.push_back(Output::Post(send));
+        let mut gather = vec![header];
+        gather.extend(plan.inline.into_iter().flatten().flat_map(|range| pieces.gather(range)));
+        let invalidate = chunks.handle.filter(|_| self.invalidate);
+        self.output.push_back(Output::Post(WorkRequest::Send { gather, invalidate }));
         Ok(())
     }
 
@@ -716,6 +984,9 @@ impl Connection {
             xid,
             writes: lists.writes().map(|c| c.iter().collect()).collect(),
             reply: lists.reply().map(|c| c.iter().collect()),
+            handle: only_handle(&lists),
+            binding: None,
+            wrapped: false,
         };
         let payload = message.slice(message.len() - inline, inline);
         // RFC 8166 §8.1.4: "A Responder is not obliged to pull Read chunks that are unreasonably large. The Responder can
@@ -725,22 +996,48 @@ impl Connection {
             return;
         };
         // Read chunks without a byte need no Read, and would wait for one for ever.
-        let state = if pulls.is_empty() {
-            if payload_xid(std::slice::from_ref(&payload)) != Some(xid) {
-                // RFC 8166 §4.5.2: "the value of the rdma_xid field does not match the value of the XID field in the
-                // accompanying RPC message" is an XDR error.
-                self.refuse(xid);
-                return;
+        let mut pending =
+            Pending { id, xid, chunks, inline: payload, staged: 0, state: State::Ready(Whole::default()) };
+        if pulls.is_empty() {
+            if !self.complete(&mut pending, &assembly, None) {
+                return self.refuse(xid);
             }
-            State::Ready(vec![payload.clone()])
         } else if registrar.read_depth() > 0 {
-            State::Waiting(assembly, pulls)
+            pending.state = State::Waiting(assembly, pulls);
         } else {
-            self.refuse(xid);
-            return;
-        };
-        self.responder.queue.push_back(Pending { id, xid, chunks, inline: payload, staged: 0, state });
+            return self.refuse(xid);
+        }
+        self.responder.queue.push_back(pending);
         self.start_pulls();
+    }
+
+    /// The Call is whole: finds its binding and its pieces. False when it must be refused.
+    fn complete(&self, pending: &mut Pending, assembly: &Assembly, staging: Option<Buf>) -> bool {
+        let inline = pending.inline.clone();
+        let (message, placed) = match staging {
+            Some(staging) => assembly.assemble(inline, staging),
+            None => (vec![inline], None),
+        };
+        // RFC 8166 §4.5.2: "the value of the rdma_xid field does not match the value of the XID field in the
+        // accompanying RPC message" is an XDR error.
+        if payload_xid(&message) != Some(pending.xid) {
+            return false;
+        }
+        let slices: Vec<&[u8]> = message.iter().map(|piece| &piece[..]).collect();
+        // What is no RPC Call is the upper layer's to refuse.
+        if let Some(head) = Head::of(&slices) {
+            let Head { program, version, procedure, wrapped, .. } = head;
+            let binding = self.bindings.find(program, version, procedure).filter(|_| !wrapped);
+            if assembly.normal().next().is_some()
+                && !may_be_reduced(&slices, wrapped, binding.as_ref(), assembly)
+            {
+                return false;
+            }
+            (pending.chunks.binding, pending.chunks.wrapped) = (binding, wrapped);
+        }
+        drop(slices);
+        pending.state = State::Ready(Whole { message, placed });
+        true
     }
 
     /// Answers ERR_CHUNK and frees the Receive.
@@ -752,16 +1049,18 @@ impl Connection {
     /// Starts Reads, oldest request first, as far as staging memory allows. The oldest always may.
     fn start_pulls(&mut self) {
         let mut first = true;
+        self.responder.waits = false;
         for pending in &mut self.responder.queue {
             if let State::Waiting(assembly, pulls) = &mut pending.state {
                 if !first && self.responder.staged + assembly.staging > self.settings.max_call {
                     return;
                 }
-                let sink = match self.memory.message().and_then(|mut buf| {
-                    buf.reserve(assembly.staging)?;
-                    Ok(buf.into_sink(assembly.staging))
-                }) {
-                    Ok(sink) => sink,
+                let sink = match self.memory.staging(assembly.staging) {
+                    Ok(Some(buf)) => buf.into_sink(assembly.staging),
+                    Ok(None) => {
+                        self.responder.waits = true;
+                        return;
+                    }
                     // Out of memory with the Call half received: nothing can be answered in order any more.
                     Err(error) => return self.close(error.into()),
                 };
@@ -793,7 +1092,7 @@ impl Connection {
             return;
         }
         let State::Pulling { assembly, sink, .. } =
-            std::mem::replace(&mut pending.state, State::Ready(Vec::new()))
+            std::mem::replace(&mut pending.state, State::Ready(Whole::default()))
         else {
             return;
         };
@@ -801,16 +1100,12 @@ impl Connection {
             let error = Error::new(Kind::Protocol, "the device still holds memory of finished RDMA Reads");
             return self.close(error);
         };
-        let inline = pending.inline.clone();
-        let message = assembly.assemble(inline, staging);
-        let (xid, staged) = (pending.xid, pending.staged);
-        if payload_xid(&message) == Some(xid) {
-            pending.state = State::Ready(message);
+        let Some(mut pending) = self.responder.queue.remove(at) else { return };
+        if self.complete(&mut pending, &assembly, Some(staging)) {
+            self.responder.queue.insert(at, pending);
         } else {
-            // RFC 8166 §4.5.2, as for a Call that came inline.
-            self.responder.queue.remove(at);
-            self.responder.staged -= staged;
-            self.refuse(xid);
+            self.responder.staged -= pending.staged;
+            self.refuse(pending.xid);
             self.start_pulls();
         }
     }
@@ -839,7 +1134,14 @@ impl Connection {
     // ----------------------------------------------------------------------------------------------------- both
 
     /// A Send of the peer has arrived: `message` is what the Receive holds.
-    pub fn handle_receive(&mut self, message: Buf, registrar: &mut (impl Registrar + ?Sized)) {
+    ///
+    /// `invalidated`: the handle of ours that came with it (Send with Invalidate).
+    pub fn handle_receive(
+        &mut self,
+        message: Buf,
+        invalidated: Option<Handle>,
+        registrar: &mut (impl Registrar + ?Sized),
+    ) {
         if self.closed.is_some() {
             return;
         }
@@ -847,7 +1149,7 @@ impl Connection {
         // reverse direction is built, everything that a client receives is a reply and everything that a server
         // receives is a call; what does not fit is handled as malformed.
         match self.role {
-            Role::Client => self.handle_reply(message, registrar),
+            Role::Client => self.handle_reply(message, invalidated, registrar),
             Role::Server => self.handle_call(message, registrar),
         }
     }
@@ -892,6 +1194,37 @@ fn payload_xid(message: &[Region]) -> Option<Xid> {
     let mut bytes = message.iter().flat_map(|piece| piece.iter().copied());
     let word = [bytes.next()?, bytes.next()?, bytes.next()?, bytes.next()?];
     Some(Xid(u32::from_be_bytes(word)))
+}
+
+/// The XID with which a message of ours begins.
+fn first_xid(message: &[u8]) -> Option<Xid> {
+    message.first_chunk().map(|word| Xid(u32::from_be_bytes(*word)))
+}
+
+/// The handle that a Call names, if all its segments name the same one.
+fn only_handle(lists: &v1::ChunkLists<'_>) -> Option<Handle> {
+    let reads = lists.reads().map(|read| read.target.handle);
+    let writes = lists.writes().chain(lists.reply()).flat_map(|chunk| chunk.iter()).map(|s| s.handle);
+    let mut handles = reads.chain(writes);
+    let first = handles.next()?;
+    handles.all(|handle| handle == first).then_some(first)
+}
+
+/// Whether every normal Read chunk of a whole Call is one eligible item, as far as its binding can tell.
+fn may_be_reduced(call: &[&[u8]], wrapped: bool, binding: Option<&Binding>, chunks: &Assembly) -> bool {
+    // RFC 8166 §8.2.2.3: "Effectively, no data item is DDP-eligible in this situation".
+    if wrapped {
+        return false;
+    }
+    let Some(shape) = binding.map(|binding| binding.call(call)) else { return true };
+    // RFC 8166 §3.4.5.2: the chunk may contain the roundup padding. §3.4.4.4: "a chunk MUST contain exactly one XDR data
+    // item."
+    let is_item = |position: usize, bytes: usize| {
+        let item = shape.items.iter().find(|item| item.position == position);
+        item.is_some_and(|item| bytes == item.length || bytes == item.length.next_multiple_of(4))
+    };
+    // What was not understood may hold any item.
+    !shape.complete || chunks.normal().all(|(position, bytes)| is_item(position, bytes))
 }
 
 /// The parts of `whole` that are moved one by one, each at most `max` bytes, with their places in it.

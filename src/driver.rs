@@ -23,18 +23,21 @@ use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering::Relaxed};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock};
 use std::time::{Duration, Instant};
 
+use crate::binding::Registry;
 use crate::config::{Config, Crc};
-use crate::connection::{Connection, Expect, Output, Request, RequestId, Role, Settings, chunks};
+use crate::connection::{
+    Connection, Expect, Output, RPC_HEADER_MAX, Request, RequestId, Role, Settings, chunks,
+};
 use crate::error::{Error, Kind};
-use crate::memory::{Buf, Memory, Region};
+use crate::memory::{Buf, Loan, Memory, Message, Region, Sink};
 use crate::process::{self, Identity};
-use crate::provider::iwarp::{Iwarp, Options};
+use crate::provider::iwarp::{self, Iwarp, Options};
 use crate::provider::{Completion, QueuePair, WorkRequest};
 use crate::stats::{self, Counter};
 use crate::sys;
 use crate::wire::private_data::PrivateData;
-use crate::wire::{Xid, v1};
-use crate::{log_info, log_warn, log_wire, socket};
+use crate::wire::{Handle, Xid, v1};
+use crate::{log_debug, log_error, log_info, log_warn, log_wire, socket};
 
 /// How long the passive side waits for the MPA Request and the first message of a peer (RFC 5044 §7.1.2: "SHOULD").
 pub const START_TIMEOUT: Duration = Duration::from_secs(10);
@@ -54,17 +57,45 @@ const QUEUE_MAX: usize = 64 << 20;
 /// Messages of a peer that are taken in one go, beyond several times those that its credits allow.
 const RECEIVES_SPARE: u32 = 256;
 
+/// How long RDMA Reads may stall while other connections wait for the memory that they hold.
+const PULL_STALL: Duration = Duration::from_secs(5);
+
+/// Bytes that must come within that time: less is a stall too.
+const PULL_LEAST: u64 = 64 << 10;
+
+/// How often a connection that waits for such memory tries again.
+const PULL_RETRY: Duration = Duration::from_millis(20);
+
 /// Requests of one connection that are found by spinning before the program's loop looks at the others again.
 const TURN: u32 = 64;
 
 /// The pools that all software connections of the process share.
 pub fn memory(config: &Config) -> Arc<Memory> {
     static MEMORY: OnceLock<Arc<Memory>> = OnceLock::new();
-    MEMORY.get_or_init(|| Memory::new(config.inline, config.max_reply + REPLY_HEADER)).clone()
+    MEMORY
+        .get_or_init(|| Memory::new(config.inline, config.max_reply + REPLY_HEADER, config.max_pulled))
+        .clone()
 }
 
-/// Room for the header of an RPC reply beside its results: 24 bytes and a verifier of at most 400 (RFC 5531 §9),
-/// rounded up generously. A maximum reply counts results only.
+/// The bindings of the process: the built-in ones, those of the text files, and what programs register.
+pub fn bindings(config: &Config) -> &'static Arc<Registry> {
+    static BINDINGS: OnceLock<Arc<Registry>> = OnceLock::new();
+    BINDINGS.get_or_init(|| {
+        let registry = Registry::built_in();
+        for (path, text) in config.binding_texts() {
+            let errors = match text {
+                Ok(text) => registry.add_text(&path.display().to_string(), &text),
+                Err(error) => vec![error.to_string()],
+            };
+            for error in errors {
+                log_error!("binding left out: {error}");
+            }
+        }
+        Arc::new(registry)
+    })
+}
+
+/// Room beside the results of a procedure without a binding: a reply's header, and what RPCSEC_GSS wraps around results.
 pub const REPLY_HEADER: usize = 4096;
 
 // ---------------------------------------------------------------------------------------------------------- link
@@ -85,8 +116,14 @@ impl Link {
     /// Joins a connected device with a fresh engine and posts the Receives.
     pub fn new(role: Role, config: &Config, device: Box<dyn QueuePair>, memory: Arc<Memory>) -> Link {
         let peer = PrivateData::find(device.private_data()).unwrap_or(PrivateData::ABSENT);
-        let settings = Settings { credits: config.credits, inline: config.inline, max_call: config.max_call };
-        let engine = Connection::new(role, settings, peer, memory.clone());
+        let settings = Settings {
+            credits: config.credits,
+            inline: config.inline,
+            max_call: config.max_call,
+            many_chunks: config.many_chunks,
+            remote_invalidation: device.limits().remote_invalidation,
+        };
+        let engine = Connection::new(role, settings, peer, memory.clone(), bindings(config).clone());
         stats::add(Counter::Connections, 1);
         let mut link = Link {
             role,
@@ -133,11 +170,11 @@ impl Link {
         let mut left = RECEIVES_SPARE + 4 * self.credits;
         while self.engine.closed().is_none() {
             match self.device.poll() {
-                Ok(Some(Completion::Received { sink, len, .. })) => {
+                Ok(Some(Completion::Received { sink, len, invalidated })) => {
                     stats::add(Counter::Receives, 1);
                     left = left.saturating_sub(1);
                     match sink.into_buf(len) {
-                        Ok(message) => self.receive(message),
+                        Ok(message) => self.receive(message, invalidated),
                         Err(_) => {
                             self.fail(Error::new(
                                 Kind::Protocol,
@@ -172,9 +209,9 @@ impl Link {
         }
     }
 
-    fn receive(&mut self, message: Buf) {
+    fn receive(&mut self, message: Buf, invalidated: Option<Handle>) {
         log_wire!("fd {} < {}", self.device.fd(), describe(&message));
-        self.engine.handle_receive(message, &mut *self.device);
+        self.engine.handle_receive(message, invalidated, &mut *self.device);
     }
 
     /// Sends what the device takes. True when nothing is left to send.
@@ -190,6 +227,16 @@ impl Link {
                 self.drain();
                 true
             }
+        }
+    }
+
+    /// Closes the connection if it still uses memory that the program gets back now: a defect, but no corruption.
+    fn end(&mut self, loans: &[Loan]) {
+        if !loans.iter().all(Loan::is_over) {
+            let text = "a defect of librpcrdma: memory of the program was in use after its time";
+            log_error!("fd {}: {text}", self.device.fd());
+            self.fail(Error::new(Kind::Panic, text));
+            self.drain();
         }
     }
 
@@ -243,8 +290,11 @@ fn options(config: &Config, fd: RawFd) -> Options {
         Crc::No => false,
         Crc::Auto => !own_host,
     };
-    let private_data =
-        PrivateData { remote_invalidation: false, send_size: config.inline, receive_size: config.inline };
+    let private_data = PrivateData {
+        remote_invalidation: iwarp::REMOTE_INVALIDATION,
+        send_size: config.inline,
+        receive_size: config.inline,
+    };
     Options { crc, private_data: private_data.encode().to_vec(), ..Options::default() }
 }
 
@@ -476,13 +526,17 @@ impl Client {
 
     /// Makes a call: `message` begins with `xid`. Returns the RPC reply in stream order.
     ///
+    /// `max_reply` bytes are made room for where no binding bounds the reply; eligible results go into `places`, in their
+    /// order. When this returns and its reply is dropped, nothing of `message` and `places` is held any more.
+    ///
     /// # Errors
     /// `Timeout` at `deadline` (the call becomes an orphan, the connection lives on), or why the call failed.
     pub fn call(
         &self,
         xid: Xid,
-        message: Region,
+        message: impl Into<Message>,
         max_reply: usize,
+        places: Vec<Sink>,
         deadline: Instant,
         mask: Mask<'_>,
     ) -> Result<Vec<Region>, Error> {
@@ -491,7 +545,7 @@ impl Client {
         state.link.pump_input();
         self.replace_starved(&mut state, deadline)?;
         let Waiting { link, .. } = &mut *state;
-        link.engine.call(xid, message, Expect::Reply(max_reply), &mut *link.device)?;
+        link.engine.call(xid, message, Expect::Reply { max: max_reply, places }, &mut *link.device)?;
         if link.engine.credits_left() == 0 && !link.engine.transmitted(xid) {
             stats::add(Counter::CreditsWaited, 1);
         }
@@ -513,12 +567,12 @@ impl Client {
     pub fn call_one_way(
         &self,
         xid: Xid,
-        message: Region,
+        message: Message,
         deadline: Instant,
         mask: Mask<'_>,
     ) -> Result<(), Error> {
         stats::add(Counter::Calls, 1);
-        let null = null_call(&message);
+        let null = null_call(message.body());
         let long = {
             let mut state = self.lock();
             state.link.pump_input();
@@ -552,7 +606,7 @@ impl Client {
         let mut message = self.message()?;
         message.extend(call)?;
         message[..4].copy_from_slice(&xid.0.to_be_bytes());
-        let reply = self.call(xid, message.freeze(), NULL_REPLY, deadline, mask)?;
+        let reply = self.call(xid, message, RPC_HEADER_MAX, Vec::new(), deadline, mask)?;
         drop(reply);
         Ok(())
     }
@@ -573,7 +627,10 @@ impl Client {
             }
             let now = Instant::now();
             if now >= deadline {
-                state.link.engine.abandon(xid);
+                let Waiting { link, .. } = &mut *state;
+                link.engine.abandon(xid, &mut *link.device);
+                link.drain();
+                state.settle();
                 state.leave(xid);
                 stats::add(Counter::Orphans, 1);
                 return Err(Error::new(Kind::Timeout, "no reply within the time of the call"));
@@ -683,6 +740,15 @@ impl Client {
         }
     }
 
+    /// Sees to it that memory which the program gets back is not used any more.
+    pub fn end(&self, loans: &[Loan]) {
+        if !loans.iter().all(Loan::is_over) {
+            let mut state = self.lock();
+            state.link.end(loans);
+            state.settle();
+        }
+    }
+
     fn lock(&self) -> MutexGuard<'_, Waiting> {
         // A poisoned lock means that a thread panicked inside: the connection is closed and stays so. Those who sleep
         // are told, since perhaps it was their driver.
@@ -754,9 +820,6 @@ impl Waiting {
     }
 }
 
-/// The largest reply to procedure 0: a reply header with a full verifier, and no results.
-pub const NULL_REPLY: usize = 24 + 400 + 4;
-
 /// A Call of procedure 0 with the program and version of `call`, AUTH_NONE, XID still to be set (RFC 5531 §9, §12.1).
 fn null_call(call: &[u8]) -> [u8; 40] {
     let mut null = [0; 40];
@@ -779,6 +842,10 @@ pub struct Server {
     id: usize,
     /// When the startup must be complete.
     start_by: Instant,
+    /// While RDMA Reads are under way: bytes moved when they last got on, and when that was.
+    pulling: Option<(u64, Instant)>,
+    /// When to try again to get memory for a long Call.
+    retry: Option<Instant>,
     generation: u64,
 }
 
@@ -804,6 +871,8 @@ impl Server {
             turn: 0,
             id: NEXT.fetch_add(1, Relaxed),
             start_by: Instant::now() + START_TIMEOUT,
+            pulling: None,
+            retry: None,
             generation: sys::fork_generation(),
         })
     }
@@ -825,12 +894,57 @@ impl Server {
         if !link.engine.request_ready() {
             link.pump();
         }
-        let request = link.engine.poll_request()?;
+        let request = link.engine.poll_request();
         // Handing it up made room: Reads of the next long Calls may start.
         link.drain();
+        self.note_pulls();
+        let request = request?;
         stats::add(Counter::Served, 1);
         active(self.id);
         Some(request)
+    }
+
+    /// Notes how the Reads get on.
+    fn note_pulls(&mut self) {
+        let Phase::Open(link) = &mut self.phase else { return };
+        if !link.engine.pulling() {
+            self.pulling = None;
+        } else {
+            let moved = link.device.moved();
+            match self.pulling {
+                Some((before, _)) if moved.wrapping_sub(before) < PULL_LEAST => {}
+                _ => self.pulling = Some((moved, Instant::now())),
+            }
+        }
+        self.retry = link.engine.waits_for_memory().then(|| Instant::now() + PULL_RETRY);
+    }
+
+    /// Whether RDMA Reads are under way, which hold memory that other connections may wait for.
+    pub fn pulling(&self) -> bool {
+        self.pulling.is_some()
+    }
+
+    /// Whether a long Call waits for memory that other connections hold.
+    pub fn waits_for_memory(&self) -> bool {
+        self.retry.is_some()
+    }
+
+    /// Sees to it that memory which the program gets back is not used any more.
+    pub fn end(&mut self, loans: &[Loan]) {
+        if let Phase::Open(link) = &mut self.phase {
+            link.end(loans);
+        }
+    }
+
+    /// Closes the connection if its Reads have not got on for a while: others wait for the memory that they hold.
+    pub fn give_way(&mut self) {
+        let stalled = self.pulling.is_some_and(|(_, since)| since.elapsed() >= PULL_STALL);
+        if let Phase::Open(link) = &mut self.phase
+            && stalled
+        {
+            let text = "the peer does not answer RDMA Reads, and others wait for the memory of its call";
+            link.fail(Error::new(Kind::Timeout, text));
+        }
     }
 
     fn open(&mut self) {
@@ -856,13 +970,16 @@ impl Server {
     ///
     /// # Errors
     /// As [`Connection::reply`]; the reason of the close when the connection is closed.
-    pub fn reply(&mut self, id: RequestId, message: Region) -> Result<(), Error> {
+    ///
+    /// No memory that was lent to `message` is in use when this returns.
+    pub fn reply(&mut self, id: RequestId, message: Message) -> Result<(), Error> {
         let forked = self.forked();
         let Phase::Open(link) = &mut self.phase else {
             return Err(Error::new(Kind::NotSent, "the connection is closed"));
         };
         // A peer that has let one reply wait is not waited for again until it has taken all.
         let behind = link.device.unsent() > 0 && !forked;
+        let lent = message.lent().next().is_some();
         let sent = link.engine.reply(id, message);
         if !link.flush() {
             let wait = if forked { REPLY_WAIT_CHILD } else { REPLY_WAIT };
@@ -883,6 +1000,14 @@ impl Server {
                 }
             }
             link.limit_queue();
+        }
+        if lent {
+            // What the peer has not taken goes out from a copy: the program gets its results back.
+            match link.device.keep() {
+                Ok(copied) if copied > 0 => log_debug!("fd {}: {copied} bytes kept for a slow peer", self.fd),
+                Ok(_) => {}
+                Err(error) => link.fail(error),
+            }
         }
         sent?;
         match link.engine.closed() {
@@ -948,7 +1073,7 @@ impl Server {
 
     /// When `closed` must be asked again though nothing arrived.
     pub fn deadline(&self) -> Option<Instant> {
-        matches!(self.phase, Phase::Starting(_)).then_some(self.start_by)
+        if matches!(self.phase, Phase::Starting(_)) { Some(self.start_by) } else { self.retry }
     }
 
     /// Whether unsent bytes wait for the socket to become writable.
@@ -964,7 +1089,9 @@ impl Server {
     pub fn push(&mut self) {
         match &mut self.phase {
             Phase::Open(link) => {
+                link.engine.resume();
                 link.flush();
+                self.note_pulls();
             }
             Phase::Starting(device) => {
                 if let Ok(true) = device.handshake() {
@@ -1028,17 +1155,17 @@ mod tests {
     }
 
     /// Any message will do: the server of these tests answers with it.
-    fn message(client: &Client, xid: Xid, len: usize) -> Region {
+    fn message(client: &Client, xid: Xid, len: usize) -> Buf {
         let mut bytes = vec![7; len];
         bytes[..4].copy_from_slice(&xid.0.to_be_bytes());
         let mut message = client.message().unwrap();
         message.extend(&bytes).unwrap();
-        message.freeze()
+        message
     }
 
     fn call(client: &Client, len: usize) -> Result<Vec<Region>, Error> {
         let xid = client.fresh_xid();
-        client.call(xid, message(client, xid, len), 1024, Instant::now() + PATIENCE, None)
+        client.call(xid, message(client, xid, len), 1024, Vec::new(), Instant::now() + PATIENCE, None)
     }
 
     fn until(client: &Client, so: impl Fn(&Waiting) -> bool) {
@@ -1061,7 +1188,9 @@ mod tests {
 
     fn answer(server: &mut Server, request: Request) {
         let Request { id, message, .. } = request;
-        server.reply(id, message[0].slice(0, 40)).unwrap();
+        let mut reply = server.message().unwrap();
+        reply.extend(&message[0][..40]).unwrap();
+        server.reply(id, reply.into()).unwrap();
     }
 
     #[test]

@@ -18,6 +18,7 @@
 //!
 //! The C library is this crate's staticlib, linked by `make` with a version script.
 
+pub mod binding;
 pub mod capi;
 pub mod config;
 pub mod connection;

@@ -11,11 +11,13 @@
 //! FALSE.
 //!
 //! Every item enters a message through `put_bytes`, and only there is known to be one item with an address of
-//! its own: sending an item by reference is a decision of that function alone. Positions are therefore kept
-//! apart from addresses, and the end of a message is its position, not the length of a buffer.
+//! its own: there it is copied or, if [`Encoder::lend`] allows it, left where it lies. The message has a hole
+//! of its size then, so that positions stay what they are. The end of a message is its position, not the
+//! length of a buffer.
 //!
 //! # Invariants
 //! - `Encoding`: `at <= high <= u32::MAX`; `base` points to the first byte of `buf`, and `room <= buf.len()`.
+//! - `Encoding`: `lent` is sorted, its items do not overlap, and nothing was put over them since.
 //! - `Decoding`: `next .. next + left` lies inside the current source; `end - left` is the position.
 //! - The heap object that `x_private` points into never moves and is reached through raw pointers only.
 #![allow(unsafe_code)]
@@ -26,7 +28,7 @@ use std::ptr::{self, NonNull};
 
 use crate::error::{Error, Kind};
 use crate::ffi::guard;
-use crate::memory::{Buf, Region};
+use crate::memory::{Buf, Message, Region};
 
 /// A program's `xdrproc_t`: encodes, decodes or frees (`x_op`) one object.
 ///
@@ -127,8 +129,19 @@ impl Encoder {
     pub fn new(mut buf: Buf) -> Encoder {
         buf.set_len(0);
         let base = buf.as_mut_ptr();
-        let state =
-            Encoding { buf, base, room: 0, at: 0, high: 0, limit: MESSAGE_MAX, copied: 0, failure: None };
+        let state = Encoding {
+            buf,
+            base,
+            room: 0,
+            at: 0,
+            high: 0,
+            limit: MESSAGE_MAX,
+            copied: 0,
+            failure: None,
+            lending: None,
+            lent: Vec::new(),
+            lent_end: 0,
+        };
         Encoder { stream: Stream::leak(op::ENCODE, &ENCODE, state) }
     }
 
@@ -165,20 +178,50 @@ impl Encoder {
         state.room = state.room.min(state.limit);
     }
 
+    /// Leaves items in the program's memory from here on, as `lending` says.
+    ///
+    /// # Safety
+    /// What an xdrproc puts stays valid and unchanged until all loans of the finished message are over
+    /// ([`Message::loans`]), where `lending` chooses it.
+    pub unsafe fn lend(&mut self, lending: Lending) {
+        // SAFETY: the stream is alive until `drop`, and `&mut self` makes this the only reference to it.
+        let state = unsafe { &mut (*self.stream.as_ptr()).state };
+        state.lending = Some(lending);
+    }
+
+    /// What has been encoded so far, with holes where items are lent.
+    pub fn encoded(&self) -> &[u8] {
+        let state = self.state();
+        &state.buf[..state.at.min(state.buf.len())]
+    }
+
+    /// The first item that was lent: its address and length.
+    pub fn first_lent(&self) -> Option<(*const u8, usize)> {
+        self.state().lent.first().map(|item| (item.from, item.len))
+    }
+
     /// The encoded message.
     ///
     /// # Errors Why the first failed put failed: `TooLong` over the limit, `Encode` without memory. A
     /// procedure that failed for a reason of its own leaves no error here: its FALSE says so.
-    pub fn finish(self) -> Result<Buf, Error> {
+    pub fn finish(self) -> Result<Message, Error> {
         let stream = self.stream;
         std::mem::forget(self);
         // SAFETY: `stream` came from `Box::leak` in `new`, and `drop` does not run any more.
-        let Encoding { mut buf, at, failure, .. } = unsafe { Box::from_raw(stream.as_ptr()) }.state;
+        let mut state = unsafe { Box::from_raw(stream.as_ptr()) }.state;
+        // An item that the end cuts off is a part of the message only up to there.
+        state.take_back(state.at, usize::MAX);
+        let Encoding { mut buf, at, failure, lent, .. } = state;
         match failure {
             Some(error) => Err(error),
             None => {
                 buf.set_len(at);
-                Ok(buf)
+                let lent = lent
+                    .into_iter()
+                    // SAFETY: by the contract of `lend`.
+                    .map(|item| (item.at, unsafe { Region::lend(item.from, item.len) }))
+                    .collect();
+                Ok(Message::new(buf, lent))
             }
         }
     }
@@ -200,6 +243,21 @@ impl Drop for Encoder {
 
 // SAFETY: an Encoder owns all that its pointers point to; nothing is bound to the thread that made it.
 unsafe impl Send for Encoder {}
+
+/// Shorter items are always copied: credentials and verifiers, which have at most 400 bytes (RFC 5531 §8.2), are freed
+/// right after they were put.
+pub const LEND_MIN: usize = 401;
+
+/// Which items an [`Encoder`] leaves in the program's memory.
+pub struct Lending {
+    /// Shorter items are copied, bytes.
+    pub at_least: usize,
+    /// Told what is encoded so far, address and length of an item that would follow: whether it is lent.
+    #[allow(clippy::type_complexity)]
+    pub which: Box<dyn Fn(&[u8], *const u8, usize) -> bool + Send>,
+    /// The put of the first lent item fails: nobody wants what follows it.
+    pub stop: bool,
+}
 
 /// The stream that a message is decoded from: the concatenation of its pieces.
 pub struct Decoder {
@@ -328,6 +386,17 @@ struct Encoding {
     copied: u64,
     /// The first put that failed.
     failure: Option<Error>,
+    lending: Option<Lending>,
+    lent: Vec<Lent>,
+    /// Where the last lent item ends; 0 without any.
+    lent_end: usize,
+}
+
+/// An item left in the program's memory.
+struct Lent {
+    at: usize,
+    len: usize,
+    from: *const u8,
 }
 
 impl Encoding {
@@ -337,6 +406,9 @@ impl Encoding {
         let end = self.at + n;
         if end > self.room {
             self.make_room(end)?;
+        }
+        if self.at < self.lent_end {
+            self.take_back(self.at, end);
         }
         // SAFETY: `at <= end <= room <= buf.len()`: inside the block.
         let to = unsafe { self.base.add(self.at) };
@@ -359,6 +431,40 @@ impl Encoding {
         self.base = self.buf.as_mut_ptr();
         self.room = self.buf.len().min(self.limit);
         Ok(())
+    }
+
+    /// Copies lent items into the message after all that `from .. to` touches: something else is put over them.
+    #[cold]
+    fn take_back(&mut self, from: usize, to: usize) {
+        let (base, copied) = (self.base, &mut self.copied);
+        self.lent.retain(|item| {
+            let stays = item.at + item.len <= from || item.at >= to;
+            if !stays {
+                // SAFETY: the hole was taken when the item was lent: inside the block.
+                let hole = unsafe { base.add(item.at) };
+                // SAFETY: the item is readable while it is lent (`Encoder::lend`), and lies in the program's memory.
+                unsafe { ptr::copy(item.from, hole, item.len) };
+                *copied += item.len as u64;
+            }
+            stays
+        });
+        self.lent_end = self.lent.last().map_or(0, |item| item.at + item.len);
+    }
+
+    /// Leaves an item where it lies, if that is allowed. `None`: it must be copied.
+    fn try_lend(&mut self, from: *const u8, n: usize) -> Option<c_int> {
+        let lending = self.lending.as_ref().filter(|lending| n >= lending.at_least)?;
+        if self.at < self.lent_end || !(lending.which)(&self.buf[..self.at], from, n) {
+            return None;
+        }
+        let stop = lending.stop;
+        let at = self.at;
+        if let Err(error) = self.take(n) {
+            return Some(self.fail(error));
+        }
+        self.lent.push(Lent { at, len: n, from });
+        self.lent_end = at + n;
+        Some(if stop { FALSE } else { TRUE })
     }
 
     fn fail(&mut self, error: Error) -> c_int {
@@ -388,6 +494,11 @@ impl Encoding {
         }
         if from.is_null() {
             return self.fail(Error::new(Kind::Encode, "an xdrproc passed NULL for data that is not empty"));
+        }
+        if self.lending.is_some()
+            && let Some(done) = self.try_lend(from, n)
+        {
+            return done;
         }
         match self.take(n) {
             Ok(to) => {
@@ -548,6 +659,14 @@ impl Decoding {
     #[inline]
     unsafe fn get_bytes(&mut self, to: *mut u8, n: usize) -> c_int {
         if n == 0 {
+            return TRUE;
+        }
+        if self.left == 0 {
+            self.next_source();
+        }
+        // A result may lie in its place already: it came into the program's own buffer.
+        if ptr::eq(self.next, to) && n <= self.left {
+            self.skip(n);
             return TRUE;
         }
         // SAFETY: by contract, once it is not NULL.
@@ -952,7 +1071,7 @@ mod tests {
     fn on_encoder(f: impl FnOnce(*mut XDR)) -> Vec<u8> {
         let mut encoder = encoder();
         f(encoder.xdr());
-        encoder.finish().unwrap().to_vec()
+        encoder.finish().unwrap().into_body().to_vec()
     }
 
     fn encoder() -> Encoder {
@@ -1154,7 +1273,7 @@ mod tests {
         assert_eq!((&clear[..4], &clear[4..100_005]), (&[0, 0, 0, 42][..], &body[..]));
         let sealed: Vec<u8> = clear.iter().map(|byte| byte ^ 0xff).chain([1, 2, 3, 4]).collect();
         assert!(setpos(xdrs, start) && putlong(xdrs, sealed.len() as c_long) && putbytes(xdrs, &sealed));
-        let message = encoder.finish().unwrap();
+        let message = encoder.finish().unwrap().into_body();
         assert_eq!(message.len(), start as usize + 4 + sealed.len());
         assert_eq!(message[start as usize + 4..], sealed);
     }
@@ -1183,7 +1302,7 @@ mod tests {
         let xdrs = encoder.xdr();
         assert!(putlong(xdrs, 1) && putlong(xdrs, 2) && setpos(xdrs, 4));
         assert_eq!(inline(xdrs, 12).unwrap(), [0, 0, 0, 2, 0, 0, 0, 0, 0, 0, 0, 0]);
-        assert_eq!(encoder.finish().unwrap()[4..], [0, 0, 0, 2, 0, 0, 0, 0, 0, 0, 0, 0]);
+        assert_eq!(encoder.finish().unwrap().into_body()[4..], [0, 0, 0, 2, 0, 0, 0, 0, 0, 0, 0, 0]);
     }
 
     #[test]
@@ -1199,11 +1318,96 @@ mod tests {
             word += 66;
         }
         let copied = encoder.copied();
-        let message = encoder.finish().unwrap();
+        let message = encoder.finish().unwrap().into_body();
         assert_eq!(copied, u64::from(word / 66 * 256));
         for (i, bytes) in message.chunks(4).enumerate() {
             assert_eq!(bytes, (i as u32).to_be_bytes());
         }
+    }
+
+    /// An encoder that lends items of at least 10 bytes.
+    fn lending(which: impl Fn(&[u8], *const u8, usize) -> bool + Send + 'static) -> Encoder {
+        let mut encoder = encoder();
+        // SAFETY: the tests keep what they put until the message is gone.
+        unsafe { encoder.lend(Lending { at_least: 10, which: Box::new(which), stop: false }) };
+        encoder
+    }
+
+    #[test]
+    fn an_item_that_is_lent_stays_where_it_lies_and_leaves_a_hole_of_its_size() {
+        let (short, long) = ([1u8; 9], vec![2u8; 5000]);
+        let mut encoder = lending(|so_far, _, n| so_far.len() == 16 && n == 5000);
+        let xdrs = encoder.xdr();
+        assert!(putlong(xdrs, 7) && putbytes(xdrs, &short) && putbytes(xdrs, &[0; 3]));
+        assert!(putbytes(xdrs, &long) && putlong(xdrs, 8));
+        assert_eq!((encoder.position(), encoder.copied()), (5020, 12));
+        assert_eq!(encoder.first_lent(), Some((long.as_ptr(), 5000)));
+        let message = encoder.finish().unwrap();
+        assert_eq!(message.lent().collect::<Vec<_>>(), [(16, 5000)]);
+        let pieces = message.freeze().gather(0..5020);
+        assert_eq!(pieces.iter().map(|p| p.len()).collect::<Vec<_>>(), [16, 5000, 4]);
+        assert_eq!(pieces[1].as_ptr(), long.as_ptr());
+        assert_eq!((&pieces[0][..5], &pieces[2][..]), (&[0, 0, 0, 7, 1][..], &[0, 0, 0, 8][..]));
+    }
+
+    #[test]
+    fn an_item_is_copied_after_all_when_something_is_put_over_it_or_the_message_ends_inside() {
+        let long = vec![2u8; 5000];
+        let put = |then: &dyn Fn(*mut XDR)| {
+            let mut encoder = lending(|_, _, _| true);
+            let xdrs = encoder.xdr();
+            assert!(putlong(xdrs, 7) && putbytes(xdrs, &long) && putbytes(xdrs, &long));
+            then(xdrs);
+            let copied = encoder.copied();
+            let message = encoder.finish().unwrap();
+            (copied, message.lent().count(), message.into_body().to_vec())
+        };
+        let end = |xdrs: *mut XDR| assert!(setpos(xdrs, 10_004));
+        let (copied, lent, bytes) = put(&|xdrs| {
+            assert!(setpos(xdrs, 5002) && putlong(xdrs, 9));
+            end(xdrs);
+        });
+        assert_eq!((copied, lent), (10_000, 0));
+        assert_eq!(bytes[5000..5008], [2, 2, 0, 0, 0, 9, 2, 2]);
+        let (copied, lent, bytes) = put(&|xdrs| {
+            assert!(setpos(xdrs, 8));
+            assert_eq!(inline(xdrs, 8).unwrap(), [2; 8]);
+            end(xdrs);
+        });
+        assert_eq!((copied, lent, bytes[4], bytes[10_003]), (5000, 1, 2, 2));
+        let (_, lent, bytes) = put(&|xdrs| assert!(setpos(xdrs, 3000)));
+        assert_eq!((lent, bytes.len(), bytes[2999]), (0, 3000, 2));
+        let (copied, lent, _) = put(&|xdrs| {
+            assert!(setpos(xdrs, 0) && putlong(xdrs, 9));
+            end(xdrs);
+        });
+        assert_eq!((copied, lent), (0, 2));
+    }
+
+    #[test]
+    fn a_probe_stops_at_the_first_item_that_it_looks_for() {
+        let long = vec![2u8; 5000];
+        let mut encoder = encoder();
+        let which = Box::new(|so_far: &[u8], _: *const u8, _: usize| so_far.len() == 104);
+        // SAFETY: nothing is sent.
+        unsafe { encoder.lend(Lending { at_least: 10, which, stop: true }) };
+        let xdrs = encoder.xdr();
+        assert!(putlong(xdrs, 7) && putbytes(xdrs, &long[..100]) && !putbytes(xdrs, &long[7..3000]));
+        assert_eq!(encoder.first_lent(), Some((long[7..].as_ptr(), 2993)));
+    }
+
+    #[test]
+    fn a_result_that_lies_in_its_place_is_not_copied() {
+        let words: Vec<u8> = (0..24).collect();
+        let region = Region::copy_from(&words).unwrap();
+        let place = region[8..20].as_ptr().cast_mut();
+        let mut decoder = Decoder::new(vec![region.slice(0, 8), region.slice(8, 12), region.slice(20, 4)]);
+        let xdrs = decoder.xdr();
+        assert!(getbytes(xdrs, 8).is_some());
+        // SAFETY: not written, which is what the test is about: the bytes are there.
+        assert_eq!(unsafe { (ops(xdrs).getbytes)(xdrs, place.cast(), 12) }, TRUE);
+        assert_eq!((decoder.copied(), decoder.position()), (8, 20));
+        assert_eq!(getbytes(xdrs, 4).unwrap(), words[20..]);
     }
 
     #[test]
@@ -1215,7 +1419,7 @@ mod tests {
         for (i, xdrs) in handles.into_iter().enumerate() {
             assert!(putlong(xdrs, i as c_long));
         }
-        let last: Vec<u8> = encoders.into_iter().map(|e| e.finish().unwrap()[3]).collect();
+        let last: Vec<u8> = encoders.into_iter().map(|e| e.finish().unwrap().into_body()[3]).collect();
         assert_eq!(last, [2, 1, 0]);
     }
 
@@ -1230,7 +1434,7 @@ mod tests {
         assert_eq!((getpos(xdrs), encoder.copied()), (10, 6));
         // A put that fits afterwards does not mend the message.
         assert!(setpos(xdrs, 0) && putlong(xdrs, 1));
-        let error = encoder.finish().unwrap_err();
+        let error = encoder.finish().map(Message::into_body).unwrap_err();
         assert_eq!(
             (error.kind(), error.text()),
             (Kind::TooLong, "the message is longer than its limit of 10 bytes")
@@ -1246,7 +1450,7 @@ mod tests {
         assert!(!putlong(xdrs, 1) && inline(xdrs, 0).is_none());
         assert!(setpos(xdrs, 48) && !putlong(xdrs, 1));
         assert!(setpos(xdrs, 46) && putlong(xdrs, 1));
-        assert_eq!(encoder.finish().unwrap_err().kind(), Kind::TooLong);
+        assert_eq!(encoder.finish().map(Message::into_body).unwrap_err().kind(), Kind::TooLong);
     }
 
     #[test]
@@ -1255,7 +1459,7 @@ mod tests {
         encoder.set_limit(8);
         let xdrs = encoder.xdr();
         assert!(inline(xdrs, 12).is_none() && putlong(xdrs, 1));
-        assert_eq!(encoder.finish().unwrap()[..], [0, 0, 0, 1]);
+        assert_eq!(encoder.finish().unwrap().into_body()[..], [0, 0, 0, 1]);
     }
 
     #[test]
@@ -1274,7 +1478,7 @@ mod tests {
             assert!(getlong(xdrs).is_none() && inline(xdrs, 4).is_none() && getbytes(xdrs, 0).is_some());
             assert!(setpos(xdrs, 0) && !setpos(xdrs, 1) && getpos(xdrs) == 0);
         }
-        assert!(encoder().finish().unwrap().is_empty());
+        assert!(encoder().finish().unwrap().into_body().is_empty());
     }
 
     #[test]
@@ -1291,7 +1495,7 @@ mod tests {
         }
         assert!(!setpos(xdrs, 8 + 4097) && setpos(xdrs, 8));
         encoder.set_limit(usize::MAX);
-        assert_eq!(encoder.finish().unwrap_err().kind(), Kind::TooLong);
+        assert_eq!(encoder.finish().map(Message::into_body).unwrap_err().kind(), Kind::TooLong);
 
         let mut decoder = decoder(&[&[0; 4], &[0; 4]]);
         let xdrs = decoder.xdr();
@@ -1324,7 +1528,7 @@ mod tests {
         assert_eq!(unsafe { (ops(xdrs).putbytes)(xdrs, ptr::null(), 0) }, TRUE);
         // SAFETY: what the test is about.
         assert_eq!(unsafe { (ops(xdrs).putbytes)(xdrs, ptr::null(), 1) }, FALSE);
-        assert_eq!(encoder.finish().unwrap_err().kind(), Kind::Encode);
+        assert_eq!(encoder.finish().map(Message::into_body).unwrap_err().kind(), Kind::Encode);
         let mut decoder = decoder(&[&[1; 8]]);
         let xdrs = decoder.xdr();
         // SAFETY: no byte is written to NULL.
@@ -1360,7 +1564,7 @@ mod tests {
         // SAFETY: a live handle.
         unsafe { ops(xdrs).destroy.unwrap()(xdrs) };
         assert!(putlong(xdrs, 6));
-        assert_eq!(encoder.finish().unwrap()[..], [0, 0, 0, 6]);
+        assert_eq!(encoder.finish().unwrap().into_body()[..], [0, 0, 0, 6]);
         let mut decoder = decoder(&[&[0, 0, 0, 6]]);
         let xdrs = decoder.xdr();
         assert!(!putlong(xdrs, 5) && !putbytes(xdrs, b"abcd"));
@@ -1436,7 +1640,7 @@ mod tests {
                 assert_eq!(getpos(xdrs) as usize, at);
             }
             assert!(setpos(xdrs, model.len() as c_uint));
-            assert_eq!(encoder.finish().unwrap()[..], model);
+            assert_eq!(encoder.finish().unwrap().into_body()[..], model);
 
             let mut rest = &model[..];
             let mut pieces = Vec::new();

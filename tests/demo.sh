@@ -5,8 +5,8 @@ here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 
 try() { # NAME COMMAND...
     local name=$1; shift
-    if "$@" >"$scratch/out" 2>&1 && grep -q '^rdma ' "$scratch/out"; then ok "$name"; else FAIL "$name" "$scratch/out"; fi
-    grep -E '^(transport|tcp |rdma )' "$scratch/out" | sed 's/^/      /'
+    if "$@" >"$scratch/out" 2>&1 && grep -q '^placed ' "$scratch/out"; then ok "$name"; else FAIL "$name" "$scratch/out"; fi
+    grep -E '^(transport|tcp |rdma |placed )' "$scratch/out" | sed 's/^/      /'
 }
 
 try "demo as $(id -un)" bash "$top/examples/demo.sh"

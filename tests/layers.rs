@@ -9,7 +9,7 @@ const LAYERS: &[&[&str]] = &[
     &["log", "stats"],
     &["config", "ffi"],
     &["memory", "socket", "wire"],
-    &["sys"],
+    &["binding", "sys"],
     &["provider"],
     &["connection", "xdr"],
     &["driver"],

@@ -55,8 +55,8 @@ fn a_responder_takes_every_combination_of_lists_that_has_one_payload_and_refuses
             for position in [0, 8] {
                 let (with_reads, with_writes, with_reply) = (lists & 1 > 0, lists & 2 > 0, lists & 4 > 0);
                 let mut pair = Pair::new();
-                let source = pair.region(&call_message(5, 64, 28, false));
-                let source = pair.client.device.expose_source(source).unwrap();
+                let source = pair.buf(&call_message(5, 64, 28, false));
+                let source = pair.client.device.expose_source(source.freeze()).unwrap();
                 let sink = |pair: &mut Pair| {
                     let sink = pair.memory.message().unwrap().into_sink(100);
                     pair.client.device.expose_sink(sink).unwrap()
@@ -150,10 +150,10 @@ fn the_smaller_of_both_ends_bounds_each_direction_from_1024_bytes_to_256_kib() {
 /// rule 33
 #[test]
 fn a_peer_without_private_data_gets_and_sends_at_most_1024_bytes() {
-    let memory = Memory::new(4096, 1 << 20);
+    let memory = Memory::new(4096, 1 << 20, 1 << 26);
     for role in [Role::Client, Role::Server] {
         let settings = Settings { inline: 4096, ..SETTINGS };
-        let engine = Connection::new(role, settings, PrivateData::ABSENT, memory.clone());
+        let engine = Connection::new(role, settings, PrivateData::ABSENT, memory.clone(), bindings());
         assert_eq!(engine.thresholds(), (1024, 1024));
     }
 }
@@ -164,8 +164,8 @@ fn a_call_whose_message_has_another_xid_is_answered_with_err_chunk() {
     let mut pair = Pair::new();
     pair.inject(Server, &msg(5, 4, &call_message(6, 40, 28, false)));
     assert_eq!(unwords(pair.last(Server)), [5, 1, 4, 4, 2]);
-    let source = pair.region(&call_message(6, 2000, 28, false));
-    let source = pair.client.device.expose_source(source).unwrap();
+    let source = pair.buf(&call_message(6, 2000, 28, false));
+    let source = pair.client.device.expose_source(source.freeze()).unwrap();
     pair.inject(Server, &[words(&[7, 1, 4, 1, 1, 0]), segments(&[source]), words(&[0, 0, 0])].concat());
     pair.settle();
     assert_eq!(unwords(pair.last(Server)), [7, 1, 4, 4, 2]);
@@ -181,8 +181,8 @@ fn a_call_without_a_whole_xid_is_answered_with_err_chunk() {
         pair.inject(Server, &msg(5, 4, &[0, 0, 0, 5][..len]));
         assert_eq!(unwords(pair.last(Server)), [5, 1, 4, 4, 2]);
     }
-    let source = pair.region(&[0, 0, 0]);
-    let source = pair.client.device.expose_source(source).unwrap();
+    let source = pair.buf(&[0, 0, 0]);
+    let source = pair.client.device.expose_source(source.freeze()).unwrap();
     pair.inject(Server, &[words(&[7, 1, 4, 1, 1, 0]), segments(&[source]), words(&[0, 0, 0])].concat());
     pair.settle();
     assert_eq!(unwords(pair.last(Server)), [7, 1, 4, 4, 2]);
@@ -195,9 +195,9 @@ fn a_call_without_a_whole_xid_is_answered_with_err_chunk() {
 fn a_call_or_reply_that_does_not_begin_with_its_xid_is_not_sent() {
     let mut pair = Pair::new();
     for message in [&b""[..], b"\0\0\0", b"\0\0\0\x06"] {
-        let message = pair.region(message);
+        let message = pair.buf(message);
         let End { engine, device, .. } = &mut pair.client;
-        let error = engine.call(Xid(5), message, Expect::Reply(28), device).unwrap_err();
+        let error = engine.call(Xid(5), message, reply_of(28), device).unwrap_err();
         assert_eq!(error.kind(), Kind::Invalid);
         assert!(!engine.knows(Xid(5)) && engine.poll_output().is_none());
     }
@@ -206,7 +206,7 @@ fn a_call_or_reply_that_does_not_begin_with_its_xid_is_not_sent() {
     assert!(pair.take());
     let id = pair.handed[0].id;
     for message in [&b""[..], b"\0\0\0", b"\0\0\0\x06"] {
-        let message = pair.region(message);
+        let message = pair.buf(message);
         assert_eq!(pair.server.engine.reply(id, message).unwrap_err().kind(), Kind::Invalid);
         assert!(pair.server.engine.poll_output().is_none());
     }
@@ -263,7 +263,7 @@ fn credits_asked_and_granted_are_the_same_in_every_header() {
         } else {
             // A reply over the room for it ends in RDMA_ERROR, which carries the field as well.
             let max_reply = if xid % 10 == 8 { 28 } else { 3000 };
-            pair.start(xid, 40 + 100 * xid as usize, 3000, Expect::Reply(max_reply));
+            pair.start(xid, 40 + 100 * xid as usize, 3000, reply_of(max_reply));
         }
         pair.step();
     }
@@ -396,7 +396,11 @@ fn only_calls_that_wait_for_a_credit_are_taken_back() {
     }
     let taken = pair.client.engine.take_waiting();
     assert_eq!(taken.iter().map(|(xid, ..)| *xid).collect::<Vec<_>>(), [Xid(2), Xid(3)]);
-    assert!(taken.iter().all(|(_, message, expect)| message.len() == 40 && *expect == Expect::Reply(28)));
+    assert!(
+        taken.iter().all(
+            |(_, message, expect)| message.len() == 40 && matches!(expect, Expect::Reply { max: 28, .. })
+        )
+    );
     assert!(pair.client.engine.knows(Xid(1)) && !pair.client.engine.knows(Xid(2)));
     pair.drive();
     pair.succeeded(1);
@@ -515,7 +519,7 @@ fn receives_are_as_many_as_before_after_every_kind_of_message() {
     pair.one_way(3, 40);
     pair.drive();
     after(&pair, "a one-way call");
-    pair.start(4, 40, 3000, Expect::Reply(28));
+    pair.start(4, 40, 3000, reply_of(28));
     pair.drive();
     after(&pair, "a reply that fits nowhere");
     pair.call(5, 40, 28);
@@ -818,7 +822,7 @@ fn a_reply_to_a_call_that_still_waits_for_a_credit_is_dropped() {
 fn a_reply_that_fits_nowhere_is_answered_with_err_chunk() {
     let mut pair = Pair::warm(SETUP);
     for (xid, (max_reply, reply)) in (1..).zip([(28, 997), (3000, 3001), (996, 1 << 17)]) {
-        pair.start(xid, 40, reply, Expect::Reply(max_reply));
+        pair.start(xid, 40, reply, reply_of(max_reply));
         pair.settle();
         assert!(pair.take());
         assert_eq!(pair.answer(0).unwrap_err().kind(), Kind::TooLong);
@@ -833,11 +837,11 @@ fn a_reply_that_fits_nowhere_is_answered_with_err_chunk() {
 #[test]
 fn a_call_with_lists_too_long_for_any_reply_is_answered_with_err_chunk() {
     // The server takes 2048 bytes and the client only 1024.
-    let memory = Memory::new(4096, 1 << 20);
+    let memory = Memory::new(4096, 1 << 20, 1 << 26);
     let settings = Settings { inline: 2048, ..SETTINGS };
-    let peer = PrivateData { send_size: 2048, ..sizes(1024) };
+    let peer = PrivateData { send_size: 2048, ..sizes(SETTINGS) };
     let mut pair = Pair::new();
-    pair.server.engine = Connection::new(Role::Server, settings, peer, memory);
+    pair.server.engine = Connection::new(Role::Server, settings, peer, memory, bindings());
     pair.server.settings = settings;
     pair.drain(Server);
     let chunk: Vec<Segment> =
@@ -909,7 +913,7 @@ fn a_region_that_cannot_be_invalidated_closes_the_connection_before_the_call_end
     };
     let mut buf = pair.memory.message().unwrap();
     buf.extend(&bytes(&gather)).unwrap();
-    pair.client.engine.handle_receive(buf, &mut pair.client.device);
+    pair.client.engine.handle_receive(buf, None, &mut pair.client.device);
     while let Some(output) = pair.client.engine.poll_output() {
         outputs.push(output);
     }
@@ -960,7 +964,7 @@ fn a_request_is_answered_once() {
     assert!(pair.take());
     let id = pair.handed[0].id;
     pair.answer(0).unwrap();
-    let again = pair.region(&reply_message(1, 28));
+    let again = pair.buf(&reply_message(1, 28));
     assert_eq!(pair.server.engine.reply(id, again).unwrap_err().kind(), Kind::Invalid);
     pair.server.engine.discard(id);
     assert!(pair.server.engine.poll_output().is_none());
@@ -972,7 +976,7 @@ fn a_request_is_answered_once() {
     assert!(pair.take());
     let id = pair.handed[0].id;
     pair.discard(0);
-    let late = pair.region(&reply_message(2, 28));
+    let late = pair.buf(&reply_message(2, 28));
     assert_eq!(pair.server.engine.reply(id, late).unwrap_err().kind(), Kind::Invalid);
     assert!(pair.server.engine.poll_output().is_none());
     assert!(pair.pending(2));
@@ -1029,8 +1033,8 @@ fn a_long_call_in_segments_of_one_byte_is_joined_in_list_order() {
     let message = call_message(5, 31, 28, false);
     let mut call = words(&[5, 1, 4, 1]);
     for byte in &message {
-        let region = pair.region(&[*byte]);
-        let segment = pair.client.device.expose_source(region).unwrap();
+        let region = pair.buf(&[*byte]);
+        let segment = pair.client.device.expose_source(region.freeze()).unwrap();
         call.extend([words(&[1, 0]), segments(&[segment])].concat());
     }
     call.extend(words(&[0, 0, 0]));
@@ -1046,7 +1050,7 @@ fn a_reply_uses_its_reply_chunk_exactly_when_it_does_not_fit_inline() {
     // The copied Reply chunk of one segment takes 20 bytes of the header.
     for (reply, long) in [(4, false), (1024 - 48, false), (1024 - 47, true), (3000, true)] {
         let mut pair = Pair::warm(SETUP);
-        pair.start(1, 40, reply, Expect::Reply(3000));
+        pair.start(1, 40, reply, reply_of(3000));
         let [segment] = offered(&pair)[..] else { panic!() };
         pair.drive();
         pair.succeeded(1);
@@ -1073,7 +1077,7 @@ fn a_reply_chunk_holds_exactly_the_reply_that_was_announced() {
 fn an_absurd_maximum_reply_is_refused_before_memory_is_taken() {
     for max_reply in [usize::MAX, usize::MAX - 27, (16 << 20) + 1] {
         let mut pair = Pair::warm(SETUP);
-        pair.start(1, 40, 28, Expect::Reply(max_reply));
+        pair.start(1, 40, 28, reply_of(max_reply));
         assert_eq!(pair.failure(1), Kind::TooLong);
         assert_eq!(pair.client.device.next, 1, "nothing was exposed");
     }
@@ -1090,8 +1094,8 @@ fn read_chunks_at_other_positions_are_put_back_into_inline_and_long_calls() {
         let mut expected = whole.clone();
         expected[21..24].fill(0);
         let mut expose = |bytes: &[u8]| {
-            let region = pair.region(bytes);
-            pair.client.device.expose_source(region).unwrap()
+            let region = pair.buf(bytes);
+            pair.client.device.expose_source(region.freeze()).unwrap()
         };
         let (first, second, payload) = (expose(&whole[16..21]), expose(&whole[40..48]), expose(&rest));
         let mut call = words(&[5, 1, 4, u32::from(long)]);
@@ -1291,7 +1295,7 @@ fn the_greatest_handle_and_offset_are_used_as_they_are() {
     let call = call_message(5, 40, 3000, false);
     pair.inject(Server, &[words(&[5, 1, 4, 0, 0, 0, 1, 1]), segments(&[segment]), call].concat());
     assert!(pair.take());
-    let reply = pair.region(&reply_message(5, 3000));
+    let reply = pair.buf(&reply_message(5, 3000));
     pair.server.engine.reply(pair.handed[0].id, reply).unwrap();
     pair.drain(Server);
     let Some(WorkRequest::Write { to, .. }) = pair.server.sends.front() else { panic!() };
@@ -1312,7 +1316,7 @@ fn a_handle_of_an_ended_call_is_dead() {
     pair.drive();
     pair.succeeded(1);
     pair.call(2, 40, 3000);
-    let gather = vec![pair.region(&[0xee; 8])];
+    let gather = vec![pair.buf(&[0xee; 8]).freeze()];
     let to = Segment { length: 8, ..segment };
     pair.server.sends.push_front(WorkRequest::Write { gather, to });
     assert!(pair.deliver(Server));
@@ -1354,8 +1358,8 @@ fn a_connection_cut_at_any_step_ends_every_call_once_and_exposes_nothing() {
             p.hold_replies = false;
         }),
         ("replies that fit nowhere", |p| {
-            p.start(1, 40, 3000, Expect::Reply(28));
-            p.start(2, 3000, 3000, Expect::Reply(2000));
+            p.start(1, 40, 3000, reply_of(28));
+            p.start(2, 3000, 3000, reply_of(2000));
         }),
         ("answers out of order, and none", |p| {
             p.call(1, 40, 28);
@@ -1413,10 +1417,10 @@ fn a_connection_cut_at_any_step_ends_every_call_once_and_exposes_nothing() {
 fn after_the_close_nothing_is_posted_and_every_call_is_told() {
     let mut pair = Pair::warm(SETUP);
     pair.client.engine.requester.granted = 2;
+    let messages: Vec<Buf> = (1..=3).map(|xid| pair.buf(&call_message(xid, 3000, 3000, false))).collect();
     let End { engine, device, .. } = &mut pair.client;
-    for xid in 1..=3 {
-        let message = Region::copy_from(&call_message(xid, 3000, 3000, false)).unwrap();
-        engine.call(Xid(xid), message, Expect::Reply(3000), device).unwrap();
+    for (xid, message) in (1..=3).zip(messages) {
+        engine.call(Xid(xid), message, reply_of(3000), device).unwrap();
     }
     engine.handle_closed(Error::new(Kind::ConnectionLost, "gone"));
     let mut ended = Vec::new();
@@ -1428,8 +1432,8 @@ fn after_the_close_nothing_is_posted_and_every_call_is_told() {
     // The Sends of the first two were on their way out: nobody can tell how far they got.
     assert_eq!(ended, [(1, Kind::ConnectionLost), (2, Kind::ConnectionLost), (3, Kind::NotSent)]);
     let late = pair.memory.message().unwrap();
-    pair.client.engine.handle_receive(late, &mut pair.client.device);
-    pair.client.engine.abandon(Xid(1));
+    pair.client.engine.handle_receive(late, None, &mut pair.client.device);
+    pair.client.engine.abandon(Xid(1), &mut pair.client.device);
     pair.client.engine.handle_read(WorkId(0));
     assert!(pair.client.engine.poll_output().is_none());
 }
@@ -1479,8 +1483,8 @@ fn calls_truncated_or_corrupted_anywhere_neither_harm_nor_stop_a_responder() {
 fn hostile(case: u32) -> Pair {
     let mut pair = Pair::with(setup(4, 1024));
     pair.foreign = true;
-    let source = pair.region(&call_message(5, 2000, 28, false));
-    let source = pair.client.device.expose_source(source).unwrap();
+    let source = pair.buf(&call_message(5, 2000, 28, false));
+    let source = pair.client.device.expose_source(source.freeze()).unwrap();
     let sink = pair.memory.message().unwrap().into_sink(4000);
     let sink = pair.client.device.expose_sink(sink).unwrap();
     let small = Segment { length: 8, ..source };
@@ -1591,6 +1595,8 @@ fn whatever_is_done_in_whatever_order_every_rule_holds_at_every_step() {
     for seed in 1..=SEEDS {
         let mut random = Random(seed.wrapping_mul(0x9e37_79b9_7f4a_7c15));
         let settings = |random: &mut Random| Settings {
+            many_chunks: random.below(2) == 1,
+            remote_invalidation: random.below(2) == 1,
             credits: random.pick(&[1, 2, 3, 8, 32]),
             inline: random.pick(&[1024, 2048, 4096]),
             max_call: random.pick(&[9000, 20_000, 1 << 20]),
@@ -1614,7 +1620,7 @@ fn whatever_is_done_in_whatever_order_every_rule_holds_at_every_step() {
                     let (len, reply) = (random.pick(&sizes).max(12), random.pick(&sizes));
                     // Now and then the program underestimates its reply.
                     let max_reply = if random.below(5) == 0 { random.pick(&sizes) } else { reply };
-                    pair.start(xid, len, reply, Expect::Reply(max_reply));
+                    pair.start(xid, len, reply, reply_of(max_reply));
                 }
                 // As a driver does: never with the last credit.
                 4 if pair.client.engine.credits_left() > 1 => {

@@ -23,11 +23,13 @@ use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock};
 use std::time::{Duration, Instant};
 
+use crate::binding::{Binding, Head, Item};
 use crate::config::{self, Config};
-use crate::driver::{Client, NULL_REPLY, REPLY_HEADER, START_TIMEOUT};
+use crate::connection::RPC_HEADER_MAX;
+use crate::driver::{self, Client, REPLY_HEADER, START_TIMEOUT};
 use crate::error::{Error, Kind, clnt_stat, os_text};
 use crate::ffi::guard;
-use crate::memory::Region;
+use crate::memory::{Loan, Message, Region, Sink, registered};
 use crate::stats::{self, Counter};
 use crate::sys::BlockedSignals;
 use crate::tirpc::netid::Sockaddr;
@@ -37,7 +39,7 @@ use crate::tirpc::{
     rpc_err, rpc_err_ru, rpc_msg, rpc_msg_ru, xdr_opaque_auth, xdr_replymsg,
 };
 use crate::wire::Xid;
-use crate::xdr::{Decoder, Encoder, XDR, XdrProc, op};
+use crate::xdr::{Decoder, Encoder, LEND_MIN, Lending, XDR, XdrProc, op};
 use crate::{log_debug, log_error, log_info, socket, xdr};
 
 /// What the creator of a CLIENT asks for.
@@ -388,6 +390,27 @@ struct Call<'a> {
     signals: &'a BlockedSignals,
 }
 
+/// A Call that is ready to go.
+struct Encoded {
+    message: Message,
+    /// Its credential is one of RPCSEC_GSS.
+    gss: bool,
+    /// Memory of the program for eligible results.
+    places: Vec<Sink>,
+}
+
+/// Memory of the program that is in use until this is dropped, and not longer.
+struct Loans<'a> {
+    connection: &'a Client,
+    loans: Vec<Loan>,
+}
+
+impl Drop for Loans<'_> {
+    fn drop(&mut self) {
+        self.connection.end(&self.loans);
+    }
+}
+
 /// What a reply led to.
 enum Verdict {
     /// The final `clnt_stat`; it is recorded.
@@ -417,7 +440,10 @@ impl Call<'_> {
             let lock = auth_locks::lock(self.auth);
             let xid = self.xid();
             // SAFETY: by the contract.
-            let (message, gss) = unsafe { self.encoded(xid, program, version) }?;
+            let Encoded { message, gss, places } = unsafe { self.encoded(xid, (program, version), zero) }?;
+            let mut loans = message.loans();
+            loans.extend(places.iter().map(Sink::loan));
+            let loans = Loans { connection: &self.handle.connection, loans };
             // With RPCSEC_GSS the lock is kept to the end.
             let lock = if gss { Some(lock) } else { None };
             if zero {
@@ -432,7 +458,7 @@ impl Call<'_> {
                 return Ok(status);
             }
             // RFC 5531 §12.1: procedure 0 has no results; only RPCSEC_GSS puts its own into replies to it.
-            let room = if self.proc == 0 && !gss { NULL_REPLY } else { max_reply + REPLY_HEADER };
+            let room = if self.proc == 0 && !gss { RPC_HEADER_MAX } else { max_reply + REPLY_HEADER };
             let deadline = Instant::now() + limit;
             let fd = self.handle.connection.fd();
             let length = message.len();
@@ -440,13 +466,13 @@ impl Call<'_> {
                 "fd {fd}: call {xid}: program {program} version {version} procedure {}, {length} bytes",
                 self.proc
             );
-            let reply =
-                self.handle.connection.call(xid, message, room, deadline, Some(self.signals.before()));
-            let reply = reply?;
+            let mask = Some(self.signals.before());
+            let reply = self.handle.connection.call(xid, message, room, places, deadline, mask)?;
             log_debug!("fd {fd}: reply {xid}: {} bytes", reply.iter().map(|part| part.len()).sum::<usize>());
             let lock = lock.or_else(|| Some(auth_locks::lock(self.auth)));
             // SAFETY: by the contract.
             let verdict = unsafe { self.decoded(reply, gss, &mut refreshes) };
+            drop(loans);
             drop(lock);
             match verdict {
                 Verdict::Status(status) => return Ok(status),
@@ -474,13 +500,14 @@ impl Call<'_> {
         xid
     }
 
-    /// The RPC Call, and whether its credential is one of RPCSEC_GSS.
+    /// The RPC Call. `one_way`: nobody waits until it is sent, so all of it is copied.
     ///
     /// # Safety
-    /// As [`Call::run`].
-    unsafe fn encoded(&self, xid: Xid, program: u32, version: u32) -> Result<(Region, bool), Error> {
+    /// As [`Call::run`]; the caller sees to the loans of the message and of the places.
+    unsafe fn encoded(&self, xid: Xid, program: (u32, u32), one_way: bool) -> Result<Encoded, Error> {
+        let config = config::get()?;
         let mut encoder = Encoder::new(self.handle.connection.message()?);
-        let head = [xid.0, msg::CALL, msg::RPC_MSG_VERSION, program, version, self.proc];
+        let head = [xid.0, msg::CALL, msg::RPC_MSG_VERSION, program.0, program.1, self.proc];
         let mut bytes = [0u8; 24];
         for (place, word) in bytes.chunks_exact_mut(4).zip(head) {
             place.copy_from_slice(&word.to_be_bytes());
@@ -490,19 +517,73 @@ impl Call<'_> {
         let ops = unsafe { self.ops() };
         // SAFETY: as above; the stream outlives the call.
         let marshalled = put && unsafe { ops.ah_marshal.is_some_and(|f| f(self.auth, encoder.xdr()) != 0) };
+        let wrapped = Head::of(&[encoder.encoded()]).is_none_or(|head| head.wrapped);
+        let binding = driver::bindings(config).find(program.0, program.1, self.proc).filter(|_| !wrapped);
+        if !one_way && !wrapped && (config.by_reference || binding.is_some() || registered::any()) {
+            let by_reference = config.by_reference;
+            let binding = binding.clone();
+            let which = move |so_far: &[u8], from: *const u8, n: usize| {
+                let item = Item { position: so_far.len(), length: n };
+                let eligible = |binding: &Binding| binding.call(&[so_far]).items.last() == Some(&item);
+                by_reference || registered::cover(from.addr(), n) || binding.as_ref().is_some_and(eligible)
+            };
+            let lending = Lending { at_least: LEND_MIN, which: Box::new(which), stop: false };
+            // SAFETY: the arguments are the program's until `clnt_call` returns, which sees to the loans before.
+            unsafe { encoder.lend(lending) };
+        }
         // SAFETY: the procedure fits its object (contract); the stream outlives the call.
-        let wrapped = marshalled
+        let encoded = marshalled
             && unsafe {
                 ops.ah_wrap.is_some_and(|f| f(self.auth, encoder.xdr(), self.encode, self.args) != 0)
             };
         stats::add(Counter::BytesCopied, encoder.copied());
         let message = encoder.finish()?;
-        if !wrapped {
+        if !encoded {
             return Err(Error::new(Kind::Encode, "the arguments could not be encoded"));
         }
+        let places = match &binding {
+            // SAFETY: by the contract.
+            Some(binding) if !one_way => unsafe { self.places(binding, &message) }?,
+            _ => Vec::new(),
+        };
         // SAFETY: the AUTH is alive (contract).
         let gss = unsafe { (*self.auth).ah_cred.oa_flavor } == auth_stat::RPCSEC_GSS;
-        Ok((message.freeze(), gss))
+        Ok(Encoded { message, gss, places })
+    }
+
+    /// The program's own buffer for the first eligible result, if it has put one into its results: address and length of
+    /// an opaque that is not empty. The results' procedure tells, by encoding them.
+    ///
+    /// # Safety
+    /// As [`Call::run`]; the caller sees to the loan of the place.
+    unsafe fn places(&self, binding: &Binding, call: &Message) -> Result<Vec<Sink>, Error> {
+        let Some(decode) = self.decode.filter(|_| !self.results.is_null()) else { return Ok(Vec::new()) };
+        let most = binding.call(&[call.body()]).results.first().copied().unwrap_or(0);
+        if most < LEND_MIN || !(binding.preset() || registered::any()) {
+            return Ok(Vec::new());
+        }
+        let mut probe = Encoder::new(self.handle.connection.message()?);
+        // An accepted reply without a verifier, and "success".
+        let header = [0, msg::REPLY, msg::MSG_ACCEPTED, 0, 0, msg::SUCCESS];
+        let put = probe.put(&header.map(u32::to_be_bytes).concat());
+        let eligible = {
+            let binding = binding.clone();
+            move |so_far: &[u8], _: *const u8, n: usize| {
+                binding.reply(&[so_far]).items.last() == Some(&Item { position: so_far.len(), length: n })
+            }
+        };
+        // SAFETY: nothing is sent from there: only the address is asked for.
+        unsafe { probe.lend(Lending { at_least: LEND_MIN, which: Box::new(eligible), stop: true }) };
+        if put {
+            // SAFETY: results that can be decoded into are zeroed, or hold memory of the program's; the procedure fits
+            // them (contract). Its answer is of no interest: it is stopped at the item.
+            unsafe { decode(probe.xdr(), self.results) };
+        }
+        let own =
+            |address: &(*const u8, usize)| binding.preset() || registered::cover(address.0.addr(), most);
+        let place = probe.first_lent().filter(|(_, len)| *len >= most).filter(own);
+        // SAFETY: the results' buffer is the program's, to be written until `clnt_call` returns.
+        Ok(place.map(|(at, _)| unsafe { Sink::lend(at.cast_mut(), most) }).into_iter().collect())
     }
 
     /// # Safety

@@ -23,11 +23,13 @@ use std::sync::atomic::{AtomicPtr, Ordering::Relaxed};
 use std::sync::{Mutex, MutexGuard, OnceLock};
 use std::time::{Duration, Instant};
 
+use crate::binding::{Binding, Item};
 use crate::config;
 use crate::connection::RequestId;
 use crate::driver::Server;
 use crate::error::{Error, Kind};
 use crate::ffi::guard;
+use crate::memory::{Region, registered};
 use crate::stats::{self, Counter};
 use crate::sys::WakeSet;
 use crate::tirpc::{
@@ -36,7 +38,7 @@ use crate::tirpc::{
     xprt_stat, xprt_unregister,
 };
 use crate::wire::Xid;
-use crate::xdr::{Decoder, Encoder, XDR, XdrProc};
+use crate::xdr::{Decoder, Encoder, Lending, XDR, XdrProc};
 use crate::{log_debug, log_info, log_warn, socket, sys, xdr};
 
 // ----------------------------------------------------------------------------------------------- the first byte
@@ -213,6 +215,11 @@ struct Open {
     arguments: Decoder,
     /// `gss_proc` of an RPCSEC_GSS credential.
     gss: Option<u32>,
+    binding: Option<Binding>,
+    /// RPCSEC_GSS wraps the results: they are encoded from temporaries.
+    wrapped: bool,
+    /// The argument that came in a Read chunk.
+    placed: Option<Region>,
 }
 
 /// The latest RPCSEC_GSS context of the transport. libtirpc caches contexts by the transport's address.
@@ -220,6 +227,9 @@ struct Gss {
     auth: SVCAUTH,
     used: Instant,
 }
+
+/// Results from this length on are sent from where they lie: shorter ones are copied sooner than waited for.
+const RESULT_LEND_MIN: usize = 64 << 10;
 
 /// After 300 s of idleness libtirpc itself frees a cached context.
 const GSS_CACHED: Duration = Duration::from_secs(290);
@@ -322,9 +332,15 @@ impl Transport {
     /// Tells [`progress`] what else may wake this connection.
     fn watch_progress(&self) {
         let server = self.server();
-        let (fd, write, deadline) = (server.fd(), server.wants_write(), server.deadline());
+        let fd = server.fd();
+        let wants = progress::Wants {
+            write: server.wants_write(),
+            deadline: server.deadline(),
+            pulling: server.pulling(),
+            memory: server.waits_for_memory(),
+        };
         drop(server);
-        progress::want(fd, std::ptr::from_ref(self).cast_mut().expose_provenance(), write, deadline);
+        progress::want(fd, std::ptr::from_ref(self).cast_mut().expose_provenance(), wants);
     }
 
     /// Ends the request on top of the stack.
@@ -433,6 +449,18 @@ unsafe fn transport<'a>(xprt: *mut SVCXPRT) -> Result<&'a mut Transport, Error> 
     Ok(unsafe { &mut *xprt.cast::<Transport>() })
 }
 
+/// The argument of the request under way that came in a Read chunk of its own: address and length. It stays there until
+/// the request is done with.
+///
+/// # Safety
+/// `xprt` is NULL or a live transport of any kind.
+pub unsafe fn placed(xprt: *mut SVCXPRT) -> Option<(*const u8, usize)> {
+    // SAFETY: by the contract.
+    let own = unsafe { transport(xprt) }.ok()?;
+    let region = own.open.last()?.placed.as_ref()?;
+    Some((region.as_ptr(), region.len()))
+}
+
 unsafe extern "C" fn recv(xprt: *mut SVCXPRT, message: *mut rpc_msg) -> bool_t {
     guard(|| {
         // SAFETY: libtirpc's loop and its transport.
@@ -471,7 +499,8 @@ unsafe extern "C" fn recv(xprt: *mut SVCXPRT, message: *mut rpc_msg) -> bool_t {
         } else {
             None
         };
-        let xid = request.xid.0;
+        let (xid, binding, wrapped, placed) =
+            (request.xid.0, request.binding, request.wrapped, request.placed);
         log_debug!(
             "fd {}: request {}: program {} version {} procedure {}",
             own.xprt.xp_fd,
@@ -480,7 +509,16 @@ unsafe extern "C" fn recv(xprt: *mut SVCXPRT, message: *mut rpc_msg) -> bool_t {
             call.cb_vers,
             call.cb_proc
         );
-        own.open.push(Open { id: request.id, xid, answered: false, arguments, gss });
+        own.open.push(Open {
+            id: request.id,
+            xid,
+            answered: false,
+            arguments,
+            gss,
+            binding,
+            wrapped,
+            placed,
+        });
         own.empty = false;
         Ok(1)
     })
@@ -564,16 +602,30 @@ unsafe extern "C" fn reply(xprt: *mut SVCXPRT, message: *mut rpc_msg) -> bool_t 
         let message =
             unsafe { message.as_mut() }.ok_or_else(|| Error::new(Kind::Invalid, "reply is NULL"))?;
         message.rm_xid = request.xid;
+        let by_reference = config::get()?.by_reference;
+        if !request.wrapped && (by_reference || request.binding.is_some() || registered::any()) {
+            let binding = request.binding.clone();
+            let which = move |so_far: &[u8], from: *const u8, n: usize| {
+                let item = Item { position: so_far.len(), length: n };
+                let eligible = |binding: &Binding| binding.reply(&[so_far]).items.last() == Some(&item);
+                by_reference || registered::cover(from.addr(), n) || binding.as_ref().is_some_and(eligible)
+            };
+            let lending = Lending { at_least: RESULT_LEND_MIN, which: Box::new(which), stop: false };
+            // SAFETY: the results are the program's until `svc_sendreply` returns, which sees to the loans before.
+            unsafe { encoder.lend(lending) };
+        }
         // SAFETY: the caller's reply, built by svc_sendreply and its like; the stream is alive.
         if !unsafe { encode_reply(&mut encoder, message, auth) } {
             // Nothing was sent: the program answers with svcerr_systemerr.
             return Ok(0);
         }
         stats::add(Counter::BytesCopied, encoder.copied());
-        let message = encoder.finish()?.freeze();
+        let message = encoder.finish()?;
+        let loans = message.loans();
         request.answered = true;
         log_debug!("fd {}: reply {}: {} bytes", own.xprt.xp_fd, Xid(request.xid), message.len());
         let sent = own.server().reply(id, message);
+        own.server().end(&loans);
         own.watch_progress();
         match sent {
             Ok(()) => Ok(1),
@@ -673,8 +725,24 @@ mod progress {
     struct Entry {
         /// Address of the Transport.
         transport: usize,
-        write: bool,
-        deadline: Option<Instant>,
+        wants: Wants,
+    }
+
+    /// What a connection waits for besides being readable.
+    #[derive(Clone, Copy, Default, PartialEq, Eq)]
+    pub struct Wants {
+        pub write: bool,
+        pub deadline: Option<Instant>,
+        /// Its RDMA Reads hold memory. By itself this wakes nobody.
+        pub pulling: bool,
+        /// It waits for memory that others hold.
+        pub memory: bool,
+    }
+
+    impl Wants {
+        fn wakes(&self) -> bool {
+            self.write || self.deadline.is_some()
+        }
     }
 
     static WAKE: xp_ops = xp_ops { xp_recv: Some(wake), xp_destroy: Some(keep), ..WATCHED };
@@ -693,27 +761,29 @@ mod progress {
         TABLE.get_or_init(empty).lock().unwrap_or_else(|e| e.into_inner())
     }
 
-    /// Says what connection `fd` waits for besides being readable; nothing any more if neither.
-    pub fn want(fd: RawFd, transport: usize, write: bool, deadline: Option<Instant>) {
+    /// Says what connection `fd` waits for besides being readable.
+    pub fn want(fd: RawFd, transport: usize, wants: Wants) {
         // The common case costs one lock and one look-up.
         let mut table = table();
-        let before = table.entries.get(&fd).map(|e| (e.write, e.deadline));
-        if before == Some((write, deadline)) || (before.is_none() && !write && deadline.is_none()) {
+        let before = table.entries.get(&fd).map(|e| e.wants).unwrap_or_default();
+        if before == wants {
             return;
         }
-        if write || deadline.is_some() {
-            table.entries.insert(fd, Entry { transport, write, deadline });
-        } else {
+        if wants == Wants::default() {
             table.entries.remove(&fd);
+        } else {
+            table.entries.insert(fd, Entry { transport, wants });
         }
-        if let Err(error) = table.update(fd, before.is_some_and(|(write, _)| write), write) {
+        if (before.wakes() || wants.wakes())
+            && let Err(error) = table.update(fd, before.write, wants.write)
+        {
             log_warn!("fd {fd}: cannot be watched: {error}");
         }
     }
 
     /// The connection is gone. Called before its descriptor is closed.
     pub fn forget(fd: RawFd) {
-        want(fd, 0, false, None);
+        want(fd, 0, Wants::default());
     }
 
     impl Progress {
@@ -734,20 +804,20 @@ mod progress {
             self.generation = generation;
             let Some(set) = &self.set else { return Ok(()) };
             if fresh {
-                for other in self.entries.iter().filter(|(_, e)| e.write).map(|(fd, _)| *fd) {
+                for other in self.entries.iter().filter(|(_, e)| e.wants.write).map(|(fd, _)| *fd) {
                     set.watch_writable(other, true)?;
                 }
             } else if before != now {
                 set.watch_writable(fd, now)?;
             }
-            let first = self.entries.values().filter_map(|e| e.deadline).min();
+            let first = self.entries.values().filter_map(|e| e.wants.deadline).min();
             set.alarm(first.map(|at| at.saturating_duration_since(Instant::now())))?;
             let number = set.fd();
             self.register(number)
         }
 
         fn register(&mut self, fd: RawFd) -> Result<(), Error> {
-            let wanted = !self.entries.is_empty();
+            let wanted = self.entries.values().any(|e| e.wants.wakes());
             if wanted == self.registered {
                 return Ok(());
             }
@@ -786,13 +856,16 @@ mod progress {
     unsafe extern "C" fn wake(_: *mut SVCXPRT, _: *mut rpc_msg) -> bool_t {
         guard(|| {
             let now = Instant::now();
-            let due: Vec<usize> = {
+            let (crowded, due): (bool, Vec<usize>) = {
                 let table = table();
                 if let Some(set) = &table.set {
                     set.silence();
                 }
-                let due = |e: &&Entry| e.write || e.deadline.is_some_and(|at| at <= now);
-                table.entries.values().filter(due).map(|e| e.transport).collect()
+                let due = |e: &&Entry| {
+                    e.wants.write || e.wants.pulling || e.wants.deadline.is_some_and(|at| at <= now)
+                };
+                let crowded = table.entries.values().any(|e| e.wants.memory);
+                (crowded, table.entries.values().filter(due).map(|e| e.transport).collect())
             };
             for address in due {
                 // A connection that was destroyed meanwhile has no entry any more.
@@ -803,6 +876,9 @@ mod progress {
                 // SAFETY: it has an entry, and `finish` removes the entry before it frees.
                 let server = unsafe { &(*own).server };
                 let mut server = server.lock().unwrap_or_else(|e| e.into_inner());
+                if crowded {
+                    server.give_way();
+                }
                 server.push();
                 let closed = server.closed().is_some();
                 drop(server);

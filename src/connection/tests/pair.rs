@@ -82,6 +82,14 @@ impl Registrar for Device {
         self.invalidated.push(handle);
         Ok(())
     }
+    fn detach(&mut self, handle: Handle) -> Result<(), Error> {
+        match self.exposed.get_mut(&handle.0) {
+            Some(Exposed::Source(region)) => *region = Region::copy_from(region)?,
+            Some(Exposed::Sink(sink)) => *sink = Buf::with_capacity(sink.len())?.into_sink(sink.len()),
+            None => {}
+        }
+        Ok(())
+    }
     fn max_segment(&self) -> usize {
         self.max_segment
     }
@@ -121,7 +129,8 @@ pub struct Setup {
     pub read_depth: u32,
 }
 
-pub const SETTINGS: Settings = Settings { credits: 4, inline: 1024, max_call: 1 << 20 };
+pub const SETTINGS: Settings =
+    Settings { credits: 4, inline: 1024, max_call: 1 << 20, many_chunks: false, remote_invalidation: false };
 pub const SETUP: Setup = Setup { client: SETTINGS, server: SETTINGS, max_segment: 1 << 20, read_depth: 16 };
 
 pub struct Pair {
@@ -157,9 +166,10 @@ impl Pair {
     }
 
     pub fn with(setup: Setup) -> Pair {
-        let memory = Memory::new(setup.client.inline.max(setup.server.inline), 1 << 20);
+        let memory = Memory::new(setup.client.inline.max(setup.server.inline), 1 << 20, 1 << 26);
+        let bindings = bindings();
         let end = |role, settings: Settings, peer: Settings, seed| End {
-            engine: Connection::new(role, settings, sizes(peer.inline), memory.clone()),
+            engine: Connection::new(role, settings, sizes(peer), memory.clone(), bindings.clone()),
             device: Device {
                 next: seed,
                 exposed: BTreeMap::new(),
@@ -219,17 +229,17 @@ impl Pair {
         }
     }
 
-    pub fn region(&self, bytes: &[u8]) -> Region {
+    pub fn buf(&self, bytes: &[u8]) -> Buf {
         let mut buf = self.memory.message().unwrap();
         buf.extend(bytes).unwrap();
-        buf.freeze()
+        buf
     }
 
     // ---- what a test does
 
     /// A call of `len` bytes whose reply will have, and may have, `reply` bytes.
     pub fn call(&mut self, xid: u32, len: usize, reply: usize) {
-        self.start(xid, len, reply, Expect::Reply(reply));
+        self.start(xid, len, reply, reply_of(reply));
     }
 
     pub fn one_way(&mut self, xid: u32, len: usize) {
@@ -238,8 +248,8 @@ impl Pair {
 
     pub fn start(&mut self, xid: u32, len: usize, reply: usize, expect: Expect) {
         self.tick();
-        let one_way = expect == Expect::Nothing;
-        let message = self.region(&call_message(xid, len, reply, one_way));
+        let one_way = matches!(expect, Expect::Nothing);
+        let message = self.buf(&call_message(xid, len, reply, one_way));
         let made =
             Made { len, reply, one_way, posted: false, abandoned: false, outcome: None, handles: Vec::new() };
         assert!(self.made.insert(xid, made).is_none(), "XID {xid} is used twice in a test");
@@ -257,7 +267,8 @@ impl Pair {
         self.tick();
         let made = self.made.get_mut(&xid).unwrap();
         made.abandoned |= made.outcome.is_none();
-        self.client.engine.abandon(Xid(xid));
+        let End { engine, device, .. } = &mut self.client;
+        engine.abandon(Xid(xid), device);
         self.drain(Client);
         self.check();
     }
@@ -287,7 +298,7 @@ impl Pair {
     /// Answers, or discards, as the call asks for it.
     pub fn answer(&mut self, at: usize) -> Result<(), Error> {
         self.tick();
-        let Request { id, xid, message } = self.handed.remove(at);
+        let Request { id, xid, message, .. } = self.handed.remove(at);
         let call = bytes(&message);
         let word = |at: usize| call.get(at..at + 4).map(|w| u32::from_be_bytes(w.try_into().unwrap()));
         drop(message);
@@ -302,7 +313,7 @@ impl Pair {
             self.server.engine.discard(id);
             Ok(())
         } else {
-            let reply = self.region(&reply_message(xid.0, len));
+            let reply = self.buf(&reply_message(xid.0, len));
             self.server.engine.reply(id, reply)
         };
         self.drain(Server);
@@ -338,13 +349,19 @@ impl Pair {
                     self.close(Error::new(Kind::ConnectionLost, "remote access error"));
                 }
             }
-            WorkRequest::Send { gather, .. } => {
+            WorkRequest::Send { gather, invalidate } => {
                 let message = bytes(&gather);
                 drop(gather);
                 match from {
                     Client => self.deliver_to(Server, &message),
                     Server if self.lose_replies => {}
-                    Server => self.deliver_to(Client, &message),
+                    Server => {
+                        if let Some(handle) = invalidate {
+                            let known = self.client.device.exposed.remove(&handle.0).is_some();
+                            assert!(known, "{handle:?} is not exposed and cannot be invalidated");
+                        }
+                        self.deliver_with(Client, &message, invalidate);
+                    }
                 }
             }
             WorkRequest::Read { .. } => unreachable!("Reads have a queue of their own"),
@@ -354,6 +371,11 @@ impl Pair {
     }
 
     pub fn deliver_to(&mut self, to: Side, message: &[u8]) {
+        self.deliver_with(to, message, None);
+    }
+
+    /// `invalidated`: the handle that the device of the receiver has invalidated with it.
+    pub fn deliver_with(&mut self, to: Side, message: &[u8], invalidated: Option<Handle>) {
         match (to, v1::decode(message)) {
             (Client, Ok(header)) => {
                 if !matches!(header.body, Body::Error(_)) {
@@ -370,13 +392,12 @@ impl Pair {
             (Server, Ok(header)) => *self.unanswered.entry(header.xid.0).or_default() += 1,
             (_, Err(_)) => {}
         }
-        let mut buf = self.memory.message().unwrap();
-        buf.extend(message).unwrap();
+        let buf = self.buf(message);
         let End { engine, device, settings, .. } = self.end(to);
         assert!(device.receives > 0, "a Send without a posted Receive");
         assert!(message.len() <= settings.inline, "a Send of {} bytes overruns the Receive", message.len());
         device.receives -= 1;
-        engine.handle_receive(buf, device);
+        engine.handle_receive(buf, invalidated, device);
         self.drain(to);
     }
 
@@ -579,7 +600,7 @@ impl Pair {
                 if let Body::Msg { chunks, .. } | Body::Nomsg { chunks } = header.body {
                     made.handles.extend(chunks.reads().map(|read| read.target.handle));
                     made.handles.extend(chunks.reply().iter().flat_map(|c| c.iter()).map(|s| s.handle));
-                    assert_eq!(chunks.write_count(), 0);
+                    made.handles.extend(chunks.writes().flat_map(|c| c.iter()).map(|s| s.handle));
                 }
                 self.outstanding.push(xid);
                 if self.foreign {
@@ -675,8 +696,19 @@ impl Pair {
     }
 }
 
-pub fn sizes(inline: usize) -> PrivateData {
-    PrivateData { remote_invalidation: false, send_size: inline, receive_size: inline }
+pub fn bindings() -> Arc<Registry> {
+    Arc::new(Registry::built_in())
+}
+
+/// What a peer with these settings says of itself.
+pub fn sizes(settings: Settings) -> PrivateData {
+    let Settings { remote_invalidation, inline, .. } = settings;
+    PrivateData { remote_invalidation, send_size: inline, receive_size: inline }
+}
+
+/// A reply of at most so many bytes.
+pub fn reply_of(max: usize) -> Expect {
+    Expect::Reply { max, places: Vec::new() }
 }
 
 pub fn bytes(regions: &[Region]) -> Vec<u8> {

@@ -1,0 +1,82 @@
+/* copies.c: preloaded, counts the bytes that memcpy and memmove move in a process, whoever calls them across a library's
+ * border: libtirpc, librpcrdma, the program. What glibc does inside itself does not come here. A process that is sent
+ * SIGUSR1, and one that ends, writes the number into the file that COPIES names. */
+#define _GNU_SOURCE
+#include <fcntl.h>
+#include <signal.h>
+#include <stdatomic.h>
+#include <stddef.h>
+#include <stdint.h>
+#include <stdlib.h>
+#include <unistd.h>
+
+static _Atomic uint64_t copied;
+
+uint64_t bench_copied(void)
+{
+    return atomic_load_explicit(&copied, memory_order_relaxed);
+}
+
+static void count(size_t bytes)
+{
+    atomic_fetch_add_explicit(&copied, bytes, memory_order_relaxed);
+}
+
+/* No call of memcpy hides in a string instruction. */
+static void forwards(char *to, const char *from, size_t bytes)
+{
+    __asm__ volatile("rep movsb" : "+D"(to), "+S"(from), "+c"(bytes) : : "memory");
+}
+
+void *memcpy(void *restrict to, const void *restrict from, size_t bytes)
+{
+    count(bytes);
+    forwards(to, from, bytes);
+    return to;
+}
+
+void *memmove(void *to, const void *from, size_t bytes)
+{
+    count(bytes);
+    char *t = to;
+    const char *f = from;
+    if ((uintptr_t)t - (uintptr_t)f >= bytes) {
+        forwards(t, f, bytes);
+    } else {
+        while (bytes-- > 0)
+            ((volatile char *)t)[bytes] = f[bytes];
+    }
+    return to;
+}
+
+/* Async-signal-safe, and without a copy of its own. */
+static void report(int signal)
+{
+    (void)signal;
+    const char *path = getenv("COPIES");
+    int fd = path == NULL ? -1 : open(path, O_WRONLY | O_CREAT | O_TRUNC, 0666);
+    if (fd < 0)
+        return;
+    char digits[24];
+    size_t at = sizeof digits;
+    digits[--at] = '\n';
+    uint64_t n = bench_copied();
+    do
+        digits[--at] = (char)('0' + n % 10);
+    while ((n /= 10) > 0);
+    if (write(fd, digits + at, sizeof digits - at) < 0)
+        abort();
+    close(fd);
+}
+
+__attribute__((constructor)) static void begin(void)
+{
+    struct sigaction action = {.sa_handler = report, .sa_flags = SA_RESTART};
+    if (getenv("COPIES") != NULL)
+        sigaction(SIGUSR1, &action, NULL);
+}
+
+__attribute__((destructor)) static void end(void)
+{
+    report(0);
+}

@@ -1,0 +1,176 @@
+//! An RPC message on its way out: bytes of our own, with parts that were left in the program's memory.
+#![forbid(unsafe_code)]
+
+use std::ops::Range;
+
+use super::{Buf, Loan, Region};
+
+/// An encoded message whose lent parts can still be copied in.
+///
+/// `body` is as long as the message and holds every byte at its position, except those of `lent`: there it has a hole
+/// of the same size. (A hole costs addresses, not pages.)
+///
+/// # Invariants
+/// - Lent parts are in stream order, do not overlap, and lie inside the body.
+pub struct Message {
+    body: Buf,
+    lent: Vec<(usize, Region)>,
+}
+
+impl Message {
+    /// A message of `body`, in which the bytes of `lent` are still missing: `(position, bytes)` in stream order.
+    ///
+    /// # Panics
+    /// When the parts overlap or lie outside.
+    pub fn new(body: Buf, lent: Vec<(usize, Region)>) -> Message {
+        let mut end = 0;
+        for (at, part) in &lent {
+            assert!(*at >= end, "lent parts overlap");
+            end = at + part.len();
+        }
+        assert!(end <= body.len(), "a lent part lies outside its message");
+        Message { body, lent }
+    }
+
+    /// Bytes of the message.
+    pub fn len(&self) -> usize {
+        self.body.len()
+    }
+
+    /// Whether it has no byte.
+    pub fn is_empty(&self) -> bool {
+        self.body.is_empty()
+    }
+
+    /// The message with holes: for those who read headers and skip what was lent.
+    pub fn body(&self) -> &[u8] {
+        &self.body
+    }
+
+    /// Who must see that every loan of this message is over before its memory is the program's again.
+    pub fn loans(&self) -> Vec<Loan> {
+        self.lent.iter().map(|(_, part)| part.loan()).collect()
+    }
+
+    /// Copies the lent parts in for which `which` says so, by their position and length. Returns the bytes copied.
+    pub fn copy_in(&mut self, mut which: impl FnMut(usize, usize) -> bool) -> usize {
+        let mut copied = 0;
+        let body = &mut self.body;
+        self.lent.retain(|(at, part)| {
+            let copy = which(*at, part.len());
+            if copy {
+                body[*at..at + part.len()].copy_from_slice(part);
+                copied += part.len();
+            }
+            !copy
+        });
+        copied
+    }
+
+    /// Positions and lengths of the lent parts.
+    pub fn lent(&self) -> impl Iterator<Item = (usize, usize)> {
+        self.lent.iter().map(|(at, part)| (*at, part.len()))
+    }
+
+    /// Lengths of the pieces of memory that a range lies in, in order.
+    pub fn pieces(&self, range: Range<usize>) -> impl Iterator<Item = usize> {
+        let ends = self.lent().flat_map(|(at, len)| [at, at + len]).chain([self.len()]);
+        let mut from = range.start;
+        ends.filter_map(move |end| {
+            let end = end.min(range.end);
+            let len = end.checked_sub(from).filter(|len| *len > 0)?;
+            from = end;
+            Some(len)
+        })
+    }
+
+    /// The message with every lent part copied in.
+    pub fn into_body(mut self) -> Buf {
+        self.copy_in(|_, _| true);
+        self.body
+    }
+
+    /// Ends all changes.
+    pub fn freeze(self) -> Pieces {
+        Pieces { body: self.body.freeze(), lent: self.lent }
+    }
+}
+
+impl From<Buf> for Message {
+    fn from(body: Buf) -> Message {
+        Message { body, lent: Vec::new() }
+    }
+}
+
+/// A frozen [`Message`].
+pub struct Pieces {
+    body: Region,
+    lent: Vec<(usize, Region)>,
+}
+
+impl Pieces {
+    /// The regions that hold a range of the message, in order; none is empty.
+    ///
+    /// # Panics
+    /// When the range lies outside.
+    pub fn gather(&self, range: Range<usize>) -> Vec<Region> {
+        let Range { start: at, end } = range;
+        assert!(end <= self.body.len(), "a range that ends at {end} of {}", self.body.len());
+        let mut pieces = Vec::new();
+        let own = |from: usize, to: usize, pieces: &mut Vec<Region>| {
+            if from < to {
+                pieces.push(self.body.slice(from, to - from));
+            }
+        };
+        let mut next = at;
+        for (start, part) in &self.lent {
+            let (from, to) = ((*start).max(at), (start + part.len()).min(end));
+            if from < to {
+                own(next, from, &mut pieces);
+                pieces.push(part.slice(from - start, to - from));
+                next = to;
+            }
+        }
+        own(next, end, &mut pieces);
+        pieces
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn bytes(pieces: &[Region]) -> Vec<u8> {
+        pieces.iter().flat_map(|p| p.iter().copied()).collect()
+    }
+
+    fn message() -> Message {
+        let mut body = Buf::with_capacity(20).unwrap();
+        body.extend(&[b'.'; 20]).unwrap();
+        let part = |text: &[u8]| Region::copy_from(text).unwrap();
+        Message::new(body, vec![(0, part(b"abc")), (3, part(b"def")), (10, part(b"ghij"))])
+    }
+
+    #[test]
+    fn every_range_is_gathered_from_the_body_and_from_what_was_lent() {
+        let whole = b"abcdef....ghij......";
+        for at in 0..=20 {
+            for len in 0..=20 - at {
+                let pieces = message().freeze().gather(at..at + len);
+                assert_eq!(bytes(&pieces), whole[at..at + len]);
+                assert!(pieces.iter().all(|p| !p.is_empty()));
+                let lengths: Vec<usize> = pieces.iter().map(|p| p.len()).collect();
+                assert_eq!(message().pieces(at..at + len).collect::<Vec<_>>(), lengths);
+            }
+        }
+    }
+
+    #[test]
+    fn parts_that_are_copied_in_are_not_lent_any_more() {
+        let mut message = message();
+        assert_eq!(message.copy_in(|at, len| at == 3 || len == 4), 7);
+        assert_eq!(message.body()[3..], *b"def....ghij......");
+        assert_eq!(message.lent().collect::<Vec<_>>(), [(0, 3)]);
+        assert_eq!(bytes(&message.freeze().gather(0..20)), *b"abcdef....ghij......");
+    }
+}

@@ -1,0 +1,116 @@
+#!/bin/bash
+# placement.sh: a text binding places the data of a program that nobody changed. The file service of the demo copies
+# MIB MiB there and back over RDMA, without and with its binding; what is copied in user space is counted by a
+# preloaded library, and the log of the headers shows which chunks were used.
+here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
+. "$here/lib.sh"
+[ -r "$LIBRPCRDMA" ] || { FAIL "$LIBRPCRDMA is missing"; closing; }
+cd "$scratch" || exit 1
+: "${MIB:=16}"
+
+cp "$top"/examples/fileservice/* .
+for part in -h:fileservice.h -c:xdr.c -l:clnt.c -m:svc.c; do rpcgen -M ${part%%:*} -o ${part#*:} fileservice.x || exit 1; done
+flags="-O2 -I. $(pkg-config --cflags libtirpc)"
+libs=$(pkg-config --libs libtirpc)
+cc $flags -o fileserver fileserver.c svc.c xdr.c $libs && cc $flags -o filecopy filecopy.c clnt.c xdr.c $libs &&
+    cc -O2 -shared -fPIC -o copies.so "$top/bench/copies.c" || { FAIL "the programs do not build"; closing; }
+mkdir tree && head -c "${MIB}M" /dev/urandom >tree/big
+
+# run NAME BINDINGS: sets per_there, per_back to "client server": bytes copied per byte of data.
+run() {
+    local name=$1 prefix client before after
+    mkdir "$name"
+    prefix=(env LD_PRELOAD="$PWD/copies.so:$LIBRPCRDMA" RPCRDMA_REDIRECT=tcp RPCRDMA_FALLBACK=no RPCRDMA_BINDINGS="$2"
+        RPCRDMA_LOG=wire)
+    log=$name.server.log
+    start_ready "${prefix[@]}" COPIES="$name.server" ./fileserver -n tcp -a 127.0.0.1 -p 0 -d "$name" ||
+        { FAIL "$name: no server" "$log"; closing; }
+    counted() { rm -f "$name.server"; kill -USR1 "$server"; wait_for 10 test -s "$name.server"; cat "$name.server"; }
+    for way in there back; do
+        before=$(counted)
+        "${prefix[@]}" COPIES="$name.client" ./filecopy $([ $way = there ] || echo -r) -n tcp "127.0.0.1:$port" \
+            "$([ $way = there ] && echo tree || echo "$name.back")" >/dev/null 2>"$name.$way.log" ||
+            { FAIL "$name: copying $way" "$name.$way.log"; closing; }
+        after=$(counted)
+        client=$(cat "$name.client")
+        printf -v "per_$way" '%s' "$(awk -v c="$client" -v s="$((after - before))" -v n=$((MIB << 20)) \
+            'BEGIN { printf "%.3f %.3f", c / n, s / n }')"
+    done
+    stop "$server"
+    cmp -s tree/big "$name.back/big" || FAIL "$name: what came back is not what was sent"
+    printf '      %-8s copied per byte, client and server: there %s, back %s\n' "$name" "$per_there" "$per_back"
+}
+# about VALUE WANTED: the log copies a little too.
+about() { awk -v v="$1" -v w="$2" 'BEGIN { exit !(v > w - 0.05 && v < w + 0.05) }'; }
+
+# Without a binding: one copy at each end, as over tcp.
+run plain ''
+read -r c s <<<"$per_there"
+if about "$c" 1 && about "$s" 1; then ok "without a binding an argument is copied once at each end"; else FAIL "without a binding: there $per_there"; fi
+if grep -q ' > RDMA_MSG .* reads \[[1-9]' plain.there.log || grep -q ' > .* writes \[\[0x' plain.back.log; then
+    FAIL "chunks without a binding" plain.there.log
+else
+    ok "without a binding nothing is placed"
+fi
+
+run bound "$PWD/fileservice.conf"
+read -r c s <<<"$per_there"
+if about "$c" 0 && about "$s" 1; then ok "a bound argument is not copied at the client, and once at the server"; else FAIL "bound: there $per_there"; fi
+read -r c s <<<"$per_back"
+if about "$c" 1 && about "$s" 0; then ok "a bound result is not copied at the server, and once at the client"; else FAIL "bound: back $per_back"; fi
+# FS_WRITE: the path "big" is 8 bytes, so the data begins behind 40 + 8 + 8 + 4 + 4 bytes.
+if grep -q ' > RDMA_MSG .* reads \[64:0x[0-9a-f+x]*:1048576\]' bound.there.log; then ok "an argument travels in a Read chunk"; else FAIL "no Read chunk" bound.there.log; fi
+if grep -Eq ' < RDMA_MSG .* writes \[.*:1048576' bound.back.log; then ok "a result travels in a Write chunk"; else FAIL "no Write chunk" bound.back.log; fi
+last=$(grep -E ' > RDMA_(NO)?MSG ' bound.back.log | tail -n 2 | head -n 1)
+if grep -Eq 'writes \[\[0x.* reply none' <<<"$last"; then ok "once the server has shown its binding, no Reply chunk is offered"; else FAIL "a Reply chunk to the end: $last"; fi
+
+# A binding at one end only breaks nothing.
+for end in client server; do
+    mkdir "$end" && log=$end.log
+    bound=(env LD_PRELOAD="$LIBRPCRDMA" RPCRDMA_REDIRECT=tcp RPCRDMA_FALLBACK=no RPCRDMA_LOG=warn RPCRDMA_BINDINGS="$PWD/fileservice.conf")
+    plain=("${bound[@]}" RPCRDMA_BINDINGS=)
+    declare -n at_server=$([ $end = server ] && echo bound || echo plain) at_client=$([ $end = client ] && echo bound || echo plain)
+    start_ready "${at_server[@]}" ./fileserver -n tcp -a 127.0.0.1 -p 0 -d "$end" || { FAIL "$end: no server" "$log"; closing; }
+    if "${at_client[@]}" ./filecopy -n tcp "127.0.0.1:$port" tree >/dev/null 2>>"$log" &&
+        "${at_client[@]}" ./filecopy -r -n tcp "127.0.0.1:$port" "$end.back" >/dev/null 2>>"$log" &&
+        cmp -s tree/big "$end.back/big"; then
+        ok "a binding at the $end only"
+    else
+        FAIL "a binding at the $end only" "$log"
+    fi
+    stop "$server"
+done
+if grep -q 'the server has no binding' client.log; then ok "a client says that its server has no binding"; else FAIL "no word of it" client.log; fi
+
+# A line that is wrong is left out with a reason; the others count.
+{ cat fileservice.conf; echo '0x20004653 1 3 arguments=sting,int'; } >wrong.conf
+mkdir wrong && log=wrong.log
+start_ready env LD_PRELOAD="$LIBRPCRDMA" RPCRDMA_REDIRECT=tcp RPCRDMA_LOG=error RPCRDMA_BINDINGS="$PWD/wrong.conf,$PWD/none.conf" \
+    ./fileserver -n tcp -a 127.0.0.1 -p 0 -d wrong || { FAIL "wrong: no server" "$log"; closing; }
+env LD_PRELOAD="$LIBRPCRDMA" RPCRDMA_REDIRECT=tcp RPCRDMA_LOG=wire RPCRDMA_BINDINGS="$PWD/wrong.conf" \
+    ./filecopy -n tcp "127.0.0.1:$port" tree >/dev/null 2>"$log.client"
+if grep -q 'wrong.conf:5: .*sting' "$log" && grep -q 'none.conf' "$log"; then ok "a wrong line and a missing file are named"; else FAIL "a wrong binding is not named" "$log"; fi
+if grep -q ' > RDMA_MSG .* reads \[64:' "$log.client"; then ok "the other lines count"; else FAIL "a wrong line takes the others with it" "$log.client"; fi
+stop "$server"
+
+# The C API.
+build=$(dirname "$LIBRPCRDMA")
+report() { # NAME COMMAND...
+    local name=$1 line; shift
+    "$@" >out 2>err
+    local status=$?
+    while read -r line; do ok "$name: ${line#ok    }"; done <out
+    [ "$status" -eq 0 ] && [ ! -s err ] || FAIL "$name ends well and in silence (status $status)" err
+}
+if cc -g -Wall -Wextra -Werror -Wno-cast-function-type -o placement "$top/c-tests/placement.c" -I"$top/include" \
+    $(pkg-config --cflags libtirpc) -L"$build" -Wl,-rpath,"$build" -lrpcrdma $(pkg-config --libs libtirpc) 2>cc.log; then
+    report placement.c ./placement
+    if command -v valgrind >/dev/null; then
+        report valgrind env RPCRDMA_POLL=0 valgrind -q --error-exitcode=9 --child-silent-after-fork=yes ./placement
+    else
+        skip "placement.c under valgrind" "not installed"
+    fi
+else
+    FAIL "placement.c compiles" cc.log
+fi
+closing

@@ -15,6 +15,7 @@
 
 use std::collections::HashMap;
 use std::fmt;
+use std::ops::Range;
 use std::sync::{Arc, RwLock};
 
 use crate::error::{Error, Kind};
@@ -90,6 +91,13 @@ pub struct Item {
     pub position: usize,
     /// Bytes, without pad.
     pub length: usize,
+}
+
+impl Item {
+    /// Its bytes in the stream.
+    pub fn range(&self) -> Range<usize> {
+        self.position..self.position.saturating_add(self.length)
+    }
 }
 
 /// What a binding says of a Call.
@@ -510,6 +518,3 @@ impl Registry {
         Ok(())
     }
 }
-
-#[cfg(test)]
-mod tests;

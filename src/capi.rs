@@ -417,8 +417,14 @@ pub unsafe extern "C" fn rpcrdma_walk_item(walk: *mut rpcrdma_walk) -> bool_t {
 /// As rpcrdma_walk_skip().
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn rpcrdma_walk_result(walk: *mut rpcrdma_walk, most: usize) -> bool_t {
-    // SAFETY: by the contract.
-    guard(|| Ok(unsafe { step(walk, |walk| Ok(walk.result(most))) }.is_some().into()))
+    guard(|| {
+        let said = |walk: &mut Walk<'_>| {
+            walk.result(most);
+            Ok(())
+        };
+        // SAFETY: by the contract.
+        Ok(unsafe { step(walk, said) }.is_some().into())
+    })
 }
 
 /// While walking arguments: the results have at most `bytes` bytes more. Without any such word their length is not
@@ -428,8 +434,14 @@ pub unsafe extern "C" fn rpcrdma_walk_result(walk: *mut rpcrdma_walk, most: usiz
 /// As rpcrdma_walk_skip().
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn rpcrdma_walk_reply(walk: *mut rpcrdma_walk, bytes: usize) -> bool_t {
-    // SAFETY: by the contract.
-    guard(|| Ok(unsafe { step(walk, |walk| Ok(walk.reply(bytes))) }.is_some().into()))
+    guard(|| {
+        let said = |walk: &mut Walk<'_>| {
+            walk.reply(bytes);
+            Ok(())
+        };
+        // SAFETY: by the contract.
+        Ok(unsafe { step(walk, said) }.is_some().into())
+    })
 }
 
 /// The local address of a TCP socket.

@@ -534,7 +534,7 @@ impl Connection {
             }
         }
         for item in &plan.reduced {
-            for source in pieces.gather(item.position..item.position + item.length) {
+            for source in pieces.gather(item.range()) {
                 expose(item.position, source, call)?;
             }
         }

@@ -822,7 +822,7 @@ mod tests {
     fn no_bytes_may_be_lent_from_nowhere() {
         // SAFETY: no byte is named.
         let region = unsafe { Region::lend(std::ptr::null(), 0) };
-        assert!(region.is_empty() && region[..] == [] && region.iovec(0, 0).is_some());
+        assert!(region.is_empty() && region.iovec(0, 0).is_some());
     }
 
     #[test]

@@ -96,7 +96,7 @@ pub fn plan_call(message: &mut Message, needs: Needs<'_>, limits: Limits) -> Res
     items.truncate(if many { CHUNKS_MAX } else { 1 });
     let mut rest = total;
     for item in items {
-        let n = pieces(message, &[item.position..item.position + item.length], max_segment);
+        let n = pieces(message, std::slice::from_ref(&item.range()), max_segment);
         if header + rest <= send || n > SEGMENTS_MAX {
             break;
         }
@@ -113,7 +113,7 @@ pub fn plan_call(message: &mut Message, needs: Needs<'_>, limits: Limits) -> Res
     }
     plan.reduced.sort_by_key(|item| item.position);
     let reduced = &plan.reduced;
-    let stays = |at: usize| !reduced.iter().any(|i| (i.position..i.position + i.length).contains(&at));
+    let stays = |at: usize| !reduced.iter().any(|i| i.range().contains(&at));
     let long = plan.long;
     plan.copied = message.copy_in(|at, len| stays(at) && (!long || len < PIECE_MIN));
     if long {
@@ -270,12 +270,12 @@ pub fn plan_reply(
         }
         // RFC 8166 §3.4.6.2: "A Responder MUST NOT write XDR roundup padding into a Write chunk, even if the Requester
         // made space available for it."
-        *returned = fill(offered, &[item.position..item.position + item.length], max_transfer, &mut pushes);
+        *returned = fill(offered, std::slice::from_ref(&item.range()), max_transfer, &mut pushes);
         reduced.push(*item);
     }
     let rest = rest_of(total, &reduced);
     let left: usize = rest.iter().map(Range::len).sum();
-    let stays = |at: usize| !reduced.iter().any(|i| (i.position..i.position + i.length).contains(&at));
+    let stays = |at: usize| !reduced.iter().any(|i| i.range().contains(&at));
     if v1::header_len(&lists) + left <= send {
         let copied = message.copy_in(|at, _| stays(at));
         return Ok(ReplyPlan { lists, pushes, inline: Some(rest), copied });
@@ -317,7 +317,7 @@ fn room(chunk: &[Segment]) -> u64 {
 /// RFC 8166 §3.4.6: "filling the chunk contiguously and in segment array order until that data item has been completely
 /// written to the Requester. The Responder MUST copy the segment count and all segments".
 fn fill(offered: &[Segment], ranges: &[Range<usize>], max: usize, pushes: &mut Vec<Push>) -> Vec<Segment> {
-    let mut ranges = ranges.iter().cloned().filter(|range| !range.is_empty());
+    let mut ranges = ranges.iter().filter(|range| !range.is_empty()).cloned();
     let mut current = ranges.next();
     let mut returned = Vec::with_capacity(offered.len());
     for segment in offered {
@@ -348,7 +348,8 @@ fn push(segment: &Segment, at: usize, range: Range<usize>, max: usize, pushes: &
         // An offset is opaque: one that wraps is the peer's mistake, found by its device.
         let offset = segment.offset.wrapping_add((at + done) as u64);
         let to = Segment { length: length as u32, offset, ..*segment };
-        pushes.push(Push { from: vec![range.start + done..range.start + done + length], to });
+        let from = range.start + done..range.start + done + length;
+        pushes.push(Push { from: Vec::from([from]), to });
     }
 }
 
@@ -567,6 +568,7 @@ pub fn restore(stream: Vec<Region>, placed: &[Placed], chunks: &[Vec<Region>], p
 }
 
 #[cfg(test)]
+#[allow(clippy::single_range_in_vec_init)]
 mod tests {
     use super::*;
     use crate::wire::Handle;

@@ -12,7 +12,8 @@
 //!
 //! # Invariants
 //! - A lock is never held while sleeping, except to replace a connection without credits, and no C code of the
-//!   program runs under it.
+//!   program runs under it but the walks of bindings, which call nothing.
+//! - Memory of the program that a call or a reply lends is not used any more when the call or the reply is over.
 //! - After every input to the engine its output is drained (`Link::pump`).
 #![forbid(unsafe_code)]
 

@@ -60,7 +60,8 @@ const TURN: u32 = 64;
 /// The pools that all software connections of the process share.
 pub fn memory(config: &Config) -> Arc<Memory> {
     static MEMORY: OnceLock<Arc<Memory>> = OnceLock::new();
-    MEMORY.get_or_init(|| Memory::new(config.inline, config.max_reply + REPLY_HEADER)).clone()
+    let new = || Memory::new(config.inline, config.max_reply + REPLY_HEADER, 4 * config.max_call);
+    MEMORY.get_or_init(new).clone()
 }
 
 /// Room for the header of an RPC reply beside its results: 24 bytes and a verifier of at most 400 (RFC 5531 §9),

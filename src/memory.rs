@@ -13,10 +13,14 @@
 //! A block comes from a [`Pool`] and goes back to it when its last holder is dropped, so no completion is needed
 //! to recycle a sent message. Blocks are anonymous mappings made with MAP_NORESERVE: untouched pages cost nothing.
 //!
+//! Memory of the program takes the same forms for a time: [`Region::lend`] and [`Sink::lend`] wrap it, and a
+//! [`Loan`] tells when nobody names it any more. It never becomes a `Buf`, which could grow.
+//!
 //! # Invariants
-//! - A `Buf` is the only holder of its block.
+//! - A `Buf` is the only holder of its block, which is ours.
 //! - `start + len <= capacity` of the block, always.
 //! - While a block has a `Sink`, no slice of it exists.
+//! - A `Loan` never makes another holder of its block.
 #![allow(unsafe_code)]
 
 use std::fmt;
@@ -24,7 +28,7 @@ use std::io;
 use std::marker::PhantomData;
 use std::ops::{Deref, DerefMut};
 use std::ptr::NonNull;
-use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
+use std::sync::atomic::{AtomicUsize, Ordering, Ordering::Relaxed, fence};
 use std::sync::{Arc, Mutex, Weak};
 
 /// Granularity of blocks, in bytes.
@@ -63,7 +67,7 @@ impl Pool {
             Some(raw) => raw,
             None => RawBlock::map(self.capacity)?,
         };
-        let block = Block { raw, pool: Arc::downgrade(self), charged: 0 };
+        let block = Block { raw, pool: Arc::downgrade(self), charge: None };
         Ok(Buf { block: Arc::new(block), len: 0 })
     }
 
@@ -81,15 +85,22 @@ pub struct Memory {
     slab: Arc<Pool>,
     message: Arc<Pool>,
     areas: Arc<Pool>,
+    exposed: Arc<Held>,
+    staged: Arc<Held>,
+    staging_max: usize,
 }
 
 impl Memory {
-    /// Pools for Receives of `receive` bytes and Reply chunks of `reply` bytes.
-    pub fn new(receive: usize, reply: usize) -> Arc<Memory> {
+    /// Pools for Receives of `receive` bytes and Reply chunks of `reply` bytes; at most `staging_max` bytes are
+    /// staged at a time.
+    pub fn new(receive: usize, reply: usize, staging_max: usize) -> Arc<Memory> {
         Arc::new(Memory {
             slab: Pool::new(receive.max(PAGE), receive.max(PAGE), 1024),
             message: Pool::new(MESSAGE, WARM, 8),
             areas: Pool::new(reply.max(AREA_LATE), WARM, 8),
+            exposed: Arc::default(),
+            staged: Arc::default(),
+            staging_max,
         })
     }
 
@@ -109,25 +120,60 @@ impl Memory {
         self.message.take()
     }
 
+    /// A block with room for `len` bytes of a message whose length somebody else chose. `None` when the process
+    /// would hold more than `staging_max` bytes of them then; but one, of any length, may always be held.
+    ///
+    /// # Errors
+    /// `ENOMEM`.
+    pub fn staging(&self, len: usize) -> io::Result<Option<Buf>> {
+        let Some(charge) = self.staged.charge(len, self.staging_max.max(len)) else { return Ok(None) };
+        let mut buf = self.message()?;
+        buf.reserve(len)?;
+        buf.charge(charge);
+        Ok(Some(buf))
+    }
+
     /// A Reply chunk of `len` bytes. Costs nothing until the peer writes into it. When the process has more than
     /// [`AREAS_MAX`] bytes of them exposed, it is only [`AREA_LATE`] bytes long.
     ///
     /// # Errors
     /// `ENOMEM`.
     pub fn reply_area(&self, len: usize) -> io::Result<Sink> {
-        let crowded = AREAS.load(Relaxed).saturating_add(len) > AREAS_MAX;
-        let len = if crowded { len.min(AREA_LATE) } else { len };
+        let late = len.min(AREA_LATE);
+        let charge = self.exposed.charge(len, AREAS_MAX).or_else(|| self.exposed.charge(late, usize::MAX));
+        let charge = charge.ok_or_else(|| io::Error::from_raw_os_error(libc::ENOMEM))?;
+        let len = charge.bytes;
         let mut buf = self.areas.take()?;
         buf.reserve(len)?;
-        let block = Arc::get_mut(&mut buf.block).expect("a Buf is the only holder of its block");
-        block.charged = len;
-        AREAS.fetch_add(len, Relaxed);
+        buf.charge(charge);
         Ok(buf.into_sink(len))
     }
 }
 
-/// Bytes of Reply chunks that the process has exposed.
-static AREAS: AtomicUsize = AtomicUsize::new(0);
+/// Bytes of one kind that the blocks of a [`Memory`] hold.
+#[derive(Default)]
+struct Held(AtomicUsize);
+
+impl Held {
+    /// Counts `bytes` more, unless they would be above `most` in all.
+    fn charge(self: &Arc<Held>, bytes: usize, most: usize) -> Option<Charge> {
+        let add = |held: usize| held.checked_add(bytes).filter(|sum| *sum <= most);
+        self.0.fetch_update(Relaxed, Relaxed, add).ok()?;
+        Some(Charge { held: self.clone(), bytes })
+    }
+}
+
+/// Bytes counted in a [`Held`] while this lives.
+struct Charge {
+    held: Arc<Held>,
+    bytes: usize,
+}
+
+impl Drop for Charge {
+    fn drop(&mut self) {
+        self.held.0.fetch_sub(self.bytes, Relaxed);
+    }
+}
 
 /// Most bytes of Reply chunks of full length that a process exposes at a time.
 pub const AREAS_MAX: usize = 256 << 20;
@@ -151,7 +197,7 @@ impl Buf {
     /// A `Buf` outside any pool, for tests and rare uses.
     pub fn with_capacity(capacity: usize) -> io::Result<Buf> {
         let raw = RawBlock::map(round_up(capacity.max(1)))?;
-        Ok(Buf { block: Arc::new(Block { raw, pool: Weak::new(), charged: 0 }), len: 0 })
+        Ok(Buf { block: Arc::new(Block { raw, pool: Weak::new(), charge: None }), len: 0 })
     }
 
     /// Bytes in use.
@@ -178,8 +224,7 @@ impl Buf {
             return Ok(());
         }
         let want = round_up(cap).max(self.capacity().saturating_mul(2));
-        let block = Arc::get_mut(&mut self.block).expect("a Buf is the only holder of its block");
-        block.raw.grow(want)
+        self.block_mut().raw.grow(want)
     }
 
     /// Sets the number of bytes in use; bytes never written before read as zero or as left by an earlier user.
@@ -189,8 +234,7 @@ impl Buf {
     pub fn set_len(&mut self, len: usize) {
         assert!(len <= self.capacity(), "set_len({len}) above capacity {}", self.capacity());
         self.len = len;
-        let block = Arc::get_mut(&mut self.block).expect("a Buf is the only holder of its block");
-        block.raw.touch(len);
+        self.block.raw.touch(len);
     }
 
     /// Appends bytes, growing as needed.
@@ -203,6 +247,15 @@ impl Buf {
         self.set_len(at + bytes.len());
         self[at..].copy_from_slice(bytes);
         Ok(())
+    }
+
+    /// The block counts as `charge` until its last holder goes.
+    fn charge(&mut self, charge: Charge) {
+        self.block_mut().charge = Some(charge);
+    }
+
+    fn block_mut(&mut self) -> &mut Block {
+        Arc::get_mut(&mut self.block).expect("a Buf is the only holder of its block")
     }
 
     /// Freezes the bytes in use: from here on everybody reads and nobody writes.
@@ -252,6 +305,28 @@ pub struct Sink {
 }
 
 impl Sink {
+    /// Memory of the program, for a device to write. Where `len` is 0, `bytes` may be null.
+    ///
+    /// # Safety
+    /// Until the last clone and part is gone, and the last clone and slice of the Region that it may become:
+    /// `bytes .. bytes + len` stays valid for reads and writes on any thread, nobody else writes it, and, as long
+    /// as it is a Sink, nobody else reads it, another loan included.
+    pub unsafe fn lend(bytes: *mut u8, len: usize) -> Sink {
+        // SAFETY: as the caller promises.
+        let block = unsafe { Block::lend(bytes, len) };
+        Sink { block, start: 0, len }
+    }
+
+    /// Tells when nobody names the memory any more.
+    pub fn loan(&self) -> Loan {
+        Loan { block: Arc::downgrade(&self.block) }
+    }
+
+    /// Whether it is memory of the program.
+    pub fn is_lent(&self) -> bool {
+        self.block.raw.lent
+    }
+
     /// Bytes that the device may write.
     pub fn len(&self) -> usize {
         self.len
@@ -271,21 +346,40 @@ impl Sink {
         Sink { block: self.block.clone(), start: self.start + at, len }
     }
 
-    /// Takes the memory back, `len` bytes in use, if nobody else holds it any more.
+    /// Takes the memory back, `len` bytes in use, if it is ours and nobody else holds it any more.
     ///
     /// # Errors
-    /// Returns the `Sink` unchanged while a device still holds a clone.
+    /// Returns the `Sink` unchanged while a device still holds a clone, or somebody a [`Loan`], and if it is lent.
     ///
     /// # Panics
     /// When `len` is above the sink's length, or the sink is a part.
     pub fn into_buf(self, len: usize) -> Result<Buf, Sink> {
         assert!(len <= self.len && self.start == 0, "into_buf({len}) of {self:?}");
         let mut sink = self;
-        if Arc::get_mut(&mut sink.block).is_none() {
+        if sink.is_lent() || Arc::get_mut(&mut sink.block).is_none() {
             return Err(sink);
         }
         // INVARIANT: `get_mut` succeeded, so this is the only holder: a Buf may exist.
         Ok(Buf { block: sink.block, len })
+    }
+
+    /// Freezes the first `len` bytes, if nobody else holds the memory any more, be it ours or lent. A [`Loan`]
+    /// does not count as a holder.
+    ///
+    /// # Errors
+    /// Returns the `Sink` unchanged while a device still holds a clone, and if it is a part from further on.
+    ///
+    /// # Panics
+    /// When `len` is above the sink's length.
+    pub fn into_region(self, len: usize) -> Result<Region, Sink> {
+        assert!(len <= self.len, "into_region({len}) of {self:?}");
+        if self.start != 0 || Arc::strong_count(&self.block) != 1 {
+            return Err(self);
+        }
+        // What the last other holder placed, on whatever thread, is seen from here on.
+        fence(Ordering::Acquire);
+        // INVARIANT: a Loan makes no holder, so `self` was the only one: no Sink is left, and slices may exist.
+        Ok(Region { block: self.block, start: 0, len })
     }
 
     /// Places bytes, as a device does: raw copy, no slice of the memory is made. False when they do not fit.
@@ -296,10 +390,10 @@ impl Sink {
             return false;
         }
         self.block.raw.touch(self.start + end);
-        // SAFETY: `at <= end <= len` and `start + len <= cap` (invariant): the address stays inside the mapping.
+        // SAFETY: `at <= end <= len` and `start + len <= cap` (invariant): the address stays inside the block.
         let to = unsafe { self.block.raw.ptr.as_ptr().add(self.start + at) };
-        // SAFETY: `to .. to + bytes.len()` is inside the mapping (checked), and `bytes` cannot overlap it: no slice
-        // of a block exists while it has a Sink (invariant).
+        // SAFETY: `to .. to + bytes.len()` is inside the block (checked), and `bytes` cannot overlap it: no slice
+        // of a block exists while it has a Sink (invariant), nor one of the program's into memory lent as a Sink.
         unsafe { std::ptr::copy_nonoverlapping(bytes.as_ptr(), to, bytes.len()) };
         true
     }
@@ -312,9 +406,9 @@ impl Sink {
         let mut done = 0;
         while done < len {
             let n = (len - done).min(chunk.len());
-            // SAFETY: `at + done + n <= len` (asserted) and `start + len <= cap` (invariant): inside the mapping.
+            // SAFETY: `at + done + n <= len` (asserted) and `start + len <= cap` (invariant): inside the block.
             let from = unsafe { self.block.raw.ptr.as_ptr().add(self.start + at + done) };
-            // SAFETY: `from .. from + n` is inside the mapping, `chunk` is our own stack.
+            // SAFETY: `from .. from + n` is inside the block, `chunk` is our own stack.
             unsafe { std::ptr::copy_nonoverlapping(from, chunk.as_mut_ptr(), n) };
             crc = crc32c::crc32c_append(crc, &chunk[..n]);
             done += n;
@@ -328,7 +422,7 @@ impl Sink {
             return None;
         }
         self.block.raw.touch(self.start + at + len);
-        // SAFETY: `at <= len` and `start + len <= cap` (invariant): inside the mapping.
+        // SAFETY: `at <= len` and `start + len <= cap` (invariant): inside the block.
         let base = unsafe { self.block.raw.ptr.as_ptr().add(self.start + at) };
         Some(IoVecMut { raw: libc::iovec { iov_base: base.cast(), iov_len: len }, life: PhantomData })
     }
@@ -356,6 +450,35 @@ impl Region {
         Ok(buf.freeze())
     }
 
+    /// Memory of the program, to be read. Where `len` is 0, `bytes` may be null.
+    ///
+    /// # Safety
+    /// Until the last clone and slice is gone, `bytes .. bytes + len` stays valid for reads on any thread, and
+    /// nobody changes it.
+    pub unsafe fn lend(bytes: *const u8, len: usize) -> Region {
+        // SAFETY: as the caller promises; a Region, which this stays, is never written.
+        let block = unsafe { Block::lend(bytes.cast_mut(), len) };
+        Region { block, start: 0, len }
+    }
+
+    /// Tells when nobody names the memory any more.
+    pub fn loan(&self) -> Loan {
+        Loan { block: Arc::downgrade(&self.block) }
+    }
+
+    /// Whether it is memory of the program.
+    pub fn is_lent(&self) -> bool {
+        self.block.raw.lent
+    }
+
+    /// The region itself, or a copy in memory of our own if it is lent.
+    ///
+    /// # Errors
+    /// `ENOMEM`.
+    pub fn owned(&self) -> io::Result<Region> {
+        if self.is_lent() { Region::copy_from(self) } else { Ok(self.clone()) }
+    }
+
     /// Bytes in the region.
     pub fn len(&self) -> usize {
         self.len
@@ -380,7 +503,7 @@ impl Region {
         if at.checked_add(len)? > self.len {
             return None;
         }
-        // SAFETY: `start + at <= start + len <= cap` (invariant): inside the mapping.
+        // SAFETY: `start + at <= start + len <= cap` (invariant): inside the block.
         let base = unsafe { self.block.raw.ptr.as_ptr().add(self.start + at) };
         Some(IoVec { raw: libc::iovec { iov_base: base.cast(), iov_len: len }, life: PhantomData })
     }
@@ -389,9 +512,10 @@ impl Region {
 impl Deref for Region {
     type Target = [u8];
     fn deref(&self) -> &[u8] {
-        // SAFETY: `start <= cap` (invariant): inside the mapping.
+        // SAFETY: `start <= cap` (invariant): inside the block.
         let base = unsafe { self.block.raw.ptr.as_ptr().add(self.start) };
-        // SAFETY: `start + len <= cap` (invariant), and a frozen block is written by nobody.
+        // SAFETY: `start + len <= cap` (invariant), and a frozen block is written by nobody; of memory that is lent
+        // its lender promised that.
         unsafe { std::slice::from_raw_parts(base, self.len) }
     }
 }
@@ -399,6 +523,21 @@ impl Deref for Region {
 impl fmt::Debug for Region {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "Region({})", self.len)
+    }
+}
+
+/// Kept by whoever lent memory, to know when it is his alone again. Taking it makes no holder.
+pub struct Loan {
+    block: Weak<Block>,
+}
+
+impl Loan {
+    /// Whether the last holder of the memory is gone; what it read or wrote there happened before.
+    pub fn is_over(&self) -> bool {
+        let over = self.block.strong_count() == 0;
+        // Pairs with the release of the last holder, which may have gone on another thread.
+        fence(Ordering::Acquire);
+        over
     }
 }
 
@@ -458,19 +597,28 @@ impl<'a> IoVecMut<'a> {
     }
 }
 
-/// A mapping and the pool that it returns to.
+/// A mapping and the pool that it returns to, or lent memory.
 struct Block {
     raw: RawBlock,
     pool: Weak<Pool>,
-    /// Bytes counted in [`AREAS`].
-    charged: usize,
+    /// What the block counts as held, until its last holder goes.
+    charge: Option<Charge>,
+}
+
+impl Block {
+    /// A block of lent memory.
+    ///
+    /// # Safety
+    /// As [`Region::lend`]; and as [`Sink::lend`] if it becomes a Sink.
+    unsafe fn lend(bytes: *mut u8, len: usize) -> Arc<Block> {
+        let ptr = NonNull::new(bytes).unwrap_or(NonNull::dangling());
+        let raw = RawBlock { ptr, cap: len, lent: true, touched: AtomicUsize::new(len) };
+        Arc::new(Block { raw, pool: Weak::new(), charge: None })
+    }
 }
 
 impl Drop for Block {
     fn drop(&mut self) {
-        if self.charged > 0 {
-            AREAS.fetch_sub(self.charged, Relaxed);
-        }
         if let Some(pool) = self.pool.upgrade() {
             let raw = std::mem::replace(&mut self.raw, RawBlock::empty());
             pool.give_back(raw);
@@ -478,23 +626,26 @@ impl Drop for Block {
     }
 }
 
-/// An anonymous mapping. `cap` 0 means none.
+/// An anonymous mapping of our own, or memory of the program. `cap` 0 means none.
 struct RawBlock {
     ptr: NonNull<u8>,
     cap: usize,
+    /// Not ours to unmap, trim or move. Such a block is in no pool and never a Buf.
+    lent: bool,
     /// Highest byte that may have been written: what lies above has no pages.
     touched: AtomicUsize,
 }
 
-// SAFETY: a RawBlock owns its mapping; the pointer is used through Buf (exclusive), Region (read only) and Sink (raw
-// copies by one device at a time under the connection's lock), never shared without them.
+// SAFETY: a RawBlock owns its mapping, or its lender promised that any thread may use it; the pointer is used
+// through Buf (exclusive), Region (read only) and Sink (raw copies by one device at a time under the connection's
+// lock), never shared without them.
 unsafe impl Send for RawBlock {}
 // SAFETY: as above; `&RawBlock` gives no access to the bytes outside those three types.
 unsafe impl Sync for RawBlock {}
 
 impl RawBlock {
     const fn empty() -> RawBlock {
-        RawBlock { ptr: NonNull::dangling(), cap: 0, touched: AtomicUsize::new(0) }
+        RawBlock { ptr: NonNull::dangling(), cap: 0, lent: false, touched: AtomicUsize::new(0) }
     }
 
     fn map(cap: usize) -> io::Result<RawBlock> {
@@ -513,7 +664,7 @@ impl RawBlock {
             return Err(io::Error::last_os_error());
         }
         let ptr = NonNull::new(ptr.cast()).ok_or_else(|| io::Error::from_raw_os_error(libc::ENOMEM))?;
-        Ok(RawBlock { ptr, cap, touched: AtomicUsize::new(0) })
+        Ok(RawBlock { ptr, cap, lent: false, touched: AtomicUsize::new(0) })
     }
 
     fn grow(&mut self, cap: usize) -> io::Result<()> {
@@ -548,8 +699,8 @@ impl RawBlock {
 
 impl Drop for RawBlock {
     fn drop(&mut self) {
-        if self.cap != 0 {
-            // SAFETY: `ptr, cap` is our own whole mapping, and its last holder is going.
+        if self.cap != 0 && !self.lent {
+            // SAFETY: not lent, so `ptr, cap` is our own whole mapping, and its last holder is going.
             unsafe { libc::munmap(self.ptr.as_ptr().cast(), self.cap) };
         }
     }
@@ -559,9 +710,147 @@ fn round_up(n: usize) -> usize {
     n.next_multiple_of(PAGE)
 }
 
+/// Memory of a program, for tests in safe code: it can be looked at and changed only while none of it is lent. It
+/// is never freed, so that a loan that does not end is no more than a failed test.
+#[cfg(test)]
+pub(crate) struct Program {
+    start: NonNull<u8>,
+    len: usize,
+    loan: Option<Loan>,
+}
+
+#[cfg(test)]
+impl Program {
+    pub(crate) fn new(bytes: &[u8]) -> Program {
+        let bytes = Box::leak(Box::<[u8]>::from(bytes));
+        Program { start: NonNull::from(&mut *bytes).cast(), len: bytes.len(), loan: None }
+    }
+
+    pub(crate) fn source(&mut self) -> Region {
+        assert!(self.is_back());
+        // SAFETY: the memory is leaked, and `bytes` gives access to it only when the loan is over.
+        let region = unsafe { Region::lend(self.start.as_ptr(), self.len) };
+        self.loan = Some(region.loan());
+        region
+    }
+
+    pub(crate) fn sink(&mut self) -> Sink {
+        assert!(self.is_back());
+        // SAFETY: the memory is leaked, and `bytes` gives access to it only when the loan is over.
+        let sink = unsafe { Sink::lend(self.start.as_ptr(), self.len) };
+        self.loan = Some(sink.loan());
+        sink
+    }
+
+    pub(crate) fn is_back(&self) -> bool {
+        self.loan.as_ref().is_none_or(Loan::is_over)
+    }
+
+    pub(crate) fn bytes(&mut self) -> &mut [u8] {
+        assert!(self.is_back(), "the memory is still lent");
+        // SAFETY: the memory is leaked; `&mut self` and the end of the loan make this the only access.
+        unsafe { std::slice::from_raw_parts_mut(self.start.as_ptr(), self.len) }
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_loan_is_over_when_the_last_clone_is_gone() {
+        let mut program = Program::new(b"program");
+        let region = program.source();
+        assert!(region.is_lent() && region[..] == *b"program");
+        let part = region.slice(3, 4);
+        drop(region);
+        assert!(part.is_lent() && part[..] == *b"gram" && !program.is_back());
+        let copy = part.owned().unwrap();
+        drop(part);
+        program.bytes().fill(b'!');
+        assert!(!copy.is_lent() && copy[..] == *b"gram");
+    }
+
+    #[test]
+    fn a_lent_sink_is_written_in_place_and_frozen_by_its_last_holder() {
+        let mut program = Program::new(&[0; 5000]);
+        let sink = program.sink();
+        let device = sink.part(4000, 1000);
+        assert!(device.place(990, b"0123456789") && !device.place(991, b"0123456789"));
+        assert_eq!(device.iovec(0, 1000).map(|iovec| iovec.len()), Some(1000));
+        assert_eq!(sink.crc32c(0, 4990, 10), crc32c::crc32c(b"0123456789"));
+        let device = device.into_region(10).expect_err("a part");
+        let sink = sink.into_region(5000).expect_err("a part is left");
+        drop(device);
+        let region = sink.into_region(4995).expect("the last holder");
+        assert!(region.is_lent() && region.len() == 4995 && region[4990..] == *b"01234");
+        assert!(!program.is_back());
+        drop(region);
+        assert_eq!(program.bytes()[4989..], *b"\x000123456789");
+    }
+
+    #[test]
+    fn a_sink_of_our_own_is_frozen_too() {
+        let sink = Buf::with_capacity(100).unwrap().into_sink(100);
+        let device = sink.clone();
+        assert!(device.place(0, b"abc"));
+        let sink = sink.into_region(3).expect_err("a device holds it");
+        drop(device);
+        let region = sink.into_region(3).unwrap();
+        assert!(!region.is_lent() && region[..] == *b"abc");
+        let part = Buf::with_capacity(100).unwrap().into_sink(100).part(1, 99);
+        assert!(part.into_region(3).is_err());
+    }
+
+    #[test]
+    fn lent_memory_is_neither_unmapped_nor_trimmed() {
+        // A whole mapping with every byte in use, as our own blocks have.
+        let mut mapping = Buf::with_capacity(4 * PAGE).unwrap();
+        mapping.extend(&[7; 4 * PAGE]).unwrap();
+        let start = mapping.as_mut_ptr();
+        // SAFETY: the mapping lives on, and nobody looks at it before the sink is gone.
+        let sink = unsafe { Sink::lend(start, 4 * PAGE) };
+        assert!(sink.place(4 * PAGE - 1, &[8]));
+        drop(sink.into_buf(1).expect_err("it cannot grow"));
+        assert!(mapping[..4 * PAGE - 1].iter().all(|byte| *byte == 7) && mapping[4 * PAGE - 1] == 8);
+    }
+
+    #[test]
+    fn no_bytes_may_be_lent_from_nowhere() {
+        // SAFETY: no byte is named.
+        let region = unsafe { Region::lend(std::ptr::null(), 0) };
+        assert!(region[..].is_empty() && region.iovec(0, 0).is_some());
+    }
+
+    #[test]
+    fn staging_is_bounded_but_for_a_lone_request() {
+        let memory = Memory::new(4096, 4096, 10_000);
+        let lone = memory.staging(1 << 20).unwrap().expect("nothing else is held");
+        assert!(lone.is_empty() && lone.capacity() >= 1 << 20);
+        assert!(memory.staging(1).unwrap().is_none());
+        let slice = lone.freeze().slice(0, 0);
+        assert!(memory.staging(1).unwrap().is_none(), "a slice holds the block");
+        drop(slice);
+        let first = memory.staging(6000).unwrap().unwrap();
+        assert!(memory.staging(4001).unwrap().is_none());
+        let second = memory.staging(4000).unwrap().unwrap();
+        assert!(memory.staging(1).unwrap().is_none());
+        drop(first);
+        assert!(memory.staging(6001).unwrap().is_none() && memory.staging(6000).unwrap().is_some());
+        drop(second);
+        assert!(memory.staging(10_001).unwrap().is_some());
+    }
+
+    #[test]
+    fn a_crowd_of_reply_chunks_makes_later_ones_short() {
+        let memory = Memory::new(4096, AREAS_MAX, 0);
+        let whole = memory.reply_area(AREAS_MAX - 10).unwrap();
+        assert_eq!(memory.reply_area(10).unwrap().len(), 10);
+        let late = memory.reply_area(8 << 20).unwrap();
+        assert_eq!((whole.len(), late.len()), (AREAS_MAX - 10, AREA_LATE));
+        drop((whole, late));
+        assert_eq!(memory.reply_area(AREAS_MAX).unwrap().len(), AREAS_MAX);
+    }
 
     #[test]
     fn a_block_goes_back_to_its_pool_and_is_reused() {

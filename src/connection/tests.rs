@@ -150,7 +150,7 @@ fn the_smaller_of_both_ends_bounds_each_direction_from_1024_bytes_to_256_kib() {
 /// rule 33
 #[test]
 fn a_peer_without_private_data_gets_and_sends_at_most_1024_bytes() {
-    let memory = Memory::new(4096, 1 << 20);
+    let memory = Memory::new(4096, 1 << 20, 1 << 26);
     for role in [Role::Client, Role::Server] {
         let settings = Settings { inline: 4096, ..SETTINGS };
         let engine = Connection::new(role, settings, PrivateData::ABSENT, memory.clone());
@@ -833,7 +833,7 @@ fn a_reply_that_fits_nowhere_is_answered_with_err_chunk() {
 #[test]
 fn a_call_with_lists_too_long_for_any_reply_is_answered_with_err_chunk() {
     // The server takes 2048 bytes and the client only 1024.
-    let memory = Memory::new(4096, 1 << 20);
+    let memory = Memory::new(4096, 1 << 20, 1 << 26);
     let settings = Settings { inline: 2048, ..SETTINGS };
     let peer = PrivateData { send_size: 2048, ..sizes(1024) };
     let mut pair = Pair::new();

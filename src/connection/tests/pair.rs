@@ -157,7 +157,7 @@ impl Pair {
     }
 
     pub fn with(setup: Setup) -> Pair {
-        let memory = Memory::new(setup.client.inline.max(setup.server.inline), 1 << 20);
+        let memory = Memory::new(setup.client.inline.max(setup.server.inline), 1 << 20, 1 << 26);
         let end = |role, settings: Settings, peer: Settings, seed| End {
             engine: Connection::new(role, settings, sizes(peer.inline), memory.clone()),
             device: Device {

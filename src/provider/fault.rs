@@ -13,6 +13,7 @@
 #![forbid(unsafe_code)]
 
 use std::collections::{HashMap, HashSet, VecDeque};
+use std::io;
 use std::os::fd::RawFd;
 use std::sync::{Arc, Mutex, MutexGuard};
 
@@ -62,7 +63,8 @@ pub struct Loopback {
 
 struct Read {
     id: WorkId,
-    sink: Sink,
+    /// Gone when it was lent and is taken back.
+    sink: Option<Sink>,
     at: usize,
     from: Segment,
 }
@@ -70,6 +72,8 @@ struct Read {
 enum Exposed {
     Source(Region),
     Sink(Sink),
+    /// A sink that was detached.
+    Discard,
 }
 
 /// What travels to the other end.
@@ -112,8 +116,23 @@ impl Loopback {
         self.dead.clone().map_or(Ok(()), Err)
     }
 
+    /// Hands what was posted over to the peer's side, as bytes go into a socket: from here on it names no memory
+    /// that is lent. Returns the bytes copied.
+    fn hand_over(&self) -> io::Result<usize> {
+        let mut copied = 0;
+        for packet in &mut self.wires()[1 - self.end] {
+            let (Packet::Send { gather, .. } | Packet::Write { gather, .. }) = packet else { continue };
+            for region in gather.iter_mut().filter(|region| region.is_lent()) {
+                *region = region.owned()?;
+                copied += region.len();
+            }
+        }
+        Ok(copied)
+    }
+
     /// Ends the queue pair: all memory is let go.
     fn die(&mut self, error: Error) {
+        self.hand_over().expect("memory for what a test sends");
         self.receives.clear();
         self.exposed.clear();
         self.reads.clear();
@@ -189,6 +208,7 @@ impl Loopback {
                     Some(_) => Ok(None),
                     None => Err(Error::new(Kind::Protocol, "RDMA Write beyond the memory")),
                 },
+                (Exposed::Discard, _) => Ok(None),
                 _ => Err(Error::new(Kind::Protocol, format!("RDMA Write to {to}: it may only be read"))),
             },
             Packet::ReadRequest(from) => match self.find(&from)? {
@@ -202,7 +222,9 @@ impl Loopback {
                 }
             },
             Packet::ReadResponse(bytes) => match self.reads.pop_front() {
-                Some(Read { id, sink, at, .. }) if sink.place(at, &bytes) => {
+                Some(Read { id, sink, at, .. })
+                    if sink.as_ref().is_none_or(|sink| sink.place(at, &bytes)) =>
+                {
                     self.start_reads();
                     Ok(Some(Completion::Read { id }))
                 }
@@ -269,6 +291,23 @@ impl QueuePair for Loopback {
         Ok(())
     }
 
+    fn detach(&mut self, handle: Handle) -> Result<(), Error> {
+        if let Some((_, memory)) = self.exposed.get_mut(&handle) {
+            *memory = match memory {
+                Exposed::Source(region) => Exposed::Source(region.owned()?),
+                Exposed::Sink(_) | Exposed::Discard => Exposed::Discard,
+            };
+        }
+        Ok(())
+    }
+
+    fn keep(&mut self) -> Result<usize, Error> {
+        for read in self.reads.iter_mut().chain(&mut self.stalled) {
+            read.sink.take_if(|sink| sink.is_lent());
+        }
+        Ok(self.hand_over()?)
+    }
+
     fn post_recv(&mut self, sink: Sink) {
         if self.dead.is_none() {
             self.receives.push_back(sink);
@@ -286,7 +325,7 @@ impl QueuePair for Loopback {
             WorkRequest::Send { gather, invalidate } => self.transmit(Packet::Send { gather, invalidate }),
             WorkRequest::Write { gather, to } => self.transmit(Packet::Write { gather, to }),
             WorkRequest::Read { id, sink, at, from } => {
-                self.stalled.push_back(Read { id, sink, at, from });
+                self.stalled.push_back(Read { id, sink: Some(sink), at, from });
                 self.start_reads();
             }
         }
@@ -308,7 +347,9 @@ impl QueuePair for Loopback {
     }
 
     fn flush(&mut self) -> Result<bool, Error> {
-        self.alive().map(|()| self.stalled.is_empty())
+        self.alive()?;
+        self.hand_over()?;
+        Ok(self.stalled.is_empty())
     }
 
     fn fd(&self) -> RawFd {
@@ -327,6 +368,7 @@ impl QueuePair for Loopback {
 impl Drop for Loopback {
     fn drop(&mut self) {
         if self.dead.is_none() {
+            self.hand_over().expect("memory for what a test sends");
             self.transmit(Packet::Close(Error::new(Kind::ConnectionLost, "the peer closed the connection")));
         }
     }
@@ -363,6 +405,8 @@ pub enum Event {
     ExposeSource(Segment),
     ExposeSink(Segment),
     Invalidate(Handle),
+    Detach(Handle),
+    Keep,
     PostReceive(usize),
     Send {
         bytes: Vec<u8>,
@@ -689,6 +733,26 @@ impl QueuePair for Fault {
         Ok(())
     }
 
+    fn detach(&mut self, handle: Handle) -> Result<(), Error> {
+        let mut state = self.control.state();
+        if let Some(error) = state.failing("detach") {
+            return Err(state.die(error));
+        }
+        self.inner.detach(handle)?;
+        state.trace.push(Event::Detach(handle));
+        Ok(())
+    }
+
+    fn keep(&mut self) -> Result<usize, Error> {
+        let mut state = self.control.state();
+        if let Some(error) = state.failing("keep") {
+            return Err(state.die(error));
+        }
+        let copied = self.inner.keep()?;
+        state.trace.push(Event::Keep);
+        Ok(copied)
+    }
+
     fn post_recv(&mut self, sink: Sink) {
         let mut state = self.control.state();
         if let Some(error) = state.failing("post_recv") {
@@ -861,7 +925,7 @@ pub(crate) mod contract {
     use std::time::{Duration, Instant};
 
     use super::*;
-    use crate::memory::Buf;
+    use crate::memory::{Buf, Program};
 
     /// Makes a connected pair.
     pub(crate) type Make<'a> = &'a dyn Fn() -> [Box<dyn QueuePair>; 2];
@@ -937,6 +1001,10 @@ pub(crate) mod contract {
         reads_complete_in_order_with_the_right_bytes(make);
         invalidated_memory_is_let_go(make);
         a_remote_invalidation_is_reported(make);
+        kept_work_goes_out_as_it_was(make);
+        a_detached_handle_goes_on_working(make);
+        an_invalidation_ends_the_loan(make);
+        every_end_ends_all_loans(make);
         every_violation_ends_both_ends(make);
         a_close_comes_after_what_was_sent_before_it(make);
     }
@@ -1034,6 +1102,101 @@ pub(crate) mod contract {
         memory.into_buf(64).expect("the device lets go");
     }
 
+    fn kept_work_goes_out_as_it_was(make: Make) {
+        let mut pair = Ends::new(make());
+        let body: Vec<u8> = (0..150_000u32).map(|i| (i % 241) as u8).collect();
+        let (mut text, mut data) = (Program::new(b", lent, "), Program::new(&body));
+        let mut read = Program::new(&[0; 100]);
+        let from = pair.ends[0].expose_source(region(&[5; 100])).unwrap();
+        let memory = sink(150_000);
+        let target = pair.ends[0].expose_sink(memory.clone()).unwrap();
+        pair.receives(0, 2);
+        pair.ends[1].post(WorkRequest::Write { gather: vec![data.source()], to: target });
+        let gather = vec![region(b"own"), text.source(), region(b"own")];
+        pair.ends[1].post(WorkRequest::Read { id: WorkId(1), sink: read.sink(), at: 0, from });
+        pair.ends[1].post(WorkRequest::Send { gather, invalidate: None });
+        pair.send(1, b"end");
+        let copied = pair.ends[1].keep().unwrap();
+        assert!(copied <= 150_008, "{copied} bytes copied");
+        assert_eq!(pair.ends[1].keep().unwrap(), 0);
+        text.bytes().fill(b'!');
+        data.bytes().fill(b'!');
+        assert_eq!(pair.message(0).0, b"own, lent, own");
+        assert_eq!(pair.message(0).0, b"end");
+        assert!(matches!(pair.next(1), Ok(Completion::Read { id: WorkId(1) })));
+        assert_eq!(read.bytes(), [0; 100]);
+        pair.ends[0].invalidate(target.handle).unwrap();
+        assert!(memory.into_buf(150_000).unwrap()[..] == body);
+    }
+
+    fn a_detached_handle_goes_on_working(make: Make) {
+        let mut pair = Ends::new(make());
+        let (mut source, mut target) = (Program::new(b"asked for"), Program::new(&[7; 9]));
+        let from = pair.ends[0].expose_source(source.source()).unwrap();
+        let to = pair.ends[0].expose_sink(target.sink()).unwrap();
+        pair.ends[0].detach(to.handle).unwrap();
+        pair.ends[0].detach(from.handle).unwrap();
+        pair.ends[0].detach(from.handle).expect("twice is no error");
+        source.bytes().fill(0);
+        assert_eq!(target.bytes(), [7; 9]);
+        let memory = sink(9);
+        pair.ends[1].post(WorkRequest::Write { gather: vec![region(b"unwanted.")], to });
+        pair.ends[1].post(WorkRequest::Read { id: WorkId(1), sink: memory.clone(), at: 0, from });
+        pair.next(1).unwrap();
+        assert_eq!(memory.into_buf(9).unwrap()[..], *b"asked for");
+        assert_eq!(target.bytes(), [7; 9]);
+        pair.ends[0].invalidate(from.handle).unwrap();
+        pair.ends[0].invalidate(to.handle).unwrap();
+        pair.receives(1, 1);
+        pair.send(0, b"alive");
+        assert_eq!(pair.message(1).0, b"alive");
+    }
+
+    fn an_invalidation_ends_the_loan(make: Make) {
+        let mut pair = Ends::new(make());
+        let remote = pair.ends[0].limits().remote_invalidation;
+        for sending in [false, true] {
+            let mut program = Program::new(&[1; 100]);
+            let handle = if sending {
+                pair.ends[0].expose_source(program.source()).unwrap().handle
+            } else {
+                pair.ends[0].expose_sink(program.sink()).unwrap().handle
+            };
+            if remote {
+                pair.receives(0, 1);
+                pair.ends[1].post(WorkRequest::Send { gather: vec![], invalidate: Some(handle) });
+                assert_eq!(pair.message(0).1, Some(handle));
+            } else {
+                pair.ends[0].invalidate(handle).unwrap();
+            }
+            assert!(program.is_back());
+        }
+    }
+
+    fn every_end_ends_all_loans(make: Make) {
+        type End = fn(&mut Ends);
+        let ends: [(&str, End); 3] = [
+            ("close", |pair| pair.ends[0].close()),
+            ("drop", |pair| pair.ends[0] = Box::new(super::pair(pair.ends[1].limits()).0)),
+            // It has no Receive for the Send below.
+            ("the peer's end", |pair| while pair.next(0).is_ok() {}),
+        ];
+        for (what, end) in ends {
+            let mut pair = Ends::new(make());
+            let mut programs: Vec<Program> = (0..5).map(|_| Program::new(&[5; 100_000])).collect();
+            let [source, target, sent, written, read] = &mut programs[..] else { unreachable!() };
+            let from = pair.ends[1].expose_source(region(&[6; 100_000])).unwrap();
+            let to = pair.ends[1].expose_sink(sink(100_000)).unwrap();
+            pair.ends[0].expose_source(source.source()).unwrap();
+            pair.ends[0].expose_sink(target.sink()).unwrap();
+            pair.ends[0].post(WorkRequest::Write { gather: vec![written.source()], to });
+            pair.ends[0].post(WorkRequest::Read { id: WorkId(1), sink: read.sink(), at: 0, from });
+            pair.ends[0].post(WorkRequest::Send { gather: vec![sent.source()], invalidate: None });
+            end(&mut pair);
+            assert!(programs.iter().all(Program::is_back), "{what}");
+        }
+    }
+
     fn every_violation_ends_both_ends(make: Make) {
         type Violation = fn(&mut Ends);
         fn write(pair: &mut Ends, to: Segment) {
@@ -1105,7 +1268,7 @@ pub(crate) mod contract {
         while !pair.ends[1].flush().unwrap() {
             assert!(Instant::now() < deadline, "does not flush");
         }
-        pair.ends[1] = Box::new(super::pair(pair.ends[0].limits()).0);
+        pair.ends[1].close();
         assert_eq!(pair.message(0).0, b"last words");
         assert_eq!(pair.next(0).expect_err("closed").kind(), Kind::ConnectionLost);
         assert_eq!(pair.ends[0].poll().expect_err("closed").kind(), Kind::ConnectionLost);

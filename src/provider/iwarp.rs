@@ -50,6 +50,9 @@ const AHEAD: usize = 2 << 10;
 const POLL: usize = 4 << 20;
 /// Longest exposure, Read and Write.
 const MAX_SEGMENT: u32 = 1 << 30;
+/// Whether the peer may invalidate every handle that it gets: a handle is a number in a table of ours, whatever it
+/// stands for (RFC 8797 §4.1, the R flag).
+pub const REMOTE_INVALIDATION: bool = true;
 /// Most private data that a caller may hand us: what siw can receive, less the enhanced part.
 const MAX_PRIVATE_DATA: usize = 248;
 
@@ -564,7 +567,7 @@ impl Iwarp {
                     if !sink.place(at, payload) {
                         return Err(breach(Fault::BOUNDS));
                     }
-                    self.count_copied(length);
+                    self.count_read_ahead(length);
                 }
                 self.commit(&header, length).map_err(breach)?;
             }
@@ -588,7 +591,7 @@ impl Iwarp {
             if !sink.place(at, here) {
                 return Err(Fault::BOUNDS);
             }
-            self.count_copied(here.len());
+            self.count_read_ahead(here.len());
         }
         let mut tail = [0; 7];
         tail[..tail_here.len()].copy_from_slice(tail_here);
@@ -639,7 +642,8 @@ impl Iwarp {
                 if to != u64::from(read.done) || length > left {
                     return Err(Fault::BOUNDS);
                 }
-                Ok((Target::Memory(read.sink.clone()), read.at + read.done as usize))
+                let target = read.sink.clone().map_or(Target::Nowhere, Target::Memory);
+                Ok((target, read.at + read.done as usize))
             }
             Header::Untagged { opcode, invalidate, msn, mo, .. } => {
                 // TCP keeps the order, so a message can only be the next one and a segment only the next of it.
@@ -752,9 +756,14 @@ impl Iwarp {
         Ok(Some(region.slice(at, size)))
     }
 
-    fn count_copied(&mut self, bytes: usize) {
+    fn count_read_ahead(&mut self, bytes: usize) {
         self.copied_bytes += bytes as u64;
         stats::add(Counter::BytesReadAhead, bytes as u64);
+    }
+
+    fn count_copied(&mut self, bytes: usize) {
+        self.copied_bytes += bytes as u64;
+        stats::add(Counter::BytesCopied, bytes as u64);
     }
 
     // --------------------------------------------------------------------------------------------------- handles
@@ -888,7 +897,11 @@ impl Iwarp {
 
 impl QueuePair for Iwarp {
     fn limits(&self) -> Limits {
-        Limits { read_depth: self.transmit.ord as u32, max_segment: MAX_SEGMENT, remote_invalidation: true }
+        Limits {
+            read_depth: self.transmit.ord as u32,
+            max_segment: MAX_SEGMENT,
+            remote_invalidation: REMOTE_INVALIDATION,
+        }
     }
 
     fn moved(&self) -> u64 {
@@ -947,14 +960,28 @@ impl QueuePair for Iwarp {
                 self.retarget(stag, Target::Nowhere);
                 Ok(())
             }
+            Some(Exposed::Source(region)) if !region.is_lent() => Ok(()),
             Some(Exposed::Source(region)) => {
-                let copy = Region::copy_from(region)?;
+                let copy = region.owned()?;
                 *region = copy.clone();
                 let framed = self.transmit.redirect(stag, &copy)?;
                 self.count_copied(copy.len() + framed);
                 Ok(())
             }
         }
+    }
+
+    fn keep(&mut self) -> Result<usize, Error> {
+        self.check_fork();
+        let copied = self.transmit.keep()?;
+        if let Some(Placing { header: Header::Tagged { opcode: Opcode::ReadResponse, .. }, target, .. }) =
+            &mut self.receive.placing
+            && matches!(target, Target::Memory(sink) if sink.is_lent())
+        {
+            *target = Target::Nowhere;
+        }
+        self.count_copied(copied);
+        Ok(copied)
     }
 
     fn post_recv(&mut self, sink: Sink) {
@@ -987,6 +1014,7 @@ impl QueuePair for Iwarp {
                 } else if self.transmit.ord == 0 && matches!(self.stage, Stage::Open) {
                     Err(invalid("the peer serves no RDMA Reads"))
                 } else {
+                    let sink = Some(sink);
                     self.fresh_stag().map(|stag| Work::Read(Read { id, sink, at, from, stag, done: 0 }))
                 }
             }

@@ -9,8 +9,9 @@ use std::time::Duration;
 use hex_literal::hex;
 
 use super::*;
-use crate::memory::Buf;
+use crate::memory::{Buf, Program};
 use crate::provider::WorkId;
+use crate::provider::fault::contract;
 
 // ---------------------------------------------------------------------------------------------------------- helpers
 
@@ -253,6 +254,16 @@ impl Bench {
         ((t[20] >> 4, t[20] & 15, t[21], t[22]), error)
     }
 
+    /// What the queue pair sends until nothing is left to send.
+    fn sent_to_the_end(&mut self) -> Vec<u8> {
+        let mut stream = Vec::new();
+        while !self.qp.flush().unwrap() {
+            stream.extend(self.sent());
+        }
+        stream.extend(self.sent());
+        stream
+    }
+
     fn expect_fault(&mut self, bytes: &[u8], fault: Fault) {
         let ((layer, kind, code, _), error) = self.breach(bytes);
         assert_eq!((layer, kind, code), (fault.layer, fault.kind, fault.code), "{error}, expected {fault}");
@@ -272,6 +283,14 @@ fn parse(mut stream: &[u8]) -> Vec<(Vec<u8>, bool)> {
         stream = &stream[padded + 4..];
     }
     all
+}
+
+/// The payloads of the FPDUs with this opcode, one after the other; all CRCs are right.
+fn payloads(stream: &[u8], opcode: u8) -> Vec<u8> {
+    let fpdus = parse(stream);
+    assert!(fpdus.iter().all(|(_, crc_good)| *crc_good));
+    let of = fpdus.iter().filter(|(f, _)| f[3] & 15 == opcode);
+    of.flat_map(|(f, _)| f[if f[2] & 0x80 != 0 { 16 } else { 20 }..].to_vec()).collect()
 }
 
 /// Puts length, pad and CRC around a ULPDU.
@@ -415,6 +434,16 @@ fn sixteen_mebibytes_arrive_whole_by_each_operation() {
     pair.read(&data);
     pair.swap();
     pair.read(&data);
+}
+
+#[test]
+fn the_contract_is_kept() {
+    let sockets = std::cell::RefCell::new(Vec::new());
+    contract::check(&|| {
+        let Pair { a, b, _sockets, .. } = Pair::plain();
+        sockets.borrow_mut().push(_sockets);
+        [Box::new(a), Box::new(b)]
+    });
 }
 
 #[test]
@@ -926,8 +955,8 @@ fn handles_are_random_and_each_its_own() {
 fn a_write_under_way_stops_when_its_handle_is_taken_back() {
     for detach in [false, true] {
         let mut bench = Bench::initiator();
-        let memory = sink(40_000);
-        let to = bench.qp.expose_sink(memory.clone()).unwrap();
+        let mut program = Program::new(&[0; 40_000]);
+        let to = bench.qp.expose_sink(program.sink()).unwrap();
         let write = tagged(0, true, to.handle.0, 0, &pattern(40_000, 1));
         bench.give(&write[..20_000]).unwrap();
         assert!(bench.qp.receive.placing.is_some());
@@ -936,8 +965,9 @@ fn a_write_under_way_stops_when_its_handle_is_taken_back() {
         } else {
             bench.qp.invalidate(to.handle).unwrap();
         }
-        let memory = bytes(memory, 40_000);
+        let memory = program.bytes();
         assert!(memory[100] != 0 && memory[20_000..].iter().all(|b| *b == 0));
+        memory.fill(0);
         if detach {
             // The peer notices nothing, also in another Write, and the stream stays in step.
             bench.give(&write[20_000..]).unwrap();
@@ -952,14 +982,15 @@ fn a_write_under_way_stops_when_its_handle_is_taken_back() {
         } else {
             bench.expect_fault(&write[20_000..20_010], Fault::STAG);
         }
+        assert!(program.bytes().iter().all(|b| *b == 0));
     }
 }
 
 #[test]
 fn memory_that_is_being_read_is_taken_back_by_ending_the_connection() {
     let mut bench = Bench::responder();
-    let data = region(&pattern(3 << 20, 1));
-    let from = bench.qp.expose_source(data.clone()).unwrap();
+    let mut program = Program::new(&pattern(3 << 20, 1));
+    let from = bench.qp.expose_source(program.source()).unwrap();
     bench.give(&read_request(1, 0xAB, 0, 3 << 20, from.handle.0, 0)).unwrap();
     assert!(bench.qp.transmit.is_half_sent(), "the socket is full");
     // Now it has room, but there can be no Terminate inside an FPDU.
@@ -968,14 +999,15 @@ fn memory_that_is_being_read_is_taken_back_by_ending_the_connection() {
     bench.qp.invalidate(from.handle).unwrap();
     assert_eq!(bench.qp.poll().unwrap_err().kind(), Kind::ConnectionLost);
     assert!(bench.sent().is_empty());
-    assert!(data.len() == 3 << 20);
+    assert!(program.is_back());
 }
 
 #[test]
 fn what_is_framed_already_goes_out_from_a_copy_when_its_handle_is_taken_back() {
     let mut bench = Bench::responder();
     let data = pattern(150_000, 1);
-    let from = bench.qp.expose_source(region(&data)).unwrap();
+    let mut program = Program::new(&data);
+    let from = bench.qp.expose_source(program.source()).unwrap();
     // Fill the socket first, then ask.
     bench.qp.transmit.may_send = true;
     bench.qp.post(WorkRequest::Send { gather: vec![region(&pattern(300_000, 2))], invalidate: None });
@@ -986,34 +1018,216 @@ fn what_is_framed_already_goes_out_from_a_copy_when_its_handle_is_taken_back() {
     let copied = bench.qp.copied_bytes;
     bench.qp.invalidate(from.handle).unwrap();
     assert_eq!(bench.qp.copied_bytes - copied, 150_000);
-    let mut stream = Vec::new();
-    while !bench.qp.flush().unwrap() {
-        stream.extend(bench.sent());
-    }
-    stream.extend(bench.sent());
-    let fpdus = parse(&stream);
-    assert!(fpdus.iter().all(|(_, crc)| *crc));
-    let got: Vec<u8> =
-        fpdus.iter().filter(|(f, _)| f[3] == 0x42).flat_map(|(f, _)| f[16..].to_vec()).collect();
-    assert!(got == data);
+    program.bytes().fill(0);
+    assert!(payloads(&bench.sent_to_the_end(), 2) == data);
 }
 
 #[test]
 fn a_detached_source_is_served_from_a_copy() {
-    let mut bench = Bench::responder();
-    let data = pattern(3 << 20, 1);
-    let from = bench.qp.expose_source(region(&data)).unwrap();
-    bench.give(&read_request(1, 0xAB, 0, 3 << 20, from.handle.0, 0)).unwrap();
-    bench.qp.detach(from.handle).unwrap();
-    let mut stream = Vec::new();
-    while !bench.qp.flush().unwrap() {
-        stream.extend(bench.sent());
+    for options in [Options::default(), Options { max_fpdu: Some(1448), ..Options::default() }] {
+        let mut bench = Bench::responder_to(&REQUEST, options).0;
+        let data = pattern(3 << 20, 1);
+        let mut program = Program::new(&data);
+        let from = bench.qp.expose_source(program.source()).unwrap();
+        // Half a response has left, another one waits.
+        bench.give(&read_request(1, 0xAB, 0, (3 << 20) - 1, from.handle.0, 1)).unwrap();
+        bench.give(&read_request(2, 0xAB, 0, 7000, from.handle.0, 3000)).unwrap();
+        assert!(bench.qp.transmit.is_half_sent());
+        bench.qp.detach(from.handle).unwrap();
+        program.bytes().fill(0);
+        let copied = bench.qp.copied_bytes;
+        bench.qp.detach(from.handle).unwrap();
+        assert_eq!(bench.qp.copied_bytes, copied, "the second time there is nothing to do");
+        assert!(payloads(&bench.sent_to_the_end(), 2) == [&data[1..], &data[3000..10_000]].concat());
+        bench.give(&read_request(3, 0xAB, 0, 5, from.handle.0, 1)).unwrap();
+        assert_eq!(payloads(&bench.sent(), 2), data[1..6]);
     }
-    stream.extend(bench.sent());
-    let got: Vec<u8> = parse(&stream).iter().flat_map(|(f, _)| f[16..].to_vec()).collect();
-    assert!(got == data);
-    bench.give(&read_request(2, 0xAB, 0, 5, from.handle.0, 1)).unwrap();
-    assert_eq!(parse(&bench.sent())[0].0[16..], data[1..6]);
+}
+
+#[test]
+fn a_detached_source_of_our_own_is_not_copied() {
+    let mut bench = Bench::responder();
+    let from = bench.qp.expose_source(region(b"frozen")).unwrap();
+    bench.qp.detach(from.handle).unwrap();
+    assert_eq!(bench.qp.copied_bytes, 0);
+    bench.give(&read_request(1, 0xAB, 0, 6, from.handle.0, 0)).unwrap();
+    assert_eq!(payloads(&bench.sent(), 2), b"frozen");
+}
+
+// ------------------------------------------------------------------------------------------------------ lent memory
+
+#[test]
+fn kept_work_goes_out_from_copies_of_what_the_socket_has_not_taken() {
+    for options in [Options::default(), Options { max_fpdu: Some(1448), ..Options::default() }] {
+        let mut bench = Bench::responder_to(&REQUEST, options).0;
+        bench.qp.post_recv(sink(0));
+        bench.give(&untagged(SEND, b"")).unwrap();
+        let data: Vec<_> = (0..6).map(|i| pattern((1 << 20) - i, i)).collect();
+        let mut programs: Vec<_> = data.iter().map(|data| Program::new(data)).collect();
+        let own = region(b"own");
+        let lent: Vec<_> = programs.iter_mut().map(Program::source).collect();
+        // A Send of many pieces, of which the first are gone when the socket is full, then a Write and a Send in
+        // the queue, and a Read Response between the frames.
+        let from = bench.qp.expose_source(lent[5].clone()).unwrap();
+        let mut first = vec![own.clone(), lent[0].slice(0, 3), lent[0].slice(3, 20_000)];
+        let middle = lent[1].len() / 10_000;
+        first.extend((0..middle).map(|i| lent[1].slice(i * 10_000, 10_000)));
+        first.push(lent[1].slice(middle * 10_000, lent[1].len() - middle * 10_000));
+        first.push(own.clone());
+        let to = Segment { handle: Handle(7), length: data[2].len() as u32 + 3, offset: 0 };
+        let last = vec![lent[3].clone(), own.clone(), lent[4].slice(0, 0)];
+        bench.qp.post(WorkRequest::Send { gather: first, invalidate: None });
+        bench.qp.post(WorkRequest::Write { gather: vec![own, lent[2].clone()], to });
+        bench.qp.post(WorkRequest::Send { gather: last, invalidate: None });
+        bench.give(&read_request(1, 0xAB, 0, 1_000_000, from.handle.0, 0)).unwrap();
+        drop(lent);
+        let mut stream = Vec::new();
+        for _ in 0..2 {
+            stream.extend(bench.sent());
+            assert!(!bench.qp.flush().unwrap());
+        }
+        assert!(bench.qp.transmit.is_half_sent());
+        let (unsent, copied) = (bench.qp.unsent(), bench.qp.copied_bytes);
+        assert!(unsent < 3 << 20, "the first pieces are gone");
+        let counted = || stats::snapshot()[Counter::BytesCopied as usize];
+        let before = counted();
+        let kept = bench.qp.keep().unwrap();
+        assert!(counted() - before >= kept as u64);
+        // What is left of a frame counts whole; the last piece of each list is our own.
+        assert!((unsent - 9..=unsent).contains(&kept), "{kept} bytes copied of {unsent} left");
+        assert_eq!(bench.qp.copied_bytes - copied, kept as u64);
+        assert_eq!((bench.qp.keep().unwrap(), bench.qp.unsent()), (0, unsent));
+        for program in &mut programs[..5] {
+            program.bytes().fill(0xEE);
+        }
+        assert!(!programs[5].is_back(), "handles are not touched");
+        bench.qp.detach(from.handle).unwrap();
+        programs[5].bytes().fill(0xEE);
+        stream.extend(bench.sent_to_the_end());
+        let sends = [b"own", &data[0][..20_003], &data[1], b"own", &data[3], b"own"].concat();
+        assert!(payloads(&stream, 3) == sends);
+        assert!(payloads(&stream, 0) == [b"own", &data[2][..]].concat());
+        assert!(payloads(&stream, 2) == data[5][..1_000_000]);
+    }
+}
+
+#[test]
+fn reads_into_lent_memory_complete_without_it_after_keep() {
+    let mut bench = Bench::initiator();
+    bench.qp.transmit.ord = 2;
+    let mut programs: Vec<_> = (0..4).map(|_| Program::new(&[0; 40_000])).collect();
+    let own = sink(40_000);
+    let from = Segment { handle: Handle(0x77), length: 40_000, offset: 0 };
+    // Of the five, two are asked for, two find no room, and the last one is in the queue.
+    let read = |qp: &mut Iwarp, id, sink| qp.post(WorkRequest::Read { id: WorkId(id), sink, at: 0, from });
+    for (id, program) in (0..).zip(&mut programs[..3]) {
+        read(&mut bench.qp, id, program.sink());
+    }
+    read(&mut bench.qp, 3, own.clone());
+    bench.qp.post(WorkRequest::Send { gather: vec![], invalidate: None });
+    read(&mut bench.qp, 4, programs[3].sink());
+    let stags = |sent: &[u8]| -> Vec<u32> {
+        let requests: Vec<_> = parse(sent).into_iter().filter(|(f, _)| f[3] & 15 == 1).collect();
+        requests.iter().map(|(f, _)| u32::from_be_bytes(f[20..24].try_into().unwrap())).collect()
+    };
+    let mut asked: VecDeque<_> = stags(&bench.sent()).into();
+    assert_eq!(asked.len(), 2);
+    let response = |stag| tagged(2, true, stag, 0, &pattern(40_000, 9));
+    let first = response(asked.pop_front().unwrap());
+    bench.give(&first[..20_000]).unwrap();
+    assert!(bench.qp.receive.placing.is_some());
+    assert_eq!(bench.qp.keep().unwrap(), 0);
+    assert!(programs[0].bytes()[..10_000] == pattern(40_000, 9)[..10_000]);
+    for program in &mut programs {
+        program.bytes().fill(0);
+    }
+    let mut done = bench.give(&first[20_000..]).unwrap();
+    while done.len() < 5 {
+        asked.extend(stags(&bench.sent()));
+        done.extend(bench.give(&response(asked.pop_front().expect("a Read is asked for"))).unwrap());
+    }
+    for (id, completion) in (0..).zip(done) {
+        assert!(matches!(completion, Completion::Read { id: WorkId(done) } if done == id));
+    }
+    assert!(programs.iter_mut().all(|program| program.bytes().iter().all(|byte| *byte == 0)));
+    assert!(bytes(own, 40_000)[..] == pattern(40_000, 9));
+}
+
+#[test]
+fn a_remote_invalidation_ends_the_loan_or_the_connection() {
+    for owed in [false, true] {
+        let mut bench = Bench::responder();
+        bench.qp.post_recv(sink(0));
+        bench.qp.post_recv(sink(0));
+        let (mut source, mut target) = (Program::new(&pattern(3 << 20, 1)), Program::new(&[0; 100]));
+        let from = bench.qp.expose_source(source.source()).unwrap().handle.0;
+        let to = bench.qp.expose_sink(target.sink()).unwrap().handle.0;
+        let size = if owed { 3 << 20 } else { 50_000 };
+        bench.give(&read_request(1, 0xAB, 0, size, from, 0)).unwrap();
+        let end = |msn, invalidate| untagged(Untagged { opcode: 4, invalidate, msn, ..SEND }, b"");
+        assert_eq!(bench.give(&end(1, to)).unwrap().len(), 1);
+        assert!(target.is_back() && !source.is_back());
+        let result = bench.give(&end(2, from));
+        source.bytes().fill(0);
+        if owed {
+            let error = result.expect_err("the peer gives up what it waits for");
+            assert!(error.text().contains(&Fault::CANNOT_INVALIDATE.to_string()), "{error}");
+        } else {
+            assert_eq!(result.unwrap().len(), 1);
+            assert!(payloads(&bench.sent_to_the_end(), 2) == pattern(50_000, 1));
+        }
+    }
+}
+
+/// A queue pair that holds lent memory in every way: exposed, half read by the peer, half written by it, queued
+/// and half sent. Also the rest of what the peer writes.
+fn laden() -> (Bench, Vec<Program>, Vec<u8>) {
+    let mut bench = Bench::responder();
+    bench.qp.post_recv(sink(0));
+    bench.give(&untagged(SEND, b"")).unwrap();
+    let mut programs: Vec<_> = (0..6).map(|i| Program::new(&pattern(1 << 20, i))).collect();
+    let from = bench.qp.expose_source(programs[0].source()).unwrap().handle.0;
+    let to = bench.qp.expose_sink(programs[1].sink()).unwrap().handle.0;
+    let theirs = Segment { handle: Handle(7), length: 1 << 20, offset: 0 };
+    for (id, n) in [(WorkId(1), 2), (WorkId(2), 3)] {
+        bench.qp.post(WorkRequest::Read { id, sink: programs[n].sink(), at: 0, from: theirs });
+    }
+    bench.qp.post(WorkRequest::Send { gather: vec![programs[4].source()], invalidate: None });
+    bench.qp.post(WorkRequest::Write { gather: vec![programs[5].source()], to: theirs });
+    bench.give(&read_request(1, 0xAB, 0, 1 << 20, from, 0)).unwrap();
+    let mut write = tagged(0, true, to, 0, &pattern(40_000, 1));
+    let rest = write.split_off(20_000);
+    bench.give(&write).unwrap();
+    assert!(bench.qp.receive.placing.is_some() && bench.qp.transmit.is_half_sent());
+    assert!(programs.iter().all(|program| !program.is_back()));
+    (bench, programs, rest)
+}
+
+#[test]
+fn every_end_of_the_connection_ends_all_loans() {
+    type End = fn(&mut Bench, Vec<u8>);
+    let ends: [(&str, End); 5] = [
+        ("close", |bench, _| bench.qp.close()),
+        ("drop", |bench, _| bench.qp = Bench::responder().qp),
+        ("the peer closes", |bench, _| {
+            bench.peer.shutdown(std::net::Shutdown::Write).unwrap();
+            bench.qp.poll().unwrap_err();
+        }),
+        ("the peer terminates", |bench, rest| {
+            assert!(bench.give(&rest).unwrap().is_empty());
+            bench.feed(&hex!("0016 4147 00000000 00000002 00000001 00000000 20020000 7fe42585"));
+            assert!(bench.qp.poll().unwrap_err().text().contains("terminated"));
+        }),
+        ("a wrong CRC", |bench, mut rest| {
+            *rest.last_mut().unwrap() ^= 1;
+            assert_eq!(bench.give(&rest).unwrap_err().kind(), Kind::Protocol);
+        }),
+    ];
+    for (what, end) in ends {
+        let (mut bench, programs, rest) = laden();
+        end(&mut bench, rest);
+        assert!(programs.iter().all(Program::is_back), "{what}");
+    }
 }
 
 // -------------------------------------------------------------------------------------------------- hostile peers

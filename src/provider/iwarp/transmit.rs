@@ -131,7 +131,8 @@ pub(super) enum Work {
 /// An RDMA Read of ours, waiting for its turn or for its response.
 pub(super) struct Read {
     pub(super) id: WorkId,
-    pub(super) sink: Sink,
+    /// `None`: it was lent and is taken back.
+    pub(super) sink: Option<Sink>,
     pub(super) at: usize,
     pub(super) from: Segment,
     /// Names the sink on the wire, for this Read only.
@@ -617,6 +618,34 @@ impl Transmit {
         self.copy_frames(stag)
     }
 
+    /// Lets go of the lent memory that own work names: what has not left goes out from copies, whose length is
+    /// returned, and what Reads still bring is thrown away.
+    pub(super) fn keep(&mut self) -> io::Result<usize> {
+        let mut copies = Copies::default();
+        for frame in self.frames.iter_mut().filter(|frame| frame.source.is_none()) {
+            copies.redirect(&mut frame.from)?;
+        }
+        if let Some(Current { work, cursor, .. }) = &mut self.current {
+            copies.redirect(cursor)?;
+            if let Work::Send { gather, .. } | Work::Write { gather, .. } = work {
+                *gather = cursor.gather.clone();
+            }
+        }
+        let take_back = |read: &mut Read| read.sink = read.sink.take().filter(|sink| !sink.is_lent());
+        for work in &mut self.queue {
+            match work {
+                Work::Send { gather, .. } | Work::Write { gather, .. } => {
+                    let mut cursor = Cursor { gather: gather.clone(), piece: 0, at: 0 };
+                    copies.redirect(&mut cursor)?;
+                    *gather = cursor.gather;
+                }
+                Work::Read(read) => take_back(read),
+            }
+        }
+        self.stalled.iter_mut().chain(&mut self.outstanding).for_each(take_back);
+        Ok(copies.bytes)
+    }
+
     fn copy_frames(&mut self, stag: u32) -> io::Result<usize> {
         let mut copied = 0;
         let empty = self.empty.clone();
@@ -664,6 +693,42 @@ impl Cursor {
             }
             (self.piece, self.at) = (self.piece + 1, 0);
         }
+    }
+}
+
+/// Replaces the gather lists that hold lent memory.
+#[derive(Default)]
+struct Copies {
+    /// The first cursor into the latest list, before its change, and the copy of what lies from there on.
+    latest: Option<(Cursor, Arc<[Region]>)>,
+    /// Bytes copied so far.
+    bytes: usize,
+}
+
+impl Copies {
+    /// Puts a cursor at its place in a copy of its list. Cursors into one list come one after the other, in order,
+    /// so that one copy serves them all and what lies before the first is not copied.
+    fn redirect(&mut self, cursor: &mut Cursor) -> io::Result<()> {
+        if !self.latest.as_ref().is_some_and(|(first, _)| Arc::ptr_eq(&first.gather, &cursor.gather)) {
+            if !cursor.gather.iter().any(Region::is_lent) {
+                return Ok(());
+            }
+            let mut copies = Vec::with_capacity(cursor.gather.len() - cursor.piece);
+            let mut at = cursor.at;
+            for region in &cursor.gather[cursor.piece..] {
+                let rest = region.slice(at, region.len() - at);
+                self.bytes += if rest.is_lent() { rest.len() } else { 0 };
+                copies.push(rest.owned()?);
+                at = 0;
+            }
+            self.latest = Some((cursor.clone(), Arc::from(copies)));
+        }
+        if let Some((first, copies)) = &self.latest {
+            let skipped = if cursor.piece == first.piece { first.at } else { 0 };
+            *cursor =
+                Cursor { gather: copies.clone(), piece: cursor.piece - first.piece, at: cursor.at - skipped };
+        }
+        Ok(())
     }
 }
 

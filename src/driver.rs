@@ -28,7 +28,7 @@ use crate::connection::{Connection, Expect, Output, Request, RequestId, Role, Se
 use crate::error::{Error, Kind};
 use crate::memory::{Buf, Memory, Region};
 use crate::process::{self, Identity};
-use crate::provider::iwarp::{Iwarp, Options};
+use crate::provider::iwarp::{self, Iwarp, Options};
 use crate::provider::{Completion, QueuePair, WorkRequest};
 use crate::stats::{self, Counter};
 use crate::sys;
@@ -244,8 +244,11 @@ fn options(config: &Config, fd: RawFd) -> Options {
         Crc::No => false,
         Crc::Auto => !own_host,
     };
-    let private_data =
-        PrivateData { remote_invalidation: false, send_size: config.inline, receive_size: config.inline };
+    let private_data = PrivateData {
+        remote_invalidation: iwarp::REMOTE_INVALIDATION,
+        send_size: config.inline,
+        receive_size: config.inline,
+    };
     Options { crc, private_data: private_data.encode().to_vec(), ..Options::default() }
 }
 

@@ -96,8 +96,8 @@ pub struct Memory {
 }
 
 impl Memory {
-    /// Pools for Receives of `receive` bytes and Reply chunks of `reply` bytes; at most `staging_max` bytes are staged
-    /// at a time.
+    /// Pools for Receives of `receive` bytes and Reply chunks of `reply` bytes; at most `staging_max` bytes are
+    /// staged at a time.
     pub fn new(receive: usize, reply: usize, staging_max: usize) -> Arc<Memory> {
         Arc::new(Memory {
             slab: Pool::new(receive.max(PAGE), receive.max(PAGE), 1024),
@@ -125,8 +125,8 @@ impl Memory {
         self.message.take()
     }
 
-    /// A block with room for `len` bytes of a message whose length somebody else chose. `None` when the process would
-    /// hold more than `staging_max` bytes of them then; but one, of any length, may always be held.
+    /// A block with room for `len` bytes of a message whose length somebody else chose. `None` when the process
+    /// would hold more than `staging_max` bytes of them then; but one, of any length, may always be held.
     ///
     /// # Errors
     /// `ENOMEM`.
@@ -314,8 +314,8 @@ impl Sink {
     ///
     /// # Safety
     /// Until the last clone and part is gone, and the last clone and slice of the Region that it may become:
-    /// `bytes .. bytes + len` stays valid for reads and writes on any thread, nobody else writes it, and, as long as
-    /// it is a Sink, nobody else reads it.
+    /// `bytes .. bytes + len` stays valid for reads and writes on any thread, nobody else writes it, and, as long
+    /// as it is a Sink, nobody else reads it, another loan included.
     pub unsafe fn lend(bytes: *mut u8, len: usize) -> Sink {
         // SAFETY: as the caller promises.
         let block = unsafe { Block::lend(bytes, len) };
@@ -368,8 +368,8 @@ impl Sink {
         Ok(Buf { block: sink.block, len })
     }
 
-    /// Freezes the first `len` bytes, if nobody else holds the memory any more, be it ours or lent. A [`Loan`] does
-    /// not count as a holder.
+    /// Freezes the first `len` bytes, if nobody else holds the memory any more, be it ours or lent. A [`Loan`]
+    /// does not count as a holder.
     ///
     /// # Errors
     /// Returns the `Sink` unchanged while a device still holds a clone, and if it is a part from further on.
@@ -397,8 +397,8 @@ impl Sink {
         self.block.raw.touch(self.start + end);
         // SAFETY: `at <= end <= len` and `start + len <= cap` (invariant): the address stays inside the block.
         let to = unsafe { self.block.raw.ptr.as_ptr().add(self.start + at) };
-        // SAFETY: `to .. to + bytes.len()` is inside the block (checked), and `bytes` cannot overlap it: no slice of a
-        // block exists while it has a Sink (invariant), nor one of the program's into memory lent as a Sink.
+        // SAFETY: `to .. to + bytes.len()` is inside the block (checked), and `bytes` cannot overlap it: no slice
+        // of a block exists while it has a Sink (invariant), nor one of the program's into memory lent as a Sink.
         unsafe { std::ptr::copy_nonoverlapping(bytes.as_ptr(), to, bytes.len()) };
         true
     }
@@ -458,8 +458,8 @@ impl Region {
     /// Memory of the program, to be read. Where `len` is 0, `bytes` may be null.
     ///
     /// # Safety
-    /// Until the last clone and slice is gone, `bytes .. bytes + len` stays valid for reads on any thread, and nobody
-    /// changes it.
+    /// Until the last clone and slice is gone, `bytes .. bytes + len` stays valid for reads on any thread, and
+    /// nobody changes it.
     pub unsafe fn lend(bytes: *const u8, len: usize) -> Region {
         // SAFETY: as the caller promises; a Region, which this stays, is never written.
         let block = unsafe { Block::lend(bytes.cast_mut(), len) };
@@ -519,7 +519,8 @@ impl Deref for Region {
     fn deref(&self) -> &[u8] {
         // SAFETY: `start <= cap` (invariant): inside the block.
         let base = unsafe { self.block.raw.ptr.as_ptr().add(self.start) };
-        // SAFETY: `start + len <= cap` (invariant), and a frozen block is written by nobody.
+        // SAFETY: `start + len <= cap` (invariant), and a frozen block is written by nobody; of memory that is lent
+        // its lender promised that.
         unsafe { std::slice::from_raw_parts(base, self.len) }
     }
 }
@@ -640,9 +641,9 @@ struct RawBlock {
     touched: AtomicUsize,
 }
 
-// SAFETY: a RawBlock owns its mapping, or its lender promised that any thread may use it; the pointer is used through
-// Buf (exclusive), Region (read only) and Sink (raw copies by one device at a time under the connection's lock), never
-// shared without them.
+// SAFETY: a RawBlock owns its mapping, or its lender promised that any thread may use it; the pointer is used
+// through Buf (exclusive), Region (read only) and Sink (raw copies by one device at a time under the connection's
+// lock), never shared without them.
 unsafe impl Send for RawBlock {}
 // SAFETY: as above; `&RawBlock` gives no access to the bytes outside those three types.
 unsafe impl Sync for RawBlock {}
@@ -786,7 +787,6 @@ mod tests {
         let device = device.into_region(10).expect_err("a part");
         let sink = sink.into_region(5000).expect_err("a part is left");
         drop(device);
-        let sink = sink.into_buf(5000).expect_err("lent memory cannot grow");
         let region = sink.into_region(4995).expect("the last holder");
         assert!(region.is_lent() && region.len() == 4995 && region[4990..] == *b"01234");
         assert!(!program.is_back());
@@ -803,6 +803,8 @@ mod tests {
         drop(device);
         let region = sink.into_region(3).unwrap();
         assert!(!region.is_lent() && region[..] == *b"abc");
+        let part = Buf::with_capacity(100).unwrap().into_sink(100).part(1, 99);
+        assert!(part.into_region(3).is_err());
     }
 
     #[test]
@@ -814,7 +816,7 @@ mod tests {
         // SAFETY: the mapping lives on, and nobody looks at it before the sink is gone.
         let sink = unsafe { Sink::lend(start, 4 * PAGE) };
         assert!(sink.place(4 * PAGE - 1, &[8]));
-        drop(sink);
+        drop(sink.into_buf(1).expect_err("it cannot grow"));
         assert!(mapping[..4 * PAGE - 1].iter().all(|byte| *byte == 7) && mapping[4 * PAGE - 1] == 8);
     }
 
@@ -822,7 +824,7 @@ mod tests {
     fn no_bytes_may_be_lent_from_nowhere() {
         // SAFETY: no byte is named.
         let region = unsafe { Region::lend(std::ptr::null(), 0) };
-        assert!(region.is_empty() && region.iovec(0, 0).is_some());
+        assert!(region[..].is_empty() && region.iovec(0, 0).is_some());
     }
 
     #[test]

@@ -8,8 +8,8 @@
 //!   completion per call, `None` when there is nothing to do until the fd is ready.
 //! - Memory is passed by value: a work request owns a clone of what it names until it is complete, so the caller
 //!   needs no completion to keep memory alive (see `memory`).
-//! - Memory lent by the program is named by handles and by work requests, never by Receives. `invalidate`, `detach`,
-//!   `keep`, `close` and drop take it back at once: what they concern holds no clone of it when they return.
+//! - Memory lent by the program is named by handles and by work requests, never by Receives. `invalidate`,
+//!   `detach`, `keep`, `close` and drop take it back at once: what they concern holds no clone of it when they return.
 //! - Completions of one kind come in the order in which the requests were posted; Receives complete in the order
 //!   of the peer's Sends, each after everything that the peer sent before it has been placed (RFC 5040 §5.5).
 //! - The first error ends the queue pair: `poll` returns it once and for ever after; every handle is dead then.
@@ -121,9 +121,9 @@ pub trait QueuePair: Send {
     /// (RFC 8166 §4.5.4).
     fn invalidate(&mut self, handle: Handle) -> Result<(), Error>;
 
-    /// Keeps the handle working for the peer, but lets go of the memory: a sink is replaced by nothing, and what the
-    /// peer writes is thrown away; a source that is lent, by a private copy of what the peer may still read. (A source
-    /// of our own is frozen and stays.) For a call that nobody waits for any more.
+    /// Keeps the handle working for the peer, but lets go of the memory: a sink is replaced by nothing, and what
+    /// the peer writes is thrown away; a source that is lent, by a private copy of what the peer may still read. (A
+    /// source of our own is frozen and stays.) For a call that nobody waits for any more.
     ///
     /// # Errors
     /// When the device cannot promise it; the connection must then be closed before the memory is used.
@@ -131,8 +131,8 @@ pub trait QueuePair: Send {
         self.invalidate(handle)
     }
 
-    /// Copies what queued work still names of lent memory, and lets go of it; returns the bytes copied. Handles are not
-    /// touched. An RDMA Read into lent memory completes as ever, but what has not come yet is thrown away.
+    /// Copies what queued work still names of lent memory, and lets go of it; returns the bytes copied. Handles are
+    /// not touched. An RDMA Read into lent memory completes as ever, but what has not come yet is thrown away.
     ///
     /// # Errors
     /// When there is no memory for the copies; the connection must then be closed before the lent memory is used.

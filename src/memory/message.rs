@@ -67,6 +67,15 @@ impl Message {
         copied
     }
 
+    /// Whether a lent part lies in some of `len` bytes at `address`.
+    pub fn lends_of(&self, address: usize, len: usize) -> bool {
+        let meets = |part: &Region| {
+            let start = part.as_ptr().addr();
+            start < address.saturating_add(len) && address < start + part.len()
+        };
+        self.lent.iter().any(|(_, part)| meets(part))
+    }
+
     /// Positions and lengths of the lent parts.
     pub fn lent(&self) -> impl Iterator<Item = (usize, usize)> {
         self.lent.iter().map(|(at, part)| (*at, part.len()))
@@ -163,6 +172,15 @@ mod tests {
                 assert_eq!(message().pieces(at..at + len).collect::<Vec<_>>(), lengths);
             }
         }
+    }
+
+    #[test]
+    fn what_was_lent_is_known_by_its_address() {
+        let message = message();
+        let (_, part) = &message.lent[2];
+        let at = part.as_ptr().addr();
+        assert!(message.lends_of(at, 1) && message.lends_of(at - 5, 6) && message.lends_of(at + 3, 9));
+        assert!(!message.lends_of(at - 5, 5) && !message.lends_of(at + 4, 9));
     }
 
     #[test]

@@ -116,8 +116,8 @@ impl Loopback {
         self.dead.clone().map_or(Ok(()), Err)
     }
 
-    /// Hands what was posted over to the peer's side, as bytes go into a socket: from here on it names no memory that
-    /// is lent. Returns the bytes copied.
+    /// Hands what was posted over to the peer's side, as bytes go into a socket: from here on it names no memory
+    /// that is lent. Returns the bytes copied.
     fn hand_over(&self) -> io::Result<usize> {
         let mut copied = 0;
         for packet in &mut self.wires()[1 - self.end] {
@@ -1106,11 +1106,14 @@ pub(crate) mod contract {
         let mut pair = Ends::new(make());
         let body: Vec<u8> = (0..150_000u32).map(|i| (i % 241) as u8).collect();
         let (mut text, mut data) = (Program::new(b", lent, "), Program::new(&body));
+        let mut read = Program::new(&[0; 100]);
+        let from = pair.ends[0].expose_source(region(&[5; 100])).unwrap();
         let memory = sink(150_000);
         let target = pair.ends[0].expose_sink(memory.clone()).unwrap();
         pair.receives(0, 2);
         pair.ends[1].post(WorkRequest::Write { gather: vec![data.source()], to: target });
         let gather = vec![region(b"own"), text.source(), region(b"own")];
+        pair.ends[1].post(WorkRequest::Read { id: WorkId(1), sink: read.sink(), at: 0, from });
         pair.ends[1].post(WorkRequest::Send { gather, invalidate: None });
         pair.send(1, b"end");
         let copied = pair.ends[1].keep().unwrap();
@@ -1120,6 +1123,8 @@ pub(crate) mod contract {
         data.bytes().fill(b'!');
         assert_eq!(pair.message(0).0, b"own, lent, own");
         assert_eq!(pair.message(0).0, b"end");
+        assert!(matches!(pair.next(1), Ok(Completion::Read { id: WorkId(1) })));
+        assert_eq!(read.bytes(), [0; 100]);
         pair.ends[0].invalidate(target.handle).unwrap();
         assert!(memory.into_buf(150_000).unwrap()[..] == body);
     }

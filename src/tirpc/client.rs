@@ -581,7 +581,9 @@ impl Call<'_> {
         }
         let own =
             |address: &(*const u8, usize)| binding.preset() || registered::cover(address.0.addr(), most);
-        let place = probe.first_lent().filter(|(_, len)| *len >= most).filter(own);
+        // A program may pass one buffer for both: then results are copied, for nothing is read and written at a time.
+        let apart = |address: &(*const u8, usize)| !call.lends_of(address.0.addr(), most);
+        let place = probe.first_lent().filter(|(_, len)| *len >= most).filter(own).filter(apart);
         // SAFETY: the results' buffer is the program's, to be written until `clnt_call` returns.
         Ok(place.map(|(at, _)| unsafe { Sink::lend(at.cast_mut(), most) }).into_iter().collect())
     }

@@ -706,8 +706,8 @@ struct Copies {
 }
 
 impl Copies {
-    /// Puts a cursor at its place in a copy of its list. Cursors into one list come one after the other, in order, so
-    /// that one copy serves them all and what lies before the first is not copied.
+    /// Puts a cursor at its place in a copy of its list. Cursors into one list come one after the other, in order,
+    /// so that one copy serves them all and what lies before the first is not copied.
     fn redirect(&mut self, cursor: &mut Cursor) -> io::Result<()> {
         if !self.latest.as_ref().is_some_and(|(first, _)| Arc::ptr_eq(&first.gather, &cursor.gather)) {
             if !cursor.gather.iter().any(Region::is_lent) {

@@ -4,7 +4,8 @@
 #   tcp        stock libtirpc: the tests themselves are right
 #   redirect   programs that know only "tcp", moved by RPCRDMA_REDIRECT
 #   rdma       programs that name netid "rdma", the library preloaded
-#   linked     the same, linked through pkg-config with a staged install
+#   placed     rdma, with bindings that have the tests' data placed directly
+#   linked     rdma, linked through pkg-config with a staged install
 #   asan       rdma, built by clang with the address and undefined-behaviour sanitizers
 #   valgrind   rdma, client and server under valgrind
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
@@ -32,12 +33,12 @@ linked() {
 asan() { command -v clang >/dev/null || { echo "clang is not installed"; return 1; }; RPCRDMA_POLL=0 CC=clang run rdma asan; }
 valgrind() { RPCRDMA_POLL=0 run rdma valgrind; }
 
-[ $# -gt 0 ] || set -- tcp redirect rdma linked asan valgrind
+[ $# -gt 0 ] || set -- tcp redirect rdma placed linked asan valgrind
 for name in "$@"; do
     case $name in
-    tcp | redirect | rdma) leg "$name" run "$name" ;;
+    tcp | redirect | rdma | placed) leg "$name" run "$name" ;;
     linked | asan | valgrind) leg "$name" "$name" ;;
-    *) sed -n '2,9s/^# \{0,1\}//p' "${BASH_SOURCE[0]}" >&2; exit 2 ;;
+    *) sed -n '2,10s/^# \{0,1\}//p' "${BASH_SOURCE[0]}" >&2; exit 2 ;;
     esac
 done
 [ "$failed" -eq 0 ]

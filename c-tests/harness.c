@@ -243,6 +243,8 @@ static const char *why_not(const struct test *test)
         return "about the library itself";
     if ((test->needs & GSS) && !leg.gss)
         return "no KDC here";
+    if ((test->needs & UNBOUND) && leg.bound)
+        return "a binding makes it otherwise";
     if (test->not_stock != NULL && !leg.library)
         return test->not_stock;
     return NULL;
@@ -352,7 +354,7 @@ int main(int argc, char **argv)
 {
     bool list = argc > 1 && strcmp(argv[1], "--list") == 0;
     int option;
-    while (!list && (option = getopt(argc, argv, "n:LRbgs")) != -1) {
+    while (!list && (option = getopt(argc, argv, "n:LRbgsB")) != -1) {
         switch (option) {
         case 'n': leg.netid = optarg; break;
         case 'L': leg.library = true; break;
@@ -360,6 +362,7 @@ int main(int argc, char **argv)
         case 'b': leg.rpcbind = true; break;
         case 'g': leg.gss = true; break;
         case 's': leg.slow = true; break;
+        case 'B': leg.bound = true; break;
         default: errx(2, "usage: suite [-n netid] [-LRbgs] [--list] [test ...]");
         }
     }

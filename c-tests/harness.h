@@ -40,6 +40,7 @@ struct leg {
     bool redirect; /* ... and moves tcp to rdma */
     bool rpcbind;  /* there is an rpcbind to register with */
     bool gss;      /* there is a KDC */
+    bool bound;    /* the procedures have bindings: their data is placed */
     bool slow;     /* valgrind or a sanitizer: fewer rounds */
 };
 extern struct leg leg;
@@ -49,6 +50,7 @@ enum need {
     TCP_ONLY = 2,  /* an entry point without a netid: reaches rdma only by redirection */
     RDMA_ONLY = 4, /* needs the library */
     GSS = 8,
+    UNBOUND = 32,  /* shows what happens without a binding */
     NOISY = 16,    /* libtirpc itself writes to stderr here */
 };
 

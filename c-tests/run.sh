@@ -4,6 +4,7 @@
 #   tcp        stock libtirpc alone: shows that the tests tell the truth about libtirpc
 #   rdma       the library preloaded; the programs name netid "rdma"
 #   redirect   the library preloaded; the programs name "tcp" and are moved by RPCRDMA_REDIRECT
+#   placed     rdma, and a binding (suite.conf) has the tests' data placed directly
 #   linked     linked with the library through pkg-config; STAGED names the staged install
 #              (make install DESTDIR=...); the programs name "rdma"
 #
@@ -22,6 +23,7 @@ make_flags=() suite_flags=() environment=()
 case $leg in
 tcp) suite_flags=(-n tcp) ;;
 rdma) suite_flags=(-n rdma -L) environment=(LD_PRELOAD="$LIBRPCRDMA") ;;
+placed) suite_flags=(-n rdma -L -B) environment=(LD_PRELOAD="$LIBRPCRDMA" RPCRDMA_BINDINGS="$here/suite.conf") ;;
 redirect) suite_flags=(-n tcp -L -R) environment=(LD_PRELOAD="$LIBRPCRDMA" RPCRDMA_REDIRECT=tcp) ;;
 linked)
     : "${STAGED:?names the staged install}"
@@ -35,9 +37,9 @@ linked)
     export CPATH=$includedir LIBRARY_PATH=$libdir LD_LIBRARY_PATH=$libdir
     make_flags=(LINKED=yes) suite_flags=(-n rdma -L)
     ;;
-*) sed -n '2,12s/^# \{0,1\}//p' "${BASH_SOURCE[0]}" >&2; exit 2 ;;
+*) sed -n '2,13s/^# \{0,1\}//p' "${BASH_SOURCE[0]}" >&2; exit 2 ;;
 esac
-case $leg in rdma | redirect) [ -r "$LIBRPCRDMA" ] || { echo "run.sh: $LIBRPCRDMA is missing" >&2; exit 1; } ;; esac
+case $leg in rdma | redirect | placed) [ -r "$LIBRPCRDMA" ] || { echo "run.sh: $LIBRPCRDMA is missing" >&2; exit 1; } ;; esac
 
 case $tool in
 asan) make_flags+=(SANITIZE=yes); suite_flags+=(-s); environment+=(ASAN_OPTIONS=detect_leaks=0) ;;

@@ -1,10 +1,11 @@
 /* handles.c: from file handles and names to open files of the exported directory, and back.
  *
- * The kernel opens files by name, and NFS names them by handle. So this keeps, for each file that a client has seen,
- * the names it was seen under: a directory and a name in it. To open a handle is to follow these up to the exported
- * directory, to open one component after the other from there, following no symbolic link, and to check that what
- * was reached is the file that is meant. Whatever a handle says, nothing outside is reached. After a rename by this
- * server all handles stay good, those below a renamed directory too: they go by its key, not by its path.
+ * The kernel opens files by name, and NFS names them by handle. So this keeps, for each file that a client has
+ * seen, the names it was seen under: a directory and a name in it. To open a handle is to follow these up to the
+ * exported directory, to open one component after the other from there, following no symbolic link, and to check
+ * that what was reached is the file that is meant. Whatever a handle says, nothing outside is reached. After a
+ * rename by this server all handles stay good, those below a renamed directory too: they go by its key, not by its
+ * path.
  *
  * A handle that is unknown may be from before a restart. The first one makes this read the whole tree, once.
  *
@@ -20,7 +21,8 @@
 #include <sys/sysmacros.h>
 #include <unistd.h>
 
-/* Deeper directories are not found: two that were moved into each other behind our back must not turn us in circles. */
+/* Deeper directories are not found: two that were moved into each other behind our back must not turn us in
+ * circles. */
 enum { DEPTH_MAX = 256 };
 
 struct place {

@@ -7,8 +7,8 @@
 #include <stdint.h>
 #include <sys/stat.h>
 
-/* Which file is meant, over renames and restarts. These bytes are the handle. The time of birth tells a new file from
- * a removed one whose inode number it got; 0 where the file system does not know it. */
+/* Which file is meant, over renames and restarts. These bytes are the handle. The time of birth tells a new file
+ * from a removed one whose inode number it got; 0 where the file system does not know it. */
 struct key {
     uint64_t device, inode, born;
 };

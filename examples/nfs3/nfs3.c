@@ -7,14 +7,16 @@
  *   get PATH FILE           readlink PATH           rm PATH
  *   put FILE PATH           ln TARGET PATH          check [-N names] [-L lengths] SIZE...
  *
- * Paths begin at what is exported as "/"; `rm` removes an empty directory too. Without -p the server is looked up with
- * rpcbind. The handle of "/" comes from MOUNT over tcp (at -m, or looked up with rpcbind), or is given in hex with -H.
+ * Paths begin at what is exported as "/"; `rm` removes an empty directory too. Without -p the server is looked up
+ * with rpcbind. The handle of "/" comes from MOUNT over tcp (at -m, or looked up with rpcbind), or is given in hex
+ * with -H.
  *
- * -P reads into a buffer of this program: libtirpc decodes into the one that the result points to before the call, and
- * allocates one only if there is none.
+ * -P reads into a buffer of this program: libtirpc decodes into the one that the result points to before the call,
+ * and allocates one only if there is none.
  *
  * `check` writes and reads back files of the sizes, compares, makes symbolic links of the lengths -L (a list with
- * commas) and reads them, makes -N files and lists them, and removes it all. It says what differs and exits with 1. */
+ * commas) and reads them, makes -N files and lists them, and removes it all. It says what differs and exits with
+ * 1. */
 #define _GNU_SOURCE
 #include "mount3.h"
 #include "nfs3.h"
@@ -102,8 +104,8 @@ static nfs_fh3 look_up(nfs_fh3 directory, char *name)
     return found;
 }
 
-/* The directory that holds the last component of `path`, and this component. Both are freed by nobody: there is one
- * path or two in the life of this program. */
+/* The directory that holds the last component of `path`, and this component. Both are freed by nobody: there is
+ * one path or two in the life of this program. */
 static diropargs3 parent_of(const char *path)
 {
     diropargs3 at = {.dir = root, .name = NULL};
@@ -151,7 +153,8 @@ static nfs_fh3 create(diropargs3 where)
     must(nfsproc3_create_3(&args, &res, client), "create", where.name);
     accept_only(res.status, "create", where.name);
     post_op_fh3 *made = &res.CREATE3res_u.resok.obj;
-    nfs_fh3 handle = made->handle_follows ? copy_handle(&made->post_op_fh3_u.handle) : look_up(where.dir, where.name);
+    nfs_fh3 handle =
+        made->handle_follows ? copy_handle(&made->post_op_fh3_u.handle) : look_up(where.dir, where.name);
     xdr_free((xdrproc_t)xdr_CREATE3res, (char *)&res);
     return handle;
 }
@@ -208,7 +211,8 @@ static void remove_name(diropargs3 what)
 }
 
 /* Writes all of `data`. Returns the verifier of the last reply. */
-static void write_piece(nfs_fh3 handle, uint64 offset, char *data, uint32 length, stable_how stable, writeverf3 verf)
+static void write_piece(nfs_fh3 handle, uint64 offset, char *data, uint32 length, stable_how stable,
+                        writeverf3 verf)
 {
     uint32 done = 0;
     do {
@@ -290,8 +294,8 @@ static void print_attributes(const fattr3 *a)
     time_t seconds = a->mtime.seconds;
     char when[32];
     strftime(when, sizeof when, "%F %T", gmtime(&seconds));
-    printf("%c%04o %3u %5u %5u %12llu %s ", types[a->type <= NF3FIFO ? a->type : 0], a->mode & 07777, a->nlink, a->uid,
-           a->gid, (unsigned long long)a->size, when);
+    printf("%c%04o %3u %5u %5u %12llu %s ", types[a->type <= NF3FIFO ? a->type : 0], a->mode & 07777, a->nlink,
+           a->uid, a->gid, (unsigned long long)a->size, when);
 }
 
 static void print_entry(const entryplus3 *entry, void *is_long)
@@ -408,7 +412,8 @@ static void check_file(nfs_fh3 directory, size_t size, unsigned number)
 
     fattr3 attributes = attributes_of(handle, name);
     if (attributes.size != size || attributes.type != NF3REG)
-        differs("size %zu: the server says %llu, type %d", size, (unsigned long long)attributes.size, attributes.type);
+        differs("size %zu: the server says %llu, type %d", size, (unsigned long long)attributes.size,
+                attributes.type);
 
     /* All of it; more than there is; and, if there is a middle, that from an odd offset to an odd end. */
     READ3res res;
@@ -606,7 +611,8 @@ static nfs_fh3 mount_root(const char *host, const char *port)
     /* The errors of MOUNT have the numbers and meanings of those of NFS. */
     accept_only((nfsstat3)res.fhs_status, "mount", path);
     fhandle3 *got = &res.mountres3_u.mountinfo.fhandle;
-    nfs_fh3 handle = {.data = {.data_len = got->fhandle3_len, .data_val = got->fhandle3_val}}, copy = copy_handle(&handle);
+    nfs_fh3 handle = {.data = {.data_len = got->fhandle3_len, .data_val = got->fhandle3_val}};
+    nfs_fh3 copy = copy_handle(&handle);
     xdr_free((xdrproc_t)xdr_mountres3, (char *)&res);
     auth_destroy(client->cl_auth);
     clnt_destroy(client);
@@ -639,6 +645,7 @@ static int run(int argc, char **argv)
         nfs_fh3 handle = handle_at(first);
         fattr3 attributes = attributes_of(handle, first);
         print_attributes(&attributes);
+        printf("%s\nhandle ", first);
         for (u_int i = 0; i < handle.data.data_len; i++)
             printf("%02x", (unsigned char)handle.data.data_val[i]);
         putchar('\n');

@@ -1,18 +1,21 @@
-/* nfs3d.c: an NFS version 3 server, with MOUNT, as a program of libtirpc and nothing else: the same binary serves over
- * tcp and over rdma.
+/* nfs3d.c: an NFS version 3 server, with MOUNT, as a program of libtirpc and nothing else: the same binary serves
+ * over tcp and over rdma.
  *
  *   nfs3d [-n netid] [-d directory] [-a address] [-p port] [-m mountport]
  *
- * Exports the directory -d (default: the working directory) as "/", under its own path too. Without -a, -p and -m it
- * registers with rpcbind: NFS on the netid -n (default: tcp), MOUNT always on tcp. With one of them it listens on those
- * ports (0, the default: any free one; 20049 is that of NFS over RDMA) of the IPv4 address -a (default: all) and tells
- * no rpcbind, so an ordinary user can run it. When it can be called it prints "READY port mountport".
+ * Exports the directory -d (default: the working directory) as "/", under its own path too. Without -a, -p and -m
+ * it registers with rpcbind: NFS on the netid -n (default: tcp), MOUNT always on tcp. With one of them it listens
+ * on those ports (0, the default: any free one; 20049 is that of NFS over RDMA) of the IPv4 address -a (default:
+ * all) and tells no rpcbind, so an ordinary user can run it. When it can be called it prints "READY port
+ * mountport".
  *
- * Run by root it acts as the user that an AUTH_SYS credential names, root too, and as nobody for other credentials. It
- * believes what it is told, and is for a network that one trusts. Run by somebody else it does everything as this user.
+ * Run by root it acts as the user that an AUTH_SYS credential names, root too, and as nobody for other
+ * credentials. It believes what it is told, and is for a network that one trusts. Run by somebody else it does
+ * everything as this user.
  *
  * Missing: a cache of replies, so a REMOVE that is sent again finds nothing to remove; and names are made no more
- * durable than the file system makes them by itself. Data are: DATA_SYNC, FILE_SYNC and COMMIT wait for the disk. */
+ * durable than the file system makes them by itself. Data are: DATA_SYNC, FILE_SYNC and COMMIT wait for the
+ * disk. */
 #define _GNU_SOURCE
 #include "handles.h"
 #include "mount3.h"
@@ -116,8 +119,8 @@ static void act_for(struct svc_req *request)
         err(1, "cannot act as user %u", (unsigned)uid);
 }
 
-/* What each call begins with: opens its file, then acts for the caller. The way to the file is not the caller's: who
- * has a handle needs no right to search the directories above. */
+/* What each call begins with: opens its file, then acts for the caller. The way to the file is not the caller's:
+ * who has a handle needs no right to search the directories above. */
 static nfsstat3 enter(struct svc_req *request, const nfs_fh3 *handle, struct object *object)
 {
     act_for(NULL);
@@ -149,7 +152,8 @@ static int open_data(const struct object *object, int flags)
     int fd = open(path.text, flags | O_CLOEXEC);
     /* Who has created a file read-only goes on writing it, which a local program does with the descriptor it has.
      * RFC 1813 section 4.4: the owner is let in, whatever the mode says. */
-    if (fd < 0 && errno == EACCES && object->st.stx_uid == acting && chmod(path.text, (mode & 07777) | 0600) == 0) {
+    if (fd < 0 && errno == EACCES && object->st.stx_uid == acting &&
+        chmod(path.text, (mode & 07777) | 0600) == 0) {
         fd = open(path.text, flags | O_CLOEXEC);
         int error = errno;
         chmod(path.text, mode & 07777);
@@ -241,7 +245,8 @@ static nfsstat3 set_attributes(const struct object *object, const sattr3 *set)
     if ((set->uid.set_it || set->gid.set_it) && fchownat(object->fd, "", uid, gid, AT_EMPTY_PATH) < 0)
         return status_of(errno);
     /* A symbolic link has no mode. */
-    if (set->mode.set_it && !S_ISLNK(object->st.stx_mode) && chmod(path.text, set->mode.set_mode3_u.mode & 07777) < 0)
+    if (set->mode.set_it && !S_ISLNK(object->st.stx_mode) &&
+        chmod(path.text, set->mode.set_mode3_u.mode & 07777) < 0)
         return status_of(errno);
     struct timespec times[2] = {
         timespec_of(set->atime.set_it, set->atime.set_atime_u.atime),
@@ -456,8 +461,9 @@ bool_t nfsproc3_commit_3_svc(COMMIT3args *args, COMMIT3res *res, struct svc_req 
 
 /* What CREATE, MKDIR, SYMLINK and MKNOD have in common: `status` says how making `name` went. Opens what is there,
  * gives it the attributes that it was not made with, and fills the result. */
-static nfsstat3 finish_making(nfsstat3 status, const diropargs3 *where, const sattr3 *set, struct object *directory,
-                              struct object *object, post_op_fh3 *handle, post_op_attr *attributes)
+static nfsstat3 finish_making(nfsstat3 status, const diropargs3 *where, const sattr3 *set,
+                              struct object *directory, struct object *object, post_op_fh3 *handle,
+                              post_op_attr *attributes)
 {
     if (status == NFS3_OK)
         status = result_of(open_name(directory, where->name, object));
@@ -475,7 +481,8 @@ static nfsstat3 finish_making(nfsstat3 status, const diropargs3 *where, const sa
     return NFS3_OK;
 }
 
-/* The mode to make a file with. It is taken out of `set`: setting it again would clear what a directory inherits. */
+/* The mode to make a file with. It is taken out of `set`: setting it again would clear what a directory
+ * inherits. */
 static mode_t take_mode(sattr3 *set, mode_t otherwise)
 {
     mode_t mode = set->mode.set_it ? set->mode.set_mode3_u.mode & 07777 : otherwise;
@@ -512,8 +519,8 @@ bool_t nfsproc3_create_3_svc(CREATE3args *args, CREATE3res *res, struct svc_req 
     sattr3 set = {.size = {.set_it = FALSE}};
     mode_t mode = 0600;
     if (args->how.mode == EXCLUSIVE) {
-        /* The verifier must outlive a restart. RFC 1813 section 3.3.8 proposes the times of the file; the client sets
-         * the right ones afterwards. 31 bits of each are what every file system keeps. */
+        /* The verifier must outlive a restart. RFC 1813 section 3.3.8 proposes the times of the file; the client
+         * sets the right ones afterwards. 31 bits of each are what every file system keeps. */
         uint32 halves[2];
         memcpy(halves, args->how.createhow3_u.verf, sizeof halves);
         set.atime.set_it = SET_TO_CLIENT_TIME;
@@ -726,11 +733,10 @@ bool_t nfsproc3_link_3_svc(LINK3args *args, LINK3res *res, struct svc_req *reque
     return TRUE;
 }
 
-/*
- * Directories. A cookie is a hash of the name, and a directory is returned in the order of the cookies. So a name keeps
- * its cookie while others come and go, on every file system and over restarts, and each page begins where the last one
- * ended: no name that stays is left out or returned twice. Each page reads the whole directory.
- */
+/* * Directories. A cookie is a hash of the name, and a directory is returned in the order of the cookies. So a
+ * name keeps its cookie while others come and go, on every file system and over restarts, and each page begins
+ * where the last one ended: no name that stays is left out or returned twice. Each page reads the whole directory.
+ *  */
 
 struct listed {
     uint64_t cookie, inode;
@@ -798,8 +804,8 @@ static nfsstat3 list(const struct object *directory, struct listing *listing)
     return NFS3_OK;
 }
 
-/* Bytes on the wire: a string; what both results have beside their entries (status, attributes, verifier, the end of
- * the list, eof); attributes and handle of an entry. */
+/* Bytes on the wire: a string; what both results have beside their entries (status, attributes, verifier, the end
+ * of the list, eof); attributes and handle of an entry. */
 static size_t string_size(const char *text) { return 4 + (strlen(text) + 3) / 4 * 4; }
 enum { REPLY_SIZE = 4 + 88 + 8 + 4 + 4, PLUS_SIZE = 88 + 4 + 4 + sizeof(struct key) };
 
@@ -1059,7 +1065,8 @@ static unsigned listen_on(const char *netid, const char *where, unsigned port, u
     struct sockaddr_in address = {.sin_family = AF_INET, .sin_port = htons((uint16_t)port)};
     if (inet_pton(AF_INET, where, &address.sin_addr) != 1)
         errx(2, "%s: not an IPv4 address", where);
-    struct t_bind bind_to = {.addr = {.maxlen = sizeof address, .len = sizeof address, .buf = &address}, .qlen = 64};
+    struct t_bind bind_to = {.addr = {.maxlen = sizeof address, .len = sizeof address, .buf = &address},
+                             .qlen = 64};
     SVCXPRT *listener = svc_tli_create(RPC_ANYFD, config, &bind_to, 0, 0);
     if (listener == NULL)
         errx(1, "cannot listen on %s port %u", netid, port);

@@ -1,6 +1,7 @@
 # make              the library: build/librpcrdma.so.0
 # make install      PREFIX=/usr/local, LIBDIR, INCLUDEDIR, BINDIR, MANDIR; DESTDIR is respected
 # make demo         copies files over tcp and over RDMA with the same binaries
+# make nfs3         the example NFS server and client: build/nfs3/nfs3d and nfs3
 # make check        what every change must pass; as root it first installs the packages that are missing
 # make check-long   check, and what takes longer
 # make check-bad-peers   every corruption of every byte of a peer's frames: some minutes
@@ -64,6 +65,9 @@ install: all
 demo: all
 	bash examples/demo.sh
 
+nfs3:
+	$(MAKE) -C examples/nfs3 OUT=$(CURDIR)/build/nfs3
+
 check: check-packages check-source check-rust check-exports check-c
 	@for script in $(SCRIPTS); do echo "== $$script"; bash $$script || exit 1; done
 
@@ -103,7 +107,7 @@ clean:
 	$(CARGO) clean
 	rm -rf build
 
-.PHONY: all install demo check check-packages check-source check-rust check-exports check-c check-long \
+.PHONY: all install demo nfs3 check check-packages check-source check-rust check-exports check-c check-long \
     check-bad-peers bench clean
 .DELETE_ON_ERROR:
 # The steps of check depend on their order: packages first.

@@ -1,22 +1,24 @@
-//! Upper-layer bindings: which items of which procedures may travel in chunks of their own (RFC 8166 §6).
+//! Upper-layer bindings: which opaque items of which procedures may be placed directly, and how long replies get.
 //!
-//! A binding is two walks over an encoded message, one over the arguments and one over the results of a procedure. A
-//! [`Walk`] has a small vocabulary, and every binding is written in it: those of NFS (`nfs`, `nfs4`), those of text files
-//! (`text`), and those that a program registers. What a walk marks as an item is eligible; everything else never is.
+//! Owns the registry of bindings and [`Walk`], the one vocabulary in which all of them are written: those built
+//! in (`nfs`, `nfs4`), those of text files (`text`), those of C programs. A binding is a function over the encoded
+//! message and not a table of offsets, because a COMPOUND or an arm of a union can be described no other way.
+//! Leaves to `connection` what is then done: which of the eligible items become chunks, and what happens to a
+//! message that breaks the rules.
 //!
-//! The same walk serves both ends and every stage: an encoder asks whether the opaque that comes next is eligible, a
-//! requester how much room the results need, a responder whether what was taken out of a Call was allowed to be, and a
-//! requester again where the results belong that came in Write chunks.
+//! A message is the concatenation of its pieces, position 0 being the XID: no transport header.
 //!
 //! # Invariants
-//! - Positions count from the XID of the unreduced message (RFC 8166 §3.4.5), and no walk reads a byte of an item.
-//! - A walk ends after at most as many steps as the message has bytes, whatever lengths stand in it.
+//! - What no binding names is not eligible.
+//! - A walk ends where the bytes end. It believes no count: whoever loops consumes bytes in each round.
+//! - A walk over the beginning of a message finds the items that a walk over all of it finds there.
+//!
+//! Read first: RFC 8166 §6 and §4.3.2, RFC 8267.
 #![forbid(unsafe_code)]
 
 use std::collections::HashMap;
-use std::fmt;
 use std::ops::Range;
-use std::sync::{Arc, RwLock};
+use std::sync::{Arc, PoisonError, RwLock};
 
 use crate::error::{Error, Kind};
 
@@ -24,72 +26,78 @@ mod nfs;
 mod nfs4;
 mod text;
 
-/// Longest body of a credential or verifier (RFC 5531 §8.2).
-const AUTH_MAX: u32 = 400;
-
-/// Most eligible results that a Call announces; what follows travels with the rest of the reply.
-const RESULTS_MAX: usize = 64;
-
 /// The fixed part of an RPC Call (RFC 5531 §9).
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq)]
+#[allow(missing_docs)]
 pub struct Head {
-    /// Program number.
     pub program: u32,
-    /// Version number.
     pub version: u32,
-    /// Procedure number.
     pub procedure: u32,
     /// Where the arguments begin: behind the verifier.
     pub arguments: usize,
-    /// RPCSEC_GSS wraps the arguments (integrity, privacy), or the Call is one of its own: nothing may be reduced.
+    /// RPCSEC_GSS wraps the arguments (integrity, privacy) or the Call is one of its own (not RPCSEC_GSS_DATA):
+    /// nothing may be reduced, in the Call or in its reply.
     pub wrapped: bool,
 }
 
 impl Head {
-    /// Of a Call, or of any part of it that reaches to the arguments. `None` for what is no Call of RPC version 2.
+    /// Of a whole Call or of any part of it that reaches to the arguments. `None`: no Call of RPC version 2, too
+    /// short, or with more than the 400 bytes of credential or verifier that RFC 5531 §8.2 allows.
     pub fn of(call: &[&[u8]]) -> Option<Head> {
-        Head::read(&mut Walk::new(call)).ok()
+        Head::walk(&mut Walk::new(call)).ok()
     }
 
-    fn read(walk: &mut Walk<'_>) -> Result<Head, Stop> {
-        walk.skip(4)?;
-        let (direction, rpc) = (walk.word()?, walk.word()?);
-        let (program, version, procedure) = (walk.word()?, walk.word()?, walk.word()?);
-        if (direction, rpc) != (0, 2) {
+    /// Reads the head, and leaves the walk at the arguments.
+    fn walk(walk: &mut Walk<'_>) -> Result<Head, Stop> {
+        const CALL: u32 = 0;
+        const RPC_VERSION: u32 = 2;
+        walk.word()?;
+        if walk.word()? != CALL || walk.word()? != RPC_VERSION {
             return Err(Stop::Unknown);
         }
-        let flavor = walk.word()?;
-        let length = walk.auth_length()?;
-        let after = walk.at + length;
-        // RFC 8166 §8.2.2.3: "Effectively, no data item is DDP-eligible in this situation", which is integrity or privacy;
-        // §8.2.2: "RPC-over-RDMA messages that carry RPCSEC_GSS protocol elements" of its own have no such items.
-        let wrapped = flavor == RPCSEC_GSS && {
-            // RFC 2203 §5: version, gss_proc, seq_num, service.
-            let words = if length >= 16 {
-                Some((walk.word()?, walk.word()?, walk.word()?, walk.word()?))
-            } else {
-                None
-            };
-            !matches!(words, Some((1, RPCSEC_GSS_DATA, _, RPC_GSS_SVC_NONE)))
-        };
-        walk.skip(after - walk.at)?;
-        walk.word()?;
-        let length = walk.auth_length()?;
-        walk.skip(length)?;
-        Ok(Head { program, version, procedure, arguments: walk.at, wrapped })
+        let [program, version, procedure, flavor] = [walk.word()?, walk.word()?, walk.word()?, walk.word()?];
+        let wrapped = credential_wraps(walk, flavor)?;
+        walk.skip(4)?;
+        authenticator(walk)?;
+        Ok(Head { program, version, procedure, arguments: walk.position, wrapped })
     }
 }
 
-const RPCSEC_GSS: u32 = 6;
-const RPCSEC_GSS_DATA: u32 = 0;
-const RPC_GSS_SVC_NONE: u32 = 1;
+/// Walks over the body of a credential; whether it says that the arguments are wrapped (RFC 2203 §5).
+fn credential_wraps(walk: &mut Walk<'_>, flavor: u32) -> Result<bool, Stop> {
+    const RPCSEC_GSS: u32 = 6;
+    const VERSION_1: u32 = 1;
+    const DATA: u32 = 0;
+    const SERVICE_NONE: u32 = 1;
+    let mut body = walk.clone();
+    authenticator(walk)?;
+    if flavor != RPCSEC_GSS {
+        return Ok(false);
+    }
+    // What is in the body is read only as far as it reaches: a shorter one is no plain RPCSEC_GSS credential.
+    let length = body.word()?;
+    if length < 16 {
+        return Ok(true);
+    }
+    let [version, procedure, _sequence, service] = [body.word()?, body.word()?, body.word()?, body.word()?];
+    // RFC 8166 §8.2.2.3: "a sender MUST NOT reduce a Payload stream when RPCSEC_GSS integrity or encryption services
+    // are in use."
+    Ok((version, procedure, service) != (VERSION_1, DATA, SERVICE_NONE))
+}
+
+/// Walks over the body of a credential or verifier.
+fn authenticator(walk: &mut Walk<'_>) -> Walked {
+    // RFC 5531 §8.2: "opaque body<400>".
+    const MAX: usize = 400;
+    if walk.counted()? > MAX { Err(Stop::Unknown) } else { Ok(()) }
+}
 
 /// An eligible item in the unreduced stream.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Item {
-    /// Of its first byte, behind its length word.
+    /// Position of its first byte, behind its length word: a multiple of 4.
     pub position: usize,
-    /// Bytes, without pad.
+    /// Bytes, without pad. Items of no bytes are listed too: in replies they count when chunks are matched.
     pub length: usize,
 }
 
@@ -100,75 +108,77 @@ impl Item {
     }
 }
 
-/// What a binding says of a Call.
-#[derive(Debug, PartialEq, Eq)]
+/// What a Call's binding says of it.
+#[derive(Clone, Debug, PartialEq, Eq)]
 pub struct CallShape {
-    /// Eligible arguments in stream order. The last one may lie beyond the end: an encoder asks before it puts it.
+    /// In stream order; the last one's bytes may not be there yet (a Call that is being encoded).
     pub items: Vec<Item>,
     /// Eligible results that the reply may hold, in their order: most bytes of each.
     pub results: Vec<usize>,
-    /// Most bytes of the results, nothing reduced. `None`: not known.
+    /// Most bytes of the results (behind the reply's header), unreduced, pads included. `None`: not bounded by
+    /// the arguments.
     pub max_results: Option<usize>,
-    /// The walk understood all arguments. If not, there may be items that are not listed.
+    /// Whether the walk understood all of the arguments. If not, items may exist that are not listed.
     pub complete: bool,
 }
 
-/// What a binding says of a Reply.
-#[derive(Debug, PartialEq, Eq)]
+/// What a binding says of a reply.
+#[derive(Clone, Debug, PartialEq, Eq)]
 pub struct ReplyShape {
-    /// Eligible results in stream order; the last one may lie beyond the end.
+    /// In stream order; the last one's bytes may not be there yet.
     pub items: Vec<Item>,
-    /// The walk understood all results.
+    /// Whether the walk understood all of the results. If not, items may exist that are not listed.
     pub complete: bool,
 }
 
-/// A result that came in a Write chunk.
+/// An eligible result that came in a Write chunk.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Placed {
     /// Index in the Write list.
     pub chunk: usize,
-    /// Offset in the reduced message where its bytes and their pad are missing.
+    /// Offset in the reduced message where its bytes (and pad) are missing.
     pub at: usize,
-    /// Bytes.
+    /// Bytes, without pad: what the length word says and the responder wrote.
     pub length: usize,
 }
 
-/// What a binding says of a reduced Reply.
-#[derive(Debug, PartialEq, Eq)]
+/// A reduced reply, its results matched with Write chunks.
+#[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Reduced {
     /// In stream order.
     pub placed: Vec<Placed>,
-    /// A result that is eligible and not empty lies in the stream, although a Write chunk was there for it.
+    /// An eligible, non-empty result lies in the stream although a non-empty Write chunk was there for it: a
+    /// violation (RFC 8166 §6.1), or a responder without this binding.
     pub unreduced: bool,
-    /// The walk understood all results.
+    /// Whether the walk understood all of the results.
     pub complete: bool,
 }
 
-/// Where a binding comes from.
+/// Who says what a procedure's binding is.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Origin {
-    /// A standard: every peer that speaks the program over RDMA has it.
+    /// This library.
     BuiltIn,
-    /// The program.
+    /// The program, by a call.
     Registered,
     /// A text file.
     Text,
 }
 
-/// Why a walk ends before its message is walked.
+/// Walks the arguments or results of one procedure.
+pub type Walker = Box<dyn Fn(&mut Walk<'_>) -> Walked + Send + Sync>;
+
+/// How a walk, or a step of it, ended.
+pub type Walked = Result<(), Stop>;
+
+/// Why nothing more is said of a message.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Stop {
-    /// The stream ends here.
+    /// The bytes end here.
     End,
     /// What follows is not known.
     Unknown,
 }
-
-/// The result of one step, and of a walk.
-pub type Walked = Result<(), Stop>;
-
-/// Walks the arguments or the results of one procedure, in the order of the wire.
-pub type Walker = Box<dyn Fn(&mut Walk<'_>) -> Walked + Send + Sync>;
 
 /// The binding of one procedure.
 #[derive(Clone)]
@@ -181,323 +191,127 @@ struct Procedure {
     results: Walker,
 }
 
-impl fmt::Debug for Binding {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "Binding({:?})", self.0.origin)
-    }
-}
-
 impl Binding {
-    /// Where it comes from.
+    /// Who said it.
     pub fn origin(&self) -> Origin {
         self.0.origin
     }
 
-    /// Whether the object for the results may be looked at beforehand, for a buffer of the program's own in it.
+    /// Whether the results object that a program passes may be looked at beforehand for a buffer of its own.
     pub fn preset(&self) -> bool {
         self.0.preset
     }
 
-    /// Of a Call that reaches to its arguments at least.
+    /// What may be reduced in a Call, and what its reply may be like. Nothing, in a Call that is
+    /// [wrapped](Head::wrapped).
     pub fn call(&self, message: &[&[u8]]) -> CallShape {
         let mut walk = Walk::new(message);
-        let walked = Head::read(&mut walk).and_then(|_| (self.0.arguments)(&mut walk));
-        let bounded = walked.is_ok() && walk.said && !walk.unbounded;
-        CallShape {
-            items: walk.items,
-            results: walk.results,
-            max_results: bounded.then_some(walk.most),
-            complete: walked.is_ok(),
-        }
+        let walked = match Head::walk(&mut walk) {
+            // Only the arguments' walker says something, and of a wrapped Call there is nothing to say.
+            Ok(head) if head.wrapped => Ok(()),
+            Ok(_) => (self.0.arguments)(&mut walk),
+            Err(stop) => Err(stop),
+        };
+        let complete = walked.is_ok();
+        let max_results = walk.most.filter(|_| complete && !walk.unbounded);
+        CallShape { items: walk.items, results: walk.results, max_results, complete }
     }
 
-    /// Of a Reply, whole or as far as it is encoded. One that reports no success has no results.
+    /// What may be reduced in a reply, or in the part of it that exists so far; not for the reply to a Call that
+    /// is [wrapped](Head::wrapped), which looks no different. A reply without results has no items and is complete.
     pub fn reply(&self, message: &[&[u8]]) -> ReplyShape {
         let mut walk = Walk::new(message);
-        let walked = self.walk_reply(&mut walk);
-        ReplyShape { items: walk.items, complete: walked.is_ok() }
+        let complete = self.walk_reply(&mut walk).is_ok();
+        ReplyShape { items: walk.items, complete }
     }
 
-    /// Of a Reply that a responder has reduced. `chunks`: for each Write chunk of the Call the bytes that came in it, or
-    /// `None` if it was offered without segments.
+    /// Matches the results of a reply that a responder reduced with the Write chunks of the Call. `chunks` has for
+    /// each of them `None` if the Call gave it no segments (an "empty" chunk), else the bytes that the responder
+    /// says it wrote.
     ///
     /// # Errors
-    /// `Peer` when a chunk has bytes that no eligible result accounts for.
+    /// `Peer` for a chunk with bytes that belongs to no eligible result or is of another length: the responder
+    /// reduced what is not eligible, or wrote what it does not say.
     pub fn reduced(&self, message: &[&[u8]], chunks: &[Option<usize>]) -> Result<Reduced, Error> {
         let mut walk = Walk::new(message);
         walk.chunks =
-            Some(Chunks { lengths: chunks, next: 0, placed: Vec::new(), unreduced: false, error: None });
-        let walked = self.walk_reply(&mut walk);
-        let Some(Chunks { placed, unreduced, error, .. }) = walk.chunks else {
-            return Err(Error::new(Kind::Panic, "a walk has lost its chunks"));
-        };
-        if let Some(error) = error {
-            return Err(error);
+            Some(Chunks { written: chunks, next: 0, placed: Vec::new(), unreduced: false, mismatch: None });
+        let complete = self.walk_reply(&mut walk).is_ok();
+        let chunks = walk.chunks.take().unwrap_or_default();
+        let wrong = |text: String| Err(Error::new(Kind::Peer, text));
+        if let Some((written, length)) = chunks.mismatch {
+            let index = chunks.next;
+            return wrong(format!(
+                "the server placed {written} bytes in Write chunk {index} for a result of {length}"
+            ));
         }
-        let used = |chunk: usize| placed.iter().any(|placed| placed.chunk == chunk);
-        for (chunk, length) in chunks.iter().enumerate() {
-            if length.is_some_and(|length| length > 0) && !used(chunk) {
-                let text = "the reply has a result in a Write chunk that is not eligible for one";
-                return Err(Error::new(Kind::Peer, text));
-            }
+        // RFC 8166 §6.1: "A Responder reduces a non-DDP-eligible result data item.  The Requester MUST terminate
+        // the pending RPC transaction"
+        let left = chunks.written.iter().enumerate().skip(chunks.next);
+        if let Some((index, written)) = left.filter_map(|(i, w)| w.map(|w| (i, w))).find(|&(_, w)| w > 0) {
+            return wrong(format!(
+                "the server placed {written} bytes in Write chunk {index}, which belongs to no result that may be placed"
+            ));
         }
-        Ok(Reduced { placed, unreduced, complete: walked.is_ok() })
+        Ok(Reduced { placed: chunks.placed, unreduced: chunks.unreduced, complete })
     }
 
     fn walk_reply(&self, walk: &mut Walk<'_>) -> Walked {
-        walk.skip(4)?;
-        if walk.word()? != 1 {
+        const REPLY: u32 = 1;
+        const MSG_ACCEPTED: u32 = 0;
+        const SUCCESS: u32 = 0;
+        walk.word()?;
+        if walk.word()? != REPLY {
             return Err(Stop::Unknown);
         }
-        // Denied: no results.
-        if walk.word()? != 0 {
+        if walk.word()? != MSG_ACCEPTED {
             return Ok(());
         }
         walk.word()?;
-        let length = walk.auth_length()?;
-        walk.skip(length)?;
-        // Not SUCCESS: no results.
-        if walk.word()? != 0 {
-            return Ok(());
-        }
-        (self.0.results)(walk)
+        authenticator(walk)?;
+        if walk.word()? != SUCCESS { Ok(()) } else { (self.0.results)(walk) }
     }
 }
 
-/// A walk over one message.
-pub struct Walk<'a> {
-    /// What is left; the first piece is not empty.
-    pieces: Vec<&'a [u8]>,
-    left: usize,
-    /// Position in the unreduced stream, and bytes of it that are not in `pieces`.
-    at: usize,
-    missing: usize,
-    items: Vec<Item>,
-    results: Vec<usize>,
-    /// Most bytes of the results; `said` that there is such a bound, and that there is none after all.
-    most: usize,
-    said: bool,
-    unbounded: bool,
-    chunks: Option<Chunks<'a>>,
-}
-
-/// What came in Write chunks.
-struct Chunks<'a> {
-    lengths: &'a [Option<usize>],
-    /// Belongs to the next eligible result.
-    next: usize,
-    placed: Vec<Placed>,
-    unreduced: bool,
-    error: Option<Error>,
-}
-
-impl<'a> Walk<'a> {
-    fn new(message: &[&'a [u8]]) -> Walk<'a> {
-        let pieces: Vec<&[u8]> = message.iter().rev().filter(|piece| !piece.is_empty()).copied().collect();
-        let left = pieces.iter().map(|piece| piece.len()).sum();
-        Walk {
-            pieces,
-            left,
-            at: 0,
-            missing: 0,
-            items: Vec::new(),
-            results: Vec::new(),
-            most: 0,
-            said: false,
-            unbounded: false,
-            chunks: None,
-        }
-    }
-
-    /// One word: int, unsigned, bool, enum.
-    ///
-    /// # Errors
-    /// As every step: where the stream ends.
-    pub fn word(&mut self) -> Result<u32, Stop> {
-        let mut bytes = [0; 4];
-        if self.left < 4 {
-            return Err(Stop::End);
-        }
-        if let Some(piece) = self.pieces.last_mut()
-            && let Some((word, rest)) = piece.split_first_chunk::<4>()
-            && !rest.is_empty()
-        {
-            bytes = *word;
-            *piece = rest;
-        } else {
-            for byte in &mut bytes {
-                let piece = self.pieces.last_mut().ok_or(Stop::End)?;
-                let (first, rest) = piece.split_first().ok_or(Stop::End)?;
-                *byte = *first;
-                *piece = rest;
-                if rest.is_empty() {
-                    self.pieces.pop();
-                }
-            }
-        }
-        self.left -= 4;
-        self.at += 4;
-        Ok(u32::from_be_bytes(bytes))
-    }
-
-    /// A hyper.
-    ///
-    /// # Errors
-    /// As [`Walk::word`].
-    pub fn hyper(&mut self) -> Result<u64, Stop> {
-        Ok(u64::from(self.word()?) << 32 | u64::from(self.word()?))
-    }
-
-    /// A fixed opaque of `bytes` bytes, or anything else that is not looked at, with its pad.
-    ///
-    /// # Errors
-    /// As [`Walk::word`].
-    pub fn skip(&mut self, bytes: usize) -> Walked {
-        let bytes = bytes.checked_next_multiple_of(4).filter(|bytes| *bytes <= self.left).ok_or(Stop::End)?;
-        self.left -= bytes;
-        self.at += bytes;
-        let mut skip = bytes;
-        while skip > 0 {
-            let piece = self.pieces.last_mut().ok_or(Stop::End)?;
-            let part = skip.min(piece.len());
-            *piece = &piece[part..];
-            skip -= part;
-            if piece.is_empty() {
-                self.pieces.pop();
-            }
-        }
-        Ok(())
-    }
-
-    /// A counted opaque or a string that stays in the message.
-    ///
-    /// # Errors
-    /// As [`Walk::word`].
-    pub fn opaque(&mut self) -> Walked {
-        let length = self.word()? as usize;
-        self.skip(length)
-    }
-
-    /// A counted opaque or a string that is eligible.
-    ///
-    /// # Errors
-    /// As [`Walk::word`].
-    pub fn item(&mut self) -> Walked {
-        let length = self.word()? as usize;
-        self.items.push(Item { position: self.at, length });
-        if self.came_in_a_chunk(length)? {
-            let whole = length.next_multiple_of(4);
-            self.at += whole;
-            self.missing += whole;
-            return Ok(());
-        }
-        self.skip(length)
-    }
-
-    /// Whether the item that begins here is missing in the stream because it came in a Write chunk.
-    fn came_in_a_chunk(&mut self, length: usize) -> Result<bool, Stop> {
-        let at = self.at - self.missing;
-        let Some(chunks) = &mut self.chunks else { return Ok(false) };
-        // RFC 8166 §4.3.2.1: "the Responder fills in each Write chunk with one DDP-eligible result until there are either
-        // no more DDP-eligible results or no more Write chunks."
-        let chunk = chunks.next;
-        let Some(came) = chunks.lengths.get(chunk) else { return Ok(false) };
-        chunks.next += 1;
-        match *came {
-            // RFC 8166 §4.3.2.3: an empty Write chunk forces its result inline.
-            None => Ok(false),
-            Some(0) => {
-                chunks.unreduced |= length > 0;
-                Ok(false)
-            }
-            // RFC 8166 §3.4.6.2: "a returned Write chunk's total length MUST be the same as the encoded length of the
-            // result data item."
-            Some(came) if came == length => {
-                chunks.placed.push(Placed { chunk, at, length });
-                Ok(true)
-            }
-            Some(came) => {
-                let text = format!("a result of {length} bytes came as {came} bytes in its Write chunk");
-                chunks.error.get_or_insert(Error::new(Kind::Peer, text));
-                Err(Stop::Unknown)
-            }
-        }
-    }
-
-    /// In arguments: the reply may hold an eligible result of at most `most` bytes, which counts with its length word.
-    pub fn result(&mut self, most: usize) {
-        if self.results.len() < RESULTS_MAX {
-            self.results.push(most);
-        }
-        self.reply(most.saturating_add(7) & !3);
-    }
-
-    /// In arguments: the results have at most `bytes` bytes more.
-    pub fn reply(&mut self, bytes: usize) {
-        self.said = true;
-        self.most = self.most.saturating_add(bytes);
-    }
-
-    /// In arguments: nothing bounds the results.
-    pub fn unbounded(&mut self) {
-        self.unbounded = true;
-    }
-
-    /// The length of a credential's or verifier's body.
-    fn auth_length(&mut self) -> Result<usize, Stop> {
-        let length = self.word()?;
-        if length > AUTH_MAX { Err(Stop::Unknown) } else { Ok((length as usize).next_multiple_of(4)) }
-    }
-}
-
-/// The bindings of a process.
+/// All bindings of a process.
 pub struct Registry {
     procedures: RwLock<HashMap<(u32, u32, u32), Binding>>,
 }
 
 impl Registry {
-    /// Those of NFS (RFC 8267).
+    /// Every procedure of NFS version 2, 3 and 4, of NFSACL and of the NFSv4.0 callbacks.
     pub fn built_in() -> Registry {
-        let mut procedures = HashMap::new();
-        let mut add = |program, version, procedure, arguments: Walker, results: Walker| {
-            let origin = Origin::BuiltIn;
-            let binding = Binding(Arc::new(Procedure { origin, preset: true, arguments, results }));
-            procedures.insert((program, version, procedure), binding);
-        };
-        nfs::add(&mut add);
-        nfs4::add(&mut add);
-        Registry { procedures: RwLock::new(procedures) }
+        let procedures = nfs::procedures().map(|(program, version, row)| {
+            let binding = Procedure {
+                origin: Origin::BuiltIn,
+                preset: true,
+                arguments: Box::new(row.arguments),
+                results: Box::new(row.results),
+            };
+            ((program, version, row.number), Binding(Arc::new(binding)))
+        });
+        Registry { procedures: RwLock::new(procedures.collect()) }
     }
 
     /// The binding of a procedure, if it has one.
     pub fn find(&self, program: u32, version: u32, procedure: u32) -> Option<Binding> {
-        let procedures = self.procedures.read().unwrap_or_else(|e| e.into_inner());
+        let procedures = self.procedures.read().unwrap_or_else(PoisonError::into_inner);
         procedures.get(&(program, version, procedure)).cloned()
     }
 
-    /// Adds the procedures of a text; a later text may change those of an earlier one. Returns what is wrong with the
-    /// lines that were left out: "NAME:LINE: reason".
+    /// Adds the procedures of a text in the form of rpcrdma-bindings(5); returns why lines were left out, each as
+    /// "NAME:LINE: reason". Replaces what was said of a procedure before, by other texts or the program.
     pub fn add_text(&self, name: &str, text: &str) -> Vec<String> {
-        let (procedures, mut errors) = text::parse(name, text);
-        let mut known = self.procedures.write().unwrap_or_else(|e| e.into_inner());
-        for text::Entry { place, key, preset, arguments, results } in procedures {
-            if known.get(&key).is_some_and(|binding| binding.origin() != Origin::Text) {
-                let (program, version, procedure) = key;
-                errors.push(format!(
-                    "{place}: program {program} version {version} procedure {procedure} has a binding that text cannot change"
-                ));
-                continue;
-            }
-            let origin = Origin::Text;
-            known.insert(key, Binding(Arc::new(Procedure { origin, preset, arguments, results })));
-        }
+        let (entries, errors) = text::parse(name, text);
+        let mut procedures = self.procedures.write().unwrap_or_else(PoisonError::into_inner);
+        procedures.extend(entries.into_iter().map(|(key, procedure)| (key, Binding(Arc::new(procedure)))));
         errors
     }
 
-    /// Adds a procedure of a program.
+    /// Adds a procedure of the program's own; replaces what a text said of it.
     ///
     /// # Errors
-    /// `Invalid` when it has a binding that is built in or was added before. One of a text is replaced.
+    /// `Invalid` for a program whose binding is built in, and for a procedure that was added before.
     pub fn add(
         &self,
         program: u32,
@@ -506,15 +320,243 @@ impl Registry {
         arguments: Walker,
         results: Walker,
     ) -> Result<(), Error> {
-        let key = (program, version, procedure);
-        let mut known = self.procedures.write().unwrap_or_else(|e| e.into_inner());
-        if known.get(&key).is_some_and(|binding| binding.origin() != Origin::Text) {
-            let text =
-                format!("program {program} version {version} procedure {procedure} has a binding already");
-            return Err(Error::new(Kind::Invalid, text));
+        let refused = |text: String| Err(Error::new(Kind::Invalid, text));
+        if let Some(reason) = reserved(program) {
+            return refused(format!("no binding can be added for program {program}: {reason}"));
         }
-        let origin = Origin::Registered;
-        known.insert(key, Binding(Arc::new(Procedure { origin, preset: true, arguments, results })));
+        let mut procedures = self.procedures.write().unwrap_or_else(PoisonError::into_inner);
+        let key = (program, version, procedure);
+        if procedures.get(&key).is_some_and(|binding| binding.origin() == Origin::Registered) {
+            return refused(format!(
+                "program {program} version {version} procedure {procedure} already has a binding"
+            ));
+        }
+        let binding = Procedure { origin: Origin::Registered, preset: true, arguments, results };
+        procedures.insert(key, Binding(Arc::new(binding)));
         Ok(())
     }
 }
+
+/// Why nobody can add a binding for a program.
+fn reserved(program: u32) -> Option<&'static str> {
+    match program {
+        0 => Some("there is no such program"),
+        100_000 => Some("rpcbind is not reached over rdma"),
+        nfs::NFS | nfs::NFSACL | nfs::CALLBACK => Some("its binding is built in"),
+        _ => None,
+    }
+}
+
+/// A step over the arguments or results of one procedure, and what is found on the way.
+#[derive(Clone)]
+pub struct Walk<'a> {
+    /// What is left of the piece that the walk has come to.
+    piece: &'a [u8],
+    /// The pieces behind it.
+    rest: &'a [&'a [u8]],
+    /// Bytes walked over: the position in the message as it is given.
+    position: usize,
+    items: Vec<Item>,
+    results: Vec<usize>,
+    /// Most bytes of the results, as far as is known; `None`: nothing was said of them.
+    most: Option<usize>,
+    unbounded: bool,
+    /// In a reduced reply, the chunks that its items are matched with.
+    chunks: Option<Chunks<'a>>,
+}
+
+/// Write chunks while results are matched with them.
+#[derive(Clone, Default)]
+struct Chunks<'a> {
+    written: &'a [Option<usize>],
+    /// The chunk of the next eligible result.
+    next: usize,
+    placed: Vec<Placed>,
+    unreduced: bool,
+    /// Bytes written into `next`, and the result's.
+    mismatch: Option<(usize, usize)>,
+}
+
+impl<'a> Walk<'a> {
+    /// An XDR word: int, unsigned, bool, enum, a count.
+    pub fn word(&mut self) -> Result<u32, Stop> {
+        self.bytes().map(u32::from_be_bytes)
+    }
+
+    /// An XDR hyper.
+    pub fn hyper(&mut self) -> Result<u64, Stop> {
+        self.bytes().map(u64::from_be_bytes)
+    }
+
+    /// A fixed opaque or any number of bytes, rounded up to whole words as XDR does.
+    pub fn skip(&mut self, bytes: usize) -> Walked {
+        let mut left = padded(bytes);
+        while left > 0 {
+            self.next_piece()?;
+            let here = left.min(self.piece.len());
+            self.piece = &self.piece[here..];
+            self.position += here;
+            left -= here;
+        }
+        Ok(())
+    }
+
+    /// A counted opaque or string that is not eligible.
+    pub fn opaque(&mut self) -> Walked {
+        self.counted().map(drop)
+    }
+
+    /// A counted opaque or string that is eligible.
+    pub fn item(&mut self) -> Walked {
+        let length = self.word()? as usize;
+        match &mut self.chunks {
+            Some(chunks) => {
+                if chunks.take(self.position, length)? {
+                    return Ok(());
+                }
+            }
+            None if self.items.len() == MAX_ITEMS => return Err(Stop::Unknown),
+            None => self.items.push(Item { position: self.position, length }),
+        }
+        self.skip(length)
+    }
+
+    /// In arguments: the reply may hold an eligible result of at most `most` bytes. Says also that the results have
+    /// that many more, with length word and pad.
+    pub fn result(&mut self, most: usize) {
+        if self.results.len() < MAX_RESULTS {
+            self.results.push(most);
+        }
+        self.reply(padded(most).saturating_add(4));
+    }
+
+    /// In arguments: the results have at most `bytes` more.
+    pub fn reply(&mut self, bytes: usize) {
+        self.most = Some(self.most.unwrap_or(0).saturating_add(bytes));
+    }
+
+    /// In arguments: the results are not bounded by the arguments.
+    pub fn unbounded(&mut self) {
+        self.unbounded = true;
+    }
+
+    fn new(message: &'a [&'a [u8]]) -> Walk<'a> {
+        Walk {
+            piece: &[],
+            rest: message,
+            position: 0,
+            items: Vec::new(),
+            results: Vec::new(),
+            most: None,
+            unbounded: false,
+            chunks: None,
+        }
+    }
+
+    /// A counted opaque: its bytes without pad.
+    fn counted(&mut self) -> Result<usize, Stop> {
+        let length = self.word()? as usize;
+        self.skip(length)?;
+        Ok(length)
+    }
+
+    /// A counted array; the number of its elements, each of which consumes bytes.
+    fn list(&mut self, element: fn(&mut Self) -> Walked) -> Result<usize, Stop> {
+        let count = self.word()?;
+        for _ in 0..count {
+            element(self)?;
+        }
+        Ok(count as usize)
+    }
+
+    fn bytes<const N: usize>(&mut self) -> Result<[u8; N], Stop> {
+        let mut bytes = [0; N];
+        if let Some((here, behind)) = self.piece.split_first_chunk() {
+            bytes = *here;
+            self.piece = behind;
+            self.position += N;
+            return Ok(bytes);
+        }
+        // Split between pieces.
+        for byte in &mut bytes {
+            self.next_piece()?;
+            (*byte, self.piece) = (self.piece[0], &self.piece[1..]);
+            self.position += 1;
+        }
+        Ok(bytes)
+    }
+
+    /// Comes to a piece with bytes.
+    fn next_piece(&mut self) -> Walked {
+        while self.piece.is_empty() {
+            (self.piece, self.rest) = self.rest.split_first().ok_or(Stop::End)?;
+        }
+        Ok(())
+    }
+}
+
+impl Chunks<'_> {
+    /// Whether the result of `length` bytes whose place is `at` came in a chunk and not in the stream.
+    fn take(&mut self, at: usize, length: usize) -> Result<bool, Stop> {
+        match self.written.get(self.next) {
+            // More results than chunks.
+            None => return Ok(false),
+            // RFC 8166 §4.3.2.3: "The Responder MUST return the corresponding result data item inline"
+            Some(None) => {}
+            Some(Some(0)) => self.unreduced |= length > 0,
+            // A result of no bytes uses up its chunk, but there are servers that keep it for the next one.
+            Some(Some(_)) if length == 0 => return Ok(false),
+            Some(&Some(written)) if written == length => {
+                self.placed.push(Placed { chunk: self.next, at, length });
+                self.next += 1;
+                return Ok(true);
+            }
+            Some(&Some(written)) => {
+                self.mismatch = Some((written, length));
+                return Err(Stop::Unknown);
+            }
+        }
+        self.next += 1;
+        Ok(false)
+    }
+}
+
+/// With the pad that makes whole words of it (RFC 4506 §3).
+fn padded(bytes: usize) -> usize {
+    bytes.checked_next_multiple_of(4).unwrap_or(usize::MAX)
+}
+
+/// Eligible items that one message is searched for: more than any peer sends, and few enough to be held.
+const MAX_ITEMS: usize = 1024;
+
+/// Eligible results that one Call announces; further ones come in the stream.
+const MAX_RESULTS: usize = 64;
+
+/// One row of a table of procedures or operations that is built in.
+struct Row {
+    number: u32,
+    arguments: fn(&mut Walk<'_>) -> Walked,
+    results: fn(&mut Walk<'_>) -> Walked,
+}
+
+const fn row(
+    number: u32,
+    arguments: fn(&mut Walk<'_>) -> Walked,
+    results: fn(&mut Walk<'_>) -> Walked,
+) -> Row {
+    Row { number, arguments, results }
+}
+
+/// Arguments of `bytes` with nothing eligible, and at most `results` bytes of results.
+fn fixed(walk: &mut Walk<'_>, bytes: usize, results: usize) -> Walked {
+    walk.skip(bytes)?;
+    walk.reply(results);
+    Ok(())
+}
+
+/// The pathname of a symbolic link. The protocols set no limit to it from version 3 on; PATH_MAX of the systems that
+/// we know, which resolve none that is longer.
+const PATH: usize = 4096;
+
+#[cfg(test)]
+mod tests;

@@ -504,14 +504,14 @@ fn invalid(text: String) -> Error {
 }
 
 /// A `#` inside a word belongs to the word: paths contain it.
-fn without_comment(line: &str) -> &str {
+pub(crate) fn without_comment(line: &str) -> &str {
     let begins = |&(at, _): &(usize, &str)| line[..at].chars().next_back().is_none_or(char::is_whitespace);
     let comment = line.match_indices('#').find(begins);
     comment.map_or(line, |(at, _)| &line[..at])
 }
 
 /// A value in an error: visible whatever it contains, and short.
-fn quoted(value: &str) -> String {
+pub(crate) fn quoted(value: &str) -> String {
     format!("{:?}", shortened(value))
 }
 
@@ -538,7 +538,7 @@ fn number(value: &str, low: u32, high: u32) -> Result<u32, String> {
 }
 
 /// Bytes, with K, M or G for powers of 1024.
-fn size(value: &str, low: usize, high: usize) -> Option<usize> {
+pub(crate) fn size(value: &str, low: usize, high: usize) -> Option<usize> {
     let (value, unit) = match value.as_bytes().last()? {
         b'K' | b'k' => (&value[..value.len() - 1], 1 << 10),
         b'M' | b'm' => (&value[..value.len() - 1], 1 << 20),
@@ -554,7 +554,7 @@ fn message_size(value: &str) -> Result<usize, String> {
     size(value, 1 << 10, 1 << 30).ok_or_else(|| "a size from 1K to 1G, such as 65536, 256K or 16M".into())
 }
 
-fn program_number(word: &str) -> Option<u32> {
+pub(crate) fn program_number(word: &str) -> Option<u32> {
     match word.strip_prefix("0x") {
         Some(hex) if hex.bytes().all(|b| b.is_ascii_hexdigit()) => u32::from_str_radix(hex, 16).ok(),
         Some(_) => None,

@@ -1,219 +1,246 @@
-//! The bindings of NFS versions 2 and 3, of NFSACL, and of the NFSv4 callbacks (RFC 8267).
+//! NFS version 2 (RFC 1094) and 3 (RFC 1813), NFSACL, and the frame of version 4 and its callbacks.
 //!
-//! RFC 8267 §4.1: file data of WRITE and READ, the target of SYMLINK and READLINK are eligible; nothing else is. The
-//! sizes of results are those of the XDR in RFC 1094 and RFC 1813.
+//! RFC 8267 §4: "All other argument or result data items in NFS versions 2 and 3 are not DDP-eligible." So the
+//! arguments of a procedure without such an item are walked no further than to the words that bound its reply.
+//! NFSACL has no eligible item (RFC 8267 §5.2), nor have the callbacks (RFC 8267 §6.5).
 #![forbid(unsafe_code)]
 
-use super::{Walk, Walked, Walker};
+use super::{PATH, Row, Walk, Walked, fixed, nfs4, row};
 
-const NFS: u32 = 100_003;
-const NFSACL: u32 = 100_227;
-/// RFC 7530 §19.1 and RFC 8881 §23: the callback program has this number unless client and server agree on another.
-const CALLBACK: u32 = 0x4000_0000;
+pub(super) const NFS: u32 = 100_003;
+pub(super) const NFSACL: u32 = 100_227;
+/// The NFSv4.0 callbacks, by their name in the RFCs; a client may choose another number.
+pub(super) const CALLBACK: u32 = 0x4000_0000;
 
-/// Longest path of NFS version 2 (RFC 1094 §2.3: MAXPATHLEN).
-const PATH_V2: usize = 1024;
-/// Longest target of a symbolic link that we expect over NFS version 3, which has no limit of its own: PATH_MAX of the
-/// systems that serve it.
-const PATH_V3: usize = 4096;
-/// Most data of a READ of version 2 (RFC 1094 §2.3: MAXDATA).
-const DATA_V2: usize = 8192;
-
-pub type Add<'a> = &'a mut dyn FnMut(u32, u32, u32, Walker, Walker);
-
-type Walks = fn(&mut Walk<'_>) -> Walked;
-
-/// Arguments of which nothing is eligible, for results of at most so many bytes.
-fn plain(bytes: usize) -> Walker {
-    Box::new(move |walk| {
-        walk.reply(bytes);
-        Ok(())
-    })
+/// Every procedure: program, version and what there is to say.
+pub(super) fn procedures() -> impl Iterator<Item = (u32, u32, &'static Row)> {
+    let tables = [
+        (NFS, 2, V2),
+        (NFS, 3, V3),
+        (NFS, 4, V4),
+        (NFSACL, 1, ACL1),
+        (NFSACL, 2, ACL2),
+        (NFSACL, 3, ACL3),
+        (CALLBACK, 1, CALLBACKS),
+    ];
+    let rows = |(program, version, table): (u32, u32, &'static [Row])| {
+        table.iter().map(move |row| (program, version, row))
+    };
+    tables.into_iter().flat_map(rows)
 }
 
+/// fhandle of version 2.
+const FH2: usize = 32;
+/// fattr of version 2.
+const ATTR2: usize = 68;
+/// nfspath of version 2 (RFC 1094 §2.2: MAXPATHLEN).
+const PATH2: usize = 1024;
+/// post_op_attr: the flag and fattr3.
+const ATTR3: usize = 4 + 84;
+/// wcc_data: pre_op_attr and post_op_attr.
+const WCC: usize = 4 + 24 + ATTR3;
+/// What creates an object answers: status, handle, attributes, and the directory's.
+const CREATED: usize = 4 + (4 + 4 + 64) + ATTR3 + WCC;
+
+const V2: &[Row] = &[
+    row(0, |w| fixed(w, 0, 0), nothing),                // NULL
+    row(1, |w| fixed(w, 0, 4 + ATTR2), nothing),        // GETATTR
+    row(2, |w| fixed(w, 0, 4 + ATTR2), nothing),        // SETATTR
+    row(3, |w| fixed(w, 0, 0), nothing),                // ROOT
+    row(4, |w| fixed(w, 0, 4 + FH2 + ATTR2), nothing),  // LOOKUP
+    row(5, readlink2, |w| read_results(w, 0)),          // READLINK
+    row(6, read2, |w| read_results(w, ATTR2)),          // READ
+    row(7, |w| fixed(w, 0, 0), nothing),                // WRITECACHE
+    row(8, write2, nothing),                            // WRITE
+    row(9, |w| fixed(w, 0, 4 + FH2 + ATTR2), nothing),  // CREATE
+    row(10, |w| fixed(w, 0, 4), nothing),               // REMOVE
+    row(11, |w| fixed(w, 0, 4), nothing),               // RENAME
+    row(12, |w| fixed(w, 0, 4), nothing),               // LINK
+    row(13, symlink2, nothing),                         // SYMLINK
+    row(14, |w| fixed(w, 0, 4 + FH2 + ATTR2), nothing), // MKDIR
+    row(15, |w| fixed(w, 0, 4), nothing),               // RMDIR
+    row(16, readdir2, nothing),                         // READDIR
+    row(17, |w| fixed(w, 0, 24), nothing),              // STATFS
+];
+
+const V3: &[Row] = &[
+    row(0, |w| fixed(w, 0, 0), nothing),                // NULL
+    row(1, |w| fixed(w, 0, 88), nothing),               // GETATTR
+    row(2, |w| fixed(w, 0, 4 + WCC), nothing),          // SETATTR
+    row(3, |w| fixed(w, 0, 72 + 2 * ATTR3), nothing),   // LOOKUP
+    row(4, |w| fixed(w, 0, 8 + ATTR3), nothing),        // ACCESS
+    row(5, readlink3, |w| read_results3(w, 0)),         // READLINK
+    row(6, read3, |w| read_results3(w, 8)),             // READ
+    row(7, write3, nothing),                            // WRITE
+    row(8, |w| fixed(w, 0, CREATED), nothing),          // CREATE
+    row(9, |w| fixed(w, 0, CREATED), nothing),          // MKDIR
+    row(10, symlink3, nothing),                         // SYMLINK
+    row(11, |w| fixed(w, 0, CREATED), nothing),         // MKNOD
+    row(12, |w| fixed(w, 0, 4 + WCC), nothing),         // REMOVE
+    row(13, |w| fixed(w, 0, 4 + WCC), nothing),         // RMDIR
+    row(14, |w| fixed(w, 0, 4 + 2 * WCC), nothing),     // RENAME
+    row(15, |w| fixed(w, 0, 4 + ATTR3 + WCC), nothing), // LINK
+    row(16, |w| readdir3(w, 0), nothing),               // READDIR
+    row(17, |w| readdir3(w, 4), nothing),               // READDIRPLUS
+    row(18, |w| fixed(w, 0, 56 + ATTR3), nothing),      // FSSTAT
+    row(19, |w| fixed(w, 0, 52 + ATTR3), nothing),      // FSINFO
+    row(20, |w| fixed(w, 0, 28 + ATTR3), nothing),      // PATHCONF
+    row(21, |w| fixed(w, 0, 12 + WCC), nothing),        // COMMIT
+];
+
+const V4: &[Row] = &[
+    row(0, |w| fixed(w, 0, 0), nothing),    // NULL
+    row(1, nfs4::arguments, nfs4::results), // COMPOUND
+];
+
+const ACL1: &[Row] = &[
+    row(0, |w| fixed(w, 0, 0), nothing), // NULL
+    row(1, unbounded, nothing),          // GETACL
+    row(2, unbounded, nothing),          // SETACL
+    row(3, unbounded, nothing),          // GETATTR
+    row(4, unbounded, nothing),          // ACCESS
+    row(5, unbounded, nothing),          // GETXATTRDIR
+];
+
+const ACL2: &[Row] = &[
+    row(0, |w| fixed(w, 0, 0), nothing),         // NULL
+    row(1, unbounded, nothing),                  // GETACL
+    row(2, |w| fixed(w, 0, 4 + ATTR2), nothing), // SETACL
+    row(3, |w| fixed(w, 0, 4 + ATTR2), nothing), // GETATTR
+    row(4, |w| fixed(w, 0, 8 + ATTR2), nothing), // ACCESS
+    row(5, unbounded, nothing),                  // GETXATTRDIR
+];
+
+const ACL3: &[Row] = &[
+    row(0, |w| fixed(w, 0, 0), nothing),         // NULL
+    row(1, unbounded, nothing),                  // GETACL
+    row(2, |w| fixed(w, 0, 4 + ATTR3), nothing), // SETACL
+    row(3, unbounded, nothing),                  // GETXATTRDIR
+];
+
+const CALLBACKS: &[Row] = &[
+    row(0, |w| fixed(w, 0, 0), nothing), // CB_NULL
+    row(1, unbounded, nothing),          // CB_COMPOUND: RFC 8267 §6.5.1, a CB_GETATTR has attributes
+];
+
+/// Results with nothing eligible.
 fn nothing(_: &mut Walk<'_>) -> Walked {
     Ok(())
 }
 
-pub fn add(add: Add<'_>) {
-    version_2(add);
-    version_3(add);
-    // RFC 8267 §4.2: the client decides how long an ACL may be; nothing of it is eligible.
-    for version in [1, 2, 3] {
-        add(NFSACL, version, 0, plain(0), Box::new(nothing));
-        for procedure in 1..=5 {
-            add(NFSACL, version, procedure, Box::new(nothing), Box::new(nothing));
-        }
-    }
-    for procedure in [0, 1] {
-        add(CALLBACK, 1, procedure, Box::new(nothing), Box::new(nothing));
-    }
-}
-
-fn version_2(add: Add<'_>) {
-    // Attributes have 68 bytes, a handle 32, a status 4.
-    let sizes = [0, 72, 72, 0, 104, 0, 0, 0, 0, 104, 4, 4, 4, 4, 104, 4, 0, 24];
-    for (procedure, bytes) in (0..).zip(sizes) {
-        let (arguments, results): (Walker, Walks) = match procedure {
-            5 => (Box::new(readlink_2), readlink_2_results),
-            6 => (Box::new(read_2), read_2_results),
-            8 => (Box::new(write_2), nothing),
-            13 => (Box::new(symlink_2), nothing),
-            16 => (Box::new(readdir_2), nothing),
-            _ => (plain(bytes), nothing),
-        };
-        add(NFS, 2, procedure, arguments, Box::new(results));
-    }
-}
-
-fn readlink_2(walk: &mut Walk<'_>) -> Walked {
-    walk.reply(4);
-    walk.result(PATH_V2);
-    walk.skip(32)
-}
-
-fn readlink_2_results(walk: &mut Walk<'_>) -> Walked {
-    if walk.word()? == 0 { walk.item() } else { Ok(()) }
-}
-
-fn read_2(walk: &mut Walk<'_>) -> Walked {
-    walk.skip(32)?;
-    walk.word()?;
-    let count = walk.word()? as usize;
-    walk.word()?;
-    walk.reply(72);
-    walk.result(count.min(DATA_V2));
+fn unbounded(walk: &mut Walk<'_>) -> Walked {
+    walk.unbounded();
     Ok(())
 }
 
-fn read_2_results(walk: &mut Walk<'_>) -> Walked {
+fn readlink2(walk: &mut Walk<'_>) -> Walked {
+    walk.reply(4);
+    walk.result(PATH2);
+    Ok(())
+}
+
+fn read2(walk: &mut Walk<'_>) -> Walked {
+    // File and offset.
+    walk.skip(FH2 + 4)?;
+    let count = walk.word()?;
+    walk.reply(4 + ATTR2);
+    walk.result(count as usize);
+    Ok(())
+}
+
+/// Status, `before` bytes where it is 0, and the data.
+fn read_results(walk: &mut Walk<'_>, before: usize) -> Walked {
     if walk.word()? != 0 {
         return Ok(());
     }
-    walk.skip(68)?;
+    walk.skip(before)?;
     walk.item()
 }
 
-fn write_2(walk: &mut Walk<'_>) -> Walked {
-    walk.reply(72);
-    walk.skip(32 + 12)?;
-    walk.item()
+fn write2(walk: &mut Walk<'_>) -> Walked {
+    // File, beginoffset, offset, totalcount.
+    walk.skip(FH2 + 12)?;
+    walk.item()?;
+    walk.reply(4 + ATTR2);
+    Ok(())
 }
 
-fn symlink_2(walk: &mut Walk<'_>) -> Walked {
-    walk.reply(4);
-    walk.skip(32)?;
+fn symlink2(walk: &mut Walk<'_>) -> Walked {
+    walk.skip(FH2)?;
     walk.opaque()?;
     walk.item()?;
-    walk.skip(32)
-}
-
-fn readdir_2(walk: &mut Walk<'_>) -> Walked {
-    walk.skip(32 + 4)?;
-    let count = walk.word()? as usize;
-    // RFC 1094 §2.2.17: the count bounds the entries; status, end of list and eof come on top.
-    walk.reply(count.saturating_add(12));
+    walk.reply(4);
     Ok(())
 }
 
-fn version_3(add: Add<'_>) {
-    // READLINK, READ, WRITE, SYMLINK, READDIR and READDIRPLUS have walks of their own.
-    let sizes =
-        [0, 88, 120, 248, 96, 0, 0, 0, 280, 280, 0, 280, 120, 120, 236, 208, 0, 0, 144, 140, 116, 128];
-    for (procedure, bytes) in (0..).zip(sizes) {
-        let (arguments, results): (Walker, Walks) = match procedure {
-            5 => (Box::new(readlink_3), readlink_3_results),
-            6 => (Box::new(read_3), read_3_results),
-            7 => (Box::new(write_3), nothing),
-            10 => (Box::new(symlink_3), nothing),
-            16 => (Box::new(readdir_3), nothing),
-            17 => (Box::new(readdirplus_3), nothing),
-            _ => (plain(bytes), nothing),
-        };
-        add(NFS, 3, procedure, arguments, Box::new(results));
-    }
+fn readdir2(walk: &mut Walk<'_>) -> Walked {
+    // Directory and cookie.
+    walk.skip(FH2 + 4)?;
+    let count = walk.word()?;
+    walk.reply(12);
+    walk.reply(count as usize);
+    Ok(())
 }
 
-/// `post_op_attr`: a word, and 84 bytes if it is TRUE.
-fn post_op_attributes(walk: &mut Walk<'_>) -> Walked {
-    if walk.word()? == 0 { Ok(()) } else { walk.skip(84) }
+fn readlink3(walk: &mut Walk<'_>) -> Walked {
+    walk.reply(4 + ATTR3);
+    walk.result(PATH);
+    Ok(())
 }
 
-fn readlink_3(walk: &mut Walk<'_>) -> Walked {
-    walk.reply(92);
-    walk.result(PATH_V3);
-    walk.opaque()
-}
-
-fn readlink_3_results(walk: &mut Walk<'_>) -> Walked {
-    let status = walk.word()?;
-    post_op_attributes(walk)?;
-    if status == 0 { walk.item() } else { Ok(()) }
-}
-
-fn read_3(walk: &mut Walk<'_>) -> Walked {
+fn read3(walk: &mut Walk<'_>) -> Walked {
     walk.opaque()?;
     walk.hyper()?;
-    let count = walk.word()? as usize;
-    walk.reply(100);
-    walk.result(count);
+    let count = walk.word()?;
+    walk.reply(4 + ATTR3 + 8);
+    walk.result(count as usize);
     Ok(())
 }
 
-fn read_3_results(walk: &mut Walk<'_>) -> Walked {
-    let status = walk.word()?;
-    post_op_attributes(walk)?;
-    if status != 0 {
+/// Status, attributes, `before` bytes where the status is 0, and the data.
+fn read_results3(walk: &mut Walk<'_>, before: usize) -> Walked {
+    if walk.word()? != 0 {
         return Ok(());
     }
-    walk.skip(8)?;
+    if walk.word()? != 0 {
+        walk.skip(ATTR3 - 4)?;
+    }
+    walk.skip(before)?;
     walk.item()
 }
 
-fn write_3(walk: &mut Walk<'_>) -> Walked {
-    walk.reply(136);
+fn write3(walk: &mut Walk<'_>) -> Walked {
+    // File; offset, count, stable.
     walk.opaque()?;
-    walk.skip(8 + 4 + 4)?;
-    walk.item()
+    walk.skip(16)?;
+    walk.item()?;
+    walk.reply(20 + WCC);
+    Ok(())
 }
 
-fn symlink_3(walk: &mut Walk<'_>) -> Walked {
-    walk.reply(280);
+fn symlink3(walk: &mut Walk<'_>) -> Walked {
+    // Directory and name.
     walk.opaque()?;
     walk.opaque()?;
-    settable_attributes(walk)?;
-    walk.item()
-}
-
-/// `sattr3`: mode, uid and gid, size, and two times, each behind a word that says whether it is there.
-fn settable_attributes(walk: &mut Walk<'_>) -> Walked {
-    for bytes in [4, 4, 4, 8] {
-        if walk.word()? != 0 {
+    // sattr3: mode, uid, gid; size; atime, mtime.
+    for (sets, bytes) in [(1, 4), (1, 4), (1, 4), (1, 8), (2, 8), (2, 8)] {
+        if walk.word()? == sets {
             walk.skip(bytes)?;
         }
     }
-    for _ in 0..2 {
-        // SET_TO_CLIENT_TIME alone has a time.
-        if walk.word()? == 2 {
-            walk.skip(8)?;
-        }
-    }
+    walk.item()?;
+    walk.reply(CREATED);
     Ok(())
 }
 
-fn readdir_3(walk: &mut Walk<'_>) -> Walked {
+/// READDIR has a count; READDIRPLUS has a maxcount, with the dircount's 4 bytes before it.
+// RFC 1813 §3.3.16: "The size must include all XDR overhead." A server that counts the entries only gets room too.
+fn readdir3(walk: &mut Walk<'_>, before: usize) -> Walked {
     walk.opaque()?;
-    walk.skip(8 + 8)?;
-    let count = walk.word()? as usize;
-    // RFC 1813 §3.3.16: count is "The maximum size of the READDIR3resok structure, in bytes." The status comes on top.
-    walk.reply(count.saturating_add(96));
-    Ok(())
-}
-
-fn readdirplus_3(walk: &mut Walk<'_>) -> Walked {
-    walk.opaque()?;
-    walk.skip(8 + 8 + 4)?;
-    let most = walk.word()? as usize;
-    walk.reply(most.saturating_add(96));
+    // Cookie and verifier.
+    walk.skip(16 + before)?;
+    let count = walk.word()?;
+    walk.reply(4 + ATTR3 + 8 + 8);
+    walk.reply(count as usize);
     Ok(())
 }

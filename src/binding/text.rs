@@ -1,214 +1,239 @@
-//! Bindings in text files: rpcrdma-bindings(5) is the description for users.
+//! Bindings as text: the form that rpcrdma-bindings(5) documents, one procedure a line.
 //!
-//! A line names a procedure and the shapes of its arguments and results, word by word as the .x file has them. Such a
-//! shape is fixed but for the lengths of opaques; what needs more (unions in the middle, arrays) is written in C.
+//! ```text
+//! PROGRAM VERSION PROCEDURE [arguments=SHAPE] [results=SHAPE] [max-reply=SIZE] [preset]
+//! ```
+//!
+//! A line that is not understood is left out, with the reason, and the others count: a wrong binding breaks calls and
+//! a missing one costs a copy.
 #![forbid(unsafe_code)]
 
-use std::collections::HashSet;
+use std::collections::HashMap;
 
-use super::{Walk, Walked, Walker};
+use super::{Origin, Procedure, Stop, Walk, padded, reserved};
+use crate::config::{program_number, quoted, size, without_comment};
 
-/// Rpcbind: never over RDMA.
-const RPCBIND: u32 = 100_000;
+/// Program, version, procedure.
+type Key = (u32, u32, u32);
 
-/// Largest size in a file, bytes.
-const SIZE_MAX: usize = 1 << 30;
-
-/// A procedure of a text.
-pub struct Entry {
-    /// NAME:LINE.
-    pub place: String,
-    /// Program, version, procedure.
-    pub key: (u32, u32, u32),
-    pub preset: bool,
-    pub arguments: Walker,
-    pub results: Walker,
-}
-
-/// One word of a shape.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Word {
-    Int,
-    Hyper,
-    Opaque,
-    Fixed(usize),
-    /// A word that must be 0, or nothing follows.
-    Status,
-    /// An unsigned word that bounds the data of the results.
-    Count,
-    /// An eligible opaque of at most so many bytes.
-    Data(Option<usize>),
-    /// Something follows that has nothing eligible.
-    Rest,
-}
-
-const WORDS: &str = "int, hyper, opaque, string, opaque[N], status, count, data, data<SIZE>, void or ...";
-
-/// The procedures of a text, and what is wrong with the lines that have none.
-pub fn parse(name: &str, text: &str) -> (Vec<Entry>, Vec<String>) {
-    let (mut entries, mut errors): (Vec<Entry>, Vec<String>) = (Vec::new(), Vec::new());
-    let mut seen = HashSet::new();
+/// The procedures of a text, and why lines were left out: "NAME:LINE: reason".
+pub(super) fn parse(name: &str, text: &str) -> (Vec<(Key, Procedure)>, Vec<String>) {
+    let mut entries = Vec::new();
+    let mut errors = Vec::new();
+    let mut seen: HashMap<Key, usize> = HashMap::new();
     for (at, line) in text.lines().enumerate() {
-        let place = format!("{name}:{}", at + 1);
-        match entry(&place, line) {
-            Ok(None) => {}
-            Ok(Some(entry)) if seen.insert(entry.key) => entries.push(entry),
-            Ok(Some(_)) => errors.push(format!("{place}: this procedure is in the file already")),
-            Err(reason) => errors.push(format!("{place}: {reason}")),
+        let line = without_comment(line).trim();
+        if line.is_empty() {
+            continue;
+        }
+        let entry = procedure(line).and_then(|(key, procedure)| match seen.insert(key, at + 1) {
+            None => Ok((key, procedure)),
+            Some(first) => {
+                let (program, version, procedure) = key;
+                Err(format!("{program} {version} {procedure} is already given in line {first}"))
+            }
+        });
+        match entry {
+            Ok(entry) => entries.push(entry),
+            Err(reason) => errors.push(format!("{name}:{}: {reason}", at + 1)),
         }
     }
     (entries, errors)
 }
 
-fn entry(place: &str, line: &str) -> Result<Option<Entry>, String> {
-    // A comment begins at the start of a line or behind a blank.
-    let mut words = line.split_whitespace().take_while(|word| !word.starts_with('#'));
-    let Some(program) = words.next() else { return Ok(None) };
-    let program = number(program, "a program number")?;
-    let version = number(words.next().unwrap_or_default(), "a version number")?;
-    let procedure = number(words.next().unwrap_or_default(), "a procedure number")?;
-    if program == 0 || program == RPCBIND {
-        return Err(format!("{program}: no program that can have a binding"));
-    }
-    let (mut arguments, mut results, mut most, mut preset) = (None, None, None, false);
-    for word in words {
-        let twice = |given: bool| if given { Err(format!("{word:?}: given twice")) } else { Ok(()) };
-        match word.split_once('=') {
-            Some(("arguments", value)) => {
-                twice(arguments.is_some())?;
-                arguments = Some(shape(value)?);
-            }
-            Some(("results", value)) => {
-                twice(results.is_some())?;
-                results = Some(shape(value)?);
-            }
-            Some(("max-reply", value)) => {
-                twice(most.is_some())?;
-                most = Some(
-                    size(value).ok_or_else(|| format!("max-reply={value}: must be a size from 1 to 1G"))?,
-                );
-            }
-            None if word == "preset" => preset = true,
-            _ => return Err(format!("{word:?}: must be arguments=, results=, max-reply= or preset")),
-        }
-    }
-    let arguments = arguments.unwrap_or_else(|| vec![Word::Rest]);
-    let results = results.unwrap_or_else(|| vec![Word::Rest]);
-    let counts = arguments.iter().filter(|word| **word == Word::Count).count();
-    if counts > 1 {
-        return Err("arguments: count must not be given twice".into());
-    }
-    for (word, of) in [(Word::Count, &results), (Word::Status, &arguments)] {
-        if of.contains(&word) {
-            let (word, of) = if word == Word::Count { ("count", "results") } else { ("status", "arguments") };
-            return Err(format!("{of}: {word} has no meaning there"));
-        }
-    }
-    if counts == 0 && results.contains(&Word::Data(None)) {
-        return Err("results: data must have a maximum: data<SIZE>, or a count in the arguments".into());
-    }
-    let key = (program, version, procedure);
-    let (arguments, results) = walkers(arguments, results, most);
-    Ok(Some(Entry { place: place.to_owned(), key, preset, arguments, results }))
-}
-
-fn shape(value: &str) -> Result<Vec<Word>, String> {
-    let mut shape = Vec::new();
-    for word in value.split(',').filter(|_| value != "void") {
-        if shape.last() == Some(&Word::Rest) {
-            return Err(format!("{word:?}: nothing may stand behind ..."));
-        }
-        let inside = |open: &str, close: &str| word.strip_prefix(open)?.strip_suffix(close);
-        shape.push(match word {
-            "int" | "unsigned" | "bool" | "enum" => Word::Int,
-            "hyper" => Word::Hyper,
-            "opaque" | "string" => Word::Opaque,
-            "status" => Word::Status,
-            "count" => Word::Count,
-            "data" => Word::Data(None),
-            "..." => Word::Rest,
-            _ => {
-                let fixed = inside("opaque[", "]").and_then(size).map(Word::Fixed);
-                let data = inside("data<", ">").and_then(size).map(|most| Word::Data(Some(most)));
-                fixed.or(data).ok_or_else(|| format!("{word:?}: must be {WORDS}"))?
-            }
-        });
-    }
-    Ok(shape)
-}
-
-fn walkers(arguments: Vec<Word>, results: Vec<Word>, most: Option<usize>) -> (Walker, Walker) {
-    // Bytes of the results beside their data, if the shape bounds them.
-    let mut beside = Some(0usize);
-    let mut data = Vec::new();
-    for word in &results {
-        match word {
-            Word::Int | Word::Status | Word::Count => beside = beside.map(|bytes| bytes + 4),
-            Word::Hyper => beside = beside.map(|bytes| bytes + 8),
-            Word::Fixed(bytes) => beside = beside.map(|sum| sum.saturating_add(bytes.next_multiple_of(4))),
-            Word::Data(cap) => data.push(*cap),
-            Word::Opaque | Word::Rest => beside = None,
-        }
-    }
-    let beside = beside.or(most);
-    let in_arguments = move |walk: &mut Walk<'_>| -> Walked {
-        let count = steps(walk, &arguments)?;
-        for cap in &data {
-            let most = count.into_iter().chain(*cap).min().unwrap_or(0);
-            walk.result(most);
-        }
-        match beside {
-            Some(bytes) => walk.reply(bytes),
-            None => walk.unbounded(),
-        }
-        Ok(())
+fn procedure(line: &str) -> Result<(Key, Procedure), String> {
+    let mut words = line.split_whitespace();
+    let mut number = |what: &str| {
+        let word = words.next().ok_or_else(|| format!("{}: {what} is missing", quoted(line)))?;
+        let number = program_number(word).ok_or_else(|| {
+            format!("{}: must be {what}: a whole number, decimal or hexadecimal with 0x", quoted(word))
+        })?;
+        Ok::<_, String>((word, number))
     };
-    (Box::new(in_arguments), Box::new(move |walk| steps(walk, &results).map(|_| ())))
+    let (word, program) = number("the number of a program")?;
+    if let Some(reason) = reserved(program) {
+        return Err(format!("{}: must be another program: {reason}", quoted(word)));
+    }
+    let (_, version) = number("the number of its version")?;
+    let (_, procedure) = number("the number of the procedure")?;
+    let mut said = Said::default();
+    for word in words {
+        said.option(word)?;
+    }
+    Ok(((program, version, procedure), said.procedure()?))
 }
 
-/// Walks a shape; returns its `count`.
-fn steps(walk: &mut Walk<'_>, shape: &[Word]) -> Result<Option<usize>, super::Stop> {
+/// What a line says behind its numbers.
+#[derive(Default)]
+struct Said {
+    arguments: Option<Vec<Step>>,
+    results: Option<Vec<Step>>,
+    max_reply: Option<usize>,
+    preset: bool,
+}
+
+/// One word of a shape.
+#[derive(Clone, Copy, PartialEq)]
+enum Step {
+    /// This many bytes, pad included.
+    Fixed(usize),
+    /// Counted, not eligible.
+    Opaque,
+    /// A word: if it is not 0, nothing follows.
+    Status,
+    /// A word that bounds the data of the results.
+    Count,
+    /// Counted, eligible: most bytes.
+    Data(Option<usize>),
+    /// Anything, without data.
+    Rest,
+}
+
+impl Said {
+    fn option(&mut self, word: &str) -> Result<(), String> {
+        let (key, value) = word.split_once('=').unwrap_or((word, ""));
+        let again = match (key, word.contains('=')) {
+            ("arguments", true) => self.arguments.replace(shape(value, false)?).is_some(),
+            ("results", true) => self.results.replace(shape(value, true)?).is_some(),
+            ("max-reply", true) => {
+                let bytes = size(value, 0, SIZE_MAX).ok_or_else(|| {
+                    format!(
+                        "max-reply={}: must be a size from 0 to 1G, such as 65536, 256K or 16M",
+                        quoted(value)
+                    )
+                })?;
+                self.max_reply.replace(bytes).is_some()
+            }
+            ("preset", false) => std::mem::replace(&mut self.preset, true),
+            _ => {
+                return Err(format!(
+                    "{}: must be arguments=SHAPE, results=SHAPE, max-reply=SIZE or preset",
+                    quoted(word)
+                ));
+            }
+        };
+        if again { Err(format!("{}: must be given once", quoted(key))) } else { Ok(()) }
+    }
+
+    /// Checks what the parts say together, and makes the walkers.
+    fn procedure(self) -> Result<Procedure, String> {
+        let nothing_said = self.arguments.is_none() && self.results.is_none() && self.max_reply.is_none();
+        let (arguments, results) = (self.arguments.unwrap_or_default(), self.results.unwrap_or_default());
+        let data: Vec<Option<usize>> = results
+            .iter()
+            .filter_map(|step| if let Step::Data(most) = step { Some(*most) } else { None })
+            .collect();
+        let counted = arguments.contains(&Step::Count);
+        if nothing_said {
+            return Err("says nothing: must have arguments=, results= or max-reply=".into());
+        }
+        if counted && data.is_empty() {
+            return Err("\"count\": must be unsigned where the results have no data to bound".into());
+        }
+        if !counted && data.contains(&None) {
+            return Err("\"data\" of results: must be data<SIZE>, or a count must be in the arguments".into());
+        }
+        if self.preset && data.is_empty() {
+            return Err("\"preset\": must have data in the results".into());
+        }
+        // Without results= nothing is known of them.
+        let fixed = if results.is_empty() { None } else { results.iter().map(Step::bytes).sum() };
+        let max_reply = self.max_reply;
+        let walk_arguments = move |walk: &mut Walk<'_>| {
+            let count = walk_shape(walk, &arguments)?.map_or(usize::MAX, |count| count as usize);
+            let mut announced = 0_usize;
+            for most in &data {
+                let most = most.unwrap_or(usize::MAX).min(count);
+                walk.result(most);
+                announced = announced.saturating_add(padded(most).saturating_add(4));
+            }
+            match (fixed, max_reply) {
+                (Some(bytes), _) => walk.reply(bytes),
+                (None, Some(bytes)) => walk.reply(bytes.saturating_sub(announced)),
+                (None, None) => walk.unbounded(),
+            }
+            Ok(())
+        };
+        let walk_results = move |walk: &mut Walk<'_>| walk_shape(walk, &results).map(drop);
+        Ok(Procedure {
+            origin: Origin::Text,
+            preset: self.preset,
+            arguments: Box::new(walk_arguments),
+            results: Box::new(walk_results),
+        })
+    }
+}
+
+impl Step {
+    /// Most bytes in results, but for data, which is counted where it is announced. `None`: any number.
+    fn bytes(&self) -> Option<usize> {
+        match *self {
+            Step::Fixed(bytes) => Some(bytes),
+            Step::Status | Step::Count => Some(4),
+            Step::Data(_) => Some(0),
+            Step::Opaque | Step::Rest => None,
+        }
+    }
+}
+
+/// Walks over what a shape describes; the word that `count` stands for.
+fn walk_shape(walk: &mut Walk<'_>, shape: &[Step]) -> Result<Option<u32>, Stop> {
     let mut count = None;
-    for word in shape {
-        match word {
-            Word::Int => {
-                walk.word()?;
-            }
-            Word::Hyper => {
-                walk.hyper()?;
-            }
-            Word::Opaque => walk.opaque()?,
-            Word::Fixed(bytes) => walk.skip(*bytes)?,
-            Word::Count => count = Some(walk.word()? as usize),
-            Word::Data(_) => walk.item()?,
-            Word::Status if walk.word()? == 0 => {}
-            Word::Status | Word::Rest => break,
+    for step in shape {
+        match *step {
+            Step::Fixed(bytes) => walk.skip(bytes)?,
+            Step::Opaque => walk.opaque()?,
+            Step::Status if walk.word()? != 0 => break,
+            Step::Status => {}
+            Step::Count => count = Some(walk.word()?),
+            Step::Data(_) => walk.item()?,
+            Step::Rest => break,
         }
     }
     Ok(count)
 }
 
-fn number(word: &str, what: &str) -> Result<u32, String> {
-    let parsed = match word.strip_prefix("0x") {
-        Some(hex) if hex.bytes().all(|b| b.is_ascii_hexdigit()) => u32::from_str_radix(hex, 16).ok(),
-        Some(_) => None,
-        None if word.bytes().all(|b| b.is_ascii_digit()) => word.parse().ok(),
-        None => None,
-    };
-    parsed.ok_or_else(|| format!("{word:?}: must be {what}, such as 100003 or 0x20000001"))
+fn shape(text: &str, of_results: bool) -> Result<Vec<Step>, String> {
+    let words: Vec<&str> = text.split(',').collect();
+    let mut shape = Vec::new();
+    for (at, &word) in words.iter().enumerate() {
+        let step = step(word, of_results).ok_or_else(|| {
+            let own = if of_results { "status" } else { "count" };
+            format!(
+                "{}: must be int, unsigned, bool, enum, hyper, opaque, string, opaque[BYTES], {own}, data, data<SIZE> \
+                 or ..., with commas between",
+                quoted(word)
+            )
+        })?;
+        if step == Step::Rest && at + 1 < words.len() {
+            return Err("\"...\": must be the last word".into());
+        }
+        if step == Step::Count && shape.contains(&step) {
+            return Err("\"count\": must be given once".into());
+        }
+        shape.push(step);
+    }
+    Ok(shape)
 }
 
-/// Bytes, with K, M or G for powers of 1024.
-fn size(value: &str) -> Option<usize> {
-    let (digits, unit) = match value.strip_suffix(['K', 'M', 'G']) {
-        Some(digits) if value.ends_with('K') => (digits, 1 << 10),
-        Some(digits) if value.ends_with('M') => (digits, 1 << 20),
-        Some(digits) => (digits, 1 << 30),
-        None => (value, 1),
+fn step(word: &str, of_results: bool) -> Option<Step> {
+    let sized = |open: &str, close: char| {
+        word.strip_prefix(open).and_then(|rest| rest.strip_suffix(close)).and_then(|n| size(n, 1, SIZE_MAX))
     };
-    if digits.is_empty() || !digits.bytes().all(|b| b.is_ascii_digit()) {
-        return None;
+    match word {
+        "int" | "unsigned" | "bool" | "enum" => Some(Step::Fixed(4)),
+        "hyper" => Some(Step::Fixed(8)),
+        "opaque" | "string" => Some(Step::Opaque),
+        "status" if of_results => Some(Step::Status),
+        "count" if !of_results => Some(Step::Count),
+        "data" => Some(Step::Data(None)),
+        "..." => Some(Step::Rest),
+        _ => {
+            let fixed = sized("opaque[", ']').map(|bytes| Step::Fixed(padded(bytes)));
+            fixed.or_else(|| sized("data<", '>').map(|most| Step::Data(Some(most))))
+        }
     }
-    let bytes = digits.parse::<usize>().ok()?.checked_mul(unit)?;
-    (1..=SIZE_MAX).contains(&bytes).then_some(bytes)
 }
+
+/// Every message of such a size has 32-bit lengths, with room to spare.
+const SIZE_MAX: usize = 1 << 30;

@@ -13,5 +13,6 @@
 
 mod clients;
 mod peer;
+mod placement;
 mod programs;
 mod servers;

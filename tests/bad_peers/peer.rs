@@ -5,7 +5,7 @@ use std::net::{Shutdown, TcpStream};
 use std::os::fd::AsRawFd;
 use std::time::{Duration, Instant};
 
-use rpcrdma::provider::iwarp::ddp::{ENOUGH, Fault, Header, Opcode, ReadRequest};
+use rpcrdma::provider::iwarp::ddp::{ENOUGH, Fault, Header, MAX_TERMINATE, Opcode, ReadRequest};
 use rpcrdma::provider::iwarp::mpa::{self, Enhanced, Offer, StartFrame, Which};
 use rpcrdma::wire::private_data::PrivateData;
 use rpcrdma::wire::v1::{self, Lists, Proc};
@@ -87,6 +87,15 @@ pub fn read_request(msn: u32, request: ReadRequest) -> Vec<u8> {
 
 pub fn read_response(stag: u32, to: u64, bytes: &[u8], last: bool) -> Vec<u8> {
     fpdu(Header::Tagged { opcode: Opcode::ReadResponse, last, stag, to }, bytes)
+}
+
+/// A Terminate that tells this fault.
+pub fn terminate(fault: Fault) -> Vec<u8> {
+    let mut bytes = [0; MAX_TERMINATE];
+    let length = fault.encode_terminate(None, &mut bytes);
+    let mut fpdu = [&bytes[..length], &[0; 4]].concat();
+    seal(&mut fpdu);
+    fpdu
 }
 
 /// The XDR of `words`.

@@ -66,6 +66,13 @@ fn program(name: &str) -> PathBuf {
     out.join(name)
 }
 
+/// The setting that gives a program these bindings.
+pub fn bindings(name: &str, text: &str) -> String {
+    let file = Path::new(env!("CARGO_TARGET_TMPDIR")).join(format!("{name}-{}.conf", std::process::id()));
+    fs::write(&file, text).expect("the folder of the tests can be written");
+    format!("RPCRDMA_BINDINGS={}", file.display())
+}
+
 /// Fails now if a program or the library is missing.
 pub fn prepare() {
     program("caller");
@@ -136,7 +143,8 @@ impl Server {
         static NEXT: AtomicUsize = AtomicUsize::new(0);
         let name = format!("server-{}-{}.log", std::process::id(), NEXT.fetch_add(1, Relaxed));
         let log = Path::new(env!("CARGO_TARGET_TMPDIR")).join(name);
-        let mut words = vec!["RPCRDMA_REDIRECT=tcp", "RPCRDMA_LOG=info"];
+        // Without polling: a server that spins answers the good client several times in one round, see `settle`.
+        let mut words = vec!["RPCRDMA_REDIRECT=tcp", "RPCRDMA_LOG=info", "RPCRDMA_POLL=0"];
         words.extend_from_slice(settings);
         let mut child = command("--as=536870912", &words, &program("server"))
             .args(["-n", "tcp", "-c", "tli", "-l", "run"])
@@ -184,6 +192,11 @@ impl Server {
         }
     }
 
+    /// What the server has logged so far.
+    pub fn log(&self) -> String {
+        fs::read_to_string(&self.log).expect("the log is readable")
+    }
+
     fn vitals(&self) -> Vitals {
         let proc = PathBuf::from(format!("/proc/{}", self.child.id()));
         let status = fs::read_to_string(proc.join("status")).expect("the server runs");
@@ -211,7 +224,7 @@ impl Server {
         let status = self.child.wait().expect("a child");
         drop(alive);
         assert_eq!(status.signal(), Some(libc::SIGTERM), "{status}");
-        let log = fs::read_to_string(&self.log).expect("the log is readable");
+        let log = self.log();
         assert!(!log.contains("panic") && !log.contains("defect"), "{log}");
         fs::remove_file(&self.log).expect("our file");
     }

@@ -1,0 +1,269 @@
+//! Bad clients of a server that knows which data may be placed directly: chunks for what is none, of wrong lengths, at
+//! wrong places, and memory that changes while it is read.
+
+use rpcrdma::provider::iwarp::ddp::{Fault, ReadRequest};
+use rpcrdma::wire::v1::{self, Body, Lists, Proc, RdmaError};
+use rpcrdma::wire::{Position, ReadSegment, Segment, Xid};
+
+use crate::peer::*;
+use crate::programs::{Server, bindings};
+use crate::servers::error_of;
+
+/// ECHO, SINK and SOURCE of the suite.
+const BINDINGS: &str = "\
+    0x20005355 2 1 arguments=data results=data<4M>\n\
+    0x20005355 2 3 arguments=data results=int,hyper\n\
+    0x20005355 2 4 arguments=count results=data\n";
+
+/// Where the only argument of ECHO and SINK begins: behind ten words of the Call and its length.
+const DATA: u32 = 44;
+
+fn start(settings: &[&str]) -> Server {
+    let bindings = bindings("placement", BINDINGS);
+    Server::start(&[settings, &["RPCRDMA_CRC=no", &bindings]].concat())
+}
+
+fn read(position: u32, handle: u32, length: u32) -> ReadSegment {
+    ReadSegment { position: Position(position), target: segment(handle, length, 0) }
+}
+
+/// A Call whose opaque argument of `length` bytes has been taken out, as far as the Read chunks say.
+fn reduced(xid: u32, procedure: u32, length: u32, reads: Vec<ReadSegment>, writes: Vec<Vec<Segment>>) -> Vec<u8> {
+    let lists = Lists { reads, writes, reply: None };
+    message(xid, 32, Proc::Msg, &lists, &rpc_call(xid, procedure, &words(&[length])))
+}
+
+/// A SOURCE of `length` bytes into these chunks.
+fn source(xid: u32, length: u32, writes: Vec<Vec<Segment>>, reply: Option<Vec<Segment>>) -> Vec<u8> {
+    let lists = Lists { reads: Vec::new(), writes, reply };
+    message(xid, 32, Proc::Msg, &lists, &rpc_call(xid, SOURCE, &words(&[length])))
+}
+
+/// Sends a message and answers RDMA Reads with `memory`, until the server has nothing more to say.
+fn converse(
+    server: &mut Server,
+    peer: &mut Peer,
+    message: &[u8],
+    mut memory: impl FnMut(&ReadRequest) -> Vec<u8>,
+) -> Vec<Frame> {
+    peer.send(message);
+    let mut heard = Vec::new();
+    loop {
+        server.settle();
+        let before = heard.len();
+        let ended = peer.available(&mut heard);
+        for frame in &heard[before..] {
+            let Frame::ReadRequest(request) = frame else { continue };
+            let bytes = memory(request);
+            let pieces = bytes.chunks(60_000).count();
+            for (n, piece) in bytes.chunks(60_000).enumerate() {
+                let to = request.sink_to + 60_000 * n as u64;
+                peer.push(&read_response(request.sink_stag, to, piece, n + 1 == pieces));
+            }
+        }
+        if ended || heard.len() == before {
+            return heard;
+        }
+    }
+}
+
+fn reads(frames: &[Frame]) -> Vec<&ReadRequest> {
+    frames.iter().filter_map(|frame| if let Frame::ReadRequest(read) = frame { Some(read) } else { None }).collect()
+}
+
+/// The only message among these frames.
+fn answer<'a>(frames: &'a [Frame], what: &str) -> &'a [u8] {
+    let messages: Vec<&[u8]> =
+        frames.iter().filter_map(|f| if let Frame::Send { bytes, .. } = f { Some(&bytes[..]) } else { None }).collect();
+    let [message] = messages[..] else { panic!("{what}: {frames:?}") };
+    message
+}
+
+fn fives(request: &ReadRequest) -> Vec<u8> {
+    vec![0x55; request.size as usize]
+}
+
+#[test]
+fn chunks_that_have_no_place_in_the_call_are_refused_unread() {
+    let mut server = start(&[]);
+    let huge = |n| vec![read(DATA, 7, u32::MAX); n];
+    let mut peer = Peer::open(server.port);
+    for (what, length, chunks) in [
+        ("a chunk of 4 GiB", u32::MAX, huge(1)),
+        ("chunks of 400 GiB", 100, huge(100)),
+        ("a Position inside a word", 100, vec![read(DATA + 2, 7, 100)]),
+        ("a Position just beyond the end", 100, vec![read(DATA + 4, 7, 100)]),
+        ("a Position far beyond the end", 100, vec![read(u32::MAX - 3, 7, 100)]),
+        ("a Position inside of another chunk", 100, vec![read(DATA, 7, 100), read(DATA + 4, 7, 100)]),
+        ("a Position in the pad of another chunk", 97, vec![read(DATA, 7, 97), read(DATA + 96, 7, 4)]),
+        ("chunks in another order that overlap", 100, vec![read(DATA + 96, 7, 8), read(DATA, 7, 100)]),
+        ("Position zero beside an inline payload", 100, vec![read(0, 7, 100)]),
+    ] {
+        let frames = converse(&mut server, &mut peer, &reduced(21, SINK, length, chunks, vec![]), fives);
+        assert!(reads(&frames).is_empty(), "{what}: {frames:?}");
+        assert_eq!(error_of(answer(&frames, what)), (Xid(21), 1, RdmaError::Chunk), "{what}");
+        peer.null();
+    }
+    drop(peer);
+    server.end();
+}
+
+#[test]
+fn a_chunk_must_be_exactly_one_eligible_item() {
+    let mut server = start(&[]);
+    let mut peer = Peer::open(server.port);
+    // rule 60: what is taken out of the stream must be eligible, and all of it.
+    for (what, procedure, length, chunks, good) in [
+        ("the item", SINK, 97, vec![read(DATA, 7, 97)], true),
+        ("the item with its pad", SINK, 97, vec![read(DATA, 7, 100)], true),
+        ("the item in pieces", SINK, 97, vec![read(DATA, 7, 1), read(DATA, 8, 90), read(DATA, 9, 6)], true),
+        ("less than the item", SINK, 97, vec![read(DATA, 7, 92)], false),
+        ("less by its last byte", SINK, 97, vec![read(DATA, 7, 96)], false),
+        ("a byte of the pad", SINK, 97, vec![read(DATA, 7, 98)], false),
+        ("more than the item", SINK, 97, vec![read(DATA, 7, 104)], false),
+        ("an item of 4 GiB", SINK, u32::MAX, vec![read(DATA, 7, 100)], false),
+        ("the item in two chunks", SINK, 100, vec![read(DATA, 7, 52), read(DATA + 52, 8, 48)], false),
+        ("the item and something behind it", SINK, 100, vec![read(DATA, 7, 100), read(DATA + 100, 8, 8)], false),
+        ("the length of the item", SINK, 100, vec![read(DATA - 4, 7, 4)], false),
+        ("length and item", SINK, 100, vec![read(DATA - 4, 7, 104)], false),
+        ("an argument that is not eligible", SOURCE, 0, vec![read(DATA - 4, 7, 4)], false),
+        ("the credential", SINK, 100, vec![read(24, 7, 8)], false),
+    ] {
+        let call = reduced(22, procedure, length, chunks, vec![]);
+        let frames = converse(&mut server, &mut peer, &call, fives);
+        assert!(!reads(&frames).is_empty(), "{what}");
+        let answer = answer(&frames, what);
+        if good {
+            let Body::Msg { payload, .. } = v1::decode(answer).expect("a valid header").body else {
+                panic!("{what}: {frames:?}")
+            };
+            assert_eq!(payload[24..28], length.to_be_bytes(), "{what}");
+        } else {
+            assert_eq!(error_of(answer), (Xid(22), 1, RdmaError::Chunk), "{what}");
+        }
+        peer.null();
+    }
+    drop(peer);
+    server.end();
+}
+
+#[test]
+fn memory_that_changes_is_read_once_and_used_as_it_came() {
+    const LENGTH: u32 = 5 << 19;
+    let mut server = start(&[]);
+    let mut peer = Peer::open(server.port);
+    // Two segments name the same memory, which the answer to each Read changes.
+    let target = segment(7, LENGTH / 2, 0);
+    let chunk = vec![ReadSegment { position: Position(DATA), target }; 2];
+    let place = segment(8, LENGTH, 1 << 20);
+    let mut sent = Vec::new();
+    let frames = converse(&mut server, &mut peer, &reduced(23, ECHO, LENGTH, chunk, vec![vec![place]]), |request| {
+        let bytes = vec![sent.len() as u8 + 1; request.size as usize];
+        sent.push((request.source_to, bytes.clone()));
+        bytes
+    });
+    let mut next = 0;
+    for (at, bytes) in &sent {
+        assert_eq!(*at, next, "Reads in order, none twice");
+        next = (next + bytes.len() as u64) % u64::from(LENGTH / 2);
+    }
+    let sent: Vec<u8> = sent.into_iter().flat_map(|(_, bytes)| bytes).collect();
+    let mut came = vec![0; LENGTH as usize];
+    for frame in &frames {
+        if let Frame::Write { stag: 8, to, bytes } = frame {
+            came[(to - place.offset) as usize..][..bytes.len()].copy_from_slice(bytes);
+        }
+    }
+    assert!(came == sent, "the server's argument is not what it read");
+    let Body::Msg { chunks, payload } = v1::decode(answer(&frames, "ECHO")).expect("a valid header").body else {
+        panic!("{frames:?}")
+    };
+    assert_eq!((chunks.to_lists().writes, payload), (vec![vec![place]], &rpc_reply(23, &words(&[LENGTH]))[..]));
+
+    // The length, the item and the Call around it are read before any of them is looked at.
+    let whole = rpc_call(24, ECHO, &opaque(&[1; 100]));
+    let call = long_call(24, &[segment(7, 44, 0), segment(7, 4, 40), segment(7, 96, 48)]);
+    let frames = converse(&mut server, &mut peer, &call, |request| {
+        let at = request.source_to as usize;
+        // What was the length is by now the start of the item.
+        let fresh = if at == 40 { vec![9; 4] } else { whole[at..][..request.size as usize].to_vec() };
+        fresh
+    });
+    let item = [&[9; 4][..], &[1; 96]].concat();
+    assert!(answer(&frames, "a long ECHO").ends_with(&rpc_reply(24, &opaque(&item))), "{frames:?}");
+    drop(peer);
+    server.end();
+}
+
+/// What a SOURCE into Write chunks may end in.
+enum Then {
+    Refused,
+    /// Bytes in the segments of the Write chunk, and whether the data is in the message.
+    Used(Vec<u32>, bool),
+}
+
+#[test]
+fn write_chunks_of_every_form_get_their_result_or_the_call_is_refused() {
+    let mut server = start(&["RPCRDMA_INLINE=65536"]);
+    let many = |n: u32, length| (0..n).map(|at| segment(at + 1, length, u64::from(at) << 40)).collect::<Vec<_>>();
+    let filled = |lengths: &[u32]| Then::Used(lengths.to_vec(), false);
+    let mut peer = Peer::open(server.port);
+    for (what, length, chunk, reply, then) in [
+        ("as long as the result", 999, many(1, 999), None, filled(&[999])),
+        ("much too long", 999, many(1, u32::MAX), None, filled(&[999])),
+        ("a byte too short", 999, many(1, 998), None, Then::Refused),
+        ("segments of no bytes", 999, many(3, 0), None, Then::Refused),
+        ("no segment", 999, vec![], None, Then::Used(vec![], true)),
+        ("no segment, and no room for the result", 9999, vec![], None, Then::Refused),
+        ("no segment, and too short a Reply chunk", 9999, vec![], Some(many(1, 9999)), Then::Refused),
+        ("too short, though the Reply chunk has room", 9999, many(1, 99), Some(many(1, 99_999)), Then::Refused),
+        ("of one byte each", 100, many(120, 1), None, filled(&[[1; 100].as_slice(), &[0; 20]].concat())),
+        ("2000 segments, which do not fit the reply's header", 2000, many(2000, 1), None, Then::Refused),
+    ] {
+        let frames = converse(&mut server, &mut peer, &source(25, length, vec![chunk.clone()], reply), fives);
+        let answer = answer(&frames, what);
+        let Then::Used(lengths, inline) = then else {
+            assert_eq!(error_of(answer), (Xid(25), 1, RdmaError::Chunk), "{what}");
+            assert_eq!(frames.len(), 1, "{what}: {frames:?}");
+            peer.null();
+            continue;
+        };
+        let Body::Msg { chunks, payload } = v1::decode(answer).expect("a valid header").body else {
+            panic!("{what}: {frames:?}")
+        };
+        let returned: Vec<Segment> =
+            chunk.iter().zip(lengths).map(|(offered, length)| Segment { length, ..*offered }).collect();
+        assert_eq!(chunks.to_lists().writes, [returned.clone()], "{what}");
+        assert_eq!(payload.len(), if inline { 28 + length.next_multiple_of(4) as usize } else { 28 }, "{what}");
+        // Neither the pad nor anything else is written beside.
+        let written: Vec<(u32, u64, u32)> = frames[..frames.len() - 1]
+            .iter()
+            .map(|frame| match frame {
+                Frame::Write { stag, to, bytes } => (*stag, *to, bytes.len() as u32),
+                other => panic!("{what}: {other:?}"),
+            })
+            .collect();
+        let used = returned.iter().filter(|s| s.length > 0).map(|s| (s.handle.0, s.offset, s.length));
+        assert_eq!(written, used.collect::<Vec<_>>(), "{what}");
+    }
+    drop(peer);
+    server.end();
+}
+
+#[test]
+fn handles_that_do_not_exist_end_the_connection_that_named_them() {
+    let mut server = start(&["RPCRDMA_LOG=info"]);
+    let call = reduced(26, SINK, 9000, vec![read(DATA, 7, 9000)], vec![]);
+    let into = source(26, 9000, vec![vec![segment(7, 9000, 0)]], None);
+    for (call, fault) in [(call, Fault::READ_STAG), (into, Fault::STAG)] {
+        let mut peer = Peer::open(server.port);
+        peer.send(&call);
+        assert!(matches!(peer.frame(), Ok(Frame::ReadRequest(_) | Frame::Write { .. })));
+        peer.push(&terminate(fault));
+        let (frames, _) = peer.rest();
+        assert!(!frames.iter().any(|frame| matches!(frame, Frame::Terminate(_))), "{frames:?}");
+        server.settle();
+    }
+    assert!(server.log().contains("invalid STag"), "{}", server.log());
+    server.end();
+}

@@ -23,14 +23,25 @@ fn start(settings: &[&str]) -> Server {
     Server::start(&[settings, &["RPCRDMA_CRC=no", &bindings]].concat())
 }
 
-fn read(position: u32, handle: u32, length: u32) -> ReadSegment {
-    ReadSegment { position: Position(position), target: segment(handle, length, 0) }
+/// A segment of the chunk at a Position; its offset says which bytes of the Call it holds.
+fn part(position: u32, offset: u32, length: u32) -> ReadSegment {
+    ReadSegment { position: Position(position), target: segment(7, length, offset.into()) }
 }
 
-/// A Call whose opaque argument of `length` bytes has been taken out, as far as the Read chunks say.
-fn reduced(xid: u32, procedure: u32, length: u32, reads: Vec<ReadSegment>, writes: Vec<Vec<Segment>>) -> Vec<u8> {
+fn read(position: u32, length: u32) -> ReadSegment {
+    part(position, position, length)
+}
+
+/// A Call of which Read chunks hold a part; the rest of its arguments is inline.
+fn reduced(
+    xid: u32,
+    procedure: u32,
+    rest: &[u32],
+    reads: Vec<ReadSegment>,
+    writes: Vec<Vec<Segment>>,
+) -> Vec<u8> {
     let lists = Lists { reads, writes, reply: None };
-    message(xid, 32, Proc::Msg, &lists, &rpc_call(xid, procedure, &words(&[length])))
+    message(xid, 32, Proc::Msg, &lists, &rpc_call(xid, procedure, &words(rest)))
 }
 
 /// A SOURCE of `length` bytes into these chunks.
@@ -67,40 +78,37 @@ fn converse(
     }
 }
 
-fn reads(frames: &[Frame]) -> Vec<&ReadRequest> {
-    frames.iter().filter_map(|frame| if let Frame::ReadRequest(read) = frame { Some(read) } else { None }).collect()
-}
-
 /// The only message among these frames.
 fn answer<'a>(frames: &'a [Frame], what: &str) -> &'a [u8] {
-    let messages: Vec<&[u8]> =
-        frames.iter().filter_map(|f| if let Frame::Send { bytes, .. } = f { Some(&bytes[..]) } else { None }).collect();
+    let messages: Vec<&[u8]> = frames
+        .iter()
+        .filter_map(|f| if let Frame::Send { bytes, .. } = f { Some(&bytes[..]) } else { None })
+        .collect();
     let [message] = messages[..] else { panic!("{what}: {frames:?}") };
     message
 }
 
-fn fives(request: &ReadRequest) -> Vec<u8> {
-    vec![0x55; request.size as usize]
+fn no_memory(request: &ReadRequest) -> Vec<u8> {
+    panic!("{request:?} where nothing was to be read")
 }
 
 #[test]
 fn chunks_that_have_no_place_in_the_call_are_refused_unread() {
     let mut server = start(&[]);
-    let huge = |n| vec![read(DATA, 7, u32::MAX); n];
     let mut peer = Peer::open(server.port);
     for (what, length, chunks) in [
-        ("a chunk of 4 GiB", u32::MAX, huge(1)),
-        ("chunks of 400 GiB", 100, huge(100)),
-        ("a Position inside a word", 100, vec![read(DATA + 2, 7, 100)]),
-        ("a Position just beyond the end", 100, vec![read(DATA + 4, 7, 100)]),
-        ("a Position far beyond the end", 100, vec![read(u32::MAX - 3, 7, 100)]),
-        ("a Position inside of another chunk", 100, vec![read(DATA, 7, 100), read(DATA + 4, 7, 100)]),
-        ("a Position in the pad of another chunk", 97, vec![read(DATA, 7, 97), read(DATA + 96, 7, 4)]),
-        ("chunks in another order that overlap", 100, vec![read(DATA + 96, 7, 8), read(DATA, 7, 100)]),
-        ("Position zero beside an inline payload", 100, vec![read(0, 7, 100)]),
+        ("a chunk of 4 GiB", u32::MAX, vec![read(DATA, u32::MAX)]),
+        ("a chunk of 400 GiB", 100, vec![read(DATA, u32::MAX); 100]),
+        ("a Position inside a word", 100, vec![read(DATA + 2, 100)]),
+        ("a Position just beyond the end", 100, vec![read(DATA + 4, 100)]),
+        ("a Position far beyond the end", 100, vec![read(u32::MAX - 3, 100)]),
+        ("a Position inside of another chunk", 100, vec![read(DATA, 100), read(DATA + 4, 100)]),
+        ("a Position in the pad of another chunk", 97, vec![read(DATA, 97), read(DATA + 96, 4)]),
+        ("chunks in another order that overlap", 100, vec![read(DATA + 96, 8), read(DATA, 100)]),
+        ("Position zero beside an inline payload", 100, vec![read(0, 100)]),
     ] {
-        let frames = converse(&mut server, &mut peer, &reduced(21, SINK, length, chunks, vec![]), fives);
-        assert!(reads(&frames).is_empty(), "{what}: {frames:?}");
+        let call = reduced(21, SINK, &[length], chunks, vec![]);
+        let frames = converse(&mut server, &mut peer, &call, no_memory);
         assert_eq!(error_of(answer(&frames, what)), (Xid(21), 1, RdmaError::Chunk), "{what}");
         peer.null();
     }
@@ -112,34 +120,43 @@ fn chunks_that_have_no_place_in_the_call_are_refused_unread() {
 fn a_chunk_must_be_exactly_one_eligible_item() {
     let mut server = start(&[]);
     let mut peer = Peer::open(server.port);
-    // rule 60: what is taken out of the stream must be eligible, and all of it.
-    for (what, procedure, length, chunks, good) in [
-        ("the item", SINK, 97, vec![read(DATA, 7, 97)], true),
-        ("the item with its pad", SINK, 97, vec![read(DATA, 7, 100)], true),
-        ("the item in pieces", SINK, 97, vec![read(DATA, 7, 1), read(DATA, 8, 90), read(DATA, 9, 6)], true),
-        ("less than the item", SINK, 97, vec![read(DATA, 7, 92)], false),
-        ("less by its last byte", SINK, 97, vec![read(DATA, 7, 96)], false),
-        ("a byte of the pad", SINK, 97, vec![read(DATA, 7, 98)], false),
-        ("more than the item", SINK, 97, vec![read(DATA, 7, 104)], false),
-        ("an item of 4 GiB", SINK, u32::MAX, vec![read(DATA, 7, 100)], false),
-        ("the item in two chunks", SINK, 100, vec![read(DATA, 7, 52), read(DATA + 52, 8, 48)], false),
-        ("the item and something behind it", SINK, 100, vec![read(DATA, 7, 100), read(DATA + 100, 8, 8)], false),
-        ("the length of the item", SINK, 100, vec![read(DATA - 4, 7, 4)], false),
-        ("length and item", SINK, 100, vec![read(DATA - 4, 7, 104)], false),
-        ("an argument that is not eligible", SOURCE, 0, vec![read(DATA - 4, 7, 4)], false),
-        ("the credential", SINK, 100, vec![read(24, 7, 8)], false),
+    let (accepted, garbage, refused) = (Some(0), Some(4), None);
+    // rule 60: what is taken out of the stream must be eligible, and all of it. A stream that ends inside of the item
+    // is the program's to refuse.
+    for (what, procedure, rest, chunks, end) in [
+        ("the item", SINK, &[97][..], vec![read(DATA, 97)], accepted),
+        ("the item with its pad", SINK, &[97], vec![read(DATA, 100)], accepted),
+        ("in pieces", SINK, &[97], vec![read(DATA, 1), part(DATA, 45, 90), part(DATA, 135, 6)], accepted),
+        ("too short", SINK, &[97], vec![read(DATA, 92)], garbage),
+        ("too short by a byte", SINK, &[97], vec![read(DATA, 96)], garbage),
+        ("too short, the rest inline", SINK, &[97, 1, 2], vec![read(DATA, 92)], refused),
+        ("with one byte of the pad", SINK, &[97], vec![read(DATA, 98)], refused),
+        ("too long", SINK, &[97], vec![read(DATA, 104)], refused),
+        ("for an item of 4 GiB", SINK, &[u32::MAX], vec![read(DATA, 100)], garbage),
+        ("half of the item", SINK, &[100], vec![read(DATA, 52), read(DATA + 52, 48)], refused),
+        ("behind the item", SINK, &[100], vec![read(DATA, 100), read(DATA + 100, 8)], refused),
+        ("the length of the item", SINK, &[4], vec![read(DATA - 4, 4)], refused),
+        ("the length and the item", SINK, &[100], vec![read(DATA - 4, 104)], refused),
+        ("an argument that is not eligible", SOURCE, &[0], vec![read(DATA - 4, 4)], refused),
+        ("the credential", SINK, &[0], vec![read(24, 8)], refused),
     ] {
-        let call = reduced(22, procedure, length, chunks, vec![]);
-        let frames = converse(&mut server, &mut peer, &call, fives);
-        assert!(!reads(&frames).is_empty(), "{what}");
+        // The Call as it was before it was taken apart, and something behind it.
+        let whole = [rpc_call(22, procedure, &words(rest)[..4]), vec![0x55; 1000]].concat();
+        let mut read = 0;
+        let frames = converse(
+            &mut server,
+            &mut peer,
+            &reduced(22, procedure, rest, chunks.clone(), vec![]),
+            |request| {
+                read += request.size;
+                whole[request.source_to as usize..][..request.size as usize].to_vec()
+            },
+        );
+        assert_eq!(read, chunks.iter().map(|part| part.target.length).sum(), "{what}");
         let answer = answer(&frames, what);
-        if good {
-            let Body::Msg { payload, .. } = v1::decode(answer).expect("a valid header").body else {
-                panic!("{what}: {frames:?}")
-            };
-            assert_eq!(payload[24..28], length.to_be_bytes(), "{what}");
-        } else {
-            assert_eq!(error_of(answer), (Xid(22), 1, RdmaError::Chunk), "{what}");
+        match end {
+            None => assert_eq!(error_of(answer), (Xid(22), 1, RdmaError::Chunk), "{what}"),
+            Some(status) => assert_eq!(answer[28 + 20..28 + 24], u32::to_be_bytes(status), "{what}"),
         }
         peer.null();
     }
@@ -157,11 +174,16 @@ fn memory_that_changes_is_read_once_and_used_as_it_came() {
     let chunk = vec![ReadSegment { position: Position(DATA), target }; 2];
     let place = segment(8, LENGTH, 1 << 20);
     let mut sent = Vec::new();
-    let frames = converse(&mut server, &mut peer, &reduced(23, ECHO, LENGTH, chunk, vec![vec![place]]), |request| {
-        let bytes = vec![sent.len() as u8 + 1; request.size as usize];
-        sent.push((request.source_to, bytes.clone()));
-        bytes
-    });
+    let frames = converse(
+        &mut server,
+        &mut peer,
+        &reduced(23, ECHO, &[LENGTH], chunk, vec![vec![place]]),
+        |request| {
+            let bytes = vec![sent.len() as u8 + 1; request.size as usize];
+            sent.push((request.source_to, bytes.clone()));
+            bytes
+        },
+    );
     let mut next = 0;
     for (at, bytes) in &sent {
         assert_eq!(*at, next, "Reads in order, none twice");
@@ -175,10 +197,14 @@ fn memory_that_changes_is_read_once_and_used_as_it_came() {
         }
     }
     assert!(came == sent, "the server's argument is not what it read");
-    let Body::Msg { chunks, payload } = v1::decode(answer(&frames, "ECHO")).expect("a valid header").body else {
+    let Body::Msg { chunks, payload } = v1::decode(answer(&frames, "ECHO")).expect("a valid header").body
+    else {
         panic!("{frames:?}")
     };
-    assert_eq!((chunks.to_lists().writes, payload), (vec![vec![place]], &rpc_reply(23, &words(&[LENGTH]))[..]));
+    assert_eq!(
+        (chunks.to_lists().writes, payload),
+        (vec![vec![place]], &rpc_reply(23, &words(&[LENGTH]))[..])
+    );
 
     // The length, the item and the Call around it are read before any of them is looked at.
     let whole = rpc_call(24, ECHO, &opaque(&[1; 100]));
@@ -205,7 +231,8 @@ enum Then {
 #[test]
 fn write_chunks_of_every_form_get_their_result_or_the_call_is_refused() {
     let mut server = start(&["RPCRDMA_INLINE=65536"]);
-    let many = |n: u32, length| (0..n).map(|at| segment(at + 1, length, u64::from(at) << 40)).collect::<Vec<_>>();
+    let many =
+        |n: u32, length| (0..n).map(|at| segment(at + 1, length, u64::from(at) << 40)).collect::<Vec<_>>();
     let filled = |lengths: &[u32]| Then::Used(lengths.to_vec(), false);
     let mut peer = Peer::open(server.port);
     for (what, length, chunk, reply, then) in [
@@ -216,11 +243,18 @@ fn write_chunks_of_every_form_get_their_result_or_the_call_is_refused() {
         ("no segment", 999, vec![], None, Then::Used(vec![], true)),
         ("no segment, and no room for the result", 9999, vec![], None, Then::Refused),
         ("no segment, and too short a Reply chunk", 9999, vec![], Some(many(1, 9999)), Then::Refused),
-        ("too short, though the Reply chunk has room", 9999, many(1, 99), Some(many(1, 99_999)), Then::Refused),
+        (
+            "too short, though the Reply chunk has room",
+            9999,
+            many(1, 99),
+            Some(many(1, 99_999)),
+            Then::Refused,
+        ),
         ("of one byte each", 100, many(120, 1), None, filled(&[[1; 100].as_slice(), &[0; 20]].concat())),
         ("2000 segments, which do not fit the reply's header", 2000, many(2000, 1), None, Then::Refused),
     ] {
-        let frames = converse(&mut server, &mut peer, &source(25, length, vec![chunk.clone()], reply), fives);
+        let frames =
+            converse(&mut server, &mut peer, &source(25, length, vec![chunk.clone()], reply), no_memory);
         let answer = answer(&frames, what);
         let Then::Used(lengths, inline) = then else {
             assert_eq!(error_of(answer), (Xid(25), 1, RdmaError::Chunk), "{what}");
@@ -234,7 +268,11 @@ fn write_chunks_of_every_form_get_their_result_or_the_call_is_refused() {
         let returned: Vec<Segment> =
             chunk.iter().zip(lengths).map(|(offered, length)| Segment { length, ..*offered }).collect();
         assert_eq!(chunks.to_lists().writes, [returned.clone()], "{what}");
-        assert_eq!(payload.len(), if inline { 28 + length.next_multiple_of(4) as usize } else { 28 }, "{what}");
+        assert_eq!(
+            payload.len(),
+            if inline { 28 + length.next_multiple_of(4) as usize } else { 28 },
+            "{what}"
+        );
         // Neither the pad nor anything else is written beside.
         let written: Vec<(u32, u64, u32)> = frames[..frames.len() - 1]
             .iter()
@@ -253,7 +291,7 @@ fn write_chunks_of_every_form_get_their_result_or_the_call_is_refused() {
 #[test]
 fn handles_that_do_not_exist_end_the_connection_that_named_them() {
     let mut server = start(&["RPCRDMA_LOG=info"]);
-    let call = reduced(26, SINK, 9000, vec![read(DATA, 7, 9000)], vec![]);
+    let call = reduced(26, SINK, &[9000], vec![read(DATA, 9000)], vec![]);
     let into = source(26, 9000, vec![vec![segment(7, 9000, 0)]], None);
     for (call, fault) in [(call, Fault::READ_STAG), (into, Fault::STAG)] {
         let mut peer = Peer::open(server.port);

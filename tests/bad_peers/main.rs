@@ -15,4 +15,5 @@ mod clients;
 mod peer;
 mod placement;
 mod programs;
+mod pulls;
 mod servers;

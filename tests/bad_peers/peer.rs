@@ -89,6 +89,16 @@ pub fn read_response(stag: u32, to: u64, bytes: &[u8], last: bool) -> Vec<u8> {
     fpdu(Header::Tagged { opcode: Opcode::ReadResponse, last, stag, to }, bytes)
 }
 
+/// The Read Response of a request; `cut`: without its last byte.
+pub fn answer(request: &ReadRequest, bytes: &[u8], cut: bool) -> Vec<u8> {
+    let bytes = &bytes[..bytes.len() - usize::from(cut)];
+    let count = bytes.chunks(60_000).count();
+    let piece = |(n, piece): (usize, &[u8])| {
+        read_response(request.sink_stag, request.sink_to + 60_000 * n as u64, piece, n + 1 == count && !cut)
+    };
+    bytes.chunks(60_000).enumerate().flat_map(piece).collect()
+}
+
 /// A Terminate that tells this fault.
 pub fn terminate(fault: Fault) -> Vec<u8> {
     let mut bytes = [0; MAX_TERMINATE];

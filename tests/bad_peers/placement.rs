@@ -65,12 +65,7 @@ fn converse(
         let ended = peer.available(&mut heard);
         for frame in &heard[before..] {
             let Frame::ReadRequest(request) = frame else { continue };
-            let bytes = memory(request);
-            let pieces = bytes.chunks(60_000).count();
-            for (n, piece) in bytes.chunks(60_000).enumerate() {
-                let to = request.sink_to + 60_000 * n as u64;
-                peer.push(&read_response(request.sink_stag, to, piece, n + 1 == pieces));
-            }
+            peer.push(&answer(request, &memory(request), false));
         }
         if ended || heard.len() == before {
             return heard;
@@ -79,7 +74,7 @@ fn converse(
 }
 
 /// The only message among these frames.
-fn answer<'a>(frames: &'a [Frame], what: &str) -> &'a [u8] {
+fn message_in<'a>(frames: &'a [Frame], what: &str) -> &'a [u8] {
     let messages: Vec<&[u8]> = frames
         .iter()
         .filter_map(|f| if let Frame::Send { bytes, .. } = f { Some(&bytes[..]) } else { None })
@@ -109,7 +104,7 @@ fn chunks_that_have_no_place_in_the_call_are_refused_unread() {
     ] {
         let call = reduced(21, SINK, &[length], chunks, vec![]);
         let frames = converse(&mut server, &mut peer, &call, no_memory);
-        assert_eq!(error_of(answer(&frames, what)), (Xid(21), 1, RdmaError::Chunk), "{what}");
+        assert_eq!(error_of(message_in(&frames, what)), (Xid(21), 1, RdmaError::Chunk), "{what}");
         peer.null();
     }
     drop(peer);
@@ -153,7 +148,7 @@ fn a_chunk_must_be_exactly_one_eligible_item() {
             },
         );
         assert_eq!(read, chunks.iter().map(|part| part.target.length).sum(), "{what}");
-        let answer = answer(&frames, what);
+        let answer = message_in(&frames, what);
         match end {
             None => assert_eq!(error_of(answer), (Xid(22), 1, RdmaError::Chunk), "{what}"),
             Some(status) => assert_eq!(answer[28 + 20..28 + 24], u32::to_be_bytes(status), "{what}"),
@@ -197,7 +192,7 @@ fn memory_that_changes_is_read_once_and_used_as_it_came() {
         }
     }
     assert!(came == sent, "the server's argument is not what it read");
-    let Body::Msg { chunks, payload } = v1::decode(answer(&frames, "ECHO")).expect("a valid header").body
+    let Body::Msg { chunks, payload } = v1::decode(message_in(&frames, "ECHO")).expect("a valid header").body
     else {
         panic!("{frames:?}")
     };
@@ -216,7 +211,7 @@ fn memory_that_changes_is_read_once_and_used_as_it_came() {
         fresh
     });
     let item = [&[9; 4][..], &[1; 96]].concat();
-    assert!(answer(&frames, "a long ECHO").ends_with(&rpc_reply(24, &opaque(&item))), "{frames:?}");
+    assert!(message_in(&frames, "a long ECHO").ends_with(&rpc_reply(24, &opaque(&item))), "{frames:?}");
     drop(peer);
     server.end();
 }
@@ -255,7 +250,7 @@ fn write_chunks_of_every_form_get_their_result_or_the_call_is_refused() {
     ] {
         let frames =
             converse(&mut server, &mut peer, &source(25, length, vec![chunk.clone()], reply), no_memory);
-        let answer = answer(&frames, what);
+        let answer = message_in(&frames, what);
         let Then::Used(lengths, inline) = then else {
             assert_eq!(error_of(answer), (Xid(25), 1, RdmaError::Chunk), "{what}");
             assert_eq!(frames.len(), 1, "{what}: {frames:?}");

@@ -133,8 +133,9 @@ pub struct Server {
 struct Vitals {
     descriptors: usize,
     threads: usize,
-    /// Resident memory, kB.
+    /// Resident memory, kB: now, and at most so far.
     resident: usize,
+    peak: usize,
 }
 
 impl Server {
@@ -162,7 +163,7 @@ impl Server {
         let port =
             port.unwrap_or_else(|| panic!("{line:?}: {}", fs::read_to_string(&log).unwrap_or_default()));
         let good = Peer::open(port);
-        let normal = Vitals { descriptors: 0, threads: 0, resident: 0 };
+        let normal = Vitals { descriptors: 0, threads: 0, resident: 0, peak: 0 };
         let mut server = Server { child, _stdout: stdout, port, good, log, normal };
         // What is made once and stays: the set that wakes the loop for a startup under way.
         let mut half = Peer::connect(port);
@@ -197,6 +198,11 @@ impl Server {
         fs::read_to_string(&self.log).expect("the log is readable")
     }
 
+    /// The most memory that the server has had resident, in kB beyond what it had at its start.
+    pub fn peak(&self) -> usize {
+        self.vitals().peak.saturating_sub(self.normal.resident)
+    }
+
     fn vitals(&self) -> Vitals {
         let proc = PathBuf::from(format!("/proc/{}", self.child.id()));
         let status = fs::read_to_string(proc.join("status")).expect("the server runs");
@@ -205,7 +211,8 @@ impl Server {
             line.split_whitespace().nth(1).and_then(|n| n.parse().ok()).expect("a number")
         };
         let descriptors = fs::read_dir(proc.join("fd")).expect("the server runs").count();
-        Vitals { descriptors, threads: number("Threads:"), resident: number("VmRSS:") }
+        let (resident, peak) = (number("VmRSS:"), number("VmHWM:"));
+        Vitals { descriptors, threads: number("Threads:"), resident, peak }
     }
 
     /// All other clients are gone: the server must be as it was at its start, serve a new client, and end when told.

@@ -22,6 +22,7 @@ pub const NULL: u32 = 0;
 pub const ECHO: u32 = 1;
 pub const SINK: u32 = 3;
 pub const SOURCE: u32 = 4;
+pub const STATIC_SOURCE: u32 = 22;
 
 // -------------------------------------------------------------------------------------------------------- frames
 

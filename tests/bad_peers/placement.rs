@@ -1,6 +1,8 @@
 //! Bad clients of a server that knows which data may be placed directly: chunks for what is none, of wrong lengths, at
 //! wrong places, and memory that changes while it is read.
 
+use std::time::{Duration, Instant};
+
 use rpcrdma::provider::iwarp::ddp::{Fault, ReadRequest};
 use rpcrdma::wire::v1::{self, Body, Lists, Proc, RdmaError};
 use rpcrdma::wire::{Position, ReadSegment, Segment, Xid};
@@ -9,11 +11,12 @@ use crate::peer::*;
 use crate::programs::{Server, bindings};
 use crate::servers::error_of;
 
-/// ECHO, SINK and SOURCE of the suite.
+/// ECHO, SINK, SOURCE and STATIC_SOURCE of the suite.
 const BINDINGS: &str = "\
     0x20005355 2 1 arguments=data results=data<4M>\n\
     0x20005355 2 3 arguments=data results=int,hyper\n\
-    0x20005355 2 4 arguments=count results=data\n";
+    0x20005355 2 4 arguments=count results=data\n\
+    0x20005355 2 22 arguments=int results=data<1M>\n";
 
 /// Where the only argument of ECHO and SINK begins: behind ten words of the Call and its length.
 const DATA: u32 = 44;
@@ -298,5 +301,58 @@ fn handles_that_do_not_exist_end_the_connection_that_named_them() {
         server.settle();
     }
     assert!(server.log().contains("invalid STag"), "{}", server.log());
+    server.end();
+}
+
+#[test]
+fn a_client_that_reads_late_gets_the_result_as_it_was() {
+    const LENGTH: u32 = 1 << 20;
+    const RESULTS: u32 = 16;
+    let mut server = start(&["RPCRDMA_LOG=debug"]);
+    let call = |n: u32| {
+        let lists = Lists { writes: vec![vec![segment(n, LENGTH, 0)]], ..Lists::default() };
+        message(n, 32, Proc::Msg, &lists, &rpc_call(n, STATIC_SOURCE, &words(&[n])))
+    };
+    let mut slow = Peer::open_with(server.port, false);
+    let mut waits = Vec::new();
+    for n in 1..=RESULTS {
+        slow.send(&call(n));
+        let start = Instant::now();
+        server.settle();
+        waits.push(start.elapsed());
+    }
+    // A reply that begins to wait is waited for, 20 ms; by then nothing of the program's may be in use.
+    let long = waits.iter().filter(|wait| **wait > Duration::from_millis(15)).count();
+    let longest = waits.into_iter().max().unwrap_or_default();
+    println!("a slow client: of {RESULTS} calls of the good client {long} wait, {longest:?} at most");
+    assert!(longest < Duration::from_millis(60) && long <= 4, "{long} calls waited, {longest:?} at most");
+    assert!(server.log().contains("bytes kept for a slow peer"), "the socket has taken all");
+
+    let mut came = vec![0; RESULTS as usize + 1];
+    for _ in 0..RESULTS {
+        let n = loop {
+            match slow.frame() {
+                Ok(Frame::Write { stag, bytes, .. }) => {
+                    assert!(bytes.iter().all(|byte| u32::from(*byte) == stag), "result {stag} has changed");
+                    came[stag as usize] += bytes.len();
+                }
+                Ok(Frame::Send { bytes, .. }) => break v1::decode(&bytes).expect("a valid header").xid.0,
+                other => panic!("{other:?}"),
+            }
+        };
+        assert_eq!(came[n as usize], LENGTH as usize, "result {n}");
+    }
+
+    // One that never reads is given up.
+    let mut n = RESULTS;
+    while slow.push_if_open(&send(n + 1, &call(n + 1))) {
+        n += 1;
+        server.settle();
+        assert!(n < 200, "nothing stops this client");
+    }
+    let log = server.log();
+    assert!(log.contains("does not take its replies"), "{log}");
+    println!("{} results of 1 MiB lay in the socket and in the queue at most", n - RESULTS);
+    drop(slow);
     server.end();
 }

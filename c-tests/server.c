@@ -121,6 +121,18 @@ bool_t suite_next_source_2_svc(void *argument, suite_blob *result, struct svc_re
     return suite_source_2_svc(&length, result, request);
 }
 
+/* Static results, as many servers have them: the next call, or as here the end of this one, changes them. */
+bool_t suite_static_source_2_svc(u_int *byte, suite_blob *result, struct svc_req *request)
+{
+    static char bytes[1 << 20];
+    memset(bytes, (int)*byte, sizeof bytes);
+    suite_blob blob = {sizeof bytes, bytes};
+    *result = (suite_blob){0}; /* what the dispatcher frees */
+    svc_sendreply(request->rq_xprt, (xdrproc_t)xdr_suite_blob, (caddr_t)&blob);
+    memset(bytes, 0xee, sizeof bytes);
+    return FALSE;
+}
+
 bool_t suite_block_2_svc(u_int *argument, u_int *result, struct svc_req *request)
 {
     (void)request;

@@ -843,7 +843,7 @@ pub struct Server {
     id: usize,
     /// When the startup must be complete.
     start_by: Instant,
-    /// While RDMA Reads are under way: bytes moved when they last got on, and when that was.
+    /// While RDMA Reads are under way: bytes pulled when they last got on, and when that was.
     pulling: Option<(u64, Instant)>,
     /// When to try again to get memory for a long Call.
     retry: Option<Instant>,
@@ -911,10 +911,10 @@ impl Server {
         if !link.engine.pulling() {
             self.pulling = None;
         } else {
-            let moved = link.device.moved();
+            let pulled = link.device.pulled();
             match self.pulling {
-                Some((before, _)) if moved.wrapping_sub(before) < PULL_LEAST => {}
-                _ => self.pulling = Some((moved, Instant::now())),
+                Some((before, _)) if pulled.wrapping_sub(before) < PULL_LEAST => {}
+                _ => self.pulling = Some((pulled, Instant::now())),
             }
         }
         self.retry = link.engine.waits_for_memory().then(|| Instant::now() + PULL_RETRY);

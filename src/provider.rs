@@ -165,6 +165,9 @@ pub trait QueuePair: Send {
     /// Bytes moved so far, both ways: while it grows, a long message is under way.
     fn moved(&self) -> u64;
 
+    /// Bytes that our RDMA Reads have brought so far: whether the peer answers them, whatever else it says.
+    fn pulled(&self) -> u64;
+
     /// Ends the connection, and tells the peer as far as the device can: from here on every handle is dead.
     ///
     /// A process that inherited the connection by fork(2) ends it for itself alone.

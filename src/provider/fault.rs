@@ -264,6 +264,10 @@ impl QueuePair for Loopback {
         0
     }
 
+    fn pulled(&self) -> u64 {
+        0
+    }
+
     fn close(&mut self) {
         self.terminate(Error::new(Kind::ConnectionLost, "this side closed the connection"));
     }
@@ -684,6 +688,10 @@ impl QueuePair for Fault {
 
     fn moved(&self) -> u64 {
         self.inner.moved()
+    }
+
+    fn pulled(&self) -> u64 {
+        self.inner.pulled()
     }
 
     fn close(&mut self) {

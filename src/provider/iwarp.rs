@@ -95,6 +95,8 @@ pub struct Iwarp {
     exposed: HashMap<u32, Exposed>,
     receives: VecDeque<Sink>,
     completions: VecDeque<Completion>,
+    /// Bytes of our own Reads whose segments have come.
+    pulled: u64,
     /// Reads of the peer that we serve at a time, as agreed.
     ird: usize,
     private_data: Vec<u8>,
@@ -231,6 +233,7 @@ impl Iwarp {
             tokens: Tokens::default(),
             broken: None,
             failed: None,
+            pulled: 0,
             copied_bytes: 0,
             syscalls: 0,
         })
@@ -677,6 +680,7 @@ impl Iwarp {
             Header::Tagged { last, .. } => {
                 let Some(read) = self.transmit.outstanding.front_mut() else { return Err(Fault::OPCODE) };
                 read.done += length as u32;
+                self.pulled += length as u64;
                 if last {
                     if read.done != read.from.length {
                         return Err(Fault::BOUNDS);
@@ -906,6 +910,11 @@ impl QueuePair for Iwarp {
 
     fn moved(&self) -> u64 {
         self.receive.total.wrapping_add(self.transmit.sent)
+    }
+
+    fn pulled(&self) -> u64 {
+        let arriving = self.receive.placing.as_ref().filter(|p| p.header.opcode() == Opcode::ReadResponse);
+        self.pulled + arriving.map_or(0, |p| (p.payload - p.left) as u64)
     }
 
     fn close(&mut self) {

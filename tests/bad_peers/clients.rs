@@ -449,13 +449,7 @@ fn replies_that_are_none_end_in_the_right_status() {
         Case {
             what: "a Terminate",
             arguments: null,
-            serve: &with(&|peer, _| {
-                let mut bytes = [0; rpcrdma::provider::iwarp::ddp::MAX_TERMINATE];
-                let length = Fault::CRC.encode_terminate(None, &mut bytes);
-                let mut fpdu = [&bytes[..length], &[0; 4]].concat();
-                seal(&mut fpdu);
-                peer.push(&fpdu);
-            }),
+            serve: &with(&|peer, _| peer.push(&terminate(Fault::CRC))),
             statuses: &[CANTRECV],
             says: "CRC mismatch",
         },

@@ -13,5 +13,7 @@
 
 mod clients;
 mod peer;
+mod placement;
 mod programs;
+mod pulls;
 mod servers;

@@ -5,7 +5,7 @@ use std::net::{Shutdown, TcpStream};
 use std::os::fd::AsRawFd;
 use std::time::{Duration, Instant};
 
-use rpcrdma::provider::iwarp::ddp::{ENOUGH, Fault, Header, Opcode, ReadRequest};
+use rpcrdma::provider::iwarp::ddp::{ENOUGH, Fault, Header, MAX_TERMINATE, Opcode, ReadRequest};
 use rpcrdma::provider::iwarp::mpa::{self, Enhanced, Offer, StartFrame, Which};
 use rpcrdma::wire::private_data::PrivateData;
 use rpcrdma::wire::v1::{self, Lists, Proc};
@@ -22,6 +22,7 @@ pub const NULL: u32 = 0;
 pub const ECHO: u32 = 1;
 pub const SINK: u32 = 3;
 pub const SOURCE: u32 = 4;
+pub const STATIC_SOURCE: u32 = 22;
 
 // -------------------------------------------------------------------------------------------------------- frames
 
@@ -87,6 +88,25 @@ pub fn read_request(msn: u32, request: ReadRequest) -> Vec<u8> {
 
 pub fn read_response(stag: u32, to: u64, bytes: &[u8], last: bool) -> Vec<u8> {
     fpdu(Header::Tagged { opcode: Opcode::ReadResponse, last, stag, to }, bytes)
+}
+
+/// The Read Response of a request; `cut`: without its last byte.
+pub fn answer(request: &ReadRequest, bytes: &[u8], cut: bool) -> Vec<u8> {
+    let bytes = &bytes[..bytes.len() - usize::from(cut)];
+    let count = bytes.chunks(60_000).count();
+    let piece = |(n, piece): (usize, &[u8])| {
+        read_response(request.sink_stag, request.sink_to + 60_000 * n as u64, piece, n + 1 == count && !cut)
+    };
+    bytes.chunks(60_000).enumerate().flat_map(piece).collect()
+}
+
+/// A Terminate that tells this fault.
+pub fn terminate(fault: Fault) -> Vec<u8> {
+    let mut bytes = [0; MAX_TERMINATE];
+    let length = fault.encode_terminate(None, &mut bytes);
+    let mut fpdu = [&bytes[..length], &[0; 4]].concat();
+    seal(&mut fpdu);
+    fpdu
 }
 
 /// The XDR of `words`.

@@ -66,6 +66,13 @@ fn program(name: &str) -> PathBuf {
     out.join(name)
 }
 
+/// The setting that gives a program these bindings.
+pub fn bindings(name: &str, text: &str) -> String {
+    let file = Path::new(env!("CARGO_TARGET_TMPDIR")).join(format!("{name}-{}.conf", std::process::id()));
+    fs::write(&file, text).expect("the folder of the tests can be written");
+    format!("RPCRDMA_BINDINGS={}", file.display())
+}
+
 /// Fails now if a program or the library is missing.
 pub fn prepare() {
     program("caller");
@@ -126,8 +133,9 @@ pub struct Server {
 struct Vitals {
     descriptors: usize,
     threads: usize,
-    /// Resident memory, kB.
+    /// Resident memory, kB: now, and at most so far.
     resident: usize,
+    peak: usize,
 }
 
 impl Server {
@@ -136,7 +144,8 @@ impl Server {
         static NEXT: AtomicUsize = AtomicUsize::new(0);
         let name = format!("server-{}-{}.log", std::process::id(), NEXT.fetch_add(1, Relaxed));
         let log = Path::new(env!("CARGO_TARGET_TMPDIR")).join(name);
-        let mut words = vec!["RPCRDMA_REDIRECT=tcp", "RPCRDMA_LOG=info"];
+        // Without polling: a server that spins answers the good client several times in one round, see `settle`.
+        let mut words = vec!["RPCRDMA_REDIRECT=tcp", "RPCRDMA_LOG=info", "RPCRDMA_POLL=0"];
         words.extend_from_slice(settings);
         let mut child = command("--as=536870912", &words, &program("server"))
             .args(["-n", "tcp", "-c", "tli", "-l", "run"])
@@ -154,7 +163,7 @@ impl Server {
         let port =
             port.unwrap_or_else(|| panic!("{line:?}: {}", fs::read_to_string(&log).unwrap_or_default()));
         let good = Peer::open(port);
-        let normal = Vitals { descriptors: 0, threads: 0, resident: 0 };
+        let normal = Vitals { descriptors: 0, threads: 0, resident: 0, peak: 0 };
         let mut server = Server { child, _stdout: stdout, port, good, log, normal };
         // What is made once and stays: the set that wakes the loop for a startup under way.
         let mut half = Peer::connect(port);
@@ -184,6 +193,16 @@ impl Server {
         }
     }
 
+    /// What the server has logged so far.
+    pub fn log(&self) -> String {
+        fs::read_to_string(&self.log).expect("the log is readable")
+    }
+
+    /// The most memory that the server has had resident, in kB beyond what it had at its start.
+    pub fn peak(&self) -> usize {
+        self.vitals().peak.saturating_sub(self.normal.resident)
+    }
+
     fn vitals(&self) -> Vitals {
         let proc = PathBuf::from(format!("/proc/{}", self.child.id()));
         let status = fs::read_to_string(proc.join("status")).expect("the server runs");
@@ -192,7 +211,8 @@ impl Server {
             line.split_whitespace().nth(1).and_then(|n| n.parse().ok()).expect("a number")
         };
         let descriptors = fs::read_dir(proc.join("fd")).expect("the server runs").count();
-        Vitals { descriptors, threads: number("Threads:"), resident: number("VmRSS:") }
+        let (resident, peak) = (number("VmRSS:"), number("VmHWM:"));
+        Vitals { descriptors, threads: number("Threads:"), resident, peak }
     }
 
     /// All other clients are gone: the server must be as it was at its start, serve a new client, and end when told.
@@ -211,7 +231,7 @@ impl Server {
         let status = self.child.wait().expect("a child");
         drop(alive);
         assert_eq!(status.signal(), Some(libc::SIGTERM), "{status}");
-        let log = fs::read_to_string(&self.log).expect("the log is readable");
+        let log = self.log();
         assert!(!log.contains("panic") && !log.contains("defect"), "{log}");
         fs::remove_file(&self.log).expect("our file");
     }

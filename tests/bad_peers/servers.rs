@@ -375,7 +375,7 @@ fn any_damage_to_a_call_with_a_reply_chunk_hurts_its_own_connection_only() {
 // ------------------------------------------------------------------------------------------------------- headers
 
 /// What the server says to one message; the connection lives on.
-fn answers(server: &mut Server, message: &[u8]) -> Vec<Vec<u8>> {
+pub fn answers(server: &mut Server, message: &[u8]) -> Vec<Vec<u8>> {
     let mut peer = Peer::open(server.port);
     peer.send(message);
     server.settle();
@@ -392,7 +392,7 @@ fn answers(server: &mut Server, message: &[u8]) -> Vec<Vec<u8>> {
     messages
 }
 
-fn error_of(message: &[u8]) -> (Xid, u32, RdmaError) {
+pub fn error_of(message: &[u8]) -> (Xid, u32, RdmaError) {
     let version = u32::from_be_bytes(*message[4..].first_chunk().expect("a version"));
     let header = v1::decode(message).expect("a valid header");
     match header.body {
@@ -521,14 +521,14 @@ fn messages_that_are_to_be_discarded_are_and_a_flood_of_them_holds_up_nobody() {
 // ------------------------------------------------------------------------------------------------------- RDMA
 
 /// A connection over which a call has gone: before the first one a server may not even send a Terminate.
-fn used(server: &Server) -> Peer {
+pub fn used(server: &Server) -> Peer {
     let mut peer = Peer::open(server.port);
     peer.null();
     peer
 }
 
 /// The connection must end: with this Terminate, or with a reset that overtook it.
-fn refused(server: &mut Server, mut peer: Peer, fault: Fault, what: &str) {
+pub fn refused(server: &mut Server, mut peer: Peer, fault: Fault, what: &str) {
     server.settle();
     let (frames, end) = peer.rest();
     match frames.last() {
@@ -641,7 +641,7 @@ fn sequence_numbers_queues_and_offsets_that_are_wrong_are_refused() {
 // ------------------------------------------------------------------------------------------------------- floods
 
 /// Runs `bad` in a thread while `good` runs here; then tells it to stop.
-fn beside(bad: impl FnOnce(&AtomicBool) + Send, good: impl FnOnce()) {
+pub fn beside(bad: impl FnOnce(&AtomicBool) + Send, good: impl FnOnce()) {
     let stop = AtomicBool::new(false);
     thread::scope(|scope| {
         scope.spawn(|| bad(&stop));
@@ -690,8 +690,7 @@ fn calls_beyond_the_grant_are_served_or_end_the_connection() {
 
 #[test]
 fn a_peer_that_stops_reading_its_replies_holds_up_nobody_and_is_closed() {
-    // Without polling: calls of the good client alone would be found by spinning, and the others pile up.
-    let mut server = Server::start(&["RPCRDMA_CRC=no", "RPCRDMA_POLL=0"]);
+    let mut server = Server::start(NO_CRC);
     let chunk = [segment(1, 2 << 20, 0)];
     // Long replies, and short ones, of which a page each is held; so many that the socket does not hold them all.
     let long = |n| send(n, &call_with_reply_chunk(n, SOURCE, &words(&[1 << 20]), &chunk));

@@ -1,0 +1,178 @@
+//! Bad clients that offer long calls and do not let them be read, until all memory for such calls is held: who else has
+//! a long call is served all the same, after a while; who has a short one, at once.
+
+use std::time::{Duration, Instant};
+
+use rpcrdma::provider::iwarp::ddp::ReadRequest;
+use rpcrdma::wire::v1;
+
+use crate::peer::*;
+use crate::programs::Server;
+
+const CALL: u32 = 2 << 20;
+const SETTINGS: &[&str] = &["RPCRDMA_CRC=no", "RPCRDMA_MAX_CALL=2M", "RPCRDMA_MAX_PULLED=4M"];
+
+/// After so long a connection gives way that has not got on with its Reads; and what a round of the server may take.
+const STALL: Duration = Duration::from_secs(5);
+const ROUND: Duration = Duration::from_secs(1);
+
+/// What a bad client does when it is asked for the bytes of its call.
+#[derive(Clone, Copy, Debug)]
+enum Manner {
+    Silent,
+    /// All but the last byte comes.
+    Almost,
+    /// A byte now and then.
+    Trickle,
+    /// Other messages come instead, as fast as a good client sends.
+    Chatter,
+}
+
+/// A client that offers long calls, and all the Reads that it has been asked for.
+struct Bad {
+    peer: Peer,
+    manner: Manner,
+    requests: Vec<ReadRequest>,
+    frames: Vec<Frame>,
+    /// What is left of the Read Response of a client that trickles.
+    rest: Vec<u8>,
+    ended: bool,
+}
+
+impl Bad {
+    fn open(port: u16, manner: Manner) -> Bad {
+        let mut peer = Peer::open_with(port, false);
+        for xid in 1..=3 {
+            peer.send(&long_call(xid, &[segment(xid, CALL, 0)]));
+        }
+        Bad { peer, manner, requests: Vec::new(), frames: Vec::new(), rest: Vec::new(), ended: false }
+    }
+
+    /// Goes on with what it does.
+    fn step(&mut self) {
+        if self.ended {
+            return;
+        }
+        self.ended = self.peer.available(&mut self.frames);
+        for frame in self.frames.drain(..) {
+            let Frame::ReadRequest(request) = frame else { continue };
+            match self.manner {
+                Manner::Almost => {
+                    self.peer.push(&answer(&request, &vec![1; request.size as usize], request.source_to > 0))
+                }
+                Manner::Trickle if self.rest.is_empty() => {
+                    self.rest = read_response(request.sink_stag, request.sink_to, &[1; 60_000], false);
+                    self.rest.reverse();
+                }
+                _ => {}
+            }
+            self.requests.push(request);
+        }
+        match self.manner {
+            Manner::Trickle => {
+                if let Some(byte) = self.rest.pop() {
+                    self.peer.push(&[byte]);
+                }
+            }
+            // RDMA_DONE is discarded, however long it is.
+            Manner::Chatter => {
+                let done = [words(&[1, 1, 1, 3, 0, 0, 0]), vec![0; 4000]].concat();
+                self.peer.send(&done);
+            }
+            _ => {}
+        }
+    }
+}
+
+/// The time that a call of the good client takes: in the middle and at most.
+fn delays(server: &mut Server, bad: &mut [Bad], span: Duration) -> (Duration, Duration) {
+    let begin = Instant::now();
+    let mut delays = Vec::new();
+    let mut beat = begin;
+    while begin.elapsed() < span {
+        let start = Instant::now();
+        server.good.null();
+        delays.push(start.elapsed());
+        if beat.elapsed() > Duration::from_millis(50) {
+            beat = Instant::now();
+            bad.iter_mut().for_each(Bad::step);
+        }
+    }
+    delays.sort();
+    (delays[delays.len() / 2], delays[delays.len() - 1])
+}
+
+/// Makes a call of 1 MiB, while the good client and the bad ones go on: how long it took, and the longest delay of the
+/// good client.
+fn long_call_takes(server: &mut Server, bad: &mut [Bad]) -> (Duration, Duration) {
+    let memory = rpc_call(9, SINK, &opaque(&[3; 1 << 20]));
+    let mut peer = Peer::open_with(server.port, false);
+    peer.send(&long_call(9, &[segment(1, memory.len() as u32, 0)]));
+    let start = Instant::now();
+    let mut longest = Duration::ZERO;
+    loop {
+        let (_, delay) = delays(server, bad, Duration::from_millis(50));
+        longest = longest.max(delay);
+        let mut frames = Vec::new();
+        assert!(!peer.available(&mut frames), "the connection of a good client was closed: {frames:?}");
+        for frame in frames {
+            match frame {
+                Frame::ReadRequest(read) => {
+                    let bytes = &memory[read.source_to as usize..][..read.size as usize];
+                    peer.push(&answer(&read, bytes, false));
+                }
+                Frame::Send { bytes, .. } => {
+                    let header = v1::decode(&bytes).expect("a valid header");
+                    assert!(matches!(header.body, v1::Body::Msg { .. }), "{header}");
+                    return (start.elapsed(), longest);
+                }
+                other => panic!("{other:?}"),
+            }
+        }
+        assert!(start.elapsed() < 3 * HANG, "a long call was not served within {:?}", start.elapsed());
+    }
+}
+
+/// So many bad clients of each of these manners, and a long call beside them.
+fn attack(manners: &[Manner], each: usize) -> Duration {
+    let mut server = Server::start(SETTINGS);
+    let (calm, _) = delays(&mut server, &mut [], ROUND / 2);
+    let mut bad: Vec<Bad> = Vec::new();
+    for manner in manners.repeat(each) {
+        bad.push(Bad::open(server.port, manner));
+        server.settle();
+    }
+    let (attacked, longest) = delays(&mut server, &mut bad, ROUND);
+    assert!(bad.iter().any(|bad| !bad.requests.is_empty()), "nothing was read");
+    let (took, later) = long_call_takes(&mut server, &mut bad);
+    let longest = longest.max(later);
+    println!(
+        "{} bad clients: a short call takes {attacked:?} ({calm:?} without them), {longest:?} at most; \
+         a long one waited {took:?}; at most {} kB more were resident",
+        bad.len(),
+        server.peak()
+    );
+    assert!(longest < ROUND / 4, "a short call waited {longest:?}");
+    assert!(server.peak() < 16 << 10, "{} kB", server.peak());
+    let log = server.log();
+    assert!(log.contains("does not answer RDMA Reads, and others wait"), "{log}");
+    assert!(bad.iter().any(|bad| bad.ended), "no bad client was closed");
+    drop(bad);
+    server.end();
+    took
+}
+
+#[test]
+fn clients_that_do_not_answer_reads_hold_up_a_long_call_for_a_while_only() {
+    for manner in [Manner::Silent, Manner::Almost, Manner::Trickle, Manner::Chatter] {
+        let took = attack(&[manner], 2);
+        assert!(took < STALL + ROUND, "{manner:?}: {took:?}");
+    }
+}
+
+#[test]
+fn a_crowd_of_such_clients_gives_way_two_by_two() {
+    const PAIRS: u32 = 3;
+    let took = attack(&[Manner::Silent, Manner::Almost], PAIRS as usize);
+    assert!(took < STALL * PAIRS + ROUND, "{took:?}");
+}

@@ -27,20 +27,13 @@ else
     for tool in dumpcap tshark; do command -v $tool >/dev/null || { skip capture "$tool is not installed"; closing; }; done
     [ -r "$LIBRPCRDMA" ] || { FAIL "$LIBRPCRDMA is missing"; closing; }
     capture=$scratch/lo.pcap
-    dumpcap -q -i lo -B 64 -w "$capture" 2>"$scratch/dumpcap.log" &
-    dumpcap=$!; children+=("$dumpcap")
-    # It says that it captures before it does: a datagram of ours in the file shows that it has begun, and another
-    # that it has written everything before.
-    seen() { echo "$1" >/dev/udp/127.0.0.1/9; grep -qs "$1" "$capture"; }
-    wait_for 10 seen capture-begins || { FAIL "dumpcap does not start" "$scratch/dumpcap.log"; closing; }
+    capture_start "$capture" || { FAIL "dumpcap does not start" "$capture.log"; closing; }
     if RPCRDMA_CRC=yes bash "$here/../c-tests/run.sh" rdma "${tests[@]}" >"$scratch/suite.out" 2>&1; then
         ok "captured suite: $(tail -n 1 "$scratch/suite.out")"
     else
         FAIL "captured suite" "$scratch/suite.out"
     fi
-    wait_for 10 seen capture-ends
-    kill -INT "$dumpcap"; wait "$dumpcap" 2>/dev/null
-    if grep -Eq 'dropped on interface.*: [0-9]+/0 ' "$scratch/dumpcap.log"; then ok "no packet dropped"; else FAIL "packets were dropped" "$scratch/dumpcap.log"; fi
+    if capture_stop; then ok "no packet dropped"; else FAIL "packets were dropped" "$capture.log"; fi
 fi
 
 # Clients of root take reserved ports, of which there are few: a pair of ports may come twice, and tshark 4.0 then reads

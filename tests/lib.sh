@@ -55,6 +55,22 @@ start_ready() {
     [ "${word:-}" = READY ] && [ -n "$port" ]
 }
 
+# capture_start FILE [FILTER]: captures the loopback until capture_stop. False if dumpcap does not start.
+# It says that it captures before it does: a datagram of ours in the file shows that it has begun, and another that it
+# has written everything before.
+capture_start() {
+    captured=$1
+    dumpcap -q -i lo -B 64 ${2:+-f "($2) or udp port 9"} -w "$captured" 2>"$captured.log" &
+    dumpcap=$!; children+=("$dumpcap")
+    wait_for 10 capture_has capture-begins
+}
+capture_has() { echo "$1" >/dev/udp/127.0.0.1/9; grep -qs "$1" "$captured"; }
+capture_stop() {
+    wait_for 10 capture_has capture-ends
+    kill -INT "$dumpcap"; wait "$dumpcap" 2>/dev/null
+    grep -Eq 'dropped on interface.*: [0-9]+/0 ' "$captured.log"
+}
+
 # stop PID: ends a child and waits for its end.
 stop() { kill "$1" 2>/dev/null; wait "$1" 2>/dev/null; return 0; }
 

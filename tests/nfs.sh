@@ -49,13 +49,11 @@ leg() {
     for own in '' -P; do
         what="$name: results in the client's buffer"
         [ -n "$own" ] || what="$name: results in libtirpc's memory"
-        # (Here goes: a capture of this check, and what tshark must find in it.)
         if "${nfs[@]}" $own 127.0.0.1 check -N "$names" -L "$links" "${sizes[@]}" >out 2>client.log; then
             ok "$what: $(cat out)"
         else
             cat client.log >>out; FAIL "$what" out
         fi
-        # (Here goes: the copy counters of server and client.)
     done
     if [ "$name" != tcp ]; then
         RPCRDMA_FALLBACK=no RPCRDMA_LOG=info "${nfs[@]}" 127.0.0.1 ls / >out 2>client.log
@@ -76,6 +74,81 @@ else
     leg rdma "-n rdma -a 127.0.0.1" "${preloaded[@]}"
 fi
 leg moved "-n tcp -a 127.0.0.1" "${moved[@]}"
+
+# What an independent reader sees: Read chunks in WRITE and SYMLINK, Write chunks in READ and READLINK, and nothing else.
+captured() {
+    local tool
+    [ -n "${NFS_IN_NS:-}" ] || { skip "a capture" "needs root"; return; }
+    for tool in dumpcap tshark; do command -v $tool >/dev/null || { skip "a capture" "$tool is not installed"; return; }; done
+    serve captured "-n rdma -a 127.0.0.1 -p 20049" "${preloaded[@]}" RPCRDMA_CRC=yes || return
+    capture_start "$scratch/nfs.pcap" "tcp port 20049" || { FAIL "dumpcap starts" "$scratch/nfs.pcap.log"; return; }
+    "${nfs[@]}" -P 127.0.0.1 check -N 300 -L "$links" "${sizes[@]}" >out 2>&1 || FAIL "the captured check" out
+    capture_stop || FAIL "packets were dropped" "$scratch/nfs.pcap.log"
+    stop "$server"
+    # A message that has Read chunks is dissected no further than its header: data.data is the rest of it.
+    tshark -n -r nfs.pcap -Y 'rpcordma && tcp.dstport == 20049' -T fields -E separator=/t -E aggregator=, \
+        -e rpcordma.msg_type -e rpcordma.reads_count -e rpcordma.writes_count -e rpcordma.reply_count \
+        -e rpcordma.position -e rpcordma.rdma_length -e rpc.procedure -e data.data >calls 2>/dev/null
+    tshark -n -r nfs.pcap -Y 'rpcordma && tcp.srcport == 20049' -T fields -E separator=/t -E aggregator=, \
+        -e rpcordma.msg_type -e rpcordma.reads_count -e rpc.procedure >replies 2>/dev/null
+    awk -F'\t' '
+        function hex(s,   i, n) { for (i = 1; i <= length(s); i++) n = n * 16 + index("0123456789abcdef", substr(s, i, 1)) - 1; return n }
+        {
+            split($7, p, ","); procedure = $2 > 0 ? hex(substr($8, 41, 8)) : p[1]
+            calls[procedure]++
+            if ($1 != 0) bad("a Call that is no RDMA_MSG")
+            if ($2 > 0) {
+                read[procedure]++
+                if ($2 != 1 || $3 > 0) bad("more than one chunk of arguments")
+                split($6, lengths, ",")
+                if (hex(substr($8, 2 * ($5 - 4) + 1, 8)) != lengths[1]) bad("a Read chunk that is not its item")
+            }
+            if ($3 > 0) written[procedure]++
+            if ($4 > 0) reply[procedure]++
+        }
+        function bad(what) { print "call " NR ": " what ": " $0; wrong++ }
+        function show(what, n,   i) { printf "%s:", what; for (i = 0; i < 22; i++) if (i in n) printf " %s %d of %d", name[i], n[i], calls[i]; print "" }
+        END {
+            split("GETATTR SETATTR LOOKUP ACCESS READLINK READ WRITE CREATE MKDIR SYMLINK MKNOD REMOVE RMDIR RENAME LINK READDIR READDIRPLUS FSSTAT FSINFO PATHCONF COMMIT", name, " ")
+            show("Read chunks", read); show("Write lists", written); show("Reply chunks", reply)
+            for (i in read) if (i != 7 && i != 10) { print "a Read chunk in procedure " i; wrong++ }
+            for (i in written) if (i != 5 && i != 6) { print "a Write list in procedure " i; wrong++ }
+            # 4095 and more do not fit inline; the longest two are written in two and three calls.
+            if (read[7] != 12 || read[10] != 1) { print "Read chunks: " read[7] " WRITEs, " read[10] " SYMLINKs"; wrong++ }
+            if (written[5] != calls[5] || written[6] < 10) { print "Write lists: " written[5] " READLINKs, " written[6] " READs"; wrong++ }
+            exit wrong > 0
+        }' calls >found
+    if [ $? -eq 0 ]; then ok "tshark finds chunks for exactly the eligible items"; else FAIL "chunks for exactly the eligible items" found; fi
+    sed 's/^/      /' found
+    if awk -F'\t' '$2 > 0 { exit 1 }' replies && [ -s replies ]; then ok "no reply has a Read list"; else FAIL "no reply has a Read list" replies; fi
+}
+captured
+
+# What is copied for one WRITE and one READ of 1 MiB: by the library's own count. The READ is one with -P.
+copies() {
+    local what before after client at_server
+    cc -O2 -shared -fPIC -o copies.so "$top/bench/copies.c" || { FAIL "copies.c builds"; return; }
+    head -c 16M /dev/urandom >large
+    serve copies "-n rdma -a 127.0.0.1" env LD_PRELOAD="$PWD/copies.so:$LIBRPCRDMA" COPIES="$PWD/at.server" || return
+    nfs=(env COPIES="$PWD/at.client" "${nfs[@]/COPIES=*/COPIES_OF_SERVER=}")
+    counted() { rm -f at.server; kill -USR1 "$server"; wait_for 10 test -s at.server; cut -d' ' -f2 at.server; }
+    for what in 'put large large' '-P get large back'; do
+        set -- $what
+        before=$(counted)
+        if [ "$1" = put ]; then "${nfs[@]}" 127.0.0.1 "$@" 2>err; else "${nfs[@]}" -P 127.0.0.1 get large back 2>err; fi || FAIL "copies: $what" err
+        after=$(counted)
+        client=$(($(cut -d' ' -f2 at.client) / 16)) at_server=$(((after - before) / 16))
+        echo "      ${what% large*}: bytes copied per MiB: client $client, server $at_server"
+        if [ "$1" = put ]; then
+            [ "$client" -lt 4096 ] && [ "$at_server" -le $((1048576 + 4096)) ]
+        else
+            [ "$client" -lt 4096 ] && [ "$at_server" -lt 4096 ]
+        fi && ok "copies of $what" || FAIL "copies of $what"
+    done
+    cmp -s large back && ok "what was copied is right" || FAIL "what came back is not what was sent"
+    stop "$server"
+}
+copies
 
 # What the server must do, whatever carries it.
 if serve server "-n tcp -a 127.0.0.1" env; then

@@ -25,14 +25,14 @@ run() {
     log=$name.server.log
     start_ready "${prefix[@]}" COPIES="$name.server" ./fileserver -n tcp -a 127.0.0.1 -p 0 -d "$name" ||
         { FAIL "$name: no server" "$log"; closing; }
-    counted() { rm -f "$name.server"; kill -USR1 "$server"; wait_for 10 test -s "$name.server"; cat "$name.server"; }
+    counted() { rm -f "$name.server"; kill -USR1 "$server"; wait_for 10 test -s "$name.server"; cut -d' ' -f1 "$name.server"; }
     for way in there back; do
         before=$(counted)
         "${prefix[@]}" COPIES="$name.client" ./filecopy $([ $way = there ] || echo -r) -n tcp "127.0.0.1:$port" \
             "$([ $way = there ] && echo tree || echo "$name.back")" >/dev/null 2>"$name.$way.log" ||
             { FAIL "$name: copying $way" "$name.$way.log"; closing; }
         after=$(counted)
-        client=$(cat "$name.client")
+        client=$(cut -d' ' -f1 "$name.client")
         printf -v "per_$way" '%s' "$(awk -v c="$client" -v s="$((after - before))" -v n=$((MIB << 20)) \
             'BEGIN { printf "%.3f %.3f", c / n, s / n }')"
     done

@@ -155,7 +155,8 @@ if serve server "-n tcp -a 127.0.0.1" env; then
     head -c 3000001 /dev/urandom >original
     name=$(printf '%0255d' 7)
     if "${nfs[@]}" 127.0.0.1 put original "$name" && "${nfs[@]}" 127.0.0.1 get "$name" back &&
-        cmp -s original back && cmp -s original "served-server/$name"; then ok "put and get"; else FAIL "put and get"; fi
+        cmp -s original back && cmp -s original "served-server/$name"; then ok "put and get"
+    else FAIL "put and get"; fi
     expect "a name of 256 bytes is too long" NFS3ERR_NAMETOOLONG put original "x$name"
     ln -s "$scratch/outside" served-server/link
     ln -s /etc/passwd served-server/passwd

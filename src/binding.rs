@@ -1,10 +1,11 @@
-//! Upper-layer bindings: which opaque items of which procedures may be placed directly, and how long replies get.
+//! Upper-layer bindings: which opaque items of which procedures may be placed directly, and how long
+//! replies get.
 //!
-//! Owns the registry of bindings and [`Walk`], the one vocabulary in which all of them are written: those built
-//! in (`nfs`, `nfs4`), those of text files (`text`), those of C programs. A binding is a function over the encoded
-//! message and not a table of offsets, because a COMPOUND or an arm of a union can be described no other way.
-//! Leaves to `connection` what is then done: which of the eligible items become chunks, and what happens to a
-//! message that breaks the rules.
+//! Owns the registry of bindings and [`Walk`], the one vocabulary in which all of them are written: those
+//! built in (`nfs`, `nfs4`), those of text files (`text`), those of C programs. A binding is a function
+//! over the encoded message and not a table of offsets, because a COMPOUND or an arm of a union can be
+//! described no other way. Leaves to `connection` what is then done: which of the eligible items become
+//! chunks, and what happens to a message that breaks the rules.
 //!
 //! A message is the concatenation of its pieces, position 0 being the XID: no transport header.
 //!
@@ -41,8 +42,8 @@ pub struct Head {
 }
 
 impl Head {
-    /// Of a whole Call or of any part of it that reaches to the arguments. `None`: no Call of RPC version 2, too
-    /// short, or with more than the 400 bytes of credential or verifier that RFC 5531 §8.2 allows.
+    /// Of a whole Call or of any part of it that reaches to the arguments. `None`: no Call of RPC version
+    /// 2, too short, or with more than the 400 bytes of credential or verifier that RFC 5531 §8.2 allows.
     pub fn of(call: &[&[u8]]) -> Option<Head> {
         Head::walk(&mut Walk::new(call)).ok()
     }
@@ -80,8 +81,8 @@ fn credential_wraps(walk: &mut Walk<'_>, flavor: u32) -> Result<bool, Stop> {
         return Ok(true);
     }
     let [version, procedure, _sequence, service] = [body.word()?, body.word()?, body.word()?, body.word()?];
-    // RFC 8166 §8.2.2.3: "a sender MUST NOT reduce a Payload stream when RPCSEC_GSS integrity or encryption services
-    // are in use."
+    // RFC 8166 §8.2.2.3: "a sender MUST NOT reduce a Payload stream when RPCSEC_GSS integrity or encryption
+    // services are in use."
     Ok((version, procedure, service) != (VERSION_1, DATA, SERVICE_NONE))
 }
 
@@ -217,17 +218,18 @@ impl Binding {
         CallShape { items: walk.items, results: walk.results, max_results, complete }
     }
 
-    /// What may be reduced in a reply, or in the part of it that exists so far; not for the reply to a Call that
-    /// is [wrapped](Head::wrapped), which looks no different. A reply without results has no items and is complete.
+    /// What may be reduced in a reply, or in the part of it that exists so far; not for the reply to a Call
+    /// that is [wrapped](Head::wrapped), which looks no different. A reply without results has no items and
+    /// is complete.
     pub fn reply(&self, message: &[&[u8]]) -> ReplyShape {
         let mut walk = Walk::new(message);
         let complete = self.walk_reply(&mut walk).is_ok();
         ReplyShape { items: walk.items, complete }
     }
 
-    /// Matches the results of a reply that a responder reduced with the Write chunks of the Call. `chunks` has for
-    /// each of them `None` if the Call gave it no segments (an "empty" chunk), else the bytes that the responder
-    /// says it wrote.
+    /// Matches the results of a reply that a responder reduced with the Write chunks of the Call. `chunks`
+    /// has for each of them `None` if the Call gave it no segments (an "empty" chunk), else the bytes that
+    /// the responder says it wrote.
     ///
     /// # Errors
     /// `Peer` for a chunk with bytes that belongs to no eligible result or is of another length: the responder
@@ -245,12 +247,12 @@ impl Binding {
                 "the server placed {written} bytes in Write chunk {index} for a result of {length}"
             ));
         }
-        // RFC 8166 §6.1: "A Responder reduces a non-DDP-eligible result data item.  The Requester MUST terminate
-        // the pending RPC transaction"
+        // RFC 8166 §6.1: "A Responder reduces a non-DDP-eligible result data item.  The Requester MUST
+        // terminate the pending RPC transaction"
         let left = chunks.written.iter().enumerate().skip(chunks.next);
         if let Some((index, written)) = left.filter_map(|(i, w)| w.map(|w| (i, w))).find(|&(_, w)| w > 0) {
             return wrong(format!(
-                "the server placed {written} bytes in Write chunk {index}, which belongs to no result that may be placed"
+                "the server placed {written} bytes in Write chunk {index}, which belongs to no eligible result"
             ));
         }
         Ok(Reduced { placed: chunks.placed, unreduced: chunks.unreduced, complete })
@@ -299,8 +301,9 @@ impl Registry {
         procedures.get(&(program, version, procedure)).cloned()
     }
 
-    /// Adds the procedures of a text in the form of rpcrdma-bindings(5); returns why lines were left out, each as
-    /// "NAME:LINE: reason". Replaces what was said of a procedure before, by other texts or the program.
+    /// Adds the procedures of a text in the form of rpcrdma-bindings(5); returns why lines were left out,
+    /// each as "NAME:LINE: reason". Replaces what was said of a procedure before, by other texts or the
+    /// program.
     pub fn add_text(&self, name: &str, text: &str) -> Vec<String> {
         let (entries, errors) = text::parse(name, text);
         let mut procedures = self.procedures.write().unwrap_or_else(PoisonError::into_inner);
@@ -347,7 +350,7 @@ fn reserved(program: u32) -> Option<&'static str> {
     }
 }
 
-/// A step over the arguments or results of one procedure, and what is found on the way.
+/// A walk over a message, and what is found on the way.
 #[derive(Clone)]
 pub struct Walk<'a> {
     /// What is left of the piece that the walk has come to.
@@ -421,8 +424,8 @@ impl<'a> Walk<'a> {
         self.skip(length)
     }
 
-    /// In arguments: the reply may hold an eligible result of at most `most` bytes. Says also that the results have
-    /// that many more, with length word and pad.
+    /// In arguments: the reply may hold an eligible result of at most `most` bytes. Says also that the
+    /// results have that many more, with length word and pad.
     pub fn result(&mut self, most: usize) {
         if self.results.len() < MAX_RESULTS {
             self.results.push(most);
@@ -547,6 +550,11 @@ const fn row(
     Row { number, arguments, results }
 }
 
+/// Arguments or results with nothing eligible, which need not be walked over.
+fn nothing(_: &mut Walk<'_>) -> Walked {
+    Ok(())
+}
+
 /// Arguments of `bytes` with nothing eligible, and at most `results` bytes of results.
 fn fixed(walk: &mut Walk<'_>, bytes: usize, results: usize) -> Walked {
     walk.skip(bytes)?;
@@ -554,8 +562,8 @@ fn fixed(walk: &mut Walk<'_>, bytes: usize, results: usize) -> Walked {
     Ok(())
 }
 
-/// The pathname of a symbolic link. The protocols set no limit to it from version 3 on; PATH_MAX of the systems that
-/// we know, which resolve none that is longer.
+/// The pathname of a symbolic link. The protocols set no limit to it from version 3 on; PATH_MAX of the
+/// systems that we know, which resolve none that is longer.
 const PATH: usize = 4096;
 
 #[cfg(test)]

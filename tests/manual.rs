@@ -46,6 +46,33 @@ fn the_manual_page_describes_exactly_the_settings_that_there_are() {
 }
 
 #[test]
+fn the_manual_page_of_bindings_has_every_word_and_its_examples_are_understood() {
+    let page = read("docs/rpcrdma-bindings.5");
+    let registry = rpcrdma::binding::Registry::built_in();
+    let examples: Vec<&str> = page
+        .split(".Bd ")
+        .skip(1)
+        .flat_map(|block| block.lines().skip(1).take_while(|l| *l != ".Ed"))
+        .collect();
+    assert_eq!(examples.len(), 3);
+    assert_eq!(registry.add_text("rpcrdma-bindings.5", &examples.join("\n")), [""; 0]);
+
+    // The error for an unknown word lists the words that there are.
+    let words = |line: &str| -> Vec<String> {
+        let error = registry.add_text("t", line).concat();
+        let (_, list) = error.split_once("must be ").expect("a list");
+        let list = list.trim_end_matches(", with commas between").replace(" or ", ", ");
+        list.split(", ").map(|word| word.split(['[', '<', '=']).next().expect("a word").to_owned()).collect()
+    };
+    let lines = ["9 1 1 what", "9 1 1 arguments=what", "9 1 1 results=what"];
+    for word in lines.iter().flat_map(|line| words(line)) {
+        let tags = page.lines().filter_map(|line| line.strip_prefix(".It Cm "));
+        let mut found = tags.flat_map(|tag| tag.split([' ', ',', '[', '<', '=']));
+        assert!(found.any(|tag| tag == word), "the page does not describe {word}");
+    }
+}
+
+#[test]
 fn the_example_of_the_readme_is_the_file_in_examples() {
     let readme = read("README.md");
     let block = readme.split("```c\n").nth(1).and_then(|rest| rest.split("```").next()).expect("a C block");

@@ -5,7 +5,7 @@
 //! NFSACL has no eligible item (RFC 8267 §5.2), nor have the callbacks (RFC 8267 §6.5).
 #![forbid(unsafe_code)]
 
-use super::{PATH, Row, Walk, Walked, fixed, nfs4, row};
+use super::{PATH, Row, Walk, Walked, fixed, nfs4, nothing, row};
 
 pub(super) const NFS: u32 = 100_003;
 pub(super) const NFSACL: u32 = 100_227;
@@ -123,11 +123,6 @@ const CALLBACKS: &[Row] = &[
     row(1, unbounded, nothing),          // CB_COMPOUND: RFC 8267 §6.5.1, a CB_GETATTR has attributes
 ];
 
-/// Results with nothing eligible.
-fn nothing(_: &mut Walk<'_>) -> Walked {
-    Ok(())
-}
-
 fn unbounded(walk: &mut Walk<'_>) -> Walked {
     walk.unbounded();
     Ok(())
@@ -234,7 +229,8 @@ fn symlink3(walk: &mut Walk<'_>) -> Walked {
 }
 
 /// READDIR has a count; READDIRPLUS has a maxcount, with the dircount's 4 bytes before it.
-// RFC 1813 §3.3.16: "The size must include all XDR overhead." A server that counts the entries only gets room too.
+// RFC 1813 §3.3.16: "The size must include all XDR overhead." A server that counts the entries only gets
+// room too.
 fn readdir3(walk: &mut Walk<'_>, before: usize) -> Walked {
     walk.opaque()?;
     // Cookie and verifier.

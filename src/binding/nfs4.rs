@@ -1,14 +1,15 @@
-//! The COMPOUND of NFS version 4: minor versions 0 (RFC 7530), 1 (RFC 8881), 2 (RFC 7862) and the extended attributes
-//! of RFC 8276.
+//! The COMPOUND of NFS version 4: minor versions 0 (RFC 7530), 1 (RFC 8881), 2 (RFC 7862) and the extended
+//! attributes of RFC 8276.
 //!
-//! RFC 8267 §6.1: "Only the following XDR data items in the COMPOUND procedure of all NFS version 4 minor versions are
-//! DDP-eligible": the data of WRITE and READ, the text of a symbolic link in CREATE and READLINK. To find them the
-//! walk knows every operation. One that it does not know ends it: what follows may be anything.
+//! RFC 8267 §6.1: "Only the following XDR data items in the COMPOUND procedure of all NFS version 4 minor
+//! versions are DDP-eligible": the data of WRITE and READ, the text of a symbolic link in CREATE and
+//! READLINK. To find them the walk knows every operation. One that it does not know ends it: what follows
+//! may be anything.
 //!
 //! The minor versions share their operations' numbers and forms, so one table serves them all.
 #![forbid(unsafe_code)]
 
-use super::{PATH, Row, Stop, Walk, Walked, fixed, padded, row};
+use super::{PATH, Row, Stop, Walk, Walked, fixed, nothing, padded, row};
 
 /// COMPOUND4args: tag, minorversion, operations.
 pub(super) fn arguments(walk: &mut Walk<'_>) -> Walked {
@@ -32,7 +33,8 @@ pub(super) fn results(walk: &mut Walk<'_>) -> Walked {
     for _ in 0..walk.word()? {
         let number = walk.word()?;
         if walk.word()? != 0 {
-            // RFC 8881 §16.2.3: the server stops at the first error, so that there is no further result.
+            // RFC 8881 §16.2.3: the server goes on "until one of the operations has a status value other than
+            // NFS4_OK": this result is the last.
             return Ok(());
         }
         (operation(number)?.results)(walk)?;
@@ -41,7 +43,13 @@ pub(super) fn results(walk: &mut Walk<'_>) -> Walked {
 }
 
 fn operation(number: u32) -> Result<&'static Row, Stop> {
-    OPERATIONS.iter().find(|row| row.number == number).ok_or(Stop::Unknown)
+    const FIRST: u32 = 3;
+    // Not searched for: a hostile COMPOUND has as many operations as it has words.
+    let row = match number {
+        ILLEGAL => OPERATIONS.last(),
+        _ => OPERATIONS.get(number.checked_sub(FIRST).ok_or(Stop::Unknown)? as usize),
+    };
+    row.filter(|row| row.number == number).ok_or(Stop::Unknown)
 }
 
 const STATEID: usize = 16;
@@ -63,7 +71,8 @@ const DELEGATION: usize = 4 + STATEID + 4 + 12 + 12 + 4 + 1024;
 /// write_response4.
 const WRITE_RESPONSE: usize = 4 + STATEID + 8 + 4 + VERIFIER;
 
-/// The operations, each with its arguments and its results where its status is NFS4_OK.
+/// The operations in the order of their numbers, without a gap but before ILLEGAL: each with its arguments and
+/// its results where its status is NFS4_OK.
 const OPERATIONS: &[Row] = &[
     row(3, |w| fixed(w, 4, 8), |w| w.skip(8)), // ACCESS
     row(4, |w| fixed(w, 4 + STATEID, STATEID), |w| w.skip(STATEID)), // CLOSE
@@ -141,8 +150,10 @@ const OPERATIONS: &[Row] = &[
     row(73, setxattr, |w| w.skip(CHANGE)),                     // SETXATTR
     row(74, listxattrs, listxattrs_results),                   // LISTXATTRS
     row(75, |w| named(w, CHANGE), |w| w.skip(CHANGE)),         // REMOVEXATTR
-    row(10044, nothing, nothing),                              // ILLEGAL
+    row(ILLEGAL, nothing, nothing),                            // ILLEGAL
 ];
+
+const ILLEGAL: u32 = 10044;
 
 // The four operations with eligible items first, the others in the order of the table.
 
@@ -285,7 +296,8 @@ fn readdir(walk: &mut Walk<'_>) -> Walked {
     walk.skip(8 + VERIFIER + 4)?;
     let maxcount = walk.word()?;
     bitmap(walk)?;
-    // RFC 8881 §18.23.3: maxcount bounds all of READDIR4resok.
+    // RFC 8881 §18.23.3: "The maxcount field of the request represents the maximum total size of all of the
+    // data being returned within the READDIR4resok structure and includes the XDR overhead."
     walk.reply(maxcount as usize);
     Ok(())
 }
@@ -470,8 +482,8 @@ fn getdeviceinfo(walk: &mut Walk<'_>) -> Walked {
     walk.skip(DEVICEID + 4)?;
     let maxcount = walk.word()?;
     bitmap(walk)?;
-    // RFC 8881 §18.40.3: "This maximum size represents all of the data being returned within the GETDEVICEINFO4resok
-    // structure". A refusal says in 4 bytes what would have been enough.
+    // RFC 8881 §18.40.3: "This maximum size represents all of the data being returned within the
+    // GETDEVICEINFO4resok structure". A refusal says in 4 bytes what would have been enough.
     walk.reply((maxcount as usize).max(4));
     Ok(())
 }
@@ -513,8 +525,8 @@ fn layoutget(walk: &mut Walk<'_>) -> Walked {
     // Signal, type, iomode; offset, length, minimum.
     walk.skip(12 + 24 + STATEID)?;
     let maxcount = walk.word()?;
-    // RFC 8881 §18.43.3: "The loga_maxcount field specifies the maximum layout size (in bytes)": beside it the flag,
-    // the stateid and the number of layouts.
+    // RFC 8881 §18.43.3: "The loga_maxcount field specifies the maximum layout size (in bytes)": beside it
+    // the flag, the stateid and the number of layouts.
     walk.reply(4 + STATEID + 4);
     walk.reply(maxcount as usize);
     Ok(())
@@ -672,10 +684,6 @@ fn listxattrs_results(walk: &mut Walk<'_>) -> Walked {
 
 // What several operations have.
 
-fn nothing(_: &mut Walk<'_>) -> Walked {
-    Ok(())
-}
-
 /// Arguments that are one counted opaque, such as a name.
 fn named(walk: &mut Walk<'_>, results: usize) -> Walked {
     walk.opaque()?;
@@ -694,8 +702,8 @@ fn optional(walk: &mut Walk<'_>, bytes: usize) -> Walked {
 }
 
 fn words(walk: &mut Walk<'_>) -> Walked {
-    walk.list(|walk| walk.skip(4))?;
-    Ok(())
+    let count = walk.word()?;
+    walk.skip((count as usize).saturating_mul(4))
 }
 
 /// bitmap4

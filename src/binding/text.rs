@@ -4,8 +4,8 @@
 //! PROGRAM VERSION PROCEDURE [arguments=SHAPE] [results=SHAPE] [max-reply=SIZE] [preset]
 //! ```
 //!
-//! A line that is not understood is left out, with the reason, and the others count: a wrong binding breaks calls and
-//! a missing one costs a copy.
+//! A line that is not understood is left out, with the reason, and the others count: a wrong binding breaks
+//! calls and a missing one costs a copy.
 #![forbid(unsafe_code)]
 
 use std::collections::HashMap;
@@ -200,8 +200,8 @@ fn shape(text: &str, of_results: bool) -> Result<Vec<Step>, String> {
         let step = step(word, of_results).ok_or_else(|| {
             let own = if of_results { "status" } else { "count" };
             format!(
-                "{}: must be int, unsigned, bool, enum, hyper, opaque, string, opaque[BYTES], {own}, data, data<SIZE> \
-                 or ..., with commas between",
+                "{}: must be int, unsigned, bool, enum, hyper, opaque, string, opaque[BYTES], {own}, data, \
+                 data<SIZE> or ..., with commas between",
                 quoted(word)
             )
         })?;

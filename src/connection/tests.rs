@@ -6,6 +6,7 @@
 #![forbid(unsafe_code)]
 
 mod pair;
+mod placement;
 
 use super::*;
 use pair::*;

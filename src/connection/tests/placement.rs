@@ -1,0 +1,710 @@
+//! Direct data placement between two engines: whatever is encoded arrives as the plain XDR stream, and only what a
+//! binding names travels in chunks of its own.
+//!
+//! The messages here are RPC Calls and Replies, made by hand. A [`Duo`] is two engines and the devices between them; it
+//! checks every Send ([`Duo::inspect`]).
+#![forbid(unsafe_code)]
+
+use std::collections::BTreeMap;
+
+use super::pair::*;
+use super::*;
+use crate::binding::Item;
+use crate::memory::Program;
+
+const NFS: u32 = 100_003;
+/// Programs with text bindings: at both ends, at the client only, at the server only; and one without.
+const BOTH: u32 = 0x2000_0001;
+const CLIENT_ONLY: u32 = 0x2000_0002;
+const SERVER_ONLY: u32 = 0x2000_0003;
+const UNBOUND: u32 = 0x2000_0004;
+
+fn registry(programs: [u32; 2]) -> Arc<Registry> {
+    let registry = Registry::built_in();
+    for program in programs {
+        let text = format!(
+            "{program} 1 1 arguments=string,data,int,data results=int\n\
+             {program} 1 2 arguments=count results=status,int,data"
+        );
+        assert_eq!(registry.add_text("test", &text), [""; 0]);
+    }
+    Arc::new(registry)
+}
+
+/// Bytes of a message, and its eligible items.
+#[derive(Clone, Default, Debug)]
+struct Xdr {
+    bytes: Vec<u8>,
+    items: Vec<Item>,
+    /// All opaques of some length: what an encoder may leave in the program's memory.
+    opaques: Vec<Item>,
+}
+
+impl Xdr {
+    fn words(mut self, words: &[u32]) -> Xdr {
+        self.bytes.extend(words.iter().flat_map(|word| word.to_be_bytes()));
+        self
+    }
+
+    /// Bytes and pad that look like nothing else.
+    fn fixed(mut self, len: usize) -> Xdr {
+        let start = self.bytes.len();
+        self.bytes.extend((0..len).map(|at| (at * 7 + start * 3 + 1) as u8));
+        self.bytes.resize(self.bytes.len().next_multiple_of(4), 0);
+        self
+    }
+
+    fn opaque(mut self, len: usize) -> Xdr {
+        self = self.words(&[len as u32]);
+        self.opaques.push(Item { position: self.bytes.len(), length: len });
+        self.fixed(len)
+    }
+
+    fn item(self, len: usize) -> Xdr {
+        let mut xdr = self.opaque(len);
+        xdr.items.extend(xdr.opaques.last().copied());
+        xdr
+    }
+}
+
+fn call_head(xid: u32, procedure: (u32, u32, u32), flavor: (u32, usize)) -> Xdr {
+    let (program, version, number) = procedure;
+    let xdr = Xdr::default().words(&[xid, 0, 2, program, version, number, flavor.0, flavor.1 as u32]);
+    xdr.fixed(flavor.1).words(&[0, 0])
+}
+
+fn reply_head(xid: u32, verifier: usize) -> Xdr {
+    Xdr::default().words(&[xid, 1, 0, 0, verifier as u32]).fixed(verifier).words(&[0])
+}
+
+/// RPCSEC_GSS data with a service: 1 none, 2 integrity, 3 privacy.
+fn gss_head(xid: u32, procedure: (u32, u32, u32), gss_proc: u32, service: u32) -> Xdr {
+    let (program, version, number) = procedure;
+    let head = [xid, 0, 2, program, version, number, 6, 24, 1, gss_proc, 77, service, 4, 0x1234];
+    Xdr::default().words(&head).words(&[6, 40]).fixed(40)
+}
+
+fn write_3(head: Xdr, len: usize) -> Xdr {
+    head.opaque(28).words(&[0, 0, len as u32, 2]).item(len)
+}
+
+fn read_3(head: Xdr, count: usize) -> Xdr {
+    head.opaque(28).words(&[0, 0, count as u32])
+}
+
+fn read_3_reply(head: Xdr, len: usize) -> Xdr {
+    head.words(&[0, 1]).fixed(84).words(&[len as u32, 1]).item(len)
+}
+
+/// What a test asks of a call.
+struct Plan {
+    call: Xdr,
+    reply: Xdr,
+    /// Most bytes of the reply, if no binding says so.
+    max: usize,
+    /// RPCSEC_GSS protects it.
+    wrapped: bool,
+    /// Longest eligible result.
+    most: usize,
+}
+
+struct Sent {
+    plan: Plan,
+    /// Memory that was lent for it.
+    lent: Vec<Program>,
+    place: Option<Program>,
+    abandoned: bool,
+    outcome: Option<Result<Vec<u8>, Error>>,
+    lists: Option<Lists>,
+}
+
+struct Duo {
+    memory: Arc<Memory>,
+    client: Connection,
+    server: Connection,
+    at_client: Device,
+    at_server: Device,
+    many: bool,
+    invalidates: bool,
+    /// In the order in which they were posted, each side's.
+    sends: BTreeMap<bool, VecDeque<WorkRequest>>,
+    reads: VecDeque<WorkRequest>,
+    sent: BTreeMap<u32, Sent>,
+    /// What the server lent, per reply under way.
+    results: Vec<Program>,
+    /// Every message of the server.
+    replies: Vec<Vec<u8>>,
+    closed: Option<Error>,
+}
+
+#[derive(Clone, Copy)]
+struct Shape {
+    client: Settings,
+    server: Settings,
+    max_segment: usize,
+}
+
+const SHAPE: Shape = Shape {
+    client: Settings {
+        credits: 8,
+        inline: 4096,
+        max_call: 1 << 22,
+        many_chunks: false,
+        remote_invalidation: true,
+    },
+    server: Settings {
+        credits: 8,
+        inline: 4096,
+        max_call: 1 << 22,
+        many_chunks: false,
+        remote_invalidation: true,
+    },
+    max_segment: 1 << 30,
+};
+
+fn device(seed: u32, max_segment: usize) -> Device {
+    Device {
+        next: seed,
+        exposed: BTreeMap::new(),
+        invalidated: Vec::new(),
+        receives: 0,
+        max_segment,
+        read_depth: 16,
+        exposures_left: u32::MAX,
+        fail_invalidate: false,
+    }
+}
+
+impl Duo {
+    fn new(shape: Shape) -> Duo {
+        let Shape { client, server, max_segment } = shape;
+        let memory = Memory::new(client.inline.max(server.inline), 1 << 22, 1 << 26);
+        let engine = |role, own: Settings, peer: Settings, programs| {
+            Connection::new(role, own, sizes(peer), memory.clone(), registry(programs))
+        };
+        Duo {
+            client: engine(Role::Client, client, server, [BOTH, CLIENT_ONLY]),
+            server: engine(Role::Server, server, client, [BOTH, SERVER_ONLY]),
+            memory,
+            at_client: device(1, max_segment),
+            at_server: device(2, max_segment),
+            many: client.many_chunks,
+            invalidates: client.remote_invalidation && server.remote_invalidation,
+            sends: BTreeMap::from([(true, VecDeque::new()), (false, VecDeque::new())]),
+            reads: VecDeque::new(),
+            sent: BTreeMap::new(),
+            results: Vec::new(),
+            replies: Vec::new(),
+            closed: None,
+        }
+    }
+
+    /// A message with some of its opaques lent, as an encoder leaves them.
+    fn message(
+        &self,
+        xdr: &Xdr,
+        lend: impl Fn(usize, &Item) -> bool,
+        programs: &mut Vec<Program>,
+    ) -> Message {
+        let mut body = self.memory.message().unwrap();
+        body.extend(&xdr.bytes).unwrap();
+        let mut lent = Vec::new();
+        for (at, item) in
+            xdr.opaques.iter().enumerate().filter(|(at, item)| item.length > 400 && lend(*at, item))
+        {
+            let mut program = Program::new(&xdr.bytes[item.range()]);
+            lent.push((item.position, program.source()));
+            programs.push(program);
+            // What the hole holds is never sent.
+            body[item.range()].fill(0xdd);
+            let _ = at;
+        }
+        Message::new(body, lent)
+    }
+
+    fn call(&mut self, xid: u32, plan: Plan, lend: impl Fn(usize, &Item) -> bool, place: Option<usize>) {
+        let mut lent = Vec::new();
+        let message = self.message(&plan.call, lend, &mut lent);
+        let mut place = place.map(|len| Program::new(&vec![0xaa; len]));
+        let places = place.iter_mut().map(Program::sink).collect();
+        let expect = Expect::Reply { max: plan.max, places };
+        self.sent.insert(xid, Sent { plan, lent, place, abandoned: false, outcome: None, lists: None });
+        if let Err(error) = self.client.call(Xid(xid), message, expect, &mut self.at_client) {
+            self.sent.get_mut(&xid).unwrap().outcome = Some(Err(error));
+        }
+        self.drain(true);
+    }
+
+    fn abandon(&mut self, xid: u32) {
+        self.client.abandon(Xid(xid), &mut self.at_client);
+        self.drain(true);
+        let sent = self.sent.get_mut(&xid).unwrap();
+        sent.abandoned |= sent.outcome.is_none();
+        self.all_back(xid);
+    }
+
+    /// Nothing of the program's memory is held once its call is over.
+    fn all_back(&mut self, xid: u32) {
+        let sent = self.sent.get_mut(&xid).unwrap();
+        assert!(sent.lent.iter().all(Program::is_back), "arguments of call {xid} are still in use");
+        assert!(sent.place.iter().all(Program::is_back), "the results' buffer of call {xid} is still in use");
+        // It is the program's to write again.
+        for program in &mut sent.lent {
+            program.bytes().fill(0x55);
+        }
+    }
+
+    fn drain(&mut self, client: bool) {
+        loop {
+            let engine = if client { &mut self.client } else { &mut self.server };
+            let Some(output) = engine.poll_output() else { return };
+            match output {
+                Output::Receive => {}
+                Output::Post(read @ WorkRequest::Read { .. }) => self.reads.push_back(read),
+                Output::Post(request) => {
+                    if let WorkRequest::Send { gather, .. } = &request {
+                        let message = bytes(gather);
+                        self.inspect(client, &message);
+                    }
+                    self.sends.get_mut(&client).unwrap().push_back(request);
+                }
+                Output::Done { xid, outcome } => self.done(xid.0, outcome),
+                Output::Close(error) => self.close(error),
+            }
+        }
+    }
+
+    fn close(&mut self, error: Error) {
+        if self.closed.is_some() {
+            return;
+        }
+        self.closed = Some(error.clone());
+        self.at_client.exposed.clear();
+        self.sends.values_mut().for_each(VecDeque::clear);
+        self.reads.clear();
+        for client in [true, false] {
+            let engine = if client { &mut self.client } else { &mut self.server };
+            engine.handle_closed(error.clone());
+            self.drain(client);
+        }
+    }
+
+    fn done(&mut self, xid: u32, outcome: Result<Vec<Region>, Error>) {
+        let sent = self.sent.get_mut(&xid).unwrap();
+        assert!(
+            sent.outcome.is_none() && !sent.abandoned,
+            "call {xid} ends twice, or after it was abandoned"
+        );
+        let outcome = outcome.map(|pieces| {
+            // A result that was placed lies in the program's buffer, and nowhere else.
+            bytes(&pieces)
+        });
+        sent.outcome = Some(outcome);
+        self.all_back(xid);
+    }
+
+    /// What must be so of every Send.
+    fn inspect(&mut self, client: bool, message: &[u8]) {
+        let (send, _) = if client { self.client.thresholds() } else { self.server.thresholds() };
+        assert!(
+            message.len() <= send,
+            "rule 12, rule 13: {} bytes over the threshold of {send}",
+            message.len()
+        );
+        let header = v1::decode(message).unwrap();
+        let (Body::Msg { chunks, .. } | Body::Nomsg { chunks }) = header.body else {
+            self.replies.push(message.to_vec());
+            return;
+        };
+        let lists = chunks.to_lists();
+        assert!(lists.writes.iter().chain(&lists.reply).all(|chunk| chunk.len() <= chunks::SEGMENTS_MAX));
+        if !client {
+            // rule 56
+            assert!(lists.reads.is_empty());
+            let sent = &self.sent[&header.xid.0];
+            let offered = sent.lists.as_ref().unwrap();
+            // rule 74, rule 97: what was offered comes back with its handles, its number and its order.
+            let names = |chunk: &Vec<Segment>| chunk.iter().map(|s| (s.handle, s.offset)).collect::<Vec<_>>();
+            assert_eq!(
+                lists.writes.iter().map(names).collect::<Vec<_>>(),
+                offered.writes.iter().map(names).collect::<Vec<_>>()
+            );
+            assert_eq!(lists.reply.as_ref().map(names), offered.reply.as_ref().map(names));
+            // rule 39, rule 76, rule 78: a Write chunk holds one eligible result, and no pad.
+            let mut lengths = lists.writes.iter().map(|c| c.iter().map(|s| s.length as usize).sum::<usize>());
+            let items = &sent.plan.reply.items;
+            assert!(lengths.all(|len| len == 0 || items.iter().any(|item| item.length == len)));
+            self.replies.push(message.to_vec());
+            return;
+        }
+        let sent = self.sent.get_mut(&header.xid.0).unwrap();
+        let mut normal: BTreeMap<u32, (usize, usize)> = BTreeMap::new();
+        for read in &lists.reads {
+            let (len, segments) = normal.entry(read.position.0).or_default();
+            (*len, *segments) = (*len + read.target.length as usize, *segments + 1);
+        }
+        assert!(normal.values().all(|(_, segments)| *segments <= chunks::SEGMENTS_MAX));
+        let long = normal.remove(&0).is_some();
+        // rule 19, rule 90: a Position-Zero chunk is the payload of an RDMA_NOMSG, and of nothing else.
+        assert_eq!(long, matches!(header.body, Body::Nomsg { .. }));
+        for (position, (len, _)) in &normal {
+            // rule 39, rule 43, rule 44, rule 51, rule 52, rule 53: one whole eligible item, at its place in the
+            // unreduced stream, without its count and its pad.
+            let item = Item { position: *position as usize, length: *len };
+            assert!(sent.plan.call.items.contains(&item), "{item:?} of {:?}", sent.plan.call.items);
+        }
+        if sent.plan.wrapped {
+            // rule 119, rule 120: nothing is reduced; Position-Zero and Reply chunks there may be.
+            assert!(normal.is_empty() && lists.writes.is_empty());
+        }
+        if !self.many {
+            assert!(normal.len() <= 1 && !(long && !normal.is_empty()) && lists.writes.len() <= 1);
+        }
+        sent.lists = Some(lists);
+    }
+
+    /// Does one thing that may be done. `pick` chooses among what is possible.
+    fn step(&mut self, pick: usize) -> bool {
+        if self.closed.is_some() {
+            return false;
+        }
+        let choices = [!self.sends[&true].is_empty(), !self.sends[&false].is_empty(), !self.reads.is_empty()];
+        let open: Vec<usize> = (0..3).filter(|n| choices[*n]).collect();
+        if open.is_empty() {
+            return false;
+        }
+        match open[pick % open.len()] {
+            2 => {
+                let Some(WorkRequest::Read { id, sink, at, from }) = self.reads.pop_front() else {
+                    unreachable!()
+                };
+                let placed = match self.at_client.access(from) {
+                    Some((Exposed::Source(region), start)) => {
+                        sink.place(at, &region.slice(start, from.length as usize))
+                    }
+                    _ => false,
+                };
+                drop(sink);
+                assert!(placed, "rule 102: a Read of what is not exposed");
+                self.server.handle_read(id);
+                self.drain(false);
+            }
+            side => self.deliver(side == 0),
+        }
+        true
+    }
+
+    fn deliver(&mut self, client: bool) {
+        let Some(request) = self.sends.get_mut(&client).unwrap().pop_front() else { return };
+        match request {
+            WorkRequest::Write { gather, to } => {
+                let data = bytes(&gather);
+                let placed = match self.at_client.access(to) {
+                    Some((Exposed::Sink(sink), at)) => sink.place(at, &data),
+                    _ => false,
+                };
+                assert!(placed, "rule 102: a Write to what is not exposed");
+            }
+            WorkRequest::Send { gather, invalidate } => {
+                let message = bytes(&gather);
+                drop(gather);
+                let mut buf = self.memory.message().unwrap();
+                buf.extend(&message).unwrap();
+                if client {
+                    self.server.handle_receive(buf, None, &mut self.at_server);
+                } else {
+                    if let Some(handle) = invalidate {
+                        assert!(self.invalidates);
+                        assert!(self.at_client.exposed.remove(&handle.0).is_some());
+                    }
+                    self.client.handle_receive(buf, invalidate, &mut self.at_client);
+                }
+            }
+            WorkRequest::Read { .. } => unreachable!("Reads have a queue of their own"),
+        }
+        self.drain(!client);
+    }
+
+    /// Answers the oldest request that is whole.
+    fn serve(&mut self, lend: impl Fn(usize, &Item) -> bool) -> bool {
+        let Some(request) = self.server.poll_request() else { return false };
+        self.drain(false);
+        let xid = request.xid.0;
+        let sent = &self.sent[&xid];
+        assert!(bytes(&request.message) == sent.plan.call.bytes, "call {xid} was changed on its way");
+        assert_eq!(request.wrapped, sent.plan.wrapped);
+        let reply = sent.plan.reply.clone();
+        let wrapped = request.wrapped;
+        let mut programs = Vec::new();
+        let message = self.message(&reply, |at, item| !wrapped && lend(at, item), &mut programs);
+        // A reply that fits nowhere is an outcome, which the caller sees.
+        let _ = self.server.reply(request.id, message);
+        self.results.extend(programs);
+        self.drain(false);
+        true
+    }
+
+    fn settle(&mut self) {
+        while self.step(0) || self.serve(|_, _| true) {}
+        assert!(self.closed.is_some() || self.results.iter().all(Program::is_back));
+    }
+
+    fn make(&mut self, xid: u32, plan: Plan) -> &Result<Vec<u8>, Error> {
+        self.call(xid, plan, |_, _| true, None);
+        self.settle();
+        self.sent[&xid].outcome.as_ref().expect("the call has ended")
+    }
+
+    /// It ended with its reply, byte for byte.
+    fn succeeded(&self, xid: u32) {
+        let Sent { plan, outcome, .. } = &self.sent[&xid];
+        match outcome.as_ref().expect("the call has ended") {
+            Ok(reply) => assert!(*reply == plan.reply.bytes, "the reply to {xid} was changed on its way"),
+            Err(error) => panic!("call {xid}: {error}"),
+        }
+    }
+
+    fn lists(&self, xid: u32) -> &Lists {
+        self.sent[&xid].lists.as_ref().expect("sent")
+    }
+}
+
+fn plan(call: Xdr, reply: Xdr) -> Plan {
+    let max = reply.bytes.len();
+    let most = reply.items.iter().map(|item| item.length).max().unwrap_or(0);
+    Plan { call, reply, max, wrapped: false, most }
+}
+
+/// A Call and its Reply of any kind.
+fn any(random: &mut Random, xid: u32) -> Plan {
+    let lengths = [0, 1, 2, 3, 5, 399, 400, 401, 1000, 1023, 4000, 4097, 8191, 8193, 65537, 100_001, 300_000];
+    let len = random.pick(&lengths);
+    let auth = random.pick(&[(0, 0), (1, 28), (1, 399), (1, 400)]);
+    let verifier = random.pick(&[0, 0, 3, 40, 400]);
+    let service = random.below(8) as u32;
+    let gss = random.below(6) == 0;
+    let procedure = random.pick(&[
+        (NFS, 3, 7),
+        (NFS, 3, 6),
+        (NFS, 3, 6),
+        (NFS, 3, 10),
+        (NFS, 3, 5),
+        (NFS, 3, 17),
+        (NFS, 4, 1),
+        (BOTH, 1, 1),
+        (BOTH, 1, 2),
+        (CLIENT_ONLY, 1, 1),
+        (CLIENT_ONLY, 1, 2),
+        (SERVER_ONLY, 1, 1),
+        (SERVER_ONLY, 1, 2),
+        (UNBOUND, 1, 1),
+    ]);
+    let (head, wrapped) = if gss {
+        let gss_proc = u32::from(service == 4);
+        let service = service % 3 + 1;
+        (gss_head(xid, procedure, gss_proc, service), gss_proc != 0 || service != 1)
+    } else {
+        (call_head(xid, procedure, auth), false)
+    };
+    let back = reply_head(xid, verifier);
+    let failed = random.below(8) == 0;
+    let short = random.below(len + 1);
+    let mut most = 0;
+    let (call, reply) = match procedure {
+        _ if wrapped => (head.opaque(len), back.opaque(random.pick(&lengths))),
+        (NFS, 3, 7) => (write_3(head, len), back.words(&[0]).fixed(128)),
+        (NFS, 3, 6) => {
+            most = len;
+            let reply = if failed { back.words(&[5, 0]) } else { read_3_reply(back, short) };
+            (read_3(head, len), reply)
+        }
+        (NFS, 3, 10) => {
+            let target = len.min(4095);
+            let attributes = [1, 0o777, 0, 0, 1, 0, 9, 1, 2, 5, 6];
+            let call = head.opaque(28).opaque(7).words(&attributes[..8]).words(&[2, 5, 6]).item(target);
+            (call, back.words(&[0]).fixed(200))
+        }
+        (NFS, 3, 5) => {
+            most = 4096;
+            let reply = if failed {
+                back.words(&[22, 1]).fixed(84)
+            } else {
+                back.words(&[0, 0]).item(short.min(4096))
+            };
+            (head.opaque(32), reply)
+        }
+        (NFS, 3, 17) => {
+            let call = head.opaque(28).words(&[0, 0, 0, 0, 512, len as u32]);
+            (call, back.words(&[0, 0]).fixed(random.below(len + 1)))
+        }
+        (NFS, 4, 1) => compound(random, head, back, &mut most),
+        (_, _, 2) => {
+            most = len;
+            let reply = if failed { back.words(&[3]) } else { back.words(&[0, 9]).item(short) };
+            (head.words(&[len as u32]), reply)
+        }
+        (_, _, 1) => {
+            let second = random.pick(&lengths);
+            (head.opaque(5).item(len).words(&[7]).item(second), back.words(&[1]))
+        }
+        _ => (head.opaque(len), back.opaque(short)),
+    };
+    let (mut call, mut reply) = (call, reply);
+    let bound_at = |ends: [u32; 2]| procedure.0 == NFS || ends.contains(&procedure.0);
+    if wrapped || !bound_at([BOTH, CLIENT_ONLY]) {
+        call.items.clear();
+    }
+    if wrapped || !bound_at([BOTH, SERVER_ONLY]) {
+        reply.items.clear();
+    }
+    let max = reply.bytes.len().max(4000 * random.below(2));
+    Plan { call, reply, max, wrapped, most }
+}
+
+/// PUTFH and some of READ, WRITE, CREATE of a link, READLINK, of which one may fail.
+fn compound(random: &mut Random, head: Xdr, back: Xdr, most: &mut usize) -> (Xdr, Xdr) {
+    let count = 1 + random.below(4);
+    let fails = if random.below(4) == 0 { random.below(count) } else { count };
+    let mut call = head.opaque(3).words(&[1, 1 + count as u32, 22]).opaque(20);
+    let done = 1 + (fails + 1).min(count) as u32;
+    let mut reply = back.words(&[if fails < count { 5 } else { 0 }]).opaque(3).words(&[done, 22, 0]);
+    for at in 0..count {
+        let len = random.pick(&[0, 1, 399, 5000, 20_001]);
+        let (number, arguments, results): (u32, Xdr, Xdr) = match random.below(4) {
+            0 => {
+                *most = (*most).max(len);
+                call = call.words(&[25]).fixed(16).words(&[0, 0, len as u32]);
+                (25, call, reply.clone().words(&[25, 0, 1]).item(random.below(len + 1)))
+            }
+            1 => {
+                call = call.words(&[38]).fixed(16).words(&[0, 0, 2]).item(len);
+                (38, call, reply.clone().words(&[38, 0, len as u32, 2]).fixed(8))
+            }
+            2 => {
+                let len = len.min(4000);
+                call = call.words(&[6, 5]).item(len).opaque(4).words(&[0, 0]);
+                (6, call, reply.clone().words(&[6, 0]).fixed(20).words(&[0]))
+            }
+            _ => {
+                *most = (*most).max(4096);
+                (27, call.words(&[27]), reply.clone().words(&[27, 0]).item(len.min(4096)))
+            }
+        };
+        call = arguments;
+        match at.cmp(&fails) {
+            std::cmp::Ordering::Less => reply = results,
+            std::cmp::Ordering::Equal => reply = reply.words(&[number, 5]),
+            std::cmp::Ordering::Greater => {}
+        }
+    }
+    (call, reply)
+}
+
+/// rule 113: whatever the connection's parameters are. rule 114: programs share a connection.
+fn run(seed: u64) -> (usize, usize, usize) {
+    let mut random = Random(seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1);
+    let settings = |random: &mut Random| Settings {
+        credits: random.pick(&[1, 2, 8]),
+        inline: random.pick(&[1024, 2048, 4096, 65536, 262_144]),
+        max_call: 1 << 22,
+        many_chunks: random.below(2) == 0,
+        remote_invalidation: random.below(2) == 0,
+    };
+    let shape = Shape {
+        client: settings(&mut random),
+        server: settings(&mut random),
+        max_segment: random.pick(&[40_000, 1 << 16, 1 << 20, 1 << 30]),
+    };
+    let mut duo = Duo::new(shape);
+    let cut = if random.below(5) == 0 { random.below(200) } else { usize::MAX };
+    let (mut next, mut steps, mut reduced, mut written, mut placed) = (1, 0, 0, 0, 0);
+    while next <= 12 || duo.sent.values().any(|sent| sent.outcome.is_none() && !sent.abandoned) {
+        steps += 1;
+        if steps >= cut {
+            duo.close(Error::new(Kind::ConnectionLost, "cut"));
+            break;
+        }
+        let lend = random.below(4);
+        let which = move |at: usize, _: &Item| lend == 0 || (lend == 1 && at % 2 == 0);
+        match random.below(8) {
+            0 | 1 if next <= 12 => {
+                let plan = any(&mut random, next);
+                let place = (random.below(2) == 0).then(|| plan.most.max(1) + random.below(3));
+                duo.call(next, plan, which, place);
+                next += 1;
+            }
+            2 if random.below(20) == 0 => {
+                let alive: Vec<u32> = duo
+                    .sent
+                    .iter()
+                    .filter(|(_, s)| s.outcome.is_none() && !s.abandoned)
+                    .map(|(x, _)| *x)
+                    .collect();
+                if !alive.is_empty() && shape.client.credits > 1 && shape.server.credits > 1 {
+                    let xid = random.pick(&alive);
+                    duo.abandon(xid);
+                }
+            }
+            3 => {
+                duo.serve(which);
+            }
+            pick => {
+                duo.step(pick);
+            }
+        }
+        assert!(steps < 100_000, "seed {seed} hangs");
+        if duo.client.starved() {
+            break;
+        }
+    }
+    if duo.closed.is_none() {
+        duo.settle();
+    }
+    assert!(steps >= cut || duo.closed.is_none(), "seed {seed}: {:?}", duo.closed);
+    for (xid, sent) in &mut duo.sent {
+        assert!(sent.lent.iter().chain(&sent.place).all(Program::is_back), "seed {seed}: call {xid}");
+        let Some(lists) = &sent.lists else { continue };
+        reduced += lists.reads.iter().filter(|read| read.position.0 > 0).count();
+        written += lists.writes.len();
+        match &sent.outcome {
+            Some(Ok(reply)) => {
+                assert!(*reply == sent.plan.reply.bytes, "seed {seed}: the reply to {xid} was changed");
+                if let (Some(place), Some(item)) = (&mut sent.place, sent.plan.reply.items.first())
+                    && !lists.writes.is_empty()
+                    && item.length > 0
+                {
+                    // It came into the program's own buffer.
+                    assert!(place.bytes()[..item.length] == reply[item.range()], "seed {seed}: call {xid}");
+                    placed += 1;
+                }
+            }
+            Some(Err(error)) => assert!(steps >= cut, "seed {seed}: call {xid}: {error}"),
+            None => assert!(sent.abandoned || duo.client.starved() || steps >= cut),
+        }
+    }
+    (reduced, written, placed)
+}
+
+fn runs(seeds: std::ops::Range<u64>) {
+    let (mut reduced, mut written, mut placed) = (0, 0, 0);
+    for seed in seeds.clone() {
+        let (r, w, p) = run(seed);
+        (reduced, written, placed) = (reduced + r, written + w, placed + p);
+    }
+    let n = (seeds.end - seeds.start) as usize;
+    assert!(
+        reduced > n && written > n && placed > n / 4,
+        "{reduced} reduced, {written} written, {placed} placed"
+    );
+}
+
+#[test]
+fn whatever_is_placed_arrives_as_the_plain_stream() {
+    runs(1..600);
+}
+
+#[test]
+#[ignore = "long: make check-long"]
+fn whatever_is_placed_arrives_as_the_plain_stream_many_times() {
+    runs(1000..60_000);
+}

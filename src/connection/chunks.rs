@@ -138,12 +138,16 @@ fn plan_reply_room(needs: Needs<'_>, limits: Limits) -> Result<(CallPlan, usize)
     if needs.max_reply.saturating_add(HEADER_MIN) <= receive {
         return Ok((plan, header));
     }
-    for most in needs.results.iter().take(if many { CHUNKS_MAX } else { 1 }) {
-        let Ok(n) = segments(*most, max_segment, "result") else { break };
+    let mut placed = 0usize;
+    for (at, most) in needs.results.iter().enumerate().take(if many { CHUNKS_MAX } else { 1 }) {
+        // RFC 8166 §4.3.2.2: "the Requester MUST provision each Write chunk so it can be filled with the largest
+        // DDP-eligible data item that can be placed in it": a result that does not exist leaves its chunk to those behind.
+        let largest = needs.results[at..].iter().max().copied().unwrap_or(0);
+        let Ok(n) = segments(largest, max_segment, "result") else { break };
         header += 8 + SEGMENT * n;
-        plan.writes.push(*most);
+        plan.writes.push(largest);
+        placed = placed.saturating_add(most.saturating_add(3) & !3);
     }
-    let placed = plan.writes.iter().fold(0usize, |sum, most| sum.saturating_add(most.next_multiple_of(4)));
     plan.reply = if !needs.reduces { needs.max_reply } else { needs.max_reply.saturating_sub(placed) };
     if needs.reduces && header.saturating_add(plan.reply) <= receive {
         plan.reply = 0;
@@ -701,18 +705,21 @@ mod tests {
 
     #[test]
     fn write_chunks_are_offered_for_results_that_do_not_fit_inline() {
-        let results = [8193, 100_000];
-        let all = Needs { results: &results, ..needs(120_000) };
+        let results = [8193, 5000];
+        let all = Needs { results: &results, ..needs(20_000) };
         // rule 73, rule 77, rule 94: as large as the result may be, no pad; and no Reply chunk where the rest fits inline.
         let plan = call(&mut message(100, &[]), Needs { max_reply: 8196 + 200, ..all }, LIMITS);
         assert_eq!(plan, CallPlan { writes: vec![8193], ..CallPlan::default() });
         // The rest does not fit: a Reply chunk for the rest.
-        assert_eq!(call(&mut message(100, &[]), all, LIMITS).reply, 120_000 - 8196);
+        assert_eq!(call(&mut message(100, &[]), all, LIMITS).reply, 20_000 - 8196);
         let plan = call(&mut message(100, &[]), all, MANY);
-        assert_eq!((plan.writes, plan.reply), (vec![8193, 100_000], 120_000 - 8196 - 100_000));
+        assert_eq!((plan.writes, plan.reply), (vec![8193, 5000], 20_000 - 8196 - 5000));
+        // rule 83: the second result lies in the first chunk if there is no first one.
+        let plan = call(&mut message(100, &[]), Needs { results: &[5000, 8193], ..all }, MANY);
+        assert_eq!((plan.writes, plan.reply), (vec![8193, 8193], 20_000 - 8196 - 5000));
         // A responder that perhaps knows no binding gets room for all of it.
         let plan = call(&mut message(100, &[]), Needs { reduces: false, ..all }, LIMITS);
-        assert_eq!((plan.writes, plan.reply), (vec![8193], 120_000));
+        assert_eq!((plan.writes, plan.reply), (vec![8193], 20_000));
         // All of the reply fits inline.
         let plan = call(&mut message(100, &[]), Needs { results: &[3000], ..needs(3500) }, LIMITS);
         assert_eq!(plan, CallPlan::default());

@@ -126,6 +126,8 @@ struct Duo {
     at_server: Device,
     many: bool,
     invalidates: bool,
+    /// Handles that the server has invalidated.
+    remote: usize,
     /// In the order in which they were posted, each side's.
     sends: BTreeMap<bool, VecDeque<WorkRequest>>,
     reads: VecDeque<WorkRequest>,
@@ -190,6 +192,7 @@ impl Duo {
             at_server: device(2, max_segment),
             many: client.many_chunks,
             invalidates: client.remote_invalidation && server.remote_invalidation,
+            remote: 0,
             sends: BTreeMap::from([(true, VecDeque::new()), (false, VecDeque::new())]),
             reads: VecDeque::new(),
             sent: BTreeMap::new(),
@@ -217,7 +220,6 @@ impl Duo {
             programs.push(program);
             // What the hole holds is never sent.
             body[item.range()].fill(0xdd);
-            let _ = at;
         }
         Message::new(body, lent)
     }
@@ -295,11 +297,8 @@ impl Duo {
             sent.outcome.is_none() && !sent.abandoned,
             "call {xid} ends twice, or after it was abandoned"
         );
-        let outcome = outcome.map(|pieces| {
-            // A result that was placed lies in the program's buffer, and nowhere else.
-            bytes(&pieces)
-        });
-        sent.outcome = Some(outcome);
+        // The pieces, which may lie in the program's buffer, end with this line.
+        sent.outcome = Some(outcome.map(|pieces| bytes(&pieces)));
         self.all_back(xid);
     }
 
@@ -415,6 +414,7 @@ impl Duo {
                 } else {
                     if let Some(handle) = invalidate {
                         assert!(self.invalidates);
+                        self.remote += 1;
                         assert!(self.at_client.exposed.remove(&handle.0).is_some());
                     }
                     self.client.handle_receive(buf, invalidate, &mut self.at_client);
@@ -600,7 +600,8 @@ fn compound(random: &mut Random, head: Xdr, back: Xdr, most: &mut usize) -> (Xdr
     (call, reply)
 }
 
-/// rule 113: whatever the connection's parameters are. rule 114: programs share a connection.
+/// rule 101, rule 102: lent or copied. rule 113: whatever the connection's parameters are. rule 114: programs share a
+/// connection.
 fn run(seed: u64) -> (usize, usize, usize) {
     let mut random = Random(seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1);
     let settings = |random: &mut Random| Settings {
@@ -707,4 +708,498 @@ fn whatever_is_placed_arrives_as_the_plain_stream() {
 #[ignore = "long: make check-long"]
 fn whatever_is_placed_arrives_as_the_plain_stream_many_times() {
     runs(1000..60_000);
+}
+
+// ---------------------------------------------------------------------------------------------------------- the rules
+
+/// Two engines that know each other's credits.
+fn warm(shape: Shape) -> Duo {
+    let mut duo = Duo::new(shape);
+    duo.make(0xffff, plan(call_head(0xffff, (UNBOUND, 1, 0), (0, 0)), reply_head(0xffff, 0)))
+        .as_ref()
+        .unwrap();
+    duo
+}
+
+fn shape(inline: usize) -> Shape {
+    let settings = Settings { inline, ..SHAPE.client };
+    Shape { client: settings, server: settings, ..SHAPE }
+}
+
+impl Duo {
+    /// A Call that our own requester would not send: `reads` are `(position, bytes)`, each a segment of its own.
+    fn foreign(&mut self, xid: u32, proc: Proc, reads: &[(u32, &[u8])], payload: &[u8]) {
+        let mut lists = Lists::default();
+        for (position, data) in reads {
+            let target = match data.len() {
+                0 => Segment { handle: Handle(9), length: 0, offset: 0 },
+                _ => self.at_client.expose_source(Region::copy_from(data).unwrap()).unwrap(),
+            };
+            lists.reads.push(ReadSegment { position: Position(*position), target });
+        }
+        self.foreign_lists(xid, proc, &lists, payload);
+    }
+
+    fn foreign_lists(&mut self, xid: u32, proc: Proc, lists: &Lists, payload: &[u8]) {
+        let mut message = Vec::new();
+        v1::encode(&mut message, Xid(xid), Credits(8), proc, lists);
+        message.extend(payload);
+        let mut buf = self.memory.message().unwrap();
+        buf.extend(&message).unwrap();
+        self.server.handle_receive(buf, None, &mut self.at_server);
+        self.drain(false);
+        while !self.reads.is_empty() {
+            self.step(2);
+        }
+    }
+
+    /// What the server made of it: the Call, or `None` if it answered ERR_CHUNK and handed nothing up.
+    fn understood(&mut self, xid: u32) -> Option<Vec<u8>> {
+        let request = self.server.poll_request();
+        let refused = self.replies.last().is_some_and(|reply| *reply == words(&[xid, 1, 8, 4, 2]));
+        assert_eq!(request.is_none(), refused, "a Call is either handed up or answered");
+        self.replies.clear();
+        self.sends.values_mut().for_each(VecDeque::clear);
+        request.map(|request| {
+            self.server.discard(request.id);
+            self.drain(false);
+            bytes(&request.message)
+        })
+    }
+}
+
+/// A message without an item and its pad.
+fn without(message: &[u8], item: Item) -> Vec<u8> {
+    [&message[..item.position], &message[item.range().end.next_multiple_of(4)..]].concat()
+}
+
+/// rule 48, rule 49, rule 51: the chunk has no pad; what follows it inline begins on a multiple of four.
+#[test]
+fn a_read_chunk_has_the_item_alone_and_what_follows_it_is_aligned() {
+    for len in 5000..5005 {
+        let mut duo = warm(SHAPE);
+        let call = call_head(1, (BOTH, 1, 1), (0, 0)).opaque(5).item(len).words(&[7]).item(3);
+        let item = call.items[0];
+        duo.make(1, plan(call, reply_head(1, 0).words(&[1]))).as_ref().unwrap();
+        let lists = duo.lists(1);
+        assert_eq!(
+            lists.reads.iter().map(|r| (r.position.0, r.target.length)).collect::<Vec<_>>(),
+            [(item.position as u32, len as u32)]
+        );
+        assert_eq!(item.position % 4, 0);
+        duo.succeeded(1);
+    }
+}
+
+/// rule 49, rule 50, rule 51: with and without pad, in one segment or with the pad in one of its own.
+#[test]
+fn a_read_chunk_is_taken_with_and_without_its_pad() {
+    for len in 1..6 {
+        let call = write_3(call_head(1, (NFS, 3, 7), (0, 0)), len);
+        let item = call.items[0];
+        let payload = without(&call.bytes, item);
+        let position = item.position as u32;
+        let padded = &call.bytes[item.position..item.range().end.next_multiple_of(4)];
+        let (data, pad) = padded.split_at(len);
+        for chunk in
+            [vec![(position, data)], vec![(position, padded)], vec![(position, data), (position, pad)]]
+        {
+            let mut duo = warm(SHAPE);
+            duo.foreign(1, Proc::Msg, &chunk, &payload);
+            assert!(duo.understood(1).unwrap() == call.bytes, "{len} bytes in {} segments", chunk.len());
+        }
+    }
+}
+
+/// rule 43, rule 45: one item, all of it, and nothing else.
+#[test]
+fn a_read_chunk_of_another_length_than_its_item_is_refused() {
+    for len in [8, 9] {
+        let call = write_3(call_head(1, (NFS, 3, 7), (0, 0)), len);
+        let item = call.items[0];
+        let payload = without(&call.bytes, item);
+        // One that is too short leaves a message that ends too early, which is the program's to refuse (rule 59).
+        for wrong in [len + 4, len + 5, 2 * len] {
+            let mut duo = warm(SHAPE);
+            duo.foreign(1, Proc::Msg, &[(item.position as u32, &vec![1; wrong])], &payload);
+            assert_eq!(duo.understood(1), None, "{wrong} bytes for an item of {len}");
+        }
+    }
+}
+
+/// rule 53
+#[test]
+fn a_position_that_is_no_multiple_of_four_is_refused() {
+    let call = write_3(call_head(1, (NFS, 3, 7), (0, 0)), 8);
+    let item = call.items[0];
+    for off in [1, 2, 3] {
+        let mut duo = warm(SHAPE);
+        let at = (item.position + off) as u32;
+        duo.foreign(1, Proc::Msg, &[(at, &call.bytes[item.range()])], &without(&call.bytes, item));
+        assert_eq!(duo.understood(1), None);
+    }
+}
+
+/// rule 42, rule 54: any number of segments, cut anywhere, at Position Zero too, empty ones among them.
+#[test]
+fn segments_of_one_position_are_one_chunk_in_list_order() {
+    let call = write_3(call_head(1, (NFS, 3, 7), (0, 0)), 41);
+    let item = call.items[0];
+    let data = &call.bytes[item.range()];
+    let mut chunk: Vec<(u32, &[u8])> = data.chunks(1).map(|byte| (item.position as u32, byte)).collect();
+    chunk.insert(7, (item.position as u32, &[]));
+    let mut duo = warm(SHAPE);
+    duo.foreign(1, Proc::Msg, &chunk, &without(&call.bytes, item));
+    assert!(duo.understood(1).unwrap() == call.bytes);
+    let chunk: Vec<(u32, &[u8])> = call.bytes.chunks(5).map(|part| (0, part)).collect();
+    assert!(chunk.len() > 16);
+    duo.foreign(2, Proc::Nomsg, &[], &[]);
+    assert_eq!(duo.understood(2), None);
+    let mut duo = warm(SHAPE);
+    duo.foreign(1, Proc::Nomsg, &chunk, &[]);
+    assert!(duo.understood(1).unwrap() == call.bytes);
+}
+
+/// rule 39, rule 60
+#[test]
+fn a_call_with_an_item_reduced_that_is_not_eligible_is_refused() {
+    let lookup = call_head(1, (NFS, 3, 3), (0, 0)).opaque(28).opaque(12);
+    let name = lookup.opaques[1];
+    let mut duo = warm(SHAPE);
+    duo.foreign(
+        1,
+        Proc::Msg,
+        &[(name.position as u32, &lookup.bytes[name.range()])],
+        &without(&lookup.bytes, name),
+    );
+    assert_eq!(duo.understood(1), None);
+    // Of a program without a binding nobody can say what is eligible: any Position is accepted.
+    let unbound = call_head(1, (UNBOUND, 1, 1), (0, 0)).opaque(28).opaque(12);
+    let item = unbound.opaques[1];
+    duo.foreign(
+        1,
+        Proc::Msg,
+        &[(item.position as u32, &unbound.bytes[item.range()])],
+        &without(&unbound.bytes, item),
+    );
+    assert!(duo.understood(1).unwrap() == unbound.bytes);
+}
+
+/// rule 118, rule 119: nothing of what RPCSEC_GSS wraps, nor of its own calls, is reduced.
+#[test]
+fn a_reduced_call_under_integrity_or_privacy_is_refused() {
+    for (gss_proc, service) in [(0, 2), (0, 3), (1, 1), (3, 1)] {
+        let call = write_3(gss_head(1, (NFS, 3, 7), gss_proc, service), 9);
+        let item = call.items[0];
+        let mut duo = warm(SHAPE);
+        duo.foreign(
+            1,
+            Proc::Msg,
+            &[(item.position as u32, &call.bytes[item.range()])],
+            &without(&call.bytes, item),
+        );
+        assert_eq!(duo.understood(1), None, "gss_proc {gss_proc}, service {service}");
+    }
+    let call = write_3(gss_head(1, (NFS, 3, 7), 0, 1), 9);
+    let item = call.items[0];
+    let mut duo = warm(SHAPE);
+    duo.foreign(
+        1,
+        Proc::Msg,
+        &[(item.position as u32, &call.bytes[item.range()])],
+        &without(&call.bytes, item),
+    );
+    assert!(duo.understood(1).unwrap() == call.bytes);
+}
+
+/// rule 120, rule 121: Long Call and Long reply instead, and room for the largest verifier.
+#[test]
+fn rpcsec_gss_has_long_messages_and_room_for_its_verifier() {
+    let mut duo = warm(shape(1024));
+    let reply = reply_head(1, 400).opaque(9000);
+    duo.make(1, Plan { wrapped: true, ..plan(gss_head(1, (NFS, 3, 7), 0, 2).opaque(9000), reply) })
+        .as_ref()
+        .unwrap();
+    let lists = duo.lists(1);
+    assert!(lists.reads[0].position == Position(0) && lists.reply.is_some() && lists.writes.is_empty());
+    // A bound reply: 400 bytes of verifier fit, however small the threshold is.
+    for (xid, verifier) in [(2, 0), (3, 400)] {
+        let reply = read_3_reply(reply_head(xid, verifier), 3001);
+        duo.make(xid, Plan { max: 0, ..plan(read_3(gss_head(xid, (NFS, 3, 6), 0, 1), 3001), reply) })
+            .as_ref()
+            .unwrap();
+        duo.succeeded(xid);
+    }
+}
+
+/// rule 55: the reply tells that the Read chunks are done with, and nothing before it.
+#[test]
+fn sources_stay_exposed_until_the_reply_and_no_longer() {
+    let mut duo = warm(SHAPE);
+    duo.call(
+        1,
+        plan(write_3(call_head(1, (NFS, 3, 7), (0, 0)), 9001), reply_head(1, 0).words(&[0])),
+        |_, _| true,
+        None,
+    );
+    while duo.step(0) {}
+    assert!(duo.server.request_ready() && duo.at_client.exposed.len() == 1);
+    assert!(!duo.sent[&1].lent[0].is_back());
+    duo.settle();
+    duo.succeeded(1);
+    assert!(duo.at_client.exposed.is_empty());
+}
+
+/// rule 40, rule 108, rule 109, rule 117: a program without a binding is served, with Long messages; so are items that
+/// are eligible, where no chunk of their own is possible.
+#[test]
+fn what_is_not_reduced_travels_inside_long_messages() {
+    let mut duo = warm(SHAPE);
+    let reply = reply_head(1, 0).opaque(70_001);
+    duo.make(1, plan(call_head(1, (UNBOUND, 1, 1), (0, 0)).opaque(70_001), reply)).as_ref().unwrap();
+    let lists = duo.lists(1);
+    assert!(lists.reads.iter().all(|read| read.position == Position(0)) && !lists.reads.is_empty());
+    assert!(lists.writes.is_empty() && lists.reply.is_some());
+    // Two large items: one chunk would not do, and more a stranger does not bear.
+    let call = call_head(2, (BOTH, 1, 1), (0, 0)).opaque(5).item(9000).words(&[7]).item(9000);
+    duo.make(2, plan(call, reply_head(2, 0).words(&[1]))).as_ref().unwrap();
+    assert!(duo.lists(2).reads.iter().all(|read| read.position == Position(0)));
+    duo.succeeded(2);
+}
+
+/// rule 20, rule 87: several chunks of a kind, a Long Call with further Read chunks, a Write list with a Reply chunk.
+#[test]
+fn among_our_own_a_call_has_as_many_chunks_as_it_needs() {
+    let settings = Settings { many_chunks: true, ..SHAPE.client };
+    let mut duo = warm(Shape { client: settings, server: settings, ..SHAPE });
+    let two =
+        |xid, second| call_head(xid, (BOTH, 1, 1), (0, 0)).opaque(5).item(9000).words(&[7]).item(second);
+    duo.make(1, plan(two(1, 9001), reply_head(1, 0).words(&[1]))).as_ref().unwrap();
+    assert_eq!(duo.lists(1).reads.len(), 2);
+    // A name of 5000 bytes is not eligible: it makes the rest long.
+    let call = call_head(2, (BOTH, 1, 1), (0, 0)).opaque(5000).item(9000).words(&[7]).item(3);
+    duo.make(2, plan(call, reply_head(2, 0).words(&[1]))).as_ref().unwrap();
+    let positions: Vec<u32> = duo.lists(2).reads.iter().map(|read| read.position.0).collect();
+    assert!(positions.contains(&0) && positions.iter().any(|position| *position > 0), "{positions:?}");
+    let read = |xdr: Xdr, count: u32| xdr.words(&[25]).fixed(16).words(&[0, 0, count]);
+    let call =
+        read(read(call_head(3, (NFS, 4, 1), (0, 0)).opaque(0).words(&[1, 3]), 5000), 7001).words(&[9, 1, 8]);
+    let done = |xdr: Xdr, len: usize| xdr.words(&[25, 0, 1]).item(len);
+    let reply = done(done(reply_head(3, 0).words(&[0]).opaque(0).words(&[3]), 5000), 7001);
+    let reply = reply.words(&[9, 0, 1, 8, 6000]).fixed(6000);
+    duo.make(3, plan(call, reply)).as_ref().unwrap();
+    assert!(duo.lists(3).writes.len() == 2 && duo.lists(3).reply.is_some());
+    duo.succeeded(1);
+    duo.succeeded(2);
+    duo.succeeded(3);
+}
+
+/// What a responder of another make says to a READ that offered one Write chunk of 5000 bytes.
+fn answered(
+    program: (u32, u32, u32),
+    answer: impl Fn(&Lists, &Xdr) -> (Vec<u8>, Option<Handle>),
+) -> (Duo, Xdr) {
+    let mut duo = warm(SHAPE);
+    let call = match program.0 {
+        NFS => read_3(call_head(1, program, (0, 0)), 5000),
+        _ => call_head(1, program, (0, 0)).words(&[5000]),
+    };
+    let reply = match program.0 {
+        NFS => read_3_reply(reply_head(1, 0), 700),
+        _ => reply_head(1, 0).words(&[0, 9]).item(700),
+    };
+    duo.call(1, plan(call, reply.clone()), |_, _| false, None);
+    duo.sends.values_mut().for_each(VecDeque::clear);
+    let lists = duo.lists(1).clone();
+    assert_eq!(lists.writes.len(), 1);
+    if let Some(Exposed::Sink(sink)) = duo.at_client.exposed.get(&lists.writes[0][0].handle.0) {
+        assert!(sink.place(0, &reply.bytes[reply.items[0].range()]));
+    }
+    let (message, invalidated) = answer(&lists, &reply);
+    let mut buf = duo.memory.message().unwrap();
+    buf.extend(&message).unwrap();
+    duo.client.handle_receive(buf, invalidated, &mut duo.at_client);
+    duo.drain(true);
+    (duo, reply)
+}
+
+/// A reply with this Write list.
+fn reply_with(writes: Vec<Vec<Segment>>, payload: &[u8]) -> Vec<u8> {
+    let mut message = Vec::new();
+    v1::encode(&mut message, Xid(1), Credits(8), Proc::Msg, &Lists { writes, ..Lists::default() });
+    message.extend(payload);
+    message
+}
+
+fn used(lists: &Lists, length: u32) -> Vec<Vec<Segment>> {
+    vec![vec![Segment { length, ..lists.writes[0][0] }]]
+}
+
+/// rule 61, first half; rule 79, rule 80, rule 86: a chunk that comes back unused, empty, or not at all.
+#[test]
+fn a_result_outside_of_its_write_chunk_is_an_error_of_nfs_and_none_of_private_bindings() {
+    for way in 0..3 {
+        let answer = |lists: &Lists, reply: &Xdr| {
+            let writes = [used(lists, 0), vec![vec![]], vec![]][way].clone();
+            (reply_with(writes, &reply.bytes), None)
+        };
+        let (duo, _) = answered((NFS, 3, 6), answer);
+        let error = duo.sent[&1].outcome.as_ref().unwrap().as_ref().unwrap_err();
+        assert_eq!(error.kind(), Kind::Peer, "{error}");
+        assert!(duo.closed.is_none());
+        let (mut duo, reply) = answered((CLIENT_ONLY, 1, 2), answer);
+        assert!(*duo.sent[&1].outcome.as_ref().unwrap().as_ref().unwrap() == reply.bytes);
+        // That is remembered: no Write chunk any more.
+        let call = call_head(2, (CLIENT_ONLY, 1, 2), (0, 0)).words(&[5000]);
+        let mut unreduced = reply_head(2, 0).words(&[0, 9]).opaque(4500);
+        unreduced.items.clear();
+        duo.make(2, plan(call, unreduced)).as_ref().unwrap();
+        assert!(duo.lists(2).writes.is_empty() && duo.lists(2).reply.is_some());
+    }
+}
+
+/// rule 61, second half: what is not eligible, or not all of what is.
+#[test]
+fn a_reply_that_reduces_something_else_ends_its_call_and_no_other() {
+    let failed = reply_head(1, 0).words(&[5, 0]);
+    let cases: [&dyn Fn(&Lists, &Xdr) -> Vec<u8>; 4] = [
+        &|lists, _| reply_with(used(lists, 700), &failed.bytes),
+        &|lists, reply| reply_with(used(lists, 699), &without(&reply.bytes, reply.items[0])),
+        &|lists, reply| reply_with(used(lists, 5001), &without(&reply.bytes, reply.items[0])),
+        &|lists, reply| {
+            let more = [used(lists, 700), used(lists, 0)].concat();
+            reply_with(more, &without(&reply.bytes, reply.items[0]))
+        },
+    ];
+    for (at, case) in cases.iter().enumerate() {
+        let (mut duo, _) = answered((NFS, 3, 6), |lists, reply| (case(lists, reply), None));
+        let error = duo.sent[&1].outcome.as_ref().unwrap().as_ref().unwrap_err();
+        assert_eq!(error.kind(), Kind::Peer, "case {at}: {error}");
+        let reply = read_3_reply(reply_head(2, 0), 4999);
+        duo.make(2, plan(read_3(call_head(2, (NFS, 3, 6), (0, 0)), 5000), reply)).as_ref().unwrap();
+        duo.succeeded(2);
+    }
+    let honest = |lists: &Lists, reply: &Xdr| {
+        (reply_with(used(lists, 700), &without(&reply.bytes, reply.items[0])), None)
+    };
+    let (duo, _) = answered((NFS, 3, 6), honest);
+    duo.succeeded(1);
+}
+
+/// rule 153: a handle of that Call, or the connection ends; and none need be.
+#[test]
+fn an_invalidated_handle_must_be_one_of_the_call_that_the_reply_answers() {
+    for (own, fine) in [(true, true), (false, false)] {
+        let answer = |lists: &Lists, reply: &Xdr| {
+            let handle = if own { lists.writes[0][0].handle } else { Handle(0x7777) };
+            (reply_with(used(lists, 700), &without(&reply.bytes, reply.items[0])), Some(handle))
+        };
+        let (duo, _) = answered((NFS, 3, 6), answer);
+        assert_eq!(duo.closed.is_none(), fine);
+        if fine {
+            duo.succeeded(1);
+        }
+    }
+    // Ours invalidates where a Call names exactly one handle, and where both ends have said that it may.
+    for (client, server, invalidates) in [(true, true, true), (true, false, false), (false, true, false)] {
+        let with = |remote_invalidation| Settings { remote_invalidation, ..SHAPE.client };
+        let mut duo = warm(Shape { client: with(client), server: with(server), ..SHAPE });
+        duo.make(1, plan(write_3(call_head(1, (NFS, 3, 7), (0, 0)), 9001), reply_head(1, 0).words(&[0])))
+            .as_ref()
+            .unwrap();
+        // Never assumed: the requester ends the exposure itself all the same.
+        assert_eq!(duo.at_client.invalidated.len(), 1);
+        assert_eq!(duo.remote, usize::from(invalidates));
+        duo.succeeded(1);
+    }
+}
+
+/// A binding at both ends is known after the first reply that uses its Write chunk: no Reply chunk is needed then.
+#[test]
+fn a_private_binding_is_relied_on_once_the_peer_has_shown_it() {
+    let mut duo = warm(SHAPE);
+    for xid in 1..4 {
+        let call = call_head(xid, (BOTH, 1, 2), (0, 0)).words(&[9000]);
+        duo.make(xid, plan(call, reply_head(xid, 0).words(&[0, 9]).item(8999))).as_ref().unwrap();
+        duo.succeeded(xid);
+        assert_eq!((duo.lists(xid).writes.len(), duo.lists(xid).reply.is_some()), (1, xid == 1));
+    }
+}
+
+#[test]
+fn err_chunk_to_a_chunked_call_names_the_program_and_the_next_call_does_without() {
+    let mut duo = warm(SHAPE);
+    let two = |xid| call_head(xid, (CLIENT_ONLY, 1, 1), (0, 0)).opaque(5).item(9000).words(&[7]).item(3);
+    duo.call(1, plan(two(1), reply_head(1, 0).words(&[1])), |_, _| true, None);
+    assert_eq!(duo.lists(1).reads[0].position, Position(56));
+    duo.sends.values_mut().for_each(VecDeque::clear);
+    let mut buf = duo.memory.message().unwrap();
+    buf.extend(&err_chunk(1)).unwrap();
+    duo.client.handle_receive(buf, None, &mut duo.at_client);
+    duo.drain(true);
+    let error = duo.sent[&1].outcome.as_ref().unwrap().as_ref().unwrap_err();
+    assert!(error.text().contains(&format!("no binding for program {CLIENT_ONLY} version 1")), "{error}");
+    duo.make(2, plan(two(2), reply_head(2, 0).words(&[1]))).as_ref().unwrap();
+    assert!(duo.lists(2).reads.iter().all(|read| read.position == Position(0)));
+    duo.succeeded(2);
+}
+
+/// rule 107: what is unreasonable is not pulled.
+#[test]
+fn absurd_chunks_are_refused_before_a_byte_is_read() {
+    let call = write_3(call_head(1, (NFS, 3, 7), (0, 0)), 8);
+    let item = call.items[0];
+    let payload = without(&call.bytes, item);
+    let read = |position: usize, length: u32| ReadSegment {
+        position: Position(position as u32),
+        target: Segment { handle: Handle(77), length, offset: u64::MAX },
+    };
+    let at = item.position;
+    for reads in [
+        vec![read(at, u32::MAX)],
+        vec![read(at, 1 << 30), read(at, 1 << 30), read(at, 1 << 30), read(at, 1 << 30)],
+        vec![read(at, 8), read(at + 4, 8)],
+        vec![read(u32::MAX as usize - 3, 8)],
+        vec![read(at, 8), read(at, 8), read(at + 400, 1)],
+    ] {
+        let mut duo = warm(SHAPE);
+        duo.foreign_lists(1, Proc::Msg, &Lists { reads, ..Lists::default() }, &payload);
+        assert_eq!(duo.understood(1), None);
+    }
+}
+
+/// Memory of pulled Calls is bounded in all: who comes too late waits, and goes on when there is room.
+#[test]
+fn calls_wait_for_memory_that_other_connections_hold() {
+    let mut first = warm(SHAPE);
+    let memory = Memory::new(4096, 1 << 20, 100_000);
+    let mut others: Vec<Connection> = (0..2)
+        .map(|_| {
+            Connection::new(
+                Role::Server,
+                SHAPE.server,
+                sizes(SHAPE.client),
+                memory.clone(),
+                registry([BOTH; 2]),
+            )
+        })
+        .collect();
+    let call = call_head(1, (UNBOUND, 1, 1), (0, 0)).opaque(60_000);
+    let source = first.at_client.expose_source(Region::copy_from(&call.bytes).unwrap()).unwrap();
+    let reads = vec![ReadSegment { position: Position(0), target: source }];
+    let mut message = Vec::new();
+    v1::encode(&mut message, Xid(1), Credits(8), Proc::Nomsg, &Lists { reads, ..Lists::default() });
+    for engine in &mut others {
+        let mut buf = first.memory.message().unwrap();
+        buf.extend(&message).unwrap();
+        engine.handle_receive(buf, None, &mut first.at_server);
+    }
+    assert!(others[0].pulling() && !others[0].waits_for_memory());
+    assert!(!others[1].pulling() && others[1].waits_for_memory());
+    others[1].resume();
+    assert!(others[1].waits_for_memory());
+    others[0].handle_closed(Error::new(Kind::ConnectionLost, "gone"));
+    drop(others.remove(0));
+    others[0].resume();
+    assert!(others[0].pulling() && !others[0].waits_for_memory());
 }

@@ -210,8 +210,7 @@ fn memory_that_changes_is_read_once_and_used_as_it_came() {
     let frames = converse(&mut server, &mut peer, &call, |request| {
         let at = request.source_to as usize;
         // What was the length is by now the start of the item.
-        let fresh = if at == 40 { vec![9; 4] } else { whole[at..][..request.size as usize].to_vec() };
-        fresh
+        if at == 40 { vec![9; 4] } else { whole[at..][..request.size as usize].to_vec() }
     });
     let item = [&[9; 4][..], &[1; 96]].concat();
     assert!(message_in(&frames, "a long ECHO").ends_with(&rpc_reply(24, &opaque(&item))), "{frames:?}");
@@ -265,7 +264,7 @@ fn write_chunks_of_every_form_get_their_result_or_the_call_is_refused() {
         };
         let returned: Vec<Segment> =
             chunk.iter().zip(lengths).map(|(offered, length)| Segment { length, ..*offered }).collect();
-        assert_eq!(chunks.to_lists().writes, [returned.clone()], "{what}");
+        assert_eq!(chunks.to_lists().writes.as_slice(), std::slice::from_ref(&returned), "{what}");
         assert_eq!(
             payload.len(),
             if inline { 28 + length.next_multiple_of(4) as usize } else { 28 },

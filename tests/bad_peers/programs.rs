@@ -263,7 +263,7 @@ pub struct Outcome {
     pub took: Duration,
 }
 
-/// Starts a caller of the server at `port` with these settings: see c-tests/caller.c. Under valgrind if `valgrind` is set.
+/// Starts a caller of the server at `port` with these settings: see c-tests/caller.c. `valgrind`: under valgrind.
 pub fn start_caller(port: u16, settings: &[&str], arguments: &[&str], valgrind: bool) -> Caller {
     let mut words = settings.to_vec();
     if valgrind {

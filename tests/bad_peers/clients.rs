@@ -7,7 +7,7 @@ use std::time::Duration;
 use rpcrdma::provider::iwarp::ddp::{Fault, Opcode, ReadRequest};
 use rpcrdma::provider::iwarp::mpa::{Enhanced, Which};
 use rpcrdma::wire::v1::{self, Body, Lists, Proc, RdmaError};
-use rpcrdma::wire::{Credits, Segment, Xid};
+use rpcrdma::wire::{Credits, Handle, Segment, Xid};
 
 use crate::peer::*;
 use crate::programs::{self, Outcome};
@@ -21,6 +21,16 @@ const FAILED: i32 = 16;
 
 /// Runs a caller against `serve`, which gets each connection that it makes, with its number.
 fn against(arguments: &[&str], valgrind: bool, serve: impl Fn(Peer, usize) + Sync) -> Outcome {
+    against_with(&[], arguments, valgrind, serve)
+}
+
+/// The same with settings of the caller, as `NAME=value`.
+fn against_with(
+    settings: &[&str],
+    arguments: &[&str],
+    valgrind: bool,
+    serve: impl Fn(Peer, usize) + Sync,
+) -> Outcome {
     let listener = TcpListener::bind("127.0.0.1:0").expect("a port");
     let port = listener.local_addr().expect("bound").port();
     programs::prepare();
@@ -36,7 +46,7 @@ fn against(arguments: &[&str], valgrind: bool, serve: impl Fn(Peer, usize) + Syn
                 serve(peer, number);
             }
         });
-        let ended = programs::start_caller(port, arguments, valgrind).end();
+        let ended = programs::start_caller(port, settings, arguments, valgrind).end();
         Peer::connect(port).goodbye();
         serving.join().expect("the bad server's part");
         ended.outcome()
@@ -58,6 +68,11 @@ struct Case<'a> {
 }
 
 fn check(cases: &[Case]) {
+    check_with(&[], cases);
+}
+
+/// The same with settings of the caller.
+fn check_with(settings: &[&str], cases: &[Case]) {
     // A sample of them also under valgrind, which is slow.
     let sample = if programs::valgrind() { 5 } else { usize::MAX };
     for (n, case) in cases.iter().enumerate() {
@@ -65,7 +80,7 @@ fn check(cases: &[Case]) {
             if valgrind && n % sample != sample - 1 {
                 continue;
             }
-            let outcome = against(case.arguments, valgrind, |peer, _| (case.serve)(peer));
+            let outcome = against_with(settings, case.arguments, valgrind, |peer, _| (case.serve)(peer));
             assert_eq!(outcome.statuses, case.statuses, "{}: {}", case.what, outcome.text);
             assert!(outcome.text.contains(case.says), "{}: {}", case.what, outcome.text);
             let limit = if valgrind { HANG } else { HANG / 4 };
@@ -74,11 +89,12 @@ fn check(cases: &[Case]) {
     }
 }
 
-/// The call that a client makes: its XID, and the segments of its Reply chunk.
+/// The call that a client makes: its XID, and the segments of its Reply chunk, Read list and Write list.
 struct Call {
     xid: u32,
     chunk: Vec<Segment>,
     sources: Vec<Segment>,
+    places: Vec<Vec<Segment>>,
 }
 
 /// Takes part in the startup.
@@ -92,7 +108,8 @@ fn call(peer: &mut Peer) -> Call {
     let header = v1::decode(&bytes).expect("a valid header");
     let (Body::Msg { chunks, .. } | Body::Nomsg { chunks }) = header.body else { panic!("{header}") };
     let chunk = chunks.reply().map(|chunk| chunk.iter().collect()).unwrap_or_default();
-    Call { xid: header.xid.0, chunk, sources: chunks.reads().map(|read| read.target).collect() }
+    let sources = chunks.reads().map(|read| read.target).collect();
+    Call { xid: header.xid.0, chunk, sources, places: chunks.to_lists().writes }
 }
 
 /// Until the client has had enough.
@@ -580,5 +597,282 @@ fn every_cut_and_every_flip_of_a_reply_ends_in_an_error_or_the_reply() {
             assert!(seal_it || status == CANTRECV, "{at}: {}", outcome.text);
             assert!(outcome.took < Duration::from_secs(5), "{at}: {:?}", outcome.took);
         }
+    }
+}
+
+// ----------------------------------------------------------------------------------------------- direct placement
+
+/// SINK and SOURCE of the suite.
+const BINDINGS: &str = "\
+    0x20005355 2 3 arguments=data results=int,hyper\n\
+    0x20005355 2 4 arguments=count results=data preset\n";
+
+/// A reply whose results lie partly in Write chunks.
+fn placed_reply(xid: u32, writes: Vec<Vec<Segment>>, results: &[u8]) -> Vec<u8> {
+    message(xid, 32, Proc::Msg, &Lists { writes, ..Lists::default() }, &rpc_reply(xid, results))
+}
+
+/// The only segment of the only Write chunk of a call.
+fn place(call: &Call) -> Segment {
+    let [chunk] = &call.places[..] else { panic!("{:?}", call.places) };
+    let [segment] = chunk[..] else { panic!("{chunk:?}") };
+    segment
+}
+
+fn unused(chunk: &[Segment]) -> Vec<Segment> {
+    chunk.iter().map(|segment| Segment { length: 0, ..*segment }).collect()
+}
+
+#[test]
+fn results_in_write_chunks_that_do_not_fit_together_end_in_the_right_status() {
+    let bindings = programs::bindings("clients", BINDINGS);
+    // What a server does with a SOURCE of 8000 bytes whose Write chunk is the Segment, the status, and a word of it.
+    type Reply<'a> = &'a (dyn Fn(&mut Peer, Call, Segment) + Sync);
+    let returned = |change: &'static (dyn Fn(Segment) -> Vec<Vec<Segment>> + Sync), length: u32| {
+        move |peer: &mut Peer, call: Call, place| {
+            peer.send(&placed_reply(call.xid, change(place), &words(&[length])));
+        }
+    };
+    let source: [(&str, Reply, i32, &str); 14] = [
+        (
+            "the result in its place",
+            &|peer, call, place| {
+                peer.push(&write(place.handle.0, place.offset, &[7; 8000]));
+                peer.send(&placed_reply(call.xid, call.places, &words(&[8000])));
+            },
+            SUCCESS,
+            "",
+        ),
+        (
+            "an invalidation of what the call named",
+            &|peer, call, place| {
+                peer.push(&write(place.handle.0, place.offset, &[7; 8000]));
+                let msn = peer.next_msn();
+                let reply = placed_reply(call.xid, call.places, &words(&[8000]));
+                peer.push(&send_as(Opcode::SendInvalidate, place.handle.0, msn, &reply));
+            },
+            SUCCESS,
+            "",
+        ),
+        (
+            "more bytes than were offered",
+            &returned(&|place| vec![vec![Segment { length: 8001, ..place }]], 8001),
+            FAILED,
+            "more bytes than",
+        ),
+        (
+            "another handle",
+            &returned(&|place| vec![vec![Segment { handle: Handle(place.handle.0 ^ 1), ..place }]], 8000),
+            FAILED,
+            "was not offered",
+        ),
+        (
+            "another offset",
+            &returned(&|place| vec![vec![Segment { offset: place.offset + 4, length: 4, ..place }]], 4),
+            FAILED,
+            "was not offered",
+        ),
+        ("a segment too many", &returned(&|place| vec![vec![place; 2]], 8000), FAILED, "more segments than"),
+        (
+            "a chunk too many",
+            &returned(&|place| vec![vec![place]; 2], 8000),
+            FAILED,
+            "more Write chunks than",
+        ),
+        (
+            "a length of more than was written",
+            &returned(&|place| vec![vec![Segment { length: 4000, ..place }]], 8000),
+            FAILED,
+            "Write chunk",
+        ),
+        (
+            "a length of less than was written",
+            &returned(&|place| vec![vec![place]], 4000),
+            FAILED,
+            "Write chunk",
+        ),
+        ("a length of 4 GiB", &returned(&|place| vec![vec![place]], u32::MAX), FAILED, "Write chunk"),
+        ("no result at all", &returned(&|place| vec![unused(&[place])], 8000), CANTDECODERES, "decode"),
+        (
+            "data of a call that failed",
+            &|peer, call, _| {
+                let lists = Lists { writes: call.places, ..Lists::default() };
+                // PROC_UNAVAIL
+                let failure = words(&[call.xid, 1, 0, 0, 0, 3]);
+                peer.send(&message(call.xid, 32, Proc::Msg, &lists, &failure));
+            },
+            FAILED,
+            "not eligible",
+        ),
+        (
+            "a Write beyond the end of its chunk",
+            &|peer, _, place| {
+                peer.push(&write(place.handle.0, place.offset + u64::from(place.length) - 3, b"four"));
+                let frames = until_end(peer);
+                assert!(matches!(frames[..], [Frame::Terminate(Fault::BOUNDS)]), "{frames:?}");
+            },
+            CANTRECV,
+            "base or bounds",
+        ),
+        (
+            "more Writes than the chunk has room for",
+            &|peer, _, place| {
+                for at in 0..9 {
+                    peer.push(&write(place.handle.0, place.offset + 1000 * at, &[7; 1000]));
+                }
+            },
+            CANTRECV,
+            "base or bounds",
+        ),
+    ];
+    let read: [(&str, Reply, i32, &str); 2] = [
+        (
+            "data of READ in its place",
+            &|peer, call, place| {
+                peer.push(&write(place.handle.0, place.offset, &[7; 8000]));
+                peer.send(&placed_reply(call.xid, call.places, &words(&[0, 0, 8000, 0, 8000])));
+            },
+            SUCCESS,
+            "",
+        ),
+        (
+            "data of READ in the message",
+            &|peer, call, place| {
+                let results = [words(&[0, 0, 50, 0]), opaque(&[7; 50])].concat();
+                peer.send(&placed_reply(call.xid, vec![unused(&[place])], &results));
+            },
+            FAILED,
+            "outside of the Write chunk",
+        ),
+    ];
+    let source = source.into_iter().map(|case| (&["300", "source:8000"], case));
+    let read = read.into_iter().map(|case| (&["300", "read:8000"], case));
+    for (arguments, (what, reply, status, says)) in source.chain(read) {
+        let serve: Part = &|mut peer| {
+            accept(&mut peer);
+            let call = call(&mut peer);
+            let place = place(&call);
+            reply(&mut peer, call, place);
+            until_end(&mut peer);
+        };
+        check_with(&[&bindings], &[Case { what, arguments, serve, statuses: &[status], says }]);
+    }
+}
+
+#[test]
+fn a_server_without_the_binding_is_served_its_way() {
+    let bindings = programs::bindings("unknown", BINDINGS);
+    let outcome = against_with(&[&bindings], &["300", "source:8000", "source:8000"], false, |mut peer, _| {
+        accept(&mut peer);
+        for offered in [1, 0] {
+            let call = call(&mut peer);
+            assert_eq!(call.places.len(), offered, "Write chunks");
+            let reply = rpc_reply(call.xid, &opaque(&[7; 8000]));
+            let into = call.chunk[0];
+            peer.push(&write(into.handle.0, into.offset, &reply));
+            let writes = call.places.iter().map(|chunk| unused(chunk)).collect();
+            let reply = Some(vec![Segment { length: reply.len() as u32, ..into }]);
+            let lists = Lists { writes, reply, ..Lists::default() };
+            peer.send(&message(call.xid, 32, Proc::Nomsg, &lists, b""));
+        }
+        until_end(&mut peer);
+    });
+    assert_eq!(outcome.statuses, [SUCCESS, SUCCESS], "{}", outcome.text);
+}
+
+#[test]
+fn an_invalidation_of_what_another_call_named_ends_the_connection() {
+    let bindings = programs::bindings("invalidation", BINDINGS);
+    let steps = ["300", "null", "source:8000", "null"];
+    let outcome = against_with(&[&bindings], &steps, false, |mut peer, _| {
+        accept(&mut peer);
+        let first = call(&mut peer);
+        peer.send(&inline_reply(first.xid, 32, b""));
+        let late = call(&mut peer);
+        let next = call(&mut peer);
+        let (msn, reply) = (peer.next_msn(), inline_reply(next.xid, 32, b""));
+        peer.push(&send_as(Opcode::SendInvalidate, place(&late).handle.0, msn, &reply));
+        until_end(&mut peer);
+    });
+    assert_eq!(outcome.statuses, [SUCCESS, TIMEDOUT, CANTRECV], "{}", outcome.text);
+    assert!(outcome.text.contains("did not name"), "{}", outcome.text);
+}
+
+#[test]
+fn nothing_that_comes_late_changes_a_buffer_of_the_program() {
+    let bindings = programs::bindings("late", BINDINGS);
+    let steps = ["300", "null", "preset:100000", "check", "null", "check", "null", "check", "preset:100000"];
+    let outcome = against_with(&[&bindings], &steps, false, |mut peer, _| {
+        accept(&mut peer);
+        let first = call(&mut peer);
+        peer.send(&inline_reply(first.xid, 32, b""));
+        let late = call(&mut peer);
+        let into = place(&late);
+        assert_eq!(into.length, 100_000);
+        // The time of the call ends in the middle of an FPDU.
+        let begun = write(into.handle.0, into.offset, &[7; 60_000]);
+        peer.push(&begun[..20_000]);
+        let next = call(&mut peer);
+        peer.push(&begun[20_000..]);
+        peer.push(&write(into.handle.0, into.offset + 60_000, &[8; 40_000]));
+        peer.send(&inline_reply(next.xid, 32, b""));
+        let next = call(&mut peer);
+        peer.push(&write(into.handle.0, into.offset, &[9; 60_000]));
+        peer.send(&placed_reply(late.xid, late.places, &words(&[100_000])));
+        peer.send(&inline_reply(next.xid, 32, b""));
+        // In time; the caller wants it in its own buffer.
+        let last = call(&mut peer);
+        let into = place(&last);
+        for half in [0, 50_000] {
+            peer.push(&write(into.handle.0, into.offset + half, &[7; 50_000]));
+        }
+        peer.send(&placed_reply(last.xid, last.places, &words(&[100_000])));
+        until_end(&mut peer);
+    });
+    let wanted = [SUCCESS, TIMEDOUT, 0, SUCCESS, 0, SUCCESS, 0, SUCCESS];
+    assert_eq!(outcome.statuses, wanted, "{}", outcome.text);
+}
+
+#[test]
+fn arguments_that_are_read_late_are_those_of_the_call() {
+    const LENGTH: u32 = 8 << 20;
+    let bindings = programs::bindings("arguments", BINDINGS);
+    let bell = TcpListener::bind("127.0.0.1:0").expect("a port");
+    let ring = format!("bell:{}", bell.local_addr().expect("bound").port());
+    let steps = ["300", "null", &format!("sink:{LENGTH}"), &ring, "null"];
+    for in_time in [false, true] {
+        let outcome = against_with(&[&bindings], &steps, false, |mut peer, _| {
+            accept(&mut peer);
+            let first = call(&mut peer);
+            peer.send(&inline_reply(first.xid, 32, b""));
+            let late = call(&mut peer);
+            let [source] = late.sources[..] else { panic!("{:?}", late.sources) };
+            let (source_stag, source_to) = (source.handle.0, source.offset);
+            let request = ReadRequest { sink_stag: 1, sink_to: 0, size: LENGTH, source_stag, source_to };
+            // More than the socket holds: the rest waits at the client, whose call ends meanwhile.
+            if in_time {
+                peer.push(&read_request(1, request));
+            }
+            bell.accept().expect("the call has ended, and its argument has changed");
+            if !in_time {
+                peer.push(&read_request(1, request));
+            }
+            let (mut came, mut next) = (0, None);
+            while came < LENGTH as usize || next.is_none() {
+                match peer.frame() {
+                    Ok(Frame::ReadResponse(bytes)) => {
+                        assert!(bytes.iter().all(|byte| *byte == 0x5a), "changed behind {came} bytes");
+                        came += bytes.len();
+                    }
+                    Ok(Frame::Send { bytes, .. }) => {
+                        next = Some(v1::decode(&bytes).expect("a valid header").xid.0)
+                    }
+                    other => panic!("{other:?} behind {came} bytes"),
+                }
+            }
+            peer.send(&inline_reply(next.unwrap_or_default(), 32, b""));
+            until_end(&mut peer);
+        });
+        assert_eq!(outcome.statuses, [SUCCESS, TIMEDOUT, 0, SUCCESS], "{}", outcome.text);
     }
 }

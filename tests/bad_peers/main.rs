@@ -3,6 +3,7 @@
 //!
 //! `servers` holds one bad connection per case, while a good client of the same single-threaded server must be served
 //! at once, before, during and after; at its end the server has no more descriptors, threads and memory than before.
+//! `placement` does so with a server that places data directly, `pulls` with the memory that long calls share.
 //! `clients` holds bad servers, for which a C caller must find the right `clnt_stat` and a readable text in time.
 //!
 //! Needs the built library (build/librpcrdma.so.0, or `LIBRPCRDMA`) and a C compiler, and fails without them. Nothing

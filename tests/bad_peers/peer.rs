@@ -173,7 +173,7 @@ pub enum Frame {
     Send { last: bool, bytes: Vec<u8> },
     Write { stag: u32, to: u64, bytes: Vec<u8> },
     ReadRequest(ReadRequest),
-    ReadResponse,
+    ReadResponse(Vec<u8>),
     Terminate(Fault),
 }
 
@@ -321,7 +321,7 @@ impl Peer {
             Header::Tagged { opcode: Opcode::Write, stag, to, .. } => {
                 Frame::Write { stag, to, bytes: payload }
             }
-            Header::Tagged { .. } => Frame::ReadResponse,
+            Header::Tagged { .. } => Frame::ReadResponse(payload),
             Header::Untagged { opcode: Opcode::ReadRequest, .. } => {
                 Frame::ReadRequest(ReadRequest::decode(&payload).expect("28 bytes"))
             }

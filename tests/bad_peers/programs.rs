@@ -263,9 +263,9 @@ pub struct Outcome {
     pub took: Duration,
 }
 
-/// Starts a caller of the server at `port`: see c-tests/caller.c. Under valgrind if `valgrind` is set.
-pub fn start_caller(port: u16, arguments: &[&str], valgrind: bool) -> Caller {
-    let mut words = Vec::new();
+/// Starts a caller of the server at `port` with these settings: see c-tests/caller.c. `valgrind`: under valgrind.
+pub fn start_caller(port: u16, settings: &[&str], arguments: &[&str], valgrind: bool) -> Caller {
+    let mut words = settings.to_vec();
     if valgrind {
         words.extend(["valgrind", "-q", "--error-exitcode=99", "--leak-check=no"]);
     }

@@ -294,7 +294,7 @@ fn converse(server: &mut Server, case: &Case, damage: Option<Damage>) -> Vec<Fra
                 v1::decode(bytes).unwrap_or_else(|e| panic!("{damage:?}: {e}"));
             }
             Frame::Terminate(_) => assert_eq!(n + 1, heard.len(), "{damage:?}: more after a Terminate"),
-            Frame::ReadResponse => panic!("{damage:?}: a Read Response that nobody asked for"),
+            Frame::ReadResponse(_) => panic!("{damage:?}: a Read Response that nobody asked for"),
         }
     }
     heard

@@ -98,6 +98,7 @@ check-bad-peers: all
 	BAD_PEERS=full $(CARGO) test $(CARGOFLAGS) --test bad_peers
 
 check-long: check check-bad-peers
+	$(CARGO) test $(CARGOFLAGS) --release --lib -- --ignored
 	@for script in $(LONG); do echo "== $$script"; bash $$script || exit 1; done
 
 bench: all

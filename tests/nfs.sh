@@ -75,6 +75,13 @@ else
 fi
 leg moved "-n tcp -a 127.0.0.1" "${moved[@]}"
 
+# rule 123: a server that may be asked with RPCSEC_GSS is there over TCP too. A moved one is, on the same port.
+if serve both "-n tcp -a 127.0.0.1" "${moved[@]}"; then
+    nfs=("${nfs[@]:${#moved[@]}}")
+    if "${nfs[@]}" 127.0.0.1 check -N 3 -L 5 1 70001 >out 2>&1; then ok "a stock client at a moved server"; else FAIL "a stock client at a moved server" out; fi
+    stop "$server"
+fi
+
 # What an independent reader sees: Read chunks in WRITE and SYMLINK, Write chunks in READ and READLINK, and nothing else.
 captured() {
     local tool

@@ -129,7 +129,7 @@ const LENGTHS: [usize; 9] = [0, 1, 2, 3, 4, 5, 1023, 4096, 65_537];
 
 #[test]
 fn every_eligible_argument_of_nfs_is_found_at_its_position() {
-    // Rule 110; rule 46 and rule 47: in an arm of a union (CREATE) only where the arm has one; rule 116:
+    // rule 110; rule 46 and rule 47: in an arm of a union (CREATE) only where the arm has one; rule 116:
     // the forms that COMPOUND makes possible.
     for length in LENGTHS {
         for (binding, call) in eligible_arguments(length) {
@@ -151,7 +151,7 @@ fn every_eligible_result_of_nfs_is_found_at_its_position() {
 
 #[test]
 fn an_item_is_the_elements_of_one_opaque_without_its_count() {
-    // Rule 43, rule 44: the length word is before the position, the next item behind it.
+    // rule 43, rule 44: the length word is before the position, the next item behind it.
     let (one, two) = (find(100_003, 2, 13), find(100_003, 3, 7));
     let link = call(100_003, 2, 13).fixed(32).opaque(3).item(5);
     let shape = one.call(&[&link.bytes]);
@@ -166,7 +166,7 @@ fn an_item_is_the_elements_of_one_opaque_without_its_count() {
 
 #[test]
 fn what_the_rfc_does_not_name_is_not_eligible() {
-    // Rule 39, rule 111.
+    // rule 39, rule 111.
     let registry = Registry::built_in();
     let named = [(2, 5), (2, 6), (2, 8), (2, 13), (3, 5), (3, 6), (3, 7), (3, 10), (4, 1)];
     let mut seen = 0;
@@ -373,7 +373,7 @@ fn operations4() -> Vec<(u32, Xdr, Xdr, bool)> {
 
 #[test]
 fn every_operation_of_version_4_is_walked_over_to_the_next() {
-    // Rule 115: the operations of all minor versions and their extensions.
+    // rule 115: the operations of all minor versions and their extensions.
     let binding = find(100_003, 4, 1);
     let mut seen: Vec<u32> = Vec::new();
     for (number, arguments, results, bounded) in operations4() {
@@ -385,7 +385,7 @@ fn every_operation_of_version_4_is_walked_over_to_the_next() {
         let shape = binding.reply(&[&whole.bytes]);
         assert_eq!((shape.items, shape.complete), (whole.items, true), "results of {number}");
 
-        // Rule 112: the bound holds.
+        // rule 112: the bound holds.
         let call = compound(&[(number, arguments)]);
         let results = compound_results(&[(number, results)]);
         let most = binding.call(&[&call.bytes]).max_results;
@@ -418,7 +418,7 @@ fn an_unknown_operation_ends_the_walk() {
 
 #[test]
 fn the_results_of_version_3_have_the_sizes_of_its_xdr() {
-    // Rule 112. The numbers are summed up by hand from RFC 1813.
+    // rule 112. The numbers are summed up by hand from RFC 1813.
     let bounds = [
         (0, 0),
         (1, 88),
@@ -583,7 +583,7 @@ fn a_head_is_read_only_from_a_call() {
 
 #[test]
 fn nothing_is_eligible_in_a_call_that_rpcsec_gss_wraps() {
-    // Rule 118, rule 119.
+    // rule 118, rule 119.
     let binding = find(100_003, 3, 7);
     for (procedure, service, wrapped) in
         [(0, 1, false), (0, 2, true), (0, 3, true), (1, 1, true), (3, 1, true)]
@@ -635,7 +635,7 @@ fn reduce(reply: &Xdr, placed: &[(usize, usize)]) -> (Vec<u8>, Vec<Placed>) {
 
 #[test]
 fn results_are_matched_with_write_chunks_in_order() {
-    // Rule 82; rule 84: a chunk that no result takes stays unused at the end; rule 85: an empty chunk is
+    // rule 82; rule 84: a chunk that no result takes stays unused at the end; rule 85: an empty chunk is
     // used up by the result that comes in the stream.
     let binding = find(100_003, 4, 1);
     let reply =
@@ -653,7 +653,7 @@ fn results_are_matched_with_write_chunks_in_order() {
         (&[None, b, c], &[(1, 1), (2, 2)], false),
         (&[a, None, c], &[(0, 0), (2, 2)], false),
         (&[None, None, None], &[], false),
-        // Rule 61: a chunk was there, and the result is in the stream.
+        // rule 61: a chunk was there, and the result is in the stream.
         (&[Some(0)], &[], true),
         (&[a, Some(0), c], &[(0, 0), (2, 2)], true),
     ];
@@ -668,7 +668,7 @@ fn results_are_matched_with_write_chunks_in_order() {
 
 #[test]
 fn a_reply_that_reduces_something_else_is_refused() {
-    // Rule 61.
+    // rule 61.
     let binding = find(100_003, 4, 1);
     let reply = compound_results(&[read4(5), (3, xdr().fixed(8)), read4(6)]);
     let (reduced, _) = reduce(&reply, &[(0, 0), (1, 1)]);
@@ -720,7 +720,7 @@ fn a_result_of_no_bytes_uses_up_its_chunk() {
 
 #[test]
 fn a_failed_read_takes_no_chunk() {
-    // Rule 84: the next result takes it. In version 4 there is none: a COMPOUND ends at its first error.
+    // rule 84: the next result takes it. In version 4 there is none: a COMPOUND ends at its first error.
     let binding = find(100_003, 4, 1);
     let failed = reply().word(5).opaque(0).words(&[2, 25, 0]).then(&read4(6).1).words(&[25, 5]);
     let (bytes, placed) = reduce(&failed, &[(0, 0)]);

@@ -212,9 +212,8 @@ impl Duo {
         let mut body = self.memory.message().unwrap();
         body.extend(&xdr.bytes).unwrap();
         let mut lent = Vec::new();
-        for (at, item) in
-            xdr.opaques.iter().enumerate().filter(|(at, item)| item.length > 400 && lend(*at, item))
-        {
+        let lent_ones = |(at, item): &(usize, &Item)| item.length > 400 && lend(*at, item);
+        for (_, item) in xdr.opaques.iter().enumerate().filter(lent_ones) {
             let mut program = Program::new(&xdr.bytes[item.range()]);
             lent.push((item.position, program.source()));
             programs.push(program);
@@ -357,7 +356,7 @@ impl Duo {
             assert!(normal.is_empty() && lists.writes.is_empty());
         }
         if !self.many {
-            assert!(normal.len() <= 1 && !(long && !normal.is_empty()) && lists.writes.len() <= 1);
+            assert!(normal.len() <= usize::from(!long) && lists.writes.len() <= 1);
         }
         sent.lists = Some(lists);
     }
@@ -626,7 +625,7 @@ fn run(seed: u64) -> (usize, usize, usize) {
             break;
         }
         let lend = random.below(4);
-        let which = move |at: usize, _: &Item| lend == 0 || (lend == 1 && at % 2 == 0);
+        let which = move |at: usize, _: &Item| lend == 0 || (lend == 1 && at.is_multiple_of(2));
         match random.below(8) {
             0 | 1 if next <= 12 => {
                 let plan = any(&mut random, next);
@@ -1062,7 +1061,8 @@ fn a_result_outside_of_its_write_chunk_is_an_error_of_nfs_and_none_of_private_bi
 #[test]
 fn a_reply_that_reduces_something_else_ends_its_call_and_no_other() {
     let failed = reply_head(1, 0).words(&[5, 0]);
-    let cases: [&dyn Fn(&Lists, &Xdr) -> Vec<u8>; 4] = [
+    type Case<'a> = &'a dyn Fn(&Lists, &Xdr) -> Vec<u8>;
+    let cases: [Case<'_>; 4] = [
         &|lists, _| reply_with(used(lists, 700), &failed.bytes),
         &|lists, reply| reply_with(used(lists, 699), &without(&reply.bytes, reply.items[0])),
         &|lists, reply| reply_with(used(lists, 5001), &without(&reply.bytes, reply.items[0])),

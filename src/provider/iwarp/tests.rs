@@ -940,6 +940,7 @@ fn a_handle_works_until_it_is_taken_back() {
     bench.expect_fault(&tagged(0, true, to.handle.0, 0, b"here"), Fault::STAG);
 }
 
+/// rule 105
 #[test]
 fn handles_are_random_and_each_its_own() {
     let mut bench = Bench::responder();
@@ -1440,6 +1441,7 @@ fn a_changed_byte_of_a_large_fpdu_writes_nothing_outside() {
     }
 }
 
+/// rule 103: what RFC 5042 asks of handles: their bounds, their rights, their connection, and an end.
 #[test]
 fn a_handle_gives_its_own_range_and_right_on_its_own_connection_only() {
     let fault = |bytes: &dyn Fn(u32, u32) -> Vec<u8>, fault: Fault| {

@@ -81,19 +81,29 @@ pub fn memory(config: &Config) -> Arc<Memory> {
 /// The bindings of the process: the built-in ones, those of the text files, and what programs register.
 pub fn bindings(config: &Config) -> &'static Arc<Registry> {
     static BINDINGS: OnceLock<Arc<Registry>> = OnceLock::new();
-    BINDINGS.get_or_init(|| {
-        let registry = Registry::built_in();
+    if let Some(bindings) = BINDINGS.get() {
+        return bindings;
+    }
+    // Read outside the OnceLock: a fork(2) of another thread in between would leave the child waiting for ever.
+    let registry = Registry::built_in();
+    let mut errors = Vec::new();
+    process::keeping_errno(|| {
         for (path, text) in config.binding_texts() {
-            let errors = match text {
-                Ok(text) => registry.add_text(&path.display().to_string(), &text),
-                Err(error) => vec![error.to_string()],
-            };
-            for error in errors {
-                log_error!("binding left out: {error}");
+            match text {
+                Ok(text) => errors.extend(registry.add_text(&path.display().to_string(), &text)),
+                Err(error) => errors.push(error.to_string()),
             }
         }
+    });
+    let mut first = false;
+    let bindings = BINDINGS.get_or_init(|| {
+        first = true;
         Arc::new(registry)
-    })
+    });
+    for error in errors.iter().filter(|_| first) {
+        log_error!("binding left out: {error}");
+    }
+    bindings
 }
 
 /// Room beside the results of a procedure without a binding: a reply's header, and what RPCSEC_GSS wraps around results.

@@ -8,13 +8,14 @@
 //!   xdr               runs the program's xdrproc over a segment list
 //!   driver            submits messages; the only clock, fd and blocking wait; joins the two columns below
 //!     |- connection   sans-I/O engine: XIDs, credits, errors
-//!     |    |- chunks  message + peer limits -> plan: inline | Read | Reply chunk, and its inverse
+//!     |    |- chunks  message + binding + peer limits -> plan: inline | Read | Write | Reply chunk, and its inverse
 //!     |    '- wire    plan <-> header bytes
+//!     |- binding      which items of which procedures may be placed
 //!     '- memory, provider -> provider/iwarp     the device
 //! ```
 //!
 //! A module uses only modules below it. Nothing below `tirpc` knows that libtirpc exists; nothing above `provider`
-//! knows which device moves the bytes; `connection` and `wire` read no clock, no socket and no raw pointer.
+//! knows which device moves the bytes; `connection`, `binding` and `wire` read no clock, no socket and no raw pointer.
 //!
 //! The C library is this crate's staticlib, linked by `make` with a version script.
 

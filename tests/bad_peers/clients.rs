@@ -702,7 +702,7 @@ fn results_in_write_chunks_that_do_not_fit_together_end_in_the_right_status() {
                 peer.send(&message(call.xid, 32, Proc::Msg, &lists, &failure));
             },
             FAILED,
-            "not eligible",
+            "no eligible result",
         ),
         (
             "a Write beyond the end of its chunk",

@@ -1,14 +1,14 @@
 /* nfs3.c: an NFS version 3 client for the command line, as a program of libtirpc and nothing else: the same binary
  * speaks over tcp and over rdma.
  *
- *   nfs3 [-n netid] [-p port] [-m mountport | -H handle] [-P] HOST COMMAND [ARGUMENT...]
+ *   nfs3 [-n netid] [-p port] [-m mountport] [-e export | -H handle] [-P] HOST COMMAND [ARGUMENT...]
  *
  *   ls [-l] DIRECTORY       stat PATH               mkdir PATH
  *   get PATH FILE           readlink PATH           rm PATH
  *   put FILE PATH           ln TARGET PATH          check [-N names] [-L lengths] SIZE...
  *
- * Paths begin at what is exported as "/"; `rm` removes an empty directory too. Without -p the server is looked up
- * with rpcbind. The handle of "/" comes from MOUNT over tcp (at -m, or looked up with rpcbind), or is given in hex
+ * Paths begin at the export -e ("/"); `rm` removes an empty directory too. Without -p the server is looked up with
+ * rpcbind. The handle of the export comes from MOUNT over tcp (at -m, or looked up with rpcbind), or is given in hex
  * with -H.
  *
  * -P reads into a buffer of this program: libtirpc decodes into the one that the result points to before the call,
@@ -36,6 +36,7 @@
 
 static CLIENT *client;
 static nfs_fh3 root;
+static uint32 read_most, write_most; /* bytes of one READ and one WRITE: what the server bears, and we */
 static char *own_buffer; /* of -P: as long as the longest READ, whatever a server returns */
 
 static const char *name_of(nfsstat3 status)
@@ -315,7 +316,7 @@ static void get(const char *path, const char *local)
     uint64 offset = 0;
     do {
         READ3res res;
-        READ3resok *ok = read_piece(handle, offset, NFS3_DATA_LIMIT, &res);
+        READ3resok *ok = read_piece(handle, offset, read_most, &res);
         if (fwrite(ok->data.data_val, 1, ok->count, file) != ok->count)
             err(1, "%s", local);
         offset += ok->count;
@@ -336,7 +337,7 @@ static void put(const char *local, const char *path)
     writeverf3 first, now;
     uint64 offset = 0;
     size_t length;
-    while ((length = fread(piece, 1, sizeof piece, file)) > 0) {
+    while ((length = fread(piece, 1, write_most, file)) > 0) {
         write_piece(handle, offset, piece, (uint32)length, UNSTABLE, now);
         if (offset == 0)
             memcpy(first, now, sizeof first);
@@ -403,7 +404,7 @@ static void check_file(nfs_fh3 directory, size_t size, unsigned number)
     writeverf3 verf = {0};
     uint64 offset = 0;
     do {
-        uint32 length = size - offset < NFS3_DATA_LIMIT ? (uint32)(size - offset) : NFS3_DATA_LIMIT;
+        uint32 length = size - offset < write_most ? (uint32)(size - offset) : write_most;
         write_piece(handle, offset, (char *)data + offset, length, stable, verf);
         offset += length;
     } while (offset < size);
@@ -419,7 +420,7 @@ static void check_file(nfs_fh3 directory, size_t size, unsigned number)
     READ3res res;
     bool eof = false;
     for (offset = 0; !eof; end_read(&res)) {
-        READ3resok *ok = read_piece(handle, offset, NFS3_DATA_LIMIT, &res);
+        READ3resok *ok = read_piece(handle, offset, read_most, &res);
         eof = ok->eof;
         if (ok->count > size - offset || (eof && offset + ok->count < size)) {
             differs("size %zu: %u bytes at %llu, eof %d", size, ok->count, (unsigned long long)offset, eof);
@@ -429,7 +430,7 @@ static void check_file(nfs_fh3 directory, size_t size, unsigned number)
         }
         offset += ok->count;
     }
-    if (size > 0 && size <= NFS3_DATA_LIMIT) {
+    if (size > 0 && size <= read_most) {
         READ3resok *ok = read_piece(handle, 0, (uint32)size, &res);
         if (ok->count == size && ok->eof)
             compare("exactly", size, 0, ok, data);
@@ -438,7 +439,7 @@ static void check_file(nfs_fh3 directory, size_t size, unsigned number)
         end_read(&res);
     }
     if (size > 4) {
-        uint32 length = size - 4 < NFS3_DATA_LIMIT ? (uint32)(size - 4) | 1 : NFS3_DATA_LIMIT - 1;
+        uint32 length = size - 4 < read_most ? (uint32)(size - 4) | 1 : read_most - 1;
         READ3resok *ok = read_piece(handle, 3, length, &res);
         uint32 want = length < size - 3 ? length : (uint32)(size - 3);
         if (ok->count == want)
@@ -606,10 +607,9 @@ static CLIENT *connect_to(const char *host, const char *port, const char *netid,
     return made;
 }
 
-static nfs_fh3 mount_root(const char *host, const char *port)
+static nfs_fh3 mount_root(const char *host, const char *port, dirpath path)
 {
     client = connect_to(host, port, "tcp", MOUNT_PROGRAM);
-    dirpath path = "/";
     mountres3 res;
     memset(&res, 0, sizeof res);
     must(mountproc3_mnt_3(&path, &res, client), "mount", path);
@@ -622,6 +622,21 @@ static nfs_fh3 mount_root(const char *host, const char *port)
     auth_destroy(client->cl_auth);
     clnt_destroy(client);
     return copy;
+}
+
+static void ask_limits(void)
+{
+    FSINFOargs args = {.fsroot = root};
+    FSINFO3res res;
+    memset(&res, 0, sizeof res);
+    must(nfsproc3_fsinfo_3(&args, &res, client), "fsinfo", "");
+    accept_only(res.status, "fsinfo", "");
+    FSINFO3resok *ok = &res.FSINFO3res_u.resok;
+    if (ok->rtmax < 1024 || ok->wtmax < 1024)
+        errx(1, "server: at most %u bytes of a READ and %u of a WRITE", ok->rtmax, ok->wtmax);
+    read_most = ok->rtmax < NFS3_DATA_LIMIT ? ok->rtmax : NFS3_DATA_LIMIT;
+    write_most = ok->wtmax < NFS3_DATA_LIMIT ? ok->wtmax : NFS3_DATA_LIMIT;
+    xdr_free((xdrproc_t)xdr_FSINFO3res, (char *)&res);
 }
 
 static nfs_fh3 handle_from_hex(const char *hex)
@@ -677,25 +692,28 @@ static int run(int argc, char **argv)
 int main(int argc, char **argv)
 {
     const char *netid = "tcp", *port = NULL, *mount_port = NULL, *handle = NULL;
+    char *path = "/";
     bool own = false;
     int option;
-    while ((option = getopt(argc, argv, "+n:p:m:H:P")) != -1) {
+    while ((option = getopt(argc, argv, "+n:p:m:e:H:P")) != -1) {
         switch (option) {
         case 'n': netid = optarg; break;
         case 'p': port = optarg; break;
         case 'm': mount_port = optarg; break;
+        case 'e': path = optarg; break;
         case 'H': handle = optarg; break;
         case 'P': own = true; break;
         default: argc = 0;
         }
     }
     if (argc - optind < 2)
-        errx(2, "usage: nfs3 [-n netid] [-p port] [-m mountport | -H handle] [-P] HOST COMMAND [ARGUMENT...]");
+        errx(2, "usage: nfs3 [-n netid] [-p port] [-m mountport] [-e export | -H handle] [-P] HOST COMMAND [ARGUMENT...]");
     const char *host = argv[optind];
     if (own && (own_buffer = malloc(NFS3_DATA_LIMIT)) == NULL)
         err(1, "out of memory");
-    root = handle != NULL ? handle_from_hex(handle) : mount_root(host, mount_port);
+    root = handle != NULL ? handle_from_hex(handle) : mount_root(host, mount_port, path);
     client = connect_to(host, port, netid, NFS_PROGRAM);
+    ask_limits();
     int result = run(argc - optind - 1, argv + optind + 1);
     auth_destroy(client->cl_auth);
     clnt_destroy(client);

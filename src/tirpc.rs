@@ -6,7 +6,8 @@
 //! own, so that a reader can lay its headers beside this file.
 //!
 //! Left to others: [`netid`] knows the netids "rdma" and "rdma6" and their addresses; [`interpose`] holds the
-//! functions that stand in front of libtirpc's; [`client`] and [`server`] are the two vtables.
+//! functions that stand in front of libtirpc's; [`client`] and [`server`] are the two vtables; `lending` says what they
+//! leave in the program's memory.
 //!
 //! Invariants:
 //! - Names that [`interpose`] defines are never declared in the `extern` block below: the linker would bind such a
@@ -30,6 +31,7 @@ use crate::xdr::{XDR, XdrProc};
 
 pub mod client;
 pub mod interpose;
+mod lending;
 pub mod netid;
 pub mod server;
 

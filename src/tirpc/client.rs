@@ -23,7 +23,7 @@ use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock};
 use std::time::{Duration, Instant};
 
-use crate::binding::{Binding, Head, Item};
+use crate::binding::{Binding, Head};
 use crate::config::{self, Config};
 use crate::connection::RPC_HEADER_MAX;
 use crate::driver::{self, Client, REPLY_HEADER, START_TIMEOUT};
@@ -32,6 +32,7 @@ use crate::ffi::guard;
 use crate::memory::{Loan, Message, Region, Sink, registered};
 use crate::stats::{self, Counter};
 use crate::sys::BlockedSignals;
+use crate::tirpc::lending::{self, lending};
 use crate::tirpc::netid::Sockaddr;
 use crate::tirpc::{
     _null_auth, _seterr_reply, AUTH, CLIENT, RPCBPROG, accepted_reply, accepted_reply_ru, ar_results,
@@ -39,7 +40,7 @@ use crate::tirpc::{
     rpc_err, rpc_err_ru, rpc_msg, rpc_msg_ru, xdr_opaque_auth, xdr_replymsg,
 };
 use crate::wire::Xid;
-use crate::xdr::{Decoder, Encoder, LEND_MIN, Lending, XDR, XdrProc, op};
+use crate::xdr::{Decoder, Encoder, LEND_MIN, XDR, XdrProc, op};
 use crate::{log_debug, log_error, log_info, socket, xdr};
 
 /// What the creator of a CLIENT asks for.
@@ -519,15 +520,10 @@ impl Call<'_> {
         let marshalled = put && unsafe { ops.ah_marshal.is_some_and(|f| f(self.auth, encoder.xdr()) != 0) };
         let wrapped = Head::of(&[encoder.encoded()]).is_none_or(|head| head.wrapped);
         let binding = driver::bindings(config).find(program.0, program.1, self.proc).filter(|_| !wrapped);
-        if !one_way && !wrapped && (config.by_reference || binding.is_some() || registered::any()) {
-            let by_reference = config.by_reference;
-            let binding = binding.clone();
-            let which = move |so_far: &[u8], from: *const u8, n: usize| {
-                let item = Item { position: so_far.len(), length: n };
-                let eligible = |binding: &Binding| binding.call(&[so_far]).items.last() == Some(&item);
-                by_reference || registered::cover(from.addr(), n) || binding.as_ref().is_some_and(eligible)
-            };
-            let lending = Lending { at_least: LEND_MIN, which: Box::new(which), stop: false };
+        if !one_way
+            && !wrapped
+            && let Some(lending) = lending(config, binding.as_ref(), LEND_MIN, |b, call| b.call(call).items)
+        {
             // SAFETY: the arguments are the program's until `clnt_call` returns, which sees to the loans before.
             unsafe { encoder.lend(lending) };
         }
@@ -566,14 +562,8 @@ impl Call<'_> {
         // An accepted reply without a verifier, and "success".
         let header = [0, msg::REPLY, msg::MSG_ACCEPTED, 0, 0, msg::SUCCESS];
         let put = probe.put(&header.map(u32::to_be_bytes).concat());
-        let eligible = {
-            let binding = binding.clone();
-            move |so_far: &[u8], _: *const u8, n: usize| {
-                binding.reply(&[so_far]).items.last() == Some(&Item { position: so_far.len(), length: n })
-            }
-        };
         // SAFETY: nothing is sent from there: only the address is asked for.
-        unsafe { probe.lend(Lending { at_least: LEND_MIN, which: Box::new(eligible), stop: true }) };
+        unsafe { probe.lend(lending::probe(binding, LEND_MIN, |b, reply| b.reply(reply).items)) };
         if put {
             // SAFETY: results that can be decoded into are zeroed, or hold memory of the program's; the procedure fits
             // them (contract). Its answer is of no interest: it is stopped at the item.

@@ -23,22 +23,23 @@ use std::sync::atomic::{AtomicPtr, Ordering::Relaxed};
 use std::sync::{Mutex, MutexGuard, OnceLock};
 use std::time::{Duration, Instant};
 
-use crate::binding::{Binding, Item};
+use crate::binding::Binding;
 use crate::config;
 use crate::connection::RequestId;
 use crate::driver::Server;
 use crate::error::{Error, Kind};
 use crate::ffi::guard;
-use crate::memory::{Region, registered};
+use crate::memory::Region;
 use crate::stats::{self, Counter};
 use crate::sys::WakeSet;
+use crate::tirpc::lending::lending;
 use crate::tirpc::{
     SVCAUTH, SVCXPRT, SVCXPRT_EXT, accepted_reply_ru, ar_results, auth_stat, bool_t, msg, netbuf,
     opaque_auth, real, rpc_msg, svc_max_pollfd, svc_pollfd, xdr_callmsg, xdr_replymsg, xp_ops, xp_ops2,
     xprt_stat, xprt_unregister,
 };
 use crate::wire::Xid;
-use crate::xdr::{Decoder, Encoder, Lending, XDR, XdrProc};
+use crate::xdr::{Decoder, Encoder, XDR, XdrProc};
 use crate::{log_debug, log_info, log_warn, socket, sys, xdr};
 
 // ----------------------------------------------------------------------------------------------- the first byte
@@ -602,15 +603,11 @@ unsafe extern "C" fn reply(xprt: *mut SVCXPRT, message: *mut rpc_msg) -> bool_t 
         let message =
             unsafe { message.as_mut() }.ok_or_else(|| Error::new(Kind::Invalid, "reply is NULL"))?;
         message.rm_xid = request.xid;
-        let by_reference = config::get()?.by_reference;
-        if !request.wrapped && (by_reference || request.binding.is_some() || registered::any()) {
-            let binding = request.binding.clone();
-            let which = move |so_far: &[u8], from: *const u8, n: usize| {
-                let item = Item { position: so_far.len(), length: n };
-                let eligible = |binding: &Binding| binding.reply(&[so_far]).items.last() == Some(&item);
-                by_reference || registered::cover(from.addr(), n) || binding.as_ref().is_some_and(eligible)
-            };
-            let lending = Lending { at_least: RESULT_LEND_MIN, which: Box::new(which), stop: false };
+        let binding = request.binding.as_ref();
+        if !request.wrapped
+            && let Some(lending) =
+                lending(config::get()?, binding, RESULT_LEND_MIN, |b, reply| b.reply(reply).items)
+        {
             // SAFETY: the results are the program's until `svc_sendreply` returns, which sees to the loans before.
             unsafe { encoder.lend(lending) };
         }

@@ -855,8 +855,8 @@ pub struct Server {
     start_by: Instant,
     /// While RDMA Reads are under way: bytes pulled when they last got on, and when that was.
     pulling: Option<(u64, Instant)>,
-    /// When to try again to get memory for a long Call.
-    retry: Option<Instant>,
+    /// Since when a long Call waits for memory, and when to try again.
+    retry: Option<(Instant, Instant)>,
     generation: u64,
 }
 
@@ -927,7 +927,9 @@ impl Server {
                 _ => self.pulling = Some((pulled, Instant::now())),
             }
         }
-        self.retry = link.engine.waits_for_memory().then(|| Instant::now() + PULL_RETRY);
+        let now = Instant::now();
+        let since = self.retry.map_or(now, |(since, _)| since);
+        self.retry = link.engine.waits_for_memory().then_some((since, now + PULL_RETRY));
     }
 
     /// Whether RDMA Reads are under way, which hold memory that other connections may wait for.
@@ -935,9 +937,9 @@ impl Server {
         self.pulling.is_some()
     }
 
-    /// Whether a long Call waits for memory that other connections hold.
-    pub fn waits_for_memory(&self) -> bool {
-        self.retry.is_some()
+    /// Since when a long Call waits for memory that other connections hold.
+    pub fn waits_for_memory(&self) -> Option<Instant> {
+        self.retry.map(|(since, _)| since)
     }
 
     /// Sees to it that memory which the program gets back is not used any more.
@@ -1084,7 +1086,11 @@ impl Server {
 
     /// When `closed` must be asked again though nothing arrived.
     pub fn deadline(&self) -> Option<Instant> {
-        if matches!(self.phase, Phase::Starting(_)) { Some(self.start_by) } else { self.retry }
+        if matches!(self.phase, Phase::Starting(_)) {
+            Some(self.start_by)
+        } else {
+            self.retry.map(|(_, at)| at)
+        }
     }
 
     /// Whether unsent bytes wait for the socket to become writable.

@@ -732,8 +732,8 @@ mod progress {
         pub deadline: Option<Instant>,
         /// Its RDMA Reads hold memory. By itself this wakes nobody.
         pub pulling: bool,
-        /// It waits for memory that others hold.
-        pub memory: bool,
+        /// Since when it waits for memory that others hold.
+        pub memory: Option<Instant>,
     }
 
     impl Wants {
@@ -861,8 +861,11 @@ mod progress {
                 let due = |e: &&Entry| {
                     e.wants.write || e.wants.pulling || e.wants.deadline.is_some_and(|at| at <= now)
                 };
-                let crowded = table.entries.values().any(|e| e.wants.memory);
-                (crowded, table.entries.values().filter(due).map(|e| e.transport).collect())
+                let mut due: Vec<&Entry> = table.entries.values().filter(due).collect();
+                // Those that hold memory are looked at first, then those that wait for it, the oldest first.
+                due.sort_by_key(|e| e.wants.memory);
+                let crowded = due.last().is_some_and(|e| e.wants.memory.is_some());
+                (crowded, due.iter().map(|e| e.transport).collect())
             };
             for address in due {
                 // A connection that was destroyed meanwhile has no entry any more.

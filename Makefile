@@ -5,6 +5,7 @@
 # make check        what every change must pass; as root it first installs the packages that are missing
 # make check-long   check, and what takes longer
 # make check-bad-peers   every corruption of every byte of a peer's frames: some minutes
+# make check-vm     against the kernel's NFS/RDMA, in a guest that tests/vm/setup.sh prepares
 # make bench        measures
 #
 # The linking is done here and not by cargo: only a version script can give the interposed functions libtirpc's symbol
@@ -101,6 +102,9 @@ check-long: check check-bad-peers
 	$(CARGO) test $(CARGOFLAGS) --release --lib -- --ignored
 	@for script in $(LONG); do echo "== $$script"; bash $$script || exit 1; done
 
+check-vm: all nfs3
+	bash tests/vm/nfs.sh
+
 bench: all
 	bash bench/bench.sh
 
@@ -109,7 +113,7 @@ clean:
 	rm -rf build
 
 .PHONY: all install demo nfs3 check check-packages check-source check-rust check-exports check-c check-long \
-    check-bad-peers bench clean
+    check-bad-peers check-vm bench clean
 .DELETE_ON_ERROR:
 # The steps of check depend on their order: packages first.
 .NOTPARALLEL:

@@ -553,6 +553,22 @@ static void calls_of_two_threads_overlap(long unused)
     clnt_destroy(client);
 }
 
+/* A thread that is cancelled while it waits for its reply ends when the call has ended, and leaves the CLIENT usable. */
+static void cancelled_thread_leaves_the_handle_usable(long unused)
+{
+    (void)unused;
+    struct server server = server_start("-c", "tli", NULL);
+    CLIENT *client = client_of(&server);
+    pthread_t thread;
+    REQUIRE(pthread_create(&thread, NULL, block_one, client) == 0);
+    server_await_block(&server);
+    REQUIRE(pthread_cancel(thread) == 0);
+    server_release(&server);
+    REQUIRE(pthread_join(thread, NULL) == 0);
+    require_echo(client, 100000, 3);
+    clnt_destroy(client);
+}
+
 /* A forked child that throws its copy away, or just exits, must not disturb the parent's connection. */
 static void child_that_destroys_its_copy_leaves_the_parent_alone(long unused)
 {
@@ -1010,6 +1026,7 @@ const struct test call_tests[] = {
     {.name = "eight_threads_on_one_client", .run = eight_threads, .argument = 1},
     {.name = "eight_threads_on_their_own_clients", .run = eight_threads, .argument = 0},
     TEST(calls_of_two_threads_overlap),
+    TEST(cancelled_thread_leaves_the_handle_usable, .not_stock = "stock leaves its lock taken for ever"),
     TEST(child_that_destroys_its_copy_leaves_the_parent_alone),
     TEST(unknown_program_version_and_procedure),
     TEST(errors_that_the_server_reports),

@@ -31,7 +31,7 @@ use crate::error::{Error, Kind, clnt_stat, os_text};
 use crate::ffi::guard;
 use crate::memory::{Loan, Message, Region, Sink, registered};
 use crate::stats::{self, Counter};
-use crate::sys::BlockedSignals;
+use crate::sys::{BlockedSignals, Uncancelled};
 use crate::tirpc::lending::{self, lending};
 use crate::tirpc::netid::Sockaddr;
 use crate::tirpc::{
@@ -342,6 +342,7 @@ unsafe extern "C" fn call(
         // SAFETY: the program's handle.
         let handle = unsafe { handle(client) }?;
         let running = Running::start(handle);
+        let uncancelled = Uncancelled::now();
         let signals = BlockedSignals::all();
         // SAFETY: alive: it is the first member of `handle`.
         let auth = unsafe { (*client).cl_auth };
@@ -354,6 +355,7 @@ unsafe extern "C" fn call(
             handle.record(&error)
         });
         drop(signals);
+        drop(uncancelled);
         drop(running);
         Ok(status)
     })

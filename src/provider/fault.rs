@@ -542,6 +542,7 @@ impl Control {
             read_depth: now.read_depth.min(limits.read_depth),
             max_segment: now.max_segment.min(limits.max_segment),
             remote_invalidation: now.remote_invalidation && limits.remote_invalidation,
+            receives: now.receives.min(limits.receives),
         };
     }
 
@@ -1288,7 +1289,8 @@ mod tests {
     use super::contract::{Ends, region, sink};
     use super::*;
 
-    const LIMITS: Limits = Limits { read_depth: 4, max_segment: 1 << 20, remote_invalidation: true };
+    const LIMITS: Limits =
+        Limits { read_depth: 4, max_segment: 1 << 20, remote_invalidation: true, receives: u32::MAX };
 
     /// End 0 is watched.
     fn watched() -> (Ends, Control) {
@@ -1496,7 +1498,7 @@ mod tests {
     #[test]
     fn limits_shrink_and_never_grow() {
         let (mut pair, control) = watched();
-        let less = Limits { read_depth: 1, max_segment: 50, remote_invalidation: false };
+        let less = Limits { read_depth: 1, max_segment: 50, remote_invalidation: false, receives: u32::MAX };
         control.shrink(less);
         control.shrink(LIMITS);
         assert_eq!(pair.ends[0].limits(), less);

@@ -8,6 +8,7 @@
  * SUITE_WRAP is put before the server's command line (valgrind ...). */
 #define _GNU_SOURCE
 #include "harness.h"
+#include "where.h"
 #include <arpa/inet.h>
 #include <err.h>
 #include <errno.h>
@@ -176,11 +177,9 @@ struct netconfig *the_netconfig(void)
 
 struct sockaddr_in address_of(const struct server *server)
 {
-    return (struct sockaddr_in){
-        .sin_family = AF_INET,
-        .sin_port = htons((uint16_t)server->port),
-        .sin_addr.s_addr = htonl(INADDR_LOOPBACK),
-    };
+    struct sockaddr_in address = where_address();
+    address.sin_port = htons((uint16_t)server->port);
+    return address;
 }
 
 CLIENT *client_of(const struct server *server)

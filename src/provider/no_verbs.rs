@@ -22,6 +22,11 @@ pub fn present(_iwarp: bool) -> bool {
     false
 }
 
+/// There is none.
+pub fn shares_ports() -> bool {
+    false
+}
+
 fn not_built_in() -> Error {
     Error::new(Kind::Invalid, "verbs is not built in (cargo feature \"verbs\")")
 }

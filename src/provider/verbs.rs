@@ -87,6 +87,11 @@ pub fn present(iwarp: bool) -> bool {
     devices().any(|rnic| iwarp || !rnic)
 }
 
+/// Whether there is a device that shares its ports with TCP.
+pub fn shares_ports() -> bool {
+    devices().any(|rnic| rnic)
+}
+
 /// Of each RDMA device, whether it is an iWARP device.
 fn devices() -> impl Iterator<Item = bool> {
     let entries = fs::read_dir("/sys/class/infiniband").into_iter().flatten().flatten();

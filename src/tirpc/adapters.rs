@@ -5,8 +5,8 @@
 //! first poll of the program's loop, which `server::progress` sees to. From then on a transport of our own wakes the
 //! loop when a peer connects.
 //!
-//! With `RPCRDMA_PROVIDER=verbs` the program's own listening socket gives way to the adapters ([`instead`]): an iWARP
-//! device cannot share its port.
+//! With `RPCRDMA_PROVIDER=verbs` the program's own listening socket gives way to iWARP devices, if there is one: they
+//! cannot share its port.
 //!
 //! # Invariants
 //! - On a machine without a device nothing here happens: nothing is opened, no transport is registered.
@@ -23,7 +23,7 @@ use crate::driver::{Attempt, Server, adapter_options};
 use crate::error::{Error, os_text};
 use crate::ffi::guard;
 use crate::process::{self, Identity};
-use crate::provider::verbs::{Accepted, Listener};
+use crate::provider::verbs::{self, Accepted, Listener};
 use crate::tirpc::{SVCXPRT, bool_t, real, rpc_msg, server, xp_ops, xprt_unregister};
 use crate::{log_debug, log_error, log_info, log_warn, socket};
 
@@ -71,11 +71,16 @@ pub fn beside(address: SocketAddr, socket: Option<RawFd>, rdma_only: bool, confi
     }
 }
 
-/// Puts the adapters in the place of a listening socket of netid "rdma": its descriptor stays, and is never ready.
+/// Serves the address of a listening socket of netid "rdma" on adapters too; or instead, where iWARP devices are to be
+/// used and there is one: its descriptor stays then, and is never ready.
 ///
 /// # Errors
 /// The system refuses; the socket is as it was, or closed to connections.
-pub fn instead(fd: RawFd, address: SocketAddr) -> Result<(), Error> {
+pub fn listen(address: SocketAddr, fd: RawFd, config: &Config) -> Result<(), Error> {
+    if config.provider != Provider::Verbs || !verbs::shares_ports() {
+        beside(address, Some(fd), true, config);
+        return Ok(());
+    }
     let port = socket::Reserved::in_place_of(fd, address).map_err(|error| {
         let text = format!("port {} cannot be kept for adapters: {}", address.port(), os_text(&error));
         Error::new(Error::from(error).kind(), text)
@@ -197,9 +202,11 @@ unsafe extern "C" fn accept(xprt: *mut SVCXPRT, _: *mut rpc_msg) -> bool_t {
         drop(table);
         for Accepted { device, local, peer } in accepted {
             log_debug!("fd {}: {} connects", device.fd(), peer.map_or_else(String::new, |at| at.to_string()));
-            let server = Server::new(device, peer, config)?;
-            // SAFETY: called from libtirpc's loop, as a listener is.
-            if let Err(error) = unsafe { server::serve(server, rdma_only, local, peer) } {
+            let served = Server::new(device, peer, config).and_then(|server| {
+                // SAFETY: called from libtirpc's loop, as a listener is.
+                unsafe { server::serve(server, rdma_only, local, peer) }
+            });
+            if let Err(error) = served {
                 log_warn!("an RDMA connection is closed: {error}");
             }
         }

@@ -32,7 +32,7 @@ use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 use std::ptr::null_mut;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-use crate::config::{self, Config, Provider};
+use crate::config::{self, Config};
 use crate::error::{Error, Kind};
 use crate::ffi::{self, Fd, Inside, guard};
 use crate::socket::Sockaddr;
@@ -354,11 +354,7 @@ pub unsafe extern "C" fn svc_tli_create(
             let listen = |fd: c_int| -> Result<(), Error> {
                 listeners::add(fd)?;
                 match socket::local(fd) {
-                    Some(local) if config.provider == Provider::Verbs => adapters::instead(fd, local),
-                    Some(local) => {
-                        adapters::beside(local, Some(fd), true, config);
-                        Ok(())
-                    }
+                    Some(local) => adapters::listen(local, fd, config),
                     None => Ok(()),
                 }
             };

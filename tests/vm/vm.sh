@@ -1,14 +1,26 @@
 #!/bin/bash
-# vm.sh [-t SECONDS] COMMAND [ARGUMENT...]: runs one command as root in a QEMU guest with a kernel of its own (setup.sh).
+# vm.sh [-t SECONDS] [-p PORT:GUESTPORT]... COMMAND [ARGUMENT...]: runs one command as root in a QEMU guest with a kernel
+# of its own (setup.sh).
 #
 # The guest's root is this machine's, read-only over 9p, with memory on top: every program of the host runs there under
 # its own path, and what it writes is lost at the end. No KVM is needed. What the command prints comes out here; the exit
 # status is the command's, or 124 after -t (300) seconds, or 125 if the guest died; then the end of its console is shown.
+#
+# The guest is 10.0.2.15 on eth0 and reaches the host's 127.0.0.1 as 10.0.2.2; -p forwards a TCP port of the host's
+# 127.0.0.1 to one of the guest. There is no default route: what leaves a device that is down goes nowhere else.
 set -eu
 base=${RPCRDMA_VM:-$HOME/.cache/rpcrdma-vm}
 limit=300
-[ "${1:-}" != -t ] || { limit=$2; shift 2; }
-[ $# -gt 0 ] || { sed -n '2,6s/^# \{0,1\}//p' "$0" >&2; exit 2; }
+network=user,id=net
+while getopts +t:p: option; do
+    case $option in
+    t) limit=$OPTARG ;;
+    p) network+=,hostfwd=tcp:127.0.0.1:${OPTARG%:*}-10.0.2.15:${OPTARG#*:} ;;
+    *) exit 2 ;;
+    esac
+done
+shift $((OPTIND - 1))
+[ $# -gt 0 ] || { sed -n '2,/^set/s/^# \{0,1\}//p' "$0" >&2; exit 2; }
 version=$(ls "$base/kern/lib/modules" | head -n 1)
 cache=$base/cache/$version
 modules=$cache/lib/modules/$version
@@ -26,7 +38,7 @@ if [ ! -e "$cache/ready" ] || [ "$0" -nt "$cache/ready" ]; then
     root=$cache/initrd.d
     mkdir -p "$root"/{bin,mod,proc,sys,dev,lower,rw,root}
     cp /bin/busybox "$root/bin/busybox"
-    for module in virtio_pci virtio_console 9pnet_virtio 9p overlay; do
+    for module in virtio_pci virtio_console virtio_net 9pnet_virtio 9p overlay; do
         modprobe -d "$cache" -S "$version" --show-depends "$module"
     done | awk '$1 == "insmod" && !seen[$2]++ { print $2 }' | while read -r file; do
         name=$(basename "${file%.xz}")
@@ -61,7 +73,7 @@ flock -u 9
 
 job=$(mktemp -d "$base/job.XXXXXX")
 trap 'rm -rf "$job"' EXIT
-{ echo "cd $(printf %q "$PWD")"; printf 'exec'; printf ' %q' "$@"; echo; } >"$job/cmd"
+{ echo "cd $(printf %q "$PWD"); export IN_GUEST=yes"; printf 'exec'; printf ' %q' "$@"; echo; } >"$job/cmd"
 cat >"$job/stage2" <<END
 export PATH=/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin HOME=/root TERM=dumb
 mkdir -p /dev/pts /dev/shm /lib/modules
@@ -71,6 +83,8 @@ ln -sf /proc/self/fd /dev/fd; ln -sf fd/0 /dev/stdin; ln -sf fd/1 /dev/stdout; l
 mount --bind $(printf %q "$cache/lib/modules") /lib/modules
 hostname vm
 ip link set lo up
+ip link set eth0 up
+ip addr add 10.0.2.15/24 dev eth0
 for port in /sys/class/virtio-ports/*; do
     case \$(cat \$port/name) in vm.out) out=/dev/\${port##*/} ;; vm.status) status=/dev/\${port##*/} ;; esac
 done
@@ -92,6 +106,7 @@ timeout -k 5 "$limit" qemu-system-x86_64 \
     -serial "file:$job/console" -device isa-debug-exit,iobase=0xf4,iosize=0x01 -device virtio-serial-pci \
     -chardev stdio,id=out,signal=on,mux=off -device virtserialport,chardev=out,name=vm.out \
     -chardev "file,id=status,path=$job/status" -device virtserialport,chardev=status,name=vm.status \
+    -netdev "$network" -device virtio-net-pci,netdev=net,romfile= \
     -object rng-random,id=rng0,filename=/dev/urandom -device virtio-rng-pci,rng=rng0 \
     -virtfs "local,path=/,mount_tag=host,security_model=none,readonly=on,multidevs=remap" <&8 9>&- &
 qemu=$!

@@ -1,0 +1,104 @@
+# Sourced by the tests beside it, on both sides of the guest: lib.sh, what hands a script over to a guest (vm.sh), and
+# what the guest is made of: an RDMA device, and the kernel's NFS server. Needs bash.
+#
+# A "path" is how our end goes: `iwarp`, our software iWARP, towards the kernel's siw; `verbs/rxe` and `verbs/siw`,
+# libibverbs on the same device as the kernel.
+here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
+. "$here/../lib.sh"
+programs=$top/build/nfs3
+address=192.168.77.1
+
+# On the host: ends the script where there can be no guest, or nothing to run in it. NAME is for the skip line.
+needs_guest() {
+    local base=${RPCRDMA_VM:-$HOME/.cache/rpcrdma-vm}
+    command -v qemu-system-x86_64 >/dev/null || { skip "$1" "no qemu-system-x86_64: tests/vm/setup.sh installs it"; closing; }
+    [ -d "$base/extra" ] || { skip "$1" "no guest in $base: run tests/vm/setup.sh as root first"; closing; }
+    [ -r "$LIBRPCRDMA" ] && [ -x "$programs/nfs3d" ] || { FAIL "make and make nfs3 come first"; closing; }
+}
+# run_in_guest NAME SECONDS SCRIPT [PATH...]: on the host runs the script in a guest, and ends with its status; in the
+# guest goes on, with the array `paths`: those asked for, or all that this library has.
+run_in_guest() {
+    local name=$1 seconds=$2 script=$3 path; shift 3
+    if [ -z "${IN_GUEST:-}" ]; then
+        needs_guest "$name"
+        bash "$here/vm.sh" -t "${LIMIT:-$seconds}" bash "$(realpath "$script")" "$@"; exit
+    fi
+    paths=("$@")
+    [ $# -gt 0 ] || for path in iwarp verbs/rxe verbs/siw; do
+        if has_provider "${path%/*}"; then paths+=("$path"); else skip "$name over $path" "not built in"; fi
+    done
+}
+has_provider() {
+    ! RPCRDMA_PROVIDER=$1 "${preloaded[@]}" "$programs/nfs3" -n rdma -p 1 -H 00 127.0.0.1 ls / 2>&1 | grep -q 'not built in'
+}
+
+# must COMMAND...: what the test cannot go on without.
+must() { "$@" >"$scratch/must" 2>&1 || { FAIL "$*" "$scratch/must"; closing; }; }
+
+# timed COMMAND...: the command; then `micros` is how long it took, and seconds and rate BYTES write that.
+timed() {
+    local from=${EPOCHREALTIME/./} status
+    "$@"; status=$?
+    micros=$((${EPOCHREALTIME/./} - from))
+    return $status
+}
+seconds() { printf '%d.%02d s' $((micros / 1000000)) $((micros / 10000 % 100)); }
+rate() { echo "$(seconds), $(($1 * 10 / micros / 10)).$(($1 * 10 / micros % 10)) MB/s"; }
+
+# device_up PATH [NETDEV]: the RDMA device that the path wants, on dummy0 or another one, and our programs put on it.
+device_up() {
+    local type=${1#*/} netdev=${2:-dummy0}
+    [ "$type" != iwarp ] || type=siw
+    device=${type}0
+    export RPCRDMA_PROVIDER=${1%/*}
+    if [ "$netdev" = dummy0 ] && [ ! -e /sys/class/net/dummy0 ]; then
+        must ip link add dummy0 type dummy
+        must ip link set dummy0 mtu 9000 up
+        must ip addr add $address/24 dev dummy0
+    fi
+    case $type in rxe) must modprobe rdma_rxe ;; *) must modprobe "$type" ;; esac
+    must modprobe -a ib_uverbs rdma_ucm rpcrdma
+    must rdma link add "$device" type "$type" netdev "$netdev"
+    must wait_for 10 grep -qs ACTIVE "/sys/class/infiniband/$device/ports/1/state"
+}
+# The device goes, which waits for whoever still has it open: nobody, when our programs have ended.
+device_down() {
+    if timed timeout 20 rdma link del "$device"; then ok "$1: the device can be taken away ($(seconds))"
+    else FAIL "$1: the device is still in use after $(seconds)"; fi
+}
+
+# The kernel's server, with NFS version 3 on RDMA port 20049 and MOUNT on TCP port 20048; /export is a tmpfs, because
+# an overlay cannot be exported.
+nfsd_up() {
+    must modprobe nfsd
+    mkdir -p /var/lib/nfs/rpc_pipefs /var/lib/nfs/v4recovery /run/rpcbind /run/sendsigs.omit.d /export
+    must mount -t nfsd nfsd /proc/fs/nfsd
+    must mount -t rpc_pipefs rpc_pipefs /var/lib/nfs/rpc_pipefs
+    : >/var/lib/nfs/etab; : >/var/lib/nfs/rmtab
+    must mount -t tmpfs -o size=512m export /export
+    must rpcbind -w
+    must exportfs -o rw,fsid=0,no_root_squash,insecure,no_subtree_check,async '*:/export'
+    nfsd_threads
+    must rpc.mountd --no-udp --port 20048
+}
+nfsd_threads() {
+    must rpc.nfsd --no-udp --nfs-version 3 8
+    echo rdma 20049 >/proc/fs/nfsd/portlist || { FAIL "nfsd listens on RDMA"; closing; }
+}
+# Our client for this server.
+client=("${preloaded[@]}" timeout 120 "$programs/nfs3" -n rdma -p 20049 -m 20048 -e /export)
+
+# Our server, of /served, a tmpfs too: on RDMA port 20050, with MOUNT on TCP port 20051. Its log is in $log.
+server_up() {
+    if ! mountpoint -q /served; then
+        mkdir -p /served /mnt
+        must mount -t tmpfs -o size=512m served /served
+    fi
+    log=$scratch/server.log
+    start_ready "${preloaded[@]}" RPCRDMA_LOG=info "$programs/nfs3d" -n rdma -d /served -a 0.0.0.0 -p 20050 -m 20051 ||
+        { FAIL "our server starts" "$log"; closing; }
+}
+# The kernel's client, on /mnt.
+mounted() {
+    timeout 60 mount -t nfs -o "rdma,port=20050,vers=3,nolock,mountproto=tcp,mountport=20051,mountvers=3${1:-}" $address:/ /mnt
+}

@@ -242,6 +242,8 @@ static const char *why_not(const struct test *test)
         return "about the library itself";
     if ((test->needs & GSS) && !leg.gss)
         return "no KDC here";
+    if ((test->needs & SOCKET) && leg.adapter)
+        return "an adapter's connection is no socket";
     if ((test->needs & UNBOUND) && leg.bound)
         return "a binding makes it otherwise";
     if (test->not_stock != NULL && !leg.library)
@@ -365,6 +367,7 @@ int main(int argc, char **argv)
         default: errx(2, "usage: suite [-n netid] [-LRbgs] [--list] [test ...]");
         }
     }
+    leg.adapter = getenv("SUITE_ADDRESS") != NULL;
     ssize_t length = readlink("/proc/self/exe", server_program, sizeof server_program - 16);
     if (length < 0)
         err(1, "/proc/self/exe");

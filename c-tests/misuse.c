@@ -228,7 +228,7 @@ const struct test misuse_tests[] = {
     TEST(taken_port_is_an_error, .needs = NOISY),
     TEST(descriptor_closed_under_a_client),
     TEST(destroying_a_client_leaves_a_stranger_alone, .not_stock = "stock closes the number"),
-    TEST(connection_shut_down_under_a_client),
+    TEST(connection_shut_down_under_a_client, .needs = SOCKET),
     TEST(listener_destroyed_before_its_first_call),
     TEST(loops_with_nothing_to_do),
     TEST(svc_reg_twice_is_harmless),

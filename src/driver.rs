@@ -659,6 +659,10 @@ impl Client {
         mask: Mask<'_>,
     ) -> Result<Vec<Region>, Error> {
         stats::add(Counter::Calls, 1);
+        // Over an adapter nothing else would tell that the program has closed the socket.
+        if self.adapter() && !self.alive() {
+            return Err(Error::new(Kind::NotSent, "the descriptor was closed"));
+        }
         let mut state = self.lock();
         state.link.pump_input();
         self.replace_starved(&mut state, deadline)?;

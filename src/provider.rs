@@ -121,13 +121,13 @@ pub trait QueuePair: Send {
     /// RFC 8797 private data of the peer, as received (empty if none).
     fn private_data(&self) -> &[u8];
 
-    /// Lets the peer read `region` until it is invalidated.
+    /// Lets the peer read `region`, once it learns of it by what is posted later, until it is invalidated.
     ///
     /// # Errors
     /// When the device cannot register, or the region is longer than [`Limits::max_segment`].
     fn expose_source(&mut self, region: Region) -> Result<Segment, Error>;
 
-    /// Lets the peer write `sink` until it is invalidated.
+    /// Lets the peer write `sink`, once it learns of it by what is posted later, until it is invalidated.
     ///
     /// # Errors
     /// As [`QueuePair::expose_source`].

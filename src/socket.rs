@@ -140,17 +140,42 @@ impl Reserved {
             (libc::SOL_SOCKET, libc::SO_REUSEADDR, size_of::<c_int>() as libc::socklen_t);
         // SAFETY: the value is readable for the length that is passed.
         check(unsafe { libc::setsockopt(socket.as_raw_fd(), level, name, (&raw const on).cast(), size) })?;
-        // SAFETY: no memory is passed.
-        let never = check(unsafe { libc::eventfd(0, libc::EFD_CLOEXEC | libc::EFD_NONBLOCK) })?;
-        // SAFETY: just made, and owned by nobody else.
-        let never = unsafe { OwnedFd::from_raw_fd(never) };
+        let mut address = Sockaddr::from(address);
+        let never = Reserved::deaf(family, &mut address)?;
         // SAFETY: no memory is passed. What listened at `fd` ends, and with it what kept the port.
         check(unsafe { libc::dup3(never.as_raw_fd(), fd, libc::O_CLOEXEC) })?;
-        let mut address = Sockaddr::from(address);
         let length = address.as_bytes().len() as libc::socklen_t;
         // SAFETY: an address that is readable for its length.
         check(unsafe { libc::bind(socket.as_raw_fd(), address.as_mut_ptr(), length) })?;
         Ok(Reserved(socket))
+    }
+
+    /// A socket that is never ready, and still knows the address if asked: of datagrams, all of which it drops. An
+    /// eventfd(2) where the address is taken for datagrams.
+    fn deaf(family: c_int, address: &mut Sockaddr) -> io::Result<OwnedFd> {
+        // SAFETY: no memory is passed.
+        let socket = check(unsafe { libc::socket(family, libc::SOCK_DGRAM | libc::SOCK_CLOEXEC, 0) })?;
+        // SAFETY: just made, and owned by nobody else.
+        let socket = unsafe { OwnedFd::from_raw_fd(socket) };
+        // "Return 0": of a packet nothing is kept.
+        let mut drop_all =
+            libc::sock_filter { code: (libc::BPF_RET | libc::BPF_K) as u16, jt: 0, jf: 0, k: 0 };
+        let filter = libc::sock_fprog { len: 1, filter: &mut drop_all };
+        let (level, name) = (libc::SOL_SOCKET, libc::SO_ATTACH_FILTER);
+        let size = size_of::<libc::sock_fprog>() as libc::socklen_t;
+        // SAFETY: the program is readable for the one instruction that it says, and is copied.
+        check(unsafe {
+            libc::setsockopt(socket.as_raw_fd(), level, name, (&raw const filter).cast(), size)
+        })?;
+        let length = address.as_bytes().len() as libc::socklen_t;
+        // SAFETY: an address that is readable for its length.
+        if unsafe { libc::bind(socket.as_raw_fd(), address.as_mut_ptr(), length) } == 0 {
+            return Ok(socket);
+        }
+        // SAFETY: no memory is passed.
+        let never = check(unsafe { libc::eventfd(0, libc::EFD_CLOEXEC | libc::EFD_NONBLOCK) })?;
+        // SAFETY: just made, and owned by nobody else.
+        Ok(unsafe { OwnedFd::from_raw_fd(never) })
     }
 }
 
@@ -266,5 +291,19 @@ mod tests {
         let file = std::fs::File::open("/dev/null").unwrap();
         assert_eq!(local(file.as_raw_fd()), None);
         assert!(!is_stream(file.as_raw_fd()));
+    }
+
+    #[test]
+    fn a_reserved_port_serves_nobody_and_its_descriptor_is_never_ready() {
+        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+        let (fd, at) = (listener.as_raw_fd(), listener.local_addr().unwrap());
+        let reserved = Reserved::in_place_of(fd, at).unwrap();
+        assert_eq!(local(fd), Some(at));
+        assert_eq!(TcpStream::connect(at).unwrap_err().kind(), io::ErrorKind::ConnectionRefused);
+        std::net::UdpSocket::bind("127.0.0.1:0").unwrap().send_to(b"noise", at).unwrap();
+        let mut poll = libc::pollfd { fd, events: libc::POLLIN, revents: 0 };
+        // SAFETY: one entry.
+        assert_eq!(unsafe { libc::poll(&mut poll, 1, 50) }, 0);
+        drop(reserved);
     }
 }

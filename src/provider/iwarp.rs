@@ -254,7 +254,7 @@ impl Iwarp {
                         return Ok(false);
                     }
                     let terms = then?;
-                    self.establish(&terms);
+                    self.agree(&terms);
                 }
                 stage => {
                     let expected =
@@ -300,7 +300,7 @@ impl Iwarp {
             return match frame.accept(&offer, self.options.revision) {
                 Ok(terms) => {
                     self.private_data = frame.private_data;
-                    self.establish(&terms);
+                    self.agree(&terms);
                     self.transmit.may_send = true;
                     Ok(())
                 }
@@ -330,7 +330,7 @@ impl Iwarp {
         Ok(())
     }
 
-    fn establish(&mut self, terms: &Terms) {
+    fn agree(&mut self, terms: &Terms) {
         self.stage = Stage::Open;
         self.ird = usize::from(terms.ird);
         self.transmit.ord = usize::from(terms.ord);

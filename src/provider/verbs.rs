@@ -37,11 +37,13 @@ use crate::wire::{Handle, Segment};
 use crate::{log_debug, log_warn, socket};
 
 use cm::{Channel, Event, Id, Request, Terms};
-use queues::{Access, Domain, Done, Hold, Operation, Piece, Queues, Registration, Work};
+use queues::{Access, Domain, Done, Hold, Operation, Piece, Queues, Registration, Window, Work};
 
 mod cm;
 mod library;
 mod queues;
+#[cfg(test)]
+mod tests;
 
 /// RDMA Reads in either direction that we offer: what software iWARP offers too. (A Linux server refuses a client that
 /// serves none.)
@@ -55,7 +57,9 @@ const SEGMENT_MAX: u64 = 1 << 30;
 /// A completion is asked for after so many requests without one.
 const UNSIGNALLED: u32 = 7;
 /// How long the device may take with the program's memory after the peer's answer is out.
-const KEEP_WAIT: Duration = Duration::from_secs(2);
+const KEEP_WAIT: Duration = Duration::from_secs(1);
+/// How long the device may take to end the key of a window; without the window it ends at once.
+const INVALIDATE: Duration = Duration::from_millis(100);
 /// How long a connection that the program closes may take to send what is queued.
 const DRAIN: Duration = Duration::from_millis(200);
 /// How long looking for an address and for a route may take, each.
@@ -265,6 +269,15 @@ pub fn connect(address: SocketAddr, options: &Options) -> Result<Box<dyn QueuePa
 
 // ---------------------------------------------------------------------------------------------------- connection
 
+/// Memory that the peer may use by a key.
+struct Exposed {
+    /// `None` for a registration's own key.
+    window: Option<Window>,
+    registration: Arc<Registration>,
+    /// The part of a registration of more.
+    _part: Option<Sink>,
+}
+
 enum Stage {
     /// Looking for the device.
     Address,
@@ -287,9 +300,16 @@ pub struct Verbs {
     /// Until its device is known.
     id: Option<Id>,
     queues: Option<Queues>,
-    exposed: HashMap<u32, Registration>,
+    exposed: HashMap<u32, Exposed>,
+    /// Requests that make the keys of windows good, before anything that names them.
+    binds: VecDeque<Work>,
+    /// Windows that are bound to nothing.
+    windows: Vec<Window>,
     domain: Option<Arc<Domain>>,
     slabs: Option<Arc<Slabs>>,
+    /// Where Reply chunks lie, on a device with windows.
+    areas: Option<Arc<Slabs>>,
+    area_registration: Option<Arc<Registration>>,
     locked: Option<Locked>,
     /// What waits for room on the send queue or for a slab.
     pending: VecDeque<WorkRequest>,
@@ -354,8 +374,12 @@ impl Verbs {
             id: Some(id),
             queues: None,
             exposed: HashMap::new(),
+            binds: VecDeque::new(),
+            windows: Vec::new(),
             domain: None,
             slabs: None,
+            areas: None,
+            area_registration: None,
             locked: None,
             pending: VecDeque::new(),
             unsignalled: 0,
@@ -392,9 +416,8 @@ impl Verbs {
     }
 
     fn private_data(&self) -> [u8; PrivateData::LEN] {
-        // A key of ibv_reg_mr cannot be invalidated by the peer.
         PrivateData {
-            remote_invalidation: false,
+            remote_invalidation: self.has_windows(),
             send_size: self.options.inline,
             receive_size: self.options.inline,
         }
@@ -463,8 +486,12 @@ impl Verbs {
             if let Some(domain) = &self.domain {
                 domain.id().disconnect();
             }
-            self.queues = None;
+            // A window that is bound keeps a queue pair of rxe for a while.
             self.exposed.clear();
+            self.windows.clear();
+            self.queues = None;
+            (self.areas, self.area_registration) = (None, None);
+            self.binds.clear();
             self.pending.clear();
             self.spare.clear();
             self.reads.clear();
@@ -478,8 +505,13 @@ impl Verbs {
 
     /// Posts what is pending, as far as there is room, with one doorbell.
     fn start(&mut self) -> Result<(), Error> {
-        let mut work = Vec::new();
+        let room = self.queues()?.room().min(self.binds.len());
+        let mut work: Vec<Work> = self.binds.drain(..room).collect();
         while let Some(request) = self.pending.pop_front() {
+            if !self.binds.is_empty() {
+                self.pending.push_front(request);
+                break;
+            }
             let room = self.queues()?.room().saturating_sub(work.len());
             if room < needs(&request) {
                 self.pending.push_front(request);
@@ -499,7 +531,7 @@ impl Verbs {
             }
         }
         // Nothing else would ever tell that room is free again.
-        if !self.pending.is_empty()
+        if !(self.pending.is_empty() && self.binds.is_empty())
             && let Some(last) = work.last_mut()
         {
             last.signalled = true;
@@ -643,6 +675,12 @@ impl Verbs {
             let queues = self.queues()?;
             match queues.poll()? {
                 Some(Done::Received { sink, len, invalidated }) => {
+                    let ended = invalidated.and_then(|handle| self.exposed.remove(&handle.0));
+                    let invalidated = invalidated.filter(|_| ended.is_some());
+                    if let Some(exposed) = ended {
+                        stats::add(Counter::Invalidations, 1);
+                        self.windows.extend(exposed.window);
+                    }
                     self.moved += len as u64;
                     return self.received(sink, len, invalidated).map(Some);
                 }
@@ -654,31 +692,31 @@ impl Verbs {
                 }
                 None => {}
             }
-            let (cq, cm) = (queues.fd(), self.channel.fd());
             if let Some(error) = self.ending.take() {
                 return Err(error);
             }
-            stats::add(Counter::Syscalls, 1);
-            for ready in self.watch.ready() {
-                if ready == cq {
-                    self.queues()?.take_event();
-                } else if ready == cm {
-                    self.look_at_events()?;
-                }
-            }
+            self.look_around()?;
             if !self.queues()?.arm()? && self.ending.is_none() {
                 return Ok(None);
             }
         }
     }
 
-    fn look_at_events(&mut self) -> Result<(), Error> {
-        while let Some(event) = self.channel.next()? {
-            self.ending = match event {
-                Event::Disconnected => Some(lost("the peer closed the connection")),
-                Event::Failed(error) => Some(error),
-                _ => continue,
-            };
+    /// Takes the events that are there.
+    fn look_around(&mut self) -> Result<(), Error> {
+        stats::add(Counter::Syscalls, 1);
+        for ready in self.watch.ready() {
+            if ready != self.channel.fd() {
+                self.queues()?.take_event();
+                continue;
+            }
+            while let Some(event) = self.channel.next()? {
+                self.ending = match event {
+                    Event::Disconnected => Some(lost("the peer closed the connection")),
+                    Event::Failed(error) => Some(error),
+                    _ => continue,
+                };
+            }
         }
         Ok(())
     }
@@ -765,7 +803,8 @@ impl QueuePair for Verbs {
         Limits {
             read_depth: u32::from(self.terms.our_reads),
             max_segment: registration.min(SEGMENT_MAX) as u32,
-            remote_invalidation: false,
+            // A key of ibv_reg_mr cannot be invalidated by the peer, a window's can.
+            remote_invalidation: self.has_windows(),
             receives: self.receives,
         }
     }
@@ -793,41 +832,68 @@ impl QueuePair for Verbs {
 
     fn expose_source(&mut self, region: Region) -> Result<Segment, Error> {
         self.check()?;
-        let domain = self.domain()?.clone();
+        let (domain, access) = (self.domain()?.clone(), self.access());
         let lent = region.is_lent();
         let copied = |region: &Region| -> Result<Registration, Error> {
             stats::add(Counter::BytesCopied, region.len() as u64);
-            Registration::source(&domain, region.owned()?, Access::Remote)
+            Registration::source(&domain, region.owned()?, access)
         };
         let registration = if lent && region.len() < LEND_MIN {
             copied(&region)?
         } else {
-            match Registration::source(&domain, region.clone(), Access::Remote) {
+            match Registration::source(&domain, region.clone(), access) {
                 // Memory of a program may be of a kind that cannot be registered.
                 Err(_) if lent => copied(&region)?,
                 other => other?,
             }
         };
-        Ok(self.expose(registration))
+        let whole = registration.segment();
+        self.expose(Arc::new(registration), whole, None, false)
     }
 
     fn expose_sink(&mut self, sink: Sink) -> Result<Segment, Error> {
         self.check()?;
+        let (start, len) = (sink.address() as u64, sink.len() as u32);
+        if let Some(areas) = self.known_area(&sink)? {
+            let part = Segment { offset: start, length: len, ..areas.segment() };
+            return self.expose(areas, part, Some(sink), true);
+        }
         let domain = self.domain()?.clone();
-        let registration = Registration::sink(&domain, sink, Access::Remote)?;
-        Ok(self.expose(registration))
+        let registration = Registration::sink(&domain, sink, self.access())?;
+        let whole = registration.segment();
+        self.expose(Arc::new(registration), whole, None, true)
     }
 
     fn invalidate(&mut self, handle: Handle) -> Result<(), Error> {
-        if self.exposed.remove(&handle.0).is_some() {
-            stats::add(Counter::Invalidations, 1);
+        let Some(exposed) = self.exposed.remove(&handle.0) else { return Ok(()) };
+        stats::add(Counter::Invalidations, 1);
+        let Exposed { window: Some(window), .. } = exposed else { return Ok(()) };
+        let unbound = |work: &Work| matches!(work.operation, Operation::Bind(bind) if bind.key() == handle.0);
+        if let Some(at) = self.binds.iter().position(unbound) {
+            self.binds.remove(at);
+        } else {
+            let operation = Operation::Invalidate(handle);
+            let (pieces, inline, holds) = (Vec::new(), Vec::new(), Vec::new());
+            let queues = self.queues()?;
+            if queues.room() == 0 {
+                // Without the window its key is dead too.
+                return Ok(());
+            }
+            stats::add(Counter::Doorbells, 1);
+            queues.post(vec![Work { operation, pieces, inline, holds, signalled: true }])?;
+            let number = queues.posted();
+            self.settle(INVALIDATE, |queues| queues.completed() < number)?;
+            if self.queues()?.completed() < number {
+                return Ok(());
+            }
         }
+        self.windows.push(window);
         Ok(())
     }
 
     /// A key cannot be made to name other memory, and using a dead one costs the peer the connection anyhow.
     fn detach(&mut self, handle: Handle) -> Result<(), Error> {
-        if !self.exposed.get(&handle.0).is_some_and(Registration::is_lent) {
+        if !self.exposed.get(&handle.0).is_some_and(|exposed| exposed.registration.is_lent()) {
             return Ok(());
         }
         let text = "a call timed out whose memory the server may still use: the connection ends with it";
@@ -845,20 +911,9 @@ impl QueuePair for Verbs {
                 *piece = piece.owned()?;
             }
         }
-        let deadline = Instant::now() + KEEP_WAIT;
-        let Some(queues) = &mut self.queues else { return Ok(copied) };
-        while queues.lent() {
-            if queues.collect()? {
-                continue;
-            }
-            let left = deadline.saturating_duration_since(Instant::now());
-            if left.is_zero() {
-                return Err(Error::new(Kind::NotSent, "the peer does not take its reply"));
-            }
-            if !queues.arm()? {
-                sys::wait(queues.fd(), sys::IN, Some(left), None)?;
-                queues.take_event();
-            }
+        self.settle(KEEP_WAIT, Queues::lent)?;
+        if self.queues.as_ref().is_some_and(Queues::lent) {
+            return Err(Error::new(Kind::NotSent, "the peer does not take its reply"));
         }
         Ok(copied)
     }
@@ -930,21 +985,71 @@ impl QueuePair for Verbs {
     }
 
     fn close(&mut self) {
+        if self.check().is_ok() && matches!(self.stage, Stage::Open) {
+            // What was sent before comes first, unless the peer is as good as gone.
+            let _ = self.drain();
+            // And it is to see an end, not a reset: an iWARP device that is torn down at once may take back the last words.
+            if let Some(domain) = self.domain.as_ref().filter(|domain| domain.capabilities().iwarp) {
+                domain.id().disconnect();
+                let _ = self.settle(DRAIN, |_| true);
+            }
+        }
         self.fail(lost("the connection was closed by this side"));
     }
 }
 
 impl Verbs {
-    fn expose(&mut self, registration: Registration) -> Segment {
-        stats::add(Counter::Registrations, 1);
-        let segment = registration.segment();
-        self.exposed.insert(segment.handle.0, registration);
-        segment
+    fn has_windows(&self) -> bool {
+        self.domain.as_ref().is_some_and(|domain| domain.capabilities().windows)
+    }
+
+    fn access(&self) -> Access {
+        if self.has_windows() { Access::Windows } else { Access::Remote }
+    }
+
+    /// The registration of the Reply areas, if `sink` is one of them. They are registered at first use and stay so: a
+    /// window is all that a call costs then.
+    fn known_area(&mut self, sink: &Sink) -> Result<Option<Arc<Registration>>, Error> {
+        let Some(areas) = &self.areas else { return Ok(None) };
+        let (start, len) = areas.span();
+        if !(start..start + len).contains(&sink.address()) {
+            return Ok(None);
+        }
+        if self.area_registration.is_none() {
+            let registration = Registration::slabs(self.domain()?, areas.clone(), Access::Windows)?;
+            stats::add(Counter::Registrations, 1);
+            self.area_registration = Some(Arc::new(registration));
+        }
+        Ok(self.area_registration.clone())
+    }
+
+    /// Gives the peer a key for `part` of a registration.
+    fn expose(
+        &mut self,
+        registration: Arc<Registration>,
+        part: Segment,
+        sink: Option<Sink>,
+        write: bool,
+    ) -> Result<Segment, Error> {
+        let (handle, window) = if self.has_windows() {
+            let window = self.windows.pop().map_or_else(|| Window::new(self.domain()?), Ok);
+            let mut window = window?;
+            let (handle, bind) =
+                window.bind(&registration, part.offset as usize, part.length as usize, write);
+            self.binds.push_back(bind);
+            (handle, Some(window))
+        } else {
+            (part.handle, None)
+        };
+        if sink.is_none() {
+            stats::add(Counter::Registrations, 1);
+        }
+        self.exposed.insert(handle.0, Exposed { window, registration, _part: sink });
+        Ok(Segment { handle, ..part })
     }
 
     /// Sees what was posted on its way: destroying the queue pair would throw it away.
     fn drain(&mut self) -> Result<(), Error> {
-        let deadline = Instant::now() + DRAIN;
         self.start()?;
         let queues = self.queues()?;
         if queues.busy() {
@@ -953,15 +1058,25 @@ impl Verbs {
             let (pieces, inline, holds) = (Vec::new(), Vec::new(), Vec::new());
             queues.post(vec![Work { operation, pieces, inline, holds, signalled: true }])?;
         }
-        while queues.busy() {
+        self.settle(DRAIN, Queues::busy)
+    }
+
+    /// Waits as long as `so` holds of what was posted, the peer is there, and the time lasts.
+    fn settle(&mut self, time: Duration, so: impl Fn(&Queues) -> bool) -> Result<(), Error> {
+        let deadline = Instant::now() + time;
+        while let Some(queues) = self.queues.as_mut().filter(|queues| so(queues) && !queues.failed()) {
+            if queues.collect()? || queues.arm()? {
+                continue;
+            }
+            if let Some(error) = &self.ending {
+                return Err(error.clone());
+            }
             let left = deadline.saturating_duration_since(Instant::now());
             if left.is_zero() {
                 break;
             }
-            if !queues.collect()? && !queues.arm()? {
-                sys::wait(queues.fd(), sys::IN, Some(left), None)?;
-                queues.take_event();
-            }
+            sys::wait(self.watch.fd(), sys::IN, Some(left), None)?;
+            self.look_around()?;
         }
         Ok(())
     }
@@ -969,9 +1084,6 @@ impl Verbs {
 
 impl Drop for Verbs {
     fn drop(&mut self) {
-        if self.check().is_ok() && matches!(self.stage, Stage::Open) {
-            let _ = self.drain();
-            self.fail(lost("the connection was closed by this side"));
-        }
+        self.close();
     }
 }

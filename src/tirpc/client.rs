@@ -41,7 +41,7 @@ use crate::tirpc::{
 };
 use crate::wire::Xid;
 use crate::xdr::{Decoder, Encoder, LEND_MIN, XDR, XdrProc, op};
-use crate::{log_debug, log_error, log_info, socket, xdr};
+use crate::{log_debug, log_error, log_info, socket, sys, xdr};
 
 /// What the creator of a CLIENT asks for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -62,6 +62,9 @@ const TRY_TIMEOUT: Duration = Duration::from_millis(500);
 
 /// How long it is remembered what a server speaks.
 const REMEMBERED: Duration = Duration::from_secs(60);
+
+/// How long it may take a server that has been started to listen on its adapters.
+const LISTENS_LATE: Duration = Duration::from_secs(2);
 
 /// How long an adapter is waited for before software iWARP is tried beside.
 const ADAPTER_START: Duration = Duration::from_millis(250);
@@ -188,12 +191,16 @@ pub unsafe fn vc_create(
         Err(Failure::Start(error)) => {
             let remedy = match (intent, error.kind()) {
                 (Intent::Try, _) => "; RPCRDMA_FALLBACK=no forbids tcp",
-                (Intent::Required, Kind::ConnectionLost) => "; its server must run with librpcrdma",
+                (Intent::Required, Kind::ConnectionLost | Kind::Refused) => {
+                    "; its server must run with librpcrdma"
+                }
                 (Intent::Required, _) => "",
             };
             let text = format!("no RDMA connection to {to}: {error}{remedy}");
-            let kind =
-                if error.kind() == Kind::ConnectionLost { Kind::Os(libc::ECONNRESET) } else { error.kind() };
+            let kind = match error.kind() {
+                Kind::ConnectionLost => Kind::Os(libc::ECONNRESET),
+                kind => kind,
+            };
             Err(Error::new(kind, text))
         }
     }
@@ -225,10 +232,21 @@ fn open(
     if !connected && Attempt::is_possible(config) && peers::known(to) != Some(Speaks::Iwarp) {
         let only = config.provider == Provider::Verbs;
         let patience = if only { timeout } else { ADAPTER_START };
-        let started = Attempt::start(to, config).and_then(|mut attempt| {
-            let done = attempt.wait(Instant::now() + patience, mask)?;
-            Ok((attempt, done))
-        });
+        let deadline = Instant::now() + patience;
+        let refused_until = Instant::now() + LISTENS_LATE;
+        let started = loop {
+            let started = Attempt::start(to, config).and_then(|mut attempt| {
+                let done = attempt.wait(deadline, mask)?;
+                Ok((attempt, done))
+            });
+            // A server listens on adapters from the first poll of its loop on, which may be yet to come.
+            match started {
+                Err(error) if only && error.kind() == Kind::Refused && Instant::now() < refused_until => {
+                    let _ = sys::poll(&mut [], Some(LISTENS_LATE / 40), mask);
+                }
+                started => break started,
+            }
+        };
         match started {
             Ok((attempt, true)) => return Ok(attempt.into_client(fd)),
             Ok((_, false)) if only => {

@@ -167,7 +167,7 @@ fn failure(event: rdma_cm_event_type::Type, status: c_int) -> Error {
         RDMA_CM_EVENT_ROUTE_ERROR => Error::new(Kind::Os(errno), format!("no way to the address: {why}")),
         RDMA_CM_EVENT_REJECTED => {
             let text = format!("the peer does not accept RDMA connections there (status {status}: {why})");
-            Error::new(Kind::ConnectionLost, text)
+            Error::new(Kind::Refused, text)
         }
         RDMA_CM_EVENT_DEVICE_REMOVAL => Error::new(Kind::ConnectionLost, "the RDMA device was removed"),
         RDMA_CM_EVENT_ADDR_CHANGE => {
@@ -374,5 +374,9 @@ fn param(private_data: &[u8], their_reads: u8, our_reads: u8) -> rdma_conn_param
 pub fn failed(what: &str) -> Error {
     let error = std::io::Error::last_os_error();
     let text = format!("verbs: {what} failed: {}", os_text(&error));
-    Error::new(Error::from(error).kind(), text)
+    let kind = match Error::from(error).kind() {
+        Kind::Os(libc::ECONNREFUSED) => Kind::Refused,
+        kind => kind,
+    };
+    Error::new(kind, text)
 }

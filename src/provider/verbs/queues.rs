@@ -44,6 +44,8 @@ pub struct Capabilities {
     pub depth: u32,
     /// Most entries of a completion queue.
     pub completions: u32,
+    /// It has memory windows of type 2: keys for a part of a registration, which the peer's Send may invalidate.
+    pub windows: bool,
 }
 
 /// A protection domain, on the device of an identifier.
@@ -102,6 +104,10 @@ pub fn is_iwarp(id: &Id) -> Option<bool> {
     Some(unsafe { (*device).transport_type } == ibv_transport_type::IBV_TRANSPORT_IWARP)
 }
 
+/// Either sub-type will do: a window is used on the queue pair that has bound it.
+const WINDOWS: u32 = ibv_device_cap_flags::IBV_DEVICE_MEM_WINDOW_TYPE_2A.0
+    | ibv_device_cap_flags::IBV_DEVICE_MEM_WINDOW_TYPE_2B.0;
+
 fn capabilities(id: &Id, context: NonNull<ibv_context>) -> Result<Capabilities, Error> {
     // SAFETY: plain numbers and characters.
     let mut attr: ibv_device_attr = unsafe { std::mem::zeroed() };
@@ -124,6 +130,7 @@ fn capabilities(id: &Id, context: NonNull<ibv_context>) -> Result<Capabilities, 
         registration: attr.max_mr_size,
         depth: count(attr.max_qp_wr),
         completions: count(attr.max_cqe),
+        windows: attr.max_mw > 0 && attr.device_cap_flags & WINDOWS != 0,
     })
 }
 
@@ -145,14 +152,18 @@ enum Memory {
 
 // SAFETY: as for Domain.
 unsafe impl Send for Registration {}
+// SAFETY: as for Domain; what it owns is only looked at.
+unsafe impl Sync for Registration {}
 
-/// Rights on a sink beside the device's own to write it.
+/// Who may use a registration.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub enum Access {
     /// This end's work requests only.
     Local,
-    /// The peer too.
+    /// The peer too, by the registration's own key.
     Remote,
+    /// The peer too, through a [`Window`].
+    Windows,
 }
 
 impl Registration {
@@ -164,6 +175,7 @@ impl Registration {
         let flags = match access {
             Access::Local => 0,
             Access::Remote => ibv_access_flags::IBV_ACCESS_REMOTE_READ.0,
+            Access::Windows => ibv_access_flags::IBV_ACCESS_MW_BIND.0,
         };
         let (start, len) = (source.as_ptr().addr(), source.len());
         Registration::new(domain, start, len, flags, Memory::Source(source))
@@ -178,18 +190,20 @@ impl Registration {
         let flags = match access {
             Access::Local => local,
             Access::Remote => local | ibv_access_flags::IBV_ACCESS_REMOTE_WRITE.0,
+            Access::Windows => local | ibv_access_flags::IBV_ACCESS_MW_BIND.0,
         };
         let (start, len) = (sink.address(), sink.len());
         Registration::new(domain, start, len, flags, Memory::Sink(sink))
     }
 
-    /// Slabs, for Sends and Receives.
+    /// Slabs, for Sends and Receives, or for windows.
     ///
     /// # Errors
     /// The device or the system refuses.
-    pub fn slabs(domain: &Arc<Domain>, slabs: Arc<Slabs>) -> Result<Registration, Error> {
+    pub fn slabs(domain: &Arc<Domain>, slabs: Arc<Slabs>, access: Access) -> Result<Registration, Error> {
         let (start, len) = slabs.span();
-        let flags = ibv_access_flags::IBV_ACCESS_LOCAL_WRITE.0;
+        let windows = if access == Access::Windows { ibv_access_flags::IBV_ACCESS_MW_BIND.0 } else { 0 };
+        let flags = ibv_access_flags::IBV_ACCESS_LOCAL_WRITE.0 | windows;
         Registration::new(domain, start, len, flags, Memory::Slabs(slabs))
     }
 
@@ -261,6 +275,82 @@ impl Drop for Registration {
     }
 }
 
+/// A memory window of type 2: a key of its own for a part of a registration, on one connection.
+pub struct Window {
+    mw: NonNull<ibv_mw>,
+    domain: Arc<Domain>,
+    /// What it was bound by last: the device reads the window when that is posted.
+    next: Option<u32>,
+}
+
+// SAFETY: as for Domain.
+unsafe impl Send for Window {}
+
+impl Window {
+    /// A window that is bound to nothing.
+    ///
+    /// # Errors
+    /// The device has no more.
+    pub fn new(domain: &Arc<Domain>) -> Result<Window, Error> {
+        // SAFETY: the domain is alive.
+        let mw = unsafe { ibv_alloc_mw(domain.pd.as_ptr(), ibv_mw_type::IBV_MW_TYPE_2) };
+        let mw = mw.and_then(NonNull::new).ok_or_else(|| failed("a memory window"))?;
+        Ok(Window { mw, domain: domain.clone(), next: None })
+    }
+
+    /// The key, and the request that makes it good for the part of the registration.
+    pub fn bind(&mut self, to: &Registration, start: usize, len: usize, write: bool) -> (Handle, Work) {
+        if let Some(key) = self.next {
+            // The device has bound it since, which it leaves to us to note.
+            // SAFETY: alive; no request that names it is being posted: it is bound to nothing.
+            unsafe { (*self.mw.as_ptr()).rkey = key };
+        }
+        // SAFETY: alive.
+        let before = unsafe { (*self.mw.as_ptr()).rkey };
+        // The lowest byte is ours to choose, and a key is not used twice in a row.
+        // SAFETY: computes, and touches no memory.
+        let key = unsafe { ibv_inc_rkey(before) };
+        self.next = Some(key);
+        let rights = if write {
+            ibv_access_flags::IBV_ACCESS_REMOTE_WRITE
+        } else {
+            ibv_access_flags::IBV_ACCESS_REMOTE_READ
+        };
+        let part = ibv_mw_bind_info {
+            mr: to.mr.as_ptr(),
+            addr: start as u64,
+            length: len as u64,
+            mw_access_flags: rights.0,
+        };
+        let operation = Operation::Bind(Bind(bind_mw_t { mw: self.mw.as_ptr(), rkey: key, bind_info: part }));
+        let (pieces, inline, holds) = (Vec::new(), Vec::new(), Vec::new());
+        (Handle(key), Work { operation, pieces, inline, holds, signalled: false })
+    }
+}
+
+impl Drop for Window {
+    fn drop(&mut self) {
+        if !self.domain.id.forked() {
+            // SAFETY: its owner goes. The peer's rights end with this call.
+            unsafe { ibv_dealloc_mw(self.mw.as_ptr()) };
+        }
+    }
+}
+
+/// A window, and what it is bound to.
+#[derive(Clone, Copy)]
+pub struct Bind(bind_mw_t);
+
+impl Bind {
+    /// The key.
+    pub fn key(&self) -> u32 {
+        self.0.rkey
+    }
+}
+
+// SAFETY: as for Domain: the pointers are given to the device and not followed here.
+unsafe impl Send for Bind {}
+
 /// A piece of registered memory, as a work request names it.
 #[derive(Clone, Copy)]
 pub struct Piece(ibv_sge);
@@ -314,6 +404,10 @@ pub enum Operation {
     Write(Segment),
     /// An RDMA Read from the start of the peer's memory.
     Read(WorkId, Segment),
+    /// Makes the key of a window good.
+    Bind(Bind),
+    /// Ends the key of a window.
+    Invalidate(Handle),
 }
 
 /// What is complete.
@@ -324,7 +418,7 @@ pub enum Done {
         sink: Sink,
         /// Bytes of the message.
         len: usize,
-        /// The handle of ours that it has invalidated.
+        /// The handle of ours that it has invalidated, if there is one of that name.
         invalidated: Option<Handle>,
     },
     /// An RDMA Read.
@@ -349,6 +443,7 @@ pub struct Queues {
     receives: VecDeque<(u64, Sink)>,
     received: u64,
     done: VecDeque<Done>,
+    failed: Option<Error>,
     slabs: Registration,
     domain: Arc<Domain>,
 }
@@ -361,6 +456,10 @@ struct Posted {
     read: Option<WorkId>,
     holds: Vec<Hold>,
 }
+
+/// The completion of a Send with Invalidate. rxe passes on the kernel's number for it, which to users says something that
+/// concerns no connection.
+const WITH_INVALIDATE: u32 = ibv_wc_flags::IBV_WC_WITH_INV.0 | ibv_wc_flags::IBV_WC_IP_CSUM_OK.0;
 
 /// Requests on the send queue, if the device has room for so many.
 const DEPTH: u32 = 256;
@@ -379,7 +478,7 @@ impl Queues {
     /// # Errors
     /// The device or the system refuses, also with short queues.
     pub fn new(domain: Arc<Domain>, slabs: Arc<Slabs>, receives: u32) -> Result<Queues, Error> {
-        let slabs = Registration::slabs(&domain, slabs)?;
+        let slabs = Registration::slabs(&domain, slabs, Access::Local)?;
         let library = domain.id.library();
         let context = domain.id.device().ok_or_else(|| failed("the device"))?;
         // SAFETY: the device is open as long as the identifier lives.
@@ -433,6 +532,7 @@ impl Queues {
                     receives: VecDeque::new(),
                     received: 0,
                     done: VecDeque::new(),
+                    failed: None,
                     slabs,
                     domain: domain.clone(),
                 });
@@ -459,6 +559,16 @@ impl Queues {
         self.depth - self.posted.len()
     }
 
+    /// Requests posted so far, and of them those that are known to be complete.
+    pub fn posted(&self) -> u64 {
+        self.posts
+    }
+
+    /// See [`Queues::posted`].
+    pub fn completed(&self) -> u64 {
+        self.posts - self.posted.len() as u64
+    }
+
     /// Pieces that one request may have.
     pub fn pieces(&self) -> usize {
         self.pieces
@@ -482,6 +592,11 @@ impl Queues {
     /// Bytes that posted requests hold outside of the slabs.
     pub fn held(&self) -> usize {
         self.held
+    }
+
+    /// Whether a request has failed: nothing more completes.
+    pub fn failed(&self) -> bool {
+        self.failed.is_some()
     }
 
     /// Whether posted requests are not known to be complete.
@@ -554,6 +669,14 @@ impl Queues {
                     request.opcode = ibv_wr_opcode::IBV_WR_RDMA_READ;
                     request.wr.rdma = rdma_t { remote_addr: from.offset, rkey: from.handle.0 };
                 }
+                Operation::Bind(Bind(bind)) => {
+                    request.opcode = ibv_wr_opcode::IBV_WR_BIND_MW;
+                    request.bind_mw_tso_union.bind_mw = bind;
+                }
+                Operation::Invalidate(handle) => {
+                    request.opcode = ibv_wr_opcode::IBV_WR_LOCAL_INV;
+                    request.imm_data_invalidated_rkey_union.invalidated_rkey = handle.0;
+                }
             }
             requests.push(request);
         }
@@ -593,14 +716,18 @@ impl Queues {
     /// # Errors
     /// The first request that failed: the connection is of no use then.
     pub fn poll(&mut self) -> Result<Option<Done>, Error> {
-        while self.done.is_empty() && self.collect()? {}
-        Ok(self.done.pop_front())
+        while self.done.is_empty() && self.failed.is_none() && self.collect()? {}
+        match (self.done.pop_front(), &self.failed) {
+            (None, Some(error)) => Err(error.clone()),
+            (done, _) => Ok(done),
+        }
     }
 
-    /// Takes some completions from the device, for a later [`Queues::poll`]. False when there are none.
+    /// Takes some completions from the device, for a later [`Queues::poll`], which tells of failures too. False when
+    /// there are none.
     ///
     /// # Errors
-    /// As [`Queues::poll`].
+    /// The completion queue is broken.
     pub fn collect(&mut self) -> Result<bool, Error> {
         // SAFETY: numbers, and a union of numbers.
         let mut batch: [ibv_wc; BATCH] = unsafe { std::mem::zeroed() };
@@ -609,7 +736,12 @@ impl Queues {
         let n = usize::try_from(n)
             .map_err(|_| Error::new(Kind::ConnectionLost, "the completion queue cannot be read"))?;
         for wc in batch.iter().take(n) {
-            self.complete(wc)?;
+            if self.failed.is_none()
+                && let Err(error) = self.complete(wc)
+            {
+                // What came before it comes first.
+                self.failed = Some(error);
+            }
         }
         Ok(n > 0)
     }
@@ -625,8 +757,8 @@ impl Queues {
                 return Err(Error::new(Kind::ConnectionLost, "the device completed Receives out of order"));
             };
             self.received += 1;
-            let with_invalidate = wc.wc_flags & ibv_wc_flags::IBV_WC_WITH_INV.0 != 0;
-            // SAFETY: the flag says that this member is in force; all members are numbers.
+            let with_invalidate = wc.wc_flags & WITH_INVALIDATE != 0;
+            // SAFETY: all members are numbers.
             let key = unsafe { wc.imm_data_invalidated_rkey_union.invalidated_rkey };
             let len = (wc.byte_len as usize).min(sink.len());
             self.done.push_back(Done::Received {

@@ -23,6 +23,10 @@ run_in_guest() {
         needs_guest "$name"
         bash "$here/vm.sh" -t "${LIMIT:-$seconds}" bash "$(realpath "$script")" "$@"; exit
     fi
+    # The guest goes away as a whole, and what the kernel waits for cannot be killed.
+    trap - EXIT
+    # libtirpc binds without SO_REUSEADDR: a port with old connections would be refused for a minute after a restart.
+    must sysctl net.ipv4.tcp_max_tw_buckets=0
     paths=("$@")
     [ $# -gt 0 ] || for path in iwarp verbs/rxe verbs/siw; do
         if has_provider "${path%/*}"; then paths+=("$path"); else skip "$name over $path" "not built in"; fi
@@ -85,8 +89,9 @@ nfsd_threads() {
     must rpc.nfsd --no-udp --nfs-version 3 8
     echo rdma 20049 >/proc/fs/nfsd/portlist || { FAIL "nfsd listens on RDMA"; closing; }
 }
-# Our client for this server.
-client=("${preloaded[@]}" timeout 120 "$programs/nfs3" -n rdma -p 20049 -m 20048 -e /export)
+# Our client for this server; `client` ends in any case.
+nfs3=("${preloaded[@]}" "$programs/nfs3" -n rdma -p 20049 -m 20048 -e /export)
+client=(timeout 120 "${nfs3[@]}")
 
 # Our server, of /served, a tmpfs too: on RDMA port 20050, with MOUNT on TCP port 20051. Its log is in $log.
 server_up() {

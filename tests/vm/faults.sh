@@ -1,7 +1,7 @@
 #!/bin/bash
 # faults.sh [PATH...]: servers that end, a link that goes down or falls silent and a client that is killed, all while
-# files are read and written, with the kernel's NFS/RDMA at the other end. For the paths see guest.sh. Run by `make
-# check-vm`.
+# files are read and written, with the kernel's NFS/RDMA at the other end; a guest for each path (guest.sh). Run by
+# `make check-vm`.
 . "$(dirname "${BASH_SOURCE[0]}")/guest.sh"
 run_in_guest "faults towards the kernel's NFS/RDMA" 600 "${BASH_SOURCE[0]}" "$@"
 
@@ -105,74 +105,71 @@ the_next_is_served() {
     rm -f /export/in /export/out "$scratch/r.got"
 }
 
-for path in "${paths[@]}"; do
-    device_up "$path"
-    mountpoint -q /export || nfsd_up
-    server_up
-    must modprobe nfs
-    mounted || { dmesg | tail -n 20; FAIL "$path: mount"; closing; }
+device_up
+nfsd_up
+server_up
+mounted || { dmesg | tail -n 20; FAIL "$path: mount"; closing; }
 
-    what="$path: our server killed"
-    copy kernel
-    kill -9 "$server"; wait "$server" 2>/dev/null
-    server_up
-    all_end
-    the_kernel_has_copied
+what="$path: our server killed"
+copy kernel
+kill -9 "$server"; wait "$server" 2>/dev/null
+server_up
+all_end
+the_kernel_has_copied
 
-    # Longer than the kernel waits before it tries again for the first time: it finds nobody.
-    what="$path: our server gone for 7 seconds"
-    copy kernel
-    stop "$server"
-    sleep 7
-    server_up
-    all_end
-    the_kernel_has_copied
+# Longer than the kernel waits before it tries again for the first time: it finds nobody.
+what="$path: our server gone for 7 seconds"
+copy kernel
+stop "$server"
+sleep 7
+server_up
+all_end
+the_kernel_has_copied
 
-    what="$path: the link down for 3 seconds"
+what="$path: the link down for 3 seconds"
+copy ours kernel
+must ip link set dummy0 down
+sleep 3
+must ip link set dummy0 up
+all_end
+the_kernel_has_copied
+we_have_copied 'may end'
+
+# The address is the guest's own: TCP goes over lo, and rxe over nothing that could be silenced.
+if [ "${path#*/}" != rxe ]; then
+    what="$path: silence for 3 seconds"
     copy ours kernel
-    must ip link set dummy0 down
+    must tc qdisc add dev lo root netem loss 100%
     sleep 3
-    must ip link set dummy0 up
+    must tc qdisc del dev lo root
     all_end
     the_kernel_has_copied
-    we_have_copied 'may end'
+    we_have_copied
 
-    # The address is the guest's own: TCP goes over lo, and rxe over nothing that could be silenced.
-    if [ "${path#*/}" != rxe ]; then
-        what="$path: silence for 3 seconds"
-        copy ours kernel
-        must tc qdisc add dev lo root netem loss 100%
-        sleep 3
-        must tc qdisc del dev lo root
-        all_end
-        the_kernel_has_copied
-        we_have_copied
-
-        what="$path: silence"
-        copy ours
-        must tc qdisc add dev lo root netem loss 100%
-        all_end
-        must tc qdisc del dev lo root
-        we_have_copied 'may end'
-    fi
-    must umount /mnt
-    stop "$server"
-
-    what="$path: nfsd restarted"
+    what="$path: silence"
     copy ours
-    must rpc.nfsd 0
-    nfsd_threads
+    must tc qdisc add dev lo root netem loss 100%
     all_end
+    must tc qdisc del dev lo root
     we_have_copied 'may end'
+fi
+must umount /mnt
+stop "$server"
 
-    what="$path: one of our clients killed"
-    copy ours
-    kill -9 "${load[w]}"
-    all_end 2>/dev/null
-    if [ "${result[r]}" = 0 ] && cmp "$random" "$scratch/r.got"; then ok "$what: the other one is done $(seconds) later"
-    else FAIL "$what: the other one" "$scratch/r"; fi
-    the_next_is_served
+what="$path: nfsd restarted"
+copy ours
+must rpc.nfsd 0
+nfsd_threads
+all_end
+we_have_copied 'may end'
 
-    device_down "$path"
-done
+what="$path: one of our clients killed"
+copy ours
+kill -9 "${load[w]}"
+all_end 2>/dev/null
+if [ "${result[r]}" = 0 ] && cmp "$random" "$scratch/r.got"; then ok "$what: the other one is done $(seconds) later"
+else FAIL "$what: the other one" "$scratch/r"; fi
+the_next_is_served
+
+device_down
 closing

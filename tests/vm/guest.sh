@@ -15,18 +15,24 @@ needs_guest() {
     [ -d "$base/extra" ] || { skip "$1" "no guest in $base: run tests/vm/setup.sh as root first"; closing; }
     [ -r "$LIBRPCRDMA" ] && [ -x "$programs/nfs3d" ] || { FAIL "make and make nfs3 come first"; closing; }
 }
-# run_in_guest NAME SECONDS SCRIPT [PATH...]: on the host runs the script in a guest, and ends with its status; in the
-# guest goes on, with the array `paths`: those asked for, or all that this library has.
+# run_in_guest NAME SECONDS SCRIPT [PATH...]: on the host runs the script in one guest for each of the paths (default: all
+# that the library has), and ends. In the guest it goes on, with `path`.
 run_in_guest() {
-    local name=$1 seconds=$2 script=$3 path; shift 3
+    local name=$1 seconds=$2 script=$3 status=0; shift 3
     if [ -z "${IN_GUEST:-}" ]; then
         needs_guest "$name"
-        bash "$here/vm.sh" -t "${LIMIT:-$seconds}" bash "$(realpath "$script")" "$@"; exit
+        [ $# -gt 0 ] || set -- iwarp verbs/rxe verbs/siw
+        for path in "$@"; do
+            if ! has_provider "${path%/*}"; then skip "$name over $path" "not built in"; continue; fi
+            bash "$here/vm.sh" -t "${LIMIT:-$seconds}" bash "$(realpath "$script")" "$path" || status=1
+        done
+        exit $status
     fi
-    paths=("$@")
-    [ $# -gt 0 ] || for path in iwarp verbs/rxe verbs/siw; do
-        if has_provider "${path%/*}"; then paths+=("$path"); else skip "$name over $path" "not built in"; fi
-    done
+    path=$1
+    # The guest goes away as a whole, and what the kernel waits for cannot be killed.
+    trap - EXIT
+    # libtirpc binds without SO_REUSEADDR: a port with old connections would be refused for a minute after a restart.
+    must sysctl net.ipv4.tcp_max_tw_buckets=0
 }
 has_provider() {
     ! RPCRDMA_PROVIDER=$1 "${preloaded[@]}" "$programs/nfs3" -n rdma -p 1 -H 00 127.0.0.1 ls / 2>&1 | grep -q 'not built in'
@@ -45,13 +51,13 @@ timed() {
 seconds() { printf '%d.%02d s' $((micros / 1000000)) $((micros / 10000 % 100)); }
 rate() { echo "$(seconds), $(($1 * 10 / micros / 10)).$(($1 * 10 / micros % 10)) MB/s"; }
 
-# device_up PATH [NETDEV]: the RDMA device that the path wants, on dummy0 or another one, and our programs put on it.
+# device_up [NETDEV]: the RDMA device that the path wants, on dummy0 or another one, and our programs put on it.
 device_up() {
-    local type=${1#*/} netdev=${2:-dummy0}
+    local type=${path#*/} netdev=${1:-dummy0}
     [ "$type" != iwarp ] || type=siw
     device=${type}0
-    export RPCRDMA_PROVIDER=${1%/*}
-    if [ "$netdev" = dummy0 ] && [ ! -e /sys/class/net/dummy0 ]; then
+    export RPCRDMA_PROVIDER=${path%/*}
+    if [ "$netdev" = dummy0 ]; then
         must ip link add dummy0 type dummy
         must ip link set dummy0 mtu 9000 up
         must ip addr add $address/24 dev dummy0
@@ -63,8 +69,8 @@ device_up() {
 }
 # The device goes, which waits for whoever still has it open: nobody, when our programs have ended.
 device_down() {
-    if timed timeout 20 rdma link del "$device"; then ok "$1: the device can be taken away ($(seconds))"
-    else FAIL "$1: the device is still in use after $(seconds)"; fi
+    if timed timeout 20 rdma link del "$device"; then ok "$path: the device can be taken away ($(seconds))"
+    else FAIL "$path: the device is still in use after $(seconds)"; fi
 }
 
 # The kernel's server, with NFS version 3 on RDMA port 20049 and MOUNT on TCP port 20048; /export is a tmpfs, because
@@ -85,14 +91,16 @@ nfsd_threads() {
     must rpc.nfsd --no-udp --nfs-version 3 8
     echo rdma 20049 >/proc/fs/nfsd/portlist || { FAIL "nfsd listens on RDMA"; closing; }
 }
-# Our client for this server.
-client=("${preloaded[@]}" timeout 120 "$programs/nfs3" -n rdma -p 20049 -m 20048 -e /export)
+# Our client for this server; `client` ends in any case.
+nfs3=("${preloaded[@]}" "$programs/nfs3" -n rdma -p 20049 -m 20048 -e /export)
+client=(timeout 120 "${nfs3[@]}")
 
 # Our server, of /served, a tmpfs too: on RDMA port 20050, with MOUNT on TCP port 20051. Its log is in $log.
 server_up() {
     if ! mountpoint -q /served; then
         mkdir -p /served /mnt
         must mount -t tmpfs -o size=512m served /served
+        must modprobe nfs
     fi
     log=$scratch/server.log
     start_ready "${preloaded[@]}" RPCRDMA_LOG=info "$programs/nfs3d" -n rdma -d /served -a 0.0.0.0 -p 20050 -m 20051 ||

@@ -91,6 +91,13 @@ pub fn present(iwarp: bool) -> bool {
     devices().any(|rnic| iwarp || !rnic)
 }
 
+fn some_device(iwarp: bool) -> Result<(), Error> {
+    if present(iwarp) {
+        return Ok(());
+    }
+    Err(Error::new(Kind::Os(libc::ENODEV), "this machine has no RDMA device"))
+}
+
 /// Whether there is a device that shares its ports with TCP.
 pub fn shares_ports() -> bool {
     devices().any(|rnic| rnic)
@@ -167,6 +174,7 @@ impl Listener {
     /// # Errors
     /// There is no device, or the port is taken.
     pub fn new(address: SocketAddr, iwarp: bool) -> Result<Listener, Error> {
+        some_device(iwarp)?;
         let channel = Channel::new()?;
         let mut ids = Vec::new();
         if !address.ip().is_unspecified() || iwarp || !devices().any(|rnic| rnic) {
@@ -264,6 +272,7 @@ pub struct Accepted {
 /// # Errors
 /// rdma-core is missing, or no device leads to the address.
 pub fn connect(address: SocketAddr, options: &Options) -> Result<Box<dyn QueuePair>, Error> {
+    some_device(options.iwarp)?;
     Ok(Box::new(Verbs::request(address, options.clone())?))
 }
 

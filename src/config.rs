@@ -756,8 +756,8 @@ mod tests {
             r#"RPCRDMA_REDIRECT="tcp,sctp": must be a list of tcp, udp, tcp6 or udp6"#
         );
         assert_eq!(
-            refused(from_env(&[("RPCRDMA_PROVIDER", "verbs")])),
-            r#"RPCRDMA_PROVIDER="verbs": must be auto or iwarp: verbs is not built in"#
+            refused(from_env(&[("RPCRDMA_PROVIDER", "local")])),
+            r#"RPCRDMA_PROVIDER="local": must be auto, iwarp or verbs: local is not built in"#
         );
         let not_utf8 = OsString::from_vec(b"\xff".to_vec());
         let error = Config::from([("RPCRDMA_CRC".into(), not_utf8)], None, false).unwrap_err();

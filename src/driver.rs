@@ -137,7 +137,10 @@ impl Link {
         let peer = PrivateData::find(device.private_data()).unwrap_or(PrivateData::ABSENT);
         let limits = device.limits();
         let credits = config.credits.min(limits.receives.saturating_sub(RECEIVE_MARGIN));
-        let memory = device.slabs().map_or_else(|| memory.clone(), |slabs| memory.with(slabs));
+        let memory = match (device.slabs(), device.areas()) {
+            (None, None) => memory.clone(),
+            (slabs, areas) => memory.with(slabs, areas),
+        };
         let settings = Settings {
             credits,
             inline: config.inline,
@@ -316,6 +319,7 @@ pub fn adapter_options(config: &Config) -> verbs::Options {
         inline: config.inline,
         credits: config.credits,
         margin: RECEIVE_MARGIN,
+        reply: config.max_reply(true) + REPLY_HEADER,
         iwarp: config.provider == Provider::Verbs,
     }
 }
@@ -1306,7 +1310,7 @@ fn now_ns() -> u64 {
 
 #[cfg(test)]
 mod tests {
-    use std::io;
+    use std::io::{self, Read, Write};
     use std::net::{TcpListener, TcpStream};
     use std::os::fd::AsRawFd;
     use std::sync::mpsc;
@@ -1409,6 +1413,38 @@ mod tests {
                 answer(&mut server, request);
             }
             assert_eq!(came, 1 + CALLERS);
+        });
+    }
+
+    /// Linux's siw looks at what comes right behind its answer to the startup only when more comes.
+    #[test]
+    fn a_peer_that_does_not_answer_the_first_call_is_nudged_by_a_write_of_no_bytes() {
+        let config: &'static Config = Box::leak(Box::default());
+        let (to_server, mut peer) = pair().unwrap();
+        std::thread::scope(|scope| {
+            let fd = to_server.as_raw_fd();
+            scope.spawn(move || {
+                let client = Client::open(fd, config, Instant::now() + PATIENCE, None).unwrap();
+                assert_eq!(call(&client, 40).unwrap_err().kind(), Kind::ConnectionLost);
+            });
+            let mut request = [0; 32];
+            peer.read_exact(&mut request).unwrap();
+            assert_eq!(request[..16], *b"MPA ID Req Frame");
+            // No CRC, revision 2, read depths of 16 and no private data.
+            peer.write_all(b"MPA ID Rep Frame\x10\x02\x00\x04\x00\x10\x00\x10").unwrap();
+            let mut fpdu = || {
+                let mut length = [0; 2];
+                peer.read_exact(&mut length).unwrap();
+                let length = usize::from(u16::from_be_bytes(length));
+                let mut rest = vec![0; (length + 2).next_multiple_of(4) - 2 + 4];
+                peer.read_exact(&mut rest).unwrap();
+                rest.truncate(length);
+                rest
+            };
+            // An untagged Send, and, since it has no answer, a tagged RDMA Write to nowhere.
+            assert_eq!(fpdu()[..2], [0x41, 0x43]);
+            assert_eq!(fpdu()[..], [0xc1, 0x40, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0]);
+            drop(peer);
         });
     }
 }

@@ -11,7 +11,7 @@
 //!     |    |- chunks  message + binding + peer limits -> plan: inline | Read | Write | Reply chunk, and its inverse
 //!     |    '- wire    plan <-> header bytes
 //!     |- binding      which items of which procedures may be placed
-//!     '- memory, provider -> provider/iwarp     the device
+//!     '- memory, provider -> provider/{iwarp, verbs}     the device
 //! ```
 //!
 //! A module uses only modules below it. Nothing below `tirpc` knows that libtirpc exists; nothing above `provider`

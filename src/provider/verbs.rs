@@ -80,6 +80,8 @@ pub struct Options {
     pub credits: u32,
     /// Receives for messages without a credit.
     pub margin: u32,
+    /// Bytes of a usual Reply chunk.
+    pub reply: usize,
     /// iWARP devices are used too.
     pub iwarp: bool,
 }
@@ -148,6 +150,22 @@ impl Locked {
             }
             credits = (credits / 2).max(least);
         }
+    }
+}
+
+/// Reply chunks of a connection that are kept registered, and the longest that are.
+const AREAS: usize = 4;
+const AREA_MAX: usize = 1 << 20;
+
+impl Locked {
+    /// Reply chunks to keep, if there is memory to spare: what is not locked for ever is for calls.
+    fn areas(options: &Options) -> Option<(Locked, Arc<Slabs>)> {
+        let bytes = options.reply.next_multiple_of(4096) * AREAS;
+        let budget = sys::memlock_limit().map_or(usize::MAX, |bytes| bytes / 4);
+        let fits = |held: usize| Some(held + bytes).filter(|sum| *sum <= budget && options.reply <= AREA_MAX);
+        LOCKED.fetch_update(Relaxed, Relaxed, fits).ok()?;
+        let locked = Locked(bytes);
+        Some((locked, Slabs::new(options.reply, AREAS).ok()?))
     }
 }
 
@@ -317,7 +335,7 @@ pub struct Verbs {
     domain: Option<Arc<Domain>>,
     slabs: Option<Arc<Slabs>>,
     /// Where Reply chunks lie, on a device with windows.
-    areas: Option<Arc<Slabs>>,
+    areas: Option<(Locked, Arc<Slabs>)>,
     area_registration: Option<Arc<Registration>>,
     locked: Option<Locked>,
     /// What waits for room on the send queue or for a slab.
@@ -417,6 +435,9 @@ impl Verbs {
         }
         self.early = self.receives;
         self.watch.add(queues.fd())?;
+        if domain.capabilities().windows && matches!(self.stage, Stage::Address | Stage::Route) {
+            self.areas = Locked::areas(&self.options);
+        }
         self.terms.our_reads = self.terms.our_reads.min(READS).min(domain.capabilities().our_reads);
         self.terms.their_reads = self.terms.their_reads.min(READS).min(domain.capabilities().their_reads);
         (self.domain, self.slabs, self.locked, self.queues) =
@@ -839,6 +860,10 @@ impl QueuePair for Verbs {
         self.slabs.clone()
     }
 
+    fn areas(&self) -> Option<Arc<Slabs>> {
+        self.areas.as_ref().map(|(_, areas)| areas.clone())
+    }
+
     fn expose_source(&mut self, region: Region) -> Result<Segment, Error> {
         self.check()?;
         let (domain, access) = (self.domain()?.clone(), self.access());
@@ -1019,7 +1044,7 @@ impl Verbs {
     /// The registration of the Reply areas, if `sink` is one of them. They are registered at first use and stay so: a
     /// window is all that a call costs then.
     fn known_area(&mut self, sink: &Sink) -> Result<Option<Arc<Registration>>, Error> {
-        let Some(areas) = &self.areas else { return Ok(None) };
+        let Some((_, areas)) = &self.areas else { return Ok(None) };
         let (start, len) = areas.span();
         if !(start..start + len).contains(&sink.address()) {
             return Ok(None);

@@ -1203,3 +1203,87 @@ fn calls_wait_for_memory_that_other_connections_hold() {
     others[0].resume();
     assert!(others[0].pulling() && !others[0].waits_for_memory());
 }
+
+// -------------------------------------------------------------------------------------------- what the Linux kernel does
+
+/// A READ as Linux's client sends it: one Write chunk, of a segment for the data and, where their length is odd, another
+/// of four bytes, with a handle of its own, for the pad. Returns what came back.
+fn read_of_linux(count: usize, len: usize) -> (Duo, Vec<Segment>, [Sink; 2]) {
+    let mut duo = warm(SHAPE);
+    let memory = [count, 4].map(|len| Buf::with_capacity(len).unwrap().into_sink(len));
+    let offered = memory.each_ref().map(|sink| duo.at_client.expose_sink(sink.clone()).unwrap());
+    assert_ne!(offered[0].handle, offered[1].handle);
+    let call = read_3(call_head(7, (NFS, 3, 6), (0, 0)), count);
+    let plan = plan(call.clone(), read_3_reply(reply_head(7, 0), len));
+    let lists = Lists { writes: vec![offered.to_vec()], ..Lists::default() };
+    let (lent, place, outcome) = (Vec::new(), None, None);
+    let sent = Sent { plan, lent, place, abandoned: false, outcome, lists: Some(lists.clone()) };
+    duo.sent.insert(7, sent);
+    duo.foreign_lists(7, Proc::Msg, &lists, &call.bytes);
+    assert!(duo.serve(|_, _| false));
+    duo.drain(false);
+    // The RDMA Writes, as the client's device places them.
+    for request in duo.sends.values_mut().flat_map(std::mem::take) {
+        if let WorkRequest::Write { gather, to } = request {
+            let at = offered.iter().position(|segment| segment.handle == to.handle).expect("offered");
+            let bytes: Vec<u8> = gather.iter().flat_map(|piece| piece.iter().copied()).collect();
+            assert!(memory[at].place((to.offset - offered[at].offset) as usize, &bytes));
+        }
+    }
+    let reply = duo.replies.last().expect("a reply").clone();
+    let Body::Msg { chunks, .. } = v1::decode(&reply).unwrap().body else { panic!("RDMA_MSG is asked for") };
+    assert!(chunks.reply().is_none() && chunks.write_count() == 1);
+    let returned = chunks.writes().flat_map(|chunk| chunk.iter().collect::<Vec<_>>()).collect();
+    (duo, returned, memory)
+}
+
+#[test]
+fn the_segment_for_the_pad_in_a_write_chunk_of_linux_is_returned_unused() {
+    for (count, len) in [(1001, 1001), (4097, 4097), (4097, 5), (9001, 0)] {
+        let (duo, returned, [data, pad]) = read_of_linux(count, len);
+        assert_eq!(returned.iter().map(|s| s.length).collect::<Vec<_>>(), [len as u32, 0], "{count} {len}");
+        let reply = &duo.sent[&7].plan.reply;
+        drop(duo.at_client.exposed);
+        assert!(data.into_buf(len).unwrap()[..] == reply.bytes[reply.items[0].range()]);
+        assert_eq!(pad.into_buf(4).unwrap()[..], [0; 4], "the pad is never written");
+    }
+}
+
+/// Linux's server uses a Reply chunk for every reply to a Call that offers one, however short.
+#[test]
+fn a_short_reply_in_a_reply_chunk_is_understood() {
+    let mut duo = warm(SHAPE);
+    let call = call_head(1, (UNBOUND, 1, 0), (0, 0));
+    let reply = reply_head(1, 0).words(&[5]);
+    duo.call(1, Plan { max: 100_000, ..plan(call, reply.clone()) }, |_, _| false, None);
+    duo.sends.values_mut().for_each(VecDeque::clear);
+    let offered = duo.lists(1).reply.clone().expect("a Reply chunk");
+    match duo.at_client.exposed.get(&offered[0].handle.0) {
+        Some(Exposed::Sink(sink)) => assert!(sink.place(0, &reply.bytes)),
+        _ => panic!("a Reply chunk is a sink"),
+    }
+    let used = Some(vec![Segment { length: reply.bytes.len() as u32, ..offered[0] }]);
+    let mut message = Vec::new();
+    v1::encode(&mut message, Xid(1), Credits(8), Proc::Nomsg, &Lists { reply: used, ..Lists::default() });
+    let mut buf = duo.memory.message().unwrap();
+    buf.extend(&message).unwrap();
+    duo.client.handle_receive(buf, None, &mut duo.at_client);
+    duo.drain(true);
+    duo.succeeded(1);
+}
+
+/// Linux's server does not look at what a client has announced: a Reply chunk or a Write chunk must be there for whatever
+/// may be longer than a Receive.
+#[test]
+fn whatever_a_reply_may_be_longer_than_a_receive_has_a_chunk_for_it() {
+    for (count, most) in [(100, 100), (3000, 3000), (4000, 4000), (5000, 5000), (1 << 20, 1 << 20)] {
+        let mut duo = warm(SHAPE);
+        let call = read_3(call_head(1, (NFS, 3, 6), (0, 0)), count);
+        duo.call(1, Plan { most, ..plan(call, read_3_reply(reply_head(1, 0), 0)) }, |_, _| false, None);
+        let lists = duo.lists(1);
+        // 28 bytes of transport header, and a READ's reply without its data.
+        let inline = 28 + 24 + 400 + 4 + 4 + 84 + 12;
+        let fits = inline + count <= SHAPE.client.inline;
+        assert!(fits || !lists.writes.is_empty() || lists.reply.is_some(), "{count}");
+    }
+}

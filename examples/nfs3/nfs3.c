@@ -1,7 +1,7 @@
 /* nfs3.c: an NFS version 3 client for the command line, as a program of libtirpc and nothing else: the same binary
  * speaks over tcp and over rdma.
  *
- *   nfs3 [-n netid] [-p port] [-m mountport] [-e export | -H handle] [-P] HOST COMMAND [ARGUMENT...]
+ *   nfs3 [-n netid] [-p port] [-m mountport] [-s security] [-e export | -H handle] [-P] HOST COMMAND [ARGUMENT...]
  *
  *   ls [-l] DIRECTORY       stat PATH               mkdir PATH
  *   get PATH FILE           readlink PATH           rm PATH
@@ -10,6 +10,9 @@
  * Paths begin at the export -e ("/"); `rm` removes an empty directory too. Without -p the server is looked up with
  * rpcbind. The handle of the export comes from MOUNT over tcp (at -m, or looked up with rpcbind), or is given in hex
  * with -H.
+ *
+ * -s is how NFS (not MOUNT) knows who calls: sys (the default), or krb5, krb5i, krb5p: RPCSEC_GSS with the service
+ * nfs@HOST, which authenticates, protects against changes, encrypts.
  *
  * -P reads into a buffer of this program: libtirpc decodes into the one that the result points to before the call,
  * and allocates one only if there is none.
@@ -33,6 +36,10 @@
 #include <string.h>
 #include <time.h>
 #include <unistd.h>
+#ifdef WITH_GSS
+#include <rpc/auth_gss.h>
+#include <rpc/rpcsec_gss.h>
+#endif
 
 static CLIENT *client;
 static nfs_fh3 root;
@@ -607,6 +614,39 @@ static CLIENT *connect_to(const char *host, const char *port, const char *netid,
     return made;
 }
 
+/* The service of RPCSEC_GSS that a word of -s means, as on the wire (RFC 2203); 0 for AUTH_SYS. */
+static int service_of(const char *word)
+{
+    static const char *const words[] = {"sys", "krb5", "krb5i", "krb5p"};
+    for (int service = 0; service < 4; service++)
+        if (strcmp(word, words[service]) == 0)
+            return service;
+    errx(2, "%s: not sys, krb5, krb5i or krb5p", word);
+}
+
+#ifdef WITH_GSS
+static AUTH *secured(const char *host, int service)
+{
+    char *principal = text("nfs@%s", host);
+    rpc_gss_options_ret_t details = {0};
+    AUTH *auth = rpc_gss_seccreate(client, principal, "kerberos_v5", (rpc_gss_service_t)service, NULL, NULL,
+                                   &details);
+    if (auth == NULL) {
+        rpc_gss_error_t error;
+        rpc_gss_get_error(&error);
+        errx(1, "%s: no security context: error %d, system error %d, GSS %#x %d", principal, error.rpc_gss_error,
+             error.system_error, (unsigned)details.major_status, details.minor_status);
+    }
+    free(principal);
+    return auth;
+}
+#else
+static AUTH *secured(const char *host, int service)
+{
+    errx(2, "%s: service %d: built without RPCSEC_GSS", host, service);
+}
+#endif
+
 static nfs_fh3 mount_root(const char *host, const char *port, dirpath path)
 {
     client = connect_to(host, port, "tcp", MOUNT_PROGRAM);
@@ -692,14 +732,16 @@ static int run(int argc, char **argv)
 int main(int argc, char **argv)
 {
     const char *netid = "tcp", *port = NULL, *mount_port = NULL, *handle = NULL;
+    int service = 0;
     char *path = "/";
     bool own = false;
     int option;
-    while ((option = getopt(argc, argv, "+n:p:m:e:H:P")) != -1) {
+    while ((option = getopt(argc, argv, "+n:p:m:s:e:H:P")) != -1) {
         switch (option) {
         case 'n': netid = optarg; break;
         case 'p': port = optarg; break;
         case 'm': mount_port = optarg; break;
+        case 's': service = service_of(optarg); break;
         case 'e': path = optarg; break;
         case 'H': handle = optarg; break;
         case 'P': own = true; break;
@@ -707,12 +749,18 @@ int main(int argc, char **argv)
         }
     }
     if (argc - optind < 2)
-        errx(2, "usage: nfs3 [-n netid] [-p port] [-m mountport] [-e export | -H handle] [-P] HOST COMMAND [ARGUMENT...]");
+        errx(2, "usage: nfs3 [-n netid] [-p port] [-m mountport] [-s security] [-e export | -H handle] [-P] "
+                "HOST COMMAND [ARGUMENT...]");
     const char *host = argv[optind];
     if (own && (own_buffer = malloc(NFS3_DATA_LIMIT)) == NULL)
         err(1, "out of memory");
     root = handle != NULL ? handle_from_hex(handle) : mount_root(host, mount_port, path);
     client = connect_to(host, port, netid, NFS_PROGRAM);
+    if (service > 0) {
+        AUTH *by_name = client->cl_auth;
+        client->cl_auth = secured(host, service);
+        auth_destroy(by_name);
+    }
     ask_limits();
     int result = run(argc - optind - 1, argv + optind + 1);
     auth_destroy(client->cl_auth);

@@ -84,12 +84,13 @@ export RPCRDMA_MAX_REPLY=2M
 realm_up
 for path in "${paths[@]}"; do
     device_up "$path"
-    [ -e /proc/fs/nfsd/threads ] || { nfsd_up; secure_nfsd; }
+    mountpoint -q /export || { nfsd_up; secure_nfsd; }
     if ! "${client[@]}" $host put "$scratch/kdc/log" file >"$scratch/out" 2>&1 && grep -q NFS3ERR_ACCES "$scratch/out"; then
         ok "$path: the server takes nobody without RPCSEC_GSS"
     else
         FAIL "$path: the server takes nobody without RPCSEC_GSS" "$scratch/out"
     fi
     for security in krb5 krb5i krb5p; do secured "$path" $security; done
+    device_down "$path"
 done
 closing

@@ -6,6 +6,7 @@
  *   ls [-l] DIRECTORY       stat PATH               mkdir PATH
  *   get PATH FILE           readlink PATH           rm PATH
  *   put FILE PATH           ln TARGET PATH          check [-N names] [-L lengths] SIZE...
+ *   bench read|write SIZE CALLS PATH
  *
  * Paths begin at the export -e ("/"); `rm` removes an empty directory too. Without -p the server is looked up with
  * rpcbind. The handle of the export comes from MOUNT over tcp (at -m, or looked up with rpcbind), or is given in hex
@@ -19,11 +20,15 @@
  *
  * `check` writes and reads back files of the sizes, compares, makes symbolic links of the lengths -L (a list with
  * commas) and reads them, makes -N files, lists them, lists and removes them. It says what differs and exits with
- * 1. */
+ * 1.
+ *
+ * `bench` READs a file or WRITEs one (FILE_SYNC) from its beginning, SIZE bytes a call, one call after the other. It
+ * prints microseconds per call and MB/s, and what librpcrdma has counted per call, if that is loaded. */
 #define _GNU_SOURCE
 #include "mount3.h"
 #include "nfs3.h"
 #include <arpa/inet.h>
+#include <dlfcn.h>
 #include <err.h>
 #include <errno.h>
 #include <fcntl.h>
@@ -31,6 +36,7 @@
 #include <netdb.h>
 #include <stdarg.h>
 #include <stdbool.h>
+#include <stdint.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -585,6 +591,69 @@ static int check(int argc, char **argv)
 }
 
 /*
+ * bench.
+ */
+
+/* Those of struct rpcrdma_stats up to the last one that is shown. */
+enum { COPIED = 6, REGISTRATIONS = 8, SENDS = 10, SYSCALLS = 12, COUNTERS };
+
+static bool read_counters(uint64_t *counters)
+{
+    int (*get)(uint64_t *, size_t) = (int (*)(uint64_t *, size_t))dlsym(RTLD_DEFAULT, "rpcrdma_stats_get");
+    return get != NULL && get(counters, COUNTERS * sizeof *counters);
+}
+
+static double seconds_now(void)
+{
+    struct timespec now;
+    clock_gettime(CLOCK_MONOTONIC, &now);
+    return (double)now.tv_sec + (double)now.tv_nsec / 1e9;
+}
+
+static void bench(const char *what, unsigned long size, unsigned long calls, const char *path)
+{
+    bool reads = strcmp(what, "read") == 0;
+    if ((!reads && strcmp(what, "write") != 0) || size == 0 || size > (reads ? read_most : write_most) || calls == 0)
+        errx(2, "bench read|write SIZE CALLS PATH: a size of at most %u bytes", reads ? read_most : write_most);
+    nfs_fh3 handle = reads ? handle_at(path) : create(name_at(path));
+    unsigned char *data = malloc(size);
+    if (data == NULL)
+        err(1, "out of memory");
+    fill(data, size, 1);
+    double began = 0;
+    uint64_t before[COUNTERS] = {0}, after[COUNTERS] = {0};
+    /* The first call is not counted: it finds nothing prepared. */
+    for (unsigned long i = 0; i <= calls; i++) {
+        if (i == 1) {
+            read_counters(before);
+            began = seconds_now();
+        }
+        uint64 offset = (uint64)(i > 0 ? i - 1 : 0) * size;
+        if (reads) {
+            READ3res res;
+            if (read_piece(handle, offset, (uint32)size, &res)->count != size)
+                errx(1, "%s has less than %lu bytes", path, size * calls);
+            end_read(&res);
+        } else {
+            writeverf3 verf;
+            write_piece(handle, offset, (char *)data, (uint32)size, FILE_SYNC, verf);
+        }
+    }
+    double micros = (seconds_now() - began) / (double)calls * 1e6;
+    printf("%s %lu: %.1f us, %.2f MB/s", what, size, micros, (double)size / micros);
+    if (read_counters(after)) {
+        for (int i = 0; i < COUNTERS; i++)
+            after[i] -= before[i];
+        double count = (double)calls;
+        printf("; per call %.1f bytes copied, %.2f registrations, %.2f Sends, %.2f system calls",
+               (double)after[COPIED] / count, (double)after[REGISTRATIONS] / count, (double)after[SENDS] / count,
+               (double)after[SYSCALLS] / count);
+    }
+    putchar('\n');
+    free(data);
+}
+
+/*
  * Connecting.
  */
 
@@ -698,6 +767,10 @@ static int run(int argc, char **argv)
     const char *command = argv[0], *first = argc > 1 ? argv[1] : "", *second = argc > 2 ? argv[2] : "";
     if (strcmp(command, "check") == 0)
         return check(argc, argv);
+    if (strcmp(command, "bench") == 0 && argc == 5) {
+        bench(first, number_of(second), number_of(argv[3]), argv[4]);
+        return 0;
+    }
     if (strcmp(command, "ls") == 0 && (argc == 2 || (argc == 3 && strcmp(first, "-l") == 0))) {
         bool is_long = argc == 3;
         each_entry(handle_at(argv[argc - 1]), print_entry, &is_long);

@@ -1,7 +1,8 @@
 /* nfs3.c: an NFS version 3 client for the command line, as a program of libtirpc and nothing else: the same binary
  * speaks over tcp and over rdma.
  *
- *   nfs3 [-n netid] [-p port] [-m mountport] [-s security] [-e export | -H handle] [-P] HOST COMMAND [ARGUMENT...]
+ *   nfs3 [-n netid] [-p port] [-m mountport] [-s security] [-e export | -H handle] [-P]
+ *        HOST COMMAND [ARGUMENT...]
  *
  *   ls [-l] DIRECTORY       stat PATH               mkdir PATH
  *   get PATH FILE           readlink PATH           rm PATH
@@ -22,8 +23,8 @@
  * commas) and reads them, makes -N files, lists them, lists and removes them. It says what differs and exits with
  * 1.
  *
- * `bench` READs a file or WRITEs one (FILE_SYNC) from its beginning, SIZE bytes a call, one call after the other. It
- * prints microseconds per call and MB/s, and what librpcrdma has counted per call, if that is loaded. */
+ * `bench` READs a file or WRITEs one (FILE_SYNC) from its beginning, SIZE bytes a call, one call after the other.
+ * It prints microseconds per call, MB/s, and what librpcrdma counted per call, if that is loaded. */
 #define _GNU_SOURCE
 #include "mount3.h"
 #include "nfs3.h"
@@ -613,8 +614,9 @@ static double seconds_now(void)
 static void bench(const char *what, unsigned long size, unsigned long calls, const char *path)
 {
     bool reads = strcmp(what, "read") == 0;
-    if ((!reads && strcmp(what, "write") != 0) || size == 0 || size > (reads ? read_most : write_most) || calls == 0)
-        errx(2, "bench read|write SIZE CALLS PATH: a size of at most %u bytes", reads ? read_most : write_most);
+    uint32 most = reads ? read_most : write_most;
+    if ((!reads && strcmp(what, "write") != 0) || size == 0 || size > most || calls == 0)
+        errx(2, "bench read|write SIZE CALLS PATH; at most %u bytes a call", most);
     nfs_fh3 handle = reads ? handle_at(path) : create(name_at(path));
     unsigned char *data = malloc(size);
     if (data == NULL)

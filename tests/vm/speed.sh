@@ -8,7 +8,7 @@ run_in_guest "speed beside the kernel's client" 300 "${BASH_SOURCE[0]}" "$@"
 cases=('write 4096 500' 'read 4096 500' 'write 1048576 24' 'read 1048576 24')
 runs=5
 
-# Both append microseconds per call to a file of the case. The files of both are made by the case before, `write` of the same size.
+# Both append microseconds per call to a file of the case. What `read` reads the `write` before it has written.
 kernels() {
     local file=/mnt/kernels.$2 seconds
     local -A how=([write]="if=/dev/zero of=$file oflag=direct" [read]="if=$file of=/dev/null iflag=direct")
@@ -17,16 +17,18 @@ kernels() {
     awk -v s="$seconds" -v n="$3" 'BEGIN { print s / n * 1e6 }' >>"$scratch/theirs.$1.$2"
 }
 ours() {
-    "${client[@]}" -P $address bench "$1" "$2" "$3" "ours.$2" >"$scratch/bench" 2>&1 || { FAIL "bench $*" "$scratch/bench"; closing; }
+    "${client[@]}" -P $address bench "$1" "$2" "$3" "ours.$2" >"$scratch/bench" 2>&1 ||
+        { FAIL "bench $*" "$scratch/bench"; closing; }
     sed 's/.*; per call //' "$scratch/bench" >"$scratch/counters.$1.$2"
     awk '{ print $3 }' "$scratch/bench" >>"$scratch/ours.$1.$2"
 }
-median() { sort -n "$1" | awk '{ v[NR] = $1 } END { printf "%.1f", NR % 2 ? v[(NR + 1) / 2] : (v[NR / 2] + v[NR / 2 + 1]) / 2 }'; }
+median() { sort -n "$1" | awk '{ v[NR] = $1 } END { print v[(NR + 1) / 2] }'; }
 
 compare() {
     local case i theirs our what size counted
     must mkdir -p /mnt
-    must timeout 60 mount -t nfs -o rdma,port=20049,vers=3,nolock,mountproto=tcp,mountport=20048 $address:/export /mnt
+    local options=rdma,port=20049,vers=3,nolock,mountproto=tcp,mountport=20048
+    must timeout 60 mount -t nfs -o $options $address:/export /mnt
     for ((i = 0; i < runs; i++)); do
         for case in "${cases[@]}"; do
             # shellcheck disable=SC2086
@@ -34,7 +36,7 @@ compare() {
         done
     done
     # One RPC for each of dd's blocks, as with ours, or the comparison is none.
-    counted=$(sed -n '\, /mnt ,,$p' /proc/self/mountstats | awk '/^\t *(READ|WRITE|COMMIT):/ { printf " %s %d", $1, $2 }')
+    counted=$(sed '1,\, /mnt ,d' /proc/self/mountstats | awk '$1 ~ /^(READ|WRITE|COMMIT):/ { printf " %s %d", $1, $2 }')
     must umount /mnt
     printf '%-10s %-14s %12s %9s %12s %9s %7s\n' "$1" '' "kernel's us" MB/s 'ours us' MB/s ratio
     for case in "${cases[@]}"; do

@@ -83,16 +83,15 @@ secured() {
 
 reduced() { grep -Eq 'reads \[[1-9]|writes \[\[' "$@"; }
 
-# With verbs a call makes room for a reply of 256 KiB, if nobody says more, and the data of a READ can be part of its
-# reply here.
+# With verbs a call makes room for a reply of 256 KiB, if nobody says more; here a reply may hold the data of a READ.
 export RPCRDMA_MAX_REPLY=2M
 realm_up
 for path in "${paths[@]}"; do
     device_up "$path"
     mountpoint -q /export || { nfsd_up; secure_nfsd; }
+    what="$path: the server takes nobody without RPCSEC_GSS"
     "${client[@]}" $host mkdir directory >"$scratch/out" 2>&1
-    if grep -q NFS3ERR_ACCES "$scratch/out"; then ok "$path: the server takes nobody without RPCSEC_GSS"
-    else FAIL "$path: the server takes nobody without RPCSEC_GSS" "$scratch/out"; fi
+    if grep -q NFS3ERR_ACCES "$scratch/out"; then ok "$what"; else FAIL "$what" "$scratch/out"; fi
     for security in krb5 krb5i krb5p; do secured "$path" $security; done
     device_down "$path"
 done

@@ -36,7 +36,8 @@ compare() {
         done
     done
     # One RPC for each of dd's blocks, as with ours, or the comparison is none.
-    counted=$(sed '1,\, /mnt ,d' /proc/self/mountstats | awk '$1 ~ /^(READ|WRITE|COMMIT):/ { printf " %s %d", $1, $2 }')
+    counted=$(sed '1,\, /mnt ,d' /proc/self/mountstats |
+        awk '$1 ~ /^(READ|WRITE|COMMIT):/ { printf " %s %d", $1, $2 }')
     must umount /mnt
     printf '%-10s %-14s %12s %9s %12s %9s %7s\n' "$1" '' "kernel's us" MB/s 'ours us' MB/s ratio
     for case in "${cases[@]}"; do

@@ -1,26 +1,35 @@
 /* nfs3.c: an NFS version 3 client for the command line, as a program of libtirpc and nothing else: the same binary
  * speaks over tcp and over rdma.
  *
- *   nfs3 [-n netid] [-p port] [-m mountport] [-e export | -H handle] [-P] HOST COMMAND [ARGUMENT...]
+ *   nfs3 [-n netid] [-p port] [-m mountport] [-s security] [-e export | -H handle] [-P]
+ *        HOST COMMAND [ARGUMENT...]
  *
  *   ls [-l] DIRECTORY       stat PATH               mkdir PATH
  *   get PATH FILE           readlink PATH           rm PATH
  *   put FILE PATH           ln TARGET PATH          check [-N names] [-L lengths] SIZE...
+ *   bench read|write SIZE CALLS PATH
  *
  * Paths begin at the export -e ("/"); `rm` removes an empty directory too. Without -p the server is looked up with
  * rpcbind. The handle of the export comes from MOUNT over tcp (at -m, or looked up with rpcbind), or is given in hex
  * with -H.
+ *
+ * -s is how NFS (not MOUNT) knows who calls: sys (the default), or krb5, krb5i, krb5p: RPCSEC_GSS with the service
+ * nfs@HOST, which authenticates, protects against changes, encrypts.
  *
  * -P reads into a buffer of this program: libtirpc decodes into the one that the result points to before the call,
  * and allocates one only if there is none.
  *
  * `check` writes and reads back files of the sizes, compares, makes symbolic links of the lengths -L (a list with
  * commas) and reads them, makes -N files, lists them, lists and removes them. It says what differs and exits with
- * 1. */
+ * 1.
+ *
+ * `bench` READs a file or WRITEs one (FILE_SYNC) from its beginning, SIZE bytes a call, one call after the other.
+ * It prints microseconds per call, MB/s, and what librpcrdma counted per call, if that is loaded. */
 #define _GNU_SOURCE
 #include "mount3.h"
 #include "nfs3.h"
 #include <arpa/inet.h>
+#include <dlfcn.h>
 #include <err.h>
 #include <errno.h>
 #include <fcntl.h>
@@ -28,11 +37,16 @@
 #include <netdb.h>
 #include <stdarg.h>
 #include <stdbool.h>
+#include <stdint.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 #include <time.h>
 #include <unistd.h>
+#ifdef WITH_GSS
+#include <rpc/auth_gss.h>
+#include <rpc/rpcsec_gss.h>
+#endif
 
 static CLIENT *client;
 static nfs_fh3 root;
@@ -578,6 +592,70 @@ static int check(int argc, char **argv)
 }
 
 /*
+ * bench.
+ */
+
+/* Those of struct rpcrdma_stats up to the last one that is shown. */
+enum { COPIED = 6, REGISTRATIONS = 8, SENDS = 10, SYSCALLS = 12, COUNTERS };
+
+static bool read_counters(uint64_t *counters)
+{
+    int (*get)(uint64_t *, size_t) = (int (*)(uint64_t *, size_t))dlsym(RTLD_DEFAULT, "rpcrdma_stats_get");
+    return get != NULL && get(counters, COUNTERS * sizeof *counters);
+}
+
+static double seconds_now(void)
+{
+    struct timespec now;
+    clock_gettime(CLOCK_MONOTONIC, &now);
+    return (double)now.tv_sec + (double)now.tv_nsec / 1e9;
+}
+
+static void bench(const char *what, unsigned long size, unsigned long calls, const char *path)
+{
+    bool reads = strcmp(what, "read") == 0;
+    uint32 most = reads ? read_most : write_most;
+    if ((!reads && strcmp(what, "write") != 0) || size == 0 || size > most || calls == 0)
+        errx(2, "bench read|write SIZE CALLS PATH; at most %u bytes a call", most);
+    nfs_fh3 handle = reads ? handle_at(path) : create(name_at(path));
+    unsigned char *data = malloc(size);
+    if (data == NULL)
+        err(1, "out of memory");
+    fill(data, size, 1);
+    double began = 0;
+    uint64_t before[COUNTERS] = {0}, after[COUNTERS] = {0};
+    /* The first call is not counted: it finds nothing prepared. */
+    for (unsigned long i = 0; i <= calls; i++) {
+        if (i == 1) {
+            read_counters(before);
+            began = seconds_now();
+        }
+        uint64 offset = (uint64)(i > 0 ? i - 1 : 0) * size;
+        if (reads) {
+            READ3res res;
+            if (read_piece(handle, offset, (uint32)size, &res)->count != size)
+                errx(1, "%s has less than %lu bytes", path, size * calls);
+            end_read(&res);
+        } else {
+            writeverf3 verf;
+            write_piece(handle, offset, (char *)data, (uint32)size, FILE_SYNC, verf);
+        }
+    }
+    double micros = (seconds_now() - began) / (double)calls * 1e6;
+    printf("%s %lu: %.1f us, %.2f MB/s", what, size, micros, (double)size / micros);
+    if (read_counters(after)) {
+        for (int i = 0; i < COUNTERS; i++)
+            after[i] -= before[i];
+        double count = (double)calls;
+        printf("; per call %.1f bytes copied, %.2f registrations, %.2f Sends, %.2f system calls",
+               (double)after[COPIED] / count, (double)after[REGISTRATIONS] / count, (double)after[SENDS] / count,
+               (double)after[SYSCALLS] / count);
+    }
+    putchar('\n');
+    free(data);
+}
+
+/*
  * Connecting.
  */
 
@@ -606,6 +684,39 @@ static CLIENT *connect_to(const char *host, const char *port, const char *netid,
     made->cl_auth = authunix_create_default();
     return made;
 }
+
+/* The service of RPCSEC_GSS that a word of -s means, as on the wire (RFC 2203); 0 for AUTH_SYS. */
+static int service_of(const char *word)
+{
+    static const char *const words[] = {"sys", "krb5", "krb5i", "krb5p"};
+    for (int service = 0; service < 4; service++)
+        if (strcmp(word, words[service]) == 0)
+            return service;
+    errx(2, "%s: not sys, krb5, krb5i or krb5p", word);
+}
+
+#ifdef WITH_GSS
+static AUTH *secured(const char *host, int service)
+{
+    char *principal = text("nfs@%s", host);
+    rpc_gss_options_ret_t details = {0};
+    AUTH *auth = rpc_gss_seccreate(client, principal, "kerberos_v5", (rpc_gss_service_t)service, NULL, NULL,
+                                   &details);
+    if (auth == NULL) {
+        rpc_gss_error_t error;
+        rpc_gss_get_error(&error);
+        errx(1, "%s: no security context: error %d, system error %d, GSS %#x %d", principal, error.rpc_gss_error,
+             error.system_error, (unsigned)details.major_status, details.minor_status);
+    }
+    free(principal);
+    return auth;
+}
+#else
+static AUTH *secured(const char *host, int service)
+{
+    errx(2, "%s: service %d: built without RPCSEC_GSS", host, service);
+}
+#endif
 
 static nfs_fh3 mount_root(const char *host, const char *port, dirpath path)
 {
@@ -658,6 +769,10 @@ static int run(int argc, char **argv)
     const char *command = argv[0], *first = argc > 1 ? argv[1] : "", *second = argc > 2 ? argv[2] : "";
     if (strcmp(command, "check") == 0)
         return check(argc, argv);
+    if (strcmp(command, "bench") == 0 && argc == 5) {
+        bench(first, number_of(second), number_of(argv[3]), argv[4]);
+        return 0;
+    }
     if (strcmp(command, "ls") == 0 && (argc == 2 || (argc == 3 && strcmp(first, "-l") == 0))) {
         bool is_long = argc == 3;
         each_entry(handle_at(argv[argc - 1]), print_entry, &is_long);
@@ -692,14 +807,16 @@ static int run(int argc, char **argv)
 int main(int argc, char **argv)
 {
     const char *netid = "tcp", *port = NULL, *mount_port = NULL, *handle = NULL;
+    int service = 0;
     char *path = "/";
     bool own = false;
     int option;
-    while ((option = getopt(argc, argv, "+n:p:m:e:H:P")) != -1) {
+    while ((option = getopt(argc, argv, "+n:p:m:s:e:H:P")) != -1) {
         switch (option) {
         case 'n': netid = optarg; break;
         case 'p': port = optarg; break;
         case 'm': mount_port = optarg; break;
+        case 's': service = service_of(optarg); break;
         case 'e': path = optarg; break;
         case 'H': handle = optarg; break;
         case 'P': own = true; break;
@@ -707,12 +824,18 @@ int main(int argc, char **argv)
         }
     }
     if (argc - optind < 2)
-        errx(2, "usage: nfs3 [-n netid] [-p port] [-m mountport] [-e export | -H handle] [-P] HOST COMMAND [ARGUMENT...]");
+        errx(2, "usage: nfs3 [-n netid] [-p port] [-m mountport] [-s security] [-e export | -H handle] [-P] "
+                "HOST COMMAND [ARGUMENT...]");
     const char *host = argv[optind];
     if (own && (own_buffer = malloc(NFS3_DATA_LIMIT)) == NULL)
         err(1, "out of memory");
     root = handle != NULL ? handle_from_hex(handle) : mount_root(host, mount_port, path);
     client = connect_to(host, port, netid, NFS_PROGRAM);
+    if (service > 0) {
+        AUTH *by_name = client->cl_auth;
+        client->cl_auth = secured(host, service);
+        auth_destroy(by_name);
+    }
     ask_limits();
     int result = run(argc - optind - 1, argv + optind + 1);
     auth_destroy(client->cl_auth);

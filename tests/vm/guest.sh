@@ -79,6 +79,8 @@ nfsd_up() {
     must modprobe nfsd
     mkdir -p /var/lib/nfs/rpc_pipefs /var/lib/nfs/v4recovery /run/rpcbind /run/sendsigs.omit.d /export
     must mount -t nfsd nfsd /proc/fs/nfsd
+    # In proportion to the guest's memory it would be 512 KiB.
+    must tee /proc/fs/nfsd/max_block_size <<<1048576
     must mount -t rpc_pipefs rpc_pipefs /var/lib/nfs/rpc_pipefs
     : >/var/lib/nfs/etab; : >/var/lib/nfs/rmtab
     must mount -t tmpfs -o size=512m export /export

@@ -1,0 +1,64 @@
+#!/bin/bash
+# speed.sh [PATH...]: how fast the examples' NFS version 3 client is beside the kernel's own, in one guest, at the
+# kernel's server, over the same device: READs and WRITEs of 4 KiB and 1 MiB, one after the other, without a cache
+# (O_DIRECT there). Nothing here can fail for being slow. For the paths see guest.sh.
+. "$(dirname "${BASH_SOURCE[0]}")/guest.sh"
+run_in_guest "speed beside the kernel's client" 300 "${BASH_SOURCE[0]}" "$@"
+
+cases=('write 4096 500' 'read 4096 500' 'write 1048576 24' 'read 1048576 24')
+runs=5
+
+# Both append microseconds per call to a file of the case. What `read` reads the `write` before it has written.
+kernels() {
+    local file=/mnt/kernels.$2 seconds
+    local -A how=([write]="if=/dev/zero of=$file oflag=direct" [read]="if=$file of=/dev/null iflag=direct")
+    # shellcheck disable=SC2086
+    seconds=$(dd ${how[$1]} bs="$2" count="$3" 2>&1 | awk -F', ' 'END { print $(NF - 1) + 0 }')
+    awk -v s="$seconds" -v n="$3" 'BEGIN { print s / n * 1e6 }' >>"$scratch/theirs.$1.$2"
+}
+ours() {
+    "${client[@]}" -P $address bench "$1" "$2" "$3" "ours.$2" >"$scratch/bench" 2>&1 ||
+        { FAIL "bench $*" "$scratch/bench"; closing; }
+    sed 's/.*; per call //' "$scratch/bench" >"$scratch/counters.$1.$2"
+    awk '{ print $3 }' "$scratch/bench" >>"$scratch/ours.$1.$2"
+}
+median() { sort -n "$1" | awk '{ v[NR] = $1 } END { print v[(NR + 1) / 2] }'; }
+
+compare() {
+    local case i theirs our what size counted
+    must mkdir -p /mnt
+    local options=rdma,port=20049,vers=3,nolock,mountproto=tcp,mountport=20048
+    must timeout 60 mount -t nfs -o $options $address:/export /mnt
+    for ((i = 0; i < runs; i++)); do
+        for case in "${cases[@]}"; do
+            # shellcheck disable=SC2086
+            { kernels $case; ours $case; }
+        done
+    done
+    # One RPC for each of dd's blocks, as with ours, or the comparison is none.
+    counted=$(sed '1,\, /mnt ,d' /proc/self/mountstats |
+        awk '$1 ~ /^(READ|WRITE|COMMIT):/ { printf " %s %d", $1, $2 }')
+    must umount /mnt
+    printf '%-10s %-14s %12s %9s %12s %9s %7s\n' "$1" '' "kernel's us" MB/s 'ours us' MB/s ratio
+    for case in "${cases[@]}"; do
+        read -r what size _ <<<"$case"
+        theirs=$(median "$scratch/theirs.$what.$size") our=$(median "$scratch/ours.$what.$size")
+        awk -v c="$what $size" -v s="$size" -v t="$theirs" -v o="$our" 'BEGIN {
+            printf "%-10s %-14s %12.1f %9.2f %12.1f %9.2f %7.2f\n", "", c, t, s / t, o, s / o, t / o }'
+    done
+    echo "  calls of the kernel's client:$counted"
+    for case in "${cases[@]}"; do
+        read -r what size _ <<<"$case"
+        echo "  $what $size, per call: $(cat "$scratch/counters.$what.$size")"
+    done
+    rm -f "$scratch"/theirs.* "$scratch"/ours.* /export/*
+}
+
+echo "medians of $runs runs, the kernel's client and ours in turn; ratio: how many times as fast ours is"
+for path in "${paths[@]}"; do
+    device_up "$path"
+    mountpoint -q /export || nfsd_up
+    compare "$path"
+    device_down "$path"
+done
+closing

@@ -1,6 +1,7 @@
 /* connect.c: every way in which libtirpc lets a program make a CLIENT or ask where a server is. */
 #define _GNU_SOURCE
 #include "harness.h"
+#include "where.h"
 #include <arpa/inet.h>
 #include <fcntl.h>
 #include <netdb.h>
@@ -8,7 +9,7 @@
 #include <sys/socket.h>
 #include <unistd.h>
 
-static const char host[] = "127.0.0.1";
+#define host where()
 
 /* A CLIENT is good if it works, knows its netid and goes away again. */
 static void require_good(CLIENT *client)
@@ -34,7 +35,7 @@ static void clnt_create_by_host_name(long unused)
 {
     (void)unused;
     server_start("-c", "svc_create", NULL);
-    require_good(clnt_create("localhost", SUITE_PROG, SUITE_V2, leg.netid));
+    require_good(clnt_create(getenv("SUITE_ADDRESS") ? where() : "localhost", SUITE_PROG, SUITE_V2, leg.netid));
 }
 
 static void clnt_create_timed_finds_the_server(long unused)
@@ -139,7 +140,7 @@ static void rpcb_getaddr_tells_where_the_server_listens(long unused)
     struct netbuf address = {.maxlen = sizeof found, .buf = &found};
     REQUIRE(rpcb_getaddr(SUITE_PROG, SUITE_V2, the_netconfig(), &address, host));
     REQUIRE(address.len >= sizeof found && found.sin_family == AF_INET);
-    REQUIRE(found.sin_addr.s_addr == htonl(INADDR_LOOPBACK));
+    REQUIRE(found.sin_addr.s_addr == where_address().sin_addr.s_addr);
     REQUIRE(ntohs(found.sin_port) == server.port);
     REQUIRE(!rpcb_getaddr(SUITE_PROG + 1, SUITE_V2, the_netconfig(), &address, host));
     REQUIRE_STATUS(rpc_createerr.cf_stat, RPC_PROGNOTREGISTERED);
@@ -259,7 +260,7 @@ static void clnttcp_create_asks_rpcbind_for_the_port(long unused)
 {
     (void)unused;
     server_start("-c", "svctcp", "-r", NULL);
-    struct sockaddr_in address = {.sin_family = AF_INET, .sin_addr.s_addr = htonl(INADDR_LOOPBACK)};
+    struct sockaddr_in address = where_address();
     int fd = RPC_ANYSOCK;
     CLIENT *client = clnttcp_create(&address, SUITE_PROG, SUITE_V2, &fd, 0, 0);
     REQUIRE(client != NULL);
@@ -284,7 +285,7 @@ static void refused_connection_is_an_error(long unused)
 {
     (void)unused;
     /* Bound but not listening: nobody else can take the port, and nobody answers. */
-    struct sockaddr_in address = {.sin_family = AF_INET, .sin_addr.s_addr = htonl(INADDR_LOOPBACK)};
+    struct sockaddr_in address = where_address();
     socklen_t length = sizeof address;
     int fd = socket(AF_INET, SOCK_STREAM, 0);
     REQUIRE(bind(fd, (struct sockaddr *)&address, length) == 0);

@@ -8,6 +8,7 @@
  * SUITE_WRAP is put before the server's command line (valgrind ...). */
 #define _GNU_SOURCE
 #include "harness.h"
+#include "where.h"
 #include <arpa/inet.h>
 #include <err.h>
 #include <errno.h>
@@ -176,11 +177,9 @@ struct netconfig *the_netconfig(void)
 
 struct sockaddr_in address_of(const struct server *server)
 {
-    return (struct sockaddr_in){
-        .sin_family = AF_INET,
-        .sin_port = htons((uint16_t)server->port),
-        .sin_addr.s_addr = htonl(INADDR_LOOPBACK),
-    };
+    struct sockaddr_in address = where_address();
+    address.sin_port = htons((uint16_t)server->port);
+    return address;
 }
 
 CLIENT *client_of(const struct server *server)
@@ -243,6 +242,8 @@ static const char *why_not(const struct test *test)
         return "about the library itself";
     if ((test->needs & GSS) && !leg.gss)
         return "no KDC here";
+    if ((test->needs & SOCKET) && leg.adapter)
+        return "an adapter's connection is no socket";
     if ((test->needs & UNBOUND) && leg.bound)
         return "a binding makes it otherwise";
     if (test->not_stock != NULL && !leg.library)
@@ -366,6 +367,7 @@ int main(int argc, char **argv)
         default: errx(2, "usage: suite [-n netid] [-LRbgs] [--list] [test ...]");
         }
     }
+    leg.adapter = getenv("SUITE_ADDRESS") != NULL;
     ssize_t length = readlink("/proc/self/exe", server_program, sizeof server_program - 16);
     if (length < 0)
         err(1, "/proc/self/exe");

@@ -41,6 +41,7 @@ struct leg {
     bool rpcbind;  /* there is an rpcbind to register with */
     bool gss;      /* there is a KDC */
     bool bound;    /* the procedures have bindings: their data is placed */
+    bool adapter;  /* over an RDMA device: SUITE_ADDRESS is set */
     bool slow;     /* valgrind or a sanitizer: fewer rounds */
 };
 extern struct leg leg;
@@ -51,6 +52,7 @@ enum need {
     RDMA_ONLY = 4, /* needs the library */
     GSS = 8,
     UNBOUND = 32,  /* shows what happens without a binding */
+    SOCKET = 64,   /* an adapter's connection does not outlive a fork, and has no socket to shut down */
     NOISY = 16,    /* libtirpc itself writes to stderr here */
 };
 

@@ -2,6 +2,7 @@
  * gives an error, so must we; where it would crash there is no test here. */
 #define _GNU_SOURCE
 #include "harness.h"
+#include "where.h"
 #include <arpa/inet.h>
 #include <errno.h>
 #include <fcntl.h>
@@ -144,7 +145,7 @@ static void connection_shut_down_under_a_client(long unused)
 
 static SVCXPRT *listener(void)
 {
-    struct sockaddr_in address = {.sin_family = AF_INET, .sin_addr.s_addr = htonl(INADDR_LOOPBACK)};
+    struct sockaddr_in address = where_address();
     struct t_bind bind_to = {.addr = {.maxlen = sizeof address, .len = sizeof address, .buf = &address}, .qlen = 8};
     SVCXPRT *transport = svc_tli_create(RPC_ANYFD, the_netconfig(), &bind_to, 0, 0);
     REQUIRE(transport != NULL);
@@ -227,7 +228,7 @@ const struct test misuse_tests[] = {
     TEST(taken_port_is_an_error, .needs = NOISY),
     TEST(descriptor_closed_under_a_client),
     TEST(destroying_a_client_leaves_a_stranger_alone, .not_stock = "stock closes the number"),
-    TEST(connection_shut_down_under_a_client),
+    TEST(connection_shut_down_under_a_client, .needs = SOCKET),
     TEST(listener_destroyed_before_its_first_call),
     TEST(loops_with_nothing_to_do),
     TEST(svc_reg_twice_is_harmless),

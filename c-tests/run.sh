@@ -46,6 +46,7 @@ asan) make_flags+=(SANITIZE=yes); suite_flags+=(-s); environment+=(ASAN_OPTIONS=
 valgrind) suite_flags+=(-s) ;;
 esac
 [ -z "${SUITE_IN_NS:-}" ] || suite_flags+=(-b)
+[ -z "${SUITE_SLOW:-}" ] || suite_flags+=(-s)
 
 make -s -j2 -C "$here" OUT="$scratch/build" "${make_flags[@]}" >"$scratch/build.log" 2>&1 ||
     { cat "$scratch/build.log"; exit 1; }

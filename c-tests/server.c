@@ -15,6 +15,7 @@
  * lets one of those go on. */
 #define _GNU_SOURCE
 #include "suite.h"
+#include "where.h"
 #include <arpa/inet.h>
 #include <ctype.h>
 #include <err.h>
@@ -339,7 +340,7 @@ int suite_prog_4_freeresult(SVCXPRT *transport, xdrproc_t xdr_result, caddr_t re
 
 static int listening_socket(void)
 {
-    struct sockaddr_in address = {.sin_family = AF_INET, .sin_addr.s_addr = htonl(INADDR_LOOPBACK)};
+    struct sockaddr_in address = where_address();
     int fd = socket(AF_INET, SOCK_STREAM, 0);
     if (fd < 0 || bind(fd, (struct sockaddr *)&address, sizeof address) < 0 || listen(fd, 64) < 0)
         err(1, "own socket");
@@ -409,7 +410,7 @@ static unsigned create(const char *how, bool with_rpcbind)
         return 0;
     }
     if (strcmp(how, "tli") == 0) {
-        struct sockaddr_in address = {.sin_family = AF_INET, .sin_addr.s_addr = htonl(INADDR_LOOPBACK)};
+        struct sockaddr_in address = where_address();
         struct t_bind bind_to = {
             .addr = {.maxlen = sizeof address, .len = sizeof address, .buf = &address}, .qlen = 64};
         SVCXPRT *transport = svc_tli_create(RPC_ANYFD, config(), &bind_to, 0, 0);
@@ -422,8 +423,9 @@ static unsigned create(const char *how, bool with_rpcbind)
     }
     if (strcmp(how, "tlifd") == 0) {
         int fd = listening_socket();
+        unsigned port = port_of(fd);
         must_register(svc_tli_create(fd, config(), NULL, 0, 0), with_rpcbind ? config() : NULL);
-        return port_of(fd);
+        return port;
     }
     if (strcmp(how, "vcfd") == 0) {
         int fd = listening_socket();

@@ -21,8 +21,9 @@ use crate::binding::{Stop, Walk, Walked, Walker};
 use crate::error::{Error, Kind};
 use crate::ffi::guard;
 use crate::memory::registered;
+use crate::socket::Sockaddr;
 use crate::tirpc::interpose::{clnt_tli_create, creation, svc_tli_create};
-use crate::tirpc::netid::{Netid, Sockaddr};
+use crate::tirpc::netid::Netid;
 use crate::tirpc::{
     CLIENT, RPC_ANYFD, RPCBPROG, SVCXPRT, bool_t, client, creation_explanation, creation_failed,
     creation_started, netbuf, rpcprog_t, rpcvers_t, server,
@@ -80,6 +81,8 @@ pub struct rpcrdma_stats {
     pub fallbacks: u64,
     /// Calls that timed out with their credit still out.
     pub orphans: u64,
+    /// Chains of requests that were handed to an adapter, each with one doorbell.
+    pub doorbells: u64,
 }
 
 /// The version of the library that is loaded, such as "0.1.0". It is never freed.
@@ -145,7 +148,7 @@ pub unsafe extern "C" fn clnt_rdma_create(
             let to = Sockaddr::parse(&wanted).or_else(|| socket::peer(fd)).ok_or_else(|| {
                 Error::new(Kind::Invalid, "clnt_rdma_create: no internet address and no connected socket")
             })?;
-            Ok((netid_of(to), Sockaddr::from(to)))
+            Ok((Netid::of_address(to), Sockaddr::from(to)))
         })?;
         let mut address = address.netbuf();
         // SAFETY: the entry is static, the address lives across the call, and `fd` is a socket or RPC_ANYFD.
@@ -177,7 +180,7 @@ pub unsafe extern "C" fn svc_rdma_create(fd: c_int, sendsize: c_uint, recvsize: 
             if socket::peer(fd).is_none() && !socket::listens(fd) {
                 socket::listen(fd)?;
             }
-            Ok(netid_of(local))
+            Ok(Netid::of_address(local))
         })?;
         // SAFETY: the entry is static; `fd` is a socket or RPC_ANYFD.
         let xprt = unsafe { svc_tli_create(fd, netid.entry(), null(), sendsize, recvsize) };
@@ -449,10 +452,6 @@ fn tcp_socket(function: &str, fd: c_int) -> Result<SocketAddr, Error> {
     socket::local(fd)
         .filter(|_| socket::is_stream(fd))
         .ok_or_else(|| Error::new(Kind::Invalid, format!("{function}: fd {fd} is not a TCP socket")))
-}
-
-fn netid_of(address: SocketAddr) -> Netid {
-    if address.is_ipv4() { Netid::Rdma } else { Netid::Rdma6 }
 }
 
 const VERSION: &CStr = match CStr::from_bytes_with_nul(concat!(env!("CARGO_PKG_VERSION"), "\0").as_bytes()) {

@@ -32,8 +32,8 @@ pub struct Config {
     pub credits: u32,
     /// Most bytes of one Send, header included, in either direction: a multiple of 1024 from 1024 to 262144.
     pub inline: usize,
-    /// Longest reply that a client makes room for, in bytes of results.
-    pub max_reply: usize,
+    /// Longest reply that a client makes room for, in bytes of results; see [`Config::max_reply`].
+    pub max_reply: Option<usize>,
     /// Longest Call that a server pulls, in bytes.
     pub max_call: usize,
     /// Bytes of long Calls that a server holds at a time, over all connections.
@@ -82,6 +82,8 @@ pub enum Provider {
     Auto,
     /// Software iWARP.
     Iwarp,
+    /// Adapters, iWARP ones among them.
+    Verbs,
 }
 
 /// A netid of netconfig(5) whose programs can be moved.
@@ -174,9 +176,16 @@ const TABLE: &[Setting] = &[
     Setting {
         env: "RPCRDMA_MAX_REPLY",
         key: "max_reply",
-        default: "16M",
-        meaning: "longest reply that a client makes room for, in result bytes; 1K to 1G",
-        set: |config, value| message_size(value).map(|bytes| config.max_reply = bytes),
+        default: "auto",
+        meaning: "longest reply that a client makes room for, in result bytes; 1K to 1G, auto: 16M, on adapters 256K",
+        set: |config, value| {
+            if value == "auto" {
+                config.max_reply = None;
+                return Ok(());
+            }
+            let allowed = |allowed| format!("auto, or {allowed}");
+            message_size(value).map(|bytes| config.max_reply = Some(bytes)).map_err(allowed)
+        },
     },
     Setting {
         env: "RPCRDMA_MAX_CALL",
@@ -240,12 +249,12 @@ const TABLE: &[Setting] = &[
         env: "RPCRDMA_PROVIDER",
         key: "provider",
         default: "auto",
-        meaning: "the device: iwarp (software iWARP over TCP), or auto",
+        meaning: "the device: verbs (RDMA adapters), iwarp (software iWARP over TCP), or auto",
         set: |config, value| {
-            let choices = [("auto", Provider::Auto), ("iwarp", Provider::Iwarp)];
+            let choices = [("auto", Provider::Auto), ("iwarp", Provider::Iwarp), ("verbs", Provider::Verbs)];
             one_of(value, &choices).map(|provider| config.provider = provider).map_err(
                 |allowed| match value {
-                    "verbs" | "local" => format!("{allowed}: {value} is not built in"),
+                    "local" => format!("{allowed}: {value} is not built in"),
                     _ => allowed,
                 },
             )
@@ -319,12 +328,16 @@ const RPCBIND: u32 = 100_000;
 /// A configuration file is smaller; whatever is larger is something else.
 const FILE_MAX: u64 = 1 << 20;
 
+/// Longest replies where nothing else is said: on an adapter their memory is locked for as long as a call takes.
+const MAX_REPLY: usize = 16 << 20;
+const MAX_REPLY_ADAPTER: usize = 256 << 10;
+
 impl Default for Config {
     fn default() -> Config {
         let mut config = Config {
             credits: 0,
             inline: 0,
-            max_reply: 0,
+            max_reply: None,
             max_call: 0,
             max_pulled: 0,
             many_chunks: false,
@@ -349,6 +362,11 @@ impl Default for Config {
 }
 
 impl Config {
+    /// Longest reply that a client makes room for, in bytes of results.
+    pub fn max_reply(&self, adapter: bool) -> usize {
+        self.max_reply.unwrap_or(if adapter { MAX_REPLY_ADAPTER } else { MAX_REPLY })
+    }
+
     /// The settings that an environment and the text of a file make; `secure`: the environment does not
     /// count.
     ///
@@ -633,7 +651,8 @@ mod tests {
         let config = from_env(&[("HOME", "/"), ("RPCRDM_X", "1"), ("rpcrdma_credits", "0")]).unwrap();
         assert_eq!(config, Config::default());
         assert_eq!((config.credits, config.inline), (32, 4096));
-        assert_eq!((config.max_reply, config.max_call), (16 << 20, 64 << 20));
+        assert_eq!((config.max_reply(false), config.max_reply(true)), (16 << 20, 256 << 10));
+        assert_eq!(config.max_call, 64 << 20);
         assert_eq!((config.crc, config.provider), (Crc::Auto, Provider::Auto));
         assert_eq!((config.poll, config.fallback), (Duration::from_micros(50), true));
         assert_eq!((config.redirect, config.redirect_programs), (vec![], None));
@@ -660,7 +679,7 @@ mod tests {
         let want = Config {
             credits: 4096,
             inline: 262144,
-            max_reply: 256 << 10,
+            max_reply: Some(256 << 10),
             max_call: 1 << 30,
             max_pulled: 1 << 20,
             many_chunks: true,
@@ -758,7 +777,7 @@ mod tests {
             ("RPCRDMA_MAX_CALL", &["", "0", "unlimited"]),
             ("RPCRDMA_CRC", &["", "on", "YES", "1"]),
             ("RPCRDMA_POLL", &["", "1001", "-1", "50us"]),
-            ("RPCRDMA_PROVIDER", &["", "verbs", "local", "siw"]),
+            ("RPCRDMA_PROVIDER", &["", "local", "siw"]),
             ("RPCRDMA_REDIRECT", &["rdma", "TCP", "tcp;udp", "all"]),
             (
                 "RPCRDMA_REDIRECT_PROGRAMS",

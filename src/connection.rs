@@ -302,7 +302,7 @@ struct Whole {
 }
 
 /// Receives beyond the credits: for stray messages, such as the reply to a one-way call that gave its credit back.
-const RECEIVE_MARGIN: u32 = 8;
+pub const RECEIVE_MARGIN: u32 = 8;
 
 /// Most bytes of one RDMA Read: between two of them other messages of the peer get their turn.
 const PULL_MAX: usize = 1 << 20;

@@ -19,21 +19,22 @@
 
 use std::cell::Cell;
 use std::collections::HashMap;
+use std::net::SocketAddr;
 use std::os::fd::RawFd;
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering::Relaxed};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock};
 use std::time::{Duration, Instant};
 
 use crate::binding::Registry;
-use crate::config::{Config, Crc};
+use crate::config::{Config, Crc, Provider};
 use crate::connection::{
-    Connection, Expect, Output, RPC_HEADER_MAX, Request, RequestId, Role, Settings, chunks,
+    Connection, Expect, Output, RECEIVE_MARGIN, RPC_HEADER_MAX, Request, RequestId, Role, Settings, chunks,
 };
 use crate::error::{Error, Kind};
 use crate::memory::{Buf, Loan, Memory, Message, Region, Sink};
 use crate::process::{self, Identity};
 use crate::provider::iwarp::{self, Iwarp, Options};
-use crate::provider::{Completion, QueuePair, WorkRequest};
+use crate::provider::{Completion, QueuePair, WorkRequest, verbs};
 use crate::stats::{self, Counter};
 use crate::sys;
 use crate::wire::private_data::PrivateData;
@@ -45,6 +46,11 @@ pub const START_TIMEOUT: Duration = Duration::from_secs(10);
 
 /// Least time that a connection gets which replaces one without credits.
 const RECONNECT_TIMEOUT: Duration = Duration::from_secs(2);
+
+/// When a peer that has not answered the first call is nudged, and how often: Linux's siw may overlook what comes right
+/// behind its answer to the startup until more comes.
+const NUDGE_AFTER: Duration = Duration::from_millis(100);
+const NUDGES: u32 = 10;
 
 /// How long `xp_reply` waits for a peer that does not take its reply, before the rest is queued.
 const REPLY_WAIT: Duration = Duration::from_millis(20);
@@ -74,7 +80,7 @@ const TURN: u32 = 64;
 pub fn memory(config: &Config) -> Arc<Memory> {
     static MEMORY: OnceLock<Arc<Memory>> = OnceLock::new();
     MEMORY
-        .get_or_init(|| Memory::new(config.inline, config.max_reply + REPLY_HEADER, config.max_pulled))
+        .get_or_init(|| Memory::new(config.inline, config.max_reply(false) + REPLY_HEADER, config.max_pulled))
         .clone()
 }
 
@@ -119,30 +125,36 @@ pub struct Link {
     device: Box<dyn QueuePair>,
     memory: Arc<Memory>,
     inline: usize,
+    /// The peer has sent something.
+    heard: bool,
     /// Calls that ended, for whoever collects them.
     done: Vec<(Xid, Result<Vec<Region>, Error>)>,
 }
 
 impl Link {
     /// Joins a connected device with a fresh engine and posts the Receives.
-    pub fn new(role: Role, config: &Config, device: Box<dyn QueuePair>, memory: Arc<Memory>) -> Link {
+    pub fn new(role: Role, config: &Config, device: Box<dyn QueuePair>, memory: &Arc<Memory>) -> Link {
         let peer = PrivateData::find(device.private_data()).unwrap_or(PrivateData::ABSENT);
+        let limits = device.limits();
+        let credits = config.credits.min(limits.receives.saturating_sub(RECEIVE_MARGIN));
+        let memory = device.slabs().map_or_else(|| memory.clone(), |slabs| memory.with(slabs));
         let settings = Settings {
-            credits: config.credits,
+            credits,
             inline: config.inline,
             max_call: config.max_call,
             many_chunks: config.many_chunks,
-            remote_invalidation: device.limits().remote_invalidation,
+            remote_invalidation: limits.remote_invalidation,
         };
         let engine = Connection::new(role, settings, peer, memory.clone(), bindings(config).clone());
         stats::add(Counter::Connections, 1);
         let mut link = Link {
             role,
-            credits: config.credits,
+            credits,
             engine,
             device,
             memory,
             inline: config.inline,
+            heard: false,
             done: Vec::new(),
         };
         link.drain();
@@ -183,6 +195,7 @@ impl Link {
             match self.device.poll() {
                 Ok(Some(Completion::Received { sink, len, invalidated })) => {
                     stats::add(Counter::Receives, 1);
+                    self.heard = true;
                     left = left.saturating_sub(1);
                     match sink.into_buf(len) {
                         Ok(message) => self.receive(message, invalidated),
@@ -223,6 +236,12 @@ impl Link {
     fn receive(&mut self, message: Buf, invalidated: Option<Handle>) {
         log_wire!("fd {} < {}", self.device.fd(), describe(&message));
         self.engine.handle_receive(message, invalidated, &mut *self.device);
+    }
+
+    fn nudge(&mut self) {
+        if self.engine.closed().is_none() {
+            self.device.nudge();
+        }
     }
 
     /// Sends what the device takes. True when nothing is left to send.
@@ -289,6 +308,29 @@ fn describe(message: &[u8]) -> String {
         Ok(header) => header.to_string(),
         Err(error) => error.to_string(),
     }
+}
+
+/// What a connection over an adapter is made with.
+pub fn adapter_options(config: &Config) -> verbs::Options {
+    verbs::Options {
+        inline: config.inline,
+        credits: config.credits,
+        margin: RECEIVE_MARGIN,
+        iwarp: config.provider == Provider::Verbs,
+    }
+}
+
+/// Drives a startup until it is done. False when it is not by `deadline`.
+fn establish(device: &mut dyn QueuePair, deadline: Instant, mask: Mask<'_>) -> Result<bool, Error> {
+    while !device.establish()? {
+        let events = if device.wants_write() { sys::IN | sys::OUT } else { sys::IN };
+        let left = deadline.saturating_duration_since(Instant::now());
+        if left.is_zero() {
+            return Ok(false);
+        }
+        sys::wait(device.fd(), events, Some(left), mask)?;
+    }
+    Ok(true)
 }
 
 /// What the MPA startup of a socket offers.
@@ -417,10 +459,55 @@ fn processors() -> usize {
 
 /// A requester's connection.
 pub struct Client {
+    /// The socket that it is known by, and that it runs over unless an adapter does.
     fd: RawFd,
+    /// Where it goes over an adapter.
+    adapter: Option<SocketAddr>,
     config: &'static Config,
     memory: Arc<Memory>,
     state: Mutex<Waiting>,
+}
+
+/// A connection over an adapter that is being made.
+pub struct Attempt {
+    device: Box<dyn QueuePair>,
+    to: SocketAddr,
+    config: &'static Config,
+}
+
+impl Attempt {
+    /// Whether there is an adapter of a kind that the configuration allows.
+    pub fn is_possible(config: &Config) -> bool {
+        match config.provider {
+            Provider::Auto => verbs::present(false),
+            Provider::Verbs => true,
+            Provider::Iwarp => false,
+        }
+    }
+
+    /// Starts it.
+    ///
+    /// # Errors
+    /// No adapter leads there.
+    pub fn start(to: SocketAddr, config: &'static Config) -> Result<Attempt, Error> {
+        Ok(Attempt { device: verbs::connect(to, &adapter_options(config))?, to, config })
+    }
+
+    /// Waits for its end. False when it has none by `deadline`.
+    ///
+    /// # Errors
+    /// It has failed.
+    pub fn wait(&mut self, deadline: Instant, mask: Mask<'_>) -> Result<bool, Error> {
+        establish(&mut *self.device, deadline, mask)
+    }
+
+    /// The connection, when `wait` has said that it is there. `fd` is the socket that it is known by.
+    pub fn into_client(self, fd: RawFd) -> Arc<Client> {
+        let Attempt { device, to, config } = self;
+        let memory = memory(config);
+        let link = Link::new(Role::Client, config, device, &memory);
+        Client::with(fd, Some(to), config, link)
+    }
 }
 
 struct Waiting {
@@ -434,6 +521,8 @@ struct Waiting {
     next_xid: u32,
     /// The file behind `fd`: a number that is another file by now is not this connection.
     identity: Option<Identity>,
+    /// How often the peer was nudged before its first message.
+    nudges: u32,
 }
 
 /// A thread that polls the socket.
@@ -466,8 +555,12 @@ impl Client {
         deadline: Instant,
         mask: Mask<'_>,
     ) -> Result<Arc<Client>, Error> {
-        let memory = memory(config);
-        let link = Client::start(fd, config, &memory, deadline, mask)?;
+        let link = Client::start(fd, config, &memory(config), deadline, mask)?;
+        Ok(Client::with(fd, None, config, link))
+    }
+
+    fn with(fd: RawFd, adapter: Option<SocketAddr>, config: &'static Config, link: Link) -> Arc<Client> {
+        let memory = link.memory.clone();
         let state = Waiting {
             link,
             outcomes: HashMap::new(),
@@ -476,8 +569,9 @@ impl Client {
             spin: Spin::default(),
             next_xid: sys::random_u32(),
             identity: process::identify(fd),
+            nudges: 0,
         };
-        Ok(Arc::new(Client { fd, config, memory, state: Mutex::new(state) }))
+        Arc::new(Client { fd, adapter, config, memory, state: Mutex::new(state) })
     }
 
     fn start(
@@ -488,15 +582,23 @@ impl Client {
         mask: Mask<'_>,
     ) -> Result<Link, Error> {
         let mut device = Iwarp::initiator(fd, options(config, fd))?;
-        while !device.handshake()? {
-            let events = if device.wants_write() { sys::IN | sys::OUT } else { sys::IN };
-            let left = deadline.saturating_duration_since(Instant::now());
-            if left.is_zero() {
-                return Err(Error::new(Kind::Timeout, "the peer did not answer the MPA Request in time"));
-            }
-            sys::wait(fd, events, Some(left), mask)?;
+        if !establish(&mut device, deadline, mask)? {
+            return Err(Error::new(Kind::Timeout, "the peer did not answer the MPA Request in time"));
         }
-        Ok(Link::new(Role::Client, config, Box::new(device), memory.clone()))
+        Ok(Link::new(Role::Client, config, Box::new(device), memory))
+    }
+
+    /// The same way once more.
+    fn start_anew(&self, deadline: Instant) -> Result<Link, Error> {
+        let Some(to) = self.adapter else {
+            sys::reconnect(self.fd, deadline)?;
+            return Client::start(self.fd, self.config, &memory(self.config), deadline, None);
+        };
+        let mut attempt = Attempt::start(to, self.config)?;
+        if !attempt.wait(deadline, None)? {
+            return Err(Error::new(Kind::Timeout, "the peer did not accept the new connection in time"));
+        }
+        Ok(Link::new(Role::Client, self.config, attempt.device, &memory(self.config)))
     }
 
     /// The socket.
@@ -521,6 +623,11 @@ impl Client {
     /// What the connection runs on and what was agreed, in words for the log.
     pub fn describe(&self) -> String {
         self.lock().link.describe()
+    }
+
+    /// Whether it goes over an adapter.
+    pub fn adapter(&self) -> bool {
+        self.adapter.is_some()
     }
 
     /// An XID that no call of this connection uses.
@@ -552,6 +659,10 @@ impl Client {
         mask: Mask<'_>,
     ) -> Result<Vec<Region>, Error> {
         stats::add(Counter::Calls, 1);
+        // Over an adapter nothing else would tell that the program has closed the socket.
+        if self.adapter() && !self.alive() {
+            return Err(Error::new(Kind::NotSent, "the descriptor was closed"));
+        }
         let mut state = self.lock();
         state.link.pump_input();
         self.replace_starved(&mut state, deadline)?;
@@ -690,16 +801,24 @@ impl Client {
                 state = self.lock();
             }
         }
-        let writes = state.link.device.wants_write();
+        let (fd, writes) = (state.link.device.fd(), state.link.device.wants_write());
         let events = if writes { sys::IN | sys::OUT } else { sys::IN };
         if let Some(driver) = state.own_seat() {
             state.drivers[driver].writes = writes;
         }
+        let nudges = state.nudges < NUDGES && !state.link.heard;
         drop(state);
-        let left = deadline.saturating_duration_since(Instant::now());
-        // An error of poll(2) itself shows up in the next pump, as an error of the socket; EINTR is no error here.
-        let _ = sys::wait(self.fd, events, Some(left), mask);
+        let mut left = deadline.saturating_duration_since(Instant::now());
+        if nudges {
+            left = left.min(NUDGE_AFTER);
+        }
+        // An error of poll(2) itself shows up in the next pump, as an error of the device; EINTR is no error here.
+        let came = sys::wait(fd, events, Some(left), mask);
         let mut state = self.lock();
+        if nudges && matches!(came, Ok(false)) && !state.link.heard {
+            state.nudges += 1;
+            state.link.nudge();
+        }
         state.link.pump();
         state.settle();
         state.stand_up();
@@ -711,10 +830,19 @@ impl Client {
     /// The lock is kept: no other thread could do anything meanwhile. Signals are not let through, for a handler could
     /// call on this connection.
     fn replace_starved(&self, state: &mut MutexGuard<'_, Waiting>, deadline: Instant) -> Result<(), Error> {
-        if !state.link.engine.starved() || !state.drivers.is_empty() || state.link.engine.closed().is_some() {
+        if !state.drivers.is_empty() {
             return Ok(());
         }
-        log_warn!("fd {}: timed-out calls hold every credit: connecting anew", self.fd);
+        match state.link.engine.closed() {
+            // A call that timed out has ended it, since the device could not take its memory back otherwise.
+            Some(error) if error.kind() == Kind::Timeout => {
+                log_warn!("fd {}: connecting anew: {error}", self.fd);
+            }
+            None if state.link.engine.starved() => {
+                log_warn!("fd {}: timed-out calls hold every credit: connecting anew", self.fd);
+            }
+            _ => return Ok(()),
+        }
         if state.identity.is_none() || state.identity != process::identify(self.fd) {
             // Another file has the number by now, and would be replaced.
             let error = Error::new(Kind::NotSent, "the descriptor was closed");
@@ -725,10 +853,8 @@ impl Client {
         }
         // However little time this call has: a startup given up halfway would leave no connection at all.
         let limit = deadline.max(Instant::now() + RECONNECT_TIMEOUT).min(Instant::now() + START_TIMEOUT);
-        let fresh = sys::reconnect(self.fd, limit).map_err(Error::from).and_then(|()| {
-            state.identity = process::identify(self.fd);
-            Client::start(self.fd, self.config, &self.memory, limit, None)
-        });
+        let fresh = self.start_anew(limit);
+        state.identity = process::identify(self.fd);
         stats::add(Counter::Reconnects, 1);
         match fresh {
             Ok(link) => {
@@ -844,6 +970,7 @@ fn null_call(call: &[u8]) -> [u8; 40] {
 /// A responder's connection, driven by the loop of the program through `receive`, `reply` and `more`.
 pub struct Server {
     fd: RawFd,
+    peer: Option<SocketAddr>,
     config: &'static Config,
     phase: Phase,
     spin: Spin,
@@ -861,7 +988,7 @@ pub struct Server {
 }
 
 enum Phase {
-    Starting(Box<Iwarp>),
+    Starting(Box<dyn QueuePair>),
     Open(Box<Link>),
     Failed(Error),
 }
@@ -872,12 +999,34 @@ impl Server {
     /// # Errors
     /// When the device cannot be set up.
     pub fn accept(fd: RawFd, config: &'static Config) -> Result<Server, Error> {
-        static NEXT: AtomicUsize = AtomicUsize::new(1);
         let device = Iwarp::responder(fd, options(config, fd))?;
-        Ok(Server {
+        Ok(Server::with(fd, Box::new(device), socket::peer(fd), config))
+    }
+
+    /// Waits for the end of a startup. The connection gets a descriptor of its own, which belongs to the caller.
+    ///
+    /// # Errors
+    /// `EMFILE`.
+    pub fn new(
+        device: Box<dyn QueuePair>,
+        peer: Option<SocketAddr>,
+        config: &'static Config,
+    ) -> Result<Server, Error> {
+        Ok(Server::with(socket::duplicate(device.fd())?, device, peer, config))
+    }
+
+    fn with(
+        fd: RawFd,
+        device: Box<dyn QueuePair>,
+        peer: Option<SocketAddr>,
+        config: &'static Config,
+    ) -> Server {
+        static NEXT: AtomicUsize = AtomicUsize::new(1);
+        Server {
             fd,
+            peer,
             config,
-            phase: Phase::Starting(Box::new(device)),
+            phase: Phase::Starting(device),
             spin: Spin::default(),
             turn: 0,
             id: NEXT.fetch_add(1, Relaxed),
@@ -885,13 +1034,13 @@ impl Server {
             pulling: None,
             retry: None,
             generation: sys::fork_generation(),
-        })
+        }
     }
 
     /// Moves what has come, and hands out the oldest complete request.
     pub fn receive(&mut self) -> Option<Request> {
         if let Phase::Starting(device) = &mut self.phase {
-            match device.handshake() {
+            match device.establish() {
                 Ok(false) => return None,
                 Ok(true) => self.open(),
                 Err(error) => {
@@ -963,9 +1112,8 @@ impl Server {
     fn open(&mut self) {
         let closed = Phase::Failed(Error::new(Kind::ConnectionLost, "closed"));
         if let Phase::Starting(device) = std::mem::replace(&mut self.phase, closed) {
-            let memory = memory(self.config);
-            let link = Link::new(Role::Server, self.config, device, memory);
-            let peer = socket::peer(self.fd).map_or_else(|| "a peer".to_owned(), |at| at.to_string());
+            let link = Link::new(Role::Server, self.config, device, &memory(self.config));
+            let peer = self.peer.map_or_else(|| "a peer".to_owned(), |at| at.to_string());
             log_info!("fd {}: accepted {peer} over rdma ({})", self.fd, link.describe());
             self.phase = Phase::Open(Box::new(link));
         }
@@ -976,7 +1124,10 @@ impl Server {
     /// # Errors
     /// `ENOMEM`.
     pub fn message(&self) -> Result<Buf, Error> {
-        Ok(memory(self.config).message()?)
+        match &self.phase {
+            Phase::Open(link) => Ok(link.memory.message()?),
+            Phase::Starting(_) | Phase::Failed(_) => Ok(memory(self.config).message()?),
+        }
     }
 
     /// Sends a reply: the kernel has every byte when this returns, unless the peer is too slow to take them.
@@ -1020,6 +1171,9 @@ impl Server {
                 Ok(copied) if copied > 0 => log_debug!("fd {}: {copied} bytes kept for a slow peer", self.fd),
                 Ok(_) => {}
                 Err(error) => link.fail(error),
+            }
+            if !forked {
+                link.pump();
             }
         }
         sent?;
@@ -1074,7 +1228,7 @@ impl Server {
     pub fn closed(&mut self) -> Option<Error> {
         match &self.phase {
             Phase::Starting(_) if Instant::now() >= self.start_by => {
-                let error = Error::new(Kind::Timeout, "the peer did not complete the MPA startup in time");
+                let error = Error::new(Kind::Timeout, "the peer did not complete the startup in time");
                 self.phase = Phase::Failed(error.clone());
                 Some(error)
             }
@@ -1111,7 +1265,7 @@ impl Server {
                 self.note_pulls();
             }
             Phase::Starting(device) => {
-                if let Ok(true) = device.handshake() {
+                if let Ok(true) = device.establish() {
                     self.open();
                 }
             }
@@ -1119,7 +1273,7 @@ impl Server {
         }
     }
 
-    /// The socket.
+    /// What to wait for.
     pub fn fd(&self) -> RawFd {
         self.fd
     }

@@ -16,6 +16,8 @@ pub enum Kind {
     NotSent,
     /// The connection was lost with the call under way: whether the server executed it is unknown.
     ConnectionLost,
+    /// Nobody accepts connections there.
+    Refused,
     /// The program's xdrproc refused to encode, or memory for encoding ran out.
     Encode,
     /// The reply could not be decoded.
@@ -104,6 +106,7 @@ impl Kind {
             Kind::Timeout => (libc::ETIMEDOUT, clnt_stat::TIMEDOUT),
             Kind::NotSent => (libc::EPIPE, clnt_stat::CANTSEND),
             Kind::ConnectionLost => (libc::ECONNRESET, clnt_stat::CANTRECV),
+            Kind::Refused => (libc::ECONNREFUSED, clnt_stat::SYSTEMERROR),
             Kind::Encode => (libc::EINVAL, clnt_stat::CANTENCODEARGS),
             Kind::Decode => (libc::EINVAL, clnt_stat::CANTDECODERES),
             Kind::Peer => (libc::EIO, clnt_stat::FAILED),

@@ -13,6 +13,8 @@
 //! A block comes from a [`Pool`] and goes back to it when its last holder is dropped, so no completion is needed
 //! to recycle a sent message. Blocks are anonymous mappings made with MAP_NORESERVE: untouched pages cost nothing.
 //!
+//! A device that must know its memory beforehand gets it from [`Slabs`]: one mapping, cut into blocks of one length.
+//!
 //! Memory of the program takes the same forms for a time: [`Region::lend`] and [`Sink::lend`] wrap it, and a
 //! [`Loan`] tells when nobody names it any more. It never becomes a `Buf`, which could grow.
 //!
@@ -34,7 +36,7 @@ use std::marker::PhantomData;
 use std::ops::{Deref, DerefMut};
 use std::ptr::NonNull;
 use std::sync::atomic::{AtomicUsize, Ordering, Ordering::Relaxed, fence};
-use std::sync::{Arc, Mutex, Weak};
+use std::sync::{Arc, Mutex, MutexGuard, Weak};
 
 /// Granularity of blocks, in bytes.
 const PAGE: usize = 4096;
@@ -86,7 +88,9 @@ impl Pool {
 }
 
 /// The pools of a device. Software devices share one set in the process.
+#[derive(Clone)]
 pub struct Memory {
+    slabs: Option<Arc<Slabs>>,
     slab: Arc<Pool>,
     message: Arc<Pool>,
     areas: Arc<Pool>,
@@ -100,6 +104,7 @@ impl Memory {
     /// staged at a time.
     pub fn new(receive: usize, reply: usize, staging_max: usize) -> Arc<Memory> {
         Arc::new(Memory {
+            slabs: None,
             slab: Pool::new(receive.max(PAGE), receive.max(PAGE), 1024),
             message: Pool::new(MESSAGE, WARM, 8),
             areas: Pool::new(reply.max(AREA_LATE), WARM, 8),
@@ -109,12 +114,17 @@ impl Memory {
         })
     }
 
-    /// A block for one Receive or one header.
+    /// The same memory for a connection whose device knows `slabs`.
+    pub fn with(&self, slabs: Arc<Slabs>) -> Arc<Memory> {
+        Arc::new(Memory { slabs: Some(slabs), ..self.clone() })
+    }
+
+    /// A block for one Receive or one header: one that the device knows, if there is one left.
     ///
     /// # Errors
     /// `ENOMEM`.
     pub fn slab(&self) -> io::Result<Buf> {
-        self.slab.take()
+        self.known().map_or_else(|| self.slab.take(), Ok)
     }
 
     /// A block for one message; it grows.
@@ -122,7 +132,11 @@ impl Memory {
     /// # Errors
     /// `ENOMEM`.
     pub fn message(&self) -> io::Result<Buf> {
-        self.message.take()
+        self.known().map_or_else(|| self.message.take(), Ok)
+    }
+
+    fn known(&self) -> Option<Buf> {
+        self.slabs.as_ref().and_then(Slabs::take)
     }
 
     /// A block with room for `len` bytes of a message whose length somebody else chose. `None` when the process
@@ -132,7 +146,7 @@ impl Memory {
     /// `ENOMEM`.
     pub fn staging(&self, len: usize) -> io::Result<Option<Buf>> {
         let Some(charge) = self.staged.charge(len, self.staging_max.max(len)) else { return Ok(None) };
-        let mut buf = self.message()?;
+        let mut buf = self.message.take()?;
         buf.reserve(len)?;
         buf.charge(charge);
         Ok(Some(buf))
@@ -152,6 +166,58 @@ impl Memory {
         buf.reserve(len)?;
         buf.charge(charge);
         Ok(buf.into_sink(len))
+    }
+}
+
+/// A mapping cut into blocks of one length, so that a device can register all of them at once.
+///
+/// A block that grows becomes a mapping of its own, which the device does not know.
+pub struct Slabs {
+    whole: RawBlock,
+    size: usize,
+    /// Offsets of the blocks that nobody has.
+    free: Mutex<Vec<usize>>,
+}
+
+impl Slabs {
+    /// `count` blocks of `size` bytes each, rounded up to a page.
+    ///
+    /// # Errors
+    /// `ENOMEM`.
+    pub fn new(size: usize, count: usize) -> io::Result<Arc<Slabs>> {
+        let size = round_up(size.max(1));
+        let len = size.checked_mul(count).ok_or_else(|| io::Error::from_raw_os_error(libc::ENOMEM))?;
+        let whole = RawBlock::map(len.max(PAGE))?;
+        Ok(Arc::new(Slabs { whole, size, free: Mutex::new((0..count).rev().map(|n| n * size).collect()) }))
+    }
+
+    /// Takes a block, which starts empty, if there is one left.
+    pub fn take(self: &Arc<Slabs>) -> Option<Buf> {
+        let at = self.free().pop()?;
+        // SAFETY: `at + size` is at most the length of the mapping: `at` is one of the offsets made in `new`.
+        let ptr = unsafe { self.whole.ptr.add(at) };
+        let raw =
+            RawBlock { ptr, cap: self.size, home: Home::Slabs(self.clone()), touched: AtomicUsize::new(0) };
+        Some(Buf { block: Arc::new(Block { raw, pool: Weak::new(), charge: None }), len: 0 })
+    }
+
+    /// Blocks that nobody has.
+    pub fn left(&self) -> usize {
+        self.free().len()
+    }
+
+    /// Bytes of one block.
+    pub fn size(&self) -> usize {
+        self.size
+    }
+
+    /// Address of the mapping, and its bytes.
+    pub fn span(&self) -> (usize, usize) {
+        (self.whole.ptr.as_ptr().addr(), self.whole.cap)
+    }
+
+    fn free(&self) -> MutexGuard<'_, Vec<usize>> {
+        self.free.lock().unwrap_or_else(|e| e.into_inner())
     }
 }
 
@@ -329,7 +395,7 @@ impl Sink {
 
     /// Whether it is memory of the program.
     pub fn is_lent(&self) -> bool {
-        self.block.raw.lent
+        self.block.raw.is_lent()
     }
 
     /// Bytes that the device may write.
@@ -340,6 +406,12 @@ impl Sink {
     /// Whether the device may write no byte.
     pub fn is_empty(&self) -> bool {
         self.len == 0
+    }
+
+    /// Where the memory lies, for a device to be told, which writes it unseen by us.
+    pub fn address(&self) -> usize {
+        self.block.raw.touch(self.start + self.len);
+        self.block.raw.ptr.addr().get() + self.start
     }
 
     /// A part of the memory, for a device that exposes it under a handle of its own.
@@ -473,7 +545,7 @@ impl Region {
 
     /// Whether it is memory of the program.
     pub fn is_lent(&self) -> bool {
-        self.block.raw.lent
+        self.block.raw.is_lent()
     }
 
     /// The region itself, or a copy in memory of our own if it is lent.
@@ -617,7 +689,7 @@ impl Block {
     /// As [`Region::lend`]; and as [`Sink::lend`] if it becomes a Sink.
     unsafe fn lend(bytes: *mut u8, len: usize) -> Arc<Block> {
         let ptr = NonNull::new(bytes).unwrap_or(NonNull::dangling());
-        let raw = RawBlock { ptr, cap: len, lent: true, touched: AtomicUsize::new(len) };
+        let raw = RawBlock { ptr, cap: len, home: Home::Program, touched: AtomicUsize::new(len) };
         Arc::new(Block { raw, pool: Weak::new(), charge: None })
     }
 }
@@ -631,17 +703,26 @@ impl Drop for Block {
     }
 }
 
-/// An anonymous mapping of our own, or memory of the program. `cap` 0 means none.
+/// A piece of memory. `cap` 0 means none.
 struct RawBlock {
     ptr: NonNull<u8>,
     cap: usize,
-    /// Not ours to unmap, trim or move. Such a block is in no pool and never a Buf.
-    lent: bool,
+    home: Home,
     /// Highest byte that may have been written: what lies above has no pages.
     touched: AtomicUsize,
 }
 
-// SAFETY: a RawBlock owns its mapping, or its lender promised that any thread may use it; the pointer is used
+/// Whose memory a block is.
+enum Home {
+    /// An anonymous mapping of the block's own.
+    Mapping,
+    /// A part of a mapping that outlives it. It is in no pool.
+    Slabs(Arc<Slabs>),
+    /// Not ours to unmap, trim or move. Such a block is in no pool and never a Buf.
+    Program,
+}
+
+// SAFETY: a RawBlock owns its mapping, or its part of one, or its lender promised that any thread may use it; the pointer is used
 // through Buf (exclusive), Region (read only) and Sink (raw copies by one device at a time under the connection's
 // lock), never shared without them.
 unsafe impl Send for RawBlock {}
@@ -650,7 +731,7 @@ unsafe impl Sync for RawBlock {}
 
 impl RawBlock {
     const fn empty() -> RawBlock {
-        RawBlock { ptr: NonNull::dangling(), cap: 0, lent: false, touched: AtomicUsize::new(0) }
+        RawBlock { ptr: NonNull::dangling(), cap: 0, home: Home::Mapping, touched: AtomicUsize::new(0) }
     }
 
     fn map(cap: usize) -> io::Result<RawBlock> {
@@ -669,10 +750,24 @@ impl RawBlock {
             return Err(io::Error::last_os_error());
         }
         let ptr = NonNull::new(ptr.cast()).ok_or_else(|| io::Error::from_raw_os_error(libc::ENOMEM))?;
-        Ok(RawBlock { ptr, cap, lent: false, touched: AtomicUsize::new(0) })
+        Ok(RawBlock { ptr, cap, home: Home::Mapping, touched: AtomicUsize::new(0) })
+    }
+
+    fn is_lent(&self) -> bool {
+        matches!(self.home, Home::Program)
     }
 
     fn grow(&mut self, cap: usize) -> io::Result<()> {
+        if let Home::Slabs(_) = self.home {
+            let fresh = RawBlock::map(cap)?;
+            let used = *self.touched.get_mut();
+            // SAFETY: `used <= self.cap < cap`; both blocks are ours and apart, and `&mut self` means that nobody else
+            // writes either.
+            unsafe { std::ptr::copy_nonoverlapping(self.ptr.as_ptr(), fresh.ptr.as_ptr(), used) };
+            fresh.touch(used);
+            *self = fresh;
+            return Ok(());
+        }
         // SAFETY: `ptr, cap` is our own whole mapping, and `&mut self` means that nobody points into it.
         let ptr = unsafe { libc::mremap(self.ptr.as_ptr().cast(), self.cap, cap, libc::MREMAP_MAYMOVE) };
         if ptr == libc::MAP_FAILED {
@@ -704,9 +799,13 @@ impl RawBlock {
 
 impl Drop for RawBlock {
     fn drop(&mut self) {
-        if self.cap != 0 && !self.lent {
-            // SAFETY: not lent, so `ptr, cap` is our own whole mapping, and its last holder is going.
-            unsafe { libc::munmap(self.ptr.as_ptr().cast(), self.cap) };
+        match &self.home {
+            // SAFETY: `ptr, cap` is our own whole mapping, and its last holder is going.
+            Home::Mapping if self.cap != 0 => unsafe {
+                libc::munmap(self.ptr.as_ptr().cast(), self.cap);
+            },
+            Home::Slabs(slabs) => slabs.free().push(self.ptr.addr().get() - slabs.whole.ptr.addr().get()),
+            Home::Mapping | Home::Program => {}
         }
     }
 }
@@ -881,6 +980,28 @@ mod tests {
         let sink = sink.into_buf(100).unwrap_err();
         drop(device);
         assert_eq!(&sink.into_buf(100).unwrap()[98..], b"xy");
+    }
+
+    #[test]
+    fn slabs_lie_in_one_mapping_and_come_back() {
+        let slabs = Slabs::new(1000, 2).unwrap();
+        let (start, len) = slabs.span();
+        let mut first = slabs.take().unwrap();
+        first.extend(&[7; 5]).unwrap();
+        let second = slabs.take().unwrap();
+        assert_eq!((len, slabs.left(), first.capacity()), (2 * PAGE, 0, PAGE));
+        assert!(slabs.take().is_none() && first.as_ptr().addr() - start < len);
+        // One that grows leaves its place, and takes its bytes along.
+        first.extend(&[8; PAGE]).unwrap();
+        assert_eq!((first[4], first[5], slabs.left()), (7, 8, 1));
+        let memory = Memory::new(1000, 1000, 1000).with(slabs.clone());
+        let third = memory.slab().unwrap();
+        assert_eq!((third.as_ptr().addr(), slabs.left()), (start, 0));
+        assert!(memory.message().unwrap().capacity() > PAGE, "an ordinary one");
+        let sink = second.into_sink(PAGE);
+        assert_eq!(sink.address(), start + PAGE);
+        drop((third, slabs, memory));
+        drop(sink);
     }
 
     #[test]

@@ -1,7 +1,8 @@
 //! What a device must offer: a connected queue pair that speaks verbs.
 //!
 //! The engine and the driver above know this trait and nothing of the device below it. One implementation exists
-//! per device: [`iwarp`] (software iWARP on a TCP socket); verbs and shared memory take their places beside it.
+//! per device: [`iwarp`] (software iWARP on a TCP socket) and [`verbs`] (adapters); shared memory takes its place beside
+//! them.
 //!
 //! # Contract
 //! - Nothing blocks. `post*` queue work and start it; [`QueuePair::poll`] moves bytes both ways and returns at most one
@@ -13,16 +14,19 @@
 //! - Completions of one kind come in the order in which the requests were posted; Receives complete in the order
 //!   of the peer's Sends, each after everything that the peer sent before it has been placed (RFC 5040 §5.5).
 //! - The first error ends the queue pair: `poll` returns it once and for ever after; every handle is dead then.
-#![forbid(unsafe_code)]
+#![deny(unsafe_code)] // Not forbid: the device behind `verbs` speaks C.
 
 use std::os::fd::RawFd;
+use std::sync::Arc;
 
 use crate::error::Error;
-use crate::memory::{Region, Sink};
+use crate::memory::{Region, Sink, Slabs};
 use crate::wire::{Handle, Segment};
 
 pub mod fault;
 pub mod iwarp;
+#[cfg_attr(not(feature = "verbs"), path = "provider/no_verbs.rs")]
+pub mod verbs;
 
 /// What a device and the negotiation with the peer allow.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -33,6 +37,8 @@ pub struct Limits {
     pub max_segment: u32,
     /// Whether every handle that `expose_*` returns may be invalidated by the peer's Send.
     pub remote_invalidation: bool,
+    /// Most Receives that may be posted at a time.
+    pub receives: u32,
 }
 
 /// Names a request in its completion; chosen by the caller, opaque to the device.
@@ -91,6 +97,21 @@ pub enum Completion {
 
 /// A connected queue pair, with its own handles: none of them works on another connection.
 pub trait QueuePair: Send {
+    /// One non-blocking step of the startup; true when the connection is established. Before that nothing else may be
+    /// asked of it but what its descriptor waits for.
+    ///
+    /// # Errors
+    /// `ConnectionLost` when the peer closed without a complete answer, `Protocol` for a bad one, `Peer` when it
+    /// refused. The connection is of no use then.
+    fn establish(&mut self) -> Result<bool, Error> {
+        Ok(true)
+    }
+
+    /// Memory that the device knows already: Receives must lie there, and what lies there is sent without a copy.
+    fn slabs(&self) -> Option<Arc<Slabs>> {
+        None
+    }
+
     /// What may be asked of it.
     fn limits(&self) -> Limits;
 
@@ -100,13 +121,13 @@ pub trait QueuePair: Send {
     /// RFC 8797 private data of the peer, as received (empty if none).
     fn private_data(&self) -> &[u8];
 
-    /// Lets the peer read `region` until it is invalidated.
+    /// Lets the peer read `region`, once it learns of it by what is posted later, until it is invalidated.
     ///
     /// # Errors
     /// When the device cannot register, or the region is longer than [`Limits::max_segment`].
     fn expose_source(&mut self, region: Region) -> Result<Segment, Error>;
 
-    /// Lets the peer write `sink` until it is invalidated.
+    /// Lets the peer write `sink`, once it learns of it by what is posted later, until it is invalidated.
     ///
     /// # Errors
     /// As [`QueuePair::expose_source`].
@@ -132,7 +153,7 @@ pub trait QueuePair: Send {
     }
 
     /// Copies what queued work still names of lent memory, and lets go of it; returns the bytes copied. Handles are
-    /// not touched. An RDMA Read into lent memory completes as ever, but what has not come yet is thrown away.
+    /// not touched. What comes meanwhile is for the next `poll`, which is due without a word of the fd. An RDMA Read into lent memory completes as ever, but what has not come yet is thrown away.
     ///
     /// # Errors
     /// When there is no memory for the copies; the connection must then be closed before the lent memory is used.
@@ -155,6 +176,9 @@ pub trait QueuePair: Send {
     /// # Errors
     /// As [`QueuePair::poll`].
     fn flush(&mut self) -> Result<bool, Error>;
+
+    /// Sends something without a meaning, for a peer that may not have noticed our first message.
+    fn nudge(&mut self) {}
 
     /// Becomes readable when `poll` has something to do; writable when queued work can go on.
     fn fd(&self) -> RawFd;

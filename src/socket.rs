@@ -6,8 +6,8 @@
 
 use std::io;
 use std::mem::{ManuallyDrop, size_of};
-use std::net::{SocketAddr, TcpListener, TcpStream};
-use std::os::fd::{FromRawFd, RawFd};
+use std::net::{Ipv4Addr, Ipv6Addr, SocketAddr, SocketAddrV4, SocketAddrV6, TcpListener, TcpStream};
+use std::os::fd::{AsRawFd, FromRawFd, OwnedFd, RawFd};
 
 use libc::c_int;
 
@@ -54,34 +54,9 @@ fn option(fd: RawFd, name: c_int) -> Option<c_int> {
 /// # Errors
 /// The errno.
 pub fn connect(fd: RawFd, address: SocketAddr) -> io::Result<()> {
-    // SAFETY: all zero is a valid sockaddr_storage.
-    let mut storage: libc::sockaddr_storage = unsafe { std::mem::zeroed() };
-    let length = match address {
-        SocketAddr::V4(v4) => {
-            let raw = libc::sockaddr_in {
-                sin_family: libc::AF_INET as libc::sa_family_t,
-                sin_port: v4.port().to_be(),
-                sin_addr: libc::in_addr { s_addr: u32::from_ne_bytes(v4.ip().octets()) },
-                sin_zero: [0; 8],
-            };
-            // SAFETY: a sockaddr_storage has room and alignment for every address family.
-            unsafe { (&raw mut storage).cast::<libc::sockaddr_in>().write(raw) };
-            size_of::<libc::sockaddr_in>()
-        }
-        SocketAddr::V6(v6) => {
-            let raw = libc::sockaddr_in6 {
-                sin6_family: libc::AF_INET6 as libc::sa_family_t,
-                sin6_port: v6.port().to_be(),
-                sin6_flowinfo: v6.flowinfo(),
-                sin6_addr: libc::in6_addr { s6_addr: v6.ip().octets() },
-                sin6_scope_id: v6.scope_id(),
-            };
-            // SAFETY: as above.
-            unsafe { (&raw mut storage).cast::<libc::sockaddr_in6>().write(raw) };
-            size_of::<libc::sockaddr_in6>()
-        }
-    };
-    connect_raw(fd, &storage, length)
+    let mut address = Sockaddr::from(address);
+    let length = address.as_bytes().len();
+    connect_raw(fd, address.as_mut_ptr(), length)
 }
 
 /// Undoes a connect(2): the socket can be connected again, from the port that it was bound to, if it was.
@@ -91,13 +66,12 @@ pub fn connect(fd: RawFd, address: SocketAddr) -> io::Result<()> {
 pub fn disconnect(fd: RawFd) -> io::Result<()> {
     // SAFETY: all zero is a valid sockaddr_storage, and its family is AF_UNSPEC.
     let storage: libc::sockaddr_storage = unsafe { std::mem::zeroed() };
-    connect_raw(fd, &storage, size_of::<libc::sockaddr>())
+    connect_raw(fd, (&raw const storage).cast(), size_of::<libc::sockaddr>())
 }
 
-fn connect_raw(fd: RawFd, storage: &libc::sockaddr_storage, length: usize) -> io::Result<()> {
-    let address: *const libc::sockaddr_storage = storage;
-    // SAFETY: the address is readable for `length` bytes, which is at most its size.
-    let done = unsafe { libc::connect(fd, address.cast(), length as libc::socklen_t) };
+fn connect_raw(fd: RawFd, address: *const libc::sockaddr, length: usize) -> io::Result<()> {
+    // SAFETY: both callers pass an address that is readable for its length.
+    let done = unsafe { libc::connect(fd, address, length as libc::socklen_t) };
     if done < 0 { Err(io::Error::last_os_error()) } else { Ok(()) }
 }
 
@@ -119,6 +93,96 @@ pub fn listen(fd: RawFd) -> io::Result<()> {
     Ok(())
 }
 
+/// The addresses of this host's interfaces, with port 0; none where the system does not say.
+pub fn local_addresses() -> Vec<SocketAddr> {
+    let mut list = std::ptr::null_mut();
+    // SAFETY: `list` may be written.
+    if unsafe { libc::getifaddrs(&mut list) } != 0 {
+        return Vec::new();
+    }
+    let mut found = Vec::new();
+    let mut next: *const libc::ifaddrs = list;
+    // SAFETY: NULL, or an entry of the list, which is alive.
+    while let Some(entry) = unsafe { next.as_ref() } {
+        next = entry.ifa_next;
+        // SAFETY: NULL, or an address of the family that it names.
+        let family = unsafe { entry.ifa_addr.as_ref() }.map_or(0, |address| i32::from(address.sa_family));
+        let length = match family {
+            libc::AF_INET => size_of::<libc::sockaddr_in>(),
+            libc::AF_INET6 => size_of::<libc::sockaddr_in6>(),
+            _ => continue,
+        };
+        // SAFETY: an address of that family has that length.
+        found.extend(Sockaddr::parse(unsafe { std::slice::from_raw_parts(entry.ifa_addr.cast(), length) }));
+    }
+    // SAFETY: made by getifaddrs, and used no more.
+    unsafe { libc::freeifaddrs(list) };
+    found
+}
+
+/// A port that nobody else gets, and where nobody listens yet.
+pub struct Reserved(#[expect(dead_code, reason = "held")] OwnedFd);
+
+impl Reserved {
+    /// Ends a listening socket and keeps its port. The number of its descriptor stays, and is never ready.
+    ///
+    /// # Errors
+    /// The errno.
+    pub fn in_place_of(fd: RawFd, address: SocketAddr) -> io::Result<Reserved> {
+        let family = if address.is_ipv4() { libc::AF_INET } else { libc::AF_INET6 };
+        // SAFETY: no memory is passed.
+        let socket = check(unsafe { libc::socket(family, libc::SOCK_STREAM | libc::SOCK_CLOEXEC, 0) })?;
+        // SAFETY: just made, and owned by nobody else.
+        let socket = unsafe { OwnedFd::from_raw_fd(socket) };
+        // A device that binds the port too says the same.
+        let on: c_int = 1;
+        let (level, name, size) =
+            (libc::SOL_SOCKET, libc::SO_REUSEADDR, size_of::<c_int>() as libc::socklen_t);
+        // SAFETY: the value is readable for the length that is passed.
+        check(unsafe { libc::setsockopt(socket.as_raw_fd(), level, name, (&raw const on).cast(), size) })?;
+        let mut address = Sockaddr::from(address);
+        let never = Reserved::deaf(family, &mut address)?;
+        // SAFETY: no memory is passed. What listened at `fd` ends, and with it what kept the port.
+        check(unsafe { libc::dup3(never.as_raw_fd(), fd, libc::O_CLOEXEC) })?;
+        let length = address.as_bytes().len() as libc::socklen_t;
+        // SAFETY: an address that is readable for its length.
+        check(unsafe { libc::bind(socket.as_raw_fd(), address.as_mut_ptr(), length) })?;
+        Ok(Reserved(socket))
+    }
+
+    /// A socket that is never ready, and still knows the address if asked: of datagrams, all of which it drops. An
+    /// eventfd(2) where the address is taken for datagrams.
+    fn deaf(family: c_int, address: &mut Sockaddr) -> io::Result<OwnedFd> {
+        // SAFETY: no memory is passed.
+        let socket = check(unsafe { libc::socket(family, libc::SOCK_DGRAM | libc::SOCK_CLOEXEC, 0) })?;
+        // SAFETY: just made, and owned by nobody else.
+        let socket = unsafe { OwnedFd::from_raw_fd(socket) };
+        // "Return 0": of a packet nothing is kept.
+        let mut drop_all =
+            libc::sock_filter { code: (libc::BPF_RET | libc::BPF_K) as u16, jt: 0, jf: 0, k: 0 };
+        let filter = libc::sock_fprog { len: 1, filter: &mut drop_all };
+        let (level, name) = (libc::SOL_SOCKET, libc::SO_ATTACH_FILTER);
+        let size = size_of::<libc::sock_fprog>() as libc::socklen_t;
+        // SAFETY: the program is readable for the one instruction that it says, and is copied.
+        check(unsafe {
+            libc::setsockopt(socket.as_raw_fd(), level, name, (&raw const filter).cast(), size)
+        })?;
+        let length = address.as_bytes().len() as libc::socklen_t;
+        // SAFETY: an address that is readable for its length.
+        if unsafe { libc::bind(socket.as_raw_fd(), address.as_mut_ptr(), length) } == 0 {
+            return Ok(socket);
+        }
+        // SAFETY: no memory is passed.
+        let never = check(unsafe { libc::eventfd(0, libc::EFD_CLOEXEC | libc::EFD_NONBLOCK) })?;
+        // SAFETY: just made, and owned by nobody else.
+        Ok(unsafe { OwnedFd::from_raw_fd(never) })
+    }
+}
+
+fn check(result: c_int) -> io::Result<c_int> {
+    if result < 0 { Err(io::Error::last_os_error()) } else { Ok(result) }
+}
+
 /// A second descriptor of the same socket, above the standard ones.
 ///
 /// # Errors
@@ -132,10 +196,79 @@ pub fn duplicate(fd: RawFd) -> io::Result<RawFd> {
     Ok(copy)
 }
 
+/// A socket address in the form that C functions want.
+#[repr(C, align(8))]
+#[derive(Clone, Copy, Debug)]
+pub struct Sockaddr {
+    bytes: [u8; 28],
+    len: u32,
+}
+
+impl Sockaddr {
+    /// For functions that take a `struct sockaddr *`; good as long as `self` is not moved.
+    pub fn as_mut_ptr(&mut self) -> *mut libc::sockaddr {
+        self.bytes.as_mut_ptr().cast()
+    }
+
+    /// The bytes of the `sockaddr_in` or `sockaddr_in6`.
+    pub fn as_bytes(&self) -> &[u8] {
+        &self.bytes[..self.len as usize]
+    }
+
+    /// What a `sockaddr_storage` holds.
+    pub fn stored(storage: &libc::sockaddr_storage) -> Option<SocketAddr> {
+        let bytes: *const libc::sockaddr_storage = storage;
+        // SAFETY: every byte of a sockaddr_storage may be read, and it is longer than this.
+        Sockaddr::parse(unsafe { std::slice::from_raw_parts(bytes.cast(), 28) })
+    }
+
+    /// Reads a `sockaddr_in` or `sockaddr_in6`.
+    pub fn parse(bytes: &[u8]) -> Option<SocketAddr> {
+        let (family, rest) = bytes.split_first_chunk::<2>()?;
+        let (port, rest) = rest.split_first_chunk::<2>()?;
+        let port = u16::from_be_bytes(*port);
+        match i32::from(u16::from_ne_bytes(*family)) {
+            libc::AF_INET => {
+                let ip = Ipv4Addr::from(*rest.first_chunk::<4>()?);
+                // A sockaddr_in has eight bytes of padding, which nobody reads; libtirpc counts them.
+                Some(SocketAddr::V4(SocketAddrV4::new(ip, port)))
+            }
+            libc::AF_INET6 => {
+                let (flow, rest) = rest.split_first_chunk::<4>()?;
+                let (ip, rest) = rest.split_first_chunk::<16>()?;
+                let scope = u32::from_ne_bytes(*rest.first_chunk::<4>()?);
+                let flow = u32::from_be_bytes(*flow);
+                Some(SocketAddr::V6(SocketAddrV6::new(Ipv6Addr::from(*ip), port, flow, scope)))
+            }
+            _ => None,
+        }
+    }
+}
+
+impl From<SocketAddr> for Sockaddr {
+    fn from(address: SocketAddr) -> Sockaddr {
+        let mut bytes = [0; 28];
+        let family = if address.is_ipv4() { libc::AF_INET } else { libc::AF_INET6 };
+        bytes[..2].copy_from_slice(&(family as u16).to_ne_bytes());
+        bytes[2..4].copy_from_slice(&address.port().to_be_bytes());
+        let len = match address {
+            SocketAddr::V4(v4) => {
+                bytes[4..8].copy_from_slice(&v4.ip().octets());
+                size_of::<libc::sockaddr_in>()
+            }
+            SocketAddr::V6(v6) => {
+                bytes[4..8].copy_from_slice(&v6.flowinfo().to_be_bytes());
+                bytes[8..24].copy_from_slice(&v6.ip().octets());
+                bytes[24..28].copy_from_slice(&v6.scope_id().to_ne_bytes());
+                size_of::<libc::sockaddr_in6>()
+            }
+        };
+        Sockaddr { bytes, len: len as u32 }
+    }
+}
+
 #[cfg(test)]
 mod tests {
-    use std::os::fd::AsRawFd;
-
     use super::*;
 
     #[test]
@@ -158,5 +291,19 @@ mod tests {
         let file = std::fs::File::open("/dev/null").unwrap();
         assert_eq!(local(file.as_raw_fd()), None);
         assert!(!is_stream(file.as_raw_fd()));
+    }
+
+    #[test]
+    fn a_reserved_port_serves_nobody_and_its_descriptor_is_never_ready() {
+        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+        let (fd, at) = (listener.as_raw_fd(), listener.local_addr().unwrap());
+        let reserved = Reserved::in_place_of(fd, at).unwrap();
+        assert_eq!(local(fd), Some(at));
+        assert_eq!(TcpStream::connect(at).unwrap_err().kind(), io::ErrorKind::ConnectionRefused);
+        std::net::UdpSocket::bind("127.0.0.1:0").unwrap().send_to(b"noise", at).unwrap();
+        let mut poll = libc::pollfd { fd, events: libc::POLLIN, revents: 0 };
+        // SAFETY: one entry.
+        assert_eq!(unsafe { libc::poll(&mut poll, 1, 50) }, 0);
+        drop(reserved);
     }
 }

@@ -313,6 +313,60 @@ pub fn wait(
     Ok(poll(&mut [PollFd(libc::pollfd { fd, events, revents: 0 })], timeout, mask)? > 0)
 }
 
+/// Most bytes that this process may lock in memory; `None`: as many as there are.
+pub fn memlock_limit() -> Option<usize> {
+    let mut limit = libc::rlimit { rlim_cur: libc::RLIM_INFINITY, rlim_max: libc::RLIM_INFINITY };
+    // SAFETY: `limit` may be written. An error leaves it as it is.
+    unsafe { libc::getrlimit(libc::RLIMIT_MEMLOCK, &raw mut limit) };
+    if limit.rlim_cur == libc::RLIM_INFINITY { None } else { usize::try_from(limit.rlim_cur).ok() }
+}
+
+/// Some descriptors that are waited for as one.
+pub struct Readables {
+    set: OwnedFd,
+}
+
+impl Readables {
+    /// A set of `fds`.
+    ///
+    /// # Errors
+    /// The errno.
+    pub fn new(fds: &[RawFd]) -> io::Result<Readables> {
+        // SAFETY: touches no memory.
+        let set = check(unsafe { libc::epoll_create1(libc::EPOLL_CLOEXEC) })?;
+        // SAFETY: just made, and owned by nobody else.
+        let set = unsafe { OwnedFd::from_raw_fd(set) };
+        let readables = Readables { set };
+        for fd in fds {
+            readables.add(*fd)?;
+        }
+        Ok(readables)
+    }
+
+    /// One more.
+    ///
+    /// # Errors
+    /// The errno.
+    pub fn add(&self, fd: RawFd) -> io::Result<()> {
+        let mut event = libc::epoll_event { events: libc::EPOLLIN as u32, u64: fd as u64 };
+        // SAFETY: the event is readable; the number may be anything.
+        check(unsafe { libc::epoll_ctl(self.fd(), libc::EPOLL_CTL_ADD, fd, &raw mut event) }).map(drop)
+    }
+
+    /// Readable when one of them is.
+    pub fn fd(&self) -> RawFd {
+        self.set.as_raw_fd()
+    }
+
+    /// Which are readable now: up to four.
+    pub fn ready(&self) -> impl Iterator<Item = RawFd> + use<> {
+        let mut events = [libc::epoll_event { events: 0, u64: 0 }; 4];
+        // SAFETY: there is room for as many events as are asked for; a timeout of 0 returns at once.
+        let n = unsafe { libc::epoll_wait(self.fd(), events.as_mut_ptr(), 4, 0) };
+        events.into_iter().take(usize::try_from(n).unwrap_or(0)).map(|event| event.u64 as RawFd)
+    }
+}
+
 /// An epoll set and its alarm, as one descriptor that a program's own loop can poll.
 #[derive(Debug)]
 pub struct WakeSet {

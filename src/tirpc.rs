@@ -29,6 +29,7 @@ use std::sync::atomic::{AtomicPtr, Ordering};
 use crate::error::{Error, Kind, clnt_stat};
 use crate::xdr::{XDR, XdrProc};
 
+pub mod adapters;
 pub mod client;
 pub mod interpose;
 mod lending;

@@ -239,21 +239,6 @@ impl Iwarp {
         })
     }
 
-    /// One non-blocking step of the startup; true when the connection is established.
-    ///
-    /// # Errors
-    /// `ConnectionLost` when the peer closed without a complete answer, `Protocol` for a bad frame, `Peer` when it
-    /// refused. The connection is of no use then.
-    pub fn handshake(&mut self) -> Result<bool, Error> {
-        if let Some(error) = &self.failed {
-            return Err(error.clone());
-        }
-        match self.start() {
-            Err(error) => Err(self.fail(error, None)),
-            done => done,
-        }
-    }
-
     fn start(&mut self) -> Result<bool, Error> {
         loop {
             match std::mem::replace(&mut self.stage, Stage::Open) {
@@ -269,7 +254,7 @@ impl Iwarp {
                         return Ok(false);
                     }
                     let terms = then?;
-                    self.establish(&terms);
+                    self.agree(&terms);
                 }
                 stage => {
                     let expected =
@@ -315,7 +300,7 @@ impl Iwarp {
             return match frame.accept(&offer, self.options.revision) {
                 Ok(terms) => {
                     self.private_data = frame.private_data;
-                    self.establish(&terms);
+                    self.agree(&terms);
                     self.transmit.may_send = true;
                     Ok(())
                 }
@@ -345,7 +330,7 @@ impl Iwarp {
         Ok(())
     }
 
-    fn establish(&mut self, terms: &Terms) {
+    fn agree(&mut self, terms: &Terms) {
         self.stage = Stage::Open;
         self.ird = usize::from(terms.ird);
         self.transmit.ord = usize::from(terms.ord);
@@ -900,11 +885,28 @@ impl Iwarp {
 }
 
 impl QueuePair for Iwarp {
+    fn establish(&mut self) -> Result<bool, Error> {
+        if let Some(error) = &self.failed {
+            return Err(error.clone());
+        }
+        match self.start() {
+            Err(error) => Err(self.fail(error, None)),
+            done => done,
+        }
+    }
+
+    /// siw reads what comes with or right after its MPA Reply only when more comes.
+    fn nudge(&mut self) {
+        let nowhere = Segment { handle: Handle(0), length: 0, offset: 0 };
+        self.post(WorkRequest::Write { gather: Vec::new(), to: nowhere });
+    }
+
     fn limits(&self) -> Limits {
         Limits {
             read_depth: self.transmit.ord as u32,
             max_segment: MAX_SEGMENT,
             remote_invalidation: REMOTE_INVALIDATION,
+            receives: u32::MAX,
         }
     }
 

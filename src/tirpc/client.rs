@@ -24,16 +24,16 @@ use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock};
 use std::time::{Duration, Instant};
 
 use crate::binding::{Binding, Head};
-use crate::config::{self, Config};
+use crate::config::{self, Config, Provider};
 use crate::connection::RPC_HEADER_MAX;
-use crate::driver::{self, Client, REPLY_HEADER, START_TIMEOUT};
+use crate::driver::{self, Attempt, Client, REPLY_HEADER, START_TIMEOUT};
 use crate::error::{Error, Kind, clnt_stat, os_text};
 use crate::ffi::guard;
 use crate::memory::{Loan, Message, Region, Sink, registered};
+use crate::socket::Sockaddr;
 use crate::stats::{self, Counter};
 use crate::sys::{BlockedSignals, Uncancelled};
 use crate::tirpc::lending::{self, lending};
-use crate::tirpc::netid::Sockaddr;
 use crate::tirpc::{
     _null_auth, _seterr_reply, AUTH, CLIENT, RPCBPROG, accepted_reply, accepted_reply_ru, ar_results,
     auth_ops, auth_stat, authnone_create, bool_t, clnt_ops, control, msg, netbuf, reply_body, reply_body_ru,
@@ -41,7 +41,7 @@ use crate::tirpc::{
 };
 use crate::wire::Xid;
 use crate::xdr::{Decoder, Encoder, LEND_MIN, XDR, XdrProc, op};
-use crate::{log_debug, log_error, log_info, socket, xdr};
+use crate::{log_debug, log_error, log_info, socket, sys, xdr};
 
 /// What the creator of a CLIENT asks for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -60,8 +60,14 @@ pub const CLGET_RDMA_MAXREPLY: c_uint = 0x5244_4d02;
 /// How long a moved client waits for a peer that neither answers nor closes (a stock server closes at once).
 const TRY_TIMEOUT: Duration = Duration::from_millis(500);
 
-/// How long a server that closed on an MPA Request is remembered as one of tcp.
-const TCP_REMEMBERED: Duration = Duration::from_secs(60);
+/// How long it is remembered what a server speaks.
+const REMEMBERED: Duration = Duration::from_secs(60);
+
+/// How long it may take a server that has been started to listen on its adapters.
+const LISTENS_LATE: Duration = Duration::from_secs(2);
+
+/// How long an adapter is waited for before software iWARP is tried beside.
+const ADAPTER_START: Duration = Duration::from_millis(250);
 
 /// Time to send a call whose own time is zero, if the handle has none.
 const SEND_TIMEOUT: Duration = Duration::from_secs(25);
@@ -146,59 +152,144 @@ pub unsafe fn vc_create(
     if !socket::is_stream(fd) || socket::local(fd).is_none() {
         return refuse(Error::new(Kind::Invalid, format!("fd {fd} is not a TCP socket")));
     }
-    let connected = socket::peer(fd).is_some();
-    if !connected {
-        let Some(to) = Sockaddr::parse(&address) else {
-            return refuse(Error::new(Kind::Invalid, "no internet address to connect to"));
-        };
-        if intent == Intent::Try && servers_of_tcp::contain(to) {
-            log_info!("fd {fd}: program {prog} version {vers} goes over tcp: so did {to} a moment ago");
-            return Ok(None);
-        }
-        socket::connect(fd, to).map_err(|e| {
-            let text = format!("cannot connect to {to}: {}", os_text(&e));
-            Error::new(Error::from(e).kind(), text)
-        })?;
-    } else if intent == Intent::Try {
+    let connected = socket::peer(fd);
+    if connected.is_some() && intent == Intent::Try {
         // It could not be connected again if the server does not speak RDMA.
         log_info!("fd {fd}: program {prog} version {vers} goes over tcp: the program connected it itself");
         return Ok(None);
     }
-    let timeout = if intent == Intent::Try { TRY_TIMEOUT } else { START_TIMEOUT };
+    let Some(to) = connected.or(Sockaddr::parse(&address)) else {
+        return refuse(Error::new(Kind::Invalid, "no internet address to connect to"));
+    };
+    if intent == Intent::Try && peers::known(to) == Some(Speaks::Tcp) {
+        log_info!("fd {fd}: program {prog} version {vers} goes over tcp: so did {to} a moment ago");
+        return Ok(None);
+    }
     let signals = BlockedSignals::all();
-    let opened = Client::open(fd, config, Instant::now() + timeout, Some(signals.before()));
+    let opened = open(fd, to, connected.is_some(), intent, config, &signals);
     drop(signals);
     match opened {
         Ok(connection) => {
-            let peer = socket::peer(fd).map_or_else(|| "its server".to_owned(), |at| at.to_string());
             let how = connection.describe();
-            log_info!("fd {fd}: program {prog} version {vers} goes over rdma to {peer} ({how})");
+            log_info!("fd {fd}: program {prog} version {vers} goes over rdma to {to} ({how})");
             connections::add(fd, connection.clone());
             Ok(Some(new(connection, address, prog, vers, config)))
         }
-        Err(error) if intent == Intent::Try && config.fallback => {
+        Err(Failure::Connect(error)) => Err(error),
+        Err(Failure::Start(error)) if intent == Intent::Try && config.fallback => {
             log_info!("fd {fd}: program {prog} version {vers} goes over tcp: {error}");
             stats::add(Counter::Fallbacks, 1);
-            if let Some(to) = Sockaddr::parse(&address).filter(|_| error.kind() != Kind::Timeout) {
-                servers_of_tcp::remember(to);
+            if error.kind() != Kind::Timeout {
+                peers::remember(to, Speaks::Tcp);
             }
             // The stock transport connects it again.
-            socket::disconnect(fd)?;
+            if socket::peer(fd).is_some() {
+                socket::disconnect(fd)?;
+            }
             Ok(None)
         }
-        Err(error) => {
-            let peer = socket::peer(fd).or(Sockaddr::parse(&address));
-            let to = peer.map_or_else(String::new, |at| format!(" to {at}"));
+        Err(Failure::Start(error)) => {
             let remedy = match (intent, error.kind()) {
                 (Intent::Try, _) => "; RPCRDMA_FALLBACK=no forbids tcp",
-                (Intent::Required, Kind::ConnectionLost) => "; its server must run with librpcrdma",
+                (Intent::Required, Kind::ConnectionLost | Kind::Refused) => {
+                    "; its server must run with librpcrdma"
+                }
                 (Intent::Required, _) => "",
             };
-            let text = format!("no RDMA connection{to}: {error}{remedy}");
-            let kind =
-                if error.kind() == Kind::ConnectionLost { Kind::Os(libc::ECONNRESET) } else { error.kind() };
+            let text = format!("no RDMA connection to {to}: {error}{remedy}");
+            let kind = match error.kind() {
+                Kind::ConnectionLost => Kind::Os(libc::ECONNRESET),
+                kind => kind,
+            };
             Err(Error::new(kind, text))
         }
+    }
+}
+
+/// Why there is no connection.
+enum Failure {
+    /// Nobody listens there, or nothing leads there.
+    Connect(Error),
+    /// Somebody does, but no RDMA came about.
+    Start(Error),
+}
+
+/// Makes the connection, over an adapter or as software iWARP on the socket.
+///
+/// Where both may do, the adapter has a start: an InfiniBand or RoCE device on the way says nothing about the peer's
+/// end, and a peer that has none may never answer. What has won is remembered for a while.
+fn open(
+    fd: c_int,
+    to: SocketAddr,
+    connected: bool,
+    intent: Intent,
+    config: &'static Config,
+    signals: &BlockedSignals,
+) -> Result<Arc<Client>, Failure> {
+    let mask = Some(signals.before());
+    let timeout = if intent == Intent::Try { TRY_TIMEOUT } else { START_TIMEOUT };
+    let mut adapter = None;
+    if !connected && Attempt::is_possible(config) && peers::known(to) != Some(Speaks::Iwarp) {
+        let only = config.provider == Provider::Verbs;
+        let patience = if only { timeout } else { ADAPTER_START };
+        let deadline = Instant::now() + patience;
+        let refused_until = Instant::now() + LISTENS_LATE;
+        let started = loop {
+            let started = Attempt::start(to, config).and_then(|mut attempt| {
+                let done = attempt.wait(deadline, mask)?;
+                Ok((attempt, done))
+            });
+            // A server listens on adapters from the first poll of its loop on, which may be yet to come.
+            match started {
+                Err(error) if only && error.kind() == Kind::Refused && Instant::now() < refused_until => {
+                    let _ = sys::poll(&mut [], Some(LISTENS_LATE / 40), mask);
+                }
+                started => break started,
+            }
+        };
+        match started {
+            Ok((attempt, true)) => return Ok(attempt.into_client(fd)),
+            Ok((_, false)) if only => {
+                let text = "the peer did not answer over verbs in time";
+                return Err(Failure::Start(Error::new(Kind::Timeout, text)));
+            }
+            Ok((attempt, false)) => {
+                log_info!("{to}: verbs has no answer yet: software iWARP is tried beside");
+                adapter = Some(attempt);
+            }
+            Err(error) if only => return Err(Failure::Start(error)),
+            Err(error) => {
+                log_info!("{to}: not over verbs: {error}");
+                peers::remember(to, Speaks::Iwarp);
+            }
+        }
+    }
+    let software = || {
+        if !connected {
+            socket::connect(fd, to).map_err(|e| {
+                let text = format!("cannot connect to {to}: {}", os_text(&e));
+                Failure::Connect(Error::new(Error::from(e).kind(), text))
+            })?;
+        }
+        Client::open(fd, config, Instant::now() + timeout, mask).map_err(Failure::Start)
+    };
+    match (software(), adapter) {
+        (Ok(client), adapter) => {
+            if adapter.is_some() {
+                peers::remember(to, Speaks::Iwarp);
+            }
+            Ok(client)
+        }
+        (Err(failure), None) => Err(failure),
+        // The adapter is all that is left.
+        (Err(failure), Some(mut attempt)) => match attempt.wait(Instant::now() + timeout, mask) {
+            Ok(true) => Ok(attempt.into_client(fd)),
+            Ok(false) => Err(failure),
+            Err(error) => {
+                log_info!("{to}: not over verbs: {error}");
+                Err(failure)
+            }
+        },
     }
 }
 
@@ -213,7 +304,7 @@ fn new(connection: Arc<Client>, address: Box<[u8]>, prog: u32, vers: u32, config
         close: false,
         last_xid: 0,
         next_xid: None,
-        max_reply: config.max_reply,
+        max_reply: config.max_reply(connection.adapter()),
         error: rpc_err::new(clnt_stat::SUCCESS, 0),
         explanation: None,
     };
@@ -268,23 +359,34 @@ mod connections {
     }
 }
 
-/// Servers that closed on an MPA Request.
-mod servers_of_tcp {
+/// What a peer speaks, as it was found out a moment ago.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Speaks {
+    /// It closed on an MPA Request.
+    Tcp,
+    /// Its software iWARP came first, or no adapter leads to it.
+    Iwarp,
+}
+
+/// What peers speak.
+mod peers {
     use super::*;
 
-    fn table() -> MutexGuard<'static, HashMap<SocketAddr, Instant>> {
-        static TABLE: OnceLock<Mutex<HashMap<SocketAddr, Instant>>> = OnceLock::new();
+    type Table = HashMap<SocketAddr, (Speaks, Instant)>;
+
+    fn table() -> MutexGuard<'static, Table> {
+        static TABLE: OnceLock<Mutex<Table>> = OnceLock::new();
         TABLE.get_or_init(Default::default).lock().unwrap_or_else(|e| e.into_inner())
     }
 
-    pub fn contain(server: SocketAddr) -> bool {
-        table().get(&server).is_some_and(|at| at.elapsed() < TCP_REMEMBERED)
+    pub fn known(peer: SocketAddr) -> Option<Speaks> {
+        table().get(&peer).filter(|(_, at)| at.elapsed() < REMEMBERED).map(|(speaks, _)| *speaks)
     }
 
-    pub fn remember(server: SocketAddr) {
+    pub fn remember(peer: SocketAddr, speaks: Speaks) {
         let mut table = table();
-        table.retain(|_, at| at.elapsed() < TCP_REMEMBERED);
-        table.insert(server, Instant::now());
+        table.retain(|_, (_, at)| at.elapsed() < REMEMBERED);
+        table.insert(peer, (speaks, Instant::now()));
     }
 }
 

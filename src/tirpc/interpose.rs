@@ -35,8 +35,10 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use crate::config::{self, Config};
 use crate::error::{Error, Kind};
 use crate::ffi::{self, Fd, Inside, guard};
+use crate::socket::Sockaddr;
+use crate::tirpc::adapters;
 use crate::tirpc::client::{self, Intent};
-use crate::tirpc::netid::{self, Netid, RPCBIND_PORT, Sockaddr, nettype};
+use crate::tirpc::netid::{self, Netid, RPCBIND_PORT, nettype};
 use crate::tirpc::{
     __rpc_sockinfo, CLIENT, RPC_ANYFD, RPCBPROG, SVCXPRT, TRUE, bool_t, creation_explained,
     creation_explanation, creation_failed, creation_started, dispatch_t, netbuf, netconfig, real,
@@ -348,13 +350,20 @@ pub unsafe extern "C" fn svc_tli_create(
             return Ok(unsafe { real(fd, nconf, bind, sendsz, recvsz) });
         };
         creation(|| {
-            config::get()?;
+            let config = config::get()?;
+            let listen = |fd: c_int| -> Result<(), Error> {
+                listeners::add(fd)?;
+                match socket::local(fd) {
+                    Some(local) => adapters::listen(local, fd, config),
+                    None => Ok(()),
+                }
+            };
             // SAFETY: the caller's own arguments.
             let xprt = inside.suspend(|| unsafe { real(fd, nconf, bind, sendsz, recvsz) });
             // SAFETY: NULL, or just made and given to nobody yet.
             if let Some(made) = unsafe { ffi::reference(xprt) } {
                 if socket::listens(made.xp_fd) {
-                    listeners::add(made.xp_fd)?;
+                    listen(made.xp_fd)?;
                 } else {
                     // A connected descriptor, as from inetd: its one connection is the transport.
                     // SAFETY: as above; it is registered.
@@ -419,6 +428,9 @@ pub unsafe extern "C" fn rpcb_set(
             inside.suspend(|| listen_beside(netid, local));
         }
         ports::add(local.port());
+        if let Ok(config) = config::get() {
+            adapters::beside(local, None, false, config);
+        }
         // rpcbind's answer for the stock netid is the program's; a refused row for "rdma" leaves it reachable there.
         // SAFETY: the entry is static, the address the caller's.
         unsafe { real(prog, vers, netid.entry(), address) };

@@ -17,13 +17,14 @@
 
 use std::ffi::{CStr, c_char, c_ulong, c_void};
 use std::io;
-use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr, SocketAddrV4, SocketAddrV6, ToSocketAddrs};
+use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr, ToSocketAddrs};
 use std::ptr::{null, null_mut};
 use std::sync::atomic::{AtomicU8, Ordering};
 
 use crate::config;
 use crate::error::{Error, Kind, clnt_stat, os_text};
 use crate::ffi::{self, Inside};
+use crate::socket::Sockaddr;
 use crate::tirpc::{
     __rpc_createerr, __rpc_sockinfo, CLIENT, RPC_ANYFD, RPCBPROG, clnt_ops, control, nc, netbuf, netconfig,
     real, rpc_err, rpcblist, xdr_free, xdr_rpcblist_ptr, xdr_void,
@@ -69,6 +70,11 @@ impl Netid {
             b"udp6" => Some((config::Netid::Udp6, Netid::Rdma6)),
             _ => None,
         }
+    }
+
+    /// The netid of an address.
+    pub fn of_address(address: SocketAddr) -> Netid {
+        if address.is_ipv4() { Netid::Rdma } else { Netid::Rdma6 }
     }
 
     /// The name.
@@ -258,67 +264,11 @@ pub mod nettype {
     }
 }
 
-/// A socket address in the form that libtirpc wants.
-#[repr(C, align(8))]
-#[derive(Clone, Copy, Debug)]
-pub struct Sockaddr {
-    bytes: [u8; 28],
-    len: u32,
-}
-
 impl Sockaddr {
     /// The `netbuf` that names it; good as long as `self` is not moved.
     pub fn netbuf(&mut self) -> netbuf {
-        netbuf { maxlen: self.len, len: self.len, buf: self.bytes.as_mut_ptr().cast() }
-    }
-
-    /// The bytes of the `sockaddr_in` or `sockaddr_in6`.
-    pub fn as_bytes(&self) -> &[u8] {
-        &self.bytes[..self.len as usize]
-    }
-
-    /// Reads a `sockaddr_in` or `sockaddr_in6`.
-    pub fn parse(bytes: &[u8]) -> Option<SocketAddr> {
-        let (family, rest) = bytes.split_first_chunk::<2>()?;
-        let (port, rest) = rest.split_first_chunk::<2>()?;
-        let port = u16::from_be_bytes(*port);
-        match i32::from(u16::from_ne_bytes(*family)) {
-            libc::AF_INET => {
-                let ip = Ipv4Addr::from(*rest.first_chunk::<4>()?);
-                // A sockaddr_in has eight bytes of padding, which nobody reads; libtirpc counts them.
-                Some(SocketAddr::V4(SocketAddrV4::new(ip, port)))
-            }
-            libc::AF_INET6 => {
-                let (flow, rest) = rest.split_first_chunk::<4>()?;
-                let (ip, rest) = rest.split_first_chunk::<16>()?;
-                let scope = u32::from_ne_bytes(*rest.first_chunk::<4>()?);
-                let flow = u32::from_be_bytes(*flow);
-                Some(SocketAddr::V6(SocketAddrV6::new(Ipv6Addr::from(*ip), port, flow, scope)))
-            }
-            _ => None,
-        }
-    }
-}
-
-impl From<SocketAddr> for Sockaddr {
-    fn from(address: SocketAddr) -> Sockaddr {
-        let mut bytes = [0; 28];
-        let family = if address.is_ipv4() { libc::AF_INET } else { libc::AF_INET6 };
-        bytes[..2].copy_from_slice(&(family as u16).to_ne_bytes());
-        bytes[2..4].copy_from_slice(&address.port().to_be_bytes());
-        let len = match address {
-            SocketAddr::V4(v4) => {
-                bytes[4..8].copy_from_slice(&v4.ip().octets());
-                size_of::<libc::sockaddr_in>()
-            }
-            SocketAddr::V6(v6) => {
-                bytes[4..8].copy_from_slice(&v6.flowinfo().to_be_bytes());
-                bytes[8..24].copy_from_slice(&v6.ip().octets());
-                bytes[24..28].copy_from_slice(&v6.scope_id().to_ne_bytes());
-                size_of::<libc::sockaddr_in6>()
-            }
-        };
-        Sockaddr { bytes, len: len as u32 }
+        let len = self.as_bytes().len() as u32;
+        netbuf { maxlen: len, len, buf: self.as_mut_ptr().cast() }
     }
 }
 

@@ -16,7 +16,8 @@
 #![allow(unsafe_code)]
 
 use std::collections::HashMap;
-use std::ffi::{c_char, c_int, c_uint, c_void};
+use std::ffi::{CStr, c_char, c_int, c_uint, c_void};
+use std::net::SocketAddr;
 use std::os::fd::RawFd;
 use std::ptr::null_mut;
 use std::sync::atomic::{AtomicPtr, Ordering::Relaxed};
@@ -30,9 +31,12 @@ use crate::driver::Server;
 use crate::error::{Error, Kind};
 use crate::ffi::guard;
 use crate::memory::Region;
+use crate::socket::Sockaddr;
 use crate::stats::{self, Counter};
 use crate::sys::WakeSet;
+use crate::tirpc::adapters;
 use crate::tirpc::lending::lending;
+use crate::tirpc::netid::Netid;
 use crate::tirpc::{
     SVCAUTH, SVCXPRT, SVCXPRT_EXT, accepted_reply_ru, ar_results, auth_stat, bool_t, msg, netbuf,
     opaque_auth, real, rpc_msg, svc_max_pollfd, svc_pollfd, xdr_callmsg, xdr_replymsg, xp_ops, xp_ops2,
@@ -56,13 +60,16 @@ static SNIFF_RDMA: xp_ops = xp_ops { xp_recv: Some(sniff_rdma), ..WATCHED };
 /// A connection that did not begin with an MPA Request where only that is served.
 static REFUSED: xp_ops = xp_ops { xp_stat: Some(refused_stat), ..WATCHED };
 
-const WATCHED: xp_ops = xp_ops {
+const WATCHED: xp_ops = xp_ops { xp_destroy: Some(stock_destroy), ..LISTENING };
+
+/// Operations of what is no connection, and is never destroyed.
+pub(super) const LISTENING: xp_ops = xp_ops {
     xp_recv: Some(no_recv),
     xp_stat: Some(idle_stat),
     xp_getargs: Some(no_args),
     xp_reply: Some(no_reply),
     xp_freeargs: Some(no_args),
-    xp_destroy: Some(stock_destroy),
+    xp_destroy: Some(stay),
 };
 
 /// Gives an accepted stock connection the operations that look at its first byte.
@@ -144,6 +151,10 @@ unsafe extern "C" fn no_reply(_: *mut SVCXPRT, _: *mut rpc_msg) -> bool_t {
     guard(|| Ok(0))
 }
 
+unsafe extern "C" fn stay(_: *mut SVCXPRT) {
+    guard(|| Ok(()));
+}
+
 unsafe extern "C" fn stock_destroy(xprt: *mut SVCXPRT) {
     guard(|| {
         // SAFETY: a connection that `watch` got, so STOCK is set; destroyed once.
@@ -187,6 +198,45 @@ unsafe fn convert(stock: *mut SVCXPRT, fd: c_int, rdma_only: bool) -> Result<(),
         log_warn!("fd {fd}: an RDMA connection is closed: {error}");
     }
     Ok(())
+}
+
+/// Hands a connection that an adapter has brought to the program's loop.
+///
+/// # Safety
+/// No other thread registers transports meanwhile, as for a listener of libtirpc.
+pub(super) unsafe fn serve(
+    server: Server,
+    rdma_only: bool,
+    local: Option<SocketAddr>,
+    peer: Option<SocketAddr>,
+) -> Result<(), Error> {
+    let any = SocketAddr::from(([0, 0, 0, 0], 0));
+    let (local, peer) = (local.unwrap_or(any), peer.unwrap_or(any));
+    let netid = match Netid::of_address(local) {
+        own if rdma_only => own.name(),
+        Netid::Rdma => c"tcp",
+        Netid::Rdma6 => c"tcp6",
+    };
+    let (mut local, mut peer) = (Sockaddr::from(local), Sockaddr::from(peer));
+    // SAFETY: all zero is a valid address.
+    let mut address: libc::sockaddr_in6 = unsafe { std::mem::zeroed() };
+    let length = peer.as_bytes().len();
+    // SAFETY: a sockaddr_in6 is the longer of both kinds of addresses; the places are apart.
+    unsafe {
+        std::ptr::copy_nonoverlapping(peer.as_bytes().as_ptr(), (&raw mut address).cast::<u8>(), length);
+    }
+    // SAFETY: names `local`, which is alive.
+    let own = unsafe { copied(&local.netbuf()) };
+    // SAFETY: names `peer`, which is alive.
+    let remote = unsafe { copied(&peer.netbuf()) };
+    let transport = Transport::new(server, netid, own, remote, (address, length as c_int));
+    // SAFETY: just made, complete.
+    unsafe { Transport::register(transport) }
+}
+
+/// Has the program's loop call [`adapters::open_all`] at that time.
+pub(super) fn wake_at(time: Instant) {
+    progress::want(progress::ADAPTERS, 0, progress::Wants { deadline: Some(time), ..Default::default() });
 }
 
 // ------------------------------------------------------------------------------------------------ our transport
@@ -257,26 +307,35 @@ impl Transport {
         let stock = unsafe { &*stock };
         // The netid is that of the listener, which programs and libtirpc compare it with: a moved server's is "tcp".
         let netid = match socket::local(fd) {
-            Some(local) if rdma_only && local.is_ipv6() => c"rdma6".as_ptr(),
-            Some(_) if rdma_only => c"rdma".as_ptr(),
-            _ if stock.xp_netid.is_null() => c"tcp".as_ptr(),
-            _ => stock.xp_netid.cast_const(),
+            Some(local) if rdma_only => Netid::of_address(local).name(),
+            // SAFETY: libtirpc's own string.
+            _ => unsafe { crate::ffi::cstr(stock.xp_netid) }.unwrap_or(c"tcp"),
         };
         // SAFETY: libtirpc's own netbuf.
         let remote = unsafe { copied(&stock.xp_rtaddr) };
         // SAFETY: as above.
         let local = unsafe { copied(&stock.xp_ltaddr) };
+        Transport::new(server, netid, local, remote, (stock.xp_raddr, stock.xp_addrlen))
+    }
+
+    fn new(
+        server: Server,
+        netid: &CStr,
+        local: netbuf,
+        remote: netbuf,
+        (xp_raddr, xp_addrlen): (libc::sockaddr_in6, c_int),
+    ) -> *mut Transport {
         let xprt = SVCXPRT {
-            xp_fd: fd,
+            xp_fd: server.fd(),
             xp_port: 0,
             xp_ops: &OPS,
-            xp_addrlen: stock.xp_addrlen,
-            xp_raddr: stock.xp_raddr,
+            xp_addrlen,
+            xp_raddr,
             xp_ops2: &OPS2,
-            // SAFETY: C strings.
+            // SAFETY: a C string.
             xp_tp: unsafe { libc::strdup(c"-".as_ptr()) },
-            // SAFETY: as above.
-            xp_netid: unsafe { libc::strdup(netid) },
+            // SAFETY: a C string.
+            xp_netid: unsafe { libc::strdup(netid.as_ptr()) },
             xp_ltaddr: local,
             xp_rtaddr: remote,
             xp_verf: opaque_auth { oa_flavor: 0, oa_base: null_mut(), oa_length: 0 },
@@ -367,7 +426,7 @@ impl Transport {
     /// # Safety
     /// `own` is alive, not registered, and nobody uses it afterwards.
     unsafe fn finish(own: *mut Transport) {
-        // SAFETY: made by Box::into_raw in `like`, given up by the contract.
+        // SAFETY: made by Box::into_raw in `new`, given up by the contract.
         let mut own = unsafe { Box::from_raw(own) };
         while !own.open.is_empty() {
             own.close_request();
@@ -402,6 +461,18 @@ impl Transport {
             std::mem::forget(own);
         }
     }
+}
+
+/// A transport with nothing but a descriptor; it lives for ever.
+pub(super) fn bare(fd: RawFd, ops: &'static xp_ops) -> *mut SVCXPRT {
+    // SAFETY: all zero is a valid SVCXPRT: NULL pointers and plain numbers.
+    let mut xprt: SVCXPRT = unsafe { std::mem::zeroed() };
+    xprt.xp_fd = fd;
+    xprt.xp_ops = ops;
+    xprt.xp_ops2 = &OPS2;
+    let auth = SVCAUTH { svc_ah_ops: std::ptr::null(), svc_ah_private: null_mut() };
+    xprt.xp_p3 = Box::into_raw(Box::new(SVCXPRT_EXT { flags: 0, xp_auth: auth })).cast();
+    Box::into_raw(Box::new(xprt))
 }
 
 /// A netbuf with a copy of the bytes; never with a NULL buffer, which libtirpc's users do not expect.
@@ -742,7 +813,10 @@ mod progress {
         }
     }
 
-    static WAKE: xp_ops = xp_ops { xp_recv: Some(wake), xp_destroy: Some(keep), ..WATCHED };
+    /// In the place of a descriptor: what is wanted for listeners on adapters.
+    pub const ADAPTERS: RawFd = -1;
+
+    static WAKE: xp_ops = xp_ops { xp_recv: Some(wake), ..LISTENING };
 
     fn table() -> MutexGuard<'static, Progress> {
         static TABLE: OnceLock<Mutex<Progress>> = OnceLock::new();
@@ -819,7 +893,7 @@ mod progress {
                 return Ok(());
             }
             if self.xprt.is_null() {
-                self.xprt = bare(fd);
+                self.xprt = bare(fd, &WAKE);
             }
             self.registered = wanted;
             if wanted {
@@ -831,22 +905,6 @@ mod progress {
             }
             Ok(())
         }
-    }
-
-    /// A transport with nothing but a descriptor; it lives for ever.
-    fn bare(fd: RawFd) -> *mut SVCXPRT {
-        // SAFETY: all zero is a valid SVCXPRT: NULL pointers and plain numbers.
-        let mut xprt: SVCXPRT = unsafe { std::mem::zeroed() };
-        xprt.xp_fd = fd;
-        xprt.xp_ops = &WAKE;
-        xprt.xp_ops2 = &OPS2;
-        let auth = SVCAUTH { svc_ah_ops: std::ptr::null(), svc_ah_private: null_mut() };
-        xprt.xp_p3 = Box::into_raw(Box::new(SVCXPRT_EXT { flags: 0, xp_auth: auth })).cast();
-        Box::into_raw(Box::new(xprt))
-    }
-
-    unsafe extern "C" fn keep(_: *mut SVCXPRT) {
-        guard(|| Ok(()));
     }
 
     /// Moves what can move; destroys what took too long.
@@ -868,6 +926,11 @@ mod progress {
                 (crowded, due.iter().map(|e| e.transport).collect())
             };
             for address in due {
+                if address == 0 {
+                    forget(ADAPTERS);
+                    adapters::open_all();
+                    continue;
+                }
                 // A connection that was destroyed meanwhile has no entry any more.
                 if !table().entries.values().any(|e| e.transport == address) {
                     continue;

@@ -71,8 +71,8 @@ impl Pair {
         let mut b = Iwarp::responder(y.as_raw_fd(), b).unwrap();
         let (mut a_done, mut b_done) = (false, false);
         for _ in 0..1000 {
-            b_done = b_done || b.handshake().unwrap();
-            a_done = a_done || a.handshake().unwrap();
+            b_done = b_done || b.establish().unwrap();
+            a_done = a_done || a.establish().unwrap();
             if a_done && b_done {
                 let mut pair =
                     Pair { a, b, _sockets: (x, y), got_a: VecDeque::new(), got_b: VecDeque::new() };
@@ -196,10 +196,10 @@ impl Bench {
     fn unanswered(request: &[u8], options: Options) -> (Bench, Result<bool, Error>) {
         let (ours, theirs) = UnixStream::pair().unwrap();
         let mut qp = Iwarp::responder(ours.as_raw_fd(), options).unwrap();
-        assert!(!qp.handshake().unwrap());
+        assert!(!qp.establish().unwrap());
         theirs.set_nonblocking(true).unwrap();
         (&theirs).write_all(request).unwrap();
-        let done = qp.handshake();
+        let done = qp.establish();
         (Bench { qp, _socket: ours, peer: theirs }, done)
     }
 
@@ -207,7 +207,7 @@ impl Bench {
         let (mut bench, request) = Bench::unreplied(Options::default());
         assert_eq!(request, REQUEST);
         bench.feed(&REPLY);
-        assert!(bench.qp.handshake().unwrap());
+        assert!(bench.qp.establish().unwrap());
         bench
     }
 
@@ -217,7 +217,7 @@ impl Bench {
         theirs.set_nonblocking(true).unwrap();
         let qp = Iwarp::initiator(ours.as_raw_fd(), options).unwrap();
         let mut bench = Bench { qp, _socket: ours, peer: theirs };
-        assert!(!bench.qp.handshake().unwrap());
+        assert!(!bench.qp.establish().unwrap());
         let request = bench.sent();
         (bench, request)
     }
@@ -769,7 +769,7 @@ fn a_request_in_any_number_of_pieces_is_taken() {
     let mut qp = Iwarp::responder(ours.as_raw_fd(), Options::default()).unwrap();
     for (i, byte) in REQUEST.iter().enumerate() {
         theirs.write_all(&[*byte]).unwrap();
-        assert_eq!(qp.handshake().unwrap(), i + 1 == REQUEST.len());
+        assert_eq!(qp.establish().unwrap(), i + 1 == REQUEST.len());
     }
 }
 
@@ -780,12 +780,12 @@ fn a_peer_that_closes_during_the_startup_is_told_apart_from_one_that_talks_rubbi
         bench.feed(&REPLY[..n]);
         let Bench { mut qp, _socket, peer } = bench;
         drop(peer);
-        assert_eq!(qp.handshake().unwrap_err().kind(), Kind::ConnectionLost, "after {n} bytes");
-        assert_eq!(qp.handshake().unwrap_err().kind(), Kind::ConnectionLost);
+        assert_eq!(qp.establish().unwrap_err().kind(), Kind::ConnectionLost, "after {n} bytes");
+        assert_eq!(qp.establish().unwrap_err().kind(), Kind::ConnectionLost);
     }
     let (mut bench, _) = Bench::unreplied(Options::default());
     bench.feed(b"HTTP/1.1 400");
-    assert_eq!(bench.qp.handshake().unwrap_err().kind(), Kind::Protocol);
+    assert_eq!(bench.qp.establish().unwrap_err().kind(), Kind::Protocol);
     let (ours, theirs) = UnixStream::pair().unwrap();
     drop(theirs);
     let error = Iwarp::initiator(ours.as_raw_fd(), Options::default()).err().unwrap();
@@ -805,7 +805,7 @@ fn bytes_after_the_request_are_an_error_and_after_the_reply_are_fpdus() {
     reply.extend(untagged(SEND, b"at once"));
     bench.feed(&reply);
     bench.qp.post_recv(sink(10));
-    assert!(bench.qp.handshake().unwrap());
+    assert!(bench.qp.establish().unwrap());
     assert_eq!(received(drain(&mut bench.qp).unwrap().pop().unwrap()).0, b"at once");
 }
 
@@ -820,7 +820,7 @@ fn a_request_for_markers_is_rejected_and_a_rejected_request_is_the_peers_fault()
     let mut reply = REPLY;
     reply[16] |= 0x20;
     bench.feed(&reply);
-    assert_eq!(bench.qp.handshake().unwrap_err().kind(), Kind::Peer);
+    assert_eq!(bench.qp.establish().unwrap_err().kind(), Kind::Peer);
 }
 
 #[test]
@@ -829,7 +829,7 @@ fn a_reply_that_wants_more_reads_than_we_serve_is_terminated() {
     let mut reply = REPLY;
     reply[23] = 17;
     bench.feed(&reply);
-    assert_eq!(bench.qp.handshake().unwrap_err().kind(), Kind::Protocol);
+    assert_eq!(bench.qp.establish().unwrap_err().kind(), Kind::Protocol);
     let sent = parse(&bench.sent());
     assert_eq!(sent[0].0[20..], hex!("20060000"));
 }

@@ -1,0 +1,73 @@
+//! Stands in for `verbs` in a library that was built without the feature of that name: there is no device.
+#![forbid(unsafe_code)]
+
+use std::net::SocketAddr;
+use std::os::fd::RawFd;
+
+use crate::error::{Error, Kind};
+use crate::provider::QueuePair;
+
+/// What a connection is made with.
+#[derive(Clone, Debug)]
+#[allow(missing_docs)]
+pub struct Options {
+    pub inline: usize,
+    pub credits: u32,
+    pub margin: u32,
+    pub iwarp: bool,
+}
+
+/// There is none.
+pub fn present(_iwarp: bool) -> bool {
+    false
+}
+
+/// There is none.
+pub fn shares_ports() -> bool {
+    false
+}
+
+fn not_built_in() -> Error {
+    Error::new(Kind::Invalid, "verbs is not built in (cargo feature \"verbs\")")
+}
+
+/// Nothing can be connected to.
+///
+/// # Errors
+/// Always.
+pub fn connect(_address: SocketAddr, _options: &Options) -> Result<Box<dyn QueuePair>, Error> {
+    Err(not_built_in())
+}
+
+/// A connection that a listener has accepted.
+#[allow(missing_docs)]
+pub struct Accepted {
+    pub device: Box<dyn QueuePair>,
+    pub local: Option<SocketAddr>,
+    pub peer: Option<SocketAddr>,
+}
+
+/// There is none.
+pub enum Listener {}
+
+#[allow(missing_docs, clippy::missing_errors_doc)]
+impl Listener {
+    pub fn new(_address: SocketAddr, _iwarp: bool) -> Result<Listener, Error> {
+        Err(not_built_in())
+    }
+    pub fn fd(&self) -> RawFd {
+        match *self {}
+    }
+    pub fn forked(&self) -> bool {
+        match *self {}
+    }
+    pub fn lost(&self) -> bool {
+        match *self {}
+    }
+    pub fn places(&self) -> usize {
+        match *self {}
+    }
+    pub fn accept(&mut self, _options: &Options) -> Result<Option<Accepted>, Error> {
+        match *self {}
+    }
+}

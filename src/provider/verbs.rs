@@ -1,0 +1,1098 @@
+//! InfiniBand, RoCE and iWARP adapters, through libibverbs and librdmacm.
+//!
+//! Owns what a connection does with its device: what goes out from where it lies and what is copied, when a completion
+//! is asked for, the registrations that the peer may use, and the way from an address to an established connection.
+//! `cm` and `queues` own the device's objects and are the only ones that are unsafe; `library` finds the functions.
+//!
+//! **Memory.** A connection has its own protection domain and its own slabs, registered once, for Receives and for
+//! what is sent: no handle names them. What the peer may touch is registered for one RPC, exactly the bytes named, and
+//! the program's memory from [`LEND_MIN`] bytes on; what is shorter, or cannot be registered, is copied first. Slabs of
+//! all connections together take at most half of RLIMIT_MEMLOCK.
+//!
+//! **Sends** go out unsignalled but for every eighth. What lies in slabs is gathered from there, a short message travels
+//! inside its request, all else is copied into a slab. Requests that are posted together cost one doorbell.
+//!
+//! **Errors.** Any error completion ends the connection: rxe may leave the other end without an event, so none is
+//! waited for. A queue pair is destroyed before its memory is used again.
+//!
+//! **Fork.** Devices belong to the process that opened them: in a forked child every operation fails, and says so.
+#![deny(unsafe_code)] // Not forbid: `cm`, `queues` and `library` speak C.
+
+use std::collections::{HashMap, VecDeque};
+use std::ffi::c_int;
+use std::fs;
+use std::net::SocketAddr;
+use std::os::fd::RawFd;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
+use std::time::{Duration, Instant};
+
+use crate::error::{Error, Kind};
+use crate::memory::{Buf, Region, Sink, Slabs};
+use crate::provider::{Completion, Limits, QueuePair, WorkId, WorkRequest};
+use crate::stats::{self, Counter};
+use crate::sys::{self, Readables};
+use crate::wire::private_data::PrivateData;
+use crate::wire::{Handle, Segment};
+use crate::{log_debug, log_warn, socket};
+
+use cm::{Channel, Event, Id, Request, Terms};
+use queues::{Access, Domain, Done, Hold, Operation, Piece, Queues, Registration, Window, Work};
+
+mod cm;
+mod library;
+mod queues;
+#[cfg(test)]
+mod tests;
+
+/// RDMA Reads in either direction that we offer: what software iWARP offers too. (A Linux server refuses a client that
+/// serves none.)
+const READS: u8 = 16;
+/// Memory of the program is registered from this length on; what is shorter is copied sooner than pinned.
+const LEND_MIN: usize = 64 << 10;
+/// Longest RDMA Write that is registered at a time: a long reply need not be pinned as a whole.
+const WRITE_MAX: usize = 1 << 20;
+/// Longest exposure.
+const SEGMENT_MAX: u64 = 1 << 30;
+/// A completion is asked for after so many requests without one.
+const UNSIGNALLED: u32 = 7;
+/// How long the device may take with the program's memory after the peer's answer is out.
+const KEEP_WAIT: Duration = Duration::from_secs(1);
+/// How long the device may take to end the key of a window; without the window it ends at once.
+const INVALIDATE: Duration = Duration::from_millis(100);
+/// How long a connection that the program closes may take to send what is queued.
+const DRAIN: Duration = Duration::from_millis(200);
+/// How long looking for an address and for a route may take, each.
+const RESOLVE_MS: c_int = 5000;
+/// Requests that may wait for this process at a listener.
+const BACKLOG: c_int = 128;
+/// Where no byte can be written, and none is.
+const NOWHERE: Segment = Segment { handle: Handle(0), length: 0, offset: 0 };
+/// Fewest credits that a connection is made with when memory is short.
+const CREDITS_MIN: u32 = 4;
+
+/// What a connection is made with.
+#[derive(Clone, Debug)]
+pub struct Options {
+    /// Bytes of a Receive, and of the longest Send.
+    pub inline: usize,
+    /// Receives beyond `margin`, if memory allows: as many as there are credits.
+    pub credits: u32,
+    /// Receives for messages without a credit.
+    pub margin: u32,
+    /// iWARP devices are used too.
+    pub iwarp: bool,
+}
+
+// ------------------------------------------------------------------------------------------------------- devices
+
+/// Whether this machine has a device of the kind, without asking rdma-core.
+pub fn present(iwarp: bool) -> bool {
+    devices().any(|rnic| iwarp || !rnic)
+}
+
+fn some_device(iwarp: bool) -> Result<(), Error> {
+    if present(iwarp) {
+        return Ok(());
+    }
+    Err(Error::new(Kind::Os(libc::ENODEV), "this machine has no RDMA device"))
+}
+
+/// Whether there is a device that shares its ports with TCP.
+pub fn shares_ports() -> bool {
+    devices().any(|rnic| rnic)
+}
+
+/// Of each RDMA device, whether it is an iWARP device.
+fn devices() -> impl Iterator<Item = bool> {
+    let entries = fs::read_dir("/sys/class/infiniband").into_iter().flatten().flatten();
+    entries.map(|entry| {
+        fs::read_to_string(entry.path().join("node_type")).is_ok_and(|text| text.contains("RNIC"))
+    })
+}
+
+/// Bytes of slabs of this process.
+static LOCKED: AtomicUsize = AtomicUsize::new(0);
+
+/// A share of the memory that may be locked, given back with this.
+struct Locked(usize);
+
+impl Locked {
+    /// Room for a connection: how many credits it gets, and the slabs for them.
+    fn slabs(options: &Options) -> Result<(Locked, u32, Arc<Slabs>), Error> {
+        let budget = sys::memlock_limit().map_or(usize::MAX, |bytes| bytes / 2);
+        let size = options.inline.next_multiple_of(4096);
+        // Receives, as many messages in the hands of the program, and some Sends, of two slabs each.
+        let count = |credits: u32| (2 * credits + options.margin + 2 * credits.min(16)) as usize;
+        let least = CREDITS_MIN.min(options.credits);
+        let mut credits = options.credits;
+        loop {
+            let bytes = size.saturating_mul(count(credits));
+            // The first connections leave room for others.
+            let fits = |held: usize| {
+                let left = budget.saturating_sub(held);
+                let share = if credits > least { left / 8 } else { left };
+                (bytes <= share).then(|| held + bytes)
+            };
+            if LOCKED.fetch_update(Relaxed, Relaxed, fits).is_ok() {
+                let locked = Locked(bytes);
+                return Ok((locked, credits, Slabs::new(size, count(credits))?));
+            }
+            if credits == least {
+                let text = format!(
+                    "no room for another RDMA connection: its buffers take {bytes} bytes, {} are taken, and half of \
+                     RLIMIT_MEMLOCK is {budget}; raise it (ulimit -l, LimitMEMLOCK=), or lower RPCRDMA_INLINE",
+                    LOCKED.load(Relaxed)
+                );
+                return Err(Error::new(Kind::Os(libc::ENOMEM), text));
+            }
+            credits = (credits / 2).max(least);
+        }
+    }
+}
+
+impl Drop for Locked {
+    fn drop(&mut self) {
+        LOCKED.fetch_sub(self.0, Relaxed);
+    }
+}
+
+// ------------------------------------------------------------------------------------------------------ listener
+
+/// Listens at one address and port, on every device that it belongs to.
+pub struct Listener {
+    channel: Arc<Channel>,
+    ids: Vec<Id>,
+    generation: u64,
+    lost: bool,
+}
+
+impl Listener {
+    /// Listens at `address`. Where iWARP devices are left out, and there is one, every other device's addresses are
+    /// listened at one by one: an iWARP device shares its ports with TCP, so that a listener on all would fail.
+    ///
+    /// # Errors
+    /// There is no device, or the port is taken.
+    pub fn new(address: SocketAddr, iwarp: bool) -> Result<Listener, Error> {
+        some_device(iwarp)?;
+        let channel = Channel::new()?;
+        let mut ids = Vec::new();
+        if !address.ip().is_unspecified() || iwarp || !devices().any(|rnic| rnic) {
+            let id = Id::new(&channel)?;
+            id.bind(address)?;
+            id.listen(BACKLOG)?;
+            ids.push(id);
+        } else {
+            for at in socket::local_addresses() {
+                if at.is_ipv4() != address.is_ipv4() || at.ip().is_loopback() {
+                    continue;
+                }
+                let mut at = at;
+                at.set_port(address.port());
+                let id = Id::new(&channel)?;
+                match id.bind(at) {
+                    Ok(()) if queues::is_iwarp(&id) == Some(false) => {
+                        id.listen(BACKLOG)?;
+                        ids.push(id);
+                    }
+                    Ok(()) => {}
+                    Err(error) => log_debug!("verbs: not listening at {at}: {error}"),
+                }
+            }
+            if ids.is_empty() {
+                return Err(Error::new(
+                    Kind::Os(libc::ENODEV),
+                    "no address of this host belongs to an RDMA device",
+                ));
+            }
+        }
+        Ok(Listener { channel, ids, generation: sys::fork_generation(), lost: false })
+    }
+
+    /// Readable when somebody wants to connect.
+    pub fn fd(&self) -> RawFd {
+        self.channel.fd()
+    }
+
+    /// Whether this process was forked from the one that listens.
+    pub fn forked(&self) -> bool {
+        self.generation != sys::fork_generation()
+    }
+
+    /// Whether a device has gone, and with it what listened there.
+    pub fn lost(&self) -> bool {
+        self.lost
+    }
+
+    /// The next connection, whose startup is then to be driven to its end.
+    ///
+    /// # Errors
+    /// Nothing can be accepted any more.
+    pub fn accept(&mut self, options: &Options) -> Result<Option<Accepted>, Error> {
+        while let Some(event) = self.channel.next()? {
+            match event {
+                Event::Request(request) => {
+                    let (local, peer) = request.id.addresses();
+                    match Verbs::respond(*request, options.clone()) {
+                        Ok(verbs) => return Ok(Some(Accepted { device: Box::new(verbs), local, peer })),
+                        Err(error) => {
+                            let peer = peer.map_or_else(|| "a peer".to_owned(), |at| at.to_string());
+                            log_warn!("verbs: {peer} is refused: {error}");
+                        }
+                    }
+                }
+                Event::Failed(error) => {
+                    log_warn!("verbs: a listener has ended: {error}");
+                    self.lost = true;
+                }
+                _ => {}
+            }
+        }
+        Ok(None)
+    }
+
+    /// In how many places it listens.
+    pub fn places(&self) -> usize {
+        self.ids.len()
+    }
+}
+
+/// A connection that a listener has accepted.
+pub struct Accepted {
+    /// Not yet established.
+    pub device: Box<dyn QueuePair>,
+    /// The address of this end.
+    pub local: Option<SocketAddr>,
+    /// The address of the peer.
+    pub peer: Option<SocketAddr>,
+}
+
+/// Starts to connect to `address`; the startup is then to be driven to its end.
+///
+/// # Errors
+/// rdma-core is missing, or no device leads to the address.
+pub fn connect(address: SocketAddr, options: &Options) -> Result<Box<dyn QueuePair>, Error> {
+    some_device(options.iwarp)?;
+    Ok(Box::new(Verbs::request(address, options.clone())?))
+}
+
+// ---------------------------------------------------------------------------------------------------- connection
+
+/// Memory that the peer may use by a key.
+struct Exposed {
+    /// `None` for a registration's own key.
+    window: Option<Window>,
+    registration: Arc<Registration>,
+    /// The part of a registration of more.
+    _part: Option<Sink>,
+}
+
+enum Stage {
+    /// Looking for the device.
+    Address,
+    /// Looking for the way.
+    Route,
+    /// The peer has been asked.
+    Connecting,
+    /// The peer has been answered.
+    Accepting,
+    Open,
+}
+
+/// A queue pair on a device.
+pub struct Verbs {
+    options: Options,
+    stage: Stage,
+    generation: u64,
+    channel: Arc<Channel>,
+    watch: Readables,
+    /// Until its device is known.
+    id: Option<Id>,
+    queues: Option<Queues>,
+    exposed: HashMap<u32, Exposed>,
+    /// Requests that make the keys of windows good, before anything that names them.
+    binds: VecDeque<Work>,
+    /// Windows that are bound to nothing.
+    windows: Vec<Window>,
+    domain: Option<Arc<Domain>>,
+    slabs: Option<Arc<Slabs>>,
+    /// Where Reply chunks lie, on a device with windows.
+    areas: Option<Arc<Slabs>>,
+    area_registration: Option<Arc<Registration>>,
+    locked: Option<Locked>,
+    /// What waits for room on the send queue or for a slab.
+    pending: VecDeque<WorkRequest>,
+    /// Requests since the last one that was signalled.
+    unsignalled: u32,
+    /// Receives that were posted before anybody asked for them.
+    early: u32,
+    receives: u32,
+    /// Slabs whose Receive was handed up as a copy: the next Receive is one of them.
+    spare: Vec<Sink>,
+    /// Bytes of RDMA Reads under way.
+    reads: HashMap<WorkId, u32>,
+    terms: Terms,
+    moved: u64,
+    pulled: u64,
+    /// The peer has gone: what it sent before is still taken.
+    ending: Option<Error>,
+    failed: Option<Error>,
+}
+
+impl Verbs {
+    /// Active side: starts to connect.
+    fn request(address: SocketAddr, options: Options) -> Result<Verbs, Error> {
+        let channel = Channel::new()?;
+        let id = Id::new(&channel)?;
+        id.resolve_address(address, RESOLVE_MS)?;
+        Verbs::new(channel, id, Stage::Address, options)
+    }
+
+    /// Passive side: accepts a request.
+    fn respond(request: Request, options: Options) -> Result<Verbs, Error> {
+        let Request { mut id, terms } = request;
+        let refused = |id: &Id, error| {
+            id.reject();
+            error
+        };
+        let channel = match Channel::new() {
+            Ok(channel) => channel,
+            Err(error) => return Err(refused(&id, error)),
+        };
+        if let Err(error) = id.migrate(&channel) {
+            return Err(refused(&id, error));
+        }
+        let mut verbs = Verbs::new(channel, id, Stage::Accepting, options)?;
+        verbs.terms = terms;
+        if let Err(error) = verbs.equip().and_then(|()| verbs.answer()) {
+            if let Some(id) = verbs.domain.as_ref().map(|domain| domain.id()).or(verbs.id.as_ref()) {
+                id.reject();
+            }
+            return Err(error);
+        }
+        Ok(verbs)
+    }
+
+    fn new(channel: Arc<Channel>, id: Id, stage: Stage, options: Options) -> Result<Verbs, Error> {
+        Ok(Verbs {
+            options,
+            stage,
+            generation: sys::fork_generation(),
+            watch: Readables::new(&[channel.fd()])?,
+            channel,
+            id: Some(id),
+            queues: None,
+            exposed: HashMap::new(),
+            binds: VecDeque::new(),
+            windows: Vec::new(),
+            domain: None,
+            slabs: None,
+            areas: None,
+            area_registration: None,
+            locked: None,
+            pending: VecDeque::new(),
+            unsignalled: 0,
+            early: 0,
+            receives: 0,
+            spare: Vec::new(),
+            reads: HashMap::new(),
+            terms: Terms::default(),
+            moved: 0,
+            pulled: 0,
+            ending: None,
+            failed: None,
+        })
+    }
+
+    /// Makes the queue pair and posts the Receives, before the peer can send.
+    fn equip(&mut self) -> Result<(), Error> {
+        let id = self.id.take().ok_or_else(|| lost("no identifier"))?;
+        let domain = Domain::new(id)?;
+        let (locked, credits, slabs) = Locked::slabs(&self.options)?;
+        self.receives = credits + self.options.margin;
+        let mut queues = Queues::new(domain.clone(), slabs.clone(), self.receives)?;
+        for _ in 0..self.receives {
+            let slab = slabs.take().ok_or_else(|| lost("no slab for a Receive"))?;
+            queues.post_receive(slab.into_sink(self.options.inline))?;
+        }
+        self.early = self.receives;
+        self.watch.add(queues.fd())?;
+        self.terms.our_reads = self.terms.our_reads.min(READS).min(domain.capabilities().our_reads);
+        self.terms.their_reads = self.terms.their_reads.min(READS).min(domain.capabilities().their_reads);
+        (self.domain, self.slabs, self.locked, self.queues) =
+            (Some(domain), Some(slabs), Some(locked), Some(queues));
+        Ok(())
+    }
+
+    fn private_data(&self) -> [u8; PrivateData::LEN] {
+        PrivateData {
+            remote_invalidation: self.has_windows(),
+            send_size: self.options.inline,
+            receive_size: self.options.inline,
+        }
+        .encode()
+    }
+
+    fn answer(&self) -> Result<(), Error> {
+        let Terms { our_reads, their_reads, .. } = self.terms;
+        self.domain()?.id().accept(&self.private_data(), their_reads, our_reads)
+    }
+
+    fn domain(&self) -> Result<&Arc<Domain>, Error> {
+        self.domain.as_ref().ok_or_else(|| lost("no device yet"))
+    }
+
+    /// One step of the startup for each event that is there.
+    fn start_up(&mut self) -> Result<bool, Error> {
+        while !matches!(self.stage, Stage::Open) {
+            let Some(event) = self.channel.next()? else { return Ok(false) };
+            match (event, &self.stage) {
+                (Event::AddressResolved, Stage::Address) => {
+                    let id = self.id.as_ref().ok_or_else(|| lost("no identifier"))?;
+                    if !self.options.iwarp && queues::is_iwarp(id) != Some(false) {
+                        let text = "an iWARP device leads there, which RPCRDMA_PROVIDER=verbs would use";
+                        return Err(Error::new(Kind::Os(libc::ENODEV), text));
+                    }
+                    id.resolve_route(RESOLVE_MS)?;
+                    self.stage = Stage::Route;
+                }
+                (Event::RouteResolved, Stage::Route) => {
+                    (self.terms.our_reads, self.terms.their_reads) = (READS, READS);
+                    self.equip()?;
+                    let Terms { our_reads, their_reads, .. } = self.terms;
+                    self.domain()?.id().connect(&self.private_data(), their_reads, our_reads)?;
+                    self.stage = Stage::Connecting;
+                }
+                (Event::Established(terms), Stage::Connecting) => {
+                    self.terms.our_reads = self.terms.our_reads.min(terms.our_reads);
+                    self.terms.private_data = terms.private_data;
+                    self.stage = Stage::Open;
+                }
+                (Event::Established(_), Stage::Accepting) => self.stage = Stage::Open,
+                (Event::Failed(error), _) => return Err(error),
+                (Event::Disconnected, _) => return Err(lost("the peer gave up while connecting")),
+                _ => {}
+            }
+        }
+        Ok(true)
+    }
+
+    fn check(&self) -> Result<(), Error> {
+        if let Some(error) = &self.failed {
+            return Err(error.clone());
+        }
+        if self.generation != sys::fork_generation() {
+            let text = "an RDMA connection cannot be used in a forked process; make one there";
+            return Err(Error::new(Kind::Os(libc::EACCES), text));
+        }
+        Ok(())
+    }
+
+    /// Ends the connection. Every handle is dead and no memory is in use when this returns.
+    fn fail(&mut self, error: Error) -> Error {
+        if self.failed.is_none() {
+            self.failed = Some(error.clone());
+            if let Some(domain) = &self.domain {
+                domain.id().disconnect();
+            }
+            // A window that is bound keeps a queue pair of rxe for a while.
+            self.exposed.clear();
+            self.windows.clear();
+            self.queues = None;
+            (self.areas, self.area_registration) = (None, None);
+            self.binds.clear();
+            self.pending.clear();
+            self.spare.clear();
+            self.reads.clear();
+            // A device that is removed waits for the last object on it.
+            (self.domain, self.id) = (None, None);
+        }
+        self.failed.clone().unwrap_or(error)
+    }
+
+    // ---------------------------------------------------------------------------------------------------- sending
+
+    /// Posts what is pending, as far as there is room, with one doorbell.
+    fn start(&mut self) -> Result<(), Error> {
+        let room = self.queues()?.room().min(self.binds.len());
+        let mut work: Vec<Work> = self.binds.drain(..room).collect();
+        while let Some(request) = self.pending.pop_front() {
+            if !self.binds.is_empty() {
+                self.pending.push_front(request);
+                break;
+            }
+            let room = self.queues()?.room().saturating_sub(work.len());
+            if room < needs(&request) {
+                self.pending.push_front(request);
+                break;
+            }
+            match self.prepare(request)? {
+                Prepared::Work(more) => work.extend(more),
+                Prepared::Later(request) => {
+                    self.pending.push_front(request);
+                    break;
+                }
+                Prepared::Parts(parts) => {
+                    for part in parts.into_iter().rev() {
+                        self.pending.push_front(part);
+                    }
+                }
+            }
+        }
+        // Nothing else would ever tell that room is free again.
+        if !(self.pending.is_empty() && self.binds.is_empty())
+            && let Some(last) = work.last_mut()
+        {
+            last.signalled = true;
+        }
+        if work.is_empty() {
+            return Ok(());
+        }
+        stats::add(Counter::Doorbells, 1);
+        self.queues()?.post(work)
+    }
+
+    fn queues(&mut self) -> Result<&mut Queues, Error> {
+        self.queues.as_mut().ok_or_else(|| lost("not connected"))
+    }
+
+    fn signal(&mut self, wanted: bool) -> bool {
+        let signalled = wanted || self.unsignalled >= UNSIGNALLED;
+        self.unsignalled = if signalled { 0 } else { self.unsignalled + 1 };
+        signalled
+    }
+
+    fn prepare(&mut self, request: WorkRequest) -> Result<Prepared, Error> {
+        match request {
+            WorkRequest::Send { gather, invalidate } => {
+                let operation = Operation::Send(invalidate);
+                let total: usize = gather.iter().map(|piece| piece.len()).sum();
+                let queues = self.queues()?;
+                if total <= queues.inline() && gather.len() <= queues.pieces() {
+                    let (pieces, holds) = (Vec::new(), Vec::new());
+                    let signalled = self.signal(false);
+                    return Ok(Work { operation, pieces, inline: gather, holds, signalled }.into());
+                }
+                match self.gathered(&gather)? {
+                    Some((pieces, holds)) => {
+                        let signalled = self.signal(false);
+                        Ok(Work { operation, pieces, inline: Vec::new(), holds, signalled }.into())
+                    }
+                    None => Ok(Prepared::Later(WorkRequest::Send { gather, invalidate })),
+                }
+            }
+            WorkRequest::Write { gather, to } => self.prepare_write(gather, to),
+            WorkRequest::Read { id, sink, at, from } => {
+                let domain = self.domain()?.clone();
+                // RFC 5040 has an iWARP Read name its sink to the peer, by a key that lets the peer write there.
+                let access = if domain.capabilities().iwarp { Access::Remote } else { Access::Local };
+                let part = sink.part(at, from.length as usize);
+                let address = part.address();
+                let registration = match Registration::sink(&domain, part, access) {
+                    Ok(registration) => registration,
+                    Err(_) if self.queues()?.held() > 0 => {
+                        return Ok(Prepared::Later(WorkRequest::Read { id, sink, at, from }));
+                    }
+                    Err(error) => return Err(error),
+                };
+                stats::add(Counter::Registrations, 1);
+                let piece = registration.piece(address, from.length as usize);
+                let pieces = vec![piece.ok_or_else(|| lost("a Read outside of its sink"))?];
+                self.reads.insert(id, from.length);
+                let holds = vec![Hold::Registration(registration)];
+                let signalled = self.signal(true);
+                let operation = Operation::Read(id, from);
+                Ok(Work { operation, pieces, inline: Vec::new(), holds, signalled }.into())
+            }
+        }
+    }
+
+    fn prepare_write(&mut self, gather: Vec<Region>, to: Segment) -> Result<Prepared, Error> {
+        let total = to.length as usize;
+        let slab = self.slabs.as_ref().map_or(0, |slabs| slabs.size());
+        if total <= slab {
+            return match self.gathered(&gather)? {
+                Some((pieces, holds)) => {
+                    let signalled = self.signal(false);
+                    let operation = Operation::Write(to);
+                    Ok(Work { operation, pieces, inline: Vec::new(), holds, signalled }.into())
+                }
+                None => Ok(Prepared::Later(WorkRequest::Write { gather, to })),
+            };
+        }
+        if total > WRITE_MAX {
+            return Ok(Prepared::Parts(cut(&gather, to, WRITE_MAX)));
+        }
+        let (domain, most) = (self.domain()?.clone(), self.queues()?.pieces());
+        let mut work = Vec::new();
+        let mut rest = to;
+        for group in gather.chunks(most) {
+            let (mut pieces, mut holds) = (Vec::new(), Vec::new());
+            for source in group {
+                let (address, len) = (source.as_ptr().addr(), source.len());
+                let registration = match Registration::source(&domain, source.clone(), Access::Local) {
+                    Ok(registration) => registration,
+                    Err(_) if self.queues()?.held() > 0 => {
+                        return Ok(Prepared::Later(WorkRequest::Write { gather, to }));
+                    }
+                    // Memory that cannot be pinned goes out through slabs.
+                    Err(_) => return Ok(Prepared::Parts(cut(&gather, to, slab))),
+                };
+                stats::add(Counter::Registrations, 1);
+                pieces.push(registration.piece(address, len).ok_or_else(|| lost("a Write of nothing"))?);
+                holds.push(Hold::Registration(registration));
+            }
+            let length = group.iter().map(|piece| piece.len() as u32).sum();
+            let operation = Operation::Write(Segment { length, ..rest });
+            rest = Segment { offset: rest.offset + u64::from(length), ..rest };
+            let signalled = self.signal(true);
+            work.push(Work { operation, pieces, inline: Vec::new(), holds, signalled });
+        }
+        Ok(Prepared::Work(work))
+    }
+
+    /// The bytes of at most one slab's length, from where they lie if the device knows that place, else copied into a
+    /// slab. `None` when no slab is free, but will be.
+    fn gathered(&mut self, gather: &[Region]) -> Result<Option<(Vec<Piece>, Vec<Hold>)>, Error> {
+        let slabs = self.slabs.clone().ok_or_else(|| lost("not connected"))?;
+        let queues = self.queues()?;
+        let known = |piece: &Region| queues.slabs().piece(piece.as_ptr().addr(), piece.len());
+        let pieces: Option<Vec<Piece>> = gather.iter().map(known).collect();
+        if let Some(pieces) = pieces.filter(|pieces| pieces.len() <= queues.pieces()) {
+            return Ok(Some((pieces, gather.iter().cloned().map(Hold::Region).collect())));
+        }
+        let total: usize = gather.iter().map(|piece| piece.len()).sum();
+        let mut copy = match slabs.take() {
+            Some(slab) => slab,
+            None if queues.busy() => return Ok(None),
+            None => return Err(lost("no slab is left to send from")),
+        };
+        for piece in gather {
+            copy.extend(piece)?;
+        }
+        stats::add(Counter::BytesCopied, total as u64);
+        let copy = copy.freeze();
+        let piece = known(&copy).ok_or_else(|| lost("a message longer than a slab"))?;
+        Ok(Some((vec![piece], vec![Hold::Region(copy)])))
+    }
+
+    // -------------------------------------------------------------------------------------------------- receiving
+
+    fn advance(&mut self) -> Result<Option<Completion>, Error> {
+        loop {
+            self.start()?;
+            let queues = self.queues()?;
+            match queues.poll()? {
+                Some(Done::Received { sink, len, invalidated }) => {
+                    let ended = invalidated.and_then(|handle| self.exposed.remove(&handle.0));
+                    let invalidated = invalidated.filter(|_| ended.is_some());
+                    if let Some(exposed) = ended {
+                        stats::add(Counter::Invalidations, 1);
+                        self.windows.extend(exposed.window);
+                    }
+                    self.moved += len as u64;
+                    return self.received(sink, len, invalidated).map(Some);
+                }
+                Some(Done::Read(id)) => {
+                    let bytes = u64::from(self.reads.remove(&id).unwrap_or(0));
+                    self.moved += bytes;
+                    self.pulled += bytes;
+                    return Ok(Some(Completion::Read { id }));
+                }
+                None => {}
+            }
+            if let Some(error) = self.ending.take() {
+                return Err(error);
+            }
+            self.look_around()?;
+            if !self.queues()?.arm()? && self.ending.is_none() {
+                return Ok(None);
+            }
+        }
+    }
+
+    /// Takes the events that are there.
+    fn look_around(&mut self) -> Result<(), Error> {
+        stats::add(Counter::Syscalls, 1);
+        for ready in self.watch.ready() {
+            if ready != self.channel.fd() {
+                self.queues()?.take_event();
+                continue;
+            }
+            while let Some(event) = self.channel.next()? {
+                self.ending = match event {
+                    Event::Disconnected => Some(lost("the peer closed the connection")),
+                    Event::Failed(error) => Some(error),
+                    _ => continue,
+                };
+            }
+        }
+        Ok(())
+    }
+
+    /// Hands a Receive up as it is while there are slabs to spare, else as a copy: the Receives must never run out.
+    fn received(&mut self, sink: Sink, len: usize, invalidated: Option<Handle>) -> Result<Completion, Error> {
+        let left = self.slabs.as_ref().map_or(0, |slabs| slabs.left());
+        if left > self.spare.len() + 2 * UNSIGNALLED as usize {
+            return Ok(Completion::Received { sink, len, invalidated });
+        }
+        let whole = sink.len();
+        let slab = sink.into_buf(len).map_err(|_| lost("a Receive is still held"))?;
+        let mut copy = Buf::with_capacity(len)?;
+        copy.extend(&slab)?;
+        stats::add(Counter::BytesCopied, len as u64);
+        self.spare.push(slab.into_sink(whole));
+        Ok(Completion::Received { sink: copy.into_sink(len), len, invalidated })
+    }
+}
+
+/// Requests on the send queue that a request may become.
+fn needs(request: &WorkRequest) -> usize {
+    match request {
+        WorkRequest::Write { gather, .. } => gather.len().max(1),
+        _ => 1,
+    }
+}
+
+/// What became of a request.
+enum Prepared {
+    Work(Vec<Work>),
+    /// It waits for something that a completion frees.
+    Later(WorkRequest),
+    /// It goes in parts.
+    Parts(Vec<WorkRequest>),
+}
+
+impl From<Work> for Prepared {
+    fn from(work: Work) -> Prepared {
+        Prepared::Work(vec![work])
+    }
+}
+
+/// An RDMA Write in parts of at most `most` bytes.
+fn cut(gather: &[Region], to: Segment, most: usize) -> Vec<WorkRequest> {
+    let mut parts = Vec::new();
+    let (mut part, mut bytes, mut offset) = (Vec::new(), 0, to.offset);
+    let mut close = |part: &mut Vec<Region>, bytes: &mut usize| {
+        let to = Segment { length: *bytes as u32, offset, ..to };
+        offset += *bytes as u64;
+        *bytes = 0;
+        parts.push(WorkRequest::Write { gather: std::mem::take(part), to });
+    };
+    for source in gather {
+        let mut at = 0;
+        while at < source.len() {
+            let len = (source.len() - at).min(most - bytes);
+            part.push(source.slice(at, len));
+            at += len;
+            bytes += len;
+            if bytes == most {
+                close(&mut part, &mut bytes);
+            }
+        }
+    }
+    if bytes > 0 {
+        close(&mut part, &mut bytes);
+    }
+    parts
+}
+
+fn lost(text: &'static str) -> Error {
+    Error::new(Kind::ConnectionLost, text)
+}
+
+impl QueuePair for Verbs {
+    fn establish(&mut self) -> Result<bool, Error> {
+        self.check()?;
+        self.start_up().map_err(|error| self.fail(error))
+    }
+
+    fn limits(&self) -> Limits {
+        let registration = self.domain.as_ref().map_or(0, |domain| domain.capabilities().registration);
+        Limits {
+            read_depth: u32::from(self.terms.our_reads),
+            max_segment: registration.min(SEGMENT_MAX) as u32,
+            // A key of ibv_reg_mr cannot be invalidated by the peer, a window's can.
+            remote_invalidation: self.has_windows(),
+            receives: self.receives,
+        }
+    }
+
+    fn describe(&self) -> String {
+        self.domain.as_ref().map_or_else(
+            || "verbs".to_owned(),
+            |domain| {
+                let Terms { our_reads, their_reads, .. } = self.terms;
+                format!(
+                    "verbs device {}, {our_reads} Reads out and {their_reads} in",
+                    domain.capabilities().name
+                )
+            },
+        )
+    }
+
+    fn private_data(&self) -> &[u8] {
+        &self.terms.private_data
+    }
+
+    fn slabs(&self) -> Option<Arc<Slabs>> {
+        self.slabs.clone()
+    }
+
+    fn expose_source(&mut self, region: Region) -> Result<Segment, Error> {
+        self.check()?;
+        let (domain, access) = (self.domain()?.clone(), self.access());
+        let lent = region.is_lent();
+        let copied = |region: &Region| -> Result<Registration, Error> {
+            stats::add(Counter::BytesCopied, region.len() as u64);
+            Registration::source(&domain, region.owned()?, access)
+        };
+        let registration = if lent && region.len() < LEND_MIN {
+            copied(&region)?
+        } else {
+            match Registration::source(&domain, region.clone(), access) {
+                // Memory of a program may be of a kind that cannot be registered.
+                Err(_) if lent => copied(&region)?,
+                other => other?,
+            }
+        };
+        let whole = registration.segment();
+        self.expose(Arc::new(registration), whole, None, false)
+    }
+
+    fn expose_sink(&mut self, sink: Sink) -> Result<Segment, Error> {
+        self.check()?;
+        let (start, len) = (sink.address() as u64, sink.len() as u32);
+        if let Some(areas) = self.known_area(&sink)? {
+            let part = Segment { offset: start, length: len, ..areas.segment() };
+            return self.expose(areas, part, Some(sink), true);
+        }
+        let domain = self.domain()?.clone();
+        let registration = Registration::sink(&domain, sink, self.access())?;
+        let whole = registration.segment();
+        self.expose(Arc::new(registration), whole, None, true)
+    }
+
+    fn invalidate(&mut self, handle: Handle) -> Result<(), Error> {
+        let Some(exposed) = self.exposed.remove(&handle.0) else { return Ok(()) };
+        stats::add(Counter::Invalidations, 1);
+        let Exposed { window: Some(window), .. } = exposed else { return Ok(()) };
+        let unbound = |work: &Work| matches!(work.operation, Operation::Bind(bind) if bind.key() == handle.0);
+        if let Some(at) = self.binds.iter().position(unbound) {
+            self.binds.remove(at);
+        } else {
+            let operation = Operation::Invalidate(handle);
+            let (pieces, inline, holds) = (Vec::new(), Vec::new(), Vec::new());
+            let queues = self.queues()?;
+            if queues.room() == 0 {
+                // Without the window its key is dead too.
+                return Ok(());
+            }
+            stats::add(Counter::Doorbells, 1);
+            queues.post(vec![Work { operation, pieces, inline, holds, signalled: true }])?;
+            let number = queues.posted();
+            self.settle(INVALIDATE, |queues| queues.completed() < number)?;
+            if self.queues()?.completed() < number {
+                return Ok(());
+            }
+        }
+        self.windows.push(window);
+        Ok(())
+    }
+
+    /// A key cannot be made to name other memory, and using a dead one costs the peer the connection anyhow.
+    fn detach(&mut self, handle: Handle) -> Result<(), Error> {
+        if !self.exposed.get(&handle.0).is_some_and(|exposed| exposed.registration.is_lent()) {
+            return Ok(());
+        }
+        let text = "a call timed out whose memory the server may still use: the connection ends with it";
+        Err(Error::new(Kind::Timeout, text))
+    }
+
+    fn keep(&mut self) -> Result<usize, Error> {
+        let mut copied = 0;
+        for request in &mut self.pending {
+            let (WorkRequest::Send { gather, .. } | WorkRequest::Write { gather, .. }) = request else {
+                continue;
+            };
+            for piece in gather.iter_mut().filter(|piece| piece.is_lent()) {
+                copied += piece.len();
+                *piece = piece.owned()?;
+            }
+        }
+        self.settle(KEEP_WAIT, Queues::lent)?;
+        if self.queues.as_ref().is_some_and(Queues::lent) {
+            return Err(Error::new(Kind::NotSent, "the peer does not take its reply"));
+        }
+        Ok(copied)
+    }
+
+    fn post_recv(&mut self, sink: Sink) {
+        if self.early > 0 {
+            self.early -= 1;
+            return;
+        }
+        let sink = self.spare.pop().unwrap_or(sink);
+        if let Some(queues) = &mut self.queues
+            && let Err(error) = queues.post_receive(sink)
+        {
+            self.ending.get_or_insert(error);
+        }
+    }
+
+    fn post(&mut self, request: WorkRequest) {
+        if self.failed.is_none() {
+            self.pending.push_back(request);
+        }
+    }
+
+    fn poll(&mut self) -> Result<Option<Completion>, Error> {
+        self.check()?;
+        self.advance().map_err(|error| self.fail(error))
+    }
+
+    fn flush(&mut self) -> Result<bool, Error> {
+        self.check()?;
+        match self.start() {
+            Ok(()) => Ok(self.pending.is_empty()),
+            Err(error) => Err(self.fail(error)),
+        }
+    }
+
+    fn nudge(&mut self) {
+        if self.domain.as_ref().is_some_and(|domain| domain.capabilities().iwarp) {
+            self.post(WorkRequest::Write { gather: Vec::new(), to: NOWHERE });
+        }
+    }
+
+    fn fd(&self) -> RawFd {
+        self.watch.fd()
+    }
+
+    /// What waits, waits for a completion.
+    fn wants_write(&self) -> bool {
+        false
+    }
+
+    fn moved(&self) -> u64 {
+        self.moved
+    }
+
+    fn pulled(&self) -> u64 {
+        self.pulled
+    }
+
+    fn unsent(&self) -> usize {
+        let pending = |request: &WorkRequest| match request {
+            WorkRequest::Send { gather, .. } | WorkRequest::Write { gather, .. } => {
+                gather.iter().map(|piece| piece.len()).sum()
+            }
+            WorkRequest::Read { .. } => 0,
+        };
+        let held = self.queues.as_ref().map_or(0, Queues::held);
+        self.pending.iter().map(pending).sum::<usize>() + held
+    }
+
+    fn close(&mut self) {
+        if self.check().is_ok() && matches!(self.stage, Stage::Open) {
+            // What was sent before comes first, unless the peer is as good as gone.
+            let _ = self.drain();
+            // And it is to see an end, not a reset: an iWARP device that is torn down at once may take back the last words.
+            if let Some(domain) = self.domain.as_ref().filter(|domain| domain.capabilities().iwarp) {
+                domain.id().disconnect();
+                let _ = self.settle(DRAIN, |_| true);
+            }
+        }
+        self.fail(lost("the connection was closed by this side"));
+    }
+}
+
+impl Verbs {
+    fn has_windows(&self) -> bool {
+        self.domain.as_ref().is_some_and(|domain| domain.capabilities().windows)
+    }
+
+    fn access(&self) -> Access {
+        if self.has_windows() { Access::Windows } else { Access::Remote }
+    }
+
+    /// The registration of the Reply areas, if `sink` is one of them. They are registered at first use and stay so: a
+    /// window is all that a call costs then.
+    fn known_area(&mut self, sink: &Sink) -> Result<Option<Arc<Registration>>, Error> {
+        let Some(areas) = &self.areas else { return Ok(None) };
+        let (start, len) = areas.span();
+        if !(start..start + len).contains(&sink.address()) {
+            return Ok(None);
+        }
+        if self.area_registration.is_none() {
+            let registration = Registration::slabs(self.domain()?, areas.clone(), Access::Windows)?;
+            stats::add(Counter::Registrations, 1);
+            self.area_registration = Some(Arc::new(registration));
+        }
+        Ok(self.area_registration.clone())
+    }
+
+    /// Gives the peer a key for `part` of a registration.
+    fn expose(
+        &mut self,
+        registration: Arc<Registration>,
+        part: Segment,
+        sink: Option<Sink>,
+        write: bool,
+    ) -> Result<Segment, Error> {
+        let (handle, window) = if self.has_windows() {
+            let window = self.windows.pop().map_or_else(|| Window::new(self.domain()?), Ok);
+            let mut window = window?;
+            let (handle, bind) =
+                window.bind(&registration, part.offset as usize, part.length as usize, write);
+            self.binds.push_back(bind);
+            (handle, Some(window))
+        } else {
+            (part.handle, None)
+        };
+        if sink.is_none() {
+            stats::add(Counter::Registrations, 1);
+        }
+        self.exposed.insert(handle.0, Exposed { window, registration, _part: sink });
+        Ok(Segment { handle, ..part })
+    }
+
+    /// Sees what was posted on its way: destroying the queue pair would throw it away.
+    fn drain(&mut self) -> Result<(), Error> {
+        self.start()?;
+        let queues = self.queues()?;
+        if queues.busy() {
+            // Zero bytes to nowhere, in order behind everything else.
+            let operation = Operation::Write(NOWHERE);
+            let (pieces, inline, holds) = (Vec::new(), Vec::new(), Vec::new());
+            queues.post(vec![Work { operation, pieces, inline, holds, signalled: true }])?;
+        }
+        self.settle(DRAIN, Queues::busy)
+    }
+
+    /// Waits as long as `so` holds of what was posted, the peer is there, and the time lasts.
+    fn settle(&mut self, time: Duration, so: impl Fn(&Queues) -> bool) -> Result<(), Error> {
+        let deadline = Instant::now() + time;
+        while let Some(queues) = self.queues.as_mut().filter(|queues| so(queues) && !queues.failed()) {
+            if queues.collect()? || queues.arm()? {
+                continue;
+            }
+            if let Some(error) = &self.ending {
+                return Err(error.clone());
+            }
+            let left = deadline.saturating_duration_since(Instant::now());
+            if left.is_zero() {
+                break;
+            }
+            sys::wait(self.watch.fd(), sys::IN, Some(left), None)?;
+            self.look_around()?;
+        }
+        Ok(())
+    }
+}
+
+impl Drop for Verbs {
+    fn drop(&mut self) {
+        self.close();
+    }
+}

@@ -1,0 +1,81 @@
+//! What can be shown without a device, and, for a machine with one, what needs it: tests named `on_a_device` are ignored
+//! unless asked for, and connect to VERBS_ADDRESS, an address of the device.
+
+use super::*;
+use crate::provider::fault::contract;
+
+fn options() -> Options {
+    Options { inline: 4096, credits: 4, margin: 4, iwarp: true }
+}
+
+fn address() -> SocketAddr {
+    let address = std::env::var("VERBS_ADDRESS").expect("VERBS_ADDRESS names an address of an RDMA device");
+    let port = 21_000 + u16::try_from(std::process::id() % 10_000).unwrap();
+    (address + ":0").parse::<SocketAddr>().map(|at| SocketAddr::new(at.ip(), port)).expect("an address")
+}
+
+/// A connected pair, each end on the device.
+fn pair(listener: &mut Listener, to: SocketAddr) -> [Box<dyn QueuePair>; 2] {
+    let mut active = connect(to, &options()).expect("a device leads there");
+    let mut passive = None;
+    let deadline = Instant::now() + Duration::from_secs(20);
+    loop {
+        let open = active.establish().expect("the startup goes on");
+        if passive.is_none() {
+            passive = listener.accept(&options()).expect("the listener lives");
+        }
+        let there = passive.as_mut().is_some_and(|accepted| accepted.device.establish().expect("accepted"));
+        if let Some(Accepted { device, .. }) = passive.take_if(|_| open && there) {
+            return [active, device];
+        }
+        assert!(Instant::now() < deadline, "no connection");
+        std::thread::yield_now();
+    }
+}
+
+#[test]
+#[ignore = "needs an RDMA device: VERBS_ADDRESS"]
+fn the_contract_is_kept_on_a_device() {
+    let to = address();
+    let listener = std::cell::RefCell::new(Listener::new(to, true).expect("a listener"));
+    contract::check(&|| pair(&mut listener.borrow_mut(), to));
+    assert_eq!(LOCKED.load(Relaxed), 0, "every slab was given back");
+}
+
+#[test]
+fn later_connections_get_fewer_credits_until_no_more_fit() {
+    // LOCKED belongs to the process, and no other test uses it without a device.
+    let limit = sys::memlock_limit().filter(|bytes| *bytes < 1 << 30);
+    let Some(_) = limit else { return };
+    let options = Options { inline: 4096, credits: 32, margin: 8, iwarp: false };
+    let mut held = Vec::new();
+    let error = loop {
+        match Locked::slabs(&options) {
+            Ok((locked, credits, slabs)) => held.push((locked, credits, slabs)),
+            Err(error) => break error,
+        }
+    };
+    assert!(held.windows(2).all(|two| two[0].1 >= two[1].1), "credits only shrink");
+    assert_eq!((held[0].1, held[held.len() - 1].1), (32, CREDITS_MIN));
+    assert!(error.text().contains("RLIMIT_MEMLOCK") && error.errno() == libc::ENOMEM, "{error}");
+    held.clear();
+    assert_eq!(LOCKED.load(Relaxed), 0);
+}
+
+#[test]
+fn a_long_write_is_cut_at_the_same_bytes_whatever_its_pieces() {
+    let bytes: Vec<u8> = (0..100u8).collect();
+    let to = Segment { handle: Handle(7), length: 100, offset: u64::MAX - 200 };
+    for piece in [1, 3, 10, 64, 100] {
+        let gather: Vec<Region> = bytes.chunks(piece).map(|part| Region::copy_from(part).unwrap()).collect();
+        let mut written = Vec::new();
+        for part in cut(&gather, to, 30) {
+            let WorkRequest::Write { gather, to: at } = part else { panic!("a Write is cut into Writes") };
+            assert_eq!(at.offset, to.offset + written.len() as u64);
+            assert_eq!((at.handle, at.length as usize), (to.handle, gather.iter().map(|p| p.len()).sum()));
+            assert!(at.length <= 30 && gather.iter().all(|piece| !piece.is_empty()));
+            written.extend(gather.iter().flat_map(|piece| piece.iter().copied()));
+        }
+        assert_eq!(written, bytes);
+    }
+}

@@ -1,0 +1,215 @@
+//! Listening on adapters, beside a TCP listener or in its place.
+//!
+//! A listener on netid "rdma", and that of a moved server, is noted here with its address ([`beside`]). The program may
+//! still fork to become a daemon, and a device belongs to the process that opens it: so the devices are opened by the
+//! first poll of the program's loop, which `server::progress` sees to. From then on a transport of our own wakes the
+//! loop when a peer connects.
+//!
+//! With `RPCRDMA_PROVIDER=verbs` the program's own listening socket gives way to iWARP devices, if there is one: they
+//! cannot share its port.
+//!
+//! # Invariants
+//! - On a machine without a device nothing here happens: nothing is opened, no transport is registered.
+//! - A listener ends when the socket that it stands beside is another file.
+#![allow(unsafe_code)]
+
+use std::net::SocketAddr;
+use std::os::fd::RawFd;
+use std::sync::{Mutex, MutexGuard, OnceLock};
+use std::time::{Duration, Instant};
+
+use crate::config::{self, Config, Provider};
+use crate::driver::{Attempt, Server, adapter_options};
+use crate::error::{Error, os_text};
+use crate::ffi::guard;
+use crate::process::{self, Identity};
+use crate::provider::verbs::{self, Accepted, Listener};
+use crate::tirpc::{SVCXPRT, bool_t, real, rpc_msg, server, xp_ops, xprt_unregister};
+use crate::{log_debug, log_error, log_info, log_warn, socket};
+
+/// Connections that are accepted before the loop looks at others again.
+const TURN: usize = 16;
+
+/// When a listener whose device has gone is tried again.
+const RETRY: Duration = Duration::from_secs(1);
+
+struct Entry {
+    address: SocketAddr,
+    /// The listening socket of the program, as far as it is known.
+    socket: Option<(RawFd, Identity)>,
+    /// Keeps the port, where no TCP listener does.
+    _port: Option<socket::Reserved>,
+    /// Only netid "rdma" is served here, so that transports are of that netid.
+    rdma_only: bool,
+    open: Option<Open>,
+    /// It has been told why this one cannot be opened.
+    told: bool,
+}
+
+/// A listener that is open, and the transport that wakes the loop for it. The transport lives for ever.
+struct Open {
+    listener: Listener,
+    xprt: Bare,
+}
+
+struct Bare(*mut SVCXPRT);
+
+// SAFETY: the transport's memory is ours and lives for ever; it is used by the thread that holds the table.
+unsafe impl Send for Bare {}
+
+static ACCEPT: xp_ops = xp_ops { xp_recv: Some(accept), ..server::LISTENING };
+
+fn table() -> MutexGuard<'static, Vec<Entry>> {
+    static TABLE: OnceLock<Mutex<Vec<Entry>>> = OnceLock::new();
+    TABLE.get_or_init(Default::default).lock().unwrap_or_else(|e| e.into_inner())
+}
+
+/// Notes a TCP listener whose port is to be served on adapters too.
+pub fn beside(address: SocketAddr, socket: Option<RawFd>, rdma_only: bool, config: &Config) {
+    if Attempt::is_possible(config) {
+        add(address, socket, None, rdma_only);
+    }
+}
+
+/// Serves the address of a listening socket of netid "rdma" on adapters too; or instead, where iWARP devices are to be
+/// used and there is one: its descriptor stays then, and is never ready.
+///
+/// # Errors
+/// The system refuses; the socket is as it was, or closed to connections.
+pub fn listen(address: SocketAddr, fd: RawFd, config: &Config) -> Result<(), Error> {
+    if config.provider != Provider::Verbs || !verbs::shares_ports() {
+        beside(address, Some(fd), true, config);
+        return Ok(());
+    }
+    let port = socket::Reserved::in_place_of(fd, address).map_err(|error| {
+        let text = format!("port {} cannot be kept for adapters: {}", address.port(), os_text(&error));
+        Error::new(Error::from(error).kind(), text)
+    })?;
+    add(address, Some(fd), Some(port), true);
+    Ok(())
+}
+
+fn add(address: SocketAddr, socket: Option<RawFd>, port: Option<socket::Reserved>, rdma_only: bool) {
+    let socket = socket.and_then(|fd| Some((fd, process::identify(fd)?)));
+    let mut table = table();
+    table.retain(Entry::lives);
+    if table.iter().any(|entry| entry.address == address) {
+        return;
+    }
+    table.push(Entry { address, socket, _port: port, rdma_only, open: None, told: false });
+    drop(table);
+    server::wake_at(Instant::now());
+}
+
+impl Entry {
+    fn lives(&self) -> bool {
+        self.socket.is_none_or(|(fd, identity)| process::identify(fd) == Some(identity))
+    }
+}
+
+/// Opens what is not open yet: called from the program's loop, in the process that serves.
+pub fn open_all() {
+    let Ok(config) = config::get() else { return };
+    let mut table = table();
+    let mut again = false;
+    for entry in table.iter_mut() {
+        if entry.open.as_ref().is_some_and(|open| !open.listener.forked()) {
+            continue;
+        }
+        // What was inherited by fork(2) is the parent's.
+        if let Some(Open { xprt, .. }) = entry.open.take() {
+            close(xprt);
+        }
+        if !entry.lives() {
+            continue;
+        }
+        match Entry::open(entry.address, config) {
+            Ok(open) => {
+                let places = open.listener.places();
+                log_info!("listening at {} on RDMA adapters ({places} addresses)", entry.address);
+                (entry.open, entry.told) = (Some(open), false);
+            }
+            Err(error) => {
+                // A device may come, or come back.
+                again = true;
+                if !std::mem::replace(&mut entry.told, true) {
+                    let text = format!("not listening at {} on RDMA adapters: {error}", entry.address);
+                    match config.provider {
+                        Provider::Verbs => log_error!("{text}"),
+                        _ => log_warn!("{text}"),
+                    }
+                }
+            }
+        }
+    }
+    if again && config.provider == Provider::Verbs {
+        server::wake_at(Instant::now() + RETRY);
+    }
+}
+
+impl Entry {
+    fn open(address: SocketAddr, config: &Config) -> Result<Open, Error> {
+        let listener = Listener::new(address, config.provider == Provider::Verbs)?;
+        let xprt = server::bare(listener.fd(), &ACCEPT);
+        // SAFETY: complete; the real function, since our own looks for stock transports.
+        unsafe { real::XPRT_REGISTER.get()?(xprt) };
+        Ok(Open { listener, xprt: Bare(xprt) })
+    }
+}
+
+fn close(Bare(xprt): Bare) {
+    // SAFETY: registered when it was opened; its memory lives for ever.
+    unsafe { xprt_unregister(xprt) };
+}
+
+/// `xp_recv` of a listener: takes the connections that wait.
+unsafe extern "C" fn accept(xprt: *mut SVCXPRT, _: *mut rpc_msg) -> bool_t {
+    guard(|| {
+        let config: &'static Config = config::get()?;
+        let mut table = table();
+        let found =
+            table.iter_mut().find(|entry| entry.open.as_ref().is_some_and(|open| open.xprt.0 == xprt));
+        let Some(entry) = found else { return Ok(0) };
+        let lives = entry.lives();
+        let rdma_only = entry.rdma_only;
+        let mut accepted = Vec::new();
+        let mut retry = false;
+        if let Some(Open { listener, .. }) = &mut entry.open {
+            if lives && !listener.forked() {
+                while accepted.len() < TURN {
+                    match listener.accept(&adapter_options(config)) {
+                        Ok(Some(connection)) => accepted.push(connection),
+                        Ok(None) => break,
+                        Err(error) => {
+                            log_warn!("listener at {}: {error}", entry.address);
+                            retry = true;
+                            break;
+                        }
+                    }
+                }
+                retry |= listener.lost();
+            }
+            if !lives || retry || listener.forked() {
+                let forked = listener.forked();
+                if let Some(Open { xprt, .. }) = entry.open.take() {
+                    close(xprt);
+                }
+                if forked || retry {
+                    server::wake_at(Instant::now() + if forked { Duration::ZERO } else { RETRY });
+                }
+            }
+        }
+        drop(table);
+        for Accepted { device, local, peer } in accepted {
+            log_debug!("fd {}: {} connects", device.fd(), peer.map_or_else(String::new, |at| at.to_string()));
+            let served = Server::new(device, peer, config).and_then(|server| {
+                // SAFETY: called from libtirpc's loop, as a listener is.
+                unsafe { server::serve(server, rdma_only, local, peer) }
+            });
+            if let Err(error) = served {
+                log_warn!("an RDMA connection is closed: {error}");
+            }
+        }
+        Ok(0)
+    })
+}

@@ -108,7 +108,8 @@ server_up() {
     start_ready "${preloaded[@]}" RPCRDMA_LOG=info "$programs/nfs3d" -n rdma -d /served -a 0.0.0.0 -p 20050 -m 20051 ||
         { FAIL "our server starts" "$log"; closing; }
 }
-# The kernel's client, on /mnt.
+# mounted [PORT MOUNTPORT]: the kernel's client, on /mnt.
 mounted() {
-    timeout 60 mount -t nfs -o "rdma,port=20050,vers=3,nolock,mountproto=tcp,mountport=20051,mountvers=3${1:-}" $address:/ /mnt
+    local options=rdma,port=${1:-20050},vers=3,nolock,mountproto=tcp,mountport=${2:-20051},mountvers=3
+    timeout 60 mount -t nfs -o $options $address:/ /mnt
 }

@@ -560,11 +560,13 @@ impl Verbs {
                 }
             }
         }
-        // Nothing else would ever tell that room is free again.
-        if !(self.pending.is_empty() && self.binds.is_empty())
-            && let Some(last) = work.last_mut()
-        {
-            last.signalled = true;
+        if !(self.pending.is_empty() && self.binds.is_empty()) {
+            // Nothing else would ever tell that there is room again.
+            match work.last_mut() {
+                Some(last) => last.signalled = true,
+                None if self.queues()?.awaits() => {}
+                None => work.push(Work::nothing()),
+            }
         }
         if work.is_empty() {
             return Ok(());
@@ -594,13 +596,10 @@ impl Verbs {
                     let signalled = self.signal(false);
                     return Ok(Work { operation, pieces, inline: gather, holds, signalled }.into());
                 }
-                match self.gathered(&gather)? {
-                    Some((pieces, holds)) => {
-                        let signalled = self.signal(false);
-                        Ok(Work { operation, pieces, inline: Vec::new(), holds, signalled }.into())
-                    }
-                    None => Ok(Prepared::Later(WorkRequest::Send { gather, invalidate })),
-                }
+                Ok(match self.slab_work(operation, &gather)? {
+                    Some(work) => work.into(),
+                    None => Prepared::Later(WorkRequest::Send { gather, invalidate }),
+                })
             }
             WorkRequest::Write { gather, to } => self.prepare_write(gather, to),
             WorkRequest::Read { id, sink, at, from } => {
@@ -632,14 +631,10 @@ impl Verbs {
         let total = to.length as usize;
         let slab = self.slabs.as_ref().map_or(0, |slabs| slabs.size());
         if total <= slab {
-            return match self.gathered(&gather)? {
-                Some((pieces, holds)) => {
-                    let signalled = self.signal(false);
-                    let operation = Operation::Write(to);
-                    Ok(Work { operation, pieces, inline: Vec::new(), holds, signalled }.into())
-                }
-                None => Ok(Prepared::Later(WorkRequest::Write { gather, to })),
-            };
+            return Ok(match self.slab_work(Operation::Write(to), &gather)? {
+                Some(work) => work.into(),
+                None => Prepared::Later(WorkRequest::Write { gather, to }),
+            });
         }
         if total > WRITE_MAX {
             return Ok(Prepared::Parts(cut(&gather, to, WRITE_MAX)));
@@ -672,29 +667,32 @@ impl Verbs {
         Ok(Prepared::Work(work))
     }
 
-    /// The bytes of at most one slab's length, from where they lie if the device knows that place, else copied into a
-    /// slab. `None` when no slab is free, but will be.
-    fn gathered(&mut self, gather: &[Region]) -> Result<Option<(Vec<Piece>, Vec<Hold>)>, Error> {
+    /// A request for the bytes of at most one slab's length: from where they lie if the device knows that place, else
+    /// copied into a slab. `None` when no slab is free, but will be.
+    fn slab_work(&mut self, operation: Operation, gather: &[Region]) -> Result<Option<Work>, Error> {
         let slabs = self.slabs.clone().ok_or_else(|| lost("not connected"))?;
         let queues = self.queues()?;
         let known = |piece: &Region| queues.slabs().piece(piece.as_ptr().addr(), piece.len());
         let pieces: Option<Vec<Piece>> = gather.iter().map(known).collect();
-        if let Some(pieces) = pieces.filter(|pieces| pieces.len() <= queues.pieces()) {
-            return Ok(Some((pieces, gather.iter().cloned().map(Hold::Region).collect())));
-        }
-        let total: usize = gather.iter().map(|piece| piece.len()).sum();
-        let mut copy = match slabs.take() {
-            Some(slab) => slab,
-            None if queues.busy() => return Ok(None),
-            None => return Err(lost("no slab is left to send from")),
+        let (pieces, holds) = match pieces.filter(|pieces| pieces.len() <= queues.pieces()) {
+            Some(pieces) => (pieces, gather.iter().cloned().map(Hold::Region).collect()),
+            None => {
+                let mut copy = match slabs.take() {
+                    Some(slab) => slab,
+                    None if queues.busy() => return Ok(None),
+                    None => return Err(lost("no slab is left to send from")),
+                };
+                for piece in gather {
+                    copy.extend(piece)?;
+                }
+                stats::add(Counter::BytesCopied, copy.len() as u64);
+                let copy = copy.freeze();
+                let piece = known(&copy).ok_or_else(|| lost("a message longer than a slab"))?;
+                (vec![piece], vec![Hold::Region(copy)])
+            }
         };
-        for piece in gather {
-            copy.extend(piece)?;
-        }
-        stats::add(Counter::BytesCopied, total as u64);
-        let copy = copy.freeze();
-        let piece = known(&copy).ok_or_else(|| lost("a message longer than a slab"))?;
-        Ok(Some((vec![piece], vec![Hold::Region(copy)])))
+        let signalled = self.signal(false);
+        Ok(Some(Work { operation, pieces, inline: Vec::new(), holds, signalled }))
     }
 
     // -------------------------------------------------------------------------------------------------- receiving
@@ -754,7 +752,8 @@ impl Verbs {
     /// Hands a Receive up as it is while there are slabs to spare, else as a copy: the Receives must never run out.
     fn received(&mut self, sink: Sink, len: usize, invalidated: Option<Handle>) -> Result<Completion, Error> {
         let left = self.slabs.as_ref().map_or(0, |slabs| slabs.left());
-        if left > self.spare.len() + 2 * UNSIGNALLED as usize {
+        let reserve = (self.receives - self.options.margin).min(16) as usize;
+        if left > self.spare.len() + reserve {
             return Ok(Completion::Received { sink, len, invalidated });
         }
         let whole = sink.len();
@@ -764,6 +763,14 @@ impl Verbs {
         stats::add(Counter::BytesCopied, len as u64);
         self.spare.push(slab.into_sink(whole));
         Ok(Completion::Received { sink: copy.into_sink(len), len, invalidated })
+    }
+}
+
+impl Work {
+    /// Zero bytes to nowhere: it is complete when everything before it is.
+    fn nothing() -> Work {
+        let (pieces, inline, holds) = (Vec::new(), Vec::new(), Vec::new());
+        Work { operation: Operation::Write(NOWHERE), pieces, inline, holds, signalled: true }
     }
 }
 
@@ -1087,10 +1094,7 @@ impl Verbs {
         self.start()?;
         let queues = self.queues()?;
         if queues.busy() {
-            // Zero bytes to nowhere, in order behind everything else.
-            let operation = Operation::Write(NOWHERE);
-            let (pieces, inline, holds) = (Vec::new(), Vec::new(), Vec::new());
-            queues.post(vec![Work { operation, pieces, inline, holds, signalled: true }])?;
+            queues.post(vec![Work::nothing()])?;
         }
         self.settle(DRAIN, Queues::busy)
     }

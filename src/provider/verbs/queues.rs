@@ -117,8 +117,10 @@ fn capabilities(id: &Id, context: NonNull<ibv_context>) -> Result<Capabilities, 
     }
     // SAFETY: as above.
     let device = unsafe { (*context.as_ptr()).device };
-    // SAFETY: a context's device lives as long as the context, and its name is a string.
-    let name = unsafe { CStr::from_ptr((*device).name.as_ptr()) };
+    // SAFETY: a context's device lives as long as the context.
+    let name = unsafe { &(*device).name };
+    // SAFETY: a string in an array.
+    let name = unsafe { CStr::from_ptr(name.as_ptr()) };
     let byte = |n: c_int| u8::try_from(n.max(0)).unwrap_or(u8::MAX);
     let count = |n: c_int| u32::try_from(n).unwrap_or(0);
     Ok(Capabilities {
@@ -453,6 +455,7 @@ unsafe impl Send for Queues {}
 
 struct Posted {
     number: u64,
+    signalled: bool,
     read: Option<WorkId>,
     holds: Vec<Hold>,
 }
@@ -594,6 +597,11 @@ impl Queues {
         self.held
     }
 
+    /// Whether a completion will come for something that was posted.
+    pub fn awaits(&self) -> bool {
+        self.posted.iter().any(|posted| posted.signalled)
+    }
+
     /// Whether a request has failed: nothing more completes.
     pub fn failed(&self) -> bool {
         self.failed.is_some()
@@ -696,7 +704,8 @@ impl Queues {
                 _ => None,
             };
             self.held += work.holds.iter().map(Hold::bytes).sum::<usize>();
-            self.posted.push_back(Posted { number: self.posts, read, holds: work.holds });
+            let (number, signalled, holds) = (self.posts, work.signalled, work.holds);
+            self.posted.push_back(Posted { number, signalled, read, holds });
             self.posts += 1;
         }
         // The siw driver returns -1 or a negative errno where others return an errno.

@@ -1,5 +1,5 @@
 #!/bin/bash
-# suite.sh [PATH...]: the C tests over RDMA devices, in a guest: the programs of the leg "rdma", the same bodies as over
+# suite.sh [PATH...]: the C tests over RDMA devices, in a guest: the programs of the legs "rdma" and "placed", the same bodies as over
 # software iWARP. For the paths see guest.sh; default: those of verbs. Run by `make check-vm`.
 . "$(dirname "${BASH_SOURCE[0]}")/guest.sh"
 [ $# -gt 0 ] || set -- verbs/rxe verbs/siw
@@ -7,7 +7,7 @@ if [ -z "${IN_GUEST:-}" ]; then
     # The library's own tests for a device are run there too.
     (cd "$top" && "${CARGO:-cargo}" test --locked --lib --no-run >/dev/null 2>&1) || { FAIL "the library's tests are built"; closing; }
 fi
-run_in_guest "the C tests on RDMA devices" 600 "${BASH_SOURCE[0]}" "$@"
+run_in_guest "the C tests on RDMA devices" 1200 "${BASH_SOURCE[0]}" "$@"
 
 # 16 MiB both ways, and fifty connections, are more than the usual limit of 8 MiB.
 ulimit -l unlimited
@@ -21,12 +21,14 @@ else
     FAIL "$path: the contract of a queue pair ($(seconds))" "$scratch/unit"
 fi
 # The private network of run.sh would have no device; here everything is private anyhow.
-# shellcheck disable=SC2086
-RPCRDMA_MAX_REPLY=17M SUITE_SLOW=1 SUITE_IN_NS=1 SUITE_ADDRESS=$address timed bash "$top/c-tests/run.sh" rdma ${SUITE_TESTS:-} >"$scratch/suite" 2>&1
-passed_all=$?
-grep '^FAIL' -A 8 "$scratch/suite" | sed 's/^/      | /'
-if [ $passed_all -eq 0 ]; then ok "$path: C tests: $(tail -n 1 "$scratch/suite") ($(seconds))"
-else FAIL "$path: C tests: $(tail -n 1 "$scratch/suite") ($(seconds))"; fi
-grep '^skip' "$scratch/suite" | sed 's/.*(\(.*\))$/\1/' | sort | uniq -c | sed 's/^/      skipped:/'
+for leg in ${SUITE_LEG:-rdma placed}; do
+    # shellcheck disable=SC2086
+    RPCRDMA_MAX_REPLY=17M SUITE_SLOW=1 SUITE_IN_NS=1 SUITE_ADDRESS=$address timed bash "$top/c-tests/run.sh" "$leg" ${SUITE_TESTS:-} >"$scratch/suite" 2>&1
+    passed_all=$?
+    grep '^FAIL' -A 8 "$scratch/suite" | sed 's/^/      | /'
+    if [ $passed_all -eq 0 ]; then ok "$path: C tests, $leg: $(tail -n 1 "$scratch/suite") ($(seconds))"
+    else FAIL "$path: C tests, $leg: $(tail -n 1 "$scratch/suite") ($(seconds))"; fi
+    grep '^skip' "$scratch/suite" | sed 's/.*(\(.*\))$/\1/' | sort | uniq -c | sed 's/^/      skipped:/'
+done
 device_down
 closing

@@ -1,6 +1,6 @@
 #!/bin/bash
 # gss.sh [PATH...]: RPCSEC_GSS with Kerberos 5 over RDMA: the examples' NFS version 3 client and the kernel's
-# server, in a guest with a KDC and rpc.svcgssd. For the paths see guest.sh; default: all that the library has.
+# server, in a guest with a KDC and rpc.svcgssd for each path (guest.sh).
 #
 # The other way there is nothing to run: the kernel's client has rpc.gssd make a context on a TCP connection of its
 # own, and uses it on the mount's; libtirpc, whose server nfs3d is, looks for contexts only where they were made.
@@ -43,7 +43,7 @@ secure_nfsd() {
 nfs3_over_tcp() { timeout 60 "$programs/nfs3" -p 2049 -m 20048 -e /export -s "$1" $host "${@:2}"; }
 
 secured() {
-    local path=$1 security=$2 what="$1: $2" size file wrong=
+    local security=$1 what="$path: $1" size file wrong=
     # Linux 6.1.192 cannot decode what it has decrypted, whoever sends it over whatever; 6.1.176 could.
     if ! nfs3_over_tcp $security stat / >"$scratch/out" 2>&1; then
         skip "$what" "not over tcp either, without this library: $(tail -n 1 "$scratch/out")"
@@ -83,16 +83,15 @@ secured() {
 
 reduced() { grep -Eq 'reads \[[1-9]|writes \[\[' "$@"; }
 
-# With verbs a call makes room for a reply of 256 KiB, if nobody says more; here a reply may hold the data of a READ.
+# With verbs a call makes room for a reply of 256 KiB, if nobody says more; here a reply can hold a READ's data.
 export RPCRDMA_MAX_REPLY=2M
 realm_up
-for path in "${paths[@]}"; do
-    device_up "$path"
-    mountpoint -q /export || { nfsd_up; secure_nfsd; }
-    what="$path: the server takes nobody without RPCSEC_GSS"
-    "${client[@]}" $host mkdir directory >"$scratch/out" 2>&1
-    if grep -q NFS3ERR_ACCES "$scratch/out"; then ok "$what"; else FAIL "$what" "$scratch/out"; fi
-    for security in krb5 krb5i krb5p; do secured "$path" $security; done
-    device_down "$path"
-done
+device_up
+nfsd_up
+secure_nfsd
+what="$path: the server takes nobody without RPCSEC_GSS"
+"${client[@]}" $host mkdir directory >"$scratch/out" 2>&1
+if grep -q NFS3ERR_ACCES "$scratch/out"; then ok "$what"; else FAIL "$what" "$scratch/out"; fi
+for security in krb5 krb5i krb5p; do secured $security; done
+device_down
 closing

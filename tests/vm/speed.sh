@@ -1,7 +1,7 @@
 #!/bin/bash
 # speed.sh [PATH...]: how fast the examples' NFS version 3 client is beside the kernel's own, in one guest, at the
 # kernel's server, over the same device: READs and WRITEs of 4 KiB and 1 MiB, one after the other, without a cache
-# (O_DIRECT there). Nothing here can fail for being slow. For the paths see guest.sh.
+# (O_DIRECT there). Nothing here can fail for being slow. A guest for each path (guest.sh).
 . "$(dirname "${BASH_SOURCE[0]}")/guest.sh"
 run_in_guest "speed beside the kernel's client" 300 "${BASH_SOURCE[0]}" "$@"
 
@@ -39,7 +39,8 @@ compare() {
     counted=$(sed '1,\, /mnt ,d' /proc/self/mountstats |
         awk '$1 ~ /^(READ|WRITE|COMMIT):/ { printf " %s %d", $1, $2 }')
     must umount /mnt
-    printf '%-10s %-14s %12s %9s %12s %9s %7s\n' "$1" '' "kernel's us" MB/s 'ours us' MB/s ratio
+    echo "medians of $runs runs, the kernel's client and ours in turn; ratio: how many times as fast ours is"
+    printf '%-10s %-14s %12s %9s %12s %9s %7s\n' "$path" '' "kernel's us" MB/s 'ours us' MB/s ratio
     for case in "${cases[@]}"; do
         read -r what size _ <<<"$case"
         theirs=$(median "$scratch/theirs.$what.$size") our=$(median "$scratch/ours.$what.$size")
@@ -51,14 +52,10 @@ compare() {
         read -r what size _ <<<"$case"
         echo "  $what $size, per call: $(cat "$scratch/counters.$what.$size")"
     done
-    rm -f "$scratch"/theirs.* "$scratch"/ours.* /export/*
 }
 
-echo "medians of $runs runs, the kernel's client and ours in turn; ratio: how many times as fast ours is"
-for path in "${paths[@]}"; do
-    device_up "$path"
-    mountpoint -q /export || nfsd_up
-    compare "$path"
-    device_down "$path"
-done
+device_up
+nfsd_up
+compare
+device_down
 closing

@@ -5,9 +5,10 @@
 //! `cm` and `queues` own the device's objects and are the only ones that are unsafe; `library` finds the functions.
 //!
 //! **Memory.** A connection has its own protection domain and its own slabs, registered once, for Receives and for
-//! what is sent: no handle names them. What the peer may touch is registered for one RPC, exactly the bytes named, and
-//! the program's memory from [`LEND_MIN`] bytes on; what is shorter, or cannot be registered, is copied first. Slabs of
-//! all connections together take at most half of RLIMIT_MEMLOCK.
+//! what is sent: no handle names them. What the peer may touch is exactly the bytes that one RPC names: through a memory
+//! window where the device has them, which the peer's Send may invalidate, else by a registration of their own. The
+//! program's memory is registered from 64 KiB on; what is shorter, or cannot be registered, is copied first. A few Reply
+//! chunks stay registered. Slabs of all connections together take at most half of RLIMIT_MEMLOCK.
 //!
 //! **Sends** go out unsignalled but for every eighth. What lies in slabs is gathered from there, a short message travels
 //! inside its request, all else is copied into a slab. Requests that are posted together cost one doorbell.

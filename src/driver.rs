@@ -621,7 +621,11 @@ impl Client {
     /// # Errors
     /// `ENOMEM`.
     pub fn message(&self) -> Result<Buf, Error> {
-        Ok(self.memory.message()?)
+        match self.adapter {
+            // A new connection brings new memory with it.
+            Some(_) => Ok(self.lock().link.memory.message()?),
+            None => Ok(self.memory.message()?),
+        }
     }
 
     /// What the connection runs on and what was agreed, in words for the log.

@@ -42,7 +42,9 @@ struct Entry {
     /// Only netid "rdma" is served here, so that transports are of that netid.
     rdma_only: bool,
     open: Option<Open>,
-    /// It has been told why this one cannot be opened.
+    /// It was open once: a device that has gone may come back.
+    opened: bool,
+    /// The log has been told why this one cannot be opened.
     told: bool,
 }
 
@@ -96,7 +98,7 @@ fn add(address: SocketAddr, socket: Option<RawFd>, port: Option<socket::Reserved
     if table.iter().any(|entry| entry.address == address) {
         return;
     }
-    table.push(Entry { address, socket, _port: port, rdma_only, open: None, told: false });
+    table.push(Entry { address, socket, _port: port, rdma_only, open: None, opened: false, told: false });
     drop(table);
     server::wake_at(Instant::now());
 }
@@ -127,11 +129,11 @@ pub fn open_all() {
             Ok(open) => {
                 let places = open.listener.places();
                 log_info!("listening at {} on RDMA adapters ({places} addresses)", entry.address);
-                (entry.open, entry.told) = (Some(open), false);
+                (entry.open, entry.opened, entry.told) = (Some(open), true, false);
             }
             Err(error) => {
-                // A device may come, or come back.
-                again = true;
+                // A device may come, where nothing else is listened at, or come back.
+                again |= entry.opened || config.provider == Provider::Verbs;
                 if !std::mem::replace(&mut entry.told, true) {
                     let text = format!("not listening at {} on RDMA adapters: {error}", entry.address);
                     match config.provider {
@@ -142,7 +144,7 @@ pub fn open_all() {
             }
         }
     }
-    if again && config.provider == Provider::Verbs {
+    if again {
         server::wake_at(Instant::now() + RETRY);
     }
 }

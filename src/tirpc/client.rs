@@ -182,10 +182,8 @@ pub unsafe fn vc_create(
             if error.kind() != Kind::Timeout {
                 peers::remember(to, Speaks::Tcp);
             }
-            // The stock transport connects it again.
-            if socket::peer(fd).is_some() {
-                socket::disconnect(fd)?;
-            }
+            // The stock transport connects it again. It may have lost its peer by now, and is not fresh for that.
+            socket::disconnect(fd)?;
             Ok(None)
         }
         Err(Failure::Start(error)) => {
@@ -283,7 +281,11 @@ fn open(
         (Err(failure), None) => Err(failure),
         // The adapter is all that is left.
         (Err(failure), Some(mut attempt)) => match attempt.wait(Instant::now() + timeout, mask) {
-            Ok(true) => Ok(attempt.into_client(fd)),
+            Ok(true) => {
+                // The socket is no more than the name of the connection now.
+                let _ = socket::disconnect(fd);
+                Ok(attempt.into_client(fd))
+            }
             Ok(false) => Err(failure),
             Err(error) => {
                 log_info!("{to}: not over verbs: {error}");

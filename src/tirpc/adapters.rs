@@ -94,7 +94,9 @@ pub fn listen(address: SocketAddr, fd: RawFd, config: &Config) -> Result<(), Err
 fn add(address: SocketAddr, socket: Option<RawFd>, port: Option<socket::Reserved>, rdma_only: bool) {
     let socket = socket.and_then(|fd| Some((fd, process::identify(fd)?)));
     let mut table = table();
-    table.retain(Entry::lives);
+    for mut dead in table.extract_if(.., |entry| !entry.lives()) {
+        dead.close();
+    }
     if table.iter().any(|entry| entry.address == address) {
         return;
     }
@@ -119,9 +121,7 @@ pub fn open_all() {
             continue;
         }
         // What was inherited by fork(2) is the parent's.
-        if let Some(Open { xprt, .. }) = entry.open.take() {
-            close(xprt);
-        }
+        entry.close();
         if !entry.lives() {
             continue;
         }
@@ -157,11 +157,15 @@ impl Entry {
         unsafe { real::XPRT_REGISTER.get()?(xprt) };
         Ok(Open { listener, xprt: Bare(xprt) })
     }
-}
 
-fn close(Bare(xprt): Bare) {
-    // SAFETY: registered when it was opened; its memory lives for ever.
-    unsafe { xprt_unregister(xprt) };
+    /// Ends the listener, if there is one, before its descriptor goes.
+    fn close(&mut self) {
+        if let Some(Open { xprt: Bare(xprt), listener }) = self.open.take() {
+            // SAFETY: registered when it was opened; its memory lives for ever.
+            unsafe { xprt_unregister(xprt) };
+            drop(listener);
+        }
+    }
 }
 
 /// `xp_recv` of a listener: takes the connections that wait.
@@ -193,9 +197,7 @@ unsafe extern "C" fn accept(xprt: *mut SVCXPRT, _: *mut rpc_msg) -> bool_t {
             }
             if !lives || retry || listener.forked() {
                 let forked = listener.forked();
-                if let Some(Open { xprt, .. }) = entry.open.take() {
-                    close(xprt);
-                }
+                entry.close();
                 if forked || retry {
                     server::wake_at(Instant::now() + if forked { Duration::ZERO } else { RETRY });
                 }

@@ -137,10 +137,7 @@ impl Link {
         let peer = PrivateData::find(device.private_data()).unwrap_or(PrivateData::ABSENT);
         let limits = device.limits();
         let credits = config.credits.min(limits.receives.saturating_sub(RECEIVE_MARGIN));
-        let memory = match (device.slabs(), device.areas()) {
-            (None, None) => memory.clone(),
-            (slabs, areas) => memory.with(slabs, areas),
-        };
+        let memory = device.slabs().map_or_else(|| memory.clone(), |slabs| memory.with(slabs));
         let settings = Settings {
             credits,
             inline: config.inline,
@@ -319,7 +316,6 @@ pub fn adapter_options(config: &Config) -> verbs::Options {
         inline: config.inline,
         credits: config.credits,
         margin: RECEIVE_MARGIN,
-        reply: config.max_reply(true) + REPLY_HEADER,
         iwarp: config.provider == Provider::Verbs,
     }
 }

@@ -91,7 +91,6 @@ impl Pool {
 #[derive(Clone)]
 pub struct Memory {
     slabs: Option<Arc<Slabs>>,
-    known_areas: Option<Arc<Slabs>>,
     slab: Arc<Pool>,
     message: Arc<Pool>,
     areas: Arc<Pool>,
@@ -106,7 +105,6 @@ impl Memory {
     pub fn new(receive: usize, reply: usize, staging_max: usize) -> Arc<Memory> {
         Arc::new(Memory {
             slabs: None,
-            known_areas: None,
             slab: Pool::new(receive.max(PAGE), receive.max(PAGE), 1024),
             message: Pool::new(MESSAGE, WARM, 8),
             areas: Pool::new(reply.max(AREA_LATE), WARM, 8),
@@ -116,9 +114,9 @@ impl Memory {
         })
     }
 
-    /// The same memory for a connection whose device knows `slabs`, and `areas` for Reply chunks.
-    pub fn with(&self, slabs: Option<Arc<Slabs>>, areas: Option<Arc<Slabs>>) -> Arc<Memory> {
-        Arc::new(Memory { slabs, known_areas: areas, ..self.clone() })
+    /// The same memory for a connection whose device knows `slabs`.
+    pub fn with(&self, slabs: Arc<Slabs>) -> Arc<Memory> {
+        Arc::new(Memory { slabs: Some(slabs), ..self.clone() })
     }
 
     /// A block for one Receive or one header: one that the device knows, if there is one left.
@@ -164,8 +162,7 @@ impl Memory {
         let charge = self.exposed.charge(len, AREAS_MAX).or_else(|| self.exposed.charge(late, usize::MAX));
         let charge = charge.ok_or_else(|| io::Error::from_raw_os_error(libc::ENOMEM))?;
         let len = charge.bytes;
-        let known = self.known_areas.as_ref().filter(|areas| len <= areas.size()).and_then(Slabs::take);
-        let mut buf = known.map_or_else(|| self.areas.take(), Ok)?;
+        let mut buf = self.areas.take()?;
         buf.reserve(len)?;
         buf.charge(charge);
         Ok(buf.into_sink(len))
@@ -997,22 +994,14 @@ mod tests {
         // One that grows leaves its place, and takes its bytes along.
         first.extend(&[8; PAGE]).unwrap();
         assert_eq!((first[4], first[5], slabs.left()), (7, 8, 1));
-        let memory = Memory::new(1000, 1000, 1000).with(Some(slabs.clone()), None);
+        let memory = Memory::new(1000, 1000, 1000).with(slabs.clone());
         let third = memory.slab().unwrap();
         assert_eq!((third.as_ptr().addr(), slabs.left()), (start, 0));
         assert!(memory.message().unwrap().capacity() > PAGE, "an ordinary one");
         let sink = second.into_sink(PAGE);
         assert_eq!(sink.address(), start + PAGE);
-        drop((third, memory));
+        drop((third, slabs, memory));
         drop(sink);
-        // As Reply chunks too, where they are long enough.
-        let memory = Memory::new(1000, 100_000, 1000).with(None, Some(slabs.clone()));
-        let area = memory.reply_area(PAGE).unwrap();
-        assert!((start..start + len).contains(&area.address()) && area.len() == PAGE);
-        assert!(!(start..start + len).contains(&memory.reply_area(PAGE + 1).unwrap().address()));
-        assert_eq!(slabs.left(), 1);
-        drop((slabs, memory));
-        drop(area);
     }
 
     #[test]

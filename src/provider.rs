@@ -177,11 +177,6 @@ pub trait QueuePair: Send {
     /// As [`QueuePair::poll`].
     fn flush(&mut self) -> Result<bool, Error>;
 
-    /// Memory for Reply chunks that the device can expose at little cost.
-    fn areas(&self) -> Option<Arc<Slabs>> {
-        None
-    }
-
     /// Sends something without a meaning, for a peer that may not have noticed our first message.
     fn nudge(&mut self) {}
 

@@ -14,7 +14,6 @@ pub struct Options {
     pub inline: usize,
     pub credits: u32,
     pub margin: u32,
-    pub reply: usize,
     pub iwarp: bool,
 }
 

@@ -7,8 +7,8 @@
 //! **Memory.** A connection has its own protection domain and its own slabs, registered once, for Receives and for
 //! what is sent: no handle names them. What the peer may touch is exactly the bytes that one RPC names: through a memory
 //! window where the device has them, which the peer's Send may invalidate, else by a registration of their own. The
-//! program's memory is registered from 64 KiB on; what is shorter, or cannot be registered, is copied first. A few Reply
-//! chunks stay registered. Slabs of all connections together take at most half of RLIMIT_MEMLOCK.
+//! program's memory is registered from 64 KiB on; what is shorter, or cannot be registered, is copied first. Slabs of
+//! all connections together take at most half of RLIMIT_MEMLOCK.
 //!
 //! **Sends** go out unsignalled but for every eighth. What lies in slabs is gathered from there, a short message travels
 //! inside its request, all else is copied into a slab. Requests that are posted together cost one doorbell.
@@ -81,8 +81,6 @@ pub struct Options {
     pub credits: u32,
     /// Receives for messages without a credit.
     pub margin: u32,
-    /// Bytes of a usual Reply chunk.
-    pub reply: usize,
     /// iWARP devices are used too.
     pub iwarp: bool,
 }
@@ -151,22 +149,6 @@ impl Locked {
             }
             credits = (credits / 2).max(least);
         }
-    }
-}
-
-/// Reply chunks of a connection that are kept registered, and the longest that are.
-const AREAS: usize = 4;
-const AREA_MAX: usize = 1 << 20;
-
-impl Locked {
-    /// Reply chunks to keep, if there is memory to spare: what is not locked for ever is for calls.
-    fn areas(options: &Options) -> Option<(Locked, Arc<Slabs>)> {
-        let bytes = options.reply.next_multiple_of(4096) * AREAS;
-        let budget = sys::memlock_limit().map_or(usize::MAX, |bytes| bytes / 4);
-        let fits = |held: usize| Some(held + bytes).filter(|sum| *sum <= budget && options.reply <= AREA_MAX);
-        LOCKED.fetch_update(Relaxed, Relaxed, fits).ok()?;
-        let locked = Locked(bytes);
-        Some((locked, Slabs::new(options.reply, AREAS).ok()?))
     }
 }
 
@@ -301,9 +283,7 @@ pub fn connect(address: SocketAddr, options: &Options) -> Result<Box<dyn QueuePa
 struct Exposed {
     /// `None` for a registration's own key.
     window: Option<Window>,
-    registration: Arc<Registration>,
-    /// The part of a registration of more.
-    _part: Option<Sink>,
+    registration: Registration,
 }
 
 enum Stage {
@@ -335,9 +315,6 @@ pub struct Verbs {
     windows: Vec<Window>,
     domain: Option<Arc<Domain>>,
     slabs: Option<Arc<Slabs>>,
-    /// Where Reply chunks lie, on a device with windows.
-    areas: Option<(Locked, Arc<Slabs>)>,
-    area_registration: Option<Arc<Registration>>,
     locked: Option<Locked>,
     /// What waits for room on the send queue or for a slab.
     pending: VecDeque<WorkRequest>,
@@ -406,8 +383,6 @@ impl Verbs {
             windows: Vec::new(),
             domain: None,
             slabs: None,
-            areas: None,
-            area_registration: None,
             locked: None,
             pending: VecDeque::new(),
             unsignalled: 0,
@@ -436,9 +411,6 @@ impl Verbs {
         }
         self.early = self.receives;
         self.watch.add(queues.fd())?;
-        if domain.capabilities().windows && matches!(self.stage, Stage::Address | Stage::Route) {
-            self.areas = Locked::areas(&self.options);
-        }
         self.terms.our_reads = self.terms.our_reads.min(READS).min(domain.capabilities().our_reads);
         self.terms.their_reads = self.terms.their_reads.min(READS).min(domain.capabilities().their_reads);
         (self.domain, self.slabs, self.locked, self.queues) =
@@ -521,7 +493,6 @@ impl Verbs {
             self.exposed.clear();
             self.windows.clear();
             self.queues = None;
-            (self.areas, self.area_registration) = (None, None);
             self.binds.clear();
             self.pending.clear();
             self.spare.clear();
@@ -868,10 +839,6 @@ impl QueuePair for Verbs {
         self.slabs.clone()
     }
 
-    fn areas(&self) -> Option<Arc<Slabs>> {
-        self.areas.as_ref().map(|(_, areas)| areas.clone())
-    }
-
     fn expose_source(&mut self, region: Region) -> Result<Segment, Error> {
         self.check()?;
         let (domain, access) = (self.domain()?.clone(), self.access());
@@ -889,21 +856,14 @@ impl QueuePair for Verbs {
                 other => other?,
             }
         };
-        let whole = registration.segment();
-        self.expose(Arc::new(registration), whole, None, false)
+        self.expose(registration, false)
     }
 
     fn expose_sink(&mut self, sink: Sink) -> Result<Segment, Error> {
         self.check()?;
-        let (start, len) = (sink.address() as u64, sink.len() as u32);
-        if let Some(areas) = self.known_area(&sink)? {
-            let part = Segment { offset: start, length: len, ..areas.segment() };
-            return self.expose(areas, part, Some(sink), true);
-        }
         let domain = self.domain()?.clone();
         let registration = Registration::sink(&domain, sink, self.access())?;
-        let whole = registration.segment();
-        self.expose(Arc::new(registration), whole, None, true)
+        self.expose(registration, true)
     }
 
     fn invalidate(&mut self, handle: Handle) -> Result<(), Error> {
@@ -1049,45 +1009,20 @@ impl Verbs {
         if self.has_windows() { Access::Windows } else { Access::Remote }
     }
 
-    /// The registration of the Reply areas, if `sink` is one of them. They are registered at first use and stay so: a
-    /// window is all that a call costs then.
-    fn known_area(&mut self, sink: &Sink) -> Result<Option<Arc<Registration>>, Error> {
-        let Some((_, areas)) = &self.areas else { return Ok(None) };
-        let (start, len) = areas.span();
-        if !(start..start + len).contains(&sink.address()) {
-            return Ok(None);
-        }
-        if self.area_registration.is_none() {
-            let registration = Registration::slabs(self.domain()?, areas.clone(), Access::Windows)?;
-            stats::add(Counter::Registrations, 1);
-            self.area_registration = Some(Arc::new(registration));
-        }
-        Ok(self.area_registration.clone())
-    }
-
-    /// Gives the peer a key for `part` of a registration.
-    fn expose(
-        &mut self,
-        registration: Arc<Registration>,
-        part: Segment,
-        sink: Option<Sink>,
-        write: bool,
-    ) -> Result<Segment, Error> {
+    /// Gives the peer a key for the memory of a registration.
+    fn expose(&mut self, registration: Registration, write: bool) -> Result<Segment, Error> {
+        let whole = registration.segment();
         let (handle, window) = if self.has_windows() {
-            let window = self.windows.pop().map_or_else(|| Window::new(self.domain()?), Ok);
-            let mut window = window?;
-            let (handle, bind) =
-                window.bind(&registration, part.offset as usize, part.length as usize, write);
+            let mut window = self.windows.pop().map_or_else(|| Window::new(self.domain()?), Ok)?;
+            let (handle, bind) = window.bind(&registration, write);
             self.binds.push_back(bind);
             (handle, Some(window))
         } else {
-            (part.handle, None)
+            (whole.handle, None)
         };
-        if sink.is_none() {
-            stats::add(Counter::Registrations, 1);
-        }
-        self.exposed.insert(handle.0, Exposed { window, registration, _part: sink });
-        Ok(Segment { handle, ..part })
+        stats::add(Counter::Registrations, 1);
+        self.exposed.insert(handle.0, Exposed { window, registration });
+        Ok(Segment { handle, ..whole })
     }
 
     /// Sees what was posted on its way: destroying the queue pair would throw it away.

@@ -198,14 +198,13 @@ impl Registration {
         Registration::new(domain, start, len, flags, Memory::Sink(sink))
     }
 
-    /// Slabs, for Sends and Receives, or for windows.
+    /// Slabs, for Sends and Receives.
     ///
     /// # Errors
     /// The device or the system refuses.
-    pub fn slabs(domain: &Arc<Domain>, slabs: Arc<Slabs>, access: Access) -> Result<Registration, Error> {
+    pub fn slabs(domain: &Arc<Domain>, slabs: Arc<Slabs>) -> Result<Registration, Error> {
         let (start, len) = slabs.span();
-        let windows = if access == Access::Windows { ibv_access_flags::IBV_ACCESS_MW_BIND.0 } else { 0 };
-        let flags = ibv_access_flags::IBV_ACCESS_LOCAL_WRITE.0 | windows;
+        let flags = ibv_access_flags::IBV_ACCESS_LOCAL_WRITE.0;
         Registration::new(domain, start, len, flags, Memory::Slabs(slabs))
     }
 
@@ -277,7 +276,7 @@ impl Drop for Registration {
     }
 }
 
-/// A memory window of type 2: a key of its own for a part of a registration, on one connection.
+/// A memory window of type 2: a key of its own for a registration, on one connection.
 pub struct Window {
     mw: NonNull<ibv_mw>,
     domain: Arc<Domain>,
@@ -300,8 +299,9 @@ impl Window {
         Ok(Window { mw, domain: domain.clone(), next: None })
     }
 
-    /// The key, and the request that makes it good for the part of the registration.
-    pub fn bind(&mut self, to: &Registration, start: usize, len: usize, write: bool) -> (Handle, Work) {
+    /// The key, and the request that makes it good for all of the registration: rxe looks at the bounds of that, and not
+    /// at those of a window in it.
+    pub fn bind(&mut self, to: &Registration, write: bool) -> (Handle, Work) {
         if let Some(key) = self.next {
             // The device has bound it since, which it leaves to us to note.
             // SAFETY: alive; no request that names it is being posted: it is bound to nothing.
@@ -320,8 +320,8 @@ impl Window {
         };
         let part = ibv_mw_bind_info {
             mr: to.mr.as_ptr(),
-            addr: start as u64,
-            length: len as u64,
+            addr: to.start as u64,
+            length: to.len as u64,
             mw_access_flags: rights.0,
         };
         let operation = Operation::Bind(Bind(bind_mw_t { mw: self.mw.as_ptr(), rkey: key, bind_info: part }));
@@ -481,7 +481,7 @@ impl Queues {
     /// # Errors
     /// The device or the system refuses, also with short queues.
     pub fn new(domain: Arc<Domain>, slabs: Arc<Slabs>, receives: u32) -> Result<Queues, Error> {
-        let slabs = Registration::slabs(&domain, slabs, Access::Local)?;
+        let slabs = Registration::slabs(&domain, slabs)?;
         let library = domain.id.library();
         let context = domain.id.device().ok_or_else(|| failed("the device"))?;
         // SAFETY: the device is open as long as the identifier lives.

@@ -37,9 +37,9 @@ closing() {
 
 # wait_for SECONDS COMMAND...: for programs that do not say when they are ready. Polls; never longer than SECONDS.
 wait_for() {
-    local tries=$(($1 * 20)); shift
+    local end=$((${EPOCHREALTIME/./} + $1 * 1000000)); shift
     while ! "$@" >/dev/null 2>&1; do
-        tries=$((tries - 1)); [ "$tries" -gt 0 ] || return 1
+        [ "${EPOCHREALTIME/./}" -lt "$end" ] || return 1
         sleep 0.05
     done
 }

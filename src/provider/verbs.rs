@@ -519,7 +519,9 @@ impl Verbs {
                 self.pending.push_front(request);
                 break;
             }
-            match self.prepare(request)? {
+            // Whether completions will come that give memory back.
+            let others = !work.is_empty() || self.queues()?.busy();
+            match self.prepare(request, others)? {
                 Prepared::Work(more) => work.extend(more),
                 Prepared::Later(request) => {
                     self.pending.push_front(request);
@@ -557,7 +559,7 @@ impl Verbs {
         signalled
     }
 
-    fn prepare(&mut self, request: WorkRequest) -> Result<Prepared, Error> {
+    fn prepare(&mut self, request: WorkRequest, others: bool) -> Result<Prepared, Error> {
         match request {
             WorkRequest::Send { gather, invalidate } => {
                 let operation = Operation::Send(invalidate);
@@ -568,12 +570,13 @@ impl Verbs {
                     let signalled = self.signal(false);
                     return Ok(Work { operation, pieces, inline: gather, holds, signalled }.into());
                 }
-                Ok(match self.slab_work(operation, &gather)? {
-                    Some(work) => work.into(),
-                    None => Prepared::Later(WorkRequest::Send { gather, invalidate }),
-                })
+                match self.slab_work(operation, &gather)? {
+                    Some(work) => Ok(work.into()),
+                    None if others => Ok(Prepared::Later(WorkRequest::Send { gather, invalidate })),
+                    None => Err(lost("no slab is left to send from")),
+                }
             }
-            WorkRequest::Write { gather, to } => self.prepare_write(gather, to),
+            WorkRequest::Write { gather, to } => self.prepare_write(gather, to, others),
             WorkRequest::Read { id, sink, at, from } => {
                 let domain = self.domain()?.clone();
                 // RFC 5040 has an iWARP Read name its sink to the peer, by a key that lets the peer write there.
@@ -582,9 +585,7 @@ impl Verbs {
                 let address = part.address();
                 let registration = match Registration::sink(&domain, part, access) {
                     Ok(registration) => registration,
-                    Err(_) if self.queues()?.held() > 0 => {
-                        return Ok(Prepared::Later(WorkRequest::Read { id, sink, at, from }));
-                    }
+                    Err(_) if others => return Ok(Prepared::Later(WorkRequest::Read { id, sink, at, from })),
                     Err(error) => return Err(error),
                 };
                 stats::add(Counter::Registrations, 1);
@@ -599,14 +600,15 @@ impl Verbs {
         }
     }
 
-    fn prepare_write(&mut self, gather: Vec<Region>, to: Segment) -> Result<Prepared, Error> {
+    fn prepare_write(&mut self, gather: Vec<Region>, to: Segment, others: bool) -> Result<Prepared, Error> {
         let total = to.length as usize;
         let slab = self.slabs.as_ref().map_or(0, |slabs| slabs.size());
         if total <= slab {
-            return Ok(match self.slab_work(Operation::Write(to), &gather)? {
-                Some(work) => work.into(),
-                None => Prepared::Later(WorkRequest::Write { gather, to }),
-            });
+            return match self.slab_work(Operation::Write(to), &gather)? {
+                Some(work) => Ok(work.into()),
+                None if others => Ok(Prepared::Later(WorkRequest::Write { gather, to })),
+                None => Err(lost("no slab is left to send from")),
+            };
         }
         if total > WRITE_MAX {
             return Ok(Prepared::Parts(cut(&gather, to, WRITE_MAX)));
@@ -620,9 +622,7 @@ impl Verbs {
                 let (address, len) = (source.as_ptr().addr(), source.len());
                 let registration = match Registration::source(&domain, source.clone(), Access::Local) {
                     Ok(registration) => registration,
-                    Err(_) if self.queues()?.held() > 0 => {
-                        return Ok(Prepared::Later(WorkRequest::Write { gather, to }));
-                    }
+                    Err(_) if others => return Ok(Prepared::Later(WorkRequest::Write { gather, to })),
                     // Memory that cannot be pinned goes out through slabs.
                     Err(_) => return Ok(Prepared::Parts(cut(&gather, to, slab))),
                 };
@@ -640,7 +640,7 @@ impl Verbs {
     }
 
     /// A request for the bytes of at most one slab's length: from where they lie if the device knows that place, else
-    /// copied into a slab. `None` when no slab is free, but will be.
+    /// copied into a slab. `None` when no slab is free.
     fn slab_work(&mut self, operation: Operation, gather: &[Region]) -> Result<Option<Work>, Error> {
         let slabs = self.slabs.clone().ok_or_else(|| lost("not connected"))?;
         let queues = self.queues()?;
@@ -649,11 +649,7 @@ impl Verbs {
         let (pieces, holds) = match pieces.filter(|pieces| pieces.len() <= queues.pieces()) {
             Some(pieces) => (pieces, gather.iter().cloned().map(Hold::Region).collect()),
             None => {
-                let mut copy = match slabs.take() {
-                    Some(slab) => slab,
-                    None if queues.busy() => return Ok(None),
-                    None => return Err(lost("no slab is left to send from")),
-                };
+                let Some(mut copy) = slabs.take() else { return Ok(None) };
                 for piece in gather {
                     copy.extend(piece)?;
                 }

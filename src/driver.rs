@@ -39,6 +39,7 @@ use crate::stats::{self, Counter};
 use crate::sys;
 use crate::wire::private_data::PrivateData;
 use crate::wire::{Handle, Xid, v1};
+use crate::xdr::LEND_MIN;
 use crate::{log_debug, log_error, log_info, log_warn, log_wire, socket};
 
 /// How long the passive side waits for the MPA Request and the first message of a peer (RFC 5044 §7.1.2: "SHOULD").
@@ -632,6 +633,11 @@ impl Client {
     /// Whether it goes over an adapter.
     pub fn adapter(&self) -> bool {
         self.adapter.is_some()
+    }
+
+    /// Results from this length on are received in the program's own memory: an adapter has to register it.
+    pub fn place_min(&self) -> usize {
+        if self.adapter() { 64 << 10 } else { LEND_MIN }
     }
 
     /// An XID that no call of this connection uses.

@@ -36,7 +36,7 @@ use std::marker::PhantomData;
 use std::ops::{Deref, DerefMut};
 use std::ptr::NonNull;
 use std::sync::atomic::{AtomicUsize, Ordering, Ordering::Relaxed, fence};
-use std::sync::{Arc, Mutex, MutexGuard, Weak};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, Weak};
 
 /// Granularity of blocks, in bytes.
 const PAGE: usize = 4096;
@@ -116,6 +116,7 @@ impl Memory {
 
     /// The same memory for a connection whose device knows `slabs`.
     pub fn with(&self, slabs: Arc<Slabs>) -> Arc<Memory> {
+        slabs.larger.get_or_init(|| self.message.clone());
         Arc::new(Memory { slabs: Some(slabs), ..self.clone() })
     }
 
@@ -171,10 +172,12 @@ impl Memory {
 
 /// A mapping cut into blocks of one length, so that a device can register all of them at once.
 ///
-/// A block that grows becomes a mapping of its own, which the device does not know.
+/// A block that grows becomes one of another pool, which the device does not know.
 pub struct Slabs {
     whole: RawBlock,
     size: usize,
+    /// Where a block goes that grows.
+    larger: OnceLock<Arc<Pool>>,
     /// Offsets of the blocks that nobody has.
     free: Mutex<Vec<usize>>,
 }
@@ -188,7 +191,8 @@ impl Slabs {
         let size = round_up(size.max(1));
         let len = size.checked_mul(count).ok_or_else(|| io::Error::from_raw_os_error(libc::ENOMEM))?;
         let whole = RawBlock::map(len.max(PAGE))?;
-        Ok(Arc::new(Slabs { whole, size, free: Mutex::new((0..count).rev().map(|n| n * size).collect()) }))
+        let free = Mutex::new((0..count).rev().map(|n| n * size).collect());
+        Ok(Arc::new(Slabs { whole, size, larger: OnceLock::new(), free }))
     }
 
     /// Takes a block, which starts empty, if there is one left.
@@ -295,6 +299,15 @@ impl Buf {
             return Ok(());
         }
         let want = round_up(cap).max(self.capacity().saturating_mul(2));
+        if let Home::Slabs(slabs) = &self.block.raw.home
+            && let Some(larger) = slabs.larger.get()
+        {
+            let mut fresh = larger.take()?;
+            fresh.reserve(want)?;
+            fresh.extend(self)?;
+            *self = fresh;
+            return Ok(());
+        }
         self.block_mut().raw.grow(want)
     }
 
@@ -995,11 +1008,16 @@ mod tests {
         first.extend(&[8; PAGE]).unwrap();
         assert_eq!((first[4], first[5], slabs.left()), (7, 8, 1));
         let memory = Memory::new(1000, 1000, 1000).with(slabs.clone());
-        let third = memory.slab().unwrap();
+        let mut third = memory.slab().unwrap();
         assert_eq!((third.as_ptr().addr(), slabs.left()), (start, 0));
         assert!(memory.message().unwrap().capacity() > PAGE, "an ordinary one");
         let sink = second.into_sink(PAGE);
         assert_eq!(sink.address(), start + PAGE);
+        // With a pool for what grows, that goes there.
+        third.extend(&[9; 10]).unwrap();
+        third.reserve(PAGE + 1).unwrap();
+        assert!(third.block.pool.upgrade().is_some() && third[..] == [9; 10]);
+        assert_eq!(slabs.left(), 1);
         drop((third, slabs, memory));
         drop(sink);
     }

@@ -661,7 +661,7 @@ impl Call<'_> {
     unsafe fn places(&self, binding: &Binding, call: &Message) -> Result<Vec<Sink>, Error> {
         let Some(decode) = self.decode.filter(|_| !self.results.is_null()) else { return Ok(Vec::new()) };
         let most = binding.call(&[call.body()]).results.first().copied().unwrap_or(0);
-        if most < LEND_MIN || !(binding.preset() || registered::any()) {
+        if most < self.handle.connection.place_min() || !(binding.preset() || registered::any()) {
             return Ok(Vec::new());
         }
         let mut probe = Encoder::new(self.handle.connection.message()?);

@@ -1057,6 +1057,7 @@ pub(crate) mod contract {
         messages_arrive_whole_and_in_order(make);
         a_write_is_placed_before_the_send_that_follows_it(make);
         reads_complete_in_order_with_the_right_bytes(make);
+        a_read_is_not_complete_before_its_bytes_are_here(make);
         invalidated_memory_is_let_go(make);
         a_remote_invalidation_is_reported(make);
         kept_work_goes_out_as_it_was(make);
@@ -1128,6 +1129,20 @@ pub(crate) mod contract {
         for id in ids {
             assert_eq!(memory[small(id)..small(id) + 10], body[id as usize..id as usize + 10]);
         }
+    }
+
+    /// Whatever was posted after it, and is complete before it.
+    fn a_read_is_not_complete_before_its_bytes_are_here(make: Make) {
+        let mut pair = Ends::new(make());
+        let body: Vec<u8> = (0..900_000u32).map(|i| (i % 251) as u8).collect();
+        let from = pair.source_at(1, region(&body));
+        let memory = sink(900_000);
+        pair.receives(1, 8);
+        pair.ends[0].post(WorkRequest::Read { id: WorkId(3), sink: memory.clone(), at: 0, from });
+        (0..8).for_each(|_| pair.send(0, b"meanwhile"));
+        assert!(matches!(pair.next(0), Ok(Completion::Read { id: WorkId(3) })));
+        assert!(memory.into_buf(900_000).expect("the device lets go")[..] == body);
+        (0..8).for_each(|_| assert_eq!(pair.message(1).0, b"meanwhile"));
     }
 
     fn invalidated_memory_is_let_go(make: Make) {

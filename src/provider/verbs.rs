@@ -879,9 +879,9 @@ impl QueuePair for Verbs {
             }
             stats::add(Counter::Doorbells, 1);
             queues.post(vec![Work { operation, pieces, inline, holds, signalled: true }])?;
-            let number = queues.posted();
-            self.settle(INVALIDATE, |queues| queues.completed() < number)?;
-            if self.queues()?.completed() < number {
+            let number = queues.latest();
+            self.settle(INVALIDATE, |queues| queues.pending(number))?;
+            if self.queues()?.pending(number) {
                 return Ok(());
             }
         }

@@ -5,7 +5,8 @@
 //! therefore owned here, together with its memory, and taken apart in that order.
 //!
 //! # Invariants
-//! - The send queue completes in order (RC): a completion also ends the unsignalled requests before it.
+//! - The send queue completes in order (RC): a completion also ends the unsignalled requests before it. RDMA Reads are
+//!   always signalled, and end with their own completion only.
 //! - Receives complete in the order in which they were posted.
 //! - A memory region has one Registration, which owns the memory; the device's rights end before the memory goes.
 #![allow(unsafe_code)]
@@ -562,14 +563,14 @@ impl Queues {
         self.depth - self.posted.len()
     }
 
-    /// Requests posted so far, and of them those that are known to be complete.
-    pub fn posted(&self) -> u64 {
-        self.posts
+    /// The number of the latest request.
+    pub fn latest(&self) -> u64 {
+        self.posts.wrapping_sub(1)
     }
 
-    /// See [`Queues::posted`].
-    pub fn completed(&self) -> u64 {
-        self.posts - self.posted.len() as u64
+    /// Whether a request is not known to be complete.
+    pub fn pending(&self, number: u64) -> bool {
+        self.posted.iter().any(|posted| posted.number == number)
     }
 
     /// Pieces that one request may have.
@@ -777,11 +778,18 @@ impl Queues {
             });
             return Ok(());
         }
-        while let Some(posted) = self.posted.front() {
-            if posted.number > wc.wr_id {
-                break;
+        // Only its own completion tells that a Read is done: siw reports later requests before it.
+        let done = |posted: &mut Posted| match posted.read {
+            Some(_) => posted.number == wc.wr_id,
+            None => posted.number <= wc.wr_id,
+        };
+        let mut at = 0;
+        while let Some(posted) = self.posted.get_mut(at).filter(|posted| posted.number <= wc.wr_id) {
+            if !done(posted) {
+                at += 1;
+                continue;
             }
-            let Some(Posted { read, holds, .. }) = self.posted.pop_front() else { break };
+            let Some(Posted { read, holds, .. }) = self.posted.remove(at) else { break };
             self.held -= holds.iter().map(Hold::bytes).sum::<usize>();
             self.done.extend(read.map(Done::Read));
         }

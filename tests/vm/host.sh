@@ -31,7 +31,7 @@ if [ -n "${IN_GUEST:-}" ]; then
     if umount /mnt; then ok "$what: umount"; else FAIL "$what: umount"; fi
     # The host's client says with a file that it has finished.
     wait_for 120 test -e /export/finished || FAIL "the client on the host finishes"
-    (cd /export && sha256sum random)
+    echo "lies there: $(sha256sum </export/random)"
     closing
 fi
 
@@ -53,7 +53,8 @@ bash "$here/vm.sh" -t "${LIMIT:-300}" -p "$nfs_port:20049" -p "$mount_port:20048
 vm=$!; children+=($vm)
 wait_for 60 grep -q READY "$scratch/guest" || { FAIL "the guest starts" "$scratch/guest"; closing; }
 
-client=(timeout 120 "${preloaded[@]}" "$programs/nfs3" -n rdma -p "$nfs_port" -m "$mount_port" -e /export)
+nfs3=("${preloaded[@]}" "$programs/nfs3" -n rdma -p "$nfs_port" -m "$mount_port" -e /export)
+client=(timeout 120 "${nfs3[@]}")
 what="our client on the host, the kernel's server in the guest"
 for crc in auto yes; do
     if timed env RPCRDMA_CRC=$crc "${client[@]}" 127.0.0.1 check -N 0 -L 1,3,255 "${sizes[@]}" >"$scratch/out" 2>&1; then
@@ -76,15 +77,15 @@ else FAIL "$what: 300 names, listed"; fi
 # The first message right after the startup meets a race in siw; nobody may see it.
 twenty_connections() {
     local i
-    for ((i = 0; i < 20; i++)); do "${client[@]}" 127.0.0.1 stat /random >"$scratch/out" 2>&1 || return; done
+    for ((i = 0; i < 20; i++)); do timeout 10 "${nfs3[@]}" 127.0.0.1 stat /random >"$scratch/out" 2>&1 || return; done
 }
-if timed twenty_connections && [ "$micros" -lt 40000000 ]; then ok "$what: 20 connections, one after the other ($(seconds))"
-else FAIL "$what: 20 connections took $(seconds)" "$scratch/out"; fi
+if timed twenty_connections; then ok "$what: 20 connections, one after the other ($(seconds))"
+else FAIL "$what: 20 connections, of which one took too long" "$scratch/out"; fi
 "${client[@]}" 127.0.0.1 put /dev/null finished
 
 wait "$vm" || FAIL "the guest's part"
-sed '/^READY/d; s/^/guest /' "$scratch/guest"
-if grep -q "^$(sha256sum <"$random" | cut -d' ' -f1) " "$scratch/guest"; then ok "$what: 16 MiB lie there as they were"
+grep -v '^READY\|^lies there' "$scratch/guest"
+if grep -q "^lies there: $(sha256sum <"$random")" "$scratch/guest"; then ok "$what: 16 MiB lie there as they were"
 else FAIL "$what: 16 MiB lie there as they were"; fi
 what="the kernel's client in the guest, our server on the host"
 if (cd "$scratch/served" && sha256sum --quiet -c sums) >"$scratch/out" 2>&1; then ok "$what: the files lie here as they were"

@@ -38,12 +38,12 @@ our_client() {
     if [ "$("${client[@]}" $address ls /names | grep -c '^name ')" = 300 ]; then ok "$path: 300 names, listed"
     else FAIL "$path: 300 names, listed"; fi
     # The first message right after the startup meets a race in siw; nobody may see it.
-    if timed twenty_connections && [ "$micros" -lt 40000000 ]; then ok "$path: 20 connections, one after the other ($(seconds))"
-    else FAIL "$path: 20 connections took $(seconds)" "$scratch/out"; fi
+    if timed twenty_connections; then ok "$path: 20 connections, one after the other ($(seconds))"
+    else FAIL "$path: 20 connections, of which one took too long" "$scratch/out"; fi
 }
 twenty_connections() {
     local i
-    for ((i = 0; i < 20; i++)); do "${client[@]}" $address stat /random >"$scratch/out" 2>&1 || return; done
+    for ((i = 0; i < 20; i++)); do timeout 10 "${nfs3[@]}" $address stat /random >"$scratch/out" 2>&1 || return; done
 }
 
 kernels_client() {

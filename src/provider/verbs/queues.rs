@@ -778,7 +778,7 @@ impl Queues {
             });
             return Ok(());
         }
-        // Only its own completion tells that a Read is done: siw reports later requests before it.
+        // Only its own completion tells that a Read is done: iWARP devices may report later requests before it.
         let done = |posted: &mut Posted| match posted.read {
             Some(_) => posted.number == wc.wr_id,
             None => posted.number <= wc.wr_id,

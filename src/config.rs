@@ -30,6 +30,10 @@ use crate::process;
 pub struct Config {
     /// Calls in flight on a connection: asked for as a client, granted as a server. 1 to 4096.
     pub credits: u32,
+    /// The same for calls back: asked for as a server, granted as a client. 1 to 4096.
+    pub reverse_credits: u32,
+    /// Whether calls back may have chunks, towards a peer that supports them.
+    pub reverse_chunks: bool,
     /// Most bytes of one Send, header included, in either direction: a multiple of 1024 from 1024 to 262144.
     pub inline: usize,
     /// Longest reply that a client makes room for, in bytes of results; see [`Config::max_reply`].
@@ -160,6 +164,20 @@ const TABLE: &[Setting] = &[
         default: "32",
         meaning: "calls in flight on a connection, asked for as a client and granted as a server; 1 to 4096",
         set: |config, value| number(value, 1, 4096).map(|n| config.credits = n),
+    },
+    Setting {
+        env: "RPCRDMA_REVERSE_CREDITS",
+        key: "reverse_credits",
+        default: "16",
+        meaning: "calls back in flight on a connection, asked for as a server and granted as a client; 1 to 4096",
+        set: |config, value| number(value, 1, 4096).map(|n| config.reverse_credits = n),
+    },
+    Setting {
+        env: "RPCRDMA_REVERSE_CHUNKS",
+        key: "reverse_chunks",
+        default: "yes",
+        meaning: "whether calls back may have chunks, which Linux peers do not bear; yes or no",
+        set: |config, value| yes_or_no(value).map(|yes| config.reverse_chunks = yes),
     },
     Setting {
         env: "RPCRDMA_INLINE",
@@ -336,6 +354,8 @@ impl Default for Config {
     fn default() -> Config {
         let mut config = Config {
             credits: 0,
+            reverse_credits: 0,
+            reverse_chunks: true,
             inline: 0,
             max_reply: None,
             max_call: 0,
@@ -678,6 +698,8 @@ mod tests {
     fn every_setting_sets_its_own_field() {
         let want = Config {
             credits: 4096,
+            reverse_credits: 3,
+            reverse_chunks: false,
             inline: 262144,
             max_reply: Some(256 << 10),
             max_call: 1 << 30,
@@ -697,6 +719,8 @@ mod tests {
         };
         let variables = [
             ("RPCRDMA_CREDITS", "4096"),
+            ("RPCRDMA_REVERSE_CREDITS", "3"),
+            ("RPCRDMA_REVERSE_CHUNKS", "no"),
             ("RPCRDMA_INLINE", "256K"),
             ("RPCRDMA_MAX_REPLY", "262144"),
             ("RPCRDMA_MAX_CALL", "1G"),

@@ -3,11 +3,17 @@
 //! # Contract
 //! - Getters tell state: [`Connection::credits_left`], [`Connection::starved`], [`Connection::request_ready`].
 //! - Input: `handle_receive`, `handle_read`, `handle_closed`.
-//! - Commands: `call`, `abandon` (requester); `poll_request`, `reply`, `discard`, `resume` (responder).
+//! - Commands: `call`, `abandon`, `ask` (requester); `poll_request`, `reply`, `discard`, `resume`, `grant` (responder).
 //! - Output: `poll_output`. **Every input and command is followed by draining `poll_output` until `None`.**
 //!
 //! Memory is exposed and invalidated while a command runs, through the [`Registrar`] argument: a plan needs the
 //! handles. Everything else a device must do comes out as [`Output::Post`], in the order in which it must be posted.
+//!
+//! # Both directions
+//! Either end is requester and responder (RFC 8167): the client of the forward direction, which opened the connection, is
+//! the responder of the reverse direction. The two have nothing in common but the Receives: XIDs, calls and credits are
+//! apart, and what a message belongs to is told by the RPC message in it. A server makes no call before `ask`, and a
+//! client has no Receives for calls before `grant`: nobody calls back who was not told that he may.
 //!
 //! # What it keeps
 //! - Credits (RFC 8166 §3.3.1): one before the first reply, then the grant. A call holds its credit until its reply or
@@ -43,17 +49,28 @@ use chunks::{Area, Assembly, Limits, Needs, Pull};
 /// Which end of the connection we are.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Role {
-    /// We opened the connection: requester.
+    /// We opened the connection: requester, and responder of the reverse direction.
     Client,
-    /// We accepted it: responder.
+    /// We accepted it: responder, and requester of the reverse direction.
     Server,
+}
+
+/// What a message is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Direction {
+    Call,
+    Reply,
 }
 
 /// What is fixed for the life of a connection.
 #[derive(Clone, Copy, Debug)]
 pub struct Settings {
-    /// Credits that we ask for as requester and grant as responder. At least 1.
+    /// Credits of the forward direction: asked for by a client, granted by a server. At least 1.
     pub credits: u32,
+    /// Most Receives that the device holds, [`RECEIVE_MARGIN`] included.
+    pub receives: u32,
+    /// Calls and replies of the reverse direction may have chunks.
+    pub reverse_chunks: bool,
     /// Largest Send that we take and make, in bytes: 1024..=262144.
     pub inline: usize,
     /// Largest Call that we pull from a requester, in bytes, and most bytes of pulled Calls that wait to be handed up.
@@ -182,6 +199,8 @@ pub struct Connection {
     receive: usize,
     requester: Requester,
     responder: Responder,
+    /// Receives that the device holds.
+    posted: u32,
     output: VecDeque<Output>,
     /// [`Output::Close`] is out: nothing more is transmitted.
     closing: bool,
@@ -191,6 +210,10 @@ pub struct Connection {
 
 #[derive(Default)]
 struct Requester {
+    /// Credits that we ask for; 0: we make no calls.
+    asked: u32,
+    /// Receives that we keep for replies: the most that we have asked for so far.
+    receives: u32,
     /// Granted by the last reply; 1 before the first one.
     granted: u32,
     /// Calls transmitted and not ended: each holds a credit.
@@ -246,6 +269,10 @@ enum Fate {
 
 #[derive(Default)]
 struct Responder {
+    /// Credits that we grant, never 0.
+    grant: u32,
+    /// Receives that we keep for calls: the most that we have granted so far. 0: we do not serve.
+    receives: u32,
     next: u64,
     /// In the order of their Sends; the front is handed up next.
     queue: VecDeque<Pending>,
@@ -318,6 +345,8 @@ impl Connection {
     ) -> Connection {
         // RFC 8166 §3.3.1: "The granted value MUST NOT be zero, since such a value would result in deadlock."
         settings.credits = settings.credits.max(1);
+        let credits = settings.credits;
+        let (asked, served) = if role == Role::Client { (credits, 0) } else { (0, credits) };
         // RFC 8166 §3.3.2: "The inline threshold value is the smaller of the largest number of bytes the sender can
         // post via a single RDMA Send operation and the largest number of bytes the receiver can accept via a single
         // RDMA Receive operation."
@@ -336,17 +365,62 @@ impl Connection {
             // RFC 8166 §3.3.3: "a Requester MUST NOT assume more than one credit is available and MUST receive a valid
             // reply from the Responder carrying the actual number of available credits, prior to sending its next
             // request."
-            requester: Requester { granted: 1, ..Requester::default() },
-            responder: Responder::default(),
+            requester: Requester { granted: 1, asked, receives: asked, ..Requester::default() },
+            responder: Responder { grant: served.max(1), receives: served, ..Responder::default() },
+            posted: 0,
             output: VecDeque::new(),
             closing: false,
             closed: None,
         };
-        // RFC 8166 §3.3.1: "A Requester MUST maintain enough receive resources to accommodate expected replies." Every
-        // call whose reply is expected holds a credit, so credits bound the Receives of both ends.
-        let receives = settings.credits.saturating_add(RECEIVE_MARGIN);
-        connection.output.extend((0..receives).map(|_| Output::Receive));
+        connection.replenish();
         connection
+    }
+
+    /// Posts the Receives that are missing.
+    ///
+    /// RFC 8166 §3.3.1: "A Requester MUST maintain enough receive resources to accommodate expected replies." Every call
+    /// whose reply is expected holds a credit, so credits bound the Receives of both ends. RFC 8167 §4.3.1: "a client
+    /// endpoint posts enough additional Receive buffers to match its advertised reverse-direction credit value."
+    ///
+    /// A Call under way keeps its Receive. Credits that were taken back keep theirs to the end of the connection: nothing
+    /// says when the peer has heard of it.
+    fn replenish(&mut self) {
+        let working = self.responder.queue.len() + self.responder.handed.len();
+        let wanted = self.requester.receives + self.responder.receives + RECEIVE_MARGIN;
+        let open = !self.closing && self.closed.is_none();
+        while open && (self.posted as usize) < (wanted as usize).saturating_sub(working) {
+            self.posted += 1;
+            self.output.push_back(Output::Receive);
+        }
+    }
+
+    /// Asks for so many credits with every call from now on; returns how many it will be, for the device's Receives bound
+    /// both directions together. A server makes calls from its first `ask` on.
+    pub fn ask(&mut self, credits: u32) -> u32 {
+        let room = self.settings.receives.saturating_sub(RECEIVE_MARGIN + self.responder.receives);
+        let credits = credits.min(room).max(1);
+        self.requester.asked = credits;
+        self.requester.receives = self.requester.receives.max(credits);
+        self.replenish();
+        credits
+    }
+
+    /// Grants so many credits with every reply from now on; returns how many, as `ask` does. A client serves from its first
+    /// `grant` on.
+    pub fn grant(&mut self, credits: u32) -> u32 {
+        let room = self.settings.receives.saturating_sub(RECEIVE_MARGIN + self.requester.receives);
+        let credits = credits.min(room).max(1);
+        self.responder.grant = credits;
+        self.responder.receives = self.responder.receives.max(credits);
+        // RFC 8166 §3.3.1: "The Responder MUST ensure that an increase in receive resources is effected before the next
+        // RPC Reply message is sent."
+        self.replenish();
+        credits
+    }
+
+    /// Whether messages of the reverse direction may have chunks.
+    pub fn set_reverse_chunks(&mut self, allowed: bool) {
+        self.settings.reverse_chunks = allowed;
     }
 
     /// The next thing to do. See the contract.
@@ -368,8 +442,13 @@ impl Connection {
         self.limit().saturating_sub(self.requester.in_flight)
     }
 
+    /// Credits that we ask for.
+    pub fn asked(&self) -> u32 {
+        self.requester.asked
+    }
+
     fn limit(&self) -> u32 {
-        self.settings.credits.min(self.requester.granted)
+        self.requester.asked.min(self.requester.granted)
     }
 
     /// The grant of the last reply (1 before the first).
@@ -552,7 +631,7 @@ impl Connection {
             call.reply = Some(area);
         }
         let proc = if plan.long { Proc::Nomsg } else { Proc::Msg };
-        let mut gather = vec![self.header(xid, proc, &lists)?];
+        let mut gather = vec![self.header(xid, proc, &lists, self.requester.asked)?];
         if !plan.long {
             gather.extend(rest.into_iter().flat_map(|range| pieces.gather(range)));
         }
@@ -594,7 +673,22 @@ impl Connection {
         };
         let many = self.settings.many_chunks;
         let limits = Limits { send: self.send, receive: self.receive, max_segment, many };
-        chunks::plan_call(message, needs, limits)
+        if self.role == Role::Client || self.settings.reverse_chunks {
+            return chunks::plan_call(message, needs, limits);
+        }
+        // RFC 8167 §5.3: "When chunks are not implemented, RPC messages in the reverse direction are always sent using a
+        // Short Message". A reply that does not fit inline is the peer's to refuse.
+        let short = chunks::HEADER_MIN + message.len();
+        if short > self.send {
+            let text = format!(
+                "a call back of {short} bytes, transport header included, exceeds the inline threshold of {}, and the \
+                 reverse direction is limited to short messages; allow chunks with CLSET_RDMA_REVERSE_CHUNKS or \
+                 RPCRDMA_REVERSE_CHUNKS if the peer supports them",
+                self.send
+            );
+            return Err(Error::new(Kind::TooLong, text));
+        }
+        chunks::plan_call(message, Needs { items: &[], results: &[], max_reply: 0, reduces: true }, limits)
     }
 
     /// Exposes memory for at most `most` bytes of the reply: the program's own, if it gave some.
@@ -618,10 +712,11 @@ impl Connection {
         Ok(Area { sink, offered })
     }
 
-    fn header(&self, xid: Xid, proc: Proc, lists: &Lists) -> Result<Region, Error> {
+    /// `credits`: asked for in a Call, granted in a Reply.
+    fn header(&self, xid: Xid, proc: Proc, lists: &Lists, credits: u32) -> Result<Region, Error> {
         let mut bytes = Vec::with_capacity(v1::header_len(lists));
         // RFC 8166 §3.3.1: "The granted value MUST NOT be zero": `credits` is at least 1.
-        v1::encode(&mut bytes, xid, Credits(self.settings.credits), proc, lists);
+        v1::encode(&mut bytes, xid, Credits(credits), proc, lists);
         let mut buf = self.memory.slab()?;
         buf.extend(&bytes)?;
         Ok(buf.freeze())
@@ -641,31 +736,18 @@ impl Connection {
 
     fn handle_reply(
         &mut self,
-        message: Buf,
-        invalidated: Option<Handle>,
+        message: &Region,
+        header: &v1::Header<'_>,
         registrar: &mut (impl Registrar + ?Sized),
     ) {
-        self.output.push_back(Output::Receive);
-        let message = message.freeze();
-        let header = v1::decode(&message);
-        if let Some(handle) = invalidated {
-            // RFC 8797 §4.1: "Each RDMA Send with Invalidate MUST invalidate an STag associated only with the Transaction
-            // ID (XID) in the rdma_xid field of the RPC-over-RDMA Transport Header it carries."
-            let call = header.as_ref().ok().and_then(|header| self.requester.calls.get(&header.xid));
-            if !call.is_some_and(|call| call.handles.iter().any(|(own, _)| *own == handle)) {
-                let text = "the peer invalidated a handle that the call of its reply did not name";
-                return self.close(Error::new(Kind::Protocol, text));
-            }
-        }
-        // RFC 8166 §4.5: "If errors are detected in the RPC-over-RDMA header of an RPC Reply message, a Requester MUST
-        // silently discard the message."
-        let Ok(header) = header else { return };
         let xid = header.xid;
         let Some(call) = self.requester.calls.get(&xid) else { return };
         if call.sequence.is_none() {
             return;
         }
         let outcome = match header.body {
+            // RFC 8166 §4.5: "If errors are detected in the RPC-over-RDMA header of an RPC Reply message, a Requester MUST
+            // silently discard the message."
             // RFC 8166 §4.3.1: "Responders MUST leave the Read list empty in all replies."
             Body::Msg { chunks, .. } | Body::Nomsg { chunks } if chunks.read_count() > 0 => return,
             Body::Msg { chunks, payload } => {
@@ -689,6 +771,8 @@ impl Connection {
         let Some(mut call) = self.requester.calls.remove(&xid) else { return };
         if outcome.is_ok() {
             // RFC 8166 §3.3.1: "The granted value MUST NOT be zero": a zero is taken as one, or nothing moves again.
+            // RFC 8167 §4.1: "it is not possible for the receiver to tell with certainty whether the header credit value is a
+            // request or grant. In such cases, the receiver MUST ignore the header's credit value.": so it is for an error.
             self.requester.granted = header.credits.0.max(1);
         }
         self.requester.in_flight -= 1;
@@ -823,9 +907,15 @@ impl Connection {
                         "; its reply probably exceeds the Reply chunk of {room} bytes: \
                          raise CLSET_RDMA_MAXREPLY or RPCRDMA_MAX_REPLY"
                     );
+                } else if !reduced {
+                    text += &format!(
+                        "; its reply probably exceeds the inline threshold of {} bytes: raise CLSET_RDMA_MAXREPLY, \
+                         and let the reverse direction use chunks if this is a call back",
+                        self.receive
+                    );
                 }
                 if call.pulled {
-                    text += "; or the call is longer than it accepts (RPCRDMA_MAX_CALL at the server)";
+                    text += "; or the call is longer than it accepts (RPCRDMA_MAX_CALL there)";
                 }
                 text
             }
@@ -896,9 +986,8 @@ impl Connection {
         if let Some(error) = &self.closed {
             return Err(error.clone());
         }
-        // RFC 8166 §3.3.1: "The Responder MUST ensure that an increase in receive resources is effected before the next
-        // RPC Reply message is sent."
-        self.output.push_back(Output::Receive);
+        // Before the reply, which gives the credit back.
+        self.replenish();
         // RFC 8166 §4.3.2: "When a Requester provides a Write list, the Responder MUST push data corresponding to
         // DDP-eligible result data items to Requester memory referenced in the Write list."
         let items = match &chunks.binding {
@@ -916,7 +1005,7 @@ impl Connection {
         };
         stats::add(Counter::BytesCopied, plan.copied as u64);
         let proc = if plan.inline.is_some() { Proc::Msg } else { Proc::Nomsg };
-        let header = match self.header(chunks.xid, proc, &plan.lists) {
+        let header = match self.header(chunks.xid, proc, &plan.lists, self.responder.grant) {
             Ok(header) => header,
             Err(error) => {
                 // RFC 8166 §4.5.4: "If a Responder is unable to construct and transmit an RPC Reply or RPC-over-RDMA
@@ -940,44 +1029,35 @@ impl Connection {
 
     /// The request gets no reply (a one-way call): its credit is free again.
     pub fn discard(&mut self, id: RequestId) {
-        if self.responder.handed.remove(&id).is_some() && self.closed.is_none() {
-            self.output.push_back(Output::Receive);
-        }
+        self.responder.handed.remove(&id);
+        self.replenish();
     }
 
-    fn handle_call(&mut self, message: Buf, registrar: &mut (impl Registrar + ?Sized)) {
+    fn handle_call(
+        &mut self,
+        message: &Region,
+        header: &v1::Header<'_>,
+        registrar: &mut (impl Registrar + ?Sized),
+    ) {
         self.responder.transfer_max = registrar.max_segment();
-        let message = message.freeze();
-        let header = match v1::decode(&message) {
-            Ok(header) => header,
-            Err(error) => {
-                self.output.push_back(Output::Receive);
-                // RFC 8166 §4.5: "If other errors are detected in the RPC-over-RDMA header of an RPC Call message, a
-                // Responder MUST send an RDMA_ERROR message back to the Requester."
-                if let Some((xid, version, answer)) = error.answer() {
-                    self.send_error(xid, version, answer);
-                }
-                return;
-            }
-        };
         let xid = header.xid;
         let (lists, inline) = match header.body {
             Body::Msg { chunks, payload } => (chunks, payload.len()),
             Body::Nomsg { chunks } => (chunks, 0),
             // RFC 8166 §4.6.1: "Responders SHOULD reply with an RDMA_ERROR procedure, setting the rdma_err field to
             // ERR_CHUNK"
-            Body::Msgp => {
-                self.output.push_back(Output::Receive);
-                self.send_error(xid, v1::VERSION, RdmaError::Chunk);
-                return;
-            }
+            Body::Msgp => return self.send_error(xid, v1::VERSION, RdmaError::Chunk),
             // RFC 8166 §4.3: "A Responder MUST silently discard RDMA_ERROR procedures."
             // RFC 8166 §4.6.2: "Receivers MUST silently discard RDMA_DONE messages."
-            Body::Done | Body::Error(_) => {
-                self.output.push_back(Output::Receive);
-                return;
-            }
+            Body::Done | Body::Error(_) => return,
         };
+        // RFC 8167 §5.3: "If a reverse-direction requester provides a non-empty chunk list to a Responder that does not
+        // support chunks, the Responder MUST reply with an RDMA_ERROR message with rdma_err field set to ERR_CHUNK."
+        let chunks =
+            self.role == Role::Server || (self.responder.receives > 0 && self.settings.reverse_chunks);
+        if !chunks && !lists.is_empty() {
+            return self.send_error(xid, v1::VERSION, RdmaError::Chunk);
+        }
         let id = RequestId(self.responder.next);
         self.responder.next += 1;
         let chunks = Chunks {
@@ -992,20 +1072,19 @@ impl Connection {
         // RFC 8166 §8.1.4: "A Responder is not obliged to pull Read chunks that are unreasonably large. The Responder can
         // use an RDMA_ERROR response to terminate RPCs with unreadable Read chunks."
         let Ok((assembly, pulls)) = Assembly::new(lists.reads(), inline, self.settings.max_call) else {
-            self.refuse(xid);
-            return;
+            return self.send_error(xid, v1::VERSION, RdmaError::Chunk);
         };
         // Read chunks without a byte need no Read, and would wait for one for ever.
         let mut pending =
             Pending { id, xid, chunks, inline: payload, staged: 0, state: State::Ready(Whole::default()) };
         if pulls.is_empty() {
             if !self.complete(&mut pending, &assembly, None) {
-                return self.refuse(xid);
+                return self.send_error(xid, v1::VERSION, RdmaError::Chunk);
             }
         } else if registrar.read_depth() > 0 {
             pending.state = State::Waiting(assembly, pulls);
         } else {
-            return self.refuse(xid);
+            return self.send_error(xid, v1::VERSION, RdmaError::Chunk);
         }
         self.responder.queue.push_back(pending);
         self.start_pulls();
@@ -1038,12 +1117,6 @@ impl Connection {
         drop(slices);
         pending.state = State::Ready(Whole { message, placed });
         true
-    }
-
-    /// Answers ERR_CHUNK and frees the Receive.
-    fn refuse(&mut self, xid: Xid) {
-        self.output.push_back(Output::Receive);
-        self.send_error(xid, v1::VERSION, RdmaError::Chunk);
     }
 
     /// Starts Reads, oldest request first, as far as staging memory allows. The oldest always may.
@@ -1105,17 +1178,19 @@ impl Connection {
             self.responder.queue.insert(at, pending);
         } else {
             self.responder.staged -= pending.staged;
-            self.refuse(pending.xid);
+            self.send_error(pending.xid, v1::VERSION, RdmaError::Chunk);
             self.start_pulls();
         }
     }
 
+    /// Answers a Call that is not handed up. Its Receive is free again before the requester hears of it.
     fn send_error(&mut self, xid: Xid, version: u32, error: RdmaError) {
+        self.replenish();
         let mut bytes = Vec::new();
         // RFC 8166 §4.5: "The rdma_xid field MUST contain the same XID that was in the rdma_xid field in the failing
         // request" and "The rdma_vers field MUST contain the same version that was in the rdma_vers field in the
         // failing request".
-        v1::encode_error(&mut bytes, xid, version, Credits(self.settings.credits), error);
+        v1::encode_error(&mut bytes, xid, version, Credits(self.responder.grant), error);
         let region = self.memory.slab().and_then(|mut buf| {
             buf.extend(&bytes)?;
             Ok(buf.freeze())
@@ -1145,12 +1220,56 @@ impl Connection {
         if self.closed.is_some() {
             return;
         }
-        // RFC 8166 §4.1: which lists and which XID space a message belongs to follows from its direction. Until
-        // reverse direction is built, everything that a client receives is a reply and everything that a server
-        // receives is a call; what does not fit is handled as malformed.
-        match self.role {
-            Role::Client => self.handle_reply(message, invalidated, registrar),
-            Role::Server => self.handle_call(message, registrar),
+        self.posted = self.posted.saturating_sub(1);
+        let message = message.freeze();
+        let header = v1::decode(&message);
+        let direction = header.as_ref().map(|header| self.direction(header));
+        if let Some(handle) = invalidated {
+            // RFC 8797 §4.1: "Each RDMA Send with Invalidate MUST invalidate an STag associated only with the Transaction
+            // ID (XID) in the rdma_xid field of the RPC-over-RDMA Transport Header it carries."
+            let call = header.as_ref().ok().and_then(|header| self.requester.calls.get(&header.xid));
+            let call = call.filter(|_| direction == Ok(Direction::Reply));
+            if !call.is_some_and(|call| call.handles.iter().any(|(own, _)| *own == handle)) {
+                let text = "the peer invalidated a handle that the call of its reply did not name";
+                return self.close(Error::new(Kind::Protocol, text));
+            }
+        }
+        match (header, direction) {
+            (Ok(header), Ok(Direction::Call)) => self.handle_call(&message, &header, registrar),
+            (Ok(header), _) => self.handle_reply(&message, &header, registrar),
+            // RFC 8166 §4.5: "If other errors are detected in the RPC-over-RDMA header of an RPC Call message, a Responder
+            // MUST send an RDMA_ERROR message back to the Requester." In a Reply they are silently discarded.
+            (Err(error), _) => {
+                if let Some((xid, version, answer)) = error.answer()
+                    && self.responder.receives > 0
+                    && !self.transmitted(xid)
+                {
+                    self.send_error(xid, version, answer);
+                }
+            }
+        }
+        self.replenish();
+    }
+
+    /// Which way a message goes. RFC 8167 §4.1: this is told by "an accompanying RPC message payload with a call direction
+    /// field", or else by the context.
+    fn direction(&self, header: &v1::Header<'_>) -> Direction {
+        match header.body {
+            Body::Msg { payload, .. } => match payload.get(4..8) {
+                Some([0, 0, 0, 0]) => return Direction::Call,
+                Some([0, 0, 0, 1]) => return Direction::Reply,
+                _ => {}
+            },
+            // RFC 8166 §4.3.1: "Responders MUST leave the Read list empty in all replies.", so one with it is a Call.
+            Body::Nomsg { chunks } if chunks.read_count() > 0 => return Direction::Call,
+            Body::Error(_) => return Direction::Reply,
+            Body::Nomsg { .. } | Body::Msgp | Body::Done => {}
+        }
+        // What says nothing of itself ends a call of ours, or is what the opener of a connection expects: a reply.
+        if self.role == Role::Client || self.transmitted(header.xid) {
+            Direction::Reply
+        } else {
+            Direction::Call
         }
     }
 

@@ -141,6 +141,8 @@ impl Link {
         let memory = device.slabs().map_or_else(|| memory.clone(), |slabs| memory.with(slabs));
         let settings = Settings {
             credits,
+            receives: limits.receives,
+            reverse_chunks: config.reverse_chunks,
             inline: config.inline,
             max_call: config.max_call,
             many_chunks: config.many_chunks,

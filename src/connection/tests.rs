@@ -1599,6 +1599,8 @@ fn whatever_is_done_in_whatever_order_every_rule_holds_at_every_step() {
             many_chunks: random.below(2) == 1,
             remote_invalidation: random.below(2) == 1,
             credits: random.pick(&[1, 2, 3, 8, 32]),
+            receives: u32::MAX,
+            reverse_chunks: true,
             inline: random.pick(&[1024, 2048, 4096]),
             max_call: random.pick(&[9000, 20_000, 1 << 20]),
         };

@@ -129,8 +129,15 @@ pub struct Setup {
     pub read_depth: u32,
 }
 
-pub const SETTINGS: Settings =
-    Settings { credits: 4, inline: 1024, max_call: 1 << 20, many_chunks: false, remote_invalidation: false };
+pub const SETTINGS: Settings = Settings {
+    credits: 4,
+    receives: u32::MAX,
+    reverse_chunks: true,
+    inline: 1024,
+    max_call: 1 << 20,
+    many_chunks: false,
+    remote_invalidation: false,
+};
 pub const SETUP: Setup = Setup { client: SETTINGS, server: SETTINGS, max_segment: 1 << 20, read_depth: 16 };
 
 pub struct Pair {
@@ -302,11 +309,11 @@ impl Pair {
         let call = bytes(&message);
         let word = |at: usize| call.get(at..at + 4).map(|w| u32::from_be_bytes(w.try_into().unwrap()));
         drop(message);
-        let one_way = word(8) == Some(1);
+        let one_way = word(12) == Some(1);
         let len = match self.made.get(&xid.0) {
             Some(made) => made.reply,
             // A header that was tampered with may move the length that is asked for.
-            None => word(4).map_or(24, |len| (len as usize).clamp(4, 1 << 17)),
+            None => word(8).map_or(24, |len| (len as usize).clamp(4, 1 << 17)),
         };
         let result = if one_way {
             self.answered(xid.0);
@@ -715,11 +722,11 @@ pub fn bytes(regions: &[Region]) -> Vec<u8> {
     regions.iter().flat_map(|region| region.iter().copied()).collect()
 }
 
-/// XID, length of the reply, whether none is wanted, and a pattern.
+/// XID, CALL, length of the reply, whether none is wanted, and a pattern.
 pub fn call_message(xid: u32, len: usize, reply: usize, one_way: bool) -> Vec<u8> {
     assert!(len >= 4, "an RPC message holds its XID");
-    let head = words(&[xid, reply as u32, u32::from(one_way)]);
-    let pattern = (12..len).map(|at| (at as u32).wrapping_mul(7).wrapping_add(xid) as u8);
+    let head = words(&[xid, 0, reply as u32, u32::from(one_way)]);
+    let pattern = (16..len).map(|at| (at as u32).wrapping_mul(7).wrapping_add(xid) as u8);
     let mut message: Vec<u8> = head.into_iter().chain(pattern).collect();
     message.truncate(len);
     message
@@ -727,8 +734,10 @@ pub fn call_message(xid: u32, len: usize, reply: usize, one_way: bool) -> Vec<u8
 
 pub fn reply_message(xid: u32, len: usize) -> Vec<u8> {
     assert!(len >= 4, "an RPC message holds its XID");
-    let pattern = (4..len).map(|at| (at as u32).wrapping_mul(13).wrapping_sub(xid) as u8);
-    words(&[xid]).into_iter().chain(pattern).collect()
+    let pattern = (8..len).map(|at| (at as u32).wrapping_mul(13).wrapping_sub(xid) as u8);
+    let mut message: Vec<u8> = words(&[xid, 1]).into_iter().chain(pattern).collect();
+    message.truncate(len);
+    message
 }
 
 /// XDR by hand, so that the tests do not lean on the encoder that they test.

@@ -149,6 +149,8 @@ struct Shape {
 const SHAPE: Shape = Shape {
     client: Settings {
         credits: 8,
+        receives: u32::MAX,
+        reverse_chunks: true,
         inline: 4096,
         max_call: 1 << 22,
         many_chunks: false,
@@ -156,6 +158,8 @@ const SHAPE: Shape = Shape {
     },
     server: Settings {
         credits: 8,
+        receives: u32::MAX,
+        reverse_chunks: true,
         inline: 4096,
         max_call: 1 << 22,
         many_chunks: false,
@@ -605,6 +609,8 @@ fn run(seed: u64) -> (usize, usize, usize) {
     let mut random = Random(seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1);
     let settings = |random: &mut Random| Settings {
         credits: random.pick(&[1, 2, 8]),
+        receives: u32::MAX,
+        reverse_chunks: true,
         inline: random.pick(&[1024, 2048, 4096, 65536, 262_144]),
         max_call: 1 << 22,
         many_chunks: random.below(2) == 0,

@@ -15,6 +15,37 @@
 // CLIENT does not go over RDMA.
 #define CLGET_RDMA_MAXREPLY 1380207874
 
+// clnt_control: sets how many calls of this connection may be under way at a time, as far as the peer grants it; with the
+// CLIENT of rpcrdma_clnt_reverse(), how many calls back. Takes a pointer to unsigned, 1 to 4096. The defaults are the
+// settings credits and reverse_credits. What an adapter has Receives for bounds it, both directions together.
+#define CLSET_RDMA_CREDITS 1380207875
+
+// clnt_control: gets what CLSET_RDMA_CREDITS sets, as it is in force.
+#define CLGET_RDMA_CREDITS 1380207876
+
+// clnt_control: sets how many calls back this connection grants to its server, once a program is served. Takes a pointer
+// to unsigned, 1 to 4096. The default is the setting reverse_credits.
+#define CLSET_RDMA_REVERSE_CREDITS 1380207877
+
+// clnt_control: gets what CLSET_RDMA_REVERSE_CREDITS sets, as it is in force: 1 before a program is served.
+#define CLGET_RDMA_REVERSE_CREDITS 1380207878
+
+// clnt_control: sets whether calls back over this connection may have chunks: those that do not fit one Send. Takes a
+// pointer to bool_t. The default is the setting reverse_chunks. Without them, longer calls back fail at the caller, and
+// the serving end answers those with chunks with ERR_CHUNK (RFC 8167 section 5.3).
+#define CLSET_RDMA_REVERSE_CHUNKS 1380207879
+
+// clnt_control: gets how often the connection of this CLIENT was made, as an unsigned. When it has grown, the server's
+// program does not know its client any more: register with it again.
+#define CLGET_RDMA_CONNECTIONS 1380207880
+
+// SVC_CONTROL: sets how many calls an accepted connection grants to its client. Takes a pointer to unsigned, 1 to 4096.
+// The default is the setting credits.
+#define SVCSET_RDMA_CREDITS 1380207889
+
+// SVC_CONTROL: gets what SVCSET_RDMA_CREDITS sets, as it is in force.
+#define SVCGET_RDMA_CREDITS 1380207890
+
 // A walk over the arguments or the results of one message; see rpcrdma_binding_register().
 struct rpcrdma_walk;
 
@@ -63,6 +94,9 @@ struct rpcrdma_stats {
   // Chains of requests that were handed to an adapter, each with one doorbell.
   uint64_t doorbells;
 };
+
+// A dispatch routine, as for svc_register().
+typedef void (*rpcrdma_dispatch)(struct svc_req *request, SVCXPRT *xprt);
 
 // Walks the arguments or the results of a procedure, in the order of the wire; `closure` is the binding's. Returns
 // FALSE when a step returned FALSE.
@@ -133,6 +167,67 @@ CLIENT *clnt_rdma_create(int fd,
 SVCXPRT *svc_rdma_create(int fd,
                          unsigned int sendsize,
                          unsigned int recvsize);
+
+// Makes a CLIENT for calls back to the client of an accepted connection: `xprt` is what its requests come with. The
+// client's program must have said that it serves `prog`: one that does not may lose the connection by the call
+// (RFC 8167 section 6).
+//
+// clnt_call() and all else are as for any CLIENT, with AUTHs of any flavour. Calls may be made inside a dispatch routine,
+// between requests, and from other threads. While a call waits in the thread of the service loop, further requests of
+// the same connection are dispatched in its midst, as a callback may call forward before it answers: dispatch routines that make calls back must be ready
+// for that.
+//
+// The CLIENT outlives the connection. A call that was under way ends with RPC_CANTRECV when the connection breaks. After
+// that calls fail with RPC_CANTSEND in the thread of the service loop, and wait up to their timeout in other threads:
+// until rpcrdma_clnt_rebind().
+//
+// The longest reply is what fits one Send; CLSET_RDMA_MAXREPLY makes room for more, by a Reply chunk, which Linux peers
+// do not bear. NULL on failure: clnt_pcreateerror() prints why.
+//
+// # Safety
+// `xprt` is NULL or a live transport.
+CLIENT *rpcrdma_clnt_reverse(SVCXPRT *xprt,
+                             rpcprog_t prog,
+                             rpcvers_t vers);
+
+// Has a CLIENT of rpcrdma_clnt_reverse() go on over another accepted connection: on that one its client has come back,
+// which only the program's own protocol can tell. Calls that wait for it go through.
+//
+// FALSE on failure: clnt_perror() prints why.
+//
+// # Safety
+// `clnt` is NULL or a live CLIENT; `xprt` is NULL or a live transport.
+bool_t rpcrdma_clnt_rebind(CLIENT *clnt,
+                           SVCXPRT *xprt);
+
+// Serves a program to the server of this CLIENT's connection: what the server calls back is given to `dispatch`, as
+// svc_run() does in a server; svc_getargs(), svc_sendreply() and the rest are as there. Call it before telling the server
+// that it may call back. `dispatch` NULL ends it.
+//
+// Callbacks are served by any thread that waits for a reply on the connection, by rpcrdma_clnt_poll(), and by svc_run()
+// (or the program's own loop over svc_pollfd) if the process has one. One at a time; a callback that makes calls on the
+// connection itself serves others while it waits. It must not destroy the CLIENT, and with RPCSEC_GSS it needs an AUTH
+// of its own for such calls.
+//
+// The connection is kept from now on: when it is lost, the next of these three makes it anew, and sends a call of
+// procedure 0 of the CLIENT's program first. CLGET_RDMA_CONNECTIONS tells. CLIENTs on one socket share their programs.
+//
+// FALSE on failure: clnt_perror() prints why.
+//
+// # Safety
+// `clnt` is NULL or a live CLIENT; `dispatch` is good as long as it is served.
+bool_t rpcrdma_clnt_serve(CLIENT *clnt,
+                          rpcprog_t prog,
+                          rpcvers_t vers,
+                          rpcrdma_dispatch dispatch);
+
+// Waits for callbacks at most so long, and serves those that are there. Returns how many, 0 if none came; -1 if no
+// program is served, or the connection was lost and could not be made anew in time: clnt_perror() prints why.
+//
+// # Safety
+// `clnt` is NULL or a live CLIENT.
+int rpcrdma_clnt_poll(CLIENT *clnt,
+                      struct timeval timeout);
 
 // Registers memory of the program's: what an RPC encodes from there is sent from where it lies, and not copied first.
 //

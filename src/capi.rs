@@ -17,6 +17,8 @@ use std::ffi::{CStr, c_char, c_int, c_uint, c_void};
 use std::net::SocketAddr;
 use std::ptr::null;
 
+use libc::timeval;
+
 use crate::binding::{Stop, Walk, Walked, Walker};
 use crate::error::{Error, Kind};
 use crate::ffi::guard;
@@ -25,8 +27,8 @@ use crate::socket::Sockaddr;
 use crate::tirpc::interpose::{clnt_tli_create, creation, svc_tli_create};
 use crate::tirpc::netid::Netid;
 use crate::tirpc::{
-    CLIENT, RPC_ANYFD, RPCBPROG, SVCXPRT, bool_t, client, creation_explanation, creation_failed,
-    creation_started, netbuf, rpcprog_t, rpcvers_t, server,
+    CLIENT, RPC_ANYFD, RPCBPROG, SVCXPRT, bool_t, callback, client, creation_explanation, creation_failed,
+    creation_started, netbuf, rpcprog_t, rpcvers_t, server, svc_req,
 };
 use crate::{config, driver, socket, stats};
 
@@ -37,6 +39,37 @@ pub const CLSET_RDMA_MAXREPLY: c_uint = 0x52444d01;
 /// clnt_control: gets the longest reply that calls of a CLIENT make room for, as a size_t. FALSE says that the
 /// CLIENT does not go over RDMA.
 pub const CLGET_RDMA_MAXREPLY: c_uint = 0x52444d02;
+
+/// clnt_control: sets how many calls of this connection may be under way at a time, as far as the peer grants it; with the
+/// CLIENT of rpcrdma_clnt_reverse(), how many calls back. Takes a pointer to unsigned, 1 to 4096. The defaults are the
+/// settings credits and reverse_credits. What an adapter has Receives for bounds it, both directions together.
+pub const CLSET_RDMA_CREDITS: c_uint = 0x52444d03;
+
+/// clnt_control: gets what CLSET_RDMA_CREDITS sets, as it is in force.
+pub const CLGET_RDMA_CREDITS: c_uint = 0x52444d04;
+
+/// clnt_control: sets how many calls back this connection grants to its server, once a program is served. Takes a pointer
+/// to unsigned, 1 to 4096. The default is the setting reverse_credits.
+pub const CLSET_RDMA_REVERSE_CREDITS: c_uint = 0x52444d05;
+
+/// clnt_control: gets what CLSET_RDMA_REVERSE_CREDITS sets, as it is in force: 1 before a program is served.
+pub const CLGET_RDMA_REVERSE_CREDITS: c_uint = 0x52444d06;
+
+/// clnt_control: sets whether calls back over this connection may have chunks: those that do not fit one Send. Takes a
+/// pointer to bool_t. The default is the setting reverse_chunks. Without them, longer calls back fail at the caller, and
+/// the serving end answers those with chunks with ERR_CHUNK (RFC 8167 section 5.3).
+pub const CLSET_RDMA_REVERSE_CHUNKS: c_uint = 0x52444d07;
+
+/// clnt_control: gets how often the connection of this CLIENT was made, as an unsigned. When it has grown, the server's
+/// program does not know its client any more: register with it again.
+pub const CLGET_RDMA_CONNECTIONS: c_uint = 0x52444d08;
+
+/// SVC_CONTROL: sets how many calls an accepted connection grants to its client. Takes a pointer to unsigned, 1 to 4096.
+/// The default is the setting credits.
+pub const SVCSET_RDMA_CREDITS: c_uint = 0x52444d11;
+
+/// SVC_CONTROL: gets what SVCSET_RDMA_CREDITS sets, as it is in force.
+pub const SVCGET_RDMA_CREDITS: c_uint = 0x52444d12;
 
 /// What this process has done since it began; see rpcrdma_stats_get(). Every counter only grows.
 #[repr(C)]
@@ -189,6 +222,115 @@ pub unsafe extern "C" fn svc_rdma_create(fd: c_int, sendsize: c_uint, recvsize: 
             creation_failed(&Error::from(std::io::Error::last_os_error()));
         }
         Ok(xprt)
+    })
+}
+
+/// Makes a CLIENT for calls back to the client of an accepted connection: `xprt` is what its requests come with. The
+/// client's program must have said that it serves `prog`: one that does not may lose the connection by the call
+/// (RFC 8167 section 6).
+///
+/// clnt_call() and all else are as for any CLIENT, with AUTHs of any flavour. Calls may be made inside a dispatch routine,
+/// between requests, and from other threads. While a call waits in the thread of the service loop, further requests of
+/// the same connection are dispatched in its midst, as a callback may call forward before it answers: dispatch routines that make calls back must be ready
+/// for that.
+///
+/// The CLIENT outlives the connection. A call that was under way ends with RPC_CANTRECV when the connection breaks. After
+/// that calls fail with RPC_CANTSEND in the thread of the service loop, and wait up to their timeout in other threads:
+/// until rpcrdma_clnt_rebind().
+///
+/// The longest reply is what fits one Send; CLSET_RDMA_MAXREPLY makes room for more, by a Reply chunk, which Linux peers
+/// do not bear. NULL on failure: clnt_pcreateerror() prints why.
+///
+/// # Safety
+/// `xprt` is NULL or a live transport.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn rpcrdma_clnt_reverse(
+    xprt: *mut SVCXPRT,
+    prog: rpcprog_t,
+    vers: rpcvers_t,
+) -> *mut CLIENT {
+    guard(|| {
+        creation_started();
+        creation(|| {
+            // SAFETY: by the contract.
+            let (connection, address) = unsafe { server::accepted(xprt) }?;
+            client::reverse(connection, &server::HOOKS, address, prog, vers)
+        })
+    })
+}
+
+/// Has a CLIENT of rpcrdma_clnt_reverse() go on over another accepted connection: on that one its client has come back,
+/// which only the program's own protocol can tell. Calls that wait for it go through.
+///
+/// FALSE on failure: clnt_perror() prints why.
+///
+/// # Safety
+/// `clnt` is NULL or a live CLIENT; `xprt` is NULL or a live transport.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn rpcrdma_clnt_rebind(clnt: *mut CLIENT, xprt: *mut SVCXPRT) -> bool_t {
+    guard(|| {
+        // SAFETY: by the contract.
+        let done = unsafe { server::accepted(xprt) }.and_then(|(connection, _)| {
+            // SAFETY: by the contract.
+            unsafe { client::rebind(clnt, connection) }
+        });
+        // SAFETY: by the contract.
+        Ok(done.map_err(|error| unsafe { client::record(clnt, &error) }).is_ok().into())
+    })
+}
+
+/// A dispatch routine, as for svc_register().
+pub type rpcrdma_dispatch = Option<unsafe extern "C" fn(request: *mut svc_req, xprt: *mut SVCXPRT)>;
+
+/// Serves a program to the server of this CLIENT's connection: what the server calls back is given to `dispatch`, as
+/// svc_run() does in a server; svc_getargs(), svc_sendreply() and the rest are as there. Call it before telling the server
+/// that it may call back. `dispatch` NULL ends it.
+///
+/// Callbacks are served by any thread that waits for a reply on the connection, by rpcrdma_clnt_poll(), and by svc_run()
+/// (or the program's own loop over svc_pollfd) if the process has one. One at a time; a callback that makes calls on the
+/// connection itself serves others while it waits. It must not destroy the CLIENT, and with RPCSEC_GSS it needs an AUTH
+/// of its own for such calls.
+///
+/// The connection is kept from now on: when it is lost, the next of these three makes it anew, and sends a call of
+/// procedure 0 of the CLIENT's program first. CLGET_RDMA_CONNECTIONS tells. CLIENTs on one socket share their programs.
+///
+/// FALSE on failure: clnt_perror() prints why.
+///
+/// # Safety
+/// `clnt` is NULL or a live CLIENT; `dispatch` is good as long as it is served.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn rpcrdma_clnt_serve(
+    clnt: *mut CLIENT,
+    prog: rpcprog_t,
+    vers: rpcvers_t,
+    dispatch: rpcrdma_dispatch,
+) -> bool_t {
+    guard(|| {
+        // SAFETY: by the contract.
+        let done = unsafe { client::opened(clnt) }
+            .and_then(|(connection, forward)| callback::serve(&connection, forward, prog, vers, dispatch));
+        // SAFETY: by the contract.
+        Ok(done.map_err(|error| unsafe { client::record(clnt, &error) }).is_ok().into())
+    })
+}
+
+/// Waits for callbacks at most so long, and serves those that are there. Returns how many, 0 if none came; -1 if no
+/// program is served, or the connection was lost and could not be made anew in time: clnt_perror() prints why.
+///
+/// # Safety
+/// `clnt` is NULL or a live CLIENT.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn rpcrdma_clnt_poll(clnt: *mut CLIENT, timeout: timeval) -> c_int {
+    guard(|| {
+        // SAFETY: by the contract.
+        match unsafe { client::poll(clnt, timeout) } {
+            Ok(served) => Ok(c_int::try_from(served).unwrap_or(c_int::MAX)),
+            Err(error) => {
+                // SAFETY: by the contract.
+                unsafe { client::record(clnt, &error) };
+                Ok(-1)
+            }
+        }
     })
 }
 
@@ -462,6 +604,14 @@ const VERSION: &CStr = match CStr::from_bytes_with_nul(concat!(env!("CARGO_PKG_V
 const _: () = {
     assert!(CLSET_RDMA_MAXREPLY == client::CLSET_RDMA_MAXREPLY);
     assert!(CLGET_RDMA_MAXREPLY == client::CLGET_RDMA_MAXREPLY);
+    assert!(CLSET_RDMA_CREDITS == client::CLSET_RDMA_CREDITS);
+    assert!(CLGET_RDMA_CREDITS == client::CLGET_RDMA_CREDITS);
+    assert!(CLSET_RDMA_REVERSE_CREDITS == client::CLSET_RDMA_REVERSE_CREDITS);
+    assert!(CLGET_RDMA_REVERSE_CREDITS == client::CLGET_RDMA_REVERSE_CREDITS);
+    assert!(CLSET_RDMA_REVERSE_CHUNKS == client::CLSET_RDMA_REVERSE_CHUNKS);
+    assert!(CLGET_RDMA_CONNECTIONS == client::CLGET_RDMA_CONNECTIONS);
+    assert!(SVCSET_RDMA_CREDITS == server::SVCSET_RDMA_CREDITS);
+    assert!(SVCGET_RDMA_CREDITS == server::SVCGET_RDMA_CREDITS);
     assert!(size_of::<rpcrdma_stats>() == stats::COUNT * size_of::<u64>());
 };
 

@@ -447,6 +447,11 @@ impl Connection {
         self.requester.asked
     }
 
+    /// Credits that we grant.
+    pub fn granting(&self) -> u32 {
+        self.responder.grant
+    }
+
     fn limit(&self) -> u32 {
         self.requester.asked.min(self.requester.granted)
     }
@@ -907,7 +912,7 @@ impl Connection {
                         "; its reply probably exceeds the Reply chunk of {room} bytes: \
                          raise CLSET_RDMA_MAXREPLY or RPCRDMA_MAX_REPLY"
                     );
-                } else if !reduced {
+                } else if call.writes.is_empty() {
                     text += &format!(
                         "; its reply probably exceeds the inline threshold of {} bytes: raise CLSET_RDMA_MAXREPLY, \
                          and let the reverse direction use chunks if this is a call back",

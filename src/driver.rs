@@ -2,10 +2,11 @@
 //!
 //! [`Link`] is the joint: it carries out what the engine asks for and feeds it what the device reports. Around it
 //!
-//! - [`Client`] is a requester's connection, shared by the threads and CLIENTs that use its socket. **Whoever waits
-//!   does the work**: one thread drives, the others sleep until it wakes them with their reply or with the driver's
-//!   seat. There is no thread of our own.
-//! - [`Server`] is a responder's connection, driven by the program's own loop.
+//! - [`Client`] is the connection of the end that opened it, shared by the threads and CLIENTs that use its socket.
+//!   **Whoever waits does the work**: one thread drives, the others sleep until it wakes them with their reply or with
+//!   the driver's seat. There is no thread of our own. What the server calls back is served by `callback`.
+//! - [`Server`] is the connection of the end that accepted it, driven by the program's own loop. Its calls back to the
+//!   client are made by [`Reverse`].
 //!
 //! Waiting first spins, if that has paid lately (`Spin`): on two idle processors a reply comes sooner than a sleep
 //! takes. A spin that finds nothing makes the next waits sleep at once.
@@ -17,7 +18,6 @@
 //! - After every input to the engine its output is drained (`Link::pump`).
 #![forbid(unsafe_code)]
 
-use std::cell::Cell;
 use std::collections::HashMap;
 use std::net::SocketAddr;
 use std::os::fd::RawFd;
@@ -30,17 +30,22 @@ use crate::config::{Config, Crc, Provider};
 use crate::connection::{
     Connection, Expect, Output, RECEIVE_MARGIN, RPC_HEADER_MAX, Request, RequestId, Role, Settings, chunks,
 };
-use crate::error::{Error, Kind};
+use crate::error::{Error, Kind, os_text};
 use crate::memory::{Buf, Loan, Memory, Message, Region, Sink};
 use crate::process::{self, Identity};
 use crate::provider::iwarp::{self, Iwarp, Options};
 use crate::provider::{Completion, QueuePair, WorkRequest, verbs};
 use crate::stats::{self, Counter};
-use crate::sys;
+use crate::sys::{self, PollFd};
 use crate::wire::private_data::PrivateData;
 use crate::wire::{Handle, Xid, v1};
 use crate::xdr::LEND_MIN;
 use crate::{log_debug, log_error, log_info, log_warn, log_wire, socket};
+
+pub mod callback;
+pub mod reverse;
+
+pub use reverse::{Reverse, service_loop};
 
 /// How long the passive side waits for the MPA Request and the first message of a peer (RFC 5044 §7.1.2: "SHOULD").
 pub const START_TIMEOUT: Duration = Duration::from_secs(10);
@@ -113,14 +118,13 @@ pub fn bindings(config: &Config) -> &'static Arc<Registry> {
     bindings
 }
 
-/// Room beside the results of a procedure without a binding: a reply's header, and what RPCSEC_GSS wraps around results.
+/// See [`Requester::reply_header`].
 pub const REPLY_HEADER: usize = 4096;
 
 // ---------------------------------------------------------------------------------------------------------- link
 
 /// An engine and a device.
 pub struct Link {
-    role: Role,
     credits: u32,
     engine: Connection,
     device: Box<dyn QueuePair>,
@@ -128,8 +132,250 @@ pub struct Link {
     inline: usize,
     /// The peer has sent something.
     heard: bool,
+    /// Somebody takes the requests up; else they are answered here: the program is not served.
+    serves: bool,
     /// Calls that ended, for whoever collects them.
     done: Vec<(Xid, Result<Vec<Region>, Error>)>,
+}
+
+/// Calls that are waited for, of either end.
+#[derive(Default)]
+struct Calls {
+    outcomes: HashMap<Xid, Result<Vec<Region>, Error>>,
+    /// Threads that wait. Each sleeps on its own condition unless it drives.
+    sleepers: HashMap<Waiter, Arc<Condvar>>,
+    next_xid: u32,
+}
+
+/// What a thread waits for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+enum Waiter {
+    /// The end of a call.
+    Call(Xid),
+    /// Callbacks, in this thread.
+    Callbacks(usize),
+}
+
+impl Calls {
+    fn new() -> Calls {
+        Calls { next_xid: sys::random_u32(), ..Calls::default() }
+    }
+
+    /// Hands outcomes to their waiters.
+    fn settle(&mut self, link: &mut Link) {
+        for (xid, outcome) in link.done.drain(..) {
+            if let Some(condition) = self.sleepers.get(&Waiter::Call(xid)) {
+                condition.notify_one();
+            }
+            self.outcomes.insert(xid, outcome);
+        }
+    }
+
+    /// An XID that no call of this direction of the connection uses.
+    fn fresh_xid(&mut self, engine: &Connection) -> Xid {
+        loop {
+            self.next_xid = self.next_xid.wrapping_add(1);
+            let xid = Xid(self.next_xid);
+            if !engine.knows(xid) {
+                return xid;
+            }
+        }
+    }
+
+    /// Wakes one of those who sleep without an outcome. False when there is none.
+    fn wake_one(&self) -> bool {
+        let waits = |waiter: &Waiter| !matches!(waiter, Waiter::Call(xid) if self.outcomes.contains_key(xid));
+        let sleeper = self.sleepers.iter().find(|(waiter, _)| waits(waiter)).map(|(_, condition)| condition);
+        sleeper.map(|condition| condition.notify_one()).is_some()
+    }
+}
+
+/// Sleeps on a condition, at most until `deadline`.
+fn sleep<'a, T>(condition: &Condvar, state: MutexGuard<'a, T>, deadline: Instant) -> MutexGuard<'a, T> {
+    let left = deadline.saturating_duration_since(Instant::now());
+    condition.wait_timeout(state, left).map_or_else(|poisoned| poisoned.into_inner().0, |(state, _)| state)
+}
+
+/// Makes calls on a connection: the end that opened it, or the other one in the reverse direction.
+pub trait Requester: Send + Sync {
+    /// The descriptor that the program knows the connection by.
+    fn fd(&self) -> RawFd;
+
+    /// Whether it goes over an adapter.
+    fn adapter(&self) -> bool;
+
+    /// Memory to encode into.
+    ///
+    /// # Errors
+    /// `ENOMEM`.
+    fn message(&self) -> Result<Buf, Error>;
+
+    /// An XID that no call of this direction of the connection uses.
+    fn fresh_xid(&self) -> Xid;
+
+    /// Makes a call and waits for its end. See [`Requester::call`].
+    ///
+    /// # Errors
+    /// As there.
+    fn exchange(
+        &self,
+        xid: Xid,
+        message: Message,
+        expect: Expect,
+        deadline: Instant,
+        mask: Mask<'_>,
+    ) -> Result<Vec<Region>, Error>;
+
+    /// Takes in what has arrived, and tells how calls without a reply stand.
+    fn standing(&self) -> Standing;
+
+    /// Sees to it that memory which the program gets back is not used any more.
+    fn end(&self, loans: &[Loan]);
+
+    /// After a call that failed as `NotSent`: whether the connection is there again, or will be for the next call. Waits
+    /// for that if somebody else has to see to it.
+    ///
+    /// # Errors
+    /// `Timeout` at `deadline`.
+    fn comes_back(&self, deadline: Instant, mask: Mask<'_>) -> Result<bool, Error>;
+
+    /// Credits that are asked for; sets them if some are given.
+    fn credits(&self, ask: Option<u32>) -> u32;
+
+    /// Longest replies that calls make room for unless the program says more, in bytes of results.
+    fn max_reply(&self, config: &Config) -> usize;
+
+    /// Room beside the results of a procedure without a binding: a reply's header, and what RPCSEC_GSS wraps around results.
+    fn reply_header(&self) -> usize {
+        REPLY_HEADER
+    }
+
+    /// Results from this length on are received in the program's own memory: an adapter has to register it.
+    fn place_min(&self) -> usize {
+        if self.adapter() { 64 << 10 } else { LEND_MIN }
+    }
+
+    /// Makes a call: `message` begins with `xid`. Returns the RPC reply in stream order.
+    ///
+    /// `max_reply` bytes are made room for where no binding bounds the reply; eligible results go into `places`, in their
+    /// order. When this returns and its reply is dropped, nothing of `message` and `places` is held any more.
+    ///
+    /// # Errors
+    /// `Timeout` at `deadline` (the call becomes an orphan, the connection lives on), or why the call failed.
+    fn call(
+        &self,
+        xid: Xid,
+        message: Message,
+        max_reply: usize,
+        places: Vec<Sink>,
+        deadline: Instant,
+        mask: Mask<'_>,
+    ) -> Result<Vec<Region>, Error> {
+        stats::add(Counter::Calls, 1);
+        let outcome = self.exchange(xid, message, Expect::Reply { max: max_reply, places }, deadline, mask);
+        stats::add(Counter::Replies, outcome.is_ok().into());
+        outcome
+    }
+
+    /// Sends a call that has no reply, or whose reply nobody awaits (batching).
+    ///
+    /// Never takes the last credit, which only a reply gives back: then a call of procedure 0 of the same program goes
+    /// first, whose reply shows that the earlier ones were consumed. A message too long for one Send is followed by
+    /// such a call too, so that the peer has pulled it when this returns.
+    ///
+    /// # Errors
+    /// As [`Requester::call`].
+    fn call_one_way(
+        &self,
+        xid: Xid,
+        message: Message,
+        deadline: Instant,
+        mask: Mask<'_>,
+    ) -> Result<(), Error> {
+        stats::add(Counter::Calls, 1);
+        let null = null_call(message.body());
+        let standing = self.standing();
+        let long = chunks::HEADER_MIN + message.len() > standing.threshold;
+        if standing.credits_left <= 1 {
+            self.null(&null, deadline, mask)?;
+        }
+        if self.standing().limit == 1 {
+            // It would hold the only credit, and nothing would ever give it back.
+            return Err(Error::new(
+                Kind::NotSent,
+                "the peer grants one credit: a call without a reply needs two; raise RPCRDMA_CREDITS there",
+            ));
+        }
+        self.exchange(xid, message, Expect::Nothing, deadline, mask)?;
+        if long {
+            self.null(&null, deadline, mask)?;
+        }
+        Ok(())
+    }
+
+    /// Makes a call of procedure 0.
+    ///
+    /// # Errors
+    /// As [`Requester::call`].
+    fn null(&self, call: &[u8; 40], deadline: Instant, mask: Mask<'_>) -> Result<(), Error> {
+        let xid = self.fresh_xid();
+        let message = with_xid(self.message()?, call, xid)?;
+        drop(self.call(xid, message.into(), RPC_HEADER_MAX, Vec::new(), deadline, mask)?);
+        Ok(())
+    }
+}
+
+/// How a requester stands with its peer.
+#[derive(Clone, Copy, Debug)]
+pub struct Standing {
+    /// Calls that may be transmitted now.
+    credits_left: u32,
+    /// Calls that may be under way.
+    limit: u32,
+    /// Largest Send, bytes.
+    threshold: usize,
+}
+
+impl Standing {
+    fn of(engine: &Connection) -> Standing {
+        Standing {
+            credits_left: engine.credits_left(),
+            limit: engine.granted().min(engine.asked()),
+            threshold: engine.thresholds().0,
+        }
+    }
+}
+
+/// Answers calls of a connection: the end that accepted it, or the other one in the reverse direction.
+pub trait Responder: Send + Sync {
+    /// The descriptor that the program knows the connection by.
+    fn fd(&self) -> RawFd;
+
+    /// Memory to encode into.
+    ///
+    /// # Errors
+    /// `ENOMEM`.
+    fn message(&self) -> Result<Buf, Error>;
+
+    /// Sends a reply: the kernel has every byte when this returns, unless the peer is too slow to take them.
+    ///
+    /// # Errors
+    /// As [`Connection::reply`]; the reason of the close when the connection is closed.
+    ///
+    /// No memory that was lent to `message` is in use when this returns.
+    fn reply(&self, id: RequestId, message: Message) -> Result<(), Error>;
+
+    /// The request gets no reply.
+    fn discard(&self, id: RequestId);
+
+    /// Sees to it that memory which the program gets back is not used any more.
+    fn end(&self, loans: &[Loan]);
+
+    /// Credits that are granted; sets them if some are given.
+    fn grants(&self, grant: Option<u32>) -> u32;
+
+    /// A panic of ours has happened while the connection was in use: it is not to be trusted.
+    fn is_poisoned(&self) -> bool;
 }
 
 impl Link {
@@ -137,6 +383,7 @@ impl Link {
     pub fn new(role: Role, config: &Config, device: Box<dyn QueuePair>, memory: &Arc<Memory>) -> Link {
         let peer = PrivateData::find(device.private_data()).unwrap_or(PrivateData::ABSENT);
         let limits = device.limits();
+        // Where the device holds few Receives, the reverse direction gets what the forward direction leaves.
         let credits = config.credits.min(limits.receives.saturating_sub(RECEIVE_MARGIN));
         let memory = device.slabs().map_or_else(|| memory.clone(), |slabs| memory.with(slabs));
         let settings = Settings {
@@ -151,13 +398,13 @@ impl Link {
         let engine = Connection::new(role, settings, peer, memory.clone(), bindings(config).clone());
         stats::add(Counter::Connections, 1);
         let mut link = Link {
-            role,
             credits,
             engine,
             device,
             memory,
             inline: config.inline,
             heard: false,
+            serves: role == Role::Server,
             done: Vec::new(),
         };
         link.drain();
@@ -193,7 +440,7 @@ impl Link {
         self.drain();
         // What answers no call or makes no request takes no Receive for good, so nothing else bounds its number; and
         // while it comes faster than it is read, this loop would not end.
-        let mut left = RECEIVES_SPARE + 4 * self.credits;
+        let mut left = RECEIVES_SPARE.saturating_add(4 * self.credits.max(self.engine.granting()));
         while self.engine.closed().is_none() {
             match self.device.poll() {
                 Ok(Some(Completion::Received { sink, len, invalidated })) => {
@@ -228,7 +475,7 @@ impl Link {
     /// Closes the connection of a peer that does not take what it asked for.
     fn limit_queue(&mut self) {
         let unsent = self.device.unsent();
-        if self.role == Role::Server && unsent > QUEUE_MAX {
+        if self.serves && unsent > QUEUE_MAX {
             self.fail(Error::new(
                 Kind::NotSent,
                 format!("the peer does not take its replies: {unsent} bytes wait, {QUEUE_MAX} is the limit"),
@@ -239,6 +486,67 @@ impl Link {
     fn receive(&mut self, message: Buf, invalidated: Option<Handle>) {
         log_wire!("fd {} < {}", self.device.fd(), describe(&message));
         self.engine.handle_receive(message, invalidated, &mut *self.device);
+        while !self.serves
+            && let Some(request) = self.engine.poll_request()
+        {
+            self.decline(request);
+        }
+    }
+
+    /// Answers that there is no such program here (RFC 5531 §9: PROG_UNAVAIL).
+    fn decline(&mut self, request: Request) {
+        let reply = [request.xid.0, 1, 0, 0, 0, 1].map(u32::to_be_bytes).concat();
+        let sent = self.memory.message().map_err(Error::from).and_then(|mut message| {
+            message.extend(&reply)?;
+            self.engine.reply(request.id, message)
+        });
+        if let Err(error) = sent {
+            self.engine.discard(request.id);
+            log_info!("fd {}: a call back to no program was not answered: {error}", self.device.fd());
+        }
+    }
+
+    /// Sends a reply and waits a little while for a peer that does not take it: reading goes on, for two ends that only
+    /// write would wait for each other. `fd`: what to wait for. `forked`: reading is left to the parent.
+    fn reply(&mut self, fd: RawFd, id: RequestId, message: Message, forked: bool) -> Result<(), Error> {
+        // A peer that has let one reply wait is not waited for again until it has taken all.
+        let behind = self.device.unsent() > 0 && !forked;
+        let lent = message.lent().next().is_some();
+        let sent = self.engine.reply(id, message);
+        if !self.flush() {
+            let wait = if forked { REPLY_WAIT_CHILD } else { REPLY_WAIT };
+            let deadline = Instant::now() + if behind { Duration::ZERO } else { wait };
+            let events = if forked { sys::OUT } else { sys::IN | sys::OUT };
+            loop {
+                let left = deadline.saturating_duration_since(Instant::now());
+                if left.is_zero() {
+                    break;
+                }
+                let _ = sys::wait(fd, events, Some(left), None);
+                if !forked {
+                    self.pump();
+                }
+                if self.flush() {
+                    break;
+                }
+            }
+            self.limit_queue();
+        }
+        if lent {
+            // What the peer has not taken goes out from a copy: the program gets its results back.
+            match self.device.keep() {
+                Ok(copied) if copied > 0 => {
+                    log_debug!("fd {}: {copied} bytes kept for a slow peer", self.device.fd());
+                }
+                Ok(_) => {}
+                Err(error) => self.fail(error),
+            }
+            if !forked {
+                self.pump();
+            }
+        }
+        sent?;
+        self.engine.closed().map_or(Ok(()), |error| Err(error.clone()))
     }
 
     fn nudge(&mut self) {
@@ -317,7 +625,7 @@ fn describe(message: &[u8]) -> String {
 pub fn adapter_options(config: &Config) -> verbs::Options {
     verbs::Options {
         inline: config.inline,
-        credits: config.credits,
+        credits: config.credits.saturating_add(config.reverse_credits),
         margin: RECEIVE_MARGIN,
         iwarp: config.provider == Provider::Verbs,
     }
@@ -464,8 +772,9 @@ fn processors() -> usize {
 pub struct Client {
     /// The socket that it is known by, and that it runs over unless an adapter does.
     fd: RawFd,
-    /// Where it goes over an adapter.
-    adapter: Option<SocketAddr>,
+    /// Where it goes.
+    to: Option<SocketAddr>,
+    adapter: bool,
     config: &'static Config,
     memory: Arc<Memory>,
     state: Mutex<Waiting>,
@@ -515,17 +824,18 @@ impl Attempt {
 
 struct Waiting {
     link: Link,
-    outcomes: HashMap<Xid, Result<Vec<Region>, Error>>,
-    /// Threads in `wait`, by call. Each sleeps on its own condition unless it drives.
-    sleepers: HashMap<Xid, Arc<Condvar>>,
+    calls: Calls,
     /// Who polls the socket: one, except as [`Waiting::seat_is_free`] says.
     drivers: Vec<Driver>,
     spin: Spin,
-    next_xid: u32,
     /// The file behind `fd`: a number that is another file by now is not this connection.
     identity: Option<Identity>,
     /// How often the peer was nudged before its first message.
     nudges: u32,
+    /// How often the connection was made.
+    connections: u32,
+    /// The program serves what the server calls back.
+    serving: Option<callback::Serving>,
 }
 
 /// A thread that polls the socket.
@@ -533,14 +843,6 @@ struct Driver {
     thread: usize,
     /// It will wake when the socket takes bytes.
     writes: bool,
-}
-
-/// Names the calling thread among those that live.
-fn this_thread() -> usize {
-    thread_local! {
-        static MARK: Cell<u8> = const { Cell::new(0) };
-    }
-    MARK.with(|mark| std::ptr::from_ref(mark).addr())
 }
 
 /// The signal mask of the caller, in force while it sleeps.
@@ -566,15 +868,16 @@ impl Client {
         let memory = link.memory.clone();
         let state = Waiting {
             link,
-            outcomes: HashMap::new(),
-            sleepers: HashMap::new(),
+            calls: Calls::new(),
             drivers: Vec::new(),
             spin: Spin::default(),
-            next_xid: sys::random_u32(),
             identity: process::identify(fd),
             nudges: 0,
+            connections: 1,
+            serving: None,
         };
-        Arc::new(Client { fd, adapter, config, memory, state: Mutex::new(state) })
+        let to = adapter.or_else(|| socket::peer(fd));
+        Arc::new(Client { fd, to, adapter: adapter.is_some(), config, memory, state: Mutex::new(state) })
     }
 
     fn start(
@@ -593,20 +896,21 @@ impl Client {
 
     /// The same way once more.
     fn start_anew(&self, deadline: Instant) -> Result<Link, Error> {
-        let Some(to) = self.adapter else {
-            sys::reconnect(self.fd, deadline)?;
-            return Client::start(self.fd, self.config, &memory(self.config), deadline, None);
+        let Some(to) = self.to else {
+            return Err(Error::new(Kind::Os(libc::ENOTCONN), "the address of the peer is not known"));
         };
+        if !self.adapter {
+            sys::reconnect(self.fd, to, deadline).map_err(|e| {
+                let text = format!("cannot connect to {to}: {}", os_text(&e));
+                Error::new(Error::from(e).kind(), text)
+            })?;
+            return Client::start(self.fd, self.config, &memory(self.config), deadline, None);
+        }
         let mut attempt = Attempt::start(to, self.config)?;
         if !attempt.wait(deadline, None)? {
             return Err(Error::new(Kind::Timeout, "the peer did not accept the new connection in time"));
         }
         Ok(Link::new(Role::Client, self.config, attempt.device, &memory(self.config)))
-    }
-
-    /// The socket.
-    pub fn fd(&self) -> RawFd {
-        self.fd
     }
 
     /// Whether the descriptor is still this connection's socket.
@@ -615,134 +919,24 @@ impl Client {
         state.identity.is_some() && state.identity == process::identify(self.fd)
     }
 
-    /// Memory to encode into.
-    ///
-    /// # Errors
-    /// `ENOMEM`.
-    pub fn message(&self) -> Result<Buf, Error> {
-        match self.adapter {
-            // A new connection brings new memory with it.
-            Some(_) => Ok(self.lock().link.memory.message()?),
-            None => Ok(self.memory.message()?),
-        }
-    }
-
     /// What the connection runs on and what was agreed, in words for the log.
     pub fn describe(&self) -> String {
         self.lock().link.describe()
     }
 
-    /// Whether it goes over an adapter.
-    pub fn adapter(&self) -> bool {
-        self.adapter.is_some()
+    /// Where it goes, if that is known.
+    pub fn to(&self) -> Option<SocketAddr> {
+        self.to
     }
 
-    /// Results from this length on are received in the program's own memory: an adapter has to register it.
-    pub fn place_min(&self) -> usize {
-        if self.adapter() { 64 << 10 } else { LEND_MIN }
+    /// How often the connection was made.
+    pub fn connections(&self) -> u32 {
+        self.lock().connections
     }
 
-    /// An XID that no call of this connection uses.
-    pub fn fresh_xid(&self) -> Xid {
-        let mut state = self.lock();
-        loop {
-            state.next_xid = state.next_xid.wrapping_add(1);
-            let xid = Xid(state.next_xid);
-            if !state.link.engine.knows(xid) {
-                return xid;
-            }
-        }
-    }
-
-    /// Makes a call: `message` begins with `xid`. Returns the RPC reply in stream order.
-    ///
-    /// `max_reply` bytes are made room for where no binding bounds the reply; eligible results go into `places`, in their
-    /// order. When this returns and its reply is dropped, nothing of `message` and `places` is held any more.
-    ///
-    /// # Errors
-    /// `Timeout` at `deadline` (the call becomes an orphan, the connection lives on), or why the call failed.
-    pub fn call(
-        &self,
-        xid: Xid,
-        message: impl Into<Message>,
-        max_reply: usize,
-        places: Vec<Sink>,
-        deadline: Instant,
-        mask: Mask<'_>,
-    ) -> Result<Vec<Region>, Error> {
-        stats::add(Counter::Calls, 1);
-        // Over an adapter nothing else would tell that the program has closed the socket.
-        if self.adapter() && !self.alive() {
-            return Err(Error::new(Kind::NotSent, "the descriptor was closed"));
-        }
-        let mut state = self.lock();
-        state.link.pump_input();
-        self.replace_starved(&mut state, deadline)?;
-        let Waiting { link, .. } = &mut *state;
-        link.engine.call(xid, message, Expect::Reply { max: max_reply, places }, &mut *link.device)?;
-        if link.engine.credits_left() == 0 && !link.engine.transmitted(xid) {
-            stats::add(Counter::CreditsWaited, 1);
-        }
-        link.flush();
-        state.settle();
-        let outcome = self.wait(state, xid, deadline, mask);
-        stats::add(Counter::Replies, outcome.is_ok().into());
-        outcome
-    }
-
-    /// Sends a call that has no reply, or whose reply nobody awaits (batching).
-    ///
-    /// Never takes the last credit, which only a reply gives back: then a call of procedure 0 of the same program goes
-    /// first, whose reply shows that the earlier ones were consumed. A message too long for one Send is followed by
-    /// such a call too, so that the peer has pulled it when this returns.
-    ///
-    /// # Errors
-    /// As [`Client::call`].
-    pub fn call_one_way(
-        &self,
-        xid: Xid,
-        message: Message,
-        deadline: Instant,
-        mask: Mask<'_>,
-    ) -> Result<(), Error> {
-        stats::add(Counter::Calls, 1);
-        let null = null_call(message.body());
-        let long = {
-            let mut state = self.lock();
-            state.link.pump_input();
-            state.settle();
-            chunks::HEADER_MIN + message.len() > state.link.engine.thresholds().0
-        };
-        if self.lock().link.engine.credits_left() <= 1 {
-            self.null(&null, deadline, mask)?;
-        }
-        let mut state = self.lock();
-        if state.link.engine.granted() == 1 {
-            // It would hold the only credit, and nothing would ever give it back.
-            return Err(Error::new(
-                Kind::NotSent,
-                "the server grants one credit: a call without a reply needs two; raise RPCRDMA_CREDITS there",
-            ));
-        }
-        let Waiting { link, .. } = &mut *state;
-        link.engine.call(xid, message, Expect::Nothing, &mut *link.device)?;
-        link.flush();
-        state.settle();
-        self.wait(state, xid, deadline, mask)?;
-        if long {
-            self.null(&null, deadline, mask)?;
-        }
-        Ok(())
-    }
-
-    fn null(&self, call: &[u8; 40], deadline: Instant, mask: Mask<'_>) -> Result<(), Error> {
-        let xid = self.fresh_xid();
-        let mut message = self.message()?;
-        message.extend(call)?;
-        message[..4].copy_from_slice(&xid.0.to_be_bytes());
-        let reply = self.call(xid, message, RPC_HEADER_MAX, Vec::new(), deadline, mask)?;
-        drop(reply);
-        Ok(())
+    /// Whether calls back may have chunks.
+    pub fn set_reverse_chunks(&self, allowed: bool) {
+        self.lock().link.engine.set_reverse_chunks(allowed);
     }
 
     /// Waits for the end of a call, driving the connection when nobody else does.
@@ -753,53 +947,68 @@ impl Client {
         deadline: Instant,
         mask: Mask<'_>,
     ) -> Result<Vec<Region>, Error> {
-        let mut condition: Option<Arc<Condvar>> = None;
+        let waiter = Waiter::Call(xid);
+        let mut condition = None;
         loop {
-            if let Some(outcome) = state.outcomes.remove(&xid) {
-                state.leave(xid);
+            if let Some(outcome) = state.calls.outcomes.remove(&xid) {
+                state.leave(waiter);
                 return outcome;
             }
-            let now = Instant::now();
-            if now >= deadline {
+            if Instant::now() >= deadline {
                 let Waiting { link, .. } = &mut *state;
                 link.engine.abandon(xid, &mut *link.device);
                 link.drain();
                 state.settle();
-                state.leave(xid);
+                state.leave(waiter);
                 stats::add(Counter::Orphans, 1);
                 return Err(Error::new(Kind::Timeout, "no reply within the time of the call"));
             }
-            if !state.seat_is_free() {
-                let own = condition.get_or_insert_with(|| Arc::new(Condvar::new())).clone();
-                state.sleepers.insert(xid, own.clone());
-                state = own
-                    .wait_timeout(state, deadline - now)
-                    .map_or_else(|poisoned| poisoned.into_inner().0, |(state, _)| state);
-            } else {
-                state = self.drive(state, xid, deadline, mask);
-            }
+            state = self.wait_once(state, waiter, &mut condition, deadline, mask);
         }
+    }
+
+    /// One step of waiting: serves a callback, sleeps beside the driver, or drives.
+    fn wait_once<'a>(
+        &'a self,
+        mut state: MutexGuard<'a, Waiting>,
+        waiter: Waiter,
+        condition: &mut Option<Arc<Condvar>>,
+        deadline: Instant,
+        mask: Mask<'_>,
+    ) -> MutexGuard<'a, Waiting> {
+        if let Some(request) = state.callback() {
+            return self.serve_one(state, request, mask);
+        }
+        if state.seat_is_free() {
+            return self.drive(state, waiter, deadline, mask);
+        }
+        let own = condition.get_or_insert_with(|| Arc::new(Condvar::new())).clone();
+        state.calls.sleepers.insert(waiter, own.clone());
+        sleep(&own, state, deadline)
     }
 
     /// Spins, then sleeps once, then moves what has come.
     fn drive<'a>(
         &'a self,
         mut state: MutexGuard<'a, Waiting>,
-        xid: Xid,
+        waiter: Waiter,
         deadline: Instant,
         mask: Mask<'_>,
     ) -> MutexGuard<'a, Waiting> {
-        if !state.link.engine.transmitted(xid) && self.replace_starved(&mut state, deadline).is_err() {
+        if let Waiter::Call(xid) = waiter
+            && !state.link.engine.transmitted(xid)
+            && self.renew(&mut state, deadline).is_err()
+        {
             // The call has ended with the reason.
             return state;
         }
-        state.drivers.push(Driver { thread: this_thread(), writes: false });
+        state.drivers.push(Driver { thread: sys::this_thread(), writes: false });
         let patience = state.spin.allowed(self.config).and_then(|limit| Patience::new(limit, &state.link));
         if let Some(mut patience) = patience {
             loop {
                 state.link.pump();
                 state.settle();
-                if state.outcomes.contains_key(&xid) {
+                if state.is_over_for(waiter) {
                     state.spin.found();
                     state.stand_up();
                     return state;
@@ -819,29 +1028,40 @@ impl Client {
             state.drivers[driver].writes = writes;
         }
         let nudges = state.nudges < NUDGES && !state.link.heard;
+        let mut fds = vec![PollFd::new(fd, true, events & sys::OUT != 0)];
+        fds.extend(state.alarm_fd().map(|alarm| PollFd::new(alarm, true, false)));
         drop(state);
         let mut left = deadline.saturating_duration_since(Instant::now());
         if nudges {
             left = left.min(NUDGE_AFTER);
         }
         // An error of poll(2) itself shows up in the next pump, as an error of the device; EINTR is no error here.
-        let came = sys::wait(fd, events, Some(left), mask);
+        let came = sys::poll(&mut fds, Some(left), mask);
         let mut state = self.lock();
-        if nudges && matches!(came, Ok(false)) && !state.link.heard {
+        if nudges && matches!(came, Ok(0)) && !state.link.heard {
             state.nudges += 1;
             state.link.nudge();
         }
-        state.link.pump();
+        if fds.len() > 1 && fds[1].readable() {
+            state.silence();
+        }
+        if state.another_reads() {
+            // It was woken by the same bytes. Were they taken here, it would find none and sleep on, with its reply there.
+            state.link.flush();
+        } else {
+            state.link.pump();
+        }
         state.settle();
         state.stand_up();
         state
     }
 
-    /// A new connection when calls that nobody waits for hold every credit of this one.
+    /// A new connection when calls that nobody waits for hold every credit of this one, or when it is lost and the server
+    /// may still want to call back.
     ///
     /// The lock is kept: no other thread could do anything meanwhile. Signals are not let through, for a handler could
     /// call on this connection.
-    fn replace_starved(&self, state: &mut MutexGuard<'_, Waiting>, deadline: Instant) -> Result<(), Error> {
+    fn renew(&self, state: &mut MutexGuard<'_, Waiting>, deadline: Instant) -> Result<(), Error> {
         if !state.drivers.is_empty() {
             return Ok(());
         }
@@ -850,6 +1070,9 @@ impl Client {
             Some(error) if error.kind() == Kind::Timeout => {
                 log_warn!("fd {}: connecting anew: {error}", self.fd);
             }
+            // RFC 8167 §5.4: "forward-direction Requesters SHOULD maintain a transport connection as long as there is the
+            // possibility that the connection peer can send reverse-direction requests."
+            Some(error) if state.serving.is_some() => log_info!("fd {}: connecting anew: {error}", self.fd),
             None if state.link.engine.starved() => {
                 log_warn!("fd {}: timed-out calls hold every credit: connecting anew", self.fd);
             }
@@ -874,6 +1097,8 @@ impl Client {
                 // was not sent goes over the new one.
                 let waiting = state.link.engine.take_waiting();
                 state.link = link;
+                state.connections += 1;
+                state.resume_serving()?;
                 let Waiting { link, .. } = &mut **state;
                 for (xid, message, expect) in waiting {
                     link.engine.call(xid, message, expect, &mut *link.device)?;
@@ -884,17 +1109,9 @@ impl Client {
                 state.link.fail(error.clone());
                 state.link.drain();
                 state.settle();
+                state.retry_later();
                 Err(error)
             }
-        }
-    }
-
-    /// Sees to it that memory which the program gets back is not used any more.
-    pub fn end(&self, loans: &[Loan]) {
-        if !loans.iter().all(Loan::is_over) {
-            let mut state = self.lock();
-            state.link.end(loans);
-            state.settle();
         }
     }
 
@@ -911,6 +1128,84 @@ impl Client {
     }
 }
 
+impl Requester for Client {
+    fn fd(&self) -> RawFd {
+        self.fd
+    }
+
+    fn adapter(&self) -> bool {
+        self.adapter
+    }
+
+    fn message(&self) -> Result<Buf, Error> {
+        // Over an adapter a new connection brings new memory with it.
+        if self.adapter { Ok(self.lock().link.memory.message()?) } else { Ok(self.memory.message()?) }
+    }
+
+    fn fresh_xid(&self) -> Xid {
+        let Waiting { calls, link, .. } = &mut *self.lock();
+        calls.fresh_xid(&link.engine)
+    }
+
+    fn exchange(
+        &self,
+        xid: Xid,
+        message: Message,
+        expect: Expect,
+        deadline: Instant,
+        mask: Mask<'_>,
+    ) -> Result<Vec<Region>, Error> {
+        // Over an adapter nothing else would tell that the program has closed the socket.
+        if self.adapter && !self.alive() {
+            return Err(Error::new(Kind::NotSent, "the descriptor was closed"));
+        }
+        let mut state = self.lock();
+        state.link.pump_input();
+        self.renew(&mut state, deadline)?;
+        let Waiting { link, .. } = &mut *state;
+        link.engine.call(xid, message, expect, &mut *link.device)?;
+        if link.engine.credits_left() == 0 && !link.engine.transmitted(xid) {
+            stats::add(Counter::CreditsWaited, 1);
+        }
+        link.flush();
+        state.settle();
+        self.wait(state, xid, deadline, mask)
+    }
+
+    fn standing(&self) -> Standing {
+        let mut state = self.lock();
+        state.link.pump_input();
+        state.settle();
+        Standing::of(&state.link.engine)
+    }
+
+    fn end(&self, loans: &[Loan]) {
+        if !loans.iter().all(Loan::is_over) {
+            let mut state = self.lock();
+            state.link.end(loans);
+            state.settle();
+        }
+    }
+
+    fn comes_back(&self, deadline: Instant, _: Mask<'_>) -> Result<bool, Error> {
+        // The next call itself makes the connection anew.
+        Ok(self.lock().serving.is_some() && Instant::now() < deadline && self.alive())
+    }
+
+    fn credits(&self, ask: Option<u32>) -> u32 {
+        let mut state = self.lock();
+        if let Some(credits) = ask {
+            state.link.engine.ask(credits);
+            state.link.drain();
+        }
+        state.link.engine.asked()
+    }
+
+    fn max_reply(&self, config: &Config) -> usize {
+        config.max_reply(self.adapter)
+    }
+}
+
 impl Link {
     /// Takes in what has arrived: replies to orphans give credits back before they are missed.
     fn pump_input(&mut self) {
@@ -923,12 +1218,18 @@ impl Link {
 impl Waiting {
     /// Hands outcomes to their waiters.
     fn settle(&mut self) {
-        for (xid, outcome) in self.link.done.drain(..) {
-            if let Some(condition) = self.sleepers.get(&xid) {
-                condition.notify_one();
-            }
-            self.outcomes.insert(xid, outcome);
+        let Waiting { calls, link, serving, .. } = self;
+        calls.settle(link);
+        if let Some(serving) = serving {
+            serving.settle(calls);
         }
+    }
+
+    fn is_over_for(&self, waiter: Waiter) -> bool {
+        let over = |xid| self.calls.outcomes.contains_key(&xid);
+        self.may_serve()
+            || matches!(waiter, Waiter::Call(xid) if over(xid))
+            || self.link.engine.closed().is_some()
     }
 
     /// Whether this thread may poll the socket.
@@ -945,9 +1246,14 @@ impl Waiting {
             || (self.link.device.wants_write() && !self.drivers.iter().any(|driver| driver.writes))
     }
 
+    /// Whether another thread sleeps until something comes.
+    fn another_reads(&self) -> bool {
+        self.drivers.iter().any(|driver| driver.thread != sys::this_thread())
+    }
+
     /// The latest seat of this thread.
     fn own_seat(&self) -> Option<usize> {
-        let thread = this_thread();
+        let thread = sys::this_thread();
         self.drivers.iter().rposition(|driver| driver.thread == thread)
     }
 
@@ -957,16 +1263,27 @@ impl Waiting {
         }
     }
 
-    /// This thread waits no more: somebody else takes the driver's seat if it is empty.
-    fn leave(&mut self, xid: Xid) {
-        self.sleepers.remove(&xid);
-        if self.lacks_driver()
-            && let Some(condition) =
-                self.sleepers.iter().find(|(x, _)| !self.outcomes.contains_key(x)).map(|(_, c)| c)
-        {
-            condition.notify_one();
+    /// This thread waits no more: somebody else takes the driver's seat if it is empty, and serves what it has left.
+    fn leave(&mut self, waiter: Waiter) {
+        self.calls.sleepers.remove(&waiter);
+        self.hand_over();
+    }
+
+    /// Sees to it that what this thread does not do is done.
+    fn hand_over(&self) {
+        let serves = self.may_serve();
+        if (self.lacks_driver() || serves) && !self.calls.wake_one() && serves {
+            // Whoever sleeps in poll(2), or the program's loop.
+            self.raise_alarm();
         }
     }
+}
+
+/// `call` with this XID.
+fn with_xid(mut message: Buf, call: &[u8; 40], xid: Xid) -> Result<Buf, Error> {
+    message.extend(call)?;
+    message[..4].copy_from_slice(&xid.0.to_be_bytes());
+    Ok(message)
 }
 
 /// A Call of procedure 0 with the program and version of `call`, AUTH_NONE, XID still to be set (RFC 5531 §9, §12.1).
@@ -982,6 +1299,7 @@ fn null_call(call: &[u8]) -> [u8; 40] {
 /// A responder's connection, driven by the loop of the program through `receive`, `reply` and `more`.
 pub struct Server {
     fd: RawFd,
+    adapter: bool,
     peer: Option<SocketAddr>,
     config: &'static Config,
     phase: Phase,
@@ -997,6 +1315,12 @@ pub struct Server {
     /// Since when a long Call waits for memory, and when to try again.
     retry: Option<(Instant, Instant)>,
     generation: u64,
+    /// Calls back to the client.
+    calls: Calls,
+    /// Who polls the connection for its call back.
+    driver: Option<usize>,
+    /// Requests handed up.
+    received: u64,
 }
 
 enum Phase {
@@ -1012,7 +1336,7 @@ impl Server {
     /// When the device cannot be set up.
     pub fn accept(fd: RawFd, config: &'static Config) -> Result<Server, Error> {
         let device = Iwarp::responder(fd, options(config, fd))?;
-        Ok(Server::with(fd, Box::new(device), socket::peer(fd), config))
+        Ok(Server::with(fd, Box::new(device), false, socket::peer(fd), config))
     }
 
     /// Waits for the end of a startup. The connection gets a descriptor of its own, which belongs to the caller.
@@ -1024,18 +1348,20 @@ impl Server {
         peer: Option<SocketAddr>,
         config: &'static Config,
     ) -> Result<Server, Error> {
-        Ok(Server::with(socket::duplicate(device.fd())?, device, peer, config))
+        Ok(Server::with(socket::duplicate(device.fd())?, device, true, peer, config))
     }
 
     fn with(
         fd: RawFd,
         device: Box<dyn QueuePair>,
+        adapter: bool,
         peer: Option<SocketAddr>,
         config: &'static Config,
     ) -> Server {
         static NEXT: AtomicUsize = AtomicUsize::new(1);
         Server {
             fd,
+            adapter,
             peer,
             config,
             phase: Phase::Starting(device),
@@ -1046,6 +1372,9 @@ impl Server {
             pulling: None,
             retry: None,
             generation: sys::fork_generation(),
+            calls: Calls::new(),
+            driver: None,
+            received: 0,
         }
     }
 
@@ -1069,8 +1398,10 @@ impl Server {
         let request = link.engine.poll_request();
         // Handing it up made room: Reads of the next long Calls may start.
         link.drain();
+        self.settle();
         self.note_pulls();
         let request = request?;
+        self.received += 1;
         stats::add(Counter::Served, 1);
         active(self.id);
         Some(request)
@@ -1103,10 +1434,29 @@ impl Server {
         self.retry.map(|(since, _)| since)
     }
 
-    /// Sees to it that memory which the program gets back is not used any more.
-    pub fn end(&mut self, loans: &[Loan]) {
+    /// Hands the outcomes of calls back to their waiters.
+    fn settle(&mut self) {
         if let Phase::Open(link) = &mut self.phase {
-            link.end(loans);
+            self.calls.settle(link);
+        }
+    }
+
+    /// The descriptor is about to be closed.
+    pub fn shut(&mut self) {
+        let error = Error::new(Kind::ConnectionLost, "the connection was closed");
+        if let Phase::Open(link) = &mut self.phase {
+            link.fail(error.clone());
+            link.drain();
+        }
+        self.settle();
+        self.phase = Phase::Failed(error);
+    }
+
+    /// An open connection that works.
+    fn link(&mut self) -> Option<&mut Link> {
+        match &mut self.phase {
+            Phase::Open(link) if link.engine.closed().is_none() => Some(link),
+            _ => None,
         }
     }
 
@@ -1118,6 +1468,8 @@ impl Server {
         {
             let text = "the peer does not answer RDMA Reads, and others wait for the memory of its call";
             link.fail(Error::new(Kind::Timeout, text));
+            link.drain();
+            self.settle();
         }
     }
 
@@ -1128,78 +1480,6 @@ impl Server {
             let peer = self.peer.map_or_else(|| "a peer".to_owned(), |at| at.to_string());
             log_info!("fd {}: accepted {peer} over rdma ({})", self.fd, link.describe());
             self.phase = Phase::Open(Box::new(link));
-        }
-    }
-
-    /// Memory to encode into.
-    ///
-    /// # Errors
-    /// `ENOMEM`.
-    pub fn message(&self) -> Result<Buf, Error> {
-        match &self.phase {
-            Phase::Open(link) => Ok(link.memory.message()?),
-            Phase::Starting(_) | Phase::Failed(_) => Ok(memory(self.config).message()?),
-        }
-    }
-
-    /// Sends a reply: the kernel has every byte when this returns, unless the peer is too slow to take them.
-    ///
-    /// # Errors
-    /// As [`Connection::reply`]; the reason of the close when the connection is closed.
-    ///
-    /// No memory that was lent to `message` is in use when this returns.
-    pub fn reply(&mut self, id: RequestId, message: Message) -> Result<(), Error> {
-        let forked = self.forked();
-        let Phase::Open(link) = &mut self.phase else {
-            return Err(Error::new(Kind::NotSent, "the connection is closed"));
-        };
-        // A peer that has let one reply wait is not waited for again until it has taken all.
-        let behind = link.device.unsent() > 0 && !forked;
-        let lent = message.lent().next().is_some();
-        let sent = link.engine.reply(id, message);
-        if !link.flush() {
-            let wait = if forked { REPLY_WAIT_CHILD } else { REPLY_WAIT };
-            let deadline = Instant::now() + if behind { Duration::ZERO } else { wait };
-            // Reading goes on: two ends that only write would wait for each other. A forked child leaves it to its parent.
-            let events = if forked { sys::OUT } else { sys::IN | sys::OUT };
-            loop {
-                let left = deadline.saturating_duration_since(Instant::now());
-                if left.is_zero() {
-                    break;
-                }
-                let _ = sys::wait(self.fd, events, Some(left), None);
-                if !forked {
-                    link.pump();
-                }
-                if link.flush() {
-                    break;
-                }
-            }
-            link.limit_queue();
-        }
-        if lent {
-            // What the peer has not taken goes out from a copy: the program gets its results back.
-            match link.device.keep() {
-                Ok(copied) if copied > 0 => log_debug!("fd {}: {copied} bytes kept for a slow peer", self.fd),
-                Ok(_) => {}
-                Err(error) => link.fail(error),
-            }
-            if !forked {
-                link.pump();
-            }
-        }
-        sent?;
-        match link.engine.closed() {
-            Some(error) => Err(error.clone()),
-            None => Ok(()),
-        }
-    }
-
-    /// The request gets no reply.
-    pub fn discard(&mut self, id: RequestId) {
-        if let Phase::Open(link) = &mut self.phase {
-            link.engine.discard(id);
-            link.flush();
         }
     }
 
@@ -1220,6 +1500,7 @@ impl Server {
         let Some(mut patience) = patience else { return false };
         loop {
             link.pump();
+            self.calls.settle(link);
             if link.engine.request_ready() {
                 self.spin.found();
                 self.turn += 1;
@@ -1274,6 +1555,7 @@ impl Server {
             Phase::Open(link) => {
                 link.engine.resume();
                 link.flush();
+                self.settle();
                 self.note_pulls();
             }
             Phase::Starting(device) => {
@@ -1293,6 +1575,70 @@ impl Server {
     /// Whether this process inherited the connection from the one that accepted it.
     pub fn forked(&self) -> bool {
         self.generation != sys::fork_generation()
+    }
+}
+
+/// A server's connection as transport and callers share it.
+pub type Shared = Mutex<Server>;
+
+/// What a poisoned lock guards is closed by `tirpc::server`, which finds it out.
+fn locked(server: &Shared) -> MutexGuard<'_, Server> {
+    server.lock().unwrap_or_else(|e| e.into_inner())
+}
+
+impl Responder for Shared {
+    fn fd(&self) -> RawFd {
+        locked(self).fd
+    }
+
+    fn message(&self) -> Result<Buf, Error> {
+        let server = locked(self);
+        match &server.phase {
+            Phase::Open(link) => Ok(link.memory.message()?),
+            Phase::Starting(_) | Phase::Failed(_) => Ok(memory(server.config).message()?),
+        }
+    }
+
+    fn reply(&self, id: RequestId, message: Message) -> Result<(), Error> {
+        let mut server = locked(self);
+        let (fd, forked) = (server.fd, server.forked());
+        let Phase::Open(link) = &mut server.phase else {
+            return Err(Error::new(Kind::NotSent, "the connection is closed"));
+        };
+        let sent = link.reply(fd, id, message, forked);
+        server.settle();
+        sent
+    }
+
+    fn discard(&self, id: RequestId) {
+        let mut server = locked(self);
+        if let Phase::Open(link) = &mut server.phase {
+            link.engine.discard(id);
+            link.flush();
+        }
+        server.settle();
+    }
+
+    fn end(&self, loans: &[Loan]) {
+        let mut server = locked(self);
+        if let Phase::Open(link) = &mut server.phase {
+            link.end(loans);
+        }
+        server.settle();
+    }
+
+    fn grants(&self, grant: Option<u32>) -> u32 {
+        let mut server = locked(self);
+        let Some(link) = server.link() else { return 0 };
+        if let Some(credits) = grant {
+            link.engine.grant(credits);
+            link.drain();
+        }
+        link.engine.granting()
+    }
+
+    fn is_poisoned(&self) -> bool {
+        Mutex::is_poisoned(self)
     }
 }
 
@@ -1341,14 +1687,14 @@ mod tests {
     fn message(client: &Client, xid: Xid, len: usize) -> Buf {
         let mut bytes = vec![7; len];
         bytes[..4].copy_from_slice(&xid.0.to_be_bytes());
-        let mut message = client.message().unwrap();
+        let mut message = Requester::message(client).unwrap();
         message.extend(&bytes).unwrap();
         message
     }
 
     fn call(client: &Client, len: usize) -> Result<Vec<Region>, Error> {
         let xid = client.fresh_xid();
-        client.call(xid, message(client, xid, len), 1024, Vec::new(), Instant::now() + PATIENCE, None)
+        client.call(xid, message(client, xid, len).into(), 1024, Vec::new(), Instant::now() + PATIENCE, None)
     }
 
     fn until(client: &Client, so: impl Fn(&Waiting) -> bool) {
@@ -1358,18 +1704,18 @@ mod tests {
     }
 
     /// The next request, or `None` when none comes for two seconds.
-    fn next(server: &mut Server) -> Option<Request> {
+    fn next(server: &Shared) -> Option<Request> {
         loop {
-            if let Some(request) = server.receive() {
+            if let Some(request) = locked(server).receive() {
                 return Some(request);
             }
-            if !sys::wait(server.fd(), sys::IN, Some(Duration::from_secs(2)), None).unwrap() {
+            if !sys::wait(Responder::fd(server), sys::IN, Some(Duration::from_secs(2)), None).unwrap() {
                 return None;
             }
         }
     }
 
-    fn answer(server: &mut Server, request: Request) {
+    fn answer(server: &Shared, request: Request) {
         let Request { id, message, .. } = request;
         let mut reply = server.message().unwrap();
         reply.extend(&message[0][..40]).unwrap();
@@ -1384,7 +1730,7 @@ mod tests {
         config.poll = Duration::ZERO;
         let config: &'static Config = Box::leak(Box::new(config));
         let (to_server, to_client) = pair().unwrap();
-        let mut server = Server::accept(to_client.as_raw_fd(), config).unwrap();
+        let server = Mutex::new(Server::accept(to_client.as_raw_fd(), config).unwrap());
         let shared = OnceLock::new();
         std::thread::scope(|scope| {
             let (opened, open) = mpsc::channel();
@@ -1394,12 +1740,12 @@ mod tests {
                 call(&client, 40).unwrap();
                 opened.send(client).unwrap();
             });
-            let first = next(&mut server).unwrap();
-            answer(&mut server, first);
+            let first = next(&server).unwrap();
+            answer(&server, first);
             let client: &Arc<Client> = shared.get_or_init(|| open.recv().unwrap());
             // One call is under way, and its caller sleeps: nothing but the end of another call will wake it.
             scope.spawn(move || call(client, 40).unwrap());
-            let mut held = vec![next(&mut server).unwrap()];
+            let mut held = vec![next(&server).unwrap()];
             until(client, |state| !state.drivers.is_empty());
             for _ in 0..CALLERS {
                 scope.spawn(move || call(client, 3800).unwrap());
@@ -1407,18 +1753,18 @@ mod tests {
             until(client, |state| state.link.engine.credits_left() == config.credits - 1 - CALLERS as u32);
             assert!(client.lock().link.device.unsent() > 0, "the socket has taken all");
             while held.len() < 1 + CALLERS {
-                match next(&mut server) {
+                match next(&server) {
                     Some(request) => held.push(request),
                     None => break,
                 }
             }
             let came = held.len();
             for request in held {
-                answer(&mut server, request);
+                answer(&server, request);
             }
             // Whoever was held up is let go, so that a failure does not hang.
-            while let Some(request) = next(&mut server) {
-                answer(&mut server, request);
+            while let Some(request) = next(&server) {
+                answer(&server, request);
             }
             assert_eq!(came, 1 + CALLERS);
         });

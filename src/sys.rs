@@ -14,7 +14,7 @@ use std::ffi::c_int;
 use std::io;
 use std::marker::PhantomData;
 use std::mem::{ManuallyDrop, MaybeUninit};
-use std::net::TcpStream;
+use std::net::{SocketAddr, TcpStream};
 use std::os::fd::{AsRawFd, FromRawFd, OwnedFd, RawFd};
 use std::ptr::NonNull;
 use std::sync::Once;
@@ -23,6 +23,7 @@ use std::time::{Duration, Instant};
 
 use crate::ffi::guard;
 use crate::memory::{IoVec, IoVecMut};
+use crate::socket::Sockaddr;
 
 /// Most elements of one gathered or scattered transfer (`IOV_MAX` of Linux).
 pub const IOV_MAX: usize = 1024;
@@ -163,27 +164,24 @@ pub fn own_host(fd: RawFd) -> bool {
     }
 }
 
-/// Connects a connected TCP socket to the same peer anew, keeping its descriptor number. Waits until `deadline`.
+/// Connects the TCP socket `fd` to `to` anew, keeping its descriptor number. Waits until `deadline`.
 ///
 /// The old connection is closed in an orderly way: what was sent on it still arrives, which connect(2) on the same
 /// socket would cut off with a reset. A client on a reserved port gets another one, as servers that trust them demand.
 ///
 /// # Errors
 /// The errno; the old connection is still there then.
-pub fn reconnect(fd: RawFd, deadline: Instant) -> io::Result<()> {
-    let mut address = MaybeUninit::<libc::sockaddr_storage>::zeroed();
-    let mut length = size_of::<libc::sockaddr_storage>() as libc::socklen_t;
-    // SAFETY: the address has room for what the length states; both live.
-    check(unsafe { libc::getpeername(fd, address.as_mut_ptr().cast(), &raw mut length) })?;
-    // SAFETY: plain numbers, zeroed where getpeername wrote nothing.
-    let address = unsafe { address.assume_init() };
+pub fn reconnect(fd: RawFd, to: SocketAddr, deadline: Instant) -> io::Result<()> {
+    let address = Sockaddr::from(to);
+    let address = address.as_bytes();
     // SAFETY: touches no memory.
     let flags = check(unsafe { libc::fcntl(fd, libc::F_GETFL) })?;
     // SAFETY: as above.
     let close = check(unsafe { libc::fcntl(fd, libc::F_GETFD) })? & libc::FD_CLOEXEC;
     let kind = libc::SOCK_STREAM | libc::SOCK_NONBLOCK | libc::SOCK_CLOEXEC;
     // SAFETY: as above.
-    let fresh = check(unsafe { libc::socket(c_int::from(address.ss_family), kind, 0) })?;
+    let fresh =
+        check(unsafe { libc::socket(if to.is_ipv4() { libc::AF_INET } else { libc::AF_INET6 }, kind, 0) })?;
     // SAFETY: just made; closed when this goes out of scope, after dup3 has made its copy.
     let fresh = unsafe { OwnedFd::from_raw_fd(fresh) };
     let new = fresh.as_raw_fd();
@@ -191,8 +189,8 @@ pub fn reconnect(fd: RawFd, deadline: Instant) -> io::Result<()> {
         // SAFETY: NULL asks for any address. A failure leaves the socket unbound, which may be good enough.
         unsafe { bindresvport(new, std::ptr::null_mut()) };
     }
-    // SAFETY: `address` is at least `length` bytes long.
-    match check(unsafe { libc::connect(new, (&raw const address).cast(), length) }) {
+    // SAFETY: `address` is readable for its length.
+    match check(unsafe { libc::connect(new, address.as_ptr().cast(), address.len() as libc::socklen_t) }) {
         Err(e) if e.raw_os_error() != Some(libc::EINPROGRESS) => return Err(e),
         _ => {}
     }
@@ -431,6 +429,27 @@ impl WakeSet {
         }
     }
 
+    /// Wakes for these `events` ([`IN`], [`OUT`]) of `fd`, and no longer for others; with none, not even for its end.
+    ///
+    /// # Errors
+    /// The errno.
+    pub fn watch(&self, fd: RawFd, events: i16) -> io::Result<()> {
+        if events == 0 {
+            return self.watch_writable(fd, false);
+        }
+        let epoll = |event: i16, flag: i32| if events & event != 0 { flag } else { 0 };
+        let events = epoll(IN, libc::EPOLLIN) | epoll(OUT, libc::EPOLLOUT);
+        match self.control(libc::EPOLL_CTL_MOD, fd, events) {
+            Err(e) if e.raw_os_error() == Some(libc::ENOENT) => self.control(libc::EPOLL_CTL_ADD, fd, events),
+            other => other,
+        }
+    }
+
+    /// Becomes readable when the alarm goes off, and stays so until it is silenced.
+    pub fn alarm_fd(&self) -> RawFd {
+        self.timer
+    }
+
     fn control(&self, operation: i32, fd: RawFd, events: i32) -> io::Result<()> {
         let mut event = libc::epoll_event { events: events as u32, u64: fd as u64 };
         // SAFETY: the event is readable; both numbers may be anything.
@@ -458,6 +477,15 @@ impl WakeSet {
         let mut count = 0u64;
         // SAFETY: `count` has eight writable bytes. EAGAIN means that no alarm was due.
         unsafe { libc::read(self.timer, (&raw mut count).cast(), 8) };
+    }
+}
+
+impl Drop for WakeSet {
+    fn drop(&mut self) {
+        for fd in [self.timer, self.set] {
+            // SAFETY: ours, and used no more.
+            unsafe { libc::close(fd) };
+        }
     }
 }
 
@@ -490,6 +518,46 @@ impl BlockedSignals {
     /// The mask that the thread had before, for [`poll`].
     pub fn before(&self) -> &SignalMask {
         &self.before
+    }
+}
+
+/// Runs `work` of the program under the signal mask that it knows, in the middle of something that blocks signals.
+pub fn under_mask<T>(mask: &SignalMask, work: impl FnOnce() -> T) -> T {
+    struct Restore(SignalMask);
+    impl Drop for Restore {
+        fn drop(&mut self) {
+            // SAFETY: a mask that this thread had; the old one is not asked for.
+            unsafe { libc::pthread_sigmask(libc::SIG_SETMASK, &self.0.0, std::ptr::null_mut()) };
+        }
+    }
+    let mut before = MaybeUninit::<libc::sigset_t>::zeroed();
+    // SAFETY: `mask` is readable, `before` is writable. It cannot fail: the operation is a valid constant.
+    unsafe { libc::pthread_sigmask(libc::SIG_SETMASK, &mask.0, before.as_mut_ptr()) };
+    // SAFETY: a sigset_t is plain integers: the zeroed one was valid even had nothing been written.
+    let _restore = Restore(SignalMask(unsafe { before.assume_init() }));
+    work()
+}
+
+/// Names the calling thread among those that live.
+pub fn this_thread() -> usize {
+    thread_local! {
+        static MARK: std::cell::Cell<u8> = const { std::cell::Cell::new(0) };
+    }
+    MARK.with(|mark| std::ptr::from_ref(mark).addr())
+}
+
+/// Has the kernel find out that the peer of an idle TCP connection is gone: after about two minutes of silence.
+pub fn keep_alive(fd: RawFd) {
+    let options = [
+        (libc::SOL_SOCKET, libc::SO_KEEPALIVE, 1),
+        (libc::IPPROTO_TCP, libc::TCP_KEEPIDLE, 60),
+        (libc::IPPROTO_TCP, libc::TCP_KEEPINTVL, 15),
+        (libc::IPPROTO_TCP, libc::TCP_KEEPCNT, 4),
+    ];
+    for (level, option, value) in options {
+        let value: c_int = value;
+        // SAFETY: `value` is readable. A socket that cannot do it stays as it is.
+        unsafe { libc::setsockopt(fd, level, option, (&raw const value).cast(), size_of::<c_int>() as _) };
     }
 }
 
@@ -870,7 +938,8 @@ mod tests {
         let listener = TcpListener::bind("127.0.0.1:0").unwrap();
         let stream = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
         let (_first, _) = listener.accept().unwrap();
-        reconnect(stream.as_raw_fd(), Instant::now() + Duration::from_secs(10)).unwrap();
+        reconnect(stream.as_raw_fd(), stream.peer_addr().unwrap(), Instant::now() + Duration::from_secs(10))
+            .unwrap();
         let (second, _) = listener.accept().unwrap();
         (&stream).write_all(b"x").unwrap();
         assert!(poll(&mut [PollFd::new(second.as_raw_fd(), true, false)], None, None).unwrap() == 1);
@@ -884,7 +953,8 @@ mod tests {
         // SAFETY: touches no memory. No queue: a second connection that nobody accepts gets no answer.
         assert_eq!(unsafe { libc::listen(listener.as_raw_fd(), 0) }, 0);
         let start = Instant::now();
-        let end = reconnect(stream.as_raw_fd(), start + Duration::from_millis(50));
+        let end =
+            reconnect(stream.as_raw_fd(), stream.peer_addr().unwrap(), start + Duration::from_millis(50));
         assert_eq!(end.unwrap_err().raw_os_error(), Some(libc::ETIMEDOUT));
         assert!(start.elapsed() < Duration::from_secs(5));
     }

@@ -30,6 +30,7 @@ use crate::error::{Error, Kind, clnt_stat};
 use crate::xdr::{XDR, XdrProc};
 
 pub mod adapters;
+pub mod callback;
 pub mod client;
 pub mod interpose;
 mod lending;
@@ -528,6 +529,10 @@ unsafe extern "C" {
     pub fn xprt_unregister(xprt: *mut SVCXPRT);
     pub fn svc_getreq_common(fd: c_int);
     pub fn _rpc_dtablesize() -> c_int;
+    pub fn _gss_authenticate(req: *mut svc_req, msg: *mut rpc_msg, no_dispatch: *mut bool_t) -> c_uint;
+    pub fn svcerr_auth(xprt: *mut SVCXPRT, why: c_uint);
+    pub fn svcerr_noprog(xprt: *mut SVCXPRT);
+    pub fn svcerr_progvers(xprt: *mut SVCXPRT, low: u32, high: u32);
 
     pub fn xdr_callmsg(xdrs: *mut XDR, msg: *mut rpc_msg) -> bool_t;
     pub fn xdr_callhdr(xdrs: *mut XDR, msg: *mut rpc_msg) -> bool_t;

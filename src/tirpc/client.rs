@@ -2,7 +2,8 @@
 //!
 //! A handle is a thin thing: program, version, timeout and the last error. The connection belongs to the socket:
 //! CLIENTs made on one descriptor share it, as they may with libtirpc (`connections`), and calls of several threads
-//! are pipelined.
+//! are pipelined. The CLIENT of a server, which calls back over a connection that it has accepted, differs in nothing
+//! but the connection.
 //!
 //! Owned here: the vtable, the order of a call (XID, header, AUTH, arguments; reply, AUTH, results, refresh), and the
 //! start of a connection with its way back to tcp. Left to others: waiting and credits (`driver`), names (`netid`).
@@ -18,6 +19,7 @@ use std::collections::HashMap;
 use std::ffi::{c_int, c_uint, c_void};
 use std::mem::size_of;
 use std::net::SocketAddr;
+use std::ops::Deref;
 use std::ptr::null_mut;
 use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock};
@@ -26,7 +28,7 @@ use std::time::{Duration, Instant};
 use crate::binding::{Binding, Head};
 use crate::config::{self, Config, Provider};
 use crate::connection::RPC_HEADER_MAX;
-use crate::driver::{self, Attempt, Client, REPLY_HEADER, START_TIMEOUT};
+use crate::driver::{self, Attempt, Client, Requester, Responder, Reverse, START_TIMEOUT, Shared};
 use crate::error::{Error, Kind, clnt_stat, os_text};
 use crate::ffi::guard;
 use crate::memory::{Loan, Message, Region, Sink, registered};
@@ -56,6 +58,18 @@ pub enum Intent {
 pub const CLSET_RDMA_MAXREPLY: c_uint = 0x5244_4d01;
 /// See [`CLSET_RDMA_MAXREPLY`].
 pub const CLGET_RDMA_MAXREPLY: c_uint = 0x5244_4d02;
+/// Sets and gets the credits that the calls of a CLIENT ask for: an `unsigned`.
+pub const CLSET_RDMA_CREDITS: c_uint = 0x5244_4d03;
+/// See [`CLSET_RDMA_CREDITS`].
+pub const CLGET_RDMA_CREDITS: c_uint = 0x5244_4d04;
+/// Sets and gets the credits that are granted for calls back: an `unsigned`.
+pub const CLSET_RDMA_REVERSE_CREDITS: c_uint = 0x5244_4d05;
+/// See [`CLSET_RDMA_REVERSE_CREDITS`].
+pub const CLGET_RDMA_REVERSE_CREDITS: c_uint = 0x5244_4d06;
+/// Sets whether calls back may have chunks: a `bool_t`.
+pub const CLSET_RDMA_REVERSE_CHUNKS: c_uint = 0x5244_4d07;
+/// Gets how often the connection was made: an `unsigned`.
+pub const CLGET_RDMA_CONNECTIONS: c_uint = 0x5244_4d08;
 
 /// How long a moved client waits for a peer that neither answers nor closes (a stock server closes at once).
 const TRY_TIMEOUT: Duration = Duration::from_millis(500);
@@ -79,12 +93,31 @@ const REFRESHES: u32 = 2;
 #[repr(C)]
 struct Handle {
     client: CLIENT,
-    connection: Arc<Client>,
-    /// The server's address, as `CLGET_SVC_ADDR` shows it.
+    connection: Connection,
+    /// The peer's address, as `CLGET_SVC_ADDR` shows it.
     address: Box<[u8]>,
     control: Mutex<Control>,
     running: Mutex<Runs>,
     idle: Condvar,
+}
+
+/// What a CLIENT makes its calls on.
+pub enum Connection {
+    /// One that it has opened.
+    Forward(Arc<Client>),
+    /// One that its server has accepted.
+    Reverse(Arc<Reverse>),
+}
+
+impl Deref for Connection {
+    type Target = dyn Requester;
+
+    fn deref(&self) -> &(dyn Requester + 'static) {
+        match self {
+            Connection::Forward(client) => &**client,
+            Connection::Reverse(reverse) => &**reverse,
+        }
+    }
 }
 
 /// Calls that run now, and whether destruction waits for their end.
@@ -146,7 +179,7 @@ pub unsafe fn vc_create(
     // SAFETY: by the contract.
     let address = unsafe { address_bytes(raddr) };
     if let Some(connection) = connections::find(fd) {
-        return Ok(Some(new(connection, address, prog, vers, config)));
+        return Ok(Some(new(Connection::Forward(connection), address, prog, vers, config)));
     }
     let refuse = |error: Error| if intent == Intent::Try { Ok(None) } else { Err(error) };
     if !socket::is_stream(fd) || socket::local(fd).is_none() {
@@ -173,7 +206,7 @@ pub unsafe fn vc_create(
             let how = connection.describe();
             log_info!("fd {fd}: program {prog} version {vers} goes over rdma to {to} ({how})");
             connections::add(fd, connection.clone());
-            Ok(Some(new(connection, address, prog, vers, config)))
+            Ok(Some(new(Connection::Forward(connection), address, prog, vers, config)))
         }
         Err(Failure::Connect(error)) => Err(error),
         Err(Failure::Start(error)) if intent == Intent::Try && config.fallback => {
@@ -295,7 +328,96 @@ fn open(
     }
 }
 
-fn new(connection: Arc<Client>, address: Box<[u8]>, prog: u32, vers: u32, config: &Config) -> *mut CLIENT {
+/// A CLIENT for calls back over a connection that was accepted; `address` is its peer's.
+///
+/// # Errors
+/// As [`Reverse::new`].
+pub fn reverse(
+    server: Arc<Shared>,
+    hooks: &'static driver::reverse::Hooks,
+    address: Box<[u8]>,
+    prog: u32,
+    vers: u32,
+) -> Result<*mut CLIENT, Error> {
+    let config = config::get()?;
+    let reverse = Reverse::new(server, config, hooks)?;
+    Ok(new(Connection::Reverse(reverse), address, prog, vers, config))
+}
+
+/// Has the CLIENT of a server go on over another connection.
+///
+/// # Errors
+/// `Invalid` for any other CLIENT; as [`Reverse::rebind`].
+///
+/// # Safety
+/// `client` is NULL or a live handle of any transport.
+pub unsafe fn rebind(client: *mut CLIENT, server: Arc<Shared>) -> Result<(), Error> {
+    // SAFETY: by the contract.
+    match unsafe { &handle(client)?.connection } {
+        Connection::Reverse(reverse) => reverse.rebind(server),
+        Connection::Forward(_) => {
+            Err(Error::new(Kind::Invalid, "the CLIENT was not made by rpcrdma_clnt_reverse"))
+        }
+    }
+}
+
+/// The connection that a CLIENT has opened, and its program and version.
+///
+/// # Errors
+/// `Invalid` for the CLIENT of a server.
+///
+/// # Safety
+/// `client` is NULL or a live handle of any transport.
+pub unsafe fn opened(client: *mut CLIENT) -> Result<(Arc<Client>, (u32, u32)), Error> {
+    // SAFETY: by the contract.
+    let handle = unsafe { handle(client) }?;
+    let Connection::Forward(connection) = &handle.connection else {
+        let text = "the CLIENT calls back: it serves nothing itself";
+        return Err(Error::new(Kind::Invalid, text));
+    };
+    let control = handle.control();
+    Ok((connection.clone(), (control.program, control.version)))
+}
+
+/// Waits for callbacks and serves them; how many.
+///
+/// # Errors
+/// `Invalid` for a CLIENT that serves nothing; as [`Client::poll_callbacks`].
+///
+/// # Safety
+/// As [`opened`].
+pub unsafe fn poll(client: *mut CLIENT, timeout: libc::timeval) -> Result<usize, Error> {
+    // SAFETY: by the contract.
+    let (connection, _) = unsafe { opened(client) }?;
+    if !connection.is_serving() {
+        return Err(Error::new(Kind::Invalid, "no program is served: call rpcrdma_clnt_serve first"));
+    }
+    if !valid(&timeout) {
+        return Err(Error::new(Kind::Invalid, "rpcrdma_clnt_poll: a senseless time"));
+    }
+    // SAFETY: by the contract.
+    let running = Running::start(unsafe { handle(client) }?);
+    let uncancelled = Uncancelled::now();
+    let signals = BlockedSignals::all();
+    let served = connection.poll_callbacks(Instant::now() + duration(&timeout), Some(signals.before()));
+    drop(signals);
+    drop(uncancelled);
+    drop(running);
+    served
+}
+
+/// Keeps an error for `clnt_perror`.
+///
+/// # Safety
+/// As [`opened`].
+pub unsafe fn record(client: *mut CLIENT, error: &Error) {
+    // SAFETY: by the contract.
+    if let Ok(handle) = unsafe { handle(client) } {
+        handle.record(error);
+    }
+}
+
+fn new(connection: Connection, address: Box<[u8]>, prog: u32, vers: u32, config: &Config) -> *mut CLIENT {
     // SAFETY: takes nothing; returns a shared static handle.
     let cl_auth = unsafe { authnone_create() };
     let control = Control {
@@ -306,7 +428,7 @@ fn new(connection: Arc<Client>, address: Box<[u8]>, prog: u32, vers: u32, config
         close: false,
         last_xid: 0,
         next_xid: None,
-        max_reply: config.max_reply(connection.adapter()),
+        max_reply: connection.max_reply(config),
         error: rpc_err::new(clnt_stat::SUCCESS, 0),
         explanation: None,
     };
@@ -508,7 +630,7 @@ struct Encoded {
 
 /// Memory of the program that is in use until this is dropped, and not longer.
 struct Loans<'a> {
-    connection: &'a Client,
+    connection: &'a dyn Requester,
     loans: Vec<Loan>,
 }
 
@@ -543,6 +665,8 @@ impl Call<'_> {
         };
         let limit = duration(&limit);
         let mut refreshes = REFRESHES;
+        // Of a call that has to wait for a connection.
+        let mut until = None;
         loop {
             let lock = auth_locks::lock(self.auth);
             let xid = self.xid();
@@ -550,7 +674,7 @@ impl Call<'_> {
             let Encoded { message, gss, places } = unsafe { self.encoded(xid, (program, version), zero) }?;
             let mut loans = message.loans();
             loans.extend(places.iter().map(Sink::loan));
-            let loans = Loans { connection: &self.handle.connection, loans };
+            let loans = Loans { connection: &*self.handle.connection, loans };
             // With RPCSEC_GSS the lock is kept to the end.
             let lock = if gss { Some(lock) } else { None };
             if zero {
@@ -565,8 +689,9 @@ impl Call<'_> {
                 return Ok(status);
             }
             // RFC 5531 §12.1: procedure 0 has no results; only RPCSEC_GSS puts its own into replies to it.
-            let room = if self.proc == 0 && !gss { RPC_HEADER_MAX } else { max_reply + REPLY_HEADER };
-            let deadline = Instant::now() + limit;
+            let header = self.handle.connection.reply_header();
+            let room = if self.proc == 0 && !gss { RPC_HEADER_MAX } else { max_reply + header };
+            let deadline = until.unwrap_or(Instant::now() + limit);
             let fd = self.handle.connection.fd();
             let length = message.len();
             log_debug!(
@@ -574,7 +699,18 @@ impl Call<'_> {
                 self.proc
             );
             let mask = Some(self.signals.before());
-            let reply = self.handle.connection.call(xid, message, room, places, deadline, mask)?;
+            let reply = match self.handle.connection.call(xid, message, room, places, deadline, mask) {
+                Err(error) if error.kind() == Kind::NotSent => {
+                    drop((loans, lock));
+                    if !self.handle.connection.comes_back(deadline, mask)? {
+                        return Err(error);
+                    }
+                    log_debug!("call {xid} was not sent, and is made again: {error}");
+                    until = Some(deadline);
+                    continue;
+                }
+                reply => reply?,
+            };
             log_debug!("fd {fd}: reply {xid}: {} bytes", reply.iter().map(|part| part.len()).sum::<usize>());
             let lock = lock.or_else(|| Some(auth_locks::lock(self.auth)));
             // SAFETY: by the contract.
@@ -831,10 +967,10 @@ unsafe extern "C" fn destroy(client: *mut CLIENT) {
                 unsafe { libc::free(string.cast()) };
             }
         }
-        if close {
-            let fd = handle.connection.fd();
+        if close && let Connection::Forward(connection) = &handle.connection {
+            let fd = Requester::fd(&**connection);
             // The number of a socket that the program has closed itself may belong to another file by now.
-            if handle.connection.alive() {
+            if connection.alive() {
                 connections::remove(fd);
                 socket::close(fd);
             }
@@ -900,11 +1036,62 @@ unsafe extern "C" fn control(client: *mut CLIENT, request: c_uint, info: *mut c_
                 }
                 control.max_reply = bytes;
             }
-            _ => return Ok(0),
+            // SAFETY: as above: an unsigned.
+            CLSET_RDMA_CREDITS => match unsafe { info.cast::<u32>().read_unaligned() } {
+                credits @ 1..=CREDITS_MAX => drop(handle.connection.credits(Some(credits))),
+                _ => return Ok(0),
+            },
+            // SAFETY: as above.
+            CLGET_RDMA_CREDITS => unsafe {
+                info.cast::<u32>().write_unaligned(handle.connection.credits(None));
+            },
+            _ => {
+                drop(control);
+                // SAFETY: not NULL; our own contract for these requests.
+                return Ok(unsafe { reverse_control(handle, request, info) }.into());
+            }
         }
         Ok(1)
     })
 }
+
+/// What is asked of the reverse direction of a connection. False: it is not for this CLIENT, or not known.
+///
+/// # Safety
+/// `info` points to an `unsigned`, of `CLSET_RDMA_REVERSE_CHUNKS` to a `bool_t`.
+unsafe fn reverse_control(handle: &Handle, request: c_uint, info: *mut c_void) -> bool {
+    let info = info.cast::<u32>();
+    match (request, &handle.connection) {
+        (CLSET_RDMA_REVERSE_CHUNKS, connection) => {
+            // SAFETY: by the contract.
+            let allowed = unsafe { info.read_unaligned() } != 0;
+            match connection {
+                Connection::Forward(client) => client.set_reverse_chunks(allowed),
+                Connection::Reverse(reverse) => reverse.set_chunks(allowed),
+            }
+        }
+        (CLSET_RDMA_REVERSE_CREDITS, Connection::Forward(client)) => {
+            // SAFETY: by the contract.
+            match unsafe { info.read_unaligned() } {
+                credits @ 1..=CREDITS_MAX => drop(client.grants(Some(credits))),
+                _ => return false,
+            }
+        }
+        (CLGET_RDMA_REVERSE_CREDITS, Connection::Forward(client)) => {
+            // SAFETY: by the contract.
+            unsafe { info.write_unaligned(client.grants(None)) };
+        }
+        (CLGET_RDMA_CONNECTIONS, Connection::Forward(client)) => {
+            // SAFETY: by the contract.
+            unsafe { info.write_unaligned(client.connections()) };
+        }
+        _ => return false,
+    }
+    true
+}
+
+/// Most credits that can be set.
+pub const CREDITS_MAX: u32 = 4096;
 
 /// The largest maximum reply that a CLIENT accepts: a Reply chunk of sixteen segments of 32-bit length.
 const MAX_REPLY: usize = (1 << 32) - (1 << 20);

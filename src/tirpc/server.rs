@@ -5,6 +5,9 @@
 //! as a record mark of RPC over TCP would announce a fragment of 1.3 GB. One byte decides for good: the stock transport
 //! goes on, or it is replaced by our own SVCXPRT on the same descriptor.
 //!
+//! The same SVCXPRT, with other operations, serves what a server calls back over a connection that this process has
+//! opened: `callback`.
+//!
 //! Our SVCXPRT is driven by whatever loop the program has. `xp_recv` moves what has arrived and hands out one request;
 //! `xp_stat` says whether more requests lie in memory; `xp_reply` sends before it returns. What else must wake the
 //! loop, a socket that becomes writable or a startup that takes too long, goes through `progress`.
@@ -21,13 +24,14 @@ use std::net::SocketAddr;
 use std::os::fd::RawFd;
 use std::ptr::null_mut;
 use std::sync::atomic::{AtomicPtr, Ordering::Relaxed};
-use std::sync::{Mutex, MutexGuard, OnceLock};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, Weak};
 use std::time::{Duration, Instant};
 
 use crate::binding::Binding;
 use crate::config;
-use crate::connection::RequestId;
-use crate::driver::Server;
+use crate::connection::{Request, RequestId};
+use crate::driver::reverse::Hooks;
+use crate::driver::{Responder, Server, Shared, service_loop};
 use crate::error::{Error, Kind};
 use crate::ffi::guard;
 use crate::memory::Region;
@@ -35,12 +39,13 @@ use crate::socket::Sockaddr;
 use crate::stats::{self, Counter};
 use crate::sys::WakeSet;
 use crate::tirpc::adapters;
+use crate::tirpc::client::CREDITS_MAX;
 use crate::tirpc::lending::lending;
 use crate::tirpc::netid::Netid;
 use crate::tirpc::{
     SVCAUTH, SVCXPRT, SVCXPRT_EXT, accepted_reply_ru, ar_results, auth_stat, bool_t, msg, netbuf,
-    opaque_auth, real, rpc_msg, svc_max_pollfd, svc_pollfd, xdr_callmsg, xdr_replymsg, xp_ops, xp_ops2,
-    xprt_stat, xprt_unregister,
+    opaque_auth, real, rpc_msg, svc_getreq_common, svc_max_pollfd, svc_pollfd, xdr_callmsg, xdr_replymsg,
+    xp_ops, xp_ops2, xprt_stat, xprt_unregister,
 };
 use crate::wire::Xid;
 use crate::xdr::{Decoder, Encoder, XDR, XdrProc};
@@ -210,13 +215,22 @@ pub(super) unsafe fn serve(
     local: Option<SocketAddr>,
     peer: Option<SocketAddr>,
 ) -> Result<(), Error> {
-    let any = SocketAddr::from(([0, 0, 0, 0], 0));
-    let (local, peer) = (local.unwrap_or(any), peer.unwrap_or(any));
+    let (local, peer) = (local.unwrap_or(ANY), peer.unwrap_or(ANY));
     let netid = match Netid::of_address(local) {
         own if rdma_only => own.name(),
         Netid::Rdma => c"tcp",
         Netid::Rdma6 => c"tcp6",
     };
+    let (own, remote, address) = addresses(local, peer);
+    let transport = Transport::new(server, netid, own, remote, address);
+    // SAFETY: just made, complete.
+    unsafe { Transport::register(transport) }
+}
+
+const ANY: SocketAddr = SocketAddr::new(std::net::IpAddr::V4(std::net::Ipv4Addr::UNSPECIFIED), 0);
+
+/// What an SVCXPRT says of its addresses: local, remote, and remote once more.
+fn addresses(local: SocketAddr, peer: SocketAddr) -> (netbuf, netbuf, (libc::sockaddr_in6, c_int)) {
     let (mut local, mut peer) = (Sockaddr::from(local), Sockaddr::from(peer));
     // SAFETY: all zero is a valid address.
     let mut address: libc::sockaddr_in6 = unsafe { std::mem::zeroed() };
@@ -229,9 +243,7 @@ pub(super) unsafe fn serve(
     let own = unsafe { copied(&local.netbuf()) };
     // SAFETY: names `peer`, which is alive.
     let remote = unsafe { copied(&peer.netbuf()) };
-    let transport = Transport::new(server, netid, own, remote, (address, length as c_int));
-    // SAFETY: just made, complete.
-    unsafe { Transport::register(transport) }
+    (own, remote, (address, length as c_int))
 }
 
 /// Has the program's loop call [`adapters::open_all`] at that time.
@@ -243,12 +255,15 @@ pub(super) fn wake_at(time: Instant) {
 
 /// An SVCXPRT of ours, and what belongs to it. libtirpc sees the first member.
 #[repr(C)]
-struct Transport {
-    xprt: SVCXPRT,
+pub(super) struct Transport {
+    pub(super) xprt: SVCXPRT,
     extension: SVCXPRT_EXT,
     /// Memory of `xp_verf` for flavours that write there.
     verifier: [u8; auth_stat::MAX_AUTH_BYTES],
-    server: Mutex<Server>,
+    /// The connection whose requests are answered here.
+    responder: Weak<dyn Responder>,
+    /// The same if this process has accepted it, to keep it alive.
+    server: Option<Arc<Shared>>,
     /// Requests handed up and not yet past their `xp_stat`.
     open: Vec<Open>,
     /// The latest `xp_recv` returned FALSE: its `xp_stat` ends no request.
@@ -260,6 +275,8 @@ struct Transport {
 }
 
 struct Open {
+    /// The loop is told when this ends.
+    _dispatching: Option<service_loop::Dispatching>,
     id: RequestId,
     xid: u32,
     answered: bool,
@@ -294,6 +311,16 @@ static OPS: xp_ops = xp_ops {
     xp_destroy: Some(destroy),
 };
 
+/// Of a connection that this process has opened.
+static CALLBACK: xp_ops = xp_ops {
+    xp_recv: Some(no_recv),
+    xp_stat: Some(idle_stat),
+    xp_getargs: Some(getargs),
+    xp_reply: Some(reply),
+    xp_freeargs: Some(freeargs),
+    xp_destroy: Some(stay),
+};
+
 static OPS2: xp_ops2 = xp_ops2 { xp_control: Some(xp_control) };
 
 impl Transport {
@@ -318,17 +345,44 @@ impl Transport {
         Transport::new(server, netid, local, remote, (stock.xp_raddr, stock.xp_addrlen))
     }
 
+    /// A transport for what is called back over `responder`, a connection to `peer`.
+    pub(super) fn callback(
+        responder: Weak<dyn Responder>,
+        fd: RawFd,
+        peer: Option<SocketAddr>,
+    ) -> *mut Transport {
+        let local = socket::local(fd).unwrap_or(ANY);
+        let netid = Netid::of_address(local).name();
+        let (own, remote, address) = addresses(local, peer.unwrap_or(ANY));
+        Transport::with(responder, None, (fd, &CALLBACK), netid, own, remote, address)
+    }
+
     fn new(
         server: Server,
+        netid: &CStr,
+        local: netbuf,
+        remote: netbuf,
+        address: (libc::sockaddr_in6, c_int),
+    ) -> *mut Transport {
+        let fd = server.fd();
+        let server = Arc::new(Mutex::new(server));
+        let responder = Arc::downgrade(&server);
+        Transport::with(responder, Some(server), (fd, &OPS), netid, local, remote, address)
+    }
+
+    fn with(
+        responder: Weak<dyn Responder>,
+        server: Option<Arc<Shared>>,
+        (fd, ops): (RawFd, &'static xp_ops),
         netid: &CStr,
         local: netbuf,
         remote: netbuf,
         (xp_raddr, xp_addrlen): (libc::sockaddr_in6, c_int),
     ) -> *mut Transport {
         let xprt = SVCXPRT {
-            xp_fd: server.fd(),
+            xp_fd: fd,
             xp_port: 0,
-            xp_ops: &OPS,
+            xp_ops: ops,
             xp_addrlen,
             xp_raddr,
             xp_ops2: &OPS2,
@@ -349,7 +403,8 @@ impl Transport {
             xprt,
             extension: SVCXPRT_EXT { flags: 0, xp_auth: auth },
             verifier: [0; auth_stat::MAX_AUTH_BYTES],
-            server: Mutex::new(server),
+            responder,
+            server,
             open: Vec::new(),
             empty: false,
             broken: false,
@@ -385,13 +440,19 @@ impl Transport {
         Ok(())
     }
 
-    fn server(&self) -> MutexGuard<'_, Server> {
-        self.server.lock().unwrap_or_else(|e| e.into_inner())
+    /// The connection, if this process has accepted it.
+    fn server(&self) -> Option<MutexGuard<'_, Server>> {
+        Some(self.server.as_ref()?.lock().unwrap_or_else(|e| e.into_inner()))
+    }
+
+    /// A panic of ours has happened while the connection was in use.
+    fn is_poisoned(&self) -> bool {
+        self.responder.upgrade().is_none_or(|responder| responder.is_poisoned())
     }
 
     /// Tells [`progress`] what else may wake this connection.
     fn watch_progress(&self) {
-        let server = self.server();
+        let Some(server) = self.server() else { return };
         let fd = server.fd();
         let wants = progress::Wants {
             write: server.wants_write(),
@@ -404,10 +465,12 @@ impl Transport {
     }
 
     /// Ends the request on top of the stack.
-    fn close_request(&mut self) {
+    pub(super) fn close_request(&mut self) {
         let Some(request) = self.open.pop() else { return };
-        if !request.answered {
-            self.server().discard(request.id);
+        if !request.answered
+            && let Some(responder) = self.responder.upgrade()
+        {
+            responder.discard(request.id);
         }
         let auth = &self.extension.xp_auth;
         match request.gss {
@@ -425,16 +488,20 @@ impl Transport {
     ///
     /// # Safety
     /// `own` is alive, not registered, and nobody uses it afterwards.
-    unsafe fn finish(own: *mut Transport) {
+    pub(super) unsafe fn finish(own: *mut Transport) {
         // SAFETY: made by Box::into_raw in `new`, given up by the contract.
         let mut own = unsafe { Box::from_raw(own) };
         while !own.open.is_empty() {
             own.close_request();
         }
-        // A program that keeps the descriptor has set `xp_fd` to -1.
-        let watched = own.server().fd();
-        progress::forget(watched);
-        let fd = own.xprt.xp_fd;
+        // A program that keeps the descriptor has set `xp_fd` to -1. That of a callback is its CLIENT's.
+        let mut fd = -1;
+        if let Some(mut server) = own.server() {
+            progress::forget(server.fd());
+            // Calls back end here.
+            server.shut();
+            fd = own.xprt.xp_fd;
+        }
         for string in [own.xprt.xp_netid, own.xprt.xp_tp] {
             // SAFETY: strdup'ed, or replaced by the program with malloc'ed memory, as libtirpc's own are.
             unsafe { libc::free(string.cast()) };
@@ -463,7 +530,7 @@ impl Transport {
     }
 }
 
-/// A transport with nothing but a descriptor; it lives for ever.
+/// A transport with nothing but a descriptor.
 pub(super) fn bare(fd: RawFd, ops: &'static xp_ops) -> *mut SVCXPRT {
     // SAFETY: all zero is a valid SVCXPRT: NULL pointers and plain numbers.
     let mut xprt: SVCXPRT = unsafe { std::mem::zeroed() };
@@ -473,6 +540,17 @@ pub(super) fn bare(fd: RawFd, ops: &'static xp_ops) -> *mut SVCXPRT {
     let auth = SVCAUTH { svc_ah_ops: std::ptr::null(), svc_ah_private: null_mut() };
     xprt.xp_p3 = Box::into_raw(Box::new(SVCXPRT_EXT { flags: 0, xp_auth: auth })).cast();
     Box::into_raw(Box::new(xprt))
+}
+
+/// Frees what `bare` made.
+///
+/// # Safety
+/// `xprt` is from `bare`, and nobody uses it any more.
+pub(super) unsafe fn free_bare(xprt: *mut SVCXPRT) {
+    // SAFETY: made by Box::into_raw in `bare`.
+    let xprt = unsafe { Box::from_raw(xprt) };
+    // SAFETY: the extension that `bare` made.
+    drop(unsafe { Box::from_raw(xprt.xp_p3.cast::<SVCXPRT_EXT>()) });
 }
 
 /// A netbuf with a copy of the bytes; never with a NULL buffer, which libtirpc's users do not expect.
@@ -513,7 +591,8 @@ fn polled(fd: c_int) -> bool {
 /// `xprt` is a live transport; no other reference to it is in use.
 unsafe fn transport<'a>(xprt: *mut SVCXPRT) -> Result<&'a mut Transport, Error> {
     // SAFETY: by the contract.
-    let ours = unsafe { crate::ffi::reference(xprt) }.is_some_and(|x| std::ptr::eq(x.xp_ops, &OPS));
+    let ours = unsafe { crate::ffi::reference(xprt) }
+        .is_some_and(|x| std::ptr::eq(x.xp_ops, &OPS) || std::ptr::eq(x.xp_ops, &CALLBACK));
     if !ours {
         return Err(Error::new(Kind::Invalid, "the SVCXPRT is not one of librpcrdma"));
     }
@@ -539,26 +618,55 @@ unsafe extern "C" fn recv(xprt: *mut SVCXPRT, message: *mut rpc_msg) -> bool_t {
         let own = unsafe { transport(xprt) }?;
         own.empty = true;
         // A lock that is poisoned was held during a panic of ours: what it guards is not to be trusted.
-        own.broken |= own.server.is_poisoned();
+        own.broken |= own.is_poisoned();
         if own.destroyed || own.broken {
             return Ok(0);
         }
-        let request = own.server().receive();
+        let request = own.server().and_then(|mut server| server.receive());
         let Some(request) = request else {
             own.watch_progress();
             return Ok(0);
         };
-        let mut arguments = Decoder::new(request.message);
+        let dispatching = service_loop::Dispatching::begin();
         // SAFETY: the caller's message, with room for credential and verifier as libtirpc's loop provides it.
-        let decoded = unsafe { xdr_callmsg(arguments.xdr(), message) } != 0;
-        if !decoded {
+        if !unsafe { own.open(request, message, Some(dispatching)) } {
             // What follows on this connection cannot be trusted either; libtirpc's own transport does the same.
             log_info!("fd {}: closed: a request is not an RPC call", own.xprt.xp_fd);
-            own.server().discard(request.id);
             own.broken = true;
             return Ok(0);
         }
-        // SAFETY: the caller's message, decoded above.
+        own.empty = false;
+        Ok(1)
+    })
+}
+
+impl Transport {
+    /// Whether no request is open on it.
+    pub(super) fn is_idle(&self) -> bool {
+        self.open.is_empty()
+    }
+
+    /// Puts a request on the stack and decodes its header into `message`. False when it is not an RPC Call; it is
+    /// discarded then.
+    ///
+    /// # Safety
+    /// `message` is writable, with room for credential and verifier.
+    pub(super) unsafe fn open(
+        &mut self,
+        request: Request,
+        message: *mut rpc_msg,
+        dispatching: Option<service_loop::Dispatching>,
+    ) -> bool {
+        let Request { id, xid, message: pieces, binding, wrapped, placed } = request;
+        let mut arguments = Decoder::new(pieces);
+        // SAFETY: by the contract.
+        if unsafe { xdr_callmsg(arguments.xdr(), message) } == 0 {
+            if let Some(responder) = self.responder.upgrade() {
+                responder.discard(id);
+            }
+            return false;
+        }
+        // SAFETY: decoded above.
         let message = unsafe { &*message };
         // SAFETY: decoded as a call, so this member of the union is in force.
         let call = unsafe { message.ru.rm_call };
@@ -566,23 +674,23 @@ unsafe extern "C" fn recv(xprt: *mut SVCXPRT, message: *mut rpc_msg) -> bool_t {
         let gss = if credential.oa_flavor == auth_stat::RPCSEC_GSS && credential.oa_length >= 8 {
             // RFC 2203 §5.3.1: the version, then gss_proc.
             // SAFETY: the credential was decoded to `oa_length` bytes at `oa_base`.
-            let bytes = unsafe { crate::ffi::bytes(credential.oa_base.cast(), 8) }?;
+            let bytes = unsafe { crate::ffi::bytes(credential.oa_base.cast(), 8) }.unwrap_or_default();
             bytes.last_chunk().map(|word| u32::from_be_bytes(*word))
         } else {
             None
         };
-        let (xid, binding, wrapped, placed) =
-            (request.xid.0, request.binding, request.wrapped, request.placed);
         log_debug!(
-            "fd {}: request {}: program {} version {} procedure {}",
-            own.xprt.xp_fd,
-            request.xid,
+            "fd {}: request {xid}: program {} version {} procedure {}",
+            self.xprt.xp_fd,
             call.cb_prog,
             call.cb_vers,
             call.cb_proc
         );
-        own.open.push(Open {
-            id: request.id,
+        let _dispatching = dispatching;
+        let xid = xid.0;
+        self.open.push(Open {
+            _dispatching,
+            id,
             xid,
             answered: false,
             arguments,
@@ -591,9 +699,8 @@ unsafe extern "C" fn recv(xprt: *mut SVCXPRT, message: *mut rpc_msg) -> bool_t {
             wrapped,
             placed,
         });
-        own.empty = false;
-        Ok(1)
-    })
+        true
+    }
 }
 
 unsafe extern "C" fn stat(xprt: *mut SVCXPRT) -> c_uint {
@@ -614,11 +721,15 @@ unsafe extern "C" fn stat(xprt: *mut SVCXPRT) -> c_uint {
                 return Ok(xprt_stat::XPRT_IDLE);
             }
         }
-        if own.broken || own.server.is_poisoned() {
+        if service_loop::has_left() {
+            progress::wake_left();
+        }
+        if own.broken || own.is_poisoned() {
             return Ok(xprt_stat::XPRT_DIED);
         }
-        let mut server = own.server();
-        if server.more() {
+        let Some(mut server) = own.server() else { return Ok(xprt_stat::XPRT_IDLE) };
+        // A call back that waits looks first whether it has its reply.
+        if !service_loop::is_nested() && server.more() {
             return Ok(xprt_stat::XPRT_MOREREQS);
         }
         let closed = server.closed().is_some();
@@ -669,7 +780,8 @@ unsafe extern "C" fn reply(xprt: *mut SVCXPRT, message: *mut rpc_msg) -> bool_t 
         let auth = &raw mut own.extension.xp_auth;
         let Some(request) = own.open.last_mut().filter(|r| !r.answered) else { return Ok(0) };
         let id = request.id;
-        let mut encoder = Encoder::new(own.server.lock().unwrap_or_else(|e| e.into_inner()).message()?);
+        let Some(responder) = own.responder.upgrade() else { return Ok(0) };
+        let mut encoder = Encoder::new(responder.message()?);
         // SAFETY: the caller's message, which it lets the transport change.
         let message =
             unsafe { message.as_mut() }.ok_or_else(|| Error::new(Kind::Invalid, "reply is NULL"))?;
@@ -692,8 +804,8 @@ unsafe extern "C" fn reply(xprt: *mut SVCXPRT, message: *mut rpc_msg) -> bool_t 
         let loans = message.loans();
         request.answered = true;
         log_debug!("fd {}: reply {}: {} bytes", own.xprt.xp_fd, Xid(request.xid), message.len());
-        let sent = own.server().reply(id, message);
-        own.server().end(&loans);
+        let sent = responder.reply(id, message);
+        responder.end(&loans);
         own.watch_progress();
         match sent {
             Ok(()) => Ok(1),
@@ -763,9 +875,63 @@ unsafe extern "C" fn destroy(xprt: *mut SVCXPRT) {
     });
 }
 
-unsafe extern "C" fn xp_control(_: *mut SVCXPRT, _: c_uint, _: *mut c_void) -> bool_t {
-    // SVCGET_CONNMAXREC and its like belong to listeners, and those are libtirpc's own.
-    guard(|| Ok(0))
+/// Sets and gets the credits that a connection grants: an `unsigned`.
+pub const SVCSET_RDMA_CREDITS: c_uint = 0x5244_4d11;
+/// See [`SVCSET_RDMA_CREDITS`].
+pub const SVCGET_RDMA_CREDITS: c_uint = 0x5244_4d12;
+
+unsafe extern "C" fn xp_control(xprt: *mut SVCXPRT, request: c_uint, info: *mut c_void) -> bool_t {
+    guard(|| {
+        // SVCGET_CONNMAXREC and its like belong to listeners, and those are libtirpc's own.
+        if info.is_null() || !matches!(request, SVCSET_RDMA_CREDITS | SVCGET_RDMA_CREDITS) {
+            return Ok(0);
+        }
+        // SAFETY: the program's live transport.
+        let own = unsafe { transport(xprt) }?;
+        let Some(responder) = own.responder.upgrade() else { return Ok(0) };
+        let info = info.cast::<u32>();
+        if request == SVCGET_RDMA_CREDITS {
+            // SAFETY: not NULL; our own contract for this request.
+            unsafe { info.write_unaligned(responder.grants(None)) };
+            return Ok(1);
+        }
+        // SAFETY: as above.
+        let credits = unsafe { info.read_unaligned() };
+        if !(1..=CREDITS_MAX).contains(&credits) {
+            return Ok(0);
+        }
+        responder.grants(Some(credits));
+        Ok(1)
+    })
+}
+
+// ------------------------------------------------------------------------------------------------- calling back
+
+/// What a call back needs of the loop.
+pub static HOOKS: Hooks = Hooks { serve: serve_fd, wake: progress::wake_left };
+
+/// Has libtirpc take requests from a connection, as its own loop does when the descriptor is readable.
+fn serve_fd(fd: RawFd) {
+    // SAFETY: a descriptor that is not registered is passed over; the calling thread is the loop's.
+    unsafe { svc_getreq_common(fd) };
+}
+
+/// The connection of an SVCXPRT, for calls back; and the address of its peer.
+///
+/// # Errors
+/// `Invalid` for any other SVCXPRT than one of a connection that was accepted over RDMA.
+///
+/// # Safety
+/// `xprt` is NULL or a live transport of any kind.
+pub unsafe fn accepted(xprt: *mut SVCXPRT) -> Result<(Arc<Shared>, Box<[u8]>), Error> {
+    // SAFETY: by the contract.
+    let own = unsafe { transport(xprt) }?;
+    let text = "the SVCXPRT is not that of an accepted connection";
+    let server = own.server.clone().ok_or_else(|| Error::new(Kind::Invalid, text))?;
+    let peer = &own.xprt.xp_rtaddr;
+    // SAFETY: our own netbuf, from `copied`.
+    let address = unsafe { crate::ffi::bytes(peer.buf.cast(), peer.len as usize) }.unwrap_or_default();
+    Ok((server, address.into()))
 }
 
 // ------------------------------------------------------------------------------------------------------ progress
@@ -815,6 +981,14 @@ mod progress {
 
     /// In the place of a descriptor: what is wanted for listeners on adapters.
     pub const ADAPTERS: RawFd = -1;
+
+    /// The same for requests that calls back have left for the loop ([`service_loop::take_left`]).
+    const LEFT: RawFd = -2;
+
+    /// Has the loop look at them in its next turn.
+    pub fn wake_left() {
+        want(LEFT, 0, Wants { deadline: Some(Instant::now()), ..Default::default() });
+    }
 
     static WAKE: xp_ops = xp_ops { xp_recv: Some(wake), ..LISTENING };
 
@@ -911,24 +1085,29 @@ mod progress {
     unsafe extern "C" fn wake(_: *mut SVCXPRT, _: *mut rpc_msg) -> bool_t {
         guard(|| {
             let now = Instant::now();
-            let (crowded, due): (bool, Vec<usize>) = {
+            let (crowded, due): (bool, Vec<(RawFd, usize)>) = {
                 let table = table();
                 if let Some(set) = &table.set {
                     set.silence();
                 }
-                let due = |e: &&Entry| {
+                let due = |e: &Entry| {
                     e.wants.write || e.wants.pulling || e.wants.deadline.is_some_and(|at| at <= now)
                 };
-                let mut due: Vec<&Entry> = table.entries.values().filter(due).collect();
+                let mut due: Vec<(&RawFd, &Entry)> = table.entries.iter().filter(|(_, e)| due(e)).collect();
                 // Those that hold memory are looked at first, then those that wait for it, the oldest first.
-                due.sort_by_key(|e| e.wants.memory);
-                let crowded = due.last().is_some_and(|e| e.wants.memory.is_some());
-                (crowded, due.iter().map(|e| e.transport).collect())
+                due.sort_by_key(|(_, e)| e.wants.memory);
+                let crowded = due.last().is_some_and(|(_, e)| e.wants.memory.is_some());
+                (crowded, due.iter().map(|(fd, e)| (**fd, e.transport)).collect())
             };
-            for address in due {
-                if address == 0 {
+            for (fd, address) in due {
+                if fd == ADAPTERS {
                     forget(ADAPTERS);
                     adapters::open_all();
+                    continue;
+                }
+                if fd == LEFT {
+                    forget(LEFT);
+                    service_loop::take_left().into_iter().for_each(serve_fd);
                     continue;
                 }
                 // A connection that was destroyed meanwhile has no entry any more.
@@ -937,8 +1116,7 @@ mod progress {
                 }
                 let own: *mut Transport = std::ptr::with_exposed_provenance_mut(address);
                 // SAFETY: it has an entry, and `finish` removes the entry before it frees.
-                let server = unsafe { &(*own).server };
-                let mut server = server.lock().unwrap_or_else(|e| e.into_inner());
+                let Some(mut server) = (unsafe { (*own).server() }) else { continue };
                 if crowded {
                     server.give_way();
                 }

@@ -1,0 +1,338 @@
+//! Calls back, at the end that opened the connection: who serves them, and how the connection is kept for them.
+//!
+//! A program that serves calls back has no loop of a server: they are served by a thread that waits for a reply on the
+//! same connection, by [`Client::poll_callbacks`], or by the program's service loop if it has one
+//! ([`Client::serve_now`]). One at a time, as a service loop does it; but a callback that itself waits on the connection
+//! serves those that come meanwhile, or two ends that call each other in turn would wait for ever.
+//!
+//! A lost connection is made anew by whichever of the three comes first (RFC 8167 §5.4), and a call of procedure 0 goes
+//! over it: the end that opens a connection speaks first. What the server's program knew of the old one is its business.
+#![forbid(unsafe_code)]
+
+use super::*;
+use crate::sys::WakeSet;
+
+/// How long it takes until a connection that could not be made is tried again: at first, and at last.
+const RETRY_FIRST: Duration = Duration::from_secs(1);
+const RETRY_LAST: Duration = Duration::from_secs(30);
+
+/// Hands callbacks to the program.
+pub trait Serve: Send + Sync {
+    /// Has the program answer or drop `request`, in this thread and under `mask`. No lock of ours is held.
+    fn serve(&self, request: Request, mask: Mask<'_>);
+}
+
+/// What a connection has that serves calls back.
+pub(super) struct Serving {
+    serve: Arc<dyn Serve>,
+    /// The connection and an alarm, for the program's loop; threads that drive wait for the alarm too.
+    set: WakeSet,
+    /// The descriptor in the set.
+    watched: RawFd,
+    /// Who serves a callback now.
+    thread: Option<usize>,
+    /// Credits that are granted, on the next connection too.
+    credits: u32,
+    /// The call of procedure 0 that a new connection begins with, and its XID while it is under way.
+    null: [u8; 40],
+    greeting: Option<Xid>,
+    /// When a connection that could not be made is tried again, and how long the wait is after that.
+    retry: Option<Instant>,
+    delay: Duration,
+}
+
+impl Serving {
+    /// Nobody waits for the answer to a greeting.
+    pub(super) fn settle(&mut self, calls: &mut Calls) {
+        if let Some(xid) = self.greeting
+            && calls.outcomes.remove(&xid).is_some()
+        {
+            self.greeting = None;
+        }
+    }
+
+    fn alarm(&self, time: Option<Duration>) {
+        if let Err(error) = self.set.alarm(time) {
+            log_warn!("callbacks may be late: {error}");
+        }
+    }
+}
+
+impl Client {
+    /// Serves calls back from now on. `program` and version: of the forward direction, for the greeting. Returns the
+    /// descriptor that becomes readable when [`Client::serve_now`] has something to do.
+    ///
+    /// # Errors
+    /// `EMFILE`.
+    pub fn start_serving(&self, serve: Arc<dyn Serve>, program: u32, version: u32) -> Result<RawFd, Error> {
+        let set = WakeSet::new()?;
+        let fd = set.fd();
+        let mut null = [0; 40];
+        for (place, word) in null[8..20].chunks_exact_mut(4).zip([2, program, version]) {
+            place.copy_from_slice(&word.to_be_bytes());
+        }
+        if !self.adapter {
+            sys::keep_alive(self.fd);
+        }
+        let mut state = self.lock();
+        state.link.serves = true;
+        state.link.engine.grant(self.config.reverse_credits);
+        state.link.drain();
+        let watched = state.link.device.fd();
+        state.serving = Some(Serving {
+            serve,
+            set,
+            watched,
+            thread: None,
+            credits: self.config.reverse_credits,
+            null,
+            greeting: None,
+            retry: None,
+            delay: RETRY_FIRST,
+        });
+        state.rearm();
+        // Who sleeps in poll(2) does not know of the alarm yet; it need not: it reads the connection.
+        Ok(fd)
+    }
+
+    /// Serves no calls back any more. Those that come are answered that there is no such program.
+    pub fn stop_serving(&self) {
+        let mut state = self.lock();
+        state.link.serves = false;
+        let ended = state.serving.take();
+        drop(state);
+        // What ends with it needs other locks.
+        drop(ended);
+    }
+
+    /// Whether calls back are served.
+    pub fn is_serving(&self) -> bool {
+        self.lock().serving.is_some()
+    }
+
+    /// Serves what is there without waiting, and makes a lost connection anew if it is time: for the program's loop.
+    /// Returns how many were served.
+    pub fn serve_now(&self, mask: Mask<'_>) -> usize {
+        let mut state = self.lock();
+        state.silence();
+        let due = |serving: &Serving| serving.retry.is_none_or(|at| at <= Instant::now());
+        if state.link.engine.closed().is_some()
+            && state.serving.as_ref().is_some_and(due)
+            && let Err(error) = self.renew(&mut state, Instant::now())
+        {
+            log_info!("fd {}: no connection for calls back: {error}", self.fd);
+        }
+        if state.drivers.is_empty() {
+            state.link.pump();
+            state.settle();
+        }
+        let mut served = 0;
+        while served < TURN as usize
+            && let Some(request) = state.callback()
+        {
+            state = self.serve_one(state, request, mask);
+            served += 1;
+        }
+        if state.drivers.is_empty() {
+            state.link.flush();
+            state.settle();
+        }
+        state.rearm();
+        served
+    }
+
+    /// Waits for calls back, at most until `deadline`; serves those that are there, and returns how many.
+    ///
+    /// # Errors
+    /// Why the connection is lost, when it could not be made anew until then.
+    pub fn poll_callbacks(&self, deadline: Instant, mask: Mask<'_>) -> Result<usize, Error> {
+        let mut served = self.serve_now(mask);
+        let waiter = Waiter::Callbacks(sys::this_thread());
+        let mut condition = None;
+        let mut state = self.lock();
+        loop {
+            while let Some(request) = state.callback() {
+                state = self.serve_one(state, request, mask);
+                served += 1;
+            }
+            let now = Instant::now();
+            if served > 0 || now >= deadline {
+                let lost = state.link.engine.closed().cloned().filter(|_| served == 0);
+                state.leave(waiter);
+                state.rearm();
+                return lost.map_or(Ok(served), Err);
+            }
+            if state.link.engine.closed().is_some() {
+                let retry = state.serving.as_ref().and_then(|serving| serving.retry).unwrap_or(now);
+                drop(state);
+                // An error of poll(2) would be one of a senseless time.
+                let _ = sys::poll(&mut [], Some(retry.min(deadline).saturating_duration_since(now)), mask);
+                served += self.serve_now(mask);
+                state = self.lock();
+                continue;
+            }
+            state = self.wait_once(state, waiter, &mut condition, deadline, mask);
+        }
+    }
+
+    /// Has the program serve one callback; meanwhile others may drive.
+    pub(super) fn serve_one<'a>(
+        &'a self,
+        mut state: MutexGuard<'a, Waiting>,
+        request: Request,
+        mask: Mask<'_>,
+    ) -> MutexGuard<'a, Waiting> {
+        let Some(serving) = &mut state.serving else { return state };
+        let serve = serving.serve.clone();
+        let outer = serving.thread.replace(sys::this_thread());
+        stats::add(Counter::Served, 1);
+        state.hand_over();
+        drop(state);
+        serve.serve(request, mask);
+        let mut state = self.lock();
+        if let Some(serving) = &mut state.serving {
+            serving.thread = outer;
+        }
+        state
+    }
+}
+
+impl Waiting {
+    /// Whether a callback is there that this thread may serve.
+    pub(super) fn may_serve(&self) -> bool {
+        let me = sys::this_thread();
+        let free = |serving: &Serving| serving.thread.is_none_or(|thread| thread == me);
+        self.serving.as_ref().is_some_and(free) && self.link.engine.request_ready()
+    }
+
+    /// A callback for this thread to serve.
+    pub(super) fn callback(&mut self) -> Option<Request> {
+        if !self.may_serve() {
+            return None;
+        }
+        let request = self.link.engine.poll_request();
+        // Handing it up made room: Reads of the next long Calls may start.
+        self.link.drain();
+        request
+    }
+
+    pub(super) fn alarm_fd(&self) -> Option<RawFd> {
+        self.serving.as_ref().map(|serving| serving.set.alarm_fd())
+    }
+
+    pub(super) fn raise_alarm(&self) {
+        if let Some(serving) = &self.serving {
+            serving.alarm(Some(Duration::ZERO));
+        }
+    }
+
+    pub(super) fn silence(&self) {
+        if let Some(serving) = &self.serving {
+            serving.set.silence();
+        }
+    }
+
+    /// Notes that the connection could not be made.
+    pub(super) fn retry_later(&mut self) {
+        if let Some(serving) = &mut self.serving {
+            serving.retry = Some(Instant::now() + serving.delay);
+            serving.delay = (serving.delay * 2).min(RETRY_LAST);
+        }
+    }
+
+    /// What a new connection begins with.
+    pub(super) fn resume_serving(&mut self) -> Result<(), Error> {
+        let Waiting { link, calls, serving: Some(serving), .. } = self else { return Ok(()) };
+        link.serves = true;
+        link.engine.grant(serving.credits);
+        let xid = calls.fresh_xid(&link.engine);
+        let message = with_xid(link.memory.message()?, &serving.null, xid)?;
+        let expect = Expect::Reply { max: RPC_HEADER_MAX, places: Vec::new() };
+        link.engine.call(xid, message, expect, &mut *link.device)?;
+        link.flush();
+        serving.greeting = Some(xid);
+        (serving.retry, serving.delay) = (None, RETRY_FIRST);
+        self.rearm();
+        Ok(())
+    }
+
+    /// Says what wakes the program's loop next.
+    fn rearm(&mut self) {
+        let again = self.may_serve();
+        let Some(serving) = &mut self.serving else { return };
+        let fd = self.link.device.fd();
+        let open = self.link.engine.closed().is_none();
+        // Who sleeps in poll(2) sees to what is unsent.
+        let unsent = self.drivers.is_empty() && self.link.device.wants_write();
+        let events = match open {
+            true if unsent => sys::IN | sys::OUT,
+            true => sys::IN,
+            false => 0,
+        };
+        let before = std::mem::replace(&mut serving.watched, fd);
+        let done = if before != fd { serving.set.watch(before, 0) } else { Ok(()) };
+        if let Err(error) = done.and_then(|()| serving.set.watch(fd, events)) {
+            log_warn!("fd {fd}: callbacks may be late: {error}");
+        }
+        let now = Instant::now();
+        serving.alarm(match (again, open) {
+            (true, _) => Some(Duration::ZERO),
+            (false, true) => None,
+            (false, false) => {
+                Some(serving.retry.map_or(Duration::ZERO, |at| at.saturating_duration_since(now)))
+            }
+        });
+    }
+}
+
+impl Responder for Client {
+    fn fd(&self) -> RawFd {
+        self.fd
+    }
+
+    fn message(&self) -> Result<Buf, Error> {
+        Requester::message(self)
+    }
+
+    fn reply(&self, id: RequestId, message: Message) -> Result<(), Error> {
+        let mut state = self.lock();
+        let fd = state.link.device.fd();
+        let sent = state.link.reply(fd, id, message, false);
+        if !state.link.done.is_empty() && state.another_reads() {
+            // What it sleeps for was taken here.
+            state.raise_alarm();
+        }
+        state.settle();
+        if state.link.device.wants_write() {
+            state.rearm();
+        }
+        sent
+    }
+
+    fn discard(&self, id: RequestId) {
+        let mut state = self.lock();
+        state.link.engine.discard(id);
+        state.link.flush();
+        state.settle();
+    }
+
+    fn end(&self, loans: &[Loan]) {
+        Requester::end(self, loans);
+    }
+
+    fn grants(&self, grant: Option<u32>) -> u32 {
+        let mut state = self.lock();
+        if let (Some(credits), true) = (grant, state.serving.is_some()) {
+            let granted = state.link.engine.grant(credits);
+            state.link.drain();
+            if let Some(serving) = &mut state.serving {
+                serving.credits = granted;
+            }
+        }
+        state.link.engine.granting()
+    }
+
+    fn is_poisoned(&self) -> bool {
+        self.state.is_poisoned()
+    }
+}

@@ -1,0 +1,482 @@
+//! Calls back, at the end that accepted the connection: [`Reverse`] makes them.
+//!
+//! The connection belongs to the program's service loop, which reads it whenever something comes. So it is moved by
+//!
+//! - the loop, while another thread's call waits for the reply that the loop will find;
+//! - the calling thread itself, where that is the loop's own: from a dispatch routine, or between two turns of the loop.
+//!   It then serves the requests of the connection too, for the callback may call forward before it answers;
+//! - the calling thread, while the loop's thread is inside a dispatch routine, and perhaps waits for this one.
+//!
+//! What a thread beside the loop has taken off the connection, the loop must be told of: poll(2) will not.
+//! [`service_loop`] knows where the loop is.
+#![forbid(unsafe_code)]
+
+use super::*;
+
+/// How long a call back trusts that the loop reads its connection, before it looks whether the loop is busy.
+const STAND_IN: Duration = Duration::from_millis(20);
+
+/// Makes calls back to the client of a connection, and to the same client on another connection later.
+pub struct Reverse {
+    slot: Mutex<Slot>,
+    config: &'static Config,
+    hooks: &'static Hooks,
+}
+
+struct Slot {
+    server: Arc<Shared>,
+    /// Credits that are asked for, on the next connection too.
+    credits: u32,
+    chunks: bool,
+}
+
+/// What only the program's loop can do.
+pub struct Hooks {
+    /// Has the loop serve what is there of the connection with this descriptor.
+    pub serve: fn(RawFd),
+    /// Has the loop look at [`service_loop::take_left`] in its next turn. Called in its own thread.
+    pub wake: fn(),
+}
+
+impl Reverse {
+    /// Calls back over `server`.
+    ///
+    /// # Errors
+    /// `ConnectionLost` when it is closed, `Invalid` before it is established.
+    pub fn new(
+        server: Arc<Shared>,
+        config: &'static Config,
+        hooks: &'static Hooks,
+    ) -> Result<Arc<Reverse>, Error> {
+        let slot = Slot { server, credits: config.reverse_credits, chunks: config.reverse_chunks };
+        slot.begin()?;
+        Ok(Arc::new(Reverse { slot: Mutex::new(slot), config, hooks }))
+    }
+
+    /// Goes on over another connection, on which the same client has come back.
+    ///
+    /// # Errors
+    /// As [`Reverse::new`].
+    pub fn rebind(&self, server: Arc<Shared>) -> Result<(), Error> {
+        let mut slot = self.slot();
+        let fresh = Slot { server, ..*slot };
+        fresh.begin()?;
+        *slot = fresh;
+        Ok(())
+    }
+
+    /// Whether calls may have chunks.
+    pub fn set_chunks(&self, allowed: bool) {
+        let mut slot = self.slot();
+        slot.chunks = allowed;
+        if let Some(link) = locked(&slot.server).link() {
+            link.engine.set_reverse_chunks(allowed);
+        }
+    }
+
+    fn slot(&self) -> MutexGuard<'_, Slot> {
+        self.slot.lock().unwrap_or_else(|e| e.into_inner())
+    }
+
+    fn server(&self) -> Arc<Shared> {
+        self.slot().server.clone()
+    }
+
+    /// Waits for the end of a call.
+    fn wait<'a>(
+        &self,
+        server: &'a Shared,
+        mut state: MutexGuard<'a, Server>,
+        xid: Xid,
+        deadline: Instant,
+        mask: Mask<'_>,
+    ) -> Result<Vec<Region>, Error> {
+        let waiter = Waiter::Call(xid);
+        let own = Arc::new(Condvar::new());
+        // The loop serves nothing more of this connection.
+        let mut stuck = false;
+        let outcome = loop {
+            if let Some(outcome) = state.calls.outcomes.remove(&xid) {
+                break outcome;
+            }
+            let now = Instant::now();
+            if now >= deadline {
+                if let Phase::Open(link) = &mut state.phase {
+                    link.engine.abandon(xid, &mut *link.device);
+                    link.drain();
+                }
+                state.settle();
+                stats::add(Counter::Orphans, 1);
+                break Err(Error::new(Kind::Timeout, "no reply to the call back within its time"));
+            }
+            if !stuck
+                && state.request_ready()
+                && let Some(nested) = service_loop::nest()
+            {
+                let (fd, received) = (state.fd, state.received);
+                drop(state);
+                (self.hooks.serve)(fd);
+                drop(nested);
+                state = locked(server);
+                stuck = state.received == received;
+                continue;
+            }
+            let reads = service_loop::may_read();
+            if state.driver.is_none() && (reads || state.wants_write()) {
+                state = self.drive(server, state, xid, reads, deadline, mask);
+            } else {
+                state.calls.sleepers.insert(waiter, own.clone());
+                state = sleep(&own, state, deadline.min(now + STAND_IN));
+            }
+        };
+        state.calls.sleepers.remove(&waiter);
+        if state.driver.is_none() {
+            state.calls.wake_one();
+        }
+        if service_loop::is_mine() && (state.request_ready() || state.link().is_none()) {
+            service_loop::leave(state.fd);
+        }
+        drop(state);
+        if service_loop::is_idle_here() {
+            (self.hooks.wake)();
+        }
+        outcome
+    }
+
+    /// Spins, then sleeps once, then moves what has come; sends only, unless `reads`.
+    fn drive<'a>(
+        &self,
+        server: &'a Shared,
+        mut state: MutexGuard<'a, Server>,
+        xid: Xid,
+        reads: bool,
+        deadline: Instant,
+        mask: Mask<'_>,
+    ) -> MutexGuard<'a, Server> {
+        state.driver = Some(sys::this_thread());
+        let own = service_loop::is_mine();
+        let limit = if own { state.spin.allowed(self.config) } else { None };
+        let patience = limit.and_then(|limit| Patience::new(limit, state.link()?));
+        if let Some(mut patience) = patience {
+            loop {
+                state.pump();
+                if state.calls.outcomes.contains_key(&xid) || state.request_ready() || state.link().is_none()
+                {
+                    state.spin.found();
+                    state.driver = None;
+                    return state;
+                }
+                if state.link().is_none_or(|link| patience.is_over(link)) {
+                    state.spin.failed();
+                    break;
+                }
+                drop(state);
+                std::hint::spin_loop();
+                state = locked(server);
+            }
+        }
+        let events = if reads { sys::IN } else { 0 } | if state.wants_write() { sys::OUT } else { 0 };
+        let fd = state.fd;
+        drop(state);
+        let mut left = deadline.saturating_duration_since(Instant::now());
+        if !own {
+            // The loop may take from the connection what this thread sleeps for.
+            left = left.min(STAND_IN);
+        }
+        // An error of poll(2) itself shows up in the next pump, as an error of the device; EINTR is no error here.
+        let _ = sys::wait(fd, events, Some(left), mask);
+        let mut state = locked(server);
+        if own {
+            state.pump();
+        } else if !service_loop::stand_in(|| state.read_for_loop()) {
+            state.send();
+        }
+        state.driver = None;
+        state
+    }
+}
+
+impl Slot {
+    fn begin(&self) -> Result<(), Error> {
+        let mut server = locked(&self.server);
+        if server.forked() {
+            return Err(Error::new(Kind::Invalid, "the connection belongs to the parent of this process"));
+        }
+        let Some(link) = server.link() else {
+            return Err(server.why_not());
+        };
+        link.engine.ask(self.credits);
+        link.engine.set_reverse_chunks(self.chunks);
+        link.drain();
+        Ok(())
+    }
+}
+
+impl Server {
+    fn request_ready(&self) -> bool {
+        matches!(&self.phase, Phase::Open(link) if link.engine.request_ready())
+    }
+
+    /// Moves everything that moves without waiting.
+    fn pump(&mut self) {
+        if let Phase::Open(link) = &mut self.phase {
+            link.pump();
+            self.calls.settle(link);
+        }
+    }
+
+    /// As `pump`, beside the loop, which is told of requests.
+    fn read_for_loop(&mut self) -> Option<RawFd> {
+        self.pump();
+        // The end of the connection is the loop's to see.
+        (self.request_ready() || self.link().is_none()).then_some(self.fd)
+    }
+
+    fn send(&mut self) {
+        if let Phase::Open(link) = &mut self.phase {
+            link.flush();
+            self.calls.settle(link);
+        }
+    }
+
+    fn why_not(&self) -> Error {
+        let text = match &self.phase {
+            Phase::Starting(_) => "the connection is not established yet",
+            Phase::Open(link) => link.engine.closed().map_or("closed", |error| error.text()),
+            Phase::Failed(error) => error.text(),
+        };
+        let text = format!(
+            "the connection to the client is gone ({text}); only the client can make a new one: \
+             see rpcrdma_clnt_rebind"
+        );
+        Error::new(Kind::NotSent, text)
+    }
+}
+
+impl Requester for Reverse {
+    fn fd(&self) -> RawFd {
+        locked(&self.server()).fd
+    }
+
+    fn adapter(&self) -> bool {
+        locked(&self.server()).adapter
+    }
+
+    fn message(&self) -> Result<Buf, Error> {
+        Responder::message(&*self.server())
+    }
+
+    fn fresh_xid(&self) -> Xid {
+        let server = self.server();
+        let Server { calls, phase, .. } = &mut *locked(&server);
+        match phase {
+            Phase::Open(link) => calls.fresh_xid(&link.engine),
+            Phase::Starting(_) | Phase::Failed(_) => Xid(sys::random_u32()),
+        }
+    }
+
+    fn exchange(
+        &self,
+        xid: Xid,
+        message: Message,
+        expect: Expect,
+        deadline: Instant,
+        mask: Mask<'_>,
+    ) -> Result<Vec<Region>, Error> {
+        let server = self.server();
+        let mut state = locked(&server);
+        if state.forked() {
+            return Err(Error::new(Kind::Invalid, "the connection belongs to the parent of this process"));
+        }
+        let Some(link) = state.link() else { return Err(state.why_not()) };
+        link.engine.call(xid, message, expect, &mut *link.device)?;
+        if link.engine.credits_left() == 0 && !link.engine.transmitted(xid) {
+            stats::add(Counter::CreditsWaited, 1);
+        }
+        link.flush();
+        state.settle();
+        self.wait(&server, state, xid, deadline, mask)
+    }
+
+    fn standing(&self) -> Standing {
+        let server = self.server();
+        let mut state = locked(&server);
+        match &mut state.phase {
+            Phase::Open(link) => Standing::of(&link.engine),
+            Phase::Starting(_) | Phase::Failed(_) => {
+                Standing { credits_left: 1, limit: 2, threshold: usize::MAX }
+            }
+        }
+    }
+
+    fn end(&self, loans: &[Loan]) {
+        if !loans.iter().all(Loan::is_over) {
+            Responder::end(&*self.server(), loans);
+        }
+    }
+
+    fn comes_back(&self, deadline: Instant, mask: Mask<'_>) -> Result<bool, Error> {
+        // Nobody else could bring it back meanwhile.
+        if service_loop::is_mine() {
+            return Ok(false);
+        }
+        loop {
+            if locked(&self.server()).link().is_some() {
+                return Ok(true);
+            }
+            let left = deadline.saturating_duration_since(Instant::now());
+            if left.is_zero() {
+                let text = "the client did not come back within the time of the call";
+                return Err(Error::new(Kind::Timeout, text));
+            }
+            // An error of poll(2) would be one of a senseless time.
+            let _ = sys::poll(&mut [], Some(left.min(STAND_IN)), mask);
+        }
+    }
+
+    fn credits(&self, ask: Option<u32>) -> u32 {
+        let mut slot = self.slot();
+        let server = slot.server.clone();
+        let mut state = locked(&server);
+        let Some(link) = state.link() else { return slot.credits };
+        if let Some(credits) = ask {
+            slot.credits = link.engine.ask(credits);
+            link.drain();
+        }
+        link.engine.asked()
+    }
+
+    fn reply_header(&self) -> usize {
+        RPC_HEADER_MAX
+    }
+
+    fn max_reply(&self, _: &Config) -> usize {
+        // What fits inline needs no Reply chunk, which a size-limited peer would not bear.
+        let server = self.server();
+        let mut state = locked(&server);
+        state.link().map_or(1024, |link| link.engine.thresholds().1) - chunks::HEADER_MIN - RPC_HEADER_MAX
+    }
+}
+
+/// Where the program's service loop is.
+///
+/// A process has one loop, run by one thread at a time. A call back must know whether that thread is its own, whether it
+/// reads connections (it sleeps in poll(2), as far as anybody can tell) or is inside a dispatch routine.
+pub mod service_loop {
+    use std::cell::Cell;
+
+    use super::*;
+
+    /// Calls that may be nested in one another, each waiting for a call back: the stack is the program's.
+    const NEST_MAX: u32 = 32;
+
+    /// The thread that ran the loop last; 0: none yet.
+    static THREAD: AtomicUsize = AtomicUsize::new(0);
+
+    struct State {
+        /// Dispatch routines that run in the loop's thread, one inside the other.
+        dispatching: usize,
+        /// Connections with requests that others have read.
+        left: Vec<RawFd>,
+    }
+
+    static STATE: Mutex<State> = Mutex::new(State { dispatching: 0, left: Vec::new() });
+
+    thread_local! {
+        static NESTED: Cell<u32> = const { Cell::new(0) };
+    }
+
+    fn state() -> MutexGuard<'static, State> {
+        STATE.lock().unwrap_or_else(|e| e.into_inner())
+    }
+
+    /// A dispatch routine that runs.
+    pub struct Dispatching(());
+
+    impl Dispatching {
+        /// The calling thread, which is the loop's, begins to run one.
+        pub fn begin() -> Dispatching {
+            THREAD.store(sys::this_thread(), Relaxed);
+            state().dispatching += 1;
+            Dispatching(())
+        }
+    }
+
+    impl Drop for Dispatching {
+        fn drop(&mut self) {
+            state().dispatching -= 1;
+        }
+    }
+
+    /// Whether the loop is run by the calling thread, or by nobody yet.
+    pub fn is_mine() -> bool {
+        let thread = THREAD.load(Relaxed);
+        thread == 0 || thread == sys::this_thread()
+    }
+
+    /// Whether the calling thread may read connections: the loop does not.
+    pub fn may_read() -> bool {
+        is_mine() || state().dispatching > 0
+    }
+
+    /// Does `step`, which reads a connection, unless the loop is back. It returns the connection if something is left of
+    /// it for the loop.
+    pub fn stand_in(step: impl FnOnce() -> Option<RawFd>) -> bool {
+        // The lock is kept: what `step` leaves must be there when the loop comes back.
+        let mut state = state();
+        if state.dispatching == 0 {
+            return false;
+        }
+        state.left.extend(step());
+        true
+    }
+
+    /// There are requests of this connection that the loop has not seen.
+    pub fn leave(fd: RawFd) {
+        let mut state = state();
+        if !state.left.contains(&fd) {
+            state.left.push(fd);
+        }
+    }
+
+    /// The connections with such requests.
+    pub fn take_left() -> Vec<RawFd> {
+        std::mem::take(&mut state().left)
+    }
+
+    /// Whether there are some.
+    pub fn has_left() -> bool {
+        !state().left.is_empty()
+    }
+
+    /// Whether this is the loop's thread outside of dispatch routines, and something was left: nobody else tells it.
+    pub fn is_idle_here() -> bool {
+        is_mine() && {
+            let state = state();
+            state.dispatching == 0 && !state.left.is_empty()
+        }
+    }
+
+    /// A dispatch routine that is run while another one waits for a call back.
+    pub struct Nested(());
+
+    /// Leave to run one; `None` where this is not the loop's thread, or the nesting is too deep.
+    pub fn nest() -> Option<Nested> {
+        let depth = NESTED.get();
+        (is_mine() && depth < NEST_MAX).then(|| {
+            NESTED.set(depth + 1);
+            Nested(())
+        })
+    }
+
+    /// Whether the calling thread serves in the middle of a call back: that one is to be looked at after each request.
+    pub fn is_nested() -> bool {
+        NESTED.get() > 0
+    }
+
+    impl Drop for Nested {
+        fn drop(&mut self) {
+            NESTED.set(NESTED.get() - 1);
+        }
+    }
+}

@@ -1272,7 +1272,11 @@ impl Waiting {
     /// Sees to it that what this thread does not do is done.
     fn hand_over(&self) {
         let serves = self.may_serve();
-        if (self.lacks_driver() || serves) && !self.calls.wake_one() && serves {
+        if !self.lacks_driver() && !serves {
+            return;
+        }
+        let woken = self.calls.wake_one();
+        if serves && !woken {
             // Whoever sleeps in poll(2), or the program's loop.
             self.raise_alarm();
         }

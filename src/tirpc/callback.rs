@@ -171,8 +171,10 @@ impl Callbacks {
         let mut message: rpc_msg = unsafe { std::mem::zeroed() };
         message.ru.rm_call.cb_cred = room(credential);
         message.ru.rm_call.cb_verf = room(verifier);
-        // SAFETY: alive (it belongs to this value), and no other reference to it is in use.
-        if !unsafe { (*own).open(request, &mut message, None) } {
+        // SAFETY: alive: it belongs to this value; no other reference to it is in use.
+        let transport = unsafe { &mut *own };
+        // SAFETY: room for credential and verifier was made above.
+        if !unsafe { transport.open(request, &mut message, None) } {
             return log_info!("a call back is not an RPC call: dropped");
         }
         let xprt: *mut SVCXPRT = own.cast();
@@ -204,8 +206,9 @@ impl Callbacks {
                 Err(None) => unsafe { svcerr_noprog(xprt) },
             }
         }
-        // SAFETY: alive; a dispatch routine cannot destroy it.
-        unsafe { (*own).close_request() };
+        // SAFETY: alive: a dispatch routine cannot destroy it; no other reference to it is in use.
+        let transport = unsafe { &mut *own };
+        transport.close_request();
     }
 
     /// The dispatch routine of a program, or the versions of it that there are.

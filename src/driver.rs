@@ -43,6 +43,8 @@ use crate::xdr::LEND_MIN;
 use crate::{log_debug, log_error, log_info, log_warn, log_wire, socket};
 
 pub mod callback;
+#[cfg(test)]
+mod load;
 pub mod reverse;
 
 pub use reverse::{Reverse, service_loop};
@@ -144,6 +146,8 @@ struct Calls {
     outcomes: HashMap<Xid, Result<Vec<Region>, Error>>,
     /// Threads that wait. Each sleeps on its own condition unless it drives.
     sleepers: HashMap<Waiter, Arc<Condvar>>,
+    /// One of them may have to serve a request in the midst of its own: nobody else does.
+    servant: Option<Arc<Condvar>>,
     next_xid: u32,
 }
 
@@ -168,6 +172,11 @@ impl Calls {
                 condition.notify_one();
             }
             self.outcomes.insert(xid, outcome);
+        }
+        if link.engine.request_ready()
+            && let Some(condition) = &self.servant
+        {
+            condition.notify_one();
         }
     }
 
@@ -984,7 +993,13 @@ impl Client {
         }
         let own = condition.get_or_insert_with(|| Arc::new(Condvar::new())).clone();
         state.calls.sleepers.insert(waiter, own.clone());
-        sleep(&own, state, deadline)
+        if !state.serves_here() {
+            return sleep(&own, state, deadline);
+        }
+        state.calls.servant = Some(own.clone());
+        let mut state = sleep(&own, state, deadline);
+        state.calls.servant = None;
+        state
     }
 
     /// Spins, then sleeps once, then moves what has come.

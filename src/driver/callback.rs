@@ -205,6 +205,11 @@ impl Waiting {
         self.serving.as_ref().is_some_and(free) && self.link.engine.request_ready()
     }
 
+    /// Whether this thread serves a callback now.
+    pub(super) fn serves_here(&self) -> bool {
+        self.serving.as_ref().is_some_and(|serving| serving.thread == Some(sys::this_thread()))
+    }
+
     /// A callback for this thread to serve.
     pub(super) fn callback(&mut self) -> Option<Request> {
         if !self.may_serve() {

@@ -126,7 +126,14 @@ impl Reverse {
                 state = self.drive(server, state, xid, reads, deadline, mask);
             } else {
                 state.calls.sleepers.insert(waiter, own.clone());
+                let mine = service_loop::is_mine();
+                if mine {
+                    state.calls.servant = Some(own.clone());
+                }
                 state = sleep(&own, state, deadline.min(now + STAND_IN));
+                if mine {
+                    state.calls.servant = None;
+                }
             }
         };
         state.calls.sleepers.remove(&waiter);
@@ -368,7 +375,7 @@ pub mod service_loop {
     use super::*;
 
     /// Calls that may be nested in one another, each waiting for a call back: the stack is the program's.
-    const NEST_MAX: u32 = 32;
+    const NEST_MAX: u32 = 64;
 
     /// The thread that ran the loop last; 0: none yet.
     static THREAD: AtomicUsize = AtomicUsize::new(0);

@@ -44,7 +44,7 @@ mod cm;
 mod library;
 mod queues;
 #[cfg(test)]
-mod tests;
+pub(crate) mod tests;
 
 /// RDMA Reads in either direction that we offer: what software iWARP offers too. (A Linux server refuses a client that
 /// serves none.)

@@ -14,15 +14,21 @@ fn address() -> SocketAddr {
     (address + ":0").parse::<SocketAddr>().map(|at| SocketAddr::new(at.ip(), port)).expect("an address")
 }
 
+/// A connected pair on the device of VERBS_ADDRESS: the passive end first.
+pub(crate) fn connected(options: &Options) -> [Box<dyn QueuePair>; 2] {
+    let to = address();
+    pair(&mut Listener::new(to, true).expect("a listener"), to, options)
+}
+
 /// A connected pair, each end on the device.
-fn pair(listener: &mut Listener, to: SocketAddr) -> [Box<dyn QueuePair>; 2] {
-    let mut active = connect(to, &options()).expect("a device leads there");
+fn pair(listener: &mut Listener, to: SocketAddr, options: &Options) -> [Box<dyn QueuePair>; 2] {
+    let mut active = connect(to, options).expect("a device leads there");
     let mut passive = None;
     let deadline = Instant::now() + Duration::from_secs(20);
     loop {
         let open = active.establish().expect("the startup goes on");
         if passive.is_none() {
-            passive = listener.accept(&options()).expect("the listener lives");
+            passive = listener.accept(options).expect("the listener lives");
         }
         let there = passive.as_mut().is_some_and(|accepted| accepted.device.establish().expect("accepted"));
         if let Some(Accepted { device, .. }) = passive.take_if(|_| open && there) {
@@ -38,7 +44,7 @@ fn pair(listener: &mut Listener, to: SocketAddr) -> [Box<dyn QueuePair>; 2] {
 fn the_contract_is_kept_on_a_device() {
     let to = address();
     let listener = std::cell::RefCell::new(Listener::new(to, true).expect("a listener"));
-    contract::check(&|| pair(&mut listener.borrow_mut(), to));
+    contract::check(&|| pair(&mut listener.borrow_mut(), to, &options()));
     assert_eq!(LOCKED.load(Relaxed), 0, "every slab was given back");
 }
 

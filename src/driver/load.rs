@@ -1,0 +1,275 @@
+//! Both directions of one connection under load, and cut off: real devices, threads at either end, and a service loop like
+//! the program's. What the engine owes its peer, credits above all, is asserted by a [`Fault`] around each device.
+#![forbid(unsafe_code)]
+
+use std::net::{TcpListener, TcpStream};
+use std::os::fd::AsRawFd;
+use std::sync::atomic::{AtomicBool, AtomicU32};
+use std::thread::scope;
+
+use super::callback::Serve;
+use super::reverse::Hooks;
+use super::*;
+use crate::provider::fault::{Control, Fault};
+use crate::sys::WakeSet;
+
+/// Longer than anything here takes: a call that hangs fails.
+const PATIENCE: Duration = Duration::from_secs(20);
+
+/// A process has one service loop, and so has this one: one test at a time.
+static ONE: Mutex<()> = Mutex::new(());
+
+/// The connection that the loop serves, and what wakes the loop beside it.
+static LOOP: Mutex<Option<Arc<Ends>>> = Mutex::new(None);
+
+static HOOKS: Hooks = Hooks {
+    serve: |_| {
+        let ends = LOOP.lock().unwrap().clone();
+        serve_once(&ends.expect("the loop runs"));
+    },
+    wake: || {
+        if let Some(ends) = &*LOOP.lock().unwrap() {
+            ends.waker.alarm(Some(Duration::ZERO)).unwrap();
+        }
+    },
+};
+
+struct Ends {
+    client: Arc<Client>,
+    server: Arc<Shared>,
+    reverse: Arc<Reverse>,
+    devices: [Control; 2],
+    waker: WakeSet,
+    stop: AtomicBool,
+    /// Callbacks that the client has served.
+    served: AtomicU32,
+    /// Keep the descriptors open.
+    _sockets: Vec<TcpStream>,
+}
+
+fn config(change: impl FnOnce(&mut Config)) -> &'static Config {
+    let mut config = Config::default();
+    change(&mut config);
+    Box::leak(Box::new(config))
+}
+
+/// Two ends of a connection, established; both directions use the same XIDs.
+fn join(
+    config: &'static Config,
+    fds: [RawFd; 2],
+    devices: [Box<dyn QueuePair>; 2],
+    sockets: Vec<TcpStream>,
+) -> Arc<Ends> {
+    let [(active, first), (passive, second)] = devices.map(Fault::new);
+    let link = Link::new(Role::Client, config, Box::new(active), &memory(config));
+    let client = Client::with(fds[0], None, config, link);
+    let mut server = Server::with(fds[1], Box::new(passive), false, None, config);
+    server.receive();
+    assert!(server.link().is_some(), "established");
+    server.calls.next_xid = 1000;
+    client.lock().calls.next_xid = 1000;
+    let server = Arc::new(Mutex::new(server));
+    let reverse = Reverse::new(server.clone(), config, &HOOKS).unwrap();
+    let ends = Arc::new(Ends {
+        client,
+        server,
+        reverse,
+        devices: [first, second],
+        waker: WakeSet::new().unwrap(),
+        stop: AtomicBool::new(false),
+        served: AtomicU32::new(0),
+        _sockets: sockets,
+    });
+    ends.client.start_serving(Arc::new(Answers(Arc::downgrade(&ends))), 1, 1).unwrap();
+    *LOOP.lock().unwrap() = Some(ends.clone());
+    ends
+}
+
+fn over_tcp(config: &'static Config) -> Arc<Ends> {
+    let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+    let active = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
+    let (passive, _) = listener.accept().unwrap();
+    let fds = [active.as_raw_fd(), passive.as_raw_fd()];
+    let mut first = Iwarp::initiator(fds[0], options(config, fds[0])).unwrap();
+    let mut second = Iwarp::responder(fds[1], options(config, fds[1])).unwrap();
+    while !(second.establish().unwrap() & first.establish().unwrap()) {}
+    join(config, fds, [Box::new(first), Box::new(second)], vec![active, passive])
+}
+
+/// XID, direction, what the receiver is to do, length of the reply; and a pattern.
+fn message(xid: Xid, reply: bool, todo: u32, answer: u32, len: usize) -> Vec<u8> {
+    let head = [xid.0, reply.into(), todo, answer].map(u32::to_be_bytes).concat();
+    let pattern = (16..len.max(16)).map(|at| (at as u32).wrapping_mul(5).wrapping_add(xid.0 + todo) as u8);
+    head.into_iter().chain(pattern).collect()
+}
+
+fn word(bytes: &[u8], n: usize) -> u32 {
+    u32::from_be_bytes(bytes[4 * n..4 * n + 4].try_into().unwrap())
+}
+
+/// Makes a call of `len` bytes whose reply has `answer` bytes, and checks that one. `todo`: how often the two ends call one
+/// another in turn before it is answered.
+fn call(from: &dyn Requester, todo: u32, len: usize, answer: usize) -> Result<(), Error> {
+    let xid = from.fresh_xid();
+    let mut buf = from.message()?;
+    buf.extend(&message(xid, false, todo, answer as u32, len))?;
+    let reply = from.call(xid, buf.into(), answer, Vec::new(), Instant::now() + PATIENCE, None)?;
+    let reply: Vec<u8> = reply.iter().flat_map(|part| part.iter().copied()).collect();
+    assert!(reply == message(xid, true, todo, answer as u32, answer), "the reply {xid} is another one's");
+    Ok(())
+}
+
+/// Checks a call, calls back if it asks for it, and answers.
+fn answer(to: &dyn Responder, back: &dyn Requester, request: Request) -> Result<(), Error> {
+    let Request { id, xid, message: pieces, .. } = request;
+    let bytes: Vec<u8> = pieces.iter().flat_map(|part| part.iter().copied()).collect();
+    drop(pieces);
+    let (todo, length) = (word(&bytes, 2), word(&bytes, 3));
+    assert!(bytes == message(xid, false, todo, length, bytes.len()), "the call {xid} was changed on its way");
+    if todo > 0 {
+        call(back, todo - 1, 100, 100)?;
+    }
+    let mut reply = to.message()?;
+    reply.extend(&message(xid, true, todo, length, length as usize))?;
+    to.reply(id, reply.into())
+}
+
+/// The client's program.
+struct Answers(std::sync::Weak<Ends>);
+
+impl Serve for Answers {
+    fn serve(&self, request: Request, _: Mask<'_>) {
+        let Some(ends) = self.0.upgrade() else { return };
+        ends.served.fetch_add(1, Relaxed);
+        // The connection may be cut: then the caller of the other end knows.
+        let _ = answer(&*ends.client, &*ends.client, request);
+    }
+}
+
+/// One request of the server's program, as libtirpc's loop takes it. False when there is none.
+fn serve_once(ends: &Ends) -> bool {
+    let Some(request) = locked(&ends.server).receive() else { return false };
+    let dispatching = service_loop::Dispatching::begin();
+    let _ = answer(&*ends.server, &*ends.reverse, request);
+    drop(dispatching);
+    true
+}
+
+/// The service loop: it sleeps until the connection or the waker is readable, and never by a clock.
+fn service(ends: &Ends) {
+    while !ends.stop.load(Relaxed) {
+        let mut fds = {
+            let server = locked(&ends.server);
+            [PollFd::new(server.fd(), true, server.wants_write()), PollFd::new(ends.waker.fd(), true, false)]
+        };
+        sys::poll(&mut fds, Some(PATIENCE), None).unwrap();
+        ends.waker.silence();
+        service_loop::take_left();
+        locked(&ends.server).push();
+        while serve_once(ends) || locked(&ends.server).more() {}
+        if service_loop::has_left() {
+            (HOOKS.wake)();
+        }
+        if locked(&ends.server).closed().is_some() {
+            return;
+        }
+    }
+}
+
+impl Ends {
+    fn end(&self) {
+        self.stop.store(true, Relaxed);
+        self.waker.alarm(Some(Duration::ZERO)).unwrap();
+        *LOOP.lock().unwrap() = None;
+    }
+}
+
+/// `calls` in all, by eight threads at each end. Either the credits of both directions change meanwhile; or the ends call
+/// one another in turn, which takes a credit for each turn.
+fn load(ends: &Ends, calls: u32, in_turn: bool) {
+    const THREADS: u32 = 8;
+    ends.devices.iter().for_each(Control::count_only);
+    let each = calls / (2 * THREADS);
+    let running = AtomicU32::new(2 * THREADS);
+    let worker = |from: &dyn Requester, seed: u32| {
+        let mut random = seed.wrapping_mul(0x9e37_79b9) | 1;
+        for n in 0..each {
+            random = random.wrapping_mul(1_664_525).wrapping_add(1_013_904_223);
+            let pick = |bits: u32, most: u32| (random >> bits) % most;
+            // Most fit inline; some need chunks, either way; some have the ends call one another.
+            let len = if pick(8, 16) == 0 { 20_000 } else { 40 + pick(4, 3000) as usize };
+            let reply = if pick(12, 16) == 0 { 20_000 } else { 16 + pick(6, 3000) as usize };
+            let todo = if in_turn && n % 4 == 0 { pick(16, 4) } else { 0 };
+            call(from, todo, len, reply).unwrap_or_else(|error| panic!("call {n} of {seed}: {error}"));
+        }
+        if running.fetch_sub(1, Relaxed) == 1 {
+            ends.end();
+        }
+    };
+    scope(|scope| {
+        scope.spawn(|| service(ends));
+        for thread in 0..THREADS {
+            let worker = &worker;
+            scope.spawn(move || worker(&*ends.client, thread + 1));
+            scope.spawn(move || worker(&*ends.reverse, thread + 101));
+        }
+        scope.spawn(|| {
+            // Somebody serves callbacks when no thread of the client waits for a reply any more.
+            while !ends.stop.load(Relaxed) {
+                let _ = ends.client.poll_callbacks(Instant::now() + Duration::from_millis(10), None);
+            }
+        });
+        scope.spawn(|| {
+            let mut random = 7u32;
+            while !in_turn && !ends.stop.load(Relaxed) {
+                random = random.wrapping_mul(1_664_525).wrapping_add(1_013_904_223);
+                let credits = Some(1 + (random >> 8) % 128);
+                match random >> 30 {
+                    0 => ends.client.credits(credits),
+                    1 => Responder::grants(&*ends.client, credits),
+                    2 => ends.server.grants(credits),
+                    _ => ends.reverse.credits(credits),
+                };
+                std::thread::yield_now();
+            }
+        });
+    });
+    assert!(ends.served.load(Relaxed) >= calls / 2, "every call back was served by the client");
+    for control in &ends.devices {
+        assert_eq!((control.reads(), control.exposed()), (0, 0), "nothing is left");
+    }
+}
+
+/// rule 125, rule 127, rule 130, rule 131, rule 132: twenty thousand calls; a million with `--ignored`.
+#[test]
+fn both_directions_under_load_lose_nothing_and_exceed_no_credit() {
+    let _one = ONE.lock().unwrap_or_else(|e| e.into_inner());
+    load(&over_tcp(config(|_| {})), 20_000, false);
+}
+
+/// A callback that calls forward before it answers, and one made in the midst of another.
+#[test]
+fn ends_that_call_one_another_in_turn_do_not_wait_for_ever() {
+    let _one = ONE.lock().unwrap_or_else(|e| e.into_inner());
+    let many = config(|config| (config.credits, config.reverse_credits) = (64, 64));
+    load(&over_tcp(many), 4000, true);
+}
+
+#[test]
+#[ignore = "long: make check-long"]
+fn both_directions_under_a_million_calls_lose_nothing_and_exceed_no_credit() {
+    let _one = ONE.lock().unwrap_or_else(|e| e.into_inner());
+    load(&over_tcp(config(|_| {})), 1_000_000, false);
+}
+
+#[cfg(feature = "verbs")]
+#[test]
+#[ignore = "needs an RDMA device: VERBS_ADDRESS"]
+fn both_directions_under_load_on_a_device() {
+    let _one = ONE.lock().unwrap_or_else(|e| e.into_inner());
+    let config = config(|_| {});
+    let devices = verbs::tests::connected(&adapter_options(config));
+    let fds = [devices[1].fd(), devices[0].fd()];
+    let [passive, active] = devices;
+    load(&join(config, fds, [active, passive], Vec::new()), 20_000, false);
+}

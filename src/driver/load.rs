@@ -208,17 +208,20 @@ fn load(ends: &Ends, calls: u32, in_turn: bool) {
     };
     scope(|scope| {
         scope.spawn(|| service(ends));
+        scope.spawn(|| {
+            // Somebody serves callbacks when no thread of the client waits for a reply.
+            while !ends.stop.load(Relaxed) {
+                let _ = ends.client.poll_callbacks(Instant::now() + Duration::from_millis(10), None);
+            }
+        });
+        // There is one credit before the first reply, and with one nobody can call in turn.
+        call(&*ends.client, 0, 40, 40).unwrap();
+        call(&*ends.reverse, 0, 40, 40).unwrap();
         for thread in 0..THREADS {
             let worker = &worker;
             scope.spawn(move || worker(&*ends.client, thread + 1));
             scope.spawn(move || worker(&*ends.reverse, thread + 101));
         }
-        scope.spawn(|| {
-            // Somebody serves callbacks when no thread of the client waits for a reply any more.
-            while !ends.stop.load(Relaxed) {
-                let _ = ends.client.poll_callbacks(Instant::now() + Duration::from_millis(10), None);
-            }
-        });
         scope.spawn(|| {
             let mut random = 7u32;
             while !in_turn && !ends.stop.load(Relaxed) {

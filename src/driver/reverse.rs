@@ -470,7 +470,8 @@ pub mod service_loop {
     /// Leave to run one; `None` where this is not the loop's thread, or the nesting is too deep.
     pub fn nest() -> Option<Nested> {
         let depth = NESTED.get();
-        (is_mine() && depth < NEST_MAX).then(|| {
+        let own = THREAD.load(Relaxed) == sys::this_thread();
+        (own && depth < NEST_MAX).then(|| {
             NESTED.set(depth + 1);
             Nested(())
         })

@@ -5,6 +5,7 @@
 //! at any time are checked by the pair after every step of every test.
 #![forbid(unsafe_code)]
 
+mod both;
 mod pair;
 mod placement;
 

@@ -276,3 +276,80 @@ fn both_directions_under_load_on_a_device() {
     let [passive, active] = devices;
     load(&join(config, fds, [active, passive], Vec::new()), 20_000, false);
 }
+
+/// rule 141: a sample with real sockets; the pure engine is cut at every step.
+#[test]
+fn a_connection_cut_during_a_call_back_ends_it_once_with_the_right_status() {
+    let _one = ONE.lock().unwrap_or_else(|e| e.into_inner());
+    let mut kinds = Vec::new();
+    for (end, at) in (0..2).flat_map(|end| (1..16).map(move |at| (end, at))) {
+        let ends = &*over_tcp(config(|_| {}));
+        scope(|scope| {
+            scope.spawn(|| service(ends));
+            scope.spawn(|| {
+                while !ends.stop.load(Relaxed) {
+                    let _ = ends.client.poll_callbacks(Instant::now() + Duration::from_millis(10), None);
+                }
+            });
+            call(&*ends.client, 0, 40, 40).unwrap();
+            call(&*ends.reverse, 0, 40, 40).unwrap();
+            let served = ends.served.load(Relaxed);
+            let (wait, now) = (ends.client.lock(), locked(&ends.server));
+            let control = &ends.devices[end];
+            control.fail_at(control.trace().len() + at, Error::new(Kind::Os(libc::EIO), "cut"));
+            drop((wait, now));
+            let outcome = call(&*ends.reverse, 0, 6000, 6000);
+            let kind = outcome.as_ref().err().map(Error::kind);
+            match kind {
+                // Whether it was served is not known, and never will be.
+                None | Some(Kind::ConnectionLost) => {}
+                // An exposure that failed ends its call alone.
+                Some(Kind::NotSent | Kind::Os(libc::EIO)) => assert_eq!(ends.served.load(Relaxed), served),
+                // The client could not answer, and said so; or the memory of the reply could not be taken back.
+                Some(Kind::Peer) => {}
+                Some(_) => panic!("end {end}, operation {at}: {outcome:?}"),
+            }
+            kinds.push(kind);
+            assert!(
+                locked(&ends.server).calls.outcomes.is_empty()
+                    && locked(&ends.server).calls.sleepers.is_empty()
+            );
+            ends.end();
+        });
+    }
+    for wanted in [None, Some(Kind::ConnectionLost)] {
+        assert!(kinds.contains(&wanted), "{kinds:?}");
+    }
+}
+
+/// RFC 8167 §5.4: a call back waits for its client, up to its time; the loop's own thread, which alone could bring the
+/// client back, does not.
+#[test]
+fn a_call_back_waits_for_its_client_to_come_back_on_another_connection() {
+    let _one = ONE.lock().unwrap_or_else(|e| e.into_inner());
+    let first = over_tcp(config(|_| {}));
+    let second = over_tcp(config(|_| {}));
+    locked(&first.server).shut();
+    let error = call(&*first.reverse, 0, 40, 40).unwrap_err();
+    assert_eq!(error.kind(), Kind::NotSent);
+    assert!(error.text().contains("rpcrdma_clnt_rebind"), "{error}");
+    scope(|scope| {
+        // The loop is another thread's from here on.
+        scope.spawn(|| service(&second));
+        while service_loop::is_mine() {
+            call(&*second.client, 0, 40, 40).unwrap();
+        }
+        let soon = Instant::now() + Duration::from_millis(30);
+        assert_eq!(first.reverse.comes_back(soon, None).unwrap_err().kind(), Kind::Timeout);
+        let waits = scope.spawn(|| first.reverse.comes_back(Instant::now() + PATIENCE, None));
+        first.reverse.rebind(second.server.clone()).unwrap();
+        assert!(waits.join().unwrap().unwrap());
+        scope.spawn(|| {
+            while !second.stop.load(Relaxed) {
+                let _ = second.client.poll_callbacks(Instant::now() + Duration::from_millis(10), None);
+            }
+        });
+        call(&*first.reverse, 0, 40, 40).unwrap();
+        second.end();
+    });
+}

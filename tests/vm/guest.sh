@@ -6,6 +6,7 @@
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 . "$here/../lib.sh"
 programs=$top/build/nfs3
+programs41=$top/build/nfs41
 address=192.168.77.1
 
 # On the host: ends the script where there can be no guest, or nothing to run in it. NAME is for the skip line.
@@ -13,7 +14,8 @@ needs_guest() {
     local base=${RPCRDMA_VM:-$HOME/.cache/rpcrdma-vm}
     command -v qemu-system-x86_64 >/dev/null || { skip "$1" "no qemu-system-x86_64: tests/vm/setup.sh installs it"; closing; }
     [ -d "$base/extra" ] || { skip "$1" "no guest in $base: run tests/vm/setup.sh as root first"; closing; }
-    [ -r "$LIBRPCRDMA" ] && [ -x "$programs/nfs3d" ] || { FAIL "make and make nfs3 come first"; closing; }
+    [ -r "$LIBRPCRDMA" ] && [ -x "$programs/nfs3d" ] && [ -x "$programs41/nfs41d" ] ||
+        { FAIL "make, make nfs3 and make nfs41 come first"; closing; }
 }
 # run_in_guest NAME SECONDS SCRIPT [PATH...]: on the host runs the script in one guest for each of the paths (default: all
 # that the library has), and ends. In the guest it goes on, with `path`.
@@ -81,6 +83,8 @@ nfsd_up() {
     must mount -t nfsd nfsd /proc/fs/nfsd
     # In proportion to the guest's memory it would be 512 KiB.
     must tee /proc/fs/nfsd/max_block_size <<<1048576
+    # The shortest lease of version 4.
+    must tee /proc/fs/nfsd/nfsv4leasetime <<<10
     must mount -t rpc_pipefs rpc_pipefs /var/lib/nfs/rpc_pipefs
     : >/var/lib/nfs/etab; : >/var/lib/nfs/rmtab
     must mount -t tmpfs -o size=512m export /export

@@ -287,6 +287,7 @@ static nfsstat4 cb_recall(const CB_RECALL4args *args)
 /* Whatever is answered without a place in the slot is an error of the first operation. */
 static CB_COMPOUND4res *run_callback(const CB_COMPOUND4args *args)
 {
+    static bool running;
     static nfs_cb_resop4 refusal;
     static CB_COMPOUND4res refused = {.resarray = {.resarray_val = &refusal}};
     const nfs_cb_argop4 *operations = args->argarray.argarray_val;
@@ -295,6 +296,8 @@ static CB_COMPOUND4res *run_callback(const CB_COMPOUND4args *args)
     nfsstat4 status = NFS4ERR_OP_NOT_IN_SESSION;
     if (args->minorversion != 1)
         status = NFS4ERR_MINOR_VERS_MISMATCH;
+    else if (running)
+        status = NFS4ERR_DELAY; /* while this one calls forward, another one may come */
     else if (count > 0 && operations->argop == OP_CB_SEQUENCE)
         status = cb_sequence(&operations->nfs_cb_argop4_u.opcbsequence, &again);
     if (status != NFS4_OK) {
@@ -309,6 +312,7 @@ static CB_COMPOUND4res *run_callback(const CB_COMPOUND4args *args)
     *ok = (CB_SEQUENCE4resok){.csr_sequenceid = callbacks};
     memcpy(ok->csr_sessionid, session, sizeof session);
     u_int done = 0;
+    running = true;
     do {
         if (operations[done].argop == OP_CB_RECALL)
             status = cb_recall(&operations[done].nfs_cb_argop4_u.opcbrecall);
@@ -317,6 +321,7 @@ static CB_COMPOUND4res *run_callback(const CB_COMPOUND4args *args)
         answers[done].resop = operations[done].argop;
         answers[done].nfs_cb_resop4_u.status = status;
     } while (++done < count && status == NFS4_OK);
+    running = false;
     answered.status = status;
     answered.resarray.resarray_len = done;
     return &answered;

@@ -77,6 +77,7 @@ static struct {
     bool is_down; /* the last callback failed */
     u_int callbacks;
 } session;
+static bool calling; /* a callback waits for its reply */
 
 /* What begins a stateid tells what it is of; the rest makes it unlike all others. */
 static stateid4 opens[OPENS], delegation;
@@ -558,7 +559,10 @@ static nfsstat4 operate(const nfs_argop4 *operation, nfs_resop4 *result, struct 
 {
 #define ARGS operation->nfs_argop4_u
 #define OK(member, type, ok) result->nfs_resop4_u.member.type##res_u.ok
-    /* These come alone. */
+    /* These come alone. They may end the session, which must wait while a callback is under way: requests that come
+     * then are dispatched in its midst. */
+    if (!run->sequenced && calling)
+        return NFS4ERR_DELAY;
     switch (run->sequenced ? OP_SEQUENCE : (int)operation->argop) {
     case OP_EXCHANGE_ID:
         return exchange_id(&ARGS.opexchange_id, &OK(opexchange_id, EXCHANGE_ID4, eir_resok4));
@@ -691,11 +695,13 @@ static void dispatch(struct svc_req *request, SVCXPRT *transport)
 static bool call_back(const char *what, u_int procedure, CB_COMPOUND4args *args, CB_COMPOUND4res *res)
 {
     struct timeval timeout = {.tv_sec = 10};
+    calling = true;
     enum clnt_stat outcome =
         args != NULL ? clnt_call(session.back, procedure, (xdrproc_t)xdr_CB_COMPOUND4args, (char *)args,
                                  (xdrproc_t)xdr_CB_COMPOUND4res, (char *)res, timeout)
                      : clnt_call(session.back, procedure, (xdrproc_t)xdr_void, NULL, (xdrproc_t)xdr_void, NULL,
                                  timeout);
+    calling = false;
     session.is_down = outcome != RPC_SUCCESS;
     printf("%s: %s\n", what, outcome == RPC_SUCCESS ? "answered" : clnt_sperror(session.back, "failed"));
     return outcome == RPC_SUCCESS;

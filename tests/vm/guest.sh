@@ -75,8 +75,9 @@ device_down() {
     else FAIL "$path: the device is still in use after $(seconds)"; fi
 }
 
-# The kernel's server, with NFS version 3 on RDMA port 20049 and MOUNT on TCP port 20048; /export is a tmpfs, because
-# an overlay cannot be exported.
+# The kernel's server, with NFS versions 3 and 4 on RDMA port 20049 and MOUNT on TCP port 20048; /export is a tmpfs,
+# because an overlay cannot be exported.
+nfsd=(rpc.nfsd --no-udp --nfs-version 3)
 nfsd_up() {
     must modprobe nfsd
     mkdir -p /var/lib/nfs/rpc_pipefs /var/lib/nfs/v4recovery /run/rpcbind /run/sendsigs.omit.d /export
@@ -94,7 +95,7 @@ nfsd_up() {
     must rpc.mountd --no-udp --port 20048
 }
 nfsd_threads() {
-    must rpc.nfsd --no-udp --nfs-version 3 8
+    must "${nfsd[@]}" 8
     echo rdma 20049 >/proc/fs/nfsd/portlist || { FAIL "nfsd listens on RDMA"; closing; }
 }
 # Our client for this server; `client` ends in any case.

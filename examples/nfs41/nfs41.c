@@ -230,8 +230,8 @@ static void return_delegation(void)
         {.argop = OP_PUTFH, .nfs_argop4_u.object = file},
         {.argop = OP_DELEGRETURN, .nfs_argop4_u.deleg_stateid = delegation},
     };
-    DO_COMPOUND("DELEGRETURN", operations);
     delegated = false;
+    DO_COMPOUND("DELEGRETURN", operations);
     puts("delegation returned");
 }
 

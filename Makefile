@@ -2,6 +2,7 @@
 # make install      PREFIX=/usr/local, LIBDIR, INCLUDEDIR, BINDIR, MANDIR; DESTDIR is respected
 # make demo         copies files over tcp and over RDMA with the same binaries
 # make nfs3         the example NFS server and client: build/nfs3/nfs3d and nfs3
+# make nfs41        the example NFS version 4.1 client and server, with calls back: build/nfs41/nfs41 and nfs41d
 # make check        what every change must pass; as root it first installs the packages that are missing
 # make check-long   check, and what takes longer
 # make check-bad-peers   every corruption of every byte of a peer's frames: some minutes
@@ -71,6 +72,9 @@ demo: all
 nfs3:
 	$(MAKE) -C examples/nfs3 OUT=$(CURDIR)/build/nfs3
 
+nfs41: all
+	$(MAKE) -C examples/nfs41 OUT=$(CURDIR)/build/nfs41
+
 check: check-packages check-source check-rust check-exports check-c
 	@for script in $(SCRIPTS); do echo "== $$script"; bash $$script || exit 1; done
 
@@ -104,7 +108,7 @@ check-long: check check-bad-peers
 	$(CARGO) test $(CARGOFLAGS) --release --lib -- --ignored --skip on_a_device
 	@for script in $(LONG); do echo "== $$script"; bash $$script || exit 1; done
 
-check-vm: all nfs3
+check-vm: all nfs3 nfs41
 	@failed=; for script in $(VM_SCRIPTS); do echo "== $$script"; bash $$script || failed="$$failed $$script"; done; \
 	    [ -z "$$failed" ] || { echo "failed:$$failed"; exit 1; }
 
@@ -115,7 +119,7 @@ clean:
 	$(CARGO) clean
 	rm -rf build
 
-.PHONY: all install demo nfs3 check check-packages check-source check-rust check-exports check-c check-long \
+.PHONY: all install demo nfs3 nfs41 check check-packages check-source check-rust check-exports check-c check-long \
     check-bad-peers check-vm bench clean
 .DELETE_ON_ERROR:
 # The steps of check depend on their order: packages first.

@@ -344,7 +344,7 @@ impl Connection {
         bindings: Arc<Registry>,
     ) -> Connection {
         // RFC 8166 §3.3.1: "The granted value MUST NOT be zero, since such a value would result in deadlock."
-        settings.credits = settings.credits.max(1);
+        settings.credits = settings.credits.min(settings.receives.saturating_sub(RECEIVE_MARGIN + 1)).max(1);
         let credits = settings.credits;
         let (asked, served) = if role == Role::Client { (credits, 0) } else { (0, credits) };
         // RFC 8166 §3.3.2: "The inline threshold value is the smaller of the largest number of bytes the sender can
@@ -395,9 +395,9 @@ impl Connection {
     }
 
     /// Asks for so many credits with every call from now on; returns how many it will be, for the device's Receives bound
-    /// both directions together. A server makes calls from its first `ask` on.
+    /// both directions together, and each leaves one to the other. A server makes calls from its first `ask` on.
     pub fn ask(&mut self, credits: u32) -> u32 {
-        let room = self.settings.receives.saturating_sub(RECEIVE_MARGIN + self.responder.receives);
+        let room = self.settings.receives.saturating_sub(RECEIVE_MARGIN + self.responder.receives.max(1));
         let credits = credits.min(room).max(1);
         self.requester.asked = credits;
         self.requester.receives = self.requester.receives.max(credits);
@@ -408,7 +408,7 @@ impl Connection {
     /// Grants so many credits with every reply from now on; returns how many, as `ask` does. A client serves from its first
     /// `grant` on.
     pub fn grant(&mut self, credits: u32) -> u32 {
-        let room = self.settings.receives.saturating_sub(RECEIVE_MARGIN + self.requester.receives);
+        let room = self.settings.receives.saturating_sub(RECEIVE_MARGIN + self.requester.receives.max(1));
         let credits = credits.min(room).max(1);
         self.responder.grant = credits;
         self.responder.receives = self.responder.receives.max(credits);

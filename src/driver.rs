@@ -392,8 +392,9 @@ impl Link {
     pub fn new(role: Role, config: &Config, device: Box<dyn QueuePair>, memory: &Arc<Memory>) -> Link {
         let peer = PrivateData::find(device.private_data()).unwrap_or(PrivateData::ABSENT);
         let limits = device.limits();
-        // Where the device holds few Receives, the reverse direction gets what the forward direction leaves.
-        let credits = config.credits.min(limits.receives.saturating_sub(RECEIVE_MARGIN));
+        // Where the device holds few Receives, a quarter of them is left to the reverse direction.
+        let room = limits.receives.saturating_sub(RECEIVE_MARGIN);
+        let credits = config.credits.min(room - config.reverse_credits.min(room.div_ceil(4)));
         let memory = device.slabs().map_or_else(|| memory.clone(), |slabs| memory.with(slabs));
         let settings = Settings {
             credits,

@@ -290,6 +290,23 @@ fn a_setting_of_no_credits_is_taken_as_one() {
     }
 }
 
+/// RFC 8167 §4.3.1: each direction has its Receives, whatever is asked for and in whatever order.
+#[test]
+fn both_directions_together_never_post_more_receives_than_the_device_holds() {
+    for (credits, receives) in [(24, 32), (4096, 32), (4, 12), (1, 10)] {
+        let settings = Settings { credits, receives, ..SETTINGS };
+        let mut pair = Pair::with(Setup { client: settings, server: settings, ..SETUP });
+        for wanted in [16, 4096, 1] {
+            assert!(pair.client.engine.grant(wanted) >= 1 && pair.client.engine.ask(wanted) >= 1);
+            assert!(pair.server.engine.ask(wanted) >= 1 && pair.server.engine.grant(wanted) >= 1);
+            pair.settle();
+            for device in [&pair.client.device, &pair.server.device] {
+                assert!(device.receives <= receives, "{} of {receives}", device.receives);
+            }
+        }
+    }
+}
+
 /// rule 22: the other end's mistake does not stop us for ever.
 #[test]
 fn a_grant_of_zero_is_taken_as_one() {

@@ -6,6 +6,7 @@
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 . "$here/../lib.sh"
 programs=$top/build/nfs3
+programs41=$top/build/nfs41
 address=192.168.77.1
 
 # On the host: ends the script where there can be no guest, or nothing to run in it. NAME is for the skip line.
@@ -13,7 +14,8 @@ needs_guest() {
     local base=${RPCRDMA_VM:-$HOME/.cache/rpcrdma-vm}
     command -v qemu-system-x86_64 >/dev/null || { skip "$1" "no qemu-system-x86_64: tests/vm/setup.sh installs it"; closing; }
     [ -d "$base/extra" ] || { skip "$1" "no guest in $base: run tests/vm/setup.sh as root first"; closing; }
-    [ -r "$LIBRPCRDMA" ] && [ -x "$programs/nfs3d" ] || { FAIL "make and make nfs3 come first"; closing; }
+    [ -r "$LIBRPCRDMA" ] && [ -x "$programs/nfs3d" ] && [ -x "$programs41/nfs41d" ] ||
+        { FAIL "make, make nfs3 and make nfs41 come first"; closing; }
 }
 # run_in_guest NAME SECONDS SCRIPT [PATH...]: on the host runs the script in one guest for each of the paths (default: all
 # that the library has), and ends. In the guest it goes on, with `path`.
@@ -73,14 +75,17 @@ device_down() {
     else FAIL "$path: the device is still in use after $(seconds)"; fi
 }
 
-# The kernel's server, with NFS version 3 on RDMA port 20049 and MOUNT on TCP port 20048; /export is a tmpfs, because
-# an overlay cannot be exported.
+# The kernel's server, with NFS versions 3 and 4 on RDMA port 20049 and MOUNT on TCP port 20048; /export is a tmpfs,
+# because an overlay cannot be exported.
+nfsd=(rpc.nfsd --no-udp --nfs-version 3)
 nfsd_up() {
     must modprobe nfsd
     mkdir -p /var/lib/nfs/rpc_pipefs /var/lib/nfs/v4recovery /run/rpcbind /run/sendsigs.omit.d /export
     must mount -t nfsd nfsd /proc/fs/nfsd
     # In proportion to the guest's memory it would be 512 KiB.
     must tee /proc/fs/nfsd/max_block_size <<<1048576
+    # The shortest lease of version 4.
+    must tee /proc/fs/nfsd/nfsv4leasetime <<<10
     must mount -t rpc_pipefs rpc_pipefs /var/lib/nfs/rpc_pipefs
     : >/var/lib/nfs/etab; : >/var/lib/nfs/rmtab
     must mount -t tmpfs -o size=512m export /export
@@ -90,7 +95,7 @@ nfsd_up() {
     must rpc.mountd --no-udp --port 20048
 }
 nfsd_threads() {
-    must rpc.nfsd --no-udp --nfs-version 3 8
+    must "${nfsd[@]}" 8
     echo rdma 20049 >/proc/fs/nfsd/portlist || { FAIL "nfsd listens on RDMA"; closing; }
 }
 # Our client for this server; `client` ends in any case.

@@ -1,6 +1,6 @@
 # make              the library: build/librpcrdma.so.0
 # make install      PREFIX=/usr/local, LIBDIR, INCLUDEDIR, BINDIR, MANDIR; DESTDIR is respected
-# make demo         copies files over tcp and over RDMA with the same binaries
+# make demo         copies files over tcp and over RDMA with the same binaries; calls clients back
 # make nfs3         the example NFS server and client: build/nfs3/nfs3d and nfs3
 # make check        what every change must pass; as root it first installs the packages that are missing
 # make check-long   check, and what takes longer
@@ -67,6 +67,7 @@ install: all
 
 demo: all
 	bash examples/demo.sh
+	bash examples/watch/demo.sh
 
 nfs3:
 	$(MAKE) -C examples/nfs3 OUT=$(CURDIR)/build/nfs3

@@ -205,7 +205,7 @@ bool_t rpcrdma_clnt_rebind(CLIENT *clnt,
 // that it may call back. `dispatch` NULL ends it.
 //
 // Callbacks are served by any thread that waits for a reply on the connection, by rpcrdma_clnt_poll(), and by svc_run()
-// (or the program's own loop over svc_pollfd) if the process has one. One at a time; a callback that makes calls on the
+// (or the program's own loop over svc_pollfd) if this process, not a child of it, has one. One at a time; a callback that makes calls on the
 // connection itself serves others while it waits. It must not destroy the CLIENT, and with RPCSEC_GSS it needs an AUTH
 // of its own for such calls.
 //
@@ -221,8 +221,9 @@ bool_t rpcrdma_clnt_serve(CLIENT *clnt,
                           rpcvers_t vers,
                           rpcrdma_dispatch dispatch);
 
-// Waits for callbacks at most so long, and serves those that are there. Returns how many, 0 if none came; -1 if no
-// program is served, or the connection was lost and could not be made anew in time: clnt_perror() prints why.
+// Waits for callbacks at most so long, and serves those that are there. Returns how many; 0 if none came, and as soon
+// as a lost connection was made anew: look at CLGET_RDMA_CONNECTIONS. -1 if no program is served, or the connection was
+// lost and could not be made anew in time: clnt_perror() prints why. Signal handlers run meanwhile, and do not end it.
 //
 // # Safety
 // `clnt` is NULL or a live CLIENT.

@@ -287,7 +287,7 @@ pub type rpcrdma_dispatch = Option<unsafe extern "C" fn(request: *mut svc_req, x
 /// that it may call back. `dispatch` NULL ends it.
 ///
 /// Callbacks are served by any thread that waits for a reply on the connection, by rpcrdma_clnt_poll(), and by svc_run()
-/// (or the program's own loop over svc_pollfd) if the process has one. One at a time; a callback that makes calls on the
+/// (or the program's own loop over svc_pollfd) if this process, not a child of it, has one. One at a time; a callback that makes calls on the
 /// connection itself serves others while it waits. It must not destroy the CLIENT, and with RPCSEC_GSS it needs an AUTH
 /// of its own for such calls.
 ///
@@ -314,8 +314,9 @@ pub unsafe extern "C" fn rpcrdma_clnt_serve(
     })
 }
 
-/// Waits for callbacks at most so long, and serves those that are there. Returns how many, 0 if none came; -1 if no
-/// program is served, or the connection was lost and could not be made anew in time: clnt_perror() prints why.
+/// Waits for callbacks at most so long, and serves those that are there. Returns how many; 0 if none came, and as soon
+/// as a lost connection was made anew: look at CLGET_RDMA_CONNECTIONS. -1 if no program is served, or the connection was
+/// lost and could not be made anew in time: clnt_perror() prints why. Signal handlers run meanwhile, and do not end it.
 ///
 /// # Safety
 /// `clnt` is NULL or a live CLIENT.

@@ -4,8 +4,8 @@
 . "$(dirname "${BASH_SOURCE[0]}")/guest.sh"
 run_in_guest "the back channel of the kernel's NFS/RDMA" 300 "${BASH_SOURCE[0]}" "$@"
 
-# Linux takes a delegation away after 90 seconds, whether it is returned or not.
-soon=15000000 # microseconds
+# Linux takes a delegation away when it was recalled for the time of a lease, 10 seconds here.
+soon=8000000 # microseconds
 nfs41=("${preloaded[@]}" "$programs41/nfs41")
 nfs41d=("${preloaded[@]}" "$programs41/nfs41d")
 out=$scratch/out log=$scratch/log

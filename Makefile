@@ -1,6 +1,6 @@
 # make              the library: build/librpcrdma.so.0
 # make install      PREFIX=/usr/local, LIBDIR, INCLUDEDIR, BINDIR, MANDIR; DESTDIR is respected
-# make demo         copies files over tcp and over RDMA with the same binaries
+# make demo         copies files over tcp and over RDMA with the same binaries; calls clients back
 # make nfs3         the example NFS server and client: build/nfs3/nfs3d and nfs3
 # make nfs41        the example NFS version 4.1 client and server, with calls back: build/nfs41/nfs41 and nfs41d
 # make check        what every change must pass; as root it first installs the packages that are missing
@@ -68,6 +68,7 @@ install: all
 
 demo: all
 	bash examples/demo.sh
+	bash examples/watch/demo.sh
 
 nfs3:
 	$(MAKE) -C examples/nfs3 OUT=$(CURDIR)/build/nfs3

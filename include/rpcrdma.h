@@ -221,8 +221,9 @@ bool_t rpcrdma_clnt_serve(CLIENT *clnt,
                           rpcvers_t vers,
                           rpcrdma_dispatch dispatch);
 
-// Waits for callbacks at most so long, and serves those that are there. Returns how many, 0 if none came; -1 if no
-// program is served, or the connection was lost and could not be made anew in time: clnt_perror() prints why.
+// Waits for callbacks at most so long, and serves those that are there. Returns how many; 0 if none came, and as soon
+// as a lost connection was made anew: look at CLGET_RDMA_CONNECTIONS. -1 if no program is served, or the connection was
+// lost and could not be made anew in time: clnt_perror() prints why. Signal handlers run meanwhile, and do not end it.
 //
 // # Safety
 // `clnt` is NULL or a live CLIENT.

@@ -141,11 +141,13 @@ impl Client {
         served
     }
 
-    /// Waits for calls back, at most until `deadline`; serves those that are there, and returns how many.
+    /// Waits for calls back, at most until `deadline`; serves those that are there, and returns how many: 0 already when
+    /// the connection was made anew.
     ///
     /// # Errors
     /// Why the connection is lost, when it could not be made anew until then.
     pub fn poll_callbacks(&self, deadline: Instant, mask: Mask<'_>) -> Result<usize, Error> {
+        let connections = self.connections();
         let mut served = self.serve_now(mask);
         let waiter = Waiter::Callbacks(sys::this_thread());
         let mut condition = None;
@@ -156,7 +158,8 @@ impl Client {
                 served += 1;
             }
             let now = Instant::now();
-            if served > 0 || now >= deadline {
+            // The program on a new connection does not know its client: nothing would be called back until it does.
+            if served > 0 || now >= deadline || state.connections != connections {
                 let lost = state.link.engine.closed().cloned().filter(|_| served == 0);
                 state.leave(waiter);
                 state.rearm();

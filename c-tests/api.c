@@ -12,6 +12,7 @@
 #include <sys/prctl.h>
 #include <sys/socket.h>
 #include <sys/wait.h>
+#include <time.h>
 #include <unistd.h>
 
 #define PROG 0x20000066
@@ -360,8 +361,490 @@ static void misuse(void)
     puts("ok    NULL and wrong descriptors are errors");
 }
 
+/* ---- Calls back -------------------------------------------------------------------------------------------------- */
+
+#define BACK 0x20000067
+
+/* The server does with its reverse CLIENT as it is told: */
+enum {
+    ORDER_CALL = 10, /* makes one, calls back inside the dispatch routine, and says what came of it */
+    ORDER_LAST,      /* says what came of the last one */
+    ORDER_KEEP,      /* makes one that stays */
+    ORDER_KEPT,      /* calls with that one */
+    ORDER_REBIND,    /* has it go on over the connection of this request */
+    ORDER_MISUSE,    /* tries what must fail, on either kind of handle */
+};
+/* What the client's program does when it is called back. */
+enum { BACK_UID = 1, BACK_LENGTH, BACK_FORWARD, BACK_SILENCE, BACK_EXIT };
+enum { AS_SYS = 1, WITHOUT_CHUNKS = 2 };
+
+struct order {
+    u_int program, version, procedure, milliseconds, how, length;
+};
+struct outcome {
+    u_int status, low, high, result, milliseconds;
+};
+
+static bool_t xdr_words(XDR *xdrs, u_int *words, size_t bytes)
+{
+    return xdr_vector(xdrs, (char *)words, (u_int)(bytes / sizeof *words), sizeof *words, (xdrproc_t)xdr_u_int);
+}
+static bool_t xdr_order(XDR *xdrs, struct order *order) { return xdr_words(xdrs, &order->program, sizeof *order); }
+static bool_t xdr_outcome(XDR *xdrs, struct outcome *outcome)
+{
+    return xdr_words(xdrs, &outcome->status, sizeof *outcome);
+}
+
+static struct outcome call_back(CLIENT *back, const struct order *order)
+{
+    struct timeval limit = {order->milliseconds / 1000, order->milliseconds % 1000 * 1000};
+    struct blob blob = {calloc(1, order->length + 1), order->length};
+    AUTH *none = back->cl_auth;
+    gid_t gids[] = {7, 8};
+    char machine[] = "machine";
+    if (order->how & AS_SYS)
+        back->cl_auth = authunix_create(machine, 1234, 5678, 2, gids);
+    bool_t chunks = !(order->how & WITHOUT_CHUNKS);
+    REQUIRE(clnt_control(back, CLSET_RDMA_REVERSE_CHUNKS, (char *)&chunks));
+    struct outcome outcome = {0};
+    struct timespec before, after;
+    clock_gettime(CLOCK_MONOTONIC, &before);
+    outcome.status = clnt_call(back, order->procedure, (xdrproc_t)xdr_blob, (char *)&blob, (xdrproc_t)xdr_u_int,
+                               (char *)&outcome.result, limit);
+    clock_gettime(CLOCK_MONOTONIC, &after);
+    outcome.milliseconds =
+        (u_int)((after.tv_sec - before.tv_sec) * 1000 + (after.tv_nsec - before.tv_nsec) / 1000000);
+    struct rpc_err error;
+    clnt_geterr(back, &error);
+    outcome.low = (u_int)error.re_vers.low;
+    outcome.high = (u_int)error.re_vers.high;
+    if (back->cl_auth != none)
+        auth_destroy(back->cl_auth);
+    back->cl_auth = none;
+    free(blob.bytes);
+    return outcome;
+}
+
+static void require_text(CLIENT *client, const char *word)
+{
+    const char *text = clnt_sperror(client, "call");
+    if (strstr(text, word) == NULL)
+        fprintf(stderr, "\"%s\" does not say \"%s\"\n", text, word);
+    REQUIRE(strstr(text, word) != NULL);
+}
+
+/* A CLIENT and two SVCXPRTs of libtirpc itself. */
+struct stock {
+    CLIENT *client;
+    SVCXPRT *listener, *connection;
+    int fds[2];
+};
+
+static struct stock stock_handles(void)
+{
+    struct stock stock;
+    struct address address;
+    int fd = bound(AF_INET, &address);
+    REQUIRE(listen(fd, 8) == 0);
+    for (int i = 0; i < 2; i++) {
+        stock.fds[i] = socket(AF_INET, SOCK_STREAM, 0);
+        REQUIRE(connect(stock.fds[i], &address.u.any, address.netbuf.len) == 0);
+    }
+    stock.client = clnt_vc_create(stock.fds[0], netbuf(&address), PROG, 1, 0, 0);
+    stock.connection = svc_fd_create(stock.fds[1], 0, 0);
+    stock.listener = svc_vc_create(fd, 0, 0);
+    REQUIRE(stock.client != NULL && stock.connection != NULL && stock.listener != NULL);
+    return stock;
+}
+
+static void stock_destroy(struct stock *stock)
+{
+    clnt_destroy(stock->client);
+    svc_destroy(stock->listener);
+    svc_destroy(stock->connection);
+    close(stock->fds[0]);
+}
+
+static void require_credits(CLIENT *client, u_int set, u_int get, u_int first)
+{
+    static const u_int wrong[] = {0, 4097, UINT32_MAX};
+    u_int credits = 0;
+    REQUIRE(clnt_control(client, get, (char *)&credits) && credits == first);
+    REQUIRE(!clnt_control(client, get, NULL) && !clnt_control(client, set, NULL));
+    for (size_t i = 0; i < sizeof wrong / sizeof *wrong; i++) {
+        credits = wrong[i];
+        REQUIRE(!clnt_control(client, set, (char *)&credits));
+    }
+    REQUIRE(clnt_control(client, get, (char *)&credits) && credits == first);
+    credits = 5;
+    REQUIRE(clnt_control(client, set, (char *)&credits));
+    credits = 0;
+    REQUIRE(clnt_control(client, get, (char *)&credits) && credits == 5);
+    REQUIRE(clnt_control(client, set, (char *)&first));
+}
+
+static void nothing(struct svc_req *request, SVCXPRT *xprt) { (void)request, (void)xprt; }
+
+/* At the server, inside a dispatch routine; `forward` is a CLIENT that this process has made. */
+static void server_misuse(CLIENT *forward, SVCXPRT *xprt, SVCXPRT *listener)
+{
+    struct stock stock = stock_handles();
+    SVCXPRT *wrong[] = {NULL, stock.listener, stock.connection, listener};
+    CLIENT *back = rpcrdma_clnt_reverse(xprt, BACK, 1);
+    REQUIRE(back != NULL);
+    for (size_t i = 0; i < sizeof wrong / sizeof *wrong; i++) {
+        REQUIRE(rpcrdma_clnt_reverse(wrong[i], BACK, 1) == NULL);
+        require_failure("SVCXPRT is not");
+        REQUIRE(!rpcrdma_clnt_rebind(back, wrong[i]));
+        require_text(back, "SVCXPRT is not");
+    }
+    REQUIRE(!rpcrdma_clnt_rebind(NULL, xprt) && !rpcrdma_clnt_rebind(stock.client, xprt));
+    REQUIRE(!rpcrdma_clnt_rebind(forward, xprt));
+    require_text(forward, "not made by rpcrdma_clnt_reverse");
+    REQUIRE(!rpcrdma_clnt_serve(back, BACK, 1, nothing));
+    require_text(back, "serves nothing itself");
+    REQUIRE(rpcrdma_clnt_poll(back, patient) == -1);
+    require_text(back, "serves nothing itself");
+
+    require_credits(back, CLSET_RDMA_CREDITS, CLGET_RDMA_CREDITS, 16);
+    u_int number = 5;
+    REQUIRE(!clnt_control(back, CLSET_RDMA_REVERSE_CREDITS, (char *)&number));
+    REQUIRE(!clnt_control(back, CLGET_RDMA_REVERSE_CREDITS, (char *)&number));
+    REQUIRE(!clnt_control(back, CLGET_RDMA_CONNECTIONS, (char *)&number));
+    size_t most = 0;
+    REQUIRE(clnt_control(back, CLGET_RDMA_MAXREPLY, (char *)&most) && most > 2000 && most < 4096);
+
+    u_int before = 0;
+    REQUIRE(SVC_CONTROL(xprt, SVCGET_RDMA_CREDITS, &before) && before == 32);
+    REQUIRE(!SVC_CONTROL(xprt, SVCGET_RDMA_CREDITS, NULL) && !SVC_CONTROL(xprt, SVCSET_RDMA_CREDITS, NULL));
+    static u_int refused[] = {0, 4097};
+    for (size_t i = 0; i < 2; i++)
+        REQUIRE(!SVC_CONTROL(xprt, SVCSET_RDMA_CREDITS, &refused[i]));
+    REQUIRE(SVC_CONTROL(xprt, SVCSET_RDMA_CREDITS, &(u_int){7}));
+    REQUIRE(SVC_CONTROL(xprt, SVCGET_RDMA_CREDITS, &number) && number == 7);
+    REQUIRE(SVC_CONTROL(xprt, SVCSET_RDMA_CREDITS, &before));
+    REQUIRE(!SVC_CONTROL(stock.connection, SVCSET_RDMA_CREDITS, &before));
+    clnt_destroy(back);
+    stock_destroy(&stock);
+}
+
+static CLIENT *server_forward;
+static SVCXPRT *server_listener;
+
+static void conduct(struct svc_req *request, SVCXPRT *xprt)
+{
+    static CLIENT *kept;
+    static struct outcome last;
+    if (request->rq_proc < ORDER_CALL) {
+        dispatch(request, xprt);
+        return;
+    }
+    struct order order;
+    if (!svc_getargs(xprt, (xdrproc_t)xdr_order, (char *)&order)) {
+        svcerr_decode(xprt);
+        return;
+    }
+    CLIENT *back;
+    switch (request->rq_proc) {
+    case ORDER_CALL:
+        back = rpcrdma_clnt_reverse(xprt, order.program, order.version);
+        REQUIRE(back != NULL);
+        last = call_back(back, &order);
+        clnt_destroy(back);
+        break;
+    case ORDER_LAST: break;
+    case ORDER_KEEP:
+        if (kept != NULL)
+            clnt_destroy(kept);
+        kept = rpcrdma_clnt_reverse(xprt, order.program, order.version);
+        REQUIRE(kept != NULL);
+        break;
+    case ORDER_KEPT: last = call_back(kept, &order); break;
+    case ORDER_REBIND: REQUIRE(rpcrdma_clnt_rebind(kept, xprt)); break;
+    case ORDER_MISUSE: server_misuse(server_forward, xprt, server_listener); break;
+    default: svcerr_noproc(xprt); return;
+    }
+    svc_sendreply(xprt, (xdrproc_t)xdr_outcome, (char *)&last);
+}
+
+static pid_t serve_back(int fd, struct address *other)
+{
+    pid_t child = fork();
+    REQUIRE(child >= 0);
+    if (child == 0) {
+        prctl(PR_SET_PDEATHSIG, SIGKILL);
+        server_forward = clnt_rdma_create(RPC_ANYFD, netbuf(other), PROG, 1, 0, 0);
+        server_listener = svc_rdma_create(fd, 0, 0);
+        REQUIRE(server_forward != NULL && server_listener != NULL);
+        REQUIRE(svc_reg(server_listener, PROG, 1, conduct, NULL));
+        svc_run();
+        _exit(1);
+    }
+    return child;
+}
+
+static struct outcome order(CLIENT *client, rpcproc_t what, struct order order)
+{
+    struct outcome outcome = {.status = RPC_FAILED};
+    enum clnt_stat status = clnt_call(client, what, (xdrproc_t)xdr_order, (char *)&order, (xdrproc_t)xdr_outcome,
+                                      (char *)&outcome, patient);
+    if (status != RPC_SUCCESS)
+        clnt_perror(client, "order");
+    REQUIRE(status == RPC_SUCCESS);
+    return outcome;
+}
+
+static u_int connections(CLIENT *client)
+{
+    u_int number = 0;
+    REQUIRE(clnt_control(client, CLGET_RDMA_CONNECTIONS, (char *)&number));
+    return number;
+}
+
+static CLIENT *called; /* whose server calls back */
+
+static void called_back(struct svc_req *request, SVCXPRT *xprt)
+{
+    struct blob blob = {NULL, 0};
+    if (!svc_getargs(xprt, (xdrproc_t)xdr_blob, (char *)&blob)) {
+        svcerr_decode(xprt);
+        return;
+    }
+    u_int result = 0;
+    switch (request->rq_proc) {
+    case BACK_UID:
+        REQUIRE(request->rq_prog == BACK);
+        if (request->rq_cred.oa_flavor == AUTH_SYS) {
+            struct authunix_parms *who = (struct authunix_parms *)request->rq_clntcred;
+            REQUIRE(who->aup_gid == 5678 && who->aup_len == 2 && who->aup_gids[1] == 8);
+            REQUIRE(strcmp(who->aup_machname, "machine") == 0);
+            result = who->aup_uid;
+        }
+        /* What it comes on has been opened, not accepted. */
+        REQUIRE(rpcrdma_clnt_reverse(xprt, BACK, 1) == NULL);
+        require_failure("not that of an accepted connection");
+        break;
+    case BACK_LENGTH: result = blob.length; break;
+    case BACK_FORWARD: result = (u_int)order(called, ORDER_LAST, (struct order){0}).status + 100; break;
+    case BACK_EXIT: _exit(0);
+    case BACK_SILENCE: break;
+    default: svcerr_noproc(xprt); return;
+    }
+    if (request->rq_proc != BACK_SILENCE)
+        svc_sendreply(xprt, (xdrproc_t)xdr_u_int, (char *)&result);
+    svc_freeargs(xprt, (xdrproc_t)xdr_blob, (char *)&blob);
+}
+
+/* The server and a plain one, for it to be a client of. */
+struct servers {
+    struct address address, other;
+    pid_t server, plain;
+    int fd; /* listens, whoever serves it */
+};
+
+static struct servers servers_start(void)
+{
+    struct servers servers;
+    int fd = bound(AF_INET, &servers.other);
+    REQUIRE(listen(fd, 8) == 0);
+    servers.plain = serve(fd);
+    servers.fd = bound(AF_INET, &servers.address);
+    REQUIRE(listen(servers.fd, 8) == 0);
+    servers.server = serve_back(servers.fd, &servers.other);
+    return servers;
+}
+
+static void servers_stop(struct servers *servers)
+{
+    stop(servers->server);
+    stop(servers->plain);
+    close(servers->fd);
+}
+
+static CLIENT *client_of(struct servers *servers)
+{
+    CLIENT *client = clnt_rdma_create(RPC_ANYFD, netbuf(&servers->address), PROG, 1, 0, 0);
+    REQUIRE(client != NULL);
+    return client;
+}
+
+static const struct order plain_order = {BACK, 1, BACK_UID, 20000, 0, 0};
+
+static void callback_misuse(void)
+{
+    struct servers servers = servers_start();
+    struct stock stock = stock_handles();
+    CLIENT *client = client_of(&servers);
+    const struct timeval senseless = {.tv_sec = -1};
+    REQUIRE(!rpcrdma_clnt_serve(NULL, BACK, 1, nothing) && rpcrdma_clnt_poll(NULL, patient) == -1);
+    REQUIRE(!rpcrdma_clnt_serve(stock.client, BACK, 1, nothing) && rpcrdma_clnt_poll(stock.client, patient) == -1);
+    REQUIRE(!rpcrdma_clnt_serve(client, BACK, 1, NULL));
+    require_text(client, "no program is served");
+    REQUIRE(rpcrdma_clnt_poll(client, patient) == -1);
+    require_text(client, "call rpcrdma_clnt_serve first");
+    u_int number = 1;
+    REQUIRE(!clnt_control(stock.client, CLSET_RDMA_CREDITS, (char *)&number));
+    REQUIRE(!clnt_control(stock.client, CLGET_RDMA_CONNECTIONS, (char *)&number));
+    REQUIRE(!clnt_control(client, CLSET_RDMA_REVERSE_CHUNKS, NULL) && !clnt_control(client, CLGET_RDMA_CONNECTIONS, NULL));
+    require_credits(client, CLSET_RDMA_CREDITS, CLGET_RDMA_CREDITS, 32);
+    REQUIRE(clnt_control(client, CLGET_RDMA_REVERSE_CREDITS, (char *)&number) && number == 1);
+    REQUIRE(rpcrdma_clnt_serve(client, BACK, 1, called_back));
+    require_credits(client, CLSET_RDMA_REVERSE_CREDITS, CLGET_RDMA_REVERSE_CREDITS, 16);
+    REQUIRE(rpcrdma_clnt_poll(client, senseless) == -1);
+    require_text(client, "senseless time");
+    REQUIRE(rpcrdma_clnt_poll(client, (struct timeval){0, 0}) == 0);
+    REQUIRE(!rpcrdma_clnt_serve(client, BACK, 2, NULL));
+    require_text(client, "version 2 is not served");
+    order(client, ORDER_MISUSE, plain_order);
+    REQUIRE(connections(client) == 1);
+    clnt_destroy(client);
+    stock_destroy(&stock);
+    servers_stop(&servers);
+    puts("ok    calls back: misuse is an error, and the controls get what was set");
+}
+
+static void callback_outcomes(void)
+{
+    struct servers servers = servers_start();
+    CLIENT *client = called = client_of(&servers);
+    /* A client that has never served anything. */
+    REQUIRE(order(client, ORDER_CALL, plain_order).status == RPC_PROGUNAVAIL);
+    REQUIRE(rpcrdma_clnt_serve(client, BACK, 1, called_back));
+    struct outcome outcome = order(client, ORDER_CALL, plain_order);
+    REQUIRE(outcome.status == RPC_SUCCESS && outcome.result == 0);
+
+    struct order other = plain_order;
+    other.how = AS_SYS;
+    outcome = order(client, ORDER_CALL, other);
+    REQUIRE(outcome.status == RPC_SUCCESS && outcome.result == 1234);
+
+    REQUIRE(rpcrdma_clnt_serve(client, BACK, 4, called_back));
+    other = plain_order;
+    other.version = 2;
+    outcome = order(client, ORDER_CALL, other);
+    REQUIRE(outcome.status == RPC_PROGVERSMISMATCH && outcome.low == 1 && outcome.high == 4);
+    other.version = 4;
+    REQUIRE(order(client, ORDER_CALL, other).status == RPC_SUCCESS);
+    other.program++;
+    REQUIRE(order(client, ORDER_CALL, other).status == RPC_PROGUNAVAIL);
+    other = plain_order;
+    other.procedure = 99;
+    REQUIRE(order(client, ORDER_CALL, other).status == RPC_PROCUNAVAIL);
+
+    /* A callback that calls forward, and one that is never answered. */
+    other.procedure = BACK_FORWARD;
+    outcome = order(client, ORDER_CALL, other);
+    REQUIRE(outcome.status == RPC_SUCCESS && outcome.result == RPC_PROCUNAVAIL + 100);
+    other.procedure = BACK_SILENCE;
+    other.milliseconds = 100;
+    REQUIRE(order(client, ORDER_CALL, other).status == RPC_TIMEDOUT);
+
+    /* A long one, over chunks; then the one end does not send it, then the other does not take it. */
+    other = plain_order;
+    other.procedure = BACK_LENGTH;
+    other.length = 100000;
+    outcome = order(client, ORDER_CALL, other);
+    REQUIRE(outcome.status == RPC_SUCCESS && outcome.result == other.length);
+    other.how = WITHOUT_CHUNKS;
+    outcome = order(client, ORDER_CALL, other);
+    REQUIRE(outcome.status != RPC_SUCCESS && outcome.status != RPC_TIMEDOUT);
+    other.how = 0;
+    REQUIRE(clnt_control(client, CLSET_RDMA_REVERSE_CHUNKS, (char *)&(bool_t){FALSE}));
+    outcome = order(client, ORDER_CALL, other);
+    REQUIRE(outcome.status != RPC_SUCCESS && outcome.status != RPC_TIMEDOUT);
+    other.length = 500;
+    outcome = order(client, ORDER_CALL, other);
+    REQUIRE(outcome.status == RPC_SUCCESS && outcome.result == other.length);
+
+    /* Not served any more, one after the other. */
+    REQUIRE(rpcrdma_clnt_serve(client, BACK, 1, NULL));
+    outcome = order(client, ORDER_CALL, plain_order);
+    REQUIRE(outcome.status == RPC_PROGVERSMISMATCH && outcome.low == 4 && outcome.high == 4);
+    REQUIRE(rpcrdma_clnt_serve(client, BACK, 4, NULL));
+    REQUIRE(order(client, ORDER_CALL, plain_order).status == RPC_PROGUNAVAIL);
+    REQUIRE(rpcrdma_clnt_poll(client, patient) == -1);
+    REQUIRE(connections(client) == 1);
+    clnt_destroy(client);
+    servers_stop(&servers);
+    puts("ok    calls back: every outcome reaches the server, and the connection lives on");
+}
+
+/* A client that comes to its end, before it is called back or while it is. */
+static void callback_to_the_dead(void)
+{
+    struct servers servers = servers_start();
+    struct order fatal = plain_order;
+    fatal.procedure = BACK_EXIT;
+    for (int during = 0; during < 2; during++) {
+        pid_t child = fork();
+        REQUIRE(child >= 0);
+        if (child == 0) {
+            CLIENT *client = client_of(&servers);
+            REQUIRE(rpcrdma_clnt_serve(client, BACK, 1, called_back));
+            order(client, during ? ORDER_CALL : ORDER_KEEP, fatal);
+            _exit(during);
+        }
+        int status;
+        REQUIRE(waitpid(child, &status, 0) == child && status == 0);
+        CLIENT *client = client_of(&servers);
+        struct outcome outcome = order(client, during ? ORDER_LAST : ORDER_KEPT, plain_order);
+        REQUIRE(outcome.status == RPC_CANTRECV || (outcome.status == RPC_CANTSEND && !during));
+        REQUIRE(outcome.milliseconds < 10000);
+        if (!during)
+            REQUIRE(order(client, ORDER_KEPT, plain_order).status == RPC_CANTSEND);
+        clnt_destroy(client);
+    }
+    servers_stop(&servers);
+    puts("ok    calls back: to a client that has ended they fail at once");
+}
+
+static void callback_polls(void)
+{
+    struct servers servers = servers_start();
+    CLIENT *client = called = client_of(&servers), *second = client_of(&servers);
+    REQUIRE(rpcrdma_clnt_serve(client, BACK, 1, called_back));
+    order(client, ORDER_KEEP, plain_order);
+    /* The second connection's request has the server call back on the first. Not to be waited for: nobody would poll. */
+    struct order kept = plain_order;
+    const struct timeval at_once = {0, 0};
+    clnt_call(second, ORDER_KEPT, (xdrproc_t)xdr_order, (char *)&kept, (xdrproc_t)NULL, NULL, at_once);
+    REQUIRE(rpcrdma_clnt_poll(client, patient) == 1);
+    REQUIRE(order(second, ORDER_LAST, plain_order).status == RPC_SUCCESS);
+    REQUIRE(rpcrdma_clnt_poll(client, (struct timeval){0, 1000}) == 0);
+
+    /* From one connection to the other. */
+    CLIENT *again = client_of(&servers);
+    REQUIRE(rpcrdma_clnt_serve(again, BACK, 1, called_back));
+    order(again, ORDER_REBIND, plain_order);
+    clnt_destroy(client);
+    REQUIRE(order(again, ORDER_KEPT, plain_order).status == RPC_SUCCESS);
+
+    /* A server that dies, and its successor. */
+    stop(servers.server);
+    servers.server = serve_back(servers.fd, &servers.other);
+    u_int credits = 9;
+    REQUIRE(clnt_control(again, CLSET_RDMA_REVERSE_CREDITS, (char *)&credits));
+    time_t before = time(NULL);
+    REQUIRE(rpcrdma_clnt_poll(again, patient) == 0);
+    REQUIRE(connections(again) == 2 && time(NULL) - before < patient.tv_sec / 2);
+    REQUIRE(clnt_control(again, CLGET_RDMA_REVERSE_CREDITS, (char *)&credits) && credits == 9);
+    REQUIRE(order(again, ORDER_CALL, plain_order).status == RPC_SUCCESS);
+
+    /* And nobody after that one. */
+    stop(servers.server);
+    close(servers.fd);
+    REQUIRE(rpcrdma_clnt_poll(again, (struct timeval){0, 100000}) == -1);
+    require_text(again, "connect");
+    clnt_destroy(again);
+    clnt_destroy(second);
+    stop(servers.plain);
+    puts("ok    calls back: rpcrdma_clnt_poll serves them, and brings the connection back");
+}
+
 int main(int argc, char **argv)
 {
+    /* A child that ends under valgrind would write the parent's lines a second time. */
+    setvbuf(stdout, NULL, _IOLBF, 0);
     /* A wrong setting: tests/api.sh set it. */
     if (argc > 1 && strcmp(argv[1], "misconfigured") == 0) {
         struct address address = loopback(AF_INET);
@@ -381,5 +864,9 @@ int main(int argc, char **argv)
     accepted_connection();
     controls();
     statistics();
+    callback_misuse();
+    callback_outcomes();
+    callback_to_the_dead();
+    callback_polls();
     return 0;
 }

@@ -4,6 +4,7 @@
 
 #include <arpa/inet.h>
 #include <netconfig.h>
+#include <poll.h>
 #include <signal.h>
 #include <stdbool.h>
 #include <stdio.h>
@@ -373,6 +374,7 @@ enum {
     ORDER_KEPT,      /* calls with that one */
     ORDER_REBIND,    /* has it go on over the connection of this request */
     ORDER_MISUSE,    /* tries what must fail, on either kind of handle */
+    ORDER_FORK,      /* tries to call back in a forked child */
 };
 /* What the client's program does when it is called back. */
 enum { BACK_UID = 1, BACK_LENGTH, BACK_FORWARD, BACK_SILENCE, BACK_EXIT };
@@ -528,6 +530,22 @@ static void server_misuse(CLIENT *forward, SVCXPRT *xprt, SVCXPRT *listener)
     stock_destroy(&stock);
 }
 
+static void call_back_from_a_child(CLIENT *kept, SVCXPRT *xprt, const struct order *order)
+{
+    pid_t child = fork();
+    REQUIRE(child >= 0);
+    if (child == 0) {
+        REQUIRE(rpcrdma_clnt_reverse(xprt, BACK, 1) == NULL);
+        require_failure("belongs to the parent");
+        REQUIRE(!rpcrdma_clnt_rebind(kept, xprt));
+        REQUIRE(call_back(kept, order).status != RPC_SUCCESS);
+        require_text(kept, "belongs to the parent");
+        _exit(0);
+    }
+    int status;
+    REQUIRE(waitpid(child, &status, 0) == child && status == 0);
+}
+
 static CLIENT *server_forward;
 static SVCXPRT *server_listener;
 
@@ -562,6 +580,7 @@ static void conduct(struct svc_req *request, SVCXPRT *xprt)
     case ORDER_KEPT: last = call_back(kept, &order); break;
     case ORDER_REBIND: REQUIRE(rpcrdma_clnt_rebind(kept, xprt)); break;
     case ORDER_MISUSE: server_misuse(server_forward, xprt, server_listener); break;
+    case ORDER_FORK: call_back_from_a_child(kept, xprt, &order); break;
     default: svcerr_noproc(xprt); return;
     }
     svc_sendreply(xprt, (xdrproc_t)xdr_outcome, (char *)&last);
@@ -602,9 +621,11 @@ static u_int connections(CLIENT *client)
 }
 
 static CLIENT *called; /* whose server calls back */
+static int callbacks;
 
 static void called_back(struct svc_req *request, SVCXPRT *xprt)
 {
+    callbacks++;
     struct blob blob = {NULL, 0};
     if (!svc_getargs(xprt, (xdrproc_t)xdr_blob, (char *)&blob)) {
         svcerr_decode(xprt);
@@ -687,15 +708,21 @@ static void callback_misuse(void)
     REQUIRE(!clnt_control(stock.client, CLGET_RDMA_CONNECTIONS, (char *)&number));
     REQUIRE(!clnt_control(client, CLSET_RDMA_REVERSE_CHUNKS, NULL) && !clnt_control(client, CLGET_RDMA_CONNECTIONS, NULL));
     require_credits(client, CLSET_RDMA_CREDITS, CLGET_RDMA_CREDITS, 32);
+    /* What is set before a program is served counts from then on. */
+    number = 3;
+    REQUIRE(clnt_control(client, CLSET_RDMA_REVERSE_CREDITS, (char *)&number));
     REQUIRE(clnt_control(client, CLGET_RDMA_REVERSE_CREDITS, (char *)&number) && number == 1);
     REQUIRE(rpcrdma_clnt_serve(client, BACK, 1, called_back));
-    require_credits(client, CLSET_RDMA_REVERSE_CREDITS, CLGET_RDMA_REVERSE_CREDITS, 16);
+    require_credits(client, CLSET_RDMA_REVERSE_CREDITS, CLGET_RDMA_REVERSE_CREDITS, 3);
     REQUIRE(rpcrdma_clnt_poll(client, senseless) == -1);
     require_text(client, "senseless time");
     REQUIRE(rpcrdma_clnt_poll(client, (struct timeval){0, 0}) == 0);
     REQUIRE(!rpcrdma_clnt_serve(client, BACK, 2, NULL));
     require_text(client, "version 2 is not served");
     order(client, ORDER_MISUSE, plain_order);
+    order(client, ORDER_KEEP, plain_order);
+    order(client, ORDER_FORK, plain_order);
+    REQUIRE(order(client, ORDER_KEPT, plain_order).status == RPC_SUCCESS);
     REQUIRE(connections(client) == 1);
     clnt_destroy(client);
     stock_destroy(&stock);
@@ -798,6 +825,46 @@ static void callback_to_the_dead(void)
     puts("ok    calls back: to a client that has ended they fail at once");
 }
 
+/* A turn of the loop of svc_run(). */
+static void loop_turn(void)
+{
+    struct pollfd polled[64];
+    int count = svc_max_pollfd;
+    REQUIRE(count <= 64);
+    memcpy(polled, svc_pollfd, (size_t)count * sizeof *polled);
+    int ready = poll(polled, (nfds_t)count, (int)patient.tv_sec * 1000);
+    REQUIRE(ready > 0);
+    svc_getreq_poll(polled, ready);
+}
+
+/* The service loop serves callbacks, and that of a forked child leaves them to the parent. */
+static void callback_loops(void)
+{
+    struct servers servers = servers_start();
+    CLIENT *client = called = client_of(&servers), *second = client_of(&servers);
+    REQUIRE(rpcrdma_clnt_serve(client, BACK, 1, called_back));
+    order(client, ORDER_KEEP, plain_order);
+    callbacks = 0;
+    struct order kept = plain_order;
+    const struct timeval at_once = {0, 0};
+    clnt_call(second, ORDER_KEPT, (xdrproc_t)xdr_order, (char *)&kept, (xdrproc_t)NULL, NULL, at_once);
+    pid_t child = fork();
+    REQUIRE(child >= 0);
+    if (child == 0) {
+        loop_turn();
+        _exit(callbacks);
+    }
+    int status;
+    REQUIRE(waitpid(child, &status, 0) == child && status == 0);
+    while (callbacks == 0)
+        loop_turn();
+    REQUIRE(order(second, ORDER_LAST, plain_order).status == RPC_SUCCESS && callbacks == 1);
+    clnt_destroy(client);
+    clnt_destroy(second);
+    servers_stop(&servers);
+    puts("ok    calls back: the service loop serves them, and not that of a forked child");
+}
+
 static void callback_polls(void)
 {
     struct servers servers = servers_start();
@@ -822,12 +889,20 @@ static void callback_polls(void)
     /* A server that dies, and its successor. */
     stop(servers.server);
     servers.server = serve_back(servers.fd, &servers.other);
-    u_int credits = 9;
+    u_int credits = 9, calls = 8;
     REQUIRE(clnt_control(again, CLSET_RDMA_REVERSE_CREDITS, (char *)&credits));
+    REQUIRE(clnt_control(again, CLSET_RDMA_CREDITS, (char *)&calls));
+    REQUIRE(clnt_control(again, CLSET_RDMA_REVERSE_CHUNKS, (char *)&(bool_t){FALSE}));
     time_t before = time(NULL);
     REQUIRE(rpcrdma_clnt_poll(again, patient) == 0);
     REQUIRE(connections(again) == 2 && time(NULL) - before < patient.tv_sec / 2);
+    /* What was set is set on the new connection. */
     REQUIRE(clnt_control(again, CLGET_RDMA_REVERSE_CREDITS, (char *)&credits) && credits == 9);
+    REQUIRE(clnt_control(again, CLGET_RDMA_CREDITS, (char *)&calls) && calls == 8);
+    struct order longer = plain_order;
+    longer.procedure = BACK_LENGTH;
+    longer.length = 100000;
+    REQUIRE(order(again, ORDER_CALL, longer).status != RPC_SUCCESS);
     REQUIRE(order(again, ORDER_CALL, plain_order).status == RPC_SUCCESS);
 
     /* And nobody after that one. */
@@ -867,6 +942,7 @@ int main(int argc, char **argv)
     callback_misuse();
     callback_outcomes();
     callback_to_the_dead();
+    callback_loops();
     callback_polls();
     return 0;
 }

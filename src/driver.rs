@@ -127,7 +127,6 @@ pub const REPLY_HEADER: usize = 4096;
 
 /// An engine and a device.
 pub struct Link {
-    credits: u32,
     engine: Connection,
     device: Box<dyn QueuePair>,
     memory: Arc<Memory>,
@@ -408,7 +407,6 @@ impl Link {
         let engine = Connection::new(role, settings, peer, memory.clone(), bindings(config).clone());
         stats::add(Counter::Connections, 1);
         let mut link = Link {
-            credits,
             engine,
             device,
             memory,
@@ -450,7 +448,7 @@ impl Link {
         self.drain();
         // What answers no call or makes no request takes no Receive for good, so nothing else bounds its number; and
         // while it comes faster than it is read, this loop would not end.
-        let mut left = RECEIVES_SPARE.saturating_add(4 * self.credits.max(self.engine.granting()));
+        let mut left = RECEIVES_SPARE.saturating_add(4 * self.engine.asked().max(self.engine.granting()));
         while self.engine.closed().is_none() {
             match self.device.poll() {
                 Ok(Some(Completion::Received { sink, len, invalidated })) => {
@@ -846,6 +844,14 @@ struct Waiting {
     connections: u32,
     /// The program serves what the server calls back.
     serving: Option<callback::Serving>,
+    wishes: Wishes,
+}
+
+/// What the program has asked for, on the next connection too.
+struct Wishes {
+    credits: u32,
+    reverse_credits: u32,
+    reverse_chunks: bool,
 }
 
 /// A thread that polls the socket.
@@ -885,6 +891,11 @@ impl Client {
             nudges: 0,
             connections: 1,
             serving: None,
+            wishes: Wishes {
+                credits: config.credits,
+                reverse_credits: config.reverse_credits,
+                reverse_chunks: config.reverse_chunks,
+            },
         };
         let to = adapter.or_else(|| socket::peer(fd));
         Arc::new(Client { fd, to, adapter: adapter.is_some(), config, memory, state: Mutex::new(state) })
@@ -946,7 +957,9 @@ impl Client {
 
     /// Whether calls back may have chunks.
     pub fn set_reverse_chunks(&self, allowed: bool) {
-        self.lock().link.engine.set_reverse_chunks(allowed);
+        let mut state = self.lock();
+        state.wishes.reverse_chunks = allowed;
+        state.link.engine.set_reverse_chunks(allowed);
     }
 
     /// Waits for the end of a call, driving the connection when nobody else does.
@@ -1114,6 +1127,10 @@ impl Client {
                 let waiting = state.link.engine.take_waiting();
                 state.link = link;
                 state.connections += 1;
+                let Waiting { link, wishes, .. } = &mut **state;
+                link.engine.ask(wishes.credits);
+                link.engine.set_reverse_chunks(wishes.reverse_chunks);
+                link.drain();
                 state.resume_serving()?;
                 let Waiting { link, .. } = &mut **state;
                 for (xid, message, expect) in waiting {
@@ -1211,7 +1228,7 @@ impl Requester for Client {
     fn credits(&self, ask: Option<u32>) -> u32 {
         let mut state = self.lock();
         if let Some(credits) = ask {
-            state.link.engine.ask(credits);
+            state.wishes.credits = state.link.engine.ask(credits);
             state.link.drain();
         }
         state.link.engine.asked()

@@ -31,8 +31,6 @@ pub(super) struct Serving {
     watched: RawFd,
     /// Who serves a callback now.
     thread: Option<usize>,
-    /// Credits that are granted, on the next connection too.
-    credits: u32,
     /// The call of procedure 0 that a new connection begins with, and its XID while it is under way.
     null: [u8; 40],
     greeting: Option<Xid>,
@@ -76,15 +74,15 @@ impl Client {
         }
         let mut state = self.lock();
         state.link.serves = true;
-        state.link.engine.grant(self.config.reverse_credits);
-        state.link.drain();
+        let Waiting { link, wishes, .. } = &mut *state;
+        wishes.reverse_credits = link.engine.grant(wishes.reverse_credits);
+        link.drain();
         let watched = state.link.device.fd();
         state.serving = Some(Serving {
             serve,
             set,
             watched,
             thread: None,
-            credits: self.config.reverse_credits,
             null,
             greeting: None,
             retry: None,
@@ -250,9 +248,9 @@ impl Waiting {
 
     /// What a new connection begins with.
     pub(super) fn resume_serving(&mut self) -> Result<(), Error> {
-        let Waiting { link, calls, serving: Some(serving), .. } = self else { return Ok(()) };
+        let Waiting { link, calls, serving: Some(serving), wishes, .. } = self else { return Ok(()) };
         link.serves = true;
-        link.engine.grant(serving.credits);
+        link.engine.grant(wishes.reverse_credits);
         let xid = calls.fresh_xid(&link.engine);
         let message = with_xid(link.memory.message()?, &serving.null, xid)?;
         let expect = Expect::Reply { max: RPC_HEADER_MAX, places: Vec::new() };
@@ -330,12 +328,11 @@ impl Responder for Client {
 
     fn grants(&self, grant: Option<u32>) -> u32 {
         let mut state = self.lock();
-        if let (Some(credits), true) = (grant, state.serving.is_some()) {
-            let granted = state.link.engine.grant(credits);
-            state.link.drain();
-            if let Some(serving) = &mut state.serving {
-                serving.credits = granted;
-            }
+        if let Some(credits) = grant {
+            let Waiting { link, wishes, serving, .. } = &mut *state;
+            // A client grants nothing before it serves.
+            wishes.reverse_credits = if serving.is_some() { link.engine.grant(credits) } else { credits };
+            link.drain();
         }
         state.link.engine.granting()
     }

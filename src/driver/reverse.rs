@@ -345,7 +345,10 @@ impl Requester for Reverse {
         let mut slot = self.slot();
         let server = slot.server.clone();
         let mut state = locked(&server);
-        let Some(link) = state.link() else { return slot.credits };
+        let Some(link) = state.link() else {
+            slot.credits = ask.unwrap_or(slot.credits);
+            return slot.credits;
+        };
         if let Some(credits) = ask {
             slot.credits = link.engine.ask(credits);
             link.drain();

@@ -40,6 +40,8 @@ struct Callbacks {
     transport: Mutex<Own>,
     /// What is registered with libtirpc.
     waker: Waker,
+    /// Of the process that serves.
+    generation: u64,
 }
 
 /// The transport that requests are answered on, and the connection that it was made for.
@@ -106,6 +108,7 @@ fn start(client: &Arc<Client>, (program, version): (u32, u32), served: Program) 
         programs: Mutex::new(vec![served]),
         transport: Mutex::new(Own { transport: std::ptr::null_mut(), connection: 0 }),
         waker: Waker(waker),
+        generation: sys::fork_generation(),
     });
     let fd = client.start_serving(callbacks.clone(), program, version)?;
     // SAFETY: just made, and known to nobody else.
@@ -129,8 +132,12 @@ unsafe extern "C" fn wake(xprt: *mut SVCXPRT, _: *mut rpc_msg) -> bool_t {
     guard(|| {
         // SAFETY: libtirpc's loop and its transport.
         let fd = unsafe { (*xprt).xp_fd };
-        let callbacks = table().get(&fd).and_then(Weak::upgrade);
-        if let Some(client) = callbacks.and_then(|callbacks| callbacks.client.upgrade()) {
+        let Some(callbacks) = table().get(&fd).and_then(Weak::upgrade) else { return Ok(0) };
+        if callbacks.generation != sys::fork_generation() {
+            // The loop of a forked child, which inherits libtirpc's table: it would take the parent's callbacks.
+            // SAFETY: alive; libtirpc's loop looks at its table before it goes on with it.
+            unsafe { xprt_unregister(xprt) };
+        } else if let Some(client) = callbacks.client.upgrade() {
             client.serve_now(None);
         }
         Ok(0)

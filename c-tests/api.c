@@ -5,6 +5,7 @@
 #include <arpa/inet.h>
 #include <netconfig.h>
 #include <poll.h>
+#include <pthread.h>
 #include <signal.h>
 #include <stdbool.h>
 #include <stdio.h>
@@ -375,13 +376,15 @@ enum {
     ORDER_REBIND,    /* has it go on over the connection of this request */
     ORDER_MISUSE,    /* tries what must fail, on either kind of handle */
     ORDER_FORK,      /* tries to call back in a forked child */
+    ORDER_START,     /* has threads call with the one that stays */
+    ORDER_JOIN,      /* waits for them; how many calls went well, and what came of the last that did not */
 };
 /* What the client's program does when it is called back. */
 enum { BACK_UID = 1, BACK_LENGTH, BACK_FORWARD, BACK_SILENCE, BACK_EXIT };
 enum { AS_SYS = 1, WITHOUT_CHUNKS = 2 };
 
 struct order {
-    u_int program, version, procedure, milliseconds, how, length;
+    u_int program, version, procedure, milliseconds, how, length, threads, calls;
 };
 struct outcome {
     u_int status, low, high, result, milliseconds;
@@ -546,6 +549,49 @@ static void call_back_from_a_child(CLIENT *kept, SVCXPRT *xprt, const struct ord
     REQUIRE(waitpid(child, &status, 0) == child && status == 0);
 }
 
+static struct worker {
+    pthread_t thread;
+    CLIENT *back;
+    struct order order;
+    struct outcome outcome;
+} workers[8];
+static size_t running;
+
+static void *work(void *argument)
+{
+    struct worker *worker = argument;
+    for (u_int i = 0, good = 0; i < worker->order.calls; i++) {
+        struct outcome outcome = call_back(worker->back, &worker->order);
+        if (outcome.status == RPC_SUCCESS)
+            good++;
+        else
+            worker->outcome.status = outcome.status;
+        worker->outcome.result = good;
+    }
+    return NULL;
+}
+
+static void start_workers(CLIENT *back, const struct order *order)
+{
+    for (; running < order->threads; running++) {
+        workers[running] = (struct worker){.back = back, .order = *order};
+        REQUIRE(pthread_create(&workers[running].thread, NULL, work, &workers[running]) == 0);
+    }
+}
+
+static struct outcome join_workers(void)
+{
+    struct outcome sum = {0};
+    for (; running > 0; running--) {
+        struct worker *worker = &workers[running - 1];
+        REQUIRE(pthread_join(worker->thread, NULL) == 0);
+        sum.result += worker->outcome.result;
+        if (worker->outcome.status != RPC_SUCCESS)
+            sum.status = worker->outcome.status;
+    }
+    return sum;
+}
+
 static CLIENT *server_forward;
 static SVCXPRT *server_listener;
 
@@ -580,6 +626,8 @@ static void conduct(struct svc_req *request, SVCXPRT *xprt)
     case ORDER_KEPT: last = call_back(kept, &order); break;
     case ORDER_REBIND: REQUIRE(rpcrdma_clnt_rebind(kept, xprt)); break;
     case ORDER_MISUSE: server_misuse(server_forward, xprt, server_listener); break;
+    case ORDER_START: start_workers(kept, &order); break;
+    case ORDER_JOIN: last = join_workers(); break;
     case ORDER_FORK: call_back_from_a_child(kept, xprt, &order); break;
     default: svcerr_noproc(xprt); return;
     }
@@ -689,7 +737,8 @@ static CLIENT *client_of(struct servers *servers)
     return client;
 }
 
-static const struct order plain_order = {BACK, 1, BACK_UID, 20000, 0, 0};
+static const struct order plain_order = {
+    .program = BACK, .version = 1, .procedure = BACK_UID, .milliseconds = 20000};
 
 static void callback_misuse(void)
 {
@@ -865,6 +914,42 @@ static void callback_loops(void)
     puts("ok    calls back: the service loop serves them, and not that of a forked child");
 }
 
+static void callback_threads(void)
+{
+    struct servers servers = servers_start();
+    CLIENT *client = called = client_of(&servers), *second = client_of(&servers);
+    REQUIRE(rpcrdma_clnt_serve(client, BACK, 1, called_back));
+    order(client, ORDER_KEEP, plain_order);
+    struct order many = plain_order;
+    many.threads = 4;
+    many.calls = 100;
+    /* While the server's loop has nothing to do; then while it waits for the threads, inside a dispatch routine. */
+    callbacks = 0;
+    order(second, ORDER_START, many);
+    while (callbacks < 400)
+        REQUIRE(rpcrdma_clnt_poll(client, patient) > 0);
+    struct outcome outcome = order(second, ORDER_JOIN, many);
+    REQUIRE(outcome.status == RPC_SUCCESS && outcome.result == 400);
+    order(second, ORDER_START, many);
+    outcome = order(client, ORDER_JOIN, many);
+    REQUIRE(outcome.status == RPC_SUCCESS && outcome.result == 400);
+    /* Calls in other threads wait for the client to come back. */
+    clnt_destroy(client);
+    while (order(second, ORDER_KEPT, plain_order).status != RPC_CANTSEND)
+        ;
+    many.calls = 1;
+    order(second, ORDER_START, many);
+    client = called = client_of(&servers);
+    REQUIRE(rpcrdma_clnt_serve(client, BACK, 1, called_back));
+    order(client, ORDER_REBIND, plain_order);
+    outcome = order(client, ORDER_JOIN, many);
+    REQUIRE(outcome.status == RPC_SUCCESS && outcome.result == 4);
+    clnt_destroy(client);
+    clnt_destroy(second);
+    servers_stop(&servers);
+    puts("ok    calls back: in threads, which wait for a client to come back");
+}
+
 static void callback_polls(void)
 {
     struct servers servers = servers_start();
@@ -943,6 +1028,7 @@ int main(int argc, char **argv)
     callback_outcomes();
     callback_to_the_dead();
     callback_loops();
+    callback_threads();
     callback_polls();
     return 0;
 }

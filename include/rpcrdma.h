@@ -205,7 +205,7 @@ bool_t rpcrdma_clnt_rebind(CLIENT *clnt,
 // that it may call back. `dispatch` NULL ends it.
 //
 // Callbacks are served by any thread that waits for a reply on the connection, by rpcrdma_clnt_poll(), and by svc_run()
-// (or the program's own loop over svc_pollfd) if the process has one. One at a time; a callback that makes calls on the
+// (or the program's own loop over svc_pollfd) if this process, not a child of it, has one. One at a time; a callback that makes calls on the
 // connection itself serves others while it waits. It must not destroy the CLIENT, and with RPCSEC_GSS it needs an AUTH
 // of its own for such calls.
 //

@@ -23,7 +23,7 @@ report() {
 
 for compiler in gcc clang; do
     command -v $compiler >/dev/null || { skip "api.c with $compiler" "not installed"; continue; }
-    if $compiler -g -Wall -Wextra -Werror -Wno-cast-function-type -o "api-$compiler" "$top/c-tests/api.c" \
+    if $compiler -g -pthread -Wall -Wextra -Werror -Wno-cast-function-type -o "api-$compiler" "$top/c-tests/api.c" \
         -I"$top/include" $(pkg-config --cflags libtirpc) \
         -L"$build" -Wl,-rpath,"$build" -lrpcrdma $(pkg-config --libs libtirpc) 2>cc.log; then
         report $compiler "./api-$compiler" "$version"

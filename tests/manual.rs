@@ -88,12 +88,18 @@ fn the_newest_entry_of_the_changelog_is_this_version() {
 
 #[test]
 fn every_name_of_the_c_api_is_in_the_changelog_and_in_a_manual_page() {
-    let pages =
-        ["docs/clnt_rdma_create.3", "docs/rpcrdma_binding_register.3", "docs/rpcrdma.7"].map(read).concat();
+    let pages = ["clnt_rdma_create.3", "rpcrdma_binding_register.3", "rpcrdma_clnt_reverse.3", "rpcrdma.7"]
+        .map(|page| read(&format!("docs/{page}")))
+        .concat();
     let changelog = read("CHANGELOG.md");
     let exports = read("c-tests/exports.txt");
     let own = exports.lines().filter_map(|line| line.strip_suffix("@@RPCRDMA_0"));
-    for name in own.chain(["CLSET_RDMA_MAXREPLY", "CLGET_RDMA_MAXREPLY"]) {
+    let header = read("include/rpcrdma.h");
+    let words = header.lines().filter_map(|line| line.strip_prefix("#define "));
+    let requests: Vec<&str> =
+        words.filter_map(|define| define.split_once("T_RDMA_").and(define.split(' ').next())).collect();
+    assert!(requests.contains(&"CLSET_RDMA_MAXREPLY") && requests.contains(&"SVCGET_RDMA_CREDITS"));
+    for name in own.chain(requests) {
         assert!(pages.contains(name), "no manual page mentions {name}");
         assert!(changelog.contains(name), "the changelog does not mention {name}");
     }

@@ -832,6 +832,14 @@ static void callback_outcomes(void)
     outcome = order(client, ORDER_CALL, other);
     REQUIRE(outcome.status == RPC_SUCCESS && outcome.result == other.length);
 
+    /* A connection has one credit before its first reply: the call that leads to the callback does not take it. */
+    CLIENT *fresh = called = client_of(&servers);
+    REQUIRE(rpcrdma_clnt_serve(fresh, BACK, 1, called_back));
+    other = plain_order;
+    other.procedure = BACK_FORWARD;
+    REQUIRE(order(fresh, ORDER_CALL, other).status == RPC_SUCCESS);
+    clnt_destroy(fresh);
+
     /* Not served any more, one after the other. */
     REQUIRE(rpcrdma_clnt_serve(client, BACK, 1, NULL));
     outcome = order(client, ORDER_CALL, plain_order);

@@ -231,8 +231,8 @@ pub unsafe extern "C" fn svc_rdma_create(fd: c_int, sendsize: c_uint, recvsize: 
 ///
 /// clnt_call() and all else are as for any CLIENT, with AUTHs of any flavour. Calls may be made inside a dispatch routine,
 /// between requests, and from other threads. While a call waits in the thread of the service loop, further requests of
-/// the same connection are dispatched in its midst, as a callback may call forward before it answers: dispatch routines that make calls back must be ready
-/// for that.
+/// the same connection are dispatched in its midst, as a callback may call forward before it answers: dispatch routines that
+/// make calls back must be ready for that.
 ///
 /// The CLIENT outlives the connection. A call that was under way ends with RPC_CANTRECV when the connection breaks. After
 /// that calls fail with RPC_CANTSEND in the thread of the service loop, and wait up to their timeout in other threads:
@@ -287,12 +287,12 @@ pub type rpcrdma_dispatch = Option<unsafe extern "C" fn(request: *mut svc_req, x
 /// that it may call back. `dispatch` NULL ends it.
 ///
 /// Callbacks are served by any thread that waits for a reply on the connection, by rpcrdma_clnt_poll(), and by svc_run()
-/// (or the program's own loop over svc_pollfd) if this process, not a child of it, has one. One at a time; a callback that makes calls on the
-/// connection itself serves others while it waits. It must not destroy the CLIENT, and with RPCSEC_GSS it needs an AUTH
-/// of its own for such calls.
+/// (or the program's own loop over svc_pollfd) if this process, not a child of it, has one. One at a time; a callback that
+/// makes calls on the connection itself serves others while it waits. It must not destroy the CLIENT, and while a call with
+/// RPCSEC_GSS waits it makes no such call on the same connection.
 ///
-/// The connection is kept from now on: when it is lost, the next of these three makes it anew, and sends a call of
-/// procedure 0 of the CLIENT's program first. CLGET_RDMA_CONNECTIONS tells. CLIENTs on one socket share their programs.
+/// The connection is kept from now on: when it is lost, the next of these three makes it anew. CLGET_RDMA_CONNECTIONS tells.
+/// A call of procedure 0 of the CLIENT's program goes first over a new connection. CLIENTs on one socket share their programs.
 ///
 /// FALSE on failure: clnt_perror() prints why.
 ///

@@ -93,6 +93,18 @@ impl Client {
         Ok(fd)
     }
 
+    /// Has the peer tell its credits by a call of procedure 0, if it has not yet. Before its first reply a connection has
+    /// one (RFC 8166 §3.3.1): were it taken by the program's first call, a callback that this leads to could call nobody.
+    pub fn learn_credits(&self) {
+        let mut state = self.lock();
+        if state.link.engine.closed().is_none()
+            && state.link.engine.granted() <= 1
+            && let Err(error) = state.greet()
+        {
+            log_info!("fd {}: no call for credits: {error}", self.fd);
+        }
+    }
+
     /// Serves no calls back any more. Those that come are answered that there is no such program.
     pub fn stop_serving(&self) {
         let mut state = self.lock();
@@ -246,19 +258,26 @@ impl Waiting {
         }
     }
 
-    /// What a new connection begins with.
+    /// Serves on a new connection too.
     pub(super) fn resume_serving(&mut self) -> Result<(), Error> {
-        let Waiting { link, calls, serving: Some(serving), wishes, .. } = self else { return Ok(()) };
+        let Waiting { link, serving: Some(serving), wishes, .. } = self else { return Ok(()) };
         link.serves = true;
         link.engine.grant(wishes.reverse_credits);
+        (serving.retry, serving.delay) = (None, RETRY_FIRST);
+        self.greet()?;
+        self.rearm();
+        Ok(())
+    }
+
+    /// Sends a call of procedure 0.
+    fn greet(&mut self) -> Result<(), Error> {
+        let Waiting { link, calls, serving: Some(serving), .. } = self else { return Ok(()) };
         let xid = calls.fresh_xid(&link.engine);
         let message = with_xid(link.memory.message()?, &serving.null, xid)?;
         let expect = Expect::Reply { max: RPC_HEADER_MAX, places: Vec::new() };
         link.engine.call(xid, message, expect, &mut *link.device)?;
         link.flush();
         serving.greeting = Some(xid);
-        (serving.retry, serving.delay) = (None, RETRY_FIRST);
-        self.rearm();
         Ok(())
     }
 

@@ -116,6 +116,7 @@ fn start(client: &Arc<Client>, (program, version): (u32, u32), served: Program) 
     table().insert(fd, Arc::downgrade(&callbacks));
     // SAFETY: complete; the real function, since our own looks for stock transports.
     unsafe { real::XPRT_REGISTER.get()?(waker) };
+    client.learn_credits();
     Ok(())
 }
 

@@ -274,7 +274,7 @@ fn both_directions_under_load_on_a_device() {
     let devices = verbs::tests::connected(&adapter_options(config));
     let fds = [devices[1].fd(), devices[0].fd()];
     let [passive, active] = devices;
-    load(&join(config, fds, [active, passive], Vec::new()), 20_000, false);
+    load(&join(config, fds, [active, passive], Vec::new()), 10_000, false);
 }
 
 /// rule 141: a sample with real sockets; the pure engine is cut at every step.

@@ -15,32 +15,33 @@
 // CLIENT does not go over RDMA.
 #define CLGET_RDMA_MAXREPLY 1380207874
 
-// clnt_control: sets how many calls of this connection may be under way at a time, as far as the peer grants it; with the
-// CLIENT of rpcrdma_clnt_reverse(), how many calls back. Takes a pointer to unsigned, 1 to 4096. The defaults are the
-// settings credits and reverse_credits. What an adapter has Receives for bounds it, both directions together.
+// clnt_control: sets how many calls of this connection may be under way at a time, as far as the peer grants it;
+// with the CLIENT of rpcrdma_clnt_reverse(), how many calls back. Takes a pointer to unsigned, 1 to 4096. The
+// defaults are the settings credits and reverse_credits. What an adapter has Receives for bounds it, both
+// directions together.
 #define CLSET_RDMA_CREDITS 1380207875
 
 // clnt_control: gets what CLSET_RDMA_CREDITS sets, as it is in force.
 #define CLGET_RDMA_CREDITS 1380207876
 
-// clnt_control: sets how many calls back this connection grants to its server, once a program is served. Takes a pointer
-// to unsigned, 1 to 4096. The default is the setting reverse_credits.
+// clnt_control: sets how many calls back this connection grants to its server, once a program is served. Takes a
+// pointer to unsigned, 1 to 4096. The default is the setting reverse_credits.
 #define CLSET_RDMA_REVERSE_CREDITS 1380207877
 
 // clnt_control: gets what CLSET_RDMA_REVERSE_CREDITS sets, as it is in force: 1 before a program is served.
 #define CLGET_RDMA_REVERSE_CREDITS 1380207878
 
-// clnt_control: sets whether calls back over this connection may have chunks: those that do not fit one Send. Takes a
-// pointer to bool_t. The default is the setting reverse_chunks. Without them, longer calls back fail at the caller, and
-// the serving end answers those with chunks with ERR_CHUNK (RFC 8167 section 5.3).
+// clnt_control: sets whether calls back over this connection may have chunks: those that do not fit one Send.
+// Takes a pointer to bool_t. The default is the setting reverse_chunks. Without them, longer calls back fail at
+// the caller, and the serving end answers those with chunks with ERR_CHUNK (RFC 8167 section 5.3).
 #define CLSET_RDMA_REVERSE_CHUNKS 1380207879
 
-// clnt_control: gets how often the connection of this CLIENT was made, as an unsigned. When it has grown, the server's
-// program does not know its client any more: register with it again.
+// clnt_control: gets how often the connection of this CLIENT was made, as an unsigned. When it has grown, the
+// server's program does not know its client any more: register with it again.
 #define CLGET_RDMA_CONNECTIONS 1380207880
 
-// SVC_CONTROL: sets how many calls an accepted connection grants to its client. Takes a pointer to unsigned, 1 to 4096.
-// The default is the setting credits.
+// SVC_CONTROL: sets how many calls an accepted connection grants to its client. Takes a pointer to unsigned, 1 to
+// 4096. The default is the setting credits.
 #define SVCSET_RDMA_CREDITS 1380207889
 
 // SVC_CONTROL: gets what SVCSET_RDMA_CREDITS sets, as it is in force.
@@ -140,7 +141,8 @@ bool_t rpcrdma_stats_get(struct rpcrdma_stats *stats,
 //
 // `fd` is a TCP socket, connected or not, on which nothing has been sent; it stays the caller's unless
 // clnt_control(CLSET_FD_CLOSE) gives it away. With RPC_ANYFD the socket is made here and belongs to the CLIENT.
-// `raddr` may be NULL if `fd` is connected. CLIENTs made on one socket share its connection. Buffer sizes have no meaning over RDMA and are accepted as they are.
+// `raddr` may be NULL if `fd` is connected. CLIENTs made on one socket share its connection. Buffer sizes have no
+// meaning over RDMA and are accepted as they are.
 //
 // NULL on failure: clnt_pcreateerror() prints why.
 //
@@ -172,17 +174,17 @@ SVCXPRT *svc_rdma_create(int fd,
 // client's program must have said that it serves `prog`: one that does not may lose the connection by the call
 // (RFC 8167 section 6).
 //
-// clnt_call() and all else are as for any CLIENT, with AUTHs of any flavour. Calls may be made inside a dispatch routine,
-// between requests, and from other threads. While a call waits in the thread of the service loop, further requests of
-// the same connection are dispatched in its midst, as a callback may call forward before it answers: dispatch routines that
-// make calls back must be ready for that.
+// clnt_call() and all else are as for any CLIENT, with AUTHs of any flavour. Calls may be made inside a dispatch
+// routine, between requests, and from other threads. While a call waits in the thread of the service loop,
+// further requests of the same connection are dispatched in its midst, as a callback may call forward before it
+// answers: dispatch routines that make calls back must be ready for that.
 //
-// The CLIENT outlives the connection. A call that was under way ends with RPC_CANTRECV when the connection breaks. After
-// that calls fail with RPC_CANTSEND in the thread of the service loop, and wait up to their timeout in other threads:
-// until rpcrdma_clnt_rebind().
+// The CLIENT outlives the connection. A call that was under way ends with RPC_CANTRECV when the connection
+// breaks. After that calls fail with RPC_CANTSEND in the thread of the service loop, and wait up to their timeout
+// in other threads: until rpcrdma_clnt_rebind().
 //
-// The longest reply is what fits one Send; CLSET_RDMA_MAXREPLY makes room for more, by a Reply chunk, which Linux peers
-// do not bear. NULL on failure: clnt_pcreateerror() prints why.
+// The longest reply is what fits one Send; CLSET_RDMA_MAXREPLY makes room for more, by a Reply chunk, which Linux
+// peers do not bear. NULL on failure: clnt_pcreateerror() prints why.
 //
 // # Safety
 // `xprt` is NULL or a live transport.
@@ -190,8 +192,8 @@ CLIENT *rpcrdma_clnt_reverse(SVCXPRT *xprt,
                              rpcprog_t prog,
                              rpcvers_t vers);
 
-// Has a CLIENT of rpcrdma_clnt_reverse() go on over another accepted connection: on that one its client has come back,
-// which only the program's own protocol can tell. Calls that wait for it go through.
+// Has a CLIENT of rpcrdma_clnt_reverse() go on over another accepted connection: on that one its client has come
+// back, which only the program's own protocol can tell. Calls that wait for it go through.
 //
 // FALSE on failure: clnt_perror() prints why.
 //
@@ -200,17 +202,18 @@ CLIENT *rpcrdma_clnt_reverse(SVCXPRT *xprt,
 bool_t rpcrdma_clnt_rebind(CLIENT *clnt,
                            SVCXPRT *xprt);
 
-// Serves a program to the server of this CLIENT's connection: what the server calls back is given to `dispatch`, as
-// svc_run() does in a server; svc_getargs(), svc_sendreply() and the rest are as there. Call it before telling the server
-// that it may call back. `dispatch` NULL ends it.
+// Serves a program to the server of this CLIENT's connection: what the server calls back is given to `dispatch`,
+// as svc_run() does in a server; svc_getargs(), svc_sendreply() and the rest are as there. Call it before telling
+// the server that it may call back. `dispatch` NULL ends it.
 //
-// Callbacks are served by any thread that waits for a reply on the connection, by rpcrdma_clnt_poll(), and by svc_run()
-// (or the program's own loop over svc_pollfd) if this process, not a child of it, has one. One at a time; a callback that
-// makes calls on the connection itself serves others while it waits. It must not destroy the CLIENT, and while a call with
-// RPCSEC_GSS waits it makes no such call on the same connection.
+// Callbacks are served by any thread that waits for a reply on the connection, by rpcrdma_clnt_poll(), and by
+// svc_run() (or the program's own loop over svc_pollfd) if this process, not a child of it, has one. One at a
+// time; a callback that makes calls on the connection itself serves others while it waits. It must not destroy
+// the CLIENT, and while a call with RPCSEC_GSS waits it makes no such call on the same connection.
 //
-// The connection is kept from now on: when it is lost, the next of these three makes it anew. CLGET_RDMA_CONNECTIONS tells.
-// A call of procedure 0 of the CLIENT's program goes first over a new connection. CLIENTs on one socket share their programs.
+// The connection is kept from now on: when it is lost, the next of these three makes it anew.
+// CLGET_RDMA_CONNECTIONS tells. A call of procedure 0 of the CLIENT's program goes first over a new connection.
+// CLIENTs on one socket share their programs.
 //
 // FALSE on failure: clnt_perror() prints why.
 //
@@ -221,20 +224,23 @@ bool_t rpcrdma_clnt_serve(CLIENT *clnt,
                           rpcvers_t vers,
                           rpcrdma_dispatch dispatch);
 
-// Waits for callbacks at most so long, and serves those that are there. Returns how many; 0 if none came, and as soon
-// as a lost connection was made anew: look at CLGET_RDMA_CONNECTIONS. -1 if no program is served, or the connection was
-// lost and could not be made anew in time: clnt_perror() prints why. Signal handlers run meanwhile, and do not end it.
+// Waits for callbacks at most so long, and serves those that are there. Returns how many; 0 if none came, and as
+// soon as a lost connection was made anew: look at CLGET_RDMA_CONNECTIONS. -1 if no program is served, or the
+// connection was lost and could not be made anew in time: clnt_perror() prints why. Signal handlers run
+// meanwhile, and do not end it.
 //
 // # Safety
 // `clnt` is NULL or a live CLIENT.
 int rpcrdma_clnt_poll(CLIENT *clnt,
                       struct timeval timeout);
 
-// Registers memory of the program's: what an RPC encodes from there is sent from where it lies, and not copied first.
+// Registers memory of the program's: what an RPC encodes from there is sent from where it lies, and not copied
+// first.
 //
-// Whatever an xdrproc puts from registered memory must stay valid and unchanged until clnt_call() or svc_sendreply()
-// returns, so nothing that the xdrproc frees or reuses itself. Results too are received in place if they lie there: see
-// rpcrdma_binding_register(). The memory stays the program's; unregister it before it is freed.
+// Whatever an xdrproc puts from registered memory must stay valid and unchanged until clnt_call() or
+// svc_sendreply() returns, so nothing that the xdrproc frees or reuses itself. Results too are received in place
+// if they lie there: see rpcrdma_binding_register(). The memory stays the program's; unregister it before it is
+// freed.
 //
 // FALSE for NULL, no bytes, or memory that overlaps what is registered already.
 bool_t rpcrdma_mem_register(const void *address,
@@ -244,10 +250,10 @@ bool_t rpcrdma_mem_register(const void *address,
 // none.
 bool_t rpcrdma_mem_unregister(const void *address);
 
-// The argument of the request that is being dispatched which came in a Read chunk of its own, as it lies in memory of
-// this library. A dispatch routine that sets the pointer of its counted opaque to *address before svc_getargs() gets
-// the argument without a copy. It is to be read only, until the reply is sent; the pointer must be NULL again before
-// svc_freeargs(), which would free it.
+// The argument of the request that is being dispatched which came in a Read chunk of its own, as it lies in
+// memory of this library. A dispatch routine that sets the pointer of its counted opaque to *address before
+// svc_getargs() gets the argument without a copy. It is to be read only, until the reply is sent; the pointer
+// must be NULL again before svc_freeargs(), which would free it.
 //
 // FALSE when there is none: the request is short, came otherwise, or not over RDMA. svc_getargs() allocates then, as
 // usual.
@@ -305,8 +311,8 @@ bool_t rpcrdma_walk_opaque(struct rpcrdma_walk *walk);
 // As rpcrdma_walk_skip().
 bool_t rpcrdma_walk_item(struct rpcrdma_walk *walk);
 
-// While walking arguments: the results may hold an eligible opaque of at most `most` bytes. Call it for each of them,
-// in their order. They need not be counted by rpcrdma_walk_reply().
+// While walking arguments: the results may hold an eligible opaque of at most `most` bytes. Call it for each of
+// them, in their order. They need not be counted by rpcrdma_walk_reply().
 //
 // # Safety
 // As rpcrdma_walk_skip().

@@ -18,7 +18,7 @@ use std::net::{SocketAddr, TcpStream};
 use std::os::fd::{AsRawFd, FromRawFd, OwnedFd, RawFd};
 use std::ptr::NonNull;
 use std::sync::Once;
-use std::sync::atomic::{AtomicU32, AtomicU64, Ordering::Relaxed};
+use std::sync::atomic::{AtomicU32, AtomicU64, AtomicUsize, Ordering::Relaxed};
 use std::time::{Duration, Instant};
 
 use crate::ffi::guard;
@@ -538,12 +538,13 @@ pub fn under_mask<T>(mask: &SignalMask, work: impl FnOnce() -> T) -> T {
     work()
 }
 
-/// Names the calling thread among those that live.
+/// Names the calling thread; no other one of this process ever has its name, which is never 0.
 pub fn this_thread() -> usize {
+    static NEXT: AtomicUsize = AtomicUsize::new(1);
     thread_local! {
-        static MARK: std::cell::Cell<u8> = const { std::cell::Cell::new(0) };
+        static NAME: usize = NEXT.fetch_add(1, Relaxed);
     }
-    MARK.with(|mark| std::ptr::from_ref(mark).addr())
+    NAME.with(|name| *name)
 }
 
 /// Has the kernel find out that the peer of an idle TCP connection is gone: after about two minutes of silence.

@@ -132,7 +132,7 @@ impl Locked {
             // The first connections leave room for others.
             let fits = |held: usize| {
                 let left = budget.saturating_sub(held);
-                let share = if credits > least { left / 8 } else { left };
+                let share = if credits > least { left / 7 } else { left };
                 (bytes <= share).then(|| held + bytes)
             };
             if LOCKED.fetch_update(Relaxed, Relaxed, fits).is_ok() {

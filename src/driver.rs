@@ -557,6 +557,16 @@ impl Link {
         self.engine.closed().map_or(Ok(()), |error| Err(error.clone()))
     }
 
+    /// Starts a call, and sends what the device takes.
+    fn begin(&mut self, xid: Xid, message: Message, expect: Expect) -> Result<(), Error> {
+        self.engine.call(xid, message, expect, &mut *self.device)?;
+        if self.engine.credits_left() == 0 && !self.engine.transmitted(xid) {
+            stats::add(Counter::CreditsWaited, 1);
+        }
+        self.flush();
+        Ok(())
+    }
+
     fn nudge(&mut self) {
         if self.engine.closed().is_none() {
             self.device.nudge();
@@ -1195,12 +1205,7 @@ impl Requester for Client {
         let mut state = self.lock();
         state.link.pump_input();
         self.renew(&mut state, deadline)?;
-        let Waiting { link, .. } = &mut *state;
-        link.engine.call(xid, message, expect, &mut *link.device)?;
-        if link.engine.credits_left() == 0 && !link.engine.transmitted(xid) {
-            stats::add(Counter::CreditsWaited, 1);
-        }
-        link.flush();
+        state.link.begin(xid, message, expect)?;
         state.settle();
         self.wait(state, xid, deadline, mask)
     }

@@ -274,9 +274,7 @@ impl Waiting {
         let Waiting { link, calls, serving: Some(serving), .. } = self else { return Ok(()) };
         let xid = calls.fresh_xid(&link.engine);
         let message = with_xid(link.memory.message()?, &serving.null, xid)?;
-        let expect = Expect::Reply { max: RPC_HEADER_MAX, places: Vec::new() };
-        link.engine.call(xid, message, expect, &mut *link.device)?;
-        link.flush();
+        link.begin(xid, message.into(), Expect::Reply { max: RPC_HEADER_MAX, places: Vec::new() })?;
         serving.greeting = Some(xid);
         Ok(())
     }

@@ -176,6 +176,13 @@ fn service(ends: &Ends) {
     }
 }
 
+/// Somebody serves callbacks when no thread of the client waits for a reply.
+fn callbacks(ends: &Ends) {
+    while !ends.stop.load(Relaxed) {
+        let _ = ends.client.poll_callbacks(Instant::now() + Duration::from_millis(10), None);
+    }
+}
+
 impl Ends {
     fn end(&self) {
         self.stop.store(true, Relaxed);
@@ -208,12 +215,7 @@ fn load(ends: &Ends, calls: u32, in_turn: bool) {
     };
     scope(|scope| {
         scope.spawn(|| service(ends));
-        scope.spawn(|| {
-            // Somebody serves callbacks when no thread of the client waits for a reply.
-            while !ends.stop.load(Relaxed) {
-                let _ = ends.client.poll_callbacks(Instant::now() + Duration::from_millis(10), None);
-            }
-        });
+        scope.spawn(|| callbacks(ends));
         // There is one credit before the first reply, and with one nobody can call in turn.
         call(&*ends.client, 0, 40, 40).unwrap();
         call(&*ends.reverse, 0, 40, 40).unwrap();
@@ -286,11 +288,7 @@ fn a_connection_cut_during_a_call_back_ends_it_once_with_the_right_status() {
         let ends = &*over_tcp(config(|_| {}));
         scope(|scope| {
             scope.spawn(|| service(ends));
-            scope.spawn(|| {
-                while !ends.stop.load(Relaxed) {
-                    let _ = ends.client.poll_callbacks(Instant::now() + Duration::from_millis(10), None);
-                }
-            });
+            scope.spawn(|| callbacks(ends));
             call(&*ends.client, 0, 40, 40).unwrap();
             call(&*ends.reverse, 0, 40, 40).unwrap();
             let served = ends.served.load(Relaxed);
@@ -345,11 +343,7 @@ fn a_call_back_waits_for_its_client_to_come_back_on_another_connection() {
         let waits = scope.spawn(|| first.reverse.comes_back(Instant::now() + PATIENCE, None));
         first.reverse.rebind(second.server.clone()).unwrap();
         assert!(waits.join().unwrap().unwrap());
-        scope.spawn(|| {
-            while !second.stop.load(Relaxed) {
-                let _ = second.client.poll_callbacks(Instant::now() + Duration::from_millis(10), None);
-            }
-        });
+        scope.spawn(|| callbacks(&second));
         call(&*first.reverse, 0, 40, 40).unwrap();
         second.end();
     });

@@ -296,11 +296,7 @@ impl Requester for Reverse {
             return Err(Error::new(Kind::Invalid, "the connection belongs to the parent of this process"));
         }
         let Some(link) = state.link() else { return Err(state.why_not()) };
-        link.engine.call(xid, message, expect, &mut *link.device)?;
-        if link.engine.credits_left() == 0 && !link.engine.transmitted(xid) {
-            stats::add(Counter::CreditsWaited, 1);
-        }
-        link.flush();
+        link.begin(xid, message, expect)?;
         state.settle();
         self.wait(&server, state, xid, deadline, mask)
     }

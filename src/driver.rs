@@ -477,13 +477,15 @@ impl Link {
                 ));
             }
         }
-        self.limit_queue();
+        if self.serves {
+            self.limit_queue();
+        }
     }
 
     /// Closes the connection of a peer that does not take what it asked for.
     fn limit_queue(&mut self) {
         let unsent = self.device.unsent();
-        if self.serves && unsent > QUEUE_MAX {
+        if unsent > QUEUE_MAX {
             self.fail(Error::new(
                 Kind::NotSent,
                 format!("the peer does not take its replies: {unsent} bytes wait, {QUEUE_MAX} is the limit"),
@@ -512,6 +514,7 @@ impl Link {
             self.engine.discard(request.id);
             log_info!("fd {}: a call back to no program was not answered: {error}", self.device.fd());
         }
+        self.limit_queue();
     }
 
     /// Sends a reply and waits a little while for a peer that does not take it: reading goes on, for two ends that only

@@ -7,7 +7,7 @@ use std::time::Duration;
 use rpcrdma::provider::iwarp::ddp::{Fault, Opcode, ReadRequest};
 use rpcrdma::provider::iwarp::mpa::{Enhanced, Which};
 use rpcrdma::wire::v1::{self, Body, Lists, Proc, RdmaError};
-use rpcrdma::wire::{Credits, Handle, Segment, Xid};
+use rpcrdma::wire::{Credits, Handle, Position, ReadSegment, Segment, Xid};
 
 use crate::peer::*;
 use crate::programs::{self, Outcome};
@@ -562,6 +562,54 @@ fn a_server_that_floods_a_client_does_not_keep_it_beyond_its_time() {
         let mut msn = 1;
         loop {
             let batch: Vec<u8> = (msn..msn + 1000).flat_map(|msn| send(msn, &stranger)).collect();
+            msn += 1000;
+            if !peer.push_if_open(&batch) {
+                return;
+            }
+        }
+    });
+    assert!(matches!(outcome.statuses[..], [TIMEDOUT | CANTRECV]), "{}", outcome.text);
+    assert!(outcome.took < HANG / 4, "{:?}", outcome.took);
+}
+
+/// RFC 8167 §6: no server may do this before the client has said that it is ready.
+#[test]
+fn a_client_that_serves_nothing_answers_calls_back_in_the_midst_of_its_own() {
+    let outcome = against(&["2000", "null", "null"], false, |mut peer, _| {
+        accept(&mut peer);
+        let first = call(&mut peer);
+        // With the XID of its own call, on purpose.
+        peer.send(&inline_call(first.xid, 1, b""));
+        let unavailable: Vec<u8> =
+            [first.xid, 1, 0, 0, 0, 1].into_iter().flat_map(u32::to_be_bytes).collect();
+        assert_eq!(peer.message(), message(first.xid, 1, Proc::Msg, &Lists::default(), &unavailable));
+        let reads = vec![ReadSegment { position: Position(0), target: segment(7, 5000, 0) }];
+        peer.send(&message(9, 32, Proc::Nomsg, &Lists { reads, ..Lists::default() }, b""));
+        let bytes = peer.message();
+        assert_eq!(
+            v1::decode(&bytes).expect("a header").to_string(),
+            "RDMA_ERROR xid 0x00000009 credits 1 ERR_CHUNK"
+        );
+        // Not an RPC message; a header that is none; a reply to nobody.
+        peer.send(&message(first.xid, 32, Proc::Msg, &Lists::default(), b"abc"));
+        peer.send(&message(10, 32, Proc::Msg, &Lists::default(), b"")[..20]);
+        peer.send(&inline_reply(11, 32, b""));
+        peer.send(&inline_reply(first.xid, 32, b""));
+        let second = call(&mut peer);
+        peer.send(&inline_reply(second.xid, 32, b""));
+        until_end(&mut peer);
+    });
+    assert_eq!(outcome.statuses, [SUCCESS, SUCCESS], "{}", outcome.text);
+}
+
+#[test]
+fn a_server_that_calls_back_without_end_and_reads_no_answer_does_not_keep_a_client_beyond_its_time() {
+    let outcome = against(&["500", "null"], false, |mut peer, _| {
+        accept(&mut peer);
+        let back = inline_call(call(&mut peer).xid, 1, b"");
+        let mut msn = 1;
+        loop {
+            let batch: Vec<u8> = (msn..msn + 1000).flat_map(|msn| send(msn, &back)).collect();
             msn += 1000;
             if !peer.push_if_open(&batch) {
                 return;

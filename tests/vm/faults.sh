@@ -85,8 +85,8 @@ the_kernel_has_copied() {
     rm -f "/served/$in" "/served/$out" "$scratch/kr.got"
 }
 # Our client goes on; or, where it `may end`, says at once, or when its 25 seconds are over, what the matter is (a server
-# that is about to end may ask it to come back later).
-said='^server: RPC: (Unable to (send|receive)|Timed out)|^nfs3: server: .*NFS3ERR_JUKEBOX'
+# that is about to end may ask it to come back later, and one that is away refuses who comes only now).
+said='^server: RPC: (Unable to (send|receive)|Timed out)|^nfs3: server: .*NFS3ERR_JUKEBOX|RPC: Remote system error - Connection refused; no RDMA connection'
 we_have_copied() {
     local name words
     cmp -s "$random" "$scratch/r.got" || [ "${result[r]}" != 0 ] || FAIL "$what: what was read differs"

@@ -295,8 +295,11 @@ mod tests {
     use crate::wire::v2::{self, Body, Direction};
     use crate::wire::{Credits, Xid};
 
-    /// The messages of the drafts as examples: what they are, and their bytes.
-    fn golden() -> [(u32, Direction, Kind, Vec<u8>, Vec<u8>); 4] {
+    /// XID, direction and kind of a message, what is inside, and all its bytes.
+    type Golden = (u32, Direction, Kind, Vec<u8>, Vec<u8>);
+
+    /// One message of each kind.
+    fn golden() -> [Golden; 4] {
         let size = Characteristic::ReceiveSize;
         [
             (

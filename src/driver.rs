@@ -38,7 +38,7 @@ use crate::provider::{Completion, QueuePair, WorkRequest, verbs};
 use crate::stats::{self, Counter};
 use crate::sys::{self, PollFd};
 use crate::wire::private_data::PrivateData;
-use crate::wire::{Handle, Xid, v1};
+use crate::wire::{Handle, Xid, v1, v2};
 use crate::xdr::LEND_MIN;
 use crate::{log_debug, log_error, log_info, log_warn, log_wire, socket};
 
@@ -636,9 +636,11 @@ fn note(request: &WorkRequest, fd: RawFd) {
 }
 
 fn describe(message: &[u8]) -> String {
-    match v1::decode(message) {
-        Ok(header) => header.to_string(),
-        Err(error) => error.to_string(),
+    match (v1::decode(message), v2::decode(message)) {
+        (Ok(header), _) => header.to_string(),
+        // Refused, but readable.
+        (Err(_), Ok(header)) => header.to_string(),
+        (Err(error), Err(_)) => error.to_string(),
     }
 }
 

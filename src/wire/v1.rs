@@ -426,6 +426,11 @@ pub fn encode(out: &mut Vec<u8>, xid: Xid, credits: Credits, proc: Proc, lists: 
     assert!(matches!(proc, Proc::Msg | Proc::Nomsg), "{proc:?} has no chunk lists or must not be sent");
     out.reserve(header_len(lists));
     put(out, &[xid.0, VERSION, credits.0, proc as u32]);
+    put_lists(out, lists);
+}
+
+/// Appends the three lists.
+pub(super) fn put_lists(out: &mut Vec<u8>, lists: &Lists) {
     for read in &lists.reads {
         put(out, &[1, read.position.0]);
         put_segment(out, &read.target);
@@ -457,7 +462,7 @@ pub fn encode_error(out: &mut Vec<u8>, xid: Xid, version: u32, credits: Credits,
     }
 }
 
-fn put(out: &mut Vec<u8>, words: &[u32]) {
+pub(super) fn put(out: &mut Vec<u8>, words: &[u32]) {
     for word in words {
         out.extend_from_slice(&word.to_be_bytes());
     }
@@ -551,12 +556,12 @@ fn write_cut<T: fmt::Display>(
 }
 
 /// The unread rest of a message. Every read checks that its bytes are there.
-struct Reader<'a> {
-    rest: &'a [u8],
+pub(super) struct Reader<'a> {
+    pub(super) rest: &'a [u8],
 }
 
 impl<'a> Reader<'a> {
-    fn word(&mut self) -> Option<u32> {
+    pub(super) fn word(&mut self) -> Option<u32> {
         let (word, rest) = self.rest.split_first_chunk()?;
         self.rest = rest;
         Some(u32::from_be_bytes(*word))
@@ -593,7 +598,7 @@ impl<'a> Reader<'a> {
         }
     }
 
-    fn chunk_lists(&mut self) -> Result<ChunkLists<'a>, &'static str> {
+    pub(super) fn chunk_lists(&mut self) -> Result<ChunkLists<'a>, &'static str> {
         let reads = self.rest;
         let mut read_count = 0;
         while self.present()? {
@@ -619,7 +624,7 @@ impl<'a> Reader<'a> {
 }
 
 /// The four words that all versions share.
-const FIXED_LEN: usize = 16;
+pub(super) const FIXED_LEN: usize = 16;
 /// An RDMA_ERROR with ERR_CHUNK.
 const ERROR_LEN: usize = 20;
 /// A header without chunks.

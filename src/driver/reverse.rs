@@ -109,10 +109,9 @@ impl Reverse {
                 stats::add(Counter::Orphans, 1);
                 break Err(Error::new(Kind::Timeout, "no reply to the call back within its time"));
             }
-            if !stuck
-                && state.request_ready()
-                && let Some(nested) = service_loop::nest()
-            {
+            let serves = !stuck && service_loop::may_nest();
+            if serves && state.request_ready() {
+                let nested = service_loop::nest();
                 let (fd, received) = (state.fd, state.received);
                 drop(state);
                 (self.hooks.serve)(fd);
@@ -123,7 +122,7 @@ impl Reverse {
             }
             let reads = service_loop::may_read();
             if state.driver.is_none() && (reads || state.wants_write()) {
-                state = self.drive(server, state, xid, reads, deadline, mask);
+                state = self.drive(server, state, xid, (reads, serves), deadline, mask);
             } else {
                 state.calls.sleepers.insert(waiter, own.clone());
                 let mine = service_loop::is_mine();
@@ -150,13 +149,14 @@ impl Reverse {
         outcome
     }
 
-    /// Spins, then sleeps once, then moves what has come; sends only, unless `reads`.
+    /// Spins, then sleeps once, then moves what has come; sends only, unless it `reads`. Until the call has ended, or a
+    /// request is there that this thread `serves`.
     fn drive<'a>(
         &self,
         server: &'a Shared,
         mut state: MutexGuard<'a, Server>,
         xid: Xid,
-        reads: bool,
+        (reads, serves): (bool, bool),
         deadline: Instant,
         mask: Mask<'_>,
     ) -> MutexGuard<'a, Server> {
@@ -167,8 +167,8 @@ impl Reverse {
         if let Some(mut patience) = patience {
             loop {
                 state.pump();
-                if state.calls.outcomes.contains_key(&xid) || state.request_ready() || state.link().is_none()
-                {
+                let request = serves && state.request_ready();
+                if request || state.calls.outcomes.contains_key(&xid) || state.link().is_none() {
                     state.spin.found();
                     state.driver = None;
                     return state;
@@ -466,14 +466,15 @@ pub mod service_loop {
     /// A dispatch routine that is run while another one waits for a call back.
     pub struct Nested(());
 
-    /// Leave to run one; `None` where this is not the loop's thread, or the nesting is too deep.
-    pub fn nest() -> Option<Nested> {
-        let depth = NESTED.get();
-        let own = THREAD.load(Relaxed) == sys::this_thread();
-        (own && depth < NEST_MAX).then(|| {
-            NESTED.set(depth + 1);
-            Nested(())
-        })
+    /// Whether one may be run: not where this is not the loop's thread, nor where the nesting is too deep.
+    pub fn may_nest() -> bool {
+        THREAD.load(Relaxed) == sys::this_thread() && NESTED.get() < NEST_MAX
+    }
+
+    /// One is run as long as the value lives.
+    pub fn nest() -> Nested {
+        NESTED.set(NESTED.get() + 1);
+        Nested(())
     }
 
     /// Whether the calling thread serves in the middle of a call back: that one is to be looked at after each request.

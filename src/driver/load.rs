@@ -272,7 +272,8 @@ fn both_directions_under_a_million_calls_lose_nothing_and_exceed_no_credit() {
 #[ignore = "needs an RDMA device: VERBS_ADDRESS"]
 fn both_directions_under_load_on_a_device() {
     let _one = ONE.lock().unwrap_or_else(|e| e.into_inner());
-    let config = config(|_| {});
+    // iWARP devices too.
+    let config = config(|config| config.provider = Provider::Verbs);
     let devices = verbs::tests::connected(&adapter_options(config));
     let fds = [devices[1].fd(), devices[0].fd()];
     let [passive, active] = devices;

@@ -155,8 +155,21 @@ fn serve_once(ends: &Ends) -> bool {
     true
 }
 
+/// A thread that panics ends the others, which would wait for it.
+struct Alarm<'a>(&'a Ends);
+
+impl Drop for Alarm<'_> {
+    fn drop(&mut self) {
+        if std::thread::panicking() {
+            self.0.stop.store(true, Relaxed);
+            let _ = self.0.waker.alarm(Some(Duration::ZERO));
+        }
+    }
+}
+
 /// The service loop: it sleeps until the connection or the waker is readable, and never by a clock.
 fn service(ends: &Ends) {
+    let _alarm = Alarm(ends);
     while !ends.stop.load(Relaxed) {
         let mut fds = {
             let server = locked(&ends.server);
@@ -178,6 +191,7 @@ fn service(ends: &Ends) {
 
 /// Somebody serves callbacks when no thread of the client waits for a reply.
 fn callbacks(ends: &Ends) {
+    let _alarm = Alarm(ends);
     while !ends.stop.load(Relaxed) {
         let _ = ends.client.poll_callbacks(Instant::now() + Duration::from_millis(10), None);
     }
@@ -199,6 +213,7 @@ fn load(ends: &Ends, calls: u32, in_turn: bool) {
     let each = calls / (2 * THREADS);
     let running = AtomicU32::new(2 * THREADS);
     let worker = |from: &dyn Requester, seed: u32| {
+        let alarm = Alarm(ends);
         let mut random = seed.wrapping_mul(0x9e37_79b9) | 1;
         for n in 0..each {
             random = random.wrapping_mul(1_664_525).wrapping_add(1_013_904_223);
@@ -212,6 +227,7 @@ fn load(ends: &Ends, calls: u32, in_turn: bool) {
         if running.fetch_sub(1, Relaxed) == 1 {
             ends.end();
         }
+        drop(alarm);
     };
     scope(|scope| {
         scope.spawn(|| service(ends));

@@ -958,6 +958,7 @@ static void callback_threads(void)
     puts("ok    calls back: in threads, which wait for a client to come back");
 }
 
+/* rule 140: the connection is kept for calls back, and made anew when it is lost. */
 static void callback_polls(void)
 {
     struct servers servers = servers_start();

@@ -1,5 +1,5 @@
 #!/bin/bash
-# gss_back.sh: calls back with RPCSEC_GSS and a KDC of their own (c-tests/gss_back.c), also under valgrind.
+# gss_back.sh: calls back with RPCSEC_GSS and a KDC of their own (c-tests/gss_back.c), also under valgrind: rule 144.
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 . "$here/lib.sh"
 cd "$scratch" || exit 1

@@ -702,7 +702,9 @@ impl Call<'_> {
             let reply = match self.handle.connection.call(xid, message, room, places, deadline, mask) {
                 Err(error) if error.kind() == Kind::NotSent => {
                     drop((loans, lock));
-                    if !self.handle.connection.comes_back(deadline, mask)? {
+                    // A server that closes one connection after the other is not asked for more than one.
+                    let enough = until.is_some() && matches!(self.handle.connection, Connection::Forward(_));
+                    if enough || !self.handle.connection.comes_back(deadline, mask)? {
                         return Err(error);
                     }
                     log_debug!("call {xid} was not sent, and is made again: {error}");

@@ -664,3 +664,25 @@ fn both_directions_keep_every_rule_at_every_step_whatever_is_done() {
         }
     }
 }
+
+/// rule 143: what is eligible is told by the binding of the program, whichever way its calls go.
+#[test]
+fn an_eligible_argument_of_a_call_back_travels_in_a_chunk_of_its_own() {
+    let mut both = Both::warm(SETTINGS, SETTINGS);
+    // NFS version 3 WRITE: a file handle, offset, count, stability, and 1500 bytes.
+    let head = [9, 0, 2, 100_003, 3, 7, 0, 0, 0, 0, 4, 0x0102_0304, 0, 0, 1500, 2, 1500];
+    let message: Vec<u8> = words(&head).into_iter().chain((0..1500).map(|at| at as u8)).collect();
+    let buf = both.buf(&message);
+    both.made[Server as usize].insert(9, Made::default());
+    let End { engine, device, .. } = both.end(Server);
+    engine.call(Xid(9), buf, reply_of(200), device).unwrap();
+    both.drain(Server);
+    let header = v1::decode(both.last(Server)).unwrap();
+    let Body::Msg { chunks, payload } = header.body else { panic!("{header}") };
+    let read = chunks.reads().next().unwrap();
+    assert_eq!((read.position, read.target.length), (Position(4 * head.len() as u32), 1500));
+    assert_eq!(payload.len(), 4 * head.len());
+    both.settle();
+    let request = both.end(Client).engine.poll_request().unwrap();
+    assert!(bytes(&request.message) == message && request.placed.is_some_and(|placed| placed.len() == 1500));
+}

@@ -36,6 +36,12 @@ pub struct Config {
     pub reverse_chunks: bool,
     /// Most bytes of one Send, header included, in either direction: a multiple of 1024 from 1024 to 262144.
     pub inline: usize,
+    /// Versions of RPC-over-RDMA that are spoken.
+    pub version: Version,
+    /// Largest Receives that a Version Two peer may ask for; see [`Config::receive_sizes`].
+    pub max_inline: Option<usize>,
+    /// Whether a peer may end the exposure of our memory itself, by its Send.
+    pub remote_invalidation: bool,
     /// Longest reply that a client makes room for, in bytes of results; see [`Config::max_reply`].
     pub max_reply: Option<usize>,
     /// Longest Call that a server pulls, in bytes.
@@ -64,8 +70,17 @@ pub struct Config {
     pub log: Option<Level>,
     /// Where to; `None`: stderr.
     pub log_file: Option<PathBuf>,
-    /// Things that are no error but should be seen, for the log.
-    warnings: Vec<String>,
+}
+
+/// Versions of RPC-over-RDMA that are spoken.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Version {
+    /// Version One only.
+    One,
+    /// Version Two is offered as a client, and served beside Version One as a server.
+    Auto,
+    /// Version Two only.
+    Two,
 }
 
 /// When iWARP connections carry a CRC32C.
@@ -184,26 +199,41 @@ const TABLE: &[Setting] = &[
         key: "inline",
         default: "4096",
         meaning: "most bytes of one Send, offered to the peer; a multiple of 1024 from 1024 to 262144",
+        set: |config, value| send_size(value, 1024).map(|bytes| config.inline = bytes),
+    },
+    Setting {
+        env: "RPCRDMA_VERSION",
+        key: "version",
+        default: "1",
+        meaning: "versions of RPC-over-RDMA: 1, 2, or auto: 2 is offered as a client, and served beside 1",
         set: |config, value| {
-            let bytes = size(value, 1024, 262_144).filter(|bytes| bytes % 1024 == 0);
-            bytes
-                .map(|bytes| config.inline = bytes)
-                .ok_or_else(|| "a multiple of 1024 from 1024 to 262144".into())
+            let choices = [("1", Version::One), ("auto", Version::Auto), ("2", Version::Two)];
+            one_of(value, &choices).map(|version| config.version = version)
         },
+    },
+    Setting {
+        env: "RPCRDMA_MAX_INLINE",
+        key: "max_inline",
+        default: "auto",
+        meaning: "largest Receives that a Version Two peer may ask for; a multiple of 1024 from 4096 to 262144, \
+                  auto: 64K, on adapters what inline says",
+        set: |config, value| {
+            or_auto(value, |value| send_size(value, 4096)).map(|bytes| config.max_inline = bytes)
+        },
+    },
+    Setting {
+        env: "RPCRDMA_REMOTE_INVALIDATION",
+        key: "remote_invalidation",
+        default: "yes",
+        meaning: "whether a peer may end the exposure of memory itself (Send with Invalidate); yes or no",
+        set: |config, value| yes_or_no(value).map(|yes| config.remote_invalidation = yes),
     },
     Setting {
         env: "RPCRDMA_MAX_REPLY",
         key: "max_reply",
         default: "auto",
         meaning: "longest reply that a client makes room for, in result bytes; 1K to 1G, auto: 16M, on adapters 256K",
-        set: |config, value| {
-            if value == "auto" {
-                config.max_reply = None;
-                return Ok(());
-            }
-            let allowed = |allowed| format!("auto, or {allowed}");
-            message_size(value).map(|bytes| config.max_reply = Some(bytes)).map_err(allowed)
-        },
+        set: |config, value| or_auto(value, message_size).map(|bytes| config.max_reply = bytes),
     },
     Setting {
         env: "RPCRDMA_MAX_CALL",
@@ -335,9 +365,6 @@ const TABLE: &[Setting] = &[
     },
 ];
 
-/// Names that have a meaning in other versions: they are let through, with a warning.
-const RESERVED: &[(&str, &str)] = &[("RPCRDMA_VERSION", "version")];
-
 const FILE: &str = "/etc/rpcrdma.conf";
 /// Where the system's bindings are: every file that ends in `.conf`, by name.
 const BINDINGS: &str = "/etc/rpcrdma.d";
@@ -350,6 +377,9 @@ const FILE_MAX: u64 = 1 << 20;
 const MAX_REPLY: usize = 16 << 20;
 const MAX_REPLY_ADAPTER: usize = 256 << 10;
 
+/// Largest Receives where nothing else is said, unless their memory is locked.
+const MAX_INLINE: usize = 64 << 10;
+
 impl Default for Config {
     fn default() -> Config {
         let mut config = Config {
@@ -357,6 +387,9 @@ impl Default for Config {
             reverse_credits: 0,
             reverse_chunks: true,
             inline: 0,
+            version: Version::One,
+            max_inline: None,
+            remote_invalidation: true,
             max_reply: None,
             max_call: 0,
             max_pulled: 0,
@@ -371,7 +404,6 @@ impl Default for Config {
             fallback: true,
             log: None,
             log_file: None,
-            warnings: Vec::new(),
         };
         for setting in TABLE {
             (setting.set)(&mut config, setting.default)
@@ -385,6 +417,17 @@ impl Config {
     /// Longest reply that a client makes room for, in bytes of results.
     pub fn max_reply(&self, adapter: bool) -> usize {
         self.max_reply.unwrap_or(if adapter { MAX_REPLY_ADAPTER } else { MAX_REPLY })
+    }
+
+    /// Bytes of the Receives that a connection begins with, and most bytes of those that its peer may ask for.
+    pub fn receive_sizes(&self, adapter: bool) -> (usize, usize) {
+        if self.version == Version::One {
+            return (self.inline, self.inline);
+        }
+        // draft-cel-nfsv4-rpcrdma-version-two-01 §2.3: "RPC-over-RDMA Version Two receiver implementations MUST
+        // support an inline threshold of 4096 bytes, but MAY support larger inline threshold values."
+        let first = self.inline.max(4096);
+        (first, first.max(self.max_inline.unwrap_or(if adapter { first } else { MAX_INLINE })))
     }
 
     /// The settings that an environment and the text of a file make; `secure`: the environment does not
@@ -455,8 +498,6 @@ impl Config {
                 (setting.set)(self, value).map_err(|allowed| {
                     invalid(format!("{}: {key} = {}: must be {allowed}", place(), quoted(value)))
                 })?;
-            } else if RESERVED.iter().any(|(_, reserved)| *reserved == key) {
-                self.warnings.push(format!("{}: {key} has no effect in this version", place()));
             } else {
                 let known = TABLE.iter().map(|setting| setting.key);
                 let near = nearest(key, known);
@@ -481,10 +522,6 @@ impl Config {
             };
             return (setting.set)(self, value.trim())
                 .map_err(|allowed| invalid(format!("{name}={}: must be {allowed}", quoted(value))));
-        }
-        if RESERVED.iter().any(|(reserved, _)| *reserved == name) {
-            self.warnings.push(format!("{name} has no effect in this version"));
-            return Ok(());
         }
         let near = nearest(&name, TABLE.iter().map(|setting| setting.env));
         Err(invalid(format!("{}: no such environment variable; did you mean {near}?", shortened(&name))))
@@ -531,9 +568,8 @@ fn start_log(result: &Result<Config, Error>, secure: bool) {
     if log::start(level, file.as_deref()).is_err() {
         return;
     }
-    match result {
-        Ok(config) => config.warnings.iter().for_each(|warning| crate::log_warn!("{warning}")),
-        Err(error) => crate::log_error!("{error}"),
+    if let Err(error) = result {
+        crate::log_error!("{error}");
     }
 }
 
@@ -590,6 +626,20 @@ pub(crate) fn size(value: &str, low: usize, high: usize) -> Option<usize> {
 /// Every chunk of a message of this size has a 32-bit length, with room to spare.
 fn message_size(value: &str) -> Result<usize, String> {
     size(value, 1 << 10, 1 << 30).ok_or_else(|| "a size from 1K to 1G, such as 65536, 256K or 16M".into())
+}
+
+/// Bytes of a Send, in the units of RFC 8797.
+fn send_size(value: &str, low: usize) -> Result<usize, String> {
+    let bytes = size(value, low, 262_144).filter(|bytes| bytes % 1024 == 0);
+    bytes.ok_or_else(|| format!("a multiple of 1024 from {low} to 262144"))
+}
+
+/// `None` for a value that is left to the library.
+fn or_auto(value: &str, parse: impl FnOnce(&str) -> Result<usize, String>) -> Result<Option<usize>, String> {
+    if value == "auto" {
+        return Ok(None);
+    }
+    parse(value).map(Some).map_err(|allowed| format!("auto, or {allowed}"))
 }
 
 pub(crate) fn program_number(word: &str) -> Option<u32> {
@@ -673,6 +723,7 @@ mod tests {
         assert_eq!((config.credits, config.inline), (32, 4096));
         assert_eq!((config.max_reply(false), config.max_reply(true)), (16 << 20, 256 << 10));
         assert_eq!(config.max_call, 64 << 20);
+        assert_eq!((config.version, config.remote_invalidation), (Version::One, true));
         assert_eq!((config.crc, config.provider), (Crc::Auto, Provider::Auto));
         assert_eq!((config.poll, config.fallback), (Duration::from_micros(50), true));
         assert_eq!((config.redirect, config.redirect_programs), (vec![], None));
@@ -688,10 +739,6 @@ mod tests {
             assert_eq!(set(env, default), Config::default(), "{env}");
             assert_eq!(from_file(&format!("{key} = {default}")).unwrap(), Config::default(), "{key}");
         }
-        for (env, key) in RESERVED {
-            assert_eq!(*env, format!("RPCRDMA_{}", key.to_uppercase()));
-            assert!(table().all(|row| row.0 != *env));
-        }
     }
 
     #[test]
@@ -701,6 +748,9 @@ mod tests {
             reverse_credits: 3,
             reverse_chunks: false,
             inline: 262144,
+            version: Version::Auto,
+            max_inline: Some(32 << 10),
+            remote_invalidation: false,
             max_reply: Some(256 << 10),
             max_call: 1 << 30,
             max_pulled: 1 << 20,
@@ -715,13 +765,15 @@ mod tests {
             fallback: false,
             log: Some(Level::Wire),
             log_file: Some("/tmp/a b#c".into()),
-            warnings: vec![],
         };
         let variables = [
             ("RPCRDMA_CREDITS", "4096"),
             ("RPCRDMA_REVERSE_CREDITS", "3"),
             ("RPCRDMA_REVERSE_CHUNKS", "no"),
             ("RPCRDMA_INLINE", "256K"),
+            ("RPCRDMA_VERSION", "auto"),
+            ("RPCRDMA_MAX_INLINE", "32K"),
+            ("RPCRDMA_REMOTE_INVALIDATION", "no"),
             ("RPCRDMA_MAX_REPLY", "262144"),
             ("RPCRDMA_MAX_CALL", "1G"),
             ("RPCRDMA_MAX_PULLED", "1M"),
@@ -793,6 +845,9 @@ mod tests {
         let wrong = [
             ("RPCRDMA_CREDITS", &["", "0", "4097", "-1", "+1", "1.5", "0x10", "4294967297", "1 2"][..]),
             ("RPCRDMA_INLINE", &["", "0", "1023", "1025", "4095", "263168", "257K", "K", "1M"]),
+            ("RPCRDMA_VERSION", &["", "0", "3", "one", "1,2"]),
+            ("RPCRDMA_MAX_INLINE", &["", "0", "1024", "4095", "5000", "263168", "257K", "AUTO"]),
+            ("RPCRDMA_REMOTE_INVALIDATION", &["", "auto", "1"]),
             ("RPCRDMA_MAX_REPLY", &["", "1023", "1073741825", "2G", "16MB", "M", "-1M", "1 M"]),
             (
                 "RPCRDMA_MAX_REPLY",
@@ -870,15 +925,22 @@ mod tests {
     }
 
     #[test]
-    fn names_of_other_versions_are_let_through_with_a_warning() {
-        for (env, key) in RESERVED {
-            let config = set(env, "anything");
-            assert_eq!(config.warnings, [format!("{env} has no effect in this version")]);
-            let config = from_file(&format!("{key} = anything")).unwrap();
-            assert_eq!(
-                config.warnings,
-                [format!("/etc/rpcrdma.conf:1: {key} has no effect in this version")]
-            );
+    fn receives_are_of_one_size_unless_version_two_may_ask_for_more() {
+        let sizes = |inline, version, max_inline| {
+            let config = from_env(&[
+                ("RPCRDMA_INLINE", inline),
+                ("RPCRDMA_VERSION", version),
+                ("RPCRDMA_MAX_INLINE", max_inline),
+            ])
+            .unwrap();
+            (config.receive_sizes(false), config.receive_sizes(true))
+        };
+        assert_eq!(sizes("1024", "1", "64K"), ((1024, 1024), (1024, 1024)));
+        for version in ["auto", "2"] {
+            assert_eq!(sizes("1024", version, "auto"), ((4096, 65536), (4096, 4096)));
+            assert_eq!(sizes("128K", version, "auto"), ((131072, 131072), (131072, 131072)));
+            assert_eq!(sizes("4096", version, "16K"), ((4096, 16384), (4096, 16384)));
+            assert_eq!(sizes("32K", version, "16K"), ((32768, 32768), (32768, 32768)));
         }
     }
 
@@ -943,16 +1005,8 @@ mod tests {
     #[test]
     fn nothing_is_printed_unless_asked_for() {
         assert_eq!(stderr_of_get(&[]), "");
-        assert_eq!(stderr_of_get(&[("RPCRDMA_VERSION", "2")]), "");
         assert_eq!(stderr_of_get(&[("RPCRDMA_CREDITS", "0")]), "");
-        assert_eq!(stderr_of_get(&[("RPCRDMA_LOG", "error"), ("RPCRDMA_VERSION", "2")]), "");
-    }
-
-    #[test]
-    fn a_warning_is_logged_once() {
-        let text = stderr_of_get(&[("RPCRDMA_LOG", "warn"), ("RPCRDMA_VERSION", "2")]);
-        assert!(text.ends_with("] warn: RPCRDMA_VERSION has no effect in this version\n"), "{text}");
-        assert_eq!(text.lines().count(), 1);
+        assert_eq!(stderr_of_get(&[("RPCRDMA_LOG", "error"), ("RPCRDMA_CRC", "no")]), "");
     }
 
     #[test]

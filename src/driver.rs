@@ -404,7 +404,7 @@ impl Link {
             inline: config.inline,
             max_call: config.max_call,
             many_chunks: config.many_chunks,
-            remote_invalidation: limits.remote_invalidation,
+            remote_invalidation: limits.remote_invalidation && config.remote_invalidation,
         };
         let engine = Connection::new(role, settings, peer, memory.clone(), bindings(config).clone());
         stats::add(Counter::Connections, 1);
@@ -649,6 +649,7 @@ fn describe(message: &[u8]) -> String {
 pub fn adapter_options(config: &Config) -> verbs::Options {
     verbs::Options {
         inline: config.inline,
+        remote_invalidation: config.remote_invalidation,
         credits: config.credits.saturating_add(config.reverse_credits),
         margin: RECEIVE_MARGIN,
         iwarp: config.provider == Provider::Verbs,
@@ -679,7 +680,7 @@ fn options(config: &Config, fd: RawFd) -> Options {
         Crc::Auto => !own_host,
     };
     let private_data = PrivateData {
-        remote_invalidation: iwarp::REMOTE_INVALIDATION,
+        remote_invalidation: iwarp::REMOTE_INVALIDATION && config.remote_invalidation,
         send_size: config.inline,
         receive_size: config.inline,
     };
@@ -1667,11 +1668,21 @@ mod tests {
     }
 
     #[test]
+    fn the_peer_is_told_whether_it_may_invalidate() {
+        let (socket, _peer) = pair().unwrap();
+        for remote_invalidation in [true, false] {
+            let config = Config { remote_invalidation, ..Config::default() };
+            let told = PrivateData::find(&options(&config, socket.as_raw_fd()).private_data).unwrap();
+            assert_eq!(told.remote_invalidation, remote_invalidation);
+            assert_eq!(adapter_options(&config).remote_invalidation, remote_invalidation);
+        }
+    }
+
+    #[test]
     fn a_call_that_the_socket_does_not_take_at_once_goes_out_while_another_thread_waits_for_its_reply() {
         const CALLERS: usize = 24;
         // Without spinning, a driver that others can see sleeps.
-        let mut config = Config::default();
-        config.poll = Duration::ZERO;
+        let config = Config { poll: Duration::ZERO, ..Config::default() };
         let config: &'static Config = Box::leak(Box::new(config));
         let (to_server, to_client) = pair().unwrap();
         let server = Mutex::new(Server::accept(to_client.as_raw_fd(), config).unwrap());

@@ -12,6 +12,7 @@ use crate::provider::QueuePair;
 #[allow(missing_docs)]
 pub struct Options {
     pub inline: usize,
+    pub remote_invalidation: bool,
     pub credits: u32,
     pub margin: u32,
     pub iwarp: bool,

@@ -77,6 +77,8 @@ const CREDITS_MIN: u32 = 4;
 pub struct Options {
     /// Bytes of a Receive, and of the longest Send.
     pub inline: usize,
+    /// Whether the peer may invalidate the keys of windows.
+    pub remote_invalidation: bool,
     /// Receives beyond `margin`, if memory allows: as many as there are credits.
     pub credits: u32,
     /// Receives for messages without a credit.
@@ -420,7 +422,7 @@ impl Verbs {
 
     fn private_data(&self) -> [u8; PrivateData::LEN] {
         PrivateData {
-            remote_invalidation: self.has_windows(),
+            remote_invalidation: self.has_windows() && self.options.remote_invalidation,
             send_size: self.options.inline,
             receive_size: self.options.inline,
         }

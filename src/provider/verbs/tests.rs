@@ -5,7 +5,7 @@ use super::*;
 use crate::provider::fault::contract;
 
 fn options() -> Options {
-    Options { inline: 4096, credits: 4, margin: 4, iwarp: true }
+    Options { inline: 4096, remote_invalidation: true, credits: 4, margin: 4, iwarp: true }
 }
 
 fn address() -> SocketAddr {
@@ -53,7 +53,7 @@ fn later_connections_get_fewer_credits_until_no_more_fit() {
     // LOCKED belongs to the process, and no other test uses it without a device.
     let limit = sys::memlock_limit().filter(|bytes| *bytes < 1 << 30);
     let Some(_) = limit else { return };
-    let options = Options { inline: 4096, credits: 32, margin: 8, iwarp: false };
+    let options = Options { credits: 32, margin: 8, ..options() };
     let mut held = Vec::new();
     let error = loop {
         match Locked::slabs(&options) {

@@ -38,12 +38,17 @@ use crate::log_warn;
 use crate::memory::{Buf, Memory, Message, Region, Sink};
 use crate::provider::{QueuePair, WorkId, WorkRequest};
 use crate::stats::{self, Counter};
+use crate::wire::characteristics::{self as operations, Backward, Characteristic};
+use crate::wire::either::{self, Body, Header, Versions};
 use crate::wire::private_data::PrivateData;
-use crate::wire::v1::{self, Body, Lists, Proc, RdmaError};
+use crate::wire::v1::{self, Lists};
+use crate::wire::v2::{self, Direction, RdmaError};
 use crate::wire::{Credits, Handle, Position, ReadSegment, Segment, Xid};
 
+pub mod characteristics;
 pub mod chunks;
 
+use characteristics::{Characteristics, Endpoint, Note, Wish};
 use chunks::{Area, Assembly, Limits, Needs, Pull};
 
 /// Which end of the connection we are.
@@ -55,13 +60,6 @@ pub enum Role {
     Server,
 }
 
-/// What a message is.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Direction {
-    Call,
-    Reply,
-}
-
 /// What is fixed for the life of a connection.
 #[derive(Clone, Copy, Debug)]
 pub struct Settings {
@@ -71,14 +69,28 @@ pub struct Settings {
     pub receives: u32,
     /// Calls and replies of the reverse direction may have chunks.
     pub reverse_chunks: bool,
-    /// Largest Send that we take and make, in bytes: 1024..=262144.
+    /// Largest Send that we take and make in Version One, in bytes: 1024..=262144.
     pub inline: usize,
+    /// Versions that we speak.
+    pub versions: Versions,
+    /// Bytes of the first Receives: at least `inline`, and [`v2::INLINE_DEFAULT`] where Version Two is spoken.
+    pub receive: usize,
+    /// Largest Receives that a peer may ask for, in bytes.
+    pub receive_max: usize,
+    /// Where the XIDs of messages begin that are of no RPC: anywhere.
+    pub first_xid: u32,
     /// Largest Call that we pull from a requester, in bytes, and most bytes of pulled Calls that wait to be handed up.
     pub max_call: usize,
     /// Calls may have more chunks than RFC 8267 §4.3 asks a server to accept. See [`Limits::many`].
     pub many_chunks: bool,
-    /// Every handle of ours may be invalidated by the peer, as we have told it (RFC 8797 §4.1).
+    /// Every handle of ours may be invalidated by the peer, as we have told it (RFC 8797 §4.1, XCHAR_RQREMINV).
     pub remote_invalidation: bool,
+}
+
+impl Settings {
+    fn margin(&self) -> u32 {
+        receive_margin(self.versions)
+    }
 }
 
 /// Most bytes of an RPC reply before its results: six words, and a verifier of at most 400 bytes (RFC 5531 §9).
@@ -106,6 +118,8 @@ pub trait Registrar {
     /// # Errors
     /// As there.
     fn detach(&mut self, handle: Handle) -> Result<(), Error>;
+    /// See [`QueuePair::withdraw`].
+    fn withdraw(&mut self) -> usize;
     /// Most bytes of one segment.
     fn max_segment(&self) -> usize;
     /// Reads that the peer serves at a time; 0 for none.
@@ -125,6 +139,9 @@ impl<T: QueuePair + ?Sized> Registrar for T {
     fn detach(&mut self, handle: Handle) -> Result<(), Error> {
         QueuePair::detach(self, handle)
     }
+    fn withdraw(&mut self) -> usize {
+        QueuePair::withdraw(self)
+    }
     fn max_segment(&self) -> usize {
         self.limits().max_segment as usize
     }
@@ -136,8 +153,8 @@ impl<T: QueuePair + ?Sized> Registrar for T {
 /// What the driver must do or tell.
 #[derive(Debug)]
 pub enum Output {
-    /// Post one more Receive of [`Settings::inline`] bytes.
-    Receive,
+    /// Post one more Receive of so many bytes.
+    Receive(usize),
     /// Post this.
     Post(WorkRequest),
     /// A call has ended. For a one-way call: it was sent, and the message is empty.
@@ -191,21 +208,32 @@ pub struct Connection {
     settings: Settings,
     memory: Arc<Memory>,
     bindings: Arc<Registry>,
-    /// Replies may invalidate a handle of the requester: both ends have said so.
+    spoken: Spoken,
+    /// Version One: replies may invalidate a handle of the requester, for both ends have said so.
     invalidate: bool,
-    /// Largest Send that the peer takes: the call inline threshold of a client, the reply threshold of a server.
+    /// Version One: largest Send that the peer takes, which is the call inline threshold of a client, the reply threshold
+    /// of a server.
     send: usize,
-    /// Largest Send that the peer makes.
+    /// Version One: largest Send that the peer makes.
     receive: usize,
+    /// Version Two, and the Receives of both.
+    characteristics: Characteristics,
     requester: Requester,
     responder: Responder,
-    /// Receives that the device holds.
-    posted: u32,
     output: VecDeque<Output>,
     /// [`Output::Close`] is out: nothing more is transmitted.
     closing: bool,
     /// Set once, by `handle_closed`; every later command fails with it.
     closed: Option<Error>,
+}
+
+/// What our own calls are made in.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Spoken {
+    One,
+    /// A client waits for the answer to its first message, an INIT_XCHAR of Version Two.
+    Offered,
+    Two,
 }
 
 #[derive(Default)]
@@ -218,8 +246,11 @@ struct Requester {
     granted: u32,
     /// Calls transmitted and not ended: each holds a credit.
     in_flight: u32,
-    /// Calls transmitted so far: orders calls, so that a reply tells which earlier ones the peer has consumed.
+    /// Messages transmitted so far that are no replies: orders them, so that a reply tells which earlier ones the peer has
+    /// consumed.
     transmitted: u64,
+    /// XID of the next message that is of no RPC.
+    next_xid: u32,
     calls: HashMap<Xid, Call>,
     /// Calls without a credit, oldest first.
     waiting: VecDeque<Xid>,
@@ -244,6 +275,8 @@ struct Call {
     fate: Fate,
     /// Place in the order of transmission; `None` while it waits for a credit.
     sequence: Option<u64>,
+    /// In which it was transmitted.
+    version: u32,
     /// What its header names, and whether that is memory of the program.
     handles: Vec<(Handle, bool)>,
     /// It has Read chunks.
@@ -300,6 +333,8 @@ struct Pending {
 /// What the requester offers for the reply.
 struct Chunks {
     xid: Xid,
+    /// Of the Call, and so of the Reply.
+    version: u32,
     writes: Vec<Vec<Segment>>,
     reply: Option<Vec<Segment>>,
     /// The only handle that the Call names, if there is exactly one.
@@ -331,6 +366,15 @@ struct Whole {
 /// Receives beyond the credits: for stray messages, such as the reply to a one-way call that gave its credit back.
 pub const RECEIVE_MARGIN: u32 = 8;
 
+/// Further Receives for Version Two, whose messages of extensions no credit counts. Of the peer: one without a reply and a
+/// REQ_XCHAR; for a REQ_XCHAR of ours the RESP_XCHAR and an UPD_XCHAR for each characteristic; an error.
+const OPTIONAL_MARGIN: u32 = 8;
+
+/// Receives beyond the credits.
+pub fn receive_margin(versions: Versions) -> u32 {
+    RECEIVE_MARGIN + if versions.include(v2::VERSION) { OPTIONAL_MARGIN } else { 0 }
+}
+
 /// Most bytes of one RDMA Read: between two of them other messages of the peer get their turn.
 const PULL_MAX: usize = 1 << 20;
 
@@ -344,7 +388,8 @@ impl Connection {
         bindings: Arc<Registry>,
     ) -> Connection {
         // RFC 8166 §3.3.1: "The granted value MUST NOT be zero, since such a value would result in deadlock."
-        settings.credits = settings.credits.min(settings.receives.saturating_sub(RECEIVE_MARGIN + 1)).max(1);
+        settings.credits =
+            settings.credits.min(settings.receives.saturating_sub(settings.margin() + 1)).max(1);
         let credits = settings.credits;
         let (asked, served) = if role == Role::Client { (credits, 0) } else { (0, credits) };
         // RFC 8166 §3.3.2: "The inline threshold value is the smaller of the largest number of bytes the sender can
@@ -352,6 +397,19 @@ impl Connection {
         // RDMA Receive operation."
         let send = settings.inline.min(peer.receive_size);
         let receive = settings.inline.min(peer.send_size);
+        // The draft of Version Two, section 2.3: every receiver takes 4096 bytes, and more if it has said so otherwise.
+        let two = |one: usize, backward| Endpoint {
+            receive_size: one.max(v2::INLINE_DEFAULT),
+            remote_invalidation: false,
+            backward,
+        };
+        let characteristics = Characteristics::new(
+            Endpoint { remote_invalidation: settings.remote_invalidation, ..two(receive, Backward::None) },
+            two(send, Backward::SizeLimited),
+            settings.receive.max(settings.inline),
+            settings.receive_max,
+        );
+        let offers = role == Role::Client && settings.versions.include(v2::VERSION);
         let mut connection = Connection {
             role,
             settings,
@@ -362,17 +420,32 @@ impl Connection {
             invalidate: settings.remote_invalidation && peer.remote_invalidation,
             send,
             receive,
+            spoken: if offers { Spoken::Offered } else { Spoken::One },
+            characteristics,
             // RFC 8166 §3.3.3: "a Requester MUST NOT assume more than one credit is available and MUST receive a valid
             // reply from the Responder carrying the actual number of available credits, prior to sending its next
             // request."
-            requester: Requester { granted: 1, asked, receives: asked, ..Requester::default() },
+            requester: Requester {
+                granted: 1,
+                asked,
+                receives: asked,
+                next_xid: settings.first_xid,
+                ..Requester::default()
+            },
             responder: Responder { grant: served.max(1), receives: served, ..Responder::default() },
-            posted: 0,
             output: VecDeque::new(),
             closing: false,
             closed: None,
         };
+        connection.update_backward();
         connection.replenish();
+        if offers {
+            // The draft of Version Two, section 5: the first message has at most 1024 bytes, and is the only one until it is
+            // answered. An INIT_XCHAR has no reply, but proves as much: whoever knows it answers with its own, and
+            // others refuse it in a way that tells which versions they speak.
+            let xid = connection.fresh_xid();
+            connection.send_note(Note::Init, xid);
+        }
         connection
     }
 
@@ -386,18 +459,22 @@ impl Connection {
     /// says when the peer has heard of it.
     fn replenish(&mut self) {
         let working = self.responder.queue.len() + self.responder.handed.len();
-        let wanted = self.requester.receives + self.responder.receives + RECEIVE_MARGIN;
+        let wanted = self.requester.receives + self.responder.receives + self.settings.margin();
         let open = !self.closing && self.closed.is_none();
-        while open && (self.posted as usize) < (wanted as usize).saturating_sub(working) {
-            self.posted += 1;
-            self.output.push_back(Output::Receive);
+        let held = self.characteristics.held() as usize;
+        for _ in held..(wanted as usize).saturating_sub(working) {
+            if open {
+                let bytes = self.characteristics.posted();
+                self.output.push_back(Output::Receive(bytes));
+            }
         }
     }
 
     /// Asks for so many credits with every call from now on; returns how many it will be, for the device's Receives bound
     /// both directions together, and each leaves one to the other. A server makes calls from its first `ask` on.
     pub fn ask(&mut self, credits: u32) -> u32 {
-        let room = self.settings.receives.saturating_sub(RECEIVE_MARGIN + self.responder.receives.max(1));
+        let room =
+            self.settings.receives.saturating_sub(self.settings.margin() + self.responder.receives.max(1));
         let credits = credits.min(room).max(1);
         self.requester.asked = credits;
         self.requester.receives = self.requester.receives.max(credits);
@@ -408,19 +485,35 @@ impl Connection {
     /// Grants so many credits with every reply from now on; returns how many, as `ask` does. A client serves from its first
     /// `grant` on.
     pub fn grant(&mut self, credits: u32) -> u32 {
-        let room = self.settings.receives.saturating_sub(RECEIVE_MARGIN + self.requester.receives.max(1));
+        let room =
+            self.settings.receives.saturating_sub(self.settings.margin() + self.requester.receives.max(1));
         let credits = credits.min(room).max(1);
         self.responder.grant = credits;
         self.responder.receives = self.responder.receives.max(credits);
         // RFC 8166 §3.3.1: "The Responder MUST ensure that an increase in receive resources is effected before the next
         // RPC Reply message is sent."
         self.replenish();
+        self.update_backward();
         credits
     }
 
     /// Whether messages of the reverse direction may have chunks.
     pub fn set_reverse_chunks(&mut self, allowed: bool) {
         self.settings.reverse_chunks = allowed;
+        self.update_backward();
+    }
+
+    /// Tells the peer what we take in the reverse direction, if that has changed.
+    fn update_backward(&mut self) {
+        // The draft speaks of requests only, and of the wrong end. It is taken for what the sender of the value can receive
+        // in that direction: a client requests, a server replies.
+        let serves = self.role == Role::Server || self.responder.receives > 0;
+        self.characteristics.set_backward(match self.settings.reverse_chunks {
+            _ if !serves => Backward::None,
+            true => Backward::General,
+            false => Backward::SizeLimited,
+        });
+        self.speak();
     }
 
     /// The next thing to do. See the contract.
@@ -428,9 +521,182 @@ impl Connection {
         self.output.pop_front()
     }
 
-    /// Inline thresholds in bytes: of our Sends, of the peer's Sends.
+    /// Inline thresholds in bytes: of our Sends, of the peer's Sends. Of the first message, until a version is agreed.
     pub fn thresholds(&self) -> (usize, usize) {
-        (self.send, self.receive)
+        match self.spoken {
+            Spoken::One => (self.send, self.receive),
+            Spoken::Offered => (characteristics::RECEIVE_MIN, self.characteristics.own().receive_size),
+            Spoken::Two => (self.characteristics.send_limit(), self.characteristics.own().receive_size),
+        }
+    }
+
+    /// The version that our calls are made in; `None` before it is agreed.
+    pub fn version(&self) -> Option<u32> {
+        match self.spoken {
+            Spoken::One => Some(v1::VERSION),
+            Spoken::Offered => None,
+            Spoken::Two => Some(v2::VERSION),
+        }
+    }
+
+    /// Largest RPC message that goes and comes without chunks, in bytes.
+    pub fn largest_short(&self) -> (usize, usize) {
+        let (send, receive) = self.thresholds();
+        let header = chunks::header_min(self.version().unwrap_or(v2::VERSION));
+        (send.saturating_sub(header), receive.saturating_sub(header))
+    }
+
+    /// The connection was closed before a version was agreed, and calls wait for one that speaks Version One. What was
+    /// not sent is left for `take_waiting`; another `handle_closed` ends it.
+    pub fn must_fall_back(&self) -> bool {
+        self.closed.is_some() && self.may_fall_back()
+    }
+
+    /// Whether Version Two is offered and not answered, and Version One would do.
+    pub fn may_fall_back(&self) -> bool {
+        self.spoken == Spoken::Offered && self.settings.versions.include(v1::VERSION)
+    }
+
+    /// What both ends are like, as far as they have told each other.
+    pub fn characteristics(&self) -> &Characteristics {
+        &self.characteristics
+    }
+
+    /// Asks the peer to be otherwise, now or as soon as the version is agreed. [`Characteristics::wish`] tells what became of
+    /// it.
+    ///
+    /// # Errors
+    /// `Invalid` when an earlier request is not settled, or the value makes no sense; `Peer` when the peer does not know
+    /// the extension; the reason of the close when the connection is closed.
+    pub fn request(&mut self, what: Characteristic) -> Result<(), Error> {
+        if let Some(error) = &self.closed {
+            return Err(error.clone());
+        }
+        if matches!(what, Characteristic::ReceiveSize(bytes) if (bytes as usize) < characteristics::RECEIVE_MIN)
+        {
+            return Err(Error::new(Kind::Invalid, "Receives have at least 1024 bytes"));
+        }
+        if self.spoken == Spoken::One {
+            let text = "the connection speaks RPC-over-RDMA version 1, which has no characteristics: \
+                        set RPCRDMA_VERSION=auto at both ends";
+            return Err(Error::new(Kind::Peer, text));
+        }
+        if self.characteristics.known() == Some(false) {
+            let text = "the peer does not know the transport-characteristics extension";
+            return Err(Error::new(Kind::Peer, text));
+        }
+        if !self.characteristics.want(what) {
+            return Err(Error::new(Kind::Invalid, "an earlier request to the peer is not settled yet"));
+        }
+        self.speak();
+        Ok(())
+    }
+
+    /// What became of the latest request.
+    pub fn wish(&self) -> Option<(Characteristic, Wish)> {
+        self.characteristics.wish()
+    }
+
+    /// Posts Receives of so many bytes from now on, and tells a Version Two peer when no shorter one is left.
+    ///
+    /// # Errors
+    /// `Invalid` for fewer bytes than were told: only the peer may ask for that; and for more than memory was set
+    /// aside for.
+    pub fn raise_receives(
+        &mut self,
+        bytes: usize,
+        registrar: &mut (impl Registrar + ?Sized),
+    ) -> Result<(), Error> {
+        let (told, most) = (self.characteristics.own().receive_size, self.settings.receive_max);
+        if !self.characteristics.raise(bytes) {
+            let text = format!(
+                "Receives of {bytes} bytes: at least {told}, which the peer counts on, and at most {most}; \
+                 raise RPCRDMA_MAX_INLINE"
+            );
+            return Err(Error::new(Kind::Invalid, text));
+        }
+        self.characteristics.renew(&mut || registrar.withdraw());
+        self.replenish();
+        self.speak();
+        Ok(())
+    }
+
+    /// Sends what the other end must hear of by now.
+    fn speak(&mut self) {
+        while self.spoken == Spoken::Two
+            && !self.closing
+            && self.closed.is_none()
+            && let Some(note) = self.characteristics.next()
+        {
+            // A server speaks of itself when the client has used the extension, and so has a Receive for it.
+            if note == Note::Init && self.characteristics.known() != Some(true) {
+                return;
+            }
+            let xid = self.fresh_xid();
+            if !self.send_note(note, xid) {
+                return;
+            }
+        }
+    }
+
+    /// Sends a message of the extension. False when it could not be made; the connection ends then.
+    fn send_note(&mut self, note: Note, xid: Xid) -> bool {
+        let (kind, info) = match note {
+            Note::Init => {
+                let (start, unchanging) = self.characteristics.introduction();
+                (operations::Kind::Init, operations::init(&start, unchanging))
+            }
+            Note::Request(what) => (operations::Kind::Request, operations::request(what.as_slice())),
+            Note::Update(now, settled) => (operations::Kind::Update, operations::update(now, settled)),
+        };
+        let sent = self.send_optional(xid, Direction::Call, kind, &info);
+        if sent {
+            self.requester.transmitted += 1;
+            self.characteristics.sent(note, xid, self.requester.transmitted);
+        }
+        sent
+    }
+
+    /// For a message that is of no RPC. The draft of Version Two, section 4.2.2: from the XIDs of its direction.
+    fn fresh_xid(&mut self) -> Xid {
+        loop {
+            self.requester.next_xid = self.requester.next_xid.wrapping_add(1);
+            let xid = Xid(self.requester.next_xid);
+            if !self.knows(xid) {
+                return xid;
+            }
+        }
+    }
+
+    fn send_optional(&mut self, xid: Xid, direction: Direction, kind: operations::Kind, info: &[u8]) -> bool {
+        let credits = match direction {
+            Direction::Call => self.requester.asked.max(1),
+            Direction::Reply => self.responder.grant,
+        };
+        let mut bytes = Vec::new();
+        v2::encode_optional(&mut bytes, xid, Credits(credits), direction, kind as u32, info);
+        self.send_bytes(&bytes)
+    }
+
+    /// Sends a message without a payload. False when there is no memory for it; the connection ends then.
+    fn send_bytes(&mut self, bytes: &[u8]) -> bool {
+        let region = self.memory.slab().and_then(|mut buf| {
+            buf.extend(bytes)?;
+            Ok(buf.freeze())
+        });
+        match region {
+            Ok(region) => {
+                let send = WorkRequest::Send { gather: vec![region], invalidate: None };
+                self.output.push_back(Output::Post(send));
+                true
+            }
+            // RFC 8166 §4.5.4: "If a Responder is unable to construct and transmit an RPC Reply or RPC-over-RDMA error
+            // message, the Responder MUST close the connection to signal to the Requester that a reply was lost."
+            Err(error) => {
+                self.close(error.into());
+                false
+            }
+        }
     }
 
     // ------------------------------------------------------------------------------------------------ requester
@@ -439,6 +705,9 @@ impl Connection {
     pub fn credits_left(&self) -> u32 {
         // RFC 8166 §3.3.1: "The number of allowed new requests the Requester may send is then the lower of the current
         // requested and granted credit values, minus the number of requests in flight."
+        if self.spoken == Spoken::Offered {
+            return 0;
+        }
         self.limit().saturating_sub(self.requester.in_flight)
     }
 
@@ -469,9 +738,9 @@ impl Connection {
         abandoned >= self.limit() && abandoned == in_flight
     }
 
-    /// Whether a call with this XID is under way.
+    /// Whether something with this XID is under way.
     pub fn knows(&self, xid: Xid) -> bool {
-        self.requester.calls.contains_key(&xid)
+        self.requester.calls.contains_key(&xid) || self.characteristics.holds(xid)
     }
 
     /// Takes the calls back that wait for a credit: for another connection.
@@ -509,7 +778,7 @@ impl Connection {
         if let Some(error) = &self.closed {
             return Err(Error::new(Kind::NotSent, error.text().to_owned()));
         }
-        if self.knows(xid) {
+        if self.requester.calls.contains_key(&xid) {
             return Err(Error::new(Kind::Invalid, format!("a call with XID {xid} is under way")));
         }
         // RFC 8166 §4.2.1: "This XID MUST be the same as the XID in the RPC message."
@@ -521,6 +790,7 @@ impl Connection {
             waiting: Some((message, expect)),
             fate,
             sequence: None,
+            version: v1::VERSION,
             handles: Vec::new(),
             pulled: false,
             writes: Vec::new(),
@@ -596,6 +866,7 @@ impl Connection {
             Expect::Reply { max, places } => (max, places),
             Expect::Nothing => (0, Vec::new()),
         };
+        call.version = self.version().unwrap_or(v1::VERSION);
         let plan = self.plan(call, &mut message, max, registrar.max_segment())?;
         stats::add(Counter::BytesCopied, plan.copied as u64);
         let total = message.len();
@@ -635,10 +906,14 @@ impl Connection {
             lists.reply = Some(area.offered.iter().map(|(s, _)| *s).collect());
             call.reply = Some(area);
         }
-        let proc = if plan.long { Proc::Nomsg } else { Proc::Msg };
-        let mut gather = vec![self.header(xid, proc, &lists, self.requester.asked)?];
+        let mut gather = vec![self.header(call.version, xid, !plan.long, Direction::Call, &lists)?];
         if !plan.long {
             gather.extend(rest.into_iter().flat_map(|range| pieces.gather(range)));
+        }
+        let (bytes, most) = (gather.iter().map(|piece| piece.len()).sum::<usize>(), self.thresholds().0);
+        if bytes > most {
+            let text = format!("the call's chunk lists alone exceed the inline threshold of {most} bytes");
+            return Err(Error::new(Kind::TooLong, text));
         }
         Ok(WorkRequest::Send { gather, invalidate: None })
     }
@@ -677,19 +952,30 @@ impl Connection {
             reduces: standard || shown == Some(&Shown::Known),
         };
         let many = self.settings.many_chunks;
-        let limits = Limits { send: self.send, receive: self.receive, max_segment, many };
-        if self.role == Role::Client || self.settings.reverse_chunks {
+        let (send, receive) = self.thresholds();
+        let limits = Limits { version: call.version, send, receive, max_segment, many };
+        let allowed = match self.characteristics.peer().backward {
+            _ if self.role == Role::Client => true,
+            _ if call.version == v1::VERSION => self.settings.reverse_chunks,
+            Backward::None => {
+                let text = "the client takes no calls back, as it has told (BRS is NONE)";
+                return Err(Error::new(Kind::Peer, text));
+            }
+            // The draft would have a requester find out. Short messages are what every Version Two peer takes.
+            Backward::Unknown | Backward::SizeLimited => false,
+            Backward::General => self.settings.reverse_chunks,
+        };
+        if allowed {
             return chunks::plan_call(message, needs, limits);
         }
         // RFC 8167 §5.3: "When chunks are not implemented, RPC messages in the reverse direction are always sent using a
         // Short Message". A reply that does not fit inline is the peer's to refuse.
-        let short = chunks::HEADER_MIN + message.len();
-        if short > self.send {
+        let short = chunks::header_min(call.version) + message.len();
+        if short > send {
             let text = format!(
-                "a call back of {short} bytes, transport header included, exceeds the inline threshold of {}, and the \
+                "a call back of {short} bytes, transport header included, exceeds the inline threshold of {send}, and the \
                  reverse direction is limited to short messages; allow chunks with CLSET_RDMA_REVERSE_CHUNKS or \
-                 RPCRDMA_REVERSE_CHUNKS if the peer supports them",
-                self.send
+                 RPCRDMA_REVERSE_CHUNKS if the peer supports them"
             );
             return Err(Error::new(Kind::TooLong, text));
         }
@@ -717,11 +1003,21 @@ impl Connection {
         Ok(Area { sink, offered })
     }
 
-    /// `credits`: asked for in a Call, granted in a Reply.
-    fn header(&self, xid: Xid, proc: Proc, lists: &Lists, credits: u32) -> Result<Region, Error> {
-        let mut bytes = Vec::with_capacity(v1::header_len(lists));
-        // RFC 8166 §3.3.1: "The granted value MUST NOT be zero": `credits` is at least 1.
-        v1::encode(&mut bytes, xid, Credits(credits), proc, lists);
+    fn header(
+        &self,
+        version: u32,
+        xid: Xid,
+        payload: bool,
+        direction: Direction,
+        lists: &Lists,
+    ) -> Result<Region, Error> {
+        let mut bytes = Vec::with_capacity(either::header_len(version, lists));
+        // RFC 8166 §3.3.1: "The granted value MUST NOT be zero": both are at least 1 here.
+        let credits = match direction {
+            Direction::Call => self.requester.asked,
+            Direction::Reply => self.responder.grant,
+        };
+        either::encode(&mut bytes, version, xid, Credits(credits), payload, direction, lists);
         let mut buf = self.memory.slab()?;
         buf.extend(&bytes)?;
         Ok(buf.freeze())
@@ -742,12 +1038,14 @@ impl Connection {
     fn handle_reply(
         &mut self,
         message: &Region,
-        header: &v1::Header<'_>,
+        header: &Header<'_>,
         registrar: &mut (impl Registrar + ?Sized),
     ) {
         let xid = header.xid;
         let Some(call) = self.requester.calls.get(&xid) else { return };
-        if call.sequence.is_none() {
+        // Every call is answered in the version that it was made in, but an error may come in any.
+        let answers = call.version == header.version || matches!(header.body, Body::Error(_));
+        if call.sequence.is_none() || !answers {
             return;
         }
         let outcome = match header.body {
@@ -771,7 +1069,7 @@ impl Connection {
             }
             // RFC 8166 §4.6.1: "Requesters MUST silently discard the message." §4.6.2: "Receivers MUST silently
             // discard" RDMA_DONE.
-            Body::Msgp | Body::Done => return,
+            Body::Msgp | Body::Done | Body::Optional { .. } => return,
         };
         let Some(mut call) = self.requester.calls.remove(&xid) else { return };
         if outcome.is_ok() {
@@ -788,6 +1086,7 @@ impl Connection {
         self.release(&mut call, registrar);
         if let Some(sequence) = call.sequence {
             self.give_back(sequence, registrar);
+            self.characteristics.replied(sequence);
         }
         if call.fate == Fate::Awaited {
             let outcome = match outcome {
@@ -890,12 +1189,11 @@ impl Connection {
 
     fn explain(&mut self, error: RdmaError, call: &Call) -> Error {
         let text = match error {
-            RdmaError::Version { low, high } => {
-                format!("the peer speaks RPC-over-RDMA versions {low} to {high}, not {}", v1::VERSION)
-            }
-            RdmaError::Chunk => {
-                let mut text =
-                    String::from("the peer answered ERR_CHUNK: it cannot use the chunks of this call");
+            RdmaError::Version { low, high } => versions_differ(low, high, &call.version.to_string()),
+            RdmaError::InvalidOption => String::from("the peer took the call for a message of an extension"),
+            RdmaError::BadHeader => {
+                let name = if call.version == v1::VERSION { "ERR_CHUNK" } else { "BAD_HEADER" };
+                let mut text = format!("the peer answered {name}: it cannot use the chunks of this call");
                 let reduced = !call.writes.is_empty() || call.pulled;
                 if let Some(Bound { program, version, binding }) = call.bound.as_ref().filter(|_| reduced)
                     && binding.origin() != Origin::BuiltIn
@@ -916,7 +1214,7 @@ impl Connection {
                     text += &format!(
                         "; its reply probably exceeds the inline threshold of {} bytes: raise CLSET_RDMA_MAXREPLY, \
                          and let the reverse direction use chunks if this is a call back",
-                        self.receive
+                        self.thresholds().1
                     );
                 }
                 if call.pulled {
@@ -999,18 +1297,19 @@ impl Connection {
             Some(binding) if !chunks.writes.is_empty() => binding.reply(&[message.body()]).items,
             _ => Vec::new(),
         };
-        let Chunks { writes, reply, .. } = &chunks;
-        let max = self.responder.transfer_max;
-        let plan = match chunks::plan_reply(&mut message, &items, writes, reply.as_deref(), self.send, max) {
-            Ok(plan) => plan,
-            Err(error) => {
-                self.send_error(chunks.xid, v1::VERSION, RdmaError::Chunk);
-                return Err(error);
-            }
-        };
+        let Chunks { version, ref writes, ref reply, .. } = chunks;
+        let (max, send) = (self.responder.transfer_max, self.reply_limit(version));
+        let plan =
+            match chunks::plan_reply(version, &mut message, &items, writes, reply.as_deref(), send, max) {
+                Ok(plan) => plan,
+                Err(error) => {
+                    self.send_error((chunks.xid, chunks.version, RdmaError::BadHeader));
+                    return Err(error);
+                }
+            };
         stats::add(Counter::BytesCopied, plan.copied as u64);
-        let proc = if plan.inline.is_some() { Proc::Msg } else { Proc::Nomsg };
-        let header = match self.header(chunks.xid, proc, &plan.lists, self.responder.grant) {
+        let inline = plan.inline.is_some();
+        let header = match self.header(version, chunks.xid, inline, Direction::Reply, &plan.lists) {
             Ok(header) => header,
             Err(error) => {
                 // RFC 8166 §4.5.4: "If a Responder is unable to construct and transmit an RPC Reply or RPC-over-RDMA
@@ -1027,9 +1326,24 @@ impl Connection {
         }
         let mut gather = vec![header];
         gather.extend(plan.inline.into_iter().flatten().flat_map(|range| pieces.gather(range)));
-        let invalidate = chunks.handle.filter(|_| self.invalidate);
+        let invalidate = chunks.handle.filter(|_| self.may_invalidate(version));
         self.output.push_back(Output::Post(WorkRequest::Send { gather, invalidate }));
         Ok(())
+    }
+
+    /// Longest Send to the requester of a Call of this version.
+    fn reply_limit(&self, version: u32) -> usize {
+        if version == v2::VERSION { self.characteristics.send_limit() } else { self.send }
+    }
+
+    /// Whether a Reply may invalidate the handle of its Call.
+    fn may_invalidate(&self, version: u32) -> bool {
+        if version == v1::VERSION {
+            return self.invalidate;
+        }
+        // The draft of the characteristics, section 3.2: "false" allows plain Sends only. Ours tells what our own device can
+        // do. Which handle it may be is not said: one that the Call itself names, as in RFC 8797.
+        self.settings.remote_invalidation && self.characteristics.peer().remote_invalidation
     }
 
     /// The request gets no reply (a one-way call): its credit is free again.
@@ -1041,32 +1355,33 @@ impl Connection {
     fn handle_call(
         &mut self,
         message: &Region,
-        header: &v1::Header<'_>,
+        header: &Header<'_>,
         registrar: &mut (impl Registrar + ?Sized),
     ) {
         self.responder.transfer_max = registrar.max_segment();
-        let xid = header.xid;
+        let Header { xid, version, .. } = *header;
         let (lists, inline) = match header.body {
             Body::Msg { chunks, payload } => (chunks, payload.len()),
             Body::Nomsg { chunks } => (chunks, 0),
             // RFC 8166 §4.6.1: "Responders SHOULD reply with an RDMA_ERROR procedure, setting the rdma_err field to
             // ERR_CHUNK"
-            Body::Msgp => return self.send_error(xid, v1::VERSION, RdmaError::Chunk),
+            Body::Msgp => return self.send_error((xid, version, RdmaError::BadHeader)),
             // RFC 8166 §4.3: "A Responder MUST silently discard RDMA_ERROR procedures."
             // RFC 8166 §4.6.2: "Receivers MUST silently discard RDMA_DONE messages."
-            Body::Done | Body::Error(_) => return,
+            Body::Done | Body::Error(_) | Body::Optional { .. } => return,
         };
         // RFC 8167 §5.3: "If a reverse-direction requester provides a non-empty chunk list to a Responder that does not
         // support chunks, the Responder MUST reply with an RDMA_ERROR message with rdma_err field set to ERR_CHUNK."
         let chunks =
             self.role == Role::Server || (self.responder.receives > 0 && self.settings.reverse_chunks);
         if !chunks && !lists.is_empty() {
-            return self.send_error(xid, v1::VERSION, RdmaError::Chunk);
+            return self.send_error((xid, version, RdmaError::BadHeader));
         }
         let id = RequestId(self.responder.next);
         self.responder.next += 1;
         let chunks = Chunks {
             xid,
+            version,
             writes: lists.writes().map(|c| c.iter().collect()).collect(),
             reply: lists.reply().map(|c| c.iter().collect()),
             handle: only_handle(&lists),
@@ -1077,19 +1392,19 @@ impl Connection {
         // RFC 8166 §8.1.4: "A Responder is not obliged to pull Read chunks that are unreasonably large. The Responder can
         // use an RDMA_ERROR response to terminate RPCs with unreadable Read chunks."
         let Ok((assembly, pulls)) = Assembly::new(lists.reads(), inline, self.settings.max_call) else {
-            return self.send_error(xid, v1::VERSION, RdmaError::Chunk);
+            return self.send_error((xid, version, RdmaError::BadHeader));
         };
         // Read chunks without a byte need no Read, and would wait for one for ever.
         let mut pending =
             Pending { id, xid, chunks, inline: payload, staged: 0, state: State::Ready(Whole::default()) };
         if pulls.is_empty() {
             if !self.complete(&mut pending, &assembly, None) {
-                return self.send_error(xid, v1::VERSION, RdmaError::Chunk);
+                return self.send_error((xid, version, RdmaError::BadHeader));
             }
         } else if registrar.read_depth() > 0 {
             pending.state = State::Waiting(assembly, pulls);
         } else {
-            return self.send_error(xid, v1::VERSION, RdmaError::Chunk);
+            return self.send_error((xid, version, RdmaError::BadHeader));
         }
         self.responder.queue.push_back(pending);
         self.start_pulls();
@@ -1183,31 +1498,21 @@ impl Connection {
             self.responder.queue.insert(at, pending);
         } else {
             self.responder.staged -= pending.staged;
-            self.send_error(pending.xid, v1::VERSION, RdmaError::Chunk);
+            self.send_error((pending.xid, pending.chunks.version, RdmaError::BadHeader));
             self.start_pulls();
         }
     }
 
-    /// Answers a Call that is not handed up. Its Receive is free again before the requester hears of it.
-    fn send_error(&mut self, xid: Xid, version: u32, error: RdmaError) {
+    /// Answers a message that is not handed up. Its Receive is free again before the peer hears of it.
+    fn send_error(&mut self, answer: either::Answer) {
         self.replenish();
-        let mut bytes = Vec::new();
         // RFC 8166 §4.5: "The rdma_xid field MUST contain the same XID that was in the rdma_xid field in the failing
         // request" and "The rdma_vers field MUST contain the same version that was in the rdma_vers field in the
         // failing request".
-        v1::encode_error(&mut bytes, xid, version, Credits(self.responder.grant), error);
-        let region = self.memory.slab().and_then(|mut buf| {
-            buf.extend(&bytes)?;
-            Ok(buf.freeze())
-        });
-        match region {
-            Ok(region) => {
-                stats::add(Counter::ErrorsSent, 1);
-                let send = WorkRequest::Send { gather: vec![region], invalidate: None };
-                self.output.push_back(Output::Post(send));
-            }
-            // RFC 8166 §4.5.4, as for a reply.
-            Err(error) => self.close(error.into()),
+        let mut bytes = Vec::new();
+        either::encode_error(&mut bytes, answer, Credits(self.responder.grant));
+        if self.send_bytes(&bytes) {
+            stats::add(Counter::ErrorsSent, 1);
         }
     }
 
@@ -1225,9 +1530,12 @@ impl Connection {
         if self.closed.is_some() {
             return;
         }
-        self.posted = self.posted.saturating_sub(1);
+        self.characteristics.consumed();
         let message = message.freeze();
-        let header = v1::decode(&message);
+        let header = either::decode(&message, self.settings.versions);
+        if let Ok(header) = &header {
+            self.agree(header);
+        }
         let direction = header.as_ref().map(|header| self.direction(header));
         if let Some(handle) = invalidated {
             // RFC 8797 §4.1: "Each RDMA Send with Invalidate MUST invalidate an STag associated only with the Transaction
@@ -1239,48 +1547,128 @@ impl Connection {
                 return self.close(Error::new(Kind::Protocol, text));
             }
         }
-        match (header, direction) {
-            (Ok(header), Ok(Direction::Call)) => self.handle_call(&message, &header, registrar),
-            (Ok(header), _) => self.handle_reply(&message, &header, registrar),
+        match header {
+            Ok(header) => match (header.body, direction) {
+                (Body::Optional { kind, info }, _) => self.handle_optional(&header, kind, info, registrar),
+                (Body::Error(_), _) if self.characteristics.refused(header.xid) => {}
+                (_, Ok(Direction::Call)) => self.handle_call(&message, &header, registrar),
+                _ => self.handle_reply(&message, &header, registrar),
+            },
             // RFC 8166 §4.5: "If other errors are detected in the RPC-over-RDMA header of an RPC Call message, a Responder
             // MUST send an RDMA_ERROR message back to the Requester." In a Reply they are silently discarded.
-            (Err(error), _) => {
-                if let Some((xid, version, answer)) = error.answer()
+            Err(answer) => {
+                if let Some(answer) = answer
                     && self.responder.receives > 0
-                    && !self.transmitted(xid)
+                    && !self.transmitted(answer.0)
                 {
-                    self.send_error(xid, version, answer);
+                    self.send_error(answer);
                 }
             }
         }
         self.replenish();
+        self.transmit_waiting(registrar);
+        self.speak();
     }
 
-    /// Which way a message goes. RFC 8167 §4.1: this is told by "an accompanying RPC message payload with a call direction
-    /// field", or else by the context.
-    fn direction(&self, header: &v1::Header<'_>) -> Direction {
-        match header.body {
-            Body::Msg { payload, .. } => match payload.get(4..8) {
-                Some([0, 0, 0, 0]) => return Direction::Call,
-                Some([0, 0, 0, 1]) => return Direction::Reply,
-                _ => {}
-            },
-            // RFC 8166 §4.3.1: "Responders MUST leave the Read list empty in all replies.", so one with it is a Call.
-            Body::Nomsg { chunks } if chunks.read_count() > 0 => return Direction::Call,
-            Body::Error(_) => return Direction::Reply,
-            Body::Nomsg { .. } | Body::Msgp | Body::Done => {}
+    /// What a message tells of the version that the peer speaks.
+    fn agree(&mut self, header: &Header<'_>) {
+        match (self.spoken, header.body) {
+            // The draft of Version Two, section 5.2. Only our first message can be meant, whatever version is written on it.
+            (Spoken::Offered, Body::Error(RdmaError::Version { low, high })) => {
+                let peer = Versions { low, high };
+                if self.settings.versions.include(v1::VERSION) && peer.include(v1::VERSION) {
+                    self.speak_version_one();
+                } else {
+                    let text = versions_differ(low, high, "2");
+                    self.close(Error::new(Kind::Peer, text));
+                }
+            }
+            // It speaks Version One only, and has looked at what the message is first.
+            (Spoken::Offered, Body::Error(_)) if header.version == v1::VERSION => {
+                if self.may_fall_back() {
+                    self.speak_version_one();
+                } else {
+                    let text = "the peer refused a message of RPC-over-RDMA version 2, which RPCRDMA_VERSION=2 asks for";
+                    self.close(Error::new(Kind::Peer, text));
+                }
+            }
+            (Spoken::Offered | Spoken::One, _) if header.version == v2::VERSION => self.spoken = Spoken::Two,
+            _ => {}
         }
-        // What says nothing of itself ends a call of ours, or is what the opener of a connection expects: a reply.
-        if self.role == Role::Client || self.transmitted(header.xid) {
-            Direction::Reply
-        } else {
-            Direction::Call
+    }
+
+    fn speak_version_one(&mut self) {
+        self.spoken = Spoken::One;
+        self.characteristics.unavailable();
+    }
+
+    /// A message of an extension of Version Two.
+    fn handle_optional(
+        &mut self,
+        header: &Header<'_>,
+        kind: u32,
+        info: &[u8],
+        registrar: &mut (impl Registrar + ?Sized),
+    ) {
+        let refuse = |error| (header.xid, v2::VERSION, error);
+        // The draft of Version Two, section 3.1: an unknown one MUST be answered with this error.
+        let Some(kind) = operations::Kind::of(kind) else {
+            return self.send_error(refuse(RdmaError::InvalidOption));
+        };
+        // The directions of INIT_XCHAR and UPD_XCHAR are nowhere said: what they are tells enough.
+        let result = operations::decode(kind, info).and_then(|operation| {
+            self.characteristics.handle(header.xid, operation, &mut || registrar.withdraw())
+        });
+        match result {
+            Ok(None) if kind == operations::Kind::Init => self.introduce(header.xid),
+            Ok(None) => {}
+            Ok(Some((done, rejected, pending))) => {
+                // What it says is true when it leaves.
+                self.replenish();
+                let info = operations::response(done, rejected, pending);
+                self.send_optional(header.xid, Direction::Reply, operations::Kind::Response, &info);
+            }
+            // An answer of nonsense is a refusal.
+            Err(_) if kind == operations::Kind::Response => {
+                self.characteristics.refused(header.xid);
+            }
+            // The draft of the characteristics, section 2.1, wants an XDR error, which has no number of its own.
+            Err(_) => self.send_error(refuse(RdmaError::BadHeader)),
         }
+    }
+
+    /// Answers the peer's INIT_XCHAR with ours, unless it was sent before.
+    ///
+    /// The draft of Version Two, section 5.1, has the answer to a first message carry its XID; ours has not been used by a
+    /// call then.
+    fn introduce(&mut self, xid: Xid) {
+        if self.characteristics.next() == Some(Note::Init) {
+            let xid = if self.knows(xid) { self.fresh_xid() } else { xid };
+            self.send_note(Note::Init, xid);
+        }
+    }
+
+    /// Which way a message goes: as it says itself, or else by the context.
+    fn direction(&self, header: &Header<'_>) -> Direction {
+        header.direction.unwrap_or_else(|| {
+            // What says nothing of itself ends a call of ours, or is what the opener of a connection expects: a reply.
+            if self.role == Role::Client || self.transmitted(header.xid) {
+                Direction::Reply
+            } else {
+                Direction::Call
+            }
+        })
     }
 
     /// The connection is gone: every call ends, every request that is not ready is dropped.
     pub fn handle_closed(&mut self, error: Error) {
-        if self.closed.is_some() {
+        if self.closed.is_none() && self.may_fall_back() {
+            // Nothing was sent yet but the offer, which this end of the connection may be the answer to.
+            self.output.clear();
+            self.closed = Some(error);
+            return;
+        }
+        if self.closed.is_some() && self.requester.calls.is_empty() {
             return;
         }
         for (xid, call) in self.requester.calls.drain() {
@@ -1311,6 +1699,14 @@ impl Connection {
     pub fn closed(&self) -> Option<&Error> {
         self.closed.as_ref()
     }
+}
+
+/// Why ends do not understand one another, and what helps.
+fn versions_differ(low: u32, high: u32, spoken: &str) -> String {
+    format!(
+        "the peer speaks RPC-over-RDMA versions {low} to {high}, not {spoken}; set RPCRDMA_VERSION=auto, \
+         which speaks 1 and 2"
+    )
 }
 
 /// The XID with which an RPC message begins; its word may lie in several pieces.

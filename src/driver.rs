@@ -26,9 +26,9 @@ use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock};
 use std::time::{Duration, Instant};
 
 use crate::binding::Registry;
-use crate::config::{Config, Crc, Provider};
+use crate::config::{Config, Crc, Provider, Version};
 use crate::connection::{
-    Connection, Expect, Output, RECEIVE_MARGIN, RPC_HEADER_MAX, Request, RequestId, Role, Settings, chunks,
+    Connection, Expect, Output, RPC_HEADER_MAX, Request, RequestId, Role, Settings, receive_margin,
 };
 use crate::error::{Error, Kind, os_text};
 use crate::memory::{Buf, Loan, Memory, Message, Region, Sink};
@@ -37,6 +37,7 @@ use crate::provider::iwarp::{self, Iwarp, Options};
 use crate::provider::{Completion, QueuePair, WorkRequest, verbs};
 use crate::stats::{self, Counter};
 use crate::sys::{self, PollFd};
+use crate::wire::either::Versions;
 use crate::wire::private_data::PrivateData;
 use crate::wire::{Handle, Xid, v1, v2};
 use crate::xdr::LEND_MIN;
@@ -61,6 +62,10 @@ const RECONNECT_TIMEOUT: Duration = Duration::from_secs(2);
 /// behind its answer to the startup until more comes.
 const NUDGE_AFTER: Duration = Duration::from_millis(100);
 const NUDGES: u32 = 10;
+
+/// How long a peer has to answer an offer of Version Two. The draft (version-two-01, section 5.2) has a client take one that
+/// drops it for one that speaks Version One only; but a server may also be busy with another request.
+const OFFER_TIMEOUT: Duration = Duration::from_secs(5);
 
 /// How long `xp_reply` waits for a peer that does not take its reply, before the rest is queued.
 const REPLY_WAIT: Duration = Duration::from_millis(20);
@@ -134,7 +139,7 @@ pub struct Link {
     engine: Connection,
     device: Box<dyn QueuePair>,
     memory: Arc<Memory>,
-    inline: usize,
+    born: Instant,
     /// The peer has sent something.
     heard: bool,
     /// Somebody takes the requests up; else they are answered here: the program is not served.
@@ -307,7 +312,7 @@ pub trait Requester: Send + Sync {
         stats::add(Counter::Calls, 1);
         let null = null_call(message.body());
         let standing = self.standing();
-        let long = chunks::HEADER_MIN + message.len() > standing.threshold;
+        let long = message.len() > standing.short;
         if standing.credits_left <= 1 {
             self.null(&null, deadline, mask)?;
         }
@@ -344,8 +349,8 @@ pub struct Standing {
     credits_left: u32,
     /// Calls that may be under way.
     limit: u32,
-    /// Largest Send, bytes.
-    threshold: usize,
+    /// Longest message that goes without chunks, bytes.
+    short: usize,
 }
 
 impl Standing {
@@ -353,7 +358,7 @@ impl Standing {
         Standing {
             credits_left: engine.credits_left(),
             limit: engine.granted().min(engine.asked()),
-            threshold: engine.thresholds().0,
+            short: engine.largest_short().0,
         }
     }
 }
@@ -392,18 +397,32 @@ pub trait Responder: Send + Sync {
 
 impl Link {
     /// Joins a connected device with a fresh engine and posts the Receives.
-    pub fn new(role: Role, config: &Config, device: Box<dyn QueuePair>, memory: &Arc<Memory>) -> Link {
+    pub fn new(
+        role: Role,
+        config: &Config,
+        versions: Versions,
+        device: Box<dyn QueuePair>,
+        memory: &Arc<Memory>,
+    ) -> Link {
         let peer = PrivateData::find(device.private_data()).unwrap_or(PrivateData::ABSENT);
         let limits = device.limits();
         // Where the device holds few Receives, a quarter of them is left to the reverse direction.
-        let room = limits.receives.saturating_sub(RECEIVE_MARGIN);
+        let room = limits.receives.saturating_sub(receive_margin(versions));
         let credits = config.credits.min(room - config.reverse_credits.min(room.div_ceil(4)));
+        let (receive, receive_max) = match device.slabs() {
+            Some(slabs) => (config.receive_sizes(true).0, slabs.size()),
+            None => config.receive_sizes(false),
+        };
         let memory = device.slabs().map_or_else(|| memory.clone(), |slabs| memory.with(slabs));
         let settings = Settings {
             credits,
             receives: limits.receives,
             reverse_chunks: config.reverse_chunks,
             inline: config.inline,
+            versions,
+            receive,
+            receive_max,
+            first_xid: sys::random_u32(),
             max_call: config.max_call,
             many_chunks: config.many_chunks,
             remote_invalidation: limits.remote_invalidation && config.remote_invalidation,
@@ -414,7 +433,7 @@ impl Link {
             engine,
             device,
             memory,
-            inline: config.inline,
+            born: Instant::now(),
             heard: false,
             serves: role == Role::Server,
             done: Vec::new(),
@@ -429,12 +448,17 @@ impl Link {
         format!("{}, inline {send} bytes out and {receive} in", self.device.describe())
     }
 
+    /// When an offer of Version Two that is not answered is given up.
+    fn offer_ends(&self) -> Option<Instant> {
+        self.engine.may_fall_back().then(|| self.born + OFFER_TIMEOUT)
+    }
+
     /// Carries out what the engine wants.
     fn drain(&mut self) {
         while let Some(output) = self.engine.poll_output() {
             match output {
-                Output::Receive => match self.memory.slab() {
-                    Ok(buf) => self.device.post_recv(buf.into_sink(self.inline)),
+                Output::Receive(bytes) => match self.memory.slab() {
+                    Ok(buf) => self.device.post_recv(buf.into_sink(bytes)),
                     Err(error) => self.fail(error.into()),
                 },
                 Output::Post(request) => {
@@ -499,12 +523,24 @@ impl Link {
 
     fn receive(&mut self, message: Buf, invalidated: Option<Handle>) {
         log_wire!("fd {} < {}", self.device.fd(), describe(&message));
+        let (version, updates) = (self.engine.version(), self.engine.characteristics().updates());
         self.engine.handle_receive(message, invalidated, &mut *self.device);
+        if (self.engine.version(), self.engine.characteristics().updates()) != (version, updates) {
+            self.log_terms();
+        }
         while !self.serves
             && let Some(request) = self.engine.poll_request()
         {
             self.decline(request);
         }
+    }
+
+    /// What was agreed on, when that has changed. Answers to a peer that talks of it without end are bounded.
+    fn log_terms(&mut self) {
+        let (send, receive) = self.engine.thresholds();
+        let (fd, version) = (self.device.fd(), self.engine.version().unwrap_or_default());
+        log_info!("fd {fd}: RPC-over-RDMA version {version}, inline {send} bytes out and {receive} in");
+        self.limit_queue();
     }
 
     /// Answers that there is no such program here (RFC 5531 §9: PROG_UNAVAIL).
@@ -613,6 +649,9 @@ impl Link {
             // not be invalidated.
             self.device.close();
             self.engine.handle_closed(error);
+        } else if self.engine.must_fall_back() {
+            // That has failed too.
+            self.engine.handle_closed(error);
         }
     }
 }
@@ -647,13 +686,22 @@ fn describe(message: &[u8]) -> String {
     }
 }
 
+/// The versions that the configuration allows.
+fn versions(config: &Config) -> Versions {
+    match config.version {
+        Version::One => Versions::ONE,
+        Version::Auto => Versions::BOTH,
+        Version::Two => Versions::TWO,
+    }
+}
+
 /// What a connection over an adapter is made with.
 pub fn adapter_options(config: &Config) -> verbs::Options {
     verbs::Options {
         inline: config.inline,
         remote_invalidation: config.remote_invalidation,
         credits: config.credits.saturating_add(config.reverse_credits),
-        margin: RECEIVE_MARGIN,
+        margin: receive_margin(versions(config)),
         iwarp: config.provider == Provider::Verbs,
     }
 }
@@ -740,7 +788,7 @@ impl Attempt {
     pub fn into_client(self, fd: RawFd) -> Arc<Client> {
         let Attempt { device, to, config } = self;
         let memory = memory(config);
-        let link = Link::new(Role::Client, config, device, &memory);
+        let link = Link::new(Role::Client, config, versions(config), device, &memory);
         Client::with(fd, Some(to), config, link)
     }
 }
@@ -767,6 +815,7 @@ struct Wishes {
     credits: u32,
     reverse_credits: u32,
     reverse_chunks: bool,
+    versions: Versions,
 }
 
 /// A thread that polls the socket.
@@ -791,7 +840,7 @@ impl Client {
         deadline: Instant,
         mask: Mask<'_>,
     ) -> Result<Arc<Client>, Error> {
-        let link = Client::start(fd, config, &memory(config), deadline, mask)?;
+        let link = Client::start(fd, config, versions(config), deadline, mask)?;
         Ok(Client::with(fd, None, config, link))
     }
 
@@ -810,6 +859,7 @@ impl Client {
                 credits: config.credits,
                 reverse_credits: config.reverse_credits,
                 reverse_chunks: config.reverse_chunks,
+                versions: versions(config),
             },
         };
         let to = adapter.or_else(|| socket::peer(fd));
@@ -819,7 +869,7 @@ impl Client {
     fn start(
         fd: RawFd,
         config: &Config,
-        memory: &Arc<Memory>,
+        versions: Versions,
         deadline: Instant,
         mask: Mask<'_>,
     ) -> Result<Link, Error> {
@@ -827,11 +877,11 @@ impl Client {
         if !establish(&mut device, deadline, mask)? {
             return Err(Error::new(Kind::Timeout, "the peer did not answer the MPA Request in time"));
         }
-        Ok(Link::new(Role::Client, config, Box::new(device), memory))
+        Ok(Link::new(Role::Client, config, versions, Box::new(device), &memory(config)))
     }
 
     /// The same way once more.
-    fn start_anew(&self, deadline: Instant) -> Result<Link, Error> {
+    fn start_anew(&self, versions: Versions, deadline: Instant) -> Result<Link, Error> {
         let Some(to) = self.to else {
             return Err(Error::new(Kind::Os(libc::ENOTCONN), "the address of the peer is not known"));
         };
@@ -840,13 +890,13 @@ impl Client {
                 let text = format!("cannot connect to {to}: {}", os_text(&e));
                 Error::new(Error::from(e).kind(), text)
             })?;
-            return Client::start(self.fd, self.config, &memory(self.config), deadline, None);
+            return Client::start(self.fd, self.config, versions, deadline, None);
         }
         let mut attempt = Attempt::start(to, self.config)?;
         if !attempt.wait(deadline, None)? {
             return Err(Error::new(Kind::Timeout, "the peer did not accept the new connection in time"));
         }
-        Ok(Link::new(Role::Client, self.config, attempt.device, &memory(self.config)))
+        Ok(Link::new(Role::Client, self.config, versions, attempt.device, &memory(self.config)))
     }
 
     /// Whether the descriptor is still this connection's socket.
@@ -899,7 +949,11 @@ impl Client {
                 state.settle();
                 state.leave(waiter);
                 stats::add(Counter::Orphans, 1);
-                return Err(Error::new(Kind::Timeout, "no reply within the time of the call"));
+                let text = match state.link.engine.version() {
+                    Some(_) => "no reply within the time of the call",
+                    None => "no answer to the offer of RPC-over-RDMA version 2 within the time of the call",
+                };
+                return Err(Error::new(Kind::Timeout, text));
             }
             state = self.wait_once(state, waiter, &mut condition, deadline, mask);
         }
@@ -972,12 +1026,16 @@ impl Client {
             state.drivers[driver].writes = writes;
         }
         let nudges = state.nudges < NUDGES && !state.link.heard;
+        let offer_ends = state.link.offer_ends();
         let mut fds = vec![PollFd::new(fd, true, events & sys::OUT != 0)];
         fds.extend(state.alarm_fd().map(|alarm| PollFd::new(alarm, true, false)));
         drop(state);
         let mut left = deadline.saturating_duration_since(Instant::now());
         if nudges {
             left = left.min(NUDGE_AFTER);
+        }
+        if let Some(end) = offer_ends {
+            left = left.min(end.saturating_duration_since(Instant::now()));
         }
         // An error of poll(2) itself shows up in the next pump, as an error of the device; EINTR is no error here.
         let came = sys::poll(&mut fds, Some(left), mask);
@@ -1009,7 +1067,17 @@ impl Client {
         if !state.drivers.is_empty() {
             return Ok(());
         }
+        if state.link.engine.closed().is_none()
+            && state.link.offer_ends().is_some_and(|end| end <= Instant::now())
+        {
+            let text = "no answer to the offer of RPC-over-RDMA version 2";
+            state.link.fail(Error::new(Kind::Timeout, text));
+        }
         match state.link.engine.closed() {
+            Some(error) if state.link.engine.must_fall_back() => {
+                log_warn!("fd {}: connecting anew, with RPC-over-RDMA version 1 only: {error}", self.fd);
+                state.wishes.versions = Versions::ONE;
+            }
             // A call that timed out has ended it, since the device could not take its memory back otherwise.
             Some(error) if error.kind() == Kind::Timeout => {
                 log_warn!("fd {}: connecting anew: {error}", self.fd);
@@ -1032,7 +1100,7 @@ impl Client {
         }
         // However little time this call has: a startup given up halfway would leave no connection at all.
         let limit = deadline.max(Instant::now() + RECONNECT_TIMEOUT).min(Instant::now() + START_TIMEOUT);
-        let fresh = self.start_anew(limit);
+        let fresh = self.start_anew(state.wishes.versions, limit);
         state.identity = process::identify(self.fd);
         stats::add(Counter::Reconnects, 1);
         match fresh {
@@ -1423,7 +1491,8 @@ impl Server {
     fn open(&mut self) {
         let closed = Phase::Failed(Error::new(Kind::ConnectionLost, "closed"));
         if let Phase::Starting(device) = std::mem::replace(&mut self.phase, closed) {
-            let link = Link::new(Role::Server, self.config, device, &memory(self.config));
+            let link =
+                Link::new(Role::Server, self.config, versions(self.config), device, &memory(self.config));
             let peer = self.peer.map_or_else(|| "a peer".to_owned(), |at| at.to_string());
             log_info!("fd {}: accepted {peer} over rdma ({})", self.fd, link.describe());
             self.phase = Phase::Open(Box::new(link));

@@ -1,14 +1,15 @@
 //! Bytes of RPC-over-RDMA messages, and nothing else: no state, no I/O, no allocation while decoding.
 //!
 //! This file holds the words that all versions share (RFC 8166 §3.4 and §4.1); `v1` holds the Version One header, `v2`
-//! that of Version Two, `characteristics` the messages of its transport-characteristics extension, `private_data` the
-//! RDMA-CM private data of RFC 8797. A decoder borrows the message; it never trusts a count or a
+//! that of Version Two, `either` what both have in common, `characteristics` the messages of Version Two's
+//! transport-characteristics extension, `private_data` the RDMA-CM private data of RFC 8797. A decoder borrows the message; it never trusts a count or a
 //! length of the peer before comparing it with the bytes that are there.
 #![forbid(unsafe_code)]
 
 use std::fmt;
 
 pub mod characteristics;
+pub mod either;
 pub mod private_data;
 pub mod v1;
 pub mod v2;

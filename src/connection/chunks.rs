@@ -14,7 +14,8 @@ use std::ops::Range;
 use crate::binding::{Item, Placed};
 use crate::error::{Error, Kind};
 use crate::memory::{Buf, Message, Region, Sink};
-use crate::wire::v1::{self, Lists};
+use crate::wire::either;
+use crate::wire::v1::Lists;
 use crate::wire::{Position, ReadSegment, Segment};
 
 /// Most segments that we put into one chunk.
@@ -30,7 +31,9 @@ pub const CHUNKS_MAX: usize = 16;
 const PIECE_MIN: usize = 8 << 10;
 
 /// A header without chunks, bytes.
-pub const HEADER_MIN: usize = 28;
+pub fn header_min(version: u32) -> usize {
+    either::header_len(version, &Lists::default())
+}
 
 /// Bytes of one segment in a Read list, and in an array.
 const READ_SEGMENT: usize = 24;
@@ -52,6 +55,8 @@ pub struct Needs<'a> {
 /// What connection, device and peer allow.
 #[derive(Clone, Copy, Debug)]
 pub struct Limits {
+    /// Of the header.
+    pub version: u32,
     /// Largest Send that the peer takes, bytes.
     pub send: usize,
     /// Largest Send that the peer makes, bytes.
@@ -130,12 +135,12 @@ pub fn plan_call(message: &mut Message, needs: Needs<'_>, limits: Limits) -> Res
 
 /// Where the reply of a Call will go, and how long that makes the Call's header.
 fn plan_reply_room(needs: Needs<'_>, limits: Limits) -> Result<(CallPlan, usize), Error> {
-    let Limits { receive, max_segment, many, .. } = limits;
-    let (mut plan, mut header) = (CallPlan::default(), HEADER_MIN);
+    let Limits { version, receive, max_segment, many, .. } = limits;
+    let (mut plan, mut header) = (CallPlan::default(), header_min(version));
     // RFC 8166 §4.3.3: "A Requester MUST provide a Reply chunk whenever the maximum possible size of the RPC Reply
     // message's Transport and Payload streams is larger than the inline threshold for messages from Responder to
     // Requester." Where all of it fits inline, no result needs a Write chunk either.
-    if needs.max_reply.saturating_add(HEADER_MIN) <= receive {
+    if needs.max_reply.saturating_add(header_min(version)) <= receive {
         return Ok((plan, header));
     }
     let mut placed = 0usize;
@@ -231,13 +236,14 @@ pub struct ReplyPlan {
 
 /// Chooses how a reply travels to a requester that offered `writes` and `reply` in its Call.
 ///
-/// `items` are the eligible results in the message, in stream order; `send` is the largest Send that the requester takes,
+/// `version` is that of the Call. `items` are the eligible results in the message, in stream order; `send` is the largest Send that the requester takes,
 /// `max_transfer` the most that our device moves by one Write; in bytes. Lent parts that go inline are copied in.
 ///
 /// # Errors
 /// `TooLong`, naming both sizes, when an item does not fit its Write chunk, or the rest fits neither inline nor into the
 /// Reply chunk.
 pub fn plan_reply(
+    version: u32,
     message: &mut Message,
     items: &[Item],
     writes: &[Vec<Segment>],
@@ -280,7 +286,7 @@ pub fn plan_reply(
     let rest = rest_of(total, &reduced);
     let left: usize = rest.iter().map(Range::len).sum();
     let stays = |at: usize| !reduced.iter().any(|i| i.range().contains(&at));
-    if v1::header_len(&lists) + left <= send {
+    if either::header_len(version, &lists) + left <= send {
         let copied = message.copy_in(|at, _| stays(at));
         return Ok(ReplyPlan { lists, pushes, inline: Some(rest), copied });
     }
@@ -306,7 +312,7 @@ pub fn plan_reply(
     }
     let copied = message.copy_in(|at, len| stays(at) && len < PIECE_MIN);
     lists.reply = Some(fill(offered, &rest, max_transfer, &mut pushes));
-    if v1::header_len(&lists) > send {
+    if either::header_len(version, &lists) > send {
         return Err(Error::new(Kind::TooLong, "the reply's chunk lists alone exceed the inline threshold"));
     }
     Ok(ReplyPlan { lists, pushes, inline: None, copied })
@@ -610,7 +616,8 @@ mod tests {
         Item { position, length }
     }
 
-    const LIMITS: Limits = Limits { send: 4096, receive: 4096, max_segment: 1 << 30, many: false };
+    const LIMITS: Limits =
+        Limits { version: 1, send: 4096, receive: 4096, max_segment: 1 << 30, many: false };
     const MANY: Limits = Limits { many: true, ..LIMITS };
 
     fn needs(max_reply: usize) -> Needs<'static> {
@@ -747,7 +754,7 @@ mod tests {
                 let rest: usize = rest_of(4500, &plan.reduced).iter().map(Range::len).sum();
                 assert_eq!(
                     plan.long,
-                    v1::header_len(&lists) + rest > send || plan.reduced.is_empty(),
+                    either::header_len(1, &lists) + rest > send || plan.reduced.is_empty(),
                     "{plan:?}"
                 );
             }
@@ -804,7 +811,7 @@ mod tests {
         writes: &[Vec<Segment>],
         reply: Option<&[Segment]>,
     ) -> Result<ReplyPlan, Error> {
-        plan_reply(&mut message(len, &[]), items, writes, reply, 4096, 1 << 20)
+        plan_reply(1, &mut message(len, &[]), items, writes, reply, 4096, 1 << 20)
     }
 
     fn to(handle: u32, offset: u64, length: u32, from: &[Range<usize>]) -> Push {
@@ -887,7 +894,8 @@ mod tests {
     #[test]
     fn writes_are_cut_to_what_the_device_moves_at_a_time() {
         let plan =
-            plan_reply(&mut message(10_000, &[]), &[], &[], Some(&[segment(1, 20_000)]), 4096, 4000).unwrap();
+            plan_reply(1, &mut message(10_000, &[]), &[], &[], Some(&[segment(1, 20_000)]), 4096, 4000)
+                .unwrap();
         let want = [
             to(1, 0, 4000, &[0..4000]),
             to(1, 4000, 4000, &[4000..8000]),
@@ -900,7 +908,7 @@ mod tests {
     fn results_that_go_inline_are_copied_and_those_that_are_pushed_are_not() {
         let mut message = message(5000, &[(100, 600), (1000, 2000)]);
         let chunk = [vec![segment(1, 5000)]];
-        let plan = plan_reply(&mut message, &[item(1000, 2000)], &chunk, None, 4096, 1 << 20).unwrap();
+        let plan = plan_reply(1, &mut message, &[item(1000, 2000)], &chunk, None, 4096, 1 << 20).unwrap();
         assert_eq!((plan.copied, message.lent().collect::<Vec<_>>()), (600, vec![(1000, 2000)]));
     }
 

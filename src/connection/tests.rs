@@ -10,6 +10,7 @@ mod pair;
 mod placement;
 
 use super::*;
+use crate::wire::v1::Body;
 use pair::*;
 
 // ----------------------------------------------------------------------------------------------- framing and header
@@ -941,7 +942,7 @@ fn a_region_that_cannot_be_invalidated_closes_the_connection_before_the_call_end
     assert!(close < done);
     let closes = outputs.iter().filter(|o| matches!(o, Output::Close(_))).count();
     assert_eq!(closes, 1, "two regions, one close");
-    assert!(!outputs[close..].iter().any(|o| matches!(o, Output::Post(_) | Output::Receive)));
+    assert!(!outputs[close..].iter().any(|o| matches!(o, Output::Post(_) | Output::Receive(_))));
     assert_eq!(pair.sends(Client), sent);
     pair.made.get_mut(&1).unwrap().outcome = Some(Ok(Vec::new()));
     pair.cut = true;
@@ -1617,10 +1618,9 @@ fn whatever_is_done_in_whatever_order_every_rule_holds_at_every_step() {
             many_chunks: random.below(2) == 1,
             remote_invalidation: random.below(2) == 1,
             credits: random.pick(&[1, 2, 3, 8, 32]),
-            receives: u32::MAX,
-            reverse_chunks: true,
             inline: random.pick(&[1024, 2048, 4096]),
             max_call: random.pick(&[9000, 20_000, 1 << 20]),
+            ..SETTINGS
         };
         let setup = Setup {
             client: settings(&mut random),

@@ -61,7 +61,7 @@ fn join(
     sockets: Vec<TcpStream>,
 ) -> Arc<Ends> {
     let [(active, first), (passive, second)] = devices.map(Fault::new);
-    let link = Link::new(Role::Client, config, Box::new(active), &memory(config));
+    let link = Link::new(Role::Client, config, versions(config), Box::new(active), &memory(config));
     let client = Client::with(fds[0], None, config, link);
     let mut server = Server::with(fds[1], Box::new(passive), false, None, config);
     server.receive();

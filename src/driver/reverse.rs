@@ -307,7 +307,7 @@ impl Requester for Reverse {
         match &mut state.phase {
             Phase::Open(link) => Standing::of(&link.engine),
             Phase::Starting(_) | Phase::Failed(_) => {
-                Standing { credits_left: 1, limit: 2, threshold: usize::MAX }
+                Standing { credits_left: 1, limit: 2, short: usize::MAX }
             }
         }
     }
@@ -360,7 +360,7 @@ impl Requester for Reverse {
         // What fits inline needs no Reply chunk, which a size-limited peer would not bear.
         let server = self.server();
         let mut state = locked(&server);
-        state.link().map_or(1024, |link| link.engine.thresholds().1) - chunks::HEADER_MIN - RPC_HEADER_MAX
+        state.link().map_or(1024, |link| link.engine.largest_short().1).saturating_sub(RPC_HEADER_MAX)
     }
 }
 

@@ -9,7 +9,7 @@
 //! ```
 //!
 //! A characteristic that is not known is passed over, whatever its bytes. One that is known and has another value than
-//! its type allows is an XDR error, and so the whole message (section 2.2 of the draft): the answer is BAD_HEADER.
+//! its type allows is an XDR error, and so the whole message (section 2.1 of the draft): the answer is BAD_HEADER.
 //!
 //! # Invariants
 //! - [`decode`] allocates nothing; a [`Spec`] is a validated view whose iteration cannot fail.
@@ -207,7 +207,7 @@ fn subset<'a>(reader: &mut Reader<'a>) -> Result<Subset<'a>, &'static str> {
 
 fn value(reader: &mut Reader<'_>) -> Result<Value, &'static str> {
     let which = reader.word().ok_or(CUT)?;
-    // The draft, section 2.2: a length that runs past the end of the message is an XDR error, of an unknown one too.
+    // The draft, section 2.1: a length that runs past the end of the message is an XDR error, of an unknown one too.
     let data = opaque(reader).ok_or(CUT)?;
     if !matches!(which, RBSIZ | RQREMINV | BRS) {
         return Ok(Value { which, known: None });

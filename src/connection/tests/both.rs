@@ -8,6 +8,7 @@ use std::collections::BTreeMap;
 
 use super::pair::*;
 use super::*;
+use crate::wire::v1::Body;
 
 /// One direction, as its messages tell: who has called, how it ended, and the credits.
 #[derive(Default)]
@@ -245,7 +246,7 @@ impl Both {
         while let Some(output) = self.end(side).engine.poll_output() {
             assert!(!self.closing || matches!(output, Output::Done { .. }), "{output:?} after the close");
             match output {
-                Output::Receive => self.end(side).device.receives += 1,
+                Output::Receive(_) => self.end(side).device.receives += 1,
                 Output::Post(request @ WorkRequest::Read { .. }) => self.end(side).reads.push_back(request),
                 Output::Post(request) => {
                     if let WorkRequest::Send { gather, .. } = &request {

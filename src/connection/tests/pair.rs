@@ -11,6 +11,7 @@
 use std::collections::BTreeMap;
 
 use super::super::*;
+use crate::wire::v1::Body;
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Side {
@@ -90,6 +91,9 @@ impl Registrar for Device {
         }
         Ok(())
     }
+    fn withdraw(&mut self) -> usize {
+        0
+    }
     fn max_segment(&self) -> usize {
         self.max_segment
     }
@@ -134,6 +138,10 @@ pub const SETTINGS: Settings = Settings {
     receives: u32::MAX,
     reverse_chunks: true,
     inline: 1024,
+    versions: Versions::ONE,
+    receive: 1024,
+    receive_max: 1024,
+    first_xid: 0x7000_0000,
     max_call: 1 << 20,
     many_chunks: false,
     remote_invalidation: false,
@@ -542,7 +550,7 @@ impl Pair {
         while let Some(output) = self.end(side).engine.poll_output() {
             assert!(!self.closing || matches!(output, Output::Done { .. }), "{output:?} after the close");
             match output {
-                Output::Receive => self.end(side).device.receives += 1,
+                Output::Receive(_) => self.end(side).device.receives += 1,
                 Output::Post(request) => self.post(side, request),
                 Output::Done { xid, outcome } => {
                     assert_eq!(side, Client, "a responder has no calls");

@@ -11,6 +11,7 @@ use super::pair::*;
 use super::*;
 use crate::binding::Item;
 use crate::memory::Program;
+use crate::wire::v1::{Body, Proc};
 
 const NFS: u32 = 100_003;
 /// Programs with text bindings: at both ends, at the client only, at the server only; and one without.
@@ -146,27 +147,10 @@ struct Shape {
     max_segment: usize,
 }
 
-const SHAPE: Shape = Shape {
-    client: Settings {
-        credits: 8,
-        receives: u32::MAX,
-        reverse_chunks: true,
-        inline: 4096,
-        max_call: 1 << 22,
-        many_chunks: false,
-        remote_invalidation: true,
-    },
-    server: Settings {
-        credits: 8,
-        receives: u32::MAX,
-        reverse_chunks: true,
-        inline: 4096,
-        max_call: 1 << 22,
-        many_chunks: false,
-        remote_invalidation: true,
-    },
-    max_segment: 1 << 30,
-};
+const ENDS: Settings =
+    Settings { credits: 8, inline: 4096, max_call: 1 << 22, remote_invalidation: true, ..SETTINGS };
+
+const SHAPE: Shape = Shape { client: ENDS, server: ENDS, max_segment: 1 << 30 };
 
 fn device(seed: u32, max_segment: usize) -> Device {
     Device {
@@ -264,7 +248,7 @@ impl Duo {
             let engine = if client { &mut self.client } else { &mut self.server };
             let Some(output) = engine.poll_output() else { return };
             match output {
-                Output::Receive => {}
+                Output::Receive(_) => {}
                 Output::Post(read @ WorkRequest::Read { .. }) => self.reads.push_back(read),
                 Output::Post(request) => {
                     if let WorkRequest::Send { gather, .. } = &request {
@@ -609,12 +593,11 @@ fn run(seed: u64) -> (usize, usize, usize) {
     let mut random = Random(seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1);
     let settings = |random: &mut Random| Settings {
         credits: random.pick(&[1, 2, 8]),
-        receives: u32::MAX,
-        reverse_chunks: true,
         inline: random.pick(&[1024, 2048, 4096, 65536, 262_144]),
         max_call: 1 << 22,
         many_chunks: random.below(2) == 0,
         remote_invalidation: random.below(2) == 0,
+        ..SETTINGS
     };
     let shape = Shape {
         client: settings(&mut random),

@@ -231,8 +231,9 @@ pub struct Connection {
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Spoken {
     One,
-    /// A client waits for the answer to its first message, an INIT_XCHAR of Version Two.
-    Offered,
+    /// Not known yet. A client waits for the answer to its first message, an INIT_XCHAR of Version Two; a server, for the
+    /// first message of the client.
+    Unknown,
     Two,
 }
 
@@ -409,7 +410,7 @@ impl Connection {
             settings.receive.max(settings.inline),
             settings.receive_max,
         );
-        let offers = role == Role::Client && settings.versions.include(v2::VERSION);
+        let two_is_possible = settings.versions.include(v2::VERSION);
         let mut connection = Connection {
             role,
             settings,
@@ -420,7 +421,7 @@ impl Connection {
             invalidate: settings.remote_invalidation && peer.remote_invalidation,
             send,
             receive,
-            spoken: if offers { Spoken::Offered } else { Spoken::One },
+            spoken: if two_is_possible { Spoken::Unknown } else { Spoken::One },
             characteristics,
             // RFC 8166 §3.3.3: "a Requester MUST NOT assume more than one credit is available and MUST receive a valid
             // reply from the Responder carrying the actual number of available credits, prior to sending its next
@@ -439,7 +440,7 @@ impl Connection {
         };
         connection.update_backward();
         connection.replenish();
-        if offers {
+        if two_is_possible && role == Role::Client {
             // The draft of Version Two, section 5: the first message has at most 1024 bytes, and is the only one until it is
             // answered. An INIT_XCHAR has no reply, but proves as much: whoever knows it answers with its own, and
             // others refuse it in a way that tells which versions they speak.
@@ -525,7 +526,7 @@ impl Connection {
     pub fn thresholds(&self) -> (usize, usize) {
         match self.spoken {
             Spoken::One => (self.send, self.receive),
-            Spoken::Offered => (characteristics::RECEIVE_MIN, self.characteristics.own().receive_size),
+            Spoken::Unknown => (characteristics::RECEIVE_MIN, self.characteristics.own().receive_size),
             Spoken::Two => (self.characteristics.send_limit(), self.characteristics.own().receive_size),
         }
     }
@@ -534,7 +535,7 @@ impl Connection {
     pub fn version(&self) -> Option<u32> {
         match self.spoken {
             Spoken::One => Some(v1::VERSION),
-            Spoken::Offered => None,
+            Spoken::Unknown => None,
             Spoken::Two => Some(v2::VERSION),
         }
     }
@@ -554,7 +555,11 @@ impl Connection {
 
     /// Whether Version Two is offered and not answered, and Version One would do.
     pub fn may_fall_back(&self) -> bool {
-        self.spoken == Spoken::Offered && self.settings.versions.include(v1::VERSION)
+        self.offers() && self.settings.versions.include(v1::VERSION)
+    }
+
+    fn offers(&self) -> bool {
+        self.role == Role::Client && self.spoken == Spoken::Unknown
     }
 
     /// What both ends are like, as far as they have told each other.
@@ -705,7 +710,7 @@ impl Connection {
     pub fn credits_left(&self) -> u32 {
         // RFC 8166 §3.3.1: "The number of allowed new requests the Requester may send is then the lower of the current
         // requested and granted credit values, minus the number of requests in flight."
-        if self.spoken == Spoken::Offered {
+        if self.spoken == Spoken::Unknown {
             return 0;
         }
         self.limit().saturating_sub(self.requester.in_flight)
@@ -1572,11 +1577,10 @@ impl Connection {
 
     /// What a message tells of the version that the peer speaks.
     fn agree(&mut self, header: &Header<'_>) {
-        match (self.spoken, header.body) {
+        match header.body {
             // The draft of Version Two, section 5.2. Only our first message can be meant, whatever version is written on it.
-            (Spoken::Offered, Body::Error(RdmaError::Version { low, high })) => {
-                let peer = Versions { low, high };
-                if self.settings.versions.include(v1::VERSION) && peer.include(v1::VERSION) {
+            Body::Error(RdmaError::Version { low, high }) if self.offers() => {
+                if self.may_fall_back() && (Versions { low, high }).include(v1::VERSION) {
                     self.speak_version_one();
                 } else {
                     let text = versions_differ(low, high, "2");
@@ -1584,15 +1588,17 @@ impl Connection {
                 }
             }
             // It speaks Version One only, and has looked at what the message is first.
-            (Spoken::Offered, Body::Error(_)) if header.version == v1::VERSION => {
+            Body::Error(_) if self.offers() && header.version == v1::VERSION => {
                 if self.may_fall_back() {
                     self.speak_version_one();
                 } else {
-                    let text = "the peer refused a message of RPC-over-RDMA version 2, which RPCRDMA_VERSION=2 asks for";
+                    let text = versions_differ(1, 1, "2");
                     self.close(Error::new(Kind::Peer, text));
                 }
             }
-            (Spoken::Offered | Spoken::One, _) if header.version == v2::VERSION => self.spoken = Spoken::Two,
+            Body::Error(RdmaError::Version { .. }) => {}
+            _ if header.version == v2::VERSION => self.spoken = Spoken::Two,
+            _ if self.role == Role::Server && self.spoken == Spoken::Unknown => self.speak_version_one(),
             _ => {}
         }
     }

@@ -225,9 +225,14 @@ impl Characteristics {
         }
     }
 
+    /// Fewest bytes of a Receive that the peer may meet.
+    fn shortest(&self) -> usize {
+        self.receives.iter().map(|(bytes, _)| *bytes).fold(self.goal, usize::min)
+    }
+
     /// Whether Receives of less than the goal are on the device.
     pub fn lags(&self) -> bool {
-        self.receives.iter().any(|(bytes, _)| *bytes < self.goal)
+        self.shortest() < self.goal
     }
 
     /// Posts longer Receives from now on. False when they would be shorter than what was told, or longer than may be.
@@ -297,7 +302,7 @@ impl Characteristics {
         match note {
             Note::Init => {
                 self.told = true;
-                self.own.receive_size = self.goal;
+                self.own.receive_size = self.shortest();
                 self.unfunded = Some((xid, sequence));
             }
             Note::Request(what) => self.request = Some((xid, sequence, what)),
@@ -315,7 +320,7 @@ impl Characteristics {
     /// What an INIT_XCHAR of ours says, and which places of it will not change.
     pub fn introduction(&self) -> ([Characteristic; 3], u32) {
         let Endpoint { remote_invalidation, backward, .. } = self.own;
-        let size = Characteristic::ReceiveSize(self.goal as u32);
+        let size = Characteristic::ReceiveSize(self.shortest() as u32);
         let invalidation = Characteristic::RemoteInvalidation(remote_invalidation);
         ([size, invalidation, Characteristic::Backward(backward)], 1 << 1)
     }

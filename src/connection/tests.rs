@@ -8,6 +8,7 @@
 mod both;
 mod pair;
 mod placement;
+mod two;
 
 use super::*;
 use crate::wire::v1::Body;

@@ -563,6 +563,17 @@ fn a_peer_that_knows_no_characteristics_speaks_version_two_with_4096_bytes() {
 }
 
 #[test]
+fn a_reply_in_another_version_than_its_call_is_discarded() {
+    let mut model = Model::new(BOTH, BOTH);
+    model.settle();
+    let xid = model.call(Client, 40, 40);
+    model.arrive(Client, &msg(xid, 4, &reply_message(xid, 40)), None);
+    assert!(model.halves[0].made[&xid].outcome.is_none());
+    model.drive();
+    assert!(model.outcome(Client, xid).is_ok());
+}
+
+#[test]
 fn an_offer_that_is_not_answered_leaves_its_calls_for_another_connection() {
     let mut model = Model::new(BOTH, BOTH);
     let xid = model.call(Client, 40, 40);

@@ -45,7 +45,7 @@ static struct netconfig *config_of(const char *netid)
 
 /* The counters of struct rpcrdma_stats that the benchmark shows, if the library is preloaded; and what copies.c
  * counts, if that is. */
-enum { COPIED, READ_AHEAD, REGISTRATIONS, SENDS, SYSCALLS, MEMCPY, SHOWN };
+enum { COPIED, READ_AHEAD, REGISTRATIONS, SENDS, SYSCALLS, PULLED, PUSHED, MEMCPY, SHOWN };
 
 static bool_t xdr_counters(XDR *xdrs, u_quad_t *counters)
 {
@@ -54,7 +54,8 @@ static bool_t xdr_counters(XDR *xdrs, u_quad_t *counters)
 
 static void read_counters(u_quad_t *counters)
 {
-    static const int place[MEMCPY] = {[COPIED] = 6, [READ_AHEAD] = 7, [REGISTRATIONS] = 8, [SENDS] = 10, [SYSCALLS] = 12};
+    static const int place[MEMCPY] = {[COPIED] = 6,    [READ_AHEAD] = 7, [REGISTRATIONS] = 8, [SENDS] = 10,
+                                      [SYSCALLS] = 12, [PULLED] = 4,     [PUSHED] = 5};
     uint64_t all[20] = {0};
     bool_t (*get)(void *, size_t) = (bool_t (*)(void *, size_t))dlsym(RTLD_DEFAULT, "rpcrdma_stats_get");
     if (get != NULL)

@@ -2,6 +2,8 @@
 # bench.sh [FILE]: tcp (stock libtirpc, nothing preloaded) against rdma (the library preloaded), in one run; and "placed":
 # rdma with a text binding for the benchmark's program at both ends, so that its data goes into chunks of its own.
 #
+# Then Version Two with 16 KiB of data: Receives of 4 KiB and of 64 KiB, and replies that invalidate or do not.
+#
 # Every case is measured several times; tcp and rdma take turns, so that whatever else the machine does hits both;
 # the table shows medians. Then: system calls per call (if strace is there), and the processor time of an idle server.
 # With FILE the table is written there too. QUICK=1 takes a few seconds and shows only that everything runs.
@@ -22,8 +24,13 @@ cat >"$scratch/bench.conf" <<'END'
 END
 
 # A way to run: netid, prefix, and the same with the counter of copies.
-declare -A netid_of=([tcp]=tcp [rdma]=rdma [placed]=rdma) port_of server_of
+declare -A netid_of=([tcp]=tcp [rdma]=rdma [placed]=rdma [4K]=rdma [64K]=rdma [4K-local]=rdma) port_of server_of
+two=(4K 64K 4K-local)
 declare -A with=([tcp]=env [rdma]="${preloaded[*]}" [placed]="${preloaded[*]} RPCRDMA_BINDINGS=$scratch/bench.conf IN_PLACE=1")
+for size in 4K 64K; do
+    with[$size]="${preloaded[*]} RPCRDMA_VERSION=2 RPCRDMA_INLINE=$size RPCRDMA_MAX_REPLY=32K"
+done
+with[4K-local]="${with[4K]} RPCRDMA_REMOTE_INVALIDATION=no"
 declare -A counted=([tcp]="env LD_PRELOAD=$scratch/copies.so")
 for way in rdma placed; do counted[$way]="${with[$way]} LD_PRELOAD=$scratch/copies.so:$LIBRPCRDMA"; done
 serve() { # WAY PREFIX...
@@ -31,10 +38,19 @@ serve() { # WAY PREFIX...
     shift
     start_ready "$@" "$scratch/bench" server "${netid_of[$way]}" || { echo "bench: no server for $way" >&2; exit 1; }
 }
-for way in tcp rdma placed; do
+for way in tcp rdma placed "${two[@]}"; do
     serve $way ${with[$way]}
     port_of[$way]=$port server_of[$way]=$server
 done
+
+# measure KEY WAY OP SIZE THREADS shared|own
+measure() {
+    local key=$1 way=$2 line
+    shift 2
+    line=$(${with[$way]} "$scratch/bench" client ${netid_of[$way]} "${port_of[$way]}" "$@" $seconds) ||
+        { echo "bench: $way $* failed" >&2; exit 1; }
+    echo "$key $way $line" >>"$scratch/results"
+}
 
 cases=()
 for what in 'null 0' 'write 4096' 'read 4096' 'write 65536' 'read 65536' 'write 1048576' 'read 1048576'; do
@@ -44,11 +60,11 @@ for ((repeat = 0; repeat < repeats; repeat++)); do
     for i in "${!cases[@]}"; do
         for way in tcp rdma placed; do
             [[ $way != placed || ${cases[$i]} =~ 65536|1048576 ]] || continue
-            # shellcheck disable=SC2086
-            line=$(${with[$way]} "$scratch/bench" client ${netid_of[$way]} "${port_of[$way]}" ${cases[$i]} $seconds) ||
-                { echo "bench: $way ${cases[$i]} failed" >&2; exit 1; }
-            echo "$i $way $line" >>"$scratch/results"
+            measure "$i" $way ${cases[$i]}
         done
+    done
+    for what in write read; do
+        for way in tcp "${two[@]}"; do measure 16K-$what $way $what 16384 1 own; done
     done
 done
 median() { # CASE WAY COLUMN
@@ -72,6 +88,20 @@ table() {
         printf '%-6s %8s %7s %-7s %12s %12s %10s %10s %7s %14s %7s\n' "$@" "$(ratio "$5" "$6")" "$placed" "$(ratio "$5" "$placed")"
     done
     echo "ratio: calls per second / tcp calls per second; placed: with a binding, the data in chunks of its own"
+    echo
+    echo "Version Two, 16 KiB of data, one thread, replies of at most 32 KiB; Receives of so many bytes at both ends;"
+    echo "-local: replies do not invalidate"
+    printf '%-6s %-9s %10s %7s %12s %14s %14s %11s\n' call Receives us ratio 'round trips' registrations 'pulled bytes' 'pushed bytes'
+    for what in write read; do
+        for way in "${two[@]}"; do
+            # A call and its reply are a round trip, the RDMA Reads of a Call are another one. An RDMA Write goes with the reply.
+            # shellcheck disable=SC2046,SC2086
+            set -- $(${with[$way]} "$scratch/bench" counters rdma "${port_of[$way]}" $what 16384 "$some")
+            printf '%-6s %-9s %10s %7s %12s %14s %14s %11s\n' $what $way "$(median 16K-$what $way 4)" \
+                "$(ratio "$(median 16K-$what tcp 3)" "$(median 16K-$what $way 3)")" \
+                "$(awk -v pulled="${12}" 'BEGIN { print 1 + (pulled > 0) }')" "${5}" "${12}" "${14}"
+        done
+    done
     echo
     if command -v strace >/dev/null; then
         printf '%-24s %12s %12s\n' 'system calls per call' client server
@@ -100,7 +130,7 @@ table() {
         for what in 'write 1048576' 'read 1048576'; do
             # shellcheck disable=SC2086
             ${counted[$way]} "$scratch/bench" counters ${netid_of[$way]} "$port" $what "$some" |
-                awk -v n="$way $what" '{ printf "%-21s %10.0f %10.0f %10.0f\n", n, $11, $12, $11 + $12 }'
+                awk -v n="$way $what" '{ printf "%-21s %10.0f %10.0f %10.0f\n", n, $15, $16, $15 + $16 }'
         done
         stop "$server"
     done

@@ -37,6 +37,7 @@ use crate::provider::iwarp::{self, Iwarp, Options};
 use crate::provider::{Completion, QueuePair, WorkRequest, verbs};
 use crate::stats::{self, Counter};
 use crate::sys::{self, PollFd};
+use crate::wire::characteristics;
 use crate::wire::either::Versions;
 use crate::wire::private_data::PrivateData;
 use crate::wire::{Handle, Xid, v1, v2};
@@ -681,9 +682,18 @@ fn note(request: &WorkRequest, fd: RawFd) {
 fn describe(message: &[u8]) -> String {
     match v1::decode(message) {
         Ok(header) => header.to_string(),
-        // Version Two is refused, but readable.
-        Err(error) => v2::decode(message).map_or_else(|_| error.to_string(), |header| header.to_string()),
+        Err(error) => v2::decode(message).map_or_else(|_| error.to_string(), |header| describe_two(&header)),
     }
+}
+
+fn describe_two(header: &v2::Header<'_>) -> String {
+    if let v2::Body::Optional { kind, info, .. } = header.body
+        && let Some(kind) = characteristics::Kind::of(kind)
+        && let Ok(operation) = characteristics::decode(kind, info)
+    {
+        return format!("{header} {operation}");
+    }
+    header.to_string()
 }
 
 /// The versions that the configuration allows.

@@ -159,6 +159,58 @@ impl Subset<'_> {
     }
 }
 
+/// In the draft's words, for the log.
+impl fmt::Display for Operation<'_> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Operation::Init { start, unchanging } => write!(f, "INIT_XCHAR {start} nochg {unchanging}"),
+            Operation::Request { want } => write!(f, "REQ_XCHAR {want}"),
+            Operation::Response { done, rejected, pending } => {
+                write!(f, "RESP_XCHAR done {done} rej {rejected} pend {pending}")
+            }
+            Operation::Update { now, settled } => {
+                write!(f, "UPD_XCHAR {now}{}", if *settled { " pendclr" } else { "" })
+            }
+        }
+    }
+}
+
+impl fmt::Display for Value {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self.known {
+            Some(Characteristic::ReceiveSize(bytes)) => write!(f, "RBSIZ {bytes}"),
+            Some(Characteristic::RemoteInvalidation(allowed)) => write!(f, "RQREMINV {allowed}"),
+            Some(Characteristic::Backward(support)) => {
+                let name = match support {
+                    Backward::Unknown => "UNKNOWN",
+                    Backward::None => "NONE",
+                    Backward::SizeLimited => "SZLIM",
+                    Backward::General => "GENL",
+                };
+                write!(f, "BRS {name}")
+            }
+            None => write!(f, "xcharid {}", self.which),
+        }
+    }
+}
+
+impl fmt::Display for Spec<'_> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("[")?;
+        for (place, value) in self.iter().enumerate() {
+            write!(f, "{}{value}", if place == 0 { "" } else { ", " })?;
+        }
+        f.write_str("]")
+    }
+}
+
+/// The places that a list of 32 can have; there are no others yet.
+impl fmt::Display for Subset<'_> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_set().entries((0..32).filter(|place| self.contains(*place))).finish()
+    }
+}
+
 /// Decodes `rdma_optinfo` of a message of this extension. Bytes behind it are an error: nothing names them.
 ///
 /// # Errors
@@ -384,6 +436,20 @@ mod tests {
         assert_eq!((done.contains(0), rejected.contains(0), pending.contains(0)), (true, false, false));
         let Operation::Update { now, settled } = decode(Kind::Update, &fourth.3).unwrap() else { panic!() };
         assert_eq!((now.known, settled), (Some(Characteristic::ReceiveSize(8192)), true));
+    }
+
+    #[test]
+    fn operations_are_one_readable_line() {
+        let lines = golden().map(|(_, _, kind, info, _)| decode(kind, &info).unwrap().to_string());
+        assert_eq!(
+            lines,
+            [
+                "INIT_XCHAR [RBSIZ 16384, BRS SZLIM] nochg {0}",
+                "REQ_XCHAR [RBSIZ 8192]",
+                "RESP_XCHAR done {0} rej {} pend {}",
+                "UPD_XCHAR RBSIZ 8192 pendclr",
+            ]
+        );
     }
 
     #[test]

@@ -442,13 +442,12 @@ impl Half {
             header.version == 2 && !matches!(header.body, Body::Error(RdmaError::Version { .. }));
         let (xid, version) = (header.xid.0, header.version);
         match (header.body, header.direction) {
-            (Body::Optional { .. }, _) => match operation(message) {
-                Some(Operation::Response { .. }) => {
+            (Body::Optional { .. }, _) => {
+                if let Some(Operation::Response { .. }) = operation(message) {
                     self.requests -= 1;
                     self.replied(xid);
                 }
-                Some(_) | None => {}
-            },
+            }
             (_, Some(Direction::Call)) => drop(self.asked_in.insert(xid, version)),
             _ => self.replied(xid),
         }

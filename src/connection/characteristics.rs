@@ -258,8 +258,7 @@ impl Characteristics {
     pub fn want(&mut self, what: Characteristic) -> bool {
         let free = !matches!(self.wish, Some((_, Wish::Asked | Wish::Pending)));
         if free {
-            let known = self.known != Some(false);
-            self.wish = Some((what, if known { Wish::Asked } else { Wish::Rejected }));
+            self.wish = Some((what, Wish::Asked));
         }
         free
     }

@@ -319,6 +319,10 @@ impl QueuePair for Loopback {
         }
     }
 
+    fn withdraw(&mut self) -> usize {
+        self.receives.drain(..).count()
+    }
+
     fn post(&mut self, request: WorkRequest) {
         if self.dead.is_some() {
             return;
@@ -413,6 +417,7 @@ pub enum Event {
     Detach(Handle),
     Keep,
     PostReceive(usize),
+    Withdraw(usize),
     Send {
         bytes: Vec<u8>,
         invalidate: Option<Handle>,
@@ -469,7 +474,7 @@ struct State {
     /// For Receives and Reads: `Some(n)` holds all but the next `n`.
     held: [Option<usize>; 2],
     limits: Limits,
-    /// Receives posted minus Receives used.
+    /// Receives posted minus Receives used or taken back.
     receives: usize,
     /// Reads posted minus Reads completed.
     reads: usize,
@@ -557,7 +562,7 @@ impl Control {
         };
     }
 
-    /// Receives posted minus Receives used.
+    /// Receives posted minus Receives used or taken back.
     pub fn receives(&self) -> usize {
         self.state().receives
     }
@@ -809,6 +814,20 @@ impl QueuePair for Fault {
             }
             None => self.inner.post_recv(sink),
         }
+    }
+
+    fn withdraw(&mut self) -> usize {
+        let mut state = self.control.state();
+        if let Some(error) = state.failing("withdraw") {
+            state.die(error);
+        }
+        if state.dead.is_some() {
+            return 0;
+        }
+        let withdrawn = self.inner.withdraw();
+        state.receives -= withdrawn;
+        state.note(Event::Withdraw(withdrawn));
+        withdrawn
     }
 
     fn post(&mut self, request: WorkRequest) {
@@ -1125,6 +1144,7 @@ pub(crate) mod contract {
         kept_work_goes_out_as_it_was(make);
         a_detached_handle_goes_on_working(make);
         an_invalidation_ends_the_loan(make);
+        receives_that_were_withdrawn_are_let_go_and_others_take_their_place(make);
         every_end_ends_all_loans(make);
         every_violation_ends_both_ends(make);
         a_close_comes_after_what_was_sent_before_it(make);
@@ -1313,6 +1333,25 @@ pub(crate) mod contract {
             }
             assert!(program.is_back());
         }
+    }
+
+    fn receives_that_were_withdrawn_are_let_go_and_others_take_their_place(make: Make) {
+        let mut pair = Ends::new(make());
+        if pair.adapter() {
+            pair.receives(0, 2);
+            return assert_eq!(pair.ends[0].withdraw(), 0);
+        }
+        pair.receives(0, 1);
+        pair.send(1, b"before");
+        assert_eq!(pair.message(0).0, b"before");
+        let short = sink(10);
+        pair.ends[0].post_recv(short.clone());
+        pair.receives(0, 1);
+        assert_eq!((pair.ends[0].withdraw(), pair.ends[0].withdraw()), (2, 0));
+        short.into_buf(10).expect("the device lets go");
+        pair.ends[0].post_recv(sink(100));
+        pair.send(1, &[7; 100]);
+        assert_eq!(pair.message(0).0, [7; 100]);
     }
 
     fn every_end_ends_all_loans(make: Make) {
@@ -1645,6 +1684,19 @@ mod tests {
         pair.send(1, b"end");
         assert_eq!(pair.message(0).0, b"end");
         assert_eq!(control.receives(), 0);
+    }
+
+    #[test]
+    fn a_message_that_is_held_back_keeps_its_receive_when_the_others_are_withdrawn() {
+        let (mut pair, control) = watched();
+        pair.receives(0, 3);
+        control.hold(Held::Receives);
+        pair.send(1, b"held");
+        assert!(poll(&mut pair, 0).is_none());
+        assert_eq!((pair.ends[0].withdraw(), control.receives()), (2, 1));
+        assert_eq!(control.trace().last(), Some(&Event::Withdraw(2)));
+        control.release_all(Held::Receives);
+        assert_eq!((pair.message(0).0, control.receives()), (b"held".to_vec(), 0));
     }
 
     #[test]

@@ -686,7 +686,7 @@ impl Iwarp {
                     // RFC 5040 §5.3: "Invalidate the STag if it is associated with the RDMAP Stream; or issue a
                     // Terminate Message with the STag Cannot be Invalidated Terminate Error Code, if the STag is not
                     // associated with the RDMAP Stream."
-                    if !self.exposed.contains_key(&stag) || !self.withdraw(stag) {
+                    if !self.exposed.contains_key(&stag) || !self.take_back(stag) {
                         return Err(Fault::CANNOT_INVALIDATE);
                     }
                     stats::add(Counter::Invalidations, 1);
@@ -788,7 +788,7 @@ impl Iwarp {
     }
 
     /// Takes back a handle and lets go of its memory. False when the peer is owed bytes of it.
-    fn withdraw(&mut self, stag: u32) -> bool {
+    fn take_back(&mut self, stag: u32) -> bool {
         match self.exposed.remove(&stag) {
             None => true,
             Some(Exposed::Source(_)) => match self.transmit.release(stag) {
@@ -950,7 +950,7 @@ impl QueuePair for Iwarp {
             return Ok(());
         }
         stats::add(Counter::Invalidations, 1);
-        if !self.withdraw(handle.0) {
+        if !self.take_back(handle.0) {
             // The peer was promised these bytes. RFC 5040 §7.2: a Read from an STag that is not valid is an error.
             self.fail(
                 Error::new(Kind::ConnectionLost, "memory was taken back while the peer was reading it"),
@@ -999,6 +999,20 @@ impl QueuePair for Iwarp {
         if self.failed.is_none() {
             self.receives.push_back(sink);
         }
+    }
+
+    fn withdraw(&mut self) -> usize {
+        self.check_fork();
+        // A child does not know whether it or its parent goes on receiving.
+        if self.forked {
+            return 0;
+        }
+        let Receive { sending, placing, .. } = &self.receive;
+        let placing = placing.as_ref().is_some_and(|p| matches!(p.header, Header::Untagged { .. }));
+        let before = self.receives.len();
+        // Messages come one after the other: only the oldest Receive can have been begun.
+        self.receives.truncate(usize::from(placing || sending.is_some()));
+        before - self.receives.len()
     }
 
     /// Queues work. A Send starts it; Writes and Reads wait for the Send, `poll` or `flush` that follows them, so that

@@ -988,6 +988,50 @@ fn a_write_under_way_stops_when_its_handle_is_taken_back() {
 }
 
 #[test]
+fn receives_are_withdrawn_but_for_the_one_that_a_message_has_begun_to_fill() {
+    let part = |bytes: &[u8]| untagged(Untagged { last: false, ..SEND }, bytes);
+    let rest = |mo, bytes: &[u8]| untagged(Untagged { mo, ..SEND }, bytes);
+    let large = rest(0, &pattern(20_000, 1));
+    // What has come of the first message, what is to come, its bytes, and whether its Receive has to stay.
+    let cases = [
+        (vec![], rest(0, b"whole"), b"whole".to_vec(), false),
+        (rest(0, b"whole")[..25].to_vec(), rest(0, b"whole")[25..].to_vec(), b"whole".to_vec(), false),
+        (part(b"one, "), rest(5, b"two"), b"one, two".to_vec(), true),
+        (large[..9_000].to_vec(), large[9_000..].to_vec(), pattern(20_000, 1), true),
+        (
+            [part(b"one, "), rest(5, &pattern(20_000, 1))[..9_000].to_vec()].concat(),
+            rest(5, &pattern(20_000, 1))[9_000..].to_vec(),
+            [b"one, ".to_vec(), pattern(20_000, 1)].concat(),
+            true,
+        ),
+    ];
+    for (before, after, message, begun) in cases {
+        let mut bench = Bench::responder();
+        let first = sink(20_005);
+        bench.qp.post_recv(first.clone());
+        (0..3).for_each(|_| bench.qp.post_recv(sink(10)));
+        assert!(bench.give(&before).unwrap().is_empty());
+        let qp = &mut bench.qp;
+        assert!(sys::testing::fork(|| qp.withdraw() == 0).succeeded());
+        assert_eq!(bench.qp.withdraw(), if begun { 3 } else { 4 });
+        assert_eq!(first.into_buf(0).is_err(), begun);
+        assert_eq!(bench.qp.withdraw(), 0);
+        (0..2).for_each(|_| bench.qp.post_recv(sink(30_000)));
+        let got = bench.give(&after).unwrap();
+        assert!(received(got.into_iter().next().unwrap()).0 == message);
+        let long = untagged(Untagged { msn: 2, ..SEND }, &pattern(30_000, 2));
+        assert!(received(bench.give(&long).unwrap().remove(0)).0 == pattern(30_000, 2));
+        assert_eq!(bench.qp.withdraw(), usize::from(begun));
+    }
+    // A Write under way has nothing to do with them.
+    let mut bench = Bench::responder();
+    let to = bench.qp.expose_sink(sink(20_000)).unwrap();
+    bench.qp.post_recv(sink(10));
+    bench.give(&tagged(0, true, to.handle.0, 0, &pattern(20_000, 1))[..9_000]).unwrap();
+    assert_eq!(bench.qp.withdraw(), 1);
+}
+
+#[test]
 fn memory_that_is_being_read_is_taken_back_by_ending_the_connection() {
     let mut bench = Bench::responder();
     let mut program = Program::new(&pattern(3 << 20, 1));

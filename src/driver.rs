@@ -89,9 +89,11 @@ const TURN: u32 = 64;
 /// The pools that all software connections of the process share.
 pub fn memory(config: &Config) -> Arc<Memory> {
     static MEMORY: OnceLock<Arc<Memory>> = OnceLock::new();
-    MEMORY
-        .get_or_init(|| Memory::new(config.inline, config.max_reply(false) + REPLY_HEADER, config.max_pulled))
-        .clone()
+    let new = || {
+        let (_, receive) = config.receive_sizes(false);
+        Memory::new(receive, config.max_reply(false) + REPLY_HEADER, config.max_pulled)
+    };
+    MEMORY.get_or_init(new).clone()
 }
 
 /// The bindings of the process: the built-in ones, those of the text files, and what programs register.

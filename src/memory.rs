@@ -100,12 +100,13 @@ pub struct Memory {
 }
 
 impl Memory {
-    /// Pools for Receives of `receive` bytes and Reply chunks of `reply` bytes; at most `staging_max` bytes are
-    /// staged at a time.
+    /// Pools for Receives of at most `receive` bytes and Reply chunks of `reply` bytes; at most `staging_max`
+    /// bytes are staged at a time.
     pub fn new(receive: usize, reply: usize, staging_max: usize) -> Arc<Memory> {
+        let slab = round_up(receive.max(1));
         Arc::new(Memory {
             slabs: None,
-            slab: Pool::new(receive.max(PAGE), receive.max(PAGE), 1024),
+            slab: Pool::new(slab, slab, (SLABS_WARM / slab).clamp(1, SLABS_IDLE)),
             message: Pool::new(MESSAGE, WARM, 8),
             areas: Pool::new(reply.max(AREA_LATE), WARM, 8),
             exposed: Arc::default(),
@@ -255,6 +256,10 @@ pub const AREAS_MAX: usize = 256 << 20;
 
 /// Length of further Reply chunks: 1 MiB of results and the reply's header.
 pub const AREA_LATE: usize = (1 << 20) + PAGE;
+
+/// Most blocks for Receives that are kept idle, and most bytes of them.
+const SLABS_IDLE: usize = 1024;
+const SLABS_WARM: usize = 16 << 20;
 
 /// Initial capacity of a message, bytes.
 const MESSAGE: usize = 64 << 10;
@@ -956,6 +961,17 @@ mod tests {
         assert!(memory.staging(6001).unwrap().is_none() && memory.staging(6000).unwrap().is_some());
         drop(second);
         assert!(memory.staging(10_001).unwrap().is_some());
+    }
+
+    #[test]
+    fn idle_blocks_for_receives_are_bounded_in_number_and_bytes() {
+        for (receive, idle) in [(1, 1024), (4096, 1024), (64 << 10, 256), (256 << 10, 64), (32 << 20, 1)] {
+            let memory = Memory::new(receive, 4096, 0);
+            let blocks: Vec<Buf> = (0..=idle).map(|_| memory.slab().unwrap()).collect();
+            assert!(blocks.iter().all(|block| block.capacity() >= receive));
+            drop(blocks);
+            assert_eq!(memory.slab.idle.lock().unwrap().len(), idle, "{receive}");
+        }
     }
 
     #[test]

@@ -707,8 +707,11 @@ fn versions(config: &Config) -> Versions {
 
 /// What a connection over an adapter is made with.
 pub fn adapter_options(config: &Config) -> verbs::Options {
+    let (receive, slab) = config.receive_sizes(true);
     verbs::Options {
         inline: config.inline,
+        receive,
+        slab,
         remote_invalidation: config.remote_invalidation,
         credits: config.credits.saturating_add(config.reverse_credits),
         margin: receive_margin(versions(config)),
@@ -1696,6 +1699,7 @@ mod tests {
     use std::sync::mpsc;
 
     use super::*;
+    use crate::config::Version;
 
     const PATIENCE: Duration = Duration::from_secs(10);
 
@@ -1757,6 +1761,14 @@ mod tests {
             assert_eq!(told.remote_invalidation, remote_invalidation);
             assert_eq!(adapter_options(&config).remote_invalidation, remote_invalidation);
         }
+    }
+
+    #[test]
+    fn an_adapter_has_room_for_the_receives_that_a_peer_may_ask_for_and_says_nothing_of_it() {
+        let max_inline = Some(16 << 10);
+        let config = Config { inline: 1024, version: Version::Auto, max_inline, ..Config::default() };
+        let verbs::Options { inline, receive, slab, .. } = adapter_options(&config);
+        assert_eq!((inline, receive, slab), (1024, 4096, 16 << 10));
     }
 
     #[test]

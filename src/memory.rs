@@ -100,8 +100,8 @@ pub struct Memory {
 }
 
 impl Memory {
-    /// Pools for Receives of at most `receive` bytes and Reply chunks of `reply` bytes; at most `staging_max` bytes
-    /// are staged at a time.
+    /// Pools for Receives of at most `receive` bytes and Reply chunks of `reply` bytes; at most `staging_max`
+    /// bytes are staged at a time.
     pub fn new(receive: usize, reply: usize, staging_max: usize) -> Arc<Memory> {
         let slab = round_up(receive.max(1));
         Arc::new(Memory {

@@ -162,8 +162,8 @@ pub trait QueuePair: Send {
     /// Posts a Receive of `sink.len()` bytes, of memory of our own.
     fn post_recv(&mut self, sink: Sink);
 
-    /// Takes back Receives that were posted and in which nothing has been placed, newest first; returns how many. 0
-    /// where the device keeps what it has.
+    /// Takes back Receives that were posted and in which nothing has been placed, newest first; returns how many.
+    /// 0 where the device keeps what it has.
     fn withdraw(&mut self) -> usize {
         0
     }

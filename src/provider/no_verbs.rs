@@ -12,6 +12,8 @@ use crate::provider::QueuePair;
 #[allow(missing_docs)]
 pub struct Options {
     pub inline: usize,
+    pub receive: usize,
+    pub slab: usize,
     pub remote_invalidation: bool,
     pub credits: u32,
     pub margin: u32,

@@ -11,7 +11,8 @@
 //! all connections together take at most half of RLIMIT_MEMLOCK.
 //!
 //! **Sends** go out unsignalled but for every eighth. What lies in slabs is gathered from there, a short message travels
-//! inside its request, all else is copied into a slab. Requests that are posted together cost one doorbell.
+//! inside its request, all else is copied into a slab, or registered if it is longer than one: the peer may have
+//! longer Receives than we do. Requests that are posted together cost one doorbell.
 //!
 //! **Errors.** Any error completion ends the connection: rxe may leave the other end without an event, so none is
 //! waited for. A queue pair is destroyed before its memory is used again.
@@ -75,8 +76,12 @@ const CREDITS_MIN: u32 = 4;
 /// What a connection is made with.
 #[derive(Clone, Debug)]
 pub struct Options {
-    /// Bytes of a Receive, and of the longest Send.
+    /// What the peer is told: bytes of a Receive, and of the longest Send.
     pub inline: usize,
+    /// Bytes of the Receives that the connection begins with.
+    pub receive: usize,
+    /// Bytes of a slab, and so of the longest Receive: at least `receive`.
+    pub slab: usize,
     /// Whether the peer may invalidate the keys of windows.
     pub remote_invalidation: bool,
     /// Receives beyond `margin`, if memory allows: as many as there are credits.
@@ -124,7 +129,7 @@ impl Locked {
     /// Room for a connection: how many credits it gets, and the slabs for them.
     fn slabs(options: &Options) -> Result<(Locked, u32, Arc<Slabs>), Error> {
         let budget = sys::memlock_limit().map_or(usize::MAX, |bytes| bytes / 2);
-        let size = options.inline.next_multiple_of(4096);
+        let size = options.slab.next_multiple_of(4096);
         // Receives, as many messages in the hands of the program, and some Sends, of two slabs each.
         let count = |credits: u32| (2 * credits + options.margin + 2 * credits.min(16)) as usize;
         let least = CREDITS_MIN.min(options.credits);
@@ -142,10 +147,12 @@ impl Locked {
                 return Ok((locked, credits, Slabs::new(size, count(credits))?));
             }
             if credits == least {
+                let longer = options.slab > options.receive;
                 let text = format!(
                     "no room for another RDMA connection: its buffers take {bytes} bytes, {} are taken, and half of \
-                     RLIMIT_MEMLOCK is {budget}; raise it (ulimit -l, LimitMEMLOCK=), or lower RPCRDMA_INLINE",
-                    LOCKED.load(Relaxed)
+                     RLIMIT_MEMLOCK is {budget}; raise it (ulimit -l, LimitMEMLOCK=), or lower {}",
+                    LOCKED.load(Relaxed),
+                    if longer { "RPCRDMA_MAX_INLINE" } else { "RPCRDMA_INLINE" }
                 );
                 return Err(Error::new(Kind::Os(libc::ENOMEM), text));
             }
@@ -322,11 +329,11 @@ pub struct Verbs {
     pending: VecDeque<WorkRequest>,
     /// Requests since the last one that was signalled.
     unsignalled: u32,
-    /// Receives that were posted before anybody asked for them.
+    /// Receives that were posted before they were asked for.
     early: u32,
     receives: u32,
-    /// Slabs whose Receive was handed up as a copy: the next Receive is one of them.
-    spare: Vec<Sink>,
+    /// Slabs whose Receive was handed up as a copy: the next Receive lies in one of them.
+    spare: Vec<Buf>,
     /// Bytes of RDMA Reads under way.
     reads: HashMap<WorkId, u32>,
     terms: Terms,
@@ -400,18 +407,20 @@ impl Verbs {
         })
     }
 
-    /// Makes the queue pair and posts the Receives, before the peer can send.
+    /// Makes the queue pair and posts the first Receives, before the peer can send.
     fn equip(&mut self) -> Result<(), Error> {
         let id = self.id.take().ok_or_else(|| lost("no identifier"))?;
         let domain = Domain::new(id)?;
         let (locked, credits, slabs) = Locked::slabs(&self.options)?;
         self.receives = credits + self.options.margin;
         let mut queues = Queues::new(domain.clone(), slabs.clone(), self.receives)?;
-        for _ in 0..self.receives {
+        // For what a peer may send before the layer above posts its own: one call, and what needs no credit.
+        // Were they more than that posts at first, Receives of another length would come later than it thinks.
+        self.early = self.options.margin;
+        for _ in 0..self.early {
             let slab = slabs.take().ok_or_else(|| lost("no slab for a Receive"))?;
-            queues.post_receive(slab.into_sink(self.options.inline))?;
+            queues.post_receive(slab.into_sink(self.options.receive))?;
         }
-        self.early = self.receives;
         self.watch.add(queues.fd())?;
         self.terms.our_reads = self.terms.our_reads.min(READS).min(domain.capabilities().our_reads);
         self.terms.their_reads = self.terms.their_reads.min(READS).min(domain.capabilities().their_reads);
@@ -572,6 +581,9 @@ impl Verbs {
                     let signalled = self.signal(false);
                     return Ok(Work { operation, pieces, inline: gather, holds, signalled }.into());
                 }
+                if total > self.slab() {
+                    return self.prepare_long_send(gather, invalidate, others);
+                }
                 match self.slab_work(operation, &gather)? {
                     Some(work) => Ok(work.into()),
                     None if others => Ok(Prepared::Later(WorkRequest::Send { gather, invalidate })),
@@ -602,9 +614,30 @@ impl Verbs {
         }
     }
 
+    /// A Send longer than a slab, which goes as one request whatever its pieces are.
+    fn prepare_long_send(
+        &mut self,
+        mut gather: Vec<Region>,
+        invalidate: Option<Handle>,
+        others: bool,
+    ) -> Result<Prepared, Error> {
+        if gather.len() > self.queues()?.pieces() {
+            gather = vec![joined(&gather)?];
+        }
+        let (pieces, holds) = match self.name(&gather) {
+            Ok(named) => named,
+            Err(_) if others => return Ok(Prepared::Later(WorkRequest::Send { gather, invalidate })),
+            // Memory of a program may be of a kind that cannot be registered.
+            Err(_) => self.name(&[joined(&gather)?])?,
+        };
+        let signalled = self.signal(true);
+        let operation = Operation::Send(invalidate);
+        Ok(Work { operation, pieces, inline: Vec::new(), holds, signalled }.into())
+    }
+
     fn prepare_write(&mut self, gather: Vec<Region>, to: Segment, others: bool) -> Result<Prepared, Error> {
         let total = to.length as usize;
-        let slab = self.slabs.as_ref().map_or(0, |slabs| slabs.size());
+        let slab = self.slab();
         if total <= slab {
             return match self.slab_work(Operation::Write(to), &gather)? {
                 Some(work) => Ok(work.into()),
@@ -615,23 +648,16 @@ impl Verbs {
         if total > WRITE_MAX {
             return Ok(Prepared::Parts(cut(&gather, to, WRITE_MAX)));
         }
-        let (domain, most) = (self.domain()?.clone(), self.queues()?.pieces());
+        let most = self.queues()?.pieces();
         let mut work = Vec::new();
         let mut rest = to;
         for group in gather.chunks(most) {
-            let (mut pieces, mut holds) = (Vec::new(), Vec::new());
-            for source in group {
-                let (address, len) = (source.as_ptr().addr(), source.len());
-                let registration = match Registration::source(&domain, source.clone(), Access::Local) {
-                    Ok(registration) => registration,
-                    Err(_) if others => return Ok(Prepared::Later(WorkRequest::Write { gather, to })),
-                    // Memory that cannot be pinned goes out through slabs.
-                    Err(_) => return Ok(Prepared::Parts(cut(&gather, to, slab))),
-                };
-                stats::add(Counter::Registrations, 1);
-                pieces.push(registration.piece(address, len).ok_or_else(|| lost("a Write of nothing"))?);
-                holds.push(Hold::Registration(registration));
-            }
+            let (pieces, holds) = match self.name(group) {
+                Ok(named) => named,
+                Err(_) if others => return Ok(Prepared::Later(WorkRequest::Write { gather, to })),
+                // Memory that cannot be pinned goes out through slabs.
+                Err(_) => return Ok(Prepared::Parts(cut(&gather, to, slab))),
+            };
             let length = group.iter().map(|piece| piece.len() as u32).sum();
             let operation = Operation::Write(Segment { length, ..rest });
             rest = Segment { offset: rest.offset + u64::from(length), ..rest };
@@ -639,6 +665,31 @@ impl Verbs {
             work.push(Work { operation, pieces, inline: Vec::new(), holds, signalled });
         }
         Ok(Prepared::Work(work))
+    }
+
+    /// Names memory for a request: by the slabs' registration what lies there, all else by one of its own.
+    fn name(&mut self, gather: &[Region]) -> Result<(Vec<Piece>, Vec<Hold>), Error> {
+        let domain = self.domain()?.clone();
+        let slabs = self.queues()?.slabs();
+        let (mut pieces, mut holds) = (Vec::new(), Vec::new());
+        for source in gather.iter().filter(|source| !source.is_empty()) {
+            let (address, len) = (source.as_ptr().addr(), source.len());
+            if let Some(piece) = slabs.piece(address, len) {
+                pieces.push(piece);
+                holds.push(Hold::Region(source.clone()));
+                continue;
+            }
+            let registration = Registration::source(&domain, source.clone(), Access::Local)?;
+            stats::add(Counter::Registrations, 1);
+            pieces.push(registration.piece(address, len).ok_or_else(|| lost("memory outside of itself"))?);
+            holds.push(Hold::Registration(registration));
+        }
+        Ok((pieces, holds))
+    }
+
+    /// Bytes of a slab.
+    fn slab(&self) -> usize {
+        self.slabs.as_ref().map_or(0, |slabs| slabs.size())
     }
 
     /// A request for the bytes of at most one slab's length: from where they lie if the device knows that place, else
@@ -656,9 +707,7 @@ impl Verbs {
                     copy.extend(piece)?;
                 }
                 stats::add(Counter::BytesCopied, copy.len() as u64);
-                let copy = copy.freeze();
-                let piece = known(&copy).ok_or_else(|| lost("a message longer than a slab"))?;
-                (vec![piece], vec![Hold::Region(copy)])
+                self.name(&[copy.freeze()])?
             }
         };
         let signalled = self.signal(false);
@@ -726,12 +775,11 @@ impl Verbs {
         if left > self.spare.len() + reserve {
             return Ok(Completion::Received { sink, len, invalidated });
         }
-        let whole = sink.len();
         let slab = sink.into_buf(len).map_err(|_| lost("a Receive is still held"))?;
         let mut copy = Buf::with_capacity(len)?;
         copy.extend(&slab)?;
         stats::add(Counter::BytesCopied, len as u64);
-        self.spare.push(slab.into_sink(whole));
+        self.spare.push(slab);
         Ok(Completion::Received { sink: copy.into_sink(len), len, invalidated })
     }
 }
@@ -765,6 +813,16 @@ impl From<Work> for Prepared {
     fn from(work: Work) -> Prepared {
         Prepared::Work(vec![work])
     }
+}
+
+/// The bytes of several pieces in one.
+fn joined(gather: &[Region]) -> Result<Region, Error> {
+    let mut copy = Buf::with_capacity(gather.iter().map(|piece| piece.len()).sum())?;
+    for piece in gather {
+        copy.extend(piece)?;
+    }
+    stats::add(Counter::BytesCopied, copy.len() as u64);
+    Ok(copy.freeze())
 }
 
 /// An RDMA Write in parts of at most `most` bytes.
@@ -923,7 +981,10 @@ impl QueuePair for Verbs {
             self.early -= 1;
             return;
         }
-        let sink = self.spare.pop().unwrap_or(sink);
+        let sink = match self.spare.pop() {
+            Some(slab) if slab.capacity() >= sink.len() => slab.into_sink(sink.len()),
+            _ => sink,
+        };
         if let Some(queues) = &mut self.queues
             && let Err(error) = queues.post_receive(sink)
         {

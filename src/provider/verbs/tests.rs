@@ -5,7 +5,15 @@ use super::*;
 use crate::provider::fault::contract;
 
 fn options() -> Options {
-    Options { inline: 4096, remote_invalidation: true, credits: 4, margin: 4, iwarp: true }
+    Options {
+        inline: 4096,
+        receive: 4096,
+        slab: 4096,
+        remote_invalidation: true,
+        credits: 4,
+        margin: 4,
+        iwarp: true,
+    }
 }
 
 fn address() -> SocketAddr {
@@ -17,18 +25,18 @@ fn address() -> SocketAddr {
 /// A connected pair on the device of VERBS_ADDRESS: the passive end first.
 pub(crate) fn connected(options: &Options) -> [Box<dyn QueuePair>; 2] {
     let to = address();
-    pair(&mut Listener::new(to, true).expect("a listener"), to, options)
+    pair(&mut Listener::new(to, true).expect("a listener"), to, [options, options])
 }
 
-/// A connected pair, each end on the device.
-fn pair(listener: &mut Listener, to: SocketAddr, options: &Options) -> [Box<dyn QueuePair>; 2] {
-    let mut active = connect(to, options).expect("a device leads there");
+/// A connected pair, each end on the device: the active one first.
+fn pair(listener: &mut Listener, to: SocketAddr, options: [&Options; 2]) -> [Box<dyn QueuePair>; 2] {
+    let mut active = connect(to, options[0]).expect("a device leads there");
     let mut passive = None;
     let deadline = Instant::now() + Duration::from_secs(20);
     loop {
         let open = active.establish().expect("the startup goes on");
         if passive.is_none() {
-            passive = listener.accept(options).expect("the listener lives");
+            passive = listener.accept(options[1]).expect("the listener lives");
         }
         let there = passive.as_mut().is_some_and(|accepted| accepted.device.establish().expect("accepted"));
         if let Some(Accepted { device, .. }) = passive.take_if(|_| open && there) {
@@ -44,8 +52,25 @@ fn pair(listener: &mut Listener, to: SocketAddr, options: &Options) -> [Box<dyn 
 fn the_contract_is_kept_on_a_device() {
     let to = address();
     let listener = std::cell::RefCell::new(Listener::new(to, true).expect("a listener"));
-    contract::check(&|| pair(&mut listener.borrow_mut(), to, &options()));
+    // The second end has longer Receives.
+    let longer = Options { receive: 64 << 10, slab: 64 << 10, ..options() };
+    contract::check(&|| pair(&mut listener.borrow_mut(), to, [&options(), &longer]));
     assert_eq!(LOCKED.load(Relaxed), 0, "every slab was given back");
+}
+
+#[test]
+#[ignore = "needs an RDMA device: VERBS_ADDRESS"]
+fn what_is_posted_after_the_early_receives_has_its_own_length_on_a_device() {
+    let options = options();
+    let mut pair = contract::Ends::new(connected(&options));
+    pair.receives(1, options.margin as usize);
+    pair.receives_of(1, 1, 10);
+    for _ in 0..options.margin {
+        pair.send(0, &[7; 11]);
+        assert_eq!(pair.message(1).0, [7; 11]);
+    }
+    pair.send(0, &[7; 11]);
+    pair.next(1).expect_err("longer than its Receive");
 }
 
 #[test]
@@ -54,18 +79,23 @@ fn later_connections_get_fewer_credits_until_no_more_fit() {
     let limit = sys::memlock_limit().filter(|bytes| *bytes < 1 << 30);
     let Some(_) = limit else { return };
     let options = Options { credits: 32, margin: 8, ..options() };
-    let mut held = Vec::new();
-    let error = loop {
-        match Locked::slabs(&options) {
-            Ok((locked, credits, slabs)) => held.push((locked, credits, slabs)),
-            Err(error) => break error,
-        }
-    };
-    assert!(held.windows(2).all(|two| two[0].1 >= two[1].1), "credits only shrink");
-    assert_eq!((held[0].1, held[held.len() - 1].1), (32, CREDITS_MIN));
-    assert!(error.text().contains("RLIMIT_MEMLOCK") && error.errno() == libc::ENOMEM, "{error}");
-    held.clear();
-    assert_eq!(LOCKED.load(Relaxed), 0);
+    for (slab, setting) in [(4096, " RPCRDMA_INLINE"), (8192, " RPCRDMA_MAX_INLINE")] {
+        let options = Options { slab, ..options.clone() };
+        let mut held = Vec::new();
+        let error = loop {
+            match Locked::slabs(&options) {
+                Ok((locked, credits, slabs)) => held.push((locked, credits, slabs)),
+                Err(error) => break error,
+            }
+        };
+        assert!(held.iter().all(|(_, _, slabs)| slabs.size() == slab));
+        assert!(held.windows(2).all(|two| two[0].1 >= two[1].1), "credits only shrink");
+        assert_eq!(held[held.len() - 1].1, CREDITS_MIN);
+        assert!(error.text().contains("RLIMIT_MEMLOCK") && error.text().ends_with(setting), "{error}");
+        assert_eq!(error.errno(), libc::ENOMEM);
+        held.clear();
+        assert_eq!(LOCKED.load(Relaxed), 0);
+    }
 }
 
 #[test]

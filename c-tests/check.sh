@@ -5,6 +5,7 @@
 #   redirect   programs that know only "tcp", moved by RPCRDMA_REDIRECT
 #   rdma       programs that name netid "rdma", the library preloaded
 #   placed     rdma, with bindings that have the tests' data placed directly
+#   two        rdma, in RPC-over-RDMA Version Two
 #   linked     rdma, linked through pkg-config with a staged install
 #   asan       rdma, built by clang with the address and undefined-behaviour sanitizers
 #   valgrind   rdma, client and server under valgrind
@@ -33,12 +34,12 @@ linked() {
 asan() { command -v clang >/dev/null || { echo "clang is not installed"; return 1; }; RPCRDMA_POLL=0 CC=clang run rdma asan; }
 valgrind() { RPCRDMA_POLL=0 run rdma valgrind; }
 
-[ $# -gt 0 ] || set -- tcp redirect rdma placed linked asan valgrind
+[ $# -gt 0 ] || set -- tcp redirect rdma placed two linked asan valgrind
 for name in "$@"; do
     case $name in
-    tcp | redirect | rdma | placed) leg "$name" run "$name" ;;
+    tcp | redirect | rdma | placed | two) leg "$name" run "$name" ;;
     linked | asan | valgrind) leg "$name" "$name" ;;
-    *) sed -n '2,10s/^# \{0,1\}//p' "${BASH_SOURCE[0]}" >&2; exit 2 ;;
+    *) sed -n '2,11s/^# \{0,1\}//p' "${BASH_SOURCE[0]}" >&2; exit 2 ;;
     esac
 done
 [ "$failed" -eq 0 ]

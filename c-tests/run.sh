@@ -5,6 +5,7 @@
 #   rdma       the library preloaded; the programs name netid "rdma"
 #   redirect   the library preloaded; the programs name "tcp" and are moved by RPCRDMA_REDIRECT
 #   placed     rdma, and a binding (suite.conf) has the tests' data placed directly
+#   two        rdma, in RPC-over-RDMA Version Two
 #   linked     linked with the library through pkg-config; STAGED names the staged install
 #              (make install DESTDIR=...); the programs name "rdma"
 #
@@ -24,6 +25,7 @@ case $leg in
 tcp) suite_flags=(-n tcp) ;;
 rdma) suite_flags=(-n rdma -L) environment=(LD_PRELOAD="$LIBRPCRDMA") ;;
 placed) suite_flags=(-n rdma -L -B) environment=(LD_PRELOAD="$LIBRPCRDMA" RPCRDMA_BINDINGS="$here/suite.conf") ;;
+two) suite_flags=(-n rdma -L) environment=(LD_PRELOAD="$LIBRPCRDMA" RPCRDMA_VERSION=2) ;;
 redirect) suite_flags=(-n tcp -L -R) environment=(LD_PRELOAD="$LIBRPCRDMA" RPCRDMA_REDIRECT=tcp) ;;
 linked)
     : "${STAGED:?names the staged install}"
@@ -37,9 +39,9 @@ linked)
     export CPATH=$includedir LIBRARY_PATH=$libdir LD_LIBRARY_PATH=$libdir
     make_flags=(LINKED=yes) suite_flags=(-n rdma -L)
     ;;
-*) sed -n '2,13s/^# \{0,1\}//p' "${BASH_SOURCE[0]}" >&2; exit 2 ;;
+*) sed -n '2,14s/^# \{0,1\}//p' "${BASH_SOURCE[0]}" >&2; exit 2 ;;
 esac
-case $leg in rdma | redirect | placed) [ -r "$LIBRPCRDMA" ] || { echo "run.sh: $LIBRPCRDMA is missing" >&2; exit 1; } ;; esac
+case $leg in rdma | redirect | placed | two) [ -r "$LIBRPCRDMA" ] || { echo "run.sh: $LIBRPCRDMA is missing" >&2; exit 1; } ;; esac
 
 case $tool in
 asan) make_flags+=(SANITIZE=yes); suite_flags+=(-s); environment+=(ASAN_OPTIONS=detect_leaks=0) ;;

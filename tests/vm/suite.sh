@@ -1,6 +1,6 @@
 #!/bin/bash
-# suite.sh [PATH...]: the C tests over RDMA devices, in a guest: the programs of the legs "rdma" and "placed", the same bodies as over
-# software iWARP. For the paths see guest.sh; default: those of verbs. Run by `make check-vm`.
+# suite.sh [PATH...]: the C tests over RDMA devices, in a guest: the programs of the legs "rdma", "placed" and "two", the
+# same bodies as over software iWARP. For the paths see guest.sh; default: those of verbs. Run by `make check-vm`.
 . "$(dirname "${BASH_SOURCE[0]}")/guest.sh"
 [ $# -gt 0 ] || set -- verbs/rxe verbs/siw
 if [ -z "${IN_GUEST:-}" ]; then
@@ -21,7 +21,7 @@ else
     FAIL "$path: the contract of a queue pair, and both directions under load ($(seconds))" "$scratch/unit"
 fi
 # The private network of run.sh would have no device; here everything is private anyhow.
-for leg in ${SUITE_LEG:-rdma placed}; do
+for leg in ${SUITE_LEG:-rdma placed two}; do
     # shellcheck disable=SC2086
     RPCRDMA_MAX_REPLY=17M SUITE_SLOW=1 SUITE_IN_NS=1 SUITE_ADDRESS=$address timed bash "$top/c-tests/run.sh" "$leg" ${SUITE_TESTS:-} >"$scratch/suite" 2>&1
     passed_all=$?

@@ -1571,8 +1571,9 @@ impl Connection {
             }
         }
         self.replenish();
-        self.transmit_waiting(registrar);
+        // Before calls that may lead to calls back, which the peer is told here that it may make.
         self.speak();
+        self.transmit_waiting(registrar);
     }
 
     /// What a message tells of the version that the peer speaks.

@@ -47,6 +47,14 @@ impl Peer {
     }
 }
 
+/// What is known of the client of a connection that was accepted.
+///
+/// # Errors
+/// As [`Server::peer`].
+pub fn of(server: &Shared) -> Result<Peer, Error> {
+    locked(server).peer()
+}
+
 /// Requests to the peer that threads wait for.
 #[derive(Default)]
 pub(super) struct Requests {

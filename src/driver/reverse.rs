@@ -336,14 +336,15 @@ impl Requester for Reverse {
         let server = self.server();
         let mut state = locked(&server);
         state.usable()?;
-        if wanted {
-            if service_loop::is_mine() {
-                state.pump();
-            } else {
-                service_loop::stand_in(|| state.read_for_loop());
-            }
-            state.send();
+        if !wanted {
+            return state.peer();
         }
+        if service_loop::is_mine() {
+            state.pump();
+        } else {
+            service_loop::stand_in(|| state.read_for_loop());
+        }
+        state.send();
         let peer = state.peer();
         self.leave(state, None);
         peer

@@ -296,8 +296,8 @@ int rpcrdma_clnt_poll(CLIENT *clnt,
 // rpcrdma_clnt_reverse() calls back. What has arrived is looked at; nothing is waited for. `size` is sizeof *peer
 // as the program was compiled, as with rpcrdma_stats_get().
 //
-// In Version One the numbers are those that were agreed when the connection was made, and `backward` is not known.
-// Before a version is agreed, which the first call waits for, next to nothing is.
+// In Version One the numbers are those that were agreed when the connection was made, and `backward` is not
+// known. Before a version is agreed, which the first call waits for, next to nothing is.
 //
 // FALSE, and *peer untouched, for NULL, a senseless size, or a connection that is lost: clnt_perror() prints why.
 //
@@ -316,13 +316,13 @@ bool_t rpcrdma_svc_peer(SVCXPRT *xprt,
                         struct rpcrdma_peer *peer,
                         size_t size);
 
-// Asks the peer to have the value `value` of the characteristic `which`: RPCRDMA_RECEIVE_SIZE and so on. Waits for
-// the outcome at most so long: RPCRDMA_DONE, RPCRDMA_REJECTED, or RPCRDMA_PENDING when the time is over. The peer may
-// still do it then: rpcrdma_clnt_peer() tells, and the same request once more goes on waiting. One request of a
-// connection is under way at a time.
+// Asks the peer to have the value `value` of the characteristic `which`: RPCRDMA_RECEIVE_SIZE and so on. Waits
+// for the outcome at most so long: RPCRDMA_DONE, RPCRDMA_REJECTED, or RPCRDMA_PENDING when the time is over. The
+// peer may still do it then: rpcrdma_clnt_peer() tells, and the same request once more goes on waiting. One
+// request of a connection is under way at a time.
 //
-// -1 if the connection speaks Version One or is lost, for an earlier request that is not settled, and for values that
-// there are not: clnt_perror() prints why.
+// -1 if the connection speaks Version One or is lost, for an earlier request that is not settled, and for values
+// that there are not: clnt_perror() prints why.
 //
 // # Safety
 // `clnt` is NULL or a live CLIENT.
@@ -331,9 +331,9 @@ int rpcrdma_clnt_request(CLIENT *clnt,
                          uint32_t value,
                          struct timeval timeout);
 
-// Has `told` called when the peer has said something of itself since the last time, or since this call: in the thread
-// in which a clnt_call(), rpcrdma_clnt_poll() or rpcrdma_clnt_request() with this CLIENT ends, just before it
-// returns. It may make calls, but must not destroy the CLIENT. NULL ends it.
+// Has `told` called when the peer has said something of itself since the last time, or since this call: in the
+// thread in which a clnt_call(), rpcrdma_clnt_poll() or rpcrdma_clnt_request() with this CLIENT ends, just before
+// that returns. It may make calls, but must not destroy the CLIENT. NULL ends it.
 //
 // FALSE for a CLIENT of another transport.
 //

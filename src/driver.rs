@@ -281,11 +281,11 @@ pub trait Requester: Send + Sync {
     /// Why the connection is lost.
     fn peer(&self, wanted: bool) -> Result<Peer, Error>;
 
-    /// Asks the peer to be otherwise, and waits until that is done or rejected. It is pending when it was not by `deadline`.
+    /// Asks the peer to be otherwise, and waits until that is done or rejected: pending if it is not by `deadline`.
     ///
     /// # Errors
-    /// `Invalid` when an earlier request is not settled; `Peer` when the peer does not know the extension, or Version Two at
-    /// all; `ConnectionLost`.
+    /// `Invalid` when an earlier request is not settled; `Peer` when the peer does not know the extension, or not even
+    /// Version Two; `ConnectionLost`.
     fn request(&self, what: Characteristic, deadline: Instant, mask: Mask<'_>) -> Result<Wish, Error>;
 
     /// Has our Receives grow to so many bytes, on the next connection too.

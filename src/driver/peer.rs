@@ -1,7 +1,7 @@
 //! What the other end is like (draft-dnoveck-nfsv4-rpcrdma-xcharext-01), and waiting for it to be otherwise.
 //!
-//! The engine keeps one request at a time; several threads may wait for the same one. What became of it is noted for each
-//! of them as soon as it comes in, for the engine forgets it with the next request, and with the connection.
+//! The engine keeps one request at a time; several threads may wait for the same one. What became of it is noted for
+//! each of them as soon as it comes in, for the engine forgets it with the next request, and with the connection.
 #![forbid(unsafe_code)]
 
 use super::*;

@@ -467,7 +467,7 @@ pub unsafe fn request(
 pub unsafe fn on_update(client: *mut CLIENT, told: Option<Told>) -> Result<(), Error> {
     // SAFETY: by the contract.
     let handle = unsafe { handle(client) }?;
-    let heard = handle.connection.peer(true).map_or((0, 0), |peer| (peer.connection, peer.updates));
+    let heard = handle.connection.peer(false).map_or((0, 0), |peer| (peer.connection, peer.updates));
     handle.control().listener = told.map(|told| Listener { told, heard });
     Ok(())
 }
@@ -645,8 +645,8 @@ impl Handle {
     }
 }
 
-/// Does what waits for the peer as a call does: uncancelled, with signals let through only while it sleeps. Destruction of
-/// the handle waits for it.
+/// Does what waits for the peer as a call does: uncancelled, with signals let through only while it sleeps.
+/// Destruction of the handle waits for it.
 fn run<T>(handle: &Handle, client: *mut CLIENT, work: impl FnOnce(&BlockedSignals) -> T) -> T {
     let running = Running::start(handle);
     let uncancelled = Uncancelled::now();

@@ -28,6 +28,9 @@
 
 static const struct timeval patient = {.tv_sec = 25};
 
+/* Both ends speak Version Two, by RPCRDMA_VERSION=auto. */
+static bool version_two;
+
 struct blob {
     char *bytes;
     u_int length;
@@ -38,7 +41,8 @@ static bool_t xdr_blob(XDR *xdrs, struct blob *blob)
     return xdr_bytes(xdrs, &blob->bytes, &blob->length, 1 << 20);
 }
 
-/* Procedure 1 says on which netid it was called, procedure 2 sends as many bytes as were asked for. */
+/* Procedure 1 says on which netid it was called, procedure 2 sends as many bytes as were asked for, procedure 3 says
+ * how many have come. */
 static void dispatch(struct svc_req *request, SVCXPRT *xprt)
 {
     switch (request->rq_proc) {
@@ -57,6 +61,16 @@ static void dispatch(struct svc_req *request, SVCXPRT *xprt)
         struct blob blob = {.bytes = calloc(1, length), .length = length};
         svc_sendreply(xprt, (xdrproc_t)xdr_blob, (char *)&blob);
         free(blob.bytes);
+        return;
+    }
+    case 3: {
+        struct blob blob = {NULL, 0};
+        if (!svc_getargs(xprt, (xdrproc_t)xdr_blob, (char *)&blob)) {
+            svcerr_decode(xprt);
+            return;
+        }
+        svc_sendreply(xprt, (xdrproc_t)xdr_u_int, (char *)&blob.length);
+        svc_freeargs(xprt, (xdrproc_t)xdr_blob, (char *)&blob);
         return;
     }
     default:
@@ -378,6 +392,9 @@ enum {
     ORDER_FORK,      /* tries to call back in a forked child */
     ORDER_START,     /* has threads call with the one that stays */
     ORDER_JOIN,      /* waits for them; how many calls went well, and what came of the last that did not */
+    ORDER_PEER,      /* says what the client is like */
+    ORDER_RAISE,     /* makes its own Receives longer */
+    ORDER_ASK,       /* asks the client for Receives of some length, and says what came of it */
 };
 /* What the client's program does when it is called back. */
 enum { BACK_UID = 1, BACK_LENGTH, BACK_FORWARD, BACK_SILENCE, BACK_EXIT };
@@ -502,6 +519,8 @@ static void server_misuse(CLIENT *forward, SVCXPRT *xprt, SVCXPRT *listener)
         require_failure("SVCXPRT is not");
         REQUIRE(!rpcrdma_clnt_rebind(back, wrong[i]));
         require_text(back, "SVCXPRT is not");
+        struct rpcrdma_peer peer;
+        REQUIRE(!rpcrdma_svc_peer(wrong[i], &peer, sizeof peer));
     }
     REQUIRE(!rpcrdma_clnt_rebind(NULL, xprt) && !rpcrdma_clnt_rebind(stock.client, xprt));
     REQUIRE(!rpcrdma_clnt_rebind(forward, xprt));
@@ -547,6 +566,15 @@ static void call_back_from_a_child(CLIENT *kept, SVCXPRT *xprt, const struct ord
     }
     int status;
     REQUIRE(waitpid(child, &status, 0) == child && status == 0);
+}
+
+static struct outcome client_is_like(CLIENT *back, SVCXPRT *xprt)
+{
+    struct rpcrdma_peer peer, same;
+    REQUIRE(rpcrdma_svc_peer(xprt, &peer, sizeof peer) && rpcrdma_clnt_peer(back, &same, sizeof same));
+    REQUIRE(memcmp(&peer, &same, sizeof peer) == 0);
+    REQUIRE(!rpcrdma_svc_peer(xprt, NULL, sizeof peer) && !rpcrdma_svc_peer(xprt, &peer, 6));
+    return (struct outcome){.low = peer.version, .high = peer.own_receive_size, .result = peer.receive_size};
 }
 
 static struct worker {
@@ -629,6 +657,11 @@ static void conduct(struct svc_req *request, SVCXPRT *xprt)
     case ORDER_START: start_workers(kept, &order); break;
     case ORDER_JOIN: last = join_workers(); break;
     case ORDER_FORK: call_back_from_a_child(kept, xprt, &order); break;
+    case ORDER_PEER: last = client_is_like(kept, xprt); break;
+    case ORDER_RAISE: last.result = clnt_control(kept, CLSET_RDMA_RECEIVE_SIZE, (char *)&order.length); break;
+    case ORDER_ASK:
+        last.result = (u_int)rpcrdma_clnt_request(kept, RPCRDMA_RECEIVE_SIZE, order.length, patient);
+        break;
     default: svcerr_noproc(xprt); return;
     }
     svc_sendreply(xprt, (xdrproc_t)xdr_outcome, (char *)&last);
@@ -783,8 +816,8 @@ static void callback_outcomes(void)
 {
     struct servers servers = servers_start();
     CLIENT *client = called = client_of(&servers);
-    /* A client that has never served anything. */
-    REQUIRE(order(client, ORDER_CALL, plain_order).status == RPC_PROGUNAVAIL);
+    /* A client that has never served anything; in Version Two it has said so. */
+    REQUIRE(order(client, ORDER_CALL, plain_order).status == (version_two ? RPC_FAILED : RPC_PROGUNAVAIL));
     REQUIRE(rpcrdma_clnt_serve(client, BACK, 1, called_back));
     struct outcome outcome = order(client, ORDER_CALL, plain_order);
     REQUIRE(outcome.status == RPC_SUCCESS && outcome.result == 0);
@@ -1010,8 +1043,238 @@ static void callback_polls(void)
     puts("ok    calls back: rpcrdma_clnt_poll serves them, and brings the connection back");
 }
 
+/* ---- Transport characteristics --------------------------------------------------------------------------------- */
+
+static struct rpcrdma_peer peer_of(CLIENT *client)
+{
+    struct rpcrdma_peer peer;
+    if (!rpcrdma_clnt_peer(client, &peer, sizeof peer))
+        clnt_perror(client, "rpcrdma_clnt_peer");
+    REQUIRE(rpcrdma_clnt_peer(client, &peer, sizeof peer));
+    return peer;
+}
+
+static u_int own_receives(CLIENT *client)
+{
+    u_int bytes = 0;
+    REQUIRE(clnt_control(client, CLGET_RDMA_RECEIVE_SIZE, (char *)&bytes));
+    return bytes;
+}
+
+static struct outcome order_of_length(CLIENT *client, rpcproc_t what, u_int length)
+{
+    struct order sized = plain_order;
+    sized.length = length;
+    return order(client, what, sized);
+}
+
+struct news {
+    int count;
+    struct rpcrdma_peer peer;
+};
+
+static void told(CLIENT *client, const struct rpcrdma_peer *peer, void *closure)
+{
+    struct news *news = closure;
+    news->count++;
+    news->peer = *peer;
+    /* No lock is held. */
+    REQUIRE(peer_of(client).version == peer->version);
+    require_netid(client, "rdma");
+}
+
+/* Exposures of our memory by a call with so many bytes, whose reply is short. */
+static uint64_t registrations(CLIENT *client, u_int length)
+{
+    struct blob blob = {calloc(1, length), length};
+    struct rpcrdma_stats before, after;
+    u_int came = 0;
+    REQUIRE(rpcrdma_stats_get(&before, sizeof before));
+    enum clnt_stat status =
+        clnt_call(client, 3, (xdrproc_t)xdr_blob, (char *)&blob, (xdrproc_t)xdr_u_int, (char *)&came, patient);
+    REQUIRE(status == RPC_SUCCESS && came == length);
+    REQUIRE(rpcrdma_stats_get(&after, sizeof after));
+    free(blob.bytes);
+    return after.registrations - before.registrations;
+}
+
+static void characteristics_misuse(CLIENT *client)
+{
+    struct stock stock = stock_handles();
+    struct rpcrdma_peer peer, untouched;
+    memset(&peer, 7, sizeof peer);
+    untouched = peer;
+    REQUIRE(!rpcrdma_clnt_peer(NULL, &peer, sizeof peer) && !rpcrdma_clnt_peer(stock.client, &peer, sizeof peer));
+    static const size_t wrong[] = {0, 1, 6, 29};
+    for (size_t i = 0; i < sizeof wrong / sizeof *wrong; i++)
+        REQUIRE(!rpcrdma_clnt_peer(client, &peer, wrong[i]));
+    REQUIRE(!rpcrdma_clnt_peer(client, NULL, sizeof peer));
+    require_text(client, "senseless size");
+    REQUIRE(memcmp(&peer, &untouched, sizeof peer) == 0);
+    /* Programs that are older and newer than the library. */
+    uint32_t two[3] = {77, 77, 77}, ten[10];
+    memset(ten, 7, sizeof ten);
+    REQUIRE(rpcrdma_clnt_peer(client, (struct rpcrdma_peer *)two, 8));
+    REQUIRE(two[0] != 77 && two[1] != 77 && two[2] == 77);
+    REQUIRE(rpcrdma_clnt_peer(client, (struct rpcrdma_peer *)ten, sizeof ten) && ten[0] == two[0]);
+    REQUIRE(ten[7] == 0 && ten[8] == 0 && ten[9] == 0);
+
+    REQUIRE(rpcrdma_clnt_request(NULL, RPCRDMA_RECEIVE_SIZE, 8192, patient) == -1);
+    REQUIRE(rpcrdma_clnt_request(stock.client, RPCRDMA_RECEIVE_SIZE, 8192, patient) == -1);
+    static const uint32_t values[][2] = {{0, 1}, {4, 1}, {RPCRDMA_REMOTE_INVALIDATION, 2}, {RPCRDMA_BACKWARD, 4}};
+    for (size_t i = 0; i < sizeof values / sizeof *values; i++) {
+        char text[64];
+        snprintf(text, sizeof text, "no characteristic %u with the value %u", values[i][0], values[i][1]);
+        REQUIRE(rpcrdma_clnt_request(client, values[i][0], values[i][1], patient) == -1);
+        require_text(client, text);
+    }
+    REQUIRE(rpcrdma_clnt_request(client, RPCRDMA_RECEIVE_SIZE, 8192, (struct timeval){.tv_sec = -1}) == -1);
+    require_text(client, "senseless time");
+    REQUIRE(!rpcrdma_clnt_on_update(NULL, told, NULL) && !rpcrdma_clnt_on_update(stock.client, told, NULL));
+    u_int bytes = 8192;
+    REQUIRE(!clnt_control(stock.client, CLSET_RDMA_RECEIVE_SIZE, (char *)&bytes));
+    REQUIRE(!clnt_control(client, CLSET_RDMA_RECEIVE_SIZE, NULL));
+    REQUIRE(!clnt_control(client, CLGET_RDMA_RECEIVE_SIZE, NULL));
+    stock_destroy(&stock);
+}
+
+static void characteristics_of_version_one(void)
+{
+    struct servers servers = servers_start();
+    CLIENT *client = client_of(&servers);
+    struct news news = {0};
+    characteristics_misuse(client);
+    REQUIRE(rpcrdma_clnt_on_update(client, told, &news));
+    order(client, ORDER_KEEP, plain_order);
+    struct rpcrdma_peer peer = peer_of(client);
+    REQUIRE(peer.version == 1 && peer.extension == 1);
+    REQUIRE(peer.receive_size == 4096 && peer.own_receive_size == 4096);
+    REQUIRE(peer.remote_invalidation == 1 && peer.backward == RPCRDMA_BACKWARD_UNKNOWN && peer.updates == 0);
+    struct outcome outcome = order(client, ORDER_PEER, plain_order);
+    REQUIRE(outcome.low == 1 && outcome.high == 4096 && outcome.result == 4096);
+    REQUIRE(rpcrdma_clnt_request(client, RPCRDMA_RECEIVE_SIZE, 8192, patient) == -1);
+    require_text(client, "RPCRDMA_VERSION=auto");
+    REQUIRE(order_of_length(client, ORDER_ASK, 8192).result == (u_int)-1);
+    u_int bytes = 8192;
+    REQUIRE(!clnt_control(client, CLSET_RDMA_RECEIVE_SIZE, (char *)&bytes) && own_receives(client) == 4096);
+    require_text(client, "RPCRDMA_VERSION=auto");
+    REQUIRE(order_of_length(client, ORDER_RAISE, 8192).result == FALSE);
+    REQUIRE(news.count == 0);
+    clnt_destroy(client);
+    servers_stop(&servers);
+    puts("ok    characteristics: Version One has none to ask for, and says what it knows");
+}
+
+static void characteristics_asked(void)
+{
+    struct servers servers = servers_start();
+    CLIENT *client = client_of(&servers);
+    /* The answer to the offer may be there already. */
+    struct rpcrdma_peer peer = peer_of(client);
+    REQUIRE(peer.version == 2 || (peer.version == 0 && peer.extension == 0 && peer.receive_size == 1024));
+    /* Replies that need no Reply chunk, whatever RPCSEC_GSS would add to them. */
+    size_t most = 100;
+    u_int bytes = 8192;
+    REQUIRE(clnt_control(client, CLSET_RDMA_MAXREPLY, (char *)&most));
+    REQUIRE(registrations(client, 12000) > 0);
+    peer = peer_of(client);
+    REQUIRE(peer.version == 2 && peer.extension == 2);
+    REQUIRE(peer.receive_size == 4096 && peer.own_receive_size == 4096);
+    REQUIRE(peer.remote_invalidation == 1 && peer.backward == RPCRDMA_BACKWARD_GENERAL && peer.updates == 3);
+    characteristics_misuse(client);
+    REQUIRE(clnt_control(client, CLSET_RDMA_RECEIVE_SIZE, (char *)&bytes));
+    while (own_receives(client) != 8192)
+        require_netid(client, "rdma");
+
+    REQUIRE(rpcrdma_clnt_request(client, RPCRDMA_RECEIVE_SIZE, 16384, patient) == RPCRDMA_DONE);
+    peer = peer_of(client);
+    REQUIRE(peer.receive_size == 16384 && peer.updates == 4);
+    REQUIRE(registrations(client, 12000) == 0 && registrations(client, 20000) > 0);
+    REQUIRE(rpcrdma_clnt_request(client, RPCRDMA_RECEIVE_SIZE, 1 << 20, patient) == RPCRDMA_REJECTED);
+    REQUIRE(rpcrdma_clnt_request(client, RPCRDMA_RECEIVE_SIZE, 1000, patient) == -1);
+    require_text(client, "1024");
+    REQUIRE(rpcrdma_clnt_request(client, RPCRDMA_REMOTE_INVALIDATION, 1, patient) == RPCRDMA_DONE);
+    REQUIRE(rpcrdma_clnt_request(client, RPCRDMA_REMOTE_INVALIDATION, 0, patient) == RPCRDMA_REJECTED);
+    REQUIRE(rpcrdma_clnt_request(client, RPCRDMA_BACKWARD, RPCRDMA_BACKWARD_NONE, patient) == RPCRDMA_REJECTED);
+    /* Time that is over does not end a request, and another one has to wait for it. */
+    REQUIRE(rpcrdma_clnt_request(client, RPCRDMA_RECEIVE_SIZE, 8192, (struct timeval){0}) == RPCRDMA_PENDING);
+    REQUIRE(rpcrdma_clnt_request(client, RPCRDMA_RECEIVE_SIZE, 4096, patient) == -1);
+    require_text(client, "not settled");
+    REQUIRE(rpcrdma_clnt_request(client, RPCRDMA_RECEIVE_SIZE, 8192, patient) == RPCRDMA_DONE);
+    REQUIRE(peer_of(client).receive_size == 8192);
+
+    /* A request before the first call waits for the version; one without a connection fails. */
+    CLIENT *fresh = client_of(&servers);
+    REQUIRE(rpcrdma_clnt_request(fresh, RPCRDMA_RECEIVE_SIZE, 32768, patient) == RPCRDMA_DONE);
+    stop(servers.server);
+    REQUIRE(rpcrdma_clnt_request(fresh, RPCRDMA_RECEIVE_SIZE, 16384, patient) == -1);
+    REQUIRE(!rpcrdma_clnt_peer(fresh, &peer, sizeof peer));
+    require_text(fresh, "closed");
+    clnt_destroy(fresh);
+    clnt_destroy(client);
+    servers_stop(&servers);
+    puts("ok    characteristics: what a server is asked for is done, refused, or an error that says why");
+}
+
+static void characteristics_told(void)
+{
+    struct servers servers = servers_start();
+    CLIENT *client = called = client_of(&servers);
+    struct news news = {0};
+    REQUIRE(rpcrdma_clnt_on_update(client, told, &news));
+    /* The calls that are made there do not hide what came of this one. */
+    struct rpc_err error;
+    REQUIRE(clnt_call(client, 9, (xdrproc_t)xdr_void, NULL, (xdrproc_t)xdr_void, NULL, patient) == RPC_PROCUNAVAIL);
+    clnt_geterr(client, &error);
+    REQUIRE(error.re_status == RPC_PROCUNAVAIL && news.count == 1);
+    REQUIRE(rpcrdma_clnt_serve(client, BACK, 1, called_back));
+    order(client, ORDER_KEEP, plain_order);
+    REQUIRE(news.count == 1 && news.peer.version == 2 && news.peer.receive_size == 4096);
+    REQUIRE(rpcrdma_clnt_request(client, RPCRDMA_RECEIVE_SIZE, 8192, patient) == RPCRDMA_DONE);
+    REQUIRE(news.count == 2 && news.peer.receive_size == 8192);
+    REQUIRE(order(client, ORDER_KEPT, plain_order).status == RPC_SUCCESS && news.count == 2);
+
+    /* Of its own accord. */
+    REQUIRE(order_of_length(client, ORDER_RAISE, 1 << 20).result == FALSE);
+    REQUIRE(order_of_length(client, ORDER_RAISE, 32768).result == TRUE);
+    while (news.count == 2)
+        order(client, ORDER_LAST, plain_order);
+    for (int i = 0; i < 5; i++)
+        order(client, ORDER_LAST, plain_order);
+    REQUIRE(news.count == 3 && news.peer.receive_size == 32768);
+
+    /* The client, by itself and asked. */
+    u_int bytes = 2048;
+    REQUIRE(!clnt_control(client, CLSET_RDMA_RECEIVE_SIZE, (char *)&bytes));
+    require_text(client, "at least 4096");
+    bytes = 8192;
+    REQUIRE(clnt_control(client, CLSET_RDMA_RECEIVE_SIZE, (char *)&bytes));
+    while (own_receives(client) != 8192)
+        order(client, ORDER_LAST, plain_order);
+    REQUIRE(order(client, ORDER_PEER, plain_order).result == 8192);
+    struct outcome outcome = order_of_length(client, ORDER_ASK, 16384);
+    REQUIRE(outcome.result == RPCRDMA_DONE);
+    outcome = order(client, ORDER_PEER, plain_order);
+    REQUIRE(outcome.low == 2 && outcome.high == 32768 && outcome.result == 16384 && own_receives(client) == 16384);
+    REQUIRE(order_of_length(client, ORDER_ASK, 1 << 20).result == RPCRDMA_REJECTED);
+
+    /* On the next connection what was set is told again, and nobody is told any more. */
+    REQUIRE(rpcrdma_clnt_on_update(client, NULL, NULL));
+    stop(servers.server);
+    servers.server = serve_back(servers.fd, &servers.other);
+    REQUIRE(rpcrdma_clnt_poll(client, patient) == 0 && connections(client) == 2);
+    while (own_receives(client) != 8192)
+        order(client, ORDER_LAST, plain_order);
+    REQUIRE(news.count == 3 && peer_of(client).receive_size == 4096);
+    clnt_destroy(client);
+    servers_stop(&servers);
+    puts("ok    characteristics: the program is told of what the peer says, once");
+}
+
 int main(int argc, char **argv)
 {
+    const char *version = getenv("RPCRDMA_VERSION");
+    version_two = version != NULL && strcmp(version, "auto") == 0;
     /* A child that ends under valgrind would write the parent's lines a second time. */
     setvbuf(stdout, NULL, _IOLBF, 0);
     /* A wrong setting: tests/api.sh set it. */
@@ -1039,5 +1302,11 @@ int main(int argc, char **argv)
     callback_loops();
     callback_threads();
     callback_polls();
+    if (version_two) {
+        characteristics_asked();
+        characteristics_told();
+    } else {
+        characteristics_of_version_one();
+    }
     return 0;
 }

@@ -40,12 +40,49 @@
 // server's program does not know its client any more: register with it again.
 #define CLGET_RDMA_CONNECTIONS 1380207880
 
+// clnt_control: makes our own Receives longer, and tells the peer; see rpcrdma_clnt_peer(). Takes a pointer to
+// unsigned, in bytes: at least what was told before, at most the setting max_inline. In Version One it fails.
+#define CLSET_RDMA_RECEIVE_SIZE 1380207881
+
+// clnt_control: gets how long the peer takes our Receives to be, as an unsigned.
+#define CLGET_RDMA_RECEIVE_SIZE 1380207882
+
 // SVC_CONTROL: sets how many calls an accepted connection grants to its client. Takes a pointer to unsigned, 1 to
 // 4096. The default is the setting credits.
 #define SVCSET_RDMA_CREDITS 1380207889
 
 // SVC_CONTROL: gets what SVCSET_RDMA_CREDITS sets, as it is in force.
 #define SVCGET_RDMA_CREDITS 1380207890
+
+// Whether the peer takes calls back is to be found out otherwise.
+#define RPCRDMA_BACKWARD_UNKNOWN 0
+
+// The peer takes no calls back.
+#define RPCRDMA_BACKWARD_NONE 1
+
+// The peer takes calls back, or replies to its own, if they fit one Send.
+#define RPCRDMA_BACKWARD_SIZE_LIMITED 2
+
+// The peer takes calls back, or replies to its own, of any length.
+#define RPCRDMA_BACKWARD_GENERAL 3
+
+// A characteristic: fewest bytes of each Receive.
+#define RPCRDMA_RECEIVE_SIZE 1
+
+// A characteristic: whether replies may invalidate memory of their caller, 0 or 1.
+#define RPCRDMA_REMOTE_INVALIDATION 2
+
+// A characteristic: what is taken in the reverse direction, one of RPCRDMA_BACKWARD_UNKNOWN and so on.
+#define RPCRDMA_BACKWARD 3
+
+// The peer is as it was asked to be.
+#define RPCRDMA_DONE 1
+
+// The peer has refused.
+#define RPCRDMA_REJECTED 0
+
+// The time is over. The request stands: the peer may answer it yet.
+#define RPCRDMA_PENDING 2
 
 // A walk over the arguments or the results of one message; see rpcrdma_binding_register().
 struct rpcrdma_walk;
@@ -98,6 +135,27 @@ struct rpcrdma_stats {
 
 // A dispatch routine, as for svc_register().
 typedef void (*rpcrdma_dispatch)(struct svc_req *request, SVCXPRT *xprt);
+
+// What is known of the other end of a connection; see rpcrdma_clnt_peer().
+struct rpcrdma_peer {
+  // The version of RPC-over-RDMA: 1 or 2; 0 before it is agreed.
+  uint32_t version;
+  // Whether the peer knows the transport characteristics: 1 no, 2 yes, 0 not known yet.
+  uint32_t extension;
+  // Bytes that one Send to it may have, header included.
+  uint32_t receive_size;
+  // Whether replies to it may invalidate its memory.
+  uint32_t remote_invalidation;
+  // RPCRDMA_BACKWARD_UNKNOWN and so on: what it takes in the reverse direction.
+  uint32_t backward;
+  // How often it has said something of itself on this connection.
+  uint32_t updates;
+  // Bytes that one Send of the peer may have, as far as it knows.
+  uint32_t own_receive_size;
+};
+
+// What rpcrdma_clnt_on_update() has called.
+typedef void (*rpcrdma_told)(CLIENT *clnt, const struct rpcrdma_peer *peer, void *closure);
 
 // Walks the arguments or the results of a procedure, in the order of the wire; `closure` is the binding's. Returns
 // FALSE when a step returned FALSE.
@@ -233,6 +291,57 @@ bool_t rpcrdma_clnt_serve(CLIENT *clnt,
 // `clnt` is NULL or a live CLIENT.
 int rpcrdma_clnt_poll(CLIENT *clnt,
                       struct timeval timeout);
+
+// Copies to *peer what is known of the server of this CLIENT, or of the client that a CLIENT of
+// rpcrdma_clnt_reverse() calls back. What has arrived is looked at; nothing is waited for. `size` is sizeof *peer
+// as the program was compiled, as with rpcrdma_stats_get().
+//
+// In Version One the numbers are those that were agreed when the connection was made, and `backward` is not
+// known. Before a version is agreed, which the first call waits for, next to nothing is.
+//
+// FALSE, and *peer untouched, for NULL, a senseless size, or a connection that is lost: clnt_perror() prints why.
+//
+// # Safety
+// `clnt` is NULL or a live CLIENT; `peer` is NULL or has room for `size` bytes.
+bool_t rpcrdma_clnt_peer(CLIENT *clnt,
+                         struct rpcrdma_peer *peer,
+                         size_t size);
+
+// Copies to *peer what is known of the client of an accepted connection: `xprt` is what its requests come with.
+// Otherwise as rpcrdma_clnt_peer(). FALSE, and *peer untouched, for any other SVCXPRT too.
+//
+// # Safety
+// `xprt` is NULL or a live transport; `peer` is NULL or has room for `size` bytes.
+bool_t rpcrdma_svc_peer(SVCXPRT *xprt,
+                        struct rpcrdma_peer *peer,
+                        size_t size);
+
+// Asks the peer to have the value `value` of the characteristic `which`: RPCRDMA_RECEIVE_SIZE and so on. Waits
+// for the outcome at most so long: RPCRDMA_DONE, RPCRDMA_REJECTED, or RPCRDMA_PENDING when the time is over. The
+// peer may still do it then: rpcrdma_clnt_peer() tells, and the same request once more goes on waiting. One
+// request of a connection is under way at a time.
+//
+// -1 if the connection speaks Version One or is lost, for an earlier request that is not settled, and for values
+// that there are not: clnt_perror() prints why.
+//
+// # Safety
+// `clnt` is NULL or a live CLIENT.
+int rpcrdma_clnt_request(CLIENT *clnt,
+                         uint32_t which,
+                         uint32_t value,
+                         struct timeval timeout);
+
+// Has `told` called when the peer has said something of itself since the last time, or since this call: in the
+// thread in which a clnt_call(), rpcrdma_clnt_poll() or rpcrdma_clnt_request() with this CLIENT ends, just before
+// that returns. It may make calls, but must not destroy the CLIENT. NULL ends it.
+//
+// FALSE for a CLIENT of another transport.
+//
+// # Safety
+// `clnt` is NULL or a live CLIENT; `told` and `closure` are good until another call of this or clnt_destroy().
+bool_t rpcrdma_clnt_on_update(CLIENT *clnt,
+                              rpcrdma_told told,
+                              void *closure);
 
 // Registers memory of the program's: what an RPC encodes from there is sent from where it lies, and not copied
 // first.

@@ -16,12 +16,15 @@
 use std::ffi::{CStr, c_char, c_int, c_uint, c_void};
 use std::net::SocketAddr;
 use std::ptr::null;
+use std::sync::Arc;
 
 use libc::timeval;
 
 use crate::binding::{Stop, Walk, Walked, Walker};
+use crate::connection::characteristics::Wish;
+use crate::driver::Peer;
 use crate::error::{Error, Kind};
-use crate::ffi::guard;
+use crate::ffi::{Fd, guard};
 use crate::memory::registered;
 use crate::socket::Sockaddr;
 use crate::tirpc::interpose::{clnt_tli_create, creation, svc_tli_create};
@@ -64,6 +67,13 @@ pub const CLSET_RDMA_REVERSE_CHUNKS: c_uint = 0x52444d07;
 /// clnt_control: gets how often the connection of this CLIENT was made, as an unsigned. When it has grown, the
 /// server's program does not know its client any more: register with it again.
 pub const CLGET_RDMA_CONNECTIONS: c_uint = 0x52444d08;
+
+/// clnt_control: makes our own Receives longer, and tells the peer; see rpcrdma_clnt_peer(). Takes a pointer to
+/// unsigned, in bytes: at least what was told before, at most the setting max_inline. In Version One it fails.
+pub const CLSET_RDMA_RECEIVE_SIZE: c_uint = 0x52444d09;
+
+/// clnt_control: gets how long the peer takes our Receives to be, as an unsigned.
+pub const CLGET_RDMA_RECEIVE_SIZE: c_uint = 0x52444d0a;
 
 /// SVC_CONTROL: sets how many calls an accepted connection grants to its client. Takes a pointer to unsigned, 1 to
 /// 4096. The default is the setting credits.
@@ -134,16 +144,8 @@ pub extern "C" fn rpcrdma_version() -> *const c_char {
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn rpcrdma_stats_get(stats: *mut rpcrdma_stats, size: usize) -> bool_t {
     guard(|| {
-        if stats.is_null() || size == 0 || !size.is_multiple_of(size_of::<u64>()) {
-            return Err(Error::new(Kind::Invalid, "rpcrdma_stats_get: NULL or a senseless size"));
-        }
-        let known = stats::snapshot();
-        let place = stats.cast::<u64>();
-        for at in 0..size / size_of::<u64>() {
-            let value = known.get(at).copied().unwrap_or(0);
-            // SAFETY: within the `size` bytes of the contract; a C caller may have misaligned them.
-            unsafe { place.wrapping_add(at).write_unaligned(value) };
-        }
+        // SAFETY: by the contract.
+        unsafe { hand_out("rpcrdma_stats_get", stats::snapshot(), stats.cast(), size) }?;
         Ok(1)
     })
 }
@@ -336,6 +338,185 @@ pub unsafe extern "C" fn rpcrdma_clnt_poll(clnt: *mut CLIENT, timeout: timeval) 
                 Ok(-1)
             }
         }
+    })
+}
+
+/// Whether the peer takes calls back is to be found out otherwise.
+pub const RPCRDMA_BACKWARD_UNKNOWN: u32 = 0;
+
+/// The peer takes no calls back.
+pub const RPCRDMA_BACKWARD_NONE: u32 = 1;
+
+/// The peer takes calls back, or replies to its own, if they fit one Send.
+pub const RPCRDMA_BACKWARD_SIZE_LIMITED: u32 = 2;
+
+/// The peer takes calls back, or replies to its own, of any length.
+pub const RPCRDMA_BACKWARD_GENERAL: u32 = 3;
+
+/// A characteristic: fewest bytes of each Receive.
+pub const RPCRDMA_RECEIVE_SIZE: u32 = 1;
+
+/// A characteristic: whether replies may invalidate memory of their caller, 0 or 1.
+pub const RPCRDMA_REMOTE_INVALIDATION: u32 = 2;
+
+/// A characteristic: what is taken in the reverse direction, one of RPCRDMA_BACKWARD_UNKNOWN and so on.
+pub const RPCRDMA_BACKWARD: u32 = 3;
+
+/// The peer is as it was asked to be.
+pub const RPCRDMA_DONE: c_int = 1;
+
+/// The peer has refused.
+pub const RPCRDMA_REJECTED: c_int = 0;
+
+/// The time is over. The request stands: the peer may answer it yet.
+pub const RPCRDMA_PENDING: c_int = 2;
+
+/// What is known of the other end of a connection; see rpcrdma_clnt_peer().
+#[repr(C)]
+#[derive(Clone, Copy)]
+pub struct rpcrdma_peer {
+    /// The version of RPC-over-RDMA: 1 or 2; 0 before it is agreed.
+    pub version: u32,
+    /// Whether the peer knows the transport characteristics: 1 no, 2 yes, 0 not known yet.
+    pub extension: u32,
+    /// Bytes that one Send to it may have, header included.
+    pub receive_size: u32,
+    /// Whether replies to it may invalidate its memory.
+    pub remote_invalidation: u32,
+    /// RPCRDMA_BACKWARD_UNKNOWN and so on: what it takes in the reverse direction.
+    pub backward: u32,
+    /// How often it has said something of itself on this connection.
+    pub updates: u32,
+    /// Bytes that one Send of the peer may have, as far as it knows.
+    pub own_receive_size: u32,
+}
+
+impl From<&Peer> for rpcrdma_peer {
+    fn from(peer: &Peer) -> rpcrdma_peer {
+        rpcrdma_peer {
+            version: peer.version.unwrap_or(0),
+            extension: peer.extension.map_or(0, |known| 1 + u32::from(known)),
+            receive_size: peer.endpoint.receive_size as u32,
+            remote_invalidation: peer.endpoint.remote_invalidation.into(),
+            backward: peer.endpoint.backward as u32,
+            updates: peer.updates,
+            own_receive_size: peer.own_receive_size as u32,
+        }
+    }
+}
+
+/// Copies to *peer what is known of the server of this CLIENT, or of the client that a CLIENT of
+/// rpcrdma_clnt_reverse() calls back. What has arrived is looked at; nothing is waited for. `size` is sizeof *peer
+/// as the program was compiled, as with rpcrdma_stats_get().
+///
+/// In Version One the numbers are those that were agreed when the connection was made, and `backward` is not
+/// known. Before a version is agreed, which the first call waits for, next to nothing is.
+///
+/// FALSE, and *peer untouched, for NULL, a senseless size, or a connection that is lost: clnt_perror() prints why.
+///
+/// # Safety
+/// `clnt` is NULL or a live CLIENT; `peer` is NULL or has room for `size` bytes.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn rpcrdma_clnt_peer(
+    clnt: *mut CLIENT,
+    peer: *mut rpcrdma_peer,
+    size: usize,
+) -> bool_t {
+    guard(|| {
+        // SAFETY: by the contract.
+        let done = unsafe { client::peer(clnt) }.and_then(|known| {
+            // SAFETY: by the contract.
+            unsafe { hand_out("rpcrdma_clnt_peer", rpcrdma_peer::from(&known), peer, size) }
+        });
+        // SAFETY: by the contract.
+        Ok(done.map_err(|error| unsafe { client::record(clnt, &error) }).is_ok().into())
+    })
+}
+
+/// Copies to *peer what is known of the client of an accepted connection: `xprt` is what its requests come with.
+/// Otherwise as rpcrdma_clnt_peer(). FALSE, and *peer untouched, for any other SVCXPRT too.
+///
+/// # Safety
+/// `xprt` is NULL or a live transport; `peer` is NULL or has room for `size` bytes.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn rpcrdma_svc_peer(
+    xprt: *mut SVCXPRT,
+    peer: *mut rpcrdma_peer,
+    size: usize,
+) -> bool_t {
+    guard(|| {
+        // SAFETY: by the contract.
+        let (connection, _) = unsafe { server::accepted(xprt) }?;
+        let known = rpcrdma_peer::from(&driver::peer::of(&connection)?);
+        // SAFETY: by the contract.
+        unsafe { hand_out("rpcrdma_svc_peer", known, peer, size) }?;
+        Ok(1)
+    })
+}
+
+/// Asks the peer to have the value `value` of the characteristic `which`: RPCRDMA_RECEIVE_SIZE and so on. Waits
+/// for the outcome at most so long: RPCRDMA_DONE, RPCRDMA_REJECTED, or RPCRDMA_PENDING when the time is over. The
+/// peer may still do it then: rpcrdma_clnt_peer() tells, and the same request once more goes on waiting. One
+/// request of a connection is under way at a time.
+///
+/// -1 if the connection speaks Version One or is lost, for an earlier request that is not settled, and for values
+/// that there are not: clnt_perror() prints why.
+///
+/// # Safety
+/// `clnt` is NULL or a live CLIENT.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn rpcrdma_clnt_request(
+    clnt: *mut CLIENT,
+    which: u32,
+    value: u32,
+    timeout: timeval,
+) -> c_int {
+    guard(|| {
+        // SAFETY: by the contract.
+        match unsafe { client::request(clnt, which, value, timeout) } {
+            Ok(Wish::Done) => Ok(Fd(RPCRDMA_DONE)),
+            Ok(Wish::Rejected) => Ok(Fd(RPCRDMA_REJECTED)),
+            Ok(Wish::Asked | Wish::Pending) => Ok(Fd(RPCRDMA_PENDING)),
+            Err(error) => {
+                // SAFETY: by the contract.
+                unsafe { client::record(clnt, &error) };
+                Err(error)
+            }
+        }
+    })
+    .0
+}
+
+/// What rpcrdma_clnt_on_update() has called.
+pub type rpcrdma_told =
+    Option<unsafe extern "C" fn(clnt: *mut CLIENT, peer: *const rpcrdma_peer, closure: *mut c_void)>;
+
+/// Has `told` called when the peer has said something of itself since the last time, or since this call: in the
+/// thread in which a clnt_call(), rpcrdma_clnt_poll() or rpcrdma_clnt_request() with this CLIENT ends, just before
+/// that returns. It may make calls, but must not destroy the CLIENT. NULL ends it.
+///
+/// FALSE for a CLIENT of another transport.
+///
+/// # Safety
+/// `clnt` is NULL or a live CLIENT; `told` and `closure` are good until another call of this or clnt_destroy().
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn rpcrdma_clnt_on_update(
+    clnt: *mut CLIENT,
+    told: rpcrdma_told,
+    closure: *mut c_void,
+) -> bool_t {
+    guard(|| {
+        let closure = closure.expose_provenance();
+        let told = told.map(|told| -> client::Told {
+            Arc::new(move |clnt, peer| {
+                let closure = std::ptr::with_exposed_provenance_mut(closure);
+                // SAFETY: the program's function and closure, as they were given; the handle is alive.
+                unsafe { told(clnt, &rpcrdma_peer::from(peer), closure) };
+            })
+        });
+        // SAFETY: by the contract.
+        unsafe { client::on_update(clnt, told) }?;
+        Ok(1)
     })
 }
 
@@ -596,6 +777,26 @@ pub unsafe extern "C" fn rpcrdma_walk_reply(walk: *mut rpcrdma_walk, bytes: usiz
     })
 }
 
+/// Copies `known`, which is nothing but words, to a structure of the program that has `size` bytes. What only the
+/// program knows becomes 0.
+///
+/// # Errors
+/// `Invalid` for NULL, or a size that is no multiple of a word's.
+///
+/// # Safety
+/// `place` is NULL or has room for `size` bytes; a C caller may have misaligned them.
+unsafe fn hand_out<T: Copy>(function: &str, known: T, place: *mut T, size: usize) -> Result<(), Error> {
+    if place.is_null() || size == 0 || !size.is_multiple_of(align_of::<T>()) {
+        return Err(Error::new(Kind::Invalid, format!("{function}: NULL or a senseless size")));
+    }
+    let (place, both) = (place.cast::<u8>(), size.min(size_of::<T>()));
+    // SAFETY: so many bytes are readable there, and writable here by the contract.
+    unsafe { std::ptr::from_ref(&known).cast::<u8>().copy_to(place, both) };
+    // SAFETY: the rest of the `size` bytes.
+    unsafe { place.wrapping_add(both).write_bytes(0, size - both) };
+    Ok(())
+}
+
 /// The local address of a TCP socket.
 fn tcp_socket(function: &str, fd: c_int) -> Result<SocketAddr, Error> {
     socket::local(fd)
@@ -617,9 +818,12 @@ const _: () = {
     assert!(CLGET_RDMA_REVERSE_CREDITS == client::CLGET_RDMA_REVERSE_CREDITS);
     assert!(CLSET_RDMA_REVERSE_CHUNKS == client::CLSET_RDMA_REVERSE_CHUNKS);
     assert!(CLGET_RDMA_CONNECTIONS == client::CLGET_RDMA_CONNECTIONS);
+    assert!(CLSET_RDMA_RECEIVE_SIZE == client::CLSET_RDMA_RECEIVE_SIZE);
+    assert!(CLGET_RDMA_RECEIVE_SIZE == client::CLGET_RDMA_RECEIVE_SIZE);
     assert!(SVCSET_RDMA_CREDITS == server::SVCSET_RDMA_CREDITS);
     assert!(SVCGET_RDMA_CREDITS == server::SVCGET_RDMA_CREDITS);
     assert!(size_of::<rpcrdma_stats>() == stats::COUNT * size_of::<u64>());
+    assert!(size_of::<rpcrdma_peer>() == 7 * size_of::<u32>());
 };
 
 #[cfg(test)]

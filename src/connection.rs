@@ -597,6 +597,20 @@ impl Connection {
         Ok(())
     }
 
+    /// What the peer is like: as it has said, or what Version One tells of it.
+    pub fn peer(&self) -> Endpoint {
+        let told = |receive_size, remote_invalidation| Endpoint {
+            receive_size,
+            remote_invalidation,
+            backward: Backward::Unknown,
+        };
+        match self.spoken {
+            Spoken::One => told(self.send, self.invalidate),
+            Spoken::Unknown => told(characteristics::RECEIVE_MIN, false),
+            Spoken::Two => *self.characteristics.peer(),
+        }
+    }
+
     /// What became of the latest request.
     pub fn wish(&self) -> Option<(Characteristic, Wish)> {
         self.characteristics.wish()
@@ -1571,8 +1585,9 @@ impl Connection {
             }
         }
         self.replenish();
-        self.transmit_waiting(registrar);
+        // Before calls that may lead to calls back, which the peer is told here that it may make.
         self.speak();
+        self.transmit_waiting(registrar);
     }
 
     /// What a message tells of the version that the peer speaks.

@@ -8,6 +8,8 @@
 //! - [`Server`] is the connection of the end that accepted it, driven by the program's own loop. Its calls back to the
 //!   client are made by [`Reverse`].
 //!
+//! What either knows of its peer, and may ask of it, is in `peer`.
+//!
 //! Waiting first spins, if that has paid lately (`spin`): on two idle processors a reply comes sooner than a sleep
 //! takes. A spin that finds nothing makes the next waits sleep at once.
 //!
@@ -27,6 +29,7 @@ use std::time::{Duration, Instant};
 
 use crate::binding::Registry;
 use crate::config::{Config, Crc, Provider, Version};
+use crate::connection::characteristics::Wish;
 use crate::connection::{
     Connection, Expect, Output, RPC_HEADER_MAX, Request, RequestId, Role, Settings, receive_margin,
 };
@@ -37,7 +40,7 @@ use crate::provider::iwarp::{self, Iwarp, Options};
 use crate::provider::{Completion, QueuePair, WorkRequest, verbs};
 use crate::stats::{self, Counter};
 use crate::sys::{self, PollFd};
-use crate::wire::characteristics;
+use crate::wire::characteristics::{self, Characteristic};
 use crate::wire::either::Versions;
 use crate::wire::private_data::PrivateData;
 use crate::wire::{Handle, Xid, v1, v2};
@@ -47,9 +50,11 @@ use crate::{log_debug, log_error, log_info, log_warn, log_wire, socket};
 pub mod callback;
 #[cfg(test)]
 mod load;
+pub mod peer;
 pub mod reverse;
 mod spin;
 
+pub use peer::Peer;
 pub use reverse::{Reverse, service_loop};
 use spin::{Patience, Spin};
 
@@ -97,6 +102,8 @@ pub fn memory(config: &Config) -> Arc<Memory> {
     static MEMORY: OnceLock<Arc<Memory>> = OnceLock::new();
     let new = || {
         let (_, receive) = config.receive_sizes(false);
+        // A process has one configuration, but for the tests.
+        let receive = if cfg!(test) { receive.max(64 << 10) } else { receive };
         Memory::new(receive, config.max_reply(false) + REPLY_HEADER, config.max_pulled)
     };
     MEMORY.get_or_init(new).clone()
@@ -158,6 +165,8 @@ struct Calls {
     /// One of them may have to serve a request in the midst of its own: nobody else does.
     servant: Option<Arc<Condvar>>,
     next_xid: u32,
+    /// What the peer is asked to be.
+    requests: peer::Requests,
 }
 
 /// What a thread waits for.
@@ -165,6 +174,8 @@ struct Calls {
 enum Waiter {
     /// The end of a call.
     Call(Xid),
+    /// The answer to a request for a characteristic.
+    Peer(u32),
     /// Callbacks, in this thread.
     Callbacks(usize),
 }
@@ -187,6 +198,23 @@ impl Calls {
         {
             condition.notify_one();
         }
+        if !self.requests.is_empty() {
+            self.requests.settle(link);
+            for (waiter, condition) in &self.sleepers {
+                if matches!(waiter, Waiter::Peer(number) if self.requests.is_over(*number)) {
+                    condition.notify_one();
+                }
+            }
+        }
+    }
+
+    /// Whether what is waited for is there. Callbacks have no such end.
+    fn is_over(&self, waiter: Waiter) -> bool {
+        match waiter {
+            Waiter::Call(xid) => self.outcomes.contains_key(&xid),
+            Waiter::Peer(number) => self.requests.is_over(number),
+            Waiter::Callbacks(_) => false,
+        }
     }
 
     /// An XID that no call of this direction of the connection uses.
@@ -202,8 +230,8 @@ impl Calls {
 
     /// Wakes one of those who sleep without an outcome. False when there is none.
     fn wake_one(&self) -> bool {
-        let waits = |waiter: &Waiter| !matches!(waiter, Waiter::Call(xid) if self.outcomes.contains_key(xid));
-        let sleeper = self.sleepers.iter().find(|(waiter, _)| waits(waiter)).map(|(_, condition)| condition);
+        let sleeper = self.sleepers.iter().find(|(waiter, _)| !self.is_over(**waiter));
+        let sleeper = sleeper.map(|(_, condition)| condition);
         sleeper.map(|condition| condition.notify_one()).is_some()
     }
 }
@@ -246,6 +274,25 @@ pub trait Requester: Send + Sync {
 
     /// Takes in what has arrived, and tells how calls without a reply stand.
     fn standing(&self) -> Standing;
+
+    /// What is known of the peer; with what has arrived of it by now, if that is `wanted`.
+    ///
+    /// # Errors
+    /// Why the connection is lost.
+    fn peer(&self, wanted: bool) -> Result<Peer, Error>;
+
+    /// Asks the peer to be otherwise, and waits until that is done or rejected: pending if it is not by `deadline`.
+    ///
+    /// # Errors
+    /// `Invalid` when an earlier request is not settled; `Peer` when the peer does not know the extension, or not even
+    /// Version Two; `ConnectionLost`.
+    fn request(&self, what: Characteristic, deadline: Instant, mask: Mask<'_>) -> Result<Wish, Error>;
+
+    /// Has our Receives grow to so many bytes, on the next connection too.
+    ///
+    /// # Errors
+    /// As [`Connection::raise_receives`]; `Peer` in Version One.
+    fn raise_receives(&self, bytes: u32) -> Result<(), Error>;
 
     /// Sees to it that memory which the program gets back is not used any more.
     fn end(&self, loans: &[Loan]);
@@ -445,8 +492,35 @@ impl Link {
 
     /// What the connection runs on and what was agreed, in words for the log.
     fn describe(&self) -> String {
-        let (send, receive) = self.engine.thresholds();
-        format!("{}, inline {send} bytes out and {receive} in", self.device.describe())
+        let device = self.device.describe();
+        match (self.engine.version(), self.engine.thresholds()) {
+            (None, _) => format!("{device}, RPC-over-RDMA version 2 if the peer speaks it"),
+            (Some(_), (send, receive)) => format!("{device}, inline {send} bytes out and {receive} in"),
+        }
+    }
+
+    /// Why the connection is lost, unless it only has to be made anew to agree on a version.
+    fn lost(&self) -> Option<&Error> {
+        self.engine.closed().filter(|_| !self.engine.must_fall_back())
+    }
+
+    /// As [`Requester::raise_receives`].
+    fn raise_receives(&mut self, bytes: u32) -> Result<(), Error> {
+        if self.engine.version() == Some(v1::VERSION) {
+            let text = "in RPC-over-RDMA version 1 the size of Receives is fixed: set RPCRDMA_INLINE, \
+                        or RPCRDMA_VERSION=auto at both ends";
+            return Err(Error::new(Kind::Peer, text));
+        }
+        self.engine.raise_receives(bytes as usize, &mut *self.device)?;
+        self.flush();
+        Ok(())
+    }
+
+    /// The same on a new connection, where it may be out of place.
+    fn raise_again(&mut self, bytes: Option<u32>) {
+        if let Some(Err(error)) = bytes.map(|bytes| self.raise_receives(bytes)) {
+            log_info!("fd {}: Receives keep their size: {error}", self.device.fd());
+        }
     }
 
     /// When an offer of Version Two that is not answered is given up.
@@ -802,7 +876,7 @@ impl Attempt {
         let Attempt { device, to, config } = self;
         let memory = memory(config);
         let link = Link::new(Role::Client, config, versions(config), device, &memory);
-        Client::with(fd, Some(to), config, link)
+        Client::with(fd, Some(to), true, config, link)
     }
 }
 
@@ -829,6 +903,7 @@ struct Wishes {
     reverse_credits: u32,
     reverse_chunks: bool,
     versions: Versions,
+    receive_size: Option<u32>,
 }
 
 /// A thread that polls the socket.
@@ -853,11 +928,19 @@ impl Client {
         deadline: Instant,
         mask: Mask<'_>,
     ) -> Result<Arc<Client>, Error> {
+        // A peer that does not know what is offered may be gone when the startup is done.
+        let to = socket::peer(fd);
         let link = Client::start(fd, config, versions(config), deadline, mask)?;
-        Ok(Client::with(fd, None, config, link))
+        Ok(Client::with(fd, to, false, config, link))
     }
 
-    fn with(fd: RawFd, adapter: Option<SocketAddr>, config: &'static Config, link: Link) -> Arc<Client> {
+    fn with(
+        fd: RawFd,
+        to: Option<SocketAddr>,
+        adapter: bool,
+        config: &'static Config,
+        link: Link,
+    ) -> Arc<Client> {
         let memory = link.memory.clone();
         let state = Waiting {
             link,
@@ -873,10 +956,10 @@ impl Client {
                 reverse_credits: config.reverse_credits,
                 reverse_chunks: config.reverse_chunks,
                 versions: versions(config),
+                receive_size: None,
             },
         };
-        let to = adapter.or_else(|| socket::peer(fd));
-        Arc::new(Client { fd, to, adapter: adapter.is_some(), config, memory, state: Mutex::new(state) })
+        Arc::new(Client { fd, to, adapter, config, memory, state: Mutex::new(state) })
     }
 
     fn start(
@@ -949,27 +1032,36 @@ impl Client {
         mask: Mask<'_>,
     ) -> Result<Vec<Region>, Error> {
         let waiter = Waiter::Call(xid);
+        state = self.wait_for(state, waiter, deadline, mask);
+        let outcome = state.calls.outcomes.remove(&xid).unwrap_or_else(|| {
+            let Waiting { link, .. } = &mut *state;
+            link.engine.abandon(xid, &mut *link.device);
+            link.drain();
+            state.settle();
+            stats::add(Counter::Orphans, 1);
+            let text = match state.link.engine.version() {
+                Some(_) => "no reply within the time of the call",
+                None => "no answer to the offer of RPC-over-RDMA version 2 within the time of the call",
+            };
+            Err(Error::new(Kind::Timeout, text))
+        });
+        state.leave(waiter);
+        outcome
+    }
+
+    /// Waits until what is waited for is there, or until `deadline`.
+    fn wait_for<'a>(
+        &'a self,
+        mut state: MutexGuard<'a, Waiting>,
+        waiter: Waiter,
+        deadline: Instant,
+        mask: Mask<'_>,
+    ) -> MutexGuard<'a, Waiting> {
         let mut condition = None;
-        loop {
-            if let Some(outcome) = state.calls.outcomes.remove(&xid) {
-                state.leave(waiter);
-                return outcome;
-            }
-            if Instant::now() >= deadline {
-                let Waiting { link, .. } = &mut *state;
-                link.engine.abandon(xid, &mut *link.device);
-                link.drain();
-                state.settle();
-                state.leave(waiter);
-                stats::add(Counter::Orphans, 1);
-                let text = match state.link.engine.version() {
-                    Some(_) => "no reply within the time of the call",
-                    None => "no answer to the offer of RPC-over-RDMA version 2 within the time of the call",
-                };
-                return Err(Error::new(Kind::Timeout, text));
-            }
+        while !state.calls.is_over(waiter) && Instant::now() < deadline {
             state = self.wait_once(state, waiter, &mut condition, deadline, mask);
         }
+        state
     }
 
     /// One step of waiting: serves a callback, sleeps beside the driver, or drives.
@@ -1006,11 +1098,12 @@ impl Client {
         deadline: Instant,
         mask: Mask<'_>,
     ) -> MutexGuard<'a, Waiting> {
-        if let Waiter::Call(xid) = waiter
-            && !state.link.engine.transmitted(xid)
-            && self.renew(&mut state, deadline).is_err()
-        {
-            // The call has ended with the reason.
+        let held_up = match waiter {
+            Waiter::Call(xid) => !state.link.engine.transmitted(xid),
+            Waiter::Peer(_) | Waiter::Callbacks(_) => state.link.engine.version().is_none(),
+        };
+        if held_up && self.renew(&mut state, deadline).is_err() {
+            // What was waited for has ended with the reason.
             return state;
         }
         state.drivers.push(Driver { thread: sys::this_thread(), writes: false });
@@ -1107,6 +1200,7 @@ impl Client {
             // Another file has the number by now, and would be replaced.
             let error = Error::new(Kind::NotSent, "the descriptor was closed");
             state.link.engine.handle_closed(error.clone());
+            state.calls.requests.end(&error);
             state.link.drain();
             state.settle();
             return Err(error);
@@ -1121,11 +1215,18 @@ impl Client {
                 // The old socket is closed already: its number is the new one's. Nobody awaits what was sent on it; what
                 // was not sent goes over the new one.
                 let waiting = state.link.engine.take_waiting();
+                let offered = state.link.engine.version().is_none();
                 state.link = link;
                 state.connections += 1;
-                let Waiting { link, wishes, .. } = &mut **state;
+                let Waiting { link, wishes, calls, .. } = &mut **state;
                 link.engine.ask(wishes.credits);
                 link.engine.set_reverse_chunks(wishes.reverse_chunks);
+                link.raise_again(wishes.receive_size);
+                if offered {
+                    calls.requests.repeat(link);
+                } else {
+                    calls.requests.end(&Error::new(Kind::ConnectionLost, "it was replaced by a new one"));
+                }
                 link.drain();
                 state.resume_serving()?;
                 let Waiting { link, .. } = &mut **state;
@@ -1136,6 +1237,7 @@ impl Client {
             }
             Err(error) => {
                 state.link.fail(error.clone());
+                state.calls.requests.end(&error);
                 state.link.drain();
                 state.settle();
                 state.retry_later();
@@ -1203,6 +1305,39 @@ impl Requester for Client {
         Standing::of(&state.link.engine)
     }
 
+    fn peer(&self, wanted: bool) -> Result<Peer, Error> {
+        let mut state = self.lock();
+        // Who sleeps until something comes takes it in, and would sleep on were it taken here.
+        if wanted && !state.another_reads() {
+            state.link.pump();
+            state.link.flush();
+            state.settle();
+            state.rearm();
+        }
+        Peer::of(&state.link, state.connections as usize)
+    }
+
+    fn request(&self, what: Characteristic, deadline: Instant, mask: Mask<'_>) -> Result<Wish, Error> {
+        let mut state = self.lock();
+        self.renew(&mut state, deadline)?;
+        let Waiting { calls, link, .. } = &mut *state;
+        let number = calls.requests.begin(link, what)?;
+        let waiter = Waiter::Peer(number);
+        state.settle();
+        state = self.wait_for(state, waiter, deadline, mask);
+        let outcome = state.calls.requests.take(number);
+        state.leave(waiter);
+        outcome
+    }
+
+    fn raise_receives(&self, bytes: u32) -> Result<(), Error> {
+        let mut state = self.lock();
+        state.link.raise_receives(bytes)?;
+        state.settle();
+        state.wishes.receive_size = Some(bytes);
+        Ok(())
+    }
+
     fn end(&self, loans: &[Loan]) {
         if !loans.iter().all(Loan::is_over) {
             let mut state = self.lock();
@@ -1250,10 +1385,7 @@ impl Waiting {
     }
 
     fn is_over_for(&self, waiter: Waiter) -> bool {
-        let over = |xid| self.calls.outcomes.contains_key(&xid);
-        self.may_serve()
-            || matches!(waiter, Waiter::Call(xid) if over(xid))
-            || self.link.engine.closed().is_some()
+        self.may_serve() || self.calls.is_over(waiter) || self.link.engine.closed().is_some()
     }
 
     /// Whether this thread may poll the socket.
@@ -1701,10 +1833,10 @@ mod tests {
     use super::*;
     use crate::config::Version;
 
-    const PATIENCE: Duration = Duration::from_secs(10);
+    pub(super) const PATIENCE: Duration = Duration::from_secs(10);
 
     /// A connection whose client gives the kernel little room.
-    fn pair() -> io::Result<(TcpStream, TcpStream)> {
+    pub(super) fn pair() -> io::Result<(TcpStream, TcpStream)> {
         let listener = TcpListener::bind("127.0.0.1:0")?;
         sys::testing::shrink_buffers(listener.as_raw_fd());
         let client = TcpStream::connect(listener.local_addr()?)?;
@@ -1727,7 +1859,7 @@ mod tests {
         client.call(xid, message(client, xid, len).into(), 1024, Vec::new(), Instant::now() + PATIENCE, None)
     }
 
-    fn until(client: &Client, so: impl Fn(&Waiting) -> bool) {
+    pub(super) fn until(client: &Client, so: impl Fn(&Waiting) -> bool) {
         while !so(&client.lock()) {
             std::thread::yield_now();
         }

@@ -31,11 +31,15 @@ for compiler in gcc clang; do
         FAIL "api.c compiles with $compiler" cc.log
     fi
 done
+report version-two env RPCRDMA_VERSION=auto ./api-gcc "$version"
 report wrong-variable env RPCRDMA_CREDIT=8 ./api-gcc misconfigured 'RPCRDMA_CREDIT: no such environment variable; did you mean RPCRDMA_CREDITS?'
 report wrong-value env RPCRDMA_CREDITS=lots ./api-gcc misconfigured 'RPCRDMA_CREDITS="lots": must be a whole number from 1 to 4096'
 if command -v valgrind >/dev/null; then
-    report valgrind env RPCRDMA_POLL=0 valgrind -q --error-exitcode=9 --child-silent-after-fork=yes \
-        --leak-check=full --show-leak-kinds=definite --errors-for-leak-kinds=definite ./api-gcc "$version"
+    for spoken in 1 auto; do
+        report "valgrind, version $spoken" env RPCRDMA_POLL=0 RPCRDMA_VERSION=$spoken \
+            valgrind -q --error-exitcode=9 --child-silent-after-fork=yes \
+            --leak-check=full --show-leak-kinds=definite --errors-for-leak-kinds=definite ./api-gcc "$version"
+    done
 else
     skip "api.c under valgrind" "not installed"
 fi

@@ -88,9 +88,10 @@ fn the_newest_entry_of_the_changelog_is_this_version() {
 
 #[test]
 fn every_name_of_the_c_api_is_in_the_changelog_and_in_a_manual_page() {
-    let pages = ["clnt_rdma_create.3", "rpcrdma_binding_register.3", "rpcrdma_clnt_reverse.3", "rpcrdma.7"]
-        .map(|page| read(&format!("docs/{page}")))
-        .concat();
+    let pages = ["clnt_rdma_create", "rpcrdma_binding_register", "rpcrdma_clnt_peer", "rpcrdma_clnt_reverse"]
+        .map(|page| read(&format!("docs/{page}.3")))
+        .concat()
+        + &read("docs/rpcrdma.7");
     let changelog = read("CHANGELOG.md");
     let exports = read("c-tests/exports.txt");
     let own = exports.lines().filter_map(|line| line.strip_suffix("@@RPCRDMA_0"));

@@ -22,7 +22,8 @@ stage=$scratch/stage
 if make -s -C "$top" install PREFIX="$stage" >install.log 2>&1; then ok "make install"; else FAIL "make install" install.log; fi
 for file in lib/librpcrdma.so.0 lib/librpcrdma.so include/rpcrdma.h lib/pkgconfig/rpcrdma.pc bin/rpcrdma-run \
     share/man/man7/rpcrdma.7 share/man/man1/rpcrdma-run.1 share/man/man5/rpcrdma.conf.5 \
-    share/man/man5/rpcrdma-bindings.5 share/man/man3/clnt_rdma_create.3 share/man/man3/rpcrdma_clnt_reverse.3; do
+    share/man/man5/rpcrdma-bindings.5 share/man/man3/clnt_rdma_create.3 share/man/man3/rpcrdma_clnt_reverse.3 \
+    share/man/man3/rpcrdma_clnt_peer.3; do
     [ -r "$stage/$file" ] || FAIL "install: $file is missing"
 done
 if command -v mandoc >/dev/null; then
@@ -44,6 +45,9 @@ for number in 1 2; do
     check "example $number of rpcrdma_clnt_reverse(3) links" '^$' cc -Wall -Wextra -Wno-cast-function-type -Werror \
         back$number.c $(pkg-config --cflags --libs rpcrdma) -o back$number
 done
+sed -n '/^\.Bd/,/^\.Ed/{/^\./d;s/\\e/\\/g;p}' "$top/docs/rpcrdma_clnt_peer.3" >peer.c
+check "the example of rpcrdma_clnt_peer(3) links" '^$' cc -Wall -Wextra -Wno-cast-function-type -Werror \
+    peer.c $(pkg-config --cflags --libs rpcrdma) -o peer
 for program_file in hello byhand; do
     check "$program_file needs the library" 'librpcrdma\.so\.0' readelf -d $program_file
 done
@@ -91,10 +95,12 @@ check "a full disk for the log" '^program .* is ready over rdma $' \
 check "a log that cannot be opened" 'no log: cannot open /does/not/exist: No such file.*is ready over rdma' \
     env RPCRDMA_LOG=wire RPCRDMA_LOG_FILE=/does/not/exist ./hello 127.0.0.1 $program 1
 
-./back1 &
+RPCRDMA_VERSION=auto ./back1 &
 back=$!; children+=("$back")
 wait_for 10 ./hello 127.0.0.1 $((0x20000200)) 1
 check "the examples of rpcrdma_clnt_reverse(3)" '^42 $' ./back2
+check "the example of rpcrdma_clnt_peer(3)" '^16384 $' env RPCRDMA_VERSION=auto ./peer
+check "the same in Version One" 'version 1.*RPCRDMA_VERSION=auto' env RPCRDMA_VERSION=1 ./peer
 stop "$back"
 
 # /etc/rpcrdma.conf, over a copy of /etc: the name space is ours.

@@ -280,7 +280,7 @@ impl Waiting {
     }
 
     /// Says what wakes the program's loop next.
-    fn rearm(&mut self) {
+    pub(super) fn rearm(&mut self) {
         let again = self.may_serve();
         let Some(serving) = &mut self.serving else { return };
         let fd = self.link.device.fd();

@@ -12,6 +12,7 @@ use super::reverse::Hooks;
 use super::*;
 use crate::provider::fault::{Control, Fault};
 use crate::sys::WakeSet;
+use crate::wire::characteristics::Backward;
 
 /// Longer than anything here takes: a call that hangs fails.
 const PATIENCE: Duration = Duration::from_secs(20);
@@ -62,7 +63,7 @@ fn join(
 ) -> Arc<Ends> {
     let [(active, first), (passive, second)] = devices.map(Fault::new);
     let link = Link::new(Role::Client, config, versions(config), Box::new(active), &memory(config));
-    let client = Client::with(fds[0], None, config, link);
+    let client = Client::with(fds[0], socket::peer(fds[0]), false, config, link);
     let mut server = Server::with(fds[1], Box::new(passive), false, None, config);
     server.receive();
     assert!(server.link().is_some(), "established");
@@ -335,6 +336,47 @@ fn a_connection_cut_during_a_call_back_ends_it_once_with_the_right_status() {
     for wanted in [None, Some(Kind::ConnectionLost)] {
         assert!(kinds.contains(&wanted), "{kinds:?}");
     }
+}
+
+/// Each end makes its Receives longer, and asks the other for the same, while calls go both ways.
+#[test]
+fn both_ends_ask_one_another_for_longer_receives_under_load() {
+    let _one = ONE.lock().unwrap_or_else(|e| e.into_inner());
+    let ends = &*over_tcp(config(|config| config.version = Version::Auto));
+    let size = |from: &dyn Requester| from.peer(true).unwrap().endpoint.receive_size;
+    scope(|scope| {
+        let _alarm = Alarm(ends);
+        scope.spawn(|| service(ends));
+        scope.spawn(|| callbacks(ends));
+        // The client tells that it takes calls back when it knows that the server understands.
+        while ends.reverse.peer(false).unwrap().endpoint.backward != Backward::General {
+            call(&*ends.client, 0, 40, 40).unwrap();
+        }
+        let ask = |from: &dyn Requester, bytes| {
+            let what = Characteristic::ReceiveSize(bytes);
+            assert_eq!(from.request(what, Instant::now() + PATIENCE, None).unwrap(), Wish::Done);
+        };
+        let calls: Vec<_> = [&*ends.client as &dyn Requester, &*ends.reverse]
+            .into_iter()
+            .map(|from| scope.spawn(move || (0..500).for_each(|_| call(from, 0, 3000, 3000).unwrap())))
+            .collect();
+        for bytes in [16384, 8192, 32768] {
+            ask(&*ends.client, bytes);
+            ask(&*ends.reverse, bytes);
+            assert_eq!((size(&*ends.client), size(&*ends.reverse)), (bytes as usize, bytes as usize));
+        }
+        ends.client.raise_receives(65536).unwrap();
+        ends.reverse.raise_receives(65536).unwrap();
+        calls.into_iter().for_each(|thread| thread.join().unwrap());
+        while (size(&*ends.client), size(&*ends.reverse)) != (65536, 65536) {
+            call(&*ends.client, 0, 40, 40).unwrap();
+        }
+        ends.end();
+    });
+    locked(&ends.server).shut();
+    let error =
+        ends.reverse.request(Characteristic::ReceiveSize(4096), Instant::now() + PATIENCE, None).unwrap_err();
+    assert!(error.text().contains("rpcrdma_clnt_rebind"), "{error}");
 }
 
 /// RFC 8167 §5.4: a call back waits for its client, up to its time; the loop's own thread, which alone could bring the

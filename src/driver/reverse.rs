@@ -28,6 +28,8 @@ struct Slot {
     /// Credits that are asked for, on the next connection too.
     credits: u32,
     chunks: bool,
+    /// Least bytes of our Receives, if the program has said so.
+    receive_size: Option<u32>,
 }
 
 /// What only the program's loop can do.
@@ -48,7 +50,8 @@ impl Reverse {
         config: &'static Config,
         hooks: &'static Hooks,
     ) -> Result<Arc<Reverse>, Error> {
-        let slot = Slot { server, credits: config.reverse_credits, chunks: config.reverse_chunks };
+        let (credits, chunks) = (config.reverse_credits, config.reverse_chunks);
+        let slot = Slot { server, credits, chunks, receive_size: None };
         slot.begin()?;
         Ok(Arc::new(Reverse { slot: Mutex::new(slot), config, hooks }))
     }
@@ -82,32 +85,22 @@ impl Reverse {
         self.slot().server.clone()
     }
 
-    /// Waits for the end of a call.
-    fn wait<'a>(
+    /// Waits until what is waited for is there, or until `deadline`.
+    fn wait_for<'a>(
         &self,
         server: &'a Shared,
         mut state: MutexGuard<'a, Server>,
-        xid: Xid,
+        waiter: Waiter,
         deadline: Instant,
         mask: Mask<'_>,
-    ) -> Result<Vec<Region>, Error> {
-        let waiter = Waiter::Call(xid);
+    ) -> MutexGuard<'a, Server> {
         let own = Arc::new(Condvar::new());
         // The loop serves nothing more of this connection.
         let mut stuck = false;
-        let outcome = loop {
-            if let Some(outcome) = state.calls.outcomes.remove(&xid) {
-                break outcome;
-            }
+        while !state.calls.is_over(waiter) {
             let now = Instant::now();
             if now >= deadline {
-                if let Phase::Open(link) = &mut state.phase {
-                    link.engine.abandon(xid, &mut *link.device);
-                    link.drain();
-                }
-                state.settle();
-                stats::add(Counter::Orphans, 1);
-                break Err(Error::new(Kind::Timeout, "no reply to the call back within its time"));
+                break;
             }
             let serves = !stuck && service_loop::may_nest();
             if serves && state.request_ready() {
@@ -122,7 +115,7 @@ impl Reverse {
             }
             let reads = service_loop::may_read();
             if state.driver.is_none() && (reads || state.wants_write()) {
-                state = self.drive(server, state, xid, (reads, serves), deadline, mask);
+                state = self.drive(server, state, waiter, (reads, serves), deadline, mask);
             } else {
                 state.calls.sleepers.insert(waiter, own.clone());
                 let mine = service_loop::is_mine();
@@ -134,8 +127,15 @@ impl Reverse {
                     state.calls.servant = None;
                 }
             }
-        };
-        state.calls.sleepers.remove(&waiter);
+        }
+        state
+    }
+
+    /// This thread waits no more: somebody else drives, and the loop hears of what is left for it.
+    fn leave(&self, mut state: MutexGuard<'_, Server>, waiter: Option<Waiter>) {
+        if let Some(waiter) = waiter {
+            state.calls.sleepers.remove(&waiter);
+        }
         if state.driver.is_none() {
             state.calls.wake_one();
         }
@@ -146,16 +146,15 @@ impl Reverse {
         if service_loop::is_idle_here() {
             (self.hooks.wake)();
         }
-        outcome
     }
 
-    /// Spins, then sleeps once, then moves what has come; sends only, unless it `reads`. Until the call has ended, or a
+    /// Spins, then sleeps once, then moves what has come; sends only, unless it `reads`. Until the wait is over, or a
     /// request is there that this thread `serves`.
     fn drive<'a>(
         &self,
         server: &'a Shared,
         mut state: MutexGuard<'a, Server>,
-        xid: Xid,
+        waiter: Waiter,
         (reads, serves): (bool, bool),
         deadline: Instant,
         mask: Mask<'_>,
@@ -168,7 +167,7 @@ impl Reverse {
             loop {
                 state.pump();
                 let request = serves && state.request_ready();
-                if request || state.calls.outcomes.contains_key(&xid) || state.link().is_none() {
+                if request || state.calls.is_over(waiter) || state.link().is_none() {
                     state.spin.found();
                     state.driver = None;
                     return state;
@@ -206,14 +205,10 @@ impl Reverse {
 impl Slot {
     fn begin(&self) -> Result<(), Error> {
         let mut server = locked(&self.server);
-        if server.forked() {
-            return Err(Error::new(Kind::Invalid, "the connection belongs to the parent of this process"));
-        }
-        let Some(link) = server.link() else {
-            return Err(server.why_not());
-        };
+        let link = server.usable()?;
         link.engine.ask(self.credits);
         link.engine.set_reverse_chunks(self.chunks);
+        link.raise_again(self.receive_size);
         link.drain();
         Ok(())
     }
@@ -246,8 +241,36 @@ impl Server {
         }
     }
 
+    /// The connection, for calls back.
+    fn usable(&mut self) -> Result<&mut Link, Error> {
+        if self.forked() {
+            return Err(Error::new(Kind::Invalid, "the connection belongs to the parent of this process"));
+        }
+        if self.link().is_none() {
+            return Err(self.phase.why_not());
+        }
+        match &mut self.phase {
+            Phase::Open(link) => Ok(link),
+            phase => Err(phase.why_not()),
+        }
+    }
+
+    /// What is known of the client.
+    ///
+    /// # Errors
+    /// Why the connection is lost.
+    pub fn peer(&self) -> Result<Peer, Error> {
+        match &self.phase {
+            Phase::Open(link) => Peer::of(link, self.id),
+            phase => Err(phase.why_not()),
+        }
+    }
+}
+
+impl Phase {
+    /// Why there can be no calls back.
     fn why_not(&self) -> Error {
-        let text = match &self.phase {
+        let text = match self {
             Phase::Starting(_) => "the connection is not established yet",
             Phase::Open(link) => link.engine.closed().map_or("closed", |error| error.text()),
             Phase::Failed(error) => error.text(),
@@ -292,13 +315,64 @@ impl Requester for Reverse {
     ) -> Result<Vec<Region>, Error> {
         let server = self.server();
         let mut state = locked(&server);
-        if state.forked() {
-            return Err(Error::new(Kind::Invalid, "the connection belongs to the parent of this process"));
-        }
-        let Some(link) = state.link() else { return Err(state.why_not()) };
-        link.begin(xid, message, expect)?;
+        state.usable()?.begin(xid, message, expect)?;
         state.settle();
-        self.wait(&server, state, xid, deadline, mask)
+        let waiter = Waiter::Call(xid);
+        state = self.wait_for(&server, state, waiter, deadline, mask);
+        let outcome = state.calls.outcomes.remove(&xid).unwrap_or_else(|| {
+            if let Phase::Open(link) = &mut state.phase {
+                link.engine.abandon(xid, &mut *link.device);
+                link.drain();
+            }
+            state.settle();
+            stats::add(Counter::Orphans, 1);
+            Err(Error::new(Kind::Timeout, "no reply to the call back within its time"))
+        });
+        self.leave(state, Some(waiter));
+        outcome
+    }
+
+    fn peer(&self, wanted: bool) -> Result<Peer, Error> {
+        let server = self.server();
+        let mut state = locked(&server);
+        state.usable()?;
+        if !wanted {
+            return state.peer();
+        }
+        if service_loop::is_mine() {
+            state.pump();
+        } else {
+            service_loop::stand_in(|| state.read_for_loop());
+        }
+        state.send();
+        let peer = state.peer();
+        self.leave(state, None);
+        peer
+    }
+
+    fn request(&self, what: Characteristic, deadline: Instant, mask: Mask<'_>) -> Result<Wish, Error> {
+        let server = self.server();
+        let mut state = locked(&server);
+        state.usable()?;
+        let Server { calls, phase: Phase::Open(link), .. } = &mut *state else {
+            return Err(state.phase.why_not());
+        };
+        let number = calls.requests.begin(link, what)?;
+        let waiter = Waiter::Peer(number);
+        state.settle();
+        state = self.wait_for(&server, state, waiter, deadline, mask);
+        let outcome = state.calls.requests.take(number);
+        self.leave(state, Some(waiter));
+        outcome
+    }
+
+    fn raise_receives(&self, bytes: u32) -> Result<(), Error> {
+        let mut slot = self.slot();
+        let server = slot.server.clone();
+        let mut state = locked(&server);
+        state.usable()?.raise_receives(bytes)?;
+        slot.receive_size = Some(bytes);
+        Ok(())
     }
 
     fn standing(&self) -> Standing {

@@ -28,7 +28,8 @@ use std::time::{Duration, Instant};
 use crate::binding::{Binding, Head};
 use crate::config::{self, Config, Provider};
 use crate::connection::RPC_HEADER_MAX;
-use crate::driver::{self, Attempt, Client, Requester, Responder, Reverse, START_TIMEOUT, Shared};
+use crate::connection::characteristics::Wish;
+use crate::driver::{self, Attempt, Client, Peer, Requester, Responder, Reverse, START_TIMEOUT, Shared};
 use crate::error::{Error, Kind, clnt_stat, os_text};
 use crate::ffi::guard;
 use crate::memory::{Loan, Message, Region, Sink, registered};
@@ -42,6 +43,7 @@ use crate::tirpc::{
     rpc_err, rpc_err_ru, rpc_msg, rpc_msg_ru, xdr_opaque_auth, xdr_replymsg,
 };
 use crate::wire::Xid;
+use crate::wire::characteristics::Characteristic;
 use crate::xdr::{Decoder, Encoder, LEND_MIN, XDR, XdrProc, op};
 use crate::{log_debug, log_error, log_info, socket, sys, xdr};
 
@@ -70,6 +72,10 @@ pub const CLGET_RDMA_REVERSE_CREDITS: c_uint = 0x5244_4d06;
 pub const CLSET_RDMA_REVERSE_CHUNKS: c_uint = 0x5244_4d07;
 /// Gets how often the connection was made: an `unsigned`.
 pub const CLGET_RDMA_CONNECTIONS: c_uint = 0x5244_4d08;
+/// Sets and gets the bytes of our Receives, as the peer is told: an `unsigned`.
+pub const CLSET_RDMA_RECEIVE_SIZE: c_uint = 0x5244_4d09;
+/// See [`CLSET_RDMA_RECEIVE_SIZE`].
+pub const CLGET_RDMA_RECEIVE_SIZE: c_uint = 0x5244_4d0a;
 
 /// How long a moved client waits for a peer that neither answers nor closes (a stock server closes at once).
 const TRY_TIMEOUT: Duration = Duration::from_millis(500);
@@ -140,6 +146,16 @@ struct Control {
     max_reply: usize,
     error: rpc_err,
     explanation: Option<String>,
+    listener: Option<Listener>,
+}
+
+/// Tells the program of a CLIENT what its peer has said of itself.
+pub type Told = Arc<dyn Fn(*mut CLIENT, &Peer) + Send + Sync>;
+
+struct Listener {
+    told: Told,
+    /// The connection, and how often the peer had said something on it, when the program was told last.
+    heard: (usize, u32),
 }
 
 static OPS: clnt_ops = clnt_ops {
@@ -396,14 +412,64 @@ pub unsafe fn poll(client: *mut CLIENT, timeout: libc::timeval) -> Result<usize,
         return Err(Error::new(Kind::Invalid, "rpcrdma_clnt_poll: a senseless time"));
     }
     // SAFETY: by the contract.
-    let running = Running::start(unsafe { handle(client) }?);
-    let uncancelled = Uncancelled::now();
-    let signals = BlockedSignals::all();
-    let served = connection.poll_callbacks(Instant::now() + duration(&timeout), Some(signals.before()));
-    drop(signals);
-    drop(uncancelled);
-    drop(running);
-    served
+    let handle = unsafe { handle(client) }?;
+    run(handle, client, |signals| {
+        connection.poll_callbacks(Instant::now() + duration(&timeout), Some(signals.before()))
+    })
+}
+
+/// What is known of the peer of a CLIENT's connection.
+///
+/// # Errors
+/// `Invalid` for the CLIENT of another transport; as [`Requester::peer`].
+///
+/// # Safety
+/// `client` is NULL or a live handle of any transport.
+pub unsafe fn peer(client: *mut CLIENT) -> Result<Peer, Error> {
+    // SAFETY: by the contract.
+    unsafe { handle(client) }?.connection.peer(true)
+}
+
+/// Asks the peer to be otherwise, and waits for the outcome.
+///
+/// # Errors
+/// `Invalid` for what there is not; as [`Requester::request`].
+///
+/// # Safety
+/// As [`peer`].
+pub unsafe fn request(
+    client: *mut CLIENT,
+    which: u32,
+    value: u32,
+    timeout: libc::timeval,
+) -> Result<Wish, Error> {
+    // SAFETY: by the contract.
+    let handle = unsafe { handle(client) }?;
+    let what = Characteristic::of(which, value).ok_or_else(|| {
+        let text = format!("rpcrdma_clnt_request: there is no characteristic {which} with the value {value}");
+        Error::new(Kind::Invalid, text)
+    })?;
+    if !valid(&timeout) {
+        return Err(Error::new(Kind::Invalid, "rpcrdma_clnt_request: a senseless time"));
+    }
+    run(handle, client, |signals| {
+        handle.connection.request(what, Instant::now() + duration(&timeout), Some(signals.before()))
+    })
+}
+
+/// Has the program told of what the peer says of itself from now on; `None` ends it.
+///
+/// # Errors
+/// `Invalid` for the CLIENT of another transport.
+///
+/// # Safety
+/// As [`peer`].
+pub unsafe fn on_update(client: *mut CLIENT, told: Option<Told>) -> Result<(), Error> {
+    // SAFETY: by the contract.
+    let handle = unsafe { handle(client) }?;
+    let heard = handle.connection.peer(false).map_or((0, 0), |peer| (peer.connection, peer.updates));
+    handle.control().listener = told.map(|told| Listener { told, heard });
+    Ok(())
 }
 
 /// Keeps an error for `clnt_perror`.
@@ -431,6 +497,7 @@ fn new(connection: Connection, address: Box<[u8]>, prog: u32, vers: u32, config:
         max_reply: connection.max_reply(config),
         error: rpc_err::new(clnt_stat::SUCCESS, 0),
         explanation: None,
+        listener: None,
     };
     let client =
         CLIENT { cl_auth, cl_ops: &OPS, cl_private: null_mut(), cl_netid: null_mut(), cl_tp: null_mut() };
@@ -553,6 +620,43 @@ impl Handle {
         control.explanation = Some(error.text().to_owned());
         status
     }
+
+    /// Tells the program if the peer has said something of itself since the last time. No lock of ours is held.
+    fn tell(&self, client: *mut CLIENT) {
+        if self.control().listener.is_none() {
+            return;
+        }
+        let Ok(peer) = self.connection.peer(false) else { return };
+        let heard = (peer.connection, peer.updates);
+        let mut control = self.control();
+        let Some(listener) = control.listener.as_mut().filter(|it| it.heard != heard) else { return };
+        listener.heard = heard;
+        let told = listener.told.clone();
+        // A new connection on which nothing was said yet is no news.
+        if peer.updates == 0 {
+            return;
+        }
+        let (error, explanation) = (control.error, control.explanation.take());
+        drop(control);
+        told(client, &peer);
+        // Calls that the program has made there had outcomes of their own.
+        let mut control = self.control();
+        (control.error, control.explanation) = (error, explanation);
+    }
+}
+
+/// Does what waits for the peer as a call does: uncancelled, with signals let through only while it sleeps.
+/// Destruction of the handle waits for it.
+fn run<T>(handle: &Handle, client: *mut CLIENT, work: impl FnOnce(&BlockedSignals) -> T) -> T {
+    let running = Running::start(handle);
+    let uncancelled = Uncancelled::now();
+    let signals = BlockedSignals::all();
+    let outcome = work(&signals);
+    drop(signals);
+    handle.tell(client);
+    drop(uncancelled);
+    drop(running);
+    outcome
 }
 
 unsafe extern "C" fn call(
@@ -567,23 +671,18 @@ unsafe extern "C" fn call(
     guard(|| {
         // SAFETY: the program's handle.
         let handle = unsafe { handle(client) }?;
-        let running = Running::start(handle);
-        let uncancelled = Uncancelled::now();
-        let signals = BlockedSignals::all();
         // SAFETY: alive: it is the first member of `handle`.
         let auth = unsafe { (*client).cl_auth };
-        let call = Call { handle, auth, proc, encode, args, decode, results, signals: &signals };
-        // A defect inside must not leave the handle saying "Success".
-        handle.control().error = rpc_err::new(clnt_stat::FAILED, libc::ENOTRECOVERABLE);
-        // SAFETY: procedures and objects are the program's, as `clnt_call` asks for them.
-        let status = unsafe { call.run(timeout) }.unwrap_or_else(|error| {
-            log_error!("fd {}: a call of procedure {proc} failed: {error}", handle.connection.fd());
-            handle.record(&error)
-        });
-        drop(signals);
-        drop(uncancelled);
-        drop(running);
-        Ok(status)
+        Ok(run(handle, client, |signals| {
+            let call = Call { handle, auth, proc, encode, args, decode, results, signals };
+            // A defect inside must not leave the handle saying "Success".
+            handle.control().error = rpc_err::new(clnt_stat::FAILED, libc::ENOTRECOVERABLE);
+            // SAFETY: procedures and objects are the program's, as `clnt_call` asks for them.
+            unsafe { call.run(timeout) }.unwrap_or_else(|error| {
+                log_error!("fd {}: a call of procedure {proc} failed: {error}", handle.connection.fd());
+                handle.record(&error)
+            })
+        }))
     })
 }
 
@@ -1047,6 +1146,18 @@ unsafe extern "C" fn control(client: *mut CLIENT, request: c_uint, info: *mut c_
             CLGET_RDMA_CREDITS => unsafe {
                 info.cast::<u32>().write_unaligned(handle.connection.credits(None));
             },
+            CLSET_RDMA_RECEIVE_SIZE => {
+                drop(control);
+                // SAFETY: as above: an unsigned.
+                let bytes = unsafe { info.cast::<u32>().read_unaligned() };
+                let raised = handle.connection.raise_receives(bytes);
+                return Ok(raised.map_err(|error| handle.record(&error)).is_ok().into());
+            }
+            CLGET_RDMA_RECEIVE_SIZE => {
+                let bytes = handle.connection.peer(false)?.own_receive_size as u32;
+                // SAFETY: as above.
+                unsafe { info.cast::<u32>().write_unaligned(bytes) };
+            }
             _ => {
                 drop(control);
                 // SAFETY: not NULL; our own contract for these requests.

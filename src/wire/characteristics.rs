@@ -269,20 +269,26 @@ fn value(reader: &mut Reader<'_>) -> Result<Value, &'static str> {
         .try_into()
         .map(u32::from_be_bytes)
         .map_err(|_| "a characteristic of another length than its type")?;
-    let known = match (which, word) {
-        (RBSIZ, bytes) => Characteristic::ReceiveSize(bytes),
-        (RQREMINV, 0) => Characteristic::RemoteInvalidation(false),
-        (RQREMINV, 1) => Characteristic::RemoteInvalidation(true),
-        (BRS, 0) => Characteristic::Backward(Backward::Unknown),
-        (BRS, 1) => Characteristic::Backward(Backward::None),
-        (BRS, 2) => Characteristic::Backward(Backward::SizeLimited),
-        (BRS, 3) => Characteristic::Backward(Backward::General),
-        _ => return Err("a characteristic with a value that its type does not have"),
-    };
+    let known = Characteristic::of(which, word);
+    let known = known.ok_or("a characteristic with a value that its type does not have")?;
     Ok(Value { which, known: Some(known) })
 }
 
 impl Characteristic {
+    /// The one with this `xcharid` and this word as its value, if there is such a one.
+    pub fn of(which: u32, word: u32) -> Option<Characteristic> {
+        Some(match (which, word) {
+            (RBSIZ, bytes) => Characteristic::ReceiveSize(bytes),
+            (RQREMINV, 0) => Characteristic::RemoteInvalidation(false),
+            (RQREMINV, 1) => Characteristic::RemoteInvalidation(true),
+            (BRS, 0) => Characteristic::Backward(Backward::Unknown),
+            (BRS, 1) => Characteristic::Backward(Backward::None),
+            (BRS, 2) => Characteristic::Backward(Backward::SizeLimited),
+            (BRS, 3) => Characteristic::Backward(Backward::General),
+            _ => return None,
+        })
+    }
+
     /// `xcharid`, and the word that is its value.
     pub fn words(self) -> (u32, u32) {
         match self {

@@ -708,6 +708,27 @@ fn calls_back_and_their_chunks_go_by_what_the_client_has_told() {
 }
 
 #[test]
+fn that_a_client_serves_is_told_before_the_calls_that_waited_for_a_credit() {
+    let mut model = Model::new(BOTH, BOTH);
+    model.half(Client).engine.grant(4);
+    model.drain(Client);
+    model.call(Client, 40, 40);
+    let second = model.call(Client, 40, 40);
+    // A server that answers each call before it looks at what comes behind it.
+    while model.deliver(Client) {
+        model.serve(Server);
+        while model.deliver(Server) {}
+    }
+    let told = |message: &[u8]| matches!(operation(message), Some(Operation::Update { .. }));
+    let called = |message: &[u8]| operation(message).is_none() && message[..4] == second.to_be_bytes();
+    let first = |is: &dyn Fn(&[u8]) -> bool| {
+        model.wire.iter().position(|(side, message)| *side == Client && is(message))
+    };
+    let (told, called) = (first(&told), first(&called));
+    assert!(told.is_some() && told < called, "told as message {told:?}, called as {called:?}");
+}
+
+#[test]
 fn a_reply_invalidates_where_the_requester_has_told_that_it_may() {
     for (client, server, used) in
         [(true, true, true), (false, true, false), (true, false, false), (false, false, false)]

@@ -802,7 +802,7 @@ impl Attempt {
         let Attempt { device, to, config } = self;
         let memory = memory(config);
         let link = Link::new(Role::Client, config, versions(config), device, &memory);
-        Client::with(fd, Some(to), config, link)
+        Client::with(fd, Some(to), true, config, link)
     }
 }
 
@@ -853,11 +853,19 @@ impl Client {
         deadline: Instant,
         mask: Mask<'_>,
     ) -> Result<Arc<Client>, Error> {
+        // Now: a peer that resets the connection at once leaves a socket without an address.
+        let to = socket::peer(fd);
         let link = Client::start(fd, config, versions(config), deadline, mask)?;
-        Ok(Client::with(fd, None, config, link))
+        Ok(Client::with(fd, to, false, config, link))
     }
 
-    fn with(fd: RawFd, adapter: Option<SocketAddr>, config: &'static Config, link: Link) -> Arc<Client> {
+    fn with(
+        fd: RawFd,
+        to: Option<SocketAddr>,
+        adapter: bool,
+        config: &'static Config,
+        link: Link,
+    ) -> Arc<Client> {
         let memory = link.memory.clone();
         let state = Waiting {
             link,
@@ -875,8 +883,7 @@ impl Client {
                 versions: versions(config),
             },
         };
-        let to = adapter.or_else(|| socket::peer(fd));
-        Arc::new(Client { fd, to, adapter: adapter.is_some(), config, memory, state: Mutex::new(state) })
+        Arc::new(Client { fd, to, adapter, config, memory, state: Mutex::new(state) })
     }
 
     fn start(
@@ -1122,6 +1129,7 @@ impl Client {
                 // was not sent goes over the new one.
                 let waiting = state.link.engine.take_waiting();
                 state.link = link;
+                state.nudges = 0;
                 state.connections += 1;
                 let Waiting { link, wishes, .. } = &mut **state;
                 link.engine.ask(wishes.credits);
@@ -1132,6 +1140,8 @@ impl Client {
                 for (xid, message, expect) in waiting {
                     link.engine.call(xid, message, expect, &mut *link.device)?;
                 }
+                // Whoever drives sleeps until something comes: nothing would, before these have left.
+                link.flush();
                 Ok(())
             }
             Err(error) => {

@@ -534,14 +534,15 @@ impl Link {
         {
             self.decline(request);
         }
+        // Answers to a peer that talks of itself or calls back without end, and takes none of them.
+        self.limit_queue();
     }
 
-    /// What was agreed on, when that has changed. Answers to a peer that talks of it without end are bounded.
-    fn log_terms(&mut self) {
+    /// What was agreed on, when that has changed.
+    fn log_terms(&self) {
         let (send, receive) = self.engine.thresholds();
         let (fd, version) = (self.device.fd(), self.engine.version().unwrap_or_default());
         log_info!("fd {fd}: RPC-over-RDMA version {version}, inline {send} bytes out and {receive} in");
-        self.limit_queue();
     }
 
     /// Answers that there is no such program here (RFC 5531 §9: PROG_UNAVAIL).
@@ -555,7 +556,6 @@ impl Link {
             self.engine.discard(request.id);
             log_info!("fd {}: a call back to no program was not answered: {error}", self.device.fd());
         }
-        self.limit_queue();
     }
 
     /// Sends a reply and waits a little while for a peer that does not take it: reading goes on, for two ends that only

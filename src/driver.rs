@@ -478,6 +478,7 @@ impl Link {
         // What answers no call or makes no request takes no Receive for good, so nothing else bounds its number; and
         // while it comes faster than it is read, this loop would not end.
         let mut left = RECEIVES_SPARE.saturating_add(4 * self.engine.asked().max(self.engine.granting()));
+        let mut looked = false;
         while self.engine.closed().is_none() {
             match self.device.poll() {
                 Ok(Some(Completion::Received { sink, len, invalidated })) => {
@@ -495,6 +496,14 @@ impl Link {
                     }
                 }
                 Ok(Some(Completion::Read { id })) => self.engine.handle_read(id),
+                Ok(None) if self.engine.refused() => {
+                    // A device that has just taken the last bytes has not looked for an end behind them.
+                    if looked {
+                        self.engine.handle_quiet(&mut *self.device);
+                        self.log_terms();
+                    }
+                    looked = true;
+                }
                 Ok(None) => break,
                 Err(error) => self.fail(error),
             }

@@ -240,6 +240,22 @@ fn a_server_that_goes_away_at_the_offer_is_called_in_version_one_over_a_second_c
 }
 
 #[test]
+fn a_server_that_refuses_and_goes_away_at_once_is_called_in_version_one() {
+    for version in [1, 2] {
+        let (outcome, connections) = offered(&[AUTO], &["20000", "null", "null"], |mut peer, number| {
+            if number == 0 {
+                let xid = offer(&mut peer);
+                return peer.last(&send(1, &error(xid, version, versions(1, 1))));
+            }
+            accept(&mut peer);
+            serve(&mut peer, 1);
+        });
+        assert_eq!(outcome.statuses, [SUCCESS; 2], "{}", outcome.text);
+        assert_eq!(connections, 2);
+    }
+}
+
+#[test]
 fn a_server_that_always_goes_away_ends_the_call_after_the_second_connection() {
     for (setting, wanted) in [(AUTO, 2), (TWO, 1)] {
         for reset in [false, true] {

@@ -688,7 +688,7 @@ impl Connection {
 
     /// Sends a message without a payload. False when there is no memory for it; the connection ends then.
     fn send_bytes(&mut self, bytes: &[u8]) -> bool {
-        let region = self.memory.slab().and_then(|mut buf| {
+        let region = self.memory.header().and_then(|mut buf| {
             buf.extend(bytes)?;
             Ok(buf.freeze())
         });
@@ -1026,7 +1026,7 @@ impl Connection {
             Direction::Reply => self.responder.grant,
         };
         either::encode(&mut bytes, version, xid, Credits(credits), payload, direction, lists);
-        let mut buf = self.memory.slab()?;
+        let mut buf = self.memory.header()?;
         buf.extend(&bytes)?;
         Ok(buf.freeze())
     }
@@ -1151,7 +1151,7 @@ impl Connection {
         if reduced.placed.is_empty() {
             return Ok(stream);
         }
-        let mut pad = self.memory.slab()?;
+        let mut pad = self.memory.header()?;
         pad.extend(&[0; 3])?;
         Ok(chunks::restore(stream, &reduced.placed, &chunks, &pad.freeze()))
     }

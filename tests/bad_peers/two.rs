@@ -792,7 +792,7 @@ fn receives_have_the_size_that_was_told_after_every_change() {
 }
 
 #[test]
-fn requests_without_end_whose_answers_nobody_reads_end_their_own_connection_only() {
+fn thousands_of_requests_whose_answers_nobody_reads_hold_up_nobody() {
     let floods: [fn(u32) -> Vec<u8>; 5] = [
         |n| request(n, &[size(4096 + n % 2)]),
         |n| request(n, &[size(65_536); 60]),
@@ -801,17 +801,14 @@ fn requests_without_end_whose_answers_nobody_reads_end_their_own_connection_only
         |n| init(n, 4096 + n % 2),
     ];
     let mut server = server(AUTO);
-    for flood in floods {
+    for (n, flood) in floods.into_iter().enumerate() {
         let mut peer = server.open();
-        let mut n = 0;
-        let batch = 30;
-        while n < 100_000
-            && peer.push_if_open(&(n + 1..=n + batch).flat_map(|n| send(n, &flood(n))).collect::<Vec<u8>>())
-        {
-            n += batch;
+        // As many as TCP holds the answers of: beyond, it may get stuck itself.
+        for sent in (0..20_000).step_by(30) {
+            let batch: Vec<u8> = (sent + 1..=sent + 30).flat_map(|n| send(n, &flood(n))).collect();
+            assert!(peer.push_if_open(&batch), "{sent} messages of flood {n} end the connection");
             server.good.null();
         }
-        assert!(n >= 10_000, "{n} messages end the connection");
         drop(peer);
         server.settle();
     }
@@ -824,6 +821,6 @@ fn requests_without_end_whose_answers_nobody_reads_end_their_own_connection_only
     }
     drop(crowd);
     server.settle();
-    assert!(server.peak() < 160 << 10, "{} kB", server.peak());
+    assert!(server.peak() < 64 << 10, "{} kB", server.peak());
     server.end();
 }

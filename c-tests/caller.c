@@ -7,6 +7,7 @@
  *   sink:n    sends n bytes and changes them as soon as the call has ended
  *   preset:n  asks for n bytes in a buffer of its own; check: after a failure nobody has changed that buffer since
  *   read:n    READ of NFS version 3 of n bytes   bell:port  makes a TCP connection to that port of 127.0.0.1
+ *   memory:n  whether it had at most n kB resident so far
  *
  * Connects to netid "rdma" on 127.0.0.1; each call may take so many milliseconds. Prints a line for each step: the
  * status, and what clnt_sperror says. Where no CLIENT can be made there is one line: the negative status, and what
@@ -15,6 +16,7 @@
 #include "suite.h"
 #include <arpa/inet.h>
 #include <err.h>
+#include <limits.h>
 #include <netconfig.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -135,6 +137,19 @@ static int bell(struct sockaddr_in address, u_int port)
     return 0;
 }
 
+/* Not getrusage(2), which counts what the program had before its exec. */
+static int memory(u_long most)
+{
+    char line[256];
+    u_long peak = ULONG_MAX;
+    FILE *status = fopen("/proc/self/status", "r");
+    while (status && fgets(line, sizeof line, status))
+        sscanf(line, "VmHWM: %lu", &peak);
+    if (status)
+        fclose(status);
+    return peak > most ? WRONG_RESULT : 0;
+}
+
 int main(int argc, char **argv)
 {
     if (argc < 3)
@@ -175,6 +190,8 @@ int main(int argc, char **argv)
             status = nfs_read(client, length, limit);
         else if (strncmp(argv[i], "bell", 4) == 0)
             status = bell(address, length);
+        else if (strncmp(argv[i], "memory", 6) == 0)
+            status = memory(length);
         else if (strcmp(argv[i], "one-way") == 0)
             status = clnt_call(client, SUITE_ONE_WAY, (xdrproc_t)xdr_u_int, (char *)&one, NULL, NULL,
                                at_once);

@@ -2,7 +2,7 @@
 //!
 //! # Contract
 //! - Getters tell state: [`Connection::credits_left`], [`Connection::starved`], [`Connection::request_ready`].
-//! - Input: `handle_receive`, `handle_read`, `handle_closed`.
+//! - Input: `handle_receive`, `handle_read`, `handle_quiet`, `handle_closed`.
 //! - Commands: `call`, `abandon`, `ask` (requester); `poll_request`, `reply`, `discard`, `resume`, `grant` (responder).
 //! - Output: `poll_output`. **Every input and command is followed by draining `poll_output` until `None`.**
 //!
@@ -209,6 +209,8 @@ pub struct Connection {
     memory: Arc<Memory>,
     bindings: Arc<Registry>,
     spoken: Spoken,
+    /// Our offer of Version Two was refused, and nobody has said yet that no more has come.
+    refused: bool,
     /// Version One: replies may invalidate a handle of the requester, for both ends have said so.
     invalidate: bool,
     /// Version One: largest Send that the peer takes, which is the call inline threshold of a client, the reply threshold
@@ -422,6 +424,7 @@ impl Connection {
             send,
             receive,
             spoken: if two_is_possible { Spoken::Unknown } else { Spoken::One },
+            refused: false,
             characteristics,
             // RFC 8166 §3.3.3: "a Requester MUST NOT assume more than one credit is available and MUST receive a valid
             // reply from the Responder carrying the actual number of available credits, prior to sending its next
@@ -699,7 +702,7 @@ impl Connection {
 
     /// Sends a message without a payload. False when there is no memory for it; the connection ends then.
     fn send_bytes(&mut self, bytes: &[u8]) -> bool {
-        let region = self.memory.slab().and_then(|mut buf| {
+        let region = self.memory.header().and_then(|mut buf| {
             buf.extend(bytes)?;
             Ok(buf.freeze())
         });
@@ -1037,7 +1040,7 @@ impl Connection {
             Direction::Reply => self.responder.grant,
         };
         either::encode(&mut bytes, version, xid, Credits(credits), payload, direction, lists);
-        let mut buf = self.memory.slab()?;
+        let mut buf = self.memory.header()?;
         buf.extend(&bytes)?;
         Ok(buf.freeze())
     }
@@ -1162,7 +1165,7 @@ impl Connection {
         if reduced.placed.is_empty() {
             return Ok(stream);
         }
-        let mut pad = self.memory.slab()?;
+        let mut pad = self.memory.header()?;
         pad.extend(&[0; 3])?;
         Ok(chunks::restore(stream, &reduced.placed, &chunks, &pad.freeze()))
     }
@@ -1590,13 +1593,27 @@ impl Connection {
         self.transmit_waiting(registrar);
     }
 
+    /// Nothing more has come so far. A refused offer leaves the connection to Version One only now: the calls to a peer that
+    /// has closed it with the refusal are still there for another one.
+    pub fn handle_quiet(&mut self, registrar: &mut (impl Registrar + ?Sized)) {
+        if std::mem::take(&mut self.refused) && self.offers() && self.closed.is_none() {
+            self.speak_version_one();
+            self.transmit_waiting(registrar);
+        }
+    }
+
+    /// Whether `handle_quiet` is waited for.
+    pub fn refused(&self) -> bool {
+        self.refused
+    }
+
     /// What a message tells of the version that the peer speaks.
     fn agree(&mut self, header: &Header<'_>) {
         match header.body {
             // The draft of Version Two, section 5.2. Only our first message can be meant, whatever version is written on it.
             Body::Error(RdmaError::Version { low, high }) if self.offers() => {
                 if self.may_fall_back() && (Versions { low, high }).include(v1::VERSION) {
-                    self.speak_version_one();
+                    self.refused = true;
                 } else {
                     let text = versions_differ(low, high, "2");
                     self.close(Error::new(Kind::Peer, text));
@@ -1605,7 +1622,7 @@ impl Connection {
             // It speaks Version One only, and has looked at what the message is first.
             Body::Error(_) if self.offers() && header.version == v1::VERSION => {
                 if self.may_fall_back() {
-                    self.speak_version_one();
+                    self.refused = true;
                 } else {
                     let text = versions_differ(1, 1, "2");
                     self.close(Error::new(Kind::Peer, text));

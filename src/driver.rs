@@ -552,6 +552,7 @@ impl Link {
         // What answers no call or makes no request takes no Receive for good, so nothing else bounds its number; and
         // while it comes faster than it is read, this loop would not end.
         let mut left = RECEIVES_SPARE.saturating_add(4 * self.engine.asked().max(self.engine.granting()));
+        let mut looked = false;
         while self.engine.closed().is_none() {
             match self.device.poll() {
                 Ok(Some(Completion::Received { sink, len, invalidated })) => {
@@ -569,6 +570,14 @@ impl Link {
                     }
                 }
                 Ok(Some(Completion::Read { id })) => self.engine.handle_read(id),
+                Ok(None) if self.engine.refused() => {
+                    // A device that has just taken the last bytes has not looked for an end behind them.
+                    if looked {
+                        self.engine.handle_quiet(&mut *self.device);
+                        self.log_terms();
+                    }
+                    looked = true;
+                }
                 Ok(None) => break,
                 Err(error) => self.fail(error),
             }
@@ -608,14 +617,15 @@ impl Link {
         {
             self.decline(request);
         }
+        // Answers to a peer that talks of itself or calls back without end, and takes none of them.
+        self.limit_queue();
     }
 
-    /// What was agreed on, when that has changed. Answers to a peer that talks of it without end are bounded.
-    fn log_terms(&mut self) {
+    /// What was agreed on, when that has changed.
+    fn log_terms(&self) {
         let (send, receive) = self.engine.thresholds();
         let (fd, version) = (self.device.fd(), self.engine.version().unwrap_or_default());
         log_info!("fd {fd}: RPC-over-RDMA version {version}, inline {send} bytes out and {receive} in");
-        self.limit_queue();
     }
 
     /// Answers that there is no such program here (RFC 5531 §9: PROG_UNAVAIL).
@@ -629,7 +639,6 @@ impl Link {
             self.engine.discard(request.id);
             log_info!("fd {}: a call back to no program was not answered: {error}", self.device.fd());
         }
-        self.limit_queue();
     }
 
     /// Sends a reply and waits a little while for a peer that does not take it: reading goes on, for two ends that only
@@ -928,7 +937,7 @@ impl Client {
         deadline: Instant,
         mask: Mask<'_>,
     ) -> Result<Arc<Client>, Error> {
-        // A peer that does not know what is offered may be gone when the startup is done.
+        // Now: a peer that resets the connection at once leaves a socket without an address.
         let to = socket::peer(fd);
         let link = Client::start(fd, config, versions(config), deadline, mask)?;
         Ok(Client::with(fd, to, false, config, link))
@@ -1217,6 +1226,7 @@ impl Client {
                 let waiting = state.link.engine.take_waiting();
                 let offered = state.link.engine.version().is_none();
                 state.link = link;
+                state.nudges = 0;
                 state.connections += 1;
                 let Waiting { link, wishes, calls, .. } = &mut **state;
                 link.engine.ask(wishes.credits);
@@ -1233,6 +1243,8 @@ impl Client {
                 for (xid, message, expect) in waiting {
                     link.engine.call(xid, message, expect, &mut *link.device)?;
                 }
+                // Whoever drives sleeps until something comes: nothing would, before these have left.
+                link.flush();
                 Ok(())
             }
             Err(error) => {

@@ -92,6 +92,7 @@ impl Pool {
 pub struct Memory {
     slabs: Option<Arc<Slabs>>,
     slab: Arc<Pool>,
+    header: Arc<Pool>,
     message: Arc<Pool>,
     areas: Arc<Pool>,
     exposed: Arc<Held>,
@@ -103,10 +104,13 @@ impl Memory {
     /// Pools for Receives of at most `receive` bytes and Reply chunks of `reply` bytes; at most `staging_max`
     /// bytes are staged at a time.
     pub fn new(receive: usize, reply: usize, staging_max: usize) -> Arc<Memory> {
-        let slab = round_up(receive.max(1));
+        let slab = |bytes: usize| Pool::new(bytes, bytes, (SLABS_WARM / bytes).clamp(1, SLABS_IDLE));
+        let receives = slab(round_up(receive.max(1)));
         Arc::new(Memory {
             slabs: None,
-            slab: Pool::new(slab, slab, (SLABS_WARM / slab).clamp(1, SLABS_IDLE)),
+            // A peer that takes none of its answers has us hold many: a page each, however long the Receives are.
+            header: if receives.capacity == PAGE { receives.clone() } else { slab(PAGE) },
+            slab: receives,
             message: Pool::new(MESSAGE, WARM, 8),
             areas: Pool::new(reply.max(AREA_LATE), WARM, 8),
             exposed: Arc::default(),
@@ -121,12 +125,20 @@ impl Memory {
         Arc::new(Memory { slabs: Some(slabs), ..self.clone() })
     }
 
-    /// A block for one Receive or one header: one that the device knows, if there is one left.
+    /// A block for one Receive: one that the device knows, if there is one left.
     ///
     /// # Errors
     /// `ENOMEM`.
     pub fn slab(&self) -> io::Result<Buf> {
         self.known().map_or_else(|| self.slab.take(), Ok)
+    }
+
+    /// A block for one header, or a message that is no more than that; it grows.
+    ///
+    /// # Errors
+    /// `ENOMEM`.
+    pub fn header(&self) -> io::Result<Buf> {
+        self.known().map_or_else(|| self.header.take(), Ok)
     }
 
     /// A block for one message; it grows.
@@ -961,6 +973,15 @@ mod tests {
         assert!(memory.staging(6001).unwrap().is_none() && memory.staging(6000).unwrap().is_some());
         drop(second);
         assert!(memory.staging(10_001).unwrap().is_some());
+    }
+
+    #[test]
+    fn a_header_takes_a_page_however_long_the_receives_are() {
+        for receive in [1024, 4096, 65_536] {
+            let memory = Memory::new(receive, 1 << 20, 1 << 20);
+            assert_eq!(memory.header().unwrap().capacity(), PAGE);
+            assert!(memory.slab().unwrap().capacity() >= receive);
+        }
     }
 
     #[test]

@@ -13,11 +13,11 @@ use crate::peer::*;
 use crate::programs::{self, Outcome};
 
 /// `enum clnt_stat`.
-const SUCCESS: i32 = 0;
-const CANTDECODERES: i32 = 2;
-const CANTRECV: i32 = 4;
-const TIMEDOUT: i32 = 5;
-const FAILED: i32 = 16;
+pub const SUCCESS: i32 = 0;
+pub const CANTDECODERES: i32 = 2;
+pub const CANTRECV: i32 = 4;
+pub const TIMEDOUT: i32 = 5;
+pub const FAILED: i32 = 16;
 
 /// Runs a caller against `serve`, which gets each connection that it makes, with its number.
 fn against(arguments: &[&str], valgrind: bool, serve: impl Fn(Peer, usize) + Sync) -> Outcome {
@@ -25,7 +25,7 @@ fn against(arguments: &[&str], valgrind: bool, serve: impl Fn(Peer, usize) + Syn
 }
 
 /// The same with settings of the caller, as `NAME=value`.
-fn against_with(
+pub fn against_with(
     settings: &[&str],
     arguments: &[&str],
     valgrind: bool,
@@ -98,7 +98,7 @@ struct Call {
 }
 
 /// Takes part in the startup.
-fn accept(peer: &mut Peer) {
+pub fn accept(peer: &mut Peer) {
     peer.start_frame(Which::Request).expect("an MPA Request");
     peer.push(&reply().encode());
 }
@@ -113,7 +113,7 @@ fn call(peer: &mut Peer) -> Call {
 }
 
 /// Until the client has had enough.
-fn until_end(peer: &mut Peer) -> Vec<Frame> {
+pub fn until_end(peer: &mut Peer) -> Vec<Frame> {
     peer.rest().0
 }
 

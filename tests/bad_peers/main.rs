@@ -5,6 +5,7 @@
 //! at once, before, during and after; at its end the server has no more descriptors, threads and memory than before.
 //! `placement` does so with a server that places data directly, `pulls` with the memory that long calls share.
 //! `clients` holds bad servers, for which a C caller must find the right `clnt_stat` and a readable text in time.
+//! `two` holds both for Version Two: its offer, its fallback, and its transport characteristics.
 //!
 //! Needs the built library (build/librpcrdma.so.0, or `LIBRPCRDMA`) and a C compiler, and fails without them. Nothing
 //! sleeps: what has been sent is known to be handled when calls of the good client have been answered after it.
@@ -18,3 +19,4 @@ mod placement;
 mod programs;
 mod pulls;
 mod servers;
+mod two;

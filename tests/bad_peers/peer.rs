@@ -7,8 +7,10 @@ use std::time::{Duration, Instant};
 
 use rpcrdma::provider::iwarp::ddp::{ENOUGH, Fault, Header, MAX_TERMINATE, Opcode, ReadRequest};
 use rpcrdma::provider::iwarp::mpa::{self, Enhanced, Offer, StartFrame, Which};
+use rpcrdma::wire::either::{self, Body, Versions};
 use rpcrdma::wire::private_data::PrivateData;
 use rpcrdma::wire::v1::{self, Lists, Proc};
+use rpcrdma::wire::v2::Direction;
 use rpcrdma::wire::{Credits, Handle, Position, ReadSegment, Segment, Xid};
 
 /// Longer than anything here takes that works at all; a wait that reaches it is a hang.
@@ -153,6 +155,26 @@ pub fn segment(handle: u32, length: u32, offset: u64) -> Segment {
     Segment { handle: Handle(handle), length, offset }
 }
 
+/// A header of either version and what follows it: nothing if the payload lies in a chunk.
+pub fn message_in(
+    version: u32,
+    xid: u32,
+    direction: Direction,
+    lists: &Lists,
+    payload: Option<&[u8]>,
+) -> Vec<u8> {
+    let mut bytes = Vec::new();
+    either::encode(&mut bytes, version, Xid(xid), Credits(32), payload.is_some(), direction, lists);
+    bytes.extend_from_slice(payload.unwrap_or_default());
+    bytes
+}
+
+/// A NULL call of either version.
+pub fn null_call(version: u32, xid: u32) -> Vec<u8> {
+    let payload = rpc_call(xid, NULL, b"");
+    message_in(version, xid, Direction::Call, &Lists::default(), Some(&payload))
+}
+
 /// A Call whose bytes lie in the Position-Zero Read chunk `chunk`.
 pub fn long_call(xid: u32, chunk: &[Segment]) -> Vec<u8> {
     let reads = chunk.iter().map(|&target| ReadSegment { position: Position(0), target }).collect();
@@ -193,6 +215,8 @@ pub struct Peer {
     /// Sends of ours, and of the other side.
     sent: u32,
     heard: u32,
+    /// In which `null` calls.
+    pub version: u32,
 }
 
 impl Peer {
@@ -200,7 +224,7 @@ impl Peer {
         stream.set_nodelay(true).expect("TCP_NODELAY");
         stream.set_read_timeout(Some(HANG)).expect("SO_RCVTIMEO");
         stream.set_write_timeout(Some(HANG)).expect("SO_SNDTIMEO");
-        Peer { stream, buffer: Vec::new(), sent: 0, heard: 0 }
+        Peer { stream, buffer: Vec::new(), sent: 0, heard: 0, version: v1::VERSION }
     }
 
     pub fn connect(port: u16) -> Peer {
@@ -263,21 +287,24 @@ impl Peer {
     }
 
     /// Ends the connection with a reset.
-    #[allow(unsafe_code)]
     pub fn reset(self) {
-        let linger = libc::linger { l_onoff: 1, l_linger: 0 };
-        let length = size_of::<libc::linger>() as libc::socklen_t;
-        // SAFETY: the descriptor is open, and `linger` is readable for `length` bytes.
-        let failed = unsafe {
-            libc::setsockopt(
-                self.stream.as_raw_fd(),
-                libc::SOL_SOCKET,
-                libc::SO_LINGER,
-                (&raw const linger).cast(),
-                length,
-            )
-        };
-        assert_eq!(failed, 0, "SO_LINGER");
+        self.set_option(libc::SOL_SOCKET, libc::SO_LINGER, libc::linger { l_onoff: 1, l_linger: 0 });
+    }
+
+    /// Writes, and ends the connection with the same segment.
+    pub fn last(mut self, bytes: &[u8]) {
+        self.set_option(libc::IPPROTO_TCP, libc::TCP_CORK, 1i32);
+        self.push(bytes);
+        self.finish();
+    }
+
+    #[allow(unsafe_code)]
+    fn set_option<T>(&self, level: i32, name: i32, value: T) {
+        let length = size_of::<T>() as libc::socklen_t;
+        let fd = self.stream.as_raw_fd();
+        // SAFETY: the descriptor is open, and `value` is readable for `length` bytes.
+        let failed = unsafe { libc::setsockopt(fd, level, name, (&raw const value).cast(), length) };
+        assert_eq!(failed, 0, "setsockopt {name}");
     }
 
     /// Reads until `enough` finds something at the start of the buffer and says how long it is.
@@ -359,13 +386,13 @@ impl Peer {
     pub fn null(&mut self) {
         self.sent += 1;
         let (msn, xid) = (self.sent, 0x6000_0000 + self.sent);
-        self.push(&send(msn, &inline_call(xid, NULL, b"")));
+        self.push(&send(msn, &null_call(self.version, xid)));
         let start = Instant::now();
         let answer = self.message();
-        let header = v1::decode(&answer).expect("a valid header");
-        assert_eq!(header.xid, Xid(xid));
+        let header = either::decode(&answer, Versions::BOTH).expect("a valid header");
+        assert_eq!((header.xid, header.version), (Xid(xid), self.version));
         match header.body {
-            v1::Body::Msg { payload, .. } => assert_eq!(payload, rpc_reply(xid, b"")),
+            Body::Msg { payload, .. } => assert_eq!(payload, rpc_reply(xid, b"")),
             other => panic!("{other:?} where a reply was due"),
         }
         assert!(start.elapsed() < HANG / 4, "a good client waited {:?}", start.elapsed());

@@ -124,6 +124,8 @@ pub struct Server {
     /// input, which has ended.
     _stdout: BufReader<ChildStdout>,
     pub port: u16,
+    /// In which its clients call: Version One, unless it speaks Version Two only.
+    pub version: u32,
     pub good: Peer,
     log: PathBuf,
     normal: Vitals,
@@ -162,9 +164,11 @@ impl Server {
         let port = line.split(' ').nth(1).and_then(|port| port.parse().ok());
         let port =
             port.unwrap_or_else(|| panic!("{line:?}: {}", fs::read_to_string(&log).unwrap_or_default()));
-        let good = Peer::open(port);
+        let version = if settings.contains(&"RPCRDMA_VERSION=2") { 2 } else { 1 };
+        let mut good = Peer::open(port);
+        good.version = version;
         let normal = Vitals { descriptors: 0, threads: 0, resident: 0, peak: 0 };
-        let mut server = Server { child, _stdout: stdout, port, good, log, normal };
+        let mut server = Server { child, _stdout: stdout, port, version, good, log, normal };
         // What is made once and stays: the set that wakes the loop for a startup under way.
         let mut half = Peer::connect(port);
         half.push(&request()[..5]);
@@ -180,6 +184,13 @@ impl Server {
         }
         server.normal = server.vitals();
         server
+    }
+
+    /// A connection of another client.
+    pub fn open(&self) -> Peer {
+        let mut peer = Peer::open(self.port);
+        peer.version = self.version;
+        peer
     }
 
     /// When this returns the server has seen all that was sent to it before, and has answered it; and the good client
@@ -225,7 +236,7 @@ impl Server {
         let now = self.vitals();
         assert_eq!(now.threads, 1);
         assert!(now.resident < self.normal.resident + KEPT, "memory leaks: {now:?}, {:?}", self.normal);
-        Peer::open(self.port).null();
+        self.open().null();
         signal(self.child.id(), libc::SIGTERM);
         let alive = watchdog(self.child.id(), 1);
         let status = self.child.wait().expect("a child");

@@ -6,6 +6,7 @@ use std::time::{Duration, Instant};
 
 use rpcrdma::provider::iwarp::ddp::{ENOUGH, Fault, Header, Opcode, ReadRequest};
 use rpcrdma::provider::iwarp::mpa::Which;
+use rpcrdma::wire::either::{self, Versions};
 use rpcrdma::wire::v1::{self, Body, Lists, Proc, RdmaError};
 use rpcrdma::wire::{Segment, Xid};
 
@@ -13,20 +14,20 @@ use crate::peer::*;
 use crate::programs::Server;
 
 const CRC: &[&str] = &["RPCRDMA_CRC=yes"];
-const NO_CRC: &[&str] = &["RPCRDMA_CRC=no"];
+pub const NO_CRC: &[&str] = &["RPCRDMA_CRC=no"];
 
 pub fn full() -> bool {
     std::env::var_os("BAD_PEERS").is_some_and(|value| value == "full")
 }
 
 /// What each byte is XORed with.
-fn flips() -> Vec<u8> {
+pub fn flips() -> Vec<u8> {
     if full() { (1..=255).collect() } else { vec![0x01, 0x80, 0xff] }
 }
 
 /// One thing wrong with a frame.
 #[derive(Clone, Copy, Debug)]
-enum Damage {
+pub enum Damage {
     /// Cut after so many bytes; then FIN.
     Cut(usize),
     /// Cut after so many bytes; then RST.
@@ -197,13 +198,13 @@ fn two_hundred_half_open_connections_do_not_keep_a_good_client_waiting() {
 // --------------------------------------------------------------------------------------------------------- calls
 
 /// A conversation in which one frame of the client is damaged.
-struct Case<'a> {
-    crc: bool,
-    call: Vec<u8>,
+pub struct Case<'a> {
+    pub crc: bool,
+    pub call: Vec<u8>,
     /// What the client's Read chunk holds.
-    memory: &'a [u8],
+    pub memory: &'a [u8],
     /// Which frame is damaged: 0 the Call, 1 the first Read Response.
-    damaged: usize,
+    pub damaged: usize,
 }
 
 /// The memory that a Call offers: Read segments, and segments to be written.
@@ -211,7 +212,8 @@ fn offered(frame: &[u8]) -> (Vec<Segment>, Vec<Segment>) {
     let offered = || {
         let (header, length) = Header::decode(frame.first_chunk::<ENOUGH>()?).ok()?;
         let message = frame.get(header.len()..header.len() + length)?;
-        let (Body::Msg { chunks, .. } | Body::Nomsg { chunks }) = v1::decode(message).ok()?.body else {
+        let body = either::decode(message, Versions::BOTH).ok()?.body;
+        let (either::Body::Msg { chunks, .. } | either::Body::Nomsg { chunks }) = body else {
             return None;
         };
         let writes = chunks.writes().chain(chunks.reply()).flat_map(|chunk| chunk.iter()).collect();
@@ -230,7 +232,7 @@ fn within(segments: &[Segment], stag: u32, to: u64, length: usize) -> bool {
 }
 
 /// Has the conversation: all that the server said, which is always well-formed and touches only what was offered.
-fn converse(server: &mut Server, case: &Case, damage: Option<Damage>) -> Vec<Frame> {
+pub fn converse(server: &mut Server, case: &Case, damage: Option<Damage>) -> Vec<Frame> {
     let mut peer = Peer::open_with(server.port, case.crc);
     let damaged = |frame: Vec<u8>, number: usize| match damage {
         Some(damage) if number == case.damaged => damage.to(frame),
@@ -291,7 +293,8 @@ fn converse(server: &mut Server, case: &Case, damage: Option<Damage>) -> Vec<Fra
                 assert!(asked, "{damage:?}: asked for {read:?}");
             }
             Frame::Send { bytes, .. } => {
-                v1::decode(bytes).unwrap_or_else(|e| panic!("{damage:?}: {e}"));
+                let decoded = either::decode(bytes, Versions::BOTH);
+                assert!(decoded.is_ok(), "{damage:?}: {bytes:02x?}");
             }
             Frame::Terminate(_) => assert_eq!(n + 1, heard.len(), "{damage:?}: more after a Terminate"),
             Frame::ReadResponse(_) => panic!("{damage:?}: a Read Response that nobody asked for"),
@@ -301,7 +304,7 @@ fn converse(server: &mut Server, case: &Case, damage: Option<Damage>) -> Vec<Fra
 }
 
 /// Whether a frame holds a Call of the procedure that ends the server: that it does is no defect.
-fn asks_to_exit(frame: &[u8]) -> bool {
+pub fn asks_to_exit(frame: &[u8]) -> bool {
     const REPLY_AND_EXIT: u32 = 10;
     let exit = words(&[PROGRAM, VERSION, REPLY_AND_EXIT]);
     frame.windows(exit.len()).any(|window| window == exit)
@@ -376,7 +379,7 @@ fn any_damage_to_a_call_with_a_reply_chunk_hurts_its_own_connection_only() {
 
 /// What the server says to one message; the connection lives on.
 pub fn answers(server: &mut Server, message: &[u8]) -> Vec<Vec<u8>> {
-    let mut peer = Peer::open(server.port);
+    let mut peer = server.open();
     peer.send(message);
     server.settle();
     let mut frames = Vec::new();

@@ -251,6 +251,7 @@ impl Model {
         }
         half.note_arrival(message);
         half.engine.handle_receive(buf, invalidate, &mut half.slots);
+        half.engine.handle_quiet(&mut half.slots);
         self.drain(to);
     }
 
@@ -582,6 +583,18 @@ fn an_offer_that_is_not_answered_leaves_its_calls_for_another_connection() {
     assert!(engine.must_fall_back() && engine.poll_output().is_none());
     let taken = engine.take_waiting();
     assert!(taken.len() == 1 && taken[0].0 == Xid(xid));
+
+    // Refused, and closed before anything could be sent in Version One.
+    let mut model = Model::new(BOTH, BOTH);
+    let xid = model.call(Client, 40, 40);
+    let offer = u32::from_be_bytes(model.wire[0].1[..4].try_into().unwrap());
+    let refusal = model.buf(&words(&[offer, 2, 1, 4, 1, 1, 1]));
+    let Half { engine, slots, .. } = model.half(Client);
+    engine.handle_receive(refusal, None, slots);
+    assert!(engine.refused() && engine.version().is_none() && !engine.transmitted(Xid(xid)));
+    engine.handle_closed(Error::new(Kind::ConnectionLost, "closed"));
+    engine.handle_quiet(slots);
+    assert!(engine.must_fall_back() && engine.take_waiting().len() == 1);
 
     let mut model = Model::new(BOTH, BOTH);
     let xid = model.call(Client, 40, 40);

@@ -1117,7 +1117,6 @@ impl Connection {
             };
             self.output.push_back(Output::Done { xid, outcome });
         }
-        self.transmit_waiting(registrar);
     }
 
     /// The RPC reply in stream order: what came inline or in the Reply chunk, with what came in Write chunks.

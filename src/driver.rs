@@ -73,6 +73,9 @@ const NUDGES: u32 = 10;
 /// drops it for one that speaks Version One only; but a server may also be busy with another request.
 const OFFER_TIMEOUT: Duration = Duration::from_secs(5);
 
+/// How long the first wait for that answer is, while the CLIENT is made; the first call waits for the rest.
+const AGREE_WAIT: Duration = Duration::from_secs(2);
+
 /// How long `xp_reply` waits for a peer that does not take its reply, before the rest is queued.
 const REPLY_WAIT: Duration = Duration::from_millis(20);
 
@@ -176,6 +179,8 @@ enum Waiter {
     Call(Xid),
     /// The answer to a request for a characteristic.
     Peer(u32),
+    /// A version, in this thread.
+    Version(usize),
     /// Callbacks, in this thread.
     Callbacks(usize),
 }
@@ -213,7 +218,7 @@ impl Calls {
         match waiter {
             Waiter::Call(xid) => self.outcomes.contains_key(&xid),
             Waiter::Peer(number) => self.requests.is_over(number),
-            Waiter::Callbacks(_) => false,
+            Waiter::Version(_) | Waiter::Callbacks(_) => false,
         }
     }
 
@@ -1032,6 +1037,38 @@ impl Client {
         state.link.engine.set_reverse_chunks(allowed);
     }
 
+    /// Waits a while for a version to be agreed on, so that the program's calls need not. A server that is busy answers
+    /// later.
+    ///
+    /// # Errors
+    /// There is none that both ends speak, or the connection was lost.
+    pub fn agree(&self, mask: Mask<'_>) -> Result<(), Error> {
+        let deadline = Instant::now() + AGREE_WAIT;
+        let waiter = Waiter::Version(sys::this_thread());
+        let mut state = self.lock();
+        let mut condition = None;
+        let outcome = loop {
+            let engine = &state.link.engine;
+            match engine.closed() {
+                Some(_) if engine.must_fall_back() => {
+                    if let Err(error) = self.renew(&mut state, deadline) {
+                        break Err(error);
+                    }
+                }
+                Some(error) if error.kind() == Kind::ConnectionLost && engine.version().is_none() => {
+                    let text =
+                        format!("{error}, at the offer of RPC-over-RDMA version 2; set RPCRDMA_VERSION=auto");
+                    break Err(Error::new(Kind::Peer, text));
+                }
+                Some(error) => break Err(error.clone()),
+                None if engine.version().is_some() || Instant::now() >= deadline => break Ok(()),
+                None => state = self.wait_once(state, waiter, &mut condition, deadline, mask),
+            }
+        };
+        state.leave(waiter);
+        outcome
+    }
+
     /// Waits for the end of a call, driving the connection when nobody else does.
     fn wait<'a>(
         &'a self,
@@ -1109,7 +1146,9 @@ impl Client {
     ) -> MutexGuard<'a, Waiting> {
         let held_up = match waiter {
             Waiter::Call(xid) => !state.link.engine.transmitted(xid),
-            Waiter::Peer(_) | Waiter::Callbacks(_) => state.link.engine.version().is_none(),
+            Waiter::Peer(_) | Waiter::Version(_) | Waiter::Callbacks(_) => {
+                state.link.engine.version().is_none()
+            }
         };
         if held_up && self.renew(&mut state, deadline).is_err() {
             // What was waited for has ended with the reason.
@@ -1397,7 +1436,8 @@ impl Waiting {
     }
 
     fn is_over_for(&self, waiter: Waiter) -> bool {
-        self.may_serve() || self.calls.is_over(waiter) || self.link.engine.closed().is_some()
+        let agreed = matches!(waiter, Waiter::Version(_)) && self.link.engine.version().is_some();
+        self.may_serve() || agreed || self.calls.is_over(waiter) || self.link.engine.closed().is_some()
     }
 
     /// Whether this thread may poll the socket.

@@ -364,8 +364,8 @@ impl Characteristics {
         }
     }
 
-    fn learn(&mut self, value: Characteristic) {
-        self.peer.set(value);
+    fn learn(&mut self, values: impl Iterator<Item = Characteristic>) {
+        values.for_each(|value| self.peer.set(value));
         self.updates = self.updates.wrapping_add(1);
     }
 
@@ -392,7 +392,7 @@ impl Characteristics {
         }
         match operation {
             Operation::Init { start, .. } => {
-                start.iter().filter_map(|value| value.known).for_each(|v| self.learn(v))
+                self.learn(start.iter().filter_map(|value| value.known));
             }
             Operation::Request { want } => return Ok(Some(self.asked(want, withdraw))),
             Operation::Response { done, rejected, pending } => {
@@ -402,7 +402,7 @@ impl Characteristics {
                 self.replied(sequence);
                 match (done.contains(0), rejected.contains(0), pending.contains(0)) {
                     (true, false, false) => {
-                        what.into_iter().for_each(|value| self.learn(value));
+                        self.learn(what.into_iter());
                         self.settle(what, Wish::Done);
                     }
                     (false, false, true) => self.settle(what, Wish::Pending),
@@ -411,7 +411,7 @@ impl Characteristics {
             }
             Operation::Update { now, settled } => {
                 let Some(value) = now.known else { return Ok(None) };
-                self.learn(value);
+                self.learn(std::iter::once(value));
                 if settled
                     && let Some((wanted, Wish::Pending)) = self.wish
                     && self.peer.get(wanted) == value

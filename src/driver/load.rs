@@ -234,7 +234,7 @@ fn load(ends: &Ends, calls: u32, in_turn: bool) {
         scope.spawn(|| service(ends));
         scope.spawn(|| callbacks(ends));
         // There is one credit before the first reply, and with one nobody can call in turn.
-        call(&*ends.client, 0, 40, 40).unwrap();
+        introduce(ends);
         call(&*ends.reverse, 0, 40, 40).unwrap();
         for thread in 0..THREADS {
             let worker = &worker;
@@ -262,11 +262,29 @@ fn load(ends: &Ends, calls: u32, in_turn: bool) {
     }
 }
 
+/// Calls until the server knows that the client takes calls back: in Version Two it is told when the client knows that the
+/// server understands.
+fn introduce(ends: &Ends) {
+    loop {
+        call(&*ends.client, 0, 40, 40).unwrap();
+        let peer = ends.reverse.peer(false).unwrap();
+        if peer.version == Some(1) || peer.endpoint.backward == Backward::General {
+            return;
+        }
+    }
+}
+
 /// rule 125, rule 127, rule 130, rule 131, rule 132: twenty thousand calls; a million with `--ignored`.
 #[test]
 fn both_directions_under_load_lose_nothing_and_exceed_no_credit() {
     let _one = ONE.lock().unwrap_or_else(|e| e.into_inner());
     load(&over_tcp(config(|_| {})), 20_000, false);
+}
+
+#[test]
+fn both_directions_under_load_lose_nothing_in_version_two() {
+    let _one = ONE.lock().unwrap_or_else(|e| e.into_inner());
+    load(&over_tcp(config(|config| config.version = Version::Auto)), 10_000, false);
 }
 
 /// A callback that calls forward before it answers, and one made in the midst of another.
@@ -295,6 +313,22 @@ fn both_directions_under_load_on_a_device() {
     let fds = [devices[1].fd(), devices[0].fd()];
     let [passive, active] = devices;
     load(&join(config, fds, [active, passive], Vec::new()), 10_000, false);
+}
+
+/// An adapter does not give Receives back: the calls consume the short ones.
+#[cfg(feature = "verbs")]
+#[test]
+#[ignore = "needs an RDMA device: VERBS_ADDRESS"]
+fn receives_grow_under_load_on_a_device() {
+    let _one = ONE.lock().unwrap_or_else(|e| e.into_inner());
+    let config = config(|config| {
+        (config.provider, config.version) = (Provider::Verbs, Version::Auto);
+        config.max_inline = Some(64 << 10);
+    });
+    let devices = verbs::tests::connected(&adapter_options(config));
+    let fds = [devices[1].fd(), devices[0].fd()];
+    let [passive, active] = devices;
+    longer_receives(&join(config, fds, [active, passive], Vec::new()));
 }
 
 /// rule 141: a sample with real sockets; the pure engine is cut at every step.
@@ -338,27 +372,35 @@ fn a_connection_cut_during_a_call_back_ends_it_once_with_the_right_status() {
     }
 }
 
-/// Each end makes its Receives longer, and asks the other for the same, while calls go both ways.
 #[test]
 fn both_ends_ask_one_another_for_longer_receives_under_load() {
     let _one = ONE.lock().unwrap_or_else(|e| e.into_inner());
-    let ends = &*over_tcp(config(|config| config.version = Version::Auto));
+    longer_receives(&over_tcp(config(|config| config.version = Version::Auto)));
+}
+
+/// Each end makes its Receives longer, and asks the other for the same, while calls go both ways.
+fn longer_receives(ends: &Ends) {
     let size = |from: &dyn Requester| from.peer(true).unwrap().endpoint.receive_size;
+    let asking = AtomicBool::new(true);
     scope(|scope| {
         let _alarm = Alarm(ends);
         scope.spawn(|| service(ends));
         scope.spawn(|| callbacks(ends));
-        // The client tells that it takes calls back when it knows that the server understands.
-        while ends.reverse.peer(false).unwrap().endpoint.backward != Backward::General {
-            call(&*ends.client, 0, 40, 40).unwrap();
-        }
+        introduce(ends);
         let ask = |from: &dyn Requester, bytes| {
             let what = Characteristic::ReceiveSize(bytes);
             assert_eq!(from.request(what, Instant::now() + PATIENCE, None).unwrap(), Wish::Done);
         };
         let calls: Vec<_> = [&*ends.client as &dyn Requester, &*ends.reverse]
             .into_iter()
-            .map(|from| scope.spawn(move || (0..500).for_each(|_| call(from, 0, 3000, 3000).unwrap())))
+            .map(|from| {
+                let asking = &asking;
+                scope.spawn(move || {
+                    while asking.load(Relaxed) {
+                        call(from, 0, 3000, 3000).unwrap();
+                    }
+                })
+            })
             .collect();
         for bytes in [16384, 8192, 32768] {
             ask(&*ends.client, bytes);
@@ -367,6 +409,7 @@ fn both_ends_ask_one_another_for_longer_receives_under_load() {
         }
         ends.client.raise_receives(65536).unwrap();
         ends.reverse.raise_receives(65536).unwrap();
+        asking.store(false, Relaxed);
         calls.into_iter().for_each(|thread| thread.join().unwrap());
         while (size(&*ends.client), size(&*ends.reverse)) != (65536, 65536) {
             call(&*ends.client, 0, 40, 40).unwrap();

@@ -215,7 +215,10 @@ pub unsafe fn vc_create(
         return Ok(None);
     }
     let signals = BlockedSignals::all();
-    let opened = open(fd, to, connected.is_some(), intent, config, &signals);
+    let opened = open(fd, to, connected.is_some(), intent, config, &signals).and_then(|connection| {
+        connection.agree(Some(signals.before())).map_err(Failure::Start)?;
+        Ok(connection)
+    });
     drop(signals);
     match opened {
         Ok(connection) => {

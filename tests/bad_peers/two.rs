@@ -23,7 +23,7 @@ fn decoded(message: &[u8]) -> Header<'_> {
     either::decode(message, Versions::BOTH).unwrap_or_else(|_| panic!("{message:02x?}"))
 }
 
-/// A message of the characteristics.
+/// A message of an extension.
 fn optional(xid: u32, direction: Direction, kind: u32, info: &[u8]) -> Vec<u8> {
     let mut bytes = Vec::new();
     v2::encode_optional(&mut bytes, Xid(xid), Credits(32), direction, kind, info);
@@ -67,8 +67,7 @@ fn changed(mut message: Vec<u8>, at: usize, word: u32) -> Vec<u8> {
     message
 }
 
-/// What is wrong with a message of the characteristics, or looks so, and what a peer that takes part in it answers:
-/// the name of an error, or nothing.
+/// Messages that are wrong or come at the wrong time, and the error that answers each, if one does.
 fn strange(xid: u32) -> Vec<(&'static str, Vec<u8>, Option<RdmaError>)> {
     let wants = |want| optional(xid, Direction::Call, Kind::Request as u32, want);
     let bad = Some(RdmaError::BadHeader);
@@ -79,7 +78,7 @@ fn strange(xid: u32) -> Vec<(&'static str, Vec<u8>, Option<RdmaError>)> {
         ("an update to 1023 bytes", update(xid, 1023, false), bad),
         ("an update that settles nothing", update(xid, 4096, true), None),
         ("an answer to nothing", response(xid), None),
-        ("a request with an answer's direction", changed(request(xid, &[size(4096)]), 4, 2), bad),
+        ("a direction of 2", changed(request(xid, &[size(4096)]), 4, 2), bad),
         ("a length past the end", changed(request(xid, &[size(4096)]), 6, 400), bad),
         ("a length of 4 GiB", changed(request(xid, &[size(4096)]), 6, u32::MAX), bad),
         ("a length that ends inside", changed(request(xid, &[size(4096)]), 6, 12), bad),
@@ -206,7 +205,8 @@ fn an_offer_that_is_refused_leaves_the_connection_to_version_one() {
 
 #[test]
 fn a_server_that_goes_away_at_the_offer_is_called_in_version_one_over_a_second_connection() {
-    let ways: [(&str, &(dyn Fn(Peer, u32) + Sync)); 7] = [
+    type Way<'a> = &'a (dyn Fn(Peer, u32) + Sync);
+    let ways: [(&str, Way); 7] = [
         ("a close", &|_, _| {}),
         ("a reset", &|peer, _| peer.reset()),
         ("a Terminate", &|mut peer, _| peer.push(&terminate(Fault::QUEUE))),
@@ -390,7 +390,7 @@ fn calls_are_as_long_as_the_server_has_said_and_no_longer() {
     }
 }
 
-/// What a client answers that asks for 128 credits and grants one.
+/// An error of a client, which grants one credit.
 fn answer_of_client(xid: u32, what: RdmaError) -> Vec<u8> {
     let mut bytes = Vec::new();
     v2::encode_error(&mut bytes, Xid(xid), Credits(1), what);

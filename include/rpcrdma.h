@@ -297,7 +297,8 @@ int rpcrdma_clnt_poll(CLIENT *clnt,
 // as the program was compiled, as with rpcrdma_stats_get().
 //
 // In Version One the numbers are those that were agreed when the connection was made, and `backward` is not
-// known. Before a version is agreed, which the first call waits for, next to nothing is.
+// known. Before a version is agreed, which making the CLIENT waits for if the server is not slow, next to nothing
+// is.
 //
 // FALSE, and *peer untouched, for NULL, a senseless size, or a connection that is lost: clnt_perror() prints why.
 //

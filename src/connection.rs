@@ -3,7 +3,8 @@
 //! # Contract
 //! - Getters tell state: [`Connection::credits_left`], [`Connection::starved`], [`Connection::request_ready`].
 //! - Input: `handle_receive`, `handle_read`, `handle_quiet`, `handle_closed`.
-//! - Commands: `call`, `abandon`, `ask` (requester); `poll_request`, `reply`, `discard`, `resume`, `grant` (responder).
+//! - Commands: `call`, `abandon`, `ask` (requester); `poll_request`, `reply`, `discard`, `resume`, `grant` (responder);
+//!   `request`, `raise_receives` (either, in Version Two).
 //! - Output: `poll_output`. **Every input and command is followed by draining `poll_output` until `None`.**
 //!
 //! Memory is exposed and invalidated while a command runs, through the [`Registrar`] argument: a plan needs the
@@ -14,6 +15,10 @@
 //! the responder of the reverse direction. The two have nothing in common but the Receives: XIDs, calls and credits are
 //! apart, and what a message belongs to is told by the RPC message in it. A server makes no call before `ask`, and a
 //! client has no Receives for calls before `grant`: nobody calls back who was not told that he may.
+//!
+//! # Both versions
+//! A call is answered in the version that it came in. What our own calls are made in is agreed on first: `two`. The messages
+//! of both are taken in as one kind, [`Header`].
 //!
 //! # What it keeps
 //! - Credits (RFC 8166 §3.3.1): one before the first reply, then the grant. A call holds its credit until its reply or
@@ -47,6 +52,7 @@ use crate::wire::{Credits, Handle, Position, ReadSegment, Segment, Xid};
 
 pub mod characteristics;
 pub mod chunks;
+mod two;
 
 use characteristics::{Characteristics, Endpoint, Note, Wish};
 use chunks::{Area, Assembly, Limits, Needs, Pull};
@@ -507,19 +513,6 @@ impl Connection {
         self.update_backward();
     }
 
-    /// Tells the peer what we take in the reverse direction, if that has changed.
-    fn update_backward(&mut self) {
-        // The draft speaks of requests only, and of the wrong end. It is taken for what the sender of the value can receive
-        // in that direction: a client requests, a server replies.
-        let serves = self.role == Role::Server || self.responder.receives > 0;
-        self.characteristics.set_backward(match self.settings.reverse_chunks {
-            _ if !serves => Backward::None,
-            true => Backward::General,
-            false => Backward::SizeLimited,
-        });
-        self.speak();
-    }
-
     /// The next thing to do. See the contract.
     pub fn poll_output(&mut self) -> Option<Output> {
         self.output.pop_front()
@@ -550,56 +543,6 @@ impl Connection {
         (send.saturating_sub(header), receive.saturating_sub(header))
     }
 
-    /// The connection was closed before a version was agreed, and calls wait for one that speaks Version One. What was
-    /// not sent is left for `take_waiting`; another `handle_closed` ends it.
-    pub fn must_fall_back(&self) -> bool {
-        self.closed.is_some() && self.may_fall_back()
-    }
-
-    /// Whether Version Two is offered and not answered, and Version One would do.
-    pub fn may_fall_back(&self) -> bool {
-        self.offers() && self.settings.versions.include(v1::VERSION)
-    }
-
-    fn offers(&self) -> bool {
-        self.role == Role::Client && self.spoken == Spoken::Unknown
-    }
-
-    /// What both ends are like, as far as they have told each other.
-    pub fn characteristics(&self) -> &Characteristics {
-        &self.characteristics
-    }
-
-    /// Asks the peer to be otherwise, now or as soon as the version is agreed. [`Characteristics::wish`] tells what became of
-    /// it.
-    ///
-    /// # Errors
-    /// `Invalid` when an earlier request is not settled, or the value makes no sense; `Peer` when the peer does not know
-    /// the extension; the reason of the close when the connection is closed.
-    pub fn request(&mut self, what: Characteristic) -> Result<(), Error> {
-        if let Some(error) = &self.closed {
-            return Err(error.clone());
-        }
-        if matches!(what, Characteristic::ReceiveSize(bytes) if (bytes as usize) < characteristics::RECEIVE_MIN)
-        {
-            return Err(Error::new(Kind::Invalid, "Receives have at least 1024 bytes"));
-        }
-        if self.spoken == Spoken::One {
-            let text = "the connection speaks RPC-over-RDMA version 1, which has no characteristics: \
-                        set RPCRDMA_VERSION=auto at both ends";
-            return Err(Error::new(Kind::Peer, text));
-        }
-        if self.characteristics.known() == Some(false) {
-            let text = "the peer does not know the transport-characteristics extension";
-            return Err(Error::new(Kind::Peer, text));
-        }
-        if !self.characteristics.want(what) {
-            return Err(Error::new(Kind::Invalid, "an earlier request to the peer is not settled yet"));
-        }
-        self.speak();
-        Ok(())
-    }
-
     /// What the peer is like: as it has said, or what Version One tells of it.
     pub fn peer(&self) -> Endpoint {
         let told = |receive_size, remote_invalidation| Endpoint {
@@ -612,92 +555,6 @@ impl Connection {
             Spoken::Unknown => told(characteristics::RECEIVE_MIN, false),
             Spoken::Two => *self.characteristics.peer(),
         }
-    }
-
-    /// What became of the latest request.
-    pub fn wish(&self) -> Option<(Characteristic, Wish)> {
-        self.characteristics.wish()
-    }
-
-    /// Posts Receives of so many bytes from now on, and tells a Version Two peer when no shorter one is left.
-    ///
-    /// # Errors
-    /// `Invalid` for fewer bytes than were told: only the peer may ask for that; and for more than memory was set
-    /// aside for.
-    pub fn raise_receives(
-        &mut self,
-        bytes: usize,
-        registrar: &mut (impl Registrar + ?Sized),
-    ) -> Result<(), Error> {
-        let (told, most) = (self.characteristics.own().receive_size, self.settings.receive_max);
-        if !self.characteristics.raise(bytes) {
-            let text = format!(
-                "Receives of {bytes} bytes: at least {told}, which the peer counts on, and at most {most}; \
-                 raise RPCRDMA_MAX_INLINE"
-            );
-            return Err(Error::new(Kind::Invalid, text));
-        }
-        self.characteristics.renew(&mut || registrar.withdraw());
-        self.replenish();
-        self.speak();
-        Ok(())
-    }
-
-    /// Sends what the other end must hear of by now.
-    fn speak(&mut self) {
-        while self.spoken == Spoken::Two
-            && !self.closing
-            && self.closed.is_none()
-            && let Some(note) = self.characteristics.next()
-        {
-            // A server speaks of itself when the client has used the extension, and so has a Receive for it.
-            if note == Note::Init && self.characteristics.known() != Some(true) {
-                return;
-            }
-            let xid = self.fresh_xid();
-            if !self.send_note(note, xid) {
-                return;
-            }
-        }
-    }
-
-    /// Sends a message of the extension. False when it could not be made; the connection ends then.
-    fn send_note(&mut self, note: Note, xid: Xid) -> bool {
-        let (kind, info) = match note {
-            Note::Init => {
-                let (start, unchanging) = self.characteristics.introduction();
-                (operations::Kind::Init, operations::init(&start, unchanging))
-            }
-            Note::Request(what) => (operations::Kind::Request, operations::request(what.as_slice())),
-            Note::Update(now, settled) => (operations::Kind::Update, operations::update(now, settled)),
-        };
-        let sent = self.send_optional(xid, Direction::Call, kind, &info);
-        if sent {
-            self.requester.transmitted += 1;
-            self.characteristics.sent(note, xid, self.requester.transmitted);
-        }
-        sent
-    }
-
-    /// For a message that is of no RPC. The draft of Version Two, section 4.2.2: from the XIDs of its direction.
-    fn fresh_xid(&mut self) -> Xid {
-        loop {
-            self.requester.next_xid = self.requester.next_xid.wrapping_add(1);
-            let xid = Xid(self.requester.next_xid);
-            if !self.knows(xid) {
-                return xid;
-            }
-        }
-    }
-
-    fn send_optional(&mut self, xid: Xid, direction: Direction, kind: operations::Kind, info: &[u8]) -> bool {
-        let credits = match direction {
-            Direction::Call => self.requester.asked.max(1),
-            Direction::Reply => self.responder.grant,
-        };
-        let mut bytes = Vec::new();
-        v2::encode_optional(&mut bytes, xid, Credits(credits), direction, kind as u32, info);
-        self.send_bytes(&bytes)
     }
 
     /// Sends a message without a payload. False when there is no memory for it; the connection ends then.
@@ -1210,7 +1067,7 @@ impl Connection {
 
     fn explain(&mut self, error: RdmaError, call: &Call) -> Error {
         let text = match error {
-            RdmaError::Version { low, high } => versions_differ(low, high, &call.version.to_string()),
+            RdmaError::Version { low, high } => two::versions_differ(low, high, &call.version.to_string()),
             RdmaError::InvalidOption => String::from("the peer took the call for a message of an extension"),
             RdmaError::BadHeader => {
                 let name = if call.version == v1::VERSION { "ERR_CHUNK" } else { "BAD_HEADER" };
@@ -1592,99 +1449,6 @@ impl Connection {
         self.transmit_waiting(registrar);
     }
 
-    /// Nothing more has come so far. A refused offer leaves the connection to Version One only now: the calls to a peer that
-    /// has closed it with the refusal are still there for another one.
-    pub fn handle_quiet(&mut self, registrar: &mut (impl Registrar + ?Sized)) {
-        if std::mem::take(&mut self.refused) && self.offers() && self.closed.is_none() {
-            self.speak_version_one();
-            self.transmit_waiting(registrar);
-        }
-    }
-
-    /// Whether `handle_quiet` is waited for.
-    pub fn refused(&self) -> bool {
-        self.refused
-    }
-
-    /// What a message tells of the version that the peer speaks.
-    fn agree(&mut self, header: &Header<'_>) {
-        match header.body {
-            // The draft of Version Two, section 5.2. Only our first message can be meant, whatever version is written on it.
-            Body::Error(RdmaError::Version { low, high }) if self.offers() => {
-                if self.may_fall_back() && (Versions { low, high }).include(v1::VERSION) {
-                    self.refused = true;
-                } else {
-                    let text = versions_differ(low, high, "2");
-                    self.close(Error::new(Kind::Peer, text));
-                }
-            }
-            // It speaks Version One only, and has looked at what the message is first.
-            Body::Error(_) if self.offers() && header.version == v1::VERSION => {
-                if self.may_fall_back() {
-                    self.refused = true;
-                } else {
-                    let text = versions_differ(1, 1, "2");
-                    self.close(Error::new(Kind::Peer, text));
-                }
-            }
-            Body::Error(RdmaError::Version { .. }) => {}
-            _ if header.version == v2::VERSION => self.spoken = Spoken::Two,
-            _ if self.role == Role::Server && self.spoken == Spoken::Unknown => self.speak_version_one(),
-            _ => {}
-        }
-    }
-
-    fn speak_version_one(&mut self) {
-        self.spoken = Spoken::One;
-        self.characteristics.unavailable();
-    }
-
-    /// A message of an extension of Version Two.
-    fn handle_optional(
-        &mut self,
-        header: &Header<'_>,
-        kind: u32,
-        info: &[u8],
-        registrar: &mut (impl Registrar + ?Sized),
-    ) {
-        let refuse = |error| (header.xid, v2::VERSION, error);
-        // The draft of Version Two, section 3.1: an unknown one MUST be answered with this error.
-        let Some(kind) = operations::Kind::of(kind) else {
-            return self.send_error(refuse(RdmaError::InvalidOption));
-        };
-        // The directions of INIT_XCHAR and UPD_XCHAR are nowhere said: what they are tells enough.
-        let result = operations::decode(kind, info).and_then(|operation| {
-            self.characteristics.handle(header.xid, operation, &mut || registrar.withdraw())
-        });
-        match result {
-            Ok(None) if kind == operations::Kind::Init => self.introduce(header.xid),
-            Ok(None) => {}
-            Ok(Some((done, rejected, pending))) => {
-                // What it says is true when it leaves.
-                self.replenish();
-                let info = operations::response(done, rejected, pending);
-                self.send_optional(header.xid, Direction::Reply, operations::Kind::Response, &info);
-            }
-            // An answer of nonsense is a refusal.
-            Err(_) if kind == operations::Kind::Response => {
-                self.characteristics.refused(header.xid);
-            }
-            // The draft of the characteristics, section 2.1, wants an XDR error, which has no number of its own.
-            Err(_) => self.send_error(refuse(RdmaError::BadHeader)),
-        }
-    }
-
-    /// Answers the peer's INIT_XCHAR with ours, unless it was sent before.
-    ///
-    /// The draft of Version Two, section 5.1, has the answer to a first message carry its XID; ours has not been used by a
-    /// call then.
-    fn introduce(&mut self, xid: Xid) {
-        if self.characteristics.next() == Some(Note::Init) {
-            let xid = if self.knows(xid) { self.fresh_xid() } else { xid };
-            self.send_note(Note::Init, xid);
-        }
-    }
-
     /// Which way a message goes: as it says itself, or else by the context.
     fn direction(&self, header: &Header<'_>) -> Direction {
         header.direction.unwrap_or_else(|| {
@@ -1736,14 +1500,6 @@ impl Connection {
     pub fn closed(&self) -> Option<&Error> {
         self.closed.as_ref()
     }
-}
-
-/// Why ends do not understand one another, and what helps.
-fn versions_differ(low: u32, high: u32, spoken: &str) -> String {
-    format!(
-        "the peer speaks RPC-over-RDMA versions {low} to {high}, not {spoken}; set RPCRDMA_VERSION=auto, \
-         which speaks 1 and 2"
-    )
 }
 
 /// The XID with which an RPC message begins; its word may lie in several pieces.

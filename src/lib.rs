@@ -7,8 +7,9 @@
 //!        +------------+------------+------------------------+
 //!   xdr               runs the program's xdrproc over a segment list
 //!   driver            submits messages; the only clock, fd and blocking wait; joins the two columns below
-//!     |- connection   sans-I/O engine: XIDs, credits, errors
+//!     |- connection   sans-I/O engine: XIDs, credits, both directions, errors, versions
 //!     |    |- chunks  message + binding + peer limits -> plan: inline | Read | Write | Reply chunk, and its inverse
+//!     |    |- two, characteristics   which version is spoken; what both ends tell each other in Version Two
 //!     |    '- wire    plan <-> header bytes
 //!     |- binding      which items of which procedures may be placed
 //!     '- memory, provider -> provider/{iwarp, verbs}     the device

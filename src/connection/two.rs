@@ -1,0 +1,262 @@
+//! Version Two in the engine: which version is spoken, and the messages of the transport-characteristics extension.
+//!
+//! A client offers Version Two with its first message, an INIT_XCHAR, and calls when that is answered; a server goes by the
+//! first message that it hears. [`Characteristics`] decides what is said, here it is said. The drafts are
+//! draft-cel-nfsv4-rpcrdma-version-two-01 and draft-dnoveck-nfsv4-rpcrdma-xcharext-01; `docs/version-two.md` has what they
+//! leave open.
+#![forbid(unsafe_code)]
+
+use super::*;
+
+impl Connection {
+    /// Tells the peer what we take in the reverse direction, if that has changed.
+    pub(super) fn update_backward(&mut self) {
+        // The draft speaks of requests only, and of the wrong end. It is taken for what the sender of the value can receive
+        // in that direction: a client requests, a server replies.
+        let serves = self.role == Role::Server || self.responder.receives > 0;
+        self.characteristics.set_backward(match self.settings.reverse_chunks {
+            _ if !serves => Backward::None,
+            true => Backward::General,
+            false => Backward::SizeLimited,
+        });
+        self.speak();
+    }
+
+    /// Whether we have offered Version Two and wait for the answer.
+    pub(super) fn offers(&self) -> bool {
+        self.role == Role::Client && self.spoken == Spoken::Unknown
+    }
+
+    /// Whether Version Two is offered and not answered, and Version One would do.
+    pub fn may_fall_back(&self) -> bool {
+        self.offers() && self.settings.versions.include(v1::VERSION)
+    }
+
+    /// The connection was closed before a version was agreed, and calls wait for one that speaks Version One. What was
+    /// not sent is left for `take_waiting`; another `handle_closed` ends it.
+    pub fn must_fall_back(&self) -> bool {
+        self.closed.is_some() && self.may_fall_back()
+    }
+
+    /// What a message tells of the version that the peer speaks.
+    pub(super) fn agree(&mut self, header: &Header<'_>) {
+        match header.body {
+            // The draft of Version Two, section 5.2. Only our first message can be meant, whatever version is written on it.
+            Body::Error(RdmaError::Version { low, high }) if self.offers() => {
+                if self.may_fall_back() && (Versions { low, high }).include(v1::VERSION) {
+                    self.refused = true;
+                } else {
+                    let text = versions_differ(low, high, "2");
+                    self.close(Error::new(Kind::Peer, text));
+                }
+            }
+            // It speaks Version One only, and has looked at what the message is first.
+            Body::Error(_) if self.offers() && header.version == v1::VERSION => {
+                if self.may_fall_back() {
+                    self.refused = true;
+                } else {
+                    let text = versions_differ(1, 1, "2");
+                    self.close(Error::new(Kind::Peer, text));
+                }
+            }
+            Body::Error(RdmaError::Version { .. }) => {}
+            _ if header.version == v2::VERSION => self.spoken = Spoken::Two,
+            _ if self.role == Role::Server && self.spoken == Spoken::Unknown => self.speak_version_one(),
+            _ => {}
+        }
+    }
+
+    /// Nothing more has come so far. A refused offer leaves the connection to Version One only now: the calls to a peer that
+    /// has closed it with the refusal are still there for another one.
+    pub fn handle_quiet(&mut self, registrar: &mut (impl Registrar + ?Sized)) {
+        if std::mem::take(&mut self.refused) && self.offers() && self.closed.is_none() {
+            self.speak_version_one();
+            self.transmit_waiting(registrar);
+        }
+    }
+
+    /// Whether `handle_quiet` is waited for.
+    pub fn refused(&self) -> bool {
+        self.refused
+    }
+
+    fn speak_version_one(&mut self) {
+        self.spoken = Spoken::One;
+        self.characteristics.unavailable();
+    }
+
+    /// What both ends are like, as far as they have told each other.
+    pub fn characteristics(&self) -> &Characteristics {
+        &self.characteristics
+    }
+
+    /// Asks the peer to be otherwise, now or as soon as the version is agreed. [`Characteristics::wish`] tells what became of
+    /// it.
+    ///
+    /// # Errors
+    /// `Invalid` when an earlier request is not settled, or the value makes no sense; `Peer` when the peer does not know
+    /// the extension; the reason of the close when the connection is closed.
+    pub fn request(&mut self, what: Characteristic) -> Result<(), Error> {
+        if let Some(error) = &self.closed {
+            return Err(error.clone());
+        }
+        if matches!(what, Characteristic::ReceiveSize(bytes) if (bytes as usize) < characteristics::RECEIVE_MIN)
+        {
+            return Err(Error::new(Kind::Invalid, "Receives have at least 1024 bytes"));
+        }
+        if self.spoken == Spoken::One {
+            let text = "the connection speaks RPC-over-RDMA version 1, which has no characteristics: \
+                        set RPCRDMA_VERSION=auto at both ends";
+            return Err(Error::new(Kind::Peer, text));
+        }
+        if self.characteristics.known() == Some(false) {
+            let text = "the peer does not know the transport-characteristics extension";
+            return Err(Error::new(Kind::Peer, text));
+        }
+        if !self.characteristics.want(what) {
+            return Err(Error::new(Kind::Invalid, "an earlier request to the peer is not settled yet"));
+        }
+        self.speak();
+        Ok(())
+    }
+
+    /// What became of the latest request.
+    pub fn wish(&self) -> Option<(Characteristic, Wish)> {
+        self.characteristics.wish()
+    }
+
+    /// Posts Receives of so many bytes from now on, and tells a Version Two peer when no shorter one is left.
+    ///
+    /// # Errors
+    /// `Invalid` for fewer bytes than were told: only the peer may ask for that; and for more than memory was set
+    /// aside for.
+    pub fn raise_receives(
+        &mut self,
+        bytes: usize,
+        registrar: &mut (impl Registrar + ?Sized),
+    ) -> Result<(), Error> {
+        let (told, most) = (self.characteristics.own().receive_size, self.settings.receive_max);
+        if !self.characteristics.raise(bytes) {
+            let text = format!(
+                "Receives of {bytes} bytes: at least {told}, which the peer counts on, and at most {most}; \
+                 raise RPCRDMA_MAX_INLINE"
+            );
+            return Err(Error::new(Kind::Invalid, text));
+        }
+        self.characteristics.renew(&mut || registrar.withdraw());
+        self.replenish();
+        self.speak();
+        Ok(())
+    }
+
+    /// Sends what the other end must hear of by now.
+    pub(super) fn speak(&mut self) {
+        while self.spoken == Spoken::Two
+            && !self.closing
+            && self.closed.is_none()
+            && let Some(note) = self.characteristics.next()
+        {
+            // A server speaks of itself when the client has used the extension, and so has a Receive for it.
+            if note == Note::Init && self.characteristics.known() != Some(true) {
+                return;
+            }
+            let xid = self.fresh_xid();
+            if !self.send_note(note, xid) {
+                return;
+            }
+        }
+    }
+
+    /// Sends a message of the extension. False when it could not be made; the connection ends then.
+    pub(super) fn send_note(&mut self, note: Note, xid: Xid) -> bool {
+        let (kind, info) = match note {
+            Note::Init => {
+                let (start, unchanging) = self.characteristics.introduction();
+                (operations::Kind::Init, operations::init(&start, unchanging))
+            }
+            Note::Request(what) => (operations::Kind::Request, operations::request(what.as_slice())),
+            Note::Update(now, settled) => (operations::Kind::Update, operations::update(now, settled)),
+        };
+        let sent = self.send_optional(xid, Direction::Call, kind, &info);
+        if sent {
+            self.requester.transmitted += 1;
+            self.characteristics.sent(note, xid, self.requester.transmitted);
+        }
+        sent
+    }
+
+    /// Answers the peer's INIT_XCHAR with ours, unless it was sent before.
+    ///
+    /// The draft of Version Two, section 5.1, has the answer to a first message carry its XID; ours has not been used by a
+    /// call then.
+    fn introduce(&mut self, xid: Xid) {
+        if self.characteristics.next() == Some(Note::Init) {
+            let xid = if self.knows(xid) { self.fresh_xid() } else { xid };
+            self.send_note(Note::Init, xid);
+        }
+    }
+
+    /// A message of an extension of Version Two.
+    pub(super) fn handle_optional(
+        &mut self,
+        header: &Header<'_>,
+        kind: u32,
+        info: &[u8],
+        registrar: &mut (impl Registrar + ?Sized),
+    ) {
+        let refuse = |error| (header.xid, v2::VERSION, error);
+        // The draft of Version Two, section 3.1: an unknown one MUST be answered with this error.
+        let Some(kind) = operations::Kind::of(kind) else {
+            return self.send_error(refuse(RdmaError::InvalidOption));
+        };
+        // The directions of INIT_XCHAR and UPD_XCHAR are nowhere said: what they are tells enough.
+        let result = operations::decode(kind, info).and_then(|operation| {
+            self.characteristics.handle(header.xid, operation, &mut || registrar.withdraw())
+        });
+        match result {
+            Ok(None) if kind == operations::Kind::Init => self.introduce(header.xid),
+            Ok(None) => {}
+            Ok(Some((done, rejected, pending))) => {
+                // What it says is true when it leaves.
+                self.replenish();
+                let info = operations::response(done, rejected, pending);
+                self.send_optional(header.xid, Direction::Reply, operations::Kind::Response, &info);
+            }
+            // An answer of nonsense is a refusal.
+            Err(_) if kind == operations::Kind::Response => {
+                self.characteristics.refused(header.xid);
+            }
+            // The draft of the characteristics, section 2.1, wants an XDR error, which has no number of its own.
+            Err(_) => self.send_error(refuse(RdmaError::BadHeader)),
+        }
+    }
+
+    /// For a message that is of no RPC. The draft of Version Two, section 4.2.2: from the XIDs of its direction.
+    pub(super) fn fresh_xid(&mut self) -> Xid {
+        loop {
+            self.requester.next_xid = self.requester.next_xid.wrapping_add(1);
+            let xid = Xid(self.requester.next_xid);
+            if !self.knows(xid) {
+                return xid;
+            }
+        }
+    }
+
+    fn send_optional(&mut self, xid: Xid, direction: Direction, kind: operations::Kind, info: &[u8]) -> bool {
+        let credits = match direction {
+            Direction::Call => self.requester.asked.max(1),
+            Direction::Reply => self.responder.grant,
+        };
+        let mut bytes = Vec::new();
+        v2::encode_optional(&mut bytes, xid, Credits(credits), direction, kind as u32, info);
+        self.send_bytes(&bytes)
+    }
+}
+
+/// Why ends do not understand one another, and what helps.
+pub(super) fn versions_differ(low: u32, high: u32, spoken: &str) -> String {
+    format!(
+        "the peer speaks RPC-over-RDMA versions {low} to {high}, not {spoken}; set RPCRDMA_VERSION=auto, \
+         which speaks 1 and 2"
+    )
+}

@@ -1,0 +1,380 @@
+//! The connection of the end that accepted it, driven by the program's own loop.
+#![forbid(unsafe_code)]
+
+use super::*;
+
+/// How long RDMA Reads may stall while other connections wait for the memory that they hold.
+const PULL_STALL: Duration = Duration::from_secs(5);
+
+/// Bytes that must come within that time: less is a stall too.
+const PULL_LEAST: u64 = 64 << 10;
+
+/// How often a connection that waits for such memory tries again.
+const PULL_RETRY: Duration = Duration::from_millis(20);
+
+/// A responder's connection, driven by the loop of the program through `receive`, `reply` and `more`.
+pub struct Server {
+    pub(super) fd: RawFd,
+    pub(super) adapter: bool,
+    pub(super) peer: Option<SocketAddr>,
+    pub(super) config: &'static Config,
+    pub(super) phase: Phase,
+    pub(super) spin: Spin,
+    /// Requests found by spinning since the program's loop had its last chance to look at other connections.
+    pub(super) turn: u32,
+    /// Distinguishes connections in [`quiet`].
+    pub(super) id: usize,
+    /// When the startup must be complete.
+    pub(super) start_by: Instant,
+    /// While RDMA Reads are under way: bytes pulled when they last got on, and when that was.
+    pub(super) pulling: Option<(u64, Instant)>,
+    /// Since when a long Call waits for memory, and when to try again.
+    pub(super) retry: Option<(Instant, Instant)>,
+    pub(super) generation: u64,
+    /// Calls back to the client.
+    pub(super) calls: Calls,
+    /// Who polls the connection for its call back.
+    pub(super) driver: Option<usize>,
+    /// Requests handed up.
+    pub(super) received: u64,
+}
+
+pub(super) enum Phase {
+    Starting(Box<dyn QueuePair>),
+    Open(Box<Link>),
+    Failed(Error),
+}
+
+impl Server {
+    /// Waits for the MPA Request on an accepted socket.
+    ///
+    /// # Errors
+    /// When the device cannot be set up.
+    pub fn accept(fd: RawFd, config: &'static Config) -> Result<Server, Error> {
+        let device = Iwarp::responder(fd, options(config, fd))?;
+        Ok(Server::with(fd, Box::new(device), false, socket::peer(fd), config))
+    }
+
+    /// Waits for the end of a startup. The connection gets a descriptor of its own, which belongs to the caller.
+    ///
+    /// # Errors
+    /// `EMFILE`.
+    pub fn new(
+        device: Box<dyn QueuePair>,
+        peer: Option<SocketAddr>,
+        config: &'static Config,
+    ) -> Result<Server, Error> {
+        Ok(Server::with(socket::duplicate(device.fd())?, device, true, peer, config))
+    }
+
+    pub(super) fn with(
+        fd: RawFd,
+        device: Box<dyn QueuePair>,
+        adapter: bool,
+        peer: Option<SocketAddr>,
+        config: &'static Config,
+    ) -> Server {
+        static NEXT: AtomicUsize = AtomicUsize::new(1);
+        Server {
+            fd,
+            adapter,
+            peer,
+            config,
+            phase: Phase::Starting(device),
+            spin: Spin::default(),
+            turn: 0,
+            id: NEXT.fetch_add(1, Relaxed),
+            start_by: Instant::now() + START_TIMEOUT,
+            pulling: None,
+            retry: None,
+            generation: sys::fork_generation(),
+            calls: Calls::new(),
+            driver: None,
+            received: 0,
+        }
+    }
+
+    /// Moves what has come, and hands out the oldest complete request.
+    pub fn receive(&mut self) -> Option<Request> {
+        if let Phase::Starting(device) = &mut self.phase {
+            match device.establish() {
+                Ok(false) => return None,
+                Ok(true) => self.open(),
+                Err(error) => {
+                    log_info!("fd {}: startup failed: {error}", self.fd);
+                    self.phase = Phase::Failed(error);
+                    return None;
+                }
+            }
+        }
+        let Phase::Open(link) = &mut self.phase else { return None };
+        if !link.engine.request_ready() {
+            link.pump();
+        }
+        let request = link.engine.poll_request();
+        // Handing it up made room: Reads of the next long Calls may start.
+        link.drain();
+        self.settle();
+        self.note_pulls();
+        let request = request?;
+        self.received += 1;
+        stats::add(Counter::Served, 1);
+        active(self.id);
+        Some(request)
+    }
+
+    /// Notes how the Reads get on.
+    fn note_pulls(&mut self) {
+        let Phase::Open(link) = &mut self.phase else { return };
+        if !link.engine.pulling() {
+            self.pulling = None;
+        } else {
+            let pulled = link.device.pulled();
+            match self.pulling {
+                Some((before, _)) if pulled.wrapping_sub(before) < PULL_LEAST => {}
+                _ => self.pulling = Some((pulled, Instant::now())),
+            }
+        }
+        let now = Instant::now();
+        let since = self.retry.map_or(now, |(since, _)| since);
+        self.retry = link.engine.waits_for_memory().then_some((since, now + PULL_RETRY));
+    }
+
+    /// Whether RDMA Reads are under way, which hold memory that other connections may wait for.
+    pub fn pulling(&self) -> bool {
+        self.pulling.is_some()
+    }
+
+    /// Since when a long Call waits for memory that other connections hold.
+    pub fn waits_for_memory(&self) -> Option<Instant> {
+        self.retry.map(|(since, _)| since)
+    }
+
+    /// Hands the outcomes of calls back to their waiters.
+    pub(super) fn settle(&mut self) {
+        if let Phase::Open(link) = &mut self.phase {
+            self.calls.settle(link);
+        }
+    }
+
+    /// The descriptor is about to be closed.
+    pub fn shut(&mut self) {
+        let error = Error::new(Kind::ConnectionLost, "the connection was closed");
+        if let Phase::Open(link) = &mut self.phase {
+            link.fail(error.clone());
+            link.drain();
+        }
+        self.settle();
+        self.phase = Phase::Failed(error);
+    }
+
+    /// An open connection that works.
+    pub(super) fn link(&mut self) -> Option<&mut Link> {
+        match &mut self.phase {
+            Phase::Open(link) if link.engine.closed().is_none() => Some(link),
+            _ => None,
+        }
+    }
+
+    /// Closes the connection if its Reads have not got on for a while: others wait for the memory that they hold.
+    pub fn give_way(&mut self) {
+        let stalled = self.pulling.is_some_and(|(_, since)| since.elapsed() >= PULL_STALL);
+        if let Phase::Open(link) = &mut self.phase
+            && stalled
+        {
+            let text = "the peer does not answer RDMA Reads, and others wait for the memory of its call";
+            link.fail(Error::new(Kind::Timeout, text));
+            link.drain();
+            self.settle();
+        }
+    }
+
+    fn open(&mut self) {
+        let closed = Phase::Failed(Error::new(Kind::ConnectionLost, "closed"));
+        if let Phase::Starting(device) = std::mem::replace(&mut self.phase, closed) {
+            let link =
+                Link::new(Role::Server, self.config, versions(self.config), device, &memory(self.config));
+            let peer = self.peer.map_or_else(|| "a peer".to_owned(), |at| at.to_string());
+            log_info!("fd {}: accepted {peer} over rdma ({})", self.fd, link.describe());
+            self.phase = Phase::Open(Box::new(link));
+        }
+    }
+
+    /// Whether a complete request lies in memory, after waiting for one as long as spinning pays.
+    pub fn more(&mut self) -> bool {
+        let Phase::Open(link) = &mut self.phase else { return false };
+        if link.engine.request_ready() {
+            return true;
+        }
+        if self.generation != sys::fork_generation() || !quiet(self.id) {
+            return false;
+        }
+        if self.turn >= TURN {
+            self.turn = 0;
+            return false;
+        }
+        let patience = self.spin.allowed(self.config).and_then(|limit| Patience::new(limit, link));
+        let Some(mut patience) = patience else { return false };
+        loop {
+            link.pump();
+            self.calls.settle(link);
+            if link.engine.request_ready() {
+                self.spin.found();
+                self.turn += 1;
+                return true;
+            }
+            if link.engine.closed().is_some() {
+                return false;
+            }
+            if patience.is_over(link) {
+                self.spin.failed();
+                return false;
+            }
+            std::hint::spin_loop();
+        }
+    }
+
+    /// Why the connection is closed, if it is. A startup that takes too long closes it.
+    pub fn closed(&mut self) -> Option<Error> {
+        match &self.phase {
+            Phase::Starting(_) if Instant::now() >= self.start_by => {
+                let error = Error::new(Kind::Timeout, "the peer did not complete the startup in time");
+                self.phase = Phase::Failed(error.clone());
+                Some(error)
+            }
+            Phase::Starting(_) => None,
+            Phase::Open(link) => link.engine.closed().cloned(),
+            Phase::Failed(error) => Some(error.clone()),
+        }
+    }
+
+    /// When `closed` must be asked again though nothing arrived.
+    pub fn deadline(&self) -> Option<Instant> {
+        if matches!(self.phase, Phase::Starting(_)) {
+            Some(self.start_by)
+        } else {
+            self.retry.map(|(_, at)| at)
+        }
+    }
+
+    /// Whether unsent bytes wait for the socket to become writable.
+    pub fn wants_write(&self) -> bool {
+        match &self.phase {
+            Phase::Starting(device) => device.wants_write(),
+            Phase::Open(link) => link.engine.closed().is_none() && link.device.wants_write(),
+            Phase::Failed(_) => false,
+        }
+    }
+
+    /// Sends what the socket takes now.
+    pub fn push(&mut self) {
+        match &mut self.phase {
+            Phase::Open(link) => {
+                link.engine.resume();
+                link.flush();
+                self.settle();
+                self.note_pulls();
+            }
+            Phase::Starting(device) => {
+                if let Ok(true) = device.establish() {
+                    self.open();
+                }
+            }
+            Phase::Failed(_) => {}
+        }
+    }
+
+    /// What to wait for.
+    pub fn fd(&self) -> RawFd {
+        self.fd
+    }
+
+    /// Whether this process inherited the connection from the one that accepted it.
+    pub fn forked(&self) -> bool {
+        self.generation != sys::fork_generation()
+    }
+}
+
+/// A server's connection as transport and callers share it.
+pub type Shared = Mutex<Server>;
+
+/// What a poisoned lock guards is closed by `tirpc::server`, which finds it out.
+pub(super) fn locked(server: &Shared) -> MutexGuard<'_, Server> {
+    server.lock().unwrap_or_else(|e| e.into_inner())
+}
+
+impl Responder for Shared {
+    fn fd(&self) -> RawFd {
+        locked(self).fd
+    }
+
+    fn message(&self) -> Result<Buf, Error> {
+        let server = locked(self);
+        match &server.phase {
+            Phase::Open(link) => Ok(link.memory.message()?),
+            Phase::Starting(_) | Phase::Failed(_) => Ok(memory(server.config).message()?),
+        }
+    }
+
+    fn reply(&self, id: RequestId, message: Message) -> Result<(), Error> {
+        let mut server = locked(self);
+        let (fd, forked) = (server.fd, server.forked());
+        let Phase::Open(link) = &mut server.phase else {
+            return Err(Error::new(Kind::NotSent, "the connection is closed"));
+        };
+        let sent = link.reply(fd, id, message, forked);
+        server.settle();
+        sent
+    }
+
+    fn discard(&self, id: RequestId) {
+        let mut server = locked(self);
+        if let Phase::Open(link) = &mut server.phase {
+            link.engine.discard(id);
+            link.flush();
+        }
+        server.settle();
+    }
+
+    fn end(&self, loans: &[Loan]) {
+        let mut server = locked(self);
+        if let Phase::Open(link) = &mut server.phase {
+            link.end(loans);
+        }
+        server.settle();
+    }
+
+    fn grants(&self, grant: Option<u32>) -> u32 {
+        let mut server = locked(self);
+        let Some(link) = server.link() else { return 0 };
+        if let Some(credits) = grant {
+            link.engine.grant(credits);
+            link.drain();
+        }
+        link.engine.granting()
+    }
+
+    fn is_poisoned(&self) -> bool {
+        Mutex::is_poisoned(self)
+    }
+}
+
+/// The connection that served last, and since when no other one has, in nanoseconds of [`now_ns`].
+static LAST: AtomicUsize = AtomicUsize::new(0);
+static SINCE: AtomicU64 = AtomicU64::new(0);
+
+fn active(id: usize) {
+    if LAST.swap(id, Relaxed) != id {
+        SINCE.store(now_ns(), Relaxed);
+    }
+}
+
+/// Whether no other connection was active in the last millisecond: a spin then keeps nobody else waiting.
+fn quiet(id: usize) -> bool {
+    LAST.load(Relaxed) == id && now_ns().saturating_sub(SINCE.load(Relaxed)) > 1_000_000
+}
+
+fn now_ns() -> u64 {
+    static START: OnceLock<Instant> = OnceLock::new();
+    START.get_or_init(Instant::now).elapsed().as_nanos() as u64
+}

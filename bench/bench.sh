@@ -90,7 +90,7 @@ table() {
     echo "ratio: calls per second / tcp calls per second; placed: with a binding, the data in chunks of its own"
     echo
     echo "Version Two, 16 KiB of data, one thread, replies of at most 32 KiB; Receives of so many bytes at both ends;"
-    echo "-local: replies do not invalidate"
+    echo "-local: replies do not invalidate; else they do where their call names one handle, as those of read do"
     printf '%-6s %-9s %10s %7s %12s %14s %14s %11s\n' call Receives us ratio 'round trips' registrations 'pulled bytes' 'pushed bytes'
     for what in write read; do
         for way in "${two[@]}"; do

@@ -1,7 +1,8 @@
 #!/bin/bash
 # speed.sh [PATH...]: how fast the examples' NFS version 3 client is beside the kernel's own, in one guest, at the
 # kernel's server, over the same device: READs and WRITEs of 4 KiB and 1 MiB, one after the other, without a cache
-# (O_DIRECT there). Nothing here can fail for being slow. A guest for each path (guest.sh).
+# (O_DIRECT there). Then our client at our server, in Version Two, 16 KiB a call: with Receives of 4 KiB and of 64 KiB at
+# both ends, and without remote invalidation. Nothing here can fail for being slow. A guest for each path (guest.sh).
 . "$(dirname "${BASH_SOURCE[0]}")/guest.sh"
 run_in_guest "speed beside the kernel's client" 300 "${BASH_SOURCE[0]}" "$@"
 
@@ -54,8 +55,46 @@ compare() {
     done
 }
 
+version_two() {
+    local how what i log=$scratch/servers.log
+    local -A port_of settings
+    mkdir -p /served
+    must mount -t tmpfs served /served
+    for how in 4K 64K 4K-local; do
+        settings[$how]="RPCRDMA_VERSION=2 RPCRDMA_INLINE=${how%-local}"
+        [ "$how" = "${how%-local}" ] || settings[$how]+=" RPCRDMA_REMOTE_INVALIDATION=no"
+        port_of[$how]=$((20060 + 2 * ${#settings[@]}))
+        # shellcheck disable=SC2086
+        start_ready env ${settings[$how]} "${preloaded[@]}" "$programs/nfs3d" -n rdma -d /served -a 0.0.0.0 \
+            -p "${port_of[$how]}" -m $((port_of[$how] + 1)) || { FAIL "our server in version 2, $how" "$log"; closing; }
+    done
+    for ((i = 0; i < runs; i++)); do
+        for how in "${!settings[@]}"; do
+            for what in write read; do
+                # shellcheck disable=SC2086
+                timeout 60 env ${settings[$how]} "${preloaded[@]}" "$programs/nfs3" -n rdma -p "${port_of[$how]}" \
+                    -m $((port_of[$how] + 1)) -e / -P $address bench $what 16384 200 two >"$scratch/bench" 2>&1 ||
+                    { FAIL "bench $what in version 2, $how" "$scratch/bench"; closing; }
+                awk '{ print $3 }' "$scratch/bench" >>"$scratch/two.$what.$how"
+                sed 's/.*; per call //' "$scratch/bench" >"$scratch/two.counters.$what.$how"
+            done
+        done
+    done
+    echo "our client at our server in version 2, 16 KiB a call, medians of $runs runs in turn; Receives of so many bytes at"
+    echo "both ends, local: no remote invalidation"
+    for what in write read; do
+        for how in 4K 64K 4K-local; do
+            echo "  $what $how: $(median "$scratch/two.$what.$how") us, per call: $(cat "$scratch/two.counters.$what.$how")"
+        done
+    done
+    for i in "${children[@]}"; do stop "$i"; done
+}
+
+# Receives of 64 KiB for all credits are more than the usual limit of 8 MiB.
+ulimit -l unlimited
 device_up
 nfsd_up
 compare
+version_two
 device_down
 closing

@@ -231,7 +231,8 @@ pub unsafe extern "C" fn svc_rdma_create(fd: c_int, sendsize: c_uint, recvsize: 
 
 /// Makes a CLIENT for calls back to the client of an accepted connection: `xprt` is what its requests come with. The
 /// client's program must have said that it serves `prog`: one that does not may lose the connection by the call
-/// (RFC 8167 section 6).
+/// (RFC 8167 section 6). In Version Two a client tells whether it takes calls back, and a call to one that does not
+/// fails at once.
 ///
 /// clnt_call() and all else are as for any CLIENT, with AUTHs of any flavour. Calls may be made inside a dispatch
 /// routine, between requests, and from other threads. While a call waits in the thread of the service loop,

@@ -54,7 +54,7 @@ pub mod characteristics;
 pub mod chunks;
 mod two;
 
-use characteristics::{Characteristics, Endpoint, Note, Wish};
+use characteristics::{Characteristics, Endpoint, Note};
 use chunks::{Area, Assembly, Limits, Needs, Pull};
 
 /// Which end of the connection we are.

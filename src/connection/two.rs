@@ -120,11 +120,6 @@ impl Connection {
         Ok(())
     }
 
-    /// What became of the latest request.
-    pub fn wish(&self) -> Option<(Characteristic, Wish)> {
-        self.characteristics.wish()
-    }
-
     /// Posts Receives of so many bytes from now on, and tells a Version Two peer when no shorter one is left.
     ///
     /// # Errors

@@ -89,7 +89,7 @@ impl Requests {
         if let Some(error) = link.lost() {
             return self.end(error);
         }
-        let (wish, version) = (link.engine.wish(), link.engine.version());
+        let (wish, version) = (link.engine.characteristics().wish(), link.engine.version());
         for (what, outcome) in self.open() {
             *outcome = match wish {
                 // The version was refused, and nothing was asked.
@@ -131,7 +131,7 @@ impl Requests {
 
 /// Asks the peer, unless it has been asked for the same already.
 fn ask(link: &mut Link, what: Characteristic) -> Result<(), Error> {
-    match link.engine.wish() {
+    match link.engine.characteristics().wish() {
         Some((wanted, Wish::Asked | Wish::Pending)) if wanted == what && link.engine.closed().is_none() => {
             Ok(())
         }

@@ -12,6 +12,7 @@ use hex_literal::hex;
 
 use super::pair::*;
 use super::*;
+use crate::connection::characteristics::Wish;
 use crate::wire::characteristics::Operation;
 use crate::wire::either::Body;
 use crate::wire::v2::RdmaError;
@@ -293,7 +294,9 @@ impl Model {
     /// Calls until they have consumed every short Receive, and everything is settled.
     fn wash(&mut self) {
         for _ in 0..200 {
-            let open = |half: &Half| matches!(half.engine.wish(), Some((_, Wish::Asked | Wish::Pending)));
+            let open = |half: &Half| {
+                matches!(half.engine.characteristics().wish(), Some((_, Wish::Asked | Wish::Pending)))
+            };
             if !self.halves.iter().any(|half| half.engine.characteristics().lags() || open(half)) {
                 return;
             }
@@ -621,7 +624,7 @@ fn a_raise_is_told_when_no_short_receive_is_left() {
         model.request(Client, SIZE(16_384)).unwrap();
         model.settle();
         let wish = Some((SIZE(16_384), if at_once { Wish::Done } else { Wish::Pending }));
-        assert_eq!(model.engine(Client).wish(), wish, "keeps {keeps:?}");
+        assert_eq!(model.engine(Client).characteristics().wish(), wish, "keeps {keeps:?}");
         let held = model.halves[1].slots.receives.iter().filter(|bytes| **bytes == 4096).count();
         assert_eq!(held == 0, at_once);
         for left in (0..held).rev() {
@@ -630,7 +633,7 @@ fn a_raise_is_told_when_no_short_receive_is_left() {
             model.drive();
             assert!(model.outcome(Client, xid).is_ok());
         }
-        assert_eq!(model.engine(Client).wish(), Some((SIZE(16_384), Wish::Done)));
+        assert_eq!(model.engine(Client).characteristics().wish(), Some((SIZE(16_384), Wish::Done)));
         assert_eq!((model.sizes(Client).0, model.sizes(Server).0), (16_384, 4096));
         model.agree();
         let xid = model.call(Client, 16_384 - 32, 40);
@@ -651,7 +654,7 @@ fn whoever_asks_for_less_sends_less_from_then_on_and_gets_it_at_once() {
     model.call(Client, 4000, 40);
     assert!(model.last(Client).len() < 200, "a Read chunk");
     model.drive();
-    assert_eq!(model.engine(Client).wish(), Some((SIZE(2048), Wish::Done)));
+    assert_eq!(model.engine(Client).characteristics().wish(), Some((SIZE(2048), Wish::Done)));
     assert_eq!(
         (model.engine(Server).characteristics().own().receive_size, model.sizes(Client).0),
         (2048, 2048)
@@ -662,7 +665,7 @@ fn whoever_asks_for_less_sends_less_from_then_on_and_gets_it_at_once() {
     {
         model.request(Client, refused).unwrap();
         model.settle();
-        assert_eq!(model.engine(Client).wish(), Some((refused, Wish::Rejected)));
+        assert_eq!(model.engine(Client).characteristics().wish(), Some((refused, Wish::Rejected)));
     }
     model.request(Client, SIZE(8192)).unwrap();
     model.settle();
@@ -817,10 +820,14 @@ fn an_answer_that_leaves_the_request_out_or_names_it_twice_is_a_refusal() {
         let xid = u32::from_be_bytes(model.last(Client)[..4].try_into().unwrap());
         let [done, rejected, pending] = subset;
         model.arrive(Client, &words(&[xid + 1, 2, 4, 5, 1, 3, 24, 1, 1, 1, 0, 1, 0]), None);
-        assert_eq!(model.engine(Client).wish(), Some((SIZE(2048), Wish::Asked)), "another one's answer");
+        assert_eq!(
+            model.engine(Client).characteristics().wish(),
+            Some((SIZE(2048), Wish::Asked)),
+            "another one's answer"
+        );
         model.half(Client).requests = 1;
         model.arrive(Client, &words(&[xid, 2, 4, 5, 1, 3, 24, 1, done, 1, rejected, 1, pending]), None);
-        assert_eq!(model.engine(Client).wish(), Some((SIZE(2048), wish)));
+        assert_eq!(model.engine(Client).characteristics().wish(), Some((SIZE(2048), wish)));
         let limit = if wish == Wish::Rejected { 4096 } else { 2048 };
         assert_eq!(model.sizes(Client).0, limit);
         if wish == Wish::Pending {
@@ -829,7 +836,7 @@ fn an_answer_that_leaves_the_request_out_or_names_it_twice_is_a_refusal() {
             assert_eq!(model.sizes(Client).0, 2048);
             model.arrive(Client, &words(&[9, 2, 4, 5, 0, 4, 16, 1, 4, 8192, 1]), None);
             assert_eq!(model.sizes(Client).0, 8192);
-            assert_eq!(model.engine(Client).wish(), Some((SIZE(2048), Wish::Rejected)));
+            assert_eq!(model.engine(Client).characteristics().wish(), Some((SIZE(2048), Wish::Rejected)));
         }
     }
 }
@@ -890,7 +897,10 @@ fn run(seed: u64) -> (bool, u32) {
                     1 => Characteristic::Backward(random.pick(&[Backward::None, Backward::General])),
                     _ => size,
                 };
-                let free = !matches!(model.engine(side).wish(), Some((_, Wish::Asked | Wish::Pending)));
+                let free = !matches!(
+                    model.engine(side).characteristics().wish(),
+                    Some((_, Wish::Asked | Wish::Pending))
+                );
                 settled += u32::from(model.request(side, what).is_ok() && free);
             }
             19 => drop(model.raise(side, random.pick(&[4096, 8192, 16_384, 65_536]))),
@@ -931,7 +941,7 @@ fn run(seed: u64) -> (bool, u32) {
         }
         if !model.closing {
             assert!(!engine.characteristics().lags(), "seed {seed}: short Receives are left");
-            let wish = engine.wish();
+            let wish = engine.characteristics().wish();
             let open = matches!(wish, Some((_, Wish::Asked | Wish::Pending)));
             assert!(!open, "seed {seed}: a request is not settled: {wish:?}");
         }

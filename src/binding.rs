@@ -301,9 +301,9 @@ impl Registry {
         procedures.get(&(program, version, procedure)).cloned()
     }
 
-    /// Adds the procedures of a text in the form of rpcrdma-bindings(5); returns why lines were left out,
-    /// each as "NAME:LINE: reason". Replaces what was said of a procedure before, by other texts or the
-    /// program.
+    /// Adds the procedures of a text in the form of rpcrdma-bindings(5); returns why the other lines are not
+    /// understood, each as "NAME:LINE: reason". Replaces what was said of a procedure before, by other texts or
+    /// the program.
     pub fn add_text(&self, name: &str, text: &str) -> Vec<String> {
         let (entries, errors) = text::parse(name, text);
         let mut procedures = self.procedures.write().unwrap_or_else(PoisonError::into_inner);

@@ -624,7 +624,7 @@ pub unsafe extern "C" fn rpcrdma_binding_register(binding: *const rpcrdma_bindin
     guard(|| {
         creation_started();
         creation(|| {
-            let config = config::get()?;
+            config::get()?;
             // SAFETY: by the contract.
             let given = unsafe { crate::ffi::reference(binding) };
             let given =
@@ -632,8 +632,13 @@ pub unsafe extern "C" fn rpcrdma_binding_register(binding: *const rpcrdma_bindin
                     Error::new(Kind::Invalid, "rpcrdma_binding_register: NULL or a senseless size")
                 })?;
             let rpcrdma_binding { program, version, procedure, arguments, results, closure, .. } = *given;
-            let bindings = driver::bindings(config);
-            bindings.add(program, version, procedure, walker(arguments, closure), walker(results, closure))
+            config::bindings().add(
+                program,
+                version,
+                procedure,
+                walker(arguments, closure),
+                walker(results, closure),
+            )
         })?;
         Ok(1)
     })

@@ -1,29 +1,33 @@
 //! Everything tunable, under one name: environment `RPCRDMA_CREDITS`, file `/etc/rpcrdma.conf` `credits =
-//! 32`.
+//! 32`; and the bindings that are written in files.
 //!
-//! Owns THE table of settings: names, defaults, parsers and the text that the manual repeats. Leaves to
-//! `capi` and `tirpc` the controls of one handle, which start from these values. Starts the log.
+//! Owns THE table of settings: names, defaults, parsers and the text that the manual repeats; and the rule for what
+//! is not understood. Leaves to `capi` and `tirpc` the controls of one handle, which start from these values, and to
+//! `binding` what a line of a binding means. Starts the log.
 //!
 //! The environment wins over the file, the file over the default. The file has one `key = value` a line; `#`
-//! at the start of a line or behind a blank begins a comment. What cannot be understood is an error that
-//! names the place, the value and what is allowed, also where another place would win: a typing error must be
-//! seen.
+//! at the start of a line or behind a blank begins a comment. What cannot be understood, a setting, a binding or a
+//! whole file, is an error that names the place, the value and what is allowed, also where another place would win:
+//! a typing error must be seen.
 //!
 //! # Invariants
 //! - [`get`] reads once per process; every caller gets the same settings, or the same error.
-//! - In a process with more rights than its caller only the file counts.
+//! - Nothing is passed over: with one error there are no settings, so nothing goes over rdma. Only the log starts as
+//!   far as it is understood, to tell of the errors.
+//! - In a process with more rights than its caller only the files count.
 #![forbid(unsafe_code)]
 
 use std::ffi::{OsStr, OsString};
-use std::fs::File;
-use std::io::{self, Read};
+use std::io;
 use std::path::{Path, PathBuf};
-use std::sync::OnceLock;
+use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
+use crate::binding::Registry;
 use crate::error::{Error, Kind};
 use crate::log::{self, Level};
 use crate::process;
+use crate::textfile::{self, digits, program_number, quoted, shortened, size, words};
 
 /// The settings of this process.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -130,28 +134,84 @@ impl Netid {
 /// The settings of this process, read at the first call; that call also starts the log.
 ///
 /// # Errors
-/// `Invalid` for a setting that is wrong, `Os` for a file that exists and cannot be read: the same at every
-/// call.
+/// The first of what is wrong: `Invalid` for a setting or a binding that is not understood, `Os` for a file that exists
+/// and cannot be read. The same at every call.
 pub fn get() -> Result<&'static Config, Error> {
-    static CONFIG: OnceLock<Result<Config, Error>> = OnceLock::new();
-    if CONFIG.get().is_none() {
-        let secure = process::is_secure();
-        // Read outside the OnceLock: a fork(2) of another thread in between would leave the child waiting for
-        // ever.
-        let read = process::keeping_errno(|| read(Path::new(FILE), secure));
-        let mut first = false;
-        let result = CONFIG.get_or_init(|| {
-            first = true;
-            read
-        });
-        if first {
-            start_log(result, secure);
-        }
+    let Read { config, errors, .. } = process();
+    errors.first().map_or(Ok(config), |error| Err(error.clone()))
+}
+
+/// The settings as far as they are understood; [`get`] tells whether they all are.
+pub fn understood() -> &'static Config {
+    &process().config
+}
+
+/// The bindings of this process: the built-in ones, those of the files, and what the program registers.
+pub fn bindings() -> &'static Arc<Registry> {
+    &process().bindings
+}
+
+/// What [`get`] would say of the environment and the files as they are now: all errors. The log is left alone.
+pub fn check() -> Vec<Error> {
+    process::keeping_errno(|| Read::now(Path::new(FILE), process::is_secure()).errors)
+}
+
+/// What was read, and why the rest is not understood.
+struct Read {
+    config: Config,
+    bindings: Arc<Registry>,
+    errors: Vec<Error>,
+}
+
+fn process() -> &'static Read {
+    static PROCESS: OnceLock<Read> = OnceLock::new();
+    if let Some(process) = PROCESS.get() {
+        return process;
     }
-    match CONFIG.get() {
-        Some(Ok(config)) => Ok(config),
-        Some(Err(error)) => Err(error.clone()),
-        None => Err(Error::new(Kind::Panic, "the configuration was set and is gone")),
+    // Read outside the OnceLock: a fork(2) of another thread in between would leave the child waiting for ever.
+    let read = process::keeping_errno(|| Read::now(Path::new(FILE), process::is_secure()));
+    let mut first = false;
+    let process = PROCESS.get_or_init(|| {
+        first = true;
+        read
+    });
+    if first {
+        process.start_log();
+    }
+    process
+}
+
+impl Read {
+    fn now(file: &Path, secure: bool) -> Read {
+        let (text, unreadable) = match textfile::read(file) {
+            Ok(text) => (text, None),
+            Err(error) => (None, Some(error)),
+        };
+        let text = text.as_deref().map(|text| (file, text));
+        let (config, mut errors) = Config::understood(std::env::vars_os(), text, secure);
+        errors.splice(0..0, unreadable);
+
+        let bindings = Registry::built_in();
+        for (path, text) in config.binding_texts() {
+            match text {
+                Ok(text) => {
+                    let wrong = bindings.add_text(&path.display().to_string(), &text);
+                    errors.extend(wrong.into_iter().map(invalid));
+                }
+                Err(error) => errors.push(error),
+            }
+        }
+        Read { config, bindings: Arc::new(bindings), errors }
+    }
+
+    fn start_log(&self) {
+        let Some(level) = self.config.log else { return };
+        if log::start(level, self.config.log_file.as_deref()).is_err() {
+            return;
+        }
+        for error in &self.errors {
+            crate::log_error!("{error}; until that is mended nothing goes over rdma");
+        }
     }
 }
 
@@ -351,7 +411,12 @@ const TABLE: &[Setting] = &[
         key: "log",
         default: "off",
         meaning: "what is logged: off, error, warn, info, debug or wire; each includes those before it",
-        set: |config, value| log_level(value).map(|level| config.log = level),
+        set: |config, value| {
+            let level = log_level(value);
+            // Somebody asks for a log, so there is one, to say that this is no level.
+            config.log = level.as_ref().map_or(Some(Level::Error), |level| *level);
+            level.map(drop)
+        },
     },
     Setting {
         env: "RPCRDMA_LOG_FILE",
@@ -370,8 +435,6 @@ const FILE: &str = "/etc/rpcrdma.conf";
 const BINDINGS: &str = "/etc/rpcrdma.d";
 const PREFIX: &str = "RPCRDMA_";
 const RPCBIND: u32 = 100_000;
-/// A configuration file is smaller; whatever is larger is something else.
-const FILE_MAX: u64 = 1 << 20;
 
 /// Longest replies where nothing else is said: on an adapter their memory is locked for as long as a call takes.
 const MAX_REPLY: usize = 16 << 20;
@@ -430,26 +493,25 @@ impl Config {
         (first, first.max(self.max_inline.unwrap_or(if adapter { first } else { MAX_INLINE })))
     }
 
-    /// The settings that an environment and the text of a file make; `secure`: the environment does not
-    /// count.
-    ///
-    /// # Errors
-    /// `Invalid`, naming the variable or the line, the value and what is allowed.
-    pub fn from(
+    /// The settings that an environment and the text of a file make, as far as they are understood, and what is wrong
+    /// with the others: `Invalid`, naming the variable or the line, the value and what is allowed. `secure`: the
+    /// environment does not count.
+    fn understood(
         env: impl IntoIterator<Item = (OsString, OsString)>,
         file: Option<(&Path, &str)>,
         secure: bool,
-    ) -> Result<Config, Error> {
+    ) -> (Config, Vec<Error>) {
         let mut config = Config::default();
+        let mut errors = Vec::new();
         if let Some((path, text)) = file {
-            config.apply_file(path, text)?;
+            config.apply_file(path, text, &mut errors);
         }
         if !secure {
             for (name, value) in env {
-                config.apply_variable(&name, &value)?;
+                errors.extend(config.apply_variable(&name, &value).err());
             }
         }
-        Ok(config)
+        (config, errors)
     }
 
     /// Whether programs on that transport are moved.
@@ -464,51 +526,49 @@ impl Config {
     }
 
     /// The files with bindings, those of the system first, and what they hold or why they cannot be read.
-    pub fn binding_texts(&self) -> Vec<(PathBuf, Result<String, Error>)> {
-        let mut files: Vec<PathBuf> = std::fs::read_dir(BINDINGS)
-            .map(|entries| entries.filter_map(|entry| Some(entry.ok()?.path())).collect())
-            .unwrap_or_default();
-        files.retain(|path| path.extension().is_some_and(|end| end == "conf"));
-        files.sort();
+    fn binding_texts(&self) -> Vec<(PathBuf, Result<String, Error>)> {
+        let mut files = match system_bindings(Path::new(BINDINGS)) {
+            Ok(files) => files,
+            Err(error) => return vec![(BINDINGS.into(), Err(error))],
+        };
         files.extend(self.bindings.iter().cloned());
         let text = |path: &Path| {
-            let missing = || Error::new(Kind::Os(libc::ENOENT), format!("{}: no such file", path.display()));
-            read_file(path)?.ok_or_else(missing)
+            let missing = || textfile::cannot(path, &io::Error::from_raw_os_error(libc::ENOENT));
+            textfile::read(path)?.ok_or_else(missing)
         };
         files.into_iter().map(|path| (path.clone(), text(&path))).collect()
     }
 
-    fn apply_file(&mut self, path: &Path, text: &str) -> Result<(), Error> {
+    fn apply_file(&mut self, path: &Path, text: &str, errors: &mut Vec<Error>) {
         let mut seen: Vec<(&str, usize)> = Vec::new();
-        for (at, line) in text.lines().enumerate() {
-            let place = || format!("{}:{}", path.display(), at + 1);
-            let line = without_comment(line).trim();
-            if line.is_empty() {
-                continue;
-            }
-            let Some((key, value)) = line.split_once('=') else {
-                return Err(invalid(format!("{}: {}: must be `key = value`", place(), quoted(line))));
-            };
-            let (key, value) = (key.trim(), value.trim());
-            if let Some((_, first)) = seen.iter().find(|(seen, _)| *seen == key) {
-                return Err(invalid(format!("{}: {} is already set in line {first}", place(), quoted(key))));
-            }
-            seen.push((key, at + 1));
-            if let Some(setting) = TABLE.iter().find(|setting| setting.key == key) {
-                (setting.set)(self, value).map_err(|allowed| {
-                    invalid(format!("{}: {key} = {}: must be {allowed}", place(), quoted(value)))
-                })?;
-            } else {
-                let known = TABLE.iter().map(|setting| setting.key);
-                let near = nearest(key, known);
-                return Err(invalid(format!(
-                    "{}: {}: no such setting; did you mean {near}?",
-                    place(),
-                    quoted(key)
-                )));
-            }
+        for (number, line) in textfile::lines(text) {
+            let line = self.apply_line(number, line, &mut seen);
+            errors.extend(line.err().map(|wrong| invalid(format!("{}:{number}: {wrong}", path.display()))));
         }
-        Ok(())
+    }
+
+    fn apply_line<'a>(
+        &mut self,
+        number: usize,
+        line: &'a str,
+        seen: &mut Vec<(&'a str, usize)>,
+    ) -> Result<(), String> {
+        let Some((key, value)) = line.split_once('=') else {
+            return Err(format!("{}: must be `key = value`", quoted(line)));
+        };
+        let (key, value) = (key.trim(), value.trim());
+        if let Some((_, first)) = seen.iter().find(|(seen, _)| *seen == key) {
+            return Err(format!("{} is already set in line {first}", quoted(key)));
+        }
+        seen.push((key, number));
+        let Some(setting) = TABLE.iter().find(|setting| setting.key == key) else {
+            return Err(format!(
+                "{}: no such setting; {}",
+                quoted(key),
+                suggestion(key, |setting| setting.key)
+            ));
+        };
+        (setting.set)(self, value).map_err(|allowed| format!("{key} = {}: must be {allowed}", quoted(value)))
     }
 
     fn apply_variable(&mut self, name: &OsStr, value: &OsStr) -> Result<(), Error> {
@@ -523,104 +583,39 @@ impl Config {
             return (setting.set)(self, value.trim())
                 .map_err(|allowed| invalid(format!("{name}={}: must be {allowed}", quoted(value))));
         }
-        let near = nearest(&name, TABLE.iter().map(|setting| setting.env));
-        Err(invalid(format!("{}: no such environment variable; did you mean {near}?", shortened(&name))))
+        let suggestion = suggestion(&name, |setting| setting.env);
+        Err(invalid(format!("{}: no such environment variable; {suggestion}", shortened(&name))))
     }
 }
 
-fn read(path: &Path, secure: bool) -> Result<Config, Error> {
-    let text = read_file(path)?;
-    Config::from(std::env::vars_os(), text.as_deref().map(|text| (path, text)), secure)
-}
-
-/// The text of the file; `None` when there is none.
-fn read_file(path: &Path) -> Result<Option<String>, Error> {
-    let failed = |e: io::Error| {
-        let errno = e.raw_os_error().unwrap_or(libc::EIO);
-        Error::new(Kind::Os(errno), format!("{}: {e}", path.display()))
+/// The files in the folder of the system's bindings, by name; none without a folder.
+///
+/// # Errors
+/// The folder is there and cannot be read.
+fn system_bindings(folder: &Path) -> Result<Vec<PathBuf>, Error> {
+    let failed = |error: io::Error| textfile::cannot(folder, &error);
+    let entries = match std::fs::read_dir(folder) {
+        Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(Vec::new()),
+        entries => entries.map_err(failed)?,
     };
-    let file = match File::open(path) {
-        Ok(file) => file,
-        Err(e) if e.kind() == io::ErrorKind::NotFound => return Ok(None),
-        Err(e) => return Err(failed(e)),
-    };
-    let mut bytes = Vec::new();
-    file.take(FILE_MAX + 1).read_to_end(&mut bytes).map_err(failed)?;
-    if bytes.len() as u64 > FILE_MAX {
-        return Err(invalid(format!("{}: longer than {FILE_MAX} bytes", path.display())));
+    let mut files = Vec::new();
+    for entry in entries {
+        let path = entry.map_err(failed)?.path();
+        if path.extension().is_some_and(|end| end == "conf") {
+            files.push(path);
+        }
     }
-    String::from_utf8(bytes).map(Some).map_err(|_| invalid(format!("{}: must be UTF-8", path.display())))
-}
-
-fn start_log(result: &Result<Config, Error>, secure: bool) {
-    let from_env = |name| if secure { None } else { std::env::var(name).ok() };
-    let (level, file) = match result {
-        Ok(config) => (config.log, config.log_file.clone()),
-        // Somebody who asks for a log by the environment sees in it why the rest is not understood.
-        Err(_) => (
-            from_env("RPCRDMA_LOG").and_then(|name| log_level(name.trim()).ok().flatten()),
-            from_env("RPCRDMA_LOG_FILE")
-                .map(|path| PathBuf::from(path.trim()))
-                .filter(|p| p != Path::new("")),
-        ),
-    };
-    let Some(level) = level else { return };
-    if log::start(level, file.as_deref()).is_err() {
-        return;
-    }
-    if let Err(error) = result {
-        crate::log_error!("{error}");
-    }
+    files.sort();
+    Ok(files)
 }
 
 fn invalid(text: String) -> Error {
     Error::new(Kind::Invalid, text)
 }
 
-/// A `#` inside a word belongs to the word: paths contain it.
-pub(crate) fn without_comment(line: &str) -> &str {
-    let begins = |&(at, _): &(usize, &str)| line[..at].chars().next_back().is_none_or(char::is_whitespace);
-    let comment = line.match_indices('#').find(begins);
-    comment.map_or(line, |(at, _)| &line[..at])
-}
-
-/// A value in an error: visible whatever it contains, and short.
-pub(crate) fn quoted(value: &str) -> String {
-    format!("{:?}", shortened(value))
-}
-
-fn shortened(value: &str) -> String {
-    const MAX: usize = 64;
-    match value.char_indices().nth(MAX) {
-        None => value.to_owned(),
-        Some((at, _)) => format!("{}...", &value[..at]),
-    }
-}
-
-fn words(value: &str) -> impl Iterator<Item = &str> {
-    value.split(|c: char| c == ',' || c.is_whitespace()).filter(|word| !word.is_empty())
-}
-
-/// Digits and nothing else: `parse` alone would let a sign pass.
-fn digits(value: &str) -> Option<u64> {
-    if value.bytes().all(|b| b.is_ascii_digit()) { value.parse().ok() } else { None }
-}
-
 fn number(value: &str, low: u32, high: u32) -> Result<u32, String> {
     let n = digits(value).and_then(|n| u32::try_from(n).ok()).filter(|n| (low..=high).contains(n));
     n.ok_or_else(|| format!("a whole number from {low} to {high}"))
-}
-
-/// Bytes, with K, M or G for powers of 1024.
-pub(crate) fn size(value: &str, low: usize, high: usize) -> Option<usize> {
-    let (value, unit) = match value.as_bytes().last()? {
-        b'K' | b'k' => (&value[..value.len() - 1], 1 << 10),
-        b'M' | b'm' => (&value[..value.len() - 1], 1 << 20),
-        b'G' | b'g' => (&value[..value.len() - 1], 1 << 30),
-        _ => (value, 1),
-    };
-    let bytes = usize::try_from(digits(value)?.checked_mul(unit)?).ok()?;
-    (low..=high).contains(&bytes).then_some(bytes)
 }
 
 /// Every chunk of a message of this size has a 32-bit length, with room to spare.
@@ -640,14 +635,6 @@ fn or_auto(value: &str, parse: impl FnOnce(&str) -> Result<usize, String>) -> Re
         return Ok(None);
     }
     parse(value).map(Some).map_err(|allowed| format!("auto, or {allowed}"))
-}
-
-pub(crate) fn program_number(word: &str) -> Option<u32> {
-    match word.strip_prefix("0x") {
-        Some(hex) if hex.bytes().all(|b| b.is_ascii_hexdigit()) => u32::from_str_radix(hex, 16).ok(),
-        Some(_) => None,
-        None => digits(word).and_then(|n| u32::try_from(n).ok()),
-    }
 }
 
 fn one_of<T: Copy>(value: &str, choices: &[(&str, T)]) -> Result<T, String> {
@@ -670,10 +657,19 @@ fn log_level(value: &str) -> Result<Option<Level>, String> {
     if value.is_empty() { Ok(None) } else { one_of(value, &choices) }
 }
 
-/// The known name with the fewest letters changed, put in or left out (Levenshtein).
-fn nearest<'a>(name: &str, known: impl Iterator<Item = &'a str>) -> &'a str {
-    let name = shortened(name);
-    known.min_by_key(|candidate| distance(&name, candidate)).unwrap_or_default()
+/// What to write instead of a name that no setting has: the one with the fewest letters changed, put in or left out
+/// (Levenshtein), wherever it is near. The name of the other place counts as that of this one, and so do capitals.
+fn suggestion(name: &str, of: fn(&Setting) -> &'static str) -> String {
+    let plain = |name: &str| name.to_lowercase().replace('-', "_").trim_start_matches("rpcrdma_").to_owned();
+    let name = plain(&shortened(name));
+    let near = TABLE.iter().map(|setting| (distance(&name, setting.key), setting)).min_by_key(|near| near.0);
+    match near {
+        // Every other letter may be wrong, and no more: what is farther off is something else.
+        Some((distance, setting)) if distance <= name.chars().count() / 2 => {
+            format!("did you mean {}?", of(setting))
+        }
+        _ => "rpcrdma.conf(5) lists those that there are".into(),
+    }
 }
 
 fn distance(a: &str, b: &str) -> usize {
@@ -697,12 +693,21 @@ mod tests {
 
     use super::*;
 
+    fn from(
+        env: impl IntoIterator<Item = (OsString, OsString)>,
+        file: Option<(&Path, &str)>,
+        secure: bool,
+    ) -> Result<Config, Error> {
+        let (config, errors) = Config::understood(env, file, secure);
+        errors.into_iter().next().map_or(Ok(config), Err)
+    }
+
     fn from_env(variables: &[(&str, &str)]) -> Result<Config, Error> {
-        Config::from(variables.iter().map(|(n, v)| (OsString::from(n), OsString::from(v))), None, false)
+        from(variables.iter().map(|(n, v)| (OsString::from(n), OsString::from(v))), None, false)
     }
 
     fn from_file(text: &str) -> Result<Config, Error> {
-        Config::from([], Some((Path::new("/etc/rpcrdma.conf"), text)), false)
+        from([], Some((Path::new("/etc/rpcrdma.conf"), text)), false)
     }
 
     fn set(name: &str, value: &str) -> Config {
@@ -801,7 +806,7 @@ mod tests {
     fn the_environment_wins_over_the_file() {
         let file = Some((Path::new("f"), "credits = 5\ninline = 8192"));
         let env = || [("RPCRDMA_CREDITS".into(), "7".into())];
-        let config = Config::from(env(), file, false).unwrap();
+        let config = from(env(), file, false).unwrap();
         assert_eq!((config.credits, config.inline), (7, 8192));
     }
 
@@ -809,7 +814,7 @@ mod tests {
     fn only_the_file_counts_in_a_secure_process() {
         let file = Some((Path::new("f"), "credits = 5"));
         let env = ["RPCRDMA_CREDITS", "RPCRDMA_TYPO", "RPCRDMA_LOG_FILE"];
-        let config = Config::from(env.map(|name| (name.into(), "7".into())), file, true).unwrap();
+        let config = from(env.map(|name| (name.into(), "7".into())), file, true).unwrap();
         assert_eq!(config, Config { credits: 5, ..Config::default() });
     }
 
@@ -836,7 +841,7 @@ mod tests {
             r#"RPCRDMA_PROVIDER="local": must be auto, iwarp or verbs: local is not built in"#
         );
         let not_utf8 = OsString::from_vec(b"\xff".to_vec());
-        let error = Config::from([("RPCRDMA_CRC".into(), not_utf8)], None, false).unwrap_err();
+        let error = from([("RPCRDMA_CRC".into(), not_utf8)], None, false).unwrap_err();
         assert_eq!(error.text(), "RPCRDMA_CRC=\"\u{fffd}\": must be UTF-8");
     }
 
@@ -901,6 +906,8 @@ mod tests {
             ("RPCRDMA_REDIRECT_PROGRAM", "RPCRDMA_REDIRECT_PROGRAMS"),
             ("RPCRDMA_MAXREPLY", "RPCRDMA_MAX_REPLY"),
             ("RPCRDMA_LOGFILE", "RPCRDMA_LOG_FILE"),
+            ("RPCRDMA_REDIRCT", "RPCRDMA_REDIRECT"),
+            ("RPCRDMA_log", "RPCRDMA_LOG"),
         ] {
             let text = refused(from_env(&[(typo, "1")]));
             assert_eq!(text, format!("{typo}: no such environment variable; did you mean {meant}?"));
@@ -920,8 +927,18 @@ mod tests {
             refused(from_file("poll=1\npoll=2")),
             r#"/etc/rpcrdma.conf:2: "poll" is already set in line 1"#
         );
-        assert!(refused(from_file("Credits = 3")).contains("did you mean credits?"));
-        assert!(refused(from_file("= 3")).contains("no such setting"));
+        for near in ["Credits", "RPCRDMA_CREDITS", "rpcrdma_credits"] {
+            let text = refused(from_file(&format!("{near} = 3")));
+            assert_eq!(
+                text,
+                format!("/etc/rpcrdma.conf:1: {near:?}: no such setting; did you mean credits?")
+            );
+        }
+        assert!(refused(from_file("log-file = 3")).ends_with("did you mean log_file?"));
+        for far in ["", "x", "threads"] {
+            let text = refused(from_file(&format!("{far} = 3")));
+            assert!(text.ends_with("no such setting; rpcrdma.conf(5) lists those that there are"), "{text}");
+        }
     }
 
     #[test]
@@ -964,15 +981,10 @@ mod tests {
     }
 
     #[test]
-    fn a_missing_file_is_no_error_and_an_unreadable_one_is() {
-        assert_eq!(read_file(Path::new("/does/not/exist")).unwrap(), None);
-        let error = read_file(Path::new("/")).unwrap_err();
-        assert_eq!(error.kind(), Kind::Os(libc::EISDIR));
-        assert!(error.text().starts_with("/: "), "{error}");
-        let error = read_file(Path::new("/dev/zero")).unwrap_err();
-        assert_eq!(error.text(), "/dev/zero: longer than 1048576 bytes");
-        let error = read_file(Path::new("/proc/self/exe")).unwrap_err();
-        assert_eq!(error.kind(), Kind::Invalid);
+    fn a_missing_folder_of_bindings_is_no_error_and_an_unreadable_one_is() {
+        assert!(system_bindings(Path::new("/does/not/exist")).unwrap().is_empty());
+        let error = system_bindings(Path::new("/dev/null")).unwrap_err();
+        assert_eq!((error.kind(), error.text()), (Kind::Os(libc::ENOTDIR), "/dev/null: Not a directory"));
     }
 
     /// What `get` puts on stderr in a process of its own with these variables. (The test harness uses
@@ -994,9 +1006,16 @@ mod tests {
     #[test]
     fn get_in_a_child_process() {
         if std::env::var_os("CONFIG_TEST_CHILD").is_some() {
+            let now = check().first().map(|error| error.text().to_owned());
             match (get(), get()) {
-                (Ok(one), Ok(two)) => assert!(std::ptr::eq(one, two)),
-                (Err(one), Err(two)) => assert_eq!(one.text(), two.text()),
+                (Ok(one), Ok(two)) => {
+                    assert!(std::ptr::eq(one, two));
+                    assert_eq!(now, None);
+                }
+                (Err(one), Err(two)) => {
+                    assert_eq!(one.text(), two.text());
+                    assert_eq!(now.as_deref(), Some(one.text()));
+                }
                 other => panic!("{other:?}"),
             }
         }
@@ -1010,10 +1029,39 @@ mod tests {
     }
 
     #[test]
-    fn the_log_works_when_another_setting_is_wrong_and_says_which() {
-        let text = stderr_of_get(&[("RPCRDMA_LOG", "error"), ("RPCRDMA_CREDITS", "0")]);
+    fn the_log_works_when_other_settings_are_wrong_and_says_which() {
+        let text =
+            stderr_of_get(&[("RPCRDMA_LOG", "error"), ("RPCRDMA_CREDITS", "0"), ("RPCRDMA_CRC", "on")]);
         assert!(text.contains("] error: RPCRDMA_CREDITS=\"0\": must be a whole number"), "{text}");
+        assert!(
+            text.contains("] error: RPCRDMA_CRC=\"on\": must be auto, yes or no; until that is mended"),
+            "{text}"
+        );
+        assert_eq!(text.lines().count(), 2);
+    }
+
+    #[test]
+    fn who_asks_for_a_log_by_a_level_that_there_is_not_is_told_so() {
+        let text = stderr_of_get(&[("RPCRDMA_LOG", "inof")]);
+        assert!(text.contains("] error: RPCRDMA_LOG=\"inof\": must be off, error, warn"), "{text}");
         assert_eq!(text.lines().count(), 1);
+    }
+
+    #[test]
+    fn a_wrong_line_or_file_of_bindings_is_a_wrong_setting() {
+        let path = std::env::temp_dir().join(format!("rpcrdma-config-bindings-{}", std::process::id()));
+        std::fs::write(&path, "# mine\n0x20000001 1 1 max-reply=8\n0x20000001 1 2 arguments=itn\n").unwrap();
+        let name = path.display().to_string();
+        let both = format!("{name},/does/not/exist,/dev/null");
+        let text = stderr_of_get(&[("RPCRDMA_LOG", "error"), ("RPCRDMA_BINDINGS", &both)]);
+        std::fs::remove_file(&path).unwrap();
+        assert!(text.contains(&format!("] error: {name}:3: \"itn\": must be int, ")), "{text}");
+        assert!(text.contains("] error: /does/not/exist: No such file or directory; until"), "{text}");
+        assert!(
+            text.contains("] error: /dev/null: must be a regular file, and is a device; until"),
+            "{text}"
+        );
+        assert_eq!(text.lines().count(), 3);
     }
 
     #[test]

@@ -27,8 +27,7 @@ use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering::Relaxed};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock};
 use std::time::{Duration, Instant};
 
-use crate::binding::Registry;
-use crate::config::{Config, Crc, Provider, Version};
+use crate::config::{self, Config, Crc, Provider, Version};
 use crate::connection::characteristics::Wish;
 use crate::connection::{
     Connection, Expect, Output, RPC_HEADER_MAX, Request, RequestId, Role, Settings, receive_margin,
@@ -104,34 +103,6 @@ pub fn memory(config: &Config) -> Arc<Memory> {
         Memory::new(receive, config.max_reply(false) + REPLY_HEADER, config.max_pulled)
     };
     MEMORY.get_or_init(new).clone()
-}
-
-/// The bindings of the process: the built-in ones, those of the text files, and what programs register.
-pub fn bindings(config: &Config) -> &'static Arc<Registry> {
-    static BINDINGS: OnceLock<Arc<Registry>> = OnceLock::new();
-    if let Some(bindings) = BINDINGS.get() {
-        return bindings;
-    }
-    // Read outside the OnceLock: a fork(2) of another thread in between would leave the child waiting for ever.
-    let registry = Registry::built_in();
-    let mut errors = Vec::new();
-    process::keeping_errno(|| {
-        for (path, text) in config.binding_texts() {
-            match text {
-                Ok(text) => errors.extend(registry.add_text(&path.display().to_string(), &text)),
-                Err(error) => errors.push(error.to_string()),
-            }
-        }
-    });
-    let mut first = false;
-    let bindings = BINDINGS.get_or_init(|| {
-        first = true;
-        Arc::new(registry)
-    });
-    for error in errors.iter().filter(|_| first) {
-        log_error!("binding left out: {error}");
-    }
-    bindings
 }
 
 /// See [`Requester::reply_header`].
@@ -474,7 +445,7 @@ impl Link {
             many_chunks: config.many_chunks,
             remote_invalidation: limits.remote_invalidation && config.remote_invalidation,
         };
-        let engine = Connection::new(role, settings, peer, memory.clone(), bindings(config).clone());
+        let engine = Connection::new(role, settings, peer, memory.clone(), config::bindings().clone());
         stats::add(Counter::Connections, 1);
         let mut link = Link {
             engine,

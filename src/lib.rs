@@ -34,6 +34,7 @@ pub mod provider;
 pub mod socket;
 pub mod stats;
 pub mod sys;
+pub mod textfile;
 pub mod tirpc;
 pub mod wire;
 pub mod xdr;

@@ -6,10 +6,10 @@ use std::path::{Path, PathBuf};
 /// From the bottom up; a module uses only modules of rows above its own in this table, and itself.
 const LAYERS: &[&[&str]] = &[
     &["error", "process"],
-    &["log", "stats"],
-    &["config", "ffi"],
-    &["memory", "socket", "wire"],
-    &["binding", "sys"],
+    &["log", "stats", "textfile"],
+    &["binding", "ffi"],
+    &["config", "memory", "socket", "wire"],
+    &["sys"],
     &["provider"],
     &["connection", "xdr"],
     &["driver"],

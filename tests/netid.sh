@@ -71,6 +71,15 @@ check "a wrong setting: no server, and why" 'svc_create: RPC: .*; RPCRDMA_REDIRE
 serve RPCRDMA_REDIRECT=carrier-pigeon -- tcp
 check "a wrong setting leaves tcp alone" '^tcp [0-9.]+ tcp6 [0-9:.]+ $' rows
 stop "$server"
+printf '%d 1 1 max-reply=1K\n%d 1 2 arguments=itn\n' $program $program >bindings
+check "a wrong line of a binding: no client, and where" 'create: RPC: .*; bindings:2: "itn": must be int' \
+    run env RPCRDMA_BINDINGS=bindings ./netid call 127.0.0.1 1 rdma
+serve RPCRDMA_REDIRECT=tcp RPCRDMA_BINDINGS=bindings -- tcp
+check "a wrong line of a binding: nothing is moved" '^tcp [0-9.]+ tcp6 [0-9:.]+ $' rows
+stop "$server"
+mkfifo fifo
+check "a FIFO for bindings holds up nobody" 'create: RPC: .*; fifo: must be a regular file, and is a FIFO' \
+    run env RPCRDMA_BINDINGS=fifo timeout 20 ./netid call 127.0.0.1 1 rdma
 
 for nettype in netpath circuit_n; do
     serve NETPATH=rdma -- $nettype

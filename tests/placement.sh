@@ -82,15 +82,27 @@ for end in client server; do
 done
 if grep -q 'the server has no binding' client.log; then ok "a client says that its server has no binding"; else FAIL "no word of it" client.log; fi
 
-# A line that is wrong is left out with a reason; the others count.
+# A line that is wrong is a wrong setting: nothing is moved, the log says why, and a client that may not go over tcp
+# fails with that text.
 { cat fileservice.conf; echo '0x20004653 1 3 arguments=sting,int'; } >wrong.conf
 mkdir wrong && log=wrong.log
-start_ready env LD_PRELOAD="$LIBRPCRDMA" RPCRDMA_REDIRECT=tcp RPCRDMA_LOG=error RPCRDMA_BINDINGS="$PWD/wrong.conf,$PWD/none.conf" \
-    ./fileserver -n tcp -a 127.0.0.1 -p 0 -d wrong || { FAIL "wrong: no server" "$log"; closing; }
-env LD_PRELOAD="$LIBRPCRDMA" RPCRDMA_REDIRECT=tcp RPCRDMA_LOG=wire RPCRDMA_BINDINGS="$PWD/wrong.conf" \
-    ./filecopy -n tcp "127.0.0.1:$port" tree >/dev/null 2>"$log.client"
-if grep -q 'wrong.conf:5: .*sting' "$log" && grep -q 'none.conf' "$log"; then ok "a wrong line and a missing file are named"; else FAIL "a wrong binding is not named" "$log"; fi
-if grep -q ' > RDMA_MSG .* reads \[64:' "$log.client"; then ok "the other lines count"; else FAIL "a wrong line takes the others with it" "$log.client"; fi
+wrong=(env LD_PRELOAD="$LIBRPCRDMA" RPCRDMA_REDIRECT=tcp RPCRDMA_LOG=error RPCRDMA_BINDINGS="$PWD/wrong.conf,$PWD/none.conf")
+start_ready "${wrong[@]}" ./fileserver -n tcp -a 127.0.0.1 -p 0 -d wrong || { FAIL "wrong: no server" "$log"; closing; }
+if "${wrong[@]}" ./filecopy -n tcp "127.0.0.1:$port" tree >/dev/null 2>"$log.client" && cmp -s tree/big wrong/big; then
+    ok "with a wrong binding both go on over tcp"
+else
+    FAIL "with a wrong binding both go on over tcp" "$log.client"
+fi
+for end in "$log" "$log.client"; do
+    if grep -q 'wrong.conf:5: .*sting' "$end" && grep -q 'none.conf: No such file' "$end"; then
+        ok "a wrong line and a missing file are named"
+    else
+        FAIL "a wrong binding is not named" "$end"
+    fi
+done
+"${wrong[@]}" RPCRDMA_LOG=off RPCRDMA_FALLBACK=no ./filecopy -n tcp "127.0.0.1:$port" tree >out 2>&1 &&
+    FAIL "with a wrong binding nobody goes over tcp who may not" out
+if grep -q 'wrong.conf:5: .*sting' out; then ok "who may not go over tcp is told why"; else FAIL "who may not go over tcp is not told why" out; fi
 stop "$server"
 
 # The C API.

@@ -4,29 +4,24 @@
 //! PROGRAM VERSION PROCEDURE [arguments=SHAPE] [results=SHAPE] [max-reply=SIZE] [preset]
 //! ```
 //!
-//! A line that is not understood is left out, with the reason, and the others count: a wrong binding breaks
-//! calls and a missing one costs a copy.
+//! Every line that is not understood is told, with the reason. What follows from that is `config`'s to say.
 #![forbid(unsafe_code)]
 
 use std::collections::HashMap;
 
 use super::{Origin, Procedure, Stop, Walk, padded, reserved};
-use crate::config::{program_number, quoted, size, without_comment};
+use crate::textfile::{self, program_number, quoted, size};
 
 /// Program, version, procedure.
 type Key = (u32, u32, u32);
 
-/// The procedures of a text, and why lines were left out: "NAME:LINE: reason".
+/// The procedures of a text, and why the other lines are not understood: "NAME:LINE: reason".
 pub(super) fn parse(name: &str, text: &str) -> (Vec<(Key, Procedure)>, Vec<String>) {
     let mut entries = Vec::new();
     let mut errors = Vec::new();
     let mut seen: HashMap<Key, usize> = HashMap::new();
-    for (at, line) in text.lines().enumerate() {
-        let line = without_comment(line).trim();
-        if line.is_empty() {
-            continue;
-        }
-        let entry = procedure(line).and_then(|(key, procedure)| match seen.insert(key, at + 1) {
+    for (number, line) in textfile::lines(text) {
+        let entry = procedure(line).and_then(|(key, procedure)| match seen.insert(key, number) {
             None => Ok((key, procedure)),
             Some(first) => {
                 let (program, version, procedure) = key;
@@ -35,7 +30,7 @@ pub(super) fn parse(name: &str, text: &str) -> (Vec<(Key, Procedure)>, Vec<Strin
         });
         match entry {
             Ok(entry) => entries.push(entry),
-            Err(reason) => errors.push(format!("{name}:{}: {reason}", at + 1)),
+            Err(reason) => errors.push(format!("{name}:{number}: {reason}")),
         }
     }
     (entries, errors)

@@ -188,8 +188,8 @@ pub unsafe fn vc_create(
     }
     let config = match config::get() {
         Ok(config) => config,
-        // A broken configuration moves nobody.
-        Err(_) if intent == Intent::Try => return Ok(None),
+        // A broken configuration moves nobody, but "fallback = no" is understood: RDMA or an error.
+        Err(_) if intent == Intent::Try && config::understood().fallback => return Ok(None),
         Err(error) => return Err(error),
     };
     // SAFETY: by the contract.
@@ -865,7 +865,7 @@ impl Call<'_> {
         // SAFETY: as above; the stream outlives the call.
         let marshalled = put && unsafe { ops.ah_marshal.is_some_and(|f| f(self.auth, encoder.xdr()) != 0) };
         let wrapped = Head::of(&[encoder.encoded()]).is_none_or(|head| head.wrapped);
-        let binding = driver::bindings(config).find(program.0, program.1, self.proc).filter(|_| !wrapped);
+        let binding = config::bindings().find(program.0, program.1, self.proc).filter(|_| !wrapped);
         if !one_way
             && !wrapped
             && let Some(lending) = lending(config, binding.as_ref(), LEND_MIN, |b, call| b.call(call).items)

@@ -12,7 +12,8 @@
 //!
 //! # Invariants
 //! - A configuration that cannot be understood fails the creators of netid "rdma", with the text where
-//!   `clnt_pcreateerror` finds it, and leaves everything else stock.
+//!   `clnt_pcreateerror` finds it, and leaves everything else stock: nothing is moved. Only a client that would be moved
+//!   and must not fall back to tcp fails too.
 //! - rpcbind's own program, 100000, is never moved, on no netid: "rdma" means plain tcp for it.
 //! - Under the mark of [`Inside`] nothing is created or moved: the real function is called. The functions that only say
 //!   what a netid is do not need the mark.
@@ -231,7 +232,9 @@ pub unsafe extern "C" fn clnt_vc_create(
         } else {
             // SAFETY: an address as clnt_vc_create takes it.
             let address = unsafe { socket_address(address) };
-            address.filter(|address| moves(tcp(*address), prog)).map(|_| Intent::Try)
+            // As far as the settings are understood: what follows from the rest is `vc_create`'s to say.
+            let wanted = address.filter(|address| wants(config::understood(), tcp(*address), prog));
+            wanted.map(|_| Intent::Try)
         };
         if let Some(intent) = intent
             && let Some(_inside) = Inside::enter()
@@ -665,7 +668,12 @@ pub(crate) fn creation<T>(create: impl FnOnce() -> Result<T, Error>) -> Result<T
 
 /// Whether `RPCRDMA_REDIRECT` moves `prog` from that transport.
 fn moves(stock: config::Netid, prog: u32) -> bool {
-    config::get().is_ok_and(|config| redirects(config, stock) && config.redirects_program(prog))
+    config::get().is_ok_and(|config| wants(config, stock, prog))
+}
+
+/// Whether these settings say so.
+fn wants(config: &Config, stock: config::Netid, prog: u32) -> bool {
+    redirects(config, stock) && config.redirects_program(prog)
 }
 
 /// Whether programs on that transport are moved: "tcp" stands for tcp and tcp6, as the nettype of that name does.

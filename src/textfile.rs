@@ -1,0 +1,188 @@
+//! Text files that people write for this library: how they are read, and the words in them.
+//!
+//! Owns what settings and bindings have in common: opening a file so that nothing can come of a wrong path but an
+//! error, comments, numbers, sizes, and how a value is quoted in an error. Leaves to `config` and `binding` what the
+//! words mean.
+//!
+//! # Invariants
+//! - Only regular files are read. A FIFO would hold up the program for ever, and the opening of some devices does
+//!   something.
+//! - At most [`MAX`] bytes are read, and what is quoted of a text is short and visible, whatever it holds.
+#![forbid(unsafe_code)]
+
+use std::fs::{self, File, FileType, OpenOptions};
+use std::io::{self, Read};
+use std::os::unix::fs::{FileTypeExt, OpenOptionsExt};
+use std::path::Path;
+
+use crate::error::{Error, Kind, os_text};
+
+/// A file that somebody has written is shorter; whatever is longer is something else.
+pub const MAX: u64 = 1 << 20;
+
+/// The text of the file; `None` when there is none.
+///
+/// # Errors
+/// `Os` for a file that cannot be read, `Invalid` for what is no file, not UTF-8 or too long; all name the path.
+pub fn read(path: &Path) -> Result<Option<String>, Error> {
+    match read_file(path) {
+        Ok(text) => Ok(Some(text)),
+        Err(error) if error.kind() == Kind::Os(libc::ENOENT) => Ok(None),
+        Err(error) => Err(error),
+    }
+}
+
+fn read_file(path: &Path) -> Result<String, Error> {
+    let failed = |error: io::Error| cannot(path, &error);
+    let invalid = |what: &str| Error::new(Kind::Invalid, format!("{}: {what}", path.display()));
+    // Looked at before it is opened, because opening may do something (a watchdog starts), and again behind that,
+    // because the path may name another file by then.
+    let regular = |kind: FileType| if kind.is_file() { Ok(()) } else { Err(invalid(&not_a_file(kind))) };
+    regular(fs::metadata(path).map_err(failed)?.file_type())?;
+    let file: File = OpenOptions::new()
+        .read(true)
+        .custom_flags(libc::O_NONBLOCK | libc::O_NOCTTY | libc::O_CLOEXEC)
+        .open(path)
+        .map_err(failed)?;
+    regular(file.metadata().map_err(failed)?.file_type())?;
+
+    let mut bytes = Vec::new();
+    file.take(MAX + 1).read_to_end(&mut bytes).map_err(failed)?;
+    if bytes.len() as u64 > MAX {
+        return Err(invalid(&format!("longer than {MAX} bytes")));
+    }
+    String::from_utf8(bytes).map_err(|_| invalid("must be UTF-8"))
+}
+
+/// The error of a path that cannot be read.
+pub fn cannot(path: &Path, error: &io::Error) -> Error {
+    let errno = error.raw_os_error().unwrap_or(libc::EIO);
+    Error::new(Kind::Os(errno), format!("{}: {}", path.display(), os_text(error)))
+}
+
+fn not_a_file(kind: FileType) -> String {
+    let is = if kind.is_dir() {
+        "a directory"
+    } else if kind.is_fifo() {
+        "a FIFO"
+    } else if kind.is_socket() {
+        "a socket"
+    } else {
+        "a device"
+    };
+    format!("must be a regular file, and is {is}")
+}
+
+/// The lines that say something, each with its number and without its comment.
+pub fn lines(text: &str) -> impl Iterator<Item = (usize, &str)> {
+    let lines = text.lines().enumerate().map(|(at, line)| (at + 1, without_comment(line).trim()));
+    lines.filter(|(_, line)| !line.is_empty())
+}
+
+/// A `#` inside a word belongs to the word: paths contain it.
+fn without_comment(line: &str) -> &str {
+    let begins = |&(at, _): &(usize, &str)| line[..at].chars().next_back().is_none_or(char::is_whitespace);
+    let comment = line.match_indices('#').find(begins);
+    comment.map_or(line, |(at, _)| &line[..at])
+}
+
+/// The words of a list: between commas or blanks.
+pub fn words(value: &str) -> impl Iterator<Item = &str> {
+    value.split(|c: char| c == ',' || c.is_whitespace()).filter(|word| !word.is_empty())
+}
+
+/// A value in an error: visible whatever it contains, and short.
+pub fn quoted(value: &str) -> String {
+    format!("{:?}", shortened(value))
+}
+
+/// The beginning of a value.
+pub fn shortened(value: &str) -> String {
+    const MAX: usize = 64;
+    match value.char_indices().nth(MAX) {
+        None => value.to_owned(),
+        Some((at, _)) => format!("{}...", &value[..at]),
+    }
+}
+
+/// Digits and nothing else: `parse` alone would let a sign pass.
+pub fn digits(value: &str) -> Option<u64> {
+    if value.bytes().all(|b| b.is_ascii_digit()) { value.parse().ok() } else { None }
+}
+
+/// Bytes, with K, M or G for powers of 1024.
+pub fn size(value: &str, low: usize, high: usize) -> Option<usize> {
+    let (value, unit) = match value.as_bytes().last()? {
+        b'K' | b'k' => (&value[..value.len() - 1], 1 << 10),
+        b'M' | b'm' => (&value[..value.len() - 1], 1 << 20),
+        b'G' | b'g' => (&value[..value.len() - 1], 1 << 30),
+        _ => (value, 1),
+    };
+    let bytes = usize::try_from(digits(value)?.checked_mul(unit)?).ok()?;
+    (low..=high).contains(&bytes).then_some(bytes)
+}
+
+/// The number of a program, of a version or of a procedure: decimal, or hexadecimal with 0x.
+pub fn program_number(word: &str) -> Option<u32> {
+    match word.strip_prefix("0x") {
+        Some(hex) if hex.bytes().all(|b| b.is_ascii_hexdigit()) => u32::from_str_radix(hex, 16).ok(),
+        Some(_) => None,
+        None => digits(word).and_then(|n| u32::try_from(n).ok()),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::os::unix::net::UnixListener;
+    use std::process::Command;
+
+    use super::*;
+
+    #[track_caller]
+    fn refused(path: &Path) -> String {
+        read(path).unwrap_err().text().to_owned()
+    }
+
+    #[test]
+    fn a_missing_file_is_none_and_what_is_no_file_is_an_error_that_says_what_it_is() {
+        assert_eq!(read(Path::new("/does/not/exist")).unwrap(), None);
+        assert_eq!(refused(Path::new("/")), "/: must be a regular file, and is a directory");
+        assert_eq!(refused(Path::new("/dev/zero")), "/dev/zero: must be a regular file, and is a device");
+        assert_eq!(refused(Path::new("/proc/self/exe")), "/proc/self/exe: longer than 1048576 bytes");
+        assert_eq!(refused(Path::new("/dev/null/x")), "/dev/null/x: Not a directory");
+    }
+
+    #[test]
+    fn a_fifo_or_a_socket_without_another_end_holds_up_nobody() {
+        let folder = std::env::temp_dir().join(format!("rpcrdma-textfile-{}", std::process::id()));
+        fs::create_dir(&folder).unwrap();
+        let (fifo, socket) = (folder.join("fifo"), folder.join("socket"));
+        assert!(Command::new("mkfifo").arg(&fifo).status().unwrap().success());
+        let _listener = UnixListener::bind(&socket).unwrap();
+        let texts = (refused(&fifo), refused(&socket));
+        fs::remove_dir_all(&folder).unwrap();
+        assert_eq!(texts.0, format!("{}: must be a regular file, and is a FIFO", fifo.display()));
+        assert_eq!(texts.1, format!("{}: must be a regular file, and is a socket", socket.display()));
+    }
+
+    #[test]
+    fn a_file_of_the_longest_length_is_read_and_a_longer_one_is_not() {
+        let path = std::env::temp_dir().join(format!("rpcrdma-textfile-long-{}", std::process::id()));
+        fs::write(&path, vec![b'#'; MAX as usize]).unwrap();
+        let whole = read(&path).unwrap().unwrap().len();
+        fs::write(&path, vec![b'#'; MAX as usize + 1]).unwrap();
+        let text = refused(&path);
+        fs::write(&path, b"\xff").unwrap();
+        let bytes = refused(&path);
+        fs::remove_file(&path).unwrap();
+        assert_eq!(whole as u64, MAX);
+        assert!(text.ends_with(": longer than 1048576 bytes"), "{text}");
+        assert!(bytes.ends_with(": must be UTF-8"), "{bytes}");
+    }
+
+    #[test]
+    fn a_line_has_its_number_and_no_comment() {
+        let all: Vec<_> = lines("# one\r\n\r\n  two # 2\r\n\t#\r\nfour#4\t# four\n").collect();
+        assert_eq!(all, [(3, "two"), (5, "four#4")]);
+    }
+}

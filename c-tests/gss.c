@@ -117,6 +117,37 @@ static void gss_four_threads_on_one_client(long unused)
     release(threads_client);
 }
 
+static void *block_one(void *client)
+{
+    u_int argument = 5, result = 0;
+    REQUIRE_STATUS(suite_block_2(&argument, &result, client), RPC_SUCCESS);
+    return NULL;
+}
+
+/* A context has one call under way; who waits for it does so within its own time, and no other context waits. */
+static void gss_call_behind_a_busy_context(long unused)
+{
+    (void)unused;
+    struct server server = server_start("-c", "tli", "-g", service_name, NULL);
+    struct server other = server_start("-c", "tli", "-g", service_name, NULL);
+    CLIENT *client = secured(&server, rpcsec_gss_svc_integrity), *free = secured(&other, rpcsec_gss_svc_integrity);
+    pthread_t thread;
+    REQUIRE(pthread_create(&thread, NULL, block_one, client) == 0);
+    server_await_block(&server);
+    struct timeval time = {.tv_sec = 1};
+    double start = now();
+    REQUIRE_STATUS(clnt_call(client, SUITE_NULL, (xdrproc_t)xdr_void, NULL, (xdrproc_t)xdr_void, NULL, time),
+                   RPC_TIMEDOUT);
+    double took = now() - start;
+    REQUIRE(took >= 0.99 && took < 15);
+    require_echo(free, 1000, 1);
+    server_release(&server);
+    REQUIRE(pthread_join(thread, NULL) == 0);
+    require_echo(client, 1000, 2);
+    release(client);
+    release(free);
+}
+
 static const char too_long[] = "stock cannot wrap more than its record buffer";
 
 const struct test gss_tests[] = {
@@ -129,6 +160,7 @@ const struct test gss_tests[] = {
     TEST(gss_authgss_create_default, .needs = GSS),
     TEST(gss_connection_after_connection, .needs = GSS),
     TEST(gss_four_threads_on_one_client, .needs = GSS),
+    TEST(gss_call_behind_a_busy_context, .needs = GSS, .not_stock = "stock does not count the wait for another thread's call"),
     END_OF_TESTS,
 };
 #else

@@ -376,7 +376,8 @@ int main(int argc, char **argv)
     char *slash = strrchr(server_program, '/');
     strcpy(slash + 1, "server");
 
-    static const struct test *const groups[] = {connect_tests, call_tests, server_tests, misuse_tests, gss_tests};
+    static const struct test *const groups[] = {connect_tests, call_tests, thread_tests, server_tests,
+                                                misuse_tests, gss_tests};
     enum { GROUPS = sizeof groups / sizeof *groups };
     if (list) {
         for (int g = 0; g < GROUPS; g++) {

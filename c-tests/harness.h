@@ -66,7 +66,7 @@ struct test {
 #define TEST(function, ...) {.name = #function, .run = function, __VA_ARGS__}
 #define END_OF_TESTS {.name = NULL}
 
-extern const struct test connect_tests[], call_tests[], server_tests[], misuse_tests[], gss_tests[];
+extern const struct test connect_tests[], call_tests[], thread_tests[], server_tests[], misuse_tests[], gss_tests[];
 
 struct server {
     pid_t pid;

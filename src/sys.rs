@@ -6,7 +6,7 @@
 //! # Invariants
 //! - `EINTR` never reaches a caller: transfers are repeated, waits return early with nothing ready.
 //! - Nothing here raises SIGPIPE (`MSG_NOSIGNAL`) or blocks (`MSG_DONTWAIT`) except [`poll`], [`wait`],
-//!   [`reconnect`] and, for at most [`LOCK_PATIENCE_MS`], [`SharedPage::lock`]. The sockets belong to programs and may be in blocking mode.
+//!   [`Event::wait`], [`reconnect`] and, for at most [`LOCK_PATIENCE_MS`], [`SharedPage::lock`]. The sockets belong to programs and may be in blocking mode.
 //! - A [`SharedPage`] holds only its lock and atomic words: no pointer, no state that a process could leave torn.
 #![allow(unsafe_code)]
 
@@ -18,7 +18,8 @@ use std::net::{SocketAddr, TcpStream};
 use std::os::fd::{AsRawFd, FromRawFd, OwnedFd, RawFd};
 use std::ptr::NonNull;
 use std::sync::Once;
-use std::sync::atomic::{AtomicU32, AtomicU64, AtomicUsize, Ordering::Relaxed};
+use std::sync::atomic::Ordering::{Acquire, Relaxed, Release};
+use std::sync::atomic::{AtomicU32, AtomicU64, AtomicUsize};
 use std::time::{Duration, Instant};
 
 use crate::ffi::guard;
@@ -537,6 +538,50 @@ pub fn under_mask<T>(mask: &SignalMask, work: impl FnOnce() -> T) -> T {
     let _restore = Restore(SignalMask(unsafe { before.assume_init() }));
     work()
 }
+
+/// Something that happens once, and that a thread can sleep for with its signals let through.
+#[derive(Debug, Default)]
+pub struct Event(AtomicU32);
+
+impl Event {
+    /// One that has not happened.
+    pub const fn new() -> Event {
+        Event(AtomicU32::new(0))
+    }
+
+    /// Whether it has happened: what was written before it did can be read then.
+    pub fn has_happened(&self) -> bool {
+        self.0.load(Acquire) != 0
+    }
+
+    /// Lets it happen, and wakes whoever sleeps for it.
+    pub fn happen(&self) {
+        self.0.store(1, Release);
+        // SAFETY: the kernel compares the address with those of sleepers, and touches no memory.
+        unsafe { libc::syscall(libc::SYS_futex, self.0.as_ptr(), FUTEX_WAKE, c_int::MAX) };
+    }
+
+    /// Sleeps until it happens, the time is over (`None`: no limit) or a signal came, with `mask` as the thread's signal
+    /// mask meanwhile (`None`: as it is). A handler may sleep for other events: none of them is lost.
+    pub fn wait(&self, timeout: Option<Duration>, mask: Option<&SignalMask>) {
+        let time = timeout.map(|t| libc::timespec {
+            tv_sec: libc::time_t::try_from(t.as_secs()).unwrap_or(libc::time_t::MAX),
+            tv_nsec: t.subsec_nanos() as _,
+        });
+        let time = time.as_ref().map_or(std::ptr::null(), std::ptr::from_ref);
+        let sleep = || {
+            // SAFETY: the word is alive, and the kernel only reads it; `time` is null or points to a live value.
+            unsafe { libc::syscall(libc::SYS_futex, self.0.as_ptr(), FUTEX_WAIT, 0, time) };
+        };
+        match mask {
+            Some(mask) => under_mask(mask, sleep),
+            None => sleep(),
+        }
+    }
+}
+
+const FUTEX_WAIT: c_int = libc::FUTEX_WAIT | libc::FUTEX_PRIVATE_FLAG;
+const FUTEX_WAKE: c_int = libc::FUTEX_WAKE | libc::FUTEX_PRIVATE_FLAG;
 
 /// Names the calling thread; no other one of this process ever has its name, which is never 0.
 pub fn this_thread() -> usize {

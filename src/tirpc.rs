@@ -7,7 +7,7 @@
 //!
 //! Left to others: [`netid`] knows the netids "rdma" and "rdma6" and their addresses; [`interpose`] holds the
 //! functions that stand in front of libtirpc's; [`client`] and [`server`] are the two vtables; `lending` says what they
-//! leave in the program's memory.
+//! leave in the program's memory, and `auth` what of a call an AUTH must have to itself.
 //!
 //! Invariants:
 //! - Names that [`interpose`] defines are never declared in the `extern` block below: the linker would bind such a
@@ -23,13 +23,14 @@ use std::ffi::{CStr, c_char, c_int, c_uint, c_ushort, c_void};
 use std::fmt;
 use std::marker::PhantomData;
 use std::mem::{offset_of, transmute_copy};
-use std::ptr::null_mut;
+use std::ptr::{null, null_mut};
 use std::sync::atomic::{AtomicPtr, Ordering};
 
 use crate::error::{Error, Kind, clnt_stat};
 use crate::xdr::{XDR, XdrProc};
 
 pub mod adapters;
+mod auth;
 pub mod callback;
 pub mod client;
 pub mod interpose;
@@ -426,7 +427,9 @@ pub mod msg {
 pub mod auth_stat {
     pub const AUTH_OK: u32 = 0;
     pub const AUTH_INVALIDRESP: u32 = 6;
-    /// The flavour number of RPCSEC_GSS.
+    /// Flavour numbers.
+    pub const AUTH_SYS: i32 = 1;
+    pub const AUTH_SHORT: i32 = 2;
     pub const RPCSEC_GSS: i32 = 6;
     pub const MAX_AUTH_BYTES: usize = 400;
 }
@@ -719,6 +722,21 @@ pub mod real {
         CLNT_SPERROR = clnt_sperror(*mut CLIENT, *const c_char) -> *mut c_char;
         CLNT_SPCREATEERROR = clnt_spcreateerror(*const c_char) -> *mut c_char;
     }
+}
+
+/// Whether an address lies in the object that libtirpc is.
+pub fn is_libtirpcs(address: *const c_void) -> bool {
+    let Ok(known) = real::XPRT_REGISTER.get() else { return false };
+    object(address).is_some_and(|base| Some(base) == object(known as *const c_void))
+}
+
+/// The base address of the object that holds `address`.
+fn object(address: *const c_void) -> Option<usize> {
+    let mut info =
+        libc::Dl_info { dli_fname: null(), dli_fbase: null_mut(), dli_sname: null(), dli_saddr: null_mut() };
+    // SAFETY: any address may be asked for; info is writable.
+    let found = unsafe { libc::dladdr(address, &mut info) };
+    if found == 0 { None } else { Some(info.dli_fbase.addr()) }
 }
 
 #[cfg(test)]

@@ -8,20 +8,18 @@
 //! Owned here: the vtable, the order of a call (XID, header, AUTH, arguments; reply, AUTH, results, refresh), and the
 //! start of a connection with its way back to tcp. Left to others: waiting and credits (`driver`), names (`netid`).
 //!
-//! - An AUTH of libtirpc is not thread-safe: marshal and wrap run under a lock of that AUTH, so do validate and unwrap;
-//!   with RPCSEC_GSS the whole call does, for `authgss_validate` checks against the latest call.
+//! - What of a call its AUTH must have to itself is up to `auth`: never the program's own procedures with AUTH_NONE and
+//!   AUTH_SYS, the whole call with RPCSEC_GSS, within the time of the call.
 //! - Signals are blocked during a call, as in libtirpc, but let through while it sleeps.
 //! - The transport header is not part of the XDR stream: RPCSEC_GSS signs from position 0 on.
 #![allow(unsafe_code)]
 
-use std::cell::Cell;
 use std::collections::HashMap;
 use std::ffi::{c_int, c_uint, c_void};
 use std::mem::size_of;
 use std::net::SocketAddr;
 use std::ops::Deref;
 use std::ptr::null_mut;
-use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock};
 use std::time::{Duration, Instant};
 
@@ -36,11 +34,12 @@ use crate::memory::{Loan, Message, Region, Sink, registered};
 use crate::socket::Sockaddr;
 use crate::stats::{self, Counter};
 use crate::sys::{BlockedSignals, Uncancelled};
+use crate::tirpc::auth::{self, Held, Share};
 use crate::tirpc::lending::{self, lending};
 use crate::tirpc::{
     _null_auth, _seterr_reply, AUTH, CLIENT, RPCBPROG, accepted_reply, accepted_reply_ru, ar_results,
-    auth_ops, auth_stat, authnone_create, bool_t, clnt_ops, control, msg, netbuf, reply_body, reply_body_ru,
-    rpc_err, rpc_err_ru, rpc_msg, rpc_msg_ru, xdr_opaque_auth, xdr_replymsg,
+    auth_ops, auth_stat, bool_t, clnt_ops, control, msg, netbuf, reply_body, reply_body_ru, rpc_err,
+    rpc_err_ru, rpc_msg, rpc_msg_ru, xdr_opaque_auth, xdr_replymsg,
 };
 use crate::wire::Xid;
 use crate::wire::characteristics::Characteristic;
@@ -487,8 +486,7 @@ pub unsafe fn record(client: *mut CLIENT, error: &Error) {
 }
 
 fn new(connection: Connection, address: Box<[u8]>, prog: u32, vers: u32, config: &Config) -> *mut CLIENT {
-    // SAFETY: takes nothing; returns a shared static handle.
-    let cl_auth = unsafe { authnone_create() };
+    let cl_auth = auth::none();
     let control = Control {
         program: prog,
         version: vers,
@@ -765,23 +763,25 @@ impl Call<'_> {
             }
             (control.program, control.version, control.timeout, control.max_reply)
         };
-        let limit = duration(&limit);
+        let limit = match duration(&limit) {
+            // Nobody waits for a reply, but the call must be sent: within the handle's time.
+            limit if zero && limit.is_zero() => SEND_TIMEOUT,
+            limit => limit,
+        };
         let mut refreshes = REFRESHES;
         // Of a call that has to wait for a connection.
         let mut until = None;
         loop {
-            let lock = auth_locks::lock(self.auth);
+            // SAFETY: by the contract.
+            let (held, waited) = unsafe { self.for_the_call(until, limit) }?;
+            let limit = limit.saturating_sub(waited);
             let xid = self.xid();
             // SAFETY: by the contract.
             let Encoded { message, gss, places } = unsafe { self.encoded(xid, (program, version), zero) }?;
             let mut loans = message.loans();
             loans.extend(places.iter().map(Sink::loan));
             let loans = Loans { connection: &*self.handle.connection, loans };
-            // With RPCSEC_GSS the lock is kept to the end.
-            let lock = if gss { Some(lock) } else { None };
             if zero {
-                // Nobody waits for a reply, but the call must be sent: within the handle's time.
-                let limit = if limit.is_zero() { SEND_TIMEOUT } else { limit };
                 let deadline = Instant::now() + limit;
                 self.handle.connection.call_one_way(xid, message, deadline, Some(self.signals.before()))?;
                 let status = if self.decode.is_none() { clnt_stat::SUCCESS } else { clnt_stat::TIMEDOUT };
@@ -803,7 +803,7 @@ impl Call<'_> {
             let mask = Some(self.signals.before());
             let reply = match self.handle.connection.call(xid, message, room, places, deadline, mask) {
                 Err(error) if error.kind() == Kind::NotSent => {
-                    drop((loans, lock));
+                    drop((loans, held));
                     // A server that closes one connection after the other is not asked for more than one.
                     let enough = until.is_some() && matches!(self.handle.connection, Connection::Forward(_));
                     if enough || !self.handle.connection.comes_back(deadline, mask)? {
@@ -816,15 +816,44 @@ impl Call<'_> {
                 reply => reply?,
             };
             log_debug!("fd {fd}: reply {xid}: {} bytes", reply.iter().map(|part| part.len()).sum::<usize>());
-            let lock = lock.or_else(|| Some(auth_locks::lock(self.auth)));
             // SAFETY: by the contract.
             let verdict = unsafe { self.decoded(reply, gss, &mut refreshes) };
             drop(loans);
-            drop(lock);
+            drop(held);
             match verdict {
                 Verdict::Status(status) => return Ok(status),
                 Verdict::Again => log_debug!("call {xid} is made again with a refreshed AUTH"),
             }
+        }
+    }
+
+    /// The AUTH for the whole call, if it must have it, and how long that took: a part of the time of the call.
+    ///
+    /// # Safety
+    /// The AUTH is alive.
+    unsafe fn for_the_call(
+        &self,
+        until: Option<Instant>,
+        limit: Duration,
+    ) -> Result<(Option<Held>, Duration), Error> {
+        // SAFETY: by the contract.
+        if unsafe { auth::share(self.auth) } != Share::Call {
+            return Ok((None, Duration::ZERO));
+        }
+        let start = Instant::now();
+        let held = auth::lock(self.auth, until.unwrap_or(start + limit), self.signals.before())?;
+        Ok((held, start.elapsed()))
+    }
+
+    /// The AUTH for a step that does nothing but look into it, or write it.
+    ///
+    /// # Safety
+    /// The AUTH is alive.
+    unsafe fn for_a_step(&self) -> Option<Held> {
+        // SAFETY: by the contract.
+        match unsafe { auth::share(self.auth) } {
+            Share::Steps => auth::step(self.auth),
+            Share::Nothing | Share::Call => None,
         }
     }
 
@@ -862,8 +891,13 @@ impl Call<'_> {
         let put = encoder.put(&bytes);
         // SAFETY: by the contract.
         let ops = unsafe { self.ops() };
+        // SAFETY: as above.
+        let held = unsafe { self.for_a_step() };
         // SAFETY: as above; the stream outlives the call.
         let marshalled = put && unsafe { ops.ah_marshal.is_some_and(|f| f(self.auth, encoder.xdr()) != 0) };
+        // SAFETY: as above. One of RPCSEC_GSS says so only now.
+        let gss = unsafe { (*self.auth).ah_cred.oa_flavor } == auth_stat::RPCSEC_GSS;
+        drop(held);
         let wrapped = Head::of(&[encoder.encoded()]).is_none_or(|head| head.wrapped);
         let binding = config::bindings().find(program.0, program.1, self.proc).filter(|_| !wrapped);
         if !one_way
@@ -888,8 +922,6 @@ impl Call<'_> {
             Some(binding) if !one_way => unsafe { self.places(binding, &message) }?,
             _ => Vec::new(),
         };
-        // SAFETY: the AUTH is alive (contract).
-        let gss = unsafe { (*self.auth).ah_cred.oa_flavor } == auth_stat::RPCSEC_GSS;
         Ok(Encoded { message, gss, places })
     }
 
@@ -944,9 +976,12 @@ impl Call<'_> {
                 *refreshes -= 1;
                 // SAFETY: by the contract.
                 let refresh = unsafe { self.ops() }.ah_refresh;
-                // SAFETY: the AUTH is alive (contract); the message is libtirpc's `struct rpc_msg`.
+                // SAFETY: the AUTH is alive (contract).
+                let held = unsafe { self.for_a_step() };
+                // SAFETY: as above; the message is libtirpc's `struct rpc_msg`.
                 let refreshed =
                     refresh.is_some_and(|f| unsafe { f(self.auth, (&raw mut reply).cast()) } != 0);
+                drop(held);
                 if refreshed {
                     // SAFETY: the stream is alive; the verifier belongs to `reply`.
                     unsafe { free_verifier(xdrs, &mut reply) };
@@ -975,8 +1010,11 @@ impl Call<'_> {
         let ops = unsafe { self.ops() };
         // SAFETY: accepted, so this member of both unions is in force.
         let verifier = unsafe { &raw mut reply.ru.rm_reply.ru.rp_ar.ar_verf };
-        // SAFETY: the AUTH is alive, the verifier is decoded.
+        // SAFETY: the AUTH is alive (contract).
+        let held = unsafe { self.for_a_step() };
+        // SAFETY: as above; the verifier is decoded.
         let valid = unsafe { ops.ah_validate.is_some_and(|f| f(self.auth, verifier) != 0) };
+        drop(held);
         if !valid {
             error.re_status = clnt_stat::AUTHERROR;
             error.ru = rpc_err_ru { re_why: auth_stat::AUTH_INVALIDRESP };
@@ -1231,45 +1269,6 @@ fn duration(time: &libc::timeval) -> Duration {
     let seconds = u64::try_from(time.tv_sec).unwrap_or(0);
     let micros = u64::try_from(time.tv_usec).unwrap_or(0);
     Duration::from_secs(seconds) + Duration::from_micros(micros)
-}
-
-/// One lock for each AUTH: shared by those whose addresses collide, which costs time and nothing else.
-///
-/// A thread that has one and asks again, because an xdrproc of the program makes a call, gets nothing and goes on.
-mod auth_locks {
-    use super::*;
-
-    const COUNT: usize = 64;
-
-    static LOCKS: [Mutex<()>; COUNT] = [const { Mutex::new(()) }; COUNT];
-    static OWNERS: [AtomicUsize; COUNT] = [const { AtomicUsize::new(0) }; COUNT];
-
-    thread_local! {
-        /// Its address names the thread.
-        static THREAD: Cell<u8> = const { Cell::new(0) };
-    }
-
-    pub struct Held {
-        index: usize,
-        _guard: MutexGuard<'static, ()>,
-    }
-
-    pub fn lock(auth: *mut AUTH) -> Option<Held> {
-        let me = THREAD.with(|thread| std::ptr::from_ref(thread).addr());
-        let index = (auth.addr() >> 4) % COUNT;
-        if OWNERS[index].load(Relaxed) == me {
-            return None;
-        }
-        let guard = LOCKS[index].lock().unwrap_or_else(|e| e.into_inner());
-        OWNERS[index].store(me, Relaxed);
-        Some(Held { index, _guard: guard })
-    }
-
-    impl Drop for Held {
-        fn drop(&mut self) {
-            OWNERS[self.index].store(0, Relaxed);
-        }
-    }
 }
 
 const _: () = {

@@ -30,7 +30,6 @@ use std::ffi::{CStr, c_char, c_int, c_uint, c_void};
 use std::net::SocketAddr;
 use std::os::fd::{AsRawFd, FromRawFd, IntoRawFd, OwnedFd};
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
-use std::ptr::null_mut;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use crate::config::{self, Config};
@@ -42,8 +41,8 @@ use crate::tirpc::client::{self, Intent};
 use crate::tirpc::netid::{self, Netid, RPCBIND_PORT, nettype};
 use crate::tirpc::{
     __rpc_sockinfo, CLIENT, RPC_ANYFD, RPCBPROG, SVCXPRT, TRUE, bool_t, creation_explained,
-    creation_explanation, creation_failed, creation_started, dispatch_t, netbuf, netconfig, real,
-    registered_t, server, t_bind,
+    creation_explanation, creation_failed, creation_started, dispatch_t, is_libtirpcs, netbuf, netconfig,
+    real, registered_t, server, t_bind,
 };
 use crate::xdr::XdrProc;
 use crate::{log_debug, log_error, socket};
@@ -832,25 +831,6 @@ unsafe fn socket_address(address: *const netbuf) -> Option<SocketAddr> {
     // SAFETY: by the contract.
     let bytes = unsafe { ffi::bytes(address.buf.cast(), address.len as usize) }.ok()?;
     Sockaddr::parse(bytes)
-}
-
-/// Whether an address lies in the object that libtirpc is.
-fn is_libtirpcs(address: *const c_void) -> bool {
-    let Ok(known) = real::XPRT_REGISTER.get() else { return false };
-    object(address).is_some_and(|base| Some(base) == object(known as *const c_void))
-}
-
-/// The base address of the object that holds `address`.
-fn object(address: *const c_void) -> Option<usize> {
-    let mut info = libc::Dl_info {
-        dli_fname: std::ptr::null(),
-        dli_fbase: null_mut(),
-        dli_sname: std::ptr::null(),
-        dli_saddr: null_mut(),
-    };
-    // SAFETY: any address may be asked for; info is writable.
-    let found = unsafe { libc::dladdr(address, &mut info) };
-    if found == 0 { None } else { Some(info.dli_fbase.addr()) }
 }
 
 /// `stock` with our text behind it, in a buffer of this thread; `stock` itself without a text.

@@ -1,0 +1,250 @@
+/* threads.c: calls of several threads that have nothing to do with each other but the AUTH, or a lock of the program.
+ * What waits for what is arranged by the servers' blocking procedure and by semaphores. */
+#define _GNU_SOURCE
+#include "harness.h"
+#include <pthread.h>
+#include <semaphore.h>
+#include <signal.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+/* ---- An AUTH of the program's own ------------------------------------------------------------------------------- */
+
+/* It may be marshalled only when the call before it has been validated: as the AUTHs that compare a reply with their
+ * latest call. Its operations are not libtirpc's; what they write is AUTH_NONE. */
+static int in_call, disturbed;
+
+static void own_nothing(AUTH *auth) { (void)auth; }
+static bool_t own_marshal(AUTH *auth, XDR *xdrs)
+{
+    (void)auth;
+    if (__atomic_add_fetch(&in_call, 1, __ATOMIC_SEQ_CST) != 1)
+        disturbed = 1;
+    struct opaque_auth none = {0};
+    return xdr_opaque_auth(xdrs, &none) && xdr_opaque_auth(xdrs, &none);
+}
+static bool_t own_validate(AUTH *auth, struct opaque_auth *verifier)
+{
+    (void)auth, (void)verifier;
+    __atomic_sub_fetch(&in_call, 1, __ATOMIC_SEQ_CST);
+    return TRUE;
+}
+static bool_t own_refresh(AUTH *auth, void *message) { (void)auth, (void)message; return FALSE; }
+static bool_t own_wrap(AUTH *auth, XDR *xdrs, xdrproc_t procedure, caddr_t object)
+{
+    (void)auth;
+    return procedure(xdrs, object);
+}
+static struct auth_ops own_ops = {own_nothing, own_marshal, own_validate, own_refresh, own_nothing, own_wrap, own_wrap};
+
+static AUTH *own_auth(void)
+{
+    AUTH *auth = calloc(1, sizeof *auth);
+    REQUIRE(auth != NULL);
+    auth->ah_ops = &own_ops;
+    return auth;
+}
+
+enum flavour { NONE, SYS, OWN };
+
+static AUTH *auth_of(long flavour)
+{
+    return flavour == NONE ? authnone_create() : flavour == SYS ? authunix_create_default() : own_auth();
+}
+
+/* ---- Threads ---------------------------------------------------------------------------------------------------- */
+
+static void *block_one(void *client)
+{
+    u_int argument = 5, result = 0;
+    REQUIRE_STATUS(suite_block_2(&argument, &result, client), RPC_SUCCESS);
+    REQUIRE(result == 5);
+    return NULL;
+}
+
+enum { SERVERS = 4 };
+
+/* Four threads, four servers, one AUTH: all four calls are at their servers before the first of them may answer. */
+static void calls_at_several_servers_run_together(long flavour)
+{
+    struct server servers[SERVERS];
+    pthread_t threads[SERVERS];
+    CLIENT *clients[SERVERS];
+    AUTH *auth = auth_of(flavour);
+    for (int i = 0; i < SERVERS; i++) {
+        servers[i] = server_start("-c", "tli", NULL);
+        clients[i] = client_of(&servers[i]);
+        clients[i]->cl_auth = auth;
+        REQUIRE(pthread_create(&threads[i], NULL, block_one, clients[i]) == 0);
+        server_await_block(&servers[i]);
+    }
+    /* ... and one more call goes by them. */
+    CLIENT *client = client_of(server_shared());
+    client->cl_auth = auth;
+    require_echo(client, 1000, 1);
+    for (int i = 0; i < SERVERS; i++) {
+        server_release(&servers[i]);
+        REQUIRE(pthread_join(threads[i], NULL) == 0);
+    }
+}
+
+/* ---- A lock of the program's own -------------------------------------------------------------------------------- */
+
+static sem_t entered, done;
+
+/* Encodes or decodes a number, but lets another thread call first. */
+static bool_t waits_for_another_thread(XDR *xdrs, u_int *number)
+{
+    if (xdrs->x_op != XDR_FREE) {
+        sem_post(&entered);
+        sem_wait(&done);
+    }
+    return xdr_u_int(xdrs, number);
+}
+
+static void *call_that_waits(void *argument)
+{
+    CLIENT *client = argument;
+    xdrproc_t slow = (xdrproc_t)waits_for_another_thread;
+    u_int number = 20;
+
+    suite_blob blob = {0};
+    /* In the arguments, then in the results: a number as the length of a blob that is asked for, and of an empty one. */
+    REQUIRE_STATUS(clnt_call(client, SUITE_SOURCE, slow, (caddr_t)&number, (xdrproc_t)xdr_suite_blob, (caddr_t)&blob,
+                             patient), RPC_SUCCESS);
+    REQUIRE(blob.suite_blob_len == 20);
+    number = 0;
+    REQUIRE_STATUS(clnt_call(client, SUITE_COUNTER, (xdrproc_t)xdr_void, NULL, slow, (caddr_t)&number, patient),
+                   RPC_SUCCESS);
+
+    return NULL;
+}
+
+/* What encodes and decodes may wait for a call of another thread, as with a lock of the program's own around it. */
+static void xdr_procedure_may_wait_for_another_threads_call(long flavour)
+{
+    AUTH *auth = auth_of(flavour);
+    CLIENT *first = client_of(server_shared()), *second = client_of(server_shared());
+    first->cl_auth = second->cl_auth = auth;
+    sem_init(&entered, 0, 0);
+    sem_init(&done, 0, 0);
+    pthread_t thread;
+    REQUIRE(pthread_create(&thread, NULL, call_that_waits, first) == 0);
+    for (int i = 0; i < 2; i++) {
+        sem_wait(&entered);
+        require_echo(second, 1000, (unsigned)i);
+        sem_post(&done);
+    }
+    REQUIRE(pthread_join(thread, NULL) == 0);
+}
+
+/* ---- AUTHs that see one call at a time -------------------------------------------------------------------------- */
+
+static void *echo_some(void *client)
+{
+    for (unsigned i = 0; i < (unsigned)rounds(100); i++)
+        require_echo(client, 10 + i, i);
+    return NULL;
+}
+
+static void auth_of_the_programs_own_sees_one_call_at_a_time(long unused)
+{
+    (void)unused;
+    CLIENT *client = client_of(server_shared());
+    client->cl_auth = own_auth();
+    pthread_t threads[4];
+    for (int i = 0; i < 4; i++)
+        REQUIRE(pthread_create(&threads[i], NULL, echo_some, client) == 0);
+    for (int i = 0; i < 4; i++)
+        REQUIRE(pthread_join(threads[i], NULL) == 0);
+    REQUIRE(!disturbed && in_call == 0);
+}
+
+/* A call behind a busy AUTH ends with its own time; so does one that is only to be sent, with that of the handle. */
+static void call_behind_a_busy_auth_ends_with_its_time(long zero)
+{
+    struct server server = server_start("-c", "tli", NULL);
+    CLIENT *busy = client_of(&server), *other = client_of(server_shared());
+    busy->cl_auth = other->cl_auth = own_auth();
+    pthread_t thread;
+    REQUIRE(pthread_create(&thread, NULL, block_one, busy) == 0);
+    server_await_block(&server);
+    struct timeval time = {.tv_sec = 1};
+    if (zero) {
+        REQUIRE(clnt_control(other, CLSET_TIMEOUT, (char *)&time));
+        time.tv_sec = 0;
+    }
+    double start = now();
+    REQUIRE_STATUS(clnt_call(other, SUITE_NULL, (xdrproc_t)xdr_void, NULL, (xdrproc_t)xdr_void, NULL, time),
+                   RPC_TIMEDOUT);
+    double took = now() - start;
+    REQUIRE(took >= 0.99 && took < 15);
+    REQUIRE(strstr(clnt_sperror(other, "call"), "with the same AUTH were under way") != NULL);
+    server_release(&server);
+    REQUIRE(pthread_join(thread, NULL) == 0);
+    struct timeval longer = {.tv_sec = 25};
+    REQUIRE(clnt_control(other, CLSET_TIMEOUT, (char *)&longer));
+    require_echo(other, 1000, 1);
+}
+
+/* A procedure of the program may call with the AUTH of the call that it belongs to. */
+static CLIENT *inner;
+static bool_t calls_inside(XDR *xdrs, u_int *number)
+{
+    if (xdrs->x_op == XDR_ENCODE)
+        require_echo(inner, 100, *number);
+    return xdr_u_int(xdrs, number);
+}
+
+static void procedure_may_call_with_the_same_auth(long flavour)
+{
+    CLIENT *client = client_of(server_shared());
+    inner = client_of(server_shared());
+    client->cl_auth = inner->cl_auth = auth_of(flavour);
+    u_int number = 30;
+    suite_blob blob = {0};
+    REQUIRE_STATUS(clnt_call(client, SUITE_SOURCE, (xdrproc_t)calls_inside, (caddr_t)&number, (xdrproc_t)xdr_suite_blob,
+                             (caddr_t)&blob, patient), RPC_SUCCESS);
+    REQUIRE(blob.suite_blob_len == 30);
+}
+
+/* A child does not wait for a thread that only its parent has. */
+static void forked_child_does_not_wait_for_a_thread_of_its_parent(long unused)
+{
+    (void)unused;
+    struct server server = server_start("-c", "tli", NULL);
+    CLIENT *busy = client_of(&server);
+    AUTH *auth = busy->cl_auth = own_auth();
+    pthread_t thread;
+    REQUIRE(pthread_create(&thread, NULL, block_one, busy) == 0);
+    server_await_block(&server);
+    pid_t child = fork();
+    REQUIRE(child >= 0);
+    if (child == 0) {
+        CLIENT *client = client_of(server_shared());
+        client->cl_auth = auth;
+        require_echo(client, 1000, 1);
+        _exit(0);
+    }
+    int status;
+    REQUIRE(waitpid(child, &status, 0) == child && WIFEXITED(status) && WEXITSTATUS(status) == 0);
+    server_release(&server);
+    REQUIRE(pthread_join(thread, NULL) == 0);
+}
+
+#define FLAVOUR(function, flavour) {.name = #function "_" #flavour, .run = function, .argument = flavour}
+static const char no_limit[] = "stock does not count the wait for another thread's call";
+
+const struct test thread_tests[] = {
+    FLAVOUR(calls_at_several_servers_run_together, NONE),
+    FLAVOUR(calls_at_several_servers_run_together, SYS),
+    FLAVOUR(xdr_procedure_may_wait_for_another_threads_call, NONE),
+    FLAVOUR(xdr_procedure_may_wait_for_another_threads_call, SYS),
+    TEST(auth_of_the_programs_own_sees_one_call_at_a_time),
+    {.name = "call_behind_a_busy_auth_ends_with_its_time", .run = call_behind_a_busy_auth_ends_with_its_time, .not_stock = no_limit},
+    {.name = "one_way_call_behind_a_busy_auth_ends_with_its_time", .run = call_behind_a_busy_auth_ends_with_its_time, .argument = 1, .not_stock = no_limit},
+    FLAVOUR(procedure_may_call_with_the_same_auth, SYS),
+    FLAVOUR(procedure_may_call_with_the_same_auth, OWN),
+    TEST(forked_child_does_not_wait_for_a_thread_of_its_parent),
+    END_OF_TESTS,
+};

@@ -395,9 +395,10 @@ enum {
     ORDER_PEER,      /* says what the client is like */
     ORDER_RAISE,     /* makes its own Receives longer */
     ORDER_ASK,       /* asks the client for Receives of some length, and says what came of it */
+    ORDER_NEST,      /* its xdrprocs call back: xdr_nest */
 };
 /* What the client's program does when it is called back. */
-enum { BACK_UID = 1, BACK_LENGTH, BACK_FORWARD, BACK_SILENCE, BACK_EXIT };
+enum { BACK_UID = 1, BACK_LENGTH, BACK_FORWARD, BACK_SILENCE, BACK_EXIT, BACK_NEST };
 enum { AS_SYS = 1, WITHOUT_CHUNKS = 2 };
 
 struct order {
@@ -620,6 +621,62 @@ static struct outcome join_workers(void)
     return sum;
 }
 
+/* What goes both ways in ORDER_NEST. Where `xprt` is set, which is at the server, the xdrproc calls back between the words,
+ * `depth` deep: each call back makes a call forward before it is answered. The innermost destroys the SVCXPRT, if that is
+ * asked for. */
+struct nest {
+    u_int depth, destroy, before, after;
+    SVCXPRT *xprt;
+};
+
+static bool_t xdr_nest(XDR *xdrs, struct nest *nest)
+{
+    if (!xdr_u_int(xdrs, &nest->depth) || !xdr_u_int(xdrs, &nest->destroy) || !xdr_u_int(xdrs, &nest->before))
+        return FALSE;
+    if (nest->xprt != NULL && xdrs->x_op != XDR_FREE) {
+        u_int credits = 0;
+        REQUIRE(SVC_CONTROL(nest->xprt, SVCGET_RDMA_CREDITS, &credits) && credits == 32);
+        REQUIRE(SVC_CONTROL(nest->xprt, SVCSET_RDMA_CREDITS, &credits));
+        if (nest->depth > 0) {
+            struct order order = {
+                .procedure = BACK_NEST, .milliseconds = 20000, .length = (nest->depth - 1) * 2 + nest->destroy};
+            CLIENT *back = rpcrdma_clnt_reverse(nest->xprt, BACK, 1);
+            REQUIRE(back != NULL);
+            struct outcome outcome = call_back(back, &order);
+            REQUIRE(outcome.status == RPC_SUCCESS && outcome.result == RPC_SUCCESS);
+            clnt_destroy(back);
+        } else if (nest->destroy) {
+            svc_destroy(nest->xprt);
+        }
+    }
+    return xdr_u_int(xdrs, &nest->after);
+}
+
+static void nest(SVCXPRT *xprt)
+{
+    struct nest nest = {.xprt = xprt};
+    if (!svc_getargs(xprt, (xdrproc_t)xdr_nest, (char *)&nest)) {
+        svcerr_decode(xprt);
+        return;
+    }
+    nest.before++;
+    nest.after++;
+    /* Not twice: what is destroyed makes no call back. */
+    if (nest.destroy)
+        nest.xprt = NULL;
+    svc_sendreply(xprt, (xdrproc_t)xdr_nest, (char *)&nest);
+}
+
+static bool nested(CLIENT *client, u_int depth, u_int destroy)
+{
+    struct nest sent = {depth, destroy, 1000 + depth, 2000 + depth, NULL}, got = {0};
+    enum clnt_stat status = clnt_call(client, ORDER_NEST, (xdrproc_t)xdr_nest, (char *)&sent, (xdrproc_t)xdr_nest,
+                                      (char *)&got, patient);
+    if (status != RPC_SUCCESS)
+        clnt_perror(client, "nested");
+    return status == RPC_SUCCESS && got.depth == depth && got.before == 1001 + depth && got.after == 2001 + depth;
+}
+
 static CLIENT *server_forward;
 static SVCXPRT *server_listener;
 
@@ -629,6 +686,10 @@ static void conduct(struct svc_req *request, SVCXPRT *xprt)
     static struct outcome last;
     if (request->rq_proc < ORDER_CALL) {
         dispatch(request, xprt);
+        return;
+    }
+    if (request->rq_proc == ORDER_NEST) {
+        nest(xprt);
         return;
     }
     struct order order;
@@ -728,6 +789,7 @@ static void called_back(struct svc_req *request, SVCXPRT *xprt)
         break;
     case BACK_LENGTH: result = blob.length; break;
     case BACK_FORWARD: result = (u_int)order(called, ORDER_LAST, (struct order){0}).status + 100; break;
+    case BACK_NEST: result = nested(called, blob.length / 2, blob.length % 2) ? RPC_SUCCESS : RPC_FAILED; break;
     case BACK_EXIT: _exit(0);
     case BACK_SILENCE: break;
     default: svcerr_noproc(xprt); return;
@@ -884,6 +946,32 @@ static void callback_outcomes(void)
     clnt_destroy(client);
     servers_stop(&servers);
     puts("ok    calls back: every outcome reaches the server, and the connection lives on");
+}
+
+/* While an xdrproc of the server runs, the program is called on the same SVCXPRT, and destroys it. */
+static void callback_in_an_xdrproc(void)
+{
+    struct servers servers = servers_start();
+    CLIENT *client = called = client_of(&servers);
+    REQUIRE(rpcrdma_clnt_serve(client, BACK, 1, called_back));
+    REQUIRE(order(client, ORDER_CALL, plain_order).status == RPC_SUCCESS);
+    for (u_int depth = 0; depth < 6; depth++)
+        REQUIRE(nested(client, depth, FALSE));
+    REQUIRE(connections(client) == 1);
+    clnt_destroy(client);
+    for (u_int depth = 0; depth < 6; depth++) {
+        client = called = client_of(&servers);
+        REQUIRE(rpcrdma_clnt_serve(client, BACK, 1, called_back));
+        /* Before its first answer a connection has one credit for calls back. */
+        REQUIRE(order(client, ORDER_CALL, plain_order).status == RPC_SUCCESS);
+        REQUIRE(nested(client, depth, TRUE));
+        clnt_destroy(client);
+    }
+    client = called = client_of(&servers);
+    require_netid(client, "rdma");
+    clnt_destroy(client);
+    servers_stop(&servers);
+    puts("ok    calls back: from an xdrproc of the server, which is entered again meanwhile, and loses its SVCXPRT");
 }
 
 /* A client that comes to its end, before it is called back or while it is. */
@@ -1297,6 +1385,7 @@ int main(int argc, char **argv)
     statistics();
     callback_misuse();
     callback_outcomes();
+    callback_in_an_xdrproc();
     callback_to_the_dead();
     callback_loops();
     callback_threads();

@@ -46,13 +46,9 @@ struct Callbacks {
 
 /// The transport that requests are answered on, and the connection that it was made for.
 struct Own {
-    transport: *mut Transport,
+    transport: Option<Arc<Transport>>,
     connection: u32,
 }
-
-// SAFETY: the transport belongs to this value; it is used by the one thread that the driver has serve a callback, or
-// when nobody does any more.
-unsafe impl Send for Own {}
 
 struct Waker(*mut SVCXPRT);
 
@@ -106,7 +102,7 @@ fn start(client: &Arc<Client>, (program, version): (u32, u32), served: Program) 
     let callbacks = Arc::new(Callbacks {
         client: Arc::downgrade(client),
         programs: Mutex::new(vec![served]),
-        transport: Mutex::new(Own { transport: std::ptr::null_mut(), connection: 0 }),
+        transport: Mutex::new(Own { transport: None, connection: 0 }),
         waker: Waker(waker),
         generation: sys::fork_generation(),
     });
@@ -151,26 +147,26 @@ impl Callbacks {
     }
 
     /// The transport for requests of the present connection.
-    fn transport(&self, client: &Arc<Client>) -> *mut Transport {
+    fn transport(&self, client: &Arc<Client>) -> Arc<Transport> {
         let mut own = self.transport.lock().unwrap_or_else(|e| e.into_inner());
         let connection = client.connections();
-        // SAFETY: NULL, or alive: it belongs to this value.
-        let idle = unsafe { own.transport.as_ref() }.is_none_or(Transport::is_idle);
-        if own.connection != connection && idle {
-            let responder: Weak<dyn Responder> = Weak::<Client>::clone(&self.client);
-            let fresh = Transport::callback(responder, Requester::fd(&**client), client.to());
-            let old = std::mem::replace(&mut own.transport, fresh);
-            own.connection = connection;
-            if !old.is_null() {
-                // SAFETY: it was never registered, and nothing is open on it.
-                unsafe { Transport::finish(old) };
-            }
+        if let Some(transport) = &own.transport
+            && (own.connection == connection || !transport.is_idle())
+        {
+            return transport.clone();
         }
-        own.transport
+        let responder: Weak<dyn Responder> = Weak::<Client>::clone(&self.client);
+        let fresh = Transport::callback(responder, Requester::fd(&**client), client.to());
+        let old = own.transport.replace(fresh.clone());
+        own.connection = connection;
+        drop(own);
+        // Its end takes other locks.
+        drop(old);
+        fresh
     }
 
     /// As libtirpc's `svc_getreq_common`.
-    fn dispatch(&self, own: *mut Transport, request: Request) {
+    fn dispatch(&self, transport: &Arc<Transport>, request: Request) {
         // Where libtirpc's functions decode a credential, a verifier, and what a flavour makes of the credential.
         let mut area = [[0u64; auth_stat::MAX_AUTH_BYTES / 8]; 3];
         let [credential, verifier, cooked] = area.each_mut().map(|part| part.as_mut_ptr());
@@ -179,13 +175,11 @@ impl Callbacks {
         let mut message: rpc_msg = unsafe { std::mem::zeroed() };
         message.ru.rm_call.cb_cred = room(credential);
         message.ru.rm_call.cb_verf = room(verifier);
-        // SAFETY: alive: it belongs to this value; no other reference to it is in use.
-        let transport = unsafe { &mut *own };
         // SAFETY: room for credential and verifier was made above.
         if !unsafe { transport.open(request, &mut message, None) } {
             return log_info!("a call back is not an RPC call: dropped");
         }
-        let xprt: *mut SVCXPRT = own.cast();
+        let xprt = transport.xprt();
         // SAFETY: decoded as a call, so this member of the union is in force.
         let call = unsafe { message.ru.rm_call };
         let mut request = svc_req {
@@ -214,8 +208,6 @@ impl Callbacks {
                 Err(None) => unsafe { svcerr_noprog(xprt) },
             }
         }
-        // SAFETY: alive: a dispatch routine cannot destroy it; no other reference to it is in use.
-        let transport = unsafe { &mut *own };
         transport.close_request();
     }
 
@@ -238,8 +230,8 @@ impl Serve for Callbacks {
         let Some(client) = self.client.upgrade() else { return };
         let own = self.transport(&client);
         match mask {
-            Some(mask) => sys::under_mask(mask, || self.dispatch(own, request)),
-            None => self.dispatch(own, request),
+            Some(mask) => sys::under_mask(mask, || self.dispatch(&own, request)),
+            None => self.dispatch(&own, request),
         }
     }
 }
@@ -256,10 +248,5 @@ impl Drop for Callbacks {
         }
         // SAFETY: made by `bare`; not registered any more, and after its `xp_recv` the loop looks at the table first.
         unsafe { server::free_bare(waker) };
-        let own = self.transport.get_mut().unwrap_or_else(|e| e.into_inner());
-        if !own.transport.is_null() {
-            // SAFETY: it was never registered, and nobody serves a callback any more.
-            unsafe { Transport::finish(own.transport) };
-        }
     }
 }

@@ -14,16 +14,21 @@
 //!
 //! # Invariants
 //! - A request is on the stack `open` from the `xp_recv` that returned TRUE to the `xp_stat` after its dispatch; it is
-//!   answered or discarded by then. The stack is deeper than one only if a dispatch routine runs the loop again.
-//! - An SVCXPRT that is destroyed while requests are open is freed by the last `xp_stat`.
+//!   answered or discarded by then. The stack is deeper than one only if the program runs the loop again meanwhile: in a
+//!   dispatch routine, or in an xdrproc, by a call back.
+//! - No lock and no exclusive borrow of a [`Transport`] lives while a function of the program runs: it may come back by
+//!   any entry of the SVCXPRT.
+//! - libtirpc, each entry under way and each open request own a share of the transport: `svc_destroy` gives up
+//!   libtirpc's, and whoever is last frees it.
 #![allow(unsafe_code)]
 
+use std::cell::UnsafeCell;
 use std::collections::HashMap;
 use std::ffi::{CStr, c_char, c_int, c_uint, c_void};
 use std::net::SocketAddr;
 use std::os::fd::RawFd;
 use std::ptr::null_mut;
-use std::sync::atomic::{AtomicPtr, Ordering::Relaxed};
+use std::sync::atomic::{AtomicBool, AtomicPtr, Ordering::Relaxed};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, Weak};
 use std::time::{Duration, Instant};
 
@@ -198,7 +203,7 @@ unsafe fn convert(stock: *mut SVCXPRT, fd: c_int, rdma_only: bool) -> Result<(),
     // SAFETY: unregistered; nothing refers to it any more: svc_getreq_common compares with its table.
     unsafe { destroy_stock(stock) };
     // SAFETY: just made, complete.
-    if let Err(error) = unsafe { Transport::register(own) } {
+    if let Err(error) = unsafe { own.register() } {
         // No failure of ours: the stock connection is gone.
         log_warn!("fd {fd}: an RDMA connection is closed: {error}");
     }
@@ -224,7 +229,7 @@ pub(super) unsafe fn serve(
     let (own, remote, address) = addresses(local, peer);
     let transport = Transport::new(server, netid, own, remote, address);
     // SAFETY: just made, complete.
-    unsafe { Transport::register(transport) }
+    unsafe { transport.register() }
 }
 
 const ANY: SocketAddr = SocketAddr::new(std::net::IpAddr::V4(std::net::Ipv4Addr::UNSPECIFIED), 0);
@@ -248,7 +253,11 @@ fn addresses(local: SocketAddr, peer: SocketAddr) -> (netbuf, netbuf, (libc::soc
 
 /// Has the program's loop call [`adapters::open_all`] at that time.
 pub(super) fn wake_at(time: Instant) {
-    progress::want(progress::ADAPTERS, 0, progress::Wants { deadline: Some(time), ..Default::default() });
+    progress::want(
+        progress::ADAPTERS,
+        &Weak::new(),
+        progress::Wants { deadline: Some(time), ..Default::default() },
+    );
 }
 
 // ------------------------------------------------------------------------------------------------ our transport
@@ -256,31 +265,48 @@ pub(super) fn wake_at(time: Instant) {
 /// An SVCXPRT of ours, and what belongs to it. libtirpc sees the first member.
 #[repr(C)]
 pub(super) struct Transport {
-    pub(super) xprt: SVCXPRT,
-    extension: SVCXPRT_EXT,
+    /// libtirpc and the program write here, between our entries and inside the functions that these call.
+    xprt: UnsafeCell<SVCXPRT>,
+    extension: UnsafeCell<SVCXPRT_EXT>,
     /// Memory of `xp_verf` for flavours that write there.
-    verifier: [u8; auth_stat::MAX_AUTH_BYTES],
+    verifier: UnsafeCell<[u8; auth_stat::MAX_AUTH_BYTES]>,
+    this: Weak<Transport>,
+    fd: RawFd,
     /// The connection whose requests are answered here.
     responder: Weak<dyn Responder>,
     /// The same if this process has accepted it, to keep it alive.
     server: Option<Arc<Shared>>,
+    state: Mutex<State>,
+    /// The latest `xp_recv` returned FALSE: its `xp_stat` ends no request.
+    empty: AtomicBool,
+    /// The program could not be asked in its own protocol any more.
+    broken: AtomicBool,
+    destroyed: AtomicBool,
+}
+
+// SAFETY: what the pointers in `xprt` and `extension` name belongs to the transport. These two and `verifier` are used by
+// libtirpc's rules: by one thread at a time.
+unsafe impl Send for Transport {}
+// SAFETY: as above; the rest is behind a lock, or atomic.
+unsafe impl Sync for Transport {}
+
+#[derive(Default)]
+struct State {
     /// Requests handed up and not yet past their `xp_stat`.
     open: Vec<Open>,
-    /// The latest `xp_recv` returned FALSE: its `xp_stat` ends no request.
-    empty: bool,
-    /// The program could not be asked in its own protocol any more.
-    broken: bool,
-    destroyed: bool,
     gss: Option<Gss>,
 }
 
 struct Open {
     /// The loop is told when this ends.
     _dispatching: Option<service_loop::Dispatching>,
+    /// The share of the request in its transport.
+    _transport: Arc<Transport>,
     id: RequestId,
     xid: u32,
     answered: bool,
-    arguments: Decoder,
+    /// `None` while the program decodes from it.
+    arguments: Option<Decoder>,
     /// `gss_proc` of an RPCSEC_GSS credential.
     gss: Option<u32>,
     binding: Option<Binding>,
@@ -288,6 +314,13 @@ struct Open {
     wrapped: bool,
     /// The argument that came in a Read chunk.
     placed: Option<Region>,
+}
+
+impl State {
+    /// An open request, if it is still open.
+    fn find(&mut self, id: RequestId) -> Option<&mut Open> {
+        self.open.iter_mut().rev().find(|request| request.id == id)
+    }
 }
 
 /// The latest RPCSEC_GSS context of the transport. libtirpc caches contexts by the transport's address.
@@ -328,7 +361,7 @@ impl Transport {
     ///
     /// # Safety
     /// `stock` is a live connection.
-    unsafe fn like(stock: *mut SVCXPRT, server: Server, rdma_only: bool) -> *mut Transport {
+    unsafe fn like(stock: *mut SVCXPRT, server: Server, rdma_only: bool) -> Arc<Transport> {
         let fd = server.fd();
         // SAFETY: alive (contract).
         let stock = unsafe { &*stock };
@@ -350,7 +383,7 @@ impl Transport {
         responder: Weak<dyn Responder>,
         fd: RawFd,
         peer: Option<SocketAddr>,
-    ) -> *mut Transport {
+    ) -> Arc<Transport> {
         let local = socket::local(fd).unwrap_or(ANY);
         let netid = Netid::of_address(local).name();
         let (own, remote, address) = addresses(local, peer.unwrap_or(ANY));
@@ -363,7 +396,7 @@ impl Transport {
         local: netbuf,
         remote: netbuf,
         address: (libc::sockaddr_in6, c_int),
-    ) -> *mut Transport {
+    ) -> Arc<Transport> {
         let fd = server.fd();
         let server = Arc::new(Mutex::new(server));
         let responder = Arc::downgrade(&server);
@@ -378,8 +411,8 @@ impl Transport {
         local: netbuf,
         remote: netbuf,
         (xp_raddr, xp_addrlen): (libc::sockaddr_in6, c_int),
-    ) -> *mut Transport {
-        let xprt = SVCXPRT {
+    ) -> Arc<Transport> {
+        let mut xprt = SVCXPRT {
             xp_fd: fd,
             xp_port: 0,
             xp_ops: ops,
@@ -399,44 +432,56 @@ impl Transport {
             xp_type: 3,
         };
         let auth = SVCAUTH { svc_ah_ops: std::ptr::null(), svc_ah_private: null_mut() };
-        let own = Box::into_raw(Box::new(Transport {
-            xprt,
-            extension: SVCXPRT_EXT { flags: 0, xp_auth: auth },
-            verifier: [0; auth_stat::MAX_AUTH_BYTES],
-            responder,
-            server,
-            open: Vec::new(),
-            empty: false,
-            broken: false,
-            destroyed: false,
-            gss: None,
-        }));
-        // SAFETY: just made, known to nobody else.
-        let own_ref = unsafe { &mut *own };
-        own_ref.xprt.xp_p1 = own.cast();
-        own_ref.xprt.xp_p3 = (&raw mut own_ref.extension).cast();
-        own_ref.xprt.xp_verf.oa_base = (&raw mut own_ref.verifier).cast();
-        own
+        Arc::new_cyclic(|this: &Weak<Transport>| {
+            // The first member, and the two beside it: addresses of the transport, which does not move.
+            let own = this.as_ptr().cast_mut();
+            xprt.xp_p1 = own.cast();
+            // SAFETY: `own` points to memory of a Transport: only the address of a member is taken.
+            xprt.xp_p3 = unsafe { &raw mut (*own).extension }.cast();
+            // SAFETY: as above.
+            xprt.xp_verf.oa_base = unsafe { &raw mut (*own).verifier }.cast();
+            Transport {
+                xprt: UnsafeCell::new(xprt),
+                extension: UnsafeCell::new(SVCXPRT_EXT { flags: 0, xp_auth: auth }),
+                verifier: UnsafeCell::new([0; auth_stat::MAX_AUTH_BYTES]),
+                this: this.clone(),
+                fd,
+                responder,
+                server,
+                state: Mutex::default(),
+                empty: AtomicBool::new(false),
+                broken: AtomicBool::new(false),
+                destroyed: AtomicBool::new(false),
+            }
+        })
     }
 
-    /// Hands the transport to the program's loop.
+    /// What libtirpc and the program know it by.
+    pub(super) fn xprt(&self) -> *mut SVCXPRT {
+        self.xprt.get()
+    }
+
+    /// The authenticator of the request that was asked last.
+    fn auth(&self) -> *mut SVCAUTH {
+        // SAFETY: alive; only the address of a member is taken.
+        unsafe { &raw mut (*self.extension.get()).xp_auth }
+    }
+
+    /// Hands the transport to the program's loop, with a share of it until `svc_destroy`.
     ///
     /// # Safety
-    /// `own` is complete and not registered.
-    unsafe fn register(own: *mut Transport) -> Result<(), Error> {
-        // SAFETY: alive (contract).
-        let fd = unsafe { (*own).xprt.xp_fd };
+    /// It is not registered.
+    unsafe fn register(self: Arc<Self>) -> Result<(), Error> {
+        let fd = self.fd;
         // SAFETY: complete (contract); the real function, since our own looks for stock transports.
-        unsafe { real::XPRT_REGISTER.get()?(own.cast()) };
+        unsafe { real::XPRT_REGISTER.get()?(self.xprt()) };
         if !polled(fd) {
             // libtirpc drops silently what does not fit its table.
-            // SAFETY: alive and not known to the loop.
-            unsafe { Transport::finish(own) };
             let text = format!("fd {fd} is above what libtirpc's table of transports holds");
             return Err(Error::new(Kind::Os(libc::EMFILE), text));
         }
-        // SAFETY: alive: the loop that may destroy it is our caller.
-        unsafe { (*own).watch_progress() };
+        self.watch_progress();
+        let _ = Arc::into_raw(self);
         Ok(())
     }
 
@@ -445,9 +490,17 @@ impl Transport {
         Some(self.server.as_ref()?.lock().unwrap_or_else(|e| e.into_inner()))
     }
 
+    fn state(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(|e| e.into_inner())
+    }
+
     /// A panic of ours has happened while the connection was in use.
     fn is_poisoned(&self) -> bool {
-        self.responder.upgrade().is_none_or(|responder| responder.is_poisoned())
+        self.state.is_poisoned() || self.responder.upgrade().is_none_or(|responder| responder.is_poisoned())
+    }
+
+    fn is_destroyed(&self) -> bool {
+        self.destroyed.load(Relaxed)
     }
 
     /// Tells [`progress`] what else may wake this connection.
@@ -461,56 +514,55 @@ impl Transport {
             memory: server.waits_for_memory(),
         };
         drop(server);
-        progress::want(fd, std::ptr::from_ref(self).cast_mut().expose_provenance(), wants);
+        progress::want(fd, &self.this, wants);
     }
 
     /// Ends the request on top of the stack.
-    pub(super) fn close_request(&mut self) {
-        let Some(request) = self.open.pop() else { return };
+    pub(super) fn close_request(&self) {
+        let mut state = self.state();
+        let Some(request) = state.open.pop() else { return };
+        // SAFETY: alive; libtirpc writes there in `_gss_authenticate`, which its loop calls between our entries.
+        let SVCAUTH { svc_ah_ops, svc_ah_private } = unsafe { &*self.auth() };
+        match request.gss {
+            // RPCSEC_GSS_DESTROY (RFC 2203 §5.2.2): libtirpc has freed the context.
+            Some(3) => state.gss = None,
+            Some(_) if !svc_ah_private.is_null() => {
+                let auth = SVCAUTH { svc_ah_ops: *svc_ah_ops, svc_ah_private: *svc_ah_private };
+                state.gss = Some(Gss { auth, used: Instant::now() });
+            }
+            _ => {}
+        }
+        drop(state);
         if !request.answered
             && let Some(responder) = self.responder.upgrade()
         {
             responder.discard(request.id);
         }
-        let auth = &self.extension.xp_auth;
-        match request.gss {
-            // RPCSEC_GSS_DESTROY (RFC 2203 §5.2.2): libtirpc has freed the context.
-            Some(3) => self.gss = None,
-            Some(_) if !auth.svc_ah_private.is_null() => {
-                let auth = SVCAUTH { svc_ah_ops: auth.svc_ah_ops, svc_ah_private: auth.svc_ah_private };
-                self.gss = Some(Gss { auth, used: Instant::now() });
-            }
-            _ => {}
-        }
     }
+}
 
-    /// Frees everything. The descriptor is closed.
-    ///
-    /// # Safety
-    /// `own` is alive, not registered, and nobody uses it afterwards.
-    pub(super) unsafe fn finish(own: *mut Transport) {
-        // SAFETY: made by Box::into_raw in `new`, given up by the contract.
-        let mut own = unsafe { Box::from_raw(own) };
-        while !own.open.is_empty() {
-            own.close_request();
-        }
+/// Nobody knows the transport any more: it is not registered, and no request is open.
+impl Drop for Transport {
+    fn drop(&mut self) {
+        let xprt = self.xprt.get_mut();
         // A program that keeps the descriptor has set `xp_fd` to -1. That of a callback is its CLIENT's.
         let mut fd = -1;
-        if let Some(mut server) = own.server() {
+        if let Some(server) = &self.server {
+            let mut server = server.lock().unwrap_or_else(|e| e.into_inner());
             progress::forget(server.fd());
             // Calls back end here.
             server.shut();
-            fd = own.xprt.xp_fd;
+            fd = xprt.xp_fd;
         }
-        for string in [own.xprt.xp_netid, own.xprt.xp_tp] {
+        for string in [xprt.xp_netid, xprt.xp_tp] {
             // SAFETY: strdup'ed, or replaced by the program with malloc'ed memory, as libtirpc's own are.
             unsafe { libc::free(string.cast()) };
         }
-        for address in [own.xprt.xp_ltaddr.buf, own.xprt.xp_rtaddr.buf] {
+        for address in [xprt.xp_ltaddr.buf, xprt.xp_rtaddr.buf] {
             // SAFETY: NULL or malloc'ed in `copied`.
             unsafe { libc::free(address) };
         }
-        let keep = match own.gss.take() {
+        let keep = match self.state.get_mut().unwrap_or_else(|e| e.into_inner()).gss.take() {
             Some(mut gss) if gss.used.elapsed() < GSS_CACHED => {
                 // SAFETY: libtirpc's static operations of a context that it still holds.
                 let destroy = unsafe { (*gss.auth.svc_ah_ops).svc_ah_destroy };
@@ -525,7 +577,8 @@ impl Transport {
             socket::close(fd);
         }
         if keep {
-            std::mem::forget(own);
+            // The memory stays taken.
+            std::mem::forget(self.this.clone());
         }
     }
 }
@@ -585,19 +638,26 @@ fn polled(fd: c_int) -> bool {
     set.iter().any(|entry| entry.fd == fd)
 }
 
-/// The transport behind an SVCXPRT.
+/// The transport behind an SVCXPRT, which lives on until the entry that asks for it returns.
 ///
 /// # Safety
-/// `xprt` is a live transport; no other reference to it is in use.
-unsafe fn transport<'a>(xprt: *mut SVCXPRT) -> Result<&'a mut Transport, Error> {
-    // SAFETY: by the contract.
-    let ours = unsafe { crate::ffi::reference(xprt) }
-        .is_some_and(|x| std::ptr::eq(x.xp_ops, &OPS) || std::ptr::eq(x.xp_ops, &CALLBACK));
+/// `xprt` is NULL or a live transport of any kind.
+unsafe fn transport(xprt: *mut SVCXPRT) -> Result<Arc<Transport>, Error> {
+    // SAFETY: alive or NULL (contract); no reference is made, for the program may write to it meanwhile.
+    let ours = !xprt.is_null() && {
+        // SAFETY: as above.
+        let ops = unsafe { (*xprt).xp_ops };
+        std::ptr::eq(ops, &OPS) || std::ptr::eq(ops, &CALLBACK)
+    };
     if !ours {
         return Err(Error::new(Kind::Invalid, "the SVCXPRT is not one of librpcrdma"));
     }
-    // SAFETY: our ops are only ever in an SVCXPRT that is the first member of a Transport.
-    Ok(unsafe { &mut *xprt.cast::<Transport>() })
+    let own = xprt.cast::<Transport>().cast_const();
+    // SAFETY: our ops are only ever in the first member of a Transport inside an Arc; alive (contract), so somebody else
+    // owns a share.
+    unsafe { Arc::increment_strong_count(own) };
+    // SAFETY: the share that was just made.
+    Ok(unsafe { Arc::from_raw(own) })
 }
 
 /// The argument of the request under way that came in a Read chunk of its own: address and length. It stays there until
@@ -608,7 +668,8 @@ unsafe fn transport<'a>(xprt: *mut SVCXPRT) -> Result<&'a mut Transport, Error> 
 pub unsafe fn placed(xprt: *mut SVCXPRT) -> Option<(*const u8, usize)> {
     // SAFETY: by the contract.
     let own = unsafe { transport(xprt) }.ok()?;
-    let region = own.open.last()?.placed.as_ref()?;
+    let state = own.state();
+    let region = state.open.last()?.placed.as_ref()?;
     Some((region.as_ptr(), region.len()))
 }
 
@@ -616,10 +677,12 @@ unsafe extern "C" fn recv(xprt: *mut SVCXPRT, message: *mut rpc_msg) -> bool_t {
     guard(|| {
         // SAFETY: libtirpc's loop and its transport.
         let own = unsafe { transport(xprt) }?;
-        own.empty = true;
+        own.empty.store(true, Relaxed);
         // A lock that is poisoned was held during a panic of ours: what it guards is not to be trusted.
-        own.broken |= own.is_poisoned();
-        if own.destroyed || own.broken {
+        if own.is_poisoned() {
+            own.broken.store(true, Relaxed);
+        }
+        if own.is_destroyed() || own.broken.load(Relaxed) {
             return Ok(0);
         }
         let request = own.server().and_then(|mut server| server.receive());
@@ -631,11 +694,11 @@ unsafe extern "C" fn recv(xprt: *mut SVCXPRT, message: *mut rpc_msg) -> bool_t {
         // SAFETY: the caller's message, with room for credential and verifier as libtirpc's loop provides it.
         if !unsafe { own.open(request, message, Some(dispatching)) } {
             // What follows on this connection cannot be trusted either; libtirpc's own transport does the same.
-            log_info!("fd {}: closed: a request is not an RPC call", own.xprt.xp_fd);
-            own.broken = true;
+            log_info!("fd {}: closed: a request is not an RPC call", own.fd);
+            own.broken.store(true, Relaxed);
             return Ok(0);
         }
-        own.empty = false;
+        own.empty.store(false, Relaxed);
         Ok(1)
     })
 }
@@ -643,7 +706,7 @@ unsafe extern "C" fn recv(xprt: *mut SVCXPRT, message: *mut rpc_msg) -> bool_t {
 impl Transport {
     /// Whether no request is open on it.
     pub(super) fn is_idle(&self) -> bool {
-        self.open.is_empty()
+        self.state().open.is_empty()
     }
 
     /// Puts a request on the stack and decodes its header into `message`. False when it is not an RPC Call; it is
@@ -652,7 +715,7 @@ impl Transport {
     /// # Safety
     /// `message` is writable, with room for credential and verifier.
     pub(super) unsafe fn open(
-        &mut self,
+        self: &Arc<Self>,
         request: Request,
         message: *mut rpc_msg,
         dispatching: Option<service_loop::Dispatching>,
@@ -681,19 +744,19 @@ impl Transport {
         };
         log_debug!(
             "fd {}: request {xid}: program {} version {} procedure {}",
-            self.xprt.xp_fd,
+            self.fd,
             call.cb_prog,
             call.cb_vers,
             call.cb_proc
         );
-        let _dispatching = dispatching;
         let xid = xid.0;
-        self.open.push(Open {
-            _dispatching,
+        self.state().open.push(Open {
+            _dispatching: dispatching,
+            _transport: self.clone(),
             id,
             xid,
             answered: false,
-            arguments,
+            arguments: Some(arguments),
             gss,
             binding,
             wrapped,
@@ -707,24 +770,17 @@ unsafe extern "C" fn stat(xprt: *mut SVCXPRT) -> c_uint {
     guard(|| {
         // SAFETY: libtirpc's loop and its transport.
         let own = unsafe { transport(xprt) }?;
-        if std::mem::take(&mut own.empty) {
-            if own.destroyed {
-                return Ok(xprt_stat::XPRT_IDLE);
-            }
-        } else {
+        if !own.empty.swap(false, Relaxed) {
             own.close_request();
-            if own.destroyed {
-                if own.open.is_empty() {
-                    // SAFETY: destroyed, so not registered; libtirpc's loop is done with it when this returns.
-                    unsafe { Transport::finish(xprt.cast()) };
-                }
-                return Ok(xprt_stat::XPRT_IDLE);
-            }
+        }
+        if own.is_destroyed() {
+            // Freed on return, if no other request is open: libtirpc's loop is done with it.
+            return Ok(xprt_stat::XPRT_IDLE);
         }
         if service_loop::has_left() {
             progress::wake_left();
         }
-        if own.broken || own.is_poisoned() {
+        if own.broken.load(Relaxed) || own.is_poisoned() {
             return Ok(xprt_stat::XPRT_DIED);
         }
         let Some(mut server) = own.server() else { return Ok(xprt_stat::XPRT_IDLE) };
@@ -734,7 +790,7 @@ unsafe extern "C" fn stat(xprt: *mut SVCXPRT) -> c_uint {
         }
         let closed = server.closed().is_some();
         drop(server);
-        if closed && own.open.is_empty() {
+        if closed && own.is_idle() {
             return Ok(xprt_stat::XPRT_DIED);
         }
         own.watch_progress();
@@ -746,15 +802,22 @@ unsafe extern "C" fn getargs(xprt: *mut SVCXPRT, decode: XdrProc, args: *mut c_v
     guard(|| {
         // SAFETY: libtirpc's loop and its transport.
         let own = unsafe { transport(xprt) }?;
-        let auth = &raw mut own.extension.xp_auth;
-        let Some(request) = own.open.last_mut() else { return Ok(0) };
-        let before = request.arguments.copied();
-        let xdrs = request.arguments.xdr();
+        // The stream leaves its request while the program decodes: whatever else the xdrproc has done meanwhile, its
+        // request is on the stack until the dispatch routine returns.
+        let taken =
+            own.state().open.last_mut().and_then(|request| Some((request.id, request.arguments.take()?)));
+        let Some((id, mut arguments)) = taken else { return Ok(0) };
+        let before = arguments.copied();
+        let auth = own.auth();
         // SAFETY: set by _gss_authenticate before the program was asked.
         let unwrap = unsafe { operation(auth, |ops| ops.svc_ah_unwrap) };
-        // SAFETY: the program's procedure and object; the stream and the authenticator are alive.
-        let decoded = unwrap.map_or(0, |unwrap| unsafe { unwrap(auth, xdrs, decode, args) });
-        stats::add(Counter::BytesCopied, request.arguments.copied() - before);
+        // SAFETY: the program's procedure and object; the stream and the authenticator are alive, and nothing of ours is
+        // locked or borrowed but the stream.
+        let decoded = unwrap.map_or(0, |unwrap| unsafe { unwrap(auth, arguments.xdr(), decode, args) });
+        stats::add(Counter::BytesCopied, arguments.copied() - before);
+        if let Some(request) = own.state().find(id) {
+            request.arguments = Some(arguments);
+        }
         Ok(decoded)
     })
 }
@@ -777,40 +840,49 @@ unsafe extern "C" fn reply(xprt: *mut SVCXPRT, message: *mut rpc_msg) -> bool_t 
     guard(|| {
         // SAFETY: libtirpc's loop and its transport.
         let own = unsafe { transport(xprt) }?;
-        let auth = &raw mut own.extension.xp_auth;
-        let Some(request) = own.open.last_mut().filter(|r| !r.answered) else { return Ok(0) };
-        let id = request.id;
+        let answered = own
+            .state()
+            .open
+            .last()
+            .filter(|r| !r.answered)
+            .map(|r| (r.id, r.xid, r.wrapped, r.binding.clone()));
+        let Some((id, xid, wrapped, binding)) = answered else { return Ok(0) };
         let Some(responder) = own.responder.upgrade() else { return Ok(0) };
         let mut encoder = Encoder::new(responder.message()?);
         // SAFETY: the caller's message, which it lets the transport change.
         let message =
             unsafe { message.as_mut() }.ok_or_else(|| Error::new(Kind::Invalid, "reply is NULL"))?;
-        message.rm_xid = request.xid;
-        let binding = request.binding.as_ref();
-        if !request.wrapped
+        message.rm_xid = xid;
+        if !wrapped
             && let Some(lending) =
-                lending(config::get()?, binding, RESULT_LEND_MIN, |b, reply| b.reply(reply).items)
+                lending(config::get()?, binding.as_ref(), RESULT_LEND_MIN, |b, reply| b.reply(reply).items)
         {
             // SAFETY: the results are the program's until `svc_sendreply` returns, which sees to the loans before.
             unsafe { encoder.lend(lending) };
         }
-        // SAFETY: the caller's reply, built by svc_sendreply and its like; the stream is alive.
-        if !unsafe { encode_reply(&mut encoder, message, auth) } {
+        // SAFETY: the caller's reply, built by svc_sendreply and its like; stream and authenticator are alive, and nothing
+        // of ours is locked or borrowed but the stream.
+        if !unsafe { encode_reply(&mut encoder, message, own.auth()) } {
             // Nothing was sent: the program answers with svcerr_systemerr.
             return Ok(0);
         }
         stats::add(Counter::BytesCopied, encoder.copied());
         let message = encoder.finish()?;
         let loans = message.loans();
-        request.answered = true;
-        log_debug!("fd {}: reply {}: {} bytes", own.xprt.xp_fd, Xid(request.xid), message.len());
+        // Unless the xdrproc has answered it.
+        let open =
+            own.state().find(id).is_some_and(|request| !std::mem::replace(&mut request.answered, true));
+        if !open {
+            return Ok(0);
+        }
+        log_debug!("fd {}: reply {}: {} bytes", own.fd, Xid(xid), message.len());
         let sent = responder.reply(id, message);
         responder.end(&loans);
         own.watch_progress();
         match sent {
             Ok(()) => Ok(1),
             Err(error) => {
-                log_warn!("fd {}: no reply: {error}", own.xprt.xp_fd);
+                log_warn!("fd {}: no reply: {error}", own.fd);
                 Ok(0)
             }
         }
@@ -862,15 +934,13 @@ unsafe extern "C" fn destroy(xprt: *mut SVCXPRT) {
     guard(|| {
         // SAFETY: libtirpc's loop or the program, with a live transport.
         let own = unsafe { transport(xprt) }?;
-        if std::mem::replace(&mut own.destroyed, true) {
+        if own.destroyed.swap(true, Relaxed) {
             return Ok(());
         }
         // SAFETY: alive.
         unsafe { xprt_unregister(xprt) };
-        if own.open.is_empty() {
-            // SAFETY: not registered any more, and no dispatch routine runs on it.
-            unsafe { Transport::finish(xprt.cast()) };
-        }
+        // SAFETY: the share that `register` gave to libtirpc, which does not know the transport any more.
+        unsafe { Arc::decrement_strong_count(Arc::as_ptr(&own)) };
         Ok(())
     });
 }
@@ -928,7 +998,8 @@ pub unsafe fn accepted(xprt: *mut SVCXPRT) -> Result<(Arc<Shared>, Box<[u8]>), E
     let own = unsafe { transport(xprt) }?;
     let text = "the SVCXPRT is not that of an accepted connection";
     let server = own.server.clone().ok_or_else(|| Error::new(Kind::Invalid, text))?;
-    let peer = &own.xprt.xp_rtaddr;
+    // SAFETY: alive; nobody writes there after `with`.
+    let peer = unsafe { &(*own.xprt()).xp_rtaddr };
     // SAFETY: our own netbuf, from `copied`.
     let address = unsafe { crate::ffi::bytes(peer.buf.cast(), peer.len as usize) }.unwrap_or_default();
     Ok((server, address.into()))
@@ -953,12 +1024,11 @@ mod progress {
         registered: bool,
     }
 
-    // SAFETY: the transport's memory is ours and lives for ever; the table is used under its lock only.
+    // SAFETY: the bare transport's memory is ours and lives for ever; the table is used under its lock only.
     unsafe impl Send for Progress {}
 
     struct Entry {
-        /// Address of the Transport.
-        transport: usize,
+        transport: Weak<Transport>,
         wants: Wants,
     }
 
@@ -987,7 +1057,7 @@ mod progress {
 
     /// Has the loop look at them in its next turn.
     pub fn wake_left() {
-        want(LEFT, 0, Wants { deadline: Some(Instant::now()), ..Default::default() });
+        want(LEFT, &Weak::new(), Wants { deadline: Some(Instant::now()), ..Default::default() });
     }
 
     static WAKE: xp_ops = xp_ops { xp_recv: Some(wake), ..LISTENING };
@@ -1007,7 +1077,7 @@ mod progress {
     }
 
     /// Says what connection `fd` waits for besides being readable.
-    pub fn want(fd: RawFd, transport: usize, wants: Wants) {
+    pub fn want(fd: RawFd, transport: &Weak<Transport>, wants: Wants) {
         // The common case costs one lock and one look-up.
         let mut table = table();
         let before = table.entries.get(&fd).map(|e| e.wants).unwrap_or_default();
@@ -1017,7 +1087,7 @@ mod progress {
         if wants == Wants::default() {
             table.entries.remove(&fd);
         } else {
-            table.entries.insert(fd, Entry { transport, wants });
+            table.entries.insert(fd, Entry { transport: transport.clone(), wants });
         }
         if (before.wakes() || wants.wakes())
             && let Err(error) = table.update(fd, before.write, wants.write)
@@ -1028,7 +1098,7 @@ mod progress {
 
     /// The connection is gone. Called before its descriptor is closed.
     pub fn forget(fd: RawFd) {
-        want(fd, 0, Wants::default());
+        want(fd, &Weak::new(), Wants::default());
     }
 
     impl Progress {
@@ -1085,7 +1155,7 @@ mod progress {
     unsafe extern "C" fn wake(_: *mut SVCXPRT, _: *mut rpc_msg) -> bool_t {
         guard(|| {
             let now = Instant::now();
-            let (crowded, due): (bool, Vec<(RawFd, usize)>) = {
+            let (crowded, due): (bool, Vec<(RawFd, Weak<Transport>)>) = {
                 let table = table();
                 if let Some(set) = &table.set {
                     set.silence();
@@ -1097,9 +1167,9 @@ mod progress {
                 // Those that hold memory are looked at first, then those that wait for it, the oldest first.
                 due.sort_by_key(|(_, e)| e.wants.memory);
                 let crowded = due.last().is_some_and(|(_, e)| e.wants.memory.is_some());
-                (crowded, due.iter().map(|(fd, e)| (**fd, e.transport)).collect())
+                (crowded, due.iter().map(|(fd, e)| (**fd, e.transport.clone())).collect())
             };
-            for (fd, address) in due {
+            for (fd, transport) in due {
                 if fd == ADAPTERS {
                     forget(ADAPTERS);
                     adapters::open_all();
@@ -1110,13 +1180,8 @@ mod progress {
                     service_loop::take_left().into_iter().for_each(serve_fd);
                     continue;
                 }
-                // A connection that was destroyed meanwhile has no entry any more.
-                if !table().entries.values().any(|e| e.transport == address) {
-                    continue;
-                }
-                let own: *mut Transport = std::ptr::with_exposed_provenance_mut(address);
-                // SAFETY: it has an entry, and `finish` removes the entry before it frees.
-                let Some(mut server) = (unsafe { (*own).server() }) else { continue };
+                let Some(own) = transport.upgrade() else { continue };
+                let Some(mut server) = own.server() else { continue };
                 if crowded {
                     server.give_way();
                 }
@@ -1124,11 +1189,10 @@ mod progress {
                 let closed = server.closed().is_some();
                 drop(server);
                 if closed {
-                    // SAFETY: alive, see above.
-                    unsafe { destroy(own.cast()) };
+                    // SAFETY: `own` keeps it alive meanwhile.
+                    unsafe { destroy(own.xprt()) };
                 } else {
-                    // SAFETY: alive, see above.
-                    unsafe { (*own).watch_progress() };
+                    own.watch_progress();
                 }
             }
             Ok(0)

@@ -24,8 +24,8 @@
 //! - Credits (RFC 8166 §3.3.1): one before the first reply, then the grant. A call holds its credit until its reply or
 //!   an error; a one-way call, which has neither, until the reply to a later call shows that the responder is past it.
 //! - A timed-out call becomes an orphan: the responder may still be at work on it, so its credit and its exposures
-//!   stay. A late RDMA finds live handles and the connection survives; handles that named memory of the program are
-//!   detached from it. When nothing but such calls is under way, [`Connection::starved`] says so.
+//!   stay. A late RDMA finds live handles and the connection survives; the memory behind them is let go, where the device
+//!   can do so. When nothing but such calls is under way, [`Connection::starved`] says so.
 //! - Which items of a message are eligible for chunks of their own is asked of the `binding` of its procedure. What
 //!   a peer does with bindings that are not standardised is learned from its replies.
 //! - Once [`Output::Close`] is out, only [`Output::Done`] follows.
@@ -286,8 +286,8 @@ struct Call {
     sequence: Option<u64>,
     /// In which it was transmitted.
     version: u32,
-    /// What its header names, and whether that is memory of the program.
-    handles: Vec<(Handle, bool)>,
+    /// What its header names.
+    handles: Vec<Handle>,
     /// It has Read chunks.
     pulled: bool,
     writes: Vec<Area>,
@@ -683,7 +683,8 @@ impl Connection {
     }
 
     /// Nobody waits for the call any more: it is forgotten if it was not sent, else it becomes an orphan. No memory of
-    /// the program is held when this returns and its output is drained.
+    /// the program is held when this returns and its output is drained; nor is memory for the reply, where the device can
+    /// throw away what the peer still writes.
     pub fn abandon(&mut self, xid: Xid, registrar: &mut (impl Registrar + ?Sized)) {
         let Some(call) = self.requester.calls.get_mut(&xid) else { return };
         if call.sequence.is_none() {
@@ -695,8 +696,7 @@ impl Connection {
             call.fate = Fate::Orphan;
             self.requester.abandoned += 1;
             (call.writes, call.reply) = (Vec::new(), None);
-            let lent: Vec<Handle> = call.handles.iter().filter(|(_, lent)| *lent).map(|(h, _)| *h).collect();
-            for handle in lent {
+            for handle in call.handles.clone() {
                 if let Err(error) = registrar.detach(handle) {
                     self.close(error);
                 }
@@ -756,7 +756,7 @@ impl Connection {
         let mut expose = |position: usize, source: Region, call: &mut Call| -> Result<(), Error> {
             for (at, len) in chunks::cut(source.len(), registrar.max_segment()) {
                 let target = registrar.expose_source(source.slice(at, len))?;
-                call.handles.push((target.handle, source.is_lent()));
+                call.handles.push(target.handle);
                 lists.reads.push(ReadSegment { position: Position(position as u32), target });
             }
             Ok(())
@@ -876,7 +876,7 @@ impl Connection {
         let mut offered = Vec::new();
         for (at, len) in chunks::cut(sink.len().min(most), registrar.max_segment()) {
             let segment = registrar.expose_sink(sink.part(at, len))?;
-            call.handles.push((segment.handle, sink.is_lent()));
+            call.handles.push(segment.handle);
             offered.push((segment, at));
         }
         Ok(Area { sink, offered })
@@ -904,7 +904,7 @@ impl Connection {
 
     /// Ends the exposures of a call.
     fn release(&mut self, call: &mut Call, registrar: &mut (impl Registrar + ?Sized)) {
-        for (handle, _) in call.handles.drain(..) {
+        for handle in call.handles.drain(..) {
             if let Err(error) = registrar.invalidate(handle) {
                 // RFC 8166 §4.5.4: "if it is unable to invalidate a memory region due to an unrecoverable problem, the
                 // Requester MUST close the connection to protect that memory from Responder access before the
@@ -1420,7 +1420,7 @@ impl Connection {
             // ID (XID) in the rdma_xid field of the RPC-over-RDMA Transport Header it carries."
             let call = header.as_ref().ok().and_then(|header| self.requester.calls.get(&header.xid));
             let call = call.filter(|_| direction == Ok(Direction::Reply));
-            if !call.is_some_and(|call| call.handles.iter().any(|(own, _)| *own == handle)) {
+            if !call.is_some_and(|call| call.handles.contains(&handle)) {
                 let text = "the peer invalidated a handle that the call of its reply did not name";
                 return self.close(Error::new(Kind::Protocol, text));
             }

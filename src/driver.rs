@@ -431,7 +431,7 @@ impl Link {
             Some(slabs) => (config.receive_sizes(true).0, slabs.size()),
             None => config.receive_sizes(false),
         };
-        let memory = device.slabs().map_or_else(|| memory.clone(), |slabs| memory.with(slabs));
+        let memory = memory.connection(device.slabs());
         let settings = Settings {
             credits,
             receives: limits.receives,

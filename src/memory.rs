@@ -13,6 +13,9 @@
 //! A block comes from a [`Pool`] and goes back to it when its last holder is dropped, so no completion is needed
 //! to recycle a sent message. Blocks are anonymous mappings made with MAP_NORESERVE: untouched pages cost nothing.
 //!
+//! Reply chunks remember which connection has written them: the next one gets them with zeros in place of what was
+//! written, so that no server can pass off another one's reply as its own, by claiming bytes that it has not written.
+//!
 //! A device that must know its memory beforehand gets it from [`Slabs`]: one mapping, cut into blocks of one length.
 //!
 //! Memory of the program takes the same forms for a time: [`Region::lend`] and [`Sink::lend`] wrap it, and a
@@ -35,7 +38,7 @@ use std::io;
 use std::marker::PhantomData;
 use std::ops::{Deref, DerefMut};
 use std::ptr::NonNull;
-use std::sync::atomic::{AtomicUsize, Ordering, Ordering::Relaxed, fence};
+use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering, Ordering::Relaxed, fence};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, Weak};
 
 /// Granularity of blocks, in bytes.
@@ -69,7 +72,34 @@ impl Pool {
     /// # Errors
     /// `ENOMEM` when the mapping fails.
     pub fn take(self: &Arc<Pool>) -> io::Result<Buf> {
-        let idle = self.idle.lock().unwrap_or_else(|e| e.into_inner()).pop();
+        let idle = self.idle().pop();
+        self.wrap(idle)
+    }
+
+    /// As `take`, for bytes of a peer: what another writer than `writer` has left in the block is gone.
+    ///
+    /// # Errors
+    /// As [`Pool::take`].
+    fn take_for(self: &Arc<Pool>, writer: u64) -> io::Result<Buf> {
+        let idle = {
+            let mut idle = self.idle();
+            match idle.iter().rposition(|raw| raw.writer == writer) {
+                Some(own) => Some(idle.remove(own)),
+                // The one that has been idle for the longest time: its writer misses it least.
+                None if !idle.is_empty() => Some(idle.remove(0)),
+                None => None,
+            }
+        };
+        let mut buf = self.wrap(idle)?;
+        let raw = &mut buf.block_mut().raw;
+        if raw.writer != writer {
+            raw.scrub();
+            raw.writer = writer;
+        }
+        Ok(buf)
+    }
+
+    fn wrap(self: &Arc<Pool>, idle: Option<RawBlock>) -> io::Result<Buf> {
         let raw = match idle {
             Some(raw) => raw,
             None => RawBlock::map(self.capacity)?,
@@ -78,8 +108,12 @@ impl Pool {
         Ok(Buf { block: Arc::new(block), len: 0 })
     }
 
+    fn idle(&self) -> MutexGuard<'_, Vec<RawBlock>> {
+        self.idle.lock().unwrap_or_else(|e| e.into_inner())
+    }
+
     fn give_back(&self, mut raw: RawBlock) {
-        let mut idle = self.idle.lock().unwrap_or_else(|e| e.into_inner());
+        let mut idle = self.idle();
         if idle.len() < self.idle_max {
             raw.trim(self.warm.max(PAGE));
             idle.push(raw);
@@ -95,6 +129,8 @@ pub struct Memory {
     header: Arc<Pool>,
     message: Arc<Pool>,
     areas: Arc<Pool>,
+    /// Number of the connection, which nothing else has; 0: of none.
+    writer: u64,
     exposed: Arc<Held>,
     staged: Arc<Held>,
     staging_max: usize,
@@ -113,16 +149,20 @@ impl Memory {
             slab: receives,
             message: Pool::new(MESSAGE, WARM, 8),
             areas: Pool::new(reply.max(AREA_LATE), WARM, 8),
+            writer: 0,
             exposed: Arc::default(),
             staged: Arc::default(),
             staging_max,
         })
     }
 
-    /// The same memory for a connection whose device knows `slabs`.
-    pub fn with(&self, slabs: Arc<Slabs>) -> Arc<Memory> {
-        slabs.larger.get_or_init(|| self.message.clone());
-        Arc::new(Memory { slabs: Some(slabs), ..self.clone() })
+    /// The same memory for one connection, whose device may know `slabs`.
+    pub fn connection(&self, slabs: Option<Arc<Slabs>>) -> Arc<Memory> {
+        static NEXT: AtomicU64 = AtomicU64::new(1);
+        if let Some(slabs) = &slabs {
+            slabs.larger.get_or_init(|| self.message.clone());
+        }
+        Arc::new(Memory { slabs, writer: NEXT.fetch_add(1, Relaxed), ..self.clone() })
     }
 
     /// A block for one Receive: one that the device knows, if there is one left.
@@ -176,7 +216,7 @@ impl Memory {
         let charge = self.exposed.charge(len, AREAS_MAX).or_else(|| self.exposed.charge(late, usize::MAX));
         let charge = charge.ok_or_else(|| io::Error::from_raw_os_error(libc::ENOMEM))?;
         let len = charge.bytes;
-        let mut buf = self.areas.take()?;
+        let mut buf = self.areas.take_for(self.writer)?;
         buf.reserve(len)?;
         buf.charge(charge);
         Ok(buf.into_sink(len))
@@ -213,8 +253,8 @@ impl Slabs {
         let at = self.free().pop()?;
         // SAFETY: `at + size` is at most the length of the mapping: `at` is one of the offsets made in `new`.
         let ptr = unsafe { self.whole.ptr.add(at) };
-        let raw =
-            RawBlock { ptr, cap: self.size, home: Home::Slabs(self.clone()), touched: AtomicUsize::new(0) };
+        let (home, touched) = (Home::Slabs(self.clone()), AtomicUsize::new(0));
+        let raw = RawBlock { ptr, cap: self.size, home, touched, writer: 0 };
         Some(Buf { block: Arc::new(Block { raw, pool: Weak::new(), charge: None }), len: 0 })
     }
 
@@ -719,7 +759,7 @@ impl Block {
     /// As [`Region::lend`]; and as [`Sink::lend`] if it becomes a Sink.
     unsafe fn lend(bytes: *mut u8, len: usize) -> Arc<Block> {
         let ptr = NonNull::new(bytes).unwrap_or(NonNull::dangling());
-        let raw = RawBlock { ptr, cap: len, home: Home::Program, touched: AtomicUsize::new(len) };
+        let raw = RawBlock { ptr, cap: len, home: Home::Program, touched: AtomicUsize::new(len), writer: 0 };
         Arc::new(Block { raw, pool: Weak::new(), charge: None })
     }
 }
@@ -740,6 +780,8 @@ struct RawBlock {
     home: Home,
     /// Highest byte that may have been written: what lies above has no pages.
     touched: AtomicUsize,
+    /// Whose bytes may lie in an idle block of Reply chunks: the number of a connection, 0 for nobody's.
+    writer: u64,
 }
 
 /// Whose memory a block is.
@@ -761,7 +803,13 @@ unsafe impl Sync for RawBlock {}
 
 impl RawBlock {
     const fn empty() -> RawBlock {
-        RawBlock { ptr: NonNull::dangling(), cap: 0, home: Home::Mapping, touched: AtomicUsize::new(0) }
+        RawBlock {
+            ptr: NonNull::dangling(),
+            cap: 0,
+            home: Home::Mapping,
+            touched: AtomicUsize::new(0),
+            writer: 0,
+        }
     }
 
     fn map(cap: usize) -> io::Result<RawBlock> {
@@ -780,7 +828,7 @@ impl RawBlock {
             return Err(io::Error::last_os_error());
         }
         let ptr = NonNull::new(ptr.cast()).ok_or_else(|| io::Error::from_raw_os_error(libc::ENOMEM))?;
-        Ok(RawBlock { ptr, cap, home: Home::Mapping, touched: AtomicUsize::new(0) })
+        Ok(RawBlock { ptr, cap, home: Home::Mapping, touched: AtomicUsize::new(0), writer: 0 })
     }
 
     fn is_lent(&self) -> bool {
@@ -813,6 +861,13 @@ impl RawBlock {
         if end > self.touched.load(Relaxed) {
             self.touched.fetch_max(end, Relaxed);
         }
+    }
+
+    /// Sets all that may have been written to zero. What is left of an idle block is short enough to stay warm.
+    fn scrub(&mut self) {
+        let used = std::mem::take(self.touched.get_mut()).min(self.cap);
+        // SAFETY: `used <= cap`: the range is the lower part of our own mapping, which nobody else points into.
+        unsafe { std::ptr::write_bytes(self.ptr.as_ptr(), 0, used) };
     }
 
     /// Gives the pages above `warm` back to the system.
@@ -1006,6 +1061,36 @@ mod tests {
         assert_eq!(memory.reply_area(AREAS_MAX).unwrap().len(), AREAS_MAX);
     }
 
+    /// Whoever claims more bytes of its reply than it wrote shows the program what was there before.
+    #[test]
+    fn a_reply_chunk_shows_one_server_nothing_of_what_another_one_wrote() {
+        let memory = Memory::new(4096, 4 << 20, 0);
+        let (first, other) = (memory.connection(None), memory.connection(None));
+        let written = |memory: &Memory, at: usize, bytes: &[u8]| {
+            let area = memory.reply_area(4 << 20).unwrap();
+            assert!(area.place(at, bytes));
+            area.into_region(4 << 20).unwrap()
+        };
+        let mut start = None;
+        for at in [0, 5000, WARM - 6, WARM - 3, 3 << 20] {
+            drop(written(&first, at, b"secret"));
+            // A connection finds its own pages warm, and what it wrote there.
+            let again = written(&first, 100, b"");
+            assert_eq!(again[at..].starts_with(b"secret"), at + 6 <= WARM);
+            start = start.or(Some(again.as_ptr()));
+            assert_eq!(start, Some(again.as_ptr()));
+            drop(again);
+            let next = written(&other, 7000, b"theirs");
+            assert_eq!(start, Some(next.as_ptr()));
+            assert!(next[..7000].iter().chain(&next[7006..]).all(|byte| *byte == 0), "{at}");
+        }
+        // Of two idle blocks each connection gets its own.
+        let both = (written(&first, 0, b"first"), written(&other, 0, b"other"));
+        drop(both);
+        let (other, first) = (written(&other, 10, b""), written(&first, 10, b""));
+        assert!(first.starts_with(b"first") && other.starts_with(b"other"));
+    }
+
     #[test]
     fn a_block_goes_back_to_its_pool_and_is_reused() {
         let pool = Pool::new(8192, 8192, 4);
@@ -1044,7 +1129,7 @@ mod tests {
         // One that grows leaves its place, and takes its bytes along.
         first.extend(&[8; PAGE]).unwrap();
         assert_eq!((first[4], first[5], slabs.left()), (7, 8, 1));
-        let memory = Memory::new(1000, 1000, 1000).with(slabs.clone());
+        let memory = Memory::new(1000, 1000, 1000).connection(Some(slabs.clone()));
         let mut third = memory.slab().unwrap();
         assert_eq!((third.as_ptr().addr(), slabs.left()), (start, 0));
         assert!(memory.message().unwrap().capacity() > PAGE, "an ordinary one");

@@ -146,11 +146,11 @@ pub trait QueuePair: Send {
     /// the peer writes is thrown away; a source that is lent, by a private copy of what the peer may still read. (A
     /// source of our own is frozen and stays.) For a call that nobody waits for any more.
     ///
+    /// A device that cannot replace memory keeps what is our own, until the handle is invalidated.
+    ///
     /// # Errors
-    /// When the device cannot promise it; the connection must then be closed before the memory is used.
-    fn detach(&mut self, handle: Handle) -> Result<(), Error> {
-        self.invalidate(handle)
-    }
+    /// When the device cannot let go of memory that is lent; the connection must then be closed before it is used.
+    fn detach(&mut self, handle: Handle) -> Result<(), Error>;
 
     /// Copies what queued work still names of lent memory, and lets go of it; returns the bytes copied. Handles are
     /// not touched. What comes meanwhile is for the next `poll`, which is due without a word of the fd. An RDMA Read into lent memory completes as ever, but what has not come yet is thrown away.

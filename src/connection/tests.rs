@@ -382,6 +382,31 @@ fn a_late_reply_to_an_orphan_finds_its_memory_and_ends_its_exposure() {
     pair.still_serves(2);
 }
 
+/// rule 107: a server that hangs costs no more than its credits.
+#[test]
+fn an_orphan_lets_go_of_the_memory_for_its_reply() {
+    let mut pair = Pair::warm(SETUP);
+    pair.hold_calls = true;
+    pair.call(1, 3000, 5000);
+    let areas: Vec<_> = pair
+        .client
+        .device
+        .exposed
+        .values()
+        .filter_map(|exposed| match exposed {
+            Exposed::Sink(area) => Some(area.loan()),
+            Exposed::Source(_) => None,
+        })
+        .collect();
+    assert!(areas.len() == 1 && !areas[0].is_over());
+    pair.abandon(1);
+    assert!(areas[0].is_over());
+    pair.hold_calls = false;
+    pair.drive();
+    assert!(pair.server.engine.closed().is_none() && pair.client.device.exposed.is_empty());
+    pair.still_serves(2);
+}
+
 /// rule 23, rule 107
 #[test]
 fn orphans_that_hold_every_credit_starve_the_connection_until_one_is_answered() {

@@ -289,8 +289,15 @@ static void controls(void)
     size_t most = 0;
     REQUIRE(clnt_control(client, CLGET_RDMA_MAXREPLY, (char *)&most) && most == 16 << 20);
     REQUIRE(!clnt_control(client, CLSET_RDMA_MAXREPLY, NULL));
+    /* As RPCRDMA_MAX_REPLY: what is more than that is refused, and changes nothing. */
     most = SIZE_MAX;
     REQUIRE(!clnt_control(client, CLSET_RDMA_MAXREPLY, (char *)&most));
+    most = (1 << 30) + 1;
+    REQUIRE(!clnt_control(client, CLSET_RDMA_MAXREPLY, (char *)&most));
+    REQUIRE(clnt_control(client, CLGET_RDMA_MAXREPLY, (char *)&most) && most == 16 << 20);
+    most = 1 << 30;
+    REQUIRE(clnt_control(client, CLSET_RDMA_MAXREPLY, (char *)&most));
+    REQUIRE(clnt_control(client, CLGET_RDMA_MAXREPLY, (char *)&most) && most == 1 << 30);
     most = 64 << 10;
     REQUIRE(clnt_control(client, CLSET_RDMA_MAXREPLY, (char *)&most));
     u_int ask = 100000;

@@ -3,8 +3,8 @@
 //! # Contract
 //! - Getters tell state: [`Connection::credits_left`], [`Connection::starved`], [`Connection::request_ready`].
 //! - Input: `handle_receive`, `handle_read`, `handle_quiet`, `handle_closed`.
-//! - Commands: `call`, `abandon`, `ask` (requester); `poll_request`, `reply`, `discard`, `resume`, `grant` (responder);
-//!   `request`, `raise_receives` (either, in Version Two).
+//! - Commands: `call`, `abandon`, `ask` (requester); `poll_request`, `reply`, `discard`, `grant` (responder); `resume`
+//!   (either, while [`Connection::waits`]); `request`, `raise_receives` (either, in Version Two).
 //! - Output: `poll_output`. **Every input and command is followed by draining `poll_output` until `None`.**
 //!
 //! Memory is exposed and invalidated while a command runs, through the [`Registrar`] argument: a plan needs the
@@ -38,7 +38,7 @@ use std::collections::{HashMap, VecDeque};
 use std::sync::Arc;
 
 use crate::binding::{Binding, Head, Origin, Registry};
-use crate::error::{Error, Kind};
+use crate::error::{Error, Kind, os_text};
 use crate::log_warn;
 use crate::memory::{Buf, Memory, Message, Region, Sink};
 use crate::provider::{QueuePair, WorkId, WorkRequest};
@@ -261,8 +261,10 @@ struct Requester {
     /// XID of the next message that is of no RPC.
     next_xid: u32,
     calls: HashMap<Xid, Call>,
-    /// Calls without a credit, oldest first.
+    /// Calls without a credit, or without room for their reply, oldest first.
     waiting: VecDeque<Xid>,
+    /// Some of them have a credit, and lack room.
+    lacks_room: bool,
     /// Transmitted calls that nobody waits for: orphans and one-way calls, each holding a credit.
     abandoned: u32,
     /// By program and version: what the peer has shown of bindings that are not standardised.
@@ -281,6 +283,8 @@ enum Shown {
 struct Call {
     /// `None` once transmitted.
     waiting: Option<(Message, Expect)>,
+    /// Bytes of Reply chunks that there was no room for, when that was tried last.
+    lacks: usize,
     fate: Fate,
     /// Place in the order of transmission; `None` while it waits for a credit.
     sequence: Option<u64>,
@@ -300,6 +304,8 @@ struct Bound {
     program: u32,
     version: u32,
     binding: Binding,
+    /// The longest reply was told by it, and not by the caller.
+    bounds: bool,
 }
 
 #[derive(Clone, Copy, PartialEq, Eq)]
@@ -634,6 +640,13 @@ impl Connection {
         taken
     }
 
+    /// Why a call waits for room, if it does and has a credit.
+    pub fn lacks_room(&self, xid: Xid) -> Option<String> {
+        let lacks = self.requester.calls.get(&xid).filter(|call| call.sequence.is_none())?.lacks;
+        (lacks > 0 && self.credits_left() > 0)
+            .then(|| format!("no room for a reply of {lacks} bytes: {}", self.memory.crowd()))
+    }
+
     /// Whether the call was handed to the device.
     pub fn transmitted(&self, xid: Xid) -> bool {
         self.requester.calls.get(&xid).is_some_and(|c| c.sequence.is_some())
@@ -667,6 +680,7 @@ impl Connection {
         let fate = if matches!(expect, Expect::Nothing) { Fate::OneWay } else { Fate::Awaited };
         let call = Call {
             waiting: Some((message, expect)),
+            lacks: 0,
             fate,
             sequence: None,
             version: v1::VERSION,
@@ -695,6 +709,8 @@ impl Connection {
             // at or under the number of credits granted per connection", and at the responder this one still is one.
             call.fate = Fate::Orphan;
             self.requester.abandoned += 1;
+            // What the device cannot let go of is bounded by the credits, and takes no room of other calls.
+            call.writes.iter().chain(&call.reply).for_each(|area| area.sink.uncount());
             (call.writes, call.reply) = (Vec::new(), None);
             for handle in call.handles.clone() {
                 if let Err(error) = registrar.detach(handle) {
@@ -707,11 +723,22 @@ impl Connection {
     fn transmit_waiting(&mut self, registrar: &mut (impl Registrar + ?Sized)) {
         // RFC 8166 §3.3.1: "A Requester MUST NOT send unacknowledged requests in excess of the Responder's granted
         // credit limit."
+        let mut next = 0;
+        self.requester.lacks_room = false;
         while self.credits_left() > 0 && !self.closing {
-            let Some(xid) = self.requester.waiting.pop_front() else { return };
-            let Some(mut call) = self.requester.calls.remove(&xid) else { continue };
+            let Some(xid) = self.requester.waiting.get(next).copied() else { return };
+            // Calls that lack room keep their order; those that need none go past them.
+            if self.requester.lacks_room && self.requester.calls.get(&xid).is_some_and(|call| call.lacks > 0)
+            {
+                next += 1;
+                continue;
+            }
+            let Some(mut call) = self.requester.calls.remove(&xid) else {
+                self.requester.waiting.remove(next);
+                continue;
+            };
             match self.transmit(xid, &mut call, registrar) {
-                Ok(send) => {
+                Ok(Some(send)) => {
                     self.requester.transmitted += 1;
                     self.requester.in_flight += 1;
                     call.sequence = Some(self.requester.transmitted);
@@ -722,6 +749,12 @@ impl Connection {
                     }
                     self.requester.calls.insert(xid, call);
                 }
+                Ok(None) => {
+                    self.requester.lacks_room = true;
+                    self.requester.calls.insert(xid, call);
+                    next += 1;
+                    continue;
+                }
                 Err(error) => {
                     // RFC 8166 §4.5.4: "if a Requester is unable to construct and transmit an RPC Call message, the
                     // associated RPC transaction fails immediately."
@@ -729,25 +762,35 @@ impl Connection {
                     self.output.push_back(Output::Done { xid, outcome: Err(error) });
                 }
             }
+            self.requester.waiting.remove(next);
         }
     }
 
-    /// Exposes what the plan needs and makes the Send.
+    /// Exposes what the plan needs and makes the Send. `None` when there is no room for the reply: the call waits.
     fn transmit(
         &mut self,
         xid: Xid,
         call: &mut Call,
         registrar: &mut (impl Registrar + ?Sized),
-    ) -> Result<WorkRequest, Error> {
+    ) -> Result<Option<WorkRequest>, Error> {
         let (mut message, expect) =
             call.waiting.take().ok_or_else(|| Error::new(Kind::Encode, "call without a message"))?;
-        let (max, places) = match expect {
-            Expect::Reply { max, places } => (max, places),
-            Expect::Nothing => (0, Vec::new()),
+        let max = match &expect {
+            Expect::Reply { max, .. } => *max,
+            Expect::Nothing => 0,
         };
         call.version = self.version().unwrap_or(v1::VERSION);
         let plan = self.plan(call, &mut message, max, registrar.max_segment())?;
         stats::add(Counter::BytesCopied, plan.copied as u64);
+        let needs = plan.reply.saturating_add(plan.writes.iter().sum());
+        if needs > 0 && (self.requester.lacks_room || !self.memory.has_room(needs)) {
+            (call.waiting, call.lacks) = (Some((message, expect)), needs);
+            return Ok(None);
+        }
+        let places = match expect {
+            Expect::Reply { places, .. } => places,
+            Expect::Nothing => Vec::new(),
+        };
         let total = message.len();
         let pieces = message.freeze();
         let rest = chunks::rest_of(total, &plan.reduced);
@@ -794,7 +837,7 @@ impl Connection {
             let text = format!("the call's chunk lists alone exceed the inline threshold of {most} bytes");
             return Err(Error::new(Kind::TooLong, text));
         }
-        Ok(WorkRequest::Send { gather, invalidate: None })
+        Ok(Some(WorkRequest::Send { gather, invalidate: None }))
     }
 
     /// How a call travels, by what is known of its procedure and of the peer.
@@ -810,7 +853,7 @@ impl Connection {
         let head = Head::of(&[message.body()]).filter(|head| !head.wrapped);
         call.bound = head.and_then(|Head { program, version, procedure, .. }| {
             let binding = self.bindings.find(program, version, procedure)?;
-            Some(Bound { program, version, binding })
+            Some(Bound { program, version, binding, bounds: false })
         });
         let shape = call.bound.as_ref().map(|bound| bound.binding.call(&[message.body()]));
         let shown = call.bound.as_ref().and_then(|b| self.requester.shown.get(&(b.program, b.version)));
@@ -824,6 +867,9 @@ impl Connection {
             Some(bytes) if !one_way => bytes.saturating_add(RPC_HEADER_MAX),
             _ => max,
         };
+        if let Some(bound) = &mut call.bound {
+            bound.bounds = shape.as_ref().is_some_and(|shape| shape.max_results.is_some());
+        }
         let needs = Needs {
             items,
             results: if one_way { &[] } else { results },
@@ -871,10 +917,16 @@ impl Connection {
     ) -> Result<Area, Error> {
         let sink = match place {
             Some(place) => place,
-            None => self.memory.reply_area(most)?,
+            None => self.memory.reply_area(most).map_err(|error| {
+                let text = format!(
+                    "no memory for a reply of up to {most} bytes ({}): lower CLSET_RDMA_MAXREPLY or RPCRDMA_MAX_REPLY",
+                    os_text(&error)
+                );
+                Error::new(Error::from(error).kind(), text)
+            })?,
         };
         let mut offered = Vec::new();
-        for (at, len) in chunks::cut(sink.len().min(most), registrar.max_segment()) {
+        for (at, len) in chunks::cut(most, registrar.max_segment()) {
             let segment = registrar.expose_sink(sink.part(at, len))?;
             call.handles.push(segment.handle);
             offered.push((segment, at));
@@ -1073,7 +1125,7 @@ impl Connection {
                 let name = if call.version == v1::VERSION { "ERR_CHUNK" } else { "BAD_HEADER" };
                 let mut text = format!("the peer answered {name}: it cannot use the chunks of this call");
                 let reduced = !call.writes.is_empty() || call.pulled;
-                if let Some(Bound { program, version, binding }) = call.bound.as_ref().filter(|_| reduced)
+                if let Some(Bound { program, version, binding, .. }) = call.bound.as_ref().filter(|_| reduced)
                     && binding.origin() != Origin::BuiltIn
                 {
                     self.requester.shown.insert((*program, *version), Shown::Unknown);
@@ -1084,10 +1136,13 @@ impl Connection {
                 }
                 if let Some(area) = &call.reply {
                     let room: u64 = area.offered.iter().map(|(s, _)| u64::from(s.length)).sum();
-                    text += &format!(
-                        "; its reply probably exceeds the Reply chunk of {room} bytes: \
-                         raise CLSET_RDMA_MAXREPLY or RPCRDMA_MAX_REPLY"
-                    );
+                    text += &format!("; its reply probably exceeds the Reply chunk of {room} bytes");
+                    text += &match call.bound.as_ref().filter(|bound| bound.bounds) {
+                        Some(Bound { program, version, .. }) => format!(
+                            ", the most that the binding of program {program} version {version} allows for"
+                        ),
+                        None => ": raise CLSET_RDMA_MAXREPLY or RPCRDMA_MAX_REPLY".to_owned(),
+                    };
                 } else if call.writes.is_empty() {
                     text += &format!(
                         "; its reply probably exceeds the inline threshold of {} bytes: raise CLSET_RDMA_MAXREPLY, \
@@ -1135,15 +1190,21 @@ impl Connection {
         self.responder.queue.iter().any(|pending| matches!(pending.state, State::Pulling { .. }))
     }
 
+    /// Whether `resume` is to be tried again: calls, ours or the peer's, wait for memory that others hold.
+    pub fn waits(&self) -> bool {
+        self.closed.is_none() && (self.requester.lacks_room || self.responder.waits)
+    }
+
     /// Whether a Call waits for memory that other connections hold. `resume` tries again.
     pub fn waits_for_memory(&self) -> bool {
         self.responder.waits
     }
 
-    /// Starts Reads that had to wait for memory, if there is some now.
-    pub fn resume(&mut self) {
+    /// Goes on with what had to wait for memory, if there is some now.
+    pub fn resume(&mut self, registrar: &mut (impl Registrar + ?Sized)) {
         if self.closed.is_none() {
             self.start_pulls();
+            self.transmit_waiting(registrar);
         }
     }
 

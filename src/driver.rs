@@ -87,6 +87,9 @@ const REPLY_WAIT_CHILD: Duration = Duration::from_secs(30);
 /// Most bytes queued for a peer that does not take its replies; beyond, the connection closes.
 const QUEUE_MAX: usize = 64 << 20;
 
+/// How often what waits for memory tries again.
+const MEMORY_RETRY: Duration = Duration::from_millis(20);
+
 /// Messages of a peer that are taken in one go, beyond several times those that its credits allow.
 const RECEIVES_SPARE: u32 = 256;
 
@@ -493,6 +496,19 @@ impl Link {
         }
     }
 
+    /// Why a call has not ended within its time.
+    fn why_no_reply(&self, xid: Xid) -> String {
+        match (self.engine.version(), self.engine.lacks_room(xid)) {
+            (None, _) => {
+                "no answer to the offer of RPC-over-RDMA version 2 within the time of the call".to_owned()
+            }
+            (Some(_), Some(why)) => format!(
+                "{why}; make fewer calls at a time, or lower CLSET_RDMA_MAXREPLY or RPCRDMA_MAX_REPLY"
+            ),
+            (Some(_), None) => "no reply within the time of the call".to_owned(),
+        }
+    }
+
     /// When an offer of Version Two that is not answered is given up.
     fn offer_ends(&self) -> Option<Instant> {
         self.engine.may_fall_back().then(|| self.born + OFFER_TIMEOUT)
@@ -516,14 +532,37 @@ impl Link {
         }
     }
 
+    /// When `pump` or `retry` must be called though nothing arrives: something waits for memory that others hold.
+    ///
+    /// Others let go of it in any thread, in the middle of the program's own procedures: nobody there could wake the thread
+    /// that waits here, which may sleep in poll(2) on this connection. This is rare, and a look is cheap.
+    fn retry_at(&self) -> Option<Instant> {
+        self.engine.waits().then(|| Instant::now() + MEMORY_RETRY)
+    }
+
+    /// Goes on with what waits for memory, if there is some now.
+    fn retry(&mut self) {
+        if self.engine.waits() {
+            self.engine.resume(&mut *self.device);
+            self.flush();
+        }
+    }
+
     /// Moves everything that moves without waiting.
     fn pump(&mut self) {
+        self.retry();
         self.drain();
         // What answers no call or makes no request takes no Receive for good, so nothing else bounds its number; and
         // while it comes faster than it is read, this loop would not end.
         let mut left = RECEIVES_SPARE.saturating_add(4 * self.engine.asked().max(self.engine.granting()));
         let mut looked = false;
         while self.engine.closed().is_none() {
+            if self.memory.is_flooded() {
+                let text =
+                    format!("the peer sends replies faster than they are taken: {}", self.memory.crowd());
+                self.fail(Error::new(Kind::Peer, text));
+                break;
+            }
             match self.device.poll() {
                 Ok(Some(Completion::Received { sink, len, invalidated })) => {
                     stats::add(Counter::Receives, 1);
@@ -1046,14 +1085,11 @@ impl Client {
         state = self.wait_for(state, waiter, deadline, mask);
         let outcome = state.calls.outcomes.remove(&xid).unwrap_or_else(|| {
             let Waiting { link, .. } = &mut *state;
+            let text = link.why_no_reply(xid);
             link.engine.abandon(xid, &mut *link.device);
             link.drain();
             state.settle();
             stats::add(Counter::Orphans, 1);
-            let text = match state.link.engine.version() {
-                Some(_) => "no reply within the time of the call",
-                None => "no answer to the offer of RPC-over-RDMA version 2 within the time of the call",
-            };
             Err(Error::new(Kind::Timeout, text))
         });
         state.leave(waiter);
@@ -1092,6 +1128,13 @@ impl Client {
         }
         let own = condition.get_or_insert_with(|| Arc::new(Condvar::new())).clone();
         state.calls.sleepers.insert(waiter, own.clone());
+        if let Some(at) = state.link.retry_at() {
+            // Who drives may have gone to sleep before this began.
+            let mut state = sleep(&own, state, deadline.min(at));
+            state.link.retry();
+            state.settle();
+            return state;
+        }
         if !state.serves_here() {
             return sleep(&own, state, deadline);
         }
@@ -1145,7 +1188,7 @@ impl Client {
             state.drivers[driver].writes = writes;
         }
         let nudges = state.nudges < NUDGES && !state.link.heard;
-        let offer_ends = state.link.offer_ends();
+        let until = state.link.offer_ends().into_iter().chain(state.link.retry_at()).min();
         let mut fds = vec![PollFd::new(fd, true, events & sys::OUT != 0)];
         fds.extend(state.alarm_fd().map(|alarm| PollFd::new(alarm, true, false)));
         drop(state);
@@ -1153,8 +1196,8 @@ impl Client {
         if nudges {
             left = left.min(NUDGE_AFTER);
         }
-        if let Some(end) = offer_ends {
-            left = left.min(end.saturating_duration_since(Instant::now()));
+        if let Some(until) = until {
+            left = left.min(until.saturating_duration_since(Instant::now()));
         }
         // An error of poll(2) itself shows up in the next pump, as an error of the device; EINTR is no error here.
         let came = sys::poll(&mut fds, Some(left), mask);
@@ -1168,6 +1211,7 @@ impl Client {
         }
         if state.another_reads() {
             // It was woken by the same bytes. Were they taken here, it would find none and sleep on, with its reply there.
+            state.link.retry();
             state.link.flush();
         } else {
             state.link.pump();

@@ -13,6 +13,12 @@
 //! A block comes from a [`Pool`] and goes back to it when its last holder is dropped, so no completion is needed
 //! to recycle a sent message. Blocks are anonymous mappings made with MAP_NORESERVE: untouched pages cost nothing.
 //!
+//! **Reply chunks** count as far as the peer has written into them: what is exposed and not written is address space only,
+//! so that calls to a server that hangs take no room of others. An adapter locks them and writes unseen; there they count
+//! whole. A call waits while [`AREAS_MAX`] bytes count in the process, unless nothing counts of its connection
+//! ([`Memory::has_room`]). This alone does not bound a server that fills what calls under way have exposed: it is cut off
+//! when it holds more than its share and the process far more than that limit ([`Memory::is_flooded`]).
+//!
 //! Reply chunks remember which connection has written them: the next one gets them with zeros in place of what was
 //! written, so that no server can pass off another one's reply as its own, by claiming bytes that it has not written.
 //!
@@ -131,7 +137,11 @@ pub struct Memory {
     areas: Arc<Pool>,
     /// Number of the connection, which nothing else has; 0: of none.
     writer: u64,
+    /// Bytes of Reply chunks that count: of the process, and of the connection.
     exposed: Arc<Held>,
+    own: Arc<Held>,
+    /// The longest Reply chunk of the connection so far.
+    longest: Arc<AtomicUsize>,
     staged: Arc<Held>,
     staging_max: usize,
 }
@@ -148,9 +158,11 @@ impl Memory {
             header: if receives.capacity == PAGE { receives.clone() } else { slab(PAGE) },
             slab: receives,
             message: Pool::new(MESSAGE, WARM, 8),
-            areas: Pool::new(reply.max(AREA_LATE), WARM, 8),
+            areas: Pool::new(reply.max(AREA), WARM, 8),
             writer: 0,
             exposed: Arc::default(),
+            own: Arc::default(),
+            longest: Arc::default(),
             staged: Arc::default(),
             staging_max,
         })
@@ -162,7 +174,8 @@ impl Memory {
         if let Some(slabs) = &slabs {
             slabs.larger.get_or_init(|| self.message.clone());
         }
-        Arc::new(Memory { slabs, writer: NEXT.fetch_add(1, Relaxed), ..self.clone() })
+        let (writer, own, longest) = (NEXT.fetch_add(1, Relaxed), Arc::default(), Arc::default());
+        Arc::new(Memory { slabs, writer, own, longest, ..self.clone() })
     }
 
     /// A block for one Receive: one that the device knows, if there is one left.
@@ -199,27 +212,57 @@ impl Memory {
     /// # Errors
     /// `ENOMEM`.
     pub fn staging(&self, len: usize) -> io::Result<Option<Buf>> {
-        let Some(charge) = self.staged.charge(len, self.staging_max.max(len)) else { return Ok(None) };
+        if !self.staged.add(len, self.staging_max.max(len)) {
+            return Ok(None);
+        }
+        let charge = Charge::new(&self.staged, &Arc::new(Held(AtomicUsize::new(len))), false);
+        charge.bytes.store(len, Relaxed);
         let mut buf = self.message.take()?;
         buf.reserve(len)?;
         buf.charge(charge);
         Ok(Some(buf))
     }
 
-    /// A Reply chunk of `len` bytes. Costs nothing until the peer writes into it. When the process has more than
-    /// [`AREAS_MAX`] bytes of them exposed, it is only [`AREA_LATE`] bytes long.
+    /// Whether a call may expose `len` bytes of Reply chunks now; later it may, since others end. A connection of which
+    /// nothing counts may always: what a server holds up is at most its own, and one reply of any length finds room.
+    pub fn has_room(&self, len: usize) -> bool {
+        let counts = if self.slabs.is_some() { len } else { 1 };
+        self.own.bytes() == 0 || self.exposed.bytes().saturating_add(counts) <= AREAS_MAX
+    }
+
+    /// Why `has_room` says no.
+    pub fn crowd(&self) -> String {
+        let bytes = self.exposed.bytes();
+        let what = if self.slabs.is_some() {
+            "bytes of memory are locked for replies"
+        } else {
+            "bytes of replies have come that the program has not taken"
+        };
+        format!("{bytes} {what}, and {AREAS_MAX} is the limit of a process")
+    }
+
+    /// A Reply chunk of `len` bytes. Ask for room before.
     ///
     /// # Errors
     /// `ENOMEM`.
     pub fn reply_area(&self, len: usize) -> io::Result<Sink> {
-        let late = len.min(AREA_LATE);
-        let charge = self.exposed.charge(len, AREAS_MAX).or_else(|| self.exposed.charge(late, usize::MAX));
-        let charge = charge.ok_or_else(|| io::Error::from_raw_os_error(libc::ENOMEM))?;
-        let len = charge.bytes;
         let mut buf = self.areas.take_for(self.writer)?;
         buf.reserve(len)?;
+        self.longest.fetch_max(len, Relaxed);
+        let charge = Charge::new(&self.exposed, &self.own, self.slabs.is_none());
+        if self.slabs.is_some() {
+            charge.raise(len);
+        }
         buf.charge(charge);
         Ok(buf.into_sink(len))
+    }
+
+    /// Whether the peer of this connection has written so much more than its calls have taken that the process cannot hold
+    /// it: the connection is closed then. One reply alone is never too much.
+    pub fn is_flooded(&self) -> bool {
+        self.slabs.is_none()
+            && self.exposed.bytes() > FLOOD
+            && self.own.bytes() > FLOOD_SHARE.max(self.longest.load(Relaxed))
     }
 }
 
@@ -278,36 +321,72 @@ impl Slabs {
     }
 }
 
-/// Bytes of one kind that the blocks of a [`Memory`] hold.
+/// Bytes of one kind that blocks hold.
 #[derive(Default)]
 struct Held(AtomicUsize);
 
 impl Held {
+    fn bytes(&self) -> usize {
+        self.0.load(Relaxed)
+    }
+
     /// Counts `bytes` more, unless they would be above `most` in all.
-    fn charge(self: &Arc<Held>, bytes: usize, most: usize) -> Option<Charge> {
+    fn add(&self, bytes: usize, most: usize) -> bool {
         let add = |held: usize| held.checked_add(bytes).filter(|sum| *sum <= most);
-        self.0.fetch_update(Relaxed, Relaxed, add).ok()?;
-        Some(Charge { held: self.clone(), bytes })
+        self.0.fetch_update(Relaxed, Relaxed, add).is_ok()
+    }
+
+    fn sub(&self, bytes: usize) {
+        self.0.fetch_sub(bytes, Relaxed);
     }
 }
 
-/// Bytes counted in a [`Held`] while this lives.
+/// What a block counts while it lives: for the process, and for a part of it.
 struct Charge {
-    held: Arc<Held>,
-    bytes: usize,
+    whole: Arc<Held>,
+    part: Arc<Held>,
+    bytes: AtomicUsize,
+    /// It counts what is written into the block, as far as the highest byte.
+    written: bool,
+}
+
+impl Charge {
+    fn new(whole: &Arc<Held>, part: &Arc<Held>, written: bool) -> Charge {
+        Charge { whole: whole.clone(), part: part.clone(), bytes: AtomicUsize::new(0), written }
+    }
+
+    /// Counts `bytes` in all, if that is more than before.
+    fn raise(&self, bytes: usize) {
+        let before = self.bytes.fetch_max(bytes, Relaxed);
+        if let Some(more) = bytes.checked_sub(before) {
+            self.whole.add(more, usize::MAX);
+            self.part.add(more, usize::MAX);
+        }
+    }
+
+    /// Counts nothing any more.
+    fn end(&self) {
+        let bytes = self.bytes.swap(0, Relaxed);
+        self.whole.sub(bytes);
+        self.part.sub(bytes);
+    }
 }
 
 impl Drop for Charge {
     fn drop(&mut self) {
-        self.held.0.fetch_sub(self.bytes, Relaxed);
+        self.end();
     }
 }
 
-/// Most bytes of Reply chunks of full length that a process exposes at a time.
+/// While more bytes of Reply chunks count in a process, further calls wait.
 pub const AREAS_MAX: usize = 256 << 20;
 
-/// Length of further Reply chunks: 1 MiB of results and the reply's header.
-pub const AREA_LATE: usize = (1 << 20) + PAGE;
+/// While more bytes than that count, a connection that holds more than its share is closed.
+const FLOOD: usize = 1 << 30;
+const FLOOD_SHARE: usize = 64 << 20;
+
+/// Least room of a block for Reply chunks: 1 MiB of results and the reply's header.
+const AREA: usize = (1 << 20) + PAGE;
 
 /// Most blocks for Receives that are kept idle, and most bytes of them.
 const SLABS_IDLE: usize = 1024;
@@ -468,6 +547,14 @@ impl Sink {
         self.block.raw.is_lent()
     }
 
+    /// The memory counts as nothing from here on: nobody waits any more for what comes there, and it goes with the handle
+    /// that a device cannot take back.
+    pub fn uncount(&self) {
+        if let Some(charge) = &self.block.charge {
+            charge.end();
+        }
+    }
+
     /// Bytes that the device may write.
     pub fn len(&self) -> usize {
         self.len
@@ -480,7 +567,7 @@ impl Sink {
 
     /// Where the memory lies, for a device to be told, which writes it unseen by us.
     pub fn address(&self) -> usize {
-        self.block.raw.touch(self.start + self.len);
+        self.block.touch(self.start + self.len);
         self.block.raw.ptr.addr().get() + self.start
     }
 
@@ -536,7 +623,7 @@ impl Sink {
         if end > self.len {
             return false;
         }
-        self.block.raw.touch(self.start + end);
+        self.block.touch(self.start + end);
         // SAFETY: `at <= end <= len` and `start + len <= cap` (invariant): the address stays inside the block.
         let to = unsafe { self.block.raw.ptr.as_ptr().add(self.start + at) };
         // SAFETY: `to .. to + bytes.len()` is inside the block (checked), and `bytes` cannot overlap it: no slice
@@ -568,7 +655,7 @@ impl Sink {
         if at.checked_add(len)? > self.len {
             return None;
         }
-        self.block.raw.touch(self.start + at + len);
+        self.block.touch(self.start + at + len);
         // SAFETY: `at <= len` and `start + len <= cap` (invariant): inside the block.
         let base = unsafe { self.block.raw.ptr.as_ptr().add(self.start + at) };
         Some(IoVecMut { raw: libc::iovec { iov_base: base.cast(), iov_len: len }, life: PhantomData })
@@ -761,6 +848,14 @@ impl Block {
         let ptr = NonNull::new(bytes).unwrap_or(NonNull::dangling());
         let raw = RawBlock { ptr, cap: len, home: Home::Program, touched: AtomicUsize::new(len), writer: 0 };
         Arc::new(Block { raw, pool: Weak::new(), charge: None })
+    }
+
+    /// A device may have written bytes up to `end`.
+    fn touch(&self, end: usize) {
+        self.raw.touch(end);
+        if let Some(charge) = self.charge.as_ref().filter(|charge| charge.written) {
+            charge.raise(end);
+        }
     }
 }
 
@@ -1051,14 +1146,59 @@ mod tests {
     }
 
     #[test]
-    fn a_crowd_of_reply_chunks_makes_later_ones_short() {
-        let memory = Memory::new(4096, AREAS_MAX, 0);
-        let whole = memory.reply_area(AREAS_MAX - 10).unwrap();
-        assert_eq!(memory.reply_area(10).unwrap().len(), 10);
-        let late = memory.reply_area(8 << 20).unwrap();
-        assert_eq!((whole.len(), late.len()), (AREAS_MAX - 10, AREA_LATE));
-        drop((whole, late));
-        assert_eq!(memory.reply_area(AREAS_MAX).unwrap().len(), AREAS_MAX);
+    fn a_reply_chunk_counts_as_far_as_it_was_written() {
+        let memory = Memory::new(4096, 64 << 20, 0);
+        let (first, other) = (memory.connection(None), memory.connection(None));
+        // Exposing costs nothing: many calls have room for long replies, here and elsewhere.
+        let areas: Vec<Sink> = (0..100).map(|_| first.reply_area(64 << 20).unwrap()).collect();
+        assert!(first.has_room(usize::MAX) && first.own.bytes() == 0);
+        for (at, area) in areas.iter().enumerate().take(4) {
+            assert!(first.has_room(1) && other.has_room(1), "{at}");
+            assert!(area.place(10, b"abc") && area.part(1000, 1000).iovec(0, 1000).is_some());
+            assert!(area.place((64 << 20) - 3, b"abc") && area.place(0, b"abc"));
+        }
+        // A connection that holds nothing goes on all the same, with one call.
+        assert!(!first.has_room(1) && other.has_room(1 << 30));
+        assert!(first.crowd().starts_with("268435456 bytes of replies"), "{}", first.crowd());
+        let little = other.reply_area(10).unwrap();
+        assert!(little.place(0, b"x") && !other.has_room(1));
+        areas[0].uncount();
+        assert!(first.has_room(1) && other.has_room(1));
+        drop((areas, little));
+        assert_eq!((memory.exposed.bytes(), first.own.bytes(), other.own.bytes()), (0, 0, 0));
+    }
+
+    #[test]
+    fn on_an_adapter_a_reply_chunk_counts_whole() {
+        let memory = Memory::new(4096, 4096, 0);
+        let [first, other] = [(); 2].map(|()| memory.connection(Some(Slabs::new(4096, 1).unwrap())));
+        assert!(first.has_room(1 << 30), "one of any length");
+        let whole = first.reply_area(AREAS_MAX - 10).unwrap();
+        assert!(first.has_room(10) && !first.has_room(11) && other.has_room(1 << 30));
+        let region = whole.into_region(5).unwrap();
+        assert!(!first.has_room(11), "until the program has taken it");
+        drop(region);
+        assert!(first.has_room(11) && memory.exposed.bytes() == 0);
+    }
+
+    #[test]
+    fn only_a_server_that_fills_much_more_than_one_reply_floods_us() {
+        let memory = Memory::new(4096, FLOOD, 0);
+        let [one, many, few] = [(); 3].map(|()| memory.connection(None));
+        let fill = |memory: &Memory, len: usize| {
+            let area = memory.reply_area(len).unwrap();
+            // What counts is the highest byte, and only its page is here.
+            assert!(area.place(len - 1, b"x"));
+            area
+        };
+        let alone = fill(&one, FLOOD + 1);
+        assert!(!one.is_flooded());
+        let some = [fill(&few, FLOOD_SHARE / 2), fill(&few, FLOOD_SHARE / 2)];
+        let others: Vec<Sink> = (0..5).map(|_| fill(&many, FLOOD_SHARE / 4)).collect();
+        assert!(!one.is_flooded() && !few.is_flooded() && many.is_flooded());
+        drop(alone);
+        assert!(!many.is_flooded());
+        drop((some, others));
     }
 
     /// Whoever claims more bytes of its reply than it wrote shows the program what was there before.

@@ -407,6 +407,37 @@ fn an_orphan_lets_go_of_the_memory_for_its_reply() {
     pair.still_serves(2);
 }
 
+/// rule 107: no call gets less room than it asked for; it waits, and what needs none goes past it.
+#[test]
+fn a_call_without_room_for_its_reply_waits_until_there_is_some() {
+    let mut pair = Pair::warm(SETUP);
+    let full = crate::memory::AREAS_MAX;
+    let taken = pair.memory.reply_area(full).unwrap();
+    assert!(taken.place(full - 1, b"x"));
+    for (xid, reply) in [(1, 5000), (2, 6000), (3, 28), (4, 5000)] {
+        pair.call(xid, 40, reply);
+    }
+    let sent = |pair: &Pair| [1, 2, 3, 4].map(|xid| pair.client.engine.transmitted(Xid(xid)));
+    assert_eq!(sent(&pair), [false, false, true, false]);
+    pair.drive();
+    pair.succeeded(3);
+    assert!(pair.client.engine.waits() && pair.client.engine.credits_left() == 4);
+    let why = pair.client.engine.lacks_room(Xid(2)).unwrap();
+    assert!(why.contains("no room for a reply of 6000 bytes") && why.contains(&full.to_string()), "{why}");
+    pair.abandon(4);
+    pair.resume();
+    assert_eq!(sent(&pair)[..2], [false, false]);
+    drop(taken);
+    pair.resume();
+    assert_eq!(sent(&pair)[..2], [true, true]);
+    assert!(!pair.client.engine.waits() && pair.client.engine.lacks_room(Xid(1)).is_none());
+    pair.drive();
+    for xid in [1, 2] {
+        pair.succeeded(xid);
+    }
+    assert!(!pair.client.engine.knows(Xid(4)));
+}
+
 /// rule 23, rule 107
 #[test]
 fn orphans_that_hold_every_credit_starve_the_connection_until_one_is_answered() {

@@ -300,7 +300,7 @@ impl Waiting {
         let now = Instant::now();
         serving.alarm(match (again, open) {
             (true, _) => Some(Duration::ZERO),
-            (false, true) => None,
+            (false, true) => self.link.retry_at().map(|at| at.saturating_duration_since(now)),
             (false, false) => {
                 Some(serving.retry.map_or(Duration::ZERO, |at| at.saturating_duration_since(now)))
             }

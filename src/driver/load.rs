@@ -111,10 +111,20 @@ fn word(bytes: &[u8], n: usize) -> u32 {
 /// Makes a call of `len` bytes whose reply has `answer` bytes, and checks that one. `todo`: how often the two ends call one
 /// another in turn before it is answered.
 fn call(from: &dyn Requester, todo: u32, len: usize, answer: usize) -> Result<(), Error> {
+    call_with_room(from, (todo, len, answer), answer, Instant::now() + PATIENCE)
+}
+
+/// The same with room for a longer reply.
+fn call_with_room(
+    from: &dyn Requester,
+    (todo, len, answer): (u32, usize, usize),
+    room: usize,
+    deadline: Instant,
+) -> Result<(), Error> {
     let xid = from.fresh_xid();
     let mut buf = from.message()?;
     buf.extend(&message(xid, false, todo, answer as u32, len))?;
-    let reply = from.call(xid, buf.into(), answer, Vec::new(), Instant::now() + PATIENCE, None)?;
+    let reply = from.call(xid, buf.into(), room, Vec::new(), deadline, None)?;
     let reply: Vec<u8> = reply.iter().flat_map(|part| part.iter().copied()).collect();
     assert!(reply == message(xid, true, todo, answer as u32, answer), "the reply {xid} is another one's");
     Ok(())
@@ -329,6 +339,62 @@ fn receives_grow_under_load_on_a_device() {
     let fds = [devices[1].fd(), devices[0].fd()];
     let [passive, active] = devices;
     longer_receives(&join(config, fds, [active, passive], Vec::new()));
+}
+
+/// At the default settings they expose much more than the memory of replies may be in a process.
+#[test]
+fn a_full_connection_of_calls_with_the_longest_room_gets_every_reply() {
+    let _one = ONE.lock().unwrap_or_else(|e| e.into_inner());
+    let ends = &*over_tcp(config(|_| {}));
+    ends.devices.iter().for_each(Control::count_only);
+    let left = &AtomicU32::new(24);
+    scope(|scope| {
+        scope.spawn(|| service(ends));
+        call(&*ends.client, 0, 40, 40).unwrap();
+        for _ in 0..24 {
+            scope.spawn(|| {
+                let _alarm = Alarm(ends);
+                let deadline = Instant::now() + PATIENCE;
+                call_with_room(&*ends.client, (0, 100, 2 << 20), (16 << 20) + REPLY_HEADER, deadline)
+                    .unwrap();
+                if left.fetch_sub(1, Relaxed) == 1 {
+                    ends.end();
+                }
+            });
+        }
+    });
+}
+
+/// Whoever lets go of the memory is not on this connection, and wakes nobody.
+#[test]
+fn calls_wait_for_room_for_their_replies_within_their_time() {
+    let _one = ONE.lock().unwrap_or_else(|e| e.into_inner());
+    let ends = &*over_tcp(config(|_| {}));
+    scope(|scope| {
+        let _alarm = Alarm(ends);
+        scope.spawn(|| service(ends));
+        call(&*ends.client, 0, 40, 40).unwrap();
+        let full = crate::memory::AREAS_MAX;
+        let area = ends.client.lock().link.memory.reply_area(full).unwrap();
+        assert!(area.place(full - 1, b"x"));
+        let soon = Instant::now() + Duration::from_millis(50);
+        let error = call_with_room(&*ends.client, (0, 40, 40), 100_000, soon).unwrap_err();
+        assert_eq!(error.kind(), Kind::Timeout);
+        for word in ["no room for a reply of 100000 bytes", "268435456", "RPCRDMA_MAX_REPLY"] {
+            assert!(error.text().contains(word), "{error}");
+        }
+        // Several wait, one of them in poll(2); what needs no room is not held up.
+        let waiting: Vec<_> =
+            (0..3).map(|_| scope.spawn(|| call(&*ends.client, 0, 40, 100_000).unwrap())).collect();
+        while ends.client.lock().calls.sleepers.len() < 2 {
+            std::thread::yield_now();
+        }
+        call(&*ends.client, 0, 40, 40).unwrap();
+        assert!(waiting.iter().all(|thread| !thread.is_finished()));
+        drop(area);
+        waiting.into_iter().for_each(|thread| thread.join().unwrap());
+        ends.end();
+    });
 }
 
 /// rule 141: a sample with real sockets; the pure engine is cut at every step.

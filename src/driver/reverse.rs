@@ -123,6 +123,7 @@ impl Reverse {
                     state.calls.servant = Some(own.clone());
                 }
                 state = sleep(&own, state, deadline.min(now + STAND_IN));
+                state.retry();
                 if mine {
                     state.calls.servant = None;
                 }
@@ -182,12 +183,15 @@ impl Reverse {
             }
         }
         let events = if reads { sys::IN } else { 0 } | if state.wants_write() { sys::OUT } else { 0 };
-        let fd = state.fd;
+        let (fd, retry) = (state.fd, state.link().and_then(|link| link.retry_at()));
         drop(state);
         let mut left = deadline.saturating_duration_since(Instant::now());
         if !own {
             // The loop may take from the connection what this thread sleeps for.
             left = left.min(STAND_IN);
+        }
+        if let Some(at) = retry {
+            left = left.min(at.saturating_duration_since(Instant::now()));
         }
         // An error of poll(2) itself shows up in the next pump, as an error of the device; EINTR is no error here.
         let _ = sys::wait(fd, events, Some(left), mask);
@@ -234,8 +238,17 @@ impl Server {
         (self.request_ready() || self.link().is_none()).then_some(self.fd)
     }
 
+    /// Goes on with what waits for memory.
+    fn retry(&mut self) {
+        if let Phase::Open(link) = &mut self.phase {
+            link.retry();
+            self.calls.settle(link);
+        }
+    }
+
     fn send(&mut self) {
         if let Phase::Open(link) = &mut self.phase {
+            link.retry();
             link.flush();
             self.calls.settle(link);
         }
@@ -320,13 +333,17 @@ impl Requester for Reverse {
         let waiter = Waiter::Call(xid);
         state = self.wait_for(&server, state, waiter, deadline, mask);
         let outcome = state.calls.outcomes.remove(&xid).unwrap_or_else(|| {
+            let mut text = "no reply to the call back within its time".to_owned();
             if let Phase::Open(link) = &mut state.phase {
+                if link.engine.lacks_room(xid).is_some() {
+                    text = link.why_no_reply(xid);
+                }
                 link.engine.abandon(xid, &mut *link.device);
                 link.drain();
             }
             state.settle();
             stats::add(Counter::Orphans, 1);
-            Err(Error::new(Kind::Timeout, "no reply to the call back within its time"))
+            Err(Error::new(Kind::Timeout, text))
         });
         self.leave(state, Some(waiter));
         outcome

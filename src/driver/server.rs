@@ -270,7 +270,7 @@ impl Server {
     pub fn push(&mut self) {
         match &mut self.phase {
             Phase::Open(link) => {
-                link.engine.resume();
+                link.retry();
                 link.flush();
                 self.settle();
                 self.note_pulls();

@@ -44,7 +44,7 @@ use crate::tirpc::{
 use crate::wire::Xid;
 use crate::wire::characteristics::Characteristic;
 use crate::xdr::{Decoder, Encoder, LEND_MIN, XDR, XdrProc, op};
-use crate::{log_debug, log_error, log_info, socket, sys, xdr};
+use crate::{log_debug, log_error, log_info, log_warn, socket, sys, xdr};
 
 /// What the creator of a CLIENT asks for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -1174,6 +1174,7 @@ unsafe extern "C" fn control(client: *mut CLIENT, request: c_uint, info: *mut c_
                 // SAFETY: as above.
                 let bytes = unsafe { info.cast::<usize>().read_unaligned() };
                 if bytes > MAX_REPLY {
+                    log_warn!("CLSET_RDMA_MAXREPLY: {bytes} bytes are refused: at most {MAX_REPLY}");
                     return Ok(0);
                 }
                 control.max_reply = bytes;
@@ -1247,8 +1248,8 @@ unsafe fn reverse_control(handle: &Handle, request: c_uint, info: *mut c_void) -
 /// Most credits that can be set.
 pub const CREDITS_MAX: u32 = 4096;
 
-/// The largest maximum reply that a CLIENT accepts: a Reply chunk of sixteen segments of 32-bit length.
-const MAX_REPLY: usize = (1 << 32) - (1 << 20);
+/// The largest maximum reply that a CLIENT accepts: that of the setting max_reply.
+const MAX_REPLY: usize = 1 << 30;
 
 /// Our text for the last error of `client`, if it is one of ours.
 ///

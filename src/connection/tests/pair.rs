@@ -278,6 +278,14 @@ impl Pair {
         self.check();
     }
 
+    pub fn resume(&mut self) {
+        self.tick();
+        let End { engine, device, .. } = &mut self.client;
+        engine.resume(device);
+        self.drain(Client);
+        self.check();
+    }
+
     pub fn abandon(&mut self, xid: u32) {
         self.tick();
         let made = self.made.get_mut(&xid).unwrap();

@@ -1185,11 +1185,11 @@ fn calls_wait_for_memory_that_other_connections_hold() {
     }
     assert!(others[0].pulling() && !others[0].waits_for_memory());
     assert!(!others[1].pulling() && others[1].waits_for_memory());
-    others[1].resume();
+    others[1].resume(&mut first.at_server);
     assert!(others[1].waits_for_memory());
     others[0].handle_closed(Error::new(Kind::ConnectionLost, "gone"));
     drop(others.remove(0));
-    others[0].resume();
+    others[0].resume(&mut first.at_server);
     assert!(others[0].pulling() && !others[0].waits_for_memory());
 }
 

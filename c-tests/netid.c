@@ -4,6 +4,9 @@
  *
  *   netid entries                    getnetconfigent, addresses, fd 0 left open
  *   netid serve NETTYPE [reg|legacy] svc_create, rpc_reg, or svctcp_create + svc_register; prints READY
+ *   netid beside PORT HOW [tcp]      udp on a socket of its own, and as asked tcp on the same port; HOW: plain, or
+ *                                    served by a daemon, or by two workers
+ *   netid listen PORT                a TCP listener that has nothing to do with RPC
  *   netid call HOST VERSION NETTYPE  clnt_create and the null procedure
  *   netid getaddr HOST VERSION       rpcb_getaddr on netid "rdma"
  *   netid rpc_call HOST NETTYPE      rpc_call of procedure 1, which adds one
@@ -16,6 +19,7 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/wait.h>
 #include <unistd.h>
 
 #define PROG 0x20000055
@@ -99,6 +103,59 @@ static int serve(const char *nettype, const char *how)
     return 1;
 }
 
+/* A socket on the port, with no option set. */
+static int bound(int type, const char *port)
+{
+    struct sockaddr_in address = {.sin_family = AF_INET, .sin_port = htons((uint16_t)atoi(port))};
+    int fd = socket(AF_INET, type, 0);
+    NEED(fd >= 0);
+    if (bind(fd, (struct sockaddr *)&address, sizeof address) != 0) {
+        perror("bind");
+        exit(1);
+    }
+    NEED(type == SOCK_DGRAM || listen(fd, 10) == 0);
+    return fd;
+}
+
+static void create_on(int fd, const char *netid)
+{
+    struct netconfig *nconf = getnetconfigent(netid);
+    SVCXPRT *xprt = svc_tli_create(fd, nconf, NULL, 0, 0);
+    NEED(xprt != NULL);
+    NEED(svc_reg(xprt, PROG, 1, dispatch, nconf));
+    freenetconfigent(nconf);
+}
+
+/* As rquotad, mountd and statd do it: udp is registered before tcp is bound. */
+static int beside(const char *port, const char *how, int tcp)
+{
+    int workers = strcmp(how, "workers") == 0 ? 2 : strcmp(how, "daemon") == 0 ? 1 : 0;
+    svc_unreg(PROG, 1);
+    create_on(bound(SOCK_DGRAM, port), "udp");
+    if (tcp)
+        create_on(bound(SOCK_STREAM, port), "tcp");
+    for (int i = 0; i < workers; i++) {
+        pid_t worker = fork();
+        NEED(worker >= 0);
+        if (worker == 0) {
+            printf("READY %d\n", (int)getpid());
+            fflush(stdout);
+            svc_run();
+            return 1;
+        }
+    }
+    if (workers == 1)
+        _exit(0);
+    if (workers == 2) {
+        wait(NULL);
+        return 1;
+    }
+    puts("READY 1");
+    fflush(stdout);
+    svc_run();
+    return 1;
+}
+
 int main(int argc, char **argv)
 {
     struct timeval timeout = {5, 0};
@@ -112,6 +169,14 @@ int main(int argc, char **argv)
     }
     if (strcmp(what, "serve") == 0 && argc > 2)
         return serve(argv[2], argc > 3 ? argv[3] : "create");
+    if (strcmp(what, "beside") == 0 && argc > 3)
+        return beside(argv[2], argv[3], argc > 4);
+    if (strcmp(what, "listen") == 0 && argc > 2) {
+        bound(SOCK_STREAM, argv[2]);
+        puts("READY 1");
+        fflush(stdout);
+        pause();
+    }
     if (strcmp(what, "call") == 0 && argc > 4) {
         CLIENT *client = clnt_create(argv[2], PROG, (rpcvers_t)atoi(argv[3]), argv[4]);
         enum clnt_stat status;

@@ -372,7 +372,8 @@ const TABLE: &[Setting] = &[
         env: "RPCRDMA_REDIRECT",
         key: "redirect",
         default: "",
-        meaning: "transports of unchanged programs that are moved to rdma: a list of tcp, udp, tcp6, udp6",
+        meaning: "transports of unchanged programs that are moved to rdma: a list of tcp, udp, tcp6, udp6; \
+            udp and udp6 move servers only",
         set: |config, value| {
             let choices =
                 [Netid::Tcp, Netid::Udp, Netid::Tcp6, Netid::Udp6].map(|netid| (netid.name(), netid));

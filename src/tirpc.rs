@@ -31,6 +31,7 @@ use crate::xdr::{XDR, XdrProc};
 
 pub mod adapters;
 mod auth;
+mod beside;
 pub mod callback;
 pub mod client;
 pub mod interpose;

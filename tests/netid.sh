@@ -115,9 +115,37 @@ stop "$server"
 
 serve RPCRDMA_REDIRECT=udp -- udp
 [ "$(uaddr rdma)" = "$(uaddr udp)" ] && [ -n "$(uaddr udp)" ] && ok "udp moved: same address" || FAIL "udp moved"
-check "udp moved: by netid" '^rdma: RPC: Success' run ./netid call 127.0.0.1 1 rdma
+# The listener comes with the first turn of the server's loop.
+called() { run ./netid call 127.0.0.1 1 rdma | grep -q '^rdma: RPC: Success'; }
+wait_for 10 called && ok "udp moved: by netid" || FAIL "udp moved: by netid"
 check "udp moved: a stock client is served" '^udp: RPC: Success' ./netid call 127.0.0.1 1 udp
 stop "$server"
+check "udp moved: rows removed" '^$' rows
+
+# A server that binds the TCP port of the same number itself, after its udp is registered.
+beside() { log=$scratch/server.log start_ready "${preloaded[@]}" RPCRDMA_REDIRECT=udp RPCRDMA_LOG=warn ./netid beside 20111 "$@"; }
+for how in plain daemon workers; do
+    for tcp in tcp ''; do
+        name="udp moved ($how${tcp:+, with tcp on the same port})"
+        beside $how $tcp && ok "$name: starts" || { FAIL "$name: starts" "$scratch/server.log"; continue; }
+        wait_for 10 called && ok "$name: by netid" || FAIL "$name: by netid" "$scratch/server.log"
+        [ -z "$tcp" ] || check "$name: a stock client of tcp is served" '^tcp: RPC: Success' ./netid call 127.0.0.1 1 tcp
+        check "$name: a stock client of udp is served" '^udp: RPC: Success' ./netid call 127.0.0.1 1 udp
+        check "$name: the rows are right" "^rdma 0\\.0\\.0\\.0\\.78\\.143 ${tcp:+tcp 0\\.0\\.0\\.0\\.78\\.143 }udp 0\\.0\\.0\\.0\\.78\\.143 \$" rows
+        [ ! -s "$scratch/server.log" ] && ok "$name: no warning" || FAIL "$name: no warning" "$scratch/server.log"
+        [ "$how" = plain ] && stop "$server" || kill -KILL $(pidof netid) 2>/dev/null
+        wait_for 10 eval '! pidof netid'; rm -f "$scratch/server.log"
+        rpcinfo -d $program 1 2>/dev/null
+    done
+done
+start_ready ./netid listen 20111; other=$server
+beside plain || FAIL "udp moved beside another's listener: starts" "$scratch/server.log"
+wait_for 10 eval '[ "$(rows)" = "udp 0.0.0.0.78.143 " ]' && ok "udp moved beside another's listener: no row for rdma" ||
+    FAIL "udp moved beside another's listener: no row for rdma" "$scratch/server.log"
+grep -q 'not listening at 0.0.0.0:20111 beside the datagram transport: .* netid rdma is withdrawn' "$scratch/server.log" &&
+    ok "udp moved beside another's listener: the log says so" || FAIL "udp moved beside another's listener: the log" "$scratch/server.log"
+stop "$server"; stop "$other"
+rpcinfo -d $program 1 2>/dev/null
 
 # Linked instead of preloaded: the outer names keep the library needed.
 if cc -o linked "$top/c-tests/netid.c" $(pkg-config --cflags libtirpc) -L"$(dirname "$LIBRPCRDMA")" \

@@ -4,7 +4,8 @@
 # Each pair of a server and its client runs in a private network with a stock rpcbind. First both are stock: that
 # output is the reference. Then the client is moved and the server is not (it must fall back to tcp); then the server
 # is moved, and a moved and a stock client call it at the same time on the same port. All outputs must be equal, the
-# log must say what was spoken, and rpcinfo must show the server under netid rdma.
+# log must say what was spoken, and rpcinfo must show the server under netid rdma. Servers that have both udp and tcp on
+# one port are moved from udp, too: stock clients of tcp must not notice, and the port speaks RDMA besides.
 #
 # PAIRS_STOCK=1 stops after the stock part. Needs root. Prints "N passed, N failed, N skipped" last.
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
@@ -23,7 +24,7 @@ nfs_files() {
     chown -R statd /var/lib/nfs/sm /var/lib/nfs/sm.bak 2>/dev/null
 }
 pair_rpcinfo_statd() {
-    packages='rpc.statd rpcinfo' program=100024 version=1
+    packages='rpc.statd rpcinfo' program=100024 version=1 udp=yes
     nfs_files
     server='rpc.statd -F -L -p 12050'
     clients='rpcinfo -T tcp 127.0.0.1 100024 1
@@ -35,7 +36,7 @@ rpcinfo -a 127.0.0.1.47.18 -T rdma 100024 1'
     wanted='program 100024 version 1 ready and waiting'
 }
 pair_showmount_mountd() {
-    packages='rpc.mountd showmount' program=100005 version=3
+    packages='rpc.mountd showmount' program=100005 version=3 udp=yes
     nfs_files
     server='rpc.mountd -F -p 12048 -N 4'
     clients='showmount -e --no-headers 127.0.0.1
@@ -47,7 +48,7 @@ pair_showmount_mountd_daemon() {
     server='rpc.mountd -p 12048 -N 4' daemon=rpc.mountd
 }
 pair_quota_rquotad() {
-    packages='rpc.rquotad perl' program=100011 version=2
+    packages='rpc.rquotad perl' program=100011 version=2 udp=yes
     perl -MQuota -e 1 2>/dev/null || packages+=' libquota-perl'
     server='rpc.rquotad -F -p 12875'
     clients='perl -MQuota -e "Quota::rpcpeer(0,1,2000);Quota::rpcquery(q(127.0.0.1),q(/x),0);print(Quota::strerr(),qq(\n))"'
@@ -106,7 +107,7 @@ stop_server() {
 }
 
 run_pair() {
-    pair=$1 by_name='' daemon=''
+    pair=$1 by_name='' daemon='' udp=''
     "pair_$pair"
     for tool in $packages; do
         command -v "$tool" >/dev/null || { skip "$pair" "$tool is not installed"; return; }
@@ -137,6 +138,18 @@ run_pair() {
     same "$pair: stock client at the same time on the same port" "$scratch/out2"
     call "${moved[@]}" RPCRDMA_LOG=info RPCRDMA_FALLBACK=no >/dev/null 2>"$scratch/log"
     if spoke_rdma "$scratch/log"; then ok "$pair: ... and it was rdma"; else FAIL "$pair: ... and it was rdma" "$scratch/log"; fi
+    if [ -n "$udp" ]; then
+        stop_server
+        start_server "$scratch/server.log" "${preloaded[@]}" RPCRDMA_REDIRECT=udp RPCRDMA_LOG=warn || return
+        call env >"$scratch/out" 2>&1
+        same "$pair: moved from udp, it keeps tcp" "$scratch/out"
+        "${preloaded[@]}" rpcinfo -T rdma 127.0.0.1 "$program" "$version" >"$scratch/out" 2>&1
+        if grep -q 'ready and waiting' "$scratch/out" && ! grep '^rpcrdma' "$scratch/server.log" >>"$scratch/out"; then
+            ok "$pair: moved from udp, it is served under rdma"
+        else
+            FAIL "$pair: moved from udp, it is served under rdma" "$scratch/out"
+        fi
+    fi
     if [ -n "$by_name" ]; then
         list=$by_name
         call "${preloaded[@]}" >"$scratch/out" 2>&1

@@ -28,7 +28,6 @@
 use std::cell::{Cell, RefCell};
 use std::ffi::{CStr, c_char, c_int, c_uint, c_void};
 use std::net::SocketAddr;
-use std::os::fd::{AsRawFd, FromRawFd, IntoRawFd, OwnedFd};
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 use std::sync::atomic::{AtomicU64, Ordering};
 
@@ -36,7 +35,6 @@ use crate::config::{self, Config};
 use crate::error::{Error, Kind};
 use crate::ffi::{self, Fd, Inside, guard};
 use crate::socket::Sockaddr;
-use crate::tirpc::adapters;
 use crate::tirpc::client::{self, Intent};
 use crate::tirpc::netid::{self, Netid, RPCBIND_PORT, nettype};
 use crate::tirpc::{
@@ -44,6 +42,7 @@ use crate::tirpc::{
     creation_explanation, creation_failed, creation_started, dispatch_t, is_libtirpcs, netbuf, netconfig,
     real, registered_t, server, t_bind,
 };
+use crate::tirpc::{adapters, beside};
 use crate::xdr::XdrProc;
 use crate::{log_debug, log_error, socket};
 
@@ -423,13 +422,14 @@ pub unsafe extern "C" fn rpcb_set(
         let Some((stock, netid)) = (unsafe { Netid::beside(nconf) }) else { return Ok(set) };
         // SAFETY: an address as rpcb_set takes it.
         let local = unsafe { socket_address(address) };
-        let (Some(local), true, Some(inside)) = (local, moves(stock, prog), Inside::enter()) else {
+        let (Some(local), true, Some(_inside)) = (local, moves(stock, prog), Inside::enter()) else {
             return Ok(set);
         };
-        if matches!(stock, config::Netid::Udp | config::Netid::Udp6) {
-            inside.suspend(|| listen_beside(netid, local));
+        if datagrams(stock) {
+            beside::registered(netid, local, prog, vers);
+            BESIDE.add(local.port());
         }
-        ports::add(local.port());
+        PORTS.add(local.port());
         if let Ok(config) = config::get() {
             adapters::beside(local, None, false, config);
         }
@@ -457,6 +457,9 @@ pub unsafe extern "C" fn rpcb_unset(prog: u32, vers: u32, nconf: *const netconfi
         {
             // SAFETY: the entry is static.
             unsafe { real(prog, vers, netid.entry()) };
+            if datagrams(stock) {
+                beside::withdrawn(netid, prog, vers);
+            }
         }
         Ok(unset)
     })
@@ -711,14 +714,14 @@ unsafe fn moved(xprt: *mut SVCXPRT) -> Option<bool> {
     }
     let config = config::get().ok()?;
     let all = config.redirect_programs.is_none();
-    let wanted = redirects(config, tcp(local))
-        && local.port() != RPCBIND_PORT
-        && (all || ports::contain(local.port()));
-    if wanted { Some(false) } else { None }
+    let wanted =
+        redirects(config, tcp(local)) && local.port() != RPCBIND_PORT && (all || PORTS.contain(local.port()));
+    // The program's own TCP listener on the port of a datagram transport that is moved.
+    if wanted || BESIDE.contain(local.port()) { Some(false) } else { None }
 }
 
 /// The listeners on netid "rdma": descriptor and port of each.
-mod listeners {
+pub(super) mod listeners {
     use super::*;
 
     /// `port << 32 | fd`, or [`FREE`].
@@ -763,62 +766,30 @@ mod listeners {
     }
 }
 
-/// The ports on which programs that are to be moved were registered: a bit for each port there is.
-mod ports {
-    use super::*;
+/// A set of ports: a bit for each port there is.
+struct Ports([AtomicU64; 1024]);
 
-    static BITS: [AtomicU64; 1024] = [const { AtomicU64::new(0) }; 1024];
-
-    pub fn add(port: u16) {
-        BITS[usize::from(port / 64)].fetch_or(1 << (port % 64), Ordering::Relaxed);
+impl Ports {
+    const fn new() -> Ports {
+        Ports([const { AtomicU64::new(0) }; 1024])
     }
 
-    pub fn contain(port: u16) -> bool {
-        BITS[usize::from(port / 64)].load(Ordering::Relaxed) & 1 << (port % 64) != 0
+    fn add(&self, port: u16) {
+        self.0[usize::from(port / 64)].fetch_or(1 << (port % 64), Ordering::Relaxed);
+    }
+
+    fn contain(&self, port: u16) -> bool {
+        self.0[usize::from(port / 64)].load(Ordering::Relaxed) & 1 << (port % 64) != 0
     }
 }
 
-/// Listens for "rdma" on the port of a datagram transport, once; a port that somebody else has is left to them.
-fn listen_beside(netid: Netid, local: SocketAddr) {
-    if listeners::accepted(local) {
-        return;
-    }
-    let Some(fd) = bound_socket(netid, local) else { return };
-    // SAFETY: the descriptor is open and listens; the entry is static.
-    let xprt = unsafe { svc_tli_create(fd.as_raw_fd(), netid.entry(), std::ptr::null(), 0, 0) };
-    if !xprt.is_null() {
-        // It belongs to the transport now.
-        let _ = fd.into_raw_fd();
-    }
-}
+/// The ports on which programs that are to be moved were registered, and those of datagram transports among them.
+static PORTS: Ports = Ports::new();
+static BESIDE: Ports = Ports::new();
 
-/// A listening TCP socket on `local`; `None` when the system refuses.
-fn bound_socket(netid: Netid, local: SocketAddr) -> Option<OwnedFd> {
-    let info = netid.sockinfo();
-    // SAFETY: socket has no preconditions.
-    let fd = unsafe { libc::socket(info.si_af, info.si_socktype | libc::SOCK_CLOEXEC, info.si_proto) };
-    if fd < 0 {
-        return None;
-    }
-    // SAFETY: opened above, and given to nobody.
-    let socket = unsafe { OwnedFd::from_raw_fd(fd) };
-    let on: c_int = 1;
-    let mut options = vec![(libc::SOL_SOCKET, libc::SO_REUSEADDR)];
-    if local.is_ipv6() {
-        options.push((libc::IPPROTO_IPV6, libc::IPV6_V6ONLY));
-    }
-    for (level, option) in options {
-        // SAFETY: the value is an int, and its size is passed.
-        unsafe { libc::setsockopt(fd, level, option, (&raw const on).cast(), size_of::<c_int>() as u32) };
-    }
-    let address = Sockaddr::from(local);
-    let bytes = address.as_bytes();
-    // SAFETY: the bytes are a socket address of that length.
-    if unsafe { libc::bind(fd, bytes.as_ptr().cast(), bytes.len() as u32) } != 0 {
-        return None;
-    }
-    // SAFETY: an open socket.
-    if unsafe { libc::listen(fd, libc::SOMAXCONN) } != 0 { None } else { Some(socket) }
+/// Whether a transport carries datagrams: RDMA is served beside it, over TCP.
+fn datagrams(stock: config::Netid) -> bool {
+    matches!(stock, config::Netid::Udp | config::Netid::Udp6)
 }
 
 /// The internet address in a netbuf.
@@ -881,6 +852,7 @@ impl Drop for RdmaWanted {
 #[cfg(test)]
 mod tests {
     use std::net::TcpListener;
+    use std::os::fd::AsRawFd;
 
     use super::*;
 
@@ -906,12 +878,13 @@ mod tests {
 
     #[test]
     fn every_port_has_its_own_bit() {
+        let ports = Ports::new();
         for port in [0, 63, 64, 2049, 65535] {
-            assert!(!ports::contain(port));
-            ports::add(port);
-            assert!(ports::contain(port));
+            assert!(!ports.contain(port));
+            ports.add(port);
+            assert!(ports.contain(port));
         }
-        assert!(!ports::contain(1));
+        assert!(!ports.contain(1));
     }
 
     #[test]

@@ -43,7 +43,6 @@ use crate::memory::Region;
 use crate::socket::Sockaddr;
 use crate::stats::{self, Counter};
 use crate::sys::WakeSet;
-use crate::tirpc::adapters;
 use crate::tirpc::client::CREDITS_MAX;
 use crate::tirpc::lending::lending;
 use crate::tirpc::netid::Netid;
@@ -52,6 +51,7 @@ use crate::tirpc::{
     opaque_auth, real, rpc_msg, svc_getreq_common, svc_max_pollfd, svc_pollfd, xdr_callmsg, xdr_replymsg,
     xp_ops, xp_ops2, xprt_stat, xprt_unregister,
 };
+use crate::tirpc::{adapters, beside};
 use crate::wire::Xid;
 use crate::xdr::{Decoder, Encoder, XDR, XdrProc};
 use crate::{log_debug, log_info, log_warn, socket, sys, xdr};
@@ -251,7 +251,7 @@ fn addresses(local: SocketAddr, peer: SocketAddr) -> (netbuf, netbuf, (libc::soc
     (own, remote, (address, length as c_int))
 }
 
-/// Has the program's loop call [`adapters::open_all`] at that time.
+/// Has the program's loop call [`adapters::open_all`] and [`beside::open_all`] at that time.
 pub(super) fn wake_at(time: Instant) {
     progress::want(
         progress::ADAPTERS,
@@ -1049,7 +1049,7 @@ mod progress {
         }
     }
 
-    /// In the place of a descriptor: what is wanted for listeners on adapters.
+    /// In the place of a descriptor: what is wanted for listeners that the first turn opens.
     pub const ADAPTERS: RawFd = -1;
 
     /// The same for requests that calls back have left for the loop ([`service_loop::take_left`]).
@@ -1173,6 +1173,7 @@ mod progress {
                 if fd == ADAPTERS {
                     forget(ADAPTERS);
                     adapters::open_all();
+                    beside::open_all();
                     continue;
                 }
                 if fd == LEFT {

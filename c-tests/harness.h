@@ -99,6 +99,8 @@ suite_blob blob_of(size_t length, unsigned seed);
 void require_echo(CLIENT *client, size_t length, unsigned seed);
 
 double now(void);
+/* What limits on the clock are multiplied by: TEST_PATIENCE, or else the load, above three processes a processor. */
+double patience(void);
 int rounds(int normally);
 
 static const struct timeval patient = {.tv_sec = 25};

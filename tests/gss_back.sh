@@ -20,7 +20,7 @@ children+=("$(cat kdc/pid)")
 for tool in '' 'valgrind -q --error-exitcode=9 --child-silent-after-fork=yes'; do
     [ -z "$tool" ] || command -v valgrind >/dev/null || { skip "under valgrind" "not installed"; continue; }
     # shellcheck disable=SC2086
-    timeout 100 env ${tool:+RPCRDMA_POLL=0} $tool ./gss_back >out 2>err
+    timeout "$(patient 100)" env ${tool:+RPCRDMA_POLL=0} $tool ./gss_back >out 2>err
     status=$?
     while read -r line; do ok "${line#ok    }${tool:+, under valgrind}"; done <out
     [ "$status" -eq 0 ] && [ ! -s err ] || FAIL "calls back with RPCSEC_GSS${tool:+, under valgrind} (status $status)" err

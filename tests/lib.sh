@@ -35,9 +35,20 @@ closing() {
     [ "$failed" -eq 0 ]; exit
 }
 
-# wait_for SECONDS COMMAND...: for programs that do not say when they are ready. Polls; never longer than SECONDS.
+# patient SECONDS: prints a limit of time, longer on a machine that is busy with other things: so many times as
+# TEST_PATIENCE says, or else as processes wait for each processor, above three, which may be the tests themselves.
+patient() {
+    local load
+    read -r load _ </proc/loadavg
+    awk -v limit="$1" -v factor="${TEST_PATIENCE:-}" -v load="$load" -v processors="$(nproc)" 'BEGIN {
+        if (factor == "") factor = load > 3 * processors ? load / processors : 1
+        printf "%d\n", limit * factor }'
+}
+
+# wait_for SECONDS COMMAND...: for programs that do not say when they are ready. Polls; never longer than SECONDS, which
+# are patient.
 wait_for() {
-    local end=$((${EPOCHREALTIME/./} + $1 * 1000000)); shift
+    local end=$((${EPOCHREALTIME/./} + $(patient "$1") * 1000000)); shift
     while ! "$@" >/dev/null 2>&1; do
         [ "${EPOCHREALTIME/./}" -lt "$end" ] || return 1
         sleep 0.05
@@ -50,7 +61,7 @@ start_ready() {
     local fd word
     exec {fd}< <(exec "$@" 2>>"${log:-/dev/stderr}")
     server=$!; children+=("$server"); port=
-    read -r -t 30 -u "$fd" word port || true
+    read -r -t "$(patient 30)" -u "$fd" word port || true
     # The pipe stays open: a server that prints later must not die of it.
     [ "${word:-}" = READY ] && [ -n "$port" ]
 }

@@ -83,7 +83,7 @@ call() {
     local line
     while IFS= read -r line; do
         echo "\$ ${line// -T rdma / -T tcp }"
-        eval "timeout 20 $* $line" </dev/null
+        eval "timeout $(patient 20) $* $line" </dev/null
         echo "exit $?"
     done <<<"$list"
 }

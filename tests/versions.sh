@@ -28,7 +28,7 @@ serve() {
     start_ready "${moved[@]}" "$@" ./fileserver -n tcp -a 127.0.0.1 -p 0 -d served || { FAIL "a server with $*" "$log"; closing; }
 }
 # copy SETTING...: there, with these settings. Its messages are in client.log.
-copy() { timeout 30 "${moved[@]}" "$@" ./filecopy -n tcp "127.0.0.1:$port" tree >out 2>client.log </dev/null; }
+copy() { timeout "$(patient 30)" "${moved[@]}" "$@" ./filecopy -n tcp "127.0.0.1:$port" tree >out 2>client.log </dev/null; }
 
 # spoken VERSION: the tree lies there, and every RPC message went in that version, on one connection.
 spoken() {

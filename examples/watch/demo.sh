@@ -29,7 +29,7 @@ told() {
     local line fd
     for line in "$@"; do
         for fd in "$taker" "$fetcher"; do
-            read -r -t 30 -u "$fd" got || got=nothing
+            read -r -t "$(patient 30)" -u "$fd" got || got=nothing
             [ "$got" = "$line" ] || die "a watcher says \"$got\", and not \"$line\""
             lines=$((lines + 1))
         done

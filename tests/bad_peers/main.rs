@@ -10,6 +10,8 @@
 //! Needs the built library (build/librpcrdma.so.0, or `LIBRPCRDMA`) and a C compiler, and fails without them. Nothing
 //! sleeps: what has been sent is known to be handled when calls of the good client have been answered after it.
 //!
+//! `TEST_PATIENCE=4` gives every limit of time four times as long; without it they follow the load of the machine.
+//!
 //! Every day, three corruptions of each byte are tried. `BAD_PEERS=full` tries all 255: `make check-bad-peers`.
 #![allow(unsafe_code)]
 

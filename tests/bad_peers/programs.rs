@@ -12,7 +12,7 @@ use std::sync::mpsc::{self, RecvTimeoutError};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use crate::peer::{HANG, Peer, request};
+use crate::peer::{Peer, hang, patient, request};
 
 /// More than pools and the allocator keep after the worst of the peers here, in kB.
 const KEPT: usize = 48 << 10;
@@ -98,11 +98,11 @@ fn command(memory: &str, words: &[&str], program: &Path) -> Command {
     command
 }
 
-/// Ends a process that is still there after [`HANG`] times `patience`, unless the returned sender is dropped before.
-fn watchdog(pid: u32, patience: u32) -> mpsc::Sender<()> {
+/// Ends a process that is still there after [`hang`] times `hangs`, unless the returned sender is dropped before.
+fn watchdog(pid: u32, hangs: u32) -> mpsc::Sender<()> {
     let (alive, end) = mpsc::channel::<()>();
     thread::spawn(move || {
-        if end.recv_timeout(HANG * patience) == Err(RecvTimeoutError::Timeout) {
+        if end.recv_timeout(hang() * hangs) == Err(RecvTimeoutError::Timeout) {
             signal(pid, libc::SIGKILL);
         }
     });
@@ -230,7 +230,7 @@ impl Server {
     pub fn end(mut self) {
         let start = Instant::now();
         while self.vitals().descriptors > self.normal.descriptors {
-            assert!(start.elapsed() < HANG, "descriptors leak: {:?}, {:?}", self.vitals(), self.normal);
+            assert!(start.elapsed() < hang(), "descriptors leak: {:?}, {:?}", self.vitals(), self.normal);
             self.settle();
         }
         let now = self.vitals();
@@ -274,15 +274,22 @@ pub struct Outcome {
     pub took: Duration,
 }
 
-/// Starts a caller of the server at `port` with these settings: see c-tests/caller.c. `valgrind`: under valgrind.
+/// Starts a caller of the server at `port` with these settings: see c-tests/caller.c. The first argument, the milliseconds
+/// that a call may take, is a patient one, but for `=1000`, where it stands beside a time of the library's own.
+/// `valgrind`: under valgrind.
 pub fn start_caller(port: u16, settings: &[&str], arguments: &[&str], valgrind: bool) -> Caller {
     let mut words = settings.to_vec();
     if valgrind {
         words.extend(["valgrind", "-q", "--error-exitcode=99", "--leak-check=no"]);
     }
+    let [milliseconds, steps @ ..] = arguments else { panic!("the time that a call may take, and steps") };
+    let exactly = milliseconds.strip_prefix('=');
+    let limit = Duration::from_millis(exactly.unwrap_or(milliseconds).parse().expect("milliseconds"));
+    let limit = if exactly.is_some() { limit } else { patient(limit) };
     let child = command("--as=4294967296", &words, &program("caller"))
         .arg(port.to_string())
-        .args(arguments)
+        .arg(limit.as_millis().to_string())
+        .args(steps)
         .stdout(Stdio::piped())
         .stderr(Stdio::piped())
         .spawn()

@@ -671,7 +671,7 @@ fn at_once(server: &mut Server) {
         server.good.null();
         longest = longest.max(start.elapsed());
     }
-    assert!(longest < Duration::from_secs(1), "a good client waited {longest:?}");
+    assert!(longest < patient(Duration::from_secs(1)), "a good client waited {longest:?}");
 }
 
 #[test]
@@ -707,7 +707,7 @@ fn a_peer_that_stops_reading_its_replies_holds_up_nobody_and_is_closed() {
             msn += batch;
             let start = Instant::now();
             server.good.null();
-            waited += u32::from(start.elapsed() > Duration::from_millis(15));
+            waited += u32::from(start.elapsed() > patient(Duration::from_millis(15)));
             assert!(msn < 1_000_000, "nothing stops this peer");
         }
         // One reply is waited for, 20 ms; the rest of the time is the machine's.

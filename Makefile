@@ -3,11 +3,13 @@
 # make demo         copies files over tcp and over RDMA with the same binaries; calls clients back
 # make nfs3         the example NFS server and client: build/nfs3/nfs3d and nfs3
 # make nfs41        the example NFS version 4.1 client and server, with calls back: build/nfs41/nfs41 and nfs41d
-# make check        what every change must pass; as root it first installs the packages that are missing
+# make check        what every change must pass
 # make check-long   check, and what takes longer
 # make check-bad-peers   every corruption of every byte of a peer's frames: some minutes
 # make check-vm     against the kernel's NFS/RDMA, in a guest that tests/vm/setup.sh prepares
 # make bench        measures
+#
+# `make demo` and `make check` do all the set-up: tests/packages.sh installs what is missing, or names it in one line.
 #
 # The linking is done here and not by cargo: only a version script can give the interposed functions libtirpc's symbol
 # version, and rustc passes one of its own.
@@ -18,8 +20,12 @@ INCLUDEDIR ?= $(PREFIX)/include
 BINDIR ?= $(PREFIX)/bin
 MANDIR ?= $(PREFIX)/share/man
 # Rust from rustup, or Debian's cargo-web and rustc-web.
-CARGO ?= $(or $(shell command -v cargo 2>/dev/null),$(wildcard $(HOME)/.cargo/bin/cargo),cargo)
+ifndef CARGO
+CARGO := $(shell bash tests/packages.sh cargo)
+endif
 CARGOFLAGS ?= --locked
+# Without the headers for adapters the library goes without adapters.
+FEATURES := $(if $(findstring -features,$(CARGOFLAGS)),,$(shell bash tests/packages.sh features))
 CC ?= cc
 INSTALL ?= install
 
@@ -29,26 +35,39 @@ SOURCES := Cargo.toml Cargo.lock $(shell find src -name '*.rs')
 LIBRARY := build/librpcrdma.so.0
 MANUALS := $(wildcard docs/*.[1-8])
 # Every test that is a script; the ones named here are parts of others.
-SCRIPTS := $(filter-out tests/lib.sh tests/ns.sh,$(sort $(wildcard tests/*.sh)))
+SCRIPTS := $(filter-out tests/lib.sh tests/ns.sh tests/packages.sh,$(sort $(wildcard tests/*.sh)))
 # What a guest with a kernel of its own is for; the others there are its parts.
 VM_SCRIPTS := $(filter-out tests/vm/guest.sh tests/vm/setup.sh tests/vm/vm.sh,$(sort $(wildcard tests/vm/*.sh)))
 LONG := $(sort $(wildcard tests/long/*.sh))
 
 all: $(LIBRARY) build/librpcrdma.so
 
-$(TARGET)/release/librpcrdma.a: $(SOURCES)
-	$(CARGO) build $(CARGOFLAGS) --release --lib
-	@touch $@
+# How the library is built, and of what: where this has changed, what is there is stale, whatever its time says.
+# `make install` installs what was built, and need not be told the flags again.
+BUILT_WITH := $(CARGO) $(CARGOFLAGS) $(FEATURES) RUSTFLAGS=$(RUSTFLAGS) $(TARGET); $(CC) $(LDFLAGS); $(sort $(SOURCES))
+ifneq ($(filter-out install,$(or $(MAKECMDGOALS),all)),)
+ifneq ($(strip $(BUILT_WITH)),$(strip $(if $(wildcard build/flags),$(file <build/flags))))
+build/flags: FORCE
+endif
+endif
+build/flags:
+	@mkdir -p build
+	@printf '%s\n' '$(subst ','\'',$(BUILT_WITH))' >$@
+
+# A copy: cargo replaces its own whenever it is called, with whatever flags.
+build/librpcrdma.a: $(SOURCES) build/flags
+	@bash tests/packages.sh build
+	$(CARGO) build $(CARGOFLAGS) $(FEATURES) --release --lib
+	@cp $(TARGET)/release/librpcrdma.a $@
 
 # --whole-archive: nothing refers to the exported functions but the version script; --gc-sections takes out the rest.
 # -z nodelete: libtirpc keeps pointers to our operations. -z defs: what is missing fails here and not in a program.
-$(LIBRARY): $(TARGET)/release/librpcrdma.a src/exports.map
-	@mkdir -p build
+$(LIBRARY): build/librpcrdma.a src/exports.map
 	$(CC) -shared -o $@ -Wl,-soname,librpcrdma.so.0 \
 	    -Wl,--whole-archive $< -Wl,--no-whole-archive \
 	    -Wl,--version-script=src/exports.map -Wl,--gc-sections \
 	    -Wl,-z,nodelete -Wl,-z,defs -Wl,-z,now -Wl,-z,relro -Wl,--build-id $(LDFLAGS) \
-	    -Wl,--as-needed -ltirpc -lgcc_s -lrt -lpthread -lm -ldl -lc
+	    -Wl,--as-needed -ltirpc -lgcc_s -lrt -lpthread -ldl -lc
 
 build/librpcrdma.so: $(LIBRARY)
 	ln -sf librpcrdma.so.0 $@
@@ -66,7 +85,11 @@ install: all
 	@for page in $(MANUALS); do \
 	    $(INSTALL) -D -m 644 $$page $(DESTDIR)$(MANDIR)/man$${page##*.}/$${page##*/} || exit 1; done
 
-demo: all
+# In a make of its own, which finds what has just been installed.
+demo:
+	@bash tests/packages.sh demo
+	@$(MAKE) --no-print-directory demo-here
+demo-here: all
 	bash examples/demo.sh
 	bash examples/watch/demo.sh
 
@@ -76,25 +99,24 @@ nfs3:
 nfs41: all
 	$(MAKE) -C examples/nfs41 OUT=$(CURDIR)/build/nfs41
 
-check: check-packages check-source check-rust check-exports check-c
+check:
+	@bash tests/packages.sh check
+	@$(MAKE) --no-print-directory check-here
+check-here: check-source check-rust check-exports check-c
 	@for script in $(SCRIPTS); do echo "== $$script"; bash $$script || exit 1; done
-
-# Installs what the tests need, where that is possible; elsewhere they say what they skip.
-check-packages:
-	@.ci/run --packages-only
 
 # The tests of cargo need the library: bad_peers preloads it.
 check-source: all
 	@if $(CARGO) fmt --version >/dev/null 2>&1; then echo "$(CARGO) fmt --check"; $(CARGO) fmt --check; \
 	    else echo "skip  rustfmt (not installed)"; fi
 	@if $(CARGO) clippy --version >/dev/null 2>&1; then \
-	    echo "$(CARGO) clippy"; $(CARGO) clippy $(CARGOFLAGS) --all-targets -- -D warnings; \
+	    echo "$(CARGO) clippy"; $(CARGO) clippy $(CARGOFLAGS) $(FEATURES) --all-targets -- -D warnings; \
 	    else echo "skip  clippy (not installed)"; fi
-	RUSTDOCFLAGS=-Dwarnings $(CARGO) doc $(CARGOFLAGS) --no-deps
+	RUSTDOCFLAGS=-Dwarnings $(CARGO) doc $(CARGOFLAGS) $(FEATURES) --no-deps
 
 # After the library is built: some tests preload it.
 check-rust: all
-	$(CARGO) test $(CARGOFLAGS)
+	$(CARGO) test $(CARGOFLAGS) $(FEATURES)
 
 check-exports: all
 	c-tests/exports.sh $(LIBRARY)
@@ -103,10 +125,12 @@ check-c: all
 	bash c-tests/check.sh
 
 check-bad-peers: all
-	BAD_PEERS=full $(CARGO) test $(CARGOFLAGS) --test bad_peers
+	BAD_PEERS=full $(CARGO) test $(CARGOFLAGS) $(FEATURES) --test bad_peers
 
-check-long: check check-bad-peers
-	$(CARGO) test $(CARGOFLAGS) --release --lib -- --ignored --skip on_a_device
+check-long: check
+	@$(MAKE) --no-print-directory check-long-here
+check-long-here: check-bad-peers
+	$(CARGO) test $(CARGOFLAGS) $(FEATURES) --release --lib -- --ignored --skip on_a_device
 	@for script in $(LONG); do echo "== $$script"; bash $$script || exit 1; done
 
 check-vm: all nfs3 nfs41
@@ -120,8 +144,8 @@ clean:
 	$(CARGO) clean
 	rm -rf build
 
-.PHONY: all install demo nfs3 nfs41 check check-packages check-source check-rust check-exports check-c check-long \
-    check-bad-peers check-vm bench clean
+.PHONY: all install demo demo-here nfs3 nfs41 check check-here check-source check-rust check-exports check-c check-long \
+    check-long-here check-bad-peers check-vm bench clean FORCE
 .DELETE_ON_ERROR:
-# The steps of check depend on their order: packages first.
+# The steps of check depend on their order.
 .NOTPARALLEL:

@@ -1,0 +1,130 @@
+#!/bin/bash
+# build.sh: what the Makefile takes for stale, and what tests/packages.sh says where something is missing. A cargo and a
+# pkg-config that only write down how they are called stand in for the real ones, so nothing is compiled here or installed.
+here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
+. "$here/lib.sh"
+unset MAKEFLAGS MAKELEVEL MFLAGS CARGO CARGOFLAGS CARGO_TARGET_DIR CARGO_HOME CC LDFLAGS RUSTFLAGS LIBCLANG_PATH
+cd "$scratch" || exit 1
+
+# ------------------------------------------------------------------------------------------------------------- stale
+
+mkdir tree bin && (cd "$top" && cp -r Makefile Cargo.toml Cargo.lock src include pkgconfig docs rpcrdma-run "$scratch/tree")
+mkdir tree/tests && cp "$here/packages.sh" tree/tests/
+# An archive in which all that is exported is missing, which a version script forgives.
+echo 'int rpcrdma_stand_in;' >stand_in.c
+cc -c -fPIC stand_in.c || { FAIL "a stand-in for the library compiles"; closing; }
+cat >bin/cargo <<END
+#!/bin/sh
+[ "\$1" = -V ] && { echo "cargo 99.0.0"; exit; }
+echo "\${0##*/} \$*" >>$scratch/calls
+mkdir -p target/release && rm -f target/release/librpcrdma.a && ar rc target/release/librpcrdma.a $scratch/stand_in.o
+END
+cat >bin/gcc-too <<END
+#!/bin/sh
+echo linked >>$scratch/links
+exec cc "\$@"
+END
+chmod 755 bin/*
+cp bin/cargo bin/other-cargo
+build() { rm -f calls links; make -C tree "$@" >make.log 2>&1; }
+calls() { cat calls 2>/dev/null; }
+
+# stale NAME FLAGS ARGUMENT...: make with these arguments calls cargo once, with these flags, and then not again.
+stale() {
+    local name=$1 flags=$2; shift 2
+    build "$@" && [[ $(calls) == *"build $flags"*"--release --lib" ]] && [ "$(calls | wc -l)" -eq 1 ] &&
+        [ tree/build/librpcrdma.so.0 -nt tree/build/librpcrdma.a ] && build "$@" && [ -z "$(calls)" ] &&
+        ok "$name" || FAIL "$name: $(calls)" make.log
+}
+mine=("CARGO=$scratch/bin/cargo")
+stale "a first build" "--locked" "${mine[@]}"
+stale "other flags for cargo" "--offline" "${mine[@]}" CARGOFLAGS=--offline
+stale "other features" "--locked --no-default-features" "${mine[@]}" CARGOFLAGS="--locked --no-default-features"
+stale "back to the usual flags" "--locked" "${mine[@]}"
+stale "another cargo" "--locked" "CARGO=$scratch/bin/other-cargo"
+stale "flags for rustc" "--locked" "${mine[@]}" RUSTFLAGS="--cfg it's"
+stale "another folder for what cargo makes" "--locked" "${mine[@]}" CARGO_TARGET_DIR=target/.
+build "${mine[@]}"
+touch tree/src/lib.rs
+stale "a source that was changed" "--locked" "${mine[@]}"
+touch tree/src/added.rs && build "${mine[@]}" && rm tree/src/added.rs
+stale "a source that was removed" "--locked" "${mine[@]}"
+
+if build "${mine[@]}" "CC=$scratch/bin/gcc-too" && [ -s links ]; then ok "another compiler links anew"; else FAIL "another compiler links anew" make.log; fi
+build "${mine[@]}"
+echo "__attribute__((constructor)) static void by_hand(void) {}" >by_hand.c && cc -c -fPIC by_hand.c
+ar rc tree/target/release/librpcrdma.a by_hand.o && touch -d '+2 seconds' tree/target/release/librpcrdma.a
+if build "${mine[@]}" && ! nm tree/build/librpcrdma.so.0 | grep -q by_hand; then
+    ok "what was built beside make, with other flags, is not linked"
+else
+    FAIL "what was built beside make, with other flags, is not linked" make.log
+fi
+
+build "${mine[@]}" CARGOFLAGS=--offline
+if build install DESTDIR="$scratch/stage" "CARGO=$scratch/none" && [ -z "$(calls)" ]; then
+    ok "make install installs what was built"
+else
+    FAIL "make install installs what was built" make.log
+fi
+
+# ----------------------------------------------------------------------------------------------------------- missing
+
+# A machine of an ordinary user: what it has are the links in `machine`.
+mkdir machine
+for tool in bash sh cat sed sort head uname grep tee printf dirname comm awk env sleep mkdir rm touch; do
+    ln -s "$(command -v $tool)" "machine/$tool"
+done
+script() { printf '#!/bin/sh\n%s\n' "$2" >"machine/$1"; chmod 755 "machine/$1"; }
+script id 'echo 1000'
+# asked WHAT: what packages.sh says there.
+asked() { PATH=$scratch/machine HOME=$scratch bash "$here/packages.sh" "$@" >said 2>&1; }
+says() { if grep -Eq -- "$2" said; then ok "$1"; else FAIL "$1" said; fi; }
+silent() { if "${@:2}" && [ ! -s said ]; then ok "$1"; else FAIL "$1" said; fi; }
+lines() { grep -c 'apt install' said; }
+
+script apt-get 'echo "apt-get must not be called" >&2; exit 1'
+for what in build demo check; do
+    if asked $what; then FAIL "$what: fails on an empty machine" said; else ok "$what: fails on an empty machine"; fi
+    says "$what: names one line" '^    .*apt install -y --no-install-recommends make gcc .*pkg-config .*rpcsvc-proto .*cargo-web rustc-web'
+    [ "$(lines)" -eq 1 ] || FAIL "$what: one line only" said
+    says "$what: names Rust" '^Rust 1\.[0-9]+ or later is needed, and there is no cargo:$'
+    says "$what: says where Rust comes from" 'https://rustup\.rs'
+    if grep -Eq ' (iproute2|rpcbind)' said; then FAIL "$what: asks for nothing that an ordinary user has no use for" said; fi
+done
+asked check
+says "check: the same line has what the tests use" 'apt install .*g\+\+ .*valgrind'
+
+script cargo 'echo "cargo 1.65.0"'
+asked build
+says "an old cargo of one's own" 'Rust 1\.[0-9]+ or later is needed, and .*/cargo is 1\.65\.0:'
+says "is for rustup to renew" 'rustup update'
+if grep -q cargo-web said; then FAIL "and not replaced by Debian's" said; fi
+script cargo 'echo "error: no default toolchain" >&2; exit 1'
+asked build
+says "a cargo that does not work" 'and .*/cargo does not work: error: no default toolchain:'
+
+script cargo 'echo "cargo 1.100.0 (2027-01-01)"'
+for tool in make cc rpcgen; do script $tool 'exit 0'; done
+# All headers but those of libibverbs.
+script pkg-config 'case "$*" in *libibverbs*) exit 1 ;; esac'
+export LIBCLANG_PATH=$scratch SSL_CERT_FILE=/dev/null
+if asked build && [ "$(cat said)" = "tests/packages.sh: building without adapters, for want of libibverbs-dev" ]; then
+    ok "without the headers for adapters one line says so, and it goes on"
+else
+    FAIL "without the headers for adapters one line says so, and it goes on" said
+fi
+asked features
+says "then cargo is told" '^--no-default-features$'
+CARGOFLAGS="--locked --no-default-features" silent "who wants no adapters is told nothing" asked build
+script pkg-config 'exit 0'
+silent "features: nothing where all is there" asked features
+silent "build: nothing where all is there" asked build
+silent "demo: nothing where all is there" asked demo
+asked cargo
+says "the cargo to use" "^$scratch/machine/cargo\$"
+script cargo 'echo "cargo 1.65.0"'
+mkdir -p .cargo/bin
+(sed 's/1.65.0/1.99.0/' machine/cargo >.cargo/bin/cargo; chmod 755 .cargo/bin/cargo)
+asked cargo
+says "that of rustup, where Debian's comes first and is too old" "^$scratch/.cargo/bin/cargo\$"
+closing

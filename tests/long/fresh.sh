@@ -1,0 +1,165 @@
+#!/bin/bash
+# fresh.sh [WAY:COMMAND...]: the README's two commands on a minimal Debian 12 that has nothing but git, each on a system
+# of its own, and what they ask of the person.
+#
+#   rustup    root, with the Rust of this machine's rustup
+#   debian    root, with nothing: Debian's Rust is installed
+#   old       root, with Debian's first Rust, 1.63, which is too old
+#   bare      root, in a chroot that cannot have private networks, where libclang cannot be installed: no adapters
+#   user      an ordinary user without sudo, with Debian's first Rust; root runs the line that the command names
+#
+# Without arguments: demo and check in each way, but for old, which is told apart by its demo alone. Needs root and a
+# network, or skips. debootstrap's system and Debian's packages are kept in $RPCRDMA_FRESH (~/.cache/rpcrdma-fresh).
+# Where apt and cargo get things from is taken over from this machine.
+#
+# Environment: FRESH_LOGS, a folder that keeps what was printed.
+here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
+. "$here/../lib.sh"
+cache=${RPCRDMA_FRESH:-${XDG_CACHE_HOME:-$HOME/.cache}/rpcrdma-fresh}
+logs=${FRESH_LOGS:-$scratch}
+[ $# -gt 0 ] || set -- {rustup,debian,bare,user}:{demo,check} old:demo
+path=/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin
+
+[ "$(id -u)" -eq 0 ] || { skip "a fresh machine" "needs root"; closing; }
+unshare --mount --pid --fork true 2>/dev/null || { skip "a fresh machine" "mounts are not allowed here"; closing; }
+[ "$(dpkg --print-architecture 2>/dev/null)" = amd64 ] || { skip "a fresh machine" "needs Debian on x86-64, for debootstrap"; closing; }
+mkdir -p "$cache/debs/partial" "$logs"
+
+# The base system, once. Its apt knows what this machine's knows of Debian.
+base=$cache/bookworm
+sources=$(apt-get indextargets --format '$(ORIGIN)|deb $(REPO_URI) $(RELEASE) $(COMPONENT)' 'Created-By: Packages' 2>/dev/null |
+    sed -n 's/^Debian|\(.* bookworm.*\)/\1/p' | sort -u)
+mirror=$(awk '$3 == "bookworm" && $4 == "main" { print $2; exit }' <<<"$sources")
+if [ ! -e "$base/ready" ]; then
+    command -v debootstrap >/dev/null || apt-get -qq -y install --no-install-recommends debootstrap >"$scratch/log" 2>&1 ||
+        { skip "a fresh machine" "debootstrap cannot be installed"; closing; }
+    rm -rf --one-file-system "$base"
+    debootstrap --variant=minbase --include=git bookworm "$base" "${mirror:-http://deb.debian.org/debian}" >"$scratch/log" 2>&1 ||
+        { tail -n 3 "$scratch/log"; skip "a fresh machine" "debootstrap fails; is there a network?"; closing; }
+    touch "$base/ready"
+fi
+echo "${sources:-deb http://deb.debian.org/debian bookworm main
+deb http://deb.debian.org/debian bookworm-updates main
+deb http://deb.debian.org/debian-security bookworm-security main}" >"$base/etc/apt/sources.list"
+{
+    apt-config dump 2>/dev/null | grep -E '^Acquire::(https?::|Check-|Retries)'
+    echo 'APT::Keep-Downloaded-Packages "true";'
+} >"$base/etc/apt/apt.conf.d/90host"
+cp /etc/resolv.conf /etc/hosts "$base/etc/"
+mkdir -p "$base/usr/local/share/ca-certificates"
+find /usr/local/share/ca-certificates -name '*.crt' -exec cp {} "$base/usr/local/share/ca-certificates/" \; 2>/dev/null
+chroot "$base" env -i PATH=$path apt-get -qq update >"$scratch/log" 2>&1 ||
+    { tail -n 3 "$scratch/log"; skip "a fresh machine" "apt finds no packages; is there a network?"; closing; }
+
+# A clone, as this checkout stands.
+git -C "$top" ls-files -z --cached --others --exclude-standard >"$scratch/files" 2>/dev/null ||
+    { skip "a fresh machine" "this is no clone"; closing; }
+(cd "$top" && xargs -0 -a "$scratch/files" ls -d 2>/dev/null) >"$scratch/there"
+tar -C "$top" -cf "$scratch/clone.tar" -T "$scratch/there"
+
+# What cargo is told on this machine: where its crates come from.
+mine=${CARGO_HOME:-$HOME/.cargo}
+settings=(PATH=$path TERM=dumb LANG=C.UTF-8)
+while read -r setting; do settings+=("$setting"); done < <(env | grep -i -E '^(https?|all|no)_proxy=|^CARGO_(HTTP|NET|REGISTR|SOURCE)[A-Z_]*=')
+
+# system WAY: makes $root, with what this way has before the person begins.
+system() {
+    local home=/root
+    rm -rf --one-file-system "$root"
+    cp -a "$base" "$root"
+    if [ "$1" = user ]; then
+        inside as_root "useradd -m person"
+        home=/home/person
+    fi
+    mkdir -p "$root$home/.cargo" "$root$home/rpcrdma"
+    cp "$mine"/config{,.toml} "$mine"/credentials.toml "$root$home/.cargo/" 2>/dev/null
+    # The crates that are here already need not be fetched.
+    [ ! -d "$mine/registry" ] || (cd "$mine" && tar -cf - registry/cache registry/index) | tar -C "$root$home/.cargo" -xf -
+    tar -C "$root$home/rpcrdma" -xf "$scratch/clone.tar"
+    [ "$1" != user ] || chroot "$root" chown -R person:person /home/person
+    case $1 in
+    old | user) inside as_root "apt-get -qq -y install --no-install-recommends cargo rustc >/dev/null" ;;
+    rustup)
+        mkdir -p "$root/root/.cargo/bin" "$root/root/.rustup"
+        cp -a "$mine/bin/rustup" "$root/root/.cargo/bin/"
+        for name in cargo rustc rustdoc rustfmt cargo-fmt cargo-clippy clippy-driver; do
+            ln -sf rustup "$root/root/.cargo/bin/$name"
+        done
+        ;;
+    bare) printf 'Package: libclang*\nPin: release *\nPin-Priority: -1\n' >"$root/etc/apt/preferences.d/no-libclang" ;;
+    esac
+    rm -f "$root/ready"
+}
+
+# inside WHO COMMAND: runs a shell command in $root as root or as person, with the mounts of a running system. They lie in
+# a name space of their own, and are gone before anything is deleted.
+inside() {
+    local enter=(chroot "$root" env -i "${settings[@]}" HOME=/root)
+    [ "$1" = as_root ] || enter=(chroot "$root" setpriv --reuid person --regid person --init-groups env -i "${settings[@]}" HOME=/home/person)
+    root=$root debs=$cache/debs way=$way rustup=${RUSTUP_HOME:-$HOME/.rustup} unshare --mount --pid --fork --kill-child bash -c '
+        # Private networks ask for a root that is a mount point.
+        [ "$way" = bare ] || { mount --bind "$root" "$root" && cd "$root"; }
+        mount -t proc proc "$root/proc" && mount --rbind /sys "$root/sys" && mount --rbind /dev "$root/dev" || exit 125
+        mount -t tmpfs -o mode=1777 shm "$root/dev/shm"
+        mount --bind "$debs" "$root/var/cache/apt/archives"
+        [ "$way" != rustup ] || { mount --bind "$rustup" "$root/root/.rustup" && mount -o remount,bind,ro "$root/root/.rustup"; }
+        "$@"' bash "${enter[@]}" bash -c "cd ~/rpcrdma 2>/dev/null; $2" </dev/null &
+    children=($!)
+    wait $!
+}
+# unshare itself heeds no other signal while its child is there.
+trap 'kill -KILL "${children[@]}" 2>/dev/null; exit 130' INT TERM
+
+# asks LINE: something that the person has to do.
+asks() { asked+=("$1"); }
+
+# try WAY COMMAND
+try() {
+    local who=as_root command=$2 begin=$SECONDS log line status
+    way=$1 name="make $2, $1" asked=() root=$cache/root.$1
+    log=$logs/$1-$2.log
+    if [ "$way" = rustup ] && ! { [ -x "$mine/bin/rustup" ] && [ -d "${RUSTUP_HOME:-$HOME/.rustup}/toolchains" ]; }; then
+        skip "$name" "this machine's Rust is not from rustup"; return
+    fi
+    system "$way"
+    [ "$way" != user ] || who=as_person
+    # The README's first line, where make is missing.
+    asks "apt install make"
+    inside as_root "apt-get -qq -y install make" >"$log" 2>&1
+
+    inside $who "make $command" >>"$log" 2>&1
+    status=$?
+    if [ "$way" = user ]; then
+        if [ $status -eq 0 ]; then FAIL "$name: asks for what is missing" "$log"; return; fi
+        line=$(sed -n 's/^ *\(apt install .*\)/\1/p; s/^ *\(apt update && apt install .*\)/\1/p' "$log")
+        if [ "$(grep -c . <<<"$line")" -eq 1 ]; then ok "$name: names one line"; else FAIL "$name: names one line" "$log"; fi
+        if grep -q 'Rust 1\.88 or later is needed, and .*cargo is 1\.65' "$log" && grep -q 'rustup\.rs' "$log"; then
+            ok "$name: says which Rust it needs, and where that comes from"
+        else
+            FAIL "$name: says which Rust it needs, and where that comes from" "$log"
+        fi
+        if [ -e "$root/home/person/rpcrdma/target" ]; then FAIL "$name: nothing is compiled before"; fi
+        asks "$line"
+        inside as_root "$line" >>"$log" 2>&1 || FAIL "$name: the line does what it says" "$log"
+        inside as_person "make $command" >>"$log" 2>&1
+        status=$?
+    fi
+    if [ $status -eq 0 ]; then ok "$name ($((SECONDS - begin)) s)"; else FAIL "$name (status $status)" "$log"; fi
+    printf '      asked of the person: %s\n' "${asked[@]}"
+    case $way in
+    bare)
+        # As for the linker: the crate for adapters is there or not.
+        if grep -q 'building without adapters, for want of libclang-dev$' "$log"; then
+            ok "$name: one line says that there are no adapters"
+        else
+            FAIL "$name: one line says that there are no adapters" "$log"
+        fi
+        ;;
+    *) if grep -q 'without adapters' "$log"; then FAIL "$name: with adapters" "$log"; fi ;;
+    esac
+    [ "$command" = demo ] || grep -E '^ *skip' "$log" | sed 's/^ */      /'
+    rm -rf --one-file-system "$root"
+}
+
+for pair in "$@"; do try "${pair%:*}" "${pair#*:}"; done
+closing

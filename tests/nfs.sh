@@ -6,7 +6,7 @@
 # As root it runs in a private network: the first leg finds its server by rpcbind, the second one on port 20049. As
 # an ordinary user all servers take free ports.
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
-if [ "$(id -u)" -eq 0 ] && [ -z "${NFS_IN_NS:-}" ] && unshare --net --mount --pid --fork true 2>/dev/null; then
+if [ -z "${NFS_IN_NS:-}" ] && bash "$here/ns.sh" --possible >/dev/null; then
     NFS_IN_NS=1 exec bash "$here/ns.sh" bash "${BASH_SOURCE[0]}"
 fi
 . "$here/lib.sh"
@@ -85,7 +85,7 @@ fi
 # What an independent reader sees: Read chunks in WRITE and SYMLINK, Write chunks in READ and READLINK, and nothing else.
 captured() {
     local tool
-    [ -n "${NFS_IN_NS:-}" ] || { skip "a capture" "needs root"; return; }
+    [ -n "${NFS_IN_NS:-}" ] || { skip "a capture" "needs root for a private network"; return; }
     for tool in dumpcap tshark; do command -v $tool >/dev/null || { skip "a capture" "$tool is not installed"; return; }; done
     serve captured "-n rdma -a 127.0.0.1 -p 20049" "${preloaded[@]}" RPCRDMA_CRC=yes || return
     capture_start "$scratch/nfs.pcap" "tcp port 20049" || { FAIL "dumpcap starts" "$scratch/nfs.pcap.log"; return; }
@@ -204,6 +204,6 @@ if [ -n "${NFS_IN_NS:-}" ] && mkdir served-full && mount -t tmpfs -o size=1M tmp
     stop "$server"
     umount served-full
 else
-    skip "a full disk" "needs root"
+    skip "a full disk" "needs root, and a mount of its own"
 fi
 closing

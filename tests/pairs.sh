@@ -166,7 +166,7 @@ if [ "${1:-}" = --inside ]; then
     run_pair "$2"
     exit 0
 fi
-[ "$(id -u)" -eq 0 ] || { skip pairs "needs root"; closing; }
+why=$(bash "$here/ns.sh" --possible) || { skip pairs "$why"; closing; }
 [ -n "${PAIRS_STOCK:-}" ] || [ -r "$LIBRPCRDMA" ] || { FAIL "$LIBRPCRDMA is missing"; closing; }
 [ $# -gt 0 ] || set -- "${all_pairs[@]}"
 for pair; do

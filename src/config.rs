@@ -68,6 +68,8 @@ pub struct Config {
     pub redirect: Vec<Netid>,
     /// The programs that are moved; `None`: all.
     pub redirect_programs: Option<Vec<u32>>,
+    /// Whether moved servers are served over adapters.
+    pub redirect_adapters: RedirectAdapters,
     /// Whether a moved client may go on over tcp when the server does not speak rdma.
     pub fallback: bool,
     /// What is logged; `None`: nothing.
@@ -107,6 +109,17 @@ pub enum Provider {
     Iwarp,
     /// Adapters, iWARP ones among them.
     Verbs,
+}
+
+/// Whether moved servers, which may trust the address of a caller, are served over adapters.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum RedirectAdapters {
+    /// Where the fabric vouches for the caller's address: RoCE and iWARP.
+    Auto,
+    /// Over InfiniBand too.
+    Yes,
+    /// Over none.
+    No,
 }
 
 /// A netid of netconfig(5) whose programs can be moved.
@@ -401,6 +414,18 @@ const TABLE: &[Setting] = &[
         },
     },
     Setting {
+        env: "RPCRDMA_REDIRECT_ADAPTERS",
+        key: "redirect_adapters",
+        default: "auto",
+        meaning: "whether moved servers are served over adapters: yes, no, or auto: where the fabric vouches for the \
+                  caller's address",
+        set: |config, value| {
+            use RedirectAdapters::{Auto, No, Yes};
+            one_of(value, &[("auto", Auto), ("yes", Yes), ("no", No)])
+                .map(|choice| config.redirect_adapters = choice)
+        },
+    },
+    Setting {
         env: "RPCRDMA_FALLBACK",
         key: "fallback",
         default: "yes",
@@ -465,6 +490,7 @@ impl Default for Config {
             provider: Provider::Auto,
             redirect: Vec::new(),
             redirect_programs: None,
+            redirect_adapters: RedirectAdapters::Auto,
             fallback: true,
             log: None,
             log_file: None,
@@ -768,6 +794,7 @@ mod tests {
             provider: Provider::Iwarp,
             redirect: vec![Netid::Tcp, Netid::Udp6],
             redirect_programs: Some(vec![100003, 0x20000001]),
+            redirect_adapters: RedirectAdapters::No,
             fallback: false,
             log: Some(Level::Wire),
             log_file: Some("/tmp/a b#c".into()),
@@ -791,6 +818,7 @@ mod tests {
             ("RPCRDMA_PROVIDER", "iwarp"),
             ("RPCRDMA_REDIRECT", "tcp, udp6"),
             ("RPCRDMA_REDIRECT_PROGRAMS", "100003 0x20000001"),
+            ("RPCRDMA_REDIRECT_ADAPTERS", "no"),
             ("RPCRDMA_FALLBACK", "no"),
             ("RPCRDMA_LOG", "wire"),
             ("RPCRDMA_LOG_FILE", "/tmp/a b#c"),

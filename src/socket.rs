@@ -42,10 +42,14 @@ pub fn listens(fd: RawFd) -> bool {
 }
 
 fn option(fd: RawFd, name: c_int) -> Option<c_int> {
+    option_of(fd, libc::SOL_SOCKET, name)
+}
+
+fn option_of(fd: RawFd, level: c_int, name: c_int) -> Option<c_int> {
     let mut value: c_int = 0;
     let mut length = size_of::<c_int>() as libc::socklen_t;
     // SAFETY: value and length are writable and of the size that is passed.
-    let done = unsafe { libc::getsockopt(fd, libc::SOL_SOCKET, name, (&raw mut value).cast(), &mut length) };
+    let done = unsafe { libc::getsockopt(fd, level, name, (&raw mut value).cast(), &mut length) };
     if done == 0 { Some(value) } else { None }
 }
 
@@ -93,8 +97,24 @@ pub fn listen(fd: RawFd) -> io::Result<()> {
     Ok(())
 }
 
-/// The addresses of this host's interfaces, with port 0; none where the system does not say.
-pub fn local_addresses() -> Vec<SocketAddr> {
+/// Whether an IPv6 socket that is bound to any address takes IPv4 too.
+pub fn takes_both_families(fd: RawFd) -> bool {
+    option_of(fd, libc::IPPROTO_IPV6, libc::IPV6_V6ONLY) == Some(0)
+}
+
+/// The interface that the socket is bound to by `SO_BINDTODEVICE`, if it is.
+pub fn interface(fd: RawFd) -> Option<String> {
+    let mut name = [0u8; libc::IF_NAMESIZE];
+    let mut length = name.len() as libc::socklen_t;
+    let (level, option) = (libc::SOL_SOCKET, libc::SO_BINDTODEVICE);
+    // SAFETY: the name is writable for the length that is passed.
+    let done = unsafe { libc::getsockopt(fd, level, option, name.as_mut_ptr().cast(), &mut length) };
+    let name = name.split(|byte| *byte == 0).next().filter(|name| done == 0 && !name.is_empty())?;
+    Some(String::from_utf8_lossy(name).into_owned())
+}
+
+/// The addresses of this host's interfaces, or of the one of this name, with port 0; none where the system does not say.
+pub fn local_addresses(interface: Option<&str>) -> Vec<SocketAddr> {
     let mut list = std::ptr::null_mut();
     // SAFETY: `list` may be written.
     if unsafe { libc::getifaddrs(&mut list) } != 0 {
@@ -105,6 +125,11 @@ pub fn local_addresses() -> Vec<SocketAddr> {
     // SAFETY: NULL, or an entry of the list, which is alive.
     while let Some(entry) = unsafe { next.as_ref() } {
         next = entry.ifa_next;
+        // SAFETY: a string, or NULL.
+        let name = unsafe { crate::ffi::cstr(entry.ifa_name) }.map(|name| name.to_string_lossy());
+        if interface.is_some_and(|wanted| name.as_deref() != Some(wanted)) {
+            continue;
+        }
         // SAFETY: NULL, or an address of the family that it names.
         let family = unsafe { entry.ifa_addr.as_ref() }.map_or(0, |address| i32::from(address.sa_family));
         let length = match family {

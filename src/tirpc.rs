@@ -27,6 +27,7 @@ use std::ptr::{null, null_mut};
 use std::sync::atomic::{AtomicPtr, Ordering};
 
 use crate::error::{Error, Kind, clnt_stat};
+use crate::log_error;
 use crate::xdr::{XDR, XdrProc};
 
 pub mod adapters;
@@ -530,7 +531,6 @@ const _: () = {
 #[link(name = "tirpc")]
 #[allow(missing_docs)]
 unsafe extern "C" {
-    pub fn xprt_unregister(xprt: *mut SVCXPRT);
     pub fn svc_getreq_common(fd: c_int);
     pub fn _rpc_dtablesize() -> c_int;
     pub fn _gss_authenticate(req: *mut svc_req, msg: *mut rpc_msg, no_dispatch: *mut bool_t) -> c_uint;
@@ -670,6 +670,18 @@ impl<F> fmt::Debug for Real<F> {
     }
 }
 
+/// libtirpc's own `xprt_unregister`, for transports of ours and for those that we replace.
+///
+/// # Safety
+/// As libtirpc's.
+pub unsafe fn xprt_unregister(xprt: *mut SVCXPRT) {
+    match real::XPRT_UNREGISTER.get() {
+        // SAFETY: by the contract.
+        Ok(real) => unsafe { real(xprt) },
+        Err(error) => log_error!("{error}"),
+    }
+}
+
 /// The functions of libtirpc that [`interpose`] stands in front of.
 #[allow(missing_docs)]
 pub mod real {
@@ -720,6 +732,7 @@ pub mod real {
         SVC_TLI_CREATE = svc_tli_create(
             c_int, *const netconfig, *const t_bind, c_uint, c_uint) -> *mut SVCXPRT;
         XPRT_REGISTER = xprt_register(*mut SVCXPRT);
+        XPRT_UNREGISTER = xprt_unregister(*mut SVCXPRT);
         CLNT_SPERROR = clnt_sperror(*mut CLIENT, *const c_char) -> *mut c_char;
         CLNT_SPCREATEERROR = clnt_spcreateerror(*const c_char) -> *mut c_char;
     }

@@ -50,12 +50,20 @@ pub struct Accepted {
     pub peer: Option<SocketAddr>,
 }
 
+/// Where a TCP socket listens.
+#[derive(Clone, Debug, PartialEq, Eq)]
+#[allow(missing_docs)]
+pub struct Places {
+    pub addresses: Vec<SocketAddr>,
+    pub interface: Option<String>,
+}
+
 /// There is none.
 pub enum Listener {}
 
 #[allow(missing_docs, clippy::missing_errors_doc)]
 impl Listener {
-    pub fn new(_address: SocketAddr, _iwarp: bool) -> Result<Listener, Error> {
+    pub fn new(_places: Places, _iwarp: bool) -> Result<Listener, Error> {
         Err(not_built_in())
     }
     pub fn fd(&self) -> RawFd {
@@ -70,7 +78,7 @@ impl Listener {
     pub fn places(&self) -> usize {
         match *self {}
     }
-    pub fn accept(&mut self, _options: &Options) -> Result<Option<Accepted>, Error> {
+    pub fn accept(&mut self, _options: &Options, _known: bool) -> Result<Option<Accepted>, Error> {
         match *self {}
     }
 }

@@ -23,7 +23,7 @@
 use std::collections::{HashMap, VecDeque};
 use std::ffi::c_int;
 use std::fs;
-use std::net::SocketAddr;
+use std::net::{IpAddr, SocketAddr};
 use std::os::fd::RawFd;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
@@ -39,7 +39,7 @@ use crate::wire::{Handle, Segment};
 use crate::{log_debug, log_warn, socket};
 
 use cm::{Channel, Event, Id, Request, Terms};
-use queues::{Access, Domain, Done, Hold, Operation, Piece, Queues, Registration, Window, Work};
+use queues::{Access, Domain, Done, Fabric, Hold, Operation, Piece, Queues, Registration, Window, Work};
 
 mod cm;
 mod library;
@@ -169,39 +169,69 @@ impl Drop for Locked {
 
 // ------------------------------------------------------------------------------------------------------ listener
 
-/// Listens at one address and port, on every device that it belongs to.
+/// Listens at the addresses of one TCP socket, on every device that one of them belongs to.
 pub struct Listener {
     channel: Arc<Channel>,
     ids: Vec<Id>,
+    places: Places,
     generation: u64,
     lost: bool,
 }
 
+/// Where a TCP socket listens.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Places {
+    /// Its addresses, IPv4 ones as such: one, or any of each family. All have the same port.
+    pub addresses: Vec<SocketAddr>,
+    /// The only interface that it listens at.
+    pub interface: Option<String>,
+}
+
+impl Places {
+    /// Whether a connection to `local` would come to the socket too.
+    fn contain(&self, local: SocketAddr) -> bool {
+        let own = |at: &SocketAddr| {
+            at.is_ipv4() == local.is_ipv4() && (at.ip().is_unspecified() || at.ip() == local.ip())
+        };
+        let there = || {
+            let interface = self.interface.as_deref();
+            interface.is_none() || socket::local_addresses(interface).iter().any(|at| at.ip() == local.ip())
+        };
+        !local.ip().is_loopback() && self.addresses.iter().any(own) && there()
+    }
+}
+
 impl Listener {
-    /// Listens at `address`. Where iWARP devices are left out, and there is one, every other device's addresses are
+    /// Listens at `places`. Where iWARP devices are left out, and there is one, every other device's addresses are
     /// listened at one by one: an iWARP device shares its ports with TCP, so that a listener on all would fail.
     ///
     /// # Errors
-    /// There is no device, or the port is taken.
-    pub fn new(address: SocketAddr, iwarp: bool) -> Result<Listener, Error> {
+    /// There is no device, or none has such an address, or the port is taken.
+    pub fn new(places: Places, iwarp: bool) -> Result<Listener, Error> {
         some_device(iwarp)?;
         let channel = Channel::new()?;
         let mut ids = Vec::new();
-        if !address.ip().is_unspecified() || iwarp || !devices().any(|rnic| rnic) {
-            let id = Id::new(&channel)?;
-            id.bind(address)?;
-            id.listen(BACKLOG)?;
-            ids.push(id);
-        } else {
-            for at in socket::local_addresses() {
-                if at.is_ipv4() != address.is_ipv4() || at.ip().is_loopback() {
-                    continue;
-                }
-                let mut at = at;
+        for address in &places.addresses {
+            let any = address.ip().is_unspecified();
+            if any && places.interface.is_none() && (iwarp || !devices().any(|rnic| rnic)) {
+                let id = Id::new(&channel)?;
+                id.bind(*address)?;
+                id.listen(BACKLOG)?;
+                ids.push(id);
+                continue;
+            }
+            let mut ends =
+                if any { socket::local_addresses(places.interface.as_deref()) } else { vec![*address] };
+            // RDMA-CM takes a listener at a loopback address for one at any address.
+            ends.retain(|at| at.is_ipv4() == address.is_ipv4() && places.contain(*at));
+            for mut at in ends {
                 at.set_port(address.port());
                 let id = Id::new(&channel)?;
                 match id.bind(at) {
-                    Ok(()) if queues::is_iwarp(&id) == Some(false) => {
+                    Ok(())
+                        if iwarp
+                            || matches!(queues::fabric(&id), Some(Fabric::Roce | Fabric::InfiniBand)) =>
+                    {
                         id.listen(BACKLOG)?;
                         ids.push(id);
                     }
@@ -209,14 +239,12 @@ impl Listener {
                     Err(error) => log_debug!("verbs: not listening at {at}: {error}"),
                 }
             }
-            if ids.is_empty() {
-                return Err(Error::new(
-                    Kind::Os(libc::ENODEV),
-                    "no address of this host belongs to an RDMA device",
-                ));
-            }
         }
-        Ok(Listener { channel, ids, generation: sys::fork_generation(), lost: false })
+        if ids.is_empty() {
+            let text = "no address that it listens at belongs to an RDMA device";
+            return Err(Error::new(Kind::Os(libc::ENODEV), text));
+        }
+        Ok(Listener { channel, ids, places, generation: sys::fork_generation(), lost: false })
     }
 
     /// Readable when somebody wants to connect.
@@ -234,17 +262,26 @@ impl Listener {
         self.lost
     }
 
-    /// The next connection, whose startup is then to be driven to its end.
+    /// The next connection, whose startup is then to be driven to its end. `known`: only from peers of which something
+    /// else than their own word tells the address.
     ///
     /// # Errors
     /// Nothing can be accepted any more.
-    pub fn accept(&mut self, options: &Options) -> Result<Option<Accepted>, Error> {
+    pub fn accept(&mut self, options: &Options, known: bool) -> Result<Option<Accepted>, Error> {
         while let Some(event) = self.channel.next()? {
             match event {
                 Event::Request(request) => {
-                    let (local, peer) = request.id.addresses();
-                    match Verbs::respond(*request, options.clone()) {
-                        Ok(verbs) => return Ok(Some(Accepted { device: Box::new(verbs), local, peer })),
+                    let peer = request.id.addresses().1;
+                    let admitted = self.admit(&request.id, known);
+                    if admitted.is_err() {
+                        request.id.reject();
+                    }
+                    let verbs = admitted.and_then(|(local, peer)| {
+                        let device = Box::new(Verbs::respond(*request, options.clone())?);
+                        Ok(Accepted { device, local: Some(local), peer: Some(peer) })
+                    });
+                    match verbs {
+                        Ok(accepted) => return Ok(Some(accepted)),
                         Err(error) => {
                             let peer = peer.map_or_else(|| "a peer".to_owned(), |at| at.to_string());
                             log_warn!("verbs: {peer} is refused: {error}");
@@ -261,10 +298,55 @@ impl Listener {
         Ok(None)
     }
 
+    /// Checks who wants to connect to what: the addresses of this end and of the peer, as the program is to see them.
+    ///
+    /// On RoCE and InfiniBand both come from the private data of the request, which whoever can send a datagram writes as
+    /// he likes. What he cannot choose is where our answers go: to the GID of the path, which on RoCE is an IP address
+    /// too. A port proves nothing there: the first 1024, which tell a privileged caller over TCP, are shown as others.
+    fn admit(&self, id: &Id, known: bool) -> Result<(SocketAddr, SocketAddr), Error> {
+        let refused = |text: String| Err(Error::new(Kind::Refused, text));
+        let (Some(local), Some(mut peer)) = id.addresses() else {
+            return refused("the request names no addresses".into());
+        };
+        if !self.places.contain(local) {
+            return refused(format!("the connection is to {local}, where the program does not listen"));
+        }
+        match queues::fabric(id) {
+            Some(Fabric::Iwarp) => return Ok((local, peer)),
+            Some(Fabric::Roce) => {
+                let claimed = match peer.ip() {
+                    IpAddr::V4(ip) => ip.to_ipv6_mapped(),
+                    IpAddr::V6(ip) => ip,
+                };
+                match id.peer_gid() {
+                    Some(gid) if gid == claimed => {}
+                    Some(gid) => {
+                        let (says, gid) = (peer.ip(), gid.to_canonical());
+                        return refused(format!("it says that it is {says}, but its answers go to {gid}"));
+                    }
+                    None => return refused("the device does not tell where its answers go".into()),
+                }
+            }
+            Some(Fabric::InfiniBand) | None if known => {
+                let text = "over InfiniBand nothing but the caller's own word tells its IP address, which a moved program \
+                            may trust; RPCRDMA_REDIRECT_ADAPTERS=yes serves it nevertheless";
+                return refused(text.into());
+            }
+            Some(Fabric::InfiniBand) | None => {}
+        }
+        peer.set_port(unprivileged(peer.port()));
+        Ok((local, peer))
+    }
+
     /// In how many places it listens.
     pub fn places(&self) -> usize {
         self.ids.len()
     }
+}
+
+/// A port that no program takes for one of a privileged caller.
+fn unprivileged(port: u16) -> u16 {
+    if port < 1024 { port + 1024 } else { port }
 }
 
 /// A connection that a listener has accepted.
@@ -454,7 +536,7 @@ impl Verbs {
             match (event, &self.stage) {
                 (Event::AddressResolved, Stage::Address) => {
                     let id = self.id.as_ref().ok_or_else(|| lost("no identifier"))?;
-                    if !self.options.iwarp && queues::is_iwarp(id) != Some(false) {
+                    if !self.options.iwarp && matches!(queues::fabric(id), None | Some(Fabric::Iwarp)) {
                         let text = "an iWARP device leads there, which RPCRDMA_PROVIDER=verbs would use";
                         return Err(Error::new(Kind::Os(libc::ENODEV), text));
                     }

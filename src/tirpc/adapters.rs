@@ -1,6 +1,6 @@
 //! Listening on adapters, beside a TCP listener or in its place.
 //!
-//! A listener on netid "rdma", and that of a moved server, is noted here with its address ([`beside`]). The program may
+//! A listener on netid "rdma", and that of a moved server, is noted here when it is registered ([`beside`]). The program may
 //! still fork to become a daemon, and a device belongs to the process that opens it: so the devices are opened by the
 //! first poll of the program's loop, which `server::progress` sees to. From then on a transport of our own wakes the
 //! loop when a peer connects.
@@ -10,21 +10,23 @@
 //!
 //! # Invariants
 //! - On a machine without a device nothing here happens: nothing is opened, no transport is registered.
-//! - A listener ends when the socket that it stands beside is another file.
+//! - Nobody is served who could not connect to the socket that a listener stands beside: it listens at the socket's own
+//!   addresses, at no loopback address, and at the interface that the socket is bound to; and it ends when the program
+//!   unregisters the socket, or closes it.
 #![allow(unsafe_code)]
 
-use std::net::SocketAddr;
+use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
 use std::os::fd::RawFd;
 use std::sync::{Mutex, MutexGuard, OnceLock};
 use std::time::{Duration, Instant};
 
-use crate::config::{self, Config, Provider};
+use crate::config::{self, Config, Provider, RedirectAdapters};
 use crate::driver::{Attempt, Server, adapter_options};
 use crate::error::{Error, os_text};
 use crate::ffi::guard;
 use crate::process::{self, Identity};
-use crate::provider::verbs::{self, Accepted, Listener};
-use crate::tirpc::{SVCXPRT, bool_t, real, rpc_msg, server, xp_ops, xprt_unregister};
+use crate::provider::verbs::{self, Accepted, Listener, Places};
+use crate::tirpc::{SVCXPRT, bool_t, interpose, real, rpc_msg, server, xp_ops, xprt_unregister};
 use crate::{log_debug, log_error, log_info, log_warn, socket};
 
 /// Connections that are accepted before the loop looks at others again.
@@ -34,9 +36,11 @@ const TURN: usize = 16;
 const RETRY: Duration = Duration::from_secs(1);
 
 struct Entry {
+    /// As the program has bound it.
     address: SocketAddr,
-    /// The listening socket of the program, as far as it is known.
-    socket: Option<(RawFd, Identity)>,
+    places: Places,
+    /// The listening socket of the program, which this ends with.
+    socket: (RawFd, Identity),
     /// Keeps the port, where no TCP listener does.
     _port: Option<socket::Reserved>,
     /// Only netid "rdma" is served here, so that transports are of that netid.
@@ -66,10 +70,10 @@ fn table() -> MutexGuard<'static, Vec<Entry>> {
     TABLE.get_or_init(Default::default).lock().unwrap_or_else(|e| e.into_inner())
 }
 
-/// Notes a TCP listener whose port is to be served on adapters too.
-pub fn beside(address: SocketAddr, socket: Option<RawFd>, rdma_only: bool, config: &Config) {
-    if Attempt::is_possible(config) {
-        add(address, socket, None, rdma_only);
+/// Notes a registered TCP listener that is to be served on adapters too.
+pub fn beside(fd: RawFd, rdma_only: bool, config: &Config) {
+    if Attempt::is_possible(config) && (rdma_only || config.redirect_adapters != RedirectAdapters::No) {
+        add(fd, None, rdma_only);
     }
 }
 
@@ -80,34 +84,83 @@ pub fn beside(address: SocketAddr, socket: Option<RawFd>, rdma_only: bool, confi
 /// The system refuses; the socket is as it was, or closed to connections.
 pub fn listen(address: SocketAddr, fd: RawFd, config: &Config) -> Result<(), Error> {
     if config.provider != Provider::Verbs || !verbs::shares_ports() {
-        beside(address, Some(fd), true, config);
+        beside(fd, true, config);
         return Ok(());
     }
+    let places = places(address, fd);
     let port = socket::Reserved::in_place_of(fd, address).map_err(|error| {
         let text = format!("port {} cannot be kept for adapters: {}", address.port(), os_text(&error));
         Error::new(Error::from(error).kind(), text)
     })?;
-    add(address, Some(fd), Some(port), true);
+    add(fd, Some((address, places, port)), true);
     Ok(())
 }
 
-fn add(address: SocketAddr, socket: Option<RawFd>, port: Option<socket::Reserved>, rdma_only: bool) {
-    let socket = socket.and_then(|fd| Some((fd, process::identify(fd)?)));
+/// `in_place`: the socket listens no more.
+fn add(fd: RawFd, in_place: Option<(SocketAddr, Places, socket::Reserved)>, rdma_only: bool) {
+    let Some(identity) = process::identify(fd) else { return };
+    let (address, places, port) = match in_place {
+        Some((address, places, port)) => (address, places, Some(port)),
+        None => match socket::local(fd) {
+            Some(address) => (address, places(address, fd), None),
+            None => return,
+        },
+    };
     let mut table = table();
-    for mut dead in table.extract_if(.., |entry| !entry.lives()) {
-        dead.close();
+    // One that is noted once more was a moved program's before it became one of netid "rdma".
+    for mut old in table.extract_if(.., |entry| !entry.lives() || entry.socket.0 == fd) {
+        old.close();
     }
-    if table.iter().any(|entry| entry.address == address) {
-        return;
-    }
-    table.push(Entry { address, socket, _port: port, rdma_only, open: None, opened: false, told: false });
+    let socket = (fd, identity);
+    table.push(Entry {
+        address,
+        places,
+        socket,
+        _port: port,
+        rdma_only,
+        open: None,
+        opened: false,
+        told: false,
+    });
     drop(table);
     server::wake_at(Instant::now());
 }
 
+/// Where a socket that is bound to `address` listens.
+fn places(address: SocketAddr, fd: RawFd) -> Places {
+    let canonical = SocketAddr::new(address.ip().to_canonical(), address.port());
+    // The scope of a link-local address goes with it.
+    let mut addresses = vec![if canonical.is_ipv4() { canonical } else { address }];
+    if address.ip() == IpAddr::V6(Ipv6Addr::UNSPECIFIED) && socket::takes_both_families(fd) {
+        addresses.push(SocketAddr::new(Ipv4Addr::UNSPECIFIED.into(), address.port()));
+    }
+    Places { addresses, interface: socket::interface(fd) }
+}
+
+/// The program has unregistered a listener.
+pub fn end(fd: RawFd) {
+    for mut ended in table().extract_if(.., |entry| entry.socket.0 == fd) {
+        ended.close();
+        log_debug!("fd {fd}: {} is not served any more", ended.address);
+    }
+}
+
 impl Entry {
     fn lives(&self) -> bool {
-        self.socket.is_none_or(|(fd, identity)| process::identify(fd) == Some(identity))
+        let (fd, identity) = self.socket;
+        process::identify(fd) == Some(identity)
+    }
+
+    /// Whether it is to be served now: of a moved listener, whether a program that is moved is registered there.
+    fn wanted(&self) -> bool {
+        self.rdma_only || interpose::serves_moved(self.address)
+    }
+}
+
+/// A program has been registered: listeners that have waited for that are opened.
+pub fn registered() {
+    if table().iter().any(|entry| entry.open.is_none()) {
+        server::wake_at(Instant::now());
     }
 }
 
@@ -122,10 +175,10 @@ pub fn open_all() {
         }
         // What was inherited by fork(2) is the parent's.
         entry.close();
-        if !entry.lives() {
+        if !entry.lives() || !entry.wanted() {
             continue;
         }
-        match Entry::open(entry.address, config) {
+        match Entry::open(&entry.places, config) {
             Ok(open) => {
                 let places = open.listener.places();
                 log_info!("listening at {} on RDMA adapters ({places} addresses)", entry.address);
@@ -150,8 +203,8 @@ pub fn open_all() {
 }
 
 impl Entry {
-    fn open(address: SocketAddr, config: &Config) -> Result<Open, Error> {
-        let listener = Listener::new(address, config.provider == Provider::Verbs)?;
+    fn open(places: &Places, config: &Config) -> Result<Open, Error> {
+        let listener = Listener::new(places.clone(), config.provider == Provider::Verbs)?;
         let xprt = server::bare(listener.fd(), &ACCEPT);
         // SAFETY: complete; the real function, since our own looks for stock transports.
         unsafe { real::XPRT_REGISTER.get()?(xprt) };
@@ -168,6 +221,13 @@ impl Entry {
     }
 }
 
+fn map_to_v6(at: SocketAddr) -> SocketAddr {
+    match at.ip() {
+        IpAddr::V4(ip) => SocketAddr::new(ip.to_ipv6_mapped().into(), at.port()),
+        IpAddr::V6(_) => at,
+    }
+}
+
 /// `xp_recv` of a listener: takes the connections that wait.
 unsafe extern "C" fn accept(xprt: *mut SVCXPRT, _: *mut rpc_msg) -> bool_t {
     guard(|| {
@@ -178,12 +238,15 @@ unsafe extern "C" fn accept(xprt: *mut SVCXPRT, _: *mut rpc_msg) -> bool_t {
         let Some(entry) = found else { return Ok(0) };
         let lives = entry.lives();
         let rdma_only = entry.rdma_only;
+        let known = !rdma_only && config.redirect_adapters == RedirectAdapters::Auto;
+        // A program that listens at an IPv6 address sees IPv4 callers as its own socket would show them.
+        let mapped = entry.address.is_ipv6();
         let mut accepted = Vec::new();
         let mut retry = false;
         if let Some(Open { listener, .. }) = &mut entry.open {
             if lives && !listener.forked() {
                 while accepted.len() < TURN {
-                    match listener.accept(&adapter_options(config)) {
+                    match listener.accept(&adapter_options(config), known) {
                         Ok(Some(connection)) => accepted.push(connection),
                         Ok(None) => break,
                         Err(error) => {
@@ -205,6 +268,7 @@ unsafe extern "C" fn accept(xprt: *mut SVCXPRT, _: *mut rpc_msg) -> bool_t {
         }
         drop(table);
         for Accepted { device, local, peer } in accepted {
+            let [local, peer] = [local, peer].map(|at| at.map(|at| if mapped { map_to_v6(at) } else { at }));
             log_debug!("fd {}: {} connects", device.fd(), peer.map_or_else(String::new, |at| at.to_string()));
             let served = Server::new(device, peer, config).and_then(|server| {
                 // SAFETY: called from libtirpc's loop, as a listener is.

@@ -392,6 +392,32 @@ pub unsafe extern "C" fn xprt_register(xprt: *mut SVCXPRT) {
             // SAFETY: it is live, registered and libtirpc's own.
             unsafe { server::watch(xprt, rdma_only) };
         }
+        // SAFETY: as above.
+        if let Some(listener) = unsafe { moved_listener(xprt) }
+            && let Some(_inside) = Inside::enter()
+            && let Ok(config) = config::get()
+        {
+            adapters::beside(listener, false, config);
+        }
+        Ok(())
+    })
+}
+
+/// Ends what is served on adapters beside a listener.
+///
+/// # Safety
+/// As libtirpc's `xprt_unregister`.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn xprt_unregister(xprt: *mut SVCXPRT) {
+    guard(|| {
+        // SAFETY: NULL or a live transport, by the contract.
+        if let Some(listener) = unsafe { ffi::reference(xprt) }.map(|made| made.xp_fd)
+            && let Some(_inside) = Inside::enter()
+        {
+            adapters::end(listener);
+        }
+        // SAFETY: the caller's own argument.
+        unsafe { real::XPRT_UNREGISTER.get()?(xprt) };
         Ok(())
     })
 }
@@ -430,9 +456,7 @@ pub unsafe extern "C" fn rpcb_set(
             BESIDE.add(local.port());
         }
         PORTS.add(local.port());
-        if let Ok(config) = config::get() {
-            adapters::beside(local, None, false, config);
-        }
+        adapters::registered();
         // rpcbind's answer for the stock netid is the program's; a refused row for "rdma" leaves it reachable there.
         // SAFETY: the entry is static, the address the caller's.
         unsafe { real(prog, vers, netid.entry(), address) };
@@ -712,12 +736,31 @@ unsafe fn moved(xprt: *mut SVCXPRT) -> Option<bool> {
     if listeners::accepted(local) {
         return Some(true);
     }
-    let config = config::get().ok()?;
+    serves_moved(local).then_some(false)
+}
+
+/// The descriptor of a transport that is a listener of the program's whose connections are to be watched.
+///
+/// # Safety
+/// `xprt` is NULL or a live transport.
+unsafe fn moved_listener(xprt: *mut SVCXPRT) -> Option<c_int> {
+    // SAFETY: by the contract.
+    let made = unsafe { ffi::reference(xprt) }?;
+    let fd = made.xp_fd;
+    if !is_libtirpcs(made.xp_ops.cast()) || !socket::is_stream(fd) || !socket::listens(fd) {
+        return None;
+    }
+    let moves = !config::get().ok()?.redirect.is_empty() && socket::local(fd)?.port() != RPCBIND_PORT;
+    moves.then_some(fd)
+}
+
+/// Whether connections to a listener of the program's are watched: where tcp is moved, those of all programs or of the
+/// ones that are registered there; and those on the port of a datagram transport that is moved.
+pub(super) fn serves_moved(local: SocketAddr) -> bool {
+    let Ok(config) = config::get() else { return false };
     let all = config.redirect_programs.is_none();
-    let wanted =
-        redirects(config, tcp(local)) && local.port() != RPCBIND_PORT && (all || PORTS.contain(local.port()));
-    // The program's own TCP listener on the port of a datagram transport that is moved.
-    if wanted || BESIDE.contain(local.port()) { Some(false) } else { None }
+    let tcp_is_moved = redirects(config, tcp(local)) && (all || PORTS.contain(local.port()));
+    local.port() != RPCBIND_PORT && (tcp_is_moved || BESIDE.contain(local.port()))
 }
 
 /// The listeners on netid "rdma": descriptor and port of each.

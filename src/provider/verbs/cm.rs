@@ -8,7 +8,7 @@
 #![allow(unsafe_code)]
 
 use std::ffi::{c_int, c_void};
-use std::net::SocketAddr;
+use std::net::{Ipv6Addr, SocketAddr};
 use std::os::fd::RawFd;
 use std::ptr::{NonNull, null, null_mut};
 use std::sync::Arc;
@@ -266,6 +266,25 @@ impl Id {
     pub fn device(&self) -> Option<NonNull<ibv_context>> {
         // SAFETY: alive.
         NonNull::new(unsafe { (*self.as_ptr()).verbs })
+    }
+
+    /// The device's port that it is bound to.
+    pub fn port(&self) -> u8 {
+        // SAFETY: alive.
+        unsafe { (*self.as_ptr()).port_num }
+    }
+
+    /// Of a request: the GID that our answers go to, as the IPv6 address that it is on RoCE (an IPv4 address is mapped).
+    pub fn peer_gid(&self) -> Option<Ipv6Addr> {
+        // SAFETY: alive.
+        let route = unsafe { &(*self.as_ptr()).route };
+        if route.num_paths < 1 {
+            return None;
+        }
+        // SAFETY: NULL, or as many path records as that, which live as long as the identifier.
+        let path = unsafe { route.path_rec.as_ref() }?;
+        // SAFETY: both members of the union are sixteen bytes.
+        Some(Ipv6Addr::from(unsafe { path.dgid.raw }))
     }
 
     /// Starts to connect. `private_data` of at most 56 bytes.

@@ -96,13 +96,33 @@ impl Drop for Domain {
     }
 }
 
-/// Whether the device of an identifier is an iWARP device.
-pub fn is_iwarp(id: &Id) -> Option<bool> {
+/// What carries the packets of a device.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Fabric {
+    /// TCP, which vouches for the addresses of both ends.
+    Iwarp,
+    /// Ethernet: a GID there is an IP address.
+    Roce,
+    /// InfiniBand, or what cannot be told: a GID has nothing to do with IP addresses.
+    InfiniBand,
+}
+
+/// The fabric of the port that an identifier is bound to; `None` before it is.
+pub fn fabric(id: &Id) -> Option<Fabric> {
     let context = id.device()?;
     // SAFETY: the device is open as long as the identifier lives.
     let device = unsafe { (*context.as_ptr()).device };
     // SAFETY: a context's device lives as long as the context.
-    Some(unsafe { (*device).transport_type } == ibv_transport_type::IBV_TRANSPORT_IWARP)
+    if unsafe { (*device).transport_type } == ibv_transport_type::IBV_TRANSPORT_IWARP {
+        return Some(Fabric::Iwarp);
+    }
+    // SAFETY: as above.
+    let name = unsafe { &(*device).name };
+    // SAFETY: a string in an array.
+    let name = unsafe { CStr::from_ptr(name.as_ptr()) }.to_string_lossy();
+    let layer = format!("/sys/class/infiniband/{name}/ports/{}/link_layer", id.port());
+    let ethernet = std::fs::read_to_string(layer).is_ok_and(|text| text.trim() == "Ethernet");
+    Some(if ethernet { Fabric::Roce } else { Fabric::InfiniBand })
 }
 
 /// Either sub-type will do: a window is used on the queue pair that has bound it.
@@ -126,7 +146,7 @@ fn capabilities(id: &Id, context: NonNull<ibv_context>) -> Result<Capabilities, 
     let count = |n: c_int| u32::try_from(n).unwrap_or(0);
     Ok(Capabilities {
         name: name.to_string_lossy().into_owned(),
-        iwarp: is_iwarp(id).unwrap_or(false),
+        iwarp: fabric(id) == Some(Fabric::Iwarp),
         their_reads: byte(attr.max_qp_rd_atom),
         our_reads: byte(attr.max_qp_init_rd_atom),
         pieces: count(attr.max_sge).max(1),

@@ -22,10 +22,14 @@ fn address() -> SocketAddr {
     (address + ":0").parse::<SocketAddr>().map(|at| SocketAddr::new(at.ip(), port)).expect("an address")
 }
 
+fn listener(at: SocketAddr) -> Listener {
+    Listener::new(Places { addresses: vec![at], interface: None }, true).expect("a listener")
+}
+
 /// A connected pair on the device of VERBS_ADDRESS: the passive end first.
 pub(crate) fn connected(options: &Options) -> [Box<dyn QueuePair>; 2] {
     let to = address();
-    pair(&mut Listener::new(to, true).expect("a listener"), to, [options, options])
+    pair(&mut listener(to), to, [options, options])
 }
 
 /// A connected pair, each end on the device: the active one first.
@@ -36,7 +40,7 @@ fn pair(listener: &mut Listener, to: SocketAddr, options: [&Options; 2]) -> [Box
     loop {
         let open = active.establish().expect("the startup goes on");
         if passive.is_none() {
-            passive = listener.accept(options[1]).expect("the listener lives");
+            passive = listener.accept(options[1], true).expect("the listener lives");
         }
         let there = passive.as_mut().is_some_and(|accepted| accepted.device.establish().expect("accepted"));
         if let Some(Accepted { device, .. }) = passive.take_if(|_| open && there) {
@@ -51,7 +55,7 @@ fn pair(listener: &mut Listener, to: SocketAddr, options: [&Options; 2]) -> [Box
 #[ignore = "needs an RDMA device: VERBS_ADDRESS"]
 fn the_contract_is_kept_on_a_device() {
     let to = address();
-    let listener = std::cell::RefCell::new(Listener::new(to, true).expect("a listener"));
+    let listener = std::cell::RefCell::new(listener(to));
     // The second end has longer Receives.
     let longer = Options { receive: 64 << 10, slab: 64 << 10, ..options() };
     contract::check(&|| pair(&mut listener.borrow_mut(), to, [&options(), &longer]));
@@ -114,4 +118,21 @@ fn a_long_write_is_cut_at_the_same_bytes_whatever_its_pieces() {
         }
         assert_eq!(written, bytes);
     }
+}
+
+#[test]
+fn a_listener_takes_what_its_socket_would() {
+    let at = |text: &str| text.parse::<SocketAddr>().expect("an address");
+    let places = |addresses: &[&str], interface: Option<&str>| Places {
+        addresses: addresses.iter().map(|text| at(text)).collect(),
+        interface: interface.map(str::to_owned),
+    };
+    let any = places(&["0.0.0.0:7"], None);
+    assert!(any.contain(at("10.1.2.3:7")));
+    assert!(!any.contain(at("127.0.0.1:7")) && !any.contain(at("[fd00::1]:7")));
+    assert!(places(&["0.0.0.0:7", "[::]:7"], None).contain(at("[fd00::1]:7")));
+    assert!(!places(&["10.1.2.4:7"], None).contain(at("10.1.2.3:7")));
+    assert!(!places(&["127.0.0.1:7"], None).contain(at("127.0.0.1:7")));
+    // The interface has no such address.
+    assert!(!places(&["0.0.0.0:7"], Some("lo")).contain(at("10.1.2.3:7")));
 }

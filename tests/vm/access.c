@@ -1,0 +1,97 @@
+/* access.c: a server that says who has called it, and a client for it; for access.sh. Programs of libtirpc alone.
+ *
+ *   access serve NETID ADDRESS PORT [INTERFACE]   serves until it is ended; READY PORT, then a line for each call
+ *   access call NETID ADDRESS PORT [PROCEDURE]    calls it, with a CLIENT of its own; the outcome in one line
+ *
+ * ADDRESS is that of the listening socket, which INTERFACE binds to a device too. Nothing is registered with rpcbind.
+ * Procedure 1 has the server unregister and close its listener; it goes on with the connections that it has. */
+#define _GNU_SOURCE
+#include <arpa/inet.h>
+#include <err.h>
+#include <net/if.h>
+#include <netconfig.h>
+#include <rpc/rpc.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/socket.h>
+#include <unistd.h>
+
+enum { PROGRAM = 0x20004141, VERSION = 1, CLOSE = 1 };
+
+static SVCXPRT *listener;
+
+static void dispatch(struct svc_req *request, SVCXPRT *xprt)
+{
+    char text[INET6_ADDRSTRLEN] = "?";
+    const struct sockaddr *caller = (const struct sockaddr *)svc_getcaller(xprt);
+    const struct sockaddr_in *in = (const struct sockaddr_in *)caller;
+    const struct sockaddr_in6 *in6 = (const struct sockaddr_in6 *)caller;
+    inet_ntop(caller->sa_family, caller->sa_family == AF_INET ? (const void *)&in->sin_addr : (const void *)&in6->sin6_addr,
+              text, sizeof text);
+    printf("called by %s, port %s, netid %s\n", text, ntohs(in->sin_port) < 1024 ? "below 1024" : "above 1023", xprt->xp_netid);
+    if (request->rq_proc == CLOSE && listener != NULL) {
+        svc_unreg(PROGRAM, VERSION);
+        svc_destroy(listener);
+        listener = NULL;
+    }
+    fflush(stdout);
+    svc_sendreply(xprt, (xdrproc_t)xdr_void, NULL);
+}
+
+static socklen_t parsed(struct sockaddr_storage *at, const char *address, const char *port)
+{
+    struct sockaddr_in *in = (struct sockaddr_in *)at;
+    struct sockaddr_in6 *in6 = (struct sockaddr_in6 *)at;
+    memset(at, 0, sizeof *at);
+    if (inet_pton(AF_INET, address, &in->sin_addr) == 1) {
+        in->sin_family = AF_INET;
+        in->sin_port = htons((in_port_t)atoi(port));
+        return sizeof *in;
+    }
+    if (inet_pton(AF_INET6, address, &in6->sin6_addr) != 1)
+        errx(2, "%s is no address", address);
+    in6->sin6_family = AF_INET6;
+    in6->sin6_port = htons((in_port_t)atoi(port));
+    return sizeof *in6;
+}
+
+int main(int argc, char **argv)
+{
+    if (argc < 5)
+        errx(2, "usage: %s serve|call NETID ADDRESS PORT [INTERFACE|PROCEDURE]", argv[0]);
+    struct netconfig *netid = getnetconfigent(argv[2]);
+    struct sockaddr_storage at;
+    socklen_t length = parsed(&at, argv[3], argv[4]);
+    if (netid == NULL)
+        errx(1, "no netid %s", argv[2]);
+    if (strcmp(argv[1], "call") == 0) {
+        struct netbuf address = {sizeof at, length, &at};
+        struct timeval limit = {.tv_sec = 5};
+        CLIENT *client = clnt_tli_create(RPC_ANYFD, netid, &address, PROGRAM, VERSION, 0, 0);
+        if (client == NULL) {
+            printf("refused: %s\n", clnt_spcreateerror("no CLIENT"));
+            return 1;
+        }
+        rpcproc_t procedure = argc > 5 ? (rpcproc_t)atoi(argv[5]) : NULLPROC;
+        enum clnt_stat status = clnt_call(client, procedure, (xdrproc_t)xdr_void, NULL, (xdrproc_t)xdr_void, NULL, limit);
+        printf(status == RPC_SUCCESS ? "served\n" : "refused: %s\n", clnt_sperror(client, "call"));
+        clnt_destroy(client);
+        return status != RPC_SUCCESS;
+    }
+    int fd = socket(at.ss_family, SOCK_STREAM, 0), on = 1, off = 0;
+    setsockopt(fd, SOL_SOCKET, SO_REUSEADDR, &on, sizeof on);
+    if (at.ss_family == AF_INET6)
+        setsockopt(fd, IPPROTO_IPV6, IPV6_V6ONLY, &off, sizeof off);
+    if (argc > 5 && setsockopt(fd, SOL_SOCKET, SO_BINDTODEVICE, argv[5], (socklen_t)strlen(argv[5])) != 0)
+        err(1, "%s", argv[5]);
+    if (bind(fd, (struct sockaddr *)&at, length) != 0 || listen(fd, 16) != 0)
+        err(1, "%s", argv[3]);
+    listener = svc_tli_create(fd, netid, NULL, 0, 0);
+    if (listener == NULL || !svc_reg(listener, PROGRAM, VERSION, dispatch, NULL))
+        errx(1, "no transport");
+    printf("READY %s\n", argv[4]);
+    fflush(stdout);
+    svc_run();
+    return 0;
+}

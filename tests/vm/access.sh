@@ -1,0 +1,103 @@
+#!/bin/bash
+# access.sh: who is served over tcp, software iWARP and an adapter, by the same server: the answers are to be the same. In
+# a guest with rxe devices, one of them towards another host (a network of its own). Run by `make check-vm`.
+. "$(dirname "${BASH_SOURCE[0]}")/guest.sh"
+run_in_guest "access over adapters" 900 "${BASH_SOURCE[0]}" verbs/rxe
+
+program=$scratch/access
+log=$scratch/server.log
+must gcc -Wall -Wextra -Werror -Wno-cast-function-type $(pkg-config --cflags libtirpc) -o "$program" "$here/access.c" -ltirpc
+must ip link set lo up
+device_up
+unset RPCRDMA_PROVIDER
+# Another host, whose user may send datagrams and nothing else.
+must modprobe veth
+must ip netns add other
+must ip link add veth0 type veth peer name veth1 netns other
+must ip addr add 10.9.0.1/24 dev veth0
+must ip link set veth0 up
+must ip netns exec other ip addr add 10.9.0.2/24 dev veth1
+must ip netns exec other ip link set veth1 up
+must rdma link add rxe1 type rxe netdev veth0
+must wait_for 10 grep -qs ACTIVE /sys/class/infiniband/rxe1/ports/1/state
+
+# serve ADDRESS [INTERFACE]: a server of tcp that is moved, or with NETID=rdma one of that netid, on port 7700.
+serve() {
+    : >"$log"
+    start_ready env LD_PRELOAD="$LIBRPCRDMA" RPCRDMA_LOG=info RPCRDMA_REDIRECT=tcp ${SETTINGS:-} "$program" serve "${NETID:-tcp}" "$1" 7700 ${2:-} ||
+        { FAIL "a server at $1 starts" "$log"; closing; }
+}
+declare -A way=(
+    [tcp]="env NETID=tcp" [iwarp]="env NETID=rdma LD_PRELOAD=$LIBRPCRDMA RPCRDMA_PROVIDER=iwarp"
+    [verbs]="env NETID=rdma LD_PRELOAD=$LIBRPCRDMA RPCRDMA_PROVIDER=verbs RPCRDMA_CREDITS=4"
+)
+# call WAY ADDRESS [PROCEDURE]: the first word of the outcome.
+call() {
+    local netid=rdma; [ "$1" != tcp ] || netid=tcp
+    ${way[$1]} timeout 30 "$program" call $netid "$2" 7700 ${3:-} >"$scratch/call" 2>&1
+    sed 's/:.*//' "$scratch/call"
+}
+# same OUTCOME WHAT ADDRESS: over all three.
+same() {
+    local outcome=$1 what=$2 got=
+    for how in tcp iwarp verbs; do got+=" $how $(call $how "$3")"; done
+    if [ "$got" = " tcp $outcome iwarp $outcome verbs $outcome" ]; then ok "$what:$got"; else FAIL "$what:$got" "$log"; fi
+}
+forge() { ip netns exec other setpriv --reuid 65534 --regid 65534 --clear-groups python3 "$here/forge.py" 10.9.0.2 10.9.0.1 7700 "$@"; }
+expect() { if [ "$2" = "$3" ]; then ok "$1: $2"; else FAIL "$1: $2 instead of $3" "$log"; fi; }
+
+for NETID in tcp rdma; do
+    serve 127.0.0.1
+    if [ $NETID = tcp ]; then same refused "a moved server at 127.0.0.1, from its other address" $address
+    else expect "netid rdma at 127.0.0.1, over an adapter" "$(call verbs $address)" refused; fi
+    expect "netid $NETID at 127.0.0.1, forged" "$(forge 10.9.0.2 2000)" refused
+    stop "$server"
+done
+unset NETID
+serve ::1
+same refused "a moved server at ::1" $address
+stop "$server"
+serve $address
+same served "a moved server at its adapter's address" $address
+same refused "and from another address of the host" 10.9.0.1
+stop "$server"
+serve ::ffff:$address
+same served "a moved server at an IPv4-mapped address" $address
+stop "$server"
+serve ::
+same served "a moved server at any address of both families" $address
+stop "$server"
+
+# What a socket is bound to counts for adapters too.
+serve 0.0.0.0 lo
+expect "a server on lo only, tcp from another host" "$(ip netns exec other env NETID=tcp timeout 10 "$program" call tcp 10.9.0.1 7700 | sed 's/:.*//')" refused
+expect "a server on lo only, an adapter from another host" "$(forge 10.9.0.2 2000)" refused
+stop "$server"
+serve 0.0.0.0 veth0
+expect "a server on veth0 only, an adapter there" "$(forge 10.9.0.2 2000)" answered
+expect "a server on veth0 only, another adapter" "$(call verbs $address)" refused
+stop "$server"
+
+# Who the caller is.
+serve 0.0.0.0
+expect "a caller that says who it is" "$(forge 10.9.0.2 2000)" answered
+expect "a caller that claims another address" "$(forge 10.9.0.77 700)" refused
+expect "a caller that claims the server's own address" "$(forge 10.9.0.1 700)" refused
+stop "$server"
+
+# A listener that the program has closed is closed.
+for NETID in tcp rdma; do
+    serve 0.0.0.0
+    expect "netid $NETID: served over an adapter" "$(call verbs $address 1)" served
+    expect "netid $NETID: a listener that was closed, over an adapter" "$(call verbs $address)" refused
+    if rdma resource show cm_id | grep -q 7700; then FAIL "netid $NETID: nothing listens any more" "$log"; else ok "netid $NETID: nothing listens any more"; fi
+    stop "$server"
+done
+unset NETID
+SETTINGS=RPCRDMA_REDIRECT_ADAPTERS=no
+serve 0.0.0.0
+expect "RPCRDMA_REDIRECT_ADAPTERS=no, tcp" "$(call tcp $address)" served
+expect "RPCRDMA_REDIRECT_ADAPTERS=no, an adapter" "$(call verbs $address)" refused
+stop "$server"
+device_down
+closing

@@ -22,7 +22,7 @@ use std::time::{Duration, Instant};
 
 use crate::config::{self, Config, Provider, RedirectAdapters};
 use crate::driver::{Attempt, Server, adapter_options};
-use crate::error::{Error, os_text};
+use crate::error::{Error, Kind, os_text};
 use crate::ffi::guard;
 use crate::process::{self, Identity};
 use crate::provider::verbs::{self, Accepted, Listener, Places};
@@ -191,6 +191,8 @@ pub fn open_all() {
                     let text = format!("not listening at {} on RDMA adapters: {error}", entry.address);
                     match config.provider {
                         Provider::Verbs => log_error!("{text}"),
+                        // Most sockets are elsewhere than the adapters of a machine.
+                        _ if error.kind() == Kind::Os(libc::ENODEV) => log_info!("{text}"),
                         _ => log_warn!("{text}"),
                     }
                 }

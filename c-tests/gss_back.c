@@ -13,7 +13,8 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
-enum { FORWARD = 0x20003201, BACK = 0x20003202, VERSION = 1, TRY = 1, ECHO = 1 };
+/* TRY has the server call back with security, PLAIN without. */
+enum { FORWARD = 0x20003201, BACK = 0x20003202, VERSION = 1, TRY = 1, PLAIN = 2, ECHO = 1 };
 enum { LONGEST = 20000 };
 
 static const struct timeval patient = {.tv_sec = 25};
@@ -58,7 +59,7 @@ static void forward(struct svc_req *request, SVCXPRT *xprt)
         svc_sendreply(xprt, (xdrproc_t)xdr_void, NULL);
         return;
     }
-    if (!svc_getargs(xprt, (xdrproc_t)xdr_u_int, &service)) {
+    if (request->rq_proc == TRY && !svc_getargs(xprt, (xdrproc_t)xdr_u_int, &service)) {
         svcerr_decode(xprt);
         return;
     }
@@ -66,13 +67,16 @@ static void forward(struct svc_req *request, SVCXPRT *xprt)
     if (back == NULL) {
         clnt_pcreateerror("rpcrdma_clnt_reverse");
     } else {
-        status = call_back(back, service);
+        status = request->rq_proc == TRY
+                     ? call_back(back, service)
+                     : clnt_call(back, NULLPROC, (xdrproc_t)xdr_void, NULL, (xdrproc_t)xdr_void, NULL, patient);
         clnt_destroy(back);
     }
     svc_sendreply(xprt, (xdrproc_t)xdr_u_int, &status);
 }
 
 static u_int expected;
+static CLIENT *client;
 
 static void called_back(struct svc_req *request, SVCXPRT *xprt)
 {
@@ -91,6 +95,11 @@ static void called_back(struct svc_req *request, SVCXPRT *xprt)
         svcerr_decode(xprt);
         return;
     }
+    /* Another request on the same SVCXPRT, without security, comes and goes before the reply. */
+    u_int status = RPC_FAILED;
+    enum clnt_stat called = clnt_call(client, PLAIN, (xdrproc_t)xdr_void, NULL, (xdrproc_t)xdr_u_int, &status, patient);
+    if (called != RPC_SUCCESS || status != RPC_SUCCESS)
+        warnx("a call back inside a call back: call %s; call back %s", clnt_sperrno(called), clnt_sperrno(status));
     svc_sendreply(xprt, (xdrproc_t)xdr_blob, &blob);
     svc_freeargs(xprt, (xdrproc_t)xdr_blob, &blob);
 }
@@ -119,7 +128,7 @@ int main(void)
     int failed = 0;
     /* A connection for each, and all three on one. */
     for (u_int round = 0; round < 2; round++) {
-        CLIENT *client = NULL;
+        client = NULL;
         for (u_int service = rpcsec_gss_svc_none; service <= rpcsec_gss_svc_privacy; service++) {
             if (client == NULL) {
                 client = clnt_rdma_create(RPC_ANYFD, &netbuf, FORWARD, VERSION, 0, 0);

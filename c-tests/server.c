@@ -22,6 +22,7 @@
 #include <errno.h>
 #include <netconfig.h>
 #include <poll.h>
+#include <pthread.h>
 #include <rpc/pmap_clnt.h>
 #include <rpc/svc_auth.h>
 #include <signal.h>
@@ -131,6 +132,62 @@ bool_t suite_static_source_2_svc(u_int *byte, suite_blob *result, struct svc_req
     *result = (suite_blob){0}; /* what the dispatcher frees */
     svc_sendreply(request->rq_xprt, (xdrproc_t)xdr_suite_blob, (caddr_t)&blob);
     memset(bytes, 0xee, sizeof bytes);
+    return FALSE;
+}
+
+/* A request that is answered after its dispatch routine has returned. */
+static SVCXPRT *deferred;
+static u_int deferred_length;
+
+bool_t suite_defer_2_svc(u_int *length, suite_blob *result, struct svc_req *request)
+{
+    deferred = request->rq_xprt;
+    deferred_length = *length;
+    *result = (suite_blob){0};
+    return FALSE;
+}
+
+bool_t suite_release_2_svc(void *argument, u_int *result, struct svc_req *request)
+{
+    (void)argument;
+    *result = 0;
+    if (deferred == NULL)
+        return TRUE;
+    u_int length = ~deferred_length;
+    if (svc_getargs(deferred, (xdrproc_t)xdr_u_int, (caddr_t)&length) && length == deferred_length)
+        *result |= SUITE_HAD_ARGUMENTS;
+    suite_blob blob;
+    if (!suite_source_2_svc(&deferred_length, &blob, request))
+        return FALSE;
+    bool_t sent = svc_sendreply(deferred, (xdrproc_t)xdr_suite_blob, (caddr_t)&blob);
+    *result |= sent ? SUITE_REPLIED : SUITE_NOT_REPLIED;
+    free(blob.suite_blob_val);
+    deferred = NULL;
+    return TRUE;
+}
+
+static struct {
+    SVCXPRT *transport;
+    u_int value;
+} threaded;
+
+static void *reply_in_a_thread(void *unused)
+{
+    (void)unused;
+    svc_sendreply(threaded.transport, (xdrproc_t)xdr_u_int, (caddr_t)&threaded.value);
+    return NULL;
+}
+
+bool_t suite_thread_replies_2_svc(u_int *argument, u_int *result, struct svc_req *request)
+{
+    (void)result;
+    pthread_t thread;
+    threaded.transport = request->rq_xprt;
+    threaded.value = *argument;
+    if (pthread_create(&thread, NULL, reply_in_a_thread, NULL) != 0)
+        svcerr_systemerr(request->rq_xprt);
+    else
+        pthread_detach(thread);
     return FALSE;
 }
 

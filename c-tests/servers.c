@@ -93,6 +93,57 @@ static void child_of_the_server_may_reply(long length)
     clnt_destroy(client);
 }
 
+struct deferred_call {
+    CLIENT *client;
+    u_int length;
+    suite_blob got;
+    enum clnt_stat status;
+};
+
+static void *call_deferred(void *argument)
+{
+    struct deferred_call *call = argument;
+    call->status = suite_defer_2(&call->length, &call->got, call->client);
+    return NULL;
+}
+
+/* The dispatch routine has returned long ago: as libtirpc does it, the latest request of a connection is answered. */
+static void reply_after_the_dispatch_routine(long length)
+{
+    struct server *server = server_shared();
+    CLIENT *client = client_of(server), *other = client_of(server);
+    for (unsigned i = 0; i < 3; i++) {
+        struct deferred_call call = {.client = client, .length = (u_int)length + i};
+        pthread_t thread;
+        u_int released = 0;
+        REQUIRE(pthread_create(&thread, NULL, call_deferred, &call) == 0);
+        while (released == 0)
+            REQUIRE_STATUS(suite_release_2(NULL, &released, other), RPC_SUCCESS);
+        REQUIRE(pthread_join(thread, NULL) == 0);
+        REQUIRE_STATUS(call.status, RPC_SUCCESS);
+        /* The arguments are gone. */
+        REQUIRE(released == SUITE_REPLIED);
+        suite_blob wanted = blob_of(call.length, call.length);
+        REQUIRE(call.got.suite_blob_len == call.length);
+        REQUIRE(memcmp(call.got.suite_blob_val, wanted.suite_blob_val, call.length) == 0);
+        require_echo(client, 500, i);
+    }
+    clnt_destroy(client);
+    clnt_destroy(other);
+}
+
+static void reply_from_a_thread(long unused)
+{
+    (void)unused;
+    CLIENT *client = client_of(server_shared());
+    for (u_int i = 0; i < (u_int)rounds(500); i++) {
+        u_int result = 0;
+        REQUIRE_STATUS(suite_thread_replies_2(&i, &result, client), RPC_SUCCESS);
+        REQUIRE(result == i);
+    }
+    clnt_destroy(client);
+}
+
 /* With `reply`, the answer must still arrive. Either way the server lives on. */
 static void svc_destroy_in_a_dispatch_routine(long reply)
 {
@@ -251,6 +302,9 @@ const struct test server_tests[] = {
     SERVES("serves_svc_tp_create_select_loop", 6, 2, 0, RPCBIND),
     TEST(server_sees_the_caller),
     TEST(server_that_exits_right_after_its_reply_has_replied),
+    {.name = "reply_after_the_dispatch_routine", .run = reply_after_the_dispatch_routine, .argument = 300},
+    {.name = "reply_after_the_dispatch_routine_at_length", .run = reply_after_the_dispatch_routine, .argument = 150000},
+    TEST(reply_from_a_thread),
     {.name = "child_of_the_server_may_reply", .run = child_of_the_server_may_reply, .argument = 300,
      .needs = SOCKET},
     {.name = "child_of_the_server_may_reply_at_length", .run = child_of_the_server_may_reply,

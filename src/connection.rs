@@ -3,8 +3,8 @@
 //! # Contract
 //! - Getters tell state: [`Connection::credits_left`], [`Connection::starved`], [`Connection::request_ready`].
 //! - Input: `handle_receive`, `handle_read`, `handle_quiet`, `handle_closed`.
-//! - Commands: `call`, `abandon`, `ask` (requester); `poll_request`, `reply`, `discard`, `grant` (responder); `resume`
-//!   (either, while [`Connection::waits`]); `request`, `raise_receives` (either, in Version Two).
+//! - Commands: `call`, `abandon`, `ask` (requester); `poll_request`, `reply`, `defer`, `discard`, `grant` (responder);
+//!   `resume` (either, while [`Connection::waits`]); `request`, `raise_receives` (either, in Version Two).
 //! - Output: `poll_output`. **Every input and command is followed by draining `poll_output` until `None`.**
 //!
 //! Memory is exposed and invalidated while a command runs, through the [`Registrar`] argument: a plan needs the
@@ -189,7 +189,9 @@ pub enum Expect {
 }
 
 /// Names a request that was handed up.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+///
+/// A later request is greater.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct RequestId(u64);
 
 /// A request for the upper layer.
@@ -326,6 +328,8 @@ struct Responder {
     queue: VecDeque<Pending>,
     /// Handed up, not yet answered or discarded.
     handed: HashMap<RequestId, Chunks>,
+    /// The latest that was deferred, until the next one is handed up.
+    deferred: Option<(RequestId, Chunks)>,
     /// Bytes of staging memory in `queue`, filled or being filled.
     staged: usize,
     /// Most bytes that the device moves by one Read or Write; known with the first Call.
@@ -1179,6 +1183,7 @@ impl Connection {
         let Pending { id, xid, chunks, staged, state, .. } = self.responder.queue.pop_front()?;
         let State::Ready(Whole { message, placed }) = state else { return None };
         let (binding, wrapped) = (chunks.binding.clone(), chunks.wrapped);
+        self.responder.deferred = None;
         self.responder.handed.insert(id, chunks);
         self.responder.staged -= staged;
         self.start_pulls();
@@ -1216,15 +1221,17 @@ impl Connection {
     /// when the connection is closed.
     pub fn reply(&mut self, id: RequestId, message: impl Into<Message>) -> Result<(), Error> {
         let mut message = message.into();
-        let Some(chunks) = self.responder.handed.get(&id) else {
+        let deferred =
+            self.responder.deferred.take_if(|(deferred, _)| *deferred == id).map(|(_, chunks)| chunks);
+        let Some(chunks) = deferred.or_else(|| self.responder.handed.remove(&id)) else {
             return Err(Error::new(Kind::Invalid, "the request was answered before"));
         };
         // RFC 8166 §4.2.1: "This XID MUST be the same as the XID in the RPC message."
         if first_xid(message.body()) != Some(chunks.xid) {
             let text = format!("the reply does not begin with the XID {} of its call", chunks.xid);
+            self.responder.handed.insert(id, chunks);
             return Err(Error::new(Kind::Invalid, text));
         }
-        let Some(chunks) = self.responder.handed.remove(&id) else { return Ok(()) };
         if let Some(error) = &self.closed {
             return Err(error.clone());
         }
@@ -1285,7 +1292,18 @@ impl Connection {
         self.settings.remote_invalidation && self.characteristics.peer().remote_invalidation
     }
 
-    /// The request gets no reply (a one-way call): its credit is free again.
+    /// The request has no reply yet, and may never get one (a one-way call): its Receive is free again. The latest such
+    /// request can still be answered until the next one is handed up.
+    pub fn defer(&mut self, id: RequestId) {
+        if let Some(chunks) = self.responder.handed.remove(&id)
+            && self.responder.deferred.as_ref().is_none_or(|(other, _)| *other < id)
+        {
+            self.responder.deferred = Some((id, chunks));
+        }
+        self.replenish();
+    }
+
+    /// The request gets no reply: its Receive is free again.
     pub fn discard(&mut self, id: RequestId) {
         self.responder.handed.remove(&id);
         self.replenish();

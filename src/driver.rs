@@ -403,6 +403,9 @@ pub trait Responder: Send + Sync {
     /// No memory that was lent to `message` is in use when this returns.
     fn reply(&self, id: RequestId, message: Message) -> Result<(), Error>;
 
+    /// The request has no reply yet: see [`Connection::defer`].
+    fn defer(&self, id: RequestId);
+
     /// The request gets no reply.
     fn discard(&self, id: RequestId);
 

@@ -1059,6 +1059,58 @@ fn a_request_is_answered_once() {
     assert!(pair.pending(2));
 }
 
+/// As libtirpc keeps the XID of the latest request.
+#[test]
+fn the_latest_deferred_request_is_answered_until_the_next_one_is_handed_up() {
+    let mut pair = Pair::warm(SETUP);
+    let receives = pair.server.device.receives;
+    let late = |pair: &mut Pair, at: usize| {
+        let Request { id, xid, .. } = pair.handed.remove(at);
+        let reply = pair.buf(&reply_message(xid.0, 28));
+        pair.server.engine.reply(id, reply).unwrap_err().kind()
+    };
+    for (xid, reply) in [(1, 28), (2, 3000)] {
+        pair.call(xid, 40, reply);
+        pair.settle();
+        assert!(pair.take());
+        pair.defer(0);
+        // A one-way call would never give it back.
+        assert_eq!(pair.server.device.receives, receives);
+        pair.answer(0).unwrap();
+        pair.drive();
+        pair.succeeded(xid);
+        assert_eq!(pair.server.device.receives, receives);
+    }
+    // Two at once: the later one, whichever returns last.
+    for (first, second) in [(0, 1), (1, 0)] {
+        let xid = 3 + 2 * first as u32;
+        pair.call(xid, 40, 28);
+        pair.call(xid + 1, 40, 28);
+        pair.settle();
+        assert!(pair.take() && pair.take());
+        pair.defer(first);
+        pair.defer(second);
+        assert_eq!(late(&mut pair, 0), Kind::Invalid);
+        pair.answer(0).unwrap();
+        pair.drive();
+        pair.succeeded(xid + 1);
+        assert!(pair.pending(xid));
+    }
+    pair.call(7, 40, 28);
+    pair.settle();
+    assert!(pair.take());
+    pair.defer(0);
+    pair.call(8, 40, 28);
+    pair.settle();
+    assert!(pair.take());
+    assert_eq!(late(&mut pair, 0), Kind::Invalid);
+    pair.answer(0).unwrap();
+    pair.drive();
+    pair.succeeded(8);
+    assert!(pair.pending(7));
+    assert_eq!(pair.server.device.receives, receives);
+}
+
 /// rule 71
 #[test]
 fn a_reply_after_the_close_tells_why_and_sends_nothing() {

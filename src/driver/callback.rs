@@ -332,6 +332,13 @@ impl Responder for Client {
         sent
     }
 
+    fn defer(&self, id: RequestId) {
+        let mut state = self.lock();
+        state.link.engine.defer(id);
+        state.link.flush();
+        state.settle();
+    }
+
     fn discard(&self, id: RequestId) {
         let mut state = self.lock();
         state.link.engine.discard(id);

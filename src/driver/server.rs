@@ -327,6 +327,15 @@ impl Responder for Shared {
         sent
     }
 
+    fn defer(&self, id: RequestId) {
+        let mut server = locked(self);
+        if let Phase::Open(link) = &mut server.phase {
+            link.engine.defer(id);
+            link.flush();
+        }
+        server.settle();
+    }
+
     fn discard(&self, id: RequestId) {
         let mut server = locked(self);
         if let Phase::Open(link) = &mut server.phase {

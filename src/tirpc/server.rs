@@ -13,9 +13,11 @@
 //! loop, a socket that becomes writable or a startup that takes too long, goes through `progress`.
 //!
 //! # Invariants
-//! - A request is on the stack `open` from the `xp_recv` that returned TRUE to the `xp_stat` after its dispatch; it is
-//!   answered or discarded by then. The stack is deeper than one only if the program runs the loop again meanwhile: in a
-//!   dispatch routine, or in an xdrproc, by a call back.
+//! - A request is on the stack `open` from the `xp_recv` that returned TRUE to the `xp_stat` after its dispatch. The stack
+//!   is deeper than one only if the program runs the loop again meanwhile: in a dispatch routine, or in an xdrproc, by a
+//!   call back.
+//! - The latest request that was not answered by then may be answered until the next `xp_recv` that returns TRUE, as
+//!   over libtirpc's own tcp, which keeps its XID for so long. Its arguments are gone, there as here.
 //! - No lock and no exclusive borrow of a [`Transport`] lives while a function of the program runs: it may come back by
 //!   any entry of the SVCXPRT.
 //! - libtirpc, each entry under way and each open request own a share of the transport: `svc_destroy` gives up
@@ -294,6 +296,8 @@ unsafe impl Sync for Transport {}
 struct State {
     /// Requests handed up and not yet past their `xp_stat`.
     open: Vec<Open>,
+    /// The latest request that is past it without a reply.
+    deferred: Option<Unanswered>,
     gss: Option<Gss>,
 }
 
@@ -302,24 +306,45 @@ struct Open {
     _dispatching: Option<service_loop::Dispatching>,
     /// The share of the request in its transport.
     _transport: Arc<Transport>,
+    unanswered: Option<Unanswered>,
     id: RequestId,
-    xid: u32,
-    answered: bool,
     /// `None` while the program decodes from it.
     arguments: Option<Decoder>,
     /// `gss_proc` of an RPCSEC_GSS credential.
     gss: Option<u32>,
+    /// The argument that came in a Read chunk.
+    placed: Option<Region>,
+    /// Verifier and authenticator of the request that this one interrupts, and since when.
+    interrupted: Option<(opaque_auth, SVCAUTH, Instant)>,
+}
+
+/// What a reply needs of its request.
+#[derive(Clone)]
+struct Unanswered {
+    id: RequestId,
+    xid: u32,
     binding: Option<Binding>,
     /// RPCSEC_GSS wraps the results: they are encoded from temporaries.
     wrapped: bool,
-    /// The argument that came in a Read chunk.
-    placed: Option<Region>,
 }
 
 impl State {
     /// An open request, if it is still open.
     fn find(&mut self, id: RequestId) -> Option<&mut Open> {
         self.open.iter_mut().rev().find(|request| request.id == id)
+    }
+
+    /// What `xp_reply` answers now.
+    fn unanswered(&self) -> Option<&Unanswered> {
+        self.open.last().map_or(&self.deferred, |request| &request.unanswered).as_ref()
+    }
+
+    /// The request gets its reply. False if it has one.
+    fn answer(&mut self, id: RequestId) -> bool {
+        match self.find(id) {
+            Some(request) => request.unanswered.take().is_some(),
+            None => self.deferred.take_if(|request| request.id == id).is_some(),
+        }
     }
 }
 
@@ -431,7 +456,6 @@ impl Transport {
             xp_p3: null_mut(),
             xp_type: 3,
         };
-        let auth = SVCAUTH { svc_ah_ops: std::ptr::null(), svc_ah_private: null_mut() };
         Arc::new_cyclic(|this: &Weak<Transport>| {
             // The first member, and the two beside it: addresses of the transport, which does not move.
             let own = this.as_ptr().cast_mut();
@@ -442,7 +466,7 @@ impl Transport {
             xprt.xp_verf.oa_base = unsafe { &raw mut (*own).verifier }.cast();
             Transport {
                 xprt: UnsafeCell::new(xprt),
-                extension: UnsafeCell::new(SVCXPRT_EXT { flags: 0, xp_auth: auth }),
+                extension: UnsafeCell::new(SVCXPRT_EXT { flags: 0, xp_auth: NO_AUTH }),
                 verifier: UnsafeCell::new([0; auth_stat::MAX_AUTH_BYTES]),
                 this: this.clone(),
                 fd,
@@ -520,26 +544,64 @@ impl Transport {
     /// Ends the request on top of the stack.
     pub(super) fn close_request(&self) {
         let mut state = self.state();
-        let Some(request) = state.open.pop() else { return };
+        let Some(mut request) = state.open.pop() else { return };
         // SAFETY: alive; libtirpc writes there in `_gss_authenticate`, which its loop calls between our entries.
-        let SVCAUTH { svc_ah_ops, svc_ah_private } = unsafe { &*self.auth() };
-        match request.gss {
-            // RPCSEC_GSS_DESTROY (RFC 2203 §5.2.2): libtirpc has freed the context.
-            Some(3) => state.gss = None,
-            Some(_) if !svc_ah_private.is_null() => {
-                let auth = SVCAUTH { svc_ah_ops: *svc_ah_ops, svc_ah_private: *svc_ah_private };
-                state.gss = Some(Gss { auth, used: Instant::now() });
+        let auth = unsafe { self.auth().read() };
+        // RPCSEC_GSS_DESTROY (RFC 2203 §5.2.2): libtirpc has freed the context.
+        let ended = request.gss == Some(3);
+        if ended {
+            state.gss = None;
+            let all = state.open.iter_mut().chain([&mut request]);
+            for interrupted in all.filter_map(|open| open.interrupted.as_mut()) {
+                interrupted.1 = NO_AUTH;
             }
-            _ => {}
+        } else if request.gss.is_some() && !auth.svc_ah_private.is_null() {
+            state.gss = Some(Gss { auth, used: Instant::now() });
+        }
+        let unanswered = request.unanswered.take();
+        let id = unanswered.as_ref().map(|request| request.id);
+        if id > state.deferred.as_ref().map(|request| request.id) {
+            state.deferred = unanswered;
+            if request.interrupted.is_none() && !ended {
+                // SAFETY: libtirpc's loop asks `xp_stat` before it leaves the memory that the verifier may lie in.
+                unsafe { self.keep_verifier() };
+            }
         }
         drop(state);
-        if !request.answered
+        if let Some((verifier, auth, since)) = request.interrupted.take() {
+            // libtirpc may free a context that was not used for that long.
+            let auth = if since.elapsed() < GSS_CACHED { auth } else { NO_AUTH };
+            // SAFETY: alive; as above.
+            unsafe { (*self.xprt()).xp_verf = verifier };
+            // SAFETY: as above.
+            unsafe { self.auth().write(auth) };
+        }
+        if let Some(id) = id
             && let Some(responder) = self.responder.upgrade()
         {
-            responder.discard(request.id);
+            responder.defer(id);
+        }
+    }
+
+    /// Has the verifier of the reply lie in memory of ours: libtirpc's is gone when its loop goes on.
+    ///
+    /// # Safety
+    /// `xp_verf` is as libtirpc's loop has left it, and what it names is readable.
+    unsafe fn keep_verifier(&self) {
+        let own = self.verifier.get().cast::<u8>();
+        // SAFETY: alive; libtirpc writes there between our entries.
+        let verifier = unsafe { &mut (*self.xprt()).xp_verf };
+        let length = verifier.oa_length as usize;
+        if (1..=auth_stat::MAX_AUTH_BYTES).contains(&length) && verifier.oa_base.cast() != own {
+            // SAFETY: readable (contract); room for every verifier, which lies elsewhere.
+            unsafe { std::ptr::copy_nonoverlapping(verifier.oa_base.cast(), own, length) };
+            verifier.oa_base = own.cast();
         }
     }
 }
+
+/// With it nothing can be decoded or answered.
+const NO_AUTH: SVCAUTH = SVCAUTH { svc_ah_ops: std::ptr::null(), svc_ah_private: null_mut() };
 
 /// Nobody knows the transport any more: it is not registered, and no request is open.
 impl Drop for Transport {
@@ -590,8 +652,7 @@ pub(super) fn bare(fd: RawFd, ops: &'static xp_ops) -> *mut SVCXPRT {
     xprt.xp_fd = fd;
     xprt.xp_ops = ops;
     xprt.xp_ops2 = &OPS2;
-    let auth = SVCAUTH { svc_ah_ops: std::ptr::null(), svc_ah_private: null_mut() };
-    xprt.xp_p3 = Box::into_raw(Box::new(SVCXPRT_EXT { flags: 0, xp_auth: auth })).cast();
+    xprt.xp_p3 = Box::into_raw(Box::new(SVCXPRT_EXT { flags: 0, xp_auth: NO_AUTH })).cast();
     Box::into_raw(Box::new(xprt))
 }
 
@@ -750,17 +811,25 @@ impl Transport {
             call.cb_proc
         );
         let xid = xid.0;
-        self.state().open.push(Open {
+        let mut state = self.state();
+        let interrupted = if state.open.is_empty() {
+            None
+        } else {
+            // SAFETY: alive; libtirpc writes there in `_gss_authenticate`, which its loop calls between our entries.
+            let verifier = unsafe { (*self.xprt()).xp_verf };
+            // SAFETY: as above.
+            Some((verifier, unsafe { self.auth().read() }, Instant::now()))
+        };
+        state.deferred = None;
+        state.open.push(Open {
             _dispatching: dispatching,
             _transport: self.clone(),
+            unanswered: Some(Unanswered { id, xid, binding, wrapped }),
             id,
-            xid,
-            answered: false,
             arguments: Some(arguments),
             gss,
-            binding,
-            wrapped,
             placed,
+            interrupted,
         });
         true
     }
@@ -840,13 +909,8 @@ unsafe extern "C" fn reply(xprt: *mut SVCXPRT, message: *mut rpc_msg) -> bool_t 
     guard(|| {
         // SAFETY: libtirpc's loop and its transport.
         let own = unsafe { transport(xprt) }?;
-        let answered = own
-            .state()
-            .open
-            .last()
-            .filter(|r| !r.answered)
-            .map(|r| (r.id, r.xid, r.wrapped, r.binding.clone()));
-        let Some((id, xid, wrapped, binding)) = answered else { return Ok(0) };
+        let Some(request) = own.state().unanswered().cloned() else { return Ok(0) };
+        let Unanswered { id, xid, binding, wrapped } = request;
         let Some(responder) = own.responder.upgrade() else { return Ok(0) };
         let mut encoder = Encoder::new(responder.message()?);
         // SAFETY: the caller's message, which it lets the transport change.
@@ -869,10 +933,8 @@ unsafe extern "C" fn reply(xprt: *mut SVCXPRT, message: *mut rpc_msg) -> bool_t 
         stats::add(Counter::BytesCopied, encoder.copied());
         let message = encoder.finish()?;
         let loans = message.loans();
-        // Unless the xdrproc has answered it.
-        let open =
-            own.state().find(id).is_some_and(|request| !std::mem::replace(&mut request.answered, true));
-        if !open {
+        // Unless the xdrproc has done so.
+        if !own.state().answer(id) {
             return Ok(0);
         }
         log_debug!("fd {}: reply {}: {} bytes", own.fd, Xid(xid), message.len());

@@ -354,6 +354,14 @@ impl Pair {
         self.check();
     }
 
+    /// The dispatch routine of a request returns without a reply.
+    pub fn defer(&mut self, at: usize) {
+        self.tick();
+        self.server.engine.defer(self.handed[at].id);
+        self.drain(Server);
+        self.check();
+    }
+
     /// Delivers the oldest Send or Write of a side. False when there is none.
     pub fn deliver(&mut self, from: Side) -> bool {
         let Some(request) = self.end(from).sends.pop_front() else { return false };

@@ -40,7 +40,7 @@ SCRIPTS := $(filter-out tests/lib.sh tests/ns.sh tests/packages.sh,$(sort $(wild
 VM_SCRIPTS := $(filter-out tests/vm/guest.sh tests/vm/setup.sh tests/vm/vm.sh,$(sort $(wildcard tests/vm/*.sh)))
 LONG := $(sort $(wildcard tests/long/*.sh))
 
-all: $(LIBRARY) build/librpcrdma.so
+all: $(LIBRARY) build/librpcrdma.so build/rpcrdma-run
 
 # How the library is built, and of what: where this has changed, what is there is stale, whatever its time says.
 # `make install` installs what was built, and need not be told the flags again.
@@ -72,6 +72,13 @@ $(LIBRARY): build/librpcrdma.a src/exports.map
 build/librpcrdma.so: $(LIBRARY)
 	ln -sf librpcrdma.so.0 $@
 
+# It knows where the library is installed, so it is compiled for each place.
+compile_run = $(CC) -O2 -Wall -Wextra $(CFLAGS) -D_GNU_SOURCE -DLIBDIR='"$(LIBDIR)"' -o $(1) rpcrdma-run.c $(LDFLAGS) -ldl
+
+build/rpcrdma-run: rpcrdma-run.c
+	@mkdir -p build
+	$(call compile_run,$@)
+
 install: all
 	$(INSTALL) -d $(DESTDIR)$(LIBDIR)/pkgconfig $(DESTDIR)$(INCLUDEDIR) $(DESTDIR)$(BINDIR)
 	$(INSTALL) -m 644 $(LIBRARY) $(DESTDIR)$(LIBDIR)/librpcrdma.so.0
@@ -80,7 +87,7 @@ install: all
 	sed -e 's|@LIBDIR@|$(LIBDIR)|' -e 's|@INCLUDEDIR@|$(INCLUDEDIR)|' -e 's|@VERSION@|$(VERSION)|' \
 	    pkgconfig/rpcrdma.pc.in > $(DESTDIR)$(LIBDIR)/pkgconfig/rpcrdma.pc
 	chmod 644 $(DESTDIR)$(LIBDIR)/pkgconfig/rpcrdma.pc
-	sed -e 's|@LIBDIR@|$(LIBDIR)|' rpcrdma-run > $(DESTDIR)$(BINDIR)/rpcrdma-run
+	$(call compile_run,$(DESTDIR)$(BINDIR)/rpcrdma-run)
 	chmod 755 $(DESTDIR)$(BINDIR)/rpcrdma-run
 	@for page in $(MANUALS); do \
 	    $(INSTALL) -D -m 644 $$page $(DESTDIR)$(MANDIR)/man$${page##*.}/$${page##*/} || exit 1; done

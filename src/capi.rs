@@ -135,6 +135,30 @@ pub extern "C" fn rpcrdma_version() -> *const c_char {
     guard(|| Ok(VERSION.as_ptr()))
 }
 
+/// cbindgen:ignore
+///
+/// For rpcrdma-run, of the same version: whether the settings of the environment and of the files are understood. If not,
+/// why: up to `size` bytes of text, a line for each thing that is wrong, with a NUL.
+///
+/// # Safety
+/// `why` is NULL or has room for `size` bytes.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn rpcrdma_settings_check(why: *mut c_char, size: usize) -> bool_t {
+    guard(|| {
+        let lines: Vec<String> =
+            config::check().iter().map(|error| error.text().replace('\0', " ")).collect();
+        let text = lines.join("\n");
+        if let Some(room) = size.checked_sub(1).filter(|_| !why.is_null()) {
+            let length = text.len().min(room);
+            // SAFETY: room for that many bytes and one more, by the contract; the text is ours.
+            unsafe { why.cast::<u8>().copy_from_nonoverlapping(text.as_ptr(), length) };
+            // SAFETY: as above.
+            unsafe { why.add(length).write(0) };
+        }
+        Ok(bool_t::from(lines.is_empty()))
+    })
+}
+
 /// Copies the counters of this process to *stats. `size` is sizeof *stats as the program was compiled: a program
 /// and a library of different age understand each other, and counters that the library does not have are 0.
 /// FALSE, and *stats untouched, for NULL or a size that is no multiple of a counter's.

@@ -56,12 +56,7 @@ cc -w -o stock hello.c $(pkg-config --cflags --libs libtirpc)
 export LD_LIBRARY_PATH=$stage/lib
 run=$stage/bin/rpcrdma-run
 
-check "rpcrdma-run without a command" 'usage: rpcrdma-run' "$run"
-check "rpcrdma-run without a library names what to do" 'RPCRDMA_LIB' env RPCRDMA_LIB=/does/not/exist "$run" true
-check "rpcrdma-run with a library of one's choice" "^$LIBRPCRDMA \$" \
-    env RPCRDMA_LIB="$LIBRPCRDMA" "$run" sh -c 'echo $LD_PRELOAD'
-check "rpcrdma-run keeps other preloads" "^$stage/lib/librpcrdma.so.0:/lib/x86_64-linux-gnu/libdl.so.2 \$" \
-    env LD_PRELOAD=/lib/x86_64-linux-gnu/libdl.so.2 "$run" sh -c 'echo $LD_PRELOAD'
+check "rpcrdma-run finds the library that is installed" "^$stage/lib/librpcrdma.so.0 \$" "$run" sh -c 'echo $LD_PRELOAD'
 
 # What a user sees when something is wrong.
 check "a misspelt variable is named" 'RPCRDMA_REDIRCT: no such environment variable; did you mean RPCRDMA_REDIRECT' \

@@ -8,8 +8,11 @@
  *                                    served by a daemon, or by two workers
  *   netid listen PORT                a TCP listener that has nothing to do with RPC
  *   netid call HOST VERSION NETTYPE  clnt_create and the null procedure
+ *   netid many HOST NUMBER NETTYPE   as many CLIENTs at a time, each with a call
  *   netid getaddr HOST VERSION       rpcb_getaddr on netid "rdma"
  *   netid rpc_call HOST NETTYPE      rpc_call of procedure 1, which adds one
+ *   netid rpcbind NETID              rpcbind itself: by name, by rpcb_getaddr and by its address
+ *   netid serve_on NETID             svc_tp_create, so on this netid only; prints READY
  */
 #include <fcntl.h>
 #include <netinet/in.h>
@@ -81,6 +84,46 @@ static void entry(const char *netid, const char *family, const char *uaddr)
     free(address->buf);
     free(address);
     freenetconfigent(nconf);
+}
+
+/* rpcbind is not there over RDMA: by name there is nothing, and at its address a CLIENT that says what it is. */
+static int rpcbind(const char *netid)
+{
+    struct timeval timeout = {5, 0};
+    struct netconfig *nconf = getnetconfigent(netid);
+    char room[sizeof(struct sockaddr_in6)];
+    struct netbuf there = {sizeof room, 0, room}, *address;
+    rpcblist *list;
+    CLIENT *client;
+
+    NEED(nconf != NULL);
+    client = clnt_tp_create("localhost", 100000, 4, nconf);
+    NEED(client == NULL);
+    puts(clnt_spcreateerror("by name"));
+    NEED(!rpcb_getaddr(100000, 4, nconf, &there, "127.0.0.1"));
+    address = uaddr2taddr(nconf, "127.0.0.1.0.111");
+    client = clnt_tli_create(RPC_ANYFD, nconf, address, 100000, 4, 0, 0);
+    NEED(client != NULL);
+    printf("at its address: %s, %s\n", client->cl_netid,
+           clnt_sperrno(clnt_call(client, 0, (xdrproc_t)xdr_void, NULL, (xdrproc_t)xdr_void, NULL, timeout)));
+    clnt_destroy(client);
+    list = rpcb_getmaps(nconf, "127.0.0.1");
+    printf("its list: %s\n", list ? "there" : "none");
+    return 0;
+}
+
+static int serve_on(const char *netid)
+{
+    struct netconfig *nconf = getnetconfigent(netid);
+    NEED(nconf != NULL);
+    if (svc_tp_create(dispatch, PROG, 1, nconf) == NULL) {
+        fprintf(stderr, "%s\n", clnt_spcreateerror("svc_tp_create"));
+        return 1;
+    }
+    puts("READY 0");
+    fflush(stdout);
+    svc_run();
+    return 1;
 }
 
 static int serve(const char *nettype, const char *how)
@@ -177,6 +220,10 @@ int main(int argc, char **argv)
         fflush(stdout);
         pause();
     }
+    if (strcmp(what, "serve_on") == 0 && argc > 2)
+        return serve_on(argv[2]);
+    if (strcmp(what, "rpcbind") == 0 && argc > 2)
+        return rpcbind(argv[2]);
     if (strcmp(what, "call") == 0 && argc > 4) {
         CLIENT *client = clnt_create(argv[2], PROG, (rpcvers_t)atoi(argv[3]), argv[4]);
         enum clnt_stat status;
@@ -188,6 +235,17 @@ int main(int argc, char **argv)
         printf("%s: %s\n", client->cl_netid, clnt_sperrno(status));
         clnt_destroy(client);
         return status != RPC_SUCCESS;
+    }
+    if (strcmp(what, "many") == 0 && argc > 4) {
+        for (int number = atoi(argv[3]); number > 0; number--) {
+            CLIENT *client = clnt_create(argv[2], PROG, 1, argv[4]);
+            if (client == NULL) {
+                clnt_pcreateerror("create");
+                return 1;
+            }
+            NEED(clnt_call(client, 0, (xdrproc_t)xdr_void, NULL, (xdrproc_t)xdr_void, NULL, timeout) == RPC_SUCCESS);
+        }
+        return 0;
     }
     if (strcmp(what, "getaddr") == 0 && argc > 3) {
         struct netconfig *nconf = getnetconfigent("rdma");

@@ -153,7 +153,7 @@ pub unsafe extern "C" fn rpcrdma_settings_check(why: *mut c_char, size: usize) -
             // SAFETY: room for that many bytes and one more, by the contract; the text is ours.
             unsafe { why.cast::<u8>().copy_from_nonoverlapping(text.as_ptr(), length) };
             // SAFETY: as above.
-            unsafe { why.add(length).write(0) };
+            unsafe { why.wrapping_add(length).write(0) };
         }
         Ok(bool_t::from(lines.is_empty()))
     })

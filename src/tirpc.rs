@@ -580,6 +580,25 @@ pub fn creation_failed(error: &Error) {
     });
 }
 
+/// What this thread's latest creation has recorded, in libtirpc and here: to be put back by [`creation_record`] behind
+/// creations of our own.
+pub fn creation_recorded() -> (rpc_createerr, Option<(u32, String)>) {
+    // SAFETY: returns the thread's own structure.
+    let place = unsafe { __rpc_createerr() };
+    // SAFETY: written by this thread only, which is here.
+    let status = unsafe { place.read() };
+    (status, EXPLANATION.try_with(|explanation| explanation.borrow().clone()).ok().flatten())
+}
+
+/// Puts back what [`creation_recorded`] returned.
+pub fn creation_record((status, text): (rpc_createerr, Option<(u32, String)>)) {
+    // SAFETY: returns the thread's own structure.
+    let place = unsafe { __rpc_createerr() };
+    // SAFETY: written by this thread only, which is here.
+    unsafe { place.write(status) };
+    let _ = EXPLANATION.try_with(|explanation| explanation.replace(text));
+}
+
 /// Adds a text to what libtirpc itself has recorded in `*__rpc_createerr()`.
 pub fn creation_explained(text: String) {
     // SAFETY: returns the thread's own structure.

@@ -60,9 +60,57 @@ cmp -s dump.tcp dump.rdma && ok "rpcinfo -T rdma lists what -T tcp lists" || FAI
 stop "$server"
 check "svc_unreg removes the rows" '^$' rows
 
+# rpcbind itself is reached over tcp only, and nobody is told otherwise.
+check "rpcbind on netid rdma: an error by name, tcp at its address" \
+    'by name: RPC: Program not registered; program 100000 is rpcbind itself, which is reached over tcp.* at its address: tcp, RPC: Success its list: there' \
+    run ./netid rpcbind rdma
+check "and the log says so" 'program 100000 version 4 \(rpcbind\) goes over tcp' \
+    run env RPCRDMA_LOG=info ./netid rpcbind rdma
+for name in portmapper '100000 4'; do
+    check "rpcinfo -T rdma HOST $name is an error" 'RPC: Program not registered; program 100000 is rpcbind itself' \
+        run rpcinfo -T rdma 127.0.0.1 $name
+done
+
 check "not registered: the text names netid and host" \
-    'RPC: Program not registered; program [0-9]+ is not registered on netid rdma6? at 127\.0\.0\.1' \
+    'RPC: Program not registered; program [0-9]+ is not registered on netid rdma at 127\.0\.0\.1, and on no other: is' \
     run ./netid call 127.0.0.1 1 rdma
+serve -- tcp
+check "registered for tcp only: what its server needs" \
+    'not registered on netid rdma at 127\.0\.0\.1, but on tcp, tcp6: its server must run with librpcrdma, and with RPCRDMA_REDIRECT' \
+    run ./netid call 127.0.0.1 1 rdma
+stop "$server"
+# serve_on NETID [COMMAND...]: a server on one netid.
+serve_on() {
+    local netid=$1; shift
+    log=$scratch/server.log start_ready "$@" "${preloaded[@]}" ./netid serve_on "$netid" || FAIL "server on $netid starts" server.log
+}
+rpcinfo -d $program 1 2>/dev/null
+serve_on rdma
+check "registered for IPv4 only, asked for IPv6" \
+    'not registered on netid rdma6 at ::1, but on rdma: its server has no IPv6 address' run ./netid call ::1 1 rdma6
+check "no IPv4 address, and which netid has one" 'RPC: ::1 has no IPv4 address, as netid rdma needs it; perhaps it is there on rdma6' \
+    run rpcinfo -T rdma ::1 $program 1
+stop "$server"; rpcinfo -d $program 1 2>/dev/null
+
+# Another user's row.
+chmod 755 "$scratch"
+ordinary() { echo setpriv --reuid "$1" --regid "$1" --clear-groups; }
+serve_on rdma $(ordinary 1000)
+check "a row of another user's: whose, and what to do" \
+    'rpcbind does not register program [0-9]+ version 1 on netid rdma: it has a row for 0\.0\.0\.0\.[0-9.]+ already, of 1000, .*rpcinfo -d [0-9]+ 1' \
+    run $(ordinary 1001) ./netid serve_on rdma
+log=$scratch/moved.log start_ready $(ordinary 1001) "${moved[@]}" RPCRDMA_LOG=warn ./netid serve tcp || FAIL "moved beside it" moved.log
+check "and of a moved server, in the log" 'warn: rpcbind does not register program [0-9]+ version 1 on netid rdma: it has a row .* of 1000' cat moved.log
+stop "$server"
+for child in "${children[@]}"; do stop "$child"; done
+rpcinfo -d $program 1 2>/dev/null
+
+# Out of descriptors.
+log=$scratch/full.log start_ready bash -c 'ulimit -n 12; exec "$@"' - "${preloaded[@]}" RPCRDMA_LOG=warn ./netid serve rdma
+check "a server out of descriptors, at its clients" \
+    'no RDMA connection to .*; its server must run with librpcrdma, and have descriptors left' run ./netid many 127.0.0.1 12 rdma
+check "and in its log" 'an RDMA connection is refused: Too many open files; raise its limit \(ulimit -n' cat full.log
+stop "$server"; rpcinfo -d $program 1 2>/dev/null
 check "unknown host" 'RPC: Unknown host; no\.such\.host\.invalid' run ./netid call no.such.host.invalid 1 rdma
 check "no rpcbind" 'RPC: Port mapper failure.*no rpcbind at 127\.0\.0\.1:111' \
     env NO_RPCBIND=1 bash "$here/ns.sh" "${preloaded[@]}" ./netid call 127.0.0.1 1 rdma

@@ -80,6 +80,7 @@ check "the example" "^program $program version 1 at 127\.0\.0\.1 is ready over r
 check "the example, linked by hand" 'is ready over rdma' ./byhand 127.0.0.1 $program 1
 check "the example against stock libtirpc, preloaded" 'is ready over rdma' "$run" ./stock 127.0.0.1 $program 1
 check "the example without the library" 'RPC: Unknown protocol' ./stock 127.0.0.1 $program 1
+check "the example of rpcbind itself" 'program 100000 is rpcbind itself, which is reached over tcp' ./hello 127.0.0.1 100000 4
 check "the client's log" 'rpcrdma\[[0-9]+\] info: fd [0-9]+: program [0-9]+ version 1 goes over rdma to 127\.0\.0\.1:[0-9]+ \(software iWARP, CRC off, inline 4096 bytes out and 4096 in\)' \
     env RPCRDMA_LOG=info ./hello 127.0.0.1 $program 1
 check "the server's log" 'info: fd [0-9]+: accepted 127\.0\.0\.1:[0-9]+ over rdma \(software iWARP' cat "$log"
@@ -138,6 +139,6 @@ stop "$server"
 
 check "no rpcbind, client" 'no rpcbind at 127\.0\.0\.1:111: Connection refused; is it running' \
     env NO_RPCBIND=1 bash "$here/ns.sh" ./hello 127.0.0.1 $program 1
-check "no rpcbind, server" 'rpcbind does not register program [0-9]+ on netid rdma6?; is it running' \
+check "no rpcbind, server" 'rpcbind does not register program [0-9]+ version 1 on netid rdma6?: no rpcbind at 127\.0\.0\.1:111: .*; is it running' \
     env NO_RPCBIND=1 bash "$here/ns.sh" "$run" ./netid serve rdma
 closing

@@ -25,7 +25,7 @@ use std::collections::{HashMap, VecDeque};
 use std::io;
 use std::os::fd::RawFd;
 
-use crate::error::{Error, Kind};
+use crate::error::{Error, Kind, os_text};
 use crate::memory::{IoVecMut, Region, Sink};
 use crate::provider::{Completion, Limits, QueuePair, WorkRequest};
 use crate::stats::{self, Counter};
@@ -289,7 +289,7 @@ impl Iwarp {
                 Ok(true)
             }
             Err(e) if e.kind() == io::ErrorKind::WouldBlock => Ok(false),
-            Err(e) => Err(lost(format!("the connection was lost during the MPA startup: {e}"))),
+            Err(e) => Err(lost(format!("the connection was lost during the MPA startup: {}", os_text(&e)))),
         }
     }
 

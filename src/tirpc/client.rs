@@ -241,7 +241,7 @@ pub unsafe fn vc_create(
             let remedy = match (intent, error.kind()) {
                 (Intent::Try, _) => "; RPCRDMA_FALLBACK=no forbids tcp",
                 (Intent::Required, Kind::ConnectionLost | Kind::Refused) => {
-                    "; its server must run with librpcrdma"
+                    "; its server must run with librpcrdma, and have descriptors left for its clients"
                 }
                 (Intent::Required, _) => "",
             };

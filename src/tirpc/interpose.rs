@@ -14,7 +14,9 @@
 //! - A configuration that cannot be understood fails the creators of netid "rdma", with the text where
 //!   `clnt_pcreateerror` finds it, and leaves everything else stock: nothing is moved. Only a client that would be moved
 //!   and must not fall back to tcp fails too.
-//! - rpcbind's own program, 100000, is never moved, on no netid: "rdma" means plain tcp for it.
+//! - rpcbind's own program, 100000, is never moved, on no netid. Who looks it up by netid "rdma" gets an error: RDMA or
+//!   an error. A CLIENT that is made for its address asks it something about other programs (libtirpc's own functions and
+//!   rpcinfo do that with whatever netid they were given): it is a stock one over tcp, and its netid and the log say so.
 //! - Under the mark of [`Inside`] nothing is created or moved: the real function is called. The functions that only say
 //!   what a netid is do not need the mark.
 //! - What is remembered here lies in fixed arrays of atomics: no lock that a fork or a signal handler could find taken.
@@ -39,12 +41,12 @@ use crate::tirpc::client::{self, Intent};
 use crate::tirpc::netid::{self, Netid, RPCBIND_PORT, nettype};
 use crate::tirpc::{
     __rpc_sockinfo, CLIENT, RPC_ANYFD, RPCBPROG, SVCXPRT, TRUE, bool_t, creation_explained,
-    creation_explanation, creation_failed, creation_started, dispatch_t, is_libtirpcs, netbuf, netconfig,
-    real, registered_t, server, t_bind,
+    creation_explanation, creation_failed, creation_record, creation_recorded, creation_started, dispatch_t,
+    is_libtirpcs, netbuf, netconfig, real, registered_t, server, t_bind,
 };
 use crate::tirpc::{adapters, beside};
 use crate::xdr::XdrProc;
-use crate::{log_debug, log_error, socket};
+use crate::{log_debug, log_error, log_info, log_warn, socket};
 
 // What a netid is.
 
@@ -186,14 +188,20 @@ pub unsafe extern "C" fn clnt_tli_create(
     guard(|| {
         let real = real::CLNT_TLI_CREATE.get()?;
         // SAFETY: by the contract.
-        let moved = unsafe { Netid::of(nconf) }.is_some() && prog != RPCBPROG;
-        let inside = if moved { Inside::enter() } else { None };
-        let Some(inside) = inside else {
+        let netid = unsafe { Netid::of(nconf) };
+        let (Some(netid), Some(inside)) = (netid, Inside::enter()) else {
             // SAFETY: the caller's own arguments.
             return Ok(unsafe { real(fd, nconf, address, prog, vers, sendsz, recvsz) });
         };
         creation(|| {
             config::get()?;
+            if prog == RPCBPROG {
+                log_info!(
+                    "program {prog} version {vers} (rpcbind) goes over tcp: it is not reached over rdma"
+                );
+                // SAFETY: the caller's own arguments, and an entry that nobody writes.
+                return Ok(unsafe { real(fd, netid.stock(), address, prog, vers, sendsz, recvsz) });
+            }
             // The real function reads the address unasked; a connected socket knows it.
             let mut peer = None;
             let address = if address.is_null() {
@@ -438,9 +446,13 @@ pub unsafe extern "C" fn rpcb_set(
         // SAFETY: the caller's own arguments.
         let set = unsafe { real(prog, vers, nconf, address) };
         // SAFETY: by the contract.
-        if let (0, Some(netid)) = (set, unsafe { Netid::of(nconf) }) {
-            let netid = netid.name().to_string_lossy();
-            let text = format!("rpcbind does not register program {prog} on netid {netid}; is it running?");
+        if let (0, Some(netid)) = (set, unsafe { Netid::of(nconf) })
+            && let Some(inside) = Inside::enter()
+        {
+            // What libtirpc has recorded is kept: asking rpcbind may record something else.
+            let recorded = creation_recorded();
+            let text = netid::refused(prog, vers, netid, &inside);
+            creation_record(recorded);
             log_error!("{text}");
             creation_explained(text);
         }
@@ -448,7 +460,7 @@ pub unsafe extern "C" fn rpcb_set(
         let Some((stock, netid)) = (unsafe { Netid::beside(nconf) }) else { return Ok(set) };
         // SAFETY: an address as rpcb_set takes it.
         let local = unsafe { socket_address(address) };
-        let (Some(local), true, Some(_inside)) = (local, moves(stock, prog), Inside::enter()) else {
+        let (Some(local), true, Some(inside)) = (local, moves(stock, prog), Inside::enter()) else {
             return Ok(set);
         };
         if datagrams(stock) {
@@ -458,8 +470,13 @@ pub unsafe extern "C" fn rpcb_set(
         PORTS.add(local.port());
         adapters::registered();
         // rpcbind's answer for the stock netid is the program's; a refused row for "rdma" leaves it reachable there.
+        let recorded = creation_recorded();
         // SAFETY: the entry is static, the address the caller's.
-        unsafe { real(prog, vers, netid.entry(), address) };
+        let beside = unsafe { real(prog, vers, netid.entry(), address) };
+        if (set, beside) == (1, 0) {
+            log_warn!("{}", netid::refused(prog, vers, netid, &inside));
+        }
+        creation_record(recorded);
         Ok(set)
     })
 }
@@ -857,8 +874,16 @@ unsafe fn explained(stock: *mut c_char, explanation: Option<String>) -> *mut c_c
     }
     let Some(explanation) = explanation else { return stock };
     // SAFETY: by the contract.
-    let start = unsafe { ffi::cstr(stock) }.map_or(&b""[..], CStr::to_bytes);
-    let text = [start.trim_ascii_end(), b"; ", explanation.replace('\0', " ").as_bytes(), b"\0"].concat();
+    let start = unsafe { ffi::cstr(stock) }.map_or(&b""[..], CStr::to_bytes).trim_ascii_end();
+    // libtirpc has no words for RPC_N2AXLATEFAILURE, and what it says instead says less than nothing beside ours.
+    let start = start.strip_suffix(b" (unknown error code)").unwrap_or(start);
+    let text = [
+        start,
+        if start.ends_with(b":") { b" " } else { b"; " },
+        explanation.replace('\0', " ").as_bytes(),
+        b"\0",
+    ]
+    .concat();
     TEXT.try_with(|buffer| {
         let mut buffer = buffer.borrow_mut();
         *buffer = text;

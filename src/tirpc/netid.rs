@@ -1,7 +1,8 @@
 //! The netids "rdma" and "rdma6": what netconfig, name-to-address translation and rpcbind say about them.
 //!
 //! Owned here: the two netconfig entries, which exist in no file; the handles that `__rpc_setconf` gives out for the
-//! nettypes "rdma" and "rdma6"; addresses as libtirpc wants them; the look-up of a program at a host's rpcbind.
+//! nettypes "rdma" and "rdma6"; addresses as libtirpc wants them; the look-up of a program at a host's rpcbind, and what
+//! there is to say when rpcbind has no row, or takes none.
 //!
 //! Left to others: [`super::interpose`] decides when to ask; the stock `taddr2uaddr`, `uaddr2taddr` and
 //! `__rpc_nconf2fd` work for both netids as soon as `__rpc_nconf2sockinfo` says that they are TCP sockets.
@@ -105,6 +106,12 @@ impl Netid {
         &ENTRIES[self as usize].0
     }
 
+    /// The entry of tcp over the same family, for what goes over tcp though one of our netids is asked for.
+    pub fn stock(self) -> *const netconfig {
+        static ENTRIES: [Entry; 2] = [Entry::tcp(Netid::Rdma), Entry::tcp(Netid::Rdma6)];
+        &ENTRIES[self as usize].0
+    }
+
     /// A copy of the entry that `freenetconfigent` can free: the structure and one block of strings, which
     /// starts with the netid.
     ///
@@ -147,6 +154,22 @@ impl Netid {
         }
     }
 
+    /// The other one.
+    fn other(self) -> Netid {
+        match self {
+            Netid::Rdma => Netid::Rdma6,
+            Netid::Rdma6 => Netid::Rdma,
+        }
+    }
+
+    /// Its addresses, in words for people.
+    fn family(self) -> &'static str {
+        match self {
+            Netid::Rdma => "IPv4",
+            Netid::Rdma6 => "IPv6",
+        }
+    }
+
     fn is_family_of(self, address: &SocketAddr) -> bool {
         address.is_ipv4() == (self == Netid::Rdma)
     }
@@ -184,6 +207,20 @@ impl Entry {
             nc_nlookups: 0,
             nc_lookups: null_mut(),
             nc_unused: [0 as c_ulong; 9],
+        })
+    }
+
+    /// What /etc/netconfig says of the stock netid beside ours.
+    const fn tcp(netid: Netid) -> Entry {
+        let name = match netid {
+            Netid::Rdma => c"tcp",
+            Netid::Rdma6 => c"tcp6",
+        };
+        Entry(netconfig {
+            nc_netid: name.as_ptr().cast_mut(),
+            nc_flag: nc::NC_VISIBLE,
+            nc_proto: c"tcp".as_ptr().cast_mut(),
+            ..Entry::new(netid).0
         })
     }
 }
@@ -274,13 +311,13 @@ impl Sockaddr {
 
 /// The address at which `prog` is registered on `netid` at `host` (this machine if `None`).
 ///
-/// The exact version is preferred; any other version of the program will do, as with GETADDR. rpcbind itself is not
-/// asked about rpcbind. `timeout` bounds the call to rpcbind; 60 s, libtirpc's own, if `None`.
+/// The exact version is preferred; any other version of the program will do, as with GETADDR. `timeout` bounds the call
+/// to rpcbind; 60 s, libtirpc's own, if `None`.
 ///
 /// The mark of being inside the library must be set: everything here goes over stock tcp.
 ///
 /// # Errors
-/// Unknown host, no address of the netid's family, no rpcbind, not registered.
+/// Unknown host, no address of the netid's family, no rpcbind, not registered. rpcbind itself is not there over rdma.
 pub fn look_up(
     host: Option<&CStr>,
     prog: u32,
@@ -290,27 +327,77 @@ pub fn look_up(
     _: &Inside,
 ) -> Result<SocketAddr, Error> {
     let name = host.map_or("localhost".into(), |host| host.to_string_lossy().into_owned());
+    if prog == RPCBPROG {
+        let text = format!("program {prog} is rpcbind itself, which is reached over tcp and not over rdma");
+        return Err(Error::new(Kind::NotRegistered, text));
+    }
     let mut failure = None;
     for at in resolve(host, &name, netid)? {
-        if prog == RPCBPROG {
-            return Ok(at);
-        }
         match dump(at, netid, timeout, prog) {
             Ok(rows) => {
-                return choose(&rows, vers, at, netid).ok_or_else(|| not_registered(prog, netid, &name));
+                return choose(&rows, vers, at, netid)
+                    .ok_or_else(|| not_registered(prog, netid, &name, &rows));
             }
             Err(error) => failure = Some(error),
         }
     }
-    Err(failure.unwrap_or_else(|| not_registered(prog, netid, &name)))
+    Err(failure.unwrap_or_else(|| not_registered(prog, netid, &name, &[])))
 }
 
-fn not_registered(prog: u32, netid: Netid, host: &str) -> Error {
-    let netid = netid.name().to_string_lossy();
-    let text = format!(
-        "program {prog} is not registered on netid {netid} at {host}: its server must run with librpcrdma"
-    );
+/// Says where the program is registered instead, which tells what to do.
+fn not_registered(prog: u32, netid: Netid, host: &str, rows: &[Row]) -> Error {
+    let of = |name: &str| rows.iter().filter(|row| row.netid == name).map(|row| row.uaddr.as_str()).next();
+    let mut others: Vec<&str> = rows.iter().map(|row| row.netid.as_str()).collect();
+    others.sort_unstable();
+    others.dedup();
+    let (name, other) = (netid.name().to_string_lossy(), netid.other());
+    let hint = if let Some(uaddr) = of(&name) {
+        format!(", but for {uaddr}, which does not lead there from here")
+    } else if of(&other.name().to_string_lossy()).is_some() {
+        format!(", but on {}: its server has no {} address", other.name().to_string_lossy(), netid.family())
+    } else if others.is_empty() {
+        ", and on no other: is its server running?".into()
+    } else {
+        format!(
+            ", but on {}: its server must run with librpcrdma, and with RPCRDMA_REDIRECT=tcp if it knows tcp only",
+            others.join(", ")
+        )
+    };
+    let text = format!("program {prog} is not registered on netid {name} at {host}{hint}");
     Error::new(Kind::NotRegistered, text)
+}
+
+/// Why this machine's rpcbind has just refused to register the program, as far as it tells.
+///
+/// The mark of being inside the library must be set.
+pub fn refused(prog: u32, vers: u32, netid: Netid, _: &Inside) -> String {
+    let name = netid.name().to_string_lossy();
+    let why = look_at_rows(netid, prog).map_or_else(
+        |error| error.to_string(),
+        |rows| match rows.iter().find(|row| row.netid == name && row.vers == vers) {
+            Some(Row { uaddr, owner, .. }) => format!(
+                "it has a row for {uaddr} already, of {owner}, whom no other user can replace: end that server, or let \
+                 its owner or root remove the row with rpcinfo -d {prog} {vers}"
+            ),
+            None => "it is running, and refuses this user".into(),
+        },
+    );
+    format!("rpcbind does not register program {prog} version {vers} on netid {name}: {why}")
+}
+
+/// The rows of this machine's rpcbind.
+fn look_at_rows(netid: Netid, prog: u32) -> Result<Vec<Row>, Error> {
+    let mut failure = Error::new(Kind::Rpcbind, "no address of this machine");
+    // Where IPv6 is off, rpcbind is there over IPv4 all the same.
+    for netid in [netid, Netid::Rdma] {
+        for at in resolve(None, "localhost", netid)? {
+            match dump(at, netid, Some(libc::timeval { tv_sec: 5, tv_usec: 0 }), prog) {
+                Ok(rows) => return Ok(rows),
+                Err(error) => failure = error,
+            }
+        }
+    }
+    Err(failure)
 }
 
 /// The addresses of `host` in the family of `netid`, with rpcbind's port; never empty.
@@ -328,8 +415,13 @@ fn resolve(host: Option<&CStr>, name: &str, netid: Netid) -> Result<Vec<SocketAd
     let mut found: Vec<_> = found.filter(|address| netid.is_family_of(address)).collect();
     found.dedup();
     if found.is_empty() {
-        let family = netid.family_name().to_string_lossy();
-        return Err(Error::new(Kind::NoAddress, format!("{name} has no {family} address")));
+        let (family, netid, other) = (netid.family(), netid.name(), netid.other().name());
+        let text = format!(
+            "{name} has no {family} address, as netid {} needs it; perhaps it is there on {}",
+            netid.to_string_lossy(),
+            other.to_string_lossy()
+        );
+        return Err(Error::new(Kind::NoAddress, text));
     }
     Ok(found)
 }
@@ -338,12 +430,18 @@ fn resolve(host: Option<&CStr>, name: &str, netid: Netid) -> Result<Vec<SocketAd
 #[derive(Debug, PartialEq, Eq)]
 struct Row {
     vers: u32,
+    netid: String,
     uaddr: String,
+    owner: String,
 }
 
 /// Chooses a row and says where it really is, as seen from a client of the host at `at`.
 fn choose(rows: &[Row], vers: u32, at: SocketAddr, netid: Netid) -> Option<SocketAddr> {
+    let name = netid.name().to_string_lossy();
     let usable = |row: &Row| {
+        if row.netid != name {
+            return None;
+        }
         let mut address = parse_uaddr(&row.uaddr, netid)?;
         if address.ip().is_unspecified() {
             // The scope comes with it: a link-local host is reachable only through its interface.
@@ -374,7 +472,7 @@ fn parse_uaddr(uaddr: &str, netid: Netid) -> Option<SocketAddr> {
     if port == 0 { None } else { Some(SocketAddr::new(ip, port)) }
 }
 
-/// What rpcbind at `at` lists for `prog` on `netid`.
+/// What rpcbind at `at`, of the family of `netid`, lists for `prog`, on whatever netid.
 fn dump(at: SocketAddr, netid: Netid, timeout: Option<libc::timeval>, prog: u32) -> Result<Vec<Row>, Error> {
     let create = real::CLNT_TLI_CREATE.get()?;
     let mut address = Sockaddr::from(at);
@@ -417,7 +515,7 @@ fn dump(at: SocketAddr, netid: Netid, timeout: Option<libc::timeval>, prog: u32)
         // SAFETY: the handle is live, and not used after this.
         unsafe { cl_destroy(clnt) };
     }
-    let rows = rows(list, prog, netid);
+    let rows = rows(list, prog);
     // SAFETY: the proc is the one that decoded the list (which may be empty), and `rows` copied what it keeps.
     unsafe { xdr_free(Some(xdr_rpcblist_ptr), (&raw mut list).cast()) };
     if status != clnt_stat::SUCCESS {
@@ -438,20 +536,17 @@ fn call_dump(clnt: *mut CLIENT, ops: &clnt_ops, list: &mut *mut rpcblist, timeou
     }
 }
 
-fn rows(mut list: *mut rpcblist, prog: u32, netid: Netid) -> Vec<Row> {
+fn rows(mut list: *mut rpcblist, prog: u32) -> Vec<Row> {
     let mut rows = Vec::new();
     // SAFETY: a decoded list ends with NULL, and nothing else knows it.
     while let Some(entry) = unsafe { ffi::reference(list) } {
         let map = &entry.rpcb_map;
-        // SAFETY: a decoded string is NULL or NUL-terminated and lives as long as the list.
-        let name = unsafe { ffi::cstr(map.r_netid) };
-        // SAFETY: as above.
-        let uaddr = unsafe { ffi::cstr(map.r_addr) };
-        if let (Some(name), Some(uaddr)) = (name, uaddr)
-            && map.r_prog == prog
-            && name == netid.name()
-        {
-            rows.push(Row { vers: map.r_vers, uaddr: uaddr.to_string_lossy().into_owned() });
+        if map.r_prog == prog {
+            let [netid, uaddr, owner] = [map.r_netid, map.r_addr, map.r_owner].map(|string| {
+                // SAFETY: a decoded string is NULL or NUL-terminated and lives as long as the list.
+                unsafe { ffi::cstr(string) }.map_or(String::new(), |text| text.to_string_lossy().into_owned())
+            });
+            rows.push(Row { vers: map.r_vers, netid, uaddr, owner });
         }
         list = entry.rpcb_next;
     }
@@ -478,7 +573,12 @@ mod tests {
     use crate::tirpc::freenetconfigent;
 
     fn row(vers: u32, uaddr: &str) -> Row {
-        Row { vers, uaddr: uaddr.into() }
+        let netid = if uaddr.contains(':') { "rdma6" } else { "rdma" };
+        row_on(netid, vers, uaddr)
+    }
+
+    fn row_on(netid: &str, vers: u32, uaddr: &str) -> Row {
+        Row { vers, netid: netid.into(), uaddr: uaddr.into(), owner: "superuser".into() }
     }
 
     fn address(text: &str) -> SocketAddr {
@@ -558,6 +658,51 @@ mod tests {
         let rows = [row(1, "127.0.0.1.78.81")];
         assert_eq!(choose(&rows, 1, address("192.0.2.1:111"), Netid::Rdma), None);
         assert_eq!(choose(&rows, 1, address("127.0.0.1:111"), Netid::Rdma), Some(address("127.0.0.1:20049")));
+    }
+
+    #[test]
+    fn who_does_not_find_a_program_is_told_where_it_is() {
+        let text = |rows: &[Row]| not_registered(9, Netid::Rdma, "h", rows).text().to_owned();
+        let start = "program 9 is not registered on netid rdma at h";
+        assert_eq!(text(&[]), format!("{start}, and on no other: is its server running?"));
+        let tcp = [row_on("tcp", 1, "0.0.0.0.3.1"), row_on("udp", 1, "0.0.0.0.3.1"), row_on("tcp", 2, "")];
+        assert_eq!(
+            text(&tcp),
+            format!(
+                "{start}, but on tcp, udp: its server must run with librpcrdma, and with RPCRDMA_REDIRECT=tcp if it \
+                 knows tcp only"
+            )
+        );
+        let six = [row_on("tcp6", 1, "::.3.1"), row(1, "::.3.1")];
+        assert_eq!(text(&six), format!("{start}, but on rdma6: its server has no IPv4 address"));
+        let far = [row(1, "127.0.0.1.3.1")];
+        assert_eq!(choose(&far, 1, address("192.0.2.1:111"), Netid::Rdma), None);
+        assert_eq!(
+            text(&far),
+            format!("{start}, but for 127.0.0.1.3.1, which does not lead there from here")
+        );
+    }
+
+    #[test]
+    fn rpcbind_itself_is_not_looked_up_over_rdma() {
+        let inside = Inside::enter().expect("the mark");
+        let error =
+            look_up(Some(c"127.0.0.1"), RPCBPROG, 2, Netid::Rdma, None, &inside).expect_err("not there");
+        assert_eq!(error.kind(), Kind::NotRegistered);
+        assert!(error.text().contains("which is reached over tcp"), "{error}");
+    }
+
+    #[test]
+    fn the_stock_entry_is_the_one_of_the_machine() {
+        for (netid, name) in [(Netid::Rdma, c"tcp"), (Netid::Rdma6, c"tcp6")] {
+            // SAFETY: static, and never written.
+            let stock = unsafe { ffi::reference(netid.stock()) }.expect("an entry");
+            // SAFETY: static strings.
+            let strings = [stock.nc_netid, stock.nc_protofmly, stock.nc_proto, stock.nc_device]
+                .map(|string| unsafe { ffi::cstr(string) }.expect("not NULL"));
+            assert_eq!(strings, [name, netid.family_name(), c"tcp", c"-"]);
+            assert_eq!((stock.nc_semantics, stock.nc_flag), (nc::NC_TPI_COTS_ORD, nc::NC_VISIBLE));
+        }
     }
 
     #[test]

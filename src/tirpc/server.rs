@@ -122,7 +122,11 @@ unsafe fn look(xprt: *mut SVCXPRT, message: *mut rpc_msg, rdma_only: bool) -> Re
     if first == Some(b'M') {
         // SAFETY: by the contract.
         if let Err(error) = unsafe { convert(xprt, fd, rdma_only) } {
-            log_warn!("fd {fd}: an RDMA connection is refused: {error}");
+            let remedy = match error.kind() {
+                Kind::Os(libc::EMFILE) => "; raise its limit (ulimit -n, LimitNOFILE=)",
+                _ => "",
+            };
+            log_warn!("fd {fd}: an RDMA connection is refused: {error}{remedy}");
             // SAFETY: alive: it was not converted.
             unsafe { (*xprt).xp_ops = &REFUSED };
         }

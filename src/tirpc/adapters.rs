@@ -215,10 +215,9 @@ impl Entry {
 
     /// Ends the listener, if there is one, before its descriptor goes.
     fn close(&mut self) {
-        if let Some(Open { xprt: Bare(xprt), listener }) = self.open.take() {
+        if let Some(open) = self.open.take() {
             // SAFETY: registered when it was opened; its memory lives for ever.
-            unsafe { xprt_unregister(xprt) };
-            drop(listener);
+            unsafe { xprt_unregister(open.xprt.0) };
         }
     }
 }

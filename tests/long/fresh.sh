@@ -64,7 +64,7 @@ while read -r setting; do settings+=("$setting"); done < <(env | grep -i -E '^(h
 
 # system WAY: makes $root, with what this way has before the person begins.
 system() {
-    local home=/root
+    local home=/root tool
     rm -rf --one-file-system "$root"
     cp -a "$base" "$root"
     if [ "$1" = user ]; then
@@ -82,8 +82,8 @@ system() {
     rustup)
         mkdir -p "$root/root/.cargo/bin" "$root/root/.rustup"
         cp -a "$mine/bin/rustup" "$root/root/.cargo/bin/"
-        for name in cargo rustc rustdoc rustfmt cargo-fmt cargo-clippy clippy-driver; do
-            ln -sf rustup "$root/root/.cargo/bin/$name"
+        for tool in cargo rustc rustdoc rustfmt cargo-fmt cargo-clippy clippy-driver; do
+            ln -sf rustup "$root/root/.cargo/bin/$tool"
         done
         ;;
     bare) printf 'Package: libclang*\nPin: release *\nPin-Priority: -1\n' >"$root/etc/apt/preferences.d/no-libclang" ;;

@@ -18,7 +18,7 @@
 //!   call back.
 //! - The latest request that was not answered by then may be answered until the next `xp_recv` that returns TRUE, as
 //!   over libtirpc's own tcp, which keeps its XID for so long. Its arguments are gone, there as here.
-//! - No lock and no exclusive borrow of a [`Transport`] lives while a function of the program runs: it may come back by
+//! - No lock and no exclusive borrow of a `Transport` lives while a function of the program runs: it may come back by
 //!   any entry of the SVCXPRT.
 //! - libtirpc, each entry under way and each open request own a share of the transport: `svc_destroy` gives up
 //!   libtirpc's, and whoever is last frees it.

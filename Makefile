@@ -44,7 +44,7 @@ all: $(LIBRARY) build/librpcrdma.so build/rpcrdma-run
 
 # How the library is built, and of what: where this has changed, what is there is stale, whatever its time says.
 # `make install` installs what was built, and need not be told the flags again.
-BUILT_WITH := $(CARGO) $(CARGOFLAGS) $(FEATURES) RUSTFLAGS=$(RUSTFLAGS) $(TARGET); $(CC) $(LDFLAGS); $(sort $(SOURCES))
+BUILT_WITH := $(CARGO) $(CARGOFLAGS) $(FEATURES) RUSTFLAGS=$(RUSTFLAGS) $(TARGET); $(CC) $(CFLAGS) $(LDFLAGS); $(sort $(SOURCES))
 ifneq ($(filter-out install,$(or $(MAKECMDGOALS),all)),)
 ifneq ($(strip $(BUILT_WITH)),$(strip $(if $(wildcard build/flags),$(file <build/flags))))
 build/flags: FORCE
@@ -75,8 +75,7 @@ build/librpcrdma.so: $(LIBRARY)
 # It knows where the library is installed, so it is compiled for each place.
 compile_run = $(CC) -O2 -Wall -Wextra $(CFLAGS) -D_GNU_SOURCE -DLIBDIR='"$(LIBDIR)"' -o $(1) rpcrdma-run.c $(LDFLAGS) -ldl
 
-build/rpcrdma-run: rpcrdma-run.c
-	@mkdir -p build
+build/rpcrdma-run: rpcrdma-run.c build/flags
 	$(call compile_run,$@)
 
 install: all

@@ -8,8 +8,7 @@ cd "$scratch" || exit 1
 
 # ------------------------------------------------------------------------------------------------------------- stale
 
-mkdir tree bin && (cd "$top" && cp -r Makefile Cargo.toml Cargo.lock src include pkgconfig docs rpcrdma-run "$scratch/tree")
-mkdir tree/tests && cp "$here/packages.sh" tree/tests/
+mkdir tree bin && tar -C "$top" --exclude=./target --exclude=./build --exclude=./.git -cf - . | tar -C tree -xf -
 # An archive in which all that is exported is missing, which a version script forgives.
 echo 'int rpcrdma_stand_in;' >stand_in.c
 cc -c -fPIC stand_in.c || { FAIL "a stand-in for the library compiles"; closing; }
@@ -93,6 +92,31 @@ for what in build demo check; do
 done
 asked check
 says "check: the same line has what the tests use" 'apt install .*g\+\+ .*valgrind'
+
+# A sudo that asks nothing. It lets apt-get through, which writes down what it is asked for, and after that all is there.
+script sudo 'shift; case $1 in env) exec "$@" ;; *) cat >/dev/null ;; esac'
+cat >machine/apt-get <<'END'
+#!/bin/bash
+while [[ $1 == -* ]]; do [ "$1" != -o ] || shift; shift; done
+echo "$*" >>"$HOME/apt"
+here=$(dirname "$0")
+[ "$1" = update ] || for tool in make cc rpcgen pkg-config cargo; do
+    printf '#!/bin/sh\necho cargo 1.100.0\n' >"$here/$tool"; /bin/chmod 755 "$here/$tool"
+done
+END
+if LIBCLANG_PATH=$scratch SSL_CERT_FILE=/dev/null asked demo && [ "$(grep -c 'packages.sh: installing' said)" -eq 1 ] &&
+    [ "$(sed -n 1p apt)" = update ] && [ "$(wc -l <apt)" -eq 2 ] &&
+    grep -Eq '^install --no-install-recommends make gcc pkg-config rpcsvc-proto cargo-web rustc-web( |$)' apt; then
+    ok "with a sudo that asks nothing, demo installs what is missing, and goes on"
+else
+    cat apt >>said
+    FAIL "with a sudo that asks nothing, demo installs what is missing, and goes on" said
+fi
+rm -f machine/{make,cc,rpcgen,pkg-config,cargo} apt
+if asked build; then FAIL "build installs nothing" said; elif [ -e apt ]; then FAIL "build installs nothing" apt; else ok "build installs nothing"; fi
+says "with sudo, the line has it" '^    (sudo apt update && )?sudo apt install'
+rm machine/sudo
+script apt-get 'echo "apt-get must not be called" >&2; exit 1'
 
 script cargo 'echo "cargo 1.65.0"'
 asked build

@@ -114,7 +114,7 @@ missing() {
     local row name probe
     for row in "$@"; do
         read -r name probe <<<"$row"
-        $probe || echo "$name"
+        $probe >/dev/null 2>&1 || echo "$name"
     done
 }
 
@@ -169,16 +169,13 @@ may_install() {
 
 # apt ARGUMENT...: another apt may be at work on a machine that has just started: wait for it, and for nothing else.
 apt() {
-    local try
+    local try errors
     for try in 1 2 3 4 5 6; do
-        "${as_root[@]}" env DEBIAN_FRONTEND=noninteractive apt-get -qq -y -o DPkg::Lock::Timeout=120 "$@" 2>&1 >/dev/null |
-            tee >(cat >&2) | grep -q 'Could not get lock'
-        case "${PIPESTATUS[*]}" in
-        0\ *) return 0 ;;
-        *\ 0) sleep $((try * 5)) ;;
-        *) return 1 ;;
-        esac
+        errors=$("${as_root[@]}" env DEBIAN_FRONTEND=noninteractive apt-get -qq -y -o DPkg::Lock::Timeout=120 "$@" 2>&1 >/dev/null) && return
+        [[ $errors == *'Could not get lock'* ]] || break
+        sleep $((try * 5))
     done
+    echo "$errors" >&2
     return 1
 }
 

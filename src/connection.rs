@@ -330,8 +330,13 @@ struct Responder {
     handed: HashMap<RequestId, Chunks>,
     /// The latest that was deferred, until the next one is handed up.
     deferred: Option<(RequestId, Chunks)>,
-    /// Bytes of staging memory in `queue`, filled or being filled.
+    /// Bytes of Calls in `queue` that were asked for.
     staged: usize,
+    /// Bytes of each Read under way, in their order, and of all Reads so far.
+    reads: VecDeque<usize>,
+    asked: u64,
+    /// Bytes that the peer has shown to send when they are asked for: no more are under way.
+    window: usize,
     /// Most bytes that the device moves by one Read or Write; known with the first Call.
     transfer_max: usize,
     /// A Call waits for memory that other connections hold.
@@ -344,7 +349,7 @@ struct Pending {
     xid: Xid,
     chunks: Chunks,
     inline: Region,
-    /// Bytes of staging memory that it holds: none before its Reads start.
+    /// Bytes of staging memory that it holds: those that were asked for.
     staged: usize,
     state: State,
 }
@@ -364,12 +369,14 @@ struct Chunks {
 }
 
 enum State {
-    /// Waits until enough staging memory is free.
-    Waiting(Assembly, Vec<Pull>),
-    /// RDMA Reads are under way.
+    /// RDMA Reads bring it.
     Pulling {
         assembly: Assembly,
-        sink: Sink,
+        /// `None` before the first Read.
+        staging: Option<Sink>,
+        /// Reads that are not posted yet.
+        rest: VecDeque<Pull>,
+        /// Reads under way.
         left: usize,
     },
     Ready(Whole),
@@ -396,6 +403,11 @@ pub fn receive_margin(versions: Versions) -> u32 {
 
 /// Most bytes of one RDMA Read: between two of them other messages of the peer get their turn.
 const PULL_MAX: usize = 1 << 20;
+
+/// Most bytes of RDMA Reads under way: at first, for 1 MiB of arguments and the call's header, and when the peer has answered
+/// such Reads. What a peer leaves unanswered counts as memory that is held.
+const WINDOW_MIN: usize = PULL_MAX + 4096;
+const WINDOW_MAX: usize = 8 << 20;
 
 impl Connection {
     /// The engine of an established connection. Drain `poll_output` at once: it posts the Receives.
@@ -452,7 +464,12 @@ impl Connection {
                 next_xid: settings.first_xid,
                 ..Requester::default()
             },
-            responder: Responder { grant: served.max(1), receives: served, ..Responder::default() },
+            responder: Responder {
+                grant: served.max(1),
+                receives: served,
+                window: WINDOW_MIN,
+                ..Responder::default()
+            },
             output: VecDeque::new(),
             closing: false,
             closed: None,
@@ -1190,9 +1207,9 @@ impl Connection {
         Some(Request { id, xid, message, binding, wrapped, placed })
     }
 
-    /// Whether RDMA Reads are under way.
-    pub fn pulling(&self) -> bool {
-        self.responder.queue.iter().any(|pending| matches!(pending.state, State::Pulling { .. }))
+    /// Bytes that RDMA Reads have asked for so far, if some are under way.
+    pub fn pulling(&self) -> Option<u64> {
+        (!self.responder.reads.is_empty()).then_some(self.responder.asked)
     }
 
     /// Whether `resume` is to be tried again: calls, ours or the peer's, wait for memory that others hold.
@@ -1359,7 +1376,12 @@ impl Connection {
                 return self.send_error((xid, version, RdmaError::BadHeader));
             }
         } else if registrar.read_depth() > 0 {
-            pending.state = State::Waiting(assembly, pulls);
+            let most = self.responder.transfer_max.min(PULL_MAX);
+            let parts = |Pull { at, from }| {
+                transfers(from, most).map(move |(done, from)| Pull { at: at + done, from })
+            };
+            let rest = pulls.into_iter().flat_map(parts).collect();
+            pending.state = State::Pulling { assembly, staging: None, rest, left: 0 };
         } else {
             return self.send_error((xid, version, RdmaError::BadHeader));
         }
@@ -1396,67 +1418,79 @@ impl Connection {
         true
     }
 
-    /// Starts Reads, oldest request first, as far as staging memory allows. The oldest always may.
+    /// Asks for more of the Calls, the oldest first, as far as the peer answers and memory allows.
     fn start_pulls(&mut self) {
+        let Responder { queue, staged, reads, asked, window, waits, .. } = &mut self.responder;
         let mut first = true;
-        self.responder.waits = false;
-        for pending in &mut self.responder.queue {
-            if let State::Waiting(assembly, pulls) = &mut pending.state {
-                if !first && self.responder.staged + assembly.staging > self.settings.max_call {
-                    return;
-                }
-                let sink = match self.memory.staging(assembly.staging) {
-                    Ok(Some(buf)) => buf.into_sink(assembly.staging),
-                    Ok(None) => {
-                        self.responder.waits = true;
+        let mut under_way: usize = reads.iter().sum();
+        *waits = false;
+        for pending in queue {
+            if let State::Pulling { assembly, staging, rest, left } = &mut pending.state {
+                while let Some(Pull { at, from }) = rest.front().copied() {
+                    let bytes = from.length as usize;
+                    if under_way > 0 && under_way + bytes > *window {
                         return;
                     }
-                    // Out of memory with the Call half received: nothing can be answered in order any more.
-                    Err(error) => return self.close(error.into()),
-                };
-                pending.staged = assembly.staging;
-                self.responder.staged += assembly.staging;
-                let mut left = 0;
-                for Pull { at, from } in pulls.drain(..) {
-                    for (done, from) in transfers(from, self.responder.transfer_max.min(PULL_MAX)) {
-                        let id = WorkId(pending.id.0);
-                        let read = WorkRequest::Read { id, sink: sink.clone(), at: at + done, from };
-                        self.output.push_back(Output::Post(read));
-                        left += 1;
+                    if !first && *staged + bytes > self.settings.max_call {
+                        return;
                     }
+                    let sink = match staging {
+                        Some(sink) => sink,
+                        None => match self.memory.staging(assembly.staging) {
+                            Ok(sink) => staging.insert(sink),
+                            // Out of memory with the Call half received: nothing can be answered in order any more.
+                            Err(error) => return self.close(error.into()),
+                        },
+                    };
+                    if !self.memory.may_pull(sink, bytes, first) {
+                        *waits = true;
+                        return;
+                    }
+                    let read = WorkRequest::Read { id: WorkId(pending.id.0), sink: sink.clone(), at, from };
+                    self.output.push_back(Output::Post(read));
+                    rest.pop_front();
+                    reads.push_back(bytes);
+                    *left += 1;
+                    *asked += bytes as u64;
+                    under_way += bytes;
+                    *staged += bytes;
+                    pending.staged += bytes;
                 }
-                let assembly = std::mem::take(assembly);
-                pending.state = State::Pulling { assembly, sink, left };
             }
             first = false;
         }
     }
 
-    /// An RDMA Read is done.
+    /// An RDMA Read is done: the oldest one.
     pub fn handle_read(&mut self, id: WorkId) {
-        let Some(at) = self.responder.queue.iter().position(|p| p.id.0 == id.0) else { return };
-        let pending = &mut self.responder.queue[at];
-        let State::Pulling { left, .. } = &mut pending.state else { return };
+        let Responder { queue, reads, window, .. } = &mut self.responder;
+        let Some(at) = queue.iter().position(|p| p.id.0 == id.0) else { return };
+        let State::Pulling { rest, left, .. } = &mut queue[at].state else { return };
+        *window = (*window + reads.pop_front().unwrap_or(0)).min(WINDOW_MAX);
         *left = left.saturating_sub(1);
-        if *left > 0 {
-            return;
+        if *left == 0 && rest.is_empty() {
+            self.pulled(at);
         }
-        let State::Pulling { assembly, sink, .. } =
+        self.start_pulls();
+    }
+
+    /// All of a Call is here.
+    fn pulled(&mut self, at: usize) {
+        let Some(mut pending) = self.responder.queue.remove(at) else { return };
+        let State::Pulling { assembly, staging, .. } =
             std::mem::replace(&mut pending.state, State::Ready(Whole::default()))
         else {
             return;
         };
-        let Ok(staging) = sink.into_buf(assembly.staging) else {
+        let Some(staging) = staging.and_then(|sink| sink.into_buf(assembly.staging).ok()) else {
             let error = Error::new(Kind::Protocol, "the device still holds memory of finished RDMA Reads");
             return self.close(error);
         };
-        let Some(mut pending) = self.responder.queue.remove(at) else { return };
         if self.complete(&mut pending, &assembly, Some(staging)) {
             self.responder.queue.insert(at, pending);
         } else {
             self.responder.staged -= pending.staged;
             self.send_error((pending.xid, pending.chunks.version, RdmaError::BadHeader));
-            self.start_pulls();
         }
     }
 

@@ -19,6 +19,11 @@
 //! ([`Memory::has_room`]). This alone does not bound a server that fills what calls under way have exposed: it is cut off
 //! when it holds more than its share and the process far more than that limit ([`Memory::is_flooded`]).
 //!
+//! **Pulled Calls** count as far as their bytes were asked for, an RDMA Read at a time: nobody can send more than that, and
+//! what a peer only announces is address space too. A quarter of the limit is for Calls up to 1 MiB, and half of the rest
+//! for one peer, so that neither long Calls nor one peer take all. The oldest Call of a connection may take the lead, when
+//! nobody has it, and go on beyond the limit: whole, it gives back what it holds ([`Memory::may_pull`]).
+//!
 //! Reply chunks remember which connection has written them: the next one gets them with zeros in place of what was
 //! written, so that no server can pass off another one's reply as its own, by claiming bytes that it has not written.
 //!
@@ -39,12 +44,14 @@ pub mod registered;
 
 pub use message::{Message, Pieces};
 
+use std::collections::HashMap;
 use std::fmt;
 use std::io;
 use std::marker::PhantomData;
+use std::net::IpAddr;
 use std::ops::{Deref, DerefMut};
 use std::ptr::NonNull;
-use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering, Ordering::Relaxed, fence};
+use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering, Ordering::Relaxed, fence};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, Weak};
 
 /// Granularity of blocks, in bytes.
@@ -142,13 +149,16 @@ pub struct Memory {
     own: Arc<Held>,
     /// The longest Reply chunk of the connection so far.
     longest: Arc<AtomicUsize>,
+    /// Bytes of pulled Calls: of the process, and of all connections of the peer.
     staged: Arc<Held>,
+    peer: Arc<Held>,
+    peers: Arc<Mutex<HashMap<IpAddr, Weak<Held>>>>,
     staging_max: usize,
 }
 
 impl Memory {
     /// Pools for Receives of at most `receive` bytes and Reply chunks of `reply` bytes; at most `staging_max`
-    /// bytes are staged at a time.
+    /// bytes of Calls are pulled at a time, and one Call that may always go on.
     pub fn new(receive: usize, reply: usize, staging_max: usize) -> Arc<Memory> {
         let slab = |bytes: usize| Pool::new(bytes, bytes, (SLABS_WARM / bytes).clamp(1, SLABS_IDLE));
         let receives = slab(round_up(receive.max(1)));
@@ -164,8 +174,30 @@ impl Memory {
             own: Arc::default(),
             longest: Arc::default(),
             staged: Arc::default(),
+            peer: Arc::default(),
+            peers: Arc::default(),
             staging_max,
         })
+    }
+
+    /// The same memory for connections with this peer, which together get a part of it.
+    pub fn of_peer(&self, peer: Option<IpAddr>) -> Arc<Memory> {
+        let Some(peer) = peer else { return Arc::new(Memory { peer: Arc::default(), ..self.clone() }) };
+        // Who has one IPv6 address has the other ones of its network too.
+        let key = match peer.to_canonical() {
+            IpAddr::V6(address) => IpAddr::V6((u128::from(address) >> 64 << 64).into()),
+            address => address,
+        };
+        let mut peers = self.peers.lock().unwrap_or_else(|e| e.into_inner());
+        if peers.len() == peers.capacity() {
+            peers.retain(|_, held| held.strong_count() > 0);
+        }
+        let held = peers.get(&key).and_then(Weak::upgrade).unwrap_or_else(|| {
+            let held = Arc::default();
+            peers.insert(key, Arc::downgrade(&held));
+            held
+        });
+        Arc::new(Memory { peer: held, ..self.clone() })
     }
 
     /// The same memory for one connection, whose device may know `slabs`.
@@ -206,21 +238,50 @@ impl Memory {
         self.slabs.as_ref().and_then(Slabs::take)
     }
 
-    /// A block with room for `len` bytes of a message whose length somebody else chose. `None` when the process
-    /// would hold more than `staging_max` bytes of them then; but one, of any length, may always be held.
+    /// A block for `len` bytes of a Call that is pulled. It counts nothing yet: see [`Memory::may_pull`].
     ///
     /// # Errors
     /// `ENOMEM`.
-    pub fn staging(&self, len: usize) -> io::Result<Option<Buf>> {
-        if !self.staged.add(len, self.staging_max.max(len)) {
-            return Ok(None);
-        }
-        let charge = Charge::new(&self.staged, &Arc::new(Held(AtomicUsize::new(len))), false);
-        charge.bytes.store(len, Relaxed);
+    pub fn staging(&self, len: usize) -> io::Result<Sink> {
         let mut buf = self.message.take()?;
         buf.reserve(len)?;
-        buf.charge(charge);
-        Ok(Some(buf))
+        buf.charge(Charge::new(&self.staged, &self.peer, false));
+        Ok(buf.into_sink(len))
+    }
+
+    /// Whether `bytes` more may be asked for, that come into this block of `staging`; they count from then on, until the
+    /// block goes. `first`: no other Call keeps this one from being served when it is whole.
+    pub fn may_pull(&self, staging: &Sink, bytes: usize, first: bool) -> bool {
+        let Some(charge) = &staging.block.charge else { return true };
+        if charge.leads.load(Relaxed) {
+            return true;
+        }
+        let (most, of_peer) = self.pull_limits(staging.len <= SHORT);
+        if self.staged.add(bytes, most) {
+            if self.peer.add(bytes, of_peer) {
+                charge.bytes.fetch_add(bytes, Relaxed);
+                return true;
+            }
+            self.staged.sub(bytes);
+        }
+        // Calls of which a part is here could wait for one another for ever: one of them goes on, and what it takes beyond
+        // the limit takes no room of others.
+        let leads = first && !self.staged.led.swap(true, Relaxed);
+        charge.leads.fetch_or(leads, Relaxed);
+        leads
+    }
+
+    /// Whether Calls of others may have to wait for what this peer's hold.
+    pub fn is_crowded(&self) -> bool {
+        let (most, of_peer) = self.pull_limits(false);
+        self.staged.bytes().saturating_add(SHORT) > most || self.peer.bytes().saturating_add(SHORT) > of_peer
+    }
+
+    /// Bytes of Calls that may be pulled in all, and of one peer, before a Call of this kind has to wait.
+    fn pull_limits(&self, short: bool) -> (usize, usize) {
+        let reserve = self.staging_max / 4;
+        let long = self.staging_max - reserve;
+        if short { (self.staging_max, long / 2 + reserve / 2) } else { (long, long / 2) }
     }
 
     /// Whether a call may expose `len` bytes of Reply chunks now; later it may, since others end. A connection of which
@@ -323,21 +384,25 @@ impl Slabs {
 
 /// Bytes of one kind that blocks hold.
 #[derive(Default)]
-struct Held(AtomicUsize);
+struct Held {
+    bytes: AtomicUsize,
+    /// One of them goes on beyond the limit.
+    led: AtomicBool,
+}
 
 impl Held {
     fn bytes(&self) -> usize {
-        self.0.load(Relaxed)
+        self.bytes.load(Relaxed)
     }
 
     /// Counts `bytes` more, unless they would be above `most` in all.
     fn add(&self, bytes: usize, most: usize) -> bool {
         let add = |held: usize| held.checked_add(bytes).filter(|sum| *sum <= most);
-        self.0.fetch_update(Relaxed, Relaxed, add).is_ok()
+        self.bytes.fetch_update(Relaxed, Relaxed, add).is_ok()
     }
 
     fn sub(&self, bytes: usize) {
-        self.0.fetch_sub(bytes, Relaxed);
+        self.bytes.fetch_sub(bytes, Relaxed);
     }
 }
 
@@ -348,11 +413,14 @@ struct Charge {
     bytes: AtomicUsize,
     /// It counts what is written into the block, as far as the highest byte.
     written: bool,
+    /// It is the one that goes on beyond the limit, and counts no more.
+    leads: AtomicBool,
 }
 
 impl Charge {
     fn new(whole: &Arc<Held>, part: &Arc<Held>, written: bool) -> Charge {
-        Charge { whole: whole.clone(), part: part.clone(), bytes: AtomicUsize::new(0), written }
+        let (bytes, leads) = (AtomicUsize::new(0), AtomicBool::new(false));
+        Charge { whole: whole.clone(), part: part.clone(), bytes, written, leads }
     }
 
     /// Counts `bytes` in all, if that is more than before.
@@ -369,6 +437,9 @@ impl Charge {
         let bytes = self.bytes.swap(0, Relaxed);
         self.whole.sub(bytes);
         self.part.sub(bytes);
+        if self.leads.swap(false, Relaxed) {
+            self.whole.led.store(false, Relaxed);
+        }
     }
 }
 
@@ -387,6 +458,9 @@ const FLOOD_SHARE: usize = 64 << 20;
 
 /// Least room of a block for Reply chunks: 1 MiB of results and the reply's header.
 const AREA: usize = (1 << 20) + PAGE;
+
+/// Staging memory of a short Call: 1 MiB of arguments and the call's header.
+const SHORT: usize = (1 << 20) + PAGE;
 
 /// Most blocks for Receives that are kept idle, and most bytes of them.
 const SLABS_IDLE: usize = 1024;
@@ -1106,23 +1180,93 @@ mod tests {
         assert!(region[..].is_empty() && region.iovec(0, 0).is_some());
     }
 
+    const MIB: usize = 1 << 20;
+
+    /// The oldest Call of a connection whose peer has this address.
+    fn pull(memory: &Memory, len: usize, bytes: usize) -> Option<Sink> {
+        let staging = memory.staging(len).unwrap();
+        memory.may_pull(&staging, bytes, false).then_some(staging)
+    }
+
+    fn peers(memory: &Memory) -> [Arc<Memory>; 3] {
+        ["10.0.0.1", "10.0.0.2", "2001:db8::1"]
+            .map(|at| memory.of_peer(Some(at.parse().unwrap())).connection(None))
+    }
+
     #[test]
-    fn staging_is_bounded_but_for_a_lone_request() {
-        let memory = Memory::new(4096, 4096, 10_000);
-        let lone = memory.staging(1 << 20).unwrap().expect("nothing else is held");
-        assert!(lone.is_empty() && lone.capacity() >= 1 << 20);
-        assert!(memory.staging(1).unwrap().is_none());
-        let slice = lone.freeze().slice(0, 0);
-        assert!(memory.staging(1).unwrap().is_none(), "a slice holds the block");
-        drop(slice);
-        let first = memory.staging(6000).unwrap().unwrap();
-        assert!(memory.staging(4001).unwrap().is_none());
-        let second = memory.staging(4000).unwrap().unwrap();
-        assert!(memory.staging(1).unwrap().is_none());
-        drop(first);
-        assert!(memory.staging(6001).unwrap().is_none() && memory.staging(6000).unwrap().is_some());
+    fn a_pulled_call_counts_what_was_asked_for() {
+        let memory = Memory::new(4096, 4096, 64 * MIB);
+        let one = &peers(&memory)[0];
+        let many: Vec<Sink> = (0..100).map(|_| one.staging(1 << 30).unwrap()).collect();
+        assert!(one.staged.bytes() == 0 && !one.is_crowded());
+        assert!(one.may_pull(&many[0], MIB, false) && one.may_pull(&many[0], 10, false));
+        assert_eq!((one.staged.bytes(), one.peer.bytes()), (MIB + 10, MIB + 10));
+        let call = many.into_iter().next().unwrap().into_buf(MIB).unwrap().freeze();
+        let part = call.slice(0, 0);
+        drop(call);
+        assert_eq!(memory.staged.bytes(), MIB + 10, "a slice holds the block");
+        drop(part);
+        assert_eq!((memory.staged.bytes(), one.peer.bytes()), (0, 0));
+    }
+
+    #[test]
+    fn neither_long_calls_nor_one_peer_take_all_memory_of_pulled_calls() {
+        let memory = Memory::new(4096, 4096, 64 * MIB);
+        let [one, two, six] = peers(&memory);
+        let mut held: Vec<Sink> = std::iter::from_fn(|| pull(&one, 8 * MIB, MIB)).collect();
+        assert_eq!(held.len(), 24, "half of three quarters");
+        assert!(one.is_crowded() && !two.is_crowded());
+        held.extend(std::iter::from_fn(|| pull(&two, 8 * MIB, MIB)));
+        assert_eq!(held.len(), 48, "three quarters");
+        assert!(two.is_crowded() && six.is_crowded() && pull(&six, 8 * MIB, 1).is_none());
+        // A quarter is for short ones, and half of it for those of one peer.
+        let short: Vec<Sink> = std::iter::from_fn(|| pull(&one, SHORT, MIB)).collect();
+        assert_eq!(short.len(), 8);
+        let others: Vec<Sink> = std::iter::from_fn(|| pull(&six, SHORT, MIB)).collect();
+        assert_eq!(others.len(), 8);
+        held.truncate(20);
+        assert!(pull(&six, 8 * MIB, 4 * MIB).is_some() && pull(&one, 8 * MIB, 4 * MIB).is_none());
+    }
+
+    #[test]
+    fn one_call_goes_on_beyond_the_limit_and_takes_no_room_of_others() {
+        let memory = Memory::new(4096, 4096, 8 * MIB);
+        let [one, two, six] = peers(&memory);
+        let [first, second] = [&one, &two].map(|peer| pull(peer, 64 * MIB, 3 * MIB).unwrap());
+        // Both are half here, and there is room for neither.
+        assert!(!two.may_pull(&second, MIB, false), "another one comes before it");
+        assert!(one.may_pull(&first, MIB, true));
+        assert!(!two.may_pull(&second, MIB, true));
+        for _ in 0..60 {
+            assert!(one.may_pull(&first, MIB, true));
+        }
+        assert_eq!(memory.staged.bytes(), 6 * MIB);
+        assert!(pull(&six, SHORT, MIB).is_some());
+        let whole = first.into_buf(64 * MIB).unwrap().freeze();
+        assert!(!two.may_pull(&second, MIB, true), "until the program has taken it");
+        drop(whole);
+        assert!(two.may_pull(&second, 4 * MIB, true) && two.may_pull(&second, 40 * MIB, true));
         drop(second);
-        assert!(memory.staging(10_001).unwrap().is_some());
+        assert!(memory.staged.bytes() == 0 && !memory.staged.led.load(Relaxed));
+    }
+
+    #[test]
+    fn addresses_of_one_network_are_one_peer_and_gone_peers_are_forgotten() {
+        let memory = Memory::new(4096, 4096, MIB);
+        let of = |at: &str| memory.of_peer(Some(at.parse().unwrap())).peer.clone();
+        let same = |a: &str, b: &str| {
+            Arc::ptr_eq(&of(a).clone(), &of(b)) || {
+                let held = of(a);
+                Arc::ptr_eq(&held, &of(b))
+            }
+        };
+        assert!(same("2001:db8::1", "2001:db8::ffff:1") && !same("2001:db8::1", "2001:db8:0:1::1"));
+        assert!(same("192.0.2.1", "::ffff:192.0.2.1") && !same("192.0.2.1", "192.0.2.2"));
+        assert!(!Arc::ptr_eq(&memory.of_peer(None).peer, &memory.of_peer(None).peer));
+        for at in 0..10_000u32 {
+            memory.of_peer(Some(std::net::Ipv4Addr::from(at).into()));
+        }
+        assert!(memory.peers.lock().unwrap().len() < 100);
     }
 
     #[test]

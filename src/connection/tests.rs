@@ -1343,7 +1343,7 @@ fn a_long_segment_is_read_in_parts() {
     pair.hold_reads = true;
     pair.call(1, (2 << 20) + 5, 28);
     pair.settle();
-    assert_eq!(pair.server.reads.len(), 3);
+    assert_eq!(std::iter::from_fn(|| pair.read().then_some(())).count(), 3);
     pair.hold_reads = false;
     pair.drive();
     pair.succeeded(1);
@@ -1370,6 +1370,34 @@ fn requests_are_handed_up_in_the_order_of_their_sends_whatever_their_reads_do() 
         assert_eq!(pair.handed.last().unwrap().xid, Xid(xid));
     }
     assert!(!pair.take());
+}
+
+/// rule 107: what a peer announces costs nothing, and what it leaves unanswered little.
+#[test]
+fn a_peer_is_asked_for_more_as_it_answers() {
+    const MIB: usize = 1 << 20;
+    let many = Settings { max_call: 64 * MIB, ..SETTINGS };
+    let mut pair = Pair::warm(Setup { client: many, server: many, ..SETUP });
+    pair.hold_reads = true;
+    for xid in 1..=2 {
+        pair.call(xid, 12 * MIB, 28);
+    }
+    pair.settle();
+    let under_way = |pair: &Pair| pair.server.engine.responder.reads.iter().sum::<usize>();
+    let mut most = Vec::new();
+    while pair.server.engine.responder.asked < 24 << 20 {
+        assert_eq!(pair.server.engine.responder.staged, pair.server.engine.responder.asked as usize);
+        assert!(under_way(&pair) <= WINDOW_MAX && pair.server.reads.len() == under_way(&pair) / MIB);
+        most.push(under_way(&pair) / MIB);
+        assert!(pair.read());
+    }
+    assert_eq!(most[..10], [1, 2, 3, 4, 5, 6, 7, 8, 8, 8]);
+    pair.hold_reads = false;
+    pair.drive();
+    for xid in 1..=2 {
+        pair.succeeded(xid);
+    }
+    assert_eq!((pair.server.engine.responder.staged, pair.server.engine.pulling()), (0, None));
 }
 
 /// rule 102, rule 107

@@ -3,11 +3,10 @@
 
 use super::*;
 
-/// How long RDMA Reads may stall while other connections wait for the memory that they hold.
+/// While others wait for the memory that pulled Calls hold, a peer has so long to send what it was asked for: all of it, or
+/// [`PULL_LEAST`] bytes. So a Call of 64 MiB takes some five minutes at most.
 const PULL_STALL: Duration = Duration::from_secs(5);
-
-/// Bytes that must come within that time: less is a stall too.
-const PULL_LEAST: u64 = 64 << 10;
+const PULL_LEAST: u64 = 1 << 20;
 
 /// How often a connection that waits for such memory tries again.
 const PULL_RETRY: Duration = Duration::from_millis(20);
@@ -26,7 +25,7 @@ pub struct Server {
     pub(super) id: usize,
     /// When the startup must be complete.
     pub(super) start_by: Instant,
-    /// While RDMA Reads are under way: bytes pulled when they last got on, and when that was.
+    /// While RDMA Reads are under way: how many bytes they must have brought in all for them to get on, and since when.
     pub(super) pulling: Option<(u64, Instant)>,
     /// Since when a long Call waits for memory, and when to try again.
     pub(super) retry: Option<(Instant, Instant)>,
@@ -126,16 +125,12 @@ impl Server {
     /// Notes how the Reads get on.
     fn note_pulls(&mut self) {
         let Phase::Open(link) = &mut self.phase else { return };
-        if !link.engine.pulling() {
-            self.pulling = None;
-        } else {
-            let pulled = link.device.pulled();
-            match self.pulling {
-                Some((before, _)) if pulled.wrapping_sub(before) < PULL_LEAST => {}
-                _ => self.pulling = Some((pulled, Instant::now())),
-            }
-        }
         let now = Instant::now();
+        let pulled = link.device.pulled();
+        self.pulling = link.engine.pulling().map(|asked| match self.pulling {
+            Some(wanted) if pulled < wanted.0 => wanted,
+            _ => (asked.min(pulled + PULL_LEAST), now),
+        });
         let since = self.retry.map_or(now, |(since, _)| since);
         self.retry = link.engine.waits_for_memory().then_some((since, now + PULL_RETRY));
     }
@@ -176,13 +171,15 @@ impl Server {
         }
     }
 
-    /// Closes the connection if its Reads have not got on for a while: others wait for the memory that they hold.
+    /// Closes the connection if its Reads have not got on for a while and it is of them that others wait: for the memory of
+    /// all peers, or of this one's.
     pub fn give_way(&mut self) {
         let stalled = self.pulling.is_some_and(|(_, since)| since.elapsed() >= PULL_STALL);
         if let Phase::Open(link) = &mut self.phase
             && stalled
+            && link.memory.is_crowded()
         {
-            let text = "the peer does not answer RDMA Reads, and others wait for the memory of its call";
+            let text = "the peer answers RDMA Reads too slowly, and others wait for the memory of its call";
             link.fail(Error::new(Kind::Timeout, text));
             link.drain();
             self.settle();
@@ -192,8 +189,8 @@ impl Server {
     fn open(&mut self) {
         let closed = Phase::Failed(Error::new(Kind::ConnectionLost, "closed"));
         if let Phase::Starting(device) = std::mem::replace(&mut self.phase, closed) {
-            let link =
-                Link::new(Role::Server, self.config, versions(self.config), device, &memory(self.config));
+            let memory = memory(self.config).of_peer(self.peer.map(|at| at.ip()));
+            let link = Link::new(Role::Server, self.config, versions(self.config), device, &memory);
             let peer = self.peer.map_or_else(|| "a peer".to_owned(), |at| at.to_string());
             log_info!("fd {}: accepted {peer} over rdma ({})", self.fd, link.describe());
             self.phase = Phase::Open(Box::new(link));

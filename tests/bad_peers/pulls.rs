@@ -1,6 +1,7 @@
-//! Bad clients that offer long calls and do not let them be read, until all memory for such calls is held: who else has
-//! a long call is served all the same, after a while; who has a short one, at once.
+//! Bad clients that offer long calls and do not let them be read, until all memory that one peer may take for such calls is
+//! held: who else has a long call is served all the same, after a while; who has a short one, pulled or not, at once.
 
+use std::collections::VecDeque;
 use std::time::{Duration, Instant};
 
 use rpcrdma::wire::v1;
@@ -9,20 +10,25 @@ use crate::peer::*;
 use crate::programs::Server;
 
 const CALL: u32 = 2 << 20;
-const SETTINGS: &[&str] = &["RPCRDMA_CRC=no", "RPCRDMA_MAX_CALL=2M", "RPCRDMA_MAX_PULLED=4M"];
+/// Of 8 MiB one peer gets 3 for calls of more than 1 MiB, and so many connections take them: each is asked for 1 MiB. One
+/// more may go on beyond that.
+const SETTINGS: &[&str] = &["RPCRDMA_CRC=no", "RPCRDMA_MAX_CALL=2M", "RPCRDMA_MAX_PULLED=8M"];
+const CROWD: usize = 4;
 
 /// After so long a connection gives way that has not got on with its Reads; and what a round of the server may take.
 const STALL: Duration = Duration::from_secs(5);
 const ROUND: Duration = Duration::from_secs(1);
 
 /// What a bad client does when it is asked for the bytes of its call.
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Copy, Debug, PartialEq)]
 enum Manner {
     Silent,
     /// All but the last byte comes.
     Almost,
     /// A byte now and then.
     Trickle,
+    /// About 40 kB/s: an hour for 128 MiB.
+    Slow,
     /// Other messages come instead, as fast as a good client sends.
     Chatter,
 }
@@ -35,17 +41,21 @@ struct Bad {
     asked: bool,
     frames: Vec<Frame>,
     /// What is left of the Read Response of a client that trickles.
-    rest: Vec<u8>,
+    rest: VecDeque<u8>,
     ended: bool,
 }
 
 impl Bad {
     fn open(port: u16, manner: Manner) -> Bad {
+        Bad::open_with(port, manner, CALL)
+    }
+
+    fn open_with(port: u16, manner: Manner, length: u32) -> Bad {
         let mut peer = Peer::open_with(port, false);
         for xid in 1..=3 {
-            peer.send(&long_call(xid, &[segment(xid, CALL, 0)]));
+            peer.send(&long_call(xid, &[segment(xid, length, 0)]));
         }
-        Bad { peer, manner, asked: false, frames: Vec::new(), rest: Vec::new(), ended: false }
+        Bad { peer, manner, asked: false, frames: Vec::new(), rest: VecDeque::new(), ended: false }
     }
 
     /// Goes on with what it does.
@@ -60,19 +70,18 @@ impl Bad {
                 Manner::Almost => {
                     self.peer.push(&answer(&request, &vec![1; request.size as usize], request.source_to > 0))
                 }
-                Manner::Trickle if self.rest.is_empty() => {
-                    self.rest = read_response(request.sink_stag, request.sink_to, &[1; 60_000], false);
-                    self.rest.reverse();
+                Manner::Trickle | Manner::Slow => {
+                    self.rest.extend(answer(&request, &vec![1; request.size as usize], false));
                 }
                 _ => {}
             }
             self.asked = true;
         }
         match self.manner {
-            Manner::Trickle => {
-                if let Some(byte) = self.rest.pop() {
-                    self.peer.push(&[byte]);
-                }
+            Manner::Trickle | Manner::Slow => {
+                let most = if self.manner == Manner::Slow { 2000 } else { 1 };
+                let bytes: Vec<u8> = self.rest.drain(..most.min(self.rest.len())).collect();
+                self.peer.push(&bytes);
             }
             // RDMA_DONE is discarded, however long it is.
             Manner::Chatter => {
@@ -102,10 +111,10 @@ fn delays(server: &mut Server, bad: &mut [Bad], span: Duration) -> (Duration, Du
     (delays[delays.len() / 2], delays[delays.len() - 1])
 }
 
-/// Makes a call of 1 MiB, while the good client and the bad ones go on: how long it took, and the longest delay of the
-/// good client.
-fn long_call_takes(server: &mut Server, bad: &mut [Bad]) -> (Duration, Duration) {
-    let memory = rpc_call(9, SINK, &opaque(&[3; 1 << 20]));
+/// Makes a call of so many bytes that are pulled, while the good client and the bad ones go on: how long it took, and the
+/// longest delay of the good client.
+fn long_call_takes(server: &mut Server, bad: &mut [Bad], bytes: usize) -> (Duration, Duration) {
+    let memory = rpc_call(9, SINK, &opaque(&vec![3; bytes]));
     let mut peer = Peer::open_with(server.port, false);
     peer.send(&long_call(9, &[segment(1, memory.len() as u32, 0)]));
     let start = Instant::now();
@@ -144,7 +153,10 @@ fn attack(manners: &[Manner], each: usize) -> Duration {
     }
     let (attacked, longest) = delays(&mut server, &mut bad, ROUND);
     assert!(bad.iter().any(|bad| bad.asked), "nothing was read");
-    let (took, later) = long_call_takes(&mut server, &mut bad);
+    let (short, later) = long_call_takes(&mut server, &mut bad, 512 << 10);
+    assert!(short < patient(ROUND), "a pulled call of 512 KiB waited {short:?}");
+    let longest = longest.max(later);
+    let (took, later) = long_call_takes(&mut server, &mut bad, (2 << 20) - 1000);
     let longest = longest.max(later);
     println!(
         "{} bad clients: a short call takes {attacked:?} ({calm:?} without them), {longest:?} at most; \
@@ -155,7 +167,7 @@ fn attack(manners: &[Manner], each: usize) -> Duration {
     assert!(longest < patient(ROUND), "a short call waited {longest:?}");
     assert!(server.peak() < 16 << 10, "{} kB", server.peak());
     let log = server.log();
-    assert!(log.contains("does not answer RDMA Reads, and others wait"), "{log}");
+    assert!(log.contains("answers RDMA Reads too slowly, and others wait"), "{log}");
     assert!(bad.iter().any(|bad| bad.ended), "no bad client was closed");
     drop(bad);
     server.end();
@@ -164,15 +176,32 @@ fn attack(manners: &[Manner], each: usize) -> Duration {
 
 #[test]
 fn clients_that_do_not_answer_reads_hold_up_a_long_call_for_a_while_only() {
-    for manner in [Manner::Silent, Manner::Almost, Manner::Trickle, Manner::Chatter] {
-        let took = attack(&[manner], 2);
+    for manner in [Manner::Silent, Manner::Trickle, Manner::Slow, Manner::Chatter] {
+        let took = attack(&[manner], CROWD);
         assert!(took < STALL + patient(ROUND), "{manner:?}: {took:?}");
     }
 }
 
+/// Those that have sent a part are not slow while they wait for memory themselves; each gets its turn.
 #[test]
 fn a_crowd_of_such_clients_gives_way_two_by_two() {
     const PAIRS: u32 = 3;
     let took = attack(&[Manner::Silent, Manner::Almost], PAIRS as usize);
     assert!(took < STALL * PAIRS + patient(ROUND), "{took:?}");
+}
+
+/// What is announced costs nothing: a crowd that does not fill what one peer may take holds up nobody.
+#[test]
+fn slow_clients_do_not_hold_the_memory_of_calls_that_they_only_announce() {
+    let mut server = Server::start(&["RPCRDMA_CRC=no", "RPCRDMA_MAX_CALL=64M", "RPCRDMA_MAX_PULLED=64M"]);
+    let mut bad: Vec<Bad> = (0..8).map(|_| Bad::open_with(server.port, Manner::Slow, 48 << 20)).collect();
+    for _ in 0..2 {
+        delays(&mut server, &mut bad, ROUND / 10);
+    }
+    assert!(bad.iter().all(|bad| bad.asked), "all are pulled at once");
+    let (took, _) = long_call_takes(&mut server, &mut bad, 8 << 20);
+    assert!(took < STALL, "{took:?}");
+    assert!(bad.iter().all(|bad| !bad.ended), "nobody had to give way");
+    drop(bad);
+    server.end();
 }

@@ -255,6 +255,8 @@ struct Requester {
     receives: u32,
     /// Granted by the last reply; 1 before the first one.
     granted: u32,
+    /// A reply has told that.
+    told: bool,
     /// Calls transmitted and not ended: each holds a credit.
     in_flight: u32,
     /// Messages transmitted so far that are no replies: orders them, so that a reply tells which earlier ones the peer has
@@ -636,6 +638,16 @@ impl Connection {
         self.requester.granted
     }
 
+    /// Whether nothing of our own calls is under way.
+    pub fn is_idle(&self) -> bool {
+        self.requester.calls.is_empty()
+    }
+
+    /// Whether calls wait for a credit that only a new connection brings.
+    pub fn holds_back(&self) -> bool {
+        self.starved() && !self.requester.waiting.is_empty()
+    }
+
     /// Whether calls that nobody waits for hold every credit: only a new connection helps.
     ///
     /// Not while a call that somebody waits for is under way, as after a smaller grant: its reply may help.
@@ -758,7 +770,11 @@ impl Connection {
                 self.requester.waiting.remove(next);
                 continue;
             };
-            match self.transmit(xid, &mut call, registrar) {
+            let sent = match self.too_few_credits(&call) {
+                Some(error) => Err(error),
+                None => self.transmit(xid, &mut call, registrar),
+            };
+            match sent {
                 Ok(Some(send)) => {
                     self.requester.transmitted += 1;
                     self.requester.in_flight += 1;
@@ -785,6 +801,28 @@ impl Connection {
             }
             self.requester.waiting.remove(next);
         }
+    }
+
+    /// Why a call without a reply would hold the only credit for ever.
+    fn too_few_credits(&self, call: &Call) -> Option<Error> {
+        if call.fate != Fate::OneWay || !self.requester.told || self.limit() > 1 {
+            return None;
+        }
+        let setting = match self.role {
+            Role::Client => "RPCRDMA_CREDITS",
+            Role::Server => "RPCRDMA_REVERSE_CREDITS",
+        };
+        let text = if self.requester.asked == 1 {
+            format!(
+                "a call without a reply needs two credits, and this end asks for one: raise {setting} or \
+                 CLSET_RDMA_CREDITS"
+            )
+        } else {
+            format!(
+                "a call without a reply needs two credits, and the peer grants one: raise {setting} there"
+            )
+        };
+        Some(Error::new(Kind::NotSent, text))
     }
 
     /// Exposes what the plan needs and makes the Send. `None` when there is no room for the reply: the call waits.
@@ -1029,6 +1067,7 @@ impl Connection {
             // RFC 8167 §4.1: "it is not possible for the receiver to tell with certainty whether the header credit value is a
             // request or grant. In such cases, the receiver MUST ignore the header's credit value.": so it is for an error.
             self.requester.granted = header.credits.0.max(1);
+            self.requester.told = true;
         }
         self.requester.in_flight -= 1;
         if call.fate != Fate::Awaited {

@@ -4,7 +4,8 @@
 //!
 //! - [`Client`] is the connection of the end that opened it, shared by the threads and CLIENTs that use its socket.
 //!   **Whoever waits does the work**: one thread drives, the others sleep until it wakes them with their reply or with
-//!   the driver's seat. There is no thread of our own. What the server calls back is served by `callback`.
+//!   the driver's seat. There is no thread of our own. What the server calls back is served by `callback`; a connection
+//!   that is of no use any more is replaced by `renewal`.
 //! - [`Server`] is the connection of the end that accepted it, driven by the program's own loop (`server`). Its calls back
 //!   to the client are made by [`Reverse`].
 //!
@@ -14,8 +15,8 @@
 //! takes. A spin that finds nothing makes the next waits sleep at once.
 //!
 //! # Invariants
-//! - A lock is never held while sleeping, except to replace a connection without credits, and no C code of the
-//!   program runs under it but the walks of bindings, which call nothing.
+//! - A lock is never held while sleeping, and no C code of the program runs under it but the walks of bindings, which call
+//!   nothing.
 //! - Memory of the program that a call or a reply lends is not used any more when the call or the reply is over.
 //! - After every input to the engine its output is drained (`Link::pump`).
 #![forbid(unsafe_code)]
@@ -50,21 +51,21 @@ pub mod callback;
 #[cfg(test)]
 mod load;
 pub mod peer;
+mod renewal;
 pub mod reverse;
 mod server;
 mod spin;
 
 pub use peer::Peer;
+use renewal::Renewal;
 pub use reverse::{Reverse, service_loop};
 use server::{Phase, locked};
 pub use server::{Server, Shared};
 use spin::{Patience, Spin};
 
-/// How long the passive side waits for the MPA Request and the first message of a peer (RFC 5044 §7.1.2: "SHOULD").
+/// How long the passive side waits for the MPA Request and the first message of a peer (RFC 5044 §7.1.2: "SHOULD"), and
+/// the active side for a startup.
 pub const START_TIMEOUT: Duration = Duration::from_secs(10);
-
-/// Least time that a connection gets which replaces one without credits.
-const RECONNECT_TIMEOUT: Duration = Duration::from_secs(2);
 
 /// When a peer that has not answered the first call is nudged, and how often: Linux's siw may overlook what comes right
 /// behind its answer to the startup until more comes.
@@ -317,12 +318,12 @@ pub trait Requester: Send + Sync {
 
     /// Sends a call that has no reply, or whose reply nobody awaits (batching).
     ///
-    /// Never takes the last credit, which only a reply gives back: then a call of procedure 0 of the same program goes
+    /// Does not take the last credit, which only a reply gives back: then a call of procedure 0 of the same program goes
     /// first, whose reply shows that the earlier ones were consumed. A message too long for one Send is followed by
     /// such a call too, so that the peer has pulled it when this returns.
     ///
     /// # Errors
-    /// As [`Requester::call`].
+    /// As [`Requester::call`]; `NotSent` when there is one credit in all.
     fn call_one_way(
         &self,
         xid: Xid,
@@ -336,13 +337,6 @@ pub trait Requester: Send + Sync {
         let long = message.len() > standing.short;
         if standing.credits_left <= 1 {
             self.null(&null, deadline, mask)?;
-        }
-        if self.standing().limit == 1 {
-            // It would hold the only credit, and nothing would ever give it back.
-            return Err(Error::new(
-                Kind::NotSent,
-                "the peer grants one credit: a call without a reply needs two; raise RPCRDMA_CREDITS there",
-            ));
         }
         self.exchange(xid, message, Expect::Nothing, deadline, mask)?;
         if long {
@@ -368,19 +362,13 @@ pub trait Requester: Send + Sync {
 pub struct Standing {
     /// Calls that may be transmitted now.
     credits_left: u32,
-    /// Calls that may be under way.
-    limit: u32,
     /// Longest message that goes without chunks, bytes.
     short: usize,
 }
 
 impl Standing {
     fn of(engine: &Connection) -> Standing {
-        Standing {
-            credits_left: engine.credits_left(),
-            limit: engine.granted().min(engine.asked()),
-            short: engine.largest_short().0,
-        }
+        Standing { credits_left: engine.credits_left(), short: engine.largest_short().0 }
     }
 }
 
@@ -913,6 +901,12 @@ struct Waiting {
     nudges: u32,
     /// How often the connection was made.
     connections: u32,
+    /// The connection is of no use any more, and will be replaced.
+    renewal: Option<Renewal>,
+    /// XIDs of calls of procedure 0 that nobody waits for: their replies give credits.
+    greetings: Vec<Xid>,
+    /// Changes in a forked child.
+    generation: u64,
     /// The program serves what the server calls back.
     serving: Option<callback::Serving>,
     wishes: Wishes,
@@ -971,6 +965,9 @@ impl Client {
             identity: process::identify(fd),
             nudges: 0,
             connections: 1,
+            renewal: None,
+            greetings: Vec::new(),
+            generation: sys::fork_generation(),
             serving: None,
             wishes: Wishes {
                 credits: config.credits,
@@ -995,25 +992,6 @@ impl Client {
             return Err(Error::new(Kind::Timeout, "the peer did not answer the MPA Request in time"));
         }
         Ok(Link::new(Role::Client, config, versions, Box::new(device), &memory(config)))
-    }
-
-    /// The same way once more.
-    fn start_anew(&self, versions: Versions, deadline: Instant) -> Result<Link, Error> {
-        let Some(to) = self.to else {
-            return Err(Error::new(Kind::Os(libc::ENOTCONN), "the address of the peer is not known"));
-        };
-        if !self.adapter {
-            sys::reconnect(self.fd, to, deadline).map_err(|e| {
-                let text = format!("cannot connect to {to}: {}", os_text(&e));
-                Error::new(Error::from(e).kind(), text)
-            })?;
-            return Client::start(self.fd, self.config, versions, deadline, None);
-        }
-        let mut attempt = Attempt::start(to, self.config)?;
-        if !attempt.wait(deadline, None)? {
-            return Err(Error::new(Kind::Timeout, "the peer did not accept the new connection in time"));
-        }
-        Ok(Link::new(Role::Client, self.config, versions, attempt.device, &memory(self.config)))
     }
 
     /// Whether the descriptor is still this connection's socket.
@@ -1057,11 +1035,12 @@ impl Client {
         let outcome = loop {
             let engine = &state.link.engine;
             match engine.closed() {
-                Some(_) if engine.must_fall_back() => {
-                    if let Err(error) = self.renew(&mut state, deadline) {
-                        break Err(error);
-                    }
-                }
+                Some(_) if engine.must_fall_back() => match self.connected(state, deadline, mask) {
+                    Ok(connected) => state = connected,
+                    // The first call waits for the rest.
+                    Err(error) if error.kind() == Kind::Timeout => return Ok(()),
+                    Err(error) => return Err(error),
+                },
                 Some(error) if error.kind() == Kind::ConnectionLost && engine.version().is_none() => {
                     let text =
                         format!("{error}, at the offer of RPC-over-RDMA version 2; set RPCRDMA_VERSION=auto");
@@ -1087,9 +1066,19 @@ impl Client {
         let waiter = Waiter::Call(xid);
         state = self.wait_for(state, waiter, deadline, mask);
         let outcome = state.calls.outcomes.remove(&xid).unwrap_or_else(|| {
-            let Waiting { link, .. } = &mut *state;
+            let Waiting { link, renewal, greetings, .. } = &mut *state;
+            if let Some(renewal) = renewal.as_mut()
+                && renewal.abandon(xid)
+            {
+                let text = format!("no new connection within the time of the call: {}", renewal.why());
+                return Err(Error::new(Kind::Timeout, text));
+            }
             let text = link.why_no_reply(xid);
             link.engine.abandon(xid, &mut *link.device);
+            // A peer that did not answer this call keeps the credits of those too.
+            for xid in greetings.drain(..) {
+                link.engine.abandon(xid, &mut *link.device);
+            }
             link.drain();
             state.settle();
             stats::add(Counter::Orphans, 1);
@@ -1158,11 +1147,17 @@ impl Client {
         let held_up = match waiter {
             Waiter::Call(xid) => !state.link.engine.transmitted(xid),
             Waiter::Peer(_) | Waiter::Version(_) | Waiter::Callbacks(_) => {
-                state.link.engine.version().is_none()
+                state.link.engine.version().is_none() || state.link.engine.holds_back()
             }
         };
-        if held_up && self.renew(&mut state, deadline).is_err() {
-            // What was waited for has ended with the reason.
+        if held_up {
+            self.look(&mut state);
+        }
+        if state.renewal.is_some() {
+            return self.drive_renewal(state, waiter, deadline, mask);
+        }
+        if state.calls.is_over(waiter) {
+            // It came with what was looked at.
             return state;
         }
         state.drivers.push(Driver { thread: sys::this_thread(), writes: false });
@@ -1224,101 +1219,20 @@ impl Client {
         state
     }
 
-    /// A new connection when calls that nobody waits for hold every credit of this one, or when it is lost and the server
-    /// may still want to call back.
-    ///
-    /// The lock is kept: no other thread could do anything meanwhile. Signals are not let through, for a handler could
-    /// call on this connection.
-    fn renew(&self, state: &mut MutexGuard<'_, Waiting>, deadline: Instant) -> Result<(), Error> {
-        if !state.drivers.is_empty() {
-            return Ok(());
-        }
-        if state.link.engine.closed().is_none()
-            && state.link.offer_ends().is_some_and(|end| end <= Instant::now())
-        {
-            let text = "no answer to the offer of RPC-over-RDMA version 2";
-            state.link.fail(Error::new(Kind::Timeout, text));
-        }
-        match state.link.engine.closed() {
-            Some(error) if state.link.engine.must_fall_back() => {
-                log_warn!("fd {}: connecting anew, with RPC-over-RDMA version 1 only: {error}", self.fd);
-                state.wishes.versions = Versions::ONE;
-            }
-            // A call that timed out has ended it, since the device could not take its memory back otherwise.
-            Some(error) if error.kind() == Kind::Timeout => {
-                log_warn!("fd {}: connecting anew: {error}", self.fd);
-            }
-            // RFC 8167 §5.4: "forward-direction Requesters SHOULD maintain a transport connection as long as there is the
-            // possibility that the connection peer can send reverse-direction requests."
-            Some(error) if state.serving.is_some() => log_info!("fd {}: connecting anew: {error}", self.fd),
-            None if state.link.engine.starved() => {
-                log_warn!("fd {}: timed-out calls hold every credit: connecting anew", self.fd);
-            }
-            _ => return Ok(()),
-        }
-        if state.identity.is_none() || state.identity != process::identify(self.fd) {
-            // Another file has the number by now, and would be replaced.
-            let error = Error::new(Kind::NotSent, "the descriptor was closed");
-            state.link.engine.handle_closed(error.clone());
-            state.calls.requests.end(&error);
-            state.link.drain();
-            state.settle();
-            return Err(error);
-        }
-        // However little time this call has: a startup given up halfway would leave no connection at all.
-        let limit = deadline.max(Instant::now() + RECONNECT_TIMEOUT).min(Instant::now() + START_TIMEOUT);
-        let fresh = self.start_anew(state.wishes.versions, limit);
-        state.identity = process::identify(self.fd);
-        stats::add(Counter::Reconnects, 1);
-        match fresh {
-            Ok(link) => {
-                // The old socket is closed already: its number is the new one's. Nobody awaits what was sent on it; what
-                // was not sent goes over the new one.
-                let waiting = state.link.engine.take_waiting();
-                let offered = state.link.engine.version().is_none();
-                state.link = link;
-                state.nudges = 0;
-                state.connections += 1;
-                let Waiting { link, wishes, calls, .. } = &mut **state;
-                link.engine.ask(wishes.credits);
-                link.engine.set_reverse_chunks(wishes.reverse_chunks);
-                link.raise_again(wishes.receive_size);
-                if offered {
-                    calls.requests.repeat(link);
-                } else {
-                    calls.requests.end(&Error::new(Kind::ConnectionLost, "it was replaced by a new one"));
-                }
-                link.drain();
-                state.resume_serving()?;
-                let Waiting { link, .. } = &mut **state;
-                for (xid, message, expect) in waiting {
-                    link.engine.call(xid, message, expect, &mut *link.device)?;
-                }
-                // Whoever drives sleeps until something comes: nothing would, before these have left.
-                link.flush();
-                Ok(())
-            }
-            Err(error) => {
-                state.link.fail(error.clone());
-                state.calls.requests.end(&error);
-                state.link.drain();
-                state.settle();
-                state.retry_later();
-                Err(error)
-            }
-        }
-    }
-
     fn lock(&self) -> MutexGuard<'_, Waiting> {
         // A poisoned lock means that a thread panicked inside: the connection is closed and stays so. Those who sleep
         // are told, since perhaps it was their driver.
-        self.state.lock().unwrap_or_else(|poisoned| {
+        let mut state = self.state.lock().unwrap_or_else(|poisoned| {
             let mut state = poisoned.into_inner();
             state.link.fail(Error::new(Kind::Panic, "a defect of librpcrdma ended this connection"));
             state.link.drain();
             state.settle();
             state
-        })
+        });
+        if state.generation != sys::fork_generation() {
+            state.inherit();
+        }
+        state
     }
 }
 
@@ -1354,17 +1268,28 @@ impl Requester for Client {
             return Err(Error::new(Kind::NotSent, "the descriptor was closed"));
         }
         let mut state = self.lock();
-        state.link.pump_input();
-        self.renew(&mut state, deadline)?;
-        state.link.begin(xid, message, expect)?;
+        state.take_in();
+        self.look(&mut state);
+        match &mut state.renewal {
+            Some(renewal) => {
+                renewal.park(xid, message, expect)?;
+                if state.drivers.is_empty() {
+                    // However little time this call has, it gets the next one on.
+                    self.step(&mut state);
+                }
+            }
+            None => {
+                state.make_way(&message, &expect);
+                state.link.begin(xid, message, expect)?;
+            }
+        }
         state.settle();
         self.wait(state, xid, deadline, mask)
     }
 
     fn standing(&self) -> Standing {
         let mut state = self.lock();
-        state.link.pump_input();
-        state.settle();
+        state.take_in();
         Standing::of(&state.link.engine)
     }
 
@@ -1381,8 +1306,7 @@ impl Requester for Client {
     }
 
     fn request(&self, what: Characteristic, deadline: Instant, mask: Mask<'_>) -> Result<Wish, Error> {
-        let mut state = self.lock();
-        self.renew(&mut state, deadline)?;
+        let mut state = self.connected(self.lock(), deadline, mask)?;
         let Waiting { calls, link, .. } = &mut *state;
         let number = calls.requests.begin(link, what)?;
         let waiter = Waiter::Peer(number);
@@ -1395,8 +1319,10 @@ impl Requester for Client {
 
     fn raise_receives(&self, bytes: u32) -> Result<(), Error> {
         let mut state = self.lock();
-        state.link.raise_receives(bytes)?;
-        state.settle();
+        if state.renewal.is_none() {
+            state.link.raise_receives(bytes)?;
+            state.settle();
+        }
         state.wishes.receive_size = Some(bytes);
         Ok(())
     }
@@ -1428,22 +1354,20 @@ impl Requester for Client {
     }
 }
 
-impl Link {
-    /// Takes in what has arrived: replies to orphans give credits back before they are missed.
-    fn pump_input(&mut self) {
-        if self.engine.credits_left() <= 1 {
-            self.pump();
-        }
-    }
-}
-
 impl Waiting {
     /// Hands outcomes to their waiters.
     fn settle(&mut self) {
-        let Waiting { calls, link, serving, .. } = self;
+        let Waiting { calls, link, greetings, .. } = self;
         calls.settle(link);
-        if let Some(serving) = serving {
-            serving.settle(calls);
+        greetings.retain(|xid| calls.outcomes.remove(xid).is_none());
+    }
+
+    /// Takes in what has arrived: replies to orphans give credits back before they are missed.
+    fn take_in(&mut self) {
+        // Who sleeps until something comes would sleep on, with its reply there.
+        if self.link.engine.credits_left() <= 1 && !self.another_reads() {
+            self.link.pump();
+            self.settle();
         }
     }
 

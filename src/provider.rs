@@ -186,6 +186,13 @@ pub trait QueuePair: Send {
     /// Sends something without a meaning, for a peer that may not have noticed our first message.
     fn nudge(&mut self) {}
 
+    /// Whether this process may go on with its calls on the connection, which another one may have by fork(2) too: it made
+    /// the connection, or the one that did has ended, and has left it as it was at the fork. False too where another process
+    /// has gone on with it.
+    fn claim(&mut self) -> bool {
+        true
+    }
+
     /// Becomes readable when `poll` has something to do; writable when queued work can go on.
     fn fd(&self) -> RawFd;
 

@@ -6,7 +6,8 @@
 //! # Invariants
 //! - `EINTR` never reaches a caller: transfers are repeated, waits return early with nothing ready.
 //! - Nothing here raises SIGPIPE (`MSG_NOSIGNAL`) or blocks (`MSG_DONTWAIT`) except [`poll`], [`wait`],
-//!   [`Event::wait`], [`reconnect`] and, for at most [`LOCK_PATIENCE_MS`], [`SharedPage::lock`]. The sockets belong to programs and may be in blocking mode.
+//!   [`Event::wait`] and, for at most [`LOCK_PATIENCE_MS`], [`SharedPage::lock`]. The sockets belong to programs and may
+//!   be in blocking mode.
 //! - A [`SharedPage`] holds only its lock and atomic words: no pointer, no state that a process could leave torn.
 #![allow(unsafe_code)]
 
@@ -14,13 +15,13 @@ use std::ffi::c_int;
 use std::io;
 use std::marker::PhantomData;
 use std::mem::{ManuallyDrop, MaybeUninit};
-use std::net::{SocketAddr, TcpStream};
+use std::net::{Ipv4Addr, Ipv6Addr, SocketAddr, TcpStream};
 use std::os::fd::{AsRawFd, FromRawFd, OwnedFd, RawFd};
 use std::ptr::NonNull;
 use std::sync::Once;
 use std::sync::atomic::Ordering::{Acquire, Relaxed, Release};
 use std::sync::atomic::{AtomicU32, AtomicU64, AtomicUsize};
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use crate::ffi::guard;
 use crate::memory::{IoVec, IoVecMut};
@@ -165,59 +166,84 @@ pub fn own_host(fd: RawFd) -> bool {
     }
 }
 
-/// Connects the TCP socket `fd` to `to` anew, keeping its descriptor number. Waits until `deadline`.
+/// A TCP socket that is on its way to `to`: connect(2) is under way, and [`connected`] tells when it is done.
 ///
-/// The old connection is closed in an orderly way: what was sent on it still arrives, which connect(2) on the same
-/// socket would cut off with a reset. A client on a reserved port gets another one, as servers that trust them demand.
+/// It takes the place of `fd` later ([`take_place`]): where that one has a reserved port this one gets another, as servers
+/// that trust them demand.
+///
+/// # Errors
+/// The errno.
+pub fn connect_beside(fd: RawFd, to: SocketAddr) -> io::Result<OwnedFd> {
+    let address = Sockaddr::from(to);
+    let address = address.as_bytes();
+    let kind = libc::SOCK_STREAM | libc::SOCK_NONBLOCK | libc::SOCK_CLOEXEC;
+    let family = if to.is_ipv4() { libc::AF_INET } else { libc::AF_INET6 };
+    // SAFETY: touches no memory.
+    let fresh = check(unsafe { libc::socket(family, kind, 0) })?;
+    // SAFETY: just made, and owned by nobody else.
+    let fresh = unsafe { OwnedFd::from_raw_fd(fresh) };
+    let new = fresh.as_raw_fd();
+    if borrowed(fd).local_addr().is_ok_and(|at| at.port() < RESERVED.end) {
+        // A failure leaves the socket unbound, which may be good enough.
+        let _ = bind_reserved(new, to.is_ipv4());
+    }
+    // SAFETY: `address` is readable for its length.
+    match check(unsafe { libc::connect(new, address.as_ptr().cast(), address.len() as libc::socklen_t) }) {
+        Err(e) if e.raw_os_error() != Some(libc::EINPROGRESS) => Err(e),
+        _ => Ok(fresh),
+    }
+}
+
+/// Whether a connect(2) that was under way is done.
+///
+/// # Errors
+/// Why it has failed.
+pub fn connected(fd: RawFd) -> io::Result<bool> {
+    if !wait(fd, OUT, Some(Duration::ZERO), None)? {
+        return Ok(false);
+    }
+    borrowed(fd).take_error()?.map_or(Ok(true), Err)
+}
+
+/// Puts `fresh` in the place of `fd`, which keeps its number and its flags.
+///
+/// The old connection is closed in an orderly way, unless another process has it too: what was sent on it still arrives,
+/// which connect(2) on the same socket would cut off with a reset.
 ///
 /// # Errors
 /// The errno; the old connection is still there then.
-pub fn reconnect(fd: RawFd, to: SocketAddr, deadline: Instant) -> io::Result<()> {
-    let address = Sockaddr::from(to);
-    let address = address.as_bytes();
+pub fn take_place(fresh: OwnedFd, fd: RawFd) -> io::Result<()> {
     // SAFETY: touches no memory.
     let flags = check(unsafe { libc::fcntl(fd, libc::F_GETFL) })?;
     // SAFETY: as above.
     let close = check(unsafe { libc::fcntl(fd, libc::F_GETFD) })? & libc::FD_CLOEXEC;
-    let kind = libc::SOCK_STREAM | libc::SOCK_NONBLOCK | libc::SOCK_CLOEXEC;
     // SAFETY: as above.
-    let fresh =
-        check(unsafe { libc::socket(if to.is_ipv4() { libc::AF_INET } else { libc::AF_INET6 }, kind, 0) })?;
-    // SAFETY: just made; closed when this goes out of scope, after dup3 has made its copy.
-    let fresh = unsafe { OwnedFd::from_raw_fd(fresh) };
-    let new = fresh.as_raw_fd();
-    if borrowed(fd).local_addr().is_ok_and(|at| at.port() < 1024) {
-        // SAFETY: NULL asks for any address. A failure leaves the socket unbound, which may be good enough.
-        unsafe { bindresvport(new, std::ptr::null_mut()) };
-    }
-    // SAFETY: `address` is readable for its length.
-    match check(unsafe { libc::connect(new, address.as_ptr().cast(), address.len() as libc::socklen_t) }) {
-        Err(e) if e.raw_os_error() != Some(libc::EINPROGRESS) => return Err(e),
-        _ => {}
-    }
-    // A signal ends a wait too.
-    loop {
-        let left = deadline.saturating_duration_since(Instant::now());
-        if wait(new, OUT, Some(left), None)? {
-            break;
-        }
-        if left.is_zero() {
-            return Err(io::Error::from_raw_os_error(libc::ETIMEDOUT));
-        }
-    }
-    if let Some(error) = borrowed(new).take_error()? {
-        return Err(error);
-    }
-    // SAFETY: touches no memory.
-    check(unsafe { libc::fcntl(new, libc::F_SETFL, flags) })?;
+    check(unsafe { libc::fcntl(fresh.as_raw_fd(), libc::F_SETFL, flags) })?;
     let close = if close != 0 { libc::O_CLOEXEC } else { 0 };
     // SAFETY: touches no memory; both descriptors are open.
-    check(unsafe { libc::dup3(new, fd, close) }).map(drop)
+    check(unsafe { libc::dup3(fresh.as_raw_fd(), fd, close) }).map(drop)
 }
 
-// Of glibc; libtirpc's of the same name does the same.
-unsafe extern "C" {
-    fn bindresvport(fd: c_int, address: *mut libc::sockaddr_in) -> c_int;
+/// Ports that only root binds; below 600 are those of well-known services, as bindresvport(3) has it.
+const RESERVED: std::ops::Range<u16> = 600..1024;
+
+/// Binds a socket to any address and a reserved port. bindresvport(3) of the C library knows IPv4 only.
+fn bind_reserved(fd: RawFd, v4: bool) -> io::Result<()> {
+    let start = random_u32() as u16;
+    let mut result = Err(io::Error::from_raw_os_error(libc::EADDRINUSE));
+    for n in 0..RESERVED.len() as u16 {
+        let port = RESERVED.start + start.wrapping_add(n) % RESERVED.len() as u16;
+        let any = if v4 { Ipv4Addr::UNSPECIFIED.into() } else { Ipv6Addr::UNSPECIFIED.into() };
+        let address = Sockaddr::from(SocketAddr::new(any, port));
+        let address = address.as_bytes();
+        // SAFETY: `address` is readable for its length.
+        result = check(unsafe { libc::bind(fd, address.as_ptr().cast(), address.len() as libc::socklen_t) })
+            .map(drop);
+        if !matches!(&result, Err(e) if e.raw_os_error() == Some(libc::EADDRINUSE)) {
+            return result;
+        }
+    }
+    result
 }
 
 /// std's view of a socket that stays its owner's.
@@ -979,13 +1005,22 @@ mod tests {
         assert!(set_nodelay(-1).is_err());
     }
 
+    /// Until the connection is there.
+    fn beside(fd: RawFd, to: SocketAddr) -> io::Result<OwnedFd> {
+        let fresh = connect_beside(fd, to)?;
+        while !connected(fresh.as_raw_fd())? {
+            wait(fresh.as_raw_fd(), OUT, None, None)?;
+        }
+        Ok(fresh)
+    }
+
     #[test]
     fn a_socket_is_connected_anew_to_the_same_peer() {
         let listener = TcpListener::bind("127.0.0.1:0").unwrap();
         let stream = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
         let (_first, _) = listener.accept().unwrap();
-        reconnect(stream.as_raw_fd(), stream.peer_addr().unwrap(), Instant::now() + Duration::from_secs(10))
-            .unwrap();
+        let fresh = beside(stream.as_raw_fd(), stream.peer_addr().unwrap()).unwrap();
+        take_place(fresh, stream.as_raw_fd()).unwrap();
         let (second, _) = listener.accept().unwrap();
         (&stream).write_all(b"x").unwrap();
         assert!(poll(&mut [PollFd::new(second.as_raw_fd(), true, false)], None, None).unwrap() == 1);
@@ -993,16 +1028,44 @@ mod tests {
     }
 
     #[test]
-    fn connecting_anew_ends_with_its_time() {
+    fn connecting_does_not_wait_and_tells_how_it_ended() {
         let listener = TcpListener::bind("127.0.0.1:0").unwrap();
-        let stream = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
+        let to = listener.local_addr().unwrap();
+        let stream = TcpStream::connect(to).unwrap();
         // SAFETY: touches no memory. No queue: a second connection that nobody accepts gets no answer.
         assert_eq!(unsafe { libc::listen(listener.as_raw_fd(), 0) }, 0);
-        let start = Instant::now();
-        let end =
-            reconnect(stream.as_raw_fd(), stream.peer_addr().unwrap(), start + Duration::from_millis(50));
-        assert_eq!(end.unwrap_err().raw_os_error(), Some(libc::ETIMEDOUT));
-        assert!(start.elapsed() < Duration::from_secs(5));
+        let fresh = connect_beside(stream.as_raw_fd(), to).unwrap();
+        assert!(!connected(fresh.as_raw_fd()).unwrap());
+        drop((fresh, listener));
+        let refused = beside(stream.as_raw_fd(), to).unwrap_err();
+        assert_eq!(refused.raw_os_error(), Some(libc::ECONNREFUSED));
+    }
+
+    #[test]
+    fn a_reserved_port_is_followed_by_another_over_both_families() {
+        for host in ["127.0.0.1:0", "[::1]:0"] {
+            let Ok(listener) = TcpListener::bind(host) else { continue };
+            let to = listener.local_addr().unwrap();
+            let kind = libc::SOCK_STREAM | libc::SOCK_CLOEXEC;
+            let family = if to.is_ipv4() { libc::AF_INET } else { libc::AF_INET6 };
+            // SAFETY: touches no memory.
+            let old = check(unsafe { libc::socket(family, kind, 0) }).unwrap();
+            // SAFETY: just made, and owned by nobody else.
+            let old = unsafe { OwnedFd::from_raw_fd(old) };
+            match bind_reserved(old.as_raw_fd(), to.is_ipv4()) {
+                // Only root may.
+                Err(e) if e.raw_os_error() == Some(libc::EACCES) => return,
+                bound => bound.unwrap(),
+            }
+            let fresh = beside(old.as_raw_fd(), to).unwrap();
+            let (before, now) =
+                (borrowed(old.as_raw_fd()).local_addr(), borrowed(fresh.as_raw_fd()).local_addr());
+            let (before, now) = (before.unwrap().port(), now.unwrap().port());
+            assert!(
+                RESERVED.contains(&before) && RESERVED.contains(&now) && before != now,
+                "{host}: {before}, {now}"
+            );
+        }
     }
 
     #[test]

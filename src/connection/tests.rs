@@ -537,6 +537,27 @@ fn one_way_calls_hold_credits_until_a_later_call_is_answered() {
     pair.still_serves(5);
 }
 
+/// rule 24
+#[test]
+fn a_call_without_reply_is_refused_where_it_would_hold_the_only_credit_and_the_text_says_whose_setting_it_is()
+{
+    for (asked, granted, text) in [
+        (1, 4, "this end asks for one: raise RPCRDMA_CREDITS or CLSET_RDMA_CREDITS"),
+        (4, 1, "the peer grants one: raise RPCRDMA_CREDITS there"),
+    ] {
+        let (client, server) = (setup(asked, 1024).client, setup(granted, 1024).server);
+        let mut pair = Pair::warm(Setup { client, server, ..SETUP });
+        pair.one_way(1, 40);
+        let error = pair.made[&1].outcome.as_ref().unwrap().as_ref().unwrap_err();
+        assert!(error.kind() == Kind::NotSent && error.text().ends_with(text), "{error}");
+        pair.still_serves(2);
+    }
+    // Before the first reply nobody knows.
+    let mut pair = Pair::new();
+    pair.one_way(1, 40);
+    pair.succeeded(1);
+}
+
 /// rule 24: only what was sent before the answered call is past.
 #[test]
 fn a_reply_gives_back_no_credit_of_a_later_one_way_call() {

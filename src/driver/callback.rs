@@ -31,24 +31,14 @@ pub(super) struct Serving {
     watched: RawFd,
     /// Who serves a callback now.
     thread: Option<usize>,
-    /// The call of procedure 0 that a new connection begins with, and its XID while it is under way.
+    /// The call of procedure 0 that a new connection begins with.
     null: [u8; 40],
-    greeting: Option<Xid>,
     /// When a connection that could not be made is tried again, and how long the wait is after that.
     retry: Option<Instant>,
     delay: Duration,
 }
 
 impl Serving {
-    /// Nobody waits for the answer to a greeting.
-    pub(super) fn settle(&mut self, calls: &mut Calls) {
-        if let Some(xid) = self.greeting
-            && calls.outcomes.remove(&xid).is_some()
-        {
-            self.greeting = None;
-        }
-    }
-
     fn alarm(&self, time: Option<Duration>) {
         if let Err(error) = self.set.alarm(time) {
             log_warn!("callbacks may be late: {error}");
@@ -78,16 +68,8 @@ impl Client {
         wishes.reverse_credits = link.engine.grant(wishes.reverse_credits);
         link.drain();
         let watched = state.link.device.fd();
-        state.serving = Some(Serving {
-            serve,
-            set,
-            watched,
-            thread: None,
-            null,
-            greeting: None,
-            retry: None,
-            delay: RETRY_FIRST,
-        });
+        state.serving =
+            Some(Serving { serve, set, watched, thread: None, null, retry: None, delay: RETRY_FIRST });
         state.rearm();
         // Who sleeps in poll(2) does not know of the alarm yet; it need not: it reads the connection.
         Ok(fd)
@@ -99,9 +81,9 @@ impl Client {
         let mut state = self.lock();
         if state.link.engine.closed().is_none()
             && state.link.engine.granted() <= 1
-            && let Err(error) = state.greet()
+            && let Some(null) = state.serving.as_ref().map(|serving| serving.null)
         {
-            log_info!("fd {}: no call for credits: {error}", self.fd);
+            state.greet(null);
         }
     }
 
@@ -126,11 +108,13 @@ impl Client {
         let mut state = self.lock();
         state.silence();
         let due = |serving: &Serving| serving.retry.is_none_or(|at| at <= Instant::now());
+        let under_way = |state: &Waiting| state.renewal.as_ref().is_some_and(|r| r.under_way().is_some());
         if state.link.engine.closed().is_some()
-            && state.serving.as_ref().is_some_and(due)
-            && let Err(error) = self.renew(&mut state, Instant::now())
+            && state.drivers.is_empty()
+            && (under_way(&state) || state.serving.as_ref().is_some_and(due))
         {
-            log_info!("fd {}: no connection for calls back: {error}", self.fd);
+            self.look(&mut state);
+            self.step(&mut state);
         }
         if state.drivers.is_empty() {
             state.link.pump();
@@ -176,6 +160,10 @@ impl Client {
                 return lost.map_or(Ok(served), Err);
             }
             if state.link.engine.closed().is_some() {
+                if state.renewal.as_ref().is_some_and(|renewal| renewal.under_way().is_some()) {
+                    state = self.wait_once(state, waiter, &mut condition, deadline, mask);
+                    continue;
+                }
                 let retry = state.serving.as_ref().and_then(|serving| serving.retry).unwrap_or(now);
                 drop(state);
                 // An error of poll(2) would be one of a senseless time.
@@ -259,38 +247,39 @@ impl Waiting {
     }
 
     /// Serves on a new connection too.
-    pub(super) fn resume_serving(&mut self) -> Result<(), Error> {
-        let Waiting { link, serving: Some(serving), wishes, .. } = self else { return Ok(()) };
+    pub(super) fn resume_serving(&mut self) {
+        let Waiting { link, serving: Some(serving), wishes, .. } = self else { return };
         link.serves = true;
         link.engine.grant(wishes.reverse_credits);
         (serving.retry, serving.delay) = (None, RETRY_FIRST);
-        self.greet()?;
+        let null = serving.null;
+        self.greet(null);
         self.rearm();
-        Ok(())
     }
 
-    /// Sends a call of procedure 0.
-    fn greet(&mut self) -> Result<(), Error> {
-        let Waiting { link, calls, serving: Some(serving), .. } = self else { return Ok(()) };
-        let xid = calls.fresh_xid(&link.engine);
-        let message = with_xid(link.memory.message()?, &serving.null, xid)?;
-        link.begin(xid, message.into(), Expect::Reply { max: RPC_HEADER_MAX, places: Vec::new() })?;
-        serving.greeting = Some(xid);
-        Ok(())
+    /// The program's loop waits for no descriptor of ours but the alarm.
+    pub(super) fn watch_nothing(&mut self) {
+        if let Some(serving) = &mut self.serving {
+            // One that is closed is in no set.
+            let _ = serving.set.watch(std::mem::replace(&mut serving.watched, -1), 0);
+        }
     }
 
     /// Says what wakes the program's loop next.
     pub(super) fn rearm(&mut self) {
         let again = self.may_serve();
         let Some(serving) = &mut self.serving else { return };
-        let fd = self.link.device.fd();
         let open = self.link.engine.closed().is_none();
-        // Who sleeps in poll(2) sees to what is unsent.
-        let unsent = self.drivers.is_empty() && self.link.device.wants_write();
-        let events = match open {
-            true if unsent => sys::IN | sys::OUT,
-            true => sys::IN,
-            false => 0,
+        let attempt = self.renewal.as_ref().and_then(Renewal::under_way);
+        // Who sleeps in poll(2) sees to what is unsent, and to a connection that is being made.
+        let alone = self.drivers.is_empty();
+        let (fd, events) = match attempt {
+            Some((fd, _, _)) if !alone => (fd, 0),
+            Some((fd, true, _)) => (fd, sys::IN | sys::OUT),
+            Some((fd, false, _)) => (fd, sys::IN),
+            None if !open => (self.link.device.fd(), 0),
+            None if alone && self.link.device.wants_write() => (self.link.device.fd(), sys::IN | sys::OUT),
+            None => (self.link.device.fd(), sys::IN),
         };
         let before = std::mem::replace(&mut serving.watched, fd);
         let done = if before != fd { serving.set.watch(before, 0) } else { Ok(()) };
@@ -298,12 +287,12 @@ impl Waiting {
             log_warn!("fd {fd}: callbacks may be late: {error}");
         }
         let now = Instant::now();
-        serving.alarm(match (again, open) {
-            (true, _) => Some(Duration::ZERO),
-            (false, true) => self.link.retry_at().map(|at| at.saturating_duration_since(now)),
-            (false, false) => {
-                Some(serving.retry.map_or(Duration::ZERO, |at| at.saturating_duration_since(now)))
-            }
+        let left = |at: Instant| at.saturating_duration_since(now);
+        serving.alarm(match (again, open, attempt) {
+            (true, ..) => Some(Duration::ZERO),
+            (false, true, _) => self.link.retry_at().map(left),
+            (false, false, Some((_, _, until))) => Some(left(until)),
+            (false, false, None) => Some(serving.retry.map_or(Duration::ZERO, left)),
         });
     }
 }

@@ -397,9 +397,7 @@ impl Requester for Reverse {
         let mut state = locked(&server);
         match &mut state.phase {
             Phase::Open(link) => Standing::of(&link.engine),
-            Phase::Starting(_) | Phase::Failed(_) => {
-                Standing { credits_left: 1, limit: 2, short: usize::MAX }
-            }
+            Phase::Starting(_) | Phase::Failed(_) => Standing { credits_left: 1, short: usize::MAX },
         }
     }
 

@@ -15,7 +15,8 @@
 //! then that rest goes out from a private copy.
 //!
 //! **Fork.** Sending goes on in parent and child (see `transmit::Shared`); a child never sends a Terminate. Receiving
-//! is for one process: the first that reads after the fork keeps that part, and the others notice.
+//! is for one process: the first that reads after the fork keeps that part, and the others notice. Calls are for one
+//! process too, which [`QueuePair::claim`] tells before anything is sent: XIDs, credits and handles are in its memory.
 //!
 //! Read first: RFC 5040 §5 and §7, RFC 5041 §7, RFC 5044 §7.
 #![forbid(unsafe_code)]
@@ -346,6 +347,11 @@ impl Iwarp {
             self.check_fork();
             self.fail(lost("the connection was terminated by this side"), Some((Fault::LOCAL, &[])));
         }
+    }
+
+    /// The socket has another descriptor from here on.
+    pub fn rename(&mut self, socket: RawFd) {
+        self.socket = socket;
     }
 
     /// Whether CRCs are in use.
@@ -1110,6 +1116,12 @@ impl QueuePair for Iwarp {
             Some(error) => Err(error.clone()),
             None => Ok(self.transmit.is_idle()),
         }
+    }
+
+    fn claim(&mut self) -> bool {
+        // Who has missed bytes can make nothing of what follows.
+        self.shared.received() == self.receive.total
+            && self.shared.claim(|shared| self.transmit.has_numbered_last(shared))
     }
 
     fn fd(&self) -> RawFd {

@@ -53,13 +53,28 @@ impl Shared {
     const OWNER: usize = 2;
     const CLOSED: usize = 3;
     const RECEIVED: usize = 4;
+    const CALLER: usize = 5;
 
     pub(super) fn new() -> io::Result<Shared> {
         let shared = Shared { page: sys::SharedPage::new()? };
+        shared.set(Shared::CALLER, u64::from(sys::process_id()));
         // RFC 5041 §4.3: "The initial value for MSN MUST be one."
         shared.set(Shared::MSN, 1);
         shared.set(Shared::MSN + 1, 1);
         Ok(shared)
+    }
+
+    /// Whether this process makes the calls on the connection: it does already, or `may` take that over from one that has
+    /// ended.
+    pub(super) fn claim(&self, may: impl FnOnce(&Shared) -> bool) -> bool {
+        let (caller, us) = (self.get(Shared::CALLER), u64::from(sys::process_id()));
+        if caller == us {
+            return true;
+        }
+        // Of several children one is first.
+        sys::process_gone(caller as u32)
+            && may(self)
+            && self.page.word(Shared::CALLER).compare_exchange(caller, us, Relaxed, Relaxed).is_ok()
     }
 
     /// Takes the number of the next message of a queue.
@@ -204,6 +219,8 @@ pub(super) struct Transmit {
     unsent: usize,
     /// Sends in `queue`.
     sends_queued: usize,
+    /// Sends that were numbered here, or in the process that we were forked from.
+    sends: u32,
     empty: Arc<[Region]>,
     /// Whether the socket (or another process) keeps us from sending.
     pub(super) blocked: bool,
@@ -235,6 +252,7 @@ impl Transmit {
             own_last: false,
             unsent: 0,
             sends_queued: 0,
+            sends: 0,
             empty: Arc::from([]),
             blocked: false,
             sent: 0,
@@ -290,6 +308,11 @@ impl Transmit {
     /// Whether there is something that could be sent if the socket took it.
     pub(super) fn has_work(&self) -> bool {
         !self.frames.is_empty() || self.next().is_some()
+    }
+
+    /// Whether no other process has sent anything that we do not know of.
+    pub(super) fn has_numbered_last(&self, shared: &Shared) -> bool {
+        shared.get(Shared::MSN) as u32 == self.sends.wrapping_add(1)
     }
 
     /// Whether the stream stands inside an FPDU of ours.
@@ -450,7 +473,10 @@ impl Transmit {
                 Some(Work::Read(read)) => return self.frame_read(socket, shared, read),
                 Some(work) => {
                     let (gather, msn) = match &work {
-                        Work::Send { gather, .. } => (gather, shared.take_msn(ddp::SEND_QUEUE)),
+                        Work::Send { gather, .. } => {
+                            self.sends = self.sends.wrapping_add(1);
+                            (gather, shared.take_msn(ddp::SEND_QUEUE))
+                        }
                         Work::Write { gather, .. } => (gather, 0),
                         Work::Read(_) => return,
                     };

@@ -1,0 +1,858 @@
+//! A new connection in the place of one that is of no use any more.
+//!
+//! That is: timed-out calls hold every credit of it; it was only the offer of a version that the peer does not speak; the
+//! server may still want to call back over it (RFC 8167 §5.4); it had to be closed to take memory back; or it belongs to
+//! another process, from which this one was forked.
+//!
+//! The old one is given up at once: what had come over it is handed out, and its calls end. Calls that it has not sent, and
+//! those that are made meanwhile, wait for the new one, each within its own time. Making it never waits under the lock.
+//! Whoever waits does the work: the driver of the connection takes one step after the other, and the next one goes on where
+//! it has stopped. So an attempt outlives the call that began it, and calls with little time get on with it together.
+//!
+//! A signal handler may make a call on the connection while this thread sleeps in one: the attempt lies in the state, which
+//! no sleeping thread holds, so the handler's call takes the next step itself.
+#![forbid(unsafe_code)]
+
+use std::os::fd::{AsRawFd, OwnedFd};
+
+use super::*;
+
+/// A connection that is to be replaced.
+pub(super) struct Renewal {
+    /// Why.
+    why: Error,
+    /// Nobody needs the new one yet, or the last attempt has failed.
+    attempt: Option<(Anew, Instant)>,
+    /// Attempts that have failed for good, and why the last one did.
+    failed: (u32, Option<Error>),
+    /// Calls that go over the new connection, in their order.
+    parked: Vec<(Xid, Message, Expect)>,
+}
+
+/// A connection on its way.
+enum Anew {
+    /// connect(2) is under way, or the MPA startup is.
+    Socket(OwnedFd, Option<Box<Iwarp>>),
+    Adapter(Box<dyn QueuePair>),
+}
+
+impl Anew {
+    fn start(client: &Client) -> Result<Anew, Error> {
+        let Some(to) = client.to else {
+            return Err(Error::new(Kind::Os(libc::ENOTCONN), "the address of the peer is not known"));
+        };
+        if client.adapter {
+            return Ok(Anew::Adapter(Attempt::start(to, client.config)?.device));
+        }
+        let socket = sys::connect_beside(client.fd, to).map_err(|e| client.cannot_connect(e))?;
+        Ok(Anew::Socket(socket, None))
+    }
+
+    /// One step, which does not wait. True when the connection is established.
+    fn step(&mut self, client: &Client) -> Result<bool, Error> {
+        match self {
+            Anew::Socket(_, Some(device)) => device.establish(),
+            Anew::Socket(socket, device) => {
+                let fd = socket.as_raw_fd();
+                if !sys::connected(fd).map_err(|e| client.cannot_connect(e))? {
+                    return Ok(false);
+                }
+                device.insert(Box::new(Iwarp::initiator(fd, options(client.config, fd))?)).establish()
+            }
+            Anew::Adapter(device) => device.establish(),
+        }
+    }
+
+    /// What to wait for, and whether it is to become writable.
+    fn fd(&self) -> (RawFd, bool) {
+        match self {
+            Anew::Socket(socket, device) => {
+                (socket.as_raw_fd(), device.as_ref().is_none_or(|device| device.wants_write()))
+            }
+            Anew::Adapter(device) => (device.fd(), device.wants_write()),
+        }
+    }
+
+    /// The device, with `fd` as its descriptor if it goes over a socket.
+    fn finish(self, fd: RawFd) -> Result<Box<dyn QueuePair>, Error> {
+        match self {
+            Anew::Socket(socket, Some(mut device)) => {
+                sys::take_place(socket, fd)?;
+                device.rename(fd);
+                Ok(device)
+            }
+            Anew::Socket(_, None) => Err(Error::new(Kind::Invalid, "the connection is not established")),
+            Anew::Adapter(device) => Ok(device),
+        }
+    }
+}
+
+impl Renewal {
+    /// A call that goes over the new connection.
+    ///
+    /// # Errors
+    /// `Invalid` when another one has its XID.
+    pub(super) fn park(&mut self, xid: Xid, message: Message, expect: Expect) -> Result<(), Error> {
+        if self.parked.iter().any(|(other, ..)| *other == xid) {
+            return Err(Error::new(Kind::Invalid, format!("a call with XID {xid} is under way")));
+        }
+        self.parked.push((xid, message, expect));
+        Ok(())
+    }
+
+    /// Nobody waits for the call any more. False when it is not here.
+    pub(super) fn abandon(&mut self, xid: Xid) -> bool {
+        let before = self.parked.len();
+        self.parked.retain(|(other, ..)| *other != xid);
+        self.parked.len() < before
+    }
+
+    /// Why there is no connection.
+    pub(super) fn why(&self) -> &Error {
+        self.failed.1.as_ref().unwrap_or(&self.why)
+    }
+
+    /// Whether an attempt is under way, what to wait for, and when it is given up.
+    pub(super) fn under_way(&self) -> Option<(RawFd, bool, Instant)> {
+        let (attempt, until) = self.attempt.as_ref()?;
+        let (fd, writes) = attempt.fd();
+        Some((fd, writes, *until))
+    }
+}
+
+impl Client {
+    fn cannot_connect(&self, e: std::io::Error) -> Error {
+        let to = self.to.map_or_else(String::new, |to| format!(" to {to}"));
+        let text = format!("cannot connect{to}: {}", os_text(&e));
+        Error::new(Error::from(e).kind(), text)
+    }
+
+    /// Gives the connection up if it is of no use any more.
+    pub(super) fn look(&self, state: &mut Waiting) {
+        // Who sleeps on an adapter's descriptor would not notice that it is another one by now.
+        if state.renewal.is_some() || (self.adapter && !state.drivers.is_empty()) {
+            return;
+        }
+        let open = state.link.engine.closed().is_none();
+        if open && state.link.offer_ends().is_some_and(|end| end <= Instant::now()) {
+            let text = "no answer to the offer of RPC-over-RDMA version 2";
+            state.link.fail(Error::new(Kind::Timeout, text));
+        }
+        let why = match state.link.engine.closed() {
+            Some(error) if state.link.engine.must_fall_back() => {
+                log_warn!("fd {}: connecting anew, with RPC-over-RDMA version 1 only: {error}", self.fd);
+                let error = error.clone();
+                state.wishes.versions = Versions::ONE;
+                error
+            }
+            // A call that timed out has ended it, since the device could not take its memory back otherwise.
+            Some(error) if error.kind() == Kind::Timeout => {
+                log_warn!("fd {}: connecting anew: {error}", self.fd);
+                error.clone()
+            }
+            // RFC 8167 §5.4: "forward-direction Requesters SHOULD maintain a transport connection as long as there is the
+            // possibility that the connection peer can send reverse-direction requests."
+            Some(error) if state.serving.is_some() => {
+                log_info!("fd {}: connecting anew: {error}", self.fd);
+                error.clone()
+            }
+            None if !state.link.device.claim() => return state.leave_to_others(),
+            None if state.link.engine.starved() => {
+                let text = "timed-out calls hold every credit";
+                if state.another_reads() {
+                    let fd = state.link.device.fd();
+                    if sys::wait(fd, sys::IN, Some(Duration::ZERO), None).unwrap_or(false) {
+                        // Whoever sleeps takes it in, and looks again.
+                        return;
+                    }
+                } else {
+                    // A late reply gives a credit back.
+                    state.link.pump();
+                    state.settle();
+                    if !state.link.engine.starved() || state.link.engine.closed().is_some() {
+                        return;
+                    }
+                }
+                log_warn!("fd {}: {text}: connecting anew", self.fd);
+                Error::new(Kind::Timeout, text)
+            }
+            _ => return,
+        };
+        state.give_up(why);
+    }
+
+    /// Takes the next step towards a new connection, which does not wait; the first one, if nobody has yet.
+    pub(super) fn step(&self, state: &mut Waiting) {
+        if state.identity.is_none() || state.identity != process::identify(self.fd) {
+            // Another file has the number by now, and would be replaced.
+            return state.attempt_failed(Error::new(Kind::NotSent, "the descriptor was closed"));
+        }
+        // What an attempt leaves in the set would stay there under its number.
+        state.watch_nothing();
+        let Some(renewal) = &mut state.renewal else { return };
+        let now = Instant::now();
+        // One that nobody has looked after until its end may have been given up by the peer.
+        let (mut attempt, until) = match renewal.attempt.take() {
+            Some((attempt, until)) if now < until => (attempt, until),
+            Some(_) => {
+                let text = "the peer did not accept the new connection in time";
+                return state.attempt_failed(Error::new(Kind::Timeout, text));
+            }
+            None => match Anew::start(self) {
+                Ok(attempt) => (attempt, now + START_TIMEOUT),
+                Err(error) => return state.attempt_failed(error),
+            },
+        };
+        match attempt.step(self) {
+            Ok(false) => {
+                renewal.attempt = Some((attempt, until));
+                state.rearm();
+            }
+            Ok(true) => match attempt.finish(self.fd) {
+                Ok(device) => self.install(state, device),
+                Err(error) => state.attempt_failed(error),
+            },
+            Err(error) => state.attempt_failed(error),
+        }
+    }
+
+    /// Goes on over the new connection.
+    fn install(&self, state: &mut Waiting, device: Box<dyn QueuePair>) {
+        let Some(Renewal { parked, .. }) = state.renewal.take() else { return };
+        let link = Link::new(Role::Client, self.config, state.wishes.versions, device, &memory(self.config));
+        stats::add(Counter::Reconnects, 1);
+        let offered = state.link.engine.version().is_none();
+        // Nothing is left in the old one: it was closed, and what it had was handed out, before anybody began to connect.
+        state.link = link;
+        state.identity = process::identify(self.fd);
+        state.nudges = 0;
+        state.greetings.clear();
+        state.connections += 1;
+        let Waiting { link, wishes, calls, .. } = &mut *state;
+        link.engine.ask(wishes.credits);
+        link.engine.set_reverse_chunks(wishes.reverse_chunks);
+        link.raise_again(wishes.receive_size);
+        if offered {
+            calls.requests.repeat(link);
+        }
+        link.drain();
+        if state.serving.is_some() && !self.adapter {
+            sys::keep_alive(self.fd);
+        }
+        state.resume_serving();
+        for (xid, message, expect) in parked {
+            state.make_way(&message, &expect);
+            let Waiting { link, calls, .. } = &mut *state;
+            if let Err(error) = link.engine.call(xid, message, expect, &mut *link.device) {
+                calls.outcomes.insert(xid, Err(error));
+            }
+        }
+        // Whoever drives sleeps until something comes: nothing would, before these have left.
+        state.link.flush();
+        state.settle();
+        state.wake_all();
+    }
+
+    /// Waits until there is a connection that is not to be replaced.
+    ///
+    /// # Errors
+    /// `Timeout` at `deadline`, or why it could not be made anew.
+    pub(super) fn connected<'a>(
+        &'a self,
+        mut state: MutexGuard<'a, Waiting>,
+        deadline: Instant,
+        mask: Mask<'_>,
+    ) -> Result<MutexGuard<'a, Waiting>, Error> {
+        let waiter = Waiter::Version(sys::this_thread());
+        let mut condition = None;
+        self.look(&mut state);
+        let before = state.renewal.as_ref().map(|renewal| renewal.failed.0);
+        let outcome = loop {
+            match &state.renewal {
+                None => break Ok(()),
+                Some(renewal) if Some(renewal.failed.0) != before => break Err(renewal.why().clone()),
+                Some(renewal) if Instant::now() >= deadline => {
+                    let text = format!("no new connection within the time: {}", renewal.why());
+                    break Err(Error::new(Kind::Timeout, text));
+                }
+                Some(_) => state = self.wait_once(state, waiter, &mut condition, deadline, mask),
+            }
+        };
+        state.leave(waiter);
+        outcome.map(|()| state)
+    }
+
+    /// Takes a step, after sleeping until one is possible.
+    pub(super) fn drive_renewal<'a>(
+        &'a self,
+        mut state: MutexGuard<'a, Waiting>,
+        waiter: Waiter,
+        deadline: Instant,
+        mask: Mask<'_>,
+    ) -> MutexGuard<'a, Waiting> {
+        let renewal = |state: &Waiting| state.renewal.as_ref().and_then(Renewal::under_way);
+        if renewal(&state).is_none() {
+            self.step(&mut state);
+        }
+        let Some((fd, writes, until)) = renewal(&state).filter(|_| !state.calls.is_over(waiter)) else {
+            return state;
+        };
+        state.drivers.push(Driver { thread: sys::this_thread(), writes: true });
+        let mut fds = vec![PollFd::new(fd, true, writes)];
+        fds.extend(state.alarm_fd().map(|alarm| PollFd::new(alarm, true, false)));
+        drop(state);
+        let left = deadline.min(until).saturating_duration_since(Instant::now());
+        // An error of poll(2) itself shows up in the next step.
+        let _ = sys::poll(&mut fds, Some(left), mask);
+        let mut state = self.lock();
+        if fds.len() > 1 && fds[1].readable() {
+            state.silence();
+        }
+        // A handler of a signal may have done it all meanwhile.
+        if state.renewal.is_some() {
+            self.step(&mut state);
+        }
+        state.stand_up();
+        state
+    }
+}
+
+impl Waiting {
+    /// Ends the connection: what had come is handed out, and what was sent has ended; calls that were not sent are kept for
+    /// the next one.
+    fn give_up(&mut self, why: Error) {
+        let parked = self.link.engine.take_waiting();
+        self.link.fail(why.clone());
+        self.retire(why, parked);
+    }
+
+    /// The connection is another process's: nothing is sent on it, not even its end.
+    fn leave_to_others(&mut self) {
+        let fd = self.link.device.fd();
+        log_info!("fd {fd}: another process has the connection: connecting anew");
+        let why = Error::new(Kind::NotSent, "the connection belongs to another process");
+        let parked = self.link.engine.take_waiting();
+        // Twice: while a version is offered, the first time keeps the calls.
+        self.link.engine.handle_closed(why.clone());
+        self.link.engine.handle_closed(why.clone());
+        self.retire(why, parked);
+    }
+
+    fn retire(&mut self, why: Error, parked: Vec<(Xid, Message, Expect)>) {
+        self.link.drain();
+        self.settle();
+        if self.link.engine.version().is_some() {
+            self.calls.requests.end(&Error::new(Kind::ConnectionLost, "it was replaced by a new one"));
+        }
+        // They sleep on the old connection, whose end wakes them, and see what has become of it.
+        self.drivers.clear();
+        self.renewal = Some(Renewal { why, attempt: None, failed: (0, None), parked });
+        self.wake_all();
+    }
+
+    /// This is a forked child now. The threads of its parent are not here, and what they wait for is theirs.
+    pub(super) fn inherit(&mut self) {
+        self.generation = sys::fork_generation();
+        self.drivers.clear();
+        self.calls = Calls::new();
+        self.greetings.clear();
+        // Its set is the parent's too, and libtirpc's table in this process still has its descriptor.
+        std::mem::forget(self.serving.take());
+        if let Some(renewal) = &mut self.renewal {
+            (renewal.attempt, renewal.parked) = (None, Vec::new());
+            return;
+        }
+        let idle = self.link.engine.is_idle();
+        if self.link.engine.closed().is_none() && !(idle && self.link.device.claim()) {
+            self.leave_to_others();
+            if let Some(renewal) = &mut self.renewal {
+                renewal.parked.clear();
+            }
+            self.calls = Calls::new();
+        }
+    }
+
+    /// An attempt has failed. Calls that wait go on to do so if it was only slow: there will be another one.
+    fn attempt_failed(&mut self, error: Error) {
+        let fd = self.link.device.fd();
+        log_info!("fd {fd}: no new connection: {error}");
+        let Some(renewal) = &mut self.renewal else { return };
+        renewal.attempt = None;
+        renewal.failed.1 = Some(error.clone());
+        if error.kind() != Kind::Timeout {
+            renewal.failed.0 += 1;
+            for (xid, ..) in renewal.parked.drain(..) {
+                let text = format!("no new connection: {error}");
+                self.calls.outcomes.insert(xid, Err(Error::new(Kind::NotSent, text)));
+            }
+            self.calls.requests.end(&error);
+        }
+        self.retry_later();
+        self.rearm();
+        self.wake_all();
+    }
+
+    /// Every thread looks again at what it waits for.
+    fn wake_all(&self) {
+        self.calls.sleepers.values().for_each(|condition| condition.notify_one());
+    }
+
+    /// Has a call of procedure 0 go before a call without a reply that would take the last credit, for only a reply gives
+    /// it back; the first reply on a connection, moreover, tells how many there are.
+    pub(super) fn make_way(&mut self, message: &Message, expect: &Expect) {
+        let engine = &self.link.engine;
+        if matches!(expect, Expect::Nothing) && engine.credits_left() <= 1 && engine.closed().is_none() {
+            self.greet(null_call(message.body()));
+        }
+    }
+
+    /// Sends a call of procedure 0 whose reply nobody waits for.
+    pub(super) fn greet(&mut self, null: [u8; 40]) {
+        let Waiting { link, calls, .. } = self;
+        let xid = calls.fresh_xid(&link.engine);
+        let expect = Expect::Reply { max: RPC_HEADER_MAX, places: Vec::new() };
+        let sent = link.memory.message().map_err(Error::from).and_then(|message| {
+            let message = with_xid(message, &null, xid)?;
+            link.begin(xid, message.into(), expect)
+        });
+        match sent {
+            Ok(()) => self.greetings.push(xid),
+            Err(error) => log_info!("fd {}: no call for credits: {error}", self.link.device.fd()),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::io::{Read, Write};
+    use std::net::{TcpListener, TcpStream};
+    use std::os::fd::AsRawFd;
+    use std::sync::mpsc;
+    use std::thread::scope;
+
+    use super::super::tests::{PATIENCE, until};
+    use super::*;
+
+    fn config(credits: u32) -> &'static Config {
+        // Without spinning, a driver that others can see sleeps.
+        Box::leak(Box::new(Config { credits, poll: Duration::ZERO, ..Config::default() }))
+    }
+
+    fn soon() -> Instant {
+        Instant::now() + PATIENCE
+    }
+
+    fn message(client: &Client, xid: Xid) -> Message {
+        let mut message = Requester::message(client).unwrap();
+        message
+            .extend(
+                &[[xid.0, 0, 2, 1, 1, 0], [0; 6]]
+                    .concat()
+                    .iter()
+                    .flat_map(|w| w.to_be_bytes())
+                    .collect::<Vec<_>>(),
+            )
+            .unwrap();
+        message.into()
+    }
+
+    fn reply() -> Expect {
+        Expect::Reply { max: 1024, places: Vec::new() }
+    }
+
+    fn call(client: &Client, deadline: Instant) -> Result<(), Error> {
+        let xid = client.fresh_xid();
+        client.call(xid, message(client, xid), 1024, Vec::new(), deadline, None).map(drop)
+    }
+
+    /// A call that is sent, and that nobody waits for.
+    fn orphan(client: &Client) {
+        assert_eq!(call(client, Instant::now()).unwrap_err().kind(), Kind::Timeout);
+    }
+
+    fn one_way(client: &Client) -> Result<(), Error> {
+        let xid = client.fresh_xid();
+        client.exchange(xid, message(client, xid), Expect::Nothing, soon(), None).map(drop)
+    }
+
+    /// Starts a call for a thread that does not come to wait for it.
+    fn begin(client: &Client, expect: Expect) -> Xid {
+        let xid = client.fresh_xid();
+        let message = message(client, xid);
+        client.lock().link.begin(xid, message, expect).unwrap();
+        xid
+    }
+
+    struct Peer {
+        _socket: TcpStream,
+        server: Shared,
+    }
+
+    impl Peer {
+        fn accept(listener: &TcpListener, config: &'static Config) -> Peer {
+            assert!(sys::wait(listener.as_raw_fd(), sys::IN, Some(PATIENCE), None).unwrap(), "nobody comes");
+            let socket = listener.accept().unwrap().0;
+            let server = Mutex::new(Server::accept(socket.as_raw_fd(), config).unwrap());
+            Peer { _socket: socket, server }
+        }
+
+        /// The next request; `None` at the end of the connection.
+        fn next(&self) -> Option<Request> {
+            loop {
+                let request = locked(&self.server).receive();
+                if request.is_some() || locked(&self.server).closed().is_some() {
+                    return request;
+                }
+                assert!(sys::wait(Responder::fd(&self.server), sys::IN, Some(PATIENCE), None).unwrap());
+            }
+        }
+
+        fn answer(&self, request: Request) {
+            let mut reply = self.server.message().unwrap();
+            reply.extend(&request.message[0][..40]).unwrap();
+            // Now it is a reply.
+            reply[7] = 1;
+            self.server.reply(request.id, reply.into()).unwrap();
+        }
+
+        /// Answers everything until the connection ends.
+        fn serve(&self) {
+            while let Some(request) = self.next() {
+                self.answer(request);
+            }
+        }
+    }
+
+    fn connect(config: &'static Config) -> (TcpListener, TcpStream, &'static Config) {
+        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+        let socket = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
+        (listener, socket, config)
+    }
+
+    fn open(socket: &TcpStream, config: &'static Config) -> Arc<Client> {
+        Client::open(socket.as_raw_fd(), config, soon(), None).unwrap()
+    }
+
+    /// What waits for the other end is let go when a test fails.
+    struct Hangup<'a>(&'a TcpStream);
+
+    impl Drop for Hangup<'_> {
+        fn drop(&mut self) {
+            sys::shutdown(self.0.as_raw_fd());
+        }
+    }
+
+    #[test]
+    fn a_reply_that_came_before_its_connection_was_replaced_is_not_lost() {
+        let (listener, socket, config) = connect(config(2));
+        let (told, answered) = mpsc::channel();
+        scope(|scope| {
+            let _hangup = Hangup(&socket);
+            scope.spawn(move || {
+                let first = Peer::accept(&listener, config);
+                first.answer(first.next().unwrap());
+                let _orphan = first.next().unwrap();
+                first.answer(first.next().unwrap());
+                told.send(()).unwrap();
+                Peer::accept(&listener, config).serve();
+            });
+            let client = open(&socket, config);
+            call(&client, soon()).unwrap();
+            orphan(&client);
+            let (awaited, batched) = (begin(&client, reply()), begin(&client, Expect::Nothing));
+            answered.recv().unwrap();
+            assert!(sys::wait(socket.as_raw_fd(), sys::IN, Some(PATIENCE), None).unwrap());
+            // The reply gives a credit to the call without one, which leaves none.
+            call(&client, soon()).unwrap();
+            let mut state = client.lock();
+            assert_eq!(state.connections, 2);
+            for xid in [awaited, batched] {
+                assert!(state.calls.outcomes.remove(&xid).unwrap().is_ok());
+            }
+        });
+    }
+
+    #[test]
+    fn what_another_thread_sleeps_for_is_left_to_it() {
+        let (listener, socket, config) = connect(config(2));
+        let (told, answered) = mpsc::channel();
+        scope(|scope| {
+            let _hangup = Hangup(&socket);
+            scope.spawn(move || {
+                let first = Peer::accept(&listener, config);
+                first.answer(first.next().unwrap());
+                first.answer(first.next().unwrap());
+                told.send(()).unwrap();
+                first.serve();
+            });
+            let client = open(&socket, config);
+            call(&client, soon()).unwrap();
+            begin(&client, reply());
+            // It sleeps in poll(2), and nothing else wakes it.
+            client.lock().drivers.push(Driver { thread: usize::MAX, writes: false });
+            answered.recv().unwrap();
+            assert!(sys::wait(socket.as_raw_fd(), sys::IN, Some(PATIENCE), None).unwrap());
+            client.standing();
+            assert_eq!(call(&client, Instant::now()).unwrap_err().kind(), Kind::Timeout);
+            assert!(sys::wait(socket.as_raw_fd(), sys::IN, Some(Duration::ZERO), None).unwrap());
+        });
+    }
+
+    #[test]
+    fn a_call_without_reply_is_not_the_first_on_a_connection() {
+        let (listener, socket, config) = connect(config(2));
+        scope(|scope| {
+            let _hangup = Hangup(&socket);
+            scope.spawn(move || {
+                Peer::accept(&listener, config).serve();
+            });
+            let client = open(&socket, config);
+            one_way(&client).unwrap();
+            call(&client, soon()).unwrap();
+            // Else it would have held the only credit.
+            assert_eq!(client.connections(), 1);
+        });
+    }
+
+    /// The peer has answered one call; two others hold its credits for ever.
+    fn starve(client: &Client) {
+        call(client, soon()).unwrap();
+        orphan(client);
+        orphan(client);
+    }
+
+    /// Answers the first call and takes in the others.
+    fn starving(listener: &TcpListener, config: &'static Config) -> Peer {
+        let first = Peer::accept(listener, config);
+        first.answer(first.next().unwrap());
+        first
+    }
+
+    #[test]
+    fn calls_that_wait_for_a_credit_go_over_the_new_connection_in_their_order() {
+        let (listener, socket, config) = connect(config(2));
+        scope(|scope| {
+            let _hangup = Hangup(&socket);
+            let served = scope.spawn(move || {
+                let _first = starving(&listener, config);
+                let second = Peer::accept(&listener, config);
+                let mut xids = Vec::new();
+                while let Some(request) = second.next() {
+                    xids.push(request.xid);
+                    second.answer(request);
+                }
+                xids
+            });
+            let client = open(&socket, config);
+            starve(&client);
+            let batched = [begin(&client, Expect::Nothing), begin(&client, Expect::Nothing)];
+            let awaited = begin(&client, reply());
+            call(&client, soon()).unwrap();
+            call(&client, soon()).unwrap();
+            let mut state = client.lock();
+            // Else the calls without reply would have taken its only credit.
+            assert_eq!(state.connections, 2);
+            for xid in batched.iter().chain([&awaited]) {
+                assert!(state.calls.outcomes.remove(xid).unwrap().is_ok());
+            }
+            assert!(state.greetings.is_empty() && state.calls.outcomes.is_empty());
+            drop(state);
+            sys::shutdown(socket.as_raw_fd());
+            let xids = served.join().unwrap();
+            // Each call without a reply follows one whose reply makes room for it.
+            assert_eq!([xids[1], xids[3], xids[4]], [batched[0], batched[1], awaited], "{xids:?}");
+        });
+    }
+
+    #[test]
+    fn a_call_ends_in_its_own_time_when_the_new_connection_does_not_come() {
+        let (listener, socket, config) = connect(config(2));
+        scope(|scope| {
+            let _hangup = Hangup(&socket);
+            let client = scope.spawn(|| open(&socket, config));
+            let first = scope.spawn(|| starving(&listener, config));
+            let client = client.join().unwrap();
+            starve(&client);
+            let _first = first.join().unwrap();
+            let times = (0..5).map(|_| {
+                let start = Instant::now();
+                let error = call(&client, start + Duration::from_millis(30)).unwrap_err();
+                assert_eq!(error.kind(), Kind::Timeout);
+                assert!(error.text().starts_with("no new connection within the time of the call"), "{error}");
+                start.elapsed()
+            });
+            let fastest = times.min().unwrap();
+            assert!(fastest < Duration::from_secs(1), "{fastest:?}");
+        });
+    }
+
+    #[test]
+    fn while_one_call_waits_for_the_new_connection_others_end_in_their_time() {
+        let (listener, socket, config) = connect(config(2));
+        let (tell, go_on) = mpsc::channel();
+        scope(|scope| {
+            let _hangup = Hangup(&socket);
+            scope.spawn(move || {
+                let _first = starving(&listener, config);
+                // The kernel has accepted the second one before; nobody answers on it before the other call has ended.
+                go_on.recv().unwrap();
+                Peer::accept(&listener, config).serve();
+            });
+            let client = open(&socket, config);
+            starve(&client);
+            let other = client.clone();
+            let waits = scope.spawn(move || call(&other, soon()));
+            until(&client, |state| state.renewal.is_some() && !state.drivers.is_empty());
+            let short = Instant::now() + Duration::from_millis(30);
+            assert_eq!(call(&client, short).unwrap_err().kind(), Kind::Timeout);
+            assert!(!waits.is_finished());
+            tell.send(()).unwrap();
+            waits.join().unwrap().unwrap();
+            assert_eq!(client.connections(), 2);
+        });
+    }
+
+    #[test]
+    fn calls_with_little_time_get_on_with_one_attempt_together() {
+        let (listener, socket, config) = connect(config(2));
+        let (tell, go_on) = mpsc::channel();
+        scope(|scope| {
+            let _hangup = Hangup(&socket);
+            let served = scope.spawn(move || {
+                let _first = starving(&listener, config);
+                go_on.recv().unwrap();
+                Peer::accept(&listener, config).serve();
+                listener.set_nonblocking(true).unwrap();
+                listener.accept().is_err()
+            });
+            let client = open(&socket, config);
+            starve(&client);
+            for _ in 0..3 {
+                // Not even time to sleep.
+                orphan(&client);
+            }
+            tell.send(()).unwrap();
+            let end = soon();
+            while call(&client, Instant::now() + Duration::from_millis(5)).is_err() {
+                assert!(Instant::now() < end, "none of them has come through");
+            }
+            assert_eq!(client.connections(), 2);
+            sys::shutdown(socket.as_raw_fd());
+            assert!(served.join().unwrap(), "one attempt");
+        });
+    }
+
+    #[test]
+    fn calls_end_at_once_when_the_new_connection_is_refused_and_the_next_one_tries_again() {
+        let (listener, socket, config) = connect(config(2));
+        let to = listener.local_addr().unwrap();
+        scope(|scope| {
+            let _hangup = Hangup(&socket);
+            let first = scope.spawn(move || starving(&listener, config));
+            let client = open(&socket, config);
+            starve(&client);
+            let _first = first.join().unwrap();
+            let queued = begin(&client, reply());
+            let error = call(&client, Instant::now() + 100 * PATIENCE).unwrap_err();
+            assert_eq!(error.kind(), Kind::NotSent);
+            assert!(error.text().contains("cannot connect to 127.0.0.1"), "{error}");
+            let ended = client.lock().calls.outcomes.remove(&queued).unwrap();
+            assert_eq!(ended.unwrap_err().kind(), Kind::NotSent);
+            let listener = TcpListener::bind(to).unwrap();
+            scope.spawn(move || Peer::accept(&listener, config).serve());
+            call(&client, soon()).unwrap();
+        });
+    }
+
+    /// A handler of a signal that comes while its thread sleeps for the new connection.
+    #[test]
+    fn a_call_made_in_the_midst_of_one_that_waits_for_the_new_connection_makes_it() {
+        let (listener, socket, config) = connect(config(2));
+        let (tell, go_on) = mpsc::channel();
+        scope(|scope| {
+            let _hangup = Hangup(&socket);
+            scope.spawn(move || {
+                let _first = starving(&listener, config);
+                go_on.recv().unwrap();
+                Peer::accept(&listener, config).serve();
+            });
+            let client = open(&socket, config);
+            starve(&client);
+            orphan(&client);
+            // As a call of this very thread that sleeps.
+            client.lock().drivers.push(Driver { thread: sys::this_thread(), writes: true });
+            tell.send(()).unwrap();
+            call(&client, soon()).unwrap();
+            assert_eq!(client.lock().drivers.len(), 1);
+        });
+    }
+
+    /// Accepts whoever comes, until `enough` have, and serves each.
+    fn serve_all<'a>(
+        scope: &'a std::thread::Scope<'a, '_>,
+        listener: TcpListener,
+        config: &'static Config,
+        enough: usize,
+    ) {
+        scope.spawn(move || {
+            for _ in 0..enough {
+                let peer = Peer::accept(&listener, config);
+                scope.spawn(move || peer.serve());
+            }
+        });
+    }
+
+    #[test]
+    fn a_client_is_used_by_its_process_and_by_the_children_that_inherit_it() {
+        let (listener, socket, config) = connect(config(32));
+        scope(|scope| {
+            let _hangup = Hangup(&socket);
+            serve_all(scope, listener, config, 4);
+            let client = open(&socket, config);
+            let three = || (0..3).all(|_| call(&client, soon()).is_ok());
+            assert!(three());
+            let child = || sys::testing::fork(|| three() && client.connections() == 2);
+            assert!(child().succeeded());
+            assert!(three());
+            // All at a time, with a call of the parent under way.
+            let awaited = begin(&client, reply());
+            let children = [child(), child()];
+            assert!(three());
+            assert!(children.map(sys::testing::Child::succeeded) == [true; 2]);
+            assert!(three());
+            let mut state = client.lock();
+            assert!(state.calls.outcomes.remove(&awaited).unwrap().is_ok());
+            assert_eq!(state.connections, 1);
+        });
+    }
+
+    #[test]
+    fn a_child_whose_parent_has_ended_goes_on_with_its_connection() {
+        let (listener, socket, config) = connect(config(32));
+        let (mut ours, mut theirs) = std::os::unix::net::UnixStream::pair().unwrap();
+        scope(|scope| {
+            let _hangup = Hangup(&socket);
+            serve_all(scope, listener, config, 1);
+            let parent = sys::testing::fork(|| {
+                let client = open(&socket, config);
+                call(&client, soon()).unwrap();
+                let parent = sys::process_id();
+                // A daemon.
+                let _daemon = sys::testing::fork(|| {
+                    while !sys::process_gone(parent) {
+                        std::thread::yield_now();
+                    }
+                    let done = call(&client, soon()).is_ok() && client.connections() == 1;
+                    theirs.write_all(&[u8::from(done)]).unwrap();
+                    true
+                });
+                true
+            });
+            assert!(parent.succeeded());
+            assert!(sys::wait(ours.as_raw_fd(), sys::IN, Some(PATIENCE), None).unwrap());
+            let mut done = [0];
+            ours.read_exact(&mut done).unwrap();
+            assert_eq!(done, [1]);
+        });
+    }
+}

@@ -100,13 +100,15 @@ const TURN: u32 = 64;
 /// The pools that all software connections of the process share.
 pub fn memory(config: &Config) -> Arc<Memory> {
     static MEMORY: OnceLock<Arc<Memory>> = OnceLock::new();
-    let new = || {
-        let (_, receive) = config.receive_sizes(false);
-        // A process has one configuration, but for the tests.
-        let receive = if cfg!(test) { receive.max(64 << 10) } else { receive };
-        Memory::new(receive, config.max_reply(false) + REPLY_HEADER, config.max_pulled)
-    };
-    MEMORY.get_or_init(new).clone()
+    if let Some(memory) = MEMORY.get() {
+        return memory.clone();
+    }
+    let (_, receive) = config.receive_sizes(false);
+    // A process has one configuration, but for the tests.
+    let receive = if cfg!(test) { receive.max(64 << 10) } else { receive };
+    // Made outside the OnceLock: a fork(2) of another thread in between would leave the child waiting for ever.
+    let memory = Memory::new(receive, config.max_reply(false) + REPLY_HEADER, config.max_pulled);
+    MEMORY.get_or_init(|| memory).clone()
 }
 
 /// See [`Requester::reply_header`].

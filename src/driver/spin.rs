@@ -101,6 +101,15 @@ impl Drop for Patience {
 }
 
 fn processors() -> usize {
-    static PROCESSORS: OnceLock<usize> = OnceLock::new();
-    *PROCESSORS.get_or_init(|| std::thread::available_parallelism().map_or(1, |n| n.get()))
+    // Not a OnceLock: the answer takes a while, and a fork(2) of another thread in between would leave the child waiting for
+    // ever.
+    static PROCESSORS: AtomicUsize = AtomicUsize::new(0);
+    match PROCESSORS.load(Relaxed) {
+        0 => {
+            let processors = std::thread::available_parallelism().map_or(1, |n| n.get());
+            PROCESSORS.store(processors, Relaxed);
+            processors
+        }
+        processors => processors,
+    }
 }

@@ -1190,25 +1190,35 @@ impl Connection {
                 {
                     self.requester.shown.insert((*program, *version), Shown::Unknown);
                     text += &format!(
-                        "; perhaps the peer has no binding for program {program} version {version}: \
+                        "; perhaps the peer has no binding for program {program} version {version}, or another one: \
                          further calls do without"
                     );
                 }
-                if let Some(area) = &call.reply {
-                    let room: u64 = area.offered.iter().map(|(s, _)| u64::from(s.length)).sum();
-                    text += &format!("; its reply probably exceeds the Reply chunk of {room} bytes");
+                let room = match &call.reply {
+                    Some(area) => {
+                        let room: u64 = area.offered.iter().map(|(s, _)| u64::from(s.length)).sum();
+                        Some(format!("the Reply chunk of {room} bytes"))
+                    }
+                    None if call.writes.is_empty() => {
+                        Some(format!("the inline threshold of {} bytes", self.thresholds().1))
+                    }
+                    None => None,
+                };
+                if let Some(room) = room {
+                    text += &format!("; its reply probably exceeds {room}");
+                    // Who made the room so small can make it larger.
                     text += &match call.bound.as_ref().filter(|bound| bound.bounds) {
                         Some(Bound { program, version, .. }) => format!(
-                            ", the most that the binding of program {program} version {version} allows for"
+                            ", the most that the binding of program {program} version {version} at this end allows for: \
+                             is it right?"
                         ),
-                        None => ": raise CLSET_RDMA_MAXREPLY or RPCRDMA_MAX_REPLY".to_owned(),
+                        None if self.role == Role::Client => {
+                            ": raise CLSET_RDMA_MAXREPLY or RPCRDMA_MAX_REPLY".into()
+                        }
+                        None => {
+                            ": raise CLSET_RDMA_MAXREPLY, and let the reverse direction use chunks".into()
+                        }
                     };
-                } else if call.writes.is_empty() {
-                    text += &format!(
-                        "; its reply probably exceeds the inline threshold of {} bytes: raise CLSET_RDMA_MAXREPLY, \
-                         and let the reverse direction use chunks if this is a call back",
-                        self.thresholds().1
-                    );
                 }
                 if call.pulled {
                     text += "; or the call is longer than it accepts (RPCRDMA_MAX_CALL there)";

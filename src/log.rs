@@ -1,29 +1,34 @@
 //! Diagnostics for people: off unless asked for, and unnoticed by the program.
 //!
 //! Owns the level, the place that lines go to (stderr, or a file that is appended to) and their form,
-//! `rpcrdma[pid] level: text`. Knows no configuration: `config` starts it, and until then it is off. The
-//! macros [`log_error!`](crate::log_error) .. [`log_wire!`](crate::log_wire) evaluate their arguments only
-//! when the level is on.
+//! `2026-11-22T09:30:00.123456Z rpcrdma[pid] level: text`. Knows no configuration: `config` starts it, and until then
+//! it is off. The macros [`log_error!`](crate::log_error) .. [`log_wire!`](crate::log_wire) evaluate their arguments
+//! only when the level is on.
 //!
 //! # Invariants
 //! - A line is one write(2) of at most PIPE_BUF bytes without control characters: lines of several processes
 //!   do not mix, and no peer can forge one.
 //! - Nothing waits, fails, allocates per line, raises a signal or changes errno; stdout is never used. A line
-//!   that cannot be written at once is counted, and the next one that can be is preceded by the count.
+//!   that cannot be written at once is counted, and the next one that can be is preceded by the count. A file that
+//!   takes no more is told on stderr, once.
 //! - Daemons close descriptors that they do not know and reuse the numbers: a line goes only to what was
-//!   there when the log was started. A log file is opened again; for a closed or replaced stderr the lines
-//!   are dropped.
+//!   there when the log was started. A log file is opened again, also when its path has come to name another file (it
+//!   was rotated); for a closed or replaced stderr the lines are dropped.
+//! - A log tells of memory and of callers: its file is made for its owner alone. Root follows no symbolic link to it,
+//!   which somebody else may have laid in a directory like /tmp.
 #![forbid(unsafe_code)]
 
 use std::fmt::{self, Write as _};
-use std::fs::OpenOptions;
+use std::fs::{self, OpenOptions};
 use std::io;
 use std::os::fd::{AsFd, AsRawFd, IntoRawFd, OwnedFd, RawFd};
-use std::os::unix::fs::OpenOptionsExt;
+use std::os::unix::fs::{MetadataExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 use std::sync::OnceLock;
-use std::sync::atomic::{AtomicI32, AtomicU8, AtomicU64, Ordering::Relaxed};
+use std::sync::atomic::{AtomicBool, AtomicI32, AtomicU8, AtomicU64, Ordering::Relaxed};
+use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
+use crate::error::os_text;
 use crate::process::{self, Identity};
 
 /// How much is said; each level includes those before it.
@@ -128,7 +133,13 @@ pub fn start(level: Level, file: Option<&Path>) -> io::Result<()> {
         LOG.start_file(level, path).inspect_err(|error| {
             let stderr = Log::new();
             stderr.start_on(Level::Error, libc::STDERR_FILENO);
-            stderr.write(Level::Error, format_args!("no log: cannot open {}: {error}", path.display()));
+            let link = error.raw_os_error() == Some(libc::ELOOP) && process::is_privileged();
+            let why = if link {
+                "it is a symbolic link, which root does not follow".into()
+            } else {
+                os_text(error)
+            };
+            stderr.write(Level::Error, format_args!("no log: cannot open {}: {why}", path.display()));
         })
     })
 }
@@ -137,26 +148,60 @@ pub fn start(level: Level, file: Option<&Path>) -> io::Result<()> {
 struct Log {
     /// 0: off.
     level: AtomicU8,
+    place: Place,
+    /// The absolute path behind `place`; unset for stderr.
+    path: OnceLock<PathBuf>,
+    /// stderr when the log was started on a file, to say that the file takes no more; -1: not there, or said.
+    complaints: Place,
+    /// Lines that could not be written since the last one that could, and why the latest could not.
+    lost: AtomicU64,
+    reason: AtomicI32,
+    /// The file ends with a part of a line, for which there was no room.
+    torn: AtomicBool,
+}
+
+/// A descriptor, and what it referred to when it was set.
+struct Place {
     /// -1: none yet.
     fd: AtomicI32,
-    /// Identity of what `fd` referred to when it was set.
     device: AtomicU64,
     inode: AtomicU64,
-    /// The absolute path behind `fd`; unset for stderr.
-    path: OnceLock<PathBuf>,
-    /// Lines that could not be written since the last one that could.
-    lost: AtomicU64,
+}
+
+impl Place {
+    const fn new() -> Place {
+        Place { fd: AtomicI32::new(-1), device: AtomicU64::new(0), inode: AtomicU64::new(0) }
+    }
+
+    /// Not one atomic step: a thread that sees half of it finds a wrong identity, and looks for the file once more or
+    /// drops its line.
+    fn set(&self, fd: RawFd, identity: Identity) {
+        self.device.store(identity.device, Relaxed);
+        self.inode.store(identity.inode, Relaxed);
+        self.fd.store(fd, Relaxed);
+    }
+
+    fn identity(&self) -> Identity {
+        Identity { device: self.device.load(Relaxed), inode: self.inode.load(Relaxed) }
+    }
+
+    /// The descriptor, if it is still what it was.
+    fn checked(&self) -> Option<RawFd> {
+        let fd = self.fd.load(Relaxed);
+        (process::identify(fd) == Some(self.identity())).then_some(fd)
+    }
 }
 
 impl Log {
     const fn new() -> Log {
         Log {
             level: AtomicU8::new(0),
-            fd: AtomicI32::new(-1),
-            device: AtomicU64::new(0),
-            inode: AtomicU64::new(0),
+            place: Place::new(),
             path: OnceLock::new(),
+            complaints: Place::new(),
             lost: AtomicU64::new(0),
+            reason: AtomicI32::new(0),
+            torn: AtomicBool::new(false),
         }
     }
 
@@ -165,12 +210,8 @@ impl Log {
     }
 
     fn start_on(&self, level: Level, fd: RawFd) {
-        // A server started by inetd has its client there, who expects RPC records.
-        if process::is_network_socket(fd) {
-            return;
-        }
-        if let Some(identity) = process::identify(fd) {
-            self.set(fd, identity);
+        if let Some(identity) = usable(fd) {
+            self.place.set(fd, identity);
             self.level.store(level as u8, Relaxed);
         }
     }
@@ -178,36 +219,40 @@ impl Log {
     fn start_file(&self, level: Level, path: &Path) -> io::Result<()> {
         // Absolute, because daemons change their directory.
         let path = self.path.get_or_init(|| std::path::absolute(path).unwrap_or_else(|_| path.to_owned()));
-        self.open(path)?;
+        self.open(path, None)?;
+        if let Some(identity) = usable(libc::STDERR_FILENO) {
+            self.complaints.set(libc::STDERR_FILENO, identity);
+        }
         self.level.store(level as u8, Relaxed);
         Ok(())
     }
 
-    /// Opens the log file. The descriptor belongs to the process and is never closed: once the program has
-    /// closed it, its number is not ours.
-    fn open(&self, path: &Path) -> io::Result<RawFd> {
+    /// Opens the log file, in the place of `old` if that is ours. The descriptor belongs to the process and is never
+    /// closed: once the program has closed it, its number is not ours.
+    fn open(&self, path: &Path, old: Option<RawFd>) -> io::Result<RawFd> {
         // Non-blocking, so that opening a FIFO without a reader fails instead of waiting.
-        let flags = libc::O_NONBLOCK | libc::O_NOCTTY;
-        let file = OpenOptions::new().append(true).create(true).custom_flags(flags).open(path)?;
-        let mut fd = OwnedFd::from(file);
-        if fd.as_raw_fd() <= libc::STDERR_FILENO {
+        let mut flags = libc::O_NONBLOCK | libc::O_NOCTTY;
+        if process::is_privileged() {
+            flags |= libc::O_NOFOLLOW;
+        }
+        let file = OpenOptions::new().append(true).create(true).mode(0o600).custom_flags(flags).open(path)?;
+        let mut file = OwnedFd::from(file);
+        if file.as_raw_fd() <= libc::STDERR_FILENO {
             // The program runs without its standard descriptors; what it writes to stdout must not land in
             // the log, nor may the log be in its way when it opens them. A duplicate gets a number above
             // them.
-            fd = fd.as_fd().try_clone_to_owned()?;
+            file = file.as_fd().try_clone_to_owned()?;
         }
-        let identity = process::identify(fd.as_raw_fd()).ok_or_else(io::Error::last_os_error)?;
-        let fd = fd.into_raw_fd();
-        self.set(fd, identity);
+        let identity = process::identify(file.as_raw_fd()).ok_or_else(io::Error::last_os_error)?;
+        let fd = match old {
+            Some(old) => {
+                process::replace(old, file)?;
+                old
+            }
+            None => file.into_raw_fd(),
+        };
+        self.place.set(fd, identity);
         Ok(fd)
-    }
-
-    /// Not one atomic step: a thread that sees half of it finds a wrong identity, and opens the file once
-    /// more or drops its line.
-    fn set(&self, fd: RawFd, identity: Identity) {
-        self.device.store(identity.device, Relaxed);
-        self.inode.store(identity.inode, Relaxed);
-        self.fd.store(fd, Relaxed);
     }
 
     fn write(&self, level: Level, text: fmt::Arguments<'_>) {
@@ -215,26 +260,106 @@ impl Log {
             let Some(fd) = self.checked_fd() else { return };
             let lost = self.lost.swap(0, Relaxed);
             if lost > 0 {
-                let line = Line::new(Level::Warn, format_args!("{lost} lines lost: no room to write them"));
-                if process::write_quietly(fd, line.bytes()).is_err() {
-                    self.lost.fetch_add(lost + 1, Relaxed);
+                let why = reason(self.reason.load(Relaxed));
+                if let Err(errno) =
+                    self.put(fd, &Line::new(Level::Warn, format_args!("{lost} lines lost: {why}")))
+                {
+                    self.lose(lost + 1, errno);
                     return;
                 }
             }
-            if process::write_quietly(fd, Line::new(level, text).bytes()).is_err() {
-                self.lost.fetch_add(1, Relaxed);
+            if let Err(errno) = self.put(fd, &Line::new(level, text)) {
+                self.lose(1, errno);
             }
         });
     }
 
-    /// The descriptor, if it is still what it was.
+    /// Writes a line, on a line of its own.
+    fn put(&self, fd: RawFd, line: &Line) -> Result<(), i32> {
+        if self.torn.load(Relaxed) {
+            process::write_quietly(fd, b"\n")?;
+            self.torn.store(false, Relaxed);
+        }
+        let written = process::write_quietly(fd, line.bytes())?;
+        if written == line.bytes().len() {
+            return Ok(());
+        }
+        self.torn.store(written > 0, Relaxed);
+        Err(libc::ENOSPC)
+    }
+
+    fn lose(&self, lines: u64, errno: i32) {
+        self.lost.fetch_add(lines, Relaxed);
+        self.reason.store(errno, Relaxed);
+        // What has no room now may have some soon. What has none for another reason is told where it is seen.
+        if errno != libc::EAGAIN
+            && let (Some(path), Some(fd)) = (self.path.get(), self.complaints.checked())
+        {
+            self.complaints.fd.store(-1, Relaxed);
+            let text =
+                format_args!("the log {} takes no more: {}; lines are lost", path.display(), reason(errno));
+            let _ = process::write_quietly(fd, Line::new(Level::Error, text).bytes());
+        }
+    }
+
+    /// The descriptor, if it is still what it was, and what the path names.
     fn checked_fd(&self) -> Option<RawFd> {
-        let fd = self.fd.load(Relaxed);
-        let expected = Identity { device: self.device.load(Relaxed), inode: self.inode.load(Relaxed) };
-        if process::identify(fd) == Some(expected) {
+        let ours = self.place.checked();
+        let Some(path) = self.path.get() else { return ours };
+        let fd = self.place.fd.load(Relaxed);
+        // Another thread may have opened it again a moment ago: then what is remembered may be of yesterday.
+        let now = process::identify(fd);
+        if now.is_some() && now == named(path) {
             return Some(fd);
         }
-        self.open(self.path.get()?).ok()
+        // Where it cannot be opened again, the file that was rotated goes on.
+        self.open(path, ours).ok().or(ours)
+    }
+}
+
+/// What `fd` refers to, if lines may go there: a server started by inetd has its client there, who expects RPC records.
+fn usable(fd: RawFd) -> Option<Identity> {
+    if process::is_network_socket(fd) { None } else { process::identify(fd) }
+}
+
+/// What the path names, as [`Log::open`] would open it.
+fn named(path: &Path) -> Option<Identity> {
+    let found = if process::is_privileged() { fs::symlink_metadata(path) } else { fs::metadata(path) };
+    found.ok().map(|found| Identity { device: found.dev(), inode: found.ino() })
+}
+
+/// Why a line could not be written; without an allocation.
+fn reason(errno: i32) -> &'static str {
+    match errno {
+        libc::ENOSPC => "no space left on the device",
+        libc::EDQUOT => "the disk quota is exceeded",
+        libc::EFBIG => "the file is as long as it may be",
+        libc::EPIPE => "nobody reads it",
+        libc::EAGAIN => "no room to write them",
+        _ => "writing failed",
+    }
+}
+
+/// A moment as people and programs read it (RFC 3339), in UTC: local time would need files and locks of libc's.
+struct Utc(Duration);
+
+impl fmt::Display for Utc {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let seconds = self.0.as_secs();
+        let (days, of_day) = (seconds / 86_400, seconds % 86_400);
+        // Years begin in March, so that the odd day is the last of a cycle; cycles of 400 years have 146,097 days. The
+        // first one begins on 0000-03-01, 719,468 days before 1970.
+        let days = days + 719_468;
+        let (cycle, day) = (days / 146_097, days % 146_097);
+        let year = (day - day / 1_460 + day / 36_524 - day / 146_096) / 365;
+        let day = day - (365 * year + year / 4 - year / 100);
+        let month = (5 * day + 2) / 153;
+        let day = day - (153 * month + 2) / 5 + 1;
+        let year = cycle * 400 + year + u64::from(month >= 10);
+        let month = if month < 10 { month + 3 } else { month - 9 };
+        let (hour, minute, second) = (of_day / 3_600, of_day / 60 % 60, of_day % 60);
+        let micros = self.0.subsec_micros();
+        write!(f, "{year:04}-{month:02}-{day:02}T{hour:02}:{minute:02}:{second:02}.{micros:06}Z")
     }
 }
 
@@ -249,7 +374,8 @@ impl Line {
     fn new(level: Level, text: fmt::Arguments<'_>) -> Line {
         let mut line = Line { bytes: [0; libc::PIPE_BUF], len: 0, cut: false };
         // Err only comes from a broken Display; what it wrote before is a line all the same.
-        let _ = write!(line, "rpcrdma[{}] {}: {text}", std::process::id(), level.name());
+        let now = Utc(SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default());
+        let _ = write!(line, "{now} rpcrdma[{}] {}: {text}", std::process::id(), level.name());
         let end: &[u8] = if line.cut { b"...\n" } else { b"\n" };
         line.bytes[line.len..line.len + end.len()].copy_from_slice(end);
         line.len += end.len();
@@ -295,10 +421,21 @@ mod tests {
         (log, reader, writer)
     }
 
+    /// The next line, without its time.
     fn next(reader: &UnixDatagram) -> Option<String> {
+        next_whole(reader).map(|line| timeless(&line))
+    }
+
+    fn next_whole(reader: &UnixDatagram) -> Option<String> {
         let mut bytes = [0; 2 * libc::PIPE_BUF];
         let n = reader.recv(&mut bytes).ok()?;
         Some(String::from_utf8(bytes[..n].to_vec()).unwrap())
+    }
+
+    fn timeless(line: &str) -> String {
+        let (time, rest) = line.split_once(' ').expect("a time");
+        assert!(time.starts_with("20") && time.ends_with('Z') && time.len() == 27, "{line}");
+        rest.to_owned()
     }
 
     /// A path of this test's own, removed at the end.
@@ -383,7 +520,7 @@ mod tests {
         let (log, reader, _writer) = log_and_reader(Level::Error);
         for fill in 0..4 {
             log.write(Level::Error, format_args!("{}{} behind", "x".repeat(fill), "\u{20ac}".repeat(2000)));
-            let line = next(&reader).unwrap();
+            let line = next_whole(&reader).unwrap();
             assert!(line.ends_with("\u{20ac}...\n"), "{line}");
             assert!((libc::PIPE_BUF - 2..=libc::PIPE_BUF).contains(&line.len()), "{}", line.len());
         }
@@ -393,7 +530,7 @@ mod tests {
     fn a_line_that_just_fits_is_whole_and_nothing_shorter_follows_a_cut() {
         let (log, reader, _writer) = log_and_reader(Level::Error);
         log.write(Level::Error, format_args!(""));
-        let room = libc::PIPE_BUF - 4 - (next(&reader).unwrap().len() - 1);
+        let room = libc::PIPE_BUF - 4 - (next_whole(&reader).unwrap().len() - 1);
         log.write(Level::Error, format_args!("{}", "x".repeat(room)));
         assert!(next(&reader).unwrap().ends_with("xx\n"));
         log.write(Level::Error, format_args!("{}{}", "x".repeat(room + 1), "y"));
@@ -440,8 +577,10 @@ mod tests {
         log.start_file(Level::Error, &path.0).unwrap();
         log.write(Level::Error, format_args!("after"));
         let text = fs::read_to_string(&path.0).unwrap();
-        assert_eq!(text, format!("before\nrpcrdma[{}] error: after\n", std::process::id()));
-        assert!(log.fd.load(Relaxed) > libc::STDERR_FILENO);
+        let (before, line) = text.split_once('\n').unwrap();
+        assert_eq!(before, "before");
+        assert_eq!(timeless(line), format!("rpcrdma[{}] error: after\n", std::process::id()));
+        assert!(log.place.fd.load(Relaxed) > libc::STDERR_FILENO);
     }
 
     #[test]
@@ -450,7 +589,7 @@ mod tests {
         let log = Log::new();
         log.start_file(Level::Error, &path.0).unwrap();
         let other = fs::File::create(&innocent.0).unwrap();
-        log.fd.store(other.as_raw_fd(), Relaxed);
+        log.place.fd.store(other.as_raw_fd(), Relaxed);
         log.write(Level::Error, format_args!("one"));
         log.write(Level::Error, format_args!("two"));
         assert_eq!(fs::read_to_string(&innocent.0).unwrap(), "");
@@ -458,11 +597,114 @@ mod tests {
     }
 
     #[test]
+    fn a_file_that_is_made_is_its_owners_alone_and_one_that_is_there_keeps_its_mode() {
+        let (fresh, old) = (TempPath::new("fresh"), TempPath::new("old"));
+        fs::write(&old.0, "").unwrap();
+        let mode = |path: &TempPath| fs::metadata(&path.0).unwrap().mode() & 0o777;
+        let before = mode(&old);
+        for path in [&fresh, &old] {
+            Log::new().start_file(Level::Error, &path.0).unwrap();
+        }
+        // An umask may take more away.
+        assert_eq!((mode(&fresh) & !0o600, mode(&old)), (0, before));
+    }
+
+    #[test]
+    fn root_follows_no_link_to_its_log_and_others_do() {
+        let (target, link) = (TempPath::new("target"), TempPath::new("link"));
+        std::os::unix::fs::symlink(&target.0, &link.0).unwrap();
+        let log = Log::new();
+        let started = log.start_file(Level::Error, &link.0).map_err(|error| error.raw_os_error());
+        if process::is_privileged() {
+            assert_eq!(started, Err(Some(libc::ELOOP)));
+            assert!(!target.0.exists());
+        } else {
+            started.unwrap();
+            log.write(Level::Error, format_args!("there"));
+            assert!(fs::read_to_string(&target.0).unwrap().ends_with(": there\n"));
+        }
+    }
+
+    #[test]
+    fn a_log_that_was_rotated_goes_on_in_the_new_file_with_the_same_descriptor() {
+        let (path, old) = (TempPath::new("rotated"), TempPath::new("rotated.1"));
+        let lines = |path: &TempPath| fs::read_to_string(&path.0).unwrap().lines().count();
+        let log = Log::new();
+        log.start_file(Level::Error, &path.0).unwrap();
+        let fd = log.place.fd.load(Relaxed);
+        log.write(Level::Error, format_args!("one"));
+        // Renamed, and made again by the next line; then by the one who renamed it.
+        fs::rename(&path.0, &old.0).unwrap();
+        log.write(Level::Error, format_args!("two"));
+        log.write(Level::Error, format_args!("three"));
+        assert_eq!((lines(&old), lines(&path)), (1, 2));
+        fs::rename(&path.0, &old.0).unwrap();
+        fs::write(&path.0, "new\n").unwrap();
+        log.write(Level::Error, format_args!("four"));
+        assert_eq!((lines(&old), lines(&path)), (2, 2));
+        assert_eq!(log.place.fd.load(Relaxed), fd);
+        // Nothing can be made where it was: the old one goes on.
+        fs::remove_file(&path.0).unwrap();
+        fs::create_dir(&path.0).unwrap();
+        log.write(Level::Error, format_args!("five"));
+        fs::remove_dir(&path.0).unwrap();
+        assert_eq!((log.lost.load(Relaxed), log.place.fd.load(Relaxed)), (0, fd));
+    }
+
+    #[test]
+    fn a_file_that_takes_no_more_is_told_once_on_stderr() {
+        let (complaints, reader) = UnixDatagram::pair().unwrap();
+        reader.set_nonblocking(true).unwrap();
+        let log = Log::new();
+        log.start_file(Level::Error, Path::new("/dev/full")).unwrap();
+        log.complaints.set(complaints.as_raw_fd(), process::identify(complaints.as_raw_fd()).unwrap());
+        for n in 0..3 {
+            log.write(Level::Error, format_args!("{n}"));
+        }
+        let line = next(&reader).unwrap();
+        assert!(
+            line.ends_with(
+                "error: the log /dev/full takes no more: no space left on the device; lines are lost\n"
+            ),
+            "{line}"
+        );
+        assert_eq!((next(&reader), log.lost.load(Relaxed)), (None, 3));
+    }
+
+    #[test]
+    fn a_line_that_was_torn_stays_on_a_line_of_its_own() {
+        let (log, reader, _writer) = log_and_reader(Level::Error);
+        log.torn.store(true, Relaxed);
+        log.lose(1, libc::ENOSPC);
+        log.write(Level::Error, format_args!("behind"));
+        assert_eq!(next_whole(&reader).as_deref(), Some("\n"));
+        assert!(next(&reader).unwrap().ends_with("warn: 1 lines lost: no space left on the device\n"));
+        assert!(next(&reader).unwrap().ends_with("error: behind\n"));
+        assert_eq!(next(&reader), None);
+    }
+
+    #[test]
+    fn a_time_is_that_of_the_calendar() {
+        for (seconds, text) in [
+            (0, "1970-01-01T00:00:00.000000Z"),
+            (68_255_999, "1972-02-29T23:59:59.000000Z"),
+            (951_782_400, "2000-02-29T00:00:00.000000Z"),
+            (1_709_251_200, "2024-03-01T00:00:00.000000Z"),
+            (1_795_339_412, "2026-11-22T09:23:32.000000Z"),
+            (4_107_542_399, "2100-02-28T23:59:59.000000Z"),
+            (4_107_542_400, "2100-03-01T00:00:00.000000Z"),
+        ] {
+            assert_eq!(Utc(Duration::from_secs(seconds)).to_string(), text);
+        }
+        assert_eq!(Utc(Duration::from_nanos(1_234_567)).to_string(), "1970-01-01T00:00:00.001234Z");
+    }
+
+    #[test]
     fn a_replaced_stderr_gets_nothing() {
         let (log, reader, _writer) = log_and_reader(Level::Error);
         let (other_writer, other_reader) = UnixDatagram::pair().unwrap();
         other_reader.set_nonblocking(true).unwrap();
-        log.fd.store(other_writer.as_raw_fd(), Relaxed);
+        log.place.fd.store(other_writer.as_raw_fd(), Relaxed);
         log.write(Level::Error, format_args!("for the first"));
         assert_eq!((next(&reader), next(&other_reader)), (None, None));
     }

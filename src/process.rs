@@ -10,8 +10,9 @@
 //!   touched.
 #![allow(unsafe_code)]
 
+use std::io;
 use std::mem::MaybeUninit;
-use std::os::fd::RawFd;
+use std::os::fd::{AsRawFd, OwnedFd, RawFd};
 
 /// Whether the process was started with more rights than its caller has (set-user-ID, file capabilities): the
 /// environment is the caller's then, and must not be trusted.
@@ -19,6 +20,13 @@ pub fn is_secure() -> bool {
     // SAFETY: getauxval(3) takes no pointer and touches no state.
     let secure = unsafe { libc::getauxval(libc::AT_SECURE) };
     secure != 0
+}
+
+/// Whether what the process does can hurt more than its caller: it is root, or has more rights than the caller.
+pub fn is_privileged() -> bool {
+    // SAFETY: takes no argument and cannot fail.
+    let root = unsafe { libc::geteuid() } == 0;
+    root || is_secure()
 }
 
 /// Runs `f` and puts errno back to what it was: a program may look at it long after the call that set it.
@@ -54,6 +62,14 @@ pub fn identify(fd: RawFd) -> Option<Identity> {
     Some(Identity { device: stat.st_dev, inode: stat.st_ino })
 }
 
+/// Has the number `fd` stand for what `by` refers to, in one step: whoever is about to write to `fd` writes to the one or
+/// to the other.
+pub fn replace(fd: RawFd, by: OwnedFd) -> io::Result<()> {
+    // SAFETY: touches no memory; `by` is open.
+    let done = unsafe { libc::dup3(by.as_raw_fd(), fd, libc::O_CLOEXEC) };
+    if done < 0 { Err(io::Error::last_os_error()) } else { Ok(()) }
+}
+
 /// Whether `fd` is a socket with a peer on a network: a server started by inetd has its client as its stderr.
 pub fn is_network_socket(fd: RawFd) -> bool {
     let mut domain: libc::c_int = 0;
@@ -71,9 +87,11 @@ pub fn is_network_socket(fd: RawFd) -> bool {
 /// and SIGXFSZ that the write raises are swallowed; they are sent to this thread alone, so blocking them here
 /// is enough, and the program's own disposition is neither needed nor changed.
 ///
+/// Returns how many bytes were written: a disk may be full before the last.
+///
 /// # Errors
-/// The errno; `EAGAIN` when there is no room. A line that was written in part counts as written.
-pub fn write_quietly(fd: RawFd, bytes: &[u8]) -> Result<(), i32> {
+/// The errno; `EAGAIN` when there is no room.
+pub fn write_quietly(fd: RawFd, bytes: &[u8]) -> Result<usize, i32> {
     let mut ready = libc::pollfd { fd, events: libc::POLLOUT, revents: 0 };
     // SAFETY: one pollfd of our own; a timeout of 0 returns at once.
     let n = unsafe { libc::poll(&raw mut ready, 1, 0) };
@@ -98,8 +116,8 @@ pub fn write_quietly(fd: RawFd, bytes: &[u8]) -> Result<(), i32> {
     let result = loop {
         // SAFETY: `bytes` is readable for its length.
         let n = unsafe { libc::write(fd, bytes.as_ptr().cast(), bytes.len()) };
-        if n >= 0 {
-            break Ok(());
+        if let Ok(n) = usize::try_from(n) {
+            break Ok(n);
         }
         let errno = errno();
         if errno != libc::EINTR {
@@ -125,7 +143,7 @@ pub fn write_quietly(fd: RawFd, bytes: &[u8]) -> Result<(), i32> {
 }
 
 fn errno() -> i32 {
-    std::io::Error::last_os_error().raw_os_error().unwrap_or(0)
+    io::Error::last_os_error().raw_os_error().unwrap_or(0)
 }
 
 fn signal_set(signals: &[libc::c_int]) -> libc::sigset_t {
@@ -152,7 +170,7 @@ mod tests {
     use std::fs::File;
     use std::io::Read;
     use std::net::{TcpListener, TcpStream};
-    use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
+    use std::os::fd::FromRawFd;
     use std::os::unix::net::UnixStream;
 
     use super::*;
@@ -255,6 +273,15 @@ mod tests {
             assert_eq!(errno(), inside);
             assert_ne!(inside, libc::ENOENT);
         });
+    }
+
+    #[test]
+    fn a_number_is_replaced_by_another_file() {
+        let (a, b) = (File::open("/dev/null").unwrap(), File::open("/dev/zero").unwrap());
+        let zero = identify(b.as_raw_fd());
+        replace(a.as_raw_fd(), b.into()).unwrap();
+        assert_eq!(identify(a.as_raw_fd()), zero);
+        assert!(replace(-1, File::open("/dev/null").unwrap().into()).is_err());
     }
 
     #[test]

@@ -82,6 +82,25 @@ for end in client server; do
 done
 if grep -q 'the server has no binding' client.log; then ok "a client says that its server has no binding"; else FAIL "no word of it" client.log; fi
 
+# A binding that is understood and not true: the text leads to it, and to no setting that would not help.
+mkdir -p untrue && cp tree/big untrue && log=untrue.log
+untrue=(env LD_PRELOAD="$LIBRPCRDMA" RPCRDMA_REDIRECT=tcp RPCRDMA_FALLBACK=no)
+start_ready "${untrue[@]}" RPCRDMA_BINDINGS="$PWD/fileservice.conf" ./fileserver -n tcp -a 127.0.0.1 -p 0 -d untrue ||
+    { FAIL "untrue: no server" "$log"; closing; }
+for said in 'arguments=string,hyper,count results=status,data<1K>' 'arguments=string,int,count results=status,data' \
+    max-reply=1K max-reply=6K; do
+    echo "0x20004653 1 5 $said" >untrue.conf
+    "${untrue[@]}" RPCRDMA_BINDINGS="$PWD/untrue.conf" ./filecopy -r -n tcp "127.0.0.1:$port" untrue.back >/dev/null 2>out &&
+        FAIL "untrue: $said: it works" out
+    if grep -q 'the most that the binding of program 536888915 version 1 at this end allows for' out &&
+        ! grep -Eq 'MAX_?REPLY' out; then
+        ok "an untrue binding is blamed: $said"
+    else
+        FAIL "an untrue binding is not blamed: $said" out
+    fi
+done
+stop "$server"
+
 # A line that is wrong is a wrong setting: nothing is moved, the log says why, and a client that may not go over tcp
 # fails with that text.
 { cat fileservice.conf; echo '0x20004653 1 3 arguments=sting,int'; } >wrong.conf

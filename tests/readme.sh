@@ -81,13 +81,19 @@ check "the example, linked by hand" 'is ready over rdma' ./byhand 127.0.0.1 $pro
 check "the example against stock libtirpc, preloaded" 'is ready over rdma' "$run" ./stock 127.0.0.1 $program 1
 check "the example without the library" 'RPC: Unknown protocol' ./stock 127.0.0.1 $program 1
 check "the example of rpcbind itself" 'program 100000 is rpcbind itself, which is reached over tcp' ./hello 127.0.0.1 100000 4
-check "the client's log" 'rpcrdma\[[0-9]+\] info: fd [0-9]+: program [0-9]+ version 1 goes over rdma to 127\.0\.0\.1:[0-9]+ \(software iWARP, CRC off, inline 4096 bytes out and 4096 in\)' \
+check "the client's log" '^20[0-9-]{8}T[0-9:.]{15}Z rpcrdma\[[0-9]+\] info: fd [0-9]+: program [0-9]+ version 1 goes over rdma to 127\.0\.0\.1:[0-9]+ \(software iWARP, CRC off, inline 4096 bytes out and 4096 in\)' \
     env RPCRDMA_LOG=info ./hello 127.0.0.1 $program 1
 check "the server's log" 'info: fd [0-9]+: accepted 127\.0\.0\.1:[0-9]+ over rdma \(software iWARP' cat "$log"
 check "an ordinary user's client" 'is ready over rdma' \
     setpriv --reuid 65534 --regid 65534 --clear-groups ./hello 127.0.0.1 $program 1
-check "a full disk for the log" '^program .* is ready over rdma $' \
+check "a full disk for the log is told once" \
+    '^[^ ]+ rpcrdma\[[0-9]+\] error: the log /dev/full takes no more: no space left on the device; lines are lost program .* is ready over rdma $' \
     env RPCRDMA_LOG=wire RPCRDMA_LOG_FILE=/dev/full ./hello 127.0.0.1 $program 1
+ln -s made.log link.log
+check "root follows no link to the log" 'no log: cannot open .*link.log: it is a symbolic link, which root does not follow' \
+    env RPCRDMA_LOG=wire RPCRDMA_LOG_FILE=link.log ./hello 127.0.0.1 $program 1
+check "the log is its owner's alone" '^program .*ready over rdma 600 made.log $' \
+    sh -c "umask 0; RPCRDMA_LOG=wire RPCRDMA_LOG_FILE=made.log ./hello 127.0.0.1 $program 1; stat -c '%a %n' made.log"
 check "a log that cannot be opened" 'no log: cannot open /does/not/exist: No such file.*is ready over rdma' \
     env RPCRDMA_LOG=wire RPCRDMA_LOG_FILE=/does/not/exist ./hello 127.0.0.1 $program 1
 

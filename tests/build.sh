@@ -1,6 +1,7 @@
 #!/bin/bash
-# build.sh: what the Makefile takes for stale, and what tests/packages.sh says where something is missing. A cargo and a
-# pkg-config that only write down how they are called stand in for the real ones, so nothing is compiled here or installed.
+# build.sh: what the Makefile takes for stale, what tests/packages.sh says where something is missing, and what is skipped
+# without a private network. A cargo and a pkg-config that only write down how they are called stand in for the real ones,
+# so nothing is compiled here or installed.
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 . "$here/lib.sh"
 unset MAKEFLAGS MAKELEVEL MFLAGS CARGO CARGOFLAGS CARGO_TARGET_DIR CARGO_HOME CC LDFLAGS RUSTFLAGS LIBCLANG_PATH
@@ -151,4 +152,17 @@ mkdir -p .cargo/bin
 (sed 's/1.65.0/1.99.0/' machine/cargo >.cargo/bin/cargo; chmod 755 .cargo/bin/cargo)
 asked cargo
 says "that of rustup, where Debian's comes first and is too old" "^$scratch/.cargo/bin/cargo\$"
+
+# ------------------------------------------------------------------------------------------------------------ skipped
+
+# Nor can a plain chroot have a private network, whoever asks.
+mkdir plain
+(cd plain && printf '#!/bin/sh\nexit 1\n' >unshare && chmod 755 unshare)
+for script in capture pairs netid; do
+    if PATH=$scratch/plain:$PATH bash "$here/$script.sh" >said 2>&1 && [ "$(grep -c '^skip .*(.*)$' said)" -eq 1 ] && ! grep -q '^ok' said; then
+        ok "$script.sh says what it skips without a private network"
+    else
+        FAIL "$script.sh says what it skips without a private network" said
+    fi
+done
 closing

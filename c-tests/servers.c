@@ -132,6 +132,36 @@ static void reply_after_the_dispatch_routine(long length)
     clnt_destroy(other);
 }
 
+enum { BUSY_THREADS = 4 };
+
+static void *keep_busy(void *client)
+{
+    u_int milliseconds = 2, longest;
+    for (int i = 0; i < rounds(100); i++)
+        REQUIRE_STATUS(suite_work_2(&milliseconds, &longest, client), RPC_SUCCESS);
+    return NULL;
+}
+
+/* One client always has calls under way. Another one gets its turn after one or two of them. */
+static void busy_client_leaves_turns_to_another(long unused)
+{
+    (void)unused;
+    struct server server = server_start("-c", "tli", NULL);
+    CLIENT *busy = client_of(&server), *other = client_of(&server);
+    pthread_t threads[BUSY_THREADS];
+    for (int i = 0; i < BUSY_THREADS; i++)
+        REQUIRE(pthread_create(&threads[i], NULL, keep_busy, busy) == 0);
+    u_int milliseconds = 0, longest = 0;
+    for (int i = 0; i < rounds(100); i++)
+        REQUIRE_STATUS(suite_work_2(&milliseconds, &longest, other), RPC_SUCCESS);
+    for (int i = 0; i < BUSY_THREADS; i++)
+        pthread_join(threads[i], NULL);
+    TRACE("%u in a row\n", longest);
+    REQUIRE(longest <= 3);
+    clnt_destroy(busy);
+    clnt_destroy(other);
+}
+
 static void reply_from_a_thread(long unused)
 {
     (void)unused;
@@ -305,6 +335,7 @@ const struct test server_tests[] = {
     {.name = "reply_after_the_dispatch_routine", .run = reply_after_the_dispatch_routine, .argument = 300},
     {.name = "reply_after_the_dispatch_routine_at_length", .run = reply_after_the_dispatch_routine, .argument = 150000},
     TEST(reply_from_a_thread),
+    TEST(busy_client_leaves_turns_to_another),
     {.name = "child_of_the_server_may_reply", .run = child_of_the_server_may_reply, .argument = 300,
      .needs = SOCKET},
     {.name = "child_of_the_server_may_reply_at_length", .run = child_of_the_server_may_reply,

@@ -59,8 +59,8 @@ mod spin;
 pub use peer::Peer;
 use renewal::Renewal;
 pub use reverse::{Reverse, service_loop};
-use server::{Phase, locked};
-pub use server::{Server, Shared};
+pub use server::{Next, Server, Shared};
+use server::{Phase, Turn, locked};
 use spin::{Patience, Spin};
 
 /// How long the passive side waits for the MPA Request and the first message of a peer (RFC 5044 §7.1.2: "SHOULD"), and
@@ -94,7 +94,7 @@ const MEMORY_RETRY: Duration = Duration::from_millis(20);
 /// Messages of a peer that are taken in one go, beyond several times those that its credits allow.
 const RECEIVES_SPARE: u32 = 256;
 
-/// Requests of one connection that are found by spinning before the program's loop looks at the others again.
+/// Requests of one connection that are served before the program's loop looks at the others again.
 const TURN: u32 = 64;
 
 /// The pools that all software connections of the process share.

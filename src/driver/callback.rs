@@ -121,7 +121,9 @@ impl Client {
             state.settle();
         }
         let mut served = 0;
+        let until = Instant::now() + Turn::MOST;
         while served < TURN as usize
+            && (served == 0 || Instant::now() < until)
             && let Some(request) = state.callback()
         {
             state = self.serve_one(state, request, mask);

@@ -190,7 +190,7 @@ fn service(ends: &Ends) {
         ends.waker.silence();
         service_loop::take_left();
         locked(&ends.server).push();
-        while serve_once(ends) || locked(&ends.server).more() {}
+        while serve_once(ends) || locked(&ends.server).next(|| false) != Next::Arrival {}
         if service_loop::has_left() {
             (HOOKS.wake)();
         }

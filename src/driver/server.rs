@@ -19,8 +19,7 @@ pub struct Server {
     pub(super) config: &'static Config,
     pub(super) phase: Phase,
     pub(super) spin: Spin,
-    /// Requests found by spinning since the program's loop had its last chance to look at other connections.
-    pub(super) turn: u32,
+    pub(super) turn: Turn,
     /// Distinguishes connections in [`quiet`].
     pub(super) id: usize,
     /// When the startup must be complete.
@@ -36,6 +35,43 @@ pub struct Server {
     pub(super) driver: Option<usize>,
     /// Requests handed up.
     pub(super) received: u64,
+}
+
+/// What the program's loop has done for a connection since it had its last chance to look at others.
+#[derive(Default)]
+pub(super) struct Turn {
+    requests: u32,
+    /// When the first of them was handed up.
+    began: Option<Instant>,
+    /// The one before was ended with requests left, and this one has been put off so often since.
+    put_off: Option<u32>,
+    /// This one has just been put off.
+    waits: bool,
+}
+
+impl Turn {
+    /// A longer one keeps others waiting, though not by less than one request takes.
+    pub(super) const MOST: Duration = Duration::from_millis(1);
+
+    fn handed_up(&mut self) {
+        self.requests += 1;
+        self.began.get_or_insert_with(Instant::now);
+    }
+
+    fn is_over(&self) -> bool {
+        self.requests >= TURN || self.began.is_some_and(|began| began.elapsed() >= Turn::MOST)
+    }
+}
+
+/// What comes next of a connection: [`Server::next`].
+#[derive(Debug, PartialEq, Eq)]
+pub enum Next {
+    /// A complete request lies in memory.
+    Request,
+    /// So it does, but others have their turn first. Nothing in the descriptor tells of it.
+    Later,
+    /// What its descriptor tells.
+    Arrival,
 }
 
 pub(super) enum Phase {
@@ -81,7 +117,7 @@ impl Server {
             config,
             phase: Phase::Starting(device),
             spin: Spin::default(),
-            turn: 0,
+            turn: Turn::default(),
             id: NEXT.fetch_add(1, Relaxed),
             start_by: Instant::now() + START_TIMEOUT,
             pulling: None,
@@ -117,6 +153,7 @@ impl Server {
         self.note_pulls();
         let request = request?;
         self.received += 1;
+        self.turn.handed_up();
         stats::add(Counter::Served, 1);
         active(self.id);
         Some(request)
@@ -197,35 +234,57 @@ impl Server {
         }
     }
 
-    /// Whether a complete request lies in memory, after waiting for one as long as spinning pays.
-    pub fn more(&mut self) -> bool {
-        let Phase::Open(link) = &mut self.phase else { return false };
+    /// Whether a complete request lies in memory, after waiting for one as long as spinning pays. `others`: whether
+    /// another descriptor of the program's loop has something.
+    pub fn next(&mut self, others: impl Fn() -> bool) -> Next {
+        if std::mem::take(&mut self.turn.waits) {
+            return Next::Later;
+        }
+        let next = self.look(others);
+        if next != Next::Request {
+            self.turn = Turn { put_off: (next == Next::Later).then_some(0), ..Turn::default() };
+        }
+        next
+    }
+
+    /// Whether the turn that begins now is put off: nobody else was served since the last one was ended, and another
+    /// descriptor of the loop has something ([`Server::next`] tells to come back). The loop calls upon a connection
+    /// twice where others are called upon once: for what is in memory, and for what is in the descriptor.
+    pub fn puts_off(&mut self, others: impl FnOnce() -> bool) -> bool {
+        // Twice at most: what others have may be nothing that their turn takes away.
+        let Some(times @ 0..2) = self.turn.put_off else { return false };
+        self.turn.waits = LAST.load(Relaxed) == self.id && others();
+        self.turn.put_off = self.turn.waits.then_some(times + 1);
+        self.turn.waits
+    }
+
+    fn look(&mut self, others: impl Fn() -> bool) -> Next {
+        let over = self.turn.is_over();
+        let Phase::Open(link) = &mut self.phase else { return Next::Arrival };
         if link.engine.request_ready() {
-            return true;
+            return if over { Next::Later } else { Next::Request };
         }
-        if self.generation != sys::fork_generation() || !quiet(self.id) {
-            return false;
-        }
-        if self.turn >= TURN {
-            self.turn = 0;
-            return false;
+        if over || self.generation != sys::fork_generation() || !quiet(self.id) {
+            return Next::Arrival;
         }
         let patience = self.spin.allowed(self.config).and_then(|limit| Patience::new(limit, link));
-        let Some(mut patience) = patience else { return false };
+        let Some(mut patience) = patience else { return Next::Arrival };
         loop {
             link.pump();
             self.calls.settle(link);
             if link.engine.request_ready() {
                 self.spin.found();
-                self.turn += 1;
-                return true;
+                return Next::Request;
             }
             if link.engine.closed().is_some() {
-                return false;
+                return Next::Arrival;
             }
             if patience.is_over(link) {
                 self.spin.failed();
-                return false;
+                return Next::Arrival;
+            }
+            if patience.looks_round() && others() {
+                return Next::Arrival;
             }
             std::hint::spin_loop();
         }

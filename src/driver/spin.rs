@@ -61,6 +61,9 @@ pub(super) struct Patience {
     until: Instant,
     end: Instant,
     moved: u64,
+    /// When to look whether somebody else waits.
+    look: Instant,
+    now: Instant,
 }
 
 /// Threads of this process that spin: one processor is left to others.
@@ -68,6 +71,9 @@ static SPINNING: AtomicUsize = AtomicUsize::new(0);
 
 impl Patience {
     const MOST: u32 = 40;
+
+    /// How often a spin looks round, within its limit: not at once, for what comes soon shall cost no more.
+    const LOOKS: u32 = 4;
 
     /// `None` when as many threads spin already as there are processors to spare.
     pub(super) fn new(limit: Duration, link: &Link) -> Option<Patience> {
@@ -81,16 +87,28 @@ impl Patience {
             until: now + limit,
             end: now + limit * Patience::MOST,
             moved: link.device.moved(),
+            look: now + limit / Patience::LOOKS,
+            now,
         })
     }
 
     pub(super) fn is_over(&mut self, link: &Link) -> bool {
         let moved = link.device.moved();
         let now = Instant::now();
+        self.now = now;
         if std::mem::replace(&mut self.moved, moved) != moved {
             self.until = self.end.min(now + self.limit);
         }
         now >= self.until
+    }
+
+    /// Whether it is time to see if somebody else waits for this thread, as of the latest `is_over`.
+    pub(super) fn looks_round(&mut self) -> bool {
+        let due = self.now >= self.look;
+        if due {
+            self.look = self.now + self.limit / Patience::LOOKS;
+        }
+        due
     }
 }
 

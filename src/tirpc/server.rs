@@ -38,7 +38,7 @@ use crate::binding::Binding;
 use crate::config;
 use crate::connection::{Request, RequestId};
 use crate::driver::reverse::Hooks;
-use crate::driver::{Responder, Server, Shared, service_loop};
+use crate::driver::{Next, Responder, Server, Shared, service_loop};
 use crate::error::{Error, Kind};
 use crate::ffi::guard;
 use crate::memory::Region;
@@ -503,7 +503,8 @@ impl Transport {
         let fd = self.fd;
         // SAFETY: complete (contract); the real function, since our own looks for stock transports.
         unsafe { real::XPRT_REGISTER.get()?(self.xprt()) };
-        if !polled(fd) {
+        // SAFETY: our caller registers transports.
+        if !unsafe { with_poll_set(|set| set.iter().any(|entry| entry.fd == fd)) } {
             // libtirpc drops silently what does not fit its table.
             let text = format!("fd {fd} is above what libtirpc's table of transports holds");
             return Err(Error::new(Kind::Os(libc::EMFILE), text));
@@ -689,18 +690,41 @@ unsafe fn copied(from: &netbuf) -> netbuf {
     netbuf { maxlen: room as c_uint, len: bytes.len() as c_uint, buf }
 }
 
-/// Whether libtirpc's poll set contains the descriptor.
-fn polled(fd: c_int) -> bool {
+/// What `look` makes of libtirpc's poll set.
+///
+/// # Safety
+/// No other thread registers transports meanwhile, as for libtirpc's own loop, which reads the set in the same way.
+unsafe fn with_poll_set<T>(look: impl FnOnce(&[libc::pollfd]) -> T) -> T {
     // SAFETY: libtirpc's own variable, read as its users read it.
     let count = unsafe { svc_max_pollfd };
     // SAFETY: as above.
     let set = unsafe { svc_pollfd };
     if set.is_null() {
-        return false;
+        return look(&[]);
     }
-    // SAFETY: libtirpc's array of `count` entries; it changes only in xprt_register, of which we are the caller.
-    let set = unsafe { std::slice::from_raw_parts(set, usize::try_from(count).unwrap_or(0)) };
-    set.iter().any(|entry| entry.fd == fd)
+    // SAFETY: libtirpc's array of `count` entries; it changes only in xprt_register (contract).
+    look(unsafe { std::slice::from_raw_parts(set, usize::try_from(count).unwrap_or(0)) })
+}
+
+/// Whether a descriptor of libtirpc's loop has something, but for two.
+fn others_wait(except: [RawFd; 2]) -> bool {
+    /// To ask after more of them would take longer than what is spun for.
+    const MOST: usize = 64;
+    let mut others = [sys::PollFd::new(-1, false, false); MOST];
+    // SAFETY: called by the loop's own thread.
+    let count = unsafe {
+        with_poll_set(|set| {
+            let set = set.iter().filter(|entry| entry.fd >= 0 && !except.contains(&entry.fd));
+            let mut count = 0;
+            for entry in set {
+                *others.get_mut(count)? = sys::PollFd::new(entry.fd, true, false);
+                count += 1;
+            }
+            Some(count)
+        })
+    };
+    // More than can be asked: then it is not known that nobody waits.
+    count.is_none_or(|count| sys::poll(&mut others[..count], Some(Duration::ZERO), None).is_ok_and(|n| n > 0))
 }
 
 /// The transport behind an SVCXPRT, which lives on until the entry that asks for it returns.
@@ -750,7 +774,11 @@ unsafe extern "C" fn recv(xprt: *mut SVCXPRT, message: *mut rpc_msg) -> bool_t {
         if own.is_destroyed() || own.broken.load(Relaxed) {
             return Ok(0);
         }
-        let request = own.server().and_then(|mut server| server.receive());
+        let request = own.server().and_then(|mut server| {
+            let put_off =
+                !service_loop::is_nested() && server.puts_off(|| others_wait([own.fd, progress::fd()]));
+            if put_off { None } else { server.receive() }
+        });
         let Some(request) = request else {
             own.watch_progress();
             return Ok(0);
@@ -858,8 +886,18 @@ unsafe extern "C" fn stat(xprt: *mut SVCXPRT) -> c_uint {
         }
         let Some(mut server) = own.server() else { return Ok(xprt_stat::XPRT_IDLE) };
         // A call back that waits looks first whether it has its reply.
-        if !service_loop::is_nested() && server.more() {
-            return Ok(xprt_stat::XPRT_MOREREQS);
+        if !service_loop::is_nested() {
+            match server.next(|| others_wait([own.fd, -1])) {
+                Next::Request => return Ok(xprt_stat::XPRT_MOREREQS),
+                Next::Later => {
+                    service_loop::leave(server.fd());
+                    drop(server);
+                    own.watch_progress();
+                    progress::wake_left();
+                    return Ok(xprt_stat::XPRT_IDLE);
+                }
+                Next::Arrival => {}
+            }
         }
         let closed = server.closed().is_some();
         drop(server);
@@ -1127,6 +1165,11 @@ mod progress {
     }
 
     static WAKE: xp_ops = xp_ops { xp_recv: Some(wake), ..LISTENING };
+
+    /// What the loop polls for all of it; -1 before there is anything.
+    pub fn fd() -> RawFd {
+        table().set.as_ref().map_or(-1, WakeSet::fd)
+    }
 
     fn table() -> MutexGuard<'static, Progress> {
         static TABLE: OnceLock<Mutex<Progress>> = OnceLock::new();

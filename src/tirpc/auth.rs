@@ -192,8 +192,9 @@ impl Drop for Held {
         match shard[index].waiters.pop_front() {
             Some((thread, turn)) => {
                 shard[index].owner = thread;
-                drop(shard);
+                // Under the lock: a waiter whose time ends now must find either itself in the queue or its turn come.
                 turn.happen();
+                drop(shard);
             }
             None => drop(shard.swap_remove(index)),
         }

@@ -397,6 +397,32 @@ fn calls_wait_for_room_for_their_replies_within_their_time() {
     });
 }
 
+/// Neither its silence nor its speed is limited, but what it has us hold.
+#[test]
+fn a_server_that_fills_much_more_than_its_calls_have_taken_is_cut_off() {
+    const AREA: usize = 64 << 20;
+    let _one = ONE.lock().unwrap_or_else(|e| e.into_inner());
+    let ends = &*over_tcp(config(|_| {}));
+    scope(|scope| {
+        let _alarm = Alarm(ends);
+        scope.spawn(|| service(ends));
+        call(&*ends.client, 0, 40, 40).unwrap();
+        let memory = ends.client.lock().link.memory.clone();
+        let filled = || {
+            let area = memory.reply_area(AREA).unwrap();
+            assert!(area.place(AREA - 1, b"x"));
+            area
+        };
+        let areas: Vec<Sink> = (0..16).map(|_| filled()).collect();
+        call(&*ends.client, 0, 40, 40).unwrap();
+        let last = filled();
+        let error = call(&*ends.client, 0, 40, 40).unwrap_err();
+        assert!(error.text().contains("faster than they are taken: 114085"), "{error}");
+        drop((areas, last));
+        ends.end();
+    });
+}
+
 /// rule 141: a sample with real sockets; the pure engine is cut at every step.
 #[test]
 fn a_connection_cut_during_a_call_back_ends_it_once_with_the_right_status() {

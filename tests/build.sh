@@ -94,6 +94,13 @@ done
 asked check
 says "check: the same line has what the tests use" 'apt install .*g\+\+ .*valgrind'
 
+# apt knows of no Rust that is new enough: no security updates among its sources.
+script apt-cache 'echo "$2:"; case $2 in rustc) echo "  Candidate: (none)" ;; rustc-web) echo "  Candidate: 1.85.0+dfsg3-1" ;; esac'
+asked build
+says "an apt without a new Rust is told what it lacks" "add Debian's security updates to apt's sources"
+if grep -q 'apt install.*rustc' said; then FAIL "and is not asked for the old one" said; fi
+rm machine/apt-cache
+
 # A sudo that asks nothing. It lets apt-get through, which writes down what it is asked for, and after that all is there.
 script sudo 'shift; case $1 in env) exec "$@" ;; *) cat >/dev/null ;; esac'
 cat >machine/apt-get <<'END'

@@ -75,7 +75,7 @@ libclang() {
     return 1
 } >/dev/null
 
-at_least() { [ "$(printf '%s\n' "$2" "$1" | sort -V | head -n 1)" = "$2" ]; }
+at_least() { [[ $1 == [0-9]* ]] && [ "$(printf '%s\n' "$2" "$1" | sort -V | head -n 1)" = "$2" ]; }
 # CARGO may be several words: "cargo +nightly".
 version_of() { $1 -V 2>/dev/null </dev/null | sed -n 's/^cargo \([0-9][0-9.]*\).*/\1/p'; }
 
@@ -181,16 +181,15 @@ apt() {
 
 install() { # PACKAGE...
     # Installing a server must not start it.
-    local policy=/usr/sbin/policy-rc.d made='' package
+    local policy=/usr/sbin/policy-rc.d package
     if [ ! -e $policy ]; then
-        printf '#!/bin/sh\nexit 101\n' | "${as_root[@]}" tee $policy >/dev/null &&
-            "${as_root[@]}" chmod 755 $policy && made=1
+        trap '"${as_root[@]}" rm -f /usr/sbin/policy-rc.d' EXIT
+        printf '#!/bin/sh\nexit 101\n' | "${as_root[@]}" tee $policy >/dev/null && "${as_root[@]}" chmod 755 $policy
     fi
     if ! apt install --no-install-recommends "$@"; then
         # One package that this Debian does not have must not keep the others away.
         for package in "$@"; do apt install --no-install-recommends "$package"; done
     fi
-    [ -z "$made" ] || "${as_root[@]}" rm -f $policy
 }
 
 # line PACKAGE...: the line to copy. On a machine whose apt was never updated, apt knows no package.

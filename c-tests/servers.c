@@ -4,6 +4,7 @@
 #include "harness.h"
 #include "where.h"
 #include <arpa/inet.h>
+#include <poll.h>
 #include <signal.h>
 #include <sys/socket.h>
 #include <sys/wait.h>
@@ -290,6 +291,42 @@ static void server_survives_bytes_that_are_no_protocol(long unused)
 }
 
 /* svc_run, and a CLIENT in the same process: an intermediate server does both. */
+/* How many descriptors libtirpc's loop polls. */
+static int polled(void)
+{
+    int count = 0;
+    for (int i = 0; i < svc_max_pollfd; i++)
+        count += svc_pollfd[i].fd >= 0;
+    return count;
+}
+
+/* A listener that comes to nothing is not polled, holds no descriptor, and leaves the program's own socket alone. */
+static void listener_that_cannot_be_made_leaves_nothing_behind(long own)
+{
+    struct netconfig *config = getnetconfigent("rdma");
+    REQUIRE(config != NULL);
+    enum { MOST = 256 };
+    for (int i = 0; i < MOST; i++)
+        REQUIRE(svc_tli_create(RPC_ANYFD, config, NULL, 0, 0) != NULL);
+    int before = polled(), fd = RPC_ANYFD;
+    struct sockaddr_in address = {.sin_family = AF_INET, .sin_addr.s_addr = htonl(INADDR_LOOPBACK)};
+    if (own) {
+        fd = socket(AF_INET, SOCK_STREAM, 0);
+        REQUIRE(fd >= 0 && bind(fd, (struct sockaddr *)&address, sizeof address) == 0 && listen(fd, 5) == 0);
+    }
+    int next = dup(0);
+    close(next);
+    REQUIRE(svc_tli_create(fd, config, NULL, 0, 0) == NULL);
+    REQUIRE(strstr(clnt_spcreateerror(""), "more than 256 listeners") != NULL);
+    REQUIRE(polled() == before);
+    int again = dup(0);
+    REQUIRE(again == next);
+    int listens = 0;
+    socklen_t length = sizeof listens;
+    REQUIRE(!own || (getsockopt(fd, SOL_SOCKET, SO_ACCEPTCONN, &listens, &length) == 0 && listens));
+    freenetconfigent(config);
+}
+
 static void fifty_connections_at_a_time(long unused)
 {
     (void)unused;
@@ -348,6 +385,8 @@ const struct test server_tests[] = {
     TEST(dead_connection_raises_no_sigpipe, .not_stock = "stock lets SIGPIPE through"),
     TEST(server_survives_clients_that_are_killed),
     TEST(server_survives_bytes_that_are_no_protocol, .needs = SOCKET),
+    {.name = "listener_that_cannot_be_made_leaves_nothing_behind", .run = listener_that_cannot_be_made_leaves_nothing_behind, .needs = RDMA_ONLY},
+    {.name = "listener_that_cannot_be_made_leaves_the_programs_socket_alone", .run = listener_that_cannot_be_made_leaves_nothing_behind, .argument = 1, .needs = RDMA_ONLY},
     TEST(fifty_connections_at_a_time),
     END_OF_TESTS,
 };

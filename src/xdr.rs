@@ -521,11 +521,14 @@ impl Encoding {
                 return FALSE;
             }
             let gap = position - self.high;
-            self.at = self.high;
+            let before = std::mem::replace(&mut self.at, self.high);
             match self.take(gap) {
                 // SAFETY: `take` gave `gap` writable bytes.
                 Ok(to) => unsafe { ptr::write_bytes(to, 0, gap) },
-                Err(error) => return self.fail(error),
+                Err(error) => {
+                    self.at = before;
+                    return self.fail(error);
+                }
             }
         }
         self.at = position;
@@ -1451,6 +1454,21 @@ mod tests {
         assert!(setpos(xdrs, 48) && !putlong(xdrs, 1));
         assert!(setpos(xdrs, 46) && putlong(xdrs, 1));
         assert_eq!(encoder.finish().map(Message::into_body).unwrap_err().kind(), Kind::TooLong);
+    }
+
+    #[test]
+    fn a_position_that_cannot_be_set_leaves_the_stream_where_it_was() {
+        let mut encoder = encoder();
+        encoder.set_limit(10);
+        let xdrs = encoder.xdr();
+        assert!(putlong(xdrs, 1) && putlong(xdrs, 2) && setpos(xdrs, 4));
+        // Over the limit by a little, and farther than anybody skips.
+        for position in [11, 5000] {
+            assert!(!setpos(xdrs, position));
+            assert_eq!(getpos(xdrs), 4);
+        }
+        assert!(putlong(xdrs, 3));
+        assert_eq!(encoder.encoded(), [0, 0, 0, 1, 0, 0, 0, 3]);
     }
 
     #[test]

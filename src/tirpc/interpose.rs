@@ -371,12 +371,16 @@ pub unsafe extern "C" fn svc_tli_create(
             let xprt = inside.suspend(|| unsafe { real(fd, nconf, bind, sendsz, recvsz) });
             // SAFETY: NULL, or just made and given to nobody yet.
             if let Some(made) = unsafe { ffi::reference(xprt) } {
-                if socket::listens(made.xp_fd) {
-                    listen(made.xp_fd)?;
-                } else {
+                let bound = made.xp_fd;
+                if !socket::listens(bound) {
                     // A connected descriptor, as from inetd: its one connection is the transport.
                     // SAFETY: as above; it is registered.
                     unsafe { server::watch(xprt, true) };
+                } else if let Err(error) = listen(bound) {
+                    listeners::remove(bound);
+                    // SAFETY: as above, and used no more.
+                    unsafe { server::discard(xprt, fd == RPC_ANYFD) };
+                    return Err(error);
                 }
             }
             Ok(xprt)
@@ -802,6 +806,16 @@ pub(super) mod listeners {
             }
         }
         Err(Error::new(Kind::Os(libc::EMFILE), "more than 256 listeners on netid rdma"))
+    }
+
+    /// Takes it off again.
+    pub fn remove(fd: c_int) {
+        for slot in &SLOTS {
+            let entry = slot.load(Ordering::Relaxed);
+            if entry != FREE && entry as u32 == fd as u32 {
+                let _ = slot.compare_exchange(entry, FREE, Ordering::Relaxed, Ordering::Relaxed);
+            }
+        }
     }
 
     /// Whether a connection with this local address came in on one of them.

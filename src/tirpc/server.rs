@@ -49,7 +49,7 @@ use crate::tirpc::client::CREDITS_MAX;
 use crate::tirpc::lending::lending;
 use crate::tirpc::netid::Netid;
 use crate::tirpc::{
-    SVCAUTH, SVCXPRT, SVCXPRT_EXT, accepted_reply_ru, ar_results, auth_stat, bool_t, msg, netbuf,
+    RPC_ANYFD, SVCAUTH, SVCXPRT, SVCXPRT_EXT, accepted_reply_ru, ar_results, auth_stat, bool_t, msg, netbuf,
     opaque_auth, real, rpc_msg, svc_getreq_common, svc_max_pollfd, svc_pollfd, xdr_callmsg, xdr_replymsg,
     xp_ops, xp_ops2, xprt_stat, xprt_unregister,
 };
@@ -187,6 +187,31 @@ unsafe fn destroy_stock(xprt: *mut SVCXPRT) {
     unsafe { (*xprt).xp_ops = stock };
     // SAFETY: libtirpc's static operations.
     if let Some(destroy) = unsafe { (*stock).xp_destroy } {
+        // SAFETY: the transport's own operation.
+        unsafe { destroy(xprt) };
+    }
+}
+
+/// Destroys a listener that libtirpc has just made, of which its caller will not hear. As in libtirpc, a descriptor that
+/// is the caller's stays open.
+///
+/// # Safety
+/// `xprt` is a live, registered transport of libtirpc's that nobody knows.
+pub unsafe fn discard(xprt: *mut SVCXPRT, with_descriptor: bool) {
+    // SAFETY: alive and registered (contract).
+    unsafe { xprt_unregister(xprt) };
+    if !with_descriptor {
+        // SAFETY: alive (contract).
+        let fd = unsafe { (*xprt).xp_fd };
+        // RPC_ANYFD says "do not close", but has libtirpc read in front of its table of transports.
+        let other = socket::duplicate(fd).unwrap_or(RPC_ANYFD);
+        // SAFETY: as above.
+        unsafe { (*xprt).xp_fd = other };
+    }
+    // SAFETY: alive (contract).
+    let ops = unsafe { (*xprt).xp_ops };
+    // SAFETY: libtirpc's static operations.
+    if let Some(destroy) = unsafe { (*ops).xp_destroy } {
         // SAFETY: the transport's own operation.
         unsafe { destroy(xprt) };
     }

@@ -2,9 +2,10 @@
  * What waits for what is arranged by the servers' blocking procedure and by semaphores. */
 #define _GNU_SOURCE
 #include "harness.h"
+#include <netinet/in.h>
 #include <pthread.h>
 #include <semaphore.h>
-#include <signal.h>
+#include <sys/socket.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
@@ -232,7 +233,133 @@ static void forked_child_does_not_wait_for_a_thread_of_its_parent(long unused)
     REQUIRE(pthread_join(thread, NULL) == 0);
 }
 
+/* ---- Cancelled threads ------------------------------------------------------------------------------------------ */
+
+static sem_t under_way;
+static int tidied;
+
+static void tidy(void *unused)
+{
+    (void)unused;
+    tidied = 1;
+}
+
+enum { CALLS, ONE_WAY };
+
+struct caller {
+    CLIENT *client;
+    int how;
+};
+
+/* Makes calls and does nothing else: there is no other cancellation point. */
+static void *only_call(void *argument)
+{
+    struct caller *worker = argument;
+    struct timeval none = {0};
+    pthread_cleanup_push(tidy, NULL);
+    for (unsigned i = 0;; i++) {
+        if (worker->how == CALLS)
+            clnt_call(worker->client, SUITE_NULL, (xdrproc_t)xdr_void, NULL, (xdrproc_t)xdr_void, NULL, patient);
+        else
+            clnt_call(worker->client, SUITE_ONE_WAY, (xdrproc_t)xdr_u_int, (caddr_t)&i, NULL, NULL, none);
+        if (i == 10)
+            sem_post(&under_way);
+    }
+    pthread_cleanup_pop(0);
+    return NULL;
+}
+
+static void thread_that_only_calls_is_cancelled(long how)
+{
+    struct caller worker = {client_of(server_shared()), (int)how};
+    sem_init(&under_way, 0, 0);
+    pthread_t thread;
+    REQUIRE(pthread_create(&thread, NULL, only_call, &worker) == 0);
+    sem_wait(&under_way);
+    REQUIRE(pthread_cancel(thread) == 0);
+    void *end;
+    REQUIRE(pthread_join(thread, &end) == 0);
+    REQUIRE(end == PTHREAD_CANCELED && tidied);
+    require_echo(worker.client, 100000, 1);
+    clnt_destroy(worker.client);
+}
+
+/* Nothing but a call takes notice of a cancellation: creation and destruction do all of their work first. */
+static void *create_and_destroy(void *unused)
+{
+    (void)unused;
+    pthread_cleanup_push(tidy, NULL);
+    REQUIRE(pthread_cancel(pthread_self()) == 0);
+    CLIENT *client = client_of(server_shared());
+    int fd;
+    REQUIRE(clnt_control(client, CLSET_FD_CLOSE, NULL) && clnt_control(client, CLGET_FD, (char *)&fd));
+    clnt_destroy(client);
+    pthread_testcancel();
+    pthread_cleanup_pop(0);
+    return NULL;
+}
+
+static void cancelled_thread_creates_and_destroys(long unused)
+{
+    (void)unused;
+    pthread_t thread;
+    void *end;
+    int before = dup(0);
+    REQUIRE(pthread_create(&thread, NULL, create_and_destroy, NULL) == 0);
+    REQUIRE(pthread_join(thread, &end) == 0 && end == PTHREAD_CANCELED && tidied);
+    close(before);
+    int after = dup(0);
+    REQUIRE(after == before);
+    require_echo(client_of(server_shared()), 1000, 1);
+}
+
+static void cancelled_dispatch(struct svc_req *request, SVCXPRT *transport)
+{
+    (void)request;
+    u_int number;
+    if (!svc_getargs(transport, (xdrproc_t)xdr_u_int, (caddr_t)&number))
+        return;
+    pthread_cancel(pthread_self());
+    svc_sendreply(transport, (xdrproc_t)xdr_u_int, (caddr_t)&number);
+}
+
+static void *serve(void *unused)
+{
+    (void)unused;
+    svc_run();
+    return NULL;
+}
+
+/* A thread in svc_run that is cancelled while it serves a request answers it, and ends in poll. */
+static void cancelled_service_loop_answers_first(long unused)
+{
+    (void)unused;
+    struct netconfig *config = the_netconfig();
+    SVCXPRT *listener = svc_tli_create(RPC_ANYFD, config, NULL, 0, 0);
+    REQUIRE(listener != NULL && svc_reg(listener, SUITE_PROG, SUITE_V2, cancelled_dispatch, NULL));
+    struct sockaddr_in bound;
+    socklen_t length = sizeof bound;
+    REQUIRE(getsockname(listener->xp_fd, (struct sockaddr *)&bound, &length) == 0);
+    struct server here = {.port = ntohs(bound.sin_port)};
+    CLIENT *client = NULL;
+    for (u_int i = 0; i < 5; i++) {
+        pthread_t thread;
+        void *end;
+        u_int number = 0;
+        REQUIRE(pthread_create(&thread, NULL, serve, NULL) == 0);
+        if (client == NULL)
+            client = client_of(&here);
+        REQUIRE_STATUS(clnt_call(client, SUITE_BLOCK, (xdrproc_t)xdr_u_int, (caddr_t)&i, (xdrproc_t)xdr_u_int,
+                                 (caddr_t)&number, patient), RPC_SUCCESS);
+        REQUIRE(number == i);
+        REQUIRE(pthread_join(thread, &end) == 0 && end == PTHREAD_CANCELED);
+    }
+    clnt_destroy(client);
+    freenetconfigent(config);
+}
+
 #define FLAVOUR(function, flavour) {.name = #function "_" #flavour, .run = function, .argument = flavour}
+static const char leaves_its_lock[] = "stock leaves its lock taken for ever";
 static const char no_limit[] = "stock does not count the wait for another thread's call";
 
 const struct test thread_tests[] = {
@@ -246,5 +373,9 @@ const struct test thread_tests[] = {
     FLAVOUR(procedure_may_call_with_the_same_auth, SYS),
     FLAVOUR(procedure_may_call_with_the_same_auth, OWN),
     TEST(forked_child_does_not_wait_for_a_thread_of_its_parent),
+    {.name = "thread_that_only_calls_is_cancelled", .run = thread_that_only_calls_is_cancelled, .argument = CALLS, .not_stock = leaves_its_lock},
+    {.name = "thread_that_only_makes_one_way_calls_is_cancelled", .run = thread_that_only_calls_is_cancelled, .argument = ONE_WAY, .not_stock = leaves_its_lock},
+    TEST(cancelled_thread_creates_and_destroys, .not_stock = "stock leaves what it has half done"),
+    TEST(cancelled_service_loop_answers_first, .not_stock = "stock ends in the midst of the reply"),
     END_OF_TESTS,
 };

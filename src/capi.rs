@@ -24,7 +24,7 @@ use crate::binding::{Stop, Walk, Walked, Walker};
 use crate::connection::characteristics::Wish;
 use crate::driver::Peer;
 use crate::error::{Error, Kind};
-use crate::ffi::{Fd, guard};
+use crate::ffi::{Fd, guard, guard_cancellable};
 use crate::memory::registered;
 use crate::socket::Sockaddr;
 use crate::tirpc::interpose::{clnt_tli_create, creation, svc_tli_create};
@@ -352,8 +352,8 @@ pub unsafe extern "C" fn rpcrdma_clnt_serve(
 /// # Safety
 /// `clnt` is NULL or a live CLIENT.
 #[unsafe(no_mangle)]
-pub unsafe extern "C" fn rpcrdma_clnt_poll(clnt: *mut CLIENT, timeout: timeval) -> c_int {
-    guard(|| {
+pub unsafe extern "C-unwind" fn rpcrdma_clnt_poll(clnt: *mut CLIENT, timeout: timeval) -> c_int {
+    guard_cancellable(|| {
         // SAFETY: by the contract.
         match unsafe { client::poll(clnt, timeout) } {
             Ok(served) => Ok(c_int::try_from(served).unwrap_or(c_int::MAX)),
@@ -491,13 +491,13 @@ pub unsafe extern "C" fn rpcrdma_svc_peer(
 /// # Safety
 /// `clnt` is NULL or a live CLIENT.
 #[unsafe(no_mangle)]
-pub unsafe extern "C" fn rpcrdma_clnt_request(
+pub unsafe extern "C-unwind" fn rpcrdma_clnt_request(
     clnt: *mut CLIENT,
     which: u32,
     value: u32,
     timeout: timeval,
 ) -> c_int {
-    guard(|| {
+    guard_cancellable(|| {
         // SAFETY: by the contract.
         match unsafe { client::request(clnt, which, value, timeout) } {
             Ok(Wish::Done) => Ok(Fd(RPCRDMA_DONE)),

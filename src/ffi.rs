@@ -6,6 +6,7 @@
 //!
 //! Invariants:
 //! - No panic crosses into C. `panic = "unwind"` stays: an abort would kill a stranger's process.
+//! - A thread is not cancelled inside, but where libtirpc's own function is at work for it, and at the end of a call.
 //! - Nothing is printed. A panic inside a guard leaves its text in the thread's last error; a panic outside any
 //!   guard (a Rust program that uses the crate) goes to the hook that was there before.
 //! - The thread-locals behind [`Inside`] and [`guard`] have no destructor and no lazy initialiser, so that they may be
@@ -15,6 +16,7 @@
 use std::any::Any;
 use std::cell::{Cell, RefCell};
 use std::ffi::{CStr, c_char, c_int, c_uint};
+use std::marker::PhantomData;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Once;
 
@@ -71,8 +73,40 @@ impl FromFailure for Fd {
 
 /// Runs the body of a C entry point: the result, or the failure value of an error or a panic.
 ///
-/// The error stays readable through [`last_error`].
+/// The error stays readable through [`last_error`]. pthread_cancel(3) of the thread is put off meanwhile.
 pub fn guard<T: FromFailure>(body: impl FnOnce() -> Result<T, Error>) -> T {
+    guard_passing(|| {
+        let _uncancelled = Uncancelled::now();
+        body()
+    })
+}
+
+/// As [`guard`], for a function that ends as a cancellation point: what was put off takes effect when the body is over.
+///
+/// The caller is `extern "C-unwind"` and holds nothing then, for its frame is unwound. Where the program was called from
+/// inside this library, the next such function that is not takes care of it: frames in between do hold something.
+pub fn guard_cancellable<T: FromFailure + Copy>(body: impl FnOnce() -> Result<T, Error>) -> T {
+    let value = guard(body);
+    cancellation_point();
+    value
+}
+
+/// As [`guard_cancellable`], for a function of libtirpc that is passed through.
+pub fn guard_passing_cancellable<T: FromFailure + Copy>(body: impl FnOnce() -> Result<T, Error>) -> T {
+    let value = guard_passing(body);
+    cancellation_point();
+    value
+}
+
+fn cancellation_point() {
+    if GUARDS.get() == 0 {
+        // SAFETY: touches no memory. From here to the caller of C there is no frame with a destructor, and no other guard.
+        unsafe { pthread_testcancel() };
+    }
+}
+
+/// As [`guard`], for a function of libtirpc that is passed through: it may be cancelled wherever it could be without us.
+pub fn guard_passing<T: FromFailure>(body: impl FnOnce() -> Result<T, Error>) -> T {
     install_hook();
     let depth = GUARDS.get();
     GUARDS.set(depth + 1);
@@ -94,6 +128,55 @@ pub fn guard<T: FromFailure>(body: impl FnOnce() -> Result<T, Error>) -> T {
     let value = T::from_failure(&error);
     set_last_error(Some(error));
     value
+}
+
+/// pthread_cancel(3) of this thread is put off while this lives: cancellation unwinds from wherever the thread does
+/// input or output, through frames that catch what they cannot rethrow (the process ends then) and away from handles
+/// that name memory which the program frees next.
+pub struct Uncancelled {
+    /// The state to go back to; none inside another one.
+    before: Option<c_int>,
+    /// A state belongs to its thread.
+    thread: PhantomData<*const ()>,
+}
+
+impl Uncancelled {
+    /// Puts off cancellation of the calling thread.
+    #[inline]
+    pub fn now() -> Uncancelled {
+        let before = if UNCANCELLED.replace(true) {
+            None
+        } else {
+            let mut before = 0;
+            // SAFETY: `before` is writable. It cannot fail: the state is a valid constant.
+            unsafe { pthread_setcancelstate(PTHREAD_CANCEL_DISABLE, &mut before) };
+            Some(before)
+        };
+        Uncancelled { before, thread: PhantomData }
+    }
+}
+
+impl Drop for Uncancelled {
+    #[inline]
+    fn drop(&mut self) {
+        if let Some(before) = self.before {
+            UNCANCELLED.set(false);
+            // SAFETY: the state that this thread had (the type is not Send); the old one is not asked for.
+            unsafe { pthread_setcancelstate(before, std::ptr::null_mut()) };
+        }
+    }
+}
+
+/// `<pthread.h>`, x86-64 glibc.
+const PTHREAD_CANCEL_DISABLE: c_int = 1;
+
+unsafe extern "C" {
+    fn pthread_setcancelstate(state: c_int, before: *mut c_int) -> c_int;
+}
+
+// It unwinds, where it does anything.
+unsafe extern "C-unwind" {
+    fn pthread_testcancel();
 }
 
 /// The error of the thread's latest guarded function that failed, if nothing cleared it since.
@@ -190,6 +273,7 @@ pub unsafe fn reference<'a, T>(pointer: *const T) -> Option<&'a T> {
 
 thread_local! {
     static GUARDS: Cell<u32> = const { Cell::new(0) };
+    static UNCANCELLED: Cell<bool> = const { Cell::new(false) };
     static INSIDE: Cell<bool> = const { Cell::new(false) };
     static LAST_ERROR: RefCell<Option<Error>> = const { RefCell::new(None) };
     static PANIC_AT: Cell<Option<(&'static str, u32)>> = const { Cell::new(None) };
@@ -213,6 +297,8 @@ fn install_hook() {
 /// The location's file lives as long as the hook's argument only; the paths that matter are ours.
 fn own_file(file: &str) -> &'static str {
     [
+        "auth",
+        "beside",
         "client",
         "server",
         "netid",

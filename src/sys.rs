@@ -640,38 +640,6 @@ impl Drop for BlockedSignals {
     }
 }
 
-/// pthread_cancel(3) of this thread is put off while this lives: cancellation unwinds from wherever the thread sleeps,
-/// and would leave a call behind whose handles name memory that the program frees next.
-pub struct Uncancelled {
-    before: c_int,
-    /// A state belongs to its thread.
-    thread: PhantomData<*const ()>,
-}
-
-impl Uncancelled {
-    /// Puts off cancellation of the calling thread.
-    pub fn now() -> Uncancelled {
-        let mut before = 0;
-        // SAFETY: `before` is writable. It cannot fail: the state is a valid constant.
-        unsafe { pthread_setcancelstate(PTHREAD_CANCEL_DISABLE, &mut before) };
-        Uncancelled { before, thread: PhantomData }
-    }
-}
-
-impl Drop for Uncancelled {
-    fn drop(&mut self) {
-        // SAFETY: the state that this thread had (the type is not Send); the old one is not asked for.
-        unsafe { pthread_setcancelstate(self.before, std::ptr::null_mut()) };
-    }
-}
-
-/// `<pthread.h>`, x86-64 glibc.
-const PTHREAD_CANCEL_DISABLE: c_int = 1;
-
-unsafe extern "C" {
-    fn pthread_setcancelstate(state: c_int, before: *mut c_int) -> c_int;
-}
-
 /// How many forks lie between this process and the one that first asked: it differs between parent and child.
 ///
 /// Counted by a pthread_atfork handler, so it costs one load, not a system call.

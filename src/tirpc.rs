@@ -150,8 +150,9 @@ pub struct CLIENT {
 #[derive(Debug)]
 #[allow(missing_docs)]
 pub struct clnt_ops {
+    /// It may be cancelled.
     pub cl_call: Option<
-        unsafe extern "C" fn(
+        unsafe extern "C-unwind" fn(
             *mut CLIENT,
             u32,
             XdrProc,

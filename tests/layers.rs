@@ -90,13 +90,21 @@ fn every_c_function_starts_with_the_guard() {
     let mut seen = 0;
     for (path, text) in sources() {
         let code = text.split("#[cfg(test)]\nmod tests").next().unwrap_or(&text);
-        for piece in code.split("extern \"C\" fn ").skip(1) {
+        let pieces = |abi: &str| code.split(&format!("extern \"{abi}\" fn ")).skip(1).collect::<Vec<_>>();
+        let cancellable = |start: &str| {
+            ["guard_cancellable(", "guard_passing_cancellable("].iter().any(|name| start.starts_with(name))
+        };
+        let guarded = |start: &str| {
+            ["guard(", "ffi::guard(", "guard_passing("].iter().any(|name| start.starts_with(name))
+        };
+        let plain = pieces("C").into_iter().map(|piece| (piece, false));
+        for (piece, unwinds) in plain.chain(pieces("C-unwind").into_iter().map(|piece| (piece, true))) {
             // A type is written `extern "C" fn(`.
             let name: String = piece.chars().take_while(|c| c.is_alphanumeric() || *c == '_').collect();
             let Some((_, body)) = piece.split_once("{\n") else { continue };
             let start = body.lines().map(str::trim).find(|line| !line.starts_with("//")).unwrap_or("");
             seen += 1;
-            if !start.starts_with("guard(") && !start.starts_with("ffi::guard(") {
+            if !(if unwinds { cancellable(start) } else { guarded(start) }) {
                 wrong.push(format!("{}: {name} starts with {start:?}", path.display()));
             }
         }

@@ -29,11 +29,11 @@ use crate::connection::RPC_HEADER_MAX;
 use crate::connection::characteristics::Wish;
 use crate::driver::{self, Attempt, Client, Peer, Requester, Responder, Reverse, START_TIMEOUT, Shared};
 use crate::error::{Error, Kind, clnt_stat, os_text};
-use crate::ffi::guard;
+use crate::ffi::{guard, guard_cancellable};
 use crate::memory::{Loan, Message, Region, Sink, registered};
 use crate::socket::Sockaddr;
 use crate::stats::{self, Counter};
-use crate::sys::{BlockedSignals, Uncancelled};
+use crate::sys::BlockedSignals;
 use crate::tirpc::auth::{self, Held, Share};
 use crate::tirpc::lending::{self, lending};
 use crate::tirpc::{
@@ -646,21 +646,20 @@ impl Handle {
     }
 }
 
-/// Does what waits for the peer as a call does: uncancelled, with signals let through only while it sleeps.
+/// Does what waits for the peer as a call does: with signals let through only while it sleeps.
 /// Destruction of the handle waits for it.
 fn run<T>(handle: &Handle, client: *mut CLIENT, work: impl FnOnce(&BlockedSignals) -> T) -> T {
     let running = Running::start(handle);
-    let uncancelled = Uncancelled::now();
     let signals = BlockedSignals::all();
     let outcome = work(&signals);
     drop(signals);
     handle.tell(client);
-    drop(uncancelled);
     drop(running);
     outcome
 }
 
-unsafe extern "C" fn call(
+/// A cancellation point, as libtirpc's is: what has come meanwhile takes effect when the call has ended.
+unsafe extern "C-unwind" fn call(
     client: *mut CLIENT,
     proc: u32,
     encode: XdrProc,
@@ -669,7 +668,7 @@ unsafe extern "C" fn call(
     results: *mut c_void,
     timeout: libc::timeval,
 ) -> c_uint {
-    guard(|| {
+    guard_cancellable(|| {
         // SAFETY: the program's handle.
         let handle = unsafe { handle(client) }?;
         // SAFETY: alive: it is the first member of `handle`.

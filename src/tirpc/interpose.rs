@@ -35,7 +35,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 
 use crate::config::{self, Config};
 use crate::error::{Error, Kind};
-use crate::ffi::{self, Fd, Inside, guard};
+use crate::ffi::{self, Fd, Inside, Uncancelled, guard_passing, guard_passing_cancellable};
 use crate::socket::Sockaddr;
 use crate::tirpc::client::{self, Intent};
 use crate::tirpc::netid::{self, Netid, RPCBIND_PORT, nettype};
@@ -56,7 +56,7 @@ use crate::{log_debug, log_error, log_info, log_warn, socket};
 /// As libtirpc's `getnetconfigent`.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn getnetconfigent(netid: *const c_char) -> *mut netconfig {
-    guard(|| {
+    guard_passing(|| {
         // SAFETY: a netid is NULL or a string.
         match unsafe { ffi::cstr(netid) }.and_then(Netid::named) {
             Some(netid) => netid.allocate(),
@@ -72,7 +72,7 @@ pub unsafe extern "C" fn getnetconfigent(netid: *const c_char) -> *mut netconfig
 /// As libtirpc's `__rpc_setconf`.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn __rpc_setconf(nettype: *const c_char) -> *mut c_void {
-    guard(|| {
+    guard_passing(|| {
         // Every creation by nettype begins here, and then tries one netid after the other: the text of the first that
         // fails must outlive the attempt on the next.
         creation_started();
@@ -91,7 +91,7 @@ pub unsafe extern "C" fn __rpc_setconf(nettype: *const c_char) -> *mut c_void {
 /// As libtirpc's `__rpc_getconf`.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn __rpc_getconf(handle: *mut c_void) -> *mut netconfig {
-    guard(|| match nettype::next(handle) {
+    guard_passing(|| match nettype::next(handle) {
         Some(entry) => Ok(entry.cast_mut()),
         // SAFETY: the caller's own argument.
         None => Ok(unsafe { real::RPC_GETCONF.get()?(handle) }),
@@ -104,7 +104,7 @@ pub unsafe extern "C" fn __rpc_getconf(handle: *mut c_void) -> *mut netconfig {
 /// As libtirpc's `__rpc_endconf`.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn __rpc_endconf(handle: *mut c_void) {
-    guard(|| match nettype::close(handle) {
+    guard_passing(|| match nettype::close(handle) {
         Some(()) => Ok(()),
         None => {
             // SAFETY: the caller's own argument.
@@ -120,7 +120,7 @@ pub unsafe extern "C" fn __rpc_endconf(handle: *mut c_void) {
 /// As libtirpc's `__rpc_nconf2sockinfo`.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn __rpc_nconf2sockinfo(nconf: *const netconfig, info: *mut __rpc_sockinfo) -> c_int {
-    guard(|| {
+    guard_passing(|| {
         // SAFETY: by the contract.
         match unsafe { Netid::of(nconf) } {
             Some(netid) => {
@@ -148,7 +148,7 @@ pub unsafe extern "C" fn clnt_tp_create_timed(
     nconf: *const netconfig,
     timeout: *const libc::timeval,
 ) -> *mut CLIENT {
-    guard(|| {
+    guard_passing(|| {
         // SAFETY: by the contract.
         let netid = unsafe { Netid::of(nconf) };
         let (Some(netid), Some(inside)) = (netid, Inside::enter()) else {
@@ -185,7 +185,7 @@ pub unsafe extern "C" fn clnt_tli_create(
     sendsz: c_uint,
     recvsz: c_uint,
 ) -> *mut CLIENT {
-    guard(|| {
+    guard_passing(|| {
         let real = real::CLNT_TLI_CREATE.get()?;
         // SAFETY: by the contract.
         let netid = unsafe { Netid::of(nconf) };
@@ -232,7 +232,7 @@ pub unsafe extern "C" fn clnt_vc_create(
     sendsz: c_uint,
     recvsz: c_uint,
 ) -> *mut CLIENT {
-    guard(|| {
+    guard_passing(|| {
         let intent = if RdmaWanted::take() {
             Some(Intent::Required)
         } else {
@@ -270,7 +270,7 @@ pub unsafe extern "C" fn rpcb_getaddr(
     address: *mut netbuf,
     host: *const c_char,
 ) -> bool_t {
-    guard(|| {
+    guard_passing(|| {
         // SAFETY: by the contract.
         let netid = unsafe { Netid::of(nconf) };
         let (Some(netid), Some(inside)) = (netid, Inside::enter()) else {
@@ -306,7 +306,7 @@ pub unsafe extern "C" fn rpcb_getaddr(
 /// As libtirpc's `clnt_spcreateerror`.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn clnt_spcreateerror(message: *const c_char) -> *mut c_char {
-    guard(|| {
+    guard_passing(|| {
         let explanation = creation_explanation();
         // SAFETY: the caller's own argument.
         let stock = unsafe { real::CLNT_SPCREATEERROR.get()?(message) };
@@ -321,7 +321,7 @@ pub unsafe extern "C" fn clnt_spcreateerror(message: *const c_char) -> *mut c_ch
 /// As libtirpc's `clnt_sperror`.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn clnt_sperror(clnt: *mut CLIENT, message: *const c_char) -> *mut c_char {
-    guard(|| {
+    guard_passing(|| {
         let explanation = if clnt.is_null() {
             None
         } else {
@@ -349,7 +349,7 @@ pub unsafe extern "C" fn svc_tli_create(
     sendsz: c_uint,
     recvsz: c_uint,
 ) -> *mut SVCXPRT {
-    guard(|| {
+    guard_passing(|| {
         let real = real::SVC_TLI_CREATE.get()?;
         // SAFETY: by the contract.
         let ours = unsafe { Netid::of(nconf) }.is_some();
@@ -394,7 +394,7 @@ pub unsafe extern "C" fn svc_tli_create(
 /// As libtirpc's `xprt_register`.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn xprt_register(xprt: *mut SVCXPRT) {
-    guard(|| {
+    guard_passing(|| {
         // SAFETY: the caller's own argument.
         unsafe { real::XPRT_REGISTER.get()?(xprt) };
         if let Some(_inside) = Inside::enter()
@@ -421,7 +421,7 @@ pub unsafe extern "C" fn xprt_register(xprt: *mut SVCXPRT) {
 /// As libtirpc's `xprt_unregister`.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn xprt_unregister(xprt: *mut SVCXPRT) {
-    guard(|| {
+    guard_passing(|| {
         // SAFETY: NULL or a live transport, by the contract.
         if let Some(listener) = unsafe { ffi::reference(xprt) }.map(|made| made.xp_fd)
             && let Some(_inside) = Inside::enter()
@@ -445,7 +445,7 @@ pub unsafe extern "C" fn rpcb_set(
     nconf: *const netconfig,
     address: *const netbuf,
 ) -> bool_t {
-    guard(|| {
+    guard_passing(|| {
         let real = real::RPCB_SET.get()?;
         // SAFETY: the caller's own arguments.
         let set = unsafe { real(prog, vers, nconf, address) };
@@ -491,7 +491,7 @@ pub unsafe extern "C" fn rpcb_set(
 /// As libtirpc's `rpcb_unset`.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn rpcb_unset(prog: u32, vers: u32, nconf: *const netconfig) -> bool_t {
-    guard(|| {
+    guard_passing(|| {
         let real = real::RPCB_UNSET.get()?;
         // SAFETY: the caller's own arguments. NULL removes all rows, those of "rdma" among them.
         let unset = unsafe { real(prog, vers, nconf) };
@@ -526,7 +526,7 @@ pub unsafe extern "C" fn clnt_create(
     nettype: *const c_char,
 ) -> *mut CLIENT {
     // SAFETY: the caller's own arguments.
-    guard(|| Ok(unsafe { real::CLNT_CREATE.get()?(host, prog, vers, nettype) }))
+    guard_passing(|| Ok(unsafe { real::CLNT_CREATE.get()?(host, prog, vers, nettype) }))
 }
 
 /// Passed through.
@@ -542,7 +542,7 @@ pub unsafe extern "C" fn clnt_create_timed(
     timeout: *const libc::timeval,
 ) -> *mut CLIENT {
     // SAFETY: the caller's own arguments.
-    guard(|| Ok(unsafe { real::CLNT_CREATE_TIMED.get()?(host, prog, vers, nettype, timeout) }))
+    guard_passing(|| Ok(unsafe { real::CLNT_CREATE_TIMED.get()?(host, prog, vers, nettype, timeout) }))
 }
 
 /// Passed through.
@@ -559,7 +559,7 @@ pub unsafe extern "C" fn clnt_create_vers(
     nettype: *const c_char,
 ) -> *mut CLIENT {
     // SAFETY: the caller's own arguments.
-    guard(|| Ok(unsafe { real::CLNT_CREATE_VERS.get()?(host, prog, vers, low, high, nettype) }))
+    guard_passing(|| Ok(unsafe { real::CLNT_CREATE_VERS.get()?(host, prog, vers, low, high, nettype) }))
 }
 
 /// Passed through.
@@ -576,7 +576,7 @@ pub unsafe extern "C" fn clnt_create_vers_timed(
     nettype: *const c_char,
     timeout: *const libc::timeval,
 ) -> *mut CLIENT {
-    guard(|| {
+    guard_passing(|| {
         // SAFETY: the caller's own arguments.
         Ok(unsafe { real::CLNT_CREATE_VERS_TIMED.get()?(host, prog, vers, low, high, nettype, timeout) })
     })
@@ -593,7 +593,7 @@ pub unsafe extern "C" fn clnt_tp_create(
     vers: u32,
     nconf: *const netconfig,
 ) -> *mut CLIENT {
-    guard(|| {
+    guard_passing(|| {
         creation_started();
         // SAFETY: the caller's own arguments.
         Ok(unsafe { real::CLNT_TP_CREATE.get()?(host, prog, vers, nconf) })
@@ -614,15 +614,15 @@ pub unsafe extern "C" fn clnttcp_create(
     recvsz: c_uint,
 ) -> *mut CLIENT {
     // SAFETY: the caller's own arguments.
-    guard(|| Ok(unsafe { real::CLNTTCP_CREATE.get()?(address, prog, vers, fd, sendsz, recvsz) }))
+    guard_passing(|| Ok(unsafe { real::CLNTTCP_CREATE.get()?(address, prog, vers, fd, sendsz, recvsz) }))
 }
 
-/// Passed through.
+/// Passed through; a cancellation point as every call is.
 ///
 /// # Safety
 /// As libtirpc's `rpc_call`.
 #[unsafe(no_mangle)]
-pub unsafe extern "C" fn rpc_call(
+pub unsafe extern "C-unwind" fn rpc_call(
     host: *const c_char,
     prog: u32,
     vers: u32,
@@ -633,7 +633,7 @@ pub unsafe extern "C" fn rpc_call(
     results: *mut c_char,
     nettype: *const c_char,
 ) -> c_uint {
-    guard(|| {
+    guard_passing_cancellable(|| {
         // SAFETY: the caller's own arguments.
         Ok(unsafe { real::RPC_CALL.get()?(host, prog, vers, proc, encode, args, decode, results, nettype) })
     })
@@ -653,8 +653,10 @@ pub unsafe extern "C" fn rpc_reg(
     encode: XdrProc,
     nettype: *mut c_char,
 ) -> Fd {
-    // SAFETY: the caller's own arguments.
-    guard(|| Ok(Fd(unsafe { real::RPC_REG.get()?(prog, vers, proc, registered, decode, encode, nettype) })))
+    guard_passing(|| {
+        // SAFETY: the caller's own arguments.
+        Ok(Fd(unsafe { real::RPC_REG.get()?(prog, vers, proc, registered, decode, encode, nettype) }))
+    })
 }
 
 /// Passed through.
@@ -669,7 +671,7 @@ pub unsafe extern "C" fn svc_create(
     nettype: *const c_char,
 ) -> c_int {
     // SAFETY: the caller's own arguments.
-    guard(|| Ok(unsafe { real::SVC_CREATE.get()?(dispatch, prog, vers, nettype) }))
+    guard_passing(|| Ok(unsafe { real::SVC_CREATE.get()?(dispatch, prog, vers, nettype) }))
 }
 
 /// Passed through.
@@ -684,7 +686,7 @@ pub unsafe extern "C" fn svc_tp_create(
     nconf: *const netconfig,
 ) -> *mut SVCXPRT {
     // SAFETY: the caller's own arguments.
-    guard(|| Ok(unsafe { real::SVC_TP_CREATE.get()?(dispatch, prog, vers, nconf) }))
+    guard_passing(|| Ok(unsafe { real::SVC_TP_CREATE.get()?(dispatch, prog, vers, nconf) }))
 }
 
 /// Passed through.
@@ -694,11 +696,14 @@ pub unsafe extern "C" fn svc_tp_create(
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn svctcp_create(fd: c_int, sendsz: c_uint, recvsz: c_uint) -> *mut SVCXPRT {
     // SAFETY: the caller's own arguments.
-    guard(|| Ok(unsafe { real::SVCTCP_CREATE.get()?(fd, sendsz, recvsz) }))
+    guard_passing(|| Ok(unsafe { real::SVCTCP_CREATE.get()?(fd, sendsz, recvsz) }))
 }
 
 /// Runs a creation on netid "rdma", and records why it failed: after a NULL programs print what is recorded.
+///
+/// Not cancelled meanwhile: what of libtirpc is at work there ends in functions of ours again.
 pub(crate) fn creation<T>(create: impl FnOnce() -> Result<T, Error>) -> Result<T, Error> {
+    let _uncancelled = Uncancelled::now();
     let result = catch_unwind(AssertUnwindSafe(create)).unwrap_or_else(|panic| {
         creation_failed(&Error::new(Kind::Panic, "defect in librpcrdma"));
         resume_unwind(panic)
@@ -937,6 +942,7 @@ mod tests {
     use std::os::fd::AsRawFd;
 
     use super::*;
+    use crate::ffi::guard;
 
     fn listener() -> TcpListener {
         TcpListener::bind("127.0.0.1:0").expect("loopback")

@@ -29,10 +29,10 @@ expect() {
     local what=$1 pattern=$2; shift 2
     if fetch "$@" && { [ -z "$pattern" ] || grep -Eq "$pattern" "$out"; }; then ok "$what"; else FAIL "$what" "$out"; fi
 }
-# The adapter has a quarter of a second, which under emulation may not do: in some of ten attempts it must.
+# The adapter has a quarter of a second, which an emulated machine under load seldom keeps: in some attempt it must.
 expect_once() {
     local try
-    for try in {1..10}; do
+    for try in {1..40}; do
         if fetch "${@:3}" && grep -Eq "$2" "$out"; then ok "$1 (attempt $try)"; return; fi
     done
     FAIL "$1" "$out"

@@ -232,6 +232,27 @@ bool_t suite_block_2_svc(u_int *argument, u_int *result, struct svc_req *request
     return TRUE;
 }
 
+bool_t suite_last_source_2_svc(suite_last *argument, suite_blob *result, struct svc_req *request)
+{
+    suite_blob blob;
+    u_int length = argument->length, ignored;
+    *result = (suite_blob){0};
+    if (!suite_source_2_svc(&length, &blob, request) || !suite_block_2_svc(&length, &ignored, request))
+        return FALSE;
+    if (argument->end == END_SVC_EXIT_BEFORE)
+        svc_exit();
+    if (!svc_sendreply(request->rq_xprt, (xdrproc_t)xdr_suite_blob, (caddr_t)&blob))
+        exit(1);
+    free(blob.suite_blob_val);
+    switch (argument->end) {
+    case END_EXIT: exit(0);
+    case END_SVC_EXIT: svc_exit(); break;
+    case END_DESTROY: svc_destroy(request->rq_xprt); break;
+    case END_SVC_EXIT_BEFORE: break;
+    }
+    return FALSE;
+}
+
 bool_t suite_one_way_2_svc(u_int *argument, void *result, struct svc_req *request)
 {
     (void)result, (void)request;

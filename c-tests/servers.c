@@ -80,6 +80,63 @@ static void server_that_exits_right_after_its_reply_has_replied(long unused)
     }
 }
 
+/* Its client takes nothing of the last answer for longer than any reply waits, and more is left than a socket holds. */
+static void what_a_server_has_answered_arrives_whatever_it_does_then(long end)
+{
+    suite_last last = {.length = 12 << 20, .end = (suite_end)end};
+    struct server server = server_start("-c", "tli", NULL);
+    pid_t pid = fork();
+    REQUIRE(pid >= 0);
+    if (pid == 0) {
+        CLIENT *client = client_of(&server);
+        clnt_control(client, CLSET_TIMEOUT, (char *)&patient);
+        suite_blob got = {0}, expected = blob_of(last.length, last.length);
+        REQUIRE_STATUS(suite_last_source_2(&last, &got, client), RPC_SUCCESS);
+        REQUIRE(got.suite_blob_len == last.length);
+        REQUIRE(memcmp(got.suite_blob_val, expected.suite_blob_val, last.length) == 0);
+        _exit(0);
+    }
+    int status;
+    server_await_block(&server);
+    REQUIRE(kill(pid, SIGSTOP) == 0);
+    REQUIRE(waitpid(pid, &status, WUNTRACED) == pid && WIFSTOPPED(status));
+    server_release(&server);
+    usleep(end == END_DESTROY ? 150000 : 400000);
+    REQUIRE(kill(pid, SIGCONT) == 0);
+    REQUIRE(waitpid(pid, &status, 0) == pid);
+    REQUIRE(WIFEXITED(status) && WEXITSTATUS(status) == 0);
+    if (end == END_DESTROY) {
+        CLIENT *client = client_of(&server);
+        require_echo(client, 100, 1);
+        clnt_destroy(client);
+        return;
+    }
+    status = server_wait(&server);
+    REQUIRE(WIFEXITED(status) && WEXITSTATUS(status) == 0);
+}
+
+static void *serve_for_ever(void *unused)
+{
+    (void)unused;
+    svc_run();
+    return NULL;
+}
+
+/* Whatever stands in front of svc_run lets the end of its thread through. */
+static void a_thread_in_svc_run_can_be_cancelled(long unused)
+{
+    (void)unused;
+    struct sockaddr_in address = where_address();
+    struct t_bind bind_to = {.addr = {.maxlen = sizeof address, .len = sizeof address, .buf = &address}, .qlen = 64};
+    REQUIRE(svc_tli_create(RPC_ANYFD, the_netconfig(), &bind_to, 0, 0) != NULL);
+    pthread_t thread;
+    void *end;
+    REQUIRE(pthread_create(&thread, NULL, serve_for_ever, NULL) == 0);
+    REQUIRE(pthread_cancel(thread) == 0);
+    REQUIRE(pthread_join(thread, &end) == 0);
+    REQUIRE(end == PTHREAD_CANCELED);
+}
+
 static void child_of_the_server_may_reply(long length)
 {
     CLIENT *client = client_of(server_shared());
@@ -373,6 +430,16 @@ const struct test server_tests[] = {
     {.name = "reply_after_the_dispatch_routine_at_length", .run = reply_after_the_dispatch_routine, .argument = 150000},
     TEST(reply_from_a_thread),
     TEST(busy_client_leaves_turns_to_another),
+    {.name = "the_last_answer_arrives_after_exit", .run = what_a_server_has_answered_arrives_whatever_it_does_then,
+     .argument = END_EXIT},
+    {.name = "the_last_answer_arrives_after_svc_exit",
+     .run = what_a_server_has_answered_arrives_whatever_it_does_then, .argument = END_SVC_EXIT},
+    {.name = "the_last_answer_arrives_though_svc_exit_came_first",
+     .run = what_a_server_has_answered_arrives_whatever_it_does_then, .argument = END_SVC_EXIT_BEFORE},
+    {.name = "the_last_answer_arrives_after_svc_destroy",
+     .run = what_a_server_has_answered_arrives_whatever_it_does_then, .argument = END_DESTROY,
+     .not_stock = "stock uses the freed transport"},
+    TEST(a_thread_in_svc_run_can_be_cancelled),
     {.name = "child_of_the_server_may_reply", .run = child_of_the_server_may_reply, .argument = 300,
      .needs = SOCKET},
     {.name = "child_of_the_server_may_reply_at_length", .run = child_of_the_server_may_reply,

@@ -3,8 +3,8 @@
 //! # Contract
 //! - Getters tell state: [`Connection::credits_left`], [`Connection::starved`], [`Connection::request_ready`].
 //! - Input: `handle_receive`, `handle_read`, `handle_quiet`, `handle_closed`.
-//! - Commands: `call`, `abandon`, `ask` (requester); `poll_request`, `reply`, `defer`, `discard`, `grant` (responder);
-//!   `resume` (either, while [`Connection::waits`]); `request`, `raise_receives` (either, in Version Two).
+//! - Commands: `call`, `abandon`, `ask` (requester); `poll_request`, `reply`, `defer`, `discard`, `hold`, `grant`
+//!   (responder); `resume` (either, while [`Connection::waits`]); `request`, `raise_receives` (either, in Version Two).
 //! - Output: `poll_output`. **Every input and command is followed by draining `poll_output` until `None`.**
 //!
 //! Memory is exposed and invalidated while a command runs, through the [`Registrar`] argument: a plan needs the
@@ -343,6 +343,8 @@ struct Responder {
     transfer_max: usize,
     /// A Call waits for memory that other connections hold.
     waits: bool,
+    /// No Reads of further Calls are started.
+    held: bool,
 }
 
 /// A request on its way up.
@@ -1279,6 +1281,14 @@ impl Connection {
         }
     }
 
+    /// Starts no Reads of further Calls from now on, or starts them again: a peer that does not take replies gets no memory for
+    /// more.
+    pub fn hold(&mut self, held: bool) {
+        if std::mem::replace(&mut self.responder.held, held) && !held && self.closed.is_none() {
+            self.start_pulls();
+        }
+    }
+
     /// Answers a request with the RPC Reply `message` (first word: the XID).
     ///
     /// # Errors
@@ -1469,12 +1479,15 @@ impl Connection {
 
     /// Asks for more of the Calls, the oldest first, as far as the peer answers and memory allows.
     fn start_pulls(&mut self) {
-        let Responder { queue, staged, reads, asked, window, waits, .. } = &mut self.responder;
+        let Responder { queue, staged, reads, asked, window, waits, held, .. } = &mut self.responder;
         let mut first = true;
         let mut under_way: usize = reads.iter().sum();
         *waits = false;
         for pending in queue {
             if let State::Pulling { assembly, staging, rest, left } = &mut pending.state {
+                if *held && staging.is_none() {
+                    return;
+                }
                 while let Some(Pull { at, from }) = rest.front().copied() {
                     let bytes = from.length as usize;
                     if under_way > 0 && under_way + bytes > *window {

@@ -9,7 +9,8 @@
 //! - [`Server`] is the connection of the end that accepted it, driven by the program's own loop (`server`). Its calls back
 //!   to the client are made by [`Reverse`].
 //!
-//! What either knows of its peer, and may ask of it, is in `peer`.
+//! What either knows of its peer, and may ask of it, is in `peer`; what becomes of replies that it does not take, in
+//! `backlog`.
 //!
 //! Waiting first spins, if that has paid lately (`spin`): on two idle processors a reply comes sooner than a sleep
 //! takes. A spin that finds nothing makes the next waits sleep at once.
@@ -47,6 +48,7 @@ use crate::wire::{Handle, Xid, v1, v2};
 use crate::xdr::LEND_MIN;
 use crate::{log_debug, log_error, log_info, log_warn, log_wire, socket};
 
+mod backlog;
 pub mod callback;
 #[cfg(test)]
 mod load;
@@ -56,6 +58,8 @@ pub mod reverse;
 mod server;
 mod spin;
 
+use backlog::Backlog;
+pub use backlog::{Wait, send_rest};
 pub use peer::Peer;
 use renewal::Renewal;
 pub use reverse::{Reverse, service_loop};
@@ -78,15 +82,6 @@ const OFFER_TIMEOUT: Duration = Duration::from_secs(5);
 
 /// How long the first wait for that answer is, while the CLIENT is made; the first call waits for the rest.
 const AGREE_WAIT: Duration = Duration::from_secs(2);
-
-/// How long `xp_reply` waits for a peer that does not take its reply, before the rest is queued.
-const REPLY_WAIT: Duration = Duration::from_millis(20);
-
-/// The same in a forked child, which may exit right after its reply: nobody would send a queue.
-const REPLY_WAIT_CHILD: Duration = Duration::from_secs(30);
-
-/// Most bytes queued for a peer that does not take its replies; beyond, the connection closes.
-const QUEUE_MAX: usize = 64 << 20;
 
 /// How often what waits for memory tries again.
 const MEMORY_RETRY: Duration = Duration::from_millis(20);
@@ -126,6 +121,8 @@ pub struct Link {
     heard: bool,
     /// Somebody takes the requests up; else they are answered here: the program is not served.
     serves: bool,
+    /// More unsent bytes than this, and the peer talks without reading.
+    talk_max: usize,
     /// Calls that ended, for whoever collects them.
     done: Vec<(Xid, Result<Vec<Region>, Error>)>,
 }
@@ -169,7 +166,7 @@ impl Calls {
             }
             self.outcomes.insert(xid, outcome);
         }
-        if link.engine.request_ready()
+        if link.request_ready()
             && let Some(condition) = &self.servant
         {
             condition.notify_one();
@@ -450,6 +447,7 @@ impl Link {
             born: Instant::now(),
             heard: false,
             serves: role == Role::Server,
+            talk_max: backlog::TALK,
             done: Vec::new(),
         };
         link.drain();
@@ -591,20 +589,8 @@ impl Link {
                 ));
             }
         }
-        if self.serves {
-            self.limit_queue();
-        }
-    }
-
-    /// Closes the connection of a peer that does not take what it asked for.
-    fn limit_queue(&mut self) {
-        let unsent = self.device.unsent();
-        if unsent > QUEUE_MAX {
-            self.fail(Error::new(
-                Kind::NotSent,
-                format!("the peer does not take its replies: {unsent} bytes wait, {QUEUE_MAX} is the limit"),
-            ));
-        }
+        self.limit_talk();
+        self.pace();
     }
 
     fn receive(&mut self, message: Buf, invalidated: Option<Handle>) {
@@ -620,7 +606,7 @@ impl Link {
             self.decline(request);
         }
         // Answers to a peer that talks of itself or calls back without end, and takes none of them.
-        self.limit_queue();
+        self.limit_talk();
     }
 
     /// What was agreed on, when that has changed.
@@ -641,49 +627,6 @@ impl Link {
             self.engine.discard(request.id);
             log_info!("fd {}: a call back to no program was not answered: {error}", self.device.fd());
         }
-    }
-
-    /// Sends a reply and waits a little while for a peer that does not take it: reading goes on, for two ends that only
-    /// write would wait for each other. `fd`: what to wait for. `forked`: reading is left to the parent.
-    fn reply(&mut self, fd: RawFd, id: RequestId, message: Message, forked: bool) -> Result<(), Error> {
-        // A peer that has let one reply wait is not waited for again until it has taken all.
-        let behind = self.device.unsent() > 0 && !forked;
-        let lent = message.lent().next().is_some();
-        let sent = self.engine.reply(id, message);
-        if !self.flush() {
-            let wait = if forked { REPLY_WAIT_CHILD } else { REPLY_WAIT };
-            let deadline = Instant::now() + if behind { Duration::ZERO } else { wait };
-            let events = if forked { sys::OUT } else { sys::IN | sys::OUT };
-            loop {
-                let left = deadline.saturating_duration_since(Instant::now());
-                if left.is_zero() {
-                    break;
-                }
-                let _ = sys::wait(fd, events, Some(left), None);
-                if !forked {
-                    self.pump();
-                }
-                if self.flush() {
-                    break;
-                }
-            }
-            self.limit_queue();
-        }
-        if lent {
-            // What the peer has not taken goes out from a copy: the program gets its results back.
-            match self.device.keep() {
-                Ok(copied) if copied > 0 => {
-                    log_debug!("fd {}: {copied} bytes kept for a slow peer", self.device.fd());
-                }
-                Ok(_) => {}
-                Err(error) => self.fail(error),
-            }
-            if !forked {
-                self.pump();
-            }
-        }
-        sent?;
-        self.engine.closed().map_or(Ok(()), |error| Err(error.clone()))
     }
 
     /// Starts a call, and sends what the device takes.

@@ -98,6 +98,28 @@ pub fn guard_passing_cancellable<T: FromFailure + Copy>(body: impl FnOnce() -> R
     value
 }
 
+/// Runs a function of libtirpc that runs the program, and `then` when it has returned. No guard reaches over it: what passes
+/// through the frame of the caller, which is `extern "C-unwind"`, is an exception of the program's or the end of a cancelled
+/// thread, and finds nothing here that is to be dropped.
+pub fn guard_around<F: Copy>(
+    find: impl FnOnce() -> Result<F, Error>,
+    run: impl FnOnce(F),
+    then: impl FnOnce(),
+) {
+    let mut found = None;
+    guard(|| {
+        found = Some(find()?);
+        Ok(())
+    });
+    if let Some(function) = found {
+        run(function);
+    }
+    guard(|| {
+        then();
+        Ok(())
+    });
+}
+
 fn cancellation_point() {
     if GUARDS.get() == 0 {
         // SAFETY: touches no memory. From here to the caller of C there is no frame with a destructor, and no other guard.

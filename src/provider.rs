@@ -202,6 +202,10 @@ pub trait QueuePair: Send {
     /// Bytes moved so far, both ways: while it grows, a long message is under way.
     fn moved(&self) -> u64;
 
+    /// Grows while the peer takes what is sent to it, whatever else it says: bytes that have left this host for good, as far
+    /// as the device can tell.
+    fn taken(&self) -> u64;
+
     /// Bytes that our RDMA Reads have brought so far: whether the peer answers them, whatever else it says.
     fn pulled(&self) -> u64;
 
@@ -210,6 +214,7 @@ pub trait QueuePair: Send {
     /// A process that inherited the connection by fork(2) ends it for itself alone.
     fn close(&mut self);
 
-    /// Bytes of queued work not yet taken by the device, or what the work holds in memory, if that is more.
+    /// Bytes of queued work not yet taken by the device, or what the work holds in memory, if that is more. After the end:
+    /// what it had not taken then.
     fn unsent(&self) -> usize;
 }

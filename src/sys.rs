@@ -127,6 +127,14 @@ pub fn tcp_mss(fd: RawFd) -> Option<usize> {
     }
 }
 
+/// Bytes in the send buffer of a TCP socket that its peer has not acknowledged; 0 where there is no such number.
+pub fn unacknowledged(fd: RawFd) -> u64 {
+    let mut bytes: c_int = 0;
+    // SAFETY: SIOCOUTQ, which is TIOCOUTQ, writes one int; other descriptors refuse it.
+    let result = unsafe { libc::ioctl(fd, libc::TIOCOUTQ, &raw mut bytes) };
+    if result < 0 { 0 } else { u64::try_from(bytes).unwrap_or(0) }
+}
+
 /// Fills `bytes` from the kernel's generator.
 ///
 /// # Errors
@@ -303,6 +311,16 @@ pub fn poll(fds: &mut [PollFd], timeout: Option<Duration>, mask: Option<&SignalM
         return if e.raw_os_error() == Some(libc::EINTR) { Ok(0) } else { Err(e) };
     }
     Ok(n as usize)
+}
+
+/// Has exit(3), and the return from main, call `handler` first.
+///
+/// # Errors
+/// There is no memory for it.
+pub fn at_exit(handler: extern "C" fn()) -> io::Result<()> {
+    // SAFETY: the handler is safe to call. The library is linked with -z nodelete: it stays mapped.
+    let refused = unsafe { libc::atexit(handler) };
+    if refused == 0 { Ok(()) } else { Err(io::Error::from_raw_os_error(libc::ENOMEM)) }
 }
 
 /// Ends both directions of a connection: the peer learns of it although descriptors of it remain open.
@@ -890,7 +908,11 @@ pub mod testing {
 
     /// Leaves the socket room for a few messages only.
     pub fn shrink_buffers(fd: super::RawFd) {
-        let bytes: libc::c_int = 8 << 10;
+        set_buffers(fd, 8 << 10);
+    }
+
+    /// How much a socket holds, about.
+    pub fn set_buffers(fd: super::RawFd, bytes: libc::c_int) {
         for option in [libc::SO_SNDBUF, libc::SO_RCVBUF] {
             let (value, length) = ((&raw const bytes).cast(), size_of::<libc::c_int>() as libc::socklen_t);
             // SAFETY: the option value is a live c_int of the size that is passed.

@@ -719,6 +719,10 @@ pub mod real {
         )*};
     }
 
+    /// The program's dispatch routines run in it: they may throw, and its thread may be cancelled.
+    // SAFETY: the type is the C prototype of the name.
+    pub static SVC_RUN: Real<unsafe extern "C-unwind" fn()> = unsafe { Real::new(c"svc_run") };
+
     real! {
         GETNETCONFIGENT = getnetconfigent(*const c_char) -> *mut netconfig;
         RPC_SETCONF = __rpc_setconf(*const c_char) -> *mut c_void;

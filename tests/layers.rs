@@ -92,7 +92,9 @@ fn every_c_function_starts_with_the_guard() {
         let code = text.split("#[cfg(test)]\nmod tests").next().unwrap_or(&text);
         let pieces = |abi: &str| code.split(&format!("extern \"{abi}\" fn ")).skip(1).collect::<Vec<_>>();
         let cancellable = |start: &str| {
-            ["guard_cancellable(", "guard_passing_cancellable("].iter().any(|name| start.starts_with(name))
+            ["guard_cancellable(", "guard_passing_cancellable(", "guard_around("]
+                .iter()
+                .any(|name| start.starts_with(name))
         };
         let guarded = |start: &str| {
             ["guard(", "ffi::guard(", "guard_passing("].iter().any(|name| start.starts_with(name))

@@ -205,7 +205,7 @@ impl Waiting {
     pub(super) fn may_serve(&self) -> bool {
         let me = sys::this_thread();
         let free = |serving: &Serving| serving.thread.is_none_or(|thread| thread == me);
-        self.serving.as_ref().is_some_and(free) && self.link.engine.request_ready()
+        self.serving.as_ref().is_some_and(free) && self.link.request_ready()
     }
 
     /// Whether this thread serves a callback now.
@@ -218,10 +218,7 @@ impl Waiting {
         if !self.may_serve() {
             return None;
         }
-        let request = self.link.engine.poll_request();
-        // Handing it up made room: Reads of the next long Calls may start.
-        self.link.drain();
-        request
+        self.link.next_request()
     }
 
     pub(super) fn alarm_fd(&self) -> Option<RawFd> {
@@ -311,7 +308,7 @@ impl Responder for Client {
     fn reply(&self, id: RequestId, message: Message) -> Result<(), Error> {
         let mut state = self.lock();
         let fd = state.link.device.fd();
-        let sent = state.link.reply(fd, id, message, false);
+        let sent = state.link.reply(fd, id, message, Wait::SHORT, false);
         if !state.link.done.is_empty() && state.another_reads() {
             // What it sleeps for was taken here.
             state.raise_alarm();

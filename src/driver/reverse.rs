@@ -219,8 +219,9 @@ impl Slot {
 }
 
 impl Server {
-    fn request_ready(&self) -> bool {
-        matches!(&self.phase, Phase::Open(link) if link.engine.request_ready())
+    /// Whether `receive` has one.
+    pub fn request_ready(&self) -> bool {
+        matches!(&self.phase, Phase::Open(link) if link.request_ready())
     }
 
     /// Moves everything that moves without waiting.

@@ -28,6 +28,8 @@ pub struct Server {
     pub(super) pulling: Option<(u64, Instant)>,
     /// Since when a long Call waits for memory, and when to try again.
     pub(super) retry: Option<(Instant, Instant)>,
+    /// Replies that the peer has not taken.
+    pub(super) backlog: Backlog,
     pub(super) generation: u64,
     /// Calls back to the client.
     pub(super) calls: Calls,
@@ -122,6 +124,7 @@ impl Server {
             start_by: Instant::now() + START_TIMEOUT,
             pulling: None,
             retry: None,
+            backlog: Backlog::default(),
             generation: sys::fork_generation(),
             calls: Calls::new(),
             driver: None,
@@ -143,14 +146,12 @@ impl Server {
             }
         }
         let Phase::Open(link) = &mut self.phase else { return None };
-        if !link.engine.request_ready() {
+        if !link.request_ready() {
             link.pump();
         }
-        let request = link.engine.poll_request();
-        // Handing it up made room: Reads of the next long Calls may start.
-        link.drain();
+        let request = link.next_request();
         self.settle();
-        self.note_pulls();
+        self.note();
         let request = request?;
         self.received += 1;
         self.turn.handed_up();
@@ -159,9 +160,14 @@ impl Server {
         Some(request)
     }
 
-    /// Notes how the Reads get on.
-    fn note_pulls(&mut self) {
+    /// Notes how replies and Reads get on.
+    pub(super) fn note(&mut self) {
         let Phase::Open(link) = &mut self.phase else { return };
+        if link.engine.closed().is_some() {
+            self.backlog.clear();
+        } else {
+            self.backlog.note(&*link.device);
+        }
         let now = Instant::now();
         let pulled = link.device.pulled();
         self.pulling = link.engine.pulling().map(|asked| match self.pulling {
@@ -191,13 +197,18 @@ impl Server {
 
     /// The descriptor is about to be closed.
     pub fn shut(&mut self) {
-        let error = Error::new(Kind::ConnectionLost, "the connection was closed");
+        self.end(Error::new(Kind::ConnectionLost, "the connection was closed"));
+    }
+
+    /// Closes the connection; what it has brought is dropped.
+    fn end(&mut self, error: Error) {
         if let Phase::Open(link) = &mut self.phase {
             link.fail(error.clone());
             link.drain();
         }
         self.settle();
         self.phase = Phase::Failed(error);
+        self.backlog.clear();
     }
 
     /// An open connection that works.
@@ -261,10 +272,11 @@ impl Server {
     fn look(&mut self, others: impl Fn() -> bool) -> Next {
         let over = self.turn.is_over();
         let Phase::Open(link) = &mut self.phase else { return Next::Arrival };
-        if link.engine.request_ready() {
+        if link.request_ready() {
             return if over { Next::Later } else { Next::Request };
         }
-        if over || self.generation != sys::fork_generation() || !quiet(self.id) {
+        // Where replies wait, it is for the peer to take them.
+        if over || link.is_behind() || self.generation != sys::fork_generation() || !quiet(self.id) {
             return Next::Arrival;
         }
         let patience = self.spin.allowed(self.config).and_then(|limit| Patience::new(limit, link));
@@ -272,7 +284,7 @@ impl Server {
         loop {
             link.pump();
             self.calls.settle(link);
-            if link.engine.request_ready() {
+            if link.request_ready() {
                 self.spin.found();
                 return Next::Request;
             }
@@ -307,10 +319,14 @@ impl Server {
     /// When `closed` must be asked again though nothing arrived.
     pub fn deadline(&self) -> Option<Instant> {
         if matches!(self.phase, Phase::Starting(_)) {
-            Some(self.start_by)
-        } else {
-            self.retry.map(|(_, at)| at)
+            return Some(self.start_by);
         }
+        self.retry.map(|(_, at)| at).into_iter().chain(self.backlog.deadline()).min()
+    }
+
+    /// Since when the peer has taken nothing of what waits for it.
+    pub fn stands_since(&self) -> Option<Instant> {
+        self.backlog.since()
     }
 
     /// Whether unsent bytes wait for the socket to become writable.
@@ -322,14 +338,20 @@ impl Server {
         }
     }
 
-    /// Sends what the socket takes now.
+    /// Sends what the socket takes now; closes the connection of a peer that has stopped to take anything.
     pub fn push(&mut self) {
         match &mut self.phase {
             Phase::Open(link) => {
                 link.retry();
                 link.flush();
+                link.pace();
+                self.backlog.note(&*link.device);
+                if let Some(error) = self.backlog.has_stopped(Instant::now()) {
+                    log_warn!("fd {}: {error}", self.fd);
+                    return self.end(error);
+                }
                 self.settle();
-                self.note_pulls();
+                self.note();
             }
             Phase::Starting(device) => {
                 if let Ok(true) = device.establish() {
@@ -375,11 +397,17 @@ impl Responder for Shared {
     fn reply(&self, id: RequestId, message: Message) -> Result<(), Error> {
         let mut server = locked(self);
         let (fd, forked) = (server.fd, server.forked());
+        let wait = match forked {
+            true => Wait::CHILD,
+            false if quiet(server.id) => Wait::ALONE,
+            false => Wait::SHORT,
+        };
         let Phase::Open(link) = &mut server.phase else {
             return Err(Error::new(Kind::NotSent, "the connection is closed"));
         };
-        let sent = link.reply(fd, id, message, forked);
+        let sent = link.reply(fd, id, message, wait, forked);
         server.settle();
+        server.note();
         sent
     }
 

@@ -265,6 +265,10 @@ impl QueuePair for Loopback {
         0
     }
 
+    fn taken(&self) -> u64 {
+        0
+    }
+
     fn pulled(&self) -> u64 {
         0
     }
@@ -723,6 +727,10 @@ impl QueuePair for Fault {
 
     fn moved(&self) -> u64 {
         self.inner.moved()
+    }
+
+    fn taken(&self) -> u64 {
+        self.inner.taken()
     }
 
     fn pulled(&self) -> u64 {

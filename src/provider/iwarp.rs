@@ -105,6 +105,8 @@ pub struct Iwarp {
     /// Sending failed: what has arrived before is still delivered, then this ends the connection.
     broken: Option<Error>,
     failed: Option<Error>,
+    /// What [`QueuePair::unsent`] says after the end.
+    left: usize,
     /// Payload bytes copied in user space since the start.
     pub copied_bytes: u64,
     /// System calls that moved bytes since the start.
@@ -234,6 +236,7 @@ impl Iwarp {
             tokens: Tokens::default(),
             broken: None,
             failed: None,
+            left: 0,
             pulled: 0,
             copied_bytes: 0,
             syscalls: 0,
@@ -836,6 +839,7 @@ impl Iwarp {
             // What we began nobody can finish: the stream is of no use to any process.
             self.shared.close();
         }
+        self.left = self.transmit.unsent();
         self.transmit.clear();
         self.exposed.clear();
         self.receives.clear();
@@ -918,6 +922,11 @@ impl QueuePair for Iwarp {
 
     fn moved(&self) -> u64 {
         self.receive.total.wrapping_add(self.transmit.sent)
+    }
+
+    /// What the peer's TCP has acknowledged: a send buffer of some MiB takes long to say that it has room again.
+    fn taken(&self) -> u64 {
+        self.transmit.sent.saturating_sub(sys::unacknowledged(self.socket))
     }
 
     fn pulled(&self) -> u64 {
@@ -1137,7 +1146,7 @@ impl QueuePair for Iwarp {
     }
 
     fn unsent(&self) -> usize {
-        self.transmit.unsent()
+        if self.failed.is_some() { self.left } else { self.transmit.unsent() }
     }
 }
 

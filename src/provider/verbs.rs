@@ -421,6 +421,8 @@ pub struct Verbs {
     terms: Terms,
     moved: u64,
     pulled: u64,
+    /// What [`QueuePair::taken`] and [`QueuePair::unsent`] say after the end.
+    last: (u64, usize),
     /// The peer has gone: what it sent before is still taken.
     ending: Option<Error>,
     failed: Option<Error>,
@@ -484,6 +486,7 @@ impl Verbs {
             terms: Terms::default(),
             moved: 0,
             pulled: 0,
+            last: (0, 0),
             ending: None,
             failed: None,
         })
@@ -578,6 +581,7 @@ impl Verbs {
     /// Ends the connection. Every handle is dead and no memory is in use when this returns.
     fn fail(&mut self, error: Error) -> Error {
         if self.failed.is_none() {
+            self.last = (self.taken(), self.unsent());
             self.failed = Some(error.clone());
             if let Some(domain) = &self.domain {
                 domain.id().disconnect();
@@ -1116,7 +1120,14 @@ impl QueuePair for Verbs {
         self.pulled
     }
 
+    fn taken(&self) -> u64 {
+        self.queues.as_ref().map_or(self.last.0, Queues::released)
+    }
+
     fn unsent(&self) -> usize {
+        if self.failed.is_some() {
+            return self.last.1;
+        }
         let pending = |request: &WorkRequest| match request {
             WorkRequest::Send { gather, .. } | WorkRequest::Write { gather, .. } => {
                 gather.iter().map(|piece| piece.len()).sum()

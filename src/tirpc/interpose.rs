@@ -35,7 +35,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 
 use crate::config::{self, Config};
 use crate::error::{Error, Kind};
-use crate::ffi::{self, Fd, Inside, Uncancelled, guard_passing, guard_passing_cancellable};
+use crate::ffi::{self, Fd, Inside, Uncancelled, guard_around, guard_passing, guard_passing_cancellable};
 use crate::socket::Sockaddr;
 use crate::tirpc::client::{self, Intent};
 use crate::tirpc::netid::{self, Netid, RPCBIND_PORT, nettype};
@@ -432,6 +432,20 @@ pub unsafe extern "C" fn xprt_unregister(xprt: *mut SVCXPRT) {
         unsafe { real::XPRT_UNREGISTER.get()?(xprt) };
         Ok(())
     })
+}
+
+/// Sends what waits for slow peers when the loop has ended.
+///
+/// # Safety
+/// As libtirpc's `svc_run`.
+#[unsafe(no_mangle)]
+pub unsafe extern "C-unwind" fn svc_run() {
+    guard_around(
+        || real::SVC_RUN.get(),
+        // SAFETY: by the contract.
+        |real| unsafe { real() },
+        server::left_loop,
+    );
 }
 
 /// Registers a moved program on "rdma" too.

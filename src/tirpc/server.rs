@@ -31,14 +31,14 @@ use std::net::SocketAddr;
 use std::os::fd::RawFd;
 use std::ptr::null_mut;
 use std::sync::atomic::{AtomicBool, AtomicPtr, Ordering::Relaxed};
-use std::sync::{Arc, Mutex, MutexGuard, OnceLock, Weak};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, TryLockError, Weak};
 use std::time::{Duration, Instant};
 
 use crate::binding::Binding;
 use crate::config;
 use crate::connection::{Request, RequestId};
 use crate::driver::reverse::Hooks;
-use crate::driver::{Next, Responder, Server, Shared, service_loop};
+use crate::driver::{Next, Responder, Server, Shared, Wait, send_rest, service_loop};
 use crate::error::{Error, Kind};
 use crate::ffi::guard;
 use crate::memory::Region;
@@ -222,6 +222,9 @@ pub unsafe fn discard(xprt: *mut SVCXPRT, with_descriptor: bool) {
 /// # Safety
 /// As [`look`].
 unsafe fn convert(stock: *mut SVCXPRT, fd: c_int, rdma_only: bool) -> Result<(), Error> {
+    if loop_has_ended() {
+        return Err(Error::new(Kind::Invalid, "svc_exit() has ended the service loop"));
+    }
     let server = Server::accept(fd, config::get()?)?;
     // Destroying closes the descriptor and unregisters by its number: it gets another one of the same socket.
     let other = socket::duplicate(fd)?;
@@ -566,6 +569,7 @@ impl Transport {
             deadline: server.deadline(),
             pulling: server.pulling(),
             memory: server.waits_for_memory(),
+            stands: server.stands_since(),
         };
         drop(server);
         progress::want(fd, &self.this, wants);
@@ -750,6 +754,18 @@ fn others_wait(except: [RawFd; 2]) -> bool {
     };
     // More than can be asked: then it is not known that nobody waits.
     count.is_none_or(|count| sys::poll(&mut others[..count], Some(Duration::ZERO), None).is_ok_and(|n| n > 0))
+}
+
+/// Whether svc_exit(3) has been called: nothing is polled any more, not even a listener.
+fn loop_has_ended() -> bool {
+    // SAFETY: libtirpc's own variable, read as its users read it.
+    let count = unsafe { svc_max_pollfd };
+    count == 0
+}
+
+/// The program has left libtirpc's loop.
+pub(super) fn left_loop() {
+    progress::left_loop();
 }
 
 /// The transport behind an SVCXPRT, which lives on until the entry that asks for it returns.
@@ -1066,6 +1082,9 @@ unsafe extern "C" fn destroy(xprt: *mut SVCXPRT) {
         if own.destroyed.swap(true, Relaxed) {
             return Ok(());
         }
+        if let Some(server) = &own.server {
+            send_rest(std::slice::from_ref(server), Wait::CLOSE);
+        }
         // SAFETY: alive.
         unsafe { xprt_unregister(xprt) };
         // SAFETY: the share that `register` gave to libtirpc, which does not know the transport any more.
@@ -1170,6 +1189,8 @@ mod progress {
         pub pulling: bool,
         /// Since when it waits for memory that others hold.
         pub memory: Option<Instant>,
+        /// Since when its peer has taken nothing of what waits for it.
+        pub stands: Option<Instant>,
     }
 
     impl Wants {
@@ -1191,13 +1212,14 @@ mod progress {
 
     static WAKE: xp_ops = xp_ops { xp_recv: Some(wake), ..LISTENING };
 
+    static TABLE: OnceLock<Mutex<Progress>> = OnceLock::new();
+
     /// What the loop polls for all of it; -1 before there is anything.
     pub fn fd() -> RawFd {
         table().set.as_ref().map_or(-1, WakeSet::fd)
     }
 
     fn table() -> MutexGuard<'static, Progress> {
-        static TABLE: OnceLock<Mutex<Progress>> = OnceLock::new();
         let empty = || {
             Mutex::new(Progress {
                 set: None,
@@ -1223,10 +1245,57 @@ mod progress {
         } else {
             table.entries.insert(fd, Entry { transport: transport.clone(), wants });
         }
+        if wants.stands.is_some() {
+            send_at_exit();
+        }
         if (before.wakes() || wants.wakes())
             && let Err(error) = table.update(fd, before.write, wants.write)
         {
             log_warn!("fd {fd}: cannot be watched: {error}");
+        }
+    }
+
+    /// libtirpc's loop has ended, and forgotten all that was registered.
+    pub fn left_loop() {
+        table().registered = false;
+        finish();
+    }
+
+    /// Sends what waits, now that the program has left its loop or ends: nobody else would.
+    pub fn finish() {
+        let Some(table) = TABLE.get() else { return };
+        // exit(3) may have been called in the midst of anything, also of what holds the lock.
+        let mut tries = 100;
+        let table = loop {
+            match table.try_lock() {
+                Ok(table) => break table,
+                Err(TryLockError::WouldBlock) if tries > 0 => tries -= 1,
+                Err(_) => return,
+            }
+            let _ = sys::poll(&mut [], Some(Duration::from_millis(1)), None);
+        };
+        let waits = table.entries.values().filter(|entry| entry.wants.stands.is_some());
+        let waits: Vec<Weak<Transport>> = waits.map(|entry| entry.transport.clone()).collect();
+        // A transport that ends here takes the lock.
+        drop(table);
+        let waits: Vec<Arc<Transport>> = waits.iter().filter_map(Weak::upgrade).collect();
+        let servers: Vec<Arc<Shared>> = waits.iter().filter_map(|own| own.server.clone()).collect();
+        send_rest(&servers, Wait::END);
+    }
+
+    /// Has exit(3) do so.
+    fn send_at_exit() {
+        extern "C" fn exits() {
+            guard(|| {
+                finish();
+                Ok(())
+            });
+        }
+        static DONE: AtomicBool = AtomicBool::new(false);
+        if !DONE.swap(true, Relaxed)
+            && let Err(error) = sys::at_exit(exits)
+        {
+            log_warn!("what waits for slow peers will be lost at the end of the process: {error}");
         }
     }
 
@@ -1266,7 +1335,8 @@ mod progress {
         }
 
         fn register(&mut self, fd: RawFd) -> Result<(), Error> {
-            let wanted = self.entries.values().any(|e| e.wants.wakes());
+            // After svc_exit(3) a registration would have svc_run go on, with this one transport.
+            let wanted = self.entries.values().any(|e| e.wants.wakes()) && !loop_has_ended();
             if wanted == self.registered {
                 return Ok(());
             }
@@ -1295,11 +1365,13 @@ mod progress {
                     set.silence();
                 }
                 let due = |e: &Entry| {
-                    e.wants.write || e.wants.pulling || e.wants.deadline.is_some_and(|at| at <= now)
+                    let late = e.wants.deadline.is_some_and(|at| at <= now);
+                    e.wants.write || e.wants.pulling || e.wants.stands.is_some() || late
                 };
                 let mut due: Vec<(&RawFd, &Entry)> = table.entries.iter().filter(|(_, e)| due(e)).collect();
-                // Those that hold memory are looked at first, then those that wait for it, the oldest first.
-                due.sort_by_key(|(_, e)| e.wants.memory);
+                // Those that hold memory are looked at first, of them those whose peers have stood longest; then those that
+                // wait for it, the oldest first.
+                due.sort_by_key(|(_, e)| (e.wants.memory, e.wants.stands.is_none(), e.wants.stands));
                 let crowded = due.last().is_some_and(|(_, e)| e.wants.memory.is_some());
                 (crowded, due.iter().map(|(fd, e)| (**fd, e.transport.clone())).collect())
             };
@@ -1321,13 +1393,18 @@ mod progress {
                     server.give_way();
                 }
                 server.push();
-                let closed = server.closed().is_some();
+                let (closed, ready) = (server.closed().is_some(), server.request_ready());
                 drop(server);
-                if closed {
+                if closed && !ready {
                     // SAFETY: `own` keeps it alive meanwhile.
                     unsafe { destroy(own.xprt()) };
-                } else {
-                    own.watch_progress();
+                    continue;
+                }
+                own.watch_progress();
+                if ready {
+                    // What was held back until the peer had taken replies. Nothing else tells the loop of it.
+                    service_loop::leave(fd);
+                    wake_left();
                 }
             }
             Ok(0)

@@ -40,8 +40,8 @@ const BATCH_FRAMES: usize = 256;
 /// the caller.
 const RUN: usize = 8 << 20;
 
-/// Least memory that a queued Send holds.
-const PAGE: usize = 4096;
+/// What the shortest queued Send holds.
+pub(super) const PAGE: usize = 4096;
 
 /// The page that forked processes share. The words are read and written under its lock, except `received`.
 pub(super) struct Shared {
@@ -290,10 +290,10 @@ impl Transmit {
         self.inbound
     }
 
-    /// Bytes of own Sends and Writes that the socket has not taken; a Send in the queue counts for the page that it
-    /// holds at least.
+    /// Bytes of own Sends and Writes that the socket has not taken; and for each Send in the queue a page, which is what
+    /// a short one holds.
     pub(super) fn unsent(&self) -> usize {
-        self.unsent.max(self.sends_queued * PAGE)
+        self.unsent + self.sends_queued * PAGE
     }
 
     /// Whether nothing at all is left to send.

@@ -462,6 +462,8 @@ pub struct Queues {
     posted: VecDeque<Posted>,
     /// Bytes that `posted` holds outside of the slabs.
     held: usize,
+    /// Bytes of requests that are complete; one in the slabs counts as [`Queues::SLAB`].
+    released: u64,
     posts: u64,
     receives: VecDeque<(u64, Sink)>,
     received: u64,
@@ -497,6 +499,9 @@ const INLINE: u32 = 256;
 const BATCH: usize = 16;
 
 impl Queues {
+    /// What a request without memory outside of the slabs counts for in `released`.
+    const SLAB: u64 = 4096;
+
     /// A queue pair with room for `receives` Receives, in memory of `slabs`.
     ///
     /// # Errors
@@ -552,6 +557,7 @@ impl Queues {
                     inline: inline as usize,
                     posted: VecDeque::new(),
                     held: 0,
+                    released: 0,
                     posts: 0,
                     receives: VecDeque::new(),
                     received: 0,
@@ -616,6 +622,11 @@ impl Queues {
     /// Bytes that posted requests hold outside of the slabs.
     pub fn held(&self) -> usize {
         self.held
+    }
+
+    /// Grows while the peer takes what was posted.
+    pub fn released(&self) -> u64 {
+        self.released
     }
 
     /// Whether a completion will come for something that was posted.
@@ -810,7 +821,9 @@ impl Queues {
                 continue;
             }
             let Some(Posted { read, holds, .. }) = self.posted.remove(at) else { break };
-            self.held -= holds.iter().map(Hold::bytes).sum::<usize>();
+            let bytes = holds.iter().map(Hold::bytes).sum::<usize>();
+            self.held -= bytes;
+            self.released += (bytes as u64).max(Queues::SLAB);
             self.done.extend(read.map(Done::Read));
         }
         Ok(())

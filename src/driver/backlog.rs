@@ -1,0 +1,682 @@
+//! Replies that peers do not take as fast as they are made.
+//!
+//! A reply of any length that is allowed is queued as a whole: the program gets its memory back. What bounds the queue is
+//! that no more requests of the connection are taken while more than [`BACKLOG`] waits ([`Link::next_request`]): they lie
+//! read in the engine, as many as there are credits, and the connection goes on being read, for poll(2) knows no other
+//! silence. So a client that asks for much at a time is never cut off for being slower than its server.
+//!
+//! A connection is closed only for want of progress: [`STOPPED`] in ordinary times, sooner while all connections together
+//! hold much, those that have stood longest first ([`Backlog::has_stopped`]).
+//!
+//! What waits when the program leaves its loop, or ends, goes out then, as long as the peers take it ([`send_rest`]).
+#![forbid(unsafe_code)]
+
+use std::sync::TryLockError;
+
+use super::*;
+
+/// No more requests of a connection are taken while more than this waits for its peer. Kernel and network hold as much
+/// again or more, so that a fast peer never waits for the next reply to be made.
+pub(super) const BACKLOG: usize = 1 << 20;
+
+/// Most bytes of what is no reply that wait: errors, refusals and characteristics for a peer that talks without reading.
+pub(super) const TALK: usize = 64 << 20;
+
+/// A peer that takes nothing for so long has stopped.
+const STOPPED: Duration = Duration::from_secs(60);
+
+/// The same while the replies that wait in this process exceed [`CROWDED`] bytes: then a peer must take [`LEAST`] bytes
+/// within the time.
+const STOPPED_CROWDED: Duration = Duration::from_secs(2);
+const CROWDED: usize = 128 << 20;
+const LEAST: u64 = 16 << 10;
+
+/// The same beyond [`FULL`] bytes. Longer than a reply waits for its peer.
+const STOPPED_FULL: Duration = Duration::from_millis(200);
+const FULL: usize = 256 << 20;
+
+/// How long is waited for peers that do not take at once what is sent.
+#[derive(Clone, Copy)]
+pub struct Wait {
+    /// Without a byte that the peer takes.
+    idle: Duration,
+    /// In all.
+    most: Duration,
+}
+
+impl Wait {
+    /// For a reply, before the rest of it is queued: other connections have something to do.
+    pub(super) const SHORT: Wait = Wait { idle: Duration::from_millis(20), most: Duration::from_millis(20) };
+
+    /// Nobody else is known to wait: what the program does next may be to end.
+    pub(super) const ALONE: Wait = Wait { idle: Duration::from_millis(20), most: Duration::from_millis(100) };
+
+    /// In a forked child, which may exit right after its reply: nobody would send a queue, and nobody else waits.
+    pub(super) const CHILD: Wait = Wait { idle: Duration::from_secs(30), most: Duration::from_secs(300) };
+
+    /// The program has left its loop, or ends: nobody would send what is left.
+    pub const END: Wait = Wait { idle: Duration::from_secs(1), most: Duration::from_secs(10) };
+
+    /// The program closes the connection; its loop serves others.
+    pub const CLOSE: Wait = Wait { idle: Duration::from_millis(500), most: Duration::from_secs(2) };
+}
+
+/// How the replies of one connection get on.
+pub(super) struct Backlog {
+    /// `None`: nothing waits.
+    held: Option<Held>,
+    total: &'static Total,
+}
+
+/// Bytes that wait in this process.
+#[derive(Default)]
+struct Total {
+    bytes: AtomicUsize,
+    /// Which process that is: a forked child begins anew.
+    generation: AtomicU64,
+}
+
+struct Held {
+    /// What it adds to the total.
+    bytes: usize,
+    /// [`QueuePair::taken`] when it last grew, and when that was.
+    taken: (u64, Instant),
+    /// The same for the last time that it had grown by [`LEAST`].
+    moved: (u64, Instant),
+    generation: u64,
+}
+
+impl Default for Backlog {
+    fn default() -> Backlog {
+        static TOTAL: Total = Total { bytes: AtomicUsize::new(0), generation: AtomicU64::new(0) };
+        Backlog { held: None, total: &TOTAL }
+    }
+}
+
+impl Total {
+    fn change(&self, before: usize, now: usize) {
+        let generation = sys::fork_generation();
+        if self.generation.swap(generation, Relaxed) != generation {
+            self.bytes.store(0, Relaxed);
+        }
+        self.bytes.fetch_add(now.wrapping_sub(before), Relaxed);
+    }
+
+    /// How long a peer may stand; and the total, if that makes it short.
+    fn patience(&self) -> (Duration, Option<usize>) {
+        match self.bytes.load(Relaxed) {
+            0..=CROWDED => (STOPPED, None),
+            total @ ..=FULL => (STOPPED_CROWDED, Some(total)),
+            total => (STOPPED_FULL, Some(total)),
+        }
+    }
+}
+
+impl Backlog {
+    /// Notes what waits now.
+    pub(super) fn note(&mut self, device: &dyn QueuePair) {
+        match device.unsent() {
+            0 => self.clear(),
+            unsent => self.grow(unsent, device.taken(), Instant::now()),
+        }
+    }
+
+    /// Nothing waits any more.
+    pub(super) fn clear(&mut self) {
+        if let Some(held) = self.held.take() {
+            self.total.change(held.counted(), 0);
+        }
+    }
+
+    fn grow(&mut self, bytes: usize, taken: u64, now: Instant) {
+        let generation = sys::fork_generation();
+        let fresh = || Held { bytes: 0, taken: (taken, now), moved: (taken, now), generation };
+        let held = self.held.get_or_insert_with(fresh);
+        self.total.change(held.counted(), bytes);
+        (held.bytes, held.generation) = (bytes, generation);
+        if taken != held.taken.0 {
+            held.taken = (taken, now);
+        }
+        if taken.wrapping_sub(held.moved.0) >= LEAST {
+            held.moved = (taken, now);
+        }
+    }
+
+    /// Since when the peer stands though something waits for it.
+    pub(super) fn since(&self) -> Option<Instant> {
+        let held = self.held.as_ref()?;
+        Some(if self.total.patience().1.is_some() { held.moved.1 } else { held.taken.1 })
+    }
+
+    /// When to look whether the peer has stopped.
+    pub(super) fn deadline(&self) -> Option<Instant> {
+        Some(self.since()? + self.total.patience().0)
+    }
+
+    /// Why the connection is to be closed, if it is. The caller asks those first whose peers have stood longest: each that
+    /// goes makes room for the others.
+    pub(super) fn has_stopped(&self, now: Instant) -> Option<Error> {
+        let stood = now.saturating_duration_since(self.since()?);
+        let (patience, total) = self.total.patience();
+        if stood < patience {
+            return None;
+        }
+        let (bytes, seconds) = (self.held.as_ref()?.bytes, stood.as_secs_f32());
+        let all = total.map_or_else(String::new, |total| format!(", {total} for all peers together"));
+        let text = format!("the peer has not taken its replies for {seconds:.1} s: {bytes} bytes wait{all}");
+        Some(Error::new(Kind::NotSent, text))
+    }
+}
+
+impl Held {
+    /// Its part of the total of this process.
+    fn counted(&self) -> usize {
+        if self.generation == sys::fork_generation() { self.bytes } else { 0 }
+    }
+}
+
+impl Drop for Backlog {
+    fn drop(&mut self) {
+        self.clear();
+    }
+}
+
+impl Link {
+    /// Whether so much waits for the peer that it gets no more.
+    pub(super) fn is_behind(&self) -> bool {
+        self.engine.closed().is_none() && self.device.unsent() > BACKLOG
+    }
+
+    /// Whether `next_request` has one.
+    pub(super) fn request_ready(&self) -> bool {
+        self.engine.request_ready() && !self.is_behind()
+    }
+
+    /// The oldest request that is whole, unless its peer is behind with taking replies.
+    pub(super) fn next_request(&mut self) -> Option<Request> {
+        let request = if self.is_behind() { None } else { self.engine.poll_request() };
+        // Handing it up made room: Reads of the next long Calls may start.
+        self.drain();
+        request
+    }
+
+    /// Has the engine pull long Calls of a peer that takes its replies, and of no other.
+    pub(super) fn pace(&mut self) {
+        self.engine.hold(self.is_behind());
+        self.drain();
+    }
+
+    /// Closes the connection of a peer that talks without reading.
+    pub(super) fn limit_talk(&mut self) {
+        // Calls of our own are bounded by their credits.
+        let calls = (self.engine.asked() as usize).saturating_mul(self.engine.thresholds().0);
+        let unsent = self.device.unsent().saturating_sub(calls);
+        // What talk adds is measured from where the replies stand, which leave meanwhile.
+        self.talk_max = self.talk_max.min(unsent.saturating_add(TALK));
+        if unsent > self.talk_max {
+            let text = format!("the peer does not take what it is answered: {unsent} bytes wait");
+            self.fail(Error::new(Kind::NotSent, text));
+        }
+    }
+
+    /// Sends a reply, and waits a little while for a peer that does not take it: reading goes on, for two ends that only
+    /// write would wait for each other. `fd`: what to wait for. `forked`: reading is left to the parent.
+    pub(super) fn reply(
+        &mut self,
+        fd: RawFd,
+        id: RequestId,
+        message: Message,
+        wait: Wait,
+        forked: bool,
+    ) -> Result<(), Error> {
+        // A peer that has let one reply wait is not waited for again until it has taken all.
+        let behind = self.device.unsent() > 0 && !forked;
+        let lent = message.lent().next().is_some();
+        let sent = self.engine.reply(id, message);
+        self.drain();
+        let posted = sent.is_ok() && self.engine.closed().is_none();
+        // What is queued now does not count as talk.
+        self.talk_max = self.device.unsent().saturating_add(TALK);
+        let mut gone = self.replied();
+        if !gone && !behind {
+            gone = self.wait_for_peer(fd, wait, forked);
+        }
+        if lent {
+            // What the peer has not taken goes out from a copy: the program gets its results back.
+            match self.device.keep() {
+                Ok(copied) if copied > 0 => {
+                    log_debug!("fd {}: {copied} bytes kept for a slow peer", self.device.fd());
+                }
+                Ok(_) => {}
+                Err(error) => self.fail(error),
+            }
+            if !forked {
+                self.pump();
+            }
+        }
+        sent?;
+        // A peer that goes as soon as it has its reply has had it.
+        if posted && (gone || self.device.unsent() == 0) {
+            return Ok(());
+        }
+        self.engine.closed().map_or(Ok(()), |error| Err(error.clone()))
+    }
+
+    /// Sends what the device takes. True when it has taken every reply.
+    fn replied(&mut self) -> bool {
+        let all = self.flush();
+        // Reads may still wait for their turn.
+        self.engine.closed().is_none() && (all || self.device.unsent() == 0)
+    }
+
+    /// Sends the rest of a reply as long as the peer takes it. True when all is gone.
+    fn wait_for_peer(&mut self, fd: RawFd, wait: Wait, forked: bool) -> bool {
+        let mut patience = Progress::new(wait, self.device.taken());
+        let events = if forked { sys::OUT } else { sys::IN | sys::OUT };
+        while let Some(left) = patience.left(|| self.device.taken()) {
+            // An error of poll(2) itself shows up in what follows.
+            let _ = sys::wait(fd, events, Some(left), None);
+            if self.replied() {
+                return true;
+            }
+            if !forked {
+                self.pump();
+            }
+            if self.engine.closed().is_some() {
+                return false;
+            }
+        }
+        false
+    }
+}
+
+/// A wait that goes on as long as bytes are taken.
+struct Progress {
+    wait: Wait,
+    end: Instant,
+    until: Instant,
+    taken: u64,
+}
+
+impl Progress {
+    fn new(wait: Wait, taken: u64) -> Progress {
+        let now = Instant::now();
+        Progress { wait, end: now + wait.most, until: now + wait.idle, taken }
+    }
+
+    /// How long to sleep at most; `None` when it is over.
+    fn left(&mut self, taken: impl FnOnce() -> u64) -> Option<Duration> {
+        let now = Instant::now();
+        if now >= self.until {
+            let before = std::mem::replace(&mut self.taken, taken());
+            if self.taken == before {
+                return None;
+            }
+            self.until = now + self.wait.idle;
+        }
+        let left = self.until.min(self.end).saturating_duration_since(now);
+        (!left.is_zero()).then_some(left)
+    }
+}
+
+/// Sends what waits for the peers of `servers`, as long as one of them takes something.
+///
+/// Takes no lock that somebody holds for long: it may be called in the midst of anything, by exit(3).
+pub fn send_rest(servers: &[Arc<Shared>], wait: Wait) {
+    /// A connection is read now and then too: two ends that only write would wait for each other.
+    const LOOK: Duration = Duration::from_millis(50);
+    let mut patience = Progress::new(wait, 0);
+    loop {
+        let (mut fds, mut taken, mut bytes, mut busy) = (Vec::new(), 0u64, 0, false);
+        for server in servers {
+            match server.try_lock() {
+                Ok(mut server) => {
+                    if let Some(rest) = server.rest() {
+                        bytes += rest.unsent();
+                        taken = taken.wrapping_add(rest.taken());
+                        fds.push(PollFd::new(server.fd, server.adapter, server.wants_write()));
+                    }
+                }
+                Err(TryLockError::WouldBlock) => busy = true,
+                Err(TryLockError::Poisoned(_)) => {}
+            }
+        }
+        if fds.is_empty() && !busy {
+            return;
+        }
+        let Some(left) = patience.left(|| taken) else {
+            if bytes > 0 {
+                log_warn!("{bytes} bytes of replies are lost: their peers do not take them");
+            }
+            return;
+        };
+        let _ = sys::poll(&mut fds, Some(left.min(LOOK)), None);
+    }
+}
+
+impl Server {
+    /// Moves what moves; the device, if something still waits for the peer and this process is to send it.
+    fn rest(&mut self) -> Option<&dyn QueuePair> {
+        if self.forked() {
+            return None;
+        }
+        let Phase::Open(link) = &mut self.phase else { return None };
+        if link.device.unsent() > 0 && link.engine.closed().is_none() {
+            link.pump();
+        }
+        self.settle();
+        self.note();
+        let link = self.link()?;
+        (link.device.unsent() > 0).then_some(&*link.device)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::net::{TcpListener, TcpStream};
+    use std::os::fd::AsRawFd;
+    use std::sync::atomic::AtomicBool;
+    use std::thread::scope;
+
+    use super::super::server::locked;
+    use super::super::tests::PATIENCE;
+    use super::*;
+
+    /// Bytes that a socket of these tests holds, about.
+    const SOCKET: i32 = 128 << 10;
+
+    /// A connection whose ends hold little.
+    fn pair() -> (TcpStream, TcpStream) {
+        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+        sys::testing::set_buffers(listener.as_raw_fd(), SOCKET);
+        let active = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
+        sys::testing::set_buffers(active.as_raw_fd(), SOCKET);
+        (active, listener.accept().unwrap().0)
+    }
+
+    fn config() -> &'static Config {
+        Box::leak(Box::new(Config::default()))
+    }
+
+    /// As many bytes as the call asks for.
+    fn answer(server: &Shared, request: Request) -> Result<(), Error> {
+        let call: Vec<u8> = request.message.iter().flat_map(|piece| piece.iter().copied()).collect();
+        let len = u32::from_be_bytes(call[4..8].try_into().unwrap()) as usize;
+        let mut bytes = vec![7; len];
+        bytes[..4].copy_from_slice(&call[..4]);
+        let mut reply = server.message()?;
+        reply.extend(&bytes)?;
+        server.reply(request.id, reply.into())
+    }
+
+    fn unsent(server: &Shared) -> usize {
+        match &locked(server).phase {
+            Phase::Open(link) => link.device.unsent(),
+            Phase::Starting(_) | Phase::Failed(_) => 0,
+        }
+    }
+
+    /// Two ends of a connection that leaves the kernel little room. The client's does nothing but what a test has it do.
+    fn join() -> (Link, Shared, [TcpStream; 2]) {
+        let (active, passive) = pair();
+        let mut device = Iwarp::initiator(active.as_raw_fd(), options(config(), active.as_raw_fd())).unwrap();
+        let mut server = Server::accept(passive.as_raw_fd(), config()).unwrap();
+        while !device.establish().unwrap() {
+            assert!(server.receive().is_none());
+        }
+        let link = Link::new(Role::Client, config(), versions(config()), Box::new(device), &memory(config()));
+        (link, Mutex::new(server), [active, passive])
+    }
+
+    /// Makes a call whose reply is to have `len` bytes; `next` has it come.
+    fn begin(client: &mut Link, xid: u32, len: usize) {
+        let mut message = client.memory.message().unwrap();
+        message.extend(&[xid, len as u32].map(u32::to_be_bytes).concat()).unwrap();
+        client.begin(Xid(xid), message.into(), Expect::Reply { max: len, places: Vec::new() }).unwrap();
+    }
+
+    fn next(server: &Shared) -> Request {
+        loop {
+            if let Some(request) = locked(server).receive() {
+                return request;
+            }
+            assert!(sys::wait(Responder::fd(server), sys::IN, Some(PATIENCE), None).unwrap(), "no request");
+        }
+    }
+
+    /// Both ends move until the client has its reply.
+    fn settle(client: &mut Link, server: &Shared) -> Result<usize, Error> {
+        loop {
+            client.pump();
+            if let Some((_, outcome)) = client.done.pop() {
+                return outcome.map(|reply| reply.iter().map(|piece| piece.len()).sum());
+            }
+            locked(server).push();
+            std::thread::yield_now();
+        }
+    }
+
+    #[test]
+    fn a_client_that_asks_faster_than_it_reads_gets_all_and_little_waits_for_it() {
+        const CALLS: u32 = 20;
+        const LENGTH: usize = 4 << 20;
+        let (mut client, server, _sockets) = join();
+        begin(&mut client, 1, 8);
+        answer(&server, next(&server)).unwrap();
+        assert!(matches!(settle(&mut client, &server), Ok(8)));
+        (0..CALLS).for_each(|n| begin(&mut client, 2 + n, LENGTH));
+        let (mut most, mut came) = (0, Vec::new());
+        while came.len() < CALLS as usize {
+            // The client reads only while the server has nothing else to do.
+            loop {
+                let Some(request) = locked(&server).receive() else { break };
+                answer(&server, request).unwrap();
+                most = most.max(unsent(&server));
+            }
+            client.pump();
+            came.append(&mut client.done);
+            locked(&server).push();
+            assert!(locked(&server).closed().is_none(), "{:?}", locked(&server).closed());
+        }
+        assert!(came.iter().all(|(_, outcome)| outcome.is_ok()));
+        assert!(most > BACKLOG, "nothing ever waited");
+        assert!(most < BACKLOG + LENGTH + (64 << 10), "{most} bytes waited");
+    }
+
+    #[test]
+    fn requests_behind_a_reply_that_is_not_taken_wait_in_the_engine_with_the_socket_read() {
+        let (mut client, server, _sockets) = join();
+        // The first reply tells the credits.
+        begin(&mut client, 1, 8);
+        answer(&server, next(&server)).unwrap();
+        assert!(matches!(settle(&mut client, &server), Ok(8)));
+
+        begin(&mut client, 2, 2 * BACKLOG);
+        answer(&server, next(&server)).unwrap();
+        assert!(unsent(&server) > BACKLOG);
+        for xid in 3..10 {
+            begin(&mut client, xid, 8);
+        }
+        let fd = Responder::fd(&server);
+        assert!(sys::wait(fd, sys::IN, Some(PATIENCE), None).unwrap());
+        let mut server_end = locked(&server);
+        assert!(server_end.receive().is_none() && server_end.next(|| false) == Next::Arrival);
+        // A loop that polls for bytes would spin if some were left; what wakes it is room to write, or the clock.
+        assert!(!sys::wait(fd, sys::IN, Some(Duration::ZERO), None).unwrap());
+        assert!(server_end.wants_write() && server_end.deadline().is_some());
+        drop(server_end);
+
+        while !locked(&server).request_ready() {
+            client.pump();
+            locked(&server).push();
+        }
+        for _ in 3..10 {
+            answer(&server, next(&server)).unwrap();
+        }
+        for _ in 2..10 {
+            settle(&mut client, &server).unwrap();
+        }
+        assert_eq!(locked(&server).deadline(), None);
+    }
+
+    #[test]
+    fn one_reply_of_any_length_is_queued_as_a_whole_and_talk_beside_it_is_bounded() {
+        let (mut client, server, _sockets) = join();
+        begin(&mut client, 1, 8);
+        answer(&server, next(&server)).unwrap();
+        assert!(matches!(settle(&mut client, &server), Ok(8)));
+        // Longer than all talk that is borne.
+        begin(&mut client, 2, TALK + BACKLOG);
+        answer(&server, next(&server)).unwrap();
+        let mut server_end = locked(&server);
+        let Phase::Open(link) = &mut server_end.phase else { panic!("closed") };
+        link.pump();
+        assert!(link.engine.closed().is_none());
+        let reply = link.device.unsent();
+        let mut talk = 0;
+        while link.engine.closed().is_none() {
+            let mut message = link.memory.header().unwrap();
+            message.extend(&[0; 28]).unwrap();
+            link.device.post(WorkRequest::Send { gather: vec![message.freeze()], invalidate: None });
+            talk += 1;
+            link.limit_talk();
+            assert!(talk < TALK, "nothing stops this client");
+        }
+        println!("{talk} answers beside {reply} bytes of a reply");
+        assert!(talk * 28 <= TALK + (64 << 10));
+    }
+
+    #[test]
+    fn a_reply_waits_as_long_as_its_peer_takes_something_and_no_longer() {
+        const LENGTH: usize = 4 << 20;
+        let wait = Wait { idle: Duration::from_millis(500), most: PATIENCE };
+        let (mut client, server, _sockets) = join();
+        let reply = |xid: u32, request: Request| {
+            let mut reply = server.message().unwrap();
+            reply.extend(&xid.to_be_bytes()).unwrap();
+            reply.extend(&vec![7; LENGTH]).unwrap();
+            let fd = Responder::fd(&server);
+            let mut server_end = locked(&server);
+            let Phase::Open(link) = &mut server_end.phase else { panic!("closed") };
+            let start = Instant::now();
+            link.reply(fd, request.id, reply.into(), wait, false).unwrap();
+            (start.elapsed(), link.device.unsent())
+        };
+        begin(&mut client, 1, LENGTH + 4);
+        let request = next(&server);
+        let came = AtomicBool::new(false);
+        // It takes at most what the sockets hold at a time.
+        let pause = Duration::from_millis(100);
+        scope(|scope| {
+            scope.spawn(|| {
+                while !came.load(Relaxed) {
+                    client.pump();
+                    std::thread::sleep(pause);
+                }
+            });
+            let (time, left) = reply(1, request);
+            came.store(true, Relaxed);
+            assert_eq!(left, 0, "after {time:?}");
+            assert!(time > 2 * wait.idle, "{time:?}: the client was not slow");
+        });
+        assert!(settle(&mut client, &server).is_ok());
+        // One that takes nothing at all.
+        begin(&mut client, 2, LENGTH + 4);
+        let (time, left) = reply(2, next(&server));
+        assert!(left > 0 && time >= wait.idle && time < wait.most, "{left} bytes left after {time:?}");
+        // And it is not waited for again.
+        assert!(settle(&mut client, &server).is_ok());
+    }
+
+    #[test]
+    fn a_reply_that_was_delivered_has_succeeded_though_the_client_went_at_once() {
+        for round in 0..200 {
+            let (mut client, server, sockets) = join();
+            begin(&mut client, 1, 1 << 20);
+            let request = next(&server);
+            let answered = scope(|scope| {
+                let answering = scope.spawn(|| answer(&server, request));
+                while client.done.is_empty() {
+                    client.pump();
+                    // What did not go while the reply waited.
+                    if let Ok(mut server) = server.try_lock() {
+                        server.push();
+                    }
+                }
+                sys::shutdown(sockets[0].as_raw_fd());
+                answering.join().unwrap()
+            });
+            let came = client.done.pop().unwrap().1;
+            assert!(came.is_ok());
+            assert!(answered.is_ok(), "round {round}: {answered:?}");
+        }
+    }
+
+    /// The clock of a policy.
+    fn after(start: Instant, seconds: f32) -> Instant {
+        start + Duration::from_secs_f32(seconds)
+    }
+
+    fn backlog(total: &'static Total) -> Backlog {
+        Backlog { held: None, total }
+    }
+
+    #[test]
+    fn a_peer_is_given_up_only_when_it_takes_nothing_at_all_for_a_minute() {
+        let total: &'static Total = Box::leak(Box::default());
+        let start = Instant::now();
+        let mut one = backlog(total);
+        assert!(one.deadline().is_none() && one.has_stopped(after(start, 1e6)).is_none());
+        one.grow(16 << 20, 1000, start);
+        assert_eq!(one.deadline(), Some(after(start, 60.0)));
+        assert!(one.has_stopped(after(start, 59.9)).is_none());
+        // One byte.
+        one.grow(16 << 20, 1001, after(start, 59.9));
+        assert!(one.has_stopped(after(start, 119.8)).is_none());
+        let text = one.has_stopped(after(start, 120.0)).expect("stopped").to_string();
+        assert!(text.contains("16777216 bytes wait") && !text.contains("together"), "{text}");
+        one.clear();
+        assert!(one.has_stopped(after(start, 1e6)).is_none());
+    }
+
+    #[test]
+    fn where_much_waits_in_the_process_those_that_have_stood_longest_go_first_and_the_moving_stay() {
+        let total: &'static Total = Box::leak(Box::default());
+        let start = Instant::now();
+        let mut moving = backlog(total);
+        moving.grow(40 << 20, 0, start);
+        let mut trickling = backlog(total);
+        trickling.grow(40 << 20, 0, start);
+        let mut stopped: Vec<Backlog> = (0..4).map(|_| backlog(total)).collect();
+        for (n, stopped) in stopped.iter_mut().enumerate() {
+            stopped.grow(16 << 20, 0, after(start, n as f32 / 10.0));
+        }
+        let now = after(start, 2.15);
+        moving.grow(40 << 20, 17 << 10, after(start, 2.0));
+        trickling.grow(40 << 20, 1 << 10, after(start, 2.0));
+        assert!(moving.has_stopped(now).is_none());
+        // By their deadlines, as the loop asks them.
+        assert!(stopped[0].deadline() < stopped[1].deadline());
+        let mut gone = Vec::new();
+        for (n, one) in stopped.iter_mut().enumerate() {
+            if let Some(error) = one.has_stopped(now) {
+                assert!(error.to_string().contains("together"), "{error}");
+                one.clear();
+                gone.push(n);
+            }
+        }
+        // 144 MiB waited: without the first there is room.
+        assert_eq!(gone, [0]);
+        assert!(trickling.has_stopped(now).is_none());
+        // More comes: what takes less than a little is no better than what has stopped.
+        let mut more = backlog(total);
+        more.grow(17 << 20, 0, now);
+        assert!(trickling.has_stopped(now).is_some() && moving.has_stopped(now).is_none());
+        // And in great need no second is left.
+        more.grow(200 << 20, 0, now);
+        assert!(more.has_stopped(after(start, 2.2)).is_none());
+        assert!(more.has_stopped(after(start, 2.4)).is_some());
+        drop((more, moving, trickling, stopped));
+        assert_eq!(total.bytes.load(Relaxed), 0);
+    }
+}

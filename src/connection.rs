@@ -23,6 +23,7 @@
 //! # What it keeps
 //! - Credits (RFC 8166 §3.3.1): one before the first reply, then the grant. A call holds its credit until its reply or
 //!   an error; a one-way call, which has neither, until the reply to a later call shows that the responder is past it.
+//!   A responder that serves several requests at a time may still pull its chunks then: those stay exposed for a while.
 //! - A timed-out call becomes an orphan: the responder may still be at work on it, so its credit and its exposures
 //!   stay. A late RDMA finds live handles and the connection survives; the memory behind them is let go, where the device
 //!   can do so. When nothing but such calls is under way, [`Connection::starved`] says so.
@@ -124,6 +125,8 @@ pub trait Registrar {
     /// # Errors
     /// As there.
     fn detach(&mut self, handle: Handle) -> Result<(), Error>;
+    /// See [`QueuePair::was_read`].
+    fn was_read(&self, handle: Handle) -> Option<bool>;
     /// See [`QueuePair::withdraw`].
     fn withdraw(&mut self) -> usize;
     /// Most bytes of one segment.
@@ -144,6 +147,9 @@ impl<T: QueuePair + ?Sized> Registrar for T {
     }
     fn detach(&mut self, handle: Handle) -> Result<(), Error> {
         QueuePair::detach(self, handle)
+    }
+    fn was_read(&self, handle: Handle) -> Option<bool> {
+        QueuePair::was_read(self, handle)
     }
     fn withdraw(&mut self) -> usize {
         QueuePair::withdraw(self)
@@ -271,6 +277,10 @@ struct Requester {
     lacks_room: bool,
     /// Transmitted calls that nobody waits for: orphans and one-way calls, each holding a credit.
     abandoned: u32,
+    /// One-way calls that have given their credit back, oldest first: the peer may still read what they expose.
+    past: VecDeque<Past>,
+    /// Replies so far.
+    replies: u64,
     /// By program and version: what the peer has shown of bindings that are not standardised.
     shown: HashMap<(u32, u32), Shown>,
 }
@@ -296,11 +306,21 @@ struct Call {
     version: u32,
     /// What its header names.
     handles: Vec<Handle>,
-    /// It has Read chunks.
-    pulled: bool,
+    /// Bytes in its Read chunks.
+    pulled: usize,
     writes: Vec<Area>,
     reply: Option<Area>,
     bound: Option<Bound>,
+}
+
+/// A one-way call whose credit was given back.
+struct Past {
+    xid: Xid,
+    handles: Vec<Handle>,
+    /// Bytes behind them: copies of our own.
+    bytes: usize,
+    /// [`Requester::replies`] when the credit was given back.
+    since: u64,
 }
 
 /// The binding by which a Call was planned.
@@ -404,6 +424,13 @@ const OPTIONAL_MARGIN: u32 = 8;
 pub fn receive_margin(versions: Versions) -> u32 {
     RECEIVE_MARGIN + if versions.include(v2::VERSION) { OPTIONAL_MARGIN } else { 0 }
 }
+
+/// How much one-way calls whose credit was given back may keep exposed, in calls and in bytes; one of them always may.
+const PAST_MAX: usize = 64;
+const PAST_BYTES: usize = 16 << 20;
+
+/// Replies after which they are taken for read, where the device cannot tell.
+const PAST_REPLIES: u64 = 32;
 
 /// Most bytes of one RDMA Read: between two of them other messages of the peer get their turn.
 const PULL_MAX: usize = 1 << 20;
@@ -660,7 +687,9 @@ impl Connection {
 
     /// Whether something with this XID is under way.
     pub fn knows(&self, xid: Xid) -> bool {
-        self.requester.calls.contains_key(&xid) || self.characteristics.holds(xid)
+        self.requester.calls.contains_key(&xid)
+            || self.requester.past.iter().any(|call| call.xid == xid)
+            || self.characteristics.holds(xid)
     }
 
     /// Takes the calls back that wait for a credit: for another connection.
@@ -705,7 +734,7 @@ impl Connection {
         if let Some(error) = &self.closed {
             return Err(Error::new(Kind::NotSent, error.text().to_owned()));
         }
-        if self.requester.calls.contains_key(&xid) {
+        if self.knows(xid) {
             return Err(Error::new(Kind::Invalid, format!("a call with XID {xid} is under way")));
         }
         // RFC 8166 §4.2.1: "This XID MUST be the same as the XID in the RPC message."
@@ -720,7 +749,7 @@ impl Connection {
             sequence: None,
             version: v1::VERSION,
             handles: Vec::new(),
-            pulled: false,
+            pulled: 0,
             writes: Vec::new(),
             reply: None,
             bound: None,
@@ -797,7 +826,7 @@ impl Connection {
                 Err(error) => {
                     // RFC 8166 §4.5.4: "if a Requester is unable to construct and transmit an RPC Call message, the
                     // associated RPC transaction fails immediately."
-                    self.release(&mut call, registrar);
+                    self.release(&mut call.handles, registrar);
                     self.output.push_back(Output::Done { xid, outcome: Err(error) });
                 }
             }
@@ -876,7 +905,7 @@ impl Connection {
                 expose(item.position, source, call)?;
             }
         }
-        call.pulled = !lists.reads.is_empty();
+        call.pulled = lists.reads.iter().map(|read| read.target.length as usize).sum();
         let mut places = places.into_iter();
         for most in plan.writes {
             let place = places.next().filter(|place| place.len() >= most);
@@ -1015,9 +1044,9 @@ impl Connection {
         Ok(buf.freeze())
     }
 
-    /// Ends the exposures of a call.
-    fn release(&mut self, call: &mut Call, registrar: &mut (impl Registrar + ?Sized)) {
-        for handle in call.handles.drain(..) {
+    /// Ends exposures.
+    fn release(&mut self, handles: &mut Vec<Handle>, registrar: &mut (impl Registrar + ?Sized)) {
+        for handle in handles.drain(..) {
             if let Err(error) = registrar.invalidate(handle) {
                 // RFC 8166 §4.5.4: "if it is unable to invalidate a memory region due to an unrecoverable problem, the
                 // Requester MUST close the connection to protect that memory from Responder access before the
@@ -1034,7 +1063,15 @@ impl Connection {
         registrar: &mut (impl Registrar + ?Sized),
     ) {
         let xid = header.xid;
-        let Some(call) = self.requester.calls.get(&xid) else { return };
+        let Some(call) = self.requester.calls.get(&xid) else {
+            // An answer to a call that asked for none: it is done with.
+            if let Some(at) = self.requester.past.iter().position(|call| call.xid == xid)
+                && let Some(mut call) = self.requester.past.remove(at)
+            {
+                self.release(&mut call.handles, registrar);
+            }
+            return;
+        };
         // Every call is answered in the version that it was made in, but an error may come in any.
         let answers = call.version == header.version || matches!(header.body, Body::Error(_));
         if call.sequence.is_none() || !answers {
@@ -1076,7 +1113,7 @@ impl Connection {
             self.requester.abandoned -= 1;
         }
         // RFC 8166 §4.4.1: "the Requester must not access these memory regions while the Responder has access to them."
-        self.release(&mut call, registrar);
+        self.release(&mut call.handles, registrar);
         if let Some(sequence) = call.sequence {
             self.give_back(sequence, registrar);
             self.characteristics.replied(sequence);
@@ -1161,20 +1198,75 @@ impl Connection {
 
     /// The reply to call `sequence` has come: the responder is past the one-way calls before it.
     ///
-    /// Nothing else tells that a call without reply is done. A responder that serves one request at a time, in the
-    /// order of their Sends, has then freed its Receive and pulled its Read chunk.
+    /// Nothing else tells that a call without reply is done, so its credit is free. But a responder that serves several
+    /// requests at a time (Linux) may still pull its Read chunks: they stay exposed until that is known to be done.
     fn give_back(&mut self, sequence: u64, registrar: &mut (impl Registrar + ?Sized)) {
+        self.requester.replies += 1;
+        self.forget_past(registrar);
         if self.requester.abandoned == 0 {
             return;
         }
         let past = |c: &Call| c.fate == Fate::OneWay && c.sequence.is_some_and(|s| s < sequence);
-        let done: Vec<Xid> =
-            self.requester.calls.iter().filter(|(_, c)| past(c)).map(|(xid, _)| *xid).collect();
-        for xid in done {
-            if let Some(mut call) = self.requester.calls.remove(&xid) {
-                self.release(&mut call, registrar);
-                self.requester.abandoned -= 1;
-                self.requester.in_flight -= 1;
+        let mut done: Vec<(u64, Xid)> = (self.requester.calls.iter().filter(|(_, c)| past(c)))
+            .map(|(xid, call)| (call.sequence.unwrap_or_default(), *xid))
+            .collect();
+        done.sort_unstable_by_key(|(sequence, _)| *sequence);
+        for (_, xid) in done {
+            let Some(mut call) = self.requester.calls.remove(&xid) else { continue };
+            match read_by_peer(&call.handles, registrar) {
+                Some(true) => self.release(&mut call.handles, registrar),
+                read if self.makes_room(call.pulled, read.is_none(), registrar) => {
+                    let Call { handles, pulled: bytes, .. } = call;
+                    self.requester.past.push_back(Past {
+                        xid,
+                        handles,
+                        bytes,
+                        since: self.requester.replies,
+                    });
+                }
+                _ => {
+                    self.requester.calls.insert(xid, call);
+                    continue;
+                }
+            }
+            self.requester.abandoned -= 1;
+            self.requester.in_flight -= 1;
+        }
+    }
+
+    /// Ends the exposures of one-way calls that are read by now, or old enough where the device cannot tell.
+    fn forget_past(&mut self, registrar: &mut (impl Registrar + ?Sized)) {
+        let now = self.requester.replies;
+        for mut call in std::mem::take(&mut self.requester.past) {
+            let old = now - call.since >= PAST_REPLIES;
+            if read_by_peer(&call.handles, registrar).unwrap_or(old) {
+                self.release(&mut call.handles, registrar);
+            } else {
+                self.requester.past.push_back(call);
+            }
+        }
+    }
+
+    /// Whether `bytes` more may stay exposed without a credit. `ends_oldest`: the oldest give way to it.
+    fn makes_room(
+        &mut self,
+        bytes: usize,
+        ends_oldest: bool,
+        registrar: &mut (impl Registrar + ?Sized),
+    ) -> bool {
+        loop {
+            let Requester { past, .. } = &mut self.requester;
+            let held: usize = past.iter().map(|call| call.bytes).sum();
+            if past.is_empty() || (past.len() < PAST_MAX && held + bytes <= PAST_BYTES) {
+                return true;
+            }
+            match past.pop_front() {
+                Some(mut oldest) if ends_oldest => self.release(&mut oldest.handles, registrar),
+                oldest => {
+                    past.extend(oldest);
+                    past.rotate_right(1);
+                    return false;
+                }
             }
         }
     }
@@ -1186,7 +1278,7 @@ impl Connection {
             RdmaError::BadHeader => {
                 let name = if call.version == v1::VERSION { "ERR_CHUNK" } else { "BAD_HEADER" };
                 let mut text = format!("the peer answered {name}: it cannot use the chunks of this call");
-                let reduced = !call.writes.is_empty() || call.pulled;
+                let reduced = !call.writes.is_empty() || call.pulled > 0;
                 if let Some(Bound { program, version, binding, .. }) = call.bound.as_ref().filter(|_| reduced)
                     && binding.origin() != Origin::BuiltIn
                 {
@@ -1222,7 +1314,7 @@ impl Connection {
                         }
                     };
                 }
-                if call.pulled {
+                if call.pulled > 0 {
                     text += "; or the call is longer than it accepts (RPCRDMA_MAX_CALL there)";
                 }
                 text
@@ -1647,6 +1739,7 @@ impl Connection {
         if self.closed.is_some() && self.requester.calls.is_empty() {
             return;
         }
+        self.requester.past.clear();
         for (xid, call) in self.requester.calls.drain() {
             if call.fate == Fate::Awaited || call.sequence.is_none() {
                 let kind = if call.sequence.is_some() { Kind::ConnectionLost } else { Kind::NotSent };
@@ -1675,6 +1768,11 @@ impl Connection {
     pub fn closed(&self) -> Option<&Error> {
         self.closed.as_ref()
     }
+}
+
+/// Whether the peer has read all that is behind the handles; `None` when that is not known of one of them.
+fn read_by_peer(handles: &[Handle], registrar: &(impl Registrar + ?Sized)) -> Option<bool> {
+    handles.iter().try_fold(true, |all, handle| Some(registrar.was_read(*handle)? && all))
 }
 
 /// The XID with which an RPC message begins; its word may lie in several pieces.

@@ -152,6 +152,12 @@ pub trait QueuePair: Send {
     /// When the device cannot let go of memory that is lent; the connection must then be closed before it is used.
     fn detach(&mut self, handle: Handle) -> Result<(), Error>;
 
+    /// Whether the peer has asked for every byte of a source, and was answered as far as the device is concerned; `None`
+    /// where it cannot tell.
+    fn was_read(&self, _handle: Handle) -> Option<bool> {
+        None
+    }
+
     /// Copies what queued work still names of lent memory, and lets go of it; returns the bytes copied. Handles are
     /// not touched. What comes meanwhile is for the next `poll`, which is due without a word of the fd. An RDMA Read into lent memory completes as ever, but what has not come yet is thrown away.
     ///

@@ -558,6 +558,72 @@ fn a_call_without_reply_is_refused_where_it_would_hold_the_only_credit_and_the_t
     pair.succeeded(1);
 }
 
+/// Linux answers the call behind while it still reads.
+#[test]
+fn what_a_one_way_call_exposes_stays_until_the_peer_has_read_it() {
+    for tells_reads in [true, false] {
+        let mut pair = Pair::warm(SETUP);
+        pair.client.device.tells_reads = tells_reads;
+        (pair.foreign, pair.hold_reads) = (true, true);
+        pair.one_way(1, 3000);
+        pair.call(2, 40, 28);
+        pair.settle();
+        pair.inject(Client, &msg(2, 4, &reply_message(2, 28)));
+        pair.succeeded(2);
+        assert_eq!((pair.client.engine.credits_left(), pair.client.device.exposed.len()), (4, 1));
+        assert!(pair.client.engine.knows(Xid(1)), "a second one would be taken for it");
+        pair.hold_reads = false;
+        pair.drive();
+        assert!(pair.client.closes.is_empty() && pair.server.closes.is_empty());
+        // The next reply shows that it is over, or one of those that follow.
+        let mut replies = 0;
+        while !pair.client.device.exposed.is_empty() {
+            let xid = 10 + replies;
+            pair.call(xid, 40, 28);
+            pair.drive();
+            pair.succeeded(xid);
+            replies += 1;
+        }
+        assert_eq!(u64::from(replies), if tells_reads { 1 } else { PAST_REPLIES });
+        assert!(!pair.client.engine.knows(Xid(1)));
+    }
+}
+
+#[test]
+fn an_answer_to_a_one_way_call_whose_credit_is_back_ends_what_it_exposes() {
+    let mut pair = Pair::warm(SETUP);
+    (pair.foreign, pair.hold_reads) = (true, true);
+    pair.one_way(1, 3000);
+    pair.call(2, 40, 28);
+    pair.inject(Client, &msg(2, 4, &reply_message(2, 28)));
+    assert_eq!((pair.client.engine.credits_left(), pair.client.device.exposed.len()), (4, 1));
+    pair.inject(Client, &msg(1, 4, &reply_message(1, 28)));
+    assert_eq!((pair.client.engine.credits_left(), pair.client.device.exposed.len()), (4, 0));
+}
+
+#[test]
+fn one_way_calls_that_the_peer_does_not_read_keep_their_credits_beyond_a_bound() {
+    for tells_reads in [true, false] {
+        let mut pair = Pair::warm(SETUP);
+        pair.client.device.tells_reads = tells_reads;
+        (pair.foreign, pair.hold_calls) = (true, true);
+        let past = u32::try_from(PAST_MAX).unwrap();
+        for n in 0..=past {
+            pair.one_way(1000 + n, 3000);
+            pair.call(2000 + n, 40, 28);
+            pair.inject(Client, &msg(2000 + n, 4, &reply_message(2000 + n, 28)));
+        }
+        let held = pair.client.device.exposed.len();
+        if tells_reads {
+            assert_eq!((pair.client.engine.credits_left(), held), (3, PAST_MAX + 1));
+        } else {
+            assert!(pair.client.engine.credits_left() == 4 && held <= PAST_MAX, "{held}");
+        }
+        pair.close(Error::new(Kind::ConnectionLost, "cut"));
+        assert!(pair.client.engine.requester.past.is_empty());
+    }
+}
+
 /// rule 24: only what was sent before the answered call is past.
 #[test]
 fn a_reply_gives_back_no_credit_of_a_later_one_way_call() {

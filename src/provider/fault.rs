@@ -784,6 +784,14 @@ impl QueuePair for Fault {
         Ok(())
     }
 
+    fn was_read(&self, handle: Handle) -> Option<bool> {
+        self.inner.was_read(handle)
+    }
+
+    fn claim(&mut self) -> bool {
+        self.inner.claim()
+    }
+
     fn detach(&mut self, handle: Handle) -> Result<(), Error> {
         let mut state = self.control.state();
         if let Some(error) = state.failing("detach") {

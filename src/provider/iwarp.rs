@@ -123,7 +123,8 @@ enum Stage {
 
 /// What a handle names. The first byte has offset 0.
 enum Exposed {
-    Source(Region),
+    /// And how many bytes of it the peer has asked for.
+    Source(Region, u64),
     Sink(Sink),
     /// Bytes that nobody wants any more, but whose writer does not know it yet.
     Discard(usize),
@@ -617,7 +618,7 @@ impl Iwarp {
                     Some(Exposed::Sink(sink)) => (sink.len(), Target::Memory(sink.clone())),
                     Some(Exposed::Discard(size)) => (*size, Target::Nowhere),
                     // DDP has no code for a right that is missing: the STag is not valid for this.
-                    Some(Exposed::Source(_)) | None => return Err(Fault::STAG),
+                    Some(Exposed::Source(..)) | None => return Err(Fault::STAG),
                 };
                 Ok((target, range(to, length, size, Fault::WRAP, Fault::BOUNDS)?))
             }
@@ -732,6 +733,9 @@ impl Iwarp {
         let Some(request) = ReadRequest::decode(payload) else { return Err(Fault::TOO_SHORT) };
         let bytes = self.readable(&request)?;
         self.receive.read_msn = self.receive.read_msn.wrapping_add(1);
+        if let Some(Exposed::Source(_, asked)) = self.exposed.get_mut(&request.source_stag) {
+            *asked += u64::from(request.size);
+        }
         self.transmit.respond(request, bytes);
         Ok(())
     }
@@ -745,7 +749,7 @@ impl Iwarp {
             return Ok(None);
         }
         let region = match self.exposed.get(&request.source_stag) {
-            Some(Exposed::Source(region)) => region,
+            Some(Exposed::Source(region, _)) => region,
             Some(Exposed::Sink(_) | Exposed::Discard(_)) => return Err(Fault::READ_RIGHTS),
             None => return Err(Fault::READ_STAG),
         };
@@ -800,7 +804,7 @@ impl Iwarp {
     fn take_back(&mut self, stag: u32) -> bool {
         match self.exposed.remove(&stag) {
             None => true,
-            Some(Exposed::Source(_)) => match self.transmit.release(stag) {
+            Some(Exposed::Source(..)) => match self.transmit.release(stag) {
                 Ok(Some(copied)) => {
                     self.count_copied(copied);
                     true
@@ -951,7 +955,7 @@ impl QueuePair for Iwarp {
 
     fn expose_source(&mut self, region: Region) -> Result<Segment, Error> {
         let length = region.len();
-        self.expose(Exposed::Source(region), length)
+        self.expose(Exposed::Source(region, 0), length)
     }
 
     fn expose_sink(&mut self, sink: Sink) -> Result<Segment, Error> {
@@ -986,8 +990,8 @@ impl QueuePair for Iwarp {
                 self.retarget(stag, Target::Nowhere);
                 Ok(())
             }
-            Some(Exposed::Source(region)) if !region.is_lent() => Ok(()),
-            Some(Exposed::Source(region)) => {
+            Some(Exposed::Source(region, _)) if !region.is_lent() => Ok(()),
+            Some(Exposed::Source(region, _)) => {
                 let copy = region.owned()?;
                 *region = copy.clone();
                 let framed = self.transmit.redirect(stag, &copy)?;
@@ -995,6 +999,15 @@ impl QueuePair for Iwarp {
                 Ok(())
             }
         }
+    }
+
+    fn was_read(&self, handle: Handle) -> Option<bool> {
+        Some(match self.exposed.get(&handle.0) {
+            Some(Exposed::Source(region, asked)) => {
+                *asked >= region.len() as u64 && !self.transmit.owes(handle.0)
+            }
+            Some(Exposed::Sink(_) | Exposed::Discard(_)) | None => true,
+        })
     }
 
     fn keep(&mut self) -> Result<usize, Error> {

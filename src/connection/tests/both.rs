@@ -51,6 +51,8 @@ impl Both {
                 read_depth: 16,
                 exposures_left: u32::MAX,
                 fail_invalidate: false,
+                read: std::collections::BTreeSet::new(),
+                tells_reads: true,
             },
             settings,
             sends: VecDeque::new(),

@@ -8,7 +8,7 @@
 //! rule 24, rule 25, rule 26, rule 27, rule 28, rule 30, rule 37, rule 56, rule 63, rule 100, rule 106.
 #![forbid(unsafe_code)]
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 
 use super::super::*;
 use crate::wire::v1::Body;
@@ -36,6 +36,9 @@ pub struct Device {
     /// Exposures that succeed before the next ones fail.
     pub exposures_left: u32,
     pub fail_invalidate: bool,
+    /// Handles that the peer has read, and whether the device tells.
+    pub read: BTreeSet<u32>,
+    pub tells_reads: bool,
 }
 
 impl Device {
@@ -90,6 +93,9 @@ impl Registrar for Device {
             None => {}
         }
         Ok(())
+    }
+    fn was_read(&self, handle: Handle) -> Option<bool> {
+        self.tells_reads.then(|| self.read.contains(&handle.0))
     }
     fn withdraw(&mut self) -> usize {
         0
@@ -194,6 +200,8 @@ impl Pair {
                 read_depth: setup.read_depth,
                 exposures_left: u32::MAX,
                 fail_invalidate: false,
+                read: BTreeSet::new(),
+                tells_reads: true,
             },
             settings,
             sends: VecDeque::new(),
@@ -448,6 +456,7 @@ impl Pair {
         };
         drop(sink);
         if placed {
+            self.client.device.read.insert(from.handle.0);
             self.server.engine.handle_read(id);
             self.drain(Server);
         } else {

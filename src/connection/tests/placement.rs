@@ -162,6 +162,8 @@ fn device(seed: u32, max_segment: usize) -> Device {
         read_depth: 16,
         exposures_left: u32::MAX,
         fail_invalidate: false,
+        read: std::collections::BTreeSet::new(),
+        tells_reads: true,
     }
 }
 

@@ -38,6 +38,9 @@ impl Registrar for Slots {
     fn detach(&mut self, handle: Handle) -> Result<(), Error> {
         self.device.detach(handle)
     }
+    fn was_read(&self, handle: Handle) -> Option<bool> {
+        self.device.was_read(handle)
+    }
     fn withdraw(&mut self) -> usize {
         let held = self.receives.len();
         self.receives.truncate(self.keeps.unwrap_or(held));
@@ -119,6 +122,8 @@ impl Model {
                     read_depth: 16,
                     exposures_left: u32::MAX,
                     fail_invalidate: false,
+                    read: std::collections::BTreeSet::new(),
+                    tells_reads: true,
                 },
                 receives: VecDeque::new(),
                 keeps,

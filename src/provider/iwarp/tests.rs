@@ -924,7 +924,73 @@ fn whoever_reads_first_after_a_fork_goes_on_reading_and_the_other_notices() {
     assert!(child.succeeded());
 }
 
+#[test]
+fn calls_belong_to_one_process_and_are_taken_over_from_one_that_has_ended() {
+    let sends = |qp: &mut Iwarp| qp.post(WorkRequest::Send { gather: vec![region(b"x")], invalidate: None });
+    // While the parent lives, no child has them; and the parent keeps them.
+    let mut bench = Bench::initiator();
+    let qp = &mut bench.qp;
+    assert!(sys::testing::fork(|| !qp.claim()).succeeded());
+    assert!(bench.qp.claim());
+    for sent_after in [false, true] {
+        let (mut ours, mut theirs) = UnixStream::pair().unwrap();
+        let parent = sys::testing::fork(|| {
+            let mut bench = Bench::initiator();
+            sends(&mut bench.qp);
+            let parent = sys::process_id();
+            let qp = &mut bench.qp;
+            let _child = sys::testing::fork(|| {
+                while !sys::process_gone(parent) {
+                    std::thread::yield_now();
+                }
+                // Of two that inherit it one is first.
+                let claimed = qp.claim();
+                let other = sys::testing::fork(|| qp.claim()).succeeded();
+                theirs.write_all(&[u8::from(claimed), u8::from(other)]).unwrap();
+                true
+            });
+            if sent_after {
+                // The child knows nothing of this one.
+                sends(&mut bench.qp);
+            }
+            true
+        });
+        assert!(parent.succeeded());
+        let mut claimed = [9; 2];
+        ours.read_exact(&mut claimed).unwrap();
+        assert_eq!(claimed, [u8::from(!sent_after), 0]);
+    }
+    // Who has missed bytes can make nothing of what follows, whoever it is.
+    let mut bench = Bench::responder();
+    bench.qp.post_recv(sink(10));
+    bench.feed(&untagged(SEND, b"x"));
+    let qp = &mut bench.qp;
+    assert!(sys::testing::fork(|| drain(qp).unwrap().len() == 1).succeeded());
+    assert!(!bench.qp.claim());
+}
+
 // --------------------------------------------------------------------------------------------------- taking back
+
+#[test]
+fn a_source_was_read_when_all_of_it_was_asked_for_and_is_framed() {
+    let mut bench = Bench::responder();
+    let source = bench.qp.expose_source(region(&pattern(1 << 20, 1))).unwrap();
+    let stag = source.handle.0;
+    assert_eq!(bench.qp.was_read(source.handle), Some(false));
+    bench.give(&read_request(1, 5, 0, 1000, stag, 0)).unwrap();
+    assert_eq!(bench.qp.was_read(source.handle), Some(false));
+    bench.give(&read_request(2, 6, 0, (1 << 20) - 1000, stag, 1000)).unwrap();
+    // The socket does not take all of it at once.
+    assert_eq!(bench.qp.was_read(source.handle), Some(false));
+    while !bench.qp.transmit.is_all_framed() {
+        bench.sent();
+        let _ = bench.qp.flush().unwrap();
+    }
+    assert_eq!(bench.qp.was_read(source.handle), Some(true));
+    bench.qp.invalidate(source.handle).unwrap();
+    assert_eq!(bench.qp.was_read(source.handle), Some(true), "nothing is left");
+    assert!(bench.qp.failed.is_none());
+}
 
 #[test]
 fn a_handle_works_until_it_is_taken_back() {

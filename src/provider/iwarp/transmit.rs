@@ -623,10 +623,15 @@ impl Transmit {
         }
     }
 
+    /// Whether the peer is owed bytes of a handle that are not framed.
+    pub(super) fn owes(&self, stag: u32) -> bool {
+        self.responses.iter().any(|r| r.request.source_stag == stag && r.request.size > 0)
+    }
+
     /// Lets go of the memory behind a handle that is no longer exposed. What is framed already goes out from a copy,
     /// whose length is returned. `None`: the peer is owed more bytes of it than are framed.
     pub(super) fn release(&mut self, stag: u32) -> io::Result<Option<usize>> {
-        if self.responses.iter().any(|r| r.request.source_stag == stag && r.request.size > 0) {
+        if self.owes(stag) {
             return Ok(None);
         }
         self.copy_frames(stag).map(Some)

@@ -593,6 +593,37 @@ static void child_that_destroys_its_copy_leaves_the_parent_alone(long unused)
     clnt_destroy(client);
 }
 
+/* A CLIENT goes on in every process that has it: parent, child, parent, another child. */
+static void client_is_used_by_parent_and_children(long together)
+{
+    CLIENT *client = shared_client();
+    require_echo(client, 100, 1);
+    for (int i = 0; i < 3; i++) {
+        pid_t children[2];
+        for (int n = 0; n < 2; n++) {
+            children[n] = fork();
+            REQUIRE(children[n] >= 0);
+            if (children[n] == 0) {
+                require_echo(client, 1000, 10 + n);
+                require_echo(client, 100000, 20 + n);
+                exit(0);
+            }
+            int status;
+            if (together)
+                continue;
+            REQUIRE(waitpid(children[n], &status, 0) == children[n] && status == 0);
+            require_echo(client, 100000, 2);
+        }
+        for (int n = 0; together && n < 2; n++) {
+            int status;
+            require_echo(client, 100000, 3 + n);
+            REQUIRE(waitpid(children[n], &status, 0) == children[n] && status == 0);
+        }
+        require_echo(client, 100, 5);
+    }
+    clnt_destroy(client);
+}
+
 /* ---- Errors ------------------------------------------------------------------------------------------------------ */
 
 static void unknown_program_version_and_procedure(long unused)
@@ -1030,6 +1061,9 @@ const struct test call_tests[] = {
     TEST(calls_of_two_threads_overlap),
     TEST(cancelled_thread_leaves_the_handle_usable, .not_stock = "stock leaves its lock taken for ever"),
     TEST(child_that_destroys_its_copy_leaves_the_parent_alone),
+    {.name = "client_is_used_by_parent_and_children", .run = client_is_used_by_parent_and_children},
+    {.name = "client_is_used_by_parent_and_children_together", .run = client_is_used_by_parent_and_children, .argument = 1,
+     .not_stock = "stock has one connection, and mixes up the replies of all"},
     TEST(unknown_program_version_and_procedure),
     TEST(errors_that_the_server_reports),
     TEST(arguments_that_cannot_be_encoded),

@@ -470,11 +470,6 @@ mod tests {
         assert_eq!(call(client, Instant::now()).unwrap_err().kind(), Kind::Timeout);
     }
 
-    fn one_way(client: &Client) -> Result<(), Error> {
-        let xid = client.fresh_xid();
-        client.exchange(xid, message(client, xid), Expect::Nothing, soon(), None).map(drop)
-    }
-
     /// Starts a call for a thread that does not come to wait for it.
     fn begin(client: &Client, expect: Expect) -> Xid {
         let xid = client.fresh_xid();
@@ -603,13 +598,19 @@ mod tests {
         let (listener, socket, config) = connect(config(2));
         scope(|scope| {
             let _hangup = Hangup(&socket);
-            scope.spawn(move || {
-                Peer::accept(&listener, config).serve();
+            let served = scope.spawn(move || {
+                let peer = Peer::accept(&listener, config);
+                let first = peer.next().unwrap();
+                let xid = first.xid;
+                peer.answer(first);
+                (xid, peer.next().unwrap().xid)
             });
             let client = open(&socket, config);
-            one_way(&client).unwrap();
-            call(&client, soon()).unwrap();
-            // Else it would have held the only credit.
+            let xid = client.fresh_xid();
+            // It would hold the only credit.
+            client.exchange(xid, message(&client, xid), Expect::Nothing, soon(), None).unwrap();
+            let (first, second) = served.join().unwrap();
+            assert!(first != xid && second == xid, "{first}, {second}");
             assert_eq!(client.connections(), 1);
         });
     }

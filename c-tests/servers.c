@@ -428,7 +428,7 @@ const struct test server_tests[] = {
     TEST(server_that_exits_right_after_its_reply_has_replied),
     {.name = "reply_after_the_dispatch_routine", .run = reply_after_the_dispatch_routine, .argument = 300},
     {.name = "reply_after_the_dispatch_routine_at_length", .run = reply_after_the_dispatch_routine, .argument = 150000},
-    TEST(reply_from_a_thread),
+    TEST(reply_from_a_thread, .not_stock = "stock encodes and decodes by one stream, in both threads"),
     TEST(busy_client_leaves_turns_to_another),
     {.name = "the_last_answer_arrives_after_exit", .run = what_a_server_has_answered_arrives_whatever_it_does_then,
      .argument = END_EXIT},

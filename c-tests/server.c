@@ -1,6 +1,6 @@
 /* server.c: serves suite.x in every way in which an existing program may create its transports and run its loop.
  *
- *   server [-n netid] [-c how] [-l loop] [-f] [-r] [-i] [-g name]
+ *   server [-n netid] [-c how] [-l loop] [-f] [-r] [-i] [-g name] [-d number]
  *
  *   -c svc_create   svc_create, with rpcbind          -c tp       svc_tp_create, with rpcbind
  *      tli          svc_tli_create on a free port     -c tlifd    svc_tli_create with an own listening socket
@@ -9,7 +9,8 @@
  *   -l run | poll | select | common: svc_run; own loops over svc_pollfd, svc_fdset, svc_getreq_common
  *   -f forks after creating and serves in the child    -r registers with rpcbind (tli, tlifd, svctcp)
  *   -i ignores SIGPIPE, as a server on stock libtirpc must
- *   -g serves RPCSEC_GSS under this name
+ *   -g serves RPCSEC_GSS under this name                -d so many descriptors, and a limit to the records of a connection:
+ *      libtirpc closes idle connections then
  *
  * Prints "READY port pid"; after that one 'B' whenever a blocking procedure is entered. Each byte on standard input
  * lets one of those go on. */
@@ -24,6 +25,7 @@
 #include <poll.h>
 #include <pthread.h>
 #include <rpc/pmap_clnt.h>
+#include <rpc/rpc_com.h>
 #include <rpc/svc_auth.h>
 #include <signal.h>
 #ifdef WITH_GSS
@@ -35,6 +37,7 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/resource.h>
 #include <sys/select.h>
 #include <unistd.h>
 
@@ -593,12 +596,20 @@ static void select_loop(bool each)
     }
 }
 
+static void few_descriptors(rlim_t number)
+{
+    struct rlimit limit = {.rlim_cur = number, .rlim_max = number};
+    int most = 1 << 20;
+    if (setrlimit(RLIMIT_NOFILE, &limit) < 0 || !rpc_control(RPC_SVC_CONNMAXREC_SET, &most))
+        err(1, "few descriptors");
+}
+
 int main(int argc, char **argv)
 {
     const char *how = "tli", *loop = "run", *gss_name = NULL;
     bool daemonise = false, with_rpcbind = false;
     int option;
-    while ((option = getopt(argc, argv, "n:c:l:frig:")) != -1) {
+    while ((option = getopt(argc, argv, "n:c:l:frig:d:")) != -1) {
         switch (option) {
         case 'n': netid = optarg; break;
         case 'c': how = optarg; break;
@@ -607,6 +618,7 @@ int main(int argc, char **argv)
         case 'r': with_rpcbind = true; break;
         case 'i': signal(SIGPIPE, SIG_IGN); break;
         case 'g': gss_name = optarg; break;
+        case 'd': few_descriptors((rlim_t)atoi(optarg)); break;
         default: return 2;
         }
     }

@@ -190,6 +190,35 @@ static void reply_after_the_dispatch_routine(long length)
     clnt_destroy(other);
 }
 
+/* More connections than the server has descriptors: the one that was idle longest is closed for a new one. */
+static void idle_connections_make_room(long unused)
+{
+    (void)unused;
+    enum { CLIENTS = 80 };
+    struct server server = server_start("-c", "tli", "-d", "64", NULL);
+    struct sockaddr_in address = address_of(&server);
+    CLIENT *clients[CLIENTS];
+    for (int i = 0; i < CLIENTS; i++) {
+        clients[i] = client_of(&server);
+        REQUIRE_STATUS(suite_null_2(NULL, NULL, clients[i]), RPC_SUCCESS);
+    }
+    REQUIRE(suite_null_2(NULL, NULL, clients[0]) != RPC_SUCCESS);
+    for (int i = CLIENTS - 10; i < CLIENTS; i++)
+        REQUIRE_STATUS(suite_null_2(NULL, NULL, clients[i]), RPC_SUCCESS);
+    /* Those that never say a word, too: as many as there is room for, and then others. */
+    for (int i = 0; i < CLIENTS && !leg.adapter; i++) {
+        int fd = socket(AF_INET, SOCK_STREAM, 0);
+        REQUIRE(fd >= 0 && connect(fd, (struct sockaddr *)&address, sizeof address) == 0);
+    }
+    for (int i = 0; i < 10; i++) {
+        CLIENT *client = client_of(&server);
+        require_echo(client, 500, (unsigned)i);
+        clnt_destroy(client);
+    }
+    for (int i = 0; i < CLIENTS; i++)
+        clnt_destroy(clients[i]);
+}
+
 enum { BUSY_THREADS = 4 };
 
 static void *keep_busy(void *client)
@@ -440,6 +469,7 @@ const struct test server_tests[] = {
      .run = what_a_server_has_answered_arrives_whatever_it_does_then, .argument = END_DESTROY,
      .not_stock = "stock uses the freed transport"},
     TEST(a_thread_in_svc_run_can_be_cancelled),
+    TEST(idle_connections_make_room),
     {.name = "child_of_the_server_may_reply", .run = child_of_the_server_may_reply, .argument = 300,
      .needs = SOCKET},
     {.name = "child_of_the_server_may_reply_at_length", .run = child_of_the_server_may_reply,

@@ -79,6 +79,13 @@ pub fn peek(fd: RawFd) -> io::Result<Option<u8>> {
     Ok((n == 1).then_some(byte))
 }
 
+/// Whether the descriptor is in non-blocking mode.
+pub fn is_nonblocking(fd: RawFd) -> bool {
+    // SAFETY: touches no memory.
+    let flags = unsafe { libc::fcntl(fd, libc::F_GETFL) };
+    flags >= 0 && flags & libc::O_NONBLOCK != 0
+}
+
 /// Puts the descriptor into non-blocking mode.
 ///
 /// # Errors

@@ -35,6 +35,7 @@ mod auth;
 mod beside;
 pub mod callback;
 pub mod client;
+mod idle;
 pub mod interpose;
 mod lending;
 pub mod netid;
@@ -534,6 +535,7 @@ const _: () = {
 unsafe extern "C" {
     pub fn svc_getreq_common(fd: c_int);
     pub fn _rpc_dtablesize() -> c_int;
+    pub fn rpc_control(what: c_int, argument: *mut c_void) -> bool_t;
     pub fn _gss_authenticate(req: *mut svc_req, msg: *mut rpc_msg, no_dispatch: *mut bool_t) -> c_uint;
     pub fn svcerr_auth(xprt: *mut SVCXPRT, why: c_uint);
     pub fn svcerr_noprog(xprt: *mut SVCXPRT);

@@ -24,6 +24,8 @@ pub struct Server {
     pub(super) id: usize,
     /// When the startup must be complete.
     pub(super) start_by: Instant,
+    /// When something came last.
+    pub(super) heard: Instant,
     /// While RDMA Reads are under way: how many bytes they must have brought in all for them to get on, and since when.
     pub(super) pulling: Option<(u64, Instant)>,
     /// Since when a long Call waits for memory, and when to try again.
@@ -55,9 +57,9 @@ impl Turn {
     /// A longer one keeps others waiting, though not by less than one request takes.
     pub(super) const MOST: Duration = Duration::from_millis(1);
 
-    fn handed_up(&mut self) {
+    fn handed_up(&mut self, now: Instant) {
         self.requests += 1;
-        self.began.get_or_insert_with(Instant::now);
+        self.began.get_or_insert(now);
     }
 
     fn is_over(&self) -> bool {
@@ -122,6 +124,7 @@ impl Server {
             turn: Turn::default(),
             id: NEXT.fetch_add(1, Relaxed),
             start_by: Instant::now() + START_TIMEOUT,
+            heard: Instant::now(),
             pulling: None,
             retry: None,
             backlog: Backlog::default(),
@@ -134,6 +137,7 @@ impl Server {
 
     /// Moves what has come, and hands out the oldest complete request.
     pub fn receive(&mut self) -> Option<Request> {
+        self.heard = Instant::now();
         if let Phase::Starting(device) = &mut self.phase {
             match device.establish() {
                 Ok(false) => return None,
@@ -154,7 +158,7 @@ impl Server {
         self.note();
         let request = request?;
         self.received += 1;
-        self.turn.handed_up();
+        self.turn.handed_up(self.heard);
         stats::add(Counter::Served, 1);
         active(self.id);
         Some(request)
@@ -360,6 +364,11 @@ impl Server {
             }
             Phase::Failed(_) => {}
         }
+    }
+
+    /// When the loop was last told that something has come.
+    pub fn heard(&self) -> Instant {
+        self.heard
     }
 
     /// What to wait for.

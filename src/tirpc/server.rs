@@ -53,7 +53,7 @@ use crate::tirpc::{
     opaque_auth, real, rpc_msg, svc_getreq_common, svc_max_pollfd, svc_pollfd, xdr_callmsg, xdr_replymsg,
     xp_ops, xp_ops2, xprt_stat, xprt_unregister,
 };
-use crate::tirpc::{adapters, beside};
+use crate::tirpc::{adapters, beside, idle};
 use crate::wire::Xid;
 use crate::xdr::{Decoder, Encoder, XDR, XdrProc};
 use crate::{log_debug, log_info, log_warn, socket, sys, xdr};
@@ -97,6 +97,10 @@ pub unsafe fn watch(xprt: *mut SVCXPRT, rdma_only: bool) {
     let ops = if rdma_only { &raw const SNIFF_RDMA } else { &raw const SNIFF };
     // SAFETY: as above.
     unsafe { (*xprt).xp_ops = ops };
+    // SAFETY: as above.
+    let fd = unsafe { (*xprt).xp_fd };
+    // SAFETY: `stock_destroy` ends it; who registers transports is the loop, or what has made it one.
+    unsafe { idle::silent(fd, xprt, rdma_only) };
 }
 
 unsafe extern "C" fn sniff(xprt: *mut SVCXPRT, message: *mut rpc_msg) -> bool_t {
@@ -119,6 +123,7 @@ unsafe fn look(xprt: *mut SVCXPRT, message: *mut rpc_msg, rdma_only: bool) -> Re
         Err(error) if error.kind() == std::io::ErrorKind::WouldBlock => return Ok(0),
         Err(_) => None,
     };
+    idle::forget(fd);
     if first == Some(b'M') {
         // SAFETY: by the contract.
         if let Err(error) = unsafe { convert(xprt, fd, rdma_only) } {
@@ -173,10 +178,25 @@ unsafe extern "C" fn stay(_: *mut SVCXPRT) {
 
 unsafe extern "C" fn stock_destroy(xprt: *mut SVCXPRT) {
     guard(|| {
+        idle::forget_silent(xprt);
         // SAFETY: a connection that `watch` got, so STOCK is set; destroyed once.
         unsafe { destroy_stock(xprt) };
         Ok(())
     });
+}
+
+/// Destroys a transport of any kind, as `svc_destroy` does.
+///
+/// # Safety
+/// `xprt` is a live transport.
+pub(super) unsafe fn destroy_any(xprt: *mut SVCXPRT) {
+    // SAFETY: alive (contract).
+    let ops = unsafe { (*xprt).xp_ops };
+    // SAFETY: static operations, of whatever kind.
+    if let Some(destroy) = unsafe { (*ops).xp_destroy } {
+        // SAFETY: the transport's own operation.
+        unsafe { destroy(xprt) };
+    }
 }
 
 /// # Safety
@@ -225,6 +245,7 @@ unsafe fn convert(stock: *mut SVCXPRT, fd: c_int, rdma_only: bool) -> Result<(),
     if loop_has_ended() {
         return Err(Error::new(Kind::Invalid, "svc_exit() has ended the service loop"));
     }
+    let expendable = idle::is_expendable(fd);
     let server = Server::accept(fd, config::get()?)?;
     // Destroying closes the descriptor and unregisters by its number: it gets another one of the same socket.
     let other = socket::duplicate(fd)?;
@@ -237,7 +258,7 @@ unsafe fn convert(stock: *mut SVCXPRT, fd: c_int, rdma_only: bool) -> Result<(),
     // SAFETY: unregistered; nothing refers to it any more: svc_getreq_common compares with its table.
     unsafe { destroy_stock(stock) };
     // SAFETY: just made, complete.
-    if let Err(error) = unsafe { own.register() } {
+    if let Err(error) = unsafe { own.register(expendable) } {
         // No failure of ours: the stock connection is gone.
         log_warn!("fd {fd}: an RDMA connection is closed: {error}");
     }
@@ -263,7 +284,7 @@ pub(super) unsafe fn serve(
     let (own, remote, address) = addresses(local, peer);
     let transport = Transport::new(server, netid, own, remote, address);
     // SAFETY: just made, complete.
-    unsafe { transport.register() }
+    unsafe { transport.register(idle::are_expendable()) }
 }
 
 const ANY: SocketAddr = SocketAddr::new(std::net::IpAddr::V4(std::net::Ipv4Addr::UNSPECIFIED), 0);
@@ -523,11 +544,12 @@ impl Transport {
         unsafe { &raw mut (*self.extension.get()).xp_auth }
     }
 
-    /// Hands the transport to the program's loop, with a share of it until `svc_destroy`.
+    /// Hands the transport to the program's loop, with a share of it until `svc_destroy`. `expendable`: it may be closed
+    /// when it is idle and descriptors run short.
     ///
     /// # Safety
     /// It is not registered.
-    unsafe fn register(self: Arc<Self>) -> Result<(), Error> {
+    unsafe fn register(self: Arc<Self>, expendable: bool) -> Result<(), Error> {
         let fd = self.fd;
         // SAFETY: complete (contract); the real function, since our own looks for stock transports.
         unsafe { real::XPRT_REGISTER.get()?(self.xprt()) };
@@ -538,6 +560,8 @@ impl Transport {
             return Err(Error::new(Kind::Os(libc::EMFILE), text));
         }
         self.watch_progress();
+        // SAFETY: the loop is our caller.
+        unsafe { idle::own(fd, &self.this, expendable) };
         let _ = Arc::into_raw(self);
         Ok(())
     }
@@ -558,6 +582,11 @@ impl Transport {
 
     fn is_destroyed(&self) -> bool {
         self.destroyed.load(Relaxed)
+    }
+
+    /// Since when nothing has come from the peer; `None` while a request is under way.
+    pub(super) fn idle_since(&self) -> Option<Instant> {
+        self.is_idle().then(|| self.server().map(|server| server.heard()))?
     }
 
     /// Tells [`progress`] what else may wake this connection.
@@ -645,7 +674,9 @@ impl Drop for Transport {
         let mut fd = -1;
         if let Some(server) = &self.server {
             let mut server = server.lock().unwrap_or_else(|e| e.into_inner());
-            progress::forget(server.fd());
+            let known = server.fd();
+            idle::forget(known);
+            progress::forget(known);
             // Calls back end here.
             server.shut();
             fd = xprt.xp_fd;
@@ -733,6 +764,15 @@ unsafe fn with_poll_set<T>(look: impl FnOnce(&[libc::pollfd]) -> T) -> T {
     }
     // SAFETY: libtirpc's array of `count` entries; it changes only in xprt_register (contract).
     look(unsafe { std::slice::from_raw_parts(set, usize::try_from(count).unwrap_or(0)) })
+}
+
+/// Descriptors that libtirpc's loop polls.
+///
+/// # Safety
+/// As [`with_poll_set`].
+pub(super) unsafe fn poll_set_size() -> usize {
+    // SAFETY: by the contract.
+    unsafe { with_poll_set(|set| set.iter().filter(|entry| entry.fd >= 0).count()) }
 }
 
 /// Whether a descriptor of libtirpc's loop has something, but for two.
@@ -1159,7 +1199,7 @@ pub unsafe fn accepted(xprt: *mut SVCXPRT) -> Result<(Arc<Shared>, Box<[u8]>), E
 ///
 /// It is registered only while a connection has unsent bytes or a startup under way: programs made by rpcgen count
 /// the registered descriptors to find out whether they are idle.
-mod progress {
+pub(super) mod progress {
     use super::*;
 
     struct Progress {
@@ -1305,28 +1345,35 @@ mod progress {
     }
 
     impl Progress {
-        fn update(&mut self, fd: RawFd, before: bool, now: bool) -> Result<(), Error> {
+        /// Sees to it that there is a set of this process. True if it is a fresh one, which knows every entry then: one that
+        /// cannot be watched spoils it for no other.
+        fn own_set(&mut self) -> Result<bool, Error> {
             let generation = sys::fork_generation();
-            let fresh = match &mut self.set {
+            match &mut self.set {
                 // In a forked child the set still belongs to the parent as well: it gets one of its own.
-                Some(set) if self.generation != generation => {
-                    set.renew()?;
-                    true
-                }
-                Some(_) => false,
-                None => {
-                    self.set = Some(WakeSet::new()?);
-                    true
-                }
-            };
+                Some(set) if self.generation != generation => set.renew()?,
+                Some(_) => return Ok(false),
+                None => self.set = Some(WakeSet::new()?),
+            }
             self.generation = generation;
-            let Some(set) = &self.set else { return Ok(()) };
-            if fresh {
-                for other in self.entries.iter().filter(|(_, e)| e.wants.write).map(|(fd, _)| *fd) {
-                    set.watch_writable(other, true)?;
+            for fd in self.entries.iter().filter(|(_, e)| e.wants.write).map(|(fd, _)| *fd) {
+                if let Some(set) = &self.set
+                    && let Err(error) = set.watch_writable(fd, true)
+                {
+                    log_warn!("fd {fd}: cannot be watched: {error}");
                 }
-            } else if before != now {
-                set.watch_writable(fd, now)?;
+            }
+            Ok(true)
+        }
+
+        fn update(&mut self, fd: RawFd, before: bool, now: bool) -> Result<(), Error> {
+            let fresh = self.own_set()?;
+            let Some(set) = &self.set else { return Ok(()) };
+            if !fresh
+                && before != now
+                && let Err(error) = set.watch_writable(fd, now)
+            {
+                log_warn!("fd {fd}: cannot be watched: {error}");
             }
             let first = self.entries.values().filter_map(|e| e.wants.deadline).min();
             set.alarm(first.map(|at| at.saturating_duration_since(Instant::now())))?;
@@ -1387,7 +1434,11 @@ mod progress {
                     service_loop::take_left().into_iter().for_each(serve_fd);
                     continue;
                 }
-                let Some(own) = transport.upgrade() else { continue };
+                let Some(own) = transport.upgrade() else {
+                    // SAFETY: this is the loop.
+                    unsafe { idle::expire(fd) };
+                    continue;
+                };
                 let Some(mut server) = own.server() else { continue };
                 if crowded {
                     server.give_way();
@@ -1409,5 +1460,36 @@ mod progress {
             }
             Ok(0)
         })
+    }
+
+    #[cfg(test)]
+    mod tests {
+        use std::os::fd::AsRawFd;
+        use std::os::unix::net::UnixStream;
+
+        use super::*;
+
+        #[test]
+        fn after_a_fork_one_that_cannot_be_watched_leaves_no_other_unwatched() {
+            let streams: Vec<UnixStream> =
+                (0..16).map(|_| UnixStream::pair().unwrap()).flat_map(|(one, other)| [one, other]).collect();
+            let wants = Wants { write: true, ..Wants::default() };
+            let numbers = streams.iter().map(AsRawFd::as_raw_fd).chain([RawFd::MAX]);
+            let mut progress = Progress {
+                set: Some(WakeSet::new().unwrap()),
+                generation: sys::fork_generation() + 1,
+                entries: numbers.map(|fd| (fd, Entry { transport: Weak::new(), wants })).collect(),
+                xprt: null_mut(),
+                registered: false,
+            };
+            assert!(progress.own_set().unwrap());
+            let set = progress.set.as_ref().unwrap();
+            for stream in &streams {
+                // A second time it cannot be added.
+                let added = set.watch_writable(stream.as_raw_fd(), true);
+                assert_eq!(added.unwrap_err().raw_os_error(), Some(libc::EEXIST));
+            }
+            assert!(!progress.own_set().unwrap());
+        }
     }
 }

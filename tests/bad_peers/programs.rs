@@ -143,6 +143,11 @@ struct Vitals {
 impl Server {
     /// Starts a server with these settings, as `NAME=value`.
     pub fn start(settings: &[&str]) -> Server {
+        Server::start_on("tcp", settings)
+    }
+
+    /// The same on this netid: "tcp" is moved.
+    pub fn start_on(netid: &str, settings: &[&str]) -> Server {
         static NEXT: AtomicUsize = AtomicUsize::new(0);
         let name = format!("server-{}-{}.log", std::process::id(), NEXT.fetch_add(1, Relaxed));
         let log = Path::new(env!("CARGO_TARGET_TMPDIR")).join(name);
@@ -150,7 +155,7 @@ impl Server {
         let mut words = vec!["RPCRDMA_REDIRECT=tcp", "RPCRDMA_LOG=info", "RPCRDMA_POLL=0"];
         words.extend_from_slice(settings);
         let mut child = command("--as=536870912", &words, &program("server"))
-            .args(["-n", "tcp", "-c", "tli", "-l", "run"])
+            .args(["-n", netid, "-c", "tli", "-l", "run"])
             .stdin(Stdio::null())
             .stdout(Stdio::piped())
             .stderr(fs::File::create(&log).expect("the log can be written"))

@@ -150,6 +150,25 @@ fn silent_peers_keep_nobody_waiting_and_only_half_a_request_times_out() {
     server.end();
 }
 
+/// Where nothing but MPA is spoken, as long.
+#[test]
+fn peers_that_never_say_a_word_are_dropped_on_netid_rdma() {
+    let mut server = Server::start_on("rdma", CRC);
+    let mut silent = [(); 3].map(|()| Peer::connect(server.port));
+    let mut slow = Peer::connect(server.port);
+    slow.push(&request()[..1]);
+    server.settle();
+    slow.push(&request()[1..]);
+    slow.start_frame(Which::Reply).expect("an MPA Reply");
+    slow.null();
+    for peer in &mut silent {
+        assert_eq!(peer.frame().unwrap_err(), End::Closed, "the first byte has no limit");
+    }
+    slow.null();
+    drop((silent, slow));
+    server.end();
+}
+
 #[test]
 fn a_client_that_sends_byte_by_byte_is_served() {
     let mut server = Server::start(CRC);

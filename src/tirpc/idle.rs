@@ -1,0 +1,156 @@
+//! Which accepted connections have nothing to say, and who is closed for it.
+//!
+//! - A peer on a listener of netid "rdma" that never sends an MPA Request: after [`START_TIMEOUT`], as one that sends half.
+//! - When descriptors run short, what libtirpc closes of its own tcp connections. It does so when it has accepted one and
+//!   four fifths of its table are taken: what was idle for [`IDLE`], or else what was idle longest, of the connections that
+//!   never block: those of a program that has set `RPC_SVC_CONNMAXREC_SET`. It looks for its own operations, and would not
+//!   see ours, nor those that still look at the first byte.
+#![allow(unsafe_code)]
+
+use std::collections::HashMap;
+use std::os::fd::RawFd;
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, Weak};
+use std::time::{Duration, Instant};
+
+use crate::driver::START_TIMEOUT;
+use crate::tirpc::server::progress::{self, Wants};
+use crate::tirpc::server::{self, Transport, poll_set_size};
+use crate::tirpc::{_rpc_dtablesize, SVCXPRT, rpc_control};
+use crate::{log_info, sys};
+
+/// As libtirpc's.
+const IDLE: Duration = Duration::from_secs(15);
+
+enum Known {
+    /// Address of a stock transport of which no byte has come, and since when.
+    Silent(usize, Instant),
+    /// Whether libtirpc would close it when it is idle.
+    Own(Weak<Transport>, bool),
+}
+
+fn table() -> MutexGuard<'static, HashMap<RawFd, Known>> {
+    static TABLE: OnceLock<Mutex<HashMap<RawFd, Known>>> = OnceLock::new();
+    TABLE.get_or_init(Mutex::default).lock().unwrap_or_else(|e| e.into_inner())
+}
+
+/// Whether libtirpc has set an accepted connection to never block.
+pub fn is_expendable(fd: RawFd) -> bool {
+    sys::is_nonblocking(fd)
+}
+
+/// Whether it would, of one that it has not accepted.
+pub fn are_expendable() -> bool {
+    const CONNMAXREC_GET: i32 = 1;
+    let mut most = 0i32;
+    // SAFETY: an int is what this request writes.
+    (unsafe { rpc_control(CONNMAXREC_GET, (&raw mut most).cast()) }) != 0 && most != 0
+}
+
+/// A connection was accepted, and its first byte is awaited: not for ever, if it must be ours.
+///
+/// # Safety
+/// `xprt` is alive until [`forget`]; the caller is the program's loop.
+pub unsafe fn silent(fd: RawFd, xprt: *mut SVCXPRT, rdma_only: bool) {
+    table().insert(fd, Known::Silent(xprt.expose_provenance(), Instant::now()));
+    if rdma_only {
+        let deadline = Some(Instant::now() + START_TIMEOUT);
+        progress::want(fd, &Weak::new(), Wants { deadline, ..Wants::default() });
+    }
+    // SAFETY: by the contract.
+    unsafe { make_room(fd) };
+}
+
+/// It is one of ours now.
+///
+/// # Safety
+/// The caller is the program's loop.
+pub unsafe fn own(fd: RawFd, transport: &Weak<Transport>, expendable: bool) {
+    table().insert(fd, Known::Own(transport.clone(), expendable));
+    // SAFETY: by the contract.
+    unsafe { make_room(fd) };
+}
+
+/// The first byte is here, or the connection is gone.
+pub fn forget(fd: RawFd) {
+    if table().remove(&fd).is_some() {
+        progress::forget(fd);
+    }
+}
+
+/// The same, by the stock transport: its program may have taken the descriptor from it.
+pub fn forget_silent(xprt: *mut SVCXPRT) {
+    let own = |known: &Known| matches!(known, Known::Silent(address, _) if *address == xprt.addr());
+    let fd = table().iter().find(|(_, known)| own(known)).map(|(fd, _)| *fd);
+    fd.into_iter().for_each(forget);
+}
+
+/// The time for the first byte is over.
+///
+/// # Safety
+/// The caller is the program's loop.
+pub unsafe fn expire(fd: RawFd) {
+    let known = table();
+    let silent = match known.get(&fd) {
+        Some(Known::Silent(xprt, since)) if since.elapsed() >= START_TIMEOUT => Some(*xprt),
+        _ => None,
+    };
+    drop(known);
+    if let Some(xprt) = silent {
+        log_info!("fd {fd}: closed: no MPA Request has come");
+        // SAFETY: alive: it is in the table; registered.
+        unsafe { server::destroy_any(std::ptr::with_exposed_provenance_mut(xprt)) };
+    }
+}
+
+/// What may be closed.
+enum Candidate {
+    Silent(usize),
+    Own(Arc<Transport>),
+}
+
+/// Closes idle connections if descriptors run short; not `newest`.
+///
+/// # Safety
+/// The caller is the program's loop.
+unsafe fn make_room(newest: RawFd) {
+    // SAFETY: takes nothing.
+    let most = usize::try_from(unsafe { _rpc_dtablesize() }).unwrap_or(0);
+    // SAFETY: by the contract.
+    if unsafe { poll_set_size() } < most / 5 * 4 {
+        return;
+    }
+    let known = table();
+    let others = known.iter().filter(|(fd, _)| **fd != newest);
+    let candidate = |(fd, known): (&RawFd, &Known)| match known {
+        Known::Silent(xprt, since) => {
+            sys::is_nonblocking(*fd).then_some((*fd, Candidate::Silent(*xprt), Some(*since)))
+        }
+        Known::Own(transport, true) => Some((*fd, Candidate::Own(transport.upgrade()?), None)),
+        Known::Own(_, false) => None,
+    };
+    let candidates: Vec<_> = others.filter_map(candidate).collect();
+    drop(known);
+    let now = Instant::now();
+    let mut idle: Vec<(Duration, RawFd, Candidate)> = Vec::with_capacity(candidates.len());
+    for (fd, candidate, since) in candidates {
+        let since = match &candidate {
+            Candidate::Own(transport) => transport.idle_since(),
+            Candidate::Silent(_) => since,
+        };
+        if let Some(since) = since {
+            idle.push((now.saturating_duration_since(since), fd, candidate));
+        }
+    }
+    idle.sort_unstable_by_key(|(time, fd, _)| (std::cmp::Reverse(*time), *fd));
+    // libtirpc counts whole seconds.
+    let overdue = idle.iter().take_while(|(time, ..)| time.as_secs() > IDLE.as_secs()).count();
+    for (time, fd, candidate) in idle.into_iter().take(overdue.max(1)) {
+        log_info!("fd {fd}: closed after {} s without a word: descriptors run short", time.as_secs());
+        let xprt = match &candidate {
+            Candidate::Silent(xprt) => std::ptr::with_exposed_provenance_mut(*xprt),
+            Candidate::Own(transport) => transport.xprt(),
+        };
+        // SAFETY: alive: in the table, or `candidate` has a share of it; registered.
+        unsafe { server::destroy_any(xprt) };
+    }
+}

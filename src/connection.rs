@@ -667,6 +667,11 @@ impl Connection {
         self.requester.granted
     }
 
+    /// Whether a reply has told how many credits there are.
+    pub fn knows_credits(&self) -> bool {
+        self.requester.told
+    }
+
     /// Whether nothing of our own calls is under way.
     pub fn is_idle(&self) -> bool {
         self.requester.calls.is_empty()

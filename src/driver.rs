@@ -71,6 +71,10 @@ use spin::{Patience, Spin};
 /// the active side for a startup.
 pub const START_TIMEOUT: Duration = Duration::from_secs(10);
 
+/// How long a connection has for its first reply before a call that timed out, and holds the only credit of it, has it
+/// replaced. A server that is slower than the calls' time would see a new connection with each of them.
+const FIRST_REPLY: Duration = Duration::from_secs(2);
+
 /// When a peer that has not answered the first call is nudged, and how often: Linux's siw may overlook what comes right
 /// behind its answer to the startup until more comes.
 const NUDGE_AFTER: Duration = Duration::from_millis(100);
@@ -503,6 +507,17 @@ impl Link {
     /// When an offer of Version Two that is not answered is given up.
     fn offer_ends(&self) -> Option<Instant> {
         self.engine.may_fall_back().then(|| self.born + OFFER_TIMEOUT)
+    }
+
+    /// When a connection whose only credit is held for ever is given up.
+    fn patience_ends(&self) -> Option<Instant> {
+        let waits = self.engine.holds_back() && !self.engine.knows_credits();
+        waits.then(|| self.born + FIRST_REPLY)
+    }
+
+    /// Whether only a new connection brings credits.
+    fn starved(&self) -> bool {
+        self.engine.starved() && (self.engine.knows_credits() || self.born + FIRST_REPLY <= Instant::now())
     }
 
     /// Carries out what the engine wants.
@@ -1131,7 +1146,8 @@ impl Client {
             state.drivers[driver].writes = writes;
         }
         let nudges = state.nudges < NUDGES && !state.link.heard;
-        let until = state.link.offer_ends().into_iter().chain(state.link.retry_at()).min();
+        let link = &state.link;
+        let until = [link.offer_ends(), link.retry_at(), link.patience_ends()].into_iter().flatten().min();
         let mut fds = vec![PollFd::new(fd, true, events & sys::OUT != 0)];
         fds.extend(state.alarm_fd().map(|alarm| PollFd::new(alarm, true, false)));
         drop(state);

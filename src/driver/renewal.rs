@@ -157,7 +157,7 @@ impl Client {
                 error.clone()
             }
             None if !state.link.device.claim() => return state.leave_to_others(),
-            None if state.link.engine.starved() => {
+            None if state.link.starved() => {
                 let text = "timed-out calls hold every credit";
                 if state.another_reads() {
                     let fd = state.link.device.fd();
@@ -169,7 +169,7 @@ impl Client {
                     // A late reply gives a credit back.
                     state.link.pump();
                     state.settle();
-                    if !state.link.engine.starved() || state.link.engine.closed().is_some() {
+                    if !state.link.starved() || state.link.engine.closed().is_some() {
                         return;
                     }
                 }
@@ -715,21 +715,24 @@ mod tests {
 
     #[test]
     fn calls_with_little_time_get_on_with_one_attempt_together() {
-        let (listener, socket, config) = connect(config(2));
+        let (listener, socket, few) = connect(config(2));
+        let many = config(32);
         let (tell, go_on) = mpsc::channel();
         scope(|scope| {
             let _hangup = Hangup(&socket);
             let served = scope.spawn(move || {
-                let _first = starving(&listener, config);
+                let _first = starving(&listener, many);
                 go_on.recv().unwrap();
-                Peer::accept(&listener, config).serve();
+                Peer::accept(&listener, many).serve();
                 listener.set_nonblocking(true).unwrap();
                 listener.accept().is_err()
             });
-            let client = open(&socket, config);
+            let client = open(&socket, few);
             starve(&client);
+            // It is given up with the next call, which has not even time to sleep; the one that follows has more credits.
+            orphan(&client);
+            client.credits(Some(32));
             for _ in 0..3 {
-                // Not even time to sleep.
                 orphan(&client);
             }
             tell.send(()).unwrap();
@@ -785,6 +788,51 @@ mod tests {
             tell.send(()).unwrap();
             call(&client, soon()).unwrap();
             assert_eq!(client.lock().drivers.len(), 1);
+        });
+    }
+
+    /// Else a server that is slower than the calls' time would see a new connection with each of them.
+    #[test]
+    fn a_connection_has_time_for_its_first_reply_although_the_first_call_has_timed_out() {
+        let (listener, socket, config) = connect(config(2));
+        let (tell, go_on) = mpsc::channel();
+        scope(|scope| {
+            let _hangup = Hangup(&socket);
+            scope.spawn(move || {
+                let peer = Peer::accept(&listener, config);
+                let first = peer.next().unwrap();
+                go_on.recv().unwrap();
+                peer.answer(first);
+                peer.serve();
+            });
+            let client = open(&socket, config);
+            // However slow this machine is.
+            client.lock().link.born += PATIENCE;
+            for _ in 0..5 {
+                orphan(&client);
+            }
+            assert_eq!(client.connections(), 1);
+            tell.send(()).unwrap();
+            call(&client, soon()).unwrap();
+            assert_eq!(client.connections(), 1);
+        });
+    }
+
+    #[test]
+    fn a_connection_whose_first_call_is_never_answered_is_replaced_in_the_end() {
+        let (listener, socket, config) = connect(config(2));
+        scope(|scope| {
+            let _hangup = Hangup(&socket);
+            scope.spawn(move || {
+                let peer = Peer::accept(&listener, config);
+                let _never_answered = peer.next().unwrap();
+                Peer::accept(&listener, config).serve();
+            });
+            let client = open(&socket, config);
+            orphan(&client);
+            // No time of the waiting call ends what it waits for.
+            call(&client, Instant::now() + 10 * PATIENCE).unwrap();
+            assert_eq!(client.connections(), 2);
         });
     }
 

@@ -135,7 +135,7 @@ pub struct Link {
 #[derive(Default)]
 struct Calls {
     outcomes: HashMap<Xid, Result<Vec<Region>, Error>>,
-    /// Threads that wait. Each sleeps on its own condition unless it drives.
+    /// Threads that sleep until they are woken, each on its own condition.
     sleepers: HashMap<Waiter, Arc<Condvar>>,
     /// One of them may have to serve a request in the midst of its own: nobody else does.
     servant: Option<Arc<Condvar>>,
@@ -1011,7 +1011,7 @@ impl Client {
                 None => state = self.wait_once(state, waiter, &mut condition, deadline, mask),
             }
         };
-        state.leave(waiter);
+        state.hand_over();
         outcome
     }
 
@@ -1044,7 +1044,7 @@ impl Client {
             stats::add(Counter::Orphans, 1);
             Err(Error::new(Kind::Timeout, text))
         });
-        state.leave(waiter);
+        state.hand_over();
         outcome
     }
 
@@ -1080,19 +1080,22 @@ impl Client {
         }
         let own = condition.get_or_insert_with(|| Arc::new(Condvar::new())).clone();
         state.calls.sleepers.insert(waiter, own.clone());
-        if let Some(at) = state.link.retry_at() {
-            // Who drives may have gone to sleep before this began.
-            let mut state = sleep(&own, state, deadline.min(at));
+        let servant = state.serves_here();
+        if servant {
+            state.calls.servant = Some(own.clone());
+        }
+        // Who drives may have gone to sleep before this began.
+        let retry = state.link.retry_at();
+        let mut state = sleep(&own, state, retry.map_or(deadline, |at| deadline.min(at)));
+        // Awake it may serve a callback, whose own calls wait here too: to wake it would wake nobody.
+        state.calls.sleepers.remove(&waiter);
+        if servant {
+            state.calls.servant = None;
+        }
+        if retry.is_some() {
             state.link.retry();
             state.settle();
-            return state;
         }
-        if !state.serves_here() {
-            return sleep(&own, state, deadline);
-        }
-        state.calls.servant = Some(own.clone());
-        let mut state = sleep(&own, state, deadline);
-        state.calls.servant = None;
         state
     }
 
@@ -1274,7 +1277,7 @@ impl Requester for Client {
         state.settle();
         state = self.wait_for(state, waiter, deadline, mask);
         let outcome = state.calls.requests.take(number);
-        state.leave(waiter);
+        state.hand_over();
         outcome
     }
 
@@ -1368,13 +1371,8 @@ impl Waiting {
         }
     }
 
-    /// This thread waits no more: somebody else takes the driver's seat if it is empty, and serves what it has left.
-    fn leave(&mut self, waiter: Waiter) {
-        self.calls.sleepers.remove(&waiter);
-        self.hand_over();
-    }
-
-    /// Sees to it that what this thread does not do is done.
+    /// Sees to it that what this thread does not do, or waits for no more, is done: somebody else takes the driver's seat
+    /// if it is empty, and serves what is left.
     fn hand_over(&self) {
         let serves = self.may_serve();
         if !self.lacks_driver() && !serves {

@@ -157,7 +157,7 @@ impl Client {
             // The program on a new connection does not know its client: nothing would be called back until it does.
             if served > 0 || now >= deadline || state.connections != connections {
                 let lost = state.link.engine.closed().cloned().filter(|_| served == 0);
-                state.leave(waiter);
+                state.hand_over();
                 state.rearm();
                 return lost.map_or(Ok(served), Err);
             }

@@ -397,6 +397,63 @@ fn calls_wait_for_room_for_their_replies_within_their_time() {
     });
 }
 
+/// Answers callbacks, and counts the threads that sleep beside it.
+struct Counts {
+    ends: std::sync::Weak<Ends>,
+    asleep: Mutex<Vec<usize>>,
+}
+
+impl Serve for Counts {
+    fn serve(&self, request: Request, _: Mask<'_>) {
+        let Some(ends) = self.ends.upgrade() else { return };
+        self.asleep.lock().unwrap().push(ends.client.lock().calls.sleepers.len());
+        answer(&*ends.client, &*ends.client, request).unwrap();
+    }
+}
+
+/// Who has slept and is awake would be woken to drive, and all others sleep on.
+#[test]
+fn whoever_serves_a_callback_is_not_taken_for_one_who_sleeps() {
+    let _one = ONE.lock().unwrap_or_else(|e| e.into_inner());
+    let ends = &over_tcp(config(|config| config.poll = Duration::ZERO));
+    let counts = Arc::new(Counts { ends: Arc::downgrade(ends), asleep: Mutex::default() });
+    ends.client.start_serving(counts.clone(), 1, 1).unwrap();
+    let until = |so: &dyn Fn(&Waiting) -> bool| {
+        while !so(&ends.client.lock()) {
+            std::thread::yield_now();
+        }
+    };
+    let next = || loop {
+        if let Some(request) = locked(&ends.server).receive() {
+            return request;
+        }
+        std::thread::yield_now();
+    };
+    scope(|scope| {
+        let _alarm = Alarm(ends);
+        let make = || scope.spawn(|| call(&*ends.client, 0, 40, 40).unwrap());
+        // The first reply tells the credits.
+        let first = make();
+        answer(&*ends.server, &*ends.reverse, next()).unwrap();
+        first.join().unwrap();
+        let driver = make();
+        until(&|state| !state.drivers.is_empty());
+        let sleeper = make();
+        until(&|state| state.calls.sleepers.len() == 1);
+        let (first, second) = (next(), next());
+        answer(&*ends.server, &*ends.reverse, first).unwrap();
+        driver.join().unwrap();
+        until(&|state| !state.drivers.is_empty());
+        let dispatching = service_loop::Dispatching::begin();
+        call(&*ends.reverse, 0, 40, 40).unwrap();
+        drop(dispatching);
+        assert_eq!(*counts.asleep.lock().unwrap(), [0]);
+        answer(&*ends.server, &*ends.reverse, second).unwrap();
+        sleeper.join().unwrap();
+        ends.end();
+    });
+}
+
 /// Neither its silence nor its speed is limited, but what it has us hold.
 #[test]
 fn a_server_that_fills_much_more_than_its_calls_have_taken_is_cut_off() {

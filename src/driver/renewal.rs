@@ -278,7 +278,7 @@ impl Client {
                 Some(_) => state = self.wait_once(state, waiter, &mut condition, deadline, mask),
             }
         };
-        state.leave(waiter);
+        state.hand_over();
         outcome.map(|()| state)
     }
 

@@ -123,6 +123,7 @@ impl Reverse {
                     state.calls.servant = Some(own.clone());
                 }
                 state = sleep(&own, state, deadline.min(now + STAND_IN));
+                state.calls.sleepers.remove(&waiter);
                 state.retry();
                 if mine {
                     state.calls.servant = None;
@@ -133,10 +134,7 @@ impl Reverse {
     }
 
     /// This thread waits no more: somebody else drives, and the loop hears of what is left for it.
-    fn leave(&self, mut state: MutexGuard<'_, Server>, waiter: Option<Waiter>) {
-        if let Some(waiter) = waiter {
-            state.calls.sleepers.remove(&waiter);
-        }
+    fn leave(&self, mut state: MutexGuard<'_, Server>) {
         if state.driver.is_none() {
             state.calls.wake_one();
         }
@@ -346,7 +344,7 @@ impl Requester for Reverse {
             stats::add(Counter::Orphans, 1);
             Err(Error::new(Kind::Timeout, text))
         });
-        self.leave(state, Some(waiter));
+        self.leave(state);
         outcome
     }
 
@@ -364,7 +362,7 @@ impl Requester for Reverse {
         }
         state.send();
         let peer = state.peer();
-        self.leave(state, None);
+        self.leave(state);
         peer
     }
 
@@ -380,7 +378,7 @@ impl Requester for Reverse {
         state.settle();
         state = self.wait_for(&server, state, waiter, deadline, mask);
         let outcome = state.calls.requests.take(number);
-        self.leave(state, Some(waiter));
+        self.leave(state);
         outcome
     }
 

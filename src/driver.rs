@@ -71,9 +71,11 @@ use spin::{Patience, Spin};
 /// the active side for a startup.
 pub const START_TIMEOUT: Duration = Duration::from_secs(10);
 
-/// How long a connection has for its first reply before a call that timed out, and holds the only credit of it, has it
-/// replaced. A server that is slower than the calls' time would see a new connection with each of them.
-const FIRST_REPLY: Duration = Duration::from_secs(2);
+/// How long a connection that follows one without a reply has for its first reply, before a call that timed out, and holds
+/// the only credit, has it replaced; twice as long after each further one. A server that is slower than the calls' time
+/// would see a new connection with each of them.
+const FIRST_REPLY: Duration = Duration::from_millis(50);
+const FIRST_REPLY_MAX: Duration = Duration::from_secs(2);
 
 /// When a peer that has not answered the first call is nudged, and how often: Linux's siw may overlook what comes right
 /// behind its answer to the startup until more comes.
@@ -121,6 +123,8 @@ pub struct Link {
     device: Box<dyn QueuePair>,
     memory: Arc<Memory>,
     born: Instant,
+    /// For how long calls that nobody waits for may hold the only credit of a connection without a reply.
+    first_reply: Duration,
     /// The peer has sent something.
     heard: bool,
     /// Somebody takes the requests up; else they are answered here: the program is not served.
@@ -449,6 +453,7 @@ impl Link {
             device,
             memory,
             born: Instant::now(),
+            first_reply: Duration::ZERO,
             heard: false,
             serves: role == Role::Server,
             talk_max: backlog::TALK,
@@ -509,15 +514,22 @@ impl Link {
         self.engine.may_fall_back().then(|| self.born + OFFER_TIMEOUT)
     }
 
-    /// When a connection whose only credit is held for ever is given up.
-    fn patience_ends(&self) -> Option<Instant> {
-        let waits = self.engine.holds_back() && !self.engine.knows_credits();
-        waits.then(|| self.born + FIRST_REPLY)
+    /// Until when the first reply is waited for though calls that nobody waits for hold the only credit.
+    fn first_reply_due(&self) -> Option<Instant> {
+        (self.engine.starved() && !self.engine.knows_credits()).then(|| self.born + self.first_reply)
     }
 
     /// Whether only a new connection brings credits.
     fn starved(&self) -> bool {
-        self.engine.starved() && (self.engine.knows_credits() || self.born + FIRST_REPLY <= Instant::now())
+        self.engine.starved() && self.first_reply_due().is_none_or(|due| due <= Instant::now())
+    }
+
+    /// What the connection that follows this one has for its first reply.
+    fn first_reply_of_next(&self) -> Duration {
+        match self.engine.knows_credits() {
+            true => Duration::ZERO,
+            false => (2 * self.first_reply).clamp(FIRST_REPLY, FIRST_REPLY_MAX),
+        }
     }
 
     /// Carries out what the engine wants.
@@ -1150,7 +1162,7 @@ impl Client {
         }
         let nudges = state.nudges < NUDGES && !state.link.heard;
         let link = &state.link;
-        let until = [link.offer_ends(), link.retry_at(), link.patience_ends()].into_iter().flatten().min();
+        let until = [link.offer_ends(), link.retry_at(), link.first_reply_due()].into_iter().flatten().min();
         let mut fds = vec![PollFd::new(fd, true, events & sys::OUT != 0)];
         fds.extend(state.alarm_fd().map(|alarm| PollFd::new(alarm, true, false)));
         drop(state);

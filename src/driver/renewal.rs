@@ -222,8 +222,9 @@ impl Client {
         let link = Link::new(Role::Client, self.config, state.wishes.versions, device, &memory(self.config));
         stats::add(Counter::Reconnects, 1);
         let offered = state.link.engine.version().is_none();
+        let first_reply = state.link.first_reply_of_next();
         // Nothing is left in the old one: it was closed, and what it had was handed out, before anybody began to connect.
-        state.link = link;
+        state.link = Link { first_reply, ..link };
         state.identity = process::identify(self.fd);
         state.nudges = 0;
         state.greetings.clear();
@@ -739,6 +740,7 @@ mod tests {
             let end = soon();
             while call(&client, Instant::now() + Duration::from_millis(5)).is_err() {
                 assert!(Instant::now() < end, "none of them has come through");
+                client.lock().link.first_reply = PATIENCE;
             }
             assert_eq!(client.connections(), 2);
             sys::shutdown(socket.as_raw_fd());
@@ -793,28 +795,40 @@ mod tests {
 
     /// Else a server that is slower than the calls' time would see a new connection with each of them.
     #[test]
-    fn a_connection_has_time_for_its_first_reply_although_the_first_call_has_timed_out() {
+    fn a_connection_that_follows_one_without_a_reply_has_time_for_its_first_reply() {
         let (listener, socket, config) = connect(config(2));
         let (tell, go_on) = mpsc::channel();
         scope(|scope| {
             let _hangup = Hangup(&socket);
             scope.spawn(move || {
-                let peer = Peer::accept(&listener, config);
-                let first = peer.next().unwrap();
+                let first = Peer::accept(&listener, config);
+                let _never_answered = first.next().unwrap();
+                let second = Peer::accept(&listener, config);
+                let request = second.next().unwrap();
                 go_on.recv().unwrap();
-                peer.answer(first);
-                peer.serve();
+                second.answer(request);
+                second.serve();
             });
             let client = open(&socket, config);
-            // However slow this machine is.
-            client.lock().link.born += PATIENCE;
+            let end = soon();
+            while client.connections() < 2 {
+                orphan(&client);
+                assert!(Instant::now() < end, "the first connection stays");
+            }
+            {
+                let link = &mut client.lock().link;
+                assert!(link.first_reply == FIRST_REPLY && link.first_reply_of_next() == 2 * FIRST_REPLY);
+                // However slow this machine is.
+                link.first_reply = PATIENCE;
+            }
             for _ in 0..5 {
                 orphan(&client);
             }
-            assert_eq!(client.connections(), 1);
+            assert_eq!(client.connections(), 2);
             tell.send(()).unwrap();
             call(&client, soon()).unwrap();
-            assert_eq!(client.connections(), 1);
+            assert_eq!(client.connections(), 2);
+            assert_eq!(client.lock().link.first_reply_of_next(), Duration::ZERO);
         });
     }
 
@@ -829,6 +843,7 @@ mod tests {
                 Peer::accept(&listener, config).serve();
             });
             let client = open(&socket, config);
+            client.lock().link.first_reply = Duration::from_millis(300);
             orphan(&client);
             // No time of the waiting call ends what it waits for.
             call(&client, Instant::now() + 10 * PATIENCE).unwrap();

@@ -108,8 +108,14 @@ nfs41: all
 check:
 	@bash tests/packages.sh check
 	@$(MAKE) --no-print-directory check-here
-check-here: check-source check-rust check-exports check-c
+# valgrind takes one processor for as long as what goes beside it takes the other.
+check-here: all
+	@$(MAKE) --no-print-directory -j2 check-valgrind check-beside
 	@for script in $(SCRIPTS); do echo "== $$script"; bash $$script || exit 1; done
+
+# In this order, one after the other.
+check-beside:
+	@$(MAKE) --no-print-directory -j1 check-source check-rust check-exports check-c
 
 # The tests of cargo need the library: bad_peers preloads it.
 check-source: all
@@ -128,7 +134,10 @@ check-exports: all
 	c-tests/exports.sh $(LIBRARY)
 
 check-c: all
-	bash c-tests/check.sh
+	bash c-tests/check.sh tcp redirect rdma placed two linked asan
+
+check-valgrind: all
+	bash c-tests/check.sh valgrind
 
 check-bad-peers: all
 	BAD_PEERS=full $(CARGO) test $(CARGOFLAGS) $(FEATURES) --test bad_peers
@@ -150,8 +159,7 @@ clean:
 	$(CARGO) clean
 	rm -rf build
 
-.PHONY: all install demo demo-here nfs3 nfs41 check check-here check-source check-rust check-exports check-c check-long \
+.PHONY: all install demo demo-here nfs3 nfs41 check check-here check-beside check-source check-rust check-exports \
+    check-c check-valgrind check-long \
     check-long-here check-bad-peers check-vm bench clean FORCE
 .DELETE_ON_ERROR:
-# The steps of check depend on their order.
-.NOTPARALLEL:

@@ -15,9 +15,9 @@ trap 'rm -rf "$scratch"' EXIT
 failed=0
 
 leg() { # NAME COMMAND...
-    local name=$1; shift
+    local name=$1 start=$SECONDS; shift
     if "$@" >"$scratch/$name" 2>&1; then
-        echo "ok    C tests, $name: $(tail -n 1 "$scratch/$name")"
+        echo "ok    C tests, $name: $(tail -n 1 "$scratch/$name") ($((SECONDS - start)) s)"
     else
         failed=$((failed + 1))
         grep -v '^ok' "$scratch/$name"

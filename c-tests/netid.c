@@ -13,6 +13,8 @@
  *   netid rpc_call HOST NETTYPE      rpc_call of procedure 1, which adds one
  *   netid rpcbind NETID              rpcbind itself: by name, by rpcb_getaddr and by its address
  *   netid serve_on NETID             svc_tp_create, so on this netid only; prints READY
+ *   netid connected NETID            a CLIENT on a socket that the program has connected to where NETID is registered
+ *   netid accepted                   svc_tli_create on a socket that the program has accepted, as from inetd
  */
 #include <fcntl.h>
 #include <netinet/in.h>
@@ -110,6 +112,44 @@ static int rpcbind(const char *netid)
     list = rpcb_getmaps(nconf, "127.0.0.1");
     printf("its list: %s\n", list ? "there" : "none");
     return 0;
+}
+
+static int connected(const char *netid)
+{
+    struct timeval timeout = {5, 0};
+    struct netconfig *nconf = getnetconfigent("rdma"), *registered = getnetconfigent(netid);
+    struct sockaddr_in there;
+    struct netbuf address = {sizeof there, 0, &there};
+    int fd = socket(AF_INET, SOCK_STREAM, 0);
+    CLIENT *client;
+
+    NEED(rpcb_getaddr(PROG, 1, registered, &address, "127.0.0.1"));
+    NEED(connect(fd, (struct sockaddr *)&there, sizeof there) == 0);
+    client = clnt_tli_create(fd, nconf, &address, PROG, 1, 0, 0);
+    if (client == NULL) {
+        puts(clnt_spcreateerror("connected"));
+        return 1;
+    }
+    puts(clnt_sperrno(clnt_call(client, 0, (xdrproc_t)xdr_void, NULL, (xdrproc_t)xdr_void, NULL, timeout)));
+    clnt_destroy(client);
+    return 0;
+}
+
+static int accepted(void)
+{
+    struct sockaddr_in at = {.sin_family = AF_INET, .sin_addr.s_addr = htonl(INADDR_LOOPBACK)};
+    socklen_t size = sizeof at;
+    int fd = socket(AF_INET, SOCK_STREAM, 0), peer = socket(AF_INET, SOCK_STREAM, 0), one;
+    SVCXPRT *xprt;
+
+    NEED(bind(fd, (struct sockaddr *)&at, size) == 0 && listen(fd, 1) == 0);
+    NEED(getsockname(fd, (struct sockaddr *)&at, &size) == 0);
+    NEED(connect(peer, (struct sockaddr *)&at, size) == 0);
+    one = accept(fd, NULL, NULL);
+    xprt = svc_tli_create(one, getnetconfigent("rdma"), NULL, 0, 0);
+    puts(xprt == NULL ? clnt_spcreateerror("accepted") : "made");
+    NEED(fcntl(one, F_GETFD) != -1);
+    return xprt == NULL;
 }
 
 static int serve_on(const char *netid)
@@ -222,6 +262,10 @@ int main(int argc, char **argv)
     }
     if (strcmp(what, "serve_on") == 0 && argc > 2)
         return serve_on(argv[2]);
+    if (strcmp(what, "connected") == 0 && argc > 2)
+        return connected(argv[2]);
+    if (strcmp(what, "accepted") == 0)
+        return accepted();
     if (strcmp(what, "rpcbind") == 0 && argc > 2)
         return rpcbind(argv[2]);
     if (strcmp(what, "call") == 0 && argc > 4) {

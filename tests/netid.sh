@@ -198,6 +198,28 @@ grep -q 'not listening at 0.0.0.0:20111 beside the datagram transport: .* netid 
 stop "$server"; stop "$other"
 rpcinfo -d $program 1 2>/dev/null
 
+# Nothing but adapters: neither a socket that a program has connected or accepted, nor what a server accepts.
+only="RPCRDMA_PROVIDER=verbs RPCRDMA_LOG=error"
+serve -- rdma
+check "a CLIENT on a connected socket" '^RPC: Success' run ./netid connected rdma
+check "a transport on an accepted one" '^made' run ./netid accepted
+check "a transport on an accepted one, nothing but adapters" \
+    'accepted: RPC: .*; it is a TCP connection, and RPCRDMA_PROVIDER=verbs takes nothing but adapters' run env $only ./netid accepted
+if [ -n "$(ls /sys/class/infiniband 2>/dev/null)" ]; then skip "nothing but adapters, without one" "this machine has one"; else
+    none='this machine has no RDMA device; RPCRDMA_PROVIDER=auto does without'
+    check "no adapter: a CLIENT on a connected socket" "connected: RPC: .*; no RDMA connection to [0-9.:]+: $none" \
+        run env $only ./netid connected rdma
+    stop "$server"
+    check "no adapter: no server" "error: $none.*svc_create: RPC: .*; $none" run env $only timeout 20 ./netid serve rdma
+    serve RPCRDMA_REDIRECT=tcp $only -- tcp
+    check "no adapter: a moved server is there over tcp, and only there" '^tcp [0-9.]+ tcp6 [0-9:.]+ $' rows
+    check "and says so" "error: program $program version 1 is not registered on netid rdma: $none" cat "$scratch/server.log"
+    check "a stock client of it" '^tcp: RPC: Success' ./netid call 127.0.0.1 1 tcp
+    check "no RDMA over its TCP connections" 'connected: RPC: .*; no RDMA connection to .* during the MPA startup' \
+        run ./netid connected tcp
+fi
+stop "$server"; rpcinfo -d $program 1 2>/dev/null
+
 # Linked instead of preloaded: the outer names keep the library needed.
 if cc -o linked "$top/c-tests/netid.c" $(pkg-config --cflags libtirpc) -L"$(dirname "$LIBRPCRDMA")" \
     -Wl,-rpath,"$(dirname "$LIBRPCRDMA")" -lrpcrdma -ltirpc 2>cc.log; then

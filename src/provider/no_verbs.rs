@@ -26,6 +26,14 @@ pub fn present(_iwarp: bool) -> bool {
 }
 
 /// There is none.
+///
+/// # Errors
+/// Always.
+pub fn some_device(_iwarp: bool) -> Result<(), Error> {
+    Err(not_built_in())
+}
+
+/// There is none.
 pub fn shares_ports() -> bool {
     false
 }

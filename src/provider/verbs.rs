@@ -99,11 +99,16 @@ pub fn present(iwarp: bool) -> bool {
     devices().any(|rnic| iwarp || !rnic)
 }
 
-fn some_device(iwarp: bool) -> Result<(), Error> {
+/// The same, as a result.
+///
+/// # Errors
+/// `ENODEV`, with a text that says what to do.
+pub fn some_device(iwarp: bool) -> Result<(), Error> {
     if present(iwarp) {
         return Ok(());
     }
-    Err(Error::new(Kind::Os(libc::ENODEV), "this machine has no RDMA device"))
+    let text = "this machine has no RDMA device; RPCRDMA_PROVIDER=auto does without";
+    Err(Error::new(Kind::Os(libc::ENODEV), text))
 }
 
 /// Whether there is a device that shares its ports with TCP.

@@ -5,8 +5,8 @@
 //! first poll of the program's loop, which `server::progress` sees to. From then on a transport of our own wakes the
 //! loop when a peer connects.
 //!
-//! With `RPCRDMA_PROVIDER=verbs` the program's own listening socket gives way to iWARP devices, if there is one: they
-//! cannot share its port.
+//! With `RPCRDMA_PROVIDER=verbs` nothing else is served. A listener on netid "rdma" is not made then where there is no device,
+//! and its socket gives way to iWARP devices, if there is one: they cannot share its port.
 //!
 //! # Invariants
 //! - On a machine without a device nothing here happens: nothing is opened, no transport is registered.
@@ -77,12 +77,26 @@ pub fn beside(fd: RawFd, rdma_only: bool, config: &Config) {
     }
 }
 
+/// Whether there is something to serve over: only adapters may be used, say, and there is one.
+///
+/// # Errors
+/// There is none.
+pub fn may_serve(config: &Config) -> Result<(), Error> {
+    if config.provider == Provider::Verbs { verbs::some_device(true) } else { Ok(()) }
+}
+
 /// Serves the address of a listening socket of netid "rdma" on adapters too; or instead, where iWARP devices are to be
 /// used and there is one: its descriptor stays then, and is never ready.
 ///
 /// # Errors
-/// The system refuses; the socket is as it was, or closed to connections.
+/// The system refuses, or only adapters may be used and none can be: the socket is as it was, or closed to connections.
 pub fn listen(address: SocketAddr, fd: RawFd, config: &Config) -> Result<(), Error> {
+    may_serve(config)?;
+    if config.provider == Provider::Verbs && address.ip().to_canonical().is_loopback() {
+        let text =
+            format!("{address} is no address of an adapter, and RPCRDMA_PROVIDER=verbs takes no other");
+        return Err(Error::new(Kind::Os(libc::EADDRNOTAVAIL), text));
+    }
     if config.provider != Provider::Verbs || !verbs::shares_ports() {
         beside(fd, true, config);
         return Ok(());

@@ -265,7 +265,8 @@ enum Failure {
 
 /// Makes the connection, over an adapter or as software iWARP on the socket.
 ///
-/// Where both may do, the adapter has a start: an InfiniBand or RoCE device on the way says nothing about the peer's
+/// Where only adapters may be used, so it is for a socket that the program has connected; otherwise that is what it goes
+/// over. Where both may do, the adapter has a start: an InfiniBand or RoCE device on the way says nothing about the peer's
 /// end, and a peer that has none may never answer. What has won is remembered for a while.
 fn open(
     fd: c_int,
@@ -278,8 +279,8 @@ fn open(
     let mask = Some(signals.before());
     let timeout = if intent == Intent::Try { TRY_TIMEOUT } else { START_TIMEOUT };
     let mut adapter = None;
-    if !connected && Attempt::is_possible(config) && peers::known(to) != Some(Speaks::Iwarp) {
-        let only = config.provider == Provider::Verbs;
+    let only = config.provider == Provider::Verbs;
+    if only || (!connected && Attempt::is_possible(config) && peers::known(to) != Some(Speaks::Iwarp)) {
         let patience = if only { timeout } else { ADAPTER_START };
         let deadline = Instant::now() + patience;
         let refused_until = Instant::now() + LISTENS_LATE;
@@ -297,7 +298,13 @@ fn open(
             }
         };
         match started {
-            Ok((attempt, true)) => return Ok(attempt.into_client(fd)),
+            Ok((attempt, true)) => {
+                if connected {
+                    // As any other that goes over an adapter it is no more than the name of the connection now.
+                    socket::disconnect(fd).map_err(|error| Failure::Start(error.into()))?;
+                }
+                return Ok(attempt.into_client(fd));
+            }
             Ok((_, false)) if only => {
                 let text = "the peer did not answer over verbs in time";
                 return Err(Failure::Start(Error::new(Kind::Timeout, text)));

@@ -372,11 +372,14 @@ pub unsafe extern "C" fn svc_tli_create(
             // SAFETY: NULL, or just made and given to nobody yet.
             if let Some(made) = unsafe { ffi::reference(xprt) } {
                 let bound = made.xp_fd;
-                if !socket::listens(bound) {
-                    // A connected descriptor, as from inetd: its one connection is the transport.
+                // A connected descriptor, as from inetd: its one connection is the transport.
+                let connected = !socket::listens(bound);
+                let served = if connected { server::may_accept(config) } else { listen(bound) };
+                if served.is_ok() && connected {
                     // SAFETY: as above; it is registered.
                     unsafe { server::watch(xprt, true) };
-                } else if let Err(error) = listen(bound) {
+                }
+                if let Err(error) = served {
                     listeners::remove(bound);
                     // SAFETY: as above, and used no more.
                     unsafe { server::discard(xprt, fd == RPC_ANYFD) };
@@ -481,6 +484,10 @@ pub unsafe extern "C" fn rpcb_set(
         let (Some(local), true, Some(inside)) = (local, moves(stock, prog), Inside::enter()) else {
             return Ok(set);
         };
+        if let Err(error) = adapters::may_serve(config::get()?) {
+            log_error!("program {prog} version {vers} is not registered on netid rdma: {error}");
+            return Ok(set);
+        }
         if datagrams(stock) {
             beside::registered(netid, local, prog, vers);
             BESIDE.add(local.port());

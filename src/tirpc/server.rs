@@ -35,7 +35,7 @@ use std::sync::{Arc, Mutex, MutexGuard, OnceLock, TryLockError, Weak};
 use std::time::{Duration, Instant};
 
 use crate::binding::Binding;
-use crate::config;
+use crate::config::{self, Config, Provider};
 use crate::connection::{Request, RequestId};
 use crate::driver::reverse::Hooks;
 use crate::driver::{Next, Responder, Server, Shared, Wait, send_rest, service_loop};
@@ -237,6 +237,18 @@ pub unsafe fn discard(xprt: *mut SVCXPRT, with_descriptor: bool) {
     }
 }
 
+/// Whether RDMA is served over TCP connections.
+///
+/// # Errors
+/// It is not.
+pub fn may_accept(config: &Config) -> Result<(), Error> {
+    if config.provider == Provider::Verbs {
+        let text = "it is a TCP connection, and RPCRDMA_PROVIDER=verbs takes nothing but adapters";
+        return Err(Error::new(Kind::Invalid, text));
+    }
+    Ok(())
+}
+
 /// Puts a transport of our own in the place of a stock connection.
 ///
 /// # Safety
@@ -245,8 +257,10 @@ unsafe fn convert(stock: *mut SVCXPRT, fd: c_int, rdma_only: bool) -> Result<(),
     if loop_has_ended() {
         return Err(Error::new(Kind::Invalid, "svc_exit() has ended the service loop"));
     }
+    let config = config::get()?;
+    may_accept(config)?;
     let expendable = idle::is_expendable(fd);
-    let server = Server::accept(fd, config::get()?)?;
+    let server = Server::accept(fd, config)?;
     // Destroying closes the descriptor and unregisters by its number: it gets another one of the same socket.
     let other = socket::duplicate(fd)?;
     // SAFETY: alive (contract).

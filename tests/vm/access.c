@@ -2,6 +2,7 @@
  *
  *   access serve NETID ADDRESS PORT [INTERFACE]   serves until it is ended; READY PORT, then a line for each call
  *   access call NETID ADDRESS PORT [PROCEDURE]    calls it, with a CLIENT of its own; the outcome in one line
+ *   access connected NETID ADDRESS PORT           the same on a socket that it has connected itself
  *
  * ADDRESS is that of the listening socket, which INTERFACE binds to a device too. Nothing is registered with rpcbind.
  * Procedure 1 has the server unregister and close its listener; it goes on with the connections that it has. */
@@ -65,10 +66,16 @@ int main(int argc, char **argv)
     socklen_t length = parsed(&at, argv[3], argv[4]);
     if (netid == NULL)
         errx(1, "no netid %s", argv[2]);
-    if (strcmp(argv[1], "call") == 0) {
+    if (strcmp(argv[1], "serve") != 0) {
         struct netbuf address = {sizeof at, length, &at};
         struct timeval limit = {.tv_sec = 5};
-        CLIENT *client = clnt_tli_create(RPC_ANYFD, netid, &address, PROGRAM, VERSION, 0, 0);
+        int own = RPC_ANYFD;
+        if (strcmp(argv[1], "connected") == 0) {
+            own = socket(at.ss_family, SOCK_STREAM, 0);
+            if (connect(own, (struct sockaddr *)&at, length) != 0)
+                err(1, "connect");
+        }
+        CLIENT *client = clnt_tli_create(own, netid, &address, PROGRAM, VERSION, 0, 0);
         if (client == NULL) {
             printf("refused: %s\n", clnt_spcreateerror("no CLIENT"));
             return 1;

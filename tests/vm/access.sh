@@ -99,5 +99,14 @@ serve 0.0.0.0
 expect "RPCRDMA_REDIRECT_ADAPTERS=no, tcp" "$(call tcp $address)" served
 expect "RPCRDMA_REDIRECT_ADAPTERS=no, an adapter" "$(call verbs $address)" refused
 stop "$server"
+
+# Nothing but adapters.
+SETTINGS=RPCRDMA_PROVIDER=verbs
+NETID=rdma serve 0.0.0.0
+expect "nothing but adapters: software iWARP" "$(call iwarp $address)" refused
+expect "nothing but adapters: a socket that the client has connected" "$(${way[verbs]} timeout 30 "$program" connected rdma $address 7700)" served
+expect "nothing but adapters: the server has seen one call" "$(grep -c 'accepted .* over rdma (verbs' "$log")" 1
+stop "$server"
+unset SETTINGS
 device_down
 closing

@@ -8,7 +8,8 @@
 #include <rpc/rpc.h>
 
 // clnt_control: sets the longest reply that later calls of a CLIENT make room for, in bytes of results.
-// Takes a pointer to size_t, of at most 1 GiB. The default is the setting max_reply: 16 MiB, over an adapter 256 KiB.
+// Takes a pointer to size_t, of at most 1 GiB. The default is the setting max_reply: 16 MiB, over an adapter 256 KiB
+// for a program with bindings.
 #define CLSET_RDMA_MAXREPLY 1380207873
 
 // clnt_control: gets the longest reply that calls of a CLIENT make room for, as a size_t. FALSE says that the

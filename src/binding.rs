@@ -301,6 +301,12 @@ impl Registry {
         procedures.get(&(program, version, procedure)).cloned()
     }
 
+    /// Whether any procedure of the program has a binding.
+    pub fn knows(&self, program: u32, version: u32) -> bool {
+        let procedures = self.procedures.read().unwrap_or_else(PoisonError::into_inner);
+        procedures.keys().any(|(one, other, _)| (*one, *other) == (program, version))
+    }
+
     /// Adds the procedures of a text in the form of rpcrdma-bindings(5); returns why the other lines are not
     /// understood, each as "NAME:LINE: reason". Replaces what was said of a procedure before, by other texts or
     /// the program.

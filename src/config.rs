@@ -305,7 +305,8 @@ const TABLE: &[Setting] = &[
         env: "RPCRDMA_MAX_REPLY",
         key: "max_reply",
         default: "auto",
-        meaning: "longest reply that a client makes room for, in result bytes; 1K to 1G, auto: 16M, on adapters 256K",
+        meaning: "longest reply that a client makes room for, in result bytes; 1K to 1G, auto: 16M, on adapters 256K for \
+                  programs with bindings",
         set: |config, value| or_auto(value, message_size).map(|bytes| config.max_reply = bytes),
     },
     Setting {
@@ -462,7 +463,8 @@ const BINDINGS: &str = "/etc/rpcrdma.d";
 const PREFIX: &str = "RPCRDMA_";
 const RPCBIND: u32 = 100_000;
 
-/// Longest replies where nothing else is said: on an adapter their memory is locked for as long as a call takes.
+/// Longest replies where nothing else is said: on an adapter their memory is locked, so that a program with bindings, which
+/// tell how long its long ones are, gets less.
 const MAX_REPLY: usize = 16 << 20;
 const MAX_REPLY_ADAPTER: usize = 256 << 10;
 

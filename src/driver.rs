@@ -35,7 +35,7 @@ use crate::connection::{
     Connection, Expect, Output, RPC_HEADER_MAX, Request, RequestId, Role, Settings, receive_margin,
 };
 use crate::error::{Error, Kind, os_text};
-use crate::memory::{Buf, Loan, Memory, Message, Region, Sink};
+use crate::memory::{AREAS_MAX, Areas, Buf, Loan, Memory, Message, Region, Sink, areas};
 use crate::process::{self, Identity};
 use crate::provider::iwarp::{self, Iwarp, Options};
 use crate::provider::{Completion, QueuePair, WorkRequest, verbs};
@@ -432,7 +432,7 @@ impl Link {
             Some(slabs) => (config.receive_sizes(true).0, slabs.size()),
             None => config.receive_sizes(false),
         };
-        let memory = memory.connection(device.slabs());
+        let memory = memory.connection(device.slabs(), device.areas());
         let settings = Settings {
             credits,
             receives: limits.receives,
@@ -814,15 +814,57 @@ pub struct Client {
     /// Where it goes.
     to: Option<SocketAddr>,
     adapter: bool,
+    room: Room,
     config: &'static Config,
     memory: Arc<Memory>,
     state: Mutex<Waiting>,
+}
+
+/// The room for replies on a connection over an adapter, where no setting says.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Room {
+    /// Little: the calls of the program that have long replies have bindings, it is to be hoped.
+    Little,
+    /// As much as over any other device: the program has no bindings.
+    Same,
+}
+
+impl Room {
+    /// Memory for it, which the connection has from its beginning.
+    ///
+    /// # Errors
+    /// `ENOMEM`: so much cannot be locked. Where nothing but adapters may be used, it is less then.
+    fn areas(self, config: &Config, most: usize) -> Result<Option<Arc<Areas>>, Error> {
+        if self == Room::Little || config.max_reply.is_some() {
+            return Ok(None);
+        }
+        let whole = config.max_reply(false) + REPLY_HEADER;
+        if let Some(areas) = Areas::new(whole, most)? {
+            return Ok(Some(areas));
+        }
+        let left = areas::left(most);
+        if config.provider == Provider::Verbs {
+            let less = left & !4095;
+            return if less > config.max_reply(true) { Ok(Areas::new(less, most)?) } else { Ok(None) };
+        }
+        let text = format!(
+            "{whole} bytes for replies cannot be locked, for which {left} are left of {most}: {}",
+            verbs::NEEDS_ROOM
+        );
+        Err(Error::new(Kind::Os(libc::ENOMEM), text))
+    }
+
+    /// Bytes that this process may lock for replies: what slabs leave.
+    fn most() -> usize {
+        sys::lockable().map_or(AREAS_MAX, |bytes| AREAS_MAX.min(bytes - bytes / 2))
+    }
 }
 
 /// A connection over an adapter that is being made.
 pub struct Attempt {
     device: Box<dyn QueuePair>,
     to: SocketAddr,
+    room: Room,
     config: &'static Config,
 }
 
@@ -839,9 +881,10 @@ impl Attempt {
     /// Starts it.
     ///
     /// # Errors
-    /// No adapter leads there.
-    pub fn start(to: SocketAddr, config: &'static Config) -> Result<Attempt, Error> {
-        Ok(Attempt { device: verbs::connect(to, &adapter_options(config))?, to, config })
+    /// No adapter leads there. `ENOMEM`: there may be one, but not the room.
+    pub fn start(to: SocketAddr, room: Room, config: &'static Config) -> Result<Attempt, Error> {
+        let areas = room.areas(config, Room::most())?;
+        Ok(Attempt { device: verbs::connect(to, &adapter_options(config), areas)?, to, room, config })
     }
 
     /// Waits for its end. False when it has none by `deadline`.
@@ -854,10 +897,10 @@ impl Attempt {
 
     /// The connection, when `wait` has said that it is there. `fd` is the socket that it is known by.
     pub fn into_client(self, fd: RawFd) -> Arc<Client> {
-        let Attempt { device, to, config } = self;
+        let Attempt { device, to, room, config } = self;
         let memory = memory(config);
         let link = Link::new(Role::Client, config, versions(config), device, &memory);
-        Client::with(fd, Some(to), true, config, link)
+        Client::with(fd, Some(to), Some(room), config, link)
     }
 }
 
@@ -918,16 +961,17 @@ impl Client {
         // Now: a peer that resets the connection at once leaves a socket without an address.
         let to = socket::peer(fd);
         let link = Client::start(fd, config, versions(config), deadline, mask)?;
-        Ok(Client::with(fd, to, false, config, link))
+        Ok(Client::with(fd, to, None, config, link))
     }
 
     fn with(
         fd: RawFd,
         to: Option<SocketAddr>,
-        adapter: bool,
+        adapter: Option<Room>,
         config: &'static Config,
         link: Link,
     ) -> Arc<Client> {
+        let (adapter, room) = (adapter.is_some(), adapter.unwrap_or(Room::Same));
         let memory = link.memory.clone();
         let state = Waiting {
             link,
@@ -949,7 +993,7 @@ impl Client {
                 receive_size: None,
             },
         };
-        Arc::new(Client { fd, to, adapter, config, memory, state: Mutex::new(state) })
+        Arc::new(Client { fd, to, adapter, room, config, memory, state: Mutex::new(state) })
     }
 
     fn start(
@@ -1326,7 +1370,9 @@ impl Requester for Client {
     }
 
     fn max_reply(&self, config: &Config) -> usize {
-        config.max_reply(self.adapter)
+        let areas = config.max_reply.is_none().then(|| self.lock().link.device.areas()).flatten();
+        let room = areas.map(|areas| config.max_reply(false).min(areas.size() - REPLY_HEADER));
+        room.unwrap_or_else(|| config.max_reply(self.adapter))
     }
 }
 
@@ -1483,6 +1529,34 @@ mod tests {
             assert_eq!(told.remote_invalidation, remote_invalidation);
             assert_eq!(adapter_options(&config).remote_invalidation, remote_invalidation);
         }
+    }
+
+    #[test]
+    fn a_program_without_bindings_has_the_same_room_over_an_adapter_or_is_told_what_lacks() {
+        let _alone = areas::ALONE.lock().unwrap();
+        let config = |provider| Config { provider, ..Config::default() };
+        let (auto, only) = (config(Provider::Auto), config(Provider::Verbs));
+        let whole = (16 << 20) + REPLY_HEADER;
+        let size = |room: Room, config: &Config, most| {
+            room.areas(config, most).map(|areas| areas.map(|areas| areas.size()))
+        };
+        assert_eq!(size(Room::Same, &auto, whole).unwrap(), Some(whole));
+        assert_eq!(size(Room::Same, &only, whole).unwrap(), Some(whole));
+        assert_eq!(size(Room::Little, &auto, 0).unwrap(), None);
+        assert_eq!(
+            size(Room::Same, &Config { max_reply: Some(1024), ..config(Provider::Auto) }, 0).unwrap(),
+            None
+        );
+        let error = size(Room::Same, &auto, 4 << 20).unwrap_err();
+        assert_eq!(error.kind(), Kind::Os(libc::ENOMEM));
+        assert!(
+            error
+                .text()
+                .starts_with("16781312 bytes for replies cannot be locked, for which 4194304 are left")
+        );
+        // Nothing else is there then.
+        assert_eq!(size(Room::Same, &only, (4 << 20) + 5).unwrap(), Some(4 << 20));
+        assert_eq!(size(Room::Same, &only, 256 << 10).unwrap(), None);
     }
 
     #[test]

@@ -27,7 +27,8 @@
 //! Reply chunks remember which connection has written them: the next one gets them with zeros in place of what was
 //! written, so that no server can pass off another one's reply as its own, by claiming bytes that it has not written.
 //!
-//! A device that must know its memory beforehand gets it from [`Slabs`]: one mapping, cut into blocks of one length.
+//! A device that must know its memory beforehand gets it from [`Slabs`]: one mapping, cut into blocks of one length; and
+//! Reply chunks, if it can, from [`Areas`].
 //!
 //! Memory of the program takes the same forms for a time: [`Region::lend`] and [`Sink::lend`] wrap it, and a
 //! [`Loan`] tells when nobody names it any more. It never becomes a `Buf`, which could grow.
@@ -39,9 +40,11 @@
 //! - A `Loan` never makes another holder of its block.
 #![allow(unsafe_code)]
 
+pub mod areas;
 mod message;
 pub mod registered;
 
+pub use areas::Areas;
 pub use message::{Message, Pieces};
 
 use std::collections::HashMap;
@@ -138,6 +141,7 @@ impl Pool {
 #[derive(Clone)]
 pub struct Memory {
     slabs: Option<Arc<Slabs>>,
+    known_areas: Option<Arc<Areas>>,
     slab: Arc<Pool>,
     header: Arc<Pool>,
     message: Arc<Pool>,
@@ -164,6 +168,7 @@ impl Memory {
         let receives = slab(round_up(receive.max(1)));
         Arc::new(Memory {
             slabs: None,
+            known_areas: None,
             // A peer that takes none of its answers has us hold many: a page each, however long the Receives are.
             header: if receives.capacity == PAGE { receives.clone() } else { slab(PAGE) },
             slab: receives,
@@ -200,14 +205,14 @@ impl Memory {
         Arc::new(Memory { peer: held, ..self.clone() })
     }
 
-    /// The same memory for one connection, whose device may know `slabs`.
-    pub fn connection(&self, slabs: Option<Arc<Slabs>>) -> Arc<Memory> {
+    /// The same memory for one connection, whose device may know `slabs` and `known_areas`.
+    pub fn connection(&self, slabs: Option<Arc<Slabs>>, known_areas: Option<Arc<Areas>>) -> Arc<Memory> {
         static NEXT: AtomicU64 = AtomicU64::new(1);
         if let Some(slabs) = &slabs {
             slabs.larger.get_or_init(|| self.message.clone());
         }
         let (writer, own, longest) = (NEXT.fetch_add(1, Relaxed), Arc::default(), Arc::default());
-        Arc::new(Memory { slabs, writer, own, longest, ..self.clone() })
+        Arc::new(Memory { slabs, known_areas, writer, own, longest, ..self.clone() })
     }
 
     /// A block for one Receive: one that the device knows, if there is one left.
@@ -288,7 +293,8 @@ impl Memory {
     /// nothing counts may always: what a server holds up is at most its own, and one reply of any length finds room.
     pub fn has_room(&self, len: usize) -> bool {
         let counts = if self.slabs.is_some() { len } else { 1 };
-        self.own.bytes() == 0 || self.exposed.bytes().saturating_add(counts) <= AREAS_MAX
+        let lacks = self.known_areas.as_ref().is_some_and(|areas| areas.lacks(len));
+        self.own.bytes() == 0 || !lacks && self.exposed.bytes().saturating_add(counts) <= AREAS_MAX
     }
 
     /// Why `has_room` says no.
@@ -307,7 +313,8 @@ impl Memory {
     /// # Errors
     /// `ENOMEM`.
     pub fn reply_area(&self, len: usize) -> io::Result<Sink> {
-        let mut buf = self.areas.take_for(self.writer)?;
+        let known = self.known_areas.as_ref().and_then(|areas| areas.take(len));
+        let mut buf = known.map_or_else(|| self.areas.take_for(self.writer), Ok)?;
         buf.reserve(len)?;
         self.longest.fetch_max(len, Relaxed);
         let charge = Charge::new(&self.exposed, &self.own, self.slabs.is_none());
@@ -1190,7 +1197,7 @@ mod tests {
 
     fn peers(memory: &Memory) -> [Arc<Memory>; 3] {
         ["10.0.0.1", "10.0.0.2", "2001:db8::1"]
-            .map(|at| memory.of_peer(Some(at.parse().unwrap())).connection(None))
+            .map(|at| memory.of_peer(Some(at.parse().unwrap())).connection(None, None))
     }
 
     #[test]
@@ -1292,7 +1299,7 @@ mod tests {
     #[test]
     fn a_reply_chunk_counts_as_far_as_it_was_written() {
         let memory = Memory::new(4096, 64 << 20, 0);
-        let (first, other) = (memory.connection(None), memory.connection(None));
+        let (first, other) = (memory.connection(None, None), memory.connection(None, None));
         // Exposing costs nothing: many calls have room for long replies, here and elsewhere.
         let areas: Vec<Sink> = (0..100).map(|_| first.reply_area(64 << 20).unwrap()).collect();
         assert!(first.has_room(usize::MAX) && first.own.bytes() == 0);
@@ -1315,7 +1322,7 @@ mod tests {
     #[test]
     fn on_an_adapter_a_reply_chunk_counts_whole() {
         let memory = Memory::new(4096, 4096, 0);
-        let [first, other] = [(); 2].map(|()| memory.connection(Some(Slabs::new(4096, 1).unwrap())));
+        let [first, other] = [(); 2].map(|()| memory.connection(Some(Slabs::new(4096, 1).unwrap()), None));
         assert!(first.has_room(1 << 30), "one of any length");
         let whole = first.reply_area(AREAS_MAX - 10).unwrap();
         assert!(first.has_room(10) && !first.has_room(11) && other.has_room(1 << 30));
@@ -1328,7 +1335,7 @@ mod tests {
     #[test]
     fn only_a_server_that_fills_much_more_than_one_reply_floods_us() {
         let memory = Memory::new(4096, FLOOD, 0);
-        let [one, many, few] = [(); 3].map(|()| memory.connection(None));
+        let [one, many, few] = [(); 3].map(|()| memory.connection(None, None));
         let fill = |memory: &Memory, len: usize| {
             let area = memory.reply_area(len).unwrap();
             // What counts is the highest byte, and only its page is here.
@@ -1349,7 +1356,7 @@ mod tests {
     #[test]
     fn a_reply_chunk_shows_one_server_nothing_of_what_another_one_wrote() {
         let memory = Memory::new(4096, 4 << 20, 0);
-        let (first, other) = (memory.connection(None), memory.connection(None));
+        let (first, other) = (memory.connection(None, None), memory.connection(None, None));
         let written = |memory: &Memory, at: usize, bytes: &[u8]| {
             let area = memory.reply_area(4 << 20).unwrap();
             assert!(area.place(at, bytes));
@@ -1413,7 +1420,7 @@ mod tests {
         // One that grows leaves its place, and takes its bytes along.
         first.extend(&[8; PAGE]).unwrap();
         assert_eq!((first[4], first[5], slabs.left()), (7, 8, 1));
-        let memory = Memory::new(1000, 1000, 1000).connection(Some(slabs.clone()));
+        let memory = Memory::new(1000, 1000, 1000).connection(Some(slabs.clone()), None);
         let mut third = memory.slab().unwrap();
         assert_eq!((third.as_ptr().addr(), slabs.left()), (start, 0));
         assert!(memory.message().unwrap().capacity() > PAGE, "an ordinary one");

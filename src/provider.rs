@@ -20,7 +20,7 @@ use std::os::fd::RawFd;
 use std::sync::Arc;
 
 use crate::error::Error;
-use crate::memory::{Region, Sink, Slabs};
+use crate::memory::{Areas, Region, Sink, Slabs};
 use crate::wire::{Handle, Segment};
 
 pub mod fault;
@@ -109,6 +109,11 @@ pub trait QueuePair: Send {
 
     /// Memory that the device knows already: Receives must lie there, and what lies there is sent without a copy.
     fn slabs(&self) -> Option<Arc<Slabs>> {
+        None
+    }
+
+    /// The same for Reply chunks.
+    fn areas(&self) -> Option<Arc<Areas>> {
         None
     }
 

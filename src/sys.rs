@@ -371,6 +371,18 @@ pub fn memlock_limit() -> Option<usize> {
     if limit.rlim_cur == libc::RLIM_INFINITY { None } else { usize::try_from(limit.rlim_cur).ok() }
 }
 
+/// The same, for a process that may have the right to lock more than that.
+pub fn lockable() -> Option<usize> {
+    const CAP_IPC_LOCK: u32 = 14;
+    // struct __user_cap_header_struct, version 3, of the calling thread, and two struct __user_cap_data_struct: what is
+    // effective, permitted and inheritable, the lower half first.
+    let mut header = [0x2008_0522u32, 0];
+    let mut data = [0u32; 6];
+    // SAFETY: both may be written, and have the lengths that this version asks for.
+    let got = unsafe { libc::syscall(libc::SYS_capget, header.as_mut_ptr(), data.as_mut_ptr()) };
+    if got == 0 && data[0] & 1 << CAP_IPC_LOCK != 0 { None } else { memlock_limit() }
+}
+
 /// Some descriptors that are waited for as one.
 pub struct Readables {
     set: OwnedFd,

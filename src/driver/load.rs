@@ -63,7 +63,7 @@ fn join(
 ) -> Arc<Ends> {
     let [(active, first), (passive, second)] = devices.map(Fault::new);
     let link = Link::new(Role::Client, config, versions(config), Box::new(active), &memory(config));
-    let client = Client::with(fds[0], socket::peer(fds[0]), false, config, link);
+    let client = Client::with(fds[0], socket::peer(fds[0]), None, config, link);
     let mut server = Server::with(fds[1], Box::new(passive), false, None, config);
     server.receive();
     assert!(server.link().is_some(), "established");

@@ -42,7 +42,7 @@ impl Anew {
             return Err(Error::new(Kind::Os(libc::ENOTCONN), "the address of the peer is not known"));
         };
         if client.adapter {
-            return Ok(Anew::Adapter(Attempt::start(to, client.config)?.device));
+            return Ok(Anew::Adapter(Attempt::start(to, client.room, client.config)?.device));
         }
         let socket = sys::connect_beside(client.fd, to).map_err(|e| client.cannot_connect(e))?;
         Ok(Anew::Socket(socket, None))

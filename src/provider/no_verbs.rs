@@ -3,8 +3,10 @@
 
 use std::net::SocketAddr;
 use std::os::fd::RawFd;
+use std::sync::Arc;
 
 use crate::error::{Error, Kind};
+use crate::memory::Areas;
 use crate::provider::QueuePair;
 
 /// What a connection is made with.
@@ -19,6 +21,9 @@ pub struct Options {
     pub margin: u32,
     pub iwarp: bool,
 }
+
+/// See `verbs`.
+pub const NEEDS_ROOM: &str = "";
 
 /// There is none.
 pub fn present(_iwarp: bool) -> bool {
@@ -46,7 +51,11 @@ fn not_built_in() -> Error {
 ///
 /// # Errors
 /// Always.
-pub fn connect(_address: SocketAddr, _options: &Options) -> Result<Box<dyn QueuePair>, Error> {
+pub fn connect(
+    _address: SocketAddr,
+    _options: &Options,
+    _areas: Option<Arc<Areas>>,
+) -> Result<Box<dyn QueuePair>, Error> {
     Err(not_built_in())
 }
 

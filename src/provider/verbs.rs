@@ -8,7 +8,8 @@
 //! what is sent: no handle names them. What the peer may touch is exactly the bytes that one RPC names: through a memory
 //! window where the device has them, which the peer's Send may invalidate, else by a registration of their own. The
 //! program's memory is registered from 64 KiB on; what is shorter, or cannot be registered, is copied first. Slabs of
-//! all connections together take at most half of RLIMIT_MEMLOCK.
+//! all connections together take at most half of RLIMIT_MEMLOCK. A block of [`Areas`] is registered once, and each call gets
+//! a window of it.
 //!
 //! **Sends** go out unsignalled but for every eighth. What lies in slabs is gathered from there, a short message travels
 //! inside its request, all else is copied into a slab, or registered if it is longer than one: the peer may have
@@ -30,7 +31,7 @@ use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
 use std::time::{Duration, Instant};
 
 use crate::error::{Error, Kind};
-use crate::memory::{Buf, Region, Sink, Slabs};
+use crate::memory::{Areas, Buf, Region, Sink, Slabs};
 use crate::provider::{Completion, Limits, QueuePair, WorkId, WorkRequest};
 use crate::stats::{self, Counter};
 use crate::sys::{self, Readables};
@@ -70,6 +71,10 @@ const RESOLVE_MS: c_int = 5000;
 const BACKLOG: c_int = 128;
 /// Where no byte can be written, and none is.
 const NOWHERE: Segment = Segment { handle: Handle(0), length: 0, offset: 0 };
+/// What lets a program without it use an adapter.
+pub const NEEDS_ROOM: &str = "a program without bindings gets room for replies as long as over tcp; a binding, \
+                              RPCRDMA_MAX_REPLY (256K, say), or more locked memory (ulimit -l, LimitMEMLOCK=) lets it use \
+                              the adapter";
 /// Fewest credits that a connection is made with when memory is short.
 const CREDITS_MIN: u32 = 4;
 
@@ -364,13 +369,20 @@ pub struct Accepted {
     pub peer: Option<SocketAddr>,
 }
 
-/// Starts to connect to `address`; the startup is then to be driven to its end.
+/// Starts to connect to `address`; the startup is then to be driven to its end. `areas` are for Reply chunks, if the device
+/// can have them at once.
 ///
 /// # Errors
 /// rdma-core is missing, or no device leads to the address.
-pub fn connect(address: SocketAddr, options: &Options) -> Result<Box<dyn QueuePair>, Error> {
+pub fn connect(
+    address: SocketAddr,
+    options: &Options,
+    areas: Option<Arc<Areas>>,
+) -> Result<Box<dyn QueuePair>, Error> {
     some_device(options.iwarp)?;
-    Ok(Box::new(Verbs::request(address, options.clone())?))
+    let mut verbs = Verbs::request(address, options.clone())?;
+    verbs.areas = areas;
+    Ok(Box::new(verbs))
 }
 
 // ---------------------------------------------------------------------------------------------------- connection
@@ -379,7 +391,13 @@ pub fn connect(address: SocketAddr, options: &Options) -> Result<Box<dyn QueuePa
 struct Exposed {
     /// `None` for a registration's own key.
     window: Option<Window>,
-    registration: Registration,
+    memory: Memory,
+}
+
+enum Memory {
+    Own(Registration),
+    /// A part of one of [`Verbs::blocks`].
+    Area(#[expect(dead_code, reason = "held")] Sink),
 }
 
 enum Stage {
@@ -405,6 +423,9 @@ pub struct Verbs {
     id: Option<Id>,
     queues: Option<Queues>,
     exposed: HashMap<u32, Exposed>,
+    /// For Reply chunks, and those of its blocks that are registered.
+    areas: Option<Arc<Areas>>,
+    blocks: Vec<Registration>,
     /// Requests that make the keys of windows good, before anything that names them.
     binds: VecDeque<Work>,
     /// Windows that are bound to nothing.
@@ -477,6 +498,8 @@ impl Verbs {
             id: Some(id),
             queues: None,
             exposed: HashMap::new(),
+            areas: None,
+            blocks: Vec::new(),
             binds: VecDeque::new(),
             windows: Vec::new(),
             domain: None,
@@ -510,6 +533,17 @@ impl Verbs {
         for _ in 0..self.early {
             let slab = slabs.take().ok_or_else(|| lost("no slab for a Receive"))?;
             queues.post_receive(slab.into_sink(self.options.receive))?;
+        }
+        if let Some(areas) = &self.areas {
+            match areas.first().filter(|_| domain.capabilities().windows) {
+                Some(block) => self.blocks.push(Registration::area(&domain, block)?),
+                // Each call would register all of the room.
+                None if !self.options.iwarp => {
+                    let text = format!("{} has no memory windows: {NEEDS_ROOM}", domain.capabilities().name);
+                    return Err(Error::new(Kind::Os(libc::ENOMEM), text));
+                }
+                None => areas.end(),
+            }
         }
         self.watch.add(queues.fd())?;
         self.terms.our_reads = self.terms.our_reads.min(READS).min(domain.capabilities().our_reads);
@@ -594,6 +628,10 @@ impl Verbs {
             // A window that is bound keeps a queue pair of rxe for a while.
             self.exposed.clear();
             self.windows.clear();
+            self.blocks.clear();
+            if let Some(areas) = &self.areas {
+                areas.end();
+            }
             self.queues = None;
             self.binds.clear();
             self.pending.clear();
@@ -986,6 +1024,10 @@ impl QueuePair for Verbs {
         self.slabs.clone()
     }
 
+    fn areas(&self) -> Option<Arc<Areas>> {
+        self.areas.clone()
+    }
+
     fn expose_source(&mut self, region: Region) -> Result<Segment, Error> {
         self.check()?;
         let (domain, access) = (self.domain()?.clone(), self.access());
@@ -1009,6 +1051,24 @@ impl QueuePair for Verbs {
     fn expose_sink(&mut self, sink: Sink) -> Result<Segment, Error> {
         self.check()?;
         let domain = self.domain()?.clone();
+        let place = Segment { handle: Handle(0), length: sink.len() as u32, offset: sink.address() as u64 };
+        let block = self.areas.as_ref().and_then(|areas| areas.block_of(place.offset as usize, sink.len()));
+        if let Some(block) = block {
+            let known = |registration: &Registration| registration.piece(place.offset as usize, sink.len());
+            let at = match self.blocks.iter().position(|block| known(block).is_some()) {
+                Some(at) => at,
+                None => {
+                    self.blocks.push(Registration::area(&domain, block)?);
+                    self.blocks.len() - 1
+                }
+            };
+            let mut window = self.window()?;
+            let (handle, bind) = window.bind(&self.blocks[at], place, true);
+            self.binds.push_back(bind);
+            stats::add(Counter::Registrations, 1);
+            self.exposed.insert(handle.0, Exposed { window: Some(window), memory: Memory::Area(sink) });
+            return Ok(Segment { handle, ..place });
+        }
         let registration = Registration::sink(&domain, sink, self.access())?;
         self.expose(registration, true)
     }
@@ -1042,7 +1102,8 @@ impl QueuePair for Verbs {
 
     /// A key cannot be made to name other memory, and using a dead one costs the peer the connection anyhow.
     fn detach(&mut self, handle: Handle) -> Result<(), Error> {
-        if !self.exposed.get(&handle.0).is_some_and(|exposed| exposed.registration.is_lent()) {
+        let lent = |exposed: &Exposed| matches!(&exposed.memory, Memory::Own(own) if own.is_lent());
+        if !self.exposed.get(&handle.0).is_some_and(lent) {
             return Ok(());
         }
         let text = "a call timed out whose memory the server may still use: the connection ends with it";
@@ -1166,19 +1227,24 @@ impl Verbs {
         if self.has_windows() { Access::Windows } else { Access::Remote }
     }
 
+    /// One that is bound to nothing.
+    fn window(&mut self) -> Result<Window, Error> {
+        self.windows.pop().map_or_else(|| Window::new(self.domain()?), Ok)
+    }
+
     /// Gives the peer a key for the memory of a registration.
     fn expose(&mut self, registration: Registration, write: bool) -> Result<Segment, Error> {
         let whole = registration.segment();
         let (handle, window) = if self.has_windows() {
-            let mut window = self.windows.pop().map_or_else(|| Window::new(self.domain()?), Ok)?;
-            let (handle, bind) = window.bind(&registration, write);
+            let mut window = self.window()?;
+            let (handle, bind) = window.bind(&registration, whole, write);
             self.binds.push_back(bind);
             (handle, Some(window))
         } else {
             (whole.handle, None)
         };
         stats::add(Counter::Registrations, 1);
-        self.exposed.insert(handle.0, Exposed { window, registration });
+        self.exposed.insert(handle.0, Exposed { window, memory: Memory::Own(registration) });
         Ok(Segment { handle, ..whole })
     }
 

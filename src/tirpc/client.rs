@@ -27,7 +27,9 @@ use crate::binding::{Binding, Head};
 use crate::config::{self, Config, Provider};
 use crate::connection::RPC_HEADER_MAX;
 use crate::connection::characteristics::Wish;
-use crate::driver::{self, Attempt, Client, Peer, Requester, Responder, Reverse, START_TIMEOUT, Shared};
+use crate::driver::{
+    self, Attempt, Client, Peer, Requester, Responder, Reverse, Room, START_TIMEOUT, Shared,
+};
 use crate::error::{Error, Kind, clnt_stat, os_text};
 use crate::ffi::{guard, guard_cancellable};
 use crate::memory::{Loan, Message, Region, Sink, registered};
@@ -214,7 +216,8 @@ pub unsafe fn vc_create(
         return Ok(None);
     }
     let signals = BlockedSignals::all();
-    let opened = open(fd, to, connected.is_some(), intent, config, &signals).and_then(|connection| {
+    let room = if config::bindings().knows(prog, vers) { Room::Little } else { Room::Same };
+    let opened = open(fd, to, connected.is_some(), intent, room, config, &signals).and_then(|connection| {
         connection.agree(Some(signals.before())).map_err(Failure::Start)?;
         Ok(connection)
     });
@@ -273,6 +276,7 @@ fn open(
     to: SocketAddr,
     connected: bool,
     intent: Intent,
+    room: Room,
     config: &'static Config,
     signals: &BlockedSignals,
 ) -> Result<Arc<Client>, Failure> {
@@ -285,7 +289,7 @@ fn open(
         let deadline = Instant::now() + patience;
         let refused_until = Instant::now() + LISTENS_LATE;
         let started = loop {
-            let started = Attempt::start(to, config).and_then(|mut attempt| {
+            let started = Attempt::start(to, room, config).and_then(|mut attempt| {
                 let done = attempt.wait(deadline, mask)?;
                 Ok((attempt, done))
             });
@@ -316,7 +320,10 @@ fn open(
             Err(error) if only => return Err(Failure::Start(error)),
             Err(error) => {
                 log_info!("{to}: not over verbs: {error}");
-                peers::remember(to, Speaks::Iwarp);
+                // What cannot be locked says nothing of the peer, and another program may need less.
+                if error.kind() != Kind::Os(libc::ENOMEM) {
+                    peers::remember(to, Speaks::Iwarp);
+                }
             }
         }
     }

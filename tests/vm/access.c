@@ -2,6 +2,7 @@
  *
  *   access serve NETID ADDRESS PORT [INTERFACE]   serves until it is ended; READY PORT, then a line for each call
  *   access call NETID ADDRESS PORT [PROCEDURE]    calls it, with a CLIENT of its own; the outcome in one line
+ *   access read NETID ADDRESS PORT BYTES          calls it three times for a result of so many bytes
  *   access connected NETID ADDRESS PORT           the same on a socket that it has connected itself
  *
  * ADDRESS is that of the listening socket, which INTERFACE binds to a device too. Nothing is registered with rpcbind.
@@ -18,7 +19,14 @@
 #include <sys/socket.h>
 #include <unistd.h>
 
-enum { PROGRAM = 0x20004141, VERSION = 1, CLOSE = 1 };
+enum { PROGRAM = 0x20004141, VERSION = 1, CLOSE = 1, READ = 2, MOST = 32 << 20 };
+
+typedef struct {
+    u_int length;
+    char *bytes;
+} bytes_t;
+
+static bool_t xdr_all(XDR *xdrs, bytes_t *all) { return xdr_bytes(xdrs, &all->bytes, &all->length, MOST); }
 
 static SVCXPRT *listener;
 
@@ -30,6 +38,15 @@ static void dispatch(struct svc_req *request, SVCXPRT *xprt)
     const struct sockaddr_in6 *in6 = (const struct sockaddr_in6 *)caller;
     inet_ntop(caller->sa_family, caller->sa_family == AF_INET ? (const void *)&in->sin_addr : (const void *)&in6->sin6_addr,
               text, sizeof text);
+    if (request->rq_proc == READ) {
+        static char bytes[MOST];
+        bytes_t all = {0, bytes};
+        if (!svc_getargs(xprt, (xdrproc_t)xdr_u_int, (caddr_t)&all.length) || all.length > MOST)
+            return svcerr_decode(xprt);
+        memset(bytes, 'r', all.length);
+        svc_sendreply(xprt, (xdrproc_t)xdr_all, (caddr_t)&all);
+        return;
+    }
     printf("called by %s, port %s, netid %s\n", text, ntohs(in->sin_port) < 1024 ? "below 1024" : "above 1023", xprt->xp_netid);
     if (request->rq_proc == CLOSE && listener != NULL) {
         svc_unreg(PROGRAM, VERSION);
@@ -80,7 +97,18 @@ int main(int argc, char **argv)
             printf("refused: %s\n", clnt_spcreateerror("no CLIENT"));
             return 1;
         }
-        rpcproc_t procedure = argc > 5 ? (rpcproc_t)atoi(argv[5]) : NULLPROC;
+        for (int times = strcmp(argv[1], "read") == 0 ? 3 : 0; times > 0; times--) {
+            u_int wanted = (u_int)atoi(argv[5]);
+            bytes_t all = {0, NULL};
+            enum clnt_stat status = clnt_call(client, READ, (xdrproc_t)xdr_u_int, (caddr_t)&wanted, (xdrproc_t)xdr_all,
+                                              (caddr_t)&all, (struct timeval){.tv_sec = 25});
+            if (status != RPC_SUCCESS || all.length != wanted || (wanted > 0 && all.bytes[wanted - 1] != 'r')) {
+                printf("refused: %s, %u bytes\n", clnt_sperror(client, "read"), all.length);
+                return 1;
+            }
+            clnt_freeres(client, (xdrproc_t)xdr_all, (caddr_t)&all);
+        }
+        rpcproc_t procedure = argc > 5 && strcmp(argv[1], "call") == 0 ? (rpcproc_t)atoi(argv[5]) : NULLPROC;
         enum clnt_stat status = clnt_call(client, procedure, (xdrproc_t)xdr_void, NULL, (xdrproc_t)xdr_void, NULL, limit);
         printf(status == RPC_SUCCESS ? "served\n" : "refused: %s\n", clnt_sperror(client, "call"));
         clnt_destroy(client);

@@ -37,6 +37,8 @@ call() {
     ${way[$1]} timeout 30 "$program" call $netid "$2" 7700 ${3:-} >"$scratch/call" 2>&1
     sed 's/:.*//' "$scratch/call"
 }
+# call_for WAY OPERATION BYTES: the same for the first adapter's address.
+call_for() { ${way[$1]} timeout 60 "$program" $2 rdma $address 7700 $3 2>&1 | sed 's/:.*//'; }
 # same OUTCOME WHAT ADDRESS: over all three.
 same() {
     local outcome=$1 what=$2 got=
@@ -108,5 +110,31 @@ expect "nothing but adapters: a socket that the client has connected" "$(${way[v
 expect "nothing but adapters: the server has seen one call" "$(grep -c 'accepted .* over rdma (verbs' "$log")" 1
 stop "$server"
 unset SETTINGS
+
+# A result of 1 MiB, of programs without a binding: who may lock the memory has the room, and nobody fails.
+serve 0.0.0.0
+# read_as LIMIT NETID NAME=VALUE...: an ordinary user with so much memory to lock, in KiB; what it goes over, if it works.
+chmod 755 "$scratch"
+read_as() {
+    local limit=$1 netid=$2; shift 2
+    (ulimit -l "$limit"; exec setpriv --reuid 65534 --regid 65534 --clear-groups env LD_PRELOAD="$LIBRPCRDMA" RPCRDMA_LOG=info "$@" \
+        timeout 60 "$program" read "$netid" $address 7700 1048576) >"$scratch/call" 2>&1
+    if grep -q '^served' "$scratch/call"; then sed -n 's/.*goes over rdma to .*(\(verbs\|software iWARP\).*/\1/p' "$scratch/call" | tail -n 1
+    else echo "failed: $(tail -n 1 "$scratch/call" | cut -c 1-300)"; fi
+}
+expect "1 MiB, tcp" "$(timeout 30 "$program" read tcp $address 7700 1048576)" served
+expect "1 MiB, software iWARP" "$(read_as 64 rdma RPCRDMA_PROVIDER=iwarp)" "software iWARP"
+expect "1 MiB, 8 MiB to lock" "$(read_as 8192 rdma)" "software iWARP"
+expect "1 MiB, 8 MiB to lock, and why" "$(grep -c 'not over verbs: 16781312 bytes for replies cannot be locked, .*a binding, RPCRDMA_MAX_REPLY' "$scratch/call")" 1
+expect "1 MiB, 8 MiB to lock, a moved program" "$(read_as 8192 tcp RPCRDMA_REDIRECT=tcp RPCRDMA_FALLBACK=no)" "software iWARP"
+expect "1 MiB, 8 MiB to lock, nothing but adapters" "$(read_as 8192 rdma RPCRDMA_PROVIDER=verbs RPCRDMA_CREDITS=4)" verbs
+expect "1 MiB, 64 MiB to lock, nothing but adapters" "$(read_as 65536 rdma RPCRDMA_PROVIDER=verbs)" verbs
+expect "1 MiB, unlimited, nothing but adapters" "$(call_for verbs read 1048576)" served
+expect "17 MiB, as with software iWARP" "$(call_for verbs read 17825792)" refused
+# How soon the adapter answers does not matter here: it is tried.
+tried() { read_as "$@" >"$scratch/went"; grep -q '^failed' "$scratch/went" && cat "$scratch/went" || grep -c 'not over verbs' "$scratch/call"; }
+expect "1 MiB, 64 MiB to lock: not refused" "$(tried 65536 rdma)" 0
+expect "1 MiB, 8 MiB to lock, and a setting: not refused" "$(tried 8192 rdma RPCRDMA_MAX_REPLY=1M)" 0
+stop "$server"
 device_down
 closing

@@ -219,6 +219,16 @@ impl Registration {
         Registration::new(domain, start, len, flags, Memory::Sink(sink))
     }
 
+    /// A block for Reply chunks, of which the peer may write through a [`Window`] what that names.
+    ///
+    /// # Errors
+    /// The device or the system refuses.
+    pub fn area(domain: &Arc<Domain>, block: Arc<Slabs>) -> Result<Registration, Error> {
+        let (start, len) = block.span();
+        let flags = ibv_access_flags::IBV_ACCESS_LOCAL_WRITE.0 | ibv_access_flags::IBV_ACCESS_MW_BIND.0;
+        Registration::new(domain, start, len, flags, Memory::Slabs(block))
+    }
+
     /// Slabs, for Sends and Receives.
     ///
     /// # Errors
@@ -240,7 +250,7 @@ impl Registration {
         let address = std::ptr::with_exposed_provenance_mut(start);
         // SAFETY: the domain is alive. `memory` keeps the bytes mapped, and its type says that nobody minds what the
         // device is allowed to do: a Region is only read, bytes of a Sink cannot be reached, and a slab is written only
-        // where a posted Receive names it.
+        // where a posted Receive names it, or a window whose holder keeps a Sink.
         let mr = unsafe { (library.ibv_reg_mr)(domain.pd.as_ptr(), address, len, flags as c_int) };
         let mr = NonNull::new(mr).ok_or_else(|| refused(len))?;
         Ok(Registration { mr, start, len, domain: domain.clone(), memory })
@@ -320,9 +330,9 @@ impl Window {
         Ok(Window { mw, domain: domain.clone(), next: None })
     }
 
-    /// The key, and the request that makes it good for all of the registration: rxe looks at the bounds of that, and not
-    /// at those of a window in it.
-    pub fn bind(&mut self, to: &Registration, write: bool) -> (Handle, Work) {
+    /// The key, and the request that makes it good for a part of the registration, which is nobody else's: rxe looks at the
+    /// bounds of that, and not at those of a window in it.
+    pub fn bind(&mut self, to: &Registration, part: Segment, write: bool) -> (Handle, Work) {
         if let Some(key) = self.next {
             // The device has bound it since, which it leaves to us to note.
             // SAFETY: alive; no request that names it is being posted: it is bound to nothing.
@@ -341,8 +351,8 @@ impl Window {
         };
         let part = ibv_mw_bind_info {
             mr: to.mr.as_ptr(),
-            addr: to.start as u64,
-            length: to.len as u64,
+            addr: part.offset,
+            length: u64::from(part.length),
             mw_access_flags: rights.0,
         };
         let operation = Operation::Bind(Bind(bind_mw_t { mw: self.mw.as_ptr(), rkey: key, bind_info: part }));

@@ -34,7 +34,7 @@ pub(crate) fn connected(options: &Options) -> [Box<dyn QueuePair>; 2] {
 
 /// A connected pair, each end on the device: the active one first.
 fn pair(listener: &mut Listener, to: SocketAddr, options: [&Options; 2]) -> [Box<dyn QueuePair>; 2] {
-    let mut active = connect(to, options[0]).expect("a device leads there");
+    let mut active = connect(to, options[0], None).expect("a device leads there");
     let mut passive = None;
     let deadline = Instant::now() + Duration::from_secs(20);
     loop {

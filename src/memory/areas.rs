@@ -1,0 +1,171 @@
+//! Reply chunks for a device that must know its memory beforehand, in blocks of one length.
+//!
+//! To register the room for the longest reply that a program may expect takes milliseconds, far longer than a call. So a
+//! connection to an adapter has one such block from its beginning, which is registered once and used by one call after the
+//! other; calls at the same time get further ones, which stay too. All blocks of a process together are bounded, since
+//! their memory is locked: where none is left, a call waits ([`Areas::lacks`]), and a connection is not made.
+#![forbid(unsafe_code)]
+
+use std::io;
+use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
+use std::sync::{Arc, Mutex, MutexGuard};
+
+use super::{Buf, Slabs};
+
+/// The blocks of one connection.
+pub struct Areas {
+    size: usize,
+    /// Most bytes of the blocks of this process.
+    most: usize,
+    state: Mutex<State>,
+}
+
+#[derive(Default)]
+struct State {
+    /// Each is one block.
+    blocks: Vec<Arc<Slabs>>,
+    ended: bool,
+}
+
+/// Bytes of the blocks of this process.
+static TAKEN: AtomicUsize = AtomicUsize::new(0);
+
+/// Bytes that are left of `most` for blocks of this process.
+pub fn left(most: usize) -> usize {
+    most.saturating_sub(TAKEN.load(Relaxed))
+}
+
+impl Areas {
+    /// Blocks of `size` bytes, of which one is there; `None` when `most` bytes of this process do not leave room for it.
+    ///
+    /// # Errors
+    /// `ENOMEM`.
+    pub fn new(size: usize, most: usize) -> io::Result<Option<Arc<Areas>>> {
+        let areas = Areas { size: super::round_up(size), most, state: Mutex::default() };
+        let first = areas.grow(&mut areas.state())?;
+        Ok(first.then(|| Arc::new(areas)))
+    }
+
+    /// Bytes of a block.
+    pub fn size(&self) -> usize {
+        self.size
+    }
+
+    /// A block for `len` bytes, if they fit one and there is one left.
+    pub(super) fn take(&self, len: usize) -> Option<Buf> {
+        if len > self.size {
+            return None;
+        }
+        let mut state = self.state();
+        if let Some(block) = state.blocks.iter().find_map(Slabs::take) {
+            return Some(block);
+        }
+        // The system may refuse, and the caller finds other memory, or does not.
+        self.grow(&mut state).ok().filter(|more| *more).and_then(|_| state.blocks.last()?.take())
+    }
+
+    /// Whether a call that needs `len` bytes has to wait for the end of another.
+    pub(super) fn lacks(&self, len: usize) -> bool {
+        let state = self.state();
+        len <= self.size
+            && !state.ended
+            && left(self.most) < self.size
+            && state.blocks.iter().all(|block| block.left() == 0)
+    }
+
+    /// The block in which these bytes lie, for the device to register it.
+    pub fn block_of(&self, address: usize, len: usize) -> Option<Arc<Slabs>> {
+        let inside = |block: &&Arc<Slabs>| {
+            let (start, whole) = block.span();
+            address.checked_sub(start).is_some_and(|at| at <= whole && len <= whole - at)
+        };
+        self.state().blocks.iter().find(inside).cloned()
+    }
+
+    /// The first block, which is there from the beginning to the end.
+    pub fn first(&self) -> Option<Arc<Slabs>> {
+        self.state().blocks.first().cloned()
+    }
+
+    /// The device has let go of the blocks, and none is given out any more. One that somebody reads stays until he has done so.
+    pub fn end(&self) {
+        let mut state = self.state();
+        state.ended = true;
+        let blocks = std::mem::take(&mut state.blocks).len();
+        TAKEN.fetch_sub(blocks * self.size, Relaxed);
+    }
+
+    /// Makes one more block, if the bound allows it.
+    fn grow(&self, state: &mut State) -> io::Result<bool> {
+        let fits = |taken: usize| taken.checked_add(self.size).filter(|sum| *sum <= self.most);
+        if state.ended || TAKEN.fetch_update(Relaxed, Relaxed, fits).is_err() {
+            return Ok(false);
+        }
+        match Slabs::new(self.size, 1) {
+            Ok(block) => state.blocks.push(block),
+            Err(error) => {
+                TAKEN.fetch_sub(self.size, Relaxed);
+                return Err(error);
+            }
+        }
+        Ok(true)
+    }
+
+    fn state(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(|e| e.into_inner())
+    }
+}
+
+impl Drop for Areas {
+    fn drop(&mut self) {
+        self.end();
+    }
+}
+
+/// Held by each test that counts the bytes of the process.
+#[cfg(test)]
+pub(crate) static ALONE: Mutex<()> = Mutex::new(());
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::memory::Memory;
+
+    const SIZE: usize = 64 << 10;
+
+    #[test]
+    fn blocks_are_used_again_and_bounded_for_the_process() {
+        let _alone = ALONE.lock().unwrap();
+        let most = 3 * SIZE;
+        let areas = Areas::new(SIZE - 1, most).unwrap().unwrap();
+        let memory = Memory::new(4096, 1 << 20, 1 << 20);
+        let slabs = Slabs::new(4096, 1).unwrap();
+        let one = memory.connection(Some(slabs.clone()), Some(areas.clone()));
+        let first = one.reply_area(SIZE).unwrap();
+        let (place, known) = (first.address(), areas.first().unwrap());
+        assert_eq!(known.span().0, place);
+        drop(first);
+        let again = one.reply_area(1).unwrap();
+        assert_eq!((again.address(), areas.size(), left(most)), (place, SIZE, 2 * SIZE));
+        // Others at the same time.
+        let second = one.reply_area(SIZE).unwrap();
+        let block = areas.block_of(second.address(), SIZE).unwrap();
+        assert!(!Arc::ptr_eq(&block, &known));
+        assert!(areas.block_of(second.address(), SIZE + 1).is_none());
+        let other = Areas::new(SIZE, most).unwrap().unwrap();
+        assert!(Areas::new(SIZE, most).unwrap().is_none());
+        // A call waits for its like, what is longer than a block has memory of its own.
+        assert!(!one.has_room(SIZE) && one.has_room(SIZE + 1));
+        assert_eq!(areas.block_of(one.reply_area(SIZE + 1).unwrap().address(), 1).map(drop), None);
+        drop(again);
+        assert!(one.has_room(SIZE));
+        // At its end a connection gives back what it has, whoever reads there still.
+        areas.end();
+        assert_eq!(left(most), 2 * SIZE);
+        assert!(areas.block_of(second.address(), 1).is_none() && areas.take(1).is_none());
+        assert!(one.has_room(SIZE), "it is for the device to refuse");
+        drop((other, areas, one));
+        assert_eq!(left(most), most);
+        assert!(second.place(0, b"still there"));
+    }
+}

@@ -25,7 +25,7 @@
 use std::collections::HashMap;
 use std::net::SocketAddr;
 use std::os::fd::RawFd;
-use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering::Relaxed};
+use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering::Relaxed};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock};
 use std::time::{Duration, Instant};
 
@@ -813,7 +813,8 @@ pub struct Client {
     fd: RawFd,
     /// Where it goes.
     to: Option<SocketAddr>,
-    adapter: bool,
+    /// Changes with the state.
+    adapter: AtomicBool,
     room: Room,
     config: &'static Config,
     memory: Arc<Memory>,
@@ -972,7 +973,8 @@ impl Client {
         link: Link,
     ) -> Arc<Client> {
         let (adapter, room) = (adapter.is_some(), adapter.unwrap_or(Room::Same));
-        let memory = link.memory.clone();
+        // That of an adapter knows the memory of its connection.
+        let memory = if adapter { memory(config) } else { link.memory.clone() };
         let state = Waiting {
             link,
             calls: Calls::new(),
@@ -993,6 +995,7 @@ impl Client {
                 receive_size: None,
             },
         };
+        let adapter = AtomicBool::new(adapter);
         Arc::new(Client { fd, to, adapter, room, config, memory, state: Mutex::new(state) })
     }
 
@@ -1262,12 +1265,12 @@ impl Requester for Client {
     }
 
     fn adapter(&self) -> bool {
-        self.adapter
+        self.adapter.load(Relaxed)
     }
 
     fn message(&self) -> Result<Buf, Error> {
         // Over an adapter a new connection brings new memory with it.
-        if self.adapter { Ok(self.lock().link.memory.message()?) } else { Ok(self.memory.message()?) }
+        if self.adapter() { Ok(self.lock().link.memory.message()?) } else { Ok(self.memory.message()?) }
     }
 
     fn fresh_xid(&self) -> Xid {
@@ -1284,7 +1287,7 @@ impl Requester for Client {
         mask: Mask<'_>,
     ) -> Result<Vec<Region>, Error> {
         // Over an adapter nothing else would tell that the program has closed the socket.
-        if self.adapter && !self.alive() {
+        if self.adapter() && !self.alive() {
             return Err(Error::new(Kind::NotSent, "the descriptor was closed"));
         }
         let mut state = self.lock();
@@ -1372,7 +1375,7 @@ impl Requester for Client {
     fn max_reply(&self, config: &Config) -> usize {
         let areas = config.max_reply.is_none().then(|| self.lock().link.device.areas()).flatten();
         let room = areas.map(|areas| config.max_reply(false).min(areas.size() - REPLY_HEADER));
-        room.unwrap_or_else(|| config.max_reply(self.adapter))
+        room.unwrap_or_else(|| config.max_reply(self.adapter()))
     }
 }
 

@@ -89,6 +89,10 @@ fn every_c_function_starts_with_the_guard() {
     let mut wrong = Vec::new();
     let mut seen = 0;
     for (path, text) in sources() {
+        // What takes the place of rdma-core in tests is not called by programs.
+        if path.ends_with("verbs/mock.rs") {
+            continue;
+        }
         let code = text.split("#[cfg(test)]\nmod tests").next().unwrap_or(&text);
         let pieces = |abi: &str| code.split(&format!("extern \"{abi}\" fn ")).skip(1).collect::<Vec<_>>();
         let cancellable = |start: &str| {

@@ -17,6 +17,9 @@ use std::os::fd::{AsRawFd, OwnedFd};
 
 use super::*;
 
+/// How long an adapter may take where software iWARP is possible too: towards a host without one nothing ever answers.
+const ADAPTER_ALONE: Duration = Duration::from_secs(2);
+
 /// A connection that is to be replaced.
 pub(super) struct Renewal {
     /// Why.
@@ -25,6 +28,8 @@ pub(super) struct Renewal {
     attempt: Option<(Anew, Instant)>,
     /// Attempts that have failed for good, and why the last one did.
     failed: (u32, Option<Error>),
+    /// The last attempt went over an adapter and has failed, and software iWARP may take its place.
+    software: bool,
     /// Calls that go over the new connection, in their order.
     parked: Vec<(Xid, Message, Expect)>,
 }
@@ -37,11 +42,12 @@ enum Anew {
 }
 
 impl Anew {
-    fn start(client: &Client) -> Result<Anew, Error> {
+    /// `software`: over an adapter it could not be made.
+    fn start(client: &Client, software: bool) -> Result<Anew, Error> {
         let Some(to) = client.to else {
             return Err(Error::new(Kind::Os(libc::ENOTCONN), "the address of the peer is not known"));
         };
-        if client.adapter {
+        if client.adapter() && !software {
             return Ok(Anew::Adapter(Attempt::start(to, client.room, client.config)?.device));
         }
         let socket = sys::connect_beside(client.fd, to).map_err(|e| client.cannot_connect(e))?;
@@ -60,6 +66,14 @@ impl Anew {
                 device.insert(Box::new(Iwarp::initiator(fd, options(client.config, fd))?)).establish()
             }
             Anew::Adapter(device) => device.establish(),
+        }
+    }
+
+    /// How long it may take.
+    fn patience(&self, client: &Client) -> Duration {
+        match self {
+            Anew::Adapter(_) if client.may_change() => ADAPTER_ALONE,
+            _ => START_TIMEOUT,
         }
     }
 
@@ -130,7 +144,7 @@ impl Client {
     /// Gives the connection up if it is of no use any more.
     pub(super) fn look(&self, state: &mut Waiting) {
         // Who sleeps on an adapter's descriptor would not notice that it is another one by now.
-        if state.renewal.is_some() || (self.adapter && !state.drivers.is_empty()) {
+        if state.renewal.is_some() || (self.adapter() && !state.drivers.is_empty()) {
             return;
         }
         let open = state.link.engine.closed().is_none();
@@ -196,11 +210,14 @@ impl Client {
             Some((attempt, until)) if now < until => (attempt, until),
             Some(_) => {
                 let text = "the peer did not accept the new connection in time";
-                return state.attempt_failed(Error::new(Kind::Timeout, text));
+                return self.attempt_failed(state, Error::new(Kind::Timeout, text));
             }
-            None => match Anew::start(self) {
-                Ok(attempt) => (attempt, now + START_TIMEOUT),
-                Err(error) => return state.attempt_failed(error),
+            None => match Anew::start(self, renewal.software) {
+                Ok(attempt) => {
+                    let until = now + attempt.patience(self);
+                    (attempt, until)
+                }
+                Err(error) => return self.attempt_failed(state, error),
             },
         };
         match attempt.step(self) {
@@ -208,11 +225,39 @@ impl Client {
                 renewal.attempt = Some((attempt, until));
                 state.rearm();
             }
-            Ok(true) => match attempt.finish(self.fd) {
-                Ok(device) => self.install(state, device),
-                Err(error) => state.attempt_failed(error),
-            },
-            Err(error) => state.attempt_failed(error),
+            Ok(true) => {
+                let adapter = matches!(attempt, Anew::Adapter(_));
+                match attempt.finish(self.fd) {
+                    Ok(device) => {
+                        self.adapter.store(adapter, Relaxed);
+                        self.install(state, device);
+                    }
+                    Err(error) => self.attempt_failed(state, error),
+                }
+            }
+            Err(error) => self.attempt_failed(state, error),
+        }
+    }
+
+    /// Whether software iWARP may take the place of the adapter.
+    fn may_change(&self) -> bool {
+        self.adapter() && self.config.provider == Provider::Auto
+    }
+
+    /// An attempt has failed: the next one takes another way, if there is one.
+    fn attempt_failed(&self, state: &mut Waiting, error: Error) {
+        match &mut state.renewal {
+            Some(renewal) if self.may_change() && !renewal.software => {
+                let fd = self.fd;
+                log_info!("fd {fd}: no new connection over an adapter: software iWARP is tried: {error}");
+                (renewal.attempt, renewal.software) = (None, true);
+                self.step(state);
+            }
+            Some(renewal) => {
+                renewal.software = false;
+                state.attempt_failed(error);
+            }
+            None => state.attempt_failed(error),
         }
     }
 
@@ -237,7 +282,7 @@ impl Client {
             calls.requests.repeat(link);
         }
         link.drain();
-        if state.serving.is_some() && !self.adapter {
+        if state.serving.is_some() && !self.adapter() {
             sys::keep_alive(self.fd);
         }
         state.resume_serving();
@@ -347,7 +392,7 @@ impl Waiting {
         }
         // They sleep on the old connection, whose end wakes them, and see what has become of it.
         self.drivers.clear();
-        self.renewal = Some(Renewal { why, attempt: None, failed: (0, None), parked });
+        self.renewal = Some(Renewal { why, attempt: None, failed: (0, None), software: false, parked });
         self.wake_all();
     }
 
@@ -535,6 +580,46 @@ mod tests {
     impl Drop for Hangup<'_> {
         fn drop(&mut self) {
             sys::shutdown(self.0.as_raw_fd());
+        }
+    }
+
+    /// A connection that went over an adapter, as far as its CLIENT knows.
+    fn over_adapter(socket: &TcpStream, config: &'static Config) -> Arc<Client> {
+        let link = Client::start(socket.as_raw_fd(), config, Versions::ONE, soon(), None).unwrap();
+        let to = socket.peer_addr().ok();
+        Client::with(socket.as_raw_fd(), to, Some(Room::Same), config, link)
+    }
+
+    #[test]
+    fn what_an_adapter_does_not_bring_back_software_iwarp_does_if_it_may() {
+        for (provider, comes_back) in [(Provider::Auto, true), (Provider::Verbs, false)] {
+            let config: &'static Config =
+                Box::leak(Box::new(Config { provider, version: Version::One, ..config(2).clone() }));
+            let (listener, socket, config) = connect(config);
+            scope(|scope| {
+                let _hangup = Hangup(&socket);
+                let (told, over) = mpsc::channel::<()>();
+                scope.spawn(move || {
+                    let first = Peer::accept(&listener, config);
+                    first.answer(first.next().unwrap());
+                    let _lost = first.next().unwrap();
+                    drop(first);
+                    if comes_back {
+                        Peer::accept(&listener, config).serve();
+                    }
+                    let _ = over.recv();
+                });
+                let client = over_adapter(&socket, config);
+                call(&client, soon()).unwrap();
+                assert!(client.adapter());
+                // The server goes, and its adapter with it; a call that timed out has the connection replaced.
+                assert!(call(&client, soon()).is_err());
+                client.lock().give_up(Error::new(Kind::Timeout, "gone"));
+                let outcome = call(&client, soon());
+                assert_eq!(outcome.is_ok(), comes_back, "{provider:?}: {outcome:?}");
+                assert_eq!(client.adapter(), !comes_back);
+                drop(told);
+            });
         }
     }
 

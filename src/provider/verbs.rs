@@ -26,8 +26,8 @@ use std::ffi::c_int;
 use std::fs;
 use std::net::{IpAddr, SocketAddr};
 use std::os::fd::RawFd;
-use std::sync::Arc;
-use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
+use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering::Relaxed};
+use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant};
 
 use crate::error::{Error, Kind};
@@ -44,6 +44,8 @@ use queues::{Access, Domain, Done, Fabric, Hold, Operation, Piece, Queues, Regis
 
 mod cm;
 mod library;
+#[cfg(test)]
+mod mock;
 mod queues;
 #[cfg(test)]
 pub(crate) mod tests;
@@ -59,8 +61,12 @@ const WRITE_MAX: usize = 1 << 20;
 const SEGMENT_MAX: u64 = 1 << 30;
 /// A completion is asked for after so many requests without one.
 const UNSIGNALLED: u32 = 7;
-/// How long the device may take with the program's memory after the peer's answer is out.
+/// How long the device may take with the program's memory after the peer's answer is out: as long as the peer takes
+/// something, and in all.
+const KEEP_IDLE: Duration = Duration::from_millis(100);
 const KEEP_WAIT: Duration = Duration::from_secs(1);
+/// When a peer has let somebody wait so, results are copied for so long: whoever stands holds the program's loop once.
+const KEEP_COPIES: Duration = Duration::from_secs(10);
 /// How long the device may take to end the key of a window; without the window it ends at once.
 const INVALIDATE: Duration = Duration::from_millis(100);
 /// How long a connection that the program closes may take to send what is queued.
@@ -131,6 +137,14 @@ fn devices() -> impl Iterator<Item = bool> {
 
 /// Bytes of slabs of this process.
 static LOCKED: AtomicUsize = AtomicUsize::new(0);
+
+/// Until when what the program lends is copied, in milliseconds of [`now_ms`]: some peer has just stood.
+static COPIES_UNTIL: AtomicU64 = AtomicU64::new(0);
+
+fn now_ms() -> u64 {
+    static START: OnceLock<Instant> = OnceLock::new();
+    START.get_or_init(Instant::now).elapsed().as_millis() as u64
+}
 
 /// A share of the memory that may be locked, given back with this.
 struct Locked(usize);
@@ -638,7 +652,13 @@ impl Verbs {
             self.spare.clear();
             self.reads.clear();
             // A device that is removed waits for the last object on it.
-            (self.domain, self.id) = (None, None);
+            let taken_back = self.domain.take().is_none_or(Domain::end);
+            self.id = None;
+            // The next connection may need it at once. What the device keeps stays locked.
+            match self.locked.take() {
+                Some(locked) if !taken_back => std::mem::forget(locked),
+                _ => {}
+            }
         }
         self.failed.clone().unwrap_or(error)
     }
@@ -847,15 +867,18 @@ impl Verbs {
 
     fn advance(&mut self) -> Result<Option<Completion>, Error> {
         loop {
+            self.taken_back()?;
             self.start()?;
             let queues = self.queues()?;
             match queues.poll()? {
                 Some(Done::Received { sink, len, invalidated }) => {
                     let ended = invalidated.and_then(|handle| self.exposed.remove(&handle.0));
                     let invalidated = invalidated.filter(|_| ended.is_some());
-                    if let Some(exposed) = ended {
+                    if let Some(Exposed { window, memory }) = ended {
                         stats::add(Counter::Invalidations, 1);
-                        self.windows.extend(exposed.window);
+                        self.windows.extend(window);
+                        drop(memory);
+                        self.taken_back()?;
                     }
                     self.moved += len as u64;
                     return self.received(sink, len, invalidated).map(Some);
@@ -1076,28 +1099,8 @@ impl QueuePair for Verbs {
     fn invalidate(&mut self, handle: Handle) -> Result<(), Error> {
         let Some(exposed) = self.exposed.remove(&handle.0) else { return Ok(()) };
         stats::add(Counter::Invalidations, 1);
-        let Exposed { window: Some(window), .. } = exposed else { return Ok(()) };
-        let unbound = |work: &Work| matches!(work.operation, Operation::Bind(bind) if bind.key() == handle.0);
-        if let Some(at) = self.binds.iter().position(unbound) {
-            self.binds.remove(at);
-        } else {
-            let operation = Operation::Invalidate(handle);
-            let (pieces, inline, holds) = (Vec::new(), Vec::new(), Vec::new());
-            let queues = self.queues()?;
-            if queues.room() == 0 {
-                // Without the window its key is dead too.
-                return Ok(());
-            }
-            stats::add(Counter::Doorbells, 1);
-            queues.post(vec![Work { operation, pieces, inline, holds, signalled: true }])?;
-            let number = queues.latest();
-            self.settle(INVALIDATE, |queues| queues.pending(number))?;
-            if self.queues()?.pending(number) {
-                return Ok(());
-            }
-        }
-        self.windows.push(window);
-        Ok(())
+        self.unbind(handle, exposed)?;
+        self.taken_back()
     }
 
     /// A key cannot be made to name other memory, and using a dead one costs the peer the connection anyhow.
@@ -1121,8 +1124,21 @@ impl QueuePair for Verbs {
                 *piece = piece.owned()?;
             }
         }
-        self.settle(KEEP_WAIT, Queues::lent)?;
-        if self.queues.as_ref().is_some_and(Queues::lent) {
+        let lent = |verbs: &Verbs| verbs.queues.as_ref().is_some_and(Queues::lent);
+        let began = Instant::now();
+        let mut taken = self.taken();
+        while lent(self) && began.elapsed() < KEEP_WAIT {
+            self.settle(KEEP_IDLE, |queues| queues.lent() && queues.released() == taken)?;
+            if self.taken() == taken {
+                break;
+            }
+            taken = self.taken();
+        }
+        if began.elapsed() >= KEEP_IDLE {
+            let until = now_ms() + KEEP_COPIES.as_millis() as u64;
+            COPIES_UNTIL.store(until, Relaxed);
+        }
+        if lent(self) {
             return Err(Error::new(Kind::NotSent, "the peer does not take its reply"));
         }
         Ok(copied)
@@ -1144,10 +1160,21 @@ impl QueuePair for Verbs {
         }
     }
 
-    fn post(&mut self, request: WorkRequest) {
-        if self.failed.is_none() {
-            self.pending.push_back(request);
+    fn post(&mut self, mut request: WorkRequest) {
+        if self.failed.is_some() {
+            return;
         }
+        if now_ms() < COPIES_UNTIL.load(Relaxed)
+            && let WorkRequest::Send { gather, .. } | WorkRequest::Write { gather, .. } = &mut request
+        {
+            for piece in gather.iter_mut().filter(|piece| piece.is_lent()) {
+                // Where there is no memory for a copy it goes from where it lies.
+                let Ok(copy) = piece.owned() else { continue };
+                stats::add(Counter::BytesCopied, copy.len() as u64);
+                *piece = copy;
+            }
+        }
+        self.pending.push_back(request);
     }
 
     fn poll(&mut self) -> Result<Option<Completion>, Error> {
@@ -1230,6 +1257,37 @@ impl Verbs {
     /// One that is bound to nothing.
     fn window(&mut self) -> Result<Window, Error> {
         self.windows.pop().map_or_else(|| Window::new(self.domain()?), Ok)
+    }
+
+    /// Whether the peer has lost its rights to all that was taken from it.
+    fn taken_back(&self) -> Result<(), Error> {
+        self.domain.as_ref().map_or(Ok(()), |domain| domain.taken_back())
+    }
+
+    /// Ends the peer's key for memory, and the registration of that.
+    fn unbind(&mut self, handle: Handle, exposed: Exposed) -> Result<(), Error> {
+        let Exposed { window: Some(window), .. } = exposed else { return Ok(()) };
+        let unbound = |work: &Work| matches!(work.operation, Operation::Bind(bind) if bind.key() == handle.0);
+        if let Some(at) = self.binds.iter().position(unbound) {
+            self.binds.remove(at);
+        } else {
+            let operation = Operation::Invalidate(handle);
+            let (pieces, inline, holds) = (Vec::new(), Vec::new(), Vec::new());
+            let queues = self.queues()?;
+            if queues.room() == 0 {
+                // Without the window its key is dead too.
+                return Ok(());
+            }
+            stats::add(Counter::Doorbells, 1);
+            queues.post(vec![Work { operation, pieces, inline, holds, signalled: true }])?;
+            let number = queues.latest();
+            self.settle(INVALIDATE, |queues| queues.pending(number))?;
+            if self.queues()?.pending(number) {
+                return Ok(());
+            }
+        }
+        self.windows.push(window);
+        Ok(())
     }
 
     /// Gives the peer a key for the memory of a registration.

@@ -50,6 +50,7 @@ functions! {
     Verbs: fn ibv_destroy_comp_channel(*mut ibv_comp_channel) -> c_int;
     Verbs: fn ibv_create_cq(*mut ibv_context, c_int, *mut c_void, *mut ibv_comp_channel, c_int) -> *mut ibv_cq;
     Verbs: fn ibv_destroy_cq(*mut ibv_cq) -> c_int;
+    Verbs: fn ibv_destroy_qp(*mut ibv_qp) -> c_int;
     Verbs: fn ibv_get_cq_event(*mut ibv_comp_channel, *mut *mut ibv_cq, *mut *mut c_void) -> c_int;
     Verbs: fn ibv_ack_cq_events(*mut ibv_cq, u32) -> ();
     Cm: fn rdma_create_event_channel() -> *mut rdma_event_channel;
@@ -63,7 +64,6 @@ functions! {
     Cm: fn rdma_resolve_addr(*mut rdma_cm_id, *mut libc::sockaddr, *mut libc::sockaddr, c_int) -> c_int;
     Cm: fn rdma_resolve_route(*mut rdma_cm_id, c_int) -> c_int;
     Cm: fn rdma_create_qp(*mut rdma_cm_id, *mut ibv_pd, *mut ibv_qp_init_attr) -> c_int;
-    Cm: fn rdma_destroy_qp(*mut rdma_cm_id) -> ();
     Cm: fn rdma_connect(*mut rdma_cm_id, *mut rdma_conn_param) -> c_int;
     Cm: fn rdma_accept(*mut rdma_cm_id, *mut rdma_conn_param) -> c_int;
     Cm: fn rdma_reject(*mut rdma_cm_id, *const c_void, u8) -> c_int;
@@ -83,6 +83,10 @@ enum Which {
 /// The same at every call, when one is missing or too old.
 pub fn get() -> Result<&'static Library, Error> {
     static LIBRARY: OnceLock<Result<Library, Error>> = OnceLock::new();
+    #[cfg(test)]
+    if let Some(mock) = super::mock::installed() {
+        return Ok(mock);
+    }
     if LIBRARY.get().is_none() {
         // Loaded outside the OnceLock: a fork(2) of another thread in between would leave the child waiting for ever.
         let loaded = process::keeping_errno(Library::load);

@@ -8,19 +8,23 @@
 //! - The send queue completes in order (RC): a completion also ends the unsignalled requests before it. RDMA Reads are
 //!   always signalled, and end with their own completion only.
 //! - Receives complete in the order in which they were posted.
-//! - A memory region has one Registration, which owns the memory; the device's rights end before the memory goes.
+//! - A memory region has one Registration, which owns the memory; the device's rights end before the memory goes. Where
+//!   the device does not end them, the memory stays ([`Domain::taken_back`] tells): it is tried again when the queue pair is
+//!   gone, and what is left then stays for ever.
 #![allow(unsafe_code)]
 
 use std::collections::VecDeque;
 use std::ffi::{CStr, c_int};
 use std::os::fd::RawFd;
 use std::ptr::{NonNull, null_mut};
-use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
+use std::sync::{Arc, Mutex};
 
 use rdma_sys::*;
 
 use super::cm::{Id, failed};
 use crate::error::{Error, Kind};
+use crate::log_error;
 use crate::memory::{Region, Sink, Slabs};
 use crate::provider::WorkId;
 use crate::sys;
@@ -54,6 +58,16 @@ pub struct Domain {
     pd: NonNull<ibv_pd>,
     capabilities: Capabilities,
     id: Id,
+    /// What the device has not taken back, and that there is or was such a thing.
+    kept: Mutex<Vec<Kept>>,
+    stuck: AtomicBool,
+    released: bool,
+}
+
+/// What the device has not taken back: the peer may still have rights to the memory.
+enum Kept {
+    Window(NonNull<ibv_mw>),
+    Registration(NonNull<ibv_mr>, Memory),
 }
 
 // SAFETY: calls of libibverbs are thread-safe; the pointer is freed by the last owner.
@@ -73,7 +87,8 @@ impl Domain {
         // SAFETY: the device is open as long as the identifier lives.
         let pd = unsafe { (id.library().ibv_alloc_pd)(context.as_ptr()) };
         let pd = NonNull::new(pd).ok_or_else(|| failed("a protection domain"))?;
-        Ok(Arc::new(Domain { pd, capabilities, id }))
+        let (kept, stuck, released) = (Mutex::default(), AtomicBool::new(false), false);
+        Ok(Arc::new(Domain { pd, capabilities, id, kept, stuck, released }))
     }
 
     /// The identifier.
@@ -87,12 +102,72 @@ impl Domain {
     }
 }
 
+impl Domain {
+    /// Whether all that was to be taken back from the device was.
+    ///
+    /// # Errors
+    /// The peer may still use memory that it must not: the connection is to be closed.
+    pub fn taken_back(&self) -> Result<(), Error> {
+        if !self.stuck.load(Relaxed) {
+            return Ok(());
+        }
+        let text =
+            format!("device {} does not take back memory that the peer may use", self.capabilities.name);
+        Err(Error::new(Kind::ConnectionLost, text))
+    }
+
+    /// Ends the domain, if this is its last owner. False when the device keeps memory that is locked.
+    pub fn end(self: Arc<Domain>) -> bool {
+        Arc::into_inner(self).is_none_or(|mut domain| domain.release())
+    }
+
+    fn keep(&self, what: Kept, errno: c_int) {
+        self.stick("memory", errno);
+        self.kept.lock().unwrap_or_else(|e| e.into_inner()).push(what);
+    }
+
+    fn stick(&self, what: &str, errno: c_int) {
+        let name = &self.capabilities.name;
+        log_error!(
+            "verbs: device {name} does not take back {what} (error {errno}): the connection is closed"
+        );
+        self.stuck.store(true, Relaxed);
+    }
+
+    fn release(&mut self) -> bool {
+        if std::mem::replace(&mut self.released, true) || self.id.forked() {
+            return true;
+        }
+        let library = self.id.library();
+        // Windows come first: what they are bound to cannot go before them.
+        let mut kept = std::mem::take(self.kept.get_mut().unwrap_or_else(|e| e.into_inner()));
+        kept.sort_by_key(|kept| matches!(kept, Kept::Registration(..)));
+        let mut all = true;
+        for kept in kept {
+            match kept {
+                Kept::Window(mw) => {
+                    // SAFETY: alive: it was not taken back; nobody else knows it.
+                    all &= unsafe { ibv_dealloc_mw(mw.as_ptr()) } == 0;
+                }
+                Kept::Registration(mr, memory) => {
+                    // SAFETY: as above.
+                    if unsafe { (library.ibv_dereg_mr)(mr.as_ptr()) } != 0 {
+                        // The device may write there for ever.
+                        std::mem::forget(memory);
+                        all = false;
+                    }
+                }
+            }
+        }
+        // A device does not end a domain that has a queue pair left.
+        // SAFETY: its last owner goes; registrations and queues own it too, so none is left that is used.
+        all & (unsafe { (library.ibv_dealloc_pd)(self.pd.as_ptr()) } == 0)
+    }
+}
+
 impl Drop for Domain {
     fn drop(&mut self) {
-        if !self.id.forked() {
-            // SAFETY: its last owner goes; registrations and queues own it too, so none is left.
-            unsafe { (self.id.library().ibv_dealloc_pd)(self.pd.as_ptr()) };
-        }
+        self.release();
     }
 }
 
@@ -126,7 +201,7 @@ pub fn fabric(id: &Id) -> Option<Fabric> {
 }
 
 /// Either sub-type will do: a window is used on the queue pair that has bound it.
-const WINDOWS: u32 = ibv_device_cap_flags::IBV_DEVICE_MEM_WINDOW_TYPE_2A.0
+pub(super) const WINDOWS: u32 = ibv_device_cap_flags::IBV_DEVICE_MEM_WINDOW_TYPE_2A.0
     | ibv_device_cap_flags::IBV_DEVICE_MEM_WINDOW_TYPE_2B.0;
 
 fn capabilities(id: &Id, context: NonNull<ibv_context>) -> Result<Capabilities, Error> {
@@ -163,8 +238,8 @@ pub struct Registration {
     start: usize,
     len: usize,
     domain: Arc<Domain>,
-    // Dropped after `Drop::drop` has ended the device's rights.
-    memory: Memory,
+    /// Dropped after `Drop::drop` has ended the device's rights; `None` only there.
+    memory: Option<Memory>,
 }
 
 enum Memory {
@@ -253,15 +328,15 @@ impl Registration {
         // where a posted Receive names it, or a window whose holder keeps a Sink.
         let mr = unsafe { (library.ibv_reg_mr)(domain.pd.as_ptr(), address, len, flags as c_int) };
         let mr = NonNull::new(mr).ok_or_else(|| refused(len))?;
-        Ok(Registration { mr, start, len, domain: domain.clone(), memory })
+        Ok(Registration { mr, start, len, domain: domain.clone(), memory: Some(memory) })
     }
 
     /// Whether it is memory of the program.
     pub fn is_lent(&self) -> bool {
         match &self.memory {
-            Memory::Source(region) => region.is_lent(),
-            Memory::Sink(sink) => sink.is_lent(),
-            Memory::Slabs(_) => false,
+            Some(Memory::Source(region)) => region.is_lent(),
+            Some(Memory::Sink(sink)) => sink.is_lent(),
+            Some(Memory::Slabs(_)) | None => false,
         }
     }
 
@@ -300,9 +375,15 @@ fn refused(len: usize) -> Error {
 
 impl Drop for Registration {
     fn drop(&mut self) {
-        if !self.domain.id.forked() {
-            // SAFETY: its owner goes. The device's rights end with this call, and the memory goes after it.
-            unsafe { (self.domain.id.library().ibv_dereg_mr)(self.mr.as_ptr()) };
+        if self.domain.id.forked() {
+            return;
+        }
+        // SAFETY: its owner goes. The device's rights end with this call, and the memory goes after it.
+        let errno = unsafe { (self.domain.id.library().ibv_dereg_mr)(self.mr.as_ptr()) };
+        if errno != 0
+            && let Some(memory) = self.memory.take()
+        {
+            self.domain.keep(Kept::Registration(self.mr, memory), errno);
         }
     }
 }
@@ -363,9 +444,13 @@ impl Window {
 
 impl Drop for Window {
     fn drop(&mut self) {
-        if !self.domain.id.forked() {
-            // SAFETY: its owner goes. The peer's rights end with this call.
-            unsafe { ibv_dealloc_mw(self.mw.as_ptr()) };
+        if self.domain.id.forked() {
+            return;
+        }
+        // SAFETY: its owner goes. The peer's rights end with this call.
+        let errno = unsafe { ibv_dealloc_mw(self.mw.as_ptr()) };
+        if errno != 0 {
+            self.domain.keep(Kept::Window(self.mw), errno);
         }
     }
 }
@@ -802,6 +887,11 @@ impl Queues {
             return Err(self.failure(wc));
         }
         let receive = wc.opcode & ibv_wc_opcode::IBV_WC_RECV != 0;
+        if receive && wc.opcode != ibv_wc_opcode::IBV_WC_RECV {
+            // It takes a Receive and leaves nothing there.
+            let text = "the peer uses RDMA Write with Immediate Data, which is no message of RPC-over-RDMA";
+            return Err(Error::new(Kind::Protocol, text));
+        }
         if receive {
             let next = self.receives.pop_front();
             let Some((_, sink)) = next.filter(|(number, _)| *number == wc.wr_id) else {
@@ -903,8 +993,16 @@ impl Drop for Queues {
             return;
         }
         let library = self.domain.id.library();
+        // As rdma_destroy_qp(3) does, which does not tell what came of it.
         // SAFETY: made with this object. What was posted is dropped after this.
-        unsafe { (library.rdma_destroy_qp)(self.domain.id.as_ptr()) };
+        let errno = unsafe { (library.ibv_destroy_qp)(self.qp()) };
+        if errno != 0 {
+            // It lives on with its completion queue, in a domain that the device keeps. Its rights to memory end with the
+            // registrations.
+            return self.domain.stick("a queue pair", errno);
+        }
+        // SAFETY: alive; the queue pair is gone.
+        unsafe { (*self.domain.id.as_ptr()).qp = null_mut() };
         // SAFETY: alive; as many as were taken.
         unsafe { (library.ibv_ack_cq_events)(self.cq.as_ptr(), self.events) };
         // SAFETY: no queue pair uses it, and every event is acknowledged.

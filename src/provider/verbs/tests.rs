@@ -1,7 +1,12 @@
 //! What can be shown without a device, and, for a machine with one, what needs it: tests named `on_a_device` are ignored
 //! unless asked for, and connect to VERBS_ADDRESS, an address of the device.
 
+use std::sync::{Mutex, MutexGuard};
+
+use rdma_sys::{ibv_wc_opcode, ibv_wc_status};
+
 use super::*;
+use crate::memory::Program;
 use crate::provider::fault::contract;
 
 fn options() -> Options {
@@ -51,6 +56,120 @@ fn pair(listener: &mut Listener, to: SocketAddr, options: [&Options; 2]) -> [Box
     }
 }
 
+/// LOCKED belongs to the process: tests that make connections without a device come one after the other.
+fn alone() -> MutexGuard<'static, ()> {
+    static ALONE: Mutex<()> = Mutex::new(());
+    ALONE.lock().unwrap_or_else(|e| e.into_inner())
+}
+
+/// A connection of the mock device, which is all that this process has.
+fn mocked(options: Options) -> (MutexGuard<'static, ()>, Verbs) {
+    let alone = alone();
+    COPIES_UNTIL.store(0, Relaxed);
+    mock::install();
+    (alone, established(options))
+}
+
+fn established(options: Options) -> Verbs {
+    let mut verbs = Verbs::request("10.1.2.3:7".parse().unwrap(), options).expect("an identifier");
+    assert!(verbs.establish().expect("the startup goes on"));
+    verbs
+}
+
+#[test]
+fn a_connection_that_has_failed_gives_back_its_share_of_the_locked_memory_at_once() {
+    let (_alone, mut verbs) = mocked(options());
+    assert_ne!(LOCKED.load(Relaxed), 0);
+    mock::complete(ibv_wc_status::IBV_WC_RETRY_EXC_ERR, ibv_wc_opcode::IBV_WC_SEND, 0);
+    assert_eq!(verbs.poll().unwrap_err().kind(), Kind::ConnectionLost);
+    for kind in ["qp", "cq", "mr", "pd"] {
+        assert_eq!(mock::there(kind), 0, "{kind}");
+    }
+    assert_eq!(LOCKED.load(Relaxed), 0, "the next connection needs it");
+    drop(verbs);
+    assert_eq!(LOCKED.load(Relaxed), 0);
+}
+
+/// RFC 8166 §4.5.4 has memory taken back before it is used again.
+#[test]
+fn memory_that_the_device_does_not_take_back_is_kept_and_the_connection_ends() {
+    for function in ["ibv_dereg_mr", "ibv_dealloc_mw"] {
+        let (_alone, mut verbs) = mocked(options());
+        let mut program = Program::new(&[0; 8192]);
+        let exposed = verbs.expose_sink(program.sink()).expect("exposed");
+        verbs.flush().expect("bound");
+        // What cannot be invalidated in time goes with its window.
+        mock::with(|device| device.completes = false);
+        mock::with(|device| device.fails.insert(function));
+        let error = verbs.invalidate(exposed.handle).expect_err(function);
+        assert!(error.text().contains("take back"), "{error}");
+        assert!(!program.is_back(), "the peer may still write there: {function}");
+        assert!(verbs.poll().is_err(), "{function}");
+        assert_eq!(mock::there("qp"), 0, "{function}: the connection has ended");
+        let kept = if function == "ibv_dereg_mr" { "mr" } else { "mw" };
+        assert_ne!(mock::there(kept), 0);
+        assert_ne!(LOCKED.load(Relaxed), 0, "what is locked counts");
+        LOCKED.store(0, Relaxed);
+    }
+}
+
+#[test]
+fn a_queue_pair_that_does_not_go_keeps_no_right_to_memory() {
+    let (_alone, mut verbs) = mocked(options());
+    let mut program = Program::new(&[0; 8192]);
+    verbs.expose_sink(program.sink()).expect("exposed");
+    mock::with(|device| device.fails.extend(["ibv_destroy_qp", "ibv_dealloc_pd"]));
+    verbs.close();
+    assert!(program.is_back() && mock::there("mr") == 0 && mock::there("mw") == 0);
+    assert_eq!((mock::there("qp"), mock::there("cq")), (1, 1), "it still writes completions");
+    LOCKED.store(0, Relaxed);
+}
+
+#[test]
+fn what_the_device_takes_back_with_the_end_of_the_connection_is_free() {
+    let (_alone, mut verbs) = mocked(options());
+    let mut program = Program::new(&[0; 8192]);
+    let exposed = verbs.expose_sink(program.sink()).expect("exposed");
+    mock::with(|device| device.fails.insert("ibv_dereg_mr"));
+    verbs.invalidate(exposed.handle).unwrap_err();
+    assert!(!program.is_back());
+    mock::with(|device| device.fails.clear());
+    verbs.close();
+    assert!(program.is_back());
+    assert_eq!((mock::there("mr"), mock::there("pd"), LOCKED.load(Relaxed)), (0, 0, 0));
+}
+
+#[test]
+fn an_rdma_write_with_immediate_data_is_no_message() {
+    let (_alone, mut verbs) = mocked(options());
+    let with_immediate = ibv_wc_opcode::IBV_WC_RECV_RDMA_WITH_IMM;
+    mock::complete(ibv_wc_status::IBV_WC_SUCCESS, with_immediate, 0);
+    let error = verbs.poll().map(|done| done.is_some()).expect_err("no Receive holds a message");
+    assert_eq!(error.kind(), Kind::Protocol);
+    assert!(error.text().contains("Immediate"), "{error}");
+}
+
+#[test]
+fn a_reply_whose_peer_stands_holds_the_loop_once_and_not_for_long() {
+    let long = |verbs: &mut Verbs| {
+        let mut program = Program::new(&[7; 100_000]);
+        verbs.post(WorkRequest::Send { gather: vec![program.source()], invalidate: None });
+        assert!(verbs.flush().expect("posted"));
+        let before = Instant::now();
+        let kept = verbs.keep();
+        (kept, program.is_back(), before.elapsed())
+    };
+    let (_alone, mut verbs) = mocked(options());
+    mock::with(|device| device.completes = false);
+    let (kept, _, time) = long(&mut verbs);
+    assert!(kept.is_err() && time < Duration::from_millis(500), "{kept:?} {time:?}");
+    // What is sent to others while somebody stands does not depend on them.
+    let mut other = established(options());
+    let (kept, over, time) = long(&mut other);
+    assert!(kept.is_ok() && over && time < Duration::from_millis(50), "{kept:?} {time:?}");
+    assert!(other.poll().is_ok(), "it lives on");
+}
+
 #[test]
 #[ignore = "needs an RDMA device: VERBS_ADDRESS"]
 fn the_contract_is_kept_on_a_device() {
@@ -79,7 +198,7 @@ fn what_is_posted_after_the_early_receives_has_its_own_length_on_a_device() {
 
 #[test]
 fn later_connections_get_fewer_credits_until_no_more_fit() {
-    // LOCKED belongs to the process, and no other test uses it without a device.
+    let _alone = alone();
     let limit = sys::memlock_limit().filter(|bytes| *bytes < 1 << 30);
     let Some(_) = limit else { return };
     let options = Options { credits: 32, margin: 8, ..options() };

@@ -1,0 +1,448 @@
+//! A device that is none, in the place of rdma-core: a test says what fails and what completes, and counts what is left.
+//!
+//! It belongs to the thread that has asked for it ([`install`]), and so to one test. Who connects is answered at once.
+#![allow(unsafe_code)]
+
+use std::cell::{Cell, RefCell};
+use std::collections::{HashMap, HashSet, VecDeque};
+use std::ffi::{c_int, c_void};
+use std::ptr::null_mut;
+
+use rdma_sys::*;
+
+use super::library::Library;
+
+/// What a test sees of the device, and has it do.
+#[derive(Default)]
+pub struct Device {
+    /// Objects that are there, by their kind.
+    pub there: HashMap<&'static str, usize>,
+    /// How many of a kind were ever made.
+    pub made: HashMap<&'static str, usize>,
+    /// Functions that fail with EBUSY.
+    pub fails: HashSet<&'static str>,
+    /// Requests complete as soon as they are posted.
+    pub completes: bool,
+    /// Requests that were posted: number and operation.
+    pub posted: Vec<(u64, ibv_wr_opcode::Type)>,
+    /// What the completion queue has.
+    pub completions: VecDeque<ibv_wc>,
+    /// Of each channel, what has happened to which identifier.
+    events: HashMap<usize, VecDeque<(rdma_cm_event_type::Type, usize)>>,
+}
+
+thread_local! {
+    static DEVICE: RefCell<Device> = RefCell::default();
+    static INSTALLED: Cell<Option<&'static Library>> = const { Cell::new(None) };
+}
+
+/// Looks at the device, or changes it.
+pub fn with<T>(look: impl FnOnce(&mut Device) -> T) -> T {
+    DEVICE.with(|device| look(&mut device.borrow_mut()))
+}
+
+/// The device of this thread, if it has one.
+pub fn installed() -> Option<&'static Library> {
+    INSTALLED.with(Cell::get)
+}
+
+/// From here on this thread has the device.
+pub fn install() {
+    INSTALLED.with(|installed| {
+        let library = || &*Box::leak(Box::new(library()));
+        installed.set(Some(installed.get().unwrap_or_else(library)));
+    });
+    with(|device| *device = Device { completes: true, ..Device::default() });
+}
+
+/// Objects of a kind that are there.
+pub fn there(kind: &str) -> usize {
+    with(|device| device.there.get(kind).copied().unwrap_or(0))
+}
+
+/// Objects of a kind that were ever made.
+pub fn made(kind: &str) -> usize {
+    with(|device| device.made.get(kind).copied().unwrap_or(0))
+}
+
+/// A completion comes with these.
+pub fn complete(status: ibv_wc_status::Type, opcode: ibv_wc_opcode::Type, number: u64) {
+    // SAFETY: numbers, and a union of numbers.
+    let mut wc: ibv_wc = unsafe { std::mem::zeroed() };
+    (wc.status, wc.opcode, wc.wr_id) = (status, opcode, number);
+    with(|device| device.completions.push_back(wc));
+}
+
+fn event(channel: *mut rdma_event_channel, event: rdma_cm_event_type::Type, id: *mut rdma_cm_id) {
+    let channel = channel.addr();
+    with(|device| device.events.entry(channel).or_default().push_back((event, id.expose_provenance())));
+}
+
+fn context() -> *mut ibv_context {
+    thread_local! {
+        static CONTEXT: Cell<*mut ibv_context> = const { Cell::new(null_mut()) };
+    }
+    CONTEXT.with(|context| {
+        if context.get().is_null() {
+            let device: *mut ibv_device = zeroed();
+            // SAFETY: just made.
+            unsafe { (*device).transport_type = ibv_transport_type::IBV_TRANSPORT_IB };
+            let fresh: *mut ibv_context = zeroed();
+            // SAFETY: just made.
+            let all = unsafe { &mut *fresh };
+            all.device = device;
+            all.ops.alloc_mw = Some(alloc_mw);
+            all.ops.dealloc_mw = Some(dealloc_mw);
+            all.ops.poll_cq = Some(poll_cq);
+            all.ops.req_notify_cq = Some(req_notify_cq);
+            all.ops.post_send = Some(post_send);
+            all.ops.post_recv = Some(post_recv);
+            context.set(fresh);
+        }
+        context.get()
+    })
+}
+
+/// An object without anything in it.
+fn zeroed<T>() -> *mut T {
+    // SAFETY: structs of C: numbers, and pointers that may be NULL.
+    Box::into_raw(Box::new(unsafe { std::mem::zeroed::<T>() }))
+}
+
+fn make<T>(kind: &'static str) -> *mut T {
+    with(|device| {
+        *device.there.entry(kind).or_default() += 1;
+        *device.made.entry(kind).or_default() += 1;
+    });
+    zeroed()
+}
+
+/// # Safety
+/// `object` is from [`make`].
+unsafe fn destroy<T>(kind: &'static str, function: &'static str, object: *mut T) -> c_int {
+    if with(|device| device.fails.contains(function)) {
+        return libc::EBUSY;
+    }
+    with(|device| *device.there.entry(kind).or_default() -= 1);
+    // SAFETY: by the contract.
+    drop(unsafe { Box::from_raw(object) });
+    0
+}
+
+fn fd() -> c_int {
+    // SAFETY: touches no memory.
+    unsafe { libc::eventfd(0, libc::EFD_NONBLOCK | libc::EFD_CLOEXEC) }
+}
+
+fn fresh_id(channel: *mut rdma_event_channel) -> *mut rdma_cm_id {
+    let id: *mut rdma_cm_id = make("id");
+    // SAFETY: just made.
+    let all = unsafe { &mut *id };
+    (all.channel, all.verbs, all.port_num) = (channel, context(), 1);
+    id
+}
+
+fn library() -> Library {
+    Library {
+        ibv_query_device,
+        ibv_alloc_pd,
+        ibv_dealloc_pd,
+        ibv_reg_mr,
+        ibv_dereg_mr,
+        ibv_create_comp_channel,
+        ibv_destroy_comp_channel,
+        ibv_create_cq,
+        ibv_destroy_cq,
+        ibv_destroy_qp,
+        ibv_get_cq_event,
+        ibv_ack_cq_events,
+        rdma_create_event_channel,
+        rdma_destroy_event_channel,
+        rdma_create_id,
+        rdma_destroy_id,
+        rdma_migrate_id,
+        rdma_set_option,
+        rdma_bind_addr,
+        rdma_listen,
+        rdma_resolve_addr,
+        rdma_resolve_route,
+        rdma_create_qp,
+        rdma_connect,
+        rdma_accept,
+        rdma_reject,
+        rdma_disconnect,
+        rdma_get_cm_event,
+        rdma_ack_cm_event,
+    }
+}
+
+unsafe extern "C" fn ibv_query_device(_: *mut ibv_context, attr: *mut ibv_device_attr) -> c_int {
+    // SAFETY: writable, by the function's contract.
+    let attr = unsafe { &mut *attr };
+    (attr.max_mr_size, attr.max_qp_wr, attr.max_cqe, attr.max_sge) = (u64::MAX, 4096, 8192, 8);
+    (attr.max_qp_rd_atom, attr.max_qp_init_rd_atom, attr.max_mw) = (16, 16, 16);
+    attr.device_cap_flags = super::queues::WINDOWS;
+    0
+}
+
+unsafe extern "C" fn ibv_alloc_pd(context: *mut ibv_context) -> *mut ibv_pd {
+    let pd: *mut ibv_pd = make("pd");
+    // SAFETY: just made.
+    unsafe { (*pd).context = context };
+    pd
+}
+
+unsafe extern "C" fn ibv_dealloc_pd(pd: *mut ibv_pd) -> c_int {
+    // SAFETY: from `ibv_alloc_pd`.
+    unsafe { destroy("pd", "ibv_dealloc_pd", pd) }
+}
+
+unsafe extern "C" fn ibv_reg_mr(pd: *mut ibv_pd, addr: *mut c_void, length: usize, _: c_int) -> *mut ibv_mr {
+    let mr: *mut ibv_mr = make("mr");
+    let key = made("mr") as u32 * 256;
+    // SAFETY: just made.
+    let all = unsafe { &mut *mr };
+    (all.pd, all.addr, all.length, all.lkey, all.rkey) = (pd, addr, length, key, key);
+    mr
+}
+
+unsafe extern "C" fn ibv_dereg_mr(mr: *mut ibv_mr) -> c_int {
+    // As devices do while a window is bound to it.
+    if there("mw") > 0 && with(|device| device.fails.contains("ibv_dealloc_mw")) {
+        return libc::EBUSY;
+    }
+    // SAFETY: from `ibv_reg_mr`.
+    unsafe { destroy("mr", "ibv_dereg_mr", mr) }
+}
+
+unsafe extern "C" fn alloc_mw(pd: *mut ibv_pd, _: ibv_mw_type::Type) -> *mut ibv_mw {
+    let mw: *mut ibv_mw = make("mw");
+    // SAFETY: just made.
+    let all = unsafe { &mut *mw };
+    (all.pd, all.context, all.rkey) = (pd, context(), 0x1_0000 * made("mw") as u32);
+    mw
+}
+
+unsafe extern "C" fn dealloc_mw(mw: *mut ibv_mw) -> c_int {
+    // SAFETY: from `alloc_mw`.
+    unsafe { destroy("mw", "ibv_dealloc_mw", mw) }
+}
+
+unsafe extern "C" fn ibv_create_comp_channel(_: *mut ibv_context) -> *mut ibv_comp_channel {
+    let channel: *mut ibv_comp_channel = make("completion channel");
+    // SAFETY: just made.
+    unsafe { (*channel).fd = fd() };
+    channel
+}
+
+unsafe extern "C" fn ibv_destroy_comp_channel(channel: *mut ibv_comp_channel) -> c_int {
+    // SAFETY: from `ibv_create_comp_channel`.
+    crate::socket::close(unsafe { (*channel).fd });
+    // SAFETY: as above.
+    unsafe { destroy("completion channel", "ibv_destroy_comp_channel", channel) }
+}
+
+unsafe extern "C" fn ibv_create_cq(
+    context: *mut ibv_context,
+    _: c_int,
+    _: *mut c_void,
+    _: *mut ibv_comp_channel,
+    _: c_int,
+) -> *mut ibv_cq {
+    let cq: *mut ibv_cq = make("cq");
+    // SAFETY: just made.
+    unsafe { (*cq).context = context };
+    cq
+}
+
+unsafe extern "C" fn ibv_destroy_cq(cq: *mut ibv_cq) -> c_int {
+    // SAFETY: from `ibv_create_cq`.
+    unsafe { destroy("cq", "ibv_destroy_cq", cq) }
+}
+
+unsafe extern "C" fn ibv_destroy_qp(qp: *mut ibv_qp) -> c_int {
+    // SAFETY: from `rdma_create_qp`.
+    unsafe { destroy("qp", "ibv_destroy_qp", qp) }
+}
+
+unsafe extern "C" fn ibv_get_cq_event(
+    _: *mut ibv_comp_channel,
+    _: *mut *mut ibv_cq,
+    _: *mut *mut c_void,
+) -> c_int {
+    -1
+}
+
+unsafe extern "C" fn ibv_ack_cq_events(_: *mut ibv_cq, _: u32) {}
+
+unsafe extern "C" fn rdma_create_event_channel() -> *mut rdma_event_channel {
+    let channel: *mut rdma_event_channel = make("event channel");
+    // SAFETY: just made.
+    unsafe { (*channel).fd = fd() };
+    channel
+}
+
+unsafe extern "C" fn rdma_destroy_event_channel(channel: *mut rdma_event_channel) {
+    // SAFETY: from `rdma_create_event_channel`.
+    crate::socket::close(unsafe { (*channel).fd });
+    // SAFETY: as above.
+    unsafe { destroy("event channel", "rdma_destroy_event_channel", channel) };
+}
+
+unsafe extern "C" fn rdma_create_id(
+    channel: *mut rdma_event_channel,
+    id: *mut *mut rdma_cm_id,
+    _: *mut c_void,
+    _: rdma_port_space::Type,
+) -> c_int {
+    // SAFETY: writable, by the function's contract.
+    unsafe { *id = fresh_id(channel) };
+    0
+}
+
+unsafe extern "C" fn rdma_destroy_id(id: *mut rdma_cm_id) -> c_int {
+    // SAFETY: from `fresh_id`.
+    unsafe { destroy("id", "rdma_destroy_id", id) }
+}
+
+unsafe extern "C" fn rdma_migrate_id(id: *mut rdma_cm_id, channel: *mut rdma_event_channel) -> c_int {
+    // SAFETY: alive.
+    unsafe { (*id).channel = channel };
+    0
+}
+
+unsafe extern "C" fn rdma_set_option(
+    _: *mut rdma_cm_id,
+    _: c_int,
+    _: c_int,
+    _: *mut c_void,
+    _: usize,
+) -> c_int {
+    0
+}
+
+unsafe extern "C" fn rdma_bind_addr(_: *mut rdma_cm_id, _: *mut libc::sockaddr) -> c_int {
+    0
+}
+
+unsafe extern "C" fn rdma_listen(_: *mut rdma_cm_id, _: c_int) -> c_int {
+    0
+}
+
+unsafe extern "C" fn rdma_resolve_addr(
+    id: *mut rdma_cm_id,
+    _: *mut libc::sockaddr,
+    _: *mut libc::sockaddr,
+    _: c_int,
+) -> c_int {
+    // SAFETY: alive.
+    event(unsafe { (*id).channel }, rdma_cm_event_type::RDMA_CM_EVENT_ADDR_RESOLVED, id);
+    0
+}
+
+unsafe extern "C" fn rdma_resolve_route(id: *mut rdma_cm_id, _: c_int) -> c_int {
+    // SAFETY: alive.
+    event(unsafe { (*id).channel }, rdma_cm_event_type::RDMA_CM_EVENT_ROUTE_RESOLVED, id);
+    0
+}
+
+unsafe extern "C" fn rdma_create_qp(
+    id: *mut rdma_cm_id,
+    _: *mut ibv_pd,
+    attr: *mut ibv_qp_init_attr,
+) -> c_int {
+    let qp: *mut ibv_qp = make("qp");
+    // SAFETY: just made.
+    let all = unsafe { &mut *qp };
+    // SAFETY: readable, by the function's contract.
+    (all.context, all.send_cq) = (context(), unsafe { (*attr).send_cq });
+    // SAFETY: alive.
+    unsafe { (*id).qp = qp };
+    0
+}
+
+unsafe extern "C" fn rdma_connect(id: *mut rdma_cm_id, _: *mut rdma_conn_param) -> c_int {
+    // SAFETY: alive.
+    event(unsafe { (*id).channel }, rdma_cm_event_type::RDMA_CM_EVENT_ESTABLISHED, id);
+    0
+}
+
+unsafe extern "C" fn rdma_accept(id: *mut rdma_cm_id, _: *mut rdma_conn_param) -> c_int {
+    // SAFETY: alive.
+    event(unsafe { (*id).channel }, rdma_cm_event_type::RDMA_CM_EVENT_ESTABLISHED, id);
+    0
+}
+
+unsafe extern "C" fn rdma_reject(_: *mut rdma_cm_id, _: *const c_void, _: u8) -> c_int {
+    0
+}
+
+unsafe extern "C" fn rdma_disconnect(_: *mut rdma_cm_id) -> c_int {
+    0
+}
+
+unsafe extern "C" fn rdma_get_cm_event(
+    channel: *mut rdma_event_channel,
+    event: *mut *mut rdma_cm_event,
+) -> c_int {
+    let Some((what, id)) = with(|device| device.events.get_mut(&channel.addr())?.pop_front()) else {
+        // SAFETY: no preconditions.
+        let errno = unsafe { libc::__errno_location() };
+        // SAFETY: this thread's own.
+        unsafe { *errno = libc::EAGAIN };
+        return -1;
+    };
+    let fresh: *mut rdma_cm_event = zeroed();
+    // SAFETY: just made.
+    let all = unsafe { &mut *fresh };
+    (all.event, all.id) = (what, std::ptr::with_exposed_provenance_mut(id));
+    // SAFETY: writable, by the function's contract.
+    unsafe { *event = fresh };
+    0
+}
+
+unsafe extern "C" fn rdma_ack_cm_event(event: *mut rdma_cm_event) -> c_int {
+    // SAFETY: from `rdma_get_cm_event`.
+    drop(unsafe { Box::from_raw(event) });
+    0
+}
+
+unsafe extern "C" fn poll_cq(_: *mut ibv_cq, most: c_int, batch: *mut ibv_wc) -> c_int {
+    let mut n = 0;
+    while n < most {
+        let Some(next) = with(|device| device.completions.pop_front()) else { break };
+        // SAFETY: an array of `most`, by the function's contract.
+        let place = unsafe { batch.add(n as usize) };
+        // SAFETY: as above.
+        unsafe { place.write(next) };
+        n += 1;
+    }
+    n
+}
+
+unsafe extern "C" fn req_notify_cq(_: *mut ibv_cq, _: c_int) -> c_int {
+    0
+}
+
+unsafe extern "C" fn post_send(
+    _: *mut ibv_qp,
+    mut request: *mut ibv_send_wr,
+    _: *mut *mut ibv_send_wr,
+) -> c_int {
+    // SAFETY: NULL, or the next request of the chain.
+    while let Some(next) = unsafe { request.as_ref() } {
+        let completes = with(|device| {
+            device.posted.push((next.wr_id, next.opcode));
+            device.completes
+        });
+        if completes && next.send_flags & ibv_send_flags::IBV_SEND_SIGNALED.0 != 0 {
+            complete(ibv_wc_status::IBV_WC_SUCCESS, ibv_wc_opcode::IBV_WC_RDMA_WRITE, next.wr_id);
+        }
+        request = next.next;
+    }
+    0
+}
+
+unsafe extern "C" fn post_recv(_: *mut ibv_qp, _: *mut ibv_recv_wr, _: *mut *mut ibv_recv_wr) -> c_int {
+    0
+}

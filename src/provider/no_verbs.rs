@@ -59,6 +59,14 @@ pub fn connect(
     Err(not_built_in())
 }
 
+/// What has become of a request to connect.
+#[allow(missing_docs)]
+pub enum Knock {
+    Nobody,
+    Refused,
+    Accepted(Accepted),
+}
+
 /// A connection that a listener has accepted.
 #[allow(missing_docs)]
 pub struct Accepted {
@@ -95,7 +103,7 @@ impl Listener {
     pub fn places(&self) -> usize {
         match *self {}
     }
-    pub fn accept(&mut self, _options: &Options, _known: bool) -> Result<Option<Accepted>, Error> {
+    pub fn accept(&mut self, _options: &Options, _known: bool) -> Result<Knock, Error> {
         match *self {}
     }
 }

@@ -150,39 +150,60 @@ fn now_ms() -> u64 {
 struct Locked(usize);
 
 impl Locked {
-    /// Room for a connection: how many credits it gets, and the slabs for them.
-    fn slabs(options: &Options) -> Result<(Locked, u32, Arc<Slabs>), Error> {
-        let budget = sys::memlock_limit().map_or(usize::MAX, |bytes| bytes / 2);
-        let size = options.slab.next_multiple_of(4096);
-        // Receives, as many messages in the hands of the program, and some Sends, of two slabs each.
-        let count = |credits: u32| (2 * credits + options.margin + 2 * credits.min(16)) as usize;
-        let least = CREDITS_MIN.min(options.credits);
+    /// Room for a connection with the fewest credits.
+    fn least(options: &Options) -> Result<Locked, Error> {
+        let (budget, bytes) = (budget(), bytes(options, least(options)));
+        let fits = |held: usize| held.checked_add(bytes).filter(|sum| *sum <= budget);
+        if LOCKED.fetch_update(Relaxed, Relaxed, fits).is_ok() {
+            return Ok(Locked(bytes));
+        }
+        let longer = options.slab > options.receive;
+        let text = format!(
+            "no room for another RDMA connection: its buffers take {bytes} bytes, {} are taken, and half of \
+             RLIMIT_MEMLOCK is {budget}; raise it (ulimit -l, LimitMEMLOCK=), or lower {}",
+            LOCKED.load(Relaxed),
+            if longer { "RPCRDMA_MAX_INLINE" } else { "RPCRDMA_INLINE" }
+        );
+        Err(Error::new(Kind::Os(libc::ENOMEM), text))
+    }
+
+    /// Room for as many credits as it may have: how many. The first connections leave room for others.
+    fn grow(&mut self, options: &Options) -> u32 {
+        let (budget, least) = (budget(), least(options));
         let mut credits = options.credits;
-        loop {
-            let bytes = size.saturating_mul(count(credits));
-            // The first connections leave room for others.
+        while credits > least {
+            let bytes = bytes(options, credits);
             let fits = |held: usize| {
-                let left = budget.saturating_sub(held);
-                let share = if credits > least { left / 7 } else { left };
-                (bytes <= share).then(|| held + bytes)
+                let others = held - self.0;
+                (bytes <= budget.saturating_sub(others) / 7).then(|| others + bytes)
             };
             if LOCKED.fetch_update(Relaxed, Relaxed, fits).is_ok() {
-                let locked = Locked(bytes);
-                return Ok((locked, credits, Slabs::new(size, count(credits))?));
-            }
-            if credits == least {
-                let longer = options.slab > options.receive;
-                let text = format!(
-                    "no room for another RDMA connection: its buffers take {bytes} bytes, {} are taken, and half of \
-                     RLIMIT_MEMLOCK is {budget}; raise it (ulimit -l, LimitMEMLOCK=), or lower {}",
-                    LOCKED.load(Relaxed),
-                    if longer { "RPCRDMA_MAX_INLINE" } else { "RPCRDMA_INLINE" }
-                );
-                return Err(Error::new(Kind::Os(libc::ENOMEM), text));
+                self.0 = bytes;
+                break;
             }
             credits = (credits / 2).max(least);
         }
+        credits
     }
+}
+
+/// Bytes of slabs that the process may lock.
+fn budget() -> usize {
+    sys::memlock_limit().map_or(usize::MAX, |bytes| bytes / 2)
+}
+
+/// Slabs of a connection with so many credits: Receives, as many messages in the hands of the program, and some Sends, of
+/// two slabs each.
+fn count(options: &Options, credits: u32) -> usize {
+    (2 * credits + options.margin + 2 * credits.min(16)) as usize
+}
+
+fn bytes(options: &Options, credits: u32) -> usize {
+    options.slab.next_multiple_of(4096).saturating_mul(count(options, credits))
+}
+
+fn least(options: &Options) -> u32 {
+    CREDITS_MIN.min(options.credits)
 }
 
 impl Drop for Locked {
@@ -200,6 +221,26 @@ pub struct Listener {
     places: Places,
     generation: u64,
     lost: bool,
+    refusals: Refusals,
+}
+
+/// What the log is told of requests that were refused: a line a second, however many they are.
+#[derive(Default)]
+struct Refusals {
+    told: Option<Instant>,
+    untold: u32,
+}
+
+impl Refusals {
+    /// How many were not told of since the last line; `None` if it is not time for one.
+    fn tell(&mut self, now: Instant) -> Option<u32> {
+        if self.told.is_some_and(|told| now.duration_since(told) < Duration::from_secs(1)) {
+            self.untold += 1;
+            return None;
+        }
+        self.told = Some(now);
+        Some(std::mem::take(&mut self.untold))
+    }
 }
 
 /// Where a TCP socket listens.
@@ -268,7 +309,8 @@ impl Listener {
             let text = "no address that it listens at belongs to an RDMA device";
             return Err(Error::new(Kind::Os(libc::ENODEV), text));
         }
-        Ok(Listener { channel, ids, places, generation: sys::fork_generation(), lost: false })
+        let (generation, refusals) = (sys::fork_generation(), Refusals::default());
+        Ok(Listener { channel, ids, places, generation, lost: false, refusals })
     }
 
     /// Readable when somebody wants to connect.
@@ -286,40 +328,49 @@ impl Listener {
         self.lost
     }
 
-    /// The next connection, whose startup is then to be driven to its end. `known`: only from peers of which something
-    /// else than their own word tells the address.
+    /// What the next request has come to: a connection whose startup is then to be driven to its end, or nothing where it
+    /// was refused. Each costs the loop its time. `known`: only from peers of which something else than their own word tells
+    /// the address.
     ///
     /// # Errors
     /// Nothing can be accepted any more.
-    pub fn accept(&mut self, options: &Options, known: bool) -> Result<Option<Accepted>, Error> {
-        while let Some(event) = self.channel.next()? {
-            match event {
-                Event::Request(request) => {
-                    let peer = request.id.addresses().1;
-                    let admitted = self.admit(&request.id, known);
-                    if admitted.is_err() {
-                        request.id.reject();
-                    }
-                    let verbs = admitted.and_then(|(local, peer)| {
-                        let device = Box::new(Verbs::respond(*request, options.clone())?);
-                        Ok(Accepted { device, local: Some(local), peer: Some(peer) })
-                    });
-                    match verbs {
-                        Ok(accepted) => return Ok(Some(accepted)),
-                        Err(error) => {
+    pub fn accept(&mut self, options: &Options, known: bool) -> Result<Knock, Error> {
+        let Some(event) = self.channel.next()? else { return Ok(Knock::Nobody) };
+        match event {
+            Event::Request(request) => {
+                let peer = request.id.addresses().1;
+                let admitted = self.admit(&request.id, known).and_then(|ends| {
+                    // Before anything is made for it: who is refused is to cost little.
+                    Ok((ends, Locked::least(options)?))
+                });
+                if admitted.is_err() {
+                    request.id.reject();
+                }
+                let verbs = admitted.and_then(|((local, peer), locked)| {
+                    let device = Box::new(Verbs::respond(*request, locked, options.clone())?);
+                    Ok(Accepted { device, local: Some(local), peer: Some(peer) })
+                });
+                match verbs {
+                    Ok(accepted) => return Ok(Knock::Accepted(accepted)),
+                    Err(error) => {
+                        if let Some(others) = self.refusals.tell(Instant::now()) {
                             let peer = peer.map_or_else(|| "a peer".to_owned(), |at| at.to_string());
-                            log_warn!("verbs: {peer} is refused: {error}");
+                            let others = match others {
+                                0 => String::new(),
+                                others => format!(" ({others} others were refused since the last such line)"),
+                            };
+                            log_warn!("verbs: {peer} is refused: {error}{others}");
                         }
                     }
                 }
-                Event::Failed(error) => {
-                    log_warn!("verbs: a listener has ended: {error}");
-                    self.lost = true;
-                }
-                _ => {}
             }
+            Event::Failed(error) => {
+                log_warn!("verbs: a listener has ended: {error}");
+                self.lost = true;
+            }
+            _ => {}
         }
-        Ok(None)
+        Ok(Knock::Refused)
     }
 
     /// Checks who wants to connect to what: the addresses of this end and of the peer, as the program is to see them.
@@ -371,6 +422,16 @@ impl Listener {
 /// A port that no program takes for one of a privileged caller.
 fn unprivileged(port: u16) -> u16 {
     if port < 1024 { port + 1024 } else { port }
+}
+
+/// What has become of a request to connect.
+pub enum Knock {
+    /// There is none.
+    Nobody,
+    /// It was refused, or was none.
+    Refused,
+    /// A connection.
+    Accepted(Accepted),
 }
 
 /// A connection that a listener has accepted.
@@ -478,7 +539,7 @@ impl Verbs {
     }
 
     /// Passive side: accepts a request.
-    fn respond(request: Request, options: Options) -> Result<Verbs, Error> {
+    fn respond(request: Request, locked: Locked, options: Options) -> Result<Verbs, Error> {
         let Request { mut id, terms } = request;
         let refused = |id: &Id, error| {
             id.reject();
@@ -493,6 +554,7 @@ impl Verbs {
         }
         let mut verbs = Verbs::new(channel, id, Stage::Accepting, options)?;
         verbs.terms = terms;
+        verbs.locked = Some(locked);
         if let Err(error) = verbs.equip().and_then(|()| verbs.answer()) {
             if let Some(id) = verbs.domain.as_ref().map(|domain| domain.id()).or(verbs.id.as_ref()) {
                 id.reject();
@@ -537,8 +599,13 @@ impl Verbs {
     /// Makes the queue pair and posts the first Receives, before the peer can send.
     fn equip(&mut self) -> Result<(), Error> {
         let id = self.id.take().ok_or_else(|| lost("no identifier"))?;
+        let mut locked = match self.locked.take() {
+            Some(locked) => locked,
+            None => Locked::least(&self.options)?,
+        };
+        let credits = locked.grow(&self.options);
+        let slabs = Slabs::new(self.options.slab, count(&self.options, credits))?;
         let domain = Domain::new(id)?;
-        let (locked, credits, slabs) = Locked::slabs(&self.options)?;
         self.receives = credits + self.options.margin;
         let mut queues = Queues::new(domain.clone(), slabs.clone(), self.receives)?;
         // For what a peer may send before the layer above posts its own: one call, and what needs no credit.

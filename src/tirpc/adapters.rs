@@ -25,12 +25,13 @@ use crate::driver::{Attempt, Server, adapter_options};
 use crate::error::{Error, Kind, os_text};
 use crate::ffi::guard;
 use crate::process::{self, Identity};
-use crate::provider::verbs::{self, Accepted, Listener, Places};
+use crate::provider::verbs::{self, Accepted, Knock, Listener, Places};
 use crate::tirpc::{SVCXPRT, bool_t, interpose, real, rpc_msg, server, xp_ops, xprt_unregister};
 use crate::{log_debug, log_error, log_info, log_warn, socket};
 
-/// Connections that are accepted before the loop looks at others again.
+/// Requests that are accepted or refused before the loop looks at others again, and how long that may take.
 const TURN: usize = 16;
+const TURN_TIME: Duration = Duration::from_millis(1);
 
 /// When a listener whose device has gone is tried again.
 const RETRY: Duration = Duration::from_secs(1);
@@ -260,15 +261,21 @@ unsafe extern "C" fn accept(xprt: *mut SVCXPRT, _: *mut rpc_msg) -> bool_t {
         let mut retry = false;
         if let Some(Open { listener, .. }) = &mut entry.open {
             if lives && !listener.forked() {
-                while accepted.len() < TURN {
+                let began = Instant::now();
+                for _ in 0..TURN {
                     match listener.accept(&adapter_options(config), known) {
-                        Ok(Some(connection)) => accepted.push(connection),
-                        Ok(None) => break,
+                        Ok(Knock::Accepted(connection)) => accepted.push(connection),
+                        Ok(Knock::Refused) => {}
+                        Ok(Knock::Nobody) => break,
                         Err(error) => {
                             log_warn!("listener at {}: {error}", entry.address);
                             retry = true;
                             break;
                         }
+                    }
+                    // What is left wakes the loop again.
+                    if began.elapsed() >= TURN_TIME {
+                        break;
                     }
                 }
                 retry |= listener.lost();

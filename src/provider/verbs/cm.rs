@@ -98,6 +98,12 @@ impl Channel {
         unsafe { (*self.raw.as_ptr()).fd }
     }
 
+    /// What librdmacm knows it by.
+    #[cfg(test)]
+    pub fn as_ptr(&self) -> *mut rdma_event_channel {
+        self.raw.as_ptr()
+    }
+
     /// The next event, if there is one.
     ///
     /// # Errors

@@ -1,16 +1,19 @@
 //! A device that is none, in the place of rdma-core: a test says what fails and what completes, and counts what is left.
 //!
-//! It belongs to the thread that has asked for it ([`install`]), and so to one test. Who connects is answered at once.
+//! It belongs to the thread that has asked for it ([`install`]), and so to one test. Requests to connect come in as
+//! [`request`] says; what is accepted is established at once.
 #![allow(unsafe_code)]
 
 use std::cell::{Cell, RefCell};
 use std::collections::{HashMap, HashSet, VecDeque};
 use std::ffi::{c_int, c_void};
+use std::net::SocketAddr;
 use std::ptr::null_mut;
 
 use rdma_sys::*;
 
 use super::library::Library;
+use crate::socket::Sockaddr;
 
 /// What a test sees of the device, and has it do.
 #[derive(Default)]
@@ -27,6 +30,8 @@ pub struct Device {
     pub posted: Vec<(u64, ibv_wr_opcode::Type)>,
     /// What the completion queue has.
     pub completions: VecDeque<ibv_wc>,
+    /// Requests to connect that were refused.
+    pub rejected: usize,
     /// Of each channel, what has happened to which identifier.
     events: HashMap<usize, VecDeque<(rdma_cm_event_type::Type, usize)>>,
 }
@@ -65,12 +70,33 @@ pub fn made(kind: &str) -> usize {
     with(|device| device.made.get(kind).copied().unwrap_or(0))
 }
 
+/// `from` wants to connect to `to`, at a listener that has this channel.
+pub fn request(channel: *mut rdma_event_channel, from: SocketAddr, to: SocketAddr) {
+    let id = fresh_id(channel);
+    // SAFETY: just made.
+    let address = unsafe { &mut (*id).route.addr };
+    // SAFETY: both unions are large enough for every address.
+    unsafe { store(&raw mut address.src_addr_union, to) };
+    // SAFETY: as above.
+    unsafe { store(&raw mut address.dst_addr_union, from) };
+    event(channel, rdma_cm_event_type::RDMA_CM_EVENT_CONNECT_REQUEST, id);
+}
+
 /// A completion comes with these.
 pub fn complete(status: ibv_wc_status::Type, opcode: ibv_wc_opcode::Type, number: u64) {
     // SAFETY: numbers, and a union of numbers.
     let mut wc: ibv_wc = unsafe { std::mem::zeroed() };
     (wc.status, wc.opcode, wc.wr_id) = (status, opcode, number);
     with(|device| device.completions.push_back(wc));
+}
+
+/// # Safety
+/// `place` has room for the address.
+unsafe fn store<T>(place: *mut T, address: SocketAddr) {
+    let address = Sockaddr::from(address);
+    let bytes = address.as_bytes();
+    // SAFETY: by the contract.
+    unsafe { std::ptr::copy_nonoverlapping(bytes.as_ptr(), place.cast(), bytes.len()) };
 }
 
 fn event(channel: *mut rdma_event_channel, event: rdma_cm_event_type::Type, id: *mut rdma_cm_id) {
@@ -374,6 +400,7 @@ unsafe extern "C" fn rdma_accept(id: *mut rdma_cm_id, _: *mut rdma_conn_param) -
 }
 
 unsafe extern "C" fn rdma_reject(_: *mut rdma_cm_id, _: *const c_void, _: u8) -> c_int {
+    with(|device| device.rejected += 1);
     0
 }
 

@@ -45,7 +45,10 @@ fn pair(listener: &mut Listener, to: SocketAddr, options: [&Options; 2]) -> [Box
     loop {
         let open = active.establish().expect("the startup goes on");
         if passive.is_none() {
-            passive = listener.accept(options[1], true).expect("the listener lives");
+            passive = match listener.accept(options[1], true).expect("the listener lives") {
+                Knock::Accepted(accepted) => Some(accepted),
+                Knock::Nobody | Knock::Refused => None,
+            };
         }
         let there = passive.as_mut().is_some_and(|accepted| accepted.device.establish().expect("accepted"));
         if let Some(Accepted { device, .. }) = passive.take_if(|_| open && there) {
@@ -139,6 +142,60 @@ fn what_the_device_takes_back_with_the_end_of_the_connection_is_free() {
     assert_eq!((mock::there("mr"), mock::there("pd"), LOCKED.load(Relaxed)), (0, 0, 0));
 }
 
+/// A listener of the mock device, and what reaches it.
+fn mock_listener() -> Listener {
+    mock::install();
+    Listener {
+        channel: Channel::new().expect("a channel"),
+        ids: Vec::new(),
+        places: Places { addresses: vec!["0.0.0.0:7".parse().unwrap()], interface: None },
+        generation: sys::fork_generation(),
+        lost: false,
+        refusals: Refusals::default(),
+    }
+}
+
+impl Listener {
+    fn asked_by(&self, from: &str) {
+        mock::request(self.channel.as_ptr(), from.parse().unwrap(), "10.1.2.3:7".parse().unwrap());
+    }
+
+    fn next(&mut self, options: &Options) -> Knock {
+        self.accept(options, false).expect("the listener lives")
+    }
+}
+
+#[test]
+fn who_is_refused_costs_one_turn_each_and_nothing_is_made_for_it() {
+    let _alone = alone();
+    let mut listener = mock_listener();
+    // All that may be locked is taken.
+    let before = LOCKED.swap(usize::MAX, Relaxed);
+    (0..20).for_each(|_| listener.asked_by("10.1.2.4:1000"));
+    for refused in 1..=20 {
+        assert!(matches!(listener.next(&options()), Knock::Refused));
+        assert_eq!(mock::with(|device| device.rejected), refused, "one at a time");
+    }
+    assert!(matches!(listener.next(&options()), Knock::Nobody));
+    LOCKED.store(before, Relaxed);
+    assert_eq!((mock::made("event channel"), mock::made("pd"), mock::there("id")), (1, 0, 0));
+    // The one that has room is accepted.
+    listener.asked_by("10.1.2.4:1000");
+    assert!(matches!(listener.next(&options()), Knock::Accepted(_)));
+    assert_eq!(mock::made("pd"), 1);
+}
+
+#[test]
+fn the_log_tells_of_refused_requests_once_a_second() {
+    let (mut refusals, now) = (Refusals::default(), Instant::now());
+    assert_eq!(refusals.tell(now), Some(0));
+    for _ in 0..100 {
+        assert_eq!(refusals.tell(now + Duration::from_millis(999)), None);
+    }
+    assert_eq!(refusals.tell(now + Duration::from_secs(1)), Some(100));
+    assert_eq!(refusals.tell(now + Duration::from_secs(2)), Some(0));
+}
+
 #[test]
 fn an_rdma_write_with_immediate_data_is_no_message() {
     let (_alone, mut verbs) = mocked(options());
@@ -206,12 +263,15 @@ fn later_connections_get_fewer_credits_until_no_more_fit() {
         let options = Options { slab, ..options.clone() };
         let mut held = Vec::new();
         let error = loop {
-            match Locked::slabs(&options) {
-                Ok((locked, credits, slabs)) => held.push((locked, credits, slabs)),
+            match Locked::least(&options) {
+                Ok(mut locked) => {
+                    let credits = locked.grow(&options);
+                    held.push((locked, credits));
+                }
                 Err(error) => break error,
             }
         };
-        assert!(held.iter().all(|(_, _, slabs)| slabs.size() == slab));
+        assert!(held.iter().all(|(locked, credits)| locked.0 == slab * count(&options, *credits)));
         assert!(held.windows(2).all(|two| two[0].1 >= two[1].1), "credits only shrink");
         assert_eq!(held[held.len() - 1].1, CREDITS_MIN);
         assert!(error.text().contains("RLIMIT_MEMLOCK") && error.text().ends_with(setting), "{error}");

@@ -2,11 +2,13 @@
  * What waits for what is arranged by the servers' blocking procedure and by semaphores. */
 #define _GNU_SOURCE
 #include "harness.h"
+#include <errno.h>
 #include <netinet/in.h>
 #include <pthread.h>
 #include <semaphore.h>
 #include <sys/socket.h>
 #include <sys/wait.h>
+#include <time.h>
 #include <unistd.h>
 
 /* ---- An AUTH of the program's own ------------------------------------------------------------------------------- */
@@ -87,6 +89,55 @@ static void calls_at_several_servers_run_together(long flavour)
         server_release(&servers[i]);
         REQUIRE(pthread_join(threads[i], NULL) == 0);
     }
+}
+
+/* ---- A descriptor of several CLIENTs ----------------------------------------------------------------------------- */
+
+static sem_t closed;
+
+/* Lets the call end when the descriptor is closed, which it must not be before, or else after a while. */
+static void *release_late(void *server)
+{
+    struct timespec until;
+    clock_gettime(CLOCK_REALTIME, &until);
+    until.tv_nsec += 100000000;
+    until.tv_sec += until.tv_nsec / 1000000000;
+    until.tv_nsec %= 1000000000;
+    while (sem_timedwait(&closed, &until) < 0 && errno == EINTR)
+        ;
+    server_release(server);
+    return NULL;
+}
+
+/* A CLIENT that closes its descriptor waits for the call of another one on it: what that one still reads would be of
+ * whatever has the number next. */
+static void descriptor_is_closed_when_anothers_call_has_ended(long unused)
+{
+    (void)unused;
+    struct server server = server_start("-c", "tli", NULL);
+    struct sockaddr_in address = address_of(&server);
+    struct netbuf to = {sizeof address, sizeof address, &address};
+    CLIENT *owner = client_of(&server);
+    int fd = -1, pair[2];
+    REQUIRE(clnt_control(owner, CLSET_FD_CLOSE, NULL) && clnt_control(owner, CLGET_FD, (char *)&fd));
+    CLIENT *other = clnt_tli_create(fd, the_netconfig(), &to, SUITE_PROG, SUITE_V2, 0, 0);
+    REQUIRE(other != NULL);
+    sem_init(&closed, 0, 0);
+    pthread_t caller, releaser;
+    REQUIRE(pthread_create(&caller, NULL, block_one, other) == 0);
+    server_await_block(&server);
+    REQUIRE(pthread_create(&releaser, NULL, release_late, &server) == 0);
+    clnt_destroy(owner);
+    REQUIRE(socketpair(AF_UNIX, SOCK_STREAM, 0, pair) == 0);
+    REQUIRE(write(pair[1], "mine", 4) == 4);
+    if (pair[0] != fd)
+        REQUIRE(dup2(pair[0], fd) == fd);
+    sem_post(&closed);
+    REQUIRE(pthread_join(releaser, NULL) == 0);
+    REQUIRE(pthread_join(caller, NULL) == 0);
+    char own[8];
+    REQUIRE(recv(fd, own, sizeof own, MSG_DONTWAIT) == 4);
+    REQUIRE(recv(pair[1], own, sizeof own, MSG_DONTWAIT) < 0);
 }
 
 /* ---- A lock of the program's own -------------------------------------------------------------------------------- */
@@ -368,6 +419,7 @@ const struct test thread_tests[] = {
     FLAVOUR(xdr_procedure_may_wait_for_another_threads_call, NONE),
     FLAVOUR(xdr_procedure_may_wait_for_another_threads_call, SYS),
     TEST(auth_of_the_programs_own_sees_one_call_at_a_time),
+    TEST(descriptor_is_closed_when_anothers_call_has_ended),
     {.name = "call_behind_a_busy_auth_ends_with_its_time", .run = call_behind_a_busy_auth_ends_with_its_time, .not_stock = no_limit},
     {.name = "one_way_call_behind_a_busy_auth_ends_with_its_time", .run = call_behind_a_busy_auth_ends_with_its_time, .argument = 1, .not_stock = no_limit},
     FLAVOUR(procedure_may_call_with_the_same_auth, SYS),

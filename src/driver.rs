@@ -1019,6 +1019,18 @@ impl Client {
         state.identity.is_some() && state.identity == process::identify(self.fd)
     }
 
+    /// The descriptor is about to be closed: calls that others have just begun end, since the number may be another file's
+    /// before they read or write again.
+    pub fn shut(&self) {
+        let mut state = self.lock();
+        if !state.drivers.is_empty() || !state.calls.sleepers.is_empty() {
+            state.link.fail(Error::new(Kind::ConnectionLost, "the descriptor was closed"));
+            state.link.drain();
+            state.settle();
+            state.wake_all();
+        }
+    }
+
     /// What the connection runs on and what was agreed, in words for the log.
     pub fn describe(&self) -> String {
         self.lock().link.describe()

@@ -439,7 +439,7 @@ impl Waiting {
     }
 
     /// Every thread looks again at what it waits for.
-    fn wake_all(&self) {
+    pub(super) fn wake_all(&self) {
         self.calls.sleepers.values().for_each(|condition| condition.notify_one());
     }
 

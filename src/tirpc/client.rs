@@ -104,8 +104,8 @@ struct Handle {
     /// The peer's address, as `CLGET_SVC_ADDR` shows it.
     address: Box<[u8]>,
     control: Mutex<Control>,
-    running: Mutex<Runs>,
-    idle: Condvar,
+    /// Shared with the other CLIENTs on the descriptor.
+    uses: Arc<Uses>,
 }
 
 /// What a CLIENT makes its calls on.
@@ -127,11 +127,52 @@ impl Deref for Connection {
     }
 }
 
-/// Calls that run now, and whether destruction waits for their end.
+/// The calls that run on one descriptor. Destruction of a CLIENT waits for its own, and for those of others where it closes
+/// the descriptor: what they still read and write there would be another file's, as soon as the number is used again.
 #[derive(Default)]
-struct Runs {
-    calls: usize,
-    destroying: bool,
+struct Uses {
+    table: Mutex<UseTable>,
+    ended: Condvar,
+}
+
+#[derive(Default)]
+struct UseTable {
+    next: u64,
+    running: Vec<Use>,
+    /// Destructions that wait.
+    waiting: usize,
+}
+
+/// A call that runs.
+struct Use {
+    /// In the order in which they began.
+    number: u64,
+    /// Address of the handle.
+    handle: usize,
+    thread: usize,
+    /// A forked child has none of the threads of its parent.
+    generation: u64,
+}
+
+impl Uses {
+    fn table(&self) -> MutexGuard<'_, UseTable> {
+        self.table.lock().unwrap_or_else(|e| e.into_inner())
+    }
+
+    /// Waits until no call runs on `handle`; with `all`, until those have ended too that others had begun by now. A call of
+    /// the calling thread cannot end meanwhile.
+    fn wait(&self, handle: *const Handle, all: bool) {
+        let (me, generation) = (sys::this_thread(), sys::fork_generation());
+        let mut table = self.table();
+        let now = table.next;
+        let others = |it: &Use| all && it.number < now && it.thread != me;
+        let counts = |it: &Use| it.generation == generation && (it.handle == handle.addr() || others(it));
+        table.waiting += 1;
+        while table.running.iter().any(counts) {
+            table = self.ended.wait(table).unwrap_or_else(|e| e.into_inner());
+        }
+        table.waiting -= 1;
+    }
 }
 
 struct Control {
@@ -195,8 +236,8 @@ pub unsafe fn vc_create(
     };
     // SAFETY: by the contract.
     let address = unsafe { address_bytes(raddr) };
-    if let Some(connection) = connections::find(fd) {
-        return Ok(Some(new(Connection::Forward(connection), address, prog, vers, config)));
+    if let Some((connection, uses)) = connections::find(fd) {
+        return Ok(Some(new(Connection::Forward(connection), uses, address, prog, vers, config)));
     }
     let refuse = |error: Error| if intent == Intent::Try { Ok(None) } else { Err(error) };
     if !socket::is_stream(fd) || socket::local(fd).is_none() {
@@ -226,8 +267,8 @@ pub unsafe fn vc_create(
         Ok(connection) => {
             let how = connection.describe();
             log_info!("fd {fd}: program {prog} version {vers} goes over rdma to {to} ({how})");
-            connections::add(fd, connection.clone());
-            Ok(Some(new(Connection::Forward(connection), address, prog, vers, config)))
+            let uses = connections::add(fd, connection.clone());
+            Ok(Some(new(Connection::Forward(connection), uses, address, prog, vers, config)))
         }
         Err(Failure::Connect(error)) => Err(error),
         Err(Failure::Start(error)) if intent == Intent::Try && config.fallback => {
@@ -373,7 +414,7 @@ pub fn reverse(
 ) -> Result<*mut CLIENT, Error> {
     let config = config::get()?;
     let reverse = Reverse::new(server, config, hooks)?;
-    Ok(new(Connection::Reverse(reverse), address, prog, vers, config))
+    Ok(new(Connection::Reverse(reverse), Arc::default(), address, prog, vers, config))
 }
 
 /// Has the CLIENT of a server go on over another connection.
@@ -499,7 +540,14 @@ pub unsafe fn record(client: *mut CLIENT, error: &Error) {
     }
 }
 
-fn new(connection: Connection, address: Box<[u8]>, prog: u32, vers: u32, config: &Config) -> *mut CLIENT {
+fn new(
+    connection: Connection,
+    uses: Arc<Uses>,
+    address: Box<[u8]>,
+    prog: u32,
+    vers: u32,
+    config: &Config,
+) -> *mut CLIENT {
     let cl_auth = auth::none();
     let control = Control {
         program: prog,
@@ -516,14 +564,8 @@ fn new(connection: Connection, address: Box<[u8]>, prog: u32, vers: u32, config:
     };
     let client =
         CLIENT { cl_auth, cl_ops: &OPS, cl_private: null_mut(), cl_netid: null_mut(), cl_tp: null_mut() };
-    let handle = Box::into_raw(Box::new(Handle {
-        client,
-        connection,
-        address,
-        control: Mutex::new(control),
-        running: Mutex::default(),
-        idle: Condvar::new(),
-    }));
+    let handle =
+        Box::into_raw(Box::new(Handle { client, connection, address, control: Mutex::new(control), uses }));
     // SAFETY: just made, known to nobody else.
     unsafe { (*handle).client.cl_private = handle.cast() };
     handle.cast()
@@ -536,28 +578,30 @@ fn new(connection: Connection, address: Box<[u8]>, prog: u32, vers: u32, config:
 mod connections {
     use super::*;
 
-    type Table = HashMap<c_int, Arc<Client>>;
+    type Table = HashMap<c_int, (Arc<Client>, Arc<Uses>)>;
 
     fn table() -> MutexGuard<'static, Table> {
         static TABLE: OnceLock<Mutex<Table>> = OnceLock::new();
         TABLE.get_or_init(Default::default).lock().unwrap_or_else(|e| e.into_inner())
     }
 
-    pub fn find(fd: c_int) -> Option<Arc<Client>> {
+    pub fn find(fd: c_int) -> Option<(Arc<Client>, Arc<Uses>)> {
         // Asking a connection may take as long as it is made anew: not under the lock of all of them.
-        let connection = table().get(&fd).cloned()?;
+        let (connection, uses) = table().get(&fd).cloned()?;
         if connection.alive() {
-            return Some(connection);
+            return Some((connection, uses));
         }
         let mut table = table();
-        if table.get(&fd).is_some_and(|known| Arc::ptr_eq(known, &connection)) {
+        if table.get(&fd).is_some_and(|(known, _)| Arc::ptr_eq(known, &connection)) {
             table.remove(&fd);
         }
         None
     }
 
-    pub fn add(fd: c_int, connection: Arc<Client>) {
-        table().insert(fd, connection);
+    pub fn add(fd: c_int, connection: Arc<Client>) -> Arc<Uses> {
+        let uses = Arc::<Uses>::default();
+        table().insert(fd, (connection, uses.clone()));
+        uses
     }
 
     pub fn remove(fd: c_int) {
@@ -701,22 +745,36 @@ unsafe extern "C-unwind" fn call(
 }
 
 /// A call that runs: destruction of its handle waits for it.
-struct Running<'a>(&'a Handle);
+struct Running<'a> {
+    uses: &'a Uses,
+    number: u64,
+}
 
 impl<'a> Running<'a> {
     fn start(handle: &'a Handle) -> Running<'a> {
-        handle.running.lock().unwrap_or_else(|e| e.into_inner()).calls += 1;
-        Running(handle)
+        let mut table = handle.uses.table();
+        let number = table.next;
+        table.next += 1;
+        table.running.push(Use {
+            number,
+            handle: std::ptr::from_ref(handle).addr(),
+            thread: sys::this_thread(),
+            generation: sys::fork_generation(),
+        });
+        drop(table);
+        Running { uses: &handle.uses, number }
     }
 }
 
 impl Drop for Running<'_> {
     fn drop(&mut self) {
-        let mut running = self.0.running.lock().unwrap_or_else(|e| e.into_inner());
-        running.calls -= 1;
+        let mut table = self.uses.table();
+        if let Some(at) = table.running.iter().position(|it| it.number == self.number) {
+            table.running.swap_remove(at);
+        }
         // Waking costs a system call even where nobody sleeps.
-        if running.calls == 0 && running.destroying {
-            self.0.idle.notify_all();
+        if table.waiting > 0 {
+            self.uses.ended.notify_all();
         }
     }
 }
@@ -1106,15 +1164,14 @@ unsafe extern "C" fn destroy(client: *mut CLIENT) {
     guard(|| {
         // SAFETY: the program's handle.
         let handle = unsafe { handle(client) }?;
-        let mut running = handle.running.lock().unwrap_or_else(|e| e.into_inner());
-        running.destroying = true;
-        while running.calls > 0 {
-            running = handle.idle.wait(running).unwrap_or_else(|e| e.into_inner());
-        }
-        drop(running);
+        // The number of a socket that the program has closed itself may belong to another file by now.
+        let closes = match &handle.connection {
+            Connection::Forward(connection) => handle.control().close && connection.alive(),
+            Connection::Reverse(_) => false,
+        };
+        handle.uses.wait(handle, closes);
         // SAFETY: made by Box::into_raw in `new`; the program gives it up, and no call runs.
         let handle = unsafe { Box::from_raw(client.cast::<Handle>()) };
-        let close = handle.control().close;
         for string in [handle.client.cl_netid, handle.client.cl_tp] {
             // SAFETY: NULL, or a C string that clnt_tli_create put there: "" (static) or strdup'ed.
             if !string.is_null() && unsafe { *string } != 0 {
@@ -1122,13 +1179,14 @@ unsafe extern "C" fn destroy(client: *mut CLIENT) {
                 unsafe { libc::free(string.cast()) };
             }
         }
-        if close && let Connection::Forward(connection) = &handle.connection {
+        if closes
+            && let Connection::Forward(connection) = &handle.connection
+            && connection.alive()
+        {
             let fd = Requester::fd(&**connection);
-            // The number of a socket that the program has closed itself may belong to another file by now.
-            if connection.alive() {
-                connections::remove(fd);
-                socket::close(fd);
-            }
+            connections::remove(fd);
+            connection.shut();
+            socket::close(fd);
         }
         Ok(())
     });

@@ -603,6 +603,23 @@ mod tests {
     }
 
     #[test]
+    fn who_takes_a_reply_is_not_idle_and_what_is_given_up_is_not_waited_for() {
+        let (mut client, server, _sockets) = join();
+        begin(&mut client, 1, 4 << 20);
+        answer(&server, next(&server)).unwrap();
+        let before = unsent(&server);
+        assert!(before > 0 && locked(&server).rest().is_some());
+        let heard = locked(&server).heard;
+        while unsent(&server) == before {
+            client.pump();
+            locked(&server).push();
+        }
+        assert!(unsent(&server) > 0 && locked(&server).idle_since() > Some(heard));
+        locked(&server).shut();
+        assert!(locked(&server).rest().is_none());
+    }
+
+    #[test]
     fn a_reply_that_the_kernel_has_taken_has_succeeded_though_its_client_is_gone() {
         let (mut client, server, sockets) = join();
         begin(&mut client, 1, 8);

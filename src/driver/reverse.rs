@@ -344,6 +344,10 @@ impl Requester for Reverse {
             stats::add(Counter::Orphans, 1);
             Err(Error::new(Kind::Timeout, text))
         });
+        if outcome.is_ok() {
+            // A client that only answers says something too.
+            state.heard = Instant::now();
+        }
         self.leave(state);
         outcome
     }

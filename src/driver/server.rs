@@ -366,9 +366,12 @@ impl Server {
         }
     }
 
-    /// When the loop was last told that something has come.
-    pub fn heard(&self) -> Instant {
-        self.heard
+    /// Since when nothing has come from the peer, nor has it taken anything of what waits for it; `None` while it is called
+    /// back.
+    pub fn idle_since(&self) -> Option<Instant> {
+        let waits = self.driver.is_some() || !self.calls.sleepers.is_empty();
+        let taken = self.backlog.since().unwrap_or(self.heard);
+        (!waits).then_some(self.heard.max(taken))
     }
 
     /// What to wait for.

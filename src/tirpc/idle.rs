@@ -148,7 +148,11 @@ unsafe fn make_room(newest: RawFd) {
         log_info!("fd {fd}: closed after {} s without a word: descriptors run short", time.as_secs());
         let xprt = match &candidate {
             Candidate::Silent(xprt) => std::ptr::with_exposed_provenance_mut(*xprt),
-            Candidate::Own(transport) => transport.xprt(),
+            Candidate::Own(transport) => {
+                // Its peer has taken nothing of a reply for as long: the loop does not wait for that.
+                transport.give_up();
+                transport.xprt()
+            }
         };
         // SAFETY: alive: in the table, or `candidate` has a share of it; registered.
         unsafe { server::destroy_any(xprt) };

@@ -598,9 +598,16 @@ impl Transport {
         self.destroyed.load(Relaxed)
     }
 
-    /// Since when nothing has come from the peer; `None` while a request is under way.
+    /// Since when nothing has moved; `None` while a request is under way, of either end.
     pub(super) fn idle_since(&self) -> Option<Instant> {
-        self.is_idle().then(|| self.server().map(|server| server.heard()))?
+        if self.is_idle() { self.server()?.idle_since() } else { None }
+    }
+
+    /// What still waits for the peer is given up: `svc_destroy` does not wait for it.
+    pub(super) fn give_up(&self) {
+        if let Some(mut server) = self.server() {
+            server.shut();
+        }
     }
 
     /// Tells [`progress`] what else may wake this connection.

@@ -148,6 +148,11 @@ impl Server {
 
     /// The same on this netid: "tcp" is moved.
     pub fn start_on(netid: &str, settings: &[&str]) -> Server {
+        Server::start_with(netid, &[], settings)
+    }
+
+    /// The same with further arguments.
+    pub fn start_with(netid: &str, arguments: &[&str], settings: &[&str]) -> Server {
         static NEXT: AtomicUsize = AtomicUsize::new(0);
         let name = format!("server-{}-{}.log", std::process::id(), NEXT.fetch_add(1, Relaxed));
         let log = Path::new(env!("CARGO_TARGET_TMPDIR")).join(name);
@@ -156,6 +161,7 @@ impl Server {
         words.extend_from_slice(settings);
         let mut child = command("--as=536870912", &words, &program("server"))
             .args(["-n", netid, "-c", "tli", "-l", "run"])
+            .args(arguments)
             .stdin(Stdio::null())
             .stdout(Stdio::piped())
             .stderr(fs::File::create(&log).expect("the log can be written"))

@@ -737,6 +737,32 @@ fn a_peer_that_stops_reading_its_replies_holds_up_nobody_and_is_closed() {
     server.end();
 }
 
+/// Descriptors run short, and who was idle longest has not taken its replies: nobody waits for it to do so.
+#[test]
+fn idle_peers_that_do_not_read_make_room_at_once() {
+    let mut server = Server::start_with("rdma", &["-d", "64"], NO_CRC);
+    let chunk = [segment(1, 2 << 20, 0)];
+    let long = |n| send(n, &call_with_reply_chunk(n, SOURCE, &words(&[1 << 20]), &chunk));
+    let mut peers = Vec::new();
+    for _ in 0..52 {
+        let mut stopped = server.open();
+        stopped.push(&(1..=8).flat_map(long).collect::<Vec<u8>>());
+        server.good.null();
+        peers.push(stopped);
+    }
+    let start = Instant::now();
+    for _ in 0..10 {
+        let mut fresh = server.open();
+        fresh.null();
+        server.good.null();
+        peers.push(fresh);
+    }
+    let time = start.elapsed();
+    assert!(time < patient(Duration::from_secs(2)), "ten clients have waited {time:?} in all");
+    drop(peers);
+    server.end();
+}
+
 #[test]
 fn a_busy_client_does_not_keep_others_waiting() {
     // Polling on: the server looks for the next request of a connection before it sleeps.

@@ -38,6 +38,11 @@ pub fn some_device(_iwarp: bool) -> Result<(), Error> {
     Err(not_built_in())
 }
 
+/// There is nothing to refuse.
+pub fn is_refused() -> bool {
+    false
+}
+
 /// There is none.
 pub fn shares_ports() -> bool {
     false

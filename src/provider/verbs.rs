@@ -26,7 +26,7 @@ use std::ffi::c_int;
 use std::fs;
 use std::net::{IpAddr, SocketAddr};
 use std::os::fd::RawFd;
-use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering::Relaxed};
+use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering::Relaxed};
 use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant};
 
@@ -120,6 +120,34 @@ pub fn some_device(iwarp: bool) -> Result<(), Error> {
     }
     let text = "this machine has no RDMA device; RPCRDMA_PROVIDER=auto does without";
     Err(Error::new(Kind::Os(libc::ENODEV), text))
+}
+
+/// The kernel refuses this process what it has opened itself: see [`is_refused`].
+static REFUSED: AtomicBool = AtomicBool::new(false);
+
+/// Whether this process has changed its credentials since it opened a device.
+///
+/// The kernel lets nobody write to a device, or to the connection manager, but with the very credentials that it was opened
+/// with, and compares where they lie: once they were changed, be it to what they were before, they are others for ever. Every
+/// post is such a write where the driver has no doorbell in mapped memory, and so is all that has to do with connecting.
+pub fn is_refused() -> bool {
+    REFUSED.load(Relaxed)
+}
+
+/// What `EACCES` means from what was opened, if that is the errno.
+fn refused(errno: c_int, what: &str) -> Option<Error> {
+    if errno != libc::EACCES {
+        return None;
+    }
+    if !REFUSED.swap(true, Relaxed) {
+        log_warn!(
+            "verbs: the kernel refuses this process its own devices: it has changed its user or group (setfsuid, seteuid) \
+             since it opened them. RDMA adapters are not used any more, but for RPCRDMA_PROVIDER=verbs; software iWARP is"
+        );
+    }
+    let text =
+        format!("{what} is refused: the process has changed its user or group since it opened the device");
+    Some(Error::new(Kind::ConnectionLost, text))
 }
 
 /// Whether there is a device that shares its ports with TCP.

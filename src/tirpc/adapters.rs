@@ -184,6 +184,15 @@ pub fn open_all() {
     let Ok(config) = config::get() else { return };
     let mut table = table();
     let mut again = false;
+    if !Attempt::is_possible(config) {
+        // Not any more.
+        for entry in table.iter_mut() {
+            entry.close();
+            log_debug!("{} is not served on RDMA adapters any more", entry.address);
+        }
+        table.clear();
+        return;
+    }
     for entry in table.iter_mut() {
         if entry.open.as_ref().is_some_and(|open| !open.listener.forked()) {
             continue;

@@ -42,6 +42,7 @@ use crate::driver::{Next, Responder, Server, Shared, Wait, send_rest, service_lo
 use crate::error::{Error, Kind};
 use crate::ffi::guard;
 use crate::memory::Region;
+use crate::provider::verbs;
 use crate::socket::Sockaddr;
 use crate::stats::{self, Counter};
 use crate::sys::WakeSet;
@@ -1150,6 +1151,10 @@ unsafe extern "C" fn destroy(xprt: *mut SVCXPRT) {
         unsafe { xprt_unregister(xprt) };
         // SAFETY: the share that `register` gave to libtirpc, which does not know the transport any more.
         unsafe { Arc::decrement_strong_count(Arc::as_ptr(&own)) };
+        if verbs::is_refused() {
+            // What listens there accepts nobody any more.
+            wake_at(Instant::now());
+        }
         Ok(())
     });
 }

@@ -136,5 +136,18 @@ tried() { read_as "$@" >"$scratch/went"; grep -q '^failed' "$scratch/went" && ca
 expect "1 MiB, 64 MiB to lock: not refused" "$(tried 65536 rdma)" 0
 expect "1 MiB, 8 MiB to lock, and a setting: not refused" "$(tried 8192 rdma RPCRDMA_MAX_REPLY=1M)" 0
 stop "$server"
+
+# A server that acts as other users, to which the kernel refuses what it has opened.
+serve 0.0.0.0
+expect "a server that changes its user: before" "$(call verbs $address)" served
+expect "over an adapter the connection ends" "$(call verbs $address 3)" refused
+expect "and over tcp it does not" "$(call tcp $address 3)" served
+expect "and the log says why, once" "$(grep -c 'refuses this process its own devices: it has changed its user or group' "$log")" 1
+nobody_listens() { ! rdma resource show cm_id | grep -q 7700; }
+if wait_for 10 nobody_listens; then ok "nothing listens on adapters any more"; else FAIL "nothing listens on adapters any more" "$log"; fi
+auto() { timeout 60 env LD_PRELOAD="$LIBRPCRDMA" "$program" call rdma $address 7700 3; }
+expect "its clients go over software iWARP" "$(auto 2>&1)" served
+expect "again and again" "$(auto 2>&1)" served
+stop "$server"
 device_down
 closing

@@ -16,6 +16,7 @@ use std::sync::Arc;
 use rdma_sys::*;
 
 use super::library::{self, Library};
+use super::refused;
 use crate::error::{Error, Kind, os_text};
 use crate::socket::Sockaddr;
 use crate::sys;
@@ -116,7 +117,9 @@ impl Channel {
             let error = std::io::Error::last_os_error();
             return match error.raw_os_error() {
                 Some(libc::EAGAIN | libc::EINTR) => Ok(None),
-                _ => Err(Error::new(Error::from(error).kind(), "the connection manager gives no events")),
+                errno => Err(refused(errno.unwrap_or(0), "the next event").unwrap_or_else(|| {
+                    Error::new(Error::from(error).kind(), "the connection manager gives no events")
+                })),
             };
         }
         // SAFETY: just received, and not acknowledged before the reference has gone.
@@ -310,7 +313,9 @@ impl Id {
     pub fn accept(&self, private_data: &[u8], their_reads: u8, our_reads: u8) -> Result<(), Error> {
         let mut param = param(private_data, their_reads, our_reads);
         // SAFETY: alive, with a queue pair; the parameters and their private data are readable during the call.
-        self.check(unsafe { (self.library.rdma_accept)(self.as_ptr(), &mut param) }, "accepting")
+        let accepted = unsafe { (self.library.rdma_accept)(self.as_ptr(), &mut param) };
+        self.check(accepted, "accepting")
+            .map_err(|error| refused(error.errno(), "accepting").unwrap_or(error))
     }
 
     /// Refuses a request.

@@ -327,7 +327,7 @@ impl Registration {
         // device is allowed to do: a Region is only read, bytes of a Sink cannot be reached, and a slab is written only
         // where a posted Receive names it, or a window whose holder keeps a Sink.
         let mr = unsafe { (library.ibv_reg_mr)(domain.pd.as_ptr(), address, len, flags as c_int) };
-        let mr = NonNull::new(mr).ok_or_else(|| refused(len))?;
+        let mr = NonNull::new(mr).ok_or_else(|| unregistered(len))?;
         Ok(Registration { mr, start, len, domain: domain.clone(), memory: Some(memory) })
     }
 
@@ -360,7 +360,7 @@ impl Registration {
 }
 
 /// A registration was refused: the limit, if it is one, and the remedy.
-fn refused(len: usize) -> Error {
+fn unregistered(len: usize) -> Error {
     let error = failed(&format!("registering {len} bytes"));
     if error.errno() != libc::ENOMEM {
         return error;
@@ -755,7 +755,7 @@ impl Queues {
         // queue pair is gone, and that nobody else can reach.
         let posted = unsafe { ibv_post_recv(qp, &mut work, &mut bad) };
         if posted != 0 {
-            return Err(Error::new(Kind::ConnectionLost, format!("posting a Receive failed ({posted})")));
+            return Err(unposted(posted, "posting a Receive"));
         }
         self.receives.push_back((number, sink));
         Ok(())
@@ -835,11 +835,7 @@ impl Queues {
             self.posted.push_back(Posted { number, signalled, read, holds });
             self.posts += 1;
         }
-        // The siw driver returns -1 or a negative errno where others return an errno.
-        if posted == 0 {
-            return Ok(());
-        }
-        Err(Error::new(Kind::ConnectionLost, format!("posting a request failed ({posted})")))
+        if posted == 0 { Ok(()) } else { Err(unposted(posted, "posting a request")) }
     }
 
     fn qp(&self) -> *mut ibv_qp {
@@ -968,8 +964,9 @@ impl Queues {
             return Ok(false);
         }
         // SAFETY: alive.
-        if unsafe { ibv_req_notify_cq(self.cq.as_ptr(), 0) } != 0 {
-            return Err(Error::new(Kind::ConnectionLost, "the completion queue cannot be watched"));
+        let armed = unsafe { ibv_req_notify_cq(self.cq.as_ptr(), 0) };
+        if armed != 0 {
+            return Err(unposted(armed, "watching the completion queue"));
         }
         self.armed = true;
         Ok(true)
@@ -985,6 +982,16 @@ impl Queues {
             self.armed = false;
         }
     }
+}
+
+/// What the device's driver returns is an errno; the siw driver's is negative, or -1 beside errno.
+fn unposted(returned: c_int, what: &str) -> Error {
+    let errno = match returned {
+        -1 => std::io::Error::last_os_error().raw_os_error().unwrap_or(0),
+        errno => errno.saturating_abs(),
+    };
+    super::refused(errno, what)
+        .unwrap_or_else(|| Error::new(Kind::ConnectionLost, format!("{what} failed ({returned})")))
 }
 
 impl Drop for Queues {

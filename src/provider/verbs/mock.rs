@@ -26,6 +26,8 @@ pub struct Device {
     pub fails: HashSet<&'static str>,
     /// Requests complete as soon as they are posted.
     pub completes: bool,
+    /// What posting returns.
+    pub errno: c_int,
     /// Requests that were posted: number and operation.
     pub posted: Vec<(u64, ibv_wr_opcode::Type)>,
     /// What the completion queue has.
@@ -456,6 +458,10 @@ unsafe extern "C" fn post_send(
     mut request: *mut ibv_send_wr,
     _: *mut *mut ibv_send_wr,
 ) -> c_int {
+    let errno = with(|device| device.errno);
+    if errno != 0 {
+        return errno;
+    }
     // SAFETY: NULL, or the next request of the chain.
     while let Some(next) = unsafe { request.as_ref() } {
         let completes = with(|device| {

@@ -6,7 +6,7 @@ use std::sync::{Mutex, MutexGuard};
 use rdma_sys::{ibv_wc_opcode, ibv_wc_status};
 
 use super::*;
-use crate::memory::Program;
+use crate::memory::{Program, areas};
 use crate::provider::fault::contract;
 
 fn options() -> Options {
@@ -140,6 +140,69 @@ fn what_the_device_takes_back_with_the_end_of_the_connection_is_free() {
     verbs.close();
     assert!(program.is_back());
     assert_eq!((mock::there("mr"), mock::there("pd"), LOCKED.load(Relaxed)), (0, 0, 0));
+}
+
+#[test]
+fn a_block_for_reply_chunks_is_registered_once_and_given_back_with_the_connection() {
+    let most = 64 << 20;
+    let _alone_too = areas::ALONE.lock().unwrap_or_else(|e| e.into_inner());
+    let _alone = alone();
+    mock::install();
+    let block = 1 << 20;
+    let areas = Areas::new(block, most).unwrap();
+    let mut verbs = Verbs::request("10.1.2.3:7".parse().unwrap(), options()).expect("an identifier");
+    verbs.areas = areas.clone();
+    assert!(verbs.establish().expect("the startup goes on"));
+    let memory = crate::memory::Memory::new(4096, 4096, 4096).connection(verbs.slabs(), verbs.areas());
+    let before = mock::made("mr");
+    let (mut keys, mut handles) = (Vec::new(), Vec::new());
+    for _ in 0..3 {
+        let area = memory.reply_area(300_000).unwrap();
+        let exposed = verbs.expose_sink(area.clone()).expect("exposed");
+        assert_eq!((exposed.offset as usize, exposed.length), (area.address(), 300_000));
+        assert!(area.clone().into_region(0).is_err(), "the device has it");
+        verbs.flush().expect("bound");
+        keys.push(exposed.handle);
+        verbs.invalidate(exposed.handle).expect("unbound");
+        assert!(area.into_region(0).is_ok());
+    }
+    keys.dedup();
+    assert_eq!((mock::made("mr"), keys.len()), (before, 3), "a key of its own for each call");
+    // Calls at the same time have blocks of their own, and what is longer is registered for one call.
+    for (len, registered) in [(1000, 0), (1000, 1), (1000, 2), (block + 1, 3)] {
+        let area = memory.reply_area(len).unwrap();
+        handles.push((verbs.expose_sink(area.clone()).expect("exposed").handle, area));
+        assert_eq!(mock::made("mr"), before + registered);
+    }
+    assert_eq!(areas::left(most), most - 3 * block);
+    verbs.close();
+    assert_eq!((mock::there("mr"), mock::there("mw"), areas::left(most)), (0, 0, most));
+    drop((verbs, handles));
+    assert_eq!(LOCKED.load(Relaxed), 0);
+}
+
+#[test]
+fn a_device_that_refuses_who_has_opened_it_is_not_used_any_more() {
+    let (_alone, mut verbs) = mocked(options());
+    assert!(!is_refused());
+    // As the drivers of siw, and others, say it.
+    for errno in [-libc::EACCES, libc::EACCES] {
+        REFUSED.store(false, Relaxed);
+        mock::with(|device| device.errno = errno);
+        verbs
+            .post(WorkRequest::Send { gather: vec![Region::copy_from(b"reply").unwrap()], invalidate: None });
+        let error = verbs.flush().expect_err("refused");
+        assert_eq!(error.kind(), Kind::ConnectionLost);
+        assert!(error.text().contains("has changed its user or group"), "{error}");
+        assert!(is_refused());
+        mock::with(|device| device.errno = 0);
+        verbs = established(options());
+    }
+    REFUSED.store(false, Relaxed);
+    mock::with(|device| device.errno = libc::ENOMEM);
+    verbs.post(WorkRequest::Send { gather: vec![Region::copy_from(b"reply").unwrap()], invalidate: None });
+    assert!(verbs.flush().expect_err("another reason").text().ends_with("posting a request failed (12)"));
+    assert!(!is_refused());
 }
 
 /// A listener of the mock device, and what reaches it.

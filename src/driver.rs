@@ -63,7 +63,7 @@ pub use backlog::{Wait, send_rest};
 pub use peer::Peer;
 use renewal::Renewal;
 pub use reverse::{Reverse, service_loop};
-pub use server::{Next, Server, Shared};
+pub use server::{Next, Server, Shared, Stage};
 use server::{Phase, Turn, locked};
 use spin::{Patience, Spin};
 

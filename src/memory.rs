@@ -340,6 +340,8 @@ impl Memory {
 pub struct Slabs {
     whole: RawBlock,
     size: usize,
+    /// Blocks that may be taken; there is room for more.
+    count: AtomicUsize,
     /// Where a block goes that grows.
     larger: OnceLock<Arc<Pool>>,
     /// Offsets of the blocks that nobody has.
@@ -352,11 +354,28 @@ impl Slabs {
     /// # Errors
     /// `ENOMEM`.
     pub fn new(size: usize, count: usize) -> io::Result<Arc<Slabs>> {
+        Slabs::with_room(size, count, count)
+    }
+
+    /// The same, with room for `most`, which [`Slabs::grow`] makes use of.
+    ///
+    /// # Errors
+    /// `ENOMEM`.
+    pub fn with_room(size: usize, count: usize, most: usize) -> io::Result<Arc<Slabs>> {
         let size = round_up(size.max(1));
-        let len = size.checked_mul(count).ok_or_else(|| io::Error::from_raw_os_error(libc::ENOMEM))?;
+        let len =
+            size.checked_mul(most.max(count)).ok_or_else(|| io::Error::from_raw_os_error(libc::ENOMEM))?;
         let whole = RawBlock::map(len.max(PAGE))?;
         let free = Mutex::new((0..count).rev().map(|n| n * size).collect());
-        Ok(Arc::new(Slabs { whole, size, larger: OnceLock::new(), free }))
+        Ok(Arc::new(Slabs { whole, size, count: AtomicUsize::new(count), larger: OnceLock::new(), free }))
+    }
+
+    /// Has `count` blocks in all, as far as there is room: the device knows the new ones by now.
+    pub fn grow(&self, count: usize) {
+        let mut free = self.free();
+        let most = self.whole.cap / self.size;
+        let before = self.count.fetch_max(count.min(most), Relaxed);
+        free.extend((before..count.min(most)).map(|n| n * self.size));
     }
 
     /// Takes a block, which starts empty, if there is one left.
@@ -382,6 +401,13 @@ impl Slabs {
     /// Address of the mapping, and its bytes.
     pub fn span(&self) -> (usize, usize) {
         (self.whole.ptr.as_ptr().addr(), self.whole.cap)
+    }
+
+    /// Address and bytes of all blocks up to number `count`, from number `from` on.
+    pub fn part(&self, from: usize, count: usize) -> (usize, usize) {
+        let end = count.saturating_mul(self.size).min(self.whole.cap);
+        let start = from.saturating_mul(self.size).min(end);
+        (self.whole.ptr.as_ptr().addr() + start, end - start)
     }
 
     fn free(&self) -> MutexGuard<'_, Vec<usize>> {

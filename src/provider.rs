@@ -197,6 +197,14 @@ pub trait QueuePair: Send {
     /// Sends something without a meaning, for a peer that may not have noticed our first message.
     fn nudge(&mut self) {}
 
+    /// Sees whether the peer is still there, without a word to its program: by the next time it must have answered.
+    ///
+    /// # Errors
+    /// It has not answered since the last time: the connection is at its end.
+    fn probe(&mut self) -> Result<(), Error> {
+        Ok(())
+    }
+
     /// Whether this process may go on with its calls on the connection, which another one may have by fork(2) too: it made
     /// the connection, or the one that did has ended, and has left it as it was at the fork. False too where another process
     /// has gone on with it.

@@ -1,6 +1,8 @@
 //! The connection of the end that accepted it, driven by the program's own loop.
 #![forbid(unsafe_code)]
 
+use std::net::IpAddr;
+
 use super::*;
 
 /// While others wait for the memory that pulled Calls hold, a peer has so long to send what it was asked for: all of it, or
@@ -10,6 +12,21 @@ const PULL_LEAST: u64 = 1 << 20;
 
 /// How often a connection that waits for such memory tries again.
 const PULL_RETRY: Duration = Duration::from_millis(20);
+
+/// How long a connection over an adapter may be without a word before its peer is looked after. One that has not answered
+/// the next time is gone: nothing else would ever tell.
+pub(super) const PROBE_EVERY: Duration = Duration::from_secs(30);
+
+/// How far a connection over an adapter has come.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Stage {
+    /// It is not established.
+    Starting,
+    /// No call has come.
+    Unused,
+    /// Calls have come.
+    Used,
+}
 
 /// A responder's connection, driven by the loop of the program through `receive`, `reply` and `more`.
 pub struct Server {
@@ -26,6 +43,8 @@ pub struct Server {
     pub(super) start_by: Instant,
     /// When something came last.
     pub(super) heard: Instant,
+    /// When to see whether the peer is there.
+    probe_at: Instant,
     /// While RDMA Reads are under way: how many bytes they must have brought in all for them to get on, and since when.
     pub(super) pulling: Option<(u64, Instant)>,
     /// Since when a long Call waits for memory, and when to try again.
@@ -125,6 +144,7 @@ impl Server {
             id: NEXT.fetch_add(1, Relaxed),
             start_by: Instant::now() + START_TIMEOUT,
             heard: Instant::now(),
+            probe_at: Instant::now() + PROBE_EVERY,
             pulling: None,
             retry: None,
             backlog: Backlog::default(),
@@ -137,7 +157,10 @@ impl Server {
 
     /// Moves what has come, and hands out the oldest complete request.
     pub fn receive(&mut self) -> Option<Request> {
-        self.heard = Instant::now();
+        let now = Instant::now();
+        if !self.adapter || matches!(self.phase, Phase::Starting(_)) {
+            self.heard = now;
+        }
         if let Phase::Starting(device) = &mut self.phase {
             match device.establish() {
                 Ok(false) => return None,
@@ -150,15 +173,20 @@ impl Server {
             }
         }
         let Phase::Open(link) = &mut self.phase else { return None };
+        let before = link.device.moved();
         if !link.request_ready() {
             link.pump();
+        }
+        // What wakes the loop may also be that something of ours is complete.
+        if link.device.moved() != before {
+            self.heard = now;
         }
         let request = link.next_request();
         self.settle();
         self.note();
         let request = request?;
         self.received += 1;
-        self.turn.handed_up(self.heard);
+        self.turn.handed_up(now);
         stats::add(Counter::Served, 1);
         active(self.id);
         Some(request)
@@ -325,7 +353,8 @@ impl Server {
         if matches!(self.phase, Phase::Starting(_)) {
             return Some(self.start_by);
         }
-        self.retry.map(|(_, at)| at).into_iter().chain(self.backlog.deadline()).min()
+        let probe = (self.adapter && matches!(self.phase, Phase::Open(_))).then_some(self.probe_at);
+        self.retry.map(|(_, at)| at).into_iter().chain(self.backlog.deadline()).chain(probe).min()
     }
 
     /// Since when the peer has taken nothing of what waits for it.
@@ -344,6 +373,10 @@ impl Server {
 
     /// Sends what the socket takes now; closes the connection of a peer that has stopped to take anything.
     pub fn push(&mut self) {
+        if let Err(error) = self.probe(Instant::now()) {
+            log_info!("fd {}: {error}", self.fd);
+            return self.end(error);
+        }
         match &mut self.phase {
             Phase::Open(link) => {
                 link.retry();
@@ -364,6 +397,32 @@ impl Server {
             }
             Phase::Failed(_) => {}
         }
+    }
+
+    /// Sees whether a peer that says nothing is there.
+    fn probe(&mut self, now: Instant) -> Result<(), Error> {
+        if !self.adapter || now < self.probe_at {
+            return Ok(());
+        }
+        let quiet = now.saturating_duration_since(self.heard);
+        // Not at each word: this is what the loop is woken for.
+        self.probe_at = now + PROBE_EVERY.saturating_sub(quiet).max(PROBE_EVERY / 10);
+        if quiet < PROBE_EVERY || self.forked() {
+            return Ok(());
+        }
+        self.probe_at = now + PROBE_EVERY;
+        self.link().map_or(Ok(()), |link| link.device.probe())
+    }
+
+    /// How far a connection over an adapter has come, and whose it is. `None` for others.
+    pub fn stage(&self) -> Option<(Stage, Option<IpAddr>)> {
+        let stage = match self.phase {
+            _ if !self.adapter => return None,
+            Phase::Starting(_) => Stage::Starting,
+            _ if self.received == 0 => Stage::Unused,
+            _ => Stage::Used,
+        };
+        Some((stage, self.peer.map(|at| at.ip())))
     }
 
     /// Since when nothing has come from the peer, nor has it taken anything of what waits for it; `None` while it is called
@@ -482,4 +541,51 @@ fn quiet(id: usize) -> bool {
 fn now_ns() -> u64 {
     static START: OnceLock<Instant> = OnceLock::new();
     START.get_or_init(Instant::now).elapsed().as_nanos() as u64
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::provider::fault::{Event, Fault, pair};
+
+    const LIMITS: crate::provider::Limits = crate::provider::Limits {
+        read_depth: 16,
+        max_segment: 1 << 20,
+        remote_invalidation: true,
+        receives: 64,
+    };
+
+    #[test]
+    fn a_peer_over_an_adapter_that_says_nothing_is_looked_after_and_who_does_not_answer_is_closed() {
+        let (inner, _peer) = pair(LIMITS);
+        let (device, control) = Fault::new(Box::new(inner));
+        let config: &'static Config = Box::leak(Box::default());
+        let mut server = Server::with(-1, Box::new(device), true, None, config);
+        assert_eq!(server.stage(), Some((Stage::Starting, None)));
+        assert!(server.receive().is_none() && server.closed().is_none());
+        assert_eq!(server.stage(), Some((Stage::Unused, None)));
+        let probes = || control.trace().iter().filter(|event| **event == Event::Probe).count();
+        let long_ago = Instant::now() - PROBE_EVERY;
+        // Nothing has come that wakes the loop, or only what is ours.
+        server.heard = long_ago;
+        assert!(server.receive().is_none());
+        assert_eq!(server.heard, long_ago, "a completion of ours is no word of the peer");
+        server.push();
+        assert_eq!(probes(), 0, "it is not time");
+        server.probe_at = long_ago;
+        assert_eq!(server.deadline(), Some(long_ago), "it wakes the loop");
+        server.push();
+        assert_eq!((probes(), server.closed().is_none()), (1, true));
+        assert!(server.deadline().is_some_and(|at| at > Instant::now() + PROBE_EVERY / 2));
+        // Who has been heard meanwhile is there.
+        (server.probe_at, server.heard) = (long_ago, Instant::now());
+        server.push();
+        assert_eq!(probes(), 1);
+        assert!(server.deadline().is_some_and(|at| at > Instant::now() + PROBE_EVERY / 2));
+        (server.probe_at, server.heard) = (long_ago, long_ago);
+        control.fail_at(control.trace().len(), Error::new(Kind::ConnectionLost, "no answer"));
+        server.push();
+        assert_eq!(server.closed().map(|error| error.text().to_owned()).as_deref(), Some("no answer"));
+        assert_eq!(server.deadline(), None);
+    }
 }

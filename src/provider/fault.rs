@@ -420,6 +420,7 @@ pub enum Event {
     Invalidate(Handle),
     Detach(Handle),
     Keep,
+    Probe,
     PostReceive(usize),
     Withdraw(usize),
     Send {
@@ -799,6 +800,16 @@ impl QueuePair for Fault {
         }
         self.inner.detach(handle)?;
         state.note(Event::Detach(handle));
+        Ok(())
+    }
+
+    fn probe(&mut self) -> Result<(), Error> {
+        let mut state = self.control.state();
+        if let Some(error) = state.failing("probe") {
+            return Err(state.die(error));
+        }
+        self.inner.probe()?;
+        state.note(Event::Probe);
         Ok(())
     }
 

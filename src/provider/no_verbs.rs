@@ -1,7 +1,7 @@
 //! Stands in for `verbs` in a library that was built without the feature of that name: there is no device.
 #![forbid(unsafe_code)]
 
-use std::net::SocketAddr;
+use std::net::{IpAddr, SocketAddr};
 use std::os::fd::RawFd;
 use std::sync::Arc;
 
@@ -64,6 +64,14 @@ pub fn connect(
     Err(not_built_in())
 }
 
+/// What there is too little of for another connection.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[allow(missing_docs)]
+pub enum Shortage {
+    Memory,
+    Starting,
+}
+
 /// What has become of a request to connect.
 #[allow(missing_docs)]
 pub enum Knock {
@@ -108,7 +116,12 @@ impl Listener {
     pub fn places(&self) -> usize {
         match *self {}
     }
-    pub fn accept(&mut self, _options: &Options, _known: bool) -> Result<Knock, Error> {
+    pub fn accept(
+        &mut self,
+        _options: &Options,
+        _known: bool,
+        _make_room: &mut dyn FnMut(Shortage, IpAddr) -> bool,
+    ) -> Result<Knock, Error> {
         match *self {}
     }
 }

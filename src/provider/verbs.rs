@@ -37,7 +37,7 @@ use crate::stats::{self, Counter};
 use crate::sys::{self, Readables};
 use crate::wire::private_data::PrivateData;
 use crate::wire::{Handle, Segment};
-use crate::{log_debug, log_warn, socket};
+use crate::{log_debug, log_info, log_warn, socket};
 
 use cm::{Channel, Event, Id, Request, Terms};
 use queues::{Access, Domain, Done, Fabric, Hold, Operation, Piece, Queues, Registration, Window, Work};
@@ -83,6 +83,10 @@ pub const NEEDS_ROOM: &str = "a program without bindings gets room for replies a
                               the adapter";
 /// Fewest credits that a connection is made with when memory is short.
 const CREDITS_MIN: u32 = 4;
+/// Most connections that may be in the making on the passive side.
+const STARTING_MAX: usize = 64;
+/// Connections that may have to go for another one to be accepted.
+const MAKE_ROOM: usize = 4;
 
 /// What a connection is made with.
 #[derive(Clone, Debug)]
@@ -174,25 +178,53 @@ fn now_ms() -> u64 {
     START.get_or_init(Instant::now).elapsed().as_millis() as u64
 }
 
+/// Bytes of those that belong to connections whose peers have not yet shown that they are there.
+static STARTING: AtomicUsize = AtomicUsize::new(0);
+
 /// A share of the memory that may be locked, given back with this.
-struct Locked(usize);
+struct Locked {
+    bytes: usize,
+    starting: bool,
+}
+
+/// What there is too little of for another connection.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Shortage {
+    /// Memory that may be locked.
+    Memory,
+    /// The part of it for connections that are not established.
+    Starting,
+}
 
 impl Locked {
-    /// Room for a connection with the fewest credits.
-    fn least(options: &Options) -> Result<Locked, Error> {
+    /// Room for a connection with the fewest credits. `starting`: of a peer that has not yet shown that it is there.
+    fn least(options: &Options, starting: bool) -> Result<Locked, Shortage> {
         let (budget, bytes) = (budget(), bytes(options, least(options)));
-        let fits = |held: usize| held.checked_add(bytes).filter(|sum| *sum <= budget);
-        if LOCKED.fetch_update(Relaxed, Relaxed, fits).is_ok() {
-            return Ok(Locked(bytes));
+        let take = |of: &AtomicUsize, most: usize| {
+            let fits = |held: usize| held.checked_add(bytes).filter(|sum| *sum <= most);
+            of.fetch_update(Relaxed, Relaxed, fits).is_ok()
+        };
+        let starting_max = (budget / 2).max(bytes).min(bytes.saturating_mul(STARTING_MAX));
+        if starting && !take(&STARTING, starting_max) {
+            return Err(Shortage::Starting);
         }
-        let longer = options.slab > options.receive;
-        let text = format!(
-            "no room for another RDMA connection: its buffers take {bytes} bytes, {} are taken, and half of \
-             RLIMIT_MEMLOCK is {budget}; raise it (ulimit -l, LimitMEMLOCK=), or lower {}",
-            LOCKED.load(Relaxed),
-            if longer { "RPCRDMA_MAX_INLINE" } else { "RPCRDMA_INLINE" }
-        );
-        Err(Error::new(Kind::Os(libc::ENOMEM), text))
+        let mut locked = Locked { bytes: 0, starting };
+        if !take(&LOCKED, budget) {
+            if starting {
+                STARTING.fetch_sub(bytes, Relaxed);
+                locked.starting = false;
+            }
+            return Err(Shortage::Memory);
+        }
+        locked.bytes = bytes;
+        Ok(locked)
+    }
+
+    /// The peer is there.
+    fn established(&mut self) {
+        if std::mem::replace(&mut self.starting, false) {
+            STARTING.fetch_sub(self.bytes, Relaxed);
+        }
     }
 
     /// Room for as many credits as it may have: how many. The first connections leave room for others.
@@ -202,16 +234,43 @@ impl Locked {
         while credits > least {
             let bytes = bytes(options, credits);
             let fits = |held: usize| {
-                let others = held - self.0;
+                let others = held - self.bytes;
                 (bytes <= budget.saturating_sub(others) / 7).then(|| others + bytes)
             };
             if LOCKED.fetch_update(Relaxed, Relaxed, fits).is_ok() {
-                self.0 = bytes;
+                self.bytes = bytes;
                 break;
             }
             credits = (credits / 2).max(least);
         }
         credits
+    }
+
+    /// Room for the fewest credits is enough.
+    fn shrink(&mut self, options: &Options) {
+        let bytes = bytes(options, least(options)).min(self.bytes);
+        LOCKED.fetch_sub(self.bytes - bytes, Relaxed);
+        self.bytes = bytes;
+    }
+}
+
+impl Shortage {
+    fn error(self, options: &Options) -> Error {
+        let bytes = bytes(options, least(options));
+        let text = match self {
+            Shortage::Memory => format!(
+                "no room for another RDMA connection: its buffers take {bytes} bytes, {} are taken, and half of \
+                 RLIMIT_MEMLOCK is {}; raise it (ulimit -l, LimitMEMLOCK=), or lower {}",
+                LOCKED.load(Relaxed),
+                budget(),
+                if options.slab > options.receive { "RPCRDMA_MAX_INLINE" } else { "RPCRDMA_INLINE" }
+            ),
+            Shortage::Starting => format!(
+                "too many connections are being made: their buffers take {} bytes",
+                STARTING.load(Relaxed)
+            ),
+        };
+        Error::new(Kind::Os(libc::ENOMEM), text)
     }
 }
 
@@ -236,7 +295,8 @@ fn least(options: &Options) -> u32 {
 
 impl Drop for Locked {
     fn drop(&mut self) {
-        LOCKED.fetch_sub(self.0, Relaxed);
+        self.established();
+        LOCKED.fetch_sub(self.bytes, Relaxed);
     }
 }
 
@@ -358,18 +418,32 @@ impl Listener {
 
     /// What the next request has come to: a connection whose startup is then to be driven to its end, or nothing where it
     /// was refused. Each costs the loop its time. `known`: only from peers of which something else than their own word tells
-    /// the address.
+    /// the address. `make_room` closes some other connection for one of this peer; false when none is to go.
     ///
     /// # Errors
     /// Nothing can be accepted any more.
-    pub fn accept(&mut self, options: &Options, known: bool) -> Result<Knock, Error> {
+    pub fn accept(
+        &mut self,
+        options: &Options,
+        known: bool,
+        make_room: &mut dyn FnMut(Shortage, IpAddr) -> bool,
+    ) -> Result<Knock, Error> {
         let Some(event) = self.channel.next()? else { return Ok(Knock::Nobody) };
         match event {
             Event::Request(request) => {
                 let peer = request.id.addresses().1;
                 let admitted = self.admit(&request.id, known).and_then(|ends| {
                     // Before anything is made for it: who is refused is to cost little.
-                    Ok((ends, Locked::least(options)?))
+                    let mut locked = Locked::least(options, true);
+                    for _ in 0..MAKE_ROOM {
+                        match locked {
+                            Err(shortage) if make_room(shortage, ends.1.ip()) => {
+                                locked = Locked::least(options, true);
+                            }
+                            _ => break,
+                        }
+                    }
+                    Ok((ends, locked.map_err(|shortage| shortage.error(options))?))
                 });
                 if admitted.is_err() {
                     request.id.reject();
@@ -548,6 +622,8 @@ pub struct Verbs {
     /// Bytes of RDMA Reads under way.
     reads: HashMap<WorkId, u32>,
     terms: Terms,
+    /// The latest request that sees whether the peer is there.
+    probe: Option<u64>,
     moved: u64,
     pulled: u64,
     /// What [`QueuePair::taken`] and [`QueuePair::unsent`] say after the end.
@@ -616,6 +692,7 @@ impl Verbs {
             spare: Vec::new(),
             reads: HashMap::new(),
             terms: Terms::default(),
+            probe: None,
             moved: 0,
             pulled: 0,
             last: (0, 0),
@@ -627,15 +704,17 @@ impl Verbs {
     /// Makes the queue pair and posts the first Receives, before the peer can send.
     fn equip(&mut self) -> Result<(), Error> {
         let id = self.id.take().ok_or_else(|| lost("no identifier"))?;
-        let mut locked = match self.locked.take() {
+        let locked = match self.locked.take() {
             Some(locked) => locked,
-            None => Locked::least(&self.options)?,
+            None => Locked::least(&self.options, false).map_err(|shortage| shortage.error(&self.options))?,
         };
-        let credits = locked.grow(&self.options);
-        let slabs = Slabs::new(self.options.slab, count(&self.options, credits))?;
+        let (few, most) = (least(&self.options), self.options.credits);
+        let (few, most) = (count(&self.options, few), count(&self.options, most));
+        let slabs = Slabs::with_room(self.options.slab, few, most)?;
         let domain = Domain::new(id)?;
-        self.receives = credits + self.options.margin;
-        let mut queues = Queues::new(domain.clone(), slabs.clone(), self.receives)?;
+        self.receives = least(&self.options) + self.options.margin;
+        let receives = self.options.credits + self.options.margin;
+        let mut queues = Queues::new(domain.clone(), slabs.clone(), few, receives)?;
         // For what a peer may send before the layer above posts its own: one call, and what needs no credit.
         // Were they more than that posts at first, Receives of another length would come later than it thinks.
         self.early = self.options.margin;
@@ -660,6 +739,29 @@ impl Verbs {
         (self.domain, self.slabs, self.locked, self.queues) =
             (Some(domain), Some(slabs), Some(locked), Some(queues));
         Ok(())
+    }
+
+    /// The peer is there: it gets as many credits as memory allows.
+    fn extend(&mut self) {
+        let (Some(locked), Some(slabs)) = (&mut self.locked, self.slabs.clone()) else { return };
+        locked.established();
+        let credits = locked.grow(&self.options);
+        let (few, all) = (count(&self.options, least(&self.options)), count(&self.options, credits));
+        if all <= few {
+            return;
+        }
+        match self.queues.as_mut().map(|queues| queues.add(slabs.clone(), few, all)) {
+            Some(Ok(())) => {
+                slabs.grow(all);
+                self.receives = credits + self.options.margin;
+            }
+            // What it has will do.
+            Some(Err(error)) => {
+                log_info!("verbs: a connection has few credits: {error}");
+                locked.shrink(&self.options);
+            }
+            None => locked.shrink(&self.options),
+        }
     }
 
     fn private_data(&self) -> [u8; PrivateData::LEN] {
@@ -697,6 +799,7 @@ impl Verbs {
                 (Event::RouteResolved, Stage::Route) => {
                     (self.terms.our_reads, self.terms.their_reads) = (READS, READS);
                     self.equip()?;
+                    self.extend();
                     let Terms { our_reads, their_reads, .. } = self.terms;
                     self.domain()?.id().connect(&self.private_data(), their_reads, our_reads)?;
                     self.stage = Stage::Connecting;
@@ -706,7 +809,10 @@ impl Verbs {
                     self.terms.private_data = terms.private_data;
                     self.stage = Stage::Open;
                 }
-                (Event::Established(_), Stage::Accepting) => self.stage = Stage::Open,
+                (Event::Established(_), Stage::Accepting) => {
+                    self.extend();
+                    self.stage = Stage::Open;
+                }
                 (Event::Failed(error), _) => return Err(error),
                 (Event::Disconnected, _) => return Err(lost("the peer gave up while connecting")),
                 _ => {}
@@ -914,11 +1020,11 @@ impl Verbs {
     /// Names memory for a request: by the slabs' registration what lies there, all else by one of its own.
     fn name(&mut self, gather: &[Region]) -> Result<(Vec<Piece>, Vec<Hold>), Error> {
         let domain = self.domain()?.clone();
-        let slabs = self.queues()?.slabs();
+        let queues = self.queues()?;
         let (mut pieces, mut holds) = (Vec::new(), Vec::new());
         for source in gather.iter().filter(|source| !source.is_empty()) {
             let (address, len) = (source.as_ptr().addr(), source.len());
-            if let Some(piece) = slabs.piece(address, len) {
+            if let Some(piece) = queues.known(address, len) {
                 pieces.push(piece);
                 holds.push(Hold::Region(source.clone()));
                 continue;
@@ -941,7 +1047,7 @@ impl Verbs {
     fn slab_work(&mut self, operation: Operation, gather: &[Region]) -> Result<Option<Work>, Error> {
         let slabs = self.slabs.clone().ok_or_else(|| lost("not connected"))?;
         let queues = self.queues()?;
-        let known = |piece: &Region| queues.slabs().piece(piece.as_ptr().addr(), piece.len());
+        let known = |piece: &Region| queues.known(piece.as_ptr().addr(), piece.len());
         let pieces: Option<Vec<Piece>> = gather.iter().map(known).collect();
         let (pieces, holds) = match pieces.filter(|pieces| pieces.len() <= queues.pieces()) {
             Some(pieces) => (pieces, gather.iter().cloned().map(Hold::Region).collect()),
@@ -1285,6 +1391,11 @@ impl QueuePair for Verbs {
         }
     }
 
+    fn probe(&mut self) -> Result<(), Error> {
+        self.check()?;
+        self.ask().map_err(|error| self.fail(error))
+    }
+
     fn nudge(&mut self) {
         if self.domain.as_ref().is_some_and(|domain| domain.capabilities().iwarp) {
             self.post(WorkRequest::Write { gather: Vec::new(), to: NOWHERE });
@@ -1329,7 +1440,9 @@ impl QueuePair for Verbs {
     fn close(&mut self) {
         if self.check().is_ok() && matches!(self.stage, Stage::Open) {
             // What was sent before comes first, unless the peer is as good as gone.
-            let _ = self.drain();
+            if !self.stands() {
+                let _ = self.drain();
+            }
             // And it is to see an end, not a reset: an iWARP device that is torn down at once may take back the last words.
             if let Some(domain) = self.domain.as_ref().filter(|domain| domain.capabilities().iwarp) {
                 domain.id().disconnect();
@@ -1399,6 +1512,30 @@ impl Verbs {
         stats::add(Counter::Registrations, 1);
         self.exposed.insert(handle.0, Exposed { window, memory: Memory::Own(registration) });
         Ok(Segment { handle, ..whole })
+    }
+
+    /// Posts what the peer's device answers by itself; what was posted the last time must be complete.
+    fn ask(&mut self) -> Result<(), Error> {
+        let before = self.probe;
+        let queues = self.queues()?;
+        // For the next poll.
+        queues.collect()?;
+        if before.is_some_and(|number| queues.pending(number)) {
+            return Err(lost("the peer does not answer any more"));
+        }
+        if queues.room() > 0 {
+            queues.post(vec![Work::nothing()])?;
+        }
+        self.probe = Some(queues.latest());
+        Ok(())
+    }
+
+    /// Whether the peer has not answered yet, and nothing was sent since it was asked.
+    fn stands(&self) -> bool {
+        let asked = |number| {
+            self.queues.as_ref().is_some_and(|queues| queues.pending(number) && queues.latest() == number)
+        };
+        self.pending.is_empty() && self.probe.is_some_and(asked)
     }
 
     /// Sees what was posted on its way: destroying the queue pair would throw it away.

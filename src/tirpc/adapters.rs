@@ -26,7 +26,7 @@ use crate::error::{Error, Kind, os_text};
 use crate::ffi::guard;
 use crate::process::{self, Identity};
 use crate::provider::verbs::{self, Accepted, Knock, Listener, Places};
-use crate::tirpc::{SVCXPRT, bool_t, interpose, real, rpc_msg, server, xp_ops, xprt_unregister};
+use crate::tirpc::{SVCXPRT, bool_t, idle, interpose, real, rpc_msg, server, xp_ops, xprt_unregister};
 use crate::{log_debug, log_error, log_info, log_warn, socket};
 
 /// Requests that are accepted or refused before the loop looks at others again, and how long that may take.
@@ -271,8 +271,10 @@ unsafe extern "C" fn accept(xprt: *mut SVCXPRT, _: *mut rpc_msg) -> bool_t {
         if let Some(Open { listener, .. }) = &mut entry.open {
             if lives && !listener.forked() {
                 let began = Instant::now();
+                // SAFETY: this is the program's loop.
+                let mut make_room = |shortage, peer| unsafe { idle::make_room_on_adapters(shortage, peer) };
                 for _ in 0..TURN {
-                    match listener.accept(&adapter_options(config), known) {
+                    match listener.accept(&adapter_options(config), known, &mut make_room) {
                         Ok(Knock::Accepted(connection)) => accepted.push(connection),
                         Ok(Knock::Refused) => {}
                         Ok(Knock::Nobody) => break,

@@ -5,14 +5,19 @@
 //!   four fifths of its table are taken: what was idle for [`IDLE`], or else what was idle longest, of the connections that
 //!   never block: those of a program that has set `RPC_SVC_CONNMAXREC_SET`. It looks for its own operations, and would not
 //!   see ours, nor those that still look at the first byte.
+//! - When an adapter has no memory left for another connection, one of those that it has: who has made no call yet is
+//!   closed first, then who has been idle for [`IDLE`], the longest one of them. What nobody has established yet has a part
+//!   of the memory to itself, where the oldest makes room for the next.
 #![allow(unsafe_code)]
 
 use std::collections::HashMap;
+use std::net::IpAddr;
 use std::os::fd::RawFd;
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, Weak};
 use std::time::{Duration, Instant};
 
-use crate::driver::START_TIMEOUT;
+use crate::driver::{START_TIMEOUT, Stage};
+use crate::provider::verbs::Shortage;
 use crate::tirpc::server::progress::{self, Wants};
 use crate::tirpc::server::{self, Transport, poll_set_size};
 use crate::tirpc::{_rpc_dtablesize, SVCXPRT, rpc_control};
@@ -20,6 +25,9 @@ use crate::{log_info, sys};
 
 /// As libtirpc's.
 const IDLE: Duration = Duration::from_secs(15);
+
+/// How long a connection over an adapter has for its first call before it may make room for others.
+const FIRST_CALL: Duration = Duration::from_secs(1);
 
 enum Known {
     /// Address of a stock transport of which no byte has come, and since when.
@@ -102,6 +110,70 @@ pub unsafe fn expire(fd: RawFd) {
     }
 }
 
+/// Closes a connection over an adapter for one from `peer`. False when none is to go.
+///
+/// # Safety
+/// The caller is the program's loop.
+pub unsafe fn make_room_on_adapters(shortage: Shortage, peer: IpAddr) -> bool {
+    let now = Instant::now();
+    let known: Vec<Arc<Transport>> = {
+        let table = table();
+        let own = |known: &Known| match known {
+            Known::Own(transport, _) => transport.upgrade(),
+            Known::Silent(..) => None,
+        };
+        table.values().filter_map(own).collect()
+    };
+    let look = |transport: Arc<Transport>| {
+        let (stage, peer) = transport.stage()?;
+        let idle = now.saturating_duration_since(transport.idle_since()?);
+        Some((Idle { stage, peer, idle }, transport))
+    };
+    let candidates: Vec<(Idle, Arc<Transport>)> = known.into_iter().filter_map(look).collect();
+    let idle: Vec<Idle> = candidates.iter().map(|(idle, _)| *idle).collect();
+    let Some(at) = choose(shortage, peer, &idle) else { return false };
+    let (Idle { stage, idle, .. }, transport) = &candidates[at];
+    let what = match stage {
+        Stage::Starting => "it is not established",
+        Stage::Unused => "no call has come",
+        Stage::Used => "it is idle",
+    };
+    let (fd, seconds) = (transport.fd(), idle.as_secs());
+    log_info!("fd {fd}: closed after {seconds} s: {what}, and adapters have no room for another one");
+    transport.give_up();
+    // SAFETY: alive: `transport` has a share of it; registered.
+    unsafe { server::destroy_any(transport.xprt()) };
+    true
+}
+
+/// A connection over an adapter that may be closed.
+#[derive(Clone, Copy)]
+struct Idle {
+    stage: Stage,
+    peer: Option<IpAddr>,
+    idle: Duration,
+}
+
+/// Which of them makes room for one from `peer`.
+fn choose(shortage: Shortage, peer: IpAddr, all: &[Idle]) -> Option<usize> {
+    let starting = |it: &Idle| it.stage == Stage::Starting;
+    if shortage == Shortage::Starting {
+        let count = all.iter().filter(|it| starting(it)).count();
+        let own = all.iter().filter(|it| starting(it) && it.peer == Some(peer)).count();
+        // Who has half of them keeps out nobody but himself.
+        if own > 1 && 2 * own >= count {
+            return None;
+        }
+    }
+    let may_go = |it: &Idle| match (shortage, it.stage) {
+        (Shortage::Starting, stage) => stage == Stage::Starting,
+        (Shortage::Memory, Stage::Starting | Stage::Unused) => it.idle >= FIRST_CALL,
+        (Shortage::Memory, Stage::Used) => it.idle >= IDLE,
+    };
+    let idle = all.iter().enumerate().filter(|(_, it)| may_go(it));
+    idle.max_by_key(|(_, it)| (it.stage != Stage::Used, it.idle)).map(|(at, _)| at)
+}
+
 /// What may be closed.
 enum Candidate {
     Silent(usize),
@@ -156,5 +228,29 @@ unsafe fn make_room(newest: RawFd) {
         };
         // SAFETY: alive: in the table, or `candidate` has a share of it; registered.
         unsafe { server::destroy_any(xprt) };
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn who_makes_room_on_an_adapter_is_who_misses_it_least() {
+        let [one, other] = [1, 2].map(|n| IpAddr::from([10, 0, 0, n]));
+        let idle = |stage, peer, secs| Idle { stage, peer: Some(peer), idle: Duration::from_secs(secs) };
+        use Stage::{Starting, Unused, Used};
+        let memory = |all: &[Idle]| choose(Shortage::Memory, one, all);
+        // Who has made no call goes first, unless it has just come.
+        assert_eq!(memory(&[idle(Used, one, 99), idle(Unused, other, 1), idle(Unused, other, 2)]), Some(2));
+        assert_eq!(memory(&[idle(Used, one, 16), idle(Unused, other, 0), idle(Used, other, 17)]), Some(2));
+        assert_eq!(memory(&[idle(Used, one, 14), idle(Unused, other, 0), idle(Starting, other, 0)]), None);
+        assert_eq!(memory(&[]), None);
+        // What is being made has a part to itself, of which one peer keeps out nobody but himself.
+        let starting = |peer, all: &[Idle]| choose(Shortage::Starting, peer, all);
+        let flood = [idle(Used, one, 99), idle(Starting, other, 0), idle(Starting, other, 3)];
+        assert_eq!(starting(one, &flood), Some(2));
+        assert_eq!(starting(other, &flood), None);
+        assert_eq!(starting(one, &flood[..1]), None);
     }
 }

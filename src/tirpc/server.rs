@@ -27,7 +27,7 @@
 use std::cell::UnsafeCell;
 use std::collections::HashMap;
 use std::ffi::{CStr, c_char, c_int, c_uint, c_void};
-use std::net::SocketAddr;
+use std::net::{IpAddr, SocketAddr};
 use std::os::fd::RawFd;
 use std::ptr::null_mut;
 use std::sync::atomic::{AtomicBool, AtomicPtr, Ordering::Relaxed};
@@ -38,7 +38,7 @@ use crate::binding::Binding;
 use crate::config::{self, Config, Provider};
 use crate::connection::{Request, RequestId};
 use crate::driver::reverse::Hooks;
-use crate::driver::{Next, Responder, Server, Shared, Wait, send_rest, service_loop};
+use crate::driver::{Next, Responder, Server, Shared, Stage, Wait, send_rest, service_loop};
 use crate::error::{Error, Kind};
 use crate::ffi::guard;
 use crate::memory::Region;
@@ -597,6 +597,16 @@ impl Transport {
 
     fn is_destroyed(&self) -> bool {
         self.destroyed.load(Relaxed)
+    }
+
+    /// Its descriptor.
+    pub(super) fn fd(&self) -> RawFd {
+        self.fd
+    }
+
+    /// As [`Server::stage`].
+    pub(super) fn stage(&self) -> Option<(Stage, Option<IpAddr>)> {
+        self.server()?.stage()
     }
 
     /// Since when nothing has moved; `None` while a request is under way, of either end.

@@ -3,6 +3,8 @@
  *   access serve NETID ADDRESS PORT [INTERFACE]   serves until it is ended; READY PORT, then a line for each call
  *   access call NETID ADDRESS PORT [PROCEDURE]    calls it, with a CLIENT of its own; the outcome in one line
  *   access read NETID ADDRESS PORT BYTES          calls it three times for a result of so many bytes
+ *   access again NETID ADDRESS PORT               calls it, waits for a line of its input, and calls it with the same CLIENT
+ *                                                 and then, beside that, with another one, whose outcome is the last line
  *   access connected NETID ADDRESS PORT           the same on a socket that it has connected itself
  *
  * ADDRESS is that of the listening socket, which INTERFACE binds to a device too. Nothing is registered with rpcbind.
@@ -116,6 +118,20 @@ int main(int argc, char **argv)
         rpcproc_t procedure = argc > 5 && strcmp(argv[1], "call") == 0 ? (rpcproc_t)atoi(argv[5]) : NULLPROC;
         enum clnt_stat status = clnt_call(client, procedure, (xdrproc_t)xdr_void, NULL, (xdrproc_t)xdr_void, NULL, limit);
         printf(status == RPC_SUCCESS ? "served\n" : "refused: %s\n", clnt_sperror(client, "call"));
+        if (strcmp(argv[1], "again") == 0) {
+            fflush(stdout);
+            getchar();
+            status = clnt_call(client, NULLPROC, (xdrproc_t)xdr_void, NULL, (xdrproc_t)xdr_void, NULL, limit);
+            printf("the same CLIENT: %s\n", clnt_sperrno(status));
+            CLIENT *other = clnt_tli_create(RPC_ANYFD, netid, &address, PROGRAM, VERSION, 0, 0);
+            if (other == NULL) {
+                printf("refused: %s\n", clnt_spcreateerror("no CLIENT"));
+                return 1;
+            }
+            status = clnt_call(other, NULLPROC, (xdrproc_t)xdr_void, NULL, (xdrproc_t)xdr_void, NULL, limit);
+            printf(status == RPC_SUCCESS ? "served\n" : "refused: %s\n", clnt_sperror(other, "call"));
+            clnt_destroy(other);
+        }
         clnt_destroy(client);
         return status != RPC_SUCCESS;
     }

@@ -149,5 +149,38 @@ auto() { timeout 60 env LD_PRELOAD="$LIBRPCRDMA" "$program" call rdma $address 7
 expect "its clients go over software iWARP" "$(auto 2>&1)" served
 expect "again and again" "$(auto 2>&1)" served
 stop "$server"
+
+# A CLIENT whose connection has failed leaves its share of the locked memory to the next one.
+serve 0.0.0.0
+mkfifo "$scratch/go"
+(ulimit -l 300; exec ${way[verbs]} timeout 90 "$program" again rdma $address 7700) <"$scratch/go" >"$scratch/again" 2>&1 &
+again=$!
+exec 7>"$scratch/go"
+must wait_for 30 grep -q . "$scratch/again"
+expect "300 KiB to lock" "$(head -n 1 "$scratch/again" | sed 's/:.*//')" served
+stop "$server"
+serve 0.0.0.0
+echo >&7
+exec 7>&-
+wait $again
+expect "300 KiB to lock: another CLIENT beside one whose server has gone" "$(tail -n 1 "$scratch/again" | cut -c 1-200)" served
+stop "$server"
+
+# Many connections of somebody who is never heard of again, and many requests that are refused.
+SETTINGS="prlimit --memlock=2097152"
+serve 0.0.0.0
+held=$(forge 10.9.0.2 2000 30)
+expect "many connections without a call ($held), and then a client" "$(call verbs $address)" served
+expect "many connections without a call: one had to go for it" "$(grep -q 'adapters have no room' "$log" && echo yes)" yes
+stop "$server"
+unset SETTINGS
+serve 0.0.0.0
+SECONDS=0
+expect "60 requests that are refused" "$(forge 10.9.0.77 700 60)" "answered 0 refused 60 silent 0"
+lines=$(grep -c 'is refused' "$log")
+if [ "$lines" -le $((SECONDS + 1)) ]; then ok "60 requests that are refused: $lines lines of the log in $SECONDS s"
+else FAIL "60 requests that are refused: $lines lines of the log in $SECONDS s" "$log"; fi
+expect "60 requests that are refused, and then a client" "$(call verbs $address)" served
+stop "$server"
 device_down
 closing

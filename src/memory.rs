@@ -54,8 +54,10 @@ use std::marker::PhantomData;
 use std::net::IpAddr;
 use std::ops::{Deref, DerefMut};
 use std::ptr::NonNull;
-use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering, Ordering::Relaxed, fence};
-use std::sync::{Arc, Mutex, MutexGuard, OnceLock, Weak};
+use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, AtomicUsize, Ordering, Ordering::Relaxed, fence};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, TryLockError, Weak};
+use std::thread;
+use std::time::Duration;
 
 /// Granularity of blocks, in bytes.
 const PAGE: usize = 4096;
@@ -64,8 +66,13 @@ const PAGE: usize = 4096;
 ///
 /// `warm` bytes of every idle block keep their pages; what lies above is given back to the system, so that one long
 /// message does not hold its memory for ever. At most `idle` blocks are kept.
+///
+/// A child that was forked while a thread of its parent held the lock does without: nobody there would ever release it.
 pub struct Pool {
     idle: Mutex<Vec<RawBlock>>,
+    /// The process that made it, and the latest one in which the lock is held by nobody that exists; 0: none.
+    process: u32,
+    orphaned: AtomicU32,
     capacity: usize,
     warm: usize,
     idle_max: usize,
@@ -77,6 +84,8 @@ impl Pool {
     pub fn new(capacity: usize, warm: usize, idle_max: usize) -> Arc<Pool> {
         Arc::new(Pool {
             idle: Mutex::new(Vec::new()),
+            process: std::process::id(),
+            orphaned: AtomicU32::new(0),
             capacity: round_up(capacity.max(1)),
             warm: round_up(warm),
             idle_max,
@@ -88,7 +97,7 @@ impl Pool {
     /// # Errors
     /// `ENOMEM` when the mapping fails.
     pub fn take(self: &Arc<Pool>) -> io::Result<Buf> {
-        let idle = self.idle().pop();
+        let idle = self.idle().and_then(|mut idle| idle.pop());
         self.wrap(idle)
     }
 
@@ -97,15 +106,12 @@ impl Pool {
     /// # Errors
     /// As [`Pool::take`].
     fn take_for(self: &Arc<Pool>, writer: u64) -> io::Result<Buf> {
-        let idle = {
-            let mut idle = self.idle();
-            match idle.iter().rposition(|raw| raw.writer == writer) {
-                Some(own) => Some(idle.remove(own)),
-                // The one that has been idle for the longest time: its writer misses it least.
-                None if !idle.is_empty() => Some(idle.remove(0)),
-                None => None,
-            }
-        };
+        let idle = self.idle().and_then(|mut idle| match idle.iter().rposition(|raw| raw.writer == writer) {
+            Some(own) => Some(idle.remove(own)),
+            // The one that has been idle for the longest time: its writer misses it least.
+            None if !idle.is_empty() => Some(idle.remove(0)),
+            None => None,
+        });
         let mut buf = self.wrap(idle)?;
         let raw = &mut buf.block_mut().raw;
         if raw.writer != writer {
@@ -124,12 +130,39 @@ impl Pool {
         Ok(Buf { block: Arc::new(block), len: 0 })
     }
 
-    fn idle(&self) -> MutexGuard<'_, Vec<RawBlock>> {
-        self.idle.lock().unwrap_or_else(|e| e.into_inner())
+    /// The idle blocks; none where a thread has them that a fork(2) has left behind.
+    fn idle(&self) -> Option<MutexGuard<'_, Vec<RawBlock>>> {
+        match self.idle.try_lock() {
+            Ok(idle) => return Some(idle),
+            Err(TryLockError::Poisoned(poisoned)) => return Some(poisoned.into_inner()),
+            Err(TryLockError::WouldBlock) => {}
+        }
+        let process = std::process::id();
+        if process == self.process {
+            return Some(self.idle.lock().unwrap_or_else(|e| e.into_inner()));
+        }
+        if self.orphaned.load(Relaxed) == process {
+            return None;
+        }
+        // A thread of this process keeps it for less than a microsecond, unless it lost its processor meanwhile.
+        for n in 0..220 {
+            if n < 200 {
+                thread::yield_now()
+            } else {
+                thread::sleep(Duration::from_millis(1))
+            }
+            match self.idle.try_lock() {
+                Ok(idle) => return Some(idle),
+                Err(TryLockError::Poisoned(poisoned)) => return Some(poisoned.into_inner()),
+                Err(TryLockError::WouldBlock) => {}
+            }
+        }
+        self.orphaned.store(process, Relaxed);
+        None
     }
 
     fn give_back(&self, mut raw: RawBlock) {
-        let mut idle = self.idle();
+        let Some(mut idle) = self.idle() else { return };
         if idle.len() < self.idle_max {
             raw.trim(self.warm.max(PAGE));
             idle.push(raw);
@@ -1406,6 +1439,37 @@ mod tests {
         drop(both);
         let (other, first) = (written(&other, 10, b""), written(&first, 10, b""));
         assert!(first.starts_with(b"first") && other.starts_with(b"other"));
+    }
+
+    /// A thread of the parent has the lock at the time of the fork, and is not in the child to release it.
+    #[test]
+    fn a_forked_child_does_not_wait_for_a_thread_that_had_the_idle_blocks() {
+        let pool = Pool::new(PAGE, PAGE, 8);
+        drop(pool.take().unwrap());
+        let (tell, told) = std::sync::mpsc::channel();
+        let (release, released) = std::sync::mpsc::channel::<()>();
+        thread::scope(|scope| {
+            let (blocks, inherited) = (&pool, Mutex::new(Some(pool.take().unwrap())));
+            scope.spawn(move || {
+                let _idle = blocks.idle.lock().unwrap();
+                tell.send(()).unwrap();
+                let _ = released.recv();
+            });
+            told.recv().unwrap();
+            let child = crate::sys::testing::fork(|| {
+                // SAFETY: touches no memory. What hangs is ended.
+                unsafe { libc::alarm(20) };
+                drop(inherited.lock().unwrap().take());
+                let mut fresh = pool.take().unwrap();
+                fresh.extend(b"fresh").unwrap();
+                drop(fresh);
+                pool.take_for(7).is_ok()
+            });
+            let succeeded = child.succeeded();
+            release.send(()).unwrap();
+            assert!(succeeded);
+        });
+        assert!(pool.idle().is_some_and(|idle| !idle.is_empty()));
     }
 
     #[test]

@@ -622,7 +622,7 @@ pub struct Verbs {
     /// Bytes of RDMA Reads under way.
     reads: HashMap<WorkId, u32>,
     terms: Terms,
-    /// The latest request that sees whether the peer is there.
+    /// The latest request that sees, or has shown, whether the peer is there.
     probe: Option<u64>,
     moved: u64,
     pulled: u64,
@@ -1340,6 +1340,8 @@ impl QueuePair for Verbs {
             COPIES_UNTIL.store(until, Relaxed);
         }
         if lent(self) {
+            // Closing need not wait for it once more.
+            self.probe = self.queues.as_ref().map(Queues::latest);
             return Err(Error::new(Kind::NotSent, "the peer does not take its reply"));
         }
         Ok(copied)

@@ -360,6 +360,9 @@ fn a_reply_whose_peer_stands_holds_the_loop_once_and_not_for_long() {
     mock::with(|device| device.completes = false);
     let (kept, _, time) = long(&mut verbs);
     assert!(kept.is_err() && time < Duration::from_millis(500), "{kept:?} {time:?}");
+    let before = Instant::now();
+    verbs.close();
+    assert!(before.elapsed() < DRAIN / 2, "closing waits for it once more: {:?}", before.elapsed());
     // What is sent to others while somebody stands does not depend on them.
     let mut other = established(options());
     let (kept, over, time) = long(&mut other);

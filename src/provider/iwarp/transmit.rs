@@ -4,6 +4,10 @@
 //! [`BATCH`] bytes are framed ahead of the socket. The CRC is computed when a frame is made, just before the kernel
 //! copies the same bytes.
 //!
+//! A write ends between two FPDUs, unless one of them has more pieces than a system call takes, or the socket takes less
+//! than it is offered. Linux's siw (6.1 to 7.3) ends a connection whose pad and CRC come to it in two pieces: that is left to
+//! how TCP cuts its segments, and there the choice is not ours.
+//!
 //! Two streams feed the frames: our own work, in the order in which it was posted, and the Read Responses that the
 //! peer has asked for, in the order of its requests. They take turns frame by frame while one of them is untagged;
 //! two tagged messages never interleave (siw drops such a connection), so there they take turns message by message.
@@ -398,7 +402,17 @@ impl Transmit {
                 return Ok(());
             }
             let mut pieces = Vec::with_capacity(4 * self.frames.len());
-            let offered = self.frames.iter().map(|frame| frame.pieces(&mut pieces)).sum();
+            let mut offered = 0;
+            for frame in &self.frames {
+                let before = pieces.len();
+                let added = frame.pieces(&mut pieces);
+                // What does not go into one system call as a whole begins the next.
+                if before > 0 && frame.sent + added < frame.len() {
+                    pieces.truncate(before);
+                    break;
+                }
+                offered += added;
+            }
             *calls += 1;
             let sent = match sys::send(socket, &pieces) {
                 Ok(sent) => sent,
@@ -808,4 +822,66 @@ pub(super) fn gather(pieces: Vec<Region>, len: Option<usize>) -> Result<(Arc<[Re
         ));
     }
     Ok((Arc::from(pieces), sum))
+}
+
+#[cfg(test)]
+mod tests {
+    use std::os::fd::AsRawFd;
+    use std::os::unix::net::UnixDatagram;
+
+    use super::*;
+
+    /// The writes in which messages of so many pieces go out: each comes as a datagram of its own.
+    fn writes(messages: &[usize]) -> Vec<Vec<u8>> {
+        let (ours, peers) = UnixDatagram::pair().unwrap();
+        peers.set_nonblocking(true).unwrap();
+        let shared = Shared::new().unwrap();
+        let mut transmit = Transmit::new(None);
+        transmit.may_send = true;
+        for &pieces in messages {
+            let gather = vec![Region::copy_from(b"x").unwrap(); pieces].into();
+            transmit.post(Work::Send { gather, len: pieces, invalidate: None });
+        }
+        transmit.run(ours.as_raw_fd(), &shared, &mut 0).unwrap();
+        assert!(transmit.is_idle());
+        let mut writes = Vec::new();
+        let mut write = [0; 1 << 16];
+        while let Ok(len) = peers.recv(&mut write) {
+            writes.push(write[..len].to_vec());
+        }
+        writes
+    }
+
+    /// Where the FPDUs of a stream end, and where the pad and the CRC of each begin.
+    fn tails(mut stream: &[u8]) -> Vec<(usize, usize)> {
+        let (mut at, mut tails) = (0, Vec::new());
+        while let Some(length) = stream.first_chunk() {
+            let covered = 2 + usize::from(u16::from_be_bytes(*length));
+            let whole = covered.next_multiple_of(4) + 4;
+            tails.push((at + covered, at + whole));
+            (at, stream) = (at + whole, &stream[whole..]);
+        }
+        tails
+    }
+
+    #[test]
+    fn a_write_ends_between_two_fpdus_and_never_inside_a_pad_and_crc() {
+        let most = sys::IOV_MAX;
+        for pieces in most - 6..most + 6 {
+            for messages in [&[pieces][..], &[3, pieces, 3], &[600, 600, 600], &[1; 400], &[pieces, pieces]] {
+                let writes = writes(messages);
+                let tails = tails(&writes.concat());
+                assert_eq!(tails.len(), messages.len());
+                let mut at = 0;
+                for write in &writes {
+                    at += write.len();
+                    let inside = tails.iter().any(|&(tail, end)| tail < at && at < end);
+                    assert!(!inside, "{messages:?}: a write ends at {at}");
+                    // A message whose pieces go into one write is not cut.
+                    let fit = messages.iter().all(|&pieces| pieces + 2 <= most);
+                    assert!(!fit || tails.iter().any(|&(_, end)| end == at), "{messages:?}: at {at}");
+                }
+            }
+        }
+    }
 }

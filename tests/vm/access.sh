@@ -34,11 +34,11 @@ declare -A way=(
 # call WAY ADDRESS [PROCEDURE]: the first word of the outcome.
 call() {
     local netid=rdma; [ "$1" != tcp ] || netid=tcp
-    ${way[$1]} timeout 30 "$program" call $netid "$2" 7700 ${3:-} >"$scratch/call" 2>&1
+    ${way[$1]} timeout "$(patient 30)" "$program" call $netid "$2" 7700 ${3:-} >"$scratch/call" 2>&1
     sed 's/:.*//' "$scratch/call"
 }
 # call_for WAY OPERATION BYTES: the same for the first adapter's address.
-call_for() { ${way[$1]} timeout 60 "$program" $2 rdma $address 7700 $3 2>&1 | sed 's/:.*//'; }
+call_for() { ${way[$1]} timeout "$(patient 60)" "$program" $2 rdma $address 7700 $3 2>&1 | sed 's/:.*//'; }
 # same OUTCOME WHAT ADDRESS: over all three.
 same() {
     local outcome=$1 what=$2 got=
@@ -72,7 +72,7 @@ stop "$server"
 
 # What a socket is bound to counts for adapters too.
 serve 0.0.0.0 lo
-expect "a server on lo only, tcp from another host" "$(ip netns exec other env NETID=tcp timeout 10 "$program" call tcp 10.9.0.1 7700 | sed 's/:.*//')" refused
+expect "a server on lo only, tcp from another host" "$(ip netns exec other env NETID=tcp timeout "$(patient 10)" "$program" call tcp 10.9.0.1 7700 | sed 's/:.*//')" refused
 expect "a server on lo only, an adapter from another host" "$(forge 10.9.0.2 2000)" refused
 stop "$server"
 serve 0.0.0.0 veth0
@@ -106,7 +106,7 @@ stop "$server"
 SETTINGS=RPCRDMA_PROVIDER=verbs
 NETID=rdma serve 0.0.0.0
 expect "nothing but adapters: software iWARP" "$(call iwarp $address)" refused
-expect "nothing but adapters: a socket that the client has connected" "$(${way[verbs]} timeout 30 "$program" connected rdma $address 7700)" served
+expect "nothing but adapters: a socket that the client has connected" "$(${way[verbs]} timeout "$(patient 30)" "$program" connected rdma $address 7700)" served
 expect "nothing but adapters: the server has seen one call" "$(grep -c 'accepted .* over rdma (verbs' "$log")" 1
 stop "$server"
 unset SETTINGS
@@ -118,11 +118,11 @@ chmod 755 "$scratch"
 read_as() {
     local limit=$1 netid=$2; shift 2
     (ulimit -l "$limit"; exec setpriv --reuid 65534 --regid 65534 --clear-groups env LD_PRELOAD="$LIBRPCRDMA" RPCRDMA_LOG=info "$@" \
-        timeout 60 "$program" read "$netid" $address 7700 1048576) >"$scratch/call" 2>&1
+        timeout "$(patient 60)" "$program" read "$netid" $address 7700 1048576) >"$scratch/call" 2>&1
     if grep -q '^served' "$scratch/call"; then sed -n 's/.*goes over rdma to .*(\(verbs\|software iWARP\).*/\1/p' "$scratch/call" | tail -n 1
     else echo "failed: $(tail -n 1 "$scratch/call" | cut -c 1-300)"; fi
 }
-expect "1 MiB, tcp" "$(timeout 30 "$program" read tcp $address 7700 1048576)" served
+expect "1 MiB, tcp" "$(timeout "$(patient 30)" "$program" read tcp $address 7700 1048576)" served
 expect "1 MiB, software iWARP" "$(read_as 64 rdma RPCRDMA_PROVIDER=iwarp)" "software iWARP"
 expect "1 MiB, 8 MiB to lock" "$(read_as 8192 rdma)" "software iWARP"
 expect "1 MiB, 8 MiB to lock, and why" "$(grep -c 'not over verbs: 16781312 bytes for replies cannot be locked, .*a binding, RPCRDMA_MAX_REPLY' "$scratch/call")" 1
@@ -145,7 +145,7 @@ expect "and over tcp it does not" "$(call tcp $address 3)" served
 expect "and the log says why, once" "$(grep -c 'refuses this process its own devices: it has changed its user or group' "$log")" 1
 nobody_listens() { ! rdma resource show cm_id | grep -q 7700; }
 if wait_for 10 nobody_listens; then ok "nothing listens on adapters any more"; else FAIL "nothing listens on adapters any more" "$log"; fi
-auto() { timeout 60 env LD_PRELOAD="$LIBRPCRDMA" "$program" call rdma $address 7700 3; }
+auto() { timeout "$(patient 60)" env LD_PRELOAD="$LIBRPCRDMA" "$program" call rdma $address 7700 3; }
 expect "its clients go over software iWARP" "$(auto 2>&1)" served
 expect "again and again" "$(auto 2>&1)" served
 stop "$server"

@@ -40,7 +40,7 @@ secure_nfsd() {
     # It is ready when the first context can be made.
     must wait_for 10 nfs3_over_tcp krb5 stat /
 }
-nfs3_over_tcp() { timeout 60 "$programs/nfs3" -p 2049 -m 20048 -e /export -s "$1" $host "${@:2}"; }
+nfs3_over_tcp() { timeout "$(patient 60)" "$programs/nfs3" -p 2049 -m 20048 -e /export -s "$1" $host "${@:2}"; }
 
 secured() {
     local security=$1 what="$path: $1" size file wrong=

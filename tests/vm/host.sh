@@ -48,13 +48,13 @@ free_port() {
 }
 nfs_port=$(free_port 22220) mount_port=$(free_port 22221)
 # shellcheck disable=SC2086 # two ports
-bash "$here/vm.sh" -t "${LIMIT:-300}" -p "$nfs_port:20049" -p "$mount_port:20048" bash "${BASH_SOURCE[0]}" $port \
+bash "$here/vm.sh" -t "${LIMIT:-$(patient 300)}" -p "$nfs_port:20049" -p "$mount_port:20048" bash "${BASH_SOURCE[0]}" $port \
     >"$scratch/guest" 2>&1 &
 vm=$!; children+=($vm)
 wait_for 60 grep -q READY "$scratch/guest" || { FAIL "the guest starts" "$scratch/guest"; closing; }
 
 nfs3=("${preloaded[@]}" "$programs/nfs3" -n rdma -p "$nfs_port" -m "$mount_port" -e /export)
-client=(timeout 120 "${nfs3[@]}")
+client=(timeout "$(patient 120)" "${nfs3[@]}")
 what="our client on the host, the kernel's server in the guest"
 for crc in auto yes; do
     if timed env RPCRDMA_CRC=$crc "${client[@]}" 127.0.0.1 check -N 0 -L 1,3,255 "${sizes[@]}" >"$scratch/out" 2>&1; then
@@ -77,7 +77,7 @@ else FAIL "$what: 300 names, listed"; fi
 # The first message right after the startup meets a race in siw; nobody may see it.
 twenty_connections() {
     local i
-    for ((i = 0; i < 20; i++)); do timeout 10 "${nfs3[@]}" 127.0.0.1 stat /random >"$scratch/out" 2>&1 || return; done
+    for ((i = 0; i < 20; i++)); do timeout "$(patient 10)" "${nfs3[@]}" 127.0.0.1 stat /random >"$scratch/out" 2>&1 || return; done
 }
 if timed twenty_connections; then ok "$what: 20 connections, one after the other ($(seconds))"
 else FAIL "$what: 20 connections, of which one took too long" "$scratch/out"; fi

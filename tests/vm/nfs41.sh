@@ -28,7 +28,7 @@ delegated() {
 # recalled DIRECTORY LINE...: another one writes the file there, and waits for the delegation. Our client has said this.
 recalled() {
     local directory=$1; shift
-    if timed timeout 60 dd of="$directory/$file" conv=notrunc status=none <<<two && [ $micros -lt $soon ]; then
+    if timed timeout "$(patient 60)" dd of="$directory/$file" conv=notrunc status=none <<<two && [ $micros -lt $soon ]; then
         ok "$what: the other one writes after $(seconds)"
     else
         FAIL "$what: the other one writes after $(seconds)"
@@ -98,7 +98,7 @@ kernels_client() {
     "${nfs41d[@]}" -p 20050 "$file" <"$scratch/commands" >"$out" 2>"$log" &
     server=$!; children+=($server)
     must wait_for 20 says 'READY 20050'
-    timeout 60 mount -t nfs -o ro,vers=4.1,proto=rdma,port=20050 $address:/ /mnt
+    timeout "$(patient 60)" mount -t nfs -o ro,vers=4.1,proto=rdma,port=20050 $address:/ /mnt
     if mountpoint -q /mnt && says 'session with a back channel'; then ok "$what: mount, with a back channel"
     else FAIL "$what: mount" "$out"; return; fi
     if [ "$(ls /mnt)" = served ] && cmp "$file" /mnt/served; then ok "$what: ls, cmp"; else FAIL "$what: ls, cmp"; fi

@@ -29,7 +29,7 @@ compare() {
     local case i theirs our what size counted
     must mkdir -p /mnt
     local options=rdma,port=20049,vers=3,nolock,mountproto=tcp,mountport=20048
-    must timeout 60 mount -t nfs -o $options $address:/export /mnt
+    must timeout "$(patient 60)" mount -t nfs -o $options $address:/export /mnt
     for ((i = 0; i < runs; i++)); do
         for case in "${cases[@]}"; do
             # shellcheck disable=SC2086
@@ -72,7 +72,7 @@ version_two() {
         for how in "${!settings[@]}"; do
             for what in write read; do
                 # shellcheck disable=SC2086
-                timeout 60 env ${settings[$how]} "${preloaded[@]}" "$programs/nfs3" -n rdma -p "${port_of[$how]}" \
+                timeout "$(patient 60)" env ${settings[$how]} "${preloaded[@]}" "$programs/nfs3" -n rdma -p "${port_of[$how]}" \
                     -m $((port_of[$how] + 1)) -e / -P $address bench $what 16384 200 two >"$scratch/bench" 2>&1 ||
                     { FAIL "bench $what in version 2, $how" "$scratch/bench"; closing; }
                 awk '{ print $3 }' "$scratch/bench" >>"$scratch/two.$what.$how"

@@ -15,7 +15,7 @@ mkdir -p /run/rpcbind
 must rpcbind -w
 device_up
 unit=$(find "${CARGO_TARGET_DIR:-$top/target}/debug/deps" -name 'rpcrdma-*' -type f -perm -1 -printf '%T@ %p\n' | sort -n | tail -n 1 | cut -d ' ' -f 2)
-if VERBS_ADDRESS=$address timed timeout 300 "$unit" --ignored --test-threads=1 on_a_device >"$scratch/unit" 2>&1 && grep -q ' [1-9][0-9]* passed' "$scratch/unit"; then
+if VERBS_ADDRESS=$address timed timeout "$(patient 300)" "$unit" --ignored --test-threads=1 on_a_device >"$scratch/unit" 2>&1 && grep -q ' [1-9][0-9]* passed' "$scratch/unit"; then
     ok "$path: the contract of a queue pair, and both directions under load ($(seconds))"
 else
     FAIL "$path: the contract of a queue pair, and both directions under load ($(seconds))" "$scratch/unit"

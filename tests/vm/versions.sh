@@ -20,7 +20,7 @@ our_client() {
     else cat "$log" >>"$out"; FAIL "$what" "$out"; fi
     what="$path: our client with version 2 only, the kernel's server"
     if timed env RPCRDMA_VERSION=2 "${client[@]}" $address stat / >"$out" 2>&1; then FAIL "$what" "$out"
-    elif grep -q 'speaks RPC-over-RDMA versions 1 to 1, not 2' "$out" && [ $micros -lt 5000000 ]; then ok "$what: refused at once"
+    elif grep -q 'speaks RPC-over-RDMA versions 1 to 1, not 2' "$out" && [ $micros -lt "$(patient 5)000000" ]; then ok "$what: refused at once"
     else FAIL "$what: refused at once ($(seconds))" "$out"; fi
 }
 
@@ -45,7 +45,7 @@ ours() {
     for has in auto 2; do
         what="$path: our client with version $has, our server with both"
         log=$scratch/log.$has
-        if timed env RPCRDMA_VERSION=$has RPCRDMA_LOG=info RPCRDMA_LOG_FILE="$log" timeout 120 "${preloaded[@]}" \
+        if timed env RPCRDMA_VERSION=$has RPCRDMA_LOG=info RPCRDMA_LOG_FILE="$log" timeout "$(patient 120)" "${preloaded[@]}" \
             "$programs/nfs3" -n rdma -p 20050 -m 20051 -e / $address check -N 0 -L 1 "${sizes[@]}" >"$out" 2>&1 &&
             agreed 2; then ok "$what: $(cat "$out") ($(seconds)), $(offered)"
         else cat "$log" >>"$out"; FAIL "$what" "$out"; fi

@@ -6,6 +6,8 @@
 # its own path, and what it writes is lost at the end. No KVM is needed. What the command prints comes out here; the exit
 # status is the command's, or 124 after -t (300) seconds, or 125 if the guest died; then the end of its console is shown.
 #
+# Of the environment TEST_PATIENCE and LIBRPCRDMA go along.
+#
 # The guest is 10.0.2.15 on eth0 and reaches the host's 127.0.0.1 as 10.0.2.2; -p forwards a TCP port of the host's
 # 127.0.0.1 to one of the guest. There is no default route: what leaves a device that is down goes nowhere else.
 set -eu
@@ -73,7 +75,9 @@ flock -u 9
 
 job=$(mktemp -d "$base/job.XXXXXX")
 trap 'rm -rf "$job"' EXIT
-{ echo "cd $(printf %q "$PWD"); export IN_GUEST=yes"; printf 'exec'; printf ' %q' "$@"; echo; } >"$job/cmd"
+{ echo "cd $(printf %q "$PWD"); export IN_GUEST=yes"
+    for name in TEST_PATIENCE LIBRPCRDMA; do [ -z "${!name:-}" ] || printf 'export %s=%q\n' $name "${!name}"; done
+    printf 'exec'; printf ' %q' "$@"; echo; } >"$job/cmd"
 cat >"$job/stage2" <<END
 export PATH=/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin HOME=/root TERM=dumb
 mkdir -p /dev/pts /dev/shm /lib/modules

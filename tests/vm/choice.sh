@@ -32,7 +32,7 @@ expect() {
 # The adapter has a quarter of a second, which an emulated machine under load seldom keeps: in some attempt it must.
 expect_once() {
     local try
-    for try in {1..40}; do
+    for try in $(seq "$(patient 40)"); do
         if fetch "${@:3}" && grep -Eq "$2" "$out"; then ok "$1 (attempt $try)"; return; fi
     done
     FAIL "$1" "$out"

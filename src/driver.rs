@@ -819,6 +819,8 @@ pub struct Client {
     config: &'static Config,
     memory: Arc<Memory>,
     state: Mutex<Waiting>,
+    /// For who ends the connection: no callback is being served any more.
+    quiet: Condvar,
 }
 
 /// The room for replies on a connection over an adapter, where no setting says.
@@ -925,6 +927,10 @@ struct Waiting {
     generation: u64,
     /// The program serves what the server calls back.
     serving: Option<callback::Serving>,
+    /// Who serves a callback now. It may go on when the program serves no more, or has ended that and begun anew.
+    server: Option<usize>,
+    /// The descriptor is closed, or is about to be.
+    shut: bool,
     wishes: Wishes,
 }
 
@@ -987,6 +993,8 @@ impl Client {
             greetings: Vec::new(),
             generation: sys::fork_generation(),
             serving: None,
+            server: None,
+            shut: false,
             wishes: Wishes {
                 credits: config.credits,
                 reverse_credits: config.reverse_credits,
@@ -996,7 +1004,8 @@ impl Client {
             },
         };
         let adapter = AtomicBool::new(adapter);
-        Arc::new(Client { fd, to, adapter, room, config, memory, state: Mutex::new(state) })
+        let state = Mutex::new(state);
+        Arc::new(Client { fd, to, adapter, room, config, memory, state, quiet: Condvar::new() })
     }
 
     fn start(
@@ -1016,19 +1025,41 @@ impl Client {
     /// Whether the descriptor is still this connection's socket.
     pub fn alive(&self) -> bool {
         let state = self.lock();
-        state.identity.is_some() && state.identity == process::identify(self.fd)
+        !state.shut && state.is_own(self.fd)
     }
 
-    /// The descriptor is about to be closed: calls that others have just begun end, since the number may be another file's
-    /// before they read or write again.
-    pub fn shut(&self) {
+    /// Ends the connection for good, since its descriptor is to be closed: true for the one caller that is to close it.
+    /// False too when the number belongs to another file by now.
+    ///
+    /// No callback is being served then, unless by the calling thread, and nothing touches the descriptor any more.
+    pub fn shut(&self) -> bool {
         let mut state = self.lock();
-        if !state.drivers.is_empty() || !state.calls.sleepers.is_empty() {
-            state.link.fail(Error::new(Kind::ConnectionLost, "the descriptor was closed"));
-            state.link.drain();
-            state.settle();
-            state.wake_all();
+        if state.shut || !state.is_own(self.fd) {
+            return false;
         }
+        state.shut = true;
+        let ended = state.serve_no_more();
+        while state.server.is_some_and(|thread| thread != sys::this_thread()) {
+            state = self.quiet.wait(state).unwrap_or_else(|poisoned| poisoned.into_inner());
+        }
+        let why = Error::new(Kind::ConnectionLost, "the CLIENT was destroyed");
+        if state.another_reads() || !state.calls.sleepers.is_empty() {
+            // Calls that others have just begun: nothing else would wake who sleeps in poll(2).
+            state.link.fail(why.clone());
+        }
+        // Nothing is sent: another process may have the connection. Twice: see `leave_to_others`.
+        state.link.engine.handle_closed(why.clone());
+        state.link.engine.handle_closed(why.clone());
+        state.link.drain();
+        state.settle();
+        state.identity = None;
+        state.calls.requests.end(&why);
+        state.attempt_failed(why);
+        state.wake_all();
+        drop(state);
+        // What ends with it needs other locks.
+        drop(ended);
+        true
     }
 
     /// What the connection runs on and what was agreed, in words for the log.
@@ -1392,6 +1423,11 @@ impl Requester for Client {
 }
 
 impl Waiting {
+    /// Whether this number is still the descriptor of the connection.
+    fn is_own(&self, fd: RawFd) -> bool {
+        self.identity.is_some() && self.identity == process::identify(fd)
+    }
+
     /// Hands outcomes to their waiters.
     fn settle(&mut self) {
         let Waiting { calls, link, greetings, .. } = self;

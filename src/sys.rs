@@ -509,6 +509,26 @@ impl WakeSet {
         }
     }
 
+    /// Wakes when `fd`, the descriptor of another set, is readable; [`WakeSet::ready`] tells of it by `key`, which is
+    /// the number of no descriptor.
+    ///
+    /// # Errors
+    /// The errno.
+    pub fn nest(&self, fd: RawFd, key: u64) -> io::Result<()> {
+        let mut event = libc::epoll_event { events: libc::EPOLLIN as u32, u64: key };
+        // SAFETY: the event is readable; both numbers may be anything.
+        check(unsafe { libc::epoll_ctl(self.set, libc::EPOLL_CTL_ADD, fd, &raw mut event) }).map(drop)
+    }
+
+    /// The keys of nested sets that are readable now: some of them, others at the next time.
+    pub fn ready(&self) -> Vec<u64> {
+        let mut events = [libc::epoll_event { events: 0, u64: 0 }; 64];
+        // SAFETY: room for so many events. An error leaves none.
+        let count = unsafe { libc::epoll_wait(self.set, events.as_mut_ptr(), events.len() as c_int, 0) };
+        let events = &events[..usize::try_from(count).unwrap_or(0)];
+        events.iter().map(|event| event.u64).filter(|key| *key != self.timer as u64).collect()
+    }
+
     /// Becomes readable when the alarm goes off, and stays so until it is silenced.
     pub fn alarm_fd(&self) -> RawFd {
         self.timer

@@ -14,7 +14,7 @@
 //!   declaration to our own definition. They are reached through [`real`], in the version `TIRPC_0.3.0`.
 //! - Everything else is linked with `-ltirpc`. An unversioned import could bind to the old sunrpc that glibc
 //!   still carries under the same names, whose structures differ.
-//! - Data symbols (`svc_pollfd`, `svc_max_pollfd`) stay libtirpc's own objects: programs copy-relocate them.
+//! - Data symbols (`svc_pollfd`, `svc_max_pollfd`, `svc_fdset`) stay libtirpc's own objects: programs copy-relocate them.
 #![allow(unsafe_code)]
 #![allow(non_camel_case_types)]
 
@@ -560,6 +560,7 @@ unsafe extern "C" {
     pub static _null_auth: opaque_auth;
     pub static mut svc_pollfd: *mut libc::pollfd;
     pub static mut svc_max_pollfd: c_int;
+    pub static mut svc_fdset: libc::fd_set;
 }
 
 /// Records why a creation failed: `*__rpc_createerr()` for every reader, the text for [`creation_explanation`].

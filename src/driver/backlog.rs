@@ -238,7 +238,7 @@ impl Link {
         // What is queued now does not count as talk.
         self.talk_max = self.device.unsent().saturating_add(TALK);
         let mut gone = self.replied();
-        if !gone && !behind {
+        if !gone && !behind && self.engine.closed().is_none() {
             gone = self.wait_for_peer(fd, wait, forked);
         }
         if lent {

@@ -20,6 +20,17 @@ const RETRY_LAST: Duration = Duration::from_secs(30);
 pub trait Serve: Send + Sync {
     /// Has the program answer or drop `request`, in this thread and under `mask`. No lock of ours is held.
     fn serve(&self, request: Request, mask: Mask<'_>);
+
+    /// Has the program's loop wake when `fd` is readable, for [`Client::serve_now`]. Called under the connection's lock.
+    ///
+    /// # Errors
+    /// The errno.
+    fn watch(&self, _fd: RawFd) -> Result<(), Error> {
+        Ok(())
+    }
+
+    /// No longer: `fd` is closed next. Called once for each that was watched; it may be under the connection's lock.
+    fn forget(&self, _fd: RawFd) {}
 }
 
 /// What a connection has that serves calls back.
@@ -29,13 +40,19 @@ pub(super) struct Serving {
     set: WakeSet,
     /// The descriptor in the set.
     watched: RawFd,
-    /// Who serves a callback now.
-    thread: Option<usize>,
     /// The call of procedure 0 that a new connection begins with.
     null: [u8; 40],
     /// When a connection that could not be made is tried again, and how long the wait is after that.
     retry: Option<Instant>,
     delay: Duration,
+}
+
+impl Drop for Serving {
+    fn drop(&mut self) {
+        // Before its number can be that of another file. A forked child may keep the file itself open, which would go on
+        // waking the loop.
+        self.serve.forget(self.set.fd());
+    }
 }
 
 impl Serving {
@@ -63,13 +80,19 @@ impl Client {
             sys::keep_alive(self.fd);
         }
         let mut state = self.lock();
+        if state.shut {
+            return Err(Error::new(
+                Kind::Invalid,
+                "a CLIENT of this connection was destroyed, and has closed it",
+            ));
+        }
+        serve.watch(fd)?;
         state.link.serves = true;
         let Waiting { link, wishes, .. } = &mut *state;
         wishes.reverse_credits = link.engine.grant(wishes.reverse_credits);
         link.drain();
         let watched = state.link.device.fd();
-        state.serving =
-            Some(Serving { serve, set, watched, thread: None, null, retry: None, delay: RETRY_FIRST });
+        state.serving = Some(Serving { serve, set, watched, null, retry: None, delay: RETRY_FIRST });
         state.rearm();
         // Who sleeps in poll(2) does not know of the alarm yet; it need not: it reads the connection.
         Ok(fd)
@@ -87,11 +110,11 @@ impl Client {
         }
     }
 
-    /// Serves no calls back any more. Those that come are answered that there is no such program.
+    /// Serves no calls back any more. Those that come are answered that there is no such program. One that is being served
+    /// goes on, and may be answered.
     pub fn stop_serving(&self) {
         let mut state = self.lock();
-        state.link.serves = false;
-        let ended = state.serving.take();
+        let ended = state.serve_no_more();
         drop(state);
         // What ends with it needs other locks.
         drop(ended);
@@ -185,32 +208,57 @@ impl Client {
         request: Request,
         mask: Mask<'_>,
     ) -> MutexGuard<'a, Waiting> {
-        let Some(serving) = &mut state.serving else { return state };
+        let Some(serving) = &state.serving else { return state };
         let serve = serving.serve.clone();
-        let outer = serving.thread.replace(sys::this_thread());
+        let outer = state.server.replace(sys::this_thread());
         stats::add(Counter::Served, 1);
         state.hand_over();
         drop(state);
+        let served = Served { client: self, outer };
         serve.serve(request, mask);
-        let mut state = self.lock();
-        if let Some(serving) = &mut state.serving {
-            serving.thread = outer;
+        drop(served);
+        self.lock()
+    }
+}
+
+/// A callback that is being served; `outer`: who served the one that it interrupts.
+struct Served<'a> {
+    client: &'a Client,
+    outer: Option<usize>,
+}
+
+impl Drop for Served<'_> {
+    fn drop(&mut self) {
+        let mut state = self.client.lock();
+        state.server = self.outer;
+        if state.shut {
+            self.client.quiet.notify_all();
         }
-        state
     }
 }
 
 impl Waiting {
     /// Whether a callback is there that this thread may serve.
     pub(super) fn may_serve(&self) -> bool {
-        let me = sys::this_thread();
-        let free = |serving: &Serving| serving.thread.is_none_or(|thread| thread == me);
-        self.serving.as_ref().is_some_and(free) && self.link.request_ready()
+        let free = self.server.is_none_or(|thread| thread == sys::this_thread());
+        self.serving.is_some() && free && self.link.request_ready()
+    }
+
+    /// Ends what [`Client::start_serving`] has begun. What is returned is to be dropped without a lock: what ends with it
+    /// needs others.
+    pub(super) fn serve_no_more(&mut self) -> Option<Serving> {
+        self.link.serves = false;
+        while let Some(request) = self.link.engine.poll_request() {
+            self.link.decline(request);
+        }
+        self.link.flush();
+        self.settle();
+        self.serving.take()
     }
 
     /// Whether this thread serves a callback now.
     pub(super) fn serves_here(&self) -> bool {
-        self.serving.as_ref().is_some_and(|serving| serving.thread == Some(sys::this_thread()))
+        self.server == Some(sys::this_thread())
     }
 
     /// A callback for this thread to serve.

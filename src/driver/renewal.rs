@@ -197,7 +197,7 @@ impl Client {
 
     /// Takes the next step towards a new connection, which does not wait; the first one, if nobody has yet.
     pub(super) fn step(&self, state: &mut Waiting) {
-        if state.identity.is_none() || state.identity != process::identify(self.fd) {
+        if !state.is_own(self.fd) {
             // Another file has the number by now, and would be replaced.
             return state.attempt_failed(Error::new(Kind::NotSent, "the descriptor was closed"));
         }
@@ -402,6 +402,7 @@ impl Waiting {
         self.drivers.clear();
         self.calls = Calls::new();
         self.greetings.clear();
+        self.server = None;
         // Its set is the parent's too, and libtirpc's table in this process still has its descriptor.
         std::mem::forget(self.serving.take());
         if let Some(renewal) = &mut self.renewal {
@@ -419,10 +420,10 @@ impl Waiting {
     }
 
     /// An attempt has failed. Calls that wait go on to do so if it was only slow: there will be another one.
-    fn attempt_failed(&mut self, error: Error) {
+    pub(super) fn attempt_failed(&mut self, error: Error) {
         let fd = self.link.device.fd();
-        log_info!("fd {fd}: no new connection: {error}");
         let Some(renewal) = &mut self.renewal else { return };
+        log_info!("fd {fd}: no new connection: {error}");
         renewal.attempt = None;
         renewal.failed.1 = Some(error.clone());
         if error.kind() != Kind::Timeout {

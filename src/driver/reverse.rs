@@ -5,7 +5,9 @@
 //! - the loop, while another thread's call waits for the reply that the loop will find;
 //! - the calling thread itself, where that is the loop's own: from a dispatch routine, or between two turns of the loop.
 //!   It then serves the requests of the connection too, for the callback may call forward before it answers;
-//! - the calling thread, while the loop's thread is inside a dispatch routine, and perhaps waits for this one.
+//! - the calling thread, while the loop's thread is inside a dispatch routine, and perhaps waits for this one;
+//! - the calling thread, while nobody is in the loop, as far as can be told: it has been left, or what has come for this
+//!   connection has been there for a while and nobody has looked at any connection.
 //!
 //! What a thread beside the loop has taken off the connection, the loop must be told of: poll(2) will not.
 //! [`service_loop`] knows where the loop is.
@@ -38,6 +40,8 @@ pub struct Hooks {
     pub serve: fn(RawFd),
     /// Has the loop look at [`service_loop::take_left`] in its next turn. Called in its own thread.
     pub wake: fn(),
+    /// The same, in any thread: a loop that sleeps wakes.
+    pub ring: fn(),
 }
 
 impl Reverse {
@@ -97,6 +101,8 @@ impl Reverse {
         let own = Arc::new(Condvar::new());
         // The loop serves nothing more of this connection.
         let mut stuck = false;
+        // Something has come, and since when the loop has not looked at any connection.
+        let mut unread = None;
         while !state.calls.is_over(waiter) {
             let now = Instant::now();
             if now >= deadline {
@@ -121,6 +127,15 @@ impl Reverse {
                 let mine = service_loop::is_mine();
                 if mine {
                     state.calls.servant = Some(own.clone());
+                } else if !reads {
+                    let looks = service_loop::looks();
+                    let came = sys::wait(state.fd, sys::IN, Some(Duration::ZERO), None).unwrap_or(false);
+                    if came && unread.take() == Some(looks) {
+                        service_loop::is_away();
+                        state.calls.sleepers.remove(&waiter);
+                        continue;
+                    }
+                    unread = came.then_some(looks);
                 }
                 state = sleep(&own, state, deadline.min(now + STAND_IN));
                 state.calls.sleepers.remove(&waiter);
@@ -196,8 +211,12 @@ impl Reverse {
         let mut state = locked(server);
         if own {
             state.pump();
-        } else if !service_loop::stand_in(|| state.read_for_loop()) {
-            state.send();
+        } else {
+            match service_loop::stand_in(|| state.read_for_loop()) {
+                Some(true) => (self.hooks.ring)(),
+                Some(false) => {}
+                None => state.send(),
+            }
         }
         state.driver = None;
         state
@@ -233,8 +252,8 @@ impl Server {
     /// As `pump`, beside the loop, which is told of requests.
     fn read_for_loop(&mut self) -> Option<RawFd> {
         self.pump();
-        // The end of the connection is the loop's to see.
-        (self.request_ready() || self.link().is_none()).then_some(self.fd)
+        // The end of the connection is the loop's to see, and so is what the peer does not take now.
+        (self.request_ready() || self.link().is_none() || self.wants_write()).then_some(self.fd)
     }
 
     /// Goes on with what waits for memory.
@@ -361,8 +380,8 @@ impl Requester for Reverse {
         }
         if service_loop::is_mine() {
             state.pump();
-        } else {
-            service_loop::stand_in(|| state.read_for_loop());
+        } else if service_loop::stand_in(|| state.read_for_loop()) == Some(true) {
+            (self.hooks.ring)();
         }
         state.send();
         let peer = state.peer();
@@ -471,6 +490,12 @@ pub mod service_loop {
     /// The thread that ran the loop last; 0: none yet.
     static THREAD: AtomicUsize = AtomicUsize::new(0);
 
+    /// How often the loop has looked at a connection.
+    static LOOKS: AtomicU64 = AtomicU64::new(0);
+
+    /// It has not read what had come for a while, or has been left, and has not been seen since.
+    static AWAY: AtomicBool = AtomicBool::new(false);
+
     struct State {
         /// Dispatch routines that run in the loop's thread, one inside the other.
         dispatching: usize,
@@ -494,7 +519,7 @@ pub mod service_loop {
     impl Dispatching {
         /// The calling thread, which is the loop's, begins to run one.
         pub fn begin() -> Dispatching {
-            THREAD.store(sys::this_thread(), Relaxed);
+            look();
             state().dispatching += 1;
             Dispatching(())
         }
@@ -506,27 +531,52 @@ pub mod service_loop {
         }
     }
 
-    /// Whether the loop is run by the calling thread, or by nobody yet.
+    /// The calling thread runs the loop: it has come to look at a connection.
+    pub fn look() {
+        THREAD.store(sys::this_thread(), Relaxed);
+        // No thread but this one counts, but for programs with several loops, of which any one will do.
+        LOOKS.store(LOOKS.load(Relaxed).wrapping_add(1), Relaxed);
+        if AWAY.load(Relaxed) {
+            AWAY.store(false, Relaxed);
+        }
+    }
+
+    /// How often it has.
+    pub fn looks() -> u64 {
+        LOOKS.load(Relaxed)
+    }
+
+    /// Nobody is in the loop, until somebody looks at a connection again. To be mistaken in that does no harm: both read, by
+    /// turns, and what is left for the loop wakes it.
+    pub fn is_away() {
+        AWAY.store(true, Relaxed);
+    }
+
+    fn nobody_runs_it() -> bool {
+        AWAY.load(Relaxed) || THREAD.load(Relaxed) == 0
+    }
+
+    /// Whether the loop is run by the calling thread.
     pub fn is_mine() -> bool {
-        let thread = THREAD.load(Relaxed);
-        thread == 0 || thread == sys::this_thread()
+        THREAD.load(Relaxed) == sys::this_thread()
     }
 
     /// Whether the calling thread may read connections: the loop does not.
     pub fn may_read() -> bool {
-        is_mine() || state().dispatching > 0
+        is_mine() || nobody_runs_it() || state().dispatching > 0
     }
 
-    /// Does `step`, which reads a connection, unless the loop is back. It returns the connection if something is left of
-    /// it for the loop.
-    pub fn stand_in(step: impl FnOnce() -> Option<RawFd>) -> bool {
+    /// Does `step`, which reads a connection, unless the loop is back: `None`. `step` returns the connection if something is
+    /// left of it for the loop; true if nothing else will tell the loop of it.
+    pub fn stand_in(step: impl FnOnce() -> Option<RawFd>) -> Option<bool> {
         // The lock is kept: what `step` leaves must be there when the loop comes back.
         let mut state = state();
-        if state.dispatching == 0 {
-            return false;
+        if state.dispatching == 0 && !nobody_runs_it() {
+            return None;
         }
-        state.left.extend(step());
-        true
+        let left = step().filter(|fd| !state.left.contains(fd));
+        state.left.extend(left);
+        Some(state.dispatching == 0 && left.is_some())
     }
 
     /// There are requests of this connection that the loop has not seen.

@@ -2,24 +2,30 @@
 //! transport that wakes its service loop.
 //!
 //! A dispatch routine gets an SVCXPRT as a server's does (`server::Transport`), which is not registered: requests come
-//! from the driver, one at a time, and are treated as libtirpc's `svc_getreq_common` treats them. What is registered is a
-//! bare transport whose descriptor is readable when there is something to do, so that `svc_run` serves callbacks too.
+//! from the driver, one at a time, and are treated as libtirpc's `svc_getreq_common` treats them. What is registered, so
+//! that `svc_run` serves callbacks too, is one bare transport of the process ([`waker`]), whose descriptor is readable when
+//! there is something to do on any connection.
 //!
 //! # Invariants
-//! - The connection owns its `Callbacks`; they end when the last CLIENT on it is destroyed, or serves no program any more.
+//! - The connection owns its `Callbacks`; they end when the last CLIENT on it is destroyed, or serves no program any more
+//!   and no routine runs.
 //! - The transport that requests are answered on lives as long as one connection: libtirpc ties RPCSEC_GSS contexts to it.
+//! - The waker's transport and descriptor last as long as the process: the loop may be about to look at them whenever a
+//!   connection ends.
 #![allow(unsafe_code)]
 
 use std::collections::HashMap;
 use std::os::fd::RawFd;
-use std::sync::{Arc, Mutex, MutexGuard, OnceLock, Weak};
+use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, Weak};
+use std::time::Duration;
 
 use crate::connection::Request;
 use crate::driver::callback::Serve;
 use crate::driver::{Client, Mask, Requester, Responder};
 use crate::error::{Error, Kind};
 use crate::ffi::guard;
-use crate::tirpc::server::{self, LISTENING, Transport, bare};
+use crate::tirpc::server::{LISTENING, Transport, bare};
 use crate::tirpc::{
     _gss_authenticate, SVCXPRT, auth_stat, bool_t, dispatch_t, opaque_auth, real, rpc_msg, svc_req,
     svcerr_auth, svcerr_noprog, svcerr_progvers, xp_ops, xprt_unregister,
@@ -31,17 +37,27 @@ struct Program {
     number: u32,
     version: u32,
     dispatch: dispatch_t,
+    /// Of all programs that a connection ever served, no two have the same.
+    serial: u64,
 }
 
 /// The programs of one connection.
 struct Callbacks {
     client: Weak<Client>,
-    programs: Mutex<Vec<Program>>,
+    programs: Mutex<Programs>,
+    /// A routine has returned that somebody waits for.
+    returned: Condvar,
     transport: Mutex<Own>,
-    /// What is registered with libtirpc.
-    waker: Waker,
     /// Of the process that serves.
     generation: u64,
+}
+
+#[derive(Default)]
+struct Programs {
+    served: Vec<Program>,
+    /// Routines that run: in which thread, and of which program.
+    running: Vec<(usize, u64)>,
+    serial: u64,
 }
 
 /// The transport that requests are answered on, and the connection that it was made for.
@@ -50,15 +66,11 @@ struct Own {
     connection: u32,
 }
 
-struct Waker(*mut SVCXPRT);
-
-// SAFETY: libtirpc's table and this value know it; it is freed when it is in neither.
-unsafe impl Send for Waker {}
-// SAFETY: as above: the pointer is never followed here before the drop.
-unsafe impl Sync for Waker {}
-
 /// Has `dispatch` serve calls back of a program, or nobody if it is NULL. `greeting`: the program and version of the
 /// forward direction that a new connection is greeted with.
+///
+/// A routine that is replaced or ended does not run any more when this returns; unless the calling thread is inside a
+/// routine of this connection, for which the other one may wait.
 ///
 /// # Errors
 /// `EMFILE`; `Invalid` when a program ends that is not served.
@@ -69,81 +81,284 @@ pub fn serve(
     version: u32,
     dispatch: dispatch_t,
 ) -> Result<(), Error> {
-    static FIRST: Mutex<()> = Mutex::new(());
-    // Of two threads that serve their first program on one connection, one is first.
-    let _first = FIRST.lock().unwrap_or_else(|e| e.into_inner());
-    // Under the lock of the table nothing may end: its end takes the lock.
-    let all: Vec<Arc<Callbacks>> = table().values().filter_map(Weak::upgrade).collect();
-    let Some(callbacks) = all.iter().find(|known| std::ptr::eq(known.client.as_ptr(), &**client)) else {
-        if dispatch.is_none() {
-            return Err(Error::new(Kind::Invalid, "no program is served on this connection"));
-        }
-        return start(client, greeting, Program { number, version, dispatch });
+    static CHANGES: Mutex<()> = Mutex::new(());
+    // Of two threads that serve their first program on one connection, or end and begin, one is first.
+    let one_at_a_time = CHANGES.lock().unwrap_or_else(|e| e.into_inner());
+    let callbacks = find(client);
+    let Some(callbacks) = callbacks.or_else(|| dispatch.map(|_| Callbacks::of(client))) else {
+        return Err(Error::new(Kind::Invalid, "no program is served on this connection"));
     };
     let mut programs = callbacks.programs();
-    let before = programs.len();
-    programs.retain(|p| (p.number, p.version) != (number, version));
+    let before = programs.served.iter().position(|p| (p.number, p.version) == (number, version));
+    let before = before.map(|at| programs.served.swap_remove(at));
     if dispatch.is_some() {
-        programs.push(Program { number, version, dispatch });
-    } else if programs.len() == before {
+        // The same routine goes on.
+        let same = before.as_ref().filter(|p| p.dispatch.map(|f| f as usize) == dispatch.map(|f| f as usize));
+        let serial = same.map(|p| p.serial).unwrap_or_else(|| {
+            programs.serial += 1;
+            programs.serial
+        });
+        programs.served.push(Program { number, version, dispatch, serial });
+    } else if before.is_none() {
         let text = format!("program {number} version {version} is not served on this connection");
         return Err(Error::new(Kind::Invalid, text));
     }
-    let none = programs.is_empty();
+    let none = programs.served.is_empty();
     drop(programs);
     if none {
         client.stop_serving();
+    } else if !client.is_serving() {
+        if let Err(error) = client.start_serving(callbacks.clone(), greeting.0, greeting.1) {
+            callbacks.programs().served.retain(|p| (p.number, p.version) != (number, version));
+            return Err(error);
+        }
+        client.learn_credits();
+    }
+    drop(one_at_a_time);
+    if let Some(before) = before {
+        callbacks.wait_for_end_of(before.serial);
     }
     Ok(())
 }
 
-fn start(client: &Arc<Client>, (program, version): (u32, u32), served: Program) -> Result<(), Error> {
-    let waker = bare(-1, &WAKE);
-    let callbacks = Arc::new(Callbacks {
-        client: Arc::downgrade(client),
-        programs: Mutex::new(vec![served]),
-        transport: Mutex::new(Own { transport: None, connection: 0 }),
-        waker: Waker(waker),
-        generation: sys::fork_generation(),
-    });
-    let fd = client.start_serving(callbacks.clone(), program, version)?;
-    // SAFETY: just made, and known to nobody else.
-    unsafe { (*waker).xp_fd = fd };
-    table().insert(fd, Arc::downgrade(&callbacks));
-    // SAFETY: complete; the real function, since our own looks for stock transports.
-    unsafe { real::XPRT_REGISTER.get()?(waker) };
-    client.learn_credits();
-    Ok(())
-}
-
-/// Those of this process, by the descriptor that is registered.
-fn table() -> MutexGuard<'static, HashMap<RawFd, Weak<Callbacks>>> {
-    static TABLE: OnceLock<Mutex<HashMap<RawFd, Weak<Callbacks>>>> = OnceLock::new();
+/// Those of this process, by [`key`].
+fn table() -> MutexGuard<'static, HashMap<u64, Weak<Callbacks>>> {
+    static TABLE: OnceLock<Mutex<HashMap<u64, Weak<Callbacks>>>> = OnceLock::new();
     TABLE.get_or_init(Default::default).lock().unwrap_or_else(|e| e.into_inner())
 }
 
-static WAKE: xp_ops = xp_ops { xp_recv: Some(wake), ..LISTENING };
+/// The connection's identity, as long as somebody holds a share of it, be it a weak one, as its `Callbacks` do.
+fn key(client: *const Client) -> u64 {
+    client.addr() as u64
+}
 
-/// The program's loop has found the descriptor readable.
-unsafe extern "C" fn wake(xprt: *mut SVCXPRT, _: *mut rpc_msg) -> bool_t {
-    guard(|| {
-        // SAFETY: libtirpc's loop and its transport.
-        let fd = unsafe { (*xprt).xp_fd };
-        let Some(callbacks) = table().get(&fd).and_then(Weak::upgrade) else { return Ok(0) };
-        if callbacks.generation != sys::fork_generation() {
-            // The loop of a forked child, which inherits libtirpc's table: it would take the parent's callbacks.
-            // SAFETY: alive; libtirpc's loop looks at its table before it goes on with it.
-            unsafe { xprt_unregister(xprt) };
-        } else if let Some(client) = callbacks.client.upgrade() {
-            client.serve_now(None);
+/// The programs of a connection, if it serves some or a routine of its runs.
+fn find(client: &Arc<Client>) -> Option<Arc<Callbacks>> {
+    // Under the lock of the table nothing may end: its end takes the lock.
+    let callbacks = table().get(&key(Arc::as_ptr(client))).and_then(Weak::upgrade)?;
+    // A forked child does not serve what its parent did.
+    (callbacks.generation == sys::fork_generation()).then_some(callbacks)
+}
+
+/// What the program's loop polls for the calls back of all connections, and for requests that others have read in its place.
+///
+/// It is made and registered when `svc_run` begins, which looks at what is registered only between two of its sleeps: a
+/// connection that begins to serve later wakes it. A program with a loop of its own has it from when it first serves.
+///
+/// In a forked child it still belongs to the parent: the child gets one of its own when it needs one.
+pub(super) mod waker {
+    use super::*;
+    use crate::driver::service_loop;
+    use crate::sys::WakeSet;
+    use crate::tirpc::server::serve_fd;
+    use crate::tirpc::{svc_fdset, svc_max_pollfd};
+    use crate::{log_warn, sys};
+
+    struct Waker {
+        set: WakeSet,
+        xprt: *mut SVCXPRT,
+        registered: bool,
+        generation: u64,
+    }
+
+    // SAFETY: the bare transport's memory lives for ever, and is not looked at here.
+    unsafe impl Send for Waker {}
+
+    static WAKER: Mutex<Option<Waker>> = Mutex::new(None);
+
+    fn lock() -> MutexGuard<'static, Option<Waker>> {
+        WAKER.lock().unwrap_or_else(|e| e.into_inner())
+    }
+
+    /// The waker of this process.
+    fn own(waker: &mut Option<Waker>) -> Result<&mut Waker, Error> {
+        let generation = sys::fork_generation();
+        match waker {
+            Some(waker) => {
+                if waker.generation != generation {
+                    let set = WakeSet::new()?;
+                    // Of this process's table only.
+                    // SAFETY: it lives for ever.
+                    unsafe { xprt_unregister(waker.xprt) };
+                    // SAFETY: as above; in no table any more.
+                    unsafe { (*waker.xprt).xp_fd = set.fd() };
+                    // The parent's numbers may be other files' by now: a child closes what it likes.
+                    std::mem::forget(std::mem::replace(&mut waker.set, set));
+                    (waker.registered, waker.generation) = (false, generation);
+                }
+                Ok(waker)
+            }
+            None => {
+                let set = WakeSet::new()?;
+                let xprt = bare(set.fd(), &WAKE);
+                Ok(waker.insert(Waker { set, xprt, registered: false, generation }))
+            }
         }
-        Ok(0)
-    })
+    }
+
+    /// Has the loop call [`Client::serve_now`] when `fd` is readable.
+    ///
+    /// # Errors
+    /// The errno.
+    pub fn watch(fd: RawFd, key: u64) -> Result<(), Error> {
+        let mut waker = lock();
+        let waker = own(&mut waker)?;
+        waker.set.nest(fd, key)?;
+        waker.register()
+    }
+
+    /// Sees to it that [`ring`] wakes a loop of the program's own. Called in its thread, or before it begins.
+    ///
+    /// # Errors
+    /// `EMFILE`.
+    pub fn registered() -> Result<(), Error> {
+        own(&mut lock())?.register()
+    }
+
+    /// Has the loop look at what others have left for it, soon: it wakes if it sleeps. In any thread.
+    pub fn ring() {
+        if let Some(waker) = lock().as_ref()
+            && let Err(error) = waker.set.alarm(Some(Duration::ZERO))
+        {
+            log_warn!("requests may be late: {error}");
+        }
+    }
+
+    impl Waker {
+        fn register(&mut self) -> Result<(), Error> {
+            // After svc_exit(3) a registration would have svc_run go on, with this one transport.
+            let ended = in_svc_run() && nothing_is_registered();
+            if !self.registered && !ended {
+                self.registered = true;
+                // SAFETY: complete; the real function, since our own looks for stock transports.
+                unsafe { real::XPRT_REGISTER.get()?(self.xprt) };
+            }
+            Ok(())
+        }
+    }
+
+    /// No longer. Called before `fd` is closed.
+    pub fn forget(fd: RawFd) {
+        if let Some(waker) = lock().as_ref().filter(|waker| waker.generation == sys::fork_generation())
+            && let Err(error) = waker.set.watch(fd, 0)
+        {
+            log_warn!("fd {fd}: is still watched for calls back: {error}");
+        }
+    }
+
+    /// The program enters libtirpc's loop.
+    pub fn enter_loop() {
+        IN_SVC_RUN.fetch_add(1, Relaxed);
+        // With nothing registered the loop ends at once, and is to.
+        if nothing_is_registered() && table().is_empty() {
+            return;
+        }
+        let mut waker = lock();
+        let registered = own(&mut waker).and_then(|waker| {
+            if !waker.registered {
+                waker.registered = true;
+                // SAFETY: complete; the real function, since our own looks for stock transports.
+                unsafe { real::XPRT_REGISTER.get()?(waker.xprt) };
+            }
+            Ok(waker.set.fd())
+        });
+        match registered {
+            // Programs made by rpcgen count what is in this set to find out whether they are idle; the loop does not look
+            // at it.
+            Ok(fd) if usize::try_from(fd).is_ok_and(|fd| fd < libc::FD_SETSIZE) => {
+                let set = &raw mut svc_fdset;
+                // SAFETY: libtirpc's own variable, written as its users do that remove a descriptor; the number fits.
+                unsafe { libc::FD_CLR(fd, set) };
+            }
+            Ok(_) => {}
+            Err(error) => log_warn!("svc_run serves no calls back that begin from now on: {error}"),
+        }
+    }
+
+    /// The program has left it, and libtirpc has forgotten what was registered.
+    pub fn leave_loop() {
+        IN_SVC_RUN.fetch_sub(1, Relaxed);
+        if let Some(waker) = lock().as_mut() {
+            // Unless it has not: poll(2) has failed.
+            // SAFETY: it lives for ever.
+            unsafe { xprt_unregister(waker.xprt) };
+            waker.registered = false;
+        }
+    }
+
+    /// Threads in libtirpc's loop.
+    static IN_SVC_RUN: AtomicUsize = AtomicUsize::new(0);
+
+    fn in_svc_run() -> bool {
+        IN_SVC_RUN.load(Relaxed) > 0
+    }
+
+    fn nothing_is_registered() -> bool {
+        // SAFETY: libtirpc's own variable, read as its users read it.
+        let count = unsafe { svc_max_pollfd };
+        count == 0
+    }
+
+    static WAKE: xp_ops = xp_ops { xp_recv: Some(wake), ..LISTENING };
+
+    /// The program's loop has found the descriptor readable.
+    unsafe extern "C" fn wake(xprt: *mut SVCXPRT, _: *mut rpc_msg) -> bool_t {
+        guard(|| {
+            let ready = {
+                let waker = lock();
+                match waker.as_ref().filter(|waker| waker.generation == sys::fork_generation()) {
+                    Some(waker) => {
+                        waker.set.silence();
+                        waker.set.ready()
+                    }
+                    None => {
+                        // The loop of a forked child, which inherits libtirpc's table: it would take the parent's callbacks.
+                        // SAFETY: alive; libtirpc's loop looks at its table before it goes on with it.
+                        unsafe { xprt_unregister(xprt) };
+                        Vec::new()
+                    }
+                }
+            };
+            for key in ready {
+                let callbacks = table().get(&key).and_then(Weak::upgrade);
+                if let Some(client) = callbacks.and_then(|callbacks| callbacks.client.upgrade()) {
+                    client.serve_now(None);
+                }
+            }
+            service_loop::take_left().into_iter().for_each(serve_fd);
+            Ok(0)
+        })
+    }
 }
 
 impl Callbacks {
-    fn programs(&self) -> MutexGuard<'_, Vec<Program>> {
+    /// Those of a connection that has none.
+    fn of(client: &Arc<Client>) -> Arc<Callbacks> {
+        let callbacks = Arc::new(Callbacks {
+            client: Arc::downgrade(client),
+            programs: Mutex::default(),
+            returned: Condvar::new(),
+            transport: Mutex::new(Own { transport: None, connection: 0 }),
+            generation: sys::fork_generation(),
+        });
+        table().insert(key(Arc::as_ptr(client)), Arc::downgrade(&callbacks));
+        callbacks
+    }
+
+    fn programs(&self) -> MutexGuard<'_, Programs> {
         self.programs.lock().unwrap_or_else(|e| e.into_inner())
+    }
+
+    /// Waits until the routine of a program that is not served any more has returned.
+    fn wait_for_end_of(&self, serial: u64) {
+        let mut programs = self.programs();
+        let me = sys::this_thread();
+        if programs.running.iter().any(|(thread, _)| *thread == me) {
+            return;
+        }
+        while programs.running.iter().any(|(_, running)| *running == serial) {
+            programs = self.returned.wait(programs).unwrap_or_else(|e| e.into_inner());
+        }
     }
 
     /// The transport for requests of the present connection.
@@ -200,8 +415,11 @@ impl Callbacks {
             unsafe { svcerr_auth(xprt, why) };
         } else if answered == 0 {
             match self.find(call.cb_prog, call.cb_vers) {
-                // SAFETY: the program's dispatch routine, with what it expects.
-                Ok(dispatch) => unsafe { dispatch(&mut request, xprt) },
+                Ok((dispatch, running)) => {
+                    // SAFETY: the program's dispatch routine, with what it expects.
+                    unsafe { dispatch(&mut request, xprt) };
+                    drop(running);
+                }
                 // SAFETY: the transport is alive, with a request open.
                 Err(Some((low, high))) => unsafe { svcerr_progvers(xprt, low, high) },
                 // SAFETY: as above.
@@ -211,15 +429,35 @@ impl Callbacks {
         transport.close_request();
     }
 
-    /// The dispatch routine of a program, or the versions of it that there are.
-    fn find(&self, number: u32, version: u32) -> Result<Dispatch, Option<(u32, u32)>> {
-        let programs = self.programs();
-        let named = programs.iter().filter(|program| program.number == number);
-        if let Some(dispatch) = named.clone().find(|p| p.version == version).and_then(|p| p.dispatch) {
-            return Ok(dispatch);
+    /// The dispatch routine of a program, which runs from now on, or the versions of it that there are.
+    fn find(&self, number: u32, version: u32) -> Result<(Dispatch, Running<'_>), Option<(u32, u32)>> {
+        let mut programs = self.programs();
+        let named = programs.served.iter().filter(|program| program.number == number);
+        if let Some(found) = named.clone().find(|p| p.version == version)
+            && let Some(dispatch) = found.dispatch
+        {
+            let running = (sys::this_thread(), found.serial);
+            programs.running.push(running);
+            return Ok((dispatch, Running { callbacks: self, running }));
         }
         let versions = named.map(|program| program.version);
         Err(versions.clone().min().zip(versions.max()))
+    }
+}
+
+/// A dispatch routine that runs.
+struct Running<'a> {
+    callbacks: &'a Callbacks,
+    running: (usize, u64),
+}
+
+impl Drop for Running<'_> {
+    fn drop(&mut self) {
+        let mut programs = self.callbacks.programs();
+        if let Some(at) = programs.running.iter().rposition(|running| *running == self.running) {
+            programs.running.remove(at);
+        }
+        self.callbacks.returned.notify_all();
     }
 }
 
@@ -234,19 +472,23 @@ impl Serve for Callbacks {
             None => self.dispatch(&own, request),
         }
     }
+
+    fn watch(&self, fd: RawFd) -> Result<(), Error> {
+        waker::watch(fd, key(self.client.as_ptr()))
+    }
+
+    fn forget(&self, fd: RawFd) {
+        waker::forget(fd);
+    }
 }
 
 impl Drop for Callbacks {
     fn drop(&mut self) {
-        let waker = self.waker.0;
-        // SAFETY: made by `bare`, and freed below only.
-        let fd: RawFd = unsafe { (*waker).xp_fd };
-        if fd >= 0 {
-            table().remove(&fd);
-            // SAFETY: alive; nothing happens if it was not registered.
-            unsafe { xprt_unregister(waker) };
+        let mut table = table();
+        let key = key(self.client.as_ptr());
+        // Others may have begun on the same connection.
+        if table.get(&key).is_some_and(|known| std::ptr::eq(known.as_ptr(), self)) {
+            table.remove(&key);
         }
-        // SAFETY: made by `bare`; not registered any more, and after its `xp_recv` the loop looks at the table first.
-        unsafe { server::free_bare(waker) };
     }
 }

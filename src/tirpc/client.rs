@@ -37,6 +37,7 @@ use crate::socket::Sockaddr;
 use crate::stats::{self, Counter};
 use crate::sys::BlockedSignals;
 use crate::tirpc::auth::{self, Held, Share};
+use crate::tirpc::callback::waker;
 use crate::tirpc::lending::{self, lending};
 use crate::tirpc::{
     _null_auth, _seterr_reply, AUTH, CLIENT, RPCBPROG, accepted_reply, accepted_reply_ru, ar_results,
@@ -413,6 +414,7 @@ pub fn reverse(
     vers: u32,
 ) -> Result<*mut CLIENT, Error> {
     let config = config::get()?;
+    waker::registered()?;
     let reverse = Reverse::new(server, config, hooks)?;
     Ok(new(Connection::Reverse(reverse), Arc::default(), address, prog, vers, config))
 }
@@ -591,10 +593,7 @@ mod connections {
         if connection.alive() {
             return Some((connection, uses));
         }
-        let mut table = table();
-        if table.get(&fd).is_some_and(|(known, _)| Arc::ptr_eq(known, &connection)) {
-            table.remove(&fd);
-        }
+        remove(fd, &connection);
         None
     }
 
@@ -604,8 +603,12 @@ mod connections {
         uses
     }
 
-    pub fn remove(fd: c_int) {
-        table().remove(&fd);
+    /// Forgets it, unless the number is another connection's by now.
+    pub fn remove(fd: c_int, connection: &Arc<Client>) {
+        let mut table = table();
+        if table.get(&fd).is_some_and(|(known, _)| Arc::ptr_eq(known, connection)) {
+            table.remove(&fd);
+        }
     }
 }
 
@@ -1179,14 +1182,13 @@ unsafe extern "C" fn destroy(client: *mut CLIENT) {
                 unsafe { libc::free(string.cast()) };
             }
         }
-        if closes
-            && let Connection::Forward(connection) = &handle.connection
-            && connection.alive()
-        {
+        if closes && let Connection::Forward(connection) = &handle.connection {
             let fd = Requester::fd(&**connection);
-            connections::remove(fd);
-            connection.shut();
-            socket::close(fd);
+            // Of two CLIENTs that are destroyed at a time one closes it.
+            if connection.shut() {
+                connections::remove(fd, connection);
+                socket::close(fd);
+            }
         }
         Ok(())
     });

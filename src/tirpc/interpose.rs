@@ -437,14 +437,17 @@ pub unsafe extern "C" fn xprt_unregister(xprt: *mut SVCXPRT) {
     })
 }
 
-/// Sends what waits for slow peers when the loop has ended.
+/// Has the loop serve calls back, and sends what waits for slow peers when it has ended.
 ///
 /// # Safety
 /// As libtirpc's `svc_run`.
 #[unsafe(no_mangle)]
 pub unsafe extern "C-unwind" fn svc_run() {
     guard_around(
-        || real::SVC_RUN.get(),
+        || {
+            server::enter_loop();
+            real::SVC_RUN.get()
+        },
         // SAFETY: by the contract.
         |real| unsafe { real() },
         server::left_loop,

@@ -46,6 +46,7 @@ use crate::provider::verbs;
 use crate::socket::Sockaddr;
 use crate::stats::{self, Counter};
 use crate::sys::WakeSet;
+use crate::tirpc::callback::waker;
 use crate::tirpc::client::CREDITS_MAX;
 use crate::tirpc::lending::lending;
 use crate::tirpc::netid::Netid;
@@ -742,7 +743,7 @@ impl Drop for Transport {
     }
 }
 
-/// A transport with nothing but a descriptor.
+/// A transport with nothing but a descriptor. It lives for ever: libtirpc's loop may be about to look at it.
 pub(super) fn bare(fd: RawFd, ops: &'static xp_ops) -> *mut SVCXPRT {
     // SAFETY: all zero is a valid SVCXPRT: NULL pointers and plain numbers.
     let mut xprt: SVCXPRT = unsafe { std::mem::zeroed() };
@@ -751,17 +752,6 @@ pub(super) fn bare(fd: RawFd, ops: &'static xp_ops) -> *mut SVCXPRT {
     xprt.xp_ops2 = &OPS2;
     xprt.xp_p3 = Box::into_raw(Box::new(SVCXPRT_EXT { flags: 0, xp_auth: NO_AUTH })).cast();
     Box::into_raw(Box::new(xprt))
-}
-
-/// Frees what `bare` made.
-///
-/// # Safety
-/// `xprt` is from `bare`, and nobody uses it any more.
-pub(super) unsafe fn free_bare(xprt: *mut SVCXPRT) {
-    // SAFETY: made by Box::into_raw in `bare`.
-    let xprt = unsafe { Box::from_raw(xprt) };
-    // SAFETY: the extension that `bare` made.
-    drop(unsafe { Box::from_raw(xprt.xp_p3.cast::<SVCXPRT_EXT>()) });
 }
 
 /// A netbuf with a copy of the bytes; never with a NULL buffer, which libtirpc's users do not expect.
@@ -835,8 +825,15 @@ fn loop_has_ended() -> bool {
     count == 0
 }
 
+/// The program enters libtirpc's loop.
+pub(super) fn enter_loop() {
+    waker::enter_loop();
+}
+
 /// The program has left libtirpc's loop.
 pub(super) fn left_loop() {
+    waker::leave_loop();
+    service_loop::is_away();
     progress::left_loop();
 }
 
@@ -879,6 +876,7 @@ unsafe extern "C" fn recv(xprt: *mut SVCXPRT, message: *mut rpc_msg) -> bool_t {
     guard(|| {
         // SAFETY: libtirpc's loop and its transport.
         let own = unsafe { transport(xprt) }?;
+        service_loop::look();
         own.empty.store(true, Relaxed);
         // A lock that is poisoned was held during a panic of ours: what it guards is not to be trusted.
         if own.is_poisoned() {
@@ -1202,10 +1200,10 @@ unsafe extern "C" fn xp_control(xprt: *mut SVCXPRT, request: c_uint, info: *mut 
 // ------------------------------------------------------------------------------------------------- calling back
 
 /// What a call back needs of the loop.
-pub static HOOKS: Hooks = Hooks { serve: serve_fd, wake: progress::wake_left };
+pub static HOOKS: Hooks = Hooks { serve: serve_fd, wake: progress::wake_left, ring: waker::ring };
 
 /// Has libtirpc take requests from a connection, as its own loop does when the descriptor is readable.
-fn serve_fd(fd: RawFd) {
+pub(super) fn serve_fd(fd: RawFd) {
     // SAFETY: a descriptor that is not registered is passed over; the calling thread is the loop's.
     unsafe { svc_getreq_common(fd) };
 }

@@ -113,9 +113,8 @@ check-here: all
 	@$(MAKE) --no-print-directory -j2 check-valgrind check-beside
 	@for script in $(SCRIPTS); do echo "== $$script"; bash $$script || exit 1; done
 
-# In this order, one after the other.
 check-beside:
-	@$(MAKE) --no-print-directory -j1 check-source check-rust check-exports check-c
+	@$(MAKE) --no-print-directory IN_ORDER=yes check-source check-rust check-exports check-c
 
 # The tests of cargo need the library: bad_peers preloads it.
 check-source: all
@@ -163,3 +162,6 @@ clean:
     check-c check-valgrind check-long \
     check-long-here check-bad-peers check-vm bench clean FORCE
 .DELETE_ON_ERROR:
+ifdef IN_ORDER
+.NOTPARALLEL:
+endif

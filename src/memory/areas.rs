@@ -3,7 +3,7 @@
 //! To register the room for the longest reply that a program may expect takes milliseconds, far longer than a call. So a
 //! connection to an adapter has one such block from its beginning, which is registered once and used by one call after the
 //! other; calls at the same time get further ones, which stay too. All blocks of a process together are bounded, since
-//! their memory is locked: where none is left, a call waits ([`Areas::lacks`]), and a connection is not made.
+//! their memory is locked: where none is left, a call waits (`Areas::lacks`), and a connection is not made.
 #![forbid(unsafe_code)]
 
 use std::io;

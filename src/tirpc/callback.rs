@@ -3,7 +3,7 @@
 //!
 //! A dispatch routine gets an SVCXPRT as a server's does (`server::Transport`), which is not registered: requests come
 //! from the driver, one at a time, and are treated as libtirpc's `svc_getreq_common` treats them. What is registered, so
-//! that `svc_run` serves callbacks too, is one bare transport of the process ([`waker`]), whose descriptor is readable when
+//! that `svc_run` serves callbacks too, is one bare transport of the process (`waker`), whose descriptor is readable when
 //! there is something to do on any connection.
 //!
 //! # Invariants

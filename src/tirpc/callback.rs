@@ -148,9 +148,8 @@ fn find(client: &Arc<Client>) -> Option<Arc<Callbacks>> {
 /// In a forked child it still belongs to the parent: the child gets one of its own when it needs one.
 pub(super) mod waker {
     use super::*;
-    use crate::driver::service_loop;
     use crate::sys::WakeSet;
-    use crate::tirpc::server::serve_fd;
+    use crate::tirpc::server::serve_left;
     use crate::tirpc::{svc_fdset, svc_max_pollfd};
     use crate::{log_warn, sys};
 
@@ -325,7 +324,7 @@ pub(super) mod waker {
                     client.serve_now(None);
                 }
             }
-            service_loop::take_left().into_iter().for_each(serve_fd);
+            serve_left();
             Ok(0)
         })
     }

@@ -78,6 +78,11 @@ pub unsafe fn own(fd: RawFd, transport: &Weak<Transport>, expendable: bool) {
     unsafe { make_room(fd) };
 }
 
+/// Whether the number still is that of a connection of ours.
+pub fn is_own(fd: RawFd) -> bool {
+    matches!(table().get(&fd), Some(Known::Own(transport, _)) if transport.strong_count() > 0)
+}
+
 /// The first byte is here, or the connection is gone.
 pub fn forget(fd: RawFd) {
     if table().remove(&fd).is_some() {

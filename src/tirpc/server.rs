@@ -1203,9 +1203,15 @@ unsafe extern "C" fn xp_control(xprt: *mut SVCXPRT, request: c_uint, info: *mut 
 pub static HOOKS: Hooks = Hooks { serve: serve_fd, wake: progress::wake_left, ring: waker::ring };
 
 /// Has libtirpc take requests from a connection, as its own loop does when the descriptor is readable.
-pub(super) fn serve_fd(fd: RawFd) {
+fn serve_fd(fd: RawFd) {
     // SAFETY: a descriptor that is not registered is passed over; the calling thread is the loop's.
     unsafe { svc_getreq_common(fd) };
+}
+
+/// Serves what calls back have left for the loop. Called in its thread.
+pub(super) fn serve_left() {
+    // One may have gone since, and its number be that of a connection of libtirpc's, which reads until a request is whole.
+    service_loop::take_left().into_iter().filter(|fd| idle::is_own(*fd)).for_each(serve_fd);
 }
 
 /// The connection of an SVCXPRT, for calls back; and the address of its peer.
@@ -1465,7 +1471,7 @@ pub(super) mod progress {
                 }
                 if fd == LEFT {
                     forget(LEFT);
-                    service_loop::take_left().into_iter().for_each(serve_fd);
+                    serve_left();
                     continue;
                 }
                 let Some(own) = transport.upgrade() else {

@@ -386,6 +386,8 @@ pub fn lockable() -> Option<usize> {
 /// Some descriptors that are waited for as one.
 pub struct Readables {
     set: OwnedFd,
+    /// Readable for ever, once there is one.
+    ended: Option<OwnedFd>,
 }
 
 impl Readables {
@@ -398,7 +400,7 @@ impl Readables {
         let set = check(unsafe { libc::epoll_create1(libc::EPOLL_CLOEXEC) })?;
         // SAFETY: just made, and owned by nobody else.
         let set = unsafe { OwnedFd::from_raw_fd(set) };
-        let readables = Readables { set };
+        let readables = Readables { set, ended: None };
         for fd in fds {
             readables.add(*fd)?;
         }
@@ -413,6 +415,22 @@ impl Readables {
         let mut event = libc::epoll_event { events: libc::EPOLLIN as u32, u64: fd as u64 };
         // SAFETY: the event is readable; the number may be anything.
         check(unsafe { libc::epoll_ctl(self.fd(), libc::EPOLL_CTL_ADD, fd, &raw mut event) }).map(drop)
+    }
+
+    /// Is readable from now on, whatever becomes of the others: who sleeps on the set wakes.
+    ///
+    /// # Errors
+    /// The errno.
+    pub fn end(&mut self) -> io::Result<()> {
+        if self.ended.is_none() {
+            // SAFETY: touches no memory.
+            let fd = check(unsafe { libc::eventfd(1, libc::EFD_CLOEXEC) })?;
+            // SAFETY: just made, and owned by nobody else.
+            let ended = unsafe { OwnedFd::from_raw_fd(fd) };
+            self.add(ended.as_raw_fd())?;
+            self.ended = Some(ended);
+        }
+        Ok(())
     }
 
     /// Readable when one of them is.

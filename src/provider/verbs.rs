@@ -840,6 +840,13 @@ impl Verbs {
             if let Some(domain) = &self.domain {
                 domain.id().disconnect();
             }
+            // What it watches goes without a word to another thread that sleeps there. Without a descriptor that one sleeps
+            // until its own time is over.
+            if self.generation == sys::fork_generation()
+                && let Err(error) = self.watch.end()
+            {
+                log_warn!("verbs: calls may learn late that their connection has ended: {error}");
+            }
             // A window that is bound keeps a queue pair of rxe for a while.
             self.exposed.clear();
             self.windows.clear();

@@ -684,7 +684,7 @@ impl Handle {
     }
 
     /// Tells the program if the peer has said something of itself since the last time. No lock of ours is held.
-    fn tell(&self, client: *mut CLIENT) {
+    fn tell(&self, client: *mut CLIENT, signals: &BlockedSignals) {
         if self.control().listener.is_none() {
             return;
         }
@@ -700,22 +700,23 @@ impl Handle {
         }
         let (error, explanation) = (control.error, control.explanation.take());
         drop(control);
-        told(client, &peer);
+        sys::under_mask(signals.before(), || told(client, &peer));
         // Calls that the program has made there had outcomes of their own.
         let mut control = self.control();
         (control.error, control.explanation) = (error, explanation);
     }
 }
 
-/// Does what waits for the peer as a call does: with signals let through only while it sleeps.
+/// Does what waits for the peer as a call does: with signals let through only while it sleeps, and while the program is told
+/// of something; else a handler that makes a call on the same CLIENT could wait for a lock of the thread that it interrupts.
 /// Destruction of the handle waits for it.
 fn run<T>(handle: &Handle, client: *mut CLIENT, work: impl FnOnce(&BlockedSignals) -> T) -> T {
-    let running = Running::start(handle);
     let signals = BlockedSignals::all();
+    let running = Running::start(handle);
     let outcome = work(&signals);
-    drop(signals);
-    handle.tell(client);
+    handle.tell(client, &signals);
     drop(running);
+    drop(signals);
     outcome
 }
 

@@ -96,6 +96,17 @@ fn a_connection_that_has_failed_gives_back_its_share_of_the_locked_memory_at_onc
 
 /// RFC 8166 §4.5.4 has memory taken back before it is used again.
 #[test]
+fn who_sleeps_on_a_connection_wakes_when_this_side_ends_it() {
+    let (_alone, mut verbs) = mocked(options());
+    let woken = |verbs: &Verbs| sys::wait(verbs.fd(), sys::IN, Some(Duration::ZERO), None).unwrap();
+    assert!(!woken(&verbs));
+    verbs.close();
+    assert!(woken(&verbs));
+    // Whenever it comes to sleep.
+    assert!(verbs.poll().is_err() && woken(&verbs));
+}
+
+#[test]
 fn memory_that_the_device_does_not_take_back_is_kept_and_the_connection_ends() {
     for function in ["ibv_dereg_mr", "ibv_dealloc_mw"] {
         let (_alone, mut verbs) = mocked(options());

@@ -94,7 +94,6 @@ fn a_connection_that_has_failed_gives_back_its_share_of_the_locked_memory_at_onc
     assert_eq!(LOCKED.load(Relaxed), 0);
 }
 
-/// RFC 8166 §4.5.4 has memory taken back before it is used again.
 #[test]
 fn who_sleeps_on_a_connection_wakes_when_this_side_ends_it() {
     let (_alone, mut verbs) = mocked(options());
@@ -106,6 +105,7 @@ fn who_sleeps_on_a_connection_wakes_when_this_side_ends_it() {
     assert!(verbs.poll().is_err() && woken(&verbs));
 }
 
+/// RFC 8166 §4.5.4 has memory taken back before it is used again.
 #[test]
 fn memory_that_the_device_does_not_take_back_is_kept_and_the_connection_ends() {
     for function in ["ibv_dereg_mr", "ibv_dealloc_mw"] {

@@ -424,7 +424,7 @@ const struct test thread_tests[] = {
     {.name = "one_way_call_behind_a_busy_auth_ends_with_its_time", .run = call_behind_a_busy_auth_ends_with_its_time, .argument = 1, .not_stock = no_limit},
     FLAVOUR(procedure_may_call_with_the_same_auth, SYS),
     FLAVOUR(procedure_may_call_with_the_same_auth, OWN),
-    TEST(forked_child_does_not_wait_for_a_thread_of_its_parent),
+    TEST(forked_child_does_not_wait_for_a_thread_of_its_parent, .needs = SOCKET),
     {.name = "thread_that_only_calls_is_cancelled", .run = thread_that_only_calls_is_cancelled, .argument = CALLS, .not_stock = leaves_its_lock},
     {.name = "thread_that_only_makes_one_way_calls_is_cancelled", .run = thread_that_only_calls_is_cancelled, .argument = ONE_WAY, .not_stock = leaves_its_lock},
     TEST(cancelled_thread_creates_and_destroys, .not_stock = "stock leaves what it has half done"),

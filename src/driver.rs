@@ -875,7 +875,7 @@ impl Attempt {
     /// Whether there is an adapter of a kind that the configuration allows.
     pub fn is_possible(config: &Config) -> bool {
         match config.provider {
-            Provider::Auto => verbs::present(false) && !verbs::is_refused(),
+            Provider::Auto => verbs::present(false) && !verbs::are_refused(),
             Provider::Verbs => true,
             Provider::Iwarp => false,
         }

@@ -39,7 +39,7 @@ pub fn some_device(_iwarp: bool) -> Result<(), Error> {
 }
 
 /// There is nothing to refuse.
-pub fn is_refused() -> bool {
+pub fn are_refused() -> bool {
     false
 }
 

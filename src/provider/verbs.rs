@@ -119,23 +119,46 @@ pub fn present(iwarp: bool) -> bool {
 /// # Errors
 /// `ENODEV`, with a text that says what to do.
 pub fn some_device(iwarp: bool) -> Result<(), Error> {
-    if present(iwarp) {
-        return Ok(());
+    if are_inherited() {
+        let text = "this process was forked from one that has used RDMA devices, and cannot use them itself; \
+                    RPCRDMA_PROVIDER=auto goes over software iWARP";
+        return Err(Error::new(Kind::Os(libc::EACCES), text));
     }
-    let text = "this machine has no RDMA device; RPCRDMA_PROVIDER=auto does without";
-    Err(Error::new(Kind::Os(libc::ENODEV), text))
+    if !present(iwarp) {
+        let text = "this machine has no RDMA device; RPCRDMA_PROVIDER=auto does without";
+        return Err(Error::new(Kind::Os(libc::ENODEV), text));
+    }
+    Ok(())
 }
 
-/// The kernel refuses this process what it has opened itself: see [`is_refused`].
+/// 0, or one more than the [`sys::fork_generation`] of the process that was the first to use rdma-core.
+static OPENED: AtomicU64 = AtomicU64::new(0);
+
+/// The connection manager is opened by this process, and devices will be.
+fn note_opened() {
+    let _ = OPENED.compare_exchange(0, sys::fork_generation() + 1, Relaxed, Relaxed);
+}
+
+/// Whether the devices were opened by a process that this one was forked from.
+///
+/// rdma-core opens a device once for the process. A child has its descriptors, which the kernel refuses it as those of
+/// somebody else, but not the doorbells: a driver that touches one there crashes.
+fn are_inherited() -> bool {
+    let opened = OPENED.load(Relaxed);
+    opened != 0 && opened != sys::fork_generation() + 1
+}
+
+/// The kernel refuses this process what it has opened itself: see [`are_refused`].
 static REFUSED: AtomicBool = AtomicBool::new(false);
 
-/// Whether this process has changed its credentials since it opened a device.
+/// Whether this process cannot use the machine's devices any more: they are those of the process that it was forked from,
+/// or it has changed its credentials since it opened one.
 ///
 /// The kernel lets nobody write to a device, or to the connection manager, but with the very credentials that it was opened
 /// with, and compares where they lie: once they were changed, be it to what they were before, they are others for ever. Every
 /// post is such a write where the driver has no doorbell in mapped memory, and so is all that has to do with connecting.
-pub fn is_refused() -> bool {
-    REFUSED.load(Relaxed)
+pub fn are_refused() -> bool {
+    are_inherited() || REFUSED.load(Relaxed)
 }
 
 /// What `EACCES` means from what was opened, if that is the errno.
@@ -614,6 +637,8 @@ pub struct Verbs {
     pending: VecDeque<WorkRequest>,
     /// Requests since the last one that was signalled.
     unsignalled: u32,
+    /// When the last ones were posted.
+    posted: Option<Instant>,
     /// Receives that were posted before they were asked for.
     early: u32,
     receives: u32,
@@ -687,6 +712,7 @@ impl Verbs {
             locked: None,
             pending: VecDeque::new(),
             unsignalled: 0,
+            posted: None,
             early: 0,
             receives: 0,
             spare: Vec::new(),
@@ -826,7 +852,7 @@ impl Verbs {
             return Err(error.clone());
         }
         if self.generation != sys::fork_generation() {
-            let text = "an RDMA connection cannot be used in a forked process; make one there";
+            let text = "an RDMA connection cannot be used in a forked process";
             return Err(Error::new(Kind::Os(libc::EACCES), text));
         }
         Ok(())
@@ -914,6 +940,7 @@ impl Verbs {
             return Ok(());
         }
         stats::add(Counter::Doorbells, 1);
+        self.posted = Some(Instant::now());
         self.queues()?.post(work)
     }
 
@@ -1405,6 +1432,11 @@ impl QueuePair for Verbs {
         self.ask().map_err(|error| self.fail(error))
     }
 
+    /// Also when the process that made it has ended: nobody else can use what belongs to a device.
+    fn claim(&mut self) -> bool {
+        self.generation == sys::fork_generation()
+    }
+
     fn nudge(&mut self) {
         if self.domain.as_ref().is_some_and(|domain| domain.capabilities().iwarp) {
             self.post(WorkRequest::Write { gather: Vec::new(), to: NOWHERE });
@@ -1448,12 +1480,14 @@ impl QueuePair for Verbs {
 
     fn close(&mut self) {
         if self.check().is_ok() && matches!(self.stage, Stage::Open) {
-            // What was sent before comes first, unless the peer is as good as gone.
-            if !self.stands() {
+            // What was sent before comes first, unless it is there by now or the peer is as good as gone.
+            let leaves = self.leaves();
+            if leaves && !self.stands() {
                 let _ = self.drain();
             }
             // And it is to see an end, not a reset: an iWARP device that is torn down at once may take back the last words.
-            if let Some(domain) = self.domain.as_ref().filter(|domain| domain.capabilities().iwarp) {
+            if leaves && let Some(domain) = self.domain.as_ref().filter(|domain| domain.capabilities().iwarp)
+            {
                 domain.id().disconnect();
                 let _ = self.settle(DRAIN, |_| true);
             }
@@ -1537,6 +1571,12 @@ impl Verbs {
         }
         self.probe = Some(queues.latest());
         Ok(())
+    }
+
+    /// Whether something may still be on its way. Of what is not signalled nobody tells: that is, if it was posted long ago.
+    fn leaves(&self) -> bool {
+        let lately = self.posted.is_some_and(|posted| posted.elapsed() < DRAIN);
+        lately || !self.pending.is_empty() || self.queues.as_ref().is_some_and(Queues::awaits)
     }
 
     /// Whether the peer has not answered yet, and nothing was sent since it was asked.

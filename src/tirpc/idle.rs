@@ -4,7 +4,8 @@
 //! - When descriptors run short, what libtirpc closes of its own tcp connections. It does so when it has accepted one and
 //!   four fifths of its table are taken: what was idle for [`IDLE`], or else what was idle longest, of the connections that
 //!   never block: those of a program that has set `RPC_SVC_CONNMAXREC_SET`. It looks for its own operations, and would not
-//!   see ours, nor those that still look at the first byte.
+//!   see ours, nor those that still look at the first byte. A connection over an adapter takes three descriptors and one
+//!   place in the table: for those the number of the newest tells how many are taken.
 //! - When an adapter has no memory left for another connection, one of those that it has: who has made no call yet is
 //!   closed first, then who has been idle for [`IDLE`], the longest one of them. What nobody has established yet has a part
 //!   of the memory to itself, where the oldest makes room for the next.
@@ -192,8 +193,19 @@ enum Candidate {
 unsafe fn make_room(newest: RawFd) {
     // SAFETY: takes nothing.
     let most = usize::try_from(unsafe { _rpc_dtablesize() }).unwrap_or(0);
+    let known = table();
+    let newest_own = match known.get(&newest) {
+        Some(Known::Own(transport, _)) => transport.upgrade(),
+        _ => None,
+    };
+    drop(known);
+    // A new descriptor gets the lowest number that is free.
+    let lower = match newest_own.and_then(|transport| transport.stage()) {
+        Some(_) => usize::try_from(newest).unwrap_or(0),
+        None => 0,
+    };
     // SAFETY: by the contract.
-    if unsafe { poll_set_size() } < most / 5 * 4 {
+    if unsafe { poll_set_size() }.max(lower) < most / 5 * 4 {
         return;
     }
     let known = table();

@@ -1159,7 +1159,7 @@ unsafe extern "C" fn destroy(xprt: *mut SVCXPRT) {
         unsafe { xprt_unregister(xprt) };
         // SAFETY: the share that `register` gave to libtirpc, which does not know the transport any more.
         unsafe { Arc::decrement_strong_count(Arc::as_ptr(&own)) };
-        if verbs::is_refused() {
+        if verbs::are_refused() {
             // What listens there accepts nobody any more.
             wake_at(Instant::now());
         }

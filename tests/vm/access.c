@@ -5,6 +5,8 @@
  *   access read NETID ADDRESS PORT BYTES          calls it three times for a result of so many bytes
  *   access again NETID ADDRESS PORT               calls it, waits for a line of its input, and calls it with the same CLIENT
  *                                                 and then, beside that, with another one, whose outcome is the last line
+ *   access fork NETID ADDRESS PORT                calls it, and has a child do so with the same CLIENT and with one of its
+ *                                                 own; then calls it again
  *   access connected NETID ADDRESS PORT           the same on a socket that it has connected itself
  *
  * ADDRESS is that of the listening socket, which INTERFACE binds to a device too. Nothing is registered with rpcbind.
@@ -20,6 +22,7 @@
 #include <string.h>
 #include <sys/fsuid.h>
 #include <sys/socket.h>
+#include <sys/wait.h>
 #include <unistd.h>
 
 enum { PROGRAM = 0x20004141, VERSION = 1, CLOSE = 1, READ = 2, ACT = 3, MOST = 32 << 20 };
@@ -125,11 +128,18 @@ int main(int argc, char **argv)
         rpcproc_t procedure = argc > 5 && strcmp(argv[1], "call") == 0 ? (rpcproc_t)atoi(argv[5]) : NULLPROC;
         enum clnt_stat status = clnt_call(client, procedure, (xdrproc_t)xdr_void, NULL, (xdrproc_t)xdr_void, NULL, limit);
         printf(status == RPC_SUCCESS ? "served\n" : "refused: %s\n", clnt_sperror(client, "call"));
-        if (strcmp(argv[1], "again") == 0) {
-            fflush(stdout);
-            getchar();
+        int forks = strcmp(argv[1], "fork") == 0;
+        fflush(stdout);
+        pid_t child = forks ? fork() : 0;
+        if (child != 0) {
+            waitpid(child, NULL, 0);
             status = clnt_call(client, NULLPROC, (xdrproc_t)xdr_void, NULL, (xdrproc_t)xdr_void, NULL, limit);
-            printf("the same CLIENT: %s\n", clnt_sperrno(status));
+            printf("the parent: %s\n", clnt_sperrno(status));
+        } else if (forks || strcmp(argv[1], "again") == 0) {
+            if (!forks)
+                getchar();
+            status = clnt_call(client, NULLPROC, (xdrproc_t)xdr_void, NULL, (xdrproc_t)xdr_void, NULL, limit);
+            printf("the same CLIENT: %s\n", status == RPC_SUCCESS || !forks ? clnt_sperrno(status) : clnt_sperror(client, "call"));
             CLIENT *other = clnt_tli_create(RPC_ANYFD, netid, &address, PROGRAM, VERSION, 0, 0);
             if (other == NULL) {
                 printf("refused: %s\n", clnt_spcreateerror("no CLIENT"));

@@ -85,6 +85,7 @@ impl Channel {
     /// The libraries are missing, or the kernel refuses.
     pub fn new() -> Result<Arc<Channel>, Error> {
         let library = library::get()?;
+        super::note_opened();
         // SAFETY: no preconditions.
         let raw = unsafe { (library.rdma_create_event_channel)() };
         let raw = NonNull::new(raw).ok_or_else(|| failed("an event channel"))?;

@@ -196,7 +196,7 @@ fn a_block_for_reply_chunks_is_registered_once_and_given_back_with_the_connectio
 #[test]
 fn a_device_that_refuses_who_has_opened_it_is_not_used_any_more() {
     let (_alone, mut verbs) = mocked(options());
-    assert!(!is_refused());
+    assert!(!are_refused());
     // As the drivers of siw, and others, say it.
     for errno in [-libc::EACCES, libc::EACCES] {
         REFUSED.store(false, Relaxed);
@@ -206,7 +206,7 @@ fn a_device_that_refuses_who_has_opened_it_is_not_used_any_more() {
         let error = verbs.flush().expect_err("refused");
         assert_eq!(error.kind(), Kind::ConnectionLost);
         assert!(error.text().contains("has changed its user or group"), "{error}");
-        assert!(is_refused());
+        assert!(are_refused());
         mock::with(|device| device.errno = 0);
         verbs = established(options());
     }
@@ -214,7 +214,7 @@ fn a_device_that_refuses_who_has_opened_it_is_not_used_any_more() {
     mock::with(|device| device.errno = libc::ENOMEM);
     verbs.post(WorkRequest::Send { gather: vec![Region::copy_from(b"reply").unwrap()], invalidate: None });
     assert!(verbs.flush().expect_err("another reason").text().ends_with("posting a request failed (12)"));
-    assert!(!is_refused());
+    assert!(!are_refused());
 }
 
 /// A listener of the mock device, and what reaches it.
@@ -314,6 +314,32 @@ fn closing_does_not_wait_for_a_peer_that_has_not_answered() {
     let before = Instant::now();
     verbs.close();
     assert!(before.elapsed() < DRAIN / 2, "{:?}", before.elapsed());
+}
+
+#[test]
+fn closing_does_not_wait_for_what_was_sent_long_ago() {
+    let (_alone, mut verbs) = mocked(options());
+    mock::with(|device| device.completes = false);
+    verbs.post(WorkRequest::Send { gather: vec![Region::copy_from(b"reply").unwrap()], invalidate: None });
+    assert!(verbs.flush().expect("posted"));
+    assert!(verbs.leaves());
+    // Nobody will tell of it, since it is not signalled.
+    verbs.posted = Some(Instant::now() - DRAIN);
+    let before = Instant::now();
+    verbs.close();
+    assert!(before.elapsed() < DRAIN / 2, "{:?}", before.elapsed());
+}
+
+#[test]
+fn a_forked_child_leaves_devices_alone_that_its_parent_has_opened() {
+    let (_alone, mut verbs) = mocked(options());
+    assert!(!are_refused() && verbs.claim());
+    let child = sys::testing::fork(|| {
+        assert!(!verbs.claim());
+        let Err(error) = connect("10.1.2.3:7".parse().unwrap(), &options(), None) else { return false };
+        are_refused() && error.kind() == Kind::Os(libc::EACCES) && error.text().contains("was forked")
+    });
+    assert!(child.succeeded());
 }
 
 #[test]

@@ -54,17 +54,19 @@ esac
 [ -z "${SUITE_IN_NS:-}" ] || suite_flags+=(-b)
 [ -z "${SUITE_SLOW:-}" ] || suite_flags+=(-s)
 
-make -s -j2 -C "$here" OUT="$scratch/build" "${make_flags[@]}" >"$scratch/build.log" 2>&1 ||
+# SUITE_OUT: where the programs have been built for this leg.
+out=${SUITE_OUT:-$scratch/build}
+make -s -j2 -C "$here" OUT="$out" "${make_flags[@]}" >"$scratch/build.log" 2>&1 ||
     { cat "$scratch/build.log"; exit 1; }
-suite=$scratch/build/suite
+suite=$out/suite
 command -v ${CXX:-g++} >/dev/null || skip "the header as C++" "no C++ compiler is installed"
 if [ "$tool" = asan ]; then
-    for program in "$suite" "$scratch/build/server"; do
+    for program in "$suite" "$out/server"; do
         nm "$program" | grep -q ' __asan_init' || { echo "FAIL  $program is not instrumented"; exit 1; }
     done
 fi
 if [ "$leg" = linked ]; then
-    for program in "$suite" "$scratch/build/server"; do
+    for program in "$suite" "$out/server"; do
         readelf -d "$program" | grep -q 'NEEDED.*librpcrdma' || { echo "FAIL  $program does not need librpcrdma"; exit 1; }
     done
 fi

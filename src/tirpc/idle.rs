@@ -4,8 +4,8 @@
 //! - When descriptors run short, what libtirpc closes of its own tcp connections. It does so when it has accepted one and
 //!   four fifths of its table are taken: what was idle for [`IDLE`], or else what was idle longest, of the connections that
 //!   never block: those of a program that has set `RPC_SVC_CONNMAXREC_SET`. It looks for its own operations, and would not
-//!   see ours, nor those that still look at the first byte. A connection over an adapter takes three descriptors and one
-//!   place in the table: for those the number of the newest tells how many are taken.
+//!   see ours, nor those that still look at the first byte. A connection over an adapter has one place in
+//!   the table, and takes several descriptors.
 //! - When an adapter has no memory left for another connection, one of those that it has: who has made no call yet is
 //!   closed first, then who has been idle for [`IDLE`], the longest one of them. What nobody has established yet has a part
 //!   of the memory to itself, where the oldest makes room for the next.
@@ -27,14 +27,18 @@ use crate::{log_info, sys};
 /// As libtirpc's.
 const IDLE: Duration = Duration::from_secs(15);
 
+/// Descriptors of a connection over an adapter: two channels, of its events and of its completions, a set of these, and
+/// the one that the loop waits for.
+const ADAPTERS: usize = 4;
+
 /// How long a connection over an adapter has for its first call before it may make room for others.
 const FIRST_CALL: Duration = Duration::from_secs(1);
 
 enum Known {
     /// Address of a stock transport of which no byte has come, and since when.
     Silent(usize, Instant),
-    /// Whether libtirpc would close it when it is idle.
-    Own(Weak<Transport>, bool),
+    /// Whether libtirpc would close it when it is idle, and whether it goes over an adapter.
+    Own(Weak<Transport>, bool, bool),
 }
 
 fn table() -> MutexGuard<'static, HashMap<RawFd, Known>> {
@@ -74,14 +78,15 @@ pub unsafe fn silent(fd: RawFd, xprt: *mut SVCXPRT, rdma_only: bool) {
 /// # Safety
 /// The caller is the program's loop.
 pub unsafe fn own(fd: RawFd, transport: &Weak<Transport>, expendable: bool) {
-    table().insert(fd, Known::Own(transport.clone(), expendable));
+    let adapter = transport.upgrade().is_some_and(|transport| transport.stage().is_some());
+    table().insert(fd, Known::Own(transport.clone(), expendable, adapter));
     // SAFETY: by the contract.
     unsafe { make_room(fd) };
 }
 
 /// Whether the number still is that of a connection of ours.
 pub fn is_own(fd: RawFd) -> bool {
-    matches!(table().get(&fd), Some(Known::Own(transport, _)) if transport.strong_count() > 0)
+    matches!(table().get(&fd), Some(Known::Own(transport, ..)) if transport.strong_count() > 0)
 }
 
 /// The first byte is here, or the connection is gone.
@@ -125,7 +130,7 @@ pub unsafe fn make_room_on_adapters(shortage: Shortage, peer: IpAddr) -> bool {
     let known: Vec<Arc<Transport>> = {
         let table = table();
         let own = |known: &Known| match known {
-            Known::Own(transport, _) => transport.upgrade(),
+            Known::Own(transport, ..) => transport.upgrade(),
             Known::Silent(..) => None,
         };
         table.values().filter_map(own).collect()
@@ -194,28 +199,19 @@ unsafe fn make_room(newest: RawFd) {
     // SAFETY: takes nothing.
     let most = usize::try_from(unsafe { _rpc_dtablesize() }).unwrap_or(0);
     let known = table();
-    let newest_own = match known.get(&newest) {
-        Some(Known::Own(transport, _)) => transport.upgrade(),
-        _ => None,
-    };
-    drop(known);
-    // A new descriptor gets the lowest number that is free.
-    let lower = match newest_own.and_then(|transport| transport.stage()) {
-        Some(_) => usize::try_from(newest).unwrap_or(0),
-        None => 0,
-    };
+    let adapters = known.values().filter(|known| matches!(known, Known::Own(_, _, true))).count();
     // SAFETY: by the contract.
-    if unsafe { poll_set_size() }.max(lower) < most / 5 * 4 {
+    let taken = unsafe { poll_set_size() } + adapters * (ADAPTERS - 1);
+    if taken < most / 5 * 4 {
         return;
     }
-    let known = table();
     let others = known.iter().filter(|(fd, _)| **fd != newest);
     let candidate = |(fd, known): (&RawFd, &Known)| match known {
         Known::Silent(xprt, since) => {
             sys::is_nonblocking(*fd).then_some((*fd, Candidate::Silent(*xprt), Some(*since)))
         }
-        Known::Own(transport, true) => Some((*fd, Candidate::Own(transport.upgrade()?), None)),
-        Known::Own(_, false) => None,
+        Known::Own(transport, true, _) => Some((*fd, Candidate::Own(transport.upgrade()?), None)),
+        Known::Own(_, false, _) => None,
     };
     let candidates: Vec<_> = others.filter_map(candidate).collect();
     drop(known);

@@ -430,6 +430,89 @@ static void ended_and_begun_inside_a_routine(void)
         REQUIRE(rpcrdma_clnt_poll(first, (struct timeval){0, 1000}) >= 0);
 }
 
+/* Two routines that run at the same time, one in the service loop and one in rpcrdma_clnt_poll(), and each destroys the
+ * other's CLIENT or ends the other's service: neither waits for the other, and the last one out closes what is left. */
+static pthread_barrier_t both_run;
+static int each_destroys;
+static atomic_int over_with;
+static void end_the_other(CLIENT *other, struct svc_req *request, SVCXPRT *xprt)
+{
+    int own = xprt->xp_fd;
+    pthread_barrier_wait(&both_run);
+    if (each_destroys)
+        clnt_destroy(other);
+    else
+        REQUIRE(rpcrdma_clnt_serve(other, BACK, 1, NULL));
+    /* Both have ended the other's, and both still run: the descriptor is theirs. */
+    pthread_barrier_wait(&both_run);
+    REQUIRE(fcntl(own, F_GETFD) >= 0);
+    answer(request, xprt);
+    over_with++;
+}
+static void end_second(struct svc_req *request, SVCXPRT *xprt)
+{
+    sem_post(&begun);
+    end_the_other(second, request, xprt);
+}
+static void end_first_too(struct svc_req *request, SVCXPRT *xprt) { end_the_other(first, request, xprt); }
+static void *poll_second(void *unused)
+{
+    (void)unused;
+    while (rpcrdma_clnt_poll(second, patient) == 0)
+        ;
+    return NULL;
+}
+static void end_each_other(int destroy)
+{
+    pthread_t thread;
+    each_destroys = destroy;
+    REQUIRE(pthread_barrier_init(&both_run, NULL, 2) == 0);
+    first = on_descriptor(RPC_ANYFD), second = on_descriptor(RPC_ANYFD);
+    int fds[] = {descriptor(first), descriptor(second)};
+    REQUIRE(rpcrdma_clnt_serve(first, BACK, 1, end_second) && rpcrdma_clnt_serve(second, BACK, 1, end_first_too));
+    start_loop();
+    REQUIRE(ask(first, LATER, 1, 1, NULL) == RPC_SUCCESS);
+    REQUIRE(sem_wait(&begun) == 0);
+    /* The loop is busy: what comes now is for the poll. */
+    REQUIRE(ask(second, LATER, 1, 1, NULL) == RPC_SUCCESS);
+    REQUIRE(pthread_create(&thread, NULL, poll_second, NULL) == 0);
+    REQUIRE(pthread_join(thread, NULL) == 0);
+    time_t end = time(NULL) + patient.tv_sec;
+    while (over_with < 2 && time(NULL) < end)
+        usleep(1000);
+    REQUIRE(over_with == 2);
+    if (destroy)
+        for (int i = 0; i < 2; i++) {
+            while (fcntl(fds[i], F_GETFD) >= 0 && time(NULL) < end)
+                usleep(1000);
+            REQUIRE(fcntl(fds[i], F_GETFD) < 0 && errno == EBADF);
+        }
+    if (destroy)
+        first = on_descriptor(RPC_ANYFD), second = on_descriptor(RPC_ANYFD);
+    /* The loop goes on, and serves both. */
+    REQUIRE(rpcrdma_clnt_serve(first, BACK, 1, count) && rpcrdma_clnt_serve(second, BACK, 1, count));
+    REQUIRE(ask(first, LATER, 1, 1, NULL) == RPC_SUCCESS && ask(second, LATER, 1, 1, NULL) == RPC_SUCCESS);
+    await_count(2);
+}
+static void two_routines_destroy_each_others_CLIENT(void) { end_each_other(1); }
+static void two_routines_end_each_others_service(void) { end_each_other(0); }
+
+/* A routine that runs inside a call, and destroys the CLIENT of the call: the call ends as it would, and the CLIENT then. */
+static void destroy_caller(struct svc_req *request, SVCXPRT *xprt)
+{
+    clnt_destroy(first);
+    answer(request, xprt);
+}
+static void destroyed_inside_its_own_call(void)
+{
+    u_int well = 0;
+    first = on_descriptor(RPC_ANYFD);
+    int fd = descriptor(first);
+    REQUIRE(rpcrdma_clnt_serve(first, BACK, 1, destroy_caller));
+    REQUIRE(ask(first, NOW, 1, 1, &well) == RPC_SUCCESS && well == 1);
+    REQUIRE(fcntl(fd, F_GETFD) < 0 && errno == EBADF);
+}
+
 /* The server's loop does not read: each call back ends all the same, and not by its timeout of ten seconds. */
 static void loop_is_away(u_int how)
 {
@@ -461,6 +544,9 @@ static const struct {
     TEST(swapped_in_a_routine),
     TEST(ended_and_begun_while_a_routine_runs),
     TEST(ended_and_begun_inside_a_routine),
+    TEST(two_routines_destroy_each_others_CLIENT),
+    TEST(two_routines_end_each_others_service),
+    TEST(destroyed_inside_its_own_call),
     TEST(the_server_has_left_its_loop),
     {"the_server_works_between_two_polls", the_server_works_between_two_polls, 1},
 };

@@ -265,13 +265,14 @@ bool_t rpcrdma_clnt_rebind(CLIENT *clnt,
 // Serves a program to the server of this CLIENT's connection: what the server calls back is given to `dispatch`,
 // as svc_run() does in a server; svc_getargs(), svc_sendreply() and the rest are as there. Call it before telling
 // the server that it may call back. `dispatch` NULL ends it: the routine does not run any more when this returns, for
-// which it waits, unless it is called inside a routine of the same connection.
+// which it waits, unless it is called inside a routine.
 //
 // Callbacks are served by any thread that waits for a reply on the connection, by rpcrdma_clnt_poll(), and by
 // svc_run() (or the program's own loop over svc_pollfd) if this process, not a child of it, has one. One at a
-// time; a callback that makes calls on the connection itself serves others while it waits. It must not destroy
-// a CLIENT with which its thread makes a call, and while a call with RPCSEC_GSS waits it makes no such call on the same
-// connection. clnt_destroy() waits for a callback that another thread serves on its connection.
+// time; a callback that makes calls on the connection itself serves others while it waits; while a call with
+// RPCSEC_GSS waits, it makes no such call on the same connection. clnt_destroy() waits for a callback that another
+// thread serves on its connection; but inside a routine it waits for nothing, and what is still under way with the
+// CLIENT goes on, and takes it along when it ends.
 //
 // The connection is kept from now on: when it is lost, the next of these three makes it anew.
 // CLGET_RDMA_CONNECTIONS tells. A call of procedure 0 of the CLIENT's program goes first over a new connection.

@@ -315,13 +315,14 @@ pub type rpcrdma_dispatch = Option<unsafe extern "C" fn(request: *mut svc_req, x
 /// Serves a program to the server of this CLIENT's connection: what the server calls back is given to `dispatch`,
 /// as svc_run() does in a server; svc_getargs(), svc_sendreply() and the rest are as there. Call it before telling
 /// the server that it may call back. `dispatch` NULL ends it: the routine does not run any more when this returns, for
-/// which it waits, unless it is called inside a routine of the same connection.
+/// which it waits, unless it is called inside a routine.
 ///
 /// Callbacks are served by any thread that waits for a reply on the connection, by rpcrdma_clnt_poll(), and by
 /// svc_run() (or the program's own loop over svc_pollfd) if this process, not a child of it, has one. One at a
-/// time; a callback that makes calls on the connection itself serves others while it waits. It must not destroy
-/// a CLIENT with which its thread makes a call, and while a call with RPCSEC_GSS waits it makes no such call on the same
-/// connection. clnt_destroy() waits for a callback that another thread serves on its connection.
+/// time; a callback that makes calls on the connection itself serves others while it waits; while a call with
+/// RPCSEC_GSS waits, it makes no such call on the same connection. clnt_destroy() waits for a callback that another
+/// thread serves on its connection; but inside a routine it waits for nothing, and what is still under way with the
+/// CLIENT goes on, and takes it along when it ends.
 ///
 /// The connection is kept from now on: when it is lost, the next of these three makes it anew.
 /// CLGET_RDMA_CONNECTIONS tells. A call of procedure 0 of the CLIENT's program goes first over a new connection.
@@ -358,14 +359,8 @@ pub unsafe extern "C" fn rpcrdma_clnt_serve(
 pub unsafe extern "C-unwind" fn rpcrdma_clnt_poll(clnt: *mut CLIENT, timeout: timeval) -> c_int {
     guard_cancellable(|| {
         // SAFETY: by the contract.
-        match unsafe { client::poll(clnt, timeout) } {
-            Ok(served) => Ok(c_int::try_from(served).unwrap_or(c_int::MAX)),
-            Err(error) => {
-                // SAFETY: by the contract.
-                unsafe { client::record(clnt, &error) };
-                Ok(-1)
-            }
-        }
+        let served = unsafe { client::poll(clnt, timeout) };
+        Ok(served.map_or(-1, |served| c_int::try_from(served).unwrap_or(c_int::MAX)))
     })
 }
 
@@ -502,16 +497,11 @@ pub unsafe extern "C-unwind" fn rpcrdma_clnt_request(
 ) -> c_int {
     guard_cancellable(|| {
         // SAFETY: by the contract.
-        match unsafe { client::request(clnt, which, value, timeout) } {
-            Ok(Wish::Done) => Ok(Fd(RPCRDMA_DONE)),
-            Ok(Wish::Rejected) => Ok(Fd(RPCRDMA_REJECTED)),
-            Ok(Wish::Asked | Wish::Pending) => Ok(Fd(RPCRDMA_PENDING)),
-            Err(error) => {
-                // SAFETY: by the contract.
-                unsafe { client::record(clnt, &error) };
-                Err(error)
-            }
-        }
+        Ok(Fd(match unsafe { client::request(clnt, which, value, timeout) }? {
+            Wish::Done => RPCRDMA_DONE,
+            Wish::Rejected => RPCRDMA_REJECTED,
+            Wish::Asked | Wish::Pending => RPCRDMA_PENDING,
+        }))
     })
     .0
 }

@@ -931,6 +931,8 @@ struct Waiting {
     server: Option<usize>,
     /// The descriptor is closed, or is about to be.
     shut: bool,
+    /// It is to be closed by who serves the callback that `server` says.
+    close_later: bool,
     wishes: Wishes,
 }
 
@@ -995,6 +997,7 @@ impl Client {
             serving: None,
             server: None,
             shut: false,
+            close_later: false,
             wishes: Wishes {
                 credits: config.credits,
                 reverse_credits: config.reverse_credits,
@@ -1028,18 +1031,20 @@ impl Client {
         !state.shut && state.is_own(self.fd)
     }
 
-    /// Ends the connection for good, since its descriptor is to be closed: true for the one caller that is to close it.
-    /// False too when the number belongs to another file by now.
+    /// Ends the connection for good and closes its descriptor, which nothing of ours touches any more: true for the one
+    /// caller that does. False too when the number belongs to another file by now.
     ///
-    /// No callback is being served then, unless by the calling thread, and nothing touches the descriptor any more.
-    pub fn shut(&self) -> bool {
+    /// A callback that another thread serves is waited for; or, unless this `waits`, the descriptor stays until it has been
+    /// served, for the program may look at it until then.
+    pub fn shut(&self, waits: bool) -> bool {
         let mut state = self.lock();
         if state.shut || !state.is_own(self.fd) {
             return false;
         }
         state.shut = true;
         let ended = state.serve_no_more();
-        while state.server.is_some_and(|thread| thread != sys::this_thread()) {
+        let elsewhere = |state: &Waiting| state.server.is_some_and(|thread| thread != sys::this_thread());
+        while waits && elsewhere(&state) {
             state = self.quiet.wait(state).unwrap_or_else(|poisoned| poisoned.into_inner());
         }
         let why = Error::new(Kind::ConnectionLost, "the CLIENT was destroyed");
@@ -1056,9 +1061,14 @@ impl Client {
         state.calls.requests.end(&why);
         state.attempt_failed(why);
         state.wake_all();
+        state.close_later = elsewhere(&state);
+        let closes = !state.close_later;
         drop(state);
         // What ends with it needs other locks.
         drop(ended);
+        if closes {
+            socket::close(self.fd);
+        }
         true
     }
 

@@ -234,6 +234,10 @@ impl Drop for Served<'_> {
         if state.shut {
             self.client.quiet.notify_all();
         }
+        if state.server.is_none() && std::mem::take(&mut state.close_later) {
+            drop(state);
+            socket::close(self.client.fd);
+        }
     }
 }
 

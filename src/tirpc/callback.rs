@@ -14,6 +14,7 @@
 //!   connection ends.
 #![allow(unsafe_code)]
 
+use std::cell::Cell;
 use std::collections::HashMap;
 use std::os::fd::RawFd;
 use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
@@ -55,8 +56,8 @@ struct Callbacks {
 #[derive(Default)]
 struct Programs {
     served: Vec<Program>,
-    /// Routines that run: in which thread, and of which program.
-    running: Vec<(usize, u64)>,
+    /// Routines that run, by the serial numbers of their programs.
+    running: Vec<u64>,
     serial: u64,
 }
 
@@ -70,7 +71,7 @@ struct Own {
 /// forward direction that a new connection is greeted with.
 ///
 /// A routine that is replaced or ended does not run any more when this returns; unless the calling thread is inside a
-/// routine of this connection, for which the other one may wait.
+/// routine itself: see [`in_routine`].
 ///
 /// # Errors
 /// `EMFILE`; `Invalid` when a program ends that is not served.
@@ -350,12 +351,11 @@ impl Callbacks {
 
     /// Waits until the routine of a program that is not served any more has returned.
     fn wait_for_end_of(&self, serial: u64) {
-        let mut programs = self.programs();
-        let me = sys::this_thread();
-        if programs.running.iter().any(|(thread, _)| *thread == me) {
+        if in_routine() {
             return;
         }
-        while programs.running.iter().any(|(_, running)| *running == serial) {
+        let mut programs = self.programs();
+        while programs.running.contains(&serial) {
             programs = self.returned.wait(programs).unwrap_or_else(|e| e.into_inner());
         }
     }
@@ -435,26 +435,41 @@ impl Callbacks {
         if let Some(found) = named.clone().find(|p| p.version == version)
             && let Some(dispatch) = found.dispatch
         {
-            let running = (sys::this_thread(), found.serial);
-            programs.running.push(running);
-            return Ok((dispatch, Running { callbacks: self, running }));
+            let serial = found.serial;
+            programs.running.push(serial);
+            ROUTINES.set(ROUTINES.get() + 1);
+            return Ok((dispatch, Running { callbacks: self, serial }));
         }
         let versions = named.map(|program| program.version);
         Err(versions.clone().min().zip(versions.max()))
     }
 }
 
-/// A dispatch routine that runs.
+thread_local! {
+    /// Routines that run in this thread, one inside the other.
+    static ROUTINES: Cell<u32> = const { Cell::new(0) };
+}
+
+/// Whether the calling thread is inside a routine that serves a call back.
+///
+/// Such a thread waits for no other routine, and for no call, which may serve one: that one may be ending the very
+/// connection that this one belongs to. What is to happen when it has ended is done by who ends it.
+pub(super) fn in_routine() -> bool {
+    ROUTINES.get() > 0
+}
+
+/// A dispatch routine that runs, in the thread that this is made and dropped in.
 struct Running<'a> {
     callbacks: &'a Callbacks,
-    running: (usize, u64),
+    serial: u64,
 }
 
 impl Drop for Running<'_> {
     fn drop(&mut self) {
+        ROUTINES.set(ROUTINES.get().saturating_sub(1));
         let mut programs = self.callbacks.programs();
-        if let Some(at) = programs.running.iter().rposition(|running| *running == self.running) {
-            programs.running.remove(at);
+        if let Some(at) = programs.running.iter().position(|running| *running == self.serial) {
+            programs.running.swap_remove(at);
         }
         self.callbacks.returned.notify_all();
     }

@@ -37,7 +37,7 @@ use crate::socket::Sockaddr;
 use crate::stats::{self, Counter};
 use crate::sys::BlockedSignals;
 use crate::tirpc::auth::{self, Held, Share};
-use crate::tirpc::callback::waker;
+use crate::tirpc::callback::{self, waker};
 use crate::tirpc::lending::{self, lending};
 use crate::tirpc::{
     _null_auth, _seterr_reply, AUTH, CLIENT, RPCBPROG, accepted_reply, accepted_reply_ru, ar_results,
@@ -142,6 +142,8 @@ struct UseTable {
     running: Vec<Use>,
     /// Destructions that wait.
     waiting: usize,
+    /// Destructions that are left to the last call that they would have to wait for.
+    left: Vec<(Destruction, Calls)>,
 }
 
 /// A call that runs.
@@ -160,19 +162,81 @@ impl Uses {
         self.table.lock().unwrap_or_else(|e| e.into_inner())
     }
 
-    /// Waits until no call runs on `handle`; with `all`, until those have ended too that others had begun by now. A call of
-    /// the calling thread cannot end meanwhile.
-    fn wait(&self, handle: *const Handle, all: bool) {
-        let (me, generation) = (sys::this_thread(), sys::fork_generation());
+    /// Has a CLIENT destroyed when no call runs on it any more; if it closes the descriptor, when all have ended that had
+    /// begun there by now. That is waited for, but not in a routine (see [`callback::in_routine`]): false if the last of
+    /// these calls sees to it.
+    fn end(&self, destruction: Destruction) -> bool {
+        let waits = !callback::in_routine();
         let mut table = self.table();
-        let now = table.next;
-        let others = |it: &Use| all && it.number < now && it.thread != me;
-        let counts = |it: &Use| it.generation == generation && (it.handle == handle.addr() || others(it));
+        let calls = Calls {
+            handle: destruction.handle.addr(),
+            before: if destruction.closes { table.next } else { 0 },
+            // What the calling thread is in the midst of cannot end while it waits.
+            but: waits.then(sys::this_thread),
+            generation: sys::fork_generation(),
+        };
+        let under_way = |table: &UseTable| table.running.iter().any(|it| calls.have(it));
+        if !waits && under_way(&table) {
+            table.left.push((destruction, calls));
+            return false;
+        }
         table.waiting += 1;
-        while table.running.iter().any(counts) {
+        while under_way(&table) {
             table = self.ended.wait(table).unwrap_or_else(|e| e.into_inner());
         }
         table.waiting -= 1;
+        drop(table);
+        destruction.carry_out(waits);
+        true
+    }
+}
+
+/// The calls that a destruction comes after.
+struct Calls {
+    /// Those on this handle.
+    handle: usize,
+    /// And those with lower numbers than this, but for this thread's.
+    before: u64,
+    but: Option<usize>,
+    generation: u64,
+}
+
+impl Calls {
+    fn have(&self, it: &Use) -> bool {
+        let others = it.number < self.before && self.but != Some(it.thread);
+        it.generation == self.generation && (it.handle == self.handle || others)
+    }
+}
+
+/// A CLIENT that the program has given up.
+struct Destruction {
+    handle: *mut Handle,
+    /// It closes the descriptor.
+    closes: bool,
+}
+
+// SAFETY: the program has given the handle up; who carries this out is the only one that has it then.
+unsafe impl Send for Destruction {}
+
+impl Destruction {
+    /// No call runs on the handle. `waits`: for a routine that another thread runs on the connection.
+    fn carry_out(self, waits: bool) {
+        // SAFETY: made by Box::into_raw in `new`; the program has given it up, and no call runs.
+        let handle = unsafe { Box::from_raw(self.handle) };
+        for string in [handle.client.cl_netid, handle.client.cl_tp] {
+            // SAFETY: NULL, or a C string that clnt_tli_create put there: "" (static) or strdup'ed.
+            if !string.is_null() && unsafe { *string } != 0 {
+                // SAFETY: strdup'ed, see above.
+                unsafe { libc::free(string.cast()) };
+            }
+        }
+        // Of two CLIENTs that are destroyed at a time one closes it.
+        if self.closes
+            && let Connection::Forward(connection) = &handle.connection
+            && connection.shut(waits)
+        {
+            connections::remove(Requester::fd(&**connection), connection);
+        }
     }
 }
 
@@ -463,16 +527,16 @@ pub unsafe fn opened(client: *mut CLIENT) -> Result<(Arc<Client>, (u32, u32)), E
 /// As [`opened`].
 pub unsafe fn poll(client: *mut CLIENT, timeout: libc::timeval) -> Result<usize, Error> {
     // SAFETY: by the contract.
-    let (connection, _) = unsafe { opened(client) }?;
-    if !connection.is_serving() {
-        return Err(Error::new(Kind::Invalid, "no program is served: call rpcrdma_clnt_serve first"));
-    }
-    if !valid(&timeout) {
-        return Err(Error::new(Kind::Invalid, "rpcrdma_clnt_poll: a senseless time"));
-    }
-    // SAFETY: by the contract.
     let handle = unsafe { handle(client) }?;
-    run(handle, client, |signals| {
+    run_recorded(handle, client, |signals| {
+        // SAFETY: by the contract.
+        let (connection, _) = unsafe { opened(client) }?;
+        if !connection.is_serving() {
+            return Err(Error::new(Kind::Invalid, "no program is served: call rpcrdma_clnt_serve first"));
+        }
+        if !valid(&timeout) {
+            return Err(Error::new(Kind::Invalid, "rpcrdma_clnt_poll: a senseless time"));
+        }
         connection.poll_callbacks(Instant::now() + duration(&timeout), Some(signals.before()))
     })
 }
@@ -504,14 +568,15 @@ pub unsafe fn request(
 ) -> Result<Wish, Error> {
     // SAFETY: by the contract.
     let handle = unsafe { handle(client) }?;
-    let what = Characteristic::of(which, value).ok_or_else(|| {
-        let text = format!("rpcrdma_clnt_request: there is no characteristic {which} with the value {value}");
-        Error::new(Kind::Invalid, text)
-    })?;
-    if !valid(&timeout) {
-        return Err(Error::new(Kind::Invalid, "rpcrdma_clnt_request: a senseless time"));
-    }
-    run(handle, client, |signals| {
+    run_recorded(handle, client, |signals| {
+        let what = Characteristic::of(which, value).ok_or_else(|| {
+            let text =
+                format!("rpcrdma_clnt_request: there is no characteristic {which} with the value {value}");
+            Error::new(Kind::Invalid, text)
+        })?;
+        if !valid(&timeout) {
+            return Err(Error::new(Kind::Invalid, "rpcrdma_clnt_request: a senseless time"));
+        }
         handle.connection.request(what, Instant::now() + duration(&timeout), Some(signals.before()))
     })
 }
@@ -720,6 +785,19 @@ fn run<T>(handle: &Handle, client: *mut CLIENT, work: impl FnOnce(&BlockedSignal
     outcome
 }
 
+/// As [`run`], and keeps an error for `clnt_perror`: when this returns, the CLIENT may be gone.
+fn run_recorded<T>(
+    handle: &Handle,
+    client: *mut CLIENT,
+    work: impl FnOnce(&BlockedSignals) -> Result<T, Error>,
+) -> Result<T, Error> {
+    run(handle, client, |signals| {
+        work(signals).inspect_err(|error| {
+            handle.record(error);
+        })
+    })
+}
+
 /// A cancellation point, as libtirpc's is: what has come meanwhile takes effect when the call has ended.
 unsafe extern "C-unwind" fn call(
     client: *mut CLIENT,
@@ -779,6 +857,19 @@ impl Drop for Running<'_> {
         // Waking costs a system call even where nobody sleeps.
         if table.waiting > 0 {
             self.uses.ended.notify_all();
+        }
+        if !table.left.is_empty() {
+            let UseTable { running, left, .. } = &mut *table;
+            let over = |(_, calls): &mut (Destruction, Calls)| {
+                calls.generation == sys::fork_generation() && !running.iter().any(|it| calls.have(it))
+            };
+            let over: Vec<_> = left.extract_if(.., over).collect();
+            // The first of them may take the table along.
+            drop(table);
+            for (destruction, _) in over {
+                // Whoever has left it does not wait: see `in_routine`.
+                destruction.carry_out(false);
+            }
         }
     }
 }
@@ -1173,23 +1264,16 @@ unsafe extern "C" fn destroy(client: *mut CLIENT) {
             Connection::Forward(connection) => handle.control().close && connection.alive(),
             Connection::Reverse(_) => false,
         };
-        handle.uses.wait(handle, closes);
-        // SAFETY: made by Box::into_raw in `new`; the program gives it up, and no call runs.
-        let handle = unsafe { Box::from_raw(client.cast::<Handle>()) };
-        for string in [handle.client.cl_netid, handle.client.cl_tp] {
-            // SAFETY: NULL, or a C string that clnt_tli_create put there: "" (static) or strdup'ed.
-            if !string.is_null() && unsafe { *string } != 0 {
-                // SAFETY: strdup'ed, see above.
-                unsafe { libc::free(string.cast()) };
-            }
-        }
-        if closes && let Connection::Forward(connection) = &handle.connection {
-            let fd = Requester::fd(&**connection);
-            // Of two CLIENTs that are destroyed at a time one closes it.
-            if connection.shut() {
-                connections::remove(fd, connection);
-                socket::close(fd);
-            }
+        let uses = handle.uses.clone();
+        let connection = match &handle.connection {
+            Connection::Forward(connection) if closes => Some(connection.clone()),
+            _ => None,
+        };
+        if !uses.end(Destruction { handle: client.cast(), closes })
+            && let Some(connection) = connection
+        {
+            // At least nothing new begins.
+            connection.stop_serving();
         }
         Ok(())
     });

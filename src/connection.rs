@@ -1496,7 +1496,7 @@ impl Connection {
             // RFC 8166 §4.6.1: "Responders SHOULD reply with an RDMA_ERROR procedure, setting the rdma_err field to
             // ERR_CHUNK"
             Body::Msgp => return self.send_error((xid, version, RdmaError::BadHeader)),
-            // RFC 8166 §4.3: "A Responder MUST silently discard RDMA_ERROR procedures."
+            // RFC 8166 §4.2.4: "A Responder MUST silently discard RDMA_ERROR procedures."
             // RFC 8166 §4.6.2: "Receivers MUST silently discard RDMA_DONE messages."
             Body::Done | Body::Error(_) | Body::Optional { .. } => return,
         };

@@ -1134,6 +1134,14 @@ fn round_up(n: usize) -> usize {
     n.next_multiple_of(PAGE)
 }
 
+#[cfg(test)]
+impl Memory {
+    /// The same pools, but as if the system had nothing left for a header: for tests of what is done then.
+    pub(crate) fn without_headers(&self) -> Arc<Memory> {
+        Arc::new(Memory { header: Pool::new(1 << 60, 0, 0), ..self.clone() })
+    }
+}
+
 /// Memory of a program, for tests in safe code: it can be looked at and changed only while none of it is lent. It
 /// is never freed, so that a loan that does not end is no more than a failed test.
 #[cfg(test)]

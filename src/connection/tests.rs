@@ -1198,6 +1198,28 @@ fn the_latest_deferred_request_is_answered_until_the_next_one_is_handed_up() {
     assert_eq!(pair.server.device.receives, receives);
 }
 
+/// rule 71: the peer must not wait for what was lost for want of memory.
+#[test]
+fn a_reply_or_error_that_cannot_be_built_closes_the_connection() {
+    for of_an_error in [false, true] {
+        let mut pair = Pair::warm(SETUP);
+        let before = pair.sends(Server);
+        pair.call(1, 40, 28);
+        pair.settle();
+        assert!(pair.take());
+        pair.server.engine.memory = pair.memory.without_headers();
+        if of_an_error {
+            pair.deliver_to(Server, &words(&[2, 1, 4, 9, 0, 0, 0]));
+        } else {
+            assert_eq!(pair.answer(0).unwrap_err().kind(), Kind::Os(libc::ENOMEM));
+        }
+        assert_eq!(pair.server.closes.len(), 1);
+        assert_eq!(pair.server.closes[0].kind(), Kind::Os(libc::ENOMEM));
+        assert_eq!(pair.sends(Server), before, "nothing was sent");
+        assert_eq!(pair.failure(1), Kind::ConnectionLost);
+    }
+}
+
 /// rule 71
 #[test]
 fn a_reply_after_the_close_tells_why_and_sends_nothing() {

@@ -627,7 +627,7 @@ impl Iwarp {
                 if length == 0 {
                     return Ok((Target::Nowhere, 0));
                 }
-                // RFC 5040 §5.2.1: "The Data Sink MAY validate that the STag, Tagged Offset, and length of the RDMA
+                // RFC 5040 §5.2.2: "The Data Sink MAY validate that the STag, Tagged Offset, and length of the RDMA
                 // Read Response Message are the same as the STag, Tagged Offset, and length included in the
                 // corresponding RDMA Read Request Message."
                 if stag != read.stag {

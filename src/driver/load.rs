@@ -327,7 +327,7 @@ fn both_directions_under_load_on_a_device() {
     let devices = verbs::tests::connected(&adapter_options(config));
     let fds = [devices[1].fd(), devices[0].fd()];
     let [passive, active] = devices;
-    load(&join(config, fds, [active, passive], Vec::new()), 3000, false);
+    load(&join(config, fds, [active, passive], Vec::new()), 3200, false);
 }
 
 /// An adapter does not give Receives back: the calls consume the short ones.

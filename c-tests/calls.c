@@ -804,7 +804,7 @@ static void signals_do_not_disturb_calls(long restart)
     sigaction(SIGALRM, &action, NULL);
     struct itimerval often = {.it_interval = {.tv_usec = 1000}, .it_value = {.tv_usec = 1000}};
     setitimer(ITIMER_REAL, &often, NULL);
-    for (unsigned i = 0; i < 300 || signals < 20; i++)
+    for (unsigned i = 0; i < (unsigned)rounds(300) || signals < 20; i++)
         require_echo(client, i % 2 ? 65536 : 100, i);
     often = (struct itimerval){0};
     setitimer(ITIMER_REAL, &often, NULL);

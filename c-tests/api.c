@@ -866,7 +866,7 @@ static void callback_misuse(void)
     REQUIRE(rpcrdma_clnt_serve(client, BACK, 1, called_back));
     require_credits(client, CLSET_RDMA_REVERSE_CREDITS, CLGET_RDMA_REVERSE_CREDITS, 3);
     REQUIRE(rpcrdma_clnt_poll(client, senseless) == -1);
-    require_text(client, "senseless time");
+    require_text(client, "invalid timeout");
     REQUIRE(rpcrdma_clnt_poll(client, (struct timeval){0, 0}) == 0);
     REQUIRE(!rpcrdma_clnt_serve(client, BACK, 2, NULL));
     require_text(client, "version 2 is not served");
@@ -1204,7 +1204,7 @@ static void characteristics_misuse(CLIENT *client)
     for (size_t i = 0; i < sizeof wrong / sizeof *wrong; i++)
         REQUIRE(!rpcrdma_clnt_peer(client, &peer, wrong[i]));
     REQUIRE(!rpcrdma_clnt_peer(client, NULL, sizeof peer));
-    require_text(client, "senseless size");
+    require_text(client, "invalid size");
     REQUIRE(memcmp(&peer, &untouched, sizeof peer) == 0);
     /* Programs that are older and newer than the library. */
     uint32_t two[3] = {77, 77, 77}, ten[10];
@@ -1224,7 +1224,7 @@ static void characteristics_misuse(CLIENT *client)
         require_text(client, text);
     }
     REQUIRE(rpcrdma_clnt_request(client, RPCRDMA_RECEIVE_SIZE, 8192, (struct timeval){.tv_sec = -1}) == -1);
-    require_text(client, "senseless time");
+    require_text(client, "invalid timeout");
     REQUIRE(!rpcrdma_clnt_on_update(NULL, told, NULL) && !rpcrdma_clnt_on_update(stock.client, told, NULL));
     u_int bytes = 8192;
     REQUIRE(!clnt_control(stock.client, CLSET_RDMA_RECEIVE_SIZE, (char *)&bytes));

@@ -10,52 +10,52 @@
 // clnt_control: sets the longest reply that later calls of a CLIENT make room for, in bytes of results.
 // Takes a pointer to size_t, of at most 1 GiB. The default is the setting max_reply: 16 MiB, over an adapter 256 KiB
 // for a program with bindings.
-#define CLSET_RDMA_MAXREPLY 1380207873
+#define CLSET_RDMA_MAXREPLY 0x52444d01
 
 // clnt_control: gets the longest reply that calls of a CLIENT make room for, as a size_t. FALSE says that the
 // CLIENT does not go over RDMA.
-#define CLGET_RDMA_MAXREPLY 1380207874
+#define CLGET_RDMA_MAXREPLY 0x52444d02
 
 // clnt_control: sets how many calls of this connection may be under way at a time, as far as the peer grants it;
 // with the CLIENT of rpcrdma_clnt_reverse(), how many calls back. Takes a pointer to unsigned, 1 to 4096. The
 // defaults are the settings credits and reverse_credits. What an adapter has Receives for bounds it, both
 // directions together.
-#define CLSET_RDMA_CREDITS 1380207875
+#define CLSET_RDMA_CREDITS 0x52444d03
 
 // clnt_control: gets what CLSET_RDMA_CREDITS sets, as it is in force.
-#define CLGET_RDMA_CREDITS 1380207876
+#define CLGET_RDMA_CREDITS 0x52444d04
 
 // clnt_control: sets how many calls back this connection grants to its server, once a program is served. Takes a
 // pointer to unsigned, 1 to 4096. The default is the setting reverse_credits.
-#define CLSET_RDMA_REVERSE_CREDITS 1380207877
+#define CLSET_RDMA_REVERSE_CREDITS 0x52444d05
 
 // clnt_control: gets what CLSET_RDMA_REVERSE_CREDITS sets, as it is in force: 1 before a program is served.
-#define CLGET_RDMA_REVERSE_CREDITS 1380207878
+#define CLGET_RDMA_REVERSE_CREDITS 0x52444d06
 
 // clnt_control: sets whether calls back over this connection may have chunks: those that do not fit one Send.
 // Takes a pointer to bool_t. The default is the setting reverse_chunks. Without them, longer calls back fail at
 // the caller, and the serving end answers those with chunks with ERR_CHUNK (RFC 8167 section 5.3).
-#define CLSET_RDMA_REVERSE_CHUNKS 1380207879
+#define CLSET_RDMA_REVERSE_CHUNKS 0x52444d07
 
 // clnt_control: gets how often the connection of this CLIENT was made, as an unsigned. When it has grown, the
 // server's program does not know its client any more: register with it again.
-#define CLGET_RDMA_CONNECTIONS 1380207880
+#define CLGET_RDMA_CONNECTIONS 0x52444d08
 
 // clnt_control: makes our own Receives longer, and tells the peer; see rpcrdma_clnt_peer(). Takes a pointer to
 // unsigned, in bytes: at least what was told before, at most the setting max_inline. In Version One it fails.
-#define CLSET_RDMA_RECEIVE_SIZE 1380207881
+#define CLSET_RDMA_RECEIVE_SIZE 0x52444d09
 
 // clnt_control: gets how long the peer takes our Receives to be, as an unsigned.
-#define CLGET_RDMA_RECEIVE_SIZE 1380207882
+#define CLGET_RDMA_RECEIVE_SIZE 0x52444d0a
 
 // SVC_CONTROL: sets how many calls an accepted connection grants to its client. Takes a pointer to unsigned, 1 to
 // 4096. The default is the setting credits.
-#define SVCSET_RDMA_CREDITS 1380207889
+#define SVCSET_RDMA_CREDITS 0x52444d11
 
 // SVC_CONTROL: gets what SVCSET_RDMA_CREDITS sets, as it is in force.
-#define SVCGET_RDMA_CREDITS 1380207890
+#define SVCGET_RDMA_CREDITS 0x52444d12
 
-// Whether the peer takes calls back is to be found out otherwise.
+// The peer has not told whether it takes calls back.
 #define RPCRDMA_BACKWARD_UNKNOWN 0
 
 // The peer takes no calls back.
@@ -191,7 +191,6 @@ const char *rpcrdma_version(void);
 // and a library of different age understand each other, and counters that the library does not have are 0.
 // FALSE, and *stats untouched, for NULL or a size that is no multiple of a counter's.
 //
-// # Safety
 // `stats` is NULL or has room for `size` bytes.
 bool_t rpcrdma_stats_get(struct rpcrdma_stats *stats,
                          size_t size);
@@ -205,7 +204,6 @@ bool_t rpcrdma_stats_get(struct rpcrdma_stats *stats,
 //
 // NULL on failure: clnt_pcreateerror() prints why.
 //
-// # Safety
 // `raddr` is NULL or a netbuf whose buffer holds `len` bytes.
 CLIENT *clnt_rdma_create(int fd,
                          const struct netbuf *raddr,
@@ -223,7 +221,6 @@ CLIENT *clnt_rdma_create(int fd,
 //
 // NULL on failure, and `fd` stays the caller's: clnt_spcreateerror() says why.
 //
-// # Safety
 // `fd` is given up by the caller.
 SVCXPRT *svc_rdma_create(int fd,
                          unsigned int sendsize,
@@ -244,9 +241,8 @@ SVCXPRT *svc_rdma_create(int fd,
 // in other threads: until rpcrdma_clnt_rebind().
 //
 // The longest reply is what fits one Send; CLSET_RDMA_MAXREPLY makes room for more, by a Reply chunk, which Linux
-// peers do not bear. NULL on failure: clnt_pcreateerror() prints why.
+// peers cannot handle. NULL on failure: clnt_pcreateerror() prints why.
 //
-// # Safety
 // `xprt` is NULL or a live transport.
 CLIENT *rpcrdma_clnt_reverse(SVCXPRT *xprt,
                              rpcprog_t prog,
@@ -257,7 +253,6 @@ CLIENT *rpcrdma_clnt_reverse(SVCXPRT *xprt,
 //
 // FALSE on failure: clnt_perror() prints why.
 //
-// # Safety
 // `clnt` is NULL or a live CLIENT; `xprt` is NULL or a live transport.
 bool_t rpcrdma_clnt_rebind(CLIENT *clnt,
                            SVCXPRT *xprt);
@@ -280,7 +275,6 @@ bool_t rpcrdma_clnt_rebind(CLIENT *clnt,
 //
 // FALSE on failure: clnt_perror() prints why.
 //
-// # Safety
 // `clnt` is NULL or a live CLIENT; `dispatch` is good as long as it is served.
 bool_t rpcrdma_clnt_serve(CLIENT *clnt,
                           rpcprog_t prog,
@@ -292,7 +286,6 @@ bool_t rpcrdma_clnt_serve(CLIENT *clnt,
 // connection was lost and could not be made anew in time: clnt_perror() prints why. Signal handlers run
 // meanwhile, and do not end it.
 //
-// # Safety
 // `clnt` is NULL or a live CLIENT.
 int rpcrdma_clnt_poll(CLIENT *clnt,
                       struct timeval timeout);
@@ -305,9 +298,8 @@ int rpcrdma_clnt_poll(CLIENT *clnt,
 // known. Before a version is agreed, which making the CLIENT waits for if the server is not slow, next to nothing
 // is.
 //
-// FALSE, and *peer untouched, for NULL, a senseless size, or a connection that is lost: clnt_perror() prints why.
+// FALSE, and *peer untouched, for NULL, an invalid size, or a connection that is lost: clnt_perror() prints why.
 //
-// # Safety
 // `clnt` is NULL or a live CLIENT; `peer` is NULL or has room for `size` bytes.
 bool_t rpcrdma_clnt_peer(CLIENT *clnt,
                          struct rpcrdma_peer *peer,
@@ -316,7 +308,6 @@ bool_t rpcrdma_clnt_peer(CLIENT *clnt,
 // Copies to *peer what is known of the client of an accepted connection: `xprt` is what its requests come with.
 // Otherwise as rpcrdma_clnt_peer(). FALSE, and *peer untouched, for any other SVCXPRT too.
 //
-// # Safety
 // `xprt` is NULL or a live transport; `peer` is NULL or has room for `size` bytes.
 bool_t rpcrdma_svc_peer(SVCXPRT *xprt,
                         struct rpcrdma_peer *peer,
@@ -330,7 +321,6 @@ bool_t rpcrdma_svc_peer(SVCXPRT *xprt,
 // -1 if the connection speaks Version One or is lost, for an earlier request that is not settled, and for values
 // that there are not: clnt_perror() prints why.
 //
-// # Safety
 // `clnt` is NULL or a live CLIENT.
 int rpcrdma_clnt_request(CLIENT *clnt,
                          uint32_t which,
@@ -343,7 +333,6 @@ int rpcrdma_clnt_request(CLIENT *clnt,
 //
 // FALSE for a CLIENT of another transport.
 //
-// # Safety
 // `clnt` is NULL or a live CLIENT; `told` and `closure` are good until another call of this or clnt_destroy().
 bool_t rpcrdma_clnt_on_update(CLIENT *clnt,
                               rpcrdma_told told,
@@ -370,10 +359,9 @@ bool_t rpcrdma_mem_unregister(const void *address);
 // svc_getargs() gets the argument without a copy. It is to be read only, until the reply is sent; the pointer
 // must be NULL again before svc_freeargs(), which would free it.
 //
-// FALSE when there is none: the request is short, came otherwise, or not over RDMA. svc_getargs() allocates then, as
-// usual.
+// FALSE when there is none: the request is short, came in another way, or not over RDMA. svc_getargs() allocates
+// then, as usual.
 //
-// # Safety
 // `xprt` is a live transport; `address` and `length` are writable.
 bool_t rpcrdma_svc_placed(SVCXPRT *xprt,
                           void **address,
@@ -392,44 +380,37 @@ bool_t rpcrdma_svc_placed(SVCXPRT *xprt,
 // Both ends should have the same binding; where only one has it, calls go on without. FALSE, and
 // clnt_spcreateerror() says why, for a procedure that has a binding already.
 //
-// # Safety
 // `binding` is NULL or points to a binding; its functions and its closure are good for the life of the process.
 bool_t rpcrdma_binding_register(const struct rpcrdma_binding *binding);
 
 // Walks over one word (int, unsigned, bool, enum). `value` may be NULL.
 //
-// # Safety
 // `walk` is NULL or what a walker was given, while it runs; `value` is NULL or writable.
 bool_t rpcrdma_walk_word(struct rpcrdma_walk *walk, uint32_t *value);
 
 // Walks over a hyper. `value` may be NULL.
 //
-// # Safety
 // As rpcrdma_walk_word().
 bool_t rpcrdma_walk_hyper(struct rpcrdma_walk *walk, uint64_t *value);
 
 // Walks over a fixed opaque of `bytes` bytes and its pad.
 //
-// # Safety
 // `walk` is NULL or what a walker was given, while it runs.
 bool_t rpcrdma_walk_skip(struct rpcrdma_walk *walk, size_t bytes);
 
 // Walks over a counted opaque or a string that is not eligible.
 //
-// # Safety
 // As rpcrdma_walk_skip().
 bool_t rpcrdma_walk_opaque(struct rpcrdma_walk *walk);
 
 // Walks over a counted opaque or a string that is eligible.
 //
-// # Safety
 // As rpcrdma_walk_skip().
 bool_t rpcrdma_walk_item(struct rpcrdma_walk *walk);
 
 // While walking arguments: the results may hold an eligible opaque of at most `most` bytes. Call it for each of
 // them, in their order. They need not be counted by rpcrdma_walk_reply().
 //
-// # Safety
 // As rpcrdma_walk_skip().
 bool_t rpcrdma_walk_result(struct rpcrdma_walk *walk,
                            size_t most);
@@ -437,7 +418,6 @@ bool_t rpcrdma_walk_result(struct rpcrdma_walk *walk,
 // While walking arguments: the results have at most `bytes` bytes more. Without any such word their length is not
 // known, and calls make room for the CLIENT's maximum reply.
 //
-// # Safety
 // As rpcrdma_walk_skip().
 bool_t rpcrdma_walk_reply(struct rpcrdma_walk *walk,
                           size_t bytes);

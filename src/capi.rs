@@ -269,7 +269,7 @@ pub unsafe extern "C" fn svc_rdma_create(fd: c_int, sendsize: c_uint, recvsize: 
 /// in other threads: until rpcrdma_clnt_rebind().
 ///
 /// The longest reply is what fits one Send; CLSET_RDMA_MAXREPLY makes room for more, by a Reply chunk, which Linux
-/// peers do not bear. NULL on failure: clnt_pcreateerror() prints why.
+/// peers cannot handle. NULL on failure: clnt_pcreateerror() prints why.
 ///
 /// # Safety
 /// `xprt` is NULL or a live transport.
@@ -364,7 +364,7 @@ pub unsafe extern "C-unwind" fn rpcrdma_clnt_poll(clnt: *mut CLIENT, timeout: ti
     })
 }
 
-/// Whether the peer takes calls back is to be found out otherwise.
+/// The peer has not told whether it takes calls back.
 pub const RPCRDMA_BACKWARD_UNKNOWN: u32 = 0;
 
 /// The peer takes no calls back.
@@ -436,7 +436,7 @@ impl From<&Peer> for rpcrdma_peer {
 /// known. Before a version is agreed, which making the CLIENT waits for if the server is not slow, next to nothing
 /// is.
 ///
-/// FALSE, and *peer untouched, for NULL, a senseless size, or a connection that is lost: clnt_perror() prints why.
+/// FALSE, and *peer untouched, for NULL, an invalid size, or a connection that is lost: clnt_perror() prints why.
 ///
 /// # Safety
 /// `clnt` is NULL or a live CLIENT; `peer` is NULL or has room for `size` bytes.
@@ -565,8 +565,8 @@ pub extern "C" fn rpcrdma_mem_unregister(address: *const c_void) -> bool_t {
 /// svc_getargs() gets the argument without a copy. It is to be read only, until the reply is sent; the pointer
 /// must be NULL again before svc_freeargs(), which would free it.
 ///
-/// FALSE when there is none: the request is short, came otherwise, or not over RDMA. svc_getargs() allocates then, as
-/// usual.
+/// FALSE when there is none: the request is short, came in another way, or not over RDMA. svc_getargs() allocates
+/// then, as usual.
 ///
 /// # Safety
 /// `xprt` is a live transport; `address` and `length` are writable.
@@ -646,7 +646,7 @@ pub unsafe extern "C" fn rpcrdma_binding_register(binding: *const rpcrdma_bindin
             let given = unsafe { crate::ffi::reference(binding) };
             let given =
                 given.filter(|given| given.size == size_of::<rpcrdma_binding>()).ok_or_else(|| {
-                    Error::new(Kind::Invalid, "rpcrdma_binding_register: NULL or a senseless size")
+                    Error::new(Kind::Invalid, "rpcrdma_binding_register: NULL or an invalid size")
                 })?;
             let rpcrdma_binding { program, version, procedure, arguments, results, closure, .. } = *given;
             config::bindings().add(
@@ -811,7 +811,7 @@ pub unsafe extern "C" fn rpcrdma_walk_reply(walk: *mut rpcrdma_walk, bytes: usiz
 /// `place` is NULL or has room for `size` bytes; a C caller may have misaligned them.
 unsafe fn hand_out<T: Copy>(function: &str, known: T, place: *mut T, size: usize) -> Result<(), Error> {
     if place.is_null() || size == 0 || !size.is_multiple_of(align_of::<T>()) {
-        return Err(Error::new(Kind::Invalid, format!("{function}: NULL or a senseless size")));
+        return Err(Error::new(Kind::Invalid, format!("{function}: NULL or an invalid size")));
     }
     let (place, both) = (place.cast::<u8>(), size.min(size_of::<T>()));
     // SAFETY: so many bytes are readable there, and writable here by the contract.

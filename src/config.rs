@@ -223,7 +223,7 @@ impl Read {
             return;
         }
         for error in &self.errors {
-            crate::log_error!("{error}; until that is mended nothing goes over rdma");
+            crate::log_error!("{error}; until that is fixed nothing goes over rdma");
         }
     }
 }
@@ -264,7 +264,7 @@ const TABLE: &[Setting] = &[
         env: "RPCRDMA_REVERSE_CHUNKS",
         key: "reverse_chunks",
         default: "yes",
-        meaning: "whether calls back may have chunks, which Linux peers do not bear; yes or no",
+        meaning: "whether calls back may have chunks, which Linux peers cannot handle; yes or no",
         set: |config, value| yes_or_no(value).map(|yes| config.reverse_chunks = yes),
     },
     Setting {
@@ -345,7 +345,7 @@ const TABLE: &[Setting] = &[
         env: "RPCRDMA_MANY_CHUNKS",
         key: "many_chunks",
         default: "no",
-        meaning: "whether a call may have several chunks of a kind, which Linux servers do not bear; yes or no",
+        meaning: "whether a call may have several chunks of a kind, which Linux servers cannot handle; yes or no",
         set: |config, value| yes_or_no(value).map(|yes| config.many_chunks = yes),
     },
     Setting {
@@ -697,7 +697,7 @@ fn suggestion(name: &str, of: fn(&Setting) -> &'static str) -> String {
         Some((distance, setting)) if distance <= name.chars().count() / 2 => {
             format!("did you mean {}?", of(setting))
         }
-        _ => "rpcrdma.conf(5) lists those that there are".into(),
+        _ => "rpcrdma.conf(5) lists them all".into(),
     }
 }
 
@@ -968,7 +968,7 @@ mod tests {
         assert!(refused(from_file("log-file = 3")).ends_with("did you mean log_file?"));
         for far in ["", "x", "threads"] {
             let text = refused(from_file(&format!("{far} = 3")));
-            assert!(text.ends_with("no such setting; rpcrdma.conf(5) lists those that there are"), "{text}");
+            assert!(text.ends_with("no such setting; rpcrdma.conf(5) lists them all"), "{text}");
         }
     }
 
@@ -1065,7 +1065,7 @@ mod tests {
             stderr_of_get(&[("RPCRDMA_LOG", "error"), ("RPCRDMA_CREDITS", "0"), ("RPCRDMA_CRC", "on")]);
         assert!(text.contains("] error: RPCRDMA_CREDITS=\"0\": must be a whole number"), "{text}");
         assert!(
-            text.contains("] error: RPCRDMA_CRC=\"on\": must be auto, yes or no; until that is mended"),
+            text.contains("] error: RPCRDMA_CRC=\"on\": must be auto, yes or no; until that is fixed"),
             "{text}"
         );
         assert_eq!(text.lines().count(), 2);

@@ -978,7 +978,7 @@ impl Connection {
             _ if self.role == Role::Client => true,
             _ if call.version == v1::VERSION => self.settings.reverse_chunks,
             Backward::None => {
-                let text = "the client takes no calls back, as it has told (BRS is NONE)";
+                let text = "the client has told that it takes no calls back (BRS is NONE)";
                 return Err(Error::new(Kind::Peer, text));
             }
             // The draft would have a requester find out. Short messages are what every Version Two peer takes.
@@ -1195,7 +1195,7 @@ impl Connection {
         // A binding that is not a standard may be known at our end only. The data is here, whichever way it came.
         if self.requester.shown.insert((*program, *version), Shown::Unknown) != Some(Shown::Unknown) {
             log_warn!(
-                "program {program} version {version}: the server has no binding for it: results go by its way"
+                "program {program} version {version}: the server has no binding for it; its results come without Write chunks"
             );
         }
         Ok(())

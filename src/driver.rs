@@ -262,7 +262,8 @@ pub trait Requester: Send + Sync {
     /// Why the connection is lost.
     fn peer(&self, wanted: bool) -> Result<Peer, Error>;
 
-    /// Asks the peer to be otherwise, and waits until that is done or rejected: pending if it is not by `deadline`.
+    /// Asks the peer to change a characteristic, and waits until that is done or rejected: pending if it is not by
+    /// `deadline`.
     ///
     /// # Errors
     /// `Invalid` when an earlier request is not settled; `Peer` when the peer does not know the extension, or not even
@@ -612,7 +613,7 @@ impl Link {
             if left == 0 {
                 self.fail(Error::new(
                     Kind::Protocol,
-                    "the peer floods us with messages that are none of an RPC",
+                    "the peer floods us with messages that belong to no call",
                 ));
             }
         }

@@ -275,7 +275,7 @@ pub unsafe fn bytes<'a>(data: *const u8, length: usize) -> Result<&'a [u8], Erro
         return Ok(&[]);
     }
     if data.is_null() || length > isize::MAX as usize {
-        return Err(Error::new(Kind::Invalid, format!("NULL or senseless pointer for {length} bytes")));
+        return Err(Error::new(Kind::Invalid, format!("NULL or invalid pointer for {length} bytes")));
     }
     // SAFETY: not NULL, and readable by the contract; u8 has no alignment.
     Ok(unsafe { std::slice::from_raw_parts(data, length) })

@@ -296,8 +296,11 @@ impl Log {
             && let (Some(path), Some(fd)) = (self.path.get(), self.complaints.checked())
         {
             self.complaints.fd.store(-1, Relaxed);
-            let text =
-                format_args!("the log {} takes no more: {}; lines are lost", path.display(), reason(errno));
+            let text = format_args!(
+                "the log {} cannot be written: {}; lines are lost",
+                path.display(),
+                reason(errno)
+            );
             let _ = process::write_quietly(fd, Line::new(Level::Error, text).bytes());
         }
     }
@@ -333,7 +336,7 @@ fn reason(errno: i32) -> &'static str {
     match errno {
         libc::ENOSPC => "no space left on the device",
         libc::EDQUOT => "the disk quota is exceeded",
-        libc::EFBIG => "the file is as long as it may be",
+        libc::EFBIG => "the file has reached its size limit",
         libc::EPIPE => "nobody reads it",
         libc::EAGAIN => "no room to write them",
         _ => "writing failed",
@@ -664,7 +667,7 @@ mod tests {
         let line = next(&reader).unwrap();
         assert!(
             line.ends_with(
-                "error: the log /dev/full takes no more: no space left on the device; lines are lost\n"
+                "error: the log /dev/full cannot be written: no space left on the device; lines are lost\n"
             ),
             "{line}"
         );

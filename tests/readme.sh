@@ -87,7 +87,7 @@ check "the server's log" 'info: fd [0-9]+: accepted 127\.0\.0\.1:[0-9]+ over rdm
 check "an ordinary user's client" 'is ready over rdma' \
     setpriv --reuid 65534 --regid 65534 --clear-groups ./hello 127.0.0.1 $program 1
 check "a full disk for the log is told once" \
-    '^[^ ]+ rpcrdma\[[0-9]+\] error: the log /dev/full takes no more: no space left on the device; lines are lost program .* is ready over rdma $' \
+    '^[^ ]+ rpcrdma\[[0-9]+\] error: the log /dev/full cannot be written: no space left on the device; lines are lost program .* is ready over rdma $' \
     env RPCRDMA_LOG=wire RPCRDMA_LOG_FILE=/dev/full ./hello 127.0.0.1 $program 1
 ln -s made.log link.log
 check "root follows no link to the log" 'no log: cannot open .*link.log: it is a symbolic link, which root does not follow' \

@@ -424,7 +424,7 @@ impl Characteristics {
         Ok(None)
     }
 
-    /// The peer wants us to be otherwise.
+    /// The peer wants us to change a characteristic.
     fn asked(&mut self, want: Spec<'_>, withdraw: &mut dyn FnMut() -> usize) -> Response {
         let (mut done, mut rejected, mut pending) = (0, 0, 0);
         for (place, value) in want.iter().take(32).enumerate() {

@@ -90,8 +90,8 @@ impl Connection {
         &self.characteristics
     }
 
-    /// Asks the peer to be otherwise, now or as soon as the version is agreed. [`Characteristics::wish`] tells what became of
-    /// it.
+    /// Asks the peer to change a characteristic, now or as soon as the version is agreed. [`Characteristics::wish`] tells
+    /// what became of it.
     ///
     /// # Errors
     /// `Invalid` when an earlier request is not settled, or the value makes no sense; `Peer` when the peer does not know

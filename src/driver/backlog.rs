@@ -214,7 +214,7 @@ impl Link {
         // What talk adds is measured from where the replies stand, which leave meanwhile.
         self.talk_max = self.talk_max.min(unsent.saturating_add(TALK));
         if unsent > self.talk_max {
-            let text = format!("the peer does not take what it is answered: {unsent} bytes wait");
+            let text = format!("the peer does not take its replies: {unsent} bytes wait");
             self.fail(Error::new(Kind::NotSent, text));
         }
     }

@@ -191,7 +191,7 @@ impl Client {
                 }
                 let retry = state.serving.as_ref().and_then(|serving| serving.retry).unwrap_or(now);
                 drop(state);
-                // An error of poll(2) would be one of a senseless time.
+                // poll(2) could only object to the time, which is valid.
                 let _ = sys::poll(&mut [], Some(retry.min(deadline).saturating_duration_since(now)), mask);
                 served += self.serve_now(mask);
                 state = self.lock();

@@ -1,4 +1,4 @@
-//! What the other end is like (draft-dnoveck-nfsv4-rpcrdma-xcharext-01), and waiting for it to be otherwise.
+//! What the other end is like (draft-dnoveck-nfsv4-rpcrdma-xcharext-01), and waiting for it to change.
 //!
 //! The engine keeps one request at a time; several threads may wait for the same one. What became of it is noted for
 //! each of them as soon as it comes in, for the engine forgets it with the next request, and with the connection.
@@ -64,7 +64,7 @@ pub(super) struct Requests {
 }
 
 impl Requests {
-    /// Asks the peer to be otherwise. The number is for the other functions.
+    /// Asks the peer to change a characteristic. The number is for the other functions.
     ///
     /// # Errors
     /// As [`Connection::request`].

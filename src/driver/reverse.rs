@@ -443,7 +443,7 @@ impl Requester for Reverse {
                 let text = "the client did not come back within the time of the call";
                 return Err(Error::new(Kind::Timeout, text));
             }
-            // An error of poll(2) would be one of a senseless time.
+            // poll(2) could only object to the time, which is valid.
             let _ = sys::poll(&mut [], Some(left.min(STAND_IN)), mask);
         }
     }

@@ -535,7 +535,7 @@ pub unsafe fn poll(client: *mut CLIENT, timeout: libc::timeval) -> Result<usize,
             return Err(Error::new(Kind::Invalid, "no program is served: call rpcrdma_clnt_serve first"));
         }
         if !valid(&timeout) {
-            return Err(Error::new(Kind::Invalid, "rpcrdma_clnt_poll: a senseless time"));
+            return Err(Error::new(Kind::Invalid, "rpcrdma_clnt_poll: invalid timeout"));
         }
         connection.poll_callbacks(Instant::now() + duration(&timeout), Some(signals.before()))
     })
@@ -553,7 +553,7 @@ pub unsafe fn peer(client: *mut CLIENT) -> Result<Peer, Error> {
     unsafe { handle(client) }?.connection.peer(true)
 }
 
-/// Asks the peer to be otherwise, and waits for the outcome.
+/// Asks the peer to change a characteristic, and waits for the outcome.
 ///
 /// # Errors
 /// `Invalid` for what there is not; as [`Requester::request`].
@@ -575,7 +575,7 @@ pub unsafe fn request(
             Error::new(Kind::Invalid, text)
         })?;
         if !valid(&timeout) {
-            return Err(Error::new(Kind::Invalid, "rpcrdma_clnt_request: a senseless time"));
+            return Err(Error::new(Kind::Invalid, "rpcrdma_clnt_request: invalid timeout"));
         }
         handle.connection.request(what, Instant::now() + duration(&timeout), Some(signals.before()))
     })

@@ -230,7 +230,7 @@ pub fn decode(kind: Kind, info: &[u8]) -> Result<Operation<'_>, &'static str> {
     if reader.rest.is_empty() { Ok(operation) } else { Err("bytes behind the characteristics") }
 }
 
-const CUT: &str = "the characteristics end before their time";
+const CUT: &str = "the characteristics are cut short";
 
 fn boolean(reader: &mut Reader<'_>) -> Result<bool, &'static str> {
     match reader.word().ok_or(CUT)? {

@@ -174,7 +174,7 @@ fn failure(event: rdma_cm_event_type::Type, status: c_int) -> Error {
         RDMA_CM_EVENT_ADDR_ERROR => {
             Error::new(Kind::Os(errno), format!("no RDMA device leads to the address: {why}"))
         }
-        RDMA_CM_EVENT_ROUTE_ERROR => Error::new(Kind::Os(errno), format!("no way to the address: {why}")),
+        RDMA_CM_EVENT_ROUTE_ERROR => Error::new(Kind::Os(errno), format!("no route to the address: {why}")),
         RDMA_CM_EVENT_REJECTED => {
             let text = format!("the peer does not accept RDMA connections there (status {status}: {why})");
             Error::new(Kind::Refused, text)

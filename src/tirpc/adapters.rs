@@ -11,8 +11,8 @@
 //! # Invariants
 //! - On a machine without a device nothing here happens: nothing is opened, no transport is registered.
 //! - Nobody is served who could not connect to the socket that a listener stands beside: it listens at the socket's own
-//!   addresses, at no loopback address, and at the interface that the socket is bound to; and it ends when the program
-//!   unregisters the socket, or closes it.
+//!   addresses, at no loopback address, and at the interface that the socket is bound to by then; and it ends when the
+//!   program unregisters the socket, closes it, or shuts it down.
 #![allow(unsafe_code)]
 
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
@@ -42,8 +42,8 @@ struct Entry {
     places: Places,
     /// The listening socket of the program, which this ends with.
     socket: (RawFd, Identity),
-    /// Keeps the port, where no TCP listener does.
-    _port: Option<socket::Reserved>,
+    /// Keeps the port, where no TCP listener does: `socket` never listens then.
+    port: Option<socket::Reserved>,
     /// Only netid "rdma" is served here, so that transports are of that netid.
     rdma_only: bool,
     open: Option<Open>,
@@ -123,20 +123,11 @@ fn add(fd: RawFd, in_place: Option<(SocketAddr, Places, socket::Reserved)>, rdma
     };
     let mut table = table();
     // One that is noted once more was a moved program's before it became one of netid "rdma".
-    for mut old in table.extract_if(.., |entry| !entry.lives() || entry.socket.0 == fd) {
+    for mut old in table.extract_if(.., |entry| !entry.is_there() || entry.socket.0 == fd) {
         old.close();
     }
     let socket = (fd, identity);
-    table.push(Entry {
-        address,
-        places,
-        socket,
-        _port: port,
-        rdma_only,
-        open: None,
-        opened: false,
-        told: false,
-    });
+    table.push(Entry { address, places, socket, port, rdma_only, open: None, opened: false, told: false });
     drop(table);
     server::wake_at(Instant::now());
 }
@@ -160,10 +151,36 @@ pub fn end(fd: RawFd) {
     }
 }
 
+/// What has become of the program's socket.
+#[derive(Debug, PartialEq, Eq)]
+enum Found {
+    /// Clients come to it as they did.
+    Same,
+    /// It is bound to another interface now, as the entry is.
+    Elsewhere,
+    /// Nobody connects to it any more.
+    Deaf,
+}
+
 impl Entry {
-    fn lives(&self) -> bool {
+    fn is_there(&self) -> bool {
         let (fd, identity) = self.socket;
         process::identify(fd) == Some(identity)
+    }
+
+    /// Looks at the program's socket: it may be closed, shut down, or bound to an interface at any time.
+    fn look(&mut self) -> Found {
+        let fd = self.socket.0;
+        if !self.is_there() || self.port.is_none() && !socket::listens(fd) {
+            return Found::Deaf;
+        }
+        let now = socket::interface(fd);
+        // What stands in for a listening socket does not know of what that one was bound to.
+        if now == self.places.interface || self.port.is_some() && now.is_none() {
+            return Found::Same;
+        }
+        self.places.interface = now;
+        Found::Elsewhere
     }
 
     /// Whether it is to be served now: of a moved listener, whether a program that is moved is registered there.
@@ -194,12 +211,13 @@ pub fn open_all() {
         return;
     }
     for entry in table.iter_mut() {
-        if entry.open.as_ref().is_some_and(|open| !open.listener.forked()) {
+        let found = entry.look();
+        if found == Found::Same && entry.open.as_ref().is_some_and(|open| !open.listener.forked()) {
             continue;
         }
         // What was inherited by fork(2) is the parent's.
         entry.close();
-        if !entry.lives() || !entry.wanted() {
+        if found == Found::Deaf || !entry.wanted() {
             continue;
         }
         match Entry::open(&entry.places, config) {
@@ -261,7 +279,7 @@ unsafe extern "C" fn accept(xprt: *mut SVCXPRT, _: *mut rpc_msg) -> bool_t {
         let found =
             table.iter_mut().find(|entry| entry.open.as_ref().is_some_and(|open| open.xprt.0 == xprt));
         let Some(entry) = found else { return Ok(0) };
-        let lives = entry.lives();
+        let found = entry.look();
         let rdma_only = entry.rdma_only;
         let known = !rdma_only && config.redirect_adapters == RedirectAdapters::Auto;
         // A program that listens at an IPv6 address sees IPv4 callers as its own socket would show them.
@@ -269,7 +287,7 @@ unsafe extern "C" fn accept(xprt: *mut SVCXPRT, _: *mut rpc_msg) -> bool_t {
         let mut accepted = Vec::new();
         let mut retry = false;
         if let Some(Open { listener, .. }) = &mut entry.open {
-            if lives && !listener.forked() {
+            if found == Found::Same && !listener.forked() {
                 let began = Instant::now();
                 // SAFETY: this is the program's loop.
                 let mut make_room = |shortage, peer| unsafe { idle::make_room_on_adapters(shortage, peer) };
@@ -291,11 +309,17 @@ unsafe extern "C" fn accept(xprt: *mut SVCXPRT, _: *mut rpc_msg) -> bool_t {
                 }
                 retry |= listener.lost();
             }
-            if !lives || retry || listener.forked() {
-                let forked = listener.forked();
+            if found != Found::Same || retry || listener.forked() {
+                let at_once = listener.forked() || found == Found::Elsewhere;
                 entry.close();
-                if forked || retry {
-                    server::wake_at(Instant::now() + if forked { Duration::ZERO } else { RETRY });
+                match found {
+                    Found::Deaf => log_info!("nobody connects to {} any more", entry.address),
+                    // Who knocks meanwhile may be somebody else's: all are refused.
+                    Found::Elsewhere => log_info!("{} is bound to another interface now", entry.address),
+                    Found::Same => {}
+                }
+                if at_once || retry {
+                    server::wake_at(Instant::now() + if at_once { Duration::ZERO } else { RETRY });
                 }
             }
         }
@@ -313,4 +337,65 @@ unsafe extern "C" fn accept(xprt: *mut SVCXPRT, _: *mut rpc_msg) -> bool_t {
         }
         Ok(0)
     })
+}
+
+#[cfg(test)]
+mod tests {
+    use std::net::TcpListener;
+    use std::os::fd::AsRawFd;
+
+    use super::*;
+
+    fn entry(socket: &TcpListener) -> Entry {
+        let (fd, address) = (socket.as_raw_fd(), socket.local_addr().expect("bound"));
+        Entry {
+            address,
+            places: places(address, fd),
+            socket: (fd, process::identify(fd).expect("open")),
+            port: None,
+            rdma_only: true,
+            open: None,
+            opened: false,
+            told: false,
+        }
+    }
+
+    #[test]
+    fn a_socket_that_is_shut_down_or_closed_is_found_deaf() {
+        let socket = TcpListener::bind("127.0.0.1:0").expect("a port");
+        let mut entry = entry(&socket);
+        assert_eq!(entry.look(), Found::Same);
+        // SAFETY: no memory is passed.
+        assert_eq!(unsafe { libc::shutdown(socket.as_raw_fd(), libc::SHUT_RDWR) }, 0);
+        assert_eq!(entry.look(), Found::Deaf, "it accepts nobody");
+        socket::listen(socket.as_raw_fd()).expect("again");
+        assert_eq!(entry.look(), Found::Same);
+        drop(socket);
+        assert_eq!(entry.look(), Found::Deaf);
+    }
+
+    #[test]
+    fn a_socket_in_whose_place_a_port_is_kept_needs_not_listen() {
+        let socket = TcpListener::bind("127.0.0.1:0").expect("a port");
+        let mut entry = entry(&socket);
+        let port = socket::Reserved::in_place_of(socket.as_raw_fd(), entry.address).expect("the port");
+        entry.socket.1 = process::identify(socket.as_raw_fd()).expect("open");
+        (entry.port, entry.places.interface) = (Some(port), Some("lo".into()));
+        assert_eq!(entry.look(), Found::Same);
+        assert_eq!(entry.places.interface.as_deref(), Some("lo"), "what the listening socket was bound to");
+    }
+
+    #[test]
+    fn a_socket_that_is_bound_to_an_interface_later_is_served_there_only() {
+        let socket = TcpListener::bind("0.0.0.0:0").expect("a port");
+        let mut entry = entry(&socket);
+        assert_eq!((entry.look(), &entry.places.interface), (Found::Same, &None));
+        let (level, option) = (libc::SOL_SOCKET, libc::SO_BINDTODEVICE);
+        // SAFETY: three bytes are readable.
+        let done = unsafe { libc::setsockopt(socket.as_raw_fd(), level, option, c"lo".as_ptr().cast(), 3) };
+        assert_eq!(done, 0, "Linux 5.7 lets everybody do so once");
+        assert_eq!(entry.look(), Found::Elsewhere);
+        assert_eq!(entry.places.interface.as_deref(), Some("lo"));
+        assert_eq!(entry.look(), Found::Same);
+    }
 }

@@ -25,7 +25,7 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
-enum { PROGRAM = 0x20004141, VERSION = 1, CLOSE = 1, READ = 2, ACT = 3, MOST = 32 << 20 };
+enum { PROGRAM = 0x20004141, VERSION = 1, CLOSE = 1, READ = 2, ACT = 3, SHUT = 4, BIND = 5, MOST = 32 << 20 };
 
 typedef struct {
     u_int length;
@@ -67,6 +67,10 @@ static void dispatch(struct svc_req *request, SVCXPRT *xprt)
         listener = NULL;
     }
     fflush(stdout);
+    if (request->rq_proc == SHUT && shutdown(listener->xp_fd, SHUT_RDWR) != 0)
+        err(1, "shutdown");
+    if (request->rq_proc == BIND && setsockopt(listener->xp_fd, SOL_SOCKET, SO_BINDTODEVICE, "lo", sizeof "lo") != 0)
+        err(1, "SO_BINDTODEVICE");
     if (request->rq_proc == ACT) {
         setfsuid(65534);
         setfsuid(0);

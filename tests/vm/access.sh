@@ -96,6 +96,18 @@ for NETID in tcp rdma; do
     stop "$server"
 done
 unset NETID
+# So is one that the program has shut down, and one that it binds to an interface while it is served.
+serve 0.0.0.0
+expect "a listener is served" "$(call verbs $address 4)" served
+same refused "a listener that was shut down" $address
+if rdma resource show cm_id | grep -q 7700; then FAIL "nothing listens any more" "$log"; else ok "nothing listens any more"; fi
+stop "$server"
+serve 0.0.0.0
+expect "a listener at all interfaces" "$(call verbs $address 5)" served
+expect "a listener that is bound to lo since" "$(call verbs $address)" refused
+expect "a listener that is bound to lo since, tried again" "$(call verbs $address)" refused
+expect "a listener that is bound to lo since, from another host" "$(forge 10.9.0.2 2000)" refused
+stop "$server"
 SETTINGS=RPCRDMA_REDIRECT_ADAPTERS=no
 serve 0.0.0.0
 expect "RPCRDMA_REDIRECT_ADAPTERS=no, tcp" "$(call tcp $address)" served

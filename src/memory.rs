@@ -44,7 +44,7 @@ pub mod areas;
 mod message;
 pub mod registered;
 
-pub use areas::Areas;
+pub use areas::{Area, Areas};
 pub use message::{Message, Pieces};
 
 use std::collections::HashMap;

@@ -22,13 +22,35 @@ pub struct Areas {
 
 #[derive(Default)]
 struct State {
-    /// Each is one block.
-    blocks: Vec<Arc<Slabs>>,
+    blocks: Vec<Area>,
     ended: bool,
+}
+
+/// One block. Its memory counts as locked until the last of these has gone, of which the device's registration has one.
+#[derive(Clone)]
+pub struct Area {
+    slabs: Arc<Slabs>,
+    _share: Arc<Share>,
+}
+
+impl Area {
+    /// Address and bytes.
+    pub fn span(&self) -> (usize, usize) {
+        self.slabs.span()
+    }
 }
 
 /// Bytes of the blocks of this process.
 static TAKEN: AtomicUsize = AtomicUsize::new(0);
+
+/// So many of them.
+struct Share(usize);
+
+impl Drop for Share {
+    fn drop(&mut self) {
+        TAKEN.fetch_sub(self.0, Relaxed);
+    }
+}
 
 /// Bytes that are left of `most` for blocks of this process.
 pub fn left(most: usize) -> usize {
@@ -57,11 +79,11 @@ impl Areas {
             return None;
         }
         let mut state = self.state();
-        if let Some(block) = state.blocks.iter().find_map(Slabs::take) {
+        if let Some(block) = state.blocks.iter().find_map(|block| block.slabs.take()) {
             return Some(block);
         }
         // The system may refuse, and the caller finds other memory, or does not.
-        self.grow(&mut state).ok().filter(|more| *more).and_then(|_| state.blocks.last()?.take())
+        self.grow(&mut state).ok().filter(|more| *more).and_then(|_| state.blocks.last()?.slabs.take())
     }
 
     /// Whether a call that needs `len` bytes has to wait for the end of another.
@@ -70,12 +92,12 @@ impl Areas {
         len <= self.size
             && !state.ended
             && left(self.most) < self.size
-            && state.blocks.iter().all(|block| block.left() == 0)
+            && state.blocks.iter().all(|block| block.slabs.left() == 0)
     }
 
     /// The block in which these bytes lie, for the device to register it.
-    pub fn block_of(&self, address: usize, len: usize) -> Option<Arc<Slabs>> {
-        let inside = |block: &&Arc<Slabs>| {
+    pub fn block_of(&self, address: usize, len: usize) -> Option<Area> {
+        let inside = |block: &&Area| {
             let (start, whole) = block.span();
             address.checked_sub(start).is_some_and(|at| at <= whole && len <= whole - at)
         };
@@ -83,16 +105,16 @@ impl Areas {
     }
 
     /// The first block, which is there from the beginning to the end.
-    pub fn first(&self) -> Option<Arc<Slabs>> {
+    pub fn first(&self) -> Option<Area> {
         self.state().blocks.first().cloned()
     }
 
-    /// The device has let go of the blocks, and none is given out any more. One that somebody reads stays until he has done so.
+    /// No block is given out any more, and none counts that the device has let go of. What somebody reads stays until he has
+    /// done so, but is not locked.
     pub fn end(&self) {
         let mut state = self.state();
         state.ended = true;
-        let blocks = std::mem::take(&mut state.blocks).len();
-        TAKEN.fetch_sub(blocks * self.size, Relaxed);
+        state.blocks.clear();
     }
 
     /// Makes one more block, if the bound allows it.
@@ -101,13 +123,8 @@ impl Areas {
         if state.ended || TAKEN.fetch_update(Relaxed, Relaxed, fits).is_err() {
             return Ok(false);
         }
-        match Slabs::new(self.size, 1) {
-            Ok(block) => state.blocks.push(block),
-            Err(error) => {
-                TAKEN.fetch_sub(self.size, Relaxed);
-                return Err(error);
-            }
-        }
+        let share = Share(self.size);
+        state.blocks.push(Area { slabs: Slabs::new(self.size, 1)?, _share: Arc::new(share) });
         Ok(true)
     }
 
@@ -125,6 +142,12 @@ impl Drop for Areas {
 /// Held by each test that counts the bytes of the process.
 #[cfg(test)]
 pub(crate) static ALONE: Mutex<()> = Mutex::new(());
+
+/// Forgets what a device that is none has kept: how many bytes.
+#[cfg(test)]
+pub(crate) fn forget_kept() -> usize {
+    TAKEN.swap(0, Relaxed)
+}
 
 #[cfg(test)]
 mod tests {
@@ -150,7 +173,7 @@ mod tests {
         // Others at the same time.
         let second = one.reply_area(SIZE).unwrap();
         let block = areas.block_of(second.address(), SIZE).unwrap();
-        assert!(!Arc::ptr_eq(&block, &known));
+        assert_ne!(block.span(), known.span());
         assert!(areas.block_of(second.address(), SIZE + 1).is_none());
         let other = Areas::new(SIZE, most).unwrap().unwrap();
         assert!(Areas::new(SIZE, most).unwrap().is_none());
@@ -159,8 +182,11 @@ mod tests {
         assert_eq!(areas.block_of(one.reply_area(SIZE + 1).unwrap().address(), 1).map(drop), None);
         drop(again);
         assert!(one.has_room(SIZE));
-        // At its end a connection gives back what it has, whoever reads there still.
+        // At its end a connection gives back what it has, whoever reads there still; but not what the device has.
+        drop(known);
         areas.end();
+        assert_eq!(left(most), SIZE, "the device has one of the two");
+        drop(block);
         assert_eq!(left(most), 2 * SIZE);
         assert!(areas.block_of(second.address(), 1).is_none() && areas.take(1).is_none());
         assert!(one.has_room(SIZE), "it is for the device to refuse");

@@ -275,6 +275,12 @@ impl Locked {
         LOCKED.fetch_sub(self.bytes - bytes, Relaxed);
         self.bytes = bytes;
     }
+
+    /// Gives back all but so many bytes, which count for ever.
+    fn end(mut self, kept: usize) {
+        self.established();
+        self.bytes = self.bytes.saturating_sub(kept);
+    }
 }
 
 impl Shortage {
@@ -727,20 +733,23 @@ impl Verbs {
         })
     }
 
-    /// Makes the queue pair and posts the first Receives, before the peer can send.
+    /// Makes the queue pair and posts the first Receives, before the peer can send. If that fails, `fail` sees to what is
+    /// there already, for the device may keep it.
     fn equip(&mut self) -> Result<(), Error> {
         let id = self.id.take().ok_or_else(|| lost("no identifier"))?;
-        let locked = match self.locked.take() {
-            Some(locked) => locked,
-            None => Locked::least(&self.options, false).map_err(|shortage| shortage.error(&self.options))?,
-        };
+        if self.locked.is_none() {
+            let locked = Locked::least(&self.options, false);
+            self.locked = Some(locked.map_err(|shortage| shortage.error(&self.options))?);
+        }
         let (few, most) = (least(&self.options), self.options.credits);
         let (few, most) = (count(&self.options, few), count(&self.options, most));
         let slabs = Slabs::with_room(self.options.slab, few, most)?;
         let domain = Domain::new(id)?;
+        self.domain = Some(domain.clone());
         self.receives = least(&self.options) + self.options.margin;
         let receives = self.options.credits + self.options.margin;
-        let mut queues = Queues::new(domain.clone(), slabs.clone(), few, receives)?;
+        let queues = self.queues.insert(Queues::new(domain.clone(), slabs.clone(), few, receives)?);
+        let events = queues.fd();
         // For what a peer may send before the layer above posts its own: one call, and what needs no credit.
         // Were they more than that posts at first, Receives of another length would come later than it thinks.
         self.early = self.options.margin;
@@ -759,11 +768,10 @@ impl Verbs {
                 None => areas.end(),
             }
         }
-        self.watch.add(queues.fd())?;
+        self.watch.add(events)?;
         self.terms.our_reads = self.terms.our_reads.min(READS).min(domain.capabilities().our_reads);
         self.terms.their_reads = self.terms.their_reads.min(READS).min(domain.capabilities().their_reads);
-        (self.domain, self.slabs, self.locked, self.queues) =
-            (Some(domain), Some(slabs), Some(locked), Some(queues));
+        self.slabs = Some(slabs);
         Ok(())
     }
 
@@ -886,12 +894,11 @@ impl Verbs {
             self.spare.clear();
             self.reads.clear();
             // A device that is removed waits for the last object on it.
-            let taken_back = self.domain.take().is_none_or(Domain::end);
+            let kept = self.domain.take().map_or(0, Domain::end);
             self.id = None;
             // The next connection may need it at once. What the device keeps stays locked.
-            match self.locked.take() {
-                Some(locked) if !taken_back => std::mem::forget(locked),
-                _ => {}
+            if let Some(locked) = self.locked.take() {
+                locked.end(kept);
             }
         }
         self.failed.clone().unwrap_or(error)

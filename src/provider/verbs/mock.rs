@@ -24,6 +24,8 @@ pub struct Device {
     pub made: HashMap<&'static str, usize>,
     /// Functions that fail with EBUSY.
     pub fails: HashSet<&'static str>,
+    /// Of this registration's key it does not let go.
+    pub keeps: u32,
     /// Requests complete as soon as they are posted.
     pub completes: bool,
     /// What posting returns.
@@ -70,6 +72,11 @@ pub fn there(kind: &str) -> usize {
 /// Objects of a kind that were ever made.
 pub fn made(kind: &str) -> usize {
     with(|device| device.made.get(kind).copied().unwrap_or(0))
+}
+
+/// The key of the latest registration.
+pub fn latest_key() -> u32 {
+    made("mr") as u32 * 256
 }
 
 /// `from` wants to connect to `to`, at a listener that has this channel.
@@ -227,7 +234,7 @@ unsafe extern "C" fn ibv_dealloc_pd(pd: *mut ibv_pd) -> c_int {
 
 unsafe extern "C" fn ibv_reg_mr(pd: *mut ibv_pd, addr: *mut c_void, length: usize, _: c_int) -> *mut ibv_mr {
     let mr: *mut ibv_mr = make("mr");
-    let key = made("mr") as u32 * 256;
+    let key = latest_key();
     // SAFETY: just made.
     let all = unsafe { &mut *mr };
     (all.pd, all.addr, all.length, all.lkey, all.rkey) = (pd, addr, length, key, key);
@@ -240,6 +247,11 @@ unsafe extern "C" fn ibv_dereg_mr(mr: *mut ibv_mr) -> c_int {
         return libc::EBUSY;
     }
     // SAFETY: from `ibv_reg_mr`.
+    let key = unsafe { (*mr).lkey };
+    if with(|device| device.keeps == key) {
+        return libc::EBUSY;
+    }
+    // SAFETY: as above.
     unsafe { destroy("mr", "ibv_dereg_mr", mr) }
 }
 
@@ -379,6 +391,11 @@ unsafe extern "C" fn rdma_create_qp(
     _: *mut ibv_pd,
     attr: *mut ibv_qp_init_attr,
 ) -> c_int {
+    if with(|device| device.fails.contains("rdma_create_qp")) {
+        // An errno that is not one of those after which less is asked for.
+        // SAFETY: touches no memory.
+        return unsafe { libc::close(-1) };
+    }
     let qp: *mut ibv_qp = make("qp");
     // SAFETY: just made.
     let all = unsafe { &mut *qp };

@@ -25,7 +25,7 @@ use rdma_sys::*;
 use super::cm::{Id, failed};
 use crate::error::{Error, Kind};
 use crate::log_error;
-use crate::memory::{Region, Sink, Slabs};
+use crate::memory::{Area, Region, Sink, Slabs};
 use crate::provider::WorkId;
 use crate::sys;
 use crate::wire::{Handle, Segment};
@@ -67,7 +67,8 @@ pub struct Domain {
 /// What the device has not taken back: the peer may still have rights to the memory.
 enum Kept {
     Window(NonNull<ibv_mw>),
-    Registration(NonNull<ibv_mr>, Memory),
+    /// Of so many bytes.
+    Registration(NonNull<ibv_mr>, Memory, usize),
 }
 
 // SAFETY: calls of libibverbs are thread-safe; the pointer is freed by the last owner.
@@ -116,9 +117,9 @@ impl Domain {
         Err(Error::new(Kind::ConnectionLost, text))
     }
 
-    /// Ends the domain, if this is its last owner. False when the device keeps memory that is locked.
-    pub fn end(self: Arc<Domain>) -> bool {
-        Arc::into_inner(self).is_none_or(|mut domain| domain.release())
+    /// Ends the domain, if this is its last owner: how many bytes of slabs the device keeps for ever, so that they stay locked.
+    pub fn end(self: Arc<Domain>) -> usize {
+        Arc::into_inner(self).map_or(0, |mut domain| domain.release())
     }
 
     fn keep(&self, what: Kept, errno: c_int) {
@@ -134,34 +135,36 @@ impl Domain {
         self.stuck.store(true, Relaxed);
     }
 
-    fn release(&mut self) -> bool {
+    fn release(&mut self) -> usize {
         if std::mem::replace(&mut self.released, true) || self.id.forked() {
-            return true;
+            return 0;
         }
         let library = self.id.library();
         // Windows come first: what they are bound to cannot go before them.
         let mut kept = std::mem::take(self.kept.get_mut().unwrap_or_else(|e| e.into_inner()));
         kept.sort_by_key(|kept| matches!(kept, Kept::Registration(..)));
-        let mut all = true;
+        let mut locked = 0;
         for kept in kept {
             match kept {
                 Kept::Window(mw) => {
+                    // What it is bound to does not go either then, if it is bound.
                     // SAFETY: alive: it was not taken back; nobody else knows it.
-                    all &= unsafe { ibv_dealloc_mw(mw.as_ptr()) } == 0;
+                    unsafe { ibv_dealloc_mw(mw.as_ptr()) };
                 }
-                Kept::Registration(mr, memory) => {
+                Kept::Registration(mr, memory, len) => {
                     // SAFETY: as above.
                     if unsafe { (library.ibv_dereg_mr)(mr.as_ptr()) } != 0 {
+                        locked += if matches!(memory, Memory::Slabs(_)) { len } else { 0 };
                         // The device may write there for ever.
                         std::mem::forget(memory);
-                        all = false;
                     }
                 }
             }
         }
-        // A device does not end a domain that has a queue pair left.
+        // A device does not end a domain that has a queue pair left, which keeps no memory of ours: its registrations are gone.
         // SAFETY: its last owner goes; registrations and queues own it too, so none is left that is used.
-        all & (unsafe { (library.ibv_dealloc_pd)(self.pd.as_ptr()) } == 0)
+        unsafe { (library.ibv_dealloc_pd)(self.pd.as_ptr()) };
+        locked
     }
 }
 
@@ -246,6 +249,7 @@ enum Memory {
     Source(Region),
     Sink(Sink),
     Slabs(#[expect(dead_code, reason = "what it keeps mapped is the point")] Arc<Slabs>),
+    Area(#[expect(dead_code, reason = "what it keeps mapped, and counts, is the point")] Area),
 }
 
 // SAFETY: as for Domain.
@@ -298,10 +302,10 @@ impl Registration {
     ///
     /// # Errors
     /// The device or the system refuses.
-    pub fn area(domain: &Arc<Domain>, block: Arc<Slabs>) -> Result<Registration, Error> {
+    pub fn area(domain: &Arc<Domain>, block: Area) -> Result<Registration, Error> {
         let (start, len) = block.span();
         let flags = ibv_access_flags::IBV_ACCESS_LOCAL_WRITE.0 | ibv_access_flags::IBV_ACCESS_MW_BIND.0;
-        Registration::new(domain, start, len, flags, Memory::Slabs(block))
+        Registration::new(domain, start, len, flags, Memory::Area(block))
     }
 
     /// Slabs, for Sends and Receives: up to number `count`, from number `from` on.
@@ -341,7 +345,7 @@ impl Registration {
         match &self.memory {
             Some(Memory::Source(region)) => region.is_lent(),
             Some(Memory::Sink(sink)) => sink.is_lent(),
-            Some(Memory::Slabs(_)) | None => false,
+            Some(Memory::Slabs(_) | Memory::Area(_)) | None => false,
         }
     }
 
@@ -388,7 +392,7 @@ impl Drop for Registration {
         if errno != 0
             && let Some(memory) = self.memory.take()
         {
-            self.domain.keep(Kept::Registration(self.mr, memory), errno);
+            self.domain.keep(Kept::Registration(self.mr, memory, self.len), errno);
         }
     }
 }

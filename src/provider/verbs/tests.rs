@@ -137,7 +137,52 @@ fn a_queue_pair_that_does_not_go_keeps_no_right_to_memory() {
     verbs.close();
     assert!(program.is_back() && mock::there("mr") == 0 && mock::there("mw") == 0);
     assert_eq!((mock::there("qp"), mock::there("cq")), (1, 1), "it still writes completions");
-    LOCKED.store(0, Relaxed);
+    assert_eq!(LOCKED.load(Relaxed), 0, "the slabs are the device's no more");
+}
+
+/// What counts is what the device has, for reply chunks as for slabs, and whenever it fails.
+#[test]
+fn what_counts_as_locked_is_what_the_device_keeps() {
+    let most = 64 << 20;
+    let block = 1 << 20;
+    let _alone_too = areas::ALONE.lock().unwrap_or_else(|e| e.into_inner());
+    let _alone = alone();
+    mock::install();
+    let requested = || {
+        let mut verbs = Verbs::request("10.1.2.3:7".parse().unwrap(), options()).expect("an identifier");
+        verbs.areas = Areas::new(block, most).unwrap();
+        verbs
+    };
+    // All of it.
+    let mut verbs = requested();
+    assert!(verbs.establish().expect("the startup goes on"));
+    let slabs = LOCKED.load(Relaxed);
+    mock::with(|device| device.fails.insert("ibv_dereg_mr"));
+    verbs.close();
+    drop(verbs);
+    assert_eq!((LOCKED.swap(0, Relaxed), areas::forget_kept()), (slabs, block));
+    // A block that was made for one call: the other one and the slabs are free.
+    mock::install();
+    let mut verbs = requested();
+    assert!(verbs.establish().expect("the startup goes on"));
+    let memory = crate::memory::Memory::new(4096, 4096, 4096).connection(verbs.slabs(), verbs.areas());
+    let calls = [memory.reply_area(1000).unwrap(), memory.reply_area(1000).unwrap()];
+    for area in &calls {
+        verbs.expose_sink(area.clone()).expect("exposed");
+    }
+    let last = mock::latest_key();
+    mock::with(|device| device.keeps = last);
+    verbs.close();
+    drop((verbs, calls, memory));
+    assert_eq!((LOCKED.swap(0, Relaxed), areas::forget_kept()), (0, block));
+    // Before the connection is there at all.
+    mock::install();
+    mock::with(|device| device.fails.extend(["rdma_create_qp", "ibv_dereg_mr"]));
+    let mut verbs = requested();
+    assert!(verbs.establish().is_err());
+    drop(verbs);
+    assert_eq!(areas::forget_kept(), 0, "no block was registered");
+    assert_ne!(LOCKED.swap(0, Relaxed), 0);
 }
 
 #[test]

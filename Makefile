@@ -123,11 +123,11 @@ check-source: all
 	@if $(CARGO) clippy --version >/dev/null 2>&1; then \
 	    echo "$(CARGO) clippy"; $(CARGO) clippy $(CARGOFLAGS) $(FEATURES) --all-targets -- -D warnings; \
 	    else echo "skip  clippy (not installed)"; fi
-	RUSTDOCFLAGS=-Dwarnings $(CARGO) doc $(CARGOFLAGS) $(FEATURES) --no-deps
+	+RUSTDOCFLAGS=-Dwarnings $(CARGO) doc $(CARGOFLAGS) $(FEATURES) --no-deps
 
 # After the library is built: some tests preload it.
 check-rust: all
-	$(CARGO) test $(CARGOFLAGS) $(FEATURES)
+	+$(CARGO) test $(CARGOFLAGS) $(FEATURES)
 
 check-exports: all
 	c-tests/exports.sh $(LIBRARY)

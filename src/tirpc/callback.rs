@@ -71,7 +71,7 @@ struct Own {
 /// forward direction that a new connection is greeted with.
 ///
 /// A routine that is replaced or ended does not run any more when this returns; unless the calling thread is inside a
-/// routine itself: see [`in_routine`].
+/// routine itself: see `in_routine`.
 ///
 /// # Errors
 /// `EMFILE`; `Invalid` when a program ends that is not served.

@@ -52,7 +52,7 @@ enum need {
     RDMA_ONLY = 4, /* needs the library */
     GSS = 8,
     UNBOUND = 32,  /* shows what happens without a binding */
-    SOCKET = 64,   /* an adapter's connection does not outlive a fork, and has no socket to shut down */
+    SOCKET = 64,   /* an adapter's connection does not outlive a fork, and has no socket to shut down or to listen at */
     NOISY = 16,    /* libtirpc itself writes to stderr here */
 };
 

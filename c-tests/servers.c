@@ -482,8 +482,8 @@ const struct test server_tests[] = {
     TEST(dead_connection_raises_no_sigpipe, .not_stock = "stock lets SIGPIPE through"),
     TEST(server_survives_clients_that_are_killed),
     TEST(server_survives_bytes_that_are_no_protocol, .needs = SOCKET),
-    {.name = "listener_that_cannot_be_made_leaves_nothing_behind", .run = listener_that_cannot_be_made_leaves_nothing_behind, .needs = RDMA_ONLY},
-    {.name = "listener_that_cannot_be_made_leaves_the_programs_socket_alone", .run = listener_that_cannot_be_made_leaves_nothing_behind, .argument = 1, .needs = RDMA_ONLY},
+    {.name = "listener_that_cannot_be_made_leaves_nothing_behind", .run = listener_that_cannot_be_made_leaves_nothing_behind, .needs = RDMA_ONLY | SOCKET},
+    {.name = "listener_that_cannot_be_made_leaves_the_programs_socket_alone", .run = listener_that_cannot_be_made_leaves_nothing_behind, .argument = 1, .needs = RDMA_ONLY | SOCKET},
     TEST(fifty_connections_at_a_time),
     END_OF_TESTS,
 };

@@ -350,6 +350,30 @@ static void begun_while_svc_run_sleeps(void)
     }
 }
 
+/* One of two loops ends, for its poll(2) fails: the other one, which sleeps, goes on serving. */
+static void one_of_two_loops_fails(void)
+{
+    REQUIRE(svc_rdma_create(RPC_ANYFD, 0, 0) != NULL);
+    start_loop();
+    first = on_descriptor(RPC_ANYFD);
+    REQUIRE(rpcrdma_clnt_serve(first, BACK, 1, count) && ask(first, LATER, 1, 1, NULL) == RPC_SUCCESS);
+    await_count(1);
+    /* Asleep again by then. */
+    usleep(100000);
+    /* More descriptors than the limit allows are EINVAL. libtirpc says so on standard error. */
+    struct rlimit limit, none;
+    int null = open("/dev/null", O_WRONLY), own = dup(STDERR_FILENO);
+    REQUIRE(getrlimit(RLIMIT_NOFILE, &limit) == 0 && null >= 0 && own >= 0 && dup2(null, STDERR_FILENO) >= 0);
+    none = (struct rlimit){0, limit.rlim_max};
+    REQUIRE(setrlimit(RLIMIT_NOFILE, &none) == 0);
+    svc_run();
+    REQUIRE(setrlimit(RLIMIT_NOFILE, &limit) == 0 && dup2(own, STDERR_FILENO) >= 0);
+    for (int i = 2; i < 5; i++) {
+        REQUIRE(ask(first, LATER, 1, 1, NULL) == RPC_SUCCESS);
+        await_count(i);
+    }
+}
+
 /* A routine ends service on its connection and begins it on another: each goes on by itself. */
 static void swap(struct svc_req *request, SVCXPRT *xprt)
 {
@@ -541,6 +565,7 @@ static const struct {
     TEST(end_waits_for_a_routine),
     TEST(destroyed_inside_a_routine),
     TEST(begun_while_svc_run_sleeps),
+    TEST(one_of_two_loops_fails),
     TEST(swapped_in_a_routine),
     TEST(ended_and_begun_while_a_routine_runs),
     TEST(ended_and_begun_inside_a_routine),

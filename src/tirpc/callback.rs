@@ -275,11 +275,15 @@ pub(super) mod waker {
         }
     }
 
-    /// The program has left it, and libtirpc has forgotten what was registered.
+    /// The program has left it: for svc_exit(3), with which libtirpc forgets what was registered, and all loops end; or for
+    /// poll(2) has failed in this one.
     pub fn leave_loop() {
-        IN_SVC_RUN.fetch_sub(1, Relaxed);
+        let others = IN_SVC_RUN.fetch_sub(1, Relaxed) > 1;
+        if others && !nothing_is_registered() {
+            return;
+        }
         if let Some(waker) = lock().as_mut() {
-            // Unless it has not: poll(2) has failed.
+            // libtirpc's table of transports still has it.
             // SAFETY: it lives for ever.
             unsafe { xprt_unregister(waker.xprt) };
             waker.registered = false;

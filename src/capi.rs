@@ -24,7 +24,7 @@ use crate::binding::{Stop, Walk, Walked, Walker};
 use crate::connection::characteristics::Wish;
 use crate::driver::Peer;
 use crate::error::{Error, Kind};
-use crate::ffi::{Fd, guard, guard_cancellable};
+use crate::ffi::{Fd, guard, guard_in_steps_cancellable};
 use crate::memory::registered;
 use crate::socket::Sockaddr;
 use crate::tirpc::interpose::{clnt_tli_create, creation, svc_tli_create};
@@ -357,7 +357,7 @@ pub unsafe extern "C" fn rpcrdma_clnt_serve(
 /// `clnt` is NULL or a live CLIENT.
 #[unsafe(no_mangle)]
 pub unsafe extern "C-unwind" fn rpcrdma_clnt_poll(clnt: *mut CLIENT, timeout: timeval) -> c_int {
-    guard_cancellable(|| {
+    guard_in_steps_cancellable(|| {
         // SAFETY: by the contract.
         let served = unsafe { client::poll(clnt, timeout) };
         Ok(served.map_or(-1, |served| c_int::try_from(served).unwrap_or(c_int::MAX)))
@@ -495,7 +495,7 @@ pub unsafe extern "C-unwind" fn rpcrdma_clnt_request(
     value: u32,
     timeout: timeval,
 ) -> c_int {
-    guard_cancellable(|| {
+    guard_in_steps_cancellable(|| {
         // SAFETY: by the contract.
         Ok(Fd(match unsafe { client::request(clnt, which, value, timeout) }? {
             Wish::Done => RPCRDMA_DONE,
@@ -508,7 +508,7 @@ pub unsafe extern "C-unwind" fn rpcrdma_clnt_request(
 
 /// What rpcrdma_clnt_on_update() has called.
 pub type rpcrdma_told =
-    Option<unsafe extern "C" fn(clnt: *mut CLIENT, peer: *const rpcrdma_peer, closure: *mut c_void)>;
+    Option<unsafe extern "C-unwind" fn(clnt: *mut CLIENT, peer: *const rpcrdma_peer, closure: *mut c_void)>;
 
 /// Has `told` called when the peer has said something of itself since the last time, or since this call: in the
 /// thread in which a clnt_call(), rpcrdma_clnt_poll() or rpcrdma_clnt_request() with this CLIENT ends, just before

@@ -6,6 +6,8 @@
 //!
 //! Invariants:
 //! - No panic crosses into C. `panic = "unwind"` stays: an abort would kill a stranger's process.
+//! - What the program's functions throw passes where they are called from [`guard_in_steps`]; a guard over them ends the
+//!   process, since it can catch panics only.
 //! - A thread is not cancelled inside, but where libtirpc's own function is at work for it, and at the end of a call.
 //! - Nothing is printed. A panic inside a guard leaves its text in the thread's last error; a panic outside any
 //!   guard (a Rust program that uses the crate) goes to the hook that was there before.
@@ -81,43 +83,118 @@ pub fn guard<T: FromFailure>(body: impl FnOnce() -> Result<T, Error>) -> T {
     })
 }
 
-/// As [`guard`], for a function that ends as a cancellation point: what was put off takes effect when the body is over.
+/// Runs the body of a C entry point that calls functions of the program, which may throw or end their thread: no guard
+/// reaches over those, and what passes through here drops what the body holds.
 ///
-/// The caller is `extern "C-unwind"` and holds nothing then, for its frame is unwound. Where the program was called from
-/// inside this library, the next such function that is not takes care of it: frames in between do hold something.
-pub fn guard_cancellable<T: FromFailure + Copy>(body: impl FnOnce() -> Result<T, Error>) -> T {
-    let value = guard(body);
+/// The body does everything else in [`step`]s, and while it calls the program it holds no lock, and nothing but what puts
+/// the state in order when it is dropped. The caller is `extern "C-unwind"`.
+pub fn guard_in_steps<T: FromFailure>(body: impl FnOnce() -> Result<T, Error>) -> T {
+    let _uncancelled = Uncancelled::now();
+    passing_in_steps(body)
+}
+
+/// As [`guard_in_steps`], for a function that ends as a cancellation point: what was put off takes effect when the body is
+/// over.
+///
+/// Where the program was called from inside this library, the next such function that is not takes care of it: frames in
+/// between do hold something.
+pub fn guard_in_steps_cancellable<T: FromFailure + Copy>(body: impl FnOnce() -> Result<T, Error>) -> T {
+    let value = guard_in_steps(body);
     cancellation_point();
     value
 }
 
-/// As [`guard_cancellable`], for a function of libtirpc that is passed through.
-pub fn guard_passing_cancellable<T: FromFailure + Copy>(body: impl FnOnce() -> Result<T, Error>) -> T {
-    let value = guard_passing(body);
+/// As [`guard_in_steps_cancellable`], for a function of libtirpc that is passed through.
+pub fn guard_passing_in_steps_cancellable<T: FromFailure + Copy>(
+    body: impl FnOnce() -> Result<T, Error>,
+) -> T {
+    let value = passing_in_steps(body);
     cancellation_point();
     value
 }
 
-/// Runs a function of libtirpc that runs the program, and `then` when it has returned. No guard reaches over it: what passes
-/// through the frame of the caller, which is `extern "C-unwind"`, is an exception of the program's or the end of a cancelled
-/// thread, and finds nothing here that is to be dropped.
+fn passing_in_steps<T: FromFailure>(body: impl FnOnce() -> Result<T, Error>) -> T {
+    let no_panic = NoPanic::now();
+    let result = body();
+    std::mem::forget(no_panic);
+    match result {
+        Ok(value) => value,
+        Err(error) => failure(error),
+    }
+}
+
+/// What [`guard_in_steps`] does between two functions of the program. A panic becomes an error.
+///
+/// # Errors
+/// Those of `work`; `Panic`.
+#[inline(always)]
+pub fn step<T>(work: impl FnOnce() -> Result<T, Error>) -> Result<T, Error> {
+    install_hook();
+    let depth = GUARDS.get();
+    GUARDS.set(depth + 1);
+    // Unwind safety: after a panic the owner of the state poisons its handle; nothing else is resumed.
+    let result = catch_unwind(AssertUnwindSafe(work));
+    GUARDS.set(depth);
+    match result {
+        Ok(result) => result,
+        Err(panic) => Err(panicked(panic)),
+    }
+}
+
+/// A panic that comes from between two steps ends the process: it must not pass for an exception of the program's.
+struct NoPanic {
+    before: bool,
+}
+
+impl NoPanic {
+    fn now() -> NoPanic {
+        NoPanic { before: std::thread::panicking() }
+    }
+}
+
+impl Drop for NoPanic {
+    fn drop(&mut self) {
+        if std::thread::panicking() != self.before {
+            std::process::abort();
+        }
+    }
+}
+
+/// Runs a function of libtirpc that runs the program, and `then`: told an address on the stack that lies above the frames of
+/// that, and true when it has returned, or false when something of the program's passes through it, an exception or the end of
+/// its thread. No guard reaches over it.
 pub fn guard_around<F: Copy>(
     find: impl FnOnce() -> Result<F, Error>,
     run: impl FnOnce(F),
-    then: impl FnOnce(),
+    then: impl FnOnce(usize, bool),
 ) {
+    struct Then<T: FnOnce(usize, bool)>(Option<T>, usize);
+    impl<T: FnOnce(usize, bool)> Then<T> {
+        fn run(&mut self, returned: bool) {
+            guard(|| {
+                if let Some(then) = self.0.take() {
+                    then(self.1, returned);
+                }
+                Ok(())
+            });
+        }
+    }
+    impl<T: FnOnce(usize, bool)> Drop for Then<T> {
+        fn drop(&mut self) {
+            self.run(false);
+        }
+    }
     let mut found = None;
     guard(|| {
         found = Some(find()?);
         Ok(())
     });
+    let place = 0u8;
+    let mut then = Then(Some(then), (&raw const place).addr());
     if let Some(function) = found {
         run(function);
     }
-    guard(|| {
-        then();
-        Ok(())
-    });
+    then.run(true);
 }
 
 fn cancellation_point() {
@@ -129,27 +206,27 @@ fn cancellation_point() {
 
 /// As [`guard`], for a function of libtirpc that is passed through: it may be cancelled wherever it could be without us.
 pub fn guard_passing<T: FromFailure>(body: impl FnOnce() -> Result<T, Error>) -> T {
-    install_hook();
-    let depth = GUARDS.get();
-    GUARDS.set(depth + 1);
-    // Unwind safety: after a panic the owner of the state poisons its handle; nothing else is resumed.
-    let result = catch_unwind(AssertUnwindSafe(body));
-    GUARDS.set(depth);
-    let error = match result {
-        Ok(Ok(value)) => return value,
-        Ok(Err(error)) => error,
-        Err(panic) => {
-            // A payload may panic when it is dropped; a leak is better than that.
-            let text = panic_text(&panic);
-            std::mem::forget(panic);
-            crate::log_error!("{text}");
-            // The frames that were unwound have dropped their marks, so `Inside` needs no repair here.
-            Error::new(Kind::Panic, text)
-        }
-    };
+    match step(body) {
+        Ok(value) => value,
+        Err(error) => failure(error),
+    }
+}
+
+#[cold]
+fn failure<T: FromFailure>(error: Error) -> T {
     let value = T::from_failure(&error);
     set_last_error(Some(error));
     value
+}
+
+#[cold]
+fn panicked(panic: Box<dyn Any + Send>) -> Error {
+    // A payload may panic when it is dropped; a leak is better than that.
+    let text = panic_text(&panic);
+    std::mem::forget(panic);
+    crate::log_error!("{text}");
+    // The frames that were unwound have dropped their marks, so `Inside` needs no repair here.
+    Error::new(Kind::Panic, text)
 }
 
 /// pthread_cancel(3) of this thread is put off while this lives: cancellation unwinds from wherever the thread does

@@ -130,8 +130,8 @@ pub struct auth_ops {
     pub ah_validate: Option<unsafe extern "C" fn(*mut AUTH, *mut opaque_auth) -> bool_t>,
     pub ah_refresh: Option<unsafe extern "C" fn(*mut AUTH, *mut c_void) -> bool_t>,
     pub ah_destroy: Option<unsafe extern "C" fn(*mut AUTH)>,
-    pub ah_wrap: Option<unsafe extern "C" fn(*mut AUTH, *mut XDR, XdrProc, *mut c_void) -> bool_t>,
-    pub ah_unwrap: Option<unsafe extern "C" fn(*mut AUTH, *mut XDR, XdrProc, *mut c_void) -> bool_t>,
+    pub ah_wrap: Option<unsafe extern "C-unwind" fn(*mut AUTH, *mut XDR, XdrProc, *mut c_void) -> bool_t>,
+    pub ah_unwrap: Option<unsafe extern "C-unwind" fn(*mut AUTH, *mut XDR, XdrProc, *mut c_void) -> bool_t>,
 }
 
 /// `CLIENT`: a client handle.
@@ -165,7 +165,7 @@ pub struct clnt_ops {
     >,
     pub cl_abort: Option<unsafe extern "C" fn(*mut CLIENT)>,
     pub cl_geterr: Option<unsafe extern "C" fn(*mut CLIENT, *mut rpc_err)>,
-    pub cl_freeres: Option<unsafe extern "C" fn(*mut CLIENT, XdrProc, *mut c_void) -> bool_t>,
+    pub cl_freeres: Option<unsafe extern "C-unwind" fn(*mut CLIENT, XdrProc, *mut c_void) -> bool_t>,
     pub cl_destroy: Option<unsafe extern "C" fn(*mut CLIENT)>,
     pub cl_control: Option<unsafe extern "C" fn(*mut CLIENT, c_uint, *mut c_void) -> bool_t>,
 }
@@ -234,9 +234,9 @@ pub struct SVCXPRT {
 pub struct xp_ops {
     pub xp_recv: Option<unsafe extern "C" fn(*mut SVCXPRT, *mut rpc_msg) -> bool_t>,
     pub xp_stat: Option<unsafe extern "C" fn(*mut SVCXPRT) -> c_uint>,
-    pub xp_getargs: Option<unsafe extern "C" fn(*mut SVCXPRT, XdrProc, *mut c_void) -> bool_t>,
-    pub xp_reply: Option<unsafe extern "C" fn(*mut SVCXPRT, *mut rpc_msg) -> bool_t>,
-    pub xp_freeargs: Option<unsafe extern "C" fn(*mut SVCXPRT, XdrProc, *mut c_void) -> bool_t>,
+    pub xp_getargs: Option<unsafe extern "C-unwind" fn(*mut SVCXPRT, XdrProc, *mut c_void) -> bool_t>,
+    pub xp_reply: Option<unsafe extern "C-unwind" fn(*mut SVCXPRT, *mut rpc_msg) -> bool_t>,
+    pub xp_freeargs: Option<unsafe extern "C-unwind" fn(*mut SVCXPRT, XdrProc, *mut c_void) -> bool_t>,
     pub xp_destroy: Option<unsafe extern "C" fn(*mut SVCXPRT)>,
 }
 
@@ -271,8 +271,10 @@ pub struct SVCAUTH {
 #[derive(Debug)]
 #[allow(missing_docs)]
 pub struct svc_auth_ops {
-    pub svc_ah_wrap: Option<unsafe extern "C" fn(*mut SVCAUTH, *mut XDR, XdrProc, *mut c_void) -> bool_t>,
-    pub svc_ah_unwrap: Option<unsafe extern "C" fn(*mut SVCAUTH, *mut XDR, XdrProc, *mut c_void) -> bool_t>,
+    pub svc_ah_wrap:
+        Option<unsafe extern "C-unwind" fn(*mut SVCAUTH, *mut XDR, XdrProc, *mut c_void) -> bool_t>,
+    pub svc_ah_unwrap:
+        Option<unsafe extern "C-unwind" fn(*mut SVCAUTH, *mut XDR, XdrProc, *mut c_void) -> bool_t>,
     pub svc_ah_destroy: Option<unsafe extern "C" fn(*mut SVCAUTH) -> bool_t>,
 }
 
@@ -545,11 +547,7 @@ unsafe extern "C" {
     pub fn xdr_callhdr(xdrs: *mut XDR, msg: *mut rpc_msg) -> bool_t;
     pub fn xdr_replymsg(xdrs: *mut XDR, msg: *mut rpc_msg) -> bool_t;
     pub fn xdr_opaque_auth(xdrs: *mut XDR, auth: *mut opaque_auth) -> bool_t;
-    /// Takes no arguments in C; passing two to it is what every caller of an xdrproc does.
-    pub fn xdr_void(xdrs: *mut XDR, nothing: *mut c_void) -> bool_t;
     pub fn xdr_free(xdrproc: XdrProc, object: *mut c_void);
-    /// Its object is a `*mut *mut rpcblist`.
-    pub fn xdr_rpcblist_ptr(xdrs: *mut XDR, list: *mut c_void) -> bool_t;
     pub fn _seterr_reply(msg: *mut rpc_msg, error: *mut rpc_err);
 
     pub fn authnone_create() -> *mut AUTH;
@@ -561,6 +559,15 @@ unsafe extern "C" {
     pub static mut svc_pollfd: *mut libc::pollfd;
     pub static mut svc_max_pollfd: c_int;
     pub static mut svc_fdset: libc::fd_set;
+}
+
+// Of the type of the program's own procedures.
+#[allow(missing_docs)]
+unsafe extern "C-unwind" {
+    /// Takes no arguments in C; passing two to it is what every caller of an xdrproc does.
+    pub fn xdr_void(xdrs: *mut XDR, nothing: *mut c_void) -> bool_t;
+    /// Its object is a `*mut *mut rpcblist`.
+    pub fn xdr_rpcblist_ptr(xdrs: *mut XDR, list: *mut c_void) -> bool_t;
 }
 
 /// Records why a creation failed: `*__rpc_createerr()` for every reader, the text for [`creation_explanation`].
@@ -726,6 +733,24 @@ pub mod real {
     // SAFETY: the type is the C prototype of the name.
     pub static SVC_RUN: Real<unsafe extern "C-unwind" fn()> = unsafe { Real::new(c"svc_run") };
 
+    /// The program's procedures run in it: they may throw.
+    pub static RPC_CALL: Real<RpcCall> =
+        // SAFETY: the type is the C prototype of the name.
+        unsafe { Real::new(c"rpc_call") };
+
+    /// `rpc_call`.
+    pub type RpcCall = unsafe extern "C-unwind" fn(
+        *const c_char,
+        u32,
+        u32,
+        u32,
+        XdrProc,
+        *const c_char,
+        XdrProc,
+        *mut c_char,
+        *const c_char,
+    ) -> c_uint;
+
     real! {
         GETNETCONFIGENT = getnetconfigent(*const c_char) -> *mut netconfig;
         RPC_SETCONF = __rpc_setconf(*const c_char) -> *mut c_void;
@@ -750,8 +775,6 @@ pub mod real {
         RPCB_GETADDR = rpcb_getaddr(u32, u32, *const netconfig, *mut netbuf, *const c_char) -> bool_t;
         RPCB_SET = rpcb_set(u32, u32, *const netconfig, *const netbuf) -> bool_t;
         RPCB_UNSET = rpcb_unset(u32, u32, *const netconfig) -> bool_t;
-        RPC_CALL = rpc_call(
-            *const c_char, u32, u32, u32, XdrProc, *const c_char, XdrProc, *mut c_char, *const c_char) -> c_uint;
         RPC_REG = rpc_reg(u32, u32, u32, registered_t, XdrProc, XdrProc, *mut c_char) -> c_int;
         SVC_CREATE = svc_create(dispatch_t, u32, u32, *const c_char) -> c_int;
         SVC_TP_CREATE = svc_tp_create(dispatch_t, u32, u32, *const netconfig) -> *mut SVCXPRT;

@@ -37,7 +37,9 @@ use crate::memory::{Buf, Message, Region};
 /// third (a bare `xdr_string`) finds there what it always found, the leftovers of a register;
 /// `xdr_wrapstring` exists for it. On x86-64 a call with two pointers is the same for a variadic and for a
 /// plain C function.
-pub type XdrProc = Option<unsafe extern "C" fn(*mut XDR, *mut c_void) -> c_int>;
+///
+/// It may throw, and it may end its thread.
+pub type XdrProc = Option<unsafe extern "C-unwind" fn(*mut XDR, *mut c_void) -> c_int>;
 
 /// `enum xdr_op`: what a procedure is to do.
 pub mod op {
@@ -1029,13 +1031,13 @@ mod tests {
         }
     }
 
-    unsafe extern "C" fn word(xdrs: *mut XDR, object: *mut c_void) -> c_int {
+    unsafe extern "C-unwind" fn word(xdrs: *mut XDR, object: *mut c_void) -> c_int {
         // SAFETY: called by xdr_array with a word.
         unsafe { xdr_u_int(xdrs, object.cast()) }
     }
 
     /// As rpcgen would write it.
-    unsafe extern "C" fn sample(xdrs: *mut XDR, object: *mut c_void) -> c_int {
+    unsafe extern "C-unwind" fn sample(xdrs: *mut XDR, object: *mut c_void) -> c_int {
         // SAFETY: the tests pass a Sample.
         let s = unsafe { &mut *object.cast::<Sample>() };
         let steps: [&mut dyn FnMut() -> c_int; 8] = [
@@ -1593,7 +1595,7 @@ mod tests {
 
     #[test]
     fn freeing_runs_the_procedure_on_a_stream_that_refuses_everything() {
-        unsafe extern "C" fn curious(xdrs: *mut XDR, object: *mut c_void) -> c_int {
+        unsafe extern "C-unwind" fn curious(xdrs: *mut XDR, object: *mut c_void) -> c_int {
             // SAFETY: a live handle.
             assert_eq!(unsafe { (*xdrs).x_op }, op::FREE);
             assert!(!putlong(xdrs, 1) && getlong(xdrs).is_none() && inline(xdrs, 0).is_none());

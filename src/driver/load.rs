@@ -4,6 +4,7 @@
 
 use std::net::{TcpListener, TcpStream};
 use std::os::fd::AsRawFd;
+use std::sync::Weak;
 use std::sync::atomic::{AtomicBool, AtomicU32};
 use std::thread::scope;
 
@@ -162,10 +163,19 @@ impl Serve for Answers {
     }
 }
 
+/// Nothing is thrown here.
+fn no_owner() -> Weak<dyn service_loop::Thrown> {
+    struct Nobody;
+    impl service_loop::Thrown for Nobody {
+        fn thrown(&self, _: usize) {}
+    }
+    Weak::<Nobody>::new()
+}
+
 /// One request of the server's program, as libtirpc's loop takes it. False when there is none.
 fn serve_once(ends: &Ends) -> bool {
     let Some(request) = locked(&ends.server).receive() else { return false };
-    let dispatching = service_loop::Dispatching::begin();
+    let dispatching = service_loop::Dispatching::begin(0, no_owner());
     let _ = answer(&*ends.server, &*ends.reverse, request);
     drop(dispatching);
     true
@@ -449,7 +459,7 @@ fn whoever_serves_a_callback_is_not_taken_for_one_who_sleeps() {
         answer(&*ends.server, &*ends.reverse, first).unwrap();
         driver.join().unwrap();
         until(&|state| !state.drivers.is_empty());
-        let dispatching = service_loop::Dispatching::begin();
+        let dispatching = service_loop::Dispatching::begin(0, no_owner());
         call(&*ends.reverse, 0, 40, 40).unwrap();
         drop(dispatching);
         assert_eq!(*counts.asleep.lock().unwrap(), [0]);

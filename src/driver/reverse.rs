@@ -481,6 +481,7 @@ impl Requester for Reverse {
 /// reads connections (it sleeps in poll(2), as far as anybody can tell) or is inside a dispatch routine.
 pub mod service_loop {
     use std::cell::Cell;
+    use std::sync::Weak;
 
     use super::*;
 
@@ -498,12 +499,28 @@ pub mod service_loop {
 
     struct State {
         /// Dispatch routines that run in the loop's thread, one inside the other.
-        dispatching: usize,
+        dispatching: Vec<Routine>,
         /// Connections with requests that others have read.
         left: Vec<RawFd>,
     }
 
-    static STATE: Mutex<State> = Mutex::new(State { dispatching: 0, left: Vec::new() });
+    static STATE: Mutex<State> = Mutex::new(State { dispatching: Vec::new(), left: Vec::new() });
+
+    /// How many routines run.
+    static DISPATCHING: AtomicUsize = AtomicUsize::new(0);
+
+    struct Routine {
+        serial: u64,
+        thread: usize,
+        frame: usize,
+        owner: Weak<dyn Thrown>,
+    }
+
+    /// What may be left by an exception of the program's, or by the end of its thread.
+    pub trait Thrown: Send + Sync {
+        /// The routines that [`Dispatching::is_below`] `frame` do not run any more.
+        fn thrown(&self, frame: usize);
+    }
 
     thread_local! {
         static NESTED: Cell<u32> = const { Cell::new(0) };
@@ -514,20 +531,60 @@ pub mod service_loop {
     }
 
     /// A dispatch routine that runs.
-    pub struct Dispatching(());
+    pub struct Dispatching {
+        serial: u64,
+        thread: usize,
+        frame: usize,
+    }
 
     impl Dispatching {
-        /// The calling thread, which is the loop's, begins to run one.
-        pub fn begin() -> Dispatching {
+        /// The calling thread, which is the loop's, begins to run one. `frame`: an address on its stack, from which the
+        /// routine's own frames grow downwards. `owner` is told if it is left in another way than by returning.
+        pub fn begin(frame: usize, owner: Weak<dyn Thrown>) -> Dispatching {
             look();
-            state().dispatching += 1;
-            Dispatching(())
+            let thread = sys::this_thread();
+            let mut state = state();
+            let serial = state.dispatching.last().map_or(0, |routine| routine.serial + 1);
+            state.dispatching.push(Routine { serial, thread, frame, owner });
+            DISPATCHING.store(state.dispatching.len(), Relaxed);
+            Dispatching { serial, thread, frame }
+        }
+
+        /// Whether the routine has been left: the calling thread is in the frame at `frame` now.
+        pub fn is_below(&self, frame: usize) -> bool {
+            self.thread == sys::this_thread() && self.frame <= frame
         }
     }
 
     impl Drop for Dispatching {
         fn drop(&mut self) {
-            state().dispatching -= 1;
+            let mut state = state();
+            let at = state.dispatching.iter().rposition(|routine| routine.serial == self.serial);
+            let gone = at.map(|at| state.dispatching.remove(at));
+            DISPATCHING.store(state.dispatching.len(), Relaxed);
+            drop(state);
+            // It may be the last to know its owner.
+            drop(gone);
+        }
+    }
+
+    /// The calling thread is in the frame at `frame`: no routine runs below it. One that has not returned was left by an
+    /// exception, or its thread would have ended.
+    pub fn unwound_to(frame: usize) {
+        while DISPATCHING.load(Relaxed) > 0 {
+            let thread = sys::this_thread();
+            let below = |it: &&Routine| it.thread == thread && it.frame <= frame;
+            let Some(found) = state().dispatching.iter().rfind(below).map(|it| (it.serial, it.owner.clone()))
+            else {
+                return;
+            };
+            if let Some(owner) = found.1.upgrade() {
+                owner.thrown(frame);
+            }
+            // Its owner has dropped it, or there is none.
+            let mut state = state();
+            state.dispatching.retain(|routine| routine.serial != found.0);
+            DISPATCHING.store(state.dispatching.len(), Relaxed);
         }
     }
 
@@ -563,7 +620,7 @@ pub mod service_loop {
 
     /// Whether the calling thread may read connections: the loop does not.
     pub fn may_read() -> bool {
-        is_mine() || nobody_runs_it() || state().dispatching > 0
+        is_mine() || nobody_runs_it() || !state().dispatching.is_empty()
     }
 
     /// Does `step`, which reads a connection, unless the loop is back: `None`. `step` returns the connection if something is
@@ -571,12 +628,12 @@ pub mod service_loop {
     pub fn stand_in(step: impl FnOnce() -> Option<RawFd>) -> Option<bool> {
         // The lock is kept: what `step` leaves must be there when the loop comes back.
         let mut state = state();
-        if state.dispatching == 0 && !nobody_runs_it() {
+        if state.dispatching.is_empty() && !nobody_runs_it() {
             return None;
         }
         let left = step().filter(|fd| !state.left.contains(fd));
         state.left.extend(left);
-        Some(state.dispatching == 0 && left.is_some())
+        Some(state.dispatching.is_empty() && left.is_some())
     }
 
     /// There are requests of this connection that the loop has not seen.
@@ -601,7 +658,7 @@ pub mod service_loop {
     pub fn is_idle_here() -> bool {
         is_mine() && {
             let state = state();
-            state.dispatching == 0 && !state.left.is_empty()
+            state.dispatching.is_empty() && !state.left.is_empty()
         }
     }
 

@@ -31,7 +31,7 @@ use crate::driver::{
     self, Attempt, Client, Peer, Requester, Responder, Reverse, Room, START_TIMEOUT, Shared,
 };
 use crate::error::{Error, Kind, clnt_stat, os_text};
-use crate::ffi::{guard, guard_cancellable};
+use crate::ffi::{guard, guard_in_steps, guard_in_steps_cancellable, step};
 use crate::memory::{Loan, Message, Region, Sink, registered};
 use crate::socket::Sockaddr;
 use crate::stats::{self, Counter};
@@ -527,7 +527,7 @@ pub unsafe fn opened(client: *mut CLIENT) -> Result<(Arc<Client>, (u32, u32)), E
 /// As [`opened`].
 pub unsafe fn poll(client: *mut CLIENT, timeout: libc::timeval) -> Result<usize, Error> {
     // SAFETY: by the contract.
-    let handle = unsafe { handle(client) }?;
+    let handle = step(|| unsafe { handle(client) })?;
     run_recorded(handle, client, |signals| {
         // SAFETY: by the contract.
         let (connection, _) = unsafe { opened(client) }?;
@@ -567,7 +567,7 @@ pub unsafe fn request(
     timeout: libc::timeval,
 ) -> Result<Wish, Error> {
     // SAFETY: by the contract.
-    let handle = unsafe { handle(client) }?;
+    let handle = step(|| unsafe { handle(client) })?;
     run_recorded(handle, client, |signals| {
         let what = Characteristic::of(which, value).ok_or_else(|| {
             let text =
@@ -748,52 +748,78 @@ impl Handle {
         status
     }
 
-    /// Tells the program if the peer has said something of itself since the last time. No lock of ours is held.
-    fn tell(&self, client: *mut CLIENT, signals: &BlockedSignals) {
-        if self.control().listener.is_none() {
-            return;
-        }
-        let Ok(peer) = self.connection.peer(false) else { return };
+    /// What the program is to be told, if the peer has said something of itself since the last time.
+    fn news(&self) -> Option<News<'_>> {
+        let peer = self.connection.peer(false).ok()?;
         let heard = (peer.connection, peer.updates);
         let mut control = self.control();
-        let Some(listener) = control.listener.as_mut().filter(|it| it.heard != heard) else { return };
+        let listener = control.listener.as_mut().filter(|it| it.heard != heard)?;
         listener.heard = heard;
         let told = listener.told.clone();
         // A new connection on which nothing was said yet is no news.
         if peer.updates == 0 {
-            return;
+            return None;
         }
-        let (error, explanation) = (control.error, control.explanation.take());
-        drop(control);
-        sys::under_mask(signals.before(), || told(client, &peer));
-        // Calls that the program has made there had outcomes of their own.
-        let mut control = self.control();
-        (control.error, control.explanation) = (error, explanation);
+        let outcome = (control.error, control.explanation.take());
+        Some(News { handle: self, told, peer, outcome })
+    }
+}
+
+/// What the program is told at the end of a call. Calls that it makes there have outcomes of their own: that of this one is
+/// put back.
+struct News<'a> {
+    handle: &'a Handle,
+    told: Told,
+    peer: Peer,
+    outcome: (rpc_err, Option<String>),
+}
+
+impl Drop for News<'_> {
+    fn drop(&mut self) {
+        let mut control = self.handle.control();
+        (control.error, control.explanation) = (self.outcome.0, self.outcome.1.take());
     }
 }
 
 /// Does what waits for the peer as a call does: with signals let through only while it sleeps, and while the program is told
 /// of something; else a handler that makes a call on the same CLIENT could wait for a lock of the thread that it interrupts.
 /// Destruction of the handle waits for it.
-fn run<T>(handle: &Handle, client: *mut CLIENT, work: impl FnOnce(&BlockedSignals) -> T) -> T {
+///
+/// In [`step`]s, as `work` is.
+fn run<T>(
+    handle: &Handle,
+    client: *mut CLIENT,
+    work: impl FnOnce(&BlockedSignals) -> Result<T, Error>,
+) -> Result<T, Error> {
     let signals = BlockedSignals::all();
-    let running = Running::start(handle);
+    let running = step(|| Ok(Running::start(handle)))?;
     let outcome = work(&signals);
-    handle.tell(client, &signals);
-    drop(running);
-    drop(signals);
-    outcome
+    if handle.control().listener.is_some()
+        && let Some(news) = step(|| Ok(handle.news()))?
+    {
+        sys::under_mask(signals.before(), || (news.told)(client, &news.peer));
+        step(|| {
+            drop(news);
+            Ok(())
+        })?;
+    }
+    step(|| {
+        drop(running);
+        outcome
+    })
 }
 
-/// As [`run`], and keeps an error for `clnt_perror`: when this returns, the CLIENT may be gone.
+/// As [`run`], for `work` that is one step, and keeps an error for `clnt_perror`: when this returns, the CLIENT may be gone.
 fn run_recorded<T>(
     handle: &Handle,
     client: *mut CLIENT,
     work: impl FnOnce(&BlockedSignals) -> Result<T, Error>,
 ) -> Result<T, Error> {
     run(handle, client, |signals| {
-        work(signals).inspect_err(|error| {
-            handle.record(error);
+        step(|| {
+            work(signals).inspect_err(|error| {
+                handle.record(error);
+            })
         })
     })
 }
@@ -808,21 +834,22 @@ unsafe extern "C-unwind" fn call(
     results: *mut c_void,
     timeout: libc::timeval,
 ) -> c_uint {
-    guard_cancellable(|| {
+    guard_in_steps_cancellable(|| {
         // SAFETY: the program's handle.
-        let handle = unsafe { handle(client) }?;
+        let handle = step(|| unsafe { handle(client) })?;
         // SAFETY: alive: it is the first member of `handle`.
         let auth = unsafe { (*client).cl_auth };
-        Ok(run(handle, client, |signals| {
+        run(handle, client, |signals| {
             let call = Call { handle, auth, proc, encode, args, decode, results, signals };
-            // A defect inside must not leave the handle saying "Success".
-            handle.control().error = rpc_err::new(clnt_stat::FAILED, libc::ENOTRECOVERABLE);
             // SAFETY: procedures and objects are the program's, as `clnt_call` asks for them.
-            unsafe { call.run(timeout) }.unwrap_or_else(|error| {
-                log_error!("fd {}: a call of procedure {proc} failed: {error}", handle.connection.fd());
-                handle.record(&error)
-            })
-        }))
+            match unsafe { call.run(timeout) } {
+                Ok(status) => Ok(status),
+                Err(error) => step(|| {
+                    log_error!("fd {}: a call of procedure {proc} failed: {error}", handle.connection.fd());
+                    Ok(handle.record(&error))
+                }),
+            }
+        })
     })
 }
 
@@ -885,13 +912,70 @@ struct Call<'a> {
     signals: &'a BlockedSignals,
 }
 
+/// What all attempts at a call have in common, and what they lead to.
+struct Terms {
+    program: (u32, u32),
+    /// Nobody waits for a reply.
+    one_way: bool,
+    limit: Duration,
+    max_reply: usize,
+    /// How often it may be made again with a refreshed AUTH.
+    refreshes: u32,
+    /// Of a call that has to wait for a connection.
+    until: Option<Instant>,
+}
+
+/// `ah_wrap` and `ah_unwrap`.
+type Wrap = unsafe extern "C-unwind" fn(*mut AUTH, *mut XDR, XdrProc, *mut c_void) -> bool_t;
+
+/// A Call before its arguments.
+struct Begun {
+    encoder: Encoder,
+    xid: Xid,
+    /// Its credential is one of RPCSEC_GSS.
+    gss: bool,
+    binding: Option<Binding>,
+    /// None when it could not be marshalled.
+    wrap: Option<Wrap>,
+    limit: Duration,
+    held: Option<Held>,
+}
+
 /// A Call that is ready to go.
 struct Encoded {
     message: Message,
-    /// Its credential is one of RPCSEC_GSS.
+    xid: Xid,
     gss: bool,
-    /// Memory of the program for eligible results.
-    places: Vec<Sink>,
+    limit: Duration,
+    held: Option<Held>,
+}
+
+/// Where the program's own buffer for the first eligible result lies is found out by encoding the results.
+struct Probe {
+    encoder: Encoder,
+    decode: unsafe extern "C-unwind" fn(*mut XDR, *mut c_void) -> c_int,
+    /// The longest such result.
+    most: usize,
+    /// The buffer need not be registered.
+    preset: bool,
+}
+
+/// What the program finds as the outcome of a call that something has left which it has thrown itself.
+struct Thrown<'a> {
+    handle: &'a Handle,
+    status: c_uint,
+}
+
+impl Thrown<'_> {
+    fn not(self) {
+        std::mem::forget(self);
+    }
+}
+
+impl Drop for Thrown<'_> {
+    fn drop(&mut self) {
+        self.handle.control().error = rpc_err::new(self.status, libc::EINVAL);
+    }
 }
 
 /// Memory of the program that is in use until this is dropped, and not longer.
@@ -906,91 +990,119 @@ impl Drop for Loans<'_> {
     }
 }
 
-/// What a reply led to.
-enum Verdict {
+/// A reply before its results.
+struct Received<'a> {
+    decoder: Decoder,
+    message: rpc_msg,
+    /// It is an RPC reply.
+    readable: bool,
+    error: rpc_err,
+    /// How its results are decoded.
+    unwrap: Option<Wrap>,
+    _loans: Loans<'a>,
+    _held: Option<Held>,
+}
+
+impl Drop for Received<'_> {
+    fn drop(&mut self) {
+        if self.readable {
+            let xdrs = self.decoder.xdr();
+            // SAFETY: the stream is alive; the verifier belongs to the message.
+            unsafe { free_verifier(xdrs, &mut self.message) };
+        }
+    }
+}
+
+/// How a call goes on.
+enum Next {
+    /// The arguments are encoded: memory for the results is to be found first.
+    Probe,
     /// The final `clnt_stat`; it is recorded.
     Status(c_uint),
-    /// The AUTH was refreshed: make the call again.
+    /// The results are to be decoded.
+    Results,
+    /// It is to be made again: the AUTH was refreshed, or there is a new connection.
     Again,
 }
 
-impl Call<'_> {
+/// What a call has in use while the program is asked.
+#[derive(Default)]
+struct Parts<'a> {
+    begun: Option<Begun>,
+    encoded: Option<Encoded>,
+    probe: Option<Probe>,
+    received: Option<Received<'a>>,
+}
+
+impl<'a> Call<'a> {
     /// # Safety
     /// As `clnt_call`: the AUTH is alive, and each procedure fits its object.
     unsafe fn run(&self, timeout: libc::timeval) -> Result<c_uint, Error> {
+        let (mut terms, mut parts) = (None, Parts::default());
+        // SAFETY: by the contract.
+        step(|| unsafe { self.begin(terms.insert(self.terms(&timeout)?), &mut parts) })?;
+        let Some(mut terms) = terms else { return Ok(clnt_stat::FAILED) };
+        loop {
+            let mut wrapped = false;
+            if let Some(Begun { encoder, wrap: Some(wrap), .. }) = &mut parts.begun {
+                let thrown = Thrown { handle: self.handle, status: clnt_stat::CANTENCODEARGS };
+                // SAFETY: the procedure fits its object (contract); the stream outlives the call, and nothing of ours is
+                // locked or borrowed but the stream.
+                wrapped = unsafe { wrap(self.auth, encoder.xdr(), self.encode, self.args) } != 0;
+                thrown.not();
+            }
+            // SAFETY: by the contract.
+            let mut next = step(|| unsafe { self.finish(wrapped, &mut terms, &mut parts) })?;
+            if let (Next::Probe, Some(probe)) = (&next, &mut parts.probe) {
+                let thrown = Thrown { handle: self.handle, status: clnt_stat::CANTDECODERES };
+                // SAFETY: results that can be decoded into are zeroed, or hold memory of the program's; the procedure fits
+                // them (contract). Its answer is of no interest: it is stopped at the item.
+                unsafe { (probe.decode)(probe.encoder.xdr(), self.results) };
+                thrown.not();
+                // SAFETY: by the contract.
+                next = step(|| unsafe { self.exchange(&mut terms, &mut parts) })?;
+            }
+            match next {
+                Next::Status(status) => return Ok(status),
+                Next::Results => break,
+                // SAFETY: by the contract.
+                Next::Again | Next::Probe => step(|| unsafe { self.begin(&terms, &mut parts) })?,
+            }
+        }
+        let mut decoded = false;
+        if let Some(Received { decoder, unwrap: Some(unwrap), .. }) = &mut parts.received {
+            let thrown = Thrown { handle: self.handle, status: clnt_stat::CANTDECODERES };
+            // SAFETY: the procedure fits its object (contract); the stream is alive, and nothing of ours is locked or
+            // borrowed but the stream.
+            decoded = unsafe { unwrap(self.auth, decoder.xdr(), self.decode, self.results) } != 0;
+            thrown.not();
+        }
+        step(|| {
+            if let Some(received) = parts.received.as_mut().filter(|_| !decoded) {
+                received.error = rpc_err::new(clnt_stat::CANTDECODERES, libc::EINVAL);
+            }
+            Ok(self.conclude(&mut parts, None))
+        })
+    }
+
+    fn terms(&self, timeout: &libc::timeval) -> Result<Terms, Error> {
+        let mut control = self.handle.control();
+        // A defect inside must not leave the handle saying "Success".
+        control.error = rpc_err::new(clnt_stat::FAILED, libc::ENOTRECOVERABLE);
         if self.auth.is_null() {
             return Err(Error::new(Kind::Invalid, "the CLIENT has no AUTH"));
         }
-        let zero = timeout.tv_sec == 0 && timeout.tv_usec == 0;
-        let (program, version, limit, max_reply) = {
-            let mut control = self.handle.control();
-            if !control.fixed && valid(&timeout) {
-                control.timeout = timeout;
-            }
-            (control.program, control.version, control.timeout, control.max_reply)
-        };
-        let limit = match duration(&limit) {
-            // Nobody waits for a reply, but the call must be sent: within the handle's time.
-            limit if zero && limit.is_zero() => SEND_TIMEOUT,
+        let one_way = timeout.tv_sec == 0 && timeout.tv_usec == 0;
+        if !control.fixed && valid(timeout) {
+            control.timeout = *timeout;
+        }
+        let limit = match duration(&control.timeout) {
+            // The call must be sent nevertheless: within the handle's time.
+            limit if one_way && limit.is_zero() => SEND_TIMEOUT,
             limit => limit,
         };
-        let mut refreshes = REFRESHES;
-        // Of a call that has to wait for a connection.
-        let mut until = None;
-        loop {
-            // SAFETY: by the contract.
-            let (held, waited) = unsafe { self.for_the_call(until, limit) }?;
-            let limit = limit.saturating_sub(waited);
-            let xid = self.xid();
-            // SAFETY: by the contract.
-            let Encoded { message, gss, places } = unsafe { self.encoded(xid, (program, version), zero) }?;
-            let mut loans = message.loans();
-            loans.extend(places.iter().map(Sink::loan));
-            let loans = Loans { connection: &*self.handle.connection, loans };
-            if zero {
-                let deadline = Instant::now() + limit;
-                self.handle.connection.call_one_way(xid, message, deadline, Some(self.signals.before()))?;
-                let status = if self.decode.is_none() { clnt_stat::SUCCESS } else { clnt_stat::TIMEDOUT };
-                let mut control = self.handle.control();
-                control.error = rpc_err::new(status, 0);
-                control.explanation = None;
-                return Ok(status);
-            }
-            // RFC 5531 §12.1: procedure 0 has no results; only RPCSEC_GSS puts its own into replies to it.
-            let header = self.handle.connection.reply_header();
-            let room = if self.proc == 0 && !gss { RPC_HEADER_MAX } else { max_reply + header };
-            let deadline = until.unwrap_or(Instant::now() + limit);
-            let fd = self.handle.connection.fd();
-            let length = message.len();
-            log_debug!(
-                "fd {fd}: call {xid}: program {program} version {version} procedure {}, {length} bytes",
-                self.proc
-            );
-            let mask = Some(self.signals.before());
-            let reply = match self.handle.connection.call(xid, message, room, places, deadline, mask) {
-                Err(error) if error.kind() == Kind::NotSent => {
-                    drop((loans, held));
-                    // A server that closes one connection after the other is not asked for more than one.
-                    let enough = until.is_some() && matches!(self.handle.connection, Connection::Forward(_));
-                    if enough || !self.handle.connection.comes_back(deadline, mask)? {
-                        return Err(error);
-                    }
-                    log_debug!("call {xid} was not sent, and is made again: {error}");
-                    until = Some(deadline);
-                    continue;
-                }
-                reply => reply?,
-            };
-            log_debug!("fd {fd}: reply {xid}: {} bytes", reply.iter().map(|part| part.len()).sum::<usize>());
-            // SAFETY: by the contract.
-            let verdict = unsafe { self.decoded(reply, gss, &mut refreshes) };
-            drop(loans);
-            drop(held);
-            match verdict {
-                Verdict::Status(status) => return Ok(status),
-                Verdict::Again => log_debug!("call {xid} is made again with a refreshed AUTH"),
-            }
-        }
+        let (program, max_reply) = ((control.program, control.version), control.max_reply);
+        Ok(Terms { program, one_way, limit, max_reply, refreshes: REFRESHES, until: None })
     }
 
     /// The AUTH for the whole call, if it must have it, and how long that took: a part of the time of the call.
@@ -1042,13 +1154,16 @@ impl Call<'_> {
         xid
     }
 
-    /// The RPC Call. `one_way`: nobody waits until it is sent, so all of it is copied.
-    ///
     /// # Safety
-    /// As [`Call::run`]; the caller sees to the loans of the message and of the places.
-    unsafe fn encoded(&self, xid: Xid, program: (u32, u32), one_way: bool) -> Result<Encoded, Error> {
+    /// As [`Call::run`]; `exchange` sees to the loans of the message.
+    unsafe fn begin(&self, terms: &Terms, parts: &mut Parts<'a>) -> Result<(), Error> {
+        // SAFETY: by the contract.
+        let (held, waited) = unsafe { self.for_the_call(terms.until, terms.limit) }?;
+        let limit = terms.limit.saturating_sub(waited);
+        let xid = self.xid();
         let config = config::get()?;
         let mut encoder = Encoder::new(self.handle.connection.message()?);
+        let program = terms.program;
         let head = [xid.0, msg::CALL, msg::RPC_MSG_VERSION, program.0, program.1, self.proc];
         let mut bytes = [0u8; 24];
         for (place, word) in bytes.chunks_exact_mut(4).zip(head) {
@@ -1058,146 +1173,224 @@ impl Call<'_> {
         // SAFETY: by the contract.
         let ops = unsafe { self.ops() };
         // SAFETY: as above.
-        let held = unsafe { self.for_a_step() };
+        let for_a_step = unsafe { self.for_a_step() };
         // SAFETY: as above; the stream outlives the call.
         let marshalled = put && unsafe { ops.ah_marshal.is_some_and(|f| f(self.auth, encoder.xdr()) != 0) };
         // SAFETY: as above. One of RPCSEC_GSS says so only now.
         let gss = unsafe { (*self.auth).ah_cred.oa_flavor } == auth_stat::RPCSEC_GSS;
-        drop(held);
+        drop(for_a_step);
         let wrapped = Head::of(&[encoder.encoded()]).is_none_or(|head| head.wrapped);
         let binding = config::bindings().find(program.0, program.1, self.proc).filter(|_| !wrapped);
-        if !one_way
+        // Nobody waits until it is sent: all of it is copied.
+        if !terms.one_way
             && !wrapped
             && let Some(lending) = lending(config, binding.as_ref(), LEND_MIN, |b, call| b.call(call).items)
         {
             // SAFETY: the arguments are the program's until `clnt_call` returns, which sees to the loans before.
             unsafe { encoder.lend(lending) };
         }
-        // SAFETY: the procedure fits its object (contract); the stream outlives the call.
-        let encoded = marshalled
-            && unsafe {
-                ops.ah_wrap.is_some_and(|f| f(self.auth, encoder.xdr(), self.encode, self.args) != 0)
-            };
-        stats::add(Counter::BytesCopied, encoder.copied());
-        let message = encoder.finish()?;
-        if !encoded {
-            return Err(Error::new(Kind::Encode, "the arguments could not be encoded"));
-        }
-        let places = match &binding {
-            // SAFETY: by the contract.
-            Some(binding) if !one_way => unsafe { self.places(binding, &message) }?,
-            _ => Vec::new(),
-        };
-        Ok(Encoded { message, gss, places })
+        let wrap = ops.ah_wrap.filter(|_| marshalled);
+        parts.begun = Some(Begun { encoder, xid, gss, binding, wrap, limit, held });
+        Ok(())
     }
 
-    /// The program's own buffer for the first eligible result, if it has put one into its results: address and length of
-    /// an opaque that is not empty. The results' procedure tells, by encoding them.
+    /// Goes on when the program has encoded its arguments.
     ///
     /// # Safety
-    /// As [`Call::run`]; the caller sees to the loan of the place.
-    unsafe fn places(&self, binding: &Binding, call: &Message) -> Result<Vec<Sink>, Error> {
-        let Some(decode) = self.decode.filter(|_| !self.results.is_null()) else { return Ok(Vec::new()) };
-        let most = binding.call(&[call.body()]).results.first().copied().unwrap_or(0);
-        if most < self.handle.connection.place_min() || !(binding.preset() || registered::any()) {
-            return Ok(Vec::new());
+    /// As [`Call::run`].
+    unsafe fn finish(&self, wrapped: bool, terms: &mut Terms, parts: &mut Parts<'a>) -> Result<Next, Error> {
+        let Some(begun) = parts.begun.take() else { return Ok(Next::Again) };
+        let Begun { encoder, xid, gss, binding, limit, held, .. } = begun;
+        stats::add(Counter::BytesCopied, encoder.copied());
+        let message = encoder.finish()?;
+        if !wrapped {
+            return Err(Error::new(Kind::Encode, "the arguments could not be encoded"));
         }
-        let mut probe = Encoder::new(self.handle.connection.message()?);
-        // An accepted reply without a verifier, and "success".
-        let header = [0, msg::REPLY, msg::MSG_ACCEPTED, 0, 0, msg::SUCCESS];
-        let put = probe.put(&header.map(u32::to_be_bytes).concat());
-        // SAFETY: nothing is sent from there: only the address is asked for.
-        unsafe { probe.lend(lending::probe(binding, LEND_MIN, |b, reply| b.reply(reply).items)) };
-        if put {
-            // SAFETY: results that can be decoded into are zeroed, or hold memory of the program's; the procedure fits
-            // them (contract). Its answer is of no interest: it is stopped at the item.
-            unsafe { decode(probe.xdr(), self.results) };
+        parts.probe = match &binding {
+            Some(binding) if !terms.one_way => self.probe(binding, &message)?,
+            _ => None,
+        };
+        parts.encoded = Some(Encoded { message, xid, gss, limit, held });
+        if parts.probe.is_some() {
+            return Ok(Next::Probe);
         }
-        let own =
-            |address: &(*const u8, usize)| binding.preset() || registered::cover(address.0.addr(), most);
-        // A program may pass one buffer for both: then results are copied, for nothing is read and written at a time.
-        let apart = |address: &(*const u8, usize)| !call.lends_of(address.0.addr(), most);
-        let place = probe.first_lent().filter(|(_, len)| *len >= most).filter(own).filter(apart);
-        // SAFETY: the results' buffer is the program's, to be written until `clnt_call` returns.
-        Ok(place.map(|(at, _)| unsafe { Sink::lend(at.cast_mut(), most) }).into_iter().collect())
+        // SAFETY: by the contract.
+        unsafe { self.exchange(terms, parts) }
     }
 
+    /// A stream to find memory of the program's for the first eligible result with, if there may be some: an opaque that it
+    /// has put into its results, and that is not empty. The results' procedure tells, by encoding them.
+    fn probe(&self, binding: &Binding, call: &Message) -> Result<Option<Probe>, Error> {
+        let Some(decode) = self.decode.filter(|_| !self.results.is_null()) else { return Ok(None) };
+        let most = binding.call(&[call.body()]).results.first().copied().unwrap_or(0);
+        let preset = binding.preset();
+        if most < self.handle.connection.place_min() || !(preset || registered::any()) {
+            return Ok(None);
+        }
+        let mut encoder = Encoder::new(self.handle.connection.message()?);
+        // An accepted reply without a verifier, and "success".
+        let header = [0, msg::REPLY, msg::MSG_ACCEPTED, 0, 0, msg::SUCCESS];
+        let put = encoder.put(&header.map(u32::to_be_bytes).concat());
+        // SAFETY: nothing is sent from there: only the address is asked for.
+        unsafe { encoder.lend(lending::probe(binding, LEND_MIN, |b, reply| b.reply(reply).items)) };
+        Ok(put.then_some(Probe { encoder, decode, most, preset }))
+    }
+
+    /// Sends the Call, and waits for the reply.
+    ///
+    /// # Safety
+    /// As [`Call::run`]; the results' procedure has encoded to the probe.
+    unsafe fn exchange(&self, terms: &mut Terms, parts: &mut Parts<'a>) -> Result<Next, Error> {
+        let Some(encoded) = parts.encoded.take() else { return Ok(Next::Again) };
+        let Encoded { message, xid, gss, limit, held } = encoded;
+        // SAFETY: by the contract.
+        let place = parts.probe.take().and_then(|probe| unsafe { probe.found(&message) });
+        let places: Vec<Sink> = place.into_iter().collect();
+        let mut loans = message.loans();
+        loans.extend(places.iter().map(Sink::loan));
+        let connection: &'a dyn Requester = &*self.handle.connection;
+        let loans = Loans { connection, loans };
+        if terms.one_way {
+            let deadline = Instant::now() + limit;
+            connection.call_one_way(xid, message, deadline, Some(self.signals.before()))?;
+            let status = if self.decode.is_none() { clnt_stat::SUCCESS } else { clnt_stat::TIMEDOUT };
+            let mut control = self.handle.control();
+            control.error = rpc_err::new(status, 0);
+            control.explanation = None;
+            return Ok(Next::Status(status));
+        }
+        // RFC 5531 §12.1: procedure 0 has no results; only RPCSEC_GSS puts its own into replies to it.
+        let header = connection.reply_header();
+        let room = if self.proc == 0 && !gss { RPC_HEADER_MAX } else { terms.max_reply + header };
+        let deadline = terms.until.unwrap_or(Instant::now() + limit);
+        let fd = connection.fd();
+        let length = message.len();
+        let (program, version) = terms.program;
+        log_debug!(
+            "fd {fd}: call {xid}: program {program} version {version} procedure {}, {length} bytes",
+            self.proc
+        );
+        let mask = Some(self.signals.before());
+        let reply = match connection.call(xid, message, room, places, deadline, mask) {
+            Err(error) if error.kind() == Kind::NotSent => {
+                drop((loans, held));
+                // A server that closes one connection after the other is not asked for more than one.
+                let enough =
+                    terms.until.is_some() && matches!(self.handle.connection, Connection::Forward(_));
+                if enough || !connection.comes_back(deadline, mask)? {
+                    return Err(error);
+                }
+                log_debug!("call {xid} was not sent, and is made again: {error}");
+                terms.until = Some(deadline);
+                return Ok(Next::Again);
+            }
+            reply => reply?,
+        };
+        log_debug!("fd {fd}: reply {xid}: {} bytes", reply.iter().map(|part| part.len()).sum::<usize>());
+        // SAFETY: by the contract.
+        let next = unsafe { self.receive((reply, gss), terms, (loans, held), parts) };
+        if let Next::Again = next {
+            log_debug!("call {xid} is made again with a refreshed AUTH");
+        }
+        Ok(next)
+    }
+
+    /// The reply up to its results, with what is in use until they are decoded.
+    ///
     /// # Safety
     /// As [`Call::run`].
-    unsafe fn decoded(&self, reply: Vec<Region>, gss: bool, refreshes: &mut u32) -> Verdict {
-        let mut decoder = Decoder::new(reply);
-        let xdrs = decoder.xdr();
-        let mut reply = empty_reply();
+    unsafe fn receive(
+        &self,
+        (reply, gss): (Vec<Region>, bool),
+        terms: &mut Terms,
+        (_loans, _held): (Loans<'a>, Option<Held>),
+        parts: &mut Parts<'a>,
+    ) -> Next {
+        let (decoder, message) = (Decoder::new(reply), empty_reply());
+        let error = rpc_err::new(clnt_stat::CANTDECODERES, libc::EINVAL);
+        let readable = false;
+        let received = parts.received.insert(Received {
+            decoder,
+            message,
+            readable,
+            error,
+            unwrap: None,
+            _loans,
+            _held,
+        });
         // SAFETY: the stream outlives the call, and the message is set up as a decoder expects it.
-        let readable = unsafe { xdr_replymsg(xdrs, &mut reply) } != 0;
-        let mut error = rpc_err::new(clnt_stat::CANTDECODERES, libc::EINVAL);
-        let mut explanation = None;
-        if readable {
-            // SAFETY: `reply` was decoded; `error` is writable.
-            unsafe { _seterr_reply(&mut reply, &mut error) };
-            if error.re_status == clnt_stat::SUCCESS {
-                // SAFETY: by the contract; the verifier was decoded into `reply`.
-                unsafe { self.results(xdrs, &mut reply, &mut error) };
-            } else if !gss && *refreshes > 0 {
-                *refreshes -= 1;
-                // SAFETY: by the contract.
-                let refresh = unsafe { self.ops() }.ah_refresh;
-                // SAFETY: the AUTH is alive (contract).
-                let held = unsafe { self.for_a_step() };
-                // SAFETY: as above; the message is libtirpc's `struct rpc_msg`.
-                let refreshed =
-                    refresh.is_some_and(|f| unsafe { f(self.auth, (&raw mut reply).cast()) } != 0);
-                drop(held);
-                if refreshed {
-                    // SAFETY: the stream is alive; the verifier belongs to `reply`.
-                    unsafe { free_verifier(xdrs, &mut reply) };
-                    return Verdict::Again;
-                }
-            }
-            // SAFETY: as above.
-            unsafe { free_verifier(xdrs, &mut reply) };
-        } else {
-            explanation = Some("the reply is not an RPC reply".to_owned());
+        received.readable = unsafe { xdr_replymsg(received.decoder.xdr(), &mut received.message) } != 0;
+        if !received.readable {
+            let explanation = Some("the reply is not an RPC reply".to_owned());
+            return Next::Status(self.conclude(parts, explanation));
         }
-        stats::add(Counter::BytesCopied, decoder.copied());
-        let status = error.re_status;
+        // SAFETY: the message was decoded; `error` is writable.
+        unsafe { _seterr_reply(&mut received.message, &mut received.error) };
+        // SAFETY: by the contract.
+        let ops = unsafe { self.ops() };
+        if received.error.re_status == clnt_stat::SUCCESS {
+            // SAFETY: accepted, so this member of both unions is in force.
+            let verifier = unsafe { &raw mut received.message.ru.rm_reply.ru.rp_ar.ar_verf };
+            // SAFETY: the AUTH is alive (contract).
+            let held = unsafe { self.for_a_step() };
+            // SAFETY: as above; the verifier is decoded.
+            let valid = unsafe { ops.ah_validate.is_some_and(|f| f(self.auth, verifier) != 0) };
+            drop(held);
+            if valid {
+                received.unwrap = ops.ah_unwrap;
+                return Next::Results;
+            }
+            received.error.re_status = clnt_stat::AUTHERROR;
+            received.error.ru = rpc_err_ru { re_why: auth_stat::AUTH_INVALIDRESP };
+        } else if !gss && terms.refreshes > 0 {
+            terms.refreshes -= 1;
+            // SAFETY: the AUTH is alive (contract).
+            let held = unsafe { self.for_a_step() };
+            let message = (&raw mut received.message).cast();
+            // SAFETY: as above; the message is libtirpc's `struct rpc_msg`.
+            let refreshed = ops.ah_refresh.is_some_and(|f| unsafe { f(self.auth, message) } != 0);
+            drop(held);
+            if refreshed {
+                parts.received = None;
+                return Next::Again;
+            }
+        }
+        Next::Status(self.conclude(parts, None))
+    }
+
+    /// Records the outcome, and ends what was in use for it.
+    fn conclude(&self, parts: &mut Parts<'_>, explanation: Option<String>) -> c_uint {
+        let Some(received) = &parts.received else { return clnt_stat::FAILED };
+        stats::add(Counter::BytesCopied, received.decoder.copied());
+        let error = received.error;
         let mut control = self.handle.control();
         control.error = error;
         control.explanation = explanation;
-        Verdict::Status(status)
+        drop(control);
+        parts.received = None;
+        error.re_status
     }
+}
 
-    /// Validates the verifier and decodes the results of an accepted reply.
+impl Probe {
+    /// Memory of the program for the eligible result.
     ///
     /// # Safety
-    /// As [`Call::run`]; `reply` is an accepted reply, `xdrs` stands behind it.
-    unsafe fn results(&self, xdrs: *mut XDR, reply: &mut rpc_msg, error: &mut rpc_err) {
+    /// The results are the program's, to be written until `clnt_call` returns, which sees to the loan of the place.
+    unsafe fn found(self, call: &Message) -> Option<Sink> {
+        let most = self.most;
+        let own = |at: &(*const u8, usize)| self.preset || registered::cover(at.0.addr(), most);
+        // A program may pass one buffer for both: then results are copied, for nothing is read and written at a time.
+        let apart = |at: &(*const u8, usize)| !call.lends_of(at.0.addr(), most);
+        let place = self.encoder.first_lent().filter(|(_, len)| *len >= most).filter(own).filter(apart);
         // SAFETY: by the contract.
-        let ops = unsafe { self.ops() };
-        // SAFETY: accepted, so this member of both unions is in force.
-        let verifier = unsafe { &raw mut reply.ru.rm_reply.ru.rp_ar.ar_verf };
-        // SAFETY: the AUTH is alive (contract).
-        let held = unsafe { self.for_a_step() };
-        // SAFETY: as above; the verifier is decoded.
-        let valid = unsafe { ops.ah_validate.is_some_and(|f| f(self.auth, verifier) != 0) };
-        drop(held);
-        if !valid {
-            error.re_status = clnt_stat::AUTHERROR;
-            error.ru = rpc_err_ru { re_why: auth_stat::AUTH_INVALIDRESP };
-            return;
-        }
-        // SAFETY: the procedure fits its object (contract); the stream is alive.
-        let decoded =
-            unsafe { ops.ah_unwrap.is_some_and(|f| f(self.auth, xdrs, self.decode, self.results) != 0) };
-        if !decoded {
-            *error = rpc_err::new(clnt_stat::CANTDECODERES, libc::EINVAL);
-        }
+        place.map(|(at, _)| unsafe { Sink::lend(at.cast_mut(), most) })
     }
 }
 
 /// A reply to decode into: no memory of its own for the verifier, and no results.
 fn empty_reply() -> rpc_msg {
-    unsafe extern "C" fn nothing(_: *mut XDR, _: *mut c_void) -> bool_t {
+    unsafe extern "C-unwind" fn nothing(_: *mut XDR, _: *mut c_void) -> bool_t {
         guard(|| Ok(1))
     }
     // SAFETY: libtirpc's constant; it is never written.
@@ -1245,10 +1438,10 @@ unsafe extern "C" fn geterr(client: *mut CLIENT, error: *mut rpc_err) {
     });
 }
 
-unsafe extern "C" fn freeres(client: *mut CLIENT, decode: XdrProc, results: *mut c_void) -> bool_t {
-    guard(|| {
+unsafe extern "C-unwind" fn freeres(client: *mut CLIENT, decode: XdrProc, results: *mut c_void) -> bool_t {
+    guard_in_steps(|| {
         // SAFETY: the program's handle.
-        unsafe { handle(client) }?;
+        step(|| unsafe { handle(client) })?;
         // SAFETY: procedure and object are the program's and fit each other.
         unsafe { xdr::free(decode, results) };
         Ok(1)

@@ -35,7 +35,9 @@ use std::sync::atomic::{AtomicU64, Ordering};
 
 use crate::config::{self, Config};
 use crate::error::{Error, Kind};
-use crate::ffi::{self, Fd, Inside, Uncancelled, guard_around, guard_passing, guard_passing_cancellable};
+use crate::ffi::{
+    self, Fd, Inside, Uncancelled, guard_around, guard_passing, guard_passing_in_steps_cancellable, step,
+};
 use crate::socket::Sockaddr;
 use crate::tirpc::client::{self, Intent};
 use crate::tirpc::netid::{self, Netid, RPCBIND_PORT, nettype};
@@ -657,9 +659,10 @@ pub unsafe extern "C-unwind" fn rpc_call(
     results: *mut c_char,
     nettype: *const c_char,
 ) -> c_uint {
-    guard_passing_cancellable(|| {
+    guard_passing_in_steps_cancellable(|| {
+        let real = step(|| real::RPC_CALL.get())?;
         // SAFETY: the caller's own arguments.
-        Ok(unsafe { real::RPC_CALL.get()?(host, prog, vers, proc, encode, args, decode, results, nettype) })
+        Ok(unsafe { real(host, prog, vers, proc, encode, args, decode, results, nettype) })
     })
 }
 

@@ -40,7 +40,7 @@ use crate::connection::{Request, RequestId};
 use crate::driver::reverse::Hooks;
 use crate::driver::{Next, Responder, Server, Shared, Stage, Wait, send_rest, service_loop};
 use crate::error::{Error, Kind};
-use crate::ffi::guard;
+use crate::ffi::{guard, guard_in_steps, step};
 use crate::memory::Region;
 use crate::provider::verbs;
 use crate::socket::Sockaddr;
@@ -166,11 +166,11 @@ unsafe extern "C" fn refused_stat(_: *mut SVCXPRT) -> c_uint {
     guard(|| Ok(xprt_stat::XPRT_DIED))
 }
 
-unsafe extern "C" fn no_args(_: *mut SVCXPRT, _: XdrProc, _: *mut c_void) -> bool_t {
+unsafe extern "C-unwind" fn no_args(_: *mut SVCXPRT, _: XdrProc, _: *mut c_void) -> bool_t {
     guard(|| Ok(0))
 }
 
-unsafe extern "C" fn no_reply(_: *mut SVCXPRT, _: *mut rpc_msg) -> bool_t {
+unsafe extern "C-unwind" fn no_reply(_: *mut SVCXPRT, _: *mut rpc_msg) -> bool_t {
     guard(|| Ok(0))
 }
 
@@ -371,8 +371,8 @@ struct State {
 }
 
 struct Open {
-    /// The loop is told when this ends.
-    _dispatching: Option<service_loop::Dispatching>,
+    /// The loop is told when this ends. None for a call back, which is in nobody's loop.
+    dispatching: Option<service_loop::Dispatching>,
     /// The share of the request in its transport.
     _transport: Arc<Transport>,
     unanswered: Option<Unanswered>,
@@ -640,7 +640,13 @@ impl Transport {
     /// Ends the request on top of the stack.
     pub(super) fn close_request(&self) {
         let mut state = self.state();
-        let Some(mut request) = state.open.pop() else { return };
+        if let Some(request) = state.open.pop() {
+            self.close(request, state, true);
+        }
+    }
+
+    /// Ends a request that was on top of the stack. `in_place`: in libtirpc's loop, where the verifier is yet.
+    fn close(&self, mut request: Open, mut state: MutexGuard<'_, State>, in_place: bool) {
         // SAFETY: alive; libtirpc writes there in `_gss_authenticate`, which its loop calls between our entries.
         let auth = unsafe { self.auth().read() };
         // RPCSEC_GSS_DESTROY (RFC 2203 §5.2.2): libtirpc has freed the context.
@@ -658,12 +664,17 @@ impl Transport {
         let id = unanswered.as_ref().map(|request| request.id);
         if id > state.deferred.as_ref().map(|request| request.id) {
             state.deferred = unanswered;
-            if request.interrupted.is_none() && !ended {
+            if request.interrupted.is_none() && !ended && in_place {
                 // SAFETY: libtirpc's loop asks `xp_stat` before it leaves the memory that the verifier may lie in.
                 unsafe { self.keep_verifier() };
             }
         }
         drop(state);
+        if !in_place {
+            let none = opaque_auth { oa_flavor: 0, oa_base: self.verifier.get().cast(), oa_length: 0 };
+            // SAFETY: alive; libtirpc writes there between our entries.
+            unsafe { (*self.xprt()).xp_verf = none };
+        }
         if let Some((verifier, auth, since)) = request.interrupted.take() {
             // libtirpc may free a context that was not used for that long.
             let auth = if since.elapsed() < GSS_CACHED { auth } else { NO_AUTH };
@@ -692,6 +703,20 @@ impl Transport {
             // SAFETY: readable (contract); room for every verifier, which lies elsewhere.
             unsafe { std::ptr::copy_nonoverlapping(verifier.oa_base.cast(), own, length) };
             verifier.oa_base = own.cast();
+        }
+    }
+}
+
+impl service_loop::Thrown for Transport {
+    /// Their requests are as those of routines that have returned without a reply; libtirpc's loop did not come to ask
+    /// `xp_stat`.
+    fn thrown(&self, frame: usize) {
+        loop {
+            let mut state = self.state();
+            let left = |it: &mut Open| it.dispatching.as_ref().is_some_and(|routine| routine.is_below(frame));
+            let Some(request) = state.open.pop_if(left) else { return };
+            log_info!("fd {}: a dispatch routine was left by an exception", self.fd);
+            self.close(request, state, false);
         }
     }
 }
@@ -830,11 +855,15 @@ pub(super) fn enter_loop() {
     waker::enter_loop();
 }
 
-/// The program has left libtirpc's loop.
-pub(super) fn left_loop() {
+/// The program has left libtirpc's loop, whose frame is at `frame`. Unless it has `returned`, something of the program's was
+/// thrown: it will come back with what it has registered.
+pub(super) fn left_loop(frame: usize, returned: bool) {
+    service_loop::unwound_to(frame);
     waker::leave_loop();
     service_loop::is_away();
-    progress::left_loop();
+    if returned {
+        progress::left_loop();
+    }
 }
 
 /// The transport behind an SVCXPRT, which lives on until the entry that asks for it returns.
@@ -874,9 +903,13 @@ pub unsafe fn placed(xprt: *mut SVCXPRT) -> Option<(*const u8, usize)> {
 
 unsafe extern "C" fn recv(xprt: *mut SVCXPRT, message: *mut rpc_msg) -> bool_t {
     guard(|| {
+        let place = 0u8;
+        let frame = (&raw const place).addr();
         // SAFETY: libtirpc's loop and its transport.
         let own = unsafe { transport(xprt) }?;
         service_loop::look();
+        // A loop of the program's own has caught what a dispatch routine has thrown.
+        service_loop::unwound_to(frame);
         own.empty.store(true, Relaxed);
         // A lock that is poisoned was held during a panic of ours: what it guards is not to be trusted.
         if own.is_poisoned() {
@@ -894,7 +927,8 @@ unsafe extern "C" fn recv(xprt: *mut SVCXPRT, message: *mut rpc_msg) -> bool_t {
             own.watch_progress();
             return Ok(0);
         };
-        let dispatching = service_loop::Dispatching::begin();
+        let this: Weak<Transport> = own.this.clone();
+        let dispatching = service_loop::Dispatching::begin(frame, this);
         // SAFETY: the caller's message, with room for credential and verifier as libtirpc's loop provides it.
         if !unsafe { own.open(request, message, Some(dispatching)) } {
             // What follows on this connection cannot be trusted either; libtirpc's own transport does the same.
@@ -965,7 +999,7 @@ impl Transport {
         };
         state.deferred = None;
         state.open.push(Open {
-            _dispatching: dispatching,
+            dispatching,
             _transport: self.clone(),
             unanswered: Some(Unanswered { id, xid, binding, wrapped }),
             id,
@@ -1020,28 +1054,68 @@ unsafe extern "C" fn stat(xprt: *mut SVCXPRT) -> c_uint {
     })
 }
 
-unsafe extern "C" fn getargs(xprt: *mut SVCXPRT, decode: XdrProc, args: *mut c_void) -> bool_t {
-    guard(|| {
+unsafe extern "C-unwind" fn getargs(xprt: *mut SVCXPRT, decode: XdrProc, args: *mut c_void) -> bool_t {
+    guard_in_steps(|| {
         // SAFETY: libtirpc's loop and its transport.
-        let own = unsafe { transport(xprt) }?;
-        // The stream leaves its request while the program decodes: whatever else the xdrproc has done meanwhile, its
-        // request is on the stack until the dispatch routine returns.
-        let taken =
-            own.state().open.last_mut().and_then(|request| Some((request.id, request.arguments.take()?)));
-        let Some((id, mut arguments)) = taken else { return Ok(0) };
-        let before = arguments.copied();
-        let auth = own.auth();
-        // SAFETY: set by _gss_authenticate before the program was asked.
-        let unwrap = unsafe { operation(auth, |ops| ops.svc_ah_unwrap) };
+        let Some(mut taken) = step(|| unsafe { Taken::from(xprt) })? else { return Ok(0) };
         // SAFETY: the program's procedure and object; the stream and the authenticator are alive, and nothing of ours is
         // locked or borrowed but the stream.
-        let decoded = unwrap.map_or(0, |unwrap| unsafe { unwrap(auth, arguments.xdr(), decode, args) });
-        stats::add(Counter::BytesCopied, arguments.copied() - before);
-        if let Some(request) = own.state().find(id) {
+        let decoded =
+            taken.unwrap.map_or(0, |unwrap| unsafe { unwrap(taken.auth, taken.xdrs, decode, args) });
+        step(move || {
+            taken.give_back();
+            drop(taken);
+            Ok(decoded)
+        })
+    })
+}
+
+/// `svc_ah_wrap` and `svc_ah_unwrap`.
+type Wrap = unsafe extern "C-unwind" fn(*mut SVCAUTH, *mut XDR, XdrProc, *mut c_void) -> bool_t;
+
+/// The arguments of a request while the program decodes them.
+struct Taken {
+    own: Arc<Transport>,
+    id: RequestId,
+    arguments: Option<Decoder>,
+    before: u64,
+    xdrs: *mut XDR,
+    auth: *mut SVCAUTH,
+    unwrap: Option<Wrap>,
+}
+
+impl Taken {
+    /// The stream leaves its request while the program decodes: whatever else the xdrproc has done meanwhile, its request is
+    /// on the stack until the dispatch routine returns. None if there is none, or the program decodes from it already.
+    ///
+    /// # Safety
+    /// `xprt` is NULL or a live transport of any kind.
+    unsafe fn from(xprt: *mut SVCXPRT) -> Result<Option<Taken>, Error> {
+        // SAFETY: by the contract.
+        let own = unsafe { transport(xprt) }?;
+        let taken =
+            own.state().open.last_mut().and_then(|request| Some((request.id, request.arguments.take()?)));
+        let Some((id, mut arguments)) = taken else { return Ok(None) };
+        let (before, xdrs, auth) = (arguments.copied(), arguments.xdr(), own.auth());
+        // SAFETY: set by _gss_authenticate before the program was asked.
+        let unwrap = unsafe { operation(auth, |ops| ops.svc_ah_unwrap) };
+        Ok(Some(Taken { own, id, arguments: Some(arguments), before, xdrs, auth, unwrap }))
+    }
+
+    fn give_back(&mut self) {
+        let Some(arguments) = self.arguments.take() else { return };
+        stats::add(Counter::BytesCopied, arguments.copied() - self.before);
+        if let Some(request) = self.own.state().find(self.id) {
             request.arguments = Some(arguments);
         }
-        Ok(decoded)
-    })
+    }
+}
+
+/// Also when the program has thrown something: it may go on with the request.
+impl Drop for Taken {
+    fn drop(&mut self) {
+        self.give_back();
+    }
 }
 
 /// An operation of the authenticator, if it has any.
@@ -1058,15 +1132,56 @@ unsafe fn operation<F>(
     unsafe { crate::ffi::reference(ops) }.and_then(pick)
 }
 
-unsafe extern "C" fn reply(xprt: *mut SVCXPRT, message: *mut rpc_msg) -> bool_t {
-    guard(|| {
-        // SAFETY: libtirpc's loop and its transport.
+unsafe extern "C-unwind" fn reply(xprt: *mut SVCXPRT, message: *mut rpc_msg) -> bool_t {
+    guard_in_steps(|| {
+        // SAFETY: libtirpc's loop, its transport, and the caller's message, which it lets the transport change.
+        let Some(mut begun) = step(|| unsafe { Reply::begin(xprt, message) })? else { return Ok(0) };
+        if let Some(results) = begun.results {
+            // SAFETY: the program's procedure and object; the stream and the authenticator are alive, and nothing of ours
+            // is locked or borrowed but the stream.
+            let wrapped = begun.wrap.is_some_and(|wrap| unsafe {
+                wrap(begun.auth, begun.encoder.xdr(), results.r#proc, results.r#where.cast()) != 0
+            });
+            if !wrapped {
+                // Nothing was sent: the program answers with svcerr_systemerr.
+                return step(|| {
+                    drop(begun);
+                    Ok(0)
+                });
+            }
+        }
+        step(|| begun.send())
+    })
+}
+
+/// A reply whose header is encoded. If the program throws something instead of results, its request stays unanswered.
+struct Reply {
+    own: Arc<Transport>,
+    responder: Arc<dyn Responder>,
+    id: RequestId,
+    xid: u32,
+    encoder: Encoder,
+    /// Of a successful one: they are wrapped by the authenticator, behind the header.
+    results: Option<ar_results>,
+    auth: *mut SVCAUTH,
+    wrap: Option<Wrap>,
+}
+
+impl Reply {
+    /// # Errors
+    /// Without memory; `Invalid`. None when nothing is to be answered, or the header cannot be encoded.
+    ///
+    /// # Safety
+    /// `xprt` is NULL or a live transport of any kind; `message` is NULL or a reply whose results, if any, fit their
+    /// procedure and are the program's until the entry that asks for this returns.
+    unsafe fn begin(xprt: *mut SVCXPRT, message: *mut rpc_msg) -> Result<Option<Reply>, Error> {
+        // SAFETY: by the contract.
         let own = unsafe { transport(xprt) }?;
-        let Some(request) = own.state().unanswered().cloned() else { return Ok(0) };
+        let Some(request) = own.state().unanswered().cloned() else { return Ok(None) };
         let Unanswered { id, xid, binding, wrapped } = request;
-        let Some(responder) = own.responder.upgrade() else { return Ok(0) };
+        let Some(responder) = own.responder.upgrade() else { return Ok(None) };
         let mut encoder = Encoder::new(responder.message()?);
-        // SAFETY: the caller's message, which it lets the transport change.
+        // SAFETY: by the contract.
         let message =
             unsafe { message.as_mut() }.ok_or_else(|| Error::new(Kind::Invalid, "reply is NULL"))?;
         message.rm_xid = xid;
@@ -1077,12 +1192,21 @@ unsafe extern "C" fn reply(xprt: *mut SVCXPRT, message: *mut rpc_msg) -> bool_t 
             // SAFETY: the results are the program's until `svc_sendreply` returns, which sees to the loans before.
             unsafe { encoder.lend(lending) };
         }
-        // SAFETY: the caller's reply, built by svc_sendreply and its like; stream and authenticator are alive, and nothing
-        // of ours is locked or borrowed but the stream.
-        if !unsafe { encode_reply(&mut encoder, message, own.auth()) } {
-            // Nothing was sent: the program answers with svcerr_systemerr.
-            return Ok(0);
+        // SAFETY: by the contract.
+        let results = unsafe { take_results(message) };
+        // SAFETY: the stream is alive, the message complete.
+        if unsafe { xdr_replymsg(encoder.xdr(), message) } == 0 {
+            return Ok(None);
         }
+        let auth = own.auth();
+        // SAFETY: set by _gss_authenticate before the program was asked.
+        let wrap = unsafe { operation(auth, |ops| ops.svc_ah_wrap) };
+        Ok(Some(Reply { own, responder, id, xid, encoder, results, auth, wrap }))
+    }
+
+    /// Sends it when the results are encoded: 1, or 0 if that fails.
+    fn send(self) -> Result<bool_t, Error> {
+        let Reply { own, responder, id, xid, encoder, .. } = self;
         stats::add(Counter::BytesCopied, encoder.copied());
         let message = encoder.finish()?;
         let loans = message.loans();
@@ -1101,44 +1225,38 @@ unsafe extern "C" fn reply(xprt: *mut SVCXPRT, message: *mut rpc_msg) -> bool_t 
                 Ok(0)
             }
         }
-    })
+    }
 }
 
+/// The results of a successful reply, which has none in their place then.
+///
 /// # Safety
-/// `message` is a reply whose results, if any, fit their procedure; `auth` is alive.
-unsafe fn encode_reply(encoder: &mut Encoder, message: &mut rpc_msg, auth: *mut SVCAUTH) -> bool {
-    unsafe extern "C" fn nothing(_: *mut XDR, _: *mut c_void) -> bool_t {
+/// `message` is a reply.
+unsafe fn take_results(message: &mut rpc_msg) -> Option<ar_results> {
+    unsafe extern "C-unwind" fn nothing(_: *mut XDR, _: *mut c_void) -> bool_t {
         guard(|| Ok(1))
     }
-    let mut results = None;
     // SAFETY: a reply (contract).
     let body = unsafe { &mut message.ru.rm_reply };
-    if body.rp_stat == msg::MSG_ACCEPTED {
-        // SAFETY: accepted, so this member is in force.
-        let accepted = unsafe { &mut body.ru.rp_ar };
-        if accepted.ar_stat == msg::SUCCESS {
-            // The results are wrapped by the authenticator, behind the header.
-            // SAFETY: successful, so this member is in force.
-            results = Some(unsafe { accepted.ru.ar_results });
-            let none = ar_results { r#where: null_mut::<c_char>(), r#proc: Some(nothing) };
-            accepted.ru = accepted_reply_ru { ar_results: none };
-        }
+    if body.rp_stat != msg::MSG_ACCEPTED {
+        return None;
     }
-    // SAFETY: the stream is alive, the message complete.
-    if unsafe { xdr_replymsg(encoder.xdr(), message) } == 0 {
-        return false;
+    // SAFETY: accepted, so this member is in force.
+    let accepted = unsafe { &mut body.ru.rp_ar };
+    if accepted.ar_stat != msg::SUCCESS {
+        return None;
     }
-    let Some(results) = results else { return true };
-    // SAFETY: alive (contract).
-    let wrap = unsafe { operation(auth, |ops| ops.svc_ah_wrap) };
-    // SAFETY: the program's procedure and object; the stream and the authenticator are alive.
-    wrap.is_some_and(|wrap| unsafe { wrap(auth, encoder.xdr(), results.r#proc, results.r#where.cast()) } != 0)
+    // SAFETY: successful, so this member is in force.
+    let results = unsafe { accepted.ru.ar_results };
+    let none = ar_results { r#where: null_mut::<c_char>(), r#proc: Some(nothing) };
+    accepted.ru = accepted_reply_ru { ar_results: none };
+    Some(results)
 }
 
-unsafe extern "C" fn freeargs(xprt: *mut SVCXPRT, decode: XdrProc, args: *mut c_void) -> bool_t {
-    guard(|| {
+unsafe extern "C-unwind" fn freeargs(xprt: *mut SVCXPRT, decode: XdrProc, args: *mut c_void) -> bool_t {
+    guard_in_steps(|| {
         // SAFETY: libtirpc's loop and its transport.
-        unsafe { transport(xprt) }?;
+        step(|| unsafe { transport(xprt) }.map(drop))?;
         // SAFETY: the program's procedure and the object that it decoded.
         unsafe { xdr::free(decode, args) };
         Ok(1)

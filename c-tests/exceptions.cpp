@@ -17,6 +17,7 @@
 #include <sys/socket.h>
 #include <sys/wait.h>
 #include <time.h>
+#include <ucontext.h>
 #include <unistd.h>
 
 #include <cstdio>
@@ -40,6 +41,9 @@ enum : u_int {
     THROW_RESULTS,
     EXIT, /* pthread_exit(3), there or in its XDR procedure */
     EXIT_ARGUMENTS,
+    WAIT,    /* as ECHO, when there was a RESUME: it runs as a coroutine */
+    WAITING, /* whether there is a WAIT */
+    RESUME,  /* as ECHO */
 };
 
 #define REQUIRE(what) ((what) ? (void)0 : errx(1, "line %d: %s", __LINE__, #what))
@@ -84,6 +88,8 @@ static const xdrproc_t number = (xdrproc_t)xdr_u_int, bad = procedure(xdr_bad);
 /* ---- The server -------------------------------------------------------------------------------------------------- */
 
 static u_int caught;
+static ucontext_t looping, waiting;
+static bool waits, resumes;
 
 static u_int descriptors()
 {
@@ -122,11 +128,21 @@ static void serve(svc_req *request, SVCXPRT *xprt)
     case EXIT_ARGUMENTS:
         svc_getargs(xprt, bad, (char *)&exits);
         errx(1, "still here");
+    case WAIT:
+        waits = true;
+        REQUIRE(swapcontext(&waiting, &looping) == 0);
+        waits = false;
     }
     if (!svc_getargs(xprt, number, (char *)&n))
         return svcerr_decode(xprt);
     switch (request->rq_proc) {
+    case RESUME:
+        resumes = true;
+        return answer(n + 1);
+    case WAITING:
+        return answer(waits);
     case ECHO:
+    case WAIT:
         return answer(n + 1);
     case BYTES: {
         std::vector<char> memory(n, 'x');
@@ -164,14 +180,30 @@ static void turn()
     if (ready > 0)
         svc_getreq_poll(polled.data(), ready);
 }
-static void *loop(void *own)
+/* The same, on a stack of its own unless a dispatch routine waits there. */
+static void coroutine_turn()
+{
+    static char stack[1 << 18];
+    if (waits)
+        turn();
+    else {
+        REQUIRE(getcontext(&waiting) == 0);
+        waiting.uc_stack.ss_sp = stack;
+        waiting.uc_stack.ss_size = sizeof stack;
+        waiting.uc_link = &looping;
+        makecontext(&waiting, turn, 0);
+        REQUIRE(swapcontext(&looping, &waiting) == 0);
+    }
+    if (waits && resumes)
+        REQUIRE(swapcontext(&looping, &waiting) == 0);
+    resumes = false;
+}
+static void (*serves)();
+static void *loop(void *)
 {
     for (;;)
         try {
-            if (own != nullptr)
-                turn();
-            else
-                svc_run();
+            serves();
         } catch (const Thrown &) {
             REQUIRE(alive == 0);
             caught++;
@@ -181,8 +213,9 @@ static void *loop(void *own)
 static netconfig *transport;
 static sockaddr_in server = {};
 
-static void start_server(bool own)
+static void start_server(void (*by)())
 {
+    serves = by;
     int told[2];
     REQUIRE(pipe(told) == 0);
     pid_t child = fork();
@@ -202,7 +235,7 @@ static void start_server(bool own)
         for (;;) { /* A thread that has ended is followed by another. */
             pthread_t thread;
             void *result;
-            REQUIRE(pthread_create(&thread, nullptr, loop, own ? told : nullptr) == 0);
+            REQUIRE(pthread_create(&thread, nullptr, loop, nullptr) == 0);
             REQUIRE(pthread_join(thread, &result) == 0);
         }
     }
@@ -397,20 +430,41 @@ static void leaves(const std::vector<u_int> &procedures, bool exceptions)
 static void dispatch_throws() { leaves({THROW, THROW_ARGUMENTS, THROW_RESULTS}, true); }
 static void dispatch_exits() { leaves({EXIT, EXIT_ARGUMENTS}, false); }
 
+static void *ask_to_wait(void *clnt)
+{
+    REQUIRE(ask(static_cast<CLIENT *>(clnt), WAIT, 41) == 42);
+    return nullptr;
+}
+static void coroutine()
+{
+    CLIENT *one = client(), *other = client();
+    for (int i = 0; i < 5; i++) {
+        pthread_t thread;
+        REQUIRE(pthread_create(&thread, nullptr, ask_to_wait, one) == 0);
+        while (!ask(other, WAITING, 0)) {}
+        REQUIRE(ask(other, RESUME, 1) == 2);
+        REQUIRE(pthread_join(thread, nullptr) == 0);
+    }
+    clnt_destroy(one);
+    clnt_destroy(other);
+}
+
 static const struct {
     const char *name, *text;
     void (*test)();
-    bool own;
+    void (*serves)();
 } tests[] = {
-    {"arguments", "an exception passes from an argument's procedure to the caller of clnt_call", arguments, false},
-    {"results", "an exception passes from a result's procedure to the caller of clnt_call", results, false},
-    {"freeing", "an exception passes from a result's procedure to the caller of clnt_freeres", freeing, false},
-    {"nested", "an exception passes through two calls, one in the other", nested, false},
-    {"exit", "a thread ends in the XDR procedures of a call", thread_exit, false},
-    {"server", "a dispatch routine catches what its XDR procedures throw", server_catches, false},
-    {"svc_run", "an exception passes from a dispatch routine to the caller of svc_run", dispatch_throws, false},
-    {"loop", "an exception passes from a dispatch routine to a loop of the program's own", dispatch_throws, true},
-    {"leave", "a thread in svc_run ends in a dispatch routine, and another goes on", dispatch_exits, false},
+    {"arguments", "an exception passes from an argument's procedure to the caller of clnt_call", arguments, svc_run},
+    {"results", "an exception passes from a result's procedure to the caller of clnt_call", results, svc_run},
+    {"freeing", "an exception passes from a result's procedure to the caller of clnt_freeres", freeing, svc_run},
+    {"nested", "an exception passes through two calls, one in the other", nested, svc_run},
+    {"exit", "a thread ends in the XDR procedures of a call", thread_exit, svc_run},
+    {"server", "a dispatch routine catches what its XDR procedures throw", server_catches, svc_run},
+    {"svc_run", "an exception passes from a dispatch routine to the caller of svc_run", dispatch_throws, svc_run},
+    {"loop", "an exception passes from a dispatch routine to a loop of the program's own", dispatch_throws, turn},
+    {"leave", "a thread in svc_run ends in a dispatch routine, and another goes on", dispatch_exits, svc_run},
+    {"end", "a thread in a loop of the program's own ends in a dispatch routine, and another goes on", dispatch_exits, turn},
+    {"coroutine", "a dispatch routine that waits as a coroutine is not taken for one that was left", coroutine, coroutine_turn},
 };
 
 int main(int count, char **words)
@@ -428,7 +482,7 @@ int main(int count, char **words)
         REQUIRE(child >= 0);
         if (child == 0) {
             alarm(300);
-            start_server(it.own);
+            start_server(it.serves);
             it.test();
             _exit(0);
         }

@@ -16,6 +16,7 @@ use std::io;
 use std::marker::PhantomData;
 use std::mem::{ManuallyDrop, MaybeUninit};
 use std::net::{Ipv4Addr, Ipv6Addr, SocketAddr, TcpStream};
+use std::ops::Range;
 use std::os::fd::{AsRawFd, FromRawFd, OwnedFd, RawFd};
 use std::ptr::NonNull;
 use std::sync::Once;
@@ -691,6 +692,29 @@ pub fn this_thread() -> usize {
         static NAME: usize = NEXT.fetch_add(1, Relaxed);
     }
     NAME.with(|name| *name)
+}
+
+/// Addresses of the calling thread's own stack; what it runs as a coroutine has another. `None` if the system does not tell.
+pub fn own_stack() -> Option<Range<usize>> {
+    thread_local! {
+        static STACK: Option<Range<usize>> = find();
+    }
+    fn find() -> Option<Range<usize>> {
+        let mut attributes = MaybeUninit::<libc::pthread_attr_t>::zeroed();
+        // SAFETY: takes nothing.
+        let thread = unsafe { libc::pthread_self() };
+        // SAFETY: the calling thread is alive, and `attributes` is writable.
+        if unsafe { libc::pthread_getattr_np(thread, attributes.as_mut_ptr()) } != 0 {
+            return None;
+        }
+        let (mut lowest, mut size) = (std::ptr::null_mut(), 0);
+        // SAFETY: initialised above; both places are writable.
+        let found = unsafe { libc::pthread_attr_getstack(attributes.as_ptr(), &mut lowest, &mut size) } == 0;
+        // SAFETY: initialised above, and not used any more.
+        unsafe { libc::pthread_attr_destroy(attributes.as_mut_ptr()) };
+        found.then(|| lowest.addr()..lowest.addr() + size)
+    }
+    STACK.with(Clone::clone)
 }
 
 /// Has the kernel find out that the peer of an idle TCP connection is gone: after about two minutes of silence.

@@ -17,6 +17,8 @@ report() {
     local name=$1 line; shift
     timeout -k 5 "$(patient 300)" "$@" >out 2>err
     local status=$?
+    # The address sanitizer says so at every swapcontext(3).
+    sed -i '/ASan doesn.t fully support makecontext\/swapcontext/d' err
     while read -r line; do
         case $line in ok*) ok "$name: ${line#ok    }" ;; esac
     done <out

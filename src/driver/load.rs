@@ -167,7 +167,7 @@ impl Serve for Answers {
 fn no_owner() -> Weak<dyn service_loop::Thrown> {
     struct Nobody;
     impl service_loop::Thrown for Nobody {
-        fn thrown(&self, _: usize) {}
+        fn thrown(&self, _: u64) {}
     }
     Weak::<Nobody>::new()
 }

@@ -481,6 +481,7 @@ impl Requester for Reverse {
 /// reads connections (it sleeps in poll(2), as far as anybody can tell) or is inside a dispatch routine.
 pub mod service_loop {
     use std::cell::Cell;
+    use std::ops::Range;
     use std::sync::Weak;
 
     use super::*;
@@ -500,11 +501,13 @@ pub mod service_loop {
     struct State {
         /// Dispatch routines that run in the loop's thread, one inside the other.
         dispatching: Vec<Routine>,
+        /// Routines that have begun.
+        begun: u64,
         /// Connections with requests that others have read.
         left: Vec<RawFd>,
     }
 
-    static STATE: Mutex<State> = Mutex::new(State { dispatching: Vec::new(), left: Vec::new() });
+    static STATE: Mutex<State> = Mutex::new(State { dispatching: Vec::new(), begun: 0, left: Vec::new() });
 
     /// How many routines run.
     static DISPATCHING: AtomicUsize = AtomicUsize::new(0);
@@ -513,17 +516,47 @@ pub mod service_loop {
         serial: u64,
         thread: usize,
         frame: usize,
+        /// Its thread has ended.
+        ended: bool,
         owner: Weak<dyn Thrown>,
+    }
+
+    impl Routine {
+        /// Whether it has been left, now that `thread` is in the frame at `frame`. Addresses tell only on the thread's own
+        /// stack: a routine on a coroutine's goes on when the program switches back to it.
+        fn is_left(&self, thread: usize, frame: usize) -> bool {
+            let below = self.thread == thread && self.frame <= frame;
+            let own = |stack: Range<usize>| stack.contains(&self.frame) && stack.contains(&frame);
+            self.ended || below && sys::own_stack().is_some_and(own)
+        }
     }
 
     /// What may be left by an exception of the program's, or by the end of its thread.
     pub trait Thrown: Send + Sync {
-        /// The routines that [`Dispatching::is_below`] `frame` do not run any more.
-        fn thrown(&self, frame: usize);
+        /// The routine with this [`Dispatching::serial`] does not run any more.
+        fn thrown(&self, serial: u64);
     }
 
     thread_local! {
         static NESTED: Cell<u32> = const { Cell::new(0) };
+        static END: End = const { End };
+    }
+
+    /// Dropped with its thread.
+    struct End;
+
+    impl Drop for End {
+        /// Whoever reads a connection next sees to the routines that the thread has not returned from.
+        fn drop(&mut self) {
+            if DISPATCHING.load(Relaxed) == 0 {
+                return;
+            }
+            let (thread, stack) = (sys::this_thread(), sys::own_stack());
+            let own = |it: &&mut Routine| {
+                it.thread == thread && stack.as_ref().is_some_and(|stack| stack.contains(&it.frame))
+            };
+            state().dispatching.iter_mut().filter(own).for_each(|it| it.ended = true);
+        }
     }
 
     fn state() -> MutexGuard<'static, State> {
@@ -533,8 +566,6 @@ pub mod service_loop {
     /// A dispatch routine that runs.
     pub struct Dispatching {
         serial: u64,
-        thread: usize,
-        frame: usize,
     }
 
     impl Dispatching {
@@ -543,16 +574,19 @@ pub mod service_loop {
         pub fn begin(frame: usize, owner: Weak<dyn Thrown>) -> Dispatching {
             look();
             let thread = sys::this_thread();
+            // A thread that ends already has marked its routines.
+            let _ = END.try_with(|_| ());
             let mut state = state();
-            let serial = state.dispatching.last().map_or(0, |routine| routine.serial + 1);
-            state.dispatching.push(Routine { serial, thread, frame, owner });
+            let serial = state.begun;
+            state.begun += 1;
+            state.dispatching.push(Routine { serial, thread, frame, ended: false, owner });
             DISPATCHING.store(state.dispatching.len(), Relaxed);
-            Dispatching { serial, thread, frame }
+            Dispatching { serial }
         }
 
-        /// Whether the routine has been left: the calling thread is in the frame at `frame` now.
-        pub fn is_below(&self, frame: usize) -> bool {
-            self.thread == sys::this_thread() && self.frame <= frame
+        /// A number of its own.
+        pub fn serial(&self) -> u64 {
+            self.serial
         }
     }
 
@@ -568,18 +602,18 @@ pub mod service_loop {
         }
     }
 
-    /// The calling thread is in the frame at `frame`: no routine runs below it. One that has not returned was left by an
-    /// exception, or its thread would have ended.
+    /// The calling thread is in the frame at `frame`: no routine runs below it on the same stack. One that has not returned
+    /// was left by an exception; or its thread has ended.
     pub fn unwound_to(frame: usize) {
         while DISPATCHING.load(Relaxed) > 0 {
             let thread = sys::this_thread();
-            let below = |it: &&Routine| it.thread == thread && it.frame <= frame;
-            let Some(found) = state().dispatching.iter().rfind(below).map(|it| (it.serial, it.owner.clone()))
+            let left = |it: &&Routine| it.is_left(thread, frame);
+            let Some(found) = state().dispatching.iter().rfind(left).map(|it| (it.serial, it.owner.clone()))
             else {
                 return;
             };
             if let Some(owner) = found.1.upgrade() {
-                owner.thrown(frame);
+                owner.thrown(found.0);
             }
             // Its owner has dropped it, or there is none.
             let mut state = state();

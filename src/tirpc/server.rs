@@ -708,16 +708,14 @@ impl Transport {
 }
 
 impl service_loop::Thrown for Transport {
-    /// Their requests are as those of routines that have returned without a reply; libtirpc's loop did not come to ask
+    /// Its request is as that of a routine that has returned without a reply; libtirpc's loop did not come to ask
     /// `xp_stat`.
-    fn thrown(&self, frame: usize) {
-        loop {
-            let mut state = self.state();
-            let left = |it: &mut Open| it.dispatching.as_ref().is_some_and(|routine| routine.is_below(frame));
-            let Some(request) = state.open.pop_if(left) else { return };
-            log_info!("fd {}: a dispatch routine was left by an exception", self.fd);
-            self.close(request, state, false);
-        }
+    fn thrown(&self, serial: u64) {
+        let mut state = self.state();
+        let left = |it: &mut Open| it.dispatching.as_ref().is_some_and(|routine| routine.serial() == serial);
+        let Some(request) = state.open.pop_if(left) else { return };
+        log_info!("fd {}: a dispatch routine was left by an exception, or with its thread", self.fd);
+        self.close(request, state, false);
     }
 }
 

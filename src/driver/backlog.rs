@@ -13,7 +13,20 @@
 
 use std::sync::TryLockError;
 
-use super::*;
+use std::os::fd::RawFd;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering::Relaxed};
+use std::time::{Duration, Instant};
+
+use crate::connection::{Request, RequestId};
+use crate::error::{Error, Kind};
+use crate::memory::Message;
+use crate::provider::QueuePair;
+use crate::sys::{self, PollFd};
+use crate::{log_debug, log_warn};
+
+use super::link::Link;
+use super::server::{Phase, Server, Shared};
 
 /// No more requests of a connection are taken while more than this waits for its peer. Kernel and network hold as much
 /// again or more, so that a fast peer never waits for the next reply to be made.
@@ -378,10 +391,22 @@ mod tests {
     use std::sync::atomic::AtomicBool;
     use std::thread::scope;
 
+    use super::super::client::tests::PATIENCE;
     use super::super::server::locked;
-    use super::super::tests::PATIENCE;
     use super::*;
+    use crate::config::Config;
+    use crate::connection::Expect;
+    use crate::connection::Role;
+    use crate::driver::Responder;
+    use crate::driver::memory;
+    use crate::driver::server::Next;
+    use crate::driver::start::options;
+    use crate::driver::start::versions;
     use crate::memory::Program;
+    use crate::provider::WorkRequest;
+    use crate::provider::iwarp::Iwarp;
+    use crate::wire::Xid;
+    use std::sync::Mutex;
 
     /// Bytes that a socket of these tests holds, about.
     const SOCKET: i32 = 128 << 10;

@@ -9,7 +9,24 @@
 //! over it: the end that opens a connection speaks first. What the server's program knew of the old one is its business.
 #![forbid(unsafe_code)]
 
-use super::*;
+use std::os::fd::RawFd;
+use std::sync::{Arc, MutexGuard};
+use std::time::{Duration, Instant};
+
+use crate::connection::{Request, RequestId};
+use crate::error::{Error, Kind};
+use crate::memory::{Buf, Loan, Message};
+use crate::stats::{self, Counter};
+use crate::sys;
+use crate::{log_warn, socket};
+
+use super::backlog::Wait;
+use super::calls::Waiter;
+use super::client::{Client, Waiting};
+use super::renewal::Renewal;
+use super::server::Turn;
+use super::{Mask, Requester, Responder, TURN};
+
 use crate::sys::WakeSet;
 
 /// How long it takes until a connection that could not be made is tried again: at first, and at last.

@@ -2,18 +2,37 @@
 //! the program's. What the engine owes its peer, credits above all, is asserted by a [`Fault`] around each device.
 #![forbid(unsafe_code)]
 
+use crate::config::Provider;
+use crate::driver::REPLY_HEADER;
+use crate::driver::start::adapter_options;
+use crate::provider::verbs;
 use std::net::{TcpListener, TcpStream};
-use std::os::fd::AsRawFd;
-use std::sync::Weak;
-use std::sync::atomic::{AtomicBool, AtomicU32};
+use std::os::fd::{AsRawFd, RawFd};
+use std::sync::atomic::{AtomicBool, AtomicU32, Ordering::Relaxed};
+use std::sync::{Arc, Mutex, Weak};
 use std::thread::scope;
+use std::time::{Duration, Instant};
 
 use super::callback::Serve;
-use super::reverse::Hooks;
-use super::*;
+use super::client::{Client, Waiting};
+use super::link::Link;
+use super::reverse::{Hooks, Reverse};
+use super::server::{Next, Server, Shared, locked};
+use super::service_loop;
+use super::start::{options, versions};
+use super::{Mask, Requester, Responder, memory};
+use crate::config::{Config, Version};
+use crate::connection::characteristics::Wish;
+use crate::connection::{Request, Role};
+use crate::error::{Error, Kind};
+use crate::memory::Sink;
+use crate::provider::QueuePair;
 use crate::provider::fault::{Control, Fault};
-use crate::sys::WakeSet;
-use crate::wire::characteristics::Backward;
+use crate::provider::iwarp::Iwarp;
+use crate::socket;
+use crate::sys::{self, PollFd, WakeSet};
+use crate::wire::Xid;
+use crate::wire::characteristics::{Backward, Characteristic};
 
 /// Longer than anything here takes: a call that hangs fails.
 const PATIENCE: Duration = Duration::from_secs(20);

@@ -4,9 +4,15 @@
 //! each of them as soon as it comes in, for the engine forgets it with the next request, and with the connection.
 #![forbid(unsafe_code)]
 
-use super::*;
+use std::collections::HashMap;
+
 use crate::connection::characteristics::{Endpoint, Wish};
+use crate::error::{Error, Kind};
 use crate::wire::characteristics::Characteristic;
+use crate::wire::v1;
+
+use super::link::Link;
+use super::server::{Shared, locked};
 
 /// What is known of the other end of a connection.
 #[derive(Clone, Copy, Debug)]
@@ -50,7 +56,7 @@ impl Peer {
 /// What is known of the client of a connection that was accepted.
 ///
 /// # Errors
-/// As [`Server::peer`].
+/// As [`super::Server::peer`].
 pub fn of(server: &Shared) -> Result<Peer, Error> {
     locked(server).peer()
 }
@@ -145,9 +151,26 @@ mod tests {
     use std::os::fd::AsRawFd;
     use std::thread::{Scope, ScopedJoinHandle, scope};
 
-    use super::super::tests::{PATIENCE, pair, until};
+    use super::super::client::tests::{PATIENCE, pair, until};
     use super::*;
+    use crate::config::Config;
+    use crate::config::Version;
+    use crate::connection::Request;
+    use crate::driver::Mask;
+    use crate::driver::Requester;
+    use crate::driver::Responder;
+    use crate::driver::callback;
+    use crate::driver::client::Client;
+    use crate::driver::server::Server;
+    use crate::driver::start::establish;
+    use crate::driver::start::options;
+    use crate::provider::iwarp::Iwarp;
+    use crate::sys;
     use crate::wire::characteristics::Backward;
+    use std::sync::Arc;
+    use std::sync::Mutex;
+    use std::time::Duration;
+    use std::time::Instant;
 
     const LARGER: Characteristic = Characteristic::ReceiveSize(16384);
 

@@ -15,7 +15,29 @@
 
 use std::os::fd::{AsRawFd, OwnedFd};
 
-use super::*;
+use std::os::fd::RawFd;
+use std::sync::MutexGuard;
+use std::sync::atomic::Ordering::Relaxed;
+use std::time::{Duration, Instant};
+
+use crate::config::Provider;
+use crate::connection::{Expect, RPC_HEADER_MAX, Role};
+use crate::error::{Error, Kind, os_text};
+use crate::memory::Message;
+use crate::process;
+use crate::provider::QueuePair;
+use crate::provider::iwarp::Iwarp;
+use crate::stats::{self, Counter};
+use crate::sys::{self, PollFd};
+use crate::wire::Xid;
+use crate::wire::either::Versions;
+use crate::{log_info, log_warn};
+
+use super::calls::{Calls, Waiter};
+use super::client::{Client, Driver, Waiting};
+use super::link::Link;
+use super::start::{Attempt, START_TIMEOUT, options};
+use super::{Mask, Requester, memory, null_call, with_xid};
 
 /// How long an adapter may take where software iWARP is possible too: towards a host without one nothing ever answers.
 const ADAPTER_ALONE: Duration = Duration::from_secs(2);
@@ -477,8 +499,19 @@ mod tests {
     use std::sync::mpsc;
     use std::thread::scope;
 
-    use super::super::tests::{PATIENCE, until};
+    use super::super::client::tests::{PATIENCE, until};
     use super::*;
+    use crate::config::Config;
+    use crate::config::Version;
+    use crate::connection::Request;
+    use crate::driver::Responder;
+    use crate::driver::link::FIRST_REPLY;
+    use crate::driver::server::Server;
+    use crate::driver::server::Shared;
+    use crate::driver::server::locked;
+    use crate::driver::start::Room;
+    use std::sync::Arc;
+    use std::sync::Mutex;
 
     fn config(credits: u32) -> &'static Config {
         // Without spinning, a driver that others can see sleeps.

@@ -3,7 +3,28 @@
 
 use std::net::IpAddr;
 
-use super::*;
+use std::net::SocketAddr;
+use std::os::fd::RawFd;
+use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering::Relaxed};
+use std::sync::{Mutex, MutexGuard, OnceLock};
+use std::time::{Duration, Instant};
+
+use crate::config::Config;
+use crate::connection::{Request, RequestId, Role};
+use crate::error::{Error, Kind};
+use crate::memory::{Buf, Loan, Message};
+use crate::provider::QueuePair;
+use crate::provider::iwarp::Iwarp;
+use crate::stats::{self, Counter};
+use crate::sys;
+use crate::{log_info, log_warn, socket};
+
+use super::backlog::{Backlog, Wait};
+use super::calls::Calls;
+use super::link::Link;
+use super::spin::{Patience, Spin};
+use super::start::{START_TIMEOUT, options, versions};
+use super::{Responder, TURN, memory};
 
 /// While others wait for the memory that pulled Calls hold, a peer has so long to send what it was asked for: all of it, or
 /// [`PULL_LEAST`] bytes. So a Call of 64 MiB takes some five minutes at most.

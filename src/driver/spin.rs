@@ -1,7 +1,13 @@
 //! Whether a wait spins first, and how long.
 #![forbid(unsafe_code)]
 
-use super::*;
+use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
+use std::time::{Duration, Instant};
+
+use crate::config::Config;
+use crate::sys;
+
+use super::link::Link;
 
 /// Whether spinning before a sleep has paid lately.
 ///

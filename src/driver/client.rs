@@ -1,0 +1,797 @@
+//! The connection of the end that opened it, driven by the threads that wait for something on it.
+#![forbid(unsafe_code)]
+
+use std::net::SocketAddr;
+use std::os::fd::RawFd;
+use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard};
+use std::time::{Duration, Instant};
+
+use crate::config::Config;
+use crate::connection::characteristics::Wish;
+use crate::connection::{Expect, Role};
+use crate::error::{Error, Kind};
+use crate::memory::{Buf, Loan, Memory, Message, Region};
+use crate::process::{self, Identity};
+use crate::provider::iwarp::Iwarp;
+use crate::socket;
+use crate::stats::{self, Counter};
+use crate::sys::{self, PollFd};
+use crate::wire::Xid;
+use crate::wire::characteristics::Characteristic;
+use crate::wire::either::Versions;
+
+use super::callback;
+use super::calls::{Calls, Waiter, sleep};
+use super::link::Link;
+use super::peer::Peer;
+use super::renewal::Renewal;
+use super::spin::{Patience, Spin};
+use super::start::{Room, establish, options, versions};
+use super::{Mask, REPLY_HEADER, Requester, Standing, memory};
+
+/// When a peer that has not answered the first call is nudged, and how often: Linux's siw may overlook what comes right
+/// behind its answer to the startup until more comes.
+const NUDGE_AFTER: Duration = Duration::from_millis(100);
+
+const NUDGES: u32 = 10;
+
+/// How long the first wait for that answer is, while the CLIENT is made; the first call waits for the rest.
+const AGREE_WAIT: Duration = Duration::from_secs(2);
+
+/// A requester's connection.
+pub struct Client {
+    /// The socket that it is known by, and that it runs over unless an adapter does.
+    pub(super) fd: RawFd,
+    /// Where it goes.
+    pub(super) to: Option<SocketAddr>,
+    /// Changes with the state.
+    pub(super) adapter: AtomicBool,
+    pub(super) room: Room,
+    pub(super) config: &'static Config,
+    memory: Arc<Memory>,
+    pub(super) state: Mutex<Waiting>,
+    /// For who ends the connection: no callback is being served any more.
+    pub(super) quiet: Condvar,
+}
+
+pub(super) struct Waiting {
+    pub(super) link: Link,
+    pub(super) calls: Calls,
+    /// Who polls the socket: one, except as [`Waiting::seat_is_free`] says.
+    pub(super) drivers: Vec<Driver>,
+    spin: Spin,
+    /// The file behind `fd`: a number that is another file by now is not this connection.
+    pub(super) identity: Option<Identity>,
+    /// How often the peer was nudged before its first message.
+    pub(super) nudges: u32,
+    /// How often the connection was made.
+    pub(super) connections: u32,
+    /// The connection is of no use any more, and will be replaced.
+    pub(super) renewal: Option<Renewal>,
+    /// XIDs of calls of procedure 0 that nobody waits for: their replies give credits.
+    pub(super) greetings: Vec<Xid>,
+    /// Changes in a forked child.
+    pub(super) generation: u64,
+    /// The program serves what the server calls back.
+    pub(super) serving: Option<callback::Serving>,
+    /// Who serves a callback now. It may go on when the program serves no more, or has ended that and begun anew.
+    pub(super) server: Option<usize>,
+    /// The descriptor is closed, or is about to be.
+    pub(super) shut: bool,
+    /// It is to be closed by who serves the callback that `server` says.
+    pub(super) close_later: bool,
+    pub(super) wishes: Wishes,
+}
+
+/// What the program has asked for, on the next connection too.
+pub(super) struct Wishes {
+    pub(super) credits: u32,
+    pub(super) reverse_credits: u32,
+    pub(super) reverse_chunks: bool,
+    pub(super) versions: Versions,
+    pub(super) receive_size: Option<u32>,
+}
+
+/// A thread that polls the socket.
+pub(super) struct Driver {
+    pub(super) thread: usize,
+    /// It will wake when the socket takes bytes.
+    pub(super) writes: bool,
+}
+
+impl Client {
+    /// Sends the MPA Request on a connected socket and waits for the Reply.
+    ///
+    /// # Errors
+    /// `ConnectionLost` when the peer closed without a Reply (it does not speak MPA), `Timeout` when it stayed silent
+    /// until `deadline`, `Peer` when it refused.
+    pub fn open(
+        fd: RawFd,
+        config: &'static Config,
+        deadline: Instant,
+        mask: Mask<'_>,
+    ) -> Result<Arc<Client>, Error> {
+        // Now: a peer that resets the connection at once leaves a socket without an address.
+        let to = socket::peer(fd);
+        let link = Client::start(fd, config, versions(config), deadline, mask)?;
+        Ok(Client::with(fd, to, None, config, link))
+    }
+
+    pub(super) fn with(
+        fd: RawFd,
+        to: Option<SocketAddr>,
+        adapter: Option<Room>,
+        config: &'static Config,
+        link: Link,
+    ) -> Arc<Client> {
+        let (adapter, room) = (adapter.is_some(), adapter.unwrap_or(Room::Same));
+        // That of an adapter knows the memory of its connection.
+        let memory = if adapter { memory(config) } else { link.memory.clone() };
+        let state = Waiting {
+            link,
+            calls: Calls::new(),
+            drivers: Vec::new(),
+            spin: Spin::default(),
+            identity: process::identify(fd),
+            nudges: 0,
+            connections: 1,
+            renewal: None,
+            greetings: Vec::new(),
+            generation: sys::fork_generation(),
+            serving: None,
+            server: None,
+            shut: false,
+            close_later: false,
+            wishes: Wishes {
+                credits: config.credits,
+                reverse_credits: config.reverse_credits,
+                reverse_chunks: config.reverse_chunks,
+                versions: versions(config),
+                receive_size: None,
+            },
+        };
+        let adapter = AtomicBool::new(adapter);
+        let state = Mutex::new(state);
+        Arc::new(Client { fd, to, adapter, room, config, memory, state, quiet: Condvar::new() })
+    }
+
+    pub(super) fn start(
+        fd: RawFd,
+        config: &Config,
+        versions: Versions,
+        deadline: Instant,
+        mask: Mask<'_>,
+    ) -> Result<Link, Error> {
+        let mut device = Iwarp::initiator(fd, options(config, fd))?;
+        if !establish(&mut device, deadline, mask)? {
+            return Err(Error::new(Kind::Timeout, "the peer did not answer the MPA Request in time"));
+        }
+        Ok(Link::new(Role::Client, config, versions, Box::new(device), &memory(config)))
+    }
+
+    /// Whether the descriptor is still this connection's socket.
+    pub fn alive(&self) -> bool {
+        let state = self.lock();
+        !state.shut && state.is_own(self.fd)
+    }
+
+    /// Ends the connection for good and closes its descriptor, which nothing of ours touches any more: true for the one
+    /// caller that does. False too when the number belongs to another file by now.
+    ///
+    /// A callback that another thread serves is waited for; or, unless this `waits`, the descriptor stays until it has been
+    /// served, for the program may look at it until then.
+    pub fn shut(&self, waits: bool) -> bool {
+        let mut state = self.lock();
+        if state.shut || !state.is_own(self.fd) {
+            return false;
+        }
+        state.shut = true;
+        let ended = state.serve_no_more();
+        let elsewhere = |state: &Waiting| state.server.is_some_and(|thread| thread != sys::this_thread());
+        while waits && elsewhere(&state) {
+            state = self.quiet.wait(state).unwrap_or_else(|poisoned| poisoned.into_inner());
+        }
+        let why = Error::new(Kind::ConnectionLost, "the CLIENT was destroyed");
+        if state.another_reads() || !state.calls.sleepers.is_empty() {
+            // Calls that others have just begun: nothing else would wake who sleeps in poll(2).
+            state.link.fail(why.clone());
+        }
+        // Nothing is sent: another process may have the connection. Twice: see `leave_to_others`.
+        state.link.engine.handle_closed(why.clone());
+        state.link.engine.handle_closed(why.clone());
+        state.link.drain();
+        state.settle();
+        state.identity = None;
+        state.calls.requests.end(&why);
+        state.attempt_failed(why);
+        state.wake_all();
+        state.close_later = elsewhere(&state);
+        let closes = !state.close_later;
+        drop(state);
+        // What ends with it needs other locks.
+        drop(ended);
+        if closes {
+            socket::close(self.fd);
+        }
+        true
+    }
+
+    /// What the connection runs on and what was agreed, in words for the log.
+    pub fn describe(&self) -> String {
+        self.lock().link.describe()
+    }
+
+    /// Where it goes, if that is known.
+    pub fn to(&self) -> Option<SocketAddr> {
+        self.to
+    }
+
+    /// How often the connection was made.
+    pub fn connections(&self) -> u32 {
+        self.lock().connections
+    }
+
+    /// Whether calls back may have chunks.
+    pub fn set_reverse_chunks(&self, allowed: bool) {
+        let mut state = self.lock();
+        state.wishes.reverse_chunks = allowed;
+        state.link.engine.set_reverse_chunks(allowed);
+    }
+
+    /// Waits a while for a version to be agreed on, so that the program's calls need not. A server that is busy answers
+    /// later.
+    ///
+    /// # Errors
+    /// There is none that both ends speak, or the connection was lost.
+    pub fn agree(&self, mask: Mask<'_>) -> Result<(), Error> {
+        let deadline = Instant::now() + AGREE_WAIT;
+        let waiter = Waiter::Version(sys::this_thread());
+        let mut state = self.lock();
+        let mut condition = None;
+        let outcome = loop {
+            let engine = &state.link.engine;
+            match engine.closed() {
+                Some(_) if engine.must_fall_back() => match self.connected(state, deadline, mask) {
+                    Ok(connected) => state = connected,
+                    // The first call waits for the rest.
+                    Err(error) if error.kind() == Kind::Timeout => return Ok(()),
+                    Err(error) => return Err(error),
+                },
+                Some(error) if error.kind() == Kind::ConnectionLost && engine.version().is_none() => {
+                    let text =
+                        format!("{error}, at the offer of RPC-over-RDMA version 2; set RPCRDMA_VERSION=auto");
+                    break Err(Error::new(Kind::Peer, text));
+                }
+                Some(error) => break Err(error.clone()),
+                None if engine.version().is_some() || Instant::now() >= deadline => break Ok(()),
+                None => state = self.wait_once(state, waiter, &mut condition, deadline, mask),
+            }
+        };
+        state.hand_over();
+        outcome
+    }
+
+    /// Waits for the end of a call, driving the connection when nobody else does.
+    fn wait<'a>(
+        &'a self,
+        mut state: MutexGuard<'a, Waiting>,
+        xid: Xid,
+        deadline: Instant,
+        mask: Mask<'_>,
+    ) -> Result<Vec<Region>, Error> {
+        let waiter = Waiter::Call(xid);
+        state = self.wait_for(state, waiter, deadline, mask);
+        let outcome = state.calls.outcomes.remove(&xid).unwrap_or_else(|| {
+            let Waiting { link, renewal, greetings, .. } = &mut *state;
+            if let Some(renewal) = renewal.as_mut()
+                && renewal.abandon(xid)
+            {
+                let text = format!("no new connection within the time of the call: {}", renewal.why());
+                return Err(Error::new(Kind::Timeout, text));
+            }
+            let text = link.why_no_reply(xid);
+            link.engine.abandon(xid, &mut *link.device);
+            // A peer that did not answer this call keeps the credits of those too.
+            for xid in greetings.drain(..) {
+                link.engine.abandon(xid, &mut *link.device);
+            }
+            link.drain();
+            state.settle();
+            stats::add(Counter::Orphans, 1);
+            Err(Error::new(Kind::Timeout, text))
+        });
+        state.hand_over();
+        outcome
+    }
+
+    /// Waits until what is waited for is there, or until `deadline`.
+    fn wait_for<'a>(
+        &'a self,
+        mut state: MutexGuard<'a, Waiting>,
+        waiter: Waiter,
+        deadline: Instant,
+        mask: Mask<'_>,
+    ) -> MutexGuard<'a, Waiting> {
+        let mut condition = None;
+        while !state.calls.is_over(waiter) && Instant::now() < deadline {
+            state = self.wait_once(state, waiter, &mut condition, deadline, mask);
+        }
+        state
+    }
+
+    /// One step of waiting: serves a callback, sleeps beside the driver, or drives.
+    pub(super) fn wait_once<'a>(
+        &'a self,
+        mut state: MutexGuard<'a, Waiting>,
+        waiter: Waiter,
+        condition: &mut Option<Arc<Condvar>>,
+        deadline: Instant,
+        mask: Mask<'_>,
+    ) -> MutexGuard<'a, Waiting> {
+        if let Some(request) = state.callback() {
+            return self.serve_one(state, request, mask);
+        }
+        if state.seat_is_free() {
+            return self.drive(state, waiter, deadline, mask);
+        }
+        let own = condition.get_or_insert_with(|| Arc::new(Condvar::new())).clone();
+        state.calls.sleepers.insert(waiter, own.clone());
+        let servant = state.serves_here();
+        if servant {
+            state.calls.servant = Some(own.clone());
+        }
+        // Who drives may have gone to sleep before this began.
+        let retry = state.link.retry_at();
+        let mut state = sleep(&own, state, retry.map_or(deadline, |at| deadline.min(at)));
+        // Awake it may serve a callback, whose own calls wait here too: to wake it would wake nobody.
+        state.calls.sleepers.remove(&waiter);
+        if servant {
+            state.calls.servant = None;
+        }
+        if retry.is_some() {
+            state.link.retry();
+            state.settle();
+        }
+        state
+    }
+
+    /// Spins, then sleeps once, then moves what has come.
+    fn drive<'a>(
+        &'a self,
+        mut state: MutexGuard<'a, Waiting>,
+        waiter: Waiter,
+        deadline: Instant,
+        mask: Mask<'_>,
+    ) -> MutexGuard<'a, Waiting> {
+        let held_up = match waiter {
+            Waiter::Call(xid) => !state.link.engine.transmitted(xid),
+            Waiter::Peer(_) | Waiter::Version(_) | Waiter::Callbacks(_) => {
+                state.link.engine.version().is_none() || state.link.engine.holds_back()
+            }
+        };
+        if held_up {
+            self.look(&mut state);
+        }
+        if state.renewal.is_some() {
+            return self.drive_renewal(state, waiter, deadline, mask);
+        }
+        if state.calls.is_over(waiter) {
+            // It came with what was looked at.
+            return state;
+        }
+        state.drivers.push(Driver { thread: sys::this_thread(), writes: false });
+        let patience = state.spin.allowed(self.config).and_then(|limit| Patience::new(limit, &state.link));
+        if let Some(mut patience) = patience {
+            loop {
+                state.link.pump();
+                state.settle();
+                if state.is_over_for(waiter) {
+                    state.spin.found();
+                    state.stand_up();
+                    return state;
+                }
+                if patience.is_over(&state.link) {
+                    state.spin.failed();
+                    break;
+                }
+                drop(state);
+                std::hint::spin_loop();
+                state = self.lock();
+            }
+        }
+        let (fd, writes) = (state.link.device.fd(), state.link.device.wants_write());
+        let events = if writes { sys::IN | sys::OUT } else { sys::IN };
+        if let Some(driver) = state.own_seat() {
+            state.drivers[driver].writes = writes;
+        }
+        let nudges = state.nudges < NUDGES && !state.link.heard;
+        let link = &state.link;
+        let until = [link.offer_ends(), link.retry_at(), link.first_reply_due()].into_iter().flatten().min();
+        let mut fds = vec![PollFd::new(fd, true, events & sys::OUT != 0)];
+        fds.extend(state.alarm_fd().map(|alarm| PollFd::new(alarm, true, false)));
+        drop(state);
+        let mut left = deadline.saturating_duration_since(Instant::now());
+        if nudges {
+            left = left.min(NUDGE_AFTER);
+        }
+        if let Some(until) = until {
+            left = left.min(until.saturating_duration_since(Instant::now()));
+        }
+        // An error of poll(2) itself shows up in the next pump, as an error of the device; EINTR is no error here.
+        let came = sys::poll(&mut fds, Some(left), mask);
+        let mut state = self.lock();
+        if nudges && matches!(came, Ok(0)) && !state.link.heard {
+            state.nudges += 1;
+            state.link.nudge();
+        }
+        if fds.len() > 1 && fds[1].readable() {
+            state.silence();
+        }
+        if state.another_reads() {
+            // It was woken by the same bytes. Were they taken here, it would find none and sleep on, with its reply there.
+            state.link.retry();
+            state.link.flush();
+        } else {
+            state.link.pump();
+        }
+        state.settle();
+        state.stand_up();
+        state
+    }
+
+    pub(super) fn lock(&self) -> MutexGuard<'_, Waiting> {
+        // A poisoned lock means that a thread panicked inside: the connection is closed and stays so. Those who sleep
+        // are told, since perhaps it was their driver.
+        let mut state = self.state.lock().unwrap_or_else(|poisoned| {
+            let mut state = poisoned.into_inner();
+            state.link.fail(Error::new(Kind::Panic, "a defect of librpcrdma ended this connection"));
+            state.link.drain();
+            state.settle();
+            state
+        });
+        if state.generation != sys::fork_generation() {
+            state.inherit();
+        }
+        state
+    }
+}
+
+impl Requester for Client {
+    fn fd(&self) -> RawFd {
+        self.fd
+    }
+
+    fn adapter(&self) -> bool {
+        self.adapter.load(Relaxed)
+    }
+
+    fn message(&self) -> Result<Buf, Error> {
+        // Over an adapter a new connection brings new memory with it.
+        if self.adapter() { Ok(self.lock().link.memory.message()?) } else { Ok(self.memory.message()?) }
+    }
+
+    fn fresh_xid(&self) -> Xid {
+        let Waiting { calls, link, .. } = &mut *self.lock();
+        calls.fresh_xid(&link.engine)
+    }
+
+    fn exchange(
+        &self,
+        xid: Xid,
+        message: Message,
+        expect: Expect,
+        deadline: Instant,
+        mask: Mask<'_>,
+    ) -> Result<Vec<Region>, Error> {
+        // Over an adapter nothing else would tell that the program has closed the socket.
+        if self.adapter() && !self.alive() {
+            return Err(Error::new(Kind::NotSent, "the descriptor was closed"));
+        }
+        let mut state = self.lock();
+        state.take_in();
+        self.look(&mut state);
+        match &mut state.renewal {
+            Some(renewal) => {
+                renewal.park(xid, message, expect)?;
+                if state.drivers.is_empty() {
+                    // However little time this call has, it gets the next one on.
+                    self.step(&mut state);
+                }
+            }
+            None => {
+                state.make_way(&message, &expect);
+                state.link.begin(xid, message, expect)?;
+            }
+        }
+        state.settle();
+        self.wait(state, xid, deadline, mask)
+    }
+
+    fn standing(&self) -> Standing {
+        let mut state = self.lock();
+        state.take_in();
+        Standing::of(&state.link.engine)
+    }
+
+    fn peer(&self, wanted: bool) -> Result<Peer, Error> {
+        let mut state = self.lock();
+        // Who sleeps until something comes takes it in, and would sleep on were it taken here.
+        if wanted && !state.another_reads() {
+            state.link.pump();
+            state.link.flush();
+            state.settle();
+            state.rearm();
+        }
+        Peer::of(&state.link, state.connections as usize)
+    }
+
+    fn request(&self, what: Characteristic, deadline: Instant, mask: Mask<'_>) -> Result<Wish, Error> {
+        let mut state = self.connected(self.lock(), deadline, mask)?;
+        let Waiting { calls, link, .. } = &mut *state;
+        let number = calls.requests.begin(link, what)?;
+        let waiter = Waiter::Peer(number);
+        state.settle();
+        state = self.wait_for(state, waiter, deadline, mask);
+        let outcome = state.calls.requests.take(number);
+        state.hand_over();
+        outcome
+    }
+
+    fn raise_receives(&self, bytes: u32) -> Result<(), Error> {
+        let mut state = self.lock();
+        if state.renewal.is_none() {
+            state.link.raise_receives(bytes)?;
+            state.settle();
+        }
+        state.wishes.receive_size = Some(bytes);
+        Ok(())
+    }
+
+    fn end(&self, loans: &[Loan]) {
+        if !loans.iter().all(Loan::is_over) {
+            let mut state = self.lock();
+            state.link.end(loans);
+            state.settle();
+        }
+    }
+
+    fn comes_back(&self, deadline: Instant, _: Mask<'_>) -> Result<bool, Error> {
+        // The next call itself makes the connection anew.
+        Ok(self.lock().serving.is_some() && Instant::now() < deadline && self.alive())
+    }
+
+    fn credits(&self, ask: Option<u32>) -> u32 {
+        let mut state = self.lock();
+        if let Some(credits) = ask {
+            state.wishes.credits = state.link.engine.ask(credits);
+            state.link.drain();
+        }
+        state.link.engine.asked()
+    }
+
+    fn max_reply(&self, config: &Config) -> usize {
+        let areas = config.max_reply.is_none().then(|| self.lock().link.device.areas()).flatten();
+        let room = areas.map(|areas| config.max_reply(false).min(areas.size() - REPLY_HEADER));
+        room.unwrap_or_else(|| config.max_reply(self.adapter()))
+    }
+}
+
+impl Waiting {
+    /// Whether this number is still the descriptor of the connection.
+    pub(super) fn is_own(&self, fd: RawFd) -> bool {
+        self.identity.is_some() && self.identity == process::identify(fd)
+    }
+
+    /// Hands outcomes to their waiters.
+    pub(super) fn settle(&mut self) {
+        let Waiting { calls, link, greetings, .. } = self;
+        calls.settle(link);
+        greetings.retain(|xid| calls.outcomes.remove(xid).is_none());
+    }
+
+    /// Takes in what has arrived: replies to orphans give credits back before they are missed.
+    fn take_in(&mut self) {
+        // Who sleeps until something comes would sleep on, with its reply there.
+        if self.link.engine.credits_left() <= 1 && !self.another_reads() {
+            self.link.pump();
+            self.settle();
+        }
+    }
+
+    fn is_over_for(&self, waiter: Waiter) -> bool {
+        let agreed = matches!(waiter, Waiter::Version(_)) && self.link.engine.version().is_some();
+        self.may_serve() || agreed || self.calls.is_over(waiter) || self.link.engine.closed().is_some()
+    }
+
+    /// Whether this thread may poll the socket.
+    ///
+    /// Beside another one it does so in two cases. That one sleeps until something comes, and there is something to
+    /// send by now. Or that one is this very thread, in whose sleep a signal handler makes a call: it cannot go on
+    /// before the handler ends.
+    fn seat_is_free(&self) -> bool {
+        self.lacks_driver() || self.own_seat().is_some()
+    }
+
+    fn lacks_driver(&self) -> bool {
+        self.drivers.is_empty()
+            || (self.link.device.wants_write() && !self.drivers.iter().any(|driver| driver.writes))
+    }
+
+    /// Whether another thread sleeps until something comes.
+    pub(super) fn another_reads(&self) -> bool {
+        self.drivers.iter().any(|driver| driver.thread != sys::this_thread())
+    }
+
+    /// The latest seat of this thread.
+    fn own_seat(&self) -> Option<usize> {
+        let thread = sys::this_thread();
+        self.drivers.iter().rposition(|driver| driver.thread == thread)
+    }
+
+    pub(super) fn stand_up(&mut self) {
+        if let Some(driver) = self.own_seat() {
+            self.drivers.remove(driver);
+        }
+    }
+
+    /// Sees to it that what this thread does not do, or waits for no more, is done: somebody else takes the driver's seat
+    /// if it is empty, and serves what is left.
+    pub(super) fn hand_over(&self) {
+        let serves = self.may_serve();
+        if !self.lacks_driver() && !serves {
+            return;
+        }
+        let woken = self.calls.wake_one();
+        if serves && !woken {
+            // Whoever sleeps in poll(2), or the program's loop.
+            self.raise_alarm();
+        }
+    }
+}
+
+#[cfg(test)]
+pub(super) mod tests {
+    use std::io::{self, Read, Write};
+    use std::net::{TcpListener, TcpStream};
+    use std::os::fd::AsRawFd;
+    use std::sync::mpsc;
+
+    use super::*;
+    use crate::connection::Request;
+    use crate::driver::Responder;
+    use crate::driver::server::Server;
+    use crate::driver::server::Shared;
+    use crate::driver::server::locked;
+    use std::sync::OnceLock;
+
+    pub(in crate::driver) const PATIENCE: Duration = Duration::from_secs(10);
+
+    /// A connection whose client gives the kernel little room.
+    pub(in crate::driver) fn pair() -> io::Result<(TcpStream, TcpStream)> {
+        let listener = TcpListener::bind("127.0.0.1:0")?;
+        sys::testing::shrink_buffers(listener.as_raw_fd());
+        let client = TcpStream::connect(listener.local_addr()?)?;
+        sys::testing::shrink_buffers(client.as_raw_fd());
+        let (server, _) = listener.accept()?;
+        Ok((client, server))
+    }
+
+    /// Any message will do: the server of these tests answers with it.
+    fn message(client: &Client, xid: Xid, len: usize) -> Buf {
+        let mut bytes = vec![7; len];
+        bytes[..4].copy_from_slice(&xid.0.to_be_bytes());
+        let mut message = Requester::message(client).unwrap();
+        message.extend(&bytes).unwrap();
+        message
+    }
+
+    fn call(client: &Client, len: usize) -> Result<Vec<Region>, Error> {
+        let xid = client.fresh_xid();
+        client.call(xid, message(client, xid, len).into(), 1024, Vec::new(), Instant::now() + PATIENCE, None)
+    }
+
+    pub(in crate::driver) fn until(client: &Client, so: impl Fn(&Waiting) -> bool) {
+        while !so(&client.lock()) {
+            std::thread::yield_now();
+        }
+    }
+
+    /// The next request, or `None` when none comes for two seconds.
+    fn next(server: &Shared) -> Option<Request> {
+        loop {
+            if let Some(request) = locked(server).receive() {
+                return Some(request);
+            }
+            if !sys::wait(Responder::fd(server), sys::IN, Some(Duration::from_secs(2)), None).unwrap() {
+                return None;
+            }
+        }
+    }
+
+    fn answer(server: &Shared, request: Request) {
+        let Request { id, message, .. } = request;
+        let mut reply = server.message().unwrap();
+        reply.extend(&message[0][..40]).unwrap();
+        server.reply(id, reply.into()).unwrap();
+    }
+
+    #[test]
+    fn a_call_that_the_socket_does_not_take_at_once_goes_out_while_another_thread_waits_for_its_reply() {
+        const CALLERS: usize = 24;
+        // Without spinning, a driver that others can see sleeps.
+        let config = Config { poll: Duration::ZERO, ..Config::default() };
+        let config: &'static Config = Box::leak(Box::new(config));
+        let (to_server, to_client) = pair().unwrap();
+        let server = Mutex::new(Server::accept(to_client.as_raw_fd(), config).unwrap());
+        let shared = OnceLock::new();
+        std::thread::scope(|scope| {
+            let (opened, open) = mpsc::channel();
+            let fd = to_server.as_raw_fd();
+            scope.spawn(move || {
+                let client = Client::open(fd, config, Instant::now() + PATIENCE, None).unwrap();
+                call(&client, 40).unwrap();
+                opened.send(client).unwrap();
+            });
+            let first = next(&server).unwrap();
+            answer(&server, first);
+            let client: &Arc<Client> = shared.get_or_init(|| open.recv().unwrap());
+            // One call is under way, and its caller sleeps: nothing but the end of another call will wake it.
+            scope.spawn(move || call(client, 40).unwrap());
+            let mut held = vec![next(&server).unwrap()];
+            until(client, |state| !state.drivers.is_empty());
+            for _ in 0..CALLERS {
+                scope.spawn(move || call(client, 3800).unwrap());
+            }
+            until(client, |state| state.link.engine.credits_left() == config.credits - 1 - CALLERS as u32);
+            assert!(client.lock().link.device.unsent() > 0, "the socket has taken all");
+            while held.len() < 1 + CALLERS {
+                match next(&server) {
+                    Some(request) => held.push(request),
+                    None => break,
+                }
+            }
+            let came = held.len();
+            for request in held {
+                answer(&server, request);
+            }
+            // Whoever was held up is let go, so that a failure does not hang.
+            while let Some(request) = next(&server) {
+                answer(&server, request);
+            }
+            assert_eq!(came, 1 + CALLERS);
+        });
+    }
+
+    /// Linux's siw looks at what comes right behind its answer to the startup only when more comes.
+    #[test]
+    fn a_peer_that_does_not_answer_the_first_call_is_nudged_by_a_write_of_no_bytes() {
+        let config: &'static Config = Box::leak(Box::default());
+        let (to_server, mut peer) = pair().unwrap();
+        std::thread::scope(|scope| {
+            let fd = to_server.as_raw_fd();
+            scope.spawn(move || {
+                let client = Client::open(fd, config, Instant::now() + PATIENCE, None).unwrap();
+                assert_eq!(call(&client, 40).unwrap_err().kind(), Kind::ConnectionLost);
+            });
+            let mut request = [0; 32];
+            peer.read_exact(&mut request).unwrap();
+            assert_eq!(request[..16], *b"MPA ID Req Frame");
+            // No CRC, revision 2, read depths of 16 and no private data.
+            peer.write_all(b"MPA ID Rep Frame\x10\x02\x00\x04\x00\x10\x00\x10").unwrap();
+            let mut fpdu = || {
+                let mut length = [0; 2];
+                peer.read_exact(&mut length).unwrap();
+                let length = usize::from(u16::from_be_bytes(length));
+                let mut rest = vec![0; (length + 2).next_multiple_of(4) - 2 + 4];
+                peer.read_exact(&mut rest).unwrap();
+                rest.truncate(length);
+                rest
+            };
+            // An untagged Send, and, since it has no answer, a tagged RDMA Write to nowhere.
+            assert_eq!(fpdu()[..2], [0x41, 0x43]);
+            assert_eq!(fpdu()[..], [0xc1, 0x40, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0]);
+            drop(peer);
+        });
+    }
+}

@@ -1,0 +1,393 @@
+//! The joint of an engine and a device: carries out what the engine asks for and feeds it what the device reports.
+#![forbid(unsafe_code)]
+
+use std::os::fd::RawFd;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use crate::config::{self, Config};
+use crate::connection::{Connection, Expect, Output, Request, Role, Settings, receive_margin};
+use crate::error::{Error, Kind};
+use crate::memory::{Buf, Loan, Memory, Message, Region};
+use crate::provider::{Completion, QueuePair, WorkRequest};
+use crate::stats::{self, Counter};
+use crate::sys;
+use crate::wire::characteristics;
+use crate::wire::either::Versions;
+use crate::wire::private_data::PrivateData;
+use crate::wire::{Handle, Xid, v1, v2};
+use crate::{log_error, log_info, log_wire};
+
+use super::backlog;
+
+/// How long a connection that follows one without a reply has for its first reply, before a call that timed out, and holds
+/// the only credit, has it replaced; twice as long after each further one. A server that is slower than the calls' time
+/// would see a new connection with each of them.
+pub(super) const FIRST_REPLY: Duration = Duration::from_millis(50);
+
+const FIRST_REPLY_MAX: Duration = Duration::from_secs(2);
+
+/// How long a peer has to answer an offer of Version Two. The draft (version-two-01, section 5.2) has a client take one that
+/// drops it for one that speaks Version One only; but a server may also be busy with another request.
+const OFFER_TIMEOUT: Duration = Duration::from_secs(5);
+
+/// How often what waits for memory tries again.
+const MEMORY_RETRY: Duration = Duration::from_millis(20);
+
+/// Messages of a peer that are taken in one go, beyond several times those that its credits allow.
+const RECEIVES_SPARE: u32 = 256;
+
+/// An engine and a device.
+pub struct Link {
+    pub(super) engine: Connection,
+    pub(super) device: Box<dyn QueuePair>,
+    pub(super) memory: Arc<Memory>,
+    pub(super) born: Instant,
+    /// For how long calls that nobody waits for may hold the only credit of a connection without a reply.
+    pub(super) first_reply: Duration,
+    /// The peer has sent something.
+    pub(super) heard: bool,
+    /// Somebody takes the requests up; else they are answered here: the program is not served.
+    pub(super) serves: bool,
+    /// More unsent bytes than this, and the peer talks without reading.
+    pub(super) talk_max: usize,
+    /// Calls that ended, for whoever collects them.
+    pub(super) done: Vec<(Xid, Result<Vec<Region>, Error>)>,
+}
+
+impl Link {
+    /// Joins a connected device with a fresh engine and posts the Receives.
+    pub fn new(
+        role: Role,
+        config: &Config,
+        versions: Versions,
+        device: Box<dyn QueuePair>,
+        memory: &Arc<Memory>,
+    ) -> Link {
+        let peer = PrivateData::find(device.private_data()).unwrap_or(PrivateData::ABSENT);
+        let limits = device.limits();
+        // Where the device holds few Receives, a quarter of them is left to the reverse direction.
+        let room = limits.receives.saturating_sub(receive_margin(versions));
+        let credits = config.credits.min(room - config.reverse_credits.min(room.div_ceil(4)));
+        let (receive, receive_max) = match device.slabs() {
+            Some(slabs) => (config.receive_sizes(true).0, slabs.size()),
+            None => config.receive_sizes(false),
+        };
+        let memory = memory.connection(device.slabs(), device.areas());
+        let settings = Settings {
+            credits,
+            receives: limits.receives,
+            reverse_chunks: config.reverse_chunks,
+            inline: config.inline,
+            versions,
+            receive,
+            receive_max,
+            first_xid: sys::random_u32(),
+            max_call: config.max_call,
+            many_chunks: config.many_chunks,
+            remote_invalidation: limits.remote_invalidation && config.remote_invalidation,
+        };
+        let engine = Connection::new(role, settings, peer, memory.clone(), config::bindings().clone());
+        stats::add(Counter::Connections, 1);
+        let mut link = Link {
+            engine,
+            device,
+            memory,
+            born: Instant::now(),
+            first_reply: Duration::ZERO,
+            heard: false,
+            serves: role == Role::Server,
+            talk_max: backlog::TALK,
+            done: Vec::new(),
+        };
+        link.drain();
+        link
+    }
+
+    /// What the connection runs on and what was agreed, in words for the log.
+    pub(super) fn describe(&self) -> String {
+        let device = self.device.describe();
+        match (self.engine.version(), self.engine.thresholds()) {
+            (None, _) => format!("{device}, RPC-over-RDMA version 2 if the peer speaks it"),
+            (Some(_), (send, receive)) => format!("{device}, inline {send} bytes out and {receive} in"),
+        }
+    }
+
+    /// Why the connection is lost, unless it only has to be made anew to agree on a version.
+    pub(super) fn lost(&self) -> Option<&Error> {
+        self.engine.closed().filter(|_| !self.engine.must_fall_back())
+    }
+
+    /// As [`Requester::raise_receives`].
+    pub(super) fn raise_receives(&mut self, bytes: u32) -> Result<(), Error> {
+        if self.engine.version() == Some(v1::VERSION) {
+            let text = "in RPC-over-RDMA version 1 the size of Receives is fixed: set RPCRDMA_INLINE, \
+                        or RPCRDMA_VERSION=auto at both ends";
+            return Err(Error::new(Kind::Peer, text));
+        }
+        self.engine.raise_receives(bytes as usize, &mut *self.device)?;
+        self.flush();
+        Ok(())
+    }
+
+    /// The same on a new connection, where it may be out of place.
+    pub(super) fn raise_again(&mut self, bytes: Option<u32>) {
+        if let Some(Err(error)) = bytes.map(|bytes| self.raise_receives(bytes)) {
+            log_info!("fd {}: Receives keep their size: {error}", self.device.fd());
+        }
+    }
+
+    /// Why a call has not ended within its time.
+    pub(super) fn why_no_reply(&self, xid: Xid) -> String {
+        match (self.engine.version(), self.engine.lacks_room(xid)) {
+            (None, _) => {
+                "no answer to the offer of RPC-over-RDMA version 2 within the time of the call".to_owned()
+            }
+            (Some(_), Some(why)) => format!(
+                "{why}; make fewer calls at a time, or lower CLSET_RDMA_MAXREPLY or RPCRDMA_MAX_REPLY"
+            ),
+            (Some(_), None) => "no reply within the time of the call".to_owned(),
+        }
+    }
+
+    /// When an offer of Version Two that is not answered is given up.
+    pub(super) fn offer_ends(&self) -> Option<Instant> {
+        self.engine.may_fall_back().then(|| self.born + OFFER_TIMEOUT)
+    }
+
+    /// Until when the first reply is waited for though calls that nobody waits for hold the only credit.
+    pub(super) fn first_reply_due(&self) -> Option<Instant> {
+        (self.engine.starved() && !self.engine.knows_credits()).then(|| self.born + self.first_reply)
+    }
+
+    /// Whether only a new connection brings credits.
+    pub(super) fn starved(&self) -> bool {
+        self.engine.starved() && self.first_reply_due().is_none_or(|due| due <= Instant::now())
+    }
+
+    /// What the connection that follows this one has for its first reply.
+    pub(super) fn first_reply_of_next(&self) -> Duration {
+        match self.engine.knows_credits() {
+            true => Duration::ZERO,
+            false => (2 * self.first_reply).clamp(FIRST_REPLY, FIRST_REPLY_MAX),
+        }
+    }
+
+    /// Carries out what the engine wants.
+    pub(super) fn drain(&mut self) {
+        while let Some(output) = self.engine.poll_output() {
+            match output {
+                Output::Receive(bytes) => match self.memory.slab() {
+                    Ok(buf) => self.device.post_recv(buf.into_sink(bytes)),
+                    Err(error) => self.fail(error.into()),
+                },
+                Output::Post(request) => {
+                    note(&request, self.device.fd());
+                    self.device.post(request);
+                }
+                Output::Done { xid, outcome } => self.done.push((xid, outcome)),
+                Output::Close(error) => self.fail(error),
+            }
+        }
+    }
+
+    /// When `pump` or `retry` must be called though nothing arrives: something waits for memory that others hold.
+    ///
+    /// Others let go of it in any thread, in the middle of the program's own procedures: nobody there could wake the thread
+    /// that waits here, which may sleep in poll(2) on this connection. This is rare, and a look is cheap.
+    pub(super) fn retry_at(&self) -> Option<Instant> {
+        self.engine.waits().then(|| Instant::now() + MEMORY_RETRY)
+    }
+
+    /// Goes on with what waits for memory, if there is some now.
+    pub(super) fn retry(&mut self) {
+        if self.engine.waits() {
+            self.engine.resume(&mut *self.device);
+            self.flush();
+        }
+    }
+
+    /// Moves everything that moves without waiting.
+    pub(super) fn pump(&mut self) {
+        self.retry();
+        self.drain();
+        // What answers no call or makes no request takes no Receive for good, so nothing else bounds its number; and
+        // while it comes faster than it is read, this loop would not end.
+        let mut left = RECEIVES_SPARE.saturating_add(4 * self.engine.asked().max(self.engine.granting()));
+        let mut looked = false;
+        while self.engine.closed().is_none() {
+            if self.memory.is_flooded() {
+                let text =
+                    format!("the peer sends replies faster than they are taken: {}", self.memory.crowd());
+                self.fail(Error::new(Kind::Peer, text));
+                break;
+            }
+            match self.device.poll() {
+                Ok(Some(Completion::Received { sink, len, invalidated })) => {
+                    stats::add(Counter::Receives, 1);
+                    self.heard = true;
+                    left = left.saturating_sub(1);
+                    match sink.into_buf(len) {
+                        Ok(message) => self.receive(message, invalidated),
+                        Err(_) => {
+                            self.fail(Error::new(
+                                Kind::Protocol,
+                                "the device still holds a completed Receive",
+                            ));
+                        }
+                    }
+                }
+                Ok(Some(Completion::Read { id })) => self.engine.handle_read(id),
+                Ok(None) if self.engine.refused() => {
+                    // A device that has just taken the last bytes has not looked for an end behind them.
+                    if looked {
+                        self.engine.handle_quiet(&mut *self.device);
+                        self.log_terms();
+                    }
+                    looked = true;
+                }
+                Ok(None) => break,
+                Err(error) => self.fail(error),
+            }
+            self.drain();
+            if left == 0 {
+                self.fail(Error::new(
+                    Kind::Protocol,
+                    "the peer floods us with messages that belong to no call",
+                ));
+            }
+        }
+        self.limit_talk();
+        self.pace();
+    }
+
+    fn receive(&mut self, message: Buf, invalidated: Option<Handle>) {
+        log_wire!("fd {} < {}", self.device.fd(), describe(&message));
+        let (version, updates) = (self.engine.version(), self.engine.characteristics().updates());
+        self.engine.handle_receive(message, invalidated, &mut *self.device);
+        if (self.engine.version(), self.engine.characteristics().updates()) != (version, updates) {
+            self.log_terms();
+        }
+        while !self.serves
+            && let Some(request) = self.engine.poll_request()
+        {
+            self.decline(request);
+        }
+        // Answers to a peer that talks of itself or calls back without end, and takes none of them.
+        self.limit_talk();
+    }
+
+    /// What was agreed on, when that has changed.
+    fn log_terms(&self) {
+        let (send, receive) = self.engine.thresholds();
+        let (fd, version) = (self.device.fd(), self.engine.version().unwrap_or_default());
+        log_info!("fd {fd}: RPC-over-RDMA version {version}, inline {send} bytes out and {receive} in");
+    }
+
+    /// Answers that there is no such program here (RFC 5531 §9: PROG_UNAVAIL).
+    pub(super) fn decline(&mut self, request: Request) {
+        let reply = [request.xid.0, 1, 0, 0, 0, 1].map(u32::to_be_bytes).concat();
+        let sent = self.memory.message().map_err(Error::from).and_then(|mut message| {
+            message.extend(&reply)?;
+            self.engine.reply(request.id, message)
+        });
+        if let Err(error) = sent {
+            self.engine.discard(request.id);
+            log_info!("fd {}: a call back to no program was not answered: {error}", self.device.fd());
+        }
+    }
+
+    /// Starts a call, and sends what the device takes.
+    pub(super) fn begin(&mut self, xid: Xid, message: Message, expect: Expect) -> Result<(), Error> {
+        self.engine.call(xid, message, expect, &mut *self.device)?;
+        if self.engine.credits_left() == 0 && !self.engine.transmitted(xid) {
+            stats::add(Counter::CreditsWaited, 1);
+        }
+        self.flush();
+        Ok(())
+    }
+
+    pub(super) fn nudge(&mut self) {
+        if self.engine.closed().is_none() {
+            self.device.nudge();
+        }
+    }
+
+    /// Sends what the device takes. True when nothing is left to send.
+    pub(super) fn flush(&mut self) -> bool {
+        self.drain();
+        if self.engine.closed().is_some() {
+            return true;
+        }
+        match self.device.flush() {
+            Ok(all) => all,
+            Err(error) => {
+                self.fail(error);
+                self.drain();
+                true
+            }
+        }
+    }
+
+    /// Closes the connection if it still uses memory that the program gets back now: a defect, but no corruption.
+    pub(super) fn end(&mut self, loans: &[Loan]) {
+        if !loans.iter().all(Loan::is_over) {
+            let text = "a defect of librpcrdma: memory of the program was in use after its time";
+            log_error!("fd {}: {text}", self.device.fd());
+            self.fail(Error::new(Kind::Panic, text));
+            self.drain();
+        }
+    }
+
+    pub(super) fn fail(&mut self, error: Error) {
+        if self.engine.closed().is_none() {
+            log_info!("fd {}: connection closed: {error}", self.device.fd());
+            // RFC 8166 §4.5.4: closing is what tells the peer that a reply was lost, and what protects memory that could
+            // not be invalidated.
+            self.device.close();
+            self.engine.handle_closed(error);
+        } else if self.engine.must_fall_back() {
+            // That has failed too.
+            self.engine.handle_closed(error);
+        }
+    }
+}
+
+fn note(request: &WorkRequest, fd: RawFd) {
+    match request {
+        WorkRequest::Send { gather, .. } => {
+            stats::add(Counter::Sends, 1);
+            let bytes: usize = gather.iter().map(|r| r.len()).sum();
+            stats::add(Counter::BytesInline, bytes as u64);
+            log_wire!("fd {fd} > {}", {
+                let message: Vec<u8> = gather.iter().flat_map(|region| region.iter().copied()).collect();
+                describe(&message)
+            });
+        }
+        WorkRequest::Write { to, .. } => {
+            stats::add(Counter::BytesWritten, u64::from(to.length));
+            log_wire!("fd {fd} > RDMA Write {to}");
+        }
+        WorkRequest::Read { from, .. } => {
+            stats::add(Counter::BytesRead, u64::from(from.length));
+            log_wire!("fd {fd} > RDMA Read {from}");
+        }
+    }
+}
+
+fn describe(message: &[u8]) -> String {
+    match v1::decode(message) {
+        Ok(header) => header.to_string(),
+        Err(error) => v2::decode(message).map_or_else(|_| error.to_string(), |header| describe_two(&header)),
+    }
+}
+
+fn describe_two(header: &v2::Header<'_>) -> String {
+    if let v2::Body::Optional { kind, info, .. } = header.body
+        && let Some(kind) = characteristics::Kind::of(kind)
+        && let Ok(operation) = characteristics::decode(kind, info)
+    {
+        return format!("{header} {operation}");
+    }
+    header.to_string()
+}

@@ -32,8 +32,8 @@ use crate::connection::characteristics::Wish;
 use crate::connection::{Connection, Expect, RPC_HEADER_MAX, RequestId};
 use crate::error::Error;
 use crate::memory::{Buf, Loan, Memory, Message, Region, Sink};
+use crate::signals;
 use crate::stats::{self, Counter};
-use crate::sys;
 use crate::wire::Xid;
 use crate::wire::characteristics::Characteristic;
 use crate::xdr::LEND_MIN;
@@ -274,7 +274,7 @@ pub trait Responder: Send + Sync {
 }
 
 /// The signal mask of the caller, in force while it sleeps.
-pub type Mask<'a> = Option<&'a sys::SignalMask>;
+pub type Mask<'a> = Option<&'a signals::SignalMask>;
 
 /// `call` with this XID.
 fn with_xid(mut message: Buf, call: &[u8; 40], xid: Xid) -> Result<Buf, Error> {

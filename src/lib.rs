@@ -13,6 +13,7 @@
 //!     |    '- wire    plan <-> header bytes
 //!     |- binding      which items of which procedures may be placed
 //!     '- memory, provider -> provider/{iwarp, verbs}     the device
+//!   socket, wait, signals, thread, fork, process   what the system calls of the process are asked for, checked
 //! ```
 //!
 //! A module uses only modules below it. Nothing below `tirpc` knows that libtirpc exists; nothing above `provider`
@@ -27,14 +28,17 @@ pub mod connection;
 pub mod driver;
 pub mod error;
 pub mod ffi;
+pub mod fork;
 pub mod log;
 pub mod memory;
 pub mod process;
 pub mod provider;
+pub mod signals;
 pub mod socket;
 pub mod stats;
-pub mod sys;
 pub mod textfile;
+pub mod thread;
 pub mod tirpc;
+pub mod wait;
 pub mod wire;
 pub mod xdr;

@@ -1464,7 +1464,7 @@ mod tests {
                 let _ = released.recv();
             });
             told.recv().unwrap();
-            let child = crate::sys::testing::fork(|| {
+            let child = crate::fork::testing::fork(|| {
                 // SAFETY: touches no memory. What hangs is ended.
                 unsafe { libc::alarm(20) };
                 drop(inherited.lock().unwrap().take());

@@ -142,6 +142,88 @@ pub fn write_quietly(fd: RawFd, bytes: &[u8]) -> Result<usize, i32> {
     result
 }
 
+/// Fills `bytes` from the kernel's generator.
+///
+/// # Errors
+/// The errno of getrandom(2).
+pub fn random(bytes: &mut [u8]) -> io::Result<()> {
+    let mut done = 0;
+    while done < bytes.len() {
+        let rest = &mut bytes[done..];
+        done += repeat(|| {
+            // SAFETY: `rest` is writable for its length.
+            unsafe { libc::getrandom(rest.as_mut_ptr().cast(), rest.len(), 0) }
+        })?;
+    }
+    Ok(())
+}
+
+/// A number that cannot be guessed; where the generator fails, one that is merely unlikely to repeat.
+pub fn random_u32() -> u32 {
+    let mut bytes = [0; 4];
+    match random(&mut bytes) {
+        Ok(()) => u32::from_ne_bytes(bytes),
+        Err(_) => std::time::SystemTime::now()
+            .duration_since(std::time::UNIX_EPOCH)
+            .map_or(0, |t| t.subsec_nanos() ^ (t.as_secs() as u32).rotate_left(16) ^ std::process::id()),
+    }
+}
+
+/// Has exit(3), and the return from main, call `handler` first.
+///
+/// # Errors
+/// There is no memory for it.
+pub fn at_exit(handler: extern "C" fn()) -> io::Result<()> {
+    // SAFETY: the handler is safe to call. The library is linked with -z nodelete: it stays mapped.
+    let refused = unsafe { libc::atexit(handler) };
+    if refused == 0 { Ok(()) } else { Err(io::Error::from_raw_os_error(libc::ENOMEM)) }
+}
+
+/// Most bytes that this process may lock in memory; `None`: as many as there are.
+pub fn memlock_limit() -> Option<usize> {
+    let mut limit = libc::rlimit { rlim_cur: libc::RLIM_INFINITY, rlim_max: libc::RLIM_INFINITY };
+    // SAFETY: `limit` may be written. An error leaves it as it is.
+    unsafe { libc::getrlimit(libc::RLIMIT_MEMLOCK, &raw mut limit) };
+    if limit.rlim_cur == libc::RLIM_INFINITY { None } else { usize::try_from(limit.rlim_cur).ok() }
+}
+
+/// The same, for a process that may have the right to lock more than that.
+pub fn lockable() -> Option<usize> {
+    const CAP_IPC_LOCK: u32 = 14;
+    // struct __user_cap_header_struct, version 3, of the calling thread, and two struct __user_cap_data_struct: what is
+    // effective, permitted and inheritable, the lower half first.
+    let mut header = [0x2008_0522u32, 0];
+    let mut data = [0u32; 6];
+    // SAFETY: both may be written, and have the lengths that this version asks for.
+    let got = unsafe { libc::syscall(libc::SYS_capget, header.as_mut_ptr(), data.as_mut_ptr()) };
+    if got == 0 && data[0] & 1 << CAP_IPC_LOCK != 0 { None } else { memlock_limit() }
+}
+
+/// Repeats a transfer that a signal interrupted.
+///
+/// # Errors
+/// The errno, except `EINTR`.
+pub fn repeat(mut call: impl FnMut() -> libc::ssize_t) -> io::Result<usize> {
+    loop {
+        let n = call();
+        if n >= 0 {
+            return Ok(n as usize);
+        }
+        let e = io::Error::last_os_error();
+        if e.raw_os_error() != Some(libc::EINTR) {
+            return Err(e);
+        }
+    }
+}
+
+/// The result of a call that fails with -1 and errno.
+///
+/// # Errors
+/// The errno.
+pub fn check(result: libc::c_int) -> io::Result<libc::c_int> {
+    if result < 0 { Err(io::Error::last_os_error()) } else { Ok(result) }
+}
+
 fn errno() -> i32 {
     io::Error::last_os_error().raw_os_error().unwrap_or(0)
 }
@@ -310,5 +392,13 @@ mod tests {
     #[test]
     fn a_test_process_is_not_secure() {
         assert!(!is_secure());
+    }
+
+    #[test]
+    fn random_bytes_differ() {
+        let (mut a, mut b) = ([0; 32], [0; 32]);
+        random(&mut a).unwrap();
+        random(&mut b).unwrap();
+        assert_ne!(a, b);
     }
 }

@@ -1,15 +1,260 @@
-//! The TCP sockets that programs and libtirpc hand us: what they are, and connecting them.
+//! The TCP sockets that programs and libtirpc hand us: what they are, connecting them, and moving data.
 //!
-//! A descriptor here is borrowed: nothing in this file closes one. Data moves in `sys`, which knows nothing of
-//! addresses; this file knows nothing of data.
+//! A descriptor here is borrowed: nothing in this file closes one. Every function is one system call (or one family of
+//! them) with checked arguments; policy, retries after `EAGAIN` and the meaning of an errno are the caller's.
+//!
+//! # Invariants
+//! - `EINTR` never reaches the caller of a transfer: it is repeated.
+//! - No transfer raises SIGPIPE (`MSG_NOSIGNAL`) or blocks (`MSG_DONTWAIT`). The sockets belong to programs and may be in
+//!   blocking mode.
 #![allow(unsafe_code)]
 
 use std::io;
-use std::mem::{ManuallyDrop, size_of};
+use std::mem::{ManuallyDrop, MaybeUninit, size_of};
 use std::net::{Ipv4Addr, Ipv6Addr, SocketAddr, SocketAddrV4, SocketAddrV6, TcpListener, TcpStream};
 use std::os::fd::{AsRawFd, FromRawFd, OwnedFd, RawFd};
+use std::time::Duration;
 
 use libc::c_int;
+
+use crate::memory::{IoVec, IoVecMut};
+use crate::process::{check, random_u32, repeat};
+use crate::wait;
+
+/// Most elements of one gathered or scattered transfer (`IOV_MAX` of Linux).
+pub const IOV_MAX: usize = 1024;
+
+/// Sends the concatenation of `pieces`; how many bytes the socket took.
+///
+/// # Errors
+/// The errno; `EAGAIN` when the socket takes nothing now.
+pub fn send(fd: RawFd, pieces: &[IoVec<'_>]) -> io::Result<usize> {
+    let mut message = empty_message();
+    // INVARIANT: IoVec is repr(transparent) over iovec. sendmsg(2) only reads the array: the cast to *mut is the
+    // shape of msghdr, which recvmsg(2) shares.
+    message.msg_iov = pieces.as_ptr().cast::<libc::iovec>().cast_mut();
+    message.msg_iovlen = pieces.len().min(IOV_MAX) as _;
+    repeat(|| {
+        // SAFETY: `message` names `msg_iovlen` live elements of `pieces`, each alive for the lifetime that it
+        // carries; the kernel reads from them only.
+        unsafe { libc::sendmsg(fd, &message, libc::MSG_DONTWAIT | libc::MSG_NOSIGNAL) }
+    })
+}
+
+/// Receives into `pieces`, in order; how many bytes came. 0 means that the peer has closed its side.
+///
+/// # Errors
+/// The errno; `EAGAIN` when nothing is there now.
+pub fn receive(fd: RawFd, pieces: &mut [IoVecMut<'_>]) -> io::Result<usize> {
+    let mut message = empty_message();
+    message.msg_iov = pieces.as_mut_ptr().cast::<libc::iovec>();
+    message.msg_iovlen = pieces.len().min(IOV_MAX) as _;
+    repeat(|| {
+        // SAFETY: `message` names `msg_iovlen` live elements of `pieces`, each a target that its lifetime lends
+        // exclusively (or a `Sink`, of which no slice exists).
+        unsafe { libc::recvmsg(fd, &mut message, libc::MSG_DONTWAIT) }
+    })
+}
+
+/// The next byte of the stream without taking it; `None` when the peer has closed its side.
+///
+/// # Errors
+/// The errno; `EAGAIN` when nothing is there now.
+pub fn peek(fd: RawFd) -> io::Result<Option<u8>> {
+    let mut byte = 0u8;
+    let n = repeat(|| {
+        // SAFETY: `byte` is one writable byte.
+        unsafe { libc::recv(fd, (&raw mut byte).cast(), 1, libc::MSG_PEEK | libc::MSG_DONTWAIT) }
+    })?;
+    Ok((n == 1).then_some(byte))
+}
+
+fn empty_message() -> libc::msghdr {
+    // SAFETY: msghdr is plain integers and pointers, for which zero is valid and means "none".
+    unsafe { MaybeUninit::zeroed().assume_init() }
+}
+
+/// Whether the descriptor is in non-blocking mode.
+pub fn is_nonblocking(fd: RawFd) -> bool {
+    // SAFETY: touches no memory.
+    let flags = unsafe { libc::fcntl(fd, libc::F_GETFL) };
+    flags >= 0 && flags & libc::O_NONBLOCK != 0
+}
+
+/// Puts the descriptor into non-blocking mode.
+///
+/// # Errors
+/// The errno of fcntl(2).
+pub fn set_nonblocking(fd: RawFd) -> io::Result<()> {
+    // SAFETY: F_GETFL takes no argument and touches no memory.
+    let flags = check(unsafe { libc::fcntl(fd, libc::F_GETFL) })?;
+    // SAFETY: F_SETFL takes an int and touches no memory.
+    check(unsafe { libc::fcntl(fd, libc::F_SETFL, flags | libc::O_NONBLOCK) })?;
+    Ok(())
+}
+
+/// Switches Nagle's algorithm off. A socket that has none (not TCP) is left as it is.
+///
+/// # Errors
+/// The errno of setsockopt(2), except that the socket is not TCP.
+pub fn set_nodelay(fd: RawFd) -> io::Result<()> {
+    let on: libc::c_int = 1;
+    // SAFETY: the option value is a live c_int of the size that is passed.
+    let result = check(unsafe {
+        libc::setsockopt(
+            fd,
+            libc::IPPROTO_TCP,
+            libc::TCP_NODELAY,
+            (&raw const on).cast(),
+            size_of::<libc::c_int>() as libc::socklen_t,
+        )
+    });
+    match result {
+        Err(e) if !matches!(e.raw_os_error(), Some(libc::EOPNOTSUPP | libc::ENOPROTOOPT)) => Err(e),
+        _ => Ok(()),
+    }
+}
+
+/// Bytes that TCP now puts into one segment of this connection; `None` when the socket is not TCP.
+pub fn tcp_mss(fd: RawFd) -> Option<usize> {
+    let mut mss: libc::c_int = 0;
+    let mut len = size_of::<libc::c_int>() as libc::socklen_t;
+    // SAFETY: value and length point to live variables of the sizes that they state.
+    let result = check(unsafe {
+        libc::getsockopt(fd, libc::IPPROTO_TCP, libc::TCP_MAXSEG, (&raw mut mss).cast(), &raw mut len)
+    });
+    match result {
+        Ok(_) => usize::try_from(mss).ok().filter(|mss| *mss > 0),
+        Err(_) => None,
+    }
+}
+
+/// Bytes in the send buffer of a TCP socket that its peer has not acknowledged; 0 where there is no such number.
+pub fn unacknowledged(fd: RawFd) -> u64 {
+    let mut bytes: c_int = 0;
+    // SAFETY: SIOCOUTQ, which is TIOCOUTQ, writes one int; other descriptors refuse it.
+    let result = unsafe { libc::ioctl(fd, libc::TIOCOUTQ, &raw mut bytes) };
+    if result < 0 { 0 } else { u64::try_from(bytes).unwrap_or(0) }
+}
+
+/// Has the kernel find out that the peer of an idle TCP connection is gone: after about two minutes of silence.
+pub fn keep_alive(fd: RawFd) {
+    let options = [
+        (libc::SOL_SOCKET, libc::SO_KEEPALIVE, 1),
+        (libc::IPPROTO_TCP, libc::TCP_KEEPIDLE, 60),
+        (libc::IPPROTO_TCP, libc::TCP_KEEPINTVL, 15),
+        (libc::IPPROTO_TCP, libc::TCP_KEEPCNT, 4),
+    ];
+    for (level, option, value) in options {
+        let value: c_int = value;
+        // SAFETY: `value` is readable. A socket that cannot do it stays as it is.
+        unsafe { libc::setsockopt(fd, level, option, (&raw const value).cast(), size_of::<c_int>() as _) };
+    }
+}
+
+/// Whether the peer of a TCP socket is this host: what is sent there crosses no wire.
+pub fn own_host(fd: RawFd) -> bool {
+    // TCP takes the address that is reached as its own source address when that address is local.
+    match (borrowed(fd).peer_addr(), borrowed(fd).local_addr()) {
+        (Ok(peer), Ok(local)) => {
+            let (peer, local) = (peer.ip().to_canonical(), local.ip().to_canonical());
+            peer.is_loopback() || peer == local
+        }
+        _ => false,
+    }
+}
+
+/// A TCP socket that is on its way to `to`: connect(2) is under way, and [`connected`] tells when it is done.
+///
+/// It takes the place of `fd` later ([`take_place`]): where that one has a reserved port this one gets another, as servers
+/// that trust them demand.
+///
+/// # Errors
+/// The errno.
+pub fn connect_beside(fd: RawFd, to: SocketAddr) -> io::Result<OwnedFd> {
+    let address = Sockaddr::from(to);
+    let address = address.as_bytes();
+    let kind = libc::SOCK_STREAM | libc::SOCK_NONBLOCK | libc::SOCK_CLOEXEC;
+    let family = if to.is_ipv4() { libc::AF_INET } else { libc::AF_INET6 };
+    // SAFETY: touches no memory.
+    let fresh = check(unsafe { libc::socket(family, kind, 0) })?;
+    // SAFETY: just made, and owned by nobody else.
+    let fresh = unsafe { OwnedFd::from_raw_fd(fresh) };
+    let new = fresh.as_raw_fd();
+    if borrowed(fd).local_addr().is_ok_and(|at| at.port() < RESERVED.end) {
+        // A failure leaves the socket unbound, which may be good enough.
+        let _ = bind_reserved(new, to.is_ipv4());
+    }
+    // SAFETY: `address` is readable for its length.
+    match check(unsafe { libc::connect(new, address.as_ptr().cast(), address.len() as libc::socklen_t) }) {
+        Err(e) if e.raw_os_error() != Some(libc::EINPROGRESS) => Err(e),
+        _ => Ok(fresh),
+    }
+}
+
+/// Whether a connect(2) that was under way is done.
+///
+/// # Errors
+/// Why it has failed.
+pub fn connected(fd: RawFd) -> io::Result<bool> {
+    if !wait::until(fd, wait::OUT, Some(Duration::ZERO), None)? {
+        return Ok(false);
+    }
+    borrowed(fd).take_error()?.map_or(Ok(true), Err)
+}
+
+/// Puts `fresh` in the place of `fd`, which keeps its number and its flags.
+///
+/// The old connection is closed in an orderly way, unless another process has it too: what was sent on it still arrives,
+/// which connect(2) on the same socket would cut off with a reset.
+///
+/// # Errors
+/// The errno; the old connection is still there then.
+pub fn take_place(fresh: OwnedFd, fd: RawFd) -> io::Result<()> {
+    // SAFETY: touches no memory.
+    let flags = check(unsafe { libc::fcntl(fd, libc::F_GETFL) })?;
+    // SAFETY: as above.
+    let close = check(unsafe { libc::fcntl(fd, libc::F_GETFD) })? & libc::FD_CLOEXEC;
+    // SAFETY: as above.
+    check(unsafe { libc::fcntl(fresh.as_raw_fd(), libc::F_SETFL, flags) })?;
+    let close = if close != 0 { libc::O_CLOEXEC } else { 0 };
+    // SAFETY: touches no memory; both descriptors are open.
+    check(unsafe { libc::dup3(fresh.as_raw_fd(), fd, close) }).map(drop)
+}
+
+/// Ports that only root binds; below 600 are those of well-known services, as bindresvport(3) has it.
+const RESERVED: std::ops::Range<u16> = 600..1024;
+
+/// Binds a socket to any address and a reserved port. bindresvport(3) of the C library knows IPv4 only.
+fn bind_reserved(fd: RawFd, v4: bool) -> io::Result<()> {
+    let start = random_u32() as u16;
+    let mut result = Err(io::Error::from_raw_os_error(libc::EADDRINUSE));
+    for n in 0..RESERVED.len() as u16 {
+        let port = RESERVED.start + start.wrapping_add(n) % RESERVED.len() as u16;
+        let any = if v4 { Ipv4Addr::UNSPECIFIED.into() } else { Ipv6Addr::UNSPECIFIED.into() };
+        let address = Sockaddr::from(SocketAddr::new(any, port));
+        let address = address.as_bytes();
+        // SAFETY: `address` is readable for its length.
+        result = check(unsafe { libc::bind(fd, address.as_ptr().cast(), address.len() as libc::socklen_t) })
+            .map(drop);
+        if !matches!(&result, Err(e) if e.raw_os_error() == Some(libc::EADDRINUSE)) {
+            return result;
+        }
+    }
+    result
+}
+
+/// std's view of a socket that stays its owner's.
+fn borrowed(fd: RawFd) -> ManuallyDrop<TcpStream> {
+    // SAFETY: never dropped, so the descriptor is not closed; std only makes calls that fail on a wrong one.
+    ManuallyDrop::new(unsafe { TcpStream::from_raw_fd(fd) })
+}
+
+/// Ends both directions of a connection: the peer learns of it although descriptors of it remain open.
+pub fn shutdown(fd: RawFd) {
+    // SAFETY: touches no memory. A connection that is gone already is no concern.
+    unsafe { libc::shutdown(fd, libc::SHUT_RDWR) };
+}
 
 /// The address that the socket is bound to; `None` for anything but an internet socket.
 pub fn local(fd: RawFd) -> Option<SocketAddr> {
@@ -204,10 +449,6 @@ impl Reserved {
     }
 }
 
-fn check(result: c_int) -> io::Result<c_int> {
-    if result < 0 { Err(io::Error::last_os_error()) } else { Ok(result) }
-}
-
 /// A second descriptor of the same socket, above the standard ones.
 ///
 /// # Errors
@@ -292,8 +533,30 @@ impl From<SocketAddr> for Sockaddr {
     }
 }
 
+/// Sockets for tests.
+#[cfg(test)]
+pub mod testing {
+    /// Leaves the socket room for a few messages only.
+    pub fn shrink_buffers(fd: super::RawFd) {
+        set_buffers(fd, 8 << 10);
+    }
+
+    /// How much a socket holds, about.
+    pub fn set_buffers(fd: super::RawFd, bytes: libc::c_int) {
+        for option in [libc::SO_SNDBUF, libc::SO_RCVBUF] {
+            let (value, length) = ((&raw const bytes).cast(), size_of::<libc::c_int>() as libc::socklen_t);
+            // SAFETY: the option value is a live c_int of the size that is passed.
+            let result = unsafe { libc::setsockopt(fd, libc::SOL_SOCKET, option, value, length) };
+            assert_eq!(result, 0);
+        }
+    }
+}
+
 #[cfg(test)]
 mod tests {
+    use std::io::Write;
+    use std::os::unix::net::UnixStream;
+
     use super::*;
 
     #[test]
@@ -330,5 +593,109 @@ mod tests {
         // SAFETY: one entry.
         assert_eq!(unsafe { libc::poll(&mut poll, 1, 50) }, 0);
         drop(reserved);
+    }
+
+    #[test]
+    fn a_gathered_send_arrives_in_a_scattered_receive_and_nothing_blocks() {
+        let (a, b) = UnixStream::pair().unwrap();
+        let mut byte = [0u8; 1];
+        let empty = receive(b.as_raw_fd(), &mut [IoVecMut::from_mut(&mut byte)]);
+        assert_eq!(empty.unwrap_err().kind(), io::ErrorKind::WouldBlock);
+        assert_eq!(send(a.as_raw_fd(), &[IoVec::from_slice(b"ab"), IoVec::from_slice(b"cde")]).unwrap(), 5);
+        assert_eq!(peek(b.as_raw_fd()).unwrap(), Some(b'a'));
+        let (mut x, mut y) = ([0u8; 3], [0u8; 9]);
+        let n =
+            receive(b.as_raw_fd(), &mut [IoVecMut::from_mut(&mut x), IoVecMut::from_mut(&mut y)]).unwrap();
+        assert_eq!((n, &x, &y[..2]), (5, b"abc", &b"de"[..]));
+        drop(a);
+        assert_eq!(peek(b.as_raw_fd()).unwrap(), None);
+        let gone = send(b.as_raw_fd(), &[IoVec::from_slice(b"x")]).unwrap_err();
+        assert_eq!(gone.raw_os_error(), Some(libc::EPIPE));
+    }
+
+    #[test]
+    fn more_pieces_than_one_call_takes_are_sent_in_part() {
+        let (a, _b) = UnixStream::pair().unwrap();
+        let pieces = vec![IoVec::from_slice(b"x"); IOV_MAX + 5];
+        assert_eq!(send(a.as_raw_fd(), &pieces).unwrap(), IOV_MAX);
+    }
+
+    #[test]
+    fn options_of_tcp_are_set_on_tcp_and_ignored_elsewhere() {
+        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+        let stream = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
+        set_nodelay(stream.as_raw_fd()).unwrap();
+        assert!(stream.nodelay().unwrap());
+        assert!(tcp_mss(stream.as_raw_fd()).unwrap() > 500);
+        assert!(own_host(stream.as_raw_fd()));
+        let (a, _b) = UnixStream::pair().unwrap();
+        set_nodelay(a.as_raw_fd()).unwrap();
+        assert_eq!(tcp_mss(a.as_raw_fd()), None);
+        assert!(set_nodelay(-1).is_err());
+    }
+
+    /// Until the connection is there.
+    fn beside(fd: RawFd, to: SocketAddr) -> io::Result<OwnedFd> {
+        let fresh = connect_beside(fd, to)?;
+        while !connected(fresh.as_raw_fd())? {
+            wait::until(fresh.as_raw_fd(), wait::OUT, None, None)?;
+        }
+        Ok(fresh)
+    }
+
+    #[test]
+    fn a_socket_is_connected_anew_to_the_same_peer() {
+        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+        let stream = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
+        let (_first, _) = listener.accept().unwrap();
+        let fresh = beside(stream.as_raw_fd(), stream.peer_addr().unwrap()).unwrap();
+        take_place(fresh, stream.as_raw_fd()).unwrap();
+        let (second, _) = listener.accept().unwrap();
+        (&stream).write_all(b"x").unwrap();
+        assert!(
+            wait::poll(&mut [wait::PollFd::new(second.as_raw_fd(), true, false)], None, None).unwrap() == 1
+        );
+        assert_eq!(peek(second.as_raw_fd()).unwrap(), Some(b'x'));
+    }
+
+    #[test]
+    fn connecting_does_not_wait_and_tells_how_it_ended() {
+        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+        let to = listener.local_addr().unwrap();
+        let stream = TcpStream::connect(to).unwrap();
+        // SAFETY: touches no memory. No queue: a second connection that nobody accepts gets no answer.
+        assert_eq!(unsafe { libc::listen(listener.as_raw_fd(), 0) }, 0);
+        let fresh = connect_beside(stream.as_raw_fd(), to).unwrap();
+        assert!(!connected(fresh.as_raw_fd()).unwrap());
+        drop((fresh, listener));
+        let refused = beside(stream.as_raw_fd(), to).unwrap_err();
+        assert_eq!(refused.raw_os_error(), Some(libc::ECONNREFUSED));
+    }
+
+    #[test]
+    fn a_reserved_port_is_followed_by_another_over_both_families() {
+        for host in ["127.0.0.1:0", "[::1]:0"] {
+            let Ok(listener) = TcpListener::bind(host) else { continue };
+            let to = listener.local_addr().unwrap();
+            let kind = libc::SOCK_STREAM | libc::SOCK_CLOEXEC;
+            let family = if to.is_ipv4() { libc::AF_INET } else { libc::AF_INET6 };
+            // SAFETY: touches no memory.
+            let old = check(unsafe { libc::socket(family, kind, 0) }).unwrap();
+            // SAFETY: just made, and owned by nobody else.
+            let old = unsafe { OwnedFd::from_raw_fd(old) };
+            match bind_reserved(old.as_raw_fd(), to.is_ipv4()) {
+                // Only root may.
+                Err(e) if e.raw_os_error() == Some(libc::EACCES) => return,
+                bound => bound.unwrap(),
+            }
+            let fresh = beside(old.as_raw_fd(), to).unwrap();
+            let (before, now) =
+                (borrowed(old.as_raw_fd()).local_addr(), borrowed(fresh.as_raw_fd()).local_addr());
+            let (before, now) = (before.unwrap().port(), now.unwrap().port());
+            assert!(
+                RESERVED.contains(&before) && RESERVED.contains(&now) && before != now,
+                "{host}: {before}, {now}"
+            );
+        }
     }
 }

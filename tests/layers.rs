@@ -5,11 +5,11 @@ use std::path::{Path, PathBuf};
 
 /// From the bottom up; a module uses only modules of rows above its own in this table, and itself.
 const LAYERS: &[&[&str]] = &[
-    &["error", "process"],
-    &["log", "stats", "textfile"],
+    &["error", "process", "signals", "thread"],
+    &["log", "stats", "textfile", "wait"],
     &["binding", "ffi"],
-    &["config", "memory", "socket", "wire"],
-    &["sys"],
+    &["config", "fork", "memory", "wire"],
+    &["socket"],
     &["provider"],
     &["connection", "xdr"],
     &["driver"],

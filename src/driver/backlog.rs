@@ -20,9 +20,10 @@ use std::time::{Duration, Instant};
 
 use crate::connection::{Request, RequestId};
 use crate::error::{Error, Kind};
+use crate::fork;
 use crate::memory::Message;
 use crate::provider::QueuePair;
-use crate::sys::{self, PollFd};
+use crate::wait::{self, PollFd};
 use crate::{log_debug, log_warn};
 
 use super::link::Link;
@@ -108,7 +109,7 @@ impl Default for Backlog {
 
 impl Total {
     fn change(&self, before: usize, now: usize) {
-        let generation = sys::fork_generation();
+        let generation = fork::generation();
         if self.generation.swap(generation, Relaxed) != generation {
             self.bytes.store(0, Relaxed);
         }
@@ -142,7 +143,7 @@ impl Backlog {
     }
 
     fn grow(&mut self, bytes: usize, taken: u64, now: Instant) {
-        let generation = sys::fork_generation();
+        let generation = fork::generation();
         let fresh = || Held { bytes: 0, taken: (taken, now), moved: (taken, now), generation };
         let held = self.held.get_or_insert_with(fresh);
         self.total.change(held.counted(), bytes);
@@ -184,7 +185,7 @@ impl Backlog {
 impl Held {
     /// Its part of the total of this process.
     fn counted(&self) -> usize {
-        if self.generation == sys::fork_generation() { self.bytes } else { 0 }
+        if self.generation == fork::generation() { self.bytes } else { 0 }
     }
 }
 
@@ -285,10 +286,10 @@ impl Link {
     /// Sends the rest of a reply as long as the peer takes it. True when all is gone.
     fn wait_for_peer(&mut self, fd: RawFd, wait: Wait, forked: bool) -> bool {
         let mut patience = Progress::new(wait, self.device.taken());
-        let events = if forked { sys::OUT } else { sys::IN | sys::OUT };
+        let events = if forked { wait::OUT } else { wait::IN | wait::OUT };
         while let Some(left) = patience.left(|| self.device.taken()) {
             // An error of poll(2) itself shows up in what follows.
-            let _ = sys::wait(fd, events, Some(left), None);
+            let _ = wait::until(fd, events, Some(left), None);
             if self.replied() {
                 return true;
             }
@@ -363,7 +364,7 @@ pub fn send_rest(servers: &[Arc<Shared>], wait: Wait) {
             }
             return;
         };
-        let _ = sys::poll(&mut fds, Some(left.min(LOOK)), None);
+        let _ = wait::poll(&mut fds, Some(left.min(LOOK)), None);
     }
 }
 
@@ -405,6 +406,7 @@ mod tests {
     use crate::memory::Program;
     use crate::provider::WorkRequest;
     use crate::provider::iwarp::Iwarp;
+    use crate::socket;
     use crate::wire::Xid;
     use std::sync::Mutex;
 
@@ -414,9 +416,9 @@ mod tests {
     /// A connection whose ends hold little.
     fn pair() -> (TcpStream, TcpStream) {
         let listener = TcpListener::bind("127.0.0.1:0").unwrap();
-        sys::testing::set_buffers(listener.as_raw_fd(), SOCKET);
+        socket::testing::set_buffers(listener.as_raw_fd(), SOCKET);
         let active = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
-        sys::testing::set_buffers(active.as_raw_fd(), SOCKET);
+        socket::testing::set_buffers(active.as_raw_fd(), SOCKET);
         (active, listener.accept().unwrap().0)
     }
 
@@ -466,7 +468,10 @@ mod tests {
             if let Some(request) = locked(server).receive() {
                 return request;
             }
-            assert!(sys::wait(Responder::fd(server), sys::IN, Some(PATIENCE), None).unwrap(), "no request");
+            assert!(
+                wait::until(Responder::fd(server), wait::IN, Some(PATIENCE), None).unwrap(),
+                "no request"
+            );
         }
     }
 
@@ -529,11 +534,11 @@ mod tests {
         message.extend(&vec![0; 300 << 10]).unwrap();
         client.begin(Xid(10), message.into(), Expect::Reply { max: 8, places: Vec::new() }).unwrap();
         let fd = Responder::fd(&server);
-        assert!(sys::wait(fd, sys::IN, Some(PATIENCE), None).unwrap());
+        assert!(wait::until(fd, wait::IN, Some(PATIENCE), None).unwrap());
         let mut server_end = locked(&server);
         assert!(server_end.receive().is_none() && server_end.next(|| false) == Next::Arrival);
         // A loop that polls for bytes would spin if some were left; what wakes it is room to write, or the clock.
-        assert!(!sys::wait(fd, sys::IN, Some(Duration::ZERO), None).unwrap());
+        assert!(!wait::until(fd, wait::IN, Some(Duration::ZERO), None).unwrap());
         assert!(server_end.wants_write() && server_end.deadline().is_some());
         assert!(!server_end.pulling(), "memory is taken for more calls of a client that takes no replies");
         drop(server_end);

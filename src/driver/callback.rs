@@ -17,7 +17,8 @@ use crate::connection::{Request, RequestId};
 use crate::error::{Error, Kind};
 use crate::memory::{Buf, Loan, Message};
 use crate::stats::{self, Counter};
-use crate::sys;
+use crate::thread;
+use crate::wait;
 use crate::{log_warn, socket};
 
 use super::backlog::Wait;
@@ -27,7 +28,7 @@ use super::renewal::Renewal;
 use super::server::Turn;
 use super::{Mask, Requester, Responder, TURN};
 
-use crate::sys::WakeSet;
+use crate::wait::WakeSet;
 
 /// How long it takes until a connection that could not be made is tried again: at first, and at last.
 const RETRY_FIRST: Duration = Duration::from_secs(1);
@@ -94,7 +95,7 @@ impl Client {
             place.copy_from_slice(&word.to_be_bytes());
         }
         if !self.adapter() {
-            sys::keep_alive(self.fd);
+            socket::keep_alive(self.fd);
         }
         let mut state = self.lock();
         if state.shut {
@@ -185,7 +186,7 @@ impl Client {
     pub fn poll_callbacks(&self, deadline: Instant, mask: Mask<'_>) -> Result<usize, Error> {
         let connections = self.connections();
         let mut served = self.serve_now(mask);
-        let waiter = Waiter::Callbacks(sys::this_thread());
+        let waiter = Waiter::Callbacks(thread::this());
         let mut condition = None;
         let mut state = self.lock();
         loop {
@@ -209,7 +210,7 @@ impl Client {
                 let retry = state.serving.as_ref().and_then(|serving| serving.retry).unwrap_or(now);
                 drop(state);
                 // poll(2) could only object to the time, which is valid.
-                let _ = sys::poll(&mut [], Some(retry.min(deadline).saturating_duration_since(now)), mask);
+                let _ = wait::poll(&mut [], Some(retry.min(deadline).saturating_duration_since(now)), mask);
                 served += self.serve_now(mask);
                 state = self.lock();
                 continue;
@@ -227,7 +228,7 @@ impl Client {
     ) -> MutexGuard<'a, Waiting> {
         let Some(serving) = &state.serving else { return state };
         let serve = serving.serve.clone();
-        let outer = state.server.replace(sys::this_thread());
+        let outer = state.server.replace(thread::this());
         stats::add(Counter::Served, 1);
         state.hand_over();
         drop(state);
@@ -261,7 +262,7 @@ impl Drop for Served<'_> {
 impl Waiting {
     /// Whether a callback is there that this thread may serve.
     pub(super) fn may_serve(&self) -> bool {
-        let free = self.server.is_none_or(|thread| thread == sys::this_thread());
+        let free = self.server.is_none_or(|thread| thread == thread::this());
         self.serving.is_some() && free && self.link.request_ready()
     }
 
@@ -279,7 +280,7 @@ impl Waiting {
 
     /// Whether this thread serves a callback now.
     pub(super) fn serves_here(&self) -> bool {
-        self.server == Some(sys::this_thread())
+        self.server == Some(thread::this())
     }
 
     /// A callback for this thread to serve.
@@ -343,11 +344,11 @@ impl Waiting {
         let alone = self.drivers.is_empty();
         let (fd, events) = match attempt {
             Some((fd, _, _)) if !alone => (fd, 0),
-            Some((fd, true, _)) => (fd, sys::IN | sys::OUT),
-            Some((fd, false, _)) => (fd, sys::IN),
+            Some((fd, true, _)) => (fd, wait::IN | wait::OUT),
+            Some((fd, false, _)) => (fd, wait::IN),
             None if !open => (self.link.device.fd(), 0),
-            None if alone && self.link.device.wants_write() => (self.link.device.fd(), sys::IN | sys::OUT),
-            None => (self.link.device.fd(), sys::IN),
+            None if alone && self.link.device.wants_write() => (self.link.device.fd(), wait::IN | wait::OUT),
+            None => (self.link.device.fd(), wait::IN),
         };
         let before = std::mem::replace(&mut serving.watched, fd);
         let done = if before != fd { serving.set.watch(before, 0) } else { Ok(()) };

@@ -8,7 +8,7 @@ use std::time::Instant;
 use crate::connection::Connection;
 use crate::error::Error;
 use crate::memory::Region;
-use crate::sys;
+use crate::process;
 use crate::wire::Xid;
 
 use super::link::Link;
@@ -42,7 +42,7 @@ pub(super) enum Waiter {
 
 impl Calls {
     pub(super) fn new() -> Calls {
-        Calls { next_xid: sys::random_u32(), ..Calls::default() }
+        Calls { next_xid: process::random_u32(), ..Calls::default() }
     }
 
     /// Hands outcomes to their waiters.

@@ -11,12 +11,14 @@ use crate::config::Config;
 use crate::connection::characteristics::Wish;
 use crate::connection::{Expect, Role};
 use crate::error::{Error, Kind};
+use crate::fork;
 use crate::memory::{Buf, Loan, Memory, Message, Region};
 use crate::process::{self, Identity};
 use crate::provider::iwarp::Iwarp;
 use crate::socket;
 use crate::stats::{self, Counter};
-use crate::sys::{self, PollFd};
+use crate::thread;
+use crate::wait::{self, PollFd};
 use crate::wire::Xid;
 use crate::wire::characteristics::Characteristic;
 use crate::wire::either::Versions;
@@ -138,7 +140,7 @@ impl Client {
             connections: 1,
             renewal: None,
             greetings: Vec::new(),
-            generation: sys::fork_generation(),
+            generation: fork::generation(),
             serving: None,
             server: None,
             shut: false,
@@ -188,7 +190,7 @@ impl Client {
         }
         state.shut = true;
         let ended = state.serve_no_more();
-        let elsewhere = |state: &Waiting| state.server.is_some_and(|thread| thread != sys::this_thread());
+        let elsewhere = |state: &Waiting| state.server.is_some_and(|thread| thread != thread::this());
         while waits && elsewhere(&state) {
             state = self.quiet.wait(state).unwrap_or_else(|poisoned| poisoned.into_inner());
         }
@@ -246,7 +248,7 @@ impl Client {
     /// There is none that both ends speak, or the connection was lost.
     pub fn agree(&self, mask: Mask<'_>) -> Result<(), Error> {
         let deadline = Instant::now() + AGREE_WAIT;
-        let waiter = Waiter::Version(sys::this_thread());
+        let waiter = Waiter::Version(thread::this());
         let mut state = self.lock();
         let mut condition = None;
         let outcome = loop {
@@ -380,7 +382,7 @@ impl Client {
             // It came with what was looked at.
             return state;
         }
-        state.drivers.push(Driver { thread: sys::this_thread(), writes: false });
+        state.drivers.push(Driver { thread: thread::this(), writes: false });
         let patience = state.spin.allowed(self.config).and_then(|limit| Patience::new(limit, &state.link));
         if let Some(mut patience) = patience {
             loop {
@@ -401,14 +403,14 @@ impl Client {
             }
         }
         let (fd, writes) = (state.link.device.fd(), state.link.device.wants_write());
-        let events = if writes { sys::IN | sys::OUT } else { sys::IN };
+        let events = if writes { wait::IN | wait::OUT } else { wait::IN };
         if let Some(driver) = state.own_seat() {
             state.drivers[driver].writes = writes;
         }
         let nudges = state.nudges < NUDGES && !state.link.heard;
         let link = &state.link;
         let until = [link.offer_ends(), link.retry_at(), link.first_reply_due()].into_iter().flatten().min();
-        let mut fds = vec![PollFd::new(fd, true, events & sys::OUT != 0)];
+        let mut fds = vec![PollFd::new(fd, true, events & wait::OUT != 0)];
         fds.extend(state.alarm_fd().map(|alarm| PollFd::new(alarm, true, false)));
         drop(state);
         let mut left = deadline.saturating_duration_since(Instant::now());
@@ -419,7 +421,7 @@ impl Client {
             left = left.min(until.saturating_duration_since(Instant::now()));
         }
         // An error of poll(2) itself shows up in the next pump, as an error of the device; EINTR is no error here.
-        let came = sys::poll(&mut fds, Some(left), mask);
+        let came = wait::poll(&mut fds, Some(left), mask);
         let mut state = self.lock();
         if nudges && matches!(came, Ok(0)) && !state.link.heard {
             state.nudges += 1;
@@ -450,7 +452,7 @@ impl Client {
             state.settle();
             state
         });
-        if state.generation != sys::fork_generation() {
+        if state.generation != fork::generation() {
             state.inherit();
         }
         state
@@ -620,12 +622,12 @@ impl Waiting {
 
     /// Whether another thread sleeps until something comes.
     pub(super) fn another_reads(&self) -> bool {
-        self.drivers.iter().any(|driver| driver.thread != sys::this_thread())
+        self.drivers.iter().any(|driver| driver.thread != thread::this())
     }
 
     /// The latest seat of this thread.
     fn own_seat(&self) -> Option<usize> {
-        let thread = sys::this_thread();
+        let thread = thread::this();
         self.drivers.iter().rposition(|driver| driver.thread == thread)
     }
 
@@ -670,9 +672,9 @@ pub(super) mod tests {
     /// A connection whose client gives the kernel little room.
     pub(in crate::driver) fn pair() -> io::Result<(TcpStream, TcpStream)> {
         let listener = TcpListener::bind("127.0.0.1:0")?;
-        sys::testing::shrink_buffers(listener.as_raw_fd());
+        socket::testing::shrink_buffers(listener.as_raw_fd());
         let client = TcpStream::connect(listener.local_addr()?)?;
-        sys::testing::shrink_buffers(client.as_raw_fd());
+        socket::testing::shrink_buffers(client.as_raw_fd());
         let (server, _) = listener.accept()?;
         Ok((client, server))
     }
@@ -703,7 +705,7 @@ pub(super) mod tests {
             if let Some(request) = locked(server).receive() {
                 return Some(request);
             }
-            if !sys::wait(Responder::fd(server), sys::IN, Some(Duration::from_secs(2)), None).unwrap() {
+            if !wait::until(Responder::fd(server), wait::IN, Some(Duration::from_secs(2)), None).unwrap() {
                 return None;
             }
         }

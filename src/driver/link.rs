@@ -9,9 +9,9 @@ use crate::config::{self, Config};
 use crate::connection::{Connection, Expect, Output, Request, Role, Settings, receive_margin};
 use crate::error::{Error, Kind};
 use crate::memory::{Buf, Loan, Memory, Message, Region};
+use crate::process;
 use crate::provider::{Completion, QueuePair, WorkRequest};
 use crate::stats::{self, Counter};
-use crate::sys;
 use crate::wire::characteristics;
 use crate::wire::either::Versions;
 use crate::wire::private_data::PrivateData;
@@ -82,7 +82,7 @@ impl Link {
             versions,
             receive,
             receive_max,
-            first_xid: sys::random_u32(),
+            first_xid: process::random_u32(),
             max_call: config.max_call,
             many_chunks: config.many_chunks,
             remote_invalidation: limits.remote_invalidation && config.remote_invalidation,

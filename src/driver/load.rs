@@ -30,7 +30,7 @@ use crate::provider::QueuePair;
 use crate::provider::fault::{Control, Fault};
 use crate::provider::iwarp::Iwarp;
 use crate::socket;
-use crate::sys::{self, PollFd, WakeSet};
+use crate::wait::{self, PollFd, WakeSet};
 use crate::wire::Xid;
 use crate::wire::characteristics::{Backward, Characteristic};
 
@@ -220,7 +220,7 @@ fn service(ends: &Ends) {
             let server = locked(&ends.server);
             [PollFd::new(server.fd(), true, server.wants_write()), PollFd::new(ends.waker.fd(), true, false)]
         };
-        sys::poll(&mut fds, Some(PATIENCE), None).unwrap();
+        wait::poll(&mut fds, Some(PATIENCE), None).unwrap();
         ends.waker.silence();
         service_loop::take_left();
         locked(&ends.server).push();

@@ -165,7 +165,8 @@ mod tests {
     use crate::driver::start::establish;
     use crate::driver::start::options;
     use crate::provider::iwarp::Iwarp;
-    use crate::sys;
+    use crate::wait;
+
     use crate::wire::characteristics::Backward;
     use std::sync::Arc;
     use std::sync::Mutex;
@@ -179,7 +180,7 @@ mod tests {
     }
 
     fn next(listener: &TcpListener) -> TcpStream {
-        assert!(sys::wait(listener.as_raw_fd(), sys::IN, Some(PATIENCE), None).unwrap());
+        assert!(wait::until(listener.as_raw_fd(), wait::IN, Some(PATIENCE), None).unwrap());
         listener.accept().unwrap().0
     }
 
@@ -203,7 +204,7 @@ mod tests {
             }
             locked(server).push();
             let fd = Responder::fd(server);
-            sys::wait(fd, sys::IN, Some(PATIENCE), None).unwrap();
+            wait::until(fd, wait::IN, Some(PATIENCE), None).unwrap();
         }
     }
 

@@ -23,12 +23,15 @@ use std::time::{Duration, Instant};
 use crate::config::Provider;
 use crate::connection::{Expect, RPC_HEADER_MAX, Role};
 use crate::error::{Error, Kind, os_text};
+use crate::fork;
 use crate::memory::Message;
 use crate::process;
 use crate::provider::QueuePair;
 use crate::provider::iwarp::Iwarp;
+use crate::socket;
 use crate::stats::{self, Counter};
-use crate::sys::{self, PollFd};
+use crate::thread;
+use crate::wait::{self, PollFd};
 use crate::wire::Xid;
 use crate::wire::either::Versions;
 use crate::{log_info, log_warn};
@@ -72,7 +75,7 @@ impl Anew {
         if client.adapter() && !software {
             return Ok(Anew::Adapter(Attempt::start(to, client.room, client.config)?.device));
         }
-        let socket = sys::connect_beside(client.fd, to).map_err(|e| client.cannot_connect(e))?;
+        let socket = socket::connect_beside(client.fd, to).map_err(|e| client.cannot_connect(e))?;
         Ok(Anew::Socket(socket, None))
     }
 
@@ -82,7 +85,7 @@ impl Anew {
             Anew::Socket(_, Some(device)) => device.establish(),
             Anew::Socket(socket, device) => {
                 let fd = socket.as_raw_fd();
-                if !sys::connected(fd).map_err(|e| client.cannot_connect(e))? {
+                if !socket::connected(fd).map_err(|e| client.cannot_connect(e))? {
                     return Ok(false);
                 }
                 device.insert(Box::new(Iwarp::initiator(fd, options(client.config, fd))?)).establish()
@@ -113,7 +116,7 @@ impl Anew {
     fn finish(self, fd: RawFd) -> Result<Box<dyn QueuePair>, Error> {
         match self {
             Anew::Socket(socket, Some(mut device)) => {
-                sys::take_place(socket, fd)?;
+                socket::take_place(socket, fd)?;
                 device.rename(fd);
                 Ok(device)
             }
@@ -197,7 +200,7 @@ impl Client {
                 let text = "timed-out calls hold every credit";
                 if state.another_reads() {
                     let fd = state.link.device.fd();
-                    if sys::wait(fd, sys::IN, Some(Duration::ZERO), None).unwrap_or(false) {
+                    if wait::until(fd, wait::IN, Some(Duration::ZERO), None).unwrap_or(false) {
                         // Whoever sleeps takes it in, and looks again.
                         return;
                     }
@@ -305,7 +308,7 @@ impl Client {
         }
         link.drain();
         if state.serving.is_some() && !self.adapter() {
-            sys::keep_alive(self.fd);
+            socket::keep_alive(self.fd);
         }
         state.resume_serving();
         for (xid, message, expect) in parked {
@@ -331,7 +334,7 @@ impl Client {
         deadline: Instant,
         mask: Mask<'_>,
     ) -> Result<MutexGuard<'a, Waiting>, Error> {
-        let waiter = Waiter::Version(sys::this_thread());
+        let waiter = Waiter::Version(thread::this());
         let mut condition = None;
         self.look(&mut state);
         let before = state.renewal.as_ref().map(|renewal| renewal.failed.0);
@@ -365,13 +368,13 @@ impl Client {
         let Some((fd, writes, until)) = renewal(&state).filter(|_| !state.calls.is_over(waiter)) else {
             return state;
         };
-        state.drivers.push(Driver { thread: sys::this_thread(), writes: true });
+        state.drivers.push(Driver { thread: thread::this(), writes: true });
         let mut fds = vec![PollFd::new(fd, true, writes)];
         fds.extend(state.alarm_fd().map(|alarm| PollFd::new(alarm, true, false)));
         drop(state);
         let left = deadline.min(until).saturating_duration_since(Instant::now());
         // An error of poll(2) itself shows up in the next step.
-        let _ = sys::poll(&mut fds, Some(left), mask);
+        let _ = wait::poll(&mut fds, Some(left), mask);
         let mut state = self.lock();
         if fds.len() > 1 && fds[1].readable() {
             state.silence();
@@ -420,7 +423,7 @@ impl Waiting {
 
     /// This is a forked child now. The threads of its parent are not here, and what they wait for is theirs.
     pub(super) fn inherit(&mut self) {
-        self.generation = sys::fork_generation();
+        self.generation = fork::generation();
         self.drivers.clear();
         self.calls = Calls::new();
         self.greetings.clear();
@@ -565,7 +568,10 @@ mod tests {
 
     impl Peer {
         fn accept(listener: &TcpListener, config: &'static Config) -> Peer {
-            assert!(sys::wait(listener.as_raw_fd(), sys::IN, Some(PATIENCE), None).unwrap(), "nobody comes");
+            assert!(
+                wait::until(listener.as_raw_fd(), wait::IN, Some(PATIENCE), None).unwrap(),
+                "nobody comes"
+            );
             let socket = listener.accept().unwrap().0;
             let server = Mutex::new(Server::accept(socket.as_raw_fd(), config).unwrap());
             Peer { _socket: socket, server }
@@ -578,7 +584,7 @@ mod tests {
                 if request.is_some() || locked(&self.server).closed().is_some() {
                     return request;
                 }
-                assert!(sys::wait(Responder::fd(&self.server), sys::IN, Some(PATIENCE), None).unwrap());
+                assert!(wait::until(Responder::fd(&self.server), wait::IN, Some(PATIENCE), None).unwrap());
             }
         }
 
@@ -613,7 +619,7 @@ mod tests {
 
     impl Drop for Hangup<'_> {
         fn drop(&mut self) {
-            sys::shutdown(self.0.as_raw_fd());
+            socket::shutdown(self.0.as_raw_fd());
         }
     }
 
@@ -676,7 +682,7 @@ mod tests {
             orphan(&client);
             let (awaited, batched) = (begin(&client, reply()), begin(&client, Expect::Nothing));
             answered.recv().unwrap();
-            assert!(sys::wait(socket.as_raw_fd(), sys::IN, Some(PATIENCE), None).unwrap());
+            assert!(wait::until(socket.as_raw_fd(), wait::IN, Some(PATIENCE), None).unwrap());
             // The reply gives a credit to the call without one, which leaves none.
             call(&client, soon()).unwrap();
             let mut state = client.lock();
@@ -706,10 +712,10 @@ mod tests {
             // It sleeps in poll(2), and nothing else wakes it.
             client.lock().drivers.push(Driver { thread: usize::MAX, writes: false });
             answered.recv().unwrap();
-            assert!(sys::wait(socket.as_raw_fd(), sys::IN, Some(PATIENCE), None).unwrap());
+            assert!(wait::until(socket.as_raw_fd(), wait::IN, Some(PATIENCE), None).unwrap());
             client.standing();
             assert_eq!(call(&client, Instant::now()).unwrap_err().kind(), Kind::Timeout);
-            assert!(sys::wait(socket.as_raw_fd(), sys::IN, Some(Duration::ZERO), None).unwrap());
+            assert!(wait::until(socket.as_raw_fd(), wait::IN, Some(Duration::ZERO), None).unwrap());
         });
     }
 
@@ -778,7 +784,7 @@ mod tests {
             }
             assert!(state.greetings.is_empty() && state.calls.outcomes.is_empty());
             drop(state);
-            sys::shutdown(socket.as_raw_fd());
+            socket::shutdown(socket.as_raw_fd());
             let xids = served.join().unwrap();
             // Each call without a reply follows one whose reply makes room for it.
             assert_eq!([xids[1], xids[3], xids[4]], [batched[0], batched[1], awaited], "{xids:?}");
@@ -862,7 +868,7 @@ mod tests {
                 client.lock().link.first_reply = PATIENCE;
             }
             assert_eq!(client.connections(), 2);
-            sys::shutdown(socket.as_raw_fd());
+            socket::shutdown(socket.as_raw_fd());
             assert!(served.join().unwrap(), "one attempt");
         });
     }
@@ -905,7 +911,7 @@ mod tests {
             starve(&client);
             orphan(&client);
             // As a call of this very thread that sleeps.
-            client.lock().drivers.push(Driver { thread: sys::this_thread(), writes: true });
+            client.lock().drivers.push(Driver { thread: thread::this(), writes: true });
             tell.send(()).unwrap();
             call(&client, soon()).unwrap();
             assert_eq!(client.lock().drivers.len(), 1);
@@ -994,14 +1000,14 @@ mod tests {
             let client = open(&socket, config);
             let three = || (0..3).all(|_| call(&client, soon()).is_ok());
             assert!(three());
-            let child = || sys::testing::fork(|| three() && client.connections() == 2);
+            let child = || fork::testing::fork(|| three() && client.connections() == 2);
             assert!(child().succeeded());
             assert!(three());
             // All at a time, with a call of the parent under way.
             let awaited = begin(&client, reply());
             let children = [child(), child()];
             assert!(three());
-            assert!(children.map(sys::testing::Child::succeeded) == [true; 2]);
+            assert!(children.map(fork::testing::Child::succeeded) == [true; 2]);
             assert!(three());
             let mut state = client.lock();
             assert!(state.calls.outcomes.remove(&awaited).unwrap().is_ok());
@@ -1016,13 +1022,13 @@ mod tests {
         scope(|scope| {
             let _hangup = Hangup(&socket);
             serve_all(scope, listener, config, 1);
-            let parent = sys::testing::fork(|| {
+            let parent = fork::testing::fork(|| {
                 let client = open(&socket, config);
                 call(&client, soon()).unwrap();
-                let parent = sys::process_id();
+                let parent = fork::process_id();
                 // A daemon.
-                let _daemon = sys::testing::fork(|| {
-                    while !sys::process_gone(parent) {
+                let _daemon = fork::testing::fork(|| {
+                    while !fork::process_gone(parent) {
                         std::thread::yield_now();
                     }
                     let done = call(&client, soon()).is_ok() && client.connections() == 1;
@@ -1032,7 +1038,7 @@ mod tests {
                 true
             });
             assert!(parent.succeeded());
-            assert!(sys::wait(ours.as_raw_fd(), sys::IN, Some(PATIENCE), None).unwrap());
+            assert!(wait::until(ours.as_raw_fd(), wait::IN, Some(PATIENCE), None).unwrap());
             let mut done = [0];
             ours.read_exact(&mut done).unwrap();
             assert_eq!(done, [1]);

@@ -22,8 +22,10 @@ use crate::connection::characteristics::Wish;
 use crate::connection::{Expect, RPC_HEADER_MAX};
 use crate::error::{Error, Kind};
 use crate::memory::{Buf, Loan, Message, Region};
+use crate::process;
 use crate::stats::{self, Counter};
-use crate::sys;
+use crate::thread;
+use crate::wait;
 use crate::wire::Xid;
 use crate::wire::characteristics::Characteristic;
 
@@ -149,7 +151,7 @@ impl Reverse {
                     state.calls.servant = Some(own.clone());
                 } else if !reads {
                     let looks = service_loop::looks();
-                    let came = sys::wait(state.fd, sys::IN, Some(Duration::ZERO), None).unwrap_or(false);
+                    let came = wait::until(state.fd, wait::IN, Some(Duration::ZERO), None).unwrap_or(false);
                     if came && unread.take() == Some(looks) {
                         service_loop::is_away();
                         state.calls.sleepers.remove(&waiter);
@@ -193,7 +195,7 @@ impl Reverse {
         deadline: Instant,
         mask: Mask<'_>,
     ) -> MutexGuard<'a, Server> {
-        state.driver = Some(sys::this_thread());
+        state.driver = Some(thread::this());
         let own = service_loop::is_mine();
         let limit = if own { state.spin.allowed(self.config) } else { None };
         let patience = limit.and_then(|limit| Patience::new(limit, state.link()?));
@@ -215,7 +217,7 @@ impl Reverse {
                 state = locked(server);
             }
         }
-        let events = if reads { sys::IN } else { 0 } | if state.wants_write() { sys::OUT } else { 0 };
+        let events = if reads { wait::IN } else { 0 } | if state.wants_write() { wait::OUT } else { 0 };
         let (fd, retry) = (state.fd, state.link().and_then(|link| link.retry_at()));
         drop(state);
         let mut left = deadline.saturating_duration_since(Instant::now());
@@ -227,7 +229,7 @@ impl Reverse {
             left = left.min(at.saturating_duration_since(Instant::now()));
         }
         // An error of poll(2) itself shows up in the next pump, as an error of the device; EINTR is no error here.
-        let _ = sys::wait(fd, events, Some(left), mask);
+        let _ = wait::until(fd, events, Some(left), mask);
         let mut state = locked(server);
         if own {
             state.pump();
@@ -352,7 +354,7 @@ impl Requester for Reverse {
         let Server { calls, phase, .. } = &mut *locked(&server);
         match phase {
             Phase::Open(link) => calls.fresh_xid(&link.engine),
-            Phase::Starting(_) | Phase::Failed(_) => Xid(sys::random_u32()),
+            Phase::Starting(_) | Phase::Failed(_) => Xid(process::random_u32()),
         }
     }
 
@@ -464,7 +466,7 @@ impl Requester for Reverse {
                 return Err(Error::new(Kind::Timeout, text));
             }
             // poll(2) could only object to the time, which is valid.
-            let _ = sys::poll(&mut [], Some(left.min(STAND_IN)), mask);
+            let _ = wait::poll(&mut [], Some(left.min(STAND_IN)), mask);
         }
     }
 

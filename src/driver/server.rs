@@ -12,11 +12,11 @@ use std::time::{Duration, Instant};
 use crate::config::Config;
 use crate::connection::{Request, RequestId, Role};
 use crate::error::{Error, Kind};
+use crate::fork;
 use crate::memory::{Buf, Loan, Message};
 use crate::provider::QueuePair;
 use crate::provider::iwarp::Iwarp;
 use crate::stats::{self, Counter};
-use crate::sys;
 use crate::{log_info, log_warn, socket};
 
 use super::backlog::{Backlog, Wait};
@@ -169,7 +169,7 @@ impl Server {
             pulling: None,
             retry: None,
             backlog: Backlog::default(),
-            generation: sys::fork_generation(),
+            generation: fork::generation(),
             calls: Calls::new(),
             driver: None,
             received: 0,
@@ -329,7 +329,7 @@ impl Server {
             return if over { Next::Later } else { Next::Request };
         }
         // Where replies wait, it is for the peer to take them.
-        if over || link.is_behind() || self.generation != sys::fork_generation() || !quiet(self.id) {
+        if over || link.is_behind() || self.generation != fork::generation() || !quiet(self.id) {
             return Next::Arrival;
         }
         let patience = self.spin.allowed(self.config).and_then(|limit| Patience::new(limit, link));
@@ -461,7 +461,7 @@ impl Server {
 
     /// Whether this process inherited the connection from the one that accepted it.
     pub fn forked(&self) -> bool {
-        self.generation != sys::fork_generation()
+        self.generation != fork::generation()
     }
 }
 

@@ -10,7 +10,7 @@ use std::os::fd::RawFd;
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering::Relaxed};
 use std::sync::{Mutex, MutexGuard, Weak};
 
-use crate::sys;
+use crate::thread;
 
 /// Calls that may be nested in one another, each waiting for a call back: the stack is the program's.
 const NEST_MAX: u32 = 64;
@@ -53,7 +53,7 @@ impl Routine {
     fn is_left(&self, thread: usize, frame: usize) -> bool {
         let below = self.thread == thread && self.frame <= frame;
         let own = |stack: Range<usize>| stack.contains(&self.frame) && stack.contains(&frame);
-        self.ended || below && sys::own_stack().is_some_and(own)
+        self.ended || below && thread::own_stack().is_some_and(own)
     }
 }
 
@@ -77,7 +77,7 @@ impl Drop for End {
         if DISPATCHING.load(Relaxed) == 0 {
             return;
         }
-        let (thread, stack) = (sys::this_thread(), sys::own_stack());
+        let (thread, stack) = (thread::this(), thread::own_stack());
         let own = |it: &&mut Routine| {
             it.thread == thread && stack.as_ref().is_some_and(|stack| stack.contains(&it.frame))
         };
@@ -99,7 +99,7 @@ impl Dispatching {
     /// routine's own frames grow downwards. `owner` is told if it is left in another way than by returning.
     pub fn begin(frame: usize, owner: Weak<dyn Thrown>) -> Dispatching {
         look();
-        let thread = sys::this_thread();
+        let thread = thread::this();
         // A thread that ends already has marked its routines.
         let _ = END.try_with(|_| ());
         let mut state = state();
@@ -132,7 +132,7 @@ impl Drop for Dispatching {
 /// was left by an exception; or its thread has ended.
 pub fn unwound_to(frame: usize) {
     while DISPATCHING.load(Relaxed) > 0 {
-        let thread = sys::this_thread();
+        let thread = thread::this();
         let left = |it: &&Routine| it.is_left(thread, frame);
         let Some(found) = state().dispatching.iter().rfind(left).map(|it| (it.serial, it.owner.clone()))
         else {
@@ -150,7 +150,7 @@ pub fn unwound_to(frame: usize) {
 
 /// The calling thread runs the loop: it has come to look at a connection.
 pub fn look() {
-    THREAD.store(sys::this_thread(), Relaxed);
+    THREAD.store(thread::this(), Relaxed);
     // No thread but this one counts, but for programs with several loops, of which any one will do.
     LOOKS.store(LOOKS.load(Relaxed).wrapping_add(1), Relaxed);
     if AWAY.load(Relaxed) {
@@ -175,7 +175,7 @@ fn nobody_runs_it() -> bool {
 
 /// Whether the loop is run by the calling thread.
 pub fn is_mine() -> bool {
-    THREAD.load(Relaxed) == sys::this_thread()
+    THREAD.load(Relaxed) == thread::this()
 }
 
 /// Whether the calling thread may read connections: the loop does not.
@@ -227,7 +227,7 @@ pub struct Nested(());
 
 /// Whether one may be run: not where this is not the loop's thread, nor where the nesting is too deep.
 pub fn may_nest() -> bool {
-    THREAD.load(Relaxed) == sys::this_thread() && NESTED.get() < NEST_MAX
+    THREAD.load(Relaxed) == thread::this() && NESTED.get() < NEST_MAX
 }
 
 /// One is run as long as the value lives.

@@ -5,7 +5,7 @@ use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
 use std::time::{Duration, Instant};
 
 use crate::config::Config;
-use crate::sys;
+use crate::thread;
 
 use super::link::Link;
 
@@ -19,7 +19,7 @@ pub(super) struct Spin {
     skip: u32,
     /// What the next failure costs: 1, 2, 4 ... 1024 waits; a success halves it.
     penalty: u32,
-    /// [`sys::preemptions`] at the end of the latest spin.
+    /// [`thread::preemptions`] at the end of the latest spin.
     preemptions: i64,
     /// Rises with each spin in which the processor was lost, falls with each other one.
     crowded: u32,
@@ -41,7 +41,7 @@ impl Spin {
     }
 
     pub(super) fn found(&mut self) {
-        let before = std::mem::replace(&mut self.preemptions, sys::preemptions());
+        let before = std::mem::replace(&mut self.preemptions, thread::preemptions());
         if self.preemptions == before {
             self.penalty /= 2;
             self.crowded = self.crowded.saturating_sub(1);

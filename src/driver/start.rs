@@ -10,9 +10,11 @@ use crate::config::{Config, Crc, Provider, Version};
 use crate::connection::{Role, receive_margin};
 use crate::error::{Error, Kind};
 use crate::memory::{AREAS_MAX, Areas, areas};
+use crate::process;
 use crate::provider::iwarp::{self, Options};
 use crate::provider::{QueuePair, verbs};
-use crate::sys;
+use crate::socket;
+use crate::wait;
 use crate::wire::either::Versions;
 use crate::wire::private_data::PrivateData;
 
@@ -60,7 +62,7 @@ impl Room {
 
     /// Bytes that this process may lock for replies: what slabs leave.
     fn most() -> usize {
-        sys::lockable().map_or(AREAS_MAX, |bytes| AREAS_MAX.min(bytes - bytes / 2))
+        process::lockable().map_or(AREAS_MAX, |bytes| AREAS_MAX.min(bytes - bytes / 2))
     }
 }
 
@@ -138,12 +140,12 @@ pub(super) fn establish(
     mask: Mask<'_>,
 ) -> Result<bool, Error> {
     while !device.establish()? {
-        let events = if device.wants_write() { sys::IN | sys::OUT } else { sys::IN };
+        let events = if device.wants_write() { wait::IN | wait::OUT } else { wait::IN };
         let left = deadline.saturating_duration_since(Instant::now());
         if left.is_zero() {
             return Ok(false);
         }
-        sys::wait(device.fd(), events, Some(left), mask)?;
+        wait::until(device.fd(), events, Some(left), mask)?;
     }
     Ok(true)
 }
@@ -152,7 +154,7 @@ pub(super) fn establish(
 pub(super) fn options(config: &Config, fd: RawFd) -> Options {
     // The CRC protects what TCP's checksum lets through on a wire; towards this host's own address there is no wire,
     // and the kernel computes no TCP checksum there either.
-    let own_host = sys::own_host(fd);
+    let own_host = socket::own_host(fd);
     let crc = match config.crc {
         Crc::Yes => true,
         Crc::No => false,

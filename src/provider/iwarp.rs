@@ -27,10 +27,12 @@ use std::io;
 use std::os::fd::RawFd;
 
 use crate::error::{Error, Kind, os_text};
+use crate::fork;
 use crate::memory::{IoVecMut, Region, Sink};
+use crate::process;
 use crate::provider::{Completion, Limits, QueuePair, WorkRequest};
+use crate::socket;
 use crate::stats::{self, Counter};
-use crate::sys;
 use crate::wire::{Handle, Segment};
 
 use ddp::{Fault, Header, Opcode, ReadRequest};
@@ -219,13 +221,13 @@ impl Iwarp {
         {
             return Err(invalid("iWARP options: private data over 248 bytes, depth over 16382, or revision"));
         }
-        sys::set_nodelay(socket)?;
+        socket::set_nodelay(socket)?;
         Ok(Iwarp {
             socket,
             transmit: Transmit::new(options.max_fpdu),
             options,
             stage,
-            generation: sys::fork_generation(),
+            generation: fork::generation(),
             forked: false,
             shared: Shared::new()?,
             receive: Receive::new(),
@@ -286,7 +288,7 @@ impl Iwarp {
     fn read_start_frame(&mut self) -> Result<bool, Error> {
         let end = self.receive.end;
         self.syscalls += 1;
-        match sys::receive(self.socket, &mut [IoVecMut::from_mut(&mut self.receive.buffer[end..])]) {
+        match socket::receive(self.socket, &mut [IoVecMut::from_mut(&mut self.receive.buffer[end..])]) {
             Ok(0) => Err(lost("the peer closed the connection during the MPA startup")),
             Ok(n) => {
                 self.receive.end += n;
@@ -365,7 +367,7 @@ impl Iwarp {
 
     fn send(&mut self, bytes: &[u8]) -> io::Result<usize> {
         self.syscalls += 1;
-        sys::send(self.socket, &[crate::memory::IoVec::from_slice(bytes)])
+        socket::send(self.socket, &[crate::memory::IoVec::from_slice(bytes)])
     }
 
     // ------------------------------------------------------------------------------------------------- receiving
@@ -423,7 +425,7 @@ impl Iwarp {
                 let whole = target.len() == placing.left;
                 let mut pieces = [target, IoVecMut::from_mut(tail), IoVecMut::from_mut(ahead)];
                 let pieces = if whole { &mut pieces[..] } else { &mut pieces[..1] };
-                (sys::receive(self.socket, pieces), asked)
+                (socket::receive(self.socket, pieces), asked)
             }
             None => {
                 if *start == *end {
@@ -435,7 +437,7 @@ impl Iwarp {
                 let ahead = if *in_run { 0 } else { ahead };
                 let asked = (*missing).max(ddp::ENOUGH).max(ahead + *missing).min(BUFFER - *end);
                 let to = &mut buffer[*end..*end + asked];
-                (sys::receive(self.socket, &mut [IoVecMut::from_mut(to)]), asked)
+                (socket::receive(self.socket, &mut [IoVecMut::from_mut(to)]), asked)
             }
         };
         self.syscalls += 1;
@@ -870,14 +872,14 @@ impl Iwarp {
             // RFC 5040 §5.4: "After sending a Terminate Message on an RDMAP Stream, the Local Peer MUST NOT send any
             // more Messages on that specific RDMAP Stream."
             shared.close();
-            sys::send(socket, &[crate::memory::IoVec::from_slice(&bytes)])
+            socket::send(socket, &[crate::memory::IoVec::from_slice(&bytes)])
         });
         drop(sent);
     }
 
     /// Notices that we are a forked child: what was queued is the parent's to send.
     fn check_fork(&mut self) {
-        let generation = sys::fork_generation();
+        let generation = fork::generation();
         if generation != self.generation {
             self.generation = generation;
             self.forked = true;
@@ -930,7 +932,7 @@ impl QueuePair for Iwarp {
 
     /// What the peer's TCP has acknowledged: a send buffer of some MiB takes long to say that it has room again.
     fn taken(&self) -> u64 {
-        self.transmit.sent.saturating_sub(sys::unacknowledged(self.socket))
+        self.transmit.sent.saturating_sub(socket::unacknowledged(self.socket))
     }
 
     fn pulled(&self) -> u64 {
@@ -941,7 +943,7 @@ impl QueuePair for Iwarp {
     fn close(&mut self) {
         self.terminate();
         if !self.forked {
-            sys::shutdown(self.socket);
+            socket::shutdown(self.socket);
         }
     }
 
@@ -1166,7 +1168,7 @@ impl QueuePair for Iwarp {
 impl Drop for Iwarp {
     fn drop(&mut self) {
         // In a child the frames that it inherited are the parent's, which will finish them.
-        if self.generation == sys::fork_generation() && self.transmit.is_inside_message() {
+        if self.generation == fork::generation() && self.transmit.is_inside_message() {
             self.shared.close();
         }
     }
@@ -1212,7 +1214,7 @@ impl Tokens {
     fn take(&mut self) -> Result<u32, Error> {
         if self.words.is_empty() {
             let mut bytes = [0; 256];
-            sys::random(&mut bytes)?;
+            process::random(&mut bytes)?;
             self.words.extend(bytes.chunks_exact(4).map(|b| u32::from_ne_bytes([b[0], b[1], b[2], b[3]])));
         }
         self.words.pop().ok_or_else(|| Error::new(Kind::Os(libc::EIO), "no random bytes"))

@@ -31,10 +31,12 @@ use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant};
 
 use crate::error::{Error, Kind};
+use crate::fork;
 use crate::memory::{Areas, Buf, Region, Sink, Slabs};
+use crate::process;
 use crate::provider::{Completion, Limits, QueuePair, WorkId, WorkRequest};
 use crate::stats::{self, Counter};
-use crate::sys::{self, Readables};
+use crate::wait::{self, Readables};
 use crate::wire::private_data::PrivateData;
 use crate::wire::{Handle, Segment};
 use crate::{log_debug, log_info, log_warn, socket};
@@ -131,12 +133,12 @@ pub fn some_device(iwarp: bool) -> Result<(), Error> {
     Ok(())
 }
 
-/// 0, or one more than the [`sys::fork_generation`] of the process that was the first to use rdma-core.
+/// 0, or one more than the [`fork::generation`] of the process that was the first to use rdma-core.
 static OPENED: AtomicU64 = AtomicU64::new(0);
 
 /// The connection manager is opened by this process, and devices will be.
 fn note_opened() {
-    let _ = OPENED.compare_exchange(0, sys::fork_generation() + 1, Relaxed, Relaxed);
+    let _ = OPENED.compare_exchange(0, fork::generation() + 1, Relaxed, Relaxed);
 }
 
 /// Whether the devices were opened by a process that this one was forked from.
@@ -145,7 +147,7 @@ fn note_opened() {
 /// somebody else, but not the doorbells: a driver that touches one there crashes.
 fn are_inherited() -> bool {
     let opened = OPENED.load(Relaxed);
-    opened != 0 && opened != sys::fork_generation() + 1
+    opened != 0 && opened != fork::generation() + 1
 }
 
 /// The kernel refuses this process what it has opened itself: see [`are_refused`].
@@ -305,7 +307,7 @@ impl Shortage {
 
 /// Bytes of slabs that the process may lock.
 fn budget() -> usize {
-    sys::memlock_limit().map_or(usize::MAX, |bytes| bytes / 2)
+    process::memlock_limit().map_or(usize::MAX, |bytes| bytes / 2)
 }
 
 /// Slabs of a connection with so many credits: Receives, as many messages in the hands of the program, and some Sends, of
@@ -426,7 +428,7 @@ impl Listener {
             let text = "no address that it listens at belongs to an RDMA device";
             return Err(Error::new(Kind::Os(libc::ENODEV), text));
         }
-        let (generation, refusals) = (sys::fork_generation(), Refusals::default());
+        let (generation, refusals) = (fork::generation(), Refusals::default());
         Ok(Listener { channel, ids, places, generation, lost: false, refusals })
     }
 
@@ -437,7 +439,7 @@ impl Listener {
 
     /// Whether this process was forked from the one that listens.
     pub fn forked(&self) -> bool {
-        self.generation != sys::fork_generation()
+        self.generation != fork::generation()
     }
 
     /// Whether a device has gone, and with it what listened there.
@@ -703,7 +705,7 @@ impl Verbs {
         Ok(Verbs {
             options,
             stage,
-            generation: sys::fork_generation(),
+            generation: fork::generation(),
             watch: Readables::new(&[channel.fd()])?,
             channel,
             id: Some(id),
@@ -859,7 +861,7 @@ impl Verbs {
         if let Some(error) = &self.failed {
             return Err(error.clone());
         }
-        if self.generation != sys::fork_generation() {
+        if self.generation != fork::generation() {
             let text = "an RDMA connection cannot be used in a forked process";
             return Err(Error::new(Kind::Os(libc::EACCES), text));
         }
@@ -876,7 +878,7 @@ impl Verbs {
             }
             // What it watches goes without a word to another thread that sleeps there. Without a descriptor that one sleeps
             // until its own time is over.
-            if self.generation == sys::fork_generation()
+            if self.generation == fork::generation()
                 && let Err(error) = self.watch.end()
             {
                 log_warn!("verbs: calls may learn late that their connection has ended: {error}");
@@ -1441,7 +1443,7 @@ impl QueuePair for Verbs {
 
     /// Also when the process that made it has ended: nobody else can use what belongs to a device.
     fn claim(&mut self) -> bool {
-        self.generation == sys::fork_generation()
+        self.generation == fork::generation()
     }
 
     fn nudge(&mut self) {
@@ -1618,7 +1620,7 @@ impl Verbs {
             if left.is_zero() {
                 break;
             }
-            sys::wait(self.watch.fd(), sys::IN, Some(left), None)?;
+            wait::until(self.watch.fd(), wait::IN, Some(left), None)?;
             self.look_around()?;
         }
         Ok(())

@@ -29,8 +29,11 @@ use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::Instant;
 
 use crate::error::{Error, Kind};
-use crate::sys::{self, Event, SignalMask};
+use crate::fork;
+use crate::signals::SignalMask;
+use crate::thread;
 use crate::tirpc::{AUTH, auth_ops, auth_stat, authnone_create, is_libtirpcs};
+use crate::wait::Event;
 
 /// The part of a call that an AUTH must have to itself.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -134,7 +137,7 @@ struct Late;
 
 fn acquire(auth: usize, deadline: Option<Instant>, mask: Option<&SignalMask>) -> Result<Option<Held>, Late> {
     let table = Table::current();
-    let me = sys::this_thread();
+    let me = thread::this();
     let mut shard = table.shard(auth);
     let Some(entry) = shard.iter_mut().find(|entry| entry.auth == auth) else {
         shard.push(Entry { auth, owner: me, waiters: VecDeque::new() });
@@ -184,7 +187,7 @@ pub struct Held {
 impl Drop for Held {
     fn drop(&mut self) {
         // A child that was forked meanwhile has another table, in which this is not held.
-        if self.table.generation != sys::fork_generation() {
+        if self.table.generation != fork::generation() {
             return;
         }
         let mut shard = self.table.shard(self.auth);
@@ -227,7 +230,7 @@ struct Shard(Mutex<Vec<Entry>>);
 impl Table {
     fn current() -> &'static Table {
         static CURRENT: AtomicPtr<Table> = AtomicPtr::new(null_mut());
-        let generation = sys::fork_generation();
+        let generation = fork::generation();
         loop {
             let current = CURRENT.load(Ordering::Acquire);
             // SAFETY: NULL, or a table that was made below and is never freed.
@@ -261,7 +264,7 @@ mod tests {
     use std::time::Duration;
 
     use super::*;
-    use crate::sys::BlockedSignals;
+    use crate::signals::BlockedSignals;
 
     /// Numbers that no other test of this process uses as an AUTH.
     fn fresh() -> usize {
@@ -441,7 +444,7 @@ mod tests {
                 let _ = released.recv();
             });
             told.recv().unwrap();
-            let child = sys::testing::fork(|| {
+            let child = fork::testing::fork(|| {
                 let taken = take(auth, SHORT).is_ok_and(|held| held.is_some());
                 // What this thread held in the parent is given up without a trace.
                 drop(held);

@@ -31,7 +31,7 @@ use crate::tirpc::{
     _gss_authenticate, SVCXPRT, auth_stat, bool_t, dispatch_t, opaque_auth, real, rpc_msg, svc_req,
     svcerr_auth, svcerr_noprog, svcerr_progvers, xp_ops, xprt_unregister,
 };
-use crate::{log_info, sys};
+use crate::{fork, log_info, signals};
 
 /// A program that is served.
 struct Program {
@@ -138,7 +138,7 @@ fn find(client: &Arc<Client>) -> Option<Arc<Callbacks>> {
     // Under the lock of the table nothing may end: its end takes the lock.
     let callbacks = table().get(&key(Arc::as_ptr(client))).and_then(Weak::upgrade)?;
     // A forked child does not serve what its parent did.
-    (callbacks.generation == sys::fork_generation()).then_some(callbacks)
+    (callbacks.generation == fork::generation()).then_some(callbacks)
 }
 
 /// What the program's loop polls for the calls back of all connections, and for requests that others have read in its place.
@@ -149,10 +149,10 @@ fn find(client: &Arc<Client>) -> Option<Arc<Callbacks>> {
 /// In a forked child it still belongs to the parent: the child gets one of its own when it needs one.
 pub(super) mod waker {
     use super::*;
-    use crate::sys::WakeSet;
     use crate::tirpc::server::serve_left;
     use crate::tirpc::{svc_fdset, svc_max_pollfd};
-    use crate::{log_warn, sys};
+    use crate::wait::WakeSet;
+    use crate::{fork, log_warn};
 
     struct Waker {
         set: WakeSet,
@@ -172,7 +172,7 @@ pub(super) mod waker {
 
     /// The waker of this process.
     fn own(waker: &mut Option<Waker>) -> Result<&mut Waker, Error> {
-        let generation = sys::fork_generation();
+        let generation = fork::generation();
         match waker {
             Some(waker) => {
                 if waker.generation != generation {
@@ -239,7 +239,7 @@ pub(super) mod waker {
 
     /// No longer. Called before `fd` is closed.
     pub fn forget(fd: RawFd) {
-        if let Some(waker) = lock().as_ref().filter(|waker| waker.generation == sys::fork_generation())
+        if let Some(waker) = lock().as_ref().filter(|waker| waker.generation == fork::generation())
             && let Err(error) = waker.set.watch(fd, 0)
         {
             log_warn!("fd {fd}: is still watched for calls back: {error}");
@@ -310,7 +310,7 @@ pub(super) mod waker {
         guard(|| {
             let ready = {
                 let waker = lock();
-                match waker.as_ref().filter(|waker| waker.generation == sys::fork_generation()) {
+                match waker.as_ref().filter(|waker| waker.generation == fork::generation()) {
                     Some(waker) => {
                         waker.set.silence();
                         waker.set.ready()
@@ -343,7 +343,7 @@ impl Callbacks {
             programs: Mutex::default(),
             returned: Condvar::new(),
             transport: Mutex::new(Own { transport: None, connection: 0 }),
-            generation: sys::fork_generation(),
+            generation: fork::generation(),
         });
         table().insert(key(Arc::as_ptr(client)), Arc::downgrade(&callbacks));
         callbacks
@@ -486,7 +486,7 @@ impl Serve for Callbacks {
         let Some(client) = self.client.upgrade() else { return };
         let own = self.transport(&client);
         match mask {
-            Some(mask) => sys::under_mask(mask, || self.dispatch(&own, request)),
+            Some(mask) => signals::under_mask(mask, || self.dispatch(&own, request)),
             None => self.dispatch(&own, request),
         }
     }

@@ -33,9 +33,9 @@ use crate::driver::{
 use crate::error::{Error, Kind, clnt_stat, os_text};
 use crate::ffi::{guard, guard_in_steps, guard_in_steps_cancellable, step};
 use crate::memory::{Loan, Message, Region, Sink, registered};
+use crate::signals::BlockedSignals;
 use crate::socket::Sockaddr;
 use crate::stats::{self, Counter};
-use crate::sys::BlockedSignals;
 use crate::tirpc::auth::{self, Held, Share};
 use crate::tirpc::callback::{self, waker};
 use crate::tirpc::lending::{self, lending};
@@ -47,7 +47,7 @@ use crate::tirpc::{
 use crate::wire::Xid;
 use crate::wire::characteristics::Characteristic;
 use crate::xdr::{Decoder, Encoder, LEND_MIN, XDR, XdrProc, op};
-use crate::{log_debug, log_error, log_info, log_warn, socket, sys, xdr};
+use crate::{fork, log_debug, log_error, log_info, log_warn, signals, socket, thread, wait, xdr};
 
 /// What the creator of a CLIENT asks for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -172,8 +172,8 @@ impl Uses {
             handle: destruction.handle.addr(),
             before: if destruction.closes { table.next } else { 0 },
             // What the calling thread is in the midst of cannot end while it waits.
-            but: waits.then(sys::this_thread),
-            generation: sys::fork_generation(),
+            but: waits.then(thread::this),
+            generation: fork::generation(),
         };
         let under_way = |table: &UseTable| table.running.iter().any(|it| calls.have(it));
         if !waits && under_way(&table) {
@@ -402,7 +402,7 @@ fn open(
             // A server listens on adapters from the first poll of its loop on, which may be yet to come.
             match started {
                 Err(error) if only && error.kind() == Kind::Refused && Instant::now() < refused_until => {
-                    let _ = sys::poll(&mut [], Some(LISTENS_LATE / 40), mask);
+                    let _ = wait::poll(&mut [], Some(LISTENS_LATE / 40), mask);
                 }
                 started => break started,
             }
@@ -797,7 +797,7 @@ fn run<T>(
     if handle.control().listener.is_some()
         && let Some(news) = step(|| Ok(handle.news()))?
     {
-        sys::under_mask(signals.before(), || (news.told)(client, &news.peer));
+        signals::under_mask(signals.before(), || (news.told)(client, &news.peer));
         step(|| {
             drop(news);
             Ok(())
@@ -867,8 +867,8 @@ impl<'a> Running<'a> {
         table.running.push(Use {
             number,
             handle: std::ptr::from_ref(handle).addr(),
-            thread: sys::this_thread(),
-            generation: sys::fork_generation(),
+            thread: thread::this(),
+            generation: fork::generation(),
         });
         drop(table);
         Running { uses: &handle.uses, number }
@@ -888,7 +888,7 @@ impl Drop for Running<'_> {
         if !table.left.is_empty() {
             let UseTable { running, left, .. } = &mut *table;
             let over = |(_, calls): &mut (Destruction, Calls)| {
-                calls.generation == sys::fork_generation() && !running.iter().any(|it| calls.have(it))
+                calls.generation == fork::generation() && !running.iter().any(|it| calls.have(it))
             };
             let over: Vec<_> = left.extract_if(.., over).collect();
             // The first of them may take the table along.

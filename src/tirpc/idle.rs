@@ -22,7 +22,7 @@ use crate::provider::verbs::Shortage;
 use crate::tirpc::server::progress::{self, Wants};
 use crate::tirpc::server::{self, Transport, poll_set_size};
 use crate::tirpc::{_rpc_dtablesize, SVCXPRT, rpc_control};
-use crate::{log_info, sys};
+use crate::{log_info, socket};
 
 /// As libtirpc's.
 const IDLE: Duration = Duration::from_secs(15);
@@ -48,7 +48,7 @@ fn table() -> MutexGuard<'static, HashMap<RawFd, Known>> {
 
 /// Whether libtirpc has set an accepted connection to never block.
 pub fn is_expendable(fd: RawFd) -> bool {
-    sys::is_nonblocking(fd)
+    socket::is_nonblocking(fd)
 }
 
 /// Whether it would, of one that it has not accepted.
@@ -208,7 +208,7 @@ unsafe fn make_room(newest: RawFd) {
     let others = known.iter().filter(|(fd, _)| **fd != newest);
     let candidate = |(fd, known): (&RawFd, &Known)| match known {
         Known::Silent(xprt, since) => {
-            sys::is_nonblocking(*fd).then_some((*fd, Candidate::Silent(*xprt), Some(*since)))
+            socket::is_nonblocking(*fd).then_some((*fd, Candidate::Silent(*xprt), Some(*since)))
         }
         Known::Own(transport, true, _) => Some((*fd, Candidate::Own(transport.upgrade()?), None)),
         Known::Own(_, false, _) => None,

@@ -45,7 +45,6 @@ use crate::memory::Region;
 use crate::provider::verbs;
 use crate::socket::Sockaddr;
 use crate::stats::{self, Counter};
-use crate::sys::WakeSet;
 use crate::tirpc::callback::waker;
 use crate::tirpc::client::CREDITS_MAX;
 use crate::tirpc::lending::lending;
@@ -56,9 +55,10 @@ use crate::tirpc::{
     xp_ops, xp_ops2, xprt_stat, xprt_unregister,
 };
 use crate::tirpc::{adapters, beside, idle};
+use crate::wait::WakeSet;
 use crate::wire::Xid;
 use crate::xdr::{Decoder, Encoder, XDR, XdrProc};
-use crate::{log_debug, log_info, log_warn, socket, sys, xdr};
+use crate::{fork, log_debug, log_info, log_warn, process, socket, wait, xdr};
 
 // ----------------------------------------------------------------------------------------------- the first byte
 
@@ -120,7 +120,7 @@ unsafe extern "C" fn sniff_rdma(xprt: *mut SVCXPRT, message: *mut rpc_msg) -> bo
 unsafe fn look(xprt: *mut SVCXPRT, message: *mut rpc_msg, rdma_only: bool) -> Result<bool_t, Error> {
     // SAFETY: alive (contract).
     let fd = unsafe { (*xprt).xp_fd };
-    let first = match sys::peek(fd) {
+    let first = match socket::peek(fd) {
         Ok(first) => first,
         Err(error) if error.kind() == std::io::ErrorKind::WouldBlock => return Ok(0),
         Err(_) => None,
@@ -824,21 +824,22 @@ pub(super) unsafe fn poll_set_size() -> usize {
 fn others_wait(except: [RawFd; 2]) -> bool {
     /// To ask after more of them would take longer than what is spun for.
     const MOST: usize = 64;
-    let mut others = [sys::PollFd::new(-1, false, false); MOST];
+    let mut others = [wait::PollFd::new(-1, false, false); MOST];
     // SAFETY: called by the loop's own thread.
     let count = unsafe {
         with_poll_set(|set| {
             let set = set.iter().filter(|entry| entry.fd >= 0 && !except.contains(&entry.fd));
             let mut count = 0;
             for entry in set {
-                *others.get_mut(count)? = sys::PollFd::new(entry.fd, true, false);
+                *others.get_mut(count)? = wait::PollFd::new(entry.fd, true, false);
                 count += 1;
             }
             Some(count)
         })
     };
     // More than can be asked: then it is not known that nobody waits.
-    count.is_none_or(|count| sys::poll(&mut others[..count], Some(Duration::ZERO), None).is_ok_and(|n| n > 0))
+    count
+        .is_none_or(|count| wait::poll(&mut others[..count], Some(Duration::ZERO), None).is_ok_and(|n| n > 0))
 }
 
 /// Whether svc_exit(3) has been called: nothing is polled any more, not even a listener.
@@ -1468,7 +1469,7 @@ pub(super) mod progress {
                 Err(TryLockError::WouldBlock) if tries > 0 => tries -= 1,
                 Err(_) => return,
             }
-            let _ = sys::poll(&mut [], Some(Duration::from_millis(1)), None);
+            let _ = wait::poll(&mut [], Some(Duration::from_millis(1)), None);
         };
         let waits = table.entries.values().filter(|entry| entry.wants.stands.is_some());
         let waits: Vec<Weak<Transport>> = waits.map(|entry| entry.transport.clone()).collect();
@@ -1489,7 +1490,7 @@ pub(super) mod progress {
         }
         static DONE: AtomicBool = AtomicBool::new(false);
         if !DONE.swap(true, Relaxed)
-            && let Err(error) = sys::at_exit(exits)
+            && let Err(error) = process::at_exit(exits)
         {
             log_warn!("what waits for slow peers will be lost at the end of the process: {error}");
         }
@@ -1504,7 +1505,7 @@ pub(super) mod progress {
         /// Sees to it that there is a set of this process. True if it is a fresh one, which knows every entry then: one that
         /// cannot be watched spoils it for no other.
         fn own_set(&mut self) -> Result<bool, Error> {
-            let generation = sys::fork_generation();
+            let generation = fork::generation();
             match &mut self.set {
                 // In a forked child the set still belongs to the parent as well: it gets one of its own.
                 Some(set) if self.generation != generation => set.renew()?,
@@ -1633,7 +1634,7 @@ pub(super) mod progress {
             let numbers = streams.iter().map(AsRawFd::as_raw_fd).chain([RawFd::MAX]);
             let mut progress = Progress {
                 set: Some(WakeSet::new().unwrap()),
-                generation: sys::fork_generation() + 1,
+                generation: fork::generation() + 1,
                 entries: numbers.map(|fd| (fd, Entry { transport: Weak::new(), wants })).collect(),
                 xprt: null_mut(),
                 registered: false,

@@ -12,6 +12,7 @@ use super::*;
 use crate::memory::{Buf, Program};
 use crate::provider::WorkId;
 use crate::provider::fault::contract;
+use crate::wait;
 
 // ---------------------------------------------------------------------------------------------------------- helpers
 
@@ -83,9 +84,11 @@ impl Pair {
                 assert_eq!(received(pair.got_b.pop_front().unwrap()).0, b"hello");
                 return pair;
             }
-            let mut fds =
-                [sys::PollFd::new(x.as_raw_fd(), true, false), sys::PollFd::new(y.as_raw_fd(), true, false)];
-            sys::poll(&mut fds, Some(Duration::from_secs(1)), None).unwrap();
+            let mut fds = [
+                wait::PollFd::new(x.as_raw_fd(), true, false),
+                wait::PollFd::new(y.as_raw_fd(), true, false),
+            ];
+            wait::poll(&mut fds, Some(Duration::from_secs(1)), None).unwrap();
         }
         panic!("the startup does not end");
     }
@@ -113,10 +116,10 @@ impl Pair {
                 return;
             }
             let mut fds = [
-                sys::PollFd::new(self.a.fd(), true, self.a.wants_write()),
-                sys::PollFd::new(self.b.fd(), true, self.b.wants_write()),
+                wait::PollFd::new(self.a.fd(), true, self.a.wants_write()),
+                wait::PollFd::new(self.b.fd(), true, self.b.wants_write()),
             ];
-            assert!(sys::poll(&mut fds, Some(Duration::from_secs(10)), None).unwrap() > 0, "nothing moves");
+            assert!(wait::poll(&mut fds, Some(Duration::from_secs(10)), None).unwrap() > 0, "nothing moves");
         }
         panic!("it does not end");
     }
@@ -711,7 +714,7 @@ fn fpdus_fit_the_segments_of_the_path() {
     // TCP raises it step by step, so what we know may be an earlier value.
     let socket = pair.a.fd();
     pair.a.transmit.look_at_path(socket);
-    let mss = sys::tcp_mss(socket).unwrap();
+    let mss = socket::tcp_mss(socket).unwrap();
     let fpdu = pair.a.transmit.fpdu();
     assert!(fpdu >= before && fpdu <= mss && fpdu + 800 > mss, "FPDUs of {fpdu}, segments of {mss}");
 }
@@ -847,7 +850,7 @@ fn a_forked_child_replies_and_the_parent_goes_on() {
         pair.a.transmit.blocked = true;
         pair.a.post(WorkRequest::Send { gather: vec![region(&[round, 0])], invalidate: None });
         let a = &mut pair.a;
-        let child = sys::testing::fork(|| {
+        let child = fork::testing::fork(|| {
             a.post(WorkRequest::Send { gather: vec![region(&[round, 1])], invalidate: None });
             a.terminate();
             a.unsent() == 0
@@ -871,7 +874,7 @@ fn a_child_waits_while_its_parent_is_inside_a_message_and_notices_its_end() {
     assert!(bench.qp.transmit.is_inside_message());
     let mut stream = bench.sent();
     let qp = &mut bench.qp;
-    let child = sys::testing::fork(|| {
+    let child = fork::testing::fork(|| {
         qp.post(WorkRequest::Send { gather: vec![region(b"later")], invalidate: None });
         qp.wants_write() && !qp.flush().unwrap() && qp.unsent() >= 5
     });
@@ -886,13 +889,13 @@ fn a_child_waits_while_its_parent_is_inside_a_message_and_notices_its_end() {
     // The other way round: a child that ends inside a message leaves a stream that nobody can use.
     let mut bench = Bench::initiator();
     let qp = &mut bench.qp;
-    let child = sys::testing::fork(|| {
+    let child = fork::testing::fork(|| {
         qp.post(WorkRequest::Send { gather: vec![region(&pattern(1 << 20, 0))], invalidate: None });
         qp.transmit.is_inside_message()
     });
     let id = child.id();
     child.wait_for_zombie();
-    assert!(sys::process_gone(id));
+    assert!(fork::process_gone(id));
     bench.qp.post(WorkRequest::Send { gather: vec![region(b"x")], invalidate: None });
     assert_eq!(bench.qp.flush().unwrap_err().kind(), Kind::ConnectionLost);
     assert_eq!(drain(&mut bench.qp).unwrap_err().kind(), Kind::ConnectionLost);
@@ -905,7 +908,7 @@ fn whoever_reads_first_after_a_fork_goes_on_reading_and_the_other_notices() {
     bench.qp.post_recv(sink(10));
     bench.feed(&untagged(SEND, b"x"));
     let qp = &mut bench.qp;
-    let child = sys::testing::fork(|| drain(qp).unwrap().len() == 1);
+    let child = fork::testing::fork(|| drain(qp).unwrap().len() == 1);
     assert!(child.succeeded());
     bench.feed(&untagged(Untagged { msn: 2, ..SEND }, b"y"));
     assert_eq!(drain(&mut bench.qp).unwrap_err().kind(), Kind::ConnectionLost);
@@ -914,7 +917,7 @@ fn whoever_reads_first_after_a_fork_goes_on_reading_and_the_other_notices() {
     let (mut ours, mut theirs) = UnixStream::pair().unwrap();
     bench.qp.post_recv(sink(10));
     let qp = &mut bench.qp;
-    let child = sys::testing::fork(|| {
+    let child = fork::testing::fork(|| {
         theirs.read_exact(&mut [0]).unwrap();
         drain(qp).unwrap().is_empty()
     });
@@ -930,22 +933,22 @@ fn calls_belong_to_one_process_and_are_taken_over_from_one_that_has_ended() {
     // While the parent lives, no child has them; and the parent keeps them.
     let mut bench = Bench::initiator();
     let qp = &mut bench.qp;
-    assert!(sys::testing::fork(|| !qp.claim()).succeeded());
+    assert!(fork::testing::fork(|| !qp.claim()).succeeded());
     assert!(bench.qp.claim());
     for sent_after in [false, true] {
         let (mut ours, mut theirs) = UnixStream::pair().unwrap();
-        let parent = sys::testing::fork(|| {
+        let parent = fork::testing::fork(|| {
             let mut bench = Bench::initiator();
             sends(&mut bench.qp);
-            let parent = sys::process_id();
+            let parent = fork::process_id();
             let qp = &mut bench.qp;
-            let _child = sys::testing::fork(|| {
-                while !sys::process_gone(parent) {
+            let _child = fork::testing::fork(|| {
+                while !fork::process_gone(parent) {
                     std::thread::yield_now();
                 }
                 // Of two that inherit it one is first.
                 let claimed = qp.claim();
-                let other = sys::testing::fork(|| qp.claim()).succeeded();
+                let other = fork::testing::fork(|| qp.claim()).succeeded();
                 theirs.write_all(&[u8::from(claimed), u8::from(other)]).unwrap();
                 true
             });
@@ -965,7 +968,7 @@ fn calls_belong_to_one_process_and_are_taken_over_from_one_that_has_ended() {
     bench.qp.post_recv(sink(10));
     bench.feed(&untagged(SEND, b"x"));
     let qp = &mut bench.qp;
-    assert!(sys::testing::fork(|| drain(qp).unwrap().len() == 1).succeeded());
+    assert!(fork::testing::fork(|| drain(qp).unwrap().len() == 1).succeeded());
     assert!(!bench.qp.claim());
 }
 
@@ -1078,7 +1081,7 @@ fn receives_are_withdrawn_but_for_the_one_that_a_message_has_begun_to_fill() {
         (0..3).for_each(|_| bench.qp.post_recv(sink(10)));
         assert!(bench.give(&before).unwrap().is_empty());
         let qp = &mut bench.qp;
-        assert!(sys::testing::fork(|| qp.withdraw() == 0).succeeded());
+        assert!(fork::testing::fork(|| qp.withdraw() == 0).succeeded());
         assert_eq!(bench.qp.withdraw(), if begun { 3 } else { 4 });
         assert_eq!(first.into_buf(0).is_err(), begun);
         assert_eq!(bench.qp.withdraw(), 0);

@@ -31,9 +31,10 @@ use std::sync::atomic::Ordering::Relaxed;
 use super::ddp::{self, Header, Opcode, ReadRequest};
 use super::{lost, mpa};
 use crate::error::{Error, Kind};
+use crate::fork;
 use crate::memory::{IoVec, Region, Sink};
 use crate::provider::WorkId;
-use crate::sys;
+use crate::socket;
 use crate::wire::Segment;
 
 /// Bytes framed ahead of the socket; also about what one system call hands over.
@@ -49,7 +50,7 @@ pub(super) const PAGE: usize = 4096;
 
 /// The page that forked processes share. The words are read and written under its lock, except `received`.
 pub(super) struct Shared {
-    page: sys::SharedPage,
+    page: fork::SharedPage,
 }
 
 impl Shared {
@@ -60,8 +61,8 @@ impl Shared {
     const CALLER: usize = 5;
 
     pub(super) fn new() -> io::Result<Shared> {
-        let shared = Shared { page: sys::SharedPage::new()? };
-        shared.set(Shared::CALLER, u64::from(sys::process_id()));
+        let shared = Shared { page: fork::SharedPage::new()? };
+        shared.set(Shared::CALLER, u64::from(fork::process_id()));
         // RFC 5041 §4.3: "The initial value for MSN MUST be one."
         shared.set(Shared::MSN, 1);
         shared.set(Shared::MSN + 1, 1);
@@ -71,12 +72,12 @@ impl Shared {
     /// Whether this process makes the calls on the connection: it does already, or `may` take that over from one that has
     /// ended.
     pub(super) fn claim(&self, may: impl FnOnce(&Shared) -> bool) -> bool {
-        let (caller, us) = (self.get(Shared::CALLER), u64::from(sys::process_id()));
+        let (caller, us) = (self.get(Shared::CALLER), u64::from(fork::process_id()));
         if caller == us {
             return true;
         }
         // Of several children one is first.
-        sys::process_gone(caller as u32)
+        fork::process_gone(caller as u32)
             && may(self)
             && self.page.word(Shared::CALLER).compare_exchange(caller, us, Relaxed, Relaxed).is_ok()
     }
@@ -120,8 +121,8 @@ impl Shared {
         if self.get(Shared::CLOSED) != 0 {
             return Err(lost("another process has ended the connection"));
         }
-        let (owner, us) = (self.get(Shared::OWNER), u64::from(sys::process_id()));
-        if owner != 0 && (lock.owner_died() || (owner != us && sys::process_gone(owner as u32))) {
+        let (owner, us) = (self.get(Shared::OWNER), u64::from(fork::process_id()));
+        if owner != 0 && (lock.owner_died() || (owner != us && fork::process_gone(owner as u32))) {
             self.close();
             return Err(lost("a forked process ended in the middle of sending a message"));
         }
@@ -350,7 +351,7 @@ impl Transmit {
 
     /// The segment size that the path now has.
     pub(super) fn look_at_path(&mut self, socket: RawFd) {
-        let mss = sys::tcp_mss(socket).unwrap_or(usize::MAX).min(self.max_fpdu.unwrap_or(usize::MAX));
+        let mss = socket::tcp_mss(socket).unwrap_or(usize::MAX).min(self.max_fpdu.unwrap_or(usize::MAX));
         self.ulpdu = mpa::mulpdu(mss);
         self.until_look = self.next_look;
         self.next_look = (self.next_look * 2).min(1 << 20);
@@ -372,7 +373,7 @@ impl Transmit {
         }
         let result = shared.with_stream(|shared| {
             // Before the first byte: should we end inside the call, the others must know.
-            shared.set(Shared::OWNER, u64::from(sys::process_id()));
+            shared.set(Shared::OWNER, u64::from(fork::process_id()));
             let result = self.pump(socket, shared, calls);
             if !self.is_inside_message() {
                 shared.set(Shared::OWNER, 0);
@@ -414,7 +415,7 @@ impl Transmit {
                 offered += added;
             }
             *calls += 1;
-            let sent = match sys::send(socket, &pieces) {
+            let sent = match socket::send(socket, &pieces) {
                 Ok(sent) => sent,
                 Err(e) if e.kind() == io::ErrorKind::WouldBlock => 0,
                 Err(e) => return Err(lost(format!("sending failed: {e}"))),
@@ -790,7 +791,7 @@ impl Frame {
             let skipped = skip.min(len);
             skip -= skipped;
             if skipped < len
-                && pieces.len() < sys::IOV_MAX
+                && pieces.len() < socket::IOV_MAX
                 && let Some(piece) = piece(skipped)
             {
                 added += piece.len();
@@ -866,7 +867,7 @@ mod tests {
 
     #[test]
     fn a_write_ends_between_two_fpdus_and_never_inside_a_pad_and_crc() {
-        let most = sys::IOV_MAX;
+        let most = socket::IOV_MAX;
         for pieces in most - 6..most + 6 {
             for messages in [&[pieces][..], &[3, pieces, 3], &[600, 600, 600], &[1; 400], &[pieces, pieces]] {
                 let writes = writes(messages);

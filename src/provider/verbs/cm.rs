@@ -18,8 +18,9 @@ use rdma_sys::*;
 use super::library::{self, Library};
 use super::refused;
 use crate::error::{Error, Kind, os_text};
+use crate::fork;
+use crate::socket;
 use crate::socket::Sockaddr;
-use crate::sys;
 
 /// RDMA-CM's option level of an identifier, and two options there.
 const OPTION_ID: c_int = 0;
@@ -89,8 +90,8 @@ impl Channel {
         // SAFETY: no preconditions.
         let raw = unsafe { (library.rdma_create_event_channel)() };
         let raw = NonNull::new(raw).ok_or_else(|| failed("an event channel"))?;
-        let channel = Arc::new(Channel { raw, library, generation: sys::fork_generation() });
-        sys::set_nonblocking(channel.fd())?;
+        let channel = Arc::new(Channel { raw, library, generation: fork::generation() });
+        socket::set_nonblocking(channel.fd())?;
         Ok(channel)
     }
 
@@ -189,7 +190,7 @@ fn failure(event: rdma_cm_event_type::Type, status: c_int) -> Error {
 
 impl Drop for Channel {
     fn drop(&mut self) {
-        if self.generation == sys::fork_generation() {
+        if self.generation == fork::generation() {
             // SAFETY: its last owner goes; identifiers own it too, so none is left.
             unsafe { (self.library.rdma_destroy_event_channel)(self.raw.as_ptr()) };
         }
@@ -358,7 +359,7 @@ impl Id {
 
     /// Whether this process was forked from the one that made it.
     pub fn forked(&self) -> bool {
-        self.channel.generation != sys::fork_generation()
+        self.channel.generation != fork::generation()
     }
 
     /// For calls that need the identifier itself.

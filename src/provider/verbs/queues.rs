@@ -26,8 +26,9 @@ use super::cm::{Id, failed};
 use crate::error::{Error, Kind};
 use crate::log_error;
 use crate::memory::{Area, Region, Sink, Slabs};
+use crate::process;
 use crate::provider::WorkId;
-use crate::sys;
+use crate::socket;
 use crate::wire::{Handle, Segment};
 
 /// What a device can do, as far as it matters here.
@@ -374,7 +375,8 @@ fn unregistered(len: usize) -> Error {
     if error.errno() != libc::ENOMEM {
         return error;
     }
-    let limit = sys::memlock_limit().map_or_else(|| "unlimited".to_owned(), |bytes| format!("{bytes} bytes"));
+    let limit =
+        process::memlock_limit().map_or_else(|| "unlimited".to_owned(), |bytes| format!("{bytes} bytes"));
     let text = format!(
         "{error}; RLIMIT_MEMLOCK is {limit}: raise it (ulimit -l, LimitMEMLOCK=), or lower RPCRDMA_MAX_REPLY or \
          RPCRDMA_CREDITS"
@@ -624,7 +626,7 @@ impl Queues {
         };
         // SAFETY: alive.
         let fd = unsafe { (*channel.as_ptr()).fd };
-        sys::set_nonblocking(fd).map_err(|error| close(error.into()))?;
+        socket::set_nonblocking(fd).map_err(|error| close(error.into()))?;
         let limits = &domain.capabilities;
         let mut depth = DEPTH.min(limits.depth.max(DEPTH_MIN));
         let mut inline = INLINE;

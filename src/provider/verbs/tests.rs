@@ -97,7 +97,7 @@ fn a_connection_that_has_failed_gives_back_its_share_of_the_locked_memory_at_onc
 #[test]
 fn who_sleeps_on_a_connection_wakes_when_this_side_ends_it() {
     let (_alone, mut verbs) = mocked(options());
-    let woken = |verbs: &Verbs| sys::wait(verbs.fd(), sys::IN, Some(Duration::ZERO), None).unwrap();
+    let woken = |verbs: &Verbs| wait::until(verbs.fd(), wait::IN, Some(Duration::ZERO), None).unwrap();
     assert!(!woken(&verbs));
     verbs.close();
     assert!(woken(&verbs));
@@ -269,7 +269,7 @@ fn mock_listener() -> Listener {
         channel: Channel::new().expect("a channel"),
         ids: Vec::new(),
         places: Places { addresses: vec!["0.0.0.0:7".parse().unwrap()], interface: None },
-        generation: sys::fork_generation(),
+        generation: fork::generation(),
         lost: false,
         refusals: Refusals::default(),
     }
@@ -379,7 +379,7 @@ fn closing_does_not_wait_for_what_was_sent_long_ago() {
 fn a_forked_child_leaves_devices_alone_that_its_parent_has_opened() {
     let (_alone, mut verbs) = mocked(options());
     assert!(!are_refused() && verbs.claim());
-    let child = sys::testing::fork(|| {
+    let child = fork::testing::fork(|| {
         assert!(!verbs.claim());
         let Err(error) = connect("10.1.2.3:7".parse().unwrap(), &options(), None) else { return false };
         are_refused() && error.kind() == Kind::Os(libc::EACCES) && error.text().contains("was forked")
@@ -481,7 +481,7 @@ fn what_is_posted_after_the_early_receives_has_its_own_length_on_a_device() {
 #[test]
 fn later_connections_get_fewer_credits_until_no_more_fit() {
     let _alone = alone();
-    let limit = sys::memlock_limit().filter(|bytes| *bytes < 1 << 30);
+    let limit = process::memlock_limit().filter(|bytes| *bytes < 1 << 30);
     let Some(_) = limit else { return };
     let options = Options { credits: 32, margin: 8, ..options() };
     for (slab, setting) in [(4096, " RPCRDMA_INLINE"), (8192, " RPCRDMA_MAX_INLINE")] {

@@ -1,0 +1,328 @@
+//! What fork(2) makes of a process: whether this one is still the one that it was, and what it shares with its children.
+//!
+//! Owns the fork generation and the cached process id.
+//!
+//! # Invariants
+//! - A [`SharedPage`] holds only its lock and atomic words: no pointer, no state that a process could leave torn.
+//! - Nothing here blocks except, for at most [`LOCK_PATIENCE_MS`], [`SharedPage::lock`].
+#![allow(unsafe_code)]
+
+use std::io;
+use std::marker::PhantomData;
+use std::mem::MaybeUninit;
+use std::ptr::NonNull;
+use std::sync::Once;
+use std::sync::atomic::Ordering::Relaxed;
+use std::sync::atomic::{AtomicU32, AtomicU64};
+
+use crate::ffi::guard;
+
+/// How long [`SharedPage::lock`] waits for another process, in milliseconds. A holder keeps the lock for one
+/// non-blocking send; only a stopped process keeps it longer.
+pub const LOCK_PATIENCE_MS: i64 = 10;
+
+/// How many forks lie between this process and the one that first asked: it differs between parent and child.
+///
+/// Counted by a pthread_atfork handler, so it costs one load, not a system call.
+pub fn generation() -> u64 {
+    watch_forks();
+    GENERATION.load(Relaxed)
+}
+
+/// getpid(2) without the system call.
+pub fn process_id() -> u32 {
+    watch_forks();
+    PID.load(Relaxed)
+}
+
+/// Whether the process has ended, also if its parent has not waited for it yet (when the parent is us).
+pub fn process_gone(pid: u32) -> bool {
+    let Ok(id) = libc::pid_t::try_from(pid) else { return true };
+    // SAFETY: signal 0 is only a check.
+    if unsafe { libc::kill(id, 0) } < 0 {
+        return io::Error::last_os_error().raw_os_error() == Some(libc::ESRCH);
+    }
+    // It exists, but perhaps as our zombie. WNOWAIT leaves it to the program's own wait.
+    let mut info = MaybeUninit::<libc::siginfo_t>::zeroed();
+    let options = libc::WEXITED | libc::WNOHANG | libc::WNOWAIT;
+    // SAFETY: `info` is writable.
+    if unsafe { libc::waitid(libc::P_PID, pid, info.as_mut_ptr(), options) } < 0 {
+        return false;
+    }
+    // SAFETY: zeroed, and filled by waitid when there was something to report: plain integers in both cases.
+    let info = unsafe { info.assume_init() };
+    // SAFETY: waitid fills the SIGCHLD member, of which si_pid is a part; zero when nothing has ended.
+    (unsafe { info.si_pid() }) == id
+}
+
+static GENERATION: AtomicU64 = AtomicU64::new(0);
+static PID: AtomicU32 = AtomicU32::new(0);
+
+fn watch_forks() {
+    static ONCE: Once = Once::new();
+    ONCE.call_once(|| {
+        // Also the first guard: what it sets up must not be under way while somebody forks.
+        guard(|| {
+            note_process();
+            Ok(())
+        });
+        // SAFETY: `after_fork` only stores atomics and calls getpid, which is allowed in the child of a
+        // multi-threaded process. The library is linked with -z nodelete: the handler stays mapped.
+        unsafe { libc::pthread_atfork(None, None, Some(after_fork)) };
+    });
+}
+
+unsafe extern "C" fn after_fork() {
+    guard(|| {
+        GENERATION.fetch_add(1, Relaxed);
+        note_process();
+        Ok(())
+    });
+}
+
+fn note_process() {
+    // SAFETY: getpid has no arguments and cannot fail.
+    PID.store(unsafe { libc::getpid() } as u32, Relaxed);
+}
+
+/// Words and a lock that this process and its forked children share: one anonymous MAP_SHARED page.
+///
+/// # Invariants
+/// `layout` points to our own mapping of at least one `Layout`, whose mutex is initialised.
+pub struct SharedPage {
+    layout: NonNull<Layout>,
+}
+
+#[repr(C)]
+struct Layout {
+    mutex: libc::pthread_mutex_t,
+    words: [AtomicU64; SharedPage::WORDS],
+}
+
+// SAFETY: the page is used through a process-shared mutex and atomics only.
+unsafe impl Send for SharedPage {}
+// SAFETY: as above.
+unsafe impl Sync for SharedPage {}
+
+impl SharedPage {
+    /// Number of words.
+    pub const WORDS: usize = 8;
+
+    /// A new page, all words 0.
+    ///
+    /// # Errors
+    /// The errno of mmap(2) or of making the mutex.
+    pub fn new() -> io::Result<SharedPage> {
+        // SAFETY: an anonymous mapping at an address of the kernel's choice touches no existing memory.
+        let base = unsafe {
+            libc::mmap(
+                std::ptr::null_mut(),
+                size_of::<Layout>(),
+                libc::PROT_READ | libc::PROT_WRITE,
+                libc::MAP_SHARED | libc::MAP_ANONYMOUS,
+                -1,
+                0,
+            )
+        };
+        if base == libc::MAP_FAILED {
+            return Err(io::Error::last_os_error());
+        }
+        let layout =
+            NonNull::new(base.cast::<Layout>()).ok_or_else(|| io::Error::from_raw_os_error(libc::ENOMEM))?;
+        // From here on Drop unmaps. The words are zero bytes, which is what an AtomicU64 of 0 is.
+        let page = SharedPage { layout };
+        let mut attributes = MaybeUninit::<libc::pthread_mutexattr_t>::uninit();
+        let a = attributes.as_mut_ptr();
+        // SAFETY: initialises the attributes.
+        check_code(unsafe { libc::pthread_mutexattr_init(a) })?;
+        // SAFETY: `a` was initialised above.
+        check_code(unsafe { libc::pthread_mutexattr_setpshared(a, libc::PTHREAD_PROCESS_SHARED) })?;
+        // SAFETY: as above.
+        check_code(unsafe { libc::pthread_mutexattr_setrobust(a, libc::PTHREAD_MUTEX_ROBUST) })?;
+        // SAFETY: the mapping is ours alone until the next fork, and large enough for the mutex.
+        check_code(unsafe { libc::pthread_mutex_init(page.mutex(), a) })?;
+        Ok(page)
+    }
+
+    /// Takes the lock; `None` when another process has kept it for too long.
+    ///
+    /// # Errors
+    /// When the lock is unusable.
+    pub fn lock(&self) -> io::Result<Option<PageLock<'_>>> {
+        // SAFETY: the mutex is initialised (invariant).
+        let mut code = unsafe { libc::pthread_mutex_trylock(self.mutex()) };
+        if code == libc::EBUSY {
+            let until = deadline(LOCK_PATIENCE_MS);
+            // SAFETY: as above; `until` is a live timespec.
+            code = unsafe { libc::pthread_mutex_timedlock(self.mutex(), &until) };
+        }
+        let owner_died = match code {
+            0 => false,
+            libc::EOWNERDEAD => {
+                // SAFETY: we hold the lock, which was inherited from a dead owner.
+                check_code(unsafe { libc::pthread_mutex_consistent(self.mutex()) })?;
+                true
+            }
+            libc::EBUSY | libc::ETIMEDOUT => return Ok(None),
+            code => return Err(io::Error::from_raw_os_error(code)),
+        };
+        Ok(Some(PageLock { page: self, owner_died, thread: PhantomData }))
+    }
+
+    /// A word of the page.
+    ///
+    /// # Panics
+    /// When `index` is not below [`SharedPage::WORDS`].
+    pub fn word(&self, index: usize) -> &AtomicU64 {
+        // SAFETY: the mapping lives as long as `self` (invariant), and the words are only ever accessed as atomics.
+        let words = unsafe { &(*self.layout.as_ptr()).words };
+        &words[index]
+    }
+
+    fn mutex(&self) -> *mut libc::pthread_mutex_t {
+        // SAFETY: the mapping holds a Layout (invariant); no reference to it is made.
+        unsafe { &raw mut (*self.layout.as_ptr()).mutex }
+    }
+}
+
+impl Drop for SharedPage {
+    fn drop(&mut self) {
+        // The mutex is not destroyed: another process may still use it. It holds no resource but its bytes.
+        // SAFETY: `layout` is our own mapping; a PageLock borrows the page, so nobody holds the lock here.
+        unsafe { libc::munmap(self.layout.as_ptr().cast(), size_of::<Layout>()) };
+    }
+}
+
+/// The lock of a page, held.
+pub struct PageLock<'a> {
+    page: &'a SharedPage,
+    owner_died: bool,
+    /// A mutex is unlocked by the thread that locked it.
+    thread: PhantomData<*const ()>,
+}
+
+impl PageLock<'_> {
+    /// Whether the last holder ended while it held the lock.
+    pub fn owner_died(&self) -> bool {
+        self.owner_died
+    }
+}
+
+impl Drop for PageLock<'_> {
+    fn drop(&mut self) {
+        // SAFETY: this thread holds the lock: a PageLock is made only by `lock` and is not Send.
+        unsafe { libc::pthread_mutex_unlock(self.page.mutex()) };
+    }
+}
+
+fn deadline(ms: i64) -> libc::timespec {
+    let mut now = libc::timespec { tv_sec: 0, tv_nsec: 0 };
+    // SAFETY: `now` is writable. timedlock counts in CLOCK_REALTIME.
+    unsafe { libc::clock_gettime(libc::CLOCK_REALTIME, &raw mut now) };
+    let nsec = now.tv_nsec + ms * 1_000_000;
+    libc::timespec { tv_sec: now.tv_sec + nsec / 1_000_000_000, tv_nsec: nsec % 1_000_000_000 }
+}
+
+fn check_code(code: libc::c_int) -> io::Result<()> {
+    if code == 0 { Ok(()) } else { Err(io::Error::from_raw_os_error(code)) }
+}
+
+/// Processes for tests.
+#[cfg(test)]
+pub mod testing {
+    /// A forked child process.
+    pub struct Child(libc::pid_t);
+
+    /// Forks; the child runs `work` and exits with 0 when it returns true.
+    pub fn fork(work: impl FnOnce() -> bool) -> Child {
+        // SAFETY: the child runs only `work` and _exit; glibc keeps malloc usable in a child of threads.
+        let pid = unsafe { libc::fork() };
+        assert!(pid >= 0, "fork failed");
+        if pid == 0 {
+            let good = std::panic::catch_unwind(std::panic::AssertUnwindSafe(work)).unwrap_or(false);
+            // SAFETY: ends the process at once, without the destructors and buffers that are the parent's.
+            unsafe { libc::_exit(i32::from(!good)) };
+        }
+        Child(pid)
+    }
+
+    impl Child {
+        /// Its process id.
+        pub fn id(&self) -> u32 {
+            self.0 as u32
+        }
+
+        /// Waits for its end; whether its work returned true.
+        pub fn succeeded(self) -> bool {
+            let mut status = 0;
+            loop {
+                // SAFETY: `status` is writable.
+                let pid = unsafe { libc::waitpid(self.0, &raw mut status, 0) };
+                if pid == self.0 {
+                    return libc::WIFEXITED(status) && libc::WEXITSTATUS(status) == 0;
+                }
+            }
+        }
+
+        /// Waits until it has ended, without reaping it.
+        pub fn wait_for_zombie(&self) {
+            let mut info = std::mem::MaybeUninit::<libc::siginfo_t>::zeroed();
+            // SAFETY: `info` is writable.
+            unsafe { libc::waitid(libc::P_PID, self.id(), info.as_mut_ptr(), libc::WEXITED | libc::WNOWAIT) };
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::io::Write;
+    use std::os::fd::AsRawFd;
+    use std::os::unix::net::UnixStream;
+
+    use super::*;
+    use crate::wait;
+
+    #[test]
+    fn a_forked_child_has_another_generation_and_process_id() {
+        let (before, pid) = (generation(), process_id());
+        let child = testing::fork(|| generation() == before + 1 && process_id() != pid);
+        let id = child.id();
+        assert!(!process_gone(process_id()));
+        child.wait_for_zombie();
+        assert!(process_gone(id), "a zombie counts as gone");
+        assert!(child.succeeded());
+        assert!(process_gone(id));
+        assert_eq!((generation(), process_id()), (before, pid));
+    }
+
+    #[test]
+    fn a_page_is_shared_with_a_child_and_its_lock_survives_a_dead_holder() {
+        let page = SharedPage::new().unwrap();
+        let child = testing::fork(|| {
+            page.word(3).store(7, Relaxed);
+            std::mem::forget(page.lock().unwrap().unwrap());
+            true
+        });
+        assert!(child.succeeded());
+        assert_eq!(page.word(3).load(Relaxed), 7);
+        assert!(page.lock().unwrap().unwrap().owner_died());
+        assert!(!page.lock().unwrap().unwrap().owner_died());
+    }
+
+    #[test]
+    fn a_lock_that_another_process_keeps_is_given_up_after_a_while() {
+        let page = SharedPage::new().unwrap();
+        let (ours, theirs) = UnixStream::pair().unwrap();
+        let child = testing::fork(|| {
+            let _lock = page.lock().unwrap().unwrap();
+            (&theirs).write_all(b"x").unwrap();
+            // Until the parent has seen it.
+            wait::until(theirs.as_raw_fd(), wait::IN, None, None).unwrap()
+        });
+        assert!(wait::until(ours.as_raw_fd(), wait::IN, None, None).unwrap());
+        assert!(page.lock().unwrap().is_none());
+        (&ours).write_all(b"x").unwrap();
+        assert!(child.succeeded());
+        assert!(!page.lock().unwrap().unwrap().owner_died());
+    }
+}

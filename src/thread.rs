@@ -1,0 +1,48 @@
+//! The calling thread: its name, its stack, and how often it lost its processor.
+#![allow(unsafe_code)]
+
+use std::mem::MaybeUninit;
+use std::ops::Range;
+use std::sync::atomic::AtomicUsize;
+use std::sync::atomic::Ordering::Relaxed;
+
+/// Names the calling thread; no other one of this process ever has its name, which is never 0.
+pub fn this() -> usize {
+    static NEXT: AtomicUsize = AtomicUsize::new(1);
+    thread_local! {
+        static NAME: usize = NEXT.fetch_add(1, Relaxed);
+    }
+    NAME.with(|name| *name)
+}
+
+/// Addresses of the calling thread's own stack; what it runs as a coroutine has another. `None` if the system does not tell.
+pub fn own_stack() -> Option<Range<usize>> {
+    thread_local! {
+        static STACK: Option<Range<usize>> = find();
+    }
+    fn find() -> Option<Range<usize>> {
+        let mut attributes = MaybeUninit::<libc::pthread_attr_t>::zeroed();
+        // SAFETY: takes nothing.
+        let thread = unsafe { libc::pthread_self() };
+        // SAFETY: the calling thread is alive, and `attributes` is writable.
+        if unsafe { libc::pthread_getattr_np(thread, attributes.as_mut_ptr()) } != 0 {
+            return None;
+        }
+        let (mut lowest, mut size) = (std::ptr::null_mut(), 0);
+        // SAFETY: initialised above; both places are writable.
+        let found = unsafe { libc::pthread_attr_getstack(attributes.as_ptr(), &mut lowest, &mut size) } == 0;
+        // SAFETY: initialised above, and not used any more.
+        unsafe { libc::pthread_attr_destroy(attributes.as_mut_ptr()) };
+        found.then(|| lowest.addr()..lowest.addr() + size)
+    }
+    STACK.with(Clone::clone)
+}
+
+/// How often this thread lost its processor although it wanted to go on.
+pub fn preemptions() -> i64 {
+    let mut usage = MaybeUninit::<libc::rusage>::zeroed();
+    // SAFETY: `usage` is writable.
+    unsafe { libc::getrusage(libc::RUSAGE_THREAD, usage.as_mut_ptr()) };
+    // SAFETY: plain numbers, zeroed where the call wrote nothing.
+    unsafe { usage.assume_init() }.ru_nivcsw
+}

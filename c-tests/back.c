@@ -303,16 +303,21 @@ static void end_waits(void *(*end)(void *))
 static void destroy_waits_for_a_routine(void) { end_waits(destroy_first); }
 static void end_waits_for_a_routine(void) { end_waits(end_first); }
 
-/* Destroyed by the very routine that answers on it: the answer goes nowhere, and no other file gets it. */
+/* Destroyed by the very routine that answers on it: the answer goes nowhere, and no other file gets it. Not while the call
+ * that has led to it is ending: the CLIENT would end with that one, and its descriptor be no other file's until then. */
 static int pair[2];
 static atomic_int sent = -1;
+static sem_t asked;
 static void destroy_inside(struct svc_req *request, SVCXPRT *xprt)
 {
     u_int number = 0;
     (void)request;
     REQUIRE(svc_getargs(xprt, (xdrproc_t)xdr_u_int, (char *)&number));
     int fd = descriptor(first);
+    while (sem_wait(&asked) != 0)
+        ;
     clnt_destroy(first);
+    REQUIRE(fcntl(fd, F_GETFD) < 0 && errno == EBADF);
     REQUIRE(socketpair(AF_UNIX, SOCK_STREAM, 0, pair) == 0);
     if (pair[0] != fd && pair[1] != fd)
         REQUIRE(dup2(pair[0], fd) == fd);
@@ -321,9 +326,10 @@ static void destroy_inside(struct svc_req *request, SVCXPRT *xprt)
 static void destroyed_inside_a_routine(void)
 {
     first = on_descriptor(RPC_ANYFD);
-    REQUIRE(rpcrdma_clnt_serve(first, BACK, 1, destroy_inside));
+    REQUIRE(sem_init(&asked, 0, 0) == 0 && rpcrdma_clnt_serve(first, BACK, 1, destroy_inside));
     start_loop();
     REQUIRE(ask(first, LATER, 1, 1, NULL) == RPC_SUCCESS);
+    sem_post(&asked);
     time_t end = time(NULL) + patient.tv_sec;
     while (sent < 0 && time(NULL) < end)
         usleep(1000);

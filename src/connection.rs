@@ -45,11 +45,10 @@ use crate::memory::{Buf, Memory, Message, Region, Sink};
 use crate::provider::{QueuePair, WorkId, WorkRequest};
 use crate::stats::{self, Counter};
 use crate::wire::characteristics::{self as operations, Backward, Characteristic};
-use crate::wire::either::{self, Body, Header, Versions};
+use crate::wire::header::{self, Answer, Body, Direction, Header, Proc, RdmaError, Versions};
+use crate::wire::lists::{ChunkLists, Lists};
 use crate::wire::private_data::PrivateData;
-use crate::wire::v1::{self, Lists};
-use crate::wire::v2::{self, Direction, RdmaError};
-use crate::wire::{Credits, Handle, Position, ReadSegment, Segment, Xid};
+use crate::wire::{Credits, Handle, Position, ReadSegment, Segment, Xid, v1, v2};
 
 pub mod characteristics;
 pub mod chunks;
@@ -923,7 +922,8 @@ impl Connection {
             lists.reply = Some(area.offered.iter().map(|(s, _)| *s).collect());
             call.reply = Some(area);
         }
-        let mut gather = vec![self.header(call.version, xid, !plan.long, Direction::Call, &lists)?];
+        let proc = if plan.long { Proc::Nomsg } else { Proc::Msg };
+        let mut gather = vec![self.header(call.version, xid, proc, Direction::Call, &lists)?];
         if !plan.long {
             gather.extend(rest.into_iter().flat_map(|range| pieces.gather(range)));
         }
@@ -1033,17 +1033,17 @@ impl Connection {
         &self,
         version: u32,
         xid: Xid,
-        payload: bool,
+        proc: Proc,
         direction: Direction,
         lists: &Lists,
     ) -> Result<Region, Error> {
-        let mut bytes = Vec::with_capacity(either::header_len(version, lists));
+        let mut bytes = Vec::with_capacity(header::header_len(version, lists));
         // RFC 8166 §3.3.1: "The granted value MUST NOT be zero": both are at least 1 here.
         let credits = match direction {
             Direction::Call => self.requester.asked,
             Direction::Reply => self.responder.grant,
         };
-        either::encode(&mut bytes, version, xid, Credits(credits), payload, direction, lists);
+        header::encode(&mut bytes, version, xid, Credits(credits), proc, direction, lists);
         let mut buf = self.memory.header()?;
         buf.extend(&bytes)?;
         Ok(buf.freeze())
@@ -1138,7 +1138,7 @@ impl Connection {
         xid: Xid,
         call: Call,
         inline: Option<Region>,
-        lists: &v1::ChunkLists<'_>,
+        lists: &ChunkLists<'_>,
     ) -> Result<Vec<Region>, Error> {
         let stream = match (inline, lists.reply()) {
             (Some(payload), _) => vec![payload],
@@ -1281,7 +1281,7 @@ impl Connection {
             RdmaError::Version { low, high } => two::versions_differ(low, high, &call.version.to_string()),
             RdmaError::InvalidOption => String::from("the peer took the call for a message of an extension"),
             RdmaError::BadHeader => {
-                let name = if call.version == v1::VERSION { "ERR_CHUNK" } else { "BAD_HEADER" };
+                let name = error.name(call.version);
                 let mut text = format!("the peer answered {name}: it cannot use the chunks of this call");
                 let reduced = !call.writes.is_empty() || call.pulled > 0;
                 if let Some(Bound { program, version, binding, .. }) = call.bound.as_ref().filter(|_| reduced)
@@ -1427,8 +1427,8 @@ impl Connection {
                 }
             };
         stats::add(Counter::BytesCopied, plan.copied as u64);
-        let inline = plan.inline.is_some();
-        let header = match self.header(version, chunks.xid, inline, Direction::Reply, &plan.lists) {
+        let proc = if plan.inline.is_some() { Proc::Msg } else { Proc::Nomsg };
+        let header = match self.header(version, chunks.xid, proc, Direction::Reply, &plan.lists) {
             Ok(header) => header,
             Err(error) => {
                 // RFC 8166 §4.5.4: "If a Responder is unable to construct and transmit an RPC Reply or RPC-over-RDMA
@@ -1654,13 +1654,13 @@ impl Connection {
     }
 
     /// Answers a message that is not handed up. Its Receive is free again before the peer hears of it.
-    fn send_error(&mut self, answer: either::Answer) {
+    fn send_error(&mut self, answer: Answer) {
         self.replenish();
         // RFC 8166 §4.5: "The rdma_xid field MUST contain the same XID that was in the rdma_xid field in the failing
         // request" and "The rdma_vers field MUST contain the same version that was in the rdma_vers field in the
         // failing request".
         let mut bytes = Vec::new();
-        either::encode_error(&mut bytes, answer, Credits(self.responder.grant));
+        header::encode_error(&mut bytes, answer, Credits(self.responder.grant));
         if self.send_bytes(&bytes) {
             stats::add(Counter::ErrorsSent, 1);
         }
@@ -1682,7 +1682,7 @@ impl Connection {
         }
         self.characteristics.consumed();
         let message = message.freeze();
-        let header = either::decode(&message, self.settings.versions);
+        let header = header::decode(&message, self.settings.versions);
         if let Ok(header) = &header {
             self.agree(header);
         }
@@ -1706,8 +1706,8 @@ impl Connection {
             },
             // RFC 8166 §4.5: "If other errors are detected in the RPC-over-RDMA header of an RPC Call message, a Responder
             // MUST send an RDMA_ERROR message back to the Requester." In a Reply they are silently discarded.
-            Err(answer) => {
-                if let Some(answer) = answer
+            Err(error) => {
+                if let Some(answer) = error.answer()
                     && self.responder.receives > 0
                     && !self.transmitted(answer.0)
                 {
@@ -1793,7 +1793,7 @@ fn first_xid(message: &[u8]) -> Option<Xid> {
 }
 
 /// The handle that a Call names, if all its segments name the same one.
-fn only_handle(lists: &v1::ChunkLists<'_>) -> Option<Handle> {
+fn only_handle(lists: &ChunkLists<'_>) -> Option<Handle> {
     let reads = lists.reads().map(|read| read.target.handle);
     let writes = lists.writes().chain(lists.reply()).flat_map(|chunk| chunk.iter()).map(|s| s.handle);
     let mut handles = reads.chain(writes);

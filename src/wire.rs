@@ -1,15 +1,16 @@
 //! Bytes of RPC-over-RDMA messages, and nothing else: no state, no I/O, no allocation while decoding.
 //!
-//! This file holds the words that all versions share (RFC 8166 §3.4 and §4.1); `v1` holds the Version One header, `v2`
-//! that of Version Two, `either` what both have in common, `characteristics` the messages of Version Two's
-//! transport-characteristics extension, `private_data` the RDMA-CM private data of RFC 8797. A decoder borrows the message; it never trusts a count or a
-//! length of the peer before comparing it with the bytes that are there.
+//! This file holds the words that all versions share (RFC 8166 §3.4 and §4.1). `header` holds a message of any version,
+//! `lists` its chunk lists, `v1` and `v2` what a version has of its own; `characteristics` the messages of Version Two's
+//! transport-characteristics extension, `private_data` the RDMA-CM private data of RFC 8797. A decoder borrows the
+//! message; it never trusts a count or a length of the peer before comparing it with the bytes that are there.
 #![forbid(unsafe_code)]
 
 use std::fmt;
 
 pub mod characteristics;
-pub mod either;
+pub mod header;
+pub mod lists;
 pub mod private_data;
 pub mod v1;
 pub mod v2;
@@ -61,5 +62,34 @@ impl fmt::Display for Xid {
 impl fmt::Display for Segment {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "{:#010x}+{:#x}:{}", self.handle.0, self.offset, self.length)
+    }
+}
+
+/// The unread rest of a message. Every read checks that its bytes are there.
+struct Reader<'a> {
+    rest: &'a [u8],
+}
+
+impl<'a> Reader<'a> {
+    fn word(&mut self) -> Option<u32> {
+        let (word, rest) = self.rest.split_first_chunk()?;
+        self.rest = rest;
+        Some(u32::from_be_bytes(*word))
+    }
+
+    /// A counted opaque and its pad.
+    fn opaque(&mut self) -> Option<&'a [u8]> {
+        let length = usize::try_from(self.word()?).ok()?;
+        let (bytes, rest) = self.rest.split_at_checked(length)?;
+        let (_, rest) = rest.split_at_checked(length.next_multiple_of(4) - length)?;
+        self.rest = rest;
+        Some(bytes)
+    }
+}
+
+/// Appends words.
+fn put(out: &mut Vec<u8>, words: &[u32]) {
+    for word in words {
+        out.extend_from_slice(&word.to_be_bytes());
     }
 }

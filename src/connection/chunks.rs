@@ -14,8 +14,8 @@ use std::ops::Range;
 use crate::binding::{Item, Placed};
 use crate::error::{Error, Kind};
 use crate::memory::{Buf, Message, Region, Sink};
-use crate::wire::either;
-use crate::wire::v1::Lists;
+use crate::wire::header::header_len;
+use crate::wire::lists::Lists;
 use crate::wire::{Position, ReadSegment, Segment};
 
 /// Most segments that we put into one chunk.
@@ -32,7 +32,7 @@ const PIECE_MIN: usize = 8 << 10;
 
 /// A header without chunks, bytes.
 pub fn header_min(version: u32) -> usize {
-    either::header_len(version, &Lists::default())
+    header_len(version, &Lists::default())
 }
 
 /// Bytes of one segment in a Read list, and in an array.
@@ -286,7 +286,7 @@ pub fn plan_reply(
     let rest = rest_of(total, &reduced);
     let left: usize = rest.iter().map(Range::len).sum();
     let stays = |at: usize| !reduced.iter().any(|i| i.range().contains(&at));
-    if either::header_len(version, &lists) + left <= send {
+    if header_len(version, &lists) + left <= send {
         let copied = message.copy_in(|at, _| stays(at));
         return Ok(ReplyPlan { lists, pushes, inline: Some(rest), copied });
     }
@@ -312,7 +312,7 @@ pub fn plan_reply(
     }
     let copied = message.copy_in(|at, len| stays(at) && len < PIECE_MIN);
     lists.reply = Some(fill(offered, &rest, max_transfer, &mut pushes));
-    if either::header_len(version, &lists) > send {
+    if header_len(version, &lists) > send {
         return Err(Error::new(Kind::TooLong, "the reply's chunk lists alone exceed the inline threshold"));
     }
     Ok(ReplyPlan { lists, pushes, inline: None, copied })
@@ -754,7 +754,7 @@ mod tests {
                 let rest: usize = rest_of(4500, &plan.reduced).iter().map(Range::len).sum();
                 assert_eq!(
                     plan.long,
-                    either::header_len(1, &lists) + rest > send || plan.reduced.is_empty(),
+                    header_len(1, &lists) + rest > send || plan.reduced.is_empty(),
                     "{plan:?}"
                 );
             }

@@ -11,7 +11,6 @@ mod placement;
 mod two;
 
 use super::*;
-use crate::wire::v1::Body;
 use pair::*;
 
 // ----------------------------------------------------------------------------------------------- framing and header
@@ -91,7 +90,7 @@ fn a_responder_takes_every_combination_of_lists_that_has_one_payload_and_refuses
                 assert_eq!(pair.server.engine.request_ready(), good, "{what}");
                 if good {
                     assert!(pair.take() && pair.answer(0).is_ok());
-                    let header = v1::decode(pair.last(Server)).unwrap();
+                    let header = header::decode(pair.last(Server), Versions::ONE).unwrap();
                     let Body::Msg { chunks, .. } = header.body else { panic!("{what}: {header}") };
                     assert_eq!(chunks.write_count(), usize::from(with_writes));
                     assert!(chunks.writes().all(|c| c.iter().eq([Segment { length: 0, ..write }])));
@@ -115,7 +114,7 @@ fn a_send_of_exactly_the_threshold_goes_inline_and_a_byte_more_goes_long() {
             for (xid, (over, long)) in (1..).zip([(0, false), (1, true)]) {
                 let mut pair = Pair::warm(setup(4, inline));
                 pair.call(xid, inline - header + over, max_reply);
-                let sent = v1::decode(pair.last(Client)).unwrap();
+                let sent = header::decode(pair.last(Client), Versions::ONE).unwrap();
                 assert_eq!(
                     matches!(sent.body, Body::Nomsg { .. }),
                     long,
@@ -1292,7 +1291,7 @@ fn a_reply_uses_its_reply_chunk_exactly_when_it_does_not_fit_inline() {
         let [segment] = offered(&pair)[..] else { panic!() };
         pair.drive();
         pair.succeeded(1);
-        let header = v1::decode(pair.last(Server)).unwrap();
+        let header = header::decode(pair.last(Server), Versions::ONE).unwrap();
         let (Body::Msg { chunks, .. } | Body::Nomsg { chunks }) = header.body else { panic!() };
         assert_eq!(matches!(header.body, Body::Nomsg { .. }), long, "{reply}");
         let length = if long { reply as u32 } else { 0 };

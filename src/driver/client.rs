@@ -21,7 +21,7 @@ use crate::thread;
 use crate::wait::{self, PollFd};
 use crate::wire::Xid;
 use crate::wire::characteristics::Characteristic;
-use crate::wire::either::Versions;
+use crate::wire::header::Versions;
 
 use super::callback;
 use super::calls::{Calls, Waiter, sleep};

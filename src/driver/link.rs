@@ -13,9 +13,9 @@ use crate::process;
 use crate::provider::{Completion, QueuePair, WorkRequest};
 use crate::stats::{self, Counter};
 use crate::wire::characteristics;
-use crate::wire::either::Versions;
+use crate::wire::header::{self, Body, Versions};
 use crate::wire::private_data::PrivateData;
-use crate::wire::{Handle, Xid, v1, v2};
+use crate::wire::{Handle, Xid, v1};
 use crate::{log_error, log_info, log_wire};
 
 use super::backlog;
@@ -376,14 +376,11 @@ fn note(request: &WorkRequest, fd: RawFd) {
 }
 
 fn describe(message: &[u8]) -> String {
-    match v1::decode(message) {
-        Ok(header) => header.to_string(),
-        Err(error) => v2::decode(message).map_or_else(|_| error.to_string(), |header| describe_two(&header)),
-    }
-}
-
-fn describe_two(header: &v2::Header<'_>) -> String {
-    if let v2::Body::Optional { kind, info, .. } = header.body
+    let header = match header::decode(message, Versions::BOTH) {
+        Ok(header) => header,
+        Err(error) => return error.to_string(),
+    };
+    if let Body::Optional { kind, info, .. } = header.body
         && let Some(kind) = characteristics::Kind::of(kind)
         && let Ok(operation) = characteristics::decode(kind, info)
     {

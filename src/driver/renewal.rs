@@ -33,7 +33,7 @@ use crate::stats::{self, Counter};
 use crate::thread;
 use crate::wait::{self, PollFd};
 use crate::wire::Xid;
-use crate::wire::either::Versions;
+use crate::wire::header::Versions;
 use crate::{log_info, log_warn};
 
 use super::calls::{Calls, Waiter};

@@ -15,7 +15,7 @@ use crate::provider::iwarp::{self, Options};
 use crate::provider::{QueuePair, verbs};
 use crate::socket;
 use crate::wait;
-use crate::wire::either::Versions;
+use crate::wire::header::Versions;
 use crate::wire::private_data::PrivateData;
 
 use super::client::Client;

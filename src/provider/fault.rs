@@ -20,8 +20,8 @@ use std::sync::{Arc, Mutex, MutexGuard};
 use super::{Completion, Limits, QueuePair, WorkId, WorkRequest};
 use crate::error::{Error, Kind};
 use crate::memory::{Region, Sink, Slabs};
-use crate::wire::v1::{self, Body};
-use crate::wire::{Credits, Handle, Segment, Xid};
+use crate::wire::header::{self, Body, Versions};
+use crate::wire::{Credits, Handle, Segment, Xid, v1};
 
 // -------------------------------------------------------------------------------------------------- loopback
 
@@ -1023,7 +1023,7 @@ impl Fixed {
         if word(1)? != v1::VERSION || word(3)? > 4 {
             return None;
         }
-        let call = match v1::decode(bytes).map(|header| header.body) {
+        let call = match header::decode(bytes, Versions::ONE).map(|header| header.body) {
             Ok(Body::Msg { payload, .. }) => match payload.get(4..8) {
                 Some([0, 0, 0, 0]) => Some(true),
                 Some([0, 0, 0, 1]) => Some(false),

@@ -17,8 +17,7 @@
 
 use std::fmt;
 
-use super::v1::{Reader, put};
-use super::v2::opaque;
+use super::{Reader, put};
 
 /// A characteristic of an endpoint, with its value.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -260,7 +259,7 @@ fn subset<'a>(reader: &mut Reader<'a>) -> Result<Subset<'a>, &'static str> {
 fn value(reader: &mut Reader<'_>) -> Result<Value, &'static str> {
     let which = reader.word().ok_or(CUT)?;
     // The draft, section 2.1: a length that runs past the end of the message is an XDR error, of an unknown one too.
-    let data = opaque(reader).ok_or(CUT)?;
+    let data = reader.opaque().ok_or(CUT)?;
     if !matches!(which, RBSIZ | RQREMINV | BRS) {
         return Ok(Value { which, known: None });
     }
@@ -350,7 +349,8 @@ mod tests {
     use hex_literal::hex;
 
     use super::*;
-    use crate::wire::v2::{self, Body, Direction};
+    use crate::wire::header::{self, Body, Direction, Versions};
+    use crate::wire::v2;
     use crate::wire::{Credits, Xid};
 
     /// XID, direction and kind of a message, what is inside, and all its bytes.
@@ -413,12 +413,9 @@ mod tests {
             let mut message = Vec::new();
             v2::encode_optional(&mut message, Xid(xid), Credits(32), direction, kind as u32, &info);
             assert_eq!(message, wanted);
-            let Body::Optional { direction: way, kind: opttype, info: got, payload } =
-                v2::decode(&wanted).unwrap().body
-            else {
-                panic!("{kind:?}")
-            };
-            assert_eq!((way, Kind::of(opttype), got, payload.len()), (direction, Some(kind), &info[..], 0));
+            let header = header::decode(&wanted, Versions::TWO).unwrap();
+            let Body::Optional { kind: opttype, info: got } = header.body else { panic!("{kind:?}") };
+            assert_eq!((header.direction, Kind::of(opttype), got), (Some(direction), Some(kind), &info[..]));
             decode(kind, got).unwrap();
         }
         assert_eq!((Kind::of(0), Kind::of(5)), (None, None));

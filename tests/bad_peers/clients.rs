@@ -5,7 +5,8 @@ use std::thread;
 
 use rpcrdma::provider::iwarp::ddp::{Fault, Opcode, ReadRequest};
 use rpcrdma::provider::iwarp::mpa::{Enhanced, Which};
-use rpcrdma::wire::v1::{self, Body, Lists, Proc, RdmaError};
+use rpcrdma::wire::header::{self, Body, Proc, RdmaError, Versions};
+use rpcrdma::wire::lists::Lists;
 use rpcrdma::wire::{Credits, Handle, Position, ReadSegment, Segment, Xid};
 
 use crate::peer::*;
@@ -104,7 +105,7 @@ pub fn accept(peer: &mut Peer) {
 
 fn call(peer: &mut Peer) -> Call {
     let bytes = peer.message();
-    let header = v1::decode(&bytes).expect("a valid header");
+    let header = header::decode(&bytes, Versions::ONE).expect("a valid header");
     let (Body::Msg { chunks, .. } | Body::Nomsg { chunks }) = header.body else { panic!("{header}") };
     let chunk = chunks.reply().map(|chunk| chunk.iter().collect()).unwrap_or_default();
     let sources = chunks.reads().map(|read| read.target).collect();
@@ -127,7 +128,7 @@ fn chunk_reply(xid: u32, chunk: &[Segment]) -> Vec<u8> {
 
 fn error(xid: u32, version: u32, error: RdmaError) -> Vec<u8> {
     let mut bytes = Vec::new();
-    v1::encode_error(&mut bytes, Xid(xid), version, Credits(32), error);
+    header::encode_error(&mut bytes, (Xid(xid), version, error), Credits(32));
     bytes
 }
 
@@ -348,7 +349,7 @@ fn replies_that_are_none_end_in_the_right_status() {
         Case {
             what: "ERR_CHUNK",
             arguments: long,
-            serve: &with(&|peer, call| peer.send(&error(call.xid, 1, RdmaError::Chunk))),
+            serve: &with(&|peer, call| peer.send(&error(call.xid, 1, RdmaError::BadHeader))),
             statuses: &[FAILED],
             says: "ERR_CHUNK",
         },
@@ -586,7 +587,7 @@ fn a_client_that_serves_nothing_answers_calls_back_in_the_midst_of_its_own() {
         peer.send(&message(9, 32, Proc::Nomsg, &Lists { reads, ..Lists::default() }, b""));
         let bytes = peer.message();
         assert_eq!(
-            v1::decode(&bytes).expect("a header").to_string(),
+            header::decode(&bytes, Versions::ONE).expect("a header").to_string(),
             "RDMA_ERROR xid 0x00000009 credits 1 ERR_CHUNK"
         );
         // Not an RPC message; a header that is none; a reply to nobody.
@@ -914,7 +915,7 @@ fn arguments_that_are_read_late_are_those_of_the_call() {
                         came += bytes.len();
                     }
                     Ok(Frame::Send { bytes, .. }) => {
-                        next = Some(v1::decode(&bytes).expect("a valid header").xid.0)
+                        next = Some(header::decode(&bytes, Versions::ONE).expect("a valid header").xid.0)
                     }
                     other => panic!("{other:?} behind {came} bytes"),
                 }

@@ -7,11 +7,10 @@ use std::time::{Duration, Instant};
 
 use rpcrdma::provider::iwarp::ddp::{ENOUGH, Fault, Header, MAX_TERMINATE, Opcode, ReadRequest};
 use rpcrdma::provider::iwarp::mpa::{self, Enhanced, Offer, StartFrame, Which};
-use rpcrdma::wire::either::{self, Body, Versions};
+use rpcrdma::wire::header::{self, Body, Direction, Proc, Versions};
+use rpcrdma::wire::lists::Lists;
 use rpcrdma::wire::private_data::PrivateData;
-use rpcrdma::wire::v1::{self, Lists, Proc};
-use rpcrdma::wire::v2::Direction;
-use rpcrdma::wire::{Credits, Handle, Position, ReadSegment, Segment, Xid};
+use rpcrdma::wire::{Credits, Handle, Position, ReadSegment, Segment, Xid, v1};
 
 /// Longer than anything here takes that works at all; a wait that reaches it is a hang.
 pub fn hang() -> Duration {
@@ -167,7 +166,7 @@ pub fn opaque(bytes: &[u8]) -> Vec<u8> {
 /// A transport header and what follows it.
 pub fn message(xid: u32, credits: u32, proc: Proc, lists: &Lists, payload: &[u8]) -> Vec<u8> {
     let mut bytes = Vec::new();
-    v1::encode(&mut bytes, Xid(xid), Credits(credits), proc, lists);
+    header::encode(&mut bytes, v1::VERSION, Xid(xid), Credits(credits), proc, Direction::Call, lists);
     bytes.extend_from_slice(payload);
     bytes
 }
@@ -190,7 +189,8 @@ pub fn message_in(
     payload: Option<&[u8]>,
 ) -> Vec<u8> {
     let mut bytes = Vec::new();
-    either::encode(&mut bytes, version, Xid(xid), Credits(32), payload.is_some(), direction, lists);
+    let proc = if payload.is_some() { Proc::Msg } else { Proc::Nomsg };
+    header::encode(&mut bytes, version, Xid(xid), Credits(32), proc, direction, lists);
     bytes.extend_from_slice(payload.unwrap_or_default());
     bytes
 }
@@ -415,7 +415,7 @@ impl Peer {
         self.push(&send(msn, &null_call(self.version, xid)));
         let start = Instant::now();
         let answer = self.message();
-        let header = either::decode(&answer, Versions::BOTH).expect("a valid header");
+        let header = header::decode(&answer, Versions::BOTH).expect("a valid header");
         assert_eq!((header.xid, header.version), (Xid(xid), self.version));
         match header.body {
             Body::Msg { payload, .. } => assert_eq!(payload, rpc_reply(xid, b"")),

@@ -4,7 +4,8 @@
 use std::time::{Duration, Instant};
 
 use rpcrdma::provider::iwarp::ddp::{Fault, ReadRequest};
-use rpcrdma::wire::v1::{self, Body, Lists, Proc, RdmaError};
+use rpcrdma::wire::header::{self, Body, Proc, RdmaError, Versions};
+use rpcrdma::wire::lists::Lists;
 use rpcrdma::wire::{Position, ReadSegment, Segment, Xid};
 
 use crate::peer::*;
@@ -107,7 +108,7 @@ fn chunks_that_have_no_place_in_the_call_are_refused_unread() {
     ] {
         let call = reduced(21, SINK, &[length], chunks, vec![]);
         let frames = converse(&mut server, &mut peer, &call, no_memory);
-        assert_eq!(error_of(message_in(&frames, what)), (Xid(21), 1, RdmaError::Chunk), "{what}");
+        assert_eq!(error_of(message_in(&frames, what)), (Xid(21), 1, RdmaError::BadHeader), "{what}");
         peer.null();
     }
     drop(peer);
@@ -153,7 +154,7 @@ fn a_chunk_must_be_exactly_one_eligible_item() {
         assert_eq!(read, chunks.iter().map(|part| part.target.length).sum(), "{what}");
         let answer = message_in(&frames, what);
         match end {
-            None => assert_eq!(error_of(answer), (Xid(22), 1, RdmaError::Chunk), "{what}"),
+            None => assert_eq!(error_of(answer), (Xid(22), 1, RdmaError::BadHeader), "{what}"),
             Some(status) => assert_eq!(answer[28 + 20..28 + 24], u32::to_be_bytes(status), "{what}"),
         }
         peer.null();
@@ -195,7 +196,8 @@ fn memory_that_changes_is_read_once_and_used_as_it_came() {
         }
     }
     assert!(came == sent, "the server's argument is not what it read");
-    let Body::Msg { chunks, payload } = v1::decode(message_in(&frames, "ECHO")).expect("a valid header").body
+    let Body::Msg { chunks, payload } =
+        header::decode(message_in(&frames, "ECHO"), Versions::ONE).expect("a valid header").body
     else {
         panic!("{frames:?}")
     };
@@ -254,12 +256,14 @@ fn write_chunks_of_every_form_get_their_result_or_the_call_is_refused() {
             converse(&mut server, &mut peer, &source(25, length, vec![chunk.clone()], reply), no_memory);
         let answer = message_in(&frames, what);
         let Then::Used(lengths, inline) = then else {
-            assert_eq!(error_of(answer), (Xid(25), 1, RdmaError::Chunk), "{what}");
+            assert_eq!(error_of(answer), (Xid(25), 1, RdmaError::BadHeader), "{what}");
             assert_eq!(frames.len(), 1, "{what}: {frames:?}");
             peer.null();
             continue;
         };
-        let Body::Msg { chunks, payload } = v1::decode(answer).expect("a valid header").body else {
+        let Body::Msg { chunks, payload } =
+            header::decode(answer, Versions::ONE).expect("a valid header").body
+        else {
             panic!("{what}: {frames:?}")
         };
         let returned: Vec<Segment> =
@@ -338,7 +342,9 @@ fn a_client_that_reads_late_gets_the_result_as_it_was() {
                     assert!(bytes.iter().all(|byte| u32::from(*byte) == stag), "result {stag} has changed");
                     came[stag as usize] += bytes.len();
                 }
-                Ok(Frame::Send { bytes, .. }) => break v1::decode(&bytes).expect("a valid header").xid.0,
+                Ok(Frame::Send { bytes, .. }) => {
+                    break header::decode(&bytes, Versions::ONE).expect("a valid header").xid.0;
+                }
                 other => panic!("{other:?}"),
             }
         };

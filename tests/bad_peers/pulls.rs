@@ -4,7 +4,7 @@
 use std::collections::VecDeque;
 use std::time::{Duration, Instant};
 
-use rpcrdma::wire::v1;
+use rpcrdma::wire::header::{self, Body, Versions};
 
 use crate::peer::*;
 use crate::programs::Server;
@@ -131,8 +131,8 @@ fn long_call_takes(server: &mut Server, bad: &mut [Bad], bytes: usize) -> (Durat
                     peer.push(&answer(&read, bytes, false));
                 }
                 Frame::Send { bytes, .. } => {
-                    let header = v1::decode(&bytes).expect("a valid header");
-                    assert!(matches!(header.body, v1::Body::Msg { .. }), "{header}");
+                    let header = header::decode(&bytes, Versions::ONE).expect("a valid header");
+                    assert!(matches!(header.body, Body::Msg { .. }), "{header}");
                     return (start.elapsed(), longest);
                 }
                 other => panic!("{other:?}"),

@@ -6,8 +6,8 @@ use std::time::{Duration, Instant};
 
 use rpcrdma::provider::iwarp::ddp::{ENOUGH, Fault, Header, Opcode, ReadRequest};
 use rpcrdma::provider::iwarp::mpa::Which;
-use rpcrdma::wire::either::{self, Versions};
-use rpcrdma::wire::v1::{self, Body, Lists, Proc, RdmaError};
+use rpcrdma::wire::header::{self, Body, Proc, RdmaError, Versions};
+use rpcrdma::wire::lists::Lists;
 use rpcrdma::wire::{Segment, Xid};
 
 use crate::peer::*;
@@ -231,8 +231,8 @@ fn offered(frame: &[u8]) -> (Vec<Segment>, Vec<Segment>) {
     let offered = || {
         let (header, length) = Header::decode(frame.first_chunk::<ENOUGH>()?).ok()?;
         let message = frame.get(header.len()..header.len() + length)?;
-        let body = either::decode(message, Versions::BOTH).ok()?.body;
-        let (either::Body::Msg { chunks, .. } | either::Body::Nomsg { chunks }) = body else {
+        let body = header::decode(message, Versions::BOTH).ok()?.body;
+        let (Body::Msg { chunks, .. } | Body::Nomsg { chunks }) = body else {
             return None;
         };
         let writes = chunks.writes().chain(chunks.reply()).flat_map(|chunk| chunk.iter()).collect();
@@ -312,7 +312,7 @@ pub fn converse(server: &mut Server, case: &Case, damage: Option<Damage>) -> Vec
                 assert!(asked, "{damage:?}: asked for {read:?}");
             }
             Frame::Send { bytes, .. } => {
-                let decoded = either::decode(bytes, Versions::BOTH);
+                let decoded = header::decode(bytes, Versions::BOTH);
                 assert!(decoded.is_ok(), "{damage:?}: {bytes:02x?}");
             }
             Frame::Terminate(_) => assert_eq!(n + 1, heard.len(), "{damage:?}: more after a Terminate"),
@@ -416,7 +416,7 @@ pub fn answers(server: &mut Server, message: &[u8]) -> Vec<Vec<u8>> {
 
 pub fn error_of(message: &[u8]) -> (Xid, u32, RdmaError) {
     let version = u32::from_be_bytes(*message[4..].first_chunk().expect("a version"));
-    let header = v1::decode(message).expect("a valid header");
+    let header = header::decode(message, Versions::ONE).expect("a valid header");
     match header.body {
         Body::Error(error) => (header.xid, version, error),
         other => panic!("{other:?} where an RDMA_ERROR was due"),
@@ -465,7 +465,7 @@ fn calls_that_cannot_be_used_are_answered_with_err_chunk() {
     ] {
         let answers = answers(&mut server, &call);
         assert_eq!(answers.len(), 1, "{what}");
-        assert_eq!(error_of(&answers[0]), (Xid(12), 1, RdmaError::Chunk), "{what}");
+        assert_eq!(error_of(&answers[0]), (Xid(12), 1, RdmaError::BadHeader), "{what}");
     }
     server.end();
 }
@@ -476,7 +476,7 @@ fn chunks_of_absurd_sizes_that_are_not_needed_come_back_unused() {
     let absurd = [segment(1, u32::MAX, u64::MAX), segment(2, u32::MAX, 0)];
     let lists = Lists { reads: vec![], writes: vec![absurd.to_vec(); 3], reply: Some(absurd.to_vec()) };
     let answers = answers(&mut server, &message(14, u32::MAX, Proc::Msg, &lists, &rpc_call(14, NULL, b"")));
-    let header = v1::decode(&answers[0]).expect("a valid header");
+    let header = header::decode(&answers[0], Versions::ONE).expect("a valid header");
     let Body::Msg { chunks, payload } = header.body else { panic!("{header}") };
     assert_eq!(payload, rpc_reply(14, b""));
     let returned = chunks.to_lists();
@@ -505,7 +505,7 @@ fn a_reply_that_fits_nowhere_is_err_chunk_and_the_connection_lives_on() {
         call_with_reply_chunk(16, SOURCE, &words(&[10_000]), &[]),
     ] {
         let answers = answers(&mut server, &call);
-        assert_eq!(error_of(&answers[0]), (Xid(16), 1, RdmaError::Chunk));
+        assert_eq!(error_of(&answers[0]), (Xid(16), 1, RdmaError::BadHeader));
     }
     server.end();
 }
@@ -514,7 +514,7 @@ fn a_reply_that_fits_nowhere_is_err_chunk_and_the_connection_lives_on() {
 fn messages_that_are_to_be_discarded_are_and_a_flood_of_them_holds_up_nobody() {
     let mut server = Server::start(NO_CRC);
     let mut error = Vec::new();
-    v1::encode_error(&mut error, Xid(17), 1, rpcrdma::wire::Credits(1), RdmaError::Chunk);
+    header::encode_error(&mut error, (Xid(17), 1, RdmaError::BadHeader), rpcrdma::wire::Credits(1));
     let done = words(&[17, 1, 1, 3, 0, 0, 0]);
     for discarded in [&error[..], &done, &words(&[17, 1, 1, 4, 9]), &words(&[17, 1]), b"", b"x"] {
         assert_eq!(answers(&mut server, discarded), Vec::<Vec<u8>>::new(), "{discarded:02x?}");
@@ -624,7 +624,7 @@ fn read_responses_that_were_not_asked_for_are_refused() {
     assert!(!peer.available(&mut frames) && frames.is_empty(), "{frames:?}");
     peer.push(&read_response(request.sink_stag, request.sink_to, &memory, true));
     for xid in [18, 19] {
-        assert_eq!(v1::decode(&peer.message()).expect("a reply").xid, Xid(xid));
+        assert_eq!(header::decode(&peer.message(), Versions::ONE).expect("a reply").xid, Xid(xid));
     }
     drop(peer);
     // Or a reset in its place.

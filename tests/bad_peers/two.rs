@@ -6,9 +6,9 @@ use std::thread;
 
 use rpcrdma::provider::iwarp::ddp::{self, Fault, Opcode};
 use rpcrdma::wire::characteristics::{self as operations, Backward, Characteristic, Kind, Operation};
-use rpcrdma::wire::either::{self, Body, Header, Versions};
-use rpcrdma::wire::v1::Lists;
-use rpcrdma::wire::v2::{self, Direction, RdmaError};
+use rpcrdma::wire::header::{self, Body, Direction, Header, RdmaError, Versions};
+use rpcrdma::wire::lists::Lists;
+use rpcrdma::wire::v2;
 use rpcrdma::wire::{Credits, Position, ReadSegment, Segment, Xid};
 
 use crate::clients::*;
@@ -20,7 +20,7 @@ const AUTO: &str = "RPCRDMA_VERSION=auto";
 const TWO: &str = "RPCRDMA_VERSION=2";
 
 fn decoded(message: &[u8]) -> Header<'_> {
-    either::decode(message, Versions::BOTH).unwrap_or_else(|_| panic!("{message:02x?}"))
+    header::decode(message, Versions::BOTH).unwrap_or_else(|_| panic!("{message:02x?}"))
 }
 
 /// A message of an extension.
@@ -54,7 +54,7 @@ fn update(xid: u32, bytes: u32, settled: bool) -> Vec<u8> {
 /// An error, with this word for its version.
 fn error(xid: u32, version: u32, error: RdmaError) -> Vec<u8> {
     let mut bytes = Vec::new();
-    either::encode_error(&mut bytes, (Xid(xid), version, error), Credits(32));
+    header::encode_error(&mut bytes, (Xid(xid), version, error), Credits(32));
     bytes
 }
 
@@ -198,8 +198,8 @@ fn an_offer_that_is_refused_leaves_the_connection_to_version_one() {
             peer.send(&error(xid, version, refusal));
             serve(&mut peer, 1);
         });
-        assert_eq!(outcome.statuses, [SUCCESS; 2], "{version} {refusal}: {}", outcome.text);
-        assert_eq!(connections, 1, "{version} {refusal}");
+        assert_eq!(outcome.statuses, [SUCCESS; 2], "{version} {refusal:?}: {}", outcome.text);
+        assert_eq!(connections, 1, "{version} {refusal:?}");
     }
 }
 
@@ -361,8 +361,8 @@ fn a_server_without_the_characteristics_is_called_in_version_two() {
                 peer.send(&error(xid, 2, refusal));
                 serve(&mut peer, 2);
             });
-            assert_eq!(outcome.statuses, [SUCCESS; 2], "{refusal}: {}", outcome.text);
-            assert_eq!(connections, 1, "{refusal}");
+            assert_eq!(outcome.statuses, [SUCCESS; 2], "{refusal:?}: {}", outcome.text);
+            assert_eq!(connections, 1, "{refusal:?}");
         }
     }
 }
@@ -393,7 +393,7 @@ fn calls_are_as_long_as_the_server_has_said_and_no_longer() {
 /// An error of a client, which grants one credit.
 fn answer_of_client(xid: u32, what: RdmaError) -> Vec<u8> {
     let mut bytes = Vec::new();
-    v2::encode_error(&mut bytes, Xid(xid), Credits(1), what);
+    header::encode_error(&mut bytes, (Xid(xid), v2::VERSION, what), Credits(1));
     bytes
 }
 
@@ -413,7 +413,7 @@ fn messages_that_make_no_sense_do_not_disturb_the_calls_of_a_client() {
                 let (what, message, answer) = strange(xid).swap_remove(n);
                 peer.send(&message);
                 // It serves nothing, so it need not say that a header is none.
-                if let Some(answer) = answer.filter(|_| either::decode(&message, Versions::BOTH).is_ok()) {
+                if let Some(answer) = answer.filter(|_| header::decode(&message, Versions::BOTH).is_ok()) {
                     assert_eq!(peer.message(), answer_of_client(xid, answer), "{what}");
                 }
             }
@@ -568,7 +568,7 @@ fn server(setting: &str) -> Server {
 
 /// Requires this error to the message `xid`, with this word for its version.
 fn refusal(answer: &[u8], xid: u32, version: u32, what: RdmaError) {
-    assert_eq!(answer, error(xid, version, what), "{what} to message {xid} of version {version}");
+    assert_eq!(answer, error(xid, version, what), "{what:?} to message {xid} of version {version}");
 }
 
 #[test]

@@ -8,7 +8,6 @@ use std::collections::BTreeMap;
 
 use super::pair::*;
 use super::*;
-use crate::wire::v1::Body;
 
 /// One direction, as its messages tell: who has called, how it ended, and the credits.
 #[derive(Default)]
@@ -180,7 +179,7 @@ impl Both {
     }
 
     fn deliver_to(&mut self, to: Side, message: &[u8]) {
-        if let Ok(header) = v1::decode(message)
+        if let Ok(header) = header::decode(message, Versions::ONE)
             && !matches!(header.body, Body::Error(_))
             && !is_call(message)
         {
@@ -269,10 +268,10 @@ impl Both {
     fn inspect(&mut self, side: Side, message: &[u8]) {
         let (send, _) = self.end(side).engine.thresholds();
         assert!(message.len() <= send, "a Send of {} bytes over the threshold of {send}", message.len());
-        let header = v1::decode(message).unwrap();
+        let header = header::decode(message, Versions::ONE).unwrap();
         // rule 128
         assert!(header.credits.0 > 0, "credit 0");
-        header.check_xid().unwrap();
+        check_xid(&header);
         if !is_call(message) {
             return;
         }
@@ -315,7 +314,7 @@ impl Both {
 
 /// Whether a good message is a Call: by its Read list, or by the RPC message in it.
 fn is_call(message: &[u8]) -> bool {
-    match v1::decode(message).unwrap().body {
+    match header::decode(message, Versions::ONE).unwrap().body {
         Body::Msg { payload, .. } => payload[4..8] == [0; 4],
         Body::Nomsg { chunks } => chunks.read_count() > 0,
         _ => false,
@@ -680,7 +679,7 @@ fn an_eligible_argument_of_a_call_back_travels_in_a_chunk_of_its_own() {
     let End { engine, device, .. } = both.end(Server);
     engine.call(Xid(9), buf, reply_of(200), device).unwrap();
     both.drain(Server);
-    let header = v1::decode(both.last(Server)).unwrap();
+    let header = header::decode(both.last(Server), Versions::ONE).unwrap();
     let Body::Msg { chunks, payload } = header.body else { panic!("{header}") };
     let read = chunks.reads().next().unwrap();
     assert_eq!((read.position, read.target.length), (Position(4 * head.len() as u32), 1500));

@@ -11,7 +11,6 @@
 use std::collections::{BTreeMap, BTreeSet};
 
 use super::super::*;
-use crate::wire::v1::Body;
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Side {
@@ -415,7 +414,7 @@ impl Pair {
 
     /// `invalidated`: the handle that the device of the receiver has invalidated with it.
     pub fn deliver_with(&mut self, to: Side, message: &[u8], invalidated: Option<Handle>) {
-        match (to, v1::decode(message)) {
+        match (to, header::decode(message, Versions::ONE)) {
             (Client, Ok(header)) => {
                 if !matches!(header.body, Body::Error(_)) {
                     self.granted = header.credits.0.max(1);
@@ -621,12 +620,12 @@ impl Pair {
         assert!(send <= self.client.settings.inline.min(self.server.settings.inline));
         assert!(message.len() <= send, "a Send of {} bytes over the threshold of {send}", message.len());
         // rule 8, rule 15, rule 17: what was sent can be decoded, is of version 1 and of a procedure in use.
-        let header = v1::decode(message).unwrap();
+        let header = header::decode(message, Versions::ONE).unwrap();
         assert!(!matches!(header.body, Body::Msgp | Body::Done));
         // rule 22, rule 25: what is asked for and granted is never 0 and never moves with the load.
         assert_eq!(header.credits.0, self.end(side).settings.credits.max(1));
         // rule 6: one XID for header and message.
-        header.check_xid().unwrap();
+        check_xid(&header);
         let xid = header.xid.0;
         match side {
             Client => {
@@ -808,7 +807,7 @@ pub fn err_vers(xid: u32, version: u32, low: u32, high: u32) -> Vec<u8> {
 
 /// The Reply chunk that the newest call offers.
 pub fn offered(pair: &Pair) -> Vec<Segment> {
-    let header = v1::decode(pair.last(Client)).unwrap();
+    let header = header::decode(pair.last(Client), Versions::ONE).unwrap();
     let (Body::Msg { chunks, .. } | Body::Nomsg { chunks }) = header.body else { unreachable!() };
     chunks.reply().map(|chunk| chunk.iter().collect()).unwrap_or_default()
 }
@@ -816,4 +815,11 @@ pub fn offered(pair: &Pair) -> Vec<Segment> {
 pub fn setup(credits: u32, inline: usize) -> Setup {
     let settings = Settings { credits, inline, ..SETTINGS };
     Setup { client: settings, server: settings, ..SETUP }
+}
+
+/// rule 6: one XID for header and message.
+pub fn check_xid(header: &Header<'_>) {
+    if let Body::Msg { payload, .. } = header.body {
+        assert_eq!(first_xid(payload), Some(header.xid), "{header}");
+    }
 }

@@ -11,7 +11,6 @@ use super::pair::*;
 use super::*;
 use crate::binding::Item;
 use crate::memory::Program;
-use crate::wire::v1::{Body, Proc};
 
 const NFS: u32 = 100_003;
 /// Programs with text bindings: at both ends, at the client only, at the server only; and one without.
@@ -299,7 +298,7 @@ impl Duo {
             "rule 12, rule 13: {} bytes over the threshold of {send}",
             message.len()
         );
-        let header = v1::decode(message).unwrap();
+        let header = header::decode(message, Versions::ONE).unwrap();
         let (Body::Msg { chunks, .. } | Body::Nomsg { chunks }) = header.body else {
             self.replies.push(message.to_vec());
             return;
@@ -732,7 +731,7 @@ impl Duo {
 
     fn foreign_lists(&mut self, xid: u32, proc: Proc, lists: &Lists, payload: &[u8]) {
         let mut message = Vec::new();
-        v1::encode(&mut message, Xid(xid), Credits(8), proc, lists);
+        header::encode(&mut message, v1::VERSION, Xid(xid), Credits(8), proc, Direction::Call, lists);
         message.extend(payload);
         let mut buf = self.memory.message().unwrap();
         buf.extend(&message).unwrap();
@@ -1016,7 +1015,15 @@ fn answered(
 /// A reply with this Write list.
 fn reply_with(writes: Vec<Vec<Segment>>, payload: &[u8]) -> Vec<u8> {
     let mut message = Vec::new();
-    v1::encode(&mut message, Xid(1), Credits(8), Proc::Msg, &Lists { writes, ..Lists::default() });
+    header::encode(
+        &mut message,
+        v1::VERSION,
+        Xid(1),
+        Credits(8),
+        Proc::Msg,
+        Direction::Call,
+        &Lists { writes, ..Lists::default() },
+    );
     message.extend(payload);
     message
 }
@@ -1179,7 +1186,15 @@ fn calls_wait_for_memory_that_other_connections_hold() {
     let source = first.at_client.expose_source(Region::copy_from(&call.bytes).unwrap()).unwrap();
     let reads = vec![ReadSegment { position: Position(0), target: source }];
     let mut message = Vec::new();
-    v1::encode(&mut message, Xid(1), Credits(8), Proc::Nomsg, &Lists { reads, ..Lists::default() });
+    header::encode(
+        &mut message,
+        v1::VERSION,
+        Xid(1),
+        Credits(8),
+        Proc::Nomsg,
+        Direction::Call,
+        &Lists { reads, ..Lists::default() },
+    );
     for engine in &mut others {
         let mut buf = first.memory.message().unwrap();
         buf.extend(&message).unwrap();
@@ -1222,7 +1237,9 @@ fn read_of_linux(count: usize, len: usize) -> (Duo, Vec<Segment>, [Sink; 2]) {
         }
     }
     let reply = duo.replies.last().expect("a reply").clone();
-    let Body::Msg { chunks, .. } = v1::decode(&reply).unwrap().body else { panic!("RDMA_MSG is asked for") };
+    let Body::Msg { chunks, .. } = header::decode(&reply, Versions::ONE).unwrap().body else {
+        panic!("RDMA_MSG is asked for")
+    };
     assert!(chunks.reply().is_none() && chunks.write_count() == 1);
     let returned = chunks.writes().flat_map(|chunk| chunk.iter().collect::<Vec<_>>()).collect();
     (duo, returned, memory)
@@ -1255,7 +1272,15 @@ fn a_short_reply_in_a_reply_chunk_is_understood() {
     }
     let used = Some(vec![Segment { length: reply.bytes.len() as u32, ..offered[0] }]);
     let mut message = Vec::new();
-    v1::encode(&mut message, Xid(1), Credits(8), Proc::Nomsg, &Lists { reply: used, ..Lists::default() });
+    header::encode(
+        &mut message,
+        v1::VERSION,
+        Xid(1),
+        Credits(8),
+        Proc::Nomsg,
+        Direction::Call,
+        &Lists { reply: used, ..Lists::default() },
+    );
     let mut buf = duo.memory.message().unwrap();
     buf.extend(&message).unwrap();
     duo.client.handle_receive(buf, None, &mut duo.at_client);

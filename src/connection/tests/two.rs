@@ -14,8 +14,7 @@ use super::pair::*;
 use super::*;
 use crate::connection::characteristics::Wish;
 use crate::wire::characteristics::Operation;
-use crate::wire::either::Body;
-use crate::wire::v2::RdmaError;
+use crate::wire::header::Body;
 
 /// A device whose Receives have sizes.
 struct Slots {
@@ -395,7 +394,7 @@ impl Model {
 
 /// The characteristics operation in a message, if it is one.
 fn operation(message: &[u8]) -> Option<Operation<'_>> {
-    let header = either::decode(message, Versions::BOTH).ok()?;
+    let header = header::decode(message, Versions::BOTH).ok()?;
     let Body::Optional { kind, info } = header.body else { return None };
     operations::decode(operations::Kind::of(kind)?, info).ok()
 }
@@ -403,7 +402,7 @@ fn operation(message: &[u8]) -> Option<Operation<'_>> {
 impl Half {
     fn note_departure(&mut self, side: Side, message: &[u8]) {
         self.count += 1;
-        let header = either::decode(message, Versions::BOTH).unwrap();
+        let header = header::decode(message, Versions::BOTH).unwrap();
         let (xid, version) = (header.xid.0, header.version);
         let range = self.settings.versions;
         let refusal = matches!(header.body, Body::Error(RdmaError::Version { .. }));
@@ -446,7 +445,7 @@ impl Half {
     }
 
     fn note_arrival(&mut self, message: &[u8]) {
-        let Ok(header) = either::decode(message, Versions::BOTH) else { return };
+        let Ok(header) = header::decode(message, Versions::BOTH) else { return };
         self.heard_two |=
             header.version == 2 && !matches!(header.body, Body::Error(RdmaError::Version { .. }));
         let (xid, version) = (header.xid.0, header.version);

@@ -50,6 +50,7 @@ mod renewal;
 pub mod reverse;
 mod server;
 pub mod service_loop;
+mod session;
 mod spin;
 mod start;
 
@@ -58,7 +59,7 @@ pub use client::Client;
 pub use link::Link;
 pub use peer::Peer;
 pub use reverse::Reverse;
-pub use server::{Next, Server, Shared, Stage};
+pub use server::{Next, Server, Shared, Stage, next};
 pub use start::{Attempt, Room, START_TIMEOUT, adapter_options};
 
 /// Requests of one connection that are served before the program's loop looks at the others again.

@@ -11,16 +11,15 @@
 //! What waits when the program leaves its loop, or ends, goes out then, as long as the peers take it ([`send_rest`]).
 #![forbid(unsafe_code)]
 
+use crate::fork;
 use std::sync::TryLockError;
 
-use std::os::fd::RawFd;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering::Relaxed};
 use std::time::{Duration, Instant};
 
 use crate::connection::{Request, RequestId};
 use crate::error::{Error, Kind};
-use crate::fork;
 use crate::memory::Message;
 use crate::provider::QueuePair;
 use crate::wait::{self, PollFd};
@@ -28,6 +27,7 @@ use crate::{log_debug, log_warn};
 
 use super::link::Link;
 use super::server::{Phase, Server, Shared};
+use super::session::State;
 
 /// No more requests of a connection are taken while more than this waits for its peer. Kernel and network hold as much
 /// again or more, so that a fast peer never waits for the next reply to be made.
@@ -233,30 +233,28 @@ impl Link {
         }
     }
 
-    /// Sends a reply, and waits a little while for a peer that does not take it: reading goes on, for two ends that only
-    /// write would wait for each other. `fd`: what to wait for. `forked`: reading is left to the parent.
-    pub(super) fn reply(
-        &mut self,
-        fd: RawFd,
-        id: RequestId,
-        message: Message,
-        wait: Wait,
-        forked: bool,
-    ) -> Result<(), Error> {
+    /// Queues a reply and sends what the device takes of it. See [`session::reply`].
+    pub(super) fn begin_reply(&mut self, id: RequestId, message: Message, forked: bool) -> Reply {
         // A peer that has let one reply wait is not waited for again until it has taken all.
         let behind = self.device.unsent() > 0 && !forked;
         let lent = message.lent().next().is_some();
-        let sent = self.engine.reply(id, message);
+        let queued = self.engine.reply(id, message);
         self.drain();
-        let posted = sent.is_ok() && self.engine.closed().is_none();
+        let posted = queued.is_ok() && self.engine.closed().is_none();
         // What is queued now does not count as talk.
         self.talk_max = self.device.unsent().saturating_add(TALK);
-        let mut gone = self.replied();
-        if !gone && !behind && self.engine.closed().is_none() {
-            gone = self.wait_for_peer(fd, wait, forked);
-        }
-        if lent {
-            // What the peer has not taken goes out from a copy: the program gets its results back.
+        let mut reply = Reply { queued, lent, posted, gone: false, waits: false };
+        reply.advance(self);
+        reply.waits &= !behind;
+        reply
+    }
+
+    /// What the peer has not taken of a reply goes out from a copy: the program gets its results back.
+    ///
+    /// # Errors
+    /// As [`Connection::reply`](crate::connection::Connection::reply); why the connection was closed before the peer had it.
+    pub(super) fn end_reply(&mut self, reply: Reply, forked: bool) -> Result<(), Error> {
+        if reply.lent {
             match self.device.keep() {
                 Ok(copied) if copied > 0 => {
                     log_debug!("fd {}: {copied} bytes kept for a slow peer", self.device.fd());
@@ -268,44 +266,40 @@ impl Link {
                 self.pump();
             }
         }
-        sent?;
+        reply.queued?;
         // A peer that goes as soon as it has its reply has had it.
-        if posted && (gone || self.device.unsent() == 0) {
+        if reply.posted && (reply.gone || self.device.unsent() == 0) {
             return Ok(());
         }
         self.engine.closed().map_or(Ok(()), |error| Err(error.clone()))
     }
+}
 
-    /// Sends what the device takes. True when it has taken every reply.
-    fn replied(&mut self) -> bool {
-        let all = self.flush();
+/// A reply on its way.
+pub(super) struct Reply {
+    queued: Result<(), Error>,
+    /// It names memory of the program.
+    lent: bool,
+    posted: bool,
+    /// The device has taken all of it.
+    gone: bool,
+    /// The peer is waited for.
+    pub(super) waits: bool,
+}
+
+impl Reply {
+    /// Sends what the device takes.
+    pub(super) fn advance(&mut self, link: &mut Link) {
+        let all = link.flush();
+        let open = link.engine.closed().is_none();
         // Reads may still wait for their turn.
-        self.engine.closed().is_none() && (all || self.device.unsent() == 0)
-    }
-
-    /// Sends the rest of a reply as long as the peer takes it. True when all is gone.
-    fn wait_for_peer(&mut self, fd: RawFd, wait: Wait, forked: bool) -> bool {
-        let mut patience = Progress::new(wait, self.device.taken());
-        let events = if forked { wait::OUT } else { wait::IN | wait::OUT };
-        while let Some(left) = patience.left(|| self.device.taken()) {
-            // An error of poll(2) itself shows up in what follows.
-            let _ = wait::until(fd, events, Some(left), None);
-            if self.replied() {
-                return true;
-            }
-            if !forked {
-                self.pump();
-            }
-            if self.engine.closed().is_some() {
-                return false;
-            }
-        }
-        false
+        self.gone = open && (all || link.device.unsent() == 0);
+        self.waits = open && !self.gone;
     }
 }
 
 /// A wait that goes on as long as bytes are taken.
-struct Progress {
+pub(super) struct Progress {
     wait: Wait,
     end: Instant,
     until: Instant,
@@ -313,13 +307,13 @@ struct Progress {
 }
 
 impl Progress {
-    fn new(wait: Wait, taken: u64) -> Progress {
+    pub(super) fn new(wait: Wait, taken: u64) -> Progress {
         let now = Instant::now();
         Progress { wait, end: now + wait.most, until: now + wait.idle, taken }
     }
 
     /// How long to sleep at most; `None` when it is over.
-    fn left(&mut self, taken: impl FnOnce() -> u64) -> Option<Duration> {
+    pub(super) fn left(&mut self, taken: impl FnOnce() -> u64) -> Option<Duration> {
         let now = Instant::now();
         if now >= self.until {
             let before = std::mem::replace(&mut self.taken, taken());
@@ -403,6 +397,7 @@ mod tests {
     use crate::driver::server::Next;
     use crate::driver::start::options;
     use crate::driver::start::versions;
+    use crate::driver::{server, session};
     use crate::memory::Program;
     use crate::provider::WorkRequest;
     use crate::provider::iwarp::Iwarp;
@@ -535,10 +530,11 @@ mod tests {
         client.begin(Xid(10), message.into(), Expect::Reply { max: 8, places: Vec::new() }).unwrap();
         let fd = Responder::fd(&server);
         assert!(wait::until(fd, wait::IN, Some(PATIENCE), None).unwrap());
-        let mut server_end = locked(&server);
-        assert!(server_end.receive().is_none() && server_end.next(|| false) == Next::Arrival);
+        assert!(locked(&server).receive().is_none());
+        assert_eq!(server::next(&server, || false), Next::Arrival);
         // A loop that polls for bytes would spin if some were left; what wakes it is room to write, or the clock.
         assert!(!wait::until(fd, wait::IN, Some(Duration::ZERO), None).unwrap());
+        let server_end = locked(&server);
         assert!(server_end.wants_write() && server_end.deadline().is_some());
         assert!(!server_end.pulling(), "memory is taken for more calls of a client that takes no replies");
         drop(server_end);
@@ -591,6 +587,35 @@ mod tests {
     }
 
     #[test]
+    fn a_reply_that_waits_for_its_peer_keeps_nobody_else_from_the_connection() {
+        const LENGTH: usize = 4 << 20;
+        let wait = Wait { idle: PATIENCE, most: PATIENCE };
+        let (mut client, server, _sockets) = join();
+        begin(&mut client, 1, LENGTH + 4);
+        let request = next(&server);
+        let mut reply = server.message().unwrap();
+        reply.extend(&1u32.to_be_bytes()).unwrap();
+        reply.extend(&vec![7; LENGTH]).unwrap();
+        let sent = AtomicBool::new(false);
+        scope(|scope| {
+            scope.spawn(|| {
+                let fd = Responder::fd(&server);
+                let state = locked(&server);
+                let (state, outcome) =
+                    session::reply(&&server, state, (fd, request.id), reply.into(), wait, false);
+                sent.store(true, Relaxed);
+                drop(state);
+                outcome.unwrap();
+            });
+            while unsent(&server) == 0 {
+                std::thread::yield_now();
+            }
+            assert!(!sent.load(Relaxed), "the lock was free only when the peer was given up");
+            assert!(settle(&mut client, &server).is_ok());
+        });
+    }
+
+    #[test]
     fn a_reply_waits_as_long_as_its_peer_takes_something_and_no_longer() {
         const LENGTH: usize = 4 << 20;
         let wait = Wait { idle: Duration::from_millis(500), most: PATIENCE };
@@ -600,11 +625,12 @@ mod tests {
             reply.extend(&xid.to_be_bytes()).unwrap();
             reply.extend(&vec![7; LENGTH]).unwrap();
             let fd = Responder::fd(&server);
-            let mut server_end = locked(&server);
-            let Phase::Open(link) = &mut server_end.phase else { panic!("closed") };
             let start = Instant::now();
-            link.reply(fd, request.id, reply.into(), wait, false).unwrap();
-            (start.elapsed(), link.device.unsent())
+            let server_end = locked(&server);
+            let (mut server_end, sent) =
+                session::reply(&&server, server_end, (fd, request.id), reply.into(), wait, false);
+            sent.unwrap();
+            (start.elapsed(), server_end.link().unwrap().device.unsent())
         };
         begin(&mut client, 1, LENGTH + 4);
         let request = next(&server);

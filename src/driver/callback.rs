@@ -24,8 +24,8 @@ use crate::{log_warn, socket};
 use super::backlog::Wait;
 use super::calls::Waiter;
 use super::client::{Client, Waiting};
-use super::renewal::Renewal;
 use super::server::Turn;
+use super::session::{self, State};
 use super::{Mask, Requester, Responder, TURN};
 
 use crate::wait::WakeSet;
@@ -149,15 +149,14 @@ impl Client {
         let mut state = self.lock();
         state.silence();
         let due = |serving: &Serving| serving.retry.is_none_or(|at| at <= Instant::now());
-        let under_way = |state: &Waiting| state.renewal.as_ref().is_some_and(|r| r.under_way().is_some());
         if state.link.engine.closed().is_some()
-            && state.drivers.is_empty()
-            && (under_way(&state) || state.serving.as_ref().is_some_and(due))
+            && !state.session.is_driven()
+            && (state.attempt().is_some() || state.serving.as_ref().is_some_and(due))
         {
             self.look(&mut state);
             self.step(&mut state);
         }
-        if state.drivers.is_empty() {
+        if !state.session.is_driven() {
             state.link.pump();
             state.settle();
         }
@@ -170,7 +169,7 @@ impl Client {
             state = self.serve_one(state, request, mask);
             served += 1;
         }
-        if state.drivers.is_empty() {
+        if !state.session.is_driven() {
             state.link.flush();
             state.settle();
         }
@@ -203,8 +202,8 @@ impl Client {
                 return lost.map_or(Ok(served), Err);
             }
             if state.link.engine.closed().is_some() {
-                if state.renewal.as_ref().is_some_and(|renewal| renewal.under_way().is_some()) {
-                    state = self.wait_once(state, waiter, &mut condition, deadline, mask);
+                if state.attempt().is_some() {
+                    state = session::wait_once(&self, state, waiter, &mut condition, deadline, mask);
                     continue;
                 }
                 let retry = state.serving.as_ref().and_then(|serving| serving.retry).unwrap_or(now);
@@ -215,7 +214,7 @@ impl Client {
                 state = self.lock();
                 continue;
             }
-            state = self.wait_once(state, waiter, &mut condition, deadline, mask);
+            state = session::wait_once(&self, state, waiter, &mut condition, deadline, mask);
         }
     }
 
@@ -336,12 +335,11 @@ impl Waiting {
 
     /// Says what wakes the program's loop next.
     pub(super) fn rearm(&mut self) {
-        let again = self.may_serve();
+        let (again, attempt) = (self.may_serve(), self.attempt());
         let Some(serving) = &mut self.serving else { return };
         let open = self.link.engine.closed().is_none();
-        let attempt = self.renewal.as_ref().and_then(Renewal::under_way);
         // Who sleeps in poll(2) sees to what is unsent, and to a connection that is being made.
-        let alone = self.drivers.is_empty();
+        let alone = !self.session.is_driven();
         let (fd, events) = match attempt {
             Some((fd, _, _)) if !alone => (fd, 0),
             Some((fd, true, _)) => (fd, wait::IN | wait::OUT),
@@ -376,14 +374,9 @@ impl Responder for Client {
     }
 
     fn reply(&self, id: RequestId, message: Message) -> Result<(), Error> {
-        let mut state = self.lock();
+        let state = self.lock();
         let fd = state.link.device.fd();
-        let sent = state.link.reply(fd, id, message, Wait::SHORT, false);
-        if !state.link.done.is_empty() && state.another_reads() {
-            // What it sleeps for was taken here.
-            state.raise_alarm();
-        }
-        state.settle();
+        let (mut state, sent) = session::reply(&self, state, (fd, id), message, Wait::SHORT, false);
         if state.link.device.wants_write() {
             state.rearm();
         }

@@ -1,6 +1,8 @@
 //! The connection of the end that opened it, driven by the threads that wait for something on it.
 #![forbid(unsafe_code)]
 
+use crate::fork;
+use crate::thread;
 use std::net::SocketAddr;
 use std::os::fd::RawFd;
 use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
@@ -11,31 +13,24 @@ use crate::config::Config;
 use crate::connection::characteristics::Wish;
 use crate::connection::{Expect, Role};
 use crate::error::{Error, Kind};
-use crate::fork;
 use crate::memory::{Buf, Loan, Memory, Message, Region};
 use crate::process::{self, Identity};
 use crate::provider::iwarp::Iwarp;
 use crate::socket;
-use crate::stats::{self, Counter};
-use crate::thread;
-use crate::wait::{self, PollFd};
 use crate::wire::Xid;
 use crate::wire::characteristics::Characteristic;
 use crate::wire::header::Versions;
 
 use super::callback;
-use super::calls::{Calls, Waiter, sleep};
+use super::calls::Waiter;
 use super::link::Link;
 use super::peer::Peer;
 use super::renewal::Renewal;
-use super::spin::{Patience, Spin};
+use super::session::{self, Locked, Policy, Session, State, Turn, Wake};
 use super::start::{Room, establish, options, versions};
 use super::{Mask, REPLY_HEADER, Requester, Standing, memory};
 
-/// When a peer that has not answered the first call is nudged, and how often: Linux's siw may overlook what comes right
-/// behind its answer to the startup until more comes.
-const NUDGE_AFTER: Duration = Duration::from_millis(100);
-
+/// How often a peer that has not answered the first call is nudged.
 const NUDGES: u32 = 10;
 
 /// How long the first wait for that answer is, while the CLIENT is made; the first call waits for the rest.
@@ -59,10 +54,7 @@ pub struct Client {
 
 pub(super) struct Waiting {
     pub(super) link: Link,
-    pub(super) calls: Calls,
-    /// Who polls the socket: one, except as [`Waiting::seat_is_free`] says.
-    pub(super) drivers: Vec<Driver>,
-    spin: Spin,
+    pub(super) session: Session,
     /// The file behind `fd`: a number that is another file by now is not this connection.
     pub(super) identity: Option<Identity>,
     /// How often the peer was nudged before its first message.
@@ -71,8 +63,6 @@ pub(super) struct Waiting {
     pub(super) connections: u32,
     /// The connection is of no use any more, and will be replaced.
     pub(super) renewal: Option<Renewal>,
-    /// XIDs of calls of procedure 0 that nobody waits for: their replies give credits.
-    pub(super) greetings: Vec<Xid>,
     /// Changes in a forked child.
     pub(super) generation: u64,
     /// The program serves what the server calls back.
@@ -93,13 +83,6 @@ pub(super) struct Wishes {
     pub(super) reverse_chunks: bool,
     pub(super) versions: Versions,
     pub(super) receive_size: Option<u32>,
-}
-
-/// A thread that polls the socket.
-pub(super) struct Driver {
-    pub(super) thread: usize,
-    /// It will wake when the socket takes bytes.
-    pub(super) writes: bool,
 }
 
 impl Client {
@@ -132,14 +115,11 @@ impl Client {
         let memory = if adapter { memory(config) } else { link.memory.clone() };
         let state = Waiting {
             link,
-            calls: Calls::new(),
-            drivers: Vec::new(),
-            spin: Spin::default(),
+            session: Session::new(config.poll),
             identity: process::identify(fd),
             nudges: 0,
             connections: 1,
             renewal: None,
-            greetings: Vec::new(),
             generation: fork::generation(),
             serving: None,
             server: None,
@@ -195,7 +175,7 @@ impl Client {
             state = self.quiet.wait(state).unwrap_or_else(|poisoned| poisoned.into_inner());
         }
         let why = Error::new(Kind::ConnectionLost, "the CLIENT was destroyed");
-        if state.another_reads() || !state.calls.sleepers.is_empty() {
+        if state.session.another_reads() || state.session.sleeping() > 0 {
             // Calls that others have just begun: nothing else would wake who sleeps in poll(2).
             state.link.fail(why.clone());
         }
@@ -205,9 +185,9 @@ impl Client {
         state.link.drain();
         state.settle();
         state.identity = None;
-        state.calls.requests.end(&why);
+        state.session.calls.requests.end(&why);
         state.attempt_failed(why);
-        state.wake_all();
+        state.session.wake_all();
         state.close_later = elsewhere(&state);
         let closes = !state.close_later;
         drop(state);
@@ -267,14 +247,14 @@ impl Client {
                 }
                 Some(error) => break Err(error.clone()),
                 None if engine.version().is_some() || Instant::now() >= deadline => break Ok(()),
-                None => state = self.wait_once(state, waiter, &mut condition, deadline, mask),
+                None => state = session::wait_once(&self, state, waiter, &mut condition, deadline, mask),
             }
         };
         state.hand_over();
         outcome
     }
 
-    /// Waits for the end of a call, driving the connection when nobody else does.
+    /// Waits for the end of a call.
     fn wait<'a>(
         &'a self,
         mut state: MutexGuard<'a, Waiting>,
@@ -282,164 +262,15 @@ impl Client {
         deadline: Instant,
         mask: Mask<'_>,
     ) -> Result<Vec<Region>, Error> {
-        let waiter = Waiter::Call(xid);
-        state = self.wait_for(state, waiter, deadline, mask);
-        let outcome = state.calls.outcomes.remove(&xid).unwrap_or_else(|| {
-            let Waiting { link, renewal, greetings, .. } = &mut *state;
-            if let Some(renewal) = renewal.as_mut()
-                && renewal.abandon(xid)
-            {
-                let text = format!("no new connection within the time of the call: {}", renewal.why());
-                return Err(Error::new(Kind::Timeout, text));
-            }
-            let text = link.why_no_reply(xid);
-            link.engine.abandon(xid, &mut *link.device);
-            // A peer that did not answer this call keeps the credits of those too.
-            for xid in greetings.drain(..) {
-                link.engine.abandon(xid, &mut *link.device);
-            }
-            link.drain();
-            state.settle();
-            stats::add(Counter::Orphans, 1);
-            Err(Error::new(Kind::Timeout, text))
-        });
+        state = session::wait_for(&self, state, Waiter::Call(xid), deadline, mask);
+        let Waiting { link, session, renewal, .. } = &mut *state;
+        let over = session.calls.is_over(Waiter::Call(xid));
+        let outcome = match renewal.as_mut().filter(|_| !over).and_then(|renewal| renewal.abandon(xid)) {
+            Some(why) => Err(why),
+            None => session.outcome(Some(link), xid),
+        };
         state.hand_over();
         outcome
-    }
-
-    /// Waits until what is waited for is there, or until `deadline`.
-    fn wait_for<'a>(
-        &'a self,
-        mut state: MutexGuard<'a, Waiting>,
-        waiter: Waiter,
-        deadline: Instant,
-        mask: Mask<'_>,
-    ) -> MutexGuard<'a, Waiting> {
-        let mut condition = None;
-        while !state.calls.is_over(waiter) && Instant::now() < deadline {
-            state = self.wait_once(state, waiter, &mut condition, deadline, mask);
-        }
-        state
-    }
-
-    /// One step of waiting: serves a callback, sleeps beside the driver, or drives.
-    pub(super) fn wait_once<'a>(
-        &'a self,
-        mut state: MutexGuard<'a, Waiting>,
-        waiter: Waiter,
-        condition: &mut Option<Arc<Condvar>>,
-        deadline: Instant,
-        mask: Mask<'_>,
-    ) -> MutexGuard<'a, Waiting> {
-        if let Some(request) = state.callback() {
-            return self.serve_one(state, request, mask);
-        }
-        if state.seat_is_free() {
-            return self.drive(state, waiter, deadline, mask);
-        }
-        let own = condition.get_or_insert_with(|| Arc::new(Condvar::new())).clone();
-        state.calls.sleepers.insert(waiter, own.clone());
-        let servant = state.serves_here();
-        if servant {
-            state.calls.servant = Some(own.clone());
-        }
-        // Who drives may have gone to sleep before this began.
-        let retry = state.link.retry_at();
-        let mut state = sleep(&own, state, retry.map_or(deadline, |at| deadline.min(at)));
-        // Awake it may serve a callback, whose own calls wait here too: to wake it would wake nobody.
-        state.calls.sleepers.remove(&waiter);
-        if servant {
-            state.calls.servant = None;
-        }
-        if retry.is_some() {
-            state.link.retry();
-            state.settle();
-        }
-        state
-    }
-
-    /// Spins, then sleeps once, then moves what has come.
-    fn drive<'a>(
-        &'a self,
-        mut state: MutexGuard<'a, Waiting>,
-        waiter: Waiter,
-        deadline: Instant,
-        mask: Mask<'_>,
-    ) -> MutexGuard<'a, Waiting> {
-        let held_up = match waiter {
-            Waiter::Call(xid) => !state.link.engine.transmitted(xid),
-            Waiter::Peer(_) | Waiter::Version(_) | Waiter::Callbacks(_) => {
-                state.link.engine.version().is_none() || state.link.engine.holds_back()
-            }
-        };
-        if held_up {
-            self.look(&mut state);
-        }
-        if state.renewal.is_some() {
-            return self.drive_renewal(state, waiter, deadline, mask);
-        }
-        if state.calls.is_over(waiter) {
-            // It came with what was looked at.
-            return state;
-        }
-        state.drivers.push(Driver { thread: thread::this(), writes: false });
-        let patience = state.spin.allowed(self.config).and_then(|limit| Patience::new(limit, &state.link));
-        if let Some(mut patience) = patience {
-            loop {
-                state.link.pump();
-                state.settle();
-                if state.is_over_for(waiter) {
-                    state.spin.found();
-                    state.stand_up();
-                    return state;
-                }
-                if patience.is_over(&state.link) {
-                    state.spin.failed();
-                    break;
-                }
-                drop(state);
-                std::hint::spin_loop();
-                state = self.lock();
-            }
-        }
-        let (fd, writes) = (state.link.device.fd(), state.link.device.wants_write());
-        let events = if writes { wait::IN | wait::OUT } else { wait::IN };
-        if let Some(driver) = state.own_seat() {
-            state.drivers[driver].writes = writes;
-        }
-        let nudges = state.nudges < NUDGES && !state.link.heard;
-        let link = &state.link;
-        let until = [link.offer_ends(), link.retry_at(), link.first_reply_due()].into_iter().flatten().min();
-        let mut fds = vec![PollFd::new(fd, true, events & wait::OUT != 0)];
-        fds.extend(state.alarm_fd().map(|alarm| PollFd::new(alarm, true, false)));
-        drop(state);
-        let mut left = deadline.saturating_duration_since(Instant::now());
-        if nudges {
-            left = left.min(NUDGE_AFTER);
-        }
-        if let Some(until) = until {
-            left = left.min(until.saturating_duration_since(Instant::now()));
-        }
-        // An error of poll(2) itself shows up in the next pump, as an error of the device; EINTR is no error here.
-        let came = wait::poll(&mut fds, Some(left), mask);
-        let mut state = self.lock();
-        if nudges && matches!(came, Ok(0)) && !state.link.heard {
-            state.nudges += 1;
-            state.link.nudge();
-        }
-        if fds.len() > 1 && fds[1].readable() {
-            state.silence();
-        }
-        if state.another_reads() {
-            // It was woken by the same bytes. Were they taken here, it would find none and sleep on, with its reply there.
-            state.link.retry();
-            state.link.flush();
-        } else {
-            state.link.pump();
-        }
-        state.settle();
-        state.stand_up();
-        state
     }
 
     pub(super) fn lock(&self) -> MutexGuard<'_, Waiting> {
@@ -459,6 +290,97 @@ impl Client {
     }
 }
 
+impl<'a> Locked<'a> for &'a Client {
+    type State = Waiting;
+
+    fn lock(&self) -> MutexGuard<'a, Waiting> {
+        Client::lock(self)
+    }
+
+    fn taken(&self, state: &mut Waiting) {
+        state.raise_alarm();
+    }
+}
+
+impl<'a> Policy<'a> for &'a Client {
+    fn serve(&self, mut state: MutexGuard<'a, Waiting>, mask: Mask<'_>) -> (MutexGuard<'a, Waiting>, bool) {
+        match state.callback() {
+            Some(request) => (self.serve_one(state, request, mask), true),
+            None => (state, false),
+        }
+    }
+
+    fn turn(&self, state: &mut Waiting, waiter: Waiter) -> Turn {
+        if !state.session.may_drive(&state.link) {
+            return Turn::Sleep { until: state.link.retry_at(), serves: state.serves_here() };
+        }
+        let engine = &state.link.engine;
+        let held_up = match waiter {
+            Waiter::Call(xid) => !engine.transmitted(xid),
+            Waiter::Peer(_) | Waiter::Version(_) | Waiter::Callbacks(_) => {
+                engine.version().is_none() || engine.holds_back()
+            }
+        };
+        if held_up {
+            self.look(state);
+        }
+        if state.renewal.is_some() && state.attempt().is_none() {
+            self.step(state);
+        }
+        let done = match state.renewal {
+            Some(_) => state.attempt().is_none(),
+            None => false,
+        };
+        // It came with what was looked at.
+        if done || state.session.calls.is_over(waiter) {
+            return Turn::Look;
+        }
+        Turn::Drive { spins: state.renewal.is_none() }
+    }
+
+    fn is_over(&self, state: &mut Waiting, waiter: Waiter) -> bool {
+        let engine = &state.link.engine;
+        let agreed = matches!(waiter, Waiter::Version(_)) && engine.version().is_some();
+        agreed || engine.closed().is_some() || state.may_serve() || state.session.calls.is_over(waiter)
+    }
+
+    fn wake(&self, state: &mut Waiting) -> Wake {
+        let alarm = state.alarm_fd().unwrap_or(-1);
+        if let Some((fd, writes, until)) = state.attempt() {
+            // Whatever it is that wakes this thread, no other one has to take the step.
+            return Wake { writes: true, ..Wake::new((fd, true, writes), alarm, Some(until)) };
+        }
+        let link = &state.link;
+        let until = [link.offer_ends(), link.retry_at(), link.first_reply_due()].into_iter().flatten().min();
+        let nudges = state.nudges < NUDGES && !link.heard;
+        Wake { nudges, ..Wake::new((link.device.fd(), true, link.device.wants_write()), alarm, until) }
+    }
+
+    fn move_on(&self, state: &mut Waiting, wake: &Wake, nothing: bool) {
+        if wake.nudges && nothing && !state.link.heard {
+            state.nudges += 1;
+            state.link.nudge();
+        }
+        if wake.other_came() {
+            state.silence();
+        }
+        if state.attempt().is_some() {
+            self.step(state);
+        } else if state.session.another_reads() {
+            // It was woken by the same bytes. Were they taken here, it would find none and sleep on, with its reply there.
+            state.send();
+        } else {
+            state.pump();
+        }
+    }
+}
+
+impl State for Waiting {
+    fn parts(&mut self) -> (&mut Session, Option<&mut Link>) {
+        (&mut self.session, Some(&mut self.link))
+    }
+}
+
 impl Requester for Client {
     fn fd(&self) -> RawFd {
         self.fd
@@ -474,8 +396,8 @@ impl Requester for Client {
     }
 
     fn fresh_xid(&self) -> Xid {
-        let Waiting { calls, link, .. } = &mut *self.lock();
-        calls.fresh_xid(&link.engine)
+        let Waiting { session, link, .. } = &mut *self.lock();
+        session.calls.fresh_xid(&link.engine)
     }
 
     fn exchange(
@@ -496,7 +418,7 @@ impl Requester for Client {
         match &mut state.renewal {
             Some(renewal) => {
                 renewal.park(xid, message, expect)?;
-                if state.drivers.is_empty() {
+                if !state.session.is_driven() {
                     // However little time this call has, it gets the next one on.
                     self.step(&mut state);
                 }
@@ -519,7 +441,7 @@ impl Requester for Client {
     fn peer(&self, wanted: bool) -> Result<Peer, Error> {
         let mut state = self.lock();
         // Who sleeps until something comes takes it in, and would sleep on were it taken here.
-        if wanted && !state.another_reads() {
+        if wanted && !state.session.another_reads() {
             state.link.pump();
             state.link.flush();
             state.settle();
@@ -530,12 +452,12 @@ impl Requester for Client {
 
     fn request(&self, what: Characteristic, deadline: Instant, mask: Mask<'_>) -> Result<Wish, Error> {
         let mut state = self.connected(self.lock(), deadline, mask)?;
-        let Waiting { calls, link, .. } = &mut *state;
-        let number = calls.requests.begin(link, what)?;
+        let Waiting { session, link, .. } = &mut *state;
+        let number = session.calls.requests.begin(link, what)?;
         let waiter = Waiter::Peer(number);
         state.settle();
-        state = self.wait_for(state, waiter, deadline, mask);
-        let outcome = state.calls.requests.take(number);
+        state = session::wait_for(&self, state, waiter, deadline, mask);
+        let outcome = state.session.calls.requests.take(number);
         state.hand_over();
         outcome
     }
@@ -585,55 +507,12 @@ impl Waiting {
         self.identity.is_some() && self.identity == process::identify(fd)
     }
 
-    /// Hands outcomes to their waiters.
-    pub(super) fn settle(&mut self) {
-        let Waiting { calls, link, greetings, .. } = self;
-        calls.settle(link);
-        greetings.retain(|xid| calls.outcomes.remove(xid).is_none());
-    }
-
     /// Takes in what has arrived: replies to orphans give credits back before they are missed.
     fn take_in(&mut self) {
         // Who sleeps until something comes would sleep on, with its reply there.
-        if self.link.engine.credits_left() <= 1 && !self.another_reads() {
+        if self.link.engine.credits_left() <= 1 && !self.session.another_reads() {
             self.link.pump();
             self.settle();
-        }
-    }
-
-    fn is_over_for(&self, waiter: Waiter) -> bool {
-        let agreed = matches!(waiter, Waiter::Version(_)) && self.link.engine.version().is_some();
-        self.may_serve() || agreed || self.calls.is_over(waiter) || self.link.engine.closed().is_some()
-    }
-
-    /// Whether this thread may poll the socket.
-    ///
-    /// Beside another one it does so in two cases. That one sleeps until something comes, and there is something to
-    /// send by now. Or that one is this very thread, in whose sleep a signal handler makes a call: it cannot go on
-    /// before the handler ends.
-    fn seat_is_free(&self) -> bool {
-        self.lacks_driver() || self.own_seat().is_some()
-    }
-
-    fn lacks_driver(&self) -> bool {
-        self.drivers.is_empty()
-            || (self.link.device.wants_write() && !self.drivers.iter().any(|driver| driver.writes))
-    }
-
-    /// Whether another thread sleeps until something comes.
-    pub(super) fn another_reads(&self) -> bool {
-        self.drivers.iter().any(|driver| driver.thread != thread::this())
-    }
-
-    /// The latest seat of this thread.
-    fn own_seat(&self) -> Option<usize> {
-        let thread = thread::this();
-        self.drivers.iter().rposition(|driver| driver.thread == thread)
-    }
-
-    pub(super) fn stand_up(&mut self) {
-        if let Some(driver) = self.own_seat() {
-            self.drivers.remove(driver);
         }
     }
 
@@ -641,10 +520,10 @@ impl Waiting {
     /// if it is empty, and serves what is left.
     pub(super) fn hand_over(&self) {
         let serves = self.may_serve();
-        if !self.lacks_driver() && !serves {
+        if !self.session.lacks_driver(&self.link) && !serves {
             return;
         }
-        let woken = self.calls.wake_one();
+        let woken = self.session.wake_one();
         if serves && !woken {
             // Whoever sleeps in poll(2), or the program's loop.
             self.raise_alarm();
@@ -665,6 +544,7 @@ pub(super) mod tests {
     use crate::driver::server::Server;
     use crate::driver::server::Shared;
     use crate::driver::server::locked;
+    use crate::wait;
     use std::sync::OnceLock;
 
     pub(in crate::driver) const PATIENCE: Duration = Duration::from_secs(10);
@@ -741,7 +621,7 @@ pub(super) mod tests {
             // One call is under way, and its caller sleeps: nothing but the end of another call will wake it.
             scope.spawn(move || call(client, 40).unwrap());
             let mut held = vec![next(&server).unwrap()];
-            until(client, |state| !state.drivers.is_empty());
+            until(client, |state| state.session.is_driven());
             for _ in 0..CALLERS {
                 scope.spawn(move || call(client, 3800).unwrap());
             }

@@ -3,6 +3,7 @@
 
 use std::os::fd::RawFd;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 use std::time::{Duration, Instant};
 
 use crate::config::{self, Config};
@@ -39,6 +40,9 @@ const RECEIVES_SPARE: u32 = 256;
 
 /// An engine and a device.
 pub struct Link {
+    /// A number of its own in this process.
+    pub(super) serial: u64,
+    role: Role,
     pub(super) engine: Connection,
     pub(super) device: Box<dyn QueuePair>,
     pub(super) memory: Arc<Memory>,
@@ -89,7 +93,10 @@ impl Link {
         };
         let engine = Connection::new(role, settings, peer, memory.clone(), config::bindings().clone());
         stats::add(Counter::Connections, 1);
+        static SERIAL: AtomicU64 = AtomicU64::new(0);
         let mut link = Link {
+            serial: SERIAL.fetch_add(1, Relaxed),
+            role,
             engine,
             device,
             memory,
@@ -139,15 +146,25 @@ impl Link {
 
     /// Why a call has not ended within its time.
     pub(super) fn why_no_reply(&self, xid: Xid) -> String {
-        match (self.engine.version(), self.engine.lacks_room(xid)) {
-            (None, _) => {
-                "no answer to the offer of RPC-over-RDMA version 2 within the time of the call".to_owned()
+        let text = match (self.role, self.engine.version(), self.engine.lacks_room(xid)) {
+            (Role::Client, None, _) => {
+                "no answer to the offer of RPC-over-RDMA version 2 within the time of the call"
             }
-            (Some(_), Some(why)) => format!(
-                "{why}; make fewer calls at a time, or lower CLSET_RDMA_MAXREPLY or RPCRDMA_MAX_REPLY"
-            ),
-            (Some(_), None) => "no reply within the time of the call".to_owned(),
-        }
+            (_, _, Some(why)) => {
+                return format!(
+                    "{why}; make fewer calls at a time, or lower CLSET_RDMA_MAXREPLY or RPCRDMA_MAX_REPLY"
+                );
+            }
+            (Role::Client, Some(_), None) => "no reply within the time of the call",
+            (Role::Server, _, None) => "no reply to the call back within its time",
+        };
+        text.to_owned()
+    }
+
+    /// Nobody waits for the call any more.
+    pub(super) fn abandon(&mut self, xid: Xid) {
+        self.engine.abandon(xid, &mut *self.device);
+        self.drain();
     }
 
     /// When an offer of Version Two that is not answered is given up.

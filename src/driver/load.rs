@@ -17,7 +17,7 @@ use super::callback::Serve;
 use super::client::{Client, Waiting};
 use super::link::Link;
 use super::reverse::{Hooks, Reverse};
-use super::server::{Next, Server, Shared, locked};
+use super::server::{Next, Server, Shared, locked, next};
 use super::service_loop;
 use super::start::{options, versions};
 use super::{Mask, Requester, Responder, memory};
@@ -92,8 +92,8 @@ fn join(
     let mut server = Server::with(fds[1], Box::new(passive), false, None, config);
     server.receive();
     assert!(server.link().is_some(), "established");
-    server.calls.next_xid = 1000;
-    client.lock().calls.next_xid = 1000;
+    server.session.calls.next_xid = 1000;
+    client.lock().session.calls.next_xid = 1000;
     let server = Arc::new(Mutex::new(server));
     let reverse = Reverse::new(server.clone(), config, &HOOKS).unwrap();
     let ends = Arc::new(Ends {
@@ -194,7 +194,7 @@ fn no_owner() -> Weak<dyn service_loop::Thrown> {
 /// One request of the server's program, as libtirpc's loop takes it. False when there is none.
 fn serve_once(ends: &Ends) -> bool {
     let Some(request) = locked(&ends.server).receive() else { return false };
-    let dispatching = service_loop::Dispatching::begin(0, no_owner());
+    let dispatching = service_loop::PROGRAM.begin(0, no_owner());
     let _ = answer(&*ends.server, &*ends.reverse, request);
     drop(dispatching);
     true
@@ -222,10 +222,10 @@ fn service(ends: &Ends) {
         };
         wait::poll(&mut fds, Some(PATIENCE), None).unwrap();
         ends.waker.silence();
-        service_loop::take_left();
+        service_loop::PROGRAM.take_left();
         locked(&ends.server).push();
-        while serve_once(ends) || locked(&ends.server).next(|| false) != Next::Arrival {}
-        if service_loop::has_left() {
+        while serve_once(ends) || matches!(next(&ends.server, || false), Next::Request | Next::Later) {}
+        if service_loop::PROGRAM.has_left() {
             (HOOKS.wake)();
         }
         if locked(&ends.server).closed().is_some() {
@@ -420,7 +420,7 @@ fn calls_wait_for_room_for_their_replies_within_their_time() {
         // Several wait, one of them in poll(2); what needs no room is not held up.
         let waiting: Vec<_> =
             (0..3).map(|_| scope.spawn(|| call(&*ends.client, 0, 40, 100_000).unwrap())).collect();
-        while ends.client.lock().calls.sleepers.len() < 2 {
+        while ends.client.lock().session.sleeping() < 2 {
             std::thread::yield_now();
         }
         call(&*ends.client, 0, 40, 40).unwrap();
@@ -440,7 +440,7 @@ struct Counts {
 impl Serve for Counts {
     fn serve(&self, request: Request, _: Mask<'_>) {
         let Some(ends) = self.ends.upgrade() else { return };
-        self.asleep.lock().unwrap().push(ends.client.lock().calls.sleepers.len());
+        self.asleep.lock().unwrap().push(ends.client.lock().session.sleeping());
         answer(&*ends.client, &*ends.client, request).unwrap();
     }
 }
@@ -471,14 +471,14 @@ fn whoever_serves_a_callback_is_not_taken_for_one_who_sleeps() {
         answer(&*ends.server, &*ends.reverse, next()).unwrap();
         first.join().unwrap();
         let driver = make();
-        until(&|state| !state.drivers.is_empty());
+        until(&|state| state.session.is_driven());
         let sleeper = make();
-        until(&|state| state.calls.sleepers.len() == 1);
+        until(&|state| state.session.sleeping() == 1);
         let (first, second) = (next(), next());
         answer(&*ends.server, &*ends.reverse, first).unwrap();
         driver.join().unwrap();
-        until(&|state| !state.drivers.is_empty());
-        let dispatching = service_loop::Dispatching::begin(0, no_owner());
+        until(&|state| state.session.is_driven());
+        let dispatching = service_loop::PROGRAM.begin(0, no_owner());
         call(&*ends.reverse, 0, 40, 40).unwrap();
         drop(dispatching);
         assert_eq!(*counts.asleep.lock().unwrap(), [0]);
@@ -544,8 +544,8 @@ fn a_connection_cut_during_a_call_back_ends_it_once_with_the_right_status() {
             }
             kinds.push(kind);
             assert!(
-                locked(&ends.server).calls.outcomes.is_empty()
-                    && locked(&ends.server).calls.sleepers.is_empty()
+                locked(&ends.server).session.calls.outcomes.is_empty()
+                    && locked(&ends.server).session.sleeping() == 0
             );
             ends.end();
         });
@@ -618,10 +618,10 @@ fn a_call_back_waits_for_its_client_to_come_back_on_another_connection() {
     assert!(error.text().contains("rpcrdma_clnt_rebind"), "{error}");
     scope(|scope| {
         // The loop is another thread's from here on.
-        let before = service_loop::looks();
+        let before = service_loop::PROGRAM.looks();
         scope.spawn(|| service(&second));
         call(&*second.client, 0, 40, 40).unwrap();
-        while service_loop::looks() == before {
+        while service_loop::PROGRAM.looks() == before {
             call(&*second.client, 0, 40, 40).unwrap();
         }
         let soon = Instant::now() + Duration::from_millis(30);

@@ -332,7 +332,7 @@ mod tests {
             // Nobody answers.
             assert_eq!(client.request(LARGER, Instant::now(), None).unwrap(), Wish::Pending);
             let asking = asking(scope, &client);
-            until(&client, |state| state.calls.requests.waited.len() == 3);
+            until(&client, |state| state.session.calls.requests.waited.len() == 3);
             let error = ask(&client, Characteristic::RemoteInvalidation(true)).unwrap_err();
             assert!(error.text().contains("not settled"), "{error}");
             let before = Instant::now();
@@ -341,7 +341,7 @@ mod tests {
                 assert_eq!(thread.join().unwrap().unwrap(), Wish::Done);
             }
             assert!(before.elapsed() < PATIENCE / 2, "they were woken");
-            assert!(client.lock().calls.requests.is_empty());
+            assert!(client.lock().session.calls.requests.is_empty());
             assert_eq!(ask(&client, Characteristic::RemoteInvalidation(false)).unwrap(), Wish::Rejected);
         });
     }
@@ -357,7 +357,7 @@ mod tests {
             call(&client);
             served.join().unwrap();
             let asking = asking(scope, &client);
-            until(&client, |state| state.calls.requests.waited.len() == 3);
+            until(&client, |state| state.session.calls.requests.waited.len() == 3);
             to_client.shutdown(Shutdown::Both).unwrap();
             for thread in asking {
                 let error = thread.join().unwrap().unwrap_err();

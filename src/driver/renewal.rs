@@ -13,6 +13,9 @@
 //! no sleeping thread holds, so the handler's call takes the next step itself.
 #![forbid(unsafe_code)]
 
+use crate::fork;
+use crate::socket;
+use crate::thread;
 use std::os::fd::{AsRawFd, OwnedFd};
 
 use std::os::fd::RawFd;
@@ -23,22 +26,20 @@ use std::time::{Duration, Instant};
 use crate::config::Provider;
 use crate::connection::{Expect, RPC_HEADER_MAX, Role};
 use crate::error::{Error, Kind, os_text};
-use crate::fork;
 use crate::memory::Message;
 use crate::process;
 use crate::provider::QueuePair;
 use crate::provider::iwarp::Iwarp;
-use crate::socket;
 use crate::stats::{self, Counter};
-use crate::thread;
-use crate::wait::{self, PollFd};
+use crate::wait::{self};
 use crate::wire::Xid;
 use crate::wire::header::Versions;
 use crate::{log_info, log_warn};
 
-use super::calls::{Calls, Waiter};
-use super::client::{Client, Driver, Waiting};
+use super::calls::Waiter;
+use super::client::{Client, Waiting};
 use super::link::Link;
+use super::session::{self, State};
 use super::start::{Attempt, START_TIMEOUT, options};
 use super::{Mask, Requester, memory, null_call, with_xid};
 
@@ -139,11 +140,12 @@ impl Renewal {
         Ok(())
     }
 
-    /// Nobody waits for the call any more. False when it is not here.
-    pub(super) fn abandon(&mut self, xid: Xid) -> bool {
-        let before = self.parked.len();
-        self.parked.retain(|(other, ..)| *other != xid);
-        self.parked.len() < before
+    /// Nobody waits for the call any more, if it is one of these: why it has failed.
+    pub(super) fn abandon(&mut self, xid: Xid) -> Option<Error> {
+        let at = self.parked.iter().position(|(other, ..)| *other == xid)?;
+        self.parked.remove(at);
+        let text = format!("no new connection within the time of the call: {}", self.why());
+        Some(Error::new(Kind::Timeout, text))
     }
 
     /// Why there is no connection.
@@ -169,7 +171,7 @@ impl Client {
     /// Gives the connection up if it is of no use any more.
     pub(super) fn look(&self, state: &mut Waiting) {
         // Who sleeps on an adapter's descriptor would not notice that it is another one by now.
-        if state.renewal.is_some() || (self.adapter() && !state.drivers.is_empty()) {
+        if state.renewal.is_some() || (self.adapter() && state.session.is_driven()) {
             return;
         }
         let open = state.link.engine.closed().is_none();
@@ -198,7 +200,7 @@ impl Client {
             None if !state.link.device.claim() => return state.leave_to_others(),
             None if state.link.starved() => {
                 let text = "timed-out calls hold every credit";
-                if state.another_reads() {
+                if state.session.another_reads() {
                     let fd = state.link.device.fd();
                     if wait::until(fd, wait::IN, Some(Duration::ZERO), None).unwrap_or(false) {
                         // Whoever sleeps takes it in, and looks again.
@@ -289,22 +291,24 @@ impl Client {
     /// Goes on over the new connection.
     fn install(&self, state: &mut Waiting, device: Box<dyn QueuePair>) {
         let Some(Renewal { parked, .. }) = state.renewal.take() else { return };
-        let link = Link::new(Role::Client, self.config, state.wishes.versions, device, &memory(self.config));
+        let mut link =
+            Link::new(Role::Client, self.config, state.wishes.versions, device, &memory(self.config));
         stats::add(Counter::Reconnects, 1);
         let offered = state.link.engine.version().is_none();
-        let first_reply = state.link.first_reply_of_next();
+        link.first_reply = state.link.first_reply_of_next();
         // Nothing is left in the old one: it was closed, and what it had was handed out, before anybody began to connect.
-        state.link = Link { first_reply, ..link };
+        state.link = link;
         state.identity = process::identify(self.fd);
         state.nudges = 0;
-        state.greetings.clear();
+        // Those that went over the old one have ended with it.
+        state.session.calls.greetings.retain(|xid| parked.iter().any(|(other, ..)| other == xid));
         state.connections += 1;
-        let Waiting { link, wishes, calls, .. } = &mut *state;
+        let Waiting { link, wishes, session, .. } = &mut *state;
         link.engine.ask(wishes.credits);
         link.engine.set_reverse_chunks(wishes.reverse_chunks);
         link.raise_again(wishes.receive_size);
         if offered {
-            calls.requests.repeat(link);
+            session.calls.requests.repeat(link);
         }
         link.drain();
         if state.serving.is_some() && !self.adapter() {
@@ -313,15 +317,15 @@ impl Client {
         state.resume_serving();
         for (xid, message, expect) in parked {
             state.make_way(&message, &expect);
-            let Waiting { link, calls, .. } = &mut *state;
+            let Waiting { link, session, .. } = &mut *state;
             if let Err(error) = link.engine.call(xid, message, expect, &mut *link.device) {
-                calls.outcomes.insert(xid, Err(error));
+                session.calls.end(xid, Err(error));
             }
         }
         // Whoever drives sleeps until something comes: nothing would, before these have left.
         state.link.flush();
         state.settle();
-        state.wake_all();
+        state.session.wake_all();
     }
 
     /// Waits until there is a connection that is not to be replaced.
@@ -346,49 +350,20 @@ impl Client {
                     let text = format!("no new connection within the time: {}", renewal.why());
                     break Err(Error::new(Kind::Timeout, text));
                 }
-                Some(_) => state = self.wait_once(state, waiter, &mut condition, deadline, mask),
+                Some(_) => state = session::wait_once(&self, state, waiter, &mut condition, deadline, mask),
             }
         };
         state.hand_over();
         outcome.map(|()| state)
     }
-
-    /// Takes a step, after sleeping until one is possible.
-    pub(super) fn drive_renewal<'a>(
-        &'a self,
-        mut state: MutexGuard<'a, Waiting>,
-        waiter: Waiter,
-        deadline: Instant,
-        mask: Mask<'_>,
-    ) -> MutexGuard<'a, Waiting> {
-        let renewal = |state: &Waiting| state.renewal.as_ref().and_then(Renewal::under_way);
-        if renewal(&state).is_none() {
-            self.step(&mut state);
-        }
-        let Some((fd, writes, until)) = renewal(&state).filter(|_| !state.calls.is_over(waiter)) else {
-            return state;
-        };
-        state.drivers.push(Driver { thread: thread::this(), writes: true });
-        let mut fds = vec![PollFd::new(fd, true, writes)];
-        fds.extend(state.alarm_fd().map(|alarm| PollFd::new(alarm, true, false)));
-        drop(state);
-        let left = deadline.min(until).saturating_duration_since(Instant::now());
-        // An error of poll(2) itself shows up in the next step.
-        let _ = wait::poll(&mut fds, Some(left), mask);
-        let mut state = self.lock();
-        if fds.len() > 1 && fds[1].readable() {
-            state.silence();
-        }
-        // A handler of a signal may have done it all meanwhile.
-        if state.renewal.is_some() {
-            self.step(&mut state);
-        }
-        state.stand_up();
-        state
-    }
 }
 
 impl Waiting {
+    /// See [`Renewal::under_way`].
+    pub(super) fn attempt(&self) -> Option<(RawFd, bool, Instant)> {
+        self.renewal.as_ref().and_then(Renewal::under_way)
+    }
+
     /// Ends the connection: what had come is handed out, and what was sent has ended; calls that were not sent are kept for
     /// the next one.
     fn give_up(&mut self, why: Error) {
@@ -413,20 +388,21 @@ impl Waiting {
         self.link.drain();
         self.settle();
         if self.link.engine.version().is_some() {
-            self.calls.requests.end(&Error::new(Kind::ConnectionLost, "it was replaced by a new one"));
+            self.session
+                .calls
+                .requests
+                .end(&Error::new(Kind::ConnectionLost, "it was replaced by a new one"));
         }
         // They sleep on the old connection, whose end wakes them, and see what has become of it.
-        self.drivers.clear();
+        self.session.forget_drivers();
         self.renewal = Some(Renewal { why, attempt: None, failed: (0, None), software: false, parked });
-        self.wake_all();
+        self.session.wake_all();
     }
 
     /// This is a forked child now. The threads of its parent are not here, and what they wait for is theirs.
     pub(super) fn inherit(&mut self) {
         self.generation = fork::generation();
-        self.drivers.clear();
-        self.calls = Calls::new();
-        self.greetings.clear();
+        self.session.inherit();
         self.server = None;
         // Its set is the parent's too, and libtirpc's table in this process still has its descriptor.
         std::mem::forget(self.serving.take());
@@ -440,7 +416,7 @@ impl Waiting {
             if let Some(renewal) = &mut self.renewal {
                 renewal.parked.clear();
             }
-            self.calls = Calls::new();
+            self.session.inherit();
         }
     }
 
@@ -455,18 +431,13 @@ impl Waiting {
             renewal.failed.0 += 1;
             for (xid, ..) in renewal.parked.drain(..) {
                 let text = format!("no new connection: {error}");
-                self.calls.outcomes.insert(xid, Err(Error::new(Kind::NotSent, text)));
+                self.session.calls.end(xid, Err(Error::new(Kind::NotSent, text)));
             }
-            self.calls.requests.end(&error);
+            self.session.calls.requests.end(&error);
         }
         self.retry_later();
         self.rearm();
-        self.wake_all();
-    }
-
-    /// Every thread looks again at what it waits for.
-    pub(super) fn wake_all(&self) {
-        self.calls.sleepers.values().for_each(|condition| condition.notify_one());
+        self.session.wake_all();
     }
 
     /// Has a call of procedure 0 go before a call without a reply that would take the last credit, for only a reply gives
@@ -480,16 +451,16 @@ impl Waiting {
 
     /// Sends a call of procedure 0 whose reply nobody waits for.
     pub(super) fn greet(&mut self, null: [u8; 40]) {
-        let Waiting { link, calls, .. } = self;
-        let xid = calls.fresh_xid(&link.engine);
+        let Waiting { link, session, .. } = self;
+        let xid = session.calls.fresh_xid(&link.engine);
         let expect = Expect::Reply { max: RPC_HEADER_MAX, places: Vec::new() };
         let sent = link.memory.message().map_err(Error::from).and_then(|message| {
             let message = with_xid(message, &null, xid)?;
             link.begin(xid, message.into(), expect)
         });
         match sent {
-            Ok(()) => self.greetings.push(xid),
-            Err(error) => log_info!("fd {}: no call for credits: {error}", self.link.device.fd()),
+            Ok(()) => session.calls.greetings.push(xid),
+            Err(error) => log_info!("fd {}: no call for credits: {error}", link.device.fd()),
         }
     }
 }
@@ -688,7 +659,7 @@ mod tests {
             let mut state = client.lock();
             assert_eq!(state.connections, 2);
             for xid in [awaited, batched] {
-                assert!(state.calls.outcomes.remove(&xid).unwrap().is_ok());
+                assert!(state.session.calls.outcomes.remove(&xid).unwrap().is_ok());
             }
         });
     }
@@ -710,7 +681,7 @@ mod tests {
             call(&client, soon()).unwrap();
             begin(&client, reply());
             // It sleeps in poll(2), and nothing else wakes it.
-            client.lock().drivers.push(Driver { thread: usize::MAX, writes: false });
+            client.lock().session.drive_as(usize::MAX);
             answered.recv().unwrap();
             assert!(wait::until(socket.as_raw_fd(), wait::IN, Some(PATIENCE), None).unwrap());
             client.standing();
@@ -780,9 +751,9 @@ mod tests {
             // Else the calls without reply would have taken its only credit.
             assert_eq!(state.connections, 2);
             for xid in batched.iter().chain([&awaited]) {
-                assert!(state.calls.outcomes.remove(xid).unwrap().is_ok());
+                assert!(state.session.calls.outcomes.remove(xid).unwrap().is_ok());
             }
-            assert!(state.greetings.is_empty() && state.calls.outcomes.is_empty());
+            assert!(state.session.calls.greetings.is_empty() && state.session.calls.outcomes.is_empty());
             drop(state);
             socket::shutdown(socket.as_raw_fd());
             let xids = served.join().unwrap();
@@ -829,7 +800,7 @@ mod tests {
             starve(&client);
             let other = client.clone();
             let waits = scope.spawn(move || call(&other, soon()));
-            until(&client, |state| state.renewal.is_some() && !state.drivers.is_empty());
+            until(&client, |state| state.renewal.is_some() && state.session.is_driven());
             let short = Instant::now() + Duration::from_millis(30);
             assert_eq!(call(&client, short).unwrap_err().kind(), Kind::Timeout);
             assert!(!waits.is_finished());
@@ -887,7 +858,7 @@ mod tests {
             let error = call(&client, Instant::now() + 100 * PATIENCE).unwrap_err();
             assert_eq!(error.kind(), Kind::NotSent);
             assert!(error.text().contains("cannot connect to 127.0.0.1"), "{error}");
-            let ended = client.lock().calls.outcomes.remove(&queued).unwrap();
+            let ended = client.lock().session.calls.outcomes.remove(&queued).unwrap();
             assert_eq!(ended.unwrap_err().kind(), Kind::NotSent);
             let listener = TcpListener::bind(to).unwrap();
             scope.spawn(move || Peer::accept(&listener, config).serve());
@@ -911,10 +882,10 @@ mod tests {
             starve(&client);
             orphan(&client);
             // As a call of this very thread that sleeps.
-            client.lock().drivers.push(Driver { thread: thread::this(), writes: true });
+            client.lock().session.drive_as(thread::this());
             tell.send(()).unwrap();
             call(&client, soon()).unwrap();
-            assert_eq!(client.lock().drivers.len(), 1);
+            assert!(client.lock().session.is_driven());
         });
     }
 
@@ -1010,7 +981,7 @@ mod tests {
             assert!(children.map(fork::testing::Child::succeeded) == [true; 2]);
             assert!(three());
             let mut state = client.lock();
-            assert!(state.calls.outcomes.remove(&awaited).unwrap().is_ok());
+            assert!(state.session.calls.outcomes.remove(&awaited).unwrap().is_ok());
             assert_eq!(state.connections, 1);
         });
     }

@@ -13,8 +13,11 @@
 //! [`service_loop`] knows where the loop is.
 #![forbid(unsafe_code)]
 
+use crate::process;
+use crate::wait;
+use std::cell::Cell;
 use std::os::fd::RawFd;
-use std::sync::{Arc, Condvar, Mutex, MutexGuard};
+use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::{Duration, Instant};
 
 use crate::config::Config;
@@ -22,28 +25,23 @@ use crate::connection::characteristics::Wish;
 use crate::connection::{Expect, RPC_HEADER_MAX};
 use crate::error::{Error, Kind};
 use crate::memory::{Buf, Loan, Message, Region};
-use crate::process;
-use crate::stats::{self, Counter};
-use crate::thread;
-use crate::wait;
 use crate::wire::Xid;
 use crate::wire::characteristics::Characteristic;
 
-use super::calls::{Waiter, sleep};
+use super::calls::Waiter;
 use super::link::Link;
 use super::peer::Peer;
 use super::server::{Phase, Server, Shared, locked};
 use super::service_loop;
-use super::spin::Patience;
+use super::session::{self, Locked, Policy, State, Turn, Wake};
 use super::{Mask, Requester, Responder, Standing};
 
 /// How long a call back trusts that the loop reads its connection, before it looks whether the loop is busy.
-const STAND_IN: Duration = Duration::from_millis(20);
+const LOOK_EVERY: Duration = Duration::from_millis(20);
 
 /// Makes calls back to the client of a connection, and to the same client on another connection later.
 pub struct Reverse {
     slot: Mutex<Slot>,
-    config: &'static Config,
     hooks: &'static Hooks,
 }
 
@@ -60,7 +58,7 @@ struct Slot {
 pub struct Hooks {
     /// Has the loop serve what is there of the connection with this descriptor.
     pub serve: fn(RawFd),
-    /// Has the loop look at [`service_loop::take_left`] in its next turn. Called in its own thread.
+    /// Has the loop look at [`ServiceLoop::take_left`](service_loop::ServiceLoop::take_left) in its next turn. Called in its own thread.
     pub wake: fn(),
     /// The same, in any thread: a loop that sleeps wakes.
     pub ring: fn(),
@@ -79,7 +77,7 @@ impl Reverse {
         let (credits, chunks) = (config.reverse_credits, config.reverse_chunks);
         let slot = Slot { server, credits, chunks, receive_size: None };
         slot.begin()?;
-        Ok(Arc::new(Reverse { slot: Mutex::new(slot), config, hooks }))
+        Ok(Arc::new(Reverse { slot: Mutex::new(slot), hooks }))
     }
 
     /// Goes on over another connection, on which the same client has come back.
@@ -115,133 +113,122 @@ impl Reverse {
     fn wait_for<'a>(
         &self,
         server: &'a Shared,
-        mut state: MutexGuard<'a, Server>,
+        state: MutexGuard<'a, Server>,
         waiter: Waiter,
         deadline: Instant,
         mask: Mask<'_>,
     ) -> MutexGuard<'a, Server> {
-        let own = Arc::new(Condvar::new());
-        // The loop serves nothing more of this connection.
-        let mut stuck = false;
-        // Something has come, and since when the loop has not looked at any connection.
-        let mut unread = None;
-        while !state.calls.is_over(waiter) {
-            let now = Instant::now();
-            if now >= deadline {
-                break;
-            }
-            let serves = !stuck && service_loop::may_nest();
-            if serves && state.request_ready() {
-                let nested = service_loop::nest();
-                let (fd, received) = (state.fd, state.received);
-                drop(state);
-                (self.hooks.serve)(fd);
-                drop(nested);
-                state = locked(server);
-                stuck = state.received == received;
-                continue;
-            }
-            let reads = service_loop::may_read();
-            if state.driver.is_none() && (reads || state.wants_write()) {
-                state = self.drive(server, state, waiter, (reads, serves), deadline, mask);
-            } else {
-                state.calls.sleepers.insert(waiter, own.clone());
-                let mine = service_loop::is_mine();
-                if mine {
-                    state.calls.servant = Some(own.clone());
-                } else if !reads {
-                    let looks = service_loop::looks();
-                    let came = wait::until(state.fd, wait::IN, Some(Duration::ZERO), None).unwrap_or(false);
-                    if came && unread.take() == Some(looks) {
-                        service_loop::is_away();
-                        state.calls.sleepers.remove(&waiter);
-                        continue;
-                    }
-                    unread = came.then_some(looks);
-                }
-                state = sleep(&own, state, deadline.min(now + STAND_IN));
-                state.calls.sleepers.remove(&waiter);
-                state.retry();
-                if mine {
-                    state.calls.servant = None;
-                }
-            }
-        }
-        state
+        let caller = Caller { server, hooks: self.hooks, stuck: Cell::new(false), unread: Cell::new(None) };
+        session::wait_for(&caller, state, waiter, deadline, mask)
     }
 
     /// This thread waits no more: somebody else drives, and the loop hears of what is left for it.
     fn leave(&self, mut state: MutexGuard<'_, Server>) {
-        if state.driver.is_none() {
-            state.calls.wake_one();
+        let home = state.home;
+        if !state.session.is_driven() {
+            state.session.wake_one();
         }
-        if service_loop::is_mine() && (state.request_ready() || state.link().is_none()) {
-            service_loop::leave(state.fd);
+        if home.is_mine() && (state.request_ready() || state.link().is_none()) {
+            home.leave(state.fd);
         }
         drop(state);
-        if service_loop::is_idle_here() {
+        if home.is_idle_here() {
             (self.hooks.wake)();
         }
     }
+}
 
-    /// Spins, then sleeps once, then moves what has come; sends only, unless it `reads`. Until the wait is over, or a
-    /// request is there that this thread `serves`.
-    fn drive<'a>(
-        &self,
-        server: &'a Shared,
-        mut state: MutexGuard<'a, Server>,
-        waiter: Waiter,
-        (reads, serves): (bool, bool),
-        deadline: Instant,
-        mask: Mask<'_>,
-    ) -> MutexGuard<'a, Server> {
-        state.driver = Some(thread::this());
-        let own = service_loop::is_mine();
-        let limit = if own { state.spin.allowed(self.config) } else { None };
-        let patience = limit.and_then(|limit| Patience::new(limit, state.link()?));
-        if let Some(mut patience) = patience {
-            loop {
-                state.pump();
-                let request = serves && state.request_ready();
-                if request || state.calls.is_over(waiter) || state.link().is_none() {
-                    state.spin.found();
-                    state.driver = None;
-                    return state;
-                }
-                if state.link().is_none_or(|link| patience.is_over(link)) {
-                    state.spin.failed();
-                    break;
-                }
-                drop(state);
-                std::hint::spin_loop();
-                state = locked(server);
-            }
+/// A thread that waits for the reply to a call back.
+struct Caller<'a> {
+    server: &'a Shared,
+    hooks: &'static Hooks,
+    /// The loop serves nothing more of this connection.
+    stuck: Cell<bool>,
+    /// Something has come, and how often the loop had looked at any connection then.
+    unread: Cell<Option<u64>>,
+}
+
+impl<'a> Locked<'a> for Caller<'a> {
+    type State = Server;
+
+    fn lock(&self) -> MutexGuard<'a, Server> {
+        locked(self.server)
+    }
+}
+
+impl Caller<'_> {
+    /// Whether this thread serves a request that is there.
+    fn may_serve(&self, state: &Server) -> bool {
+        !self.stuck.get() && state.home.may_nest() && state.request_ready()
+    }
+}
+
+impl<'a> Policy<'a> for Caller<'a> {
+    fn serve(&self, state: MutexGuard<'a, Server>, _: Mask<'_>) -> (MutexGuard<'a, Server>, bool) {
+        if !self.may_serve(&state) {
+            return (state, false);
         }
-        let events = if reads { wait::IN } else { 0 } | if state.wants_write() { wait::OUT } else { 0 };
-        let (fd, retry) = (state.fd, state.link().and_then(|link| link.retry_at()));
+        let nested = service_loop::nest();
+        let (fd, received) = (state.fd, state.received);
         drop(state);
-        let mut left = deadline.saturating_duration_since(Instant::now());
-        if !own {
-            // The loop may take from the connection what this thread sleeps for.
-            left = left.min(STAND_IN);
+        (self.hooks.serve)(fd);
+        drop(nested);
+        let state = self.lock();
+        self.stuck.set(state.received == received);
+        (state, true)
+    }
+
+    fn turn(&self, state: &mut Server, _: Waiter) -> Turn {
+        let home = state.home;
+        let reads = home.may_read();
+        let free = match state.parts() {
+            (session, Some(link)) => session.may_drive(link),
+            (session, None) => !session.is_driven(),
+        };
+        if free && (reads || state.wants_write()) {
+            return Turn::Drive { spins: home.is_mine() };
         }
-        if let Some(at) = retry {
-            left = left.min(at.saturating_duration_since(Instant::now()));
-        }
-        // An error of poll(2) itself shows up in the next pump, as an error of the device; EINTR is no error here.
-        let _ = wait::until(fd, events, Some(left), mask);
-        let mut state = locked(server);
-        if own {
-            state.pump();
-        } else {
-            match service_loop::stand_in(|| state.read_for_loop()) {
-                Some(true) => (self.hooks.ring)(),
-                Some(false) => {}
-                None => state.send(),
+        let serves = home.is_mine();
+        if !serves && !reads {
+            let looks = home.looks();
+            let came = wait::until(state.fd, wait::IN, Some(Duration::ZERO), None).unwrap_or(false);
+            if came && self.unread.take() == Some(looks) {
+                home.is_away();
+                return Turn::Look;
             }
+            self.unread.set(came.then_some(looks));
         }
-        state.driver = None;
-        state
+        Turn::Sleep { until: Some(Instant::now() + LOOK_EVERY), serves }
+    }
+
+    fn is_over(&self, state: &mut Server, waiter: Waiter) -> bool {
+        self.may_serve(state) || state.session.calls.is_over(waiter) || state.link().is_none()
+    }
+
+    fn wake(&self, state: &mut Server) -> Wake {
+        let home = state.home;
+        let retry = state.link().and_then(|link| link.retry_at());
+        // The loop may take from the connection what this thread sleeps for.
+        let look = (!home.is_mine()).then(|| Instant::now() + LOOK_EVERY);
+        let until = retry.into_iter().chain(look).min();
+        let reads = home.may_read();
+        Wake::new((state.fd, reads, state.wants_write()), -1, until)
+    }
+
+    fn move_on(&self, state: &mut Server, _: &Wake, _: bool) {
+        let home = state.home;
+        if state.session.another_reads() {
+            // It was woken by the same bytes, and waits for them.
+            return state.send();
+        }
+        if home.is_mine() {
+            return state.pump();
+        }
+        match home.read_instead(|| state.read_for_loop()) {
+            Some(true) => (self.hooks.ring)(),
+            Some(false) => {}
+            None => state.send(),
+        }
     }
 }
 
@@ -263,35 +250,11 @@ impl Server {
         matches!(&self.phase, Phase::Open(link) if link.request_ready())
     }
 
-    /// Moves everything that moves without waiting.
-    fn pump(&mut self) {
-        if let Phase::Open(link) = &mut self.phase {
-            link.pump();
-            self.calls.settle(link);
-        }
-    }
-
     /// As `pump`, beside the loop, which is told of requests.
     fn read_for_loop(&mut self) -> Option<RawFd> {
         self.pump();
         // The end of the connection is the loop's to see, and so is what the peer does not take now.
         (self.request_ready() || self.link().is_none() || self.wants_write()).then_some(self.fd)
-    }
-
-    /// Goes on with what waits for memory.
-    fn retry(&mut self) {
-        if let Phase::Open(link) = &mut self.phase {
-            link.retry();
-            self.calls.settle(link);
-        }
-    }
-
-    fn send(&mut self) {
-        if let Phase::Open(link) = &mut self.phase {
-            link.retry();
-            link.flush();
-            self.calls.settle(link);
-        }
     }
 
     /// The connection, for calls back.
@@ -351,9 +314,9 @@ impl Requester for Reverse {
 
     fn fresh_xid(&self) -> Xid {
         let server = self.server();
-        let Server { calls, phase, .. } = &mut *locked(&server);
+        let Server { session, phase, .. } = &mut *locked(&server);
         match phase {
-            Phase::Open(link) => calls.fresh_xid(&link.engine),
+            Phase::Open(link) => session.calls.fresh_xid(&link.engine),
             Phase::Starting(_) | Phase::Failed(_) => Xid(process::random_u32()),
         }
     }
@@ -372,19 +335,8 @@ impl Requester for Reverse {
         state.settle();
         let waiter = Waiter::Call(xid);
         state = self.wait_for(&server, state, waiter, deadline, mask);
-        let outcome = state.calls.outcomes.remove(&xid).unwrap_or_else(|| {
-            let mut text = "no reply to the call back within its time".to_owned();
-            if let Phase::Open(link) = &mut state.phase {
-                if link.engine.lacks_room(xid).is_some() {
-                    text = link.why_no_reply(xid);
-                }
-                link.engine.abandon(xid, &mut *link.device);
-                link.drain();
-            }
-            state.settle();
-            stats::add(Counter::Orphans, 1);
-            Err(Error::new(Kind::Timeout, text))
-        });
+        let (session, link) = state.parts();
+        let outcome = session.outcome(link, xid);
         if outcome.is_ok() {
             // A client that only answers says something too.
             state.heard = Instant::now();
@@ -400,9 +352,10 @@ impl Requester for Reverse {
         if !wanted {
             return state.peer();
         }
-        if service_loop::is_mine() {
+        let home = state.home;
+        if home.is_mine() {
             state.pump();
-        } else if service_loop::stand_in(|| state.read_for_loop()) == Some(true) {
+        } else if home.read_instead(|| state.read_for_loop()) == Some(true) {
             (self.hooks.ring)();
         }
         state.send();
@@ -415,14 +368,14 @@ impl Requester for Reverse {
         let server = self.server();
         let mut state = locked(&server);
         state.usable()?;
-        let Server { calls, phase: Phase::Open(link), .. } = &mut *state else {
+        let Server { session, phase: Phase::Open(link), .. } = &mut *state else {
             return Err(state.phase.why_not());
         };
-        let number = calls.requests.begin(link, what)?;
+        let number = session.calls.requests.begin(link, what)?;
         let waiter = Waiter::Peer(number);
         state.settle();
         state = self.wait_for(&server, state, waiter, deadline, mask);
-        let outcome = state.calls.requests.take(number);
+        let outcome = state.session.calls.requests.take(number);
         self.leave(state);
         outcome
     }
@@ -452,21 +405,25 @@ impl Requester for Reverse {
     }
 
     fn comes_back(&self, deadline: Instant, mask: Mask<'_>) -> Result<bool, Error> {
-        // Nobody else could bring it back meanwhile.
-        if service_loop::is_mine() {
-            return Ok(false);
-        }
         loop {
-            if locked(&self.server()).link().is_some() {
+            let server = self.server();
+            let mut state = locked(&server);
+            if state.home.is_mine() {
+                // Nobody else could bring it back meanwhile.
+                return Ok(false);
+            }
+            if state.link().is_some() {
                 return Ok(true);
             }
+            drop(state);
+            drop(server);
             let left = deadline.saturating_duration_since(Instant::now());
             if left.is_zero() {
                 let text = "the client did not come back within the time of the call";
                 return Err(Error::new(Kind::Timeout, text));
             }
             // poll(2) could only object to the time, which is valid.
-            let _ = wait::poll(&mut [], Some(left.min(STAND_IN)), mask);
+            let _ = wait::poll(&mut [], Some(left.min(LOOK_EVERY)), mask);
         }
     }
 

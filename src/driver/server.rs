@@ -1,18 +1,18 @@
 //! The connection of the end that accepted it, driven by the program's own loop.
 #![forbid(unsafe_code)]
 
+use crate::fork;
 use std::net::IpAddr;
 
 use std::net::SocketAddr;
 use std::os::fd::RawFd;
-use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering::Relaxed};
-use std::sync::{Mutex, MutexGuard, OnceLock};
+use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
+use std::sync::{Mutex, MutexGuard};
 use std::time::{Duration, Instant};
 
 use crate::config::Config;
 use crate::connection::{Request, RequestId, Role};
 use crate::error::{Error, Kind};
-use crate::fork;
 use crate::memory::{Buf, Loan, Message};
 use crate::provider::QueuePair;
 use crate::provider::iwarp::Iwarp;
@@ -20,9 +20,9 @@ use crate::stats::{self, Counter};
 use crate::{log_info, log_warn, socket};
 
 use super::backlog::{Backlog, Wait};
-use super::calls::Calls;
 use super::link::Link;
-use super::spin::{Patience, Spin};
+use super::service_loop::{self, ServiceLoop};
+use super::session::{self, Locked, Session, State};
 use super::start::{START_TIMEOUT, options, versions};
 use super::{Responder, TURN, memory};
 
@@ -56,9 +56,10 @@ pub struct Server {
     pub(super) peer: Option<SocketAddr>,
     pub(super) config: &'static Config,
     pub(super) phase: Phase,
-    pub(super) spin: Spin,
+    /// The loop that drives it.
+    pub(super) home: &'static ServiceLoop,
     pub(super) turn: Turn,
-    /// Distinguishes connections in [`quiet`].
+    /// Distinguishes connections of this process.
     pub(super) id: usize,
     /// When the startup must be complete.
     pub(super) start_by: Instant,
@@ -73,10 +74,8 @@ pub struct Server {
     /// Replies that the peer has not taken.
     pub(super) backlog: Backlog,
     pub(super) generation: u64,
-    /// Calls back to the client.
-    pub(super) calls: Calls,
-    /// Who polls the connection for its call back.
-    pub(super) driver: Option<usize>,
+    /// Calls back to the client, and who waits for them.
+    pub(super) session: Session,
     /// Requests handed up.
     pub(super) received: u64,
 }
@@ -107,7 +106,7 @@ impl Turn {
     }
 }
 
-/// What comes next of a connection: [`Server::next`].
+/// What comes next of a connection: [`next`].
 #[derive(Debug, PartialEq, Eq)]
 pub enum Next {
     /// A complete request lies in memory.
@@ -116,6 +115,8 @@ pub enum Next {
     Later,
     /// What its descriptor tells.
     Arrival,
+    /// Nothing: it is closed.
+    Closed,
 }
 
 pub(super) enum Phase {
@@ -160,7 +161,7 @@ impl Server {
             peer,
             config,
             phase: Phase::Starting(device),
-            spin: Spin::default(),
+            home: &service_loop::PROGRAM,
             turn: Turn::default(),
             id: NEXT.fetch_add(1, Relaxed),
             start_by: Instant::now() + START_TIMEOUT,
@@ -170,8 +171,7 @@ impl Server {
             retry: None,
             backlog: Backlog::default(),
             generation: fork::generation(),
-            calls: Calls::new(),
-            driver: None,
+            session: Session::new(config.poll),
             received: 0,
         }
     }
@@ -209,7 +209,7 @@ impl Server {
         self.received += 1;
         self.turn.handed_up(now);
         stats::add(Counter::Served, 1);
-        active(self.id);
+        self.home.serves(self.id);
         Some(request)
     }
 
@@ -239,13 +239,6 @@ impl Server {
     /// Since when a long Call waits for memory that other connections hold.
     pub fn waits_for_memory(&self) -> Option<Instant> {
         self.retry.map(|(since, _)| since)
-    }
-
-    /// Hands the outcomes of calls back to their waiters.
-    pub(super) fn settle(&mut self) {
-        if let Phase::Open(link) = &mut self.phase {
-            self.calls.settle(link);
-        }
     }
 
     /// The descriptor is about to be closed.
@@ -298,61 +291,27 @@ impl Server {
         }
     }
 
-    /// Whether a complete request lies in memory, after waiting for one as long as spinning pays. `others`: whether
-    /// another descriptor of the program's loop has something.
-    pub fn next(&mut self, others: impl Fn() -> bool) -> Next {
-        if std::mem::take(&mut self.turn.waits) {
-            return Next::Later;
-        }
-        let next = self.look(others);
-        if next != Next::Request {
-            self.turn = Turn { put_off: (next == Next::Later).then_some(0), ..Turn::default() };
-        }
-        next
-    }
-
     /// Whether the turn that begins now is put off: nobody else was served since the last one was ended, and another
-    /// descriptor of the loop has something ([`Server::next`] tells to come back). The loop calls upon a connection
+    /// descriptor of the loop has something ([`next`] tells to come back). The loop calls upon a connection
     /// twice where others are called upon once: for what is in memory, and for what is in the descriptor.
     pub fn puts_off(&mut self, others: impl FnOnce() -> bool) -> bool {
         // Twice at most: what others have may be nothing that their turn takes away.
         let Some(times @ 0..2) = self.turn.put_off else { return false };
-        self.turn.waits = LAST.load(Relaxed) == self.id && others();
+        self.turn.waits = self.home.served_last(self.id) && others();
         self.turn.put_off = self.turn.waits.then_some(times + 1);
         self.turn.waits
     }
 
-    fn look(&mut self, others: impl Fn() -> bool) -> Next {
+    /// What comes next, as far as can be told without waiting; `None` where it may pay to spin for it.
+    fn look(&mut self) -> Option<Next> {
         let over = self.turn.is_over();
-        let Phase::Open(link) = &mut self.phase else { return Next::Arrival };
+        let Phase::Open(link) = &mut self.phase else { return Some(Next::Arrival) };
         if link.request_ready() {
-            return if over { Next::Later } else { Next::Request };
+            return Some(if over { Next::Later } else { Next::Request });
         }
         // Where replies wait, it is for the peer to take them.
-        if over || link.is_behind() || self.generation != fork::generation() || !quiet(self.id) {
-            return Next::Arrival;
-        }
-        let patience = self.spin.allowed(self.config).and_then(|limit| Patience::new(limit, link));
-        let Some(mut patience) = patience else { return Next::Arrival };
-        loop {
-            link.pump();
-            self.calls.settle(link);
-            if link.request_ready() {
-                self.spin.found();
-                return Next::Request;
-            }
-            if link.engine.closed().is_some() {
-                return Next::Arrival;
-            }
-            if patience.is_over(link) {
-                self.spin.failed();
-                return Next::Arrival;
-            }
-            if patience.looks_round() && others() {
-                return Next::Arrival;
-            }
-            std::hint::spin_loop();
-        }
+        let spins = !over && !link.is_behind() && !self.forked() && self.home.is_quiet_for(self.id);
+        (!spins).then_some(Next::Arrival)
     }
 
     /// Why the connection is closed, if it is. A startup that takes too long closes it.
@@ -449,9 +408,8 @@ impl Server {
     /// Since when nothing has come from the peer, nor has it taken anything of what waits for it; `None` while it is called
     /// back.
     pub fn idle_since(&self) -> Option<Instant> {
-        let waits = self.driver.is_some() || !self.calls.sleepers.is_empty();
         let taken = self.backlog.since().unwrap_or(self.heard);
-        (!waits).then_some(self.heard.max(taken))
+        self.session.is_unattended().then_some(self.heard.max(taken))
     }
 
     /// What to wait for.
@@ -473,6 +431,47 @@ pub(super) fn locked(server: &Shared) -> MutexGuard<'_, Server> {
     server.lock().unwrap_or_else(|e| e.into_inner())
 }
 
+/// Whether a complete request lies in memory, after waiting for one as long as spinning pays. `others`: whether another
+/// descriptor of the program's loop has something.
+pub fn next(server: &Shared, others: impl Fn() -> bool) -> Next {
+    let mut state = locked(server);
+    if std::mem::take(&mut state.turn.waits) {
+        return Next::Later;
+    }
+    let mut next = state.look();
+    if next.is_none() {
+        let found = |state: &mut Server| state.request_ready() || state.link().is_none();
+        (state, _) = session::spin(&server, state, found, others);
+        next = state.request_ready().then_some(Next::Request);
+    }
+    let next = match next.unwrap_or(Next::Arrival) {
+        Next::Arrival if state.closed().is_some() => Next::Closed,
+        next => next,
+    };
+    if next != Next::Request {
+        state.turn = Turn { put_off: (next == Next::Later).then_some(0), ..Turn::default() };
+    }
+    next
+}
+
+impl<'a> Locked<'a> for &'a Shared {
+    type State = Server;
+
+    fn lock(&self) -> MutexGuard<'a, Server> {
+        locked(self)
+    }
+}
+
+impl State for Server {
+    fn parts(&mut self) -> (&mut Session, Option<&mut Link>) {
+        let link = match &mut self.phase {
+            Phase::Open(link) => Some(&mut **link),
+            Phase::Starting(_) | Phase::Failed(_) => None,
+        };
+        (&mut self.session, link)
+    }
+}
+
 impl Responder for Shared {
     fn fd(&self) -> RawFd {
         locked(self).fd
@@ -487,18 +486,14 @@ impl Responder for Shared {
     }
 
     fn reply(&self, id: RequestId, message: Message) -> Result<(), Error> {
-        let mut server = locked(self);
+        let server = locked(self);
         let (fd, forked) = (server.fd, server.forked());
         let wait = match forked {
             true => Wait::CHILD,
-            false if quiet(server.id) => Wait::ALONE,
+            false if server.home.is_quiet_for(server.id) => Wait::ALONE,
             false => Wait::SHORT,
         };
-        let Phase::Open(link) = &mut server.phase else {
-            return Err(Error::new(Kind::NotSent, "the connection is closed"));
-        };
-        let sent = link.reply(fd, id, message, wait, forked);
-        server.settle();
+        let (mut server, sent) = session::reply(&self, server, (fd, id), message, wait, forked);
         server.note();
         sent
     }
@@ -542,26 +537,6 @@ impl Responder for Shared {
     fn is_poisoned(&self) -> bool {
         Mutex::is_poisoned(self)
     }
-}
-
-/// The connection that served last, and since when no other one has, in nanoseconds of [`now_ns`].
-static LAST: AtomicUsize = AtomicUsize::new(0);
-static SINCE: AtomicU64 = AtomicU64::new(0);
-
-fn active(id: usize) {
-    if LAST.swap(id, Relaxed) != id {
-        SINCE.store(now_ns(), Relaxed);
-    }
-}
-
-/// Whether no other connection was active in the last millisecond: a spin then keeps nobody else waiting.
-fn quiet(id: usize) -> bool {
-    LAST.load(Relaxed) == id && now_ns().saturating_sub(SINCE.load(Relaxed)) > 1_000_000
-}
-
-fn now_ns() -> u64 {
-    static START: OnceLock<Instant> = OnceLock::new();
-    START.get_or_init(Instant::now).elapsed().as_nanos() as u64
 }
 
 #[cfg(test)]

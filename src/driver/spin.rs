@@ -1,11 +1,9 @@
 //! Whether a wait spins first, and how long.
 #![forbid(unsafe_code)]
 
+use crate::thread;
 use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
 use std::time::{Duration, Instant};
-
-use crate::config::Config;
-use crate::thread;
 
 use super::link::Link;
 
@@ -13,8 +11,9 @@ use super::link::Link;
 ///
 /// It pays only where the peer has a processor of its own. A spin that finds something although the thread lost its
 /// processor meanwhile has found what it had kept the peer from sending: when that is the rule it counts as a failure.
-#[derive(Default)]
 pub(super) struct Spin {
+    /// How long a spin is; zero: there is none.
+    poll: Duration,
     /// Waits that sleep at once before the next spin.
     skip: u32,
     /// What the next failure costs: 1, 2, 4 ... 1024 waits; a success halves it.
@@ -26,9 +25,14 @@ pub(super) struct Spin {
 }
 
 impl Spin {
+    /// `poll`: [`Config::poll`](crate::config::Config::poll).
+    pub(super) fn new(poll: Duration) -> Spin {
+        Spin { poll, skip: 0, penalty: 0, preemptions: 0, crowded: 0 }
+    }
+
     /// How long to spin now.
-    pub(super) fn allowed(&mut self, config: &Config) -> Option<Duration> {
-        if config.poll.is_zero() {
+    pub(super) fn allowed(&mut self) -> Option<Duration> {
+        if self.poll.is_zero() {
             return None;
         }
         if self.skip > 0 {
@@ -37,7 +41,7 @@ impl Spin {
         }
         // After many failures the peer may sleep before each message too, and takes longer than a spin: one of us must
         // wait for the other now and then, or both sleep for ever.
-        Some(if self.penalty >= 64 { config.poll * 3 } else { config.poll })
+        Some(if self.penalty >= 64 { self.poll * 3 } else { self.poll })
     }
 
     pub(super) fn found(&mut self) {

@@ -38,7 +38,7 @@ use crate::binding::Binding;
 use crate::config::{self, Config, Provider};
 use crate::connection::{Request, RequestId};
 use crate::driver::reverse::Hooks;
-use crate::driver::{Next, Responder, Server, Shared, Stage, Wait, send_rest, service_loop};
+use crate::driver::{self, Next, Responder, Server, Shared, Stage, Wait, send_rest, service_loop};
 use crate::error::{Error, Kind};
 use crate::ffi::{guard, guard_in_steps, step};
 use crate::memory::Region;
@@ -857,9 +857,9 @@ pub(super) fn enter_loop() {
 /// The program has left libtirpc's loop, whose frame is at `frame`. Unless it has `returned`, something of the program's was
 /// thrown: it will come back with what it has registered.
 pub(super) fn left_loop(frame: usize, returned: bool) {
-    service_loop::unwound_to(frame);
+    service_loop::PROGRAM.unwound_to(frame);
     waker::leave_loop();
-    service_loop::is_away();
+    service_loop::PROGRAM.is_away();
     if returned {
         progress::left_loop();
     }
@@ -906,9 +906,9 @@ unsafe extern "C" fn recv(xprt: *mut SVCXPRT, message: *mut rpc_msg) -> bool_t {
         let frame = (&raw const place).addr();
         // SAFETY: libtirpc's loop and its transport.
         let own = unsafe { transport(xprt) }?;
-        service_loop::look();
+        service_loop::PROGRAM.look();
         // A loop of the program's own has caught what a dispatch routine has thrown.
-        service_loop::unwound_to(frame);
+        service_loop::PROGRAM.unwound_to(frame);
         own.empty.store(true, Relaxed);
         // A lock that is poisoned was held during a panic of ours: what it guards is not to be trusted.
         if own.is_poisoned() {
@@ -927,7 +927,7 @@ unsafe extern "C" fn recv(xprt: *mut SVCXPRT, message: *mut rpc_msg) -> bool_t {
             return Ok(0);
         };
         let this: Weak<Transport> = own.this.clone();
-        let dispatching = service_loop::Dispatching::begin(frame, this);
+        let dispatching = service_loop::PROGRAM.begin(frame, this);
         // SAFETY: the caller's message, with room for credential and verifier as libtirpc's loop provides it.
         if !unsafe { own.open(request, message, Some(dispatching)) } {
             // What follows on this connection cannot be trusted either; libtirpc's own transport does the same.
@@ -1022,29 +1022,29 @@ unsafe extern "C" fn stat(xprt: *mut SVCXPRT) -> c_uint {
             // Freed on return, if no other request is open: libtirpc's loop is done with it.
             return Ok(xprt_stat::XPRT_IDLE);
         }
-        if service_loop::has_left() {
+        if service_loop::PROGRAM.has_left() {
             progress::wake_left();
         }
         if own.broken.load(Relaxed) || own.is_poisoned() {
             return Ok(xprt_stat::XPRT_DIED);
         }
-        let Some(mut server) = own.server() else { return Ok(xprt_stat::XPRT_IDLE) };
-        // A call back that waits looks first whether it has its reply.
-        if !service_loop::is_nested() {
-            match server.next(|| others_wait([own.fd, -1])) {
+        let Some(server) = &own.server else { return Ok(xprt_stat::XPRT_IDLE) };
+        let closed = if service_loop::is_nested() {
+            // A call back that waits looks first whether it has its reply.
+            own.server().is_some_and(|mut server| server.closed().is_some())
+        } else {
+            match driver::next(server, || others_wait([own.fd, -1])) {
                 Next::Request => return Ok(xprt_stat::XPRT_MOREREQS),
                 Next::Later => {
-                    service_loop::leave(server.fd());
-                    drop(server);
+                    service_loop::PROGRAM.leave(own.fd);
                     own.watch_progress();
                     progress::wake_left();
                     return Ok(xprt_stat::XPRT_IDLE);
                 }
-                Next::Arrival => {}
+                Next::Arrival => false,
+                Next::Closed => true,
             }
-        }
-        let closed = server.closed().is_some();
-        drop(server);
+        };
         if closed && own.is_idle() {
             return Ok(xprt_stat::XPRT_DIED);
         }
@@ -1328,7 +1328,7 @@ fn serve_fd(fd: RawFd) {
 /// Serves what calls back have left for the loop. Called in its thread.
 pub(super) fn serve_left() {
     // One may have gone since, and its number be that of a connection of libtirpc's, which reads until a request is whole.
-    service_loop::take_left().into_iter().filter(|fd| idle::is_own(*fd)).for_each(serve_fd);
+    service_loop::PROGRAM.take_left().into_iter().filter(|fd| idle::is_own(*fd)).for_each(serve_fd);
 }
 
 /// The connection of an SVCXPRT, for calls back; and the address of its peer.
@@ -1611,7 +1611,7 @@ pub(super) mod progress {
                 own.watch_progress();
                 if ready {
                     // What was held back until the peer had taken replies. Nothing else tells the loop of it.
-                    service_loop::leave(fd);
+                    service_loop::PROGRAM.leave(fd);
                     wake_left();
                 }
             }

@@ -1,0 +1,476 @@
+//! One place to wait. **Whoever waits for something on a connection does the connection's work**: one thread drives it,
+//! which means that it spins, sleeps in poll(2) and moves what has come. The others sleep until it wakes them with what they
+//! wait for, or because nobody drives any more.
+//!
+//! Whose turn it is, what a thread does beside waiting, and what there is to do when something has come is the [`Policy`]
+//! of each kind of connection: of the end that opened it (`client`), which serves calls back meanwhile; of a thread that
+//! calls back (`reverse`), which must not take from the program's service loop what that one sleeps for. The loop itself waits
+//! in the program; it spins here before that (`server`).
+//!
+//! No lock is held while a thread sleeps.
+#![forbid(unsafe_code)]
+
+use crate::thread;
+use crate::wire::Xid;
+use std::collections::HashMap;
+use std::os::fd::RawFd;
+use std::sync::{Arc, Condvar, MutexGuard};
+use std::time::{Duration, Instant};
+
+use crate::connection::RequestId;
+use crate::error::{Error, Kind};
+use crate::memory::{Message, Region};
+use crate::stats::{self, Counter};
+use crate::wait::{self, PollFd};
+
+use super::Mask;
+use super::backlog::{Progress, Wait};
+use super::calls::{Calls, Waiter};
+use super::link::Link;
+use super::spin::{Patience, Spin};
+
+/// When a peer that has not answered the first call is nudged: Linux's siw may overlook what comes right behind its answer
+/// to the startup until more comes.
+const NUDGE_AFTER: Duration = Duration::from_millis(100);
+
+/// Those who wait on one connection, and which of them drive it.
+pub(super) struct Session {
+    pub(super) calls: Calls,
+    /// Threads that sleep until they are woken, each on its own condition.
+    sleepers: HashMap<Waiter, Arc<Condvar>>,
+    /// The one of them that may have to serve a request in the midst of its own: nobody else does.
+    serving_sleeper: Option<Arc<Condvar>>,
+    /// Who polls the connection: one thread, except as [`Session::may_drive`] says.
+    drivers: Vec<Driver>,
+    spin: Spin,
+}
+
+/// A thread that polls the connection.
+struct Driver {
+    thread: usize,
+    /// It will wake when something comes.
+    reads: bool,
+    /// It will wake when the descriptor takes bytes.
+    writes: bool,
+}
+
+impl Session {
+    /// `poll`: see [`Spin::new`].
+    pub(super) fn new(poll: Duration) -> Session {
+        Session {
+            calls: Calls::new(),
+            sleepers: HashMap::new(),
+            serving_sleeper: None,
+            drivers: Vec::new(),
+            spin: Spin::new(poll),
+        }
+    }
+
+    /// Begins anew in a forked child: those who wait are threads of its parent.
+    pub(super) fn inherit(&mut self) {
+        (self.calls, self.serving_sleeper) = (Calls::new(), None);
+        self.sleepers.clear();
+        self.drivers.clear();
+    }
+
+    /// Hands outcomes to their waiters.
+    pub(super) fn settle(&mut self, link: &mut Link) {
+        for (xid, outcome) in link.done.drain(..) {
+            if self.calls.end(xid, outcome)
+                && let Some(condition) = self.sleepers.get(&Waiter::Call(xid))
+            {
+                condition.notify_one();
+            }
+        }
+        if link.request_ready()
+            && let Some(condition) = &self.serving_sleeper
+        {
+            condition.notify_one();
+        }
+        if !self.calls.requests.is_empty() {
+            self.calls.requests.settle(link);
+            for (waiter, condition) in &self.sleepers {
+                if matches!(waiter, Waiter::Peer(number) if self.calls.requests.is_over(*number)) {
+                    condition.notify_one();
+                }
+            }
+        }
+    }
+
+    /// How many threads sleep beside the driver.
+    pub(super) fn sleeping(&self) -> usize {
+        self.sleepers.len()
+    }
+
+    /// Whether nobody waits on the connection.
+    pub(super) fn is_unattended(&self) -> bool {
+        self.drivers.is_empty() && self.sleepers.is_empty()
+    }
+
+    /// Whether anybody polls the connection.
+    pub(super) fn is_driven(&self) -> bool {
+        !self.drivers.is_empty()
+    }
+
+    /// Whether another thread sleeps until something comes: were it taken here, that one would sleep on.
+    pub(super) fn another_reads(&self) -> bool {
+        self.drivers.iter().any(|driver| driver.reads && driver.thread != thread::this())
+    }
+
+    /// Whether somebody has to poll the connection, or to see to what it could not send at once.
+    pub(super) fn lacks_driver(&self, link: &Link) -> bool {
+        self.drivers.is_empty()
+            || (link.device.wants_write() && !self.drivers.iter().any(|driver| driver.writes))
+    }
+
+    /// Whether this thread may poll the connection.
+    ///
+    /// Beside another one it does so in two cases. That one sleeps until something comes, and there is something to send by
+    /// now. Or that one is this very thread, in whose sleep a signal handler makes a call: it cannot go on before the
+    /// handler ends.
+    pub(super) fn may_drive(&self, link: &Link) -> bool {
+        self.lacks_driver(link) || self.own_driver().is_some()
+    }
+
+    /// The latest entry of this thread.
+    fn own_driver(&self) -> Option<usize> {
+        let thread = thread::this();
+        self.drivers.iter().rposition(|driver| driver.thread == thread)
+    }
+
+    fn begin_to_drive(&mut self) {
+        self.drivers.push(Driver { thread: thread::this(), reads: true, writes: false });
+    }
+
+    /// As if a thread slept in poll(2) already.
+    #[cfg(test)]
+    pub(super) fn drive_as(&mut self, thread: usize) {
+        self.drivers.push(Driver { thread, reads: true, writes: thread == thread::this() });
+    }
+
+    fn end_to_drive(&mut self) {
+        if let Some(driver) = self.own_driver() {
+            self.drivers.remove(driver);
+        }
+    }
+
+    /// Those who drive poll a descriptor that is of no use any more.
+    pub(super) fn forget_drivers(&mut self) {
+        self.drivers.clear();
+    }
+
+    /// Wakes one of those who sleep without an outcome. False when there is none.
+    pub(super) fn wake_one(&self) -> bool {
+        let sleeper = self.sleepers.iter().find(|(waiter, _)| !self.calls.is_over(**waiter));
+        let sleeper = sleeper.map(|(_, condition)| condition);
+        sleeper.map(|condition| condition.notify_one()).is_some()
+    }
+
+    /// Every thread looks again at what it waits for.
+    pub(super) fn wake_all(&self) {
+        self.sleepers.values().for_each(|condition| condition.notify_one());
+    }
+
+    /// How a call has ended. One that has not is abandoned, for its time is over.
+    pub(super) fn outcome(&mut self, link: Option<&mut Link>, xid: Xid) -> Result<Vec<Region>, Error> {
+        if let Some(outcome) = self.calls.outcomes.remove(&xid) {
+            return outcome;
+        }
+        let text = link.map(|link| {
+            let text = link.why_no_reply(xid);
+            link.abandon(xid);
+            // A peer that did not answer this call keeps the credits of those too.
+            self.calls.greetings.drain(..).for_each(|greeting| link.abandon(greeting));
+            self.settle(link);
+            text
+        });
+        stats::add(Counter::Orphans, 1);
+        Err(Error::new(Kind::Timeout, text.unwrap_or_else(|| "the connection was closed".to_owned())))
+    }
+}
+
+/// What is behind the lock of a connection.
+pub(super) trait State {
+    /// Who waits on it, and the link, if there is one: it may be closed.
+    fn parts(&mut self) -> (&mut Session, Option<&mut Link>);
+
+    /// Moves everything that moves without waiting.
+    fn pump(&mut self) {
+        if let (session, Some(link)) = self.parts() {
+            link.pump();
+            session.settle(link);
+        }
+    }
+
+    /// Goes on with what waits for memory, and sends what the device takes.
+    fn send(&mut self) {
+        if let (session, Some(link)) = self.parts() {
+            link.retry();
+            link.flush();
+            session.settle(link);
+        }
+    }
+
+    /// Goes on with what waits for memory.
+    fn retry(&mut self) {
+        if let (session, Some(link)) = self.parts() {
+            link.retry();
+            session.settle(link);
+        }
+    }
+
+    /// Hands outcomes to their waiters.
+    fn settle(&mut self) {
+        if let (session, Some(link)) = self.parts() {
+            session.settle(link);
+        }
+    }
+}
+
+/// A connection behind its lock.
+pub(super) trait Locked<'a> {
+    /// What is behind it.
+    type State: State + 'a;
+
+    /// Takes the lock.
+    fn lock(&self) -> MutexGuard<'a, Self::State>;
+
+    /// What a driver sleeps for was taken by another thread.
+    fn taken(&self, _: &mut Self::State) {}
+}
+
+/// Whose turn it is to do the work of a connection, and what that is.
+pub(super) trait Policy<'a>: Locked<'a> {
+    /// Does what a thread has to do beside waiting, if there is something: it serves one request. Tells whether it did.
+    fn serve(
+        &self,
+        state: MutexGuard<'a, Self::State>,
+        mask: Mask<'_>,
+    ) -> (MutexGuard<'a, Self::State>, bool);
+
+    /// What this thread does next.
+    fn turn(&self, state: &mut Self::State, waiter: Waiter) -> Turn;
+
+    /// Whether a spin has found what it is for.
+    fn is_over(&self, state: &mut Self::State, waiter: Waiter) -> bool;
+
+    /// What to sleep for.
+    fn wake(&self, state: &mut Self::State) -> Wake;
+
+    /// Moves what has come; `nothing` has, the time was over.
+    fn move_on(&self, state: &mut Self::State, wake: &Wake, nothing: bool);
+}
+
+/// What a thread does next that waits on a connection.
+pub(super) enum Turn {
+    /// It looks again: something has changed.
+    Look,
+    /// It sleeps beside the driver, at most until then. `serves`: it may have to serve a request in the midst of its own.
+    Sleep { until: Option<Instant>, serves: bool },
+    /// It drives.
+    Drive { spins: bool },
+}
+
+/// What a driver sleeps for.
+pub(super) struct Wake {
+    /// The connection, and what else there is.
+    pub(super) fds: [PollFd; 2],
+    /// Whether it wakes when something comes, and when the connection takes bytes.
+    pub(super) reads: bool,
+    pub(super) writes: bool,
+    /// When there is something to do though nothing comes.
+    pub(super) until: Option<Instant>,
+    /// The peer is nudged if nothing comes within [`NUDGE_AFTER`].
+    pub(super) nudges: bool,
+}
+
+impl Wake {
+    /// `other`: what else wakes it, or -1.
+    pub(super) fn new(
+        (fd, reads, writes): (RawFd, bool, bool),
+        other: RawFd,
+        until: Option<Instant>,
+    ) -> Wake {
+        let fds = [PollFd::new(fd, reads, writes), PollFd::new(other, true, false)];
+        Wake { fds, reads, writes, until, nudges: false }
+    }
+
+    /// Whether the other descriptor is readable.
+    pub(super) fn other_came(&self) -> bool {
+        self.fds[1].readable()
+    }
+}
+
+/// Waits until what is waited for is there, or until `deadline`.
+pub(super) fn wait_for<'a, P: Policy<'a>>(
+    policy: &P,
+    mut state: MutexGuard<'a, P::State>,
+    waiter: Waiter,
+    deadline: Instant,
+    mask: Mask<'_>,
+) -> MutexGuard<'a, P::State> {
+    let mut condition = None;
+    while !state.parts().0.calls.is_over(waiter) && Instant::now() < deadline {
+        state = wait_once(policy, state, waiter, &mut condition, deadline, mask);
+    }
+    state
+}
+
+/// One step of waiting: serves, sleeps beside the driver, or drives.
+pub(super) fn wait_once<'a, P: Policy<'a>>(
+    policy: &P,
+    state: MutexGuard<'a, P::State>,
+    waiter: Waiter,
+    condition: &mut Option<Arc<Condvar>>,
+    deadline: Instant,
+    mask: Mask<'_>,
+) -> MutexGuard<'a, P::State> {
+    let (mut state, served) = policy.serve(state, mask);
+    if served {
+        return state;
+    }
+    match policy.turn(&mut state, waiter) {
+        Turn::Look => state,
+        Turn::Drive { spins } => drive(policy, state, waiter, spins, deadline, mask),
+        Turn::Sleep { until, serves } => {
+            let own = condition.get_or_insert_with(|| Arc::new(Condvar::new())).clone();
+            let session = state.parts().0;
+            session.sleepers.insert(waiter, own.clone());
+            if serves {
+                session.serving_sleeper = Some(own.clone());
+            }
+            let mut state = sleep(&own, state, until.map_or(deadline, |until| deadline.min(until)));
+            // Awake it may serve a request, whose own calls wait here too: to wake it would wake nobody.
+            let session = state.parts().0;
+            session.sleepers.remove(&waiter);
+            if serves {
+                session.serving_sleeper = None;
+            }
+            // Who drives may have gone to sleep before this was to be tried again.
+            state.retry();
+            state
+        }
+    }
+}
+
+/// Sleeps on a condition, at most until `deadline`.
+fn sleep<'a, T>(condition: &Condvar, state: MutexGuard<'a, T>, deadline: Instant) -> MutexGuard<'a, T> {
+    let left = deadline.saturating_duration_since(Instant::now());
+    condition.wait_timeout(state, left).map_or_else(|poisoned| poisoned.into_inner().0, |(state, _)| state)
+}
+
+/// Spins, then sleeps once, then moves what has come.
+fn drive<'a, P: Policy<'a>>(
+    policy: &P,
+    mut state: MutexGuard<'a, P::State>,
+    waiter: Waiter,
+    spins: bool,
+    deadline: Instant,
+    mask: Mask<'_>,
+) -> MutexGuard<'a, P::State> {
+    state.parts().0.begin_to_drive();
+    if spins {
+        let found;
+        (state, found) = spin(policy, state, |state| policy.is_over(state, waiter), || false);
+        if found {
+            state.parts().0.end_to_drive();
+            return state;
+        }
+    }
+    let mut wake = policy.wake(&mut state);
+    let session = state.parts().0;
+    if let Some(driver) = session.own_driver() {
+        let Driver { reads, writes, .. } = &mut session.drivers[driver];
+        (*reads, *writes) = (wake.reads, wake.writes);
+    }
+    drop(state);
+    let until = wake.until.map_or(deadline, |until| deadline.min(until));
+    let mut left = until.saturating_duration_since(Instant::now());
+    if wake.nudges {
+        left = left.min(NUDGE_AFTER);
+    }
+    // An error of poll(2) itself shows up in the next pump, as an error of the device; EINTR is no error here.
+    let came = wait::poll(&mut wake.fds, Some(left), mask);
+    let mut state = policy.lock();
+    policy.move_on(&mut state, &wake, matches!(came, Ok(0)));
+    state.parts().0.end_to_drive();
+    state
+}
+
+/// Moves what has come until `found`, for as long as spinning pays; true when it was. `others`: whether there is something
+/// else to do.
+pub(super) fn spin<'a, L: Locked<'a>>(
+    locked: &L,
+    mut state: MutexGuard<'a, L::State>,
+    mut found: impl FnMut(&mut L::State) -> bool,
+    others: impl Fn() -> bool,
+) -> (MutexGuard<'a, L::State>, bool) {
+    let (session, link) = state.parts();
+    let patience = session.spin.allowed().and_then(|limit| Patience::new(limit, link?));
+    let Some(mut patience) = patience else { return (state, false) };
+    loop {
+        state.pump();
+        if found(&mut state) {
+            state.parts().0.spin.found();
+            return (state, true);
+        }
+        let (session, link) = state.parts();
+        if link.is_none_or(|link| patience.is_over(link)) {
+            session.spin.failed();
+            return (state, false);
+        }
+        if patience.looks_round() && others() {
+            return (state, false);
+        }
+        drop(state);
+        std::hint::spin_loop();
+        state = locked.lock();
+    }
+}
+
+/// Sends a reply, and waits a little while for a peer that does not take it: reading goes on, for two ends that only write
+/// would wait for each other. `fd`: what to wait for. `forked`: reading is left to the parent.
+pub(super) fn reply<'a, L: Locked<'a>>(
+    locked: &L,
+    mut state: MutexGuard<'a, L::State>,
+    (fd, id): (RawFd, RequestId),
+    message: Message,
+    wait: Wait,
+    forked: bool,
+) -> (MutexGuard<'a, L::State>, Result<(), Error>) {
+    let closed = || Err(Error::new(Kind::NotSent, "the connection is closed"));
+    let Some(link) = state.parts().1 else { return (state, closed()) };
+    let serial = link.serial;
+    let mut reply = link.begin_reply(id, message, forked);
+    let mut progress = Progress::new(wait, link.device.taken());
+    let events = if forked { wait::OUT } else { wait::IN | wait::OUT };
+    while reply.waits
+        && let (_, Some(link)) = state.parts()
+        && let Some(left) = progress.left(|| link.device.taken())
+    {
+        drop(state);
+        // An error of poll(2) itself shows up in what follows.
+        let _ = wait::until(fd, events, Some(left), None);
+        state = locked.lock();
+        let (session, Some(link)) = state.parts() else { break };
+        if link.serial != serial {
+            break;
+        }
+        reply.advance(link);
+        if reply.waits && !forked && !session.another_reads() {
+            link.pump();
+            reply.waits = link.engine.closed().is_none();
+        }
+        session.settle(link);
+    }
+    let (session, link) = state.parts();
+    // Somebody else has ended it meanwhile, and what was lent with it; a new one may have taken its place.
+    let Some(link) = link.filter(|link| link.serial == serial) else { return (state, closed()) };
+    let sent = link.end_reply(reply, forked);
+    let taken = !link.done.is_empty() && session.another_reads();
+    session.settle(link);
+    if taken {
+        locked.taken(&mut state);
+    }
+    (state, sent)
+}

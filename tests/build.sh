@@ -40,9 +40,9 @@ mine=("CARGO=$scratch/bin/cargo")
 stale "a first build" "--locked" "${mine[@]}"
 stale "other flags for cargo" "--offline" "${mine[@]}" CARGOFLAGS=--offline
 stale "other features" "--locked --no-default-features" "${mine[@]}" CARGOFLAGS="--locked --no-default-features"
+stale "flags for rustc" "--locked" "${mine[@]}" RUSTFLAGS="--cfg it's"
 stale "back to the usual flags" "--locked" "${mine[@]}"
 stale "another cargo" "--locked" "CARGO=$scratch/bin/other-cargo"
-stale "flags for rustc" "--locked" "${mine[@]}" RUSTFLAGS="--cfg it's"
 stale "another folder for what cargo makes" "--locked" "${mine[@]}" CARGO_TARGET_DIR=target/.
 build "${mine[@]}"
 touch tree/src/lib.rs

@@ -29,6 +29,8 @@ pub struct ServiceLoop {
     state: Mutex<State>,
     /// How many routines run.
     dispatching: AtomicUsize,
+    /// Whether there is something in [`State::left`].
+    left: AtomicBool,
     /// The connection that served last, and since when no other one has, in nanoseconds of [`now_ns`].
     last: AtomicUsize,
     since: AtomicU64,
@@ -124,6 +126,7 @@ impl ServiceLoop {
             away: AtomicBool::new(false),
             state: Mutex::new(State { dispatching: Vec::new(), begun: 0, left: Vec::new() }),
             dispatching: AtomicUsize::new(0),
+            left: AtomicBool::new(false),
             last: AtomicUsize::new(0),
             since: AtomicU64::new(0),
         }
@@ -217,6 +220,7 @@ impl ServiceLoop {
         }
         let left = step().filter(|fd| !state.left.contains(fd));
         state.left.extend(left);
+        self.left.store(!state.left.is_empty(), Relaxed);
         Some(state.dispatching.is_empty() && left.is_some())
     }
 
@@ -226,16 +230,19 @@ impl ServiceLoop {
         if !state.left.contains(&fd) {
             state.left.push(fd);
         }
+        self.left.store(true, Relaxed);
     }
 
     /// The connections with such requests.
     pub fn take_left(&self) -> Vec<RawFd> {
-        std::mem::take(&mut self.state().left)
+        let mut state = self.state();
+        self.left.store(false, Relaxed);
+        std::mem::take(&mut state.left)
     }
 
     /// Whether there are some.
     pub fn has_left(&self) -> bool {
-        !self.state().left.is_empty()
+        self.left.load(Relaxed)
     }
 
     /// Whether this is the loop's thread outside of dispatch routines, and something was left: nobody else tells it.

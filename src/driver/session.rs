@@ -435,18 +435,19 @@ pub(super) fn reply<'a, L: Locked<'a>>(
     mut state: MutexGuard<'a, L::State>,
     (fd, id): (RawFd, RequestId),
     message: Message,
-    wait: Wait,
+    patience: Wait,
     forked: bool,
 ) -> (MutexGuard<'a, L::State>, Result<(), Error>) {
     let closed = || Err(Error::new(Kind::NotSent, "the connection is closed"));
     let Some(link) = state.parts().1 else { return (state, closed()) };
     let serial = link.serial;
     let mut reply = link.begin_reply(id, message, forked);
-    let mut progress = Progress::new(wait, link.device.taken());
+    let mut progress = None;
     let events = if forked { wait::OUT } else { wait::IN | wait::OUT };
     while reply.waits
         && let (_, Some(link)) = state.parts()
-        && let Some(left) = progress.left(|| link.device.taken())
+        && let taken = link.device.taken()
+        && let Some(left) = progress.get_or_insert_with(|| Progress::new(patience, taken)).left(|| taken)
     {
         drop(state);
         // An error of poll(2) itself shows up in what follows.

@@ -100,15 +100,16 @@ pub enum Crc {
     No,
 }
 
+/// The words for devices: software iWARP, and adapters (iWARP ones among them).
+pub const DEVICES: &[&str] = &["iwarp", "verbs"];
+
 /// A choice of device.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Provider {
     /// The best one for each peer.
     Auto,
-    /// Software iWARP.
-    Iwarp,
-    /// Adapters, iWARP ones among them.
-    Verbs,
+    /// The one of this word.
+    Only(&'static str),
 }
 
 /// Whether moved servers, which may trust the address of a caller, are served over adapters.
@@ -373,7 +374,8 @@ const TABLE: &[Setting] = &[
         default: "auto",
         meaning: "the device: verbs (RDMA adapters), iwarp (software iWARP over TCP), or auto",
         set: |config, value| {
-            let choices = [("auto", Provider::Auto), ("iwarp", Provider::Iwarp), ("verbs", Provider::Verbs)];
+            let devices = DEVICES.iter().map(|word| (*word, Provider::Only(word)));
+            let choices = [("auto", Provider::Auto)].into_iter().chain(devices).collect::<Vec<_>>();
             one_of(value, &choices).map(|provider| config.provider = provider).map_err(
                 |allowed| match value {
                     "local" => format!("{allowed}: {value} is not built in"),
@@ -506,20 +508,21 @@ impl Default for Config {
 }
 
 impl Config {
-    /// Longest reply that a client makes room for, in bytes of results.
-    pub fn max_reply(&self, adapter: bool) -> usize {
-        self.max_reply.unwrap_or(if adapter { MAX_REPLY_ADAPTER } else { MAX_REPLY })
+    /// Longest reply that a client makes room for, in bytes of results. `locked`: in memory that is locked.
+    pub fn max_reply(&self, locked: bool) -> usize {
+        self.max_reply.unwrap_or(if locked { MAX_REPLY_ADAPTER } else { MAX_REPLY })
     }
 
-    /// Bytes of the Receives that a connection begins with, and most bytes of those that its peer may ask for.
-    pub fn receive_sizes(&self, adapter: bool) -> (usize, usize) {
+    /// Bytes of the Receives that a connection begins with, and most bytes of those that its peer may ask for. `locked`: in
+    /// memory that is locked.
+    pub fn receive_sizes(&self, locked: bool) -> (usize, usize) {
         if self.version == Version::One {
             return (self.inline, self.inline);
         }
         // draft-cel-nfsv4-rpcrdma-version-two-01 §2.3: "RPC-over-RDMA Version Two receiver implementations MUST
         // support an inline threshold of 4096 bytes, but MAY support larger inline threshold values."
         let first = self.inline.max(4096);
-        (first, first.max(self.max_inline.unwrap_or(if adapter { first } else { MAX_INLINE })))
+        (first, first.max(self.max_inline.unwrap_or(if locked { first } else { MAX_INLINE })))
     }
 
     /// The settings that an environment and the text of a file make, as far as they are understood, and what is wrong
@@ -793,7 +796,7 @@ mod tests {
             by_reference: true,
             crc: Crc::No,
             poll: Duration::ZERO,
-            provider: Provider::Iwarp,
+            provider: Provider::Only("iwarp"),
             redirect: vec![Netid::Tcp, Netid::Udp6],
             redirect_programs: Some(vec![100003, 0x20000001]),
             redirect_adapters: RedirectAdapters::No,

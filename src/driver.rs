@@ -32,6 +32,7 @@ use crate::connection::characteristics::Wish;
 use crate::connection::{Connection, Expect, RPC_HEADER_MAX, RequestId};
 use crate::error::Error;
 use crate::memory::{Buf, Loan, Memory, Message, Region, Sink};
+use crate::provider::Traits;
 use crate::signals;
 use crate::stats::{self, Counter};
 use crate::wire::Xid;
@@ -52,7 +53,7 @@ mod server;
 pub mod service_loop;
 mod session;
 mod spin;
-mod start;
+pub mod start;
 
 pub use backlog::{Wait, send_rest};
 pub use client::Client;
@@ -60,7 +61,7 @@ pub use link::Link;
 pub use peer::Peer;
 pub use reverse::Reverse;
 pub use server::{Next, Server, Shared, Stage, next};
-pub use start::{Attempt, Room, START_TIMEOUT, adapter_options};
+pub use start::{Room, START_TIMEOUT};
 
 /// Requests of one connection that are served before the program's loop looks at the others again.
 const TURN: u32 = 64;
@@ -87,8 +88,8 @@ pub trait Requester: Send + Sync {
     /// The descriptor that the program knows the connection by.
     fn fd(&self) -> RawFd;
 
-    /// Whether it goes over an adapter.
-    fn adapter(&self) -> bool;
+    /// What the device is like that it goes over.
+    fn traits(&self) -> &'static Traits;
 
     /// Memory to encode into.
     ///
@@ -156,9 +157,9 @@ pub trait Requester: Send + Sync {
         REPLY_HEADER
     }
 
-    /// Results from this length on are received in the program's own memory: an adapter has to register it.
+    /// Results from this length on are received in the program's own memory.
     fn place_min(&self) -> usize {
-        if self.adapter() { 64 << 10 } else { LEND_MIN }
+        self.traits().place_min.max(LEND_MIN)
     }
 
     /// Makes a call: `message` begins with `xid`. Returns the RPC reply in stream order.

@@ -1,8 +1,8 @@
 //! What a device must offer: a connected queue pair that speaks verbs.
 //!
-//! The engine and the driver above know this trait and nothing of the device below it. One implementation exists
-//! per device: [`iwarp`] (software iWARP on a TCP socket) and [`verbs`] (adapters); shared memory takes its place beside
-//! them.
+//! The engine and the driver above know this trait, and of the device below it what its [`Traits`] say. One implementation
+//! exists per device of [`DEVICES`]: [`iwarp`] (software iWARP on a TCP socket) and `verbs` (adapters). How a connection
+//! comes about is up to its [`Device`].
 //!
 //! # Contract
 //! - Nothing blocks. `post*` queue work and start it; [`QueuePair::poll`] moves bytes both ways and returns at most one
@@ -23,10 +23,16 @@ use crate::error::Error;
 use crate::memory::{Areas, Region, Sink, Slabs};
 use crate::wire::{Handle, Segment};
 
+mod device;
+#[cfg(test)]
 pub mod fault;
 pub mod iwarp;
-#[cfg_attr(not(feature = "verbs"), path = "provider/no_verbs.rs")]
+#[cfg(feature = "verbs")]
 pub mod verbs;
+
+pub use device::{
+    Accepted, DEVICES, Device, Knock, Listener, NEEDS_ROOM, Options, Places, Shortage, Traits, Way,
+};
 
 /// What a device and the negotiation with the peer allow.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -106,6 +112,12 @@ pub trait QueuePair: Send {
     fn establish(&mut self) -> Result<bool, Error> {
         Ok(true)
     }
+
+    /// What the device is like.
+    fn traits(&self) -> &'static Traits;
+
+    /// The socket that it goes over, if any, has another descriptor from here on.
+    fn rename(&mut self, _socket: RawFd) {}
 
     /// Memory that the device knows already: Receives must lie there, and what lies there is sent without a copy.
     fn slabs(&self) -> Option<Arc<Slabs>> {

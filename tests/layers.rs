@@ -84,6 +84,29 @@ fn a_module_uses_only_modules_below_it() {
     assert!(wrong.is_empty(), "{wrong:#?}");
 }
 
+/// Above `provider` a device is what its traits say; the words of the configuration for devices are strings.
+#[test]
+fn nothing_above_the_providers_names_a_device() {
+    let devices = ["iwarp", "verbs"];
+    let mut wrong = Vec::new();
+    for (path, text) in sources() {
+        // Tests connect real devices to each other.
+        if module(&path) == "provider" || path.ends_with("driver/load.rs") {
+            continue;
+        }
+        let code = text.split("mod tests {").next().unwrap_or(&text);
+        for line in code.lines().filter(|line| !line.trim_start().starts_with("//")) {
+            // What stands in quotation marks is for people.
+            let code: String = line.split('"').step_by(2).collect();
+            let words = code.split(|c: char| !c.is_alphanumeric() && c != '_');
+            if words.map(str::to_lowercase).any(|word| devices.contains(&&*word)) {
+                wrong.push(format!("{}: {}", path.display(), line.trim()));
+            }
+        }
+    }
+    assert!(wrong.is_empty(), "{wrong:#?}");
+}
+
 #[test]
 fn every_c_function_starts_with_the_guard() {
     let mut wrong = Vec::new();

@@ -342,7 +342,7 @@ pub fn send_rest(servers: &[Arc<Shared>], wait: Wait) {
                     if let Some(rest) = server.rest() {
                         bytes += rest.unsent();
                         taken = taken.wrapping_add(rest.taken());
-                        fds.push(PollFd::new(server.fd, server.adapter, server.wants_write()));
+                        fds.push(PollFd::new(server.fd, !server.traits.socket, server.wants_write()));
                     }
                 }
                 Err(TryLockError::WouldBlock) => busy = true,
@@ -395,7 +395,7 @@ mod tests {
     use crate::driver::Responder;
     use crate::driver::memory;
     use crate::driver::server::Next;
-    use crate::driver::start::options;
+    use crate::driver::start::tests::iwarp_options;
     use crate::driver::start::versions;
     use crate::driver::{server, session};
     use crate::memory::Program;
@@ -442,7 +442,8 @@ mod tests {
     /// Two ends of a connection that leaves the kernel little room. The client's does nothing but what a test has it do.
     fn join() -> (Link, Shared, [TcpStream; 2]) {
         let (active, passive) = pair();
-        let mut device = Iwarp::initiator(active.as_raw_fd(), options(config(), active.as_raw_fd())).unwrap();
+        let mut device =
+            Iwarp::initiator(active.as_raw_fd(), iwarp_options(config(), active.as_raw_fd())).unwrap();
         let mut server = Server::accept(passive.as_raw_fd(), config()).unwrap();
         while !device.establish().unwrap() {
             assert!(server.receive().is_none());

@@ -94,7 +94,7 @@ impl Client {
         for (place, word) in null[8..20].chunks_exact_mut(4).zip([2, program, version]) {
             place.copy_from_slice(&word.to_be_bytes());
         }
-        if !self.adapter() {
+        if self.traits().socket {
             socket::keep_alive(self.fd);
         }
         let mut state = self.lock();

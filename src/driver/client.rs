@@ -5,7 +5,7 @@ use crate::fork;
 use crate::thread;
 use std::net::SocketAddr;
 use std::os::fd::RawFd;
-use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
+use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard};
 use std::time::{Duration, Instant};
 
@@ -15,7 +15,7 @@ use crate::connection::{Expect, Role};
 use crate::error::{Error, Kind};
 use crate::memory::{Buf, Loan, Memory, Message, Region};
 use crate::process::{self, Identity};
-use crate::provider::iwarp::Iwarp;
+use crate::provider::{DEVICES, Device, Traits};
 use crate::socket;
 use crate::wire::Xid;
 use crate::wire::characteristics::Characteristic;
@@ -27,7 +27,7 @@ use super::link::Link;
 use super::peer::Peer;
 use super::renewal::Renewal;
 use super::session::{self, Locked, Policy, Session, State, Turn, Wake};
-use super::start::{Room, establish, options, versions};
+use super::start::{Room, connect_over, establish, versions};
 use super::{Mask, REPLY_HEADER, Requester, Standing, memory};
 
 /// How often a peer that has not answered the first call is nudged.
@@ -38,12 +38,12 @@ const AGREE_WAIT: Duration = Duration::from_secs(2);
 
 /// A requester's connection.
 pub struct Client {
-    /// The socket that it is known by, and that it runs over unless an adapter does.
+    /// The socket that it is known by, and that it runs over if its device goes over one.
     pub(super) fd: RawFd,
     /// Where it goes.
     pub(super) to: Option<SocketAddr>,
-    /// Changes with the state.
-    pub(super) adapter: AtomicBool,
+    /// What it goes over, by its place in [`DEVICES`]. Changes with the state.
+    device: AtomicUsize,
     pub(super) room: Room,
     pub(super) config: &'static Config,
     memory: Arc<Memory>,
@@ -100,19 +100,18 @@ impl Client {
         // Now: a peer that resets the connection at once leaves a socket without an address.
         let to = socket::peer(fd);
         let link = Client::start(fd, config, versions(config), deadline, mask)?;
-        Ok(Client::with(fd, to, None, config, link))
+        Ok(Client::with(fd, to, Room::Same, config, link))
     }
 
     pub(super) fn with(
         fd: RawFd,
         to: Option<SocketAddr>,
-        adapter: Option<Room>,
+        room: Room,
         config: &'static Config,
         link: Link,
     ) -> Arc<Client> {
-        let (adapter, room) = (adapter.is_some(), adapter.unwrap_or(Room::Same));
-        // That of an adapter knows the memory of its connection.
-        let memory = if adapter { memory(config) } else { link.memory.clone() };
+        let traits = link.device.traits();
+        let memory = if traits.own_memory { memory(config) } else { link.memory.clone() };
         let state = Waiting {
             link,
             session: Session::new(config.poll),
@@ -133,9 +132,9 @@ impl Client {
                 receive_size: None,
             },
         };
-        let adapter = AtomicBool::new(adapter);
+        let device = AtomicUsize::new(place(traits));
         let state = Mutex::new(state);
-        Arc::new(Client { fd, to, adapter, room, config, memory, state, quiet: Condvar::new() })
+        Arc::new(Client { fd, to, device, room, config, memory, state, quiet: Condvar::new() })
     }
 
     pub(super) fn start(
@@ -145,11 +144,21 @@ impl Client {
         deadline: Instant,
         mask: Mask<'_>,
     ) -> Result<Link, Error> {
-        let mut device = Iwarp::initiator(fd, options(config, fd))?;
-        if !establish(&mut device, deadline, mask)? {
+        let mut device = connect_over(fd, config)?;
+        if !establish(&mut *device, deadline, mask)? {
             return Err(Error::new(Kind::Timeout, "the peer did not answer the MPA Request in time"));
         }
-        Ok(Link::new(Role::Client, config, versions, Box::new(device), &memory(config)))
+        Ok(Link::new(Role::Client, config, versions, device, &memory(config)))
+    }
+
+    /// What it goes over.
+    pub(super) fn device(&self) -> &'static dyn Device {
+        DEVICES[self.device.load(Relaxed)]
+    }
+
+    /// It goes over such a device from here on.
+    pub(super) fn changes_to(&self, traits: &Traits) {
+        self.device.store(place(traits), Relaxed);
     }
 
     /// Whether the descriptor is still this connection's socket.
@@ -386,13 +395,17 @@ impl Requester for Client {
         self.fd
     }
 
-    fn adapter(&self) -> bool {
-        self.adapter.load(Relaxed)
+    fn traits(&self) -> &'static Traits {
+        self.device().traits()
     }
 
     fn message(&self) -> Result<Buf, Error> {
-        // Over an adapter a new connection brings new memory with it.
-        if self.adapter() { Ok(self.lock().link.memory.message()?) } else { Ok(self.memory.message()?) }
+        // A new connection may bring new memory with it.
+        if self.traits().own_memory {
+            Ok(self.lock().link.memory.message()?)
+        } else {
+            Ok(self.memory.message()?)
+        }
     }
 
     fn fresh_xid(&self) -> Xid {
@@ -408,8 +421,8 @@ impl Requester for Client {
         deadline: Instant,
         mask: Mask<'_>,
     ) -> Result<Vec<Region>, Error> {
-        // Over an adapter nothing else would tell that the program has closed the socket.
-        if self.adapter() && !self.alive() {
+        // Nothing else would tell that the program has closed a socket that the connection does not go over.
+        if !self.traits().socket && !self.alive() {
             return Err(Error::new(Kind::NotSent, "the descriptor was closed"));
         }
         let mut state = self.lock();
@@ -497,8 +510,13 @@ impl Requester for Client {
     fn max_reply(&self, config: &Config) -> usize {
         let areas = config.max_reply.is_none().then(|| self.lock().link.device.areas()).flatten();
         let room = areas.map(|areas| config.max_reply(false).min(areas.size() - REPLY_HEADER));
-        room.unwrap_or_else(|| config.max_reply(self.adapter()))
+        room.unwrap_or_else(|| config.max_reply(self.traits().locked_memory))
     }
+}
+
+/// The place of a device in [`DEVICES`].
+fn place(traits: &Traits) -> usize {
+    DEVICES.iter().position(|device| std::ptr::eq(device.traits(), traits)).unwrap_or_default()
 }
 
 impl Waiting {

@@ -2,9 +2,13 @@
 //! the program's. What the engine owes its peer, credits above all, is asserted by a [`Fault`] around each device.
 #![forbid(unsafe_code)]
 
+#[cfg(feature = "verbs")]
 use crate::config::Provider;
 use crate::driver::REPLY_HEADER;
-use crate::driver::start::adapter_options;
+#[cfg(feature = "verbs")]
+use crate::driver::start::options;
+use crate::driver::start::tests::iwarp_options;
+#[cfg(feature = "verbs")]
 use crate::provider::verbs;
 use std::net::{TcpListener, TcpStream};
 use std::os::fd::{AsRawFd, RawFd};
@@ -19,7 +23,7 @@ use super::link::Link;
 use super::reverse::{Hooks, Reverse};
 use super::server::{Next, Server, Shared, locked, next};
 use super::service_loop;
-use super::start::{options, versions};
+use super::start::{Room, versions};
 use super::{Mask, Requester, Responder, memory};
 use crate::config::{Config, Version};
 use crate::connection::characteristics::Wish;
@@ -88,8 +92,8 @@ fn join(
 ) -> Arc<Ends> {
     let [(active, first), (passive, second)] = devices.map(Fault::new);
     let link = Link::new(Role::Client, config, versions(config), Box::new(active), &memory(config));
-    let client = Client::with(fds[0], socket::peer(fds[0]), None, config, link);
-    let mut server = Server::with(fds[1], Box::new(passive), false, None, config);
+    let client = Client::with(fds[0], socket::peer(fds[0]), Room::Same, config, link);
+    let mut server = Server::with(fds[1], Box::new(passive), None, config);
     server.receive();
     assert!(server.link().is_some(), "established");
     server.session.calls.next_xid = 1000;
@@ -116,8 +120,8 @@ fn over_tcp(config: &'static Config) -> Arc<Ends> {
     let active = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
     let (passive, _) = listener.accept().unwrap();
     let fds = [active.as_raw_fd(), passive.as_raw_fd()];
-    let mut first = Iwarp::initiator(fds[0], options(config, fds[0])).unwrap();
-    let mut second = Iwarp::responder(fds[1], options(config, fds[1])).unwrap();
+    let mut first = Iwarp::initiator(fds[0], iwarp_options(config, fds[0])).unwrap();
+    let mut second = Iwarp::responder(fds[1], iwarp_options(config, fds[1])).unwrap();
     while !(second.establish().unwrap() & first.establish().unwrap()) {}
     join(config, fds, [Box::new(first), Box::new(second)], vec![active, passive])
 }
@@ -352,8 +356,8 @@ fn both_directions_under_a_million_calls_lose_nothing_and_exceed_no_credit() {
 fn both_directions_under_load_on_a_device() {
     let _one = ONE.lock().unwrap_or_else(|e| e.into_inner());
     // iWARP devices too.
-    let config = config(|config| config.provider = Provider::Verbs);
-    let devices = verbs::tests::connected(&adapter_options(config));
+    let config = config(|config| config.provider = Provider::Only("verbs"));
+    let devices = verbs::tests::connected(&options(config, &verbs::TRAITS));
     let fds = [devices[1].fd(), devices[0].fd()];
     let [passive, active] = devices;
     load(&join(config, fds, [active, passive], Vec::new()), 3200, false);
@@ -366,10 +370,10 @@ fn both_directions_under_load_on_a_device() {
 fn receives_grow_under_load_on_a_device() {
     let _one = ONE.lock().unwrap_or_else(|e| e.into_inner());
     let config = config(|config| {
-        (config.provider, config.version) = (Provider::Verbs, Version::Auto);
+        (config.provider, config.version) = (Provider::Only("verbs"), Version::Auto);
         config.max_inline = Some(64 << 10);
     });
-    let devices = verbs::tests::connected(&adapter_options(config));
+    let devices = verbs::tests::connected(&options(config, &verbs::TRAITS));
     let fds = [devices[1].fd(), devices[0].fd()];
     let [passive, active] = devices;
     longer_receives(&join(config, fds, [active, passive], Vec::new()));

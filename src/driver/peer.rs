@@ -163,7 +163,7 @@ mod tests {
     use crate::driver::client::Client;
     use crate::driver::server::Server;
     use crate::driver::start::establish;
-    use crate::driver::start::options;
+    use crate::driver::start::tests::iwarp_options;
     use crate::provider::iwarp::Iwarp;
     use crate::wait;
 
@@ -306,7 +306,7 @@ mod tests {
             scope.spawn(|| {
                 let first = next(&listener);
                 let mut device =
-                    Iwarp::responder(first.as_raw_fd(), options(config(Version::One), 0)).unwrap();
+                    Iwarp::responder(first.as_raw_fd(), iwarp_options(config(Version::One), 0)).unwrap();
                 assert!(establish(&mut device, Instant::now() + PATIENCE, None).unwrap());
                 drop((device, first));
                 let second = next(&listener);

@@ -16,20 +16,15 @@
 use crate::fork;
 use crate::socket;
 use crate::thread;
-use std::os::fd::{AsRawFd, OwnedFd};
-
 use std::os::fd::RawFd;
 use std::sync::MutexGuard;
-use std::sync::atomic::Ordering::Relaxed;
 use std::time::{Duration, Instant};
 
-use crate::config::Provider;
 use crate::connection::{Expect, RPC_HEADER_MAX, Role};
-use crate::error::{Error, Kind, os_text};
+use crate::error::{Error, Kind};
 use crate::memory::Message;
 use crate::process;
-use crate::provider::QueuePair;
-use crate::provider::iwarp::Iwarp;
+use crate::provider::{Device, QueuePair};
 use crate::stats::{self, Counter};
 use crate::wait::{self};
 use crate::wire::Xid;
@@ -40,11 +35,11 @@ use super::calls::Waiter;
 use super::client::{Client, Waiting};
 use super::link::Link;
 use super::session::{self, State};
-use super::start::{Attempt, START_TIMEOUT, options};
+use super::start::{self, Anew, START_TIMEOUT};
 use super::{Mask, Requester, memory, null_call, with_xid};
 
-/// How long an adapter may take where software iWARP is possible too: towards a host without one nothing ever answers.
-const ADAPTER_ALONE: Duration = Duration::from_secs(2);
+/// How long a device may take where another one may take its place: towards a host without one nothing may ever answer.
+const FIRST_ALONE: Duration = Duration::from_secs(2);
 
 /// A connection that is to be replaced.
 pub(super) struct Renewal {
@@ -54,77 +49,10 @@ pub(super) struct Renewal {
     attempt: Option<(Anew, Instant)>,
     /// Attempts that have failed for good, and why the last one did.
     failed: (u32, Option<Error>),
-    /// The last attempt went over an adapter and has failed, and software iWARP may take its place.
-    software: bool,
+    /// What takes the place of the device that the connection went over, over which the last attempt has failed.
+    instead: Option<&'static dyn Device>,
     /// Calls that go over the new connection, in their order.
     parked: Vec<(Xid, Message, Expect)>,
-}
-
-/// A connection on its way.
-enum Anew {
-    /// connect(2) is under way, or the MPA startup is.
-    Socket(OwnedFd, Option<Box<Iwarp>>),
-    Adapter(Box<dyn QueuePair>),
-}
-
-impl Anew {
-    /// `software`: over an adapter it could not be made.
-    fn start(client: &Client, software: bool) -> Result<Anew, Error> {
-        let Some(to) = client.to else {
-            return Err(Error::new(Kind::Os(libc::ENOTCONN), "the address of the peer is not known"));
-        };
-        if client.adapter() && !software {
-            return Ok(Anew::Adapter(Attempt::start(to, client.room, client.config)?.device));
-        }
-        let socket = socket::connect_beside(client.fd, to).map_err(|e| client.cannot_connect(e))?;
-        Ok(Anew::Socket(socket, None))
-    }
-
-    /// One step, which does not wait. True when the connection is established.
-    fn step(&mut self, client: &Client) -> Result<bool, Error> {
-        match self {
-            Anew::Socket(_, Some(device)) => device.establish(),
-            Anew::Socket(socket, device) => {
-                let fd = socket.as_raw_fd();
-                if !socket::connected(fd).map_err(|e| client.cannot_connect(e))? {
-                    return Ok(false);
-                }
-                device.insert(Box::new(Iwarp::initiator(fd, options(client.config, fd))?)).establish()
-            }
-            Anew::Adapter(device) => device.establish(),
-        }
-    }
-
-    /// How long it may take.
-    fn patience(&self, client: &Client) -> Duration {
-        match self {
-            Anew::Adapter(_) if client.may_change() => ADAPTER_ALONE,
-            _ => START_TIMEOUT,
-        }
-    }
-
-    /// What to wait for, and whether it is to become writable.
-    fn fd(&self) -> (RawFd, bool) {
-        match self {
-            Anew::Socket(socket, device) => {
-                (socket.as_raw_fd(), device.as_ref().is_none_or(|device| device.wants_write()))
-            }
-            Anew::Adapter(device) => (device.fd(), device.wants_write()),
-        }
-    }
-
-    /// The device, with `fd` as its descriptor if it goes over a socket.
-    fn finish(self, fd: RawFd) -> Result<Box<dyn QueuePair>, Error> {
-        match self {
-            Anew::Socket(socket, Some(mut device)) => {
-                socket::take_place(socket, fd)?;
-                device.rename(fd);
-                Ok(device)
-            }
-            Anew::Socket(_, None) => Err(Error::new(Kind::Invalid, "the connection is not established")),
-            Anew::Adapter(device) => Ok(device),
-        }
-    }
 }
 
 impl Renewal {
@@ -162,16 +90,10 @@ impl Renewal {
 }
 
 impl Client {
-    fn cannot_connect(&self, e: std::io::Error) -> Error {
-        let to = self.to.map_or_else(String::new, |to| format!(" to {to}"));
-        let text = format!("cannot connect{to}: {}", os_text(&e));
-        Error::new(Error::from(e).kind(), text)
-    }
-
     /// Gives the connection up if it is of no use any more.
     pub(super) fn look(&self, state: &mut Waiting) {
-        // Who sleeps on an adapter's descriptor would not notice that it is another one by now.
-        if state.renewal.is_some() || (self.adapter() && state.session.is_driven()) {
+        // Who sleeps on a device's own descriptor would not notice that it is another one by now.
+        if state.renewal.is_some() || (!self.traits().socket && state.session.is_driven()) {
             return;
         }
         let open = state.link.engine.closed().is_none();
@@ -239,53 +161,46 @@ impl Client {
                 let text = "the peer did not accept the new connection in time";
                 return self.attempt_failed(state, Error::new(Kind::Timeout, text));
             }
-            None => match Anew::start(self, renewal.software) {
-                Ok(attempt) => {
-                    let until = now + attempt.patience(self);
-                    (attempt, until)
+            None => {
+                let device = renewal.instead.unwrap_or(self.device());
+                match Anew::start(device, self.fd, self.to, self.room, self.config) {
+                    Ok(attempt) => {
+                        let next = start::next(self.config, device.traits());
+                        (attempt, now + if next.is_some() { FIRST_ALONE } else { START_TIMEOUT })
+                    }
+                    Err(error) => return self.attempt_failed(state, error),
                 }
-                Err(error) => return self.attempt_failed(state, error),
-            },
+            }
         };
-        match attempt.step(self) {
+        match attempt.step(self.config) {
             Ok(false) => {
                 renewal.attempt = Some((attempt, until));
                 state.rearm();
             }
-            Ok(true) => {
-                let adapter = matches!(attempt, Anew::Adapter(_));
-                match attempt.finish(self.fd) {
-                    Ok(device) => {
-                        self.adapter.store(adapter, Relaxed);
-                        self.install(state, device);
-                    }
-                    Err(error) => self.attempt_failed(state, error),
+            Ok(true) => match attempt.finish(self.fd) {
+                Ok(device) => {
+                    self.changes_to(device.traits());
+                    self.install(state, device);
                 }
-            }
+                Err(error) => self.attempt_failed(state, error),
+            },
             Err(error) => self.attempt_failed(state, error),
         }
     }
 
-    /// Whether software iWARP may take the place of the adapter.
-    fn may_change(&self) -> bool {
-        self.adapter() && self.config.provider == Provider::Auto
-    }
-
     /// An attempt has failed: the next one takes another way, if there is one.
     fn attempt_failed(&self, state: &mut Waiting, error: Error) {
-        match &mut state.renewal {
-            Some(renewal) if self.may_change() && !renewal.software => {
-                let fd = self.fd;
-                log_info!("fd {fd}: no new connection over an adapter: software iWARP is tried: {error}");
-                (renewal.attempt, renewal.software) = (None, true);
-                self.step(state);
+        if let Some(renewal) = &mut state.renewal {
+            let failed = renewal.instead.unwrap_or(self.device()).traits();
+            renewal.instead = start::next(self.config, failed);
+            if let Some(next) = renewal.instead {
+                let (fd, title) = (self.fd, next.traits().title);
+                log_info!("fd {fd}: no new connection over {}: {title} is tried: {error}", failed.name);
+                renewal.attempt = None;
+                return self.step(state);
             }
-            Some(renewal) => {
-                renewal.software = false;
-                state.attempt_failed(error);
-            }
-            None => state.attempt_failed(error),
         }
+        state.attempt_failed(error);
     }
 
     /// Goes on over the new connection.
@@ -311,7 +226,7 @@ impl Client {
             session.calls.requests.repeat(link);
         }
         link.drain();
-        if state.serving.is_some() && !self.adapter() {
+        if state.serving.is_some() && self.traits().socket {
             socket::keep_alive(self.fd);
         }
         state.resume_serving();
@@ -395,7 +310,7 @@ impl Waiting {
         }
         // They sleep on the old connection, whose end wakes them, and see what has become of it.
         self.session.forget_drivers();
-        self.renewal = Some(Renewal { why, attempt: None, failed: (0, None), software: false, parked });
+        self.renewal = Some(Renewal { why, attempt: None, failed: (0, None), instead: None, parked });
         self.session.wake_all();
     }
 
@@ -476,6 +391,8 @@ mod tests {
     use super::super::client::tests::{PATIENCE, until};
     use super::*;
     use crate::config::Config;
+    #[cfg(feature = "verbs")]
+    use crate::config::Provider;
     use crate::config::Version;
     use crate::connection::Request;
     use crate::driver::Responder;
@@ -594,16 +511,27 @@ mod tests {
         }
     }
 
-    /// A connection that went over an adapter, as far as its CLIENT knows.
-    fn over_adapter(socket: &TcpStream, config: &'static Config) -> Arc<Client> {
-        let link = Client::start(socket.as_raw_fd(), config, Versions::ONE, soon(), None).unwrap();
-        let to = socket.peer_addr().ok();
-        Client::with(socket.as_raw_fd(), to, Some(Room::Same), config, link)
+    /// The same, but for the choice of the device.
+    #[cfg(feature = "verbs")]
+    fn any_device(config: &Config) -> &'static Config {
+        Box::leak(Box::new(Config { provider: Provider::Auto, ..config.clone() }))
     }
 
+    #[cfg(feature = "verbs")]
+    /// A connection that went over an adapter, as far as its CLIENT knows.
+    fn over_adapter(socket: &TcpStream, config: &'static Config) -> Arc<Client> {
+        let link =
+            Client::start(socket.as_raw_fd(), any_device(config), Versions::ONE, soon(), None).unwrap();
+        let to = socket.peer_addr().ok();
+        let client = Client::with(socket.as_raw_fd(), to, Room::Same, config, link);
+        client.changes_to(&crate::provider::verbs::TRAITS);
+        client
+    }
+
+    #[cfg(feature = "verbs")]
     #[test]
     fn what_an_adapter_does_not_bring_back_software_iwarp_does_if_it_may() {
-        for (provider, comes_back) in [(Provider::Auto, true), (Provider::Verbs, false)] {
+        for (provider, comes_back) in [(Provider::Auto, true), (Provider::Only("verbs"), false)] {
             let config: &'static Config =
                 Box::leak(Box::new(Config { provider, version: Version::One, ..config(2).clone() }));
             let (listener, socket, config) = connect(config);
@@ -611,24 +539,24 @@ mod tests {
                 let _hangup = Hangup(&socket);
                 let (told, over) = mpsc::channel::<()>();
                 scope.spawn(move || {
-                    let first = Peer::accept(&listener, config);
+                    let first = Peer::accept(&listener, any_device(config));
                     first.answer(first.next().unwrap());
                     let _lost = first.next().unwrap();
                     drop(first);
                     if comes_back {
-                        Peer::accept(&listener, config).serve();
+                        Peer::accept(&listener, any_device(config)).serve();
                     }
                     let _ = over.recv();
                 });
                 let client = over_adapter(&socket, config);
                 call(&client, soon()).unwrap();
-                assert!(client.adapter());
+                assert!(!client.traits().socket);
                 // The server goes, and its adapter with it; a call that timed out has the connection replaced.
                 assert!(call(&client, soon()).is_err());
                 client.lock().give_up(Error::new(Kind::Timeout, "gone"));
                 let outcome = call(&client, soon());
                 assert_eq!(outcome.is_ok(), comes_back, "{provider:?}: {outcome:?}");
-                assert_eq!(client.adapter(), !comes_back);
+                assert_eq!(client.traits().socket, comes_back);
                 drop(told);
             });
         }

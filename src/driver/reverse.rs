@@ -14,6 +14,7 @@
 #![forbid(unsafe_code)]
 
 use crate::process;
+use crate::provider::Traits;
 use crate::wait;
 use std::cell::Cell;
 use std::os::fd::RawFd;
@@ -304,8 +305,8 @@ impl Requester for Reverse {
         locked(&self.server()).fd
     }
 
-    fn adapter(&self) -> bool {
-        locked(&self.server()).adapter
+    fn traits(&self) -> &'static Traits {
+        locked(&self.server()).traits
     }
 
     fn message(&self) -> Result<Buf, Error> {

@@ -14,8 +14,7 @@ use crate::config::Config;
 use crate::connection::{Request, RequestId, Role};
 use crate::error::{Error, Kind};
 use crate::memory::{Buf, Loan, Message};
-use crate::provider::QueuePair;
-use crate::provider::iwarp::Iwarp;
+use crate::provider::{QueuePair, Traits};
 use crate::stats::{self, Counter};
 use crate::{log_info, log_warn, socket};
 
@@ -23,7 +22,7 @@ use super::backlog::{Backlog, Wait};
 use super::link::Link;
 use super::service_loop::{self, ServiceLoop};
 use super::session::{self, Locked, Session, State};
-use super::start::{START_TIMEOUT, options, versions};
+use super::start::{self, START_TIMEOUT, versions};
 use super::{Responder, TURN, memory};
 
 /// While others wait for the memory that pulled Calls hold, a peer has so long to send what it was asked for: all of it, or
@@ -34,11 +33,11 @@ const PULL_LEAST: u64 = 1 << 20;
 /// How often a connection that waits for such memory tries again.
 const PULL_RETRY: Duration = Duration::from_millis(20);
 
-/// How long a connection over an adapter may be without a word before its peer is looked after. One that has not answered
+/// How long a connection over no TCP socket may be without a word before its peer is looked after. One that has not answered
 /// the next time is gone: nothing else would ever tell.
 pub(super) const PROBE_EVERY: Duration = Duration::from_secs(30);
 
-/// How far a connection over an adapter has come.
+/// How far a connection has come.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Stage {
     /// It is not established.
@@ -52,7 +51,7 @@ pub enum Stage {
 /// A responder's connection, driven by the loop of the program through `receive`, `reply` and `more`.
 pub struct Server {
     pub(super) fd: RawFd,
-    pub(super) adapter: bool,
+    pub(super) traits: &'static Traits,
     pub(super) peer: Option<SocketAddr>,
     pub(super) config: &'static Config,
     pub(super) phase: Phase,
@@ -129,10 +128,9 @@ impl Server {
     /// Waits for the MPA Request on an accepted socket.
     ///
     /// # Errors
-    /// When the device cannot be set up.
+    /// When the configuration allows no device for it, or that cannot be set up.
     pub fn accept(fd: RawFd, config: &'static Config) -> Result<Server, Error> {
-        let device = Iwarp::responder(fd, options(config, fd))?;
-        Ok(Server::with(fd, Box::new(device), false, socket::peer(fd), config))
+        Ok(Server::with(fd, start::accept(fd, config)?, socket::peer(fd), config))
     }
 
     /// Waits for the end of a startup. The connection gets a descriptor of its own, which belongs to the caller.
@@ -144,20 +142,19 @@ impl Server {
         peer: Option<SocketAddr>,
         config: &'static Config,
     ) -> Result<Server, Error> {
-        Ok(Server::with(socket::duplicate(device.fd())?, device, true, peer, config))
+        Ok(Server::with(socket::duplicate(device.fd())?, device, peer, config))
     }
 
     pub(super) fn with(
         fd: RawFd,
         device: Box<dyn QueuePair>,
-        adapter: bool,
         peer: Option<SocketAddr>,
         config: &'static Config,
     ) -> Server {
         static NEXT: AtomicUsize = AtomicUsize::new(1);
         Server {
             fd,
-            adapter,
+            traits: device.traits(),
             peer,
             config,
             phase: Phase::Starting(device),
@@ -179,7 +176,7 @@ impl Server {
     /// Moves what has come, and hands out the oldest complete request.
     pub fn receive(&mut self) -> Option<Request> {
         let now = Instant::now();
-        if !self.adapter || matches!(self.phase, Phase::Starting(_)) {
+        if self.traits.socket || matches!(self.phase, Phase::Starting(_)) {
             self.heard = now;
         }
         if let Phase::Starting(device) = &mut self.phase {
@@ -333,7 +330,7 @@ impl Server {
         if matches!(self.phase, Phase::Starting(_)) {
             return Some(self.start_by);
         }
-        let probe = (self.adapter && matches!(self.phase, Phase::Open(_))).then_some(self.probe_at);
+        let probe = (!self.traits.socket && matches!(self.phase, Phase::Open(_))).then_some(self.probe_at);
         self.retry.map(|(_, at)| at).into_iter().chain(self.backlog.deadline()).chain(probe).min()
     }
 
@@ -381,7 +378,7 @@ impl Server {
 
     /// Sees whether a peer that says nothing is there.
     fn probe(&mut self, now: Instant) -> Result<(), Error> {
-        if !self.adapter || now < self.probe_at {
+        if self.traits.socket || now < self.probe_at {
             return Ok(());
         }
         let quiet = now.saturating_duration_since(self.heard);
@@ -394,10 +391,10 @@ impl Server {
         self.link().map_or(Ok(()), |link| link.device.probe())
     }
 
-    /// How far a connection over an adapter has come, and whose it is. `None` for others.
+    /// How far a connection has come whose memory is locked, and whose it is. `None` for others.
     pub fn stage(&self) -> Option<(Stage, Option<IpAddr>)> {
         let stage = match self.phase {
-            _ if !self.adapter => return None,
+            _ if !self.traits.locked_memory => return None,
             Phase::Starting(_) => Stage::Starting,
             _ if self.received == 0 => Stage::Unused,
             _ => Stage::Used,
@@ -554,9 +551,9 @@ mod tests {
     #[test]
     fn a_peer_over_an_adapter_that_says_nothing_is_looked_after_and_who_does_not_answer_is_closed() {
         let (inner, _peer) = pair(LIMITS);
-        let (device, control) = Fault::new(Box::new(inner));
+        let (device, control) = Fault::new(Box::new(inner.with_traits(&start::tests::LOCKED)));
         let config: &'static Config = Box::leak(Box::default());
-        let mut server = Server::with(-1, Box::new(device), true, None, config);
+        let mut server = Server::with(-1, Box::new(device), None, config);
         assert_eq!(server.stage(), Some((Stage::Starting, None)));
         assert!(server.receive().is_none() && server.closed().is_none());
         assert_eq!(server.stage(), Some((Stage::Unused, None)));

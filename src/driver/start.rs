@@ -1,22 +1,27 @@
 //! How a connection begins: over which device, and with what.
+//!
+//! This is the one place that chooses among the [`DEVICES`], by their [`Traits`] and by `RPCRDMA_PROVIDER`, for connections
+//! that are opened ([`open`]), made anew (`Anew`, `next`), accepted on a TCP socket (`accept`), and listened for beside
+//! one ([`listening`]).
+//!
+//! Where several devices may do, each has a start on the next one: that a device is on the way says nothing about the peer's
+//! end, and a peer that has none may never answer. The first connection that is established is used, and what has won is
+//! remembered for a while.
 #![forbid(unsafe_code)]
 
+use std::collections::HashMap;
 use std::net::SocketAddr;
-use std::os::fd::RawFd;
-use std::sync::Arc;
+use std::os::fd::{AsRawFd, OwnedFd, RawFd};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock};
 use std::time::{Duration, Instant};
 
-use crate::config::{Config, Crc, Provider, Version};
+use crate::config::{Config, Provider, Version};
 use crate::connection::{Role, receive_margin};
-use crate::error::{Error, Kind};
+use crate::error::{Error, Kind, os_text};
 use crate::memory::{AREAS_MAX, Areas, areas};
-use crate::process;
-use crate::provider::iwarp::{self, Options};
-use crate::provider::{QueuePair, verbs};
-use crate::socket;
-use crate::wait;
+use crate::provider::{DEVICES, Device, NEEDS_ROOM, Options, QueuePair, Traits, Way};
 use crate::wire::header::Versions;
-use crate::wire::private_data::PrivateData;
+use crate::{log_info, process, socket, wait};
 
 use super::client::Client;
 use super::link::Link;
@@ -26,7 +31,96 @@ use super::{Mask, REPLY_HEADER, memory};
 /// the active side for a startup.
 pub const START_TIMEOUT: Duration = Duration::from_secs(10);
 
-/// The room for replies on a connection over an adapter, where no setting says.
+/// How long a device is waited for before the next one is tried beside.
+const HEAD_START: Duration = Duration::from_millis(250);
+
+/// How long it may take a server that has been started to listen beside its socket.
+const LISTENS_LATE: Duration = Duration::from_secs(2);
+
+/// How long it is remembered what a peer speaks.
+const REMEMBERED: Duration = Duration::from_secs(60);
+
+// ------------------------------------------------------------------------------------------------------- devices
+
+/// Whether the configuration allows a device; where it leaves the choice, whether this process can use it.
+pub fn allows(config: &Config, device: &dyn Device) -> bool {
+    match config.provider {
+        Provider::Auto => device.usable(false).is_ok(),
+        Provider::Only(word) => device.traits().name == word,
+    }
+}
+
+/// The devices that may be used, the best one first.
+fn allowed(config: &Config) -> impl Iterator<Item = &'static dyn Device> {
+    DEVICES.iter().copied().filter(|device| allows(config, *device))
+}
+
+/// The only device that may be used, where the configuration says which.
+///
+/// # Errors
+/// It is not built in.
+fn only(config: &Config) -> Result<Option<&'static dyn Device>, Error> {
+    let Provider::Only(word) = config.provider else { return Ok(None) };
+    let device = DEVICES.iter().copied().find(|device| device.traits().name == word);
+    let missing = || Error::new(Kind::Invalid, format!("{word} is not built in"));
+    device.ok_or_else(missing).map(Some)
+}
+
+/// The device for connections over TCP sockets.
+///
+/// # Errors
+/// The configuration allows none.
+fn over_sockets(config: &Config) -> Result<&'static dyn Device, Error> {
+    allowed(config).find(|device| device.traits().socket).ok_or_else(|| match only(config) {
+        Ok(Some(device)) => {
+            let Traits { name, title, .. } = device.traits();
+            let text =
+                format!("it is a TCP connection, and RPCRDMA_PROVIDER={name} takes nothing but {title}");
+            Error::new(Kind::Invalid, text)
+        }
+        Ok(None) => Error::new(Kind::Invalid, "no device goes over TCP sockets"),
+        Err(error) => error,
+    })
+}
+
+/// What takes the place of a device that has failed, if the configuration leaves the choice.
+pub(super) fn next(config: &Config, after: &Traits) -> Option<&'static dyn Device> {
+    let mut rest = DEVICES.iter().copied().skip_while(|device| device.traits() != after).skip(1);
+    rest.find(|device| config.provider == Provider::Auto && allows(config, *device))
+}
+
+/// Whether some device is of no use to this process any more.
+pub fn is_refused() -> bool {
+    DEVICES.iter().any(|device| device.is_refused())
+}
+
+/// The versions that the configuration allows.
+pub(super) fn versions(config: &Config) -> Versions {
+    match config.version {
+        Version::One => Versions::ONE,
+        Version::Auto => Versions::BOTH,
+        Version::Two => Versions::TWO,
+    }
+}
+
+/// What a connection over such a device is made with.
+pub fn options(config: &Config, traits: &Traits) -> Options {
+    let (receive, slab) = config.receive_sizes(traits.locked_memory);
+    Options {
+        inline: config.inline,
+        receive,
+        slab,
+        remote_invalidation: config.remote_invalidation,
+        credits: config.credits.saturating_add(config.reverse_credits),
+        margin: receive_margin(versions(config)),
+        crc: config.crc,
+        only: config.provider != Provider::Auto,
+    }
+}
+
+// ------------------------------------------------------------------------------------------------------- opening
+
+/// The room for replies on a connection over a device whose memory is locked, where no setting says.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Room {
     /// Little: the calls of the program that have long replies have bindings, it is to be hoped.
@@ -39,7 +133,7 @@ impl Room {
     /// Memory for it, which the connection has from its beginning.
     ///
     /// # Errors
-    /// `ENOMEM`: so much cannot be locked. Where nothing but adapters may be used, it is less then.
+    /// `ENOMEM`: so much cannot be locked. Where no other device may be used, it is less then.
     fn areas(self, config: &Config, most: usize) -> Result<Option<Arc<Areas>>, Error> {
         if self == Room::Little || config.max_reply.is_some() {
             return Ok(None);
@@ -49,13 +143,12 @@ impl Room {
             return Ok(Some(areas));
         }
         let left = areas::left(most);
-        if config.provider == Provider::Verbs {
+        if config.provider != Provider::Auto {
             let less = left & !4095;
             return if less > config.max_reply(true) { Ok(Areas::new(less, most)?) } else { Ok(None) };
         }
         let text = format!(
-            "{whole} bytes for replies cannot be locked, for which {left} are left of {most}: {}",
-            verbs::NEEDS_ROOM
+            "{whole} bytes for replies cannot be locked, for which {left} are left of {most}: {NEEDS_ROOM}"
         );
         Err(Error::new(Kind::Os(libc::ENOMEM), text))
     }
@@ -66,71 +159,163 @@ impl Room {
     }
 }
 
-/// A connection over an adapter that is being made.
-pub struct Attempt {
-    pub(super) device: Box<dyn QueuePair>,
+/// Why there is no connection.
+pub enum Failure {
+    /// Nobody listens there, or nothing leads there.
+    Connect(Error),
+    /// Somebody does, but no RDMA came about.
+    Start(Error),
+}
+
+/// Starts to connect over a device that goes over no socket.
+///
+/// # Errors
+/// It does not lead there. `ENOMEM`: it may, but there is not the room.
+fn connect(
+    device: &dyn Device,
+    to: SocketAddr,
+    room: Room,
+    config: &Config,
+) -> Result<Box<dyn QueuePair>, Error> {
+    let traits = device.traits();
+    let areas = if traits.locked_memory { room.areas(config, Room::most())? } else { None };
+    device.connect(Way::Address(to), &options(config, traits), areas)
+}
+
+/// Starts to connect over a TCP socket that is connected.
+///
+/// # Errors
+/// `ConnectionLost` when the peer has closed already.
+pub(super) fn connect_over(socket: RawFd, config: &Config) -> Result<Box<dyn QueuePair>, Error> {
+    let device = over_sockets(config)?;
+    device.connect(Way::Socket(socket), &options(config, device.traits()), None)
+}
+
+/// Opens a connection to `to`, known by `fd`: a TCP socket, which it goes over if the device goes over one.
+///
+/// Where the configuration leaves the choice, what the program has connected itself is what it goes over.
+///
+/// # Errors
+/// As [`Failure`] says.
+pub fn open(
+    fd: RawFd,
+    to: SocketAddr,
+    connected: bool,
+    timeout: Duration,
+    room: Room,
+    config: &'static Config,
+    mask: Mask<'_>,
+) -> Result<Arc<Client>, Failure> {
+    let alone = only(config).map_err(Failure::Start)?.is_some();
+    let over_socket = over_sockets(config);
+    let others = allowed(config).filter(|device| !device.traits().socket);
+    let mut others: Vec<&dyn Device> = others.filter(|_| alone || !connected).collect();
+    if let (false, Some(Speaks::Rdma(best))) = (alone, peers::known(to)) {
+        let from = others.iter().position(|device| device.traits().name == best);
+        others.drain(..from.unwrap_or(others.len()));
+    }
+    let mut pending = Vec::new();
+    let mut last = None;
+    for (at, device) in others.iter().enumerate() {
+        let name = device.traits().name;
+        let next = others.get(at + 1).copied().or(over_socket.as_ref().ok().copied());
+        let deadline = Instant::now() + if next.is_some() { HEAD_START } else { timeout };
+        let refused_until = Instant::now() + LISTENS_LATE;
+        let started = loop {
+            let started = connect(*device, to, room, config).and_then(|mut attempt| {
+                let done = establish(&mut *attempt, deadline, mask)?;
+                Ok((attempt, done))
+            });
+            // A server listens beside its socket from the first poll of its loop on, which may be yet to come.
+            match started {
+                Err(error) if alone && error.kind() == Kind::Refused && Instant::now() < refused_until => {
+                    let _ = wait::poll(&mut [], Some(LISTENS_LATE / 40), mask);
+                }
+                started => break started,
+            }
+        };
+        match (started, next) {
+            (Ok((attempt, true)), _) => {
+                if connected {
+                    // As any other that does not go over a socket it is no more than the name of the connection now.
+                    socket::disconnect(fd).map_err(|error| Failure::Start(error.into()))?;
+                }
+                if !pending.is_empty() {
+                    peers::remember(to, Speaks::Rdma(name));
+                }
+                return Ok(opened(fd, to, room, config, attempt));
+            }
+            (Ok((_, false)), None) => {
+                let text = format!("the peer did not answer over {name} in time");
+                last = Some(Error::new(Kind::Timeout, text));
+            }
+            (Ok((attempt, false)), Some(next)) => {
+                let beside = next.traits().title;
+                log_info!("{to}: {name} has no answer yet: {beside} is tried beside");
+                pending.push((name, attempt));
+            }
+            (Err(error), None) => last = Some(error),
+            (Err(error), Some(next)) => {
+                log_info!("{to}: not over {name}: {error}");
+                // What cannot be locked says nothing of the peer, and another program may need less.
+                if error.kind() != Kind::Os(libc::ENOMEM) {
+                    peers::remember(to, Speaks::Rdma(next.traits().name));
+                }
+            }
+        }
+    }
+    let failure = match (over_socket, last) {
+        (_, Some(error)) => Failure::Start(error),
+        (Err(error), None) => Failure::Start(error),
+        (Ok(device), None) => match open_socket(fd, to, connected, timeout, config, mask) {
+            Ok(client) => {
+                if !pending.is_empty() {
+                    peers::remember(to, Speaks::Rdma(device.traits().name));
+                }
+                return Ok(client);
+            }
+            Err(failure) => failure,
+        },
+    };
+    // These are all that is left.
+    for (name, mut attempt) in pending {
+        match establish(&mut *attempt, Instant::now() + timeout, mask) {
+            Ok(true) => {
+                // The socket is no more than the name of the connection now.
+                let _ = socket::disconnect(fd);
+                return Ok(opened(fd, to, room, config, attempt));
+            }
+            Ok(false) => {}
+            Err(error) => log_info!("{to}: not over {name}: {error}"),
+        }
+    }
+    Err(failure)
+}
+
+fn open_socket(
+    fd: RawFd,
+    to: SocketAddr,
+    connected: bool,
+    timeout: Duration,
+    config: &'static Config,
+    mask: Mask<'_>,
+) -> Result<Arc<Client>, Failure> {
+    if !connected {
+        socket::connect(fd, to).map_err(|e| Failure::Connect(cannot_connect(Some(to), e)))?;
+    }
+    Client::open(fd, config, Instant::now() + timeout, mask).map_err(Failure::Start)
+}
+
+/// The connection that `fd` is the name of, over a device that is established.
+fn opened(
+    fd: RawFd,
     to: SocketAddr,
     room: Room,
     config: &'static Config,
-}
-
-impl Attempt {
-    /// Whether there is an adapter of a kind that the configuration allows.
-    pub fn is_possible(config: &Config) -> bool {
-        match config.provider {
-            Provider::Auto => verbs::present(false) && !verbs::are_refused(),
-            Provider::Verbs => true,
-            Provider::Iwarp => false,
-        }
-    }
-
-    /// Starts it.
-    ///
-    /// # Errors
-    /// No adapter leads there. `ENOMEM`: there may be one, but not the room.
-    pub fn start(to: SocketAddr, room: Room, config: &'static Config) -> Result<Attempt, Error> {
-        let areas = room.areas(config, Room::most())?;
-        Ok(Attempt { device: verbs::connect(to, &adapter_options(config), areas)?, to, room, config })
-    }
-
-    /// Waits for its end. False when it has none by `deadline`.
-    ///
-    /// # Errors
-    /// It has failed.
-    pub fn wait(&mut self, deadline: Instant, mask: Mask<'_>) -> Result<bool, Error> {
-        establish(&mut *self.device, deadline, mask)
-    }
-
-    /// The connection, when `wait` has said that it is there. `fd` is the socket that it is known by.
-    pub fn into_client(self, fd: RawFd) -> Arc<Client> {
-        let Attempt { device, to, room, config } = self;
-        let memory = memory(config);
-        let link = Link::new(Role::Client, config, versions(config), device, &memory);
-        Client::with(fd, Some(to), Some(room), config, link)
-    }
-}
-
-/// The versions that the configuration allows.
-pub(super) fn versions(config: &Config) -> Versions {
-    match config.version {
-        Version::One => Versions::ONE,
-        Version::Auto => Versions::BOTH,
-        Version::Two => Versions::TWO,
-    }
-}
-
-/// What a connection over an adapter is made with.
-pub fn adapter_options(config: &Config) -> verbs::Options {
-    let (receive, slab) = config.receive_sizes(true);
-    verbs::Options {
-        inline: config.inline,
-        receive,
-        slab,
-        remote_invalidation: config.remote_invalidation,
-        credits: config.credits.saturating_add(config.reverse_credits),
-        margin: receive_margin(versions(config)),
-        iwarp: config.provider == Provider::Verbs,
-    }
+    device: Box<dyn QueuePair>,
+) -> Arc<Client> {
+    let link = Link::new(Role::Client, config, versions(config), device, &memory(config));
+    Client::with(fd, Some(to), room, config, link)
 }
 
 /// Drives a startup until it is done. False when it is not by `deadline`.
@@ -150,39 +335,209 @@ pub(super) fn establish(
     Ok(true)
 }
 
-/// What the MPA startup of a socket offers.
-pub(super) fn options(config: &Config, fd: RawFd) -> Options {
-    // The CRC protects what TCP's checksum lets through on a wire; towards this host's own address there is no wire,
-    // and the kernel computes no TCP checksum there either.
-    let own_host = socket::own_host(fd);
-    let crc = match config.crc {
-        Crc::Yes => true,
-        Crc::No => false,
-        Crc::Auto => !own_host,
-    };
-    let private_data = PrivateData {
-        remote_invalidation: iwarp::REMOTE_INVALIDATION && config.remote_invalidation,
-        send_size: config.inline,
-        receive_size: config.inline,
-    };
-    Options { crc, private_data: private_data.encode().to_vec(), ..Options::default() }
+fn cannot_connect(to: Option<SocketAddr>, e: std::io::Error) -> Error {
+    let to = to.map_or_else(String::new, |to| format!(" to {to}"));
+    let text = format!("cannot connect{to}: {}", os_text(&e));
+    Error::new(Error::from(e).kind(), text)
+}
+
+/// A connection that takes the place of another one, on its way.
+pub(super) enum Anew {
+    /// connect(2) is under way, or the startup over the socket is.
+    Socket(OwnedFd, SocketAddr, Option<Box<dyn QueuePair>>),
+    Other(Box<dyn QueuePair>),
+}
+
+impl Anew {
+    /// In the place of the connection that `fd` is the name of.
+    ///
+    /// # Errors
+    /// The device does not lead there.
+    pub(super) fn start(
+        device: &dyn Device,
+        fd: RawFd,
+        to: Option<SocketAddr>,
+        room: Room,
+        config: &Config,
+    ) -> Result<Anew, Error> {
+        let Some(to) = to else {
+            return Err(Error::new(Kind::Os(libc::ENOTCONN), "the address of the peer is not known"));
+        };
+        if !device.traits().socket {
+            return Ok(Anew::Other(connect(device, to, room, config)?));
+        }
+        let socket = socket::connect_beside(fd, to).map_err(|e| cannot_connect(Some(to), e))?;
+        Ok(Anew::Socket(socket, to, None))
+    }
+
+    /// One step, which does not wait. True when the connection is established.
+    ///
+    /// # Errors
+    /// It has failed.
+    pub(super) fn step(&mut self, config: &Config) -> Result<bool, Error> {
+        match self {
+            Anew::Socket(_, _, Some(device)) | Anew::Other(device) => device.establish(),
+            Anew::Socket(socket, to, device) => {
+                let fd = socket.as_raw_fd();
+                if !socket::connected(fd).map_err(|e| cannot_connect(Some(*to), e))? {
+                    return Ok(false);
+                }
+                device.insert(connect_over(fd, config)?).establish()
+            }
+        }
+    }
+
+    /// What to wait for, and whether it is to become writable.
+    pub(super) fn fd(&self) -> (RawFd, bool) {
+        match self {
+            Anew::Socket(socket, _, device) => {
+                (socket.as_raw_fd(), device.as_ref().is_none_or(|device| device.wants_write()))
+            }
+            Anew::Other(device) => (device.fd(), device.wants_write()),
+        }
+    }
+
+    /// The device, with `fd` as its descriptor if it goes over a socket.
+    ///
+    /// # Errors
+    /// The system refuses, or the connection is not established.
+    pub(super) fn finish(self, fd: RawFd) -> Result<Box<dyn QueuePair>, Error> {
+        match self {
+            Anew::Socket(socket, _, Some(mut device)) => {
+                socket::take_place(socket, fd)?;
+                device.rename(fd);
+                Ok(device)
+            }
+            Anew::Socket(_, _, None) => Err(Error::new(Kind::Invalid, "the connection is not established")),
+            Anew::Other(device) => Ok(device),
+        }
+    }
+}
+
+// ------------------------------------------------------------------------------------------------------ accepting
+
+/// Whether RDMA is served over TCP connections.
+///
+/// # Errors
+/// It is not.
+pub fn may_accept(config: &Config) -> Result<(), Error> {
+    over_sockets(config).map(drop)
+}
+
+/// The passive side of a TCP connection, whose startup is then to be driven to its end.
+///
+/// # Errors
+/// As [`may_accept`]; when the device cannot be set up.
+pub(super) fn accept(socket: RawFd, config: &Config) -> Result<Box<dyn QueuePair>, Error> {
+    let device = over_sockets(config)?;
+    device.accept(socket, &options(config, device.traits()))
+}
+
+/// The devices that are listened on beside a TCP socket.
+pub fn listening(config: &Config) -> impl Iterator<Item = &'static dyn Device> {
+    allowed(config).filter(|device| !device.traits().socket)
+}
+
+/// Whether there is something to serve over: the only device that may be used, say.
+///
+/// # Errors
+/// There is none.
+pub fn may_serve(config: &Config) -> Result<(), Error> {
+    only(config)?.map_or(Ok(()), |device| device.usable(true))
+}
+
+/// Whether a TCP socket that listens at an address of netid "rdma" is to give way to the only device that may be used.
+///
+/// # Errors
+/// As [`may_serve`]; that device does not lead there.
+pub fn gives_way(address: SocketAddr, config: &Config) -> Result<bool, Error> {
+    may_serve(config)?;
+    let Some(device) = only(config)? else { return Ok(false) };
+    let Traits { name, title, loopback, .. } = device.traits();
+    if !loopback && address.ip().to_canonical().is_loopback() {
+        let text =
+            format!("{address} does not lead to {title}, and RPCRDMA_PROVIDER={name} takes nothing else");
+        return Err(Error::new(Kind::Os(libc::EADDRNOTAVAIL), text));
+    }
+    Ok(device.takes_ports())
+}
+
+// --------------------------------------------------------------------------------------------------------- memory
+
+/// What a peer speaks, as it was found out a moment ago.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Speaks {
+    /// No RDMA: it closed on an MPA Request.
+    Tcp,
+    /// The device of this name came first, or no better one leads to it.
+    Rdma(&'static str),
+}
+
+/// Whether a peer has just shown that it speaks no RDMA.
+pub fn is_stock(peer: SocketAddr) -> bool {
+    peers::known(peer) == Some(Speaks::Tcp)
+}
+
+/// Notes that it does not.
+pub fn note_stock(peer: SocketAddr) {
+    peers::remember(peer, Speaks::Tcp);
+}
+
+/// What peers speak.
+mod peers {
+    use super::*;
+
+    type Table = HashMap<SocketAddr, (Speaks, Instant)>;
+
+    fn table() -> MutexGuard<'static, Table> {
+        static TABLE: OnceLock<Mutex<Table>> = OnceLock::new();
+        TABLE.get_or_init(Default::default).lock().unwrap_or_else(|e| e.into_inner())
+    }
+
+    pub fn known(peer: SocketAddr) -> Option<Speaks> {
+        table().get(&peer).filter(|(_, at)| at.elapsed() < REMEMBERED).map(|(speaks, _)| *speaks)
+    }
+
+    pub fn remember(peer: SocketAddr, speaks: Speaks) {
+        let mut table = table();
+        table.retain(|_, (_, at)| at.elapsed() < REMEMBERED);
+        table.insert(peer, (speaks, Instant::now()));
+    }
 }
 
 #[cfg(test)]
-mod tests {
+pub(super) mod tests {
     use std::os::fd::AsRawFd;
 
     use super::*;
     use crate::driver::client::tests::pair;
+    use crate::provider::iwarp;
+    use crate::wire::private_data::PrivateData;
+
+    /// A device that is like adapters.
+    pub static LOCKED: Traits = Traits {
+        name: "locked",
+        title: "",
+        socket: false,
+        locked_memory: true,
+        own_memory: true,
+        place_min: 0,
+        loopback: false,
+    };
+
+    /// What software iWARP's end of a socket offers.
+    pub fn iwarp_options(config: &Config, fd: RawFd) -> iwarp::Options {
+        iwarp::Options::of(&options(config, &iwarp::TRAITS), fd)
+    }
 
     #[test]
     fn the_peer_is_told_whether_it_may_invalidate() {
         let (socket, _peer) = pair().unwrap();
         for remote_invalidation in [true, false] {
             let config = Config { remote_invalidation, ..Config::default() };
-            let told = PrivateData::find(&options(&config, socket.as_raw_fd()).private_data).unwrap();
+            let told = PrivateData::find(&iwarp_options(&config, socket.as_raw_fd()).private_data).unwrap();
             assert_eq!(told.remote_invalidation, remote_invalidation);
-            assert_eq!(adapter_options(&config).remote_invalidation, remote_invalidation);
+            assert_eq!(options(&config, &LOCKED).remote_invalidation, remote_invalidation);
         }
     }
 
@@ -190,7 +545,7 @@ mod tests {
     fn a_program_without_bindings_has_the_same_room_over_an_adapter_or_is_told_what_lacks() {
         let _alone = areas::ALONE.lock().unwrap();
         let config = |provider| Config { provider, ..Config::default() };
-        let (auto, only) = (config(Provider::Auto), config(Provider::Verbs));
+        let (auto, only) = (config(Provider::Auto), config(Provider::Only("verbs")));
         let whole = (16 << 20) + REPLY_HEADER;
         let size = |room: Room, config: &Config, most| {
             room.areas(config, most).map(|areas| areas.map(|areas| areas.size()))
@@ -218,7 +573,7 @@ mod tests {
     fn an_adapter_has_room_for_the_receives_that_a_peer_may_ask_for_and_says_nothing_of_it() {
         let max_inline = Some(16 << 10);
         let config = Config { inline: 1024, version: Version::Auto, max_inline, ..Config::default() };
-        let verbs::Options { inline, receive, slab, .. } = adapter_options(&config);
+        let Options { inline, receive, slab, .. } = options(&config, &LOCKED);
         assert_eq!((inline, receive, slab), (1024, 4096, 16 << 10));
     }
 }

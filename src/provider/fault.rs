@@ -17,7 +17,7 @@ use std::io;
 use std::os::fd::RawFd;
 use std::sync::{Arc, Mutex, MutexGuard};
 
-use super::{Completion, Limits, QueuePair, WorkId, WorkRequest};
+use super::{Completion, Limits, QueuePair, Traits, WorkId, WorkRequest, iwarp};
 use crate::error::{Error, Kind};
 use crate::memory::{Region, Sink, Slabs};
 use crate::wire::header::{self, Body, Versions};
@@ -32,6 +32,7 @@ pub fn pair(limits: Limits) -> (Loopback, Loopback) {
         end,
         wires: Arc::clone(&wires),
         limits,
+        traits: &iwarp::TRAITS,
         private_data: Vec::new(),
         receives: VecDeque::new(),
         exposed: HashMap::new(),
@@ -49,6 +50,7 @@ pub struct Loopback {
     /// What is under way to end 0 and to end 1.
     wires: Arc<Mutex<[VecDeque<Packet>; 2]>>,
     limits: Limits,
+    traits: &'static Traits,
     private_data: Vec<u8>,
     /// Posted and not used, oldest first.
     receives: VecDeque<Sink>,
@@ -97,6 +99,12 @@ impl Loopback {
     /// The same device with `bytes` as the private data of the peer.
     pub fn with_private_data(mut self, bytes: &[u8]) -> Loopback {
         self.private_data = bytes.to_vec();
+        self
+    }
+
+    /// The same device with other traits than software iWARP's.
+    pub fn with_traits(mut self, traits: &'static Traits) -> Loopback {
+        self.traits = traits;
         self
     }
 
@@ -257,6 +265,10 @@ impl Loopback {
 }
 
 impl QueuePair for Loopback {
+    fn traits(&self) -> &'static Traits {
+        self.traits
+    }
+
     fn limits(&self) -> Limits {
         self.limits
     }
@@ -710,6 +722,10 @@ impl State {
 }
 
 impl QueuePair for Fault {
+    fn traits(&self) -> &'static Traits {
+        self.inner.traits()
+    }
+
     fn establish(&mut self) -> Result<bool, Error> {
         self.inner.establish()
     }

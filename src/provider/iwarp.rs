@@ -25,14 +25,17 @@ use std::borrow::Cow;
 use std::collections::{HashMap, VecDeque};
 use std::io;
 use std::os::fd::RawFd;
+use std::sync::Arc;
 
+use crate::config::Crc;
 use crate::error::{Error, Kind, os_text};
 use crate::fork;
-use crate::memory::{IoVecMut, Region, Sink};
+use crate::memory::{Areas, IoVecMut, Region, Sink};
 use crate::process;
-use crate::provider::{Completion, Limits, QueuePair, WorkRequest};
+use crate::provider::{self, Completion, Device, Limits, QueuePair, Traits, Way, WorkRequest};
 use crate::socket;
 use crate::stats::{self, Counter};
+use crate::wire::private_data::PrivateData;
 use crate::wire::{Handle, Segment};
 
 use ddp::{Fault, Header, Opcode, ReadRequest};
@@ -59,6 +62,42 @@ pub const REMOTE_INVALIDATION: bool = true;
 /// Most private data that a caller may hand us: what siw can receive, less the enhanced part.
 const MAX_PRIVATE_DATA: usize = 248;
 
+/// What the layers above know of it.
+pub static TRAITS: Traits = Traits {
+    name: "iwarp",
+    title: "software iWARP",
+    socket: true,
+    locked_memory: false,
+    own_memory: false,
+    place_min: 0,
+    loopback: true,
+};
+
+/// Software iWARP, the device that every machine has.
+pub struct Software;
+
+impl Device for Software {
+    fn traits(&self) -> &'static Traits {
+        &TRAITS
+    }
+
+    fn connect(
+        &self,
+        way: Way,
+        options: &provider::Options,
+        _areas: Option<Arc<Areas>>,
+    ) -> Result<Box<dyn QueuePair>, Error> {
+        match way {
+            Way::Socket(fd) => Ok(Box::new(Iwarp::initiator(fd, Options::of(options, fd))?)),
+            Way::Address(_) => Err(way.unknown()),
+        }
+    }
+
+    fn accept(&self, socket: RawFd, options: &provider::Options) -> Result<Box<dyn QueuePair>, Error> {
+        Ok(Box::new(Iwarp::responder(socket, Options::of(options, socket))?))
+    }
+}
+
 /// What a queue pair offers to its peer.
 #[derive(Clone, Debug)]
 pub struct Options {
@@ -81,6 +120,25 @@ pub struct Options {
 impl Default for Options {
     fn default() -> Options {
         Options { crc: true, ird: 16, ord: 16, private_data: Vec::new(), revision: 2, max_fpdu: None }
+    }
+}
+
+impl Options {
+    /// What the MPA startup of a socket offers.
+    pub fn of(options: &provider::Options, fd: RawFd) -> Options {
+        // The CRC protects what TCP's checksum lets through on a wire; towards this host's own address there is no wire,
+        // and the kernel computes no TCP checksum there either.
+        let crc = match options.crc {
+            Crc::Yes => true,
+            Crc::No => false,
+            Crc::Auto => !socket::own_host(fd),
+        };
+        let private_data = PrivateData {
+            remote_invalidation: REMOTE_INVALIDATION && options.remote_invalidation,
+            send_size: options.inline,
+            receive_size: options.inline,
+        };
+        Options { crc, private_data: private_data.encode().to_vec(), ..Options::default() }
     }
 }
 
@@ -353,11 +411,6 @@ impl Iwarp {
             self.check_fork();
             self.fail(lost("the connection was terminated by this side"), Some((Fault::LOCAL, &[])));
         }
-    }
-
-    /// The socket has another descriptor from here on.
-    pub fn rename(&mut self, socket: RawFd) {
-        self.socket = socket;
     }
 
     /// Whether CRCs are in use.
@@ -909,6 +962,14 @@ impl QueuePair for Iwarp {
             Err(error) => Err(self.fail(error, None)),
             done => done,
         }
+    }
+
+    fn traits(&self) -> &'static Traits {
+        &TRAITS
+    }
+
+    fn rename(&mut self, socket: RawFd) {
+        self.socket = socket;
     }
 
     /// siw reads what comes with or right after its MPA Reply only when more comes.

@@ -34,7 +34,10 @@ use crate::error::{Error, Kind};
 use crate::fork;
 use crate::memory::{Areas, Buf, Region, Sink, Slabs};
 use crate::process;
-use crate::provider::{Completion, Limits, QueuePair, WorkId, WorkRequest};
+use crate::provider::{
+    self, Accepted, Completion, Device, Knock, Limits, NEEDS_ROOM, Options, Places, QueuePair, Shortage,
+    Traits, Way, WorkId, WorkRequest,
+};
 use crate::stats::{self, Counter};
 use crate::wait::{self, Readables};
 use crate::wire::private_data::PrivateData;
@@ -79,10 +82,6 @@ const RESOLVE_MS: c_int = 5000;
 const BACKLOG: c_int = 128;
 /// Where no byte can be written, and none is.
 const NOWHERE: Segment = Segment { handle: Handle(0), length: 0, offset: 0 };
-/// What lets a program without it use an adapter.
-pub const NEEDS_ROOM: &str = "a program without bindings gets room for replies as long as over tcp; a binding, \
-                              RPCRDMA_MAX_REPLY (256K, say), or more locked memory (ulimit -l, LimitMEMLOCK=) lets it use \
-                              the adapter";
 /// Fewest credits that a connection is made with when memory is short.
 const CREDITS_MIN: u32 = 4;
 /// Most connections that may be in the making on the passive side.
@@ -90,29 +89,67 @@ const STARTING_MAX: usize = 64;
 /// Connections that may have to go for another one to be accepted.
 const MAKE_ROOM: usize = 4;
 
-/// What a connection is made with.
-#[derive(Clone, Debug)]
-pub struct Options {
-    /// What the peer is told: bytes of a Receive, and of the longest Send.
-    pub inline: usize,
-    /// Bytes of the Receives that the connection begins with.
-    pub receive: usize,
-    /// Bytes of a slab, and so of the longest Receive: at least `receive`.
-    pub slab: usize,
-    /// Whether the peer may invalidate the keys of windows.
-    pub remote_invalidation: bool,
-    /// Receives beyond `margin`, if memory allows: as many as there are credits.
-    pub credits: u32,
-    /// Receives for messages without a credit.
-    pub margin: u32,
-    /// iWARP devices are used too.
-    pub iwarp: bool,
-}
-
 // ------------------------------------------------------------------------------------------------------- devices
 
+/// What the layers above know of adapters.
+pub static TRAITS: Traits = Traits {
+    name: "verbs",
+    title: "adapters",
+    socket: false,
+    locked_memory: true,
+    own_memory: true,
+    // What is shorter is copied sooner than registered.
+    place_min: LEND_MIN,
+    loopback: false,
+};
+
+/// RDMA adapters: iWARP ones too where nothing else may be used.
+pub struct Adapters;
+
+impl Device for Adapters {
+    fn traits(&self) -> &'static Traits {
+        &TRAITS
+    }
+
+    fn usable(&self, only: bool) -> Result<(), Error> {
+        some_device(only)?;
+        if !only && are_refused() {
+            return Err(Error::new(
+                Kind::Os(libc::EACCES),
+                "the kernel refuses this process its own devices",
+            ));
+        }
+        Ok(())
+    }
+
+    fn is_refused(&self) -> bool {
+        are_refused()
+    }
+
+    /// An iWARP device shares its ports with TCP.
+    fn takes_ports(&self) -> bool {
+        devices().any(|rnic| rnic)
+    }
+
+    fn connect(
+        &self,
+        way: Way,
+        options: &Options,
+        areas: Option<Arc<Areas>>,
+    ) -> Result<Box<dyn QueuePair>, Error> {
+        match way {
+            Way::Address(to) => connect(to, options, areas),
+            Way::Socket(_) => Err(way.unknown()),
+        }
+    }
+
+    fn listen(&self, places: Places, only: bool) -> Result<Box<dyn provider::Listener>, Error> {
+        Ok(Box::new(Listener::new(places, only)?))
+    }
+}
+
 /// Whether this machine has a device of the kind, without asking rdma-core.
-pub fn present(iwarp: bool) -> bool {
+fn present(iwarp: bool) -> bool {
     devices().any(|rnic| iwarp || !rnic)
 }
 
@@ -120,7 +157,7 @@ pub fn present(iwarp: bool) -> bool {
 ///
 /// # Errors
 /// `ENODEV`, with a text that says what to do.
-pub fn some_device(iwarp: bool) -> Result<(), Error> {
+fn some_device(iwarp: bool) -> Result<(), Error> {
     if are_inherited() {
         let text = "this process was forked from one that has used RDMA devices, and cannot use them itself; \
                     RPCRDMA_PROVIDER=auto goes over software iWARP";
@@ -159,7 +196,7 @@ static REFUSED: AtomicBool = AtomicBool::new(false);
 /// The kernel lets nobody write to a device, or to the connection manager, but with the very credentials that it was opened
 /// with, and compares where they lie: once they were changed, be it to what they were before, they are others for ever. Every
 /// post is such a write where the driver has no doorbell in mapped memory, and so is all that has to do with connecting.
-pub fn are_refused() -> bool {
+fn are_refused() -> bool {
     are_inherited() || REFUSED.load(Relaxed)
 }
 
@@ -177,11 +214,6 @@ fn refused(errno: c_int, what: &str) -> Option<Error> {
     let text =
         format!("{what} is refused: the process has changed its user or group since it opened the device");
     Some(Error::new(Kind::ConnectionLost, text))
-}
-
-/// Whether there is a device that shares its ports with TCP.
-pub fn shares_ports() -> bool {
-    devices().any(|rnic| rnic)
 }
 
 /// Of each RDMA device, whether it is an iWARP device.
@@ -210,15 +242,6 @@ static STARTING: AtomicUsize = AtomicUsize::new(0);
 struct Locked {
     bytes: usize,
     starting: bool,
-}
-
-/// What there is too little of for another connection.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Shortage {
-    /// Memory that may be locked.
-    Memory,
-    /// The part of it for connections that are not established.
-    Starting,
 }
 
 impl Locked {
@@ -285,24 +308,23 @@ impl Locked {
     }
 }
 
-impl Shortage {
-    fn error(self, options: &Options) -> Error {
-        let bytes = bytes(options, least(options));
-        let text = match self {
-            Shortage::Memory => format!(
-                "no room for another RDMA connection: its buffers take {bytes} bytes, {} are taken, and half of \
+/// What a connection that lacks it fails with.
+fn lacks(shortage: Shortage, options: &Options) -> Error {
+    let bytes = bytes(options, least(options));
+    let text = match shortage {
+        Shortage::Memory => format!(
+            "no room for another RDMA connection: its buffers take {bytes} bytes, {} are taken, and half of \
                  RLIMIT_MEMLOCK is {}; raise it (ulimit -l, LimitMEMLOCK=), or lower {}",
-                LOCKED.load(Relaxed),
-                budget(),
-                if options.slab > options.receive { "RPCRDMA_MAX_INLINE" } else { "RPCRDMA_INLINE" }
-            ),
-            Shortage::Starting => format!(
-                "too many connections are being made: their buffers take {} bytes",
-                STARTING.load(Relaxed)
-            ),
-        };
-        Error::new(Kind::Os(libc::ENOMEM), text)
-    }
+            LOCKED.load(Relaxed),
+            budget(),
+            if options.slab > options.receive { "RPCRDMA_MAX_INLINE" } else { "RPCRDMA_INLINE" }
+        ),
+        Shortage::Starting => format!(
+            "too many connections are being made: their buffers take {} bytes",
+            STARTING.load(Relaxed)
+        ),
+    };
+    Error::new(Kind::Os(libc::ENOMEM), text)
 }
 
 /// Bytes of slabs that the process may lock.
@@ -362,29 +384,6 @@ impl Refusals {
     }
 }
 
-/// Where a TCP socket listens.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Places {
-    /// Its addresses, IPv4 ones as such: one, or any of each family. All have the same port.
-    pub addresses: Vec<SocketAddr>,
-    /// The only interface that it listens at.
-    pub interface: Option<String>,
-}
-
-impl Places {
-    /// Whether a connection to `local` would come to the socket too.
-    fn contain(&self, local: SocketAddr) -> bool {
-        let own = |at: &SocketAddr| {
-            at.is_ipv4() == local.is_ipv4() && (at.ip().is_unspecified() || at.ip() == local.ip())
-        };
-        let there = || {
-            let interface = self.interface.as_deref();
-            interface.is_none() || socket::local_addresses(interface).iter().any(|at| at.ip() == local.ip())
-        };
-        !local.ip().is_loopback() && self.addresses.iter().any(own) && there()
-    }
-}
-
 impl Listener {
     /// Listens at `places`. Where iWARP devices are left out, and there is one, every other device's addresses are
     /// listened at one by one: an iWARP device shares its ports with TCP, so that a listener on all would fail.
@@ -432,80 +431,6 @@ impl Listener {
         Ok(Listener { channel, ids, places, generation, lost: false, refusals })
     }
 
-    /// Readable when somebody wants to connect.
-    pub fn fd(&self) -> RawFd {
-        self.channel.fd()
-    }
-
-    /// Whether this process was forked from the one that listens.
-    pub fn forked(&self) -> bool {
-        self.generation != fork::generation()
-    }
-
-    /// Whether a device has gone, and with it what listened there.
-    pub fn lost(&self) -> bool {
-        self.lost
-    }
-
-    /// What the next request has come to: a connection whose startup is then to be driven to its end, or nothing where it
-    /// was refused. Each costs the loop its time. `known`: only from peers of which something else than their own word tells
-    /// the address. `make_room` closes some other connection for one of this peer; false when none is to go.
-    ///
-    /// # Errors
-    /// Nothing can be accepted any more.
-    pub fn accept(
-        &mut self,
-        options: &Options,
-        known: bool,
-        make_room: &mut dyn FnMut(Shortage, IpAddr) -> bool,
-    ) -> Result<Knock, Error> {
-        let Some(event) = self.channel.next()? else { return Ok(Knock::Nobody) };
-        match event {
-            Event::Request(request) => {
-                let peer = request.id.addresses().1;
-                let admitted = self.admit(&request.id, known).and_then(|ends| {
-                    // Before anything is made for it: who is refused is to cost little.
-                    let mut locked = Locked::least(options, true);
-                    for _ in 0..MAKE_ROOM {
-                        match locked {
-                            Err(shortage) if make_room(shortage, ends.1.ip()) => {
-                                locked = Locked::least(options, true);
-                            }
-                            _ => break,
-                        }
-                    }
-                    Ok((ends, locked.map_err(|shortage| shortage.error(options))?))
-                });
-                if admitted.is_err() {
-                    request.id.reject();
-                }
-                let verbs = admitted.and_then(|((local, peer), locked)| {
-                    let device = Box::new(Verbs::respond(*request, locked, options.clone())?);
-                    Ok(Accepted { device, local: Some(local), peer: Some(peer) })
-                });
-                match verbs {
-                    Ok(accepted) => return Ok(Knock::Accepted(accepted)),
-                    Err(error) => {
-                        if let Some(others) = self.refusals.tell(Instant::now()) {
-                            let peer = peer.map_or_else(|| "a peer".to_owned(), |at| at.to_string());
-                            let others = match others {
-                                0 => String::new(),
-                                others => format!(" ({others} others were refused since the last such line)"),
-                            };
-                            log_warn!("verbs: {peer} is refused: {error}{others}");
-                        }
-                    }
-                }
-            }
-            Event::Failed(error) => {
-                log_warn!("verbs: a listener has ended: {error}");
-                self.lost = true;
-            }
-            _ => {}
-        }
-        Ok(Knock::Refused)
-    }
-
     /// Checks who wants to connect to what: the addresses of this end and of the peer, as the program is to see them.
     ///
     /// On RoCE and InfiniBand both come from the private data of the request, which whoever can send a datagram writes as
@@ -545,9 +470,75 @@ impl Listener {
         peer.set_port(unprivileged(peer.port()));
         Ok((local, peer))
     }
+}
 
-    /// In how many places it listens.
-    pub fn places(&self) -> usize {
+impl provider::Listener for Listener {
+    fn fd(&self) -> RawFd {
+        self.channel.fd()
+    }
+
+    fn forked(&self) -> bool {
+        self.generation != fork::generation()
+    }
+
+    fn lost(&self) -> bool {
+        self.lost
+    }
+
+    fn accept(
+        &mut self,
+        options: &Options,
+        known: bool,
+        make_room: &mut dyn FnMut(Shortage, IpAddr) -> bool,
+    ) -> Result<Knock, Error> {
+        let Some(event) = self.channel.next()? else { return Ok(Knock::Nobody) };
+        match event {
+            Event::Request(request) => {
+                let peer = request.id.addresses().1;
+                let admitted = self.admit(&request.id, known).and_then(|ends| {
+                    // Before anything is made for it: who is refused is to cost little.
+                    let mut locked = Locked::least(options, true);
+                    for _ in 0..MAKE_ROOM {
+                        match locked {
+                            Err(shortage) if make_room(shortage, ends.1.ip()) => {
+                                locked = Locked::least(options, true);
+                            }
+                            _ => break,
+                        }
+                    }
+                    Ok((ends, locked.map_err(|shortage| lacks(shortage, options))?))
+                });
+                if admitted.is_err() {
+                    request.id.reject();
+                }
+                let verbs = admitted.and_then(|((local, peer), locked)| {
+                    let device = Box::new(Verbs::respond(*request, locked, options.clone())?);
+                    Ok(Accepted { device, local: Some(local), peer: Some(peer) })
+                });
+                match verbs {
+                    Ok(accepted) => return Ok(Knock::Accepted(accepted)),
+                    Err(error) => {
+                        if let Some(others) = self.refusals.tell(Instant::now()) {
+                            let peer = peer.map_or_else(|| "a peer".to_owned(), |at| at.to_string());
+                            let others = match others {
+                                0 => String::new(),
+                                others => format!(" ({others} others were refused since the last such line)"),
+                            };
+                            log_warn!("verbs: {peer} is refused: {error}{others}");
+                        }
+                    }
+                }
+            }
+            Event::Failed(error) => {
+                log_warn!("verbs: a listener has ended: {error}");
+                self.lost = true;
+            }
+            _ => {}
+        }
+        Ok(Knock::Refused)
+    }
+
+    fn places(&self) -> usize {
         self.ids.len()
     }
 }
@@ -557,37 +548,17 @@ fn unprivileged(port: u16) -> u16 {
     if port < 1024 { port + 1024 } else { port }
 }
 
-/// What has become of a request to connect.
-pub enum Knock {
-    /// There is none.
-    Nobody,
-    /// It was refused, or was none.
-    Refused,
-    /// A connection.
-    Accepted(Accepted),
-}
-
-/// A connection that a listener has accepted.
-pub struct Accepted {
-    /// Not yet established.
-    pub device: Box<dyn QueuePair>,
-    /// The address of this end.
-    pub local: Option<SocketAddr>,
-    /// The address of the peer.
-    pub peer: Option<SocketAddr>,
-}
-
 /// Starts to connect to `address`; the startup is then to be driven to its end. `areas` are for Reply chunks, if the device
 /// can have them at once.
 ///
 /// # Errors
 /// rdma-core is missing, or no device leads to the address.
-pub fn connect(
+fn connect(
     address: SocketAddr,
     options: &Options,
     areas: Option<Arc<Areas>>,
 ) -> Result<Box<dyn QueuePair>, Error> {
-    some_device(options.iwarp)?;
+    some_device(options.only)?;
     let mut verbs = Verbs::request(address, options.clone())?;
     verbs.areas = areas;
     Ok(Box::new(verbs))
@@ -741,7 +712,7 @@ impl Verbs {
         let id = self.id.take().ok_or_else(|| lost("no identifier"))?;
         if self.locked.is_none() {
             let locked = Locked::least(&self.options, false);
-            self.locked = Some(locked.map_err(|shortage| shortage.error(&self.options))?);
+            self.locked = Some(locked.map_err(|shortage| lacks(shortage, &self.options))?);
         }
         let (few, most) = (least(&self.options), self.options.credits);
         let (few, most) = (count(&self.options, few), count(&self.options, most));
@@ -763,7 +734,7 @@ impl Verbs {
             match areas.first().filter(|_| domain.capabilities().windows) {
                 Some(block) => self.blocks.push(Registration::area(&domain, block)?),
                 // Each call would register all of the room.
-                None if !self.options.iwarp => {
+                None if !self.options.only => {
                     let text = format!("{} has no memory windows: {NEEDS_ROOM}", domain.capabilities().name);
                     return Err(Error::new(Kind::Os(libc::ENOMEM), text));
                 }
@@ -825,7 +796,7 @@ impl Verbs {
             match (event, &self.stage) {
                 (Event::AddressResolved, Stage::Address) => {
                     let id = self.id.as_ref().ok_or_else(|| lost("no identifier"))?;
-                    if !self.options.iwarp && matches!(queues::fabric(id), None | Some(Fabric::Iwarp)) {
+                    if !self.options.only && matches!(queues::fabric(id), None | Some(Fabric::Iwarp)) {
                         let text = "an iWARP device leads there, which RPCRDMA_PROVIDER=verbs would use";
                         return Err(Error::new(Kind::Os(libc::ENODEV), text));
                     }
@@ -1254,6 +1225,10 @@ fn lost(text: &'static str) -> Error {
 }
 
 impl QueuePair for Verbs {
+    fn traits(&self) -> &'static Traits {
+        &TRAITS
+    }
+
     fn establish(&mut self) -> Result<bool, Error> {
         self.check()?;
         self.start_up().map_err(|error| self.fail(error))

@@ -1,12 +1,12 @@
-//! Listening on adapters, beside a TCP listener or in its place.
+//! Listening on devices that go over no TCP socket, beside a TCP listener or in its place: adapters.
 //!
 //! A listener on netid "rdma", and that of a moved server, is noted here when it is registered ([`beside`]). The program may
 //! still fork to become a daemon, and a device belongs to the process that opens it: so the devices are opened by the
 //! first poll of the program's loop, which `server::progress` sees to. From then on a transport of our own wakes the
 //! loop when a peer connects.
 //!
-//! With `RPCRDMA_PROVIDER=verbs` nothing else is served. A listener on netid "rdma" is not made then where there is no device,
-//! and its socket gives way to iWARP devices, if there is one: they cannot share its port.
+//! Where `RPCRDMA_PROVIDER` names one nothing else is served. A listener on netid "rdma" is not made then where there is no
+//! device, and its socket gives way to a device that cannot share its port.
 //!
 //! # Invariants
 //! - On a machine without a device nothing here happens: nothing is opened, no transport is registered.
@@ -17,15 +17,15 @@
 
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
 use std::os::fd::RawFd;
-use std::sync::{Mutex, MutexGuard, OnceLock};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock};
 use std::time::{Duration, Instant};
 
 use crate::config::{self, Config, Provider, RedirectAdapters};
-use crate::driver::{Attempt, Server, adapter_options};
+use crate::driver::{Server, start};
 use crate::error::{Error, Kind, os_text};
 use crate::ffi::guard;
 use crate::process::{self, Identity};
-use crate::provider::verbs::{self, Accepted, Knock, Listener, Places};
+use crate::provider::{Accepted, Device, Knock, Listener, Places};
 use crate::tirpc::{SVCXPRT, bool_t, idle, interpose, real, rpc_msg, server, xp_ops, xprt_unregister};
 use crate::{log_debug, log_error, log_info, log_warn, socket};
 
@@ -37,13 +37,14 @@ const TURN_TIME: Duration = Duration::from_millis(1);
 const RETRY: Duration = Duration::from_secs(1);
 
 struct Entry {
+    device: &'static dyn Device,
     /// As the program has bound it.
     address: SocketAddr,
     places: Places,
     /// The listening socket of the program, which this ends with.
     socket: (RawFd, Identity),
     /// Keeps the port, where no TCP listener does: `socket` never listens then.
-    port: Option<socket::Reserved>,
+    port: Option<Arc<socket::Reserved>>,
     /// Only netid "rdma" is served here, so that transports are of that netid.
     rdma_only: bool,
     open: Option<Open>,
@@ -55,7 +56,7 @@ struct Entry {
 
 /// A listener that is open, and the transport that wakes the loop for it. The transport lives for ever.
 struct Open {
-    listener: Listener,
+    listener: Box<dyn Listener>,
     xprt: Bare,
 }
 
@@ -73,49 +74,44 @@ fn table() -> MutexGuard<'static, Vec<Entry>> {
 
 /// Notes a registered TCP listener that is to be served on adapters too.
 pub fn beside(fd: RawFd, rdma_only: bool, config: &Config) {
-    if Attempt::is_possible(config) && (rdma_only || config.redirect_adapters != RedirectAdapters::No) {
-        add(fd, None, rdma_only);
+    if rdma_only || config.redirect_adapters != RedirectAdapters::No {
+        add(fd, None, rdma_only, config);
     }
 }
 
-/// Whether there is something to serve over: only adapters may be used, say, and there is one.
+/// Serves the address of a listening socket of netid "rdma" on other devices too; or instead, where the only device that
+/// may be used takes its port: its descriptor stays then, and is never ready.
 ///
 /// # Errors
-/// There is none.
-pub fn may_serve(config: &Config) -> Result<(), Error> {
-    if config.provider == Provider::Verbs { verbs::some_device(true) } else { Ok(()) }
-}
-
-/// Serves the address of a listening socket of netid "rdma" on adapters too; or instead, where iWARP devices are to be
-/// used and there is one: its descriptor stays then, and is never ready.
-///
-/// # Errors
-/// The system refuses, or only adapters may be used and none can be: the socket is as it was, or closed to connections.
+/// The system refuses, or only a device may be used that cannot be: the socket is as it was, or closed to connections.
 pub fn listen(address: SocketAddr, fd: RawFd, config: &Config) -> Result<(), Error> {
-    may_serve(config)?;
-    if config.provider == Provider::Verbs && address.ip().to_canonical().is_loopback() {
-        let text =
-            format!("{address} is no address of an adapter, and RPCRDMA_PROVIDER=verbs takes no other");
-        return Err(Error::new(Kind::Os(libc::EADDRNOTAVAIL), text));
-    }
-    if config.provider != Provider::Verbs || !verbs::shares_ports() {
+    if !start::gives_way(address, config)? {
         beside(fd, true, config);
         return Ok(());
     }
     let places = places(address, fd);
     let port = socket::Reserved::in_place_of(fd, address).map_err(|error| {
-        let text = format!("port {} cannot be kept for adapters: {}", address.port(), os_text(&error));
+        let text = format!("port {} cannot be kept for RDMA: {}", address.port(), os_text(&error));
         Error::new(Error::from(error).kind(), text)
     })?;
-    add(fd, Some((address, places, port)), true);
+    add(fd, Some((address, places, port)), true, config);
     Ok(())
 }
 
 /// `in_place`: the socket listens no more.
-fn add(fd: RawFd, in_place: Option<(SocketAddr, Places, socket::Reserved)>, rdma_only: bool) {
+fn add(
+    fd: RawFd,
+    in_place: Option<(SocketAddr, Places, socket::Reserved)>,
+    rdma_only: bool,
+    config: &Config,
+) {
+    let devices: Vec<_> = start::listening(config).collect();
+    if devices.is_empty() {
+        return;
+    }
     let Some(identity) = process::identify(fd) else { return };
     let (address, places, port) = match in_place {
-        Some((address, places, port)) => (address, places, Some(port)),
+        Some((address, places, port)) => (address, places, Some(Arc::new(port))),
         None => match socket::local(fd) {
             Some(address) => (address, places(address, fd), None),
             None => return,
@@ -126,8 +122,17 @@ fn add(fd: RawFd, in_place: Option<(SocketAddr, Places, socket::Reserved)>, rdma
     for mut old in table.extract_if(.., |entry| !entry.is_there() || entry.socket.0 == fd) {
         old.close();
     }
-    let socket = (fd, identity);
-    table.push(Entry { address, places, socket, port, rdma_only, open: None, opened: false, told: false });
+    table.extend(devices.into_iter().map(|device| Entry {
+        device,
+        address,
+        places: places.clone(),
+        socket: (fd, identity),
+        port: port.clone(),
+        rdma_only,
+        open: None,
+        opened: false,
+        told: false,
+    }));
     drop(table);
     server::wake_at(Instant::now());
 }
@@ -201,14 +206,10 @@ pub fn open_all() {
     let Ok(config) = config::get() else { return };
     let mut table = table();
     let mut again = false;
-    if !Attempt::is_possible(config) {
-        // Not any more.
-        for entry in table.iter_mut() {
-            entry.close();
-            log_debug!("{} is not served on RDMA adapters any more", entry.address);
-        }
-        table.clear();
-        return;
+    let unusable = |entry: &mut Entry| !start::allows(config, entry.device);
+    for mut entry in table.extract_if(.., unusable) {
+        entry.close();
+        log_debug!("{} is not served on RDMA {} any more", entry.address, entry.title());
     }
     for entry in table.iter_mut() {
         let found = entry.look();
@@ -220,21 +221,23 @@ pub fn open_all() {
         if found == Found::Deaf || !entry.wanted() {
             continue;
         }
-        match Entry::open(&entry.places, config) {
+        let title = entry.title();
+        match entry.listen(config) {
             Ok(open) => {
                 let places = open.listener.places();
-                log_info!("listening at {} on RDMA adapters ({places} addresses)", entry.address);
+                log_info!("listening at {} on RDMA {title} ({places} addresses)", entry.address);
                 (entry.open, entry.opened, entry.told) = (Some(open), true, false);
             }
             Err(error) => {
                 // A device may come, where nothing else is listened at, or come back.
-                again |= entry.opened || config.provider == Provider::Verbs;
+                let only = config.provider != Provider::Auto;
+                again |= entry.opened || only;
                 if !std::mem::replace(&mut entry.told, true) {
-                    let text = format!("not listening at {} on RDMA adapters: {error}", entry.address);
-                    match config.provider {
-                        Provider::Verbs => log_error!("{text}"),
+                    let text = format!("not listening at {} on RDMA {title}: {error}", entry.address);
+                    match error.kind() {
+                        _ if only => log_error!("{text}"),
                         // Most sockets are elsewhere than the adapters of a machine.
-                        _ if error.kind() == Kind::Os(libc::ENODEV) => log_info!("{text}"),
+                        Kind::Os(libc::ENODEV) => log_info!("{text}"),
                         _ => log_warn!("{text}"),
                     }
                 }
@@ -247,8 +250,13 @@ pub fn open_all() {
 }
 
 impl Entry {
-    fn open(places: &Places, config: &Config) -> Result<Open, Error> {
-        let listener = Listener::new(places.clone(), config.provider == Provider::Verbs)?;
+    fn title(&self) -> &'static str {
+        self.device.traits().title
+    }
+
+    fn listen(&self, config: &Config) -> Result<Open, Error> {
+        let only = config.provider != Provider::Auto;
+        let listener = self.device.listen(self.places.clone(), only)?;
         let xprt = server::bare(listener.fd(), &ACCEPT);
         // SAFETY: complete; the real function, since our own looks for stock transports.
         unsafe { real::XPRT_REGISTER.get()?(xprt) };
@@ -289,10 +297,11 @@ unsafe extern "C" fn accept(xprt: *mut SVCXPRT, _: *mut rpc_msg) -> bool_t {
         if let Some(Open { listener, .. }) = &mut entry.open {
             if found == Found::Same && !listener.forked() {
                 let began = Instant::now();
+                let options = start::options(config, entry.device.traits());
                 // SAFETY: this is the program's loop.
-                let mut make_room = |shortage, peer| unsafe { idle::make_room_on_adapters(shortage, peer) };
+                let mut make_room = |shortage, peer| unsafe { idle::make_room_on_devices(shortage, peer) };
                 for _ in 0..TURN {
-                    match listener.accept(&adapter_options(config), known, &mut make_room) {
+                    match listener.accept(&options, known, &mut make_room) {
                         Ok(Knock::Accepted(connection)) => accepted.push(connection),
                         Ok(Knock::Refused) => {}
                         Ok(Knock::Nobody) => break,
@@ -345,10 +354,12 @@ mod tests {
     use std::os::fd::AsRawFd;
 
     use super::*;
+    use crate::provider::DEVICES;
 
     fn entry(socket: &TcpListener) -> Entry {
         let (fd, address) = (socket.as_raw_fd(), socket.local_addr().expect("bound"));
         Entry {
+            device: DEVICES[0],
             address,
             places: places(address, fd),
             socket: (fd, process::identify(fd).expect("open")),
@@ -380,7 +391,7 @@ mod tests {
         let mut entry = entry(&socket);
         let port = socket::Reserved::in_place_of(socket.as_raw_fd(), entry.address).expect("the port");
         entry.socket.1 = process::identify(socket.as_raw_fd()).expect("open");
-        (entry.port, entry.places.interface) = (Some(port), Some("lo".into()));
+        (entry.port, entry.places.interface) = (Some(Arc::new(port)), Some("lo".into()));
         assert_eq!(entry.look(), Found::Same);
         assert_eq!(entry.places.interface.as_deref(), Some("lo"), "what the listening socket was bound to");
     }

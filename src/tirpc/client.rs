@@ -6,7 +6,7 @@
 //! but the connection.
 //!
 //! Owned here: the vtable, the order of a call (XID, header, AUTH, arguments; reply, AUTH, results, refresh), and the
-//! start of a connection with its way back to tcp. Left to others: waiting and credits (`driver`), names (`netid`).
+//! way back to tcp. Left to others: waiting, credits, and which device (`driver`), names (`netid`).
 //!
 //! - What of a call its AUTH must have to itself is up to `auth`: never the program's own procedures with AUTH_NONE and
 //!   AUTH_SYS, the whole call with RPCSEC_GSS, within the time of the call.
@@ -17,20 +17,18 @@
 use std::collections::HashMap;
 use std::ffi::{c_int, c_uint, c_void};
 use std::mem::size_of;
-use std::net::SocketAddr;
 use std::ops::Deref;
 use std::ptr::null_mut;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock};
 use std::time::{Duration, Instant};
 
 use crate::binding::{Binding, Head};
-use crate::config::{self, Config, Provider};
+use crate::config::{self, Config};
 use crate::connection::RPC_HEADER_MAX;
 use crate::connection::characteristics::Wish;
-use crate::driver::{
-    self, Attempt, Client, Peer, Requester, Responder, Reverse, Room, START_TIMEOUT, Shared,
-};
-use crate::error::{Error, Kind, clnt_stat, os_text};
+use crate::driver::start::{self, Failure, START_TIMEOUT};
+use crate::driver::{self, Client, Peer, Requester, Responder, Reverse, Room, Shared};
+use crate::error::{Error, Kind, clnt_stat};
 use crate::ffi::{guard, guard_in_steps, guard_in_steps_cancellable, step};
 use crate::memory::{Loan, Message, Region, Sink, registered};
 use crate::signals::BlockedSignals;
@@ -47,7 +45,7 @@ use crate::tirpc::{
 use crate::wire::Xid;
 use crate::wire::characteristics::Characteristic;
 use crate::xdr::{Decoder, Encoder, LEND_MIN, XDR, XdrProc, op};
-use crate::{fork, log_debug, log_error, log_info, log_warn, signals, socket, thread, wait, xdr};
+use crate::{fork, log_debug, log_error, log_info, log_warn, signals, socket, thread, xdr};
 
 /// What the creator of a CLIENT asks for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -81,15 +79,6 @@ pub const CLGET_RDMA_RECEIVE_SIZE: c_uint = 0x5244_4d0a;
 
 /// How long a moved client waits for a peer that neither answers nor closes (a stock server closes at once).
 const TRY_TIMEOUT: Duration = Duration::from_millis(500);
-
-/// How long it is remembered what a server speaks.
-const REMEMBERED: Duration = Duration::from_secs(60);
-
-/// How long it may take a server that has been started to listen on its adapters.
-const LISTENS_LATE: Duration = Duration::from_secs(2);
-
-/// How long an adapter is waited for before software iWARP is tried beside.
-const ADAPTER_START: Duration = Duration::from_millis(250);
 
 /// Time to send a call whose own time is zero, if the handle has none.
 const SEND_TIMEOUT: Duration = Duration::from_secs(25);
@@ -317,16 +306,19 @@ pub unsafe fn vc_create(
     let Some(to) = connected.or(Sockaddr::parse(&address)) else {
         return refuse(Error::new(Kind::Invalid, "no internet address to connect to"));
     };
-    if intent == Intent::Try && peers::known(to) == Some(Speaks::Tcp) {
+    if intent == Intent::Try && start::is_stock(to) {
         log_info!("fd {fd}: program {prog} version {vers} goes over tcp: so did {to} a moment ago");
         return Ok(None);
     }
     let signals = BlockedSignals::all();
     let room = if config::bindings().knows(prog, vers) { Room::Little } else { Room::Same };
-    let opened = open(fd, to, connected.is_some(), intent, room, config, &signals).and_then(|connection| {
-        connection.agree(Some(signals.before())).map_err(Failure::Start)?;
-        Ok(connection)
-    });
+    let timeout = if intent == Intent::Try { TRY_TIMEOUT } else { START_TIMEOUT };
+    let mask = Some(signals.before());
+    let opened =
+        start::open(fd, to, connected.is_some(), timeout, room, config, mask).and_then(|connection| {
+            connection.agree(mask).map_err(Failure::Start)?;
+            Ok(connection)
+        });
     drop(signals);
     match opened {
         Ok(connection) => {
@@ -340,7 +332,7 @@ pub unsafe fn vc_create(
             log_info!("fd {fd}: program {prog} version {vers} goes over tcp: {error}");
             stats::add(Counter::Fallbacks, 1);
             if error.kind() != Kind::Timeout {
-                peers::remember(to, Speaks::Tcp);
+                start::note_stock(to);
             }
             // The stock transport connects it again. It may have lost its peer by now, and is not fresh for that.
             socket::disconnect(fd)?;
@@ -361,108 +353,6 @@ pub unsafe fn vc_create(
             };
             Err(Error::new(kind, text))
         }
-    }
-}
-
-/// Why there is no connection.
-enum Failure {
-    /// Nobody listens there, or nothing leads there.
-    Connect(Error),
-    /// Somebody does, but no RDMA came about.
-    Start(Error),
-}
-
-/// Makes the connection, over an adapter or as software iWARP on the socket.
-///
-/// Where only adapters may be used, so it is for a socket that the program has connected; otherwise that is what it goes
-/// over. Where both may do, the adapter has a start: an InfiniBand or RoCE device on the way says nothing about the peer's
-/// end, and a peer that has none may never answer. What has won is remembered for a while.
-fn open(
-    fd: c_int,
-    to: SocketAddr,
-    connected: bool,
-    intent: Intent,
-    room: Room,
-    config: &'static Config,
-    signals: &BlockedSignals,
-) -> Result<Arc<Client>, Failure> {
-    let mask = Some(signals.before());
-    let timeout = if intent == Intent::Try { TRY_TIMEOUT } else { START_TIMEOUT };
-    let mut adapter = None;
-    let only = config.provider == Provider::Verbs;
-    if only || (!connected && Attempt::is_possible(config) && peers::known(to) != Some(Speaks::Iwarp)) {
-        let patience = if only { timeout } else { ADAPTER_START };
-        let deadline = Instant::now() + patience;
-        let refused_until = Instant::now() + LISTENS_LATE;
-        let started = loop {
-            let started = Attempt::start(to, room, config).and_then(|mut attempt| {
-                let done = attempt.wait(deadline, mask)?;
-                Ok((attempt, done))
-            });
-            // A server listens on adapters from the first poll of its loop on, which may be yet to come.
-            match started {
-                Err(error) if only && error.kind() == Kind::Refused && Instant::now() < refused_until => {
-                    let _ = wait::poll(&mut [], Some(LISTENS_LATE / 40), mask);
-                }
-                started => break started,
-            }
-        };
-        match started {
-            Ok((attempt, true)) => {
-                if connected {
-                    // As any other that goes over an adapter it is no more than the name of the connection now.
-                    socket::disconnect(fd).map_err(|error| Failure::Start(error.into()))?;
-                }
-                return Ok(attempt.into_client(fd));
-            }
-            Ok((_, false)) if only => {
-                let text = "the peer did not answer over verbs in time";
-                return Err(Failure::Start(Error::new(Kind::Timeout, text)));
-            }
-            Ok((attempt, false)) => {
-                log_info!("{to}: verbs has no answer yet: software iWARP is tried beside");
-                adapter = Some(attempt);
-            }
-            Err(error) if only => return Err(Failure::Start(error)),
-            Err(error) => {
-                log_info!("{to}: not over verbs: {error}");
-                // What cannot be locked says nothing of the peer, and another program may need less.
-                if error.kind() != Kind::Os(libc::ENOMEM) {
-                    peers::remember(to, Speaks::Iwarp);
-                }
-            }
-        }
-    }
-    let software = || {
-        if !connected {
-            socket::connect(fd, to).map_err(|e| {
-                let text = format!("cannot connect to {to}: {}", os_text(&e));
-                Failure::Connect(Error::new(Error::from(e).kind(), text))
-            })?;
-        }
-        Client::open(fd, config, Instant::now() + timeout, mask).map_err(Failure::Start)
-    };
-    match (software(), adapter) {
-        (Ok(client), adapter) => {
-            if adapter.is_some() {
-                peers::remember(to, Speaks::Iwarp);
-            }
-            Ok(client)
-        }
-        (Err(failure), None) => Err(failure),
-        // The adapter is all that is left.
-        (Err(failure), Some(mut attempt)) => match attempt.wait(Instant::now() + timeout, mask) {
-            Ok(true) => {
-                // The socket is no more than the name of the connection now.
-                let _ = socket::disconnect(fd);
-                Ok(attempt.into_client(fd))
-            }
-            Ok(false) => Err(failure),
-            Err(error) => {
-                log_info!("{to}: not over verbs: {error}");
-                Err(failure)
-            }
-        },
     }
 }
 
@@ -674,37 +564,6 @@ mod connections {
         if table.get(&fd).is_some_and(|(known, _)| Arc::ptr_eq(known, connection)) {
             table.remove(&fd);
         }
-    }
-}
-
-/// What a peer speaks, as it was found out a moment ago.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Speaks {
-    /// It closed on an MPA Request.
-    Tcp,
-    /// Its software iWARP came first, or no adapter leads to it.
-    Iwarp,
-}
-
-/// What peers speak.
-mod peers {
-    use super::*;
-
-    type Table = HashMap<SocketAddr, (Speaks, Instant)>;
-
-    fn table() -> MutexGuard<'static, Table> {
-        static TABLE: OnceLock<Mutex<Table>> = OnceLock::new();
-        TABLE.get_or_init(Default::default).lock().unwrap_or_else(|e| e.into_inner())
-    }
-
-    pub fn known(peer: SocketAddr) -> Option<Speaks> {
-        table().get(&peer).filter(|(_, at)| at.elapsed() < REMEMBERED).map(|(speaks, _)| *speaks)
-    }
-
-    pub fn remember(peer: SocketAddr, speaks: Speaks) {
-        let mut table = table();
-        table.retain(|_, (_, at)| at.elapsed() < REMEMBERED);
-        table.insert(peer, (speaks, Instant::now()));
     }
 }
 

@@ -18,7 +18,7 @@ use std::sync::{Arc, Mutex, MutexGuard, OnceLock, Weak};
 use std::time::{Duration, Instant};
 
 use crate::driver::{START_TIMEOUT, Stage};
-use crate::provider::verbs::Shortage;
+use crate::provider::Shortage;
 use crate::tirpc::server::progress::{self, Wants};
 use crate::tirpc::server::{self, Transport, poll_set_size};
 use crate::tirpc::{_rpc_dtablesize, SVCXPRT, rpc_control};
@@ -125,7 +125,7 @@ pub unsafe fn expire(fd: RawFd) {
 ///
 /// # Safety
 /// The caller is the program's loop.
-pub unsafe fn make_room_on_adapters(shortage: Shortage, peer: IpAddr) -> bool {
+pub unsafe fn make_room_on_devices(shortage: Shortage, peer: IpAddr) -> bool {
     let now = Instant::now();
     let known: Vec<Arc<Transport>> = {
         let table = table();

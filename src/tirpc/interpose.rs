@@ -34,6 +34,7 @@ use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use crate::config::{self, Config};
+use crate::driver::start;
 use crate::error::{Error, Kind};
 use crate::ffi::{
     self, Fd, Inside, Uncancelled, guard_around, guard_passing, guard_passing_in_steps_cancellable, step,
@@ -376,7 +377,7 @@ pub unsafe extern "C" fn svc_tli_create(
                 let bound = made.xp_fd;
                 // A connected descriptor, as from inetd: its one connection is the transport.
                 let connected = !socket::listens(bound);
-                let served = if connected { server::may_accept(config) } else { listen(bound) };
+                let served = if connected { start::may_accept(config) } else { listen(bound) };
                 if served.is_ok() && connected {
                     // SAFETY: as above; it is registered.
                     unsafe { server::watch(xprt, true) };
@@ -489,7 +490,7 @@ pub unsafe extern "C" fn rpcb_set(
         let (Some(local), true, Some(inside)) = (local, moves(stock, prog), Inside::enter()) else {
             return Ok(set);
         };
-        if let Err(error) = adapters::may_serve(config::get()?) {
+        if let Err(error) = start::may_serve(config::get()?) {
             log_error!("program {prog} version {vers} is not registered on netid rdma: {error}");
             return Ok(set);
         }

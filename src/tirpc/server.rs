@@ -35,14 +35,14 @@ use std::sync::{Arc, Mutex, MutexGuard, OnceLock, TryLockError, Weak};
 use std::time::{Duration, Instant};
 
 use crate::binding::Binding;
-use crate::config::{self, Config, Provider};
+use crate::config;
 use crate::connection::{Request, RequestId};
 use crate::driver::reverse::Hooks;
+use crate::driver::start;
 use crate::driver::{self, Next, Responder, Server, Shared, Stage, Wait, send_rest, service_loop};
 use crate::error::{Error, Kind};
 use crate::ffi::{guard, guard_in_steps, step};
 use crate::memory::Region;
-use crate::provider::verbs;
 use crate::socket::Sockaddr;
 use crate::stats::{self, Counter};
 use crate::tirpc::callback::waker;
@@ -239,18 +239,6 @@ pub unsafe fn discard(xprt: *mut SVCXPRT, with_descriptor: bool) {
     }
 }
 
-/// Whether RDMA is served over TCP connections.
-///
-/// # Errors
-/// It is not.
-pub fn may_accept(config: &Config) -> Result<(), Error> {
-    if config.provider == Provider::Verbs {
-        let text = "it is a TCP connection, and RPCRDMA_PROVIDER=verbs takes nothing but adapters";
-        return Err(Error::new(Kind::Invalid, text));
-    }
-    Ok(())
-}
-
 /// Puts a transport of our own in the place of a stock connection.
 ///
 /// # Safety
@@ -260,7 +248,6 @@ unsafe fn convert(stock: *mut SVCXPRT, fd: c_int, rdma_only: bool) -> Result<(),
         return Err(Error::new(Kind::Invalid, "svc_exit() has ended the service loop"));
     }
     let config = config::get()?;
-    may_accept(config)?;
     let expendable = idle::is_expendable(fd);
     let server = Server::accept(fd, config)?;
     // Destroying closes the descriptor and unregisters by its number: it gets another one of the same socket.
@@ -281,7 +268,7 @@ unsafe fn convert(stock: *mut SVCXPRT, fd: c_int, rdma_only: bool) -> Result<(),
     Ok(())
 }
 
-/// Hands a connection that an adapter has brought to the program's loop.
+/// Hands a connection that a device has brought to the program's loop.
 ///
 /// # Safety
 /// No other thread registers transports meanwhile, as for a listener of libtirpc.
@@ -1276,7 +1263,7 @@ unsafe extern "C" fn destroy(xprt: *mut SVCXPRT) {
         unsafe { xprt_unregister(xprt) };
         // SAFETY: the share that `register` gave to libtirpc, which does not know the transport any more.
         unsafe { Arc::decrement_strong_count(Arc::as_ptr(&own)) };
-        if verbs::are_refused() {
+        if start::is_refused() {
             // What listens there accepts nobody any more.
             wake_at(Instant::now());
         }

@@ -7,6 +7,7 @@ use rdma_sys::{ibv_wc_opcode, ibv_wc_status};
 
 use super::*;
 use crate::memory::{Program, areas};
+use crate::provider::Listener as _;
 use crate::provider::fault::contract;
 
 fn options() -> Options {
@@ -17,7 +18,8 @@ fn options() -> Options {
         remote_invalidation: true,
         credits: 4,
         margin: 4,
-        iwarp: true,
+        crc: crate::config::Crc::Auto,
+        only: true,
     }
 }
 
@@ -493,7 +495,7 @@ fn later_connections_get_fewer_credits_until_no_more_fit() {
                     let credits = locked.grow(&options);
                     held.push((locked, credits));
                 }
-                Err(shortage) => break shortage.error(&options),
+                Err(shortage) => break lacks(shortage, &options),
             }
         };
         assert!(held.iter().all(|(locked, credits)| locked.bytes == slab * count(&options, *credits)));

@@ -15,6 +15,10 @@ use std::sync::Once;
 use std::sync::atomic::Ordering::Relaxed;
 use std::sync::atomic::{AtomicU32, AtomicU64};
 
+use rustix::io::Errno;
+use rustix::process::{Pid, WaitId, WaitIdOptions, test_kill_process, waitid};
+use rustix::time::{ClockId, clock_gettime};
+
 use crate::ffi::guard;
 
 /// How long [`SharedPage::lock`] waits for another process, in milliseconds. A holder keeps the lock for one
@@ -37,22 +41,13 @@ pub fn process_id() -> u32 {
 
 /// Whether the process has ended, also if its parent has not waited for it yet (when the parent is us).
 pub fn process_gone(pid: u32) -> bool {
-    let Ok(id) = libc::pid_t::try_from(pid) else { return true };
-    // SAFETY: signal 0 is only a check.
-    if unsafe { libc::kill(id, 0) } < 0 {
-        return io::Error::last_os_error().raw_os_error() == Some(libc::ESRCH);
+    let Some(pid) = i32::try_from(pid).ok().and_then(Pid::from_raw) else { return true };
+    if let Err(error) = test_kill_process(pid) {
+        return error == Errno::SRCH;
     }
-    // It exists, but perhaps as our zombie. WNOWAIT leaves it to the program's own wait.
-    let mut info = MaybeUninit::<libc::siginfo_t>::zeroed();
-    let options = libc::WEXITED | libc::WNOHANG | libc::WNOWAIT;
-    // SAFETY: `info` is writable.
-    if unsafe { libc::waitid(libc::P_PID, pid, info.as_mut_ptr(), options) } < 0 {
-        return false;
-    }
-    // SAFETY: zeroed, and filled by waitid when there was something to report: plain integers in both cases.
-    let info = unsafe { info.assume_init() };
-    // SAFETY: waitid fills the SIGCHLD member, of which si_pid is a part; zero when nothing has ended.
-    (unsafe { info.si_pid() }) == id
+    // It exists, but perhaps as our zombie. NOWAIT leaves it to the program's own wait.
+    let options = WaitIdOptions::EXITED | WaitIdOptions::NOHANG | WaitIdOptions::NOWAIT;
+    waitid(WaitId::Pid(pid), options).is_ok_and(|ended| ended.is_some())
 }
 
 static GENERATION: AtomicU64 = AtomicU64::new(0);
@@ -81,8 +76,7 @@ unsafe extern "C" fn after_fork() {
 }
 
 fn note_process() {
-    // SAFETY: getpid has no arguments and cannot fail.
-    PID.store(unsafe { libc::getpid() } as u32, Relaxed);
+    PID.store(std::process::id(), Relaxed);
 }
 
 /// Words and a lock that this process and its forked children share: one anonymous MAP_SHARED page.
@@ -216,9 +210,8 @@ impl Drop for PageLock<'_> {
 }
 
 fn deadline(ms: i64) -> libc::timespec {
-    let mut now = libc::timespec { tv_sec: 0, tv_nsec: 0 };
-    // SAFETY: `now` is writable. timedlock counts in CLOCK_REALTIME.
-    unsafe { libc::clock_gettime(libc::CLOCK_REALTIME, &raw mut now) };
+    // That is the clock that timedlock counts in.
+    let now = clock_gettime(ClockId::Realtime);
     let nsec = now.tv_nsec + ms * 1_000_000;
     libc::timespec { tv_sec: now.tv_sec + nsec / 1_000_000_000, tv_nsec: nsec % 1_000_000_000 }
 }

@@ -246,7 +246,7 @@ impl Log {
         let identity = process::identify(file.as_raw_fd()).ok_or_else(io::Error::last_os_error)?;
         let fd = match old {
             Some(old) => {
-                process::replace(old, file)?;
+                process::replace(old, file, true)?;
                 old
             }
             None => file.into_raw_fd(),

@@ -12,7 +12,15 @@
 
 use std::io;
 use std::mem::MaybeUninit;
-use std::os::fd::{AsRawFd, OwnedFd, RawFd};
+use std::os::fd::{AsRawFd, BorrowedFd, OwnedFd, RawFd};
+
+use rustix::event::{PollFd, PollFlags, poll};
+use rustix::fs::fstat;
+use rustix::io::Errno;
+use rustix::net::{AddressFamily, sockopt};
+use rustix::process::{Resource, geteuid, getrlimit};
+use rustix::thread::{CapabilitySet, capabilities};
+use rustix::time::Timespec;
 
 /// Whether the process was started with more rights than its caller has (set-user-ID, file capabilities): the
 /// environment is the caller's then, and must not be trusted.
@@ -24,9 +32,20 @@ pub fn is_secure() -> bool {
 
 /// Whether what the process does can hurt more than its caller: it is root, or has more rights than the caller.
 pub fn is_privileged() -> bool {
-    // SAFETY: takes no argument and cannot fail.
-    let root = unsafe { libc::geteuid() } == 0;
-    root || is_secure()
+    geteuid().is_root() || is_secure()
+}
+
+/// The descriptor of that number, which belongs to the program.
+///
+/// # Errors
+/// `EBADF` for a number that no descriptor has.
+pub fn borrow(fd: RawFd) -> io::Result<BorrowedFd<'static>> {
+    if fd < 0 {
+        return Err(Errno::BADF.into());
+    }
+    // SAFETY: not -1. Whether it is open is the program's affair, who may close it at any time: it is only passed to
+    // system calls, which answer a wrong number with an error.
+    Ok(unsafe { BorrowedFd::borrow_raw(fd) })
 }
 
 /// Runs `f` and puts errno back to what it was: a program may look at it long after the call that set it.
@@ -51,34 +70,24 @@ pub struct Identity {
 
 /// What `fd` refers to; `None` when it is not open.
 pub fn identify(fd: RawFd) -> Option<Identity> {
-    let mut stat = MaybeUninit::<libc::stat>::uninit();
-    // SAFETY: `stat` has room for a `struct stat`; any value of `fd` is allowed.
-    let result = unsafe { libc::fstat(fd, stat.as_mut_ptr()) };
-    if result != 0 {
-        return None;
-    }
-    // SAFETY: fstat succeeded, so it filled `stat`.
-    let stat = unsafe { stat.assume_init() };
+    let stat = fstat(borrow(fd).ok()?).ok()?;
     Some(Identity { device: stat.st_dev, inode: stat.st_ino })
 }
 
 /// Has the number `fd` stand for what `by` refers to, in one step: whoever is about to write to `fd` writes to the one or
-/// to the other.
-pub fn replace(fd: RawFd, by: OwnedFd) -> io::Result<()> {
+/// to the other. exec(2) closes it if `close_on_exec`. exec(2) closes it if `close_on_exec`.
+///
+/// # Errors
+/// The errno; the number stands for what it did then.
+pub fn replace(fd: RawFd, by: OwnedFd, close_on_exec: bool) -> io::Result<()> {
+    let flags = if close_on_exec { libc::O_CLOEXEC } else { 0 };
     // SAFETY: touches no memory; `by` is open.
-    let done = unsafe { libc::dup3(by.as_raw_fd(), fd, libc::O_CLOEXEC) };
-    if done < 0 { Err(io::Error::last_os_error()) } else { Ok(()) }
+    check(unsafe { libc::dup3(by.as_raw_fd(), fd, flags) }).map(drop)
 }
 
 /// Whether `fd` is a socket with a peer on a network: a server started by inetd has its client as its stderr.
 pub fn is_network_socket(fd: RawFd) -> bool {
-    let mut domain: libc::c_int = 0;
-    let mut length = size_of::<libc::c_int>() as libc::socklen_t;
-    // SAFETY: `domain` and `length` are ours and as large as they say; any value of `fd` is allowed.
-    let result = unsafe {
-        libc::getsockopt(fd, libc::SOL_SOCKET, libc::SO_DOMAIN, (&raw mut domain).cast(), &raw mut length)
-    };
-    result == 0 && domain != libc::AF_UNIX
+    borrow(fd).is_ok_and(|fd| sockopt::socket_domain(fd).is_ok_and(|domain| domain != AddressFamily::UNIX))
 }
 
 /// Writes `bytes` with one write(2), if that is possible at once and without a signal.
@@ -92,13 +101,12 @@ pub fn is_network_socket(fd: RawFd) -> bool {
 /// # Errors
 /// The errno; `EAGAIN` when there is no room.
 pub fn write_quietly(fd: RawFd, bytes: &[u8]) -> Result<usize, i32> {
-    let mut ready = libc::pollfd { fd, events: libc::POLLOUT, revents: 0 };
-    // SAFETY: one pollfd of our own; a timeout of 0 returns at once.
-    let n = unsafe { libc::poll(&raw mut ready, 1, 0) };
-    if n < 0 {
-        return Err(errno());
-    }
-    if n == 0 {
+    // As poll(2) has it: nothing is ever ready there.
+    let to = borrow(fd).map_err(|_| libc::EAGAIN)?;
+    let now = Timespec { tv_sec: 0, tv_nsec: 0 };
+    if poll(&mut [PollFd::from_borrowed_fd(to, PollFlags::OUT)], Some(&now)).map_err(Errno::raw_os_error)?
+        == 0
+    {
         return Err(libc::EAGAIN);
     }
 
@@ -113,17 +121,7 @@ pub fn write_quietly(fd: RawFd, bytes: &[u8]) -> Result<usize, i32> {
     // SAFETY: `pending` is ours.
     unsafe { libc::sigpending(&raw mut pending) };
 
-    let result = loop {
-        // SAFETY: `bytes` is readable for its length.
-        let n = unsafe { libc::write(fd, bytes.as_ptr().cast(), bytes.len()) };
-        if let Ok(n) = usize::try_from(n) {
-            break Ok(n);
-        }
-        let errno = errno();
-        if errno != libc::EINTR {
-            break Err(errno);
-        }
-    };
+    let result = rustix::io::retry_on_intr(|| rustix::io::write(to, bytes)).map_err(Errno::raw_os_error);
 
     let raised = match result {
         Err(libc::EPIPE) => Some(libc::SIGPIPE),
@@ -181,22 +179,13 @@ pub fn at_exit(handler: extern "C" fn()) -> io::Result<()> {
 
 /// Most bytes that this process may lock in memory; `None`: as many as there are.
 pub fn memlock_limit() -> Option<usize> {
-    let mut limit = libc::rlimit { rlim_cur: libc::RLIM_INFINITY, rlim_max: libc::RLIM_INFINITY };
-    // SAFETY: `limit` may be written. An error leaves it as it is.
-    unsafe { libc::getrlimit(libc::RLIMIT_MEMLOCK, &raw mut limit) };
-    if limit.rlim_cur == libc::RLIM_INFINITY { None } else { usize::try_from(limit.rlim_cur).ok() }
+    getrlimit(Resource::Memlock).current.map(|bytes| usize::try_from(bytes).unwrap_or(usize::MAX))
 }
 
 /// The same, for a process that may have the right to lock more than that.
 pub fn lockable() -> Option<usize> {
-    const CAP_IPC_LOCK: u32 = 14;
-    // struct __user_cap_header_struct, version 3, of the calling thread, and two struct __user_cap_data_struct: what is
-    // effective, permitted and inheritable, the lower half first.
-    let mut header = [0x2008_0522u32, 0];
-    let mut data = [0u32; 6];
-    // SAFETY: both may be written, and have the lengths that this version asks for.
-    let got = unsafe { libc::syscall(libc::SYS_capget, header.as_mut_ptr(), data.as_mut_ptr()) };
-    if got == 0 && data[0] & 1 << CAP_IPC_LOCK != 0 { None } else { memlock_limit() }
+    let may = capabilities(None).is_ok_and(|sets| sets.effective.contains(CapabilitySet::IPC_LOCK));
+    if may { None } else { memlock_limit() }
 }
 
 /// Repeats a transfer that a signal interrupted.
@@ -361,9 +350,9 @@ mod tests {
     fn a_number_is_replaced_by_another_file() {
         let (a, b) = (File::open("/dev/null").unwrap(), File::open("/dev/zero").unwrap());
         let zero = identify(b.as_raw_fd());
-        replace(a.as_raw_fd(), b.into()).unwrap();
+        replace(a.as_raw_fd(), b.into(), true).unwrap();
         assert_eq!(identify(a.as_raw_fd()), zero);
-        assert!(replace(-1, File::open("/dev/null").unwrap().into()).is_err());
+        assert!(replace(-1, File::open("/dev/null").unwrap().into(), true).is_err());
     }
 
     #[test]

@@ -10,15 +10,23 @@
 #![allow(unsafe_code)]
 
 use std::io;
-use std::mem::{ManuallyDrop, MaybeUninit, size_of};
-use std::net::{Ipv4Addr, Ipv6Addr, SocketAddr, SocketAddrV4, SocketAddrV6, TcpListener, TcpStream};
-use std::os::fd::{AsRawFd, FromRawFd, OwnedFd, RawFd};
+use std::mem::size_of;
+use std::net::{Ipv4Addr, Ipv6Addr, SocketAddr, SocketAddrV4, SocketAddrV6};
+use std::os::fd::{AsRawFd, IntoRawFd, OwnedFd, RawFd};
+use std::ptr::null_mut;
 use std::time::Duration;
 
 use libc::c_int;
+use rustix::event::{EventfdFlags, eventfd};
+use rustix::fs::{OFlags, fcntl_getfl, fcntl_setfl};
+use rustix::io::{Errno, FdFlags, fcntl_dupfd_cloexec, fcntl_getfd, retry_on_intr};
+use rustix::net::{
+    AddressFamily, RecvFlags, Shutdown, SocketFlags, SocketType, bind, connect_unspec, getpeername,
+    getsockname, recv, socket_with, sockopt,
+};
 
 use crate::memory::{IoVec, IoVecMut};
-use crate::process::{check, random_u32, repeat};
+use crate::process::{borrow, check, random_u32, repeat, replace};
 use crate::wait;
 
 /// Most elements of one gathered or scattered transfer (`IOV_MAX` of Linux).
@@ -29,11 +37,9 @@ pub const IOV_MAX: usize = 1024;
 /// # Errors
 /// The errno; `EAGAIN` when the socket takes nothing now.
 pub fn send(fd: RawFd, pieces: &[IoVec<'_>]) -> io::Result<usize> {
-    let mut message = empty_message();
     // INVARIANT: IoVec is repr(transparent) over iovec. sendmsg(2) only reads the array: the cast to *mut is the
     // shape of msghdr, which recvmsg(2) shares.
-    message.msg_iov = pieces.as_ptr().cast::<libc::iovec>().cast_mut();
-    message.msg_iovlen = pieces.len().min(IOV_MAX) as _;
+    let message = message(pieces.as_ptr().cast::<libc::iovec>().cast_mut(), pieces.len());
     repeat(|| {
         // SAFETY: `message` names `msg_iovlen` live elements of `pieces`, each alive for the lifetime that it
         // carries; the kernel reads from them only.
@@ -46,9 +52,7 @@ pub fn send(fd: RawFd, pieces: &[IoVec<'_>]) -> io::Result<usize> {
 /// # Errors
 /// The errno; `EAGAIN` when nothing is there now.
 pub fn receive(fd: RawFd, pieces: &mut [IoVecMut<'_>]) -> io::Result<usize> {
-    let mut message = empty_message();
-    message.msg_iov = pieces.as_mut_ptr().cast::<libc::iovec>();
-    message.msg_iovlen = pieces.len().min(IOV_MAX) as _;
+    let mut message = message(pieces.as_mut_ptr().cast::<libc::iovec>(), pieces.len());
     repeat(|| {
         // SAFETY: `message` names `msg_iovlen` live elements of `pieces`, each a target that its lifetime lends
         // exclusively (or a `Sink`, of which no slice exists).
@@ -61,24 +65,28 @@ pub fn receive(fd: RawFd, pieces: &mut [IoVecMut<'_>]) -> io::Result<usize> {
 /// # Errors
 /// The errno; `EAGAIN` when nothing is there now.
 pub fn peek(fd: RawFd) -> io::Result<Option<u8>> {
-    let mut byte = 0u8;
-    let n = repeat(|| {
-        // SAFETY: `byte` is one writable byte.
-        unsafe { libc::recv(fd, (&raw mut byte).cast(), 1, libc::MSG_PEEK | libc::MSG_DONTWAIT) }
-    })?;
-    Ok((n == 1).then_some(byte))
+    let fd = borrow(fd)?;
+    let mut byte = [0];
+    let (n, _) = retry_on_intr(|| recv(fd, &mut byte, RecvFlags::PEEK | RecvFlags::DONTWAIT))?;
+    Ok((n == 1).then_some(byte[0]))
 }
 
-fn empty_message() -> libc::msghdr {
-    // SAFETY: msghdr is plain integers and pointers, for which zero is valid and means "none".
-    unsafe { MaybeUninit::zeroed().assume_init() }
+/// One of `pieces` pieces, without an address or control data.
+fn message(first: *mut libc::iovec, pieces: usize) -> libc::msghdr {
+    libc::msghdr {
+        msg_name: null_mut(),
+        msg_namelen: 0,
+        msg_iov: first,
+        msg_iovlen: pieces.min(IOV_MAX),
+        msg_control: null_mut(),
+        msg_controllen: 0,
+        msg_flags: 0,
+    }
 }
 
 /// Whether the descriptor is in non-blocking mode.
 pub fn is_nonblocking(fd: RawFd) -> bool {
-    // SAFETY: touches no memory.
-    let flags = unsafe { libc::fcntl(fd, libc::F_GETFL) };
-    flags >= 0 && flags & libc::O_NONBLOCK != 0
+    borrow(fd).is_ok_and(|fd| fcntl_getfl(fd).is_ok_and(|flags| flags.contains(OFlags::NONBLOCK)))
 }
 
 /// Puts the descriptor into non-blocking mode.
@@ -86,11 +94,8 @@ pub fn is_nonblocking(fd: RawFd) -> bool {
 /// # Errors
 /// The errno of fcntl(2).
 pub fn set_nonblocking(fd: RawFd) -> io::Result<()> {
-    // SAFETY: F_GETFL takes no argument and touches no memory.
-    let flags = check(unsafe { libc::fcntl(fd, libc::F_GETFL) })?;
-    // SAFETY: F_SETFL takes an int and touches no memory.
-    check(unsafe { libc::fcntl(fd, libc::F_SETFL, flags | libc::O_NONBLOCK) })?;
-    Ok(())
+    let fd = borrow(fd)?;
+    Ok(fcntl_setfl(fd, fcntl_getfl(fd)? | OFlags::NONBLOCK)?)
 }
 
 /// Switches Nagle's algorithm off. A socket that has none (not TCP) is left as it is.
@@ -98,20 +103,9 @@ pub fn set_nonblocking(fd: RawFd) -> io::Result<()> {
 /// # Errors
 /// The errno of setsockopt(2), except that the socket is not TCP.
 pub fn set_nodelay(fd: RawFd) -> io::Result<()> {
-    let on: libc::c_int = 1;
-    // SAFETY: the option value is a live c_int of the size that is passed.
-    let result = check(unsafe {
-        libc::setsockopt(
-            fd,
-            libc::IPPROTO_TCP,
-            libc::TCP_NODELAY,
-            (&raw const on).cast(),
-            size_of::<libc::c_int>() as libc::socklen_t,
-        )
-    });
-    match result {
-        Err(e) if !matches!(e.raw_os_error(), Some(libc::EOPNOTSUPP | libc::ENOPROTOOPT)) => Err(e),
-        _ => Ok(()),
+    match sockopt::set_tcp_nodelay(borrow(fd)?, true) {
+        Ok(()) | Err(Errno::OPNOTSUPP | Errno::NOPROTOOPT) => Ok(()),
+        Err(error) => Err(error.into()),
     }
 }
 
@@ -139,24 +133,19 @@ pub fn unacknowledged(fd: RawFd) -> u64 {
 
 /// Has the kernel find out that the peer of an idle TCP connection is gone: after about two minutes of silence.
 pub fn keep_alive(fd: RawFd) {
-    let options = [
-        (libc::SOL_SOCKET, libc::SO_KEEPALIVE, 1),
-        (libc::IPPROTO_TCP, libc::TCP_KEEPIDLE, 60),
-        (libc::IPPROTO_TCP, libc::TCP_KEEPINTVL, 15),
-        (libc::IPPROTO_TCP, libc::TCP_KEEPCNT, 4),
-    ];
-    for (level, option, value) in options {
-        let value: c_int = value;
-        // SAFETY: `value` is readable. A socket that cannot do it stays as it is.
-        unsafe { libc::setsockopt(fd, level, option, (&raw const value).cast(), size_of::<c_int>() as _) };
-    }
+    let Ok(fd) = borrow(fd) else { return };
+    // A socket that cannot do it stays as it is.
+    let _ = sockopt::set_socket_keepalive(fd, true);
+    let _ = sockopt::set_tcp_keepidle(fd, Duration::from_secs(60));
+    let _ = sockopt::set_tcp_keepintvl(fd, Duration::from_secs(15));
+    let _ = sockopt::set_tcp_keepcnt(fd, 4);
 }
 
 /// Whether the peer of a TCP socket is this host: what is sent there crosses no wire.
 pub fn own_host(fd: RawFd) -> bool {
     // TCP takes the address that is reached as its own source address when that address is local.
-    match (borrowed(fd).peer_addr(), borrowed(fd).local_addr()) {
-        (Ok(peer), Ok(local)) => {
+    match (peer(fd), local(fd)) {
+        (Some(peer), Some(local)) => {
             let (peer, local) = (peer.ip().to_canonical(), local.ip().to_canonical());
             peer.is_loopback() || peer == local
         }
@@ -172,24 +161,21 @@ pub fn own_host(fd: RawFd) -> bool {
 /// # Errors
 /// The errno.
 pub fn connect_beside(fd: RawFd, to: SocketAddr) -> io::Result<OwnedFd> {
-    let address = Sockaddr::from(to);
-    let address = address.as_bytes();
-    let kind = libc::SOCK_STREAM | libc::SOCK_NONBLOCK | libc::SOCK_CLOEXEC;
-    let family = if to.is_ipv4() { libc::AF_INET } else { libc::AF_INET6 };
-    // SAFETY: touches no memory.
-    let fresh = check(unsafe { libc::socket(family, kind, 0) })?;
-    // SAFETY: just made, and owned by nobody else.
-    let fresh = unsafe { OwnedFd::from_raw_fd(fresh) };
-    let new = fresh.as_raw_fd();
-    if borrowed(fd).local_addr().is_ok_and(|at| at.port() < RESERVED.end) {
+    let fresh = new(to, SocketType::STREAM, SocketFlags::NONBLOCK)?;
+    if local(fd).is_some_and(|at| at.port() < RESERVED.end) {
         // A failure leaves the socket unbound, which may be good enough.
-        let _ = bind_reserved(new, to.is_ipv4());
+        let _ = bind_reserved(&fresh, to.is_ipv4());
     }
-    // SAFETY: `address` is readable for its length.
-    match check(unsafe { libc::connect(new, address.as_ptr().cast(), address.len() as libc::socklen_t) }) {
-        Err(e) if e.raw_os_error() != Some(libc::EINPROGRESS) => Err(e),
-        _ => Ok(fresh),
+    match rustix::net::connect(&fresh, &to) {
+        Ok(()) | Err(Errno::INPROGRESS) => Ok(fresh),
+        Err(error) => Err(error.into()),
     }
+}
+
+/// A socket of the family of `address`.
+fn new(address: SocketAddr, kind: SocketType, flags: SocketFlags) -> io::Result<OwnedFd> {
+    let family = if address.is_ipv4() { AddressFamily::INET } else { AddressFamily::INET6 };
+    Ok(socket_with(family, kind, flags | SocketFlags::CLOEXEC, None)?)
 }
 
 /// Whether a connect(2) that was under way is done.
@@ -200,7 +186,8 @@ pub fn connected(fd: RawFd) -> io::Result<bool> {
     if !wait::until(fd, wait::OUT, Some(Duration::ZERO), None)? {
         return Ok(false);
     }
-    borrowed(fd).take_error()?.map_or(Ok(true), Err)
+    sockopt::socket_error(borrow(fd)?)??;
+    Ok(true)
 }
 
 /// Puts `fresh` in the place of `fd`, which keeps its number and its flags.
@@ -211,91 +198,52 @@ pub fn connected(fd: RawFd) -> io::Result<bool> {
 /// # Errors
 /// The errno; the old connection is still there then.
 pub fn take_place(fresh: OwnedFd, fd: RawFd) -> io::Result<()> {
-    // SAFETY: touches no memory.
-    let flags = check(unsafe { libc::fcntl(fd, libc::F_GETFL) })?;
-    // SAFETY: as above.
-    let close = check(unsafe { libc::fcntl(fd, libc::F_GETFD) })? & libc::FD_CLOEXEC;
-    // SAFETY: as above.
-    check(unsafe { libc::fcntl(fresh.as_raw_fd(), libc::F_SETFL, flags) })?;
-    let close = if close != 0 { libc::O_CLOEXEC } else { 0 };
-    // SAFETY: touches no memory; both descriptors are open.
-    check(unsafe { libc::dup3(fresh.as_raw_fd(), fd, close) }).map(drop)
+    let old = borrow(fd)?;
+    fcntl_setfl(&fresh, fcntl_getfl(old)?)?;
+    replace(fd, fresh, fcntl_getfd(old)?.contains(FdFlags::CLOEXEC))
 }
 
 /// Ports that only root binds; below 600 are those of well-known services, as bindresvport(3) has it.
 const RESERVED: std::ops::Range<u16> = 600..1024;
 
 /// Binds a socket to any address and a reserved port. bindresvport(3) of the C library knows IPv4 only.
-fn bind_reserved(fd: RawFd, v4: bool) -> io::Result<()> {
+fn bind_reserved(socket: &OwnedFd, v4: bool) -> rustix::io::Result<()> {
+    let any = if v4 { Ipv4Addr::UNSPECIFIED.into() } else { Ipv6Addr::UNSPECIFIED.into() };
     let start = random_u32() as u16;
-    let mut result = Err(io::Error::from_raw_os_error(libc::EADDRINUSE));
     for n in 0..RESERVED.len() as u16 {
         let port = RESERVED.start + start.wrapping_add(n) % RESERVED.len() as u16;
-        let any = if v4 { Ipv4Addr::UNSPECIFIED.into() } else { Ipv6Addr::UNSPECIFIED.into() };
-        let address = Sockaddr::from(SocketAddr::new(any, port));
-        let address = address.as_bytes();
-        // SAFETY: `address` is readable for its length.
-        result = check(unsafe { libc::bind(fd, address.as_ptr().cast(), address.len() as libc::socklen_t) })
-            .map(drop);
-        if !matches!(&result, Err(e) if e.raw_os_error() == Some(libc::EADDRINUSE)) {
-            return result;
+        match bind(socket, &SocketAddr::new(any, port)) {
+            Err(Errno::ADDRINUSE) => {}
+            bound => return bound,
         }
     }
-    result
-}
-
-/// std's view of a socket that stays its owner's.
-fn borrowed(fd: RawFd) -> ManuallyDrop<TcpStream> {
-    // SAFETY: never dropped, so the descriptor is not closed; std only makes calls that fail on a wrong one.
-    ManuallyDrop::new(unsafe { TcpStream::from_raw_fd(fd) })
+    Err(Errno::ADDRINUSE)
 }
 
 /// Ends both directions of a connection: the peer learns of it although descriptors of it remain open.
 pub fn shutdown(fd: RawFd) {
-    // SAFETY: touches no memory. A connection that is gone already is no concern.
-    unsafe { libc::shutdown(fd, libc::SHUT_RDWR) };
+    // A connection that is gone already is no concern.
+    let _ = borrow(fd).map(|fd| rustix::net::shutdown(fd, Shutdown::Both));
 }
 
 /// The address that the socket is bound to; `None` for anything but an internet socket.
 pub fn local(fd: RawFd) -> Option<SocketAddr> {
-    if fd < 0 {
-        return None;
-    }
-    // SAFETY: used for one getsockname and not closed; a number that is no socket is answered with an error.
-    let socket = ManuallyDrop::new(unsafe { TcpListener::from_raw_fd(fd) });
-    socket.local_addr().ok()
+    getsockname(borrow(fd).ok()?).ok()?.try_into().ok()
 }
 
 /// The address that the socket is connected to; `None` if it is not.
 pub fn peer(fd: RawFd) -> Option<SocketAddr> {
-    if fd < 0 {
-        return None;
-    }
-    // SAFETY: used for one getpeername and not closed; a number that is no socket is answered with an error.
-    let socket = ManuallyDrop::new(unsafe { TcpStream::from_raw_fd(fd) });
-    socket.peer_addr().ok()
+    getpeername(borrow(fd).ok()?).ok()??.try_into().ok()
 }
 
 /// Whether the socket carries a byte stream.
 pub fn is_stream(fd: RawFd) -> bool {
-    option(fd, libc::SO_TYPE) == Some(libc::SOCK_STREAM)
+    borrow(fd).is_ok_and(|fd| sockopt::socket_type(fd) == Ok(SocketType::STREAM))
 }
 
 /// Whether the socket listens.
 pub fn listens(fd: RawFd) -> bool {
-    option(fd, libc::SO_ACCEPTCONN) == Some(1)
-}
-
-fn option(fd: RawFd, name: c_int) -> Option<c_int> {
-    option_of(fd, libc::SOL_SOCKET, name)
-}
-
-fn option_of(fd: RawFd, level: c_int, name: c_int) -> Option<c_int> {
-    let mut value: c_int = 0;
-    let mut length = size_of::<c_int>() as libc::socklen_t;
-    // SAFETY: value and length are writable and of the size that is passed.
-    let done = unsafe { libc::getsockopt(fd, level, name, (&raw mut value).cast(), &mut length) };
-    if done == 0 { Some(value) } else { None }
+    borrow(fd).is_ok_and(|fd| sockopt::socket_acceptconn(fd) == Ok(true))
 }
 
 /// connect(2), waiting as long as the socket's own mode says.
@@ -303,9 +251,7 @@ fn option_of(fd: RawFd, level: c_int, name: c_int) -> Option<c_int> {
 /// # Errors
 /// The errno.
 pub fn connect(fd: RawFd, address: SocketAddr) -> io::Result<()> {
-    let mut address = Sockaddr::from(address);
-    let length = address.as_bytes().len();
-    connect_raw(fd, address.as_mut_ptr(), length)
+    Ok(rustix::net::connect(borrow(fd)?, &address)?)
 }
 
 /// Undoes a connect(2): the socket can be connected again, from the port that it was bound to, if it was.
@@ -313,15 +259,7 @@ pub fn connect(fd: RawFd, address: SocketAddr) -> io::Result<()> {
 /// # Errors
 /// The errno.
 pub fn disconnect(fd: RawFd) -> io::Result<()> {
-    // SAFETY: all zero is a valid sockaddr_storage, and its family is AF_UNSPEC.
-    let storage: libc::sockaddr_storage = unsafe { std::mem::zeroed() };
-    connect_raw(fd, (&raw const storage).cast(), size_of::<libc::sockaddr>())
-}
-
-fn connect_raw(fd: RawFd, address: *const libc::sockaddr, length: usize) -> io::Result<()> {
-    // SAFETY: both callers pass an address that is readable for its length.
-    let done = unsafe { libc::connect(fd, address, length as libc::socklen_t) };
-    if done < 0 { Err(io::Error::last_os_error()) } else { Ok(()) }
+    Ok(connect_unspec(borrow(fd)?)?)
 }
 
 /// Closes a descriptor that belongs to us.
@@ -335,16 +273,12 @@ pub fn close(fd: RawFd) {
 /// # Errors
 /// The errno.
 pub fn listen(fd: RawFd) -> io::Result<()> {
-    // SAFETY: no memory is passed.
-    if unsafe { libc::listen(fd, libc::SOMAXCONN) } != 0 {
-        return Err(io::Error::last_os_error());
-    }
-    Ok(())
+    Ok(rustix::net::listen(borrow(fd)?, libc::SOMAXCONN)?)
 }
 
 /// Whether an IPv6 socket that is bound to any address takes IPv4 too.
 pub fn takes_both_families(fd: RawFd) -> bool {
-    option_of(fd, libc::IPPROTO_IPV6, libc::IPV6_V6ONLY) == Some(0)
+    borrow(fd).is_ok_and(|fd| sockopt::ipv6_v6only(fd) == Ok(false))
 }
 
 /// The interface that the socket is bound to by `SO_BINDTODEVICE`, if it is.
@@ -399,34 +333,19 @@ impl Reserved {
     /// # Errors
     /// The errno.
     pub fn in_place_of(fd: RawFd, address: SocketAddr) -> io::Result<Reserved> {
-        let family = if address.is_ipv4() { libc::AF_INET } else { libc::AF_INET6 };
-        // SAFETY: no memory is passed.
-        let socket = check(unsafe { libc::socket(family, libc::SOCK_STREAM | libc::SOCK_CLOEXEC, 0) })?;
-        // SAFETY: just made, and owned by nobody else.
-        let socket = unsafe { OwnedFd::from_raw_fd(socket) };
+        let socket = new(address, SocketType::STREAM, SocketFlags::empty())?;
         // A device that binds the port too says the same.
-        let on: c_int = 1;
-        let (level, name, size) =
-            (libc::SOL_SOCKET, libc::SO_REUSEADDR, size_of::<c_int>() as libc::socklen_t);
-        // SAFETY: the value is readable for the length that is passed.
-        check(unsafe { libc::setsockopt(socket.as_raw_fd(), level, name, (&raw const on).cast(), size) })?;
-        let mut address = Sockaddr::from(address);
-        let never = Reserved::deaf(family, &mut address)?;
-        // SAFETY: no memory is passed. What listened at `fd` ends, and with it what kept the port.
-        check(unsafe { libc::dup3(never.as_raw_fd(), fd, libc::O_CLOEXEC) })?;
-        let length = address.as_bytes().len() as libc::socklen_t;
-        // SAFETY: an address that is readable for its length.
-        check(unsafe { libc::bind(socket.as_raw_fd(), address.as_mut_ptr(), length) })?;
+        sockopt::set_socket_reuseaddr(&socket, true)?;
+        // What listened at `fd` ends, and with it what kept the port.
+        replace(fd, Reserved::deaf(address)?, true)?;
+        bind(&socket, &address)?;
         Ok(Reserved(socket))
     }
 
     /// A socket that is never ready, and still knows the address if asked: of datagrams, all of which it drops. An
     /// eventfd(2) where the address is taken for datagrams.
-    fn deaf(family: c_int, address: &mut Sockaddr) -> io::Result<OwnedFd> {
-        // SAFETY: no memory is passed.
-        let socket = check(unsafe { libc::socket(family, libc::SOCK_DGRAM | libc::SOCK_CLOEXEC, 0) })?;
-        // SAFETY: just made, and owned by nobody else.
-        let socket = unsafe { OwnedFd::from_raw_fd(socket) };
+    fn deaf(address: SocketAddr) -> io::Result<OwnedFd> {
+        let socket = new(address, SocketType::DGRAM, SocketFlags::empty())?;
         // "Return 0": of a packet nothing is kept.
         let mut drop_all =
             libc::sock_filter { code: (libc::BPF_RET | libc::BPF_K) as u16, jt: 0, jf: 0, k: 0 };
@@ -437,15 +356,10 @@ impl Reserved {
         check(unsafe {
             libc::setsockopt(socket.as_raw_fd(), level, name, (&raw const filter).cast(), size)
         })?;
-        let length = address.as_bytes().len() as libc::socklen_t;
-        // SAFETY: an address that is readable for its length.
-        if unsafe { libc::bind(socket.as_raw_fd(), address.as_mut_ptr(), length) } == 0 {
-            return Ok(socket);
+        match bind(&socket, &address) {
+            Ok(()) => Ok(socket),
+            Err(_) => Ok(eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)?),
         }
-        // SAFETY: no memory is passed.
-        let never = check(unsafe { libc::eventfd(0, libc::EFD_CLOEXEC | libc::EFD_NONBLOCK) })?;
-        // SAFETY: just made, and owned by nobody else.
-        Ok(unsafe { OwnedFd::from_raw_fd(never) })
     }
 }
 
@@ -454,12 +368,7 @@ impl Reserved {
 /// # Errors
 /// The errno.
 pub fn duplicate(fd: RawFd) -> io::Result<RawFd> {
-    // SAFETY: no memory is passed.
-    let copy = unsafe { libc::fcntl(fd, libc::F_DUPFD_CLOEXEC, 3) };
-    if copy < 0 {
-        return Err(io::Error::last_os_error());
-    }
-    Ok(copy)
+    Ok(fcntl_dupfd_cloexec(borrow(fd)?, 3)?.into_raw_fd())
 }
 
 /// A socket address in the form that C functions want.
@@ -542,19 +451,17 @@ pub mod testing {
     }
 
     /// How much a socket holds, about.
-    pub fn set_buffers(fd: super::RawFd, bytes: libc::c_int) {
-        for option in [libc::SO_SNDBUF, libc::SO_RCVBUF] {
-            let (value, length) = ((&raw const bytes).cast(), size_of::<libc::c_int>() as libc::socklen_t);
-            // SAFETY: the option value is a live c_int of the size that is passed.
-            let result = unsafe { libc::setsockopt(fd, libc::SOL_SOCKET, option, value, length) };
-            assert_eq!(result, 0);
-        }
+    pub fn set_buffers(fd: super::RawFd, bytes: i32) {
+        let fd = super::borrow(fd).unwrap();
+        super::sockopt::set_socket_send_buffer_size(fd, bytes as usize).unwrap();
+        super::sockopt::set_socket_recv_buffer_size(fd, bytes as usize).unwrap();
     }
 }
 
 #[cfg(test)]
 mod tests {
     use std::io::Write;
+    use std::net::{TcpListener, TcpStream};
     use std::os::unix::net::UnixStream;
 
     use super::*;
@@ -663,8 +570,8 @@ mod tests {
         let listener = TcpListener::bind("127.0.0.1:0").unwrap();
         let to = listener.local_addr().unwrap();
         let stream = TcpStream::connect(to).unwrap();
-        // SAFETY: touches no memory. No queue: a second connection that nobody accepts gets no answer.
-        assert_eq!(unsafe { libc::listen(listener.as_raw_fd(), 0) }, 0);
+        // No queue: a second connection that nobody accepts gets no answer.
+        rustix::net::listen(&listener, 0).unwrap();
         let fresh = connect_beside(stream.as_raw_fd(), to).unwrap();
         assert!(!connected(fresh.as_raw_fd()).unwrap());
         drop((fresh, listener));
@@ -677,20 +584,14 @@ mod tests {
         for host in ["127.0.0.1:0", "[::1]:0"] {
             let Ok(listener) = TcpListener::bind(host) else { continue };
             let to = listener.local_addr().unwrap();
-            let kind = libc::SOCK_STREAM | libc::SOCK_CLOEXEC;
-            let family = if to.is_ipv4() { libc::AF_INET } else { libc::AF_INET6 };
-            // SAFETY: touches no memory.
-            let old = check(unsafe { libc::socket(family, kind, 0) }).unwrap();
-            // SAFETY: just made, and owned by nobody else.
-            let old = unsafe { OwnedFd::from_raw_fd(old) };
-            match bind_reserved(old.as_raw_fd(), to.is_ipv4()) {
+            let old = new(to, SocketType::STREAM, SocketFlags::empty()).unwrap();
+            match bind_reserved(&old, to.is_ipv4()) {
                 // Only root may.
-                Err(e) if e.raw_os_error() == Some(libc::EACCES) => return,
+                Err(Errno::ACCESS) => return,
                 bound => bound.unwrap(),
             }
             let fresh = beside(old.as_raw_fd(), to).unwrap();
-            let (before, now) =
-                (borrowed(old.as_raw_fd()).local_addr(), borrowed(fresh.as_raw_fd()).local_addr());
+            let (before, now) = (local(old.as_raw_fd()), local(fresh.as_raw_fd()));
             let (before, now) = (before.unwrap().port(), now.unwrap().port());
             assert!(
                 RESERVED.contains(&before) && RESERVED.contains(&now) && before != now,

@@ -8,15 +8,20 @@
 //! - Only [`poll`], [`until`] and [`Event::wait`] sleep.
 #![allow(unsafe_code)]
 
-use std::ffi::c_int;
 use std::io;
-use std::mem::MaybeUninit;
-use std::os::fd::{AsRawFd, FromRawFd, OwnedFd, RawFd};
+use std::os::fd::{AsFd, AsRawFd, OwnedFd, RawFd};
 use std::sync::atomic::AtomicU32;
 use std::sync::atomic::Ordering::{Acquire, Release};
 use std::time::Duration;
 
-use crate::process::check;
+use rustix::event::{EventfdFlags, epoll, eventfd};
+use rustix::io::Errno;
+use rustix::thread::futex;
+use rustix::time::{
+    Itimerspec, TimerfdClockId, TimerfdFlags, TimerfdTimerFlags, Timespec, timerfd_create, timerfd_settime,
+};
+
+use crate::process::borrow;
 use crate::signals::{SignalMask, under_mask};
 
 /// One descriptor to wait for.
@@ -54,15 +59,13 @@ impl PollFd {
 /// # Errors
 /// The errno of ppoll(2), except `EINTR`.
 pub fn poll(fds: &mut [PollFd], timeout: Option<Duration>, mask: Option<&SignalMask>) -> io::Result<usize> {
-    let time = timeout.map(|t| libc::timespec {
-        tv_sec: libc::time_t::try_from(t.as_secs()).unwrap_or(libc::time_t::MAX),
-        tv_nsec: t.subsec_nanos() as _,
-    });
+    let time = timeout.map(timespec);
+    // INVARIANT: on this platform a Timespec is a struct timespec; poll has no form with a signal mask.
     let time = time.as_ref().map_or(std::ptr::null(), std::ptr::from_ref);
     let mask = mask.map_or(std::ptr::null(), |mask| mask.as_ptr());
     // SAFETY: PollFd is repr(transparent) over pollfd and `fds` is exclusively ours; `time` and `mask` are null or
     // point to live values.
-    let n = unsafe { libc::ppoll(fds.as_mut_ptr().cast(), fds.len() as libc::nfds_t, time, mask) };
+    let n = unsafe { libc::ppoll(fds.as_mut_ptr().cast(), fds.len() as libc::nfds_t, time.cast(), mask) };
     if n < 0 {
         let e = io::Error::last_os_error();
         // revents are undefined now: nothing is ready.
@@ -103,11 +106,7 @@ impl Readables {
     /// # Errors
     /// The errno.
     pub fn new(fds: &[RawFd]) -> io::Result<Readables> {
-        // SAFETY: touches no memory.
-        let set = check(unsafe { libc::epoll_create1(libc::EPOLL_CLOEXEC) })?;
-        // SAFETY: just made, and owned by nobody else.
-        let set = unsafe { OwnedFd::from_raw_fd(set) };
-        let readables = Readables { set, ended: None };
+        let readables = Readables { set: epoll::create(epoll::CreateFlags::CLOEXEC)?, ended: None };
         for fd in fds {
             readables.add(*fd)?;
         }
@@ -119,9 +118,7 @@ impl Readables {
     /// # Errors
     /// The errno.
     pub fn add(&self, fd: RawFd) -> io::Result<()> {
-        let mut event = libc::epoll_event { events: libc::EPOLLIN as u32, u64: fd as u64 };
-        // SAFETY: the event is readable; the number may be anything.
-        check(unsafe { libc::epoll_ctl(self.fd(), libc::EPOLL_CTL_ADD, fd, &raw mut event) }).map(drop)
+        Ok(epoll::add(&self.set, borrow(fd)?, key(fd), epoll::EventFlags::IN)?)
     }
 
     /// Is readable from now on, whatever becomes of the others: who sleeps on the set wakes.
@@ -130,10 +127,7 @@ impl Readables {
     /// The errno.
     pub fn end(&mut self) -> io::Result<()> {
         if self.ended.is_none() {
-            // SAFETY: touches no memory.
-            let fd = check(unsafe { libc::eventfd(1, libc::EFD_CLOEXEC) })?;
-            // SAFETY: just made, and owned by nobody else.
-            let ended = unsafe { OwnedFd::from_raw_fd(fd) };
+            let ended = eventfd(1, EventfdFlags::CLOEXEC)?;
             self.add(ended.as_raw_fd())?;
             self.ended = Some(ended);
         }
@@ -147,18 +141,17 @@ impl Readables {
 
     /// Which are readable now: up to four.
     pub fn ready(&self) -> impl Iterator<Item = RawFd> + use<> {
-        let mut events = [libc::epoll_event { events: 0, u64: 0 }; 4];
-        // SAFETY: there is room for as many events as are asked for; a timeout of 0 returns at once.
-        let n = unsafe { libc::epoll_wait(self.fd(), events.as_mut_ptr(), 4, 0) };
-        events.into_iter().take(usize::try_from(n).unwrap_or(0)).map(|event| event.u64 as RawFd)
+        let mut events = [NO_EVENT; 4];
+        let count = epoll::wait(&self.set, &mut events, Some(&NOW)).unwrap_or(0);
+        events.into_iter().take(count).map(|event| event.data.u64() as RawFd)
     }
 }
 
 /// An epoll set and its alarm, as one descriptor that a program's own loop can poll.
 #[derive(Debug)]
 pub struct WakeSet {
-    set: RawFd,
-    timer: RawFd,
+    set: OwnedFd,
+    timer: OwnedFd,
 }
 
 impl WakeSet {
@@ -167,11 +160,9 @@ impl WakeSet {
     /// # Errors
     /// The errno.
     pub fn new() -> io::Result<WakeSet> {
-        // SAFETY: touches no memory.
-        let set = check(unsafe { libc::epoll_create1(libc::EPOLL_CLOEXEC) })?;
-        let mut wake = WakeSet { set, timer: -1 };
-        wake.add_timer()?;
-        Ok(wake)
+        let set = epoll::create(epoll::CreateFlags::CLOEXEC)?;
+        let timer = timer_in(&set)?;
+        Ok(WakeSet { set, timer })
     }
 
     /// Puts a fresh set and alarm in the place of those that a fork(2) left shared with the parent, whose
@@ -180,28 +171,15 @@ impl WakeSet {
     /// # Errors
     /// The errno.
     pub fn renew(&mut self) -> io::Result<()> {
-        // SAFETY: touches no memory.
-        let fresh = check(unsafe { libc::epoll_create1(libc::EPOLL_CLOEXEC) })?;
-        // SAFETY: touches no memory; both descriptors are ours.
-        let done = check(unsafe { libc::dup3(fresh, self.set, libc::O_CLOEXEC) });
-        // SAFETY: ours, and used no more.
-        unsafe { libc::close(fresh) };
-        done?;
-        // SAFETY: ours, and used no more.
-        unsafe { libc::close(self.timer) };
-        self.add_timer()
-    }
-
-    fn add_timer(&mut self) -> io::Result<()> {
-        let flags = libc::TFD_NONBLOCK | libc::TFD_CLOEXEC;
-        // SAFETY: touches no memory.
-        self.timer = check(unsafe { libc::timerfd_create(libc::CLOCK_MONOTONIC, flags) })?;
-        self.control(libc::EPOLL_CTL_ADD, self.timer, libc::EPOLLIN)
+        let fresh = epoll::create(epoll::CreateFlags::CLOEXEC)?;
+        rustix::io::dup3(&fresh, &mut self.set, rustix::io::DupFlags::CLOEXEC)?;
+        self.timer = timer_in(&self.set)?;
+        Ok(())
     }
 
     /// The descriptor to poll for readability.
     pub fn fd(&self) -> RawFd {
-        self.set
+        self.set.as_raw_fd()
     }
 
     /// Wakes when `fd` is writable, or no longer.
@@ -210,11 +188,13 @@ impl WakeSet {
     /// The errno.
     pub fn watch_writable(&self, fd: RawFd, on: bool) -> io::Result<()> {
         if on {
-            return self.control(libc::EPOLL_CTL_ADD, fd, libc::EPOLLOUT);
+            return Ok(epoll::add(&self.set, borrow(fd)?, key(fd), epoll::EventFlags::OUT)?);
         }
-        match self.control(libc::EPOLL_CTL_DEL, fd, 0) {
-            Err(e) if matches!(e.raw_os_error(), Some(libc::ENOENT | libc::EBADF)) => Ok(()),
-            other => other,
+        // One that was never there, or is closed, has left the set.
+        let Ok(fd) = borrow(fd) else { return Ok(()) };
+        match epoll::delete(&self.set, fd) {
+            Err(Errno::NOENT | Errno::BADF) => Ok(()),
+            other => Ok(other?),
         }
     }
 
@@ -226,11 +206,13 @@ impl WakeSet {
         if events == 0 {
             return self.watch_writable(fd, false);
         }
-        let epoll = |event: i16, flag: i32| if events & event != 0 { flag } else { 0 };
-        let events = epoll(IN, libc::EPOLLIN) | epoll(OUT, libc::EPOLLOUT);
-        match self.control(libc::EPOLL_CTL_MOD, fd, events) {
-            Err(e) if e.raw_os_error() == Some(libc::ENOENT) => self.control(libc::EPOLL_CTL_ADD, fd, events),
-            other => other,
+        let mut flags = epoll::EventFlags::empty();
+        flags.set(epoll::EventFlags::IN, events & IN != 0);
+        flags.set(epoll::EventFlags::OUT, events & OUT != 0);
+        let (key, fd) = (key(fd), borrow(fd)?);
+        match epoll::modify(&self.set, fd, key, flags) {
+            Err(Errno::NOENT) => Ok(epoll::add(&self.set, fd, key, flags)?),
+            other => Ok(other?),
         }
     }
 
@@ -240,29 +222,20 @@ impl WakeSet {
     /// # Errors
     /// The errno.
     pub fn nest(&self, fd: RawFd, key: u64) -> io::Result<()> {
-        let mut event = libc::epoll_event { events: libc::EPOLLIN as u32, u64: key };
-        // SAFETY: the event is readable; both numbers may be anything.
-        check(unsafe { libc::epoll_ctl(self.set, libc::EPOLL_CTL_ADD, fd, &raw mut event) }).map(drop)
+        Ok(epoll::add(&self.set, borrow(fd)?, epoll::EventData::new_u64(key), epoll::EventFlags::IN)?)
     }
 
     /// The keys of nested sets that are readable now: some of them, others at the next time.
     pub fn ready(&self) -> Vec<u64> {
-        let mut events = [libc::epoll_event { events: 0, u64: 0 }; 64];
-        // SAFETY: room for so many events. An error leaves none.
-        let count = unsafe { libc::epoll_wait(self.set, events.as_mut_ptr(), events.len() as c_int, 0) };
-        let events = &events[..usize::try_from(count).unwrap_or(0)];
-        events.iter().map(|event| event.u64).filter(|key| *key != self.timer as u64).collect()
+        let mut events = [NO_EVENT; 64];
+        let count = epoll::wait(&self.set, &mut events, Some(&NOW)).unwrap_or(0);
+        let timer = self.timer.as_raw_fd() as u64;
+        events[..count].iter().map(|event| event.data.u64()).filter(|key| *key != timer).collect()
     }
 
     /// Becomes readable when the alarm goes off, and stays so until it is silenced.
     pub fn alarm_fd(&self) -> RawFd {
-        self.timer
-    }
-
-    fn control(&self, operation: i32, fd: RawFd, events: i32) -> io::Result<()> {
-        let mut event = libc::epoll_event { events: events as u32, u64: fd as u64 };
-        // SAFETY: the event is readable; both numbers may be anything.
-        check(unsafe { libc::epoll_ctl(self.set, operation, fd, &raw mut event) }).map(drop)
+        self.timer.as_raw_fd()
     }
 
     /// Wakes once after `time`, replacing an earlier alarm; `None`: never.
@@ -271,31 +244,39 @@ impl WakeSet {
     /// The errno.
     pub fn alarm(&self, time: Option<Duration>) -> io::Result<()> {
         // Zero would disarm.
-        let time = time.map_or(Duration::ZERO, |t| t.max(Duration::from_nanos(1)));
-        // SAFETY: an itimerspec is plain numbers.
-        let mut spec: libc::itimerspec = unsafe { MaybeUninit::zeroed().assume_init() };
-        spec.it_value.tv_sec = libc::time_t::try_from(time.as_secs()).unwrap_or(libc::time_t::MAX);
-        spec.it_value.tv_nsec = time.subsec_nanos() as _;
-        // SAFETY: `spec` is readable; no old value is asked for.
-        check(unsafe { libc::timerfd_settime(self.timer, 0, &raw const spec, std::ptr::null_mut()) })
-            .map(drop)
+        let it_value = time.map_or(NOW, |time| timespec(time.max(Duration::from_nanos(1))));
+        let once = Itimerspec { it_interval: NOW, it_value };
+        timerfd_settime(&self.timer, TimerfdTimerFlags::empty(), &once)?;
+        Ok(())
     }
 
     /// Takes note of an alarm that has gone off.
     pub fn silence(&self) {
-        let mut count = 0u64;
-        // SAFETY: `count` has eight writable bytes. EAGAIN means that no alarm was due.
-        unsafe { libc::read(self.timer, (&raw mut count).cast(), 8) };
+        // EAGAIN means that no alarm was due.
+        let _ = rustix::io::read(&self.timer, &mut [0u8; 8]);
     }
 }
 
-impl Drop for WakeSet {
-    fn drop(&mut self) {
-        for fd in [self.timer, self.set] {
-            // SAFETY: ours, and used no more.
-            unsafe { libc::close(fd) };
-        }
-    }
+/// A timer that wakes the set.
+fn timer_in(set: &OwnedFd) -> io::Result<OwnedFd> {
+    let flags = TimerfdFlags::NONBLOCK | TimerfdFlags::CLOEXEC;
+    let timer = timerfd_create(TimerfdClockId::Monotonic, flags)?;
+    epoll::add(set, timer.as_fd(), key(timer.as_raw_fd()), epoll::EventFlags::IN)?;
+    Ok(timer)
+}
+
+/// What an epoll set tells of a descriptor by.
+fn key(fd: RawFd) -> epoll::EventData {
+    epoll::EventData::new_u64(fd as u64)
+}
+
+const NO_EVENT: epoll::Event =
+    epoll::Event { flags: epoll::EventFlags::empty(), data: epoll::EventData::new_u64(0) };
+
+const NOW: Timespec = Timespec { tv_sec: 0, tv_nsec: 0 };
+
+fn timespec(time: Duration) -> Timespec {
+    Timespec::try_from(time).unwrap_or(Timespec { tv_sec: i64::MAX, tv_nsec: 0 })
 }
 
 /// Something that happens once, and that a thread can sleep for with its signals let through.
@@ -316,21 +297,16 @@ impl Event {
     /// Lets it happen, and wakes whoever sleeps for it.
     pub fn happen(&self) {
         self.0.store(1, Release);
-        // SAFETY: the kernel compares the address with those of sleepers, and touches no memory.
-        unsafe { libc::syscall(libc::SYS_futex, self.0.as_ptr(), FUTEX_WAKE, c_int::MAX) };
+        let _ = futex::wake(&self.0, futex::Flags::PRIVATE, i32::MAX as u32);
     }
 
     /// Sleeps until it happens, the time is over (`None`: no limit) or a signal came, with `mask` as the thread's signal
     /// mask meanwhile (`None`: as it is). A handler may sleep for other events: none of them is lost.
     pub fn wait(&self, timeout: Option<Duration>, mask: Option<&SignalMask>) {
-        let time = timeout.map(|t| libc::timespec {
-            tv_sec: libc::time_t::try_from(t.as_secs()).unwrap_or(libc::time_t::MAX),
-            tv_nsec: t.subsec_nanos() as _,
-        });
-        let time = time.as_ref().map_or(std::ptr::null(), std::ptr::from_ref);
+        let time = timeout.map(timespec);
         let sleep = || {
-            // SAFETY: the word is alive, and the kernel only reads it; `time` is null or points to a live value.
-            unsafe { libc::syscall(libc::SYS_futex, self.0.as_ptr(), FUTEX_WAIT, 0, time) };
+            // Whatever ended it, the caller looks.
+            let _ = futex::wait(&self.0, futex::Flags::PRIVATE, 0, time.as_ref());
         };
         match mask {
             Some(mask) => under_mask(mask, sleep),
@@ -338,9 +314,6 @@ impl Event {
         }
     }
 }
-
-const FUTEX_WAIT: c_int = libc::FUTEX_WAIT | libc::FUTEX_PRIVATE_FLAG;
-const FUTEX_WAKE: c_int = libc::FUTEX_WAKE | libc::FUTEX_PRIVATE_FLAG;
 
 #[cfg(test)]
 mod tests {

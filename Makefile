@@ -8,6 +8,7 @@
 # make check-bad-peers   every corruption of every byte of a peer's frames: some minutes
 # make check-vm     against the kernel's NFS/RDMA, in a guest that tests/vm/setup.sh prepares
 # make bench        measures
+# make bench-instructions  counts instructions per call (callgrind)
 #
 # `make demo` and `make check` do all the set-up: tests/packages.sh installs what is missing, or names it in one line.
 #
@@ -154,13 +155,16 @@ check-vm: all nfs3 nfs41
 bench: all
 	bash bench/bench.sh
 
+bench-instructions: all
+	bash bench/instructions.sh
+
 clean:
 	$(CARGO) clean
 	rm -rf build
 
 .PHONY: all install demo demo-here nfs3 nfs41 check check-here check-beside check-source check-rust check-exports \
     check-c check-valgrind check-long \
-    check-long-here check-bad-peers check-vm bench clean FORCE
+    check-long-here check-bad-peers check-vm bench bench-instructions clean FORCE
 .DELETE_ON_ERROR:
 ifdef IN_ORDER
 .NOTPARALLEL:

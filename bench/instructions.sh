@@ -1,0 +1,43 @@
+#!/bin/bash
+# instructions.sh [WAY...]: instructions in user space for each call, at either end, over tcp (stock libtirpc) and rdma (the
+# library preloaded): the difference of two runs under callgrind, one with twice as many calls as the other, so that
+# what happens once does not count. It hardly varies from run to run, whatever else the machine does.
+#
+# Nothing spins (RPCRDMA_POLL=0). COUNT=n: calls of the shorter run.
+here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
+. "$here/../tests/lib.sh"
+[ -r "$LIBRPCRDMA" ] || { echo "instructions: $LIBRPCRDMA is missing: run make first" >&2; exit 1; }
+command -v valgrind >/dev/null || { echo "instructions: valgrind is not installed" >&2; exit 1; }
+[ $# -gt 0 ] || set -- tcp rdma
+count=${COUNT:-1000}
+cc -O2 -Wall -Wextra -Werror -Wno-cast-function-type -pthread $(pkg-config --cflags libtirpc) -o "$scratch/bench" \
+    "$here/bench.c" $(pkg-config --libs libtirpc) || exit 1
+
+declare -A with=([tcp]=env [rdma]="${preloaded[*]} RPCRDMA_POLL=0")
+
+# total FILE: all instructions of a process.
+total() { awk '$1 == "totals:" || $1 == "summary:" { n = $2 } END { print n }' "$1"; }
+
+# run WAY OP SIZE CALLS: sets client and service.
+run() {
+    local callgrind=(valgrind -q --tool=callgrind)
+    start_ready ${with[$1]} "${callgrind[@]}" --callgrind-out-file="$scratch/server" "$scratch/bench" server "$1" ||
+        { echo "instructions: no server on $1" >&2; exit 1; }
+    ${with[$1]} "${callgrind[@]}" --callgrind-out-file="$scratch/client" "$scratch/bench" calls "$1" "$port" "$2" "$3" "$4" ||
+        { echo "instructions: $* failed" >&2; exit 1; }
+    stop "$server"
+    client=$(total "$scratch/client") service=$(total "$scratch/server")
+}
+
+printf '%-6s %-6s %8s %10s %10s\n' netid call bytes client server
+for what in 'null 0' 'write 4096' 'read 4096' 'write 65536' 'read 65536'; do
+    for way in "$@"; do
+        # shellcheck disable=SC2086
+        run "$way" $what "$count"
+        before=("$client" "$service")
+        # shellcheck disable=SC2086
+        run "$way" $what $((2 * count))
+        # shellcheck disable=SC2086
+        printf '%-6s %-6s %8s %10d %10d\n' "$way" $what $(((client - before[0]) / count)) $(((service - before[1]) / count))
+    done
+done

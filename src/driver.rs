@@ -113,8 +113,8 @@ pub trait Requester: Send + Sync {
         mask: Mask<'_>,
     ) -> Result<Vec<Region>, Error>;
 
-    /// Takes in what has arrived, and tells how calls without a reply stand.
-    fn standing(&self) -> Standing;
+    /// Takes in what has arrived, and tells what can be sent now.
+    fn room_to_send(&self) -> SendRoom;
 
     /// What is known of the peer; with what has arrived of it by now, if that is `wanted`.
     ///
@@ -144,7 +144,7 @@ pub trait Requester: Send + Sync {
     ///
     /// # Errors
     /// `Timeout` at `deadline`.
-    fn comes_back(&self, deadline: Instant, mask: Mask<'_>) -> Result<bool, Error>;
+    fn await_reconnect(&self, deadline: Instant, mask: Mask<'_>) -> Result<bool, Error>;
 
     /// Credits that are asked for; sets them if some are given.
     fn credits(&self, ask: Option<u32>) -> u32;
@@ -201,9 +201,9 @@ pub trait Requester: Send + Sync {
     ) -> Result<(), Error> {
         stats::add(Counter::Calls, 1);
         let null = null_call(message.body());
-        let standing = self.standing();
-        let long = message.len() > standing.short;
-        if standing.credits_left <= 1 {
+        let room = self.room_to_send();
+        let long = message.len() > room.short;
+        if room.credits_left <= 1 {
             self.null(&null, deadline, mask)?;
         }
         self.exchange(xid, message, Expect::Nothing, deadline, mask)?;
@@ -225,18 +225,18 @@ pub trait Requester: Send + Sync {
     }
 }
 
-/// How a requester stands with its peer.
+/// What a requester can send now.
 #[derive(Clone, Copy, Debug)]
-pub struct Standing {
+pub struct SendRoom {
     /// Calls that may be transmitted now.
     credits_left: u32,
     /// Longest message that goes without chunks, bytes.
     short: usize,
 }
 
-impl Standing {
-    fn of(engine: &Connection) -> Standing {
-        Standing { credits_left: engine.credits_left(), short: engine.largest_short().0 }
+impl SendRoom {
+    fn of(engine: &Connection) -> SendRoom {
+        SendRoom { credits_left: engine.credits_left(), short: engine.largest_short().0 }
     }
 }
 

@@ -28,7 +28,7 @@ use super::peer::Peer;
 use super::renewal::Renewal;
 use super::session::{self, Locked, Policy, Session, State, Turn, Wake};
 use super::start::{Room, connect_over, establish, versions};
-use super::{Mask, REPLY_HEADER, Requester, Standing, memory};
+use super::{Mask, REPLY_HEADER, Requester, SendRoom, memory};
 
 /// How often a peer that has not answered the first call is nudged.
 const NUDGES: u32 = 10;
@@ -445,10 +445,10 @@ impl Requester for Client {
         self.wait(state, xid, deadline, mask)
     }
 
-    fn standing(&self) -> Standing {
+    fn room_to_send(&self) -> SendRoom {
         let mut state = self.lock();
         state.take_in();
-        Standing::of(&state.link.engine)
+        SendRoom::of(&state.link.engine)
     }
 
     fn peer(&self, wanted: bool) -> Result<Peer, Error> {
@@ -493,7 +493,7 @@ impl Requester for Client {
         }
     }
 
-    fn comes_back(&self, deadline: Instant, _: Mask<'_>) -> Result<bool, Error> {
+    fn await_reconnect(&self, deadline: Instant, _: Mask<'_>) -> Result<bool, Error> {
         // The next call itself makes the connection anew.
         Ok(self.lock().serving.is_some() && Instant::now() < deadline && self.alive())
     }

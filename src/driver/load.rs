@@ -629,8 +629,8 @@ fn a_call_back_waits_for_its_client_to_come_back_on_another_connection() {
             call(&*second.client, 0, 40, 40).unwrap();
         }
         let soon = Instant::now() + Duration::from_millis(30);
-        assert_eq!(first.reverse.comes_back(soon, None).unwrap_err().kind(), Kind::Timeout);
-        let waits = scope.spawn(|| first.reverse.comes_back(Instant::now() + PATIENCE, None));
+        assert_eq!(first.reverse.await_reconnect(soon, None).unwrap_err().kind(), Kind::Timeout);
+        let waits = scope.spawn(|| first.reverse.await_reconnect(Instant::now() + PATIENCE, None));
         first.reverse.rebind(second.server.clone()).unwrap();
         assert!(waits.join().unwrap().unwrap());
         scope.spawn(|| callbacks(&second));

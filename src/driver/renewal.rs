@@ -531,7 +531,7 @@ mod tests {
     #[cfg(feature = "verbs")]
     #[test]
     fn what_an_adapter_does_not_bring_back_software_iwarp_does_if_it_may() {
-        for (provider, comes_back) in [(Provider::Auto, true), (Provider::Only("verbs"), false)] {
+        for (provider, returns) in [(Provider::Auto, true), (Provider::Only("verbs"), false)] {
             let config: &'static Config =
                 Box::leak(Box::new(Config { provider, version: Version::One, ..config(2).clone() }));
             let (listener, socket, config) = connect(config);
@@ -543,7 +543,7 @@ mod tests {
                     first.answer(first.next().unwrap());
                     let _lost = first.next().unwrap();
                     drop(first);
-                    if comes_back {
+                    if returns {
                         Peer::accept(&listener, any_device(config)).serve();
                     }
                     let _ = over.recv();
@@ -555,7 +555,7 @@ mod tests {
                 assert!(call(&client, soon()).is_err());
                 client.lock().give_up(Error::new(Kind::Timeout, "gone"));
                 let outcome = call(&client, soon());
-                assert_eq!(outcome.is_ok(), comes_back, "{provider:?}: {outcome:?}");
+                assert_eq!(outcome.is_ok(), returns, "{provider:?}: {outcome:?}");
                 assert_eq!(client.traits().socket, comes_back);
                 drop(told);
             });
@@ -612,7 +612,7 @@ mod tests {
             client.lock().session.drive_as(usize::MAX);
             answered.recv().unwrap();
             assert!(wait::until(socket.as_raw_fd(), wait::IN, Some(PATIENCE), None).unwrap());
-            client.standing();
+            client.room_to_send();
             assert_eq!(call(&client, Instant::now()).unwrap_err().kind(), Kind::Timeout);
             assert!(wait::until(socket.as_raw_fd(), wait::IN, Some(Duration::ZERO), None).unwrap());
         });

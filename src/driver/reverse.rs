@@ -35,7 +35,7 @@ use super::peer::Peer;
 use super::server::{Phase, Server, Shared, locked};
 use super::service_loop;
 use super::session::{self, Locked, Policy, State, Turn, Wake};
-use super::{Mask, Requester, Responder, Standing};
+use super::{Mask, Requester, Responder, SendRoom};
 
 /// How long a call back trusts that the loop reads its connection, before it looks whether the loop is busy.
 const LOOK_EVERY: Duration = Duration::from_millis(20);
@@ -390,12 +390,12 @@ impl Requester for Reverse {
         Ok(())
     }
 
-    fn standing(&self) -> Standing {
+    fn room_to_send(&self) -> SendRoom {
         let server = self.server();
         let mut state = locked(&server);
         match &mut state.phase {
-            Phase::Open(link) => Standing::of(&link.engine),
-            Phase::Starting(_) | Phase::Failed(_) => Standing { credits_left: 1, short: usize::MAX },
+            Phase::Open(link) => SendRoom::of(&link.engine),
+            Phase::Starting(_) | Phase::Failed(_) => SendRoom { credits_left: 1, short: usize::MAX },
         }
     }
 
@@ -405,7 +405,7 @@ impl Requester for Reverse {
         }
     }
 
-    fn comes_back(&self, deadline: Instant, mask: Mask<'_>) -> Result<bool, Error> {
+    fn await_reconnect(&self, deadline: Instant, mask: Mask<'_>) -> Result<bool, Error> {
         loop {
             let server = self.server();
             let mut state = locked(&server);

@@ -1136,7 +1136,7 @@ impl<'a> Call<'a> {
                 // A server that closes one connection after the other is not asked for more than one.
                 let enough =
                     terms.until.is_some() && matches!(self.handle.connection, Connection::Forward(_));
-                if enough || !connection.comes_back(deadline, mask)? {
+                if enough || !connection.await_reconnect(deadline, mask)? {
                     return Err(error);
                 }
                 log_debug!("call {xid} was not sent, and is made again: {error}");

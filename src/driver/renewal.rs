@@ -556,7 +556,7 @@ mod tests {
                 client.lock().give_up(Error::new(Kind::Timeout, "gone"));
                 let outcome = call(&client, soon());
                 assert_eq!(outcome.is_ok(), returns, "{provider:?}: {outcome:?}");
-                assert_eq!(client.traits().socket, comes_back);
+                assert_eq!(client.traits().socket, returns);
                 drop(told);
             });
         }

@@ -10,7 +10,13 @@ mod pair;
 mod placement;
 mod two;
 
+use super::requester::*;
+use super::responder::*;
 use super::*;
+use crate::wire::characteristics::{self as operations, Characteristic};
+use crate::wire::header::{Proc, RdmaError};
+use crate::wire::lists::Lists;
+use crate::wire::{Credits, Position, ReadSegment};
 use pair::*;
 
 // ----------------------------------------------------------------------------------------------- framing and header
@@ -508,7 +514,7 @@ fn an_abandoned_call_that_waits_for_a_credit_is_never_sent() {
     }
     pair.abandon(2);
     assert!(!pair.client.engine.knows(Xid(2)));
-    assert_eq!(pair.client.engine.requester.waiting, [Xid(3)], "nor does it take any room");
+    assert_eq!(pair.client.engine.requester.waiting(), &[Xid(3)], "nor does it take any room");
     pair.abandon(2);
     pair.drive();
     pair.succeeded(1);
@@ -619,7 +625,7 @@ fn one_way_calls_that_the_peer_does_not_read_keep_their_credits_beyond_a_bound()
             assert!(pair.client.engine.credits_left() == 4 && held <= PAST_MAX, "{held}");
         }
         pair.close(Error::new(Kind::ConnectionLost, "cut"));
-        assert!(pair.client.engine.requester.past.is_empty());
+        assert!(pair.client.engine.requester.past() == 0);
     }
 }
 
@@ -1206,7 +1212,7 @@ fn a_reply_or_error_that_cannot_be_built_closes_the_connection() {
         pair.call(1, 40, 28);
         pair.settle();
         assert!(pair.take());
-        pair.server.engine.memory = pair.memory.without_headers();
+        pair.server.engine.common.memory = pair.memory.without_headers();
         if of_an_error {
             pair.deliver_to(Server, &words(&[2, 1, 4, 9, 0, 0, 0]));
         } else {
@@ -1232,7 +1238,7 @@ fn a_reply_after_the_close_tells_why_and_sends_nothing() {
     assert_eq!((error.kind(), error.text()), (Kind::ConnectionLost, "gone"));
     pair.discard(0);
     assert_eq!(pair.sends(Server), 0);
-    assert!(pair.server.engine.responder.handed.is_empty());
+    assert!(pair.server.engine.responder.working() == 0);
     assert_eq!(pair.failure(1), Kind::ConnectionLost);
     pair.call(3, 40, 28);
     assert_eq!(pair.failure(3), Kind::NotSent);
@@ -1397,7 +1403,7 @@ fn read_lists_without_sense_are_answered_with_err_chunk_before_memory_is_taken()
         }
         pair.inject(Server, &call);
         assert_eq!(unwords(pair.last(Server)), [5, 1, 4, 4, 2], "{what}");
-        assert!(pair.server.reads.is_empty() && pair.server.engine.responder.staged == 0);
+        assert!(pair.server.reads.is_empty() && pair.server.engine.responder.staged().0 == 0);
         pair.still_serves(6);
     }
 }
@@ -1491,11 +1497,11 @@ fn a_peer_is_asked_for_more_as_it_answers() {
         pair.call(xid, 12 * MIB, 28);
     }
     pair.settle();
-    let under_way = |pair: &Pair| pair.server.engine.responder.reads.iter().sum::<usize>();
+    let under_way = |pair: &Pair| pair.server.engine.responder.reads().0;
     let mut most = Vec::new();
-    while pair.server.engine.responder.asked < 24 << 20 {
-        assert_eq!(pair.server.engine.responder.staged, pair.server.engine.responder.asked as usize);
-        assert!(under_way(&pair) <= WINDOW_MAX && pair.server.reads.len() == under_way(&pair) / MIB);
+    while pair.server.engine.responder.reads().1 < 24 << 20 {
+        assert_eq!(pair.server.engine.responder.staged().0, pair.server.engine.responder.reads().1 as usize);
+        assert!(under_way(&pair) <= READS_MAX && pair.server.reads.len() == under_way(&pair) / MIB);
         most.push(under_way(&pair) / MIB);
         assert!(pair.read());
     }
@@ -1505,7 +1511,7 @@ fn a_peer_is_asked_for_more_as_it_answers() {
     for xid in 1..=2 {
         pair.succeeded(xid);
     }
-    assert_eq!((pair.server.engine.responder.staged, pair.server.engine.pulling()), (0, None));
+    assert_eq!((pair.server.engine.responder.staged().0, pair.server.engine.pulling()), (0, None));
 }
 
 /// rule 102, rule 107
@@ -1517,14 +1523,14 @@ fn calls_that_wait_to_be_handed_up_take_no_more_memory_than_one_largest_call() {
         pair.call(xid, if xid == 3 { 10_001 } else { 4000 }, 28);
     }
     pair.settle();
-    assert_eq!(pair.server.engine.responder.staged, 8000, "two of them");
+    assert_eq!(pair.server.engine.responder.staged().0, 8000, "two of them");
     assert_eq!(pair.server.engine.requests_queued(), 4);
     for xid in 1..=4 {
         pair.settle();
         assert!(pair.take());
         assert_eq!(pair.handed.last().unwrap().xid, Xid(xid));
     }
-    assert_eq!(pair.server.engine.responder.staged, 0);
+    assert_eq!(pair.server.engine.responder.staged().0, 0);
     while !pair.handed.is_empty() {
         pair.answer(0).unwrap();
     }
@@ -1681,7 +1687,7 @@ fn a_connection_cut_at_any_step_ends_every_call_once_and_exposes_nothing() {
 #[test]
 fn after_the_close_nothing_is_posted_and_every_call_is_told() {
     let mut pair = Pair::warm(SETUP);
-    pair.client.engine.requester.granted = 2;
+    pair.client.engine.common.window.set_granted(Credits(2));
     let messages: Vec<Buf> = (1..=3).map(|xid| pair.buf(&call_message(xid, 3000, 3000, false))).collect();
     let End { engine, device, .. } = &mut pair.client;
     for (xid, message) in (1..=3).zip(messages) {
@@ -1952,8 +1958,8 @@ fn whatever_is_done_in_whatever_order_every_rule_holds_at_every_step() {
         if !pair.client.engine.starved() {
             all_ended(&pair);
             // One-way calls after the last reply and dropped calls hold their credits and their memory, nothing else.
-            let unwanted = pair.client.engine.requester.abandoned;
-            assert_eq!(pair.client.engine.requester.in_flight, unwanted);
+            let unwanted = pair.client.engine.common.window.abandoned();
+            assert_eq!(pair.client.engine.common.window.in_flight(), unwanted);
         }
         pair.close(Error::new(Kind::ConnectionLost, "the end"));
         all_ended(&pair);

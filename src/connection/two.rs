@@ -6,15 +6,21 @@
 //! leave open.
 #![forbid(unsafe_code)]
 
-use super::*;
+use super::characteristics::{self, Characteristics, Note};
+use super::life::Life;
+use super::{Connection, Registrar, Role};
+use crate::error::{Error, Kind};
+use crate::wire::characteristics::{self as operations, Backward, Characteristic};
+use crate::wire::header::{Body, Direction, Header, RdmaError, Versions};
+use crate::wire::{Xid, v1, v2};
 
 impl Connection {
     /// Tells the peer what we take in the reverse direction, if that has changed.
     pub(super) fn update_backward(&mut self) {
         // The draft speaks of requests only, and of the wrong end. It is taken for what the sender of the value can receive
         // in that direction: a client requests, a server replies.
-        let serves = self.role == Role::Server || self.responder.receives > 0;
-        self.characteristics.set_backward(match self.settings.reverse_chunks {
+        let serves = self.common.role == Role::Server || self.common.window.serves();
+        self.common.characteristics.set_backward(match self.common.settings.reverse_chunks {
             _ if !serves => Backward::None,
             true => Backward::General,
             false => Backward::SizeLimited,
@@ -22,46 +28,41 @@ impl Connection {
         self.speak();
     }
 
-    /// Whether we have offered Version Two and wait for the answer.
-    pub(super) fn offers(&self) -> bool {
-        self.role == Role::Client && self.spoken == Spoken::Unknown
-    }
-
     /// Whether Version Two is offered and not answered, and Version One would do.
     pub fn may_fall_back(&self) -> bool {
-        self.offers() && self.settings.versions.include(v1::VERSION)
+        self.common.may_fall_back()
     }
 
     /// The connection was closed before a version was agreed, and calls wait for one that speaks Version One. What was
     /// not sent is left for `take_waiting`; another `handle_closed` ends it.
     pub fn must_fall_back(&self) -> bool {
-        self.closed.is_some() && self.may_fall_back()
+        self.closed().is_some() && self.may_fall_back()
     }
 
     /// What a message tells of the version that the peer speaks.
     pub(super) fn agree(&mut self, header: &Header<'_>) {
         match header.body {
             // The draft of Version Two, section 5.2. Only our first message can be meant, whatever version is written on it.
-            Body::Error(RdmaError::Version { low, high }) if self.offers() => {
+            Body::Error(RdmaError::Version { low, high }) if self.common.offers() => {
                 if self.may_fall_back() && (Versions { low, high }).include(v1::VERSION) {
-                    self.refused = true;
+                    self.common.life.refuse();
                 } else {
                     let text = versions_differ(low, high, "2");
-                    self.close(Error::new(Kind::Peer, text));
+                    self.common.close(Error::new(Kind::Peer, text));
                 }
             }
             // It speaks Version One only, and has looked at what the message is first.
-            Body::Error(_) if self.offers() && header.version == v1::VERSION => {
+            Body::Error(_) if self.common.offers() && header.version == v1::VERSION => {
                 if self.may_fall_back() {
-                    self.refused = true;
+                    self.common.life.refuse();
                 } else {
                     let text = versions_differ(1, 1, "2");
-                    self.close(Error::new(Kind::Peer, text));
+                    self.common.close(Error::new(Kind::Peer, text));
                 }
             }
             Body::Error(RdmaError::Version { .. }) => {}
-            _ if header.version == v2::VERSION => self.spoken = Spoken::Two,
-            _ if self.role == Role::Server && self.spoken == Spoken::Unknown => self.speak_version_one(),
+            _ if header.version == v2::VERSION => self.common.life.agree(v2::VERSION),
+            _ if self.common.role == Role::Server && self.version().is_none() => self.speak_version_one(),
             _ => {}
         }
     }
@@ -69,25 +70,25 @@ impl Connection {
     /// Nothing more has come so far. A refused offer leaves the connection to Version One only now: the calls to a peer that
     /// has closed it with the refusal are still there for another one.
     pub fn handle_quiet(&mut self, registrar: &mut (impl Registrar + ?Sized)) {
-        if std::mem::take(&mut self.refused) && self.offers() && self.closed.is_none() {
+        if self.refused() {
             self.speak_version_one();
-            self.transmit_waiting(registrar);
+            self.requester.transmit_waiting(&mut self.common, registrar);
         }
     }
 
     /// Whether `handle_quiet` is waited for.
     pub fn refused(&self) -> bool {
-        self.refused
+        matches!(self.common.life, Life::Refused)
     }
 
     fn speak_version_one(&mut self) {
-        self.spoken = Spoken::One;
-        self.characteristics.unavailable();
+        self.common.life.agree(v1::VERSION);
+        self.common.characteristics.unavailable();
     }
 
     /// What both ends are like, as far as they have told each other.
     pub fn characteristics(&self) -> &Characteristics {
-        &self.characteristics
+        &self.common.characteristics
     }
 
     /// Asks the peer to change a characteristic, now or as soon as the version is agreed. [`Characteristics::wish`] tells
@@ -97,23 +98,23 @@ impl Connection {
     /// `Invalid` when an earlier request is not settled, or the value makes no sense; `Peer` when the peer does not know
     /// the extension; the reason of the close when the connection is closed.
     pub fn request(&mut self, what: Characteristic) -> Result<(), Error> {
-        if let Some(error) = &self.closed {
+        if let Some(error) = self.closed() {
             return Err(error.clone());
         }
         if matches!(what, Characteristic::ReceiveSize(bytes) if (bytes as usize) < characteristics::RECEIVE_MIN)
         {
             return Err(Error::new(Kind::Invalid, "Receives have at least 1024 bytes"));
         }
-        if self.spoken == Spoken::One {
+        if self.version() == Some(v1::VERSION) {
             let text = "the connection speaks RPC-over-RDMA version 1, which has no characteristics: \
                         set RPCRDMA_VERSION=auto at both ends";
             return Err(Error::new(Kind::Peer, text));
         }
-        if self.characteristics.known() == Some(false) {
+        if self.common.characteristics.known() == Some(false) {
             let text = "the peer does not know the transport-characteristics extension";
             return Err(Error::new(Kind::Peer, text));
         }
-        if !self.characteristics.want(what) {
+        if !self.common.characteristics.want(what) {
             return Err(Error::new(Kind::Invalid, "an earlier request to the peer is not settled yet"));
         }
         self.speak();
@@ -130,29 +131,28 @@ impl Connection {
         bytes: usize,
         registrar: &mut (impl Registrar + ?Sized),
     ) -> Result<(), Error> {
-        let (told, most) = (self.characteristics.own().receive_size, self.settings.receive_max);
-        if !self.characteristics.raise(bytes) {
+        let (told, most) = (self.common.characteristics.own().receive_size, self.common.settings.receive_max);
+        if !self.common.characteristics.raise(bytes) {
             let text = format!(
                 "Receives of {bytes} bytes: at least {told}, which the peer counts on, and at most {most}; \
                  raise RPCRDMA_MAX_INLINE"
             );
             return Err(Error::new(Kind::Invalid, text));
         }
-        self.characteristics.renew(&mut || registrar.withdraw());
-        self.replenish();
+        self.common.characteristics.renew(&mut || registrar.withdraw());
+        self.responder.replenish(&mut self.common);
         self.speak();
         Ok(())
     }
 
     /// Sends what the other end must hear of by now.
     pub(super) fn speak(&mut self) {
-        while self.spoken == Spoken::Two
-            && !self.closing
-            && self.closed.is_none()
-            && let Some(note) = self.characteristics.next()
+        while self.version() == Some(v2::VERSION)
+            && self.common.life.is_open()
+            && let Some(note) = self.common.characteristics.next()
         {
             // A server speaks of itself when the client has used the extension, and so has a Receive for it.
-            if note == Note::Init && self.characteristics.known() != Some(true) {
+            if note == Note::Init && self.common.characteristics.known() != Some(true) {
                 return;
             }
             let xid = self.fresh_xid();
@@ -166,7 +166,7 @@ impl Connection {
     pub(super) fn send_note(&mut self, note: Note, xid: Xid) -> bool {
         let (kind, info) = match note {
             Note::Init => {
-                let (start, unchanging) = self.characteristics.introduction();
+                let (start, unchanging) = self.common.characteristics.introduction();
                 (operations::Kind::Init, operations::init(&start, unchanging))
             }
             Note::Request(what) => (operations::Kind::Request, operations::request(what.as_slice())),
@@ -174,8 +174,8 @@ impl Connection {
         };
         let sent = self.send_optional(xid, Direction::Call, kind, &info);
         if sent {
-            self.requester.transmitted += 1;
-            self.characteristics.sent(note, xid, self.requester.transmitted);
+            let sequence = self.requester.next_sequence();
+            self.common.characteristics.sent(note, xid, sequence);
         }
         sent
     }
@@ -185,7 +185,7 @@ impl Connection {
     /// The draft of Version Two, section 5.1, has the answer to a first message carry its XID; ours has not been used by a
     /// call then.
     fn introduce(&mut self, xid: Xid) {
-        if self.characteristics.next() == Some(Note::Init) {
+        if self.common.characteristics.next() == Some(Note::Init) {
             let xid = if self.knows(xid) { self.fresh_xid() } else { xid };
             self.send_note(Note::Init, xid);
         }
@@ -202,35 +202,35 @@ impl Connection {
         let refuse = |error| (header.xid, v2::VERSION, error);
         // The draft of Version Two, section 3.1: an unknown one MUST be answered with this error.
         let Some(kind) = operations::Kind::of(kind) else {
-            return self.send_error(refuse(RdmaError::InvalidOption));
+            return self.responder.send_error(refuse(RdmaError::InvalidOption), &mut self.common);
         };
         // The directions of INIT_XCHAR and UPD_XCHAR are nowhere said: what they are tells enough.
         let result = operations::decode(kind, info).and_then(|operation| {
-            self.characteristics.handle(header.xid, operation, &mut || registrar.withdraw())
+            self.common.characteristics.handle(header.xid, operation, &mut || registrar.withdraw())
         });
         match result {
             Ok(None) if kind == operations::Kind::Init => self.introduce(header.xid),
             Ok(None) => {}
             Ok(Some((done, rejected, pending))) => {
                 // What it says is true when it leaves.
-                self.replenish();
+                self.responder.replenish(&mut self.common);
                 let info = operations::response(done, rejected, pending);
                 self.send_optional(header.xid, Direction::Reply, operations::Kind::Response, &info);
             }
             // An answer of nonsense is a refusal.
             Err(_) if kind == operations::Kind::Response => {
-                self.characteristics.refused(header.xid);
+                self.common.characteristics.refused(header.xid);
             }
             // The draft of the characteristics, section 2.1, wants an XDR error, which has no number of its own.
-            Err(_) => self.send_error(refuse(RdmaError::BadHeader)),
+            Err(_) => self.responder.send_error(refuse(RdmaError::BadHeader), &mut self.common),
         }
     }
 
     /// For a message that is of no RPC. The draft of Version Two, section 4.2.2: from the XIDs of its direction.
     pub(super) fn fresh_xid(&mut self) -> Xid {
         loop {
-            self.requester.next_xid = self.requester.next_xid.wrapping_add(1);
-            let xid = Xid(self.requester.next_xid);
+            self.next_xid = self.next_xid.wrapping_add(1);
+            let xid = Xid(self.next_xid);
             if !self.knows(xid) {
                 return xid;
             }
@@ -238,13 +238,10 @@ impl Connection {
     }
 
     fn send_optional(&mut self, xid: Xid, direction: Direction, kind: operations::Kind, info: &[u8]) -> bool {
-        let credits = match direction {
-            Direction::Call => self.requester.asked.max(1),
-            Direction::Reply => self.responder.grant,
-        };
+        let credits = self.common.window.told(direction);
         let mut bytes = Vec::new();
-        v2::encode_optional(&mut bytes, xid, Credits(credits), direction, kind as u32, info);
-        self.send_bytes(&bytes)
+        v2::encode_optional(&mut bytes, xid, credits, direction, kind as u32, info);
+        self.common.send_bytes(&bytes)
     }
 }
 

@@ -10,7 +10,7 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
-use super::super::*;
+use super::*;
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Side {
@@ -514,12 +514,9 @@ impl Pair {
             end.device.exposed.clear();
             self.drain(side);
         }
-        assert!(
-            self.client.engine.requester.calls.is_empty() && self.client.engine.requester.waiting.is_empty()
-        );
+        assert!(self.client.engine.is_idle() && self.client.engine.requester.waiting().is_empty());
         // Requests that had come before are still handed up; nothing waits for bytes any more.
-        let mut left = self.server.engine.responder.queue.iter();
-        assert!(left.all(|pending| matches!(pending.state, State::Ready(_))));
+        assert!(self.server.engine.responder.all_ready());
     }
 
     pub fn tick(&mut self) {
@@ -659,7 +656,7 @@ impl Pair {
                 }
                 // rule 26, rule 37: what is granted is there.
                 let End { engine, device, settings, .. } = &self.server;
-                let working = engine.responder.queue.len() + engine.responder.handed.len();
+                let working = engine.responder.working();
                 assert!(device.receives as usize + working >= settings.credits as usize);
             }
         }
@@ -706,25 +703,23 @@ impl Pair {
         assert!(server.device.exposed.is_empty() && server.device.next == 2, "a responder exposes nothing");
         assert!(client.engine.granted() >= 1);
         // Memory of pulled Calls is bounded, whatever a requester sends.
-        let responder = &server.engine.responder;
-        let staged: usize = responder.queue.iter().map(|p| p.staged).sum();
-        assert!(self.closing || responder.staged == staged);
+        let (counted, staged) = server.engine.responder.staged();
+        assert!(self.closing || counted == staged);
         assert!(staged <= server.settings.max_call.next_multiple_of(4), "{staged} bytes are staged");
         if self.closing {
             assert!(client.device.exposed.is_empty(), "memory stays exposed after the end of the connection");
             return;
         }
-        let requester = &client.engine.requester;
-        let transmitted = requester.calls.values().filter(|c| c.sequence.is_some());
-        assert_eq!(transmitted.clone().count(), requester.in_flight as usize);
-        let unwanted = transmitted.filter(|c| c.fate != Fate::Awaited).count();
-        assert_eq!(unwanted, requester.abandoned as usize);
-        assert!(requester.in_flight <= client.settings.credits.max(1));
+        let window = &client.engine.common.window;
+        let in_flight = window.in_flight();
+        let counts = (in_flight as usize, window.abandoned() as usize);
+        assert_eq!(client.engine.requester.counts(), counts);
+        assert!(in_flight <= client.settings.credits.max(1));
         if self.foreign {
             return;
         }
         assert_eq!(client.engine.granted(), self.granted);
-        assert_eq!(requester.in_flight as usize, self.outstanding.len());
+        assert_eq!(in_flight as usize, self.outstanding.len());
         // rule 27: every call under way finds a Receive for its reply.
         assert!(client.device.receives as usize >= self.outstanding.len());
         // What is exposed belongs to a call under way.

@@ -1,0 +1,196 @@
+//! What the requester and the responder of a connection work with.
+#![forbid(unsafe_code)]
+
+use std::collections::VecDeque;
+use std::sync::Arc;
+
+use super::characteristics::{Characteristics, Endpoint, RECEIVE_MIN};
+use super::life::Life;
+use super::window::Window;
+use super::{Output, Registrar, Role, Settings, receive_margin};
+use crate::binding::Registry;
+use crate::error::Error;
+use crate::memory::{Memory, Region};
+use crate::provider::WorkRequest;
+use crate::wire::characteristics::Backward;
+use crate::wire::header::{self, Direction, Proc};
+use crate::wire::lists::Lists;
+use crate::wire::private_data::PrivateData;
+use crate::wire::{Handle, Xid, v1, v2};
+
+/// What both ends have said of themselves for Version One (RFC 8797): it lasts as long as the connection.
+pub(super) struct VersionOne {
+    /// Largest Send that the peer takes, which is the call inline threshold of a client, the reply threshold of a server.
+    pub(super) send: usize,
+    /// Largest Send that the peer makes.
+    pub(super) receive: usize,
+    /// Replies may invalidate a handle of the requester, for both ends have said so.
+    invalidate: bool,
+}
+
+impl VersionOne {
+    pub(super) fn new(settings: &Settings, peer: &PrivateData) -> VersionOne {
+        // RFC 8166 §3.3.2: "The inline threshold value is the smaller of the largest number of bytes the sender can
+        // post via a single RDMA Send operation and the largest number of bytes the receiver can accept via a single
+        // RDMA Receive operation."
+        let own = PrivateData {
+            remote_invalidation: settings.remote_invalidation,
+            send_size: settings.inline,
+            receive_size: settings.inline,
+        };
+        VersionOne {
+            send: own.send_threshold(peer),
+            receive: own.receive_threshold(peer),
+            invalidate: own.may_invalidate(peer),
+        }
+    }
+}
+
+/// See the first line of this file.
+pub(super) struct Common {
+    pub(super) role: Role,
+    pub(super) settings: Settings,
+    pub(super) memory: Arc<Memory>,
+    pub(super) bindings: Arc<Registry>,
+    pub(super) life: Life,
+    pub(super) one: VersionOne,
+    /// Version Two, and the Receives of both.
+    pub(super) characteristics: Characteristics,
+    pub(super) window: Window,
+    pub(super) output: VecDeque<Output>,
+}
+
+impl Common {
+    /// Calls that may be transmitted now.
+    pub(super) fn credits_left(&self) -> u32 {
+        if self.version().is_some() { self.window.left() } else { 0 }
+    }
+
+    /// Posts the Receives that are missing.
+    ///
+    /// RFC 8166 §3.3.1: "A Requester MUST maintain enough receive resources to accommodate expected replies." Every call
+    /// whose reply is expected holds a credit, so credits bound the Receives of both ends. RFC 8167 §4.3.1: "a client
+    /// endpoint posts enough additional Receive buffers to match its advertised reverse-direction credit value."
+    ///
+    /// Each of the `working` Calls under way keeps its Receive.
+    pub(super) fn replenish(&mut self, working: usize) {
+        let wanted = self.window.receives() + receive_margin(self.settings.versions);
+        let open = self.life.is_open();
+        let held = self.characteristics.held() as usize;
+        for _ in held..(wanted as usize).saturating_sub(working) {
+            if open {
+                let bytes = self.characteristics.posted();
+                self.output.push_back(Output::Receive(bytes));
+            }
+        }
+    }
+
+    /// Inline thresholds in bytes: of our Sends, of the peer's Sends. Of the first message, until a version is agreed.
+    pub(super) fn thresholds(&self) -> (usize, usize) {
+        match self.version() {
+            Some(v1::VERSION) => (self.one.send, self.one.receive),
+            Some(_) => (self.characteristics.send_limit(), self.characteristics.own().receive_size),
+            None => (RECEIVE_MIN, self.characteristics.own().receive_size),
+        }
+    }
+
+    /// The version that our calls are made in; `None` before it is agreed.
+    pub(super) fn version(&self) -> Option<u32> {
+        self.life.version()
+    }
+
+    /// What the peer is like: as it has said, or what Version One tells of it.
+    pub(super) fn peer(&self) -> Endpoint {
+        let told = |receive_size, remote_invalidation| Endpoint {
+            receive_size,
+            remote_invalidation,
+            backward: Backward::Unknown,
+        };
+        match self.version() {
+            Some(v1::VERSION) => told(self.one.send, self.one.invalidate),
+            Some(_) => *self.characteristics.peer(),
+            None => told(RECEIVE_MIN, false),
+        }
+    }
+
+    /// Longest Send to the requester of a Call of this version.
+    pub(super) fn reply_limit(&self, version: u32) -> usize {
+        if version == v2::VERSION { self.characteristics.send_limit() } else { self.one.send }
+    }
+
+    /// Whether a Reply may invalidate the handle of its Call.
+    pub(super) fn may_invalidate(&self, version: u32) -> bool {
+        if version == v1::VERSION {
+            return self.one.invalidate;
+        }
+        // The draft of the characteristics, section 3.2: "false" allows plain Sends only. Ours tells what our own device can
+        // do. Which handle it may be is not said: one that the Call itself names, as in RFC 8797.
+        self.settings.remote_invalidation && self.characteristics.peer().remote_invalidation
+    }
+
+    /// The header of a Call or Reply.
+    pub(super) fn header(
+        &self,
+        version: u32,
+        xid: Xid,
+        proc: Proc,
+        direction: Direction,
+        lists: &Lists,
+    ) -> Result<Region, Error> {
+        let mut bytes = Vec::with_capacity(header::header_len(version, lists));
+        header::encode(&mut bytes, version, xid, self.window.told(direction), proc, direction, lists);
+        let mut buf = self.memory.header()?;
+        buf.extend(&bytes)?;
+        Ok(buf.freeze())
+    }
+
+    /// Sends a message without a payload. False when there is no memory for it; the connection ends then.
+    pub(super) fn send_bytes(&mut self, bytes: &[u8]) -> bool {
+        let region = self.memory.header().and_then(|mut buf| {
+            buf.extend(bytes)?;
+            Ok(buf.freeze())
+        });
+        match region {
+            Ok(region) => {
+                let send = WorkRequest::Send { gather: vec![region], invalidate: None };
+                self.output.push_back(Output::Post(send));
+                true
+            }
+            // RFC 8166 §4.5.4: "If a Responder is unable to construct and transmit an RPC Reply or RPC-over-RDMA error
+            // message, the Responder MUST close the connection to signal to the Requester that a reply was lost."
+            Err(error) => {
+                self.close(error.into());
+                false
+            }
+        }
+    }
+
+    /// Ends exposures.
+    pub(super) fn release(&mut self, handles: &mut Vec<Handle>, registrar: &mut (impl Registrar + ?Sized)) {
+        for handle in handles.drain(..) {
+            if let Err(error) = registrar.invalidate(handle) {
+                // RFC 8166 §4.5.4: "if it is unable to invalidate a memory region due to an unrecoverable problem, the
+                // Requester MUST close the connection to protect that memory from Responder access before the
+                // associated RPC transaction is complete."
+                self.close(error);
+            }
+        }
+    }
+
+    /// Asks for the end of the connection, once; the driver answers with `handle_closed`.
+    pub(super) fn close(&mut self, error: Error) {
+        if self.life.close() {
+            self.output.push_back(Output::Close(error));
+        }
+    }
+
+    /// Whether we have offered Version Two and wait for the answer.
+    pub(super) fn offers(&self) -> bool {
+        self.role == Role::Client && self.version().is_none()
+    }
+
+    /// Whether Version Two is offered and not answered, and Version One would do.
+    pub(super) fn may_fall_back(&self) -> bool {
+        self.offers() && self.settings.versions.include(v1::VERSION)
+    }
+}

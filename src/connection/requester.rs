@@ -1,0 +1,766 @@
+//! The requester: the calls of this end, from the plan to their outcome. Its rules are those of the module above.
+#![forbid(unsafe_code)]
+
+use std::collections::{HashMap, VecDeque};
+
+use super::chunks::{self, Area, Limits, Needs};
+use super::common::Common;
+use super::{Expect, Output, RPC_HEADER_MAX, Registrar, Role, first_xid, payload_xid, two};
+use crate::binding::{Binding, Head, Origin};
+use crate::error::{Error, Kind, os_text};
+use crate::log_warn;
+use crate::memory::{Message, Region, Sink};
+use crate::provider::WorkRequest;
+use crate::stats::{self, Counter};
+use crate::wire::characteristics::Backward;
+use crate::wire::header::{Body, Direction, Header, Proc, RdmaError};
+use crate::wire::lists::{ChunkLists, Lists};
+use crate::wire::{Handle, Position, ReadSegment, Xid, v1};
+
+/// How much one-way calls whose credit was given back may keep exposed, in calls and in bytes; one of them always may.
+pub(super) const PAST_MAX: usize = 64;
+const PAST_BYTES: usize = 16 << 20;
+
+/// Replies after which they are taken for read, where the device cannot tell.
+pub(super) const PAST_REPLIES: u64 = 32;
+
+/// The calls of this end.
+#[derive(Default)]
+pub(super) struct Requester {
+    /// Messages transmitted so far that are no replies: orders them, so that a reply tells which earlier ones the peer has
+    /// consumed.
+    transmitted: u64,
+    calls: HashMap<Xid, Call>,
+    /// Calls without a credit, or without room for their reply, oldest first.
+    waiting: VecDeque<Xid>,
+    /// Some of them have a credit, and lack room.
+    crowded: bool,
+    /// One-way calls that have given their credit back, oldest first: the peer may still read what they expose.
+    past: VecDeque<Past>,
+    /// Replies so far.
+    replies: u64,
+    shown: Shown,
+}
+
+/// By program and version: what the peer has shown of bindings that are not standardised.
+type Shown = HashMap<(u32, u32), Knowledge>;
+
+/// What a peer has shown of a binding.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Knowledge {
+    /// It puts eligible results into Write chunks.
+    Known,
+    /// It left one out of its Write chunk, or refused the chunks of a Call.
+    Unknown,
+}
+
+struct Call {
+    /// `None` once transmitted.
+    waiting: Option<(Message, Expect)>,
+    /// Bytes of Reply chunks that there was no room for, when that was tried last.
+    lacks: usize,
+    fate: Fate,
+    /// Place in the order of transmission; `None` while it waits for a credit.
+    sequence: Option<u64>,
+    /// In which it was transmitted.
+    version: u32,
+    /// What its header names.
+    handles: Vec<Handle>,
+    /// Bytes in its Read chunks.
+    pulled: usize,
+    writes: Vec<Area>,
+    reply: Option<Area>,
+    bound: Option<Bound>,
+}
+
+/// A one-way call whose credit was given back.
+struct Past {
+    xid: Xid,
+    handles: Vec<Handle>,
+    /// Bytes behind them: copies of our own.
+    bytes: usize,
+    /// [`Requester::replies`] when the credit was given back.
+    since: u64,
+}
+
+/// The binding by which a Call was planned.
+struct Bound {
+    program: u32,
+    version: u32,
+    binding: Binding,
+    /// The longest reply was told by it, and not by the caller.
+    bounds: bool,
+}
+
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Fate {
+    Awaited,
+    OneWay,
+    Orphan,
+}
+
+impl Requester {
+    /// Whether nothing is under way.
+    pub(super) fn is_idle(&self) -> bool {
+        self.calls.is_empty()
+    }
+
+    /// Whether calls wait for a credit or for room.
+    pub(super) fn has_waiting(&self) -> bool {
+        !self.waiting.is_empty()
+    }
+
+    /// Whether calls that have a credit wait for room.
+    pub(super) fn is_crowded(&self) -> bool {
+        self.crowded
+    }
+
+    /// The place of one more message that is no reply in the order of transmission.
+    pub(super) fn next_sequence(&mut self) -> u64 {
+        self.transmitted += 1;
+        self.transmitted
+    }
+
+    /// Whether a call of this XID names this handle.
+    pub(super) fn names(&self, xid: Xid, handle: Handle) -> bool {
+        self.calls.get(&xid).is_some_and(|call| call.handles.contains(&handle))
+    }
+
+    /// Whether something with this XID is under way.
+    pub(super) fn knows(&self, xid: Xid) -> bool {
+        self.calls.contains_key(&xid) || self.past.iter().any(|call| call.xid == xid)
+    }
+
+    /// Takes the calls back that wait for a credit: for another connection.
+    pub(super) fn take_waiting(&mut self) -> Vec<(Xid, Message, Expect)> {
+        let waiting = std::mem::take(&mut self.waiting);
+        let mut taken = Vec::with_capacity(waiting.len());
+        for xid in waiting {
+            if let Some((message, expect)) = self.calls.remove(&xid).and_then(|call| call.waiting) {
+                taken.push((xid, message, expect));
+            }
+        }
+        taken
+    }
+
+    /// Why a call waits for room, if it does and has a credit.
+    pub(super) fn lacks_room(&self, xid: Xid, common: &Common) -> Option<String> {
+        let lacks = self.calls.get(&xid).filter(|call| call.sequence.is_none())?.lacks;
+        (lacks > 0 && common.credits_left() > 0)
+            .then(|| format!("no room for a reply of {lacks} bytes: {}", common.memory.crowd()))
+    }
+
+    /// Whether the call was handed to the device.
+    pub(super) fn transmitted(&self, xid: Xid) -> bool {
+        self.calls.get(&xid).is_some_and(|c| c.sequence.is_some())
+    }
+
+    /// See [`super::Connection::call`].
+    pub(super) fn call(
+        &mut self,
+        xid: Xid,
+        message: Message,
+        expect: Expect,
+        common: &mut Common,
+        registrar: &mut (impl Registrar + ?Sized),
+    ) -> Result<(), Error> {
+        if let Some(error) = common.life.closed() {
+            return Err(Error::new(Kind::NotSent, error.text().to_owned()));
+        }
+        if self.knows(xid) || common.characteristics.holds(xid) {
+            return Err(Error::new(Kind::Invalid, format!("a call with XID {xid} is under way")));
+        }
+        // RFC 8166 §4.2.1: "This XID MUST be the same as the XID in the RPC message."
+        if first_xid(message.body()) != Some(xid) {
+            return Err(Error::new(Kind::Invalid, format!("the call does not begin with its XID {xid}")));
+        }
+        let fate = if matches!(expect, Expect::Nothing) { Fate::OneWay } else { Fate::Awaited };
+        let call = Call {
+            waiting: Some((message, expect)),
+            lacks: 0,
+            fate,
+            sequence: None,
+            version: v1::VERSION,
+            handles: Vec::new(),
+            pulled: 0,
+            writes: Vec::new(),
+            reply: None,
+            bound: None,
+        };
+        self.calls.insert(xid, call);
+        self.waiting.push_back(xid);
+        self.transmit_waiting(common, registrar);
+        Ok(())
+    }
+
+    /// See [`super::Connection::abandon`].
+    pub(super) fn abandon(
+        &mut self,
+        xid: Xid,
+        common: &mut Common,
+        registrar: &mut (impl Registrar + ?Sized),
+    ) {
+        let Some(call) = self.calls.get_mut(&xid) else { return };
+        if call.sequence.is_none() {
+            self.calls.remove(&xid);
+            self.waiting.retain(|w| *w != xid);
+        } else if call.fate == Fate::Awaited {
+            // Its credit stays with it. RFC 8166 §8.1.4 has a requester "keep the number of concurrent RPC transactions
+            // at or under the number of credits granted per connection", and at the responder this one still is one.
+            call.fate = Fate::Orphan;
+            common.window.abandon();
+            // What the device cannot let go of is bounded by the credits, and takes no room of other calls.
+            call.writes.iter().chain(&call.reply).for_each(|area| area.sink.uncount());
+            (call.writes, call.reply) = (Vec::new(), None);
+            for handle in call.handles.clone() {
+                if let Err(error) = registrar.detach(handle) {
+                    common.close(error);
+                }
+            }
+        }
+    }
+
+    /// Transmits what has waited, as far as credits and room allow.
+    pub(super) fn transmit_waiting(
+        &mut self,
+        common: &mut Common,
+        registrar: &mut (impl Registrar + ?Sized),
+    ) {
+        // RFC 8166 §3.3.1: "A Requester MUST NOT send unacknowledged requests in excess of the Responder's granted
+        // credit limit."
+        let mut next = 0;
+        self.crowded = false;
+        while common.credits_left() > 0 && common.life.is_open() {
+            let Some(xid) = self.waiting.get(next).copied() else { return };
+            // Calls that lack room keep their order; those that need none go past them.
+            let Some(call) = self.calls.get_mut(&xid) else {
+                self.waiting.remove(next);
+                continue;
+            };
+            if self.crowded && call.lacks > 0 {
+                next += 1;
+                continue;
+            }
+            let sent = match too_few_credits(call, common) {
+                Some(error) => Err(error),
+                None => call.transmit(xid, &self.shown, self.crowded, common, registrar),
+            };
+            match sent {
+                Ok(Some(send)) => {
+                    self.transmitted += 1;
+                    call.sequence = Some(self.transmitted);
+                    common.window.take();
+                    common.output.push_back(Output::Post(send));
+                    if call.fate == Fate::OneWay {
+                        common.window.abandon();
+                        common.output.push_back(Output::Done { xid, outcome: Ok(Vec::new()) });
+                    }
+                }
+                Ok(None) => {
+                    self.crowded = true;
+                    next += 1;
+                    continue;
+                }
+                Err(error) => {
+                    // RFC 8166 §4.5.4: "if a Requester is unable to construct and transmit an RPC Call message, the
+                    // associated RPC transaction fails immediately."
+                    common.release(&mut call.handles, registrar);
+                    self.calls.remove(&xid);
+                    common.output.push_back(Output::Done { xid, outcome: Err(error) });
+                }
+            }
+            self.waiting.remove(next);
+        }
+    }
+
+    /// A message that is no Call has come.
+    pub(super) fn handle_reply(
+        &mut self,
+        message: &Region,
+        header: &Header<'_>,
+        common: &mut Common,
+        registrar: &mut (impl Registrar + ?Sized),
+    ) {
+        let xid = header.xid;
+        let Some(call) = self.calls.get(&xid) else {
+            // An answer to a call that asked for none: it is done with.
+            if let Some(at) = self.past.iter().position(|call| call.xid == xid)
+                && let Some(mut call) = self.past.remove(at)
+            {
+                common.release(&mut call.handles, registrar);
+            }
+            return;
+        };
+        // Every call is answered in the version that it was made in, but an error may come in any.
+        let answers = call.version == header.version || matches!(header.body, Body::Error(_));
+        if call.sequence.is_none() || !answers {
+            return;
+        }
+        let outcome = match header.body {
+            // RFC 8166 §4.5: "If errors are detected in the RPC-over-RDMA header of an RPC Reply message, a Requester MUST
+            // silently discard the message."
+            // RFC 8166 §4.3.1: "Responders MUST leave the Read list empty in all replies."
+            Body::Msg { chunks, .. } | Body::Nomsg { chunks } if chunks.read_count() > 0 => return,
+            Body::Msg { chunks, payload } => {
+                let payload = message.slice(message.len() - payload.len(), payload.len());
+                // RFC 8166 §4.2.1: "This XID MUST be the same as the XID in the RPC message."
+                if payload_xid(std::slice::from_ref(&payload)) != Some(xid) {
+                    return;
+                }
+                Ok((Some(payload), chunks))
+            }
+            Body::Nomsg { chunks } if chunks.reply().is_none() => return,
+            Body::Nomsg { chunks } => Ok((None, chunks)),
+            Body::Error(error) => {
+                stats::add(Counter::ErrorsReceived, 1);
+                Err(error)
+            }
+            // RFC 8166 §4.6.1: "Requesters MUST silently discard the message." §4.6.2: "Receivers MUST silently
+            // discard" RDMA_DONE.
+            Body::Msgp | Body::Done | Body::Optional { .. } => return,
+        };
+        let Some(mut call) = self.calls.remove(&xid) else { return };
+        if outcome.is_ok() {
+            // RFC 8167 §4.1: "it is not possible for the receiver to tell with certainty whether the header credit value is a
+            // request or grant. In such cases, the receiver MUST ignore the header's credit value.": so it is for an error.
+            common.window.set_granted(header.credits);
+        }
+        common.window.give_back(call.fate != Fate::Awaited);
+        // RFC 8166 §4.4.1: "the Requester must not access these memory regions while the Responder has access to them."
+        common.release(&mut call.handles, registrar);
+        if let Some(sequence) = call.sequence {
+            self.give_back(sequence, common, registrar);
+            common.characteristics.replied(sequence);
+        }
+        if call.fate == Fate::Awaited {
+            let outcome = match outcome {
+                Ok((inline, lists)) => self.rebuild(xid, call, inline, &lists, common),
+                Err(error) => Err(self.explain(error, &call, common)),
+            };
+            common.output.push_back(Output::Done { xid, outcome });
+        }
+    }
+
+    /// The RPC reply in stream order: what came inline or in the Reply chunk, with what came in Write chunks.
+    fn rebuild(
+        &mut self,
+        xid: Xid,
+        call: Call,
+        inline: Option<Region>,
+        lists: &ChunkLists<'_>,
+        common: &Common,
+    ) -> Result<Vec<Region>, Error> {
+        let stream = match (inline, lists.reply()) {
+            (Some(payload), _) => vec![payload],
+            (None, Some(returned)) => {
+                let none = || Error::new(Kind::Peer, "the reply lies in a Reply chunk, but none was offered");
+                call.reply.ok_or_else(none)?.take(returned.iter())?
+            }
+            (None, None) => return Err(Error::new(Kind::Peer, "the reply has no payload")),
+        };
+        if payload_xid(&stream) != Some(xid) {
+            return Err(Error::new(Kind::Peer, format!("the Reply chunk does not hold the reply {xid}")));
+        }
+        if lists.write_count() > call.writes.len() {
+            return Err(Error::new(Kind::Peer, "the reply returns more Write chunks than were offered"));
+        }
+        let Some(bound) = call.bound.filter(|_| !call.writes.is_empty()) else { return Ok(stream) };
+        // A Write list that does not come back counts as unused: some responders leave it out.
+        let mut returned = lists.writes();
+        let mut chunks = Vec::with_capacity(call.writes.len());
+        for area in call.writes {
+            chunks.push(area.take(returned.next().into_iter().flat_map(|chunk| chunk.iter()))?);
+        }
+        let lengths: Vec<Option<usize>> =
+            chunks.iter().map(|pieces: &Vec<Region>| Some(pieces.iter().map(|p| p.len()).sum())).collect();
+        let reduced = {
+            let slices: Vec<&[u8]> = stream.iter().map(|piece| &piece[..]).collect();
+            // RFC 8166 §6.1: "A Responder reduces a non-DDP-eligible result data item. The Requester MUST terminate the
+            // pending RPC transaction and report an appropriate permanent error to the RPC consumer."
+            bound.binding.reduced(&slices, &lengths)?
+        };
+        if reduced.unreduced {
+            self.unreduced(&bound)?;
+        } else if !reduced.placed.is_empty() {
+            self.shown.insert((bound.program, bound.version), Knowledge::Known);
+        }
+        if reduced.placed.is_empty() {
+            return Ok(stream);
+        }
+        let mut pad = common.memory.header()?;
+        pad.extend(&[0; 3])?;
+        Ok(chunks::restore(stream, &reduced.placed, &chunks, &pad.freeze()))
+    }
+
+    /// The responder did not use a Write chunk for a result that is eligible.
+    fn unreduced(&mut self, bound: &Bound) -> Result<(), Error> {
+        let Bound { program, version, .. } = bound;
+        if bound.binding.origin() == Origin::BuiltIn {
+            // RFC 8166 §6.1: "A Responder does not reduce a DDP-eligible result data item into an available Write chunk.
+            // The Requester MUST terminate the pending RPC transaction and report an appropriate permanent error to the RPC
+            // consumer."
+            let text = "the reply has a result outside of the Write chunk that was there for it";
+            return Err(Error::new(Kind::Peer, text));
+        }
+        // A binding that is not a standard may be known at our end only. The data is here, whichever way it came.
+        if self.shown.insert((*program, *version), Knowledge::Unknown) != Some(Knowledge::Unknown) {
+            log_warn!(
+                "program {program} version {version}: the server has no binding for it; its results come without Write chunks"
+            );
+        }
+        Ok(())
+    }
+
+    /// The reply to call `sequence` has come: the responder is past the one-way calls before it.
+    ///
+    /// Nothing else tells that a call without reply is done, so its credit is free. But a responder that serves several
+    /// requests at a time (Linux) may still pull its Read chunks: they stay exposed until that is known to be done.
+    fn give_back(&mut self, sequence: u64, common: &mut Common, registrar: &mut (impl Registrar + ?Sized)) {
+        self.replies += 1;
+        self.forget_past(common, registrar);
+        if common.window.abandoned() == 0 {
+            return;
+        }
+        let past = |c: &Call| c.fate == Fate::OneWay && c.sequence.is_some_and(|s| s < sequence);
+        let mut done: Vec<(u64, Xid)> = (self.calls.iter().filter(|(_, c)| past(c)))
+            .map(|(xid, call)| (call.sequence.unwrap_or_default(), *xid))
+            .collect();
+        done.sort_unstable_by_key(|(sequence, _)| *sequence);
+        for (_, xid) in done {
+            let Some(mut call) = self.calls.remove(&xid) else { continue };
+            match read_by_peer(&call.handles, registrar) {
+                Some(true) => common.release(&mut call.handles, registrar),
+                read if self.makes_room(call.pulled, read.is_none(), common, registrar) => {
+                    let Call { handles, pulled: bytes, .. } = call;
+                    self.past.push_back(Past { xid, handles, bytes, since: self.replies });
+                }
+                _ => {
+                    self.calls.insert(xid, call);
+                    continue;
+                }
+            }
+            common.window.give_back(true);
+        }
+    }
+
+    /// Ends the exposures of one-way calls that are read by now, or old enough where the device cannot tell.
+    fn forget_past(&mut self, common: &mut Common, registrar: &mut (impl Registrar + ?Sized)) {
+        let now = self.replies;
+        for mut call in std::mem::take(&mut self.past) {
+            let old = now - call.since >= PAST_REPLIES;
+            if read_by_peer(&call.handles, registrar).unwrap_or(old) {
+                common.release(&mut call.handles, registrar);
+            } else {
+                self.past.push_back(call);
+            }
+        }
+    }
+
+    /// Whether `bytes` more may stay exposed without a credit. `ends_oldest`: the oldest give way to it.
+    fn makes_room(
+        &mut self,
+        bytes: usize,
+        ends_oldest: bool,
+        common: &mut Common,
+        registrar: &mut (impl Registrar + ?Sized),
+    ) -> bool {
+        loop {
+            let past = &mut self.past;
+            let held: usize = past.iter().map(|call| call.bytes).sum();
+            if past.is_empty() || (past.len() < PAST_MAX && held + bytes <= PAST_BYTES) {
+                return true;
+            }
+            match past.pop_front() {
+                Some(mut oldest) if ends_oldest => common.release(&mut oldest.handles, registrar),
+                oldest => {
+                    past.extend(oldest);
+                    past.rotate_right(1);
+                    return false;
+                }
+            }
+        }
+    }
+
+    fn explain(&mut self, error: RdmaError, call: &Call, common: &Common) -> Error {
+        let text = match error {
+            RdmaError::Version { low, high } => two::versions_differ(low, high, &call.version.to_string()),
+            RdmaError::InvalidOption => String::from("the peer took the call for a message of an extension"),
+            RdmaError::BadHeader => {
+                let name = error.name(call.version);
+                let mut text = format!("the peer answered {name}: it cannot use the chunks of this call");
+                let reduced = !call.writes.is_empty() || call.pulled > 0;
+                if let Some(Bound { program, version, binding, .. }) = call.bound.as_ref().filter(|_| reduced)
+                    && binding.origin() != Origin::BuiltIn
+                {
+                    self.shown.insert((*program, *version), Knowledge::Unknown);
+                    text += &format!(
+                        "; perhaps the peer has no binding for program {program} version {version}, or another one: \
+                         further calls do without"
+                    );
+                }
+                let room = match &call.reply {
+                    Some(area) => {
+                        let room: u64 = area.offered.iter().map(|(s, _)| u64::from(s.length)).sum();
+                        Some(format!("the Reply chunk of {room} bytes"))
+                    }
+                    None if call.writes.is_empty() => {
+                        Some(format!("the inline threshold of {} bytes", common.thresholds().1))
+                    }
+                    None => None,
+                };
+                if let Some(room) = room {
+                    text += &format!("; its reply probably exceeds {room}");
+                    // Who made the room so small can make it larger.
+                    text += &match call.bound.as_ref().filter(|bound| bound.bounds) {
+                        Some(Bound { program, version, .. }) => format!(
+                            ", the most that the binding of program {program} version {version} at this end allows for: \
+                             is it right?"
+                        ),
+                        None if common.role == Role::Client => {
+                            ": raise CLSET_RDMA_MAXREPLY or RPCRDMA_MAX_REPLY".into()
+                        }
+                        None => {
+                            ": raise CLSET_RDMA_MAXREPLY, and let the reverse direction use chunks".into()
+                        }
+                    };
+                }
+                if call.pulled > 0 {
+                    text += "; or the call is longer than it accepts (RPCRDMA_MAX_CALL there)";
+                }
+                text
+            }
+        };
+        Error::new(Kind::Peer, text)
+    }
+
+    /// The connection is gone: every call ends.
+    pub(super) fn handle_closed(&mut self, error: &Error, common: &mut Common) {
+        self.past.clear();
+        for (xid, call) in self.calls.drain() {
+            if call.fate == Fate::Awaited || call.sequence.is_none() {
+                let kind = if call.sequence.is_some() { Kind::ConnectionLost } else { Kind::NotSent };
+                let error = Error::new(kind, error.text().to_owned());
+                common.output.push_back(Output::Done { xid, outcome: Err(error) });
+            }
+        }
+        self.waiting.clear();
+    }
+}
+
+impl Call {
+    /// Exposes what the plan needs and makes the Send. `None` when there is no room for the reply: the call waits.
+    fn transmit(
+        &mut self,
+        xid: Xid,
+        shown: &Shown,
+        crowded: bool,
+        common: &Common,
+        registrar: &mut (impl Registrar + ?Sized),
+    ) -> Result<Option<WorkRequest>, Error> {
+        let (mut message, expect) =
+            self.waiting.take().ok_or_else(|| Error::new(Kind::Encode, "call without a message"))?;
+        let max = match &expect {
+            Expect::Reply { max, .. } => *max,
+            Expect::Nothing => 0,
+        };
+        self.version = common.version().unwrap_or(v1::VERSION);
+        let plan = self.plan(&mut message, max, registrar.max_segment(), shown, common)?;
+        stats::add(Counter::BytesCopied, plan.copied as u64);
+        let needs = plan.reply.saturating_add(plan.writes.iter().sum());
+        if needs > 0 && (crowded || !common.memory.has_room(needs)) {
+            (self.waiting, self.lacks) = (Some((message, expect)), needs);
+            return Ok(None);
+        }
+        let places = match expect {
+            Expect::Reply { places, .. } => places,
+            Expect::Nothing => Vec::new(),
+        };
+        let total = message.len();
+        let pieces = message.freeze();
+        let rest = chunks::rest_of(total, &plan.reduced);
+
+        let mut lists = Lists::default();
+        let mut expose = |position: usize, source: Region, handles: &mut Vec<Handle>| -> Result<(), Error> {
+            for (at, len) in chunks::cut(source.len(), registrar.max_segment()) {
+                let target = registrar.expose_source(source.slice(at, len))?;
+                handles.push(target.handle);
+                lists.reads.push(ReadSegment { position: Position(position as u32), target });
+            }
+            Ok(())
+        };
+        if plan.long {
+            // RFC 8166 §3.5.3: "Every RDMA read segment in this chunk MUST contain zero in its Position field."
+            for source in rest.iter().flat_map(|range| pieces.gather(range.clone())) {
+                expose(0, source, &mut self.handles)?;
+            }
+        }
+        for item in &plan.reduced {
+            for source in pieces.gather(item.range()) {
+                expose(item.position, source, &mut self.handles)?;
+            }
+        }
+        self.pulled = lists.reads.iter().map(|read| read.target.length as usize).sum();
+        let mut places = places.into_iter();
+        for most in plan.writes {
+            let place = places.next().filter(|place| place.len() >= most);
+            let area = self.area(most, place, common, registrar)?;
+            lists.writes.push(area.offered.iter().map(|(s, _)| *s).collect());
+            self.writes.push(area);
+        }
+        if plan.reply > 0 {
+            let area = self.area(plan.reply, None, common, registrar)?;
+            lists.reply = Some(area.offered.iter().map(|(s, _)| *s).collect());
+            self.reply = Some(area);
+        }
+        let proc = if plan.long { Proc::Nomsg } else { Proc::Msg };
+        let mut gather = vec![common.header(self.version, xid, proc, Direction::Call, &lists)?];
+        if !plan.long {
+            gather.extend(rest.into_iter().flat_map(|range| pieces.gather(range)));
+        }
+        let (bytes, most) = (gather.iter().map(|piece| piece.len()).sum::<usize>(), common.thresholds().0);
+        if bytes > most {
+            let text = format!("the call's chunk lists alone exceed the inline threshold of {most} bytes");
+            return Err(Error::new(Kind::TooLong, text));
+        }
+        Ok(Some(WorkRequest::Send { gather, invalidate: None }))
+    }
+
+    /// How a call travels, by what is known of its procedure and of the peer.
+    fn plan(
+        &mut self,
+        message: &mut Message,
+        max: usize,
+        max_segment: usize,
+        shown: &Shown,
+        common: &Common,
+    ) -> Result<chunks::CallPlan, Error> {
+        // RFC 8166 §8.2.2.3: "a sender MUST NOT reduce a Payload stream when RPCSEC_GSS integrity or encryption services
+        // are in use."
+        let head = Head::of(&[message.body()]).filter(|head| !head.wrapped);
+        self.bound = head.and_then(|Head { program, version, procedure, .. }| {
+            let binding = common.bindings.find(program, version, procedure)?;
+            Some(Bound { program, version, binding, bounds: false })
+        });
+        let shape = self.bound.as_ref().map(|bound| bound.binding.call(&[message.body()]));
+        let shown = self.bound.as_ref().and_then(|b| shown.get(&(b.program, b.version)));
+        let standard = self.bound.as_ref().is_some_and(|b| b.binding.origin() == Origin::BuiltIn);
+        let one_way = self.fate == Fate::OneWay;
+        let (items, results) = match &shape {
+            Some(shape) if shown != Some(&Knowledge::Unknown) => (&shape.items[..], &shape.results[..]),
+            _ => (&[][..], &[][..]),
+        };
+        let max_reply = match shape.as_ref().and_then(|shape| shape.max_results) {
+            Some(bytes) if !one_way => bytes.saturating_add(RPC_HEADER_MAX),
+            _ => max,
+        };
+        if let Some(bound) = &mut self.bound {
+            bound.bounds = shape.as_ref().is_some_and(|shape| shape.max_results.is_some());
+        }
+        let needs = Needs {
+            items,
+            results: if one_way { &[] } else { results },
+            max_reply,
+            reduces: standard || shown == Some(&Knowledge::Known),
+        };
+        let many = common.settings.many_chunks;
+        let (send, receive) = common.thresholds();
+        let limits = Limits { version: self.version, send, receive, max_segment, many };
+        let allowed = match common.characteristics.peer().backward {
+            _ if common.role == Role::Client => true,
+            _ if self.version == v1::VERSION => common.settings.reverse_chunks,
+            Backward::None => {
+                let text = "the client has told that it takes no calls back (BRS is NONE)";
+                return Err(Error::new(Kind::Peer, text));
+            }
+            // The draft would have a requester find out. Short messages are what every Version Two peer takes.
+            Backward::Unknown | Backward::SizeLimited => false,
+            Backward::General => common.settings.reverse_chunks,
+        };
+        if allowed {
+            return chunks::plan_call(message, needs, limits);
+        }
+        // RFC 8167 §5.3: "When chunks are not implemented, RPC messages in the reverse direction are always sent using a
+        // Short Message". A reply that does not fit inline is the peer's to refuse.
+        let short = chunks::header_min(self.version) + message.len();
+        if short > send {
+            let text = format!(
+                "a call back of {short} bytes, transport header included, exceeds the inline threshold of {send}, and the \
+                 reverse direction is limited to short messages; allow chunks with CLSET_RDMA_REVERSE_CHUNKS or \
+                 RPCRDMA_REVERSE_CHUNKS if the peer supports them"
+            );
+            return Err(Error::new(Kind::TooLong, text));
+        }
+        chunks::plan_call(message, Needs { items: &[], results: &[], max_reply: 0, reduces: true }, limits)
+    }
+
+    /// Exposes memory for at most `most` bytes of the reply: the program's own, if it gave some.
+    fn area(
+        &mut self,
+        most: usize,
+        place: Option<Sink>,
+        common: &Common,
+        registrar: &mut (impl Registrar + ?Sized),
+    ) -> Result<Area, Error> {
+        let sink = match place {
+            Some(place) => place,
+            None => common.memory.reply_area(most).map_err(|error| {
+                let text = format!(
+                    "no memory for a reply of up to {most} bytes ({}): lower CLSET_RDMA_MAXREPLY or RPCRDMA_MAX_REPLY",
+                    os_text(&error)
+                );
+                Error::new(Error::from(error).kind(), text)
+            })?,
+        };
+        let mut offered = Vec::new();
+        for (at, len) in chunks::cut(most, registrar.max_segment()) {
+            let segment = registrar.expose_sink(sink.part(at, len))?;
+            self.handles.push(segment.handle);
+            offered.push((segment, at));
+        }
+        Ok(Area { sink, offered })
+    }
+}
+
+/// Why a call without a reply would hold the only credit for ever.
+fn too_few_credits(call: &Call, common: &Common) -> Option<Error> {
+    if call.fate != Fate::OneWay || !common.window.is_told() || common.window.limit() > 1 {
+        return None;
+    }
+    let setting = match common.role {
+        Role::Client => "RPCRDMA_CREDITS",
+        Role::Server => "RPCRDMA_REVERSE_CREDITS",
+    };
+    let text = if common.window.asked() == 1 {
+        format!(
+            "a call without a reply needs two credits, and this end asks for one: raise {setting} or \
+             CLSET_RDMA_CREDITS"
+        )
+    } else {
+        format!("a call without a reply needs two credits, and the peer grants one: raise {setting} there")
+    };
+    Some(Error::new(Kind::NotSent, text))
+}
+
+/// Whether the peer has read all that is behind the handles; `None` when that is not known of one of them.
+fn read_by_peer(handles: &[Handle], registrar: &(impl Registrar + ?Sized)) -> Option<bool> {
+    handles.iter().try_fold(true, |all, handle| Some(registrar.was_read(*handle)? && all))
+}
+
+/// For tests: what is inside.
+#[cfg(test)]
+impl Requester {
+    pub(super) fn waiting(&self) -> &VecDeque<Xid> {
+        &self.waiting
+    }
+
+    /// One-way calls without a credit whose memory is exposed still.
+    pub(super) fn past(&self) -> usize {
+        self.past.len()
+    }
+
+    /// Transmitted calls, and those of them that nobody waits for.
+    pub(super) fn counts(&self) -> (usize, usize) {
+        let transmitted = self.calls.values().filter(|call| call.sequence.is_some());
+        (transmitted.clone().count(), transmitted.filter(|call| call.fate != Fate::Awaited).count())
+    }
+}

@@ -1,0 +1,517 @@
+//! The responder: the calls of the peer, from the header to the reply. Its rules are those of the module above.
+#![forbid(unsafe_code)]
+
+use std::collections::{HashMap, VecDeque};
+
+use super::chunks::{self, Assembly, Pull};
+use super::common::Common;
+use super::{Output, Registrar, Role, first_xid, payload_xid};
+use crate::binding::{Binding, Head};
+use crate::error::{Error, Kind};
+use crate::memory::{Buf, Message, Region, Sink};
+use crate::provider::{WorkId, WorkRequest};
+use crate::stats::{self, Counter};
+use crate::wire::header::{self, Answer, Body, Direction, Header, Proc, RdmaError};
+use crate::wire::lists::ChunkLists;
+use crate::wire::{Handle, Segment, Xid};
+
+/// Most bytes of one RDMA Read: between two of them other messages of the peer get their turn.
+const PULL_MAX: usize = 1 << 20;
+
+/// Most bytes of RDMA Reads under way: at first, for 1 MiB of arguments and the call's header, and when the peer has answered
+/// such Reads. What a peer leaves unanswered counts as memory that is held.
+const READS_MIN: usize = PULL_MAX + 4096;
+pub(super) const READS_MAX: usize = 8 << 20;
+
+/// Names a request that was handed up.
+///
+/// A later request is greater.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub struct RequestId(u64);
+
+/// A request for the upper layer.
+pub struct Request {
+    /// For `reply` or `discard`.
+    pub id: RequestId,
+    /// Of the RPC message.
+    pub xid: Xid,
+    /// The RPC Call in stream order, from its XID on.
+    pub message: Vec<Region>,
+    /// What is known of its procedure; nothing if RPCSEC_GSS wraps the arguments.
+    pub binding: Option<Binding>,
+    /// RPCSEC_GSS wraps arguments and results.
+    pub wrapped: bool,
+    /// The first argument that came in a Read chunk of its own, as it lies in memory: without pad.
+    pub placed: Option<Region>,
+}
+
+/// The calls of the peer.
+pub(super) struct Responder {
+    next: u64,
+    /// In the order of their Sends; the front is handed up next.
+    queue: VecDeque<Pending>,
+    /// Handed up, not yet answered or discarded.
+    handed: HashMap<RequestId, Chunks>,
+    /// The latest that was deferred, until the next one is handed up.
+    deferred: Option<(RequestId, Chunks)>,
+    /// Bytes of Calls in `queue` that were asked for.
+    staged: usize,
+    /// Bytes of each Read under way, in their order, and of all Reads so far.
+    reads: VecDeque<usize>,
+    asked: u64,
+    /// Bytes that the peer has shown to send when they are asked for: no more are under way.
+    reads_max: usize,
+    /// Most bytes that the device moves by one Read or Write; known with the first Call.
+    transfer_max: usize,
+    /// A Call waits for memory that other connections hold.
+    waits: bool,
+    /// No Reads of further Calls are started.
+    held: bool,
+}
+
+/// A request on its way up.
+struct Pending {
+    id: RequestId,
+    xid: Xid,
+    chunks: Chunks,
+    inline: Region,
+    /// Bytes of staging memory that it holds: those that were asked for.
+    staged: usize,
+    state: State,
+}
+
+/// What the requester offers for the reply.
+struct Chunks {
+    xid: Xid,
+    /// Of the Call, and so of the Reply.
+    version: u32,
+    writes: Vec<Vec<Segment>>,
+    reply: Option<Vec<Segment>>,
+    /// The only handle that the Call names, if there is exactly one.
+    handle: Option<Handle>,
+    /// Known when the Call is whole.
+    binding: Option<Binding>,
+    wrapped: bool,
+}
+
+enum State {
+    /// RDMA Reads bring it.
+    Pulling {
+        assembly: Assembly,
+        /// `None` before the first Read.
+        staging: Option<Sink>,
+        /// Reads that are not posted yet.
+        rest: VecDeque<Pull>,
+        /// Reads under way.
+        left: usize,
+    },
+    Ready(Whole),
+}
+
+/// A Call of which every byte is here.
+#[derive(Default)]
+struct Whole {
+    message: Vec<Region>,
+    placed: Option<Region>,
+}
+
+impl Responder {
+    pub(super) fn new() -> Responder {
+        Responder {
+            next: 0,
+            queue: VecDeque::new(),
+            handed: HashMap::new(),
+            deferred: None,
+            staged: 0,
+            reads: VecDeque::new(),
+            asked: 0,
+            reads_max: READS_MIN,
+            transfer_max: 0,
+            waits: false,
+            held: false,
+        }
+    }
+
+    /// Posts the Receives that are missing: a Call under way keeps its own.
+    pub(super) fn replenish(&self, common: &mut Common) {
+        common.replenish(self.working());
+    }
+
+    /// Calls under way: received, and neither answered nor given up.
+    pub(super) fn working(&self) -> usize {
+        self.queue.len() + self.handed.len()
+    }
+
+    /// Whether a Call waits for memory that other connections hold.
+    pub(super) fn waits(&self) -> bool {
+        self.waits
+    }
+
+    /// Whether `poll_request` would return one.
+    pub(super) fn request_ready(&self) -> bool {
+        matches!(self.queue.front(), Some(Pending { state: State::Ready(_), .. }))
+    }
+
+    /// Requests received and not yet handed up, ready or not.
+    pub(super) fn requests_queued(&self) -> usize {
+        self.queue.len()
+    }
+
+    /// The oldest request, when all of it is here.
+    pub(super) fn poll_request(&mut self, common: &mut Common) -> Option<Request> {
+        if !self.request_ready() {
+            return None;
+        }
+        let Pending { id, xid, chunks, staged, state, .. } = self.queue.pop_front()?;
+        let State::Ready(Whole { message, placed }) = state else { return None };
+        let (binding, wrapped) = (chunks.binding.clone(), chunks.wrapped);
+        self.deferred = None;
+        self.handed.insert(id, chunks);
+        self.staged -= staged;
+        self.start_pulls(common);
+        Some(Request { id, xid, message, binding, wrapped, placed })
+    }
+
+    /// Bytes that RDMA Reads have asked for so far, if some are under way.
+    pub(super) fn pulling(&self) -> Option<u64> {
+        (!self.reads.is_empty()).then_some(self.asked)
+    }
+
+    /// Starts no Reads of further Calls from now on, or starts them again: a peer that does not take replies gets no memory for
+    /// more.
+    pub(super) fn hold(&mut self, held: bool, common: &mut Common) {
+        if std::mem::replace(&mut self.held, held) && !held && common.life.closed().is_none() {
+            self.start_pulls(common);
+        }
+    }
+
+    /// Answers a request with the RPC Reply `message` (first word: the XID).
+    ///
+    /// # Errors
+    /// `TooLong` when the reply fits nowhere: the requester is told with ERR_CHUNK. `Invalid` when the request was
+    /// answered before, or the message has another XID (the request can still be answered). The reason of the close
+    /// when the connection is closed.
+    pub(super) fn reply(
+        &mut self,
+        id: RequestId,
+        mut message: Message,
+        common: &mut Common,
+    ) -> Result<(), Error> {
+        let deferred = self.deferred.take_if(|(deferred, _)| *deferred == id).map(|(_, chunks)| chunks);
+        let Some(chunks) = deferred.or_else(|| self.handed.remove(&id)) else {
+            return Err(Error::new(Kind::Invalid, "the request was answered before"));
+        };
+        // RFC 8166 §4.2.1: "This XID MUST be the same as the XID in the RPC message."
+        if first_xid(message.body()) != Some(chunks.xid) {
+            let text = format!("the reply does not begin with the XID {} of its call", chunks.xid);
+            self.handed.insert(id, chunks);
+            return Err(Error::new(Kind::Invalid, text));
+        }
+        if let Some(error) = common.life.closed() {
+            return Err(error.clone());
+        }
+        // Before the reply, which gives the credit back.
+        self.replenish(common);
+        // RFC 8166 §4.3.2: "When a Requester provides a Write list, the Responder MUST push data corresponding to
+        // DDP-eligible result data items to Requester memory referenced in the Write list."
+        let items = match &chunks.binding {
+            Some(binding) if !chunks.writes.is_empty() => binding.reply(&[message.body()]).items,
+            _ => Vec::new(),
+        };
+        let Chunks { version, ref writes, ref reply, .. } = chunks;
+        let (max, send) = (self.transfer_max, common.reply_limit(version));
+        let plan =
+            match chunks::plan_reply(version, &mut message, &items, writes, reply.as_deref(), send, max) {
+                Ok(plan) => plan,
+                Err(error) => {
+                    self.send_error((chunks.xid, chunks.version, RdmaError::BadHeader), common);
+                    return Err(error);
+                }
+            };
+        stats::add(Counter::BytesCopied, plan.copied as u64);
+        let proc = if plan.inline.is_some() { Proc::Msg } else { Proc::Nomsg };
+        let header = match common.header(version, chunks.xid, proc, Direction::Reply, &plan.lists) {
+            Ok(header) => header,
+            Err(error) => {
+                // RFC 8166 §4.5.4: "If a Responder is unable to construct and transmit an RPC Reply or RPC-over-RDMA
+                // error message, the Responder MUST close the connection to signal to the Requester that a reply was
+                // lost."
+                common.close(error.clone());
+                return Err(error);
+            }
+        };
+        let pieces = message.freeze();
+        for push in plan.pushes {
+            let gather = push.from.into_iter().flat_map(|range| pieces.gather(range)).collect();
+            common.output.push_back(Output::Post(WorkRequest::Write { gather, to: push.to }));
+        }
+        let mut gather = vec![header];
+        gather.extend(plan.inline.into_iter().flatten().flat_map(|range| pieces.gather(range)));
+        let invalidate = chunks.handle.filter(|_| common.may_invalidate(version));
+        common.output.push_back(Output::Post(WorkRequest::Send { gather, invalidate }));
+        Ok(())
+    }
+
+    /// The request has no reply yet, and may never get one (a one-way call): its Receive is free again. The latest such
+    /// request can still be answered until the next one is handed up.
+    pub(super) fn defer(&mut self, id: RequestId, common: &mut Common) {
+        if let Some(chunks) = self.handed.remove(&id)
+            && self.deferred.as_ref().is_none_or(|(other, _)| *other < id)
+        {
+            self.deferred = Some((id, chunks));
+        }
+        self.replenish(common);
+    }
+
+    /// The request gets no reply: its Receive is free again.
+    pub(super) fn discard(&mut self, id: RequestId, common: &mut Common) {
+        self.handed.remove(&id);
+        self.replenish(common);
+    }
+
+    /// A Call has come.
+    pub(super) fn handle_call(
+        &mut self,
+        message: &Region,
+        header: &Header<'_>,
+        common: &mut Common,
+        registrar: &mut (impl Registrar + ?Sized),
+    ) {
+        self.transfer_max = registrar.max_segment();
+        let Header { xid, version, .. } = *header;
+        let (lists, inline) = match header.body {
+            Body::Msg { chunks, payload } => (chunks, payload.len()),
+            Body::Nomsg { chunks } => (chunks, 0),
+            // RFC 8166 §4.6.1: "Responders SHOULD reply with an RDMA_ERROR procedure, setting the rdma_err field to
+            // ERR_CHUNK"
+            Body::Msgp => return self.send_error((xid, version, RdmaError::BadHeader), common),
+            // RFC 8166 §4.2.4: "A Responder MUST silently discard RDMA_ERROR procedures."
+            // RFC 8166 §4.6.2: "Receivers MUST silently discard RDMA_DONE messages."
+            Body::Done | Body::Error(_) | Body::Optional { .. } => return,
+        };
+        // RFC 8167 §5.3: "If a reverse-direction requester provides a non-empty chunk list to a Responder that does not
+        // support chunks, the Responder MUST reply with an RDMA_ERROR message with rdma_err field set to ERR_CHUNK."
+        let chunks =
+            common.role == Role::Server || (common.window.serves() && common.settings.reverse_chunks);
+        if !chunks && !lists.is_empty() {
+            return self.send_error((xid, version, RdmaError::BadHeader), common);
+        }
+        let id = RequestId(self.next);
+        self.next += 1;
+        let chunks = Chunks {
+            xid,
+            version,
+            writes: lists.writes().map(|c| c.iter().collect()).collect(),
+            reply: lists.reply().map(|c| c.iter().collect()),
+            handle: only_handle(&lists),
+            binding: None,
+            wrapped: false,
+        };
+        let payload = message.slice(message.len() - inline, inline);
+        // RFC 8166 §8.1.4: "A Responder is not obliged to pull Read chunks that are unreasonably large. The Responder can
+        // use an RDMA_ERROR response to terminate RPCs with unreadable Read chunks."
+        let Ok((assembly, pulls)) = Assembly::new(lists.reads(), inline, common.settings.max_call) else {
+            return self.send_error((xid, version, RdmaError::BadHeader), common);
+        };
+        // Read chunks without a byte need no Read, and would wait for one for ever.
+        let mut pending =
+            Pending { id, xid, chunks, inline: payload, staged: 0, state: State::Ready(Whole::default()) };
+        if pulls.is_empty() {
+            if !complete(&mut pending, &assembly, None, common) {
+                return self.send_error((xid, version, RdmaError::BadHeader), common);
+            }
+        } else if registrar.read_depth() > 0 {
+            let most = self.transfer_max.min(PULL_MAX);
+            let parts = |Pull { at, from }| {
+                transfers(from, most).map(move |(done, from)| Pull { at: at + done, from })
+            };
+            let rest = pulls.into_iter().flat_map(parts).collect();
+            pending.state = State::Pulling { assembly, staging: None, rest, left: 0 };
+        } else {
+            return self.send_error((xid, version, RdmaError::BadHeader), common);
+        }
+        self.queue.push_back(pending);
+        self.start_pulls(common);
+    }
+
+    /// Asks for more of the Calls, the oldest first, as far as the peer answers and memory allows.
+    pub(super) fn start_pulls(&mut self, common: &mut Common) {
+        let Responder { queue, staged, reads, asked, reads_max, waits, held, .. } = self;
+        let mut first = true;
+        let mut under_way: usize = reads.iter().sum();
+        *waits = false;
+        for pending in queue {
+            if let State::Pulling { assembly, staging, rest, left } = &mut pending.state {
+                if *held && staging.is_none() {
+                    return;
+                }
+                while let Some(Pull { at, from }) = rest.front().copied() {
+                    let bytes = from.length as usize;
+                    if under_way > 0 && under_way + bytes > *reads_max {
+                        return;
+                    }
+                    if !first && *staged + bytes > common.settings.max_call {
+                        return;
+                    }
+                    let sink = match staging {
+                        Some(sink) => sink,
+                        None => match common.memory.staging(assembly.staging) {
+                            Ok(sink) => staging.insert(sink),
+                            // Out of memory with the Call half received: nothing can be answered in order any more.
+                            Err(error) => return common.close(error.into()),
+                        },
+                    };
+                    if !common.memory.may_pull(sink, bytes, first) {
+                        *waits = true;
+                        return;
+                    }
+                    let read = WorkRequest::Read { id: WorkId(pending.id.0), sink: sink.clone(), at, from };
+                    common.output.push_back(Output::Post(read));
+                    rest.pop_front();
+                    reads.push_back(bytes);
+                    *left += 1;
+                    *asked += bytes as u64;
+                    under_way += bytes;
+                    *staged += bytes;
+                    pending.staged += bytes;
+                }
+            }
+            first = false;
+        }
+    }
+
+    /// An RDMA Read is done: the oldest one.
+    pub(super) fn handle_read(&mut self, id: WorkId, common: &mut Common) {
+        let Responder { queue, reads, reads_max, .. } = self;
+        let Some(at) = queue.iter().position(|p| p.id.0 == id.0) else { return };
+        let State::Pulling { rest, left, .. } = &mut queue[at].state else { return };
+        *reads_max = (*reads_max + reads.pop_front().unwrap_or(0)).min(READS_MAX);
+        *left = left.saturating_sub(1);
+        if *left == 0 && rest.is_empty() {
+            self.pulled(at, common);
+        }
+        self.start_pulls(common);
+    }
+
+    /// All of a Call is here.
+    fn pulled(&mut self, at: usize, common: &mut Common) {
+        let Some(mut pending) = self.queue.remove(at) else { return };
+        let State::Pulling { assembly, staging, .. } =
+            std::mem::replace(&mut pending.state, State::Ready(Whole::default()))
+        else {
+            return;
+        };
+        let Some(staging) = staging.and_then(|sink| sink.into_buf(assembly.staging).ok()) else {
+            let error = Error::new(Kind::Protocol, "the device still holds memory of finished RDMA Reads");
+            return common.close(error);
+        };
+        if complete(&mut pending, &assembly, Some(staging), common) {
+            self.queue.insert(at, pending);
+        } else {
+            self.staged -= pending.staged;
+            self.send_error((pending.xid, pending.chunks.version, RdmaError::BadHeader), common);
+        }
+    }
+
+    /// Answers a message that is not handed up. Its Receive is free again before the peer hears of it.
+    pub(super) fn send_error(&self, answer: Answer, common: &mut Common) {
+        self.replenish(common);
+        // RFC 8166 §4.5: "The rdma_xid field MUST contain the same XID that was in the rdma_xid field in the failing
+        // request" and "The rdma_vers field MUST contain the same version that was in the rdma_vers field in the
+        // failing request".
+        let mut bytes = Vec::new();
+        header::encode_error(&mut bytes, answer, common.window.told(Direction::Reply));
+        if common.send_bytes(&bytes) {
+            stats::add(Counter::ErrorsSent, 1);
+        }
+    }
+
+    /// The connection is gone: every request that is not ready is dropped.
+    pub(super) fn handle_closed(&mut self) {
+        // What had come before is served, as far as its turn has come: a call without reply has no other chance.
+        let ready = |pending: &&Pending| matches!(pending.state, State::Ready(_));
+        let ready = self.queue.iter().take_while(ready).count();
+        self.queue.truncate(ready);
+    }
+}
+
+/// The Call is whole: finds its binding and its pieces. False when it must be refused.
+fn complete(pending: &mut Pending, assembly: &Assembly, staging: Option<Buf>, common: &Common) -> bool {
+    let inline = pending.inline.clone();
+    let (message, placed) = match staging {
+        Some(staging) => assembly.assemble(inline, staging),
+        None => (vec![inline], None),
+    };
+    // RFC 8166 §4.5.2: "the value of the rdma_xid field does not match the value of the XID field in the
+    // accompanying RPC message" is an XDR error.
+    if payload_xid(&message) != Some(pending.xid) {
+        return false;
+    }
+    let slices: Vec<&[u8]> = message.iter().map(|piece| &piece[..]).collect();
+    // What is no RPC Call is the upper layer's to refuse.
+    if let Some(head) = Head::of(&slices) {
+        let Head { program, version, procedure, wrapped, .. } = head;
+        let binding = common.bindings.find(program, version, procedure).filter(|_| !wrapped);
+        if assembly.normal().next().is_some() && !may_be_reduced(&slices, wrapped, binding.as_ref(), assembly)
+        {
+            return false;
+        }
+        (pending.chunks.binding, pending.chunks.wrapped) = (binding, wrapped);
+    }
+    drop(slices);
+    pending.state = State::Ready(Whole { message, placed });
+    true
+}
+
+/// The handle that a Call names, if all its segments name the same one.
+fn only_handle(lists: &ChunkLists<'_>) -> Option<Handle> {
+    let reads = lists.reads().map(|read| read.target.handle);
+    let writes = lists.writes().chain(lists.reply()).flat_map(|chunk| chunk.iter()).map(|s| s.handle);
+    let mut handles = reads.chain(writes);
+    let first = handles.next()?;
+    handles.all(|handle| handle == first).then_some(first)
+}
+
+/// Whether every normal Read chunk of a whole Call is one eligible item, as far as its binding can tell.
+fn may_be_reduced(call: &[&[u8]], wrapped: bool, binding: Option<&Binding>, chunks: &Assembly) -> bool {
+    // RFC 8166 §8.2.2.3: "Effectively, no data item is DDP-eligible in this situation".
+    if wrapped {
+        return false;
+    }
+    let Some(shape) = binding.map(|binding| binding.call(call)) else { return true };
+    // RFC 8166 §3.4.5.2: the chunk may contain the roundup padding. §3.4.4.4: "a chunk MUST contain exactly one XDR data
+    // item."
+    let is_item = |position: usize, bytes: usize| {
+        let item = shape.items.iter().find(|item| item.position == position);
+        item.is_some_and(|item| bytes == item.length || bytes == item.length.next_multiple_of(4))
+    };
+    // What was not understood may hold any item.
+    !shape.complete || chunks.normal().all(|(position, bytes)| is_item(position, bytes))
+}
+
+/// The parts of `whole` that are moved one by one, each at most `max` bytes, with their places in it.
+fn transfers(whole: Segment, max: usize) -> impl Iterator<Item = (usize, Segment)> {
+    chunks::cut(whole.length as usize, max).map(move |(at, length)| {
+        // An offset is opaque: one that wraps is the peer's mistake, found by its device.
+        let offset = whole.offset.wrapping_add(at as u64);
+        (at, Segment { length: length as u32, offset, ..whole })
+    })
+}
+
+/// For tests: what is inside.
+#[cfg(test)]
+impl Responder {
+    /// Bytes of pulled Calls, and the same as the Calls say.
+    pub(super) fn staged(&self) -> (usize, usize) {
+        (self.staged, self.queue.iter().map(|pending| pending.staged).sum())
+    }
+
+    /// Bytes of Reads under way, and of all Reads so far.
+    pub(super) fn reads(&self) -> (usize, u64) {
+        (self.reads.iter().sum(), self.asked)
+    }
+
+    pub(super) fn all_ready(&self) -> bool {
+        self.queue.iter().all(|pending| matches!(pending.state, State::Ready(_)))
+    }
+}

@@ -1,0 +1,167 @@
+//! The credits of a connection, of both directions (RFC 8166 §3.3, RFC 8167 §4), and the Receives that they need.
+#![forbid(unsafe_code)]
+
+use super::Role;
+use crate::wire::Credits;
+use crate::wire::header::Direction;
+
+/// What an end tells its peer: asked for in Calls, granted in Replies.
+#[derive(Clone, Copy)]
+struct Advertised {
+    /// Told from now on; 0: nothing of this direction is sent yet.
+    now: u32,
+    /// The most so far. Receives for them are kept to the end of the connection: nothing says when the peer has heard of
+    /// fewer.
+    most: u32,
+}
+
+impl Advertised {
+    fn set(&mut self, credits: u32) {
+        *self = Advertised { now: credits, most: self.most.max(credits) };
+    }
+}
+
+/// The credits of a connection.
+pub(super) struct Window {
+    /// Receives of the device that credits may take, those of both directions together.
+    capacity: u32,
+    asked: Advertised,
+    granting: Advertised,
+    /// By the last reply; 1 before the first one.
+    granted: u32,
+    /// A reply has told that.
+    told: bool,
+    /// Calls transmitted and not ended: each holds a credit.
+    in_flight: u32,
+    /// Those that nobody waits for.
+    abandoned: u32,
+}
+
+impl Window {
+    pub(super) fn new(role: Role, credits: u32, capacity: u32) -> Window {
+        let none = Advertised { now: 0, most: 0 };
+        // RFC 8166 §3.3.3: "a Requester MUST NOT assume more than one credit is available and MUST receive a valid
+        // reply from the Responder carrying the actual number of available credits, prior to sending its next
+        // request."
+        let mut window = Window {
+            capacity,
+            asked: none,
+            granting: none,
+            granted: 1,
+            told: false,
+            in_flight: 0,
+            abandoned: 0,
+        };
+        match role {
+            Role::Client => window.ask(credits),
+            Role::Server => window.grant(credits),
+        };
+        window
+    }
+
+    /// Asks for so many from now on; returns how many it will be.
+    pub(super) fn ask(&mut self, credits: u32) -> u32 {
+        let credits = self.fit(credits, self.granting);
+        self.asked.set(credits);
+        credits
+    }
+
+    /// Grants so many from now on; returns how many it will be.
+    pub(super) fn grant(&mut self, credits: u32) -> u32 {
+        let credits = self.fit(credits, self.asked);
+        self.granting.set(credits);
+        credits
+    }
+
+    /// Each direction leaves one Receive to the other.
+    fn fit(&self, credits: u32, other: Advertised) -> u32 {
+        // RFC 8166 §3.3.1: "The granted value MUST NOT be zero, since such a value would result in deadlock."
+        credits.min(self.capacity.saturating_sub(other.most.max(1))).max(1)
+    }
+
+    /// What a header of ours tells: never 0, as above.
+    pub(super) fn told(&self, direction: Direction) -> Credits {
+        let Advertised { now, .. } = match direction {
+            Direction::Call => self.asked,
+            Direction::Reply => self.granting,
+        };
+        Credits(now.max(1))
+    }
+
+    /// Receives that the credits told so far need.
+    pub(super) fn receives(&self) -> u32 {
+        self.asked.most + self.granting.most
+    }
+
+    /// Whether the peer may call.
+    pub(super) fn serves(&self) -> bool {
+        self.granting.most > 0
+    }
+
+    /// Asked for; 0: we make no calls.
+    pub(super) fn asked(&self) -> u32 {
+        self.asked.now
+    }
+
+    /// The grant of the last reply (1 before the first).
+    pub(super) fn granted(&self) -> u32 {
+        self.granted
+    }
+
+    /// Whether a reply has told how many credits there are.
+    pub(super) fn is_told(&self) -> bool {
+        self.told
+    }
+
+    /// A reply grants so many.
+    pub(super) fn set_granted(&mut self, credits: Credits) {
+        // RFC 8166 §3.3.1: "The granted value MUST NOT be zero": a zero is taken as one, or nothing moves again.
+        self.granted = credits.0.max(1);
+        self.told = true;
+    }
+
+    /// Most calls at a time.
+    pub(super) fn limit(&self) -> u32 {
+        self.asked.now.min(self.granted)
+    }
+
+    /// Calls that may be transmitted now.
+    pub(super) fn left(&self) -> u32 {
+        // RFC 8166 §3.3.1: "The number of allowed new requests the Requester may send is then the lower of the current
+        // requested and granted credit values, minus the number of requests in flight."
+        self.limit().saturating_sub(self.in_flight)
+    }
+
+    /// A call is transmitted.
+    pub(super) fn take(&mut self) {
+        self.in_flight += 1;
+    }
+
+    /// Nobody waits for a transmitted call any more.
+    pub(super) fn abandon(&mut self) {
+        self.abandoned += 1;
+    }
+
+    /// A transmitted call has ended.
+    pub(super) fn give_back(&mut self, abandoned: bool) {
+        self.in_flight -= 1;
+        self.abandoned -= u32::from(abandoned);
+    }
+
+    /// Transmitted calls that nobody waits for.
+    pub(super) fn abandoned(&self) -> u32 {
+        self.abandoned
+    }
+
+    /// Whether calls that nobody waits for hold every credit.
+    ///
+    /// Not while a call that somebody waits for is under way, as after a smaller grant: its reply may help.
+    pub(super) fn starved(&self) -> bool {
+        self.abandoned >= self.limit() && self.abandoned == self.in_flight
+    }
+
+    #[cfg(test)]
+    pub(super) fn in_flight(&self) -> u32 {
+        self.in_flight
+    }
+}

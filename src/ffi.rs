@@ -400,6 +400,8 @@ fn own_file(file: &str) -> &'static str {
         "beside",
         "client",
         "server",
+        "transport",
+        "progress",
         "netid",
         "interpose",
         "driver",

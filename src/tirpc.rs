@@ -6,8 +6,8 @@
 //! own, so that a reader can lay its headers beside this file.
 //!
 //! Left to others: [`netid`] knows the netids "rdma" and "rdma6" and their addresses; [`interpose`] holds the
-//! functions that stand in front of libtirpc's; [`client`] and [`server`] are the two vtables; `lending` says what they
-//! leave in the program's memory, and `auth` what of a call an AUTH must have to itself.
+//! functions that stand in front of libtirpc's; [`client`] and `transport` are the two vtables, and [`server`] makes what has
+//! the latter; `lending` says what they leave in the program's memory, and `auth` what of a call an AUTH must have to itself.
 //!
 //! Invariants:
 //! - Names that [`interpose`] defines are never declared in the `extern` block below: the linker would bind such a
@@ -32,6 +32,7 @@ use crate::xdr::{XDR, XdrProc};
 
 pub mod adapters;
 mod auth;
+mod bare;
 mod beside;
 pub mod callback;
 pub mod client;
@@ -39,7 +40,10 @@ mod idle;
 pub mod interpose;
 mod lending;
 pub mod netid;
+mod progress;
 pub mod server;
+mod sniff;
+mod transport;
 
 /// `bool_t`.
 pub type bool_t = c_int;
@@ -710,6 +714,42 @@ pub unsafe fn xprt_unregister(xprt: *mut SVCXPRT) {
         Ok(real) => unsafe { real(xprt) },
         Err(error) => log_error!("{error}"),
     }
+}
+
+/// Destroys a transport of any kind, as the macro of libtirpc's headers does.
+///
+/// # Safety
+/// `xprt` is a live transport.
+unsafe fn svc_destroy(xprt: *mut SVCXPRT) {
+    // SAFETY: alive (contract).
+    let ops = unsafe { (*xprt).xp_ops };
+    // SAFETY: static operations, of whatever kind.
+    if let Some(destroy) = unsafe { (*ops).xp_destroy } {
+        // SAFETY: the transport's own operation.
+        unsafe { destroy(xprt) };
+    }
+}
+
+/// The descriptors that libtirpc's loop polls.
+///
+/// # Safety
+/// No other thread registers transports while the iterator lives, as for libtirpc's own loop, which reads the set in the same
+/// way; nor does this one.
+unsafe fn polled() -> impl Iterator<Item = c_int> {
+    // SAFETY: libtirpc's own variable, read as its users read it.
+    let count = unsafe { svc_max_pollfd };
+    // SAFETY: as above.
+    let set = unsafe { svc_pollfd }.cast_const();
+    let count = if set.is_null() { 0 } else { usize::try_from(count).unwrap_or(0) };
+    // SAFETY: libtirpc's array has `count` entries; it changes only in xprt_register (contract).
+    (0..count).map(move |index| unsafe { set.wrapping_add(index).read() }.fd).filter(|fd| *fd >= 0)
+}
+
+/// Whether libtirpc's loop polls nothing at all, not even a listener: it ends then, or has ended by svc_exit(3).
+fn nothing_is_registered() -> bool {
+    // SAFETY: libtirpc's own variable, read as its users read it.
+    let count = unsafe { svc_max_pollfd };
+    count == 0
 }
 
 /// The functions of libtirpc that [`interpose`] stands in front of.

@@ -2,7 +2,7 @@
 //!
 //! A listener on netid "rdma", and that of a moved server, is noted here when it is registered ([`beside`]). The program may
 //! still fork to become a daemon, and a device belongs to the process that opens it: so the devices are opened by the
-//! first poll of the program's loop, which `server::progress` sees to. From then on a transport of our own wakes the
+//! first poll of the program's loop, which `progress` sees to. From then on a transport of our own wakes the
 //! loop when a peer connects.
 //!
 //! Where `RPCRDMA_PROVIDER` names one nothing else is served. A listener on netid "rdma" is not made then where there is no
@@ -26,6 +26,8 @@ use crate::error::{Error, Kind, os_text};
 use crate::ffi::guard;
 use crate::process::{self, Identity};
 use crate::provider::{Accepted, Device, Knock, Listener, Places};
+use crate::tirpc::bare::{LISTENING, bare};
+use crate::tirpc::progress::{self, Errand};
 use crate::tirpc::{SVCXPRT, bool_t, idle, interpose, real, rpc_msg, server, xp_ops, xprt_unregister};
 use crate::{log_debug, log_error, log_info, log_warn, socket};
 
@@ -65,7 +67,7 @@ struct Bare(*mut SVCXPRT);
 // SAFETY: the transport's memory is ours and lives for ever; it is used by the thread that holds the table.
 unsafe impl Send for Bare {}
 
-static ACCEPT: xp_ops = xp_ops { xp_recv: Some(accept), ..server::LISTENING };
+static ACCEPT: xp_ops = xp_ops { xp_recv: Some(accept), ..LISTENING };
 
 fn table() -> MutexGuard<'static, Vec<Entry>> {
     static TABLE: OnceLock<Mutex<Vec<Entry>>> = OnceLock::new();
@@ -134,7 +136,7 @@ fn add(
         told: false,
     }));
     drop(table);
-    server::wake_at(Instant::now());
+    wake_at(Instant::now());
 }
 
 /// Where a socket that is bound to `address` listens.
@@ -197,12 +199,17 @@ impl Entry {
 /// A program has been registered: listeners that have waited for that are opened.
 pub fn registered() {
     if table().iter().any(|entry| entry.open.is_none()) {
-        server::wake_at(Instant::now());
+        wake_at(Instant::now());
     }
 }
 
+/// Has the program's loop call [`open_all`] at that time.
+fn wake_at(time: Instant) {
+    progress::call_at(Errand::Adapters, time, open_all);
+}
+
 /// Opens what is not open yet: called from the program's loop, in the process that serves.
-pub fn open_all() {
+fn open_all() {
     let Ok(config) = config::get() else { return };
     let mut table = table();
     let mut again = false;
@@ -245,7 +252,7 @@ pub fn open_all() {
         }
     }
     if again {
-        server::wake_at(Instant::now() + RETRY);
+        wake_at(Instant::now() + RETRY);
     }
 }
 
@@ -257,7 +264,7 @@ impl Entry {
     fn listen(&self, config: &Config) -> Result<Open, Error> {
         let only = config.provider != Provider::Auto;
         let listener = self.device.listen(self.places.clone(), only)?;
-        let xprt = server::bare(listener.fd(), &ACCEPT);
+        let xprt = bare(listener.fd(), &ACCEPT);
         // SAFETY: complete; the real function, since our own looks for stock transports.
         unsafe { real::XPRT_REGISTER.get()?(xprt) };
         Ok(Open { listener, xprt: Bare(xprt) })
@@ -328,7 +335,7 @@ unsafe extern "C" fn accept(xprt: *mut SVCXPRT, _: *mut rpc_msg) -> bool_t {
                     Found::Same => {}
                 }
                 if at_once || retry {
-                    server::wake_at(Instant::now() + if at_once { Duration::ZERO } else { RETRY });
+                    wake_at(Instant::now() + if at_once { Duration::ZERO } else { RETRY });
                 }
             }
         }

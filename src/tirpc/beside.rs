@@ -2,7 +2,7 @@
 //!
 //! Many servers register udp first and then bind that TCP port themselves (rquotad, mountd and statd do): it is not to
 //! be taken from them. So a registration is only noted here, and looked into in the first turn of the program's loop,
-//! which `server::progress` sees to, when the program has its transports and is the process that serves:
+//! which `progress` sees to, when the program has its transports and is the process that serves:
 //!
 //! - The program listens there itself. Its listener stays what it is, and its connections are watched for MPA Requests
 //!   as those of a moved tcp listener are (`interpose::moved`).
@@ -26,7 +26,8 @@ use crate::error::os_text;
 use crate::socket::Sockaddr;
 use crate::tirpc::interpose::{listeners, svc_tli_create};
 use crate::tirpc::netid::Netid;
-use crate::tirpc::{real, server, svc_max_pollfd, svc_pollfd};
+use crate::tirpc::progress::{self, Errand};
+use crate::tirpc::{polled, real};
 use crate::{log_info, log_warn, socket};
 
 /// A datagram transport's address, and the programs that are registered there.
@@ -50,7 +51,7 @@ pub fn registered(netid: Netid, local: SocketAddr, prog: u32, vers: u32) {
         None => table.push(Wanted { netid, local, programs: vec![(prog, vers)] }),
     }
     drop(table);
-    server::wake_at(Instant::now());
+    progress::call_at(Errand::Beside, Instant::now(), open_all);
 }
 
 /// Forgets a registration that is taken back before the loop has begun.
@@ -64,7 +65,7 @@ pub fn withdrawn(netid: Netid, prog: u32, vers: u32) {
 }
 
 /// Sees to what was noted: called from the program's loop, in the process that serves.
-pub fn open_all() {
+fn open_all() {
     let noted = std::mem::take(&mut *table());
     for Wanted { netid, local, programs } in noted {
         let error = match open(netid, local) {
@@ -118,15 +119,9 @@ fn open(netid: Netid, local: SocketAddr) -> io::Result<&'static str> {
 
 /// Where the program's loop listens for connections.
 fn registered_listeners() -> impl Iterator<Item = SocketAddr> {
-    // SAFETY: libtirpc's own variable; the loop's thread is here, which changes it.
-    let first = unsafe { svc_pollfd }.cast_const();
-    // SAFETY: as above.
-    let count = usize::try_from(unsafe { svc_max_pollfd }).unwrap_or(0);
-    let fds: Vec<c_int> = (0..if first.is_null() { 0 } else { count })
-        // SAFETY: libtirpc's array has that many entries, and nobody changes it meanwhile, see above.
-        .map(|index| unsafe { first.wrapping_add(index).read() }.fd)
-        .collect();
-    let listen = |fd: &c_int| *fd >= 0 && socket::is_stream(*fd) && socket::listens(*fd);
+    // SAFETY: the loop's thread is here.
+    let fds: Vec<c_int> = unsafe { polled() }.collect();
+    let listen = |fd: &c_int| socket::is_stream(*fd) && socket::listens(*fd);
     fds.into_iter().filter(listen).filter_map(socket::local)
 }
 

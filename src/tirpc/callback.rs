@@ -1,7 +1,7 @@
 //! Serving what is called back over a connection that this process has opened: the program's dispatch routines, and the
 //! transport that wakes its service loop.
 //!
-//! A dispatch routine gets an SVCXPRT as a server's does (`server::Transport`), which is not registered: requests come
+//! A dispatch routine gets an SVCXPRT as a server's does (`transport::Transport`), which is not registered: requests come
 //! from the driver, one at a time, and are treated as libtirpc's `svc_getreq_common` treats them. What is registered, so
 //! that `svc_run` serves callbacks too, is one bare transport of the process (`waker`), whose descriptor is readable when
 //! there is something to do on any connection.
@@ -26,7 +26,8 @@ use crate::driver::callback::Serve;
 use crate::driver::{Client, Mask, Requester, Responder};
 use crate::error::{Error, Kind};
 use crate::ffi::guard;
-use crate::tirpc::server::{LISTENING, Transport, bare};
+use crate::tirpc::bare::{LISTENING, bare};
+use crate::tirpc::transport::Transport;
 use crate::tirpc::{
     _gss_authenticate, SVCXPRT, auth_stat, bool_t, dispatch_t, opaque_auth, real, rpc_msg, svc_req,
     svcerr_auth, svcerr_noprog, svcerr_progvers, xp_ops, xprt_unregister,
@@ -149,8 +150,8 @@ fn find(client: &Arc<Client>) -> Option<Arc<Callbacks>> {
 /// In a forked child it still belongs to the parent: the child gets one of its own when it needs one.
 pub(super) mod waker {
     use super::*;
-    use crate::tirpc::server::serve_left;
-    use crate::tirpc::{svc_fdset, svc_max_pollfd};
+    use crate::tirpc::transport::serve_left;
+    use crate::tirpc::{nothing_is_registered, svc_fdset};
     use crate::wait::WakeSet;
     use crate::{fork, log_warn};
 
@@ -295,12 +296,6 @@ pub(super) mod waker {
 
     fn in_svc_run() -> bool {
         IN_SVC_RUN.load(Relaxed) > 0
-    }
-
-    fn nothing_is_registered() -> bool {
-        // SAFETY: libtirpc's own variable, read as its users read it.
-        let count = unsafe { svc_max_pollfd };
-        count == 0
     }
 
     static WAKE: xp_ops = xp_ops { xp_recv: Some(wake), ..LISTENING };

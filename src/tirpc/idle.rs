@@ -19,9 +19,8 @@ use std::time::{Duration, Instant};
 
 use crate::driver::{START_TIMEOUT, Stage};
 use crate::provider::Shortage;
-use crate::tirpc::server::progress::{self, Wants};
-use crate::tirpc::server::{self, Transport, poll_set_size};
-use crate::tirpc::{_rpc_dtablesize, SVCXPRT, rpc_control};
+use crate::tirpc::progress::{self, Wants, Watched};
+use crate::tirpc::{_rpc_dtablesize, SVCXPRT, polled, rpc_control, svc_destroy};
 use crate::{log_info, socket};
 
 /// As libtirpc's.
@@ -35,10 +34,35 @@ const ADAPTERS: usize = 4;
 const FIRST_CALL: Duration = Duration::from_secs(1);
 
 enum Known {
-    /// Address of a stock transport of which no byte has come, and since when.
-    Silent(usize, Instant),
+    Silent(Arc<Silent>),
     /// Whether libtirpc would close it when it is idle, and whether it goes over an adapter.
-    Own(Weak<Transport>, bool, bool),
+    Own(Weak<dyn Watched>, bool, bool),
+}
+
+/// A stock transport of which no byte has come.
+struct Silent {
+    fd: RawFd,
+    /// Its address.
+    xprt: usize,
+    since: Instant,
+}
+
+impl Watched for Silent {
+    fn wake(&self, _: bool) {
+        if self.since.elapsed() >= START_TIMEOUT {
+            log_info!("fd {}: closed: no MPA Request has come", self.fd);
+            // SAFETY: alive: it is in the table; registered.
+            unsafe { svc_destroy(self.xprt()) };
+        }
+    }
+
+    fn idle_since(&self) -> Option<Instant> {
+        Some(self.since)
+    }
+
+    fn xprt(&self) -> *mut SVCXPRT {
+        std::ptr::with_exposed_provenance_mut(self.xprt)
+    }
 }
 
 fn table() -> MutexGuard<'static, HashMap<RawFd, Known>> {
@@ -64,10 +88,13 @@ pub fn are_expendable() -> bool {
 /// # Safety
 /// `xprt` is alive until [`forget`]; the caller is the program's loop.
 pub unsafe fn silent(fd: RawFd, xprt: *mut SVCXPRT, rdma_only: bool) {
-    table().insert(fd, Known::Silent(xprt.expose_provenance(), Instant::now()));
+    let since = Instant::now();
+    let silent = Arc::new(Silent { fd, xprt: xprt.expose_provenance(), since });
+    let weak = Arc::downgrade(&silent);
+    table().insert(fd, Known::Silent(silent));
     if rdma_only {
-        let deadline = Some(Instant::now() + START_TIMEOUT);
-        progress::want(fd, &Weak::new(), Wants { deadline, ..Wants::default() });
+        let deadline = Some(since + START_TIMEOUT);
+        progress::want(fd, Wants { deadline, ..Wants::default() }, || weak);
     }
     // SAFETY: by the contract.
     unsafe { make_room(fd) };
@@ -77,11 +104,23 @@ pub unsafe fn silent(fd: RawFd, xprt: *mut SVCXPRT, rdma_only: bool) {
 ///
 /// # Safety
 /// The caller is the program's loop.
-pub unsafe fn own(fd: RawFd, transport: &Weak<Transport>, expendable: bool) {
-    let adapter = transport.upgrade().is_some_and(|transport| transport.stage().is_some());
-    table().insert(fd, Known::Own(transport.clone(), expendable, adapter));
+pub unsafe fn own(fd: RawFd, transport: Weak<dyn Watched>, expendable: bool) {
+    let adapter = transport.upgrade().is_some_and(|transport| stage(&*transport).is_some());
+    table().insert(fd, Known::Own(transport, expendable, adapter));
     // SAFETY: by the contract.
     unsafe { make_room(fd) };
+}
+
+/// As [`crate::driver::Server::stage`].
+fn stage(transport: &dyn Watched) -> Option<(Stage, Option<IpAddr>)> {
+    transport.accepted()?.lock().unwrap_or_else(|e| e.into_inner()).stage()
+}
+
+/// What still waits for the peer is given up: `svc_destroy` does not wait for it.
+fn give_up(transport: &dyn Watched) {
+    if let Some(server) = transport.accepted() {
+        server.lock().unwrap_or_else(|e| e.into_inner()).shut();
+    }
 }
 
 /// Whether the number still is that of a connection of ours.
@@ -98,27 +137,9 @@ pub fn forget(fd: RawFd) {
 
 /// The same, by the stock transport: its program may have taken the descriptor from it.
 pub fn forget_silent(xprt: *mut SVCXPRT) {
-    let own = |known: &Known| matches!(known, Known::Silent(address, _) if *address == xprt.addr());
+    let own = |known: &Known| matches!(known, Known::Silent(it) if it.xprt == xprt.addr());
     let fd = table().iter().find(|(_, known)| own(known)).map(|(fd, _)| *fd);
     fd.into_iter().for_each(forget);
-}
-
-/// The time for the first byte is over.
-///
-/// # Safety
-/// The caller is the program's loop.
-pub unsafe fn expire(fd: RawFd) {
-    let known = table();
-    let silent = match known.get(&fd) {
-        Some(Known::Silent(xprt, since)) if since.elapsed() >= START_TIMEOUT => Some(*xprt),
-        _ => None,
-    };
-    drop(known);
-    if let Some(xprt) = silent {
-        log_info!("fd {fd}: closed: no MPA Request has come");
-        // SAFETY: alive: it is in the table; registered.
-        unsafe { server::destroy_any(std::ptr::with_exposed_provenance_mut(xprt)) };
-    }
 }
 
 /// Closes a connection over an adapter for one from `peer`. False when none is to go.
@@ -127,33 +148,33 @@ pub unsafe fn expire(fd: RawFd) {
 /// The caller is the program's loop.
 pub unsafe fn make_room_on_devices(shortage: Shortage, peer: IpAddr) -> bool {
     let now = Instant::now();
-    let known: Vec<Arc<Transport>> = {
+    let known: Vec<(RawFd, Arc<dyn Watched>)> = {
         let table = table();
-        let own = |known: &Known| match known {
-            Known::Own(transport, ..) => transport.upgrade(),
-            Known::Silent(..) => None,
+        let own = |(fd, known): (&RawFd, &Known)| match known {
+            Known::Own(transport, ..) => Some((*fd, transport.upgrade()?)),
+            Known::Silent(_) => None,
         };
-        table.values().filter_map(own).collect()
+        table.iter().filter_map(own).collect()
     };
-    let look = |transport: Arc<Transport>| {
-        let (stage, peer) = transport.stage()?;
+    let look = |(fd, transport): (RawFd, Arc<dyn Watched>)| {
+        let (stage, peer) = stage(&*transport)?;
         let idle = now.saturating_duration_since(transport.idle_since()?);
-        Some((Idle { stage, peer, idle }, transport))
+        Some((Idle { stage, peer, idle }, fd, transport))
     };
-    let candidates: Vec<(Idle, Arc<Transport>)> = known.into_iter().filter_map(look).collect();
-    let idle: Vec<Idle> = candidates.iter().map(|(idle, _)| *idle).collect();
+    let candidates: Vec<(Idle, RawFd, Arc<dyn Watched>)> = known.into_iter().filter_map(look).collect();
+    let idle: Vec<Idle> = candidates.iter().map(|(idle, ..)| *idle).collect();
     let Some(at) = choose(shortage, peer, &idle) else { return false };
-    let (Idle { stage, idle, .. }, transport) = &candidates[at];
+    let (Idle { stage, idle, .. }, fd, transport) = &candidates[at];
     let what = match stage {
         Stage::Starting => "it is not established",
         Stage::Unused => "no call has come",
         Stage::Used => "it is idle",
     };
-    let (fd, seconds) = (transport.fd(), idle.as_secs());
+    let seconds = idle.as_secs();
     log_info!("fd {fd}: closed after {seconds} s: {what}, and adapters have no room for another one");
-    transport.give_up();
+    give_up(&**transport);
     // SAFETY: alive: `transport` has a share of it; registered.
-    unsafe { server::destroy_any(transport.xprt()) };
+    unsafe { svc_destroy(transport.xprt()) };
     true
 }
 
@@ -185,12 +206,6 @@ fn choose(shortage: Shortage, peer: IpAddr, all: &[Idle]) -> Option<usize> {
     idle.max_by_key(|(_, it)| (it.stage != Stage::Used, it.idle)).map(|(at, _)| at)
 }
 
-/// What may be closed.
-enum Candidate {
-    Silent(usize),
-    Own(Arc<Transport>),
-}
-
 /// Closes idle connections if descriptors run short; not `newest`.
 ///
 /// # Safety
@@ -201,28 +216,24 @@ unsafe fn make_room(newest: RawFd) {
     let known = table();
     let adapters = known.values().filter(|known| matches!(known, Known::Own(_, _, true))).count();
     // SAFETY: by the contract.
-    let taken = unsafe { poll_set_size() } + adapters * (ADAPTERS - 1);
+    let taken = unsafe { polled() }.count() + adapters * (ADAPTERS - 1);
     if taken < most / 5 * 4 {
         return;
     }
     let others = known.iter().filter(|(fd, _)| **fd != newest);
-    let candidate = |(fd, known): (&RawFd, &Known)| match known {
-        Known::Silent(xprt, since) => {
-            socket::is_nonblocking(*fd).then_some((*fd, Candidate::Silent(*xprt), Some(*since)))
+    let candidate = |(fd, known): (&RawFd, &Known)| -> Option<(RawFd, Arc<dyn Watched>)> {
+        match known {
+            Known::Silent(silent) if socket::is_nonblocking(*fd) => Some((*fd, silent.clone())),
+            Known::Own(transport, true, _) => Some((*fd, transport.upgrade()?)),
+            Known::Silent(_) | Known::Own(_, false, _) => None,
         }
-        Known::Own(transport, true, _) => Some((*fd, Candidate::Own(transport.upgrade()?), None)),
-        Known::Own(_, false, _) => None,
     };
     let candidates: Vec<_> = others.filter_map(candidate).collect();
     drop(known);
     let now = Instant::now();
-    let mut idle: Vec<(Duration, RawFd, Candidate)> = Vec::with_capacity(candidates.len());
-    for (fd, candidate, since) in candidates {
-        let since = match &candidate {
-            Candidate::Own(transport) => transport.idle_since(),
-            Candidate::Silent(_) => since,
-        };
-        if let Some(since) = since {
+    let mut idle: Vec<(Duration, RawFd, Arc<dyn Watched>)> = Vec::with_capacity(candidates.len());
+    for (fd, candidate) in candidates {
+        if let Some(since) = candidate.idle_since() {
             idle.push((now.saturating_duration_since(since), fd, candidate));
         }
     }
@@ -231,16 +242,10 @@ unsafe fn make_room(newest: RawFd) {
     let overdue = idle.iter().take_while(|(time, ..)| time.as_secs() > IDLE.as_secs()).count();
     for (time, fd, candidate) in idle.into_iter().take(overdue.max(1)) {
         log_info!("fd {fd}: closed after {} s without a word: descriptors run short", time.as_secs());
-        let xprt = match &candidate {
-            Candidate::Silent(xprt) => std::ptr::with_exposed_provenance_mut(*xprt),
-            Candidate::Own(transport) => {
-                // Its peer has taken nothing of a reply for as long: the loop does not wait for that.
-                transport.give_up();
-                transport.xprt()
-            }
-        };
+        // Its peer may have taken nothing of a reply for as long: the loop does not wait for that.
+        give_up(&*candidate);
         // SAFETY: alive: in the table, or `candidate` has a share of it; registered.
-        unsafe { server::destroy_any(xprt) };
+        unsafe { svc_destroy(candidate.xprt()) };
     }
 }
 

@@ -7,7 +7,7 @@
 //! # How a transport is moved
 //! A listener on netid "rdma" is a stock libtirpc listener on a TCP socket, made by the stock `svc_tli_create`, which
 //! learns from `__rpc_nconf2sockinfo` what to make. Each connection that it accepts comes by in `xprt_register` and is
-//! given to [`server::watch`]. A client's connection comes by in `clnt_vc_create` and is given to [`client::vc_create`].
+//! given to `sniff::watch`. A client's connection comes by in `clnt_vc_create` and is given to [`client::vc_create`].
 //! Moved transports take the same two ways.
 //!
 //! # Invariants
@@ -47,7 +47,7 @@ use crate::tirpc::{
     creation_explanation, creation_failed, creation_record, creation_recorded, creation_started, dispatch_t,
     is_libtirpcs, netbuf, netconfig, real, registered_t, server, t_bind,
 };
-use crate::tirpc::{adapters, beside};
+use crate::tirpc::{adapters, beside, sniff};
 use crate::xdr::XdrProc;
 use crate::{log_debug, log_error, log_info, log_warn, socket};
 
@@ -380,7 +380,7 @@ pub unsafe extern "C" fn svc_tli_create(
                 let served = if connected { start::may_accept(config) } else { listen(bound) };
                 if served.is_ok() && connected {
                     // SAFETY: as above; it is registered.
-                    unsafe { server::watch(xprt, true) };
+                    unsafe { sniff::watch(xprt, true) };
                 }
                 if let Err(error) = served {
                     listeners::remove(bound);
@@ -394,7 +394,7 @@ pub unsafe extern "C" fn svc_tli_create(
     })
 }
 
-/// Gives each accepted connection of a moved listener to [`server::watch`].
+/// Gives each accepted connection of a moved listener to `sniff::watch`.
 ///
 /// # Safety
 /// As libtirpc's `xprt_register`.
@@ -408,7 +408,7 @@ pub unsafe extern "C" fn xprt_register(xprt: *mut SVCXPRT) {
             && let Some(rdma_only) = unsafe { moved(xprt) }
         {
             // SAFETY: it is live, registered and libtirpc's own.
-            unsafe { server::watch(xprt, rdma_only) };
+            unsafe { sniff::watch(xprt, rdma_only) };
         }
         // SAFETY: as above.
         if let Some(listener) = unsafe { moved_listener(xprt) }

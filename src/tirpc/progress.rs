@@ -1,0 +1,346 @@
+//! What wakes the program's loop beside a readable connection: one transport of ours whose descriptor is an epoll set.
+//!
+//! It is registered only while a connection has unsent bytes or a startup under way, or there is an errand: programs made
+//! by rpcgen count the registered descriptors to find out whether they are idle.
+#![allow(unsafe_code)]
+
+use std::collections::HashMap;
+use std::os::fd::RawFd;
+use std::ptr::null_mut;
+use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, TryLockError, Weak};
+use std::time::{Duration, Instant};
+
+use crate::driver::{Shared, Wait, send_rest};
+use crate::error::Error;
+use crate::ffi::guard;
+use crate::tirpc::bare::{LISTENING, bare};
+use crate::tirpc::{SVCXPRT, bool_t, nothing_is_registered, real, rpc_msg, xp_ops, xprt_unregister};
+use crate::wait::WakeSet;
+use crate::{fork, log_warn, process, wait};
+
+struct Progress {
+    /// Made at first use.
+    set: Option<WakeSet>,
+    /// The process that made it, or made it anew.
+    generation: u64,
+    entries: HashMap<RawFd, Entry>,
+    /// What the errands are, once somebody has asked for them.
+    errands: [Option<fn()>; 3],
+    xprt: *mut SVCXPRT,
+    registered: bool,
+}
+
+// SAFETY: the bare transport's memory is ours and lives for ever; the table is used under its lock only.
+unsafe impl Send for Progress {}
+
+struct Entry {
+    who: Weak<dyn Watched>,
+    wants: Wants,
+}
+
+/// A transport that the program's loop is woken for: a connection of ours, or what may become one.
+pub trait Watched: Send + Sync {
+    /// Moves what can move; destroys what took too long. `crowded`: others wait for memory that it may hold.
+    fn wake(&self, crowded: bool);
+
+    /// The connection, if this process has accepted it.
+    fn accepted(&self) -> Option<&Arc<Shared>> {
+        None
+    }
+
+    /// Since when nothing has moved; `None` while a request is under way, of either end.
+    fn idle_since(&self) -> Option<Instant>;
+
+    /// What libtirpc knows it by.
+    fn xprt(&self) -> *mut SVCXPRT;
+}
+
+/// What a connection waits for besides being readable.
+#[derive(Clone, Copy, Default, PartialEq, Eq)]
+pub struct Wants {
+    pub write: bool,
+    pub deadline: Option<Instant>,
+    /// Its RDMA Reads hold memory. By itself this wakes nobody.
+    pub pulling: bool,
+    /// Since when it waits for memory that others hold.
+    pub memory: Option<Instant>,
+    /// Since when its peer has taken nothing of what waits for it.
+    pub stands: Option<Instant>,
+}
+
+impl Wants {
+    fn wakes(&self) -> bool {
+        self.write || self.deadline.is_some()
+    }
+}
+
+/// What the loop does once beside, in its next turn or later. Each is kept in the place of a descriptor.
+#[derive(Clone, Copy)]
+pub enum Errand {
+    /// Listeners on adapters are to be opened, or ended.
+    Adapters,
+    /// The same for those beside datagram transports.
+    Beside,
+    /// Requests are there that calls back have left for the loop ([`crate::driver::service_loop::take_left`]).
+    Left,
+}
+
+impl Errand {
+    fn key(self) -> RawFd {
+        -1 - self as RawFd
+    }
+}
+
+/// Has the loop call `what` at that time, and not at an earlier or later one that this errand had.
+pub fn call_at(errand: Errand, time: Instant, what: fn()) {
+    table().errands[errand as usize] = Some(what);
+    again(errand, time);
+}
+
+/// The same as the last time. Nothing, if there was none.
+pub fn again(errand: Errand, time: Instant) {
+    if table().errands[errand as usize].is_some() {
+        want(errand.key(), Wants { deadline: Some(time), ..Wants::default() }, nobody);
+    }
+}
+
+/// Of an errand, and of what wants nothing.
+fn nobody() -> Weak<dyn Watched> {
+    enum Nobody {}
+    impl Watched for Nobody {
+        fn wake(&self, _: bool) {
+            match *self {}
+        }
+        fn idle_since(&self) -> Option<Instant> {
+            match *self {}
+        }
+        fn xprt(&self) -> *mut SVCXPRT {
+            match *self {}
+        }
+    }
+    Weak::<Nobody>::new()
+}
+
+static WAKE: xp_ops = xp_ops { xp_recv: Some(wake), ..LISTENING };
+
+static TABLE: OnceLock<Mutex<Progress>> = OnceLock::new();
+
+/// What the loop polls for all of it; -1 before there is anything.
+pub fn fd() -> RawFd {
+    table().set.as_ref().map_or(-1, WakeSet::fd)
+}
+
+fn table() -> MutexGuard<'static, Progress> {
+    let empty = || {
+        Mutex::new(Progress {
+            set: None,
+            generation: 0,
+            entries: HashMap::new(),
+            errands: [None; 3],
+            xprt: null_mut(),
+            registered: false,
+        })
+    };
+    TABLE.get_or_init(empty).lock().unwrap_or_else(|e| e.into_inner())
+}
+
+/// Says what connection `fd` waits for besides being readable, and `who` that is.
+pub fn want(fd: RawFd, wants: Wants, who: impl FnOnce() -> Weak<dyn Watched>) {
+    // The common case costs one lock and one look-up.
+    let mut table = table();
+    let before = table.entries.get(&fd).map(|e| e.wants).unwrap_or_default();
+    if before == wants {
+        return;
+    }
+    if wants == Wants::default() {
+        table.entries.remove(&fd);
+    } else {
+        table.entries.insert(fd, Entry { who: who(), wants });
+    }
+    if wants.stands.is_some() {
+        send_at_exit();
+    }
+    if (before.wakes() || wants.wakes())
+        && let Err(error) = table.update(fd, before.write, wants.write)
+    {
+        log_warn!("fd {fd}: cannot be watched: {error}");
+    }
+}
+
+/// libtirpc's loop has ended, and forgotten all that was registered.
+pub fn left_loop() {
+    table().registered = false;
+    finish();
+}
+
+/// Sends what waits, now that the program has left its loop or ends: nobody else would.
+pub fn finish() {
+    let Some(table) = TABLE.get() else { return };
+    // exit(3) may have been called in the midst of anything, also of what holds the lock.
+    let mut tries = 100;
+    let table = loop {
+        match table.try_lock() {
+            Ok(table) => break table,
+            Err(TryLockError::WouldBlock) if tries > 0 => tries -= 1,
+            Err(_) => return,
+        }
+        let _ = wait::poll(&mut [], Some(Duration::from_millis(1)), None);
+    };
+    let waits = table.entries.values().filter(|entry| entry.wants.stands.is_some());
+    let waits: Vec<Weak<dyn Watched>> = waits.map(|entry| entry.who.clone()).collect();
+    // A transport that ends here takes the lock.
+    drop(table);
+    let waits: Vec<Arc<dyn Watched>> = waits.iter().filter_map(Weak::upgrade).collect();
+    let servers: Vec<Arc<Shared>> = waits.iter().filter_map(|own| own.accepted().cloned()).collect();
+    send_rest(&servers, Wait::END);
+}
+
+/// Has exit(3) do so.
+fn send_at_exit() {
+    extern "C" fn exits() {
+        guard(|| {
+            finish();
+            Ok(())
+        });
+    }
+    static DONE: AtomicBool = AtomicBool::new(false);
+    if !DONE.swap(true, Relaxed)
+        && let Err(error) = process::at_exit(exits)
+    {
+        log_warn!("what waits for slow peers will be lost at the end of the process: {error}");
+    }
+}
+
+/// The connection is gone. Called before its descriptor is closed.
+pub fn forget(fd: RawFd) {
+    want(fd, Wants::default(), nobody);
+}
+
+impl Progress {
+    /// Sees to it that there is a set of this process. True if it is a fresh one, which knows every entry then: one that
+    /// cannot be watched spoils it for no other.
+    fn own_set(&mut self) -> Result<bool, Error> {
+        let generation = fork::generation();
+        match &mut self.set {
+            // In a forked child the set still belongs to the parent as well: it gets one of its own.
+            Some(set) if self.generation != generation => set.renew()?,
+            Some(_) => return Ok(false),
+            None => self.set = Some(WakeSet::new()?),
+        }
+        self.generation = generation;
+        for fd in self.entries.iter().filter(|(_, e)| e.wants.write).map(|(fd, _)| *fd) {
+            if let Some(set) = &self.set
+                && let Err(error) = set.watch_writable(fd, true)
+            {
+                log_warn!("fd {fd}: cannot be watched: {error}");
+            }
+        }
+        Ok(true)
+    }
+
+    fn update(&mut self, fd: RawFd, before: bool, now: bool) -> Result<(), Error> {
+        let fresh = self.own_set()?;
+        let Some(set) = &self.set else { return Ok(()) };
+        if !fresh
+            && before != now
+            && let Err(error) = set.watch_writable(fd, now)
+        {
+            log_warn!("fd {fd}: cannot be watched: {error}");
+        }
+        let first = self.entries.values().filter_map(|e| e.wants.deadline).min();
+        set.alarm(first.map(|at| at.saturating_duration_since(Instant::now())))?;
+        let number = set.fd();
+        self.register(number)
+    }
+
+    fn register(&mut self, fd: RawFd) -> Result<(), Error> {
+        // After svc_exit(3) a registration would have svc_run go on, with this one transport.
+        let wanted = self.entries.values().any(|e| e.wants.wakes()) && !nothing_is_registered();
+        if wanted == self.registered {
+            return Ok(());
+        }
+        if self.xprt.is_null() {
+            self.xprt = bare(fd, &WAKE);
+        }
+        self.registered = wanted;
+        if wanted {
+            // SAFETY: complete; the real function, since our own looks for stock transports.
+            unsafe { real::XPRT_REGISTER.get()?(self.xprt) };
+        } else {
+            // SAFETY: registered before.
+            unsafe { xprt_unregister(self.xprt) };
+        }
+        Ok(())
+    }
+}
+
+/// Moves what can move; destroys what took too long.
+unsafe extern "C" fn wake(_: *mut SVCXPRT, _: *mut rpc_msg) -> bool_t {
+    guard(|| {
+        let now = Instant::now();
+        let (crowded, due, errands) = {
+            let table = table();
+            if let Some(set) = &table.set {
+                set.silence();
+            }
+            let due = |e: &Entry| {
+                let late = e.wants.deadline.is_some_and(|at| at <= now);
+                e.wants.write || e.wants.pulling || e.wants.stands.is_some() || late
+            };
+            let mut due: Vec<(&RawFd, &Entry)> = table.entries.iter().filter(|(_, e)| due(e)).collect();
+            // Those that hold memory are looked at first, of them those whose peers have stood longest; then those that
+            // wait for it, the oldest first.
+            due.sort_by_key(|(_, e)| (e.wants.memory, e.wants.stands.is_none(), e.wants.stands));
+            let crowded = due.last().is_some_and(|(_, e)| e.wants.memory.is_some());
+            let due: Vec<(RawFd, Weak<dyn Watched>)> =
+                due.iter().map(|(fd, e)| (**fd, e.who.clone())).collect();
+            (crowded, due, table.errands)
+        };
+        for (fd, who) in due {
+            if fd >= 0 {
+                if let Some(who) = who.upgrade() {
+                    who.wake(crowded);
+                }
+                continue;
+            }
+            forget(fd);
+            if let Some(Some(errand)) = usize::try_from(-1 - fd).ok().and_then(|index| errands.get(index)) {
+                errand();
+            }
+        }
+        Ok(0)
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use std::os::fd::AsRawFd;
+    use std::os::unix::net::UnixStream;
+
+    use super::*;
+
+    #[test]
+    fn after_a_fork_one_that_cannot_be_watched_leaves_no_other_unwatched() {
+        let streams: Vec<UnixStream> =
+            (0..16).map(|_| UnixStream::pair().unwrap()).flat_map(|(one, other)| [one, other]).collect();
+        let wants = Wants { write: true, ..Wants::default() };
+        let numbers = streams.iter().map(AsRawFd::as_raw_fd).chain([RawFd::MAX]);
+        let mut progress = Progress {
+            set: Some(WakeSet::new().unwrap()),
+            generation: fork::generation() + 1,
+            entries: numbers.map(|fd| (fd, Entry { who: nobody(), wants })).collect(),
+            errands: [None; 3],
+            xprt: null_mut(),
+            registered: false,
+        };
+        assert!(progress.own_set().unwrap());
+        let set = progress.set.as_ref().unwrap();
+        for stream in &streams {
+            // A second time it cannot be added.
+            let added = set.watch_writable(stream.as_raw_fd(), true);
+            assert_eq!(added.unwrap_err().raw_os_error(), Some(libc::EEXIST));
+        }
+        assert!(!progress.own_set().unwrap());
+    }
+}

@@ -1,0 +1,158 @@
+//! How an accepted TCP connection becomes one over RDMA.
+//!
+//! A listener on netid "rdma" is libtirpc's own TCP listener, and so is that of a moved server. Each connection that it
+//! accepts comes here ([`watch`]) and is looked at when its first byte has arrived: an MPA Request begins with 'M', which
+//! as a record mark of RPC over TCP would announce a fragment of 1.3 GB. One byte decides for good: the stock transport
+//! goes on, or it is replaced by our own SVCXPRT on the same descriptor.
+#![allow(unsafe_code)]
+
+use std::ffi::{c_int, c_uint};
+use std::ptr::null_mut;
+use std::sync::atomic::{AtomicPtr, Ordering::Relaxed};
+
+use crate::config;
+use crate::driver::Server;
+use crate::error::{Error, Kind};
+use crate::ffi::guard;
+use crate::tirpc::bare::LISTENING;
+use crate::tirpc::{
+    SVCXPRT, bool_t, idle, nothing_is_registered, rpc_msg, server, xp_ops, xprt_stat, xprt_unregister,
+};
+use crate::{log_info, log_warn, socket};
+
+/// libtirpc's operations of a stream connection: the same for all of them.
+static STOCK: AtomicPtr<xp_ops> = AtomicPtr::new(null_mut());
+
+/// Operations of a connection on a port that serves tcp and rdma, until its first byte is here.
+static SNIFF: xp_ops = xp_ops { xp_recv: Some(sniff), ..WATCHED };
+
+/// The same on a listener of netid "rdma", where nothing else is spoken.
+static SNIFF_RDMA: xp_ops = xp_ops { xp_recv: Some(sniff_rdma), ..WATCHED };
+
+/// A connection that did not begin with an MPA Request where only that is served.
+static REFUSED: xp_ops = xp_ops { xp_stat: Some(refused_stat), ..WATCHED };
+
+const WATCHED: xp_ops = xp_ops { xp_destroy: Some(stock_destroy), ..LISTENING };
+
+/// Gives an accepted stock connection the operations that look at its first byte.
+///
+/// `rdma_only`: it came in on a listener of netid "rdma", where nothing else is spoken.
+///
+/// # Safety
+/// `xprt` is a live, registered connection of libtirpc's stream transport.
+pub unsafe fn watch(xprt: *mut SVCXPRT, rdma_only: bool) {
+    // SAFETY: alive by the contract; no reference is made.
+    let stock = unsafe { (*xprt).xp_ops };
+    STOCK.store(stock.cast_mut(), Relaxed);
+    let ops = if rdma_only { &raw const SNIFF_RDMA } else { &raw const SNIFF };
+    // SAFETY: as above.
+    unsafe { (*xprt).xp_ops = ops };
+    // SAFETY: as above.
+    let fd = unsafe { (*xprt).xp_fd };
+    // SAFETY: `stock_destroy` ends it; who registers transports is the loop, or what has made it one.
+    unsafe { idle::silent(fd, xprt, rdma_only) };
+}
+
+unsafe extern "C" fn sniff(xprt: *mut SVCXPRT, message: *mut rpc_msg) -> bool_t {
+    // SAFETY: libtirpc's own transport and message.
+    guard(|| unsafe { look(xprt, message, false) })
+}
+
+unsafe extern "C" fn sniff_rdma(xprt: *mut SVCXPRT, message: *mut rpc_msg) -> bool_t {
+    // SAFETY: libtirpc's own transport and message.
+    guard(|| unsafe { look(xprt, message, true) })
+}
+
+/// # Safety
+/// As `xp_recv` of a watched connection.
+unsafe fn look(xprt: *mut SVCXPRT, message: *mut rpc_msg, rdma_only: bool) -> Result<bool_t, Error> {
+    // SAFETY: alive (contract).
+    let fd = unsafe { (*xprt).xp_fd };
+    let first = match socket::peek(fd) {
+        Ok(first) => first,
+        Err(error) if error.kind() == std::io::ErrorKind::WouldBlock => return Ok(0),
+        Err(_) => None,
+    };
+    idle::forget(fd);
+    if first == Some(b'M') {
+        // SAFETY: by the contract.
+        if let Err(error) = unsafe { convert(xprt, fd, rdma_only) } {
+            let remedy = match error.kind() {
+                Kind::Os(libc::EMFILE) => "; raise its limit (ulimit -n, LimitNOFILE=)",
+                _ => "",
+            };
+            log_warn!("fd {fd}: an RDMA connection is refused: {error}{remedy}");
+            // SAFETY: alive: it was not converted.
+            unsafe { (*xprt).xp_ops = &REFUSED };
+        }
+        return Ok(0);
+    }
+    if rdma_only && first.is_some() {
+        log_info!("fd {fd}: closed: the peer does not begin with an MPA Request on a port of netid rdma");
+        // SAFETY: alive (contract).
+        unsafe { (*xprt).xp_ops = &REFUSED };
+        return Ok(0);
+    }
+    let stock = STOCK.load(Relaxed);
+    // SAFETY: alive (contract).
+    unsafe { (*xprt).xp_ops = stock };
+    // SAFETY: libtirpc's static operations, set by `watch` before any connection was sniffed.
+    let recv = unsafe { (*stock).xp_recv };
+    // SAFETY: the transport's own operation, with the caller's arguments.
+    Ok(recv.map_or(0, |recv| unsafe { recv(xprt, message) }))
+}
+
+unsafe extern "C" fn refused_stat(_: *mut SVCXPRT) -> c_uint {
+    guard(|| Ok(xprt_stat::XPRT_DIED))
+}
+
+unsafe extern "C" fn stock_destroy(xprt: *mut SVCXPRT) {
+    guard(|| {
+        idle::forget_silent(xprt);
+        // SAFETY: a connection that `watch` got, so STOCK is set; destroyed once.
+        unsafe { destroy_stock(xprt) };
+        Ok(())
+    });
+}
+
+/// # Safety
+/// `xprt` is a live connection of libtirpc's stream transport, whatever its operations are now.
+unsafe fn destroy_stock(xprt: *mut SVCXPRT) {
+    let stock = STOCK.load(Relaxed);
+    // SAFETY: alive (contract).
+    unsafe { (*xprt).xp_ops = stock };
+    // SAFETY: libtirpc's static operations.
+    if let Some(destroy) = unsafe { (*stock).xp_destroy } {
+        // SAFETY: the transport's own operation.
+        unsafe { destroy(xprt) };
+    }
+}
+
+/// Puts a transport of our own in the place of a stock connection.
+///
+/// # Safety
+/// As [`look`].
+unsafe fn convert(stock: *mut SVCXPRT, fd: c_int, rdma_only: bool) -> Result<(), Error> {
+    if nothing_is_registered() {
+        return Err(Error::new(Kind::Invalid, "svc_exit() has ended the service loop"));
+    }
+    let config = config::get()?;
+    let expendable = idle::is_expendable(fd);
+    let server = Server::accept(fd, config)?;
+    // Destroying closes the descriptor and unregisters by its number: it gets another one of the same socket.
+    let other = socket::duplicate(fd)?;
+    // SAFETY: alive (contract).
+    let own = unsafe { server::like(stock, server, rdma_only) };
+    // SAFETY: alive and registered (contract).
+    unsafe { xprt_unregister(stock) };
+    // SAFETY: alive (contract).
+    unsafe { (*stock).xp_fd = other };
+    // SAFETY: unregistered; nothing refers to it any more: svc_getreq_common compares with its table.
+    unsafe { destroy_stock(stock) };
+    // SAFETY: just made, complete.
+    if let Err(error) = unsafe { server::register(own, expendable) } {
+        // No failure of ours: the stock connection is gone.
+        log_warn!("fd {fd}: an RDMA connection is closed: {error}");
+    }
+    Ok(())
+}

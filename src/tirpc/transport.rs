@@ -1,0 +1,971 @@
+//! The SVCXPRT of a connection over RDMA, as libtirpc's loop and the program's dispatch routines use it.
+//!
+//! It is driven by whatever loop the program has. `xp_recv` moves what has arrived and hands out one request; `xp_stat` says
+//! whether more requests lie in memory; `xp_reply` sends before it returns. What else must wake the loop, a socket that
+//! becomes writable or a startup that takes too long, goes through `progress`.
+//!
+//! The same SVCXPRT, with other operations, serves what a server calls back over a connection that this process has
+//! opened: `callback`.
+//!
+//! # Invariants
+//! - A request is on the stack `open` from the `xp_recv` that returned TRUE to the `xp_stat` after its dispatch. The stack
+//!   is deeper than one only if the program runs the loop again meanwhile: in a dispatch routine, or in an xdrproc, by a
+//!   call back.
+//! - The latest request that was not answered by then may be answered until the next `xp_recv` that returns TRUE, as
+//!   over libtirpc's own tcp, which keeps its XID for so long. Its arguments are gone, there as here.
+//! - No lock and no exclusive borrow of a `Transport` lives while a function of the program runs: it may come back by
+//!   any entry of the SVCXPRT.
+//! - libtirpc, each entry under way and each open request own a share of the transport: `svc_destroy` gives up
+//!   libtirpc's, and whoever is last frees it.
+#![allow(unsafe_code)]
+
+use std::cell::UnsafeCell;
+use std::ffi::{CStr, c_char, c_int, c_uint, c_void};
+use std::net::{Ipv4Addr, SocketAddr};
+use std::os::fd::RawFd;
+use std::ptr::null_mut;
+use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
+use std::sync::{Arc, Mutex, MutexGuard, Weak};
+use std::time::{Duration, Instant};
+
+use crate::binding::Binding;
+use crate::config;
+use crate::connection::{Request, RequestId};
+use crate::driver::start;
+use crate::driver::{self, Next, Responder, Server, Shared, Wait, send_rest, service_loop};
+use crate::error::{Error, Kind};
+use crate::ffi::{guard, guard_in_steps, step};
+use crate::memory::Region;
+use crate::socket::Sockaddr;
+use crate::stats::{self, Counter};
+use crate::tirpc::bare::{LISTENING, NO_AUTH};
+use crate::tirpc::client::CREDITS_MAX;
+use crate::tirpc::lending::lending;
+use crate::tirpc::netid::Netid;
+use crate::tirpc::progress::{self, Errand, Watched};
+use crate::tirpc::{
+    SVCAUTH, SVCXPRT, SVCXPRT_EXT, accepted_reply_ru, ar_results, auth_stat, bool_t, idle, msg, netbuf,
+    opaque_auth, polled, rpc_msg, svc_getreq_common, xdr_callmsg, xdr_replymsg, xp_ops, xp_ops2, xprt_stat,
+    xprt_unregister,
+};
+use crate::wire::Xid;
+use crate::xdr::{Decoder, Encoder, XDR, XdrProc};
+use crate::{log_debug, log_info, log_warn, socket, wait, xdr};
+
+/// An SVCXPRT of ours, and what belongs to it. libtirpc sees the first member.
+#[repr(C)]
+pub struct Transport {
+    /// libtirpc and the program write here, between our entries and inside the functions that these call.
+    xprt: UnsafeCell<SVCXPRT>,
+    extension: UnsafeCell<SVCXPRT_EXT>,
+    /// Memory of `xp_verf` for flavours that write there.
+    verifier: UnsafeCell<[u8; auth_stat::MAX_AUTH_BYTES]>,
+    this: Weak<Transport>,
+    fd: RawFd,
+    /// The connection whose requests are answered here.
+    responder: Weak<dyn Responder>,
+    /// The same if this process has accepted it, to keep it alive.
+    server: Option<Arc<Shared>>,
+    state: Mutex<State>,
+    /// The latest `xp_recv` returned FALSE: its `xp_stat` ends no request.
+    empty: AtomicBool,
+    /// The program could not be asked in its own protocol any more.
+    broken: AtomicBool,
+    destroyed: AtomicBool,
+}
+
+// SAFETY: what the pointers in `xprt` and `extension` name belongs to the transport. These two and `verifier` are used by
+// libtirpc's rules: by one thread at a time.
+unsafe impl Send for Transport {}
+// SAFETY: as above; the rest is behind a lock, or atomic.
+unsafe impl Sync for Transport {}
+
+#[derive(Default)]
+struct State {
+    /// Requests handed up and not yet past their `xp_stat`.
+    open: Vec<Open>,
+    /// The latest request that is past it without a reply.
+    deferred: Option<Unanswered>,
+    gss: Option<Gss>,
+}
+
+struct Open {
+    /// The loop is told when this ends. None for a call back, which is in nobody's loop.
+    dispatching: Option<service_loop::Dispatching>,
+    /// The share of the request in its transport.
+    _transport: Arc<Transport>,
+    unanswered: Option<Unanswered>,
+    id: RequestId,
+    /// `None` while the program decodes from it.
+    arguments: Option<Decoder>,
+    /// `gss_proc` of an RPCSEC_GSS credential.
+    gss: Option<u32>,
+    /// The argument that came in a Read chunk.
+    placed: Option<Region>,
+    /// Verifier and authenticator of the request that this one interrupts, and since when.
+    interrupted: Option<(opaque_auth, SVCAUTH, Instant)>,
+}
+
+/// What a reply needs of its request.
+#[derive(Clone)]
+struct Unanswered {
+    id: RequestId,
+    xid: u32,
+    binding: Option<Binding>,
+    /// RPCSEC_GSS wraps the results: they are encoded from temporaries.
+    wrapped: bool,
+}
+
+impl State {
+    /// An open request, if it is still open.
+    fn find(&mut self, id: RequestId) -> Option<&mut Open> {
+        self.open.iter_mut().rev().find(|request| request.id == id)
+    }
+
+    /// What `xp_reply` answers now.
+    fn unanswered(&self) -> Option<&Unanswered> {
+        self.open.last().map_or(&self.deferred, |request| &request.unanswered).as_ref()
+    }
+
+    /// The request gets its reply. False if it has one.
+    fn answer(&mut self, id: RequestId) -> bool {
+        match self.find(id) {
+            Some(request) => request.unanswered.take().is_some(),
+            None => self.deferred.take_if(|request| request.id == id).is_some(),
+        }
+    }
+}
+
+/// The latest RPCSEC_GSS context of the transport. libtirpc caches contexts by the transport's address.
+struct Gss {
+    auth: SVCAUTH,
+    used: Instant,
+}
+
+/// Results from this length on are sent from where they lie: shorter ones are copied sooner than waited for.
+const RESULT_LEND_MIN: usize = 64 << 10;
+
+/// After 300 s of idleness libtirpc itself frees a cached context.
+const GSS_CACHED: Duration = Duration::from_secs(290);
+
+static OPS: xp_ops = xp_ops {
+    xp_recv: Some(recv),
+    xp_stat: Some(stat),
+    xp_getargs: Some(getargs),
+    xp_reply: Some(reply),
+    xp_freeargs: Some(freeargs),
+    xp_destroy: Some(destroy),
+};
+
+/// Of a connection that this process has opened.
+static CALLBACK: xp_ops =
+    xp_ops { xp_getargs: Some(getargs), xp_reply: Some(reply), xp_freeargs: Some(freeargs), ..LISTENING };
+
+static OPS2: xp_ops2 = xp_ops2 { xp_control: Some(xp_control) };
+
+impl Transport {
+    /// A transport for what is called back over `responder`, a connection to `peer`.
+    pub fn callback(responder: Weak<dyn Responder>, fd: RawFd, peer: Option<SocketAddr>) -> Arc<Transport> {
+        let local = socket::local(fd).unwrap_or(ANY);
+        let netid = Netid::of_address(local).name();
+        let (own, remote, address) = addresses(local, peer.unwrap_or(ANY));
+        Transport::with(responder, None, (fd, &CALLBACK), netid, own, remote, address)
+    }
+
+    /// A transport for a connection that this process has accepted.
+    pub fn new(
+        server: Server,
+        netid: &CStr,
+        local: netbuf,
+        remote: netbuf,
+        address: (libc::sockaddr_in6, c_int),
+    ) -> Arc<Transport> {
+        let fd = server.fd();
+        let server = Arc::new(Mutex::new(server));
+        let responder = Arc::downgrade(&server);
+        Transport::with(responder, Some(server), (fd, &OPS), netid, local, remote, address)
+    }
+
+    fn with(
+        responder: Weak<dyn Responder>,
+        server: Option<Arc<Shared>>,
+        (fd, ops): (RawFd, &'static xp_ops),
+        netid: &CStr,
+        local: netbuf,
+        remote: netbuf,
+        (xp_raddr, xp_addrlen): (libc::sockaddr_in6, c_int),
+    ) -> Arc<Transport> {
+        let mut xprt = SVCXPRT {
+            xp_fd: fd,
+            xp_port: 0,
+            xp_ops: ops,
+            xp_addrlen,
+            xp_raddr,
+            xp_ops2: &OPS2,
+            // SAFETY: a C string.
+            xp_tp: unsafe { libc::strdup(c"-".as_ptr()) },
+            // SAFETY: a C string.
+            xp_netid: unsafe { libc::strdup(netid.as_ptr()) },
+            xp_ltaddr: local,
+            xp_rtaddr: remote,
+            xp_verf: opaque_auth { oa_flavor: 0, oa_base: null_mut(), oa_length: 0 },
+            xp_p1: null_mut(),
+            xp_p2: null_mut(),
+            xp_p3: null_mut(),
+            xp_type: 3,
+        };
+        Arc::new_cyclic(|this: &Weak<Transport>| {
+            // The first member, and the two beside it: addresses of the transport, which does not move.
+            let own = this.as_ptr().cast_mut();
+            xprt.xp_p1 = own.cast();
+            // SAFETY: `own` points to memory of a Transport: only the address of a member is taken.
+            xprt.xp_p3 = unsafe { &raw mut (*own).extension }.cast();
+            // SAFETY: as above.
+            xprt.xp_verf.oa_base = unsafe { &raw mut (*own).verifier }.cast();
+            Transport {
+                xprt: UnsafeCell::new(xprt),
+                extension: UnsafeCell::new(SVCXPRT_EXT { flags: 0, xp_auth: NO_AUTH }),
+                verifier: UnsafeCell::new([0; auth_stat::MAX_AUTH_BYTES]),
+                this: this.clone(),
+                fd,
+                responder,
+                server,
+                state: Mutex::default(),
+                empty: AtomicBool::new(false),
+                broken: AtomicBool::new(false),
+                destroyed: AtomicBool::new(false),
+            }
+        })
+    }
+
+    /// What libtirpc and the program know it by.
+    pub fn xprt(&self) -> *mut SVCXPRT {
+        self.xprt.get()
+    }
+
+    /// The authenticator of the request that was asked last.
+    fn auth(&self) -> *mut SVCAUTH {
+        // SAFETY: alive; only the address of a member is taken.
+        unsafe { &raw mut (*self.extension.get()).xp_auth }
+    }
+
+    /// The connection, if this process has accepted it.
+    fn server(&self) -> Option<MutexGuard<'_, Server>> {
+        Some(self.server.as_ref()?.lock().unwrap_or_else(|e| e.into_inner()))
+    }
+
+    fn state(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(|e| e.into_inner())
+    }
+
+    /// A panic of ours has happened while the connection was in use.
+    fn is_poisoned(&self) -> bool {
+        self.state.is_poisoned() || self.responder.upgrade().is_none_or(|responder| responder.is_poisoned())
+    }
+
+    fn is_destroyed(&self) -> bool {
+        self.destroyed.load(Relaxed)
+    }
+
+    /// Its descriptor.
+    pub fn fd(&self) -> RawFd {
+        self.fd
+    }
+
+    /// The connection, if this process has accepted it.
+    pub fn accepted(&self) -> Option<&Arc<Shared>> {
+        self.server.as_ref()
+    }
+
+    /// For those that watch it.
+    pub fn watched(&self) -> Weak<dyn Watched> {
+        self.this.clone()
+    }
+
+    /// See [`crate::tirpc::server::placed`].
+    pub fn placed(&self) -> Option<(*const u8, usize)> {
+        let state = self.state();
+        let region = state.open.last()?.placed.as_ref()?;
+        Some((region.as_ptr(), region.len()))
+    }
+
+    /// Tells [`progress`] what else may wake this connection.
+    pub fn watch_progress(&self) {
+        let Some(server) = self.server() else { return };
+        let fd = server.fd();
+        let wants = progress::Wants {
+            write: server.wants_write(),
+            deadline: server.deadline(),
+            pulling: server.pulling(),
+            memory: server.waits_for_memory(),
+            stands: server.stands_since(),
+        };
+        drop(server);
+        progress::want(fd, wants, || self.watched());
+    }
+
+    /// Ends the request on top of the stack.
+    pub fn close_request(&self) {
+        let mut state = self.state();
+        if let Some(request) = state.open.pop() {
+            self.close(request, state, true);
+        }
+    }
+
+    /// Ends a request that was on top of the stack. `in_place`: in libtirpc's loop, where the verifier is yet.
+    fn close(&self, mut request: Open, mut state: MutexGuard<'_, State>, in_place: bool) {
+        // SAFETY: alive; libtirpc writes there in `_gss_authenticate`, which its loop calls between our entries.
+        let auth = unsafe { self.auth().read() };
+        // RPCSEC_GSS_DESTROY (RFC 2203 §5.2.2): libtirpc has freed the context.
+        let ended = request.gss == Some(3);
+        if ended {
+            state.gss = None;
+            let all = state.open.iter_mut().chain([&mut request]);
+            for interrupted in all.filter_map(|open| open.interrupted.as_mut()) {
+                interrupted.1 = NO_AUTH;
+            }
+        } else if request.gss.is_some() && !auth.svc_ah_private.is_null() {
+            state.gss = Some(Gss { auth, used: Instant::now() });
+        }
+        let unanswered = request.unanswered.take();
+        let id = unanswered.as_ref().map(|request| request.id);
+        if id > state.deferred.as_ref().map(|request| request.id) {
+            state.deferred = unanswered;
+            if request.interrupted.is_none() && !ended && in_place {
+                // SAFETY: libtirpc's loop asks `xp_stat` before it leaves the memory that the verifier may lie in.
+                unsafe { self.keep_verifier() };
+            }
+        }
+        drop(state);
+        if !in_place {
+            let none = opaque_auth { oa_flavor: 0, oa_base: self.verifier.get().cast(), oa_length: 0 };
+            // SAFETY: alive; libtirpc writes there between our entries.
+            unsafe { (*self.xprt()).xp_verf = none };
+        }
+        if let Some((verifier, auth, since)) = request.interrupted.take() {
+            // libtirpc may free a context that was not used for that long.
+            let auth = if since.elapsed() < GSS_CACHED { auth } else { NO_AUTH };
+            // SAFETY: alive; as above.
+            unsafe { (*self.xprt()).xp_verf = verifier };
+            // SAFETY: as above.
+            unsafe { self.auth().write(auth) };
+        }
+        if let Some(id) = id
+            && let Some(responder) = self.responder.upgrade()
+        {
+            responder.defer(id);
+        }
+    }
+
+    /// Has the verifier of the reply lie in memory of ours: libtirpc's is gone when its loop goes on.
+    ///
+    /// # Safety
+    /// `xp_verf` is as libtirpc's loop has left it, and what it names is readable.
+    unsafe fn keep_verifier(&self) {
+        let own = self.verifier.get().cast::<u8>();
+        // SAFETY: alive; libtirpc writes there between our entries.
+        let verifier = unsafe { &mut (*self.xprt()).xp_verf };
+        let length = verifier.oa_length as usize;
+        if (1..=auth_stat::MAX_AUTH_BYTES).contains(&length) && verifier.oa_base.cast() != own {
+            // SAFETY: readable (contract); room for every verifier, which lies elsewhere.
+            unsafe { std::ptr::copy_nonoverlapping(verifier.oa_base.cast(), own, length) };
+            verifier.oa_base = own.cast();
+        }
+    }
+}
+
+impl Watched for Transport {
+    fn wake(&self, crowded: bool) {
+        let Some(mut server) = self.server() else { return };
+        if crowded {
+            server.give_way();
+        }
+        server.push();
+        let (closed, ready) = (server.closed().is_some(), server.request_ready());
+        drop(server);
+        if closed && !ready {
+            // SAFETY: alive: `progress` has a share of it meanwhile.
+            return unsafe { destroy(self.xprt()) };
+        }
+        self.watch_progress();
+        if ready {
+            // What was held back until the peer had taken replies. Nothing else tells the loop of it.
+            service_loop::PROGRAM.leave(self.fd);
+            wake_left();
+        }
+    }
+
+    fn accepted(&self) -> Option<&Arc<Shared>> {
+        self.server.as_ref()
+    }
+
+    fn idle_since(&self) -> Option<Instant> {
+        if self.is_idle() { self.server()?.idle_since() } else { None }
+    }
+
+    fn xprt(&self) -> *mut SVCXPRT {
+        self.xprt()
+    }
+}
+
+impl service_loop::Thrown for Transport {
+    /// Its request is as that of a routine that has returned without a reply; libtirpc's loop did not come to ask
+    /// `xp_stat`.
+    fn thrown(&self, serial: u64) {
+        let mut state = self.state();
+        let left = |it: &mut Open| it.dispatching.as_ref().is_some_and(|routine| routine.serial() == serial);
+        let Some(request) = state.open.pop_if(left) else { return };
+        log_info!("fd {}: a dispatch routine was left by an exception, or with its thread", self.fd);
+        self.close(request, state, false);
+    }
+}
+
+/// Nobody knows the transport any more: it is not registered, and no request is open.
+impl Drop for Transport {
+    fn drop(&mut self) {
+        let xprt = self.xprt.get_mut();
+        // A program that keeps the descriptor has set `xp_fd` to -1. That of a callback is its CLIENT's.
+        let mut fd = -1;
+        if let Some(server) = &self.server {
+            let mut server = server.lock().unwrap_or_else(|e| e.into_inner());
+            let known = server.fd();
+            idle::forget(known);
+            progress::forget(known);
+            // Calls back end here.
+            server.shut();
+            fd = xprt.xp_fd;
+        }
+        for string in [xprt.xp_netid, xprt.xp_tp] {
+            // SAFETY: strdup'ed, or replaced by the program with malloc'ed memory, as libtirpc's own are.
+            unsafe { libc::free(string.cast()) };
+        }
+        for address in [xprt.xp_ltaddr.buf, xprt.xp_rtaddr.buf] {
+            // SAFETY: NULL or malloc'ed in `copied`.
+            unsafe { libc::free(address) };
+        }
+        let keep = match self.state.get_mut().unwrap_or_else(|e| e.into_inner()).gss.take() {
+            Some(mut gss) if gss.used.elapsed() < GSS_CACHED => {
+                // SAFETY: libtirpc's static operations of a context that it still holds.
+                let destroy = unsafe { (*gss.auth.svc_ah_ops).svc_ah_destroy };
+                // SAFETY: the context is alive: it was used less than libtirpc's cache time ago.
+                destroy.is_some_and(|destroy| unsafe { destroy(&mut gss.auth) } == 0)
+            }
+            // libtirpc may have freed it, or not: its cache may still know this address, so it is never used again.
+            Some(_) => true,
+            None => false,
+        };
+        if fd >= 0 {
+            socket::close(fd);
+        }
+        if keep {
+            // The memory stays taken.
+            std::mem::forget(self.this.clone());
+        }
+    }
+}
+
+/// A netbuf with a copy of the bytes; never with a NULL buffer, which libtirpc's users do not expect.
+///
+/// # Safety
+/// `from.buf` is NULL or readable for `from.len` bytes.
+pub unsafe fn copied(from: &netbuf) -> netbuf {
+    // SAFETY: by the contract.
+    let bytes = unsafe { crate::ffi::bytes(from.buf.cast(), from.len as usize) }.unwrap_or_default();
+    let room = bytes.len().max(size_of::<libc::sockaddr_in6>());
+    // SAFETY: no memory is passed.
+    let buf = unsafe { libc::calloc(1, room) };
+    if buf.is_null() {
+        return netbuf { maxlen: 0, len: 0, buf };
+    }
+    // SAFETY: room for `bytes.len()` bytes, just made.
+    unsafe { std::ptr::copy_nonoverlapping(bytes.as_ptr(), buf.cast::<u8>(), bytes.len()) };
+    netbuf { maxlen: room as c_uint, len: bytes.len() as c_uint, buf }
+}
+
+/// Whether a descriptor of libtirpc's loop has something, but for two.
+fn others_wait(except: [RawFd; 2]) -> bool {
+    /// To ask after more of them would take longer than what is spun for.
+    const MOST: usize = 64;
+    let mut others = [wait::PollFd::new(-1, false, false); MOST];
+    let mut count = 0;
+    // SAFETY: called by the loop's own thread.
+    for fd in unsafe { polled() }.filter(|fd| !except.contains(fd)) {
+        // More than can be asked: then it is not known that nobody waits.
+        let Some(place) = others.get_mut(count) else { return true };
+        *place = wait::PollFd::new(fd, true, false);
+        count += 1;
+    }
+    wait::poll(&mut others[..count], Some(Duration::ZERO), None).is_ok_and(|n| n > 0)
+}
+
+/// The transport behind an SVCXPRT, which lives on until the entry that asks for it returns.
+///
+/// # Safety
+/// `xprt` is NULL or a live transport of any kind.
+pub unsafe fn transport(xprt: *mut SVCXPRT) -> Result<Arc<Transport>, Error> {
+    // SAFETY: alive or NULL (contract); no reference is made, for the program may write to it meanwhile.
+    let ours = !xprt.is_null() && {
+        // SAFETY: as above.
+        let ops = unsafe { (*xprt).xp_ops };
+        std::ptr::eq(ops, &OPS) || std::ptr::eq(ops, &CALLBACK)
+    };
+    if !ours {
+        return Err(Error::new(Kind::Invalid, "the SVCXPRT is not one of librpcrdma"));
+    }
+    let own = xprt.cast::<Transport>().cast_const();
+    // SAFETY: our ops are only ever in the first member of a Transport inside an Arc; alive (contract), so somebody else
+    // owns a share.
+    unsafe { Arc::increment_strong_count(own) };
+    // SAFETY: the share that was just made.
+    Ok(unsafe { Arc::from_raw(own) })
+}
+
+unsafe extern "C" fn recv(xprt: *mut SVCXPRT, message: *mut rpc_msg) -> bool_t {
+    guard(|| {
+        let place = 0u8;
+        let frame = (&raw const place).addr();
+        // SAFETY: libtirpc's loop and its transport.
+        let own = unsafe { transport(xprt) }?;
+        service_loop::PROGRAM.look();
+        // A loop of the program's own has caught what a dispatch routine has thrown.
+        service_loop::PROGRAM.unwound_to(frame);
+        own.empty.store(true, Relaxed);
+        // A lock that is poisoned was held during a panic of ours: what it guards is not to be trusted.
+        if own.is_poisoned() {
+            own.broken.store(true, Relaxed);
+        }
+        if own.is_destroyed() || own.broken.load(Relaxed) {
+            return Ok(0);
+        }
+        let request = own.server().and_then(|mut server| {
+            let put_off =
+                !service_loop::is_nested() && server.puts_off(|| others_wait([own.fd, progress::fd()]));
+            if put_off { None } else { server.receive() }
+        });
+        let Some(request) = request else {
+            own.watch_progress();
+            return Ok(0);
+        };
+        let this: Weak<Transport> = own.this.clone();
+        let dispatching = service_loop::PROGRAM.begin(frame, this);
+        // SAFETY: the caller's message, with room for credential and verifier as libtirpc's loop provides it.
+        if !unsafe { own.open(request, message, Some(dispatching)) } {
+            // What follows on this connection cannot be trusted either; libtirpc's own transport does the same.
+            log_info!("fd {}: closed: a request is not an RPC call", own.fd);
+            own.broken.store(true, Relaxed);
+            return Ok(0);
+        }
+        own.empty.store(false, Relaxed);
+        Ok(1)
+    })
+}
+
+impl Transport {
+    /// Whether no request is open on it.
+    pub fn is_idle(&self) -> bool {
+        self.state().open.is_empty()
+    }
+
+    /// Puts a request on the stack and decodes its header into `message`. False when it is not an RPC Call; it is
+    /// discarded then.
+    ///
+    /// # Safety
+    /// `message` is writable, with room for credential and verifier.
+    pub unsafe fn open(
+        self: &Arc<Self>,
+        request: Request,
+        message: *mut rpc_msg,
+        dispatching: Option<service_loop::Dispatching>,
+    ) -> bool {
+        let Request { id, xid, message: pieces, binding, wrapped, placed } = request;
+        let mut arguments = Decoder::new(pieces);
+        // SAFETY: by the contract.
+        if unsafe { xdr_callmsg(arguments.xdr(), message) } == 0 {
+            if let Some(responder) = self.responder.upgrade() {
+                responder.discard(id);
+            }
+            return false;
+        }
+        // SAFETY: decoded above.
+        let message = unsafe { &*message };
+        // SAFETY: decoded as a call, so this member of the union is in force.
+        let call = unsafe { message.ru.rm_call };
+        let credential = call.cb_cred;
+        let gss = if credential.oa_flavor == auth_stat::RPCSEC_GSS && credential.oa_length >= 8 {
+            // RFC 2203 §5.3.1: the version, then gss_proc.
+            // SAFETY: the credential was decoded to `oa_length` bytes at `oa_base`.
+            let bytes = unsafe { crate::ffi::bytes(credential.oa_base.cast(), 8) }.unwrap_or_default();
+            bytes.last_chunk().map(|word| u32::from_be_bytes(*word))
+        } else {
+            None
+        };
+        log_debug!(
+            "fd {}: request {xid}: program {} version {} procedure {}",
+            self.fd,
+            call.cb_prog,
+            call.cb_vers,
+            call.cb_proc
+        );
+        let xid = xid.0;
+        let mut state = self.state();
+        let interrupted = if state.open.is_empty() {
+            None
+        } else {
+            // SAFETY: alive; libtirpc writes there in `_gss_authenticate`, which its loop calls between our entries.
+            let verifier = unsafe { (*self.xprt()).xp_verf };
+            // SAFETY: as above.
+            Some((verifier, unsafe { self.auth().read() }, Instant::now()))
+        };
+        state.deferred = None;
+        state.open.push(Open {
+            dispatching,
+            _transport: self.clone(),
+            unanswered: Some(Unanswered { id, xid, binding, wrapped }),
+            id,
+            arguments: Some(arguments),
+            gss,
+            placed,
+            interrupted,
+        });
+        true
+    }
+}
+
+unsafe extern "C" fn stat(xprt: *mut SVCXPRT) -> c_uint {
+    guard(|| {
+        // SAFETY: libtirpc's loop and its transport.
+        let own = unsafe { transport(xprt) }?;
+        if !own.empty.swap(false, Relaxed) {
+            own.close_request();
+        }
+        if own.is_destroyed() {
+            // Freed on return, if no other request is open: libtirpc's loop is done with it.
+            return Ok(xprt_stat::XPRT_IDLE);
+        }
+        if service_loop::PROGRAM.has_left() {
+            wake_left();
+        }
+        if own.broken.load(Relaxed) || own.is_poisoned() {
+            return Ok(xprt_stat::XPRT_DIED);
+        }
+        let Some(server) = &own.server else { return Ok(xprt_stat::XPRT_IDLE) };
+        let closed = if service_loop::is_nested() {
+            // A call back that waits looks first whether it has its reply.
+            own.server().is_some_and(|mut server| server.closed().is_some())
+        } else {
+            match driver::next(server, || others_wait([own.fd, -1])) {
+                Next::Request => return Ok(xprt_stat::XPRT_MOREREQS),
+                Next::Later => {
+                    service_loop::PROGRAM.leave(own.fd);
+                    own.watch_progress();
+                    wake_left();
+                    return Ok(xprt_stat::XPRT_IDLE);
+                }
+                Next::Arrival => false,
+                Next::Closed => true,
+            }
+        };
+        if closed && own.is_idle() {
+            return Ok(xprt_stat::XPRT_DIED);
+        }
+        own.watch_progress();
+        Ok(xprt_stat::XPRT_IDLE)
+    })
+}
+
+unsafe extern "C-unwind" fn getargs(xprt: *mut SVCXPRT, decode: XdrProc, args: *mut c_void) -> bool_t {
+    guard_in_steps(|| {
+        // SAFETY: libtirpc's loop and its transport.
+        let Some(mut taken) = step(|| unsafe { Taken::from(xprt) })? else { return Ok(0) };
+        // SAFETY: the program's procedure and object; the stream and the authenticator are alive, and nothing of ours is
+        // locked or borrowed but the stream.
+        let decoded =
+            taken.unwrap.map_or(0, |unwrap| unsafe { unwrap(taken.auth, taken.xdrs, decode, args) });
+        step(move || {
+            taken.give_back();
+            drop(taken);
+            Ok(decoded)
+        })
+    })
+}
+
+/// `svc_ah_wrap` and `svc_ah_unwrap`.
+type Wrap = unsafe extern "C-unwind" fn(*mut SVCAUTH, *mut XDR, XdrProc, *mut c_void) -> bool_t;
+
+/// The arguments of a request while the program decodes them.
+struct Taken {
+    own: Arc<Transport>,
+    id: RequestId,
+    arguments: Option<Decoder>,
+    before: u64,
+    xdrs: *mut XDR,
+    auth: *mut SVCAUTH,
+    unwrap: Option<Wrap>,
+}
+
+impl Taken {
+    /// The stream leaves its request while the program decodes: whatever else the xdrproc has done meanwhile, its request is
+    /// on the stack until the dispatch routine returns. None if there is none, or the program decodes from it already.
+    ///
+    /// # Safety
+    /// `xprt` is NULL or a live transport of any kind.
+    unsafe fn from(xprt: *mut SVCXPRT) -> Result<Option<Taken>, Error> {
+        // SAFETY: by the contract.
+        let own = unsafe { transport(xprt) }?;
+        let taken =
+            own.state().open.last_mut().and_then(|request| Some((request.id, request.arguments.take()?)));
+        let Some((id, mut arguments)) = taken else { return Ok(None) };
+        let (before, xdrs, auth) = (arguments.copied(), arguments.xdr(), own.auth());
+        // SAFETY: set by _gss_authenticate before the program was asked.
+        let unwrap = unsafe { operation(auth, |ops| ops.svc_ah_unwrap) };
+        Ok(Some(Taken { own, id, arguments: Some(arguments), before, xdrs, auth, unwrap }))
+    }
+
+    fn give_back(&mut self) {
+        let Some(arguments) = self.arguments.take() else { return };
+        stats::add(Counter::BytesCopied, arguments.copied() - self.before);
+        if let Some(request) = self.own.state().find(self.id) {
+            request.arguments = Some(arguments);
+        }
+    }
+}
+
+/// Also when the program has thrown something: it may go on with the request.
+impl Drop for Taken {
+    fn drop(&mut self) {
+        self.give_back();
+    }
+}
+
+/// An operation of the authenticator, if it has any.
+///
+/// # Safety
+/// `auth` is alive; its ops are NULL or libtirpc's.
+unsafe fn operation<F>(
+    auth: *const SVCAUTH,
+    pick: fn(&crate::tirpc::svc_auth_ops) -> Option<F>,
+) -> Option<F> {
+    // SAFETY: by the contract.
+    let ops = unsafe { (*auth).svc_ah_ops };
+    // SAFETY: by the contract.
+    unsafe { crate::ffi::reference(ops) }.and_then(pick)
+}
+
+unsafe extern "C-unwind" fn reply(xprt: *mut SVCXPRT, message: *mut rpc_msg) -> bool_t {
+    guard_in_steps(|| {
+        // SAFETY: libtirpc's loop, its transport, and the caller's message, which it lets the transport change.
+        let Some(mut begun) = step(|| unsafe { Reply::begin(xprt, message) })? else { return Ok(0) };
+        if let Some(results) = begun.results {
+            // SAFETY: the program's procedure and object; the stream and the authenticator are alive, and nothing of ours
+            // is locked or borrowed but the stream.
+            let wrapped = begun.wrap.is_some_and(|wrap| unsafe {
+                wrap(begun.auth, begun.encoder.xdr(), results.r#proc, results.r#where.cast()) != 0
+            });
+            if !wrapped {
+                // Nothing was sent: the program answers with svcerr_systemerr.
+                return step(|| {
+                    drop(begun);
+                    Ok(0)
+                });
+            }
+        }
+        step(|| begun.send())
+    })
+}
+
+/// A reply whose header is encoded. If the program throws something instead of results, its request stays unanswered.
+struct Reply {
+    own: Arc<Transport>,
+    responder: Arc<dyn Responder>,
+    id: RequestId,
+    xid: u32,
+    encoder: Encoder,
+    /// Of a successful one: they are wrapped by the authenticator, behind the header.
+    results: Option<ar_results>,
+    auth: *mut SVCAUTH,
+    wrap: Option<Wrap>,
+}
+
+impl Reply {
+    /// # Errors
+    /// Without memory; `Invalid`. None when nothing is to be answered, or the header cannot be encoded.
+    ///
+    /// # Safety
+    /// `xprt` is NULL or a live transport of any kind; `message` is NULL or a reply whose results, if any, fit their
+    /// procedure and are the program's until the entry that asks for this returns.
+    unsafe fn begin(xprt: *mut SVCXPRT, message: *mut rpc_msg) -> Result<Option<Reply>, Error> {
+        // SAFETY: by the contract.
+        let own = unsafe { transport(xprt) }?;
+        let Some(request) = own.state().unanswered().cloned() else { return Ok(None) };
+        let Unanswered { id, xid, binding, wrapped } = request;
+        let Some(responder) = own.responder.upgrade() else { return Ok(None) };
+        let mut encoder = Encoder::new(responder.message()?);
+        // SAFETY: by the contract.
+        let message =
+            unsafe { message.as_mut() }.ok_or_else(|| Error::new(Kind::Invalid, "reply is NULL"))?;
+        message.rm_xid = xid;
+        if !wrapped
+            && let Some(lending) =
+                lending(config::get()?, binding.as_ref(), RESULT_LEND_MIN, |b, reply| b.reply(reply).items)
+        {
+            // SAFETY: the results are the program's until `svc_sendreply` returns, which sees to the loans before.
+            unsafe { encoder.lend(lending) };
+        }
+        // SAFETY: by the contract.
+        let results = unsafe { take_results(message) };
+        // SAFETY: the stream is alive, the message complete.
+        if unsafe { xdr_replymsg(encoder.xdr(), message) } == 0 {
+            return Ok(None);
+        }
+        let auth = own.auth();
+        // SAFETY: set by _gss_authenticate before the program was asked.
+        let wrap = unsafe { operation(auth, |ops| ops.svc_ah_wrap) };
+        Ok(Some(Reply { own, responder, id, xid, encoder, results, auth, wrap }))
+    }
+
+    /// Sends it when the results are encoded: 1, or 0 if that fails.
+    fn send(self) -> Result<bool_t, Error> {
+        let Reply { own, responder, id, xid, encoder, .. } = self;
+        stats::add(Counter::BytesCopied, encoder.copied());
+        let message = encoder.finish()?;
+        let loans = message.loans();
+        // Unless the xdrproc has done so.
+        if !own.state().answer(id) {
+            return Ok(0);
+        }
+        log_debug!("fd {}: reply {}: {} bytes", own.fd, Xid(xid), message.len());
+        let sent = responder.reply(id, message);
+        responder.end(&loans);
+        own.watch_progress();
+        match sent {
+            Ok(()) => Ok(1),
+            Err(error) => {
+                log_warn!("fd {}: no reply: {error}", own.fd);
+                Ok(0)
+            }
+        }
+    }
+}
+
+/// The results of a successful reply, which has none in their place then.
+///
+/// # Safety
+/// `message` is a reply.
+unsafe fn take_results(message: &mut rpc_msg) -> Option<ar_results> {
+    unsafe extern "C-unwind" fn nothing(_: *mut XDR, _: *mut c_void) -> bool_t {
+        guard(|| Ok(1))
+    }
+    // SAFETY: a reply (contract).
+    let body = unsafe { &mut message.ru.rm_reply };
+    if body.rp_stat != msg::MSG_ACCEPTED {
+        return None;
+    }
+    // SAFETY: accepted, so this member is in force.
+    let accepted = unsafe { &mut body.ru.rp_ar };
+    if accepted.ar_stat != msg::SUCCESS {
+        return None;
+    }
+    // SAFETY: successful, so this member is in force.
+    let results = unsafe { accepted.ru.ar_results };
+    let none = ar_results { r#where: null_mut::<c_char>(), r#proc: Some(nothing) };
+    accepted.ru = accepted_reply_ru { ar_results: none };
+    Some(results)
+}
+
+unsafe extern "C-unwind" fn freeargs(xprt: *mut SVCXPRT, decode: XdrProc, args: *mut c_void) -> bool_t {
+    guard_in_steps(|| {
+        // SAFETY: libtirpc's loop and its transport.
+        step(|| unsafe { transport(xprt) }.map(drop))?;
+        // SAFETY: the program's procedure and the object that it decoded.
+        unsafe { xdr::free(decode, args) };
+        Ok(1)
+    })
+}
+
+unsafe extern "C" fn destroy(xprt: *mut SVCXPRT) {
+    guard(|| {
+        // SAFETY: libtirpc's loop or the program, with a live transport.
+        let own = unsafe { transport(xprt) }?;
+        if own.destroyed.swap(true, Relaxed) {
+            return Ok(());
+        }
+        if let Some(server) = &own.server {
+            send_rest(std::slice::from_ref(server), Wait::CLOSE);
+        }
+        // SAFETY: alive.
+        unsafe { xprt_unregister(xprt) };
+        // SAFETY: the share that `register` gave to libtirpc, which does not know the transport any more.
+        unsafe { Arc::decrement_strong_count(Arc::as_ptr(&own)) };
+        if start::is_refused() {
+            // What listens there accepts nobody any more.
+            progress::again(Errand::Adapters, Instant::now());
+        }
+        Ok(())
+    });
+}
+
+/// Sets and gets the credits that a connection grants: an `unsigned`.
+pub const SVCSET_RDMA_CREDITS: c_uint = 0x5244_4d11;
+/// See [`SVCSET_RDMA_CREDITS`].
+pub const SVCGET_RDMA_CREDITS: c_uint = 0x5244_4d12;
+
+unsafe extern "C" fn xp_control(xprt: *mut SVCXPRT, request: c_uint, info: *mut c_void) -> bool_t {
+    guard(|| {
+        // SVCGET_CONNMAXREC and its like belong to listeners, and those are libtirpc's own.
+        if info.is_null() || !matches!(request, SVCSET_RDMA_CREDITS | SVCGET_RDMA_CREDITS) {
+            return Ok(0);
+        }
+        // SAFETY: the program's live transport.
+        let own = unsafe { transport(xprt) }?;
+        let Some(responder) = own.responder.upgrade() else { return Ok(0) };
+        let info = info.cast::<u32>();
+        if request == SVCGET_RDMA_CREDITS {
+            // SAFETY: not NULL; our own contract for this request.
+            unsafe { info.write_unaligned(responder.grants(None)) };
+            return Ok(1);
+        }
+        // SAFETY: as above.
+        let credits = unsafe { info.read_unaligned() };
+        if !(1..=CREDITS_MAX).contains(&credits) {
+            return Ok(0);
+        }
+        responder.grants(Some(credits));
+        Ok(1)
+    })
+}
+
+pub const ANY: SocketAddr = SocketAddr::new(std::net::IpAddr::V4(Ipv4Addr::UNSPECIFIED), 0);
+
+/// What an SVCXPRT says of its addresses: local, remote, and remote once more.
+pub fn addresses(local: SocketAddr, peer: SocketAddr) -> (netbuf, netbuf, (libc::sockaddr_in6, c_int)) {
+    let (mut local, mut peer) = (Sockaddr::from(local), Sockaddr::from(peer));
+    // SAFETY: all zero is a valid address.
+    let mut address: libc::sockaddr_in6 = unsafe { std::mem::zeroed() };
+    let length = peer.as_bytes().len();
+    // SAFETY: a sockaddr_in6 is the longer of both kinds of addresses; the places are apart.
+    unsafe {
+        std::ptr::copy_nonoverlapping(peer.as_bytes().as_ptr(), (&raw mut address).cast::<u8>(), length);
+    }
+    // SAFETY: names `local`, which is alive.
+    let own = unsafe { copied(&local.netbuf()) };
+    // SAFETY: names `peer`, which is alive.
+    let remote = unsafe { copied(&peer.netbuf()) };
+    (own, remote, (address, length as c_int))
+}
+
+/// Has libtirpc take requests from a connection, as its own loop does when the descriptor is readable.
+pub fn serve_fd(fd: RawFd) {
+    // SAFETY: a descriptor that is not registered is passed over; the calling thread is the loop's.
+    unsafe { svc_getreq_common(fd) };
+}
+
+/// Serves what calls back have left for the loop. Called in its thread.
+pub fn serve_left() {
+    // One may have gone since, and its number be that of a connection of libtirpc's, which reads until a request is whole.
+    service_loop::PROGRAM.take_left().into_iter().filter(|fd| idle::is_own(*fd)).for_each(serve_fd);
+}
+
+/// Has the loop look in its next turn at what calls back have left for it.
+pub fn wake_left() {
+    progress::call_at(Errand::Left, Instant::now(), serve_left);
+}

@@ -1,0 +1,332 @@
+//! Where the memory of messages comes from: blocks of one length that are kept warm, and slabs that a device knows.
+//!
+//! A block is an anonymous mapping of its own, or a part of one that a device has registered ([`Slabs`]), or lent by the
+//! program; only the first kind is pooled.
+#![allow(unsafe_code)]
+
+use std::io;
+use std::ptr::NonNull;
+use std::sync::atomic::{AtomicU32, AtomicUsize, Ordering::Relaxed};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, TryLockError, Weak};
+use std::thread;
+use std::time::Duration;
+
+use super::{Block, Buf};
+
+/// Granularity of blocks, in bytes.
+pub(super) const PAGE: usize = 4096;
+
+/// A stock of blocks of one kind, each kept warm after use.
+///
+/// `warm` bytes of every idle block keep their pages; what lies above is given back to the system, so that one long
+/// message does not hold its memory for ever. At most `idle` blocks are kept.
+///
+/// A child that was forked while a thread of its parent held the lock does without: nobody there would ever release it.
+pub struct Pool {
+    pub(super) idle: Mutex<Vec<RawBlock>>,
+    /// The process that made it, and the latest one in which the lock is held by nobody that exists; 0: none.
+    process: u32,
+    orphaned: AtomicU32,
+    pub(super) capacity: usize,
+    warm: usize,
+    idle_max: usize,
+}
+
+impl Pool {
+    /// A pool of blocks of `capacity` bytes (rounded up to a page), keeping `idle_max` idle blocks with at most
+    /// `warm` bytes of pages each.
+    pub fn new(capacity: usize, warm: usize, idle_max: usize) -> Arc<Pool> {
+        Arc::new(Pool {
+            idle: Mutex::new(Vec::new()),
+            process: std::process::id(),
+            orphaned: AtomicU32::new(0),
+            capacity: round_up(capacity.max(1)),
+            warm: round_up(warm),
+            idle_max,
+        })
+    }
+
+    /// Takes a block, an idle one if there is one. The `Buf` starts empty.
+    ///
+    /// # Errors
+    /// `ENOMEM` when the mapping fails.
+    pub fn take(self: &Arc<Pool>) -> io::Result<Buf> {
+        let idle = self.idle().and_then(|mut idle| idle.pop());
+        self.wrap(idle)
+    }
+
+    /// As `take`, for bytes of a peer: what another writer than `writer` has left in the block is gone.
+    ///
+    /// # Errors
+    /// As [`Pool::take`].
+    pub(super) fn take_for(self: &Arc<Pool>, writer: u64) -> io::Result<Buf> {
+        let idle = self.idle().and_then(|mut idle| match idle.iter().rposition(|raw| raw.writer == writer) {
+            Some(own) => Some(idle.remove(own)),
+            // The one that has been idle for the longest time: its writer misses it least.
+            None if !idle.is_empty() => Some(idle.remove(0)),
+            None => None,
+        });
+        let mut buf = self.wrap(idle)?;
+        let raw = &mut buf.block_mut().raw;
+        if raw.writer != writer {
+            raw.scrub();
+            raw.writer = writer;
+        }
+        Ok(buf)
+    }
+
+    fn wrap(self: &Arc<Pool>, idle: Option<RawBlock>) -> io::Result<Buf> {
+        let raw = match idle {
+            Some(raw) => raw,
+            None => RawBlock::map(self.capacity)?,
+        };
+        let block = Block { raw, pool: Arc::downgrade(self), charge: None };
+        Ok(Buf { block: Arc::new(block), len: 0 })
+    }
+
+    /// The idle blocks; none where a thread has them that a fork(2) has left behind.
+    pub(super) fn idle(&self) -> Option<MutexGuard<'_, Vec<RawBlock>>> {
+        match self.idle.try_lock() {
+            Ok(idle) => return Some(idle),
+            Err(TryLockError::Poisoned(poisoned)) => return Some(poisoned.into_inner()),
+            Err(TryLockError::WouldBlock) => {}
+        }
+        let process = std::process::id();
+        if process == self.process {
+            return Some(self.idle.lock().unwrap_or_else(|e| e.into_inner()));
+        }
+        if self.orphaned.load(Relaxed) == process {
+            return None;
+        }
+        // A thread of this process keeps it for less than a microsecond, unless it lost its processor meanwhile.
+        for n in 0..220 {
+            if n < 200 {
+                thread::yield_now()
+            } else {
+                thread::sleep(Duration::from_millis(1))
+            }
+            match self.idle.try_lock() {
+                Ok(idle) => return Some(idle),
+                Err(TryLockError::Poisoned(poisoned)) => return Some(poisoned.into_inner()),
+                Err(TryLockError::WouldBlock) => {}
+            }
+        }
+        self.orphaned.store(process, Relaxed);
+        None
+    }
+
+    pub(super) fn give_back(&self, mut raw: RawBlock) {
+        let Some(mut idle) = self.idle() else { return };
+        if idle.len() < self.idle_max {
+            raw.trim(self.warm.max(PAGE));
+            idle.push(raw);
+        }
+    }
+}
+
+/// A mapping cut into blocks of one length, so that a device can register all of them at once.
+///
+/// A block that grows becomes one of another pool, which the device does not know.
+pub struct Slabs {
+    whole: RawBlock,
+    size: usize,
+    /// Blocks that may be taken; there is room for more.
+    count: AtomicUsize,
+    /// Where a block goes that grows.
+    pub(super) larger: OnceLock<Arc<Pool>>,
+    /// Offsets of the blocks that nobody has.
+    free: Mutex<Vec<usize>>,
+}
+
+impl Slabs {
+    /// `count` blocks of `size` bytes each, rounded up to a page.
+    ///
+    /// # Errors
+    /// `ENOMEM`.
+    pub fn new(size: usize, count: usize) -> io::Result<Arc<Slabs>> {
+        Slabs::with_room(size, count, count)
+    }
+
+    /// The same, with room for `most`, which [`Slabs::grow`] makes use of.
+    ///
+    /// # Errors
+    /// `ENOMEM`.
+    pub fn with_room(size: usize, count: usize, most: usize) -> io::Result<Arc<Slabs>> {
+        let size = round_up(size.max(1));
+        let len =
+            size.checked_mul(most.max(count)).ok_or_else(|| io::Error::from_raw_os_error(libc::ENOMEM))?;
+        let whole = RawBlock::map(len.max(PAGE))?;
+        let free = Mutex::new((0..count).rev().map(|n| n * size).collect());
+        Ok(Arc::new(Slabs { whole, size, count: AtomicUsize::new(count), larger: OnceLock::new(), free }))
+    }
+
+    /// Has `count` blocks in all, as far as there is room: the device knows the new ones by now.
+    pub fn grow(&self, count: usize) {
+        let mut free = self.free();
+        let most = self.whole.cap / self.size;
+        let before = self.count.fetch_max(count.min(most), Relaxed);
+        free.extend((before..count.min(most)).map(|n| n * self.size));
+    }
+
+    /// Takes a block, which starts empty, if there is one left.
+    pub fn take(self: &Arc<Slabs>) -> Option<Buf> {
+        let at = self.free().pop()?;
+        // SAFETY: `at + size` is at most the length of the mapping: `at` is one of the offsets made in `new`.
+        let ptr = unsafe { self.whole.ptr.add(at) };
+        let (home, touched) = (Home::Slabs(self.clone()), AtomicUsize::new(0));
+        let raw = RawBlock { ptr, cap: self.size, home, touched, writer: 0 };
+        Some(Buf { block: Arc::new(Block { raw, pool: Weak::new(), charge: None }), len: 0 })
+    }
+
+    /// Blocks that nobody has.
+    pub fn left(&self) -> usize {
+        self.free().len()
+    }
+
+    /// Bytes of one block.
+    pub fn size(&self) -> usize {
+        self.size
+    }
+
+    /// Address of the mapping, and its bytes.
+    pub fn span(&self) -> (usize, usize) {
+        (self.whole.ptr.as_ptr().addr(), self.whole.cap)
+    }
+
+    /// Address and bytes of all blocks up to number `count`, from number `from` on.
+    pub fn part(&self, from: usize, count: usize) -> (usize, usize) {
+        let end = count.saturating_mul(self.size).min(self.whole.cap);
+        let start = from.saturating_mul(self.size).min(end);
+        (self.whole.ptr.as_ptr().addr() + start, end - start)
+    }
+
+    fn free(&self) -> MutexGuard<'_, Vec<usize>> {
+        self.free.lock().unwrap_or_else(|e| e.into_inner())
+    }
+}
+
+/// A piece of memory. `cap` 0 means none.
+pub(super) struct RawBlock {
+    pub(super) ptr: NonNull<u8>,
+    pub(super) cap: usize,
+    pub(super) home: Home,
+    /// Highest byte that may have been written: what lies above has no pages.
+    pub(super) touched: AtomicUsize,
+    /// Whose bytes may lie in an idle block of Reply chunks: the number of a connection, 0 for nobody's.
+    pub(super) writer: u64,
+}
+
+/// Whose memory a block is.
+pub(super) enum Home {
+    /// An anonymous mapping of the block's own.
+    Mapping,
+    /// A part of a mapping that outlives it. It is in no pool.
+    Slabs(Arc<Slabs>),
+    /// Not ours to unmap, trim or move. Such a block is in no pool and never a Buf.
+    Program,
+}
+
+// SAFETY: a RawBlock owns its mapping, or its part of one, or its lender promised that any thread may use it; the pointer is used
+// through Buf (exclusive), Region (read only) and Sink (raw copies by one device at a time under the connection's
+// lock), never shared without them.
+unsafe impl Send for RawBlock {}
+// SAFETY: as above; `&RawBlock` gives no access to the bytes outside those three types.
+unsafe impl Sync for RawBlock {}
+
+impl RawBlock {
+    pub(super) const fn empty() -> RawBlock {
+        RawBlock {
+            ptr: NonNull::dangling(),
+            cap: 0,
+            home: Home::Mapping,
+            touched: AtomicUsize::new(0),
+            writer: 0,
+        }
+    }
+
+    pub(super) fn map(cap: usize) -> io::Result<RawBlock> {
+        // SAFETY: an anonymous private mapping at an address of the kernel's choice touches no existing memory.
+        let ptr = unsafe {
+            libc::mmap(
+                std::ptr::null_mut(),
+                cap,
+                libc::PROT_READ | libc::PROT_WRITE,
+                libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_NORESERVE,
+                -1,
+                0,
+            )
+        };
+        if ptr == libc::MAP_FAILED {
+            return Err(io::Error::last_os_error());
+        }
+        let ptr = NonNull::new(ptr.cast()).ok_or_else(|| io::Error::from_raw_os_error(libc::ENOMEM))?;
+        Ok(RawBlock { ptr, cap, home: Home::Mapping, touched: AtomicUsize::new(0), writer: 0 })
+    }
+
+    pub(super) fn is_lent(&self) -> bool {
+        matches!(self.home, Home::Program)
+    }
+
+    pub(super) fn grow(&mut self, cap: usize) -> io::Result<()> {
+        if let Home::Slabs(_) = self.home {
+            let fresh = RawBlock::map(cap)?;
+            let used = *self.touched.get_mut();
+            // SAFETY: `used <= self.cap < cap`; both blocks are ours and apart, and `&mut self` means that nobody else
+            // writes either.
+            unsafe { std::ptr::copy_nonoverlapping(self.ptr.as_ptr(), fresh.ptr.as_ptr(), used) };
+            fresh.touch(used);
+            *self = fresh;
+            return Ok(());
+        }
+        // SAFETY: `ptr, cap` is our own whole mapping, and `&mut self` means that nobody points into it.
+        let ptr = unsafe { libc::mremap(self.ptr.as_ptr().cast(), self.cap, cap, libc::MREMAP_MAYMOVE) };
+        if ptr == libc::MAP_FAILED {
+            return Err(io::Error::last_os_error());
+        }
+        self.ptr = NonNull::new(ptr.cast()).ok_or_else(|| io::Error::from_raw_os_error(libc::ENOMEM))?;
+        self.cap = cap;
+        Ok(())
+    }
+
+    /// Notes that bytes up to `end` may have been written.
+    pub(super) fn touch(&self, end: usize) {
+        if end > self.touched.load(Relaxed) {
+            self.touched.fetch_max(end, Relaxed);
+        }
+    }
+
+    /// Sets all that may have been written to zero. What is left of an idle block is short enough to stay warm.
+    fn scrub(&mut self) {
+        let used = std::mem::take(self.touched.get_mut()).min(self.cap);
+        // SAFETY: `used <= cap`: the range is the lower part of our own mapping, which nobody else points into.
+        unsafe { std::ptr::write_bytes(self.ptr.as_ptr(), 0, used) };
+    }
+
+    /// Gives the pages above `warm` back to the system.
+    pub(super) fn trim(&mut self, warm: usize) {
+        if *self.touched.get_mut() > warm && self.cap > warm {
+            // SAFETY: `warm < cap`: the range is the upper part of our own mapping, which nobody points into.
+            let upper = unsafe { self.ptr.as_ptr().add(warm) };
+            // SAFETY: as above; MADV_DONTNEED on anonymous memory only drops its contents.
+            unsafe { libc::madvise(upper.cast(), self.cap - warm, libc::MADV_DONTNEED) };
+            *self.touched.get_mut() = warm;
+        }
+    }
+}
+
+impl Drop for RawBlock {
+    fn drop(&mut self) {
+        match &self.home {
+            // SAFETY: `ptr, cap` is our own whole mapping, and its last holder is going.
+            Home::Mapping if self.cap != 0 => unsafe {
+                libc::munmap(self.ptr.as_ptr().cast(), self.cap);
+            },
+            Home::Slabs(slabs) => slabs.free().push(self.ptr.addr().get() - slabs.whole.ptr.addr().get()),
+            Home::Mapping | Home::Program => {}
+        }
+    }
+}
+
+pub(super) fn round_up(n: usize) -> usize {
+    n.next_multiple_of(PAGE)
+}

@@ -603,7 +603,11 @@ impl Config {
         (setting.set)(self, value).map_err(|allowed| format!("{key} = {}: must be {allowed}", quoted(value)))
     }
 
-    fn apply_variable(&mut self, name: &OsStr, value: &OsStr) -> Result<(), Error> {
+    /// As in the environment.
+    ///
+    /// # Errors
+    /// `Invalid`.
+    pub(crate) fn apply_variable(&mut self, name: &OsStr, value: &OsStr) -> Result<(), Error> {
         let name = name.to_string_lossy();
         if !name.starts_with(PREFIX) {
             return Ok(());
@@ -872,7 +876,11 @@ mod tests {
         );
         assert_eq!(
             refused(from_env(&[("RPCRDMA_PROVIDER", "local")])),
-            r#"RPCRDMA_PROVIDER="local": must be auto, iwarp or verbs: local is not built in"#
+            format!(
+                r#"RPCRDMA_PROVIDER="local": must be auto, {} or {}: local is not built in"#,
+                DEVICES[..DEVICES.len() - 1].join(", "),
+                DEVICES[DEVICES.len() - 1]
+            )
         );
         let not_utf8 = OsString::from_vec(b"\xff".to_vec());
         let error = from([("RPCRDMA_CRC".into(), not_utf8)], None, false).unwrap_err();

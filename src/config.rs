@@ -101,7 +101,12 @@ pub enum Crc {
 }
 
 /// The words for devices: software iWARP, and adapters (iWARP ones among them).
-pub const DEVICES: &[&str] = &["iwarp", "verbs"];
+pub const DEVICES: &[&str] = &[
+    #[cfg(test)]
+    "toy",
+    "iwarp",
+    "verbs",
+];
 
 /// A choice of device.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

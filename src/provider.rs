@@ -27,6 +27,8 @@ mod device;
 #[cfg(test)]
 pub mod fault;
 pub mod iwarp;
+#[cfg(test)]
+mod toy;
 #[cfg(feature = "verbs")]
 pub mod verbs;
 

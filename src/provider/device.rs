@@ -17,6 +17,8 @@ use crate::socket;
 
 /// Every device. Where more than one leads to a peer the first one has a start; the last is what all machines have.
 pub static DEVICES: &[&dyn Device] = &[
+    #[cfg(test)]
+    &super::toy::Toy,
     #[cfg(feature = "verbs")]
     &verbs::Adapters,
     &iwarp::Software,

@@ -73,8 +73,15 @@ pub enum Proc {
 
 impl Proc {
     fn of(word: u32) -> Option<Proc> {
-        use Proc::{Done, Error, Msg, Msgp, Nomsg, Optional};
-        [Msg, Nomsg, Msgp, Done, Error, Optional].into_iter().find(|proc| *proc as u32 == word)
+        Some(match word {
+            0 => Proc::Msg,
+            1 => Proc::Nomsg,
+            2 => Proc::Msgp,
+            3 => Proc::Done,
+            4 => Proc::Error,
+            5 => Proc::Optional,
+            _ => return None,
+        })
     }
 }
 
@@ -90,7 +97,11 @@ pub enum Direction {
 impl Direction {
     /// What a word says (RFC 5531 §9, `msg_type`).
     pub(super) fn of(word: u32) -> Option<Direction> {
-        [Direction::Call, Direction::Reply].into_iter().find(|direction| *direction as u32 == word)
+        match word {
+            0 => Some(Direction::Call),
+            1 => Some(Direction::Reply),
+            _ => None,
+        }
     }
 }
 

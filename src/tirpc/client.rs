@@ -14,12 +14,14 @@
 //! - The transport header is not part of the XDR stream: RPCSEC_GSS signs from position 0 on.
 #![allow(unsafe_code)]
 
+use std::cell::UnsafeCell;
 use std::collections::HashMap;
 use std::ffi::{c_int, c_uint, c_void};
 use std::mem::size_of;
 use std::ops::Deref;
 use std::ptr::null_mut;
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock};
+use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, Weak};
 use std::time::{Duration, Instant};
 
 use crate::binding::{Binding, Head};
@@ -87,15 +89,40 @@ const SEND_TIMEOUT: Duration = Duration::from_secs(25);
 const REFRESHES: u32 = 2;
 
 /// One CLIENT. libtirpc sees the first member.
+///
+/// The program has a share of it until `clnt_destroy`, and so has each entry under way: whoever is last frees it.
 #[repr(C)]
 struct Handle {
-    client: CLIENT,
+    /// libtirpc and the program read and write here, inside the functions too that a call runs.
+    client: UnsafeCell<CLIENT>,
     connection: Connection,
     /// The peer's address, as `CLGET_SVC_ADDR` shows it.
     address: Box<[u8]>,
     control: Mutex<Control>,
+    /// The program is to be told what the peer says of itself.
+    listens: AtomicBool,
     /// Shared with the other CLIENTs on the descriptor.
     uses: Arc<Uses>,
+    destroyed: AtomicBool,
+}
+
+// SAFETY: what the pointers in `client` name is the program's, or libtirpc's; it is used by their rules.
+unsafe impl Send for Handle {}
+// SAFETY: as above; the rest is behind a lock, atomic, or does not change.
+unsafe impl Sync for Handle {}
+
+/// Nobody uses it any more.
+impl Drop for Handle {
+    fn drop(&mut self) {
+        let client = self.client.get_mut();
+        for string in [client.cl_netid, client.cl_tp] {
+            // SAFETY: NULL, or a C string that clnt_tli_create put there: "" (static) or strdup'ed.
+            if !string.is_null() && unsafe { *string } != 0 {
+                // SAFETY: strdup'ed, see above.
+                unsafe { libc::free(string.cast()) };
+            }
+        }
+    }
 }
 
 /// What a CLIENT makes its calls on.
@@ -152,18 +179,22 @@ impl Uses {
     }
 
     /// Has a CLIENT destroyed when no call runs on it any more; if it closes the descriptor, when all have ended that had
-    /// begun there by now. That is waited for, but not in a routine (see [`callback::in_routine`]): false if the last of
-    /// these calls sees to it.
+    /// begun there by now. That is waited for, but not in a routine (see [`callback::in_routine`]), nor inside a call with
+    /// the CLIENT, which an xdrproc may be in: false if the last of these calls sees to it.
     fn end(&self, destruction: Destruction) -> bool {
-        let waits = !callback::in_routine();
         let mut table = self.table();
-        let calls = Calls {
-            handle: destruction.handle.addr(),
+        let mut calls = Calls {
+            handle: Arc::as_ptr(&destruction.handle).addr(),
             before: if destruction.closes { table.next } else { 0 },
             // What the calling thread is in the midst of cannot end while it waits.
-            but: waits.then(thread::this),
+            but: Some(thread::this()),
             generation: fork::generation(),
         };
+        let own = |it: &Use| calls.have(it) && calls.but == Some(it.thread);
+        let waits = !callback::in_routine() && !table.running.iter().any(own);
+        if !waits {
+            calls.but = None;
+        }
         let under_way = |table: &UseTable| table.running.iter().any(|it| calls.have(it));
         if !waits && under_way(&table) {
             table.left.push((destruction, calls));
@@ -199,29 +230,17 @@ impl Calls {
 
 /// A CLIENT that the program has given up.
 struct Destruction {
-    handle: *mut Handle,
+    handle: Arc<Handle>,
     /// It closes the descriptor.
     closes: bool,
 }
 
-// SAFETY: the program has given the handle up; who carries this out is the only one that has it then.
-unsafe impl Send for Destruction {}
-
 impl Destruction {
     /// No call runs on the handle. `waits`: for a routine that another thread runs on the connection.
     fn carry_out(self, waits: bool) {
-        // SAFETY: made by Box::into_raw in `new`; the program has given it up, and no call runs.
-        let handle = unsafe { Box::from_raw(self.handle) };
-        for string in [handle.client.cl_netid, handle.client.cl_tp] {
-            // SAFETY: NULL, or a C string that clnt_tli_create put there: "" (static) or strdup'ed.
-            if !string.is_null() && unsafe { *string } != 0 {
-                // SAFETY: strdup'ed, see above.
-                unsafe { libc::free(string.cast()) };
-            }
-        }
         // Of two CLIENTs that are destroyed at a time one closes it.
         if self.closes
-            && let Connection::Forward(connection) = &handle.connection
+            && let Connection::Forward(connection) = &self.handle.connection
             && connection.shut(waits)
         {
             connections::remove(Requester::fd(&**connection), connection);
@@ -382,7 +401,7 @@ pub fn reverse(
 /// `client` is NULL or a live handle of any transport.
 pub unsafe fn rebind(client: *mut CLIENT, server: Arc<Shared>) -> Result<(), Error> {
     // SAFETY: by the contract.
-    match unsafe { &handle(client)?.connection } {
+    match &unsafe { handle(client) }?.connection {
         Connection::Reverse(reverse) => reverse.rebind(server),
         Connection::Forward(_) => {
             Err(Error::new(Kind::Invalid, "the CLIENT was not made by rpcrdma_clnt_reverse"))
@@ -418,7 +437,7 @@ pub unsafe fn opened(client: *mut CLIENT) -> Result<(Arc<Client>, (u32, u32)), E
 pub unsafe fn poll(client: *mut CLIENT, timeout: libc::timeval) -> Result<usize, Error> {
     // SAFETY: by the contract.
     let handle = step(|| unsafe { handle(client) })?;
-    run_recorded(handle, client, |signals| {
+    run_recorded(handle, client, |_, signals| {
         // SAFETY: by the contract.
         let (connection, _) = unsafe { opened(client) }?;
         if !connection.is_serving() {
@@ -458,7 +477,7 @@ pub unsafe fn request(
 ) -> Result<Wish, Error> {
     // SAFETY: by the contract.
     let handle = step(|| unsafe { handle(client) })?;
-    run_recorded(handle, client, |signals| {
+    run_recorded(handle, client, |handle, signals| {
         let what = Characteristic::of(which, value).ok_or_else(|| {
             let text =
                 format!("rpcrdma_clnt_request: there is no characteristic {which} with the value {value}");
@@ -482,7 +501,9 @@ pub unsafe fn on_update(client: *mut CLIENT, told: Option<Told>) -> Result<(), E
     // SAFETY: by the contract.
     let handle = unsafe { handle(client) }?;
     let heard = handle.connection.peer(false).map_or((0, 0), |peer| (peer.connection, peer.updates));
-    handle.control().listener = told.map(|told| Listener { told, heard });
+    let mut control = handle.control();
+    handle.listens.store(told.is_some(), Relaxed);
+    control.listener = told.map(|told| Listener { told, heard });
     Ok(())
 }
 
@@ -519,13 +540,17 @@ fn new(
         explanation: None,
         listener: None,
     };
-    let client =
+    let mut client =
         CLIENT { cl_auth, cl_ops: &OPS, cl_private: null_mut(), cl_netid: null_mut(), cl_tp: null_mut() };
-    let handle =
-        Box::into_raw(Box::new(Handle { client, connection, address, control: Mutex::new(control), uses }));
-    // SAFETY: just made, known to nobody else.
-    unsafe { (*handle).client.cl_private = handle.cast() };
-    handle.cast()
+    let handle = Arc::new_cyclic(|this: &Weak<Handle>| {
+        // The address of the handle, which does not move.
+        client.cl_private = this.as_ptr().cast_mut().cast();
+        let (client, control) = (UnsafeCell::new(client), Mutex::new(control));
+        let (listens, destroyed) = (AtomicBool::new(false), AtomicBool::new(false));
+        Handle { client, connection, address, control, listens, uses, destroyed }
+    });
+    // The program's share.
+    Arc::into_raw(handle).cast_mut().cast()
 }
 
 /// The connections of this process, by descriptor: CLIENTs made on one of them share it.
@@ -579,19 +604,25 @@ pub(crate) unsafe fn address_bytes(address: *const netbuf) -> Box<[u8]> {
 
 // ------------------------------------------------------------------------------------------------------- the ops
 
-/// The handle behind a CLIENT.
+/// The handle behind a CLIENT, which lives on until the entry that asks for it returns.
 ///
 /// # Safety
 /// `client` is NULL or a live handle of any transport.
-unsafe fn handle<'a>(client: *mut CLIENT) -> Result<&'a Handle, Error> {
-    // SAFETY: by the contract.
-    let seen = unsafe { crate::ffi::reference(client) }
-        .ok_or_else(|| Error::new(Kind::Invalid, "CLIENT is NULL"))?;
-    if !std::ptr::eq(seen.cl_ops, &OPS) {
+unsafe fn handle(client: *mut CLIENT) -> Result<Arc<Handle>, Error> {
+    if client.is_null() || !client.is_aligned() {
+        return Err(Error::new(Kind::Invalid, "CLIENT is NULL"));
+    }
+    // SAFETY: alive (contract); no reference is made, for the program may write to it meanwhile.
+    let ops = unsafe { (*client).cl_ops };
+    if !std::ptr::eq(ops, &OPS) {
         return Err(Error::new(Kind::Invalid, "the CLIENT is not one of librpcrdma"));
     }
-    // SAFETY: our ops are only ever in a CLIENT that is the first member of a Handle, which lives until `destroy`.
-    Ok(unsafe { &*client.cast_const().cast::<Handle>() })
+    let own = client.cast::<Handle>().cast_const();
+    // SAFETY: our ops are only ever in the first member of a Handle inside an Arc; alive (contract), so somebody else owns a
+    // share.
+    unsafe { Arc::increment_strong_count(own) };
+    // SAFETY: the share that was just made.
+    Ok(unsafe { Arc::from_raw(own) })
 }
 
 impl Handle {
@@ -646,14 +677,15 @@ impl Drop for News<'_> {
 ///
 /// In [`step`]s, as `work` is.
 fn run<T>(
-    handle: &Handle,
+    handle: Arc<Handle>,
     client: *mut CLIENT,
-    work: impl FnOnce(&BlockedSignals) -> Result<T, Error>,
+    work: impl FnOnce(&Handle, &BlockedSignals) -> Result<T, Error>,
 ) -> Result<T, Error> {
     let signals = BlockedSignals::all();
     let running = step(|| Ok(Running::start(handle)))?;
-    let outcome = work(&signals);
-    if handle.control().listener.is_some()
+    let handle = &*running.handle;
+    let outcome = work(handle, &signals);
+    if handle.listens.load(Relaxed)
         && let Some(news) = step(|| Ok(handle.news()))?
     {
         signals::under_mask(signals.before(), || (news.told)(client, &news.peer));
@@ -670,13 +702,13 @@ fn run<T>(
 
 /// As [`run`], for `work` that is one step, and keeps an error for `clnt_perror`: when this returns, the CLIENT may be gone.
 fn run_recorded<T>(
-    handle: &Handle,
+    handle: Arc<Handle>,
     client: *mut CLIENT,
-    work: impl FnOnce(&BlockedSignals) -> Result<T, Error>,
+    work: impl FnOnce(&Handle, &BlockedSignals) -> Result<T, Error>,
 ) -> Result<T, Error> {
-    run(handle, client, |signals| {
+    run(handle, client, |handle, signals| {
         step(|| {
-            work(signals).inspect_err(|error| {
+            work(handle, signals).inspect_err(|error| {
                 handle.record(error);
             })
         })
@@ -698,7 +730,7 @@ unsafe extern "C-unwind" fn call(
         let handle = step(|| unsafe { handle(client) })?;
         // SAFETY: alive: it is the first member of `handle`.
         let auth = unsafe { (*client).cl_auth };
-        run(handle, client, |signals| {
+        run(handle, client, |handle, signals| {
             let call = Call { handle, auth, proc, encode, args, decode, results, signals };
             // SAFETY: procedures and objects are the program's, as `clnt_call` asks for them.
             match unsafe { call.run(timeout) } {
@@ -713,36 +745,37 @@ unsafe extern "C-unwind" fn call(
 }
 
 /// A call that runs: destruction of its handle waits for it.
-struct Running<'a> {
-    uses: &'a Uses,
+struct Running {
+    handle: Arc<Handle>,
     number: u64,
 }
 
-impl<'a> Running<'a> {
-    fn start(handle: &'a Handle) -> Running<'a> {
+impl Running {
+    fn start(handle: Arc<Handle>) -> Running {
         let mut table = handle.uses.table();
         let number = table.next;
         table.next += 1;
         table.running.push(Use {
             number,
-            handle: std::ptr::from_ref(handle).addr(),
+            handle: Arc::as_ptr(&handle).addr(),
             thread: thread::this(),
             generation: fork::generation(),
         });
         drop(table);
-        Running { uses: &handle.uses, number }
+        Running { handle, number }
     }
 }
 
-impl Drop for Running<'_> {
+impl Drop for Running {
     fn drop(&mut self) {
-        let mut table = self.uses.table();
+        let uses = &self.handle.uses;
+        let mut table = uses.table();
         if let Some(at) = table.running.iter().position(|it| it.number == self.number) {
             table.running.swap_remove(at);
         }
         // Waking costs a system call even where nobody sleeps.
         if table.waiting > 0 {
-            self.uses.ended.notify_all();
+            uses.ended.notify_all();
         }
         if !table.left.is_empty() {
             let UseTable { running, left, .. } = &mut *table;
@@ -750,7 +783,6 @@ impl Drop for Running<'_> {
                 calls.generation == fork::generation() && !running.iter().any(|it| calls.have(it))
             };
             let over: Vec<_> = left.extract_if(.., over).collect();
-            // The first of them may take the table along.
             drop(table);
             for (destruction, _) in over {
                 // Whoever has left it does not wait: see `in_routine`.
@@ -1311,6 +1343,11 @@ unsafe extern "C" fn destroy(client: *mut CLIENT) {
     guard(|| {
         // SAFETY: the program's handle.
         let handle = unsafe { handle(client) }?;
+        if handle.destroyed.swap(true, Relaxed) {
+            return Ok(());
+        }
+        // SAFETY: the share that `new` gave to the program, which does not use it any more.
+        unsafe { Arc::decrement_strong_count(Arc::as_ptr(&handle)) };
         // The number of a socket that the program has closed itself may belong to another file by now.
         let closes = match &handle.connection {
             Connection::Forward(connection) => handle.control().close && connection.alive(),
@@ -1321,7 +1358,7 @@ unsafe extern "C" fn destroy(client: *mut CLIENT) {
             Connection::Forward(connection) if closes => Some(connection.clone()),
             _ => None,
         };
-        if !uses.end(Destruction { handle: client.cast(), closes })
+        if !uses.end(Destruction { handle, closes })
             && let Some(connection) = connection
         {
             // At least nothing new begins.
@@ -1413,7 +1450,7 @@ unsafe extern "C" fn control(client: *mut CLIENT, request: c_uint, info: *mut c_
             _ => {
                 drop(control);
                 // SAFETY: not NULL; our own contract for these requests.
-                return Ok(unsafe { reverse_control(handle, request, info) }.into());
+                return Ok(unsafe { reverse_control(&handle, request, info) }.into());
             }
         }
         Ok(1)

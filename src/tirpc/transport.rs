@@ -21,6 +21,7 @@
 
 use std::cell::UnsafeCell;
 use std::ffi::{CStr, c_char, c_int, c_uint, c_void};
+use std::mem::offset_of;
 use std::net::{Ipv4Addr, SocketAddr};
 use std::os::fd::RawFd;
 use std::ptr::null_mut;
@@ -44,9 +45,9 @@ use crate::tirpc::lending::lending;
 use crate::tirpc::netid::Netid;
 use crate::tirpc::progress::{self, Errand, Watched};
 use crate::tirpc::{
-    SVCAUTH, SVCXPRT, SVCXPRT_EXT, accepted_reply_ru, ar_results, auth_stat, bool_t, idle, msg, netbuf,
-    opaque_auth, polled, rpc_msg, svc_getreq_common, xdr_callmsg, xdr_replymsg, xp_ops, xp_ops2, xprt_stat,
-    xprt_unregister,
+    SVCAUTH, SVCXPRT, SVCXPRT_EXT, accepted_reply, ar_results, auth_stat, bool_t, idle, msg, netbuf,
+    opaque_auth, polled, reply_body, rpc_msg, svc_getreq_common, xdr_callmsg, xdr_replymsg, xp_ops, xp_ops2,
+    xprt_stat, xprt_unregister,
 };
 use crate::wire::Xid;
 use crate::xdr::{Decoder, Encoder, XDR, XdrProc};
@@ -240,7 +241,8 @@ impl Transport {
 
     /// What libtirpc and the program know it by.
     pub fn xprt(&self) -> *mut SVCXPRT {
-        self.xprt.get()
+        // Not from the member: what comes back is taken for the whole.
+        self.this.as_ptr().cast_mut().cast()
     }
 
     /// The authenticator of the request that was asked last.
@@ -364,12 +366,13 @@ impl Transport {
     unsafe fn keep_verifier(&self) {
         let own = self.verifier.get().cast::<u8>();
         // SAFETY: alive; libtirpc writes there between our entries.
-        let verifier = unsafe { &mut (*self.xprt()).xp_verf };
+        let verifier = unsafe { (*self.xprt()).xp_verf };
         let length = verifier.oa_length as usize;
         if (1..=auth_stat::MAX_AUTH_BYTES).contains(&length) && verifier.oa_base.cast() != own {
             // SAFETY: readable (contract); room for every verifier, which lies elsewhere.
             unsafe { std::ptr::copy_nonoverlapping(verifier.oa_base.cast(), own, length) };
-            verifier.oa_base = own.cast();
+            // SAFETY: as above.
+            unsafe { (*self.xprt()).xp_verf.oa_base = own.cast() };
         }
     }
 }
@@ -800,10 +803,11 @@ impl Reply {
         let Unanswered { id, xid, binding, wrapped } = request;
         let Some(responder) = own.responder.upgrade() else { return Ok(None) };
         let mut encoder = Encoder::new(responder.message()?);
-        // SAFETY: by the contract.
-        let message =
-            unsafe { message.as_mut() }.ok_or_else(|| Error::new(Kind::Invalid, "reply is NULL"))?;
-        message.rm_xid = xid;
+        if message.is_null() {
+            return Err(Error::new(Kind::Invalid, "reply is NULL"));
+        }
+        // SAFETY: the caller's to be written (contract).
+        unsafe { (*message).rm_xid = xid };
         if !wrapped
             && let Some(lending) =
                 lending(config::get()?, binding.as_ref(), RESULT_LEND_MIN, |b, reply| b.reply(reply).items)
@@ -850,26 +854,26 @@ impl Reply {
 /// The results of a successful reply, which has none in their place then.
 ///
 /// # Safety
-/// `message` is a reply.
-unsafe fn take_results(message: &mut rpc_msg) -> Option<ar_results> {
+/// `message` is a reply, to be read and written.
+unsafe fn take_results(message: *mut rpc_msg) -> Option<ar_results> {
     unsafe extern "C-unwind" fn nothing(_: *mut XDR, _: *mut c_void) -> bool_t {
         guard(|| Ok(1))
     }
+    // Members of unions lie where these do.
+    let reply = message.wrapping_byte_add(offset_of!(rpc_msg, ru)).cast::<reply_body>();
     // SAFETY: a reply (contract).
-    let body = unsafe { &mut message.ru.rm_reply };
-    if body.rp_stat != msg::MSG_ACCEPTED {
+    if unsafe { (*reply).rp_stat } != msg::MSG_ACCEPTED {
         return None;
     }
+    let accepted = reply.wrapping_byte_add(offset_of!(reply_body, ru)).cast::<accepted_reply>();
     // SAFETY: accepted, so this member is in force.
-    let accepted = unsafe { &mut body.ru.rp_ar };
-    if accepted.ar_stat != msg::SUCCESS {
+    if unsafe { (*accepted).ar_stat } != msg::SUCCESS {
         return None;
     }
-    // SAFETY: successful, so this member is in force.
-    let results = unsafe { accepted.ru.ar_results };
+    let results = accepted.wrapping_byte_add(offset_of!(accepted_reply, ru)).cast::<ar_results>();
     let none = ar_results { r#where: null_mut::<c_char>(), r#proc: Some(nothing) };
-    accepted.ru = accepted_reply_ru { ar_results: none };
-    Some(results)
+    // SAFETY: successful, so this member is in force; writable (contract).
+    Some(unsafe { results.replace(none) })
 }
 
 unsafe extern "C-unwind" fn freeargs(xprt: *mut SVCXPRT, decode: XdrProc, args: *mut c_void) -> bool_t {

@@ -393,6 +393,7 @@ mod tests {
     use crate::config::Config;
     #[cfg(feature = "verbs")]
     use crate::config::Provider;
+    #[cfg(feature = "verbs")]
     use crate::config::Version;
     use crate::connection::Request;
     use crate::driver::Responder;
@@ -400,6 +401,7 @@ mod tests {
     use crate::driver::server::Server;
     use crate::driver::server::Shared;
     use crate::driver::server::locked;
+    #[cfg(feature = "verbs")]
     use crate::driver::start::Room;
     use std::sync::Arc;
     use std::sync::Mutex;

@@ -144,7 +144,7 @@ impl Drop for Areas {
 pub(crate) static ALONE: Mutex<()> = Mutex::new(());
 
 /// Forgets what a device that is none has kept: how many bytes.
-#[cfg(test)]
+#[cfg(all(test, feature = "verbs"))]
 pub(crate) fn forget_kept() -> usize {
     TAKEN.swap(0, Relaxed)
 }

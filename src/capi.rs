@@ -471,7 +471,7 @@ pub unsafe extern "C" fn rpcrdma_svc_peer(
     guard(|| {
         // SAFETY: by the contract.
         let (connection, _) = unsafe { server::accepted(xprt) }?;
-        let known = rpcrdma_peer::from(&driver::peer::of(&connection)?);
+        let known = rpcrdma_peer::from(&driver::peer_of(&connection)?);
         // SAFETY: by the contract.
         unsafe { hand_out("rpcrdma_svc_peer", known, peer, size) }?;
         Ok(1)

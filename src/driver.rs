@@ -25,7 +25,7 @@
 
 use std::os::fd::RawFd;
 use std::sync::{Arc, OnceLock};
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use crate::config::Config;
 use crate::connection::characteristics::Wish;
@@ -55,16 +55,19 @@ mod session;
 mod spin;
 pub mod start;
 
-pub use backlog::{Wait, send_rest};
+pub use backlog::Wait;
 pub use client::Client;
 pub use link::Link;
 pub use peer::Peer;
 pub use reverse::Reverse;
-pub use server::{Next, Server, Shared, Stage, next};
+pub use server::{Next, Server, Shared, Stage, next, peer as peer_of, send_rest};
 pub use start::{Room, START_TIMEOUT};
 
 /// Requests of one connection that are served before the program's loop looks at the others again.
 const TURN: u32 = 64;
+
+/// How long it serves them: a longer turn keeps others waiting, though not by less than one request takes.
+const TURN_TIME: Duration = Duration::from_millis(1);
 
 /// The pools that all software connections of the process share.
 pub fn memory(config: &Config) -> Arc<Memory> {

@@ -3,21 +3,37 @@
 //! ```text
 //!  C:  clnt_call(...)            svc_run()               rpcrdma_*()
 //!        |                         |                        |
-//!   tirpc/client              tirpc/server               capi           ABI only: guard, convert, map errors
+//!   tirpc/client          tirpc/transport, server         capi
 //!        +------------+------------+------------------------+
-//!   xdr               runs the program's xdrproc over a segment list
-//!   driver            submits messages; the only clock, fd and blocking wait; joins the two columns below
-//!     |- connection   sans-I/O engine: XIDs, credits, both directions, errors, versions
-//!     |    |- chunks  message + binding + peer limits -> plan: inline | Read | Write | Reply chunk, and its inverse
-//!     |    |- two, characteristics   which version is spoken; what both ends tell each other in Version Two
-//!     |    '- wire    plan <-> header bytes
-//!     |- binding      which items of which procedures may be placed
-//!     '- memory, provider -> provider/{iwarp, verbs}     the device
-//!   socket, wait, signals, thread, fork, process   what the system calls of the process are asked for, checked
+//!   xdr  <-           driver                 runs the program's xdrproc over a segment list: a Message
+//!     |- connection   a Message, its binding and the peer's limits -> a plan -> header bytes, and back
+//!     '- provider     posts it to a device, and polls that
 //! ```
 //!
-//! A module uses only modules below it. Nothing below `tirpc` knows that libtirpc exists; nothing above `provider`
-//! knows which device moves the bytes; `connection`, `binding` and `wire` read no clock, no socket and no raw pointer.
+//! Data goes down in one pass; results come up as completions of the device, which the engine turns into the end of a call or a
+//! request. Every module has its row here, and uses only modules of rows below its own (`tests/layers.rs` reads this):
+//!
+//! ```text
+//! capi                           the functions of include/rpcrdma.h: guard, convert, map errors
+//! tirpc                          libtirpc's boundary: its CLIENTs, transports, netids, and what is interposed
+//! driver                         joins an engine and a device, and waits for both
+//! connection                     the engine, without input and output: XIDs, credits, both directions, errors, versions
+//! xdr                            an XDR stream over a segment list
+//! provider                       a connected queue pair, and the devices that have one
+//! socket                         sockets, which the software device and the driver use
+//! memory                         what messages lie in, what is lent by the program, and what peers make us hold
+//! wire                           header bytes: both versions, characteristics, the private data of a connection
+//! config, fork                   what is set; what a process shares with its children
+//! binding, ffi                   what may be placed directly; the guard around each C function
+//! log, stats, textfile, wait     words for people, counters, files of settings; poll(2), epoll, timers
+//! error, process, signals, thread
+//! ```
+//!
+//! - Nothing below `tirpc` knows that libtirpc exists, and nothing above `provider` knows a device by name: `driver::start`
+//!   chooses among them by what they can do.
+//! - `connection`, `binding` and `wire` read no clock, no socket and no raw pointer.
+//! - The driver waits for connections. Others wait in few places: a device for its own hardware, for at most a second, where
+//!   memory has to be taken back; what asks rpcbind.
 //!
 //! The C library is this crate's staticlib, linked by `make` with a version script.
 

@@ -1,20 +1,18 @@
 //! Rules about the source that no compiler checks: who may use whom, and how a C function starts.
 
+use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
 use std::path::{Path, PathBuf};
 
-/// From the bottom up; a module uses only modules of rows above its own in this table, and itself.
-const LAYERS: &[&[&str]] = &[
-    &["error", "process", "signals", "thread"],
-    &["log", "stats", "textfile", "wait"],
-    &["binding", "ffi"],
-    &["config", "fork", "memory", "wire"],
-    &["socket"],
-    &["provider"],
-    &["connection", "xdr"],
-    &["driver"],
-    &["tirpc"],
-    &["capi"],
+/// Files that are one thing, and so may use each other: each with the reason. Everywhere else files beside each other have an
+/// order.
+const TOGETHER: &[(&str, &[&str])] = &[
+    ("driver", &["backlog", "link"]), // The link; its queue of what is not sent.
+    ("driver", &["callback", "client", "renewal", "start"]), // The connection of the end that opens it.
+    ("provider::verbs", &["cm", "library", "mock", "queues"]), // The mock takes the place of what it is called by.
+    ("tirpc", &["adapters", "beside", "interpose"]),           // Interposed functions, and what they lead to.
+    ("tirpc", &["callback", "client", "transport"]), // A CLIENT that serves, and a transport that calls.
+    ("wire", &["header", "v1", "v2"]),               // The header, and its codecs.
 ];
 
 fn sources() -> Vec<(PathBuf, String)> {
@@ -36,52 +34,162 @@ fn sources() -> Vec<(PathBuf, String)> {
     sources
 }
 
-/// The module directly under the crate in which a file lies.
-fn module(path: &Path) -> String {
+/// The module that a file is, from the top of the crate.
+fn module(path: &Path) -> Vec<String> {
     let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("src");
-    let first = path.strip_prefix(root).expect("under src").iter().next().expect("a name");
-    first.to_string_lossy().trim_end_matches(".rs").to_owned()
+    let path = path.strip_prefix(root).expect("under src").with_extension("");
+    path.iter().map(|part| part.to_string_lossy().into_owned()).collect()
 }
 
-fn layer(module: &str) -> Option<usize> {
-    LAYERS.iter().position(|row| row.contains(&module))
+/// The part of a source that is in the library.
+fn code(text: &str) -> String {
+    let end = ["mod tests {", "pub(super) mod tests {"]
+        .iter()
+        .filter_map(|start| text.find(&format!("#[cfg(test)]\n{start}")));
+    let text = &text[..end.min().unwrap_or(text.len())];
+    let lines = text.lines().filter(|line| !line.trim_start().starts_with("//"));
+    lines.collect::<Vec<_>>().join("\n")
 }
 
-/// The modules that a source names as `crate::name`, in code that is not for tests only.
-fn used(text: &str) -> Vec<&str> {
-    let code = text.split("#[cfg(test)]\nmod tests").next().unwrap_or(text);
-    code.lines()
-        .filter(|line| !line.trim_start().starts_with("//"))
-        .flat_map(|line| line.split("crate::").skip(1).filter(move |_| !line.contains("$crate")))
-        .filter_map(|rest| rest.split(|c: char| !c.is_alphanumeric() && c != '_').next())
-        .filter(|name| !name.is_empty())
-        .collect()
+/// The paths that begin here: several, if it has braces. Returns what follows.
+fn paths<'a>(mut text: &'a str, found: &mut Vec<Vec<String>>) -> &'a str {
+    let mut path: Vec<String> = Vec::new();
+    loop {
+        text = text.trim_start();
+        if let Some(rest) = text.strip_prefix('{') {
+            text = rest.trim_start();
+            while !text.starts_with('}') && !text.is_empty() {
+                let mut inner = Vec::new();
+                let rest = paths(text, &mut inner);
+                found.extend(inner.into_iter().map(|tail| [path.clone(), tail].concat()));
+                // A new name, a comma; or something that is no path.
+                text = rest.trim_start_matches(|c: char| !matches!(c, '{' | '}') && !c.is_alphabetic());
+                if let Some(renamed) = text.strip_prefix("as ") {
+                    text = renamed.trim_start_matches(|c: char| c.is_alphanumeric() || c == '_');
+                    text = text.trim_start_matches([',', ' ', '\n']);
+                }
+            }
+            return text.strip_prefix('}').unwrap_or(text);
+        }
+        let name: String = text.chars().take_while(|c| c.is_alphanumeric() || *c == '_').collect();
+        text = &text[name.len()..];
+        if !name.is_empty() {
+            path.push(name);
+        }
+        match text.strip_prefix("::") {
+            Some(rest) if !path.is_empty() => text = rest,
+            _ => {
+                found.push(path);
+                return text;
+            }
+        }
+    }
+}
+
+/// The modules that each module uses, by whatever path.
+fn uses() -> BTreeMap<Vec<String>, BTreeSet<Vec<String>>> {
+    let sources: Vec<_> = sources().into_iter().map(|(path, text)| (module(&path), code(&text))).collect();
+    let modules: BTreeSet<_> = sources.iter().map(|(module, _)| module.clone()).collect();
+    let mut uses: BTreeMap<_, BTreeSet<_>> = BTreeMap::new();
+    for (module, code) in &sources {
+        if module[0] == "lib" || module.iter().any(|name| name == "tests") {
+            continue;
+        }
+        let own = uses.entry(module.clone()).or_default();
+        for start in ["crate::", "super::"] {
+            for (at, _) in code.match_indices(start) {
+                let before = code[..at].chars().next_back().unwrap_or(' ');
+                if before.is_alphanumeric() || matches!(before, ':' | '$' | '_') {
+                    continue;
+                }
+                let mut found = Vec::new();
+                paths(&code[at..], &mut found);
+                for path in found {
+                    let ups = path.iter().take_while(|name| *name == "super").count();
+                    let base = if ups == 0 { &[][..] } else { &module[..module.len().saturating_sub(ups)] };
+                    let full = [base, &path[ups.max(1)..]].concat();
+                    // What is in no module of the crate is in its top: macros.
+                    let known =
+                        (1..=full.len()).rev().map(|n| full[..n].to_vec()).find(|m| modules.contains(m));
+                    own.extend(known.filter(|known| known != module));
+                }
+            }
+        }
+    }
+    assert!(uses.values().map(BTreeSet::len).sum::<usize>() > 200, "the uses were not found");
+    uses
+}
+
+/// The rows of the picture in lib.rs, from the bottom up.
+fn picture() -> Vec<Vec<String>> {
+    let text = fs::read_to_string(Path::new(env!("CARGO_MANIFEST_DIR")).join("src/lib.rs")).expect("lib.rs");
+    let rows =
+        text.split("//! ```text\n").nth(2).expect("two pictures").split("//! ```").next().expect("an end");
+    let row = |line: &str| {
+        let names = line.trim_start_matches("//!").trim().split("  ").next().unwrap_or("");
+        names.split(", ").map(str::to_owned).collect()
+    };
+    rows.lines().map(row).rev().collect()
 }
 
 #[test]
-fn a_module_uses_only_modules_below_it() {
+fn a_module_uses_only_modules_below_it_in_the_picture() {
+    let picture = picture();
+    let row = |module: &str| picture.iter().position(|row| row.iter().any(|name| name == module));
     let mut wrong = Vec::new();
-    for (path, text) in sources() {
-        let module = module(&path);
-        if module == "lib" {
-            continue;
+    for (path, _) in sources() {
+        let name = &module(&path)[0];
+        if name != "lib" && row(name).is_none() {
+            wrong.push(format!("{name} is not in the picture"));
         }
-        let Some(own) = layer(&module) else {
-            wrong.push(format!("{} has no place in LAYERS", path.display()));
-            continue;
-        };
-        for name in used(&text) {
-            // Macros and the words of the log are at the top of the crate.
-            if name.starts_with("log_") || name == module {
-                continue;
-            }
-            match layer(name) {
-                Some(other) if other < own => {}
-                _ => wrong.push(format!("{} uses crate::{name}", path.display())),
+    }
+    for (module, used) in uses() {
+        for other in used.iter().filter(|other| other[0] != module[0]) {
+            if row(&other[0]) >= row(&module[0]) {
+                wrong.push(format!("{} uses {}", module.join("::"), other.join("::")));
             }
         }
     }
     assert!(wrong.is_empty(), "{wrong:#?}");
+}
+
+#[test]
+fn files_beside_each_other_have_an_order_or_are_one_thing() {
+    // For each folder: which of what lies there uses which.
+    let mut beside: BTreeMap<Vec<String>, BTreeMap<String, BTreeSet<String>>> = BTreeMap::new();
+    for (module, used) in uses() {
+        for other in used {
+            let same = module.iter().zip(&other).take_while(|(a, b)| a == b).count();
+            if same < module.len() && same < other.len() {
+                let folder = beside.entry(module[..same].to_vec()).or_default();
+                folder.entry(module[same].clone()).or_default().insert(other[same].clone());
+            }
+        }
+    }
+    let mut found = BTreeSet::new();
+    for (folder, uses) in &beside {
+        for name in uses.keys() {
+            let (mut reached, mut left) = (BTreeSet::new(), vec![name]);
+            while let Some(next) = left.pop() {
+                left.extend(uses.get(next).into_iter().flatten().filter(|to| reached.insert((*to).clone())));
+            }
+            let back = |other: &&String| {
+                let (mut seen, mut left) = (BTreeSet::new(), vec![*other]);
+                while let Some(next) = left.pop() {
+                    left.extend(uses.get(next).into_iter().flatten().filter(|to| seen.insert((*to).clone())));
+                }
+                seen.contains(name)
+            };
+            let circle: BTreeSet<String> = reached.iter().filter(back).cloned().collect();
+            if !circle.is_empty() {
+                found.insert((folder.join("::"), circle.into_iter().collect::<Vec<_>>()));
+            }
+        }
+    }
+    let allowed = TOGETHER.iter().map(|(folder, names)| {
+        ((*folder).to_owned(), names.iter().map(|name| (*name).to_owned()).collect::<Vec<_>>())
+    });
+    assert_eq!(found, allowed.collect());
 }
 
 /// Above `provider` a device is what its traits say; the words of the configuration for devices are strings.
@@ -91,7 +199,7 @@ fn nothing_above_the_providers_names_a_device() {
     let mut wrong = Vec::new();
     for (path, text) in sources() {
         // Tests connect real devices to each other.
-        if module(&path) == "provider" || path.ends_with("driver/load.rs") {
+        if module(&path)[0] == "provider" || path.ends_with("driver/load.rs") {
             continue;
         }
         let code = text.split("mod tests {").next().unwrap_or(&text);

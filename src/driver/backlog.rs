@@ -12,9 +12,7 @@
 #![forbid(unsafe_code)]
 
 use crate::fork;
-use std::sync::TryLockError;
 
-use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering::Relaxed};
 use std::time::{Duration, Instant};
 
@@ -22,12 +20,10 @@ use crate::connection::{Request, RequestId};
 use crate::error::{Error, Kind};
 use crate::memory::Message;
 use crate::provider::QueuePair;
-use crate::wait::{self, PollFd};
-use crate::{log_debug, log_warn};
+
+use crate::log_debug;
 
 use super::link::Link;
-use super::server::{Phase, Server, Shared};
-use super::session::State;
 
 /// No more requests of a connection are taken while more than this waits for its peer. Kernel and network hold as much
 /// again or more, so that a fast peer never waits for the next reply to be made.
@@ -327,58 +323,6 @@ impl Progress {
     }
 }
 
-/// Sends what waits for the peers of `servers`, as long as one of them takes something.
-///
-/// Takes no lock that somebody holds for long: it may be called in the midst of anything, by exit(3).
-pub fn send_rest(servers: &[Arc<Shared>], wait: Wait) {
-    /// A connection is read now and then too: two ends that only write would wait for each other.
-    const LOOK: Duration = Duration::from_millis(50);
-    let mut patience = Progress::new(wait, 0);
-    loop {
-        let (mut fds, mut taken, mut bytes, mut busy) = (Vec::new(), 0u64, 0, false);
-        for server in servers {
-            match server.try_lock() {
-                Ok(mut server) => {
-                    if let Some(rest) = server.rest() {
-                        bytes += rest.unsent();
-                        taken = taken.wrapping_add(rest.taken());
-                        fds.push(PollFd::new(server.fd, !server.traits.socket, server.wants_write()));
-                    }
-                }
-                Err(TryLockError::WouldBlock) => busy = true,
-                Err(TryLockError::Poisoned(_)) => {}
-            }
-        }
-        if fds.is_empty() && !busy {
-            return;
-        }
-        let Some(left) = patience.left(|| taken) else {
-            if bytes > 0 {
-                log_warn!("{bytes} bytes of replies are lost: their peers do not take them");
-            }
-            return;
-        };
-        let _ = wait::poll(&mut fds, Some(left.min(LOOK)), None);
-    }
-}
-
-impl Server {
-    /// Moves what moves; the device, if something still waits for the peer and this process is to send it.
-    fn rest(&mut self) -> Option<&dyn QueuePair> {
-        if self.forked() {
-            return None;
-        }
-        let Phase::Open(link) = &mut self.phase else { return None };
-        if link.device.unsent() > 0 && link.engine.closed().is_none() {
-            link.pump();
-        }
-        self.settle();
-        self.note();
-        let link = self.link()?;
-        (link.device.unsent() > 0).then_some(&*link.device)
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use std::net::{Shutdown, TcpListener, TcpStream};
@@ -388,6 +332,7 @@ mod tests {
 
     use super::super::client::tests::PATIENCE;
     use super::super::server::locked;
+    use super::super::server::{Phase, Server, Shared};
     use super::*;
     use crate::config::Config;
     use crate::connection::Expect;
@@ -402,6 +347,7 @@ mod tests {
     use crate::provider::WorkRequest;
     use crate::provider::iwarp::Iwarp;
     use crate::socket;
+    use crate::wait;
     use crate::wire::Xid;
     use std::sync::Mutex;
 

@@ -24,9 +24,8 @@ use crate::{log_warn, socket};
 use super::backlog::Wait;
 use super::calls::Waiter;
 use super::client::{Client, Waiting};
-use super::server::Turn;
 use super::session::{self, State};
-use super::{Mask, Requester, Responder, TURN};
+use super::{Mask, Requester, Responder, TURN, TURN_TIME};
 
 use crate::wait::WakeSet;
 
@@ -161,7 +160,7 @@ impl Client {
             state.settle();
         }
         let mut served = 0;
-        let until = Instant::now() + Turn::MOST;
+        let until = Instant::now() + TURN_TIME;
         while served < TURN as usize
             && (served == 0 || Instant::now() < until)
             && let Some(request) = state.callback()

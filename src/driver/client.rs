@@ -335,13 +335,13 @@ impl<'a> Policy<'a> for &'a Client {
         }
         if state.renewal.is_some() && state.attempt().is_none() {
             self.step(state);
+            if state.attempt().is_none() {
+                // There is a new connection, or none; whoever waits may have waited for just that.
+                return Turn::Look;
+            }
         }
-        let done = match state.renewal {
-            Some(_) => state.attempt().is_none(),
-            None => false,
-        };
-        // It came with what was looked at.
-        if done || state.session.calls.is_over(waiter) {
+        if state.session.calls.is_over(waiter) {
+            // It came with what was looked at.
             return Turn::Look;
         }
         Turn::Drive { spins: state.renewal.is_none() }

@@ -12,7 +12,6 @@ use crate::wire::characteristics::Characteristic;
 use crate::wire::v1;
 
 use super::link::Link;
-use super::server::{Shared, locked};
 
 /// What is known of the other end of a connection.
 #[derive(Clone, Copy, Debug)]
@@ -51,14 +50,6 @@ impl Peer {
             connection,
         })
     }
-}
-
-/// What is known of the client of a connection that was accepted.
-///
-/// # Errors
-/// As [`super::Server::peer`].
-pub fn of(server: &Shared) -> Result<Peer, Error> {
-    locked(server).peer()
 }
 
 /// Requests to the peer that threads wait for.
@@ -162,6 +153,7 @@ mod tests {
     use crate::driver::callback;
     use crate::driver::client::Client;
     use crate::driver::server::Server;
+    use crate::driver::server::{Shared, locked};
     use crate::driver::start::establish;
     use crate::driver::start::tests::iwarp_options;
     use crate::provider::iwarp::Iwarp;

@@ -18,12 +18,16 @@ use crate::provider::{QueuePair, Traits};
 use crate::stats::{self, Counter};
 use crate::{log_info, log_warn, socket};
 
+use super::backlog::Progress;
 use super::backlog::{Backlog, Wait};
 use super::link::Link;
+use super::peer::Peer;
 use super::service_loop::{self, ServiceLoop};
 use super::session::{self, Locked, Session, State};
 use super::start::{self, START_TIMEOUT, versions};
-use super::{Responder, TURN, memory};
+use super::{Responder, TURN, TURN_TIME, memory};
+use crate::wait::{self, PollFd};
+use std::sync::{Arc, TryLockError};
 
 /// While others wait for the memory that pulled Calls hold, a peer has so long to send what it was asked for: all of it, or
 /// [`PULL_LEAST`] bytes. So a Call of 64 MiB takes some five minutes at most.
@@ -92,16 +96,13 @@ pub(super) struct Turn {
 }
 
 impl Turn {
-    /// A longer one keeps others waiting, though not by less than one request takes.
-    pub(super) const MOST: Duration = Duration::from_millis(1);
-
     fn handed_up(&mut self, now: Instant) {
         self.requests += 1;
         self.began.get_or_insert(now);
     }
 
     fn is_over(&self) -> bool {
-        self.requests >= TURN || self.began.is_some_and(|began| began.elapsed() >= Turn::MOST)
+        self.requests >= TURN || self.began.is_some_and(|began| began.elapsed() >= TURN_TIME)
     }
 }
 
@@ -311,6 +312,21 @@ impl Server {
         (!spins).then_some(Next::Arrival)
     }
 
+    /// Moves what moves; the device, if something still waits for the peer and this process is to send it.
+    pub(super) fn rest(&mut self) -> Option<&dyn QueuePair> {
+        if self.forked() {
+            return None;
+        }
+        let Phase::Open(link) = &mut self.phase else { return None };
+        if link.device.unsent() > 0 && link.engine.closed().is_none() {
+            link.pump();
+        }
+        self.settle();
+        self.note();
+        let link = self.link()?;
+        (link.device.unsent() > 0).then_some(&*link.device)
+    }
+
     /// Why the connection is closed, if it is. A startup that takes too long closes it.
     pub fn closed(&mut self) -> Option<Error> {
         match &self.phase {
@@ -428,6 +444,41 @@ pub(super) fn locked(server: &Shared) -> MutexGuard<'_, Server> {
     server.lock().unwrap_or_else(|e| e.into_inner())
 }
 
+/// Sends what waits for the peers of `servers`, as long as one of them takes something.
+///
+/// Takes no lock that somebody holds for long: it may be called in the midst of anything, by exit(3).
+pub fn send_rest(servers: &[Arc<Shared>], wait: Wait) {
+    /// A connection is read now and then too: two ends that only write would wait for each other.
+    const LOOK: Duration = Duration::from_millis(50);
+    let mut patience = Progress::new(wait, 0);
+    loop {
+        let (mut fds, mut taken, mut bytes, mut busy) = (Vec::new(), 0u64, 0, false);
+        for server in servers {
+            match server.try_lock() {
+                Ok(mut server) => {
+                    if let Some(rest) = server.rest() {
+                        bytes += rest.unsent();
+                        taken = taken.wrapping_add(rest.taken());
+                        fds.push(PollFd::new(server.fd, !server.traits.socket, server.wants_write()));
+                    }
+                }
+                Err(TryLockError::WouldBlock) => busy = true,
+                Err(TryLockError::Poisoned(_)) => {}
+            }
+        }
+        if fds.is_empty() && !busy {
+            return;
+        }
+        let Some(left) = patience.left(|| taken) else {
+            if bytes > 0 {
+                log_warn!("{bytes} bytes of replies are lost: their peers do not take them");
+            }
+            return;
+        };
+        let _ = wait::poll(&mut fds, Some(left.min(LOOK)), None);
+    }
+}
+
 /// Whether a complete request lies in memory, after waiting for one as long as spinning pays. `others`: whether another
 /// descriptor of the program's loop has something.
 pub fn next(server: &Shared, others: impl Fn() -> bool) -> Next {
@@ -449,6 +500,14 @@ pub fn next(server: &Shared, others: impl Fn() -> bool) -> Next {
         state.turn = Turn { put_off: (next == Next::Later).then_some(0), ..Turn::default() };
     }
     next
+}
+
+/// What is known of the client of a connection that was accepted.
+///
+/// # Errors
+/// As [`Server::peer`].
+pub fn peer(server: &Shared) -> Result<Peer, Error> {
+    locked(server).peer()
 }
 
 impl<'a> Locked<'a> for &'a Shared {

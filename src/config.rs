@@ -20,8 +20,10 @@
 use std::ffi::{OsStr, OsString};
 use std::io;
 use std::path::{Path, PathBuf};
-use std::sync::{Arc, OnceLock};
+use std::sync::Arc;
 use std::time::Duration;
+
+use once_cell::race::OnceBox;
 
 use crate::binding::Registry;
 use crate::error::{Error, Kind};
@@ -183,17 +185,14 @@ struct Read {
 }
 
 fn process() -> &'static Read {
-    static PROCESS: OnceLock<Read> = OnceLock::new();
+    static PROCESS: OnceBox<Read> = OnceBox::new();
     if let Some(process) = PROCESS.get() {
         return process;
     }
-    // Read outside the OnceLock: a fork(2) of another thread in between would leave the child waiting for ever.
+    // What another thread has read meanwhile counts.
     let read = process::keeping_errno(|| Read::now(Path::new(FILE), process::is_secure()));
-    let mut first = false;
-    let process = PROCESS.get_or_init(|| {
-        first = true;
-        read
-    });
+    let first = PROCESS.set(Box::new(read)).is_ok();
+    let process = PROCESS.get().expect("it was set, here or meanwhile");
     if first {
         process.start_log();
     }

@@ -24,8 +24,10 @@
 #![forbid(unsafe_code)]
 
 use std::os::fd::RawFd;
-use std::sync::{Arc, OnceLock};
+use std::sync::Arc;
 use std::time::{Duration, Instant};
+
+use once_cell::race::OnceBox;
 
 use crate::config::Config;
 use crate::connection::characteristics::Wish;
@@ -71,16 +73,15 @@ const TURN_TIME: Duration = Duration::from_millis(1);
 
 /// The pools that all software connections of the process share.
 pub fn memory(config: &Config) -> Arc<Memory> {
-    static MEMORY: OnceLock<Arc<Memory>> = OnceLock::new();
+    static MEMORY: OnceBox<Arc<Memory>> = OnceBox::new();
     if let Some(memory) = MEMORY.get() {
         return memory.clone();
     }
     let (_, receive) = config.receive_sizes(false);
     // A process has one configuration, but for the tests.
     let receive = if cfg!(test) { receive.max(64 << 10) } else { receive };
-    // Made outside the OnceLock: a fork(2) of another thread in between would leave the child waiting for ever.
     let memory = Memory::new(receive, config.max_reply(false) + REPLY_HEADER, config.max_pulled);
-    MEMORY.get_or_init(|| memory).clone()
+    MEMORY.get_or_init(|| Box::new(memory)).clone()
 }
 
 /// See [`Requester::reply_header`].

@@ -20,7 +20,7 @@ use std::cell::{Cell, RefCell};
 use std::ffi::{CStr, c_char, c_int, c_uint};
 use std::marker::PhantomData;
 use std::panic::{AssertUnwindSafe, catch_unwind};
-use std::sync::Once;
+use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
 
 use crate::error::{Error, Kind};
 
@@ -380,17 +380,21 @@ thread_local! {
 
 /// Installed once: std's hook would print to the program's stderr.
 fn install_hook() {
-    static HOOK: Once = Once::new();
-    HOOK.call_once(|| {
-        let before = std::panic::take_hook();
-        std::panic::set_hook(Box::new(move |info| {
-            if GUARDS.get() == 0 {
-                before(info);
-                return;
-            }
-            PANIC_AT.set(info.location().map(|at| (own_file(at.file()), at.line())));
-        }));
-    });
+    // Not a Once: a fork(2) in the midst of it would leave the child waiting for ever. Of two threads at a time the later
+    // hook calls the earlier one, which does no harm.
+    static DONE: AtomicBool = AtomicBool::new(false);
+    if DONE.load(Relaxed) {
+        return;
+    }
+    let before = std::panic::take_hook();
+    std::panic::set_hook(Box::new(move |info| {
+        if GUARDS.get() == 0 {
+            before(info);
+            return;
+        }
+        PANIC_AT.set(info.location().map(|at| (own_file(at.file()), at.line())));
+    }));
+    DONE.store(true, Relaxed);
 }
 
 /// The location's file lives as long as the hook's argument only; the paths that matter are ours.

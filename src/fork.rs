@@ -1,6 +1,7 @@
 //! What fork(2) makes of a process: whether this one is still the one that it was, and what it shares with its children.
 //!
-//! Owns the fork generation and the cached process id.
+//! Owns the fork generation, the cached process id, and the locks of the process ([`Lock`]): a forked child never waits for
+//! one that another thread of its parent has.
 //!
 //! # Invariants
 //! - A [`SharedPage`] holds only its lock and atomic words: no pointer, no state that a process could leave torn.
@@ -10,10 +11,10 @@
 use std::io;
 use std::marker::PhantomData;
 use std::mem::MaybeUninit;
-use std::ptr::NonNull;
-use std::sync::Once;
-use std::sync::atomic::Ordering::Relaxed;
-use std::sync::atomic::{AtomicU32, AtomicU64};
+use std::ptr::{NonNull, null_mut};
+use std::sync::atomic::Ordering::{AcqRel, Acquire, Relaxed, Release};
+use std::sync::atomic::{AtomicBool, AtomicPtr, AtomicU32, AtomicU64};
+use std::sync::{Mutex, MutexGuard, TryLockError};
 
 use rustix::io::Errno;
 use rustix::process::{Pid, WaitId, WaitIdOptions, test_kill_process, waitid};
@@ -54,25 +55,117 @@ static GENERATION: AtomicU64 = AtomicU64::new(0);
 static PID: AtomicU32 = AtomicU32::new(0);
 
 fn watch_forks() {
-    static ONCE: Once = Once::new();
-    ONCE.call_once(|| {
-        // Also the first guard: what it sets up must not be under way while somebody forks.
-        guard(|| {
-            note_process();
-            Ok(())
-        });
-        // SAFETY: `after_fork` only stores atomics and calls getpid, which is allowed in the child of a
-        // multi-threaded process. The library is linked with -z nodelete: the handler stays mapped.
-        unsafe { libc::pthread_atfork(None, None, Some(after_fork)) };
+    // Not a Once: a fork(2) in the midst of it would leave the child waiting for ever. Two threads at a time have a fork
+    // counted twice, which changes nothing.
+    static DONE: AtomicBool = AtomicBool::new(false);
+    if DONE.load(Relaxed) {
+        return;
+    }
+    // Also the first guard: what it sets up must not be under way while somebody forks.
+    guard(|| {
+        note_process();
+        Ok(())
     });
+    // SAFETY: `after_fork` only stores atomics, tries locks and calls getpid, which is allowed in the child of a
+    // multi-threaded process. The library is linked with -z nodelete: the handler stays mapped.
+    unsafe { libc::pthread_atfork(None, None, Some(after_fork)) };
+    DONE.store(true, Relaxed);
 }
 
 unsafe extern "C" fn after_fork() {
     guard(|| {
         GENERATION.fetch_add(1, Relaxed);
         note_process();
+        let mut next = LOCKS.load(Acquire);
+        // SAFETY: NULL, or a link that was made by `Lock::place` and is never freed.
+        while let Some(link) = unsafe { next.as_ref() } {
+            link.lock.forked();
+            next = link.next;
+        }
         Ok(())
     });
+}
+
+/// The locks that were ever used.
+static LOCKS: AtomicPtr<Link> = AtomicPtr::new(null_mut());
+
+struct Link {
+    lock: &'static dyn Forked,
+    next: *mut Link,
+}
+
+trait Forked: Sync {
+    /// In the child, of which there is one thread.
+    fn forked(&self);
+}
+
+/// A lock of the process that no fork(2) leaves taken: a child that is forked while another thread has it finds it free,
+/// and the default in it, since the value may be half changed.
+pub struct Lock<T: 'static> {
+    /// Null before the first use, and in such a child.
+    place: AtomicPtr<Mutex<T>>,
+    known: AtomicBool,
+}
+
+impl<T: Default + Send> Lock<T> {
+    /// One with the default in it.
+    #[expect(clippy::new_without_default, reason = "for statics only")]
+    pub const fn new() -> Lock<T> {
+        Lock { place: AtomicPtr::new(null_mut()), known: AtomicBool::new(false) }
+    }
+
+    /// Takes it, also after a panic of who had it.
+    pub fn lock(&'static self) -> MutexGuard<'static, T> {
+        self.place().lock().unwrap_or_else(|e| e.into_inner())
+    }
+
+    /// Takes it if nobody has it.
+    pub fn try_lock(&'static self) -> Option<MutexGuard<'static, T>> {
+        match self.place().try_lock() {
+            Ok(value) => Some(value),
+            Err(TryLockError::Poisoned(poisoned)) => Some(poisoned.into_inner()),
+            Err(TryLockError::WouldBlock) => None,
+        }
+    }
+
+    fn place(&'static self) -> &'static Mutex<T> {
+        let place = self.place.load(Acquire);
+        // SAFETY: NULL, or a mutex that was made below and is never freed.
+        if let Some(mutex) = unsafe { place.as_ref() } {
+            return mutex;
+        }
+        watch_forks();
+        if !self.known.load(Acquire) {
+            let link = Box::leak(Box::new(Link { lock: self, next: LOCKS.load(Relaxed) }));
+            while let Err(other) = LOCKS.compare_exchange(link.next, link, AcqRel, Relaxed) {
+                link.next = other;
+            }
+            // Of two threads at a time both enter it, which does no harm; a fork before this has the child do it again.
+            self.known.store(true, Release);
+        }
+        let fresh = Box::into_raw(Box::<Mutex<T>>::default());
+        match self.place.compare_exchange(null_mut(), fresh, AcqRel, Acquire) {
+            // SAFETY: made above, and never freed.
+            Ok(_) => unsafe { &*fresh },
+            Err(first) => {
+                // SAFETY: made above, and shown to nobody.
+                drop(unsafe { Box::from_raw(fresh) });
+                // SAFETY: as at the start.
+                unsafe { &*first }
+            }
+        }
+    }
+}
+
+impl<T: Send> Forked for Lock<T> {
+    fn forked(&self) {
+        // SAFETY: NULL, or a mutex that was made by `place` and is never freed.
+        let Some(mutex) = (unsafe { self.place.load(Relaxed).as_ref() }) else { return };
+        if matches!(mutex.try_lock(), Err(TryLockError::WouldBlock)) {
+            // Left as it is for the thread that forks, should it be the one that has it.
+            self.place.store(null_mut(), Release);
+        }
+    }
 }
 
 fn note_process() {
@@ -286,6 +379,26 @@ mod tests {
         assert!(child.succeeded());
         assert!(process_gone(id));
         assert_eq!((generation(), process_id()), (before, pid));
+    }
+
+    #[test]
+    fn a_lock_that_another_thread_has_at_a_fork_is_free_in_the_child() {
+        static HELD: Lock<Vec<u32>> = Lock::new();
+        static FREE: Lock<Vec<u32>> = Lock::new();
+        FREE.lock().push(2);
+        let held = HELD.lock();
+        std::thread::scope(|scope| {
+            let forks = || {
+                let nested = || HELD.try_lock().is_some_and(|held| held.is_empty());
+                let child =
+                    testing::fork(|| nested() && testing::fork(nested).succeeded() && *FREE.lock() == [2]);
+                assert!(child.succeeded());
+                assert!(HELD.try_lock().is_none());
+            };
+            scope.spawn(forks).join().unwrap();
+        });
+        drop(held);
+        assert!(testing::fork(|| HELD.try_lock().is_some()).succeeded());
     }
 
     #[test]

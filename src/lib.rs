@@ -23,7 +23,8 @@
 //! socket                         sockets, which the software device and the driver use
 //! memory                         what messages lie in, what is lent by the program, and what peers make us hold
 //! wire                           header bytes: both versions, characteristics, the private data of a connection
-//! config, fork                   what is set; what a process shares with its children
+//! config                         what is set
+//! fork                           what a process shares with its children, and the locks that no fork leaves taken
 //! binding, ffi                   what may be placed directly; the guard around each C function
 //! log, stats, textfile, wait     words for people, counters, files of settings; poll(2), epoll, timers
 //! error, process, signals, thread

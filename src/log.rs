@@ -24,9 +24,10 @@ use std::io;
 use std::os::fd::{AsFd, AsRawFd, IntoRawFd, OwnedFd, RawFd};
 use std::os::unix::fs::{MetadataExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
-use std::sync::OnceLock;
 use std::sync::atomic::{AtomicBool, AtomicI32, AtomicU8, AtomicU64, Ordering::Relaxed};
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
+
+use once_cell::race::OnceBox;
 
 use crate::error::os_text;
 use crate::process::{self, Identity};
@@ -150,7 +151,7 @@ struct Log {
     level: AtomicU8,
     place: Place,
     /// The absolute path behind `place`; unset for stderr.
-    path: OnceLock<PathBuf>,
+    path: OnceBox<PathBuf>,
     /// stderr when the log was started on a file, to say that the file takes no more; -1: not there, or said.
     complaints: Place,
     /// Lines that could not be written since the last one that could, and why the latest could not.
@@ -197,7 +198,7 @@ impl Log {
         Log {
             level: AtomicU8::new(0),
             place: Place::new(),
-            path: OnceLock::new(),
+            path: OnceBox::new(),
             complaints: Place::new(),
             lost: AtomicU64::new(0),
             reason: AtomicI32::new(0),
@@ -218,7 +219,8 @@ impl Log {
 
     fn start_file(&self, level: Level, path: &Path) -> io::Result<()> {
         // Absolute, because daemons change their directory.
-        let path = self.path.get_or_init(|| std::path::absolute(path).unwrap_or_else(|_| path.to_owned()));
+        let path =
+            self.path.get_or_init(|| Box::new(std::path::absolute(path).unwrap_or_else(|_| path.to_owned())));
         self.open(path, None)?;
         if let Some(identity) = usable(libc::STDERR_FILENO) {
             self.complaints.set(libc::STDERR_FILENO, identity);

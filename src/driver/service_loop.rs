@@ -4,12 +4,14 @@
 //! (it sleeps in poll(2), as far as anybody can tell) or is inside a dispatch routine.
 #![forbid(unsafe_code)]
 
+use once_cell::race::OnceBox;
+
 use crate::thread;
 use std::cell::Cell;
 use std::ops::Range;
 use std::os::fd::RawFd;
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering::Relaxed};
-use std::sync::{Mutex, MutexGuard, OnceLock, Weak};
+use std::sync::{Mutex, MutexGuard, Weak};
 use std::time::Instant;
 
 /// Calls that may be nested in one another, each waiting for a call back: the stack is the program's.
@@ -278,8 +280,8 @@ impl ServiceLoop {
 }
 
 fn now_ns() -> u64 {
-    static START: OnceLock<Instant> = OnceLock::new();
-    START.get_or_init(Instant::now).elapsed().as_nanos() as u64
+    static START: OnceBox<Instant> = OnceBox::new();
+    START.get_or_init(|| Box::new(Instant::now())).elapsed().as_nanos() as u64
 }
 
 /// A dispatch routine that is run while another one waits for a call back.

@@ -12,12 +12,13 @@
 use std::collections::HashMap;
 use std::net::SocketAddr;
 use std::os::fd::{AsRawFd, OwnedFd, RawFd};
-use std::sync::{Arc, Mutex, MutexGuard, OnceLock};
+use std::sync::{Arc, MutexGuard};
 use std::time::{Duration, Instant};
 
 use crate::config::{Config, Provider, Version};
 use crate::connection::{Role, receive_margin};
 use crate::error::{Error, Kind, os_text};
+use crate::fork;
 use crate::memory::{AREAS_MAX, Areas, areas};
 use crate::provider::{DEVICES, Device, NEEDS_ROOM, Options, QueuePair, Traits, Way};
 use crate::wire::header::Versions;
@@ -490,8 +491,8 @@ mod peers {
     type Table = HashMap<SocketAddr, (Speaks, Instant)>;
 
     fn table() -> MutexGuard<'static, Table> {
-        static TABLE: OnceLock<Mutex<Table>> = OnceLock::new();
-        TABLE.get_or_init(Default::default).lock().unwrap_or_else(|e| e.into_inner())
+        static TABLE: fork::Lock<Table> = fork::Lock::new();
+        TABLE.lock()
     }
 
     pub fn known(peer: SocketAddr) -> Option<Speaks> {

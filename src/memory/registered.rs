@@ -3,10 +3,11 @@
 
 use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
-use std::sync::{RwLock, RwLockReadGuard};
+
+use crate::fork::Lock;
 
 /// First address and length of each range; they do not overlap.
-static RANGES: RwLock<BTreeMap<usize, usize>> = RwLock::new(BTreeMap::new());
+static RANGES: Lock<BTreeMap<usize, usize>> = Lock::new();
 
 /// Whether there was ever one: saves the lock.
 static ANY: AtomicBool = AtomicBool::new(false);
@@ -19,7 +20,7 @@ pub fn any() -> bool {
 /// Registers `len` bytes at `address`. False when they are none, wrap, or overlap a range that is registered.
 pub fn add(address: usize, len: usize) -> bool {
     let Some(end) = address.checked_add(len).filter(|_| address != 0 && len != 0) else { return false };
-    let mut ranges = RANGES.write().unwrap_or_else(|e| e.into_inner());
+    let mut ranges = RANGES.lock();
     let before = ranges.range(..end).next_back();
     if before.is_some_and(|(start, len)| start + len > address) {
         return false;
@@ -31,7 +32,7 @@ pub fn add(address: usize, len: usize) -> bool {
 
 /// Ends the registration that begins at `address`. False when there is none.
 pub fn remove(address: usize) -> bool {
-    RANGES.write().unwrap_or_else(|e| e.into_inner()).remove(&address).is_some()
+    RANGES.lock().remove(&address).is_some()
 }
 
 /// Whether all of the range is registered.
@@ -39,11 +40,11 @@ pub fn cover(address: usize, len: usize) -> bool {
     if !any() {
         return false;
     }
-    let inside = |ranges: RwLockReadGuard<'_, BTreeMap<usize, usize>>| {
+    let inside = |ranges: &BTreeMap<usize, usize>| {
         let (start, covered) = ranges.range(..=address).next_back().map(|(start, len)| (*start, *len))?;
         Some(address - start <= covered && len <= covered - (address - start))
     };
-    inside(RANGES.read().unwrap_or_else(|e| e.into_inner())).unwrap_or(false)
+    inside(&RANGES.lock()).unwrap_or(false)
 }
 
 #[cfg(test)]

@@ -26,9 +26,11 @@ use std::ffi::c_int;
 use std::fs;
 use std::net::{IpAddr, SocketAddr};
 use std::os::fd::RawFd;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering::Relaxed};
-use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant};
+
+use once_cell::race::OnceBox;
 
 use crate::error::{Error, Kind};
 use crate::fork;
@@ -231,8 +233,8 @@ static LOCKED: AtomicUsize = AtomicUsize::new(0);
 static COPIES_UNTIL: AtomicU64 = AtomicU64::new(0);
 
 fn now_ms() -> u64 {
-    static START: OnceLock<Instant> = OnceLock::new();
-    START.get_or_init(Instant::now).elapsed().as_millis() as u64
+    static START: OnceBox<Instant> = OnceBox::new();
+    START.get_or_init(|| Box::new(Instant::now())).elapsed().as_millis() as u64
 }
 
 /// Bytes of those that belong to connections whose peers have not yet shown that they are there.

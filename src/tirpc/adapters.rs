@@ -17,13 +17,14 @@
 
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
 use std::os::fd::RawFd;
-use std::sync::{Arc, Mutex, MutexGuard, OnceLock};
+use std::sync::{Arc, MutexGuard};
 use std::time::{Duration, Instant};
 
 use crate::config::{self, Config, Provider, RedirectAdapters};
 use crate::driver::{Server, start};
 use crate::error::{Error, Kind, os_text};
 use crate::ffi::guard;
+use crate::fork;
 use crate::process::{self, Identity};
 use crate::provider::{Accepted, Device, Knock, Listener, Places};
 use crate::tirpc::bare::{LISTENING, bare};
@@ -70,8 +71,8 @@ unsafe impl Send for Bare {}
 static ACCEPT: xp_ops = xp_ops { xp_recv: Some(accept), ..LISTENING };
 
 fn table() -> MutexGuard<'static, Vec<Entry>> {
-    static TABLE: OnceLock<Mutex<Vec<Entry>>> = OnceLock::new();
-    TABLE.get_or_init(Default::default).lock().unwrap_or_else(|e| e.into_inner())
+    static TABLE: fork::Lock<Vec<Entry>> = fork::Lock::new();
+    TABLE.lock()
 }
 
 /// Notes a registered TCP listener that is to be served on adapters too.

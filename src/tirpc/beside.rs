@@ -19,10 +19,11 @@ use std::io;
 use std::net::SocketAddr;
 use std::os::fd::{AsRawFd, FromRawFd, IntoRawFd, OwnedFd};
 use std::ptr::null;
-use std::sync::{Mutex, MutexGuard};
+use std::sync::MutexGuard;
 use std::time::Instant;
 
 use crate::error::os_text;
+use crate::fork;
 use crate::socket::Sockaddr;
 use crate::tirpc::interpose::{listeners, svc_tli_create};
 use crate::tirpc::netid::Netid;
@@ -37,10 +38,10 @@ struct Wanted {
     programs: Vec<(u32, u32)>,
 }
 
-static WANTED: Mutex<Vec<Wanted>> = Mutex::new(Vec::new());
+static WANTED: fork::Lock<Vec<Wanted>> = fork::Lock::new();
 
 fn table() -> MutexGuard<'static, Vec<Wanted>> {
-    WANTED.lock().unwrap_or_else(|e| e.into_inner())
+    WANTED.lock()
 }
 
 /// Notes that a program serves datagrams at `local`, and is registered at the same address of `netid`.
@@ -57,7 +58,7 @@ pub fn registered(netid: Netid, local: SocketAddr, prog: u32, vers: u32) {
 /// Forgets a registration that is taken back before the loop has begun.
 pub fn withdrawn(netid: Netid, prog: u32, vers: u32) {
     // A handler that finds the table locked has interrupted what goes through it: nothing is noted that would last.
-    let Ok(mut table) = WANTED.try_lock() else { return };
+    let Some(mut table) = WANTED.try_lock() else { return };
     for wanted in table.iter_mut().filter(|wanted| wanted.netid == netid) {
         wanted.programs.retain(|program| *program != (prog, vers));
     }

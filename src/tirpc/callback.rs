@@ -18,7 +18,7 @@ use std::cell::Cell;
 use std::collections::HashMap;
 use std::os::fd::RawFd;
 use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, Weak};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, Weak};
 use std::time::Duration;
 
 use crate::connection::Request;
@@ -83,9 +83,9 @@ pub fn serve(
     version: u32,
     dispatch: dispatch_t,
 ) -> Result<(), Error> {
-    static CHANGES: Mutex<()> = Mutex::new(());
+    static CHANGES: fork::Lock<()> = fork::Lock::new();
     // Of two threads that serve their first program on one connection, or end and begin, one is first.
-    let one_at_a_time = CHANGES.lock().unwrap_or_else(|e| e.into_inner());
+    let one_at_a_time = CHANGES.lock();
     let callbacks = find(client);
     let Some(callbacks) = callbacks.or_else(|| dispatch.map(|_| Callbacks::of(client))) else {
         return Err(Error::new(Kind::Invalid, "no program is served on this connection"));
@@ -125,8 +125,8 @@ pub fn serve(
 
 /// Those of this process, by [`key`].
 fn table() -> MutexGuard<'static, HashMap<u64, Weak<Callbacks>>> {
-    static TABLE: OnceLock<Mutex<HashMap<u64, Weak<Callbacks>>>> = OnceLock::new();
-    TABLE.get_or_init(Default::default).lock().unwrap_or_else(|e| e.into_inner())
+    static TABLE: fork::Lock<HashMap<u64, Weak<Callbacks>>> = fork::Lock::new();
+    TABLE.lock()
 }
 
 /// The connection's identity, as long as somebody holds a share of it, be it a weak one, as its `Callbacks` do.
@@ -165,10 +165,10 @@ pub(super) mod waker {
     // SAFETY: the bare transport's memory lives for ever, and is not looked at here.
     unsafe impl Send for Waker {}
 
-    static WAKER: Mutex<Option<Waker>> = Mutex::new(None);
+    static WAKER: fork::Lock<Option<Waker>> = fork::Lock::new();
 
     fn lock() -> MutexGuard<'static, Option<Waker>> {
-        WAKER.lock().unwrap_or_else(|e| e.into_inner())
+        WAKER.lock()
     }
 
     /// The waker of this process.

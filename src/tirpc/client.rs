@@ -21,7 +21,7 @@ use std::mem::size_of;
 use std::ops::Deref;
 use std::ptr::null_mut;
 use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, Weak};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, Weak};
 use std::time::{Duration, Instant};
 
 use crate::binding::{Binding, Head};
@@ -563,8 +563,8 @@ mod connections {
     type Table = HashMap<c_int, (Arc<Client>, Arc<Uses>)>;
 
     fn table() -> MutexGuard<'static, Table> {
-        static TABLE: OnceLock<Mutex<Table>> = OnceLock::new();
-        TABLE.get_or_init(Default::default).lock().unwrap_or_else(|e| e.into_inner())
+        static TABLE: fork::Lock<Table> = fork::Lock::new();
+        TABLE.lock()
     }
 
     pub fn find(fd: c_int) -> Option<(Arc<Client>, Arc<Uses>)> {

@@ -14,10 +14,11 @@
 use std::collections::HashMap;
 use std::net::IpAddr;
 use std::os::fd::RawFd;
-use std::sync::{Arc, Mutex, MutexGuard, OnceLock, Weak};
+use std::sync::{Arc, MutexGuard, Weak};
 use std::time::{Duration, Instant};
 
 use crate::driver::{START_TIMEOUT, Stage};
+use crate::fork;
 use crate::provider::Shortage;
 use crate::tirpc::progress::{self, Wants, Watched};
 use crate::tirpc::{_rpc_dtablesize, SVCXPRT, polled, rpc_control, svc_destroy};
@@ -66,8 +67,8 @@ impl Watched for Silent {
 }
 
 fn table() -> MutexGuard<'static, HashMap<RawFd, Known>> {
-    static TABLE: OnceLock<Mutex<HashMap<RawFd, Known>>> = OnceLock::new();
-    TABLE.get_or_init(Mutex::default).lock().unwrap_or_else(|e| e.into_inner())
+    static TABLE: fork::Lock<HashMap<RawFd, Known>> = fork::Lock::new();
+    TABLE.lock()
 }
 
 /// Whether libtirpc has set an accepted connection to never block.

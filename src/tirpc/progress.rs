@@ -8,7 +8,7 @@ use std::collections::HashMap;
 use std::os::fd::RawFd;
 use std::ptr::null_mut;
 use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
-use std::sync::{Arc, Mutex, MutexGuard, OnceLock, TryLockError, Weak};
+use std::sync::{Arc, MutexGuard, Weak};
 use std::time::{Duration, Instant};
 
 use crate::driver::{Shared, Wait, send_rest};
@@ -124,7 +124,7 @@ fn nobody() -> Weak<dyn Watched> {
 
 static WAKE: xp_ops = xp_ops { xp_recv: Some(wake), ..LISTENING };
 
-static TABLE: OnceLock<Mutex<Progress>> = OnceLock::new();
+static TABLE: fork::Lock<Progress> = fork::Lock::new();
 
 /// What the loop polls for all of it; -1 before there is anything.
 pub fn fd() -> RawFd {
@@ -132,17 +132,20 @@ pub fn fd() -> RawFd {
 }
 
 fn table() -> MutexGuard<'static, Progress> {
-    let empty = || {
-        Mutex::new(Progress {
+    TABLE.lock()
+}
+
+impl Default for Progress {
+    fn default() -> Progress {
+        Progress {
             set: None,
             generation: 0,
             entries: HashMap::new(),
             errands: [None; 3],
             xprt: null_mut(),
             registered: false,
-        })
-    };
-    TABLE.get_or_init(empty).lock().unwrap_or_else(|e| e.into_inner())
+        }
+    }
 }
 
 /// Says what connection `fd` waits for besides being readable, and `who` that is.
@@ -176,14 +179,13 @@ pub fn left_loop() {
 
 /// Sends what waits, now that the program has left its loop or ends: nobody else would.
 pub fn finish() {
-    let Some(table) = TABLE.get() else { return };
     // exit(3) may have been called in the midst of anything, also of what holds the lock.
     let mut tries = 100;
     let table = loop {
-        match table.try_lock() {
-            Ok(table) => break table,
-            Err(TryLockError::WouldBlock) if tries > 0 => tries -= 1,
-            Err(_) => return,
+        match TABLE.try_lock() {
+            Some(table) => break table,
+            None if tries > 0 => tries -= 1,
+            None => return,
         }
         let _ = wait::poll(&mut [], Some(Duration::from_millis(1)), None);
     };

@@ -6,9 +6,10 @@
 #![allow(unsafe_code)]
 
 use std::ffi::{CStr, c_char, c_int, c_void};
-use std::sync::OnceLock;
 
 use rdma_sys::*;
+
+use once_cell::race::OnceBox;
 
 use crate::error::{Error, Kind};
 use crate::process;
@@ -82,15 +83,14 @@ enum Which {
 /// # Errors
 /// The same at every call, when one is missing or too old.
 pub fn get() -> Result<&'static Library, Error> {
-    static LIBRARY: OnceLock<Result<Library, Error>> = OnceLock::new();
+    static LIBRARY: OnceBox<Result<Library, Error>> = OnceBox::new();
     #[cfg(test)]
     if let Some(mock) = super::mock::installed() {
         return Ok(mock);
     }
     if LIBRARY.get().is_none() {
-        // Loaded outside the OnceLock: a fork(2) of another thread in between would leave the child waiting for ever.
         let loaded = process::keeping_errno(Library::load);
-        let _ = LIBRARY.set(loaded);
+        let _ = LIBRARY.set(Box::new(loaded));
     }
     match LIBRARY.get() {
         Some(Ok(library)) => Ok(library),

@@ -165,3 +165,55 @@ impl Window {
         self.in_flight
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn there_is_one_credit_until_a_reply_tells_and_then_the_lower_of_asked_and_granted() {
+        let mut window = Window::new(Role::Client, 8, 64);
+        assert_eq!((window.left(), window.is_told()), (1, false));
+        window.take();
+        assert_eq!(window.left(), 0);
+        window.set_granted(Credits(32));
+        assert_eq!((window.left(), window.limit()), (7, 8));
+        window.set_granted(Credits(2));
+        window.take();
+        window.take();
+        // A smaller grant does not call back what is under way.
+        assert_eq!((window.limit(), window.left(), window.in_flight()), (2, 0, 3));
+        window.set_granted(Credits(0));
+        assert_eq!(window.limit(), 1, "a grant of zero is taken as one");
+    }
+
+    #[test]
+    fn only_calls_that_nobody_waits_for_starve_a_connection() {
+        let mut window = Window::new(Role::Client, 2, 64);
+        window.set_granted(Credits(2));
+        window.take();
+        window.take();
+        assert!(!window.starved(), "they are waited for");
+        window.abandon();
+        assert!(!window.starved(), "one is");
+        window.abandon();
+        assert!(window.starved());
+        window.give_back(true);
+        assert_eq!((window.starved(), window.abandoned(), window.left()), (false, 1, 1));
+    }
+
+    #[test]
+    fn the_directions_share_the_receives_and_none_is_left_without() {
+        let mut window = Window::new(Role::Server, 100, 16);
+        assert_eq!((window.receives(), window.serves(), window.asked()), (15, true, 0));
+        assert_eq!(window.ask(8), 1, "one Receive is left to the other direction");
+        assert_eq!(window.grant(4), 4);
+        // Those of before were told, and may still be used.
+        assert_eq!((window.receives(), window.told(Direction::Reply)), (16, Credits(4)));
+        assert_eq!(
+            Window::new(Role::Client, 4, 16).told(Direction::Reply),
+            Credits(1),
+            "a grant is never zero"
+        );
+    }
+}

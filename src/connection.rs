@@ -421,6 +421,7 @@ impl Connection {
     }
 
     /// Requests received and not yet handed up, ready or not.
+    #[cfg(test)]
     pub fn requests_queued(&self) -> usize {
         self.responder.requests_queued()
     }

@@ -59,7 +59,6 @@ pub mod start;
 
 pub use backlog::Wait;
 pub use client::Client;
-pub use link::Link;
 pub use peer::Peer;
 pub use reverse::Reverse;
 pub use server::{Next, Server, Shared, Stage, next, peer as peer_of, send_rest};
@@ -246,9 +245,6 @@ impl SendRoom {
 
 /// Answers calls of a connection: the end that accepted it, or the other one in the reverse direction.
 pub trait Responder: Send + Sync {
-    /// The descriptor that the program knows the connection by.
-    fn fd(&self) -> RawFd;
-
     /// Memory to encode into.
     ///
     /// # Errors

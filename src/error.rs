@@ -20,8 +20,6 @@ pub enum Kind {
     Refused,
     /// The program's xdrproc refused to encode, or memory for encoding ran out.
     Encode,
-    /// The reply could not be decoded.
-    Decode,
     /// The peer answered RDMA_ERROR, or cannot speak our version (RFC 8166 §4.5).
     Peer,
     /// The peer broke the protocol; the connection is closed.
@@ -94,8 +92,6 @@ pub mod clnt_stat {
     pub const RPCBFAILURE: u32 = 14;
     pub const PROGNOTREGISTERED: u32 = 15;
     pub const FAILED: u32 = 16;
-    pub const UNKNOWNPROTO: u32 = 17;
-    pub const TLIERROR: u32 = 20;
     pub const N2AXLATEFAILURE: u32 = 22;
 }
 
@@ -108,7 +104,6 @@ impl Kind {
             Kind::ConnectionLost => (libc::ECONNRESET, clnt_stat::CANTRECV),
             Kind::Refused => (libc::ECONNREFUSED, clnt_stat::SYSTEMERROR),
             Kind::Encode => (libc::EINVAL, clnt_stat::CANTENCODEARGS),
-            Kind::Decode => (libc::EINVAL, clnt_stat::CANTDECODERES),
             Kind::Peer => (libc::EIO, clnt_stat::FAILED),
             Kind::Protocol => (libc::EPROTO, clnt_stat::CANTRECV),
             Kind::TooLong => (libc::EMSGSIZE, clnt_stat::FAILED),

@@ -279,6 +279,7 @@ unsafe extern "C-unwind" {
 }
 
 /// The error of the thread's latest guarded function that failed, if nothing cleared it since.
+#[cfg(test)]
 pub fn last_error() -> Option<Error> {
     LAST_ERROR.try_with(|last| last.try_borrow().ok()?.clone()).ok().flatten()
 }

@@ -109,7 +109,6 @@ pub struct Lock<T: 'static> {
 
 impl<T: Default + Send> Lock<T> {
     /// One with the default in it.
-    #[expect(clippy::new_without_default, reason = "for statics only")]
     pub const fn new() -> Lock<T> {
         Lock { place: AtomicPtr::new(null_mut()), known: AtomicBool::new(false) }
     }

@@ -45,8 +45,10 @@ mod message;
 mod pool;
 pub mod registered;
 
-pub use areas::{Area, Areas};
-pub use message::{Message, Pieces};
+#[cfg(feature = "verbs")]
+pub use areas::Area;
+pub use areas::Areas;
+pub use message::Message;
 pub use pool::{Pool, Slabs};
 
 use pool::{Home, PAGE, RawBlock, round_up};

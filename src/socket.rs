@@ -93,6 +93,7 @@ pub fn is_nonblocking(fd: RawFd) -> bool {
 ///
 /// # Errors
 /// The errno of fcntl(2).
+#[cfg(feature = "verbs")]
 pub fn set_nonblocking(fd: RawFd) -> io::Result<()> {
     let fd = borrow(fd)?;
     Ok(fcntl_setfl(fd, fcntl_getfl(fd)? | OFlags::NONBLOCK)?)
@@ -391,6 +392,7 @@ impl Sockaddr {
     }
 
     /// What a `sockaddr_storage` holds.
+    #[cfg(feature = "verbs")]
     pub fn stored(storage: &libc::sockaddr_storage) -> Option<SocketAddr> {
         let bytes: *const libc::sockaddr_storage = storage;
         // SAFETY: every byte of a sockaddr_storage may be read, and it is longer than this.

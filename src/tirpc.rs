@@ -16,7 +16,7 @@
 //!   still carries under the same names, whose structures differ.
 //! - Data symbols (`svc_pollfd`, `svc_max_pollfd`, `svc_fdset`) stay libtirpc's own objects: programs copy-relocate them.
 #![allow(unsafe_code)]
-#![allow(non_camel_case_types)]
+#![allow(non_camel_case_types, clippy::upper_case_acronyms)]
 
 use std::cell::RefCell;
 use std::ffi::{CStr, c_char, c_int, c_uint, c_ushort, c_void};
@@ -53,8 +53,6 @@ pub type rpcprog_t = u32;
 pub type rpcvers_t = u32;
 /// `TRUE`.
 pub const TRUE: bool_t = 1;
-/// `FALSE`.
-pub const FALSE: bool_t = 0;
 
 /// `struct netbuf`: a transport address.
 #[repr(C)]
@@ -426,7 +424,6 @@ pub mod msg {
     pub const CALL: u32 = 0;
     pub const REPLY: u32 = 1;
     pub const MSG_ACCEPTED: u32 = 0;
-    pub const MSG_DENIED: u32 = 1;
     /// `accept_stat` SUCCESS.
     pub const SUCCESS: u32 = 0;
     pub const RPC_MSG_VERSION: u32 = 2;
@@ -458,8 +455,6 @@ pub mod control {
     pub const CLSET_TIMEOUT: u32 = 1;
     pub const CLGET_TIMEOUT: u32 = 2;
     pub const CLGET_SERVER_ADDR: u32 = 3;
-    pub const CLSET_RETRY_TIMEOUT: u32 = 4;
-    pub const CLGET_RETRY_TIMEOUT: u32 = 5;
     pub const CLGET_FD: u32 = 6;
     pub const CLGET_SVC_ADDR: u32 = 7;
     pub const CLSET_FD_CLOSE: u32 = 8;
@@ -470,20 +465,11 @@ pub mod control {
     pub const CLSET_VERS: u32 = 13;
     pub const CLGET_PROG: u32 = 14;
     pub const CLSET_PROG: u32 = 15;
-    pub const CLSET_SVC_ADDR: u32 = 16;
-    pub const CLSET_PUSH_TIMOD: u32 = 17;
-    pub const CLSET_POP_TIMOD: u32 = 18;
-    pub const CLSET_ASYNC: u32 = 19;
-    pub const CLSET_CONNECT: u32 = 20;
-    pub const SVCGET_CONNMAXREC: u32 = 3;
-    pub const SVCSET_CONNMAXREC: u32 = 4;
 }
 
 /// Semantics and flags of `struct netconfig`.
 #[allow(missing_docs)]
 pub mod nc {
-    pub const NC_TPI_CLTS: u64 = 1;
-    pub const NC_TPI_COTS: u64 = 2;
     pub const NC_TPI_COTS_ORD: u64 = 3;
     pub const NC_NOFLAG: u64 = 0;
     pub const NC_VISIBLE: u64 = 1;
@@ -548,7 +534,6 @@ unsafe extern "C" {
     pub fn svcerr_progvers(xprt: *mut SVCXPRT, low: u32, high: u32);
 
     pub fn xdr_callmsg(xdrs: *mut XDR, msg: *mut rpc_msg) -> bool_t;
-    pub fn xdr_callhdr(xdrs: *mut XDR, msg: *mut rpc_msg) -> bool_t;
     pub fn xdr_replymsg(xdrs: *mut XDR, msg: *mut rpc_msg) -> bool_t;
     pub fn xdr_opaque_auth(xdrs: *mut XDR, auth: *mut opaque_auth) -> bool_t;
     pub fn xdr_free(xdrproc: XdrProc, object: *mut c_void);
@@ -557,6 +542,7 @@ unsafe extern "C" {
     pub fn authnone_create() -> *mut AUTH;
     pub fn __rpc_createerr() -> *mut rpc_createerr;
 
+    #[cfg(test)]
     pub fn freenetconfigent(nconf: *mut netconfig);
 
     pub static _null_auth: opaque_auth;

@@ -14,7 +14,9 @@ use std::sync::atomic::AtomicU32;
 use std::sync::atomic::Ordering::{Acquire, Release};
 use std::time::Duration;
 
-use rustix::event::{EventfdFlags, epoll, eventfd};
+use rustix::event::epoll;
+#[cfg(feature = "verbs")]
+use rustix::event::{EventfdFlags, eventfd};
 use rustix::io::Errno;
 use rustix::thread::futex;
 use rustix::time::{
@@ -42,13 +44,9 @@ impl PollFd {
     }
 
     /// Whether a write would not block.
+    #[cfg(test)]
     pub fn writable(&self) -> bool {
         self.0.revents & (libc::POLLOUT | libc::POLLERR | libc::POLLHUP | libc::POLLNVAL) != 0
-    }
-
-    /// Whether the descriptor is not open.
-    pub fn invalid(&self) -> bool {
-        self.0.revents & libc::POLLNVAL != 0
     }
 }
 
@@ -94,12 +92,14 @@ pub fn until(
 }
 
 /// Some descriptors that are waited for as one.
+#[cfg(feature = "verbs")]
 pub struct Readables {
     set: OwnedFd,
     /// Readable for ever, once there is one.
     ended: Option<OwnedFd>,
 }
 
+#[cfg(feature = "verbs")]
 impl Readables {
     /// A set of `fds`.
     ///

@@ -161,6 +161,7 @@ impl Characteristics {
     }
 
     /// Bytes of the Receives that are posted from now on.
+    #[cfg(test)]
     pub fn goal(&self) -> usize {
         self.goal
     }

@@ -153,6 +153,7 @@ impl Responder {
     }
 
     /// Requests received and not yet handed up, ready or not.
+    #[cfg(test)]
     pub(super) fn requests_queued(&self) -> usize {
         self.queue.len()
     }

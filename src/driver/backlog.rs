@@ -410,10 +410,7 @@ mod tests {
             if let Some(request) = locked(server).receive() {
                 return request;
             }
-            assert!(
-                wait::until(Responder::fd(server), wait::IN, Some(PATIENCE), None).unwrap(),
-                "no request"
-            );
+            assert!(wait::until(locked(server).fd(), wait::IN, Some(PATIENCE), None).unwrap(), "no request");
         }
     }
 
@@ -475,7 +472,7 @@ mod tests {
         message.extend(&[10u32, 8].map(u32::to_be_bytes).concat()).unwrap();
         message.extend(&vec![0; 300 << 10]).unwrap();
         client.begin(Xid(10), message.into(), Expect::Reply { max: 8, places: Vec::new() }).unwrap();
-        let fd = Responder::fd(&server);
+        let fd = locked(&server).fd();
         assert!(wait::until(fd, wait::IN, Some(PATIENCE), None).unwrap());
         assert!(locked(&server).receive().is_none());
         assert_eq!(server::next(&server, || false), Next::Arrival);
@@ -546,7 +543,7 @@ mod tests {
         let sent = AtomicBool::new(false);
         scope(|scope| {
             scope.spawn(|| {
-                let fd = Responder::fd(&server);
+                let fd = locked(&server).fd();
                 let state = locked(&server);
                 let (state, outcome) =
                     session::reply(&&server, state, (fd, request.id), reply.into(), wait, false);
@@ -571,7 +568,7 @@ mod tests {
             let mut reply = server.message().unwrap();
             reply.extend(&xid.to_be_bytes()).unwrap();
             reply.extend(&vec![7; LENGTH]).unwrap();
-            let fd = Responder::fd(&server);
+            let fd = locked(&server).fd();
             let start = Instant::now();
             let server_end = locked(&server);
             let (mut server_end, sent) =

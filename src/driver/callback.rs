@@ -364,10 +364,6 @@ impl Waiting {
 }
 
 impl Responder for Client {
-    fn fd(&self) -> RawFd {
-        self.fd
-    }
-
     fn message(&self) -> Result<Buf, Error> {
         Requester::message(self)
     }

@@ -603,7 +603,7 @@ pub(super) mod tests {
             if let Some(request) = locked(server).receive() {
                 return Some(request);
             }
-            if !wait::until(Responder::fd(server), wait::IN, Some(Duration::from_secs(2)), None).unwrap() {
+            if !wait::until(locked(server).fd(), wait::IN, Some(Duration::from_secs(2)), None).unwrap() {
                 return None;
             }
         }

@@ -195,7 +195,7 @@ mod tests {
                 return;
             }
             locked(server).push();
-            let fd = Responder::fd(server);
+            let fd = locked(server).fd();
             wait::until(fd, wait::IN, Some(PATIENCE), None).unwrap();
         }
     }

@@ -474,7 +474,7 @@ mod tests {
                 if request.is_some() || locked(&self.server).closed().is_some() {
                     return request;
                 }
-                assert!(wait::until(Responder::fd(&self.server), wait::IN, Some(PATIENCE), None).unwrap());
+                assert!(wait::until(locked(&self.server).fd(), wait::IN, Some(PATIENCE), None).unwrap());
             }
         }
 

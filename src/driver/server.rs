@@ -529,10 +529,6 @@ impl State for Server {
 }
 
 impl Responder for Shared {
-    fn fd(&self) -> RawFd {
-        locked(self).fd
-    }
-
     fn message(&self) -> Result<Buf, Error> {
         let server = locked(self);
         match &server.phase {

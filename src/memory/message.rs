@@ -37,11 +37,6 @@ impl Message {
         self.body.len()
     }
 
-    /// Whether it has no byte.
-    pub fn is_empty(&self) -> bool {
-        self.body.is_empty()
-    }
-
     /// The message with holes: for those who read headers and skip what was lent.
     pub fn body(&self) -> &[u8] {
         &self.body
@@ -94,6 +89,7 @@ impl Message {
     }
 
     /// The message with every lent part copied in.
+    #[cfg(test)]
     pub fn into_body(mut self) -> Buf {
         self.copy_in(|_, _| true);
         self.body

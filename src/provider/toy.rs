@@ -240,7 +240,9 @@ mod tests {
         while server.lock().unwrap().closed().is_none() {
             let request = server.lock().unwrap().receive();
             let Some(request) = request else {
-                assert!(wait::until(Responder::fd(&server), wait::IN, Some(START_TIMEOUT), None).unwrap());
+                assert!(
+                    wait::until(server.lock().unwrap().fd(), wait::IN, Some(START_TIMEOUT), None).unwrap()
+                );
                 continue;
             };
             let mut reply = server.message().unwrap();

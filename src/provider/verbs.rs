@@ -8,7 +8,7 @@
 //! what is sent: no handle names them. What the peer may touch is exactly the bytes that one RPC names: through a memory
 //! window where the device has them, which the peer's Send may invalidate, else by a registration of their own. The
 //! program's memory is registered from 64 KiB on; what is shorter, or cannot be registered, is copied first. Slabs of
-//! all connections together take at most half of RLIMIT_MEMLOCK. A block of [`Areas`] is registered once, and each call gets
+//! all connections together take at most half of RLIMIT_MEMLOCK. A block of `Areas` is registered once, and each call gets
 //! a window of it.
 //!
 //! **Sends** go out unsignalled but for every eighth. What lies in slabs is gathered from there, a short message travels

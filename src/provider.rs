@@ -5,12 +5,14 @@
 //! comes about is up to its [`Device`].
 //!
 //! # Contract
-//! - Nothing blocks. `post*` queue work and start it; [`QueuePair::poll`] moves bytes both ways and returns at most one
-//!   completion per call, `None` when there is nothing to do until the fd is ready.
+//! - Nothing blocks, but for what has a device let go of memory that it is using: `release_lent`, `invalidate` and `close`
+//!   of an adapter wait for its completions, a second, a tenth and two tenths at most. `post*` queue work and start it;
+//!   [`QueuePair::poll`] moves bytes both ways and returns at most one completion per call, `None` when there is nothing to
+//!   do until the fd is ready.
 //! - Memory is passed by value: a work request owns a clone of what it names until it is complete, so the caller
 //!   needs no completion to keep memory alive (see `memory`).
 //! - Memory lent by the program is named by handles and by work requests, never by Receives. `invalidate`,
-//!   `detach`, `keep`, `close` and drop take it back at once: what they concern holds no clone of it when they return.
+//!   `detach`, `release_lent`, `close` and drop take it back at once: what they concern holds no clone of it when they return.
 //! - Completions of one kind come in the order in which the requests were posted; Receives complete in the order
 //!   of the peer's Sends, each after everything that the peer sent before it has been placed (RFC 5040 §5.5).
 //! - The first error ends the queue pair: `poll` returns it once and for ever after; every handle is dead then.
@@ -37,7 +39,7 @@ pub use device::{
 };
 
 /// What a device and the negotiation with the peer allow.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Limits {
     /// RDMA Reads that we may have outstanding (ORD), after negotiation. 0: the peer serves none.
     pub read_depth: u32,
@@ -178,11 +180,12 @@ pub trait QueuePair: Send {
     }
 
     /// Copies what queued work still names of lent memory, and lets go of it; returns the bytes copied. Handles are
-    /// not touched. What comes meanwhile is for the next `poll`, which is due without a word of the fd. An RDMA Read into lent memory completes as ever, but what has not come yet is thrown away.
+    /// not touched. What comes meanwhile is for the next `poll`, which is due without a word of the fd. An RDMA Read into
+    /// lent memory completes as ever, but what has not come yet is thrown away.
     ///
     /// # Errors
     /// When there is no memory for the copies; the connection must then be closed before the lent memory is used.
-    fn keep(&mut self) -> Result<usize, Error>;
+    fn release_lent(&mut self) -> Result<usize, Error>;
 
     /// Posts a Receive of `sink.len()` bytes, of memory of our own.
     fn post_recv(&mut self, sink: Sink);

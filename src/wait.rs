@@ -14,6 +14,8 @@ use std::sync::atomic::AtomicU32;
 use std::sync::atomic::Ordering::{Acquire, Release};
 use std::time::Duration;
 
+#[cfg(feature = "verbs")]
+use once_cell::race::OnceBox;
 use rustix::event::epoll;
 #[cfg(feature = "verbs")]
 use rustix::event::{EventfdFlags, eventfd};
@@ -96,7 +98,7 @@ pub fn until(
 pub struct Readables {
     set: OwnedFd,
     /// Readable for ever, once there is one.
-    ended: Option<OwnedFd>,
+    ended: OnceBox<OwnedFd>,
 }
 
 #[cfg(feature = "verbs")]
@@ -106,7 +108,7 @@ impl Readables {
     /// # Errors
     /// The errno.
     pub fn new(fds: &[RawFd]) -> io::Result<Readables> {
-        let readables = Readables { set: epoll::create(epoll::CreateFlags::CLOEXEC)?, ended: None };
+        let readables = Readables { set: epoll::create(epoll::CreateFlags::CLOEXEC)?, ended: OnceBox::new() };
         for fd in fds {
             readables.add(*fd)?;
         }
@@ -125,13 +127,13 @@ impl Readables {
     ///
     /// # Errors
     /// The errno.
-    pub fn end(&mut self) -> io::Result<()> {
-        if self.ended.is_none() {
+    pub fn end(&self) -> io::Result<()> {
+        let ended = || {
             let ended = eventfd(1, EventfdFlags::CLOEXEC)?;
             self.add(ended.as_raw_fd())?;
-            self.ended = Some(ended);
-        }
-        Ok(())
+            Ok(Box::new(ended))
+        };
+        self.ended.get_or_try_init(ended).map(drop)
     }
 
     /// Readable when one of them is.

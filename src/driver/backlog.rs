@@ -251,7 +251,7 @@ impl Link {
     /// As [`Connection::reply`](crate::connection::Connection::reply); why the connection was closed before the peer had it.
     pub(super) fn end_reply(&mut self, reply: Reply, forked: bool) -> Result<(), Error> {
         if reply.lent {
-            match self.device.keep() {
+            match self.device.release_lent() {
                 Ok(copied) if copied > 0 => {
                     log_debug!("fd {}: {copied} bytes kept for a slow peer", self.device.fd());
                 }

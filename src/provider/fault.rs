@@ -322,7 +322,7 @@ impl QueuePair for Loopback {
         Ok(())
     }
 
-    fn keep(&mut self) -> Result<usize, Error> {
+    fn release_lent(&mut self) -> Result<usize, Error> {
         for read in self.reads.iter_mut().chain(&mut self.stalled) {
             read.sink.take_if(|sink| sink.is_lent());
         }
@@ -829,12 +829,12 @@ impl QueuePair for Fault {
         Ok(())
     }
 
-    fn keep(&mut self) -> Result<usize, Error> {
+    fn release_lent(&mut self) -> Result<usize, Error> {
         let mut state = self.control.state();
         if let Some(error) = state.failing("keep") {
             return Err(state.die(error));
         }
-        let copied = self.inner.keep()?;
+        let copied = self.inner.release_lent()?;
         state.note(Event::Keep);
         Ok(copied)
     }
@@ -1242,7 +1242,7 @@ pub(crate) mod contract {
             pair.ends[0].post(WorkRequest::Send { gather, invalidate: None });
             assert!(pair.message(1).0 == message);
         }
-        pair.ends[0].keep().unwrap();
+        pair.ends[0].release_lent().unwrap();
         assert_eq!(lent.bytes(), rest);
     }
 
@@ -1353,9 +1353,9 @@ pub(crate) mod contract {
         pair.ends[1].post(WorkRequest::Read { id: WorkId(1), sink: read.sink(), at: 0, from });
         pair.ends[1].post(WorkRequest::Send { gather, invalidate: None });
         pair.send(1, b"end");
-        let copied = pair.ends[1].keep().unwrap();
+        let copied = pair.ends[1].release_lent().unwrap();
         assert!(copied <= 150_008, "{copied} bytes copied");
-        assert_eq!(pair.ends[1].keep().unwrap(), 0);
+        assert_eq!(pair.ends[1].release_lent().unwrap(), 0);
         text.bytes().fill(b'!');
         data.bytes().fill(b'!');
         assert_eq!(pair.message(0).0, b"own, lent, own");

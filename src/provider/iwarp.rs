@@ -1073,9 +1073,9 @@ impl QueuePair for Iwarp {
         })
     }
 
-    fn keep(&mut self) -> Result<usize, Error> {
+    fn release_lent(&mut self) -> Result<usize, Error> {
         self.check_fork();
-        let copied = self.transmit.keep()?;
+        let copied = self.transmit.release_lent()?;
         if let Some(Placing { header: Header::Tagged { opcode: Opcode::ReadResponse, .. }, target, .. }) =
             &mut self.receive.placing
             && matches!(target, Target::Memory(sink) if sink.is_lent())

@@ -148,8 +148,8 @@ impl QueuePair for Connection {
         self.inner.was_read(handle)
     }
 
-    fn keep(&mut self) -> Result<usize, Error> {
-        self.inner.keep()
+    fn release_lent(&mut self) -> Result<usize, Error> {
+        self.inner.release_lent()
     }
 
     fn post_recv(&mut self, sink: Sink) {

@@ -1205,13 +1205,13 @@ fn kept_work_goes_out_from_copies_of_what_the_socket_has_not_taken() {
         assert!(unsent < 3 << 20, "the first pieces are gone");
         let counted = || stats::snapshot()[Counter::BytesCopied as usize];
         let before = counted();
-        let kept = bench.qp.keep().unwrap();
+        let kept = bench.qp.release_lent().unwrap();
         assert!(counted() - before >= kept as u64);
         // What is left of a frame counts whole; the last piece of each list is our own; one Send is in the queue.
         let left = unsent - transmit::PAGE;
         assert!((left - 9..=left).contains(&kept), "{kept} bytes copied of {left} left");
         assert_eq!(bench.qp.copied_bytes - copied, kept as u64);
-        assert_eq!((bench.qp.keep().unwrap(), bench.qp.unsent()), (0, unsent));
+        assert_eq!((bench.qp.release_lent().unwrap(), bench.qp.unsent()), (0, unsent));
         for program in &mut programs[..5] {
             program.bytes().fill(0xEE);
         }
@@ -1251,7 +1251,7 @@ fn reads_into_lent_memory_complete_without_it_after_keep() {
     let first = response(asked.pop_front().unwrap());
     bench.give(&first[..20_000]).unwrap();
     assert!(bench.qp.receive.placing.is_some());
-    assert_eq!(bench.qp.keep().unwrap(), 0);
+    assert_eq!(bench.qp.release_lent().unwrap(), 0);
     assert!(programs[0].bytes()[..10_000] == pattern(40_000, 9)[..10_000]);
     for program in &mut programs {
         program.bytes().fill(0);

@@ -666,7 +666,7 @@ impl Transmit {
 
     /// Lets go of the lent memory that own work names: what has not left goes out from copies, whose length is
     /// returned, and what Reads still bring is thrown away.
-    pub(super) fn keep(&mut self) -> io::Result<usize> {
+    pub(super) fn release_lent(&mut self) -> io::Result<usize> {
         let mut copies = Copies::default();
         for frame in self.frames.iter_mut().filter(|frame| frame.source.is_none()) {
             copies.redirect(&mut frame.from)?;

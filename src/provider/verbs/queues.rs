@@ -58,7 +58,7 @@ pub struct Capabilities {
 pub struct Domain {
     pd: NonNull<ibv_pd>,
     capabilities: Capabilities,
-    id: Id,
+    id: Arc<Id>,
     /// What the device has not taken back, and that there is or was such a thing.
     kept: Mutex<Vec<Kept>>,
     stuck: AtomicBool,
@@ -82,7 +82,7 @@ impl Domain {
     ///
     /// # Errors
     /// The device refuses.
-    pub fn new(id: Id) -> Result<Arc<Domain>, Error> {
+    pub fn new(id: Arc<Id>) -> Result<Arc<Domain>, Error> {
         let none = || Error::new(Kind::Os(libc::ENODEV), "verbs: the address belongs to no device");
         let context = id.device().ok_or_else(none)?;
         let capabilities = capabilities(&id, context)?;

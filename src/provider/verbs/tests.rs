@@ -1,14 +1,21 @@
 //! What can be shown without a device, and, for a machine with one, what needs it: tests named `on_a_device` are ignored
 //! unless asked for, and connect to VERBS_ADDRESS, an address of the device.
 
+use std::net::IpAddr;
 use std::sync::{Mutex, MutexGuard};
+use std::time::{Duration, Instant};
 
 use rdma_sys::{ibv_wc_opcode, ibv_wc_status};
 
+use super::listener::Refusals;
+use super::locked::*;
+use super::ready::{COPIES_UNTIL, DRAIN, cut};
 use super::*;
 use crate::memory::{Program, areas};
 use crate::provider::Listener as _;
 use crate::provider::fault::contract;
+use crate::provider::{Accepted, Knock, Shortage};
+use crate::{process, wait};
 
 fn options() -> Options {
     Options {
@@ -41,7 +48,8 @@ pub(crate) fn connected(options: &Options) -> [Box<dyn QueuePair>; 2] {
 
 /// A connected pair, each end on the device: the active one first.
 fn pair(listener: &mut Listener, to: SocketAddr, options: [&Options; 2]) -> [Box<dyn QueuePair>; 2] {
-    let mut active = connect(to, options[0], None).expect("a device leads there");
+    let way = Way::Address(to);
+    let mut active = Adapters.connect(way, options[0], None).expect("a device leads there");
     let mut passive = None;
     let deadline = Instant::now() + Duration::from_secs(20);
     loop {
@@ -77,7 +85,7 @@ fn mocked(options: Options) -> (MutexGuard<'static, ()>, Verbs) {
 }
 
 fn established(options: Options) -> Verbs {
-    let mut verbs = Verbs::request("10.1.2.3:7".parse().unwrap(), options).expect("an identifier");
+    let mut verbs = Verbs::request("10.1.2.3:7".parse().unwrap(), options, None).expect("an identifier");
     assert!(verbs.establish().expect("the startup goes on"));
     verbs
 }
@@ -151,9 +159,8 @@ fn what_counts_as_locked_is_what_the_device_keeps() {
     let _alone = alone();
     mock::install();
     let requested = || {
-        let mut verbs = Verbs::request("10.1.2.3:7".parse().unwrap(), options()).expect("an identifier");
-        verbs.areas = Areas::new(block, most).unwrap();
-        verbs
+        let areas = Areas::new(block, most).unwrap();
+        Verbs::request("10.1.2.3:7".parse().unwrap(), options(), areas).expect("an identifier")
     };
     // All of it.
     let mut verbs = requested();
@@ -209,8 +216,8 @@ fn a_block_for_reply_chunks_is_registered_once_and_given_back_with_the_connectio
     mock::install();
     let block = 1 << 20;
     let areas = Areas::new(block, most).unwrap();
-    let mut verbs = Verbs::request("10.1.2.3:7".parse().unwrap(), options()).expect("an identifier");
-    verbs.areas = areas.clone();
+    let to = "10.1.2.3:7".parse().unwrap();
+    let mut verbs = Verbs::request(to, options(), areas.clone()).expect("an identifier");
     assert!(verbs.establish().expect("the startup goes on"));
     let memory = crate::memory::Memory::new(4096, 4096, 4096).connection(verbs.slabs(), verbs.areas());
     let before = mock::made("mr");
@@ -369,9 +376,10 @@ fn closing_does_not_wait_for_what_was_sent_long_ago() {
     mock::with(|device| device.completes = false);
     verbs.post(WorkRequest::Send { gather: vec![Region::copy_from(b"reply").unwrap()], invalidate: None });
     assert!(verbs.flush().expect("posted"));
-    assert!(verbs.leaves());
+    let ready = verbs.ready().expect("open");
+    assert!(ready.leaves());
     // Nobody will tell of it, since it is not signalled.
-    verbs.posted = Some(Instant::now() - DRAIN);
+    ready.posted = Some(Instant::now() - DRAIN);
     let before = Instant::now();
     verbs.close();
     assert!(before.elapsed() < DRAIN / 2, "{:?}", before.elapsed());
@@ -383,7 +391,10 @@ fn a_forked_child_leaves_devices_alone_that_its_parent_has_opened() {
     assert!(!are_refused() && verbs.claim());
     let child = fork::testing::fork(|| {
         assert!(!verbs.claim());
-        let Err(error) = connect("10.1.2.3:7".parse().unwrap(), &options(), None) else { return false };
+        let Err(error) = Adapters.connect(Way::Address("10.1.2.3:7".parse().unwrap()), &options(), None)
+        else {
+            return false;
+        };
         are_refused() && error.kind() == Kind::Os(libc::EACCES) && error.text().contains("was forked")
     });
     assert!(child.succeeded());
@@ -437,7 +448,7 @@ fn a_reply_whose_peer_stands_holds_the_loop_once_and_not_for_long() {
         verbs.post(WorkRequest::Send { gather: vec![program.source()], invalidate: None });
         assert!(verbs.flush().expect("posted"));
         let before = Instant::now();
-        let kept = verbs.keep();
+        let kept = verbs.release_lent();
         (kept, program.is_back(), before.elapsed())
     };
     let (_alone, mut verbs) = mocked(options());

@@ -1,0 +1,951 @@
+//! A queue pair on its device: what goes out from where it lies and what is copied, when a completion is asked for, and the
+//! registrations that the peer may use.
+#![forbid(unsafe_code)]
+
+use std::collections::{HashMap, VecDeque};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
+use std::time::{Duration, Instant};
+
+use once_cell::race::OnceBox;
+
+use crate::error::{Error, Kind};
+use crate::log_info;
+use crate::memory::{Areas, Buf, Region, Sink, Slabs};
+use crate::provider::{Completion, Limits, NEEDS_ROOM, Options, WorkId, WorkRequest};
+use crate::stats::{self, Counter};
+use crate::wait::{self, Readables};
+use crate::wire::private_data::PrivateData;
+use crate::wire::{Handle, Segment};
+
+use super::cm::{Channel, Event, Id, Terms};
+use super::locked::{Locked, count, least};
+use super::queues::{Access, Domain, Done, Hold, Operation, Piece, Queues, Registration, Window, Work};
+use super::{Failed, LEND_MIN, READS, lost};
+
+/// Longest RDMA Write that is registered at a time: a long reply need not be pinned as a whole.
+const WRITE_MAX: usize = 1 << 20;
+/// Longest exposure.
+const SEGMENT_MAX: u64 = 1 << 30;
+/// A completion is asked for after so many requests without one.
+const UNSIGNALLED: u32 = 7;
+/// How long the device may take with the program's memory after the peer's answer is out: as long as the peer takes
+/// something, and in all.
+const RELEASE_IDLE: Duration = Duration::from_millis(100);
+const RELEASE_WAIT: Duration = Duration::from_secs(1);
+/// When a peer has let somebody wait so, results are copied for so long: whoever stands holds the program's loop once.
+const RELEASE_COPIES: Duration = Duration::from_secs(10);
+/// How long the device may take to end the key of a window; without the window it ends at once.
+const INVALIDATE: Duration = Duration::from_millis(100);
+/// How long a connection that the program closes may take to send what is queued.
+pub(super) const DRAIN: Duration = Duration::from_millis(200);
+/// Where no byte can be written, and none is.
+const NOWHERE: Segment = Segment { handle: Handle(0), length: 0, offset: 0 };
+
+/// Until when what the program lends is copied, in milliseconds of [`now_ms`]: some peer has just stood.
+pub(super) static COPIES_UNTIL: AtomicU64 = AtomicU64::new(0);
+
+fn now_ms() -> u64 {
+    static START: OnceBox<Instant> = OnceBox::new();
+    START.get_or_init(|| Box::new(Instant::now())).elapsed().as_millis() as u64
+}
+
+/// Memory that the peer may use by a key.
+struct Exposed {
+    /// `None` for a registration's own key.
+    window: Option<Window>,
+    memory: Memory,
+}
+
+enum Memory {
+    Own(Registration),
+    /// A part of one of [`Ready::blocks`].
+    Area(#[expect(dead_code, reason = "held")] Sink),
+}
+
+enum Stage {
+    /// Nobody has been told of it.
+    Prepared,
+    /// The peer has been asked.
+    Connecting,
+    /// The peer has been answered.
+    Accepting,
+    Open,
+}
+
+/// A queue pair that can be used, by the peer too as soon as it is there.
+pub struct Ready {
+    stage: Stage,
+    options: Options,
+    channel: Arc<Channel>,
+    watch: Arc<Readables>,
+    domain: Arc<Domain>,
+    queues: Queues,
+    slabs: Arc<Slabs>,
+    locked: Locked,
+    exposed: HashMap<u32, Exposed>,
+    /// For Reply chunks, and those of its blocks that are registered.
+    areas: Option<Arc<Areas>>,
+    blocks: Vec<Registration>,
+    /// Requests that make the keys of windows good, before anything that names them.
+    binds: VecDeque<Work>,
+    /// Windows that are bound to nothing.
+    windows: Vec<Window>,
+    /// What waits for room on the send queue or for a slab.
+    pending: VecDeque<WorkRequest>,
+    /// Requests since the last one that was signalled.
+    unsignalled: u32,
+    /// When the last ones were posted.
+    pub(super) posted: Option<Instant>,
+    /// Receives that were posted before they were asked for.
+    early: u32,
+    receives: u32,
+    /// Slabs whose Receive was handed up as a copy: the next Receive lies in one of them.
+    spare: Vec<Buf>,
+    /// Bytes of RDMA Reads under way.
+    reads: HashMap<WorkId, u32>,
+    terms: Terms,
+    /// The latest request that sees, or has shown, whether the peer is there.
+    probe: Option<u64>,
+    moved: u64,
+    pulled: u64,
+    /// The peer has gone: what it sent before is still taken.
+    ending: Option<Error>,
+}
+
+impl Ready {
+    /// Makes the queue pair and posts the first Receives, before the peer can send.
+    ///
+    /// # Errors
+    /// The device refuses, or has not what the connection needs. Nothing is left of it then but what the device keeps.
+    pub fn new(
+        id: Arc<Id>,
+        channel: Arc<Channel>,
+        watch: Arc<Readables>,
+        locked: Locked,
+        terms: Terms,
+        options: Options,
+        areas: Option<Arc<Areas>>,
+    ) -> Result<Ready, Error> {
+        let (few, most) = (count(&options, least(&options)), count(&options, options.credits));
+        let slabs = Slabs::with_room(options.slab, few, most)?;
+        let domain = Domain::new(id)?;
+        let receives = options.credits + options.margin;
+        let queues = match Queues::new(domain.clone(), slabs.clone(), few, receives) {
+            Ok(queues) => queues,
+            Err(error) => {
+                locked.end(domain.end());
+                return Err(error);
+            }
+        };
+        let mut ready = Ready {
+            stage: Stage::Prepared,
+            receives: least(&options) + options.margin,
+            // For what a peer may send before the layer above posts its own: one call, and what needs no credit.
+            // Were they more than that posts at first, Receives of another length would come later than it thinks.
+            early: options.margin,
+            options,
+            channel,
+            watch,
+            domain,
+            queues,
+            slabs,
+            locked,
+            exposed: HashMap::new(),
+            areas,
+            blocks: Vec::new(),
+            binds: VecDeque::new(),
+            windows: Vec::new(),
+            pending: VecDeque::new(),
+            unsignalled: 0,
+            posted: None,
+            spare: Vec::new(),
+            reads: HashMap::new(),
+            terms,
+            probe: None,
+            moved: 0,
+            pulled: 0,
+            ending: None,
+        };
+        match ready.equip() {
+            Ok(()) => Ok(ready),
+            Err(error) => Err(ready.end(error).error),
+        }
+    }
+
+    /// What the peer needs to be able to send.
+    fn equip(&mut self) -> Result<(), Error> {
+        for _ in 0..self.early {
+            let slab = self.slabs.take().ok_or_else(|| lost("no slab for a Receive"))?;
+            self.queues.post_receive(slab.into_sink(self.options.receive))?;
+        }
+        let capabilities = self.domain.capabilities();
+        if let Some(areas) = &self.areas {
+            match areas.first().filter(|_| capabilities.windows) {
+                Some(block) => self.blocks.push(Registration::area(&self.domain, block)?),
+                // Each call would register all of the room.
+                None if !self.options.only => {
+                    let text = format!("{} has no memory windows: {NEEDS_ROOM}", capabilities.name);
+                    return Err(Error::new(Kind::Os(libc::ENOMEM), text));
+                }
+                None => areas.end(),
+            }
+        }
+        self.watch.add(self.queues.fd())?;
+        self.terms.our_reads = self.terms.our_reads.min(READS).min(capabilities.our_reads);
+        self.terms.their_reads = self.terms.their_reads.min(READS).min(capabilities.their_reads);
+        Ok(())
+    }
+
+    /// The peer is there: it gets as many credits as memory allows.
+    pub fn extend(&mut self) {
+        self.locked.established();
+        let credits = self.locked.grow(&self.options);
+        let (few, all) = (count(&self.options, least(&self.options)), count(&self.options, credits));
+        if all <= few {
+            return;
+        }
+        match self.queues.add(self.slabs.clone(), few, all) {
+            Ok(()) => {
+                self.slabs.grow(all);
+                self.receives = credits + self.options.margin;
+            }
+            // What it has will do.
+            Err(error) => {
+                log_info!("verbs: a connection has few credits: {error}");
+                self.locked.shrink(&self.options);
+            }
+        }
+    }
+
+    /// Active side: asks the peer.
+    ///
+    /// # Errors
+    /// The kernel refuses.
+    pub fn connect(&mut self) -> Result<(), Error> {
+        self.stage = Stage::Connecting;
+        let Terms { our_reads, their_reads, .. } = self.terms;
+        self.domain.id().connect(&self.private_data(), their_reads, our_reads)
+    }
+
+    /// Passive side: answers the peer.
+    ///
+    /// # Errors
+    /// The kernel refuses, or the peer has gone.
+    pub fn accept(&mut self) -> Result<(), Error> {
+        self.stage = Stage::Accepting;
+        let Terms { our_reads, their_reads, .. } = self.terms;
+        self.domain.id().accept(&self.private_data(), their_reads, our_reads)
+    }
+
+    /// The peer is there, with these terms on the active side.
+    pub fn established(&mut self, terms: Terms) {
+        match self.stage {
+            Stage::Connecting => {
+                self.terms.our_reads = self.terms.our_reads.min(terms.our_reads);
+                self.terms.private_data = terms.private_data;
+            }
+            Stage::Accepting => self.extend(),
+            Stage::Prepared | Stage::Open => return,
+        }
+        self.stage = Stage::Open;
+    }
+
+    /// Whether the peer is there.
+    pub fn is_open(&self) -> bool {
+        matches!(self.stage, Stage::Open)
+    }
+
+    fn private_data(&self) -> [u8; PrivateData::LEN] {
+        PrivateData {
+            remote_invalidation: self.has_windows() && self.options.remote_invalidation,
+            send_size: self.options.inline,
+            receive_size: self.options.inline,
+        }
+        .encode()
+    }
+
+    /// Tells the peer that this is the end.
+    pub fn disconnect(&self) {
+        self.domain.id().disconnect();
+    }
+
+    /// Ends the connection. Every handle is dead and no memory is in use when this returns.
+    pub fn end(self, error: Error) -> Failed {
+        let failed = Failed {
+            error,
+            taken: self.taken(),
+            unsent: self.unsent(),
+            moved: self.moved,
+            pulled: self.pulled,
+        };
+        let Ready { exposed, windows, blocks, areas, queues, binds, pending, spare, domain, locked, .. } =
+            self;
+        // A window that is bound keeps a queue pair of rxe for a while.
+        drop((exposed, windows, blocks));
+        if let Some(areas) = areas {
+            areas.end();
+        }
+        drop((queues, binds, pending, spare));
+        // A device that is removed waits for the last object on it. The next connection may need the memory at once; what
+        // the device keeps stays locked.
+        locked.end(domain.end());
+        failed
+    }
+
+    pub fn limits(&self) -> Limits {
+        Limits {
+            read_depth: u32::from(self.terms.our_reads),
+            max_segment: self.domain.capabilities().registration.min(SEGMENT_MAX) as u32,
+            // A key of ibv_reg_mr cannot be invalidated by the peer, a window's can.
+            remote_invalidation: self.has_windows(),
+            receives: self.receives,
+        }
+    }
+
+    /// The device, and the Reads that may be under way.
+    pub fn describe(&self) -> String {
+        let Terms { our_reads, their_reads, .. } = self.terms;
+        format!(
+            "verbs device {}, {our_reads} Reads out and {their_reads} in",
+            self.domain.capabilities().name
+        )
+    }
+
+    /// What the peer's connection manager has brought with its request or its answer.
+    pub fn peers_private_data(&self) -> &[u8] {
+        &self.terms.private_data
+    }
+
+    pub fn slabs(&self) -> &Arc<Slabs> {
+        &self.slabs
+    }
+
+    pub fn areas(&self) -> Option<&Arc<Areas>> {
+        self.areas.as_ref()
+    }
+
+    pub fn moved(&self) -> u64 {
+        self.moved
+    }
+
+    pub fn pulled(&self) -> u64 {
+        self.pulled
+    }
+
+    pub fn taken(&self) -> u64 {
+        self.queues.released()
+    }
+
+    pub fn unsent(&self) -> usize {
+        let pending = |request: &WorkRequest| match request {
+            WorkRequest::Send { gather, .. } | WorkRequest::Write { gather, .. } => {
+                gather.iter().map(|piece| piece.len()).sum()
+            }
+            WorkRequest::Read { .. } => 0,
+        };
+        self.pending.iter().map(pending).sum::<usize>() + self.queues.held()
+    }
+
+    // ---------------------------------------------------------------------------------------------------- sending
+
+    pub fn post(&mut self, mut request: WorkRequest) {
+        if now_ms() < COPIES_UNTIL.load(Relaxed)
+            && let WorkRequest::Send { gather, .. } | WorkRequest::Write { gather, .. } = &mut request
+        {
+            for piece in gather.iter_mut().filter(|piece| piece.is_lent()) {
+                // Where there is no memory for a copy it goes from where it lies.
+                let Ok(copy) = piece.owned() else { continue };
+                stats::add(Counter::BytesCopied, copy.len() as u64);
+                *piece = copy;
+            }
+        }
+        self.pending.push_back(request);
+    }
+
+    pub fn release_lent(&mut self) -> Result<usize, Error> {
+        let mut copied = 0;
+        for request in &mut self.pending {
+            let (WorkRequest::Send { gather, .. } | WorkRequest::Write { gather, .. }) = request else {
+                continue;
+            };
+            for piece in gather.iter_mut().filter(|piece| piece.is_lent()) {
+                copied += piece.len();
+                *piece = piece.owned()?;
+            }
+        }
+        let began = Instant::now();
+        let mut taken = self.taken();
+        while self.queues.lent() && began.elapsed() < RELEASE_WAIT {
+            self.settle(RELEASE_IDLE, |queues| queues.lent() && queues.released() == taken)?;
+            if self.taken() == taken {
+                break;
+            }
+            taken = self.taken();
+        }
+        if began.elapsed() >= RELEASE_IDLE {
+            let until = now_ms() + RELEASE_COPIES.as_millis() as u64;
+            COPIES_UNTIL.store(until, Relaxed);
+        }
+        if self.queues.lent() {
+            // Closing need not wait for it once more.
+            self.probe = Some(self.queues.latest());
+            return Err(Error::new(Kind::NotSent, "the peer does not take its reply"));
+        }
+        Ok(copied)
+    }
+
+    /// Posts what is pending, as far as there is room, with one doorbell.
+    fn start(&mut self) -> Result<(), Error> {
+        let room = self.queues.room().min(self.binds.len());
+        let mut work: Vec<Work> = self.binds.drain(..room).collect();
+        while let Some(request) = self.pending.pop_front() {
+            if !self.binds.is_empty() {
+                self.pending.push_front(request);
+                break;
+            }
+            let room = self.queues.room().saturating_sub(work.len());
+            if room < needs(&request) {
+                self.pending.push_front(request);
+                break;
+            }
+            // Whether completions will come that give memory back.
+            let others = !work.is_empty() || self.queues.busy();
+            match self.prepare(request, others)? {
+                Prepared::Work(more) => work.extend(more),
+                Prepared::Later(request) => {
+                    self.pending.push_front(request);
+                    break;
+                }
+                Prepared::Parts(parts) => {
+                    for part in parts.into_iter().rev() {
+                        self.pending.push_front(part);
+                    }
+                }
+            }
+        }
+        if !(self.pending.is_empty() && self.binds.is_empty()) {
+            // Nothing else would ever tell that there is room again.
+            match work.last_mut() {
+                Some(last) => last.signalled = true,
+                None if self.queues.awaits() => {}
+                None => work.push(Work::nothing()),
+            }
+        }
+        if work.is_empty() {
+            return Ok(());
+        }
+        stats::add(Counter::Doorbells, 1);
+        self.posted = Some(Instant::now());
+        self.queues.post(work)
+    }
+
+    /// Starts what goes; whether all of it is gone.
+    ///
+    /// # Errors
+    /// The device refuses.
+    pub fn flush(&mut self) -> Result<bool, Error> {
+        self.start()?;
+        Ok(self.pending.is_empty())
+    }
+
+    /// Zero bytes to nowhere, which an iWARP peer notices.
+    pub fn nudge(&mut self) {
+        if self.domain.capabilities().iwarp {
+            self.post(WorkRequest::Write { gather: Vec::new(), to: NOWHERE });
+        }
+    }
+
+    fn signal(&mut self, wanted: bool) -> bool {
+        let signalled = wanted || self.unsignalled >= UNSIGNALLED;
+        self.unsignalled = if signalled { 0 } else { self.unsignalled + 1 };
+        signalled
+    }
+
+    fn prepare(&mut self, request: WorkRequest, others: bool) -> Result<Prepared, Error> {
+        match request {
+            WorkRequest::Send { gather, invalidate } => {
+                let operation = Operation::Send(invalidate);
+                let total: usize = gather.iter().map(|piece| piece.len()).sum();
+                let queues = &self.queues;
+                if total <= queues.inline() && gather.len() <= queues.pieces() {
+                    let (pieces, holds) = (Vec::new(), Vec::new());
+                    let signalled = self.signal(false);
+                    return Ok(Work { operation, pieces, inline: gather, holds, signalled }.into());
+                }
+                if total > self.slab() {
+                    return self.prepare_long_send(gather, invalidate, others);
+                }
+                match self.slab_work(operation, &gather)? {
+                    Some(work) => Ok(work.into()),
+                    None if others => Ok(Prepared::Later(WorkRequest::Send { gather, invalidate })),
+                    None => Err(lost("no slab is left to send from")),
+                }
+            }
+            WorkRequest::Write { gather, to } => self.prepare_write(gather, to, others),
+            WorkRequest::Read { id, sink, at, from } => {
+                let domain = &self.domain;
+                // RFC 5040 has an iWARP Read name its sink to the peer, by a key that lets the peer write there.
+                let access = if domain.capabilities().iwarp { Access::Remote } else { Access::Local };
+                let part = sink.part(at, from.length as usize);
+                let address = part.address();
+                let registration = match Registration::sink(domain, part, access) {
+                    Ok(registration) => registration,
+                    Err(_) if others => return Ok(Prepared::Later(WorkRequest::Read { id, sink, at, from })),
+                    Err(error) => return Err(error),
+                };
+                stats::add(Counter::Registrations, 1);
+                let piece = registration.piece(address, from.length as usize);
+                let pieces = vec![piece.ok_or_else(|| lost("a Read outside of its sink"))?];
+                self.reads.insert(id, from.length);
+                let holds = vec![Hold::Registration(registration)];
+                let signalled = self.signal(true);
+                let operation = Operation::Read(id, from);
+                Ok(Work { operation, pieces, inline: Vec::new(), holds, signalled }.into())
+            }
+        }
+    }
+
+    /// A Send longer than a slab, which goes as one request whatever its pieces are.
+    fn prepare_long_send(
+        &mut self,
+        mut gather: Vec<Region>,
+        invalidate: Option<Handle>,
+        others: bool,
+    ) -> Result<Prepared, Error> {
+        if gather.len() > self.queues.pieces() {
+            gather = vec![joined(&gather)?];
+        }
+        let (pieces, holds) = match self.name(&gather) {
+            Ok(named) => named,
+            Err(_) if others => return Ok(Prepared::Later(WorkRequest::Send { gather, invalidate })),
+            // Memory of a program may be of a kind that cannot be registered.
+            Err(_) => self.name(&[joined(&gather)?])?,
+        };
+        let signalled = self.signal(true);
+        let operation = Operation::Send(invalidate);
+        Ok(Work { operation, pieces, inline: Vec::new(), holds, signalled }.into())
+    }
+
+    fn prepare_write(&mut self, gather: Vec<Region>, to: Segment, others: bool) -> Result<Prepared, Error> {
+        let total = to.length as usize;
+        let slab = self.slab();
+        if total <= slab {
+            return match self.slab_work(Operation::Write(to), &gather)? {
+                Some(work) => Ok(work.into()),
+                None if others => Ok(Prepared::Later(WorkRequest::Write { gather, to })),
+                None => Err(lost("no slab is left to send from")),
+            };
+        }
+        if total > WRITE_MAX {
+            return Ok(Prepared::Parts(cut(&gather, to, WRITE_MAX)));
+        }
+        let most = self.queues.pieces();
+        let mut work = Vec::new();
+        let mut rest = to;
+        for group in gather.chunks(most) {
+            let (pieces, holds) = match self.name(group) {
+                Ok(named) => named,
+                Err(_) if others => return Ok(Prepared::Later(WorkRequest::Write { gather, to })),
+                // Memory that cannot be pinned goes out through slabs.
+                Err(_) => return Ok(Prepared::Parts(cut(&gather, to, slab))),
+            };
+            let length = group.iter().map(|piece| piece.len() as u32).sum();
+            let operation = Operation::Write(Segment { length, ..rest });
+            rest = Segment { offset: rest.offset + u64::from(length), ..rest };
+            let signalled = self.signal(true);
+            work.push(Work { operation, pieces, inline: Vec::new(), holds, signalled });
+        }
+        Ok(Prepared::Work(work))
+    }
+
+    /// Names memory for a request: by the slabs' registration what lies there, all else by one of its own.
+    fn name(&mut self, gather: &[Region]) -> Result<(Vec<Piece>, Vec<Hold>), Error> {
+        let (mut pieces, mut holds) = (Vec::new(), Vec::new());
+        for source in gather.iter().filter(|source| !source.is_empty()) {
+            let (address, len) = (source.as_ptr().addr(), source.len());
+            if let Some(piece) = self.queues.known(address, len) {
+                pieces.push(piece);
+                holds.push(Hold::Region(source.clone()));
+                continue;
+            }
+            let registration = Registration::source(&self.domain, source.clone(), Access::Local)?;
+            stats::add(Counter::Registrations, 1);
+            pieces.push(registration.piece(address, len).ok_or_else(|| lost("memory outside of itself"))?);
+            holds.push(Hold::Registration(registration));
+        }
+        Ok((pieces, holds))
+    }
+
+    /// Bytes of a slab.
+    fn slab(&self) -> usize {
+        self.slabs.size()
+    }
+
+    /// A request for the bytes of at most one slab's length: from where they lie if the device knows that place, else
+    /// copied into a slab. `None` when no slab is free.
+    fn slab_work(&mut self, operation: Operation, gather: &[Region]) -> Result<Option<Work>, Error> {
+        let queues = &self.queues;
+        let known = |piece: &Region| queues.known(piece.as_ptr().addr(), piece.len());
+        let pieces: Option<Vec<Piece>> = gather.iter().map(known).collect();
+        let (pieces, holds) = match pieces.filter(|pieces| pieces.len() <= queues.pieces()) {
+            Some(pieces) => (pieces, gather.iter().cloned().map(Hold::Region).collect()),
+            None => {
+                let Some(mut copy) = self.slabs.take() else { return Ok(None) };
+                for piece in gather {
+                    copy.extend(piece)?;
+                }
+                stats::add(Counter::BytesCopied, copy.len() as u64);
+                self.name(&[copy.freeze()])?
+            }
+        };
+        let signalled = self.signal(false);
+        Ok(Some(Work { operation, pieces, inline: Vec::new(), holds, signalled }))
+    }
+
+    // -------------------------------------------------------------------------------------------------- receiving
+
+    pub fn post_recv(&mut self, sink: Sink) {
+        if self.early > 0 {
+            self.early -= 1;
+            return;
+        }
+        let sink = match self.spare.pop() {
+            Some(slab) if slab.capacity() >= sink.len() => slab.into_sink(sink.len()),
+            _ => sink,
+        };
+        if let Err(error) = self.queues.post_receive(sink) {
+            self.ending.get_or_insert(error);
+        }
+    }
+
+    pub fn advance(&mut self) -> Result<Option<Completion>, Error> {
+        loop {
+            self.domain.taken_back()?;
+            self.start()?;
+            match self.queues.poll()? {
+                Some(Done::Received { sink, len, invalidated }) => {
+                    let ended = invalidated.and_then(|handle| self.exposed.remove(&handle.0));
+                    let invalidated = invalidated.filter(|_| ended.is_some());
+                    if let Some(Exposed { window, memory }) = ended {
+                        stats::add(Counter::Invalidations, 1);
+                        self.windows.extend(window);
+                        drop(memory);
+                        self.domain.taken_back()?;
+                    }
+                    self.moved += len as u64;
+                    return self.received(sink, len, invalidated).map(Some);
+                }
+                Some(Done::Read(id)) => {
+                    let bytes = u64::from(self.reads.remove(&id).unwrap_or(0));
+                    self.moved += bytes;
+                    self.pulled += bytes;
+                    return Ok(Some(Completion::Read { id }));
+                }
+                None => {}
+            }
+            if let Some(error) = self.ending.take() {
+                return Err(error);
+            }
+            self.look_around()?;
+            if !self.queues.arm()? && self.ending.is_none() {
+                return Ok(None);
+            }
+        }
+    }
+
+    /// Takes the events that are there.
+    fn look_around(&mut self) -> Result<(), Error> {
+        stats::add(Counter::Syscalls, 1);
+        for ready in self.watch.ready() {
+            if ready != self.channel.fd() {
+                self.queues.take_event();
+                continue;
+            }
+            while let Some(event) = self.channel.next()? {
+                self.ending = match event {
+                    Event::Disconnected => Some(lost("the peer closed the connection")),
+                    Event::Failed(error) => Some(error),
+                    _ => continue,
+                };
+            }
+        }
+        Ok(())
+    }
+
+    /// Hands a Receive up as it is while there are slabs to spare, else as a copy: the Receives must never run out.
+    fn received(&mut self, sink: Sink, len: usize, invalidated: Option<Handle>) -> Result<Completion, Error> {
+        let left = self.slabs.left();
+        let reserve = (self.receives - self.options.margin).min(16) as usize;
+        if left > self.spare.len() + reserve {
+            return Ok(Completion::Received { sink, len, invalidated });
+        }
+        let slab = sink.into_buf(len).map_err(|_| lost("a Receive is still held"))?;
+        let mut copy = Buf::with_capacity(len)?;
+        copy.extend(&slab)?;
+        stats::add(Counter::BytesCopied, len as u64);
+        self.spare.push(slab);
+        Ok(Completion::Received { sink: copy.into_sink(len), len, invalidated })
+    }
+
+    // ------------------------------------------------------------------------------------------ the peer's rights
+
+    pub fn expose_source(&mut self, region: Region) -> Result<Segment, Error> {
+        let (domain, access) = (&self.domain, self.access());
+        let lent = region.is_lent();
+        let copied = |region: &Region| -> Result<Registration, Error> {
+            stats::add(Counter::BytesCopied, region.len() as u64);
+            Registration::source(domain, region.owned()?, access)
+        };
+        let registration = if lent && region.len() < LEND_MIN {
+            copied(&region)?
+        } else {
+            match Registration::source(domain, region.clone(), access) {
+                // Memory of a program may be of a kind that cannot be registered.
+                Err(_) if lent => copied(&region)?,
+                other => other?,
+            }
+        };
+        self.expose(registration, false)
+    }
+
+    pub fn expose_sink(&mut self, sink: Sink) -> Result<Segment, Error> {
+        let place = Segment { handle: Handle(0), length: sink.len() as u32, offset: sink.address() as u64 };
+        let block = self.areas.as_ref().and_then(|areas| areas.block_of(place.offset as usize, sink.len()));
+        if let Some(block) = block {
+            let known = |registration: &Registration| registration.piece(place.offset as usize, sink.len());
+            let at = match self.blocks.iter().position(|block| known(block).is_some()) {
+                Some(at) => at,
+                None => {
+                    self.blocks.push(Registration::area(&self.domain, block)?);
+                    self.blocks.len() - 1
+                }
+            };
+            let mut window = self.window()?;
+            let (handle, bind) = window.bind(&self.blocks[at], place, true);
+            self.binds.push_back(bind);
+            stats::add(Counter::Registrations, 1);
+            self.exposed.insert(handle.0, Exposed { window: Some(window), memory: Memory::Area(sink) });
+            return Ok(Segment { handle, ..place });
+        }
+        let registration = Registration::sink(&self.domain, sink, self.access())?;
+        self.expose(registration, true)
+    }
+
+    pub fn invalidate(&mut self, handle: Handle) -> Result<(), Error> {
+        let Some(exposed) = self.exposed.remove(&handle.0) else { return Ok(()) };
+        stats::add(Counter::Invalidations, 1);
+        self.unbind(handle, exposed)?;
+        self.domain.taken_back()
+    }
+
+    /// A key cannot be made to name other memory, and using a dead one costs the peer the connection anyhow.
+    pub fn detach(&self, handle: Handle) -> Result<(), Error> {
+        let lent = |exposed: &Exposed| matches!(&exposed.memory, Memory::Own(own) if own.is_lent());
+        if !self.exposed.get(&handle.0).is_some_and(lent) {
+            return Ok(());
+        }
+        let text = "a call timed out whose memory the server may still use: the connection ends with it";
+        Err(Error::new(Kind::Timeout, text))
+    }
+
+    fn has_windows(&self) -> bool {
+        self.domain.capabilities().windows
+    }
+
+    fn access(&self) -> Access {
+        if self.has_windows() { Access::Windows } else { Access::Remote }
+    }
+
+    /// One that is bound to nothing.
+    fn window(&mut self) -> Result<Window, Error> {
+        self.windows.pop().map_or_else(|| Window::new(&self.domain), Ok)
+    }
+
+    /// Ends the peer's key for memory, and the registration of that.
+    fn unbind(&mut self, handle: Handle, exposed: Exposed) -> Result<(), Error> {
+        let Exposed { window: Some(window), .. } = exposed else { return Ok(()) };
+        let unbound = |work: &Work| matches!(work.operation, Operation::Bind(bind) if bind.key() == handle.0);
+        if let Some(at) = self.binds.iter().position(unbound) {
+            self.binds.remove(at);
+        } else {
+            let operation = Operation::Invalidate(handle);
+            let (pieces, inline, holds) = (Vec::new(), Vec::new(), Vec::new());
+            let queues = &mut self.queues;
+            if queues.room() == 0 {
+                // Without the window its key is dead too.
+                return Ok(());
+            }
+            stats::add(Counter::Doorbells, 1);
+            queues.post(vec![Work { operation, pieces, inline, holds, signalled: true }])?;
+            let number = queues.latest();
+            self.settle(INVALIDATE, |queues| queues.pending(number))?;
+            if self.queues.pending(number) {
+                return Ok(());
+            }
+        }
+        self.windows.push(window);
+        Ok(())
+    }
+
+    /// Gives the peer a key for the memory of a registration.
+    fn expose(&mut self, registration: Registration, write: bool) -> Result<Segment, Error> {
+        let whole = registration.segment();
+        let (handle, window) = if self.has_windows() {
+            let mut window = self.window()?;
+            let (handle, bind) = window.bind(&registration, whole, write);
+            self.binds.push_back(bind);
+            (handle, Some(window))
+        } else {
+            (whole.handle, None)
+        };
+        stats::add(Counter::Registrations, 1);
+        self.exposed.insert(handle.0, Exposed { window, memory: Memory::Own(registration) });
+        Ok(Segment { handle, ..whole })
+    }
+
+    // ---------------------------------------------------------------------------------------------------- the end
+
+    /// What was sent before the program closes comes first, unless it is there by now or the peer is as good as gone.
+    pub fn farewell(&mut self) {
+        if !self.is_open() {
+            return;
+        }
+        let leaves = self.leaves();
+        if leaves && !self.stands() {
+            let _ = self.drain();
+        }
+        // And the peer is to see an end, not a reset: an iWARP device that is torn down at once may take back the last words.
+        if leaves && self.domain.capabilities().iwarp {
+            self.disconnect();
+            let _ = self.settle(DRAIN, |_| true);
+        }
+    }
+
+    /// Posts what the peer's device answers by itself; what was posted the last time must be complete.
+    pub fn ask(&mut self) -> Result<(), Error> {
+        let before = self.probe;
+        let queues = &mut self.queues;
+        // For the next poll.
+        queues.collect()?;
+        if before.is_some_and(|number| queues.pending(number)) {
+            return Err(lost("the peer does not answer any more"));
+        }
+        if queues.room() > 0 {
+            queues.post(vec![Work::nothing()])?;
+        }
+        self.probe = Some(queues.latest());
+        Ok(())
+    }
+
+    /// Whether something may still be on its way. Of what is not signalled nobody tells: that is, if it was posted long ago.
+    pub(super) fn leaves(&self) -> bool {
+        let lately = self.posted.is_some_and(|posted| posted.elapsed() < DRAIN);
+        lately || !self.pending.is_empty() || self.queues.awaits()
+    }
+
+    /// Whether the peer has not answered yet, and nothing was sent since it was asked.
+    fn stands(&self) -> bool {
+        let asked = |number| self.queues.pending(number) && self.queues.latest() == number;
+        self.pending.is_empty() && self.probe.is_some_and(asked)
+    }
+
+    /// Sees what was posted on its way: destroying the queue pair would throw it away.
+    fn drain(&mut self) -> Result<(), Error> {
+        self.start()?;
+        let queues = &mut self.queues;
+        if queues.busy() {
+            queues.post(vec![Work::nothing()])?;
+        }
+        self.settle(DRAIN, Queues::busy)
+    }
+
+    /// Waits as long as `so` holds of what was posted, the peer is there, and the time lasts.
+    fn settle(&mut self, time: Duration, so: impl Fn(&Queues) -> bool) -> Result<(), Error> {
+        let deadline = Instant::now() + time;
+        while so(&self.queues) && !self.queues.failed() {
+            if self.queues.collect()? || self.queues.arm()? {
+                continue;
+            }
+            if let Some(error) = &self.ending {
+                return Err(error.clone());
+            }
+            let left = deadline.saturating_duration_since(Instant::now());
+            if left.is_zero() {
+                break;
+            }
+            wait::until(self.watch.fd(), wait::IN, Some(left), None)?;
+            self.look_around()?;
+        }
+        Ok(())
+    }
+}
+
+impl Work {
+    /// Zero bytes to nowhere: it is complete when everything before it is.
+    fn nothing() -> Work {
+        let (pieces, inline, holds) = (Vec::new(), Vec::new(), Vec::new());
+        Work { operation: Operation::Write(NOWHERE), pieces, inline, holds, signalled: true }
+    }
+}
+
+/// Requests on the send queue that a request may become.
+fn needs(request: &WorkRequest) -> usize {
+    match request {
+        WorkRequest::Write { gather, .. } => gather.len().max(1),
+        _ => 1,
+    }
+}
+
+/// What became of a request.
+enum Prepared {
+    Work(Vec<Work>),
+    /// It waits for something that a completion frees.
+    Later(WorkRequest),
+    /// It goes in parts.
+    Parts(Vec<WorkRequest>),
+}
+
+impl From<Work> for Prepared {
+    fn from(work: Work) -> Prepared {
+        Prepared::Work(vec![work])
+    }
+}
+
+/// The bytes of several pieces in one.
+fn joined(gather: &[Region]) -> Result<Region, Error> {
+    let mut copy = Buf::with_capacity(gather.iter().map(|piece| piece.len()).sum())?;
+    for piece in gather {
+        copy.extend(piece)?;
+    }
+    stats::add(Counter::BytesCopied, copy.len() as u64);
+    Ok(copy.freeze())
+}
+
+/// An RDMA Write in parts of at most `most` bytes.
+pub(super) fn cut(gather: &[Region], to: Segment, most: usize) -> Vec<WorkRequest> {
+    let mut parts = Vec::new();
+    let (mut part, mut bytes, mut offset) = (Vec::new(), 0, to.offset);
+    let mut close = |part: &mut Vec<Region>, bytes: &mut usize| {
+        let to = Segment { length: *bytes as u32, offset, ..to };
+        offset += *bytes as u64;
+        *bytes = 0;
+        parts.push(WorkRequest::Write { gather: std::mem::take(part), to });
+    };
+    for source in gather {
+        let mut at = 0;
+        while at < source.len() {
+            let len = (source.len() - at).min(most - bytes);
+            part.push(source.slice(at, len));
+            at += len;
+            bytes += len;
+            if bytes == most {
+                close(&mut part, &mut bytes);
+            }
+        }
+    }
+    if bytes > 0 {
+        close(&mut part, &mut bytes);
+    }
+    parts
+}

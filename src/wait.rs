@@ -175,6 +175,8 @@ impl WakeSet {
     pub fn renew(&mut self) -> io::Result<()> {
         let fresh = epoll::create(epoll::CreateFlags::CLOEXEC)?;
         rustix::io::dup3(&fresh, &mut self.set, rustix::io::DupFlags::CLOEXEC)?;
+        // Before the next one is made: the process may have no more than one left.
+        drop(fresh);
         self.timer = timer_in(&self.set)?;
         Ok(())
     }
@@ -335,5 +337,27 @@ mod tests {
         assert!(!until(b.as_raw_fd(), IN, Some(Duration::from_millis(1)), None).unwrap());
         (&a).write_all(b"x").unwrap();
         assert!(until(b.as_raw_fd(), IN, None, None).unwrap());
+    }
+
+    #[test]
+    fn a_set_is_renewed_where_one_descriptor_is_left() {
+        use rustix::process::{Resource, getrlimit, setrlimit};
+        let child = crate::fork::testing::fork(|| {
+            let mut set = WakeSet::new().unwrap();
+            let highest = rustix::io::dup(&set.set).unwrap();
+            let most = Some(highest.as_raw_fd() as u64 + 1);
+            setrlimit(
+                Resource::Nofile,
+                rustix::process::Rlimit { current: most, ..getrlimit(Resource::Nofile) },
+            )
+            .unwrap();
+            let mut taken: Vec<OwnedFd> = std::iter::from_fn(|| rustix::io::dup(&highest).ok()).collect();
+            taken.extend([highest]);
+            taken.pop();
+            set.renew().is_ok()
+                && set.alarm(Some(Duration::ZERO)).is_ok()
+                && until(set.fd(), IN, None, None).unwrap()
+        });
+        assert!(child.succeeded());
     }
 }

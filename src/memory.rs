@@ -61,7 +61,9 @@ use std::net::IpAddr;
 use std::ops::{Deref, DerefMut};
 use std::ptr::NonNull;
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering, Ordering::Relaxed, fence};
-use std::sync::{Arc, Mutex, Weak};
+use std::sync::{Arc, Weak};
+
+use crate::fork;
 
 /// The pools of a device. Software devices share one set in the process.
 #[derive(Clone)]
@@ -82,7 +84,7 @@ pub struct Memory {
     /// Bytes of pulled Calls: of the process, and of all connections of the peer.
     staged: Arc<Held>,
     peer: Arc<Held>,
-    peers: Arc<Mutex<HashMap<IpAddr, Weak<Held>>>>,
+    peers: &'static fork::Lock<HashMap<IpAddr, Weak<Held>>>,
     staging_max: usize,
 }
 
@@ -106,7 +108,8 @@ impl Memory {
             longest: Arc::default(),
             staged: Arc::default(),
             peer: Arc::default(),
-            peers: Arc::default(),
+            // For ever, as the process has one of these.
+            peers: Box::leak(Box::new(fork::Lock::new())),
             staging_max,
         })
     }
@@ -119,7 +122,7 @@ impl Memory {
             IpAddr::V6(address) => IpAddr::V6((u128::from(address) >> 64 << 64).into()),
             address => address,
         };
-        let mut peers = self.peers.lock().unwrap_or_else(|e| e.into_inner());
+        let mut peers = self.peers.lock();
         if peers.len() == peers.capacity() {
             peers.retain(|_, held| held.strong_count() > 0);
         }
@@ -873,9 +876,30 @@ impl Program {
 
 #[cfg(test)]
 mod tests {
+    use std::sync::Mutex;
     use std::thread;
 
     use super::*;
+
+    #[test]
+    fn a_forked_child_does_not_wait_for_a_thread_that_looks_up_a_peer() {
+        use std::sync::mpsc;
+        let memory = Memory::new(4096, 4096, 64 << 20);
+        let peer = Some(IpAddr::from([10, 0, 0, 1]));
+        let held = memory.peers.lock();
+        let forks = || {
+            let child = crate::fork::testing::fork(|| {
+                let (found, is_found) = mpsc::channel();
+                let memory = memory.clone();
+                thread::spawn(move || found.send(memory.of_peer(peer)).is_ok());
+                is_found.recv_timeout(std::time::Duration::from_secs(5)).is_ok()
+            });
+            child.succeeded()
+        };
+        let succeeded = thread::scope(|scope| scope.spawn(forks).join().unwrap());
+        drop(held);
+        assert!(succeeded);
+    }
 
     #[test]
     fn a_loan_is_over_when_the_last_clone_is_gone() {
@@ -1028,7 +1052,7 @@ mod tests {
         for at in 0..10_000u32 {
             memory.of_peer(Some(std::net::Ipv4Addr::from(at).into()));
         }
-        assert!(memory.peers.lock().unwrap().len() < 100);
+        assert!(memory.peers.lock().len() < 100);
     }
 
     #[test]

@@ -6,12 +6,12 @@
 
 use once_cell::race::OnceBox;
 
-use crate::thread;
+use crate::{fork, thread};
 use std::cell::Cell;
 use std::ops::Range;
 use std::os::fd::RawFd;
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering::Relaxed};
-use std::sync::{Mutex, MutexGuard, Weak};
+use std::sync::{MutexGuard, Weak};
 use std::time::Instant;
 
 /// Calls that may be nested in one another, each waiting for a call back: the stack is the program's.
@@ -28,7 +28,9 @@ pub struct ServiceLoop {
     looks: AtomicU64,
     /// It has not read what had come for a while, or has been left, and has not been seen since.
     away: AtomicBool,
-    state: Mutex<State>,
+    state: fork::Lock<State>,
+    /// Routines that have begun.
+    begun: AtomicU64,
     /// How many routines run.
     dispatching: AtomicUsize,
     /// Whether there is something in [`State::left`].
@@ -38,11 +40,10 @@ pub struct ServiceLoop {
     since: AtomicU64,
 }
 
+#[derive(Default)]
 struct State {
     /// Dispatch routines that run in the loop's thread, one inside the other.
     dispatching: Vec<Routine>,
-    /// Routines that have begun.
-    begun: u64,
     /// Connections with requests that others have read.
     left: Vec<RawFd>,
 }
@@ -126,7 +127,8 @@ impl ServiceLoop {
             thread: AtomicUsize::new(0),
             looks: AtomicU64::new(0),
             away: AtomicBool::new(false),
-            state: Mutex::new(State { dispatching: Vec::new(), begun: 0, left: Vec::new() }),
+            state: fork::Lock::new(),
+            begun: AtomicU64::new(0),
             dispatching: AtomicUsize::new(0),
             left: AtomicBool::new(false),
             last: AtomicUsize::new(0),
@@ -134,8 +136,8 @@ impl ServiceLoop {
         }
     }
 
-    fn state(&self) -> MutexGuard<'_, State> {
-        self.state.lock().unwrap_or_else(|e| e.into_inner())
+    fn state(&'static self) -> MutexGuard<'static, State> {
+        self.state.lock()
     }
 
     /// The calling thread, which is the loop's, begins to run a dispatch routine. `frame`: an address on its stack, from
@@ -146,14 +148,13 @@ impl ServiceLoop {
         // A thread that ends already has marked its routines.
         let _ = END.try_with(|end| end.0.set(Some(self)));
         let mut state = self.state();
-        let serial = state.begun;
-        state.begun += 1;
+        let serial = self.begun.fetch_add(1, Relaxed);
         state.dispatching.push(Routine { serial, thread, frame, ended: false, owner });
         self.dispatching.store(state.dispatching.len(), Relaxed);
         Dispatching { home: self, serial }
     }
 
-    fn remove(&self, serial: u64) -> Option<Routine> {
+    fn remove(&'static self, serial: u64) -> Option<Routine> {
         let mut state = self.state();
         let at = state.dispatching.iter().rposition(|routine| routine.serial == serial)?;
         let gone = state.dispatching.remove(at);
@@ -163,7 +164,7 @@ impl ServiceLoop {
 
     /// The calling thread is in the frame at `frame`: no routine runs below it on the same stack. One that has not
     /// returned was left by an exception; or its thread has ended.
-    pub fn unwound_to(&self, frame: usize) {
+    pub fn unwound_to(&'static self, frame: usize) {
         while self.dispatching.load(Relaxed) > 0 {
             let thread = thread::this();
             let left = |it: &&Routine| it.is_left(thread, frame);
@@ -214,7 +215,7 @@ impl ServiceLoop {
 
     /// Does `step`, which reads a connection, unless the loop is back: `None`. `step` returns the connection if something
     /// is left of it for the loop; true if nothing else will tell the loop of it.
-    pub fn read_instead(&self, step: impl FnOnce() -> Option<RawFd>) -> Option<bool> {
+    pub fn read_instead(&'static self, step: impl FnOnce() -> Option<RawFd>) -> Option<bool> {
         // The lock is kept: what `step` leaves must be there when the loop comes back.
         let mut state = self.state();
         if state.dispatching.is_empty() && !self.nobody_runs_it() {
@@ -227,7 +228,7 @@ impl ServiceLoop {
     }
 
     /// There are requests of this connection that the loop has not seen.
-    pub fn leave(&self, fd: RawFd) {
+    pub fn leave(&'static self, fd: RawFd) {
         let mut state = self.state();
         if !state.left.contains(&fd) {
             state.left.push(fd);
@@ -236,7 +237,7 @@ impl ServiceLoop {
     }
 
     /// The connections with such requests.
-    pub fn take_left(&self) -> Vec<RawFd> {
+    pub fn take_left(&'static self) -> Vec<RawFd> {
         let mut state = self.state();
         self.left.store(false, Relaxed);
         std::mem::take(&mut state.left)
@@ -248,7 +249,7 @@ impl ServiceLoop {
     }
 
     /// Whether this is the loop's thread outside of dispatch routines, and something was left: nobody else tells it.
-    pub fn is_idle_here(&self) -> bool {
+    pub fn is_idle_here(&'static self) -> bool {
         self.is_mine() && {
             let state = self.state();
             state.dispatching.is_empty() && !state.left.is_empty()
@@ -301,5 +302,50 @@ pub fn is_nested() -> bool {
 impl Drop for Nested {
     fn drop(&mut self) {
         NESTED.set(NESTED.get() - 1);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::mpsc;
+    use std::time::Duration;
+
+    use super::*;
+    use crate::fork::testing::fork;
+
+    struct Nobody;
+
+    impl Thrown for Nobody {
+        fn thrown(&self, _: u64) {}
+    }
+
+    #[test]
+    fn a_forked_child_does_not_wait_for_a_thread_that_reads_in_the_place_of_its_parents_loop() {
+        static HOME: ServiceLoop = ServiceLoop::new();
+        HOME.is_away();
+        let (reads, is_read) = mpsc::channel();
+        let (enough, is_enough) = mpsc::channel();
+        std::thread::scope(|scope| {
+            scope.spawn(move || {
+                HOME.read_instead(|| {
+                    reads.send(()).unwrap();
+                    is_enough.recv().unwrap();
+                    None
+                })
+            });
+            is_read.recv().unwrap();
+            let child = fork(|| {
+                let (served, is_served) = mpsc::channel();
+                std::thread::spawn(move || {
+                    HOME.leave(7);
+                    drop(HOME.begin(0, Weak::<Nobody>::new()));
+                    served.send(HOME.take_left()).unwrap();
+                });
+                is_served.recv_timeout(Duration::from_secs(5)).is_ok_and(|left| left == [7])
+            });
+            let succeeded = child.succeeded();
+            enough.send(()).unwrap();
+            assert!(succeeded);
+        });
     }
 }

@@ -294,7 +294,12 @@ unsafe extern "C" fn accept(xprt: *mut SVCXPRT, _: *mut rpc_msg) -> bool_t {
         let mut table = table();
         let found =
             table.iter_mut().find(|entry| entry.open.as_ref().is_some_and(|open| open.xprt.0 == xprt));
-        let Some(entry) = found else { return Ok(0) };
+        let Some(entry) = found else {
+            // That of a parent, which had the table at the fork: what comes there is for the parent.
+            // SAFETY: registered; it lives for ever.
+            unsafe { xprt_unregister(xprt) };
+            return Ok(0);
+        };
         let found = entry.look();
         let rdma_only = entry.rdma_only;
         let known = !rdma_only && config.redirect_adapters == RedirectAdapters::Auto;

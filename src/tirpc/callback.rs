@@ -305,7 +305,8 @@ pub(super) mod waker {
         guard(|| {
             let ready = {
                 let waker = lock();
-                match waker.as_ref().filter(|waker| waker.generation == fork::generation()) {
+                let own = |waker: &&Waker| waker.generation == fork::generation() && waker.xprt == xprt;
+                match waker.as_ref().filter(own) {
                     Some(waker) => {
                         waker.set.silence();
                         waker.set.ready()

@@ -278,11 +278,17 @@ impl Progress {
 }
 
 /// Moves what can move; destroys what took too long.
-unsafe extern "C" fn wake(_: *mut SVCXPRT, _: *mut rpc_msg) -> bool_t {
+unsafe extern "C" fn wake(xprt: *mut SVCXPRT, _: *mut rpc_msg) -> bool_t {
     guard(|| {
         let now = Instant::now();
         let (crowded, due, errands) = {
             let table = table();
+            if table.xprt != xprt {
+                // That of a parent, which had the table at the fork: what makes it readable is not for this process.
+                // SAFETY: registered; it lives for ever.
+                unsafe { xprt_unregister(xprt) };
+                return Ok(0);
+            }
             if let Some(set) = &table.set {
                 set.silence();
             }
@@ -344,5 +350,36 @@ mod tests {
             assert_eq!(added.unwrap_err().raw_os_error(), Some(libc::EEXIST));
         }
         assert!(!progress.own_set().unwrap());
+    }
+
+    #[test]
+    fn a_child_that_is_forked_while_the_table_is_taken_is_woken_for_its_parent_once_at_most() {
+        use crate::fork::testing::fork;
+        use crate::tirpc::{polled, svc_getreq_common};
+        // What is registered here is not for other tests.
+        let parent = fork(|| {
+            let listener = UnixStream::pair().unwrap();
+            // SAFETY: complete.
+            unsafe { real::XPRT_REGISTER.get().unwrap()(bare(listener.0.as_raw_fd(), &LISTENING)) };
+            call_at(Errand::Left, Instant::now(), || {});
+            let parents = fd();
+            let table = TABLE.lock();
+            let child = || {
+                // SAFETY: the child has one thread.
+                let is_polled = || unsafe { polled() }.any(|fd| fd == parents);
+                let before = is_polled() && wait::until(parents, wait::IN, None, None).unwrap();
+                call_at(Errand::Left, Instant::now() + Duration::from_secs(60), || {});
+                // SAFETY: as its loop does that finds the descriptor readable.
+                unsafe { svc_getreq_common(parents) };
+                // SAFETY: as above.
+                let own = unsafe { polled() }.any(|polled| polled == fd());
+                before && own && !is_polled()
+            };
+            let succeeded =
+                std::thread::scope(|scope| scope.spawn(|| fork(child).succeeded()).join().unwrap());
+            drop(table);
+            succeeded
+        });
+        assert!(parent.succeeded());
     }
 }

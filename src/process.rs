@@ -75,7 +75,7 @@ pub fn identify(fd: RawFd) -> Option<Identity> {
 }
 
 /// Has the number `fd` stand for what `by` refers to, in one step: whoever is about to write to `fd` writes to the one or
-/// to the other. exec(2) closes it if `close_on_exec`. exec(2) closes it if `close_on_exec`.
+/// to the other. exec(2) closes it if `close_on_exec`.
 ///
 /// # Errors
 /// The errno; the number stands for what it did then.

@@ -183,7 +183,7 @@ pub struct Places {
 }
 
 impl Places {
-    /// Whether a connection to `local` would come to the socket too., and not from this host itself
+    /// Whether a connection to `local` would come to the socket too, and not from this host itself.
     pub fn contain(&self, local: SocketAddr) -> bool {
         let own = |at: &SocketAddr| {
             at.is_ipv4() == local.is_ipv4() && (at.ip().is_unspecified() || at.ip() == local.ip())

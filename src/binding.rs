@@ -17,9 +17,10 @@
 //! Read first: RFC 8166 §6 and §4.3.2, RFC 8267.
 #![forbid(unsafe_code)]
 
-use std::collections::HashMap;
 use std::ops::Range;
 use std::sync::{Arc, PoisonError, RwLock};
+
+use rustc_hash::FxHashMap;
 
 use crate::error::{Error, Kind};
 
@@ -277,7 +278,7 @@ impl Binding {
 
 /// All bindings of a process.
 pub struct Registry {
-    procedures: RwLock<HashMap<(u32, u32, u32), Binding>>,
+    procedures: RwLock<FxHashMap<(u32, u32, u32), Binding>>,
 }
 
 impl Registry {

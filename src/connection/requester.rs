@@ -1,7 +1,9 @@
 //! The requester: the calls of this end, from the plan to their outcome. Its rules are those of the module above.
 #![forbid(unsafe_code)]
 
-use std::collections::{HashMap, VecDeque};
+use std::collections::VecDeque;
+
+use rustc_hash::FxHashMap;
 
 use super::chunks::{self, Area, Limits, Needs};
 use super::common::Common;
@@ -30,7 +32,7 @@ pub(super) struct Requester {
     /// Messages transmitted so far that are no replies: orders them, so that a reply tells which earlier ones the peer has
     /// consumed.
     transmitted: u64,
-    calls: HashMap<Xid, Call>,
+    calls: FxHashMap<Xid, Call>,
     /// Calls without a credit, or without room for their reply, oldest first.
     waiting: VecDeque<Xid>,
     /// Some of them have a credit, and lack room.
@@ -43,7 +45,7 @@ pub(super) struct Requester {
 }
 
 /// By program and version: what the peer has shown of bindings that are not standardised.
-type Shown = HashMap<(u32, u32), Knowledge>;
+type Shown = FxHashMap<(u32, u32), Knowledge>;
 
 /// What a peer has shown of a binding.
 #[derive(Clone, Copy, PartialEq, Eq)]

@@ -1,7 +1,9 @@
 //! The responder: the calls of the peer, from the header to the reply. Its rules are those of the module above.
 #![forbid(unsafe_code)]
 
-use std::collections::{HashMap, VecDeque};
+use std::collections::VecDeque;
+
+use rustc_hash::FxHashMap;
 
 use super::chunks::{self, Assembly, Pull};
 use super::common::Common;
@@ -51,7 +53,7 @@ pub(super) struct Responder {
     /// In the order of their Sends; the front is handed up next.
     queue: VecDeque<Pending>,
     /// Handed up, not yet answered or discarded.
-    handed: HashMap<RequestId, Chunks>,
+    handed: FxHashMap<RequestId, Chunks>,
     /// The latest that was deferred, until the next one is handed up.
     deferred: Option<(RequestId, Chunks)>,
     /// Bytes of Calls in `queue` that were asked for.
@@ -120,7 +122,7 @@ impl Responder {
         Responder {
             next: 0,
             queue: VecDeque::new(),
-            handed: HashMap::new(),
+            handed: FxHashMap::default(),
             deferred: None,
             staged: 0,
             reads: VecDeque::new(),

@@ -1,7 +1,7 @@
 //! The calls of one direction of a connection, and how they ended.
 #![forbid(unsafe_code)]
 
-use std::collections::HashMap;
+use rustc_hash::FxHashMap;
 
 use crate::connection::Connection;
 use crate::error::Error;
@@ -15,7 +15,7 @@ use super::peer;
 #[derive(Default)]
 pub(super) struct Calls {
     /// Of calls that ended, until whoever waits for them has taken them.
-    pub(super) outcomes: HashMap<Xid, Result<Vec<Region>, Error>>,
+    pub(super) outcomes: FxHashMap<Xid, Result<Vec<Region>, Error>>,
     /// Calls of procedure 0 that nobody waits for: their replies give credits.
     pub(super) greetings: Vec<Xid>,
     /// What the peer is asked to be.

@@ -12,10 +12,11 @@
 
 use crate::thread;
 use crate::wire::Xid;
-use std::collections::HashMap;
 use std::os::fd::RawFd;
 use std::sync::{Arc, Condvar, MutexGuard};
 use std::time::{Duration, Instant};
+
+use rustc_hash::FxHashMap;
 
 use crate::connection::RequestId;
 use crate::error::{Error, Kind};
@@ -37,7 +38,7 @@ const NUDGE_AFTER: Duration = Duration::from_millis(100);
 pub(super) struct Session {
     pub(super) calls: Calls,
     /// Threads that sleep until they are woken, each on its own condition.
-    sleepers: HashMap<Waiter, Arc<Condvar>>,
+    sleepers: FxHashMap<Waiter, Arc<Condvar>>,
     /// The one of them that may have to serve a request in the midst of its own: nobody else does.
     serving_sleeper: Option<Arc<Condvar>>,
     /// Who polls the connection: one thread, except as [`Session::may_drive`] says.
@@ -59,7 +60,7 @@ impl Session {
     pub(super) fn new(poll: Duration) -> Session {
         Session {
             calls: Calls::new(),
-            sleepers: HashMap::new(),
+            sleepers: FxHashMap::default(),
             serving_sleeper: None,
             drivers: Vec::new(),
             spin: Spin::new(poll),

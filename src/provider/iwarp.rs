@@ -22,10 +22,12 @@
 #![forbid(unsafe_code)]
 
 use std::borrow::Cow;
-use std::collections::{HashMap, VecDeque};
+use std::collections::VecDeque;
 use std::io;
 use std::os::fd::RawFd;
 use std::sync::Arc;
+
+use rustc_hash::FxHashMap;
 
 use crate::config::Crc;
 use crate::error::{Error, Kind, os_text};
@@ -153,7 +155,7 @@ pub struct Iwarp {
     shared: Shared,
     transmit: Transmit,
     receive: Receive,
-    exposed: HashMap<u32, Exposed>,
+    exposed: FxHashMap<u32, Exposed>,
     receives: VecDeque<Sink>,
     completions: VecDeque<Completion>,
     /// Bytes of our own Reads whose segments have come.
@@ -289,7 +291,7 @@ impl Iwarp {
             forked: false,
             shared: Shared::new()?,
             receive: Receive::new(),
-            exposed: HashMap::new(),
+            exposed: FxHashMap::default(),
             receives: VecDeque::new(),
             completions: VecDeque::new(),
             ird: 0,

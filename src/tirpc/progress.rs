@@ -4,12 +4,13 @@
 //! by rpcgen count the registered descriptors to find out whether they are idle.
 #![allow(unsafe_code)]
 
-use std::collections::HashMap;
 use std::os::fd::RawFd;
 use std::ptr::null_mut;
 use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
 use std::sync::{Arc, MutexGuard, Weak};
 use std::time::{Duration, Instant};
+
+use rustc_hash::FxHashMap;
 
 use crate::driver::{Shared, Wait, send_rest};
 use crate::error::Error;
@@ -24,7 +25,7 @@ struct Progress {
     set: Option<WakeSet>,
     /// The process that made it, or made it anew.
     generation: u64,
-    entries: HashMap<RawFd, Entry>,
+    entries: FxHashMap<RawFd, Entry>,
     /// What the errands are, once somebody has asked for them.
     errands: [Option<fn()>; 3],
     xprt: *mut SVCXPRT,
@@ -140,7 +141,7 @@ impl Default for Progress {
         Progress {
             set: None,
             generation: 0,
-            entries: HashMap::new(),
+            entries: FxHashMap::default(),
             errands: [None; 3],
             xprt: null_mut(),
             registered: false,

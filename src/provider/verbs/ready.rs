@@ -2,12 +2,13 @@
 //! registrations that the peer may use.
 #![forbid(unsafe_code)]
 
-use std::collections::{HashMap, VecDeque};
+use std::collections::VecDeque;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 use std::time::{Duration, Instant};
 
 use once_cell::race::OnceBox;
+use rustc_hash::FxHashMap;
 
 use crate::error::{Error, Kind};
 use crate::log_info;
@@ -83,7 +84,7 @@ pub struct Ready {
     queues: Queues,
     slabs: Arc<Slabs>,
     locked: Locked,
-    exposed: HashMap<u32, Exposed>,
+    exposed: FxHashMap<u32, Exposed>,
     /// For Reply chunks, and those of its blocks that are registered.
     areas: Option<Arc<Areas>>,
     blocks: Vec<Registration>,
@@ -103,7 +104,7 @@ pub struct Ready {
     /// Slabs whose Receive was handed up as a copy: the next Receive lies in one of them.
     spare: Vec<Buf>,
     /// Bytes of RDMA Reads under way.
-    reads: HashMap<WorkId, u32>,
+    reads: FxHashMap<WorkId, u32>,
     terms: Terms,
     /// The latest request that sees, or has shown, whether the peer is there.
     probe: Option<u64>,
@@ -151,7 +152,7 @@ impl Ready {
             queues,
             slabs,
             locked,
-            exposed: HashMap::new(),
+            exposed: FxHashMap::default(),
             areas,
             blocks: Vec::new(),
             binds: VecDeque::new(),
@@ -160,7 +161,7 @@ impl Ready {
             unsignalled: 0,
             posted: None,
             spare: Vec::new(),
-            reads: HashMap::new(),
+            reads: FxHashMap::default(),
             terms,
             probe: None,
             moved: 0,

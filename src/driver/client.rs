@@ -663,6 +663,54 @@ pub(super) mod tests {
         });
     }
 
+    /// One sleeps until something comes, and what another one cannot send at once has that one poll too. Were the reply of
+    /// the first taken in the second one's spin, the first would sleep on.
+    #[test]
+    fn who_polls_beside_a_thread_that_sleeps_until_something_comes_does_not_spin() {
+        let config = Config { credits: 128, poll: Duration::from_millis(20), ..Config::default() };
+        let config: &'static Config = Box::leak(Box::new(config));
+        let (to_server, to_client) = pair().unwrap();
+        let server = Mutex::new(Server::accept(to_client.as_raw_fd(), config).unwrap());
+        let fd = to_server.as_raw_fd();
+        std::thread::scope(|scope| {
+            let opens = scope.spawn(move || {
+                let client = Client::open(fd, config, Instant::now() + PATIENCE, None).unwrap();
+                call(&client, 40).unwrap();
+                client
+            });
+            let first = next(&server).unwrap();
+            answer(&server, first);
+            let client = opens.join().unwrap();
+            let begin = |len| {
+                let xid = client.fresh_xid();
+                let message = message(&client, xid, len).into();
+                client
+                    .lock()
+                    .link
+                    .begin(xid, message, Expect::Reply { max: 1024, places: Vec::new() })
+                    .unwrap();
+                xid
+            };
+            let awaited = begin(40);
+            let request = next(&server).unwrap();
+            // As its caller, in poll(2).
+            client.lock().session.drive_as(usize::MAX);
+            for _ in 0..100 {
+                begin(3800);
+            }
+            answer(&server, request);
+            assert!(wait::until(fd, wait::IN, Some(PATIENCE), None).unwrap());
+            let xid = client.fresh_xid();
+            let message = message(&client, xid, 40).into();
+            let until = Instant::now() + Duration::from_millis(50);
+            let outcome = client.call(xid, message, 1024, Vec::new(), until, None);
+            assert_eq!(outcome.unwrap_err().kind(), Kind::Timeout);
+            assert!(client.lock().link.device.wants_write(), "the socket has taken all");
+            assert!(!client.lock().session.calls.is_over(Waiter::Call(awaited)));
+            assert!(wait::until(fd, wait::IN, Some(Duration::ZERO), None).unwrap(), "it was taken");
+        });
+    }
+
     /// Linux's siw looks at what comes right behind its answer to the startup only when more comes.
     #[test]
     fn a_peer_that_does_not_answer_the_first_call_is_nudged_by_a_write_of_no_bytes() {

@@ -143,6 +143,13 @@ impl Session {
         self.drivers.push(Driver { thread: thread::this(), reads: true, writes: false });
     }
 
+    /// This thread, which drives, goes to sleep. One that span while the connection was replaced was forgotten with the old
+    /// one, and sleeps on the new one.
+    fn sleeps_for(&mut self, reads: bool, writes: bool) {
+        self.end_to_drive();
+        self.drivers.push(Driver { thread: thread::this(), reads, writes });
+    }
+
     /// As if a thread slept in poll(2) already.
     #[cfg(test)]
     pub(super) fn drive_as(&mut self, thread: usize) {
@@ -379,11 +386,7 @@ fn drive<'a, P: Policy<'a>>(
         }
     }
     let mut wake = policy.wake(&mut state);
-    let session = state.parts().0;
-    if let Some(driver) = session.own_driver() {
-        let Driver { reads, writes, .. } = &mut session.drivers[driver];
-        (*reads, *writes) = (wake.reads, wake.writes);
-    }
+    state.parts().0.sleeps_for(wake.reads, wake.writes);
     drop(state);
     let until = wake.until.map_or(deadline, |until| deadline.min(until));
     let mut left = until.saturating_duration_since(Instant::now());
@@ -399,7 +402,7 @@ fn drive<'a, P: Policy<'a>>(
 }
 
 /// Moves what has come until `found`, for as long as spinning pays; true when it was. `others`: whether there is something
-/// else to do.
+/// else to do. Not beside a thread that sleeps until something comes: what is taken here would not wake it.
 pub(super) fn spin<'a, L: Locked<'a>>(
     locked: &L,
     mut state: MutexGuard<'a, L::State>,
@@ -410,10 +413,16 @@ pub(super) fn spin<'a, L: Locked<'a>>(
     let patience = session.spin.allowed().and_then(|limit| Patience::new(limit, link?));
     let Some(mut patience) = patience else { return (state, false) };
     loop {
-        state.pump();
+        let alone = !state.parts().0.another_reads();
+        if alone {
+            state.pump();
+        }
         if found(&mut state) {
             state.parts().0.spin.found();
             return (state, true);
+        }
+        if !alone {
+            return (state, false);
         }
         let (session, link) = state.parts();
         if link.is_none_or(|link| patience.is_over(link)) {

@@ -264,7 +264,7 @@ impl Client {
     }
 
     /// Waits for the end of a call.
-    fn wait<'a>(
+    pub(super) fn wait<'a>(
         &'a self,
         mut state: MutexGuard<'a, Waiting>,
         xid: Xid,
@@ -340,8 +340,8 @@ impl<'a> Policy<'a> for &'a Client {
                 return Turn::Look;
             }
         }
-        if state.session.calls.is_over(waiter) {
-            // It came with what was looked at.
+        if state.session.calls.is_over(waiter) || state.may_serve() {
+            // It came with what was looked at. A call back that lies here would not end the sleep, and the call may wait for it.
             return Turn::Look;
         }
         Turn::Drive { spins: state.renewal.is_none() }

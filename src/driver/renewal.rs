@@ -397,6 +397,7 @@ mod tests {
     use crate::config::Version;
     use crate::connection::Request;
     use crate::driver::Responder;
+    use crate::driver::callback;
     use crate::driver::link::FIRST_REPLY;
     use crate::driver::server::Server;
     use crate::driver::server::Shared;
@@ -511,6 +512,59 @@ mod tests {
         fn drop(&mut self) {
             socket::shutdown(self.0.as_raw_fd());
         }
+    }
+
+    /// Serves calls back, and tells of each.
+    struct Tells(Mutex<mpsc::Sender<()>>, Mutex<std::sync::Weak<Client>>);
+
+    impl callback::Serve for Tells {
+        fn serve(&self, request: Request, _: Mask<'_>) {
+            let client = self.1.lock().unwrap().upgrade().unwrap();
+            Responder::discard(&*client, request.id);
+            self.0.lock().unwrap().send(()).unwrap();
+        }
+    }
+
+    #[test]
+    fn a_call_back_that_comes_while_a_call_looks_for_credits_is_served_before_it_sleeps() {
+        let (listener, socket, config) = connect(config(1));
+        scope(|scope| {
+            let _hangup = Hangup(&socket);
+            let (came, served) = mpsc::channel();
+            let (told, sent) = mpsc::channel();
+            scope.spawn(move || {
+                let peer = Peer::accept(&listener, config);
+                peer.answer(peer.next().unwrap());
+                let orphan = peer.next().unwrap();
+                let mut server = locked(&peer.server);
+                let link = server.link().unwrap();
+                link.engine.ask(1);
+                let mut back = link.memory.message().unwrap();
+                back.extend(&[7, 0, 2, 1, 1, 0, 0, 0, 0, 0, 0, 0].map(u32::to_be_bytes).concat()).unwrap();
+                link.begin(Xid(7), back.into(), reply()).unwrap();
+                drop(server);
+                peer.answer(orphan);
+                told.send(()).unwrap();
+                let call = peer.next().unwrap();
+                // It waits for what it has called back for.
+                if served.recv_timeout(PATIENCE / 2).is_ok() {
+                    peer.answer(call);
+                }
+                peer.next();
+            });
+            let client = open(&socket, config);
+            let serve = Arc::new(Tells(Mutex::new(came), Mutex::new(Arc::downgrade(&client))));
+            client.start_serving(serve, 1, 1).unwrap();
+            call(&client, soon()).unwrap();
+            let orphan = begin(&client, reply());
+            let waits = begin(&client, reply());
+            sent.recv().unwrap();
+            assert!(wait::until(socket.as_raw_fd(), wait::IN, Some(PATIENCE), None).unwrap());
+            let mut state = client.lock();
+            state.link.abandon(orphan);
+            assert!(state.link.engine.holds_back());
+            client.wait(state, waits, soon(), None).unwrap();
+        });
     }
 
     /// The same, but for the choice of the device.

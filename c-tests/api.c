@@ -366,10 +366,10 @@ static void misuse(void)
     }
     REQUIRE(clnt_rdma_create(RPC_ANYFD, NULL, PROG, 1, 0, 0) == NULL);
     require_failure("no internet address");
-    struct netbuf empty = {0, 0, NULL}, senseless = {.maxlen = 16, .len = 16, .buf = NULL};
+    struct netbuf empty = {0, 0, NULL}, nonsense = {.maxlen = 16, .len = 16, .buf = NULL};
     REQUIRE(clnt_rdma_create(RPC_ANYFD, &empty, PROG, 1, 0, 0) == NULL);
     require_failure("no internet address");
-    REQUIRE(clnt_rdma_create(RPC_ANYFD, &senseless, PROG, 1, 0, 0) == NULL);
+    REQUIRE(clnt_rdma_create(RPC_ANYFD, &nonsense, PROG, 1, 0, 0) == NULL);
     require_failure("no internet address");
     REQUIRE(clnt_rdma_create(RPC_ANYFD, netbuf(&address), 100000, 4, 0, 0) == NULL);
     require_failure("rpcbind is served over tcp");
@@ -847,7 +847,7 @@ static void callback_misuse(void)
     struct servers servers = servers_start();
     struct stock stock = stock_handles();
     CLIENT *client = client_of(&servers);
-    const struct timeval senseless = {.tv_sec = -1};
+    const struct timeval nonsense = {.tv_sec = -1};
     REQUIRE(!rpcrdma_clnt_serve(NULL, BACK, 1, nothing) && rpcrdma_clnt_poll(NULL, patient) == -1);
     REQUIRE(!rpcrdma_clnt_serve(stock.client, BACK, 1, nothing) && rpcrdma_clnt_poll(stock.client, patient) == -1);
     REQUIRE(!rpcrdma_clnt_serve(client, BACK, 1, NULL));
@@ -865,7 +865,7 @@ static void callback_misuse(void)
     REQUIRE(clnt_control(client, CLGET_RDMA_REVERSE_CREDITS, (char *)&number) && number == 1);
     REQUIRE(rpcrdma_clnt_serve(client, BACK, 1, called_back));
     require_credits(client, CLSET_RDMA_REVERSE_CREDITS, CLGET_RDMA_REVERSE_CREDITS, 3);
-    REQUIRE(rpcrdma_clnt_poll(client, senseless) == -1);
+    REQUIRE(rpcrdma_clnt_poll(client, nonsense) == -1);
     require_text(client, "invalid timeout");
     REQUIRE(rpcrdma_clnt_poll(client, (struct timeval){0, 0}) == 0);
     REQUIRE(!rpcrdma_clnt_serve(client, BACK, 2, NULL));

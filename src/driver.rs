@@ -83,11 +83,11 @@ pub fn memory(config: &Config) -> Arc<Memory> {
     MEMORY.get_or_init(|| Box::new(memory)).clone()
 }
 
-/// See [`Requester::reply_header`].
+/// See [`Caller::reply_header`].
 pub const REPLY_HEADER: usize = 4096;
 
 /// Makes calls on a connection: the end that opened it, or the other one in the reverse direction.
-pub trait Requester: Send + Sync {
+pub trait Caller: Send + Sync {
     /// The descriptor that the program knows the connection by.
     fn fd(&self) -> RawFd;
 
@@ -103,7 +103,7 @@ pub trait Requester: Send + Sync {
     /// An XID that no call of this direction of the connection uses.
     fn fresh_xid(&self) -> Xid;
 
-    /// Makes a call and waits for its end. See [`Requester::call`].
+    /// Makes a call and waits for its end. See [`Caller::call`].
     ///
     /// # Errors
     /// As there.
@@ -194,7 +194,7 @@ pub trait Requester: Send + Sync {
     /// such a call too, so that the peer has pulled it when this returns.
     ///
     /// # Errors
-    /// As [`Requester::call`]; `NotSent` when there is one credit in all.
+    /// As [`Caller::call`]; `NotSent` when there is one credit in all.
     fn call_one_way(
         &self,
         xid: Xid,
@@ -219,7 +219,7 @@ pub trait Requester: Send + Sync {
     /// Makes a call of procedure 0.
     ///
     /// # Errors
-    /// As [`Requester::call`].
+    /// As [`Caller::call`].
     fn null(&self, call: &[u8; 40], deadline: Instant, mask: Mask<'_>) -> Result<(), Error> {
         let xid = self.fresh_xid();
         let message = with_xid(self.message()?, call, xid)?;
@@ -244,7 +244,7 @@ impl SendRoom {
 }
 
 /// Answers calls of a connection: the end that accepted it, or the other one in the reverse direction.
-pub trait Responder: Send + Sync {
+pub trait Callee: Send + Sync {
     /// Memory to encode into.
     ///
     /// # Errors

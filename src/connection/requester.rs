@@ -32,7 +32,7 @@ pub(super) struct Requester {
     /// Messages transmitted so far that are no replies: orders them, so that a reply tells which earlier ones the peer has
     /// consumed.
     transmitted: u64,
-    calls: FxHashMap<Xid, Call>,
+    calls: FxHashMap<Xid, Outstanding>,
     /// Calls without a credit, or without room for their reply, oldest first.
     waiting: VecDeque<Xid>,
     /// Some of them have a credit, and lack room.
@@ -56,7 +56,7 @@ enum Knowledge {
     Unknown,
 }
 
-struct Call {
+struct Outstanding {
     /// `None` once transmitted.
     waiting: Option<(Message, Expect)>,
     /// Bytes of Reply chunks that there was no room for, when that was tried last.
@@ -177,7 +177,7 @@ impl Requester {
             return Err(Error::new(Kind::Invalid, format!("the call does not begin with its XID {xid}")));
         }
         let fate = if matches!(expect, Expect::Nothing) { Fate::OneWay } else { Fate::Awaited };
-        let call = Call {
+        let call = Outstanding {
             waiting: Some((message, expect)),
             lacks: 0,
             fate,
@@ -347,7 +347,7 @@ impl Requester {
     fn rebuild(
         &mut self,
         xid: Xid,
-        call: Call,
+        call: Outstanding,
         inline: Option<Region>,
         lists: &ChunkLists<'_>,
         common: &Common,
@@ -423,7 +423,7 @@ impl Requester {
         if common.window.abandoned() == 0 {
             return;
         }
-        let past = |c: &Call| c.fate == Fate::OneWay && c.sequence.is_some_and(|s| s < sequence);
+        let past = |c: &Outstanding| c.fate == Fate::OneWay && c.sequence.is_some_and(|s| s < sequence);
         let mut done: Vec<(u64, Xid)> = (self.calls.iter().filter(|(_, c)| past(c)))
             .map(|(xid, call)| (call.sequence.unwrap_or_default(), *xid))
             .collect();
@@ -433,7 +433,7 @@ impl Requester {
             match read_by_peer(&call.handles, registrar) {
                 Some(true) => common.release(&mut call.handles, registrar),
                 read if self.makes_room(call.pulled, read.is_none(), common, registrar) => {
-                    let Call { handles, pulled: bytes, .. } = call;
+                    let Outstanding { handles, pulled: bytes, .. } = call;
                     self.past.push_back(Past { xid, handles, bytes, since: self.replies });
                 }
                 _ => {
@@ -483,7 +483,7 @@ impl Requester {
         }
     }
 
-    fn explain(&mut self, error: RdmaError, call: &Call, common: &Common) -> Error {
+    fn explain(&mut self, error: RdmaError, call: &Outstanding, common: &Common) -> Error {
         let text = match error {
             RdmaError::Version { low, high } => two::versions_differ(low, high, &call.version.to_string()),
             RdmaError::InvalidOption => String::from("the peer took the call for a message of an extension"),
@@ -549,7 +549,7 @@ impl Requester {
     }
 }
 
-impl Call {
+impl Outstanding {
     /// Exposes what the plan needs and makes the Send. `None` when there is no room for the reply: the call waits.
     fn transmit(
         &mut self,
@@ -724,7 +724,7 @@ impl Call {
 }
 
 /// Why a call without a reply would hold the only credit for ever.
-fn too_few_credits(call: &Call, common: &Common) -> Option<Error> {
+fn too_few_credits(call: &Outstanding, common: &Common) -> Option<Error> {
     if call.fate != Fate::OneWay || !common.window.is_told() || common.window.limit() > 1 {
         return None;
     }

@@ -337,7 +337,7 @@ mod tests {
     use crate::config::Config;
     use crate::connection::Expect;
     use crate::connection::Role;
-    use crate::driver::Responder;
+    use crate::driver::Callee;
     use crate::driver::memory;
     use crate::driver::server::Next;
     use crate::driver::start::tests::iwarp_options;

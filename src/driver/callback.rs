@@ -25,7 +25,7 @@ use super::backlog::Wait;
 use super::calls::Waiter;
 use super::client::{Client, Waiting};
 use super::session::{self, State};
-use super::{Mask, Requester, Responder, TURN, TURN_TIME};
+use super::{Callee, Caller, Mask, TURN, TURN_TIME};
 
 use crate::wait::WakeSet;
 
@@ -363,9 +363,9 @@ impl Waiting {
     }
 }
 
-impl Responder for Client {
+impl Callee for Client {
     fn message(&self) -> Result<Buf, Error> {
-        Requester::message(self)
+        Caller::message(self)
     }
 
     fn reply(&self, id: RequestId, message: Message) -> Result<(), Error> {
@@ -393,7 +393,7 @@ impl Responder for Client {
     }
 
     fn end(&self, loans: &[Loan]) {
-        Requester::end(self, loans);
+        Caller::end(self, loans);
     }
 
     fn grants(&self, grant: Option<u32>) -> u32 {

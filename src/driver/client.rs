@@ -28,7 +28,7 @@ use super::peer::Peer;
 use super::renewal::Renewal;
 use super::session::{self, Locked, Policy, Session, State, Turn, Wake};
 use super::start::{Room, connect_over, establish, versions};
-use super::{Mask, REPLY_HEADER, Requester, SendRoom, memory};
+use super::{Caller, Mask, REPLY_HEADER, SendRoom, memory};
 
 /// How often a peer that has not answered the first call is nudged.
 const NUDGES: u32 = 10;
@@ -390,7 +390,7 @@ impl State for Waiting {
     }
 }
 
-impl Requester for Client {
+impl Caller for Client {
     fn fd(&self) -> RawFd {
         self.fd
     }
@@ -558,7 +558,7 @@ pub(super) mod tests {
 
     use super::*;
     use crate::connection::Request;
-    use crate::driver::Responder;
+    use crate::driver::Callee;
     use crate::driver::server::Server;
     use crate::driver::server::Shared;
     use crate::driver::server::locked;
@@ -581,7 +581,7 @@ pub(super) mod tests {
     fn message(client: &Client, xid: Xid, len: usize) -> Buf {
         let mut bytes = vec![7; len];
         bytes[..4].copy_from_slice(&xid.0.to_be_bytes());
-        let mut message = Requester::message(client).unwrap();
+        let mut message = Caller::message(client).unwrap();
         message.extend(&bytes).unwrap();
         message
     }

@@ -125,7 +125,7 @@ impl Link {
         self.engine.closed().filter(|_| !self.engine.must_fall_back())
     }
 
-    /// As [`Requester::raise_receives`].
+    /// As [`Caller::raise_receives`].
     pub(super) fn raise_receives(&mut self, bytes: u32) -> Result<(), Error> {
         if self.engine.version() == Some(v1::VERSION) {
             let text = "in RPC-over-RDMA version 1 the size of Receives is fixed: set RPCRDMA_INLINE, \

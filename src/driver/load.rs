@@ -24,7 +24,7 @@ use super::reverse::{Hooks, Reverse};
 use super::server::{Next, Server, Shared, locked, next};
 use super::service_loop;
 use super::start::{Room, versions};
-use super::{Mask, Requester, Responder, memory};
+use super::{Callee, Caller, Mask, memory};
 use crate::config::{Config, Version};
 use crate::connection::characteristics::Wish;
 use crate::connection::{Request, Role};
@@ -139,13 +139,13 @@ fn word(bytes: &[u8], n: usize) -> u32 {
 
 /// Makes a call of `len` bytes whose reply has `answer` bytes, and checks that one. `todo`: how often the two ends call one
 /// another in turn before it is answered.
-fn call(from: &dyn Requester, todo: u32, len: usize, answer: usize) -> Result<(), Error> {
+fn call(from: &dyn Caller, todo: u32, len: usize, answer: usize) -> Result<(), Error> {
     call_with_room(from, (todo, len, answer), answer, Instant::now() + PATIENCE)
 }
 
 /// The same with room for a longer reply.
 fn call_with_room(
-    from: &dyn Requester,
+    from: &dyn Caller,
     (todo, len, answer): (u32, usize, usize),
     room: usize,
     deadline: Instant,
@@ -160,7 +160,7 @@ fn call_with_room(
 }
 
 /// Checks a call, calls back if it asks for it, and answers.
-fn answer(to: &dyn Responder, back: &dyn Requester, request: Request) -> Result<(), Error> {
+fn answer(to: &dyn Callee, back: &dyn Caller, request: Request) -> Result<(), Error> {
     let Request { id, xid, message: pieces, .. } = request;
     let bytes: Vec<u8> = pieces.iter().flat_map(|part| part.iter().copied()).collect();
     drop(pieces);
@@ -261,7 +261,7 @@ fn load(ends: &Ends, calls: u32, in_turn: bool) {
     ends.devices.iter().for_each(Control::count_only);
     let each = calls / (2 * THREADS);
     let running = AtomicU32::new(2 * THREADS);
-    let worker = |from: &dyn Requester, seed: u32| {
+    let worker = |from: &dyn Caller, seed: u32| {
         let alarm = Alarm(ends);
         let mut random = seed.wrapping_mul(0x9e37_79b9) | 1;
         for n in 0..each {
@@ -296,7 +296,7 @@ fn load(ends: &Ends, calls: u32, in_turn: bool) {
                 let credits = Some(1 + (random >> 8) % 128);
                 match random >> 30 {
                     0 => ends.client.credits(credits),
-                    1 => Responder::grants(&*ends.client, credits),
+                    1 => Callee::grants(&*ends.client, credits),
                     2 => ends.server.grants(credits),
                     _ => ends.reverse.credits(credits),
                 };
@@ -567,18 +567,18 @@ fn both_ends_ask_one_another_for_longer_receives_under_load() {
 
 /// Each end makes its Receives longer, and asks the other for the same, while calls go both ways.
 fn longer_receives(ends: &Ends) {
-    let size = |from: &dyn Requester| from.peer(true).unwrap().endpoint.receive_size;
+    let size = |from: &dyn Caller| from.peer(true).unwrap().endpoint.receive_size;
     let asking = AtomicBool::new(true);
     scope(|scope| {
         let _alarm = Alarm(ends);
         scope.spawn(|| service(ends));
         scope.spawn(|| callbacks(ends));
         introduce(ends);
-        let ask = |from: &dyn Requester, bytes| {
+        let ask = |from: &dyn Caller, bytes| {
             let what = Characteristic::ReceiveSize(bytes);
             assert_eq!(from.request(what, Instant::now() + PATIENCE, None).unwrap(), Wish::Done);
         };
-        let calls: Vec<_> = [&*ends.client as &dyn Requester, &*ends.reverse]
+        let calls: Vec<_> = [&*ends.client as &dyn Caller, &*ends.reverse]
             .into_iter()
             .map(|from| {
                 let asking = &asking;

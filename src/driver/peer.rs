@@ -147,9 +147,9 @@ mod tests {
     use crate::config::Config;
     use crate::config::Version;
     use crate::connection::Request;
+    use crate::driver::Callee;
+    use crate::driver::Caller;
     use crate::driver::Mask;
-    use crate::driver::Requester;
-    use crate::driver::Responder;
     use crate::driver::callback;
     use crate::driver::client::Client;
     use crate::driver::server::Server;
@@ -224,7 +224,7 @@ mod tests {
 
     fn call(client: &Client) {
         let xid = client.fresh_xid();
-        let mut message = Requester::message(client).unwrap();
+        let mut message = Caller::message(client).unwrap();
         message.extend(&[xid.0.to_be_bytes(), [0; 4]].concat()).unwrap();
         client.call(xid, message.into(), 8, Vec::new(), Instant::now() + PATIENCE, None).unwrap();
     }

@@ -36,7 +36,7 @@ use super::client::{Client, Waiting};
 use super::link::Link;
 use super::session::{self, State};
 use super::start::{self, Anew, START_TIMEOUT};
-use super::{Mask, Requester, memory, null_call, with_xid};
+use super::{Caller, Mask, memory, null_call, with_xid};
 
 /// How long a device may take where another one may take its place: towards a host without one nothing may ever answer.
 const FIRST_ALONE: Duration = Duration::from_secs(2);
@@ -396,7 +396,7 @@ mod tests {
     #[cfg(feature = "verbs")]
     use crate::config::Version;
     use crate::connection::Request;
-    use crate::driver::Responder;
+    use crate::driver::Callee;
     use crate::driver::callback;
     use crate::driver::link::FIRST_REPLY;
     use crate::driver::server::Server;
@@ -417,7 +417,7 @@ mod tests {
     }
 
     fn message(client: &Client, xid: Xid) -> Message {
-        let mut message = Requester::message(client).unwrap();
+        let mut message = Caller::message(client).unwrap();
         message
             .extend(
                 &[[xid.0, 0, 2, 1, 1, 0], [0; 6]]

@@ -35,7 +35,7 @@ use super::peer::Peer;
 use super::server::{Phase, Server, Shared, locked};
 use super::service_loop;
 use super::session::{self, Locked, Policy, State, Turn, Wake};
-use super::{Mask, Requester, Responder, SendRoom};
+use super::{Callee, Caller, Mask, SendRoom};
 
 /// How long a call back trusts that the loop reads its connection, before it looks whether the loop is busy.
 const LOOK_EVERY: Duration = Duration::from_millis(20);
@@ -119,7 +119,7 @@ impl Reverse {
         deadline: Instant,
         mask: Mask<'_>,
     ) -> MutexGuard<'a, Server> {
-        let caller = Caller { server, hooks: self.hooks, stuck: Cell::new(false), unread: Cell::new(None) };
+        let caller = Awaiting { server, hooks: self.hooks, stuck: Cell::new(false), unread: Cell::new(None) };
         session::wait_for(&caller, state, waiter, deadline, mask)
     }
 
@@ -140,7 +140,7 @@ impl Reverse {
 }
 
 /// A thread that waits for the reply to a call back.
-struct Caller<'a> {
+struct Awaiting<'a> {
     server: &'a Shared,
     hooks: &'static Hooks,
     /// The loop serves nothing more of this connection.
@@ -149,7 +149,7 @@ struct Caller<'a> {
     unread: Cell<Option<u64>>,
 }
 
-impl<'a> Locked<'a> for Caller<'a> {
+impl<'a> Locked<'a> for Awaiting<'a> {
     type State = Server;
 
     fn lock(&self) -> MutexGuard<'a, Server> {
@@ -157,14 +157,14 @@ impl<'a> Locked<'a> for Caller<'a> {
     }
 }
 
-impl Caller<'_> {
+impl Awaiting<'_> {
     /// Whether this thread serves a request that is there.
     fn may_serve(&self, state: &Server) -> bool {
         !self.stuck.get() && state.home.may_nest() && state.request_ready()
     }
 }
 
-impl<'a> Policy<'a> for Caller<'a> {
+impl<'a> Policy<'a> for Awaiting<'a> {
     fn serve(&self, state: MutexGuard<'a, Server>, _: Mask<'_>) -> (MutexGuard<'a, Server>, bool) {
         if !self.may_serve(&state) {
             return (state, false);
@@ -300,7 +300,7 @@ impl Phase {
     }
 }
 
-impl Requester for Reverse {
+impl Caller for Reverse {
     fn fd(&self) -> RawFd {
         locked(&self.server()).fd
     }
@@ -310,7 +310,7 @@ impl Requester for Reverse {
     }
 
     fn message(&self) -> Result<Buf, Error> {
-        Responder::message(&*self.server())
+        Callee::message(&*self.server())
     }
 
     fn fresh_xid(&self) -> Xid {
@@ -401,7 +401,7 @@ impl Requester for Reverse {
 
     fn end(&self, loans: &[Loan]) {
         if !loans.iter().all(Loan::is_over) {
-            Responder::end(&*self.server(), loans);
+            Callee::end(&*self.server(), loans);
         }
     }
 

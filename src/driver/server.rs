@@ -25,7 +25,7 @@ use super::peer::Peer;
 use super::service_loop::{self, ServiceLoop};
 use super::session::{self, Locked, Session, State};
 use super::start::{self, START_TIMEOUT, versions};
-use super::{Responder, TURN, TURN_TIME, memory};
+use super::{Callee, TURN, TURN_TIME, memory};
 use crate::wait::{self, PollFd};
 use std::sync::{Arc, TryLockError};
 
@@ -528,7 +528,7 @@ impl State for Server {
     }
 }
 
-impl Responder for Shared {
+impl Callee for Shared {
     fn message(&self) -> Result<Buf, Error> {
         let server = locked(self);
         match &server.phase {

@@ -47,7 +47,7 @@ impl Device for Toy {
         let socket = TcpStream::connect(beside(to))?;
         let fd = socket.as_raw_fd();
         let inner = Iwarp::initiator(fd, iwarp::Options::of(options, fd))?;
-        Ok(Box::new(Connection { inner, _socket: socket }))
+        Ok(Box::new(ToyPair { inner, _socket: socket }))
     }
 
     fn listen(&self, places: Places, _only: bool) -> Result<Box<dyn Listener>, Error> {
@@ -97,17 +97,17 @@ impl Listener for Listening {
         };
         let (fd, local) = (socket.as_raw_fd(), socket.local_addr().ok());
         let inner = Iwarp::responder(fd, iwarp::Options::of(options, fd))?;
-        let device = Box::new(Connection { inner, _socket: socket });
+        let device = Box::new(ToyPair { inner, _socket: socket });
         Ok(Knock::Accepted(Accepted { device, local, peer: Some(peer) }))
     }
 }
 
-struct Connection {
+struct ToyPair {
     inner: Iwarp,
     _socket: TcpStream,
 }
 
-impl QueuePair for Connection {
+impl QueuePair for ToyPair {
     fn establish(&mut self) -> Result<bool, Error> {
         self.inner.establish()
     }
@@ -223,7 +223,7 @@ mod tests {
     use super::*;
     use crate::config::{Config, Provider};
     use crate::driver::start::{self, START_TIMEOUT};
-    use crate::driver::{Requester, Responder, Room, Server, Shared};
+    use crate::driver::{Callee, Caller, Room, Server, Shared};
     use crate::wait;
 
     /// Serves the first connection that comes until it ends: how many calls came.

@@ -23,7 +23,7 @@ use std::time::Duration;
 
 use crate::connection::Request;
 use crate::driver::callback::Serve;
-use crate::driver::{Client, Mask, Requester, Responder};
+use crate::driver::{Callee, Caller, Client, Mask};
 use crate::error::{Error, Kind};
 use crate::ffi::guard;
 use crate::tirpc::bare::{LISTENING, bare};
@@ -369,8 +369,8 @@ impl Callbacks {
         {
             return transport.clone();
         }
-        let responder: Weak<dyn Responder> = Weak::<Client>::clone(&self.client);
-        let fresh = Transport::callback(responder, Requester::fd(&**client), client.to());
+        let responder: Weak<dyn Callee> = Weak::<Client>::clone(&self.client);
+        let fresh = Transport::callback(responder, Caller::fd(&**client), client.to());
         let old = own.transport.replace(fresh.clone());
         own.connection = connection;
         drop(own);

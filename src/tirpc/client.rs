@@ -29,7 +29,7 @@ use crate::config::{self, Config};
 use crate::connection::RPC_HEADER_MAX;
 use crate::connection::characteristics::Wish;
 use crate::driver::start::{self, Failure, START_TIMEOUT};
-use crate::driver::{self, Client, Peer, Requester, Responder, Reverse, Room, Shared};
+use crate::driver::{self, Callee, Caller, Client, Peer, Reverse, Room, Shared};
 use crate::error::{Error, Kind, clnt_stat};
 use crate::ffi::{guard, guard_in_steps, guard_in_steps_cancellable, step};
 use crate::memory::{Loan, Message, Region, Sink, registered};
@@ -95,7 +95,7 @@ const REFRESHES: u32 = 2;
 struct Handle {
     /// libtirpc and the program read and write here, inside the functions too that a call runs.
     client: UnsafeCell<CLIENT>,
-    connection: Connection,
+    connection: Connected,
     /// The peer's address, as `CLGET_SVC_ADDR` shows it.
     address: Box<[u8]>,
     control: Mutex<Control>,
@@ -126,20 +126,20 @@ impl Drop for Handle {
 }
 
 /// What a CLIENT makes its calls on.
-pub enum Connection {
+pub enum Connected {
     /// One that it has opened.
     Forward(Arc<Client>),
     /// One that its server has accepted.
     Reverse(Arc<Reverse>),
 }
 
-impl Deref for Connection {
-    type Target = dyn Requester;
+impl Deref for Connected {
+    type Target = dyn Caller;
 
-    fn deref(&self) -> &(dyn Requester + 'static) {
+    fn deref(&self) -> &(dyn Caller + 'static) {
         match self {
-            Connection::Forward(client) => &**client,
-            Connection::Reverse(reverse) => &**reverse,
+            Connected::Forward(client) => &**client,
+            Connected::Reverse(reverse) => &**reverse,
         }
     }
 }
@@ -240,10 +240,10 @@ impl Destruction {
     fn carry_out(self, waits: bool) {
         // Of two CLIENTs that are destroyed at a time one closes it.
         if self.closes
-            && let Connection::Forward(connection) = &self.handle.connection
+            && let Connected::Forward(connection) = &self.handle.connection
             && connection.shut(waits)
         {
-            connections::remove(Requester::fd(&**connection), connection);
+            connections::remove(Caller::fd(&**connection), connection);
         }
     }
 }
@@ -310,7 +310,7 @@ pub unsafe fn vc_create(
     // SAFETY: by the contract.
     let address = unsafe { address_bytes(raddr) };
     if let Some((connection, uses)) = connections::find(fd) {
-        return Ok(Some(new(Connection::Forward(connection), uses, address, prog, vers, config)));
+        return Ok(Some(new(Connected::Forward(connection), uses, address, prog, vers, config)));
     }
     let refuse = |error: Error| if intent == Intent::Try { Ok(None) } else { Err(error) };
     if !socket::is_stream(fd) || socket::local(fd).is_none() {
@@ -344,7 +344,7 @@ pub unsafe fn vc_create(
             let how = connection.describe();
             log_info!("fd {fd}: program {prog} version {vers} goes over rdma to {to} ({how})");
             let uses = connections::add(fd, connection.clone());
-            Ok(Some(new(Connection::Forward(connection), uses, address, prog, vers, config)))
+            Ok(Some(new(Connected::Forward(connection), uses, address, prog, vers, config)))
         }
         Err(Failure::Connect(error)) => Err(error),
         Err(Failure::Start(error)) if intent == Intent::Try && config.fallback => {
@@ -389,7 +389,7 @@ pub fn reverse(
     let config = config::get()?;
     waker::registered()?;
     let reverse = Reverse::new(server, config, hooks)?;
-    Ok(new(Connection::Reverse(reverse), Arc::default(), address, prog, vers, config))
+    Ok(new(Connected::Reverse(reverse), Arc::default(), address, prog, vers, config))
 }
 
 /// Has the CLIENT of a server go on over another connection.
@@ -402,8 +402,8 @@ pub fn reverse(
 pub unsafe fn rebind(client: *mut CLIENT, server: Arc<Shared>) -> Result<(), Error> {
     // SAFETY: by the contract.
     match &unsafe { handle(client) }?.connection {
-        Connection::Reverse(reverse) => reverse.rebind(server),
-        Connection::Forward(_) => {
+        Connected::Reverse(reverse) => reverse.rebind(server),
+        Connected::Forward(_) => {
             Err(Error::new(Kind::Invalid, "the CLIENT was not made by rpcrdma_clnt_reverse"))
         }
     }
@@ -419,7 +419,7 @@ pub unsafe fn rebind(client: *mut CLIENT, server: Arc<Shared>) -> Result<(), Err
 pub unsafe fn opened(client: *mut CLIENT) -> Result<(Arc<Client>, (u32, u32)), Error> {
     // SAFETY: by the contract.
     let handle = unsafe { handle(client) }?;
-    let Connection::Forward(connection) = &handle.connection else {
+    let Connected::Forward(connection) = &handle.connection else {
         let text = "the CLIENT calls back: it serves nothing itself";
         return Err(Error::new(Kind::Invalid, text));
     };
@@ -453,7 +453,7 @@ pub unsafe fn poll(client: *mut CLIENT, timeout: libc::timeval) -> Result<usize,
 /// What is known of the peer of a CLIENT's connection.
 ///
 /// # Errors
-/// `Invalid` for the CLIENT of another transport; as [`Requester::peer`].
+/// `Invalid` for the CLIENT of another transport; as [`Caller::peer`].
 ///
 /// # Safety
 /// `client` is NULL or a live handle of any transport.
@@ -465,7 +465,7 @@ pub unsafe fn peer(client: *mut CLIENT) -> Result<Peer, Error> {
 /// Asks the peer to change a characteristic, and waits for the outcome.
 ///
 /// # Errors
-/// `Invalid` for what there is not; as [`Requester::request`].
+/// `Invalid` for what there is not; as [`Caller::request`].
 ///
 /// # Safety
 /// As [`peer`].
@@ -519,7 +519,7 @@ pub unsafe fn record(client: *mut CLIENT, error: &Error) {
 }
 
 fn new(
-    connection: Connection,
+    connection: Connected,
     uses: Arc<Uses>,
     address: Box<[u8]>,
     prog: u32,
@@ -871,7 +871,7 @@ impl Drop for Thrown<'_> {
 
 /// Memory of the program that is in use until this is dropped, and not longer.
 struct Loans<'a> {
-    connection: &'a dyn Requester,
+    connection: &'a dyn Caller,
     loans: Vec<Loan>,
 }
 
@@ -1139,7 +1139,7 @@ impl<'a> Call<'a> {
         let places: Vec<Sink> = place.into_iter().collect();
         let mut loans = message.loans();
         loans.extend(places.iter().map(Sink::loan));
-        let connection: &'a dyn Requester = &*self.handle.connection;
+        let connection: &'a dyn Caller = &*self.handle.connection;
         let loans = Loans { connection, loans };
         if terms.one_way {
             let deadline = Instant::now() + limit;
@@ -1166,8 +1166,7 @@ impl<'a> Call<'a> {
             Err(error) if error.kind() == Kind::NotSent => {
                 drop((loans, held));
                 // A server that closes one connection after the other is not asked for more than one.
-                let enough =
-                    terms.until.is_some() && matches!(self.handle.connection, Connection::Forward(_));
+                let enough = terms.until.is_some() && matches!(self.handle.connection, Connected::Forward(_));
                 if enough || !connection.await_reconnect(deadline, mask)? {
                     return Err(error);
                 }
@@ -1350,12 +1349,12 @@ unsafe extern "C" fn destroy(client: *mut CLIENT) {
         unsafe { Arc::decrement_strong_count(Arc::as_ptr(&handle)) };
         // The number of a socket that the program has closed itself may belong to another file by now.
         let closes = match &handle.connection {
-            Connection::Forward(connection) => handle.control().close && connection.alive(),
-            Connection::Reverse(_) => false,
+            Connected::Forward(connection) => handle.control().close && connection.alive(),
+            Connected::Reverse(_) => false,
         };
         let uses = handle.uses.clone();
         let connection = match &handle.connection {
-            Connection::Forward(connection) if closes => Some(connection.clone()),
+            Connected::Forward(connection) if closes => Some(connection.clone()),
             _ => None,
         };
         if !uses.end(Destruction { handle, closes })
@@ -1468,22 +1467,22 @@ unsafe fn reverse_control(handle: &Handle, request: c_uint, info: *mut c_void) -
             // SAFETY: by the contract.
             let allowed = unsafe { info.read_unaligned() } != 0;
             match connection {
-                Connection::Forward(client) => client.set_reverse_chunks(allowed),
-                Connection::Reverse(reverse) => reverse.set_chunks(allowed),
+                Connected::Forward(client) => client.set_reverse_chunks(allowed),
+                Connected::Reverse(reverse) => reverse.set_chunks(allowed),
             }
         }
-        (CLSET_RDMA_REVERSE_CREDITS, Connection::Forward(client)) => {
+        (CLSET_RDMA_REVERSE_CREDITS, Connected::Forward(client)) => {
             // SAFETY: by the contract.
             match unsafe { info.read_unaligned() } {
                 credits @ 1..=CREDITS_MAX => drop(client.grants(Some(credits))),
                 _ => return false,
             }
         }
-        (CLGET_RDMA_REVERSE_CREDITS, Connection::Forward(client)) => {
+        (CLGET_RDMA_REVERSE_CREDITS, Connected::Forward(client)) => {
             // SAFETY: by the contract.
             unsafe { info.write_unaligned(client.grants(None)) };
         }
-        (CLGET_RDMA_CONNECTIONS, Connection::Forward(client)) => {
+        (CLGET_RDMA_CONNECTIONS, Connected::Forward(client)) => {
             // SAFETY: by the contract.
             unsafe { info.write_unaligned(client.connections()) };
         }

@@ -706,7 +706,7 @@ mod tests {
     }
 
     #[test]
-    fn a_senseless_universal_address_is_passed_over() {
+    fn an_unreadable_universal_address_is_passed_over() {
         for uaddr in
             ["", ".", "1.2.3.4", "1.2.3.4.5", "1.2.3.4.256.1", "1.2.3.4.0.0", "::1.78.81", "1.2.3.4.78.81.9"]
         {

@@ -33,7 +33,7 @@ use crate::binding::Binding;
 use crate::config;
 use crate::connection::{Request, RequestId};
 use crate::driver::start;
-use crate::driver::{self, Next, Responder, Server, Shared, Wait, send_rest, service_loop};
+use crate::driver::{self, Callee, Next, Server, Shared, Wait, send_rest, service_loop};
 use crate::error::{Error, Kind};
 use crate::ffi::{guard, guard_in_steps, step};
 use crate::memory::Region;
@@ -64,7 +64,7 @@ pub struct Transport {
     this: Weak<Transport>,
     fd: RawFd,
     /// The connection whose requests are answered here.
-    responder: Weak<dyn Responder>,
+    responder: Weak<dyn Callee>,
     /// The same if this process has accepted it, to keep it alive.
     server: Option<Arc<Shared>>,
     state: Mutex<State>,
@@ -166,7 +166,7 @@ static OPS2: xp_ops2 = xp_ops2 { xp_control: Some(xp_control) };
 
 impl Transport {
     /// A transport for what is called back over `responder`, a connection to `peer`.
-    pub fn callback(responder: Weak<dyn Responder>, fd: RawFd, peer: Option<SocketAddr>) -> Arc<Transport> {
+    pub fn callback(responder: Weak<dyn Callee>, fd: RawFd, peer: Option<SocketAddr>) -> Arc<Transport> {
         let local = socket::local(fd).unwrap_or(ANY);
         let netid = Netid::of_address(local).name();
         let (own, remote, address) = addresses(local, peer.unwrap_or(ANY));
@@ -188,7 +188,7 @@ impl Transport {
     }
 
     fn with(
-        responder: Weak<dyn Responder>,
+        responder: Weak<dyn Callee>,
         server: Option<Arc<Shared>>,
         (fd, ops): (RawFd, &'static xp_ops),
         netid: &CStr,
@@ -779,7 +779,7 @@ unsafe extern "C-unwind" fn reply(xprt: *mut SVCXPRT, message: *mut rpc_msg) -> 
 /// A reply whose header is encoded. If the program throws something instead of results, its request stays unanswered.
 struct Reply {
     own: Arc<Transport>,
-    responder: Arc<dyn Responder>,
+    responder: Arc<dyn Callee>,
     id: RequestId,
     xid: u32,
     encoder: Encoder,

@@ -520,7 +520,7 @@ mod tests {
     impl callback::Serve for Tells {
         fn serve(&self, request: Request, _: Mask<'_>) {
             let client = self.1.lock().unwrap().upgrade().unwrap();
-            Responder::discard(&*client, request.id);
+            Callee::discard(&*client, request.id);
             self.0.lock().unwrap().send(()).unwrap();
         }
     }

@@ -422,4 +422,23 @@ mod tests {
         assert_eq!(entry.places.interface.as_deref(), Some("lo"));
         assert_eq!(entry.look(), Found::Same);
     }
+
+    #[test]
+    fn a_child_that_has_lost_its_parents_listener_takes_it_out_of_its_loop() {
+        use crate::tirpc::{polled, svc_getreq_common};
+        // What is registered here is not for other tests.
+        let child = crate::fork::testing::fork(|| {
+            let socket = TcpListener::bind("127.0.0.1:0").expect("a port");
+            let fd = socket.as_raw_fd();
+            // SAFETY: as its loop does; the thread is the only one.
+            let is_polled = || unsafe { polled() }.any(|polled| polled == fd);
+            // SAFETY: complete.
+            unsafe { real::XPRT_REGISTER.get().expect("libtirpc's")(bare(fd, &ACCEPT)) };
+            let before = is_polled();
+            // SAFETY: as above.
+            unsafe { svc_getreq_common(fd) };
+            before && !is_polled()
+        });
+        assert!(child.succeeded());
+    }
 }

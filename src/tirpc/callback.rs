@@ -171,6 +171,12 @@ pub(super) mod waker {
         WAKER.lock()
     }
 
+    /// As a fork does while another thread has it.
+    #[cfg(test)]
+    pub fn lose() {
+        std::mem::forget(lock().take());
+    }
+
     /// The waker of this process.
     fn own(waker: &mut Option<Waker>) -> Result<&mut Waker, Error> {
         let generation = fork::generation();
@@ -504,5 +510,33 @@ impl Drop for Callbacks {
         if table.get(&key).is_some_and(|known| std::ptr::eq(known.as_ptr(), self)) {
             table.remove(&key);
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::fork::testing::fork;
+    use crate::tirpc::{polled, svc_getreq_common};
+
+    #[test]
+    fn a_child_that_has_lost_its_parents_waker_takes_it_out_of_its_loop() {
+        // What is registered here is not for other tests.
+        let child = fork(|| {
+            // SAFETY: as its loop does; the thread is the only one.
+            let is_polled = |fd| unsafe { polled() }.any(|polled| polled == fd);
+            waker::registered().unwrap();
+            // SAFETY: as above.
+            let parents = unsafe { polled() }.next().unwrap();
+            waker::lose();
+            waker::registered().unwrap();
+            // SAFETY: as above.
+            let both = is_polled(parents) && unsafe { polled() }.count() == 2;
+            // SAFETY: as above.
+            unsafe { svc_getreq_common(parents) };
+            // SAFETY: as above.
+            both && !is_polled(parents) && unsafe { polled() }.count() == 1
+        });
+        assert!(child.succeeded());
     }
 }

@@ -180,7 +180,7 @@ impl Client {
     /// the connection was made anew.
     ///
     /// # Errors
-    /// Why the connection is lost, when it could not be made anew until then.
+    /// Why the connection is lost, when it could not be made anew until then, or is not, since service has ended.
     pub fn poll_callbacks(&self, deadline: Instant, mask: Mask<'_>) -> Result<usize, Error> {
         let connections = self.connections();
         let mut served = self.serve_now(mask);
@@ -194,14 +194,18 @@ impl Client {
             }
             let now = Instant::now();
             // The program on a new connection does not know its client: nothing would be called back until it does.
-            if served > 0 || now >= deadline || state.connections != connections {
-                let lost = state.link.engine.closed().cloned().filter(|_| served == 0);
+            let closed = state.link.engine.closed();
+            // Nor is a connection made anew for a service that another thread has ended.
+            let over = closed.is_some() && state.serving.is_none();
+            if served > 0 || now >= deadline || state.connections != connections || over {
+                let lost = closed.cloned().filter(|_| served == 0);
                 state.hand_over();
                 state.rearm();
                 return lost.map_or(Ok(served), Err);
             }
             if state.link.engine.closed().is_some() {
-                if state.attempt().is_some() {
+                // Whoever drives finds out soon, and leaves the rest to this thread.
+                if state.attempt().is_some() || state.session.is_driven() {
                     state = session::wait_once(&self, state, waiter, &mut condition, deadline, mask);
                     continue;
                 }

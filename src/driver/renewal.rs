@@ -567,6 +567,28 @@ mod tests {
         });
     }
 
+    #[test]
+    fn nobody_waits_for_calls_back_on_a_lost_connection_that_is_not_served_any_more() {
+        let (listener, socket, config) = connect(config(2));
+        scope(|scope| {
+            let _hangup = Hangup(&socket);
+            scope.spawn(move || Peer::accept(&listener, config).serve());
+            let client = open(&socket, config);
+            let serve = Tells(Mutex::new(mpsc::channel().0), Mutex::new(Arc::downgrade(&client)));
+            client.start_serving(Arc::new(serve), 1, 1).unwrap();
+            call(&client, soon()).unwrap();
+            let poller = client.clone();
+            let polls = scope.spawn(move || poller.poll_callbacks(soon(), None));
+            until(&client, |state| state.session.is_driven());
+            client.stop_serving();
+            let lost = Instant::now();
+            socket::shutdown(socket.as_raw_fd());
+            let error = polls.join().unwrap().unwrap_err();
+            assert_eq!(error.kind(), Kind::ConnectionLost);
+            assert!(lost.elapsed() < PATIENCE / 2, "{:?}", lost.elapsed());
+        });
+    }
+
     /// The same, but for the choice of the device.
     #[cfg(feature = "verbs")]
     fn any_device(config: &Config) -> &'static Config {

@@ -78,7 +78,8 @@ pub(super) struct Waiting {
 
 /// What the program has asked for, on the next connection too.
 pub(super) struct Wishes {
-    pub(super) credits: u32,
+    /// `None`: as many as [`Link::new`] asks for, which leaves some to the reverse direction.
+    pub(super) credits: Option<u32>,
     pub(super) reverse_credits: u32,
     pub(super) reverse_chunks: bool,
     pub(super) versions: Versions,
@@ -125,7 +126,7 @@ impl Client {
             shut: false,
             close_later: false,
             wishes: Wishes {
-                credits: config.credits,
+                credits: None,
                 reverse_credits: config.reverse_credits,
                 reverse_chunks: config.reverse_chunks,
                 versions: versions(config),
@@ -501,7 +502,8 @@ impl Caller for Client {
     fn credits(&self, ask: Option<u32>) -> u32 {
         let mut state = self.lock();
         if let Some(credits) = ask {
-            state.wishes.credits = state.link.engine.ask(credits);
+            let credits = state.link.engine.ask(credits);
+            state.wishes.credits = Some(credits);
             state.link.drain();
         }
         state.link.engine.asked()

@@ -219,7 +219,9 @@ impl Client {
         state.session.calls.greetings.retain(|xid| parked.iter().any(|(other, ..)| other == xid));
         state.connections += 1;
         let Waiting { link, wishes, session, .. } = &mut *state;
-        link.engine.ask(wishes.credits);
+        if let Some(credits) = wishes.credits {
+            link.engine.ask(credits);
+        }
         link.engine.set_reverse_chunks(wishes.reverse_chunks);
         link.raise_again(wishes.receive_size);
         if offered {
@@ -388,12 +390,11 @@ mod tests {
     use std::sync::mpsc;
     use std::thread::scope;
 
-    use super::super::client::tests::{PATIENCE, until};
+    use super::super::client::tests::{PATIENCE, pair, until};
     use super::*;
     use crate::config::Config;
     #[cfg(feature = "verbs")]
     use crate::config::Provider;
-    #[cfg(feature = "verbs")]
     use crate::config::Version;
     use crate::connection::Request;
     use crate::driver::Callee;
@@ -402,8 +403,8 @@ mod tests {
     use crate::driver::server::Server;
     use crate::driver::server::Shared;
     use crate::driver::server::locked;
-    #[cfg(feature = "verbs")]
     use crate::driver::start::Room;
+    use crate::provider::{Limits, fault};
     use std::sync::Arc;
     use std::sync::Mutex;
 
@@ -587,6 +588,35 @@ mod tests {
             assert_eq!(error.kind(), Kind::ConnectionLost);
             assert!(lost.elapsed() < PATIENCE / 2, "{:?}", lost.elapsed());
         });
+    }
+
+    /// Over a device that holds few Receives: those that one direction does not take are the other's.
+    #[test]
+    fn both_directions_have_as_many_credits_on_the_connection_that_follows() {
+        const LIMITS: Limits =
+            Limits { read_depth: 16, max_segment: 1 << 20, remote_invalidation: true, receives: 32 };
+        let config: &'static Config =
+            Box::leak(Box::new(Config { version: Version::One, ..Config::default() }));
+        let (socket, _other) = pair().unwrap();
+        let link =
+            Link::new(Role::Client, config, Versions::ONE, Box::new(fault::pair(LIMITS).0), &memory(config));
+        let client = Client::with(socket.as_raw_fd(), None, Room::Same, config, link);
+        let credits = || (Caller::credits(&*client, None), Callee::grants(&*client, None));
+        let serve = Tells(Mutex::new(mpsc::channel().0), Mutex::default());
+        client.start_serving(Arc::new(serve), 1, 1).unwrap();
+        let before = credits();
+        assert!(before.1 > 1, "{before:?}");
+        let anew = || {
+            let mut state = client.lock();
+            state.give_up(Error::new(Kind::Timeout, "gone"));
+            client.install(&mut state, Box::new(fault::pair(LIMITS).0));
+        };
+        anew();
+        assert_eq!(credits(), before);
+        // What the program has said lasts.
+        Caller::credits(&*client, Some(7));
+        anew();
+        assert_eq!(credits(), (7, before.1));
     }
 
     /// The same, but for the choice of the device.

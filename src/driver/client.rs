@@ -279,6 +279,11 @@ impl Client {
             Some(why) => Err(why),
             None => session.outcome(Some(link), xid),
         };
+        if state.link.engine.holds_back() {
+            // This call has just been abandoned. Who drives for one that waits for its credit sleeps for as long as that one
+            // has time: nothing more comes on this connection.
+            self.look(&mut state);
+        }
         state.hand_over();
         outcome
     }

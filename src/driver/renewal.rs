@@ -527,6 +527,33 @@ mod tests {
     }
 
     #[test]
+    fn who_sleeps_for_a_credit_gets_a_new_connection_when_another_threads_call_is_abandoned_with_it() {
+        let (listener, socket, config) = connect(config(1));
+        scope(|scope| {
+            let hangup = Hangup(&socket);
+            let server = scope.spawn(move || {
+                let first = Peer::accept(&listener, config);
+                first.answer(first.next().unwrap());
+                let _unanswered = first.next().unwrap();
+                Peer::accept(&listener, config).serve();
+            });
+            let client = open(&socket, config);
+            // From now on nobody is nudged.
+            call(&client, soon()).unwrap();
+            let abandoned = begin(&client, reply());
+            let caller = client.clone();
+            let waiting = scope.spawn(move || call(&caller, soon()));
+            until(&client, |state| state.session.is_driven());
+            let outcome = client.wait(client.lock(), abandoned, Instant::now(), None);
+            assert_eq!(outcome.unwrap_err().kind(), Kind::Timeout);
+            waiting.join().unwrap().unwrap();
+            assert_eq!(client.connections(), 2);
+            drop(hangup);
+            server.join().unwrap();
+        });
+    }
+
+    #[test]
     fn a_call_back_that_comes_while_a_call_looks_for_credits_is_served_before_it_sleeps() {
         let (listener, socket, config) = connect(config(1));
         scope(|scope| {

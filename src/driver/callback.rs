@@ -379,6 +379,10 @@ impl Callee for Client {
         if state.link.device.wants_write() {
             state.rearm();
         }
+        if state.server.is_none() {
+            // A call back may have come in meanwhile, and no routine runs whose end would have it looked for.
+            state.hand_over();
+        }
         sent
     }
 

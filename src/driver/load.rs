@@ -18,16 +18,18 @@ use std::thread::scope;
 use std::time::{Duration, Instant};
 
 use super::callback::Serve;
+use super::calls::Waiter;
 use super::client::{Client, Waiting};
 use super::link::Link;
 use super::reverse::{Hooks, Reverse};
 use super::server::{Next, Server, Shared, locked, next};
 use super::service_loop;
+use super::session::State;
 use super::start::{Room, versions};
 use super::{Callee, Caller, Mask, memory};
 use crate::config::{Config, Version};
 use crate::connection::characteristics::Wish;
-use crate::connection::{Request, Role};
+use crate::connection::{Expect, Request, Role};
 use crate::error::{Error, Kind};
 use crate::memory::Sink;
 use crate::provider::QueuePair;
@@ -637,4 +639,78 @@ fn a_call_back_waits_for_its_client_to_come_back_on_another_connection() {
         call(&*first.reverse, 0, 40, 40).unwrap();
         second.end();
     });
+}
+
+/// Puts its replies off.
+struct Defers(std::sync::Weak<Ends>, Mutex<Vec<Request>>);
+
+impl Serve for Defers {
+    fn serve(&self, request: Request, _: Mask<'_>) {
+        self.0.upgrade().unwrap().client.defer(request.id);
+        self.1.lock().unwrap().push(request);
+    }
+}
+
+/// No routine runs that would look for more when it is done.
+#[test]
+fn a_call_back_that_comes_in_while_a_reply_waits_for_its_peer_is_served_though_no_routine_runs() {
+    let _one = ONE.lock().unwrap_or_else(|e| e.into_inner());
+    let ends = &over_tcp(config(|config| config.poll = Duration::ZERO));
+    for socket in &ends._sockets {
+        socket::testing::set_buffers(socket.as_raw_fd(), 64 << 10);
+    }
+    let defers = Arc::new(Defers(Arc::downgrade(ends), Mutex::default()));
+    let set = ends.client.start_serving(defers.clone(), 1, 1).unwrap();
+    const LONG: usize = 1 << 20;
+    let call_back = |xid| {
+        let mut server = locked(&ends.server);
+        let link = server.link().unwrap();
+        let mut call = link.memory.message().unwrap();
+        call.extend(&message(xid, false, 0, LONG as u32, 40)).unwrap();
+        link.begin(xid, call.into(), Expect::Reply { max: LONG, places: Vec::new() }).unwrap();
+    };
+    let came = |fd| wait::until(fd, wait::IN, Some(PATIENCE), None).unwrap();
+    let client = ends._sockets[0].as_raw_fd();
+    // Who has accepted a connection sends nothing before its peer has (RFC 5044).
+    ends.client.learn_credits();
+    while locked(&ends.server).receive().is_none() {
+        assert!(came(ends._sockets[1].as_raw_fd()));
+    }
+    // The first reply tells the credits.
+    for n in 0..2 {
+        call_back(Xid(n));
+        assert!(came(client), "{n}");
+        assert_eq!(ends.client.serve_now(None), 1);
+        if n == 0 {
+            let Request { id, xid, .. } = defers.1.lock().unwrap().pop().unwrap();
+            let mut reply = Callee::message(&*ends.client).unwrap();
+            reply.extend(&message(xid, true, 0, 0, 40)).unwrap();
+            ends.client.reply(id, reply.into()).unwrap();
+            while !locked(&ends.server).session.calls.is_over(Waiter::Call(xid)) {
+                assert!(came(ends._sockets[1].as_raw_fd()), "{xid}");
+                locked(&ends.server).pump();
+            }
+        }
+    }
+    call_back(Xid(2));
+    assert!(came(client));
+    let Request { id, xid, .. } = defers.1.lock().unwrap().pop().unwrap();
+    let mut reply = Callee::message(&*ends.client).unwrap();
+    reply.extend(&message(xid, true, 0, 0, LONG)).unwrap();
+    scope(|scope| {
+        let _alarm = Alarm(ends);
+        scope.spawn(|| {
+            while !ends.client.lock().link.request_ready() && !ends.stop.load(Relaxed) {
+                std::thread::yield_now();
+            }
+            while !locked(&ends.server).session.calls.is_over(Waiter::Call(xid)) && !ends.stop.load(Relaxed) {
+                locked(&ends.server).pump();
+            }
+        });
+        ends.client.reply(id, reply.into()).unwrap();
+        assert!(ends.client.lock().link.request_ready(), "it lies in memory");
+        assert!(wait::until(set, wait::IN, Some(Duration::ZERO), None).unwrap(), "and the loop is not told");
+        ends.end();
+    });
+    assert_eq!(ends.client.serve_now(None), 1);
 }

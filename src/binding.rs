@@ -71,11 +71,11 @@ fn credential_wraps(walk: &mut Walk<'_>, flavor: u32) -> Result<bool, Stop> {
     const VERSION_1: u32 = 1;
     const DATA: u32 = 0;
     const SERVICE_NONE: u32 = 1;
+    if flavor != RPCSEC_GSS {
+        return authenticator(walk).map(|()| false);
+    }
     let mut body = walk.clone();
     authenticator(walk)?;
-    if flavor != RPCSEC_GSS {
-        return Ok(false);
-    }
     // What is in the body is read only as far as it reaches: a shorter one is no plain RPCSEC_GSS credential.
     let length = body.word()?;
     if length < 16 {
@@ -389,6 +389,7 @@ struct Chunks<'a> {
 
 impl<'a> Walk<'a> {
     /// An XDR word: int, unsigned, bool, enum, a count.
+    #[inline]
     pub fn word(&mut self) -> Result<u32, Stop> {
         self.bytes().map(u32::from_be_bytes)
     }
@@ -479,15 +480,25 @@ impl<'a> Walk<'a> {
         Ok(count as usize)
     }
 
+    #[inline]
     fn bytes<const N: usize>(&mut self) -> Result<[u8; N], Stop> {
-        let mut bytes = [0; N];
-        if let Some((here, behind)) = self.piece.split_first_chunk() {
-            bytes = *here;
-            self.piece = behind;
-            self.position += N;
-            return Ok(bytes);
+        let Some((here, behind)) = self.piece.split_first_chunk() else { return self.split_bytes() };
+        self.piece = behind;
+        self.position += N;
+        Ok(*here)
+    }
+
+    /// Bytes that lie in the next piece, or in several.
+    fn split_bytes<const N: usize>(&mut self) -> Result<[u8; N], Stop> {
+        if self.piece.is_empty() {
+            self.next_piece()?;
+            if let Some((here, behind)) = self.piece.split_first_chunk() {
+                self.piece = behind;
+                self.position += N;
+                return Ok(*here);
+            }
         }
-        // Split between pieces.
+        let mut bytes = [0; N];
         for byte in &mut bytes {
             self.next_piece()?;
             (*byte, self.piece) = (self.piece[0], &self.piece[1..]);

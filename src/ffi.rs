@@ -77,10 +77,17 @@ impl FromFailure for Fd {
 ///
 /// The error stays readable through [`last_error`]. pthread_cancel(3) of the thread is put off meanwhile.
 pub fn guard<T: FromFailure>(body: impl FnOnce() -> Result<T, Error>) -> T {
-    guard_passing(|| {
-        let _uncancelled = Uncancelled::now();
-        body()
-    })
+    // One look for both marks: XDR procedures come here for every four bytes.
+    let result = MARKS.with(|marks| {
+        step_under(marks, || {
+            let _uncancelled = Uncancelled::by(marks);
+            body()
+        })
+    });
+    match result {
+        Ok(value) => value,
+        Err(error) => failure(error),
+    }
 }
 
 /// Runs the body of a C entry point that calls functions of the program, which may throw or end their thread: no guard
@@ -129,12 +136,17 @@ fn passing_in_steps<T: FromFailure>(body: impl FnOnce() -> Result<T, Error>) -> 
 /// Those of `work`; `Panic`.
 #[inline(always)]
 pub fn step<T>(work: impl FnOnce() -> Result<T, Error>) -> Result<T, Error> {
+    MARKS.with(|marks| step_under(marks, work))
+}
+
+#[inline(always)]
+fn step_under<T>(marks: &Marks, work: impl FnOnce() -> Result<T, Error>) -> Result<T, Error> {
     install_hook();
-    let depth = GUARDS.get();
-    GUARDS.set(depth + 1);
+    let depth = marks.guards.get();
+    marks.guards.set(depth + 1);
     // Unwind safety: after a panic the owner of the state poisons its handle; nothing else is resumed.
     let result = catch_unwind(AssertUnwindSafe(work));
-    GUARDS.set(depth);
+    marks.guards.set(depth);
     match result {
         Ok(result) => result,
         Err(panic) => Err(panicked(panic)),
@@ -198,7 +210,7 @@ pub fn guard_around<F: Copy>(
 }
 
 fn cancellation_point() {
-    if GUARDS.get() == 0 {
+    if MARKS.with(|marks| marks.guards.get()) == 0 {
         // SAFETY: touches no memory. From here to the caller of C there is no frame with a destructor, and no other guard.
         unsafe { pthread_testcancel() };
     }
@@ -243,7 +255,12 @@ impl Uncancelled {
     /// Puts off cancellation of the calling thread.
     #[inline]
     pub fn now() -> Uncancelled {
-        let before = if UNCANCELLED.replace(true) {
+        MARKS.with(Uncancelled::by)
+    }
+
+    #[inline]
+    fn by(marks: &Marks) -> Uncancelled {
+        let before = if marks.uncancelled.replace(true) {
             None
         } else {
             let mut before = 0;
@@ -259,7 +276,7 @@ impl Drop for Uncancelled {
     #[inline]
     fn drop(&mut self) {
         if let Some(before) = self.before {
-            UNCANCELLED.set(false);
+            MARKS.with(|marks| marks.uncancelled.set(false));
             // SAFETY: the state that this thread had (the type is not Send); the old one is not asked for.
             unsafe { pthread_setcancelstate(before, std::ptr::null_mut()) };
         }
@@ -371,31 +388,43 @@ pub unsafe fn reference<'a, T>(pointer: *const T) -> Option<&'a T> {
     unsafe { pointer.as_ref() }
 }
 
+/// What every guard looks at, in one place: an access to a thread-local of a shared library is a call.
+struct Marks {
+    /// Guards that the thread is inside of.
+    guards: Cell<u32>,
+    /// Whether one of them has put off its cancellation.
+    uncancelled: Cell<bool>,
+}
+
 thread_local! {
-    static GUARDS: Cell<u32> = const { Cell::new(0) };
-    static UNCANCELLED: Cell<bool> = const { Cell::new(false) };
+    static MARKS: Marks = const { Marks { guards: Cell::new(0), uncancelled: Cell::new(false) } };
     static INSIDE: Cell<bool> = const { Cell::new(false) };
     static LAST_ERROR: RefCell<Option<Error>> = const { RefCell::new(None) };
     static PANIC_AT: Cell<Option<(&'static str, u32)>> = const { Cell::new(None) };
 }
 
 /// Installed once: std's hook would print to the program's stderr.
+#[inline]
 fn install_hook() {
     // Not a Once: a fork(2) in the midst of it would leave the child waiting for ever. Of two threads at a time the later
     // hook calls the earlier one, which does no harm.
     static DONE: AtomicBool = AtomicBool::new(false);
-    if DONE.load(Relaxed) {
-        return;
+    if !DONE.load(Relaxed) {
+        set_hook();
+        DONE.store(true, Relaxed);
     }
+}
+
+#[cold]
+fn set_hook() {
     let before = std::panic::take_hook();
     std::panic::set_hook(Box::new(move |info| {
-        if GUARDS.get() == 0 {
+        if MARKS.with(|marks| marks.guards.get()) == 0 {
             before(info);
             return;
         }
         PANIC_AT.set(info.location().map(|at| (own_file(at.file()), at.line())));
     }));
-    DONE.store(true, Relaxed);
 }
 
 /// The location's file lives as long as the hook's argument only; the paths that matter are ours.

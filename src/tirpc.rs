@@ -429,6 +429,14 @@ pub mod msg {
     pub const RPC_MSG_VERSION: u32 = 2;
 }
 
+/// The header of an accepted reply without a verifier that is successful, behind its XID (RFC 5531 §9): direction, reply_stat,
+/// flavor and length of the verifier, accept_stat.
+pub const PLAIN_REPLY: [u8; 20] = {
+    let mut words = [0; 20];
+    words[3] = msg::REPLY as u8;
+    words
+};
+
 /// `enum auth_stat`, the values that we report or compare.
 #[allow(missing_docs)]
 pub mod auth_stat {

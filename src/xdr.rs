@@ -304,6 +304,22 @@ impl Decoder {
         self.state().remaining()
     }
 
+    /// Takes the next bytes, if they lie in one piece and are `wanted`. For a header that is nearly always the same.
+    pub fn take_if<const N: usize>(&mut self, wanted: impl FnOnce(&[u8; N]) -> bool) -> bool {
+        // SAFETY: as in `Encoder::put`.
+        let state = unsafe { &mut (*self.stream.as_ptr()).state };
+        if state.left < N {
+            return false;
+        }
+        // SAFETY: `left` bytes are readable from `next`, which the source keeps.
+        let taken = wanted(unsafe { &*state.next.cast::<[u8; N]>() });
+        if taken {
+            state.next = state.next.wrapping_add(N);
+            state.left -= N;
+        }
+        taken
+    }
+
     /// Bytes that were copied into the program's memory: all that left through `x_getbytes`, pads included.
     pub fn copied(&self) -> u64 {
         self.state().copied

@@ -615,9 +615,12 @@ impl Outstanding {
             self.reply = Some(area);
         }
         let proc = if plan.long { Proc::Nomsg } else { Proc::Msg };
-        let mut gather = vec![common.header(self.version, xid, proc, Direction::Call, &lists)?];
+        let mut gather = Vec::with_capacity(pieces.most() + rest.len());
+        gather.push(common.header(self.version, xid, proc, Direction::Call, &lists)?);
         if !plan.long {
-            gather.extend(rest.into_iter().flat_map(|range| pieces.gather(range)));
+            for range in rest {
+                pieces.gather_into(range, &mut gather);
+            }
         }
         let (bytes, most) = (gather.iter().map(|piece| piece.len()).sum::<usize>(), common.thresholds().0);
         if bytes > most {

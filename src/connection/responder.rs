@@ -248,8 +248,12 @@ impl Responder {
             let gather = push.from.into_iter().flat_map(|range| pieces.gather(range)).collect();
             common.output.push_back(Output::Post(WorkRequest::Write { gather, to: push.to }));
         }
-        let mut gather = vec![header];
-        gather.extend(plan.inline.into_iter().flatten().flat_map(|range| pieces.gather(range)));
+        let inline = plan.inline.unwrap_or_default();
+        let mut gather = Vec::with_capacity(pieces.most() + inline.len());
+        gather.push(header);
+        for range in inline {
+            pieces.gather_into(range, &mut gather);
+        }
         let invalidate = chunks.handle.filter(|_| common.may_invalidate(version));
         common.output.push_back(Output::Post(WorkRequest::Send { gather, invalidate }));
         Ok(())

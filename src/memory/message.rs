@@ -119,9 +119,20 @@ impl Pieces {
     /// # Panics
     /// When the range lies outside.
     pub fn gather(&self, range: Range<usize>) -> Vec<Region> {
+        let mut pieces = Vec::with_capacity(self.most());
+        self.gather_into(range, &mut pieces);
+        pieces
+    }
+
+    /// Most regions that any range of the message is.
+    pub fn most(&self) -> usize {
+        2 * self.lent.len() + 1
+    }
+
+    /// Appends the regions that hold a range of the message, as [`Pieces::gather`].
+    pub fn gather_into(&self, range: Range<usize>, pieces: &mut Vec<Region>) {
         let Range { start: at, end } = range;
         assert!(end <= self.body.len(), "a range that ends at {end} of {}", self.body.len());
-        let mut pieces = Vec::new();
         let own = |from: usize, to: usize, pieces: &mut Vec<Region>| {
             if from < to {
                 pieces.push(self.body.slice(from, to - from));
@@ -131,13 +142,12 @@ impl Pieces {
         for (start, part) in &self.lent {
             let (from, to) = ((*start).max(at), (start + part.len()).min(end));
             if from < to {
-                own(next, from, &mut pieces);
+                own(next, from, pieces);
                 pieces.push(part.slice(from - start, to - from));
                 next = to;
             }
         }
-        own(next, end, &mut pieces);
-        pieces
+        own(next, end, pieces);
     }
 }
 

@@ -943,7 +943,17 @@ impl Iwarp {
         }
     }
 
+    /// Sends what there is to send.
+    #[inline]
     fn pump(&mut self) {
+        if self.transmit.has_work() {
+            self.transmit();
+        } else {
+            self.transmit.blocked = false;
+        }
+    }
+
+    fn transmit(&mut self) {
         if !matches!(self.stage, Stage::Open) || self.broken.is_some() {
             return;
         }

@@ -40,9 +40,9 @@ use crate::tirpc::auth::{self, Held, Share};
 use crate::tirpc::callback::{self, waker};
 use crate::tirpc::lending::{self, lending};
 use crate::tirpc::{
-    _null_auth, _seterr_reply, AUTH, CLIENT, RPCBPROG, accepted_reply, accepted_reply_ru, ar_results,
-    auth_ops, auth_stat, bool_t, clnt_ops, control, msg, netbuf, reply_body, reply_body_ru, rpc_err,
-    rpc_err_ru, rpc_msg, rpc_msg_ru, xdr_opaque_auth, xdr_replymsg,
+    _null_auth, _seterr_reply, AUTH, CLIENT, PLAIN_REPLY, RPCBPROG, accepted_reply, accepted_reply_ru,
+    ar_results, auth_ops, auth_stat, bool_t, clnt_ops, control, msg, netbuf, reply_body, reply_body_ru,
+    rpc_err, rpc_err_ru, rpc_msg, rpc_msg_ru, xdr_opaque_auth, xdr_replymsg,
 };
 use crate::wire::Xid;
 use crate::wire::characteristics::Characteristic;
@@ -1119,9 +1119,7 @@ impl<'a> Call<'a> {
             return Ok(None);
         }
         let mut encoder = Encoder::new(self.handle.connection.message()?);
-        // An accepted reply without a verifier, and "success".
-        let header = [0, msg::REPLY, msg::MSG_ACCEPTED, 0, 0, msg::SUCCESS];
-        let put = encoder.put(&header.map(u32::to_be_bytes).concat());
+        let put = encoder.put(&[&[0; 4], &PLAIN_REPLY[..]].concat());
         // SAFETY: nothing is sent from there: only the address is asked for.
         unsafe { encoder.lend(lending::probe(binding, LEND_MIN, |b, reply| b.reply(reply).items)) };
         Ok(put.then_some(Probe { encoder, decode, most, preset }))
@@ -1208,8 +1206,17 @@ impl<'a> Call<'a> {
             _loans,
             _held,
         });
-        // SAFETY: the stream outlives the call, and the message is set up as a decoder expects it.
-        received.readable = unsafe { xdr_replymsg(received.decoder.xdr(), &mut received.message) } != 0;
+        // Nearly every reply: accepted, without a verifier, and successful, which is what the message is set up as.
+        let xid = &mut received.message.rm_xid;
+        received.readable = received.decoder.take_if(|header: &[u8; 24]| {
+            let (first, rest) = header.split_at(4);
+            *xid = first.try_into().map_or(0, u32::from_be_bytes);
+            *rest == PLAIN_REPLY
+        });
+        if !received.readable {
+            // SAFETY: the stream outlives the call, and the message is set up as a decoder expects it.
+            received.readable = unsafe { xdr_replymsg(received.decoder.xdr(), &mut received.message) } != 0;
+        }
         if !received.readable {
             let explanation = Some("the reply is not an RPC reply".to_owned());
             return Next::Status(self.conclude(parts, explanation));
@@ -1288,7 +1295,7 @@ fn empty_reply() -> rpc_msg {
     let results = ar_results { r#where: null_mut(), r#proc: Some(nothing) };
     let accepted = accepted_reply { ar_verf, ar_stat: 0, ru: accepted_reply_ru { ar_results: results } };
     let reply = reply_body { rp_stat: 0, ru: reply_body_ru { rp_ar: accepted } };
-    rpc_msg { rm_xid: 0, rm_direction: 0, ru: rpc_msg_ru { rm_reply: reply } }
+    rpc_msg { rm_xid: 0, rm_direction: msg::REPLY, ru: rpc_msg_ru { rm_reply: reply } }
 }
 
 /// # Safety

@@ -45,9 +45,9 @@ use crate::tirpc::lending::lending;
 use crate::tirpc::netid::Netid;
 use crate::tirpc::progress::{self, Errand, Watched};
 use crate::tirpc::{
-    SVCAUTH, SVCXPRT, SVCXPRT_EXT, accepted_reply, ar_results, auth_stat, bool_t, idle, msg, netbuf,
-    opaque_auth, polled, reply_body, rpc_msg, svc_getreq_common, xdr_callmsg, xdr_replymsg, xp_ops, xp_ops2,
-    xprt_stat, xprt_unregister,
+    PLAIN_REPLY, SVCAUTH, SVCXPRT, SVCXPRT_EXT, accepted_reply, ar_results, auth_stat, bool_t, idle, msg,
+    netbuf, opaque_auth, polled, reply_body, rpc_msg, svc_getreq_common, xdr_callmsg, xdr_replymsg, xp_ops,
+    xp_ops2, xprt_stat, xprt_unregister,
 };
 use crate::wire::Xid;
 use crate::xdr::{Decoder, Encoder, XDR, XdrProc};
@@ -817,8 +817,14 @@ impl Reply {
         }
         // SAFETY: by the contract.
         let results = unsafe { take_results(message) };
-        // SAFETY: the stream is alive, the message complete.
-        if unsafe { xdr_replymsg(encoder.xdr(), message) } == 0 {
+        // SAFETY: as above.
+        let put = if results.is_some() && unsafe { has_no_verifier(message) } {
+            encoder.put(&xid.to_be_bytes()) && encoder.put(&PLAIN_REPLY)
+        } else {
+            // SAFETY: the stream is alive, the message complete.
+            unsafe { xdr_replymsg(encoder.xdr(), message) != 0 }
+        };
+        if !put {
             return Ok(None);
         }
         let auth = own.auth();
@@ -849,6 +855,20 @@ impl Reply {
             }
         }
     }
+}
+
+/// Whether the verifier of a reply is the empty one of AUTH_NONE.
+///
+/// # Safety
+/// `message` is an accepted reply, to be read.
+unsafe fn has_no_verifier(message: *const rpc_msg) -> bool {
+    const AUTH_NONE: c_int = 0;
+    // SAFETY: a message (contract).
+    let direction = unsafe { (*message).rm_direction };
+    let accepted = offset_of!(rpc_msg, ru) + offset_of!(reply_body, ru);
+    // SAFETY: accepted, so this member of both unions is in force; members of unions lie where these do.
+    let verifier = unsafe { (*message.wrapping_byte_add(accepted).cast::<accepted_reply>()).ar_verf };
+    direction == msg::REPLY && (verifier.oa_flavor, verifier.oa_length) == (AUTH_NONE, 0)
 }
 
 /// The results of a successful reply, which has none in their place then.

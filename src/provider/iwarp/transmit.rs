@@ -302,6 +302,7 @@ impl Transmit {
     }
 
     /// Whether nothing at all is left to send.
+    #[inline]
     pub(super) fn is_idle(&self) -> bool {
         self.frames.is_empty()
             && self.current.is_none()
@@ -311,8 +312,10 @@ impl Transmit {
     }
 
     /// Whether there is something that could be sent if the socket took it.
+    #[inline]
     pub(super) fn has_work(&self) -> bool {
-        !self.frames.is_empty() || self.next().is_some()
+        // Asked several times for each call, mostly when there is nothing.
+        !self.is_idle() && (!self.frames.is_empty() || self.next().is_some())
     }
 
     /// Whether no other process has sent anything that we do not know of.

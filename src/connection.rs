@@ -38,6 +38,7 @@
 //! Read RFC 8166 §3.3 and §4.5 first.
 #![forbid(unsafe_code)]
 
+use std::cell::Cell;
 use std::collections::VecDeque;
 use std::sync::Arc;
 
@@ -255,6 +256,7 @@ impl Connection {
                 characteristics,
                 window: Window::new(role, settings.credits, capacity),
                 output: VecDeque::new(),
+                scratch: Cell::default(),
                 settings,
             },
             requester: Requester::default(),

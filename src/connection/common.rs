@@ -1,6 +1,7 @@
 //! What the requester and the responder of a connection work with.
 #![forbid(unsafe_code)]
 
+use std::cell::Cell;
 use std::collections::VecDeque;
 use std::sync::Arc;
 
@@ -58,6 +59,8 @@ pub(super) struct Common {
     pub(super) characteristics: Characteristics,
     pub(super) window: Window,
     pub(super) output: VecDeque<Output>,
+    /// Where headers are encoded.
+    pub(super) scratch: Cell<Vec<u8>>,
 }
 
 impl Common {
@@ -137,10 +140,12 @@ impl Common {
         direction: Direction,
         lists: &Lists,
     ) -> Result<Region, Error> {
-        let mut bytes = Vec::with_capacity(header::header_len(version, lists));
+        let mut bytes = self.scratch.take();
         header::encode(&mut bytes, version, xid, self.window.told(direction), proc, direction, lists);
         let mut buf = self.memory.header()?;
         buf.extend(&bytes)?;
+        bytes.clear();
+        self.scratch.set(bytes);
         Ok(buf.freeze())
     }
 

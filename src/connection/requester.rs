@@ -579,7 +579,14 @@ impl Outstanding {
         };
         let total = message.len();
         let pieces = message.freeze();
-        let rest = chunks::rest_of(total, &plan.reduced);
+        let (whole, some);
+        let rest = if plan.reduced.is_empty() {
+            whole = [0..total];
+            &whole[..]
+        } else {
+            some = chunks::rest_of(total, &plan.reduced);
+            &some[..]
+        };
 
         let mut lists = Lists::default();
         let mut expose = |position: usize, source: Region, handles: &mut Vec<Handle>| -> Result<(), Error> {
@@ -619,7 +626,7 @@ impl Outstanding {
         gather.push(common.header(self.version, xid, proc, Direction::Call, &lists)?);
         if !plan.long {
             for range in rest {
-                pieces.gather_into(range, &mut gather);
+                pieces.gather_into(range.clone(), &mut gather);
             }
         }
         let (bytes, most) = (gather.iter().map(|piece| piece.len()).sum::<usize>(), common.thresholds().0);

@@ -1070,7 +1070,7 @@ impl<'a> Call<'a> {
         // SAFETY: as above. One of RPCSEC_GSS says so only now.
         let gss = unsafe { (*self.auth).ah_cred.oa_flavor } == auth_stat::RPCSEC_GSS;
         drop(for_a_step);
-        let wrapped = Head::of(&[encoder.encoded()]).is_none_or(|head| head.wrapped);
+        let wrapped = gss && Head::of(&[encoder.encoded()]).is_none_or(|head| head.wrapped);
         let binding = config::bindings().find(program.0, program.1, self.proc).filter(|_| !wrapped);
         // Nobody waits until it is sent: all of it is copied.
         if !terms.one_way

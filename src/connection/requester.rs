@@ -581,8 +581,8 @@ impl Outstanding {
         let pieces = message.freeze();
         let (whole, some);
         let rest = if plan.reduced.is_empty() {
-            whole = [0..total];
-            &whole[..]
+            whole = 0..total;
+            std::slice::from_ref(&whole)
         } else {
             some = chunks::rest_of(total, &plan.reduced);
             &some[..]

@@ -67,6 +67,8 @@ static void every_length_around_the_inline_threshold(long unused)
         require_echo(client, (size_t)length, (unsigned)length);
     for (int length = 3900; length < 4200; length += leg.slow ? 11 : 1)
         require_echo(client, (size_t)length, (unsigned)length);
+    for (int length = 69500; length < 69700; length += leg.slow ? 11 : 1)
+        require_echo(client, (size_t)length, (unsigned)length);
     clnt_destroy(client);
 }
 

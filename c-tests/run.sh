@@ -24,8 +24,12 @@ make_flags=() suite_flags=() environment=()
 case $leg in
 tcp) suite_flags=(-n tcp) ;;
 rdma) suite_flags=(-n rdma -L) environment=(LD_PRELOAD="$LIBRPCRDMA") ;;
-placed) suite_flags=(-n rdma -L -B) environment=(LD_PRELOAD="$LIBRPCRDMA" RPCRDMA_BINDINGS="$here/suite.conf") ;;
-two) suite_flags=(-n rdma -L) environment=(LD_PRELOAD="$LIBRPCRDMA" RPCRDMA_VERSION=2) ;;
+placed)
+    # More messages have chunks.
+    suite_flags=(-n rdma -L -B)
+    environment=(LD_PRELOAD="$LIBRPCRDMA" RPCRDMA_BINDINGS="$here/suite.conf" RPCRDMA_INLINE=4096)
+    ;;
+two) suite_flags=(-n rdma -L) environment=(LD_PRELOAD="$LIBRPCRDMA" RPCRDMA_VERSION=2 RPCRDMA_INLINE=4096) ;;
 redirect) suite_flags=(-n tcp -L -R) environment=(LD_PRELOAD="$LIBRPCRDMA" RPCRDMA_REDIRECT=tcp) ;;
 linked)
     : "${STAGED:?names the staged install}"

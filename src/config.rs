@@ -40,8 +40,9 @@ pub struct Config {
     pub reverse_credits: u32,
     /// Whether calls back may have chunks, towards a peer that supports them.
     pub reverse_chunks: bool,
-    /// Most bytes of one Send, header included, in either direction: a multiple of 1024 from 1024 to 262144.
-    pub inline: usize,
+    /// Most bytes of one Send, header included, in either direction: a multiple of 1024 from 1024 to 262144; see
+    /// [`Config::inline`].
+    pub inline: Option<usize>,
     /// Versions of RPC-over-RDMA that are spoken.
     pub version: Version,
     /// Largest Receives that a Version Two peer may ask for; see [`Config::receive_sizes`].
@@ -275,9 +276,12 @@ const TABLE: &[Setting] = &[
     Setting {
         env: "RPCRDMA_INLINE",
         key: "inline",
-        default: "4096",
-        meaning: "most bytes of one Send, offered to the peer; a multiple of 1024 from 1024 to 262144",
-        set: |config, value| send_size(value, 1024).map(|bytes| config.inline = bytes),
+        default: "auto",
+        meaning: "most bytes of one Send, offered to the peer; a multiple of 1024 from 1024 to 262144, auto: 68K, on \
+                  adapters 4096",
+        set: |config, value| {
+            or_auto(value, |value| send_size(value, 1024)).map(|bytes| config.inline = bytes)
+        },
     },
     Setting {
         env: "RPCRDMA_VERSION",
@@ -294,7 +298,7 @@ const TABLE: &[Setting] = &[
         key: "max_inline",
         default: "auto",
         meaning: "largest Receives that a Version Two peer may ask for; a multiple of 1024 from 4096 to 262144, \
-                  auto: 64K, on adapters what inline says",
+                  auto: 64K or what inline says, on adapters what inline says",
         set: |config, value| {
             or_auto(value, |value| send_size(value, 4096)).map(|bytes| config.max_inline = bytes)
         },
@@ -474,6 +478,12 @@ const RPCBIND: u32 = 100_000;
 const MAX_REPLY: usize = 16 << 20;
 const MAX_REPLY_ADAPTER: usize = 256 << 10;
 
+/// Most bytes of one Send where nothing else is said. Software takes memory for a Receive only when a message comes, and a
+/// Send is cheaper than chunks: in the trip that they take, and in instructions up to 256 KiB. What programs send most at a
+/// time is 64 KiB, with a page for what stands around it. An adapter locks every Receive, whatever comes.
+const INLINE: usize = 68 << 10;
+const INLINE_ADAPTER: usize = 4096;
+
 /// Largest Receives where nothing else is said, unless their memory is locked.
 const MAX_INLINE: usize = 64 << 10;
 
@@ -483,7 +493,7 @@ impl Default for Config {
             credits: 0,
             reverse_credits: 0,
             reverse_chunks: true,
-            inline: 0,
+            inline: None,
             version: Version::One,
             max_inline: None,
             remote_invalidation: true,
@@ -517,15 +527,20 @@ impl Config {
         self.max_reply.unwrap_or(if locked { MAX_REPLY_ADAPTER } else { MAX_REPLY })
     }
 
+    /// Most bytes of one Send, and of the Receives that wait for the peer's. `locked`: in memory that is locked.
+    pub fn inline(&self, locked: bool) -> usize {
+        self.inline.unwrap_or(if locked { INLINE_ADAPTER } else { INLINE })
+    }
+
     /// Bytes of the Receives that a connection begins with, and most bytes of those that its peer may ask for. `locked`: in
     /// memory that is locked.
     pub fn receive_sizes(&self, locked: bool) -> (usize, usize) {
         if self.version == Version::One {
-            return (self.inline, self.inline);
+            return (self.inline(locked), self.inline(locked));
         }
         // draft-cel-nfsv4-rpcrdma-version-two-01 §2.3: "RPC-over-RDMA Version Two receiver implementations MUST
         // support an inline threshold of 4096 bytes, but MAY support larger inline threshold values."
-        let first = self.inline.max(4096);
+        let first = self.inline(locked).max(4096);
         (first, first.max(self.max_inline.unwrap_or(if locked { first } else { MAX_INLINE })))
     }
 
@@ -765,7 +780,8 @@ mod tests {
     fn defaults_are_the_documented_ones() {
         let config = from_env(&[("HOME", "/"), ("RPCRDM_X", "1"), ("rpcrdma_credits", "0")]).unwrap();
         assert_eq!(config, Config::default());
-        assert_eq!((config.credits, config.inline), (32, 4096));
+        assert_eq!((config.credits, config.inline), (32, None));
+        assert_eq!((config.inline(false), config.inline(true)), (68 << 10, 4096));
         assert_eq!((config.max_reply(false), config.max_reply(true)), (16 << 20, 256 << 10));
         assert_eq!(config.max_call, 64 << 20);
         assert_eq!((config.version, config.remote_invalidation), (Version::One, true));
@@ -792,7 +808,7 @@ mod tests {
             credits: 4096,
             reverse_credits: 3,
             reverse_chunks: false,
-            inline: 262144,
+            inline: Some(262144),
             version: Version::Auto,
             max_inline: Some(32 << 10),
             remote_invalidation: false,
@@ -849,7 +865,7 @@ mod tests {
         let file = Some((Path::new("f"), "credits = 5\ninline = 8192"));
         let env = || [("RPCRDMA_CREDITS".into(), "7".into())];
         let config = from(env(), file, false).unwrap();
-        assert_eq!((config.credits, config.inline), (7, 8192));
+        assert_eq!((config.credits, config.inline(false)), (7, 8192));
     }
 
     #[test]
@@ -932,7 +948,10 @@ mod tests {
 
     #[test]
     fn limits_are_inside_the_range() {
-        assert_eq!((set("RPCRDMA_CREDITS", "1").credits, set("RPCRDMA_INLINE", "1k").inline), (1, 1024));
+        assert_eq!(
+            (set("RPCRDMA_CREDITS", "1").credits, set("RPCRDMA_INLINE", "1k").inline),
+            (1, Some(1024))
+        );
         assert_eq!(set("RPCRDMA_MAX_CALL", "1024").max_call, 1024);
         assert_eq!(set("RPCRDMA_POLL", " 1000 ").poll, Duration::from_millis(1));
     }

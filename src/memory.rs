@@ -24,6 +24,11 @@
 //! for one peer, so that neither long Calls nor one peer take all. The oldest Call of a connection may take the lead, when
 //! nobody has it, and go on beyond the limit: whole, it gives back what it holds ([`Memory::may_pull`]).
 //!
+//! **Receives** of a device that needs no memory beforehand get it when a message begins to arrive, and what is longer than
+//! a page counts as far as it has come ([`Memory::receive`]). While [`RECEIVES_MAX`] bytes count, a connection that holds more
+//! than its share serves what it has before it reads on ([`Memory::is_full`]); what can only wait is closed when the process
+//! holds far more than that ([`Memory::is_flooded`]).
+//!
 //! Reply chunks remember which connection has written them: the next one gets them with zeros in place of what was
 //! written, so that no server can pass off another one's reply as its own, by claiming bytes that it has not written.
 //!
@@ -81,6 +86,9 @@ pub struct Memory {
     own: Arc<Held>,
     /// The longest Reply chunk of the connection so far.
     longest: Arc<AtomicUsize>,
+    /// Bytes of long messages in Receives: of the process, and of the connection.
+    received: Arc<Held>,
+    own_received: Arc<Held>,
     /// Bytes of pulled Calls: of the process, and of all connections of the peer.
     staged: Arc<Held>,
     peer: Arc<Held>,
@@ -106,6 +114,8 @@ impl Memory {
             exposed: Arc::default(),
             own: Arc::default(),
             longest: Arc::default(),
+            received: Arc::default(),
+            own_received: Arc::default(),
             staged: Arc::default(),
             peer: Arc::default(),
             // For ever, as the process has one of these.
@@ -140,8 +150,9 @@ impl Memory {
         if let Some(slabs) = &slabs {
             slabs.larger.get_or_init(|| self.message.clone());
         }
-        let (writer, own, longest) = (NEXT.fetch_add(1, Relaxed), Arc::default(), Arc::default());
-        Arc::new(Memory { slabs, known_areas, writer, own, longest, ..self.clone() })
+        let writer = NEXT.fetch_add(1, Relaxed);
+        let (own, longest, own_received) = (Arc::default(), Arc::default(), Arc::default());
+        Arc::new(Memory { slabs, known_areas, writer, own, longest, own_received, ..self.clone() })
     }
 
     /// A block for one Receive: one that the device knows, if there is one left.
@@ -150,6 +161,20 @@ impl Memory {
     /// `ENOMEM`.
     pub fn slab(&self) -> io::Result<Buf> {
         self.known().map_or_else(|| self.slab.take(), Ok)
+    }
+
+    /// A block for a Receive of `bytes` bytes into which a message of at most `most` begins to arrive now.
+    ///
+    /// # Errors
+    /// `ENOMEM`.
+    pub fn receive(&self, bytes: usize, most: usize) -> io::Result<Sink> {
+        let mut buf = self.slab.take()?;
+        buf.reserve(bytes)?;
+        // Credits bound the number of short ones well enough, and most are.
+        if most > PAGE {
+            buf.charge(Charge::new(&self.received, &self.own_received, true));
+        }
+        Ok(buf.into_sink(bytes))
     }
 
     /// A block for one header, or a message that is no more than that; it grows.
@@ -254,12 +279,21 @@ impl Memory {
         Ok(buf.into_sink(len))
     }
 
-    /// Whether the peer of this connection has written so much more than its calls have taken that the process cannot hold
-    /// it: the connection is closed then. One reply alone is never too much.
+    /// Whether the peer of this connection has written so much more than its calls have taken, or sent so much more than is
+    /// served, that the process cannot hold it: the connection is closed then. One reply alone is never too much.
     pub fn is_flooded(&self) -> bool {
-        self.slabs.is_none()
-            && self.exposed.bytes() > FLOOD
-            && self.own.bytes() > FLOOD_SHARE.max(self.longest.load(Relaxed))
+        let replies =
+            || self.exposed.bytes() > FLOOD && self.own.bytes() > FLOOD_SHARE.max(self.longest.load(Relaxed));
+        self.slabs.is_none() && (self.received.bytes() > FLOOD && self.holds_its_share() || replies())
+    }
+
+    /// Whether Receives hold so much that a connection that has something to serve does that before it reads on.
+    pub fn is_full(&self) -> bool {
+        self.received.bytes() > RECEIVES_MAX && self.holds_its_share()
+    }
+
+    fn holds_its_share(&self) -> bool {
+        self.own_received.bytes() > RECEIVES_SHARE
     }
 }
 
@@ -337,6 +371,10 @@ pub const AREAS_MAX: usize = 256 << 20;
 const FLOOD: usize = 1 << 30;
 const FLOOD_SHARE: usize = 64 << 20;
 
+/// While more bytes of long messages are in Receives of a process, connections that hold more than their share pause.
+const RECEIVES_MAX: usize = 256 << 20;
+const RECEIVES_SHARE: usize = 256 << 10;
+
 /// Least room of a block for Reply chunks: 1 MiB of results and the reply's header.
 const AREA: usize = (1 << 20) + PAGE;
 
@@ -345,7 +383,7 @@ const SHORT: usize = (1 << 20) + PAGE;
 
 /// Most blocks for Receives that are kept idle, and most bytes of them.
 const SLABS_IDLE: usize = 1024;
-const SLABS_WARM: usize = 16 << 20;
+const SLABS_WARM: usize = 4 << 20;
 
 /// Initial capacity of a message, bytes.
 const MESSAGE: usize = 64 << 10;
@@ -825,6 +863,18 @@ impl Drop for Block {
 
 #[cfg(test)]
 impl Memory {
+    /// Bytes of long messages that are in Receives of this connection.
+    pub(crate) fn own_received(&self) -> usize {
+        self.own_received.bytes()
+    }
+
+    /// Has the process hold so much in Receives that connections pause; not a page of it is there.
+    pub(crate) fn fill(&self) -> Sink {
+        let sink = self.connection(None, None).receive(RECEIVES_MAX + 1, RECEIVES_MAX + 1).unwrap();
+        assert!(sink.iovec(0, RECEIVES_MAX + 1).is_some());
+        sink
+    }
+
     /// The same pools, but as if the system had nothing left for a header: for tests of what is done then.
     pub(crate) fn without_headers(&self) -> Arc<Memory> {
         Arc::new(Memory { header: Pool::new(1 << 60, 0, 0), ..self.clone() })
@@ -1066,7 +1116,7 @@ mod tests {
 
     #[test]
     fn idle_blocks_for_receives_are_bounded_in_number_and_bytes() {
-        for (receive, idle) in [(1, 1024), (4096, 1024), (64 << 10, 256), (256 << 10, 64), (32 << 20, 1)] {
+        for (receive, idle) in [(1, 1024), (4096, 1024), (64 << 10, 64), (256 << 10, 16), (32 << 20, 1)] {
             let memory = Memory::new(receive, 4096, 0);
             let blocks: Vec<Buf> = (0..=idle).map(|_| memory.slab().unwrap()).collect();
             assert!(blocks.iter().all(|block| block.capacity() >= receive));
@@ -1129,6 +1179,35 @@ mod tests {
         drop(alone);
         assert!(!many.is_flooded());
         drop((some, others));
+    }
+
+    #[test]
+    fn receives_count_long_messages_as_far_as_they_have_come() {
+        let memory = Memory::new(64 << 10, 4096, 0);
+        let [many, few] = [(); 2].map(|()| memory.connection(None, None));
+        let come = |memory: &Memory, len: usize| {
+            let sink = memory.receive(64 << 10, len).unwrap();
+            assert!(sink.place(len - 1, b"x"));
+            sink
+        };
+        let short: Vec<Sink> = (0..100).map(|_| come(&few, PAGE)).collect();
+        assert_eq!((few.own_received.bytes(), memory.received.bytes()), (0, 0));
+        let held: Vec<Sink> = (0..5).map(|_| come(&many, 60_000)).collect();
+        let one = come(&few, RECEIVES_SHARE / 8);
+        assert_eq!((many.own_received.bytes(), few.own_received.bytes()), (300_000, RECEIVES_SHARE / 8));
+        assert!(!many.is_full());
+        let all = memory.fill();
+        assert!(many.is_full() && !few.is_full() && !many.is_flooded());
+        let more: Vec<Sink> = (0..3).map(|_| memory.fill()).collect();
+        assert!(many.is_flooded() && !few.is_flooded());
+        // The message counts until the program has done with it.
+        let message =
+            held.into_iter().map(|sink| sink.into_buf(60_000).unwrap().freeze()).collect::<Vec<_>>();
+        assert!(many.is_full());
+        drop((message, short, one));
+        assert!(!many.is_full() && many.own_received.bytes() == 0);
+        drop((all, more));
+        assert_eq!(memory.received.bytes(), 0);
     }
 
     /// Whoever claims more bytes of its reply than it wrote shows the program what was there before.

@@ -22,7 +22,7 @@ use std::os::fd::RawFd;
 use std::sync::Arc;
 
 use crate::error::Error;
-use crate::memory::{Areas, Region, Sink, Slabs};
+use crate::memory::{Areas, Memory, Region, Sink, Slabs};
 use crate::wire::{Handle, Segment};
 
 mod device;
@@ -189,6 +189,15 @@ pub trait QueuePair: Send {
 
     /// Posts a Receive of `sink.len()` bytes, of memory of our own.
     fn post_recv(&mut self, sink: Sink);
+
+    /// The same, `bytes` long. A device that writes memory itself takes it from `memory` when a message comes.
+    ///
+    /// # Errors
+    /// `ENOMEM`.
+    fn post_recv_of(&mut self, memory: &Arc<Memory>, bytes: usize) -> Result<(), Error> {
+        self.post_recv(memory.slab()?.into_sink(bytes));
+        Ok(())
+    }
 
     /// Takes back Receives that were posted and in which nothing has been placed, newest first; returns how many.
     /// 0 where the device keeps what it has.

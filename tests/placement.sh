@@ -135,6 +135,8 @@ report() { # NAME COMMAND...
 }
 if cc -g -Wall -Wextra -Werror -Wno-cast-function-type -o placement "$top/c-tests/placement.c" -I"$top/include" \
     $(pkg-config --cflags libtirpc) -L"$build" -Wl,-rpath,"$build" -lrpcrdma $(pkg-config --libs libtirpc) 2>cc.log; then
+    # Lengths from 4097 on are placed.
+    export RPCRDMA_INLINE=4096
     report placement.c ./placement
     if command -v valgrind >/dev/null; then
         report valgrind env RPCRDMA_POLL=0 valgrind -q --error-exitcode=9 --child-silent-after-fork=yes ./placement

@@ -205,6 +205,10 @@ impl Link {
     /// The oldest request that is whole, unless its peer is behind with taking replies.
     pub(super) fn next_request(&mut self) -> Option<Request> {
         let request = if self.is_behind() { None } else { self.engine.poll_request() };
+        // No event of the device brings back who paused.
+        if std::mem::take(&mut self.paused) {
+            self.pump();
+        }
         // Handing it up made room: Reads of the next long Calls may start.
         self.drain();
         request
@@ -364,7 +368,7 @@ mod tests {
     }
 
     fn config() -> &'static Config {
-        Box::leak(Box::new(Config::default()))
+        Box::leak(Box::new(Config { inline: Some(4096), ..Config::default() }))
     }
 
     /// As many bytes as the call asks for.
@@ -387,14 +391,18 @@ mod tests {
 
     /// Two ends of a connection that leaves the kernel little room. The client's does nothing but what a test has it do.
     fn join() -> (Link, Shared, [TcpStream; 2]) {
+        join_with(config())
+    }
+
+    fn join_with(config: &'static Config) -> (Link, Shared, [TcpStream; 2]) {
         let (active, passive) = pair();
         let mut device =
-            Iwarp::initiator(active.as_raw_fd(), iwarp_options(config(), active.as_raw_fd())).unwrap();
-        let mut server = Server::accept(passive.as_raw_fd(), config()).unwrap();
+            Iwarp::initiator(active.as_raw_fd(), iwarp_options(config, active.as_raw_fd())).unwrap();
+        let mut server = Server::accept(passive.as_raw_fd(), config).unwrap();
         while !device.establish().unwrap() {
             assert!(server.receive().is_none());
         }
-        let link = Link::new(Role::Client, config(), versions(config()), Box::new(device), &memory(config()));
+        let link = Link::new(Role::Client, config, versions(config), Box::new(device), &memory(config));
         (link, Mutex::new(server), [active, passive])
     }
 
@@ -451,6 +459,45 @@ mod tests {
         assert!(came.iter().all(|(_, outcome)| outcome.is_ok()));
         assert!(most > BACKLOG, "nothing ever waited");
         assert!(most < BACKLOG + LENGTH + (64 << 10), "{most} bytes waited");
+    }
+
+    /// Where messages of the whole process hold too much, a server reads as far as its share, and comes back for the rest.
+    #[test]
+    fn a_server_that_holds_much_serves_before_it_reads_on_and_needs_no_event_for_the_rest() {
+        const CALLS: u32 = 30;
+        const LENGTH: usize = 60 << 10;
+        let config = Box::leak(Box::new(Config::default()));
+        let (mut client, server, _sockets) = join_with(config);
+        begin(&mut client, 1, 8);
+        answer(&server, next(&server)).unwrap();
+        assert!(matches!(settle(&mut client, &server), Ok(8)));
+        let full = memory(config).fill();
+        for n in 0..CALLS {
+            let mut message = client.memory.message().unwrap();
+            message.extend(&[2 + n, 8].map(u32::to_be_bytes).concat()).unwrap();
+            message.extend(&[9; LENGTH]).unwrap();
+            client.begin(Xid(2 + n), message.into(), Expect::Reply { max: 8, places: Vec::new() }).unwrap();
+        }
+        let (mut served, mut most) = (0, 0);
+        while served < CALLS {
+            client.pump();
+            let Some(request) = locked(&server).receive() else { continue };
+            let held = match &locked(&server).phase {
+                Phase::Open(link) => link.memory.own_received(),
+                Phase::Starting(_) | Phase::Failed(_) => 0,
+            };
+            most = most.max(held);
+            answer(&server, request).unwrap();
+            served += 1;
+        }
+        assert!(most > 200 << 10, "{most}: nothing paused");
+        assert!(most < 500 << 10, "{most} bytes were held");
+        drop(full);
+        while client.done.len() < CALLS as usize {
+            client.pump();
+            locked(&server).push();
+        }
+        assert!(client.done.iter().all(|(_, outcome)| outcome.is_ok()));
     }
 
     #[test]

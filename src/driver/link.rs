@@ -53,6 +53,8 @@ pub struct Link {
     pub(super) heard: bool,
     /// Somebody takes the requests up; else they are answered here: the program is not served.
     pub(super) serves: bool,
+    /// It does not read on before a request is handed out: there are many, and little memory.
+    pub(super) paused: bool,
     /// More unsent bytes than this, and the peer talks without reading.
     pub(super) talk_max: usize,
     /// Calls that ended, for whoever collects them.
@@ -82,7 +84,7 @@ impl Link {
             credits,
             receives: limits.receives,
             reverse_chunks: config.reverse_chunks,
-            inline: config.inline,
+            inline: config.inline(device.traits().locked_memory),
             versions,
             receive,
             receive_max,
@@ -104,6 +106,7 @@ impl Link {
             first_reply: Duration::ZERO,
             heard: false,
             serves: role == Role::Server,
+            paused: false,
             talk_max: backlog::TALK,
             done: Vec::new(),
         };
@@ -194,10 +197,11 @@ impl Link {
     pub(super) fn drain(&mut self) {
         while let Some(output) = self.engine.poll_output() {
             match output {
-                Output::Receive(bytes) => match self.memory.slab() {
-                    Ok(buf) => self.device.post_recv(buf.into_sink(bytes)),
-                    Err(error) => self.fail(error.into()),
-                },
+                Output::Receive(bytes) => {
+                    if let Err(error) = self.device.post_recv_of(&self.memory, bytes) {
+                        self.fail(error);
+                    }
+                }
                 Output::Post(request) => {
                     note(&request, self.device.fd());
                     self.device.post(request);
@@ -237,6 +241,10 @@ impl Link {
                 let text =
                     format!("the peer sends replies faster than they are taken: {}", self.memory.crowd());
                 self.fail(Error::new(Kind::Peer, text));
+                break;
+            }
+            if self.memory.is_full() && self.role == Role::Server && self.request_ready() {
+                self.paused = true;
                 break;
             }
             match self.device.poll() {

@@ -80,7 +80,7 @@ struct Ends {
 }
 
 fn config(change: impl FnOnce(&mut Config)) -> &'static Config {
-    let mut config = Config::default();
+    let mut config = Config { inline: Some(4096), ..Config::default() };
     change(&mut config);
     Box::leak(Box::new(config))
 }

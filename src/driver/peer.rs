@@ -168,7 +168,7 @@ mod tests {
     const LARGER: Characteristic = Characteristic::ReceiveSize(16384);
 
     fn config(version: Version) -> &'static Config {
-        Box::leak(Box::new(Config { version, ..Config::default() }))
+        Box::leak(Box::new(Config { version, inline: Some(4096), ..Config::default() }))
     }
 
     fn next(listener: &TcpListener) -> TcpStream {

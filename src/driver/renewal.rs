@@ -410,7 +410,7 @@ mod tests {
 
     fn config(credits: u32) -> &'static Config {
         // Without spinning, a driver that others can see sleeps.
-        Box::leak(Box::new(Config { credits, poll: Duration::ZERO, ..Config::default() }))
+        Box::leak(Box::new(Config { credits, inline: Some(4096), poll: Duration::ZERO, ..Config::default() }))
     }
 
     fn soon() -> Instant {

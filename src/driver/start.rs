@@ -108,7 +108,7 @@ pub(super) fn versions(config: &Config) -> Versions {
 pub fn options(config: &Config, traits: &Traits) -> Options {
     let (receive, slab) = config.receive_sizes(traits.locked_memory);
     Options {
-        inline: config.inline,
+        inline: config.inline(traits.locked_memory),
         receive,
         slab,
         remote_invalidation: config.remote_invalidation,
@@ -573,7 +573,7 @@ pub(super) mod tests {
     #[test]
     fn an_adapter_has_room_for_the_receives_that_a_peer_may_ask_for_and_says_nothing_of_it() {
         let max_inline = Some(16 << 10);
-        let config = Config { inline: 1024, version: Version::Auto, max_inline, ..Config::default() };
+        let config = Config { inline: Some(1024), version: Version::Auto, max_inline, ..Config::default() };
         let Options { inline, receive, slab, .. } = options(&config, &LOCKED);
         assert_eq!((inline, receive, slab), (1024, 4096, 16 << 10));
     }

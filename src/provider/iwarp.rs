@@ -32,7 +32,7 @@ use rustc_hash::FxHashMap;
 use crate::config::Crc;
 use crate::error::{Error, Kind, os_text};
 use crate::fork;
-use crate::memory::{Areas, IoVecMut, Region, Sink};
+use crate::memory::{Areas, IoVecMut, Memory, Region, Sink};
 use crate::process;
 use crate::provider::{self, Completion, Device, Limits, QueuePair, Traits, Way, WorkRequest};
 use crate::socket;
@@ -156,7 +156,9 @@ pub struct Iwarp {
     transmit: Transmit,
     receive: Receive,
     exposed: FxHashMap<u32, Exposed>,
-    receives: VecDeque<Sink>,
+    receives: VecDeque<Posted>,
+    /// Where Receives get their memory that have none yet.
+    memory: Option<Arc<Memory>>,
     completions: VecDeque<Completion>,
     /// Bytes of our own Reads whose segments have come.
     pulled: u64,
@@ -181,6 +183,13 @@ enum Stage {
     /// The Reply, how much of it the socket has taken, and what comes then.
     SendReply(Vec<u8>, usize, Result<Terms, Error>),
     Open,
+}
+
+/// A Receive.
+enum Posted {
+    Sink(Sink),
+    /// So many bytes, of memory that is taken when a message comes: an idle connection holds none.
+    Bytes(usize),
 }
 
 /// What a handle names. The first byte has offset 0.
@@ -293,6 +302,7 @@ impl Iwarp {
             receive: Receive::new(),
             exposed: FxHashMap::default(),
             receives: VecDeque::new(),
+            memory: None,
             completions: VecDeque::new(),
             ird: 0,
             private_data: Vec::new(),
@@ -665,8 +675,9 @@ impl Iwarp {
         Ok(())
     }
 
-    /// Checks a segment against the state of its stream: where its payload goes. Changes nothing.
-    fn admit(&self, header: &Header, length: usize) -> Result<(Target, usize), Fault> {
+    /// Checks a segment against the state of its stream: where its payload goes. Changes nothing, but that a Receive gets
+    /// its memory.
+    fn admit(&mut self, header: &Header, length: usize) -> Result<(Target, usize), Fault> {
         match *header {
             // RFC 5041 §5.2: "The STag and TO fields MUST NOT be checked for a zero-length Tagged DDP Message."
             Header::Tagged { opcode: Opcode::Write, .. } if length == 0 => Ok((Target::Nowhere, 0)),
@@ -700,12 +711,12 @@ impl Iwarp {
                 let target = read.sink.clone().map_or(Target::Nowhere, Target::Memory);
                 Ok((target, read.at + read.done as usize))
             }
-            Header::Untagged { opcode, invalidate, msn, mo, .. } => {
+            Header::Untagged { opcode, last, invalidate, msn, mo, .. } => {
                 // TCP keeps the order, so a message can only be the next one and a segment only the next of it.
                 if msn != self.receive.send_msn {
                     return Err(Fault::MSN);
                 }
-                let Some(sink) = self.receives.front() else { return Err(Fault::NO_BUFFER) };
+                let Some(posted) = self.receives.front_mut() else { return Err(Fault::NO_BUFFER) };
                 if mo as usize != self.receive.placed {
                     return Err(Fault::OFFSET);
                 }
@@ -717,9 +728,19 @@ impl Iwarp {
                 if self.receive.sending.is_some_and(|(_, first)| first != invalidate) {
                     return Err(Fault::UNSPECIFIED);
                 }
-                if length > sink.len() - self.receive.placed {
+                let size = match posted {
+                    Posted::Sink(sink) => sink.len(),
+                    Posted::Bytes(bytes) => *bytes,
+                };
+                if length > size - self.receive.placed {
                     return Err(Fault::TOO_LONG);
                 }
+                if let Posted::Bytes(_) = posted {
+                    let Some(memory) = &self.memory else { return Err(Fault::LOCAL) };
+                    let most = if last { length } else { size };
+                    *posted = Posted::Sink(memory.receive(size, most).map_err(|_| Fault::LOCAL)?);
+                }
+                let Posted::Sink(sink) = posted else { return Err(Fault::LOCAL) };
                 Ok((Target::Memory(sink.clone()), self.receive.placed))
             }
         }
@@ -758,7 +779,9 @@ impl Iwarp {
                     }
                     stats::add(Counter::Invalidations, 1);
                 }
-                let Some(sink) = self.receives.pop_front() else { return Err(Fault::NO_BUFFER) };
+                let Some(Posted::Sink(sink)) = self.receives.pop_front() else {
+                    return Err(Fault::NO_BUFFER);
+                };
                 let len = std::mem::take(&mut self.receive.placed);
                 self.receive.sending = None;
                 // RFC 5041 §4.3: "The MSN value MUST wrap to 0 after a value of 0xFFFFFFFF."
@@ -1101,8 +1124,18 @@ impl QueuePair for Iwarp {
 
     fn post_recv(&mut self, sink: Sink) {
         if self.failed.is_none() {
-            self.receives.push_back(sink);
+            self.receives.push_back(Posted::Sink(sink));
         }
+    }
+
+    fn post_recv_of(&mut self, memory: &Arc<Memory>, bytes: usize) -> Result<(), Error> {
+        if self.failed.is_none() {
+            self.receives.push_back(Posted::Bytes(bytes));
+            if self.memory.is_none() {
+                self.memory = Some(memory.clone());
+            }
+        }
+        Ok(())
     }
 
     fn withdraw(&mut self) -> usize {
@@ -1181,8 +1214,11 @@ impl QueuePair for Iwarp {
             Ok(()) => {}
             Err(End::Lost(error)) => return Err(self.fail(error, None)),
             Err(End::Breach(fault, cause)) => {
-                let error =
-                    Error::new(Kind::Protocol, format!("iWARP: the peer broke the protocol: {fault}"));
+                let error = if fault == Fault::LOCAL {
+                    Error::new(Kind::Os(libc::ENOMEM), "iWARP: there is no memory for what arrives")
+                } else {
+                    Error::new(Kind::Protocol, format!("iWARP: the peer broke the protocol: {fault}"))
+                };
                 return Err(self.fail(error, Some((fault, &cause))));
             }
         }

@@ -12,7 +12,7 @@ use super::{Accepted, Completion, Device, Knock, Limits, Listener, Options, Plac
 use super::{Shortage, Traits, Way, WorkRequest};
 use crate::error::{Error, Kind};
 use crate::fork;
-use crate::memory::{Areas, Region, Sink};
+use crate::memory::{Areas, Memory, Region, Sink};
 use crate::wire::{Handle, Segment};
 
 static TRAITS: Traits = Traits {
@@ -154,6 +154,10 @@ impl QueuePair for ToyPair {
 
     fn post_recv(&mut self, sink: Sink) {
         self.inner.post_recv(sink)
+    }
+
+    fn post_recv_of(&mut self, memory: &Arc<Memory>, bytes: usize) -> Result<(), Error> {
+        self.inner.post_recv_of(memory, bytes)
     }
 
     fn withdraw(&mut self) -> usize {

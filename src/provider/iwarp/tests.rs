@@ -14,6 +14,55 @@ use crate::provider::WorkId;
 use crate::provider::fault::contract;
 use crate::wait;
 
+#[test]
+fn a_receive_takes_memory_when_a_message_begins_to_arrive() {
+    let memory = Memory::new(64 << 10, 4096, 0).connection(None, None);
+    let block = || memory.slab().unwrap().into_sink(1).address();
+    // The one idle block: who takes one gets it.
+    let idle = block();
+    for small in [false, true] {
+        let mut pair = if small { Pair::small() } else { Pair::plain() };
+        for _ in 0..1000 {
+            pair.b.post_recv_of(&memory, 64 << 10).unwrap();
+        }
+        assert_eq!(block(), idle, "a thousand Receives hold nothing");
+        for len in [0, 100, 4096, 5000, 40_000, 64 << 10] {
+            let message = pattern(len, 3);
+            pair.a.post(WorkRequest::Send { gather: vec![region(&message)], invalidate: None });
+            pair.run(|p| !p.got_b.is_empty());
+            match pair.got_b.pop_front() {
+                Some(Completion::Received { sink, len, .. }) => {
+                    let counts = memory.own_received();
+                    assert!(counts == len || len <= 4096 && counts == 0, "{counts} of {len}");
+                    let got = bytes(sink, len);
+                    assert!(got[..] == message[..] && got.as_ptr().addr() == idle);
+                }
+                other => panic!("{other:?}"),
+            }
+            assert_eq!((block(), memory.own_received()), (idle, 0), "given back");
+        }
+    }
+}
+
+#[test]
+fn a_message_that_is_longer_than_its_receive_ends_the_connection_before_it_has_memory() {
+    let memory = Memory::new(64 << 10, 4096, 0).connection(None, None);
+    let mut pair = Pair::plain();
+    let held = memory.slab().unwrap();
+    pair.b.post_recv_of(&memory, 1024).unwrap();
+    pair.a.post(WorkRequest::Send { gather: vec![region(&[0; 1028])], invalidate: None });
+    let error = loop {
+        match pair.b.poll() {
+            Ok(completion) => assert!(completion.is_none()),
+            Err(error) => break error,
+        }
+    };
+    assert!(error.text().contains("too long"), "{error}");
+    let idle = held.as_ptr();
+    drop(held);
+    assert_eq!(memory.slab().unwrap().as_ptr(), idle, "no other block was taken and given back");
+}
+
 // ---------------------------------------------------------------------------------------------------------- helpers
 
 fn region(bytes: &[u8]) -> Region {

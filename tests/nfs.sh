@@ -87,7 +87,7 @@ captured() {
     local tool
     [ -n "${NFS_IN_NS:-}" ] || { skip "a capture" "needs root for a private network"; return; }
     for tool in dumpcap tshark; do command -v $tool >/dev/null || { skip "a capture" "$tool is not installed"; return; }; done
-    serve captured "-n rdma -a 127.0.0.1 -p 20049" "${preloaded[@]}" RPCRDMA_CRC=yes || return
+    serve captured "-n rdma -a 127.0.0.1 -p 20049" "${preloaded[@]}" RPCRDMA_CRC=yes RPCRDMA_INLINE=4096 || return
     capture_start "$scratch/nfs.pcap" "tcp port 20049" || { FAIL "dumpcap starts" "$scratch/nfs.pcap.log"; return; }
     "${nfs[@]}" -P 127.0.0.1 check -N 300 -L "$links" "${sizes[@]}" >out 2>&1 || FAIL "the captured check" out
     capture_stop || FAIL "packets were dropped" "$scratch/nfs.pcap.log"

@@ -61,7 +61,7 @@ check "rpcrdma-run finds the library that is installed" "^$stage/lib/librpcrdma.
 # What a user sees when something is wrong.
 check "a misspelt variable is named" 'RPCRDMA_REDIRCT: no such environment variable; did you mean RPCRDMA_REDIRECT' \
     env RPCRDMA_REDIRCT=tcp ./hello 127.0.0.1 $program 1
-check "a wrong value is named, and what is allowed" 'RPCRDMA_INLINE="5000": must be a multiple of 1024' \
+check "a wrong value is named, and what is allowed" 'RPCRDMA_INLINE="5000": must be auto, or a multiple of 1024' \
     env RPCRDMA_INLINE=5000 ./hello 127.0.0.1 $program 1
 check "an unknown host" 'RPC: Unknown host; no\.such\.host\.invalid' ./hello no.such.host.invalid $program 1
 

@@ -25,7 +25,7 @@ use std::borrow::Cow;
 use std::collections::VecDeque;
 use std::io;
 use std::os::fd::RawFd;
-use std::sync::Arc;
+use std::sync::{Arc, Mutex};
 
 use rustc_hash::FxHashMap;
 
@@ -52,6 +52,8 @@ mod transmit;
 const SMALL: usize = 8 << 10;
 /// The read-ahead buffer, bytes. Longer than any FPDU below [`SMALL`] and a read-ahead together.
 const BUFFER: usize = 64 << 10;
+/// Most read-ahead buffers that are kept for the next connection that has something to read.
+const BUFFERS: usize = 16;
 /// How far one system call reads ahead where FPDUs are large; where they are small it fills the buffer.
 const AHEAD: usize = 2 << 10;
 /// Bytes that one `poll` receives at most, so that a peer that writes as fast as we read cannot hold the caller.
@@ -201,8 +203,12 @@ enum Exposed {
     Discard(usize),
 }
 
+/// Read-ahead buffers that no connection has something in.
+static IDLE: Mutex<Vec<Box<[u8]>>> = Mutex::new(Vec::new());
+
 /// The receiving half.
 struct Receive {
+    /// Of [`BUFFER`] bytes; empty while it would hold nothing, so that an idle connection has none.
     buffer: Box<[u8]>,
     start: usize,
     end: usize,
@@ -356,6 +362,7 @@ impl Iwarp {
 
     /// Reads a part of a startup frame; false when there is none now.
     fn read_start_frame(&mut self) -> Result<bool, Error> {
+        self.receive.have_buffer();
         let end = self.receive.end;
         self.syscalls += 1;
         match socket::receive(self.socket, &mut [IoVecMut::from_mut(&mut self.receive.buffer[end..])]) {
@@ -465,6 +472,7 @@ impl Iwarp {
 
     /// One system call: the rest of a large FPDU into its place, and what follows into the buffer.
     fn fill(&mut self) -> Result<usize, End> {
+        self.receive.have_buffer();
         let ahead = if self.receive.small_path { BUFFER } else { AHEAD };
         let Receive { buffer, start, end, missing, placing, in_run, .. } = &mut self.receive;
         let (result, asked) = match placing {
@@ -928,7 +936,7 @@ impl Iwarp {
         self.exposed.clear();
         self.receives.clear();
         self.receive.placing = None;
-        (self.receive.start, self.receive.end) = (0, 0);
+        self.receive.lend_buffer();
         self.failed = Some(error.clone());
         error
     }
@@ -1229,6 +1237,9 @@ impl QueuePair for Iwarp {
         if !self.transmit.blocked {
             self.pump();
         }
+        if self.receive.start == self.receive.end {
+            self.receive.lend_buffer();
+        }
         // Until the next call more may have come.
         let drained = std::mem::take(&mut self.receive.drained);
         match self.broken.take() {
@@ -1277,6 +1288,7 @@ impl QueuePair for Iwarp {
 
 impl Drop for Iwarp {
     fn drop(&mut self) {
+        self.receive.lend_buffer();
         // In a child the frames that it inherited are the parent's, which will finish them.
         if self.generation == fork::generation() && self.transmit.is_inside_message() {
             self.shared.close();
@@ -1293,7 +1305,7 @@ impl Options {
 impl Receive {
     fn new() -> Receive {
         Receive {
-            buffer: vec![0; BUFFER].into_boxed_slice(),
+            buffer: Box::default(),
             start: 0,
             end: 0,
             missing: 0,
@@ -1306,6 +1318,26 @@ impl Receive {
             placed: 0,
             total: 0,
             small_path: false,
+        }
+    }
+
+    fn have_buffer(&mut self) {
+        if self.buffer.is_empty() {
+            // Whoever has the lock, in a forked child perhaps a thread of its parent, is not waited for.
+            let idle = IDLE.try_lock().ok().and_then(|mut idle| idle.pop());
+            self.buffer = idle.unwrap_or_else(|| vec![0; BUFFER].into_boxed_slice());
+        }
+    }
+
+    /// Leaves the buffer, of which nothing is needed any more, to whoever reads next.
+    fn lend_buffer(&mut self) {
+        let buffer = std::mem::take(&mut self.buffer);
+        (self.start, self.end) = (0, 0);
+        if !buffer.is_empty()
+            && let Ok(mut idle) = IDLE.try_lock()
+            && idle.len() < BUFFERS
+        {
+            idle.push(buffer);
         }
     }
 

@@ -891,7 +891,7 @@ fn arguments_that_are_read_late_are_those_of_the_call() {
     let ring = format!("bell:{}", bell.local_addr().expect("bound").port());
     let steps = ["300", "null", &format!("sink:{LENGTH}"), &ring, "null"];
     for in_time in [false, true] {
-        let outcome = against_with(&[&bindings], &steps, false, |mut peer, _| {
+        let outcome = against_with(&[&bindings, "RPCRDMA_INLINE=4096"], &steps, false, |mut peer, _| {
             accept(&mut peer);
             let first = call(&mut peer);
             peer.send(&inline_reply(first.xid, 32, b""));

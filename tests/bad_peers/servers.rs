@@ -635,7 +635,7 @@ fn read_responses_that_were_not_asked_for_are_refused() {
 
 #[test]
 fn sequence_numbers_queues_and_offsets_that_are_wrong_are_refused() {
-    let mut server = Server::start(CRC);
+    let mut server = Server::start(&["RPCRDMA_CRC=yes", "RPCRDMA_INLINE=4096"]);
     let call = inline_call(20, NULL, b"");
     let untagged =
         |msn, mo| fpdu(Header::Untagged { opcode: Opcode::Send, last: true, invalidate: 0, msn, mo }, &call);

@@ -18,6 +18,8 @@ use crate::servers;
 
 const AUTO: &str = "RPCRDMA_VERSION=auto";
 const TWO: &str = "RPCRDMA_VERSION=2";
+/// Receives that a Send may be too long for.
+const SHORT: &str = "RPCRDMA_INLINE=4096";
 
 fn decoded(message: &[u8]) -> Header<'_> {
     header::decode(message, Versions::BOTH).unwrap_or_else(|_| panic!("{message:02x?}"))
@@ -226,7 +228,7 @@ fn a_server_that_goes_away_at_the_offer_is_called_in_version_one_over_a_second_c
     ];
     for (what, go) in ways {
         let (outcome, connections) =
-            offered(&[AUTO], &["20000", "null", "null", "null"], |mut peer, number| {
+            offered(&[AUTO, SHORT], &["20000", "null", "null", "null"], |mut peer, number| {
                 if number == 0 {
                     let xid = offer(&mut peer);
                     return go(peer, xid);
@@ -563,7 +565,7 @@ fn damages(message: &[u8], at: usize) -> Vec<Vec<u8>> {
 // ------------------------------------------------------------------------------------------------------- servers
 
 fn server(setting: &str) -> Server {
-    Server::start(&["RPCRDMA_CRC=no", setting])
+    Server::start(&["RPCRDMA_CRC=no", SHORT, setting])
 }
 
 /// Requires this error to the message `xid`, with this word for its version.

@@ -45,6 +45,29 @@ fn a_receive_takes_memory_when_a_message_begins_to_arrive() {
 }
 
 #[test]
+fn a_connection_without_bytes_that_it_waits_for_has_no_read_ahead_buffer() {
+    let mut pair = Pair::plain();
+    let message = pattern(3000, 1);
+    pair.a.post(WorkRequest::Send { gather: vec![region(&message)], invalidate: None });
+    pair.b.post_recv(sink(3000));
+    assert_eq!(drain(&mut pair.a).unwrap().len(), 0);
+    let mut got = Vec::new();
+    while got.is_empty() {
+        got = drain(&mut pair.b).unwrap();
+    }
+    assert!(received(got.remove(0)).0 == message);
+    assert!(pair.a.receive.buffer.is_empty() && pair.b.receive.buffer.is_empty());
+    // A half of an FPDU stays where it is, whoever else reads meanwhile.
+    let mut bench = Bench::responder();
+    bench.qp.post_recv(sink(100));
+    let fpdu = untagged(SEND, b"first and second");
+    assert!(bench.give(&fpdu[..20]).unwrap().is_empty() && !bench.qp.receive.buffer.is_empty());
+    pair.send(&[7; 5000], 1);
+    assert_eq!(received(bench.give(&fpdu[20..]).unwrap().remove(0)).0, b"first and second");
+    assert!(bench.qp.receive.buffer.is_empty());
+}
+
+#[test]
 fn a_message_that_is_longer_than_its_receive_ends_the_connection_before_it_has_memory() {
     let memory = Memory::new(64 << 10, 4096, 0).connection(None, None);
     let mut pair = Pair::plain();

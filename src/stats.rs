@@ -77,8 +77,12 @@ pub const COUNT: usize = NAMES.len();
 static TABLE: [AtomicU64; COUNT] = [const { AtomicU64::new(0) }; COUNT];
 
 /// Adds `n` to a counter.
+#[inline]
 pub fn add(counter: Counter, n: u64) {
-    TABLE[counter as usize].fetch_add(n, Relaxed);
+    // Most calls copy or register nothing: that shall not take the cache line from another thread.
+    if n > 0 {
+        TABLE[counter as usize].fetch_add(n, Relaxed);
+    }
 }
 
 /// The table at this moment, in the order of [`NAMES`].

@@ -322,11 +322,19 @@ pub fn converse(server: &mut Server, case: &Case, damage: Option<Damage>) -> Vec
     heard
 }
 
-/// Whether a frame holds a Call of the procedure that ends the server: that it does is no defect.
-pub fn asks_to_exit(frame: &[u8]) -> bool {
+/// Whether a frame holds a Call of a procedure by which the server's program harms itself or its other clients: that it does is
+/// no defect.
+pub fn asks_for_harm(frame: &[u8]) -> bool {
+    /// It ends; it uses a transport later that may be gone by then (three); it works for as long as it is told to.
     const REPLY_AND_EXIT: u32 = 10;
-    let exit = words(&[PROGRAM, VERSION, REPLY_AND_EXIT]);
-    frame.windows(exit.len()).any(|window| window == exit)
+    const DEFER: u32 = 23;
+    const RELEASE: u32 = 24;
+    const THREAD_REPLIES: u32 = 25;
+    const WORK: u32 = 26;
+    [REPLY_AND_EXIT, DEFER, RELEASE, THREAD_REPLIES, WORK].into_iter().any(|procedure| {
+        let harmful = words(&[PROGRAM, VERSION, procedure]);
+        frame.windows(harmful.len()).any(|window| window == harmful)
+    })
 }
 
 /// The conversation without damage, then with every damage to the frame.
@@ -345,7 +353,8 @@ fn every_damage(case: &Case) {
             server.end();
             server = Server::start(settings);
         }
-        if matches!(damage, Damage::Stale(..) | Damage::Sealed(..)) && asks_to_exit(&damage.to(whole.clone()))
+        if matches!(damage, Damage::Stale(..) | Damage::Sealed(..))
+            && asks_for_harm(&damage.to(whole.clone()))
         {
             continue;
         }

@@ -695,7 +695,7 @@ fn any_damage_to_a_message_of_version_two_hurts_its_own_connection_only() {
         let heard = say(message.clone());
         assert!(matches!(heard.last(), Some(Frame::Send { .. })), "{message:02x?}: {heard:?}");
         for damaged in (0..message.len()).step_by(step).flat_map(|at| damages(&message, at)) {
-            if !servers::asks_to_exit(&damaged) {
+            if !servers::asks_for_harm(&damaged) {
                 say(damaged);
                 tried += 1;
             }

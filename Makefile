@@ -4,7 +4,8 @@
 # make nfs3         the example NFS server and client: build/nfs3/nfs3d and nfs3
 # make nfs41        the example NFS version 4.1 client and server, with calls back: build/nfs41/nfs41 and nfs41d
 # make check        what every change must pass
-# make check-long   check, and what takes longer
+# make check-long   check, and what takes longer: an hour
+# make check-fresh  the README's commands on minimal systems of their own: needs root and a network; an hour and a half
 # make check-bad-peers   every corruption of every byte of a peer's frames: some minutes
 # make check-vm     against the kernel's NFS/RDMA, in a guest that tests/vm/setup.sh prepares
 # make bench        measures
@@ -39,7 +40,7 @@ MANUALS := $(wildcard docs/*.[1-8])
 SCRIPTS := $(filter-out tests/lib.sh tests/ns.sh tests/packages.sh,$(sort $(wildcard tests/*.sh)))
 # What a guest with a kernel of its own is for; the others there are its parts.
 VM_SCRIPTS := $(filter-out tests/vm/guest.sh tests/vm/setup.sh tests/vm/vm.sh,$(sort $(wildcard tests/vm/*.sh)))
-LONG := $(sort $(wildcard tests/long/*.sh))
+LONG := $(filter-out tests/long/fresh.sh,$(sort $(wildcard tests/long/*.sh)))
 
 all: $(LIBRARY) build/librpcrdma.so build/rpcrdma-run
 
@@ -148,6 +149,9 @@ check-long-here: check-bad-peers
 	$(CARGO) test $(CARGOFLAGS) $(FEATURES) --release --lib -- --ignored --skip on_a_device
 	@for script in $(LONG); do echo "== $$script"; bash $$script || exit 1; done
 
+check-fresh:
+	bash tests/long/fresh.sh
+
 check-vm: all nfs3 nfs41
 	@failed=; for script in $(VM_SCRIPTS); do echo "== $$script"; bash $$script || failed="$$failed $$script"; done; \
 	    [ -z "$$failed" ] || { echo "failed:$$failed"; exit 1; }
@@ -164,7 +168,7 @@ clean:
 
 .PHONY: all install demo demo-here nfs3 nfs41 check check-here check-beside check-source check-rust check-exports \
     check-c check-valgrind check-long \
-    check-long-here check-bad-peers check-vm bench bench-instructions clean FORCE
+    check-long-here check-fresh check-bad-peers check-vm bench bench-instructions clean FORCE
 .DELETE_ON_ERROR:
 ifdef IN_ORDER
 .NOTPARALLEL:

@@ -1291,10 +1291,12 @@ static void characteristics_asked(void)
     REQUIRE(rpcrdma_clnt_request(client, RPCRDMA_REMOTE_INVALIDATION, 1, patient) == RPCRDMA_DONE);
     REQUIRE(rpcrdma_clnt_request(client, RPCRDMA_REMOTE_INVALIDATION, 0, patient) == RPCRDMA_REJECTED);
     REQUIRE(rpcrdma_clnt_request(client, RPCRDMA_BACKWARD, RPCRDMA_BACKWARD_NONE, patient) == RPCRDMA_REJECTED);
-    /* Time that is over does not end a request, and another one has to wait for it. */
+    /* Time that is over does not end a request, and another one has to wait for it: for a server that does nothing now. */
+    REQUIRE(kill(servers.server, SIGSTOP) == 0 && waitpid(servers.server, NULL, WUNTRACED) == servers.server);
     REQUIRE(rpcrdma_clnt_request(client, RPCRDMA_RECEIVE_SIZE, 8192, (struct timeval){0}) == RPCRDMA_PENDING);
     REQUIRE(rpcrdma_clnt_request(client, RPCRDMA_RECEIVE_SIZE, 4096, patient) == -1);
     require_text(client, "not settled");
+    REQUIRE(kill(servers.server, SIGCONT) == 0);
     REQUIRE(rpcrdma_clnt_request(client, RPCRDMA_RECEIVE_SIZE, 8192, patient) == RPCRDMA_DONE);
     REQUIRE(peer_of(client).receive_size == 8192);
 

@@ -38,14 +38,14 @@ fi
 
 # Clients of root take reserved ports, of which there are few: a pair of ports may come twice, and tshark 4.0 then reads
 # the second MPA Request as an FPDU of the first connection. So the n-th use of each pair is read in a file of its own.
-tshark -n -r "$capture" -Y 'tcp.flags.syn == 1 && tcp.flags.ack == 0' -T fields -e tcp.stream -e tcp.srcport -e tcp.dstport \
-    2>/dev/null | awk '!($1 in seen) { seen[$1] = 1; print ++n[$2 " " $3], $1 }' | sort -n >"$scratch/uses"
+read_frames -r "$capture" -Y 'tcp.flags.syn == 1 && tcp.flags.ack == 0' -T fields -e tcp.stream -e tcp.srcport -e tcp.dstport |
+    awk '!($1 in seen) { seen[$1] = 1; print ++n[$2 " " $3], $1 }' | sort -n >"$scratch/uses"
 read_capture() {
     local use streams
     for use in $(cut -d' ' -f1 "$scratch/uses" | uniq); do
         streams=$(awk -v use="$use" '$1 == use { printf "%s%s", sep, $2; sep = "," }' "$scratch/uses")
-        [ -r "$scratch/use.$use" ] || tshark -n -r "$capture" -Y "tcp.stream in {$streams}" -w "$scratch/use.$use" 2>/dev/null
-        tshark -n -r "$scratch/use.$use" "$@" 2>/dev/null
+        [ -r "$scratch/use.$use" ] || read_frames -r "$capture" -Y "tcp.stream in {$streams}" -w "$scratch/use.$use"
+        read_frames -r "$scratch/use.$use" "$@"
     done
 }
 read_capture -V -O iwarp_mpa >"$scratch/mpa.txt"

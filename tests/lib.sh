@@ -81,6 +81,11 @@ capture_stop() {
     kill -INT "$dumpcap"; wait "$dumpcap" 2>/dev/null
     grep -Eq 'dropped on interface.*: [0-9]+/0 ' "$captured.log"
 }
+# read_frames OPTION...: tshark. What a stream holds counts before its ports, which may be another protocol's (639, one of those
+# that root's clients take, is MSDP's); and what two processors send may be captured in the wrong order.
+read_frames() {
+    tshark -n -o tcp.try_heuristic_first:TRUE -o tcp.reassemble_out_of_order:TRUE "$@" 2>/dev/null
+}
 
 # stop PID: ends a child and waits for its end.
 stop() { kill "$1" 2>/dev/null; wait "$1" 2>/dev/null; return 0; }

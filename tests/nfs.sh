@@ -93,11 +93,11 @@ captured() {
     capture_stop || FAIL "packets were dropped" "$scratch/nfs.pcap.log"
     stop "$server"
     # A message that has Read chunks is dissected no further than its header: data.data is the rest of it.
-    tshark -n -r nfs.pcap -Y 'rpcordma && tcp.dstport == 20049' -T fields -E separator=/t -E aggregator=, \
+    read_frames -r nfs.pcap -Y 'rpcordma && tcp.dstport == 20049' -T fields -E separator=/t -E aggregator=, \
         -e rpcordma.msg_type -e rpcordma.reads_count -e rpcordma.writes_count -e rpcordma.reply_count \
-        -e rpcordma.position -e rpcordma.rdma_length -e rpc.procedure -e data.data >calls 2>/dev/null
-    tshark -n -r nfs.pcap -Y 'rpcordma && tcp.srcport == 20049' -T fields -E separator=/t -E aggregator=, \
-        -e rpcordma.msg_type -e rpcordma.reads_count -e rpc.procedure >replies 2>/dev/null
+        -e rpcordma.position -e rpcordma.rdma_length -e rpc.procedure -e data.data >calls
+    read_frames -r nfs.pcap -Y 'rpcordma && tcp.srcport == 20049' -T fields -E separator=/t -E aggregator=, \
+        -e rpcordma.msg_type -e rpcordma.reads_count -e rpc.procedure >replies
     awk -F'\t' '
         function hex(s,   i, n) { for (i = 1; i <= length(s); i++) n = n * 16 + index("0123456789abcdef", substr(s, i, 1)) - 1; return n }
         {

@@ -18,8 +18,9 @@
 #![forbid(unsafe_code)]
 
 use std::ops::Range;
-use std::sync::{Arc, PoisonError, RwLock};
+use std::sync::Arc;
 
+use once_cell::race::OnceBox;
 use rustc_hash::FxHashMap;
 
 use crate::error::{Error, Kind};
@@ -27,6 +28,11 @@ use crate::error::{Error, Kind};
 mod nfs;
 mod nfs4;
 mod text;
+
+const CALL: u32 = 0;
+const RPC_VERSION: u32 = 2;
+/// The flavour of RFC 2203 §5.
+const RPCSEC_GSS: u32 = 6;
 
 /// The fixed part of an RPC Call (RFC 5531 §9).
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -49,10 +55,18 @@ impl Head {
         Head::walk(&mut Walk::new(call)).ok()
     }
 
+    /// Program, version, procedure, and flavour of the credential, which lie in the same place in every Call: most need no
+    /// more. `None` for what is no Call of RPC version 2, or does not begin with all of this in its first piece.
+    pub fn names(first: &[u8]) -> Option<[u32; 4]> {
+        let words = first.first_chunk::<28>()?;
+        let word = |n: usize| {
+            u32::from_be_bytes([words[4 * n], words[4 * n + 1], words[4 * n + 2], words[4 * n + 3]])
+        };
+        (word(1) == CALL && word(2) == RPC_VERSION).then(|| [word(3), word(4), word(5), word(6)])
+    }
+
     /// Reads the head, and leaves the walk at the arguments.
     fn walk(walk: &mut Walk<'_>) -> Result<Head, Stop> {
-        const CALL: u32 = 0;
-        const RPC_VERSION: u32 = 2;
         walk.word()?;
         if walk.word()? != CALL || walk.word()? != RPC_VERSION {
             return Err(Stop::Unknown);
@@ -67,7 +81,6 @@ impl Head {
 
 /// Walks over the body of a credential; whether it says that the arguments are wrapped (RFC 2203 §5).
 fn credential_wraps(walk: &mut Walk<'_>, flavor: u32) -> Result<bool, Stop> {
-    const RPCSEC_GSS: u32 = 6;
     const VERSION_1: u32 = 1;
     const DATA: u32 = 0;
     const SERVICE_NONE: u32 = 1;
@@ -277,8 +290,17 @@ impl Binding {
 }
 
 /// All bindings of a process.
+///
+/// There is no lock: calls look here, and one that another thread held at a fork(2) would be held for ever in the child. What
+/// is added is put behind what is there, and what was said last of a procedure counts.
 pub struct Registry {
-    procedures: RwLock<FxHashMap<(u32, u32, u32), Binding>>,
+    built_in: Layer,
+}
+
+/// What was said at one time, by program, version and procedure.
+struct Layer {
+    procedures: FxHashMap<(u32, u32, u32), Binding>,
+    next: OnceBox<Layer>,
 }
 
 impl Registry {
@@ -293,19 +315,52 @@ impl Registry {
             };
             ((program, version, row.number), Binding(Arc::new(binding)))
         });
-        Registry { procedures: RwLock::new(procedures.collect()) }
+        Registry { built_in: Layer { procedures: procedures.collect(), next: OnceBox::new() } }
     }
 
     /// The binding of a procedure, if it has one.
     pub fn find(&self, program: u32, version: u32, procedure: u32) -> Option<Binding> {
-        let procedures = self.procedures.read().unwrap_or_else(PoisonError::into_inner);
-        procedures.get(&(program, version, procedure)).cloned()
+        let key = (program, version, procedure);
+        self.layers().filter_map(|layer| layer.procedures.get(&key)).last().cloned()
+    }
+
+    fn layers(&self) -> impl Iterator<Item = &Layer> {
+        std::iter::successors(Some(&self.built_in), |layer| layer.next.get())
+    }
+
+    /// Puts a layer behind the others, unless `refused` by what these say.
+    fn append(
+        &self,
+        procedures: FxHashMap<(u32, u32, u32), Binding>,
+        refused: impl Fn() -> Option<Error>,
+    ) -> Result<(), Error> {
+        let mut layer = Box::new(Layer { procedures, next: OnceBox::new() });
+        loop {
+            let last = self.layers().last().unwrap_or(&self.built_in);
+            if let Some(error) = refused() {
+                return Err(error);
+            }
+            match last.next.set(layer) {
+                Ok(()) => return Ok(()),
+                // Another thread was faster.
+                Err(back) => layer = back,
+            }
+        }
+    }
+
+    /// Whether a Call that begins with this has neither a binding nor a credential of RPCSEC_GSS: there is nothing to find
+    /// out about it.
+    pub fn leaves_alone(&self, first: Option<&[u8]>) -> bool {
+        first.and_then(Head::names).is_some_and(|[program, version, procedure, flavor]| {
+            flavor != RPCSEC_GSS && self.find(program, version, procedure).is_none()
+        })
     }
 
     /// Whether any procedure of the program has a binding.
     pub fn knows(&self, program: u32, version: u32) -> bool {
-        let procedures = self.procedures.read().unwrap_or_else(PoisonError::into_inner);
-        procedures.keys().any(|(one, other, _)| (*one, *other) == (program, version))
+        self.layers()
+            .flat_map(|layer| layer.procedures.keys())
+            .any(|(one, other, _)| (*one, *other) == (program, version))
     }
 
     /// Adds the procedures of a text in the form of rpcrdma-bindings(5); returns why the other lines are not
@@ -313,8 +368,9 @@ impl Registry {
     /// the program.
     pub fn add_text(&self, name: &str, text: &str) -> Vec<String> {
         let (entries, errors) = text::parse(name, text);
-        let mut procedures = self.procedures.write().unwrap_or_else(PoisonError::into_inner);
-        procedures.extend(entries.into_iter().map(|(key, procedure)| (key, Binding(Arc::new(procedure)))));
+        let procedures = entries.into_iter().map(|(key, procedure)| (key, Binding(Arc::new(procedure))));
+        let unrefused = self.append(procedures.collect(), || None);
+        debug_assert!(unrefused.is_ok());
         errors
     }
 
@@ -330,20 +386,18 @@ impl Registry {
         arguments: Walker,
         results: Walker,
     ) -> Result<(), Error> {
-        let refused = |text: String| Err(Error::new(Kind::Invalid, text));
         if let Some(reason) = reserved(program) {
-            return refused(format!("no binding can be added for program {program}: {reason}"));
+            let text = format!("no binding can be added for program {program}: {reason}");
+            return Err(Error::new(Kind::Invalid, text));
         }
-        let mut procedures = self.procedures.write().unwrap_or_else(PoisonError::into_inner);
         let key = (program, version, procedure);
-        if procedures.get(&key).is_some_and(|binding| binding.origin() == Origin::Registered) {
-            return refused(format!(
-                "program {program} version {version} procedure {procedure} already has a binding"
-            ));
-        }
         let binding = Procedure { origin: Origin::Registered, preset: true, arguments, results };
-        procedures.insert(key, Binding(Arc::new(binding)));
-        Ok(())
+        self.append([(key, Binding(Arc::new(binding)))].into_iter().collect(), || {
+            let there = self.find(program, version, procedure)?;
+            let text =
+                format!("program {program} version {version} procedure {procedure} already has a binding");
+            (there.origin() == Origin::Registered).then(|| Error::new(Kind::Invalid, text))
+        })
     }
 }
 

@@ -1,6 +1,9 @@
 //! Bindings against messages that are encoded here, word by word, from the RFCs' XDR.
 
+use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
+
 use super::*;
+use crate::fork;
 
 /// An XDR encoder that remembers where its eligible items are.
 #[derive(Clone, Default)]
@@ -573,6 +576,8 @@ fn a_head_is_read_only_from_a_call() {
         assert_eq!(Head::of(&[&whole.bytes[..cut]]), None);
     }
     assert_eq!(Head::of(&[&reply().fixed(64).bytes]), None);
+    assert_eq!(Head::names(&whole.bytes), Some([100_003, 3, 7, 1]));
+    assert_eq!((Head::names(&whole.bytes[..27]), Head::names(&reply().fixed(64).bytes)), (None, None));
     let version_3 = xdr().words(&[1, 0, 3, 100_003, 3, 7, 0, 0, 0, 0]);
     assert_eq!(Head::of(&[&version_3.bytes]), None);
     for (credential, verifier, read) in [(400, 400, true), (401, 400, false), (400, 401, false)] {
@@ -943,4 +948,47 @@ fn a_procedure_is_given_once_in_a_text_and_a_later_text_replaces_it() {
     assert_eq!(most(), Some(1));
     assert_eq!(registry.add_text("b", "9 1 1 max-reply=3"), [""; 0]);
     assert_eq!(most(), Some(3));
+}
+
+#[test]
+fn a_call_without_a_binding_and_without_rpcsec_gss_needs_no_look() {
+    let registry = Registry::built_in();
+    let alone = |call: &Xdr| registry.leaves_alone(Some(&call.bytes));
+    assert!(alone(&call(400_000, 1, 7)) && !alone(&call(100_003, 3, 7)) && !alone(&gss_call(0, 1)));
+    let mut unknown = gss_call(0, 2);
+    unknown.bytes[12..16].copy_from_slice(&400_000u32.to_be_bytes());
+    assert!(!alone(&unknown), "whether its results are wrapped matters");
+    assert!(!alone(&reply()) && !registry.leaves_alone(None));
+}
+
+/// A lock that the thread had at the fork would be held in the child for ever.
+#[test]
+fn a_child_finds_and_adds_bindings_whatever_another_thread_was_adding_at_the_fork() {
+    let registry = Registry::built_in();
+    let done = AtomicBool::new(false);
+    let text: String = (0..300).map(|n| format!("400000 1 {n} arguments=data\n")).collect();
+    std::thread::scope(|scope| {
+        scope.spawn(|| {
+            for _ in (0..1000).take_while(|_| !done.load(Relaxed)) {
+                assert!(registry.add_text("a text", &text).is_empty());
+                std::thread::yield_now();
+            }
+        });
+        for _ in 0..100 {
+            let child = fork::testing::fork(|| {
+                let added = registry.add(400_001, 1, 1, Box::new(|_| Ok(())), Box::new(|_| Ok(())));
+                added.is_ok()
+                    && registry.find(100_003, 3, 7).is_some()
+                    && registry.find(400_001, 1, 1).is_some()
+            });
+            assert!(child.succeeded());
+        }
+        done.store(true, Relaxed);
+    });
+    assert!(registry.find(400_001, 1, 1).is_none());
+    assert!(
+        registry.add(400_000, 1, 1, Box::new(|_| Ok(())), Box::new(|_| Ok(()))).is_ok(),
+        "replaces a text's"
+    );
+    assert!(registry.add(400_000, 1, 1, Box::new(|_| Ok(())), Box::new(|_| Ok(()))).is_err());
 }

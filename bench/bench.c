@@ -1,13 +1,18 @@
 /* bench.c: the server and the client of the benchmark; libtirpc alone. bench.sh runs it over tcp and over rdma.
  *
  *   bench server NETID                                        prints "READY port"
- *   bench client NETID PORT OP SIZE THREADS shared|own SECONDS    prints calls per second and microseconds per call
+ *   bench client NETID PORT OP SIZE THREADS shared|own|processes SECONDS
+ *       prints calls per second; the median and the 99th percentile of a call's time; and the processor time of both ends
+ *       per call: all in microseconds. THREADS use one CLIENT, or have one each, in this process or in one each.
  *   bench calls NETID PORT OP SIZE COUNT                      makes COUNT calls on one thread
  *   bench counters NETID PORT OP SIZE COUNT                   the same; prints the library's counters per call
+ *   bench fair NETID PORT THREADS shared|own COUNT            COUNT null calls of one CLIENT, while THREADS keep the server
+ *       busy with calls of 5 ms, as above; prints the mean of their times in microseconds
  *
  * OP is null, write (SIZE bytes to the server) or read. The server takes a write's data as rpcgen's code would, in
  * memory allocated for the call, and answers a read from one buffer; the client reads into one buffer. With IN_PLACE
- * in its environment the server asks the library where a write's data lies. */
+ * in its environment the server asks the library where a write's data lies. ADDRESS there is the server's, 127.0.0.1 if it
+ * is not. */
 #define _GNU_SOURCE
 #include <arpa/inet.h>
 #include <dlfcn.h>
@@ -20,10 +25,12 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/mman.h>
+#include <sys/wait.h>
 #include <time.h>
 #include <unistd.h>
 
-enum { PROGRAM = 0x20004245, VERSION = 1, WRITE = 1, READ = 2, COUNTERS = 3, LARGEST = 4 << 20 };
+enum { PROGRAM = 0x20004245, VERSION = 1, WRITE = 1, READ = 2, COUNTERS = 3, SLOW = 4, LARGEST = 4 << 20 };
 
 struct data {
     char *bytes;
@@ -43,13 +50,30 @@ static struct netconfig *config_of(const char *netid)
     return config;
 }
 
-/* The counters of struct rpcrdma_stats that the benchmark shows, if the library is preloaded; and what copies.c
- * counts, if that is. */
-enum { COPIED, READ_AHEAD, REGISTRATIONS, SENDS, SYSCALLS, PULLED, PUSHED, MEMCPY, SHOWN };
+static struct sockaddr_in address_of_server(unsigned port)
+{
+    const char *host = getenv("ADDRESS");
+    struct sockaddr_in address = {.sin_family = AF_INET, .sin_port = htons((uint16_t)port)};
+    if (inet_pton(AF_INET, host == NULL ? "127.0.0.1" : host, &address.sin_addr) != 1)
+        errx(2, "ADDRESS: %s is not an address", host);
+    return address;
+}
+
+/* Seconds. */
+static double now(clockid_t clock)
+{
+    struct timespec t;
+    clock_gettime(clock, &t);
+    return (double)t.tv_sec + (double)t.tv_nsec / 1e9;
+}
+
+/* The counters of struct rpcrdma_stats that the benchmark shows, if the library is preloaded; what copies.c counts, if
+ * that is; and the processor time of the process in nanoseconds. */
+enum { COPIED, READ_AHEAD, REGISTRATIONS, SENDS, SYSCALLS, PULLED, PUSHED, MEMCPY, SHOWN, CPU = SHOWN, COUNTERS_END };
 
 static bool_t xdr_counters(XDR *xdrs, u_quad_t *counters)
 {
-    return xdr_vector(xdrs, (char *)counters, SHOWN, sizeof *counters, (xdrproc_t)xdr_u_quad_t);
+    return xdr_vector(xdrs, (char *)counters, COUNTERS_END, sizeof *counters, (xdrproc_t)xdr_u_quad_t);
 }
 
 static void read_counters(u_quad_t *counters)
@@ -64,6 +88,7 @@ static void read_counters(u_quad_t *counters)
         counters[i] = all[place[i]];
     uint64_t (*copied)(void) = (uint64_t (*)(void))dlsym(RTLD_DEFAULT, "bench_copied");
     counters[MEMCPY] = copied == NULL ? 0 : copied();
+    counters[CPU] = (u_quad_t)(now(CLOCK_PROCESS_CPUTIME_ID) * 1e9);
 }
 
 /* ---- Server ------------------------------------------------------------------------------------------------------ */
@@ -104,8 +129,12 @@ static void dispatch(struct svc_req *request, SVCXPRT *transport)
         data = (struct data){source, length};
         svc_sendreply(transport, (xdrproc_t)xdr_data, (caddr_t)&data);
         return;
+    case SLOW:
+        nanosleep(&(struct timespec){.tv_nsec = 5000000}, NULL);
+        svc_sendreply(transport, (xdrproc_t)xdr_void, NULL);
+        return;
     case COUNTERS: {
-        u_quad_t counters[SHOWN];
+        u_quad_t counters[COUNTERS_END];
         read_counters(counters);
         svc_sendreply(transport, (xdrproc_t)xdr_counters, (caddr_t)counters);
         return;
@@ -117,7 +146,7 @@ static void dispatch(struct svc_req *request, SVCXPRT *transport)
 
 static int serve(const char *netid)
 {
-    struct sockaddr_in address = {.sin_family = AF_INET, .sin_addr.s_addr = htonl(INADDR_LOOPBACK)};
+    struct sockaddr_in address = address_of_server(0);
     struct t_bind bind_to = {.addr = {.maxlen = sizeof address, .len = sizeof address, .buf = &address}, .qlen = 64};
     SVCXPRT *listener = svc_tli_create(RPC_ANYFD, config_of(netid), &bind_to, 0, 0);
     if (listener == NULL || !svc_reg(listener, PROGRAM, VERSION, dispatch, NULL))
@@ -138,19 +167,40 @@ static const char *netid;
 static unsigned port;
 static rpcproc_t procedure;
 static u_int size;
-static atomic_bool stop;
-static pthread_barrier_t start;
+
+/* How often calls took how long: 32 steps from each power of two nanoseconds to the next. */
+enum { STEPS = 32, TIMES = 40 * STEPS };
+
+static unsigned step_of(double seconds)
+{
+    uint64_t ns = (uint64_t)(seconds * 1e9) + STEPS;
+    unsigned power = 63 - (unsigned)__builtin_clzll(ns);
+    unsigned step = (power - 5) * STEPS + (unsigned)(ns >> (power - 5)) - STEPS;
+    return step < TIMES ? step : TIMES - 1;
+}
+
+static double microseconds_of(unsigned step)
+{
+    return ((double)((uint64_t)(STEPS + step % STEPS) << (step / STEPS)) - STEPS) / 1e3;
+}
 
 struct worker {
     CLIENT *client;
     pthread_t thread;
-    unsigned long calls;
+    double cpu;
+    uint32_t times[TIMES];
 };
+
+/* What the processes of a measurement share. */
+static struct shared {
+    atomic_bool stop;
+    pthread_barrier_t start;
+    struct worker workers[];
+} *all;
 
 static CLIENT *connect_to_server(void)
 {
-    struct sockaddr_in address = {
-        .sin_family = AF_INET, .sin_port = htons((uint16_t)port), .sin_addr.s_addr = htonl(INADDR_LOOPBACK)};
+    struct sockaddr_in address = address_of_server(port);
     struct netbuf netbuf = {.maxlen = sizeof address, .len = sizeof address, .buf = &address};
     CLIENT *client = clnt_tli_create(RPC_ANYFD, config_of(netid), &netbuf, PROGRAM, VERSION, 0, 0);
     if (client == NULL)
@@ -193,45 +243,17 @@ static void *work(void *argument)
     if (buffer == NULL)
         err(1, "calloc");
     call(worker->client, buffer); /* warm */
-    pthread_barrier_wait(&start);
-    while (!atomic_load_explicit(&stop, memory_order_relaxed)) {
+    pthread_barrier_wait(&all->start);
+    double cpu = now(CLOCK_THREAD_CPUTIME_ID), before = now(CLOCK_MONOTONIC);
+    while (!atomic_load_explicit(&all->stop, memory_order_relaxed)) {
         call(worker->client, buffer);
-        worker->calls++;
+        double after = now(CLOCK_MONOTONIC);
+        worker->times[step_of(after - before)]++;
+        before = after;
     }
+    worker->cpu = now(CLOCK_THREAD_CPUTIME_ID) - cpu;
     free(buffer);
     return NULL;
-}
-
-static double now(void)
-{
-    struct timespec t;
-    clock_gettime(CLOCK_MONOTONIC, &t);
-    return (double)t.tv_sec + (double)t.tv_nsec / 1e9;
-}
-
-static int measure(unsigned threads, bool share, double seconds)
-{
-    struct worker *workers = calloc(threads, sizeof *workers);
-    CLIENT *shared = share ? connect_to_server() : NULL;
-    pthread_barrier_init(&start, NULL, threads + 1);
-    for (unsigned i = 0; i < threads; i++) {
-        workers[i].client = share ? shared : connect_to_server();
-        if (pthread_create(&workers[i].thread, NULL, work, &workers[i]) != 0)
-            errx(1, "pthread_create");
-    }
-    pthread_barrier_wait(&start);
-    double began = now();
-    struct timespec pause = {.tv_sec = (time_t)seconds, .tv_nsec = (long)((seconds - (double)(time_t)seconds) * 1e9)};
-    nanosleep(&pause, NULL);
-    atomic_store(&stop, true);
-    unsigned long calls = 0;
-    for (unsigned i = 0; i < threads; i++) {
-        pthread_join(workers[i].thread, NULL);
-        calls += workers[i].calls;
-    }
-    double took = now() - began;
-    printf("%.0f %.2f\n", (double)calls / took, took * 1e6 * threads / (double)(calls ? calls : 1));
-    return 0;
 }
 
 static void server_counters(CLIENT *client, u_quad_t *counters)
@@ -242,9 +264,81 @@ static void server_counters(CLIENT *client, u_quad_t *counters)
         errx(1, "%s", clnt_sperror(client, "counters"));
 }
 
+/* Starts a worker as a thread, or in a process of its own. */
+static void begin(struct worker *worker, CLIENT *shared, bool processes)
+{
+    pid_t child = processes ? fork() : 0;
+    if (child < 0)
+        err(1, "fork");
+    if (child > 0)
+        return;
+    worker->client = shared != NULL ? shared : connect_to_server();
+    if (processes) {
+        work(worker);
+        _exit(0);
+    }
+    if (pthread_create(&worker->thread, NULL, work, worker) != 0)
+        errx(1, "pthread_create");
+}
+
+static int measure(unsigned threads, const char *how, double seconds)
+{
+    bool processes = strcmp(how, "processes") == 0;
+    all = mmap(NULL, sizeof *all + threads * sizeof *all->workers, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
+    if (all == MAP_FAILED)
+        err(1, "mmap");
+    pthread_barrierattr_t attributes;
+    pthread_barrierattr_init(&attributes);
+    pthread_barrierattr_setpshared(&attributes, PTHREAD_PROCESS_SHARED);
+    pthread_barrier_init(&all->start, &attributes, threads + 1);
+    CLIENT *shared = strcmp(how, "shared") == 0 ? connect_to_server() : NULL;
+    for (unsigned i = 0; i < threads; i++)
+        begin(&all->workers[i], shared, processes);
+    CLIENT *own = connect_to_server();
+    u_quad_t server_before[COUNTERS_END], server_after[COUNTERS_END];
+    server_counters(own, server_before);
+    pthread_barrier_wait(&all->start);
+    double began = now(CLOCK_MONOTONIC);
+    struct timespec pause = {.tv_sec = (time_t)seconds, .tv_nsec = (long)((seconds - (double)(time_t)seconds) * 1e9)};
+    nanosleep(&pause, NULL);
+    atomic_store(&all->stop, true);
+    double took = now(CLOCK_MONOTONIC) - began, cpu = 0;
+    int status = 0;
+    for (unsigned i = 0; i < threads; i++) {
+        if (!processes)
+            pthread_join(all->workers[i].thread, NULL);
+        else if (wait(&status) < 0 || status != 0)
+            errx(1, "a process failed");
+    }
+    server_counters(own, server_after);
+    static uint64_t times[TIMES];
+    uint64_t calls = 0;
+    for (unsigned i = 0; i < threads; i++) {
+        cpu += all->workers[i].cpu;
+        for (unsigned k = 0; k < TIMES; k++) {
+            times[k] += all->workers[i].times[k];
+            calls += all->workers[i].times[k];
+        }
+    }
+    if (calls == 0)
+        errx(1, "no call ended");
+    unsigned half = 0, most = 0;
+    uint64_t up_to = 0;
+    for (unsigned k = 0; k < TIMES; k++) {
+        up_to += times[k];
+        half = up_to * 2 < calls ? k + 1 : half;
+        most = up_to * 100 < calls * 99 ? k + 1 : most;
+    }
+    cpu += (double)(server_after[CPU] - server_before[CPU]) / 1e9;
+    printf("%.0f %.2f %.2f %.2f\n", (double)calls / took, microseconds_of(half), microseconds_of(most),
+           cpu * 1e6 / (double)calls);
+    return 0;
+}
+
 static int count(CLIENT *client, char *buffer, unsigned long calls)
 {
-    u_quad_t client_before[SHOWN], client_after[SHOWN], server_before[SHOWN], server_after[SHOWN];
+    u_quad_t client_before[COUNTERS_END], client_after[COUNTERS_END], server_before[COUNTERS_END],
+        server_after[COUNTERS_END];
     call(client, buffer);
     server_counters(client, server_before);
     read_counters(client_before);
@@ -259,6 +353,39 @@ static int count(CLIENT *client, char *buffer, unsigned long calls)
     return 0;
 }
 
+static void *keep_busy(void *argument)
+{
+    CLIENT *client = argument;
+    while (!atomic_load_explicit(&all->stop, memory_order_relaxed))
+        if (clnt_call(client, SLOW, (xdrproc_t)xdr_void, NULL, (xdrproc_t)xdr_void, NULL,
+                      (struct timeval){.tv_sec = 30}) != RPC_SUCCESS)
+            errx(1, "%s", clnt_sperror(client, "slow"));
+    return NULL;
+}
+
+static int fairness(unsigned threads, bool shared, unsigned long calls)
+{
+    all = calloc(1, sizeof *all);
+    pthread_t *busy = calloc(threads, sizeof *busy);
+    CLIENT *client = connect_to_server(), *one = shared ? connect_to_server() : NULL;
+    if (all == NULL || busy == NULL)
+        err(1, "calloc");
+    for (unsigned i = 0; i < threads; i++)
+        if (pthread_create(&busy[i], NULL, keep_busy, shared ? one : connect_to_server()) != 0)
+            errx(1, "pthread_create");
+    /* The first ones find the others as they begin. */
+    double began = 0;
+    for (unsigned long i = 0; i < calls + 10; i++) {
+        began = i == 10 ? now(CLOCK_MONOTONIC) : began;
+        call(client, NULL);
+    }
+    printf("%.0f\n", (now(CLOCK_MONOTONIC) - began) / (double)calls * 1e6);
+    atomic_store(&all->stop, true);
+    for (unsigned i = 0; i < threads; i++)
+        pthread_join(busy[i], NULL);
+    return 0;
+}
+
 int main(int argc, char **argv)
 {
     if (argc == 3 && strcmp(argv[1], "server") == 0)
@@ -266,16 +393,19 @@ int main(int argc, char **argv)
     bool timed = argc == 9 && strcmp(argv[1], "client") == 0;
     bool counted = argc == 7 && strcmp(argv[1], "calls") == 0;
     bool counters = argc == 7 && strcmp(argv[1], "counters") == 0;
-    if (!timed && !counted && !counters)
+    bool fair = argc == 7 && strcmp(argv[1], "fair") == 0;
+    if (!timed && !counted && !counters && !fair)
         errx(2, "usage: see the first lines of bench.c");
     netid = argv[2];
     port = (unsigned)atoi(argv[3]);
+    if (fair)
+        return fairness((unsigned)atoi(argv[4]), strcmp(argv[5], "shared") == 0, strtoul(argv[6], NULL, 0));
     procedure = strcmp(argv[4], "write") == 0 ? WRITE : strcmp(argv[4], "read") == 0 ? READ : NULLPROC;
     size = (u_int)strtoul(argv[5], NULL, 0);
     if (size > LARGEST || (procedure != NULLPROC && size == 0))
         errx(2, "%u: not a size", size);
     if (timed)
-        return measure((unsigned)atoi(argv[6]), strcmp(argv[7], "shared") == 0, atof(argv[8]));
+        return measure((unsigned)atoi(argv[6]), argv[7], atof(argv[8]));
     char *buffer = calloc(1, LARGEST);
     CLIENT *client = connect_to_server();
     if (counters)

@@ -13,7 +13,7 @@ here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 report=${1:+$(realpath -m "$1")}
 [ -r "$LIBRPCRDMA" ] || { echo "bench: $LIBRPCRDMA is missing: run make first" >&2; exit 1; }
 
-if [ -n "${QUICK:-}" ]; then repeats=1 seconds=0.05 some=100; else repeats=5 seconds=0.25 some=1000; fi
+if [ -n "${QUICK:-}" ]; then repeats=1 seconds=0.05 some=100 many=(4); else repeats=7 seconds=0.25 some=1000 many=(4 16); fi
 cc -O2 -Wall -Wextra -Werror -Wno-cast-function-type -pthread $(pkg-config --cflags libtirpc) -o "$scratch/bench" \
     "$here/bench.c" $(pkg-config --libs libtirpc) || exit 1
 
@@ -43,7 +43,7 @@ for way in tcp rdma placed "${two[@]}"; do
     port_of[$way]=$port server_of[$way]=$server
 done
 
-# measure KEY WAY OP SIZE THREADS shared|own
+# measure KEY WAY OP SIZE THREADS shared|own|processes
 measure() {
     local key=$1 way=$2 line
     shift 2
@@ -54,7 +54,10 @@ measure() {
 
 cases=()
 for what in 'null 0' 'write 4096' 'read 4096' 'write 65536' 'read 65536' 'write 1048576' 'read 1048576'; do
-    for how in '1 own' '4 own' '4 shared'; do cases+=("$what $how"); done
+    cases+=("$what 1 own")
+    for threads in "${many[@]}"; do
+        for how in own processes shared; do cases+=("$what $threads $how"); done
+    done
 done
 for ((repeat = 0; repeat < repeats; repeat++)); do
     for i in "${!cases[@]}"; do
@@ -78,16 +81,25 @@ table() {
     echo "$(date -u +%Y-%m-%d), $(nproc) x $(sed -n 's/^model name[^:]*: //p' /proc/cpuinfo | head -n 1), Linux $(uname -r), loopback"
     echo "medians of $repeats runs of $seconds s each, tcp and rdma in turn$(env | sed -n 's/^LIBRPCRDMA=.*//; s/^\(RPCRDMA_[A-Z_]*=.*\)/, \1/p' | tr -d '\n')"
     echo
-    printf '%-6s %8s %7s %-7s %12s %12s %10s %10s %7s %14s %7s\n' call bytes threads CLIENT 'tcp calls/s' 'rdma calls/s' \
-        'tcp us' 'rdma us' ratio 'placed calls/s' ratio
+    printf '%-5s %7s %7s %-9s %9s %9s %6s %9s %6s %9s %6s %7s %6s %14s %6s\n' call bytes threads CLIENTs 'tcp per s' 'rdma' \
+        ratio 'tcp p50' ratio 'tcp p99' ratio 'tcp cpu' ratio 'placed per s' ratio
     ratio() { awk -v t="$1" -v r="$2" 'BEGIN { if (r != "") printf "%.2f", t ? r / t : 0 }'; }
     for i in "${!cases[@]}"; do
+        local -A of=()
+        for way in tcp rdma placed; do
+            for column in 3 4 5 6; do of[$way$column]=$(median "$i" $way $column); done
+        done
         # shellcheck disable=SC2086
-        set -- ${cases[$i]} "$(median "$i" tcp 3)" "$(median "$i" rdma 3)" "$(median "$i" tcp 4)" "$(median "$i" rdma 4)"
-        placed=$(median "$i" placed 3)
-        printf '%-6s %8s %7s %-7s %12s %12s %10s %10s %7s %14s %7s\n' "$@" "$(ratio "$5" "$6")" "$placed" "$(ratio "$5" "$placed")"
+        set -- ${cases[$i]} "${of[tcp3]}" "${of[rdma3]}"
+        for column in 3 4 5 6; do
+            [ $column -eq 3 ] || set -- "$@" "${of[tcp$column]}"
+            set -- "$@" "$(ratio "${of[tcp$column]}" "${of[rdma$column]}")"
+        done
+        printf '%-5s %7s %7s %-9s %9s %9s %6s %9s %6s %9s %6s %7s %6s %14s %6s\n' "$@" "${of[placed3]}" \
+            "$(ratio "${of[tcp3]}" "${of[placed3]}")"
     done
-    echo "ratio: calls per second / tcp calls per second; placed: with a binding, the data in chunks of its own"
+    echo "per s: calls per second; p50, p99: microseconds of a call; cpu: microseconds of processor time, of both ends, per"
+    echo "call; ratio: rdma / tcp; placed: rdma with a binding, the data in chunks of its own"
     echo
     echo "Version Two, 16 KiB of data, one thread, replies of at most 32 KiB; Receives of so many bytes at both ends;"
     echo "-local: replies do not invalidate; else they do where their call names one handle, as those of read do"
@@ -133,6 +145,13 @@ table() {
                 awk -v n="$way $what" '{ printf "%-21s %10.0f %10.0f %10.0f\n", n, $15, $16, $15 + $16 }'
         done
         stop "$server"
+    done
+    echo
+    echo "microseconds of a null call while another program has so many calls of 5 ms under way; medians of $repeats runs:"
+    printf '%-24s %9s %9s %6s\n' '' tcp rdma ratio
+    for how in '1 own' '4 own' '32 own' '32 shared'; do
+        printf '%-24s %9s %9s %6s\n' "$how" "$(median "fair $how" tcp 2)" "$(median "fair $how" rdma 2)" \
+            "$(ratio "$(median "fair $how" tcp 2)" "$(median "fair $how" rdma 2)")"
     done
     echo
     for netid in tcp rdma; do

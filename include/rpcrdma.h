@@ -106,7 +106,7 @@ struct rpcrdma_stats {
   uint64_t bytes_copied;
   // Payload bytes copied out of a socket's read-ahead buffer; not part of `bytes_copied`.
   uint64_t bytes_read_ahead;
-  // Handles exposed to a peer.
+  // Memory that a device had to register: for a handle that a peer got, or for a request of our own.
   uint64_t registrations;
   // Handles that were invalidated, by us or by the peer.
   uint64_t invalidations;
@@ -132,6 +132,8 @@ struct rpcrdma_stats {
   uint64_t orphans;
   // Chains of requests that were handed to an adapter, each with one doorbell.
   uint64_t doorbells;
+  // Memory windows bound, in such a chain: handles for memory that is registered already.
+  uint64_t binds;
 };
 
 // A dispatch routine, as for svc_register().

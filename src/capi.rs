@@ -102,7 +102,7 @@ pub struct rpcrdma_stats {
     pub bytes_copied: u64,
     /// Payload bytes copied out of a socket's read-ahead buffer; not part of `bytes_copied`.
     pub bytes_read_ahead: u64,
-    /// Handles exposed to a peer.
+    /// Memory that a device had to register: for a handle that a peer got, or for a request of our own.
     pub registrations: u64,
     /// Handles that were invalidated, by us or by the peer.
     pub invalidations: u64,
@@ -128,6 +128,8 @@ pub struct rpcrdma_stats {
     pub orphans: u64,
     /// Chains of requests that were handed to an adapter, each with one doorbell.
     pub doorbells: u64,
+    /// Memory windows bound, in such a chain: handles for memory that is registered already.
+    pub binds: u64,
 }
 
 /// The version of the library that is loaded, such as "0.1.0". It is never freed.

@@ -44,7 +44,7 @@ use std::sync::Arc;
 
 use crate::binding::Registry;
 use crate::error::{Error, Kind};
-use crate::memory::{Buf, Memory, Message, Region, Sink};
+use crate::memory::{Buf, Memory, Message, Region, Regions, Sink};
 use crate::provider::{QueuePair, WorkId, WorkRequest};
 use crate::wire::characteristics::Backward;
 use crate::wire::header::{self, Body, Direction, Header, Versions};
@@ -178,7 +178,7 @@ pub enum Output {
         /// The call.
         xid: Xid,
         /// The RPC reply in stream order, from its XID on; or why there is none.
-        outcome: Result<Vec<Region>, Error>,
+        outcome: Result<Regions, Error>,
     },
     /// The connection cannot go on: close it.
     Close(Error),
@@ -251,7 +251,7 @@ impl Connection {
                 role,
                 memory,
                 bindings,
-                life: if two_is_possible { Life::Negotiating } else { Life::Open(v1::VERSION) },
+                life: Life::new((!two_is_possible).then_some(v1::VERSION)),
                 one,
                 characteristics,
                 window: Window::new(role, settings.credits, capacity),
@@ -357,6 +357,12 @@ impl Connection {
     /// Whether nothing of our own calls is under way.
     pub fn is_idle(&self) -> bool {
         self.requester.is_idle()
+    }
+
+    /// Whether somebody waits for what the peer has yet to send: a reply, a credit, or what it says to a request of the
+    /// extension.
+    pub fn is_awaiting(&self) -> bool {
+        self.requester.is_awaiting() || self.common.characteristics.is_asking()
     }
 
     /// Whether calls wait for a credit that only a new connection brings.

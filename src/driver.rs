@@ -13,8 +13,8 @@
 //! What either knows of its peer, and may ask of it, is in `peer`; what becomes of replies that it does not take, in
 //! `backlog`.
 //!
-//! Waiting first spins, if that has paid lately (`spin`): on two idle processors a reply comes sooner than a sleep
-//! takes. A spin that finds nothing makes the next waits sleep at once.
+//! Waiting first spins, if that has paid lately and nobody else wants the processor (`spin`): on two idle processors a reply
+//! comes sooner than a sleep takes. A spin that finds nothing makes the next waits sleep at once.
 //!
 //! # Invariants
 //! - A lock is never held while sleeping, but for the moments that an adapter takes to let go of memory (see `provider`).
@@ -33,7 +33,7 @@ use crate::config::Config;
 use crate::connection::characteristics::Wish;
 use crate::connection::{Connection, Expect, RPC_HEADER_MAX, RequestId};
 use crate::error::Error;
-use crate::memory::{Buf, Loan, Memory, Message, Region, Sink};
+use crate::memory::{Buf, Loan, Memory, Message, Regions, Sink};
 use crate::provider::Traits;
 use crate::signals;
 use crate::stats::{self, Counter};
@@ -114,7 +114,7 @@ pub trait Caller: Send + Sync {
         expect: Expect,
         deadline: Instant,
         mask: Mask<'_>,
-    ) -> Result<Vec<Region>, Error>;
+    ) -> Result<Regions, Error>;
 
     /// Takes in what has arrived, and tells what can be sent now.
     fn room_to_send(&self) -> SendRoom;
@@ -180,7 +180,7 @@ pub trait Caller: Send + Sync {
         places: Vec<Sink>,
         deadline: Instant,
         mask: Mask<'_>,
-    ) -> Result<Vec<Region>, Error> {
+    ) -> Result<Regions, Error> {
         stats::add(Counter::Calls, 1);
         let outcome = self.exchange(xid, message, Expect::Reply { max: max_reply, places }, deadline, mask);
         stats::add(Counter::Replies, outcome.is_ok().into());

@@ -33,7 +33,7 @@
 //! written, so that no server can pass off another one's reply as its own, by claiming bytes that it has not written.
 //!
 //! A device that must know its memory beforehand gets it from [`Slabs`]: one mapping, cut into blocks of one length; and
-//! Reply chunks, if it can, from [`Areas`].
+//! Reply chunks from [`Areas`].
 //!
 //! Memory of the program takes the same forms for a time: [`Region::lend`] and [`Sink::lend`] wrap it, and a
 //! [`Loan`] tells when nobody names it any more. It never becomes a `Buf`, which could grow.
@@ -53,7 +53,7 @@ pub mod registered;
 #[cfg(feature = "verbs")]
 pub use areas::Area;
 pub use areas::Areas;
-pub use message::Message;
+pub use message::{Message, Pieces};
 pub use pool::{Pool, Slabs};
 
 use pool::{Home, PAGE, RawBlock, round_up};
@@ -62,11 +62,14 @@ use std::collections::HashMap;
 use std::fmt;
 use std::io;
 use std::marker::PhantomData;
+use std::mem::ManuallyDrop;
 use std::net::IpAddr;
 use std::ops::{Deref, DerefMut};
 use std::ptr::NonNull;
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering, Ordering::Relaxed, fence};
 use std::sync::{Arc, Weak};
+
+use smallvec::SmallVec;
 
 use crate::fork;
 
@@ -185,12 +188,17 @@ impl Memory {
         self.known().map_or_else(|| self.header.take(), Ok)
     }
 
-    /// A block for one message; it grows.
+    /// A block for one message; it grows. There is room for a header in front.
     ///
     /// # Errors
     /// `ENOMEM`.
     pub fn message(&self) -> io::Result<Buf> {
-        self.known().map_or_else(|| self.message.take(), Ok)
+        let (mut buf, start) = match self.known() {
+            Some(known) => (known, HEADER_MIN),
+            None => (self.message.take()?, HEADER),
+        };
+        buf.start = start;
+        Ok(buf)
     }
 
     fn known(&self) -> Option<Buf> {
@@ -211,7 +219,7 @@ impl Memory {
     /// Whether `bytes` more may be asked for, that come into this block of `staging`; they count from then on, until the
     /// block goes. `first`: no other Call keeps this one from being served when it is whole.
     pub fn may_pull(&self, staging: &Sink, bytes: usize, first: bool) -> bool {
-        let Some(charge) = &staging.block.charge else { return true };
+        let Some(charge) = staging.block.charge.as_ref().map(Charge::here) else { return true };
         if charge.leads.load(Relaxed) {
             return true;
         }
@@ -225,7 +233,7 @@ impl Memory {
         }
         // Calls of which a part is here could wait for one another for ever: one of them goes on, and what it takes beyond
         // the limit takes no room of others.
-        let leads = first && !self.staged.led.swap(true, Relaxed);
+        let leads = first && !self.staged.here().led.swap(true, Relaxed);
         charge.leads.fetch_or(leads, Relaxed);
         leads
     }
@@ -279,12 +287,25 @@ impl Memory {
         Ok(buf.into_sink(len))
     }
 
+    /// Whether the peer may write this memory although no handle of it is valid any more.
+    pub fn stays_open(&self, sink: &Sink) -> bool {
+        self.known_areas.as_ref().is_some_and(|areas| areas.is_open(sink.address()))
+    }
+
     /// Whether the peer of this connection has written so much more than its calls have taken, or sent so much more than is
     /// served, that the process cannot hold it: the connection is closed then. One reply alone is never too much.
     pub fn is_flooded(&self) -> bool {
         let replies =
             || self.exposed.bytes() > FLOOD && self.own.bytes() > FLOOD_SHARE.max(self.longest.load(Relaxed));
         self.slabs.is_none() && (self.received.bytes() > FLOOD && self.holds_its_share() || replies())
+    }
+
+    /// What `is_flooded` has found.
+    pub fn flood(&self) -> String {
+        let (replies, messages) = (self.exposed.bytes(), self.received.bytes());
+        format!(
+            "{replies} bytes of Reply chunks and {messages} of Receives are held, and {FLOOD} of one kind are the limit"
+        )
     }
 
     /// Whether Receives hold so much that a connection that has something to serve does that before it reads on.
@@ -297,27 +318,50 @@ impl Memory {
     }
 }
 
-/// Bytes of one kind that blocks hold.
-#[derive(Default)]
+/// Bytes of one kind that blocks hold in this process: a forked child begins anew, for what its parent holds and gives back is
+/// not told to it.
 struct Held {
     bytes: AtomicUsize,
     /// One of them goes on beyond the limit.
     led: AtomicBool,
+    /// Which process that is.
+    generation: AtomicU64,
+}
+
+impl Default for Held {
+    fn default() -> Held {
+        let (bytes, led) = (AtomicUsize::new(0), AtomicBool::new(false));
+        Held { bytes, led, generation: AtomicU64::new(fork::generation()) }
+    }
 }
 
 impl Held {
+    /// As it is in this process.
+    fn here(&self) -> &Held {
+        let generation = fork::generation();
+        if self.generation.load(Relaxed) != generation
+            && self.generation.swap(generation, Relaxed) != generation
+        {
+            self.bytes.store(0, Relaxed);
+            self.led.store(false, Relaxed);
+        }
+        self
+    }
+
     fn bytes(&self) -> usize {
-        self.bytes.load(Relaxed)
+        self.here().bytes.load(Relaxed)
     }
 
     /// Counts `bytes` more, unless they would be above `most` in all.
     fn add(&self, bytes: usize, most: usize) -> bool {
         let add = |held: usize| held.checked_add(bytes).filter(|sum| *sum <= most);
-        self.bytes.fetch_update(Relaxed, Relaxed, add).is_ok()
+        self.here().bytes.fetch_update(Relaxed, Relaxed, add).is_ok()
     }
 
     fn sub(&self, bytes: usize) {
-        self.bytes.fetch_sub(bytes, Relaxed);
+        // Of two threads of a child that come first, one may have counted before the other one has begun anew.
+        let left = |held: usize| Some(held.saturating_sub(bytes));
+        let _ = self.here().bytes.fetch_update(Relaxed, Relaxed, left);
     }
 }
 
@@ -330,17 +374,32 @@ struct Charge {
     written: bool,
     /// It is the one that goes on beyond the limit, and counts no more.
     leads: AtomicBool,
+    /// The process in which it counts so much.
+    generation: AtomicU64,
 }
 
 impl Charge {
     fn new(whole: &Arc<Held>, part: &Arc<Held>, written: bool) -> Charge {
         let (bytes, leads) = (AtomicUsize::new(0), AtomicBool::new(false));
-        Charge { whole: whole.clone(), part: part.clone(), bytes, written, leads }
+        let generation = AtomicU64::new(fork::generation());
+        Charge { whole: whole.clone(), part: part.clone(), bytes, written, leads, generation }
+    }
+
+    /// As it is in this process.
+    fn here(&self) -> &Charge {
+        let generation = fork::generation();
+        if self.generation.load(Relaxed) != generation
+            && self.generation.swap(generation, Relaxed) != generation
+        {
+            self.bytes.store(0, Relaxed);
+            self.leads.store(false, Relaxed);
+        }
+        self
     }
 
     /// Counts `bytes` in all, if that is more than before.
     fn raise(&self, bytes: usize) {
-        let before = self.bytes.fetch_max(bytes, Relaxed);
+        let before = self.here().bytes.fetch_max(bytes, Relaxed);
         if let Some(more) = bytes.checked_sub(before) {
             self.whole.add(more, usize::MAX);
             self.part.add(more, usize::MAX);
@@ -349,11 +408,11 @@ impl Charge {
 
     /// Counts nothing any more.
     fn end(&self) {
-        let bytes = self.bytes.swap(0, Relaxed);
+        let bytes = self.here().bytes.swap(0, Relaxed);
         self.whole.sub(bytes);
         self.part.sub(bytes);
         if self.leads.swap(false, Relaxed) {
-            self.whole.led.store(false, Relaxed);
+            self.whole.here().led.store(false, Relaxed);
         }
     }
 }
@@ -385,6 +444,12 @@ const SHORT: usize = (1 << 20) + PAGE;
 const SLABS_IDLE: usize = 1024;
 const SLABS_WARM: usize = 4 << 20;
 
+/// Room in front of a message, bytes: a header with a Reply chunk of one segment, and two of a Write or Read chunk. Longer ones
+/// have a block of their own.
+const HEADER: usize = 128;
+/// The same where a block is as long as one Send: the header without chunks, so that the rest holds all that may follow it.
+const HEADER_MIN: usize = 28;
+
 /// Initial capacity of a message, bytes.
 const MESSAGE: usize = 64 << 10;
 
@@ -393,7 +458,9 @@ const WARM: usize = (1 << 20) + (64 << 10);
 
 /// Memory of the CPU: exclusive, readable, writable, growable.
 pub struct Buf {
-    block: Arc<Block>,
+    block: Share,
+    /// Bytes before the first one, for what may be put in front when it is frozen: see [`Region::extend_front`].
+    start: usize,
     len: usize,
 }
 
@@ -401,7 +468,7 @@ impl Buf {
     /// A `Buf` outside any pool, for tests and rare uses.
     pub fn with_capacity(capacity: usize) -> io::Result<Buf> {
         let raw = RawBlock::map(round_up(capacity.max(1)))?;
-        Ok(Buf { block: Arc::new(Block { raw, pool: Weak::new(), charge: None }), len: 0 })
+        Ok(Buf { block: Share::new(raw, Weak::new()), start: 0, len: 0 })
     }
 
     /// Bytes in use.
@@ -416,7 +483,7 @@ impl Buf {
 
     /// Bytes that fit without growing.
     pub fn capacity(&self) -> usize {
-        self.block.raw.cap
+        self.block.raw.cap - self.start
     }
 
     /// Makes room for `cap` bytes in all. The block may move; nothing is copied by us (mremap moves pages).
@@ -427,12 +494,13 @@ impl Buf {
         if cap <= self.capacity() {
             return Ok(());
         }
-        let want = round_up(cap).max(self.capacity().saturating_mul(2));
+        let want = round_up(self.start + cap).max(self.block.raw.cap.saturating_mul(2));
         if let Home::Slabs(slabs) = &self.block.raw.home
             && let Some(larger) = slabs.larger.get()
         {
             let mut fresh = larger.take()?;
-            fresh.reserve(want)?;
+            fresh.start = self.start;
+            fresh.reserve(want - self.start)?;
             fresh.extend(self)?;
             *self = fresh;
             return Ok(());
@@ -447,7 +515,7 @@ impl Buf {
     pub fn set_len(&mut self, len: usize) {
         assert!(len <= self.capacity(), "set_len({len}) above capacity {}", self.capacity());
         self.len = len;
-        self.block.raw.touch(len);
+        self.block.raw.touch(self.start + len);
     }
 
     /// Appends bytes, growing as needed.
@@ -468,21 +536,25 @@ impl Buf {
     }
 
     fn block_mut(&mut self) -> &mut Block {
-        Arc::get_mut(&mut self.block).expect("a Buf is the only holder of its block")
+        self.block.alone().expect("a Buf is the only holder of its block")
     }
 
     /// Freezes the bytes in use: from here on everybody reads and nobody writes.
     pub fn freeze(self) -> Region {
-        let len = self.len;
-        Region { block: self.block, start: 0, len }
+        let Buf { block, start, len } = self;
+        Region { block, start, len }
     }
 
     /// Hands all the capacity up to `len` bytes to a device, which may write it until the last clone is gone.
     ///
     /// # Panics
-    /// When `len` is above the capacity.
+    /// When `len` is above the capacity, or room was left in front.
     pub fn into_sink(self, len: usize) -> Sink {
-        assert!(len <= self.capacity(), "into_sink({len}) above capacity {}", self.capacity());
+        assert!(
+            len <= self.capacity() && self.start == 0,
+            "into_sink({len}) above capacity {}",
+            self.capacity()
+        );
         Sink { block: self.block, start: 0, len }
     }
 }
@@ -490,16 +562,18 @@ impl Buf {
 impl Deref for Buf {
     type Target = [u8];
     fn deref(&self) -> &[u8] {
-        // SAFETY: the block is mapped for `cap >= len` bytes (invariant), and no other holder exists (invariant),
-        // so nothing writes it while this borrow of the Buf lives.
-        unsafe { std::slice::from_raw_parts(self.block.raw.ptr.as_ptr(), self.len) }
+        // SAFETY: the block is mapped for `cap >= start + len` bytes (invariant), and no other holder exists
+        // (invariant), so nothing writes it while this borrow of the Buf lives.
+        unsafe { std::slice::from_raw_parts(self.block.raw.ptr.as_ptr().wrapping_add(self.start), self.len) }
     }
 }
 
 impl DerefMut for Buf {
     fn deref_mut(&mut self) -> &mut [u8] {
         // SAFETY: as in `deref`; `&mut self` makes this the only borrow.
-        unsafe { std::slice::from_raw_parts_mut(self.block.raw.ptr.as_ptr(), self.len) }
+        unsafe {
+            std::slice::from_raw_parts_mut(self.block.raw.ptr.as_ptr().wrapping_add(self.start), self.len)
+        }
     }
 }
 
@@ -512,7 +586,7 @@ impl fmt::Debug for Buf {
 /// Memory that a device may write at any moment. Its bytes cannot be reached; only ranges of it can be named.
 #[derive(Clone)]
 pub struct Sink {
-    block: Arc<Block>,
+    block: Share,
     start: usize,
     len: usize,
 }
@@ -532,7 +606,7 @@ impl Sink {
 
     /// Tells when nobody names the memory any more.
     pub fn loan(&self) -> Loan {
-        Loan { block: Arc::downgrade(&self.block) }
+        Loan { block: self.block.downgrade() }
     }
 
     /// Whether it is memory of the program.
@@ -583,11 +657,11 @@ impl Sink {
     pub fn into_buf(self, len: usize) -> Result<Buf, Sink> {
         assert!(len <= self.len && self.start == 0, "into_buf({len}) of {self:?}");
         let mut sink = self;
-        if sink.is_lent() || Arc::get_mut(&mut sink.block).is_none() {
+        if sink.is_lent() || sink.block.alone().is_none() {
             return Err(sink);
         }
-        // INVARIANT: `get_mut` succeeded, so this is the only holder: a Buf may exist.
-        Ok(Buf { block: sink.block, len })
+        // INVARIANT: `alone` succeeded, so this is the only holder: a Buf may exist.
+        Ok(Buf { block: sink.block, start: 0, len })
     }
 
     /// Freezes the first `len` bytes, if nobody else holds the memory any more, be it ours or lent. A [`Loan`]
@@ -600,7 +674,7 @@ impl Sink {
     /// When `len` is above the sink's length.
     pub fn into_region(self, len: usize) -> Result<Region, Sink> {
         assert!(len <= self.len, "into_region({len}) of {self:?}");
-        if self.start != 0 || Arc::strong_count(&self.block) != 1 {
+        if self.start != 0 || self.block.count() != 1 {
             return Err(self);
         }
         // What the last other holder placed, on whatever thread, is seen from here on.
@@ -623,6 +697,25 @@ impl Sink {
         // of a block exists while it has a Sink (invariant), nor one of the program's into memory lent as a Sink.
         unsafe { std::ptr::copy_nonoverlapping(bytes.as_ptr(), to, bytes.len()) };
         true
+    }
+
+    /// A copy of a range: raw, no slice of the memory is made.
+    ///
+    /// # Errors
+    /// `ENOMEM`.
+    ///
+    /// # Panics
+    /// When `at + len` lies outside.
+    pub fn copy(&self, at: usize, len: usize) -> io::Result<Region> {
+        assert!(at <= self.len && len <= self.len - at, "copy {at}+{len} of {}", self.len);
+        let mut copy = Buf::with_capacity(len)?;
+        copy.set_len(len);
+        // SAFETY: `at + len <= self.len` (asserted) and `start + self.len <= cap` (invariant): inside the block.
+        let from = unsafe { self.block.raw.ptr.as_ptr().add(self.start + at) };
+        // SAFETY: `from .. from + len` is inside the block, and `copy` has as many bytes, which nobody else has. What a
+        // device writes meanwhile may be seen or not: nobody relies on these bytes, which are a peer's.
+        unsafe { std::ptr::copy_nonoverlapping(from, copy.as_mut_ptr(), len) };
+        Ok(copy.freeze())
     }
 
     /// The CRC32C of a range, continued from `crc`; read through raw copies, never through a slice.
@@ -664,10 +757,13 @@ impl fmt::Debug for Sink {
 /// Frozen memory, or a part of it: read by everybody, written by nobody.
 #[derive(Clone)]
 pub struct Region {
-    block: Arc<Block>,
+    block: Share,
     start: usize,
     len: usize,
 }
+
+/// Pieces of a message, in order: nearly always one, which takes no memory of its own.
+pub type Regions = SmallVec<[Region; 1]>;
 
 impl Region {
     /// A copy of `bytes` in a block of its own: for headers and tests.
@@ -690,7 +786,7 @@ impl Region {
 
     /// Tells when nobody names the memory any more.
     pub fn loan(&self) -> Loan {
-        Loan { block: Arc::downgrade(&self.block) }
+        Loan { block: self.block.downgrade() }
     }
 
     /// Whether it is memory of the program.
@@ -723,6 +819,23 @@ impl Region {
     pub fn slice(&self, at: usize, len: usize) -> Region {
         assert!(at <= self.len && len <= self.len - at, "slice {at}+{len} of {}", self.len);
         Region { block: self.block.clone(), start: self.start + at, len }
+    }
+
+    /// Puts bytes in front, where a [`Memory::message`] has room for a header, unless others read the block by now. False
+    /// when it cannot.
+    pub fn extend_front(&mut self, bytes: &[u8]) -> bool {
+        let Some(start) = self.start.checked_sub(bytes.len()) else { return false };
+        match self.block.alone() {
+            Some(block) if !block.raw.is_lent() => {
+                let to = block.raw.ptr.as_ptr().wrapping_add(start);
+                // SAFETY: `start + bytes.len()` is where this region begins, inside the block, which is our own and has no
+                // other holder: nobody else reads or writes it.
+                unsafe { std::ptr::copy_nonoverlapping(bytes.as_ptr(), to, bytes.len()) };
+                (self.start, self.len) = (start, self.len + bytes.len());
+                true
+            }
+            _ => false,
+        }
     }
 
     /// The region as a source of writev(2).
@@ -837,10 +950,10 @@ impl Block {
     ///
     /// # Safety
     /// As [`Region::lend`]; and as [`Sink::lend`] if it becomes a Sink.
-    unsafe fn lend(bytes: *mut u8, len: usize) -> Arc<Block> {
+    unsafe fn lend(bytes: *mut u8, len: usize) -> Share {
         let ptr = NonNull::new(bytes).unwrap_or(NonNull::dangling());
         let raw = RawBlock { ptr, cap: len, home: Home::Program, touched: AtomicUsize::new(len), writer: 0 };
-        Arc::new(Block { raw, pool: Weak::new(), charge: None })
+        Share::new(raw, Weak::new())
     }
 
     /// A device may have written bytes up to `end`.
@@ -852,12 +965,69 @@ impl Block {
     }
 }
 
+/// Where the last two holders go at the same time.
 impl Drop for Block {
     fn drop(&mut self) {
         if let Some(pool) = self.pool.upgrade() {
             let raw = std::mem::replace(&mut self.raw, RawBlock::empty());
-            pool.give_back(raw);
+            pool.give_back(Share::new(raw, self.pool.clone()));
         }
+    }
+}
+
+/// A holder's share of a block. With the last one the block goes back to its pool, and what counts the shares with it.
+struct Share(ManuallyDrop<Arc<Block>>);
+
+impl Share {
+    fn new(raw: RawBlock, pool: Weak<Pool>) -> Share {
+        Share(ManuallyDrop::new(Arc::new(Block { raw, pool, charge: None })))
+    }
+
+    /// The block, if nobody else has a share of it or a [`Loan`].
+    fn alone(&mut self) -> Option<&mut Block> {
+        Arc::get_mut(&mut self.0)
+    }
+
+    /// It comes back to no pool.
+    fn forget_pool(&mut self) {
+        if let Some(block) = self.alone() {
+            block.pool = Weak::new();
+        }
+    }
+
+    fn count(&self) -> usize {
+        Arc::strong_count(&self.0)
+    }
+
+    fn downgrade(&self) -> Weak<Block> {
+        Arc::downgrade(&self.0)
+    }
+}
+
+impl Clone for Share {
+    fn clone(&self) -> Share {
+        Share(self.0.clone())
+    }
+}
+
+impl Deref for Share {
+    type Target = Block;
+    fn deref(&self) -> &Block {
+        &self.0
+    }
+}
+
+impl Drop for Share {
+    fn drop(&mut self) {
+        if let Some(block) = self.alone()
+            && let Some(pool) = block.pool.upgrade()
+        {
+            block.charge = None;
+            // SAFETY: `self.0` is not used any more.
+            return pool.give_back(Share(ManuallyDrop::new(unsafe { ManuallyDrop::take(&mut self.0) })));
+        }
+        // SAFETY: as above.
+        unsafe { ManuallyDrop::drop(&mut self.0) };
     }
 }
 
@@ -878,6 +1048,11 @@ impl Memory {
     /// The same pools, but as if the system had nothing left for a header: for tests of what is done then.
     pub(crate) fn without_headers(&self) -> Arc<Memory> {
         Arc::new(Memory { header: Pool::new(1 << 60, 0, 0), ..self.clone() })
+    }
+
+    /// The same pools, but others wait for what peers' Calls hold.
+    pub(crate) fn crowded(&self) -> Arc<Memory> {
+        Arc::new(Memory { staging_max: 0, ..self.clone() })
     }
 }
 
@@ -930,6 +1105,40 @@ mod tests {
     use std::thread;
 
     use super::*;
+
+    #[test]
+    fn a_forked_child_counts_what_it_holds_itself() {
+        use crate::fork::testing::fork;
+        let memory = Memory::new(PAGE, PAGE, 4 << 20).of_peer(None);
+        let connection = memory.connection(None, None);
+        let received = |bytes| {
+            let sink = connection.receive(bytes, bytes).unwrap();
+            assert!(sink.iovec(0, bytes).is_some());
+            sink
+        };
+        let pulls = || {
+            let staging = memory.staging(64 << 20).unwrap();
+            memory.may_pull(&staging, 1 << 20, true).then_some(staging)
+        };
+        let full = received(RECEIVES_MAX + 1);
+        // One Call goes on beyond the limit.
+        let pulled: Vec<Sink> = std::iter::from_fn(pulls).collect();
+        assert!(connection.is_full() && memory.is_crowded());
+        let inherited = Mutex::new(Some((full, pulled)));
+        let child = fork(|| {
+            let begins = !connection.is_full() && !memory.is_crowded();
+            let own = received(RECEIVES_SHARE + 1);
+            let anew =
+                pulls().is_some_and(|staging| !staging.block.charge.as_ref().unwrap().leads.load(Relaxed));
+            // What it has of its parent's counts nothing when it goes.
+            drop(inherited.lock().unwrap().take());
+            let counted = connection.own_received() == RECEIVES_SHARE + 1;
+            drop(own);
+            begins && anew && counted && connection.own_received() == 0 && connection.received.bytes() == 0
+        });
+        assert!(child.succeeded());
+        assert!(connection.is_full() && memory.is_crowded());
+    }
 
     #[test]
     fn a_forked_child_does_not_wait_for_a_thread_that_looks_up_a_peer() {

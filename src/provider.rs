@@ -22,7 +22,7 @@ use std::os::fd::RawFd;
 use std::sync::Arc;
 
 use crate::error::Error;
-use crate::memory::{Areas, Memory, Region, Sink, Slabs};
+use crate::memory::{Areas, Memory, Region, Regions, Sink, Slabs};
 use crate::wire::{Handle, Segment};
 
 mod device;
@@ -34,9 +34,7 @@ mod toy;
 #[cfg(feature = "verbs")]
 pub mod verbs;
 
-pub use device::{
-    Accepted, DEVICES, Device, Knock, Listener, NEEDS_ROOM, Options, Places, Shortage, Traits, Way,
-};
+pub use device::{Accepted, DEVICES, Device, Knock, Listener, Options, Places, Shortage, Traits, Way};
 
 /// What a device and the negotiation with the peer allow.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -61,7 +59,7 @@ pub enum WorkRequest {
     /// One Send: the concatenation of `gather`. Never completes visibly; its memory is dropped when it is sent.
     Send {
         /// Pieces of the message, in order.
-        gather: Vec<Region>,
+        gather: Regions,
         /// Send with Invalidate of this handle of the peer.
         invalidate: Option<Handle>,
     },
@@ -69,7 +67,7 @@ pub enum WorkRequest {
     /// `to.length` is the number of bytes written. Never completes visibly.
     Write {
         /// Source.
-        gather: Vec<Region>,
+        gather: Regions,
         /// The peer's memory; `length` equals the sum of `gather`.
         to: Segment,
     },
@@ -154,7 +152,8 @@ pub trait QueuePair: Send {
     /// As [`QueuePair::expose_source`].
     fn expose_sink(&mut self, sink: Sink) -> Result<Segment, Error>;
 
-    /// Ends the exposure: when this returns, no byte of it moves any more, and the device holds no clone.
+    /// Ends the exposure: when this returns, no byte of it moves any more, and the device holds no clone. (For memory
+    /// that the peer may write all the time, see `Areas::stay_open`.)
     ///
     /// Unknown or already invalidated handles are no error: the peer may have invalidated it remotely.
     ///
@@ -213,6 +212,11 @@ pub trait QueuePair: Send {
     /// # Errors
     /// The error that ended the queue pair, or the peer's orderly close as an error of kind `ConnectionLost`.
     fn poll(&mut self) -> Result<Option<Completion>, Error>;
+
+    /// Whether [`QueuePair::poll`] has just found all that there was: it need not be called once more then.
+    fn drained(&mut self) -> bool {
+        false
+    }
 
     /// Sends what the device takes of the queued work, without receiving. Returns whether all of it is gone.
     ///

@@ -43,7 +43,7 @@ counters! {
     BytesCopied "bytes_copied",
     /// Payload bytes copied out of a socket's read-ahead buffer; not part of `bytes_copied`.
     BytesReadAhead "bytes_read_ahead",
-    /// Handles exposed to a peer.
+    /// Memory that a device had to register: for a handle that a peer got, or for a request of our own.
     Registrations "registrations",
     /// Handles that were invalidated, by us or by the peer.
     Invalidations "invalidations",
@@ -69,6 +69,8 @@ counters! {
     Orphans "orphans",
     /// Chains of requests that were handed to an adapter, each with one doorbell.
     Doorbells "doorbells",
+    /// Memory windows bound, in such a chain: handles for memory that is registered already.
+    Binds "binds",
 }
 
 /// Counters in the table.
@@ -99,7 +101,7 @@ mod tests {
     fn what_is_added_to_a_counter_is_seen_in_its_place() {
         let before = snapshot();
         add(Counter::Calls, 1);
-        add(Counter::Doorbells, 1 << 40);
+        add(Counter::Binds, 1 << 40);
         let after = snapshot();
         assert!(after[0] > before[0]);
         assert!(after[COUNT - 1] - before[COUNT - 1] >= 1 << 40);
@@ -108,8 +110,8 @@ mod tests {
     #[test]
     fn every_counter_has_a_name_of_its_own_in_its_place() {
         assert_eq!(NAMES[Counter::BytesCopied as usize], "bytes_copied");
-        assert_eq!(NAMES[Counter::Doorbells as usize], "doorbells");
-        assert_eq!(Counter::Doorbells as usize, COUNT - 1);
+        assert_eq!(NAMES[Counter::Binds as usize], "binds");
+        assert_eq!(Counter::Binds as usize, COUNT - 1);
         let mut names = NAMES.to_vec();
         names.sort_unstable();
         names.dedup();

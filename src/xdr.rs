@@ -28,7 +28,7 @@ use std::ptr::{self, NonNull};
 
 use crate::error::{Error, Kind};
 use crate::ffi::guard;
-use crate::memory::{Buf, Message, Region};
+use crate::memory::{Buf, Message, Region, Regions};
 
 /// A program's `xdrproc_t`: encodes, decodes or frees (`x_op`) one object.
 ///
@@ -271,7 +271,7 @@ pub struct Decoder {
 
 impl Decoder {
     /// A stream over `segments`, in order. A stream ends at 4 GiB, where the positions of XDR end.
-    pub fn new(segments: Vec<Region>) -> Decoder {
+    pub fn new(segments: Regions) -> Decoder {
         let sum = segments.iter().fold(0usize, |sum, s| sum.saturating_add(s.len()));
         let mut state = Decoding {
             sources: segments,
@@ -581,7 +581,7 @@ impl Encoding {
 
 /// State of a [`Decoder`].
 struct Decoding {
-    sources: Vec<Region>,
+    sources: Regions,
     /// The current source.
     index: usize,
     /// Position of the end of the current source.
@@ -901,6 +901,8 @@ unsafe extern "C" fn refuse_inline(_: *mut XDR, _: c_uint) -> *mut i32 {
 
 #[cfg(test)]
 mod tests {
+    use smallvec::smallvec;
+
     use super::*;
     use crate::ffi::last_error;
     use crate::memory::Pool;
@@ -1426,7 +1428,8 @@ mod tests {
         let words: Vec<u8> = (0..24).collect();
         let region = Region::copy_from(&words).unwrap();
         let place = region[8..20].as_ptr().cast_mut();
-        let mut decoder = Decoder::new(vec![region.slice(0, 8), region.slice(8, 12), region.slice(20, 4)]);
+        let mut decoder =
+            Decoder::new(smallvec![region.slice(0, 8), region.slice(8, 12), region.slice(20, 4)]);
         let xdrs = decoder.xdr();
         assert!(getbytes(xdrs, 8).is_some());
         // SAFETY: not written, which is what the test is about: the bytes are there.
@@ -1583,7 +1586,7 @@ mod tests {
         let words: Vec<u8> = (0..24).collect();
         let region = Region::copy_from(&words).unwrap();
         let sources = [(0, 8), (9, 8), (16, 8)].map(|(at, len)| region.slice(at, len));
-        let mut decoder = Decoder::new(sources.into());
+        let mut decoder = Decoder::new(sources.into_iter().collect());
         let xdrs = decoder.xdr();
         assert!(inline(xdrs, 12).is_none(), "over the end of a source");
         assert_eq!(inline(xdrs, 8).unwrap(), &words[..8]);

@@ -596,7 +596,7 @@ static int check(int argc, char **argv)
  */
 
 /* Those of struct rpcrdma_stats up to the last one that is shown. */
-enum { COPIED = 6, REGISTRATIONS = 8, SENDS = 10, SYSCALLS = 12, DOORBELLS = 20, COUNTERS };
+enum { COPIED = 6, REGISTRATIONS = 8, SENDS = 10, SYSCALLS = 12, DOORBELLS = 20, BINDS, COUNTERS };
 
 static bool read_counters(uint64_t *counters)
 {
@@ -647,9 +647,10 @@ static void bench(const char *what, unsigned long size, unsigned long calls, con
         for (int i = 0; i < COUNTERS; i++)
             after[i] -= before[i];
         double count = (double)calls;
-        printf("; per call %.1f bytes copied, %.2f registrations, %.2f Sends, %.2f doorbells, %.2f system calls",
-               (double)after[COPIED] / count, (double)after[REGISTRATIONS] / count, (double)after[SENDS] / count,
-               (double)after[DOORBELLS] / count, (double)after[SYSCALLS] / count);
+        printf("; per call %.1f bytes copied, %.2f registrations, %.2f binds, %.2f Sends, %.2f doorbells, "
+               "%.2f system calls",
+               (double)after[COPIED] / count, (double)after[REGISTRATIONS] / count, (double)after[BINDS] / count,
+               (double)after[SENDS] / count, (double)after[DOORBELLS] / count, (double)after[SYSCALLS] / count);
     }
     putchar('\n');
     free(data);

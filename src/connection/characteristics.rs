@@ -269,6 +269,11 @@ impl Characteristics {
         self.unfunded.is_some_and(|(own, _)| own == xid) || self.request.is_some_and(|(own, ..)| own == xid)
     }
 
+    /// Whether the peer has not said yet what becomes of our latest request.
+    pub fn is_asking(&self) -> bool {
+        matches!(self.wish, Some((_, Wish::Asked | Wish::Pending)))
+    }
+
     /// What is to be sent now. It counts as sent by `sent`.
     pub fn next(&self) -> Option<Note> {
         if !self.told {

@@ -11,9 +11,12 @@
 
 use std::ops::Range;
 
+use smallvec::SmallVec;
+
 use crate::binding::{Item, Placed};
 use crate::error::{Error, Kind};
-use crate::memory::{Buf, Message, Region, Sink};
+use crate::memory::{Buf, Message, Region, Regions, Sink};
+use crate::stats::{self, Counter};
 use crate::wire::header::header_len;
 use crate::wire::lists::Lists;
 use crate::wire::{Position, ReadSegment, Segment};
@@ -171,9 +174,12 @@ fn without_pad(item: &Item, total: usize) -> Range<usize> {
     item.position..item.position.saturating_add(item.length).next_multiple_of(4).min(total)
 }
 
+/// Ranges of a message, in order: nearly always one.
+pub type Ranges = SmallVec<[Range<usize>; 1]>;
+
 /// What is left of a stream of `total` bytes without the items (in stream order) and their pads.
-pub fn rest_of(total: usize, reduced: &[Item]) -> Vec<Range<usize>> {
-    let mut rest = Vec::with_capacity(reduced.len() + 1);
+pub fn rest_of(total: usize, reduced: &[Item]) -> Ranges {
+    let mut rest = Ranges::new();
     let mut next = 0;
     for gone in reduced.iter().map(|item| without_pad(item, total)) {
         if next < gone.start {
@@ -229,7 +235,7 @@ pub struct ReplyPlan {
     /// RDMA Writes to do before the Send.
     pub pushes: Vec<Push>,
     /// What follows the header in the Send; `None` when it went into the Reply chunk.
-    pub inline: Option<Vec<Range<usize>>>,
+    pub inline: Option<Ranges>,
     /// Bytes of lent memory that were copied into the message for this plan.
     pub copied: usize,
 }
@@ -468,7 +474,7 @@ impl Assembly {
     /// The whole message in stream order, and the first normal chunk by itself, without pad.
     ///
     /// `inline` is the payload of the Send, `staging` what the Reads filled.
-    pub fn assemble(&self, inline: Region, mut staging: Buf) -> (Vec<Region>, Option<Region>) {
+    pub fn assemble(&self, inline: Region, mut staging: Buf) -> (Regions, Option<Region>) {
         staging.set_len(self.staging);
         for (_, at, bytes) in &self.chunks {
             // RFC 8166 §3.4.5.2: the responder supplies the pad that the chunk does not contain.
@@ -479,7 +485,7 @@ impl Assembly {
             Some(((0, at, bytes), rest)) => (staging.slice(*at, *bytes), rest),
             _ => (inline, &self.chunks[..]),
         };
-        let mut message = Vec::with_capacity(2 * rest.len() + 1);
+        let mut message = Regions::with_capacity(2 * rest.len() + 1);
         let (mut stream, mut used) = (0, 0);
         for (position, at, bytes) in rest {
             let gap = position - stream;
@@ -504,17 +510,19 @@ impl Assembly {
 pub struct Area {
     /// The memory.
     pub sink: Sink,
+    /// Whether the responder may write it still when its handles are not valid any more.
+    pub open: bool,
     /// The segments offered, with their places in it.
     pub offered: Vec<(Segment, usize)>,
 }
 
 impl Area {
     /// The bytes in it, in stream order: `returned` holds the lengths that the responder wrote. No segment at all stands
-    /// for an unused chunk. The memory must not be exposed any more.
+    /// for an unused chunk. The handles must not be valid any more.
     ///
     /// # Errors
     /// `Peer` when the responder returned other segments than were offered, or more bytes than they have.
-    pub fn take(self, returned: impl Iterator<Item = Segment>) -> Result<Vec<Region>, Error> {
+    pub fn take(self, returned: impl Iterator<Item = Segment>) -> Result<Regions, Error> {
         let bad = |what: &'static str| Error::new(Kind::Peer, what);
         let mut ranges = Vec::with_capacity(self.offered.len());
         let mut given = self.offered.iter();
@@ -538,6 +546,12 @@ impl Area {
         if any && given.next().is_some() {
             return Err(bad("the reply returns fewer segments than were offered"));
         }
+        if self.open {
+            // RFC 8166 §8.1.3: what the program looks at, the peer can change no more.
+            let copied: usize = ranges.iter().map(|(_, len)| len).sum();
+            stats::add(Counter::BytesCopied, copied as u64);
+            return ranges.into_iter().map(|(at, len)| Ok(self.sink.copy(at, len)?)).collect();
+        }
         let region = self.sink.into_region(end).map_err(|_| bad("the device still holds the chunk"))?;
         Ok(ranges.into_iter().map(|(at, len)| region.slice(at, len)).collect())
     }
@@ -546,11 +560,11 @@ impl Area {
 /// Puts results that came in Write chunks back into the stream that they were taken out of.
 ///
 /// `placed` is in stream order; `chunks` holds the pieces of each Write chunk; `pad` has at least three zero bytes.
-pub fn restore(stream: Vec<Region>, placed: &[Placed], chunks: &[Vec<Region>], pad: &Region) -> Vec<Region> {
-    let mut message = Vec::with_capacity(stream.len() + 3 * placed.len());
+pub fn restore(stream: Regions, placed: &[Placed], chunks: &[Regions], pad: &Region) -> Regions {
+    let mut message = Regions::with_capacity(stream.len() + 3 * placed.len());
     let mut stream = stream.into_iter();
     let (mut piece, mut used, mut at) = (stream.next(), 0, 0);
-    let mut copy_until = |end: usize, message: &mut Vec<Region>| {
+    let mut copy_until = |end: usize, message: &mut Regions| {
         while let Some(current) = &piece
             && at < end
         {
@@ -580,6 +594,8 @@ pub fn restore(stream: Vec<Region>, placed: &[Placed], chunks: &[Vec<Region>], p
 #[cfg(test)]
 #[allow(clippy::single_range_in_vec_init)]
 mod tests {
+    use smallvec::smallvec;
+
     use super::*;
     use crate::wire::Handle;
 
@@ -665,7 +681,7 @@ mod tests {
         let plan = call(&mut message(5200, &[(100, 5001)]), Needs { items: &items, ..needs(100) }, LIMITS);
         assert_eq!(plan, CallPlan { reduced: items.to_vec(), ..CallPlan::default() });
         // rule 52: its three bytes of pad go with it.
-        assert_eq!(rest_of(5200, &plan.reduced), [0..100, 5104..5200]);
+        assert_eq!(rest_of(5200, &plan.reduced)[..], [0..100, 5104..5200]);
         // What fits inline stays there, and is copied.
         let items = [item(100, 3001)];
         let plan = call(&mut message(3200, &[(100, 3001)]), Needs { items: &items, ..needs(100) }, LIMITS);
@@ -833,7 +849,7 @@ mod tests {
     fn a_small_reply_goes_inline_and_returns_the_chunk_unused() {
         // rule 96
         let plan = reply(100, &[], &[], Some(&[segment(1, 5000)])).unwrap();
-        assert_eq!((plan.pushes, plan.inline), (vec![], Some(vec![0..100])));
+        assert_eq!((plan.pushes, plan.inline), (vec![], Some(smallvec![0..100])));
         assert_eq!(plan.lists.reply, Some(vec![segment(1, 0)]));
     }
 
@@ -852,7 +868,7 @@ mod tests {
             reply(200, &[item(100, 5)], &[vec![segment(1, 2), segment(2, 9), segment(3, 9)]], None).unwrap();
         assert_eq!(plan.pushes, [to(1, 0, 2, &[100..102]), to(2, 0, 3, &[102..105])]);
         assert_eq!(plan.lists.writes, [vec![segment(1, 2), segment(2, 3), segment(3, 0)]]);
-        assert_eq!(plan.inline, Some(vec![0..100, 108..200]));
+        assert_eq!(plan.inline, Some(smallvec![0..100, 108..200]));
     }
 
     #[test]
@@ -862,13 +878,13 @@ mod tests {
         let chunks = [vec![segment(1, 100)], vec![segment(2, 100)]];
         let plan = reply(100, &items, &chunks, None).unwrap();
         assert_eq!(plan.pushes, [to(1, 0, 4, &[40..44]), to(2, 0, 8, &[60..68])]);
-        assert_eq!(plan.inline, Some(vec![0..40, 44..60, 68..100]));
+        assert_eq!(plan.inline, Some(smallvec![0..40, 44..60, 68..100]));
         let plan = reply(100, &items[..1], &chunks, None).unwrap();
         assert_eq!(plan.lists.writes, [vec![segment(1, 4)], vec![segment(2, 0)]]);
         // rule 85: an empty chunk keeps its result inline, and comes back empty.
         let plan = reply(100, &items, &[vec![], vec![segment(2, 100)]], None).unwrap();
         assert_eq!(plan.lists.writes, [vec![], vec![segment(2, 8)]]);
-        assert_eq!(plan.inline, Some(vec![0..60, 68..100]));
+        assert_eq!(plan.inline, Some(smallvec![0..60, 68..100]));
     }
 
     #[test]
@@ -921,7 +937,7 @@ mod tests {
         let offered: Vec<(Segment, usize)> = offered.iter().map(&mut place).collect();
         let sink = Buf::with_capacity(at).unwrap().into_sink(at);
         assert!(sink.place(0, &(0..at as u8).collect::<Vec<u8>>()));
-        Area { sink, offered }
+        Area { sink, open: false, offered }
     }
 
     #[test]
@@ -933,7 +949,7 @@ mod tests {
         assert_eq!(got(vec![segment(1, 8), segment(2, 3)]).unwrap(), [0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10]);
         assert_eq!(got(vec![segment(1, 2), segment(2, 3)]).unwrap(), [0, 1, 8, 9, 10]);
         // rule 86: a chunk that comes back empty was not used.
-        assert_eq!(got(vec![]).unwrap(), []);
+        assert!(got(vec![]).unwrap().is_empty());
         assert!(got(vec![segment(1, 8)]).is_err());
         assert!(got(vec![segment(1, 9), segment(2, 0)]).is_err());
         assert!(got(vec![segment(2, 8), segment(1, 8)]).is_err());
@@ -941,10 +957,20 @@ mod tests {
     }
 
     #[test]
+    fn a_chunk_that_the_responder_may_write_still_is_copied() {
+        let area = Area { open: true, ..area(&[segment(1, 8), segment(2, 8)]) };
+        let device = area.sink.clone();
+        let pieces = area.take([segment(1, 8), segment(2, 3)].into_iter()).unwrap();
+        assert!(device.place(0, &[99; 16]));
+        let bytes: Vec<u8> = pieces.iter().flat_map(|piece| piece.to_vec()).collect();
+        assert_eq!(bytes, [0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10]);
+    }
+
+    #[test]
     fn placed_results_go_back_to_where_they_were_taken_out() {
         let region = |text: &[u8]| Region::copy_from(text).unwrap();
-        let stream = || vec![region(b"abcd"), region(b"efghijkl")];
-        let chunks = [vec![region(b"123"), region(b"45")], vec![], vec![region(b"6789")]];
+        let stream = || smallvec![region(b"abcd"), region(b"efghijkl")];
+        let chunks = [smallvec![region(b"123"), region(b"45")], smallvec![], smallvec![region(b"6789")]];
         let placed = |chunk, at, length| Placed { chunk, at, length };
         let got = |placed: &[Placed]| -> Vec<u8> {
             let message = restore(stream(), placed, &chunks, &region(&[0; 3]));

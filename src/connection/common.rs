@@ -3,7 +3,10 @@
 
 use std::cell::Cell;
 use std::collections::VecDeque;
+use std::ops::Range;
 use std::sync::Arc;
+
+use smallvec::smallvec;
 
 use super::characteristics::{Characteristics, Endpoint, RECEIVE_MIN};
 use super::life::Life;
@@ -11,7 +14,7 @@ use super::window::Window;
 use super::{Output, Registrar, Role, Settings, receive_margin};
 use crate::binding::Registry;
 use crate::error::Error;
-use crate::memory::{Memory, Region};
+use crate::memory::{Memory, Pieces, Regions};
 use crate::provider::WorkRequest;
 use crate::wire::characteristics::Backward;
 use crate::wire::header::{self, Direction, Proc};
@@ -131,22 +134,21 @@ impl Common {
         self.settings.remote_invalidation && self.characteristics.peer().remote_invalidation
     }
 
-    /// The header of a Call or Reply.
-    pub(super) fn header(
+    /// A Send of the header of a Call or Reply, and of ranges of its message.
+    pub(super) fn gather(
         &self,
-        version: u32,
-        xid: Xid,
-        proc: Proc,
-        direction: Direction,
+        (version, xid): (u32, Xid),
+        (proc, direction): (Proc, Direction),
         lists: &Lists,
-    ) -> Result<Region, Error> {
+        message: Pieces,
+        ranges: &[Range<usize>],
+    ) -> Result<Regions, Error> {
         let mut bytes = self.scratch.take();
         header::encode(&mut bytes, version, xid, self.window.told(direction), proc, direction, lists);
-        let mut buf = self.memory.header()?;
-        buf.extend(&bytes)?;
+        let gather = message.send(&bytes, ranges, &self.memory);
         bytes.clear();
         self.scratch.set(bytes);
-        Ok(buf.freeze())
+        Ok(gather?)
     }
 
     /// Sends a message without a payload. False when there is no memory for it; the connection ends then.
@@ -157,7 +159,7 @@ impl Common {
         });
         match region {
             Ok(region) => {
-                let send = WorkRequest::Send { gather: vec![region], invalidate: None };
+                let send = WorkRequest::Send { gather: smallvec![region], invalidate: None };
                 self.output.push_back(Output::Post(send));
                 true
             }

@@ -4,6 +4,7 @@
 use std::collections::VecDeque;
 
 use rustc_hash::FxHashMap;
+use smallvec::smallvec;
 
 use super::chunks::{self, Area, Limits, Needs};
 use super::common::Common;
@@ -11,7 +12,7 @@ use super::{Expect, Output, RPC_HEADER_MAX, Registrar, Role, first_xid, payload_
 use crate::binding::{Binding, Head, Origin};
 use crate::error::{Error, Kind, os_text};
 use crate::log_warn;
-use crate::memory::{Message, Region, Sink};
+use crate::memory::{Message, Region, Regions, Sink};
 use crate::provider::WorkRequest;
 use crate::stats::{self, Counter};
 use crate::wire::characteristics::Backward;
@@ -105,6 +106,11 @@ impl Requester {
     /// Whether nothing is under way.
     pub(super) fn is_idle(&self) -> bool {
         self.calls.is_empty()
+    }
+
+    /// Whether a reply is waited for, or a credit.
+    pub(super) fn is_awaiting(&self) -> bool {
+        self.has_waiting() || self.calls.values().any(|call| call.fate == Fate::Awaited)
     }
 
     /// Whether calls wait for a credit or for room.
@@ -255,7 +261,7 @@ impl Requester {
                     common.output.push_back(Output::Post(send));
                     if call.fate == Fate::OneWay {
                         common.window.abandon();
-                        common.output.push_back(Output::Done { xid, outcome: Ok(Vec::new()) });
+                        common.output.push_back(Output::Done { xid, outcome: Ok(Regions::new()) });
                     }
                 }
                 Ok(None) => {
@@ -351,9 +357,9 @@ impl Requester {
         inline: Option<Region>,
         lists: &ChunkLists<'_>,
         common: &Common,
-    ) -> Result<Vec<Region>, Error> {
+    ) -> Result<Regions, Error> {
         let stream = match (inline, lists.reply()) {
-            (Some(payload), _) => vec![payload],
+            (Some(payload), _) => smallvec![payload],
             (None, Some(returned)) => {
                 let none = || Error::new(Kind::Peer, "the reply lies in a Reply chunk, but none was offered");
                 call.reply.ok_or_else(none)?.take(returned.iter())?
@@ -374,7 +380,7 @@ impl Requester {
             chunks.push(area.take(returned.next().into_iter().flat_map(|chunk| chunk.iter()))?);
         }
         let lengths: Vec<Option<usize>> =
-            chunks.iter().map(|pieces: &Vec<Region>| Some(pieces.iter().map(|p| p.len()).sum())).collect();
+            chunks.iter().map(|pieces: &Regions| Some(pieces.iter().map(|p| p.len()).sum())).collect();
         let reduced = {
             let slices: Vec<&[u8]> = stream.iter().map(|piece| &piece[..]).collect();
             // RFC 8166 §6.1: "A Responder reduces a non-DDP-eligible result data item. The Requester MUST terminate the
@@ -579,14 +585,7 @@ impl Outstanding {
         };
         let total = message.len();
         let pieces = message.freeze();
-        let (whole, some);
-        let rest = if plan.reduced.is_empty() {
-            whole = 0..total;
-            std::slice::from_ref(&whole)
-        } else {
-            some = chunks::rest_of(total, &plan.reduced);
-            &some[..]
-        };
+        let rest = chunks::rest_of(total, &plan.reduced);
 
         let mut lists = Lists::default();
         let mut expose = |position: usize, source: Region, handles: &mut Vec<Handle>| -> Result<(), Error> {
@@ -622,13 +621,9 @@ impl Outstanding {
             self.reply = Some(area);
         }
         let proc = if plan.long { Proc::Nomsg } else { Proc::Msg };
-        let mut gather = Vec::with_capacity(pieces.most() + rest.len());
-        gather.push(common.header(self.version, xid, proc, Direction::Call, &lists)?);
-        if !plan.long {
-            for range in rest {
-                pieces.gather_into(range.clone(), &mut gather);
-            }
-        }
+        let kind = (proc, Direction::Call);
+        let inline = if plan.long { &[] } else { &rest[..] };
+        let gather = common.gather((self.version, xid), kind, &lists, pieces, inline)?;
         let (bytes, most) = (gather.iter().map(|piece| piece.len()).sum::<usize>(), common.thresholds().0);
         if bytes > most {
             let text = format!("the call's chunk lists alone exceed the inline threshold of {most} bytes");
@@ -648,11 +643,11 @@ impl Outstanding {
     ) -> Result<chunks::CallPlan, Error> {
         // RFC 8166 §8.2.2.3: "a sender MUST NOT reduce a Payload stream when RPCSEC_GSS integrity or encryption services
         // are in use."
-        let head = Head::of(&[message.body()]).filter(|head| !head.wrapped);
-        self.bound = head.and_then(|Head { program, version, procedure, .. }| {
+        let bound = Head::names(message.body()).and_then(|[program, version, procedure, _]| {
             let binding = common.bindings.find(program, version, procedure)?;
             Some(Bound { program, version, binding, bounds: false })
         });
+        self.bound = bound.filter(|_| Head::of(&[message.body()]).is_some_and(|head| !head.wrapped));
         let shape = self.bound.as_ref().map(|bound| bound.binding.call(&[message.body()]));
         let shown = self.bound.as_ref().and_then(|b| shown.get(&(b.program, b.version)));
         let standard = self.bound.as_ref().is_some_and(|b| b.binding.origin() == Origin::BuiltIn);
@@ -729,7 +724,7 @@ impl Outstanding {
             self.handles.push(segment.handle);
             offered.push((segment, at));
         }
-        Ok(Area { sink, offered })
+        Ok(Area { open: common.memory.stays_open(&sink), sink, offered })
     }
 }
 

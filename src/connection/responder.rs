@@ -4,13 +4,14 @@
 use std::collections::VecDeque;
 
 use rustc_hash::FxHashMap;
+use smallvec::smallvec;
 
 use super::chunks::{self, Assembly, Pull};
 use super::common::Common;
 use super::{Output, Registrar, Role, first_xid, payload_xid};
 use crate::binding::{Binding, Head};
 use crate::error::{Error, Kind};
-use crate::memory::{Buf, Message, Region, Sink};
+use crate::memory::{Buf, Message, Region, Regions, Sink};
 use crate::provider::{WorkId, WorkRequest};
 use crate::stats::{self, Counter};
 use crate::wire::header::{self, Answer, Body, Direction, Header, Proc, RdmaError};
@@ -38,7 +39,7 @@ pub struct Request {
     /// Of the RPC message.
     pub xid: Xid,
     /// The RPC Call in stream order, from its XID on.
-    pub message: Vec<Region>,
+    pub message: Regions,
     /// What is known of its procedure; nothing if RPCSEC_GSS wraps the arguments.
     pub binding: Option<Binding>,
     /// RPCSEC_GSS wraps arguments and results.
@@ -113,7 +114,7 @@ enum State {
 /// A Call of which every byte is here.
 #[derive(Default)]
 struct Whole {
-    message: Vec<Region>,
+    message: Regions,
     placed: Option<Region>,
 }
 
@@ -233,8 +234,19 @@ impl Responder {
             };
         stats::add(Counter::BytesCopied, plan.copied as u64);
         let proc = if plan.inline.is_some() { Proc::Msg } else { Proc::Nomsg };
-        let header = match common.header(version, chunks.xid, proc, Direction::Reply, &plan.lists) {
-            Ok(header) => header,
+        let pieces = message.freeze();
+        let writes: Vec<_> = plan
+            .pushes
+            .into_iter()
+            .map(|push| {
+                let gather = push.from.into_iter().flat_map(|range| pieces.gather(range)).collect();
+                Output::Post(WorkRequest::Write { gather, to: push.to })
+            })
+            .collect();
+        let inline = plan.inline.unwrap_or_default();
+        let kind = (proc, Direction::Reply);
+        let gather = match common.gather((version, chunks.xid), kind, &plan.lists, pieces, &inline) {
+            Ok(gather) => gather,
             Err(error) => {
                 // RFC 8166 §4.5.4: "If a Responder is unable to construct and transmit an RPC Reply or RPC-over-RDMA
                 // error message, the Responder MUST close the connection to signal to the Requester that a reply was
@@ -243,16 +255,8 @@ impl Responder {
                 return Err(error);
             }
         };
-        let pieces = message.freeze();
-        for push in plan.pushes {
-            let gather = push.from.into_iter().flat_map(|range| pieces.gather(range)).collect();
-            common.output.push_back(Output::Post(WorkRequest::Write { gather, to: push.to }));
-        }
-        let inline = plan.inline.unwrap_or_default();
-        let mut gather = Vec::with_capacity(pieces.most() + inline.len());
-        gather.push(header);
-        for range in inline {
-            pieces.gather_into(range, &mut gather);
+        if !writes.is_empty() {
+            common.output.extend(writes);
         }
         let invalidate = chunks.handle.filter(|_| common.may_invalidate(version));
         common.output.push_back(Output::Post(WorkRequest::Send { gather, invalidate }));
@@ -447,25 +451,40 @@ fn complete(pending: &mut Pending, assembly: &Assembly, staging: Option<Buf>, co
     let inline = pending.inline.clone();
     let (message, placed) = match staging {
         Some(staging) => assembly.assemble(inline, staging),
-        None => (vec![inline], None),
+        None => (smallvec![inline], None),
     };
     // RFC 8166 §4.5.2: "the value of the rdma_xid field does not match the value of the XID field in the
     // accompanying RPC message" is an XDR error.
     if payload_xid(&message) != Some(pending.xid) {
         return false;
     }
-    let slices: Vec<&[u8]> = message.iter().map(|piece| &piece[..]).collect();
+    if assembly.normal().next().is_none()
+        && common.bindings.leaves_alone(message.first().map(|piece| &piece[..]))
+    {
+        pending.state = State::Ready(Whole { message, placed });
+        return true;
+    }
+    let (one, all): ([&[u8]; 1], Vec<&[u8]>);
+    let slices = match &message[..] {
+        [whole] => {
+            one = [whole];
+            &one[..]
+        }
+        pieces => {
+            all = pieces.iter().map(|piece| &piece[..]).collect();
+            &all[..]
+        }
+    };
     // What is no RPC Call is the upper layer's to refuse.
-    if let Some(head) = Head::of(&slices) {
+    if let Some(head) = Head::of(slices) {
         let Head { program, version, procedure, wrapped, .. } = head;
         let binding = common.bindings.find(program, version, procedure).filter(|_| !wrapped);
-        if assembly.normal().next().is_some() && !may_be_reduced(&slices, wrapped, binding.as_ref(), assembly)
+        if assembly.normal().next().is_some() && !may_be_reduced(slices, wrapped, binding.as_ref(), assembly)
         {
             return false;
         }
         (pending.chunks.binding, pending.chunks.wrapped) = (binding, wrapped);
     }
-    drop(slices);
     pending.state = State::Ready(Whole { message, placed });
     true
 }

@@ -67,7 +67,7 @@ fn a_responder_takes_every_combination_of_lists_that_has_one_payload_and_refuses
                 let source = pair.buf(&call_message(5, 64, 28, false));
                 let source = pair.client.device.expose_source(source.freeze()).unwrap();
                 let sink = |pair: &mut Pair| {
-                    let sink = pair.memory.message().unwrap().into_sink(100);
+                    let sink = Buf::with_capacity(100).unwrap().into_sink(100);
                     pair.client.device.expose_sink(sink).unwrap()
                 };
                 let mut call = words(&[5, 1, 4, proc]);
@@ -1213,6 +1213,7 @@ fn a_reply_or_error_that_cannot_be_built_closes_the_connection() {
         pair.settle();
         assert!(pair.take());
         pair.server.engine.common.memory = pair.memory.without_headers();
+        pair.cramped = true;
         if of_an_error {
             pair.deliver_to(Server, &words(&[2, 1, 4, 9, 0, 0, 0]));
         } else {
@@ -1589,7 +1590,7 @@ fn a_handle_of_an_ended_call_is_dead() {
     pair.call(2, 40, 3000);
     let gather = vec![pair.buf(&[0xee; 8]).freeze()];
     let to = Segment { length: 8, ..segment };
-    pair.server.sends.push_front(WorkRequest::Write { gather, to });
+    pair.server.sends.push_front(WorkRequest::Write { gather: gather.into(), to });
     assert!(pair.deliver(Server));
     assert_eq!(pair.failure(2), Kind::ConnectionLost);
 }
@@ -1756,7 +1757,7 @@ fn hostile(case: u32) -> Pair {
     pair.foreign = true;
     let source = pair.buf(&call_message(5, 2000, 28, false));
     let source = pair.client.device.expose_source(source.freeze()).unwrap();
-    let sink = pair.memory.message().unwrap().into_sink(4000);
+    let sink = Buf::with_capacity(4000).unwrap().into_sink(4000);
     let sink = pair.client.device.expose_sink(sink).unwrap();
     let small = Segment { length: 8, ..source };
     let inline = call_message(5, 40, 28, false);

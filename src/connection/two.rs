@@ -7,7 +7,6 @@
 #![forbid(unsafe_code)]
 
 use super::characteristics::{self, Characteristics, Note};
-use super::life::Life;
 use super::{Connection, Registrar, Role};
 use crate::error::{Error, Kind};
 use crate::wire::characteristics::{self as operations, Backward, Characteristic};
@@ -78,7 +77,7 @@ impl Connection {
 
     /// Whether `handle_quiet` is waited for.
     pub fn refused(&self) -> bool {
-        matches!(self.common.life, Life::Refused)
+        self.common.life.is_refused()
     }
 
     fn speak_version_one(&mut self) {

@@ -250,22 +250,21 @@ impl Link {
     }
 
     /// What the peer has not taken of a reply goes out from a copy: the program gets its results back.
+    pub(super) fn release(&mut self) {
+        match self.device.release_lent() {
+            Ok(copied) if copied > 0 => {
+                log_debug!("fd {}: {copied} bytes kept for a slow peer", self.device.fd());
+            }
+            Ok(_) => {}
+            Err(error) => self.fail(error),
+        }
+    }
+
+    /// How a reply has ended.
     ///
     /// # Errors
     /// As [`Connection::reply`](crate::connection::Connection::reply); why the connection was closed before the peer had it.
-    pub(super) fn end_reply(&mut self, reply: Reply, forked: bool) -> Result<(), Error> {
-        if reply.lent {
-            match self.device.release_lent() {
-                Ok(copied) if copied > 0 => {
-                    log_debug!("fd {}: {copied} bytes kept for a slow peer", self.device.fd());
-                }
-                Ok(_) => {}
-                Err(error) => self.fail(error),
-            }
-            if !forked {
-                self.pump();
-            }
-        }
+    pub(super) fn end_reply(&mut self, reply: Reply) -> Result<(), Error> {
         reply.queued?;
         // A peer that goes as soon as it has its reply has had it.
         if reply.posted && (reply.gone || self.device.unsent() == 0) {
@@ -279,7 +278,7 @@ impl Link {
 pub(super) struct Reply {
     queued: Result<(), Error>,
     /// It names memory of the program.
-    lent: bool,
+    pub(super) lent: bool,
     posted: bool,
     /// The device has taken all of it.
     gone: bool,
@@ -336,7 +335,9 @@ mod tests {
 
     use super::super::client::tests::PATIENCE;
     use super::super::server::locked;
-    use super::super::server::{Phase, Server, Shared};
+    use super::super::server::{PULL_STALL, Phase, Server, Shared};
+    use smallvec::smallvec;
+
     use super::*;
     use crate::config::Config;
     use crate::connection::Expect;
@@ -344,16 +345,17 @@ mod tests {
     use crate::driver::Callee;
     use crate::driver::memory;
     use crate::driver::server::Next;
+    use crate::driver::service_loop::Thrown;
     use crate::driver::start::tests::iwarp_options;
     use crate::driver::start::versions;
     use crate::driver::{server, session};
-    use crate::memory::Program;
+    use crate::memory::{Program, Sink};
     use crate::provider::WorkRequest;
     use crate::provider::iwarp::Iwarp;
     use crate::socket;
     use crate::wait;
     use crate::wire::Xid;
-    use std::sync::Mutex;
+    use std::sync::{Mutex, Weak, mpsc};
 
     /// Bytes that a socket of these tests holds, about.
     const SOCKET: i32 = 128 << 10;
@@ -403,6 +405,8 @@ mod tests {
             assert!(server.receive().is_none());
         }
         let link = Link::new(Role::Client, config, versions(config), Box::new(device), &memory(config));
+        // Another test may run the process's.
+        server.home = Box::leak(Box::default());
         (link, Mutex::new(server), [active, passive])
     }
 
@@ -500,6 +504,165 @@ mod tests {
         assert!(client.done.iter().all(|(_, outcome)| outcome.is_ok()));
     }
 
+    /// A server that has paused, with requests that nobody takes, since the process holds so much as long as the last value
+    /// lives. `before`: what both ends do before that.
+    fn pause(before: impl FnOnce(&mut Link, &Shared)) -> (Link, Shared, [TcpStream; 2], Sink) {
+        let config = Box::leak(Box::new(Config::default()));
+        let (mut client, server, sockets) = join_with(config);
+        begin(&mut client, 1, 8);
+        answer(&server, next(&server)).unwrap();
+        assert!(matches!(settle(&mut client, &server), Ok(8)));
+        before(&mut client, &server);
+        let full = memory(config).fill();
+        for n in 0..30 {
+            let mut message = client.memory.message().unwrap();
+            message.extend(&[1000 + n, 8].map(u32::to_be_bytes).concat()).unwrap();
+            message.extend(&[9; 60 << 10]).unwrap();
+            client
+                .begin(Xid(1000 + n), message.into(), Expect::Reply { max: 8, places: Vec::new() })
+                .unwrap();
+        }
+        loop {
+            client.pump();
+            let mut state = locked(&server);
+            let link = state.link().unwrap();
+            link.pump();
+            if link.paused {
+                break;
+            }
+        }
+        (client, server, sockets, full)
+    }
+
+    /// What is done before, and whether that is the peer's doing.
+    type Doing = fn(&mut Server, Instant) -> bool;
+
+    #[test]
+    fn who_has_answered_reads_while_the_loop_was_away_is_not_too_slow() {
+        let doings: [Doing; 3] = [
+            |_, _| true,
+            |server, long_ago| {
+                server.looked = long_ago;
+                false
+            },
+            |server, _| {
+                server.link().unwrap().paused = true;
+                false
+            },
+        ];
+        for doing in doings {
+            let config = Box::leak(Box::new(Config::default()));
+            let (mut client, server, sockets) = join_with(config);
+            begin(&mut client, 1, 8);
+            answer(&server, next(&server)).unwrap();
+            assert!(matches!(settle(&mut client, &server), Ok(8)));
+            let mut message = client.memory.message().unwrap();
+            message.extend(&[2, 8].map(u32::to_be_bytes).concat()).unwrap();
+            message.extend(&[9; 80 << 10]).unwrap();
+            client.begin(Xid(2), message.into(), Expect::Reply { max: 8, places: Vec::new() }).unwrap();
+            while !locked(&server).pulling() {
+                assert!(locked(&server).receive().is_none());
+                assert!(client.flush());
+            }
+            // The peer answers, and nobody looks.
+            client.pump();
+            client.flush();
+            assert_eq!(sockets[1].peek(&mut [0]).unwrap(), 1);
+            let mut state = locked(&server);
+            let long_ago = Instant::now() - 2 * PULL_STALL;
+            state.pulling = state.pulling.map(|(wanted, _)| (wanted, long_ago));
+            state.link().unwrap().memory = memory(config).crowded();
+            let slow = doing(&mut state, long_ago);
+            state.give_way();
+            assert_eq!(state.closed().is_some(), slow);
+            drop(state);
+            if !slow {
+                answer(&server, next(&server)).unwrap();
+                assert!(matches!(settle(&mut client, &server), Ok(8)));
+            }
+        }
+    }
+
+    /// The device has read ahead, and poll(2) tells of what is in the socket.
+    #[test]
+    fn what_was_read_ahead_before_a_pause_is_served_without_an_event() {
+        const LONG: u32 = 5;
+        let config = Box::leak(Box::new(Config { poll: Duration::ZERO, ..Config::default() }));
+        let (mut client, server, _sockets) = join_with(config);
+        begin(&mut client, 1, 8);
+        answer(&server, next(&server)).unwrap();
+        assert!(matches!(settle(&mut client, &server), Ok(8)));
+        let _full = memory(config).fill();
+        for n in 0..=LONG {
+            let mut message = client.memory.message().unwrap();
+            message.extend(&[2 + n, 8].map(u32::to_be_bytes).concat()).unwrap();
+            message.extend(&vec![9; if n < LONG { 60 << 10 } else { 40 }]).unwrap();
+            client.begin(Xid(2 + n), message.into(), Expect::Reply { max: 8, places: Vec::new() }).unwrap();
+        }
+        while !client.flush() {
+            locked(&server).link().unwrap().pump();
+        }
+        while !locked(&server).link().unwrap().paused {
+            locked(&server).link().unwrap().pump();
+        }
+        let mut served = 0;
+        while server::next(&server, || false) != Next::Arrival || has_come(&server) {
+            let request = locked(&server).receive();
+            if let Some(request) = request {
+                answer(&server, request).unwrap();
+                served += 1;
+            }
+        }
+        assert_eq!(served, LONG + 1);
+    }
+
+    /// The thread that waits may not be one that serves, and the procedure that holds the loop up may wait for that thread.
+    #[test]
+    fn a_server_that_has_paused_reads_the_reply_to_its_call_back() {
+        let (mut client, server, _sockets, _full) = pause(|client, _| {
+            client.engine.grant(2);
+        });
+        let mut state = locked(&server);
+        let link = state.link().unwrap();
+        link.engine.ask(2);
+        let mut message = link.memory.message().unwrap();
+        message.extend(&[7, 0, 2, 100_000, 2, 0, 0, 0, 0, 0].map(u32::to_be_bytes).concat()).unwrap();
+        link.begin(Xid(7), message.into(), Expect::Reply { max: 24, places: Vec::new() }).unwrap();
+        let end = Instant::now() + PATIENCE;
+        while link.done.is_empty() {
+            assert!(Instant::now() < end, "no reply was read");
+            // The client serves no calls back, and says so.
+            client.pump();
+            link.pump();
+        }
+        assert!(matches!(&link.done[..], [(Xid(7), Ok(_))]) && link.request_ready());
+        // With nothing to wait for, it pauses again.
+        link.paused = false;
+        link.pump();
+        assert!(link.paused);
+    }
+
+    /// Nobody serves any more then, and a client may read only when it has written all.
+    #[test]
+    fn a_server_that_has_paused_sends_at_exit_what_waits_for_a_client_that_writes_first() {
+        let (mut client, server, _sockets, _full) = pause(|client, server| {
+            begin(client, 2, BACKLOG - (64 << 10));
+            answer(server, next(server)).unwrap();
+            assert!(unsent(server) > 0);
+        });
+        let end = Instant::now() + PATIENCE;
+        while !client.flush() {
+            assert!(Instant::now() < end, "the server does not read: {} bytes", client.device.unsent());
+            assert!(locked(&server).rest().is_some());
+        }
+        while locked(&server).rest().is_some() {
+            assert!(Instant::now() < end, "{} bytes are not sent", unsent(&server));
+            client.pump();
+        }
+        client.pump();
+        assert!(client.done.iter().any(|(xid, outcome)| *xid == Xid(2) && outcome.is_ok()));
+    }
+
     #[test]
     fn requests_behind_a_reply_that_is_not_taken_wait_in_the_engine_with_the_socket_read() {
         let (mut client, server, _sockets) = join();
@@ -568,7 +731,7 @@ mod tests {
         while link.engine.closed().is_none() {
             let mut message = link.memory.header().unwrap();
             message.extend(&[0; 28]).unwrap();
-            link.device.post(WorkRequest::Send { gather: vec![message.freeze()], invalidate: None });
+            link.device.post(WorkRequest::Send { gather: smallvec![message.freeze()], invalidate: None });
             talk += 1;
             link.limit_talk();
             assert!(talk < TALK, "nothing stops this client");
@@ -593,7 +756,7 @@ mod tests {
                 let fd = locked(&server).fd();
                 let state = locked(&server);
                 let (state, outcome) =
-                    session::reply(&&server, state, (fd, request.id), reply.into(), wait, false);
+                    session::reply(&&server, state, (fd, request.id), reply.into(), || wait, false);
                 sent.store(true, Relaxed);
                 drop(state);
                 outcome.unwrap();
@@ -619,7 +782,7 @@ mod tests {
             let start = Instant::now();
             let server_end = locked(&server);
             let (mut server_end, sent) =
-                session::reply(&&server, server_end, (fd, request.id), reply.into(), wait, false);
+                session::reply(&&server, server_end, (fd, request.id), reply.into(), || wait, false);
             sent.unwrap();
             (start.elapsed(), server_end.link().unwrap().device.unsent())
         };
@@ -684,6 +847,80 @@ mod tests {
         let (_, outcome) = client.done.pop().unwrap();
         let came: Vec<u8> = outcome.unwrap().iter().flat_map(|piece| piece.iter().copied()).collect();
         assert_eq!(came, [0, 0, 0, 1, 7, 7, 7, 7]);
+    }
+
+    /// A connection with one request to be answered with lent memory, and a second one that nobody has read.
+    fn two_requests() -> (Link, Shared, [TcpStream; 2], impl Fn(&Shared)) {
+        let (mut client, server, sockets) = join();
+        begin(&mut client, 1, 8);
+        answer(&server, next(&server)).unwrap();
+        assert!(matches!(settle(&mut client, &server), Ok(8)));
+        begin(&mut client, 2, 16);
+        let request = next(&server);
+        begin(&mut client, 3, 8);
+        assert!(wait::until(locked(&server).fd(), wait::IN, Some(PATIENCE), None).unwrap());
+        let reply = move |server: &Shared| {
+            let mut body = server.message().unwrap();
+            body.extend(&[0, 0, 0, 2, 0, 0, 0, 0]).unwrap();
+            let mut results = Program::new(&[7; 4]);
+            server.reply(request.id, Message::new(body, vec![(4, results.source())])).unwrap();
+            assert!(results.is_back());
+        };
+        (client, server, sockets, reply)
+    }
+
+    fn has_come(server: &Shared) -> bool {
+        wait::until(locked(server).fd(), wait::IN, Some(Duration::ZERO), None).unwrap()
+    }
+
+    /// What it takes off the connection would not wake that one.
+    #[test]
+    fn who_replies_beside_a_loop_that_sleeps_leaves_it_what_has_come() {
+        let (_client, server, _sockets, reply) = two_requests();
+        let home = locked(&server).home;
+        scope(|scope| scope.spawn(|| home.look()).join().unwrap());
+        reply(&server);
+        assert!(has_come(&server), "a request was taken that the loop is not told of");
+    }
+
+    #[test]
+    fn who_replies_while_the_loop_is_inside_a_routine_tells_it_of_what_has_come() {
+        let (_client, server, _sockets, reply) = two_requests();
+        let home = locked(&server).home;
+        let (begun, is_begun) = mpsc::channel();
+        let (enough, is_enough) = mpsc::channel();
+        scope(|scope| {
+            scope.spawn(move || {
+                let routine = home.begin(0, Weak::<Nobody>::new());
+                begun.send(()).unwrap();
+                is_enough.recv().unwrap();
+                drop(routine);
+            });
+            // If something fails, the thread ends too.
+            let enough = enough;
+            is_begun.recv().unwrap();
+            reply(&server);
+            assert!(!has_come(&server));
+            assert_eq!(home.take_left(), [locked(&server).fd()]);
+            enough.send(()).unwrap();
+        });
+    }
+
+    #[test]
+    fn who_replies_beside_a_routine_that_waits_for_its_call_back_leaves_it_what_has_come() {
+        let (_client, server, _sockets, reply) = two_requests();
+        let home = locked(&server).home;
+        let routine = home.begin(0, Weak::<Nobody>::new());
+        locked(&server).session.drive_as(usize::MAX);
+        reply(&server);
+        assert!(has_come(&server), "what the routine sleeps for was taken");
+        drop(routine);
+    }
+
+    struct Nobody;
+
+    impl Thrown for Nobody {
+        fn thrown(&self, _: u64) {}
     }
 
     /// The clock of a policy.

@@ -375,7 +375,7 @@ impl Callee for Client {
     fn reply(&self, id: RequestId, message: Message) -> Result<(), Error> {
         let state = self.lock();
         let fd = state.link.device.fd();
-        let (mut state, sent) = session::reply(&self, state, (fd, id), message, Wait::SHORT, false);
+        let (mut state, sent) = session::reply(&self, state, (fd, id), message, || Wait::SHORT, false);
         if state.link.device.wants_write() {
             state.rearm();
         }

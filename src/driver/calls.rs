@@ -5,7 +5,7 @@ use rustc_hash::FxHashMap;
 
 use crate::connection::Connection;
 use crate::error::Error;
-use crate::memory::Region;
+use crate::memory::Regions;
 use crate::process;
 use crate::wire::Xid;
 
@@ -15,7 +15,7 @@ use super::peer;
 #[derive(Default)]
 pub(super) struct Calls {
     /// Of calls that ended, until whoever waits for them has taken them.
-    pub(super) outcomes: FxHashMap<Xid, Result<Vec<Region>, Error>>,
+    pub(super) outcomes: FxHashMap<Xid, Result<Regions, Error>>,
     /// Calls of procedure 0 that nobody waits for: their replies give credits.
     pub(super) greetings: Vec<Xid>,
     /// What the peer is asked to be.
@@ -51,7 +51,7 @@ impl Calls {
     }
 
     /// Notes how a call ended. False when nobody is to take it.
-    pub(super) fn end(&mut self, xid: Xid, outcome: Result<Vec<Region>, Error>) -> bool {
+    pub(super) fn end(&mut self, xid: Xid, outcome: Result<Regions, Error>) -> bool {
         if let Some(at) = self.greetings.iter().position(|greeting| *greeting == xid) {
             self.greetings.swap_remove(at);
             return false;

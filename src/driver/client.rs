@@ -13,7 +13,7 @@ use crate::config::Config;
 use crate::connection::characteristics::Wish;
 use crate::connection::{Expect, Role};
 use crate::error::{Error, Kind};
-use crate::memory::{Buf, Loan, Memory, Message, Region};
+use crate::memory::{Buf, Loan, Memory, Message, Regions};
 use crate::process::{self, Identity};
 use crate::provider::{DEVICES, Device, Traits};
 use crate::socket;
@@ -271,7 +271,7 @@ impl Client {
         xid: Xid,
         deadline: Instant,
         mask: Mask<'_>,
-    ) -> Result<Vec<Region>, Error> {
+    ) -> Result<Regions, Error> {
         state = session::wait_for(&self, state, Waiter::Call(xid), deadline, mask);
         let Waiting { link, session, renewal, .. } = &mut *state;
         let over = session.calls.is_over(Waiter::Call(xid));
@@ -426,7 +426,7 @@ impl Caller for Client {
         expect: Expect,
         deadline: Instant,
         mask: Mask<'_>,
-    ) -> Result<Vec<Region>, Error> {
+    ) -> Result<Regions, Error> {
         // Nothing else would tell that the program has closed a socket that the connection does not go over.
         if !self.traits().socket && !self.alive() {
             return Err(Error::new(Kind::NotSent, "the descriptor was closed"));
@@ -593,7 +593,7 @@ pub(super) mod tests {
         message
     }
 
-    fn call(client: &Client, len: usize) -> Result<Vec<Region>, Error> {
+    fn call(client: &Client, len: usize) -> Result<Regions, Error> {
         let xid = client.fresh_xid();
         client.call(xid, message(client, xid, len).into(), 1024, Vec::new(), Instant::now() + PATIENCE, None)
     }

@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 use crate::config::{self, Config};
 use crate::connection::{Connection, Expect, Output, Request, Role, Settings, receive_margin};
 use crate::error::{Error, Kind};
-use crate::memory::{Buf, Loan, Memory, Message, Region};
+use crate::memory::{Buf, Loan, Memory, Message, Regions};
 use crate::process;
 use crate::provider::{Completion, QueuePair, WorkRequest};
 use crate::stats::{self, Counter};
@@ -58,7 +58,7 @@ pub struct Link {
     /// More unsent bytes than this, and the peer talks without reading.
     pub(super) talk_max: usize,
     /// Calls that ended, for whoever collects them.
-    pub(super) done: Vec<(Xid, Result<Vec<Region>, Error>)>,
+    pub(super) done: Vec<(Xid, Result<Regions, Error>)>,
 }
 
 impl Link {
@@ -228,8 +228,18 @@ impl Link {
         }
     }
 
-    /// Moves everything that moves without waiting.
+    /// Moves everything that moves without waiting. A server with requests to hand out reads no more of them while memory is
+    /// short, unless the program waits for something that comes behind them.
     pub(super) fn pump(&mut self) {
+        self.advance(true);
+    }
+
+    /// The same where nobody takes the requests: the peer may read only when it has written all.
+    pub(super) fn pump_on(&mut self) {
+        self.advance(false);
+    }
+
+    fn advance(&mut self, pauses: bool) {
         self.retry();
         self.drain();
         // What answers no call or makes no request takes no Receive for good, so nothing else bounds its number; and
@@ -239,11 +249,16 @@ impl Link {
         while self.engine.closed().is_none() {
             if self.memory.is_flooded() {
                 let text =
-                    format!("the peer sends replies faster than they are taken: {}", self.memory.crowd());
+                    format!("the peer sends messages faster than they are taken: {}", self.memory.flood());
                 self.fail(Error::new(Kind::Peer, text));
                 break;
             }
-            if self.memory.is_full() && self.role == Role::Server && self.request_ready() {
+            if pauses
+                && self.role == Role::Server
+                && self.memory.is_full()
+                && self.request_ready()
+                && !self.engine.is_awaiting()
+            {
                 self.paused = true;
                 break;
             }
@@ -280,6 +295,9 @@ impl Link {
                     Kind::Protocol,
                     "the peer floods us with messages that belong to no call",
                 ));
+            }
+            if self.device.drained() && !self.engine.refused() {
+                break;
             }
         }
         self.limit_talk();

@@ -25,7 +25,7 @@ use crate::config::Config;
 use crate::connection::characteristics::Wish;
 use crate::connection::{Expect, RPC_HEADER_MAX};
 use crate::error::{Error, Kind};
-use crate::memory::{Buf, Loan, Message, Region};
+use crate::memory::{Buf, Loan, Message, Regions};
 use crate::wire::Xid;
 use crate::wire::characteristics::Characteristic;
 
@@ -209,8 +209,9 @@ impl<'a> Policy<'a> for Awaiting<'a> {
     fn wake(&self, state: &mut Server) -> Wake {
         let home = state.home;
         let retry = state.link().and_then(|link| link.retry_at());
-        // The loop may take from the connection what this thread sleeps for.
-        let look = (!home.is_mine()).then(|| Instant::now() + LOOK_EVERY);
+        // The loop may take from the connection what this thread sleeps for; and a thread that answers a request, from an adapter.
+        let look = !home.is_mine() || !state.traits.socket;
+        let look = look.then(|| Instant::now() + LOOK_EVERY);
         let until = retry.into_iter().chain(look).min();
         let reads = home.may_read();
         Wake::new((state.fd, reads, state.wants_write()), -1, until)
@@ -252,8 +253,13 @@ impl Server {
     }
 
     /// As `pump`, beside the loop, which is told of requests.
-    fn read_for_loop(&mut self) -> Option<RawFd> {
+    pub(super) fn read_for_loop(&mut self) -> Option<RawFd> {
         self.pump();
+        self.for_loop()
+    }
+
+    /// The connection, if there is something in memory that the loop is to see to.
+    pub(super) fn for_loop(&mut self) -> Option<RawFd> {
         // The end of the connection is the loop's to see, and so is what the peer does not take now.
         (self.request_ready() || self.link().is_none() || self.wants_write()).then_some(self.fd)
     }
@@ -329,7 +335,7 @@ impl Caller for Reverse {
         expect: Expect,
         deadline: Instant,
         mask: Mask<'_>,
-    ) -> Result<Vec<Region>, Error> {
+    ) -> Result<Regions, Error> {
         let server = self.server();
         let mut state = locked(&server);
         state.usable()?.begin(xid, message, expect)?;

@@ -24,6 +24,7 @@ use super::link::Link;
 use super::peer::Peer;
 use super::service_loop::{self, ServiceLoop};
 use super::session::{self, Locked, Session, State};
+use super::spin::Waiting;
 use super::start::{self, START_TIMEOUT, versions};
 use super::{Callee, TURN, TURN_TIME, memory};
 use crate::wait::{self, PollFd};
@@ -31,8 +32,10 @@ use std::sync::{Arc, TryLockError};
 
 /// While others wait for the memory that pulled Calls hold, a peer has so long to send what it was asked for: all of it, or
 /// [`PULL_LEAST`] bytes. So a Call of 64 MiB takes some five minutes at most.
-const PULL_STALL: Duration = Duration::from_secs(5);
+pub(super) const PULL_STALL: Duration = Duration::from_secs(5);
 const PULL_LEAST: u64 = 1 << 20;
+/// A loop that has not looked at a connection for so long was away.
+const PULL_AWAY: Duration = Duration::from_secs(1);
 
 /// How often a connection that waits for such memory tries again.
 const PULL_RETRY: Duration = Duration::from_millis(20);
@@ -72,6 +75,8 @@ pub struct Server {
     probe_at: Instant,
     /// While RDMA Reads are under way: how many bytes they must have brought in all for them to get on, and since when.
     pub(super) pulling: Option<(u64, Instant)>,
+    /// When that was last seen to.
+    pub(super) looked: Instant,
     /// Since when a long Call waits for memory, and when to try again.
     pub(super) retry: Option<(Instant, Instant)>,
     /// Replies that the peer has not taken.
@@ -166,6 +171,7 @@ impl Server {
             heard: Instant::now(),
             probe_at: Instant::now() + PROBE_EVERY,
             pulling: None,
+            looked: Instant::now(),
             retry: None,
             backlog: Backlog::default(),
             generation: fork::generation(),
@@ -219,14 +225,21 @@ impl Server {
         } else {
             self.backlog.note(&*link.device);
         }
+        let (pulling, waits) = (link.engine.pulling(), link.engine.waits_for_memory());
+        if pulling.is_none() && !waits {
+            // As nearly always: what time it is does not matter.
+            (self.pulling, self.retry) = (None, None);
+            return;
+        }
         let now = Instant::now();
+        self.looked = now;
         let pulled = link.device.pulled();
-        self.pulling = link.engine.pulling().map(|asked| match self.pulling {
+        self.pulling = pulling.map(|asked| match self.pulling {
             Some(wanted) if pulled < wanted.0 => wanted,
             _ => (asked.min(pulled + PULL_LEAST), now),
         });
         let since = self.retry.map_or(now, |(since, _)| since);
-        self.retry = link.engine.waits_for_memory().then_some((since, now + PULL_RETRY));
+        self.retry = waits.then_some((since, now + PULL_RETRY));
     }
 
     /// Whether RDMA Reads are under way, which hold memory that other connections may wait for.
@@ -264,13 +277,25 @@ impl Server {
     }
 
     /// Closes the connection if its Reads have not got on for a while and it is of them that others wait: for the memory of
-    /// all peers, or of this one's.
+    /// all peers, or of this one's. Unless that is our own doing: what the peer has answered lies unread where the loop was
+    /// away, or has paused.
     pub fn give_way(&mut self) {
-        let stalled = self.pulling.is_some_and(|(_, since)| since.elapsed() >= PULL_STALL);
+        let now = Instant::now();
+        let stalled =
+            self.pulling.is_some_and(|(_, since)| now.saturating_duration_since(since) >= PULL_STALL);
+        let away = now.saturating_duration_since(self.looked) >= PULL_AWAY;
         if let Phase::Open(link) = &mut self.phase
             && stalled
+            && !link.paused
             && link.memory.is_crowded()
         {
+            if away {
+                self.pulling = Some((link.device.pulled() + PULL_LEAST, now));
+                link.pump();
+                self.settle();
+                self.note();
+                return;
+            }
             let text = "the peer answers RDMA Reads too slowly, and others wait for the memory of its call";
             link.fail(Error::new(Kind::Timeout, text));
             link.drain();
@@ -302,13 +327,16 @@ impl Server {
 
     /// What comes next, as far as can be told without waiting; `None` where it may pay to spin for it.
     fn look(&mut self) -> Option<Next> {
-        let over = self.turn.is_over();
         let Phase::Open(link) = &mut self.phase else { return Some(Next::Arrival) };
         if link.request_ready() {
-            return Some(if over { Next::Later } else { Next::Request });
+            return Some(if self.turn.is_over() { Next::Later } else { Next::Request });
         }
         // Where replies wait, it is for the peer to take them.
-        let spins = !over && !link.is_behind() && !self.forked() && self.home.is_quiet_for(self.id);
+        let spins = self.session.may_spin()
+            && !link.is_behind()
+            && !self.turn.is_over()
+            && !self.forked()
+            && self.home.is_quiet_for(self.id);
         (!spins).then_some(Next::Arrival)
     }
 
@@ -319,7 +347,7 @@ impl Server {
         }
         let Phase::Open(link) = &mut self.phase else { return None };
         if link.device.unsent() > 0 && link.engine.closed().is_none() {
-            link.pump();
+            link.pump_on();
         }
         self.settle();
         self.note();
@@ -488,6 +516,7 @@ pub fn next(server: &Shared, others: impl Fn() -> bool) -> Next {
     }
     let mut next = state.look();
     if next.is_none() {
+        let _waiting = Waiting::begin();
         let found = |state: &mut Server| state.request_ready() || state.link().is_none();
         (state, _) = session::spin(&server, state, found, others);
         next = state.request_ready().then_some(Next::Request);
@@ -516,6 +545,27 @@ impl<'a> Locked<'a> for &'a Shared {
     fn lock(&self) -> MutexGuard<'a, Server> {
         locked(self)
     }
+
+    fn may_read(&self, state: &mut Server) -> bool {
+        state.home.may_read() && !state.session.another_reads()
+    }
+
+    fn read(&self, state: &mut Server) {
+        let home = state.home;
+        if state.session.another_reads() {
+            state.send();
+        } else if home.is_mine() {
+            state.pump();
+        } else if home.read_instead(|| state.read_for_loop()).is_none() {
+            state.send();
+        }
+    }
+
+    fn taken(&self, state: &mut Server) {
+        if let Some(fd) = state.for_loop() {
+            state.home.leave(fd);
+        }
+    }
 }
 
 impl State for Server {
@@ -539,10 +589,10 @@ impl Callee for Shared {
 
     fn reply(&self, id: RequestId, message: Message) -> Result<(), Error> {
         let server = locked(self);
-        let (fd, forked) = (server.fd, server.forked());
-        let wait = match forked {
+        let (fd, forked, home, own) = (server.fd, server.forked(), server.home, server.id);
+        let wait = || match forked {
             true => Wait::CHILD,
-            false if server.home.is_quiet_for(server.id) => Wait::ALONE,
+            false if home.is_quiet_for(own) => Wait::ALONE,
             false => Wait::SHORT,
         };
         let (mut server, sent) = session::reply(&self, server, (fd, id), message, wait, forked);
@@ -569,6 +619,9 @@ impl Callee for Shared {
     }
 
     fn end(&self, loans: &[Loan]) {
+        if loans.iter().all(Loan::is_over) {
+            return;
+        }
         let mut server = locked(self);
         if let Phase::Open(link) = &mut server.phase {
             link.end(loans);

@@ -20,7 +20,7 @@ use rustc_hash::FxHashMap;
 
 use crate::connection::RequestId;
 use crate::error::{Error, Kind};
-use crate::memory::{Message, Region};
+use crate::memory::{Message, Regions};
 use crate::stats::{self, Counter};
 use crate::wait::{self, PollFd};
 
@@ -28,7 +28,7 @@ use super::Mask;
 use super::backlog::{Progress, Wait};
 use super::calls::{Calls, Waiter};
 use super::link::Link;
-use super::spin::{Patience, Spin};
+use super::spin::{Patience, Spin, Waiting};
 
 /// When a peer that has not answered the first call is nudged: Linux's siw may overlook what comes right behind its answer
 /// to the startup until more comes.
@@ -96,6 +96,11 @@ impl Session {
                 }
             }
         }
+    }
+
+    /// Whether the program wants waits to spin at all.
+    pub(super) fn may_spin(&self) -> bool {
+        self.spin.is_on()
     }
 
     /// How many threads sleep beside the driver.
@@ -180,7 +185,7 @@ impl Session {
     }
 
     /// How a call has ended. One that has not is abandoned, for its time is over.
-    pub(super) fn outcome(&mut self, link: Option<&mut Link>, xid: Xid) -> Result<Vec<Region>, Error> {
+    pub(super) fn outcome(&mut self, link: Option<&mut Link>, xid: Xid) -> Result<Regions, Error> {
         if let Some(outcome) = self.calls.outcomes.remove(&xid) {
             return outcome;
         }
@@ -243,7 +248,20 @@ pub(super) trait Locked<'a> {
     /// Takes the lock.
     fn lock(&self) -> MutexGuard<'a, Self::State>;
 
-    /// What a driver sleeps for was taken by another thread.
+    /// Whether this thread may take what comes: no other one sleeps until it does.
+    fn may_read(&self, state: &mut Self::State) -> bool {
+        !state.parts().0.another_reads()
+    }
+
+    /// Moves what has come, as far as this thread may; the rest is sent only.
+    fn read(&self, state: &mut Self::State) {
+        match self.may_read(state) {
+            true => state.pump(),
+            false => state.send(),
+        }
+    }
+
+    /// What another thread sleeps for was taken by this one.
     fn taken(&self, _: &mut Self::State) {}
 }
 
@@ -317,8 +335,10 @@ pub(super) fn wait_for<'a, P: Policy<'a>>(
     deadline: Instant,
     mask: Mask<'_>,
 ) -> MutexGuard<'a, P::State> {
-    let mut condition = None;
-    while !state.parts().0.calls.is_over(waiter) && Instant::now() < deadline {
+    let (mut condition, mut first) = (None, true);
+    // What time it is matters when the first wait was in vain, which it rarely is.
+    while !state.parts().0.calls.is_over(waiter) && (std::mem::take(&mut first) || Instant::now() < deadline)
+    {
         state = wait_once(policy, state, waiter, &mut condition, deadline, mask);
     }
     state
@@ -377,6 +397,7 @@ fn drive<'a, P: Policy<'a>>(
     mask: Mask<'_>,
 ) -> MutexGuard<'a, P::State> {
     state.parts().0.begin_to_drive();
+    let _waiting = Waiting::begin();
     if spins {
         let found;
         (state, found) = spin(policy, state, |state| policy.is_over(state, waiter), || false);
@@ -410,8 +431,9 @@ pub(super) fn spin<'a, L: Locked<'a>>(
     others: impl Fn() -> bool,
 ) -> (MutexGuard<'a, L::State>, bool) {
     let (session, link) = state.parts();
-    let patience = session.spin.allowed().and_then(|limit| Patience::new(limit, link?));
-    let Some(mut patience) = patience else { return (state, false) };
+    let Some(mut patience) = link.and_then(|link| Patience::new(&mut session.spin, link)) else {
+        return (state, false);
+    };
     loop {
         let alone = !state.parts().0.another_reads();
         if alone {
@@ -429,7 +451,7 @@ pub(super) fn spin<'a, L: Locked<'a>>(
             session.spin.failed();
             return (state, false);
         }
-        if patience.looks_round() && others() {
+        if patience.must_end(&others) {
             return (state, false);
         }
         drop(state);
@@ -445,20 +467,23 @@ pub(super) fn reply<'a, L: Locked<'a>>(
     mut state: MutexGuard<'a, L::State>,
     (fd, id): (RawFd, RequestId),
     message: Message,
-    patience: Wait,
+    patience: impl Fn() -> Wait,
     forked: bool,
 ) -> (MutexGuard<'a, L::State>, Result<(), Error>) {
     let closed = || Err(Error::new(Kind::NotSent, "the connection is closed"));
     let Some(link) = state.parts().1 else { return (state, closed()) };
-    let serial = link.serial;
+    let (serial, adapter) = (link.serial, !link.device.traits().socket);
     let mut reply = link.begin_reply(id, message, forked);
     let mut progress = None;
-    let events = if forked { wait::OUT } else { wait::IN | wait::OUT };
     while reply.waits
         && let (_, Some(link)) = state.parts()
         && let taken = link.device.taken()
-        && let Some(left) = progress.get_or_insert_with(|| Progress::new(patience, taken)).left(|| taken)
+        && let Some(left) = progress.get_or_insert_with(|| Progress::new(patience(), taken)).left(|| taken)
     {
+        let events = match (forked, adapter || locked.may_read(&mut state)) {
+            (false, true) => wait::IN | wait::OUT,
+            _ => wait::OUT,
+        };
         drop(state);
         // An error of poll(2) itself shows up in what follows.
         let _ = wait::until(fd, events, Some(left), None);
@@ -468,20 +493,39 @@ pub(super) fn reply<'a, L: Locked<'a>>(
             break;
         }
         reply.advance(link);
-        if reply.waits && !forked && !session.another_reads() {
-            link.pump();
-            reply.waits = link.engine.closed().is_none();
-        }
         session.settle(link);
+        if reply.waits && !forked {
+            read_beside(locked, &mut state, adapter);
+            reply.waits = state.parts().1.is_some_and(|link| link.engine.closed().is_none());
+        }
+    }
+    // Somebody else may have ended it meanwhile, and what was lent with it; a new one may have taken its place.
+    let same = |link: &&mut Link| link.serial == serial;
+    if reply.lent
+        && let Some(link) = state.parts().1.filter(same)
+    {
+        link.release();
+        match forked {
+            true => state.settle(),
+            false => read_beside(locked, &mut state, adapter),
+        }
     }
     let (session, link) = state.parts();
-    // Somebody else has ended it meanwhile, and what was lent with it; a new one may have taken its place.
-    let Some(link) = link.filter(|link| link.serial == serial) else { return (state, closed()) };
-    let sent = link.end_reply(reply, forked);
-    let taken = !link.done.is_empty() && session.another_reads();
+    let Some(link) = link.filter(same) else { return (state, closed()) };
+    let sent = link.end_reply(reply);
     session.settle(link);
-    if taken {
-        locked.taken(&mut state);
-    }
     (state, sent)
+}
+
+/// Moves what has come, which another thread may sleep for. An adapter's completions come all together, those of replies
+/// among them: what this thread has taken, the other one is told of.
+fn read_beside<'a, L: Locked<'a>>(locked: &L, state: &mut L::State, adapter: bool) {
+    if !adapter {
+        return locked.read(state);
+    }
+    let others = !locked.may_read(state);
+    state.pump();
+    if others {
+        locked.taken(state);
+    }
 }

@@ -1,16 +1,20 @@
 //! Whether a wait spins first, and how long.
+//!
+//! A spin keeps its processor from everybody else. It saves a sleep and a wake-up where the peer has a processor of its own;
+//! where it has not, or others want this one, it may cost a time slice, which is longer than a hundred short calls.
 #![forbid(unsafe_code)]
 
-use crate::thread;
-use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
+use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering::Relaxed};
 use std::time::{Duration, Instant};
 
 use super::link::Link;
+use crate::{fork, thread};
 
 /// Whether spinning before a sleep has paid lately.
 ///
 /// It pays only where the peer has a processor of its own. A spin that finds something although the thread lost its
-/// processor meanwhile has found what it had kept the peer from sending: when that is the rule it counts as a failure.
+/// processor meanwhile has found what it had kept the peer from sending: when that is the rule it counts as a failure. How
+/// often a second that happens says nothing: some hundred times on an idle machine, for the kernel's own threads.
 pub(super) struct Spin {
     /// How long a spin is; zero: there is none.
     poll: Duration,
@@ -30,13 +34,20 @@ impl Spin {
         Spin { poll, skip: 0, penalty: 0, preemptions: 0, crowded: 0 }
     }
 
+    pub(super) fn is_on(&self) -> bool {
+        !self.poll.is_zero()
+    }
+
     /// How long to spin now.
-    pub(super) fn allowed(&mut self) -> Option<Duration> {
-        if self.poll.is_zero() {
+    fn allowed(&mut self) -> Option<Duration> {
+        if !self.is_on() {
             return None;
         }
         if self.skip > 0 {
             self.skip -= 1;
+            return None;
+        }
+        if is_crowded() {
             return None;
         }
         // After many failures the peer may sleep before each message too, and takes longer than a spin: one of us must
@@ -64,6 +75,38 @@ impl Spin {
     }
 }
 
+/// A thread that waits on a connection as its driver, or spins for the next request.
+pub(super) struct Waiting {
+    generation: u64,
+}
+
+/// How many there are in this process, in the lower half; and in the upper one the process, as
+/// [`fork::generation`] counts them: the threads of a parent do not count in its child.
+static WAITING: AtomicU64 = AtomicU64::new(0);
+
+impl Waiting {
+    pub(super) fn begin() -> Waiting {
+        let generation = fork::generation();
+        // Never without an answer.
+        let _ = WAITING.fetch_update(Relaxed, Relaxed, |all| {
+            Some(if all >> 32 == generation { all + 1 } else { generation << 32 | 1 })
+        });
+        Waiting { generation }
+    }
+}
+
+impl Drop for Waiting {
+    fn drop(&mut self) {
+        let _ = WAITING.fetch_update(Relaxed, Relaxed, |all| (all >> 32 == self.generation).then(|| all - 1));
+    }
+}
+
+/// Whether so many threads of this process wait that, if one of them spins, what wakes the others may find no processor:
+/// one is left to the peer.
+fn is_crowded() -> bool {
+    WAITING.load(Relaxed) as u32 as usize >= processors()
+}
+
 /// A spin under way: it goes on as long as bytes move, and its limit beyond, but never longer than [`Patience::MOST`]
 /// limits: somebody else may wait for this thread.
 pub(super) struct Patience {
@@ -76,21 +119,15 @@ pub(super) struct Patience {
     now: Instant,
 }
 
-/// Threads of this process that spin: one processor is left to others.
-static SPINNING: AtomicUsize = AtomicUsize::new(0);
-
 impl Patience {
     const MOST: u32 = 40;
 
     /// How often a spin looks round, within its limit: not at once, for what comes soon shall cost no more.
     const LOOKS: u32 = 4;
 
-    /// `None` when as many threads spin already as there are processors to spare.
-    pub(super) fn new(limit: Duration, link: &Link) -> Option<Patience> {
-        if SPINNING.fetch_add(1, Relaxed) + 1 >= processors() {
-            SPINNING.fetch_sub(1, Relaxed);
-            return None;
-        }
+    /// `None`: there is to be no spin now.
+    pub(super) fn new(spin: &mut Spin, link: &Link) -> Option<Patience> {
+        let limit = spin.allowed()?;
         let now = Instant::now();
         Some(Patience {
             limit,
@@ -112,19 +149,14 @@ impl Patience {
         now >= self.until
     }
 
-    /// Whether it is time to see if somebody else waits for this thread, as of the latest `is_over`.
-    pub(super) fn looks_round(&mut self) -> bool {
-        let due = self.now >= self.look;
-        if due {
-            self.look = self.now + self.limit / Patience::LOOKS;
+    /// Whether it has turned out that somebody else waits for this thread or its processor. `others`: whether another
+    /// descriptor has something.
+    pub(super) fn must_end(&mut self, others: impl FnOnce() -> bool) -> bool {
+        if self.now < self.look {
+            return false;
         }
-        due
-    }
-}
-
-impl Drop for Patience {
-    fn drop(&mut self) {
-        SPINNING.fetch_sub(1, Relaxed);
+        self.look = self.now + self.limit / Patience::LOOKS;
+        is_crowded() || others()
     }
 }
 
@@ -139,5 +171,28 @@ fn processors() -> usize {
             processors
         }
         processors => processors,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::fork::testing::fork;
+
+    #[test]
+    fn threads_of_the_parent_do_not_wait_in_its_child() {
+        let here = || WAITING.load(Relaxed) >> 32 == fork::generation();
+        let _waiting = Waiting::begin();
+        assert!(here());
+        let child = fork(|| {
+            let begun = Waiting::begin();
+            let one = here() && WAITING.load(Relaxed) as u32 == 1;
+            // That of the parent ends here too, as when fork(2) was called in a dispatch routine.
+            drop(Waiting { generation: begun.generation - 1 });
+            let still = WAITING.load(Relaxed) as u32 == 1;
+            drop(begun);
+            one && still && WAITING.load(Relaxed) as u32 == 0
+        });
+        assert!(child.succeeded());
     }
 }

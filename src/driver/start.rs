@@ -20,7 +20,7 @@ use crate::connection::{Role, receive_margin};
 use crate::error::{Error, Kind, os_text};
 use crate::fork;
 use crate::memory::{AREAS_MAX, Areas, areas};
-use crate::provider::{DEVICES, Device, NEEDS_ROOM, Options, QueuePair, Traits, Way};
+use crate::provider::{DEVICES, Device, Options, QueuePair, Traits, Way};
 use crate::wire::header::Versions;
 use crate::{log_info, process, socket, wait};
 
@@ -131,22 +131,24 @@ pub enum Room {
 }
 
 impl Room {
-    /// Memory for it, which the connection has from its beginning.
+    /// Memory for it: what over any other device need not be asked for, the connection has from its beginning.
     ///
     /// # Errors
     /// `ENOMEM`: so much cannot be locked. Where no other device may be used, it is less then.
-    fn areas(self, config: &Config, most: usize) -> Result<Option<Arc<Areas>>, Error> {
+    fn areas(self, config: &Config, most: usize) -> Result<Arc<Areas>, Error> {
+        let little = config.max_reply(true) + REPLY_HEADER;
         if self == Room::Little || config.max_reply.is_some() {
-            return Ok(None);
+            return Ok(Areas::lazy(little, most));
         }
         let whole = config.max_reply(false) + REPLY_HEADER;
         if let Some(areas) = Areas::new(whole, most)? {
-            return Ok(Some(areas));
+            return Ok(areas);
         }
         let left = areas::left(most);
         if config.provider != Provider::Auto {
             let less = left & !4095;
-            return if less > config.max_reply(true) { Ok(Areas::new(less, most)?) } else { Ok(None) };
+            let areas = if less > little { Areas::new(less, most)? } else { None };
+            return Ok(areas.unwrap_or_else(|| Areas::lazy(little, most)));
         }
         let text = format!(
             "{whole} bytes for replies cannot be locked, for which {left} are left of {most}: {NEEDS_ROOM}"
@@ -159,6 +161,11 @@ impl Room {
         process::lockable().map_or(AREAS_MAX, |bytes| AREAS_MAX.min(bytes - bytes / 2))
     }
 }
+
+/// What lets a program use a device whose memory is locked when there is too little of it.
+const NEEDS_ROOM: &str = "a program without bindings gets room for replies as long as over tcp; a binding, \
+                              RPCRDMA_MAX_REPLY (256K, say), or more locked memory (ulimit -l, LimitMEMLOCK=) lets it use \
+                              the adapter";
 
 /// Why there is no connection.
 pub enum Failure {
@@ -179,7 +186,7 @@ fn connect(
     config: &Config,
 ) -> Result<Box<dyn QueuePair>, Error> {
     let traits = device.traits();
-    let areas = if traits.locked_memory { room.areas(config, Room::most())? } else { None };
+    let areas = traits.locked_memory.then(|| room.areas(config, Room::most())).transpose()?;
     device.connect(Way::Address(to), &options(config, traits), areas)
 }
 
@@ -549,15 +556,15 @@ pub(super) mod tests {
         let (auto, only) = (config(Provider::Auto), config(Provider::Only("verbs")));
         let whole = (16 << 20) + REPLY_HEADER;
         let size = |room: Room, config: &Config, most| {
-            room.areas(config, most).map(|areas| areas.map(|areas| areas.size()))
+            room.areas(config, most).map(|areas| (areas.size(), areas.first().is_some()))
         };
-        assert_eq!(size(Room::Same, &auto, whole).unwrap(), Some(whole));
-        assert_eq!(size(Room::Same, &only, whole).unwrap(), Some(whole));
-        assert_eq!(size(Room::Little, &auto, 0).unwrap(), None);
-        assert_eq!(
-            size(Room::Same, &Config { max_reply: Some(1024), ..config(Provider::Auto) }, 0).unwrap(),
-            None
-        );
+        assert_eq!(size(Room::Same, &auto, whole).unwrap(), (whole, true));
+        assert_eq!(size(Room::Same, &only, whole).unwrap(), (whole, true));
+        // Who needs little, or says what, has it with the first call.
+        let little = (256 << 10) + REPLY_HEADER;
+        assert_eq!(size(Room::Little, &auto, 0).unwrap(), (little, false));
+        let told = Config { max_reply: Some(1024), ..config(Provider::Auto) };
+        assert_eq!(size(Room::Same, &told, 0).unwrap(), (8192, false));
         let error = size(Room::Same, &auto, 4 << 20).unwrap_err();
         assert_eq!(error.kind(), Kind::Os(libc::ENOMEM));
         assert!(
@@ -566,8 +573,8 @@ pub(super) mod tests {
                 .starts_with("16781312 bytes for replies cannot be locked, for which 4194304 are left")
         );
         // Nothing else is there then.
-        assert_eq!(size(Room::Same, &only, (4 << 20) + 5).unwrap(), Some(4 << 20));
-        assert_eq!(size(Room::Same, &only, 256 << 10).unwrap(), None);
+        assert_eq!(size(Room::Same, &only, (4 << 20) + 5).unwrap(), (4 << 20, true));
+        assert_eq!(size(Room::Same, &only, 256 << 10).unwrap(), (little, false));
     }
 
     #[test]

@@ -1,13 +1,14 @@
-//! Reply chunks for a device that must know its memory beforehand, in blocks of one length.
+//! Memory for a device that must know it beforehand, in blocks of one length: for Reply chunks, and for what a peer reads.
 //!
-//! To register the room for the longest reply that a program may expect takes milliseconds, far longer than a call. So a
-//! connection to an adapter has one such block from its beginning, which is registered once and used by one call after the
-//! other; calls at the same time get further ones, which stay too. All blocks of a process together are bounded, since
-//! their memory is locked: where none is left, a call waits (`Areas::lacks`), and a connection is not made.
+//! To register the room for the longest reply that a program may expect takes milliseconds, far longer than a call, and to
+//! register a few KiB as long as a call. So a connection to an adapter has such blocks, which are registered once and used
+//! by one call after the other; calls at the same time get further ones, which stay too. All blocks of a process together
+//! are bounded, since their memory is locked: where none is left, a call waits (`Areas::lacks`), or, if it needs little,
+//! has memory registered for itself.
 #![forbid(unsafe_code)]
 
 use std::io;
-use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering::Relaxed};
 use std::sync::{Arc, Mutex, MutexGuard};
 
 use super::{Buf, Slabs};
@@ -17,12 +18,18 @@ pub struct Areas {
     size: usize,
     /// Most bytes of the blocks of this process.
     most: usize,
+    /// Whether a call waits for a block where none is left.
+    scarce: bool,
+    /// See [`Areas::stay_open`].
+    open: AtomicBool,
     state: Mutex<State>,
 }
 
 #[derive(Default)]
 struct State {
     blocks: Vec<Area>,
+    /// See [`Areas::refuse`].
+    refused: bool,
     ended: bool,
 }
 
@@ -63,9 +70,35 @@ impl Areas {
     /// # Errors
     /// `ENOMEM`.
     pub fn new(size: usize, most: usize) -> io::Result<Option<Arc<Areas>>> {
-        let areas = Areas { size: super::round_up(size), most, state: Mutex::default() };
+        let areas = Areas::with(size, most, true);
         let first = areas.grow(&mut areas.state())?;
-        Ok(first.then(|| Arc::new(areas)))
+        Ok(first.then_some(areas))
+    }
+
+    /// The same, of which none is there yet, and for which no call waits: it needs so little that other memory will do.
+    pub fn lazy(size: usize, most: usize) -> Arc<Areas> {
+        Areas::with(size, most, false)
+    }
+
+    fn with(size: usize, most: usize, scarce: bool) -> Arc<Areas> {
+        let (size, open) = (super::round_up(size), AtomicBool::new(false));
+        Arc::new(Areas { size, most, scarce, open, state: Mutex::default() })
+    }
+
+    /// The peer may write the blocks at any time, as a device has it that cannot take a right to a part of its memory back:
+    /// what is written there is looked at as a copy only. They hold nothing but what this peer has written.
+    pub fn stay_open(&self) {
+        self.open.store(true, Relaxed);
+    }
+
+    /// Whether the peer may write the block at this address, whatever handle was invalidated.
+    pub(super) fn is_open(&self, address: usize) -> bool {
+        self.open.load(Relaxed) && self.block_of(address, 1).is_some()
+    }
+
+    /// Most bytes of the blocks of this process.
+    pub fn most(&self) -> usize {
+        self.most
     }
 
     /// Bytes of a block.
@@ -74,7 +107,7 @@ impl Areas {
     }
 
     /// A block for `len` bytes, if they fit one and there is one left.
-    pub(super) fn take(&self, len: usize) -> Option<Buf> {
+    pub fn take(&self, len: usize) -> Option<Buf> {
         if len > self.size {
             return None;
         }
@@ -89,9 +122,10 @@ impl Areas {
     /// Whether a call that needs `len` bytes has to wait for the end of another.
     pub(super) fn lacks(&self, len: usize) -> bool {
         let state = self.state();
-        len <= self.size
+        self.scarce
+            && len <= self.size
             && !state.ended
-            && left(self.most) < self.size
+            && (state.refused || left(self.most) < self.size)
             && state.blocks.iter().all(|block| block.slabs.left() == 0)
     }
 
@@ -104,9 +138,16 @@ impl Areas {
         self.state().blocks.iter().find(inside).cloned()
     }
 
-    /// The first block, which is there from the beginning to the end.
+    /// The first block, which stays to the end.
     pub fn first(&self) -> Option<Area> {
         self.state().blocks.first().cloned()
+    }
+
+    /// The device does not take the block at this address: it is given out no more, and no others are made.
+    pub fn refuse(&self, address: usize) {
+        let mut state = self.state();
+        state.refused = true;
+        state.blocks.retain(|block| block.span().0 != address);
     }
 
     /// No block is given out any more, and none counts that the device has let go of. What somebody reads stays until he has
@@ -120,7 +161,7 @@ impl Areas {
     /// Makes one more block, if the bound allows it.
     fn grow(&self, state: &mut State) -> io::Result<bool> {
         let fits = |taken: usize| taken.checked_add(self.size).filter(|sum| *sum <= self.most);
-        if state.ended || TAKEN.fetch_update(Relaxed, Relaxed, fits).is_err() {
+        if state.ended || state.refused || TAKEN.fetch_update(Relaxed, Relaxed, fits).is_err() {
             return Ok(false);
         }
         let share = Share(self.size);
@@ -155,6 +196,28 @@ mod tests {
     use crate::memory::Memory;
 
     const SIZE: usize = 64 << 10;
+
+    #[test]
+    fn who_needs_little_waits_for_no_block() {
+        let _alone = ALONE.lock().unwrap();
+        let memory = Memory::new(4096, 1 << 20, 1 << 20);
+        let slabs = Slabs::new(4096, 1).unwrap();
+        // Other connections have all that may be locked, or nearly nothing may be.
+        let others = Areas::new(SIZE, SIZE).unwrap().unwrap();
+        let one = memory.connection(Some(slabs.clone()), Some(Areas::lazy(SIZE, SIZE)));
+        let first = one.reply_area(SIZE).unwrap();
+        assert!(one.has_room(SIZE), "a call beside one that its server is slow to answer");
+        let second = one.reply_area(SIZE).unwrap();
+        drop((first, second, one, others));
+        // It has some, and they are all in use.
+        let one = memory.connection(Some(slabs), Some(Areas::lazy(SIZE, SIZE)));
+        let first = one.reply_area(SIZE).unwrap();
+        assert_eq!(left(SIZE), 0);
+        assert!(one.has_room(SIZE));
+        let second = one.reply_area(SIZE).unwrap();
+        drop((first, second, one));
+        assert_eq!(left(SIZE), SIZE);
+    }
 
     #[test]
     fn blocks_are_used_again_and_bounded_for_the_process() {

@@ -1,9 +1,10 @@
 //! An RPC message on its way out: bytes of our own, with parts that were left in the program's memory.
 #![forbid(unsafe_code)]
 
+use std::io;
 use std::ops::Range;
 
-use super::{Buf, Loan, Region};
+use super::{Buf, Loan, Memory, Region, Regions};
 
 /// An encoded message whose lent parts can still be copied in.
 ///
@@ -97,7 +98,7 @@ impl Message {
 
     /// Ends all changes.
     pub fn freeze(self) -> Pieces {
-        Pieces { body: self.body.freeze(), lent: self.lent }
+        Pieces { body: self.body.freeze(), head: 0, lent: self.lent }
     }
 }
 
@@ -110,6 +111,8 @@ impl From<Buf> for Message {
 /// A frozen [`Message`].
 pub struct Pieces {
     body: Region,
+    /// Bytes in front of the message.
+    head: usize,
     lent: Vec<(usize, Region)>,
 }
 
@@ -118,24 +121,45 @@ impl Pieces {
     ///
     /// # Panics
     /// When the range lies outside.
-    pub fn gather(&self, range: Range<usize>) -> Vec<Region> {
-        let mut pieces = Vec::with_capacity(self.most());
+    pub fn gather(&self, range: Range<usize>) -> Regions {
+        let mut pieces = Regions::new();
         self.gather_into(range, &mut pieces);
         pieces
     }
 
-    /// Most regions that any range of the message is.
-    pub fn most(&self) -> usize {
-        2 * self.lent.len() + 1
+    /// The regions of `header` and, behind it, ranges of the message. It lies in front of the message if there is room, and
+    /// none of that has been gathered yet.
+    ///
+    /// # Errors
+    /// `ENOMEM`.
+    pub fn send(mut self, header: &[u8], ranges: &[Range<usize>], memory: &Memory) -> io::Result<Regions> {
+        let mut pieces = Regions::new();
+        if self.body.extend_front(header) {
+            self.head = header.len();
+            pieces.push(self.body.slice(0, self.head));
+        } else {
+            let mut own = memory.header()?;
+            own.extend(header)?;
+            pieces.push(own.freeze());
+        }
+        for range in ranges {
+            self.gather_into(range.clone(), &mut pieces);
+        }
+        Ok(pieces)
     }
 
     /// Appends the regions that hold a range of the message, as [`Pieces::gather`].
-    pub fn gather_into(&self, range: Range<usize>, pieces: &mut Vec<Region>) {
+    fn gather_into(&self, range: Range<usize>, pieces: &mut Regions) {
         let Range { start: at, end } = range;
-        assert!(end <= self.body.len(), "a range that ends at {end} of {}", self.body.len());
-        let own = |from: usize, to: usize, pieces: &mut Vec<Region>| {
-            if from < to {
-                pieces.push(self.body.slice(from, to - from));
+        let len = self.body.len() - self.head;
+        assert!(end <= len, "a range that ends at {end} of {len}");
+        let own = |from: usize, to: usize, pieces: &mut Regions| {
+            if from == 0 && self.head > 0 {
+                // One piece with the header, which is all that is there yet.
+                pieces.pop();
+                pieces.push(self.body.slice(0, self.head + to));
+            } else if from < to {
+                pieces.push(self.body.slice(self.head + from, to - from));
             }
         };
         let mut next = at;

@@ -11,7 +11,7 @@ use std::sync::{Arc, Mutex, MutexGuard, OnceLock, TryLockError, Weak};
 use std::thread;
 use std::time::Duration;
 
-use super::{Block, Buf};
+use super::{Buf, Share};
 
 /// Granularity of blocks, in bytes.
 pub(super) const PAGE: usize = 4096;
@@ -23,7 +23,7 @@ pub(super) const PAGE: usize = 4096;
 ///
 /// A child that was forked while a thread of its parent held the lock does without: nobody there would ever release it.
 pub struct Pool {
-    pub(super) idle: Mutex<Vec<RawBlock>>,
+    pub(super) idle: Mutex<Vec<Share>>,
     /// The process that made it, and the latest one in which the lock is held by nobody that exists; 0: none.
     process: u32,
     orphaned: AtomicU32,
@@ -60,7 +60,8 @@ impl Pool {
     /// # Errors
     /// As [`Pool::take`].
     pub(super) fn take_for(self: &Arc<Pool>, writer: u64) -> io::Result<Buf> {
-        let idle = self.idle().and_then(|mut idle| match idle.iter().rposition(|raw| raw.writer == writer) {
+        let own = |block: &Share| block.raw.writer == writer;
+        let idle = self.idle().and_then(|mut idle| match idle.iter().rposition(own) {
             Some(own) => Some(idle.remove(own)),
             // The one that has been idle for the longest time: its writer misses it least.
             None if !idle.is_empty() => Some(idle.remove(0)),
@@ -75,17 +76,16 @@ impl Pool {
         Ok(buf)
     }
 
-    fn wrap(self: &Arc<Pool>, idle: Option<RawBlock>) -> io::Result<Buf> {
-        let raw = match idle {
-            Some(raw) => raw,
-            None => RawBlock::map(self.capacity)?,
+    fn wrap(self: &Arc<Pool>, idle: Option<Share>) -> io::Result<Buf> {
+        let block = match idle {
+            Some(block) => block,
+            None => Share::new(RawBlock::map(self.capacity)?, Arc::downgrade(self)),
         };
-        let block = Block { raw, pool: Arc::downgrade(self), charge: None };
-        Ok(Buf { block: Arc::new(block), len: 0 })
+        Ok(Buf { block, start: 0, len: 0 })
     }
 
     /// The idle blocks; none where a thread has them that a fork(2) has left behind.
-    pub(super) fn idle(&self) -> Option<MutexGuard<'_, Vec<RawBlock>>> {
+    pub(super) fn idle(&self) -> Option<MutexGuard<'_, Vec<Share>>> {
         match self.idle.try_lock() {
             Ok(idle) => return Some(idle),
             Err(TryLockError::Poisoned(poisoned)) => return Some(poisoned.into_inner()),
@@ -115,11 +115,16 @@ impl Pool {
         None
     }
 
-    pub(super) fn give_back(&self, mut raw: RawBlock) {
-        let Some(mut idle) = self.idle() else { return };
-        if idle.len() < self.idle_max {
-            raw.trim(self.warm.max(PAGE));
-            idle.push(raw);
+    /// A block that nobody else holds.
+    pub(super) fn give_back(&self, mut block: Share) {
+        match self.idle() {
+            Some(mut idle) if idle.len() < self.idle_max => {
+                if let Some(block) = block.alone() {
+                    block.raw.trim(self.warm.max(PAGE));
+                }
+                idle.push(block);
+            }
+            _ => block.forget_pool(),
         }
     }
 }
@@ -175,7 +180,7 @@ impl Slabs {
         let ptr = unsafe { self.whole.ptr.add(at) };
         let (home, touched) = (Home::Slabs(self.clone()), AtomicUsize::new(0));
         let raw = RawBlock { ptr, cap: self.size, home, touched, writer: 0 };
-        Some(Buf { block: Arc::new(Block { raw, pool: Weak::new(), charge: None }), len: 0 })
+        Some(Buf { block: Share::new(raw, Weak::new()), start: 0, len: 0 })
     }
 
     /// Blocks that nobody has.

@@ -216,11 +216,6 @@ pub struct Accepted {
     pub peer: Option<SocketAddr>,
 }
 
-/// What lets a program use a device whose memory is locked when there is too little of it.
-pub const NEEDS_ROOM: &str = "a program without bindings gets room for replies as long as over tcp; a binding, \
-                              RPCRDMA_MAX_REPLY (256K, say), or more locked memory (ulimit -l, LimitMEMLOCK=) lets it use \
-                              the adapter";
-
 #[cfg(test)]
 mod tests {
     use super::*;

@@ -19,7 +19,7 @@ use std::sync::{Arc, Mutex, MutexGuard};
 
 use super::{Completion, Limits, QueuePair, Traits, WorkId, WorkRequest, iwarp};
 use crate::error::{Error, Kind};
-use crate::memory::{Region, Sink, Slabs};
+use crate::memory::{Region, Regions, Sink, Slabs};
 use crate::wire::header::{self, Body, Versions};
 use crate::wire::{Credits, Handle, Segment, Xid, v1};
 
@@ -82,11 +82,11 @@ enum Exposed {
 /// What travels to the other end.
 enum Packet {
     Send {
-        gather: Vec<Region>,
+        gather: Regions,
         invalidate: Option<Handle>,
     },
     Write {
-        gather: Vec<Region>,
+        gather: Regions,
         to: Segment,
     },
     ReadRequest(Segment),
@@ -1057,6 +1057,8 @@ pub(crate) mod contract {
     //! The contract of [`QueuePair`], checked on any device.
     use std::time::{Duration, Instant};
 
+    use smallvec::smallvec;
+
     use super::*;
     use crate::memory::{Buf, Program};
 
@@ -1108,7 +1110,7 @@ pub(crate) mod contract {
         }
 
         pub(crate) fn send(&mut self, i: usize, bytes: &[u8]) {
-            self.ends[i].post(WorkRequest::Send { gather: vec![region(bytes)], invalidate: None });
+            self.ends[i].post(WorkRequest::Send { gather: smallvec![region(bytes)], invalidate: None });
         }
 
         pub(crate) fn receives(&mut self, i: usize, n: usize) {
@@ -1213,7 +1215,7 @@ pub(crate) mod contract {
         for (from, to) in [(0, 1), (1, 0)] {
             pair.receives(to, 3);
             let gather = vec![region(b"one"), region(b""), region(b", and more")];
-            pair.ends[from].post(WorkRequest::Send { gather, invalidate: None });
+            pair.ends[from].post(WorkRequest::Send { gather: gather.into(), invalidate: None });
             pair.send(from, &[7; 4096]);
             pair.send(from, b"three");
             assert_eq!(pair.message(to), (b"one, and more".to_vec(), None));
@@ -1239,7 +1241,7 @@ pub(crate) mod contract {
         for gather in gathers {
             let message: Vec<u8> = gather.iter().flat_map(|piece| piece.iter().copied()).collect();
             pair.receives_of(1, 1, 64 << 10);
-            pair.ends[0].post(WorkRequest::Send { gather, invalidate: None });
+            pair.ends[0].post(WorkRequest::Send { gather: gather.into(), invalidate: None });
             assert!(pair.message(1).0 == message);
         }
         pair.ends[0].release_lent().unwrap();
@@ -1254,7 +1256,7 @@ pub(crate) mod contract {
         pair.receives(0, 1);
         let body: Vec<u8> = (0..150_000u32).map(|i| (i % 241) as u8).collect();
         let gather = vec![region(&body[..70_001]), region(&body[70_001..])];
-        pair.ends[1].post(WorkRequest::Write { gather, to: part(target, 50_000, 150_000) });
+        pair.ends[1].post(WorkRequest::Write { gather: gather.into(), to: part(target, 50_000, 150_000) });
         pair.send(1, b"done");
         assert_eq!(pair.message(0).0, b"done");
         pair.ends[0].invalidate(target.handle).unwrap();
@@ -1334,7 +1336,7 @@ pub(crate) mod contract {
         let handle = pair.sink_at(0, memory.clone()).handle;
         pair.receives(0, 1);
         let gather = vec![region(b"reply")];
-        pair.ends[1].post(WorkRequest::Send { gather, invalidate: Some(handle) });
+        pair.ends[1].post(WorkRequest::Send { gather: gather.into(), invalidate: Some(handle) });
         assert_eq!(pair.message(0), (b"reply".to_vec(), Some(handle)));
         memory.into_buf(64).expect("the device lets go");
     }
@@ -1348,10 +1350,10 @@ pub(crate) mod contract {
         let memory = sink(150_000);
         let target = pair.sink_at(0, memory.clone());
         pair.receives(0, 2);
-        pair.ends[1].post(WorkRequest::Write { gather: vec![data.source()], to: target });
+        pair.ends[1].post(WorkRequest::Write { gather: smallvec![data.source()], to: target });
         let gather = vec![region(b"own"), text.source(), region(b"own")];
         pair.ends[1].post(WorkRequest::Read { id: WorkId(1), sink: read.sink(), at: 0, from });
-        pair.ends[1].post(WorkRequest::Send { gather, invalidate: None });
+        pair.ends[1].post(WorkRequest::Send { gather: gather.into(), invalidate: None });
         pair.send(1, b"end");
         let copied = pair.ends[1].release_lent().unwrap();
         assert!(copied <= 150_008, "{copied} bytes copied");
@@ -1384,7 +1386,7 @@ pub(crate) mod contract {
         source.bytes().fill(0);
         assert_eq!(target.bytes(), [7; 9]);
         let memory = sink(9);
-        pair.ends[1].post(WorkRequest::Write { gather: vec![region(b"unwanted.")], to });
+        pair.ends[1].post(WorkRequest::Write { gather: smallvec![region(b"unwanted.")], to });
         pair.ends[1].post(WorkRequest::Read { id: WorkId(1), sink: memory.clone(), at: 0, from });
         pair.next(1).unwrap();
         assert_eq!(memory.into_buf(9).unwrap()[..], *b"asked for");
@@ -1408,7 +1410,7 @@ pub(crate) mod contract {
             };
             if remote {
                 pair.receives(0, 1);
-                pair.ends[1].post(WorkRequest::Send { gather: vec![], invalidate: Some(handle) });
+                pair.ends[1].post(WorkRequest::Send { gather: smallvec![], invalidate: Some(handle) });
                 assert_eq!(pair.message(0).1, Some(handle));
             } else {
                 pair.ends[0].invalidate(handle).unwrap();
@@ -1457,9 +1459,9 @@ pub(crate) mod contract {
             let to = pair.sink_at(1, sink(100_000));
             pair.source_at(0, source.source());
             pair.sink_at(0, target.sink());
-            pair.ends[0].post(WorkRequest::Write { gather: vec![written.source()], to });
+            pair.ends[0].post(WorkRequest::Write { gather: smallvec![written.source()], to });
             pair.ends[0].post(WorkRequest::Read { id: WorkId(1), sink: read.sink(), at: 0, from });
-            pair.ends[0].post(WorkRequest::Send { gather: vec![sent.source()], invalidate: None });
+            pair.ends[0].post(WorkRequest::Send { gather: smallvec![sent.source()], invalidate: None });
             end(&mut pair);
             assert!(programs.iter().all(Program::is_back), "{what}");
         }
@@ -1469,7 +1471,7 @@ pub(crate) mod contract {
         type Violation = fn(&mut Ends);
         fn write(pair: &mut Ends, to: Segment) {
             let gather = vec![region(&vec![1; to.length as usize])];
-            pair.ends[1].post(WorkRequest::Write { gather, to });
+            pair.ends[1].post(WorkRequest::Write { gather: gather.into(), to });
         }
         fn read(pair: &mut Ends, from: Segment) {
             pair.ends[1].post(WorkRequest::Read { id: WorkId(1), sink: sink(4096), at: 0, from });
@@ -1556,6 +1558,8 @@ pub(crate) mod contract {
 
 #[cfg(test)]
 mod tests {
+    use smallvec::smallvec;
+
     use super::contract::{Ends, region, sink};
     use super::*;
 
@@ -1631,7 +1635,7 @@ mod tests {
                 handle.0 ^= 1;
             }
             b.post_recv(sink(8));
-            a.post(WorkRequest::Send { gather: vec![region(b"x")], invalidate: Some(handle) });
+            a.post(WorkRequest::Send { gather: smallvec![region(b"x")], invalidate: Some(handle) });
             assert_eq!(b.poll().is_ok(), remote_invalidation && known);
         }
     }
@@ -1660,7 +1664,7 @@ mod tests {
         assert_eq!((control.exposed(), control.receives()), (1, 1));
         pair.send(0, b"hello");
         read(&mut pair, 77, from);
-        let reply = WorkRequest::Send { gather: vec![region(b"reply")], invalidate: Some(to.handle) };
+        let reply = WorkRequest::Send { gather: smallvec![region(b"reply")], invalidate: Some(to.handle) };
         pair.ends[1].post(reply);
         pair.receives(1, 1);
         assert_eq!(pair.message(0).1, Some(to.handle));

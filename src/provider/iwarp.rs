@@ -32,7 +32,7 @@ use rustc_hash::FxHashMap;
 use crate::config::Crc;
 use crate::error::{Error, Kind, os_text};
 use crate::fork;
-use crate::memory::{Areas, IoVecMut, Memory, Region, Sink};
+use crate::memory::{Areas, IoVecMut, Memory, Region, Regions, Sink};
 use crate::process;
 use crate::provider::{self, Completion, Device, Limits, QueuePair, Traits, Way, WorkRequest};
 use crate::socket;
@@ -56,6 +56,9 @@ const BUFFER: usize = 64 << 10;
 const BUFFERS: usize = 16;
 /// How far one system call reads ahead where FPDUs are large; where they are small it fills the buffer.
 const AHEAD: usize = 2 << 10;
+/// Up to this length an FPDU is read with its header, if the one before would have been: a copy costs less than a system
+/// call.
+const AHEAD_MOST: usize = 16 << 10;
 /// Bytes that one `poll` receives at most, so that a peer that writes as fast as we read cannot hold the caller.
 const POLL: usize = 4 << 20;
 /// Longest exposure, Read and Write.
@@ -229,6 +232,8 @@ struct Receive {
     total: u64,
     /// Whether TCP's segments hold small FPDUs only.
     small_path: bool,
+    /// How far a read goes beyond what is known to come, unless they do.
+    ahead: usize,
 }
 
 /// Where a segment's payload goes.
@@ -473,7 +478,7 @@ impl Iwarp {
     /// One system call: the rest of a large FPDU into its place, and what follows into the buffer.
     fn fill(&mut self) -> Result<usize, End> {
         self.receive.have_buffer();
-        let ahead = if self.receive.small_path { BUFFER } else { AHEAD };
+        let ahead = if self.receive.small_path { BUFFER } else { self.receive.ahead };
         let Receive { buffer, start, end, missing, placing, in_run, .. } = &mut self.receive;
         let (result, asked) = match placing {
             Some(placing) => {
@@ -608,13 +613,17 @@ impl Iwarp {
                 self.receive.in_run = false;
                 self.take_whole(head, fpdu)?;
                 self.receive.start += total;
-            } else if total < SMALL {
+                continue;
+            }
+            if !self.receive.in_run {
+                self.receive.ahead = AHEAD + if total <= AHEAD_MOST { total } else { 0 };
+            }
+            if total < SMALL {
                 self.receive.missing = total - bytes.len();
                 return Ok(());
-            } else {
-                self.begin_placing(head, ulpdu, bytes).map_err(breach)?;
-                (self.receive.start, self.receive.end) = (0, 0);
             }
+            self.begin_placing(head, ulpdu, bytes).map_err(breach)?;
+            (self.receive.start, self.receive.end) = (0, 0);
         }
         Ok(())
     }
@@ -978,19 +987,22 @@ impl Iwarp {
     #[inline(always)]
     fn pump(&mut self) {
         if self.transmit.has_work() {
-            self.transmit();
+            if self.may_transmit() {
+                self.transmit(Transmit::run);
+            }
         } else {
             self.transmit.blocked = false;
         }
     }
 
-    #[inline(never)]
-    fn transmit(&mut self) {
-        if !matches!(self.stage, Stage::Open) || self.broken.is_some() {
-            return;
-        }
+    /// Whether the stream is there, and not broken.
+    fn may_transmit(&self) -> bool {
+        matches!(self.stage, Stage::Open) && self.broken.is_none()
+    }
+
+    fn transmit(&mut self, run: impl FnOnce(&mut Transmit, (RawFd, &Shared), &mut u64) -> Result<(), Error>) {
         let before = self.syscalls;
-        if let Err(error) = self.transmit.run(self.socket, &self.shared, &mut self.syscalls) {
+        if let Err(error) = run(&mut self.transmit, (self.socket, &self.shared), &mut self.syscalls) {
             self.broken = Some(error);
         }
         stats::add(Counter::Syscalls, self.syscalls - before);
@@ -1002,10 +1014,12 @@ impl QueuePair for Iwarp {
         if let Some(error) = &self.failed {
             return Err(error.clone());
         }
-        match self.start() {
-            Err(error) => Err(self.fail(error, None)),
-            done => done,
+        let done = self.start();
+        // The next message may be long in coming, and the rest of the startup too.
+        if self.receive.start == self.receive.end {
+            self.receive.lend_buffer();
         }
+        done.map_err(|error| self.fail(error, None))
     }
 
     fn traits(&self) -> &'static Traits {
@@ -1019,7 +1033,7 @@ impl QueuePair for Iwarp {
     /// siw reads what comes with or right after its MPA Reply only when more comes.
     fn nudge(&mut self) {
         let nowhere = Segment { handle: Handle(0), length: 0, offset: 0 };
-        self.post(WorkRequest::Write { gather: Vec::new(), to: nowhere });
+        self.post(WorkRequest::Write { gather: Regions::new(), to: nowhere });
     }
 
     fn limits(&self) -> Limits {
@@ -1168,6 +1182,14 @@ impl QueuePair for Iwarp {
             return;
         }
         let work = match request {
+            WorkRequest::Send { gather, invalidate }
+                if self.may_transmit() && self.transmit.may_send_at_once(self.socket, &gather) =>
+            {
+                let invalidate = invalidate.map(|handle| handle.0);
+                return self.transmit(|transmit, stream, calls| {
+                    transmit.send_at_once(stream, gather, invalidate, calls)
+                });
+            }
             WorkRequest::Send { gather, invalidate } => {
                 transmit::gather(gather, None).map(|(gather, len)| Work::Send {
                     gather,
@@ -1251,6 +1273,19 @@ impl QueuePair for Iwarp {
         }
     }
 
+    fn drained(&mut self) -> bool {
+        let receive = &mut self.receive;
+        let all = receive.drained && receive.start == receive.end && receive.placing.is_none();
+        let rest = self.failed.is_some() || self.broken.is_some() || self.transmit.has_work();
+        let drained = all && self.completions.is_empty() && !rest;
+        if drained {
+            receive.lend_buffer();
+            // Until the next call more may have come.
+            receive.drained = false;
+        }
+        drained
+    }
+
     fn flush(&mut self) -> Result<bool, Error> {
         self.check_fork();
         if let Some(error) = &self.failed {
@@ -1318,6 +1353,7 @@ impl Receive {
             placed: 0,
             total: 0,
             small_path: false,
+            ahead: AHEAD,
         }
     }
 

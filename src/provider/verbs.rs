@@ -8,8 +8,13 @@
 //! what is sent: no handle names them. What the peer may touch is exactly the bytes that one RPC names: through a memory
 //! window where the device has them, which the peer's Send may invalidate, else by a registration of their own. The
 //! program's memory is registered from 64 KiB on; what is shorter, or cannot be registered, is copied first. Slabs of
-//! all connections together take at most half of RLIMIT_MEMLOCK. A block of `Areas` is registered once, and each call gets
-//! a window of it.
+//! all connections together take at most half of RLIMIT_MEMLOCK.
+//!
+//! To register memory is slower than a short call. So Reply chunks, and copies that the peer reads, lie in blocks of `Areas`,
+//! which are registered once, and each call gets a window of its own in one. rxe looks at the bounds of the block and not
+//! at those of the window, and a device without windows has but the block's key: a block has one call at a time, and holds
+//! nothing but what this peer has sent, or was to read. Without windows the peer may use a block as long as the connection
+//! lasts, and replies are copied out of it before anybody looks at them.
 //!
 //! **Sends** go out unsignalled but for every eighth. What lies in slabs is gathered from there, a short message travels
 //! inside its request, all else is copied into a slab, or registered if it is longer than one: the peer may have

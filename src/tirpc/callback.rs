@@ -224,7 +224,7 @@ pub(super) mod waker {
 
     /// Has the loop look at what others have left for it, soon: it wakes if it sleeps. In any thread.
     pub fn ring() {
-        if let Some(waker) = lock().as_ref()
+        if let Some(waker) = lock().as_ref().filter(|waker| waker.generation == fork::generation())
             && let Err(error) = waker.set.alarm(Some(Duration::ZERO))
         {
             log_warn!("requests may be late: {error}");

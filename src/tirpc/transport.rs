@@ -40,6 +40,7 @@ use crate::memory::Region;
 use crate::socket::Sockaddr;
 use crate::stats::{self, Counter};
 use crate::tirpc::bare::{LISTENING, NO_AUTH};
+use crate::tirpc::callback::waker;
 use crate::tirpc::client::CREDITS_MAX;
 use crate::tirpc::lending::lending;
 use crate::tirpc::netid::Netid;
@@ -73,6 +74,8 @@ pub struct Transport {
     /// The program could not be asked in its own protocol any more.
     broken: AtomicBool,
     destroyed: AtomicBool,
+    /// Whether [`progress`] knows of something to wait for; changed with the connection locked.
+    in_table: AtomicBool,
 }
 
 // SAFETY: what the pointers in `xprt` and `extension` name belongs to the transport. These two and `verifier` are used by
@@ -235,6 +238,7 @@ impl Transport {
                 empty: AtomicBool::new(false),
                 broken: AtomicBool::new(false),
                 destroyed: AtomicBool::new(false),
+                in_table: AtomicBool::new(false),
             }
         })
     }
@@ -294,7 +298,6 @@ impl Transport {
     /// Tells [`progress`] what else may wake this connection.
     pub fn watch_progress(&self) {
         let Some(server) = self.server() else { return };
-        let fd = server.fd();
         let wants = progress::Wants {
             write: server.wants_write(),
             deadline: server.deadline(),
@@ -302,8 +305,28 @@ impl Transport {
             memory: server.waits_for_memory(),
             stands: server.stands_since(),
         };
+        let watched = wants != progress::Wants::default();
+        // With the connection locked, so that what was found out later is told later.
+        if self.in_table.swap(watched, Relaxed) || watched {
+            progress::want(server.fd(), wants, || self.watched());
+        }
+    }
+
+    /// Has the loop look at what has come in with a reply to a request that it had put off, and at what could not be sent.
+    /// It may be another thread's, and sleep.
+    fn tell_loop(&self) {
+        let Some(server) = self.server().filter(|server| !server.forked()) else { return };
+        let (ready, unsent) = (server.request_ready(), server.wants_write());
         drop(server);
-        progress::want(fd, wants, || self.watched());
+        let home = &service_loop::PROGRAM;
+        if ready {
+            home.leave(self.fd);
+        }
+        match home.is_mine() {
+            true if ready => wake_left(),
+            false if ready || unsent || home.has_left() => waker::ring(),
+            _ => {}
+        }
     }
 
     /// Ends the request on top of the stack.
@@ -839,14 +862,21 @@ impl Reply {
         stats::add(Counter::BytesCopied, encoder.copied());
         let message = encoder.finish()?;
         let loans = message.loans();
+        let mut state = own.state();
         // Unless the xdrproc has done so.
-        if !own.state().answer(id) {
+        if !state.answer(id) {
             return Ok(0);
         }
+        // While one is open, the loop asks for more requests when its routine has returned.
+        let put_off = state.open.is_empty();
+        drop(state);
         log_debug!("fd {}: reply {}: {} bytes", own.fd, Xid(xid), message.len());
         let sent = responder.reply(id, message);
         responder.end(&loans);
         own.watch_progress();
+        if put_off {
+            own.tell_loop();
+        }
         match sent {
             Ok(()) => Ok(1),
             Err(error) => {

@@ -2,7 +2,8 @@
 # speed.sh [PATH...]: how fast the examples' NFS version 3 client is beside the kernel's own, in one guest, at the
 # kernel's server, over the same device: READs and WRITEs of 4 KiB and 1 MiB, one after the other, without a cache
 # (O_DIRECT there). Then our client at our server, in Version Two, 16 KiB a call: with Receives of 4 KiB and of 64 KiB at
-# both ends, and without remote invalidation. Nothing here can fail for being slow. A guest for each path (guest.sh).
+# both ends, and without remote invalidation. Then a program without bindings, with room for replies of several lengths,
+# which must cost no registration per call. Nothing here can fail for being slow. A guest for each path (guest.sh).
 . "$(dirname "${BASH_SOURCE[0]}")/guest.sh"
 run_in_guest "speed beside the kernel's client" 300 "${BASH_SOURCE[0]}" "$@"
 
@@ -90,11 +91,44 @@ version_two() {
     for i in "${children[@]}"; do stop "$i"; done
 }
 
+without_bindings() {
+    local most what i name count=100 log=$scratch/server.log
+    must gcc -O2 -Wall -Wextra -Werror -Wno-cast-function-type -pthread $(pkg-config --cflags libtirpc) \
+        -o "$scratch/bench" "$here/../../bench/bench.c" $(pkg-config --libs libtirpc)
+    export ADDRESS=$address
+    start_ready "${preloaded[@]}" "$scratch/bench" server rdma || { FAIL 'the server of the benchmark' "$log"; closing; }
+    client() { timeout "$(patient 60)" env RPCRDMA_MAX_REPLY=$most "${preloaded[@]}" "$scratch/bench" "$@"; }
+    for ((i = 0; i < runs; i++)); do
+        for what in 'null 0' 'write 65536'; do
+            for most in 256K 4M auto; do
+                # shellcheck disable=SC2086
+                client client rdma "$port" $what 1 own 0.5 >"$scratch/out" 2>&1 ||
+                    { FAIL "bench $what, room for $most" "$scratch/out"; closing; }
+                awk '{ print $2 }' "$scratch/out" >>"$scratch/unbound.${what% *}.$most"
+            done
+        done
+    done
+    echo "a program without bindings, at our server, medians of $runs runs in turn; and what a call of the client costs"
+    for what in 'null 0' 'write 65536'; do
+        for most in 256K 4M auto; do
+            # shellcheck disable=SC2086
+            client counters rdma "$port" $what $count >"$scratch/out" 2>&1 || { FAIL "counters, $what" "$scratch/out"; closing; }
+            awk -v c="${what% *}, RPCRDMA_MAX_REPLY=$most" -v t="$(median "$scratch/unbound.${what% *}.$most")" \
+                '{ printf "  %s: %.0f us, %s registrations, %s Sends, %s system calls\n", c, t, $5, $7, $9 }' "$scratch/out"
+            [ "$what" = 'null 0' ] && [ "$path" != iwarp ] || continue
+            name="a null call registers nothing, with RPCRDMA_MAX_REPLY=$most"
+            if awk '{ exit $5 != 0 }' "$scratch/out"; then ok "$name"; else FAIL "$name" "$scratch/out"; fi
+        done
+    done
+    stop "$server"
+}
+
 # Receives of 64 KiB for all credits are more than the usual limit of 8 MiB.
 ulimit -l unlimited
 device_up
 nfsd_up
 compare
 version_two
+without_bindings
 device_down
 closing

@@ -168,6 +168,8 @@ pub struct Pair {
     pub closing: bool,
     /// Foreign bytes were injected: what is known of the peer's honesty holds no more.
     pub foreign: bool,
+    /// Messages have no room for a header in front.
+    pub cramped: bool,
     pub made: BTreeMap<u32, Made>,
     /// Calls posted and, as far as the requester can know, not done at the responder: in the order of their Sends.
     pub outstanding: Vec<u32>,
@@ -222,6 +224,7 @@ impl Pair {
             cut: false,
             closing: false,
             foreign: false,
+            cramped: false,
             made: BTreeMap::new(),
             outstanding: Vec::new(),
             granted: 1,
@@ -252,7 +255,8 @@ impl Pair {
     }
 
     pub fn buf(&self, bytes: &[u8]) -> Buf {
-        let mut buf = self.memory.message().unwrap();
+        let cramped = || Buf::with_capacity(bytes.len());
+        let mut buf = if self.cramped { cramped().unwrap() } else { self.memory.message().unwrap() };
         buf.extend(bytes).unwrap();
         buf
     }
@@ -670,7 +674,7 @@ impl Pair {
         }
     }
 
-    pub fn done(&mut self, xid: u32, outcome: Result<Vec<Region>, Error>) {
+    pub fn done(&mut self, xid: u32, outcome: Result<Regions, Error>) {
         let made = self.made.get_mut(&xid).expect("the end of a call that nobody made");
         assert!(made.outcome.is_none(), "call {xid} ends twice");
         assert!(!made.abandoned, "call {xid} ends though nobody waits for it");

@@ -10,7 +10,7 @@ use std::collections::BTreeMap;
 use super::pair::*;
 use super::*;
 use crate::binding::Item;
-use crate::memory::Program;
+use crate::memory::{Program, Regions};
 
 const NFS: u32 = 100_003;
 /// Programs with text bindings: at both ends, at the client only, at the server only; and one without.
@@ -279,7 +279,7 @@ impl Duo {
         }
     }
 
-    fn done(&mut self, xid: u32, outcome: Result<Vec<Region>, Error>) {
+    fn done(&mut self, xid: u32, outcome: Result<Regions, Error>) {
         let sent = self.sent.get_mut(&xid).unwrap();
         assert!(
             sent.outcome.is_none() && !sent.abandoned,

@@ -8,6 +8,8 @@ use std::time::Duration;
 
 use hex_literal::hex;
 
+use smallvec::smallvec;
+
 use super::*;
 use crate::memory::{Buf, Program};
 use crate::provider::WorkId;
@@ -28,7 +30,7 @@ fn a_receive_takes_memory_when_a_message_begins_to_arrive() {
         assert_eq!(block(), idle, "a thousand Receives hold nothing");
         for len in [0, 100, 4096, 5000, 40_000, 64 << 10] {
             let message = pattern(len, 3);
-            pair.a.post(WorkRequest::Send { gather: vec![region(&message)], invalidate: None });
+            pair.a.post(WorkRequest::Send { gather: smallvec![region(&message)], invalidate: None });
             pair.run(|p| !p.got_b.is_empty());
             match pair.got_b.pop_front() {
                 Some(Completion::Received { sink, len, .. }) => {
@@ -48,7 +50,7 @@ fn a_receive_takes_memory_when_a_message_begins_to_arrive() {
 fn a_connection_without_bytes_that_it_waits_for_has_no_read_ahead_buffer() {
     let mut pair = Pair::plain();
     let message = pattern(3000, 1);
-    pair.a.post(WorkRequest::Send { gather: vec![region(&message)], invalidate: None });
+    pair.a.post(WorkRequest::Send { gather: smallvec![region(&message)], invalidate: None });
     pair.b.post_recv(sink(3000));
     assert_eq!(drain(&mut pair.a).unwrap().len(), 0);
     let mut got = Vec::new();
@@ -68,12 +70,26 @@ fn a_connection_without_bytes_that_it_waits_for_has_no_read_ahead_buffer() {
 }
 
 #[test]
+fn a_connection_has_no_read_ahead_buffer_while_its_startup_or_its_first_message_is_awaited() {
+    let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+    let x = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
+    let (y, _) = listener.accept().unwrap();
+    let mut b = Iwarp::responder(y.as_raw_fd(), Options::default()).unwrap();
+    assert!(!b.establish().unwrap() && b.receive.buffer.is_empty());
+    let mut a = Iwarp::initiator(x.as_raw_fd(), Options::default()).unwrap();
+    while !(b.establish().unwrap() & a.establish().unwrap()) {
+        std::thread::yield_now();
+    }
+    assert!(a.receive.buffer.is_empty() && b.receive.buffer.is_empty());
+}
+
+#[test]
 fn a_message_that_is_longer_than_its_receive_ends_the_connection_before_it_has_memory() {
     let memory = Memory::new(64 << 10, 4096, 0).connection(None, None);
     let mut pair = Pair::plain();
     let held = memory.slab().unwrap();
     pair.b.post_recv_of(&memory, 1024).unwrap();
-    pair.a.post(WorkRequest::Send { gather: vec![region(&[0; 1028])], invalidate: None });
+    pair.a.post(WorkRequest::Send { gather: smallvec![region(&[0; 1028])], invalidate: None });
     let error = loop {
         match pair.b.poll() {
             Ok(completion) => assert!(completion.is_none()),
@@ -151,7 +167,7 @@ impl Pair {
                     Pair { a, b, _sockets: (x, y), got_a: VecDeque::new(), got_b: VecDeque::new() };
                 // The responder may not send before it has heard from the initiator.
                 pair.b.post_recv(sink(16));
-                pair.a.post(WorkRequest::Send { gather: vec![region(b"hello")], invalidate: None });
+                pair.a.post(WorkRequest::Send { gather: smallvec![region(b"hello")], invalidate: None });
                 pair.run(|p| !p.got_b.is_empty());
                 assert_eq!(received(pair.got_b.pop_front().unwrap()).0, b"hello");
                 return pair;
@@ -200,7 +216,7 @@ impl Pair {
     fn send(&mut self, message: &[u8], pieces: usize) {
         self.b.post_recv(sink(message.len()));
         let gather = split(message, pieces);
-        self.a.post(WorkRequest::Send { gather, invalidate: None });
+        self.a.post(WorkRequest::Send { gather: gather.into(), invalidate: None });
         self.run(|p| !p.got_b.is_empty());
         let (got, invalidated) = received(self.got_b.pop_front().unwrap());
         assert!(got == message && invalidated.is_none(), "Send of {} bytes", message.len());
@@ -213,8 +229,8 @@ impl Pair {
         let to = self.b.expose_sink(memory.clone()).unwrap();
         let to = Segment { offset: to.offset + guard as u64, length: data.len() as u32, ..to };
         self.b.post_recv(sink(8));
-        self.a.post(WorkRequest::Write { gather: split(data, pieces), to });
-        self.a.post(WorkRequest::Send { gather: vec![], invalidate: Some(to.handle) });
+        self.a.post(WorkRequest::Write { gather: split(data, pieces).into(), to });
+        self.a.post(WorkRequest::Send { gather: smallvec![], invalidate: Some(to.handle) });
         self.run(|p| !p.got_b.is_empty());
         let (got, invalidated) = received(self.got_b.pop_front().unwrap());
         assert_eq!((got.len(), invalidated), (0, Some(to.handle.0)));
@@ -429,16 +445,18 @@ fn read_request(
 #[test]
 fn a_send_and_a_write_go_out_as_the_vectors() {
     let mut bench = Bench::initiator();
-    bench.qp.post(WorkRequest::Send { gather: vec![region(&[1, 2, 3]), region(&[4, 5])], invalidate: None });
+    bench
+        .qp
+        .post(WorkRequest::Send { gather: smallvec![region(&[1, 2, 3]), region(&[4, 5])], invalidate: None });
     assert_eq!(
         bench.sent(),
         hex!("0017 4143 00000000 00000000 00000001 00000000 0102030405 000000 16053efb")
     );
     let handle = Handle(0x1234_5678);
-    bench.qp.post(WorkRequest::Send { gather: vec![region(b"abcd")], invalidate: Some(handle) });
+    bench.qp.post(WorkRequest::Send { gather: smallvec![region(b"abcd")], invalidate: Some(handle) });
     assert_eq!(bench.sent(), hex!("0016 4144 12345678 00000000 00000002 00000000 61626364 ea5e61fb"));
     let to = Segment { handle, length: 4, offset: 0x1000 };
-    bench.qp.post(WorkRequest::Write { gather: vec![region(b"WXYZ")], to });
+    bench.qp.post(WorkRequest::Write { gather: smallvec![region(b"WXYZ")], to });
     assert!(bench.qp.wants_write() && bench.qp.unsent() == 4);
     assert!(bench.qp.flush().unwrap());
     assert_eq!(bench.sent(), hex!("0012 c140 12345678 0000000000001000 5758595a c3f72578"));
@@ -522,6 +540,34 @@ fn the_contract_is_kept() {
 }
 
 #[test]
+fn a_device_says_that_it_has_handed_over_all_when_nothing_is_left_to_do() {
+    let mut pair = Pair::plain();
+    for _ in 0..4 {
+        pair.b.post_recv(sink(100));
+    }
+    let polled = |end: &mut Iwarp| loop {
+        if let Some(completion) = end.poll().unwrap() {
+            return received(completion).0;
+        }
+        wait::until(end.fd(), wait::IN, Some(Duration::from_secs(10)), None).unwrap();
+    };
+    for message in [b"one", b"two"] {
+        pair.a.post(WorkRequest::Send { gather: smallvec![region(message)], invalidate: None });
+    }
+    assert_eq!((polled(&mut pair.b), pair.b.drained()), (b"one".to_vec(), false));
+    assert_eq!((polled(&mut pair.b), pair.b.drained()), (b"two".to_vec(), true));
+    // From here on it would have to look.
+    assert!(!pair.b.drained());
+    // An RDMA Read of the peer comes with what is received, and is to be answered.
+    let from = pair.b.expose_source(region(&pattern(1 << 20, 1))).unwrap();
+    pair.a.post(WorkRequest::Send { gather: smallvec![region(b"three")], invalidate: None });
+    pair.a.post(WorkRequest::Read { id: WorkId(9), sink: sink(1 << 20), at: 0, from });
+    pair.a.flush().unwrap();
+    assert_eq!((polled(&mut pair.b), pair.b.drained()), (b"three".to_vec(), false));
+    pair.run(|p| !p.got_a.is_empty());
+}
+
+#[test]
 fn without_crc_on_either_side_the_word_is_zero_and_not_checked() {
     let none = Options { crc: false, ..Options::default() };
     let mut pair = Pair::new(none.clone(), none.clone());
@@ -536,7 +582,7 @@ fn without_crc_on_either_side_the_word_is_zero_and_not_checked() {
     let at = send.len() - 1;
     send[at] ^= 1;
     assert_eq!(bench.give(&send).unwrap().len(), 1);
-    bench.qp.post(WorkRequest::Send { gather: vec![region(b"y")], invalidate: None });
+    bench.qp.post(WorkRequest::Send { gather: smallvec![region(b"y")], invalidate: None });
     let sent = bench.sent();
     assert_eq!(sent[sent.len() - 4..], [0; 4]);
 }
@@ -589,7 +635,7 @@ fn many_requests_in_flight_complete_in_order() {
         memory.push(to.clone());
         pair.a.post(WorkRequest::Read { id: WorkId(i as u64), sink: to, at: 0, from });
         pair.b.post_recv(sink(10));
-        pair.a.post(WorkRequest::Send { gather: vec![region(&[i as u8])], invalidate: None });
+        pair.a.post(WorkRequest::Send { gather: smallvec![region(&[i as u8])], invalidate: None });
     }
     // The Sends did not wait for the Reads that stepped aside.
     assert_eq!((pair.a.transmit.outstanding.len(), pair.a.unsent()), (3, 0));
@@ -616,7 +662,7 @@ fn a_read_sees_the_write_that_was_posted_before_it() {
     let source = pair.b.expose_source(region(&data)).unwrap();
     let got = sink(200_000);
     pair.b.post_recv(sink(1));
-    pair.a.post(WorkRequest::Write { gather: vec![region(&data)], to });
+    pair.a.post(WorkRequest::Write { gather: smallvec![region(&data)], to });
     pair.a.post(WorkRequest::Read { id: WorkId(0), sink: got.clone(), at: 0, from: source });
     pair.a.flush().unwrap();
     pair.run(|p| p.got_a.len() == 1);
@@ -632,8 +678,8 @@ fn a_long_read_response_lets_sends_pass_and_a_write_waits_for_it() {
     // Queued together: a response of five frames, then a Send of three and a Write of two.
     let to = Segment { handle: Handle(7), length: 1500, offset: 0 };
     bench.qp.transmit.blocked = true;
-    bench.qp.post(WorkRequest::Send { gather: vec![region(&pattern(2500, 2))], invalidate: None });
-    bench.qp.post(WorkRequest::Write { gather: vec![region(&pattern(1500, 3))], to });
+    bench.qp.post(WorkRequest::Send { gather: smallvec![region(&pattern(2500, 2))], invalidate: None });
+    bench.qp.post(WorkRequest::Write { gather: smallvec![region(&pattern(1500, 3))], to });
     bench.qp.transmit.may_send = false;
     bench.feed(&read_request(1, 0xAB, 0, 4000, source.handle.0, 0));
     bench.qp.fill().ok().unwrap();
@@ -662,7 +708,7 @@ fn a_read_response_waits_for_the_end_of_a_write() {
     let mut bench = Bench::initiator();
     let source = bench.qp.expose_source(region(b"answer")).unwrap();
     let to = Segment { handle: Handle(7), length: 1 << 20, offset: 0 };
-    bench.qp.post(WorkRequest::Write { gather: vec![region(&pattern(1 << 20, 3))], to });
+    bench.qp.post(WorkRequest::Write { gather: smallvec![region(&pattern(1 << 20, 3))], to });
     assert!(!bench.qp.flush().unwrap());
     bench.give(&read_request(1, 0xAB, 0, 6, source.handle.0, 0)).unwrap();
     let mut stream = Vec::new();
@@ -729,7 +775,7 @@ fn work_that_cannot_be_is_refused_with_an_error_and_no_panic() {
     let from = Segment { handle: Handle(1), length: 10, offset: 0 };
     bad(WorkRequest::Read { id: WorkId(0), sink: sink(10), at: 1, from });
     bad(WorkRequest::Read { id: WorkId(0), sink: sink(10), at: usize::MAX, from });
-    bad(WorkRequest::Write { gather: vec![region(b"123")], to: from });
+    bad(WorkRequest::Write { gather: smallvec![region(b"123")], to: from });
     let mut bench = Bench::initiator();
     bench.qp.transmit.ord = 0;
     bench.qp.post(WorkRequest::Read { id: WorkId(0), sink: sink(10), at: 0, from });
@@ -749,7 +795,7 @@ fn when_the_peer_closes_everything_complete_is_delivered_first() {
     drop(peer);
     // Sending fails first: that must not hide what has arrived.
     qp.transmit.may_send = true;
-    qp.post(WorkRequest::Send { gather: vec![region(b"x")], invalidate: None });
+    qp.post(WorkRequest::Send { gather: smallvec![region(b"x")], invalidate: None });
     assert!(qp.flush().is_err());
     assert_eq!(received(qp.poll().unwrap().unwrap()).0, b"one");
     let error = qp.poll().unwrap_err();
@@ -760,7 +806,7 @@ fn when_the_peer_closes_everything_complete_is_delivered_first() {
 fn a_full_socket_is_waited_for_and_nothing_is_lost() {
     let mut bench = Bench::initiator();
     let data = pattern(3 << 20, 9);
-    bench.qp.post(WorkRequest::Send { gather: vec![region(&data)], invalidate: None });
+    bench.qp.post(WorkRequest::Send { gather: smallvec![region(&data)], invalidate: None });
     assert!(bench.qp.wants_write() && !bench.qp.flush().unwrap());
     assert!(bench.qp.unsent() > 1 << 20 && bench.qp.unsent() <= data.len());
     let mut stream = Vec::new();
@@ -824,7 +870,7 @@ fn an_rtr_write_or_read_opens_a_peer_to_peer_connection() {
         let (mut bench, reply) = Bench::responder_to(&request, options);
         assert_eq!(reply[16..], hex!("50 02 0004 8001 c000"));
         // Nothing leaves before the first FPDU of the peer.
-        bench.qp.post(WorkRequest::Send { gather: vec![region(b"first")], invalidate: None });
+        bench.qp.post(WorkRequest::Send { gather: smallvec![region(b"first")], invalidate: None });
         assert!(drain(&mut bench.qp).unwrap().is_empty());
         assert!(!bench.qp.flush().unwrap() && bench.sent().is_empty() && !bench.qp.wants_write());
         let rtr = if read { read_request(1, 1, 0, 0, 1, 0) } else { tagged(0, true, 1, 0, b"") };
@@ -920,10 +966,10 @@ fn a_forked_child_replies_and_the_parent_goes_on() {
         pair.b.post_recv(sink(10));
         pair.b.post_recv(sink(10));
         pair.a.transmit.blocked = true;
-        pair.a.post(WorkRequest::Send { gather: vec![region(&[round, 0])], invalidate: None });
+        pair.a.post(WorkRequest::Send { gather: smallvec![region(&[round, 0])], invalidate: None });
         let a = &mut pair.a;
         let child = fork::testing::fork(|| {
-            a.post(WorkRequest::Send { gather: vec![region(&[round, 1])], invalidate: None });
+            a.post(WorkRequest::Send { gather: smallvec![region(&[round, 1])], invalidate: None });
             a.terminate();
             a.unsent() == 0
         });
@@ -942,12 +988,12 @@ fn a_forked_child_replies_and_the_parent_goes_on() {
 #[test]
 fn a_child_waits_while_its_parent_is_inside_a_message_and_notices_its_end() {
     let mut bench = Bench::initiator();
-    bench.qp.post(WorkRequest::Send { gather: vec![region(&pattern(1 << 20, 0))], invalidate: None });
+    bench.qp.post(WorkRequest::Send { gather: smallvec![region(&pattern(1 << 20, 0))], invalidate: None });
     assert!(bench.qp.transmit.is_inside_message());
     let mut stream = bench.sent();
     let qp = &mut bench.qp;
     let child = fork::testing::fork(|| {
-        qp.post(WorkRequest::Send { gather: vec![region(b"later")], invalidate: None });
+        qp.post(WorkRequest::Send { gather: smallvec![region(b"later")], invalidate: None });
         qp.wants_write() && !qp.flush().unwrap() && qp.unsent() >= 5
     });
     assert!(child.succeeded());
@@ -962,13 +1008,13 @@ fn a_child_waits_while_its_parent_is_inside_a_message_and_notices_its_end() {
     let mut bench = Bench::initiator();
     let qp = &mut bench.qp;
     let child = fork::testing::fork(|| {
-        qp.post(WorkRequest::Send { gather: vec![region(&pattern(1 << 20, 0))], invalidate: None });
+        qp.post(WorkRequest::Send { gather: smallvec![region(&pattern(1 << 20, 0))], invalidate: None });
         qp.transmit.is_inside_message()
     });
     let id = child.id();
     child.wait_for_zombie();
     assert!(fork::process_gone(id));
-    bench.qp.post(WorkRequest::Send { gather: vec![region(b"x")], invalidate: None });
+    bench.qp.post(WorkRequest::Send { gather: smallvec![region(b"x")], invalidate: None });
     assert_eq!(bench.qp.flush().unwrap_err().kind(), Kind::ConnectionLost);
     assert_eq!(drain(&mut bench.qp).unwrap_err().kind(), Kind::ConnectionLost);
     assert!(child.succeeded());
@@ -1001,7 +1047,8 @@ fn whoever_reads_first_after_a_fork_goes_on_reading_and_the_other_notices() {
 
 #[test]
 fn calls_belong_to_one_process_and_are_taken_over_from_one_that_has_ended() {
-    let sends = |qp: &mut Iwarp| qp.post(WorkRequest::Send { gather: vec![region(b"x")], invalidate: None });
+    let sends =
+        |qp: &mut Iwarp| qp.post(WorkRequest::Send { gather: smallvec![region(b"x")], invalidate: None });
     // While the parent lives, no child has them; and the parent keeps them.
     let mut bench = Bench::initiator();
     let qp = &mut bench.qp;
@@ -1196,7 +1243,7 @@ fn what_is_framed_already_goes_out_from_a_copy_when_its_handle_is_taken_back() {
     let from = bench.qp.expose_source(program.source()).unwrap();
     // Fill the socket first, then ask.
     bench.qp.transmit.may_send = true;
-    bench.qp.post(WorkRequest::Send { gather: vec![region(&pattern(300_000, 2))], invalidate: None });
+    bench.qp.post(WorkRequest::Send { gather: smallvec![region(&pattern(300_000, 2))], invalidate: None });
     bench.give(&read_request(1, 0xAB, 7, 150_000, from.handle.0, 0)).unwrap();
     assert!(!bench.qp.flush().unwrap());
     assert!(bench.qp.transmit.is_all_framed(), "framed");
@@ -1262,9 +1309,9 @@ fn kept_work_goes_out_from_copies_of_what_the_socket_has_not_taken() {
         first.push(own.clone());
         let to = Segment { handle: Handle(7), length: data[2].len() as u32 + 3, offset: 0 };
         let last = vec![lent[3].clone(), own.clone(), lent[4].slice(0, 0)];
-        bench.qp.post(WorkRequest::Send { gather: first, invalidate: None });
-        bench.qp.post(WorkRequest::Write { gather: vec![own, lent[2].clone()], to });
-        bench.qp.post(WorkRequest::Send { gather: last, invalidate: None });
+        bench.qp.post(WorkRequest::Send { gather: first.into(), invalidate: None });
+        bench.qp.post(WorkRequest::Write { gather: smallvec![own, lent[2].clone()], to });
+        bench.qp.post(WorkRequest::Send { gather: last.into(), invalidate: None });
         bench.give(&read_request(1, 0xAB, 0, 1_000_000, from.handle.0, 0)).unwrap();
         drop(lent);
         let mut stream = Vec::new();
@@ -1311,7 +1358,7 @@ fn reads_into_lent_memory_complete_without_it_after_keep() {
         read(&mut bench.qp, id, program.sink());
     }
     read(&mut bench.qp, 3, own.clone());
-    bench.qp.post(WorkRequest::Send { gather: vec![], invalidate: None });
+    bench.qp.post(WorkRequest::Send { gather: smallvec![], invalidate: None });
     read(&mut bench.qp, 4, programs[3].sink());
     let stags = |sent: &[u8]| -> Vec<u32> {
         let requests: Vec<_> = parse(sent).into_iter().filter(|(f, _)| f[3] & 15 == 1).collect();
@@ -1379,8 +1426,8 @@ fn laden() -> (Bench, Vec<Program>, Vec<u8>) {
     for (id, n) in [(WorkId(1), 2), (WorkId(2), 3)] {
         bench.qp.post(WorkRequest::Read { id, sink: programs[n].sink(), at: 0, from: theirs });
     }
-    bench.qp.post(WorkRequest::Send { gather: vec![programs[4].source()], invalidate: None });
-    bench.qp.post(WorkRequest::Write { gather: vec![programs[5].source()], to: theirs });
+    bench.qp.post(WorkRequest::Send { gather: smallvec![programs[4].source()], invalidate: None });
+    bench.qp.post(WorkRequest::Write { gather: smallvec![programs[5].source()], to: theirs });
     bench.give(&read_request(1, 0xAB, 0, 1 << 20, from, 0)).unwrap();
     let mut write = tagged(0, true, to, 0, &pattern(40_000, 1));
     let rest = write.split_off(20_000);
@@ -1831,7 +1878,7 @@ fn terminating_sends_a_terminate_and_ends_everything() {
     assert!(bench.qp.poll().is_err() && bench.qp.flush().is_err());
     bytes(memory, 10);
     bench.qp.terminate();
-    bench.qp.post(WorkRequest::Send { gather: vec![], invalidate: None });
+    bench.qp.post(WorkRequest::Send { gather: smallvec![], invalidate: None });
     assert!(bench.sent().is_empty());
 }
 

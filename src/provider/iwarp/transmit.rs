@@ -32,7 +32,7 @@ use super::ddp::{self, Header, Opcode, ReadRequest};
 use super::{lost, mpa};
 use crate::error::{Error, Kind};
 use crate::fork;
-use crate::memory::{IoVec, Region, Sink};
+use crate::memory::{IoVec, Region, Regions, Sink};
 use crate::provider::WorkId;
 use crate::socket;
 use crate::wire::Segment;
@@ -44,6 +44,12 @@ const BATCH_FRAMES: usize = 256;
 /// Bytes that one call of [`Transmit::run`] sends at most, so that a peer that reads as fast as we write cannot hold
 /// the caller.
 const RUN: usize = 8 << 20;
+
+/// The longest FPDU that goes out in one piece from the stack, where one copy costs less than what keeps track of pieces.
+const SHORT: usize = 512;
+
+/// Bytes of the longest pad and the CRC word.
+const MAX_TAIL: usize = 7;
 
 /// What the shortest queued Send holds.
 pub(super) const PAGE: usize = 4096;
@@ -189,7 +195,7 @@ struct Frame {
     head: [u8; ddp::READ_REQUEST],
     head_len: u8,
     /// Pad and CRC.
-    tail: [u8; 7],
+    tail: [u8; MAX_TAIL],
     tail_len: u8,
     from: Cursor,
     payload: usize,
@@ -283,6 +289,76 @@ impl Transmit {
         self.queue.push_back(work);
     }
 
+    /// Whether a Send of these pieces is one short FPDU, and nothing is to go out before it.
+    pub(super) fn may_send_at_once(&mut self, socket: RawFd, gather: &[Region]) -> bool {
+        let len = gather.iter().map(|piece| piece.len()).sum::<usize>();
+        let fits = ddp::UNTAGGED + len + MAX_TAIL <= SHORT && len <= self.segment(socket, ddp::UNTAGGED);
+        fits && self.may_send && !self.blocked && self.is_idle()
+    }
+
+    /// Sends what [`Transmit::may_send_at_once`], and queues what the socket does not take.
+    ///
+    /// # Errors
+    /// When the stream is broken.
+    pub(super) fn send_at_once(
+        &mut self,
+        (socket, shared): (RawFd, &Shared),
+        gather: Regions,
+        invalidate: Option<u32>,
+        calls: &mut u64,
+    ) -> Result<(), Error> {
+        let mut fpdu = [0; SHORT];
+        let mut end = ddp::UNTAGGED;
+        for piece in &gather {
+            fpdu[end..end + piece.len()].copy_from_slice(piece);
+            end += piece.len();
+        }
+        let payload = end - ddp::UNTAGGED;
+        let crc_at = end + mpa::pad_len(end - 2);
+        let whole = crc_at + 4;
+        let sent = shared.with_stream(|shared| {
+            // Before the first byte: should we end inside the call, the others must know.
+            shared.set(Shared::OWNER, u64::from(fork::process_id()));
+            send_header(self.number_send(shared), invalidate, true, 0).encode(payload, &mut fpdu);
+            let crc = self.crc.then(|| crc32c::crc32c(&fpdu[..crc_at]));
+            fpdu[crc_at..whole].copy_from_slice(&mpa::crc_word(crc));
+            *calls += 1;
+            let sent = offer(socket, &[IoVec::from_slice(&fpdu[..whole])])?;
+            if sent == whole {
+                shared.set(Shared::OWNER, 0);
+            }
+            Ok::<_, Error>(sent)
+        })?;
+        self.blocked = true;
+        match sent.transpose()? {
+            None => self.post(Work::Send { gather: Arc::from(gather.into_vec()), len: payload, invalidate }),
+            Some(sent) if sent == whole => {
+                self.sent += sent as u64;
+                self.blocked = false;
+            }
+            Some(sent) => {
+                self.sent += sent as u64;
+                self.unsent += payload;
+                self.frame_bytes += whole - sent;
+                let from = Cursor { gather: Arc::from(gather.into_vec()), piece: 0, at: 0 };
+                let mut frame = Frame::new(from, payload);
+                frame.head[..ddp::UNTAGGED].copy_from_slice(&fpdu[..ddp::UNTAGGED]);
+                frame.head_len = ddp::UNTAGGED as u8;
+                frame.tail[..whole - end].copy_from_slice(&fpdu[end..whole]);
+                frame.tail_len = (whole - end) as u8;
+                frame.sent = sent;
+                self.frames.push_back(frame);
+            }
+        }
+        Ok(())
+    }
+
+    /// The number of the next Send.
+    fn number_send(&mut self, shared: &Shared) -> u32 {
+        self.sends = self.sends.wrapping_add(1);
+        shared.take_msn(ddp::SEND_QUEUE)
+    }
+
     /// Queues the response to a request; `bytes` is what it asked for.
     pub(super) fn respond(&mut self, request: ReadRequest, bytes: Option<Region>) {
         let bytes = bytes.map_or_else(|| self.empty.clone(), |region| Arc::from([region]));
@@ -369,7 +445,7 @@ impl Transmit {
     ///
     /// # Errors
     /// When the stream is broken.
-    pub(super) fn run(&mut self, socket: RawFd, shared: &Shared, calls: &mut u64) -> Result<(), Error> {
+    pub(super) fn run(&mut self, (socket, shared): (RawFd, &Shared), calls: &mut u64) -> Result<(), Error> {
         self.blocked = false;
         if !self.has_work() {
             return Ok(());
@@ -418,11 +494,7 @@ impl Transmit {
                 offered += added;
             }
             *calls += 1;
-            let sent = match socket::send(socket, &pieces) {
-                Ok(sent) => sent,
-                Err(e) if e.kind() == io::ErrorKind::WouldBlock => 0,
-                Err(e) => return Err(lost(format!("sending failed: {e}"))),
-            };
+            let sent = offer(socket, &pieces)?;
             drop(pieces);
             self.sent += sent as u64;
             self.take_sent(sent);
@@ -491,10 +563,7 @@ impl Transmit {
                 Some(Work::Read(read)) => return self.frame_read(socket, shared, read),
                 Some(work) => {
                     let (gather, msn) = match &work {
-                        Work::Send { gather, .. } => {
-                            self.sends = self.sends.wrapping_add(1);
-                            (gather, shared.take_msn(ddp::SEND_QUEUE))
-                        }
+                        Work::Send { gather, .. } => (gather, self.number_send(shared)),
                         Work::Write { gather, .. } => (gather, 0),
                         Work::Read(_) => return,
                     };
@@ -518,16 +587,7 @@ impl Transmit {
                 stag: to.handle.0,
                 to: to.offset.wrapping_add(current.done as u64),
             },
-            Work::Send { invalidate, .. } => Header::Untagged {
-                opcode: if invalidate.is_some() { Opcode::SendInvalidate } else { Opcode::Send },
-                last,
-                invalidate: invalidate.unwrap_or(0),
-                msn: current.msn,
-                // RFC 5041 §5.2: "the MO MUST be set to the octet offset from the first octet in the associated ULP
-                // Message (which is defined to be zero) to the first octet in the ULP Payload contained in the DDP
-                // Segment."
-                mo: current.done as u32,
-            },
+            Work::Send { invalidate, .. } => send_header(current.msn, *invalidate, last, current.done),
             Work::Read(_) => return,
         };
         let from = current.cursor.clone();
@@ -594,17 +654,7 @@ impl Transmit {
     }
 
     fn push(&mut self, header: Header, extra: &[u8], from: Cursor, payload: usize) {
-        let mut frame = Frame {
-            head: [0; ddp::READ_REQUEST],
-            head_len: 0,
-            tail: [0; 7],
-            tail_len: 0,
-            from,
-            payload,
-            sent: 0,
-            source: None,
-            ends_response: false,
-        };
+        let mut frame = Frame::new(from, payload);
         let at = header.encode(extra.len() + payload, &mut frame.head);
         frame.head[at..at + extra.len()].copy_from_slice(extra);
         frame.head_len = (at + extra.len()) as u8;
@@ -782,6 +832,20 @@ impl Copies {
 }
 
 impl Frame {
+    fn new(from: Cursor, payload: usize) -> Frame {
+        Frame {
+            head: [0; ddp::READ_REQUEST],
+            head_len: 0,
+            tail: [0; MAX_TAIL],
+            tail_len: 0,
+            from,
+            payload,
+            sent: 0,
+            source: None,
+            ends_response: false,
+        }
+    }
+
     fn len(&self) -> usize {
         usize::from(self.head_len) + self.payload + usize::from(self.tail_len)
     }
@@ -812,8 +876,30 @@ impl Frame {
     }
 }
 
+/// The header of a segment of a Send that begins with byte `mo` of its message.
+fn send_header(msn: u32, invalidate: Option<u32>, last: bool, mo: usize) -> Header {
+    Header::Untagged {
+        opcode: if invalidate.is_some() { Opcode::SendInvalidate } else { Opcode::Send },
+        last,
+        invalidate: invalidate.unwrap_or(0),
+        msn,
+        // RFC 5041 §5.2: "the MO MUST be set to the octet offset from the first octet in the associated ULP Message (which
+        // is defined to be zero) to the first octet in the ULP Payload contained in the DDP Segment."
+        mo: mo as u32,
+    }
+}
+
+/// Sends what the socket takes now.
+fn offer(socket: RawFd, pieces: &[IoVec<'_>]) -> Result<usize, Error> {
+    match socket::send(socket, pieces) {
+        Ok(sent) => Ok(sent),
+        Err(e) if e.kind() == io::ErrorKind::WouldBlock => Ok(0),
+        Err(e) => Err(lost(format!("sending failed: {e}"))),
+    }
+}
+
 /// Checks a gather list against the length that its message claims.
-pub(super) fn gather(pieces: Vec<Region>, len: Option<usize>) -> Result<(Arc<[Region]>, usize), Error> {
+pub(super) fn gather(pieces: Regions, len: Option<usize>) -> Result<(Arc<[Region]>, usize), Error> {
     let mut sum = 0usize;
     for piece in &pieces {
         sum = sum.saturating_add(piece.len());
@@ -825,13 +911,15 @@ pub(super) fn gather(pieces: Vec<Region>, len: Option<usize>) -> Result<(Arc<[Re
             format!("a gather list of {sum} bytes does not fit its message"),
         ));
     }
-    Ok((Arc::from(pieces), sum))
+    Ok((Arc::from(pieces.into_vec()), sum))
 }
 
 #[cfg(test)]
 mod tests {
+    use std::io::{Read as _, Write as _};
     use std::os::fd::AsRawFd;
-    use std::os::unix::net::UnixDatagram;
+    use std::os::unix::net::{UnixDatagram, UnixStream};
+    use std::os::unix::process::parent_id;
 
     use super::*;
 
@@ -846,7 +934,7 @@ mod tests {
             let gather = vec![Region::copy_from(b"x").unwrap(); pieces].into();
             transmit.post(Work::Send { gather, len: pieces, invalidate: None });
         }
-        transmit.run(ours.as_raw_fd(), &shared, &mut 0).unwrap();
+        transmit.run((ours.as_raw_fd(), &shared), &mut 0).unwrap();
         assert!(transmit.is_idle());
         let mut writes = Vec::new();
         let mut write = [0; 1 << 16];
@@ -887,5 +975,53 @@ mod tests {
                 }
             }
         }
+    }
+
+    /// What the peer gets of a message that was sent at once or through the queue, in the middle of others: when the socket
+    /// takes it; when it is full; when another process is inside a message.
+    #[test]
+    fn a_short_send_goes_out_as_it_does_through_the_queue() {
+        for (full, other) in [(false, false), (true, false), (false, true)] {
+            let [at_once, queued] = [true, false].map(|at_once| {
+                let (ours, mut peers) = UnixStream::pair().unwrap();
+                for socket in [&ours, &peers] {
+                    socket.set_nonblocking(true).unwrap();
+                }
+                let stream = (ours.as_raw_fd(), &Shared::new().unwrap());
+                let mut transmit = Transmit::new(None);
+                transmit.may_send = true;
+                let filled = if full { fill(&ours) } else { 0 };
+                stream.1.set(Shared::OWNER, if other { u64::from(parent_id()) } else { 0 });
+                for (length, invalidate) in [(30, None), (3, Some(5)), (33, None)] {
+                    let gather = vec![
+                        Region::copy_from(&[7; 30]).unwrap(),
+                        Region::copy_from(&vec![8; length]).unwrap(),
+                    ];
+                    if at_once && transmit.may_send_at_once(ours.as_raw_fd(), &gather) {
+                        transmit.send_at_once(stream, gather.into(), invalidate, &mut 0).unwrap();
+                        assert_eq!((transmit.blocked, transmit.unsent() > 0), (full || other, full || other));
+                        assert_eq!(transmit.is_inside_message(), full);
+                    } else {
+                        transmit.post(Work::Send { gather: gather.into(), len: 30 + length, invalidate });
+                        transmit.run(stream, &mut 0).unwrap();
+                    }
+                }
+                let mut came = Vec::new();
+                let end = peers.read_to_end(&mut came).unwrap_err();
+                assert_eq!((end.kind(), came.len() <= filled), (io::ErrorKind::WouldBlock, full || other));
+                stream.1.set(Shared::OWNER, 0);
+                transmit.run(stream, &mut 0).unwrap();
+                let _ = peers.read_to_end(&mut came);
+                assert!(transmit.is_idle() && transmit.unsent() == 0 && transmit.frame_bytes == 0);
+                (came.split_off(filled), transmit.sent, transmit.sends)
+            });
+            assert_eq!(at_once, queued);
+            assert_eq!(tails(&at_once.0).len(), 3);
+        }
+    }
+
+    /// Writes until nothing more is taken; how many bytes that was.
+    fn fill(mut socket: &UnixStream) -> usize {
+        std::iter::from_fn(|| socket.write(&[0; 4096]).ok()).sum()
     }
 }

@@ -26,6 +26,10 @@ pub struct Device {
     pub fails: HashSet<&'static str>,
     /// Of this registration's key it does not let go.
     pub keeps: u32,
+    /// So much, or more, it does not register.
+    pub refuses: usize,
+    /// It has no memory windows.
+    pub windowless: bool,
     /// Requests complete as soon as they are posted.
     pub completes: bool,
     /// What posting returns.
@@ -61,7 +65,7 @@ pub fn install() {
         let library = || &*Box::leak(Box::new(library()));
         installed.set(Some(installed.get().unwrap_or_else(library)));
     });
-    with(|device| *device = Device { completes: true, ..Device::default() });
+    with(|device| *device = Device { completes: true, refuses: usize::MAX, ..Device::default() });
 }
 
 /// Objects of a kind that are there.
@@ -216,7 +220,7 @@ unsafe extern "C" fn ibv_query_device(_: *mut ibv_context, attr: *mut ibv_device
     let attr = unsafe { &mut *attr };
     (attr.max_mr_size, attr.max_qp_wr, attr.max_cqe, attr.max_sge) = (u64::MAX, 4096, 8192, 8);
     (attr.max_qp_rd_atom, attr.max_qp_init_rd_atom, attr.max_mw) = (16, 16, 16);
-    attr.device_cap_flags = super::queues::WINDOWS;
+    attr.device_cap_flags = if with(|device| device.windowless) { 0 } else { super::queues::WINDOWS };
     0
 }
 
@@ -233,6 +237,9 @@ unsafe extern "C" fn ibv_dealloc_pd(pd: *mut ibv_pd) -> c_int {
 }
 
 unsafe extern "C" fn ibv_reg_mr(pd: *mut ibv_pd, addr: *mut c_void, length: usize, _: c_int) -> *mut ibv_mr {
+    if length >= with(|device| device.refuses) {
+        return null_mut();
+    }
     let mr: *mut ibv_mr = make("mr");
     let key = latest_key();
     // SAFETY: just made.

@@ -25,7 +25,7 @@ use rdma_sys::*;
 use super::cm::{Id, failed};
 use crate::error::{Error, Kind};
 use crate::log_error;
-use crate::memory::{Area, Region, Sink, Slabs};
+use crate::memory::{Area, Region, Regions, Sink, Slabs};
 use crate::process;
 use crate::provider::WorkId;
 use crate::socket;
@@ -269,19 +269,28 @@ pub enum Access {
     Windows,
 }
 
+impl Access {
+    /// The device's words for it.
+    fn flags(self, write: bool) -> u32 {
+        let local = if write { ibv_access_flags::IBV_ACCESS_LOCAL_WRITE.0 } else { 0 };
+        let peers = match (self, write) {
+            (Access::Local, _) => 0,
+            (Access::Remote, true) => ibv_access_flags::IBV_ACCESS_REMOTE_WRITE.0,
+            (Access::Remote, false) => ibv_access_flags::IBV_ACCESS_REMOTE_READ.0,
+            (Access::Windows, _) => ibv_access_flags::IBV_ACCESS_MW_BIND.0,
+        };
+        local | peers
+    }
+}
+
 impl Registration {
     /// Memory to be read: by this end's work requests, and by the peer if it is remote.
     ///
     /// # Errors
     /// The device or the system refuses.
     pub fn source(domain: &Arc<Domain>, source: Region, access: Access) -> Result<Registration, Error> {
-        let flags = match access {
-            Access::Local => 0,
-            Access::Remote => ibv_access_flags::IBV_ACCESS_REMOTE_READ.0,
-            Access::Windows => ibv_access_flags::IBV_ACCESS_MW_BIND.0,
-        };
         let (start, len) = (source.as_ptr().addr(), source.len());
-        Registration::new(domain, start, len, flags, Memory::Source(source))
+        Registration::new(domain, start, len, access.flags(false), Memory::Source(source))
     }
 
     /// Memory to be written.
@@ -289,24 +298,22 @@ impl Registration {
     /// # Errors
     /// The device or the system refuses.
     pub fn sink(domain: &Arc<Domain>, sink: Sink, access: Access) -> Result<Registration, Error> {
-        let local = ibv_access_flags::IBV_ACCESS_LOCAL_WRITE.0;
-        let flags = match access {
-            Access::Local => local,
-            Access::Remote => local | ibv_access_flags::IBV_ACCESS_REMOTE_WRITE.0,
-            Access::Windows => local | ibv_access_flags::IBV_ACCESS_MW_BIND.0,
-        };
         let (start, len) = (sink.address(), sink.len());
-        Registration::new(domain, start, len, flags, Memory::Sink(sink))
+        Registration::new(domain, start, len, access.flags(true), Memory::Sink(sink))
     }
 
-    /// A block for Reply chunks, of which the peer may write through a [`Window`] what that names.
+    /// A block of [`Areas`](crate::memory::Areas), to be written or read as these are.
     ///
     /// # Errors
     /// The device or the system refuses.
-    pub fn area(domain: &Arc<Domain>, block: Area) -> Result<Registration, Error> {
+    pub fn area(
+        domain: &Arc<Domain>,
+        block: Area,
+        access: Access,
+        write: bool,
+    ) -> Result<Registration, Error> {
         let (start, len) = block.span();
-        let flags = ibv_access_flags::IBV_ACCESS_LOCAL_WRITE.0 | ibv_access_flags::IBV_ACCESS_MW_BIND.0;
-        Registration::new(domain, start, len, flags, Memory::Area(block))
+        Registration::new(domain, start, len, access.flags(write), Memory::Area(block))
     }
 
     /// Slabs, for Sends and Receives: up to number `count`, from number `from` on.
@@ -335,7 +342,8 @@ impl Registration {
         let address = std::ptr::with_exposed_provenance_mut(start);
         // SAFETY: the domain is alive. `memory` keeps the bytes mapped, and its type says that nobody minds what the
         // device is allowed to do: a Region is only read, bytes of a Sink cannot be reached, and a slab is written only
-        // where a posted Receive names it, or a window whose holder keeps a Sink.
+        // where a posted Receive names it, or a window whose holder keeps a Sink. Blocks of Areas that the peer may write
+        // at any time become nothing but Sinks, of which copies are made (`Areas::stay_open`).
         let mr = unsafe { (library.ibv_reg_mr)(domain.pd.as_ptr(), address, len, flags as c_int) };
         let mr = NonNull::new(mr).ok_or_else(|| unregistered(len))?;
         Ok(Registration { mr, start, len, domain: domain.clone(), memory: Some(memory) })
@@ -448,7 +456,7 @@ impl Window {
             mw_access_flags: rights.0,
         };
         let operation = Operation::Bind(Bind(bind_mw_t { mw: self.mw.as_ptr(), rkey: key, bind_info: part }));
-        let (pieces, inline, holds) = (Vec::new(), Vec::new(), Vec::new());
+        let (pieces, inline, holds) = (Vec::new(), Regions::new(), Vec::new());
         (Handle(key), Work { operation, pieces, inline, holds, signalled: false })
     }
 }
@@ -517,7 +525,7 @@ pub struct Work {
     /// Where the bytes are, or go.
     pub pieces: Vec<Piece>,
     /// Bytes that go into the request itself, instead of `pieces`; nothing holds them afterwards.
-    pub inline: Vec<Region>,
+    pub inline: Regions,
     /// What the pieces lie in.
     pub holds: Vec<Hold>,
     /// Whether its completion is reported as soon as it is there.

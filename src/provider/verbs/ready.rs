@@ -9,11 +9,12 @@ use std::time::{Duration, Instant};
 
 use once_cell::race::OnceBox;
 use rustc_hash::FxHashMap;
+use smallvec::smallvec;
 
 use crate::error::{Error, Kind};
 use crate::log_info;
-use crate::memory::{Areas, Buf, Region, Sink, Slabs};
-use crate::provider::{Completion, Limits, NEEDS_ROOM, Options, WorkId, WorkRequest};
+use crate::memory::{Areas, Buf, Region, Regions, Sink, Slabs};
+use crate::provider::{Completion, Limits, Options, WorkId, WorkRequest};
 use crate::stats::{self, Counter};
 use crate::wait::{self, Readables};
 use crate::wire::private_data::PrivateData;
@@ -60,8 +61,10 @@ struct Exposed {
 
 enum Memory {
     Own(Registration),
-    /// A part of one of [`Ready::blocks`].
-    Area(#[expect(dead_code, reason = "held")] Sink),
+    /// A part of one of [`Ready::blocks`], to be written.
+    Sink(#[expect(dead_code, reason = "held")] Sink),
+    /// The same, to be read.
+    Source(#[expect(dead_code, reason = "held")] Region),
 }
 
 enum Stage {
@@ -85,8 +88,10 @@ pub struct Ready {
     slabs: Arc<Slabs>,
     locked: Locked,
     exposed: FxHashMap<u32, Exposed>,
-    /// For Reply chunks, and those of its blocks that are registered.
+    /// For Reply chunks, and for what the peer reads of short ones.
     areas: Option<Arc<Areas>>,
+    sources: Option<Arc<Areas>>,
+    /// Those of their blocks that are registered.
     blocks: Vec<Registration>,
     /// Requests that make the keys of windows good, before anything that names them.
     binds: VecDeque<Work>,
@@ -154,6 +159,7 @@ impl Ready {
             locked,
             exposed: FxHashMap::default(),
             areas,
+            sources: None,
             blocks: Vec::new(),
             binds: VecDeque::new(),
             windows: Vec::new(),
@@ -182,15 +188,14 @@ impl Ready {
         }
         let capabilities = self.domain.capabilities();
         if let Some(areas) = &self.areas {
-            match areas.first().filter(|_| capabilities.windows) {
-                Some(block) => self.blocks.push(Registration::area(&self.domain, block)?),
-                // Each call would register all of the room.
-                None if !self.options.only => {
-                    let text = format!("{} has no memory windows: {NEEDS_ROOM}", capabilities.name);
-                    return Err(Error::new(Kind::Os(libc::ENOMEM), text));
-                }
-                None => areas.end(),
+            if let Some(block) = areas.first() {
+                self.blocks.push(Registration::area(&self.domain, block, self.access(), true)?);
             }
+            if !capabilities.windows {
+                areas.stay_open();
+            }
+            // Replies come first: they have the other half.
+            self.sources = Some(Areas::lazy(LEND_MIN, areas.most() / 2));
         }
         self.watch.add(self.queues.fd())?;
         self.terms.our_reads = self.terms.our_reads.min(READS).min(capabilities.our_reads);
@@ -280,11 +285,23 @@ impl Ready {
             moved: self.moved,
             pulled: self.pulled,
         };
-        let Ready { exposed, windows, blocks, areas, queues, binds, pending, spare, domain, locked, .. } =
-            self;
+        let Ready {
+            exposed,
+            windows,
+            blocks,
+            areas,
+            sources,
+            queues,
+            binds,
+            pending,
+            spare,
+            domain,
+            locked,
+            ..
+        } = self;
         // A window that is bound keeps a queue pair of rxe for a while.
         drop((exposed, windows, blocks));
-        if let Some(areas) = areas {
+        for areas in areas.iter().chain(&sources) {
             areas.end();
         }
         drop((queues, binds, pending, spare));
@@ -453,7 +470,7 @@ impl Ready {
     /// Zero bytes to nowhere, which an iWARP peer notices.
     pub fn nudge(&mut self) {
         if self.domain.capabilities().iwarp {
-            self.post(WorkRequest::Write { gather: Vec::new(), to: NOWHERE });
+            self.post(WorkRequest::Write { gather: Regions::new(), to: NOWHERE });
         }
     }
 
@@ -502,7 +519,7 @@ impl Ready {
                 let holds = vec![Hold::Registration(registration)];
                 let signalled = self.signal(true);
                 let operation = Operation::Read(id, from);
-                Ok(Work { operation, pieces, inline: Vec::new(), holds, signalled }.into())
+                Ok(Work { operation, pieces, inline: Regions::new(), holds, signalled }.into())
             }
         }
     }
@@ -510,12 +527,12 @@ impl Ready {
     /// A Send longer than a slab, which goes as one request whatever its pieces are.
     fn prepare_long_send(
         &mut self,
-        mut gather: Vec<Region>,
+        mut gather: Regions,
         invalidate: Option<Handle>,
         others: bool,
     ) -> Result<Prepared, Error> {
         if gather.len() > self.queues.pieces() {
-            gather = vec![joined(&gather)?];
+            gather = smallvec![joined(&gather)?];
         }
         let (pieces, holds) = match self.name(&gather) {
             Ok(named) => named,
@@ -525,10 +542,10 @@ impl Ready {
         };
         let signalled = self.signal(true);
         let operation = Operation::Send(invalidate);
-        Ok(Work { operation, pieces, inline: Vec::new(), holds, signalled }.into())
+        Ok(Work { operation, pieces, inline: Regions::new(), holds, signalled }.into())
     }
 
-    fn prepare_write(&mut self, gather: Vec<Region>, to: Segment, others: bool) -> Result<Prepared, Error> {
+    fn prepare_write(&mut self, gather: Regions, to: Segment, others: bool) -> Result<Prepared, Error> {
         let total = to.length as usize;
         let slab = self.slab();
         if total <= slab {
@@ -555,7 +572,7 @@ impl Ready {
             let operation = Operation::Write(Segment { length, ..rest });
             rest = Segment { offset: rest.offset + u64::from(length), ..rest };
             let signalled = self.signal(true);
-            work.push(Work { operation, pieces, inline: Vec::new(), holds, signalled });
+            work.push(Work { operation, pieces, inline: Regions::new(), holds, signalled });
         }
         Ok(Prepared::Work(work))
     }
@@ -601,7 +618,7 @@ impl Ready {
             }
         };
         let signalled = self.signal(false);
-        Ok(Some(Work { operation, pieces, inline: Vec::new(), holds, signalled }))
+        Ok(Some(Work { operation, pieces, inline: Regions::new(), holds, signalled }))
     }
 
     // -------------------------------------------------------------------------------------------------- receiving
@@ -692,8 +709,23 @@ impl Ready {
     // ------------------------------------------------------------------------------------------ the peer's rights
 
     pub fn expose_source(&mut self, region: Region) -> Result<Segment, Error> {
-        let (domain, access) = (&self.domain, self.access());
         let lent = region.is_lent();
+        // What registering costs is far more than a copy of so little.
+        if region.len() < LEND_MIN
+            && let Some(sources) = self.sources.clone()
+            && let Some(mut copy) = sources.take(region.len())
+        {
+            copy.extend(&region)?;
+            stats::add(Counter::BytesCopied, region.len() as u64);
+            let copy = copy.freeze();
+            let place =
+                Segment { handle: Handle(0), length: copy.len() as u32, offset: copy.as_ptr().addr() as u64 };
+            // Where so much cannot be locked, what is needed perhaps can.
+            if let Ok(exposed) = self.expose_part(&sources, place, false, Memory::Source(copy)) {
+                return Ok(exposed);
+            }
+        }
+        let (domain, access) = (&self.domain, self.access());
         let copied = |region: &Region| -> Result<Registration, Error> {
             stats::add(Counter::BytesCopied, region.len() as u64);
             Registration::source(domain, region.owned()?, access)
@@ -712,25 +744,53 @@ impl Ready {
 
     pub fn expose_sink(&mut self, sink: Sink) -> Result<Segment, Error> {
         let place = Segment { handle: Handle(0), length: sink.len() as u32, offset: sink.address() as u64 };
-        let block = self.areas.as_ref().and_then(|areas| areas.block_of(place.offset as usize, sink.len()));
-        if let Some(block) = block {
-            let known = |registration: &Registration| registration.piece(place.offset as usize, sink.len());
-            let at = match self.blocks.iter().position(|block| known(block).is_some()) {
-                Some(at) => at,
-                None => {
-                    self.blocks.push(Registration::area(&self.domain, block)?);
-                    self.blocks.len() - 1
-                }
-            };
-            let mut window = self.window()?;
-            let (handle, bind) = window.bind(&self.blocks[at], place, true);
-            self.binds.push_back(bind);
-            stats::add(Counter::Registrations, 1);
-            self.exposed.insert(handle.0, Exposed { window: Some(window), memory: Memory::Area(sink) });
-            return Ok(Segment { handle, ..place });
+        if let Some(areas) = self.areas.clone()
+            && areas.block_of(place.offset as usize, sink.len()).is_some()
+            // Where so much cannot be locked, what is needed perhaps can.
+            && let Ok(exposed) = self.expose_part(&areas, place, true, Memory::Sink(sink.clone()))
+        {
+            return Ok(exposed);
         }
         let registration = Registration::sink(&self.domain, sink, self.access())?;
         self.expose(registration, true)
+    }
+
+    /// Gives the peer a key for a part of a block, which is registered with its first use.
+    fn expose_part(
+        &mut self,
+        areas: &Areas,
+        place: Segment,
+        write: bool,
+        memory: Memory,
+    ) -> Result<Segment, Error> {
+        let (address, len) = (place.offset as usize, place.length as usize);
+        let at = match self.blocks.iter().position(|block| block.piece(address, len).is_some()) {
+            Some(at) => at,
+            None => {
+                let block = areas.block_of(address, len).ok_or_else(|| lost("a part of no block"))?;
+                let start = block.span().0;
+                let registration = Registration::area(&self.domain, block, self.access(), write)
+                    .inspect_err(|_| areas.refuse(start))?;
+                self.blocks.push(registration);
+                stats::add(Counter::Registrations, 1);
+                self.blocks.len() - 1
+            }
+        };
+        let (handle, window) = if self.has_windows() {
+            let mut window = self.window()?;
+            let (handle, bind) = window.bind(&self.blocks[at], place, write);
+            self.binds.push_back(bind);
+            stats::add(Counter::Binds, 1);
+            (handle, Some(window))
+        } else {
+            let key = self.blocks[at].segment().handle;
+            if self.exposed.contains_key(&key.0) {
+                return Err(lost("a block has one exposure at a time"));
+            }
+            (key, None)
+        };
+        self.exposed.insert(handle.0, Exposed { window, memory });
+        Ok(Segment { handle, ..place })
     }
 
     pub fn invalidate(&mut self, handle: Handle) -> Result<(), Error> {
@@ -771,7 +831,7 @@ impl Ready {
             self.binds.remove(at);
         } else {
             let operation = Operation::Invalidate(handle);
-            let (pieces, inline, holds) = (Vec::new(), Vec::new(), Vec::new());
+            let (pieces, inline, holds) = (Vec::new(), Regions::new(), Vec::new());
             let queues = &mut self.queues;
             if queues.room() == 0 {
                 // Without the window its key is dead too.
@@ -796,6 +856,7 @@ impl Ready {
             let mut window = self.window()?;
             let (handle, bind) = window.bind(&registration, whole, write);
             self.binds.push_back(bind);
+            stats::add(Counter::Binds, 1);
             (handle, Some(window))
         } else {
             (whole.handle, None)
@@ -885,7 +946,7 @@ impl Ready {
 impl Work {
     /// Zero bytes to nowhere: it is complete when everything before it is.
     fn nothing() -> Work {
-        let (pieces, inline, holds) = (Vec::new(), Vec::new(), Vec::new());
+        let (pieces, inline, holds) = (Vec::new(), Regions::new(), Vec::new());
         Work { operation: Operation::Write(NOWHERE), pieces, inline, holds, signalled: true }
     }
 }
@@ -926,8 +987,8 @@ fn joined(gather: &[Region]) -> Result<Region, Error> {
 /// An RDMA Write in parts of at most `most` bytes.
 pub(super) fn cut(gather: &[Region], to: Segment, most: usize) -> Vec<WorkRequest> {
     let mut parts = Vec::new();
-    let (mut part, mut bytes, mut offset) = (Vec::new(), 0, to.offset);
-    let mut close = |part: &mut Vec<Region>, bytes: &mut usize| {
+    let (mut part, mut bytes, mut offset) = (Regions::new(), 0, to.offset);
+    let mut close = |part: &mut Regions, bytes: &mut usize| {
         let to = Segment { length: *bytes as u32, offset, ..to };
         offset += *bytes as u64;
         *bytes = 0;

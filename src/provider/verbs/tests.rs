@@ -10,8 +10,10 @@ use rdma_sys::{ibv_wc_opcode, ibv_wc_status};
 use super::listener::Refusals;
 use super::locked::*;
 use super::ready::{COPIES_UNTIL, DRAIN, cut};
+use smallvec::smallvec;
+
 use super::*;
-use crate::memory::{Program, areas};
+use crate::memory::{Program, Regions, areas};
 use crate::provider::Listener as _;
 use crate::provider::fault::contract;
 use crate::provider::{Accepted, Knock, Shortage};
@@ -247,6 +249,103 @@ fn a_block_for_reply_chunks_is_registered_once_and_given_back_with_the_connectio
     assert_eq!(LOCKED.load(Relaxed), 0);
 }
 
+/// A connection of the mock device that has blocks, of `size` bytes for replies, and its memory.
+fn with_blocks(size: usize, most: usize) -> (Verbs, Arc<crate::memory::Memory>) {
+    let to = "10.1.2.3:7".parse().unwrap();
+    let mut verbs = Verbs::request(to, options(), Some(Areas::lazy(size, most))).expect("an identifier");
+    assert!(verbs.establish().expect("the startup goes on"));
+    let memory = crate::memory::Memory::new(4096, 4096, 4096).connection(verbs.slabs(), verbs.areas());
+    (verbs, memory)
+}
+
+#[test]
+fn what_a_peer_reads_of_short_calls_is_copied_into_blocks_that_are_registered_once() {
+    let most = 64 << 20;
+    let _alone_too = areas::ALONE.lock().unwrap_or_else(|e| e.into_inner());
+    let _alone = alone();
+    mock::install();
+    let (mut verbs, _memory) = with_blocks(1 << 20, most);
+    let before = mock::made("mr");
+    let mut keys = Vec::new();
+    let mut program = Program::new(&[7; 5000]);
+    for n in 0..3 {
+        let source = if n == 1 { program.source() } else { Region::copy_from(&[7; 5000]).unwrap() };
+        let exposed = verbs.expose_source(source).expect("exposed");
+        assert!(program.is_back(), "copied");
+        verbs.flush().expect("bound");
+        keys.push(exposed.handle);
+        verbs.invalidate(exposed.handle).expect("unbound");
+    }
+    keys.dedup();
+    assert_eq!((mock::made("mr"), keys.len()), (before + 1, 3), "a key of its own for each call");
+    for (len, registered) in [(1, 1), (LEND_MIN - 1, 2), (LEND_MIN, 3), (LEND_MIN, 4)] {
+        verbs.expose_source(Region::copy_from(&vec![7; len]).unwrap()).expect("exposed");
+        assert_eq!(mock::made("mr"), before + registered, "{len}");
+    }
+    assert_eq!(areas::left(most), most - 2 * LEND_MIN);
+    verbs.close();
+    assert_eq!((mock::there("mr"), mock::there("mw"), areas::left(most)), (0, 0, most));
+    assert_eq!(LOCKED.load(Relaxed), 0);
+}
+
+/// Memory that may be locked is the system's to give, whatever is left by our own count.
+#[test]
+fn where_no_block_can_be_registered_what_a_call_needs_is() {
+    let most = 64 << 20;
+    for windowless in [false, true] {
+        let _alone_too = areas::ALONE.lock().unwrap_or_else(|e| e.into_inner());
+        let _alone = alone();
+        mock::install();
+        mock::with(|device| device.windowless = windowless);
+        let (mut verbs, memory) = with_blocks(1 << 20, most);
+        mock::with(|device| device.refuses = LEND_MIN);
+        let before = mock::made("mr");
+        for _ in 0..2 {
+            let area = memory.reply_area(1000).unwrap();
+            let sink = verbs.expose_sink(area.clone()).expect("registered for itself");
+            assert!(!memory.stays_open(&area));
+            let source = verbs.expose_source(Region::copy_from(b"a call").unwrap()).expect("as well");
+            verbs.flush().expect("bound");
+            verbs.invalidate(sink.handle).expect("let go");
+            verbs.invalidate(source.handle).expect("let go");
+            assert!(area.into_region(0).is_ok());
+        }
+        assert_eq!((mock::made("mr"), areas::left(most)), (before + 4, most), "and nothing counts as locked");
+        verbs.close();
+        assert_eq!((mock::there("mr"), LOCKED.load(Relaxed)), (0, 0));
+    }
+}
+
+#[test]
+fn a_device_without_windows_registers_the_room_for_replies_once_too() {
+    let _alone_too = areas::ALONE.lock().unwrap_or_else(|e| e.into_inner());
+    let _alone = alone();
+    mock::install();
+    mock::with(|device| device.windowless = true);
+    let (mut verbs, memory) = with_blocks(1 << 20, 64 << 20);
+    let before = mock::made("mr");
+    for _ in 0..3 {
+        let area = memory.reply_area(300_000).unwrap();
+        assert!(memory.stays_open(&area), "looked at as a copy only");
+        let exposed = verbs.expose_sink(area.clone()).expect("exposed");
+        assert_eq!((exposed.handle.0, exposed.offset as usize), (mock::latest_key(), area.address()));
+        verbs.invalidate(exposed.handle).expect("let go");
+        assert_eq!(mock::made("mr"), before + 1);
+    }
+    // Calls at the same time cannot be told apart by anything but their keys.
+    let areas = [(); 2].map(|()| memory.reply_area(1000).unwrap());
+    let [one, two] = areas.each_ref().map(|area| verbs.expose_sink(area.clone()).expect("exposed").handle);
+    assert_ne!(one, two);
+    for _ in 0..3 {
+        let source = verbs.expose_source(Region::copy_from(b"a call").unwrap()).expect("exposed");
+        verbs.invalidate(source.handle).expect("let go");
+        assert_eq!(mock::made("mr"), before + 3);
+    }
+    assert!(!memory.stays_open(&memory.reply_area(2 << 20).unwrap()), "not one of the blocks");
+    verbs.close();
+    assert_eq!((mock::there("mr"), mock::made("mw"), LOCKED.load(Relaxed)), (0, 0, 0));
+}
+
 #[test]
 fn a_device_that_refuses_who_has_opened_it_is_not_used_any_more() {
     let (_alone, mut verbs) = mocked(options());
@@ -255,8 +354,10 @@ fn a_device_that_refuses_who_has_opened_it_is_not_used_any_more() {
     for errno in [-libc::EACCES, libc::EACCES] {
         REFUSED.store(false, Relaxed);
         mock::with(|device| device.errno = errno);
-        verbs
-            .post(WorkRequest::Send { gather: vec![Region::copy_from(b"reply").unwrap()], invalidate: None });
+        verbs.post(WorkRequest::Send {
+            gather: smallvec![Region::copy_from(b"reply").unwrap()],
+            invalidate: None,
+        });
         let error = verbs.flush().expect_err("refused");
         assert_eq!(error.kind(), Kind::ConnectionLost);
         assert!(error.text().contains("has changed its user or group"), "{error}");
@@ -266,7 +367,10 @@ fn a_device_that_refuses_who_has_opened_it_is_not_used_any_more() {
     }
     REFUSED.store(false, Relaxed);
     mock::with(|device| device.errno = libc::ENOMEM);
-    verbs.post(WorkRequest::Send { gather: vec![Region::copy_from(b"reply").unwrap()], invalidate: None });
+    verbs.post(WorkRequest::Send {
+        gather: smallvec![Region::copy_from(b"reply").unwrap()],
+        invalidate: None,
+    });
     assert!(verbs.flush().expect_err("another reason").text().ends_with("posting a request failed (12)"));
     assert!(!are_refused());
 }
@@ -374,7 +478,10 @@ fn closing_does_not_wait_for_a_peer_that_has_not_answered() {
 fn closing_does_not_wait_for_what_was_sent_long_ago() {
     let (_alone, mut verbs) = mocked(options());
     mock::with(|device| device.completes = false);
-    verbs.post(WorkRequest::Send { gather: vec![Region::copy_from(b"reply").unwrap()], invalidate: None });
+    verbs.post(WorkRequest::Send {
+        gather: smallvec![Region::copy_from(b"reply").unwrap()],
+        invalidate: None,
+    });
     assert!(verbs.flush().expect("posted"));
     let ready = verbs.ready().expect("open");
     assert!(ready.leaves());
@@ -445,7 +552,7 @@ fn an_rdma_write_with_immediate_data_is_no_message() {
 fn a_reply_whose_peer_stands_holds_the_loop_once_and_not_for_long() {
     let long = |verbs: &mut Verbs| {
         let mut program = Program::new(&[7; 100_000]);
-        verbs.post(WorkRequest::Send { gather: vec![program.source()], invalidate: None });
+        verbs.post(WorkRequest::Send { gather: smallvec![program.source()], invalidate: None });
         assert!(verbs.flush().expect("posted"));
         let before = Instant::now();
         let kept = verbs.release_lent();
@@ -524,7 +631,7 @@ fn a_long_write_is_cut_at_the_same_bytes_whatever_its_pieces() {
     let bytes: Vec<u8> = (0..100u8).collect();
     let to = Segment { handle: Handle(7), length: 100, offset: u64::MAX - 200 };
     for piece in [1, 3, 10, 64, 100] {
-        let gather: Vec<Region> = bytes.chunks(piece).map(|part| Region::copy_from(part).unwrap()).collect();
+        let gather: Regions = bytes.chunks(piece).map(|part| Region::copy_from(part).unwrap()).collect();
         let mut written = Vec::new();
         for part in cut(&gather, to, 30) {
             let WorkRequest::Write { gather, to: at } = part else { panic!("a Write is cut into Writes") };

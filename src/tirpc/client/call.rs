@@ -14,7 +14,7 @@ use crate::driver::Caller;
 use crate::error::{Error, Kind, clnt_stat};
 use crate::ffi::{guard, step};
 use crate::log_debug;
-use crate::memory::{Loan, Message, Region, Sink, registered};
+use crate::memory::{Loan, Message, Regions, Sink, registered};
 use crate::signals::BlockedSignals;
 use crate::stats::{self, Counter};
 use crate::tirpc::auth::{self, Held, Share};
@@ -438,7 +438,7 @@ impl<'a> Call<'a> {
     /// As [`Call::run`].
     unsafe fn receive(
         &self,
-        (reply, gss): (Vec<Region>, bool),
+        (reply, gss): (Regions, bool),
         terms: &mut Terms,
         (_loans, _held): (Loans<'a>, Option<Held>),
         parts: &mut Parts<'a>,

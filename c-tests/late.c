@@ -1,0 +1,164 @@
+/* Requests that are put off, and answered later: in the routine of another connection's request, or by another thread beside
+ * the loop. What has come on their connection meanwhile is served too, and what the client does not take at once is sent.
+ *
+ * Linked with the library, with RPCRDMA_BY_REFERENCE=yes: a reply that is lent has the connection looked at. */
+#define _GNU_SOURCE
+#include <err.h>
+#include <poll.h>
+#include <pthread.h>
+#include <rpc/rpc.h>
+#include <rpcrdma.h>
+#include <semaphore.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <unistd.h>
+
+enum { PROG = 0x20004C53 };
+/* Procedures. Those behind the first have that one answered: in their own routine, by a thread that it waits for, or by one
+ * that begins when the loop sleeps. */
+enum { PUT_OFF = 1, IN_ROUTINE, BY_THREAD, BESIDE_LOOP };
+enum { SHORT = 100000, LONG = 200 << 20 };
+
+#define REQUIRE(what) ((what) ? (void)0 : errx(1, "line %d: %s", __LINE__, #what))
+static const struct timeval patient = {60, 0};
+
+struct data {
+    u_int length;
+    char *bytes;
+};
+static bool_t xdr_data(XDR *xdrs, struct data *data)
+{
+    return xdr_bytes(xdrs, &data->bytes, &data->length, LONG);
+}
+static bool_t xdr_nothing(XDR *xdrs, void *nothing)
+{
+    (void)xdrs, (void)nothing;
+    return TRUE;
+}
+
+/* ---- The server -------------------------------------------------------------------------------------------------- */
+
+static SVCXPRT *waiting;
+static sem_t is_put_off, is_inside;
+static char reply[LONG];
+
+/* Answers what was put off, when something else has come on its connection. */
+static void *answers(void *unused)
+{
+    struct data data = {SHORT, reply};
+    struct pollfd came = {.fd = waiting->xp_fd, .events = POLLIN};
+    (void)unused;
+    REQUIRE(sem_post(&is_inside) == 0);
+    REQUIRE(poll(&came, 1, (int)(1000 * patient.tv_sec)) == 1);
+    REQUIRE(svc_sendreply(waiting, (xdrproc_t)xdr_data, (char *)&data));
+    return NULL;
+}
+
+/* The same, with more than its client takes at once. */
+static void *answers_much(void *unused)
+{
+    struct data data = {LONG, reply};
+    (void)unused;
+    REQUIRE(svc_sendreply(waiting, (xdrproc_t)xdr_data, (char *)&data));
+    return NULL;
+}
+
+static void serve(struct svc_req *request, SVCXPRT *xprt)
+{
+    pthread_t thread;
+    switch (request->rq_proc) {
+    case PUT_OFF:
+        waiting = xprt;
+        REQUIRE(sem_post(&is_put_off) == 0);
+        return;
+    case IN_ROUTINE:
+        answers(NULL);
+        break;
+    case BY_THREAD:
+        REQUIRE(pthread_create(&thread, NULL, answers, NULL) == 0 && pthread_join(thread, NULL) == 0);
+        break;
+    }
+    REQUIRE(svc_sendreply(xprt, (xdrproc_t)xdr_nothing, NULL));
+}
+
+static void *run(void *unused)
+{
+    svc_run();
+    return unused;
+}
+
+/* ---- The clients ------------------------------------------------------------------------------------------------- */
+
+static struct sockaddr_in address = {.sin_family = AF_INET};
+static CLIENT *first, *second;
+
+static CLIENT *connected(void)
+{
+    struct netconfig *netconfig = getnetconfigent("rdma");
+    struct netbuf to = {sizeof address, sizeof address, &address};
+    REQUIRE(netconfig != NULL);
+    CLIENT *client = clnt_tli_create(RPC_ANYFD, netconfig, &to, PROG, 1, 0, 0);
+    if (client == NULL)
+        errx(1, "%s", clnt_spcreateerror("clnt_tli_create"));
+    freenetconfigent(netconfig);
+    return client;
+}
+
+static enum clnt_stat ask(CLIENT *client, u_int procedure)
+{
+    return clnt_call(client, procedure, (xdrproc_t)xdr_nothing, NULL, (xdrproc_t)xdr_nothing, NULL, patient);
+}
+
+static void *is_answered(void *length)
+{
+    struct data data = {0, NULL};
+    enum clnt_stat status = clnt_call(first, PUT_OFF, (xdrproc_t)xdr_nothing, NULL, (xdrproc_t)xdr_data,
+                                      (char *)&data, patient);
+    REQUIRE(status == RPC_SUCCESS && data.length == *(u_int *)length);
+    clnt_freeres(first, (xdrproc_t)xdr_data, (char *)&data);
+    return NULL;
+}
+
+static void *has_it_answered(void *procedure)
+{
+    REQUIRE(ask(second, *(u_int *)procedure) == RPC_SUCCESS);
+    return NULL;
+}
+
+int main(void)
+{
+    u_int lengths[] = {SHORT, SHORT, LONG};
+    pthread_t loop, one, other;
+    SVCXPRT *listener = svc_rdma_create(RPC_ANYFD, 0, 0);
+    REQUIRE(listener != NULL && svc_reg(listener, PROG, 1, serve, NULL));
+    socklen_t length = sizeof address;
+    REQUIRE(getsockname(listener->xp_fd, (struct sockaddr *)&address, &length) == 0);
+    address.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
+    sem_init(&is_put_off, 0, 0);
+    sem_init(&is_inside, 0, 0);
+    REQUIRE(pthread_create(&loop, NULL, run, NULL) == 0);
+    first = connected(), second = connected();
+    for (u_int procedure = IN_ROUTINE; procedure <= BESIDE_LOOP; procedure++) {
+        /* The first reply tells the credits. */
+        REQUIRE(ask(first, NULLPROC) == RPC_SUCCESS);
+        REQUIRE(pthread_create(&one, NULL, is_answered, &lengths[procedure - IN_ROUTINE]) == 0);
+        REQUIRE(sem_wait(&is_put_off) == 0);
+        if (procedure == BESIDE_LOOP) {
+            /* When this has its reply, the loop goes to sleep. */
+            REQUIRE(ask(second, NULLPROC) == RPC_SUCCESS);
+            REQUIRE(pthread_create(&other, NULL, answers_much, NULL) == 0);
+        } else {
+            REQUIRE(pthread_create(&other, NULL, has_it_answered, &procedure) == 0);
+            REQUIRE(sem_wait(&is_inside) == 0);
+            REQUIRE(ask(first, NULLPROC) == RPC_SUCCESS);
+        }
+        REQUIRE(pthread_join(one, NULL) == 0 && pthread_join(other, NULL) == 0);
+        static const char *const names[] = {"in the routine of another request", "by a thread of that routine",
+                                            "beside the loop, with much"};
+        printf("ok    a request is answered %s\n", names[procedure - IN_ROUTINE]);
+        fflush(stdout);
+    }
+    clnt_destroy(first), clnt_destroy(second);
+    svc_exit();
+    return 0;
+}

@@ -1,0 +1,30 @@
+#!/bin/bash
+# late.sh: requests that a server puts off and answers later, beside its loop (c-tests/late.c); as it is, and under valgrind.
+here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
+. "$here/lib.sh"
+cd "$scratch" || exit 1
+build=$(dirname "$LIBRPCRDMA")
+export RPCRDMA_BY_REFERENCE=yes RPCRDMA_MAX_REPLY=268435456
+
+# report NAME COMMAND...: takes over the lines of the program, which must end well and write nothing to stderr.
+report() {
+    local name=$1 line; shift
+    "$@" >out 2>err
+    local status=$?
+    while read -r line; do
+        case $line in ok*) ok "$name: ${line#ok    }" ;; esac
+    done <out
+    [ "$status" -eq 0 ] && [ ! -s err ] || { cat out >>err; FAIL "$name: ends well and in silence (status $status)" err; }
+}
+
+cc -g -O1 -pthread -Wall -Wextra -Werror -Wno-cast-function-type -o late "$top/c-tests/late.c" \
+    -I"$top/include" $(pkg-config --cflags libtirpc) \
+    -L"$build" -Wl,-rpath,"$build" -lrpcrdma $(pkg-config --libs libtirpc) 2>cc.log ||
+    { FAIL "late.c compiles" cc.log; closing; }
+report plain ./late
+if command -v valgrind >/dev/null; then
+    report valgrind env RPCRDMA_POLL=0 valgrind -q --error-exitcode=9 --fair-sched=try ./late
+else
+    skip "under valgrind" "not installed"
+fi
+closing

@@ -116,7 +116,8 @@ kernels_client() {
 
     if [ "${path#*/}" != rxe ]; then
         what="$path: the kernel's client, our server, a new connection"
-        cat /mnt/served >/dev/null
+        # The kernel gives a delegation back that nobody has used for the time of a lease, unless the file is open.
+        exec {held}</mnt/served
         must ss -K dst $address dport = 20050
         echo recall >&$commands
         if wait_for 20 grep -q '^CB_NULL: failed' "$out"; then ok "$what: $(tail -n 1 "$out")"
@@ -130,6 +131,7 @@ kernels_client() {
         else
             cat "$log" >>"$out"; FAIL "$what: recall" "$out"
         fi
+        exec {held}<&-
     fi
     if umount /mnt && wait_for 10 ends_with 'session ended'; then ok "$path: umount"; else FAIL "$path: umount" "$out"; fi
     stop "$server"

@@ -1,30 +1,26 @@
 //! What fork(2) makes of a process: whether this one is still the one that it was, and what it shares with its children.
 //!
-//! Owns the fork generation, the cached process id, and the locks of the process ([`Lock`]): a forked child never waits for
-//! one that another thread of its parent has.
+//! Owns the fork generation, the cached process id, the locks of the process ([`Lock`]): a forked child never waits for
+//! one that another thread of its parent has; and what a process shares with its children ([`SharedWords`]).
 //!
 //! # Invariants
-//! - A [`SharedPage`] holds only its lock and atomic words: no pointer, no state that a process could leave torn.
-//! - Nothing here blocks except, for at most [`LOCK_PATIENCE_MS`], [`SharedPage::lock`].
+//! - [`SharedWords`] are only a lock and atomic words: no pointer, no state that a process could leave torn.
+//! - Nothing here blocks except, for at most [`shared::LOCK_PATIENCE_MS`], [`SharedWords::lock`].
 #![allow(unsafe_code)]
 
-use std::io;
-use std::marker::PhantomData;
-use std::mem::MaybeUninit;
-use std::ptr::{NonNull, null_mut};
+use std::ptr::null_mut;
 use std::sync::atomic::Ordering::{AcqRel, Acquire, Relaxed, Release};
 use std::sync::atomic::{AtomicBool, AtomicPtr, AtomicU32, AtomicU64};
 use std::sync::{Mutex, MutexGuard, TryLockError};
 
 use rustix::io::Errno;
 use rustix::process::{Pid, WaitId, WaitIdOptions, test_kill_process, waitid};
-use rustix::time::{ClockId, clock_gettime};
 
 use crate::ffi::guard;
 
-/// How long [`SharedPage::lock`] waits for another process, in milliseconds. A holder keeps the lock for one
-/// non-blocking send; only a stopped process keeps it longer.
-pub const LOCK_PATIENCE_MS: i64 = 10;
+mod shared;
+
+pub use shared::SharedWords;
 
 /// How many forks lie between this process and the one that first asked: it differs between parent and child.
 ///
@@ -53,7 +49,14 @@ pub fn process_gone(pid: u32) -> bool {
     waitid(WaitId::Pid(pid), options).is_ok_and(|ended| ended.is_some())
 }
 
+/// Differs from what it was if a child was forked since, or is being forked, who has what was there in between.
+pub fn forks() -> u64 {
+    watch_forks();
+    FORKS.load(Acquire)
+}
+
 static GENERATION: AtomicU64 = AtomicU64::new(0);
+static FORKS: AtomicU64 = AtomicU64::new(0);
 static PID: AtomicU32 = AtomicU32::new(0);
 
 /// Not a Once: a fork(2) in the midst of it would leave the child waiting for ever. Two threads at a time have a fork
@@ -76,9 +79,17 @@ fn begin_to_watch() {
         Ok(())
     });
     // SAFETY: `after_fork` only stores atomics, tries locks and calls getpid, which is allowed in the child of a
-    // multi-threaded process. The library is linked with -z nodelete: the handler stays mapped.
-    unsafe { libc::pthread_atfork(None, None, Some(after_fork)) };
+    // multi-threaded process. The library is linked with -z nodelete: the handlers stay mapped.
+    unsafe { libc::pthread_atfork(Some(count_fork), Some(count_fork), Some(after_fork)) };
     WATCHED.store(true, Relaxed);
+}
+
+/// Before it, and after it: what another thread takes in between the child may have or not.
+unsafe extern "C" fn count_fork() {
+    guard(|| {
+        FORKS.fetch_add(1, AcqRel);
+        Ok(())
+    });
 }
 
 unsafe extern "C" fn after_fork() {
@@ -180,147 +191,6 @@ fn note_process() {
     PID.store(std::process::id(), Relaxed);
 }
 
-/// Words and a lock that this process and its forked children share: one anonymous MAP_SHARED page.
-///
-/// # Invariants
-/// `layout` points to our own mapping of at least one `Layout`, whose mutex is initialised.
-pub struct SharedPage {
-    layout: NonNull<Layout>,
-}
-
-#[repr(C)]
-struct Layout {
-    mutex: libc::pthread_mutex_t,
-    words: [AtomicU64; SharedPage::WORDS],
-}
-
-// SAFETY: the page is used through a process-shared mutex and atomics only.
-unsafe impl Send for SharedPage {}
-// SAFETY: as above.
-unsafe impl Sync for SharedPage {}
-
-impl SharedPage {
-    /// Number of words.
-    pub const WORDS: usize = 8;
-
-    /// A new page, all words 0.
-    ///
-    /// # Errors
-    /// The errno of mmap(2) or of making the mutex.
-    pub fn new() -> io::Result<SharedPage> {
-        // SAFETY: an anonymous mapping at an address of the kernel's choice touches no existing memory.
-        let base = unsafe {
-            libc::mmap(
-                std::ptr::null_mut(),
-                size_of::<Layout>(),
-                libc::PROT_READ | libc::PROT_WRITE,
-                libc::MAP_SHARED | libc::MAP_ANONYMOUS,
-                -1,
-                0,
-            )
-        };
-        if base == libc::MAP_FAILED {
-            return Err(io::Error::last_os_error());
-        }
-        let layout =
-            NonNull::new(base.cast::<Layout>()).ok_or_else(|| io::Error::from_raw_os_error(libc::ENOMEM))?;
-        // From here on Drop unmaps. The words are zero bytes, which is what an AtomicU64 of 0 is.
-        let page = SharedPage { layout };
-        let mut attributes = MaybeUninit::<libc::pthread_mutexattr_t>::uninit();
-        let a = attributes.as_mut_ptr();
-        // SAFETY: initialises the attributes.
-        check_code(unsafe { libc::pthread_mutexattr_init(a) })?;
-        // SAFETY: `a` was initialised above.
-        check_code(unsafe { libc::pthread_mutexattr_setpshared(a, libc::PTHREAD_PROCESS_SHARED) })?;
-        // SAFETY: as above.
-        check_code(unsafe { libc::pthread_mutexattr_setrobust(a, libc::PTHREAD_MUTEX_ROBUST) })?;
-        // SAFETY: the mapping is ours alone until the next fork, and large enough for the mutex.
-        check_code(unsafe { libc::pthread_mutex_init(page.mutex(), a) })?;
-        Ok(page)
-    }
-
-    /// Takes the lock; `None` when another process has kept it for too long.
-    ///
-    /// # Errors
-    /// When the lock is unusable.
-    pub fn lock(&self) -> io::Result<Option<PageLock<'_>>> {
-        // SAFETY: the mutex is initialised (invariant).
-        let mut code = unsafe { libc::pthread_mutex_trylock(self.mutex()) };
-        if code == libc::EBUSY {
-            let until = deadline(LOCK_PATIENCE_MS);
-            // SAFETY: as above; `until` is a live timespec.
-            code = unsafe { libc::pthread_mutex_timedlock(self.mutex(), &until) };
-        }
-        let owner_died = match code {
-            0 => false,
-            libc::EOWNERDEAD => {
-                // SAFETY: we hold the lock, which was inherited from a dead owner.
-                check_code(unsafe { libc::pthread_mutex_consistent(self.mutex()) })?;
-                true
-            }
-            libc::EBUSY | libc::ETIMEDOUT => return Ok(None),
-            code => return Err(io::Error::from_raw_os_error(code)),
-        };
-        Ok(Some(PageLock { page: self, owner_died, thread: PhantomData }))
-    }
-
-    /// A word of the page.
-    ///
-    /// # Panics
-    /// When `index` is not below [`SharedPage::WORDS`].
-    pub fn word(&self, index: usize) -> &AtomicU64 {
-        // SAFETY: the mapping lives as long as `self` (invariant), and the words are only ever accessed as atomics.
-        let words = unsafe { &(*self.layout.as_ptr()).words };
-        &words[index]
-    }
-
-    fn mutex(&self) -> *mut libc::pthread_mutex_t {
-        // SAFETY: the mapping holds a Layout (invariant); no reference to it is made.
-        unsafe { &raw mut (*self.layout.as_ptr()).mutex }
-    }
-}
-
-impl Drop for SharedPage {
-    fn drop(&mut self) {
-        // The mutex is not destroyed: another process may still use it. It holds no resource but its bytes.
-        // SAFETY: `layout` is our own mapping; a PageLock borrows the page, so nobody holds the lock here.
-        unsafe { libc::munmap(self.layout.as_ptr().cast(), size_of::<Layout>()) };
-    }
-}
-
-/// The lock of a page, held.
-pub struct PageLock<'a> {
-    page: &'a SharedPage,
-    owner_died: bool,
-    /// A mutex is unlocked by the thread that locked it.
-    thread: PhantomData<*const ()>,
-}
-
-impl PageLock<'_> {
-    /// Whether the last holder ended while it held the lock.
-    pub fn owner_died(&self) -> bool {
-        self.owner_died
-    }
-}
-
-impl Drop for PageLock<'_> {
-    fn drop(&mut self) {
-        // SAFETY: this thread holds the lock: a PageLock is made only by `lock` and is not Send.
-        unsafe { libc::pthread_mutex_unlock(self.page.mutex()) };
-    }
-}
-
-fn deadline(ms: i64) -> libc::timespec {
-    // That is the clock that timedlock counts in.
-    let now = clock_gettime(ClockId::Realtime);
-    let nsec = now.tv_nsec + ms * 1_000_000;
-    libc::timespec { tv_sec: now.tv_sec + nsec / 1_000_000_000, tv_nsec: nsec % 1_000_000_000 }
-}
-
-fn check_code(code: libc::c_int) -> io::Result<()> {
-    if code == 0 { Ok(()) } else { Err(io::Error::from_raw_os_error(code)) }
-}
-
 /// Processes for tests.
 #[cfg(test)]
 pub mod testing {
@@ -369,12 +239,8 @@ pub mod testing {
 
 #[cfg(test)]
 mod tests {
-    use std::io::Write;
-    use std::os::fd::AsRawFd;
-    use std::os::unix::net::UnixStream;
 
     use super::*;
-    use crate::wait;
 
     #[test]
     fn a_forked_child_has_another_generation_and_process_id() {
@@ -407,36 +273,5 @@ mod tests {
         });
         drop(held);
         assert!(testing::fork(|| HELD.try_lock().is_some()).succeeded());
-    }
-
-    #[test]
-    fn a_page_is_shared_with_a_child_and_its_lock_survives_a_dead_holder() {
-        let page = SharedPage::new().unwrap();
-        let child = testing::fork(|| {
-            page.word(3).store(7, Relaxed);
-            std::mem::forget(page.lock().unwrap().unwrap());
-            true
-        });
-        assert!(child.succeeded());
-        assert_eq!(page.word(3).load(Relaxed), 7);
-        assert!(page.lock().unwrap().unwrap().owner_died());
-        assert!(!page.lock().unwrap().unwrap().owner_died());
-    }
-
-    #[test]
-    fn a_lock_that_another_process_keeps_is_given_up_after_a_while() {
-        let page = SharedPage::new().unwrap();
-        let (ours, theirs) = UnixStream::pair().unwrap();
-        let child = testing::fork(|| {
-            let _lock = page.lock().unwrap().unwrap();
-            (&theirs).write_all(b"x").unwrap();
-            // Until the parent has seen it.
-            wait::until(theirs.as_raw_fd(), wait::IN, None, None).unwrap()
-        });
-        assert!(wait::until(ours.as_raw_fd(), wait::IN, None, None).unwrap());
-        assert!(page.lock().unwrap().is_none());
-        (&ours).write_all(b"x").unwrap();
-        assert!(child.succeeded());
-        assert!(!page.lock().unwrap().unwrap().owner_died());
     }
 }

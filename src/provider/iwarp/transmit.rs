@@ -14,7 +14,7 @@
 //! A Read for which the peer has no room steps aside and lets later Sends pass (RFC 5040 §5.5 rule 4: a ULP that
 //! cares must wait for the Read).
 //!
-//! What a write changes and a forked child must know lies in a [`Shared`] page: the next MSN of each queue, and which
+//! What a write changes and a forked child must know lies in [`Shared`] words: the next MSN of each queue, and which
 //! process has an unfinished message on the wire. Any other process finds the socket "full" until that is finished.
 //!
 //! # Invariants
@@ -54,9 +54,9 @@ const MAX_TAIL: usize = 7;
 /// What the shortest queued Send holds.
 pub(super) const PAGE: usize = 4096;
 
-/// The page that forked processes share. The words are read and written under its lock, except `received`.
+/// What forked processes share. The words are read and written under its lock, except `received`.
 pub(super) struct Shared {
-    page: fork::SharedPage,
+    words: fork::SharedWords,
 }
 
 impl Shared {
@@ -67,7 +67,7 @@ impl Shared {
     const CALLER: usize = 5;
 
     pub(super) fn new() -> io::Result<Shared> {
-        let shared = Shared { page: fork::SharedPage::new()? };
+        let shared = Shared { words: fork::SharedWords::new()? };
         shared.set(Shared::CALLER, u64::from(fork::process_id()));
         // RFC 5041 §4.3: "The initial value for MSN MUST be one."
         shared.set(Shared::MSN, 1);
@@ -85,7 +85,7 @@ impl Shared {
         // Of several children one is first.
         fork::process_gone(caller as u32)
             && may(self)
-            && self.page.word(Shared::CALLER).compare_exchange(caller, us, Relaxed, Relaxed).is_ok()
+            && self.words.word(Shared::CALLER).compare_exchange(caller, us, Relaxed, Relaxed).is_ok()
     }
 
     /// Takes the number of the next message of a queue.
@@ -123,7 +123,7 @@ impl Shared {
     /// # Errors
     /// When the stream is broken for ever.
     pub(super) fn with_stream<T>(&self, work: impl FnOnce(&Shared) -> T) -> Result<Option<T>, Error> {
-        let Some(lock) = self.page.lock()? else { return Ok(None) };
+        let Some(lock) = self.words.lock()? else { return Ok(None) };
         if self.get(Shared::CLOSED) != 0 {
             return Err(lost("another process has ended the connection"));
         }
@@ -139,11 +139,11 @@ impl Shared {
     }
 
     fn get(&self, word: usize) -> u64 {
-        self.page.word(word).load(Relaxed)
+        self.words.word(word).load(Relaxed)
     }
 
     fn set(&self, word: usize, value: u64) {
-        self.page.word(word).store(value, Relaxed);
+        self.words.word(word).store(value, Relaxed);
     }
 }
 

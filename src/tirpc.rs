@@ -27,8 +27,8 @@ use std::ptr::{null, null_mut};
 use std::sync::atomic::{AtomicPtr, Ordering};
 
 use crate::error::{Error, Kind, clnt_stat};
-use crate::log_error;
 use crate::xdr::{XDR, XdrProc};
+use crate::{ffi, log_error};
 
 pub mod adapters;
 mod auth;
@@ -41,6 +41,7 @@ pub mod interpose;
 mod lending;
 pub mod netid;
 mod progress;
+mod run;
 pub mod server;
 mod sniff;
 mod transport;
@@ -698,14 +699,35 @@ impl<F> fmt::Debug for Real<F> {
     }
 }
 
+/// libtirpc's own `xprt_register`, for transports of ours: the one of `interpose` looks for those of libtirpc.
+///
+/// # Errors
+/// When libtirpc cannot be found.
+///
+/// # Safety
+/// As libtirpc's.
+pub unsafe fn xprt_register(xprt: *mut SVCXPRT) -> Result<(), Error> {
+    // SAFETY: by the contract.
+    unsafe { real::XPRT_REGISTER.get()?(xprt) };
+    // SAFETY: a live transport (contract).
+    run::registered(unsafe { (*xprt).xp_fd });
+    Ok(())
+}
+
 /// libtirpc's own `xprt_unregister`, for transports of ours and for those that we replace.
 ///
 /// # Safety
 /// As libtirpc's.
 pub unsafe fn xprt_unregister(xprt: *mut SVCXPRT) {
     match real::XPRT_UNREGISTER.get() {
-        // SAFETY: by the contract.
-        Ok(real) => unsafe { real(xprt) },
+        Ok(real) => {
+            // SAFETY: by the contract.
+            unsafe { real(xprt) };
+            // SAFETY: NULL or alive (contract).
+            if let Some(made) = unsafe { ffi::reference(xprt) } {
+                run::unregistered(made.xp_fd);
+            }
+        }
         Err(error) => log_error!("{error}"),
     }
 }
@@ -762,10 +784,6 @@ pub mod real {
             };
         )*};
     }
-
-    /// The program's dispatch routines run in it: they may throw, and its thread may be cancelled.
-    // SAFETY: the type is the C prototype of the name.
-    pub static SVC_RUN: Real<unsafe extern "C-unwind" fn()> = unsafe { Real::new(c"svc_run") };
 
     /// The program's procedures run in it: they may throw.
     pub static RPC_CALL: Real<RpcCall> =

@@ -149,6 +149,53 @@ impl Readables {
     }
 }
 
+/// Descriptors that a loop waits for, by epoll(7).
+#[derive(Debug)]
+pub struct PollSet(OwnedFd);
+
+impl PollSet {
+    /// An empty one.
+    ///
+    /// # Errors
+    /// The errno.
+    pub fn new() -> io::Result<PollSet> {
+        Ok(PollSet(epoll::create(epoll::CreateFlags::CLOEXEC)?))
+    }
+
+    /// The descriptor to wait on; each event has that of its own descriptor as its data.
+    pub fn fd(&self) -> RawFd {
+        self.0.as_raw_fd()
+    }
+
+    /// Waits for `events` of poll(2) on `fd` too, or for these in place of others.
+    ///
+    /// # Errors
+    /// The errno: `EPERM` for what is always ready, a file.
+    pub fn watch(&self, fd: RawFd, events: i16) -> io::Result<()> {
+        // Those of poll have the same values.
+        let flags = epoll::EventFlags::from_bits_truncate(u32::from(events.cast_unsigned()));
+        let (key, fd) = (key(fd), borrow(fd)?);
+        match epoll::add(&self.0, fd, key, flags) {
+            Err(Errno::EXIST) => Ok(epoll::modify(&self.0, fd, key, flags)?),
+            other => Ok(other?),
+        }
+    }
+
+    /// No longer. What is closed has left the set, unless another process has it too.
+    pub fn forget(&self, fd: RawFd) {
+        if let Ok(fd) = borrow(fd) {
+            let _ = epoll::delete(&self.0, fd);
+        }
+    }
+
+    /// Whether another one than these has something now.
+    pub fn has_others(&self, except: [RawFd; 2]) -> bool {
+        let mut events = [NO_EVENT; 3];
+        let count = epoll::wait(&self.0, &mut events, Some(&NOW)).unwrap_or(0);
+        events[..count].iter().any(|event| !except.contains(&(event.data.u64() as RawFd)))
+    }
+}
+
 /// An epoll set and its alarm, as one descriptor that a program's own loop can poll.
 #[derive(Debug)]
 pub struct WakeSet {

@@ -29,7 +29,9 @@ use crate::process::{self, Identity};
 use crate::provider::{Accepted, Device, Knock, Listener, Places};
 use crate::tirpc::bare::{LISTENING, bare};
 use crate::tirpc::progress::{self, Errand};
-use crate::tirpc::{SVCXPRT, bool_t, idle, interpose, real, rpc_msg, server, xp_ops, xprt_unregister};
+use crate::tirpc::{
+    SVCXPRT, bool_t, idle, interpose, rpc_msg, server, xp_ops, xprt_register, xprt_unregister,
+};
 use crate::{log_debug, log_error, log_info, log_warn, socket};
 
 /// Requests that are accepted or refused before the loop looks at others again, and how long that may take.
@@ -266,8 +268,8 @@ impl Entry {
         let only = config.provider != Provider::Auto;
         let listener = self.device.listen(self.places.clone(), only)?;
         let xprt = bare(listener.fd(), &ACCEPT);
-        // SAFETY: complete; the real function, since our own looks for stock transports.
-        unsafe { real::XPRT_REGISTER.get()?(xprt) };
+        // SAFETY: complete.
+        unsafe { xprt_register(xprt) }?;
         Ok(Open { listener, xprt: Bare(xprt) })
     }
 
@@ -433,7 +435,7 @@ mod tests {
             // SAFETY: as its loop does; the thread is the only one.
             let is_polled = || unsafe { polled() }.any(|polled| polled == fd);
             // SAFETY: complete.
-            unsafe { real::XPRT_REGISTER.get().expect("libtirpc's")(bare(fd, &ACCEPT)) };
+            unsafe { xprt_register(bare(fd, &ACCEPT)) }.expect("libtirpc's");
             let before = is_polled();
             // SAFETY: as above.
             unsafe { svc_getreq_common(fd) };

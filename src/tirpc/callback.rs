@@ -29,8 +29,8 @@ use crate::ffi::guard;
 use crate::tirpc::bare::{LISTENING, bare};
 use crate::tirpc::transport::Transport;
 use crate::tirpc::{
-    _gss_authenticate, SVCXPRT, auth_stat, bool_t, dispatch_t, opaque_auth, real, rpc_msg, svc_req,
-    svcerr_auth, svcerr_noprog, svcerr_progvers, xp_ops, xprt_unregister,
+    _gss_authenticate, SVCXPRT, auth_stat, bool_t, dispatch_t, opaque_auth, rpc_msg, svc_req, svcerr_auth,
+    svcerr_noprog, svcerr_progvers, xp_ops, xprt_register, xprt_unregister,
 };
 use crate::{fork, log_info, signals};
 
@@ -237,8 +237,8 @@ pub(super) mod waker {
             let ended = in_svc_run() && nothing_is_registered();
             if !self.registered && !ended {
                 self.registered = true;
-                // SAFETY: complete; the real function, since our own looks for stock transports.
-                unsafe { real::XPRT_REGISTER.get()?(self.xprt) };
+                // SAFETY: complete.
+                unsafe { xprt_register(self.xprt) }?;
             }
             Ok(())
         }
@@ -264,8 +264,8 @@ pub(super) mod waker {
         let registered = own(&mut waker).and_then(|waker| {
             if !waker.registered {
                 waker.registered = true;
-                // SAFETY: complete; the real function, since our own looks for stock transports.
-                unsafe { real::XPRT_REGISTER.get()?(waker.xprt) };
+                // SAFETY: complete.
+                unsafe { xprt_register(waker.xprt) }?;
             }
             Ok(waker.set.fd())
         });

@@ -47,7 +47,7 @@ use crate::tirpc::{
     creation_explanation, creation_failed, creation_record, creation_recorded, creation_started, dispatch_t,
     is_libtirpcs, netbuf, netconfig, real, registered_t, server, t_bind,
 };
-use crate::tirpc::{adapters, beside, sniff};
+use crate::tirpc::{adapters, beside, run, sniff};
 use crate::xdr::XdrProc;
 use crate::{log_debug, log_error, log_info, log_warn, socket};
 
@@ -402,7 +402,7 @@ pub unsafe extern "C" fn svc_tli_create(
 pub unsafe extern "C" fn xprt_register(xprt: *mut SVCXPRT) {
     guard_passing(|| {
         // SAFETY: the caller's own argument.
-        unsafe { real::XPRT_REGISTER.get()?(xprt) };
+        unsafe { super::xprt_register(xprt) }?;
         if let Some(_inside) = Inside::enter()
             // SAFETY: a live transport, by the contract.
             && let Some(rdma_only) = unsafe { moved(xprt) }
@@ -435,12 +435,13 @@ pub unsafe extern "C" fn xprt_unregister(xprt: *mut SVCXPRT) {
             adapters::end(listener);
         }
         // SAFETY: the caller's own argument.
-        unsafe { real::XPRT_UNREGISTER.get()?(xprt) };
+        unsafe { super::xprt_unregister(xprt) };
         Ok(())
     })
 }
 
-/// Has the loop serve calls back, and sends what waits for slow peers when it has ended.
+/// libtirpc's loop, for any number of transports ([`run`]): it serves calls back too, and when it has ended what waits for slow
+/// peers is sent.
 ///
 /// # Safety
 /// As libtirpc's `svc_run`.
@@ -449,10 +450,10 @@ pub unsafe extern "C-unwind" fn svc_run() {
     guard_around(
         || {
             server::enter_loop();
-            real::SVC_RUN.get()
+            Ok(())
         },
         // SAFETY: by the contract.
-        |real| unsafe { real() },
+        |()| unsafe { run::run() },
         server::left_loop,
     );
 }

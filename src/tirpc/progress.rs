@@ -16,7 +16,7 @@ use crate::driver::{Shared, Wait, send_rest};
 use crate::error::Error;
 use crate::ffi::guard;
 use crate::tirpc::bare::{LISTENING, bare};
-use crate::tirpc::{SVCXPRT, bool_t, nothing_is_registered, real, rpc_msg, xp_ops, xprt_unregister};
+use crate::tirpc::{SVCXPRT, bool_t, nothing_is_registered, rpc_msg, xp_ops, xprt_register, xprt_unregister};
 use crate::wait::WakeSet;
 use crate::{fork, log_warn, process, wait};
 
@@ -268,8 +268,8 @@ impl Progress {
         }
         self.registered = wanted;
         if wanted {
-            // SAFETY: complete; the real function, since our own looks for stock transports.
-            unsafe { real::XPRT_REGISTER.get()?(self.xprt) };
+            // SAFETY: complete.
+            unsafe { xprt_register(self.xprt) }?;
         } else {
             // SAFETY: registered before.
             unsafe { xprt_unregister(self.xprt) };
@@ -361,7 +361,7 @@ mod tests {
         let parent = fork(|| {
             let listener = UnixStream::pair().unwrap();
             // SAFETY: complete.
-            unsafe { real::XPRT_REGISTER.get().unwrap()(bare(listener.0.as_raw_fd(), &LISTENING)) };
+            unsafe { xprt_register(bare(listener.0.as_raw_fd(), &LISTENING)) }.unwrap();
             call_at(Errand::Left, Instant::now(), || {});
             let parents = fd();
             let table = TABLE.lock();

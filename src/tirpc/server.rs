@@ -16,7 +16,9 @@ use crate::tirpc::callback::waker;
 use crate::tirpc::netid::Netid;
 use crate::tirpc::transport::{ANY, Transport, addresses, copied, serve_fd, transport, wake_left};
 pub use crate::tirpc::transport::{SVCGET_RDMA_CREDITS, SVCSET_RDMA_CREDITS};
-use crate::tirpc::{RPC_ANYFD, SVCXPRT, idle, polled, progress, real, svc_destroy, xprt_unregister};
+use crate::tirpc::{
+    RPC_ANYFD, SVCXPRT, idle, polled, progress, run, svc_destroy, xprt_register, xprt_unregister,
+};
 
 /// Destroys a listener that libtirpc has just made, of which its caller will not hear. As in libtirpc, a descriptor that
 /// is the caller's stays open.
@@ -66,8 +68,8 @@ pub(super) unsafe fn like(stock: *mut SVCXPRT, server: Server, rdma_only: bool) 
 /// It is not registered.
 pub(super) unsafe fn register(own: Arc<Transport>, expendable: bool) -> Result<(), Error> {
     let fd = own.fd();
-    // SAFETY: complete (contract); the real function, since our own looks for stock transports.
-    unsafe { real::XPRT_REGISTER.get()?(own.xprt()) };
+    // SAFETY: complete (contract).
+    unsafe { xprt_register(own.xprt()) }?;
     // SAFETY: our caller registers transports.
     if !unsafe { polled() }.any(|it| it == fd) {
         // libtirpc drops silently what does not fit its table.
@@ -106,12 +108,14 @@ pub(super) unsafe fn serve(
 /// The program enters libtirpc's loop.
 pub(super) fn enter_loop() {
     waker::enter_loop();
+    run::enter();
 }
 
 /// The program has left libtirpc's loop, whose frame is at `frame`. Unless it has `returned`, something of the program's was
 /// thrown: it will come back with what it has registered.
 pub(super) fn left_loop(frame: usize, returned: bool) {
     service_loop::PROGRAM.unwound_to(frame);
+    run::leave();
     waker::leave_loop();
     service_loop::PROGRAM.is_away();
     if returned {

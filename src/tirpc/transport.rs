@@ -47,8 +47,8 @@ use crate::tirpc::netid::Netid;
 use crate::tirpc::progress::{self, Errand, Watched};
 use crate::tirpc::{
     PLAIN_REPLY, SVCAUTH, SVCXPRT, SVCXPRT_EXT, accepted_reply, ar_results, auth_stat, bool_t, idle, msg,
-    netbuf, opaque_auth, polled, reply_body, rpc_msg, svc_getreq_common, xdr_callmsg, xdr_replymsg, xp_ops,
-    xp_ops2, xprt_stat, xprt_unregister,
+    netbuf, opaque_auth, polled, reply_body, rpc_msg, run, svc_getreq_common, xdr_callmsg, xdr_replymsg,
+    xp_ops, xp_ops2, xprt_stat, xprt_unregister,
 };
 use crate::wire::Xid;
 use crate::xdr::{Decoder, Encoder, XDR, XdrProc};
@@ -512,6 +512,9 @@ pub unsafe fn copied(from: &netbuf) -> netbuf {
 fn others_wait(except: [RawFd; 2]) -> bool {
     /// To ask after more of them would take longer than what is spun for.
     const MOST: usize = 64;
+    if let Some(wait) = run::others_wait(except) {
+        return wait;
+    }
     let mut others = [wait::PollFd::new(-1, false, false); MOST];
     let mut count = 0;
     // SAFETY: called by the loop's own thread.

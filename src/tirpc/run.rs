@@ -1,0 +1,414 @@
+//! `svc_run`, at a cost that does not grow with the number of transports.
+//!
+//! libtirpc's own copies `svc_pollfd` and polls all of it for each event. Here the same descriptors are in an epoll(7) set, which
+//! `xprt_register` and `xprt_unregister` keep, and `svc_getreq_poll` is given what is ready. All else is as there: the loop
+//! ends after svc_exit(3), a signal does not end it, its thread may be cancelled while it sleeps, and a dispatch routine may
+//! throw. It may be entered by several threads, and again by a dispatch routine.
+//!
+//! # Invariants
+//! - A program may write into `svc_pollfd` by hand. What it takes out is not served from then on; what it puts in
+//!   [`Set::compare`] finds: at each turn while the table is short, else once in so many turns that each has the same share of
+//!   it, and [`SOON`] after the last turn at the latest.
+//! - What epoll cannot watch (a file, a descriptor that was closed by hand) has the loop use poll(2) as libtirpc does.
+//! - Nothing is locked, and nothing of ours lives on the stack, while it sleeps or dispatches.
+#![allow(unsafe_code)]
+
+use std::ffi::c_int;
+use std::mem::MaybeUninit;
+use std::os::fd::RawFd;
+use std::sync::MutexGuard;
+use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
+
+use crate::error::Error;
+use crate::ffi::step;
+use crate::tirpc::{_rpc_dtablesize, svc_max_pollfd, svc_pollfd};
+use crate::wait::PollSet;
+use crate::{fork, log_warn};
+
+/// What libtirpc polls a transport for.
+const EVENTS: i16 = libc::POLLIN | libc::POLLPRI | libc::POLLRDNORM | libc::POLLRDBAND;
+
+/// Milliseconds after which the table is looked at once more.
+const SOON: c_int = 10;
+
+/// Entries of the table that are looked at in each turn, on average.
+const EACH: usize = 512;
+
+/// Descriptors that one turn hands out.
+const MOST: usize = 64;
+
+// Both are cancellation points: the end of the thread passes through them.
+unsafe extern "C-unwind" {
+    fn poll(fds: *mut libc::pollfd, count: libc::nfds_t, timeout: c_int) -> c_int;
+    fn epoll_wait(set: c_int, events: *mut libc::epoll_event, most: c_int, timeout: c_int) -> c_int;
+}
+
+unsafe extern "C-unwind" {
+    fn svc_getreq_poll(fds: *mut libc::pollfd, count: c_int);
+}
+
+/// What the loops of this process wait for.
+#[derive(Default)]
+struct Set {
+    /// `None` while no loop runs.
+    epoll: Option<PollSet>,
+    /// The process that made it.
+    generation: u64,
+    /// By descriptor.
+    watched: Vec<Watched>,
+    /// The table as it was last found, and how many turns ago.
+    seen: Vec<(RawFd, i16)>,
+    turns: usize,
+    /// The table has changed since.
+    stale: bool,
+    /// Something in it cannot be watched.
+    incomplete: bool,
+    /// Counts comparisons.
+    mark: u32,
+}
+
+#[derive(Clone, Copy, Default)]
+struct Watched {
+    /// 0: it is not.
+    events: i16,
+    /// Where it is in the table.
+    place: usize,
+    /// The comparison that found it there.
+    mark: u32,
+}
+
+static SET: fork::Lock<Set> = fork::Lock::new();
+
+/// Loops that run. In a forked child, those of its parent too.
+static LOOPS: AtomicUsize = AtomicUsize::new(0);
+
+fn lock() -> MutexGuard<'static, Set> {
+    SET.lock()
+}
+
+/// What the next turn of a loop is.
+#[derive(Clone, Copy)]
+enum Turn {
+    Ended,
+    Epoll(RawFd, c_int),
+    Poll,
+}
+
+/// A loop begins.
+pub fn enter() {
+    LOOPS.fetch_add(1, Relaxed);
+}
+
+/// It has ended.
+pub fn leave() {
+    if LOOPS.fetch_sub(1, Relaxed) == 1 {
+        let mut set = lock();
+        let gone = std::mem::take(&mut *set);
+        if gone.generation != fork::generation() {
+            gone.abandon();
+        }
+    }
+}
+
+/// The set, while a loop runs. A forked child makes its own when its loop goes on: what it does to its parent's is done there.
+fn current() -> Option<MutexGuard<'static, Set>> {
+    if LOOPS.load(Relaxed) == 0 {
+        return None;
+    }
+    Some(lock()).filter(|set| set.generation == fork::generation())
+}
+
+/// libtirpc has put `fd` into its table.
+pub fn registered(fd: RawFd) {
+    if let Some(mut set) = current() {
+        // Others it passes over.
+        // SAFETY: takes nothing.
+        if fd >= 0 && fd < unsafe { _rpc_dtablesize() } {
+            set.watch(fd, EVENTS);
+        }
+        set.stale = true;
+    }
+}
+
+/// libtirpc has taken `fd` out of its table. Called before the descriptor is closed: another process may have it too.
+pub fn unregistered(fd: RawFd) {
+    if let Some(mut set) = current() {
+        set.forget(fd);
+        set.stale = true;
+    }
+}
+
+/// Whether another descriptor than these has something; `None` where the program has a loop of its own. Called by the
+/// loop's thread.
+pub fn others_wait(except: [RawFd; 2]) -> Option<bool> {
+    let set = current()?;
+    set.epoll.as_ref().filter(|_| !set.incomplete).map(|epoll| epoll.has_others(except))
+}
+
+/// libtirpc's table.
+///
+/// # Safety
+/// As [`crate::tirpc::polled`].
+unsafe fn table() -> impl Iterator<Item = (RawFd, i16)> {
+    // SAFETY: libtirpc's own variable, read as its users read it.
+    let count = unsafe { svc_max_pollfd };
+    // SAFETY: as above.
+    let table = unsafe { svc_pollfd }.cast_const();
+    let count = if table.is_null() { 0 } else { usize::try_from(count).unwrap_or(0) };
+    (0..count).map(move |index| {
+        // SAFETY: libtirpc's array has `count` entries; it changes only in xprt_register (contract).
+        let entry = unsafe { table.wrapping_add(index).read() };
+        (entry.fd, entry.events)
+    })
+}
+
+/// One of its entries.
+///
+/// # Safety
+/// As [`table`].
+unsafe fn entry(index: usize) -> Option<RawFd> {
+    // SAFETY: libtirpc's own variable, read as its users read it.
+    let count = unsafe { svc_max_pollfd };
+    // SAFETY: as above.
+    let table = unsafe { svc_pollfd }.cast_const();
+    let is_there = !table.is_null() && usize::try_from(count).is_ok_and(|count| index < count);
+    // SAFETY: libtirpc's array has `count` entries; it changes only in xprt_register (contract).
+    is_there.then(|| unsafe { table.wrapping_add(index).read() }.fd)
+}
+
+impl Set {
+    /// The set of this process.
+    fn own(&mut self) -> Result<(), Error> {
+        let generation = fork::generation();
+        if self.epoll.is_none() || self.generation != generation {
+            let fresh = Set { epoll: Some(PollSet::new()?), generation, stale: true, ..Set::default() };
+            std::mem::replace(self, fresh).abandon();
+        }
+        Ok(())
+    }
+
+    /// The parent's numbers may be other files' by now: a child closes what it likes.
+    fn abandon(self) {
+        std::mem::forget(self.epoll);
+    }
+
+    /// As [`Set::own`]; it knows all of the table, but for what was written by hand a moment ago.
+    ///
+    /// # Safety
+    /// As [`table`].
+    unsafe fn turn(&mut self) -> Result<Turn, Error> {
+        self.own()?;
+        if self.stale || self.turns * EACH >= self.seen.len() {
+            // SAFETY: by the contract.
+            unsafe { self.compare() };
+        } else {
+            self.turns += 1;
+        }
+        Ok(match &self.epoll {
+            Some(epoll) if !self.incomplete => {
+                Turn::Epoll(epoll.fd(), if self.turns > 0 { SOON } else { -1 })
+            }
+            _ => Turn::Poll,
+        })
+    }
+
+    /// Brings the set to what the table says.
+    ///
+    /// # Safety
+    /// As [`table`].
+    unsafe fn compare(&mut self) {
+        self.turns = 0;
+        // SAFETY: by the contract.
+        if !self.stale && unsafe { table() }.eq(self.seen.iter().copied()) {
+            return;
+        }
+        (self.stale, self.incomplete) = (false, false);
+        self.mark = self.mark.wrapping_add(1);
+        let before = std::mem::take(&mut self.seen);
+        // SAFETY: by the contract.
+        self.seen.extend(unsafe { table() });
+        for place in 0..self.seen.len() {
+            let (fd, events) = self.seen[place];
+            let Ok(index) = usize::try_from(fd) else { continue };
+            if self.watched.get(index).is_none_or(|it| it.events != events) {
+                self.watch(fd, events);
+            }
+            if let Some(it) = self.watched.get_mut(index) {
+                (it.place, it.mark) = (place, self.mark);
+            }
+        }
+        for (fd, _) in before {
+            let gone = |it: &Watched| it.events != 0 && it.mark != self.mark;
+            if usize::try_from(fd).is_ok_and(|fd| self.watched.get(fd).is_some_and(gone)) {
+                self.forget(fd);
+            }
+        }
+    }
+
+    fn watch(&mut self, fd: RawFd, events: i16) {
+        let (Some(epoll), Ok(index)) = (&self.epoll, usize::try_from(fd)) else { return };
+        if epoll.watch(fd, events).is_err() {
+            self.incomplete = true;
+            return;
+        }
+        if index >= self.watched.len() {
+            self.watched.resize(index + 1, Watched::default());
+        }
+        self.watched[index].events = events;
+    }
+
+    fn find(&mut self, fd: RawFd) -> Option<&mut Watched> {
+        let found = usize::try_from(fd).ok().and_then(|index| self.watched.get_mut(index));
+        found.filter(|it| it.events != 0)
+    }
+
+    fn forget(&mut self, fd: RawFd) {
+        let Some(found) = self.find(fd) else { return };
+        found.events = 0;
+        if let Some(epoll) = &self.epoll {
+            epoll.forget(fd);
+        }
+    }
+
+    /// Whether what epoll tells of a descriptor is to be handed out.
+    ///
+    /// # Safety
+    /// As [`table`].
+    unsafe fn is_due(&mut self, fd: RawFd) -> bool {
+        let Some(found) = self.find(fd) else {
+            // It was closed by hand, while another process has it: nothing but another set gets rid of it.
+            *self = Set::default();
+            return false;
+        };
+        let place = found.place;
+        // SAFETY: by the contract.
+        let is_there = unsafe { entry(place) } == Some(fd);
+        self.stale |= !is_there;
+        is_there
+    }
+}
+
+/// libtirpc's condition, which svc_exit(3) fulfils.
+fn has_ended() -> bool {
+    // SAFETY: libtirpc's own variable, read as its users read it.
+    let count = unsafe { svc_max_pollfd };
+    // SAFETY: as above.
+    count == 0 && unsafe { svc_pollfd }.is_null()
+}
+
+fn next_turn() -> Turn {
+    if has_ended() {
+        return Turn::Ended;
+    }
+    let turn = step(|| {
+        // SAFETY: this is the loop.
+        unsafe { lock().turn() }
+    });
+    // Without an epoll set it is done as in libtirpc.
+    turn.unwrap_or(Turn::Poll)
+}
+
+/// Runs until svc_exit(3), between [`enter`] and [`leave`].
+///
+/// # Safety
+/// As libtirpc's `svc_run`.
+pub unsafe fn run() {
+    loop {
+        let go_on = match next_turn() {
+            Turn::Ended => false,
+            // SAFETY: by the contract.
+            Turn::Epoll(set, timeout) => unsafe { by_epoll(set, timeout) },
+            // SAFETY: by the contract.
+            Turn::Poll => unsafe { by_poll() },
+        };
+        if !go_on {
+            return;
+        }
+    }
+}
+
+/// Whether the loop goes on after its sleep has failed.
+fn sleeps_on(what: &str) -> bool {
+    let error = std::io::Error::last_os_error();
+    if error.raw_os_error() != Some(libc::EINTR) {
+        log_warn!("svc_run ends: {what}: {error}");
+        return false;
+    }
+    true
+}
+
+/// One turn.
+///
+/// # Safety
+/// As [`run`].
+unsafe fn by_epoll(set: RawFd, timeout: c_int) -> bool {
+    let mut events = [libc::epoll_event { events: 0, u64: 0 }; MOST];
+    // SAFETY: room for so many events.
+    let count = unsafe { epoll_wait(set, events.as_mut_ptr(), MOST as c_int, timeout) };
+    let Ok(count) = usize::try_from(count) else {
+        let error = std::io::Error::last_os_error();
+        if matches!(error.raw_os_error(), Some(libc::EBADF | libc::EINVAL)) {
+            // The program has closed it, and its number may be another file's.
+            let _ = step(|| {
+                std::mem::take(&mut *lock()).abandon();
+                Ok(())
+            });
+            return true;
+        }
+        return sleeps_on("epoll_wait");
+    };
+    let mut ready = [libc::pollfd { fd: -1, events: 0, revents: 0 }; MOST];
+    let found = step(|| {
+        let mut set = lock();
+        let mut found = 0;
+        for event in &events[..count] {
+            // The bits have the same values.
+            let (fd, revents) = (event.u64 as RawFd, event.events as i16);
+            // SAFETY: this is the loop.
+            if unsafe { set.is_due(fd) } {
+                ready[found] = libc::pollfd { fd, events: EVENTS, revents };
+                found += 1;
+            }
+        }
+        Ok(found)
+    });
+    if let Ok(found @ 1..) = found {
+        // SAFETY: so many entries.
+        unsafe { svc_getreq_poll(ready.as_mut_ptr(), found as c_int) };
+    }
+    true
+}
+
+/// One turn, as libtirpc's: with a copy of the table.
+///
+/// # Safety
+/// As [`run`].
+unsafe fn by_poll() -> bool {
+    /// Lies in memory of the thread: its end passes through the loop.
+    const FEW: usize = 1024;
+    let mut few = [const { MaybeUninit::<libc::pollfd>::uninit() }; FEW];
+    let mut many: Vec<MaybeUninit<libc::pollfd>> = Vec::new();
+    // SAFETY: this is the loop.
+    let count = unsafe { table() }.count();
+    let fds = if count <= FEW {
+        &mut few[..count]
+    } else {
+        many.resize(count, MaybeUninit::uninit());
+        &mut many[..]
+    };
+    // SAFETY: as above.
+    for (place, (fd, events)) in fds.iter_mut().zip(unsafe { table() }) {
+        place.write(libc::pollfd { fd, events, revents: 0 });
+    }
+    let fds = fds.as_mut_ptr().cast::<libc::pollfd>();
+    // SAFETY: so many entries, all written.
+    let ready = unsafe { poll(fds, count as libc::nfds_t, -1) };
+    if ready < 0 {
+        return sleeps_on("poll");
+    }
+    if ready > 0 {
+        // SAFETY: as above.
+        unsafe { svc_getreq_poll(fds, ready) };
+    }
+    true
+}

@@ -1,0 +1,28 @@
+#!/bin/bash
+# loop.sh: svc_run(3) (c-tests/loop.c): libtirpc's own, and the library's over tcp and over rdma; as it is, and under valgrind.
+here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
+. "$here/lib.sh"
+cd "$scratch" || exit 1
+
+# report NAME COMMAND...: takes over the lines of the program, which must end well and write nothing to stderr.
+report() {
+    local name=$1 line; shift
+    timeout -k 5 "$(patient 300)" "$@" >out 2>err
+    local status=$?
+    while read -r line; do
+        case $line in ok*) ok "$name: ${line#ok    }" ;; esac
+    done <out
+    [ "$status" -eq 0 ] && [ ! -s err ] || { cat out >>err; FAIL "$name: ends well and in silence (status $status)" err; }
+}
+
+cc -g -O1 -pthread -Wall -Wextra -Werror -Wno-cast-function-type -o loop "$top/c-tests/loop.c" \
+    $(pkg-config --cflags --libs libtirpc) 2>cc.log || { FAIL "loop.c compiles" cc.log; closing; }
+report stock ./loop tcp
+report tcp "${preloaded[@]}" ./loop tcp own
+report rdma "${preloaded[@]}" ./loop rdma own
+if command -v valgrind >/dev/null; then
+    report valgrind "${preloaded[@]}" RPCRDMA_POLL=0 valgrind -q --error-exitcode=9 --fair-sched=try ./loop rdma own
+else
+    skip "under valgrind" "not installed"
+fi
+closing

@@ -11,17 +11,18 @@
 //!   of the memory to itself, where the oldest makes room for the next.
 #![allow(unsafe_code)]
 
-use std::collections::HashMap;
 use std::net::IpAddr;
 use std::os::fd::RawFd;
 use std::sync::{Arc, MutexGuard, Weak};
 use std::time::{Duration, Instant};
 
+use rustc_hash::FxHashMap;
+
 use crate::driver::{START_TIMEOUT, Stage};
 use crate::fork;
 use crate::provider::Shortage;
 use crate::tirpc::progress::{self, Wants, Watched};
-use crate::tirpc::{_rpc_dtablesize, SVCXPRT, polled, rpc_control, svc_destroy};
+use crate::tirpc::{_rpc_dtablesize, SVCXPRT, polled, rpc_control, svc_destroy, svc_max_pollfd};
 use crate::{log_info, socket};
 
 /// As libtirpc's.
@@ -66,8 +67,29 @@ impl Watched for Silent {
     }
 }
 
-fn table() -> MutexGuard<'static, HashMap<RawFd, Known>> {
-    static TABLE: fork::Lock<HashMap<RawFd, Known>> = fork::Lock::new();
+#[derive(Default)]
+struct Table {
+    known: FxHashMap<RawFd, Known>,
+    /// Those over adapters.
+    adapters: usize,
+}
+
+impl Table {
+    fn add(&mut self, fd: RawFd, known: Known) {
+        self.remove(fd);
+        self.adapters += usize::from(matches!(known, Known::Own(_, _, true)));
+        self.known.insert(fd, known);
+    }
+
+    fn remove(&mut self, fd: RawFd) -> bool {
+        let gone = self.known.remove(&fd);
+        self.adapters -= usize::from(matches!(gone, Some(Known::Own(_, _, true))));
+        gone.is_some()
+    }
+}
+
+fn table() -> MutexGuard<'static, Table> {
+    static TABLE: fork::Lock<Table> = fork::Lock::new();
     TABLE.lock()
 }
 
@@ -92,7 +114,7 @@ pub unsafe fn silent(fd: RawFd, xprt: *mut SVCXPRT, rdma_only: bool) {
     let since = Instant::now();
     let silent = Arc::new(Silent { fd, xprt: xprt.expose_provenance(), since });
     let weak = Arc::downgrade(&silent);
-    table().insert(fd, Known::Silent(silent));
+    table().add(fd, Known::Silent(silent));
     if rdma_only {
         let deadline = Some(since + START_TIMEOUT);
         progress::want(fd, Wants { deadline, ..Wants::default() }, || weak);
@@ -107,7 +129,7 @@ pub unsafe fn silent(fd: RawFd, xprt: *mut SVCXPRT, rdma_only: bool) {
 /// The caller is the program's loop.
 pub unsafe fn own(fd: RawFd, transport: Weak<dyn Watched>, expendable: bool) {
     let adapter = transport.upgrade().is_some_and(|transport| stage(&*transport).is_some());
-    table().insert(fd, Known::Own(transport, expendable, adapter));
+    table().add(fd, Known::Own(transport, expendable, adapter));
     // SAFETY: by the contract.
     unsafe { make_room(fd) };
 }
@@ -126,20 +148,30 @@ fn give_up(transport: &dyn Watched) {
 
 /// Whether the number still is that of a connection of ours.
 pub fn is_own(fd: RawFd) -> bool {
-    matches!(table().get(&fd), Some(Known::Own(transport, ..)) if transport.strong_count() > 0)
+    matches!(table().known.get(&fd), Some(Known::Own(transport, ..)) if transport.strong_count() > 0)
 }
 
 /// The first byte is here, or the connection is gone.
 pub fn forget(fd: RawFd) {
-    if table().remove(&fd).is_some() {
+    if table().remove(fd) {
         progress::forget(fd);
     }
 }
 
 /// The same, by the stock transport: its program may have taken the descriptor from it.
-pub fn forget_silent(xprt: *mut SVCXPRT) {
+///
+/// # Safety
+/// It is alive.
+pub unsafe fn forget_silent(xprt: *mut SVCXPRT) {
     let own = |known: &Known| matches!(known, Known::Silent(it) if it.xprt == xprt.addr());
-    let fd = table().iter().find(|(_, known)| own(known)).map(|(fd, _)| *fd);
+    // SAFETY: alive (contract).
+    let usual = unsafe { (*xprt).xp_fd };
+    let table = table();
+    let fd = match table.known.get(&usual) {
+        Some(known) if own(known) => Some(usual),
+        _ => table.known.iter().find(|(_, known)| own(known)).map(|(fd, _)| *fd),
+    };
+    drop(table);
     fd.into_iter().for_each(forget);
 }
 
@@ -155,7 +187,7 @@ pub unsafe fn make_room_on_devices(shortage: Shortage, peer: IpAddr) -> bool {
             Known::Own(transport, ..) => Some((*fd, transport.upgrade()?)),
             Known::Silent(_) => None,
         };
-        table.iter().filter_map(own).collect()
+        table.known.iter().filter_map(own).collect()
     };
     let look = |(fd, transport): (RawFd, Arc<dyn Watched>)| {
         let (stage, peer) = stage(&*transport)?;
@@ -214,14 +246,16 @@ fn choose(shortage: Shortage, peer: IpAddr, all: &[Idle]) -> Option<usize> {
 unsafe fn make_room(newest: RawFd) {
     // SAFETY: takes nothing.
     let most = usize::try_from(unsafe { _rpc_dtablesize() }).unwrap_or(0);
-    let known = table();
-    let adapters = known.values().filter(|known| matches!(known, Known::Own(_, _, true))).count();
+    let table = table();
+    let beside = table.adapters * (ADAPTERS - 1);
+    // Places of the table, some of which are free.
+    // SAFETY: libtirpc's own variable, read as its users read it.
+    let places = usize::try_from(unsafe { svc_max_pollfd }).unwrap_or(0);
     // SAFETY: by the contract.
-    let taken = unsafe { polled() }.count() + adapters * (ADAPTERS - 1);
-    if taken < most / 5 * 4 {
+    if places + beside < most / 5 * 4 || unsafe { polled() }.count() + beside < most / 5 * 4 {
         return;
     }
-    let others = known.iter().filter(|(fd, _)| **fd != newest);
+    let others = table.known.iter().filter(|(fd, _)| **fd != newest);
     let candidate = |(fd, known): (&RawFd, &Known)| -> Option<(RawFd, Arc<dyn Watched>)> {
         match known {
             Known::Silent(silent) if socket::is_nonblocking(*fd) => Some((*fd, silent.clone())),
@@ -230,7 +264,7 @@ unsafe fn make_room(newest: RawFd) {
         }
     };
     let candidates: Vec<_> = others.filter_map(candidate).collect();
-    drop(known);
+    drop(table);
     let now = Instant::now();
     let mut idle: Vec<(Duration, RawFd, Arc<dyn Watched>)> = Vec::with_capacity(candidates.len());
     for (fd, candidate) in candidates {

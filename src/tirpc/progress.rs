@@ -4,6 +4,7 @@
 //! by rpcgen count the registered descriptors to find out whether they are idle.
 #![allow(unsafe_code)]
 
+use std::collections::BTreeSet;
 use std::os::fd::RawFd;
 use std::ptr::null_mut;
 use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
@@ -20,12 +21,24 @@ use crate::tirpc::{SVCXPRT, bool_t, nothing_is_registered, rpc_msg, xp_ops, xprt
 use crate::wait::WakeSet;
 use crate::{fork, log_warn, process, wait};
 
+/// How long one that was looked at, and is late still, is left alone.
+const LATER: Duration = Duration::from_millis(10);
+
 struct Progress {
     /// Made at first use.
     set: Option<WakeSet>,
     /// The process that made it, or made it anew.
     generation: u64,
     entries: FxHashMap<RawFd, Entry>,
+    /// Of those that have one: the deadline.
+    deadlines: BTreeSet<(Instant, RawFd)>,
+    /// Those that hold memory which others may wait for, and how many wait.
+    holding: BTreeSet<RawFd>,
+    waiting: usize,
+    /// How many wake the loop.
+    waking: usize,
+    /// When the alarm goes off.
+    armed: Option<Instant>,
     /// What the errands are, once somebody has asked for them.
     errands: [Option<fn()>; 3],
     xprt: *mut SVCXPRT,
@@ -73,6 +86,10 @@ pub struct Wants {
 impl Wants {
     fn wakes(&self) -> bool {
         self.write || self.deadline.is_some()
+    }
+
+    fn holds(&self) -> bool {
+        self.pulling || self.stands.is_some()
     }
 }
 
@@ -142,6 +159,11 @@ impl Default for Progress {
             set: None,
             generation: 0,
             entries: FxHashMap::default(),
+            deadlines: BTreeSet::new(),
+            holding: BTreeSet::new(),
+            waiting: 0,
+            waking: 0,
+            armed: None,
             errands: [None; 3],
             xprt: null_mut(),
             registered: false,
@@ -157,11 +179,7 @@ pub fn want(fd: RawFd, wants: Wants, who: impl FnOnce() -> Weak<dyn Watched>) {
     if before == wants {
         return;
     }
-    if wants == Wants::default() {
-        table.entries.remove(&fd);
-    } else {
-        table.entries.insert(fd, Entry { who: who(), wants });
-    }
+    table.note(fd, wants, who);
     if wants.stands.is_some() {
         send_at_exit();
     }
@@ -220,7 +238,60 @@ pub fn forget(fd: RawFd) {
     want(fd, Wants::default(), nobody);
 }
 
+fn is_gone(fd: RawFd) -> bool {
+    table().entries.get(&fd).is_some_and(|e| e.who.strong_count() == 0)
+}
+
 impl Progress {
+    fn note(&mut self, fd: RawFd, wants: Wants, who: impl FnOnce() -> Weak<dyn Watched>) {
+        let before = if wants == Wants::default() {
+            self.entries.remove(&fd)
+        } else {
+            self.entries.insert(fd, Entry { who: who(), wants })
+        };
+        if let Some(Entry { wants, .. }) = before {
+            wants.deadline.map(|at| self.deadlines.remove(&(at, fd)));
+            self.holding.remove(&fd);
+            self.waiting -= usize::from(wants.memory.is_some());
+            self.waking -= usize::from(wants.wakes());
+        }
+        wants.deadline.map(|at| self.deadlines.insert((at, fd)));
+        if wants.holds() {
+            self.holding.insert(fd);
+        }
+        self.waiting += usize::from(wants.memory.is_some());
+        self.waking += usize::from(wants.wakes());
+    }
+
+    /// What is to be looked at: what can be written, what is late, and while some wait for memory who holds it, those whose
+    /// peers have stood longest first; then those that wait for it, the oldest first.
+    fn due(&self, now: Instant) -> Vec<(RawFd, Weak<dyn Watched>)> {
+        let writable = self.set.iter().flat_map(WakeSet::ready).map(|key| key as RawFd);
+        let late = self.deadlines.range(..=(now, RawFd::MAX)).map(|(_, fd)| *fd);
+        let holding = self.holding.iter().filter(|_| self.waiting > 0).copied();
+        let mut due: Vec<RawFd> = writable.chain(late).chain(holding).collect();
+        due.sort_unstable();
+        due.dedup();
+        let mut due: Vec<(RawFd, &Entry)> =
+            due.into_iter().filter_map(|fd| Some((fd, self.entries.get(&fd)?))).collect();
+        due.sort_by_key(|(_, e)| (e.wants.memory, e.wants.stands.is_none(), e.wants.stands));
+        due.into_iter().map(|(fd, e)| (fd, e.who.clone())).collect()
+    }
+
+    /// Sets the alarm to the first deadline. `looked`: at all that is late; it is left alone for a while.
+    fn arm(&mut self, looked: bool) -> Result<(), Error> {
+        let now = Instant::now();
+        let first =
+            self.deadlines.first().map(|(at, _)| if looked && *at <= now { now + LATER } else { *at });
+        if first != self.armed
+            && let Some(set) = &self.set
+        {
+            set.alarm(first.map(|at| at.saturating_duration_since(now)))?;
+            self.armed = first;
+        }
+        Ok(())
+    }
+
     /// Sees to it that there is a set of this process. True if it is a fresh one, which knows every entry then: one that
     /// cannot be watched spoils it for no other.
     fn own_set(&mut self) -> Result<bool, Error> {
@@ -232,6 +303,7 @@ impl Progress {
             None => self.set = Some(WakeSet::new()?),
         }
         self.generation = generation;
+        self.armed = None;
         for fd in self.entries.iter().filter(|(_, e)| e.wants.write).map(|(fd, _)| *fd) {
             if let Some(set) = &self.set
                 && let Err(error) = set.watch_writable(fd, true)
@@ -251,15 +323,14 @@ impl Progress {
         {
             log_warn!("fd {fd}: cannot be watched: {error}");
         }
-        let first = self.entries.values().filter_map(|e| e.wants.deadline).min();
-        set.alarm(first.map(|at| at.saturating_duration_since(Instant::now())))?;
         let number = set.fd();
+        self.arm(false)?;
         self.register(number)
     }
 
     fn register(&mut self, fd: RawFd) -> Result<(), Error> {
         // After svc_exit(3) a registration would have svc_run go on, with this one transport.
-        let wanted = self.entries.values().any(|e| e.wants.wakes()) && !nothing_is_registered();
+        let wanted = self.waking > 0 && !nothing_is_registered();
         if wanted == self.registered {
             return Ok(());
         }
@@ -283,7 +354,7 @@ unsafe extern "C" fn wake(xprt: *mut SVCXPRT, _: *mut rpc_msg) -> bool_t {
     guard(|| {
         let now = Instant::now();
         let (crowded, due, errands) = {
-            let table = table();
+            let mut table = table();
             if table.xprt != xprt {
                 // That of a parent, which had the table at the fork: what makes it readable is not for this process.
                 // SAFETY: registered; it lives for ever.
@@ -293,23 +364,16 @@ unsafe extern "C" fn wake(xprt: *mut SVCXPRT, _: *mut rpc_msg) -> bool_t {
             if let Some(set) = &table.set {
                 set.silence();
             }
-            let due = |e: &Entry| {
-                let late = e.wants.deadline.is_some_and(|at| at <= now);
-                e.wants.write || e.wants.pulling || e.wants.stands.is_some() || late
-            };
-            let mut due: Vec<(&RawFd, &Entry)> = table.entries.iter().filter(|(_, e)| due(e)).collect();
-            // Those that hold memory are looked at first, of them those whose peers have stood longest; then those that
-            // wait for it, the oldest first.
-            due.sort_by_key(|(_, e)| (e.wants.memory, e.wants.stands.is_none(), e.wants.stands));
-            let crowded = due.last().is_some_and(|(_, e)| e.wants.memory.is_some());
-            let due: Vec<(RawFd, Weak<dyn Watched>)> =
-                due.iter().map(|(fd, e)| (**fd, e.who.clone())).collect();
-            (crowded, due, table.errands)
+            table.armed = None;
+            (table.waiting > 0, table.due(now), table.errands)
         };
         for (fd, who) in due {
             if fd >= 0 {
-                if let Some(who) = who.upgrade() {
-                    who.wake(crowded);
+                match who.upgrade() {
+                    Some(who) => who.wake(crowded),
+                    // Unless its number is another one's by now.
+                    None if is_gone(fd) => forget(fd),
+                    None => {}
                 }
                 continue;
             }
@@ -318,6 +382,7 @@ unsafe extern "C" fn wake(xprt: *mut SVCXPRT, _: *mut rpc_msg) -> bool_t {
                 errand();
             }
         }
+        table().arm(true)?;
         Ok(0)
     })
 }
@@ -338,11 +403,9 @@ mod tests {
         let mut progress = Progress {
             set: Some(WakeSet::new().unwrap()),
             generation: fork::generation() + 1,
-            entries: numbers.map(|fd| (fd, Entry { who: nobody(), wants })).collect(),
-            errands: [None; 3],
-            xprt: null_mut(),
-            registered: false,
+            ..Progress::default()
         };
+        numbers.for_each(|fd| progress.note(fd, wants, nobody));
         assert!(progress.own_set().unwrap());
         let set = progress.set.as_ref().unwrap();
         for stream in &streams {

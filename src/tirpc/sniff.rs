@@ -108,7 +108,8 @@ unsafe extern "C" fn refused_stat(_: *mut SVCXPRT) -> c_uint {
 
 unsafe extern "C" fn stock_destroy(xprt: *mut SVCXPRT) {
     guard(|| {
-        idle::forget_silent(xprt);
+        // SAFETY: alive: it is destroyed below.
+        unsafe { idle::forget_silent(xprt) };
         // SAFETY: a connection that `watch` got, so STOCK is set; destroyed once.
         unsafe { destroy_stock(xprt) };
         Ok(())

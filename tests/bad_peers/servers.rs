@@ -325,13 +325,15 @@ pub fn converse(server: &mut Server, case: &Case, damage: Option<Damage>) -> Vec
 /// Whether a frame holds a Call of a procedure by which the server's program harms itself or its other clients: that it does is
 /// no defect.
 pub fn asks_for_harm(frame: &[u8]) -> bool {
-    /// It ends; it uses a transport later that may be gone by then (three); it works for as long as it is told to.
+    /// It ends; it uses a transport later that may be gone by then (three); it works for as long as it is told to; it ends if
+    /// its reply does not fit.
     const REPLY_AND_EXIT: u32 = 10;
     const DEFER: u32 = 23;
     const RELEASE: u32 = 24;
     const THREAD_REPLIES: u32 = 25;
     const WORK: u32 = 26;
-    [REPLY_AND_EXIT, DEFER, RELEASE, THREAD_REPLIES, WORK].into_iter().any(|procedure| {
+    const LAST_SOURCE: u32 = 27;
+    [REPLY_AND_EXIT, DEFER, RELEASE, THREAD_REPLIES, WORK, LAST_SOURCE].into_iter().any(|procedure| {
         let harmful = words(&[PROGRAM, VERSION, procedure]);
         frame.windows(harmful.len()).any(|window| window == harmful)
     })

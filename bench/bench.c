@@ -11,8 +11,8 @@
  *
  * OP is null, write (SIZE bytes to the server) or read. The server takes a write's data as rpcgen's code would, in
  * memory allocated for the call, and answers a read from one buffer; the client reads into one buffer. With IN_PLACE
- * in its environment the server asks the library where a write's data lies. ADDRESS there is the server's, 127.0.0.1 if it
- * is not. */
+ * in its environment the server asks the library where a write's data lies, and with THREADS so many threads serve. ADDRESS
+ * there is the server's, 127.0.0.1 if it is not. */
 #define _GNU_SOURCE
 #include <arpa/inet.h>
 #include <dlfcn.h>
@@ -157,7 +157,12 @@ static int serve(const char *netid)
         source[i] = (char)(i * 7);
     printf("READY %u\n", ntohs(((struct sockaddr_in *)listener->xp_ltaddr.buf)->sin_port));
     fflush(stdout);
-    svc_run();
+    const char *threads = getenv("THREADS");
+    bool_t (*run)(unsigned) = (bool_t (*)(unsigned))dlsym(RTLD_DEFAULT, "rpcrdma_svc_run");
+    if (threads == NULL)
+        svc_run();
+    else if (run == NULL || !run((unsigned)atoi(threads)))
+        errx(1, "%s threads cannot serve", threads);
     return 1;
 }
 

@@ -292,6 +292,15 @@ bool_t rpcrdma_clnt_serve(CLIENT *clnt,
 int rpcrdma_clnt_poll(CLIENT *clnt,
                       struct timeval timeout);
 
+// Serves as svc_run() does, with so many threads: the calling one, and others that are made for it. Requests of all transports
+// are served beside each other, also those of one connection over RDMA, up to its credits; each of these has an SVCXPRT
+// of its own, which is good until its routine returns, or, if that does not reply, until the reply: to the latest 64 of a
+// connection. Requests with RPCSEC_GSS are served one at a time on each connection, and so are those of libtirpc's own transports.
+// What the routines share they lock; the code that rpcgen makes does not return results in static memory with its option -M.
+//
+// Returns after svc_exit(), when all routines have returned: TRUE. FALSE if it cannot begin: clnt_pcreateerror() prints why.
+bool_t rpcrdma_svc_run(unsigned int threads);
+
 // Copies to *peer what is known of the server of this CLIENT, or of the client that a CLIENT of
 // rpcrdma_clnt_reverse() calls back. What has arrived is looked at; nothing is waited for. `size` is sizeof *peer
 // as the program was compiled, as with rpcrdma_stats_get().

@@ -366,6 +366,27 @@ pub unsafe extern "C-unwind" fn rpcrdma_clnt_poll(clnt: *mut CLIENT, timeout: ti
     })
 }
 
+/// Serves as svc_run() does, with so many threads: the calling one, and others that are made for it. Requests of all transports
+/// are served beside each other, also those of one connection over RDMA, up to its credits; each of these has an SVCXPRT
+/// of its own, which is good until its routine returns, or, if that does not reply, until the reply: to the latest 64 of a
+/// connection. Requests with RPCSEC_GSS are served one at a time on each connection, and so are those of libtirpc's own transports.
+/// What the routines share they lock; the code that rpcgen makes does not return results in static memory with its option -M.
+///
+/// Returns after svc_exit(), when all routines have returned: TRUE. FALSE if it cannot begin: clnt_pcreateerror() prints why.
+#[unsafe(no_mangle)]
+pub extern "C" fn rpcrdma_svc_run(threads: c_uint) -> bool_t {
+    guard(|| {
+        // SAFETY: whoever calls it has routines that may run in several threads.
+        match unsafe { server::run_in_threads(threads) } {
+            Ok(()) => Ok(1),
+            Err(error) => {
+                creation_failed(&error);
+                Ok(0)
+            }
+        }
+    })
+}
+
 /// The peer has not told whether it takes calls back.
 pub const RPCRDMA_BACKWARD_UNKNOWN: u32 = 0;
 

@@ -466,6 +466,11 @@ impl Connection {
         self.responder.defer(id, &mut self.common);
     }
 
+    /// So many deferred requests can be answered, whatever is handed up meanwhile.
+    pub fn keep_deferred(&mut self, late: usize) {
+        self.responder.keep_deferred(late);
+    }
+
     /// The request gets no reply: its Receive is free again.
     pub fn discard(&mut self, id: RequestId) {
         self.responder.discard(id, &mut self.common);

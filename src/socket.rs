@@ -247,6 +247,11 @@ pub fn listens(fd: RawFd) -> bool {
     borrow(fd).is_ok_and(|fd| sockopt::socket_acceptconn(fd) == Ok(true))
 }
 
+/// Whether it is a socket that does not.
+pub fn has_messages(fd: RawFd) -> bool {
+    borrow(fd).is_ok_and(|fd| sockopt::socket_acceptconn(fd) == Ok(false))
+}
+
 /// connect(2), waiting as long as the socket's own mode says.
 ///
 /// # Errors

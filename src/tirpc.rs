@@ -19,7 +19,7 @@
 #![allow(non_camel_case_types, clippy::upper_case_acronyms)]
 
 use std::cell::RefCell;
-use std::ffi::{CStr, c_char, c_int, c_uint, c_ushort, c_void};
+use std::ffi::{CStr, c_char, c_int, c_uint, c_ulong, c_ushort, c_void};
 use std::fmt;
 use std::marker::PhantomData;
 use std::mem::{offset_of, transmute_copy};
@@ -40,10 +40,12 @@ mod idle;
 pub mod interpose;
 mod lending;
 pub mod netid;
+mod programs;
 mod progress;
 mod run;
 pub mod server;
 mod sniff;
+mod threads;
 mod transport;
 
 /// `bool_t`.
@@ -831,6 +833,11 @@ pub mod real {
         SVC_CREATE = svc_create(dispatch_t, u32, u32, *const c_char) -> c_int;
         SVC_TP_CREATE = svc_tp_create(dispatch_t, u32, u32, *const netconfig) -> *mut SVCXPRT;
         SVCTCP_CREATE = svctcp_create(c_int, c_uint, c_uint) -> *mut SVCXPRT;
+        SVC_EXIT = svc_exit();
+        SVC_REG = svc_reg(*mut SVCXPRT, u32, u32, dispatch_t, *const netconfig) -> bool_t;
+        SVC_REGISTER = svc_register(*mut SVCXPRT, c_ulong, c_ulong, dispatch_t, c_int) -> bool_t;
+        SVC_UNREG = svc_unreg(u32, u32);
+        SVC_UNREGISTER = svc_unregister(c_ulong, c_ulong);
         SVC_TLI_CREATE = svc_tli_create(
             c_int, *const netconfig, *const t_bind, c_uint, c_uint) -> *mut SVCXPRT;
         XPRT_REGISTER = xprt_register(*mut SVCXPRT);

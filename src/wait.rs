@@ -16,9 +16,7 @@ use std::time::Duration;
 
 #[cfg(feature = "verbs")]
 use once_cell::race::OnceBox;
-use rustix::event::epoll;
-#[cfg(feature = "verbs")]
-use rustix::event::{EventfdFlags, eventfd};
+use rustix::event::{EventfdFlags, epoll, eventfd};
 use rustix::io::Errno;
 use rustix::thread::futex;
 use rustix::time::{
@@ -147,6 +145,20 @@ impl Readables {
         let count = epoll::wait(&self.set, &mut events, Some(&NOW)).unwrap_or(0);
         events.into_iter().take(count).map(|event| event.data.u64() as RawFd)
     }
+}
+
+/// What wakes a loop that waits for it: it is readable from the first eight bytes that are written until [`silence`].
+///
+/// # Errors
+/// The errno.
+pub fn bell() -> io::Result<OwnedFd> {
+    Ok(eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)?)
+}
+
+/// Takes note that it has rung.
+pub fn silence(bell: &OwnedFd) {
+    // EAGAIN means that it has not.
+    let _ = rustix::io::read(bell, &mut [0u8; 8]);
 }
 
 /// Descriptors that a loop waits for, by epoll(7).

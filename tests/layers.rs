@@ -11,8 +11,9 @@ const TOGETHER: &[(&str, &[&str])] = &[
     ("driver", &["callback", "client", "renewal", "start"]), // The connection of the end that opens it.
     ("provider::verbs", &["cm", "library", "mock", "queues"]), // The mock takes the place of what it is called by.
     ("tirpc", &["adapters", "beside", "interpose"]),           // Interposed functions, and what they lead to.
-    ("tirpc", &["callback", "client", "transport"]), // A CLIENT that serves, and a transport that calls.
-    ("wire", &["header", "v1", "v2"]),               // The header, and its codecs.
+    // A CLIENT that serves, a transport that calls, and threads that it gives its requests to.
+    ("tirpc", &["callback", "client", "threads", "transport"]),
+    ("wire", &["header", "v1", "v2"]), // The header, and its codecs.
 ];
 
 fn sources() -> Vec<(PathBuf, String)> {

@@ -23,7 +23,7 @@ if make -s -C "$top" install PREFIX="$stage" >install.log 2>&1; then ok "make in
 for file in lib/librpcrdma.so.0 lib/librpcrdma.so include/rpcrdma.h lib/pkgconfig/rpcrdma.pc bin/rpcrdma-run \
     share/man/man7/rpcrdma.7 share/man/man1/rpcrdma-run.1 share/man/man5/rpcrdma.conf.5 \
     share/man/man5/rpcrdma-bindings.5 share/man/man3/clnt_rdma_create.3 share/man/man3/rpcrdma_clnt_reverse.3 \
-    share/man/man3/rpcrdma_clnt_peer.3; do
+    share/man/man3/rpcrdma_clnt_peer.3 share/man/man3/rpcrdma_svc_run.3; do
     [ -r "$stage/$file" ] || FAIL "install: $file is missing"
 done
 if command -v mandoc >/dev/null; then

@@ -1,7 +1,7 @@
 //! The responder: the calls of the peer, from the header to the reply. Its rules are those of the module above.
 #![forbid(unsafe_code)]
 
-use std::collections::VecDeque;
+use std::collections::{BTreeMap, VecDeque};
 
 use rustc_hash::FxHashMap;
 use smallvec::smallvec;
@@ -55,8 +55,9 @@ pub(super) struct Responder {
     queue: VecDeque<Pending>,
     /// Handed up, not yet answered or discarded.
     handed: FxHashMap<RequestId, Chunks>,
-    /// The latest that was deferred, until the next one is handed up.
-    deferred: Option<(RequestId, Chunks)>,
+    /// The latest that were deferred: one, until the next one is handed up, or `late` of them.
+    deferred: BTreeMap<RequestId, Chunks>,
+    late: usize,
     /// Bytes of Calls in `queue` that were asked for.
     staged: usize,
     /// Bytes of each Read under way, in their order, and of all Reads so far.
@@ -124,7 +125,8 @@ impl Responder {
             next: 0,
             queue: VecDeque::new(),
             handed: FxHashMap::default(),
-            deferred: None,
+            deferred: BTreeMap::new(),
+            late: 0,
             staged: 0,
             reads: VecDeque::new(),
             asked: 0,
@@ -169,7 +171,9 @@ impl Responder {
         let Pending { id, xid, chunks, staged, state, .. } = self.queue.pop_front()?;
         let State::Ready(Whole { message, placed }) = state else { return None };
         let (binding, wrapped) = (chunks.binding.clone(), chunks.wrapped);
-        self.deferred = None;
+        if self.late == 0 {
+            self.deferred.clear();
+        }
         self.handed.insert(id, chunks);
         self.staged -= staged;
         self.start_pulls(common);
@@ -201,8 +205,7 @@ impl Responder {
         mut message: Message,
         common: &mut Common,
     ) -> Result<(), Error> {
-        let deferred = self.deferred.take_if(|(deferred, _)| *deferred == id).map(|(_, chunks)| chunks);
-        let Some(chunks) = deferred.or_else(|| self.handed.remove(&id)) else {
+        let Some(chunks) = self.deferred.remove(&id).or_else(|| self.handed.remove(&id)) else {
             return Err(Error::new(Kind::Invalid, "the request was answered before"));
         };
         // RFC 8166 §4.2.1: "This XID MUST be the same as the XID in the RPC message."
@@ -264,14 +267,20 @@ impl Responder {
     }
 
     /// The request has no reply yet, and may never get one (a one-way call): its Receive is free again. The latest such
-    /// request can still be answered until the next one is handed up.
+    /// request can still be answered until the next one is handed up; or the latest ones ([`Responder::keep_deferred`]).
     pub(super) fn defer(&mut self, id: RequestId, common: &mut Common) {
-        if let Some(chunks) = self.handed.remove(&id)
-            && self.deferred.as_ref().is_none_or(|(other, _)| *other < id)
-        {
-            self.deferred = Some((id, chunks));
+        if let Some(chunks) = self.handed.remove(&id) {
+            self.deferred.insert(id, chunks);
+            if self.deferred.len() > self.late.max(1) {
+                self.deferred.pop_first();
+            }
         }
         self.replenish(common);
+    }
+
+    /// So many deferred requests can be answered, whatever is handed up meanwhile.
+    pub(super) fn keep_deferred(&mut self, late: usize) {
+        self.late = late;
     }
 
     /// The request gets no reply: its Receive is free again.

@@ -217,6 +217,13 @@ impl Server {
         Some(request)
     }
 
+    /// So many requests that were put off can be answered, whatever comes meanwhile.
+    pub fn keep_deferred(&mut self, late: usize) {
+        if let Some(link) = self.link() {
+            link.engine.keep_deferred(late);
+        }
+    }
+
     /// Notes how replies and Reads get on.
     pub(super) fn note(&mut self) {
         let Phase::Open(link) = &mut self.phase else { return };

@@ -188,6 +188,14 @@ impl ServiceLoop {
         }
     }
 
+    /// The loop has come to look at a connection, and is no thread's own: what it finds is served by several.
+    pub fn look_for_others(&self) {
+        /// Of no thread: none waits in a routine of its loop, and none but the loop reads.
+        const NONE: usize = usize::MAX;
+        self.look();
+        self.thread.store(NONE, Relaxed);
+    }
+
     /// How often it has.
     pub fn looks(&self) -> u64 {
         self.looks.load(Relaxed)

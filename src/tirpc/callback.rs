@@ -27,11 +27,9 @@ use crate::driver::{Callee, Caller, Client, Mask};
 use crate::error::{Error, Kind};
 use crate::ffi::guard;
 use crate::tirpc::bare::{LISTENING, bare};
+use crate::tirpc::programs::Found;
 use crate::tirpc::transport::Transport;
-use crate::tirpc::{
-    _gss_authenticate, SVCXPRT, auth_stat, bool_t, dispatch_t, opaque_auth, rpc_msg, svc_req, svcerr_auth,
-    svcerr_noprog, svcerr_progvers, xp_ops, xprt_register, xprt_unregister,
-};
+use crate::tirpc::{SVCXPRT, bool_t, dispatch_t, rpc_msg, xp_ops, xprt_register, xprt_unregister};
 use crate::{fork, log_info, signals};
 
 /// A program that is served.
@@ -385,57 +383,14 @@ impl Callbacks {
         fresh
     }
 
-    /// As libtirpc's `svc_getreq_common`.
     fn dispatch(&self, transport: &Arc<Transport>, request: Request) {
-        // Where libtirpc's functions decode a credential, a verifier, and what a flavour makes of the credential.
-        let mut area = [[0u64; auth_stat::MAX_AUTH_BYTES / 8]; 3];
-        let [credential, verifier, cooked] = area.each_mut().map(|part| part.as_mut_ptr());
-        let room = |base: *mut u64| opaque_auth { oa_flavor: 0, oa_base: base.cast(), oa_length: 0 };
-        // SAFETY: all zero is a valid message.
-        let mut message: rpc_msg = unsafe { std::mem::zeroed() };
-        message.ru.rm_call.cb_cred = room(credential);
-        message.ru.rm_call.cb_verf = room(verifier);
-        // SAFETY: room for credential and verifier was made above.
-        if !unsafe { transport.open(request, &mut message, None) } {
-            return log_info!("a call back is not an RPC call: dropped");
+        if !transport.dispatch(request, |program, version| self.find(program, version)) {
+            log_info!("a call back is not an RPC call: dropped");
         }
-        let xprt = transport.xprt();
-        // SAFETY: decoded as a call, so this member of the union is in force.
-        let call = unsafe { message.ru.rm_call };
-        let mut request = svc_req {
-            rq_prog: call.cb_prog,
-            rq_vers: call.cb_vers,
-            rq_proc: call.cb_proc,
-            rq_cred: call.cb_cred,
-            rq_clntcred: cooked.cast(),
-            rq_xprt: xprt,
-            rq_clntname: std::ptr::null_mut(),
-            rq_svcname: std::ptr::null_mut(),
-        };
-        let mut answered = 0;
-        // SAFETY: request, message and transport are as libtirpc's own loop makes them.
-        let why = unsafe { _gss_authenticate(&mut request, &mut message, &mut answered) };
-        if why != auth_stat::AUTH_OK {
-            // SAFETY: the transport is alive, with a request open.
-            unsafe { svcerr_auth(xprt, why) };
-        } else if answered == 0 {
-            match self.find(call.cb_prog, call.cb_vers) {
-                Ok((dispatch, running)) => {
-                    // SAFETY: the program's dispatch routine, with what it expects.
-                    unsafe { dispatch(&mut request, xprt) };
-                    drop(running);
-                }
-                // SAFETY: the transport is alive, with a request open.
-                Err(Some((low, high))) => unsafe { svcerr_progvers(xprt, low, high) },
-                // SAFETY: as above.
-                Err(None) => unsafe { svcerr_noprog(xprt) },
-            }
-        }
-        transport.close_request();
     }
 
     /// The dispatch routine of a program, which runs from now on, or the versions of it that there are.
-    fn find(&self, number: u32, version: u32) -> Result<(Dispatch, Running<'_>), Option<(u32, u32)>> {
+    fn find(&self, number: u32, version: u32) -> Found<Running<'_>> {
         let mut programs = self.programs();
         let named = programs.served.iter().filter(|program| program.number == number);
         if let Some(found) = named.clone().find(|p| p.version == version)
@@ -480,8 +435,6 @@ impl Drop for Running<'_> {
         self.callbacks.returned.notify_all();
     }
 }
-
-type Dispatch = unsafe extern "C" fn(*mut svc_req, *mut SVCXPRT);
 
 impl Serve for Callbacks {
     fn serve(&self, request: Request, mask: Mask<'_>) {

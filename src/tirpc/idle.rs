@@ -151,6 +151,11 @@ pub fn is_own(fd: RawFd) -> bool {
     matches!(table().known.get(&fd), Some(Known::Own(transport, ..)) if transport.strong_count() > 0)
 }
 
+/// Whether its first byte is awaited.
+pub fn is_silent(fd: RawFd) -> bool {
+    matches!(table().known.get(&fd), Some(Known::Silent(_)))
+}
+
 /// The first byte is here, or the connection is gone.
 pub fn forget(fd: RawFd) {
     if table().remove(fd) {

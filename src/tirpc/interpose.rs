@@ -28,7 +28,7 @@
 #![allow(unsafe_code)]
 
 use std::cell::{Cell, RefCell};
-use std::ffi::{CStr, c_char, c_int, c_uint, c_void};
+use std::ffi::{CStr, c_char, c_int, c_uint, c_ulong, c_void};
 use std::net::SocketAddr;
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -47,7 +47,7 @@ use crate::tirpc::{
     creation_explanation, creation_failed, creation_record, creation_recorded, creation_started, dispatch_t,
     is_libtirpcs, netbuf, netconfig, real, registered_t, server, t_bind,
 };
-use crate::tirpc::{adapters, beside, run, sniff};
+use crate::tirpc::{adapters, beside, programs, run, sniff};
 use crate::xdr::XdrProc;
 use crate::{log_debug, log_error, log_info, log_warn, socket};
 
@@ -456,6 +456,92 @@ pub unsafe extern "C-unwind" fn svc_run() {
         |()| unsafe { run::run() },
         server::left_loop,
     );
+}
+
+/// Ends the loops, those that sleep too.
+///
+/// # Safety
+/// As libtirpc's `svc_exit`.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn svc_exit() {
+    guard_passing(|| {
+        // SAFETY: as the caller's.
+        unsafe { real::SVC_EXIT.get()?() };
+        run::ring();
+        Ok(())
+    });
+}
+
+/// Notes the program.
+///
+/// # Safety
+/// As libtirpc's `svc_reg`.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn svc_reg(
+    xprt: *mut SVCXPRT,
+    prog: u32,
+    vers: u32,
+    routine: dispatch_t,
+    nconf: *const netconfig,
+) -> bool_t {
+    guard_passing(|| {
+        // SAFETY: the caller's own arguments.
+        let done = unsafe { real::SVC_REG.get()?(xprt, prog, vers, routine, nconf) };
+        if let (TRUE, Some(routine)) = (done, routine) {
+            programs::registered(prog, vers, routine);
+        }
+        Ok(done)
+    })
+}
+
+/// Notes the program.
+///
+/// # Safety
+/// As libtirpc's `svc_register`.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn svc_register(
+    xprt: *mut SVCXPRT,
+    prog: c_ulong,
+    vers: c_ulong,
+    routine: dispatch_t,
+    protocol: c_int,
+) -> bool_t {
+    guard_passing(|| {
+        // SAFETY: the caller's own arguments.
+        let done = unsafe { real::SVC_REGISTER.get()?(xprt, prog, vers, routine, protocol) };
+        if let (TRUE, Some(routine)) = (done, routine) {
+            programs::registered(prog as u32, vers as u32, routine);
+        }
+        Ok(done)
+    })
+}
+
+/// Forgets the program.
+///
+/// # Safety
+/// As libtirpc's `svc_unreg`.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn svc_unreg(prog: u32, vers: u32) {
+    guard_passing(|| {
+        programs::unregistered(prog, vers);
+        // SAFETY: the caller's own arguments.
+        unsafe { real::SVC_UNREG.get()?(prog, vers) };
+        Ok(())
+    });
+}
+
+/// Forgets the program.
+///
+/// # Safety
+/// As libtirpc's `svc_unregister`.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn svc_unregister(prog: c_ulong, vers: c_ulong) {
+    guard_passing(|| {
+        programs::unregistered(prog as u32, vers as u32);
+        // SAFETY: the caller's own arguments.
+        unsafe { real::SVC_UNREGISTER.get()?(prog, vers) };
+        Ok(())
+    });
 }
 
 /// Registers a moved program on "rdma" too.

@@ -15,15 +15,17 @@
 
 use std::ffi::c_int;
 use std::mem::MaybeUninit;
-use std::os::fd::RawFd;
+use std::os::fd::{AsRawFd, OwnedFd, RawFd};
 use std::sync::MutexGuard;
-use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
+use std::sync::atomic::{AtomicI32, AtomicUsize, Ordering::Relaxed};
+
+use rustc_hash::FxHashSet;
 
 use crate::error::Error;
 use crate::ffi::step;
 use crate::tirpc::{_rpc_dtablesize, svc_max_pollfd, svc_pollfd};
 use crate::wait::PollSet;
-use crate::{fork, log_warn};
+use crate::{fork, log_warn, wait};
 
 /// What libtirpc polls a transport for.
 const EVENTS: i16 = libc::POLLIN | libc::POLLPRI | libc::POLLRDNORM | libc::POLLRDBAND;
@@ -65,6 +67,10 @@ struct Set {
     incomplete: bool,
     /// Counts comparisons.
     mark: u32,
+    /// Transports of libtirpc that a thread serves.
+    muted: FxHashSet<RawFd>,
+    /// Wakes a loop.
+    bell: Option<OwnedFd>,
 }
 
 #[derive(Clone, Copy, Default)]
@@ -86,6 +92,20 @@ fn lock() -> MutexGuard<'static, Set> {
     SET.lock()
 }
 
+/// The descriptor of [`Set::bell`], for signal handlers; -1: there is none.
+static BELL: AtomicI32 = AtomicI32::new(-1);
+
+/// Wakes a loop that sleeps, if there is one. A signal handler may do that.
+pub fn ring() {
+    let bell = BELL.load(Relaxed);
+    if bell >= 0 && LOOPS.load(Relaxed) > 0 {
+        // SAFETY: eight bytes; at worst it is another file's number, of a program that closes what is not its own.
+        unsafe { libc::write(bell, (&raw const ONE).cast(), size_of_val(&ONE)) };
+    }
+}
+
+static ONE: u64 = 1;
+
 /// What the next turn of a loop is.
 #[derive(Clone, Copy)]
 enum Turn {
@@ -103,10 +123,7 @@ pub fn enter() {
 pub fn leave() {
     if LOOPS.fetch_sub(1, Relaxed) == 1 {
         let mut set = lock();
-        let gone = std::mem::take(&mut *set);
-        if gone.generation != fork::generation() {
-            gone.abandon();
-        }
+        std::mem::take(&mut *set).close();
     }
 }
 
@@ -124,6 +141,7 @@ pub fn registered(fd: RawFd) {
         // Others it passes over.
         // SAFETY: takes nothing.
         if fd >= 0 && fd < unsafe { _rpc_dtablesize() } {
+            set.muted.remove(&fd);
             set.watch(fd, EVENTS);
         }
         set.stale = true;
@@ -133,8 +151,26 @@ pub fn registered(fd: RawFd) {
 /// libtirpc has taken `fd` out of its table. Called before the descriptor is closed: another process may have it too.
 pub fn unregistered(fd: RawFd) {
     if let Some(mut set) = current() {
+        set.muted.remove(&fd);
         set.forget(fd);
         set.stale = true;
+    }
+}
+
+/// Leaves a transport to a thread, until [`unmute`].
+pub fn mute(fd: RawFd) {
+    if let Some(mut set) = current() {
+        set.forget(fd);
+        set.muted.insert(fd);
+    }
+}
+
+/// The loop looks at it again, if it is the same one still.
+pub fn unmute(fd: RawFd) {
+    if let Some(mut set) = current()
+        && set.muted.remove(&fd)
+    {
+        set.watch(fd, EVENTS);
     }
 }
 
@@ -181,15 +217,29 @@ impl Set {
     fn own(&mut self) -> Result<(), Error> {
         let generation = fork::generation();
         if self.epoll.is_none() || self.generation != generation {
-            let fresh = Set { epoll: Some(PollSet::new()?), generation, stale: true, ..Set::default() };
-            std::mem::replace(self, fresh).abandon();
+            let (epoll, bell) = (PollSet::new()?, wait::bell()?);
+            epoll.watch(bell.as_raw_fd(), libc::POLLIN)?;
+            std::mem::take(self).close();
+            BELL.store(bell.as_raw_fd(), Relaxed);
+            let (epoll, bell) = (Some(epoll), Some(bell));
+            *self = Set { epoll, bell, generation, stale: true, ..Set::default() };
         }
         Ok(())
     }
 
-    /// The parent's numbers may be other files' by now: a child closes what it likes.
+    /// Closes what belongs to this process.
+    fn close(self) {
+        if self.generation == fork::generation() {
+            BELL.store(-1, Relaxed);
+        } else {
+            self.abandon();
+        }
+    }
+
+    /// The numbers may be other files' by now: a child closes what it likes.
     fn abandon(self) {
-        std::mem::forget(self.epoll);
+        BELL.store(-1, Relaxed);
+        std::mem::forget((self.epoll, self.bell));
     }
 
     /// As [`Set::own`]; it knows all of the table, but for what was written by hand a moment ago.
@@ -230,7 +280,7 @@ impl Set {
         for place in 0..self.seen.len() {
             let (fd, events) = self.seen[place];
             let Ok(index) = usize::try_from(fd) else { continue };
-            if self.watched.get(index).is_none_or(|it| it.events != events) {
+            if self.watched.get(index).is_none_or(|it| it.events != events) && !self.muted.contains(&fd) {
                 self.watch(fd, events);
             }
             if let Some(it) = self.watched.get_mut(index) {
@@ -275,9 +325,16 @@ impl Set {
     /// # Safety
     /// As [`table`].
     unsafe fn is_due(&mut self, fd: RawFd) -> bool {
+        if let Some(bell) = self.bell.as_ref().filter(|bell| bell.as_raw_fd() == fd) {
+            wait::silence(bell);
+            return false;
+        }
         let Some(found) = self.find(fd) else {
+            if self.muted.contains(&fd) {
+                return false;
+            }
             // It was closed by hand, while another process has it: nothing but another set gets rid of it.
-            *self = Set::default();
+            std::mem::take(self).close();
             return false;
         };
         let place = found.place;
@@ -308,22 +365,53 @@ fn next_turn() -> Turn {
     turn.unwrap_or(Turn::Poll)
 }
 
+/// Descriptors that one turn has found ready.
+pub struct Ready {
+    fds: [libc::pollfd; MOST],
+    count: usize,
+}
+
+impl Ready {
+    /// None.
+    pub const fn none() -> Ready {
+        Ready { fds: [libc::pollfd { fd: -1, events: 0, revents: 0 }; MOST], count: 0 }
+    }
+
+    /// Their numbers.
+    pub fn fds(&self) -> impl Iterator<Item = RawFd> {
+        self.fds[..self.count].iter().map(|entry| entry.fd)
+    }
+}
+
 /// Runs until svc_exit(3), between [`enter`] and [`leave`].
 ///
 /// # Safety
 /// As libtirpc's `svc_run`.
 pub unsafe fn run() {
-    loop {
-        let go_on = match next_turn() {
-            Turn::Ended => false,
-            // SAFETY: by the contract.
-            Turn::Epoll(set, timeout) => unsafe { by_epoll(set, timeout) },
-            // SAFETY: by the contract.
-            Turn::Poll => unsafe { by_poll() },
-        };
-        if !go_on {
-            return;
+    let mut ready = Ready::none();
+    // SAFETY: by the contract.
+    while unsafe { turn(&mut ready) } {
+        // None, too, where libtirpc's function has been called for all.
+        if ready.count > 0 {
+            // SAFETY: so many entries.
+            unsafe { svc_getreq_poll(ready.fds.as_mut_ptr(), ready.count as c_int) };
         }
+    }
+}
+
+/// Sleeps until something is ready; false when the loop ends. What epoll cannot watch is served here, and with it all that is
+/// ready then.
+///
+/// # Safety
+/// As libtirpc's `svc_run`.
+pub unsafe fn turn(ready: &mut Ready) -> bool {
+    ready.count = 0;
+    match next_turn() {
+        Turn::Ended => false,
+        // SAFETY: by the contract.
+        Turn::Epoll(set, timeout) => unsafe { by_epoll(set, timeout, ready) },
+        // SAFETY: by the contract.
+        Turn::Poll => unsafe { by_poll() },
     }
 }
 
@@ -341,7 +429,7 @@ fn sleeps_on(what: &str) -> bool {
 ///
 /// # Safety
 /// As [`run`].
-unsafe fn by_epoll(set: RawFd, timeout: c_int) -> bool {
+unsafe fn by_epoll(set: RawFd, timeout: c_int, ready: &mut Ready) -> bool {
     let mut events = [libc::epoll_event { events: 0, u64: 0 }; MOST];
     // SAFETY: room for so many events.
     let count = unsafe { epoll_wait(set, events.as_mut_ptr(), MOST as c_int, timeout) };
@@ -357,25 +445,19 @@ unsafe fn by_epoll(set: RawFd, timeout: c_int) -> bool {
         }
         return sleeps_on("epoll_wait");
     };
-    let mut ready = [libc::pollfd { fd: -1, events: 0, revents: 0 }; MOST];
-    let found = step(|| {
+    let _ = step(|| {
         let mut set = lock();
-        let mut found = 0;
         for event in &events[..count] {
             // The bits have the same values.
             let (fd, revents) = (event.u64 as RawFd, event.events as i16);
             // SAFETY: this is the loop.
             if unsafe { set.is_due(fd) } {
-                ready[found] = libc::pollfd { fd, events: EVENTS, revents };
-                found += 1;
+                ready.fds[ready.count] = libc::pollfd { fd, events: EVENTS, revents };
+                ready.count += 1;
             }
         }
-        Ok(found)
+        Ok(())
     });
-    if let Ok(found @ 1..) = found {
-        // SAFETY: so many entries.
-        unsafe { svc_getreq_poll(ready.as_mut_ptr(), found as c_int) };
-    }
     true
 }
 

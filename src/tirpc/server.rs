@@ -17,7 +17,7 @@ use crate::tirpc::netid::Netid;
 use crate::tirpc::transport::{ANY, Transport, addresses, copied, serve_fd, transport, wake_left};
 pub use crate::tirpc::transport::{SVCGET_RDMA_CREDITS, SVCSET_RDMA_CREDITS};
 use crate::tirpc::{
-    RPC_ANYFD, SVCXPRT, idle, polled, progress, run, svc_destroy, xprt_register, xprt_unregister,
+    RPC_ANYFD, SVCXPRT, idle, polled, progress, run, svc_destroy, threads, xprt_register, xprt_unregister,
 };
 
 /// Destroys a listener that libtirpc has just made, of which its caller will not hear. As in libtirpc, a descriptor that
@@ -121,6 +121,23 @@ pub(super) fn left_loop(frame: usize, returned: bool) {
     if returned {
         progress::left_loop();
     }
+}
+
+/// Serves with so many threads until svc_exit(3).
+///
+/// # Errors
+/// As [`threads::claim`] and [`threads::Threads::run`].
+///
+/// # Safety
+/// As libtirpc's `svc_run`; the program's routines may run in several threads at a time.
+pub unsafe fn run_in_threads(count: u32) -> Result<(), Error> {
+    let place = 0u8;
+    let threads = threads::claim(count)?;
+    enter_loop();
+    // SAFETY: by the contract.
+    let done = unsafe { threads.run() };
+    left_loop((&raw const place).addr(), true);
+    done
 }
 
 /// The argument of the request under way that came in a Read chunk of its own: address and length. It stays there until

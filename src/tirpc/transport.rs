@@ -20,12 +20,14 @@
 #![allow(unsafe_code)]
 
 use std::cell::UnsafeCell;
+use std::collections::VecDeque;
 use std::ffi::{CStr, c_char, c_int, c_uint, c_void};
 use std::mem::offset_of;
 use std::net::{Ipv4Addr, SocketAddr};
 use std::os::fd::RawFd;
 use std::ptr::null_mut;
-use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
+use std::sync::atomic::Ordering::{AcqRel, Acquire, Relaxed};
+use std::sync::atomic::{AtomicBool, AtomicUsize};
 use std::sync::{Arc, Mutex, MutexGuard, Weak};
 use std::time::{Duration, Instant};
 
@@ -44,11 +46,13 @@ use crate::tirpc::callback::waker;
 use crate::tirpc::client::CREDITS_MAX;
 use crate::tirpc::lending::lending;
 use crate::tirpc::netid::Netid;
+use crate::tirpc::programs::Found;
 use crate::tirpc::progress::{self, Errand, Watched};
 use crate::tirpc::{
-    PLAIN_REPLY, SVCAUTH, SVCXPRT, SVCXPRT_EXT, accepted_reply, ar_results, auth_stat, bool_t, idle, msg,
-    netbuf, opaque_auth, polled, reply_body, rpc_msg, run, svc_getreq_common, xdr_callmsg, xdr_replymsg,
-    xp_ops, xp_ops2, xprt_stat, xprt_unregister,
+    _gss_authenticate, PLAIN_REPLY, SVCAUTH, SVCXPRT, SVCXPRT_EXT, accepted_reply, ar_results, auth_stat,
+    bool_t, idle, msg, netbuf, opaque_auth, polled, reply_body, rpc_msg, run, svc_getreq_common, svc_req,
+    svcerr_auth, svcerr_noprog, svcerr_progvers, threads, xdr_callmsg, xdr_replymsg, xp_ops, xp_ops2,
+    xprt_stat, xprt_unregister,
 };
 use crate::wire::Xid;
 use crate::xdr::{Decoder, Encoder, XDR, XdrProc};
@@ -63,6 +67,12 @@ pub struct Transport {
     /// Memory of `xp_verf` for flavours that write there.
     verifier: UnsafeCell<[u8; auth_stat::MAX_AUTH_BYTES]>,
     this: Weak<Transport>,
+    /// That of the connection, if this one is for single requests of it ([`Transport::lend`]).
+    whole: Option<Weak<Transport>>,
+    /// Those for single requests.
+    parts: Mutex<Parts>,
+    /// How many requests threads have, or are to have.
+    handed_out: AtomicUsize,
     fd: RawFd,
     /// The connection whose requests are answered here.
     responder: Weak<dyn Callee>,
@@ -83,6 +93,30 @@ pub struct Transport {
 unsafe impl Send for Transport {}
 // SAFETY: as above; the rest is behind a lock, or atomic.
 unsafe impl Sync for Transport {}
+
+/// Transports for requests that threads serve, each at a time of its own.
+#[derive(Default)]
+struct Parts {
+    idle: Vec<Arc<Transport>>,
+    /// Whose routines have returned without a reply: they may reply later. The oldest first.
+    late: VecDeque<Arc<Transport>>,
+    /// Requests with RPCSEC_GSS, which libtirpc serves on the transport of the connection: one at a time.
+    in_order: VecDeque<Request>,
+    /// A thread serves them.
+    is_served: bool,
+}
+
+/// Locks of a connection, over a fork(2): its other threads do not have them in the child, whose thread serves a request of it.
+pub struct Held {
+    // Dropped in this order.
+    _parts: MutexGuard<'static, Parts>,
+    _state: MutexGuard<'static, State>,
+    _server: Option<MutexGuard<'static, Server>>,
+    _whole: Arc<Transport>,
+}
+
+/// Of a connection, so many latest requests may be answered after their routines have returned.
+const LATE: usize = 64;
 
 #[derive(Default)]
 struct State {
@@ -173,7 +207,7 @@ impl Transport {
         let local = socket::local(fd).unwrap_or(ANY);
         let netid = Netid::of_address(local).name();
         let (own, remote, address) = addresses(local, peer.unwrap_or(ANY));
-        Transport::with(responder, None, (fd, &CALLBACK), netid, own, remote, address)
+        Transport::with(None, responder, None, (fd, &CALLBACK), netid, own, remote, address)
     }
 
     /// A transport for a connection that this process has accepted.
@@ -187,10 +221,103 @@ impl Transport {
         let fd = server.fd();
         let server = Arc::new(Mutex::new(server));
         let responder = Arc::downgrade(&server);
-        Transport::with(responder, Some(server), (fd, &OPS), netid, local, remote, address)
+        Transport::with(None, responder, Some(server), (fd, &OPS), netid, local, remote, address)
     }
 
+    /// A transport of its own for a request of this connection.
+    pub fn lend(&self) -> Arc<Transport> {
+        let mut parts = self.parts();
+        let oldest = if parts.late.len() >= LATE { parts.late.pop_front() } else { None };
+        if let Some(part) = oldest.or_else(|| parts.idle.pop()) {
+            drop(parts);
+            part.state().deferred = None;
+            return part;
+        }
+        drop(parts);
+        // SAFETY: alive; nobody writes there once it is made.
+        let own = unsafe { self.xprt().read() };
+        // SAFETY: libtirpc's own string, or ours.
+        let netid = unsafe { crate::ffi::cstr(own.xp_netid) }.unwrap_or(c"tcp");
+        // SAFETY: our own netbuf.
+        let local = unsafe { copied(&own.xp_ltaddr) };
+        // SAFETY: as above.
+        let remote = unsafe { copied(&own.xp_rtaddr) };
+        let address = (own.xp_raddr, own.xp_addrlen);
+        let (responder, server) = (self.responder.clone(), self.server.clone());
+        Transport::with(
+            Some(self.this.clone()),
+            responder,
+            server,
+            (self.fd, &OPS),
+            netid,
+            local,
+            remote,
+            address,
+        )
+    }
+
+    /// Its routine has returned.
+    pub fn take_back(&self, part: Arc<Transport>) {
+        let is_late = part.state().deferred.is_some();
+        let mut parts = self.parts();
+        if is_late { parts.late.push_back(part) } else { parts.idle.push(part) }
+    }
+
+    /// Takes the locks of the connection.
+    pub fn hold(self: &Arc<Self>) -> Held {
+        let whole = self.clone();
+        // SAFETY: the share that is kept beside the locks outlives them.
+        let forever: &'static Transport = unsafe { &*Arc::as_ptr(&whole) };
+        let server = forever.server();
+        Held { _state: forever.state(), _parts: forever.parts(), _server: server, _whole: whole }
+    }
+
+    fn parts(&self) -> MutexGuard<'_, Parts> {
+        self.parts.lock().unwrap_or_else(|e| e.into_inner())
+    }
+
+    /// Puts a request behind others of the connection that are served in order; whether nobody serves them.
+    pub fn put_in_order(&self, request: Request) -> bool {
+        let mut parts = self.parts();
+        parts.in_order.push_back(request);
+        !std::mem::replace(&mut parts.is_served, true)
+    }
+
+    /// The next one of these; none ends their service.
+    pub fn next_in_order(&self) -> Option<Request> {
+        let mut parts = self.parts();
+        let next = parts.in_order.pop_front();
+        parts.is_served = next.is_some();
+        next
+    }
+
+    /// A thread is done with a request.
+    pub fn request_done(&self) {
+        let left = self.handed_out.fetch_sub(1, AcqRel) - 1;
+        let closed = self.server().is_some_and(|mut server| server.closed().is_some());
+        if left == 0 && (closed || self.broken.load(Relaxed)) {
+            // Nobody but the loop ends it.
+            service_loop::PROGRAM.leave(self.fd);
+            waker::ring();
+        } else {
+            self.tell_loop();
+        }
+    }
+
+    /// What has come is no RPC call: nothing that follows on this connection can be trusted.
+    pub fn breaks(&self) {
+        log_info!("fd {}: closed: a request is not an RPC call", self.fd);
+        self.broken.store(true, Relaxed);
+    }
+
+    /// The transport of the connection.
+    fn whole(&self) -> Weak<Transport> {
+        self.whole.as_ref().unwrap_or(&self.this).clone()
+    }
+
+    #[allow(clippy::too_many_arguments)]
     fn with(
+        whole: Option<Weak<Transport>>,
         responder: Weak<dyn Callee>,
         server: Option<Arc<Shared>>,
         (fd, ops): (RawFd, &'static xp_ops),
@@ -231,6 +358,9 @@ impl Transport {
                 extension: UnsafeCell::new(SVCXPRT_EXT { flags: 0, xp_auth: NO_AUTH }),
                 verifier: UnsafeCell::new([0; auth_stat::MAX_AUTH_BYTES]),
                 this: this.clone(),
+                whole,
+                parts: Mutex::default(),
+                handed_out: AtomicUsize::new(0),
                 fd,
                 responder,
                 server,
@@ -285,7 +415,7 @@ impl Transport {
 
     /// For those that watch it.
     pub fn watched(&self) -> Weak<dyn Watched> {
-        self.this.clone()
+        self.whole()
     }
 
     /// See [`crate::tirpc::server::placed`].
@@ -306,8 +436,9 @@ impl Transport {
             stands: server.stands_since(),
         };
         let watched = wants != progress::Wants::default();
+        let Some(whole) = self.whole().upgrade() else { return };
         // With the connection locked, so that what was found out later is told later.
-        if self.in_table.swap(watched, Relaxed) || watched {
+        if whole.in_table.swap(watched, Relaxed) || watched {
             progress::want(server.fd(), wants, || self.watched());
         }
     }
@@ -452,7 +583,7 @@ impl Drop for Transport {
         let xprt = self.xprt.get_mut();
         // A program that keeps the descriptor has set `xp_fd` to -1. That of a callback is its CLIENT's.
         let mut fd = -1;
-        if let Some(server) = &self.server {
+        if let Some(server) = self.server.as_ref().filter(|_| self.whole.is_none()) {
             let mut server = server.lock().unwrap_or_else(|e| e.into_inner());
             let known = server.fd();
             idle::forget(known);
@@ -555,6 +686,9 @@ unsafe extern "C" fn recv(xprt: *mut SVCXPRT, message: *mut rpc_msg) -> bool_t {
         let frame = (&raw const place).addr();
         // SAFETY: libtirpc's loop and its transport.
         let own = unsafe { transport(xprt) }?;
+        if threads::serve() {
+            return Ok(hand_out(&own));
+        }
         service_loop::PROGRAM.look();
         // A loop of the program's own has caught what a dispatch routine has thrown.
         service_loop::PROGRAM.unwound_to(frame);
@@ -589,10 +723,87 @@ unsafe extern "C" fn recv(xprt: *mut SVCXPRT, message: *mut rpc_msg) -> bool_t {
     })
 }
 
+/// Gives what has come on a connection to threads.
+fn hand_out(own: &Arc<Transport>) -> bool_t {
+    /// So many at a time: others have their turn.
+    const MOST: usize = 64;
+    service_loop::PROGRAM.look_for_others();
+    own.empty.store(true, Relaxed);
+    if own.is_poisoned() {
+        own.broken.store(true, Relaxed);
+    }
+    if own.whole.is_some() || own.is_destroyed() || own.broken.load(Relaxed) {
+        return 0;
+    }
+    for _ in 0..MOST {
+        let request = own.server().and_then(|mut server| {
+            server.keep_deferred(LATE);
+            server.receive()
+        });
+        let Some(request) = request else { return 0 };
+        own.handed_out.fetch_add(1, AcqRel);
+        threads::hand_out(own.clone(), request);
+    }
+    service_loop::PROGRAM.leave(own.fd);
+    wake_left();
+    0
+}
+
 impl Transport {
+    /// Gives a request to the routine of its program, as libtirpc's `svc_getreq_common` does, and ends it. False if it is not an
+    /// RPC call; it is dropped then.
+    pub fn dispatch<R>(self: &Arc<Self>, request: Request, find: impl FnOnce(u32, u32) -> Found<R>) -> bool {
+        // Where libtirpc's functions decode a credential, a verifier, and what a flavour makes of the credential.
+        let mut area = [[0u64; auth_stat::MAX_AUTH_BYTES / 8]; 3];
+        let [credential, verifier, cooked] = area.each_mut().map(|part| part.as_mut_ptr());
+        let room = |base: *mut u64| opaque_auth { oa_flavor: 0, oa_base: base.cast(), oa_length: 0 };
+        // SAFETY: all zero is a valid message.
+        let mut message: rpc_msg = unsafe { std::mem::zeroed() };
+        message.ru.rm_call.cb_cred = room(credential);
+        message.ru.rm_call.cb_verf = room(verifier);
+        // SAFETY: room for credential and verifier was made above.
+        if !unsafe { self.open(request, &mut message, None) } {
+            return false;
+        }
+        let xprt = self.xprt();
+        // SAFETY: decoded as a call, so this member of the union is in force.
+        let call = unsafe { message.ru.rm_call };
+        let mut request = svc_req {
+            rq_prog: call.cb_prog,
+            rq_vers: call.cb_vers,
+            rq_proc: call.cb_proc,
+            rq_cred: call.cb_cred,
+            rq_clntcred: cooked.cast(),
+            rq_xprt: xprt,
+            rq_clntname: std::ptr::null_mut(),
+            rq_svcname: std::ptr::null_mut(),
+        };
+        let mut answered = 0;
+        // SAFETY: request, message and transport are as libtirpc's own loop makes them.
+        let why = unsafe { _gss_authenticate(&mut request, &mut message, &mut answered) };
+        if why != auth_stat::AUTH_OK {
+            // SAFETY: the transport is alive, with a request open.
+            unsafe { svcerr_auth(xprt, why) };
+        } else if answered == 0 {
+            match find(call.cb_prog, call.cb_vers) {
+                Ok((routine, running)) => {
+                    // SAFETY: the program's dispatch routine, with what it expects.
+                    unsafe { routine(&mut request, xprt) };
+                    drop(running);
+                }
+                // SAFETY: the transport is alive, with a request open.
+                Err(Some((low, high))) => unsafe { svcerr_progvers(xprt, low, high) },
+                // SAFETY: as above.
+                Err(None) => unsafe { svcerr_noprog(xprt) },
+            }
+        }
+        self.close_request();
+        true
+    }
+
     /// Whether no request is open on it.
     pub fn is_idle(&self) -> bool {
-        self.state().open.is_empty()
+        self.state().open.is_empty() && self.handed_out.load(Acquire) == 0
     }
 
     /// Puts a request on the stack and decodes its header into `message`. False when it is not an RPC Call; it is
@@ -666,6 +877,15 @@ unsafe extern "C" fn stat(xprt: *mut SVCXPRT) -> c_uint {
         let own = unsafe { transport(xprt) }?;
         if !own.empty.swap(false, Relaxed) {
             own.close_request();
+        }
+        if threads::serve() {
+            let closed = own.broken.load(Relaxed)
+                || own.is_poisoned()
+                || own.server().is_some_and(|mut server| server.closed().is_some());
+            own.watch_progress();
+            // Who has a request of it ends it.
+            let ends = closed && own.is_idle() && own.whole.is_none();
+            return Ok(if ends { xprt_stat::XPRT_DIED } else { xprt_stat::XPRT_IDLE });
         }
         if own.is_destroyed() {
             // Freed on return, if no other request is open: libtirpc's loop is done with it.
@@ -943,6 +1163,8 @@ unsafe extern "C" fn destroy(xprt: *mut SVCXPRT) {
     guard(|| {
         // SAFETY: libtirpc's loop or the program, with a live transport.
         let own = unsafe { transport(xprt) }?;
+        // That of a request stands for that of its connection.
+        let Some(own) = own.whole().upgrade() else { return Ok(()) };
         if own.destroyed.swap(true, Relaxed) {
             return Ok(());
         }
@@ -950,7 +1172,7 @@ unsafe extern "C" fn destroy(xprt: *mut SVCXPRT) {
             send_rest(std::slice::from_ref(server), Wait::CLOSE);
         }
         // SAFETY: alive.
-        unsafe { xprt_unregister(xprt) };
+        unsafe { xprt_unregister(own.xprt()) };
         // SAFETY: the share that `register` gave to libtirpc, which does not know the transport any more.
         unsafe { Arc::decrement_strong_count(Arc::as_ptr(&own)) };
         if start::is_refused() {

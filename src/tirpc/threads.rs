@@ -1,0 +1,312 @@
+//! `rpcrdma_svc_run`: several threads serve the transports of the program.
+//!
+//! One of them at a time is the loop: it waits (`run`), accepts, reads, and gives up that seat with the first request that it
+//! has, which it serves itself. What it has found beside goes to the others through a channel. Requests of one connection
+//! are served beside each other, each with a transport of its own ([`Transport::lend`]); those with RPCSEC_GSS, whose
+//! contexts libtirpc keeps at the transport, one at a time on that of their connection. A stock transport of libtirpc is
+//! served by one thread at a time, and nobody waits for it meanwhile.
+//!
+//! # Invariants
+//! - Nobody but the loop ends a connection, unless the program does: when no thread has a request of it.
+//! - A forked child has one thread, which goes on as `svc_run` does.
+#![allow(unsafe_code)]
+
+use std::cell::RefCell;
+use std::os::fd::RawFd;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::Relaxed};
+use std::thread::{Builder, JoinHandle};
+
+use crossbeam_channel::{Receiver, Sender, select, unbounded};
+
+use crate::binding::Head;
+use crate::connection::Request;
+use crate::error::{Error, Kind};
+use crate::ffi::guard;
+use crate::signals::BlockedSignals;
+use crate::tirpc::idle;
+use crate::tirpc::programs::find;
+use crate::tirpc::run::{self, Ready};
+use crate::tirpc::transport::{Held, Transport, serve_fd};
+use crate::{fork, socket};
+
+/// Threads that one process may have for this.
+const MOST: u32 = 1024;
+
+/// Something to do for a thread.
+enum Job {
+    /// A request of that connection.
+    Request(Arc<Transport>, Request),
+    /// Requests of that connection that are served in order.
+    InOrder(Arc<Transport>),
+    /// What has come on a transport of libtirpc.
+    Stock(RawFd),
+}
+
+/// The threads that serve.
+pub struct Threads {
+    count: u32,
+    jobs: (Sender<Job>, Receiver<Job>),
+    /// Holds one thing while nobody is the loop.
+    seat: (Sender<()>, Receiver<()>),
+    /// svc_exit(3) was called.
+    ended: AtomicBool,
+    generation: u64,
+}
+
+/// Those of this process, if it has some.
+static THREADS: fork::Lock<Option<Arc<Threads>>> = fork::Lock::new();
+
+/// Their generation, and one; 0: there are none.
+static SERVE: AtomicU64 = AtomicU64::new(0);
+
+thread_local! {
+    /// What the loop has found: set in its thread.
+    static FOUND: RefCell<Option<Vec<Job>>> = const { RefCell::new(None) };
+    /// The connection whose request this thread serves.
+    static SERVED: RefCell<Option<Arc<Transport>>> = const { RefCell::new(None) };
+    /// Its locks, while this thread forks.
+    static HELD: RefCell<Option<Held>> = const { RefCell::new(None) };
+}
+
+unsafe extern "C" fn before_fork() {
+    guard(|| {
+        let served = SERVED.with_borrow(Clone::clone);
+        HELD.set(served.map(|connection| connection.hold()));
+        Ok(())
+    });
+}
+
+unsafe extern "C" fn after_fork() {
+    guard(|| {
+        HELD.set(None);
+        Ok(())
+    });
+}
+
+/// A child that a routine forks may reply.
+fn watch_forks() {
+    static WATCHED: AtomicBool = AtomicBool::new(false);
+    if !WATCHED.swap(true, Relaxed) {
+        // SAFETY: the handlers take and release locks of ours, in the thread that forks; the library stays mapped.
+        unsafe { libc::pthread_atfork(Some(before_fork), Some(after_fork), Some(after_fork)) };
+    }
+}
+
+/// Whether threads of this process serve its transports.
+#[inline]
+pub fn serve() -> bool {
+    let serve = SERVE.load(Relaxed);
+    serve != 0 && serve == fork::generation() + 1
+}
+
+fn threads() -> Option<Arc<Threads>> {
+    THREADS.lock().clone()
+}
+
+/// Gives a request of the connection to a thread.
+pub fn hand_out(connection: Arc<Transport>, request: Request) {
+    /// Of a credential (RFC 2203 §5).
+    const RPCSEC_GSS: u32 = 6;
+    let names = request.message.first().and_then(|piece| Head::names(&piece[..]));
+    if names.is_some_and(|[.., flavor]| flavor == RPCSEC_GSS) {
+        if connection.put_in_order(request) {
+            give(Job::InOrder(connection));
+        }
+    } else {
+        give(Job::Request(connection, request));
+    }
+}
+
+fn give(job: Job) {
+    let job = FOUND.with(|found| match &mut *found.borrow_mut() {
+        Some(found) => {
+            found.push(job);
+            None
+        }
+        None => Some(job),
+    });
+    // In another thread than the loop's.
+    if let Some(job) = job
+        && let Some(threads) = threads()
+    {
+        let _ = threads.jobs.0.send(job);
+        run::ring();
+    }
+}
+
+/// Has threads serve the transports of this process, so many of them, from [`Threads::run`] on.
+///
+/// # Errors
+/// `Invalid` for a number of threads that cannot be, or while others serve.
+pub fn claim(count: u32) -> Result<Arc<Threads>, Error> {
+    if !(1..=MOST).contains(&count) {
+        return Err(Error::new(Kind::Invalid, format!("{count} threads: from 1 to {MOST} can serve")));
+    }
+    let mut known = THREADS.lock();
+    if known.as_ref().is_some_and(|known| known.generation == fork::generation()) {
+        return Err(Error::new(Kind::Invalid, "rpcrdma_svc_run() runs already"));
+    }
+    let own = Arc::new(Threads {
+        count,
+        jobs: unbounded(),
+        seat: unbounded(),
+        ended: AtomicBool::new(false),
+        generation: fork::generation(),
+    });
+    Ok(known.insert(own).clone())
+}
+
+impl Threads {
+    /// Serves until svc_exit(3); the calling thread is one of them.
+    ///
+    /// # Errors
+    /// When a thread cannot be made.
+    ///
+    /// # Safety
+    /// As libtirpc's `svc_run`; the program's routines may run in several threads at a time.
+    pub unsafe fn run(self: &Arc<Self>) -> Result<(), Error> {
+        watch_forks();
+        SERVE.store(self.generation + 1, Relaxed);
+        let _ = self.seat.0.send(());
+        let (others, failed) = self.start();
+        if failed.is_some() {
+            self.end();
+        }
+        self.work();
+        // A child has none of them.
+        if self.generation == fork::generation() {
+            for other in others {
+                let _ = other.join();
+            }
+            SERVE.store(0, Relaxed);
+            *THREADS.lock() = None;
+        }
+        failed.map_or(Ok(()), Err)
+    }
+
+    /// Starts the others; why not all, if so.
+    fn start(self: &Arc<Self>) -> (Vec<JoinHandle<()>>, Option<Error>) {
+        // Signals are for the program's own threads.
+        let _blocked = BlockedSignals::all();
+        let mut started = Vec::new();
+        for number in 1..self.count {
+            let own = self.clone();
+            match Builder::new().name(format!("rpcrdma {number}")).spawn(move || own.work()) {
+                Ok(thread) => started.push(thread),
+                Err(error) => {
+                    let text = format!("thread {} of {} cannot be made: {error}", number + 1, self.count);
+                    return (started, Some(Error::new(Kind::Os(libc::EAGAIN), text)));
+                }
+            }
+        }
+        (started, None)
+    }
+
+    /// Has all of them end when they have nothing under way.
+    fn end(&self) {
+        self.ended.store(true, Relaxed);
+        let _ = self.seat.0.send(());
+        run::ring();
+    }
+
+    /// What each of them does.
+    fn work(self: &Arc<Self>) {
+        while !self.ended.load(Relaxed) {
+            if let Ok(job) = self.jobs.1.try_recv() {
+                self.serve(job);
+            } else {
+                select! {
+                    recv(self.jobs.1) -> job => if let Ok(job) = job { self.serve(job) },
+                    recv(self.seat.1) -> _ => self.lead(),
+                }
+            }
+            if self.generation != fork::generation() {
+                // SAFETY: as the caller's of `run`, in the only thread there is.
+                return unsafe { run::run() };
+            }
+        }
+        // Whoever waits ends too.
+        let _ = self.seat.0.send(());
+    }
+
+    /// Is the loop until there is something to do, and does one thing of it.
+    fn lead(self: &Arc<Self>) {
+        let mut ready = Ready::none();
+        let mut found = loop {
+            // What was given to the channel before the seat was free, or to wake the loop.
+            if let Ok(job) = self.jobs.1.try_recv() {
+                break vec![job];
+            }
+            // SAFETY: this thread is the loop; the caller's contract is that of `run`.
+            if self.ended.load(Relaxed) || !unsafe { run::turn(&mut ready) } {
+                return self.end();
+            }
+            FOUND.set(Some(Vec::new()));
+            guard(|| {
+                ready.fds().for_each(look);
+                Ok(())
+            });
+            let found = FOUND.take().unwrap_or_default();
+            if !found.is_empty() {
+                break found;
+            }
+        };
+        let own = found.pop();
+        for job in found {
+            let _ = self.jobs.0.send(job);
+        }
+        let _ = self.seat.0.send(());
+        if let Some(job) = own {
+            self.serve(job);
+        }
+    }
+
+    fn serve(&self, job: Job) {
+        guard(|| {
+            Threads::do_job(job);
+            Ok(())
+        });
+    }
+
+    fn do_job(job: Job) {
+        if let Job::Request(connection, _) | Job::InOrder(connection) = &job {
+            SERVED.set(Some(connection.clone()));
+        }
+        match job {
+            Job::Request(connection, request) => {
+                let part = connection.lend();
+                if !part.dispatch(request, find) {
+                    connection.breaks();
+                }
+                connection.take_back(part);
+                connection.request_done();
+            }
+            Job::InOrder(connection) => {
+                while let Some(request) = connection.next_in_order() {
+                    if !connection.dispatch(request, find) {
+                        connection.breaks();
+                    }
+                    connection.request_done();
+                }
+            }
+            Job::Stock(fd) => {
+                serve_fd(fd);
+                run::unmute(fd);
+            }
+        }
+        SERVED.set(None);
+    }
+}
+
+/// What the loop does with a descriptor that is ready.
+fn look(fd: RawFd) {
+    // What listens, connections of ours, and what wakes the loop take no time; a silent connection becomes one of ours.
+    let becomes_own = || idle::is_silent(fd) && matches!(socket::peek(fd), Ok(Some(b'M')));
+    if idle::is_own(fd) || !socket::has_messages(fd) || becomes_own() {
+        serve_fd(fd);
+    } else {
+        run::mute(fd);
+        give(Job::Stock(fd));
+    }
+}

@@ -1,0 +1,39 @@
+#!/bin/bash
+# workers.sh: rpcrdma_svc_run(3), servers of several threads (c-tests/workers.c); as it is, with the address sanitizer, and under
+# valgrind.
+here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
+. "$here/lib.sh"
+cd "$scratch" || exit 1
+build=$(dirname "$LIBRPCRDMA")
+
+# compile PROGRAM COMPILER [FLAG...]
+compile() {
+    "$2" -g -O1 -pthread -Wall -Wextra -Werror -Wno-cast-function-type -o "$1" "$top/c-tests/workers.c" "${@:3}" \
+        -I"$top/include" $(pkg-config --cflags libtirpc) \
+        -L"$build" -Wl,-rpath,"$build" -lrpcrdma $(pkg-config --libs libtirpc) 2>cc.log
+}
+# report NAME COMMAND...: takes over the lines of the program, which must end well and write nothing to stderr.
+report() {
+    local name=$1 line; shift
+    timeout -k 5 "$(patient 300)" "$@" >out 2>err
+    local status=$?
+    while read -r line; do
+        case $line in ok*) ok "$name: ${line#ok    }" ;; esac
+    done <out
+    [ "$status" -eq 0 ] && [ ! -s err ] || { cat out >>err; FAIL "$name: ends well and in silence (status $status)" err; }
+}
+
+compile workers cc || { FAIL "workers.c compiles" cc.log; closing; }
+report plain ./workers
+if compile workers-asan clang -fsanitize=address,undefined -fno-sanitize-recover=all -static-libsan; then
+    # What a server leaves behind when it ends is not looked at.
+    report asan env ASAN_OPTIONS=detect_leaks=0 ./workers-asan
+else
+    skip "with the address sanitizer" "no clang with its sanitizers is installed"
+fi
+if command -v valgrind >/dev/null; then
+    report valgrind env RPCRDMA_POLL=0 valgrind -q --error-exitcode=9 --fair-sched=try ./workers
+else
+    skip "under valgrind" "not installed"
+fi
+closing

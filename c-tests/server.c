@@ -19,6 +19,7 @@
 #include "where.h"
 #include <arpa/inet.h>
 #include <ctype.h>
+#include <dlfcn.h>
 #include <err.h>
 #include <errno.h>
 #include <netconfig.h>
@@ -643,7 +644,11 @@ int main(int argc, char **argv)
     }
     dprintf(STDOUT_FILENO, "READY %u %d\n", port, getpid());
 
-    if (strcmp(loop, "run") == 0)
+    const char *threads = getenv("THREADS");
+    bool_t (*run)(unsigned) = (bool_t (*)(unsigned))dlsym(RTLD_DEFAULT, "rpcrdma_svc_run");
+    if (strcmp(loop, "run") == 0 && threads != NULL && run != NULL)
+        run((unsigned)atoi(threads));
+    else if (strcmp(loop, "run") == 0)
         svc_run();
     else if (strcmp(loop, "poll") == 0)
         poll_loop();

@@ -709,10 +709,11 @@ impl<F> fmt::Debug for Real<F> {
 /// # Safety
 /// As libtirpc's.
 pub unsafe fn xprt_register(xprt: *mut SVCXPRT) -> Result<(), Error> {
-    // SAFETY: by the contract.
-    unsafe { real::XPRT_REGISTER.get()?(xprt) };
+    let real = real::XPRT_REGISTER.get()?;
     // SAFETY: a live transport (contract).
-    run::registered(unsafe { (*xprt).xp_fd });
+    let fd = unsafe { (*xprt).xp_fd };
+    // SAFETY: by the contract.
+    run::register(fd, || unsafe { real(xprt) });
     Ok(())
 }
 
@@ -723,12 +724,10 @@ pub unsafe fn xprt_register(xprt: *mut SVCXPRT) -> Result<(), Error> {
 pub unsafe fn xprt_unregister(xprt: *mut SVCXPRT) {
     match real::XPRT_UNREGISTER.get() {
         Ok(real) => {
-            // SAFETY: by the contract.
-            unsafe { real(xprt) };
             // SAFETY: NULL or alive (contract).
-            if let Some(made) = unsafe { ffi::reference(xprt) } {
-                run::unregistered(made.xp_fd);
-            }
+            let fd = unsafe { ffi::reference(xprt) }.map_or(-1, |made| made.xp_fd);
+            // SAFETY: by the contract.
+            run::unregister(fd, || unsafe { real(xprt) });
         }
         Err(error) => log_error!("{error}"),
     }

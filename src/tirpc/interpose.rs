@@ -465,9 +465,9 @@ pub unsafe extern "C-unwind" fn svc_run() {
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn svc_exit() {
     guard_passing(|| {
+        let real = real::SVC_EXIT.get()?;
         // SAFETY: as the caller's.
-        unsafe { real::SVC_EXIT.get()?() };
-        run::ring();
+        run::exit(|| unsafe { real() });
         Ok(())
     });
 }

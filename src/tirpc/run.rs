@@ -135,26 +135,43 @@ fn current() -> Option<MutexGuard<'static, Set>> {
     Some(lock()).filter(|set| set.generation == fork::generation())
 }
 
-/// libtirpc has put `fd` into its table.
-pub fn registered(fd: RawFd) {
-    if let Some(mut set) = current() {
-        // Others it passes over.
-        // SAFETY: takes nothing.
-        if fd >= 0 && fd < unsafe { _rpc_dtablesize() } {
-            set.muted.remove(&fd);
-            set.watch(fd, EVENTS);
-        }
-        set.stale = true;
+/// Has libtirpc put `fd` into its table, which no loop looks at meanwhile.
+pub fn register(fd: RawFd, real: impl FnOnce()) {
+    let Some(mut set) = current() else { return real() };
+    real();
+    // Others it passes over.
+    // SAFETY: takes nothing.
+    if fd >= 0 && fd < unsafe { _rpc_dtablesize() } {
+        set.muted.remove(&fd);
+        set.watch(fd, EVENTS);
     }
+    set.stale = true;
 }
 
-/// libtirpc has taken `fd` out of its table. Called before the descriptor is closed: another process may have it too.
-pub fn unregistered(fd: RawFd) {
-    if let Some(mut set) = current() {
-        set.muted.remove(&fd);
-        set.forget(fd);
-        set.stale = true;
+/// Has libtirpc take `fd` out of its table, which no loop looks at meanwhile. Called before the descriptor is closed: another
+/// process may have it too.
+pub fn unregister(fd: RawFd, real: impl FnOnce()) {
+    let Some(mut set) = current() else { return real() };
+    real();
+    set.muted.remove(&fd);
+    set.forget(fd);
+    set.stale = true;
+}
+
+/// Has libtirpc forget its table, as svc_exit(3) does. A loop may look at it meanwhile only if this interrupts it in a signal
+/// handler, as it may libtirpc's own.
+pub fn exit(real: impl FnOnce()) {
+    let mut set = SET.try_lock();
+    for _ in 0..100 {
+        if set.is_some() || LOOPS.load(Relaxed) == 0 {
+            break;
+        }
+        std::thread::yield_now();
+        set = SET.try_lock();
     }
+    real();
+    drop(set);
+    ring();
 }
 
 /// Leaves a transport to a thread, until [`unmute`].

@@ -252,14 +252,12 @@ impl Threads {
                 break found;
             }
         };
-        let own = found.pop();
+        let own = found.remove(0);
         for job in found {
             let _ = self.jobs.0.send(job);
         }
         let _ = self.seat.0.send(());
-        if let Some(job) = own {
-            self.serve(job);
-        }
+        self.serve(own);
     }
 
     fn serve(&self, job: Job) {

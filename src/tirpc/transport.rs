@@ -803,7 +803,8 @@ impl Transport {
 
     /// Whether no request is open on it.
     pub fn is_idle(&self) -> bool {
-        self.state().open.is_empty() && self.handed_out.load(Acquire) == 0
+        // Not what was handed out to threads that are not there any more: in a forked child, or after svc_exit(3).
+        self.state().open.is_empty() && (self.handed_out.load(Acquire) == 0 || !threads::serve())
     }
 
     /// Puts a request on the stack and decodes its header into `message`. False when it is not an RPC Call; it is
@@ -883,8 +884,11 @@ unsafe extern "C" fn stat(xprt: *mut SVCXPRT) -> c_uint {
                 || own.is_poisoned()
                 || own.server().is_some_and(|mut server| server.closed().is_some());
             own.watch_progress();
-            // Who has a request of it ends it.
             let ends = closed && own.is_idle() && own.whole.is_none();
+            if closed && !ends {
+                // Who has a request of it has it ended. Until then its descriptor would tell of the end again and again.
+                run::mute(own.fd);
+            }
             return Ok(if ends { xprt_stat::XPRT_DIED } else { xprt_stat::XPRT_IDLE });
         }
         if own.is_destroyed() {

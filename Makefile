@@ -135,7 +135,7 @@ check-exports: all
 	c-tests/exports.sh $(LIBRARY)
 
 check-c: all
-	bash c-tests/check.sh tcp redirect rdma placed two linked asan
+	bash c-tests/check.sh tcp redirect rdma placed two threads linked asan
 
 check-valgrind: all
 	bash c-tests/check.sh valgrind

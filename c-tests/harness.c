@@ -258,6 +258,8 @@ static const char *why_not(const struct test *test)
         return "an adapter's connection is no socket";
     if ((test->needs & UNBOUND) && leg.bound)
         return "a binding makes it otherwise";
+    if ((test->needs & ORDER) && leg.threads)
+        return "requests are served beside each other";
     if (test->not_stock != NULL && !leg.library)
         return test->not_stock;
     return NULL;
@@ -381,6 +383,7 @@ int main(int argc, char **argv)
         }
     }
     leg.adapter = getenv("SUITE_ADDRESS") != NULL;
+    leg.threads = getenv("THREADS") != NULL;
     ssize_t length = readlink("/proc/self/exe", server_program, sizeof server_program - 16);
     if (length < 0)
         err(1, "/proc/self/exe");

@@ -42,6 +42,7 @@ struct leg {
     bool gss;      /* there is a KDC */
     bool bound;    /* the procedures have bindings: their data is placed */
     bool adapter;  /* over an RDMA device: SUITE_ADDRESS is set */
+    bool threads;  /* several threads of the server serve: nothing keeps two requests in order */
     bool slow;     /* valgrind or a sanitizer: fewer rounds */
 };
 extern struct leg leg;
@@ -53,6 +54,7 @@ enum need {
     GSS = 8,
     UNBOUND = 32,  /* shows what happens without a binding */
     SOCKET = 64,   /* an adapter's connection does not outlive a fork, and has no socket to shut down or to listen at */
+    ORDER = 128,   /* the server serves one request after the other */
     NOISY = 16,    /* libtirpc itself writes to stderr here */
 };
 

@@ -6,6 +6,7 @@
 #   redirect   the library preloaded; the programs name "tcp" and are moved by RPCRDMA_REDIRECT
 #   placed     rdma, and a binding (suite.conf) has the tests' data placed directly
 #   two        rdma, in RPC-over-RDMA Version Two
+#   threads    rdma, and four threads of the server serve
 #   linked     linked with the library through pkg-config; STAGED names the staged install
 #              (make install DESTDIR=...); the programs name "rdma"
 #
@@ -30,6 +31,7 @@ placed)
     environment=(LD_PRELOAD="$LIBRPCRDMA" RPCRDMA_BINDINGS="$here/suite.conf" RPCRDMA_INLINE=4096)
     ;;
 two) suite_flags=(-n rdma -L) environment=(LD_PRELOAD="$LIBRPCRDMA" RPCRDMA_VERSION=2 RPCRDMA_INLINE=4096) ;;
+threads) suite_flags=(-n rdma -L) environment=(LD_PRELOAD="$LIBRPCRDMA" THREADS=4) ;;
 redirect) suite_flags=(-n tcp -L -R) environment=(LD_PRELOAD="$LIBRPCRDMA" RPCRDMA_REDIRECT=tcp) ;;
 linked)
     : "${STAGED:?names the staged install}"
@@ -43,9 +45,9 @@ linked)
     export CPATH=$includedir LIBRARY_PATH=$libdir LD_LIBRARY_PATH=$libdir
     make_flags=(LINKED=yes) suite_flags=(-n rdma -L)
     ;;
-*) sed -n '2,14s/^# \{0,1\}//p' "${BASH_SOURCE[0]}" >&2; exit 2 ;;
+*) sed -n '2,15s/^# \{0,1\}//p' "${BASH_SOURCE[0]}" >&2; exit 2 ;;
 esac
-case $leg in rdma | redirect | placed | two) [ -r "$LIBRPCRDMA" ] || { echo "run.sh: $LIBRPCRDMA is missing" >&2; exit 1; } ;; esac
+case $leg in rdma | redirect | placed | two | threads) [ -r "$LIBRPCRDMA" ] || { echo "run.sh: $LIBRPCRDMA is missing" >&2; exit 1; } ;; esac
 
 case $tool in
 asan)

@@ -58,6 +58,8 @@ pub(super) struct Responder {
     /// The latest that were deferred: one, until the next one is handed up, or `late` of them.
     deferred: BTreeMap<RequestId, Chunks>,
     late: usize,
+    /// The latest that was answered.
+    answered: RequestId,
     /// Bytes of Calls in `queue` that were asked for.
     staged: usize,
     /// Bytes of each Read under way, in their order, and of all Reads so far.
@@ -127,6 +129,7 @@ impl Responder {
             handed: FxHashMap::default(),
             deferred: BTreeMap::new(),
             late: 0,
+            answered: RequestId(0),
             staged: 0,
             reads: VecDeque::new(),
             asked: 0,
@@ -261,7 +264,11 @@ impl Responder {
         if !writes.is_empty() {
             common.output.extend(writes);
         }
-        let invalidate = chunks.handle.filter(|_| common.may_invalidate(version));
+        // The reply to a later call may have been taken for the end of this one, if it is a one-way call in the requester's
+        // eyes: it has invalidated the handle itself then, and RFC 5040 §5.3 lets a second time end the connection.
+        let in_order = self.answered <= id;
+        self.answered = self.answered.max(id);
+        let invalidate = chunks.handle.filter(|_| in_order && common.may_invalidate(version));
         common.output.push_back(Output::Post(WorkRequest::Send { gather, invalidate }));
         Ok(())
     }

@@ -606,6 +606,32 @@ fn an_answer_to_a_one_way_call_whose_credit_is_back_ends_what_it_exposes() {
     assert_eq!((pair.client.engine.credits_left(), pair.client.device.exposed.len()), (4, 0));
 }
 
+/// RFC 5040 §5.3: a handle that is gone cannot be invalidated.
+#[test]
+fn a_reply_to_a_one_way_call_that_comes_after_a_later_one_invalidates_nothing() {
+    let end = Settings { remote_invalidation: true, ..SETTINGS };
+    for in_order in [true, false] {
+        let mut pair = Pair::warm(Setup { client: end, server: end, ..SETUP });
+        pair.one_way(1, 3000);
+        pair.call(2, 40, 28);
+        pair.settle();
+        while pair.take() {}
+        if in_order {
+            pair.answer_all_the_same(0, 28);
+            assert!(pair.client.device.exposed.is_empty());
+        }
+        pair.answer(usize::from(!in_order)).unwrap();
+        pair.settle();
+        pair.succeeded(2);
+        assert!(pair.client.device.exposed.is_empty());
+        if !in_order {
+            pair.answer_all_the_same(0, 28);
+        }
+        assert!(pair.client.closes.is_empty());
+        pair.still_serves(3);
+    }
+}
+
 #[test]
 fn one_way_calls_that_the_peer_does_not_read_keep_their_credits_beyond_a_bound() {
     for tells_reads in [true, false] {

@@ -82,6 +82,22 @@ if serve both "-n tcp -a 127.0.0.1" "${moved[@]}"; then
     stop "$server"
 fi
 
+# Four threads of the server serve six clients, by rdma and by its other transport.
+if serve threads "-n rdma -a 127.0.0.1 -t 4" "${preloaded[@]}"; then
+    clients=()
+    for i in 1 2 3 4 5 6; do
+        "${nfs[@]}" 127.0.0.1 check -N 300 -L 1,255,1023 0 1 4096 65537 1048577 3000001 >"client.$i" 2>&1 & clients+=($!)
+    done
+    bad=0
+    for i in 1 2 3 4 5 6; do
+        wait "${clients[i - 1]}" || { bad=$i; break; }
+    done
+    if [ "$bad" = 0 ]; then ok "six clients at once of a server with four threads: $(cat client.1)"
+    else FAIL "six clients at once of a server with four threads" "client.$bad"; fi
+    wait "${clients[@]}"
+    stop "$server"
+fi
+
 # What an independent reader sees: Read chunks in WRITE and SYMLINK, Write chunks in READ and READLINK, and nothing else.
 captured() {
     local tool

@@ -15,6 +15,7 @@
 #include <err.h>
 #include <errno.h>
 #include <fcntl.h>
+#include <pthread.h>
 #include <search.h>
 #include <stdlib.h>
 #include <string.h>
@@ -39,6 +40,17 @@ struct known {
 static int root = -1;
 static struct key root_key;
 static void *table; /* of struct known, by key: a tree of search.h */
+static pthread_mutex_t files = PTHREAD_RECURSIVE_MUTEX_INITIALIZER_NP;
+
+void lock_files(void)
+{
+    pthread_mutex_lock(&files);
+}
+
+void unlock_files(void)
+{
+    pthread_mutex_unlock(&files);
+}
 
 void *allocate(size_t size)
 {
@@ -154,11 +166,8 @@ static void forget(struct known *known)
     free(known);
 }
 
-void forget_name(const struct object *directory, const char *name, const struct object *object)
+static void forget_place(struct known *known, const struct object *directory, const char *name)
 {
-    struct known *known = find(&object->key);
-    if (known == NULL)
-        return;
     for (struct place **at = &known->places; *at != NULL; at = &(*at)->next) {
         struct place *place = *at;
         if (same_key(&place->directory, &directory->key) && strcmp(place->name, name) == 0) {
@@ -169,6 +178,15 @@ void forget_name(const struct object *directory, const char *name, const struct 
     }
     if (known->places == NULL)
         forget(known);
+}
+
+void forget_name(const struct object *directory, const char *name, const struct object *object)
+{
+    lock_files();
+    struct known *known = find(&object->key);
+    if (known != NULL)
+        forget_place(known, directory, name);
+    unlock_files();
 }
 
 /* Opens the file of this key. Only a file has several places, so this is one path, tried once for each of them. */
@@ -212,26 +230,20 @@ static void learn_tree(const struct object *directory, int depth)
         closedir(stream);
 }
 
-int open_handle(const nfs_fh3 *handle, struct object *object)
+/* As open_key(), of a key that may be from before a restart, or of a file that is gone. */
+static int open_any(const struct key *key, struct object *object)
 {
     static bool read_all;
-    struct key key;
-    object->fd = -1;
-    if (handle->data.data_len != sizeof key) {
-        errno = EBADF;
-        return -1;
-    }
-    memcpy(&key, handle->data.data_val, sizeof key);
-    if (find(&key) == NULL && !same_key(&key, &root_key) && !read_all) {
+    if (find(key) == NULL && !same_key(key, &root_key) && !read_all) {
         struct object top;
         open_root(&top);
         learn_tree(&top, 0);
         close_object(&top);
         read_all = true;
     }
-    if (open_key(&key, 0, object) == 0)
+    if (open_key(key, 0, object) == 0)
         return 0;
-    struct known *known = find(&key);
+    struct known *known = find(key);
     if (errno == ESTALE && known != NULL) {
         forget(known);
         errno = ESTALE;
@@ -239,9 +251,23 @@ int open_handle(const nfs_fh3 *handle, struct object *object)
     return -1;
 }
 
-int open_name(const struct object *directory, const char *name, struct object *object)
+int open_handle(const nfs_fh3 *handle, struct object *object)
 {
+    struct key key;
     object->fd = -1;
+    if (handle->data.data_len != sizeof key) {
+        errno = EBADF;
+        return -1;
+    }
+    memcpy(&key, handle->data.data_val, sizeof key);
+    lock_files();
+    int outcome = open_any(&key, object);
+    unlock_files();
+    return outcome;
+}
+
+static int open_below(const struct object *directory, const char *name, struct object *object)
+{
     if (!S_ISDIR(directory->st.stx_mode)) {
         errno = ENOTDIR;
         return -1;
@@ -261,6 +287,15 @@ int open_name(const struct object *directory, const char *name, struct object *o
         return -1;
     learn(directory, name, object);
     return 0;
+}
+
+int open_name(const struct object *directory, const char *name, struct object *object)
+{
+    object->fd = -1;
+    lock_files();
+    int outcome = open_below(directory, name, object);
+    unlock_files();
+    return outcome;
 }
 
 nfs_fh3 handle_of(const struct object *object)

@@ -22,6 +22,11 @@ struct object {
 };
 #define NO_OBJECT {.fd = -1}
 
+/* Several threads may use all of this at a time. Between these two, one: what changes names does so, and tells here of it,
+ * before another thread looks. They may be nested. */
+void lock_files(void);
+void unlock_files(void);
+
 /* Takes `directory` as what is exported. Ends the program if it cannot be opened. */
 void export_directory(const char *directory);
 void open_root(struct object *object);

@@ -1,13 +1,15 @@
 /* nfs3d.c: an NFS version 3 server, with MOUNT, as a program of libtirpc and nothing else: the same binary serves
  * over tcp and over rdma.
  *
- *   nfs3d [-n netid] [-d directory] [-a address] [-p port] [-m mountport]
+ *   nfs3d [-n netid] [-d directory] [-a address] [-p port] [-m mountport] [-t threads]
  *
  * Exports the directory -d (default: the working directory) as "/", under its own path too. Without -a, -p and -m
  * it registers with rpcbind: NFS on the netid -n (default: tcp), MOUNT always on tcp. With one of them it listens
  * on those ports (0, the default: any free one; 20049 is that of NFS over RDMA) of the IPv4 address -a (default:
  * all) and tells no rpcbind, so an ordinary user can run it. When it can be called it prints "READY port
  * mountport".
+ *
+ * With -t that many threads serve, for which librpcrdma must be loaded (rpcrdma_svc_run).
  *
  * Run by root it acts as the user that an AUTH_SYS credential names, root too, and as nobody for other
  * credentials. It believes what it is told, and is for a network that one trusts. Run by somebody else it does
@@ -21,6 +23,7 @@
 #include "mount3.h"
 #include <arpa/inet.h>
 #include <dirent.h>
+#include <dlfcn.h>
 #include <err.h>
 #include <errno.h>
 #include <fcntl.h>
@@ -32,6 +35,7 @@
 #include <string.h>
 #include <sys/fsuid.h>
 #include <sys/statvfs.h>
+#include <sys/syscall.h>
 #include <sys/sysmacros.h>
 #include <time.h>
 #include <unistd.h>
@@ -47,10 +51,10 @@ enum {
 static const uint64 OFFSET_MAX = INT64_MAX;
 
 static char *exported;      /* its real path */
-static uid_t acting;        /* whose rights the file system checks just now */
 static writeverf3 verifier; /* of WRITE and COMMIT: another one after a restart */
-/* What READ returns. One is enough: a reply has been sent, or copied, when the next call is taken up. */
-static char read_data[NFS3_DATA_LIMIT];
+static __thread uid_t acting; /* whose rights the file system checks just now */
+/* What READ returns. One for each thread is enough: a reply has been sent, or copied, when the next call is taken up. */
+static __thread char *read_data;
 
 static nfsstat3 status_of(int error)
 {
@@ -78,10 +82,16 @@ static nfsstat3 result_of(int outcome)
     return outcome < 0 ? status_of(errno) : NFS3_OK;
 }
 
-/* Makes the file system check the rights of whoever calls; with NULL, those of this process. */
+/* setgroups(2) of this thread, where libc's has all threads do it. */
+static int set_groups(size_t count, const gid_t *groups)
+{
+    return (int)syscall(SYS_setgroups, count, groups);
+}
+
+/* Makes the file system check the rights of whoever calls, for this thread; with NULL, those of this process. */
 static void act_for(struct svc_req *request)
 {
-    static bool changed;
+    static __thread bool changed;
     if (geteuid() != 0) {
         acting = geteuid();
         return;
@@ -89,7 +99,7 @@ static void act_for(struct svc_req *request)
     if (changed) {
         setfsuid(0);
         setfsgid(getegid());
-        setgroups(0, NULL);
+        set_groups(0, NULL);
         changed = false;
     }
     acting = 0;
@@ -103,12 +113,12 @@ static void act_for(struct svc_req *request)
             return;
         /* -1 is nobody's number: the kernel would take it for "leave it as it is". */
         if (caller->aup_uid != (uid_t)-1 && caller->aup_gid != (gid_t)-1 &&
-            setgroups(caller->aup_len, caller->aup_gids) == 0) {
+            set_groups(caller->aup_len, caller->aup_gids) == 0) {
             uid = caller->aup_uid;
             gid = caller->aup_gid;
         }
     }
-    if (uid == NOBODY && setgroups(0, NULL) < 0)
+    if (uid == NOBODY && set_groups(0, NULL) < 0)
         err(1, "setgroups");
     changed = true;
     acting = uid;
@@ -150,15 +160,21 @@ static int open_data(const struct object *object, int flags)
     }
     struct path path = path_of(object);
     int fd = open(path.text, flags | O_CLOEXEC);
+    if (fd >= 0 || errno != EACCES || object->st.stx_uid != acting)
+        return fd;
     /* Who has created a file read-only goes on writing it, which a local program does with the descriptor it has.
      * RFC 1813 section 4.4: the owner is let in, whatever the mode says. */
-    if (fd < 0 && errno == EACCES && object->st.stx_uid == acting &&
-        chmod(path.text, (mode & 07777) | 0600) == 0) {
+    lock_files();
+    struct object now = *object;
+    if (read_attributes(&now) == 0 && chmod(path.text, (now.st.stx_mode & 07777) | 0600) == 0) {
         fd = open(path.text, flags | O_CLOEXEC);
         int error = errno;
-        chmod(path.text, mode & 07777);
+        chmod(path.text, now.st.stx_mode & 07777);
         errno = error;
+    } else {
+        errno = EACCES;
     }
+    unlock_files();
     return fd;
 }
 
@@ -245,9 +261,13 @@ static nfsstat3 set_attributes(const struct object *object, const sattr3 *set)
     if ((set->uid.set_it || set->gid.set_it) && fchownat(object->fd, "", uid, gid, AT_EMPTY_PATH) < 0)
         return status_of(errno);
     /* A symbolic link has no mode. */
-    if (set->mode.set_it && !S_ISLNK(object->st.stx_mode) &&
-        chmod(path.text, set->mode.set_mode3_u.mode & 07777) < 0)
-        return status_of(errno);
+    if (set->mode.set_it && !S_ISLNK(object->st.stx_mode)) {
+        lock_files(); /* open_data may have it otherwise for a moment */
+        nfsstat3 status = result_of(chmod(path.text, set->mode.set_mode3_u.mode & 07777));
+        unlock_files();
+        if (status != NFS3_OK)
+            return status;
+    }
     struct timespec times[2] = {
         timespec_of(set->atime.set_it, set->atime.set_atime_u.atime),
         timespec_of(set->mtime.set_it, set->mtime.set_mtime_u.mtime),
@@ -376,7 +396,9 @@ bool_t nfsproc3_read_3_svc(READ3args *args, READ3res *res, struct svc_req *reque
     int fd = -1;
     if (res->status == NFS3_OK)
         res->status = result_of(fd = open_data(&object, O_RDONLY));
-    uint32 count = args->count < sizeof read_data ? args->count : sizeof read_data, done = 0;
+    uint32 count = args->count < NFS3_DATA_LIMIT ? args->count : NFS3_DATA_LIMIT, done = 0;
+    if (read_data == NULL)
+        read_data = allocate(NFS3_DATA_LIMIT);
     while (res->status == NFS3_OK && done < count && args->offset <= OFFSET_MAX - count) {
         ssize_t n = pread(fd, read_data + done, count - done, (off_t)(args->offset + done));
         if (n < 0 && errno != EINTR)
@@ -645,12 +667,14 @@ static nfsstat3 remove_name(struct svc_req *request, const diropargs3 *what, int
     nfsstat3 status = enter(request, &what->dir, &directory);
     if (status == NFS3_OK)
         status = check_name(&directory, what->name, NFS3ERR_INVAL);
+    lock_files();
     if (status == NFS3_OK)
         status = result_of(open_name(&directory, what->name, &object));
     if (status == NFS3_OK)
         status = result_of(unlinkat(directory.fd, what->name, flags));
     if (status == NFS3_OK)
         forget_name(&directory, what->name, &object);
+    unlock_files();
     *wcc = before_and_after(&directory);
     close_object(&object);
     close_object(&directory);
@@ -684,6 +708,7 @@ bool_t nfsproc3_rename_3_svc(RENAME3args *args, RENAME3res *res, struct svc_req 
         status = check_name(&from, old, NFS3ERR_INVAL);
     if (status == NFS3_OK)
         status = check_name(&to, new, NFS3ERR_INVAL);
+    lock_files();
     if (status == NFS3_OK)
         status = result_of(open_name(&from, old, &moved));
     if (status == NFS3_OK) {
@@ -699,6 +724,7 @@ bool_t nfsproc3_rename_3_svc(RENAME3args *args, RENAME3res *res, struct svc_req 
             close_object(&again);
         forget_name(&from, old, &moved);
     }
+    unlock_files();
     ok->fromdir_wcc = before_and_after(&from);
     ok->todir_wcc = before_and_after(&to);
     res->status = status;
@@ -1076,29 +1102,46 @@ static unsigned listen_on(const char *netid, const char *where, unsigned port, u
     return ntohs(((struct sockaddr_in *)listener->xp_ltaddr.buf)->sin_port);
 }
 
-static unsigned port_of(const char *text)
+static unsigned number_of(const char *text, unsigned long most, const char *what)
 {
     char *end;
     unsigned long number = strtoul(text, &end, 10);
-    if (*end != '\0' || end == text || number > 65535)
-        errx(2, "%s: not a port", text);
+    if (*end != '\0' || end == text || number > most)
+        errx(2, "%s: not a %s", text, what);
     return (unsigned)number;
+}
+
+/* Serves with `threads` threads, or with the one that calls. */
+static void serve(unsigned threads)
+{
+    if (threads == 0) {
+        svc_run();
+        errx(1, "svc_run returned");
+    }
+    bool_t (*run)(unsigned) = (bool_t (*)(unsigned))dlsym(RTLD_DEFAULT, "rpcrdma_svc_run");
+    if (run == NULL)
+        errx(1, "-t needs librpcrdma");
+    if (!run(threads))
+        errx(1, "%s", clnt_spcreateerror("rpcrdma_svc_run"));
+    errx(1, "rpcrdma_svc_run returned");
 }
 
 int main(int argc, char **argv)
 {
     const char *netid = "tcp", *directory = ".", *address = "0.0.0.0";
-    unsigned port = 0, mount_port = 0;
+    unsigned port = 0, mount_port = 0, threads = 0;
     bool rpcbind = true;
     int option;
-    while ((option = getopt(argc, argv, "n:d:a:p:m:")) != -1) {
+    while ((option = getopt(argc, argv, "n:d:a:p:m:t:")) != -1) {
         switch (option) {
         case 'n': netid = optarg; break;
         case 'd': directory = optarg; break;
         case 'a': address = optarg; rpcbind = false; break;
-        case 'p': port = port_of(optarg); rpcbind = false; break;
-        case 'm': mount_port = port_of(optarg); rpcbind = false; break;
-        default: errx(2, "usage: nfs3d [-n netid] [-d directory] [-a address] [-p port] [-m mountport]");
+        case 'p': port = number_of(optarg, 65535, "port"); rpcbind = false; break;
+        case 'm': mount_port = number_of(optarg, 65535, "port"); rpcbind = false; break;
+        case 't': threads = number_of(optarg, 1024, "number of threads"); break;
+        default:
+            errx(2, "usage: nfs3d [-n netid] [-d directory] [-a address] [-p port] [-m mountport] [-t threads]");
         }
     }
     export_directory(directory);
@@ -1121,6 +1164,5 @@ int main(int argc, char **argv)
     signal(SIGPIPE, SIG_IGN);
     printf("READY %u %u\n", port, mount_port);
     fflush(stdout);
-    svc_run();
-    errx(1, "svc_run returned");
+    serve(threads);
 }

@@ -111,7 +111,8 @@ nfsd_threads() {
 nfs3=("${preloaded[@]}" "$programs/nfs3" -n rdma -p 20049 -m 20048 -e /export)
 client=(timeout "$(patient 120)" "${nfs3[@]}")
 
-# Our server, of /served, a tmpfs too: on RDMA port 20050, with MOUNT on TCP port 20051. Its log is in $log.
+# server_up [OPTION...]: our server, of /served, a tmpfs too: on RDMA port 20050, with MOUNT on TCP port 20051. Its log is in
+# $log.
 server_up() {
     if ! mountpoint -q /served; then
         mkdir -p /served /mnt
@@ -119,7 +120,7 @@ server_up() {
         must modprobe nfs
     fi
     log=$scratch/server.log
-    start_ready "${preloaded[@]}" RPCRDMA_LOG=info "$programs/nfs3d" -n rdma -d /served -a 0.0.0.0 -p 20050 -m 20051 ||
+    start_ready "${preloaded[@]}" RPCRDMA_LOG=info "$programs/nfs3d" -n rdma -d /served -a 0.0.0.0 -p 20050 -m 20051 "$@" ||
         { FAIL "our server starts" "$log"; closing; }
 }
 # mounted [PORT MOUNTPORT]: the kernel's client, on /mnt.

@@ -45,9 +45,10 @@ twenty_connections() {
     for ((i = 0; i < 20; i++)); do timeout "$(patient 10)" "${nfs3[@]}" $address stat /random >"$scratch/out" 2>&1 || return; done
 }
 
+# kernels_client NAME [OPTION...]: of our server with these options.
 kernels_client() {
-    local size wrong= xprt counted
-    server_up
+    local path=$1 size wrong= xprt counted
+    server_up "${@:2}"
     mounted || { FAIL "$path: the kernel mounts our server" "$log"; return; }
     ok "$path: the kernel mounts our server"
     for size in "${sizes[@]}"; do head -c "$size" "$random" >/mnt/file.$size; done
@@ -74,6 +75,7 @@ kernels_client() {
     else FAIL "$path: mountstats: $counted"; fi
     if umount /mnt; then ok "$path: umount"; else FAIL "$path: umount"; fi
     stop "$server"
+    rm -rf /served/*
 }
 two_writers() {
     dd if="$random" of=/mnt/one bs=4097 status=none &
@@ -83,6 +85,7 @@ two_writers() {
 device_up
 nfsd_up
 our_client
-kernels_client
+kernels_client "$path"
+kernels_client "$path, four threads of our server" -t 4
 device_down
 closing

@@ -9,7 +9,7 @@
  *   bench fair NETID PORT THREADS shared|own COUNT            COUNT null calls of one CLIENT, while THREADS keep the server
  *       busy with calls of 5 ms, as above; prints the mean of their times in microseconds
  *
- * OP is null, write (SIZE bytes to the server) or read. The server takes a write's data as rpcgen's code would, in
+ * OP is null, write (SIZE bytes to the server) or read; or sleep or compute (SIZE microseconds at the server). The server takes a write's data as rpcgen's code would, in
  * memory allocated for the call, and answers a read from one buffer; the client reads into one buffer. With IN_PLACE
  * in its environment the server asks the library where a write's data lies, and with THREADS so many threads serve. ADDRESS
  * there is the server's, 127.0.0.1 if it is not. */
@@ -30,7 +30,7 @@
 #include <time.h>
 #include <unistd.h>
 
-enum { PROGRAM = 0x20004245, VERSION = 1, WRITE = 1, READ = 2, COUNTERS = 3, SLOW = 4, LARGEST = 4 << 20 };
+enum { PROGRAM = 0x20004245, VERSION = 1, WRITE = 1, READ = 2, COUNTERS = 3, SLEEP = 4, COMPUTE = 5, LARGEST = 4 << 20 };
 
 struct data {
     char *bytes;
@@ -129,8 +129,17 @@ static void dispatch(struct svc_req *request, SVCXPRT *transport)
         data = (struct data){source, length};
         svc_sendreply(transport, (xdrproc_t)xdr_data, (caddr_t)&data);
         return;
-    case SLOW:
-        nanosleep(&(struct timespec){.tv_nsec = 5000000}, NULL);
+    case SLEEP:
+    case COMPUTE:
+        if (!svc_getargs(transport, (xdrproc_t)xdr_u_int, (caddr_t)&length)) {
+            svcerr_decode(transport);
+            return;
+        }
+        for (double end = now(CLOCK_THREAD_CPUTIME_ID) + length / 1e6;
+             request->rq_proc == COMPUTE && now(CLOCK_THREAD_CPUTIME_ID) < end;)
+            ;
+        if (request->rq_proc == SLEEP)
+            nanosleep(&(struct timespec){.tv_sec = length / 1000000, .tv_nsec = length % 1000000 * 1000}, NULL);
         svc_sendreply(transport, (xdrproc_t)xdr_void, NULL);
         return;
     case COUNTERS: {
@@ -221,6 +230,8 @@ static void call(CLIENT *client, char *buffer)
     struct data data = {buffer, size};
     if (procedure == NULLPROC) {
         status = clnt_call(client, NULLPROC, (xdrproc_t)xdr_void, NULL, (xdrproc_t)xdr_void, NULL, timeout);
+    } else if (procedure == SLEEP || procedure == COMPUTE) {
+        status = clnt_call(client, procedure, (xdrproc_t)xdr_u_int, (caddr_t)&size, (xdrproc_t)xdr_void, NULL, timeout);
     } else if (procedure == WRITE) {
         status = clnt_call(client, WRITE, (xdrproc_t)xdr_data, (caddr_t)&data, (xdrproc_t)xdr_u_int, (caddr_t)&answer,
                            timeout);
@@ -361,10 +372,11 @@ static int count(CLIENT *client, char *buffer, unsigned long calls)
 static void *keep_busy(void *argument)
 {
     CLIENT *client = argument;
+    u_int time = 5000;
     while (!atomic_load_explicit(&all->stop, memory_order_relaxed))
-        if (clnt_call(client, SLOW, (xdrproc_t)xdr_void, NULL, (xdrproc_t)xdr_void, NULL,
+        if (clnt_call(client, SLEEP, (xdrproc_t)xdr_u_int, (caddr_t)&time, (xdrproc_t)xdr_void, NULL,
                       (struct timeval){.tv_sec = 30}) != RPC_SUCCESS)
-            errx(1, "%s", clnt_sperror(client, "slow"));
+            errx(1, "%s", clnt_sperror(client, "sleep"));
     return NULL;
 }
 
@@ -405,7 +417,11 @@ int main(int argc, char **argv)
     port = (unsigned)atoi(argv[3]);
     if (fair)
         return fairness((unsigned)atoi(argv[4]), strcmp(argv[5], "shared") == 0, strtoul(argv[6], NULL, 0));
-    procedure = strcmp(argv[4], "write") == 0 ? WRITE : strcmp(argv[4], "read") == 0 ? READ : NULLPROC;
+    static const char *const operations[] = {"null", "write", "read", "", "sleep", "compute"};
+    while (procedure <= COMPUTE && strcmp(argv[4], operations[procedure]) != 0)
+        procedure++;
+    if (procedure > COMPUTE)
+        errx(2, "%s: not an operation", argv[4]);
     size = (u_int)strtoul(argv[5], NULL, 0);
     if (size > LARGEST || (procedure != NULLPROC && size == 0))
         errx(2, "%u: not a size", size);

@@ -1,6 +1,9 @@
 #!/bin/bash
 # bench.sh [FILE]: tcp (stock libtirpc, nothing preloaded) against rdma (the library preloaded), in one run; and "placed":
-# rdma with a text binding for the benchmark's program at both ends, so that its data goes into chunks of its own.
+# rdma with a text binding for the benchmark's program at both ends, so that its data goes into chunks of its own; and
+# "two": rdma, and two threads of the server serve (rpcrdma_svc_run).
+#
+# Then calls whose routine computes or sleeps, with one service thread, two and sixteen.
 #
 # Then Version Two with 16 KiB of data: Receives of 4 KiB and of 64 KiB, and replies that invalidate or do not.
 #
@@ -24,9 +27,11 @@ cat >"$scratch/bench.conf" <<'END'
 END
 
 # A way to run: netid, prefix, and the same with the counter of copies.
-declare -A netid_of=([tcp]=tcp [rdma]=rdma [placed]=rdma [4K]=rdma [64K]=rdma [4K-local]=rdma) port_of server_of
-two=(4K 64K 4K-local)
-declare -A with=([tcp]=env [rdma]="${preloaded[*]}" [placed]="${preloaded[*]} RPCRDMA_BINDINGS=$scratch/bench.conf IN_PLACE=1")
+declare -A netid_of=([tcp]=tcp [rdma]=rdma [placed]=rdma [two]=rdma [sixteen]=rdma
+    [4K]=rdma [64K]=rdma [4K-local]=rdma) port_of server_of
+version_two=(4K 64K 4K-local)
+declare -A with=([tcp]=env [rdma]="${preloaded[*]}" [placed]="${preloaded[*]} RPCRDMA_BINDINGS=$scratch/bench.conf IN_PLACE=1"
+    [two]="${preloaded[*]} THREADS=2" [sixteen]="${preloaded[*]} THREADS=16")
 for size in 4K 64K; do
     with[$size]="${preloaded[*]} RPCRDMA_VERSION=2 RPCRDMA_INLINE=$size RPCRDMA_MAX_REPLY=32K"
 done
@@ -38,7 +43,7 @@ serve() { # WAY PREFIX...
     shift
     start_ready "$@" "$scratch/bench" server "${netid_of[$way]}" || { echo "bench: no server for $way" >&2; exit 1; }
 }
-for way in tcp rdma placed "${two[@]}"; do
+for way in tcp rdma placed two sixteen "${version_two[@]}"; do
     serve $way ${with[$way]}
     port_of[$way]=$port server_of[$way]=$server
 done
@@ -49,7 +54,16 @@ measure() {
     shift 2
     line=$(${with[$way]} "$scratch/bench" client ${netid_of[$way]} "${port_of[$way]}" "$@" $seconds) ||
         { echo "bench: $way $* failed" >&2; exit 1; }
-    echo "$key $way $line" >>"$scratch/results"
+    echo "${key// /-} $way $line" >>"$scratch/results"
+}
+
+# fair KEY WAY THREADS shared|own
+fair() {
+    local key="fair $1" way=$2 line
+    shift 2
+    line=$(${with[$way]} "$scratch/bench" fair ${netid_of[$way]} "${port_of[$way]}" "$@" $((some / 20))) ||
+        { echo "bench: fair $way $* failed" >&2; exit 1; }
+    echo "${key// /-} $way $line" >>"$scratch/results"
 }
 
 cases=()
@@ -59,19 +73,28 @@ for what in 'null 0' 'write 4096' 'read 4096' 'write 65536' 'read 65536' 'write 
         for how in own processes shared; do cases+=("$what $threads $how"); done
     done
 done
+busy=('1 own' '4 own' '32 own' '32 shared')
+working=('compute 200 1 own' 'compute 200 4 own' 'compute 200 4 shared' 'sleep 1000 1 own' 'sleep 1000 32 shared')
 for ((repeat = 0; repeat < repeats; repeat++)); do
     for i in "${!cases[@]}"; do
-        for way in tcp rdma placed; do
+        for way in tcp rdma two placed; do
             [[ $way != placed || ${cases[$i]} =~ 65536|1048576 ]] || continue
             measure "$i" $way ${cases[$i]}
         done
     done
+    for how in "${busy[@]}"; do
+        for way in tcp rdma; do fair "$how" $way $how; done
+    done
+    for what in "${working[@]}"; do
+        # shellcheck disable=SC2086
+        for way in rdma two sixteen; do measure "$what" $way $what; done
+    done
     for what in write read; do
-        for way in tcp "${two[@]}"; do measure 16K-$what $way $what 16384 1 own; done
+        for way in tcp "${version_two[@]}"; do measure 16K-$what $way $what 16384 1 own; done
     done
 done
 median() { # CASE WAY COLUMN
-    awk -v c="$1" -v n="$2" -v k="$3" '$1 == c && $2 == n { print $k }' "$scratch/results" | sort -n |
+    awk -v c="${1// /-}" -v n="$2" -v k="$3" '$1 == c && $2 == n { print $k }' "$scratch/results" | sort -n |
         awk '{ v[NR] = $1 } END { if (NR) print (NR % 2) ? v[(NR + 1) / 2] : (v[NR / 2] + v[NR / 2 + 1]) / 2 }'
 }
 # Clock ticks that a process has used, user and system.
@@ -81,12 +104,12 @@ table() {
     echo "$(date -u +%Y-%m-%d), $(nproc) x $(sed -n 's/^model name[^:]*: //p' /proc/cpuinfo | head -n 1), Linux $(uname -r), loopback"
     echo "medians of $repeats runs of $seconds s each, tcp and rdma in turn$(env | sed -n 's/^LIBRPCRDMA=.*//; s/^\(RPCRDMA_[A-Z_]*=.*\)/, \1/p' | tr -d '\n')"
     echo
-    printf '%-5s %7s %7s %-9s %9s %9s %6s %9s %6s %9s %6s %7s %6s %14s %6s\n' call bytes threads CLIENTs 'tcp per s' 'rdma' \
-        ratio 'tcp p50' ratio 'tcp p99' ratio 'tcp cpu' ratio 'placed per s' ratio
-    ratio() { awk -v t="$1" -v r="$2" 'BEGIN { if (r != "") printf "%.2f", t ? r / t : 0 }'; }
+    printf '%-5s %7s %7s %-9s %9s %9s %6s %9s %6s %9s %6s %7s %6s %14s %6s %9s %6s\n' call bytes threads CLIENTs 'tcp per s' 'rdma' \
+        ratio 'tcp p50' ratio 'tcp p99' ratio 'tcp cpu' ratio 'placed per s' ratio 'two per s' ratio
+    ratio() { awk -v t="$1" -v r="$2" 'BEGIN { if (r != "" && r != "-") printf "%.2f", t ? r / t : 0 }'; }
     for i in "${!cases[@]}"; do
         local -A of=()
-        for way in tcp rdma placed; do
+        for way in tcp rdma placed two; do
             for column in 3 4 5 6; do of[$way$column]=$(median "$i" $way $column); done
         done
         # shellcheck disable=SC2086
@@ -95,17 +118,28 @@ table() {
             [ $column -eq 3 ] || set -- "$@" "${of[tcp$column]}"
             set -- "$@" "$(ratio "${of[tcp$column]}" "${of[rdma$column]}")"
         done
-        printf '%-5s %7s %7s %-9s %9s %9s %6s %9s %6s %9s %6s %7s %6s %14s %6s\n' "$@" "${of[placed3]}" \
-            "$(ratio "${of[tcp3]}" "${of[placed3]}")"
+        printf '%-5s %7s %7s %-9s %9s %9s %6s %9s %6s %9s %6s %7s %6s %14s %6s %9s %6s\n' "$@" "${of[placed3]:--}" \
+            "$(ratio "${of[tcp3]}" "${of[placed3]:--}")" "${of[two3]}" "$(ratio "${of[tcp3]}" "${of[two3]}")"
     done
     echo "per s: calls per second; p50, p99: microseconds of a call; cpu: microseconds of processor time, of both ends, per"
-    echo "call; ratio: rdma / tcp; placed: rdma with a binding, the data in chunks of its own"
+    echo "call; ratio: rdma / tcp; placed: rdma with a binding, the data in chunks of its own;"
+    echo "two: rdma, two service threads"
+    echo
+    echo "calls per second whose routine computes or sleeps for so many microseconds, by service threads"
+    printf '%-8s %7s %7s %-9s %9s %9s %6s %9s %6s\n' call us threads CLIENTs one two ratio sixteen ratio
+    for what in "${working[@]}"; do
+        local one two sixteen
+        one=$(median "$what" rdma 3) two=$(median "$what" two 3) sixteen=$(median "$what" sixteen 3)
+        # shellcheck disable=SC2086
+        printf '%-8s %7s %7s %-9s %9s %9s %6s %9s %6s\n' $what "$one" "$two" "$(ratio "$one" "$two")" \
+            "$sixteen" "$(ratio "$one" "$sixteen")"
+    done
     echo
     echo "Version Two, 16 KiB of data, one thread, replies of at most 32 KiB; Receives of so many bytes at both ends;"
     echo "-local: replies do not invalidate; else they do where their call names one handle, as those of read do"
     printf '%-6s %-9s %10s %7s %12s %14s %14s %11s\n' call Receives us ratio 'round trips' registrations 'pulled bytes' 'pushed bytes'
     for what in write read; do
-        for way in "${two[@]}"; do
+        for way in "${version_two[@]}"; do
             # A call and its reply are a round trip, the RDMA Reads of a Call are another one. An RDMA Write goes with the reply.
             # shellcheck disable=SC2046,SC2086
             set -- $(${with[$way]} "$scratch/bench" counters rdma "${port_of[$way]}" $what 16384 "$some")
@@ -149,9 +183,9 @@ table() {
     echo
     echo "microseconds of a null call while another program has so many calls of 5 ms under way; medians of $repeats runs:"
     printf '%-24s %9s %9s %6s\n' '' tcp rdma ratio
-    for how in '1 own' '4 own' '32 own' '32 shared'; do
-        printf '%-24s %9s %9s %6s\n' "$how" "$(median "fair $how" tcp 2)" "$(median "fair $how" rdma 2)" \
-            "$(ratio "$(median "fair $how" tcp 2)" "$(median "fair $how" rdma 2)")"
+    for how in "${busy[@]}"; do
+        printf '%-24s %9s %9s %6s\n' "$how" "$(median "fair $how" tcp 3)" "$(median "fair $how" rdma 3)" \
+            "$(ratio "$(median "fair $how" tcp 3)" "$(median "fair $how" rdma 3)")"
     done
     echo
     for netid in tcp rdma; do

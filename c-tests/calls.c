@@ -1050,7 +1050,7 @@ const struct test call_tests[] = {
     TEST(controls_that_do_not_apply_are_refused),
     TEST(timeout_leaves_the_handle_usable, .not_stock = skips_a_reply),
     TEST(timeout_of_the_handle_wins, .not_stock = skips_a_reply),
-    TEST(late_reply_is_skipped),
+    TEST(late_reply_is_skipped, .needs = ORDER),
     TEST(late_reply_does_not_touch_the_callers_memory, .needs = ORDER),
     TEST(many_abandoned_calls_do_not_exhaust_the_connection, .not_stock = skips_a_reply),
     TEST(zero_timeout_with_results_sends_and_times_out, .needs = ORDER),

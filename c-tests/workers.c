@@ -10,6 +10,7 @@
 #include <poll.h>
 #include <pthread.h>
 #include <rpc/rpc.h>
+#include <rpc/rpc_com.h>
 #include <rpcrdma.h>
 #include <sched.h>
 #include <signal.h>
@@ -18,13 +19,14 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/resource.h>
 #include <sys/wait.h>
 #include <time.h>
 #include <unistd.h>
 
 enum { PROG = 0x20004C57, BACK = 0x40004C57, LONGEST = 300000 };
 /* Procedures. */
-enum { NOTHING, ECHO, MEET, DEFER, RELEASE, EXIT, DESTROY, FORK, NEVER, CALL_BACK, WHO, DROP, COUNT };
+enum { NOTHING, ECHO, MEET, DEFER, RELEASE, EXIT, DESTROY, FORK, NEVER, CALL_BACK, WHO, DROP, COUNT, HOLD };
 
 #define REQUIRE(what) ((what) ? (void)0 : errx(1, "line %d: %s", __LINE__, #what))
 static const struct timeval patient = {60, 0}, soon = {0, 300000};
@@ -49,6 +51,7 @@ static struct {
     unsigned number;
 } deferred[32];
 static unsigned put_off;
+static int gate[2]; /* between the test and a routine of the server */
 
 /* Waits until so many routines are inside at a time. */
 static bool meet(unsigned count)
@@ -118,6 +121,11 @@ static void serve(struct svc_req *request, SVCXPRT *xprt)
         result = inside;
         pthread_mutex_unlock(&lock);
         break;
+    case HOLD: {
+        char letter = 'H';
+        REQUIRE(write(gate[1], &letter, 1) == 1 && read(gate[1], &letter, 1) == 1);
+        break;
+    }
     case EXIT:
         svc_exit();
         break;
@@ -157,7 +165,7 @@ static void serve(struct svc_req *request, SVCXPRT *xprt)
 static SVCXPRT *listener(const char *netid)
 {
     struct sockaddr_in any = {.sin_family = AF_INET, .sin_addr.s_addr = htonl(INADDR_LOOPBACK)};
-    struct t_bind bound = {.addr = {sizeof any, sizeof any, &any}, .qlen = 64};
+    struct t_bind bound = {.addr = {sizeof any, sizeof any, &any}, .qlen = 256};
     SVCXPRT *made = svc_tli_create(RPC_ANYFD, getnetconfigent(netid), &bound, 0, 0);
     REQUIRE(made != NULL && svc_reg(made, PROG, 1, serve, NULL));
     return made;
@@ -176,15 +184,25 @@ static void svc_exits(int signal)
 
 static unsigned ports[2]; /* rdma, tcp */
 static pid_t server;
+/* Descriptors that the server may have, which closes idle connections for others then; 0: as many as may be. */
+static rlim_t files;
 
 static void starts(unsigned count)
 {
     int ends[2];
     threads = count;
-    REQUIRE(pipe(ends) == 0);
+    REQUIRE(pipe(ends) == 0 && socketpair(AF_UNIX, SOCK_STREAM, 0, gate) == 0);
     server = fork();
     REQUIRE(server >= 0);
     if (server == 0) {
+        struct rlimit limit;
+        int longest = LONGEST + 400;
+        if (files > 0) {
+            /* The hard limit stays: valgrind lets nobody change it. */
+            REQUIRE(getrlimit(RLIMIT_NOFILE, &limit) == 0);
+            limit.rlim_cur = files;
+            REQUIRE(setrlimit(RLIMIT_NOFILE, &limit) == 0 && rpc_control(RPC_SVC_CONNMAXREC_SET, &longest));
+        }
         REQUIRE(signal(SIGUSR1, svc_exits) != SIG_ERR);
         ports[0] = port_of(listener("rdma")), ports[1] = port_of(listener("tcp"));
         REQUIRE(write(ends[1], ports, sizeof ports) == sizeof ports);
@@ -453,6 +471,29 @@ static void clients_that_go_meanwhile_hold_up_nobody(void)
     has_ended();
 }
 
+/* libtirpc then destroys what was idle longest: not what a thread serves just now, though nothing has come there since. */
+static void descriptors_run_out_beside_a_routine_of_tcp(void)
+{
+    struct asking slow;
+    char letter;
+    files = 128;
+    starts(2);
+    struct sockaddr_in to = {.sin_family = AF_INET, .sin_port = htons((uint16_t)ports[1]),
+                             .sin_addr.s_addr = htonl(INADDR_LOOPBACK)};
+    begin(&slow, connected_over("tcp"), HOLD, 2);
+    REQUIRE(read(gate[0], &letter, 1) == 1);
+    for (int i = 0; i < 150; i++)
+        REQUIRE(connect(socket(AF_INET, SOCK_STREAM, 0), (struct sockaddr *)&to, sizeof to) == 0);
+    /* All are accepted, if that goes on meanwhile. */
+    for (int i = 0; i < 2; i++)
+        REQUIRE(ask_within(connected_over("tcp"), NOTHING, 0, NULL, soon) <= RPC_TIMEDOUT);
+    REQUIRE(write(gate[0], &letter, 1) == 1);
+    end(&slow);
+    REQUIRE(slow.outcome == RPC_SUCCESS);
+    ask(connected(), EXIT, 0);
+    has_ended();
+}
+
 static void called_back(struct svc_req *request, SVCXPRT *xprt)
 {
     unsigned number;
@@ -505,6 +546,7 @@ static const struct test {
     TEST(a_child_of_a_routine_replies),
     TEST(one_that_never_returns_holds_up_nobody),
     TEST(clients_that_go_meanwhile_hold_up_nobody),
+    TEST(descriptors_run_out_beside_a_routine_of_tcp),
     TEST(routines_call_back_beside_each_other),
     TEST(it_says_why_it_does_not_begin),
 };

@@ -22,6 +22,7 @@ use crate::driver::{START_TIMEOUT, Stage};
 use crate::fork;
 use crate::provider::Shortage;
 use crate::tirpc::progress::{self, Wants, Watched};
+use crate::tirpc::run;
 use crate::tirpc::{_rpc_dtablesize, SVCXPRT, polled, rpc_control, svc_destroy, svc_max_pollfd};
 use crate::{log_info, socket};
 
@@ -256,8 +257,9 @@ unsafe fn make_room(newest: RawFd) {
     // Places of the table, some of which are free.
     // SAFETY: libtirpc's own variable, read as its users read it.
     let places = usize::try_from(unsafe { svc_max_pollfd }).unwrap_or(0);
-    // SAFETY: by the contract.
-    if places + beside < most / 5 * 4 || unsafe { polled() }.count() + beside < most / 5 * 4 {
+    // SAFETY: by the contract; the loop's lock keeps other threads from registering.
+    let are_many = || run::locked(|| unsafe { polled() }.count()) + beside >= most / 5 * 4;
+    if places + beside < most / 5 * 4 || !are_many() {
         return;
     }
     let others = table.known.iter().filter(|(fd, _)| **fd != newest);

@@ -135,6 +135,12 @@ fn current() -> Option<MutexGuard<'static, Set>> {
     Some(lock()).filter(|set| set.generation == fork::generation())
 }
 
+/// Does something while no other thread registers transports, if a loop runs.
+pub fn locked<T>(what: impl FnOnce() -> T) -> T {
+    let _set = current();
+    what()
+}
+
 /// Has libtirpc put `fd` into its table, which no loop looks at meanwhile.
 pub fn register(fd: RawFd, real: impl FnOnce()) {
     let Some(mut set) = current() else { return real() };

@@ -70,8 +70,8 @@ pub(super) unsafe fn register(own: Arc<Transport>, expendable: bool) -> Result<(
     let fd = own.fd();
     // SAFETY: complete (contract).
     unsafe { xprt_register(own.xprt()) }?;
-    // SAFETY: our caller registers transports.
-    if !unsafe { polled() }.any(|it| it == fd) {
+    // SAFETY: our caller registers transports, and the loop's lock keeps others from it.
+    if !run::locked(|| unsafe { polled() }.any(|it| it == fd)) {
         // libtirpc drops silently what does not fit its table.
         let text = format!("fd {fd} is above what libtirpc's table of transports holds");
         return Err(Error::new(Kind::Os(libc::EMFILE), text));

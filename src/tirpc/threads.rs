@@ -43,6 +43,15 @@ enum Job {
     Stock(RawFd),
 }
 
+/// A request of this connection that a thread is at: dropped when it is done, also by a panic of ours.
+struct Done<'a>(&'a Transport);
+
+impl Drop for Done<'_> {
+    fn drop(&mut self) {
+        self.0.request_done();
+    }
+}
+
 /// The threads that serve.
 pub struct Threads {
     count: u32,
@@ -72,7 +81,7 @@ thread_local! {
 unsafe extern "C" fn before_fork() {
     guard(|| {
         let served = SERVED.with_borrow(Clone::clone);
-        HELD.set(served.map(|connection| connection.hold()));
+        HELD.set(served.and_then(|connection| connection.hold()));
         Ok(())
     });
 }
@@ -273,19 +282,19 @@ impl Threads {
         }
         match job {
             Job::Request(connection, request) => {
+                let _done = Done(&connection);
                 let part = connection.lend();
                 if !part.dispatch(request, find) {
                     connection.breaks();
                 }
                 connection.take_back(part);
-                connection.request_done();
             }
             Job::InOrder(connection) => {
                 while let Some(request) = connection.next_in_order() {
+                    let _done = Done(&connection);
                     if !connection.dispatch(request, find) {
                         connection.breaks();
                     }
-                    connection.request_done();
                 }
             }
             Job::Stock(fd) => {
@@ -301,7 +310,9 @@ impl Threads {
 fn look(fd: RawFd) {
     // What listens, connections of ours, and what wakes the loop take no time; a silent connection becomes one of ours.
     let becomes_own = || idle::is_silent(fd) && matches!(socket::peek(fd), Ok(Some(b'M')));
-    if idle::is_own(fd) || !socket::has_messages(fd) || becomes_own() {
+    // And where libtirpc closes idle connections for new ones, it may be what a thread serves just now.
+    let alone = || idle::are_expendable();
+    if idle::is_own(fd) || !socket::has_messages(fd) || becomes_own() || alone() {
         serve_fd(fd);
     } else {
         run::mute(fd);

@@ -28,7 +28,7 @@ use std::os::fd::RawFd;
 use std::ptr::null_mut;
 use std::sync::atomic::Ordering::{AcqRel, Acquire, Relaxed};
 use std::sync::atomic::{AtomicBool, AtomicUsize};
-use std::sync::{Arc, Mutex, MutexGuard, Weak};
+use std::sync::{Arc, Mutex, MutexGuard, TryLockError, Weak};
 use std::time::{Duration, Instant};
 
 use crate::binding::Binding;
@@ -113,6 +113,17 @@ pub struct Held {
     _state: MutexGuard<'static, State>,
     _server: Option<MutexGuard<'static, Server>>,
     _whole: Arc<Transport>,
+}
+
+fn lock_until<T>(lock: &Mutex<T>, until: Instant) -> Option<MutexGuard<'_, T>> {
+    loop {
+        match lock.try_lock() {
+            Ok(guard) => return Some(guard),
+            Err(TryLockError::Poisoned(guard)) => return Some(guard.into_inner()),
+            Err(TryLockError::WouldBlock) if Instant::now() < until => std::thread::yield_now(),
+            Err(TryLockError::WouldBlock) => return None,
+        }
+    }
 }
 
 /// Of a connection, so many latest requests may be answered after their routines have returned.
@@ -263,13 +274,21 @@ impl Transport {
         if is_late { parts.late.push_back(part) } else { parts.idle.push(part) }
     }
 
-    /// Takes the locks of the connection.
-    pub fn hold(self: &Arc<Self>) -> Held {
+    /// Takes the locks of the connection, unless one of them is this thread's: a signal handler may have interrupted it there.
+    pub fn hold(self: &Arc<Self>) -> Option<Held> {
+        /// Another thread's are free sooner.
+        const PATIENCE: Duration = Duration::from_millis(100);
         let whole = self.clone();
         // SAFETY: the share that is kept beside the locks outlives them.
         let forever: &'static Transport = unsafe { &*Arc::as_ptr(&whole) };
-        let server = forever.server();
-        Held { _state: forever.state(), _parts: forever.parts(), _server: server, _whole: whole }
+        let until = Instant::now() + PATIENCE;
+        let server = match &forever.server {
+            Some(server) => Some(lock_until(server, until)?),
+            None => None,
+        };
+        let state = lock_until(&forever.state, until)?;
+        let parts = lock_until(&forever.parts, until)?;
+        Some(Held { _state: state, _parts: parts, _server: server, _whole: whole })
     }
 
     fn parts(&self) -> MutexGuard<'_, Parts> {

@@ -476,7 +476,7 @@ const struct test server_tests[] = {
      .argument = 200000, .needs = SOCKET},
     {.name = "svc_destroy_in_a_dispatch_routine", .run = svc_destroy_in_a_dispatch_routine,
      .not_stock = "stock uses the freed transport"},
-    {.name = "svc_destroy_in_a_dispatch_routine_after_the_reply", .run = svc_destroy_in_a_dispatch_routine, .argument = 1,
+    {.name = "svc_destroy_in_a_dispatch_routine_after_the_reply", .run = svc_destroy_in_a_dispatch_routine, .argument = 1, .needs = ORDER,
      .not_stock = "stock uses the freed transport"},
     TEST(server_killed_during_a_call),
     TEST(dead_connection_raises_no_sigpipe, .not_stock = "stock lets SIGPIPE through"),

@@ -73,6 +73,8 @@ static bool meet(unsigned count)
     return failed == 0;
 }
 
+static SVCXPRT *listener(const char *netid);
+
 static void serve(struct svc_req *request, SVCXPRT *xprt)
 {
     unsigned number = 0, result = 0;
@@ -127,7 +129,10 @@ static void serve(struct svc_req *request, SVCXPRT *xprt)
         break;
     }
     case EXIT:
+        REQUIRE(svc_getargs(xprt, (xdrproc_t)xdr_u_int, (caddr_t)&number));
         svc_exit();
+        if (number > 0)
+            listener("tcp");
         break;
     case DESTROY:
         svc_destroy(xprt);
@@ -389,6 +394,14 @@ static void those_that_never_do_hold_up_nobody(void)
     has_ended();
 }
 
+/* As the loop does when it accepts a connection. */
+static void what_is_registered_meanwhile_does_not_keep_it_from_its_end(void)
+{
+    starts(4);
+    ask(connected(), EXIT, 1);
+    has_ended();
+}
+
 static void a_handler_ends_it(void)
 {
     starts(4);
@@ -541,6 +554,7 @@ static const struct test {
     TEST(the_caller_is_told),
     TEST(routines_that_do_not_reply_may_reply_later),
     TEST(those_that_never_do_hold_up_nobody),
+    TEST(what_is_registered_meanwhile_does_not_keep_it_from_its_end),
     TEST(a_handler_ends_it),
     TEST(a_routine_destroys_its_transport_beside_others),
     TEST(a_child_of_a_routine_replies),

@@ -47,7 +47,7 @@ use crate::tirpc::{
     creation_explanation, creation_failed, creation_record, creation_recorded, creation_started, dispatch_t,
     is_libtirpcs, netbuf, netconfig, real, registered_t, server, t_bind,
 };
-use crate::tirpc::{adapters, beside, programs, run, sniff};
+use crate::tirpc::{adapters, beside, programs, run, sniff, threads};
 use crate::xdr::XdrProc;
 use crate::{log_debug, log_error, log_info, log_warn, socket};
 
@@ -466,8 +466,11 @@ pub unsafe extern "C-unwind" fn svc_run() {
 pub unsafe extern "C" fn svc_exit() {
     guard_passing(|| {
         let real = real::SVC_EXIT.get()?;
-        // SAFETY: as the caller's.
-        run::exit(|| unsafe { real() });
+        run::exit(|| {
+            // SAFETY: as the caller's.
+            unsafe { real() };
+            threads::exit();
+        });
         Ok(())
     });
 }

@@ -6,16 +6,22 @@
 //! contexts libtirpc keeps at the transport, one at a time on that of their connection. A stock transport of libtirpc is
 //! served by one thread at a time, and nobody waits for it meanwhile.
 //!
+//! To wake another thread takes longer than a short routine. While routines are short, the loop keeps its seat and serves what it
+//! has found, and another thread looks every [`TICK`] whether it still is at the same one: then that one takes the seat.
+//!
 //! # Invariants
 //! - Nobody but the loop ends a connection, unless the program does: when no thread has a request of it.
 //! - A forked child has one thread, which goes on as `svc_run` does.
+//! - While the loop serves something itself, a thread watches it, or is about to, as soon as one is free.
 #![allow(unsafe_code)]
 
 use std::cell::RefCell;
+use std::collections::VecDeque;
 use std::os::fd::RawFd;
-use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::Relaxed};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::Relaxed, Ordering::SeqCst};
+use std::sync::{Arc, Mutex, MutexGuard};
 use std::thread::{Builder, JoinHandle};
+use std::time::{Duration, Instant};
 
 use crossbeam_channel::{Receiver, Sender, select, unbounded};
 
@@ -33,6 +39,15 @@ use crate::{fork, socket};
 /// Threads that one process may have for this.
 const MOST: u32 = 1024;
 
+/// Time of all that the loop serves before it waits again.
+const SHORT: Duration = Duration::from_micros(50);
+
+/// How long it may be at one request and keep its seat, at least.
+const TICK: Duration = Duration::from_millis(1);
+
+/// Ticks without a request after which nobody watches any more.
+const QUIET: u32 = 20;
+
 /// Something to do for a thread.
 enum Job {
     /// A request of that connection.
@@ -41,6 +56,17 @@ enum Job {
     InOrder(Arc<Transport>),
     /// What has come on a transport of libtirpc.
     Stock(RawFd),
+    /// The loop serves.
+    Watch,
+}
+
+impl Job {
+    fn connection(&self) -> Option<&Arc<Transport>> {
+        match self {
+            Job::Request(connection, _) | Job::InOrder(connection) => Some(connection),
+            Job::Stock(_) | Job::Watch => None,
+        }
+    }
 }
 
 /// A request of this connection that a thread is at: dropped when it is done, also by a panic of ours.
@@ -58,7 +84,15 @@ pub struct Threads {
     jobs: (Sender<Job>, Receiver<Job>),
     /// Holds one thing while nobody is the loop.
     seat: (Sender<()>, Receiver<()>),
-    /// svc_exit(3) was called.
+    /// What the loop is going to serve itself.
+    kept: Mutex<VecDeque<Job>>,
+    /// Counts what it has begun and ended to serve: odd while it is at something, and has its seat.
+    turns: AtomicU64,
+    /// Whether a thread watches that, or has been asked to.
+    watched: AtomicBool,
+    /// What routines have taken of late, in nanoseconds: not forgotten at once.
+    taken: AtomicU64,
+    /// The loop has ended.
     ended: AtomicBool,
     generation: u64,
 }
@@ -69,9 +103,12 @@ static THREADS: fork::Lock<Option<Arc<Threads>>> = fork::Lock::new();
 /// Their generation, and one; 0: there are none.
 static SERVE: AtomicU64 = AtomicU64::new(0);
 
+/// svc_exit(3) was called. That libtirpc's table is empty does not last: the loop may accept a connection meanwhile.
+static EXIT: AtomicBool = AtomicBool::new(false);
+
 thread_local! {
     /// What the loop has found: set in its thread.
-    static FOUND: RefCell<Option<Vec<Job>>> = const { RefCell::new(None) };
+    static FOUND: RefCell<Option<VecDeque<Job>>> = const { RefCell::new(None) };
     /// The connection whose request this thread serves.
     static SERVED: RefCell<Option<Arc<Transport>>> = const { RefCell::new(None) };
     /// Its locks, while this thread forks.
@@ -109,6 +146,11 @@ pub fn serve() -> bool {
     serve != 0 && serve == fork::generation() + 1
 }
 
+/// svc_exit(3) is called. A signal handler may do that.
+pub fn exit() {
+    EXIT.store(true, Relaxed);
+}
+
 fn threads() -> Option<Arc<Threads>> {
     THREADS.lock().clone()
 }
@@ -130,7 +172,7 @@ pub fn hand_out(connection: Arc<Transport>, request: Request) {
 fn give(job: Job) {
     let job = FOUND.with(|found| match &mut *found.borrow_mut() {
         Some(found) => {
-            found.push(job);
+            found.push_back(job);
             None
         }
         None => Some(job),
@@ -160,6 +202,10 @@ pub fn claim(count: u32) -> Result<Arc<Threads>, Error> {
         count,
         jobs: unbounded(),
         seat: unbounded(),
+        kept: Mutex::default(),
+        turns: AtomicU64::new(0),
+        watched: AtomicBool::new(false),
+        taken: AtomicU64::new(0),
         ended: AtomicBool::new(false),
         generation: fork::generation(),
     });
@@ -176,6 +222,7 @@ impl Threads {
     /// As libtirpc's `svc_run`; the program's routines may run in several threads at a time.
     pub unsafe fn run(self: &Arc<Self>) -> Result<(), Error> {
         watch_forks();
+        EXIT.store(false, Relaxed);
         SERVE.store(self.generation + 1, Relaxed);
         let _ = self.seat.0.send(());
         let (others, failed) = self.start();
@@ -239,47 +286,142 @@ impl Threads {
         let _ = self.seat.0.send(());
     }
 
-    /// Is the loop until there is something to do, and does one thing of it.
+    /// Is the loop until there is something to do that takes time, and does one thing of it.
     fn lead(self: &Arc<Self>) {
-        let mut ready = Ready::none();
-        let mut found = loop {
+        let (mut ready, mut found) = (Ready::none(), self.take_kept());
+        loop {
             // What was given to the channel before the seat was free, or to wake the loop.
-            if let Ok(job) = self.jobs.1.try_recv() {
-                break vec![job];
+            while let Ok(job) = self.jobs.1.try_recv() {
+                match job {
+                    // No other thread is free.
+                    Job::Watch => self.watched.store(false, SeqCst),
+                    job => found.push_back(job),
+                }
             }
-            // SAFETY: this thread is the loop; the caller's contract is that of `run`.
-            if self.ended.load(Relaxed) || !unsafe { run::turn(&mut ready) } {
-                return self.end();
+            if found.is_empty() {
+                let is_over = self.ended.load(Relaxed) || EXIT.load(Relaxed);
+                // SAFETY: this thread is the loop; the caller's contract is that of `run`.
+                if is_over || !unsafe { run::turn(&mut ready) } {
+                    return self.end();
+                }
+                FOUND.set(Some(found));
+                guard(|| {
+                    ready.fds().for_each(look);
+                    Ok(())
+                });
+                found = FOUND.take().unwrap_or_default();
             }
-            FOUND.set(Some(Vec::new()));
-            guard(|| {
-                ready.fds().for_each(look);
-                Ok(())
-            });
-            let found = FOUND.take().unwrap_or_default();
-            if !found.is_empty() {
-                break found;
+            let Some(own) = found.pop_front() else { continue };
+            if !self.are_short(found.len() + 1) {
+                for job in found {
+                    let _ = self.jobs.0.send(job);
+                }
+                let _ = self.seat.0.send(());
+                return self.serve(own);
             }
-        };
-        let own = found.remove(0);
-        for job in found {
-            let _ = self.jobs.0.send(job);
+            let served = own.connection().cloned();
+            self.keep(&mut found);
+            if !self.serve_in_seat(own) {
+                return;
+            }
+            found = self.take_kept();
+            if found.is_empty()
+                && let Some(connection) = served
+                && connection.finds_more()
+            {
+                FOUND.set(Some(found));
+                guard(|| {
+                    look(connection.fd());
+                    Ok(())
+                });
+                found = FOUND.take().unwrap_or_default();
+            }
         }
-        let _ = self.seat.0.send(());
-        self.serve(own);
     }
 
-    fn serve(&self, job: Job) {
+    /// Whether so many requests do not take long.
+    fn are_short(&self, count: usize) -> bool {
+        let taken = self.taken.load(Relaxed).saturating_mul(count as u64);
+        self.count == 1 || u128::from(taken) <= SHORT.as_nanos()
+    }
+
+    /// For whoever has the seat next.
+    fn keep(&self, found: &mut VecDeque<Job>) {
+        if !found.is_empty() {
+            self.kept().append(found);
+        }
+    }
+
+    fn take_kept(&self) -> VecDeque<Job> {
+        std::mem::take(&mut *self.kept())
+    }
+
+    fn kept(&self) -> MutexGuard<'_, VecDeque<Job>> {
+        self.kept.lock().unwrap_or_else(|e| e.into_inner())
+    }
+
+    /// The loop serves something itself. False when it has lost its seat meanwhile.
+    fn serve_in_seat(self: &Arc<Self>, job: Job) -> bool {
+        let turn = self.turns.fetch_add(1, SeqCst) + 1;
+        self.have_it_watched();
+        self.serve(job);
+        self.generation == fork::generation()
+            && self.turns.compare_exchange(turn, turn + 1, SeqCst, Relaxed).is_ok()
+    }
+
+    fn have_it_watched(&self) {
+        if self.count > 1 && !self.watched.swap(true, SeqCst) {
+            let _ = self.jobs.0.send(Job::Watch);
+        }
+    }
+
+    /// Takes the seat of a loop that is at one request for long, or serves.
+    fn watch(self: &Arc<Self>) {
+        let (mut last, mut quiet) = (self.turns.load(SeqCst), 0);
+        while !self.ended.load(Relaxed) {
+            if let Ok(job) = self.jobs.1.recv_timeout(TICK) {
+                self.watched.store(false, SeqCst);
+                if self.turns.load(SeqCst) % 2 == 1 {
+                    self.have_it_watched();
+                }
+                return self.serve(job);
+            }
+            let turns = self.turns.load(SeqCst);
+            let is_same = turns == std::mem::replace(&mut last, turns);
+            if is_same && turns % 2 == 1 {
+                if self.turns.compare_exchange(turns, turns + 1, SeqCst, Relaxed).is_ok() {
+                    self.watched.store(false, SeqCst);
+                    return self.lead();
+                }
+                continue;
+            }
+            quiet = if is_same { quiet + 1 } else { 0 };
+            if quiet == QUIET {
+                self.watched.store(false, SeqCst);
+                // It may have begun before, and not asked.
+                if self.turns.load(SeqCst) == turns || self.watched.swap(true, SeqCst) {
+                    return;
+                }
+                quiet = 0;
+            }
+        }
+    }
+
+    fn serve(self: &Arc<Self>, job: Job) {
+        if matches!(job, Job::Watch) {
+            return self.watch();
+        }
+        let began = Instant::now();
         guard(|| {
             Threads::do_job(job);
             Ok(())
         });
+        let (now, before) = (began.elapsed().as_nanos() as u64, self.taken.load(Relaxed));
+        self.taken.store(now.max(before - before / 16), Relaxed);
     }
 
     fn do_job(job: Job) {
-        if let Job::Request(connection, _) | Job::InOrder(connection) = &job {
-            SERVED.set(Some(connection.clone()));
-        }
+        SERVED.set(job.connection().cloned());
         match job {
             Job::Request(connection, request) => {
                 let _done = Done(&connection);
@@ -301,6 +443,7 @@ impl Threads {
                 serve_fd(fd);
                 run::unmute(fd);
             }
+            Job::Watch => {}
         }
         SERVED.set(None);
     }

@@ -323,6 +323,20 @@ impl Transport {
         }
     }
 
+    /// Whether another request has come, after waiting for one as long as spinning pays. Called by the loop, beside which
+    /// threads serve.
+    pub fn finds_more(&self) -> bool {
+        let Some(server) = self.server.as_ref().filter(|_| !self.is_destroyed()) else { return false };
+        service_loop::PROGRAM.look();
+        let next = driver::next(server, || others_wait([self.fd, -1]));
+        service_loop::PROGRAM.look_for_others();
+        if matches!(next, Next::Later) {
+            service_loop::PROGRAM.leave(self.fd);
+            wake_left();
+        }
+        matches!(next, Next::Request)
+    }
+
     /// What has come is no RPC call: nothing that follows on this connection can be trusted.
     pub fn breaks(&self) {
         log_info!("fd {}: closed: a request is not an RPC call", self.fd);

@@ -7,6 +7,7 @@
 # make check-long   check, and what takes longer: an hour
 # make check-fresh  the README's commands on minimal systems of their own: needs root and a network; an hour and a half
 # make check-bad-peers   every corruption of every byte of a peer's frames: some minutes
+# make check-schedules   schedules of threads that wait and serve, tried one after the other: a minute and a build
 # make check-vm     against the kernel's NFS/RDMA, in a guest that tests/vm/setup.sh prepares
 # make bench        measures
 # make bench-instructions  counts instructions per call (callgrind)
@@ -143,9 +144,13 @@ check-valgrind: all
 check-bad-peers: all
 	BAD_PEERS=full $(CARGO) test $(CARGOFLAGS) $(FEATURES) --test bad_peers
 
+# A build of its own: other locks.
+check-schedules:
+	RUSTFLAGS="--cfg shuttle" $(CARGO) test $(CARGOFLAGS) $(FEATURES) --target-dir $(TARGET)/schedules --lib schedules
+
 check-long: check
 	@$(MAKE) --no-print-directory check-long-here
-check-long-here: check-bad-peers
+check-long-here: check-bad-peers check-schedules
 	$(CARGO) test $(CARGOFLAGS) $(FEATURES) --release --lib -- --ignored --skip on_a_device
 	@for script in $(LONG); do echo "== $$script"; bash $$script || exit 1; done
 
@@ -168,7 +173,7 @@ clean:
 
 .PHONY: all install demo demo-here nfs3 nfs41 check check-here check-beside check-source check-rust check-exports \
     check-c check-valgrind check-long \
-    check-long-here check-fresh check-bad-peers check-vm bench bench-instructions clean FORCE
+    check-long-here check-fresh check-bad-peers check-schedules check-vm bench bench-instructions clean FORCE
 .DELETE_ON_ERROR:
 ifdef IN_ORDER
 .NOTPARALLEL:

@@ -27,7 +27,7 @@
 //! fork                           what a process shares with its children, and the locks that no fork leaves taken
 //! binding, ffi                   what may be placed directly; the guard around each C function
 //! log, stats, textfile, wait     words for people, counters, files of settings; poll(2), epoll, timers
-//! error, process, signals, thread
+//! error, process, signals, sync, thread
 //! ```
 //!
 //! - Nothing below `tirpc` knows that libtirpc exists, and nothing above `provider` knows a device by name: `driver::start`
@@ -53,6 +53,7 @@ pub mod provider;
 mod signals;
 mod socket;
 mod stats;
+mod sync;
 mod textfile;
 mod thread;
 mod tirpc;

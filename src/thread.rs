@@ -9,6 +9,10 @@ use std::sync::atomic::Ordering::Relaxed;
 /// Names the calling thread; no other one of this process ever has its name, which is never 0.
 pub fn this() -> usize {
     static NEXT: AtomicUsize = AtomicUsize::new(1);
+    #[cfg(shuttle)]
+    use shuttle::thread_local;
+    #[cfg(not(shuttle))]
+    use std::thread_local;
     thread_local! {
         static NAME: usize = NEXT.fetch_add(1, Relaxed);
     }

@@ -43,6 +43,7 @@ pub mod netid;
 mod programs;
 mod progress;
 mod run;
+mod seat;
 pub mod server;
 mod sniff;
 mod threads;

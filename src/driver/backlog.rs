@@ -355,7 +355,9 @@ mod tests {
     use crate::socket;
     use crate::wait;
     use crate::wire::Xid;
-    use std::sync::{Mutex, Weak, mpsc};
+    use std::sync::{Weak, mpsc};
+
+    use crate::sync::Mutex;
 
     /// Bytes that a socket of these tests holds, about.
     const SOCKET: i32 = 128 << 10;

@@ -10,7 +10,9 @@
 #![forbid(unsafe_code)]
 
 use std::os::fd::RawFd;
-use std::sync::{Arc, MutexGuard};
+use std::sync::Arc;
+
+use crate::sync::{MutexGuard, is_poisoned};
 use std::time::{Duration, Instant};
 
 use crate::connection::{Request, RequestId};
@@ -416,6 +418,6 @@ impl Callee for Client {
     }
 
     fn is_poisoned(&self) -> bool {
-        self.state.is_poisoned()
+        is_poisoned(&self.state)
     }
 }

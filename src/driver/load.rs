@@ -100,7 +100,7 @@ fn join(
     assert!(server.link().is_some(), "established");
     server.session.calls.next_xid = 1000;
     client.lock().session.calls.next_xid = 1000;
-    let server = Arc::new(Mutex::new(server));
+    let server = Arc::new(crate::sync::Mutex::new(server));
     let reverse = Reverse::new(server.clone(), config, &HOOKS).unwrap();
     let ends = Arc::new(Ends {
         client,

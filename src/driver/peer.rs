@@ -159,9 +159,9 @@ mod tests {
     use crate::provider::iwarp::Iwarp;
     use crate::wait;
 
+    use crate::sync::Mutex;
     use crate::wire::characteristics::Backward;
     use std::sync::Arc;
-    use std::sync::Mutex;
     use std::time::Duration;
     use std::time::Instant;
 

@@ -15,9 +15,9 @@
 
 use crate::fork;
 use crate::socket;
+use crate::sync::MutexGuard;
 use crate::thread;
 use std::os::fd::RawFd;
-use std::sync::MutexGuard;
 use std::time::{Duration, Instant};
 
 use crate::connection::{Expect, RPC_HEADER_MAX, Role};
@@ -405,8 +405,8 @@ mod tests {
     use crate::driver::server::locked;
     use crate::driver::start::Room;
     use crate::provider::{Limits, fault};
+    use crate::sync::Mutex;
     use std::sync::Arc;
-    use std::sync::Mutex;
 
     fn config(credits: u32) -> &'static Config {
         // Without spinning, a driver that others can see sleeps.

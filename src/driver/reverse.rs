@@ -18,7 +18,9 @@ use crate::provider::Traits;
 use crate::wait;
 use std::cell::Cell;
 use std::os::fd::RawFd;
-use std::sync::{Arc, Mutex, MutexGuard};
+use std::sync::Arc;
+
+use crate::sync::{Mutex, MutexGuard};
 use std::time::{Duration, Instant};
 
 use crate::config::Config;

@@ -4,10 +4,10 @@
 use crate::fork;
 use std::net::IpAddr;
 
+use crate::sync::{Mutex, MutexGuard, is_poisoned};
 use std::net::SocketAddr;
 use std::os::fd::RawFd;
 use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
-use std::sync::{Mutex, MutexGuard};
 use std::time::{Duration, Instant};
 
 use crate::config::Config;
@@ -647,7 +647,7 @@ impl Callee for Shared {
     }
 
     fn is_poisoned(&self) -> bool {
-        Mutex::is_poisoned(self)
+        is_poisoned(self)
     }
 }
 

@@ -13,7 +13,7 @@
 use crate::thread;
 use crate::wire::Xid;
 use std::os::fd::RawFd;
-use std::sync::{Arc, Condvar, MutexGuard};
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use rustc_hash::FxHashMap;
@@ -22,6 +22,7 @@ use crate::connection::RequestId;
 use crate::error::{Error, Kind};
 use crate::memory::{Message, Regions};
 use crate::stats::{self, Counter};
+use crate::sync::{Condvar, MutexGuard};
 use crate::wait::{self, PollFd};
 
 use super::Mask;
@@ -77,11 +78,7 @@ impl Session {
     /// Hands outcomes to their waiters.
     pub(super) fn settle(&mut self, link: &mut Link) {
         for (xid, outcome) in link.done.drain(..) {
-            if self.calls.end(xid, outcome)
-                && let Some(condition) = self.sleepers.get(&Waiter::Call(xid))
-            {
-                condition.notify_one();
-            }
+            self.end(xid, outcome);
         }
         if link.request_ready()
             && let Some(condition) = &self.serving_sleeper
@@ -95,6 +92,15 @@ impl Session {
                     condition.notify_one();
                 }
             }
+        }
+    }
+
+    /// Hands an outcome to its waiter.
+    fn end(&mut self, xid: Xid, outcome: Result<Regions, Error>) {
+        if self.calls.end(xid, outcome)
+            && let Some(condition) = self.sleepers.get(&Waiter::Call(xid))
+        {
+            condition.notify_one();
         }
     }
 
@@ -283,6 +289,12 @@ pub(super) trait Policy<'a>: Locked<'a> {
     /// What to sleep for.
     fn wake(&self, state: &mut Self::State) -> Wake;
 
+    /// Sleeps for it, at most for `left`. False when nothing came in that time.
+    fn sleep(&self, wake: &mut Wake, left: Duration, mask: Mask<'_>) -> bool {
+        // An error of poll(2) itself shows up in the next pump, as an error of the device; EINTR is no error here.
+        !matches!(wait::poll(&mut wake.fds, Some(left), mask), Ok(0))
+    }
+
     /// Moves what has come; `nothing` has, the time was over.
     fn move_on(&self, state: &mut Self::State, wake: &Wake, nothing: bool);
 }
@@ -414,10 +426,9 @@ fn drive<'a, P: Policy<'a>>(
     if wake.nudges {
         left = left.min(NUDGE_AFTER);
     }
-    // An error of poll(2) itself shows up in the next pump, as an error of the device; EINTR is no error here.
-    let came = wait::poll(&mut wake.fds, Some(left), mask);
+    let came = policy.sleep(&mut wake, left, mask);
     let mut state = policy.lock();
-    policy.move_on(&mut state, &wake, matches!(came, Ok(0)));
+    policy.move_on(&mut state, &wake, !came);
     state.parts().0.end_to_drive();
     state
 }
@@ -529,3 +540,6 @@ fn read_beside<'a, L: Locked<'a>>(locked: &L, state: &mut L::State, adapter: boo
         locked.taken(state);
     }
 }
+
+#[cfg(all(test, shuttle))]
+mod schedules;

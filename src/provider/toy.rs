@@ -219,8 +219,8 @@ impl QueuePair for ToyPair {
 
 #[cfg(test)]
 mod tests {
+    use crate::sync::Mutex;
     use std::os::fd::IntoRawFd;
-    use std::sync::Mutex;
     use std::thread;
     use std::time::{Duration, Instant};
 

@@ -18,7 +18,7 @@
 use std::cell::RefCell;
 use std::collections::VecDeque;
 use std::os::fd::RawFd;
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::Relaxed, Ordering::SeqCst};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::Relaxed};
 use std::sync::{Arc, Mutex, MutexGuard};
 use std::thread::{Builder, JoinHandle};
 use std::time::{Duration, Instant};
@@ -33,6 +33,7 @@ use crate::signals::BlockedSignals;
 use crate::tirpc::idle;
 use crate::tirpc::programs::find;
 use crate::tirpc::run::{self, Ready};
+use crate::tirpc::seat::{Seat, Seen};
 use crate::tirpc::transport::{Held, Transport, serve_fd};
 use crate::{fork, socket};
 
@@ -44,9 +45,6 @@ const SHORT: Duration = Duration::from_micros(50);
 
 /// How long it may be at one request and keep its seat, at least.
 const TICK: Duration = Duration::from_millis(1);
-
-/// Ticks without a request after which nobody watches any more.
-const QUIET: u32 = 20;
 
 /// Something to do for a thread.
 enum Job {
@@ -83,13 +81,11 @@ pub struct Threads {
     count: u32,
     jobs: (Sender<Job>, Receiver<Job>),
     /// Holds one thing while nobody is the loop.
-    seat: (Sender<()>, Receiver<()>),
+    vacancy: (Sender<()>, Receiver<()>),
     /// What the loop is going to serve itself.
     kept: Mutex<VecDeque<Job>>,
-    /// Counts what it has begun and ended to serve: odd while it is at something, and has its seat.
-    turns: AtomicU64,
-    /// Whether a thread watches that, or has been asked to.
-    watched: AtomicBool,
+    /// While it does.
+    seat: Seat,
     /// What routines have taken of late, in nanoseconds: not forgotten at once.
     taken: AtomicU64,
     /// The loop has ended.
@@ -201,10 +197,9 @@ pub fn claim(count: u32) -> Result<Arc<Threads>, Error> {
     let own = Arc::new(Threads {
         count,
         jobs: unbounded(),
-        seat: unbounded(),
+        vacancy: unbounded(),
         kept: Mutex::default(),
-        turns: AtomicU64::new(0),
-        watched: AtomicBool::new(false),
+        seat: Seat::default(),
         taken: AtomicU64::new(0),
         ended: AtomicBool::new(false),
         generation: fork::generation(),
@@ -224,7 +219,7 @@ impl Threads {
         watch_forks();
         EXIT.store(false, Relaxed);
         SERVE.store(self.generation + 1, Relaxed);
-        let _ = self.seat.0.send(());
+        let _ = self.vacancy.0.send(());
         let (others, failed) = self.start();
         if failed.is_some() {
             self.end();
@@ -262,7 +257,7 @@ impl Threads {
     /// Has all of them end when they have nothing under way.
     fn end(&self) {
         self.ended.store(true, Relaxed);
-        let _ = self.seat.0.send(());
+        let _ = self.vacancy.0.send(());
         run::ring();
     }
 
@@ -274,7 +269,7 @@ impl Threads {
             } else {
                 select! {
                     recv(self.jobs.1) -> job => if let Ok(job) = job { self.serve(job) },
-                    recv(self.seat.1) -> _ => self.lead(),
+                    recv(self.vacancy.1) -> _ => self.lead(),
                 }
             }
             if self.generation != fork::generation() {
@@ -283,7 +278,7 @@ impl Threads {
             }
         }
         // Whoever waits ends too.
-        let _ = self.seat.0.send(());
+        let _ = self.vacancy.0.send(());
     }
 
     /// Is the loop until there is something to do that takes time, and does one thing of it.
@@ -294,7 +289,7 @@ impl Threads {
             while let Ok(job) = self.jobs.1.try_recv() {
                 match job {
                     // No other thread is free.
-                    Job::Watch => self.watched.store(false, SeqCst),
+                    Job::Watch => self.seat.is_unwatched(),
                     job => found.push_back(job),
                 }
             }
@@ -316,7 +311,7 @@ impl Threads {
                 for job in found {
                     let _ = self.jobs.0.send(job);
                 }
-                let _ = self.seat.0.send(());
+                let _ = self.vacancy.0.send(());
                 return self.serve(own);
             }
             let served = own.connection().cloned();
@@ -362,47 +357,28 @@ impl Threads {
 
     /// The loop serves something itself. False when it has lost its seat meanwhile.
     fn serve_in_seat(self: &Arc<Self>, job: Job) -> bool {
-        let turn = self.turns.fetch_add(1, SeqCst) + 1;
-        self.have_it_watched();
-        self.serve(job);
-        self.generation == fork::generation()
-            && self.turns.compare_exchange(turn, turn + 1, SeqCst, Relaxed).is_ok()
-    }
-
-    fn have_it_watched(&self) {
-        if self.count > 1 && !self.watched.swap(true, SeqCst) {
+        let (turn, asks) = self.seat.begin();
+        if asks && self.count > 1 {
             let _ = self.jobs.0.send(Job::Watch);
         }
+        self.serve(job);
+        self.generation == fork::generation() && self.seat.end(turn)
     }
 
-    /// Takes the seat of a loop that is at one request for long, or serves.
+    /// Watches a loop that serves.
     fn watch(self: &Arc<Self>) {
-        let (mut last, mut quiet) = (self.turns.load(SeqCst), 0);
+        let mut watch = self.seat.watch();
         while !self.ended.load(Relaxed) {
             if let Ok(job) = self.jobs.1.recv_timeout(TICK) {
-                self.watched.store(false, SeqCst);
-                if self.turns.load(SeqCst) % 2 == 1 {
-                    self.have_it_watched();
+                if watch.leave() {
+                    let _ = self.jobs.0.send(Job::Watch);
                 }
                 return self.serve(job);
             }
-            let turns = self.turns.load(SeqCst);
-            let is_same = turns == std::mem::replace(&mut last, turns);
-            if is_same && turns % 2 == 1 {
-                if self.turns.compare_exchange(turns, turns + 1, SeqCst, Relaxed).is_ok() {
-                    self.watched.store(false, SeqCst);
-                    return self.lead();
-                }
-                continue;
-            }
-            quiet = if is_same { quiet + 1 } else { 0 };
-            if quiet == QUIET {
-                self.watched.store(false, SeqCst);
-                // It may have begun before, and not asked.
-                if self.turns.load(SeqCst) == turns || self.watched.swap(true, SeqCst) {
-                    return;
-                }
-                quiet = 0;
+            match watch.look() {
+                Seen::Nothing => {}
+                Seen::Taken => return self.lead(),
+                Seen::Quiet => return,
             }
         }
     }

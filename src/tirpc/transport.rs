@@ -28,7 +28,9 @@ use std::os::fd::RawFd;
 use std::ptr::null_mut;
 use std::sync::atomic::Ordering::{AcqRel, Acquire, Relaxed};
 use std::sync::atomic::{AtomicBool, AtomicUsize};
-use std::sync::{Arc, Mutex, MutexGuard, TryLockError, Weak};
+use std::sync::{Arc, TryLockError, Weak};
+
+use crate::sync::{Mutex, MutexGuard, is_poisoned};
 use std::time::{Duration, Instant};
 
 use crate::binding::Binding;
@@ -429,7 +431,7 @@ impl Transport {
 
     /// A panic of ours has happened while the connection was in use.
     fn is_poisoned(&self) -> bool {
-        self.state.is_poisoned() || self.responder.upgrade().is_none_or(|responder| responder.is_poisoned())
+        is_poisoned(&self.state) || self.responder.upgrade().is_none_or(|responder| responder.is_poisoned())
     }
 
     fn is_destroyed(&self) -> bool {

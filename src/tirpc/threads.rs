@@ -13,6 +13,7 @@
 //! - Nobody but the loop ends a connection, unless the program does: when no thread has a request of it.
 //! - A forked child has one thread, which goes on as `svc_run` does.
 //! - While the loop serves something itself, a thread watches it, or is about to, as soon as one is free.
+//! - A thread that is free does what waits for one before it takes the seat: what waits is at most what one turn has found.
 #![allow(unsafe_code)]
 
 use std::cell::RefCell;

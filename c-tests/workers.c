@@ -24,9 +24,9 @@
 #include <time.h>
 #include <unistd.h>
 
-enum { PROG = 0x20004C57, BACK = 0x40004C57, LONGEST = 300000 };
+enum { PROG = 0x20004C57, BACK = 0x40004C57, LONGEST = 300000, REFUSED = 1000 };
 /* Procedures. */
-enum { NOTHING, ECHO, MEET, DEFER, RELEASE, EXIT, DESTROY, FORK, NEVER, CALL_BACK, WHO, DROP, COUNT, HOLD };
+enum { NOTHING, ECHO, MEET, DEFER, RELEASE, EXIT, DESTROY, FORK, NEVER, CALL_BACK, WHO, DROP, COUNT, HOLD, RELEASE_LAST, COUNT_DEFERRED };
 
 #define REQUIRE(what) ((what) ? (void)0 : errx(1, "line %d: %s", __LINE__, #what))
 static const struct timeval patient = {60, 0}, soon = {0, 300000};
@@ -112,8 +112,23 @@ static void serve(struct svc_req *request, SVCXPRT *xprt)
         result = put_off;
         while (put_off > 0) {
             put_off--;
+            if (!svc_sendreply(deferred[put_off].xprt, (xdrproc_t)xdr_u_int, (caddr_t)&deferred[put_off].number))
+                result += REFUSED;
+        }
+        pthread_mutex_unlock(&lock);
+        break;
+    case RELEASE_LAST:
+        pthread_mutex_lock(&lock);
+        REQUIRE(svc_getargs(xprt, (xdrproc_t)xdr_u_int, (caddr_t)&number));
+        if (put_off > number) {
+            put_off--, result = 1;
             REQUIRE(svc_sendreply(deferred[put_off].xprt, (xdrproc_t)xdr_u_int, (caddr_t)&deferred[put_off].number));
         }
+        pthread_mutex_unlock(&lock);
+        break;
+    case COUNT_DEFERRED:
+        pthread_mutex_lock(&lock);
+        result = put_off;
         pthread_mutex_unlock(&lock);
         break;
     case DROP:
@@ -382,6 +397,29 @@ static void routines_that_do_not_reply_may_reply_later(void)
     has_ended();
 }
 
+/* However many others were answered late meanwhile. */
+static void the_latest_without_a_reply_may_be_answered(void)
+{
+    struct asking first, next;
+    starts(3);
+    CLIENT *client = connected(), *other = connected();
+    begin(&first, client, DEFER, 7);
+    while (ask(other, COUNT_DEFERRED, 0) < 1)
+        sched_yield();
+    for (unsigned i = 0; i < 80; i++) {
+        begin(&next, client, DEFER, 1000 + i);
+        while (ask(other, RELEASE_LAST, 1) == 0)
+            sched_yield();
+        end(&next);
+        REQUIRE(next.outcome == RPC_SUCCESS && next.result == 1000 + i);
+    }
+    REQUIRE(ask(other, RELEASE, 0) == 1);
+    end(&first);
+    REQUIRE(first.outcome == RPC_SUCCESS && first.result == 7);
+    ask(other, EXIT, 0);
+    has_ended();
+}
+
 static void those_that_never_do_hold_up_nobody(void)
 {
     starts(3);
@@ -553,6 +591,7 @@ static const struct test {
     TEST(each_gets_its_own_reply),
     TEST(the_caller_is_told),
     TEST(routines_that_do_not_reply_may_reply_later),
+    TEST(the_latest_without_a_reply_may_be_answered),
     TEST(those_that_never_do_hold_up_nobody),
     TEST(what_is_registered_meanwhile_does_not_keep_it_from_its_end),
     TEST(a_handler_ends_it),

@@ -100,8 +100,8 @@ unsafe impl Sync for Transport {}
 #[derive(Default)]
 struct Parts {
     idle: Vec<Arc<Transport>>,
-    /// Whose routines have returned without a reply: they may reply later. The oldest first.
-    late: VecDeque<Arc<Transport>>,
+    /// Whose routines have returned without a reply: they may reply later, or have done so.
+    late: Vec<Arc<Transport>>,
     /// Requests with RPCSEC_GSS, which libtirpc serves on the transport of the connection: one at a time.
     in_order: VecDeque<Request>,
     /// A thread serves them.
@@ -239,14 +239,9 @@ impl Transport {
 
     /// A transport of its own for a request of this connection.
     pub fn lend(&self) -> Arc<Transport> {
-        let mut parts = self.parts();
-        let oldest = if parts.late.len() >= LATE { parts.late.pop_front() } else { None };
-        if let Some(part) = oldest.or_else(|| parts.idle.pop()) {
-            drop(parts);
-            part.state().deferred = None;
+        if let Some(part) = self.parts().idle.pop() {
             return part;
         }
-        drop(parts);
         // SAFETY: alive; nobody writes there once it is made.
         let own = unsafe { self.xprt().read() };
         // SAFETY: libtirpc's own string, or ours.
@@ -271,9 +266,21 @@ impl Transport {
 
     /// Its routine has returned.
     pub fn take_back(&self, part: Arc<Transport>) {
-        let is_late = part.state().deferred.is_some();
+        let unanswered = |part: &Transport| part.state().deferred.as_ref().map(|request| request.id);
         let mut parts = self.parts();
-        if is_late { parts.late.push_back(part) } else { parts.idle.push(part) }
+        let Parts { idle, late, .. } = &mut *parts;
+        if unanswered(&part).is_none() {
+            return idle.push(part);
+        }
+        late.push(part);
+        // One that was answered since, or else the oldest, as the connection has it.
+        if late.len() > LATE
+            && let Some((at, _)) = late.iter().enumerate().min_by_key(|(_, part)| unanswered(part))
+        {
+            let part = late.swap_remove(at);
+            part.state().deferred = None;
+            idle.push(part);
+        }
     }
 
     /// Takes the locks of the connection, unless one of them is this thread's: a signal handler may have interrupted it there.

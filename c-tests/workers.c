@@ -420,6 +420,26 @@ static void the_latest_without_a_reply_may_be_answered(void)
     has_ended();
 }
 
+static void a_late_reply_to_who_has_gone_is_refused(void)
+{
+    starts(3);
+    CLIENT *other = connected();
+    for (int i = 0; i < 20; i++) {
+        CLIENT *client = connected();
+        REQUIRE(ask_within(client, DEFER, 0, NULL, (struct timeval){0, 50000}) == RPC_TIMEDOUT);
+        clnt_destroy(client);
+        /* The server hears of the end, and gives its memory to others. */
+        for (int k = 0; k < 4; k++) {
+            CLIENT *next = connected();
+            ask(next, NOTHING, 0);
+            clnt_destroy(next);
+        }
+        REQUIRE(ask(other, RELEASE, 0) == 1 + REFUSED);
+    }
+    ask(other, EXIT, 0);
+    has_ended();
+}
+
 static void those_that_never_do_hold_up_nobody(void)
 {
     starts(3);
@@ -592,6 +612,7 @@ static const struct test {
     TEST(the_caller_is_told),
     TEST(routines_that_do_not_reply_may_reply_later),
     TEST(the_latest_without_a_reply_may_be_answered),
+    TEST(a_late_reply_to_who_has_gone_is_refused),
     TEST(those_that_never_do_hold_up_nobody),
     TEST(what_is_registered_meanwhile_does_not_keep_it_from_its_end),
     TEST(a_handler_ends_it),

@@ -58,7 +58,7 @@ use crate::tirpc::{
 };
 use crate::wire::Xid;
 use crate::xdr::{Decoder, Encoder, XDR, XdrProc};
-use crate::{log_debug, log_info, log_warn, socket, wait, xdr};
+use crate::{fork, log_debug, log_info, log_warn, socket, wait, xdr};
 
 /// An SVCXPRT of ours, and what belongs to it. libtirpc sees the first member.
 #[repr(C)]
@@ -622,6 +622,7 @@ impl service_loop::Thrown for Transport {
 /// Nobody knows the transport any more: it is not registered, and no request is open.
 impl Drop for Transport {
     fn drop(&mut self) {
+        outlive(std::mem::take(&mut self.parts.get_mut().unwrap_or_else(|e| e.into_inner()).late));
         let xprt = self.xprt.get_mut();
         // A program that keeps the descriptor has set `xp_fd` to -1. That of a callback is its CLIENT's.
         let mut fd = -1;
@@ -660,6 +661,23 @@ impl Drop for Transport {
             // The memory stays taken.
             std::mem::forget(self.this.clone());
         }
+    }
+}
+
+/// Keeps the transports of requests whose connection has ended: the program does not hear of that, and may reply.
+fn outlive(late: Vec<Arc<Transport>>) {
+    /// So many of all connections.
+    const MOST: usize = 1024;
+    /// The oldest first.
+    static ENDED: fork::Lock<VecDeque<Arc<Transport>>> = fork::Lock::new();
+    let mut late = late.into_iter().filter(|part| part.state().deferred.is_some()).peekable();
+    if late.peek().is_some() {
+        let mut ended = ENDED.lock();
+        ended.extend(late);
+        let over = ended.len().saturating_sub(MOST);
+        let gone: Vec<Arc<Transport>> = ended.drain(..over).collect();
+        drop(ended);
+        drop(gone);
     }
 }
 

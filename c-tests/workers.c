@@ -26,7 +26,7 @@
 
 enum { PROG = 0x20004C57, BACK = 0x40004C57, LONGEST = 300000, REFUSED = 1000 };
 /* Procedures. */
-enum { NOTHING, ECHO, MEET, DEFER, RELEASE, EXIT, DESTROY, FORK, NEVER, CALL_BACK, WHO, DROP, COUNT, HOLD, RELEASE_LAST, COUNT_DEFERRED };
+enum { NOTHING, ECHO, MEET, DEFER, RELEASE, EXIT, DESTROY, FORK, NEVER, CALL_BACK, WHO, DROP, COUNT, HOLD, RELEASE_LAST, COUNT_DEFERRED, DEEP };
 
 #define REQUIRE(what) ((what) ? (void)0 : errx(1, "line %d: %s", __LINE__, #what))
 static const struct timeval patient = {60, 0}, soon = {0, 300000};
@@ -71,6 +71,15 @@ static bool meet(unsigned count)
     }
     pthread_mutex_unlock(&lock);
     return failed == 0;
+}
+
+/* So many frames of 64 KiB. */
+static unsigned deep(unsigned frames)
+{
+    volatile char frame[1 << 16];
+    for (size_t i = 0; i < sizeof frame; i += 4096)
+        frame[i] = (char)frames;
+    return frames == 0 ? 0 : deep(frames - 1) + (unsigned)(frame[4096] == (char)frames);
 }
 
 static SVCXPRT *listener(const char *netid);
@@ -130,6 +139,10 @@ static void serve(struct svc_req *request, SVCXPRT *xprt)
         pthread_mutex_lock(&lock);
         result = put_off;
         pthread_mutex_unlock(&lock);
+        break;
+    case DEEP:
+        REQUIRE(meet(3));
+        result = deep(96);
         break;
     case DROP:
         return;
@@ -440,6 +453,21 @@ static void a_late_reply_to_who_has_gone_is_refused(void)
     has_ended();
 }
 
+static void routines_have_the_stack_of_other_threads(void)
+{
+    struct asking all[3];
+    starts(3);
+    CLIENT *client = connected();
+    for (int i = 0; i < 3; i++)
+        begin(&all[i], client, DEEP, 0);
+    for (int i = 0; i < 3; i++) {
+        end(&all[i]);
+        REQUIRE(all[i].outcome == RPC_SUCCESS && all[i].result == 96);
+    }
+    ask(client, EXIT, 0);
+    has_ended();
+}
+
 static void those_that_never_do_hold_up_nobody(void)
 {
     starts(3);
@@ -613,6 +641,7 @@ static const struct test {
     TEST(routines_that_do_not_reply_may_reply_later),
     TEST(the_latest_without_a_reply_may_be_answered),
     TEST(a_late_reply_to_who_has_gone_is_refused),
+    TEST(routines_have_the_stack_of_other_threads),
     TEST(those_that_never_do_hold_up_nobody),
     TEST(what_is_registered_meanwhile_does_not_keep_it_from_its_end),
     TEST(a_handler_ends_it),

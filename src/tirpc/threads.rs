@@ -18,6 +18,7 @@
 
 use std::cell::RefCell;
 use std::collections::VecDeque;
+use std::mem::MaybeUninit;
 use std::os::fd::RawFd;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::Relaxed};
 use std::sync::{Arc, Mutex, MutexGuard};
@@ -244,7 +245,8 @@ impl Threads {
         let mut started = Vec::new();
         for number in 1..self.count {
             let own = self.clone();
-            match Builder::new().name(format!("rpcrdma {number}")).spawn(move || own.work()) {
+            let thread = Builder::new().name(format!("rpcrdma {number}")).stack_size(stack_size());
+            match thread.spawn(move || own.work()) {
                 Ok(thread) => started.push(thread),
                 Err(error) => {
                     let text = format!("thread {} of {} cannot be made: {error}", number + 1, self.count);
@@ -424,6 +426,19 @@ impl Threads {
         }
         SERVED.set(None);
     }
+}
+
+/// What threads of the program's get: Rust's own are content with less, its routines may not be.
+fn stack_size() -> usize {
+    let (mut size, mut attributes) = (0, MaybeUninit::uninit());
+    // SAFETY: initialises the attributes.
+    if unsafe { libc::pthread_attr_init(attributes.as_mut_ptr()) } == 0 {
+        // SAFETY: initialised; `size` is writable.
+        unsafe { libc::pthread_attr_getstacksize(attributes.as_ptr(), &raw mut size) };
+        // SAFETY: initialised, and used no more.
+        unsafe { libc::pthread_attr_destroy(attributes.as_mut_ptr()) };
+    }
+    size.max(2 << 20)
 }
 
 /// What the loop does with a descriptor that is ready.

@@ -155,6 +155,34 @@ static void run_beside_a_thread_that_listens(void)
     REQUIRE(pthread_join(thread, NULL) == 0);
 }
 
+static void *exits_soon(void *unused)
+{
+    usleep(300000);
+    svc_exit();
+    return unused;
+}
+/* Several threads are in the loop when another one ends it. */
+static void run_in_several(void)
+{
+    pthread_t threads[5];
+    for (int i = 0; i < 5; i++)
+        REQUIRE(pthread_create(&threads[i], NULL, i < 4 ? run_in_thread : exits_soon, NULL) == 0);
+    for (int i = 0; i < 5; i++)
+        REQUIRE(pthread_join(threads[i], NULL) == 0);
+}
+/* Another thread ends a loop that had no descriptor left for anything. */
+static void run_without_descriptors(void)
+{
+    pthread_t thread;
+    struct rlimit limit;
+    REQUIRE(getrlimit(RLIMIT_NOFILE, &limit) == 0);
+    limit.rlim_cur = 64;
+    REQUIRE(setrlimit(RLIMIT_NOFILE, &limit) == 0 && pthread_create(&thread, NULL, exits_soon, NULL) == 0);
+    while (open("/dev/null", O_RDONLY) >= 0)
+        ;
+    svc_run();
+}
+
 /* ---- The clients ------------------------------------------------------------------------------------------------- */
 
 static pid_t server;
@@ -344,6 +372,21 @@ static void another_thread_makes_a_listener(void)
     has_ended();
 }
 
+static void all_loops_end(void)
+{
+    if (!own)
+        return;
+    starts(run_in_several);
+    has_ended();
+}
+static void one_without_descriptors_ends_too(void)
+{
+    if (!own)
+        return;
+    starts(run_without_descriptors);
+    has_ended();
+}
+
 static const struct test {
     const char *name;
     void (*run)(void);
@@ -359,6 +402,8 @@ static const struct test {
     TEST(a_routine_makes_a_listener),
     TEST(a_thread_that_sleeps_in_it_can_be_cancelled),
     TEST(another_thread_makes_a_listener),
+    TEST(all_loops_end),
+    TEST(one_without_descriptors_ends_too),
 };
 
 int main(int argc, char **argv)

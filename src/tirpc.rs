@@ -713,9 +713,33 @@ pub unsafe fn xprt_register(xprt: *mut SVCXPRT) -> Result<(), Error> {
     let real = real::XPRT_REGISTER.get()?;
     // SAFETY: a live transport (contract).
     let fd = unsafe { (*xprt).xp_fd };
-    // SAFETY: by the contract.
-    run::register(fd, || unsafe { real(xprt) });
+    run::register(fd, || {
+        // SAFETY: by the contract.
+        unsafe { real(xprt) };
+        true
+    });
     Ok(())
+}
+
+/// The same beside others, whether it is done: svc_run would go on after svc_exit(3) with this one transport.
+///
+/// # Errors
+/// As [`xprt_register`].
+///
+/// # Safety
+/// As libtirpc's.
+unsafe fn xprt_register_beside(xprt: *mut SVCXPRT) -> Result<bool, Error> {
+    let real = real::XPRT_REGISTER.get()?;
+    // SAFETY: a live transport (contract).
+    let fd = unsafe { (*xprt).xp_fd };
+    Ok(run::register(fd, || {
+        let beside = !nothing_is_registered();
+        if beside {
+            // SAFETY: by the contract.
+            unsafe { real(xprt) };
+        }
+        beside
+    }))
 }
 
 /// libtirpc's own `xprt_unregister`, for transports of ours and for those that we replace.

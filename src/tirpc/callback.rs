@@ -149,7 +149,7 @@ fn find(client: &Arc<Client>) -> Option<Arc<Callbacks>> {
 pub(super) mod waker {
     use super::*;
     use crate::tirpc::transport::serve_left;
-    use crate::tirpc::{nothing_is_registered, svc_fdset};
+    use crate::tirpc::{nothing_is_registered, svc_fdset, xprt_register_beside};
     use crate::wait::WakeSet;
     use crate::{fork, log_warn};
 
@@ -255,15 +255,19 @@ pub(super) mod waker {
     pub fn enter_loop() {
         IN_SVC_RUN.fetch_add(1, Relaxed);
         // With nothing registered the loop ends at once, and is to.
-        if nothing_is_registered() && table().is_empty() {
+        let alone = nothing_is_registered();
+        if alone && table().is_empty() {
             return;
         }
         let mut waker = lock();
         let registered = own(&mut waker).and_then(|waker| {
-            if !waker.registered {
+            if !waker.registered && alone {
                 waker.registered = true;
                 // SAFETY: complete.
                 unsafe { xprt_register(waker.xprt) }?;
+            } else if !waker.registered {
+                // SAFETY: complete.
+                waker.registered = unsafe { xprt_register_beside(waker.xprt) }?;
             }
             Ok(waker.set.fd())
         });

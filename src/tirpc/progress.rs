@@ -17,7 +17,9 @@ use crate::driver::{Shared, Wait, send_rest};
 use crate::error::Error;
 use crate::ffi::guard;
 use crate::tirpc::bare::{LISTENING, bare};
-use crate::tirpc::{SVCXPRT, bool_t, nothing_is_registered, rpc_msg, xp_ops, xprt_register, xprt_unregister};
+use crate::tirpc::{
+    SVCXPRT, bool_t, nothing_is_registered, rpc_msg, xp_ops, xprt_register_beside, xprt_unregister,
+};
 use crate::wait::WakeSet;
 use crate::{fork, log_warn, process, wait};
 
@@ -340,7 +342,7 @@ impl Progress {
         self.registered = wanted;
         if wanted {
             // SAFETY: complete.
-            unsafe { xprt_register(self.xprt) }?;
+            self.registered = unsafe { xprt_register_beside(self.xprt) }?;
         } else {
             // SAFETY: registered before.
             unsafe { xprt_unregister(self.xprt) };
@@ -419,7 +421,7 @@ mod tests {
     #[test]
     fn a_child_that_is_forked_while_the_table_is_taken_is_woken_for_its_parent_once_at_most() {
         use crate::fork::testing::fork;
-        use crate::tirpc::{polled, svc_getreq_common};
+        use crate::tirpc::{polled, svc_getreq_common, xprt_register};
         // What is registered here is not for other tests.
         let parent = fork(|| {
             let listener = UnixStream::pair().unwrap();

@@ -17,7 +17,7 @@ use std::ffi::c_int;
 use std::mem::MaybeUninit;
 use std::os::fd::{AsRawFd, OwnedFd, RawFd};
 use std::sync::MutexGuard;
-use std::sync::atomic::{AtomicI32, AtomicUsize, Ordering::Relaxed};
+use std::sync::atomic::{AtomicI32, AtomicUsize, Ordering::Relaxed, Ordering::SeqCst, fence};
 
 use rustc_hash::FxHashSet;
 
@@ -35,6 +35,9 @@ const SOON: c_int = 10;
 
 /// Entries of the table that are looked at in each turn, on average.
 const EACH: usize = 512;
+
+/// Milliseconds after which a loop without an epoll set looks whether it has been ended: no bell wakes it.
+const AGAIN: c_int = 100;
 
 /// Descriptors that one turn hands out.
 const MOST: usize = 64;
@@ -97,6 +100,8 @@ static BELL: AtomicI32 = AtomicI32::new(-1);
 
 /// Wakes a loop that sleeps, if there is one. A signal handler may do that.
 pub fn ring() {
+    // Either the bell is seen here, or what it is rung for by who has just made it.
+    fence(SeqCst);
     let bell = BELL.load(Relaxed);
     if bell >= 0 && LOOPS.load(Relaxed) > 0 {
         // SAFETY: eight bytes; at worst it is another file's number, of a program that closes what is not its own.
@@ -127,12 +132,14 @@ pub fn leave() {
     }
 }
 
-/// The set, while a loop runs. A forked child makes its own when its loop goes on: what it does to its parent's is done there.
+/// The set, while a loop runs.
+fn held() -> Option<MutexGuard<'static, Set>> {
+    (LOOPS.load(Relaxed) > 0).then(lock)
+}
+
+/// The same. A forked child makes its own when its loop goes on: what it does to its parent's is done there.
 fn current() -> Option<MutexGuard<'static, Set>> {
-    if LOOPS.load(Relaxed) == 0 {
-        return None;
-    }
-    Some(lock()).filter(|set| set.generation == fork::generation())
+    held().filter(|set| set.generation == fork::generation())
 }
 
 /// Does something while no other thread registers transports, if a loop runs.
@@ -141,17 +148,21 @@ pub fn locked<T>(what: impl FnOnce() -> T) -> T {
     what()
 }
 
-/// Has libtirpc put `fd` into its table, which no loop looks at meanwhile.
-pub fn register(fd: RawFd, real: impl FnOnce()) {
-    let Some(mut set) = current() else { return real() };
-    real();
-    // Others it passes over.
-    // SAFETY: takes nothing.
-    if fd >= 0 && fd < unsafe { _rpc_dtablesize() } {
-        set.muted.remove(&fd);
-        set.watch(fd, EVENTS);
+/// Has libtirpc put `fd` into its table, which no loop looks at meanwhile, nor svc_exit(3) empties. What `real` returns: whether it
+/// has done so.
+pub fn register(fd: RawFd, real: impl FnOnce() -> bool) -> bool {
+    let Some(mut set) = held() else { return real() };
+    let done = real();
+    if done && set.generation == fork::generation() {
+        // Others it passes over.
+        // SAFETY: takes nothing.
+        if fd >= 0 && fd < unsafe { _rpc_dtablesize() } {
+            set.muted.remove(&fd);
+            set.watch(fd, EVENTS);
+        }
+        set.stale = true;
     }
-    set.stale = true;
+    done
 }
 
 /// Has libtirpc take `fd` out of its table, which no loop looks at meanwhile. Called before the descriptor is closed: another
@@ -349,7 +360,10 @@ impl Set {
     /// As [`table`].
     unsafe fn is_due(&mut self, fd: RawFd) -> bool {
         if let Some(bell) = self.bell.as_ref().filter(|bell| bell.as_raw_fd() == fd) {
-            wait::silence(bell);
+            // Other loops, which sleep yet, are to end too.
+            if !has_ended() {
+                wait::silence(bell);
+            }
             return false;
         }
         let Some(found) = self.find(fd) else {
@@ -376,14 +390,19 @@ fn has_ended() -> bool {
     count == 0 && unsafe { svc_pollfd }.is_null()
 }
 
-fn next_turn() -> Turn {
-    if has_ended() {
+fn next_turn(is_over: impl Fn() -> bool) -> Turn {
+    if has_ended() || is_over() {
         return Turn::Ended;
     }
     let turn = step(|| {
         // SAFETY: this is the loop.
         unsafe { lock().turn() }
     });
+    // Who has ended it before there was a bell could not ring.
+    fence(SeqCst);
+    if has_ended() || is_over() {
+        return Turn::Ended;
+    }
     // Without an epoll set it is done as in libtirpc.
     turn.unwrap_or(Turn::Poll)
 }
@@ -413,7 +432,7 @@ impl Ready {
 pub unsafe fn run() {
     let mut ready = Ready::none();
     // SAFETY: by the contract.
-    while unsafe { turn(&mut ready) } {
+    while unsafe { turn(&mut ready, || false) } {
         // None, too, where libtirpc's function has been called for all.
         if ready.count > 0 {
             // SAFETY: so many entries.
@@ -422,14 +441,14 @@ pub unsafe fn run() {
     }
 }
 
-/// Sleeps until something is ready; false when the loop ends. What epoll cannot watch is served here, and with it all that is
-/// ready then.
+/// Sleeps until something is ready; false when the loop ends, also because it `is_over`. What epoll cannot watch is served here,
+/// and with it all that is ready then.
 ///
 /// # Safety
 /// As libtirpc's `svc_run`.
-pub unsafe fn turn(ready: &mut Ready) -> bool {
+pub unsafe fn turn(ready: &mut Ready, is_over: impl Fn() -> bool) -> bool {
     ready.count = 0;
-    match next_turn() {
+    match next_turn(is_over) {
         Turn::Ended => false,
         // SAFETY: by the contract.
         Turn::Epoll(set, timeout) => unsafe { by_epoll(set, timeout, ready) },
@@ -493,21 +512,27 @@ unsafe fn by_poll() -> bool {
     const FEW: usize = 1024;
     let mut few = [const { MaybeUninit::<libc::pollfd>::uninit() }; FEW];
     let mut many: Vec<MaybeUninit<libc::pollfd>> = Vec::new();
-    // SAFETY: this is the loop.
-    let count = unsafe { table() }.count();
-    let fds = if count <= FEW {
-        &mut few[..count]
-    } else {
-        many.resize(count, MaybeUninit::uninit());
-        &mut many[..]
-    };
-    // SAFETY: as above.
-    for (place, (fd, events)) in fds.iter_mut().zip(unsafe { table() }) {
-        place.write(libc::pollfd { fd, events, revents: 0 });
-    }
-    let fds = fds.as_mut_ptr().cast::<libc::pollfd>();
+    let copied = step(|| {
+        let _set = lock();
+        // SAFETY: this is the loop, and its lock keeps others from registering.
+        let count = unsafe { table() }.count();
+        let fds = if count <= FEW {
+            &mut few[..count]
+        } else {
+            many.resize(count, MaybeUninit::uninit());
+            &mut many[..]
+        };
+        let mut copied = 0;
+        // SAFETY: as above.
+        for (place, (fd, events)) in fds.iter_mut().zip(unsafe { table() }) {
+            place.write(libc::pollfd { fd, events, revents: 0 });
+            copied += 1;
+        }
+        Ok((fds.as_mut_ptr().cast::<libc::pollfd>(), copied))
+    });
+    let Ok((fds, count)) = copied else { return true };
     // SAFETY: so many entries, all written.
-    let ready = unsafe { poll(fds, count as libc::nfds_t, -1) };
+    let ready = unsafe { poll(fds, count as libc::nfds_t, AGAIN) };
     if ready < 0 {
         return sleeps_on("poll");
     }

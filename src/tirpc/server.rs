@@ -107,8 +107,9 @@ pub(super) unsafe fn serve(
 
 /// The program enters libtirpc's loop.
 pub(super) fn enter_loop() {
-    waker::enter_loop();
+    // Before anything is registered for it: svc_exit(3) may come at any time.
     run::enter();
+    waker::enter_loop();
 }
 
 /// The program has left libtirpc's loop, whose frame is at `frame`. Unless it has `returned`, something of the program's was

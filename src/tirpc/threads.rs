@@ -196,6 +196,7 @@ pub fn claim(count: u32) -> Result<Arc<Threads>, Error> {
     if known.as_ref().is_some_and(|known| known.generation == fork::generation()) {
         return Err(Error::new(Kind::Invalid, "rpcrdma_svc_run() runs already"));
     }
+    EXIT.store(false, Relaxed);
     let own = Arc::new(Threads {
         count,
         jobs: unbounded(),
@@ -219,7 +220,6 @@ impl Threads {
     /// As libtirpc's `svc_run`; the program's routines may run in several threads at a time.
     pub unsafe fn run(self: &Arc<Self>) -> Result<(), Error> {
         watch_forks();
-        EXIT.store(false, Relaxed);
         SERVE.store(self.generation + 1, Relaxed);
         let _ = self.vacancy.0.send(());
         let (others, failed) = self.start();
@@ -297,9 +297,9 @@ impl Threads {
                 }
             }
             if found.is_empty() {
-                let is_over = self.ended.load(Relaxed) || EXIT.load(Relaxed);
+                let is_over = || self.ended.load(Relaxed) || EXIT.load(Relaxed);
                 // SAFETY: this thread is the loop; the caller's contract is that of `run`.
-                if is_over || !unsafe { run::turn(&mut ready) } {
+                if !unsafe { run::turn(&mut ready, is_over) } {
                     return self.end();
                 }
                 FOUND.set(Some(found));

@@ -5,6 +5,7 @@
  */
 #define _GNU_SOURCE
 #include <arpa/inet.h>
+#include <dlfcn.h>
 #include <err.h>
 #include <netconfig.h>
 #include <poll.h>
@@ -26,7 +27,7 @@
 
 enum { PROG = 0x20004C57, BACK = 0x40004C57, LONGEST = 300000, REFUSED = 1000 };
 /* Procedures. */
-enum { NOTHING, ECHO, MEET, DEFER, RELEASE, EXIT, DESTROY, FORK, NEVER, CALL_BACK, WHO, DROP, COUNT, HOLD, RELEASE_LAST, COUNT_DEFERRED, DEEP };
+enum { NOTHING, ECHO, MEET, DEFER, RELEASE, EXIT, DESTROY, FORK, NEVER, CALL_BACK, WHO, DROP, COUNT, HOLD, RELEASE_LAST, COUNT_DEFERRED, DEEP, GO_BESIDE };
 
 #define REQUIRE(what) ((what) ? (void)0 : errx(1, "line %d: %s", __LINE__, #what))
 static const struct timeval patient = {60, 0}, soon = {0, 300000};
@@ -82,9 +83,35 @@ static unsigned deep(unsigned frames)
     return frames == 0 ? 0 : deep(frames - 1) + (unsigned)(frame[4096] == (char)frames);
 }
 
-static SVCXPRT *listener(const char *netid);
+/* What the library's loop is at, as far as libtirpc's lock tells: svc_getreq_common(3) has a transport in hand when it lets go of
+ * its lock, before it calls it. */
+static _Thread_local bool in_routine;
+static atomic_bool lingers;
+static atomic_int lingering;
+int pthread_rwlock_unlock(pthread_rwlock_t *lock)
+{
+    static int (*real)(pthread_rwlock_t *);
+    if (real == NULL)
+        *(void **)&real = dlsym(RTLD_NEXT, "pthread_rwlock_unlock");
+    int done = real(lock);
+    if (lingers && !in_routine) {
+        lingering++;
+        usleep(50000);
+        lingering--;
+    }
+    return done;
+}
 
+static SVCXPRT *listener(const char *netid);
+static void serves(struct svc_req *request, SVCXPRT *xprt);
 static void serve(struct svc_req *request, SVCXPRT *xprt)
+{
+    in_routine = true;
+    serves(request, xprt);
+    in_routine = false;
+}
+
+static void serves(struct svc_req *request, SVCXPRT *xprt)
 {
     unsigned number = 0, result = 0;
     struct data data = {0, NULL};
@@ -164,6 +191,15 @@ static void serve(struct svc_req *request, SVCXPRT *xprt)
         break;
     case DESTROY:
         svc_destroy(xprt);
+        return;
+    case GO_BESIDE:
+        /* While the loop is about to look at the connection, for the next request of it. */
+        lingers = true;
+        REQUIRE(write(gate[1], &number, 1) == 1);
+        for (int i = 0; i < 200 && lingering == 0; i++)
+            usleep(1000);
+        svc_destroy(xprt);
+        lingers = false;
         return;
     case FORK: {
         pid_t child = fork();
@@ -522,6 +558,27 @@ static void a_routine_destroys_its_transport_beside_others(void)
     has_ended();
 }
 
+static void the_loop_has_in_hand_what_a_routine_destroys(void)
+{
+    starts(4);
+    CLIENT *other = connected();
+    for (int i = 0; i < 5; i++) {
+        struct asking goes;
+        char letter;
+        CLIENT *client = connected();
+        struct timeval time = soon;
+        REQUIRE(clnt_control(client, CLSET_TIMEOUT, (char *)&time));
+        begin(&goes, client, GO_BESIDE, 0);
+        REQUIRE(read(gate[0], &letter, 1) == 1);
+        ask_within(client, NOTHING, 0, NULL, soon);
+        end(&goes);
+        clnt_destroy(client);
+        ask(other, NOTHING, 0);
+    }
+    ask(other, EXIT, 0);
+    has_ended();
+}
+
 static void a_child_of_a_routine_replies(void)
 {
     starts(4);
@@ -646,6 +703,7 @@ static const struct test {
     TEST(what_is_registered_meanwhile_does_not_keep_it_from_its_end),
     TEST(a_handler_ends_it),
     TEST(a_routine_destroys_its_transport_beside_others),
+    TEST(the_loop_has_in_hand_what_a_routine_destroys),
     TEST(a_child_of_a_routine_replies),
     TEST(one_that_never_returns_holds_up_nobody),
     TEST(clients_that_go_meanwhile_hold_up_nobody),

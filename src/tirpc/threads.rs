@@ -12,6 +12,7 @@
 //! # Invariants
 //! - Nobody but the loop ends a connection, unless the program does: when no thread has a request of it.
 //! - A forked child has one thread, which goes on as `svc_run` does.
+//! - What the program destroys lives on until the loop has nothing of libtirpc's in hand.
 //! - While the loop serves something itself, a thread watches it, or is about to, as soon as one is free.
 //! - A thread that is free does what waits for one before it takes the seat: what waits is at most what one turn has found.
 #![allow(unsafe_code)]
@@ -20,7 +21,7 @@ use std::cell::RefCell;
 use std::collections::VecDeque;
 use std::mem::MaybeUninit;
 use std::os::fd::RawFd;
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::Relaxed};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::Relaxed, Ordering::SeqCst};
 use std::sync::{Arc, Mutex, MutexGuard};
 use std::thread::{Builder, JoinHandle};
 use std::time::{Duration, Instant};
@@ -104,6 +105,9 @@ static SERVE: AtomicU64 = AtomicU64::new(0);
 /// svc_exit(3) was called. That libtirpc's table is empty does not last: the loop may accept a connection meanwhile.
 static EXIT: AtomicBool = AtomicBool::new(false);
 
+/// Destroyed while the loop may have it in hand, in libtirpc's `svc_getreq_common`.
+static BURIED: fork::Lock<Vec<Arc<Transport>>> = fork::Lock::new();
+
 thread_local! {
     /// What the loop has found: set in its thread.
     static FOUND: RefCell<Option<VecDeque<Job>>> = const { RefCell::new(None) };
@@ -147,6 +151,24 @@ pub fn serve() -> bool {
 /// svc_exit(3) is called. A signal handler may do that.
 pub fn exit() {
     EXIT.store(true, Relaxed);
+}
+
+/// Gives up libtirpc's share of a transport that was destroyed: where another thread may be the loop, in its next turn.
+pub fn bury(share: Arc<Transport>) {
+    if !serve() {
+        return;
+    }
+    BURIED.lock().push(share);
+    run::ring();
+    if !serve() {
+        // It has ended meanwhile.
+        forget_buried();
+    }
+}
+
+fn forget_buried() {
+    let buried = std::mem::take(&mut *BURIED.lock());
+    drop(buried);
 }
 
 fn threads() -> Option<Arc<Threads>> {
@@ -232,7 +254,8 @@ impl Threads {
             for other in others {
                 let _ = other.join();
             }
-            SERVE.store(0, Relaxed);
+            SERVE.store(0, SeqCst);
+            forget_buried();
             *THREADS.lock() = None;
         }
         failed.map_or(Ok(()), Err)
@@ -297,6 +320,7 @@ impl Threads {
                 }
             }
             if found.is_empty() {
+                forget_buried();
                 let is_over = || self.ended.load(Relaxed) || EXIT.load(Relaxed);
                 // SAFETY: this thread is the loop; the caller's contract is that of `run`.
                 if !unsafe { run::turn(&mut ready, is_over) } {

@@ -1238,7 +1238,7 @@ unsafe extern "C" fn destroy(xprt: *mut SVCXPRT) {
         // SAFETY: alive.
         unsafe { xprt_unregister(own.xprt()) };
         // SAFETY: the share that `register` gave to libtirpc, which does not know the transport any more.
-        unsafe { Arc::decrement_strong_count(Arc::as_ptr(&own)) };
+        threads::bury(unsafe { Arc::from_raw(Arc::as_ptr(&own)) });
         if start::is_refused() {
             // What listens there accepts nobody any more.
             progress::again(Errand::Adapters, Instant::now());

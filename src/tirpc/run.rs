@@ -253,12 +253,21 @@ impl Set {
         if self.epoll.is_none() || self.generation != generation {
             let (epoll, bell) = (PollSet::new()?, wait::bell()?);
             epoll.watch(bell.as_raw_fd(), libc::POLLIN)?;
-            std::mem::take(self).close();
+            let is_own = self.generation == generation;
+            self.lose(Set::close);
+            let muted = if is_own { std::mem::take(&mut self.muted) } else { FxHashSet::default() };
             BELL.store(bell.as_raw_fd(), Relaxed);
             let (epoll, bell) = (Some(epoll), Some(bell));
-            *self = Set { epoll, bell, generation, stale: true, ..Set::default() };
+            *self = Set { epoll, bell, generation, muted, stale: true, ..Set::default() };
         }
         Ok(())
+    }
+
+    /// Gives up the epoll set: the next turn makes another one. What threads serve stays theirs.
+    fn lose(&mut self, end: fn(Set)) {
+        let (generation, muted) = (self.generation, std::mem::take(&mut self.muted));
+        end(std::mem::take(self));
+        (self.generation, self.muted) = (generation, muted);
     }
 
     /// Closes what belongs to this process.
@@ -371,7 +380,7 @@ impl Set {
                 return false;
             }
             // It was closed by hand, while another process has it: nothing but another set gets rid of it.
-            std::mem::take(self).close();
+            self.lose(Set::close);
             return false;
         };
         let place = found.place;
@@ -480,7 +489,7 @@ unsafe fn by_epoll(set: RawFd, timeout: c_int, ready: &mut Ready) -> bool {
         if matches!(error.raw_os_error(), Some(libc::EBADF | libc::EINVAL)) {
             // The program has closed it, and its number may be another file's.
             let _ = step(|| {
-                std::mem::take(&mut *lock()).abandon();
+                lock().lose(Set::abandon);
                 Ok(())
             });
             return true;
@@ -541,4 +550,22 @@ unsafe fn by_poll() -> bool {
         unsafe { svc_getreq_poll(fds, ready) };
     }
     true
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_a_thread_serves_stays_its_own_when_the_set_is_made_anew() {
+        let generation = fork::generation();
+        let mut set = Set { generation, muted: FxHashSet::from_iter([5]), ..Set::default() };
+        set.own().unwrap();
+        // SAFETY: nothing is registered here.
+        assert!(!unsafe { set.is_due(6) }, "one that is not known: closed by hand");
+        assert!(set.epoll.is_none());
+        set.own().unwrap();
+        assert!(set.epoll.is_some() && set.muted.contains(&5));
+        set.close();
+    }
 }

@@ -17,9 +17,9 @@ use std::ffi::c_int;
 use std::mem::MaybeUninit;
 use std::os::fd::{AsRawFd, OwnedFd, RawFd};
 use std::sync::MutexGuard;
-use std::sync::atomic::{AtomicI32, AtomicUsize, Ordering::Relaxed, Ordering::SeqCst, fence};
+use std::sync::atomic::{AtomicI32, AtomicU64, AtomicUsize, Ordering::Relaxed, Ordering::SeqCst, fence};
 
-use rustc_hash::FxHashSet;
+use rustc_hash::FxHashMap;
 
 use crate::error::Error;
 use crate::ffi::step;
@@ -71,7 +71,7 @@ struct Set {
     /// Counts comparisons.
     mark: u32,
     /// Transports of libtirpc that a thread serves.
-    muted: FxHashSet<RawFd>,
+    muted: FxHashMap<RawFd, u64>,
     /// Wakes a loop.
     bell: Option<OwnedFd>,
 }
@@ -191,19 +191,23 @@ pub fn exit(real: impl FnOnce()) {
     ring();
 }
 
-/// Leaves a transport to a thread, until [`unmute`].
-pub fn mute(fd: RawFd) {
+/// Leaves a transport to a thread, until [`unmute`] with what this returns: the number may be another transport's by then.
+pub fn mute(fd: RawFd) -> u64 {
+    static SERIAL: AtomicU64 = AtomicU64::new(0);
+    let serial = SERIAL.fetch_add(1, Relaxed);
     if let Some(mut set) = current() {
         set.forget(fd);
-        set.muted.insert(fd);
+        set.muted.insert(fd, serial);
     }
+    serial
 }
 
 /// The loop looks at it again, if it is the same one still.
-pub fn unmute(fd: RawFd) {
+pub fn unmute(fd: RawFd, serial: u64) {
     if let Some(mut set) = current()
-        && set.muted.remove(&fd)
+        && set.muted.get(&fd) == Some(&serial)
     {
+        set.muted.remove(&fd);
         set.watch(fd, EVENTS);
     }
 }
@@ -255,7 +259,7 @@ impl Set {
             epoll.watch(bell.as_raw_fd(), libc::POLLIN)?;
             let is_own = self.generation == generation;
             self.lose(Set::close);
-            let muted = if is_own { std::mem::take(&mut self.muted) } else { FxHashSet::default() };
+            let muted = if is_own { std::mem::take(&mut self.muted) } else { FxHashMap::default() };
             BELL.store(bell.as_raw_fd(), Relaxed);
             let (epoll, bell) = (Some(epoll), Some(bell));
             *self = Set { epoll, bell, generation, muted, stale: true, ..Set::default() };
@@ -323,7 +327,7 @@ impl Set {
         for place in 0..self.seen.len() {
             let (fd, events) = self.seen[place];
             let Ok(index) = usize::try_from(fd) else { continue };
-            if self.watched.get(index).is_none_or(|it| it.events != events) && !self.muted.contains(&fd) {
+            if self.watched.get(index).is_none_or(|it| it.events != events) && !self.muted.contains_key(&fd) {
                 self.watch(fd, events);
             }
             if let Some(it) = self.watched.get_mut(index) {
@@ -376,7 +380,7 @@ impl Set {
             return false;
         }
         let Some(found) = self.find(fd) else {
-            if self.muted.contains(&fd) {
+            if self.muted.contains_key(&fd) {
                 return false;
             }
             // It was closed by hand, while another process has it: nothing but another set gets rid of it.
@@ -559,13 +563,13 @@ mod tests {
     #[test]
     fn what_a_thread_serves_stays_its_own_when_the_set_is_made_anew() {
         let generation = fork::generation();
-        let mut set = Set { generation, muted: FxHashSet::from_iter([5]), ..Set::default() };
+        let mut set = Set { generation, muted: FxHashMap::from_iter([(5, 1)]), ..Set::default() };
         set.own().unwrap();
         // SAFETY: nothing is registered here.
         assert!(!unsafe { set.is_due(6) }, "one that is not known: closed by hand");
         assert!(set.epoll.is_none());
         set.own().unwrap();
-        assert!(set.epoll.is_some() && set.muted.contains(&5));
+        assert!(set.epoll.is_some() && set.muted.contains_key(&5));
         set.close();
     }
 }

@@ -55,8 +55,8 @@ enum Job {
     Request(Arc<Transport>, Request),
     /// Requests of that connection that are served in order.
     InOrder(Arc<Transport>),
-    /// What has come on a transport of libtirpc.
-    Stock(RawFd),
+    /// What has come on a transport of libtirpc, which is [muted](run::mute).
+    Stock(RawFd, u64),
     /// The loop serves.
     Watch,
 }
@@ -65,7 +65,7 @@ impl Job {
     fn connection(&self) -> Option<&Arc<Transport>> {
         match self {
             Job::Request(connection, _) | Job::InOrder(connection) => Some(connection),
-            Job::Stock(_) | Job::Watch => None,
+            Job::Stock(..) | Job::Watch => None,
         }
     }
 }
@@ -442,9 +442,9 @@ impl Threads {
                     }
                 }
             }
-            Job::Stock(fd) => {
+            Job::Stock(fd, serial) => {
                 serve_fd(fd);
-                run::unmute(fd);
+                run::unmute(fd, serial);
             }
             Job::Watch => {}
         }
@@ -474,7 +474,6 @@ fn look(fd: RawFd) {
     if idle::is_own(fd) || !socket::has_messages(fd) || becomes_own() || alone() {
         serve_fd(fd);
     } else {
-        run::mute(fd);
-        give(Job::Stock(fd));
+        give(Job::Stock(fd, run::mute(fd)));
     }
 }

@@ -553,36 +553,59 @@ mod tests {
             },
         ];
         for doing in doings {
-            let config = Box::leak(Box::new(Config::default()));
-            let (mut client, server, sockets) = join_with(config);
-            begin(&mut client, 1, 8);
-            answer(&server, next(&server)).unwrap();
-            assert!(matches!(settle(&mut client, &server), Ok(8)));
-            let mut message = client.memory.message().unwrap();
-            message.extend(&[2, 8].map(u32::to_be_bytes).concat()).unwrap();
-            message.extend(&[9; 80 << 10]).unwrap();
-            client.begin(Xid(2), message.into(), Expect::Reply { max: 8, places: Vec::new() }).unwrap();
-            while !locked(&server).pulling() {
-                assert!(locked(&server).receive().is_none());
-                assert!(client.flush());
-            }
+            let (mut client, server, sockets) = pulling();
             // The peer answers, and nobody looks.
             client.pump();
             client.flush();
             assert_eq!(sockets[1].peek(&mut [0]).unwrap(), 1);
-            let mut state = locked(&server);
-            let long_ago = Instant::now() - 2 * PULL_STALL;
-            state.pulling = state.pulling.map(|(wanted, _)| (wanted, long_ago));
-            state.link().unwrap().memory = memory(config).crowded();
-            let slow = doing(&mut state, long_ago);
-            state.give_way();
-            assert_eq!(state.closed().is_some(), slow);
-            drop(state);
+            let slow = gives_way(&server, doing);
+            assert_eq!(locked(&server).closed().is_some(), slow);
             if !slow {
                 answer(&server, next(&server)).unwrap();
                 assert!(matches!(settle(&mut client, &server), Ok(8)));
             }
         }
+    }
+
+    /// Procedures may take so long that the loop is away before each look.
+    #[test]
+    fn who_has_not_answered_reads_while_the_loop_was_away_is_too_slow() {
+        let (client, server, _sockets) = pulling();
+        gives_way(&server, |server, long_ago| {
+            server.looked = long_ago;
+            true
+        });
+        assert!(locked(&server).closed().is_some(), "others wait for its memory for ever");
+        drop(client);
+    }
+
+    /// A client with a call that is to be pulled, and has not seen so.
+    fn pulling() -> (Link, Shared, [TcpStream; 2]) {
+        let (mut client, server, sockets) = join_with(Box::leak(Box::new(Config::default())));
+        begin(&mut client, 1, 8);
+        answer(&server, next(&server)).unwrap();
+        assert!(matches!(settle(&mut client, &server), Ok(8)));
+        let mut message = client.memory.message().unwrap();
+        message.extend(&[2, 8].map(u32::to_be_bytes).concat()).unwrap();
+        message.extend(&[9; 80 << 10]).unwrap();
+        client.begin(Xid(2), message.into(), Expect::Reply { max: 8, places: Vec::new() }).unwrap();
+        while !locked(&server).pulling() {
+            assert!(locked(&server).receive().is_none());
+            assert!(client.flush());
+        }
+        (client, server, sockets)
+    }
+
+    /// The server looks whether a peer that was to answer long ago is too slow, now that others wait; returns what `doing` says.
+    fn gives_way(server: &Shared, doing: Doing) -> bool {
+        let mut state = locked(server);
+        let long_ago = Instant::now() - 2 * PULL_STALL;
+        state.pulling = state.pulling.map(|(wanted, _)| (wanted, long_ago));
+        let memory = memory(state.config).crowded();
+        state.link().unwrap().memory = memory;
+        let slow = doing(&mut state, long_ago);
+        state.give_way();
+        slow
     }
 
     /// The device has read ahead, and poll(2) tells of what is in the socket.

@@ -296,9 +296,13 @@ impl Server {
             && !link.paused
             && link.memory.is_crowded()
         {
+            let moved = link.device.moved();
             if away {
-                self.pulling = Some((link.device.pulled() + PULL_LEAST, now));
                 link.pump();
+            }
+            // Who has neither sent nor taken anything all the time is as slow beside a loop that is away before each look.
+            if away && (link.paused || link.device.moved() != moved || link.engine.closed().is_some()) {
+                self.pulling = Some((link.device.pulled() + PULL_LEAST, now));
                 self.settle();
                 self.note();
                 return;

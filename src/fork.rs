@@ -95,6 +95,8 @@ unsafe extern "C" fn count_fork() {
 unsafe extern "C" fn after_fork() {
     guard(|| {
         GENERATION.fetch_add(1, Relaxed);
+        // What was taken since the handlers before it belongs to the parent.
+        FORKS.fetch_add(1, AcqRel);
         note_process();
         let mut next = LOCKS.load(Acquire);
         // SAFETY: NULL, or a link that was made by `Lock::place` and is never freed.

@@ -295,6 +295,24 @@ mod tests {
         assert!(child.succeeded());
     }
 
+    /// Another thread takes it after the handlers of pthread_atfork(3) were called and before the child is there.
+    #[test]
+    fn what_is_taken_while_a_child_is_forked_is_its_parents_in_the_child() {
+        let child = fork(|| {
+            // SAFETY: it counts, and nothing else.
+            unsafe { super::super::count_fork() };
+            let both = SharedWords::new().unwrap();
+            let first = place(&both);
+            // From here on this is the child. SAFETY: there is one thread.
+            unsafe { super::super::after_fork() };
+            let own = SharedWords::new().unwrap();
+            drop(both);
+            let next = SharedWords::new().unwrap();
+            place(&own) != first && place(&next) != first
+        });
+        assert!(child.succeeded());
+    }
+
     #[test]
     fn many_take_few_mappings() {
         let child = fork(|| {

@@ -27,6 +27,9 @@ use super::{Failed, LEND_MIN, READS, lost};
 
 /// Longest RDMA Write that is registered at a time: a long reply need not be pinned as a whole.
 const WRITE_MAX: usize = 1 << 20;
+/// Most requests that such a Write becomes: every send queue has room for them. Where it has more pieces than these take, a copy
+/// costs less than their registrations.
+const WRITES_MAX: usize = 8;
 /// Longest exposure.
 const SEGMENT_MAX: u64 = 1 << 30;
 /// A completion is asked for after so many requests without one.
@@ -423,7 +426,7 @@ impl Ready {
                 break;
             }
             let room = self.queues.room().saturating_sub(work.len());
-            if room < needs(&request) {
+            if room < self.needs(&request) {
                 self.pending.push_front(request);
                 break;
             }
@@ -524,6 +527,26 @@ impl Ready {
         }
     }
 
+    /// Requests on the send queue that a request may become.
+    fn needs(&self, request: &WorkRequest) -> usize {
+        match request {
+            WorkRequest::Write { gather, to } if self.is_gathered(to) && !self.is_scattered(gather) => {
+                gather.len().div_ceil(self.queues.pieces())
+            }
+            _ => 1,
+        }
+    }
+
+    /// Whether a Write goes from where its pieces lie.
+    fn is_gathered(&self, to: &Segment) -> bool {
+        (self.slab() + 1..=WRITE_MAX).contains(&(to.length as usize))
+    }
+
+    /// Whether so many pieces might never find room on the send queue.
+    fn is_scattered(&self, gather: &[Region]) -> bool {
+        gather.len() > WRITES_MAX * self.queues.pieces()
+    }
+
     /// A Send longer than a slab, which goes as one request whatever its pieces are.
     fn prepare_long_send(
         &mut self,
@@ -545,7 +568,7 @@ impl Ready {
         Ok(Work { operation, pieces, inline: Regions::new(), holds, signalled }.into())
     }
 
-    fn prepare_write(&mut self, gather: Regions, to: Segment, others: bool) -> Result<Prepared, Error> {
+    fn prepare_write(&mut self, mut gather: Regions, to: Segment, others: bool) -> Result<Prepared, Error> {
         let total = to.length as usize;
         let slab = self.slab();
         if total <= slab {
@@ -557,6 +580,9 @@ impl Ready {
         }
         if total > WRITE_MAX {
             return Ok(Prepared::Parts(cut(&gather, to, WRITE_MAX)));
+        }
+        if self.is_scattered(&gather) {
+            gather = smallvec![joined(&gather)?];
         }
         let most = self.queues.pieces();
         let mut work = Vec::new();
@@ -948,14 +974,6 @@ impl Work {
     fn nothing() -> Work {
         let (pieces, inline, holds) = (Vec::new(), Regions::new(), Vec::new());
         Work { operation: Operation::Write(NOWHERE), pieces, inline, holds, signalled: true }
-    }
-}
-
-/// Requests on the send queue that a request may become.
-fn needs(request: &WorkRequest) -> usize {
-    match request {
-        WorkRequest::Write { gather, .. } => gather.len().max(1),
-        _ => 1,
     }
 }
 

@@ -5,7 +5,7 @@ use std::net::IpAddr;
 use std::sync::{Mutex, MutexGuard};
 use std::time::{Duration, Instant};
 
-use rdma_sys::{ibv_wc_opcode, ibv_wc_status};
+use rdma_sys::{ibv_wc_opcode, ibv_wc_status, ibv_wr_opcode};
 
 use super::listener::Refusals;
 use super::locked::*;
@@ -641,6 +641,27 @@ fn a_long_write_is_cut_at_the_same_bytes_whatever_its_pieces() {
             written.extend(gather.iter().flat_map(|piece| piece.iter().copied()));
         }
         assert_eq!(written, bytes);
+    }
+}
+
+/// Results in memory that the program has registered stay where they lie, however many there are.
+#[test]
+fn a_long_write_of_more_pieces_than_the_send_queue_has_places_goes_out() {
+    for pieces in [255, 256, 257, 2000] {
+        let (_alone, mut verbs) = mocked(options());
+        let piece = Region::copy_from(&[7; 4000]).unwrap();
+        let to = Segment { handle: Handle(7), length: pieces * 4000, offset: 0 };
+        let gather: Regions = (0..pieces).map(|_| piece.clone()).collect();
+        verbs.post(WorkRequest::Write { gather, to });
+        let send = Region::copy_from(b"a reply").unwrap();
+        verbs.post(WorkRequest::Send { gather: smallvec![send], invalidate: None });
+        for _ in 0..100 {
+            assert!(verbs.poll().expect("it goes on").is_none());
+        }
+        assert!(verbs.flush().expect("posted"), "{pieces} pieces wait for ever");
+        let last = mock::with(|device| device.posted.last().copied());
+        assert_eq!(last.map(|(_, opcode)| opcode), Some(ibv_wr_opcode::IBV_WR_SEND));
+        verbs.close();
     }
 }
 

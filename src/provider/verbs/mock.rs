@@ -36,6 +36,10 @@ pub struct Device {
     pub errno: c_int,
     /// Requests that were posted: number and operation.
     pub posted: Vec<(u64, ibv_wr_opcode::Type)>,
+    /// What the send queue has room for, and how much of that is taken: only the completion of a signalled request tells
+    /// that it and those before it are not there any more.
+    pub depth: usize,
+    taken: usize,
     /// What the completion queue has.
     pub completions: VecDeque<ibv_wc>,
     /// Requests to connect that were refused.
@@ -407,7 +411,9 @@ unsafe extern "C" fn rdma_create_qp(
     // SAFETY: just made.
     let all = unsafe { &mut *qp };
     // SAFETY: readable, by the function's contract.
-    (all.context, all.send_cq) = (context(), unsafe { (*attr).send_cq });
+    let attr = unsafe { &*attr };
+    (all.context, all.send_cq) = (context(), attr.send_cq);
+    with(|device| (device.depth, device.taken) = (attr.cap.max_send_wr as usize, 0));
     // SAFETY: alive.
     unsafe { (*id).qp = qp };
     0
@@ -488,11 +494,17 @@ unsafe extern "C" fn post_send(
     }
     // SAFETY: NULL, or the next request of the chain.
     while let Some(next) = unsafe { request.as_ref() } {
-        let completes = with(|device| {
-            device.posted.push((next.wr_id, next.opcode));
-            device.completes
+        let signalled = next.send_flags & ibv_send_flags::IBV_SEND_SIGNALED.0 != 0;
+        let fits = with(|device| {
+            let fits = device.taken < device.depth;
+            device.posted.extend(fits.then_some((next.wr_id, next.opcode)));
+            device.taken = if signalled && device.completes { 0 } else { device.taken + 1 };
+            fits
         });
-        if completes && next.send_flags & ibv_send_flags::IBV_SEND_SIGNALED.0 != 0 {
+        if !fits {
+            return libc::ENOMEM;
+        }
+        if signalled && with(|device| device.completes) {
             complete(ibv_wc_status::IBV_WC_SUCCESS, ibv_wc_opcode::IBV_WC_RDMA_WRITE, next.wr_id);
         }
         request = next.next;

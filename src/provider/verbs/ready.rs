@@ -445,8 +445,9 @@ impl Ready {
                 }
             }
         }
-        if !(self.pending.is_empty() && self.binds.is_empty()) {
-            // Nothing else would ever tell that there is room again.
+        let full = !work.is_empty() && work.len() == self.queues.room();
+        if full || !(self.pending.is_empty() && self.binds.is_empty()) {
+            // Nothing else would ever tell that there is room again, and to ask for it takes room as well.
             match work.last_mut() {
                 Some(last) => last.signalled = true,
                 None if self.queues.awaits() => {}

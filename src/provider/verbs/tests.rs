@@ -665,6 +665,40 @@ fn a_long_write_of_more_pieces_than_the_send_queue_has_places_goes_out() {
     }
 }
 
+/// Nothing but a completion tells that there is room again.
+#[test]
+fn a_send_queue_that_is_just_full_awaits_a_completion() {
+    let _alone_too = areas::ALONE.lock().unwrap_or_else(|e| e.into_inner());
+    let _alone = alone();
+    mock::install();
+    let (mut verbs, _memory) = with_blocks(1 << 20, 64 << 20);
+    let send = |verbs: &mut Verbs, binds: usize| {
+        for _ in 0..binds {
+            verbs.expose_source(Region::copy_from(b"a call").unwrap()).expect("exposed");
+        }
+        let gather = smallvec![Region::copy_from(b"a call").unwrap()];
+        verbs.post(WorkRequest::Send { gather, invalidate: None });
+        let posted = verbs.flush().expect("posted") || {
+            assert!(verbs.poll().expect("it goes on").is_none());
+            verbs.flush().expect("posted")
+        };
+        assert!(posted, "no completion comes");
+    };
+    let depth = mock::with(|device| device.depth);
+    for calls in 1..7 {
+        // With the requests of the first ones it is full.
+        for call in 0..calls {
+            send(&mut verbs, depth * (call + 1) / calls - depth * call / calls - 1);
+        }
+        send(&mut verbs, 0);
+        // So that the next round begins with an empty one.
+        for _ in 0..8 {
+            send(&mut verbs, 0);
+        }
+    }
+    verbs.close();
+}
+
 #[test]
 fn a_listener_takes_what_its_socket_would() {
     let at = |text: &str| text.parse::<SocketAddr>().expect("an address");

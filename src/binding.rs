@@ -17,11 +17,12 @@
 //! Read first: RFC 8166 §6 and §4.3.2, RFC 8267.
 #![forbid(unsafe_code)]
 
+use std::hash::BuildHasher;
 use std::ops::Range;
 use std::sync::Arc;
 
 use once_cell::race::OnceBox;
-use rustc_hash::FxHashMap;
+use rustc_hash::{FxBuildHasher, FxHashMap};
 
 use crate::error::{Error, Kind};
 
@@ -292,15 +293,30 @@ impl Binding {
 /// All bindings of a process.
 ///
 /// There is no lock: calls look here, and one that another thread held at a fork(2) would be held for ever in the child. What
-/// is added is put behind what is there, and what was said last of a procedure counts.
+/// is added is put behind what is there, in one of some chains, and what was said last of a procedure counts. Calls look at one
+/// chain: a program may add a binding for each of a thousand procedures.
 pub struct Registry {
-    built_in: Layer,
+    built_in: FxHashMap<Key, Binding>,
+    chains: [Chain; CHAINS],
 }
 
-/// What was said at one time, by program, version and procedure.
-struct Layer {
-    procedures: FxHashMap<(u32, u32, u32), Binding>,
-    next: OnceBox<Layer>,
+/// Program, version and procedure.
+type Key = (u32, u32, u32);
+
+/// What was said first of a procedure of this chain.
+type Chain = OnceBox<Said>;
+
+/// What was said at one time of one procedure.
+struct Said {
+    key: Key,
+    binding: Binding,
+    next: Chain,
+}
+
+const CHAINS: usize = 64;
+
+fn said(chain: &Chain) -> impl Iterator<Item = &Said> {
+    std::iter::successors(chain.get(), |said| said.next.get())
 }
 
 impl Registry {
@@ -315,35 +331,33 @@ impl Registry {
             };
             ((program, version, row.number), Binding(Arc::new(binding)))
         });
-        Registry { built_in: Layer { procedures: procedures.collect(), next: OnceBox::new() } }
+        Registry { built_in: procedures.collect(), chains: [const { OnceBox::new() }; CHAINS] }
     }
 
     /// The binding of a procedure, if it has one.
     pub fn find(&self, program: u32, version: u32, procedure: u32) -> Option<Binding> {
         let key = (program, version, procedure);
-        self.layers().filter_map(|layer| layer.procedures.get(&key)).last().cloned()
+        let added = said(self.chain(key)).filter(|said| said.key == key).last();
+        added.map(|said| &said.binding).or_else(|| self.built_in.get(&key)).cloned()
     }
 
-    fn layers(&self) -> impl Iterator<Item = &Layer> {
-        std::iter::successors(Some(&self.built_in), |layer| layer.next.get())
+    fn chain(&self, key: Key) -> &Chain {
+        &self.chains[FxBuildHasher.hash_one(key) as usize % CHAINS]
     }
 
-    /// Puts a layer behind the others, unless `refused` by what these say.
-    fn append(
-        &self,
-        procedures: FxHashMap<(u32, u32, u32), Binding>,
-        refused: impl Fn() -> Option<Error>,
-    ) -> Result<(), Error> {
-        let mut layer = Box::new(Layer { procedures, next: OnceBox::new() });
+    /// Puts a binding behind the others, unless `refused` by what these say.
+    fn append(&self, key: Key, binding: Procedure, refused: impl Fn() -> Option<Error>) -> Result<(), Error> {
+        let chain = self.chain(key);
+        let mut fresh = Box::new(Said { key, binding: Binding(Arc::new(binding)), next: OnceBox::new() });
         loop {
-            let last = self.layers().last().unwrap_or(&self.built_in);
+            let end = said(chain).last().map_or(chain, |said| &said.next);
             if let Some(error) = refused() {
                 return Err(error);
             }
-            match last.next.set(layer) {
+            match end.set(fresh) {
                 Ok(()) => return Ok(()),
                 // Another thread was faster.
-                Err(back) => layer = back,
+                Err(back) => fresh = back,
             }
         }
     }
@@ -358,9 +372,8 @@ impl Registry {
 
     /// Whether any procedure of the program has a binding.
     pub fn knows(&self, program: u32, version: u32) -> bool {
-        self.layers()
-            .flat_map(|layer| layer.procedures.keys())
-            .any(|(one, other, _)| (*one, *other) == (program, version))
+        let added = self.chains.iter().flat_map(said).map(|said| &said.key);
+        self.built_in.keys().chain(added).any(|(one, other, _)| (*one, *other) == (program, version))
     }
 
     /// Adds the procedures of a text in the form of rpcrdma-bindings(5); returns why the other lines are not
@@ -368,9 +381,10 @@ impl Registry {
     /// the program.
     pub fn add_text(&self, name: &str, text: &str) -> Vec<String> {
         let (entries, errors) = text::parse(name, text);
-        let procedures = entries.into_iter().map(|(key, procedure)| (key, Binding(Arc::new(procedure))));
-        let unrefused = self.append(procedures.collect(), || None);
-        debug_assert!(unrefused.is_ok());
+        for (key, procedure) in entries {
+            let unrefused = self.append(key, procedure, || None);
+            debug_assert!(unrefused.is_ok());
+        }
         errors
     }
 
@@ -390,9 +404,8 @@ impl Registry {
             let text = format!("no binding can be added for program {program}: {reason}");
             return Err(Error::new(Kind::Invalid, text));
         }
-        let key = (program, version, procedure);
         let binding = Procedure { origin: Origin::Registered, preset: true, arguments, results };
-        self.append([(key, Binding(Arc::new(binding)))].into_iter().collect(), || {
+        self.append((program, version, procedure), binding, || {
             let there = self.find(program, version, procedure)?;
             let text =
                 format!("program {program} version {version} procedure {procedure} already has a binding");

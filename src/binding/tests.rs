@@ -1,6 +1,7 @@
 //! Bindings against messages that are encoded here, word by word, from the RFCs' XDR.
 
 use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
+use std::time::Instant;
 
 use super::*;
 use crate::fork;
@@ -991,4 +992,26 @@ fn a_child_finds_and_adds_bindings_whatever_another_thread_was_adding_at_the_for
         "replaces a text's"
     );
     assert!(registry.add(400_000, 1, 1, Box::new(|_| Ok(())), Box::new(|_| Ok(()))).is_err());
+}
+
+/// Of a thousand procedures each may have one.
+#[test]
+fn a_call_costs_hardly_more_when_many_procedures_have_bindings() {
+    let registry = Registry::built_in();
+    let looks = || {
+        let time = |_| {
+            let begin = Instant::now();
+            assert!((0..1000).all(|_| registry.find(100_003, 3, 7).is_some()));
+            begin.elapsed()
+        };
+        (0..5).map(time).min().unwrap()
+    };
+    let before = looks();
+    for procedure in 0..4000 {
+        registry.add(400_000, 1, procedure, Box::new(|_| Ok(())), Box::new(|_| Ok(()))).unwrap();
+    }
+    let after = looks();
+    assert!(after < 200 * before, "{after:?}, and {before:?} before");
+    assert!((0..4000).all(|procedure| registry.find(400_000, 1, procedure).is_some()));
+    assert!(registry.knows(400_000, 1) && !registry.knows(400_000, 2));
 }

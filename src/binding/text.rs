@@ -9,11 +9,8 @@
 
 use std::collections::HashMap;
 
-use super::{Origin, Procedure, Stop, Walk, padded, reserved};
+use super::{Key, Origin, Procedure, Stop, Walk, padded, reserved};
 use crate::textfile::{self, program_number, quoted, size};
-
-/// Program, version, procedure.
-type Key = (u32, u32, u32);
 
 /// The procedures of a text, and why the other lines are not understood: "NAME:LINE: reason".
 pub(super) fn parse(name: &str, text: &str) -> (Vec<(Key, Procedure)>, Vec<String>) {

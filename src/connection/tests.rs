@@ -2003,3 +2003,25 @@ fn all_ended(pair: &Pair) {
         assert!(made.outcome.is_some() != made.abandoned, "call {xid} has no end");
     }
 }
+
+/// Several threads serve, and some calls take long: the reply to a later call gives back the credit of one without a reply.
+#[test]
+fn there_are_receives_for_the_credits_while_one_way_calls_are_served() {
+    let mut pair = Pair::warm(SETUP);
+    for n in 0..50 {
+        pair.one_way(100 + n, 40);
+        pair.call(200 + n, 40, 28);
+        pair.settle();
+        while pair.take() {}
+        pair.answer(pair.handed.len() - 1).unwrap();
+        pair.settle();
+        assert!(pair.client.closes.is_empty() && pair.server.closes.is_empty(), "after {n} one-way calls");
+        pair.succeeded(200 + n);
+    }
+    // And none more than can be posted.
+    while !pair.handed.is_empty() {
+        pair.discard(0);
+    }
+    pair.settle();
+    pair.still_serves(300);
+}

@@ -603,6 +603,23 @@ static void one_that_never_returns_holds_up_nobody(void)
     REQUIRE(kill(server, SIGKILL) == 0 && waitpid(server, NULL, 0) == server);
 }
 
+/* A client has their credits back with each reply that comes meanwhile. */
+static void calls_without_a_reply_that_take_long_leave_room_for_others(void)
+{
+    enum { LONG_ONES = 60 };
+    unsigned number = LONG_ONES + 1;
+    starts(LONG_ONES + 2);
+    CLIENT *client = connected();
+    struct timeval at_once = {0, 0};
+    for (int i = 0; i < LONG_ONES; i++) {
+        REQUIRE(clnt_call(client, MEET, (xdrproc_t)xdr_u_int, (char *)&number, NULL, NULL, at_once) == RPC_SUCCESS);
+        ask(client, NOTHING, 0);
+    }
+    ask(client, MEET, number);
+    ask(client, EXIT, 0);
+    has_ended();
+}
+
 /* Clients go while threads have requests of theirs. */
 static void clients_that_go_meanwhile_hold_up_nobody(void)
 {
@@ -706,6 +723,7 @@ static const struct test {
     TEST(the_loop_has_in_hand_what_a_routine_destroys),
     TEST(a_child_of_a_routine_replies),
     TEST(one_that_never_returns_holds_up_nobody),
+    TEST(calls_without_a_reply_that_take_long_leave_room_for_others),
     TEST(clients_that_go_meanwhile_hold_up_nobody),
     TEST(descriptors_run_out_beside_a_routine_of_tcp),
     TEST(routines_call_back_beside_each_other),

@@ -21,6 +21,9 @@ use crate::wire::{Handle, Segment, Xid};
 /// Most bytes of one RDMA Read: between two of them other messages of the peer get their turn.
 const PULL_MAX: usize = 1 << 20;
 
+/// Most Calls under way for which there are Receives beside: as many as there can be threads that serve.
+const PAST_MAX: usize = 1024;
+
 /// Most bytes of RDMA Reads under way: at first, for 1 MiB of arguments and the call's header, and when the peer has answered
 /// such Reads. What a peer leaves unanswered counts as memory that is held.
 const READS_MIN: usize = PULL_MAX + 4096;
@@ -143,9 +146,12 @@ impl Responder {
     /// Posts the Receives that are missing: a Call under way keeps its own.
     pub(super) fn replenish(&self, common: &mut Common) {
         // Calls without a reply give their credit back with the reply to a later one, though others of several threads may
-        // serve them still. Which these are is not known here. What has not been handed up has no later one with a reply.
-        let past = self.handed.keys().filter(|id| **id < self.answered).count();
-        common.replenish(self.working() - past);
+        // serve them still. Which these are is not known here.
+        let past = |id: &&RequestId| **id < self.answered;
+        let handed = self.handed.keys().filter(past).count().min(PAST_MAX);
+        // Only a refused Call goes past those that have not been handed up.
+        let queued = self.queue.iter().map(|pending| &pending.id).filter(past).count();
+        common.replenish(self.working() - handed - queued.min(common.settings.credits as usize));
     }
 
     /// Calls under way: received, and neither answered nor given up.
@@ -314,7 +320,7 @@ impl Responder {
             Body::Nomsg { chunks } => (chunks, 0),
             // RFC 8166 §4.6.1: "Responders SHOULD reply with an RDMA_ERROR procedure, setting the rdma_err field to
             // ERR_CHUNK"
-            Body::Msgp => return self.send_error((xid, version, RdmaError::BadHeader), common),
+            Body::Msgp => return self.refuse((xid, version), common),
             // RFC 8166 §4.2.4: "A Responder MUST silently discard RDMA_ERROR procedures."
             // RFC 8166 §4.6.2: "Receivers MUST silently discard RDMA_DONE messages."
             Body::Done | Body::Error(_) | Body::Optional { .. } => return,
@@ -324,7 +330,7 @@ impl Responder {
         let chunks =
             common.role == Role::Server || (common.window.serves() && common.settings.reverse_chunks);
         if !chunks && !lists.is_empty() {
-            return self.send_error((xid, version, RdmaError::BadHeader), common);
+            return self.refuse((xid, version), common);
         }
         let id = RequestId(self.next);
         self.next += 1;
@@ -341,14 +347,14 @@ impl Responder {
         // RFC 8166 §8.1.4: "A Responder is not obliged to pull Read chunks that are unreasonably large. The Responder can
         // use an RDMA_ERROR response to terminate RPCs with unreadable Read chunks."
         let Ok((assembly, pulls)) = Assembly::new(lists.reads(), inline, common.settings.max_call) else {
-            return self.send_error((xid, version, RdmaError::BadHeader), common);
+            return self.refuse((xid, version), common);
         };
         // Read chunks without a byte need no Read, and would wait for one for ever.
         let mut pending =
             Pending { id, xid, chunks, inline: payload, staged: 0, state: State::Ready(Whole::default()) };
         if pulls.is_empty() {
             if !complete(&mut pending, &assembly, None, common) {
-                return self.send_error((xid, version, RdmaError::BadHeader), common);
+                return self.refuse((xid, version), common);
             }
         } else if registrar.read_depth() > 0 {
             let most = self.transfer_max.min(PULL_MAX);
@@ -358,7 +364,7 @@ impl Responder {
             let rest = pulls.into_iter().flat_map(parts).collect();
             pending.state = State::Pulling { assembly, staging: None, rest, left: 0 };
         } else {
-            return self.send_error((xid, version, RdmaError::BadHeader), common);
+            return self.refuse((xid, version), common);
         }
         self.queue.push_back(pending);
         self.start_pulls(common);
@@ -439,8 +445,15 @@ impl Responder {
             self.queue.insert(at, pending);
         } else {
             self.staged -= pending.staged;
+            self.answered = self.answered.max(pending.id);
             self.send_error((pending.xid, pending.chunks.version, RdmaError::BadHeader), common);
         }
+    }
+
+    /// Answers the latest Call, which is not handed up.
+    fn refuse(&mut self, (xid, version): (Xid, u32), common: &mut Common) {
+        self.answered = RequestId(self.next);
+        self.send_error((xid, version, RdmaError::BadHeader), common);
     }
 
     /// Answers a message that is not handed up. Its Receive is free again before the peer hears of it.

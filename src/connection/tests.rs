@@ -2025,3 +2025,19 @@ fn there_are_receives_for_the_credits_while_one_way_calls_are_served() {
     pair.settle();
     pair.still_serves(300);
 }
+
+#[test]
+fn there_are_receives_for_the_credits_while_one_way_calls_wait_beside_calls_that_are_refused() {
+    let mut pair = Pair::warm(SETUP);
+    for n in 0..50 {
+        pair.one_way(100 + n, 40);
+        pair.call(200 + n, SETTINGS.max_call + 100, 28);
+        pair.settle();
+        assert_eq!(pair.failure(200 + n), Kind::Peer);
+    }
+    while pair.take() {
+        pair.discard(0);
+    }
+    pair.settle();
+    pair.still_serves(300);
+}

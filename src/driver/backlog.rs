@@ -109,7 +109,9 @@ impl Total {
         if self.generation.swap(generation, Relaxed) != generation {
             self.bytes.store(0, Relaxed);
         }
-        self.bytes.fetch_add(now.wrapping_sub(before), Relaxed);
+        // Of two threads of a child that come first, one may have counted before the other one has begun anew.
+        let change = |bytes: usize| Some((bytes + now).saturating_sub(before));
+        let _ = self.bytes.fetch_update(Relaxed, Relaxed, change);
     }
 
     /// How long a peer may stand; and the total, if that makes it short.
@@ -955,6 +957,17 @@ mod tests {
 
     fn backlog(total: &'static Total) -> Backlog {
         Backlog { held: None, total }
+    }
+
+    /// One thread of a child finds that the count is its parent's, another counts, and then the first one begins anew.
+    #[test]
+    fn what_was_counted_before_a_child_has_begun_anew_leaves_nobody_short_of_time() {
+        let total: &'static Total = Box::leak(Box::default());
+        let mut one = backlog(total);
+        one.grow(16 << 20, 0, Instant::now());
+        total.bytes.store(0, Relaxed);
+        one.clear();
+        assert_eq!(total.patience(), (STOPPED, None));
     }
 
     #[test]

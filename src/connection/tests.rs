@@ -2029,7 +2029,8 @@ fn there_are_receives_for_the_credits_while_one_way_calls_are_served() {
 #[test]
 fn there_are_receives_for_the_credits_while_one_way_calls_wait_beside_calls_that_are_refused() {
     let mut pair = Pair::warm(SETUP);
-    for n in 0..50 {
+    // As many as there are credits: a peer that has more refused makes this end hold no more for it.
+    for n in 0..SETTINGS.credits {
         pair.one_way(100 + n, 40);
         pair.call(200 + n, SETTINGS.max_call + 100, 28);
         pair.settle();

@@ -14,6 +14,7 @@ head -c 3000000 /dev/urandom >/served/file
 # serve NAME=VALUE...: our server, with these settings, on ports of its own. Its log is in $log.
 serve() {
     : >"$log"
+    free 20050; free 20051
     start_ready env "$@" LD_PRELOAD="$LIBRPCRDMA" RPCRDMA_LOG=info "$programs/nfs3d" -n "${netid:-rdma}" -d /served -a 0.0.0.0 -p 20050 -m 20051 ||
         { FAIL "our server starts" "$log"; closing; }
 }
@@ -67,6 +68,7 @@ grep -h 'not over verbs' "$out" | sed 's/^/      | /'
 stop "$server"
 # What cannot be locked as a whole goes out in pieces.
 : >"$log"
+free 20050; free 20051
 if start_ready bash -c "ulimit -l 256; exec setpriv --reuid 65534 --regid 65534 --clear-groups env RPCRDMA_PROVIDER=verbs LD_PRELOAD=$LIBRPCRDMA RPCRDMA_LOG=info $programs/nfs3d -n rdma -d /served -a 0.0.0.0 -p 20050 -m 20051"; then
     expect "rxe: a server with 256 KiB of locked memory sends megabytes" "$over_verbs" $address RPCRDMA_PROVIDER=verbs
     grep -h 'accepted' "$log" | tail -n 1 | cut -c 1-200 | sed 's/^/      | /'

@@ -111,6 +111,13 @@ nfsd_threads() {
 nfs3=("${preloaded[@]}" "$programs/nfs3" -n rdma -p 20049 -m 20048 -e /export)
 client=(timeout "$(patient 120)" "${nfs3[@]}")
 
+# free PORT: waits until no TCP socket is left at a port of ours. The kernel's siw closes those of a process that has been
+# killed when it comes to it, and libtirpc binds without SO_REUSEADDR.
+free() {
+    wait_for 30 no_socket_at "$1" || { cat /proc/net/tcp >"$scratch/tcp"; FAIL "port $1 is free again" "$scratch/tcp"; closing; }
+}
+no_socket_at() { ! awk '{ print $2 }' /proc/net/tcp | grep -q ":$(printf %04X "$1")\$"; }
+
 # server_up [OPTION...]: our server, of /served, a tmpfs too: on RDMA port 20050, with MOUNT on TCP port 20051. Its log is in
 # $log.
 server_up() {
@@ -120,6 +127,7 @@ server_up() {
         must modprobe nfs
     fi
     log=$scratch/server.log
+    free 20050; free 20051
     start_ready "${preloaded[@]}" RPCRDMA_LOG=info "$programs/nfs3d" -n rdma -d /served -a 0.0.0.0 -p 20050 -m 20051 "$@" ||
         { FAIL "our server starts" "$log"; closing; }
 }

@@ -1,6 +1,6 @@
 /* svc_run(): what libtirpc's own does, the library's does too, over any netid.
  *
- *   loop NETID [own]     own: the library's svc_run is in the process
+ *   loop NETID [own [many]]     own: the library's svc_run is in the process; many: it has more than a few transports
  */
 #define _GNU_SOURCE
 #include <arpa/inet.h>
@@ -28,6 +28,8 @@ enum { NOTHING, EXIT, FORK, REMEMBER, MUTE, UNMUTE, CLOSE, PUT_FILE, LISTEN };
 static const struct timeval patient = {60, 0}, soon = {0, 300000};
 static const char *netid;
 static bool own;
+/* Listeners beside the one that is called. */
+static int others;
 
 /* ---- The server -------------------------------------------------------------------------------------------------- */
 
@@ -229,6 +231,8 @@ static void starts(void (*run)(void))
     REQUIRE(server >= 0);
     if (server == 0) {
         REQUIRE(dup2(ends[1], STDOUT_FILENO) >= 0 && close(ends[0]) == 0 && close(ends[1]) == 0);
+        for (int i = 0; i < others; i++)
+            listener();
         tell(port = port_of(listener()));
         run();
         _exit(0);
@@ -268,12 +272,12 @@ static void a_handler_ends_it_and_other_signals_do_not(void)
 }
 
 /* Beside so many others. */
-static void muted_by_hand(int others)
+static void muted_by_hand(int idle)
 {
     starts(just_run);
     CLIENT *client = connected(), *other = connected();
     ask(other, REMEMBER);
-    for (int i = 0; i < others; i++)
+    for (int i = 0; i < idle; i++)
         ask(connected(), NOTHING);
     for (int i = 0; i < 3; i++) {
         ask(client, MUTE);
@@ -409,7 +413,7 @@ static const struct test {
 int main(int argc, char **argv)
 {
     REQUIRE(argc >= 2);
-    netid = argv[1], own = argc > 2;
+    netid = argv[1], own = argc > 2, others = argc > 3 ? 20 : 0;
     setvbuf(stdout, NULL, _IOLBF, 0);
     int failed = 0;
     for (size_t i = 0; i < sizeof tests / sizeof *tests; i++) {

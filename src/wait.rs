@@ -200,6 +200,13 @@ impl PollSet {
         }
     }
 
+    /// Whether this one has something now, in a set of few.
+    pub fn has(&self, fd: RawFd) -> bool {
+        let mut events = [NO_EVENT; 64];
+        let count = epoll::wait(&self.0, &mut events, Some(&NOW)).unwrap_or(0);
+        events[..count].iter().any(|event| event.data.u64() as RawFd == fd)
+    }
+
     /// Whether another one than these has something now.
     pub fn has_others(&self, except: [RawFd; 2]) -> bool {
         let mut events = [NO_EVENT; 3];

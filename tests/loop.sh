@@ -20,6 +20,8 @@ cc -g -O1 -pthread -Wall -Wextra -Werror -Wno-cast-function-type -o loop "$top/c
 report stock ./loop tcp
 report tcp "${preloaded[@]}" ./loop tcp own
 report rdma "${preloaded[@]}" ./loop rdma own
+report 'many, tcp' "${preloaded[@]}" ./loop tcp own many
+report many "${preloaded[@]}" ./loop rdma own many
 if command -v valgrind >/dev/null; then
     report valgrind "${preloaded[@]}" RPCRDMA_POLL=0 valgrind -q --error-exitcode=9 --fair-sched=try ./loop rdma own
 else

@@ -1,9 +1,10 @@
 //! `svc_run`, at a cost that does not grow with the number of transports.
 //!
 //! libtirpc's own copies `svc_pollfd` and polls all of it for each event. Here the same descriptors are in an epoll(7) set, which
-//! `xprt_register` and `xprt_unregister` keep, and `svc_getreq_poll` is given what is ready. All else is as there: the loop
-//! ends after svc_exit(3), a signal does not end it, its thread may be cancelled while it sleeps, and a dispatch routine may
-//! throw. It may be entered by several threads, and again by a dispatch routine.
+//! `xprt_register` and `xprt_unregister` keep, and `svc_getreq_poll` is given what is ready; a few of them are polled as there,
+//! which costs less than epoll's bookkeeping of each message. All else is as there: the loop ends after svc_exit(3), a signal
+//! does not end it, its thread may be cancelled while it sleeps, and a dispatch routine may throw. It may be entered by
+//! several threads, and again by a dispatch routine.
 //!
 //! # Invariants
 //! - A program may write into `svc_pollfd` by hand. What it takes out is not served from then on; what it puts in
@@ -18,6 +19,7 @@ use std::mem::MaybeUninit;
 use std::os::fd::{AsRawFd, OwnedFd, RawFd};
 use std::sync::MutexGuard;
 use std::sync::atomic::{AtomicI32, AtomicU64, AtomicUsize, Ordering::Relaxed, Ordering::SeqCst, fence};
+use std::time::Duration;
 
 use rustc_hash::FxHashMap;
 
@@ -41,6 +43,9 @@ const AGAIN: c_int = 100;
 
 /// Descriptors that one turn hands out.
 const MOST: usize = 64;
+
+/// So many transports are polled: with four clients that call, a null call costs a tenth less.
+const FEW: usize = 16;
 
 // Both are cancellation points: the end of the thread passes through them.
 unsafe extern "C-unwind" {
@@ -68,6 +73,8 @@ struct Set {
     stale: bool,
     /// Something in it cannot be watched.
     incomplete: bool,
+    /// A loop may sleep in poll(2), which must be woken for what is registered meanwhile.
+    polled: bool,
     /// Counts comparisons.
     mark: u32,
     /// Transports of libtirpc that a thread serves.
@@ -115,7 +122,11 @@ static ONE: u64 = 1;
 #[derive(Clone, Copy)]
 enum Turn {
     Ended,
+    /// The set, and for how long.
     Epoll(RawFd, c_int),
+    /// At most [`FEW`] of libtirpc's table, and the bell.
+    Few,
+    /// All of the table, as libtirpc does.
     Poll,
 }
 
@@ -161,6 +172,9 @@ pub fn register(fd: RawFd, real: impl FnOnce() -> bool) -> bool {
             set.watch(fd, EVENTS);
         }
         set.stale = true;
+        if set.polled {
+            ring();
+        }
     }
     done
 }
@@ -301,7 +315,10 @@ impl Set {
         } else {
             self.turns += 1;
         }
+        // What a thread gives back nothing tells who polls.
+        self.polled = self.seen.len() <= FEW && self.muted.is_empty();
         Ok(match &self.epoll {
+            Some(_) if !self.incomplete && self.polled => Turn::Few,
             Some(epoll) if !self.incomplete => {
                 Turn::Epoll(epoll.fd(), if self.turns > 0 { SOON } else { -1 })
             }
@@ -354,6 +371,29 @@ impl Set {
         self.watched[index].events = events;
     }
 
+    fn silence(&self) {
+        // Other loops, which sleep yet, are to end too.
+        if let Some(bell) = &self.bell
+            && !has_ended()
+        {
+            wait::silence(bell);
+        }
+    }
+
+    /// The descriptor `fd`, by which the bell was known, has something.
+    fn hear(&mut self, fd: RawFd) {
+        let mut entry = [wait::PollFd::new(fd, true, false)];
+        let rings = wait::poll(&mut entry, Some(Duration::ZERO), None).is_ok_and(|ready| ready > 0);
+        if !rings || self.bell.as_ref().is_none_or(|bell| bell.as_raw_fd() != fd) {
+            // Another loop has heard it.
+        } else if self.epoll.as_ref().is_some_and(|epoll| epoll.has(fd)) {
+            self.silence();
+        } else {
+            // The program has closed it: what has its number now is not ours to read.
+            self.lose(Set::abandon);
+        }
+    }
+
     fn find(&mut self, fd: RawFd) -> Option<&mut Watched> {
         let found = usize::try_from(fd).ok().and_then(|index| self.watched.get_mut(index));
         found.filter(|it| it.events != 0)
@@ -372,11 +412,8 @@ impl Set {
     /// # Safety
     /// As [`table`].
     unsafe fn is_due(&mut self, fd: RawFd) -> bool {
-        if let Some(bell) = self.bell.as_ref().filter(|bell| bell.as_raw_fd() == fd) {
-            // Other loops, which sleep yet, are to end too.
-            if !has_ended() {
-                wait::silence(bell);
-            }
+        if self.bell.as_ref().is_some_and(|bell| bell.as_raw_fd() == fd) {
+            self.silence();
             return false;
         }
         let Some(found) = self.find(fd) else {
@@ -466,6 +503,8 @@ pub unsafe fn turn(ready: &mut Ready, is_over: impl Fn() -> bool) -> bool {
         // SAFETY: by the contract.
         Turn::Epoll(set, timeout) => unsafe { by_epoll(set, timeout, ready) },
         // SAFETY: by the contract.
+        Turn::Few => unsafe { by_few(ready) },
+        // SAFETY: by the contract.
         Turn::Poll => unsafe { by_poll() },
     }
 }
@@ -500,11 +539,65 @@ unsafe fn by_epoll(set: RawFd, timeout: c_int, ready: &mut Ready) -> bool {
         }
         return sleeps_on("epoll_wait");
     };
+    // The bits have the same values.
+    let events = events[..count].iter().map(|event| (event.u64 as RawFd, event.events as i16));
+    // SAFETY: this is the loop.
+    unsafe { hand_out(events, false, ready) };
+    true
+}
+
+/// One turn, where there are few transports.
+///
+/// # Safety
+/// As [`run`].
+unsafe fn by_few(ready: &mut Ready) -> bool {
+    let mut fds = [libc::pollfd { fd: -1, events: libc::POLLIN, revents: 0 }; FEW + 1];
+    let copied = step(|| {
+        let set = lock();
+        let Some(bell) = set.bell.as_ref().filter(|_| set.polled && set.muted.is_empty()) else {
+            return Ok(0);
+        };
+        fds[0].fd = bell.as_raw_fd();
+        let mut count = 1;
+        // SAFETY: this is the loop, and its lock keeps others from registering.
+        for (fd, events) in unsafe { table() } {
+            let Some(place) = fds.get_mut(count) else { return Ok(0) };
+            *place = libc::pollfd { fd, events, revents: 0 };
+            count += 1;
+        }
+        Ok(count)
+    });
+    let count = match copied {
+        Ok(0) | Err(_) => return true,
+        Ok(count) => count,
+    };
+    // SAFETY: so many entries.
+    if unsafe { poll(fds.as_mut_ptr(), count as libc::nfds_t, -1) } < 0 {
+        return sleeps_on("poll");
+    }
+    if fds[0].revents != 0 {
+        let _ = step(|| {
+            lock().hear(fds[0].fd);
+            Ok(())
+        });
+    }
+    let events = fds[1..count].iter().filter(|entry| entry.revents != 0);
+    // SAFETY: this is the loop.
+    unsafe { hand_out(events.map(|entry| (entry.fd, entry.revents)), true, ready) };
+    true
+}
+
+/// Takes what is due of what is ready. `polled`: what has been taken out of the table meanwhile may be among it.
+///
+/// # Safety
+/// As [`run`].
+unsafe fn hand_out(events: impl Iterator<Item = (RawFd, i16)>, polled: bool, ready: &mut Ready) {
     let _ = step(|| {
         let mut set = lock();
-        for event in &events[..count] {
-            // The bits have the same values.
-            let (fd, revents) = (event.u64 as RawFd, event.events as i16);
+        for (fd, revents) in events {
+            if polled && set.find(fd).is_none() {
+                continue;
+            }
             // SAFETY: this is the loop.
             if unsafe { set.is_due(fd) } {
                 ready.fds[ready.count] = libc::pollfd { fd, events: EVENTS, revents };
@@ -513,7 +606,6 @@ unsafe fn by_epoll(set: RawFd, timeout: c_int, ready: &mut Ready) -> bool {
         }
         Ok(())
     });
-    true
 }
 
 /// One turn, as libtirpc's: with a copy of the table.
@@ -561,15 +653,36 @@ mod tests {
     use super::*;
 
     #[test]
+    fn what_has_the_number_of_a_bell_that_the_program_has_closed_is_not_read() {
+        let mut set = Set { generation: fork::generation(), ..Set::default() };
+        set.own().unwrap();
+        let rings = |bell: RawFd| wait::until(bell, wait::IN, Some(Duration::ZERO), None).unwrap();
+        let bell = set.bell.as_ref().unwrap().as_raw_fd();
+        crate::process::write_quietly(bell, &ONE.to_ne_bytes()).unwrap();
+        set.hear(bell);
+        // Nothing is registered here, so that the loop has ended: it rings on for others.
+        assert!(set.epoll.is_some() && rings(bell));
+        wait::silence(set.bell.as_ref().unwrap());
+        set.hear(bell);
+        assert!(set.epoll.is_some(), "another loop has heard it");
+        let other = wait::bell().unwrap();
+        crate::process::write_quietly(other.as_raw_fd(), &ONE.to_ne_bytes()).unwrap();
+        crate::process::replace(bell, other, true).unwrap();
+        set.hear(bell);
+        assert!(set.epoll.is_none() && rings(bell), "it is not read");
+        crate::socket::close(bell);
+    }
+
+    #[test]
     fn what_a_thread_serves_stays_its_own_when_the_set_is_made_anew() {
         let generation = fork::generation();
-        let mut set = Set { generation, muted: FxHashMap::from_iter([(5, 1)]), ..Set::default() };
+        let mut set = Set { generation, muted: FxHashMap::from_iter([(9998, 1)]), ..Set::default() };
         set.own().unwrap();
         // SAFETY: nothing is registered here.
-        assert!(!unsafe { set.is_due(6) }, "one that is not known: closed by hand");
+        assert!(!unsafe { set.is_due(9999) }, "one that is not known: closed by hand");
         assert!(set.epoll.is_none());
         set.own().unwrap();
-        assert!(set.epoll.is_some() && set.muted.contains_key(&5));
+        assert!(set.epoll.is_some() && set.muted.contains_key(&9998));
         set.close();
     }
 }

@@ -357,7 +357,7 @@ static void begun_while_svc_run_sleeps(void)
     }
 }
 
-/* In the place of libc's: svc_run() calls this one. */
+/* In the place of libc's: svc_run() calls one of them. */
 static _Thread_local int wait_fails;
 int epoll_wait(int set, struct epoll_event *events, int most, int milliseconds)
 {
@@ -366,6 +366,15 @@ int epoll_wait(int set, struct epoll_event *events, int most, int milliseconds)
         return -1;
     }
     return epoll_pwait(set, events, most, milliseconds, NULL);
+}
+int poll(struct pollfd *fds, nfds_t count, int milliseconds)
+{
+    if (wait_fails) {
+        errno = EFAULT;
+        return -1;
+    }
+    struct timespec time = {milliseconds / 1000, milliseconds % 1000 * 1000000};
+    return ppoll(fds, count, milliseconds < 0 ? NULL : &time, NULL);
 }
 
 /* One of two loops ends, for it cannot wait: the other one, which sleeps, goes on serving. */

@@ -136,7 +136,7 @@ check-exports: all
 	c-tests/exports.sh $(LIBRARY)
 
 check-c: all
-	bash c-tests/check.sh tcp redirect rdma placed two threads linked asan
+	bash c-tests/check.sh tcp redirect rdma placed two threads local linked asan
 
 check-valgrind: all
 	bash c-tests/check.sh valgrind

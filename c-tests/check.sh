@@ -7,6 +7,7 @@
 #   placed     rdma, with bindings that have the tests' data placed directly
 #   two        rdma, in RPC-over-RDMA Version Two
 #   threads    rdma, and four threads of the server serve
+#   local      rdma, through shared memory
 #   linked     rdma, linked through pkg-config with a staged install
 #   asan       rdma, built by clang with the address and undefined-behaviour sanitizers
 #   valgrind   rdma, client and server under valgrind
@@ -45,14 +46,14 @@ lacks() {
     esac
 }
 
-[ $# -gt 0 ] || set -- tcp redirect rdma placed two threads linked asan valgrind
+[ $# -gt 0 ] || set -- tcp redirect rdma placed two threads local linked asan valgrind
 for name in "$@"; do
     lacking=$(lacks "$name")
     [ -z "$lacking" ] || { echo "skip  C tests, $name ($lacking)"; continue; }
     case $name in
-    tcp | redirect | rdma | placed | two | threads) leg "$name" run "$name" ;;
+    tcp | redirect | rdma | placed | two | threads | local) leg "$name" run "$name" ;;
     linked | asan | valgrind) leg "$name" "$name" ;;
-    *) sed -n '2,12s/^# \{0,1\}//p' "${BASH_SOURCE[0]}" >&2; exit 2 ;;
+    *) sed -n '2,13s/^# \{0,1\}//p' "${BASH_SOURCE[0]}" >&2; exit 2 ;;
     esac
 done
 [ "$failed" -eq 0 ]

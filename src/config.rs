@@ -103,11 +103,12 @@ pub enum Crc {
     No,
 }
 
-/// The words for devices: software iWARP, and adapters (iWARP ones among them).
+/// The words for devices: software iWARP, shared memory, and adapters (iWARP ones among them).
 pub const DEVICES: &[&str] = &[
     #[cfg(test)]
     "toy",
     "iwarp",
+    "local",
     "verbs",
 ];
 
@@ -380,16 +381,12 @@ const TABLE: &[Setting] = &[
         env: "RPCRDMA_PROVIDER",
         key: "provider",
         default: "auto",
-        meaning: "the device: verbs (RDMA adapters), iwarp (software iWARP over TCP), or auto",
+        meaning: "the device: verbs (RDMA adapters), local (memory shared within one host), iwarp (software iWARP over TCP), \
+                  or auto",
         set: |config, value| {
             let devices = DEVICES.iter().map(|word| (*word, Provider::Only(word)));
             let choices = [("auto", Provider::Auto)].into_iter().chain(devices).collect::<Vec<_>>();
-            one_of(value, &choices).map(|provider| config.provider = provider).map_err(
-                |allowed| match value {
-                    "local" => format!("{allowed}: {value} is not built in"),
-                    _ => allowed,
-                },
-            )
+            one_of(value, &choices).map(|provider| config.provider = provider)
         },
     },
     Setting {
@@ -895,9 +892,9 @@ mod tests {
             r#"RPCRDMA_REDIRECT="tcp,sctp": must be a list of tcp, udp, tcp6 or udp6"#
         );
         assert_eq!(
-            refused(from_env(&[("RPCRDMA_PROVIDER", "local")])),
+            refused(from_env(&[("RPCRDMA_PROVIDER", "tcp")])),
             format!(
-                r#"RPCRDMA_PROVIDER="local": must be auto, {} or {}: local is not built in"#,
+                r#"RPCRDMA_PROVIDER="tcp": must be auto, {} or {}"#,
                 DEVICES[..DEVICES.len() - 1].join(", "),
                 DEVICES[DEVICES.len() - 1]
             )
@@ -923,7 +920,7 @@ mod tests {
             ("RPCRDMA_MAX_CALL", &["", "0", "unlimited"]),
             ("RPCRDMA_CRC", &["", "on", "YES", "1"]),
             ("RPCRDMA_POLL", &["", "1001", "-1", "50us"]),
-            ("RPCRDMA_PROVIDER", &["", "local", "siw"]),
+            ("RPCRDMA_PROVIDER", &["", "shm", "siw"]),
             ("RPCRDMA_REDIRECT", &["rdma", "TCP", "tcp;udp", "all"]),
             (
                 "RPCRDMA_REDIRECT_PROGRAMS",

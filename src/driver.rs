@@ -42,6 +42,7 @@ use crate::wire::characteristics::Characteristic;
 use crate::xdr::LEND_MIN;
 
 mod backlog;
+pub mod busy;
 pub mod callback;
 mod calls;
 mod client;

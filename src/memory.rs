@@ -49,6 +49,7 @@ pub mod areas;
 mod message;
 mod pool;
 pub mod registered;
+pub mod shared;
 
 #[cfg(feature = "verbs")]
 pub use areas::Area;

@@ -29,6 +29,7 @@ mod device;
 #[cfg(test)]
 pub mod fault;
 pub mod iwarp;
+pub mod local;
 #[cfg(test)]
 mod toy;
 #[cfg(feature = "verbs")]
@@ -242,8 +243,23 @@ pub trait QueuePair: Send {
         true
     }
 
-    /// Becomes readable when `poll` has something to do; writable when queued work can go on.
+    /// Becomes readable when `poll` has something to do; writable when queued work can go on, unless its
+    /// [`Traits::one_event`] says otherwise.
     fn fd(&self) -> RawFd;
+
+    /// It will be polled without a pause from here on, until [`QueuePair::rest`]: the fd need tell nothing.
+    fn spin(&mut self) {}
+
+    /// Whether something may have come, as far as a look tells that costs nothing.
+    fn has_come(&self) -> bool {
+        true
+    }
+
+    /// Whether the fd tells of all that is left to do, so that one may wait for it; else `poll` is due at once. To be asked
+    /// before each wait.
+    fn rest(&mut self) -> bool {
+        true
+    }
 
     /// Whether writability of the fd matters: queued work waits for it.
     fn wants_write(&self) -> bool;

@@ -8,7 +8,9 @@ use std::path::{Path, PathBuf};
 /// order.
 const TOGETHER: &[(&str, &[&str])] = &[
     ("driver", &["backlog", "link"]), // The link; its queue of what is not sent.
+    ("driver", &["busy", "server"]),  // A connection, and the loop that looks at busy ones.
     ("driver", &["callback", "client", "renewal", "start"]), // The connection of the end that opens it.
+    ("provider", &["iwarp", "local"]), // Shared memory is another stream of software iWARP.
     ("provider::verbs", &["cm", "library", "mock", "queues"]), // The mock takes the place of what it is called by.
     ("tirpc", &["adapters", "beside", "interpose"]),           // Interposed functions, and what they lead to.
     // A CLIENT that serves, a transport that calls, and threads that it gives its requests to.

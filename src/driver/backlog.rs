@@ -633,7 +633,7 @@ mod tests {
             locked(&server).link().unwrap().pump();
         }
         let mut served = 0;
-        while server::next(&server, || false) != Next::Arrival || has_come(&server) {
+        while server::next(&server, || false, None) != Next::Arrival || has_come(&server) {
             let request = locked(&server).receive();
             if let Some(request) = request {
                 answer(&server, request).unwrap();
@@ -712,7 +712,7 @@ mod tests {
         let fd = locked(&server).fd();
         assert!(wait::until(fd, wait::IN, Some(PATIENCE), None).unwrap());
         assert!(locked(&server).receive().is_none());
-        assert_eq!(server::next(&server, || false), Next::Arrival);
+        assert_eq!(server::next(&server, || false, None), Next::Arrival);
         // A loop that polls for bytes would spin if some were left; what wakes it is room to write, or the clock.
         assert!(!wait::until(fd, wait::IN, Some(Duration::ZERO), None).unwrap());
         let server_end = locked(&server);

@@ -367,10 +367,15 @@ impl<'a> Policy<'a> for &'a Client {
             // Whatever it is that wakes this thread, no other one has to take the step.
             return Wake { writes: true, ..Wake::new((fd, true, writes), alarm, Some(until)) };
         }
-        let link = &state.link;
+        let link = &mut state.link;
         let until = [link.offer_ends(), link.retry_at(), link.first_reply_due()].into_iter().flatten().min();
         let nudges = state.nudges < NUDGES && !link.heard;
-        Wake { nudges, ..Wake::new((link.device.fd(), true, link.device.wants_write()), alarm, until) }
+        let at_once = !link.device.rest();
+        Wake {
+            nudges,
+            at_once,
+            ..Wake::new((link.device.fd(), true, link.device.wants_write()), alarm, until)
+        }
     }
 
     fn move_on(&self, state: &mut Waiting, wake: &Wake, nothing: bool) {

@@ -230,7 +230,7 @@ fn service(ends: &Ends) {
         ends.waker.silence();
         service_loop::PROGRAM.take_left();
         locked(&ends.server).push();
-        while serve_once(ends) || matches!(next(&ends.server, || false), Next::Request | Next::Later) {}
+        while serve_once(ends) || matches!(next(&ends.server, || false, None), Next::Request | Next::Later) {}
         if service_loop::PROGRAM.has_left() {
             (HOOKS.wake)();
         }

@@ -211,12 +211,14 @@ impl<'a> Policy<'a> for Awaiting<'a> {
     fn wake(&self, state: &mut Server) -> Wake {
         let home = state.home;
         let retry = state.link().and_then(|link| link.retry_at());
-        // The loop may take from the connection what this thread sleeps for; and a thread that answers a request, from an adapter.
-        let look = !home.is_mine() || !state.traits.socket;
+        // The loop may take from the connection what this thread sleeps for; and where one event tells of all, a thread that
+        // answers a request.
+        let look = !home.is_mine() || state.traits.one_event;
         let look = look.then(|| Instant::now() + LOOK_EVERY);
         let until = retry.into_iter().chain(look).min();
         let reads = home.may_read();
-        Wake::new((state.fd, reads, state.wants_write()), -1, until)
+        let at_once = reads && state.link().is_some_and(|link| !link.device.rest());
+        Wake { at_once, ..Wake::new((state.fd, reads, state.wants_write()), -1, until) }
     }
 
     fn move_on(&self, state: &mut Server, _: &Wake, _: bool) {

@@ -26,7 +26,7 @@ use super::service_loop::{self, ServiceLoop};
 use super::session::{self, Locked, Session, State};
 use super::spin::Waiting;
 use super::start::{self, START_TIMEOUT, versions};
-use super::{Callee, TURN, TURN_TIME, memory};
+use super::{Callee, TURN, TURN_TIME, busy, memory};
 use crate::wait::{self, PollFd};
 use std::sync::{Arc, TryLockError};
 
@@ -120,6 +120,8 @@ pub enum Next {
     Later,
     /// What its descriptor tells.
     Arrival,
+    /// What the loop finds, which looks at it meanwhile (`busy`).
+    Soon,
     /// Nothing: it is closed.
     Closed,
 }
@@ -321,6 +323,7 @@ impl Server {
             let link = Link::new(Role::Server, self.config, versions(self.config), device, &memory);
             let peer = self.peer.map_or_else(|| "a peer".to_owned(), |at| at.to_string());
             log_info!("fd {}: accepted {peer} over rdma ({})", self.fd, link.describe());
+            self.traits = link.device.traits();
             self.phase = Phase::Open(Box::new(link));
         }
     }
@@ -349,6 +352,23 @@ impl Server {
             && !self.forked()
             && self.home.is_quiet_for(self.id);
         (!spins).then_some(Next::Arrival)
+    }
+
+    /// Whether it has just served, and a look at it costs nothing: nobody need wake the loop for it.
+    fn is_busy(&mut self) -> bool {
+        let may = self.session.may_spin() && self.traits.socket && self.traits.one_event;
+        if !may || self.forked() || !self.session.is_unattended() || self.turn.began.is_none() {
+            return false;
+        }
+        let Some(link) = self.link().filter(|link| !link.is_behind()) else { return false };
+        link.device.spin();
+        true
+    }
+
+    /// Whether the descriptor tells of what comes next, or another thread looks.
+    pub fn rests(&mut self) -> bool {
+        let rests = self.forked() || self.link().is_none_or(|link| link.device.rest());
+        rests || self.session.another_reads()
     }
 
     /// Moves what moves; the device, if something still waits for the peer and this process is to send it.
@@ -498,7 +518,7 @@ pub fn send_rest(servers: &[Arc<Shared>], wait: Wait) {
                     if let Some(rest) = server.rest() {
                         bytes += rest.unsent();
                         taken = taken.wrapping_add(rest.taken());
-                        fds.push(PollFd::new(server.fd, !server.traits.socket, server.wants_write()));
+                        fds.push(PollFd::new(server.fd, server.traits.one_event, server.wants_write()));
                     }
                 }
                 Err(TryLockError::WouldBlock) => busy = true,
@@ -518,9 +538,25 @@ pub fn send_rest(servers: &[Arc<Shared>], wait: Wait) {
     }
 }
 
+/// Whether something has come on a connection that the loop looks at, or it is another one by now. One that somebody has locked
+/// is looked at later.
+pub(super) fn has_come(server: &Shared, fd: RawFd) -> bool {
+    match server.try_lock() {
+        Ok(mut server) => server.fd == fd && server.link().is_none_or(|link| link.device.has_come()),
+        Err(TryLockError::WouldBlock) => false,
+        Err(TryLockError::Poisoned(_)) => true,
+    }
+}
+
+/// Whether its descriptor tells what comes next.
+pub(super) fn rests(server: &Shared, fd: RawFd) -> bool {
+    let mut server = locked(server);
+    server.fd != fd || server.rests()
+}
+
 /// Whether a complete request lies in memory, after waiting for one as long as spinning pays. `others`: whether another
-/// descriptor of the program's loop has something.
-pub fn next(server: &Shared, others: impl Fn() -> bool) -> Next {
+/// descriptor of the program's loop has something. `own`: the same connection, if the loop is the library's own, which looks at busy ones itself.
+pub fn next(server: &Shared, others: impl Fn() -> bool, own: Option<&Arc<Shared>>) -> Next {
     let mut state = locked(server);
     if std::mem::take(&mut state.turn.waits) {
         return Next::Later;
@@ -532,7 +568,24 @@ pub fn next(server: &Shared, others: impl Fn() -> bool) -> Next {
         (state, _) = session::spin(&server, state, found, others);
         next = state.request_ready().then_some(Next::Request);
     }
-    let next = match next.unwrap_or(Next::Arrival) {
+    let mut next = next.unwrap_or(Next::Arrival);
+    if next == Next::Arrival
+        && let Some(own) = own
+        && state.is_busy()
+        && busy::add(state.fd, own)
+    {
+        next = Next::Soon;
+    } else if next == Next::Arrival && !state.rests() {
+        // Something has come just now, of which the descriptor does not tell.
+        state.pump();
+        next = match state.request_ready() {
+            true if !state.turn.is_over() => Next::Request,
+            false if state.rests() => Next::Arrival,
+            _ => Next::Later,
+        };
+    }
+    let next = match next {
+        Next::Soon if state.closed().is_some() => Next::Closed,
         Next::Arrival if state.closed().is_some() => Next::Closed,
         next => next,
     };

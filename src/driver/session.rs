@@ -31,6 +31,9 @@ use super::calls::{Calls, Waiter};
 use super::link::Link;
 use super::spin::{Patience, Spin, Waiting};
 
+/// How often a child looks whether its peer takes what it sends, where the descriptor tells that to its parent.
+const LOOK: Duration = Duration::from_millis(1);
+
 /// When a peer that has not answered the first call is nudged: Linux's siw may overlook what comes right behind its answer
 /// to the startup until more comes.
 const NUDGE_AFTER: Duration = Duration::from_millis(100);
@@ -320,6 +323,8 @@ pub(super) struct Wake {
     pub(super) until: Option<Instant>,
     /// The peer is nudged if nothing comes within [`NUDGE_AFTER`].
     pub(super) nudges: bool,
+    /// There is something to do of which no descriptor tells ([`QueuePair::rest`](crate::provider::QueuePair::rest)).
+    pub(super) at_once: bool,
 }
 
 impl Wake {
@@ -330,7 +335,7 @@ impl Wake {
         until: Option<Instant>,
     ) -> Wake {
         let fds = [PollFd::new(fd, reads, writes), PollFd::new(other, true, false)];
-        Wake { fds, reads, writes, until, nudges: false }
+        Wake { fds, reads, writes, until, nudges: false, at_once: false }
     }
 
     /// Whether the other descriptor is readable.
@@ -422,7 +427,8 @@ fn drive<'a, P: Policy<'a>>(
     state.parts().0.sleeps_for(wake.reads, wake.writes);
     drop(state);
     let until = wake.until.map_or(deadline, |until| deadline.min(until));
-    let mut left = until.saturating_duration_since(Instant::now());
+    let mut left =
+        if wake.at_once { Duration::ZERO } else { until.saturating_duration_since(Instant::now()) };
     if wake.nudges {
         left = left.min(NUDGE_AFTER);
     }
@@ -441,10 +447,28 @@ pub(super) fn spin<'a, L: Locked<'a>>(
     mut found: impl FnMut(&mut L::State) -> bool,
     others: impl Fn() -> bool,
 ) -> (MutexGuard<'a, L::State>, bool) {
-    let (session, link) = state.parts();
-    let Some(mut patience) = link.and_then(|link| Patience::new(&mut session.spin, link)) else {
-        return (state, false);
-    };
+    let (session, Some(link)) = state.parts() else { return (state, false) };
+    let Some(mut patience) = Patience::new(&mut session.spin, link) else { return (state, false) };
+    link.device.spin();
+    let (mut state, mut is_found) = spin_for(locked, state, &mut patience, &mut found, others);
+    // Nobody looks any more: what comes from here on the descriptor tells, and what came in between nothing.
+    if let (_, Some(link)) = state.parts()
+        && !link.device.rest()
+        && !state.parts().0.another_reads()
+    {
+        state.pump();
+        is_found = is_found || found(&mut state);
+    }
+    (state, is_found)
+}
+
+fn spin_for<'a, L: Locked<'a>>(
+    locked: &L,
+    mut state: MutexGuard<'a, L::State>,
+    patience: &mut Patience,
+    found: &mut impl FnMut(&mut L::State) -> bool,
+    others: impl Fn() -> bool,
+) -> (MutexGuard<'a, L::State>, bool) {
     loop {
         let alone = !state.parts().0.another_reads();
         if alone {
@@ -483,7 +507,7 @@ pub(super) fn reply<'a, L: Locked<'a>>(
 ) -> (MutexGuard<'a, L::State>, Result<(), Error>) {
     let closed = || Err(Error::new(Kind::NotSent, "the connection is closed"));
     let Some(link) = state.parts().1 else { return (state, closed()) };
-    let (serial, adapter) = (link.serial, !link.device.traits().socket);
+    let (serial, one_event) = (link.serial, link.device.traits().one_event);
     let mut reply = link.begin_reply(id, message, forked);
     let mut progress = None;
     while reply.waits
@@ -491,9 +515,15 @@ pub(super) fn reply<'a, L: Locked<'a>>(
         && let taken = link.device.taken()
         && let Some(left) = progress.get_or_insert_with(|| Progress::new(patience(), taken)).left(|| taken)
     {
-        let events = match (forked, adapter || locked.may_read(&mut state)) {
-            (false, true) => wait::IN | wait::OUT,
-            _ => wait::OUT,
+        let (events, left) = match (forked, one_event || locked.may_read(&mut state)) {
+            // What the descriptor tells is for the process that reads.
+            (true, _) if one_event => (0, left.min(LOOK)),
+            (false, true) if one_event && !state.parts().1.is_none_or(|link| link.device.rest()) => {
+                (wait::IN, Duration::ZERO)
+            }
+            (false, true) if one_event => (wait::IN, left),
+            (false, true) => (wait::IN | wait::OUT, left),
+            _ => (wait::OUT, left),
         };
         drop(state);
         // An error of poll(2) itself shows up in what follows.
@@ -506,7 +536,7 @@ pub(super) fn reply<'a, L: Locked<'a>>(
         reply.advance(link);
         session.settle(link);
         if reply.waits && !forked {
-            read_beside(locked, &mut state, adapter);
+            read_beside(locked, &mut state, one_event);
             reply.waits = state.parts().1.is_some_and(|link| link.engine.closed().is_none());
         }
     }
@@ -518,7 +548,7 @@ pub(super) fn reply<'a, L: Locked<'a>>(
         link.release();
         match forked {
             true => state.settle(),
-            false => read_beside(locked, &mut state, adapter),
+            false => read_beside(locked, &mut state, one_event),
         }
     }
     let (session, link) = state.parts();
@@ -528,10 +558,10 @@ pub(super) fn reply<'a, L: Locked<'a>>(
     (state, sent)
 }
 
-/// Moves what has come, which another thread may sleep for. An adapter's completions come all together, those of replies
-/// among them: what this thread has taken, the other one is told of.
-fn read_beside<'a, L: Locked<'a>>(locked: &L, state: &mut L::State, adapter: bool) {
-    if !adapter {
+/// Moves what has come, which another thread may sleep for. Where one event tells of all, what comes and what may be sent come
+/// together: what this thread has taken, the other one is told of.
+fn read_beside<'a, L: Locked<'a>>(locked: &L, state: &mut L::State, one_event: bool) {
+    if !one_event {
         return locked.read(state);
     }
     let others = !locked.may_read(state);

@@ -39,7 +39,7 @@ impl Spin {
     }
 
     /// How long to spin now.
-    fn allowed(&mut self) -> Option<Duration> {
+    pub(super) fn allowed(&mut self) -> Option<Duration> {
         if !self.is_on() {
             return None;
         }

@@ -116,6 +116,7 @@ pub fn options(config: &Config, traits: &Traits) -> Options {
         margin: receive_margin(versions(config)),
         crc: config.crc,
         only: config.provider != Provider::Auto,
+        spins: !config.poll.is_zero(),
     }
 }
 
@@ -527,6 +528,7 @@ pub(super) mod tests {
         name: "locked",
         title: "",
         socket: false,
+        one_event: true,
         locked_memory: true,
         own_memory: true,
         place_min: 0,

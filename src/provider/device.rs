@@ -9,7 +9,7 @@ use std::sync::Arc;
 
 #[cfg(feature = "verbs")]
 use super::verbs;
-use super::{QueuePair, iwarp};
+use super::{QueuePair, iwarp, local};
 use crate::config::Crc;
 use crate::error::{Error, Kind};
 use crate::memory::Areas;
@@ -21,6 +21,7 @@ pub static DEVICES: &[&dyn Device] = &[
     &super::toy::Toy,
     #[cfg(feature = "verbs")]
     &verbs::Adapters,
+    &local::Local,
     &iwarp::Software,
 ];
 
@@ -33,6 +34,8 @@ pub struct Traits {
     pub title: &'static str,
     /// It goes over the TCP socket that the program knows the connection by; else that is no more than its name.
     pub socket: bool,
+    /// Its descriptor becomes readable also when queued work can go on, and never tells that by being writable.
+    pub one_event: bool,
     /// The memory that it uses is locked, and there is little of that.
     pub locked_memory: bool,
     /// A connection has memory of its own for messages, which ends with it.
@@ -62,6 +65,8 @@ pub struct Options {
     pub crc: Crc,
     /// No other device may be used: this one takes what others would be better for.
     pub only: bool,
+    /// Whether a thread may wait for its peer without sleeping.
+    pub spins: bool,
 }
 
 /// What a connection is made over.

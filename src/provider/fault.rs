@@ -919,6 +919,18 @@ impl QueuePair for Fault {
         self.inner.flush()
     }
 
+    fn spin(&mut self) {
+        self.inner.spin()
+    }
+
+    fn has_come(&self) -> bool {
+        self.inner.has_come()
+    }
+
+    fn rest(&mut self) -> bool {
+        self.inner.rest()
+    }
+
     fn fd(&self) -> RawFd {
         self.inner.fd()
     }

@@ -40,12 +40,15 @@ use crate::stats::{self, Counter};
 use crate::wire::private_data::PrivateData;
 use crate::wire::{Handle, Segment};
 
+use super::local::{self, Answer, Asked, Offered, Sharing};
 use ddp::{Fault, Header, Opcode, ReadRequest};
 use mpa::{Offer, Refusal, StartFrame, Terms, Which};
+use stream::Stream;
 use transmit::{Read, Shared, Transmit, Work};
 
 pub mod ddp;
 pub mod mpa;
+mod stream;
 mod transmit;
 
 /// FPDUs below this length are gathered in the read-ahead buffer; larger ones go straight to their place.
@@ -76,6 +79,7 @@ pub static TRAITS: Traits = Traits {
     socket: true,
     locked_memory: false,
     own_memory: false,
+    one_event: false,
     place_min: 0,
     loopback: true,
 };
@@ -122,11 +126,24 @@ pub struct Options {
     pub revision: u8,
     /// Longest FPDU to send, if shorter than the path's segments.
     pub max_fpdu: Option<usize>,
+    /// Whether the stream may go through memory that is shared with the peer.
+    pub sharing: Sharing,
+    /// Whether a thread may then wait for the peer without sleeping.
+    pub spins: bool,
 }
 
 impl Default for Options {
     fn default() -> Options {
-        Options { crc: true, ird: 16, ord: 16, private_data: Vec::new(), revision: 2, max_fpdu: None }
+        Options {
+            crc: true,
+            ird: 16,
+            ord: 16,
+            private_data: Vec::new(),
+            revision: 2,
+            max_fpdu: None,
+            sharing: Sharing::Never,
+            spins: false,
+        }
     }
 }
 
@@ -151,7 +168,10 @@ impl Options {
 
 /// An iWARP queue pair. Dropping it releases the memory that it holds and leaves the socket alone.
 pub struct Iwarp {
-    socket: RawFd,
+    stream: Stream,
+    /// Of the two ends of a connection that may share memory: what the one waits for, or the other.
+    asked: Option<Asked>,
+    offered: Option<Box<Offered>>,
     options: Options,
     stage: Stage,
     generation: u64,
@@ -187,6 +207,8 @@ enum Stage {
     AwaitReply,
     /// The Reply, how much of it the socket has taken, and what comes then.
     SendReply(Vec<u8>, usize, Result<Terms, Error>),
+    /// For the peer to share memory, or not to.
+    AwaitAnswer(Terms),
     Open,
 }
 
@@ -273,6 +295,10 @@ impl Iwarp {
     /// `ConnectionLost` when the peer has closed already, `Invalid` for options that no frame can carry.
     pub fn initiator(socket: RawFd, options: Options) -> Result<Iwarp, Error> {
         let mut iwarp = Iwarp::new(socket, options, Stage::AwaitReply)?;
+        if iwarp.options.sharing != Sharing::Never {
+            // Without it the connection is as any other, and the peer is not asked.
+            iwarp.asked = Asked::new(&mut iwarp.options.private_data).ok();
+        }
         let o = &iwarp.options;
         let request = StartFrame::request(&o.offer(), o.revision, &o.private_data).encode();
         // One call: a stock RPC server takes the first four bytes for a record mark and closes at once, but would wait
@@ -303,7 +329,9 @@ impl Iwarp {
         }
         socket::set_nodelay(socket)?;
         Ok(Iwarp {
-            socket,
+            stream: Stream::new(socket),
+            asked: None,
+            offered: None,
             transmit: Transmit::new(options.max_fpdu),
             options,
             stage,
@@ -342,7 +370,29 @@ impl Iwarp {
                         return Ok(false);
                     }
                     let terms = then?;
-                    self.agree(&terms);
+                    match self.offered {
+                        Some(_) => self.stage = Stage::AwaitAnswer(terms),
+                        None => self.agree(&terms)?,
+                    }
+                }
+                Stage::AwaitAnswer(terms) => {
+                    let spins = self.options.spins;
+                    match self.offered.as_mut().map_or(Answer::Declined, |offered| offered.answer(spins)) {
+                        Answer::Nothing => {
+                            self.stage = Stage::AwaitAnswer(terms);
+                            return match socket::peek(self.stream.socket) {
+                                Ok(None) => Err(lost("the peer closed the connection during the startup")),
+                                Ok(Some(_)) => Ok(false),
+                                Err(e) if e.kind() == io::ErrorKind::WouldBlock => Ok(false),
+                                Err(e) => {
+                                    Err(lost(format!("the connection was lost during the startup: {e}")))
+                                }
+                            };
+                        }
+                        Answer::Accepted(rings) => self.stream.share(rings),
+                        Answer::Declined => {}
+                    }
+                    self.agree(&terms)?;
                 }
                 stage => {
                     let expected =
@@ -370,7 +420,8 @@ impl Iwarp {
         self.receive.have_buffer();
         let end = self.receive.end;
         self.syscalls += 1;
-        match socket::receive(self.socket, &mut [IoVecMut::from_mut(&mut self.receive.buffer[end..])]) {
+        match socket::receive(self.stream.socket, &mut [IoVecMut::from_mut(&mut self.receive.buffer[end..])])
+        {
             Ok(0) => Err(lost("the peer closed the connection during the MPA startup")),
             Ok(n) => {
                 self.receive.end += n;
@@ -389,7 +440,13 @@ impl Iwarp {
             return match frame.accept(&offer, self.options.revision) {
                 Ok(terms) => {
                     self.private_data = frame.private_data;
-                    self.agree(&terms);
+                    if let Some(asked) = self.asked.take()
+                        && let Some(rings) = asked.end(&self.private_data, self.options.spins)
+                    {
+                        self.stream.share(rings);
+                        self.stream.call();
+                    }
+                    self.agree(&terms)?;
                     self.transmit.may_send = true;
                     Ok(())
                 }
@@ -408,6 +465,9 @@ impl Iwarp {
         if self.receive.start != self.receive.end {
             return Err(Error::new(Kind::Protocol, "MPA: bytes after the Request, before the Reply"));
         }
+        if self.options.sharing != Sharing::Never && !frame.markers {
+            self.offered = Offered::new(&frame.private_data, &mut self.options.private_data).map(Box::new);
+        }
         let (reply, terms) = frame.answer(&offer, &self.options.private_data);
         let then = if reply.reject {
             Err(Error::new(Kind::Protocol, "MPA: the peer wants markers, which are not implemented"))
@@ -419,13 +479,18 @@ impl Iwarp {
         Ok(())
     }
 
-    fn agree(&mut self, terms: &Terms) {
+    fn agree(&mut self, terms: &Terms) -> Result<(), Error> {
+        if self.options.sharing == Sharing::Must && !self.stream.is_shared() {
+            return Err(local::missing());
+        }
+        (self.asked, self.offered) = (None, None);
         self.stage = Stage::Open;
         self.ird = usize::from(terms.ird);
         self.transmit.ord = usize::from(terms.ord);
         self.transmit.crc = terms.crc;
-        self.transmit.look_at_path(self.socket);
+        self.transmit.look_at_path(&self.stream);
         self.receive.small_path = self.transmit.fpdu() < SMALL;
+        Ok(())
     }
 
     /// Sends a Terminate, best effort, and ends the connection. In a forked child nothing is sent: the connection is
@@ -444,7 +509,7 @@ impl Iwarp {
 
     fn send(&mut self, bytes: &[u8]) -> io::Result<usize> {
         self.syscalls += 1;
-        socket::send(self.socket, &[crate::memory::IoVec::from_slice(bytes)])
+        socket::send(self.stream.socket, &[crate::memory::IoVec::from_slice(bytes)])
     }
 
     // ------------------------------------------------------------------------------------------------- receiving
@@ -454,7 +519,8 @@ impl Iwarp {
         let mut budget = POLL;
         loop {
             self.process()?;
-            if !self.completions.is_empty() || budget == 0 || self.receive.drained || !self.may_receive()? {
+            let drained = self.receive.drained && self.stream.drained();
+            if !self.completions.is_empty() || budget == 0 || drained || !self.may_receive()? {
                 return Ok(());
             }
             budget = budget.saturating_sub(self.fill()?);
@@ -503,7 +569,7 @@ impl Iwarp {
                 let whole = target.len() == placing.left;
                 let mut pieces = [target, IoVecMut::from_mut(tail), IoVecMut::from_mut(ahead)];
                 let pieces = if whole { &mut pieces[..] } else { &mut pieces[..1] };
-                (socket::receive(self.socket, pieces), asked)
+                (self.stream.receive(pieces), asked)
             }
             None => {
                 if *start == *end {
@@ -515,7 +581,7 @@ impl Iwarp {
                 let ahead = if *in_run { 0 } else { ahead };
                 let asked = (*missing).max(ddp::ENOUGH).max(ahead + *missing).min(BUFFER - *end);
                 let to = &mut buffer[*end..*end + asked];
-                (socket::receive(self.socket, &mut [IoVecMut::from_mut(to)]), asked)
+                (self.stream.receive(&mut [IoVecMut::from_mut(to)]), asked)
             }
         };
         self.syscalls += 1;
@@ -962,12 +1028,12 @@ impl Iwarp {
         let mut bytes = fpdu[..length].to_vec();
         let crc = self.transmit.crc.then(|| crc32c::crc32c(&bytes));
         bytes.extend_from_slice(&mpa::crc_word(crc));
-        let socket = self.socket;
+        let stream = &mut self.stream;
         let sent = self.shared.with_stream(|shared| {
             // RFC 5040 §5.4: "After sending a Terminate Message on an RDMAP Stream, the Local Peer MUST NOT send any
             // more Messages on that specific RDMAP Stream."
             shared.close();
-            socket::send(socket, &[crate::memory::IoVec::from_slice(&bytes)])
+            stream.send(&[crate::memory::IoVec::from_slice(&bytes)])
         });
         drop(sent);
     }
@@ -1000,9 +1066,12 @@ impl Iwarp {
         matches!(self.stage, Stage::Open) && self.broken.is_none()
     }
 
-    fn transmit(&mut self, run: impl FnOnce(&mut Transmit, (RawFd, &Shared), &mut u64) -> Result<(), Error>) {
+    fn transmit(
+        &mut self,
+        run: impl FnOnce(&mut Transmit, (&mut Stream, &Shared), &mut u64) -> Result<(), Error>,
+    ) {
         let before = self.syscalls;
-        if let Err(error) = run(&mut self.transmit, (self.socket, &self.shared), &mut self.syscalls) {
+        if let Err(error) = run(&mut self.transmit, (&mut self.stream, &self.shared), &mut self.syscalls) {
             self.broken = Some(error);
         }
         stats::add(Counter::Syscalls, self.syscalls - before);
@@ -1023,11 +1092,11 @@ impl QueuePair for Iwarp {
     }
 
     fn traits(&self) -> &'static Traits {
-        &TRAITS
+        if self.stream.is_shared() { &local::TRAITS } else { &TRAITS }
     }
 
     fn rename(&mut self, socket: RawFd) {
-        self.socket = socket;
+        self.stream.socket = socket;
     }
 
     /// siw reads what comes with or right after its MPA Reply only when more comes.
@@ -1051,7 +1120,7 @@ impl QueuePair for Iwarp {
 
     /// What the peer's TCP has acknowledged: a send buffer of some MiB takes long to say that it has room again.
     fn taken(&self) -> u64 {
-        self.transmit.sent.saturating_sub(socket::unacknowledged(self.socket))
+        self.transmit.sent.saturating_sub(self.stream.unacknowledged())
     }
 
     fn pulled(&self) -> u64 {
@@ -1062,12 +1131,16 @@ impl QueuePair for Iwarp {
     fn close(&mut self) {
         self.terminate();
         if !self.forked {
-            socket::shutdown(self.socket);
+            socket::shutdown(self.stream.socket);
         }
     }
 
     fn describe(&self) -> String {
-        format!("software iWARP, CRC {}", if self.transmit.crc { "on" } else { "off" })
+        let crc = if self.transmit.crc { "on" } else { "off" };
+        match self.stream.is_shared() {
+            true => "shared memory".to_owned(),
+            false => format!("software iWARP, CRC {crc}"),
+        }
     }
 
     fn private_data(&self) -> &[u8] {
@@ -1183,7 +1256,7 @@ impl QueuePair for Iwarp {
         }
         let work = match request {
             WorkRequest::Send { gather, invalidate }
-                if self.may_transmit() && self.transmit.may_send_at_once(self.socket, &gather) =>
+                if self.may_transmit() && self.transmit.may_send_at_once(&self.stream, &gather) =>
             {
                 let invalidate = invalidate.map(|handle| handle.0);
                 return self.transmit(|transmit, stream, calls| {
@@ -1277,7 +1350,8 @@ impl QueuePair for Iwarp {
         let receive = &mut self.receive;
         let all = receive.drained && receive.start == receive.end && receive.placing.is_none();
         let rest = self.failed.is_some() || self.broken.is_some() || self.transmit.has_work();
-        let drained = all && self.completions.is_empty() && !rest;
+        let drained = all && self.completions.is_empty() && !rest && self.stream.drained();
+        let receive = &mut self.receive;
         if drained {
             receive.lend_buffer();
             // Until the next call more may have come.
@@ -1300,17 +1374,40 @@ impl QueuePair for Iwarp {
 
     fn claim(&mut self) -> bool {
         // Who has missed bytes can make nothing of what follows.
-        self.shared.received() == self.receive.total
-            && self.shared.claim(|shared| self.transmit.has_numbered_last(shared))
+        let claimed = self.shared.received() == self.receive.total
+            && self.shared.claim(|shared| self.transmit.has_numbered_last(shared));
+        if claimed {
+            self.stream.claim();
+        }
+        claimed
     }
 
     fn fd(&self) -> RawFd {
-        self.socket
+        self.stream.socket
+    }
+
+    fn spin(&mut self) {
+        self.stream.spin();
+    }
+
+    fn has_come(&self) -> bool {
+        self.failed.is_some() || !self.completions.is_empty() || self.stream.has_come()
+    }
+
+    fn rest(&mut self) -> bool {
+        if self.failed.is_some() || !matches!(self.stage, Stage::Open) {
+            return true;
+        }
+        // The peer wakes us only if there was no room.
+        let goes_on = self.transmit.has_work() && self.may_transmit() && !self.stream.wants_room();
+        !self.stream.is_shared() || self.completions.is_empty() && !goes_on && self.stream.rest()
     }
 
     fn wants_write(&self) -> bool {
         match self.stage {
             Stage::SendReply(..) => true,
+            // The peer wakes us when there is room.
+            Stage::Open if self.stream.is_shared() => false,
             Stage::Open => self.failed.is_none() && self.broken.is_none() && self.transmit.has_work(),
             _ => false,
         }

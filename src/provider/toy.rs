@@ -19,6 +19,7 @@ static TRAITS: Traits = Traits {
     name: "toy",
     title: "toys",
     socket: false,
+    one_event: false,
     locked_memory: false,
     own_memory: false,
     place_min: 0,

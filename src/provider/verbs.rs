@@ -75,6 +75,7 @@ pub static TRAITS: Traits = Traits {
     name: "verbs",
     title: "adapters",
     socket: false,
+    one_event: true,
     locked_memory: true,
     own_memory: true,
     // What is shorter is copied sooner than registered.

@@ -14,15 +14,19 @@
 //! - Nothing is locked, and nothing of ours lives on the stack, while it sleeps or dispatches.
 #![allow(unsafe_code)]
 
+use std::cell::Cell;
 use std::ffi::c_int;
 use std::mem::MaybeUninit;
 use std::os::fd::{AsRawFd, OwnedFd, RawFd};
 use std::sync::MutexGuard;
 use std::sync::atomic::{AtomicI32, AtomicU64, AtomicUsize, Ordering::Relaxed, Ordering::SeqCst, fence};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use rustc_hash::FxHashMap;
 
+use crate::config;
+use crate::driver::busy::{self, Look};
+use crate::driver::service_loop;
 use crate::error::Error;
 use crate::ffi::step;
 use crate::tirpc::{_rpc_dtablesize, svc_max_pollfd, svc_pollfd};
@@ -105,6 +109,17 @@ fn lock() -> MutexGuard<'static, Set> {
 /// The descriptor of [`Set::bell`], for signal handlers; -1: there is none.
 static BELL: AtomicI32 = AtomicI32::new(-1);
 
+thread_local! {
+    /// How many loops of ours the thread is in.
+    static HERE: Cell<u32> = const { Cell::new(0) };
+}
+
+/// Whether the calling thread is in the only loop of ours, which goes on when a routine has returned: no other one sleeps, and
+/// would not look at busy connections.
+pub fn is_alone_here() -> bool {
+    HERE.get() > 0 && LOOPS.load(Relaxed) == 1
+}
+
 /// Wakes a loop that sleeps, if there is one. A signal handler may do that.
 pub fn ring() {
     // Either the bell is seen here, or what it is rung for by who has just made it.
@@ -133,10 +148,14 @@ enum Turn {
 /// A loop begins.
 pub fn enter() {
     LOOPS.fetch_add(1, Relaxed);
+    HERE.set(HERE.get() + 1);
 }
 
 /// It has ended.
 pub fn leave() {
+    HERE.set(HERE.get().saturating_sub(1));
+    // Who looks at them next does so when their descriptors tell.
+    busy::rest(false, |fd| service_loop::PROGRAM.leave(fd));
     if LOOPS.fetch_sub(1, Relaxed) == 1 {
         let mut set = lock();
         std::mem::take(&mut *set).close();
@@ -469,6 +488,14 @@ impl Ready {
         Ready { fds: [libc::pollfd { fd: -1, events: 0, revents: 0 }; MOST], count: 0 }
     }
 
+    /// One more, unless there is no room: it is looked at again then.
+    fn add(&mut self, fd: RawFd, revents: i16) {
+        if let Some(place) = self.fds.get_mut(self.count) {
+            *place = libc::pollfd { fd, events: EVENTS, revents };
+            self.count += 1;
+        }
+    }
+
     /// Their numbers.
     pub fn fds(&self) -> impl Iterator<Item = RawFd> {
         self.fds[..self.count].iter().map(|entry| entry.fd)
@@ -498,15 +525,47 @@ pub unsafe fn run() {
 /// As libtirpc's `svc_run`.
 pub unsafe fn turn(ready: &mut Ready, is_over: impl Fn() -> bool) -> bool {
     ready.count = 0;
-    match next_turn(is_over) {
-        Turn::Ended => false,
-        // SAFETY: by the contract.
-        Turn::Epoll(set, timeout) => unsafe { by_epoll(set, timeout, ready) },
-        // SAFETY: by the contract.
-        Turn::Few => unsafe { by_few(ready) },
-        // SAFETY: by the contract.
-        Turn::Poll => unsafe { by_poll() },
+    loop {
+        let turn = next_turn(&is_over);
+        if matches!(turn, Turn::Ended) {
+            return false;
+        }
+        let waits = step(|| Ok(look(ready))).unwrap_or(true);
+        if waits && ready.count > 0 {
+            return true;
+        }
+        let goes_on = match turn {
+            Turn::Ended => false,
+            // SAFETY: by the contract.
+            Turn::Epoll(set, timeout) => unsafe { by_epoll(set, if waits { timeout } else { 0 }, ready) },
+            // SAFETY: by the contract.
+            Turn::Few => unsafe { by_few(waits, ready) },
+            // SAFETY: by the contract.
+            Turn::Poll => unsafe { by_poll(waits) },
+        };
+        if waits || ready.count > 0 || !goes_on {
+            return goes_on;
+        }
     }
+}
+
+/// Looks at busy connections as long as it may pay. False if descriptors are only to be asked meanwhile.
+fn look(ready: &mut Ready) -> bool {
+    if !busy::any() {
+        return true;
+    }
+    let poll = config::get().map_or(Duration::ZERO, |config| config.poll);
+    let until = busy::begin(poll);
+    while let Some(until) = until {
+        match busy::look(|fd| ready.add(fd, libc::POLLIN)) {
+            Look::Found => return true,
+            Look::Ask => return false,
+            Look::Nothing if Instant::now() >= until || !busy::any() => break,
+            Look::Nothing => std::hint::spin_loop(),
+        }
+    }
+    busy::rest(until.is_some(), |fd| ready.add(fd, libc::POLLIN));
+    true
 }
 
 /// Whether the loop goes on after its sleep has failed.
@@ -550,7 +609,7 @@ unsafe fn by_epoll(set: RawFd, timeout: c_int, ready: &mut Ready) -> bool {
 ///
 /// # Safety
 /// As [`run`].
-unsafe fn by_few(ready: &mut Ready) -> bool {
+unsafe fn by_few(waits: bool, ready: &mut Ready) -> bool {
     let mut fds = [libc::pollfd { fd: -1, events: libc::POLLIN, revents: 0 }; FEW + 1];
     let copied = step(|| {
         let set = lock();
@@ -572,7 +631,7 @@ unsafe fn by_few(ready: &mut Ready) -> bool {
         Ok(count) => count,
     };
     // SAFETY: so many entries.
-    if unsafe { poll(fds.as_mut_ptr(), count as libc::nfds_t, -1) } < 0 {
+    if unsafe { poll(fds.as_mut_ptr(), count as libc::nfds_t, if waits { -1 } else { 0 }) } < 0 {
         return sleeps_on("poll");
     }
     if fds[0].revents != 0 {
@@ -600,8 +659,7 @@ unsafe fn hand_out(events: impl Iterator<Item = (RawFd, i16)>, polled: bool, rea
             }
             // SAFETY: this is the loop.
             if unsafe { set.is_due(fd) } {
-                ready.fds[ready.count] = libc::pollfd { fd, events: EVENTS, revents };
-                ready.count += 1;
+                ready.add(fd, revents);
             }
         }
         Ok(())
@@ -612,7 +670,7 @@ unsafe fn hand_out(events: impl Iterator<Item = (RawFd, i16)>, polled: bool, rea
 ///
 /// # Safety
 /// As [`run`].
-unsafe fn by_poll() -> bool {
+unsafe fn by_poll(waits: bool) -> bool {
     /// Lies in memory of the thread: its end passes through the loop.
     const FEW: usize = 1024;
     let mut few = [const { MaybeUninit::<libc::pollfd>::uninit() }; FEW];
@@ -637,7 +695,7 @@ unsafe fn by_poll() -> bool {
     });
     let Ok((fds, count)) = copied else { return true };
     // SAFETY: so many entries, all written.
-    let ready = unsafe { poll(fds, count as libc::nfds_t, AGAIN) };
+    let ready = unsafe { poll(fds, count as libc::nfds_t, if waits { AGAIN } else { 0 }) };
     if ready < 0 {
         return sleeps_on("poll");
     }

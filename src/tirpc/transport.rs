@@ -337,7 +337,7 @@ impl Transport {
     pub fn finds_more(&self) -> bool {
         let Some(server) = self.server.as_ref().filter(|_| !self.is_destroyed()) else { return false };
         service_loop::PROGRAM.look();
-        let next = driver::next(server, || others_wait([self.fd, -1]));
+        let next = driver::next(server, || others_wait([self.fd, -1]), None);
         service_loop::PROGRAM.look_for_others();
         if matches!(next, Next::Later) {
             service_loop::PROGRAM.leave(self.fd);
@@ -796,11 +796,15 @@ fn hand_out(own: &Arc<Transport>) -> bool_t {
         return 0;
     }
     for _ in 0..MOST {
-        let request = own.server().and_then(|mut server| {
-            server.keep_deferred(LATE);
-            server.receive()
-        });
-        let Some(request) = request else { return 0 };
+        let Some(mut server) = own.server() else { return 0 };
+        server.keep_deferred(LATE);
+        let Some(request) = server.receive() else {
+            if server.rests() {
+                return 0;
+            }
+            break;
+        };
+        drop(server);
         own.handed_out.fetch_add(1, AcqRel);
         threads::hand_out(own.clone(), request);
     }
@@ -966,7 +970,7 @@ unsafe extern "C" fn stat(xprt: *mut SVCXPRT) -> c_uint {
             // A call back that waits looks first whether it has its reply.
             own.server().is_some_and(|mut server| server.closed().is_some())
         } else {
-            match driver::next(server, || others_wait([own.fd, -1])) {
+            match driver::next(server, || others_wait([own.fd, -1]), run::is_alone_here().then_some(server)) {
                 Next::Request => return Ok(xprt_stat::XPRT_MOREREQS),
                 Next::Later => {
                     service_loop::PROGRAM.leave(own.fd);
@@ -974,7 +978,7 @@ unsafe extern "C" fn stat(xprt: *mut SVCXPRT) -> c_uint {
                     wake_left();
                     return Ok(xprt_stat::XPRT_IDLE);
                 }
-                Next::Arrival => false,
+                Next::Arrival | Next::Soon => false,
                 Next::Closed => true,
             }
         };

@@ -831,7 +831,8 @@ fn fpdus_fit_the_segments_of_the_path() {
     let before = pair.a.transmit.fpdu();
     // TCP raises it step by step, so what we know may be an earlier value.
     let socket = pair.a.fd();
-    pair.a.transmit.look_at_path(socket);
+    let Iwarp { transmit, stream, .. } = &mut pair.a;
+    transmit.look_at_path(stream);
     let mss = socket::tcp_mss(socket).unwrap();
     let fpdu = pair.a.transmit.fpdu();
     assert!(fpdu >= before && fpdu <= mss && fpdu + 800 > mss, "FPDUs of {fpdu}, segments of {mss}");

@@ -15,7 +15,7 @@
 //! cares must wait for the Read).
 //!
 //! What a write changes and a forked child must know lies in [`Shared`] words: the next MSN of each queue, and which
-//! process has an unfinished message on the wire. Any other process finds the socket "full" until that is finished.
+//! process has an unfinished message on the stream. Any other process finds the socket "full" until that is finished.
 //!
 //! # Invariants
 //! - `Shared::owner` is this process whenever `frames` is not empty or a message is begun and not finished.
@@ -24,17 +24,16 @@
 
 use std::collections::VecDeque;
 use std::io;
-use std::os::fd::RawFd;
 use std::sync::Arc;
 use std::sync::atomic::Ordering::Relaxed;
 
 use super::ddp::{self, Header, Opcode, ReadRequest};
+use super::stream::Stream;
 use super::{lost, mpa};
 use crate::error::{Error, Kind};
 use crate::fork;
 use crate::memory::{IoVec, Region, Regions, Sink};
 use crate::provider::WorkId;
-use crate::socket;
 use crate::wire::Segment;
 
 /// Bytes framed ahead of the socket; also about what one system call hands over.
@@ -161,7 +160,7 @@ pub(super) struct Read {
     pub(super) sink: Option<Sink>,
     pub(super) at: usize,
     pub(super) from: Segment,
-    /// Names the sink on the wire, for this Read only.
+    /// Names the sink on the stream, for this Read only.
     pub(super) stag: u32,
     /// Bytes of the response that have been placed.
     pub(super) done: u32,
@@ -207,7 +206,7 @@ struct Frame {
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Stream {
+enum Feed {
     Own,
     Response,
 }
@@ -220,7 +219,7 @@ pub(super) struct Transmit {
     queue: VecDeque<Work>,
     /// Reads that found no room at the peer, in order.
     stalled: VecDeque<Read>,
-    /// Reads on the wire, oldest first: responses come in this order.
+    /// Reads on the stream, oldest first: responses come in this order.
     pub(super) outstanding: VecDeque<Read>,
     responses: VecDeque<Response>,
     /// Requests of the peer whose response has not left completely.
@@ -290,9 +289,9 @@ impl Transmit {
     }
 
     /// Whether a Send of these pieces is one short FPDU, and nothing is to go out before it.
-    pub(super) fn may_send_at_once(&mut self, socket: RawFd, gather: &[Region]) -> bool {
+    pub(super) fn may_send_at_once(&mut self, stream: &Stream, gather: &[Region]) -> bool {
         let len = gather.iter().map(|piece| piece.len()).sum::<usize>();
-        let fits = ddp::UNTAGGED + len + MAX_TAIL <= SHORT && len <= self.segment(socket, ddp::UNTAGGED);
+        let fits = ddp::UNTAGGED + len + MAX_TAIL <= SHORT && len <= self.segment(stream, ddp::UNTAGGED);
         fits && self.may_send && !self.blocked && self.is_idle()
     }
 
@@ -302,7 +301,7 @@ impl Transmit {
     /// When the stream is broken.
     pub(super) fn send_at_once(
         &mut self,
-        (socket, shared): (RawFd, &Shared),
+        (stream, shared): (&mut Stream, &Shared),
         gather: Regions,
         invalidate: Option<u32>,
         calls: &mut u64,
@@ -323,7 +322,7 @@ impl Transmit {
             let crc = self.crc.then(|| crc32c::crc32c(&fpdu[..crc_at]));
             fpdu[crc_at..whole].copy_from_slice(&mpa::crc_word(crc));
             *calls += 1;
-            let sent = offer(socket, &[IoVec::from_slice(&fpdu[..whole])])?;
+            let sent = offer(stream, &[IoVec::from_slice(&fpdu[..whole])])?;
             if sent == whole {
                 shared.set(Shared::OWNER, 0);
             }
@@ -429,8 +428,8 @@ impl Transmit {
     }
 
     /// The segment size that the path now has.
-    pub(super) fn look_at_path(&mut self, socket: RawFd) {
-        let mss = socket::tcp_mss(socket).unwrap_or(usize::MAX).min(self.max_fpdu.unwrap_or(usize::MAX));
+    pub(super) fn look_at_path(&mut self, stream: &Stream) {
+        let mss = stream.segment().unwrap_or(usize::MAX).min(self.max_fpdu.unwrap_or(usize::MAX));
         self.ulpdu = mpa::mulpdu(mss);
         self.until_look = self.next_look;
         self.next_look = (self.next_look * 2).min(1 << 20);
@@ -445,7 +444,11 @@ impl Transmit {
     ///
     /// # Errors
     /// When the stream is broken.
-    pub(super) fn run(&mut self, (socket, shared): (RawFd, &Shared), calls: &mut u64) -> Result<(), Error> {
+    pub(super) fn run(
+        &mut self,
+        (stream, shared): (&mut Stream, &Shared),
+        calls: &mut u64,
+    ) -> Result<(), Error> {
         self.blocked = false;
         if !self.has_work() {
             return Ok(());
@@ -453,7 +456,7 @@ impl Transmit {
         let result = shared.with_stream(|shared| {
             // Before the first byte: should we end inside the call, the others must know.
             shared.set(Shared::OWNER, u64::from(fork::process_id()));
-            let result = self.pump(socket, shared, calls);
+            let result = self.pump(stream, shared, calls);
             if !self.is_inside_message() {
                 shared.set(Shared::OWNER, 0);
             }
@@ -468,13 +471,13 @@ impl Transmit {
         }
     }
 
-    fn pump(&mut self, socket: RawFd, shared: &Shared, calls: &mut u64) -> Result<(), Error> {
+    fn pump(&mut self, stream: &mut Stream, shared: &Shared, calls: &mut u64) -> Result<(), Error> {
         let mut budget = RUN;
         loop {
             while self.frame_bytes < BATCH && self.frames.len() < BATCH_FRAMES {
                 match self.next() {
-                    Some(Stream::Own) => self.frame_own(socket, shared),
-                    Some(Stream::Response) => self.frame_response(socket),
+                    Some(Feed::Own) => self.frame_own(stream, shared),
+                    Some(Feed::Response) => self.frame_response(stream),
                     None => break,
                 }
             }
@@ -494,7 +497,7 @@ impl Transmit {
                 offered += added;
             }
             *calls += 1;
-            let sent = offer(socket, &pieces)?;
+            let sent = offer(stream, &pieces)?;
             drop(pieces);
             self.sent += sent as u64;
             self.take_sent(sent);
@@ -507,7 +510,7 @@ impl Transmit {
     }
 
     /// Which stream may frame its next segment.
-    fn next(&self) -> Option<Stream> {
+    fn next(&self) -> Option<Feed> {
         if !self.may_send {
             return None;
         }
@@ -520,9 +523,9 @@ impl Transmit {
         let own = own_is_tagged.is_some_and(|tagged| !(tagged && in_response));
         let response = !self.responses.is_empty() && !in_write;
         match (own, response) {
-            (true, true) => Some(if self.own_last { Stream::Response } else { Stream::Own }),
-            (true, false) => Some(Stream::Own),
-            (false, true) => Some(Stream::Response),
+            (true, true) => Some(if self.own_last { Feed::Response } else { Feed::Own }),
+            (true, false) => Some(Feed::Own),
+            (false, true) => Some(Feed::Response),
             (false, false) => None,
         }
     }
@@ -555,12 +558,12 @@ impl Transmit {
         Some(work)
     }
 
-    fn frame_own(&mut self, socket: RawFd, shared: &Shared) {
+    fn frame_own(&mut self, stream: &Stream, shared: &Shared) {
         self.own_last = true;
         let mut current = match self.current.take() {
             Some(current) => current,
             None => match self.take_own() {
-                Some(Work::Read(read)) => return self.frame_read(socket, shared, read),
+                Some(Work::Read(read)) => return self.frame_read(stream, shared, read),
                 Some(work) => {
                     let (gather, msn) = match &work {
                         Work::Send { gather, .. } => (gather, self.number_send(shared)),
@@ -578,7 +581,7 @@ impl Transmit {
             Work::Write { to, .. } => (to.length as usize, ddp::TAGGED),
             Work::Read(_) => return,
         };
-        let payload = (len - current.done).min(self.segment(socket, header_len));
+        let payload = (len - current.done).min(self.segment(stream, header_len));
         let last = current.done + payload == len;
         let header = match &current.work {
             Work::Write { to, .. } => Header::Tagged {
@@ -599,8 +602,8 @@ impl Transmit {
         }
     }
 
-    fn frame_read(&mut self, socket: RawFd, shared: &Shared, read: Read) {
-        self.segment(socket, ddp::UNTAGGED);
+    fn frame_read(&mut self, stream: &Stream, shared: &Shared, read: Read) {
+        self.segment(stream, ddp::UNTAGGED);
         let request = ReadRequest {
             sink_stag: read.stag,
             sink_to: 0,
@@ -620,9 +623,9 @@ impl Transmit {
         self.outstanding.push_back(read);
     }
 
-    fn frame_response(&mut self, socket: RawFd) {
+    fn frame_response(&mut self, stream: &Stream) {
         self.own_last = false;
-        let most = self.segment(socket, ddp::TAGGED);
+        let most = self.segment(stream, ddp::TAGGED);
         let Some(response) = self.responses.front_mut() else { return };
         let payload = ((response.request.size - response.done) as usize).min(most);
         let from = Cursor { gather: response.bytes.clone(), piece: 0, at: response.done as usize };
@@ -644,9 +647,9 @@ impl Transmit {
 
     /// Payload bytes of the largest segment with this header that the path takes: a multiple of four with its header,
     /// so that only last segments are padded.
-    fn segment(&mut self, socket: RawFd, header_len: usize) -> usize {
+    fn segment(&mut self, stream: &Stream, header_len: usize) -> usize {
         if self.until_look == 0 {
-            self.look_at_path(socket);
+            self.look_at_path(stream);
         }
         let payload = (2 + self.ulpdu - header_len) & !3;
         self.until_look = self.until_look.saturating_sub(payload);
@@ -858,7 +861,7 @@ impl Frame {
             let skipped = skip.min(len);
             skip -= skipped;
             if skipped < len
-                && pieces.len() < socket::IOV_MAX
+                && pieces.len() < crate::socket::IOV_MAX
                 && let Some(piece) = piece(skipped)
             {
                 added += piece.len();
@@ -890,8 +893,8 @@ fn send_header(msn: u32, invalidate: Option<u32>, last: bool, mo: usize) -> Head
 }
 
 /// Sends what the socket takes now.
-fn offer(socket: RawFd, pieces: &[IoVec<'_>]) -> Result<usize, Error> {
-    match socket::send(socket, pieces) {
+fn offer(stream: &mut Stream, pieces: &[IoVec<'_>]) -> Result<usize, Error> {
+    match stream.send(pieces) {
         Ok(sent) => Ok(sent),
         Err(e) if e.kind() == io::ErrorKind::WouldBlock => Ok(0),
         Err(e) => Err(lost(format!("sending failed: {e}"))),
@@ -934,7 +937,7 @@ mod tests {
             let gather = vec![Region::copy_from(b"x").unwrap(); pieces].into();
             transmit.post(Work::Send { gather, len: pieces, invalidate: None });
         }
-        transmit.run((ours.as_raw_fd(), &shared), &mut 0).unwrap();
+        transmit.run((&mut Stream::new(ours.as_raw_fd()), &shared), &mut 0).unwrap();
         assert!(transmit.is_idle());
         let mut writes = Vec::new();
         let mut write = [0; 1 << 16];
@@ -958,7 +961,7 @@ mod tests {
 
     #[test]
     fn a_write_ends_between_two_fpdus_and_never_inside_a_pad_and_crc() {
-        let most = socket::IOV_MAX;
+        let most = crate::socket::IOV_MAX;
         for pieces in most - 6..most + 6 {
             for messages in [&[pieces][..], &[3, pieces, 3], &[600, 600, 600], &[1; 400], &[pieces, pieces]] {
                 let writes = writes(messages);
@@ -987,30 +990,32 @@ mod tests {
                 for socket in [&ours, &peers] {
                     socket.set_nonblocking(true).unwrap();
                 }
-                let stream = (ours.as_raw_fd(), &Shared::new().unwrap());
+                let (mut stream, shared) = (Stream::new(ours.as_raw_fd()), Shared::new().unwrap());
                 let mut transmit = Transmit::new(None);
                 transmit.may_send = true;
                 let filled = if full { fill(&ours) } else { 0 };
-                stream.1.set(Shared::OWNER, if other { u64::from(parent_id()) } else { 0 });
+                shared.set(Shared::OWNER, if other { u64::from(parent_id()) } else { 0 });
                 for (length, invalidate) in [(30, None), (3, Some(5)), (33, None)] {
                     let gather = vec![
                         Region::copy_from(&[7; 30]).unwrap(),
                         Region::copy_from(&vec![8; length]).unwrap(),
                     ];
-                    if at_once && transmit.may_send_at_once(ours.as_raw_fd(), &gather) {
-                        transmit.send_at_once(stream, gather.into(), invalidate, &mut 0).unwrap();
+                    if at_once && transmit.may_send_at_once(&stream, &gather) {
+                        transmit
+                            .send_at_once((&mut stream, &shared), gather.into(), invalidate, &mut 0)
+                            .unwrap();
                         assert_eq!((transmit.blocked, transmit.unsent() > 0), (full || other, full || other));
                         assert_eq!(transmit.is_inside_message(), full);
                     } else {
                         transmit.post(Work::Send { gather: gather.into(), len: 30 + length, invalidate });
-                        transmit.run(stream, &mut 0).unwrap();
+                        transmit.run((&mut stream, &shared), &mut 0).unwrap();
                     }
                 }
                 let mut came = Vec::new();
                 let end = peers.read_to_end(&mut came).unwrap_err();
                 assert_eq!((end.kind(), came.len() <= filled), (io::ErrorKind::WouldBlock, full || other));
-                stream.1.set(Shared::OWNER, 0);
-                transmit.run(stream, &mut 0).unwrap();
+                shared.set(Shared::OWNER, 0);
+                transmit.run((&mut stream, &shared), &mut 0).unwrap();
                 let _ = peers.read_to_end(&mut came);
                 assert!(transmit.is_idle() && transmit.unsent() == 0 && transmit.frame_bytes == 0);
                 (came.split_off(filled), transmit.sent, transmit.sends)

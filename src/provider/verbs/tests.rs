@@ -29,6 +29,7 @@ fn options() -> Options {
         margin: 4,
         crc: crate::config::Crc::Auto,
         only: true,
+        spins: false,
     }
 }
 

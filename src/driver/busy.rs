@@ -1,0 +1,133 @@
+//! Connections that the library's own service loop looks at itself, because they are busy and a look costs nothing: those that
+//! share memory with their peers, which then need not wake anybody.
+//!
+//! A connection comes here when it has served and nothing more has come ([`Next::Soon`](super::Next::Soon)), and leaves when
+//! something has, or when the loop goes to sleep: then it rests, and its descriptor tells what comes.
+#![forbid(unsafe_code)]
+
+use std::os::fd::RawFd;
+use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
+use std::sync::{Arc, MutexGuard, Weak};
+use std::time::{Duration, Instant};
+
+use super::server::{Shared, has_come, rests};
+use super::spin::Spin;
+use crate::fork;
+
+/// Connections beyond so many go back to their descriptors: a look at all of them shall be short.
+const MOST: usize = 64;
+
+/// How long the loop looks here before it looks at its descriptors too.
+const ASK: Duration = Duration::from_micros(100);
+
+/// The connections, and how long the loop looks at them.
+#[derive(Default)]
+struct Busy {
+    list: Vec<(RawFd, Weak<Shared>)>,
+    spin: Option<Spin>,
+    /// When the descriptors were asked.
+    asked: Option<Instant>,
+    /// The process whose they are.
+    generation: u64,
+}
+
+static BUSY: fork::Lock<Busy> = fork::Lock::new();
+
+/// How many there are.
+static COUNT: AtomicUsize = AtomicUsize::new(0);
+
+fn lock() -> MutexGuard<'static, Busy> {
+    let mut busy = BUSY.lock();
+    let generation = fork::generation();
+    if busy.generation != generation {
+        // A child leaves them to its parent.
+        *busy = Busy { generation, ..Busy::default() };
+        COUNT.store(0, Relaxed);
+    }
+    busy
+}
+
+/// What a look has come to.
+pub enum Look {
+    /// There is something at these.
+    Found,
+    /// Nothing, but it is time to ask the descriptors, without waiting.
+    Ask,
+    /// Nothing.
+    Nothing,
+}
+
+/// The loop looks at this connection from here on.
+pub(super) fn add(fd: RawFd, server: &Arc<Shared>) -> bool {
+    let mut busy = lock();
+    let own = Arc::downgrade(server);
+    if busy.list.iter().any(|(_, other)| other.ptr_eq(&own)) {
+        return true;
+    }
+    if busy.list.len() >= MOST {
+        return false;
+    }
+    busy.list.push((fd, own));
+    COUNT.store(busy.list.len(), Relaxed);
+    true
+}
+
+/// Whether there are any.
+pub fn any() -> bool {
+    COUNT.load(Relaxed) > 0
+}
+
+/// How long the loop may look, if at all: `poll` as in [`Config::poll`](crate::config::Config::poll).
+pub fn begin(poll: Duration) -> Option<Instant> {
+    let limit = lock().spin.get_or_insert_with(|| Spin::new(poll)).allowed()?;
+    Some(Instant::now() + limit)
+}
+
+/// Looks once at all of them. Those that have something are no longer among them.
+pub fn look(mut found: impl FnMut(RawFd)) -> Look {
+    let mut busy = lock();
+    let mut any = false;
+    busy.list.retain(|(fd, server)| {
+        let Some(server) = server.upgrade() else { return false };
+        let come = has_come(&server, *fd);
+        if come {
+            found(*fd);
+        }
+        any |= come;
+        !come
+    });
+    COUNT.store(busy.list.len(), Relaxed);
+    let now = Instant::now();
+    if busy.asked.is_none_or(|asked| now - asked >= ASK) {
+        busy.asked = Some(now);
+        return Look::Ask;
+    }
+    match any {
+        true => {
+            if let Some(spin) = &mut busy.spin {
+                spin.found();
+            }
+            Look::Found
+        }
+        false => Look::Nothing,
+    }
+}
+
+/// All of them rest. `failed`: nothing has come in the time. Tells which have something already.
+pub fn rest(failed: bool, mut found: impl FnMut(RawFd)) {
+    let list = {
+        let mut busy = lock();
+        if failed && let Some(spin) = &mut busy.spin {
+            spin.failed();
+        }
+        COUNT.store(0, Relaxed);
+        std::mem::take(&mut busy.list)
+    };
+    for (fd, server) in list {
+        if let Some(server) = server.upgrade()
+            && !rests(&server, fd)
+        {
+            found(fd);
+        }
+    }
+}

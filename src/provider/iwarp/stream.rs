@@ -1,0 +1,99 @@
+//! The stream of bytes that a queue pair goes over: that of the TCP connection, or rings of memory beside it.
+#![forbid(unsafe_code)]
+
+use std::io;
+use std::os::fd::RawFd;
+
+use crate::memory::{IoVec, IoVecMut};
+use crate::provider::local::Rings;
+use crate::socket;
+
+/// A stream, both ways.
+pub(super) struct Stream {
+    pub(super) socket: RawFd,
+    rings: Option<Box<Rings>>,
+}
+
+impl Stream {
+    /// That of a TCP connection.
+    pub(super) fn new(socket: RawFd) -> Stream {
+        Stream { socket, rings: None }
+    }
+
+    /// From here on it goes through memory.
+    pub(super) fn share(&mut self, rings: Rings) {
+        self.rings = Some(Box::new(rings));
+    }
+
+    /// Has the peer, which waits on the socket, look at what it has got beside it.
+    pub(super) fn call(&mut self) {
+        if let Some(rings) = &mut self.rings {
+            rings.call(self.socket);
+        }
+    }
+
+    /// Whether it does.
+    pub(super) fn is_shared(&self) -> bool {
+        self.rings.is_some()
+    }
+
+    /// As [`socket::send`].
+    pub(super) fn send(&mut self, pieces: &[IoVec<'_>]) -> io::Result<usize> {
+        match &mut self.rings {
+            None => socket::send(self.socket, pieces),
+            Some(rings) => rings.send(self.socket, pieces),
+        }
+    }
+
+    /// As [`socket::receive`].
+    pub(super) fn receive(&mut self, pieces: &mut [IoVecMut<'_>]) -> io::Result<usize> {
+        match &mut self.rings {
+            None => socket::receive(self.socket, pieces),
+            Some(rings) => rings.receive(self.socket, pieces),
+        }
+    }
+
+    /// As [`socket::tcp_mss`]: `None` where nothing is cut.
+    pub(super) fn segment(&self) -> Option<usize> {
+        if self.is_shared() { None } else { socket::tcp_mss(self.socket) }
+    }
+
+    /// Bytes that were sent, and that the peer has not taken.
+    pub(super) fn unacknowledged(&self) -> u64 {
+        self.rings.as_ref().map_or_else(|| socket::unacknowledged(self.socket), |rings| rings.unconsumed())
+    }
+
+    /// Whether it waits for room, and is told of it by being readable.
+    pub(super) fn wants_room(&self) -> bool {
+        self.rings.as_ref().is_some_and(|rings| rings.wants_room())
+    }
+
+    /// As [`crate::provider::QueuePair::claim`], which has succeeded.
+    pub(super) fn claim(&mut self) {
+        if let Some(rings) = &mut self.rings {
+            rings.claim();
+        }
+    }
+
+    /// As [`crate::provider::QueuePair::spin`].
+    pub(super) fn spin(&mut self) {
+        if let Some(rings) = &mut self.rings {
+            rings.spin();
+        }
+    }
+
+    /// As [`crate::provider::QueuePair::drained`], once less has come than was asked for.
+    pub(super) fn drained(&mut self) -> bool {
+        self.rings.as_mut().is_none_or(|rings| rings.drained())
+    }
+
+    /// As [`crate::provider::QueuePair::has_come`].
+    pub(super) fn has_come(&self) -> bool {
+        self.rings.as_ref().is_none_or(|rings| rings.has_come())
+    }
+
+    /// As [`crate::provider::QueuePair::rest`].
+    pub(super) fn rest(&mut self) -> bool {
+        self.rings.as_mut().is_none_or(|rings| rings.rest(self.socket))
+    }
+}

@@ -1,0 +1,270 @@
+//! Shared memory between two processes of one host: software iWARP whose stream goes through rings of memory instead of a TCP
+//! connection, which stays as its name, its end, and what wakes who waits.
+//!
+//! # How two ends find each other
+//! The TCP connection is made as ever. A client whose server has an address of this host listens at a Unix socket with a random
+//! abstract name, and writes into the private data of its MPA Request, behind the words of RFC 8797, that name and a
+//! secret. Peers that do not know them pass them over. A server that does connects to the name: it exists in this network
+//! namespace of this host only. It shows the client's secret there, passes the segment of memory that it writes, and says
+//! a secret of its own in the MPA Reply. The client shows that one and passes its segment, over the same Unix
+//! connection. Where any of this fails the connection goes on as software iWARP, at once: nobody waits for a step of
+//! it longer than for the MPA startup.
+//!
+//! # Why that is safe
+//! Who has shown the secrets has read both directions of the TCP connection, so the memory is shared with nobody but its two
+//! ends, whoever they are: the same that would have read and written the bytes. Names are seen by every user of the host
+//! (`/proc/net/unix`), secrets by nobody. Somebody else who connects to a name shows no secret, and is passed over;
+//! who takes a name after its owner is shown the secret of a connection that has ended, and a segment into which nothing is
+//! ever written, for he cannot answer with the server's secret, which went over TCP. What is shown is 128 bits from
+//! getrandom(2), and good for one connection.
+//!
+//! What the other end may do with the memory is in `memory::shared`, and what with the numbers in it in `rings`.
+#![forbid(unsafe_code)]
+
+use std::io::{self, IoSlice, IoSliceMut};
+use std::mem::MaybeUninit;
+use std::os::fd::{AsFd, OwnedFd, RawFd};
+use std::sync::Arc;
+
+use rustix::io::Errno;
+use rustix::net::{
+    AddressFamily, RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, ReturnFlags, SendAncillaryBuffer,
+    SendAncillaryMessage, SendFlags, SocketAddrUnix, SocketFlags, SocketType, accept_with, bind, connect,
+    listen, recvmsg, sendmsg, socket_with,
+};
+
+use super::iwarp::{self, Iwarp};
+use super::{Device, Options, QueuePair, Traits, Way};
+use crate::error::{Error, Kind};
+use crate::memory::Areas;
+use crate::memory::shared::{Own, Theirs};
+use crate::{process, socket};
+
+mod rings;
+
+pub use rings::Rings;
+
+/// What the layers above know of it.
+pub static TRAITS: Traits = Traits {
+    name: "local",
+    title: "shared memory",
+    socket: true,
+    one_event: true,
+    locked_memory: false,
+    own_memory: false,
+    place_min: 0,
+    loopback: true,
+};
+
+/// Shared memory with a peer on this host; with any other, software iWARP, unless nothing but this may be used.
+pub struct Local;
+
+impl Device for Local {
+    fn traits(&self) -> &'static Traits {
+        &TRAITS
+    }
+
+    fn usable(&self, only: bool) -> Result<(), Error> {
+        let text = "it is used where RPCRDMA_PROVIDER=local says so";
+        if only { Ok(()) } else { Err(Error::new(Kind::Os(libc::ENODEV), text)) }
+    }
+
+    fn connect(
+        &self,
+        way: Way,
+        options: &Options,
+        _areas: Option<Arc<Areas>>,
+    ) -> Result<Box<dyn QueuePair>, Error> {
+        let Way::Socket(fd) = way else { return Err(way.unknown()) };
+        Ok(Box::new(Iwarp::initiator(fd, with(options, fd)?)?))
+    }
+
+    fn accept(&self, socket: RawFd, options: &Options) -> Result<Box<dyn QueuePair>, Error> {
+        Ok(Box::new(Iwarp::responder(socket, with(options, socket)?)?))
+    }
+}
+
+/// Whether a connection may share memory, or must.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Sharing {
+    /// It is software iWARP.
+    #[default]
+    Never,
+    /// If the peer does.
+    May,
+    /// Else there is no connection.
+    Must,
+}
+
+fn with(options: &Options, fd: RawFd) -> Result<iwarp::Options, Error> {
+    let sharing = match (socket::own_host(fd), options.only) {
+        (_, true) => Sharing::Must,
+        (true, false) => Sharing::May,
+        (false, false) => Sharing::Never,
+    };
+    Ok(iwarp::Options { sharing, spins: options.spins, ..iwarp::Options::of(options, fd) })
+}
+
+/// The error of a peer that does not share memory, where nothing else may be used.
+pub fn missing() -> Error {
+    let text = "the peer shares no memory with us: it is on another host or in another network namespace, or does not \
+                know how to, and RPCRDMA_PROVIDER=local takes nothing else";
+    Error::new(Kind::Peer, text)
+}
+
+const SECRET: usize = 16;
+type Secret = [u8; SECRET];
+
+/// Begins what is said of it in private data. The last byte is its version.
+const MARK: &[u8; 8] = b"RPCRloc\x01";
+
+/// Connections to a name that are looked at, at most: others than the peer may connect.
+const TRIES: u32 = 16;
+
+fn random() -> io::Result<Secret> {
+    let mut bytes = [0; SECRET];
+    process::random(&mut bytes)?;
+    Ok(bytes)
+}
+
+fn name(of: &Secret) -> io::Result<SocketAddrUnix> {
+    Ok(SocketAddrUnix::new_abstract_name(&[b"rpcrdma-", &of[..]].concat())?)
+}
+
+fn unix() -> io::Result<OwnedFd> {
+    let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
+    Ok(socket_with(AddressFamily::UNIX, SocketType::SEQPACKET, flags, None)?)
+}
+
+/// What follows [`MARK`] in private data.
+fn find<const N: usize>(private_data: &[u8]) -> Option<[u8; N]> {
+    let at = private_data.windows(MARK.len()).position(|window| window == MARK)?;
+    private_data[at + MARK.len()..].first_chunk().copied()
+}
+
+/// A client's end, which waits for its server.
+pub struct Asked {
+    listener: OwnedFd,
+    secret: Secret,
+}
+
+impl Asked {
+    /// Begins to listen. What is to be said in the MPA Request is appended to `private_data`.
+    ///
+    /// # Errors
+    /// The errno of what the system refuses.
+    pub fn new(private_data: &mut Vec<u8>) -> io::Result<Asked> {
+        let (public, secret) = (random()?, random()?);
+        let listener = unix()?;
+        bind(&listener, &name(&public)?)?;
+        listen(&listener, TRIES as i32)?;
+        private_data.extend_from_slice(&[&MARK[..], &public, &secret].concat());
+        Ok(Asked { listener, secret })
+    }
+
+    /// What has come of it when the MPA Reply is here. `None`: the server does not share memory, or something failed.
+    pub fn end(self, private_data: &[u8], spins: bool) -> Option<Rings> {
+        let answer: Secret = find(private_data)?;
+        for _ in 0..TRIES {
+            // Who has connected before it said so in the Reply is here.
+            let Ok(peer) = accept_with(&self.listener, SocketFlags::CLOEXEC | SocketFlags::NONBLOCK) else {
+                break;
+            };
+            let Ok(Some(theirs)) = take(&peer, &self.secret) else { continue };
+            // From here on it is the server: what fails now fails for good.
+            let (own, file) = Own::new().ok()?;
+            pass(&peer, &answer, file).ok()?;
+            return Some(Rings::new(own, theirs, spins));
+        }
+        None
+    }
+}
+
+/// A server's end, which waits for its client's answer.
+pub struct Offered {
+    peer: OwnedFd,
+    secret: Secret,
+    own: Option<Own>,
+}
+
+/// What a client has answered.
+pub enum Answer {
+    /// Nothing yet.
+    Nothing,
+    /// It goes on without.
+    Declined,
+    /// The rings.
+    Accepted(Rings),
+}
+
+impl Offered {
+    /// To a client that has asked for it. What is to be said in the MPA Reply is appended to `reply`. `None`: it has not, or is
+    /// elsewhere, or something failed.
+    pub fn new(private_data: &[u8], reply: &mut Vec<u8>) -> Option<Offered> {
+        let asked: [u8; 2 * SECRET] = find(private_data)?;
+        let (public, theirs) = asked.split_first_chunk::<SECRET>()?;
+        let theirs: &Secret = theirs.first_chunk()?;
+        let offer = || {
+            let peer = unix()?;
+            connect(&peer, &name(public)?)?;
+            let secret = random()?;
+            let (own, file) = Own::new()?;
+            pass(&peer, theirs, file)?;
+            Ok::<_, io::Error>(Offered { peer, secret, own: Some(own) })
+        };
+        let offered = offer().ok()?;
+        reply.extend_from_slice(&[&MARK[..], &offered.secret].concat());
+        Some(offered)
+    }
+
+    /// What the client has answered by now.
+    pub fn answer(&mut self, spins: bool) -> Answer {
+        match take(&self.peer, &self.secret) {
+            Ok(Some(theirs)) => match self.own.take() {
+                Some(own) => Answer::Accepted(Rings::new(own, theirs, spins)),
+                None => Answer::Declined,
+            },
+            Err(e) if e.kind() == io::ErrorKind::WouldBlock => Answer::Nothing,
+            Ok(None) | Err(_) => Answer::Declined,
+        }
+    }
+}
+
+/// Passes a segment, and shows the secret of who is to have it.
+fn pass(to: &OwnedFd, secret: &Secret, file: OwnedFd) -> io::Result<()> {
+    let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
+    let mut control = SendAncillaryBuffer::new(&mut space);
+    let files = [file.as_fd()];
+    if !control.push(SendAncillaryMessage::ScmRights(&files)) {
+        return Err(Errno::NOBUFS.into());
+    }
+    sendmsg(to, &[IoSlice::new(secret)], &mut control, SendFlags::DONTWAIT | SendFlags::NOSIGNAL)?;
+    Ok(())
+}
+
+/// The segment that was passed, with our secret; `None` where it is not, or is none.
+fn take(from: &OwnedFd, secret: &Secret) -> io::Result<Option<Theirs>> {
+    // One byte more than is right, and a descriptor more: what is longer is refused.
+    let mut shown = [0; SECRET + 1];
+    let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(2))];
+    let mut control = RecvAncillaryBuffer::new(&mut space);
+    let flags = RecvFlags::DONTWAIT | RecvFlags::CMSG_CLOEXEC;
+    let got = recvmsg(from, &mut [IoSliceMut::new(&mut shown)], &mut control, flags)?;
+    // Dropped, they are closed.
+    let mut files: Vec<OwnedFd> = control
+        .drain()
+        .filter_map(|message| match message {
+            RecvAncillaryMessage::ScmRights(files) => Some(files),
+            _ => None,
+        })
+        .flatten()
+        .collect();
+    let whole = !got.flags.intersects(ReturnFlags::CTRUNC | ReturnFlags::TRUNC);
+    if !whole || got.bytes != SECRET || shown[..SECRET] != secret[..] || files.len() != 1 {
+        return Ok(None);
+    }
+    files.pop().map(Theirs::new).transpose()
+}
+
+#[cfg(test)]
+mod tests;

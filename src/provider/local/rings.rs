@@ -1,0 +1,380 @@
+//! Two rings of bytes, one each way, that are used as the stream of a TCP socket would be: what does not fit now waits, and
+//! what has not come yet would block. The socket stays: its end is the end, and its bytes wake who waits on it.
+//!
+//! # Waking
+//! Each end says whether it waits: [`Word::Waits`] is odd then. Who puts bytes into its ring, or takes some while the
+//! other end wants room, sends one byte over the socket if the other end waits, once for each time that it does. An end says
+//! that it waits and looks again, in this order; the other one acts and then looks whether somebody waits: one of
+//! them sees the other. While an end looks by itself ([`Rings::spin`]) it costs its peer no system call.
+//!
+//! The bytes that wake are counted in [`Word::Woken`], so that nobody asks the socket for such as are not there. Now and then
+//! it is asked all the same: for the end of the connection, and for bytes that nobody counted.
+//!
+//! # Invariants
+//! - What is in the ring lies between `Consumed` and `Produced`: more than [`RING`] bytes is a lie of the peer's.
+//! - `Base` changes only while the ring is empty. So a connection that has one message at a time under way uses the same
+//!   few pages for all of them.
+//! - The numbers of our own segment are its words: a process that was forked from us goes on where we are.
+#![forbid(unsafe_code)]
+
+use std::hint::spin_loop;
+use std::io::{self, ErrorKind};
+use std::os::fd::RawFd;
+use std::sync::atomic::{Ordering::Acquire, Ordering::Relaxed, Ordering::Release, Ordering::SeqCst, fence};
+use std::time::{Duration, Instant};
+
+use crate::memory::shared::{Own, RING, Theirs, Word};
+use crate::memory::{IoVec, IoVecMut};
+use crate::{fork, socket};
+
+/// So many bytes are copied before the other end is told of them: it copies them while we copy the next.
+const STEP: usize = 16 << 10;
+
+/// How long who sends waits for room while the other end takes something, before it sleeps.
+const ROOM: Duration = Duration::from_micros(20);
+
+/// An end that has heard nothing for so long asks the socket whether its peer is there.
+const QUIET: Duration = Duration::from_millis(1);
+
+/// Of so many looks in vain one asks the socket; and one while it is looked at without a pause.
+const ASKED: u32 = 8;
+const ASKED_BUSY: u32 = 1 << 12;
+
+/// How often something is looked for in one go.
+const ROUNDS: usize = 16;
+
+/// Both rings of a connection.
+pub struct Rings {
+    own: Own,
+    theirs: Theirs,
+    generation: u64,
+    /// The wait of the peer that it was woken from.
+    woken: u64,
+    /// Bytes that have woken us.
+    heard_bytes: u64,
+    /// Whether somebody looks without a pause.
+    busy: bool,
+    /// Looks in vain.
+    looks: u32,
+    heard: Instant,
+    /// Whether it may be waited for room without a sleep.
+    spins: bool,
+    ended: bool,
+}
+
+impl Rings {
+    /// `spins`: whether a thread may wait for its peer without sleeping.
+    pub fn new(own: Own, theirs: Theirs, spins: bool) -> Rings {
+        let rings = Rings {
+            own,
+            theirs,
+            generation: fork::generation(),
+            woken: 0,
+            heard_bytes: 0,
+            busy: false,
+            looks: 0,
+            heard: Instant::now(),
+            spins,
+            ended: false,
+        };
+        rings.own.word(Word::Waits).store(1, SeqCst);
+        rings
+    }
+
+    /// Puts the concatenation of `pieces` into the ring; how many bytes it took.
+    ///
+    /// # Errors
+    /// `EAGAIN` when it takes nothing now; `EPIPE` when the peer has gone; `EPROTO` when it lies.
+    pub fn send(&mut self, socket: RawFd, pieces: &[IoVec<'_>]) -> io::Result<usize> {
+        let total: usize = pieces.iter().map(IoVec::len).sum();
+        // What is written for a peer that has gone was never sent: the call may be made again.
+        if self.ended || self.heard.elapsed() >= QUIET && !self.is_there(socket) {
+            return Err(ErrorKind::BrokenPipe.into());
+        }
+        let mut pieces = pieces.iter();
+        let (mut piece, mut at, mut sent) = (None, 0, 0);
+        let mut produced = self.own.word(Word::Produced).load(Relaxed);
+        self.own.word(Word::WantsRoom).store(0, Relaxed);
+        while sent < total {
+            let room = match self.room(produced)? {
+                0 if self.waits_for_room(socket, produced)? => continue,
+                0 => break,
+                room => room,
+            };
+            if room == RING {
+                self.own.word(Word::Base).store(produced, Relaxed);
+            }
+            let base = self.own.word(Word::Base).load(Relaxed);
+            let end = sent + room.min(STEP).min(total - sent);
+            while sent < end {
+                let from: &IoVec<'_> = match piece {
+                    Some(piece) => piece,
+                    None => match pieces.next() {
+                        Some(next) => piece.insert(next),
+                        None => return Err(ErrorKind::InvalidInput.into()),
+                    },
+                };
+                let n = (from.len() - at).min(end - sent);
+                self.own.fill(produced.wrapping_sub(base), from, at, n);
+                (produced, at, sent) = (produced.wrapping_add(n as u64), at + n, sent + n);
+                if at == from.len() {
+                    (piece, at) = (None, 0);
+                }
+            }
+            self.own.word(Word::Produced).store(produced, Release);
+        }
+        if sent > 0 {
+            self.wake(socket);
+        }
+        match sent {
+            0 if total > 0 => Err(ErrorKind::WouldBlock.into()),
+            sent => Ok(sent),
+        }
+    }
+
+    /// Takes what is there; how many bytes came. 0 means that the peer has gone.
+    ///
+    /// # Errors
+    /// `EAGAIN` when nothing is there now: the socket tells when there is, unless somebody looks without a pause. `EPROTO` when
+    /// the peer lies; what the socket says.
+    pub fn receive(&mut self, socket: RawFd, pieces: &mut [IoVecMut<'_>]) -> io::Result<usize> {
+        if pieces.iter().all(|piece| piece.is_empty()) {
+            return Err(ErrorKind::InvalidInput.into());
+        }
+        // A peer that wakes us without end does not keep us.
+        for _ in 0..ROUNDS {
+            let taken = self.take(pieces)?;
+            if taken > 0 {
+                self.heard_now();
+                self.wake_for_room(socket);
+                return Ok(taken);
+            }
+            if self.ended {
+                return Ok(0);
+            }
+            if self.busy {
+                self.looks = self.looks.wrapping_add(1);
+                if !self.looks.is_multiple_of(ASKED_BUSY) {
+                    return Err(ErrorKind::WouldBlock.into());
+                }
+            } else if !self.begin_to_wait()? {
+                continue;
+            }
+            if !self.hear(socket)? {
+                break;
+            }
+        }
+        Err(ErrorKind::WouldBlock.into())
+    }
+
+    /// The connection is this process's, whoever made it.
+    pub fn claim(&mut self) {
+        self.generation = fork::generation();
+    }
+
+    /// Somebody looks without a pause from here on, until [`Rings::rest`]: it need not be woken.
+    pub fn spin(&mut self) {
+        if self.is_forked() {
+            return;
+        }
+        self.busy = true;
+        self.stop_waiting();
+    }
+
+    /// Says that this end waits. False if there is something to do already.
+    pub fn rest(&mut self, socket: RawFd) -> bool {
+        self.busy = false;
+        if self.is_forked() {
+            return true;
+        }
+        // What has woken us would do so once more.
+        if self.is_woken() && self.hear(socket).is_err() {
+            return false;
+        }
+        // A lie shows up in the next look.
+        let quiet = !self.ended && self.begin_to_wait().is_ok_and(|quiet| quiet);
+        let wants = self.wants_room();
+        let produced = self.own.word(Word::Produced).load(Relaxed);
+        quiet && !(wants && self.room(produced).is_ok_and(|room| room > 0))
+    }
+
+    /// Whether nothing more has come since less than asked for was there; then the socket tells when it does.
+    pub fn drained(&mut self) -> bool {
+        self.busy || self.begin_to_wait().is_ok_and(|quiet| quiet)
+    }
+
+    /// Whether this end waits for room.
+    pub fn wants_room(&self) -> bool {
+        self.own.word(Word::WantsRoom).load(Relaxed) != 0
+    }
+
+    /// Whether there is something to do.
+    pub fn has_come(&self) -> bool {
+        self.ended || self.there(self.own.word(Word::Consumed).load(Relaxed)).map_or(true, |there| there > 0)
+    }
+
+    /// Bytes that the peer has not taken.
+    pub fn unconsumed(&self) -> u64 {
+        let produced = self.own.word(Word::Produced).load(Relaxed);
+        self.room(produced).map_or(0, |room| (RING - room) as u64)
+    }
+
+    /// How many more bytes the ring takes.
+    fn room(&self, produced: u64) -> io::Result<usize> {
+        let used = produced.wrapping_sub(self.theirs.get(Word::Consumed));
+        if used > RING as u64 { Err(lie()) } else { Ok(RING - used as usize) }
+    }
+
+    /// Waits for room, as long as the peer takes something. False if there is none: it will be told that this end wants some.
+    fn waits_for_room(&mut self, socket: RawFd, produced: u64) -> io::Result<bool> {
+        self.wake(socket);
+        if self.spins && self.theirs.get(Word::Waits) & 1 == 0 {
+            let until = Instant::now() + ROOM;
+            while Instant::now() < until {
+                for _ in 0..32 {
+                    if self.room(produced)? > 0 {
+                        return Ok(true);
+                    }
+                    spin_loop();
+                }
+            }
+        }
+        self.own.word(Word::WantsRoom).store(1, Relaxed);
+        fence(SeqCst);
+        Ok(self.room(produced)? > 0)
+    }
+
+    fn take(&mut self, pieces: &mut [IoVecMut<'_>]) -> io::Result<usize> {
+        let mut pieces = pieces.iter_mut();
+        let (mut piece, mut at, mut taken) = (pieces.next(), 0, 0);
+        let mut consumed = self.own.word(Word::Consumed).load(Relaxed);
+        while let Some(to) = piece.as_mut() {
+            let there = self.there(consumed)?;
+            let n = there.min(STEP).min(to.len() - at);
+            if n == 0 {
+                if at < to.len() {
+                    break;
+                }
+                (piece, at) = (pieces.next(), 0);
+                continue;
+            }
+            let base = self.theirs.get(Word::Base);
+            self.theirs.take(consumed.wrapping_sub(base), to, at, n);
+            let after = consumed.wrapping_add(n as u64);
+            // A process that was forked from us, or from which we were, may take them too: one of them has them.
+            match self.own.word(Word::Consumed).compare_exchange(consumed, after, Release, Relaxed) {
+                Ok(_) => (consumed, at, taken) = (after, at + n, taken + n),
+                Err(actual) => consumed = actual,
+            }
+        }
+        Ok(taken)
+    }
+
+    /// Bytes that have come and were not taken.
+    fn there(&self, consumed: u64) -> io::Result<usize> {
+        let there = self.theirs.get(Word::Produced).wrapping_sub(consumed);
+        if there > RING as u64 { Err(lie()) } else { Ok(there as usize) }
+    }
+
+    fn heard_now(&mut self) {
+        self.heard = Instant::now();
+        self.looks = 0;
+        self.stop_waiting();
+    }
+
+    /// Whether this process was forked from the one that made the connection, which may wait on it yet.
+    fn is_forked(&self) -> bool {
+        self.generation != fork::generation()
+    }
+
+    fn stop_waiting(&mut self) {
+        let waits = self.own.word(Word::Waits);
+        let now = waits.load(Relaxed);
+        if now & 1 == 1 && !self.is_forked() {
+            waits.store(now.wrapping_add(1), Relaxed);
+        }
+    }
+
+    /// Says that this end waits. False if something has come.
+    fn begin_to_wait(&mut self) -> io::Result<bool> {
+        let waits = self.own.word(Word::Waits);
+        let now = waits.load(Relaxed);
+        if now & 1 == 0 {
+            waits.store(now.wrapping_add(1), Relaxed);
+        } else if self.is_forked() {
+            // It says so all the time, and each time is a new one.
+            waits.store(now.wrapping_add(2), Relaxed);
+        }
+        fence(SeqCst);
+        Ok(self.there(self.own.word(Word::Consumed).load(Acquire))? == 0)
+    }
+
+    /// Wakes the peer, if it waits and has not been woken.
+    fn wake(&mut self, socket: RawFd) {
+        fence(SeqCst);
+        let waits = self.theirs.get(Word::Waits);
+        if waits & 1 == 1 && waits != self.woken {
+            self.woken = waits;
+            self.call(socket);
+        }
+    }
+
+    /// Has the peer's socket tell something.
+    pub fn call(&mut self, socket: RawFd) {
+        self.own.word(Word::Woken).fetch_add(1, Release);
+        // A socket that takes nothing has something that will wake the peer; and its end shows when it is read.
+        let _ = socket::send(socket, &[IoVec::from_slice(&[0])]);
+    }
+
+    /// The same for a peer that waits for room.
+    fn wake_for_room(&mut self, socket: RawFd) {
+        fence(SeqCst);
+        if self.theirs.get(Word::WantsRoom) != 0 {
+            self.wake(socket);
+        }
+    }
+
+    /// Whether the socket tells something, or will.
+    fn is_woken(&self) -> bool {
+        self.theirs.get(Word::Woken) != self.heard_bytes
+    }
+
+    /// Takes what the socket has to say, if it may be something. True if what has come has to be looked at once more.
+    fn hear(&mut self, socket: RawFd) -> io::Result<bool> {
+        self.looks = self.looks.wrapping_add(1);
+        let now = Instant::now();
+        if !self.is_woken() && !self.looks.is_multiple_of(ASKED) && now.duration_since(self.heard) < QUIET {
+            return Ok(false);
+        }
+        let mut bytes = [0; 64];
+        match socket::receive(socket, &mut [IoVecMut::from_mut(&mut bytes)]) {
+            Ok(0) => self.ended = true,
+            Ok(n) => {
+                self.heard_bytes = self.heard_bytes.wrapping_add(n as u64);
+                // The peer wakes nobody twice from the same wait.
+                self.stop_waiting();
+            }
+            Err(e) if e.kind() == ErrorKind::WouldBlock => {
+                self.heard = now;
+                return Ok(false);
+            }
+            Err(e) => return Err(e),
+        }
+        Ok(true)
+    }
+
+    /// Whether the connection is there.
+    fn is_there(&mut self, socket: RawFd) -> bool {
+        match socket::peek(socket) {
+            Ok(there) => there.is_some(),
+            Err(e) => {
+                self.heard = Instant::now();
+                e.kind() == ErrorKind::WouldBlock
+            }
+        }
+    }
+}
+
+fn lie() -> io::Error {
+    io::Error::from_raw_os_error(libc::EPROTO)
+}

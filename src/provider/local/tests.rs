@@ -1,0 +1,363 @@
+use std::cell::RefCell;
+use std::net::{TcpListener, TcpStream};
+use std::os::fd::AsRawFd;
+use std::sync::atomic::Ordering::{Relaxed, SeqCst};
+use std::time::{Duration, Instant};
+
+use rustix::fs::{MemfdFlags, SealFlags, fcntl_add_seals, ftruncate, memfd_create};
+
+use super::*;
+use crate::fork;
+use crate::memory::shared::{RING, SIZE, Word};
+use crate::memory::{Buf, IoVec, IoVecMut};
+use crate::provider::fault::contract;
+use crate::provider::{Completion, WorkRequest};
+use crate::wait;
+
+type Sockets = (TcpStream, TcpStream);
+
+fn sockets() -> Sockets {
+    let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+    let client = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
+    (client, listener.accept().unwrap().0)
+}
+
+fn sharing(sharing: Sharing) -> iwarp::Options {
+    iwarp::Options { sharing, ..iwarp::Options::default() }
+}
+
+/// Both ends, established.
+fn pair([client, server]: [iwarp::Options; 2]) -> Result<(Sockets, [Iwarp; 2]), Error> {
+    let sockets = sockets();
+    let mut a = Iwarp::initiator(sockets.0.as_raw_fd(), client)?;
+    let mut b = Iwarp::responder(sockets.1.as_raw_fd(), server)?;
+    let until = Instant::now() + Duration::from_secs(10);
+    let (mut a_done, mut b_done) = (false, false);
+    while !(a_done && b_done) {
+        assert!(Instant::now() < until, "the startup does not end");
+        b_done = b_done || b.establish()?;
+        a_done = a_done || a.establish()?;
+        if a_done && !b_done {
+            // One that goes on as software iWARP waits for the first FPDU.
+            b_done = b.establish()?;
+        }
+    }
+    Ok((sockets, [a, b]))
+}
+
+fn shared() -> (Sockets, [Iwarp; 2]) {
+    pair([sharing(Sharing::Must), sharing(Sharing::Must)]).unwrap()
+}
+
+/// What comes to `qp` next.
+fn next(qp: &mut Iwarp) -> Result<Completion, Error> {
+    loop {
+        if let Some(completion) = qp.poll()? {
+            return Ok(completion);
+        }
+        if qp.rest() {
+            assert!(wait::until(qp.fd(), wait::IN, Some(Duration::from_secs(10)), None).unwrap());
+        }
+    }
+}
+
+fn sink(bytes: usize) -> crate::memory::Sink {
+    Buf::with_capacity(bytes).unwrap().into_sink(bytes)
+}
+
+fn send(qp: &mut Iwarp, bytes: &[u8]) {
+    let gather = smallvec::smallvec![crate::memory::Region::copy_from(bytes).unwrap()];
+    qp.post(WorkRequest::Send { gather, invalidate: None });
+}
+
+fn message(completion: Completion) -> Vec<u8> {
+    let Completion::Received { sink, len, .. } = completion else { panic!("{completion:?}") };
+    sink.into_buf(len).unwrap().to_vec()
+}
+
+#[test]
+fn the_contract_is_kept_over_shared_memory() {
+    let sockets = RefCell::new(Vec::new());
+    contract::check(&|| {
+        let (both, [mut a, mut b]) = shared();
+        // The responder may not send before it has heard from the initiator.
+        b.post_recv(sink(16));
+        send(&mut a, b"hello");
+        assert_eq!(message(next(&mut b).unwrap()), b"hello");
+        sockets.borrow_mut().push(both);
+        [Box::new(a), Box::new(b)]
+    });
+}
+
+#[test]
+fn both_ends_share_memory_only_if_both_know_how_and_else_go_on_without() {
+    use Sharing::{May, Must, Never};
+    for (client, server, shares) in [
+        (May, May, Some(true)),
+        (Must, May, Some(true)),
+        (May, Must, Some(true)),
+        (May, Never, Some(false)),
+        (Never, May, Some(false)),
+        (Never, Never, Some(false)),
+        (Must, Never, None),
+        (Never, Must, None),
+    ] {
+        let made = pair([sharing(client), sharing(server)]);
+        let Some(shares) = shares else {
+            let error = made.map(|_| ()).unwrap_err();
+            assert!(error.text().contains("shares no memory with us"), "{error}");
+            continue;
+        };
+        let (_sockets, [mut a, mut b]) = made.unwrap();
+        for qp in [&a, &b] {
+            assert_eq!(qp.traits().name == "local", shares, "{client:?} {server:?}");
+            assert_eq!(qp.describe() == "shared memory", shares);
+        }
+        b.post_recv(sink(100));
+        a.post_recv(sink(100));
+        send(&mut a, b"call");
+        assert_eq!(message(next(&mut b).unwrap()), b"call");
+        send(&mut b, b"reply");
+        assert_eq!(message(next(&mut a).unwrap()), b"reply");
+    }
+}
+
+#[test]
+fn who_sleeps_is_woken_once_and_who_looks_is_not() {
+    let (_sockets, [mut a, mut b]) = shared();
+    let readable = |qp: &Iwarp| wait::until(qp.fd(), wait::IN, Some(Duration::ZERO), None).unwrap();
+    for _ in 0..3 {
+        b.post_recv(sink(100));
+    }
+    assert!(b.poll().unwrap().is_none() && b.rest() && !readable(&b));
+    send(&mut a, b"one");
+    assert!(readable(&b));
+    assert_eq!(message(next(&mut b).unwrap()), b"one");
+    assert!(b.poll().unwrap().is_none() && b.rest() && !readable(&b), "the byte that has woken it is gone");
+    b.spin();
+    send(&mut a, b"two");
+    assert!(!readable(&b) && b.has_come());
+    assert!(!b.rest(), "what has come nothing else tells");
+    assert_eq!(message(next(&mut b).unwrap()), b"two");
+    b.spin();
+    assert!(b.rest() && !b.has_come());
+    send(&mut a, b"three");
+    assert!(readable(&b));
+}
+
+#[test]
+fn who_waits_for_room_is_woken_when_there_is_some() {
+    let (_sockets, [mut a, mut b]) = shared();
+    let long = vec![7; 3 * RING];
+    b.post_recv(sink(long.len()));
+    send(&mut a, &long);
+    assert!(a.poll().unwrap().is_none() && a.unsent() > 0 && !a.wants_write());
+    let mut rounds = 0;
+    let got = loop {
+        assert!(a.rest(), "it waits for room");
+        if let Some(completion) = b.poll().unwrap() {
+            break completion;
+        }
+        assert!(wait::until(a.fd(), wait::IN, Some(Duration::from_secs(10)), None).unwrap());
+        assert!(a.poll().unwrap().is_none());
+        rounds += 1;
+    };
+    assert!(rounds >= 2 && message(got) == long && a.unsent() == 0);
+}
+
+#[test]
+fn the_end_of_the_peer_is_seen_behind_what_it_has_sent() {
+    let (sockets, [mut a, mut b]) = shared();
+    b.post_recv(sink(100));
+    b.post_recv(sink(100));
+    send(&mut a, b"last");
+    a.close();
+    drop((a, sockets.0));
+    assert_eq!(message(next(&mut b).unwrap()), b"last");
+    assert_eq!(next(&mut b).unwrap_err().kind(), Kind::ConnectionLost);
+}
+
+#[test]
+fn a_child_that_was_forked_leaves_the_connection_to_its_parent() {
+    let (_sockets, [mut a, mut b]) = shared();
+    a.post_recv(sink(100));
+    b.post_recv(sink(100));
+    send(&mut a, b"call");
+    assert_eq!(message(next(&mut b).unwrap()), b"call");
+    assert!(a.rest());
+    let child = fork::testing::fork(|| {
+        a.spin();
+        let claimed = a.claim();
+        // It answers what its parent has taken.
+        send(&mut b, b"reply");
+        a.rest() && !claimed
+    });
+    assert!(child.succeeded());
+    assert_eq!(message(next(&mut a).unwrap()), b"reply");
+}
+
+// ------------------------------------------------------------------------------------------------------ hostile peers
+
+/// A ring of ours, and the peer's end of it in our hands.
+fn hostile() -> (Sockets, Rings, Own) {
+    let (own, _) = Own::new().unwrap();
+    let (peers, file) = Own::new().unwrap();
+    (sockets(), Rings::new(own, Theirs::new(file).unwrap(), false), peers)
+}
+
+#[test]
+fn numbers_that_cannot_be_are_an_error_and_nothing_is_copied() {
+    let (sockets, mut rings, peer) = hostile();
+    let fd = sockets.0.as_raw_fd();
+    let mut bytes = [1; 64];
+    for produced in [RING as u64 + 1, u64::MAX, 1 << 63] {
+        peer.word(Word::Produced).store(produced, SeqCst);
+        let error = rings.receive(fd, &mut [IoVecMut::from_mut(&mut bytes)]).unwrap_err();
+        assert_eq!((error.raw_os_error(), bytes), (Some(libc::EPROTO), [1; 64]));
+        assert!(!rings.rest(fd) && rings.has_come());
+    }
+    peer.word(Word::Produced).store(0, SeqCst);
+    for consumed in [1, RING as u64, u64::MAX / 2] {
+        peer.word(Word::Consumed).store(consumed, SeqCst);
+        let error = rings.send(fd, &[IoVec::from_slice(&bytes)]).unwrap_err();
+        assert_eq!(error.raw_os_error(), Some(libc::EPROTO));
+        assert_eq!(rings.unconsumed(), 0);
+    }
+}
+
+#[test]
+fn a_peer_that_moves_the_beginning_of_its_ring_has_other_bytes_of_it_read() {
+    let (sockets, mut rings, peer) = hostile();
+    let fd = sockets.0.as_raw_fd();
+    let mut bytes = vec![1; RING];
+    for base in [0, 1, RING as u64 - 1, u64::MAX, 0x8000_0000_0000_0001] {
+        peer.word(Word::Base).store(base, Relaxed);
+        peer.word(Word::Produced).fetch_add(RING as u64, SeqCst);
+        assert_eq!(rings.receive(fd, &mut [IoVecMut::from_mut(&mut bytes)]).unwrap(), RING);
+        assert!(bytes.iter().all(|byte| *byte == 0), "nobody has written there");
+        bytes.fill(1);
+    }
+}
+
+#[test]
+fn a_peer_that_wakes_without_end_or_without_reason_keeps_nobody() {
+    let (sockets, mut rings, peer) = hostile();
+    let fd = sockets.0.as_raw_fd();
+    socket::send(sockets.1.as_raw_fd(), &[IoVec::from_slice(&[9; 4096])]).unwrap();
+    let mut bytes = [0; 8];
+    let mut receive = |rings: &mut Rings| rings.receive(fd, &mut [IoVecMut::from_mut(&mut bytes)]);
+    assert_eq!(receive(&mut rings).unwrap_err().kind(), io::ErrorKind::WouldBlock);
+    // Whatever it says of them: in the end they are gone.
+    let until = Instant::now() + Duration::from_secs(10);
+    while wait::until(fd, wait::IN, Some(Duration::ZERO), None).unwrap() {
+        assert!(Instant::now() < until);
+        assert_eq!(receive(&mut rings).unwrap_err().kind(), io::ErrorKind::WouldBlock);
+    }
+    peer.word(Word::Woken).store(77, SeqCst);
+    assert_eq!(receive(&mut rings).unwrap_err().kind(), io::ErrorKind::WouldBlock);
+}
+
+#[test]
+fn only_a_segment_that_keeps_its_length_is_mapped() {
+    let file = |bytes: u64, seals: SealFlags| {
+        let file = memfd_create("x", MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING).unwrap();
+        ftruncate(&file, bytes).unwrap();
+        fcntl_add_seals(&file, seals).unwrap();
+        Theirs::new(file).map(|_| ()).map_err(|e| e.raw_os_error())
+    };
+    let all = SealFlags::SHRINK | SealFlags::GROW | SealFlags::SEAL;
+    assert_eq!(file(SIZE as u64, all), Ok(()));
+    assert_eq!(file(SIZE as u64, all | SealFlags::FUTURE_WRITE), Ok(()));
+    for (bytes, seals) in [
+        (SIZE as u64, SealFlags::GROW | SealFlags::SEAL),
+        (SIZE as u64, SealFlags::empty()),
+        (SIZE as u64 - 1, all),
+        (SIZE as u64 + 1, all),
+        (0, all),
+    ] {
+        assert_eq!(file(bytes, seals), Err(Some(libc::EINVAL)), "{bytes} {seals:?}");
+    }
+    let other = |path: &str| Theirs::new(std::fs::File::open(path).unwrap().into()).is_err();
+    assert!(other("/proc/self/exe") && other("/dev/zero"));
+}
+
+#[test]
+fn what_the_peer_got_it_can_only_read() {
+    let (own, file) = Own::new().unwrap();
+    own.word(Word::Produced).store(5, SeqCst);
+    assert!(
+        std::fs::OpenOptions::new().write(true).open(format!("/proc/self/fd/{}", file.as_raw_fd())).is_err()
+            || process::is_privileged()
+    );
+    assert!(ftruncate(&file, 0).is_err());
+    assert!(socket::send(file.as_raw_fd(), &[]).is_err());
+    assert_eq!(Theirs::new(file).unwrap().get(Word::Produced), 5);
+}
+
+/// The name and the secret that a client has said.
+fn said(private_data: &[u8]) -> (SocketAddrUnix, Secret) {
+    let asked: [u8; 32] = find(private_data).unwrap();
+    (name(asked.first_chunk().unwrap()).unwrap(), *asked.last_chunk().unwrap())
+}
+
+#[test]
+fn who_does_not_show_the_secret_is_passed_over() {
+    let mut request = Vec::new();
+    let asked = Asked::new(&mut request).unwrap();
+    let (to, secret) = said(&request);
+    let mut squatters = Vec::new();
+    for wrong in 0..4 {
+        let peer = unix().unwrap();
+        connect(&peer, &to).unwrap();
+        let file = || Own::new().unwrap().1;
+        match wrong {
+            // Nothing; a secret of its own; the right one without a segment; and with something else.
+            0 => {}
+            1 => pass(&peer, &[7; SECRET], file()).unwrap(),
+            2 => drop(rustix::net::send(&peer, &secret, SendFlags::NOSIGNAL).unwrap()),
+            _ => pass(&peer, &secret, std::fs::File::open("/dev/null").unwrap().into()).unwrap(),
+        }
+        squatters.push(peer);
+    }
+    let mut reply = Vec::new();
+    let mut offered = Offered::new(&request, &mut reply).unwrap();
+    assert!(matches!(offered.answer(false), Answer::Nothing));
+    assert!(asked.end(&reply, false).is_some());
+    assert!(matches!(offered.answer(false), Answer::Accepted(_)));
+}
+
+#[test]
+fn a_server_takes_no_answer_but_that_of_who_has_read_its_reply() {
+    for (wrong, more) in [([7; SECRET], 0), ([0; SECRET], 1)] {
+        let public = random().unwrap();
+        let listener = unix().unwrap();
+        bind(&listener, &name(&public).unwrap()).unwrap();
+        listen(&listener, 1).unwrap();
+        let mut reply = Vec::new();
+        let request = [&MARK[..], &public, &[1; SECRET]].concat();
+        let mut offered = Offered::new(&request, &mut reply).unwrap();
+        let peer = accept_with(&listener, SocketFlags::CLOEXEC).unwrap();
+        let secret: Secret = if more == 0 { wrong } else { find(&reply).unwrap() };
+        if more == 0 {
+            pass(&peer, &secret, Own::new().unwrap().1).unwrap();
+        } else {
+            // Two segments.
+            let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(2))];
+            let mut control = SendAncillaryBuffer::new(&mut space);
+            let files = [Own::new().unwrap().1, Own::new().unwrap().1];
+            let files = [files[0].as_fd(), files[1].as_fd()];
+            assert!(control.push(SendAncillaryMessage::ScmRights(&files)));
+            sendmsg(&peer, &[IoSlice::new(&secret)], &mut control, SendFlags::empty()).unwrap();
+        }
+        assert!(matches!(offered.answer(false), Answer::Declined));
+    }
+}
+
+#[test]
+fn a_name_that_leads_nowhere_is_software_iwarp() {
+    let request = [&MARK[..], &[3; 2 * SECRET]].concat();
+    assert!(Offered::new(&request, &mut Vec::new()).is_none());
+    for cut in 0..request.len() {
+        assert!(Offered::new(&request[..cut], &mut Vec::new()).is_none());
+    }
+}

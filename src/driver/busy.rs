@@ -83,18 +83,15 @@ pub fn begin(poll: Duration) -> Option<Instant> {
     Some(Instant::now() + limit)
 }
 
-/// Looks once at all of them. Those that have something are no longer among them.
-pub fn look(mut found: impl FnMut(RawFd)) -> Look {
+/// Looks once at all of them. Those that have something, and are `taken`, are no longer among them.
+pub fn look(mut taken: impl FnMut(RawFd) -> bool) -> Look {
     let mut busy = lock();
     let mut any = false;
     busy.list.retain(|(fd, server)| {
         let Some(server) = server.upgrade() else { return false };
-        let come = has_come(&server, *fd);
-        if come {
-            found(*fd);
-        }
-        any |= come;
-        !come
+        let goes = has_come(&server, *fd) && taken(*fd);
+        any |= goes;
+        !goes
     });
     COUNT.store(busy.list.len(), Relaxed);
     let now = Instant::now();
@@ -113,8 +110,8 @@ pub fn look(mut found: impl FnMut(RawFd)) -> Look {
     }
 }
 
-/// All of them rest. `failed`: nothing has come in the time. Tells which have something already.
-pub fn rest(failed: bool, mut found: impl FnMut(RawFd)) {
+/// All of them rest. `failed`: nothing has come in the time. Those that have something already are `taken`, or stay.
+pub fn rest(failed: bool, mut taken: impl FnMut(RawFd) -> bool) {
     let list = {
         let mut busy = lock();
         if failed && let Some(spin) = &mut busy.spin {
@@ -123,11 +120,14 @@ pub fn rest(failed: bool, mut found: impl FnMut(RawFd)) {
         COUNT.store(0, Relaxed);
         std::mem::take(&mut busy.list)
     };
-    for (fd, server) in list {
-        if let Some(server) = server.upgrade()
+    for (fd, weak) in list {
+        if let Some(server) = weak.upgrade()
             && !rests(&server, fd)
+            && !taken(fd)
         {
-            found(fd);
+            let mut busy = lock();
+            busy.list.push((fd, weak));
+            COUNT.store(busy.list.len(), Relaxed);
         }
     }
 }

@@ -377,17 +377,28 @@ impl Iwarp {
                 }
                 Stage::AwaitAnswer(terms) => {
                     let spins = self.options.spins;
-                    match self.offered.as_mut().map_or(Answer::Declined, |offered| offered.answer(spins)) {
-                        Answer::Nothing => {
+                    let mut answer =
+                        || self.offered.as_mut().map_or(Answer::Declined, |offered| offered.answer(spins));
+                    let (first, said) = (answer(), socket::peek(self.stream.socket));
+                    let answer = match (first, said) {
+                        (Answer::Nothing, Err(e)) if e.kind() == io::ErrorKind::WouldBlock => {
                             self.stage = Stage::AwaitAnswer(terms);
-                            return match socket::peek(self.stream.socket) {
-                                Ok(None) => Err(lost("the peer closed the connection during the startup")),
-                                Ok(Some(_)) => Ok(false),
-                                Err(e) if e.kind() == io::ErrorKind::WouldBlock => Ok(false),
-                                Err(e) => {
-                                    Err(lost(format!("the connection was lost during the startup: {e}")))
-                                }
-                            };
+                            return Ok(false);
+                        }
+                        (Answer::Nothing, Ok(None)) => {
+                            return Err(lost("the peer closed the connection during the startup"));
+                        }
+                        (Answer::Nothing, Err(e)) => {
+                            return Err(lost(format!("the connection was lost during the startup: {e}")));
+                        }
+                        // It answers before it says anything here.
+                        (Answer::Nothing, Ok(Some(_))) => answer(),
+                        (given, _) => given,
+                    };
+                    match answer {
+                        Answer::Nothing => {
+                            let text = "the peer neither shares memory nor declines to";
+                            return Err(Error::new(Kind::Protocol, text));
                         }
                         Answer::Accepted(rings) => self.stream.share(rings),
                         Answer::Declined => {}

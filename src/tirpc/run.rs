@@ -155,7 +155,10 @@ pub fn enter() {
 pub fn leave() {
     HERE.set(HERE.get().saturating_sub(1));
     // Who looks at them next does so when their descriptors tell.
-    busy::rest(false, |fd| service_loop::PROGRAM.leave(fd));
+    busy::rest(false, |fd| {
+        service_loop::PROGRAM.leave(fd);
+        true
+    });
     if LOOPS.fetch_sub(1, Relaxed) == 1 {
         let mut set = lock();
         std::mem::take(&mut *set).close();
@@ -426,6 +429,22 @@ impl Set {
         }
     }
 
+    /// Whether a transport is in the table.
+    ///
+    /// # Safety
+    /// As [`table`].
+    unsafe fn has(&mut self, fd: RawFd) -> bool {
+        if let Some(place) = self.find(fd).map(|found| found.place)
+            // SAFETY: by the contract.
+            && unsafe { entry(place) } == Some(fd)
+        {
+            return true;
+        }
+        self.stale = true;
+        // SAFETY: by the contract.
+        unsafe { table() }.any(|(there, _)| there == fd)
+    }
+
     /// Whether what epoll tells of a descriptor is to be handed out.
     ///
     /// # Safety
@@ -530,7 +549,8 @@ pub unsafe fn turn(ready: &mut Ready, is_over: impl Fn() -> bool) -> bool {
         if matches!(turn, Turn::Ended) {
             return false;
         }
-        let waits = step(|| Ok(look(ready))).unwrap_or(true);
+        // SAFETY: by the contract.
+        let waits = step(|| Ok(unsafe { look(ready) })).unwrap_or(true);
         if waits && ready.count > 0 {
             return true;
         }
@@ -550,21 +570,33 @@ pub unsafe fn turn(ready: &mut Ready, is_over: impl Fn() -> bool) -> bool {
 }
 
 /// Looks at busy connections as long as it may pay. False if descriptors are only to be asked meanwhile.
-fn look(ready: &mut Ready) -> bool {
+///
+/// # Safety
+/// As [`run`].
+unsafe fn look(ready: &mut Ready) -> bool {
     if !busy::any() {
         return true;
     }
+    // The program may have taken it out of the table by hand.
+    let mut taken = |fd| {
+        // SAFETY: by the contract.
+        let is_there = unsafe { lock().has(fd) };
+        if is_there {
+            ready.add(fd, libc::POLLIN);
+        }
+        is_there
+    };
     let poll = config::get().map_or(Duration::ZERO, |config| config.poll);
     let until = busy::begin(poll);
     while let Some(until) = until {
-        match busy::look(|fd| ready.add(fd, libc::POLLIN)) {
+        match busy::look(&mut taken) {
             Look::Found => return true,
             Look::Ask => return false,
             Look::Nothing if Instant::now() >= until || !busy::any() => break,
             Look::Nothing => std::hint::spin_loop(),
         }
     }
-    busy::rest(until.is_some(), |fd| ready.add(fd, libc::POLLIN));
+    busy::rest(until.is_some(), &mut taken);
     true
 }
 

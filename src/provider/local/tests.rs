@@ -354,6 +354,24 @@ fn a_server_takes_no_answer_but_that_of_who_has_read_its_reply() {
 }
 
 #[test]
+fn who_speaks_before_it_has_answered_is_refused_and_not_waited_for() {
+    let sockets = sockets();
+    let mut server = Iwarp::responder(sockets.1.as_raw_fd(), sharing(Sharing::May)).unwrap();
+    let public = random().unwrap();
+    let listener = unix().unwrap();
+    bind(&listener, &name(&public).unwrap()).unwrap();
+    listen(&listener, 1).unwrap();
+    let private_data = [&MARK[..], &public, &[1; SECRET]].concat();
+    let offer = iwarp::mpa::Offer { crc: false, ird: 1, ord: 1 };
+    let request = iwarp::mpa::StartFrame::request(&offer, 2, &private_data).encode();
+    let say = |bytes: &[u8]| socket::send(sockets.0.as_raw_fd(), &[IoVec::from_slice(bytes)]).unwrap();
+    say(&request);
+    assert!(!server.establish().unwrap() && !server.establish().unwrap(), "it waits");
+    say(b"x");
+    assert_eq!(server.establish().unwrap_err().kind(), Kind::Protocol);
+}
+
+#[test]
 fn a_name_that_leads_nowhere_is_software_iwarp() {
     let request = [&MARK[..], &[3; 2 * SECRET]].concat();
     assert!(Offered::new(&request, &mut Vec::new()).is_none());

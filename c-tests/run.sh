@@ -49,7 +49,7 @@ linked)
     ;;
 *) sed -n '2,15s/^# \{0,1\}//p' "${BASH_SOURCE[0]}" >&2; exit 2 ;;
 esac
-case $leg in rdma | redirect | placed | two | threads) [ -r "$LIBRPCRDMA" ] || { echo "run.sh: $LIBRPCRDMA is missing" >&2; exit 1; } ;; esac
+case $leg in rdma | redirect | placed | two | threads | local) [ -r "$LIBRPCRDMA" ] || { echo "run.sh: $LIBRPCRDMA is missing" >&2; exit 1; } ;; esac
 
 case $tool in
 asan)

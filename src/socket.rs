@@ -497,7 +497,8 @@ mod tests {
 
     #[test]
     fn a_reserved_port_serves_nobody_and_its_descriptor_is_never_ready() {
-        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+        // Free for a moment: at this address no other test takes it.
+        let listener = TcpListener::bind("127.0.0.8:0").unwrap();
         let (fd, at) = (listener.as_raw_fd(), listener.local_addr().unwrap());
         let reserved = Reserved::in_place_of(fd, at).unwrap();
         assert_eq!(local(fd), Some(at));

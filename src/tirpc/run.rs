@@ -28,7 +28,7 @@ use crate::config;
 use crate::driver::busy::{self, Look};
 use crate::driver::service_loop;
 use crate::error::Error;
-use crate::ffi::step;
+use crate::ffi::{Uncancelled, step};
 use crate::tirpc::{_rpc_dtablesize, svc_max_pollfd, svc_pollfd};
 use crate::wait::PollSet;
 use crate::{fork, log_warn, wait};
@@ -549,8 +549,12 @@ pub unsafe fn turn(ready: &mut Ready, is_over: impl Fn() -> bool) -> bool {
         if matches!(turn, Turn::Ended) {
             return false;
         }
-        // SAFETY: by the contract.
-        let waits = step(|| Ok(unsafe { look(ready) })).unwrap_or(true);
+        let waits = {
+            // What rests calls its peer: a cancellation point.
+            let _uncancelled = Uncancelled::now();
+            // SAFETY: by the contract.
+            step(|| Ok(unsafe { look(ready) })).unwrap_or(true)
+        };
         if waits && ready.count > 0 {
             return true;
         }

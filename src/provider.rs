@@ -247,8 +247,11 @@ pub trait QueuePair: Send {
     /// [`Traits::one_event`] says otherwise.
     fn fd(&self) -> RawFd;
 
-    /// It will be polled without a pause from here on, until [`QueuePair::rest`]: the fd need tell nothing.
-    fn spin(&mut self) {}
+    /// It will be polled without a pause from here on, until [`QueuePair::rest`]: the fd need tell nothing. Whether a look that
+    /// finds nothing costs no system call.
+    fn spin(&mut self) -> bool {
+        false
+    }
 
     /// Whether something may have come, as far as a look tells that costs nothing.
     fn has_come(&self) -> bool {

@@ -356,13 +356,12 @@ impl Server {
 
     /// Whether it has just served, and a look at it costs nothing: nobody need wake the loop for it.
     fn is_busy(&mut self) -> bool {
-        let may = self.session.may_spin() && self.traits.socket && self.traits.one_event;
+        let may = self.session.may_spin() && self.traits.socket;
         if !may || self.forked() || !self.session.is_unattended() || self.turn.began.is_none() {
             return false;
         }
         let Some(link) = self.link().filter(|link| !link.is_behind()) else { return false };
-        link.device.spin();
-        true
+        link.device.spin()
     }
 
     /// Whether the descriptor tells of what comes next, or another thread looks.

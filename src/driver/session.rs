@@ -475,7 +475,7 @@ fn spin_for<'a, L: Locked<'a>>(
             state.pump();
         }
         if found(&mut state) {
-            state.parts().0.spin.found();
+            patience.ends(&mut state.parts().0.spin, true);
             return (state, true);
         }
         if !alone {
@@ -483,7 +483,7 @@ fn spin_for<'a, L: Locked<'a>>(
         }
         let (session, link) = state.parts();
         if link.is_none_or(|link| patience.is_over(link)) {
-            session.spin.failed();
+            patience.ends(&mut session.spin, false);
             return (state, false);
         }
         if patience.must_end(&others) {

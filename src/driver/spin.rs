@@ -10,6 +10,12 @@ use std::time::{Duration, Instant};
 use super::link::Link;
 use crate::{fork, thread};
 
+/// Bytes that a peer copies in a nanosecond, at least.
+const COPIED: u64 = 8;
+
+/// Less than what it costs to sleep and to be woken.
+const GLANCE: Duration = Duration::from_micros(5);
+
 /// Whether spinning before a sleep has paid lately.
 ///
 /// It pays only where the peer has a processor of its own. A spin that finds something although the thread lost its
@@ -53,6 +59,11 @@ impl Spin {
         // After many failures the peer may sleep before each message too, and takes longer than a spin: one of us must
         // wait for the other now and then, or both sleep for ever.
         Some(if self.penalty >= 64 { self.poll * 3 } else { self.poll })
+    }
+
+    /// How long to look where a look costs nothing, though spinning has not paid: a peer that is awake may answer at once.
+    fn glance(&self) -> Option<Duration> {
+        (self.is_on() && !is_crowded()).then(|| self.poll.min(GLANCE))
     }
 
     pub(super) fn found(&mut self) {
@@ -107,13 +118,17 @@ fn is_crowded() -> bool {
     WAITING.load(Relaxed) as u32 as usize >= processors()
 }
 
-/// A spin under way: it goes on as long as bytes move, and its limit beyond, but never longer than [`Patience::MOST`]
-/// limits: somebody else may wait for this thread.
+/// A spin under way: it goes on as long as bytes move, and its limit beyond, and as long as the peer may take to copy what has
+/// moved; but never longer than [`Patience::MOST`] limits: somebody else may wait for this thread.
 pub(super) struct Patience {
     limit: Duration,
+    /// It is no more than a [`Spin::glance`], which says nothing of whether spinning pays.
+    glance: bool,
     until: Instant,
     end: Instant,
     moved: u64,
+    /// What had moved when it began.
+    before: u64,
     /// When to look whether somebody else waits.
     look: Instant,
     now: Instant,
@@ -126,17 +141,31 @@ impl Patience {
     const LOOKS: u32 = 4;
 
     /// `None`: there is to be no spin now.
-    pub(super) fn new(spin: &mut Spin, link: &Link) -> Option<Patience> {
-        let limit = spin.allowed()?;
+    pub(super) fn new(spin: &mut Spin, link: &mut Link) -> Option<Patience> {
+        let (limit, glance) = match spin.allowed() {
+            Some(limit) => (limit, false),
+            None => (spin.glance().filter(|_| link.device.spin())?, true),
+        };
         let now = Instant::now();
         Some(Patience {
             limit,
+            glance,
             until: now + limit,
             end: now + limit * Patience::MOST,
             moved: link.device.moved(),
+            before: link.device.moved(),
             look: now + limit / Patience::LOOKS,
             now,
         })
+    }
+
+    /// Tells `spin` what has come of it.
+    pub(super) fn ends(&self, spin: &mut Spin, found: bool) {
+        match found {
+            _ if self.glance => {}
+            true => spin.found(),
+            false => spin.failed(),
+        }
     }
 
     pub(super) fn is_over(&mut self, link: &Link) -> bool {
@@ -144,7 +173,8 @@ impl Patience {
         let now = Instant::now();
         self.now = now;
         if std::mem::replace(&mut self.moved, moved) != moved {
-            self.until = self.end.min(now + self.limit);
+            let copies = Duration::from_nanos(moved.wrapping_sub(self.before) / COPIED).min(self.limit * 4);
+            self.until = self.end.min(now + self.limit + copies);
         }
         now >= self.until
     }

@@ -919,7 +919,7 @@ impl QueuePair for Fault {
         self.inner.flush()
     }
 
-    fn spin(&mut self) {
+    fn spin(&mut self) -> bool {
         self.inner.spin()
     }
 

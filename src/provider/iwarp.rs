@@ -1397,8 +1397,8 @@ impl QueuePair for Iwarp {
         self.stream.socket
     }
 
-    fn spin(&mut self) {
-        self.stream.spin();
+    fn spin(&mut self) -> bool {
+        self.stream.spin()
     }
 
     fn has_come(&self) -> bool {

@@ -76,10 +76,8 @@ impl Stream {
     }
 
     /// As [`crate::provider::QueuePair::spin`].
-    pub(super) fn spin(&mut self) {
-        if let Some(rings) = &mut self.rings {
-            rings.spin();
-        }
+    pub(super) fn spin(&mut self) -> bool {
+        self.rings.as_mut().is_some_and(|rings| rings.spin())
     }
 
     /// As [`crate::provider::QueuePair::drained`], once less has come than was asked for.

@@ -21,6 +21,7 @@ use std::hint::spin_loop;
 use std::io::{self, ErrorKind};
 use std::os::fd::RawFd;
 use std::sync::atomic::{Ordering::Acquire, Ordering::Relaxed, Ordering::Release, Ordering::SeqCst, fence};
+use std::thread::yield_now;
 use std::time::{Duration, Instant};
 
 use crate::memory::shared::{Own, RING, Theirs, Word};
@@ -30,8 +31,11 @@ use crate::{fork, socket};
 /// So many bytes are copied before the other end is told of them: it copies them while we copy the next.
 const STEP: usize = 16 << 10;
 
-/// How long who sends waits for room while the other end takes something, before it sleeps.
-const ROOM: Duration = Duration::from_micros(20);
+/// How long who sends waits for room before it sleeps: as long as it takes to wake the other end.
+const ROOM: Duration = Duration::from_micros(50);
+
+/// After such a wait that was in vain so many others sleep at once.
+const HASTE: u32 = 16;
 
 /// An end that has heard nothing for so long asks the socket whether its peer is there.
 const QUIET: Duration = Duration::from_millis(1);
@@ -57,8 +61,9 @@ pub struct Rings {
     /// Looks in vain.
     looks: u32,
     heard: Instant,
-    /// Whether it may be waited for room without a sleep.
+    /// Whether it may be waited for room without a sleep; how often it is not.
     spins: bool,
+    haste: u32,
     ended: bool,
 }
 
@@ -75,6 +80,7 @@ impl Rings {
             looks: 0,
             heard: Instant::now(),
             spins,
+            haste: 0,
             ended: false,
         };
         rings.own.word(Word::Waits).store(1, SeqCst);
@@ -97,7 +103,7 @@ impl Rings {
         self.own.word(Word::WantsRoom).store(0, Relaxed);
         while sent < total {
             let room = match self.room(produced)? {
-                0 if self.waits_for_room(socket, produced)? => continue,
+                0 if self.waits_for_room(produced)? => continue,
                 0 => break,
                 room => room,
             };
@@ -122,8 +128,7 @@ impl Rings {
                 }
             }
             self.own.word(Word::Produced).store(produced, Release);
-        }
-        if sent > 0 {
+            // It takes this while we copy the next.
             self.wake(socket);
         }
         match sent {
@@ -173,12 +178,14 @@ impl Rings {
     }
 
     /// Somebody looks without a pause from here on, until [`Rings::rest`]: it need not be woken.
-    pub fn spin(&mut self) {
+    /// False where another process may be waiting on it.
+    pub fn spin(&mut self) -> bool {
         if self.is_forked() {
-            return;
+            return false;
         }
         self.busy = true;
         self.stop_waiting();
+        true
     }
 
     /// Says that this end waits. False if there is something to do already.
@@ -225,20 +232,23 @@ impl Rings {
         if used > RING as u64 { Err(lie()) } else { Ok(RING - used as usize) }
     }
 
-    /// Waits for room, as long as the peer takes something. False if there is none: it will be told that this end wants some.
-    fn waits_for_room(&mut self, socket: RawFd, produced: u64) -> io::Result<bool> {
-        self.wake(socket);
-        if self.spins && self.theirs.get(Word::Waits) & 1 == 0 {
+    /// Waits for room, a little while. False if there is none: the peer will see that this end wants some.
+    fn waits_for_room(&mut self, produced: u64) -> io::Result<bool> {
+        if self.spins && self.haste == 0 {
             let until = Instant::now() + ROOM;
             while Instant::now() < until {
-                for _ in 0..32 {
+                for _ in 0..64 {
                     if self.room(produced)? > 0 {
                         return Ok(true);
                     }
                     spin_loop();
                 }
+                // It may be waiting for this processor.
+                yield_now();
             }
+            self.haste = HASTE;
         }
+        self.haste = self.haste.saturating_sub(1);
         self.own.word(Word::WantsRoom).store(1, Relaxed);
         fence(SeqCst);
         Ok(self.room(produced)? > 0)

@@ -148,7 +148,11 @@ static void end(pid_t pid)
 }
 
 /* Whether a part has not ended. */
-static bool lives(pid_t pid) { return waitpid(pid, NULL, WNOHANG) == 0; }
+static bool lives(pid_t pid)
+{
+    siginfo_t ended = {0};
+    return waitid(P_PID, (id_t)pid, &ended, WEXITED | WNOHANG | WNOWAIT) == 0 && ended.si_pid == 0;
+}
 
 /* Whether a part ends well, in time. */
 static bool ends(pid_t pid, double milliseconds)
@@ -172,7 +176,8 @@ static int entries(pid_t pid, const char *what)
     int count = 0;
     snprintf(path, sizeof path, "/proc/%d/%s", (int)pid, what);
     DIR *folder = opendir(path);
-    REQUIRE(folder != NULL);
+    if (folder == NULL)
+        err(1, "%s of a process that has ended?", path);
     while (readdir(folder) != NULL)
         count++;
     closedir(folder);
@@ -687,6 +692,7 @@ static void kill_servers(int count)
     REQUIRE(pipe2(ports, O_CLOEXEC) == 0 && pipe2(done, O_CLOEXEC) == 0);
     answers = done[1];
     pid_t client = part(be_survivor, ports[0]);
+    close(done[1]);
     check(sees_answers(20) && told->shared == 1, "a client calls an honest server over shared memory");
     struct held before = holds(client);
     double longest = 0;
@@ -886,8 +892,10 @@ static int listen_at_loopback(int *port)
 {
     struct sockaddr_in address = {.sin_family = AF_INET, .sin_addr.s_addr = htonl(INADDR_LOOPBACK)};
     socklen_t length = sizeof address;
+    struct timeval limit = {60, 0};
     int fd = socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0);
     REQUIRE(fd >= 0 && bind(fd, (struct sockaddr *)&address, length) == 0 && listen(fd, 16) == 0);
+    REQUIRE(setsockopt(fd, SOL_SOCKET, SO_RCVTIMEO, &limit, sizeof limit) == 0);
     REQUIRE(getsockname(fd, (struct sockaddr *)&address, &length) == 0);
     *port = ntohs(address.sin_port);
     return fd;
@@ -1023,6 +1031,8 @@ static void handshake_client(void)
     REQUIRE(pipe2(to, O_CLOEXEC) == 0 && pipe2(from, O_CLOEXEC) == 0);
     commands = to[0], outcomes = from[1];
     pid_t client = part(be_waiter, 0);
+    /* Its end is the end of what it tells. */
+    close(from[1]);
     pid_t honest = part(be_honest, server.port);
     check(sees_answers(20), "an honest client calls");
     struct held server_before = holds(server.pid);
@@ -1333,6 +1343,7 @@ static void idle(int count)
     REQUIRE(pipe2(to, O_CLOEXEC) == 0 && pipe2(from, O_CLOEXEC) == 0);
     commands = to[0], outcomes = from[1];
     pid_t client = part(be_idle, server.port);
+    close(from[1]);
     pid_t honest = part(be_honest, server.port);
     check(sees_answers(50), "an honest client calls");
     told->stop = true;

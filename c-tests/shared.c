@@ -832,7 +832,9 @@ static bool show(int to, const unsigned char *secret, size_t length, const int *
 }
 
 /* What may be shown instead of a segment. */
-enum thing { SILENCE, NO_DESCRIPTOR, SURPLUS, MANY, A_PIPE, UNSEALED, TRUNCATED, SHORTER, LONG_SECRET, SHORT_SECRET, A_SEGMENT, THINGS };
+enum thing {
+    SILENCE, NO_DESCRIPTOR, SURPLUS, MANY, A_PIPE, UNSEALED, TRUNCATED, SHORTER, LONG_SECRET, SHORT_SECRET, A_SEGMENT, THINGS
+};
 static const char *const things[] = {"nothing", "no descriptor", "two descriptors", "253 descriptors", "a pipe",
                                      "memory without seals", "memory that is truncated then", "memory of another length",
                                      "a longer secret", "a part of the secret", "a segment"};
@@ -1165,7 +1167,8 @@ static void handshake_server(bool and_wait)
                       is_closed(offer.tcp, 1000 + patience());
                 close_offer(&offer);
             }
-            check(all, "a client shows a server %s with %s secret: that is its end", things[thing], right ? "the right" : "another");
+            check(all, "a client shows a server %s with %s secret: that is its end", things[thing],
+                  right ? "the right" : "another");
         }
     }
     /* The way back leads nowhere, to another kind of socket, and to one that is full. */

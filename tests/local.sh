@@ -82,7 +82,8 @@ if serves "${tell[@]}"; then
     else
         cat server.log >>err; FAIL "the logs of both ends say so" err
     fi
-    goes "a client that takes software iWARP only is refused" 'the peer closed the connection\|the connection was lost' 127.0.0.1 env RPCRDMA_PROVIDER=iwarp
+    goes "a client that takes software iWARP only is refused" 'the peer closed the connection\|the connection was lost' \
+        127.0.0.1 env RPCRDMA_PROVIDER=iwarp
     stop "$server"
 fi
 if serves env RPCRDMA_PROVIDER=iwarp; then

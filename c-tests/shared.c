@@ -627,8 +627,10 @@ static void random_server(double seconds)
 /* At any moment: in the startup, in the first calls, in the middle of them. */
 static void wait_at_random(void)
 {
-    uint64_t most = below(4) == 0 ? 3000 : 15000;
-    nanosleep(&(struct timespec){.tv_nsec = (long)(below(most) * 1000)}, NULL);
+    /* Microseconds; on a busy machine everything comes later. */
+    uint64_t most = (uint64_t)((below(4) == 0 ? 1.5 : 7.5) * patience());
+    long wait = (long)(most > 999999 ? below(999999) : below(most + 1)) * 1000;
+    nanosleep(&(struct timespec){.tv_nsec = wait}, NULL);
 }
 
 static void kill_clients(int count)

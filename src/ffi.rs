@@ -97,7 +97,7 @@ pub fn guard<T: FromFailure>(body: impl FnOnce() -> Result<T, Error>) -> T {
 /// the state in order when it is dropped. The caller is `extern "C-unwind"`.
 pub fn guard_in_steps<T: FromFailure>(body: impl FnOnce() -> Result<T, Error>) -> T {
     let _uncancelled = Uncancelled::now();
-    passing_in_steps(body)
+    guard_passing_in_steps(body)
 }
 
 /// As [`guard_in_steps`], for a function that ends as a cancellation point: what was put off takes effect when the body is
@@ -115,12 +115,13 @@ pub fn guard_in_steps_cancellable<T: FromFailure + Copy>(body: impl FnOnce() -> 
 pub fn guard_passing_in_steps_cancellable<T: FromFailure + Copy>(
     body: impl FnOnce() -> Result<T, Error>,
 ) -> T {
-    let value = passing_in_steps(body);
+    let value = guard_passing_in_steps(body);
     cancellation_point();
     value
 }
 
-fn passing_in_steps<T: FromFailure>(body: impl FnOnce() -> Result<T, Error>) -> T {
+/// As [`guard_in_steps`], for what runs functions of the program that may be cancelled wherever they could be without us.
+pub fn guard_passing_in_steps<T: FromFailure>(body: impl FnOnce() -> Result<T, Error>) -> T {
     let no_panic = NoPanic::now();
     let result = body();
     std::mem::forget(no_panic);

@@ -238,7 +238,7 @@ pub struct SVCXPRT {
 #[derive(Clone, Copy, Debug)]
 #[allow(missing_docs)]
 pub struct xp_ops {
-    pub xp_recv: Option<unsafe extern "C" fn(*mut SVCXPRT, *mut rpc_msg) -> bool_t>,
+    pub xp_recv: Option<unsafe extern "C-unwind" fn(*mut SVCXPRT, *mut rpc_msg) -> bool_t>,
     pub xp_stat: Option<unsafe extern "C" fn(*mut SVCXPRT) -> c_uint>,
     pub xp_getargs: Option<unsafe extern "C-unwind" fn(*mut SVCXPRT, XdrProc, *mut c_void) -> bool_t>,
     pub xp_reply: Option<unsafe extern "C-unwind" fn(*mut SVCXPRT, *mut rpc_msg) -> bool_t>,
@@ -537,7 +537,6 @@ const _: () = {
 #[link(name = "tirpc")]
 #[allow(missing_docs)]
 unsafe extern "C" {
-    pub fn svc_getreq_common(fd: c_int);
     pub fn _rpc_dtablesize() -> c_int;
     pub fn rpc_control(what: c_int, argument: *mut c_void) -> bool_t;
     pub fn _gss_authenticate(req: *mut svc_req, msg: *mut rpc_msg, no_dispatch: *mut bool_t) -> c_uint;
@@ -563,9 +562,11 @@ unsafe extern "C" {
     pub static mut svc_fdset: libc::fd_set;
 }
 
-// Of the type of the program's own procedures.
+// Of the type of the program's own procedures, or running those.
+#[link(name = "tirpc")]
 #[allow(missing_docs)]
 unsafe extern "C-unwind" {
+    pub fn svc_getreq_common(fd: c_int);
     /// Takes no arguments in C; passing two to it is what every caller of an xdrproc does.
     pub fn xdr_void(xdrs: *mut XDR, nothing: *mut c_void) -> bool_t;
     /// Its object is a `*mut *mut rpcblist`.

@@ -29,6 +29,8 @@ compile exceptions || { FAIL "exceptions.cpp compiles" cc.log; closing; }
 report tcp ./exceptions tcp
 report rdma "${preloaded[@]}" ./exceptions rdma
 report "version two" "${preloaded[@]}" RPCRDMA_VERSION=auto ./exceptions rdma
+# Nobody waits without sleeping: more requests are left to the loop's next turn.
+report "shared memory" "${preloaded[@]}" RPCRDMA_PROVIDER=local RPCRDMA_POLL=0 ./exceptions rdma
 if compile exceptions-asan -fsanitize=address,undefined -fno-sanitize-recover=all -static-libasan -static-libubsan; then
     # The library is not instrumented: what is found is its use of what the sanitizer's malloc has freed, and the program's.
     # A thread that ends in the middle of a call is one that the leak checker does not understand.

@@ -234,8 +234,12 @@ fn every_c_function_starts_with_the_guard() {
         };
         // What is of the type of a function that may unwind need not do so.
         let passing = |start: &str| {
-            let names =
-                ["guard_in_steps(", "guard_in_steps_cancellable(", "guard_passing_in_steps_cancellable("];
+            let names = [
+                "guard_in_steps(",
+                "guard_in_steps_cancellable(",
+                "guard_passing_in_steps(",
+                "guard_passing_in_steps_cancellable(",
+            ];
             guarded(start) || start.starts_with("guard_around(") || names.iter().any(|n| start.starts_with(n))
         };
         let plain = pieces("C").into_iter().map(|piece| (piece, false));

@@ -554,7 +554,8 @@ pub(super) fn rests(server: &Shared, fd: RawFd) -> bool {
 }
 
 /// Whether a complete request lies in memory, after waiting for one as long as spinning pays. `others`: whether another
-/// descriptor of the program's loop has something. `own`: the same connection, if the loop is the library's own, which looks at busy ones itself.
+/// descriptor of the program's loop has something. `own`: the same connection, if the loop is the library's own, which
+/// looks at busy ones itself.
 pub fn next(server: &Shared, others: impl Fn() -> bool, own: Option<&Arc<Shared>>) -> Next {
     let mut state = locked(server);
     if std::mem::take(&mut state.turn.waits) {

@@ -208,7 +208,12 @@ pub fn registered() {
 
 /// Has the program's loop call [`open_all`] at that time.
 fn wake_at(time: Instant) {
-    progress::call_at(Errand::Adapters, time, open_all);
+    progress::call_at(Errand::Adapters, time, || {
+        guard(|| {
+            open_all();
+            Ok(())
+        });
+    });
 }
 
 /// Opens what is not open yet: called from the program's loop, in the process that serves.
@@ -290,7 +295,7 @@ fn map_to_v6(at: SocketAddr) -> SocketAddr {
 }
 
 /// `xp_recv` of a listener: takes the connections that wait.
-unsafe extern "C" fn accept(xprt: *mut SVCXPRT, _: *mut rpc_msg) -> bool_t {
+unsafe extern "C-unwind" fn accept(xprt: *mut SVCXPRT, _: *mut rpc_msg) -> bool_t {
     guard(|| {
         let config: &'static Config = config::get()?;
         let mut table = table();

@@ -39,7 +39,7 @@ unsafe extern "C" fn no_control(_: *mut SVCXPRT, _: c_uint, _: *mut c_void) -> b
     guard(|| Ok(0))
 }
 
-unsafe extern "C" fn no_recv(_: *mut SVCXPRT, _: *mut rpc_msg) -> bool_t {
+unsafe extern "C-unwind" fn no_recv(_: *mut SVCXPRT, _: *mut rpc_msg) -> bool_t {
     guard(|| Ok(0))
 }
 

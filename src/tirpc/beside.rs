@@ -23,6 +23,7 @@ use std::sync::MutexGuard;
 use std::time::Instant;
 
 use crate::error::os_text;
+use crate::ffi::guard;
 use crate::fork;
 use crate::socket::Sockaddr;
 use crate::tirpc::interpose::{listeners, svc_tli_create};
@@ -52,7 +53,12 @@ pub fn registered(netid: Netid, local: SocketAddr, prog: u32, vers: u32) {
         None => table.push(Wanted { netid, local, programs: vec![(prog, vers)] }),
     }
     drop(table);
-    progress::call_at(Errand::Beside, Instant::now(), open_all);
+    progress::call_at(Errand::Beside, Instant::now(), || {
+        guard(|| {
+            open_all();
+            Ok(())
+        });
+    });
 }
 
 /// Forgets a registration that is taken back before the loop has begun.

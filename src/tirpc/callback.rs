@@ -25,7 +25,7 @@ use crate::connection::Request;
 use crate::driver::callback::Serve;
 use crate::driver::{Callee, Caller, Client, Mask};
 use crate::error::{Error, Kind};
-use crate::ffi::guard;
+use crate::ffi::{Uncancelled, guard_passing_in_steps, step};
 use crate::tirpc::bare::{LISTENING, bare};
 use crate::tirpc::programs::Found;
 use crate::tirpc::transport::Transport;
@@ -309,33 +309,42 @@ pub(super) mod waker {
     static WAKE: xp_ops = xp_ops { xp_recv: Some(wake), ..LISTENING };
 
     /// The program's loop has found the descriptor readable.
-    unsafe extern "C" fn wake(xprt: *mut SVCXPRT, _: *mut rpc_msg) -> bool_t {
-        guard(|| {
-            let ready = {
-                let waker = lock();
-                let own = |waker: &&Waker| waker.generation == fork::generation() && waker.xprt == xprt;
-                match waker.as_ref().filter(own) {
-                    Some(waker) => {
-                        waker.set.silence();
-                        waker.set.ready()
-                    }
-                    None => {
-                        // The loop of a forked child, which inherits libtirpc's table: it would take the parent's callbacks.
-                        // SAFETY: alive; libtirpc's loop looks at its table before it goes on with it.
-                        unsafe { xprt_unregister(xprt) };
-                        Vec::new()
-                    }
-                }
-            };
-            for key in ready {
-                let callbacks = table().get(&key).and_then(Weak::upgrade);
-                if let Some(client) = callbacks.and_then(|callbacks| callbacks.client.upgrade()) {
-                    client.serve_now(None);
-                }
-            }
+    unsafe extern "C-unwind" fn wake(xprt: *mut SVCXPRT, _: *mut rpc_msg) -> bool_t {
+        guard_passing_in_steps(|| {
+            step(|| {
+                let _uncancelled = Uncancelled::now();
+                serve_ready(xprt);
+                Ok(())
+            })?;
             serve_left();
             Ok(0)
         })
+    }
+
+    /// What [`wake`] does itself: serves the calls that have come over connections of this process's CLIENTs.
+    fn serve_ready(xprt: *mut SVCXPRT) {
+        let ready = {
+            let waker = lock();
+            let own = |waker: &&Waker| waker.generation == fork::generation() && waker.xprt == xprt;
+            match waker.as_ref().filter(own) {
+                Some(waker) => {
+                    waker.set.silence();
+                    waker.set.ready()
+                }
+                None => {
+                    // The loop of a forked child, which inherits libtirpc's table: it would take the parent's callbacks.
+                    // SAFETY: alive; libtirpc's loop looks at its table before it goes on with it.
+                    unsafe { xprt_unregister(xprt) };
+                    Vec::new()
+                }
+            }
+        };
+        for key in ready {
+            let callbacks = table().get(&key).and_then(Weak::upgrade);
+            if let Some(client) = callbacks.and_then(|callbacks| callbacks.client.upgrade()) {
+                client.serve_now(None);
+            }
+        }
     }
 }
 

@@ -15,7 +15,7 @@ use rustc_hash::FxHashMap;
 
 use crate::driver::{Shared, Wait, send_rest};
 use crate::error::Error;
-use crate::ffi::guard;
+use crate::ffi::{Uncancelled, guard, guard_passing_in_steps, step};
 use crate::tirpc::bare::{LISTENING, bare};
 use crate::tirpc::{
     SVCXPRT, bool_t, nothing_is_registered, rpc_msg, xp_ops, xprt_register_beside, xprt_unregister,
@@ -42,7 +42,7 @@ struct Progress {
     /// When the alarm goes off.
     armed: Option<Instant>,
     /// What the errands are, once somebody has asked for them.
-    errands: [Option<fn()>; 3],
+    errands: Errands,
     xprt: *mut SVCXPRT,
     registered: bool,
 }
@@ -106,13 +106,16 @@ pub enum Errand {
     Left,
 }
 
+/// By [`Errand`].
+type Errands = [Option<fn()>; 3];
+
 impl Errand {
     fn key(self) -> RawFd {
         -1 - self as RawFd
     }
 }
 
-/// Has the loop call `what` at that time, and not at an earlier or later one that this errand had.
+/// Has the loop call `what` at that time, and not at an earlier or later one that this errand had. No guard reaches over it.
 pub fn call_at(errand: Errand, time: Instant, what: fn()) {
     table().errands[errand as usize] = Some(what);
     again(errand, time);
@@ -166,7 +169,7 @@ impl Default for Progress {
             waiting: 0,
             waking: 0,
             armed: None,
-            errands: [None; 3],
+            errands: Errands::default(),
             xprt: null_mut(),
             registered: false,
         }
@@ -351,42 +354,56 @@ impl Progress {
     }
 }
 
-/// Moves what can move; destroys what took too long.
-unsafe extern "C" fn wake(xprt: *mut SVCXPRT, _: *mut rpc_msg) -> bool_t {
-    guard(|| {
-        let now = Instant::now();
-        let (crowded, due, errands) = {
-            let mut table = table();
-            if table.xprt != xprt {
-                // That of a parent, which had the table at the fork: what makes it readable is not for this process.
-                // SAFETY: registered; it lives for ever.
-                unsafe { xprt_unregister(xprt) };
-                return Ok(0);
-            }
-            if let Some(set) = &table.set {
-                set.silence();
-            }
-            table.armed = None;
-            (table.waiting > 0, table.due(now), table.errands)
-        };
-        for (fd, who) in due {
-            if fd >= 0 {
-                match who.upgrade() {
-                    Some(who) => who.wake(crowded),
-                    // Unless its number is another one's by now.
-                    None if is_gone(fd) => forget(fd),
-                    None => {}
-                }
-                continue;
-            }
-            forget(fd);
-            if let Some(Some(errand)) = usize::try_from(-1 - fd).ok().and_then(|index| errands.get(index)) {
-                errand();
-            }
-        }
-        table().arm(true)?;
+/// Moves what can move; destroys what took too long; does the errands that are due.
+unsafe extern "C-unwind" fn wake(xprt: *mut SVCXPRT, _: *mut rpc_msg) -> bool_t {
+    guard_passing_in_steps(|| {
+        let errands = step(|| {
+            let _uncancelled = Uncancelled::now();
+            move_on(xprt)
+        })?;
+        // The last of them runs the program.
+        errands.into_iter().flatten().for_each(|errand| errand());
         Ok(0)
     })
+}
+
+/// What [`wake`] does itself. Returns the errands that are due.
+fn move_on(xprt: *mut SVCXPRT) -> Result<Errands, Error> {
+    let mut errands_due = Errands::default();
+    let now = Instant::now();
+    let (crowded, due, errands) = {
+        let mut table = table();
+        if table.xprt != xprt {
+            // That of a parent, which had the table at the fork: what makes it readable is not for this process.
+            // SAFETY: registered; it lives for ever.
+            unsafe { xprt_unregister(xprt) };
+            return Ok(errands_due);
+        }
+        if let Some(set) = &table.set {
+            set.silence();
+        }
+        table.armed = None;
+        (table.waiting > 0, table.due(now), table.errands)
+    };
+    for (fd, who) in due {
+        if fd >= 0 {
+            match who.upgrade() {
+                Some(who) => who.wake(crowded),
+                // Unless its number is another one's by now.
+                None if is_gone(fd) => forget(fd),
+                None => {}
+            }
+            continue;
+        }
+        forget(fd);
+        if let Ok(index) = usize::try_from(-1 - fd)
+            && let Some(due) = errands_due.get_mut(index)
+        {
+            *due = errands[index];
+        }
+    }
+    table().arm(true)?;
+    Ok(errands_due)
 }
 
 #[cfg(test)]

@@ -53,12 +53,12 @@ pub unsafe fn watch(xprt: *mut SVCXPRT, rdma_only: bool) {
     unsafe { idle::silent(fd, xprt, rdma_only) };
 }
 
-unsafe extern "C" fn sniff(xprt: *mut SVCXPRT, message: *mut rpc_msg) -> bool_t {
+unsafe extern "C-unwind" fn sniff(xprt: *mut SVCXPRT, message: *mut rpc_msg) -> bool_t {
     // SAFETY: libtirpc's own transport and message.
     guard(|| unsafe { look(xprt, message, false) })
 }
 
-unsafe extern "C" fn sniff_rdma(xprt: *mut SVCXPRT, message: *mut rpc_msg) -> bool_t {
+unsafe extern "C-unwind" fn sniff_rdma(xprt: *mut SVCXPRT, message: *mut rpc_msg) -> bool_t {
     // SAFETY: libtirpc's own transport and message.
     guard(|| unsafe { look(xprt, message, true) })
 }

@@ -740,7 +740,7 @@ pub unsafe fn transport(xprt: *mut SVCXPRT) -> Result<Arc<Transport>, Error> {
     Ok(unsafe { Arc::from_raw(own) })
 }
 
-unsafe extern "C" fn recv(xprt: *mut SVCXPRT, message: *mut rpc_msg) -> bool_t {
+unsafe extern "C-unwind" fn recv(xprt: *mut SVCXPRT, message: *mut rpc_msg) -> bool_t {
     guard(|| {
         let place = 0u8;
         let frame = (&raw const place).addr();
@@ -1306,10 +1306,37 @@ pub fn serve_fd(fd: RawFd) {
     unsafe { svc_getreq_common(fd) };
 }
 
-/// Serves what calls back have left for the loop. Called in its thread.
+/// Serves what calls back have left for the loop. Called in its thread, and under no guard: a dispatch routine may throw.
 pub fn serve_left() {
-    // One may have gone since, and its number be that of a connection of libtirpc's, which reads until a request is whole.
-    service_loop::PROGRAM.take_left().into_iter().filter(|fd| idle::is_own(*fd)).for_each(serve_fd);
+    /// Those that are not served yet.
+    struct Left(VecDeque<RawFd>);
+
+    impl Left {
+        fn next(&mut self) -> Option<RawFd> {
+            // One may have gone since, and its number be that of a connection of libtirpc's, which reads until a request is
+            // whole.
+            step(|| Ok(std::iter::from_fn(|| self.0.pop_front()).find(|fd| idle::is_own(*fd)))).ok()?
+        }
+    }
+
+    impl Drop for Left {
+        fn drop(&mut self) {
+            if self.0.is_empty() {
+                return;
+            }
+            // A routine was left otherwise than by returning: the loop's next turn serves the others.
+            guard(|| {
+                self.0.drain(..).for_each(|fd| service_loop::PROGRAM.leave(fd));
+                wake_left();
+                Ok(())
+            });
+        }
+    }
+
+    let mut left = Left(step(|| Ok(service_loop::PROGRAM.take_left())).unwrap_or_default().into());
+    while let Some(fd) = left.next() {
+        serve_fd(fd);
+    }
 }
 
 /// Has the loop look in its next turn at what calls back have left for it.

@@ -447,6 +447,10 @@ pub(super) fn spin<'a, L: Locked<'a>>(
     mut found: impl FnMut(&mut L::State) -> bool,
     others: impl Fn() -> bool,
 ) -> (MutexGuard<'a, L::State>, bool) {
+    if state.parts().0.another_reads() {
+        let is_found = found(&mut state);
+        return (state, is_found);
+    }
     let (session, Some(link)) = state.parts() else { return (state, false) };
     let Some(mut patience) = Patience::new(&mut session.spin, link) else { return (state, false) };
     link.device.spin();

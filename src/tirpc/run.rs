@@ -676,6 +676,7 @@ unsafe fn by_few(waits: bool, ready: &mut Ready) -> bool {
             Ok(())
         });
     }
+    closed_first(&mut fds[1..count]);
     let events = fds[1..count].iter().filter(|entry| entry.revents != 0);
     // SAFETY: this is the loop.
     unsafe { hand_out(events.map(|entry| (entry.fd, entry.revents)), true, ready) };
@@ -737,9 +738,20 @@ unsafe fn by_poll(waits: bool) -> bool {
     }
     if ready > 0 {
         // SAFETY: as above.
-        unsafe { svc_getreq_poll(fds, ready) };
+        let found = closed_first(unsafe { std::slice::from_raw_parts_mut(fds, count) });
+        // SAFETY: as above.
+        unsafe { svc_getreq_poll(fds, found) };
     }
     true
+}
+
+/// Of what poll(2) has found, what was closed by hand goes alone, if there is any: it leaves the table before a listener gets
+/// another connection with its number. How much there is then.
+fn closed_first(fds: &mut [libc::pollfd]) -> c_int {
+    if fds.iter().any(|entry| entry.revents & libc::POLLNVAL != 0) {
+        fds.iter_mut().for_each(|entry| entry.revents &= libc::POLLNVAL);
+    }
+    fds.iter().filter(|entry| entry.revents != 0).count() as c_int
 }
 
 #[cfg(test)]

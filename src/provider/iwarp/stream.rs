@@ -92,6 +92,6 @@ impl Stream {
 
     /// As [`crate::provider::QueuePair::rest`].
     pub(super) fn rest(&mut self) -> bool {
-        self.rings.as_mut().is_none_or(|rings| rings.rest(self.socket))
+        self.rings.as_mut().is_none_or(|rings| rings.rest())
     }
 }

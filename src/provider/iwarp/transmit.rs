@@ -897,6 +897,7 @@ fn offer(stream: &mut Stream, pieces: &[IoVec<'_>]) -> Result<usize, Error> {
     match stream.send(pieces) {
         Ok(sent) => Ok(sent),
         Err(e) if e.kind() == io::ErrorKind::WouldBlock => Ok(0),
+        Err(e) if e.kind() == io::ErrorKind::BrokenPipe => Err(lost("the peer closed the connection")),
         Err(e) => Err(lost(format!("sending failed: {e}"))),
     }
 }

@@ -152,6 +152,10 @@ impl Rings {
             if taken > 0 {
                 self.heard_now();
                 self.wake_for_room(socket);
+                if self.is_woken() {
+                    // What has woken us for this would do so once more. An error shows up in the next look.
+                    let _ = self.hear(socket);
+                }
                 return Ok(taken);
             }
             if self.ended {
@@ -188,15 +192,12 @@ impl Rings {
         true
     }
 
-    /// Says that this end waits. False if there is something to do already.
-    pub fn rest(&mut self, socket: RawFd) -> bool {
+    /// Says that this end waits. False if there is something to do already. What has woken us is left: who asks may not be
+    /// the one that it has to wake.
+    pub fn rest(&mut self) -> bool {
         self.busy = false;
         if self.is_forked() {
             return true;
-        }
-        // What has woken us would do so once more.
-        if self.is_woken() && self.hear(socket).is_err() {
-            return false;
         }
         // A lie shows up in the next look.
         let quiet = !self.ended && self.begin_to_wait().is_ok_and(|quiet| quiet);

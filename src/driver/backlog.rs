@@ -292,6 +292,11 @@ impl Reply {
     /// Sends what the device takes.
     pub(super) fn advance(&mut self, link: &mut Link) {
         let all = link.flush();
+        self.look(link, all);
+    }
+
+    /// Sees whether the device has taken it, which has just moved what moves; `all`: it has nothing left to do.
+    pub(super) fn look(&mut self, link: &Link, all: bool) {
         let open = link.engine.closed().is_none();
         // Reads may still wait for their turn.
         self.gone = open && (all || link.device.unsent() == 0);
@@ -341,19 +346,17 @@ mod tests {
     use smallvec::smallvec;
 
     use super::*;
-    use crate::config::Config;
+    use crate::config::{Config, Provider};
     use crate::connection::Expect;
     use crate::connection::Role;
     use crate::driver::Callee;
     use crate::driver::memory;
     use crate::driver::server::Next;
     use crate::driver::service_loop::Thrown;
-    use crate::driver::start::tests::iwarp_options;
-    use crate::driver::start::versions;
+    use crate::driver::start::{connect_over, versions};
     use crate::driver::{server, session};
     use crate::memory::{Program, Sink};
     use crate::provider::WorkRequest;
-    use crate::provider::iwarp::Iwarp;
     use crate::socket;
     use crate::wait;
     use crate::wire::Xid;
@@ -402,13 +405,12 @@ mod tests {
 
     fn join_with(config: &'static Config) -> (Link, Shared, [TcpStream; 2]) {
         let (active, passive) = pair();
-        let mut device =
-            Iwarp::initiator(active.as_raw_fd(), iwarp_options(config, active.as_raw_fd())).unwrap();
+        let mut device = connect_over(active.as_raw_fd(), config).unwrap();
         let mut server = Server::accept(passive.as_raw_fd(), config).unwrap();
         while !device.establish().unwrap() {
             assert!(server.receive().is_none());
         }
-        let link = Link::new(Role::Client, config, versions(config), Box::new(device), &memory(config));
+        let link = Link::new(Role::Client, config, versions(config), device, &memory(config));
         // Another test may run the process's.
         server.home = Box::leak(Box::default());
         (link, Mutex::new(server), [active, passive])
@@ -837,6 +839,41 @@ mod tests {
         assert!(left > 0 && time >= wait.idle && time < wait.most, "{left} bytes left after {time:?}");
         // And it is not waited for again.
         assert!(settle(&mut client, &server).is_ok());
+    }
+
+    /// What is left of it goes out while the connection is read: no event tells that it is gone.
+    #[test]
+    fn a_reply_through_shared_memory_is_not_waited_for_when_all_of_it_is_taken() {
+        const LENGTH: usize = 4 << 20;
+        let config = Config { provider: Provider::Only("local"), poll: Duration::ZERO, ..config().clone() };
+        let (mut client, server, _sockets) = join_with(Box::leak(Box::new(config)));
+        let over = AtomicBool::new(false);
+        for xid in 1..50 {
+            begin(&mut client, xid, LENGTH + 4);
+            let request = next(&server);
+            scope(|scope| {
+                scope.spawn(|| {
+                    while !over.load(Relaxed) {
+                        client.pump();
+                        std::thread::yield_now();
+                    }
+                });
+                let mut reply = server.message().unwrap();
+                reply.extend(&xid.to_be_bytes()).unwrap();
+                reply.extend(&vec![7; LENGTH]).unwrap();
+                let (server_end, wait) = (locked(&server), Wait { idle: PATIENCE, most: PATIENCE });
+                let fd = server_end.fd();
+                let start = Instant::now();
+                let (server_end, sent) =
+                    session::reply(&&server, server_end, (fd, request.id), reply.into(), || wait, false);
+                drop(server_end);
+                over.store(true, Relaxed);
+                sent.unwrap();
+                assert!(start.elapsed() < PATIENCE, "reply {xid} was waited for in vain");
+            });
+            over.store(false, Relaxed);
+            assert!(matches!(settle(&mut client, &server), Ok(length) if length == LENGTH + 4));
+        }
     }
 
     #[test]

@@ -541,7 +541,10 @@ pub(super) fn reply<'a, L: Locked<'a>>(
         session.settle(link);
         if reply.waits && !forked {
             read_beside(locked, &mut state, one_event);
-            reply.waits = state.parts().1.is_some_and(|link| link.engine.closed().is_none());
+            match state.parts().1 {
+                Some(link) if link.serial == serial => reply.look(link, false),
+                _ => break,
+            }
         }
     }
     // Somebody else may have ended it meanwhile, and what was lent with it; a new one may have taken its place.

@@ -101,12 +101,19 @@ impl Rings {
         let (mut piece, mut at, mut sent) = (None, 0, 0);
         let mut produced = self.own.word(Word::Produced).load(Relaxed);
         self.own.word(Word::WantsRoom).store(0, Relaxed);
+        // How much the other end was told of, and after how much more it is told again.
+        let (mut told, mut next) = (0, STEP);
         while sent < total {
-            let room = match self.room(produced)? {
-                0 if self.waits_for_room(produced)? => continue,
-                0 => break,
-                room => room,
-            };
+            let room = self.room(produced)?;
+            if room == 0 {
+                if std::mem::replace(&mut told, sent) < sent {
+                    self.wake(socket);
+                }
+                if self.waits_for_room(produced)? {
+                    continue;
+                }
+                break;
+            }
             if room == RING {
                 self.own.word(Word::Base).store(produced, Relaxed);
             }
@@ -128,8 +135,12 @@ impl Rings {
                 }
             }
             self.own.word(Word::Produced).store(produced, Release);
-            // It takes this while we copy the next.
-            self.wake(socket);
+            // It takes this while we copy the next. Where it does not, for it shares a processor with somebody, it is not woken
+            // for every step.
+            if sent == total || sent - told >= next {
+                self.wake(socket);
+                (told, next) = (sent, 2 * next);
+            }
         }
         match sent {
             0 if total > 0 => Err(ErrorKind::WouldBlock.into()),

@@ -1,7 +1,8 @@
 #!/bin/bash
 # bench.sh [FILE]: tcp (stock libtirpc, nothing preloaded) against rdma (the library preloaded), in one run; and "placed":
 # rdma with a text binding for the benchmark's program at both ends, so that its data goes into chunks of its own; and
-# "two": rdma, and two threads of the server serve (rpcrdma_svc_run).
+# "two": rdma, and two threads of the server serve (rpcrdma_svc_run). These go over software iWARP, as between two hosts without
+# adapters; "local" and "local-placed" through memory that both ends share.
 #
 # Then calls whose routine computes or sleeps, with one service thread, two and sixteen.
 #
@@ -27,11 +28,12 @@ cat >"$scratch/bench.conf" <<'END'
 END
 
 # A way to run: netid, prefix, and the same with the counter of copies.
-declare -A netid_of=([tcp]=tcp [rdma]=rdma [placed]=rdma [two]=rdma [sixteen]=rdma
+declare -A netid_of=([tcp]=tcp [rdma]=rdma [placed]=rdma [two]=rdma [sixteen]=rdma [local]=rdma [local-placed]=rdma
     [4K]=rdma [64K]=rdma [4K-local]=rdma) port_of server_of
 version_two=(4K 64K 4K-local)
 declare -A with=([tcp]=env [rdma]="${preloaded[*]}" [placed]="${preloaded[*]} RPCRDMA_BINDINGS=$scratch/bench.conf IN_PLACE=1"
     [two]="${preloaded[*]} THREADS=2" [sixteen]="${preloaded[*]} THREADS=16")
+with[local]="${with[rdma]} RPCRDMA_PROVIDER=local" with[local-placed]="${with[placed]} RPCRDMA_PROVIDER=local"
 for size in 4K 64K; do
     with[$size]="${preloaded[*]} RPCRDMA_VERSION=2 RPCRDMA_INLINE=$size RPCRDMA_MAX_REPLY=32K"
 done
@@ -43,7 +45,7 @@ serve() { # WAY PREFIX...
     shift
     start_ready "$@" "$scratch/bench" server "${netid_of[$way]}" || { echo "bench: no server for $way" >&2; exit 1; }
 }
-for way in tcp rdma placed two sixteen "${version_two[@]}"; do
+for way in tcp rdma placed two sixteen local local-placed "${version_two[@]}"; do
     serve $way ${with[$way]}
     port_of[$way]=$port server_of[$way]=$server
 done
@@ -77,8 +79,8 @@ busy=('1 own' '4 own' '32 own' '32 shared')
 working=('compute 200 1 own' 'compute 200 4 own' 'compute 200 4 shared' 'sleep 1000 1 own' 'sleep 1000 32 shared')
 for ((repeat = 0; repeat < repeats; repeat++)); do
     for i in "${!cases[@]}"; do
-        for way in tcp rdma two placed; do
-            [[ $way != placed || ${cases[$i]} =~ 65536|1048576 ]] || continue
+        for way in tcp rdma two placed local local-placed; do
+            [[ $way != *placed || ${cases[$i]} =~ 65536|1048576 ]] || continue
             measure "$i" $way ${cases[$i]}
         done
     done
@@ -124,6 +126,24 @@ table() {
     echo "per s: calls per second; p50, p99: microseconds of a call; cpu: microseconds of processor time, of both ends, per"
     echo "call; ratio: rdma / tcp; placed: rdma with a binding, the data in chunks of its own;"
     echo "two: rdma, two service threads"
+    echo
+    echo "the same through memory that both ends share; placed: with a binding, beside the same of tcp"
+    printf '%-5s %7s %7s %-9s %9s %6s %7s %6s %7s %6s %6s %6s %9s %6s %6s %6s\n' call bytes threads CLIENTs 'per s' ratio \
+        p50 ratio p99 ratio cpu ratio 'placed' ratio p50 cpu
+    for i in "${!cases[@]}"; do
+        # shellcheck disable=SC2086
+        set -- ${cases[$i]}
+        for column in 3 4 5 6; do
+            set -- "$@" "$(median "$i" local $column)" "$(ratio "$(median "$i" tcp $column)" "$(median "$i" local $column)")"
+        done
+        local placed
+        placed=$(median "$i" local-placed 3)
+        set -- "$@" "${placed:--}"
+        for column in 3 4 6; do
+            set -- "$@" "$(ratio "$(median "$i" tcp $column)" "$(median "$i" local-placed $column)")"
+        done
+        printf '%-5s %7s %7s %-9s %9s %6s %7s %6s %7s %6s %6s %6s %9s %6s %6s %6s\n' "$@"
+    done
     echo
     echo "calls per second whose routine computes or sleeps for so many microseconds, by service threads"
     printf '%-8s %7s %7s %-9s %9s %9s %6s %9s %6s\n' call us threads CLIENTs one two ratio sixteen ratio

@@ -7,7 +7,7 @@
 #   placed     rdma, and a binding (suite.conf) has the tests' data placed directly
 #   two        rdma, in RPC-over-RDMA Version Two
 #   threads    rdma, and four threads of the server serve
-#   local      rdma, through shared memory
+#   local      rdma, with the device that the library takes by itself: shared memory
 #   linked     linked with the library through pkg-config; STAGED names the staged install
 #              (make install DESTDIR=...); the programs name "rdma"
 #
@@ -33,7 +33,7 @@ placed)
     ;;
 two) suite_flags=(-n rdma -L) environment=(LD_PRELOAD="$LIBRPCRDMA" RPCRDMA_VERSION=2 RPCRDMA_INLINE=4096) ;;
 threads) suite_flags=(-n rdma -L) environment=(LD_PRELOAD="$LIBRPCRDMA" THREADS=4) ;;
-local) suite_flags=(-n rdma -L) environment=(LD_PRELOAD="$LIBRPCRDMA" RPCRDMA_PROVIDER=local) ;;
+local) suite_flags=(-n rdma -L) environment=(LD_PRELOAD="$LIBRPCRDMA" RPCRDMA_PROVIDER=auto) ;;
 redirect) suite_flags=(-n tcp -L -R) environment=(LD_PRELOAD="$LIBRPCRDMA" RPCRDMA_REDIRECT=tcp) ;;
 linked)
     : "${STAGED:?names the staged install}"

@@ -6,11 +6,11 @@ here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 try() { # NAME LINE COMMAND...: the command ends well, and has said LINE.
     local name=$1 line=$2; shift 2
     if "$@" >"$scratch/out" 2>&1 && grep -q "^$line" "$scratch/out"; then ok "$name"; else FAIL "$name" "$scratch/out"; fi
-    grep -E '^(transport|tcp |rdma |placed )' "$scratch/out" | sed 's/^/      /'
+    grep -E '^(transport|tcp |software |shared |\.\.\. )' "$scratch/out" | sed 's/^/      /'
 }
 try_both() { # USER EXAMPLES PREFIX...
     local user=$1 examples=$2; shift 2
-    try "demo of copies as $user" "placed " "$@" bash "$examples/demo.sh"
+    try "demo of copies as $user" "What the last round has left" "$@" bash "$examples/demo.sh"
     try "demo of calls back as $user" "The watch service told " "$@" bash "$examples/watch/demo.sh"
 }
 

@@ -2,6 +2,7 @@
 # readme.sh: what README.md and the manual pages tell a user to do, done: a staged install, the C example linked by
 # pkg-config and by hand, rpcrdma-run, and the texts that a user sees when something is wrong.
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
+export RPCRDMA_PROVIDER=auto    # as a user has it
 if [ -z "${README_IN_NS:-}" ] && bash "$here/ns.sh" --possible >/dev/null; then
     README_IN_NS=1 exec bash "$here/ns.sh" bash "${BASH_SOURCE[0]}"
 fi
@@ -81,9 +82,9 @@ check "the example, linked by hand" 'is ready over rdma' ./byhand 127.0.0.1 $pro
 check "the example against stock libtirpc, preloaded" 'is ready over rdma' "$run" ./stock 127.0.0.1 $program 1
 check "the example without the library" 'RPC: Unknown protocol' ./stock 127.0.0.1 $program 1
 check "the example of rpcbind itself" 'program 100000 is rpcbind itself, which is reached over tcp' ./hello 127.0.0.1 100000 4
-check "the client's log" '^20[0-9-]{8}T[0-9:.]{15}Z rpcrdma\[[0-9]+\] info: fd [0-9]+: program [0-9]+ version 1 goes over rdma to 127\.0\.0\.1:[0-9]+ \(software iWARP, CRC off, inline 69632 bytes out and 69632 in\)' \
+check "the client's log" '^20[0-9-]{8}T[0-9:.]{15}Z rpcrdma\[[0-9]+\] info: fd [0-9]+: program [0-9]+ version 1 goes over rdma to 127\.0\.0\.1:[0-9]+ \(shared memory, inline 69632 bytes out and 69632 in\)' \
     env RPCRDMA_LOG=info ./hello 127.0.0.1 $program 1
-check "the server's log" 'info: fd [0-9]+: accepted 127\.0\.0\.1:[0-9]+ over rdma \(software iWARP' cat "$log"
+check "the server's log" 'info: fd [0-9]+: accepted 127\.0\.0\.1:[0-9]+ over rdma \(shared memory' cat "$log"
 check "an ordinary user's client" 'is ready over rdma' \
     setpriv --reuid 65534 --regid 65534 --clear-groups ./hello 127.0.0.1 $program 1
 check "a full disk for the log is told once" \

@@ -1,9 +1,11 @@
 /* filecopy.c: copies a tree of files to or from a fileserver.
  *
  *   filecopy [-n netid] [-r] host[:port] TREE
+ *   filecopy [-n netid] -c CALLS host[:port]
  *
- * Sends TREE into the server's directory; with -r receives the server's directory into TREE. Without a port the
- * server is looked up with rpcbind. Ends with one line on standard output: files, bytes and seconds. */
+ * Sends TREE into the server's directory; with -r receives the server's directory into TREE; with -c only makes so many
+ * calls that do nothing. Without a port the server is looked up with rpcbind. Ends with one line on standard output: files
+ * or calls, bytes and seconds. */
 #define _GNU_SOURCE
 #include "fileservice.h"
 #include <arpa/inet.h>
@@ -166,6 +168,13 @@ static void receive_tree(char *remote, const char *local)
     } while (!last);
 }
 
+static void make_calls(unsigned long calls)
+{
+    char none;
+    for (; calls > 0; calls--)
+        must(fs_null_1(NULL, &none, client), "call", "");
+}
+
 static CLIENT *connect_to(const char *netid, char *host)
 {
     char *port = strrchr(host, ':');
@@ -191,28 +200,35 @@ int main(int argc, char **argv)
 {
     const char *netid = "tcp";
     int receive = 0, option;
-    while ((option = getopt(argc, argv, "n:r")) != -1) {
+    unsigned long calls = 0;
+    while ((option = getopt(argc, argv, "n:rc:")) != -1) {
         switch (option) {
         case 'n': netid = optarg; break;
         case 'r': receive = 1; break;
+        case 'c': calls = strtoul(optarg, NULL, 10); break;
         default: argc = 0;
         }
     }
-    if (argc - optind != 2)
-        errx(2, "usage: filecopy [-n netid] [-r] host[:port] TREE");
+    if (argc - optind != (calls > 0 ? 1 : 2))
+        errx(2, "usage: filecopy [-n netid] [-r] host[:port] TREE | filecopy [-n netid] -c CALLS host[:port]");
 
     client = connect_to(netid, argv[optind]);
     if (client == NULL)
         errx(1, "%s", clnt_spcreateerror(argv[optind]));
     struct timespec start, end;
     clock_gettime(CLOCK_MONOTONIC, &start);
-    if (receive)
+    if (calls > 0)
+        make_calls(calls);
+    else if (receive)
         receive_tree("", argv[optind + 1]);
     else
         send_tree(argv[optind + 1], "");
     clock_gettime(CLOCK_MONOTONIC, &end);
     clnt_destroy(client);
-    printf("%lu files, %llu bytes, %.3f seconds\n", files, bytes,
-           (double)(end.tv_sec - start.tv_sec) + (double)(end.tv_nsec - start.tv_nsec) / 1e9);
+    double seconds = (double)(end.tv_sec - start.tv_sec) + (double)(end.tv_nsec - start.tv_nsec) / 1e9;
+    if (calls > 0)
+        printf("%lu calls, %.3f seconds\n", calls, seconds);
+    else
+        printf("%lu files, %llu bytes, %.3f seconds\n", files, bytes, seconds);
     return 0;
 }

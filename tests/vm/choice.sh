@@ -38,12 +38,12 @@ expect_once() {
     done
     FAIL "$1" "$out"
 }
-over_verbs='goes over rdma.*\(verbs device' over_iwarp='goes over rdma.*\(software iWARP'
+over_verbs='goes over rdma.*\(verbs device' over_iwarp='goes over rdma.*\(software iWARP' over_memory='goes over rdma.*\(shared memory'
 
 # Without any device nothing is opened, and nothing is said of it.
 must ip link set lo up
 serve RPCRDMA_PROVIDER=auto
-expect "no device: software iWARP" "$over_iwarp" 127.0.0.1 RPCRDMA_PROVIDER=auto
+expect "no device: shared memory" "$over_memory" 127.0.0.1 RPCRDMA_PROVIDER=auto
 if grep -q adapter "$log"; then FAIL "no device: the server does not speak of adapters" "$log"; else ok "no device: the server does not speak of adapters"; fi
 if fetch 127.0.0.1 RPCRDMA_PROVIDER=verbs; then FAIL "no device: verbs fails"; elif grep -q 'this machine has no RDMA device' "$out"; then ok "no device: verbs fails: $(tail -n 1 "$out")"; else FAIL "no device: verbs fails clearly" "$out"; fi
 stop "$server"
@@ -53,7 +53,7 @@ unset RPCRDMA_PROVIDER
 serve RPCRDMA_PROVIDER=auto
 expect_once "rxe: auto takes verbs" "$over_verbs rxe0" $address RPCRDMA_PROVIDER=auto
 expect "rxe: the same port serves software iWARP" "$over_iwarp" $address RPCRDMA_PROVIDER=iwarp
-expect "rxe: auto, an address that no device leads to" "$over_iwarp" 127.0.0.1 RPCRDMA_PROVIDER=auto
+expect "rxe: auto, an address that no device leads to" "$over_memory" 127.0.0.1 RPCRDMA_PROVIDER=auto
 grep -h 'not over verbs' "$out" | sed 's/^/      | /'
 if RPCRDMA_MAX_REPLY=1M fetch $address; then ok "rxe: an ordinary user's settings are taken over verbs too"; else FAIL "rxe: with a setting" "$out"; fi
 if (ulimit -l 64; exec setpriv --reuid 65534 --regid 65534 --clear-groups bash -c "$(declare -f fetch patient); scratch=/tmp out=/tmp/out programs=$programs LIBRPCRDMA=$LIBRPCRDMA; fetch $address RPCRDMA_PROVIDER=verbs; cat /tmp/out" 2>&1) | tee "$out" | grep -q 'half of RLIMIT_MEMLOCK is 32768'; then
@@ -108,7 +108,7 @@ must rdma link add siw0 type siw netdev dummy1
 must wait_for 10 grep -qs ACTIVE /sys/class/infiniband/siw0/ports/1/state
 serve RPCRDMA_PROVIDER=auto
 expect_once "rxe and siw: auto takes verbs to the rxe device's address" "$over_verbs rxe0" $address RPCRDMA_PROVIDER=auto
-expect "rxe and siw: auto takes software iWARP to the siw device's address" "$over_iwarp" $other RPCRDMA_PROVIDER=auto
+expect "rxe and siw: auto shares memory at the siw device's address" "$over_memory" $other RPCRDMA_PROVIDER=auto
 expect "siw by request, towards our software iWARP" "$over_verbs siw0" $other RPCRDMA_PROVIDER=verbs
 stop "$server"
 serve RPCRDMA_PROVIDER=verbs

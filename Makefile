@@ -138,6 +138,9 @@ check-exports: all
 check-c: all
 	bash c-tests/check.sh tcp redirect rdma placed two threads local linked asan
 
+check-c-long: all
+	bash c-tests/check.sh local-threads local-asan local-valgrind
+
 check-valgrind: all
 	bash c-tests/check.sh valgrind
 
@@ -150,7 +153,7 @@ check-schedules:
 
 check-long: check
 	@$(MAKE) --no-print-directory check-long-here
-check-long-here: check-bad-peers check-schedules
+check-long-here: check-bad-peers check-schedules check-c-long
 	$(CARGO) test $(CARGOFLAGS) $(FEATURES) --release --lib -- --ignored --skip on_a_device
 	@for script in $(LONG); do echo "== $$script"; bash $$script || exit 1; done
 
@@ -172,7 +175,7 @@ clean:
 	rm -rf build
 
 .PHONY: all install demo demo-here nfs3 nfs41 check check-here check-beside check-source check-rust check-exports \
-    check-c check-valgrind check-long \
+    check-c check-c-long check-valgrind check-long \
     check-long-here check-fresh check-bad-peers check-schedules check-vm bench bench-instructions clean FORCE
 .DELETE_ON_ERROR:
 ifdef IN_ORDER

@@ -1,5 +1,5 @@
 #!/bin/bash
-# check.sh [LEG...]: every leg of the C tests that a change must pass; without arguments all of them.
+# check.sh [LEG...]: the legs of the C tests; without arguments those that a change must pass.
 #
 #   tcp        stock libtirpc: the tests themselves are right
 #   redirect   programs that know only "tcp", moved by RPCRDMA_REDIRECT
@@ -11,6 +11,11 @@
 #   linked     rdma, linked through pkg-config with a staged install
 #   asan       rdma, built by clang with the address and undefined-behaviour sanitizers
 #   valgrind   rdma, client and server under valgrind
+#
+# Longer, and by name only:
+#   local-threads    local, and four threads of the server serve
+#   local-asan       local under the sanitizers
+#   local-valgrind   local under valgrind
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 scratch=$(mktemp -d "${TMPDIR:-/tmp}/rpcrdma.XXXXXX")
 trap 'rm -rf "$scratch"' EXIT
@@ -33,16 +38,19 @@ run() { bash "$here/run.sh" "$@"; }
 linked() {
     make -s -C "$here/.." install DESTDIR="$scratch/stage" PREFIX=/usr/local && STAGED=$scratch/stage run linked
 }
-asan() { RPCRDMA_POLL=0 CC=clang run rdma asan; }
-valgrind() { RPCRDMA_POLL=0 run rdma valgrind; }
+asan() { RPCRDMA_POLL=0 CC=clang run "${1:-rdma}" asan; }
+valgrind() { RPCRDMA_POLL=0 run "${1:-rdma}" valgrind; }
+local-threads() { THREADS=4 run local; }
+local-asan() { asan local; }
+local-valgrind() { valgrind local; }
 # lacks LEG: says what the leg needs and is not installed. clang's sanitizers are a package of their own.
 lacks() {
     case $1 in
-    asan)
+    *asan)
         echo 'int main(void) { return 0; }' | clang -fsanitize=address,undefined -xc -o "$scratch/try" - 2>/dev/null ||
             echo "no clang with its sanitizers is installed"
         ;;
-    valgrind) type -P valgrind >/dev/null || echo "valgrind is not installed" ;;
+    *valgrind) type -P valgrind >/dev/null || echo "valgrind is not installed" ;;
     esac
 }
 
@@ -52,8 +60,8 @@ for name in "$@"; do
     [ -z "$lacking" ] || { echo "skip  C tests, $name ($lacking)"; continue; }
     case $name in
     tcp | redirect | rdma | placed | two | threads | local) leg "$name" run "$name" ;;
-    linked | asan | valgrind) leg "$name" "$name" ;;
-    *) sed -n '2,13s/^# \{0,1\}//p' "${BASH_SOURCE[0]}" >&2; exit 2 ;;
+    linked | *asan | *valgrind | local-threads) leg "$name" "$name" ;;
+    *) sed -n '2,18s/^# \{0,1\}//p' "${BASH_SOURCE[0]}" >&2; exit 2 ;;
     esac
 done
 [ "$failed" -eq 0 ]

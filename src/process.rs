@@ -92,9 +92,8 @@ pub fn is_network_socket(fd: RawFd) -> bool {
 
 /// Writes `bytes` with one write(2), if that is possible at once and without a signal.
 ///
-/// What has no room now (a pipe whose reader stands still, a terminal stopped by ^S) gets nothing. SIGPIPE
-/// and SIGXFSZ that the write raises are swallowed; they are sent to this thread alone, so blocking them here
-/// is enough, and the program's own disposition is neither needed nor changed.
+/// What has no room now (a pipe whose reader stands still, a terminal stopped by ^S) gets nothing. SIGPIPE and SIGXFSZ
+/// that the write raises are swallowed.
 ///
 /// Returns how many bytes were written: a disk may be full before the last.
 ///
@@ -110,6 +109,15 @@ pub fn write_quietly(fd: RawFd, bytes: &[u8]) -> Result<usize, i32> {
         return Err(libc::EAGAIN);
     }
 
+    quietly(|| rustix::io::retry_on_intr(|| rustix::io::write(to, bytes)).map_err(Errno::raw_os_error))
+}
+
+/// Does one system call, without the SIGPIPE or SIGXFSZ that it raises: they are sent to this thread alone, so blocking them
+/// here is enough, and the program's own disposition is neither needed nor changed.
+///
+/// # Errors
+/// The errno, that of the call above all.
+pub fn quietly<T>(call: impl FnOnce() -> Result<T, i32>) -> Result<T, i32> {
     let signals = signal_set(&[libc::SIGPIPE, libc::SIGXFSZ]);
     let mut before = MaybeUninit::<libc::sigset_t>::uninit();
     // SAFETY: `signals` is initialised, `before` has room for a set.
@@ -121,7 +129,7 @@ pub fn write_quietly(fd: RawFd, bytes: &[u8]) -> Result<usize, i32> {
     // SAFETY: `pending` is ours.
     unsafe { libc::sigpending(&raw mut pending) };
 
-    let result = rustix::io::retry_on_intr(|| rustix::io::write(to, bytes)).map_err(Errno::raw_os_error);
+    let result = call();
 
     let raised = match result {
         Err(libc::EPIPE) => Some(libc::SIGPIPE),

@@ -92,6 +92,21 @@ if serves env RPCRDMA_PROVIDER=iwarp; then
     stop "$server"
 fi
 
+# To the kernel memory that is shared is a file.
+short=(bash -c 'ulimit -f 100 && exec "$@"' -)
+if serves; then
+    goes "a client that may write no long files, and nothing but memory: $refused" "$refused" 127.0.0.1 "${short[@]}"
+    stop "$server"
+fi
+if serves env RPCRDMA_PROVIDER=auto; then
+    goes "a client that may write no long files: software iWARP" "no memory" 127.0.0.1 env RPCRDMA_PROVIDER=auto "${short[@]}"
+    stop "$server"
+fi
+if serves env RPCRDMA_PROVIDER=auto "${short[@]}"; then
+    goes "a server that may write no long files: software iWARP" "no memory" 127.0.0.1 env RPCRDMA_PROVIDER=auto
+    stop "$server"
+fi
+
 users="a client of another user, a server of another user"
 processes="a client with process IDs and mounts of its own, a server with them"
 networks="a network namespace of its own"

@@ -20,6 +20,7 @@ use rustix::fs::{fchmod, fcntl_add_seals, fcntl_get_seals, fstat, ftruncate, mem
 use rustix::io::Errno;
 
 use super::{IoVec, IoVecMut};
+use crate::process;
 
 /// Bytes of the ring: a power of two, and few enough to stay in a cache while both ends copy.
 pub const RING: usize = 256 << 10;
@@ -103,7 +104,7 @@ impl Own {
     /// A segment of zeros, and the descriptor for the peer.
     ///
     /// # Errors
-    /// The errno of what the kernel refuses: `EMFILE`, `ENOMEM`, `ENOSYS`.
+    /// The errno of what the kernel refuses: `EMFILE`, `ENOMEM`, `ENOSYS`, `EFBIG`.
     pub fn new() -> io::Result<(Own, OwnedFd)> {
         let flags = MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING;
         // Some systems want it said that nothing in it is run; older ones do not know that.
@@ -111,7 +112,9 @@ impl Own {
             Err(Errno::INVAL) => memfd_create("rpcrdma", flags)?,
             file => file?,
         };
-        ftruncate(&file, SIZE as u64)?;
+        // To the kernel it is a file: one that is too long for RLIMIT_FSIZE would end the program.
+        process::quietly(|| ftruncate(&file, SIZE as u64).map_err(Errno::raw_os_error))
+            .map_err(io::Error::from_raw_os_error)?;
         let own = Own(Mapping::new(&file, libc::PROT_READ | libc::PROT_WRITE)?);
         fchmod(&file, Mode::RUSR)?;
         let path = format!("/proc/self/fd/{}", file.as_raw_fd());

@@ -31,10 +31,11 @@ use crate::{fork, socket};
 /// So many bytes are copied before the other end is told of them: it copies them while we copy the next.
 const STEP: usize = 16 << 10;
 
-/// How long who sends waits for room before it sleeps: as long as it takes to wake the other end.
+/// How long who sends waits for room before it sleeps: as long as it takes to wake the other end. A peer that takes less than a
+/// [`STEP`] in the time, byte after byte perhaps, is waited for no longer.
 const ROOM: Duration = Duration::from_micros(50);
 
-/// After such a wait that was in vain so many others sleep at once.
+/// After such waits that were in vain, or brought less than a [`STEP`], so many others sleep at once.
 const HASTE: u32 = 16;
 
 /// An end that has heard nothing for so long asks the socket whether its peer is there.
@@ -64,6 +65,8 @@ pub struct Rings {
     /// Whether it may be waited for room without a sleep; how often it is not.
     spins: bool,
     haste: u32,
+    /// Whether this process waits for room. What [`Word::WantsRoom`] says may be the word of a child that has ended.
+    wants: bool,
     ended: bool,
 }
 
@@ -81,6 +84,7 @@ impl Rings {
             heard: Instant::now(),
             spins,
             haste: 0,
+            wants: false,
             ended: false,
         };
         rings.own.word(Word::Waits).store(1, SeqCst);
@@ -100,7 +104,9 @@ impl Rings {
         let mut pieces = pieces.iter();
         let (mut piece, mut at, mut sent) = (None, 0, 0);
         let mut produced = self.own.word(Word::Produced).load(Relaxed);
-        self.own.word(Word::WantsRoom).store(0, Relaxed);
+        self.want_room(false);
+        // Since when there is little room, and how much was sent then.
+        let mut short: Option<(Instant, usize)> = None;
         // How much the other end was told of, and after how much more it is told again.
         let (mut told, mut next) = (0, STEP);
         while sent < total {
@@ -113,6 +119,20 @@ impl Rings {
                     continue;
                 }
                 break;
+            }
+            let wanted = STEP.min(total - sent);
+            if room < wanted {
+                let now = Instant::now();
+                let (since, before) = *short.get_or_insert((now, sent));
+                if sent - before >= STEP {
+                    short = Some((now, sent));
+                } else if now - since >= ROOM && !self.asks_for_room(produced, wanted)? {
+                    self.haste = HASTE;
+                    if told < sent {
+                        self.wake(socket);
+                    }
+                    break;
+                }
             }
             if room == RING {
                 self.own.word(Word::Base).store(produced, Relaxed);
@@ -212,9 +232,8 @@ impl Rings {
         }
         // A lie shows up in the next look.
         let quiet = !self.ended && self.begin_to_wait().is_ok_and(|quiet| quiet);
-        let wants = self.wants_room();
         let produced = self.own.word(Word::Produced).load(Relaxed);
-        quiet && !(wants && self.room(produced).is_ok_and(|room| room > 0))
+        quiet && !(self.wants && self.room(produced).is_ok_and(|room| room > 0))
     }
 
     /// Whether nothing more has come since less than asked for was there; then the socket tells when it does.
@@ -224,7 +243,13 @@ impl Rings {
 
     /// Whether this end waits for room.
     pub fn wants_room(&self) -> bool {
-        self.own.word(Word::WantsRoom).load(Relaxed) != 0
+        self.wants
+    }
+
+    /// Says whether it does.
+    fn want_room(&mut self, wants: bool) {
+        self.wants = wants;
+        self.own.word(Word::WantsRoom).store(wants.into(), Relaxed);
     }
 
     /// Whether there is something to do.
@@ -261,9 +286,18 @@ impl Rings {
             self.haste = HASTE;
         }
         self.haste = self.haste.saturating_sub(1);
-        self.own.word(Word::WantsRoom).store(1, Relaxed);
+        self.asks_for_room(produced, 1)
+    }
+
+    /// Says that this end waits for room. False if there is not so much of it: the peer will see that when it takes something.
+    fn asks_for_room(&mut self, produced: u64, bytes: usize) -> io::Result<bool> {
+        self.want_room(true);
         fence(SeqCst);
-        Ok(self.room(produced)? > 0)
+        let there = self.room(produced)? >= bytes;
+        if there {
+            self.want_room(false);
+        }
+        Ok(there)
     }
 
     fn take(&mut self, pieces: &mut [IoVecMut<'_>]) -> io::Result<usize> {

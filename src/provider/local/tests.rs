@@ -1,6 +1,7 @@
 use std::cell::RefCell;
 use std::net::{TcpListener, TcpStream};
 use std::os::fd::AsRawFd;
+use std::sync::atomic::AtomicBool;
 use std::sync::atomic::Ordering::{Relaxed, SeqCst};
 use std::time::{Duration, Instant};
 
@@ -380,5 +381,80 @@ fn a_name_that_leads_nowhere_is_software_iwarp() {
     assert!(Offered::new(&request, &mut Vec::new()).is_none());
     for cut in 0..request.len() {
         assert!(Offered::new(&request[..cut], &mut Vec::new()).is_none());
+    }
+}
+
+/// A ring of ours, the peer's end of it in our hands, and what it sees of ours.
+fn watched(spins: bool) -> (Sockets, Rings, Own, Theirs) {
+    let (own, seen) = Own::new().unwrap();
+    let (peers, file) = Own::new().unwrap();
+    (sockets(), Rings::new(own, Theirs::new(file).unwrap(), spins), peers, Theirs::new(seen).unwrap())
+}
+
+#[test]
+fn who_has_sent_all_waits_for_no_room_though_some_came_at_the_last_moment() {
+    let (sockets, mut rings, peer, seen) = watched(false);
+    let fd = sockets.0.as_raw_fd();
+    let (long, over) = (vec![7; 2 * RING], AtomicBool::new(false));
+    std::thread::scope(|scope| {
+        scope.spawn(|| {
+            while !over.load(Relaxed) {
+                peer.word(Word::Consumed).store(seen.get(Word::Produced), SeqCst);
+                peer.word(Word::Waits).fetch_add(2, SeqCst);
+            }
+        });
+        let end = Instant::now() + Duration::from_secs(2);
+        let mut stays = false;
+        while !stays && Instant::now() < end {
+            let mut left = long.len();
+            while left > 0 {
+                left -= rings.send(fd, &[IoVec::from_slice(&long[..left])]).unwrap_or(0);
+            }
+            stays = rings.wants_room() || seen.get(Word::WantsRoom) != 0;
+        }
+        over.store(true, Relaxed);
+        assert!(!stays, "it would never rest");
+    });
+}
+
+#[test]
+fn a_child_that_is_killed_while_it_waits_for_room_leaves_its_parent_in_peace() {
+    let (sockets, mut rings, peer, seen) = watched(false);
+    let fd = sockets.0.as_raw_fd();
+    let long = vec![7; 2 * RING];
+    assert!(rings.rest());
+    let child = fork::testing::fork(|| {
+        let sent = rings.send(fd, &[IoVec::from_slice(&long)]);
+        sent.is_ok_and(|sent| sent == RING) && rings.wants_room()
+    });
+    assert!(child.succeeded());
+    peer.word(Word::Consumed).store(seen.get(Word::Produced), SeqCst);
+    assert!(rings.rest(), "what it waited for is nothing to its parent");
+}
+
+#[test]
+fn a_peer_that_takes_byte_after_byte_keeps_nobody() {
+    let long = vec![7; 2 * RING];
+    // On a busy machine it may not be fast enough to be waited for.
+    for _ in 0..5 {
+        let (sockets, mut rings, peer, seen) = watched(true);
+        let fd = sockets.0.as_raw_fd();
+        rings.send(fd, &[IoVec::from_slice(&long)]).unwrap();
+        let (begun, over) = (AtomicBool::new(false), AtomicBool::new(false));
+        std::thread::scope(|scope| {
+            scope.spawn(|| {
+                while !over.load(Relaxed) {
+                    let consumed = peer.word(Word::Consumed);
+                    let full = seen.get(Word::Produced).wrapping_sub(consumed.load(Relaxed)) == RING as u64;
+                    consumed.fetch_add(u64::from(full), SeqCst);
+                    begun.store(true, Relaxed);
+                }
+            });
+            while !begun.load(Relaxed) {}
+            // As long as the last wait was in vain it is not waited for.
+            let most = (0..20).filter_map(|_| rings.send(fd, &[IoVec::from_slice(&long)]).ok()).max();
+            over.store(true, Relaxed);
+            assert!(most < Some(4096), "{most:?} bytes went out one by one, while others waited");
+        });
     }
 }

@@ -20,6 +20,7 @@
 
 use std::os::fd::RawFd;
 use std::sync::Arc;
+use std::time::Instant;
 
 use crate::error::Error;
 use crate::memory::{Areas, Memory, Region, Regions, Sink, Slabs};
@@ -262,6 +263,12 @@ pub trait QueuePair: Send {
     /// before each wait.
     fn rest(&mut self) -> bool {
         true
+    }
+
+    /// Wakes a peer that says that it looks by itself, and has not for a while. When this is to be called again, if at all. To be
+    /// asked before each wait for the peer.
+    fn remind(&mut self) -> Option<Instant> {
+        None
     }
 
     /// Whether writability of the fd matters: queued work waits for it.

@@ -57,14 +57,12 @@ pub enum Look {
     Nothing,
 }
 
-/// The loop looks at this connection from here on.
+/// The loop looks at this connection from here on. Not where it should have looked by now, and others have found what had come:
+/// the program may have another loop, in a routine or since it has left this one.
 pub(super) fn add(fd: RawFd, server: &Arc<Shared>) -> bool {
     let mut busy = lock();
     let own = Arc::downgrade(server);
-    if busy.list.iter().any(|(_, other)| other.ptr_eq(&own)) {
-        return true;
-    }
-    if busy.list.len() >= MOST {
+    if busy.list.len() >= MOST || busy.list.iter().any(|(_, other)| other.ptr_eq(&own)) {
         return false;
     }
     busy.list.push((fd, own));

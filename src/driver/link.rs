@@ -212,12 +212,14 @@ impl Link {
         }
     }
 
-    /// When `pump` or `retry` must be called though nothing arrives: something waits for memory that others hold.
+    /// When `pump` or `retry` must be called, or this be asked again, though nothing arrives: something waits for memory that
+    /// others hold, or the peer may overlook what it was sent.
     ///
     /// Others let go of it in any thread, in the middle of the program's own procedures: nobody there could wake the thread
     /// that waits here, which may sleep in poll(2) on this connection. This is rare, and a look is cheap.
-    pub(super) fn retry_at(&self) -> Option<Instant> {
-        self.engine.waits().then(|| Instant::now() + MEMORY_RETRY)
+    pub(super) fn retry_at(&mut self) -> Option<Instant> {
+        let memory = self.engine.waits().then(|| Instant::now() + MEMORY_RETRY);
+        memory.into_iter().chain(self.device.remind()).min()
     }
 
     /// Goes on with what waits for memory, if there is some now.

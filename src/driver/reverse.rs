@@ -194,7 +194,9 @@ impl<'a> Policy<'a> for Awaiting<'a> {
         let serves = home.is_mine();
         if !serves && !reads {
             let looks = home.looks();
-            let came = wait::until(state.fd, wait::IN, Some(Duration::ZERO), None).unwrap_or(false);
+            // What the loop was about to look at by itself the descriptor does not tell.
+            let came = state.link().is_some_and(|link| !link.device.rest())
+                || wait::until(state.fd, wait::IN, Some(Duration::ZERO), None).unwrap_or(false);
             if came && self.unread.take() == Some(looks) {
                 home.is_away();
                 return Turn::Look;

@@ -16,6 +16,7 @@ use std::collections::{HashMap, HashSet, VecDeque};
 use std::io;
 use std::os::fd::RawFd;
 use std::sync::{Arc, Mutex, MutexGuard};
+use std::time::Instant;
 
 use super::{Completion, Limits, QueuePair, Traits, WorkId, WorkRequest, iwarp};
 use crate::error::{Error, Kind};
@@ -929,6 +930,10 @@ impl QueuePair for Fault {
 
     fn rest(&mut self) -> bool {
         self.inner.rest()
+    }
+
+    fn remind(&mut self) -> Option<Instant> {
+        self.inner.remind()
     }
 
     fn fd(&self) -> RawFd {

@@ -26,6 +26,7 @@ use std::collections::VecDeque;
 use std::io;
 use std::os::fd::RawFd;
 use std::sync::{Arc, Mutex};
+use std::time::Instant;
 
 use rustc_hash::FxHashMap;
 
@@ -1412,6 +1413,10 @@ impl QueuePair for Iwarp {
         // The peer wakes us only if there was no room.
         let goes_on = self.transmit.has_work() && self.may_transmit() && !self.stream.wants_room();
         !self.stream.is_shared() || self.completions.is_empty() && !goes_on && self.stream.rest()
+    }
+
+    fn remind(&mut self) -> Option<Instant> {
+        if matches!(self.stage, Stage::Open) && self.failed.is_none() { self.stream.remind() } else { None }
     }
 
     fn wants_write(&self) -> bool {

@@ -3,6 +3,7 @@
 
 use std::io;
 use std::os::fd::RawFd;
+use std::time::Instant;
 
 use crate::memory::{IoVec, IoVecMut};
 use crate::provider::local::Rings;
@@ -88,6 +89,12 @@ impl Stream {
     /// As [`crate::provider::QueuePair::has_come`].
     pub(super) fn has_come(&self) -> bool {
         self.rings.as_ref().is_none_or(|rings| rings.has_come())
+    }
+
+    /// As [`crate::provider::QueuePair::remind`].
+    pub(super) fn remind(&mut self) -> Option<Instant> {
+        let socket = self.socket;
+        self.rings.as_mut().and_then(|rings| rings.remind(socket))
     }
 
     /// As [`crate::provider::QueuePair::rest`].

@@ -5,7 +5,8 @@
 //! Each end says whether it waits: [`Word::Waits`] is odd then. Who puts bytes into its ring, or takes some while the
 //! other end wants room, sends one byte over the socket if the other end waits, once for each time that it does. An end says
 //! that it waits and looks again, in this order; the other one acts and then looks whether somebody waits: one of
-//! them sees the other. While an end looks by itself ([`Rings::spin`]) it costs its peer no system call.
+//! them sees the other. While an end looks by itself ([`Rings::spin`]) it costs its peer no system call. Its program may have
+//! left it in the midst of that: who waits for it wakes it all the same, after a while ([`Rings::remind`]).
 //!
 //! The bytes that wake are counted in [`Word::Woken`], so that nobody asks the socket for such as are not there. Now and then
 //! it is asked all the same: for the end of the connection, and for bytes that nobody counted.
@@ -45,6 +46,9 @@ const QUIET: Duration = Duration::from_millis(1);
 const ASKED: u32 = 8;
 const ASKED_BUSY: u32 = 1 << 12;
 
+/// A peer that says that it looks, and has taken nothing for so long, may be elsewhere: in a routine of its program.
+const OVERLOOKED: Duration = Duration::from_millis(1);
+
 /// How often something is looked for in one go.
 const ROUNDS: usize = 16;
 
@@ -67,6 +71,8 @@ pub struct Rings {
     haste: u32,
     /// Whether this process waits for room. What [`Word::WantsRoom`] says may be the word of a child that has ended.
     wants: bool,
+    /// What a peer that says that it looks had taken when it was found not to; and when it is woken, if it was not.
+    overlooks: Option<(u64, Option<Instant>)>,
     ended: bool,
 }
 
@@ -85,6 +91,7 @@ impl Rings {
             spins,
             haste: 0,
             wants: false,
+            overlooks: None,
             ended: false,
         };
         rings.own.word(Word::Waits).store(1, SeqCst);
@@ -234,6 +241,27 @@ impl Rings {
         let quiet = !self.ended && self.begin_to_wait().is_ok_and(|quiet| quiet);
         let produced = self.own.word(Word::Produced).load(Relaxed);
         quiet && !(self.wants && self.room(produced).is_ok_and(|room| room > 0))
+    }
+
+    /// Wakes a peer that says that it looks, and has not for a while: once for what it overlooks. When to see to that again.
+    pub fn remind(&mut self, socket: RawFd) -> Option<Instant> {
+        let consumed = self.theirs.get(Word::Consumed);
+        let all = consumed == self.own.word(Word::Produced).load(Relaxed);
+        if all || self.ended || self.theirs.get(Word::Waits) & 1 == 1 {
+            self.overlooks = None;
+            return None;
+        }
+        let now = Instant::now();
+        let at = match self.overlooks {
+            Some((before, at)) if before == consumed => at?,
+            _ => now + OVERLOOKED,
+        };
+        let late = at <= now;
+        self.overlooks = Some((consumed, (!late).then_some(at)));
+        if late {
+            self.call(socket);
+        }
+        (!late).then_some(at)
     }
 
     /// Whether nothing more has come since less than asked for was there; then the socket tells when it does.

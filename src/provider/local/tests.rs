@@ -458,3 +458,31 @@ fn a_peer_that_takes_byte_after_byte_keeps_nobody() {
         });
     }
 }
+
+#[test]
+fn a_peer_that_says_that_it_looks_and_does_not_is_woken_once_after_a_while() {
+    let (_sockets, [mut a, mut b]) = shared();
+    let readable = |qp: &Iwarp| wait::until(qp.fd(), wait::IN, Some(Duration::ZERO), None).unwrap();
+    let wakes = |qp: &mut Iwarp| {
+        let until = Instant::now() + Duration::from_secs(10);
+        while let Some(at) = qp.remind() {
+            assert!(Instant::now() < until, "it reminds without end");
+            std::thread::sleep(at.saturating_duration_since(Instant::now()));
+        }
+    };
+    for _ in 0..2 {
+        b.post_recv(sink(100));
+        assert!(b.poll().unwrap().is_none() && b.spin());
+        assert_eq!(a.remind(), None, "there is nothing to take");
+        send(&mut a, b"one");
+        assert!(a.remind().is_some() && !readable(&b), "it may just be about to look");
+        wakes(&mut a);
+        assert!(readable(&b) && a.remind().is_none());
+        assert_eq!(message(next(&mut b).unwrap()), b"one");
+        assert!(b.rest() && !readable(&b), "the byte is gone");
+        b.post_recv(sink(100));
+        send(&mut a, b"two");
+        assert!(readable(&b) && a.remind().is_none(), "it was woken");
+        assert_eq!(message(next(&mut b).unwrap()), b"two");
+    }
+}

@@ -9,6 +9,7 @@
  *   shared handshake-server             a client answers a server's offer with anything but a segment
  *   shared silent-server                the same, and with nothing: ten seconds
  *   shared segment                      what a peer cannot do with the segment that it got
+ *   shared elsewhere                    a server whose loop is in another one, in a routine, or has been left
  *   shared idle COUNT                   figures: so many idle connections, and after a call of 64 MiB
  *   shared server                       prints "READY port", and serves
  *   shared client ADDRESS PORT          makes calls; prints "memory" or "no memory" for what they went through, and the error
@@ -27,6 +28,7 @@
 #include <pthread.h>
 #include <rpc/rpc.h>
 #include <rpcrdma.h>
+#include <setjmp.h>
 #include <signal.h>
 #include <stdarg.h>
 #include <stdatomic.h>
@@ -48,8 +50,9 @@
 #include <unistd.h>
 
 enum { PROG = 0x20004C59, LONGEST = 1 << 20, GUARD = 4096, CALL_TIME = 300 };
-/* Procedures: of which SINK says how many bytes came. */
-enum { NOTHING, ECHO, SINK };
+/* Procedures: of which SINK says how many bytes came. NEST has another loop in its routine, LEAVE leaves the loop, SLEEP keeps
+ * it, and CALL_BACK has a thread call back meanwhile. */
+enum { NOTHING, ECHO, SINK, NEST, LEAVE, SLEEP, CALL_BACK };
 /* What the library shares: a page of words, and a ring behind it. */
 enum { HEAD = 4 << 10, RING = 256 << 10, SEGMENT = HEAD + RING };
 /* Of the words, by their places. */
@@ -112,6 +115,7 @@ static struct {
     atomic_ulong late, connecting;
     /* Of the hostile end. */
     atomic_ulong rewritten, theirs;
+    atomic_int tcp_port;
 } *told;
 
 static void raise_to(atomic_ulong *most, double value)
@@ -359,10 +363,12 @@ struct data {
 };
 static bool_t xdr_data(XDR *xdrs, struct data *data) { return xdr_bytes(xdrs, &data->bytes, &data->length, 65 << 20); }
 
+static void serve_elsewhere(rpcproc_t what, SVCXPRT *xprt);
 static void serve(struct svc_req *request, SVCXPRT *xprt)
 {
     struct data data = {0};
-    if (request->rq_proc == NOTHING) {
+    if (request->rq_proc == NOTHING || request->rq_proc >= NEST) {
+        serve_elsewhere(request->rq_proc, xprt);
         svc_sendreply(xprt, (xdrproc_t)(void (*)(void))xdr_void, NULL);
         return;
     }
@@ -1272,6 +1278,148 @@ static void segment(void)
     end(server.pid);
 }
 
+/* ---- A loop that is elsewhere -------------------------------------------------------------------------------------------- */
+
+static const xdrproc_t nil = (xdrproc_t)(void (*)(void))xdr_void;
+static jmp_buf left;
+static CLIENT *back;
+static atomic_bool sleeps;
+
+/* A loop of the program's own. */
+static void serve_for(double milliseconds)
+{
+    struct pollfd fds[64];
+    for (double until = now() + milliseconds; now() < until;) {
+        REQUIRE(svc_max_pollfd <= 64);
+        memcpy(fds, svc_pollfd, (size_t)svc_max_pollfd * sizeof *fds);
+        int ready = poll(fds, (nfds_t)svc_max_pollfd, 20);
+        if (ready > 0)
+            svc_getreq_poll(fds, ready);
+    }
+}
+static void *call_back(void *unused)
+{
+    struct timeval limit = {2, 0};
+    while (!sleeps)
+        nanosleep(&(struct timespec){.tv_nsec = 1000000}, NULL);
+    for (int i = 0; i < 5; i++)
+        told->answered += clnt_call(back, NOTHING, nil, NULL, nil, NULL, limit) == RPC_SUCCESS;
+    told->tried = 5;
+    return unused;
+}
+static void serve_elsewhere(rpcproc_t what, SVCXPRT *xprt)
+{
+    pthread_t thread;
+    switch (what) {
+    case NEST: serve_for(3000); break;
+    case LEAVE: svc_sendreply(xprt, nil, NULL); longjmp(left, 1);
+    case SLEEP:
+        sleeps = true;
+        for (double until = now() + 15000; told->tried == 0 && now() < until;)
+            nanosleep(&(struct timespec){.tv_nsec = 1000000}, NULL);
+        break;
+    case CALL_BACK:
+        REQUIRE((back = rpcrdma_clnt_reverse(xprt, PROG, 1)) != NULL);
+        REQUIRE(pthread_create(&thread, NULL, call_back, NULL) == 0);
+        break;
+    default: break;
+    }
+}
+
+/* Serves the same over TCP, and goes on when its loop is left. */
+static void be_elsewhere(int to)
+{
+    struct sockaddr_in address;
+    socklen_t length = sizeof address;
+    SVCXPRT *listener = svctcp_create(RPC_ANYSOCK, 0, 0);
+    REQUIRE(listener != NULL && svc_reg(listener, PROG, 1, serve, NULL));
+    REQUIRE(getsockname(listener->xp_fd, (struct sockaddr *)&address, &length) == 0);
+    told->tcp_port = ntohs(address.sin_port);
+    if (setjmp(left) == 0)
+        be_server(to);
+    for (;;)
+        serve_for(1000);
+}
+
+static void answer_back(struct svc_req *request, SVCXPRT *xprt)
+{
+    (void)request;
+    svc_sendreply(xprt, nil, NULL);
+}
+/* Calls without a pause, and serves calls back meanwhile. How long the longest call took, in told->late. */
+static void be_busy(int port)
+{
+    struct timeval limit = {60, 0};
+    CLIENT *client = connected(port);
+    REQUIRE(rpcrdma_clnt_serve(client, PROG, 1, answer_back));
+    for (bool first = true; !told->stop; first = false) {
+        double began = now();
+        if (clnt_call(client, first ? CALL_BACK : NOTHING, nil, NULL, nil, NULL, limit) != RPC_SUCCESS)
+            errx(1, "%s", clnt_sperror(client, "call"));
+        raise_to(&told->late, (now() - began) * 1000);
+        told->right++;
+    }
+    clnt_destroy(client);
+}
+static int what_else;
+static void be_other(int port)
+{
+    struct sockaddr_in server = {
+        .sin_family = AF_INET, .sin_port = htons((uint16_t)port), .sin_addr.s_addr = htonl(INADDR_LOOPBACK)};
+    struct timeval limit = {60, 0};
+    int fd = RPC_ANYSOCK;
+    CLIENT *client = port == told->tcp_port ? clnttcp_create(&server, PROG, 1, &fd, 0, 0) : connected(port);
+    REQUIRE(client != NULL);
+    REQUIRE(clnt_call(client, (rpcproc_t)what_else, nil, NULL, nil, NULL, limit) == RPC_SUCCESS);
+    clnt_destroy(client);
+}
+
+static void elsewhere(void)
+{
+    static const struct {
+        int what;
+        bool tcp;
+        const char *text;
+    } cases[] = {{NEST, false, "another loop in a routine"}, {NEST, true, "another loop in a routine of a TCP transport"},
+                 {LEAVE, false, "another loop when a routine has left the first"}};
+    for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
+        struct server server = start_server(be_elsewhere);
+        told->stop = false;
+        pid_t busy = part(be_busy, server.port);
+        check(sees_answers(500), "a client calls without a pause");
+        told->late = 0;
+        what_else = cases[i].what;
+        pid_t other = part(be_other, cases[i].tcp ? told->tcp_port : server.port);
+        bool ended = ends(other, 30000 + patience());
+        nanosleep(&(struct timespec){.tv_sec = 1}, NULL);
+        unsigned long since = told->right;
+        check(ended && sees_answers(100) && told->late < 1500000, "it is heard by %s: after %.1f ms at most, %lu calls",
+              cases[i].text, (double)told->late / 1000, since);
+        told->stop = true;
+        check(ends(busy, 70000), "its calls are answered");
+        end(server.pid);
+    }
+    /* Whether the loop was about to look is chance. */
+    for (int i = 0; i < 8; i++) {
+        struct server server = start_server(be_elsewhere);
+        told->stop = false;
+        told->tried = told->answered = 0;
+        pid_t busy = part(be_busy, server.port);
+        bool good = sees_answers(500);
+        what_else = SLEEP;
+        pid_t other = part(be_other, told->tcp_port);
+        good = ends(other, 30000 + patience()) && good;
+        told->stop = true;
+        good = ends(busy, 70000) && good && told->answered == told->tried;
+        end(server.pid);
+        if (!good || i == 7)
+            check(good, "calls back of a thread are answered while a TCP transport keeps the loop: %lu of %lu", told->answered,
+                  told->tried);
+        if (!good)
+            break;
+    }
+}
+
 /* ---- Figures --------------------------------------------------------------------------------------------------------------- */
 
 static void resident(pid_t pid, long *rss, long *pss, long *shared)
@@ -1440,6 +1588,8 @@ int main(int count, char **arguments)
         handshake_server(true);
     else if (strcmp(what, "segment") == 0)
         segment();
+    else if (strcmp(what, "elsewhere") == 0)
+        elsewhere();
     else if (strcmp(what, "idle") == 0)
         idle(number);
     else

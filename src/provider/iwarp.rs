@@ -65,6 +65,8 @@ const AHEAD: usize = 2 << 10;
 const AHEAD_MOST: usize = 16 << 10;
 /// Bytes that one `poll` receives at most, so that a peer that writes as fast as we read cannot hold the caller.
 const POLL: usize = 4 << 20;
+/// What comes in one go counts for so much, at least: through memory a peer may give byte after byte as fast as they are taken.
+const POLL_LEAST: usize = 16 << 10;
 /// Longest exposure, Read and Write.
 const MAX_SEGMENT: u32 = 1 << 30;
 /// Whether the peer may invalidate every handle that it gets: a handle is a number in a table of ours, whatever it
@@ -535,7 +537,7 @@ impl Iwarp {
             if !self.completions.is_empty() || budget == 0 || drained || !self.may_receive()? {
                 return Ok(());
             }
-            budget = budget.saturating_sub(self.fill()?);
+            budget = budget.saturating_sub(self.fill()?.max(POLL_LEAST));
         }
     }
 

@@ -4,14 +4,17 @@ use std::io::{ErrorKind, Read as _, Write as _};
 use std::net::{TcpListener, TcpStream};
 use std::os::fd::AsRawFd;
 use std::os::unix::net::UnixStream;
-use std::time::Duration;
+use std::sync::atomic::AtomicBool;
+use std::sync::atomic::Ordering::{Relaxed, SeqCst};
+use std::time::{Duration, Instant};
 
 use hex_literal::hex;
 
 use smallvec::smallvec;
 
 use super::*;
-use crate::memory::{Buf, Program};
+use crate::memory::shared::{Own, Theirs, Word};
+use crate::memory::{Buf, IoVec, Program};
 use crate::provider::WorkId;
 use crate::provider::fault::contract;
 use crate::wait;
@@ -1912,4 +1915,39 @@ fn random_streams_never_panic_or_write_outside() {
         }
         scene.check_guards();
     }
+}
+
+// ------------------------------------------------------------------------------------------------------ shared memory
+
+#[test]
+fn a_peer_that_gives_byte_after_byte_through_memory_keeps_nobody() {
+    let (own, seen) = Own::new().unwrap();
+    let (peer, file) = Own::new().unwrap();
+    let seen = Theirs::new(seen).unwrap();
+    let mut bench = Bench::responder();
+    bench.qp.stream.share(local::Rings::new(own, Theirs::new(file).unwrap(), true));
+    // FPDUs of which none ends a message.
+    let part = pattern(60_000, 5);
+    let fpdu = |n: u32| untagged(Untagged { last: false, mo: n * part.len() as u32, ..SEND }, &part);
+    let stream: Vec<u8> = (0..30).flat_map(fpdu).collect();
+    bench.qp.post_recv(sink(30 * part.len()));
+    let over = AtomicBool::new(false);
+    std::thread::scope(|scope| {
+        scope.spawn(|| {
+            for (at, byte) in (0u64..).zip(&stream) {
+                peer.fill(at, &IoVec::from_slice(&[*byte]), 0, 1);
+                peer.word(Word::Produced).store(at + 1, SeqCst);
+                while seen.get(Word::Consumed) + 8 <= at && !over.load(Relaxed) {}
+            }
+        });
+        let until = Instant::now() + Duration::from_secs(2);
+        let mut most = 0;
+        while bench.qp.receive.total < stream.len() as u64 && Instant::now() < until {
+            let before = bench.qp.receive.total;
+            assert!(bench.qp.poll().unwrap().is_none());
+            most = most.max(bench.qp.receive.total - before);
+        }
+        over.store(true, Relaxed);
+        assert!(most <= 4096, "{most} bytes were taken one by one, while others waited");
+    });
 }

@@ -52,6 +52,9 @@ const OVERLOOKED: Duration = Duration::from_millis(1);
 /// How often something is looked for in one go.
 const ROUNDS: usize = 16;
 
+/// How often less than a [`STEP`] is taken in one go: more may have come meanwhile, byte after byte perhaps.
+const SHORT: usize = 4;
+
 /// Both rings of a connection.
 pub struct Rings {
     own: Own,
@@ -330,11 +333,15 @@ impl Rings {
 
     fn take(&mut self, pieces: &mut [IoVecMut<'_>]) -> io::Result<usize> {
         let mut pieces = pieces.iter_mut();
-        let (mut piece, mut at, mut taken) = (pieces.next(), 0, 0);
+        let (mut piece, mut at, mut taken, mut short) = (pieces.next(), 0, 0, 0);
         let mut consumed = self.own.word(Word::Consumed).load(Relaxed);
         while let Some(to) = piece.as_mut() {
             let there = self.there(consumed)?;
             let n = there.min(STEP).min(to.len() - at);
+            short += usize::from(n == there && n < STEP);
+            if short > SHORT {
+                break;
+            }
             if n == 0 {
                 if at < to.len() {
                     break;

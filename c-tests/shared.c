@@ -15,7 +15,8 @@
  *   shared client ADDRESS PORT          makes calls; prints "memory" or "no memory" for what they went through, and the error
  *
  * Linked with the library. The process that is started uses it only in its children, each of which has one part: so every end
- * is a process. PATIENCE: seconds that something may take longer than it would on an idle machine (2). */
+ * is a process. PATIENCE: seconds that something may take longer than it would on an idle machine (2). NO_SEGMENTS: what peers
+ * pass cannot be mapped. */
 #define _GNU_SOURCE
 #include <arpa/inet.h>
 #include <dirent.h>
@@ -261,13 +262,17 @@ static void add_target(int fd)
     pthread_mutex_unlock(&targets_lock);
 }
 
-/* Segments that this process has mapped so far. */
+/* Segments that this process has mapped. */
 static atomic_int mapped;
 
 /* The library's calls of mmap(2) come here. A hostile process of the same user, or root's, makes the peer's segment writable for
  * itself too: it is its owner. */
 void *mmap(void *at, size_t length, int protection, int flags, int fd, off_t offset)
 {
+    if (fd >= 0 && length == SEGMENT && (protection & PROT_WRITE) == 0 && getenv("NO_SEGMENTS") != NULL) {
+        errno = ENOMEM;
+        return MAP_FAILED;
+    }
     void *result = real_mmap(at, length, protection, flags, fd, offset);
     bool segment = result != MAP_FAILED && fd >= 0 && length == SEGMENT && (flags & MAP_SHARED) != 0;
     mapped += segment;
@@ -288,6 +293,12 @@ void *mmap(void *at, size_t length, int protection, int flags, int fd, off_t off
         errno = error;
     }
     return result;
+}
+
+int munmap(void *at, size_t length)
+{
+    mapped -= length == SEGMENT;
+    return (int)syscall(SYS_munmap, at, length);
 }
 
 static void rewrite_word(unsigned char *segment, uint64_t *state)
@@ -804,7 +815,7 @@ static void stopped(void)
 /* ---- Handshakes -------------------------------------------------------------------------------------------------------- */
 
 enum { SECRET = 16, FRAME = 20, MOST = 1024 };
-static const char mark[] = "RPCRloc\x01";
+static const char mark[] = "RPCRloc\x02";
 
 static int memory(size_t bytes, int seals)
 {
@@ -1150,7 +1161,11 @@ static bool is_closed(int tcp, double milliseconds)
 {
     struct pollfd ended = {.fd = tcp, .events = POLLIN};
     char byte;
-    return poll(&ended, 1, (int)milliseconds) == 1 && recv(tcp, &byte, 1, 0) <= 0;
+    /* What it has said before that is not asked for. */
+    while (poll(&ended, 1, (int)milliseconds) == 1)
+        if (recv(tcp, &byte, 1, 0) <= 0)
+            return true;
+    return false;
 }
 
 static void handshake_server(bool and_wait)

@@ -108,6 +108,18 @@ if serves env RPCRDMA_PROVIDER=auto "${short[@]}"; then
     stop "$server"
 fi
 
+# What a peer has passed may be refused: by a limit, or by a security module.
+none=(env NO_SEGMENTS=yes RPCRDMA_PROVIDER=auto)
+if serves "${none[@]}"; then
+    goes "a server that cannot use what it gets: software iWARP" "no memory" 127.0.0.1 env RPCRDMA_PROVIDER=auto
+    goes "a server that cannot use what it gets, and nothing but memory: $refused" "$refused" 127.0.0.1
+    stop "$server"
+fi
+if serves env RPCRDMA_PROVIDER=auto; then
+    goes "a client that cannot use what it gets: software iWARP" "no memory" 127.0.0.1 "${none[@]}"
+    stop "$server"
+fi
+
 users="a client of another user, a server of another user"
 processes="a client with process IDs and mounts of its own, a server with them"
 networks="a network namespace of its own"

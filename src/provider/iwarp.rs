@@ -41,7 +41,7 @@ use crate::stats::{self, Counter};
 use crate::wire::private_data::PrivateData;
 use crate::wire::{Handle, Segment};
 
-use super::local::{self, Answer, Asked, Offered, Sharing};
+use super::local::{self, Answer, Asked, Offered, Rings, Sharing};
 use ddp::{Fault, Header, Opcode, ReadRequest};
 use mpa::{Offer, Refusal, StartFrame, Terms, Which};
 use stream::Stream;
@@ -66,7 +66,7 @@ const AHEAD_MOST: usize = 16 << 10;
 /// Bytes that one `poll` receives at most, so that a peer that writes as fast as we read cannot hold the caller.
 const POLL: usize = 4 << 20;
 /// What comes in one go counts for so much, at least: through memory a peer may give byte after byte as fast as they are taken.
-const POLL_LEAST: usize = 16 << 10;
+const POLL_LEAST: usize = 64 << 10;
 /// Longest exposure, Read and Write.
 const MAX_SEGMENT: u32 = 1 << 30;
 /// Whether the peer may invalidate every handle that it gets: a handle is a number in a table of ours, whatever it
@@ -212,6 +212,8 @@ enum Stage {
     SendReply(Vec<u8>, usize, Result<Terms, Error>),
     /// For the peer to share memory, or not to.
     AwaitAnswer(Terms),
+    /// For the peer, which has been given memory, to say whether it can use it.
+    AwaitShared(Terms, Box<Rings>),
     Open,
 }
 
@@ -380,33 +382,45 @@ impl Iwarp {
                 }
                 Stage::AwaitAnswer(terms) => {
                     let spins = self.options.spins;
-                    let mut answer =
-                        || self.offered.as_mut().map_or(Answer::Declined, |offered| offered.answer(spins));
-                    let (first, said) = (answer(), socket::peek(self.stream.socket));
-                    let answer = match (first, said) {
-                        (Answer::Nothing, Err(e)) if e.kind() == io::ErrorKind::WouldBlock => {
-                            self.stage = Stage::AwaitAnswer(terms);
-                            return Ok(false);
-                        }
-                        (Answer::Nothing, Ok(None)) => {
-                            return Err(lost("the peer closed the connection during the startup"));
-                        }
-                        (Answer::Nothing, Err(e)) => {
-                            return Err(lost(format!("the connection was lost during the startup: {e}")));
-                        }
-                        // It answers before it says anything here.
-                        (Answer::Nothing, Ok(Some(_))) => answer(),
-                        (given, _) => given,
-                    };
+                    // It answers before it says anything here.
+                    if startup(socket::peek(self.stream.socket).map(|said| said.map_or(0, |_| 1)))?.is_none()
+                    {
+                        self.stage = Stage::AwaitAnswer(terms);
+                        return Ok(false);
+                    }
+                    let answer = self.offered.as_mut().map_or(Answer::Declined, |it| it.answer(spins));
                     match answer {
                         Answer::Nothing => {
                             let text = "the peer neither shares memory nor declines to";
                             return Err(Error::new(Kind::Protocol, text));
                         }
-                        Answer::Accepted(rings) => self.stream.share(rings),
+                        Answer::Accepted(rings) => {
+                            startup(self.send(&[local::SHARED]))?;
+                            self.stream.share(rings);
+                        }
+                        Answer::Useless => {
+                            let mut called = [0];
+                            startup(socket::receive(
+                                self.stream.socket,
+                                &mut [IoVecMut::from_mut(&mut called)],
+                            ))?;
+                            startup(self.send(&[0]))?;
+                        }
                         Answer::Declined => {}
                     }
                     self.agree(&terms)?;
+                }
+                Stage::AwaitShared(terms, rings) => {
+                    let mut said = [0];
+                    let came = socket::receive(self.stream.socket, &mut [IoVecMut::from_mut(&mut said)]);
+                    if startup(came)?.is_none() {
+                        self.stage = Stage::AwaitShared(terms, rings);
+                        return Ok(false);
+                    }
+                    if said == [local::SHARED] {
+                        self.stream.share(*rings);
+                    }
+                    self.begin(&terms)?;
                 }
                 stage => {
                     let expected =
@@ -455,14 +469,13 @@ impl Iwarp {
                 Ok(terms) => {
                     self.private_data = frame.private_data;
                     if let Some(asked) = self.asked.take()
-                        && let Some(rings) = asked.end(&self.private_data, self.options.spins)
+                        && let Some(mut rings) = asked.end(&self.private_data, self.options.spins)
                     {
-                        self.stream.share(rings);
-                        self.stream.call();
+                        rings.call(self.stream.socket);
+                        self.stage = Stage::AwaitShared(terms, Box::new(rings));
+                        return Ok(());
                     }
-                    self.agree(&terms)?;
-                    self.transmit.may_send = true;
-                    Ok(())
+                    self.begin(&terms)
                 }
                 Err(Refusal::Leave(error)) => Err(error),
                 Err(Refusal::InsufficientIrd(error)) => {
@@ -490,6 +503,13 @@ impl Iwarp {
         };
         self.private_data = frame.private_data;
         self.stage = Stage::SendReply(reply.encode(), 0, then);
+        Ok(())
+    }
+
+    /// The initiator's end of the startup.
+    fn begin(&mut self, terms: &Terms) -> Result<(), Error> {
+        self.agree(terms)?;
+        self.transmit.may_send = true;
         Ok(())
     }
 
@@ -1530,6 +1550,16 @@ fn terminated(payload: &[u8]) -> Error {
         None => Cow::Borrowed("no reason given"),
     };
     lost(format!("the peer terminated the connection: {text}"))
+}
+
+/// What has come of a call on the socket in the startup; `None`: nothing yet.
+fn startup(result: io::Result<usize>) -> Result<Option<usize>, Error> {
+    match result {
+        Ok(0) => Err(lost("the peer closed the connection during the startup")),
+        Ok(n) => Ok(Some(n)),
+        Err(e) if e.kind() == io::ErrorKind::WouldBlock => Ok(None),
+        Err(e) => Err(lost(format!("the connection was lost during the startup: {e}"))),
+    }
 }
 
 fn lost(text: impl Into<Cow<'static, str>>) -> Error {

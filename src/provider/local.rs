@@ -7,8 +7,9 @@
 //! secret. Peers that do not know them pass them over. A server that does connects to the name: it exists in this network
 //! namespace of this host only. It shows the client's secret there, passes the segment of memory that it writes, and says
 //! a secret of its own in the MPA Reply. The client shows that one and passes its segment, over the same Unix
-//! connection. Where any of this fails the connection goes on as software iWARP, at once: nobody waits for a step of
-//! it longer than for the MPA startup.
+//! connection, and sends a byte over TCP; the server answers with [`SHARED`], or another byte if it cannot use what it got.
+//! Where any of this fails the connection goes on as software iWARP, at once: nobody waits for a step of it longer than for
+//! the MPA startup.
 //!
 //! # Why that is safe
 //! Who has shown the secrets has read both directions of the TCP connection, so the memory is shared with nobody but its two
@@ -117,7 +118,10 @@ const SECRET: usize = 16;
 type Secret = [u8; SECRET];
 
 /// Begins what is said of it in private data. The last byte is its version.
-const MARK: &[u8; 8] = b"RPCRloc\x01";
+const MARK: &[u8; 8] = b"RPCRloc\x02";
+
+/// What a server answers that has its client's segment.
+pub const SHARED: u8 = 1;
 
 /// Connections to a name that are looked at, at most: others than the peer may connect.
 const TRIES: u32 = 16;
@@ -194,6 +198,8 @@ pub enum Answer {
     Nothing,
     /// It goes on without.
     Declined,
+    /// What cannot be used: it has to be told.
+    Useless,
     /// The rings.
     Accepted(Rings),
 }
@@ -223,10 +229,11 @@ impl Offered {
         match take(&self.peer, &self.secret) {
             Ok(Some(theirs)) => match self.own.take() {
                 Some(own) => Answer::Accepted(Rings::new(own, theirs, spins)),
-                None => Answer::Declined,
+                None => Answer::Useless,
             },
+            Ok(None) => Answer::Useless,
             Err(e) if e.kind() == io::ErrorKind::WouldBlock => Answer::Nothing,
-            Ok(None) | Err(_) => Answer::Declined,
+            Err(_) => Answer::Declined,
         }
     }
 }
@@ -243,7 +250,10 @@ fn pass(to: &OwnedFd, secret: &Secret, file: OwnedFd) -> io::Result<()> {
     Ok(())
 }
 
-/// The segment that was passed, with our secret; `None` where it is not, or is none.
+/// The segment that was passed, with our secret; `None` where it is not, is none, or cannot be had.
+///
+/// # Errors
+/// `EAGAIN` when nothing has come; another one where nothing will.
 fn take(from: &OwnedFd, secret: &Secret) -> io::Result<Option<Theirs>> {
     // One byte more than is right, and a descriptor more: what is longer is refused.
     let mut shown = [0; SECRET + 1];
@@ -251,6 +261,9 @@ fn take(from: &OwnedFd, secret: &Secret) -> io::Result<Option<Theirs>> {
     let mut control = RecvAncillaryBuffer::new(&mut space);
     let flags = RecvFlags::DONTWAIT | RecvFlags::CMSG_CLOEXEC;
     let got = recvmsg(from, &mut [IoSliceMut::new(&mut shown)], &mut control, flags)?;
+    if got.bytes == 0 {
+        return Err(io::ErrorKind::UnexpectedEof.into());
+    }
     // Dropped, they are closed.
     let mut files: Vec<OwnedFd> = control
         .drain()
@@ -264,7 +277,7 @@ fn take(from: &OwnedFd, secret: &Secret) -> io::Result<Option<Theirs>> {
     if !whole || got.bytes != SECRET || shown[..SECRET] != secret[..] || files.len() != 1 {
         return Ok(None);
     }
-    files.pop().map(Theirs::new).transpose()
+    Ok(files.pop().and_then(|file| Theirs::new(file).ok()))
 }
 
 #[cfg(test)]

@@ -26,13 +26,6 @@ impl Stream {
         self.rings = Some(Box::new(rings));
     }
 
-    /// Has the peer, which waits on the socket, look at what it has got beside it.
-    pub(super) fn call(&mut self) {
-        if let Some(rings) = &mut self.rings {
-            rings.call(self.socket);
-        }
-    }
-
     /// Whether it does.
     pub(super) fn is_shared(&self) -> bool {
         self.rings.is_some()

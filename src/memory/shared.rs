@@ -13,7 +13,7 @@
 use std::io;
 use std::os::fd::{AsFd, AsRawFd, OwnedFd};
 use std::ptr::NonNull;
-use std::sync::atomic::{AtomicU64, Ordering::Acquire};
+use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering::Acquire, Ordering::Relaxed};
 
 use rustix::fs::{MemfdFlags, Mode, OFlags, SealFlags};
 use rustix::fs::{fchmod, fcntl_add_seals, fcntl_get_seals, fstat, ftruncate, memfd_create, open};
@@ -31,6 +31,12 @@ const HEAD: usize = 4 << 10;
 /// Bytes of a segment. No multiple of a huge page: memory that the peer has of those, which may run out under our hands, does
 /// not have this length.
 pub const SIZE: usize = HEAD + RING;
+
+/// Segments that a process maps: a process may have 65,530 mappings, and its program needs some.
+const MOST: usize = 16 << 10;
+
+/// How many there are.
+static COUNT: AtomicUsize = AtomicUsize::new(0);
 
 /// What nobody may do to a segment any more.
 const SEALS: SealFlags = SealFlags::SHRINK.union(SealFlags::GROW).union(SealFlags::SEAL);
@@ -63,6 +69,9 @@ unsafe impl Sync for Mapping {}
 
 impl Mapping {
     fn new(fd: &OwnedFd, protection: libc::c_int) -> io::Result<Mapping> {
+        if COUNT.load(Relaxed) >= MOST {
+            return Err(Errno::NOMEM.into());
+        }
         // SAFETY: a mapping at an address of the kernel's choice touches no existing memory.
         let base = unsafe {
             libc::mmap(std::ptr::null_mut(), SIZE, protection, libc::MAP_SHARED, fd.as_raw_fd(), 0)
@@ -74,7 +83,9 @@ impl Mapping {
         // SAFETY: the mapping that was just made.
         unsafe { libc::madvise(base, SIZE, libc::MADV_DONTDUMP) };
         // From here on Drop unmaps.
-        NonNull::new(base.cast()).map(Mapping).ok_or_else(|| io::Error::from_raw_os_error(libc::ENOMEM))
+        let base = NonNull::new(base.cast()).ok_or_else(|| io::Error::from_raw_os_error(libc::ENOMEM))?;
+        COUNT.fetch_add(1, Relaxed);
+        Ok(Mapping(base))
     }
 
     fn word(&self, word: Word) -> &AtomicU64 {
@@ -94,6 +105,7 @@ impl Drop for Mapping {
     fn drop(&mut self) {
         // SAFETY: our own mapping, of which nobody holds a reference.
         unsafe { libc::munmap(self.0.as_ptr().cast(), SIZE) };
+        COUNT.fetch_sub(1, Relaxed);
     }
 }
 

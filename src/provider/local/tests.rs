@@ -486,3 +486,50 @@ fn a_peer_that_says_that_it_looks_and_does_not_is_woken_once_after_a_while() {
         assert_eq!(message(next(&mut b).unwrap()), b"two");
     }
 }
+
+#[test]
+fn what_is_shared_leaves_the_program_mappings_for_itself() {
+    // In a process of its own: others would find none left.
+    let child = fork::testing::fork(|| {
+        let mut all = Vec::new();
+        let refused = loop {
+            match Own::new() {
+                Ok((own, _)) => all.push(own),
+                Err(error) => break error,
+            }
+        };
+        let most = all.len();
+        all.pop();
+        let again = Own::new().is_ok();
+        refused.raw_os_error() == Some(libc::ENOMEM) && (8192..40_000).contains(&most) && again
+    });
+    assert!(child.succeeded());
+}
+
+#[test]
+fn what_the_peer_gave_before_its_connection_was_reset_is_taken() {
+    for _ in 0..3000 {
+        let (sockets, mut rings, peer, _seen) = watched(false);
+        let (fd, begun) = (sockets.0.as_raw_fd(), AtomicBool::new(false));
+        // Unread, it has the end of that socket reset the connection.
+        socket::send(fd, &[IoVec::from_slice(b"x")]).unwrap();
+        std::thread::scope(|scope| {
+            let theirs = sockets.1;
+            let (peer, begun) = (&peer, &begun);
+            scope.spawn(move || {
+                while !begun.load(Relaxed) {}
+                peer.word(Word::Produced).store(1, SeqCst);
+                drop(theirs);
+            });
+            let mut byte = [0];
+            let came = loop {
+                let came = rings.receive(fd, &mut [IoVecMut::from_mut(&mut byte)]);
+                begun.store(true, Relaxed);
+                if !came.as_ref().is_err_and(|e| e.kind() == io::ErrorKind::WouldBlock) {
+                    break came;
+                }
+            };
+            assert_eq!(came.unwrap(), 1, "it was there");
+        });
+    }
+}

@@ -7,6 +7,7 @@
 # make check-long   check, and what takes longer: an hour
 # make check-fresh  the README's commands on minimal systems of their own: needs root and a network; an hour and a half
 # make check-bad-peers   every corruption of every byte of a peer's frames: some minutes
+# make check-sanitizers   the library itself under AddressSanitizer and ThreadSanitizer: ten minutes, and Rust's sources
 # make check-schedules   schedules of threads that wait and serve, tried one after the other: a minute and a build
 # make check-vm     against the kernel's NFS/RDMA, in a guest that tests/vm/setup.sh prepares
 # make bench        measures
@@ -141,6 +142,11 @@ check-c: all
 check-c-long: all
 	bash c-tests/check.sh local-threads local-asan local-valgrind
 
+# Builds of their own, by an unstable switch of rustc.
+check-sanitizers:
+	bash c-tests/sanitized.sh address
+	bash c-tests/sanitized.sh thread
+
 check-valgrind: all
 	bash c-tests/check.sh valgrind
 
@@ -153,7 +159,7 @@ check-schedules:
 
 check-long: check
 	@$(MAKE) --no-print-directory check-long-here
-check-long-here: check-bad-peers check-schedules check-c-long
+check-long-here: check-bad-peers check-schedules check-c-long check-sanitizers
 	$(CARGO) test $(CARGOFLAGS) $(FEATURES) --release --lib -- --ignored --skip on_a_device
 	@for script in $(LONG); do echo "== $$script"; bash $$script || exit 1; done
 
@@ -175,7 +181,7 @@ clean:
 	rm -rf build
 
 .PHONY: all install demo demo-here nfs3 nfs41 check check-here check-beside check-source check-rust check-exports \
-    check-c check-c-long check-valgrind check-long \
+    check-c check-c-long check-sanitizers check-valgrind check-long \
     check-long-here check-fresh check-bad-peers check-schedules check-vm bench bench-instructions clean FORCE
 .DELETE_ON_ERROR:
 ifdef IN_ORDER

@@ -857,9 +857,11 @@ static enum clnt_stat status_in_handler;
 
 static void call_on_signal(int number)
 {
+    int kept = errno;
     release_on_signal(number);
     status_in_handler = clnt_call(called_by_handler, SUITE_NULL, (xdrproc_t)xdr_void, NULL, (xdrproc_t)xdr_void, NULL,
                                   ((struct timeval){.tv_sec = 5}));
+    errno = kept;
 }
 
 /* Nobody but the handler itself can receive its reply: the call that it interrupts waits for its end. */

@@ -139,7 +139,9 @@ static void connection_shut_down_under_a_client(long unused)
     REQUIRE(clnt_control(client, CLGET_FD, (char *)&fd));
     signal(SIGPIPE, SIG_IGN);
     shutdown(fd, SHUT_RDWR);
-    REQUIRE(suite_null_2(NULL, NULL, client) != RPC_SUCCESS);
+    /* Who shares memory with its peer may have an answer before either of them looks at the socket. */
+    while (suite_null_2(NULL, NULL, client) == RPC_SUCCESS)
+        ;
     clnt_destroy(client);
 }
 

@@ -1,5 +1,5 @@
 #!/bin/bash
-# run.sh LEG [valgrind | asan] [test ...]: builds and runs the C tests.
+# run.sh LEG [valgrind | asan | sanitized] [test ...]: builds and runs the C tests.
 #
 #   tcp        stock libtirpc alone: shows that the tests tell the truth about libtirpc
 #   rdma       the library preloaded; the programs name netid "rdma"
@@ -11,6 +11,9 @@
 #   linked     linked with the library through pkg-config; STAGED names the staged install
 #              (make install DESTDIR=...); the programs name "rdma"
 #
+# asan instruments the programs; sanitized does it for a library that is instrumented too (sanitized.sh): SANITIZER names it,
+# and RUNTIME the file of its runtime.
+#
 # As root the tests run in a private network with an rpcbind of their own. An ordinary user has no rpcbind; what needs
 # one is skipped. Prints one line per test and "N passed, N failed, N skipped". CC chooses the compiler.
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
@@ -21,7 +24,7 @@ fi
 
 leg=${1:-tcp} tool=
 shift
-case ${1:-} in valgrind | asan) tool=$1; shift ;; esac
+case ${1:-} in valgrind | asan | sanitized) tool=$1; shift ;; esac
 make_flags=() suite_flags=() environment=()
 case $leg in
 tcp) suite_flags=(-n tcp) ;;
@@ -56,6 +59,10 @@ asan)
     # The frames of a cancelled thread stay marked as in use; the sanitizer trips over them itself when it takes back the
     # thread's signal stack.
     make_flags+=(SANITIZE=yes) suite_flags+=(-s) environment+=(ASAN_OPTIONS=detect_leaks=0:use_sigaltstack=0)
+    ;;
+sanitized)
+    make_flags+=(SANITIZE="${SANITIZER:?}" RUNTIME="${RUNTIME:?}")
+    suite_flags+=(-s) environment+=(ASAN_OPTIONS=detect_leaks=0:use_sigaltstack=0)
     ;;
 valgrind) suite_flags+=(-s) ;;
 esac

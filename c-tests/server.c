@@ -46,7 +46,7 @@ void suite_prog_2(struct svc_req *, SVCXPRT *);
 void suite_prog_4(struct svc_req *, SVCXPRT *);
 
 static const char *netid = "tcp";
-static u_int counter;
+static _Atomic u_int counter;
 
 /* ---- Procedures. FALSE: this procedure has answered already, or never will. -------------------------------------- */
 
@@ -139,9 +139,9 @@ bool_t suite_static_source_2_svc(u_int *byte, suite_blob *result, struct svc_req
     return FALSE;
 }
 
-/* A request that is answered after its dispatch routine has returned. */
-static SVCXPRT *deferred;
-static u_int deferred_length;
+/* A request that is answered after its dispatch routine has returned: by another thread, where several serve. */
+static SVCXPRT *_Atomic deferred;
+static _Atomic u_int deferred_length;
 
 bool_t suite_defer_2_svc(u_int *length, suite_blob *result, struct svc_req *request)
 {
@@ -157,11 +157,11 @@ bool_t suite_release_2_svc(void *argument, u_int *result, struct svc_req *reques
     *result = 0;
     if (deferred == NULL)
         return TRUE;
-    u_int length = ~deferred_length;
-    if (svc_getargs(deferred, (xdrproc_t)xdr_u_int, (caddr_t)&length) && length == deferred_length)
+    u_int wanted = deferred_length, length = ~wanted;
+    if (svc_getargs(deferred, (xdrproc_t)xdr_u_int, (caddr_t)&length) && length == wanted)
         *result |= SUITE_HAD_ARGUMENTS;
     suite_blob blob;
-    if (!suite_source_2_svc(&deferred_length, &blob, request))
+    if (!suite_source_2_svc(&wanted, &blob, request))
         return FALSE;
     bool_t sent = svc_sendreply(deferred, (xdrproc_t)xdr_suite_blob, (caddr_t)&blob);
     *result |= sent ? SUITE_REPLIED : SUITE_NOT_REPLIED;
@@ -212,9 +212,9 @@ static bool another_waits(int own)
 
 bool_t suite_work_2_svc(u_int *milliseconds, u_int *result, struct svc_req *request)
 {
-    static SVCXPRT *served;
-    static u_int run, longest;
-    if (request->rq_xprt != served || !another_waits(served->xp_fd))
+    static SVCXPRT *_Atomic served;
+    static _Atomic u_int run, longest;
+    if (request->rq_xprt != served || !another_waits(request->rq_xprt->xp_fd))
         run = 0;
     else if (++run > longest)
         longest = run;

@@ -70,6 +70,15 @@ pub(super) fn add(fd: RawFd, server: &Arc<Shared>) -> bool {
     true
 }
 
+/// The loop serves those that `are_told` of by their descriptors: they are not among them any more.
+pub fn leave(are_told: impl Fn(RawFd) -> bool) {
+    if any() {
+        let mut busy = lock();
+        busy.list.retain(|(fd, _)| !are_told(*fd));
+        COUNT.store(busy.list.len(), Relaxed);
+    }
+}
+
 /// Whether there are any.
 pub fn any() -> bool {
     COUNT.load(Relaxed) > 0

@@ -507,8 +507,11 @@ impl Ready {
         Ready { fds: [libc::pollfd { fd: -1, events: 0, revents: 0 }; MOST], count: 0 }
     }
 
-    /// One more, unless there is no room: it is looked at again then.
+    /// One more, unless there is no room: it is looked at again then. What a look has found its descriptor may tell of too.
     fn add(&mut self, fd: RawFd, revents: i16) {
+        if self.fds().any(|known| known == fd) {
+            return;
+        }
         if let Some(place) = self.fds.get_mut(self.count) {
             *place = libc::pollfd { fd, events: EVENTS, revents };
             self.count += 1;
@@ -567,6 +570,9 @@ pub unsafe fn turn(ready: &mut Ready, is_over: impl Fn() -> bool) -> bool {
             // SAFETY: by the contract.
             Turn::Poll => unsafe { by_poll(waits) },
         };
+        if ready.count > 0 {
+            busy::leave(|fd| ready.fds().any(|told| told == fd));
+        }
         if waits || ready.count > 0 || !goes_on {
             return goes_on;
         }

@@ -47,7 +47,7 @@ const ASKED: u32 = 8;
 const ASKED_BUSY: u32 = 1 << 12;
 
 /// A peer that says that it looks, and has taken nothing for so long, may be elsewhere: in a routine of its program.
-const OVERLOOKED: Duration = Duration::from_millis(1);
+const OVERLOOKED: Duration = Duration::from_millis(5);
 
 /// How often something is looked for in one go.
 const ROUNDS: usize = 16;

@@ -5,6 +5,7 @@
 # make nfs41        the example NFS version 4.1 client and server, with calls back: build/nfs41/nfs41 and nfs41d
 # make check        what every change must pass
 # make check-long   check, and what takes longer: an hour
+# make soak MINUTES=n DEVICE=iwarp|local   honest clients and servers among faults
 # make check-fresh  the README's commands on minimal systems of their own: needs root and a network; an hour and a half
 # make check-bad-peers   every corruption of every byte of a peer's frames: some minutes
 # make check-sanitizers   the library itself under AddressSanitizer and ThreadSanitizer: ten minutes, and Rust's sources
@@ -163,6 +164,12 @@ check-long-here: check-bad-peers check-schedules check-c-long check-sanitizers
 	$(CARGO) test $(CARGOFLAGS) $(FEATURES) --release --lib -- --ignored --skip on_a_device
 	@for script in $(LONG); do echo "== $$script"; bash $$script || exit 1; done
 
+# MINUTES of mixed calls among faults, over DEVICE: iwarp or local.
+MINUTES ?= 1
+DEVICE ?= iwarp
+soak: all
+	bash tests/long/soak.sh $(MINUTES) $(DEVICE)
+
 check-fresh:
 	bash tests/long/fresh.sh
 
@@ -181,8 +188,8 @@ clean:
 	rm -rf build
 
 .PHONY: all install demo demo-here nfs3 nfs41 check check-here check-beside check-source check-rust check-exports \
-    check-c check-c-long check-sanitizers check-valgrind check-long \
-    check-long-here check-fresh check-bad-peers check-schedules check-vm bench bench-instructions clean FORCE
+    check-c check-c-long check-sanitizers check-valgrind check-long check-long-here check-fresh check-bad-peers \
+    check-schedules check-vm bench bench-instructions clean soak FORCE
 .DELETE_ON_ERROR:
 ifdef IN_ORDER
 .NOTPARALLEL:

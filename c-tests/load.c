@@ -5,6 +5,9 @@
  *       Starts servers, proxies and clients, makes about CALLS calls, and leaves what the clients wrote down in DIR.
  *       -f PORT: what leads to this port is slow; without it a proxy slows one server's connections.
  *
+ *   load soak ...
+ *       See soak.c.
+ *
  *   load compare [-v] DIR DIR...
  *       The first DIR is the run over tcp. -v prints a table for each.
  *
@@ -12,6 +15,8 @@
  * second that a call may be late, for machines that are busy with other things. */
 #define _GNU_SOURCE
 #include "load.h"
+#include "soak.h"
+#include <arpa/inet.h>
 #include <dirent.h>
 #include <dlfcn.h>
 #include <err.h>
@@ -42,6 +47,12 @@ uint64_t now_us(void)
     struct timespec t;
     clock_gettime(CLOCK_MONOTONIC, &t);
     return (uint64_t)t.tv_sec * 1000000 + (uint64_t)t.tv_nsec / 1000;
+}
+
+uint32_t load_address(void)
+{
+    const char *text = getenv("LOAD_ADDRESS");
+    return text == NULL ? htonl(INADDR_LOOPBACK) : inet_addr(text);
 }
 
 int count_descriptors(void)
@@ -645,7 +656,8 @@ int main(int argc, char **argv)
         const char *name;
         int (*main)(int, char **);
     } parts[] = {{"run", run_main},       {"compare", compare_main}, {"serve", serve_main},
-                 {"proxy", proxy_main}, {"client", client_main},   {"probe", probe_main}};
+                 {"proxy", proxy_main}, {"client", client_main},   {"probe", probe_main},
+                 {"soak", soak_main},   {"soak-serve", soak_serve_main}, {"soak-client", soak_client_main}};
     signal(SIGPIPE, SIG_IGN);
     /* Fixed: else malloc keeps what was large once, and memory at the end tells nothing. */
     mallopt(M_MMAP_THRESHOLD, 64 << 10);
@@ -658,10 +670,9 @@ int main(int argc, char **argv)
     for (size_t i = 0; argc > 1 && i < sizeof parts / sizeof *parts; i++) {
         if (strcmp(argv[1], parts[i].name) != 0)
             continue;
-        if (i == 0) {
-            /* getopt(3) begins behind the part's name. */
-            return run_main(argc - 1, argv + 1);
-        }
+        /* getopt(3) begins behind the part's name. */
+        if (parts[i].main == run_main || parts[i].main == soak_main)
+            return parts[i].main(argc - 1, argv + 1);
         return parts[i].main(argc, argv);
     }
     errx(2, "usage: load run | compare ...; see load.c");

@@ -187,6 +187,10 @@ static inline struct record *book_record(struct book *book, unsigned thread, uin
 struct book *book_open(const char *path, size_t *length);
 
 uint64_t now_us(void);
+/* Where servers and proxies are: 127.0.0.1, or what LOAD_ADDRESS says. In network order. */
+uint32_t load_address(void);
+/* A listener that can be made again on the same port at once. */
+int listen_at(unsigned *port);
 int count_descriptors(void);
 long resident_kb(void);
 

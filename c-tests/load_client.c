@@ -80,7 +80,7 @@ static void complain(const struct thread *thread, uint32_t number, const struct 
 CLIENT *connect_to(const char *id, unsigned port)
 {
     struct sockaddr_in address = {
-        .sin_family = AF_INET, .sin_port = htons((uint16_t)port), .sin_addr.s_addr = htonl(INADDR_LOOPBACK)};
+        .sin_family = AF_INET, .sin_port = htons((uint16_t)port), .sin_addr.s_addr = load_address()};
     struct netbuf netbuf = {.maxlen = sizeof address, .len = sizeof address, .buf = &address};
     struct netconfig *config = getnetconfigent(id);
     if (config == NULL)

@@ -180,11 +180,10 @@ static void select_loop(void)
     }
 }
 
-/* A listener that can be made again on the same port at once. */
-static int listener(unsigned *port)
+int listen_at(unsigned *port)
 {
     struct sockaddr_in address = {
-        .sin_family = AF_INET, .sin_port = htons((uint16_t)*port), .sin_addr.s_addr = htonl(INADDR_LOOPBACK)};
+        .sin_family = AF_INET, .sin_port = htons((uint16_t)*port), .sin_addr.s_addr = load_address()};
     socklen_t length = sizeof address;
     int fd = socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0), one = 1;
     if (fd < 0 || setsockopt(fd, SOL_SOCKET, SO_REUSEADDR, &one, sizeof one) < 0 ||
@@ -204,7 +203,7 @@ int serve_main(int argc, char **argv)
     struct netconfig *config = getnetconfigent(argv[2]);
     if (config == NULL)
         errx(1, "%s: no such netid", argv[2]);
-    int fd = listener(&port);
+    int fd = listen_at(&port);
     SVCXPRT *transport = svc_tli_create(fd, config, NULL, 0, 0);
     if (transport == NULL || !svc_reg(transport, LOAD_PROG, LOAD_VERS, dispatch, NULL))
         errx(1, "no transport: %s", clnt_spcreateerror(""));
@@ -262,7 +261,7 @@ static void relay_open(int fd, unsigned port, bool cuts, uint64_t seed)
 {
     static unsigned number;
     struct sockaddr_in address = {
-        .sin_family = AF_INET, .sin_port = htons((uint16_t)port), .sin_addr.s_addr = htonl(INADDR_LOOPBACK)};
+        .sin_family = AF_INET, .sin_port = htons((uint16_t)port), .sin_addr.s_addr = load_address()};
     int server = socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0);
     if (relay_count == CONNECTIONS || server < 0 || connect(server, (struct sockaddr *)&address, sizeof address) < 0) {
         close(server);
@@ -351,7 +350,7 @@ int proxy_main(int argc, char **argv)
     bool cuts = strcmp(argv[2], "cut") == 0;
     unsigned port = 0, target = (unsigned)atoi(argv[3]);
     uint64_t seed = strtoull(argv[4], NULL, 0);
-    int listening = listener(&port);
+    int listening = listen_at(&port);
     dprintf(STDOUT_FILENO, "READY %u\n", port);
     for (;;) {
         static struct pollfd fds[1 + 2 * CONNECTIONS];

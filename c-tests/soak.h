@@ -1,0 +1,106 @@
+/* soak.h: the soak: honest clients of eight shapes and two servers of four threads for as long as one likes, among faults.
+ *
+ * How a lost or a doubled call is told honestly: every call that has an effect has a number, counted up by the thread that
+ * makes it, and is made once. Before it is made the client writes into its book that the effect may be; after success,
+ * that it must be. The server writes into its journal, for each number, how often it was served. Book and journal are
+ * files, written by one system call for each byte, so that they survive whoever is killed. When all is quiet they are compared: a call that
+ * has succeeded has had its effect once, one that has failed at most once, and one that was never made not at all.
+ * Calls back are counted the same way, by the client in place of the server.
+ *
+ * How growth is told: from time to time all clients stop, give up their CLIENTs, and everybody gives free memory back;
+ * what the server that is never killed and the clients hold then is compared over the run.
+ *
+ * soak.c starts everything, injures it and judges; soak_client.c and soak_server.c are its two ends. The contents, what goes over the
+ * wire and the proxies are those of the load test (load.h). */
+#ifndef SOAK_H
+#define SOAK_H
+
+#include "load.h"
+
+enum target {
+    STEADY, /* never killed */
+    DYING,  /* killed every so many seconds, and started again */
+    TARGETS
+};
+extern const char *const target_names[TARGETS];
+
+enum route { DIRECT, PROXIED, ROUTES };
+
+enum shape {
+    S_SMALL,  /* up to 4 KiB, some without a reply, some that fail, some with checksums in the wrong places of proxies */
+    S_LARGE,  /* up to 8 MiB */
+    S_PLACED, /* up to 1 MiB, placed directly */
+    S_CROWD,  /* four threads with one CLIENT */
+    S_BACK,   /* called back */
+    S_TWO,    /* in Version Two */
+    S_MOVED,  /* a program of tcp, moved */
+    S_HASTY,  /* gives most calls up before their time, and makes many CLIENTs */
+    SHAPES
+};
+extern const char *const shape_names[SHAPES];
+
+enum {
+    SOAK_THREADS = 4,    /* most of a client */
+    SERVICE_THREADS = 4, /* of a server */
+    NUMBERS = 1 << 26,   /* most calls of a thread to one server */
+};
+
+/* The name of a call. Hostile clients have numbers of clients beyond the shapes, which nobody judges. */
+static inline uint64_t soak_tag(enum target target, unsigned client, unsigned thread, uint32_t number)
+{
+    return (uint64_t)target << 48 | (uint64_t)client << 40 | (uint64_t)thread << 32 | number;
+}
+static inline enum target tag_target(uint64_t tag) { return (enum target)(tag >> 48); }
+static inline unsigned tag_client(uint64_t tag) { return (unsigned)(tag >> 40 & 0xff); }
+static inline unsigned tag_thread(uint64_t tag) { return (unsigned)(tag >> 32 & 0xff); }
+static inline uint32_t tag_number(uint64_t tag) { return (uint32_t)tag; }
+
+/* ask.extra: what the rest of the head and the length must be, so that a call that was damaged in a stream without checksums is told from
+ * one that the library has spoilt. */
+uint32_t soak_check(const struct ask *ask);
+
+/* Books, journals: one byte for each number of each thread of each client. */
+enum { MAY = 1, MUST = 2, WITH_BACK = 4 };
+static inline off_t byte_of(uint64_t tag)
+{
+    return ((off_t)tag_client(tag) * SOAK_THREADS + tag_thread(tag)) * NUMBERS + tag_number(tag);
+}
+int ledger_open(const char *directory, const char *name, enum target target);
+void ledger_write(int fd, uint64_t tag, uint8_t value);
+uint8_t ledger_read(int fd, uint64_t tag);
+/* One more; saturates. */
+void ledger_count(int fd, uint64_t tag);
+
+/* What a client tells while it runs, in a file that is mapped by soak.c too. */
+struct soak_line {
+    uint64_t calls, statuses[128];
+    uint64_t worst; /* microseconds: the longest call that succeeded */
+};
+struct soak_tally {
+    struct soak_line lines[TARGETS][ROUTES];
+    uint64_t wrong;     /* contents that are not right, or an outcome that there is not */
+    uint64_t lost;      /* success without an effect */
+    uint64_t unexcused; /* failed, though nothing was in the way */
+    uint64_t late;      /* returned too long after the timeout */
+    uint64_t shared;    /* CLIENTs that share memory with their server */
+    int64_t latest;     /* microseconds after the timeout */
+    uint64_t made, called_back, bytes;
+    uint64_t making;    /* microseconds: the longest that making a CLIENT took */
+    uint64_t overslept; /* microseconds: the most by which a thread that only sleeps woke late, lately */
+    struct doing doing[SOAK_THREADS];
+};
+
+/* What a server has found, in the same way; over all its lives. */
+struct soak_found {
+    uint64_t wrong;   /* arguments of honest calls that are not right, or calls back that went wrong */
+    uint64_t damaged; /* calls that were refused: what was in them was damaged on the way */
+    uint64_t served;
+};
+
+void *map_file(const char *directory, const char *name, unsigned number, size_t size);
+
+int soak_main(int argc, char **argv);
+int soak_serve_main(int argc, char **argv);
+int soak_client_main(int argc, char **argv);
+
+#endif

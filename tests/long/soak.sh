@@ -1,0 +1,40 @@
+#!/bin/bash
+# soak.sh [MINUTES [DEVICE [SEED]]]: `make soak MINUTES=n DEVICE=iwarp|local`: eight honest clients of mixed shapes with checked contents, and two
+# servers with four service threads, all of them processes of their own, among faults (c-tests/soak.h): a proxy before each
+# server cuts, delays, throttles and half-closes half of the connections, and one server is killed every 20 seconds.
+#
+# Prints calls, outcomes, the longest call, and what servers and clients hold at rest, at the beginning and the end. No call may be
+# wrong, lost or doubled, or end later than a second after its timeout; none fails that nothing is in the way of; nobody
+# crashes or grows.
+#
+# SOAK_SECONDS is another length. SOAK_KEEP=DIR keeps what the processes wrote down, SOAK_LOG=LEVEL is what the library logs
+# there, SOAK_VERBOSE=yes tells the memory over time, LOAD_GDB=yes shows where processes are that hang.
+here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
+# In a network of its own nobody else has its ports.
+if [ -z "${SOAK_IN_NS:-}" ] && bash "$here/../ns.sh" --possible >/dev/null; then
+    SOAK_IN_NS=1 NO_RPCBIND=1 exec bash "$here/../ns.sh" bash "${BASH_SOURCE[0]}" "$@"
+fi
+. "$here/../lib.sh"
+minutes=${1:-1} device=${2:-iwarp} seed=${3:-$(date +%Y%m%d)}
+seconds=${SOAK_SECONDS:-$((minutes * 60))}
+[ -r "$LIBRPCRDMA" ] || { FAIL "$LIBRPCRDMA is missing"; closing; }
+make -s -C "$top/c-tests" OUT="$scratch/build" "$scratch/build/load" >"$scratch/log" 2>&1 ||
+    { FAIL "the soak compiles" "$scratch/log"; closing; }
+results=${SOAK_KEEP:-$scratch/soak}
+mkdir -p "$results"
+echo "      soak: $seconds seconds over $device, seed $seed"
+
+"$scratch/build/load" soak -D "$device" -t "$seconds" -s "$seed" -d "$results" -l "$LIBRPCRDMA" -b "$top/c-tests/load.conf" \
+    >"$scratch/out" 2>"$results/soak.log"
+status=$?
+cat "$results"/*.log >"$scratch/said"
+while IFS= read -r line; do
+    case $line in
+    ok*) ok "$device: ${line#ok    }" ;;
+    FAIL*) FAIL "$device: ${line#FAIL  }" "$scratch/said" ;;
+    *) echo "$line" ;;
+    esac
+done <"$scratch/out"
+[ "$status" -le 1 ] || FAIL "$device: the soak comes to its end (status $status)" "$scratch/said"
+if grep -q 'defect in librpcrdma\|panicked' "$scratch/said"; then FAIL "$device: no defect is told" "$scratch/said"; fi
+closing

@@ -1,7 +1,7 @@
 /* load_server.c: the servers of the load test, and the proxies before them. See load.h.
  *
  *   load serve NETID ROLE [PORT]          prints "READY port"
- *   load proxy cut | slow PORT SEED       the same, for the port that it leads to */
+ *   load proxy MANNER PORT SEED           the same, for the port that it leads to */
 #define _GNU_SOURCE
 #include "load.h"
 #include <arpa/inet.h>
@@ -221,6 +221,13 @@ int serve_main(int argc, char **argv)
 /* What happens to a connection when so many bytes have gone through it. */
 enum fate { PASS, RESET, CLOSE, END_THERE, END_BACK, STALL, TRICKLE, FATES };
 
+/* What a proxy does to its connections: slows all of them; or has each meet its fate after so many bytes; or after so much time,
+ * if that comes first; or also alters bytes, but those of the startup. */
+enum manner { SLOWS, CUTS, SOON, FUZZES, MANNERS };
+static const char *const manner_names[MANNERS] = {"slow", "cut", "soon", "fuzz"};
+enum { STARTUP = 512 };
+
+
 /* Bytes of a slow connection each second, either way, and the microseconds that they take more than straight ones. */
 enum { SLOW_RATE = 40 << 20, SLOW_DELAY = 1000 };
 
@@ -239,6 +246,7 @@ struct relay {
     struct direction *directions[2]; /* from fds[0] to fds[1], and back */
     enum fate fate;
     uint64_t passed, until; /* bytes; the fate's number of them, then when a stall ends */
+    uint64_t deadline;      /* now_us(): the fate's, however few bytes have gone through */
     bool struck;
 };
 
@@ -257,7 +265,7 @@ static void relay_close(struct relay *relay, bool reset)
     *relay = relays[--relay_count];
 }
 
-static void relay_open(int fd, unsigned port, bool cuts, uint64_t seed)
+static void relay_open(int fd, unsigned port, enum manner manner, uint64_t seed)
 {
     static unsigned number;
     struct sockaddr_in address = {
@@ -271,20 +279,31 @@ static void relay_open(int fd, unsigned port, bool cuts, uint64_t seed)
     fcntl(fd, F_SETFL, O_NONBLOCK);
     fcntl(server, F_SETFL, O_NONBLOCK);
     struct relay *relay = &relays[relay_count++];
-    *relay = (struct relay){.fds = {fd, server}, .fate = PASS};
+    *relay = (struct relay){.fds = {fd, server}, .fate = PASS, .deadline = UINT64_MAX};
     for (int i = 0; i < 2; i++)
         relay->directions[i] = calloc(1, sizeof *relay->directions[i]);
-    if (cuts) {
+    if (manner != SLOWS) {
         relay->fate = (enum fate)plan_choice(seed, "fate", number, FATES);
         /* Not in the startup: a moved client takes the server for one of tcp then. */
-        relay->until = 512 + ((uint64_t)1 << plan_choice(seed, "when", number, 20)) +
+        relay->until = STARTUP + ((uint64_t)1 << plan_choice(seed, "when", number, 20)) +
                        plan_choice(seed, "just when", number, 5000);
+        if (manner >= SOON && relay->fate != PASS)
+            relay->deadline = now_us() + 10000 + ((uint64_t)1 << plan_choice(seed, "how soon", number, 22));
     }
     number++;
 }
 
+/* One byte of these, now and then. */
+static void alter(char *bytes, size_t length, uint64_t seed)
+{
+    static unsigned number;
+    number++;
+    if (plan_choice(seed, "alter", number, 8) == 0)
+        bytes[plan_choice(seed, "where", number, length)] ^= (char)(1 << plan_choice(seed, "what", number, 8));
+}
+
 /* Something has come or may go. False: the connection is over. */
-static bool relay_move(struct relay *relay, bool cuts, short from, short to)
+static bool relay_move(struct relay *relay, enum manner manner, uint64_t seed, short from, short to)
 {
     uint64_t now = now_us();
     for (int i = 0; i < 2; i++) {
@@ -299,7 +318,9 @@ static bool relay_move(struct relay *relay, bool cuts, short from, short to)
             if (n > 0) {
                 direction->start = 0;
                 direction->end = (size_t)n;
-                direction->not_before = cuts ? 0 : now + SLOW_DELAY + (uint64_t)n * 1000000 / SLOW_RATE;
+                if (manner == FUZZES && relay->passed > STARTUP)
+                    alter(direction->bytes, (size_t)n, seed);
+                direction->not_before = manner != SLOWS ? 0 : now + SLOW_DELAY + (uint64_t)n * 1000000 / SLOW_RATE;
             }
         }
         if (direction->start < direction->end && now >= direction->not_before && out & (POLLOUT | POLLHUP | POLLERR)) {
@@ -323,7 +344,7 @@ static bool relay_move(struct relay *relay, bool cuts, short from, short to)
     }
     if (relay->directions[0]->told && relay->directions[1]->told)
         return false;
-    if (!relay->struck && relay->fate != PASS && relay->passed >= relay->until) {
+    if (!relay->struck && relay->fate != PASS && (relay->passed >= relay->until || now >= relay->deadline)) {
         relay->struck = true;
         relay->until = now + 300000;
         switch (relay->fate) {
@@ -347,7 +368,11 @@ int proxy_main(int argc, char **argv)
 {
     if (argc < 5)
         return 2;
-    bool cuts = strcmp(argv[2], "cut") == 0;
+    enum manner manner = SLOWS;
+    while (manner < MANNERS && strcmp(argv[2], manner_names[manner]) != 0)
+        manner++;
+    if (manner == MANNERS)
+        return 2;
     unsigned port = 0, target = (unsigned)atoi(argv[3]);
     uint64_t seed = strtoull(argv[4], NULL, 0);
     int listening = listen_at(&port);
@@ -366,6 +391,8 @@ int proxy_main(int argc, char **argv)
                 bool waits = direction->not_before > now;
                 if (waits && direction->not_before < wake)
                     wake = direction->not_before;
+                if (!relays[i].struck && relays[i].deadline < wake)
+                    wake = relays[i].deadline;
                 if (direction->start == direction->end && !direction->ended && !waits)
                     both[side].events |= POLLIN;
                 if (direction->start < direction->end && !waits)
@@ -377,17 +404,17 @@ int proxy_main(int argc, char **argv)
                     both[side].fd = -1;
             }
         }
-        int wait = wake == UINT64_MAX ? -1 : (int)((wake - now) / 1000 + 1);
+        int wait = wake == UINT64_MAX ? -1 : wake < now ? 0 : (int)((wake - now) / 1000 + 1);
         if (poll(fds, (nfds_t)(1 + 2 * count), wait) < 0 && errno != EINTR)
             err(1, "poll");
         for (size_t i = count; i-- > 0;) {
-            if (!relay_move(&relays[i], cuts, fds[1 + 2 * i].revents, fds[2 + 2 * i].revents))
+            if (!relay_move(&relays[i], manner, seed, fds[1 + 2 * i].revents, fds[2 + 2 * i].revents))
                 relay_close(&relays[i], relays[i].struck && relays[i].fate == RESET);
         }
         if (fds[0].revents & POLLIN) {
             int fd = accept4(listening, NULL, NULL, SOCK_CLOEXEC);
             if (fd >= 0)
-                relay_open(fd, target, cuts, seed);
+                relay_open(fd, target, manner, seed);
         }
     }
 }

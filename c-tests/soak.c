@@ -1,8 +1,9 @@
 /* soak.c: starts the soak, injures it, and judges. See soak.h.
  *
- *   load soak -d DIR -l LIBRARY -b BINDINGS [-D iwarp|local|verbs] [-t SECONDS] [-k SECONDS] [-s SEED]
+ *   load soak -d DIR -l LIBRARY -b BINDINGS [-D iwarp|local|verbs] [-t SECONDS] [-k SECONDS] [-s SEED] [-H HOSTILE]
  *
- * -k: how often a server is killed (20). LOAD_ADDRESS: where the servers are. Prints a table and then result lines, "ok" or "FAIL";
+ * -k: how often a server is killed (20). -H: the program of hostile clients, tests/bad_peers; SOAK_SLOW: the milliseconds after which gdb
+ * shows what becomes of a call that nothing is in the way of. LOAD_ADDRESS: where the servers are. Prints a table and then result lines, "ok" or "FAIL";
  * complaints go to the standard error. */
 #define _GNU_SOURCE
 #include "soak.h"
@@ -25,7 +26,7 @@
 #include <unistd.h>
 
 const char *const target_names[TARGETS] = {"steady", "dying"};
-const char *const shape_names[SHAPES] = {"small", "large", "placed", "crowd", "back", "two", "moved", "hasty"};
+const char *const shape_names[SHAPES] = {"small", "large", "placed", "crowd", "back", "two", "moved", "hasty", "altered"};
 
 /* ---- Ledgers ---------------------------------------------------------------------------------------------------------- */
 
@@ -85,6 +86,50 @@ void *map_file(const char *directory, const char *name, unsigned number, size_t 
     return map;
 }
 
+/* ---- What processes hold ---------------------------------------------------------------------------------------------- */
+
+struct held {
+    long kb; /* resident, its own and shared, but for files */
+    long descriptors, mappings, threads;
+};
+
+static struct held held_by(pid_t pid)
+{
+    struct held held = {0};
+    char path[64], line[512];
+    long number;
+    snprintf(path, sizeof path, "/proc/%d/status", (int)pid);
+    FILE *file = fopen(path, "r");
+    while (file != NULL && fgets(line, sizeof line, file) != NULL) {
+        if (sscanf(line, "RssAnon: %ld", &number) == 1 || sscanf(line, "RssShmem: %ld", &number) == 1)
+            held.kb += number;
+        if (sscanf(line, "Threads: %ld", &number) == 1)
+            held.threads = number;
+    }
+    if (file != NULL)
+        fclose(file);
+    snprintf(path, sizeof path, "/proc/%d/maps", (int)pid);
+    file = fopen(path, "r");
+    while (file != NULL && fgets(line, sizeof line, file) != NULL)
+        held.mappings += strchr(line, '\n') != NULL;
+    if (file != NULL)
+        fclose(file);
+    snprintf(path, sizeof path, "/proc/%d/fd", (int)pid);
+    DIR *fds = opendir(path);
+    while (fds != NULL && readdir(fds) != NULL)
+        held.descriptors++;
+    if (fds != NULL)
+        closedir(fds);
+    held.descriptors -= 2; /* "." and ".." */
+    return held;
+}
+
+enum { SAMPLES = 64 };
+static struct held samples[1 + SHAPES][SAMPLES]; /* the steady server, the clients */
+static unsigned sample_count;
+
+static const char *holder(unsigned i) { return i == 0 ? "server steady" : shape_names[i - 1]; }
+
 /* ---- Processes -------------------------------------------------------------------------------------------------------- */
 
 struct child {
@@ -93,14 +138,14 @@ struct child {
     unsigned port;
 };
 
-static const char *directory = ".", *library, *bindings, *device = "iwarp";
+static const char *directory = ".", *library, *bindings, *device = "iwarp", *hostile_program;
 static uint64_t seed = 1;
-static unsigned seconds = 60, kill_every = 20;
+static unsigned seconds = 60, kill_every = 20, slow;
 static double factor = 1;
-static struct child servers[TARGETS], proxies[TARGETS], clients[SHAPES];
+static struct child servers[TARGETS], proxies[TARGETS][PROXIES], clients[SHAPES], hostile;
 static struct soak_tally *tallies[SHAPES];
 static struct soak_found *found[TARGETS];
-static unsigned crashes, hung, failures;
+static unsigned crashes, hung, failures, mistreated;
 
 static void __attribute__((format(printf, 1, 2))) complain(const char *format, ...)
 {
@@ -131,15 +176,21 @@ static enum route route_of(enum shape shape) { return (shape + seed) % 2 == 0 ? 
  * adapters, and the others through the proxies. */
 static const char *routes_of(enum shape shape)
 {
-    return strcmp(device, "verbs") != 0 ? "both" : route_of(shape) == DIRECT ? "direct" : "proxied";
+    return shape == S_ALTERED ? "proxied" : strcmp(device, "verbs") != 0 ? "both" : route_of(shape) == DIRECT ? "direct" : "proxied";
 }
+
+/* Whose bytes a proxy alters. Checksums tell all that but the last of these. */
+static bool altered(enum shape shape) { return shape == S_SMALL || shape == S_LARGE || shape == S_TWO || shape == S_ALTERED; }
 
 static void client_settings(enum shape shape)
 {
     bool verbs = strcmp(device, "verbs") == 0, local = strcmp(device, "local") == 0;
-    settings(verbs && route_of(shape) == DIRECT ? "verbs" : local ? "auto" : "iwarp", 100 + (unsigned)shape);
+    /* Where memory is shared little goes through proxies: some clients send all there is. */
+    bool streams = shape == S_TWO || shape == S_MOVED || shape == S_ALTERED;
+    settings(verbs && route_of(shape) == DIRECT ? "verbs" : local && !streams ? "auto" : "iwarp", 100 + (unsigned)shape);
+    if (altered(shape))
+        set("RPCRDMA_CRC", shape < HONEST ? "yes" : "no");
     switch (shape) {
-    case S_SMALL: set("RPCRDMA_CRC", "yes"); break;
     case S_PLACED: set("RPCRDMA_BINDINGS", bindings); break;
     case S_CROWD: set("RPCRDMA_INLINE", "4096"); break;
     case S_TWO: set("RPCRDMA_VERSION", "2"); break;
@@ -182,7 +233,7 @@ static struct child start(const char *name, unsigned number, void (*prepare)(uns
         dup2(out[1], STDOUT_FILENO);
         if (prepare != NULL)
             prepare(number);
-        execv("/proc/self/exe", argv);
+        execv(strchr(argv[0], '/') == NULL ? "/proc/self/exe" : argv[0], argv);
         err(127, "%s", argv[0]);
     }
     close(in[0]);
@@ -257,15 +308,32 @@ static void start_server(enum target target)
         errx(1, "the server %s does not come up", target_names[target]);
 }
 
-static void start_proxy(enum target target)
+static void start_proxy(enum target target, enum proxy which)
 {
     char port[16], number[32];
     snprintf(port, sizeof port, "%u", servers[target].port);
     snprintf(number, sizeof number, "%#llx", (unsigned long long)(seed + target));
-    char *argv[] = {"load", "proxy", "cut", port, number, NULL};
-    proxies[target] = start("proxy", (unsigned)target, NULL, argv);
-    if (!hear_port(&proxies[target]))
+    char *argv[] = {"load", "proxy", which == CUTTING ? "soon" : "fuzz", port, number, NULL};
+    proxies[target][which] = start("proxy", (unsigned)target, NULL, argv);
+    if (!hear_port(&proxies[target][which]))
         errx(1, "a proxy does not come up");
+}
+
+static void prepare_hostile(unsigned turn)
+{
+    char text[32];
+    snprintf(text, sizeof text, "%u", servers[STEADY].port);
+    set("SOAK_PORT", text);
+    snprintf(text, sizeof text, "%llu", (unsigned long long)(seed * 1000 + turn));
+    set("SOAK_SEED", text);
+}
+
+/* Hostile clients: from one rest to the next. */
+static void start_hostile(void)
+{
+    char *argv[] = {(char *)hostile_program, "--ignored", "--exact", "soak::hostile_clients", "--nocapture", NULL};
+    if (hostile_program != NULL)
+        hostile = start("hostile", sample_count, prepare_hostile, argv);
 }
 
 static void start_client(enum shape shape)
@@ -278,7 +346,7 @@ static void start_client(enum shape shape)
                                             seed_text, (char *)directory, (char *)routes_of(shape)};
     for (enum target target = 0; target < TARGETS; target++) {
         for (enum route route = 0; route < ROUTES; route++) {
-            unsigned port = route == DIRECT ? servers[target].port : proxies[target].port;
+            unsigned port = route == DIRECT ? servers[target].port : proxies[target][altered(shape) ? ALTERING : CUTTING].port;
             snprintf(ports[target][route], sizeof ports[target][route], "%u", port);
             argv[7 + target * ROUTES + route] = ports[target][route];
         }
@@ -286,59 +354,29 @@ static void start_client(enum shape shape)
     clients[shape] = start(shape_names[shape], (unsigned)shape, prepare_client, argv);
 }
 
-/* ---- What processes hold ---------------------------------------------------------------------------------------------- */
-
-struct held {
-    long kb; /* resident, its own and shared, but for files */
-    long descriptors, mappings, threads;
-};
-
-static struct held held_by(pid_t pid)
-{
-    struct held held = {0};
-    char path[64], line[512];
-    long number;
-    snprintf(path, sizeof path, "/proc/%d/status", (int)pid);
-    FILE *file = fopen(path, "r");
-    while (file != NULL && fgets(line, sizeof line, file) != NULL) {
-        if (sscanf(line, "RssAnon: %ld", &number) == 1 || sscanf(line, "RssShmem: %ld", &number) == 1)
-            held.kb += number;
-        if (sscanf(line, "Threads: %ld", &number) == 1)
-            held.threads = number;
-    }
-    if (file != NULL)
-        fclose(file);
-    snprintf(path, sizeof path, "/proc/%d/maps", (int)pid);
-    file = fopen(path, "r");
-    while (file != NULL && fgets(line, sizeof line, file) != NULL)
-        held.mappings += strchr(line, '\n') != NULL;
-    if (file != NULL)
-        fclose(file);
-    snprintf(path, sizeof path, "/proc/%d/fd", (int)pid);
-    DIR *fds = opendir(path);
-    while (fds != NULL && readdir(fds) != NULL)
-        held.descriptors++;
-    if (fds != NULL)
-        closedir(fds);
-    held.descriptors -= 2; /* "." and ".." */
-    return held;
-}
-
-enum { SAMPLES = 64 };
-static struct held samples[1 + SHAPES][SAMPLES]; /* the steady server, the clients */
-static unsigned sample_count;
-
-static const char *holder(unsigned i) { return i == 0 ? "server steady" : shape_names[i - 1]; }
-
 /* ---- The course ------------------------------------------------------------------------------------------------------- */
 
 static void finish(void)
 {
+    end(&hostile);
     for (enum shape shape = 0; shape < SHAPES; shape++)
         end(&clients[shape]);
     for (enum target target = 0; target < TARGETS; target++) {
-        end(&proxies[target]);
+        for (enum proxy which = 0; which < PROXIES; which++)
+            end(&proxies[target][which]);
         end(&servers[target]);
+    }
+}
+
+/* Where a client and the servers are. */
+static void dump(enum shape shape)
+{
+    const pid_t pids[] = {clients[shape].pid, servers[STEADY].pid, servers[DYING].pid};
+    for (size_t i = 0; i < sizeof pids / sizeof *pids; i++) {
+        char command[200];
+        snprintf(command, sizeof command, "gdb -p %d -batch -ex 'thread apply all bt 25' >&2 2>/dev/null", pids[i]);
+        if (pids[i] > 0 && system(command) != 0)
+            complain("no gdb");
     }
 }
 
@@ -352,15 +390,8 @@ static void hang(enum shape shape, const char *what)
             complain("  thread %u: call %u, for %.1f s with a timeout of %u ms", t, doing.number,
                      (double)(now_us() - doing.since) / 1e6, doing.timeout);
     }
-    if (getenv("LOAD_GDB") != NULL) {
-        const pid_t pids[] = {clients[shape].pid, servers[STEADY].pid, servers[DYING].pid};
-        for (size_t i = 0; i < sizeof pids / sizeof *pids; i++) {
-            char command[200];
-            snprintf(command, sizeof command, "gdb -p %d -batch -ex 'thread apply all bt 25' >&2 2>/dev/null", pids[i]);
-            if (pids[i] > 0 && system(command) != 0)
-                complain("no gdb");
-        }
-    }
+    if (getenv("LOAD_GDB") != NULL)
+        dump(shape);
     end(&clients[shape]);
 }
 
@@ -380,7 +411,8 @@ static void look_after_all(void)
     uint64_t now = now_us();
     for (enum target target = 0; target < TARGETS; target++) {
         look_after(&servers[target], "server", target_names[target]);
-        look_after(&proxies[target], "the proxy of", target_names[target]);
+        for (enum proxy which = 0; which < PROXIES; which++)
+            look_after(&proxies[target][which], "the proxy of", target_names[target]);
         /* So that the rest goes on. */
         if (servers[target].pid == 0 && target == STEADY)
             start_server(target);
@@ -390,6 +422,11 @@ static void look_after_all(void)
         for (unsigned t = 0; clients[shape].pid > 0 && t < SOAK_THREADS; t++) {
             struct doing *doing = &tallies[shape]->doing[t];
             uint64_t since = __atomic_load_n(&doing->since, __ATOMIC_ACQUIRE);
+            if (since != 0 && slow > 0 && doing->timeout == 60000 && now > since && now - since > slow * 1000ull) {
+                slow = 0;
+                complain("client %s waits for %.3f s", shape_names[shape], (double)(now - since) / 1e6);
+                dump(shape);
+            }
             if (since != 0 && now > since && now - since > doing->timeout * 1000ull + (uint64_t)(90e6 * factor))
                 hang(shape, "hangs in a call");
         }
@@ -432,8 +469,32 @@ static void sample(void)
     sample_count++;
 }
 
+/* They tell how they have fared by their status. */
+static void end_hostile(void)
+{
+    int status = 0;
+    if (hostile.pid <= 0)
+        return;
+    close(hostile.in);
+    uint64_t until = now_us() + (uint64_t)(60e6 * factor);
+    pid_t ended;
+    while ((ended = waitpid(hostile.pid, &status, WNOHANG)) == 0 && now_us() < until)
+        usleep(10000);
+    if (ended == 0) {
+        kill(hostile.pid, SIGKILL);
+        waitpid(hostile.pid, NULL, 0);
+    }
+    if (ended == 0 || status != 0) {
+        mistreated++;
+        complain("the hostile clients have ended with status %#x", status);
+    }
+    close(hostile.out);
+    hostile.pid = 0;
+}
+
 static void rest(void)
 {
+    end_hostile();
     together('Q', 'q');
     sample();
 }
@@ -475,6 +536,7 @@ static void course(void)
     while (sample_count < count) {
         for (enum shape shape = 0; shape < SHAPES; shape++)
             tell(&clients[shape], 'G');
+        start_hostile();
         for (; now_us() < next; usleep(10000)) {
             come_and_go();
             look_after_all();
@@ -506,7 +568,7 @@ static void compare(enum target target, const char *done_name, bool back)
 {
     static uint8_t book[1 << 16], done[1 << 16];
     int books = ledger_open(directory, "book", target), dones = ledger_open(directory, done_name, target);
-    for (unsigned stream = 0; stream < SHAPES * SOAK_THREADS; stream++) {
+    for (unsigned stream = 0; stream < HONEST * SOAK_THREADS; stream++) {
         off_t begin = (off_t)stream * NUMBERS;
         for (off_t at = begin; at < begin + NUMBERS; at += (off_t)sizeof book) {
             /* What was never written ends a stream, or is a hole; calls are numbered one after the other. */
@@ -639,14 +701,15 @@ static int report(void)
     }
     unsigned growing = judge_growth();
     printf("      %llu CLIENTs, the slowest in %.1f ms; %llu calls back; %llu MiB; %u lives of the server that dies; the latest call ended "
-           "%.1f ms after its timeout; %llu CLIENTs shared memory\n",
+           "%.1f ms after its timeout; up to %llu segments of "
+           "memory were shared\n",
            made, (double)making / 1e3, called_back, bytes >> 20, lives, (double)latest / 1e3, shared);
+    printf("      %llu calls were refused by a server as damaged\n", damaged);
     bool reached = true;
     for (enum target target = 0; target < TARGETS; target++) {
         for (enum route route = 0; route < ROUTES; route++)
             reached = reached && succeeded[target][route] > 0;
     }
-    wrong += damaged;
     verdict(reached, "%llu calls succeeded directly and %llu behind proxies at the server that stays, %llu and %llu at the one that dies",
             succeeded[STEADY][DIRECT], succeeded[STEADY][PROXIED], succeeded[DYING][DIRECT], succeeded[DYING][PROXIED]);
     verdict(wrong == 0, "of %llu calls, %llu wrong", calls, wrong);
@@ -655,16 +718,19 @@ static int report(void)
     verdict(unexcused == 0, "%llu failed though nothing was in the way; the longest took %.1f ms", unexcused, (double)worst / 1e3);
     verdict(late == 0 && hung == 0, "%llu late by more than a second, %u hung", late, hung);
     verdict(crashes == 0, "%u crashes", crashes);
+    verdict(strcmp(device, "local") == 0 ? shared > 0 : shared == 0, "memory was shared where it should be: %llu segments", shared);
+    if (hostile_program != NULL)
+        verdict(mistreated == 0, "what hostile clients are told is well-formed");
     verdict(failures == 0, "at the end all clients are served");
     verdict(growing == 0, "nobody grows: of memory by %d KiB at most, no descriptor, no thread, at most %d mappings", SLACK_KB,
             SLACK_MAPPINGS);
-    return wrong + lost + doubled + forged + unexcused + late + hung + crashes + failures + growing > 0 || !reached;
+    return wrong + lost + doubled + forged + unexcused + late + hung + crashes + failures + mistreated + growing > 0 || !reached;
 }
 
 int soak_main(int argc, char **argv)
 {
     int option;
-    while ((option = getopt(argc, argv, "d:l:b:D:t:k:s:")) != -1) {
+    while ((option = getopt(argc, argv, "d:l:b:D:t:k:s:H:")) != -1) {
         switch (option) {
         case 'd': directory = optarg; break;
         case 'l': library = optarg; break;
@@ -672,6 +738,7 @@ int soak_main(int argc, char **argv)
         case 'D': device = optarg; break;
         case 't': seconds = (unsigned)atoi(optarg); break;
         case 'k': kill_every = (unsigned)atoi(optarg); break;
+        case 'H': hostile_program = optarg; break;
         case 's': seed = strtoull(optarg, NULL, 0); break;
         default: return 2;
         }
@@ -680,10 +747,13 @@ int soak_main(int argc, char **argv)
         errx(2, "see the first lines of soak.c");
     if (getenv("TEST_PATIENCE") != NULL)
         factor = atof(getenv("TEST_PATIENCE"));
+    if (getenv("SOAK_SLOW") != NULL)
+        slow = (unsigned)atoi(getenv("SOAK_SLOW"));
     for (enum target target = 0; target < TARGETS; target++) {
         found[target] = map_file(directory, "found", (unsigned)target, sizeof *found[target]);
         start_server(target);
-        start_proxy(target);
+        for (enum proxy which = 0; which < PROXIES; which++)
+            start_proxy(target, which);
     }
     for (enum shape shape = 0; shape < SHAPES; shape++)
         start_client(shape);

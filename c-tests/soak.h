@@ -26,8 +26,11 @@ extern const char *const target_names[TARGETS];
 
 enum route { DIRECT, PROXIED, ROUTES };
 
+/* What stands before a server. */
+enum proxy { CUTTING, ALTERING, PROXIES };
+
 enum shape {
-    S_SMALL,  /* up to 4 KiB, some without a reply, some that fail, some with checksums in the wrong places of proxies */
+    S_SMALL,  /* up to 4 KiB, some without a reply, some that fail */
     S_LARGE,  /* up to 8 MiB */
     S_PLACED, /* up to 1 MiB, placed directly */
     S_CROWD,  /* four threads with one CLIENT */
@@ -35,6 +38,8 @@ enum shape {
     S_TWO,    /* in Version Two */
     S_MOVED,  /* a program of tcp, moved */
     S_HASTY,  /* gives most calls up before their time, and makes many CLIENTs */
+    HONEST,
+    S_ALTERED = HONEST, /* without checksums, through a proxy that alters bytes: must live and end in time, but may be told anything */
     SHAPES
 };
 extern const char *const shape_names[SHAPES];
@@ -45,7 +50,7 @@ enum {
     NUMBERS = 1 << 26,   /* most calls of a thread to one server */
 };
 
-/* The name of a call. Hostile clients have numbers of clients beyond the shapes, which nobody judges. */
+/* The name of a call. Clients from HONEST on are not judged by their calls. */
 static inline uint64_t soak_tag(enum target target, unsigned client, unsigned thread, uint32_t number)
 {
     return (uint64_t)target << 48 | (uint64_t)client << 40 | (uint64_t)thread << 32 | number;
@@ -82,7 +87,7 @@ struct soak_tally {
     uint64_t lost;      /* success without an effect */
     uint64_t unexcused; /* failed, though nothing was in the way */
     uint64_t late;      /* returned too long after the timeout */
-    uint64_t shared;    /* CLIENTs that share memory with their server */
+    uint64_t shared;    /* segments that it has shared with servers at a time */
     int64_t latest;     /* microseconds after the timeout */
     uint64_t made, called_back, bytes;
     uint64_t making;    /* microseconds: the longest that making a CLIENT took */

@@ -78,7 +78,7 @@ static void dispatch(struct svc_req *request, SVCXPRT *transport)
         svcerr_decode(transport);
         return;
     }
-    bool hostile = tag_client(ask.tag) >= SHAPES;
+    bool hostile = tag_client(ask.tag) >= HONEST;
     bool whole = ask.extra == soak_check(&ask) && tag_target(ask.tag) == self && tag_thread(ask.tag) < SOAK_THREADS &&
                  tag_number(ask.tag) < NUMBERS && ask.want <= BYTES_MAX;
     bool right = whole && contents_right(ask.bytes, ask.length, key_there(ask.tag));

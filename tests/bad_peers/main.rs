@@ -5,6 +5,7 @@
 //! at once, before, during and after; at its end the server has no more descriptors, threads and memory than before.
 //! `placement` does so with a server that places data directly, `pulls` with the memory that long calls share.
 //! `clients` holds bad servers, for which a C caller must find the right `clnt_stat` and a readable text in time.
+//! `soak` has no tests of its own: its clients stand beside honest ones in `make soak`.
 //! `two` holds both for Version Two: its offer, its fallback, and its transport characteristics.
 //!
 //! Needs the built library (build/librpcrdma.so.0, or `LIBRPCRDMA`) and a C compiler, and fails without them. Nothing
@@ -21,4 +22,5 @@ mod placement;
 mod programs;
 mod pulls;
 mod servers;
+mod soak;
 mod two;

@@ -451,6 +451,21 @@ impl Peer {
         }
     }
 
+    /// Takes at most so many bytes of those that have come, whatever they are.
+    pub fn sip(&mut self, most: usize) {
+        self.stream.set_nonblocking(true).expect("O_NONBLOCK");
+        // That the connection has ended, or nothing has come, is all the same.
+        let _ = self.stream.read(&mut vec![0; most]);
+        self.stream.set_nonblocking(false).expect("O_NONBLOCK");
+    }
+
+    /// Takes what comes up to the end of the connection, whatever it is.
+    pub fn swallow(mut self) {
+        let end = std::io::copy(&mut self.stream, &mut std::io::sink());
+        let timed_out = |e: &std::io::Error| matches!(e.kind(), ErrorKind::WouldBlock | ErrorKind::TimedOut);
+        assert!(!end.is_err_and(|e| timed_out(&e)), "no end within {:?}", hang());
+    }
+
     fn has_frame(&self) -> bool {
         let length = self.buffer.first_chunk().map(|bytes| usize::from(u16::from_be_bytes(*bytes)));
         length.is_some_and(|ulpdu| self.buffer.len() >= mpa::fpdu_len(ulpdu))

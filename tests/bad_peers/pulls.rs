@@ -21,7 +21,7 @@ const ROUND: Duration = Duration::from_secs(1);
 
 /// What a bad client does when it is asked for the bytes of its call.
 #[derive(Clone, Copy, Debug, PartialEq)]
-enum Manner {
+pub enum Manner {
     Silent,
     /// All but the last byte comes.
     Almost,
@@ -33,8 +33,11 @@ enum Manner {
     Chatter,
 }
 
+pub const MANNERS: &[Manner] =
+    &[Manner::Silent, Manner::Almost, Manner::Trickle, Manner::Slow, Manner::Chatter];
+
 /// A client that offers long calls.
-struct Bad {
+pub struct Bad {
     peer: Peer,
     manner: Manner,
     /// It has been asked for bytes of them.
@@ -50,7 +53,7 @@ impl Bad {
         Bad::open_with(port, manner, CALL)
     }
 
-    fn open_with(port: u16, manner: Manner, length: u32) -> Bad {
+    pub fn open_with(port: u16, manner: Manner, length: u32) -> Bad {
         let mut peer = Peer::open_with(port, false);
         for xid in 1..=3 {
             peer.send(&long_call(xid, &[segment(xid, length, 0)]));
@@ -59,7 +62,7 @@ impl Bad {
     }
 
     /// Goes on with what it does.
-    fn step(&mut self) {
+    pub fn step(&mut self) {
         if self.ended {
             return;
         }

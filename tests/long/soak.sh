@@ -20,12 +20,20 @@ seconds=${SOAK_SECONDS:-$((minutes * 60))}
 [ -r "$LIBRPCRDMA" ] || { FAIL "$LIBRPCRDMA is missing"; closing; }
 make -s -C "$top/c-tests" OUT="$scratch/build" "$scratch/build/load" >"$scratch/log" 2>&1 ||
     { FAIL "the soak compiles" "$scratch/log"; closing; }
+# The hostile clients; SOAK_HOSTILE=no leaves them out.
+hostile=()
+if [ "${SOAK_HOSTILE:-}" != no ]; then
+    (cd "$top" && "${CARGO:-cargo}" test --locked --test bad_peers --no-run) >"$scratch/log" 2>&1 ||
+        { FAIL "the hostile clients are built" "$scratch/log"; closing; }
+    program=$(sed -n 's/.*Executable.*(\(.*\))$/\1/p' "$scratch/log")
+    hostile=(-H "$(cd "$top" && realpath "$program")")
+fi
 results=${SOAK_KEEP:-$scratch/soak}
 mkdir -p "$results"
 echo "      soak: $seconds seconds over $device, seed $seed"
 
 "$scratch/build/load" soak -D "$device" -t "$seconds" -s "$seed" -d "$results" -l "$LIBRPCRDMA" -b "$top/c-tests/load.conf" \
-    >"$scratch/out" 2>"$results/soak.log"
+    "${hostile[@]}"     >"$scratch/out" 2>"$results/soak.log"
 status=$?
 cat "$results"/*.log >"$scratch/said"
 while IFS= read -r line; do
@@ -35,6 +43,9 @@ while IFS= read -r line; do
     *) echo "$line" ;;
     esac
 done <"$scratch/out"
+awk '/^hostile: [0-9]+ [a-z]/ { count = $2; $1 = $2 = ""; sum[$0] += count }
+    END { for (kind in sum) text = text (text ? "," : "") " " sum[kind] kind
+        if (text) print "      conversations with hostile clients:" text }' "$scratch/said"
 [ "$status" -le 1 ] || FAIL "$device: the soak comes to its end (status $status)" "$scratch/said"
 if grep -q 'defect in librpcrdma\|panicked' "$scratch/said"; then FAIL "$device: no defect is told" "$scratch/said"; fi
 closing

@@ -1,0 +1,267 @@
+//! Hostile clients of the soak (c-tests/soak.h), which starts this test with `SOAK_PORT`, the port of its server that is
+//! never killed, and `SOAK_SEED`: as many conversations as there is time for, until its standard input ends. What the
+//! server says to them is looked at as everywhere here. That others are served meanwhile, and that nothing is left
+//! behind, is for the soak to see.
+
+use std::io::Read;
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering::Relaxed};
+use std::thread;
+use std::time::{Duration, Instant};
+
+use crate::peer::*;
+use crate::pulls::{Bad, MANNERS};
+
+/// A step of a client that is slow on purpose.
+const BEAT: Duration = Duration::from_millis(20);
+
+/// Calls of the soak's program: its procedures.
+const DO: u32 = 1;
+const PROCEDURES: u64 = 8;
+
+struct Random(u64);
+
+impl Random {
+    fn below(&mut self, bound: u64) -> u64 {
+        self.0 ^= self.0 << 13;
+        self.0 ^= self.0 >> 7;
+        self.0 ^= self.0 << 17;
+        self.0 % bound
+    }
+
+    fn one_of<T: Copy>(&mut self, all: &[T]) -> T {
+        all[self.below(all.len() as u64) as usize]
+    }
+}
+
+/// Where a thread is, and what for.
+struct Part<'a> {
+    port: u16,
+    random: Random,
+    stop: &'a AtomicBool,
+}
+
+impl Part<'_> {
+    fn goes_on(&self) -> bool {
+        !self.stop.load(Relaxed)
+    }
+
+    /// Goes on with these clients, beat by beat, for at most so many seconds.
+    fn keep(&self, seconds: u64, mut step: impl FnMut()) {
+        let begin = Instant::now();
+        while self.goes_on() && begin.elapsed() < Duration::from_secs(seconds) {
+            step();
+            thread::park_timeout(BEAT);
+        }
+    }
+}
+
+/// A call that the soak's server takes for one of client 99, whom nobody judges: without contents of its own, and so right,
+/// it asks for `want` bytes.
+fn call(xid: u32, procedure: u32, want: u32) -> Vec<u8> {
+    let tag = 99u64 << 40 | u64::from(xid);
+    let step = |sum: u64, value: u32| {
+        (sum ^ sum >> 32 ^ u64::from(value)).wrapping_mul(0x9e37_79b9_7f4a_7c15)
+    };
+    // The first step takes the tag as it is.
+    let first = (tag ^ u64::from(want)).wrapping_mul(0x9e37_79b9_7f4a_7c15);
+    let check = (step(step(first, 0), 0) >> 32) as u32;
+    let head = words(&[xid, 0, 2, 0x2000_4c44, 1, procedure, 0, 0, 0, 0]);
+    let ask = words(&[(tag >> 32) as u32, tag as u32, want, check, 0, 0]);
+    [head, ask].concat()
+}
+
+/// A frame of a good client.
+fn frame(random: &mut Random, msn: u32) -> Vec<u8> {
+    let procedure = random.below(PROCEDURES) as u32;
+    let want = 1 << random.below(21);
+    let lists = |reply: u32| rpcrdma::wire::lists::Lists {
+        reply: (reply > 0).then(|| vec![segment(7, reply, 0)]),
+        ..Default::default()
+    };
+    let msg = rpcrdma::wire::header::Proc::Msg;
+    match random.below(6) {
+        0 => send(msn, &message(msn, 32, msg, &lists(0), &call(msn, DO, want.min(1024)))),
+        1 => send(msn, &message(msn, 32, msg, &lists(2 << 20), &call(msn, DO, want))),
+        2 => send(msn, &message(msn, 32, msg, &lists(0), &call(msn, procedure, 16))),
+        3 => send(msn, &long_call(msn, &[segment(9, want, 0)])),
+        4 => write(7, 0, &vec![3; want.min(4096) as usize]),
+        _ => read_response(9, 0, &vec![5; want.min(30_000) as usize], true),
+    }
+}
+
+fn damage(random: &mut Random, frame: &mut Vec<u8>) {
+    for _ in 0..=random.below(3) {
+        let at = random.below(frame.len() as u64) as usize;
+        match random.below(8) {
+            0 => frame.truncate(at.max(1)),
+            1 => frame.insert(at, random.below(256) as u8),
+            2 => frame[at] = 0xff,
+            // The headers, above all.
+            3..=5 => {
+                let near = at % frame.len().min(100);
+                frame[near] ^= 1 << random.below(8);
+            }
+            _ => frame[at] ^= random.below(256) as u8,
+        }
+    }
+    if random.below(2) == 0 {
+        seal(frame);
+    }
+}
+
+/// Streams that are alive and damaged, from the first byte on or later.
+fn fuzz(part: &mut Part) {
+    let random = &mut part.random;
+    if random.below(8) == 0 {
+        let mut start = request();
+        damage(random, &mut start);
+        let mut peer = Peer::connect(part.port);
+        peer.push(&start);
+        peer.push(&send(1, &inline_call(1, NULL, b"")));
+        peer.finish();
+        peer.swallow();
+        return;
+    }
+    let crc = random.below(2) == 0;
+    let mut peer = Peer::open_with(part.port, crc);
+    let mut frames = Vec::new();
+    for msn in 1..=1 + random.below(30) as u32 {
+        let mut bytes = frame(random, msn);
+        // Most are right, so that there is something to damage.
+        if random.below(6) == 0 {
+            damage(random, &mut bytes);
+        }
+        if !peer.push_if_open(&bytes) || peer.available(&mut frames) {
+            return;
+        }
+        for frame in frames.drain(..) {
+            let Frame::ReadRequest(request) = frame else { continue };
+            let mut bytes = answer(&request, &vec![1; request.size.min(1 << 20) as usize], false);
+            if random.below(4) == 0 {
+                damage(random, &mut bytes);
+            }
+            if !peer.push_if_open(&bytes) {
+                return;
+            }
+        }
+    }
+    match random.below(3) {
+        0 => peer.reset(),
+        1 => peer.finish(),
+        _ => {}
+    }
+}
+
+/// All credits of some connections, and more, whose replies are taken one by one.
+fn hoard(part: &mut Part) {
+    let mut peers: Vec<Peer> = (0..8).map(|_| Peer::open(part.port)).collect();
+    let want = part.random.one_of(&[0, 1000, 30_000]);
+    for peer in &mut peers {
+        let calls = (1..=100).flat_map(|n| send(n, &message(n, 32, rpcrdma::wire::header::Proc::Msg, &Default::default(), &call(n, DO, want))));
+        peer.push_if_open(&calls.collect::<Vec<u8>>());
+    }
+    let seconds = 1 + part.random.below(15);
+    part.keep(seconds, || {
+        for peer in &mut peers {
+            peer.sip(300);
+        }
+    });
+}
+
+/// Long replies that nobody takes.
+fn never_read(part: &mut Part) {
+    let mut peers: Vec<Peer> = (0..8).map(|_| Peer::open(part.port)).collect();
+    let chunk = rpcrdma::wire::lists::Lists { reply: Some(vec![segment(1, 2 << 20, 0)]), ..Default::default() };
+    for peer in &mut peers {
+        let one = |n| send(n, &message(n, 32, rpcrdma::wire::header::Proc::Msg, &chunk, &call(n, DO, 1 << 20)));
+        peer.push_if_open(&(1..=16).flat_map(one).collect::<Vec<u8>>());
+    }
+    let seconds = 1 + part.random.below(15);
+    part.keep(seconds, || {});
+}
+
+/// Long calls that are offered and hardly let be read.
+fn trickle(part: &mut Part) {
+    let length = 1 << (18 + part.random.below(8));
+    let mut bad: Vec<Bad> =
+        (0..6).map(|_| Bad::open_with(part.port, part.random.one_of(MANNERS), length)).collect();
+    let seconds = 1 + part.random.below(25);
+    part.keep(seconds, || bad.iter_mut().for_each(Bad::step));
+}
+
+/// Connections that say nothing, or half of the first frame.
+fn silent(part: &mut Part) {
+    let start = request();
+    let mut peers: Vec<Peer> = (0..30).map(|_| Peer::connect(part.port)).collect();
+    for peer in &mut peers {
+        let length = part.random.below(start.len() as u64) as usize;
+        peer.push_if_open(&start[..length]);
+    }
+    let seconds = 1 + part.random.below(15);
+    part.keep(seconds, || {});
+}
+
+/// Connections that end in the midst of a frame.
+fn resets(part: &mut Part) {
+    let mut peer = Peer::open(part.port);
+    for msn in 1..=1 + part.random.below(5) as u32 {
+        let bytes = frame(&mut part.random, msn);
+        if !peer.push_if_open(&bytes) {
+            return;
+        }
+    }
+    let bytes = frame(&mut part.random, 1);
+    let half = part.random.below(bytes.len() as u64) as usize;
+    peer.push_if_open(&bytes[..half]);
+    peer.reset();
+}
+
+type Conversation = fn(&mut Part);
+const KINDS: &[(&str, Conversation)] = &[
+    ("fuzz", fuzz),
+    ("hoard", hoard),
+    ("never read", never_read),
+    ("trickle", trickle),
+    ("silent", silent),
+    ("resets", resets),
+];
+
+#[test]
+#[ignore = "a part of make soak"]
+fn hostile_clients() {
+    let variable = |name: &str| std::env::var(name).unwrap_or_else(|_| panic!("{name} is set"));
+    let port = variable("SOAK_PORT").parse().expect("a port");
+    let seed: u64 = variable("SOAK_SEED").parse().expect("a number");
+    let stop = AtomicBool::new(false);
+    let failed = AtomicUsize::new(0);
+    thread::scope(|scope| {
+        let (stop, failed) = (&stop, &failed);
+        let threads: Vec<_> = (1..).zip(KINDS).map(|(n, &(name, conversation))| {
+            scope.spawn(move || {
+                let random = Random((seed ^ n << 40).wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1);
+                let mut part = Part { port, random, stop };
+                let mut count = 0;
+                while part.goes_on() && failed.load(Relaxed) < 10 {
+                    count += 1;
+                    if catch_unwind(AssertUnwindSafe(|| conversation(&mut part))).is_err() {
+                        eprintln!("hostile: conversation {count} of {name:?} with seed {seed} has failed");
+                        failed.fetch_add(1, Relaxed);
+                    }
+                    // Those that are fast leave the honest ones a processor.
+                    thread::park_timeout(Duration::from_millis(5));
+                }
+                (name, count)
+            })
+        }).collect();
+        // The soak writes nothing.
+        std::io::stdin().read_to_end(&mut Vec::new()).expect("the standard input");
+        stop.store(true, Relaxed);
+        for thread in threads {
+            thread.thread().unpark();
+            let (name, count) = thread.join().expect("its part");
+            eprintln!("hostile: {count} {name}");
+        }
+    });
+    assert_eq!(failed.load(Relaxed), 0, "the server has failed hostile clients");
+}

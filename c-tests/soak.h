@@ -18,8 +18,9 @@
 #include "load.h"
 
 enum target {
-    STEADY, /* never killed */
-    DYING,  /* killed every so many seconds, and started again */
+    STEADY,  /* never killed */
+    DYING,   /* killed every so many seconds, and started again */
+    CRAMPED, /* never killed, and has hardly any descriptors and memory */
     TARGETS
 };
 extern const char *const target_names[TARGETS];
@@ -90,7 +91,7 @@ struct soak_tally {
     uint64_t shared;    /* segments that it has shared with servers at a time */
     int64_t latest;     /* microseconds after the timeout */
     uint64_t made, called_back, bytes;
-    uint64_t making;    /* microseconds: the longest that making a CLIENT took */
+    uint64_t making, making_directly; /* microseconds: the longest that making a CLIENT took; one that nothing was in the way of */
     uint64_t overslept; /* microseconds: the most by which a thread that only sleeps woke late, lately */
     struct doing doing[SOAK_THREADS];
 };

@@ -113,6 +113,8 @@ static void called_back(struct svc_req *request, SVCXPRT *transport)
     struct ask ask = {0};
     if (request->rq_proc != DO || !svc_getargs(transport, (xdrproc_t)xdr_ask, (char *)&ask)) {
         svcerr_decode(transport);
+        /* What was decoded before it failed. */
+        svc_freeargs(transport, (xdrproc_t)xdr_ask, (char *)&ask);
         return;
     }
     bool right = ask.extra == soak_check(&ask) && tag_client(ask.tag) == shape && tag_thread(ask.tag) < SOAK_THREADS &&
@@ -144,7 +146,10 @@ static CLIENT *make(enum target target, enum route route)
         if (client == NULL && rpc_createerr.cf_stat != RPC_TIMEDOUT)
             break;
     }
-    most(&tally->making, now_us() - started);
+    uint64_t took = now_us() - started;
+    most(&tally->making, took);
+    if (target == STEADY && route == DIRECT)
+        most(&tally->making_directly, took);
     if (client == NULL)
         return NULL;
     add(&tally->made);
@@ -276,6 +281,8 @@ static void judge(struct thread *thread, enum target target, enum route route, u
     } else if (status == RPC_TIMEDOUT && elapsed + 3000 < (uint64_t)op->timeout * 1000) {
         add(&tally->wrong);
         what = "timed out too soon";
+    } else if (target == CRAMPED && (status == RPC_SYSTEMERROR || status == RPC_CANTDECODEARGS || status == RPC_FAILED)) {
+        /* It has no memory for the arguments, or the results. */
     } else if (status != RPC_TIMEDOUT && status != RPC_CANTSEND && status != RPC_CANTRECV) {
         add(&tally->wrong);
         what = "this status may not be";
@@ -362,7 +369,8 @@ static int call(struct thread *thread, enum target target, enum route route, con
 
 static void operate(struct thread *thread)
 {
-    enum target target = (enum target)below(thread, TARGETS);
+    uint64_t die = below(thread, 16);
+    enum target target = die < 7 ? STEADY : die < 14 ? DYING : CRAMPED;
     struct slot *slot = shape == S_CROWD ? &shared[target] : &thread->own[target];
     bool lost = false, refused = false;
     CLIENT *client = slot_enter(slot, target, thread);
@@ -475,12 +483,14 @@ static void go_on(void)
 static bool probe(void)
 {
     bool served = true;
+    if (shape == S_ALTERED)
+        return true;
     for (enum target target = 0; target < TARGETS; target++) {
         enum route route = routes[DIRECT] ? DIRECT : PROXIED;
         struct operation_of_soak op = {.procedure = DO, .size = 1 << 20, .want = 1 << 20, .timeout = 20000};
         int status = NO_CLIENT;
         /* The proxy goes on as ever. */
-        for (int tries = route == DIRECT ? 1 : 20; tries > 0 && status != RPC_SUCCESS; tries--) {
+        for (int tries = route == DIRECT && target != CRAMPED ? 1 : 20; tries > 0 && status != RPC_SUCCESS; tries--) {
             CLIENT *client = make(target, route);
             if (client == NULL) {
                 fprintf(stderr, "client %s: at the end no CLIENT: %s\n", shape_names[shape], clnt_spcreateerror(""));
@@ -489,7 +499,7 @@ static bool probe(void)
             status = call(&threads[0], target, route, &op, client);
             clnt_destroy(client);
         }
-        served = served && (status == RPC_SUCCESS || shape >= HONEST);
+        served = served && status == RPC_SUCCESS;
     }
     malloc_trim(0);
     return served;

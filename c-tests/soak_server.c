@@ -17,8 +17,13 @@ static int journal;
 static enum target self;
 static struct soak_found *found;
 
+/* Those of the others say what somebody has made of them on the way. */
+static bool is_honest(const struct ask *ask) { return tag_client(ask->tag) < HONEST; }
+
 static void wrong(const struct ask *ask, const char *what)
 {
+    if (!is_honest(ask))
+        return;
     if (__atomic_fetch_add(&found->wrong, 1, __ATOMIC_RELAXED) < 20)
         fprintf(stderr, "server %s: call %#llx, %u bytes there, %u back: %s\n", target_names[self], (unsigned long long)ask->tag,
                 ask->length, ask->want, what);
@@ -76,13 +81,14 @@ static void dispatch(struct svc_req *request, SVCXPRT *transport)
     }
     if (!svc_getargs(transport, (xdrproc_t)xdr_ask, (char *)&ask)) {
         svcerr_decode(transport);
+        /* What was decoded before it failed. */
+        svc_freeargs(transport, (xdrproc_t)xdr_ask, (char *)&ask);
         return;
     }
-    bool hostile = tag_client(ask.tag) >= HONEST;
     bool whole = ask.extra == soak_check(&ask) && tag_target(ask.tag) == self && tag_thread(ask.tag) < SOAK_THREADS &&
                  tag_number(ask.tag) < NUMBERS && ask.want <= BYTES_MAX;
     bool right = whole && contents_right(ask.bytes, ask.length, key_there(ask.tag));
-    if (whole && !right && !hostile)
+    if (whole && !right)
         wrong(&ask, "the arguments are wrong");
     if (!right) {
         __atomic_add_fetch(&found->damaged, 1, __ATOMIC_RELAXED);
@@ -92,7 +98,7 @@ static void dispatch(struct svc_req *request, SVCXPRT *transport)
     } else if (procedure == FAIL) {
         fail(transport, tag_number(ask.tag));
     } else {
-        if (!hostile)
+        if (is_honest(&ask))
             ledger_count(journal, ask.tag);
         __atomic_add_fetch(&found->served, 1, __ATOMIC_RELAXED);
         if (procedure == BACK)
@@ -104,9 +110,13 @@ static void dispatch(struct svc_req *request, SVCXPRT *transport)
             answer.sum = contents_sum(ask.bytes, ask.length);
             answer.length = ask.want;
             answer.bytes = malloc(answer.length + 1);
-            contents_fill(answer.bytes, answer.length, key_back(ask.tag));
-            svc_sendreply(transport, (xdrproc_t)xdr_answer, (char *)&answer);
-            free(answer.bytes);
+            if (answer.bytes == NULL) {
+                svcerr_systemerr(transport);
+            } else {
+                contents_fill(answer.bytes, answer.length, key_back(ask.tag));
+                svc_sendreply(transport, (xdrproc_t)xdr_answer, (char *)&answer);
+                free(answer.bytes);
+            }
         }
     }
     svc_freeargs(transport, (xdrproc_t)xdr_ask, (char *)&ask);

@@ -254,7 +254,9 @@ impl Peer {
     }
 
     pub fn connect(port: u16) -> Peer {
-        Peer::new(TcpStream::connect(("127.0.0.1", port)).expect("the server accepts connections"))
+        // The soak's servers may be elsewhere.
+        let address = std::env::var("LOAD_ADDRESS").unwrap_or_else(|_| "127.0.0.1".to_owned());
+        Peer::new(TcpStream::connect((address.as_str(), port)).expect("the server accepts connections"))
     }
 
     /// A connection in full operation.

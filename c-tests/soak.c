@@ -203,7 +203,7 @@ static void client_settings(enum shape shape)
     }
 }
 
-enum { CRAMPED_MEMORY = 512 << 20 };
+enum { CRAMPED_MEMORY = 256 << 20 };
 
 static void server_settings(enum target target)
 {

@@ -43,6 +43,15 @@ struct Part<'a> {
 }
 
 impl Part<'_> {
+    /// A connection in full operation. None: the server has no room for it, as is its right if it is the cramped one.
+    fn open(&self, crc: bool) -> Option<Peer> {
+        self.or_refused(|| Peer::open_with(self.port, crc))
+    }
+
+    fn or_refused<T>(&self, open: impl FnOnce() -> T) -> Option<T> {
+        if QUIET.get() { catch_unwind(AssertUnwindSafe(open)).ok() } else { Some(open()) }
+    }
+
     fn goes_on(&self) -> bool {
         !self.stop.load(Relaxed)
     }
@@ -124,7 +133,8 @@ fn fuzz(part: &mut Part) {
         return;
     }
     let crc = random.below(2) == 0;
-    let mut peer = Peer::open_with(part.port, crc);
+    let Some(mut peer) = part.open(crc) else { return };
+    let random = &mut part.random;
     let mut frames = Vec::new();
     for msn in 1..=1 + random.below(30) as u32 {
         let mut bytes = frame(random, msn);
@@ -155,7 +165,7 @@ fn fuzz(part: &mut Part) {
 
 /// All credits of some connections, and more, whose replies are taken one by one.
 fn hoard(part: &mut Part) {
-    let mut peers: Vec<Peer> = (0..8).map(|_| Peer::open(part.port)).collect();
+    let mut peers: Vec<Peer> = (0..8).filter_map(|_| part.open(true)).collect();
     let want = part.random.one_of(&[0, 1000, 30_000]);
     for peer in &mut peers {
         let calls = (1..=100).flat_map(|n| {
@@ -176,7 +186,7 @@ fn hoard(part: &mut Part) {
 
 /// Long replies that nobody takes.
 fn never_read(part: &mut Part) {
-    let mut peers: Vec<Peer> = (0..8).map(|_| Peer::open(part.port)).collect();
+    let mut peers: Vec<Peer> = (0..8).filter_map(|_| part.open(true)).collect();
     let chunk =
         rpcrdma::wire::lists::Lists { reply: Some(vec![segment(1, 2 << 20, 0)]), ..Default::default() };
     for peer in &mut peers {
@@ -191,8 +201,9 @@ fn never_read(part: &mut Part) {
 /// Long calls that are offered and hardly let be read.
 fn trickle(part: &mut Part) {
     let length = 1 << (18 + part.random.below(8));
-    let mut bad: Vec<Bad> =
-        (0..6).map(|_| Bad::open_with(part.port, part.random.one_of(MANNERS), length)).collect();
+    let manners = [(); 6].map(|()| part.random.one_of(MANNERS));
+    let open = |manner| part.or_refused(|| Bad::open_with(part.port, manner, length));
+    let mut bad: Vec<Bad> = manners.into_iter().filter_map(open).collect();
     let seconds = 1 + part.random.below(25);
     part.keep(seconds, || bad.iter_mut().for_each(Bad::step));
 }
@@ -211,7 +222,7 @@ fn silent(part: &mut Part) {
 
 /// Connections that end in the midst of a frame.
 fn resets(part: &mut Part) {
-    let mut peer = Peer::open(part.port);
+    let Some(mut peer) = part.open(true) else { return };
     for msn in 1..=1 + part.random.below(5) as u32 {
         let bytes = frame(&mut part.random, msn);
         if !peer.push_if_open(&bytes) {

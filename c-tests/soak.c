@@ -27,7 +27,7 @@
 #include <unistd.h>
 
 const char *const target_names[TARGETS] = {"steady", "dying", "cramped"};
-const char *const shape_names[SHAPES] = {"small", "large", "placed", "crowd", "back", "two", "moved", "hasty", "altered"};
+const char *const shape_names[SHAPES] = {"small", "large", "placed", "crowd", "back", "two", "moved", "hasty", "altered", "doomed"};
 
 /* ---- Ledgers ---------------------------------------------------------------------------------------------------------- */
 
@@ -92,6 +92,7 @@ void *map_file(const char *directory, const char *name, unsigned number, size_t 
 struct held {
     long kb; /* resident, its own and shared, but for files */
     long descriptors, mappings, threads;
+    long space; /* KiB: the most address space so far */
 };
 
 static struct held held_by(pid_t pid)
@@ -106,6 +107,8 @@ static struct held held_by(pid_t pid)
             held.kb += number;
         if (sscanf(line, "Threads: %ld", &number) == 1)
             held.threads = number;
+        if (sscanf(line, "VmPeak: %ld", &number) == 1)
+            held.space = number;
     }
     if (file != NULL)
         fclose(file);
@@ -177,7 +180,7 @@ static enum route route_of(enum shape shape) { return (shape + seed) % 2 == 0 ? 
  * adapters, and the others through the proxies. */
 static const char *routes_of(enum shape shape)
 {
-    return shape == S_ALTERED ? "proxied" : strcmp(device, "verbs") != 0 ? "both" : route_of(shape) == DIRECT ? "direct" : "proxied";
+    return shape == S_ALTERED ? "proxied" : shape == S_DOOMED ? "direct" : strcmp(device, "verbs") != 0 ? "both" : route_of(shape) == DIRECT ? "direct" : "proxied";
 }
 
 /* Whose bytes a proxy alters. Checksums tell all that but the last of these. */
@@ -188,13 +191,17 @@ static void client_settings(enum shape shape)
     bool verbs = strcmp(device, "verbs") == 0, local = strcmp(device, "local") == 0;
     /* Where memory is shared little goes through proxies: some clients send all there is. */
     bool streams = shape == S_TWO || shape == S_MOVED || shape == S_ALTERED;
-    settings(verbs && route_of(shape) == DIRECT ? "verbs" : local && !streams ? "auto" : "iwarp", 100 + (unsigned)shape);
+    settings(verbs && strcmp(routes_of(shape), "direct") == 0 ? "verbs" : local && !streams ? "auto" : "iwarp", 100 + (unsigned)shape);
     if (altered(shape))
         set("RPCRDMA_CRC", shape < HONEST ? "yes" : "no");
     switch (shape) {
     case S_PLACED: set("RPCRDMA_BINDINGS", bindings); break;
     case S_CROWD: set("RPCRDMA_INLINE", "4096"); break;
     case S_TWO: set("RPCRDMA_VERSION", "2"); break;
+    case S_DOOMED:
+        if (local)
+            set("SOAK_REWRITES", "yes");
+        break;
     case S_MOVED:
         set("RPCRDMA_REDIRECT", "tcp");
         set("RPCRDMA_FALLBACK", "no");
@@ -350,7 +357,9 @@ static void start_hostile(void)
 static void start_client(enum shape shape)
 {
     char number[16], seed_text[32], ports[TARGETS][ROUTES][16];
-    tallies[shape] = map_file(directory, "tally", (unsigned)shape, sizeof *tallies[shape]);
+    if (tallies[shape] == NULL)
+        tallies[shape] = map_file(directory, "tally", (unsigned)shape, sizeof *tallies[shape]);
+    memset(tallies[shape]->doing, 0, sizeof tallies[shape]->doing);
     snprintf(number, sizeof number, "%d", (int)shape);
     snprintf(seed_text, sizeof seed_text, "%#llx", (unsigned long long)seed);
     char *argv[7 + TARGETS * ROUTES + 1] = {"load",    "soak-client",     shape == S_MOVED ? "tcp" : "rdma", number,
@@ -428,6 +437,9 @@ static void look_after_all(void)
         if (servers[target].pid == 0 && target != DYING)
             start_server(target);
     }
+    /* What has rewritten its own memory may come to grief itself. */
+    if (strcmp(device, "local") == 0 && clients[S_DOOMED].pid > 0 && waitpid(clients[S_DOOMED].pid, NULL, WNOHANG) > 0)
+        forget(&clients[S_DOOMED]);
     for (enum shape shape = 0; shape < SHAPES; shape++) {
         look_after(&clients[shape], "client", shape_names[shape]);
         for (unsigned t = 0; clients[shape].pid > 0 && t < SOAK_THREADS; t++) {
@@ -505,9 +517,15 @@ static void end_hostile(void)
     hostile.pid = 0;
 }
 
+/* One client is killed again and again, in the midst of whatever it is at. */
+static uint64_t doomed_at;
+static unsigned doomed;
+
 static void rest(void)
 {
     end_hostile();
+    end(&clients[S_DOOMED]);
+    doomed_at = 0;
     together('Q', 'q');
     sample();
 }
@@ -538,6 +556,18 @@ static void come_and_go(void)
     away = !away;
 }
 
+static void doom(void)
+{
+    struct child *child = &clients[S_DOOMED];
+    if (now_us() < doomed_at)
+        return;
+    end(child);
+    start_client(S_DOOMED);
+    doomed_at = now_us() + 500000 + plan_choice(seed, "doomed", doomed++, 3000000);
+    if (hear(child) == 'R')
+        tell(child, 'G');
+}
+
 static void course(void)
 {
     uint64_t started = now_us(), until = started + seconds * 1000000ull;
@@ -552,6 +582,7 @@ static void course(void)
         start_hostile();
         for (; now_us() < next; usleep(10000)) {
             come_and_go();
+            doom();
             look_after_all();
         }
         rest();
@@ -667,7 +698,7 @@ static unsigned judge_growth(void)
     unsigned growing = 0;
     printf("      %-14s %21s %15s %15s %11s\n", "held at rest", "KiB", "descriptors", "mappings", "threads");
     for (unsigned who = 0; who < TARGETS + SHAPES; who++) {
-        if (who == DYING)
+        if (who == DYING || who == TARGETS + S_DOOMED)
             continue;
         const struct held *first = &samples[who][0], *last = &samples[who][sample_count - 1];
         bool grows = grew(who, offsetof(struct held, kb), slack_kb()) || grew(who, offsetof(struct held, descriptors), 0) ||
@@ -718,11 +749,13 @@ static int report(void)
         compare(target, "back", true);
     }
     unsigned growing = judge_growth();
-    printf("      %llu CLIENTs, the slowest in %.1f ms (directly %.1f); %llu calls back; %llu MiB; %u lives of the server that dies; the latest call ended "
+    printf("      %llu CLIENTs, the slowest in %.1f ms (directly %.1f); %llu calls back; %llu MiB; %u lives of the server that dies, "
+           "%u of a client; the latest call ended "
            "%.1f ms after its timeout; up to %llu segments of "
            "memory were shared\n",
-           made, (double)making / 1e3, (double)directly / 1e3, called_back, bytes >> 20, lives, (double)latest / 1e3, shared);
-    printf("      %llu calls were refused by a server as damaged\n", damaged);
+           made, (double)making / 1e3, (double)directly / 1e3, called_back, bytes >> 20, lives, doomed, (double)latest / 1e3, shared);
+    printf("      %llu calls were refused by a server as damaged; the cramped one took %ld of %d MiB of address space\n", damaged,
+           samples[CRAMPED][sample_count - 1].space >> 10, CRAMPED_MEMORY >> 20);
     bool reached = true;
     for (enum target target = 0; target < TARGETS; target++) {
         for (enum route route = 0; route < ROUTES; route++)
@@ -775,9 +808,10 @@ int soak_main(int argc, char **argv)
         for (enum proxy which = 0; which < PROXIES; which++)
             start_proxy(target, which);
     }
-    for (enum shape shape = 0; shape < SHAPES; shape++)
+    for (enum shape shape = 0; shape < S_DOOMED; shape++)
         start_client(shape);
-    for (enum shape shape = 0; shape < SHAPES; shape++) {
+    tallies[S_DOOMED] = map_file(directory, "tally", S_DOOMED, sizeof *tallies[S_DOOMED]);
+    for (enum shape shape = 0; shape < S_DOOMED; shape++) {
         if (hear(&clients[shape]) != 'R')
             errx(1, "client %s does not start", shape_names[shape]);
     }

@@ -41,6 +41,7 @@ enum shape {
     S_HASTY,  /* gives most calls up before their time, and makes many CLIENTs */
     HONEST,
     S_ALTERED = HONEST, /* without checksums, through a proxy that alters bytes: must live and end in time, but may be told anything */
+    S_DOOMED, /* is killed again and again; where memory is shared, it rewrites that */
     SHAPES
 };
 extern const char *const shape_names[SHAPES];

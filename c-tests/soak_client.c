@@ -2,6 +2,8 @@
  *
  *   load soak-client NETID SHAPE SEED DIR ROUTES PORT...     for each target the port of its own, and that of the proxy before it
  *
+ * SOAK_REWRITES=yes: it also rewrites the memory that it shares with its servers.
+ *
  * ROUTES is "direct", "proxied" or "both". Says 'R' when it is ready and obeys a byte at a time: 'G' begins, or goes on; 'Q' stops all threads and
  * destroys all CLIENTs, and is answered with 'q'; 'P' makes some calls over fresh CLIENTs and is answered with 'p', or 'x' if one
  * of them failed; 'E' ends. */
@@ -10,6 +12,7 @@
 #include <arpa/inet.h>
 #include <err.h>
 #include <errno.h>
+#include <fcntl.h>
 #include <malloc.h>
 #include <pthread.h>
 #include <stdatomic.h>
@@ -119,7 +122,7 @@ static void called_back(struct svc_req *request, SVCXPRT *transport)
     }
     bool right = ask.extra == soak_check(&ask) && tag_client(ask.tag) == shape && tag_thread(ask.tag) < SOAK_THREADS &&
                  tag_target(ask.tag) < TARGETS && contents_right(ask.bytes, ask.length, key_back(ask.tag));
-    if (!right && shape == S_ALTERED) {
+    if (!right && shape >= HONEST) {
         svcerr_decode(transport);
     } else if (!right) {
         add(&tally->wrong);
@@ -153,7 +156,7 @@ static CLIENT *make(enum target target, enum route route)
     if (client == NULL)
         return NULL;
     add(&tally->made);
-    if ((shape == S_BACK || shape == S_ALTERED) && !serve_back(client, LOAD_BACK, LOAD_VERS, called_back))
+    if ((shape == S_BACK || shape >= HONEST) && !serve_back(client, LOAD_BACK, LOAD_VERS, called_back))
         errx(1, "client %s: %s", shape_names[shape], clnt_sperror(client, "rpcrdma_clnt_serve"));
     return client;
 }
@@ -205,7 +208,7 @@ static struct operation_of_soak choose(struct thread *thread, enum target target
     uint32_t bytes = 4096;
     uint64_t die = below(thread, 16);
     /* Nothing but the machine is in the way of the first. */
-    op.timeout = target == STEADY && route == DIRECT ? 60000 : 2000 + (uint32_t)below(thread, 6000);
+    op.timeout = target == STEADY && route == DIRECT && shape < HONEST ? 60000 : 2000 + (uint32_t)below(thread, 6000);
     switch (shape) {
     case S_SMALL:
         op.procedure = die < 3 ? POST : die == 3 ? FAIL : die == 4 ? NULLPROC : DO;
@@ -224,6 +227,7 @@ static struct operation_of_soak choose(struct thread *thread, enum target target
     case S_TWO: bytes = die == 0 ? 1 << 20 : 16 << 10; break;
     case S_MOVED: bytes = 256 << 10; break;
     case S_ALTERED:
+    case S_DOOMED:
         bytes = die == 0 ? 1 << 20 : 16 << 10;
         op.procedure = die < 4 ? BACK : die < 6 ? POST : DO;
         break;
@@ -262,7 +266,7 @@ static void judge(struct thread *thread, enum target target, enum route route, u
 {
     bool hasty = shape == S_HASTY, excused = target != STEADY || route != DIRECT;
     const char *what = NULL;
-    if (shape == S_ALTERED || (op->procedure == FAIL && status == failure(thread->next[target]))) {
+    if (shape >= HONEST || (op->procedure == FAIL && status == failure(thread->next[target]))) {
         /* As it should, or may. */
     } else if (status == RPC_SUCCESS) {
         if (op->procedure == FAIL || ((op->procedure == DO || op->procedure == BACK) && !right(tag, op, answer))) {
@@ -379,7 +383,7 @@ static void operate(struct thread *thread)
         add(&tally->lines[target][slot->route].calls);
         add(&tally->lines[target][slot->route].statuses[NO_CLIENT]);
         settle(thread, target, false);
-        if (target == STEADY && slot->route == DIRECT) {
+        if (target == STEADY && slot->route == DIRECT && shape < HONEST) {
             add(&tally->unexcused);
             fprintf(stderr, "client %s: no CLIENT though nothing was in the way: %s\n", shape_names[shape], clnt_spcreateerror(""));
         }
@@ -437,6 +441,51 @@ static unsigned segments(void)
     return count;
 }
 
+/* What is shared, from where and to where. */
+struct area {
+    unsigned long from, to;
+};
+
+static unsigned writable(struct area *areas, unsigned most_areas)
+{
+    char line[512], rights[8];
+    unsigned count = 0;
+    FILE *maps = fopen("/proc/self/maps", "r");
+    while (maps != NULL && count < most_areas && fgets(line, sizeof line, maps) != NULL) {
+        struct area *area = &areas[count];
+        if (strstr(line, "memfd:rpcrdma") != NULL &&
+            sscanf(line, "%lx-%lx %7s", &area->from, &area->to, rights) == 3 && rights[1] == 'w')
+            count++;
+    }
+    if (maps != NULL)
+        fclose(maps);
+    return count;
+}
+
+/* Through a file, which takes no harm when the library unmaps what is written to. */
+static void *rewrites(void *unused)
+{
+    static struct thread dice = {.random = 1};
+    struct area areas[64];
+    int memory = open("/proc/self/mem", O_RDWR | O_CLOEXEC);
+    dice.random = now_us() | 1;
+    for (unsigned turn = 0; memory >= 0; turn++) {
+        unsigned count = writable(areas, 64);
+        for (unsigned i = 0; i < 32 && count > 0; i++) {
+            const struct area *area = &areas[below(&dice, count)];
+            uint64_t value = below(&dice, 2) ? below(&dice, 1 << 20) : dice.random;
+            /* Most connections live longer when only data is altered; the words that say where it lies come first. */
+            uint64_t length = area->to - area->from, at = below(&dice, turn % 8 == 0 ? 512 : length) / 8 * 8;
+            if (turn % 8 != 0 && at < 4096)
+                continue;
+            if (pwrite(memory, &value, 1 + below(&dice, 8), (off_t)(area->from + at)) < 0)
+                break;
+        }
+        usleep(2000);
+    }
+    return unused;
+}
+
 static void *oversleeps(void *unused)
 {
     uint64_t lately[2] = {0}, turned_at = now_us();
@@ -483,7 +532,7 @@ static void go_on(void)
 static bool probe(void)
 {
     bool served = true;
-    if (shape == S_ALTERED)
+    if (shape >= HONEST)
         return true;
     for (enum target target = 0; target < TARGETS; target++) {
         enum route route = routes[DIRECT] ? DIRECT : PROXIED;
@@ -509,7 +558,7 @@ int soak_client_main(int argc, char **argv)
 {
     static const unsigned counts[SHAPES] = {[S_SMALL] = 1, [S_LARGE] = 1, [S_PLACED] = 2, [S_CROWD] = 4,
                                             [S_BACK] = 2,  [S_TWO] = 2,   [S_MOVED] = 1,  [S_HASTY] = 2,
-                                            [S_ALTERED] = 1};
+                                            [S_ALTERED] = 1, [S_DOOMED] = 3};
     if (argc < 7 + TARGETS * ROUTES)
         return 2;
     netid = argv[2];
@@ -531,6 +580,8 @@ int soak_client_main(int argc, char **argv)
     }
     pthread_t sleeper;
     pthread_create(&sleeper, NULL, oversleeps, NULL);
+    if (getenv("SOAK_REWRITES") != NULL)
+        pthread_create(&sleeper, NULL, rewrites, NULL);
     for (unsigned i = 0; i < thread_count; i++) {
         threads[i].number = i;
         threads[i].random = plan_choice(strtoull(argv[4], NULL, 0), shape_names[shape], i, UINT64_MAX) | 1;

@@ -5,7 +5,7 @@
 # make nfs41        the example NFS version 4.1 client and server, with calls back: build/nfs41/nfs41 and nfs41d
 # make check        what every change must pass
 # make check-long   check, and what takes longer: an hour
-# make soak MINUTES=n DEVICE=iwarp|local   honest clients and servers among faults
+# make soak MINUTES=n DEVICE=iwarp|local|rxe|siw   honest clients and servers among faults
 # make check-fresh  the README's commands on minimal systems of their own: needs root and a network; an hour and a half
 # make check-bad-peers   every corruption of every byte of a peer's frames: some minutes
 # make check-sanitizers   the library itself under AddressSanitizer and ThreadSanitizer: ten minutes, and Rust's sources
@@ -164,11 +164,15 @@ check-long-here: check-bad-peers check-schedules check-c-long check-sanitizers
 	$(CARGO) test $(CARGOFLAGS) $(FEATURES) --release --lib -- --ignored --skip on_a_device
 	@for script in $(LONG); do echo "== $$script"; bash $$script || exit 1; done
 
-# MINUTES of mixed calls among faults, over DEVICE: iwarp or local.
+# MINUTES of mixed calls among faults, over DEVICE: iwarp or local; rxe or siw in a guest.
 MINUTES ?= 1
 DEVICE ?= iwarp
-soak: all
+soak: all $(if $(filter rxe siw,$(DEVICE)),nfs3 nfs41)
+ifneq ($(filter rxe siw,$(DEVICE)),)
+	SOAK_SECONDS=$$(($(MINUTES) * 60)) bash tests/vm/soak.sh verbs/$(DEVICE)
+else
 	bash tests/long/soak.sh $(MINUTES) $(DEVICE)
+endif
 
 check-fresh:
 	bash tests/long/fresh.sh

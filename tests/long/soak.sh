@@ -1,5 +1,5 @@
 #!/bin/bash
-# soak.sh [MINUTES [DEVICE [SEED]]]: `make soak MINUTES=n DEVICE=iwarp|local`: eight honest clients of mixed shapes with checked contents, and two
+# soak.sh [MINUTES [DEVICE [SEED]]]: `make soak MINUTES=n DEVICE=iwarp|local` (without a device over both): eight honest clients of mixed shapes with checked contents, and two
 # servers with four service threads, all of them processes of their own, among faults (c-tests/soak.h): a proxy before each
 # server cuts, delays, throttles and half-closes half of the connections, and one server is killed every 20 seconds.
 #
@@ -10,29 +10,39 @@
 # SOAK_SECONDS is another length. SOAK_KEEP=DIR keeps what the processes wrote down, SOAK_LOG=LEVEL is what the library logs
 # there, SOAK_VERBOSE=yes tells the memory over time, LOAD_GDB=yes shows where processes are that hang.
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
+if [ $# -lt 2 ]; then
+    status=0
+    for device in iwarp local; do bash "${BASH_SOURCE[0]}" "${1:-1}" $device || status=1; done
+    exit $status
+fi
 # In a network of its own nobody else has its ports.
 if [ -z "${SOAK_IN_NS:-}" ] && bash "$here/../ns.sh" --possible >/dev/null; then
     SOAK_IN_NS=1 NO_RPCBIND=1 exec bash "$here/../ns.sh" bash "${BASH_SOURCE[0]}" "$@"
 fi
 . "$here/../lib.sh"
-minutes=${1:-1} device=${2:-iwarp} seed=${3:-$(date +%Y%m%d)}
+minutes=$1 device=$2 seed=${3:-$(date +%Y%m%d)}
 seconds=${SOAK_SECONDS:-$((minutes * 60))}
 [ -r "$LIBRPCRDMA" ] || { FAIL "$LIBRPCRDMA is missing"; closing; }
-make -s -C "$top/c-tests" OUT="$scratch/build" "$scratch/build/load" >"$scratch/log" 2>&1 ||
+# SOAK_LOAD and SOAK_BAD_PEERS: the programs, where they are compiled already.
+load=${SOAK_LOAD:-$scratch/build/load}
+[ -n "${SOAK_LOAD:-}" ] || make -s -C "$top/c-tests" OUT="$scratch/build" "$load" >"$scratch/log" 2>&1 ||
     { FAIL "the soak compiles" "$scratch/log"; closing; }
 # The hostile clients; SOAK_HOSTILE=no leaves them out.
 hostile=()
 if [ "${SOAK_HOSTILE:-}" != no ]; then
-    (cd "$top" && "${CARGO:-cargo}" test --locked --test bad_peers --no-run) >"$scratch/log" 2>&1 ||
-        { FAIL "the hostile clients are built" "$scratch/log"; closing; }
-    program=$(sed -n 's/.*Executable.*(\(.*\))$/\1/p' "$scratch/log")
-    hostile=(-H "$(cd "$top" && realpath "$program")")
+    program=${SOAK_BAD_PEERS:-}
+    if [ -z "$program" ]; then
+        (cd "$top" && "${CARGO:-cargo}" test --locked --test bad_peers --no-run) >"$scratch/log" 2>&1 ||
+            { FAIL "the hostile clients are built" "$scratch/log"; closing; }
+        program=$(cd "$top" && realpath "$(sed -n 's/.*Executable.*(\(.*\))$/\1/p' "$scratch/log")")
+    fi
+    hostile=(-H "$program")
 fi
 results=${SOAK_KEEP:-$scratch/soak}
 mkdir -p "$results"
 echo "      soak: $seconds seconds over $device, seed $seed"
 
-"$scratch/build/load" soak -D "$device" -t "$seconds" -s "$seed" -d "$results" -l "$LIBRPCRDMA" -b "$top/c-tests/load.conf" \
+"$load" soak -D "$device" -t "$seconds" -s "$seed" -d "$results" -l "$LIBRPCRDMA" -b "$top/c-tests/load.conf" \
     "${hostile[@]}"     >"$scratch/out" 2>"$results/soak.log"
 status=$?
 # What was refused among faults fills the library's log: complaints come behind it, where they are seen.

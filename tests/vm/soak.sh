@@ -1,0 +1,27 @@
+#!/bin/bash
+# soak.sh [PATH...]: the soak (tests/long/soak.sh) over RDMA devices, in a guest: half of the clients go over the device, the
+# others through proxies over software iWARP, which the kernel's siw takes too. SOAK_SECONDS (120) is how long. For the
+# paths see guest.sh; default: those of verbs. `make soak MINUTES=n DEVICE=rxe|siw`.
+. "$(dirname "${BASH_SOURCE[0]}")/guest.sh"
+[ $# -gt 0 ] || set -- verbs/rxe verbs/siw
+# What is handed over to the guest, whose environment is its own. Compiled here, where it is much faster.
+given=${RPCRDMA_VM:-$HOME/.cache/rpcrdma-vm}/soak
+if [ -z "${IN_GUEST:-}" ]; then
+    make -s -C "$top/c-tests" OUT="$top/build/c-tests" "$top/build/c-tests/load" || { FAIL "the soak compiles"; closing; }
+    program=$(cd "$top" && "${CARGO:-cargo}" test --locked --test bad_peers --no-run 2>&1 | sed -n 's/.*Executable.*(\(.*\))$/\1/p')
+    [ -n "$program" ] || { FAIL "the hostile clients are built"; closing; }
+    seconds=${SOAK_SECONDS:-120}
+    if [ -d "${given%/*}" ]; then
+        printf '%s=%q\n' SOAK_SECONDS "$seconds" SOAK_BAD_PEERS "$(cd "$top" && realpath "$program")" SOAK_SEED "${SOAK_SEED:-$(date +%Y%m%d)}" >"$given"
+    fi
+fi
+run_in_guest "the soak on RDMA devices" $((${seconds:-0} + 300)) "${BASH_SOURCE[0]}" "$@"
+
+. "$given"
+ulimit -l unlimited
+device_up
+export SOAK_IN_NS=1 SOAK_SECONDS SOAK_BAD_PEERS SOAK_LOAD=$top/build/c-tests/load LOAD_ADDRESS=$address TEST_PATIENCE=${TEST_PATIENCE:-3}
+unset RPCRDMA_PROVIDER
+if bash "$top/tests/long/soak.sh" 0 "${path#*/}" "$SOAK_SEED"; then ok "$path: the soak, $SOAK_SECONDS s"; else FAIL "$path: the soak, $SOAK_SECONDS s"; fi
+device_down
+closing

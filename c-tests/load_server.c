@@ -221,8 +221,8 @@ int serve_main(int argc, char **argv)
 /* What happens to a connection when so many bytes have gone through it. */
 enum fate { PASS, RESET, CLOSE, END_THERE, END_BACK, STALL, TRICKLE, FATES };
 
-/* What a proxy does to its connections: slows all of them; or has each meet its fate after so many bytes; or after so much time,
- * if that comes first; or also alters bytes, but those of the startup. */
+/* What a proxy does to its connections: slows all of them; or has each meet its fate after so many bytes; or after so much
+ * time, if that comes first; or alters bytes too, but those of the startup. */
 enum manner { SLOWS, CUTS, SOON, FUZZES, MANNERS };
 static const char *const manner_names[MANNERS] = {"slow", "cut", "soon", "fuzz"};
 enum { STARTUP = 512 };

@@ -2,9 +2,9 @@
  *
  *   load soak -d DIR -l LIBRARY -b BINDINGS [-D iwarp|local|rxe|siw] [-t SECONDS] [-k SECONDS] [-s SEED] [-H HOSTILE]
  *
- * -k: how often a server is killed (20). -H: the program of hostile clients, tests/bad_peers; SOAK_SLOW: the milliseconds after which gdb
- * shows what becomes of a call that nothing is in the way of. LOAD_ADDRESS: where the servers are. Prints a table and then result lines, "ok" or "FAIL";
- * complaints go to the standard error. */
+ * -k: how often a server is killed (20). -H: the program of hostile clients, tests/bad_peers. LOAD_ADDRESS: where the
+ * servers are. SOAK_SLOW: the milliseconds after which gdb shows what becomes of a call that nothing is in the way of.
+ * Prints a table and then result lines, "ok" or "FAIL"; complaints go to the standard error. */
 #define _GNU_SOURCE
 #include "soak.h"
 #include <dirent.h>
@@ -27,7 +27,8 @@
 #include <unistd.h>
 
 const char *const target_names[TARGETS] = {"steady", "dying", "cramped"};
-const char *const shape_names[SHAPES] = {"small", "large", "placed", "crowd", "back", "two", "moved", "hasty", "altered", "doomed"};
+const char *const shape_names[SHAPES] = {"small", "large", "placed", "crowd",   "back",
+                                         "two",   "moved", "hasty",  "altered", "doomed"};
 
 /* ---- Ledgers ---------------------------------------------------------------------------------------------------------- */
 
@@ -178,22 +179,28 @@ static bool on_adapters(void) { return strcmp(device, "rxe") == 0 || strcmp(devi
 
 static enum route route_of(enum shape shape) { return (shape + seed) % 2 == 0 ? DIRECT : PROXIED; }
 
-/* An adapter is reached directly only, and once it was not there a client remembers that for a while: so half of the clients go over
- * adapters, and the others through the proxies. */
+/* An adapter is reached directly only, and once it was not there a client remembers that for a while: so half of the
+ * clients go over adapters, and the others through the proxies. */
 static const char *routes_of(enum shape shape)
 {
-    return shape == S_ALTERED ? "proxied" : shape == S_DOOMED ? "direct" : !on_adapters() ? "both" : route_of(shape) == DIRECT ? "direct" : "proxied";
+    if (shape < HONEST && !on_adapters())
+        return "both";
+    return shape == S_DOOMED || (shape < HONEST && route_of(shape) == DIRECT) ? "direct" : "proxied";
 }
 
 /* Whose bytes a proxy alters. Checksums tell all that but the last of these. */
-static bool altered(enum shape shape) { return shape == S_SMALL || shape == S_LARGE || shape == S_TWO || shape == S_ALTERED; }
+static bool altered(enum shape shape)
+{
+    return shape == S_SMALL || shape == S_LARGE || shape == S_TWO || shape == S_ALTERED;
+}
 
 static void client_settings(enum shape shape)
 {
     bool verbs = on_adapters(), local = strcmp(device, "local") == 0;
     /* Where memory is shared little goes through proxies: some clients send all there is. */
     bool streams = shape == S_TWO || shape == S_MOVED || shape == S_ALTERED;
-    settings(verbs && strcmp(routes_of(shape), "direct") == 0 ? "verbs" : local && !streams ? "auto" : "iwarp", 100 + (unsigned)shape);
+    bool adapter = verbs && strcmp(routes_of(shape), "direct") == 0;
+    settings(adapter ? "verbs" : local && !streams ? "auto" : "iwarp", 100 + (unsigned)shape);
     if (altered(shape))
         set("RPCRDMA_CRC", shape < HONEST ? "yes" : "no");
     switch (shape) {
@@ -376,8 +383,9 @@ static void start_client(enum shape shape)
                                             seed_text, (char *)directory, (char *)routes_of(shape)};
     for (enum target target = 0; target < TARGETS; target++) {
         for (enum route route = 0; route < ROUTES; route++) {
-            unsigned port = route == DIRECT ? servers[target].port : proxies[target][altered(shape) ? ALTERING : CUTTING].port;
-            snprintf(ports[target][route], sizeof ports[target][route], "%u", port);
+            const struct child *proxy = &proxies[target][altered(shape) ? ALTERING : CUTTING];
+            snprintf(ports[target][route], sizeof ports[target][route], "%u",
+                     route == DIRECT ? servers[target].port : proxy->port);
             argv[7 + target * ROUTES + route] = ports[target][route];
         }
     }
@@ -491,7 +499,8 @@ static void sample(void)
             tell(&servers[target], 'T');
             hear(&servers[target]);
             *now = held_by(servers[target].pid);
-            /* A server sees the end of a connection when its loop comes to it; the first time nothing tells what there is to be. */
+            /* A server sees the end of a connection when its loop comes to it; the first time nothing tells what there
+             * is to be. */
             if (sample_count > 0 ? now->descriptors <= first->descriptors : tries >= 40)
                 break;
             usleep(50000);
@@ -540,7 +549,7 @@ static void rest(void)
     sample();
 }
 
-/* The one that dies: each life lasts as long, and so does what comes between, but for a part that follows from the seed. */
+/* The one that dies: each life lasts as long; what comes between follows from the seed. */
 static uint64_t turns_at;
 static unsigned lives = 1, turns;
 static bool away;
@@ -608,11 +617,12 @@ static void course(void)
 
 static unsigned long long lost, doubled, forged;
 
-static void mismatch(unsigned long long *counter, const char *what, enum target target, uint64_t at, unsigned book, unsigned times)
+static void mismatch(unsigned long long *counter, const char *what, enum target target, uint64_t at, unsigned book,
+                     unsigned times)
 {
     if ((*counter)++ < 10)
-        complain("%s: the call of client %s, thread %llu, number %llu to the server %s: the client's book says %u, had its effect "
-                 "%u times",
+        complain("%s: the call of client %s, thread %llu, number %llu to the server %s: the client's book says %u, it had "
+                 "its effect %u times",
                  what, shape_names[at / NUMBERS / SOAK_THREADS], (unsigned long long)(at / NUMBERS % SOAK_THREADS),
                  (unsigned long long)(at % NUMBERS), target_names[target], book, times);
 }
@@ -657,10 +667,13 @@ static void compare(enum target target, const char *done_name, bool back)
     close(dones);
 }
 
+static bool all_good = true;
+
 static void __attribute__((format(printf, 2, 3))) verdict(bool good, const char *format, ...)
 {
     va_list arguments;
     va_start(arguments, format);
+    all_good = all_good && good;
     printf(good ? "ok    " : "FAIL  ");
     vprintf(format, arguments);
     printf("\n");
@@ -684,7 +697,7 @@ static void print_line(const char *name, enum target target, enum route route, c
     printf("\n");
 }
 
-/* Whether what there was of it in the last third is always more than there ever was in the first one, and by more than `slack`. */
+/* Whether there was always more of it in the last third than there ever was in the first one, by more than `slack`. */
 static bool grew(unsigned who, size_t member, long slack)
 {
     unsigned third = sample_count < 6 ? 1 : sample_count / 3;
@@ -712,8 +725,10 @@ static unsigned judge_growth(void)
         if (who == DYING || who == TARGETS + S_DOOMED)
             continue;
         const struct held *first = &samples[who][0], *last = &samples[who][sample_count - 1];
-        bool grows = grew(who, offsetof(struct held, kb), slack_kb()) || grew(who, offsetof(struct held, descriptors), SLACK_DESCRIPTORS) ||
-                     grew(who, offsetof(struct held, mappings), SLACK_MAPPINGS) || grew(who, offsetof(struct held, threads), 0);
+        bool grows = grew(who, offsetof(struct held, kb), slack_kb()) ||
+                     grew(who, offsetof(struct held, descriptors), SLACK_DESCRIPTORS) ||
+                     grew(who, offsetof(struct held, mappings), SLACK_MAPPINGS) ||
+                     grew(who, offsetof(struct held, threads), 0);
         growing += grows;
         printf("      %-14s %9ld -> %8ld %6ld -> %5ld %6ld -> %5ld %4ld -> %3ld%s\n", holder(who), first->kb, last->kb,
                first->descriptors, last->descriptors, first->mappings, last->mappings, first->threads, last->threads,
@@ -730,7 +745,8 @@ static unsigned judge_growth(void)
 
 static int report(void)
 {
-    unsigned long long calls = 0, wrong = 0, unexcused = 0, late = 0, shared = 0, bytes = 0, made = 0, called_back = 0, damaged = 0;
+    unsigned long long calls = 0, wrong = 0, unexcused = 0, late = 0, damaged = 0;
+    unsigned long long shared = 0, bytes = 0, made = 0, called_back = 0;
     unsigned long long succeeded[TARGETS][ROUTES] = {0};
     uint64_t worst = 0, making = 0, directly = 0;
     int64_t latest = INT64_MIN;
@@ -747,8 +763,8 @@ static int report(void)
                     worst = line->worst;
             }
         }
-        wrong += tally->wrong, lost += tally->lost, unexcused += tally->unexcused, late += tally->late, shared += tally->shared;
-        bytes += tally->bytes, made += tally->made, called_back += tally->called_back;
+        wrong += tally->wrong, lost += tally->lost, unexcused += tally->unexcused, late += tally->late;
+        shared += tally->shared, bytes += tally->bytes, made += tally->made, called_back += tally->called_back;
         making = tally->making > making ? tally->making : making;
         directly = tally->making_directly > directly ? tally->making_directly : directly;
         latest = tally->latest > latest ? tally->latest : latest;
@@ -772,23 +788,27 @@ static int report(void)
         for (enum route route = 0; route < ROUTES; route++)
             reached = reached && succeeded[target][route] > 0;
     }
-    verdict(reached, "calls succeeded directly and behind proxies: %llu and %llu at the server that stays, %llu and %llu at the one that "
-            "dies, %llu and %llu at the cramped one",
+    verdict(reached,
+            "calls succeeded directly and behind proxies: %llu and %llu at the server that stays, %llu and %llu at the one "
+            "that dies, %llu and %llu at the cramped one",
             succeeded[STEADY][DIRECT], succeeded[STEADY][PROXIED], succeeded[DYING][DIRECT], succeeded[DYING][PROXIED],
             succeeded[CRAMPED][DIRECT], succeeded[CRAMPED][PROXIED]);
     verdict(wrong == 0, "of %llu calls, %llu wrong", calls, wrong);
     verdict(lost == 0, "%llu lost: all that succeeded have had their effect", lost);
-    verdict(doubled + forged == 0, "%llu doubled, %llu that nobody made: no call has had its effect twice", doubled, forged);
-    verdict(unexcused == 0, "%llu failed though nothing was in the way; the longest took %.1f ms", unexcused, (double)worst / 1e3);
+    verdict(doubled + forged == 0, "%llu doubled, %llu that nobody made: no call has had its effect twice", doubled,
+            forged);
+    verdict(unexcused == 0, "%llu failed though nothing was in the way; the longest took %.1f ms", unexcused,
+            (double)worst / 1e3);
     verdict(late == 0 && hung == 0, "%llu late by more than a second, %u hung", late, hung);
     verdict(crashes == 0, "%u crashes", crashes);
-    verdict(strcmp(device, "local") == 0 ? shared > 0 : shared == 0, "memory was shared where it should be: %llu segments", shared);
+    verdict(strcmp(device, "local") == 0 ? shared > 0 : shared == 0,
+            "memory was shared where it should be: %llu segments", shared);
     if (hostile_program != NULL)
         verdict(mistreated == 0, "what hostile clients are told is well-formed");
     verdict(failures == 0, "at the end all clients are served");
     verdict(growing == 0, "nobody grows: by more than %ld KiB, %d descriptors and %d mappings, nor by a thread", slack_kb(),
             SLACK_DESCRIPTORS, SLACK_MAPPINGS);
-    return wrong + lost + doubled + forged + unexcused + late + hung + crashes + failures + mistreated + growing > 0 || !reached;
+    return !all_good;
 }
 
 int soak_main(int argc, char **argv)

@@ -1,17 +1,18 @@
-/* soak.h: the soak: honest clients of eight shapes and two servers of four threads for as long as one likes, among faults.
+/* soak.h: the soak: honest clients of eight shapes, and servers of four threads, for as long as one likes, among faults.
  *
- * How a lost or a doubled call is told honestly: every call that has an effect has a number, counted up by the thread that
- * makes it, and is made once. Before it is made the client writes into its book that the effect may be; after success,
- * that it must be. The server writes into its journal, for each number, how often it was served. Book and journal are
- * files, written by one system call for each byte, so that they survive whoever is killed. When all is quiet they are compared: a call that
- * has succeeded has had its effect once, one that has failed at most once, and one that was never made not at all.
- * Calls back are counted the same way, by the client in place of the server.
+ * How a lost or a doubled call is told honestly: every call that has an effect has a number, counted up by the thread
+ * that makes it, and is made once. Before it is made the client writes into its book that the effect may be; after
+ * success, that it must be. The server writes into its journal, for each number, how often it was served. Book and
+ * journal are files, written by one system call for each byte, so that they survive whoever is killed. At the end they
+ * are compared: a call that has succeeded has had its effect once, one that has failed at most once, and one that was
+ * never made not at all. What goes without a reply must have had its effect when a later call on the same connection
+ * has succeeded. Calls back are counted the same way, by the client in place of the server.
  *
  * How growth is told: from time to time all clients stop, give up their CLIENTs, and everybody gives free memory back;
- * what the server that is never killed and the clients hold then is compared over the run.
+ * what the servers that are never killed and the clients hold then is compared over the run.
  *
- * soak.c starts everything, injures it and judges; soak_client.c and soak_server.c are its two ends. The contents, what goes over the
- * wire and the proxies are those of the load test (load.h). */
+ * soak.c starts everything, injures it and judges; soak_client.c and soak_server.c are its two ends. The contents, what
+ * goes over the wire and the proxies are those of the load test (load.h); hostile clients are tests/bad_peers/soak.rs. */
 #ifndef SOAK_H
 #define SOAK_H
 
@@ -40,7 +41,8 @@ enum shape {
     S_MOVED,  /* a program of tcp, moved */
     S_HASTY,  /* gives most calls up before their time, and makes many CLIENTs */
     HONEST,
-    S_ALTERED = HONEST, /* without checksums, through a proxy that alters bytes: must live and end in time, but may be told anything */
+    /* Without checksums, through a proxy that alters bytes: lives and ends in time, but may be told anything. */
+    S_ALTERED = HONEST,
     S_DOOMED, /* is killed again and again; where memory is shared, it rewrites that */
     SHAPES
 };
@@ -62,8 +64,8 @@ static inline unsigned tag_client(uint64_t tag) { return (unsigned)(tag >> 40 & 
 static inline unsigned tag_thread(uint64_t tag) { return (unsigned)(tag >> 32 & 0xff); }
 static inline uint32_t tag_number(uint64_t tag) { return (uint32_t)tag; }
 
-/* ask.extra: what the rest of the head and the length must be, so that a call that was damaged in a stream without checksums is told from
- * one that the library has spoilt. */
+/* ask.extra: what the rest of the head and the length must be, so that a call that was damaged in a stream without
+ * checksums is told from one that the library has spoilt. */
 uint32_t soak_check(const struct ask *ask);
 
 /* Books, journals: one byte for each number of each thread of each client. */
@@ -92,7 +94,8 @@ struct soak_tally {
     uint64_t shared;    /* segments that it has shared with servers at a time */
     int64_t latest;     /* microseconds after the timeout */
     uint64_t made, called_back, bytes;
-    uint64_t making, making_directly; /* microseconds: the longest that making a CLIENT took; one that nothing was in the way of */
+    /* Microseconds: the longest that making a CLIENT took; one that nothing was in the way of. */
+    uint64_t making, making_directly;
     uint64_t overslept; /* microseconds: the most by which a thread that only sleeps woke late, lately */
     struct doing doing[SOAK_THREADS];
 };

@@ -1,12 +1,13 @@
 /* soak_client.c: an honest client of the soak. See soak.h.
  *
- *   load soak-client NETID SHAPE SEED DIR ROUTES PORT...     for each target the port of its own, and that of the proxy before it
+ *   load soak-client NETID SHAPE SEED DIR ROUTES PORT...
+ *       For each target its own port, and that of the proxy before it.
  *
  * SOAK_REWRITES=yes: it also rewrites the memory that it shares with its servers.
  *
- * ROUTES is "direct", "proxied" or "both". Says 'R' when it is ready and obeys a byte at a time: 'G' begins, or goes on; 'Q' stops all threads and
- * destroys all CLIENTs, and is answered with 'q'; 'P' makes some calls over fresh CLIENTs and is answered with 'p', or 'x' if one
- * of them failed; 'E' ends. */
+ * ROUTES is "direct", "proxied" or "both". Says 'R' when it is ready and obeys a byte at a time: 'G' begins, or goes on;
+ * 'Q' stops all threads and destroys all CLIENTs, and is answered with 'q'; 'P' makes some calls over fresh CLIENTs and
+ * is answered with 'p', or 'x' if one of them failed; 'E' ends. */
 #define _GNU_SOURCE
 #include "soak.h"
 #include <arpa/inet.h>
@@ -44,8 +45,7 @@ struct thread {
     unsigned posts[TARGETS], connections[TARGETS];
 };
 
-/* clnt_stat, or NO_CLIENT. */
-struct operation_of_soak {
+struct attempt {
     enum procedure procedure;
     uint32_t size, want, delay, timeout; /* bytes, bytes, microseconds, milliseconds */
 };
@@ -91,22 +91,23 @@ static void add(uint64_t *counter) { __atomic_add_fetch(counter, 1, __ATOMIC_REL
 static void most(uint64_t *longest, uint64_t value)
 {
     uint64_t known = __atomic_load_n(longest, __ATOMIC_RELAXED);
-    while (value > known && !__atomic_compare_exchange_n(longest, &known, value, false, __ATOMIC_RELAXED, __ATOMIC_RELAXED))
+    while (value > known &&
+           !__atomic_compare_exchange_n(longest, &known, value, false, __ATOMIC_RELAXED, __ATOMIC_RELAXED))
         ;
 }
 
-static void complain(uint64_t tag, const struct operation_of_soak *op, const char *what, int status, uint64_t elapsed,
+static void complain(uint64_t tag, const struct attempt *op, const char *what, int status, uint64_t elapsed,
                      CLIENT *client, enum route route)
 {
     if (atomic_fetch_add(&complaints, 1) >= 20)
         return;
     char *text = client == NULL ? "" : clnt_sperror(client, "");
     fprintf(stderr,
-            "client %s thread %u, at %s%s, number %u, procedure %d, %u bytes there, %u back, delay %u us, timeout %u ms: %s; "
-            "status %d after %.3f s%.*s\n",
-            shape_names[shape], tag_thread(tag), target_names[tag_target(tag)], route == DIRECT ? "" : " behind the proxy",
-            tag_number(tag), op->procedure, op->size, op->want, op->delay, op->timeout, what, status, (double)elapsed / 1e6,
-            (int)strcspn(text, "\n"), text);
+            "client %s thread %u, at %s%s, number %u, procedure %d, %u bytes there, %u back, delay %u us, timeout %u ms: "
+            "%s; status %d after %.3f s%.*s\n",
+            shape_names[shape], tag_thread(tag), target_names[tag_target(tag)],
+            route == DIRECT ? "" : " behind the proxy", tag_number(tag), op->procedure, op->size, op->want, op->delay,
+            op->timeout, what, status, (double)elapsed / 1e6, (int)strcspn(text, "\n"), text);
 }
 
 /* ---- CLIENTs -------------------------------------------------------------------------------------------------------- */
@@ -126,7 +127,8 @@ static void called_back(struct svc_req *request, SVCXPRT *transport)
         svcerr_decode(transport);
     } else if (!right) {
         add(&tally->wrong);
-        fprintf(stderr, "client %s: the arguments of call back %#llx are wrong\n", shape_names[shape], (unsigned long long)ask.tag);
+        fprintf(stderr, "client %s: the arguments of call back %#llx are wrong\n", shape_names[shape],
+                (unsigned long long)ask.tag);
         svcerr_decode(transport);
     } else {
         ledger_count(backs[tag_target(ask.tag)], ask.tag);
@@ -202,9 +204,9 @@ static void slot_leave(struct slot *slot, bool lost)
 
 /* ---- Calls ---------------------------------------------------------------------------------------------------------- */
 
-static struct operation_of_soak choose(struct thread *thread, enum target target, enum route route)
+static struct attempt choose(struct thread *thread, enum target target, enum route route)
 {
-    struct operation_of_soak op = {.procedure = DO};
+    struct attempt op = {.procedure = DO};
     uint32_t bytes = 4096;
     uint64_t die = below(thread, 16);
     /* Nothing but the machine is in the way of the first. */
@@ -255,14 +257,15 @@ static int failure(uint32_t number)
     return statuses[number % FAILURES];
 }
 
-static bool right(uint64_t tag, const struct operation_of_soak *op, const struct answer *answer)
+static bool right(uint64_t tag, const struct attempt *op, const struct answer *answer)
 {
-    return answer->tag == tag && answer->sum == contents_expected(op->size, key_there(tag)) && answer->length == op->want &&
-           contents_right(answer->bytes, answer->length, key_back(tag));
+    return answer->tag == tag && answer->sum == contents_expected(op->size, key_there(tag)) &&
+           answer->length == op->want && contents_right(answer->bytes, answer->length, key_back(tag));
 }
 
 static void judge(struct thread *thread, enum target target, enum route route, uint64_t tag,
-                  const struct operation_of_soak *op, const struct answer *answer, int status, uint64_t elapsed, CLIENT *client)
+                  const struct attempt *op, const struct answer *answer, int status, uint64_t elapsed,
+                  CLIENT *client)
 {
     bool hasty = shape == S_HASTY, excused = target != STEADY || route != DIRECT;
     const char *what = NULL;
@@ -285,7 +288,8 @@ static void judge(struct thread *thread, enum target target, enum route route, u
     } else if (status == RPC_TIMEDOUT && elapsed + 3000 < (uint64_t)op->timeout * 1000) {
         add(&tally->wrong);
         what = "timed out too soon";
-    } else if (target == CRAMPED && (status == RPC_SYSTEMERROR || status == RPC_CANTDECODEARGS || status == RPC_FAILED)) {
+    } else if (target == CRAMPED &&
+               (status == RPC_SYSTEMERROR || status == RPC_CANTDECODEARGS || status == RPC_FAILED)) {
         /* It has no memory for the arguments, or the results. */
     } else if (status != RPC_TIMEDOUT && status != RPC_CANTSEND && status != RPC_CANTRECV) {
         add(&tally->wrong);
@@ -302,7 +306,9 @@ static void judge(struct thread *thread, enum target target, enum route route, u
                !__atomic_compare_exchange_n(&tally->latest, &latest, late, false, __ATOMIC_RELAXED, __ATOMIC_RELAXED))
             ;
     }
-    if (late > (int64_t)((op->procedure == POST ? 61e6 : 1e6) * factor) + 3 * (int64_t)__atomic_load_n(&tally->overslept, __ATOMIC_RELAXED)) {
+    /* What the machine itself makes later, this process knows. */
+    uint64_t overslept = __atomic_load_n(&tally->overslept, __ATOMIC_RELAXED);
+    if (late > (int64_t)((op->procedure == POST ? 61e6 : 1e6) * factor) + 3 * (int64_t)overslept) {
         add(&tally->late);
         what = "late";
     }
@@ -326,7 +332,8 @@ static void settle(struct thread *thread, enum target target, bool proven)
     thread->posts[target] = 0;
 }
 
-static int call(struct thread *thread, enum target target, enum route route, const struct operation_of_soak *op, CLIENT *client)
+static int call(struct thread *thread, enum target target, enum route route, const struct attempt *op,
+                CLIENT *client)
 {
     struct soak_line *line = &tally->lines[target][route];
     struct doing *doing = &tally->doing[thread->number];
@@ -385,12 +392,13 @@ static void operate(struct thread *thread)
         settle(thread, target, false);
         if (target == STEADY && slot->route == DIRECT && shape < HONEST) {
             add(&tally->unexcused);
-            fprintf(stderr, "client %s: no CLIENT though nothing was in the way: %s\n", shape_names[shape], clnt_spcreateerror(""));
+            fprintf(stderr, "client %s: no CLIENT though nothing was in the way: %s\n", shape_names[shape],
+                    clnt_spcreateerror(""));
         }
     } else {
-        struct operation_of_soak op = choose(thread, target, slot->route);
+        struct attempt op = choose(thread, target, slot->route);
         if (op.procedure == POST && thread->posts[target] == POSTS)
-            op = (struct operation_of_soak){.procedure = DO, .timeout = 60000};
+            op = (struct attempt){.procedure = DO, .timeout = 60000};
         int status = call(thread, target, slot->route, &op, client);
         refused = status == RPC_CANTSEND || status == RPC_CANTRECV;
         /* Both what makes a connection anew under a CLIENT and new CLIENTs are tried. */
@@ -536,7 +544,7 @@ static bool probe(void)
         return true;
     for (enum target target = 0; target < TARGETS; target++) {
         enum route route = routes[DIRECT] ? DIRECT : PROXIED;
-        struct operation_of_soak op = {.procedure = DO, .size = 1 << 20, .want = 1 << 20, .timeout = 20000};
+        struct attempt op = {.procedure = DO, .size = 1 << 20, .want = 1 << 20, .timeout = 20000};
         int status = NO_CLIENT;
         /* The proxy goes on as ever. */
         for (int tries = route == DIRECT && target != CRAMPED ? 1 : 20; tries > 0 && status != RPC_SUCCESS; tries--) {

@@ -1,6 +1,7 @@
 /* soak_server.c: a server of the soak. See soak.h.
  *
- *   load soak-serve TARGET PORT DIR     prints "READY port"; each byte that it reads has it give memory back and answer with a byte */
+ *   load soak-serve TARGET PORT DIR
+ *       Prints "READY port". Each byte that it reads has it give memory back, and answer with that byte. */
 #define _GNU_SOURCE
 #include "soak.h"
 #include <dlfcn.h>
@@ -25,8 +26,8 @@ static void wrong(const struct ask *ask, const char *what)
     if (!is_honest(ask))
         return;
     if (__atomic_fetch_add(&found->wrong, 1, __ATOMIC_RELAXED) < 20)
-        fprintf(stderr, "server %s: call %#llx, %u bytes there, %u back: %s\n", target_names[self], (unsigned long long)ask->tag,
-                ask->length, ask->want, what);
+        fprintf(stderr, "server %s: call %#llx, %u bytes there, %u back: %s\n", target_names[self],
+                (unsigned long long)ask->tag, ask->length, ask->want, what);
 }
 
 /* Calls back with what it was called with. Whether that went well: a connection that breaks meanwhile is no error. */
@@ -41,8 +42,8 @@ static bool call_back(SVCXPRT *transport, const struct ask *ask)
     callback.extra = soak_check(&callback);
     callback.bytes = malloc(callback.length + 1);
     contents_fill(callback.bytes, callback.length, key_back(ask->tag));
-    enum clnt_stat status = clnt_call(client, DO, (xdrproc_t)xdr_ask, (char *)&callback, (xdrproc_t)xdr_answer, (char *)&answer,
-                                      patience);
+    enum clnt_stat status = clnt_call(client, DO, (xdrproc_t)xdr_ask, (char *)&callback, (xdrproc_t)xdr_answer,
+                                      (char *)&answer, patience);
     if (status == RPC_SUCCESS && !(answer.tag == ask->tag && answer.length == callback.want &&
                                    contents_right(answer.bytes, answer.length, key_there(ask->tag)))) {
         wrong(ask, "the answer to the call back is wrong");

@@ -5,15 +5,14 @@
 . "$(dirname "${BASH_SOURCE[0]}")/guest.sh"
 [ $# -gt 0 ] || set -- verbs/rxe verbs/siw
 # What is handed over to the guest, whose environment is its own. Compiled here, where it is much faster.
-given=${RPCRDMA_VM:-$HOME/.cache/rpcrdma-vm}/soak
+given=$top/build/vm-soak
 if [ -z "${IN_GUEST:-}" ]; then
     make -s -C "$top/c-tests" OUT="$top/build/c-tests" "$top/build/c-tests/load" || { FAIL "the soak compiles"; closing; }
     program=$(cd "$top" && "${CARGO:-cargo}" test --locked --test bad_peers --no-run 2>&1 | sed -n 's/.*Executable.*(\(.*\))$/\1/p')
     [ -n "$program" ] || { FAIL "the hostile clients are built"; closing; }
     seconds=${SOAK_SECONDS:-120}
-    if [ -d "${given%/*}" ]; then
-        printf '%s=%q\n' SOAK_SECONDS "$seconds" SOAK_BAD_PEERS "$(cd "$top" && realpath "$program")" SOAK_SEED "${SOAK_SEED:-$(date +%Y%m%d)}" >"$given"
-    fi
+    printf '%s=%q\n' SOAK_SECONDS "$seconds" SOAK_BAD_PEERS "$(cd "$top" && realpath "$program")" \
+        SOAK_SEED "${SOAK_SEED:-$(date +%Y%m%d)}" >"$given"
 fi
 run_in_guest "the soak on RDMA devices" $((${seconds:-0} + 300)) "${BASH_SOURCE[0]}" "$@"
 

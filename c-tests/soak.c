@@ -2,7 +2,7 @@
  *
  *   load soak -d DIR -l LIBRARY -b BINDINGS [-D iwarp|local|rxe|siw] [-t SECONDS] [-k SECONDS] [-s SEED] [-H HOSTILE]
  *
- * -k: how often a server is killed (20). -H: the program of hostile clients, tests/bad_peers. LOAD_ADDRESS: where the
+ * -k: how often a server is killed (20, 0: never). -H: the program of hostile clients, tests/bad_peers. LOAD_ADDRESS: where the
  * servers are. SOAK_SLOW: the milliseconds after which gdb shows what becomes of a call that nothing is in the way of.
  * Prints a table and then result lines, "ok" or "FAIL"; complaints go to the standard error. */
 #define _GNU_SOURCE
@@ -94,6 +94,7 @@ struct held {
     long kb; /* resident, its own and shared, but for files */
     long descriptors, mappings, threads;
     long space; /* KiB: the most address space so far */
+    long segments; /* of memory that is shared with peers */
 };
 
 static struct held held_by(pid_t pid)
@@ -116,7 +117,7 @@ static struct held held_by(pid_t pid)
     snprintf(path, sizeof path, "/proc/%d/maps", (int)pid);
     file = fopen(path, "r");
     while (file != NULL && fgets(line, sizeof line, file) != NULL)
-        held.mappings += strchr(line, '\n') != NULL;
+        held.mappings += strchr(line, '\n') != NULL, held.segments += strstr(line, "memfd:rpcrdma") != NULL;
     if (file != NULL)
         fclose(file);
     snprintf(path, sizeof path, "/proc/%d/fd", (int)pid);
@@ -594,7 +595,7 @@ static void course(void)
     uint64_t warm = seconds < 240 ? seconds * 250000ull : 60000000;
     unsigned count = seconds / 30 + 2 < 3 ? 3 : seconds / 30 + 2 > SAMPLES / 2 ? SAMPLES / 2 : seconds / 30 + 2;
     uint64_t next = started + warm, step = (until - next) / (count - 1);
-    turns_at = started + kill_every * 1000000ull;
+    turns_at = kill_every == 0 ? UINT64_MAX : started + kill_every * 1000000ull;
     while (sample_count < count) {
         for (enum shape shape = 0; shape < SHAPES; shape++)
             tell(&clients[shape], 'G');
@@ -738,7 +739,7 @@ static unsigned judge_growth(void)
         printf("        KiB:");
         for (unsigned i = 0; i < sample_count; i++)
             printf(" %ld", samples[who][i].kb);
-        printf("\n");
+        printf("; segments: %ld -> %ld\n", first->segments, last->segments);
     }
     return growing;
 }
@@ -827,7 +828,7 @@ int soak_main(int argc, char **argv)
         default: return 2;
         }
     }
-    if (library == NULL || bindings == NULL || seconds < 4 || kill_every < 1)
+    if (library == NULL || bindings == NULL || seconds < 4)
         errx(2, "see the first lines of soak.c");
     if (getenv("TEST_PATIENCE") != NULL)
         factor = atof(getenv("TEST_PATIENCE"));
@@ -847,6 +848,7 @@ int soak_main(int argc, char **argv)
             errx(1, "client %s does not start", shape_names[shape]);
     }
     course();
+    int failed = report();
     finish();
-    return report();
+    return failed;
 }

@@ -526,6 +526,9 @@ static void stop_all(void)
     for (enum target target = 0; target < TARGETS; target++)
         slot_empty(&shared[target]);
     malloc_trim(0);
+    /* What is in use, and what only lies there. */
+    if (getenv("SOAK_MALLOC") != NULL)
+        malloc_info(0, stderr);
 }
 
 static void go_on(void)

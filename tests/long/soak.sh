@@ -38,6 +38,9 @@ if [ "${SOAK_HOSTILE:-}" != no ]; then
     fi
     hostile=(-H "$program")
 fi
+# Linux's siw (6.1) loses its list of listeners, and with it the process, when one that listens is killed while others
+# connect: siw_destroy_listen.
+[ "$device" != siw ] || hostile+=(-k 0)
 results=${SOAK_KEEP:-$scratch/soak}
 mkdir -p "$results"
 echo "      soak: $seconds seconds over $device, seed $seed"

@@ -713,8 +713,9 @@ static bool grew(unsigned who, size_t member, long slack)
     return last > first + slack;
 }
 
-/* As long as pools and arenas still fill, in the first minutes, nothing is told by less than some MiB. */
-static long slack_kb(void) { return seconds < 240 ? 12 << 10 : 2 << 10; }
+/* The library keeps up to eight blocks of 1088 KiB of each of two kinds (src/memory.rs), as many as were ever in use at a
+ * time, and the busiest moment may come late; arenas fill in the first minutes. */
+static long slack_kb(void) { return seconds < 240 ? 12 << 10 : 8 * 1088; }
 /* Descriptors: a loop has one more while it has many connections. */
 enum { SLACK_MAPPINGS = 32, SLACK_DESCRIPTORS = 2 };
 

@@ -1,14 +1,19 @@
 #!/bin/bash
-# soak.sh [MINUTES [DEVICE [SEED]]]: `make soak MINUTES=n DEVICE=iwarp|local` (without a device over both): eight honest clients of mixed shapes with checked contents, and two
-# servers with four service threads, all of them processes of their own, among faults (c-tests/soak.h): a proxy before each
-# server cuts, delays, throttles and half-closes half of the connections, and one server is killed every 20 seconds.
+# soak.sh [MINUTES [DEVICE [SEED]]]: `make soak MINUTES=n DEVICE=iwarp|local`; without DEVICE over both.
 #
-# Prints calls, outcomes, the longest call, and what servers and clients hold at rest, at the beginning and the end. No call may be
-# wrong, lost or doubled, or end later than a second after its timeout; none fails that nothing is in the way of; nobody
-# crashes or grows.
+# Eight honest clients of mixed shapes with checked contents, and three servers with four service threads, all of them
+# processes of their own, among faults (c-tests/soak.h): proxies before each server cut, delay, throttle, half-close and
+# alter half of the connections; one server is killed every 20 seconds, one has hardly any descriptors and memory; a client is
+# killed again and again, and where memory is shared it rewrites that; hostile clients stand beside
+# (tests/bad_peers/soak.rs).
+#
+# Prints calls, outcomes, the longest call, and what servers and clients hold at rest, at the beginning and the end. No
+# call may be wrong, lost or doubled, or end later than a second after its timeout; none fails that nothing is in the way
+# of; nobody crashes or grows.
 #
 # SOAK_SECONDS is another length. SOAK_KEEP=DIR keeps what the processes wrote down, SOAK_LOG=LEVEL is what the library logs
-# there, SOAK_VERBOSE=yes tells the memory over time, LOAD_GDB=yes shows where processes are that hang.
+# there, SOAK_VERBOSE=yes tells the memory over time, LOAD_GDB=yes shows where processes are that hang, SOAK_SLOW=MS where
+# they are when a call takes so long that nothing is in the way of.
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 if [ $# -lt 2 ]; then
     status=0

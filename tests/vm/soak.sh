@@ -1,16 +1,18 @@
 #!/bin/bash
-# soak.sh [PATH...]: the soak (tests/long/soak.sh) over RDMA devices, in a guest: half of the clients go over the device, the
-# others through proxies over software iWARP, which the kernel's siw takes too. SOAK_SECONDS (120) is how long. For the
-# paths see guest.sh; default: those of verbs. `make soak MINUTES=n DEVICE=rxe|siw`.
+# soak.sh [PATH...]: the soak (tests/long/soak.sh) over RDMA devices, in a guest: half of the clients go over the device,
+# the others through proxies over software iWARP. SOAK_SECONDS (40) is how long. `make soak MINUTES=n DEVICE=rxe|siw`.
+#
+# For the paths see guest.sh; default: verbs/rxe. Linux's siw (6.1) does not live through it: when a process that listens is
+# killed while others connect, siw_destroy_listen finds its list corrupted, and without that the guest has locked up too.
 . "$(dirname "${BASH_SOURCE[0]}")/guest.sh"
-[ $# -gt 0 ] || set -- verbs/rxe verbs/siw
+[ $# -gt 0 ] || set -- verbs/rxe
 # What is handed over to the guest, whose environment is its own. Compiled here, where it is much faster.
 given=$top/build/vm-soak
 if [ -z "${IN_GUEST:-}" ]; then
     make -s -C "$top/c-tests" OUT="$top/build/c-tests" "$top/build/c-tests/load" || { FAIL "the soak compiles"; closing; }
     program=$(cd "$top" && "${CARGO:-cargo}" test --locked --test bad_peers --no-run 2>&1 | sed -n 's/.*Executable.*(\(.*\))$/\1/p')
     [ -n "$program" ] || { FAIL "the hostile clients are built"; closing; }
-    seconds=${SOAK_SECONDS:-120}
+    seconds=${SOAK_SECONDS:-40}
     printf '%s=%q\n' SOAK_SECONDS "$seconds" SOAK_BAD_PEERS "$(cd "$top" && realpath "$program")" \
         SOAK_SEED "${SOAK_SEED:-$(date +%Y%m%d)}" >"$given"
 fi

@@ -544,7 +544,7 @@ impl Config {
     /// The settings that an environment and the text of a file make, as far as they are understood, and what is wrong
     /// with the others: `Invalid`, naming the variable or the line, the value and what is allowed. `secure`: the
     /// environment does not count.
-    fn understood(
+    pub(crate) fn understood(
         env: impl IntoIterator<Item = (OsString, OsString)>,
         file: Option<(&Path, &str)>,
         secure: bool,

@@ -14,6 +14,7 @@
 //! request. Every module has its row here, and uses only modules of rows below its own (`tests/layers.rs` reads this):
 //!
 //! ```text
+//! fuzz                           what fuzz/ reaches; not in the C library
 //! capi                           the functions of include/rpcrdma.h: guard, convert, map errors
 //! tirpc                          libtirpc's boundary: its CLIENTs, transports, netids, and what is interposed
 //! driver                         joins an engine and a device, and waits for both
@@ -46,6 +47,8 @@ mod driver;
 mod error;
 mod ffi;
 mod fork;
+#[cfg(feature = "fuzz")]
+pub mod fuzz;
 mod log;
 mod memory;
 mod process;

@@ -1,0 +1,14 @@
+//! What the fuzz targets do: one module each, with a function that takes an input and panics where a property does not hold.
+//!
+//! They are a library so that the corpora can be replayed by a plain test, without libFuzzer.
+
+pub mod input;
+pub mod mpa;
+pub mod text;
+pub mod wire;
+
+/// A target, by its name and its corpus's.
+pub type Target = (&'static str, fn(&[u8]));
+
+/// All of them.
+pub const TARGETS: &[Target] = &[("wire", wire::run), ("mpa", mpa::run), ("text", text::run)];

@@ -1,0 +1,19 @@
+//! What the targets in `fuzz/` reach of the modules that nobody outside this crate sees. With the feature `fuzz` only, which
+//! the C library is never built with: here is no contract, and nothing that is not a test's.
+
+pub use crate::error::{Error, Kind};
+pub use crate::provider::iwarp::{ddp, mpa};
+
+use std::ffi::OsString;
+use std::path::Path;
+
+use crate::config::Config;
+
+/// The settings that an environment and the text of a file make, and what is wrong with the others.
+pub fn settings(
+    env: impl IntoIterator<Item = (OsString, OsString)>,
+    file: Option<&str>,
+    secure: bool,
+) -> (Config, Vec<Error>) {
+    Config::understood(env, file.map(|text| (Path::new("file"), text)), secure)
+}

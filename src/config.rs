@@ -636,7 +636,9 @@ impl Config {
                 .map_err(|allowed| invalid(format!("{name}={}: must be {allowed}", quoted(value))));
         }
         let suggestion = suggestion(&name, |setting| setting.env);
-        Err(invalid(format!("{}: no such environment variable; {suggestion}", shortened(&name))))
+        // As it stands, but for what a terminal would obey: the environment is not always the user's.
+        let shown = shortened(&name);
+        Err(invalid(format!("{}: no such environment variable; {suggestion}", shown.escape_debug())))
     }
 }
 
@@ -976,6 +978,18 @@ mod tests {
         }
         let long = format!("RPCRDMA_{}", "X".repeat(1 << 16));
         assert!(refused(from_env(&[(&long, "1")])).len() < 200);
+    }
+
+    #[test]
+    fn the_name_of_an_unknown_variable_is_shown_without_what_a_terminal_would_obey() {
+        for name in ["RPCRDMA_\u{1b}[2J", "RPCRDMA_A\nB", "RPCRDMA_\u{202e}"] {
+            let text = refused(from_env(&[(name, "1")]));
+            let shown = name.escape_debug();
+            assert_eq!(
+                text,
+                format!("{shown}: no such environment variable; rpcrdma.conf(5) lists them all")
+            );
+        }
     }
 
     #[test]

@@ -2,7 +2,9 @@
 //! the C library is never built with: here is no contract, and nothing that is not a test's.
 
 pub use crate::error::{Error, Kind};
-pub use crate::provider::iwarp::{ddp, mpa};
+pub use crate::memory::{Buf, Memory, Message, Region, Regions, Sink};
+pub use crate::provider::iwarp::{Iwarp, Options, ddp, mpa};
+pub use crate::xdr::{Decoder, Encoder, LEND_MIN, Lending, XDR, XdrOps, op};
 
 use std::ffi::OsString;
 use std::path::Path;

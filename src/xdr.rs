@@ -153,7 +153,7 @@ impl Encoder {
     }
 
     /// Where the next byte goes.
-    #[cfg(test)]
+    #[cfg(any(test, feature = "fuzz"))]
     pub fn position(&self) -> usize {
         self.state().at
     }
@@ -174,7 +174,7 @@ impl Encoder {
 
     /// Makes every put fail that would end beyond `bytes`. The default is just short of 4 GiB, as is the
     /// maximum.
-    #[cfg(test)]
+    #[cfg(any(test, feature = "fuzz"))]
     pub fn set_limit(&mut self, bytes: usize) {
         // SAFETY: the stream is alive until `drop`, and `&mut self` makes this the only reference to it.
         let state = unsafe { &mut (*self.stream.as_ptr()).state };
@@ -293,13 +293,13 @@ impl Decoder {
     }
 
     /// Where the next byte comes from.
-    #[cfg(test)]
+    #[cfg(any(test, feature = "fuzz"))]
     pub fn position(&self) -> usize {
         self.state().position()
     }
 
     /// Bytes from the position to the end.
-    #[cfg(test)]
+    #[cfg(any(test, feature = "fuzz"))]
     pub fn remaining(&self) -> usize {
         self.state().remaining()
     }

@@ -2,13 +2,16 @@
 //!
 //! They are a library so that the corpora can be replayed by a plain test, without libFuzzer.
 
+pub mod bind;
 pub mod input;
 pub mod mpa;
 pub mod text;
 pub mod wire;
+pub mod xdrs;
 
 /// A target, by its name and its corpus's.
 pub type Target = (&'static str, fn(&[u8]));
 
 /// All of them.
-pub const TARGETS: &[Target] = &[("wire", wire::run), ("mpa", mpa::run), ("text", text::run)];
+pub const TARGETS: &[Target] =
+    &[("wire", wire::run), ("mpa", mpa::run), ("bind", bind::run), ("text", text::run), ("xdrs", xdrs::run)];

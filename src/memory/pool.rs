@@ -250,21 +250,7 @@ impl RawBlock {
     }
 
     pub(super) fn map(cap: usize) -> io::Result<RawBlock> {
-        // SAFETY: an anonymous private mapping at an address of the kernel's choice touches no existing memory.
-        let ptr = unsafe {
-            libc::mmap(
-                std::ptr::null_mut(),
-                cap,
-                libc::PROT_READ | libc::PROT_WRITE,
-                libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_NORESERVE,
-                -1,
-                0,
-            )
-        };
-        if ptr == libc::MAP_FAILED {
-            return Err(io::Error::last_os_error());
-        }
-        let ptr = NonNull::new(ptr.cast()).ok_or_else(|| io::Error::from_raw_os_error(libc::ENOMEM))?;
+        let ptr = pages::map(cap)?;
         Ok(RawBlock { ptr, cap, home: Home::Mapping, touched: AtomicUsize::new(0), writer: 0 })
     }
 
@@ -284,11 +270,7 @@ impl RawBlock {
             return Ok(());
         }
         // SAFETY: `ptr, cap` is our own whole mapping, and `&mut self` means that nobody points into it.
-        let ptr = unsafe { libc::mremap(self.ptr.as_ptr().cast(), self.cap, cap, libc::MREMAP_MAYMOVE) };
-        if ptr == libc::MAP_FAILED {
-            return Err(io::Error::last_os_error());
-        }
-        self.ptr = NonNull::new(ptr.cast()).ok_or_else(|| io::Error::from_raw_os_error(libc::ENOMEM))?;
+        self.ptr = unsafe { pages::grow(self.ptr, self.cap, cap) }?;
         self.cap = cap;
         Ok(())
     }
@@ -323,12 +305,83 @@ impl Drop for RawBlock {
     fn drop(&mut self) {
         match &self.home {
             // SAFETY: `ptr, cap` is our own whole mapping, and its last holder is going.
-            Home::Mapping if self.cap != 0 => unsafe {
-                libc::munmap(self.ptr.as_ptr().cast(), self.cap);
-            },
+            Home::Mapping if self.cap != 0 => unsafe { pages::unmap(self.ptr, self.cap) },
             Home::Slabs(slabs) => slabs.free().push(self.ptr.addr().get() - slabs.whole.ptr.addr().get()),
             Home::Mapping | Home::Program => {}
         }
+    }
+}
+
+/// Anonymous private mappings, which read as zero.
+#[cfg(not(fuzzing))]
+mod pages {
+    use std::io;
+    use std::ptr::{NonNull, null_mut};
+
+    pub fn map(cap: usize) -> io::Result<NonNull<u8>> {
+        let (access, kind) = (
+            libc::PROT_READ | libc::PROT_WRITE,
+            libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_NORESERVE,
+        );
+        // SAFETY: an anonymous private mapping at an address of the kernel's choice touches no existing memory.
+        mapped(unsafe { libc::mmap(null_mut(), cap, access, kind, -1, 0) })
+    }
+
+    /// # Safety
+    /// They are a whole mapping, into which nobody points.
+    pub unsafe fn grow(ptr: NonNull<u8>, old: usize, new: usize) -> io::Result<NonNull<u8>> {
+        // SAFETY: by contract.
+        mapped(unsafe { libc::mremap(ptr.as_ptr().cast(), old, new, libc::MREMAP_MAYMOVE) })
+    }
+
+    /// # Safety
+    /// As for `grow`.
+    pub unsafe fn unmap(ptr: NonNull<u8>, cap: usize) {
+        // SAFETY: by contract.
+        unsafe { libc::munmap(ptr.as_ptr().cast(), cap) };
+    }
+
+    fn mapped(ptr: *mut libc::c_void) -> io::Result<NonNull<u8>> {
+        if ptr == libc::MAP_FAILED {
+            return Err(io::Error::last_os_error());
+        }
+        NonNull::new(ptr.cast()).ok_or_else(|| io::Error::from_raw_os_error(libc::ENOMEM))
+    }
+}
+
+/// Blocks of the heap, whose ends AddressSanitizer watches.
+#[cfg(fuzzing)]
+mod pages {
+    use std::alloc::{self, Layout};
+    use std::io;
+    use std::ptr::NonNull;
+
+    fn layout(cap: usize) -> io::Result<Layout> {
+        Layout::from_size_align(cap, super::PAGE).map_err(io::Error::other)
+    }
+
+    pub fn map(cap: usize) -> io::Result<NonNull<u8>> {
+        // SAFETY: no block of memory is empty.
+        let ptr = unsafe { alloc::alloc_zeroed(layout(cap)?) };
+        NonNull::new(ptr).ok_or_else(|| io::Error::from_raw_os_error(libc::ENOMEM))
+    }
+
+    /// # Safety
+    /// They are a whole block, into which nobody points.
+    pub unsafe fn grow(ptr: NonNull<u8>, old: usize, new: usize) -> io::Result<NonNull<u8>> {
+        let fresh = map(new)?;
+        // SAFETY: two blocks of at least so many bytes.
+        unsafe { std::ptr::copy_nonoverlapping(ptr.as_ptr(), fresh.as_ptr(), old.min(new)) };
+        // SAFETY: by contract.
+        unsafe { unmap(ptr, old) };
+        Ok(fresh)
+    }
+
+    /// # Safety
+    /// As for `grow`.
+    pub unsafe fn unmap(ptr: NonNull<u8>, cap: usize) {
+        // SAFETY: by contract it was made with this layout.
+        unsafe { alloc::dealloc(ptr.as_ptr(), layout(cap).expect("that of `map`")) };
     }
 }
 

@@ -2,8 +2,10 @@
 //! the C library is never built with: here is no contract, and nothing that is not a test's.
 
 pub use crate::error::{Error, Kind};
-pub use crate::memory::{Buf, Memory, Message, Region, Regions, Sink};
+pub use crate::memory::shared::{Own, RING, Theirs, Word};
+pub use crate::memory::{Buf, IoVec, IoVecMut, Memory, Message, Region, Regions, Sink};
 pub use crate::provider::iwarp::{Iwarp, Options, ddp, mpa};
+pub use crate::tirpc::{PLAIN_REPLY, opaque_auth, rpc_msg, xdr_callmsg, xdr_replymsg};
 pub use crate::xdr::{Decoder, Encoder, LEND_MIN, Lending, XDR, XdrOps, op};
 
 use std::ffi::OsString;

@@ -4,7 +4,10 @@
 
 pub mod bind;
 pub mod input;
+pub mod iwarp;
 pub mod mpa;
+pub mod rings;
+pub mod rpc;
 pub mod text;
 pub mod wire;
 pub mod xdrs;
@@ -13,5 +16,13 @@ pub mod xdrs;
 pub type Target = (&'static str, fn(&[u8]));
 
 /// All of them.
-pub const TARGETS: &[Target] =
-    &[("wire", wire::run), ("mpa", mpa::run), ("bind", bind::run), ("text", text::run), ("xdrs", xdrs::run)];
+pub const TARGETS: &[Target] = &[
+    ("wire", wire::run),
+    ("mpa", mpa::run),
+    ("iwarp", iwarp::run),
+    ("bind", bind::run),
+    ("rpc", rpc::run),
+    ("text", text::run),
+    ("xdrs", xdrs::run),
+    ("rings", rings::run),
+];

@@ -1,6 +1,7 @@
 //! What the targets in `fuzz/` reach of the modules that nobody outside this crate sees. With the feature `fuzz` only, which
 //! the C library is never built with: here is no contract, and nothing that is not a test's.
 
+pub use crate::connection::{Connection, Expect, Output, Registrar, Request, RequestId, Role, Settings};
 pub use crate::error::{Error, Kind};
 pub use crate::memory::shared::{Own, RING, Theirs, Word};
 pub use crate::memory::{Buf, IoVec, IoVecMut, Memory, Message, Region, Regions, Sink};

@@ -99,7 +99,8 @@ pub fn plan_call(message: &mut Message, needs: Needs<'_>, limits: Limits) -> Res
         return Ok(plan);
     }
     // Eligible arguments are taken out, the largest first, until the rest fits.
-    let mut items: Vec<Item> = needs.items.iter().filter(|item| item.length > 0).copied().collect();
+    let items = there(needs.items, message.len());
+    let mut items: Vec<Item> = items.iter().filter(|item| item.length > 0).copied().collect();
     items.sort_by_key(|item| std::cmp::Reverse(item.length));
     items.truncate(if many { CHUNKS_MAX } else { 1 });
     let mut rest = total;
@@ -172,6 +173,12 @@ fn plan_reply_room(needs: Needs<'_>, limits: Limits) -> Result<(CallPlan, usize)
 /// that data item from the Payload stream".
 fn without_pad(item: &Item, total: usize) -> Range<usize> {
     item.position..item.position.saturating_add(item.length).next_multiple_of(4).min(total)
+}
+
+/// The items of which a message of `total` bytes has all bytes. It ends inside the last one where a binding is wrong about its
+/// program, or where an xdrproc puts a count and not so many bytes.
+fn there(items: &[Item], total: usize) -> &[Item] {
+    &items[..items.partition_point(|item| item.range().end <= total)]
 }
 
 /// Ranges of a message, in order: nearly always one.
@@ -270,7 +277,7 @@ pub fn plan_reply(
     let mut reduced = Vec::new();
     // RFC 8166 §4.3.2.1: "the Responder fills in each Write chunk with one DDP-eligible result until there are either no
     // more DDP-eligible results or no more Write chunks." A result that does not exist leaves its chunk to the next one.
-    for ((item, offered), returned) in items.iter().zip(writes).zip(&mut lists.writes) {
+    for ((item, offered), returned) in there(items, total).iter().zip(writes).zip(&mut lists.writes) {
         // RFC 8166 §4.3.2.3: "The Responder MUST return the corresponding result data item inline and MUST return an empty
         // Write chunk in that Write list position in the RPC Reply message."
         if offered.is_empty() {

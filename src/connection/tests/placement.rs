@@ -956,6 +956,26 @@ fn what_is_not_reduced_travels_inside_long_messages() {
     duo.succeeded(2);
 }
 
+/// As a binding has it that is wrong about its program, or an xdrproc that puts a count and not so many bytes.
+#[test]
+fn a_message_that_ends_inside_an_item_travels_as_it_is() {
+    let cut = |mut xdr: Xdr| {
+        xdr.bytes.truncate(xdr.bytes.len() - 1000);
+        (xdr.items.clear(), xdr.opaques.clear());
+        xdr
+    };
+    let mut duo = warm(SHAPE);
+    let call = cut(write_3(call_head(1, (NFS, 3, 7), (0, 0)), 9001));
+    duo.make(1, plan(call, reply_head(1, 0).words(&[0]))).as_ref().unwrap();
+    duo.succeeded(1);
+    let reply = |xid, len| cut(reply_head(xid, 0).words(&[0, 9]).item(len));
+    for (xid, len) in [(2, 1900), (3, 4900)] {
+        let call = call_head(xid, (BOTH, 1, 2), (0, 0)).words(&[5000]);
+        duo.make(xid, plan(call, reply(xid, len))).as_ref().unwrap();
+        duo.succeeded(xid);
+    }
+}
+
 /// rule 20, rule 87: several chunks of a kind, a Long Call with further Read chunks, a Write list with a Reply chunk.
 #[test]
 fn among_our_own_a_call_has_as_many_chunks_as_it_needs() {

@@ -10,6 +10,7 @@
 # make check-bad-peers   every corruption of every byte of a peer's frames: some minutes
 # make check-sanitizers   the library itself under AddressSanitizer and ThreadSanitizer: ten minutes, and Rust's sources
 # make check-schedules   schedules of threads that wait and serve, tried one after the other: a minute and a build
+# make fuzz         SECONDS=60: each target of fuzz/ for so long (fuzz/README.md)
 # make check-vm     against the kernel's NFS/RDMA, in a guest that tests/vm/setup.sh prepares
 # make bench        measures
 # make bench-instructions  counts instructions per call (callgrind)
@@ -129,11 +130,22 @@ check-source: all
 	@if $(CARGO) clippy --version >/dev/null 2>&1; then \
 	    echo "$(CARGO) clippy"; $(CARGO) clippy $(CARGOFLAGS) $(FEATURES) --all-targets -- -D warnings; \
 	    else echo "skip  clippy (not installed)"; fi
+	@if $(CARGO) fmt --version >/dev/null 2>&1; then $(CARGO) fmt --manifest-path fuzz/Cargo.toml --check; fi
+	@if $(CARGO) clippy --version >/dev/null 2>&1; then \
+	    echo "$(CARGO) clippy, of fuzz/"; $(CARGO) clippy $(FUZZ) --all-targets -- -D warnings; fi
 	+RUSTDOCFLAGS=-Dwarnings $(CARGO) doc $(CARGOFLAGS) $(FEATURES) --no-deps
 
 # After the library is built: some tests preload it.
 check-rust: all
 	+$(CARGO) test $(CARGOFLAGS) $(FEATURES)
+	+$(CARGO) test $(FUZZ)
+
+# What fuzzing has found and reached, once more, with the compiler that is there: without libFuzzer and sanitizer. A folder of
+# its own: the library has another feature there.
+FUZZ = --manifest-path fuzz/Cargo.toml --no-default-features --locked --target-dir $(TARGET)/fuzz
+
+fuzz:
+	CARGO="$(CARGO)" bash fuzz/run.sh $(or $(SECONDS),60)
 
 check-exports: all
 	c-tests/exports.sh $(LIBRARY)
@@ -194,7 +206,7 @@ clean:
 
 .PHONY: all install demo demo-here nfs3 nfs41 check check-here check-beside check-source check-rust check-exports \
     check-c check-c-long check-sanitizers check-valgrind check-long check-long-here check-fresh check-bad-peers \
-    check-schedules check-vm bench bench-instructions clean soak FORCE
+    check-schedules check-vm bench bench-instructions clean soak fuzz FORCE
 .DELETE_ON_ERROR:
 ifdef IN_ORDER
 .NOTPARALLEL:

@@ -3,9 +3,12 @@
 //! They are a library so that the corpora can be replayed by a plain test, without libFuzzer.
 
 pub mod bind;
+pub mod end;
+pub mod engine;
 pub mod input;
 pub mod iwarp;
 pub mod mpa;
+pub mod pair;
 pub mod rings;
 pub mod rpc;
 pub mod text;
@@ -25,4 +28,6 @@ pub const TARGETS: &[Target] = &[
     ("text", text::run),
     ("xdrs", xdrs::run),
     ("rings", rings::run),
+    ("engine", engine::run),
+    ("pair", pair::run),
 ];

@@ -43,7 +43,7 @@ struct Pair {
     hostile: Option<usize>,
     /// Something was changed.
     changed: bool,
-    /// An exposure fails, or has failed.
+    /// An exposure has failed, or Receives are shorter than they were: calls may end with an error.
     lacks: bool,
     /// An end takes no chunks in calls back, or sends none; or it has to say first that it takes calls back.
     short: bool,
@@ -130,7 +130,12 @@ impl Pair {
         let End { engine, device, .. } = &mut self.ends[side];
         match operation >> 5 {
             0 => drop(engine.raise_receives(1024 * usize::from(input.byte() % 65), device)),
-            1 => drop(engine.request(crate::engine::characteristic(input))),
+            1 => {
+                // Who asks for shorter Receives keeps to that at once (draft-dnoveck-nfsv4-rpcrdma-xcharext-01 §3.1): what it
+                // has to answer by then may not fit.
+                self.lacks = true;
+                drop(engine.request(crate::engine::characteristic(input)));
+            }
             // Who was not told that it may call back does not.
             2 if side == 1 || self.back => drop(engine.grant(u32::from(input.byte() % 32))),
             3 if side == 0 || self.back => drop(engine.ask(u32::from(input.byte() % 32))),

@@ -11,6 +11,7 @@
 # make check-sanitizers   the library itself under AddressSanitizer and ThreadSanitizer: ten minutes, and Rust's sources
 # make check-schedules   schedules of threads that wait and serve, tried one after the other: a minute and a build
 # make fuzz         SECONDS=60: each target of fuzz/ for so long (fuzz/README.md)
+# make simulate     CALLS=n SEED=s: engines over a simulated network; 100000 calls a second
 # make check-vm     against the kernel's NFS/RDMA, in a guest that tests/vm/setup.sh prepares
 # make bench        measures
 # make bench-instructions  counts instructions per call (callgrind)
@@ -171,6 +172,11 @@ check-bad-peers: all
 check-schedules:
 	RUSTFLAGS="--cfg shuttle" $(CARGO) test $(CARGOFLAGS) $(FEATURES) --target-dir $(TARGET)/schedules --lib schedules
 
+# A seed is replayed step by step; one that fails is named.
+simulate:
+	SIMULATE_CALLS=$(CALLS) SIMULATE_SEED=$(SEED) $(CARGO) test $(CARGOFLAGS) $(FEATURES) --release --lib -- \
+	    --ignored --exact --nocapture connection::tests::simulation::as_many_calls_as_are_told
+
 check-long: check
 	@$(MAKE) --no-print-directory check-long-here
 check-long-here: check-bad-peers check-schedules check-c-long check-sanitizers
@@ -206,7 +212,7 @@ clean:
 
 .PHONY: all install demo demo-here nfs3 nfs41 check check-here check-beside check-source check-rust check-exports \
     check-c check-c-long check-sanitizers check-valgrind check-long check-long-here check-fresh check-bad-peers \
-    check-schedules check-vm bench bench-instructions clean soak fuzz FORCE
+    check-schedules check-vm bench bench-instructions clean soak fuzz simulate FORCE
 .DELETE_ON_ERROR:
 ifdef IN_ORDER
 .NOTPARALLEL:

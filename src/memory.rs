@@ -55,6 +55,8 @@ pub mod shared;
 pub use areas::Area;
 pub use areas::Areas;
 pub use message::{Message, Pieces};
+#[cfg(test)]
+pub(crate) use pool::ration;
 pub use pool::{Pool, Slabs};
 
 use pool::{Home, PAGE, RawBlock, round_up};

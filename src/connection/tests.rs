@@ -8,6 +8,7 @@
 mod both;
 mod pair;
 mod placement;
+mod simulation;
 mod two;
 
 use super::requester::*;

@@ -77,6 +77,8 @@ impl Pool {
     }
 
     fn wrap(self: &Arc<Pool>, idle: Option<Share>) -> io::Result<Buf> {
+        #[cfg(test)]
+        ration::take()?;
         let block = match idle {
             Some(block) => block,
             None => Share::new(RawBlock::map(self.capacity)?, Arc::downgrade(self)),
@@ -250,7 +252,11 @@ impl RawBlock {
     }
 
     pub(super) fn map(cap: usize) -> io::Result<RawBlock> {
+        #[cfg(test)]
+        ration::take()?;
         let ptr = pages::map(cap)?;
+        #[cfg(test)]
+        ration::count(cap as isize);
         Ok(RawBlock { ptr, cap, home: Home::Mapping, touched: AtomicUsize::new(0), writer: 0 })
     }
 
@@ -259,6 +265,8 @@ impl RawBlock {
     }
 
     pub(super) fn grow(&mut self, cap: usize) -> io::Result<()> {
+        #[cfg(test)]
+        ration::take()?;
         if let Home::Slabs(_) = self.home {
             let fresh = RawBlock::map(cap)?;
             let used = *self.touched.get_mut();
@@ -271,6 +279,8 @@ impl RawBlock {
         }
         // SAFETY: `ptr, cap` is our own whole mapping, and `&mut self` means that nobody points into it.
         self.ptr = unsafe { pages::grow(self.ptr, self.cap, cap) }?;
+        #[cfg(test)]
+        ration::count(cap as isize - self.cap as isize);
         self.cap = cap;
         Ok(())
     }
@@ -305,7 +315,11 @@ impl Drop for RawBlock {
     fn drop(&mut self) {
         match &self.home {
             // SAFETY: `ptr, cap` is our own whole mapping, and its last holder is going.
-            Home::Mapping if self.cap != 0 => unsafe { pages::unmap(self.ptr, self.cap) },
+            Home::Mapping if self.cap != 0 => unsafe {
+                pages::unmap(self.ptr, self.cap);
+                #[cfg(test)]
+                ration::count(-(self.cap as isize));
+            },
             Home::Slabs(slabs) => slabs.free().push(self.ptr.addr().get() - slabs.whole.ptr.addr().get()),
             Home::Mapping | Home::Program => {}
         }
@@ -387,4 +401,43 @@ mod pages {
 
 pub(super) fn round_up(n: usize) -> usize {
     n.next_multiple_of(PAGE)
+}
+
+/// For tests: how much is mapped for blocks in this thread, and memory that runs out.
+#[cfg(test)]
+pub(crate) mod ration {
+    use std::cell::Cell;
+    use std::io;
+
+    thread_local! {
+        static MAPPED: Cell<isize> = const { Cell::new(0) };
+        static LEFT: Cell<Option<(usize, usize)>> = const { Cell::new(None) };
+    }
+
+    /// Bytes of blocks that this thread has mapped, less those that it has unmapped.
+    pub(crate) fn mapped() -> isize {
+        MAPPED.get()
+    }
+
+    /// From here on so many requests of this thread for memory succeed, and then so many fail.
+    pub(crate) fn fail_after(left: Option<(usize, usize)>) {
+        LEFT.set(left);
+    }
+
+    pub(super) fn count(bytes: isize) {
+        MAPPED.set(MAPPED.get() + bytes);
+    }
+
+    pub(super) fn take() -> io::Result<()> {
+        match LEFT.get() {
+            None => return Ok(()),
+            Some((0, 0)) => LEFT.set(None),
+            Some((0, fail)) => {
+                LEFT.set(Some((0, fail - 1)));
+                return Err(io::Error::from_raw_os_error(libc::ENOMEM));
+            }
+            Some((left, fail)) => LEFT.set(Some((left - 1, fail))),
+        }
+        Ok(())
+    }
 }

@@ -1036,6 +1036,15 @@ impl Drop for Share {
 
 #[cfg(test)]
 impl Memory {
+    /// Bytes of blocks that lie in its pools.
+    pub(crate) fn idle_bytes(&self) -> usize {
+        let pools = [&self.slab, &self.header, &self.message, &self.areas];
+        // Receives and headers may have one pool.
+        let apart = if Arc::ptr_eq(&self.slab, &self.header) { &pools[1..] } else { &pools };
+        let blocks = |idle: &Vec<Share>| idle.iter().map(|block| block.raw.cap).sum::<usize>();
+        apart.iter().filter_map(|pool| pool.idle()).map(|idle| blocks(&idle)).sum()
+    }
+
     /// Bytes of long messages that are in Receives of this connection.
     pub(crate) fn own_received(&self) -> usize {
         self.own_received.bytes()

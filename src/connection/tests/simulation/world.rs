@@ -178,8 +178,10 @@ struct End {
     card: Card,
     /// Calls that the program waits for, by XID.
     own: FxHashMap<u32, u32>,
-    /// Calls posted and not known to be done at the peer, in the order of their Sends, and whether each has no reply.
-    under_way: VecDeque<(u32, bool)>,
+    /// Calls posted and not known to be done at the peer, in the order of their Sends: XID and number.
+    under_way: VecDeque<(u32, u32)>,
+    /// Calls of the peer that have come and were not answered, by XID.
+    unanswered: FxHashMap<u32, u32>,
     posted: u32,
     granted: u32,
     /// Place of the latest call of the peer that was handed up, counted from 1.
@@ -191,6 +193,27 @@ struct End {
 }
 
 impl End {
+    /// What it has when nothing moves any more.
+    fn check_rest(&self, calls: &[Call]) {
+        let End { engine, card, own, under_way, serving, .. } = self;
+        assert!(serving.is_empty() && own.is_empty());
+        if engine.closed().is_some() {
+            return;
+        }
+        assert_eq!(engine.responder.working(), 0, "a request is neither answered nor given up");
+        assert_eq!(engine.responder.staged(), (0, 0));
+        let wanted = engine.common.window.receives() + receive_margin(engine.common.settings.versions);
+        assert_eq!(card.receives(), wanted as usize, "Receives at rest");
+        let in_flight = engine.common.window.in_flight() as usize;
+        // Calls without a reply that expose much keep their credit.
+        let one_way = calls.iter().any(|call| call.sort == Sort::OneWay);
+        assert!(in_flight == under_way.len() || one_way, "a credit is lost: {}", self.state());
+        let exposed: usize = under_way.iter().map(|(_, number)| calls[*number as usize].handles.len()).sum();
+        if in_flight == under_way.len() && engine.requester.past() == 0 && !card.fail_invalidate {
+            assert_eq!(card.exposures(), exposed, "exposed for no call: {}", self.state());
+        }
+    }
+
     /// For people.
     fn state(&self) -> String {
         let End { engine, own, under_way, serving, .. } = self;
@@ -349,7 +372,7 @@ impl Call {
             }
             Sort::Read => {
                 // Now and then there is less than was asked for.
-                let len = if number % 8 == 0 { self.reply / 2 } else { self.reply };
+                let len = if number.is_multiple_of(8) { self.reply / 2 } else { self.reply };
                 push_words(bytes, &[self.xid, 1, 0, 0, 0, 0, 0, 0, len as u32, 0, len as u32]);
                 fill(bytes, len, !number);
                 bytes.resize(bytes.len().next_multiple_of(4), 0);
@@ -384,7 +407,7 @@ impl World {
         let mapped = ration::mapped();
         let mut world = World::new(seed);
         world.live();
-        world.finish();
+        world.finish(mapped);
         let tally = std::mem::take(&mut world.tally);
         drop(world);
         ration::fail_after(None);
@@ -516,6 +539,7 @@ impl World {
                 card: Card::new(end, &network, seeds.next().unwrap(), &said[1 - end]),
                 own: FxHashMap::default(),
                 under_way: VecDeque::new(),
+                unanswered: FxHashMap::default(),
                 posted: 0,
                 granted: 1,
                 handed: 0,
@@ -746,7 +770,7 @@ impl World {
                 call.handles.extend(chunks.writes().flat_map(|c| c.iter()).map(|s| s.handle));
                 own.posted += 1;
                 call.posted = Some(own.posted);
-                own.under_way.push_back((xid, call.sort == Sort::OneWay));
+                own.under_way.push_back((xid, number));
                 let limit = own.engine.asked().min(own.granted) as usize;
                 let count = own.under_way.len();
                 assert!(count <= limit, "{count} calls under way, {limit} allowed");
@@ -754,6 +778,8 @@ impl World {
             }
             Body::Msg { chunks, .. } | Body::Nomsg { chunks } => {
                 assert_eq!(chunks.read_count(), 0, "a Read list in a reply");
+                let unanswered = own.unanswered.get_mut(&xid).filter(|count| **count > 0);
+                *unanswered.unwrap_or_else(|| panic!("the call {xid:#x} is answered twice")) -= 1;
             }
             _ => {}
         }
@@ -765,7 +791,11 @@ impl World {
         let Ok(header) = header::decode(message, Versions::BOTH) else { panic!("the peer sent nonsense") };
         let end = self.links[link].ends[at].as_mut().unwrap();
         let is_error = matches!(header.body, Body::Error(_));
-        if matches!(header.body, Body::Optional { .. }) || is_call(&header) {
+        if is_call(&header) {
+            *end.unanswered.entry(header.xid.0).or_default() += 1;
+            return;
+        }
+        if matches!(header.body, Body::Optional { .. }) {
             return;
         }
         // The answered call is done, and so are the one-way calls before it.
@@ -773,10 +803,11 @@ impl World {
             if !is_error {
                 end.granted = header.credits.0.max(1);
             }
-            let mut before = 0;
-            end.under_way.retain(|(_, one_way)| {
-                before += 1;
-                before - 1 != place && (before > place || !one_way)
+            let (calls, mut at) = (&self.calls, 0);
+            end.under_way.retain(|(_, number)| {
+                at += 1;
+                let earlier = at <= place && calls[*number as usize].sort == Sort::OneWay;
+                at - 1 != place && !earlier
             });
         }
     }
@@ -1049,8 +1080,18 @@ impl World {
         }
         // As a driver does: never with the last credit.
         let sort = if sort == Sort::OneWay && end.engine.credits_left() < 2 { Sort::Plain } else { sort };
-        end.next_xid = if jumps { far } else { end.next_xid.wrapping_add(1) };
-        let mut xid = end.next_xid;
+        if jumps {
+            end.next_xid = far;
+        }
+        let room = PLAIN + if underestimates { reply / 2 } else { reply };
+        self.begin(link, at, (sort, len, reply, room), deadline);
+    }
+
+    /// Makes a call; there is `room` for its reply.
+    fn begin(&mut self, link: usize, at: usize, what: (Sort, usize, usize, usize), deadline: bool) {
+        let (sort, len, reply, room) = what;
+        let end = self.links[link].ends[at].as_mut().unwrap();
+        let mut xid = end.next_xid.wrapping_add(1);
         while end.engine.knows(Xid(xid)) || end.own.contains_key(&xid) {
             xid = xid.wrapping_add(1);
         }
@@ -1077,15 +1118,12 @@ impl World {
         self.calls.push(call);
         self.open += 1;
         self.tally.calls += 1;
-        self.tally.back += u64::from(back);
+        self.tally.back += u64::from(at == SERVER);
         self.tally.one_way += u64::from(sort == Sort::OneWay);
         self.note(0x5_0000_0000 + u64::from(number));
         let expect = match sort {
             Sort::OneWay => Expect::Nothing,
-            _ => {
-                let max = PLAIN + if underestimates { reply / 2 } else { reply };
-                Expect::Reply { max: max.max(64), places: Vec::new() }
-            }
+            _ => Expect::Reply { max: room.max(64), places: Vec::new() },
         };
         let end = self.links[link].ends[at].as_mut().unwrap();
         end.own.insert(xid, number);
@@ -1166,38 +1204,43 @@ impl World {
 
     // ------------------------------------------------------------------------------------------- the end
 
-    /// Nothing goes wrong any more: every call ends, every connection still serves, and nothing is left over.
-    fn finish(&mut self) {
-        ration::fail_after(None);
+    /// Nothing goes wrong any more: every call has ended, every connection still serves, and nothing is left over.
+    fn finish(&mut self, mapped: isize) {
+        self.check_ends();
+        // Where a handle stays for ever the connection goes with the next call.
+        for link in 0..self.links.len() {
+            let open = |end: &Option<End>| end.as_ref().is_some_and(|end| end.engine.closed().is_none());
+            if self.links[link].ends.iter().all(open) {
+                self.begin(link, CLIENT, (Sort::Plain, 100, 100, 200), false);
+            }
+        }
+        self.live();
+        self.check_ends();
         while !self.kept.is_empty() {
             self.look_at_kept();
         }
+        let mut exposures = 0;
+        for link in 0..self.links.len() {
+            let ends = self.links[link].ends.each_ref().map(|end| end.as_ref().map(End::state));
+            let empty = self.links[link].network.lock().unwrap().is_empty();
+            assert!(empty, "packets are under way for ever: {ends:?}");
+            for end in self.links[link].ends.iter().flatten() {
+                end.check_rest(&self.calls);
+                exposures += end.card.exposures();
+            }
+        }
+        if exposures == 0 {
+            let idle: usize = self.memory.iter().map(|memory| memory.idle_bytes()).sum();
+            assert_eq!(ration::mapped() - mapped, idle as isize, "memory is held, and nothing needs it");
+        }
+    }
+
+    fn check_ends(&self) {
         for (number, call) in self.calls.iter().enumerate() {
             let end = self.links[call.connection].ends[call.end].as_ref();
             assert!(call.ended, "call {number} has no end: {call:?}, {:?}", end.map(End::state));
         }
         assert_eq!(self.open, 0);
-        for link in 0..self.links.len() {
-            let ends = self.links[link].ends.each_ref().map(|end| end.as_ref().map(End::state));
-            assert!(
-                self.links[link].network.lock().unwrap().is_empty(),
-                "packets are under way for ever: {ends:?}"
-            );
-            for at in [CLIENT, SERVER] {
-                self.check_rest(link, at);
-            }
-        }
-    }
-
-    /// What an end has when nothing moves any more.
-    fn check_rest(&mut self, link: usize, at: usize) {
-        let Some(end) = &self.links[link].ends[at] else { return };
-        assert!(end.serving.is_empty() && end.own.is_empty());
-        if end.engine.closed().is_some() {
-            return;
-        }
-        assert_eq!(end.engine.responder.working(), 0, "a request is neither answered nor given up");
-        assert_eq!(end.engine.responder.staged(), (0, 0));
     }
 }
 

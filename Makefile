@@ -11,6 +11,7 @@
 # make check-sanitizers   the library itself under AddressSanitizer and ThreadSanitizer: ten minutes, and Rust's sources
 # make check-schedules   schedules of threads that wait and serve, tried one after the other: a minute and a build
 # make fuzz         SECONDS=60: each target of fuzz/ for so long (fuzz/README.md)
+# make check-planted     plants known defects, and sees them found: half an hour
 # make simulate     CALLS=n SEED=s: engines over a simulated network; 100000 calls a second
 # make check-vm     against the kernel's NFS/RDMA, in a guest that tests/vm/setup.sh prepares
 # make bench        measures
@@ -42,7 +43,7 @@ SOURCES := Cargo.toml Cargo.lock $(shell find src -name '*.rs')
 LIBRARY := build/librpcrdma.so.0
 MANUALS := $(wildcard docs/*.[1-8])
 # Every test that is a script; the ones named here are parts of others.
-SCRIPTS := $(filter-out tests/lib.sh tests/ns.sh tests/packages.sh,$(sort $(wildcard tests/*.sh)))
+SCRIPTS := $(filter-out tests/lib.sh tests/ns.sh tests/packages.sh tests/planted.sh,$(sort $(wildcard tests/*.sh)))
 # What a guest with a kernel of its own is for; the others there are its parts.
 # The soak is not among them: over rxe its moved client does not connect yet, and siw does not live through it.
 VM_SCRIPTS := $(filter-out tests/vm/guest.sh tests/vm/setup.sh tests/vm/vm.sh tests/vm/soak.sh,$(sort $(wildcard tests/vm/*.sh)))
@@ -177,6 +178,10 @@ simulate:
 	SIMULATE_CALLS=$(CALLS) SIMULATE_SEED=$(SEED) $(CARGO) test $(CARGOFLAGS) $(FEATURES) --release --lib -- \
 	    --ignored --exact --nocapture connection::tests::simulation::as_many_calls_as_are_told
 
+# Defects that are planted on purpose, each of which has to be found.
+check-planted:
+	bash tests/planted.sh
+
 check-long: check
 	@$(MAKE) --no-print-directory check-long-here
 check-long-here: check-bad-peers check-schedules check-c-long check-sanitizers
@@ -212,7 +217,7 @@ clean:
 
 .PHONY: all install demo demo-here nfs3 nfs41 check check-here check-beside check-source check-rust check-exports \
     check-c check-c-long check-sanitizers check-valgrind check-long check-long-here check-fresh check-bad-peers \
-    check-schedules check-vm bench bench-instructions clean soak fuzz simulate FORCE
+    check-schedules check-vm bench bench-instructions clean soak fuzz simulate check-planted FORCE
 .DELETE_ON_ERROR:
 ifdef IN_ORDER
 .NOTPARALLEL:

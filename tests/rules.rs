@@ -172,6 +172,30 @@ fn the_tests_of_a_rule_exist() {
     assert!(wrong.is_empty(), "{wrong:#?}");
 }
 
+#[test]
+fn the_tests_that_the_page_on_security_names_exist() {
+    let page = fs::read_to_string(root().join("docs/security.md")).expect("docs/security.md");
+    let (sources, scripts) = (files("src"), files("tests"));
+    let (mut named, mut wrong) = (0, Vec::new());
+    for line in page.lines().filter(|line| line.starts_with("| §")) {
+        let tests =
+            line.trim_matches('|').split('|').nth(2).unwrap_or_else(|| panic!("not three cells: {line}"));
+        for name in code(tests) {
+            named += 1;
+            let exists = match name.contains('/') {
+                true => scripts.contains_key(name),
+                false => sources.values().any(|text| {
+                    has(text, "fn ", name) && text.split(&format!("fn {name}(")).next().is_some_and(is_marked)
+                }),
+            };
+            if !exists {
+                wrong.push(name.to_owned());
+            }
+        }
+    }
+    assert!(named > 20 && wrong.is_empty(), "{named} are named; there is no {wrong:#?}");
+}
+
 /// Whether the text before a function marks it as a test.
 fn is_marked(before: &str) -> bool {
     before.lines().rev().take(4).any(|line| line.trim() == "#[test]")

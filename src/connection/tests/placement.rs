@@ -961,7 +961,8 @@ fn what_is_not_reduced_travels_inside_long_messages() {
 fn a_message_that_ends_inside_an_item_travels_as_it_is() {
     let cut = |mut xdr: Xdr| {
         xdr.bytes.truncate(xdr.bytes.len() - 1000);
-        (xdr.items.clear(), xdr.opaques.clear());
+        xdr.items.clear();
+        xdr.opaques.clear();
         xdr
     };
     let mut duo = warm(SHAPE);

@@ -13,9 +13,10 @@ use std::io::{ErrorKind, Read as _, Write as _};
 use std::os::fd::AsRawFd;
 use std::os::unix::net::UnixStream;
 
-use rpcrdma::fuzz::ddp::{self, Header, Opcode, ReadRequest};
-use rpcrdma::fuzz::mpa::{self, Offer, StartFrame, Which};
-use rpcrdma::fuzz::{Buf, Iwarp, Options, Region, Sink};
+use rpcrdma::fuzz::{Buf, Region, Sink};
+use rpcrdma::provider::iwarp::ddp::{self, Header, Opcode, ReadRequest};
+use rpcrdma::provider::iwarp::mpa::{self, Offer, StartFrame, Which};
+use rpcrdma::provider::iwarp::{Iwarp, Options};
 use rpcrdma::provider::{Completion, QueuePair, WorkId, WorkRequest};
 use rpcrdma::wire::{Handle, Segment};
 

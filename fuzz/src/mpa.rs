@@ -2,8 +2,10 @@
 //!
 //! The first byte says which; the rest is what a peer sent.
 
-use rpcrdma::fuzz::ddp::{self, Fault, Header, ReadRequest};
-use rpcrdma::fuzz::mpa::{self, Enhanced, NOT_NEGOTIATED, Offer, Refusal, StartFrame, Terms, Which};
+use rpcrdma::provider::iwarp::ddp::{self, Fault, Header, ReadRequest};
+use rpcrdma::provider::iwarp::mpa::{
+    self, Enhanced, NOT_NEGOTIATED, Offer, Refusal, StartFrame, Terms, Which,
+};
 
 pub fn run(data: &[u8]) {
     let Some((&which, bytes)) = data.split_first() else { return };
@@ -102,7 +104,11 @@ fn segment(bytes: &[u8]) {
             assert_eq!(header.is_last(), start[2] & 0x40 != 0);
             let ulpdu = length - 2 + payload;
             let frame = mpa::fpdu_len(ulpdu);
-            assert!(frame % 4 == 0 && frame == 2 + ulpdu + mpa::pad_len(ulpdu) + 4 && frame >= ddp::ENOUGH);
+            assert!(
+                frame.is_multiple_of(4)
+                    && frame == 2 + ulpdu + mpa::pad_len(ulpdu) + 4
+                    && frame >= ddp::ENOUGH
+            );
         }
         Err(fault) => explained(fault, bytes),
     }
@@ -117,7 +123,7 @@ fn explained(fault: Fault, cause: &[u8]) {
     for cause in [None, Some(cause), Some(&cause[..cause.len().min(ddp::ENOUGH)])] {
         let mut fpdu = [0xEE; ddp::MAX_TERMINATE];
         let length = fault.encode_terminate(cause, &mut fpdu);
-        assert!(length <= fpdu.len() && (length + 4) % 4 == 0);
+        assert!(length <= fpdu.len() && (length + 4).is_multiple_of(4));
         let start = fpdu.first_chunk().expect("long enough");
         let (header, payload) = Header::decode(start).expect("our own Terminate");
         assert_eq!((header.opcode(), header.is_last()), (ddp::Opcode::Terminate, true));

@@ -237,7 +237,7 @@ impl Bench {
 
     /// The peer wakes us, or sends bytes that it does not count.
     fn wake(&mut self, bytes: usize) {
-        if bytes % 2 == 0 {
+        if bytes.is_multiple_of(2) {
             self.theirs.word(Word::Woken).fetch_add(bytes as u64, SeqCst);
         }
         if let Some(peer) = &mut self.peer {

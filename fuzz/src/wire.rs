@@ -142,7 +142,7 @@ fn operations(info: &[u8]) {
 
 /// The characteristics of a list, if all are known.
 fn known(spec: &characteristics::Spec<'_>) -> Option<Vec<Characteristic>> {
-    assert_eq!((spec.iter().count(), spec.is_empty()), (spec.len(), spec.len() == 0));
+    assert_eq!((spec.iter().count(), spec.is_empty()), (spec.len(), spec.iter().next().is_none()));
     spec.iter()
         .map(|value| {
             let known = value.known?;

@@ -60,7 +60,8 @@ impl Operations {
         unsafe { (self.table.setpostn)(self.xdr, position) == 1 }
     }
 
-    /// The next bytes in their place, if the stream gives them away.
+    /// The next bytes in their place, if the stream gives them away. They are C's, as its streams are.
+    #[allow(clippy::mut_from_ref)]
     fn inline(&self, bytes: usize) -> Option<&mut [u8]> {
         // SAFETY: as in `get_long`.
         let place = unsafe { (self.table.inline)(self.xdr, bytes as c_uint) };

@@ -940,6 +940,27 @@ impl<'a> IoVecMut<'a> {
     }
 }
 
+/// For tests: what sendmsg(2) and recvmsg(2) do, without a socket.
+#[cfg(test)]
+impl IoVec<'_> {
+    pub(crate) fn copy_to(&self, bytes: &mut Vec<u8>, most: usize) {
+        let len = self.raw.iov_len.min(most);
+        if len > 0 {
+            // SAFETY: as for the kernel: `raw` names bytes that live as long as `self`, and nobody writes them meanwhile.
+            bytes.extend_from_slice(unsafe { std::slice::from_raw_parts(self.raw.iov_base.cast(), len) });
+        }
+    }
+}
+
+#[cfg(test)]
+impl IoVecMut<'_> {
+    pub(crate) fn copy_from(&mut self, bytes: &[u8]) {
+        assert!(bytes.len() <= self.raw.iov_len);
+        // SAFETY: as for the kernel: `raw` names so many bytes that live as long as `self`, of which no slice exists.
+        unsafe { std::ptr::copy_nonoverlapping(bytes.as_ptr(), self.raw.iov_base.cast(), bytes.len()) };
+    }
+}
+
 /// A mapping and the pool that it returns to, or lent memory.
 struct Block {
     raw: RawBlock,

@@ -37,6 +37,10 @@ pub const IOV_MAX: usize = 1024;
 /// # Errors
 /// The errno; `EAGAIN` when the socket takes nothing now.
 pub fn send(fd: RawFd, pieces: &[IoVec<'_>]) -> io::Result<usize> {
+    #[cfg(test)]
+    if let Some(sent) = simulated::send(fd, pieces) {
+        return sent;
+    }
     // INVARIANT: IoVec is repr(transparent) over iovec. sendmsg(2) only reads the array: the cast to *mut is the
     // shape of msghdr, which recvmsg(2) shares.
     let message = message(pieces.as_ptr().cast::<libc::iovec>().cast_mut(), pieces.len());
@@ -52,6 +56,10 @@ pub fn send(fd: RawFd, pieces: &[IoVec<'_>]) -> io::Result<usize> {
 /// # Errors
 /// The errno; `EAGAIN` when nothing is there now.
 pub fn receive(fd: RawFd, pieces: &mut [IoVecMut<'_>]) -> io::Result<usize> {
+    #[cfg(test)]
+    if let Some(received) = simulated::receive(fd, pieces) {
+        return received;
+    }
     let mut message = message(pieces.as_mut_ptr().cast::<libc::iovec>(), pieces.len());
     repeat(|| {
         // SAFETY: `message` names `msg_iovlen` live elements of `pieces`, each a target that its lifetime lends
@@ -104,6 +112,10 @@ pub fn set_nonblocking(fd: RawFd) -> io::Result<()> {
 /// # Errors
 /// The errno of setsockopt(2), except that the socket is not TCP.
 pub fn set_nodelay(fd: RawFd) -> io::Result<()> {
+    #[cfg(test)]
+    if simulated::is(fd) {
+        return Ok(());
+    }
     match sockopt::set_tcp_nodelay(borrow(fd)?, true) {
         Ok(()) | Err(Errno::OPNOTSUPP | Errno::NOPROTOOPT) => Ok(()),
         Err(error) => Err(error.into()),
@@ -112,6 +124,10 @@ pub fn set_nodelay(fd: RawFd) -> io::Result<()> {
 
 /// Bytes that TCP now puts into one segment of this connection; `None` when the socket is not TCP.
 pub fn tcp_mss(fd: RawFd) -> Option<usize> {
+    #[cfg(test)]
+    if let Some(segment) = simulated::segment(fd) {
+        return Some(segment);
+    }
     let mut mss: libc::c_int = 0;
     let mut len = size_of::<libc::c_int>() as libc::socklen_t;
     // SAFETY: value and length point to live variables of the sizes that they state.
@@ -126,6 +142,10 @@ pub fn tcp_mss(fd: RawFd) -> Option<usize> {
 
 /// Bytes in the send buffer of a TCP socket that its peer has not acknowledged; 0 where there is no such number.
 pub fn unacknowledged(fd: RawFd) -> u64 {
+    #[cfg(test)]
+    if let Some(bytes) = simulated::unacknowledged(fd) {
+        return bytes;
+    }
     let mut bytes: c_int = 0;
     // SAFETY: SIOCOUTQ, which is TIOCOUTQ, writes one int; other descriptors refuse it.
     let result = unsafe { libc::ioctl(fd, libc::TIOCOUTQ, &raw mut bytes) };
@@ -223,6 +243,8 @@ fn bind_reserved(socket: &OwnedFd, v4: bool) -> rustix::io::Result<()> {
 
 /// Ends both directions of a connection: the peer learns of it although descriptors of it remain open.
 pub fn shutdown(fd: RawFd) {
+    #[cfg(test)]
+    simulated::shutdown(fd);
     // A connection that is gone already is no concern.
     let _ = borrow(fd).map(|fd| rustix::net::shutdown(fd, Shutdown::Both));
 }
@@ -606,5 +628,103 @@ mod tests {
                 "{host}: {before}, {now}"
             );
         }
+    }
+}
+
+/// For tests: streams of bytes in place of sockets, of one thread, whose descriptors are no real ones.
+#[cfg(test)]
+pub(crate) mod simulated {
+    use std::cell::RefCell;
+    use std::collections::BTreeMap;
+    use std::io;
+
+    use super::{IoVec, IoVecMut, RawFd};
+
+    /// One end of a connection.
+    pub(crate) trait Stream {
+        /// Bytes that it takes now.
+        fn room(&mut self) -> io::Result<usize>;
+        fn put(&mut self, bytes: Vec<u8>);
+        /// At most so many bytes that have come; none: the peer has closed its side.
+        fn get(&mut self, most: usize) -> io::Result<Vec<u8>>;
+        fn unacknowledged(&self) -> usize;
+        fn segment(&self) -> usize;
+        fn shutdown(&mut self);
+    }
+
+    const FIRST: RawFd = -1000;
+
+    thread_local! {
+        static STREAMS: RefCell<BTreeMap<RawFd, Box<dyn Stream>>> = const { RefCell::new(BTreeMap::new()) };
+    }
+
+    /// The descriptor of an end; dropped, it is closed.
+    pub(crate) struct Socket(pub(crate) RawFd);
+
+    impl Socket {
+        pub(crate) fn new(stream: Box<dyn Stream>) -> Socket {
+            STREAMS.with_borrow_mut(|streams| {
+                let fd = streams.first_key_value().map_or(FIRST, |(lowest, _)| lowest - 1);
+                streams.insert(fd, stream);
+                Socket(fd)
+            })
+        }
+    }
+
+    impl Drop for Socket {
+        fn drop(&mut self) {
+            shutdown(self.0);
+            STREAMS.with_borrow_mut(|streams| streams.remove(&self.0));
+        }
+    }
+
+    pub(super) fn is(fd: RawFd) -> bool {
+        fd <= FIRST
+    }
+
+    fn with<R>(fd: RawFd, then: impl FnOnce(&mut dyn Stream) -> R) -> Option<R> {
+        if !is(fd) {
+            return None;
+        }
+        STREAMS.with_borrow_mut(|streams| streams.get_mut(&fd).map(|stream| then(&mut **stream)))
+    }
+
+    pub(super) fn send(fd: RawFd, pieces: &[IoVec<'_>]) -> Option<io::Result<usize>> {
+        with(fd, |stream| {
+            let mut left = stream.room()?;
+            let mut bytes = Vec::with_capacity(left.min(1 << 16));
+            for piece in pieces {
+                piece.copy_to(&mut bytes, left);
+                left -= piece.len().min(left);
+            }
+            let count = bytes.len();
+            stream.put(bytes);
+            Ok(count)
+        })
+    }
+
+    pub(super) fn receive(fd: RawFd, pieces: &mut [IoVecMut<'_>]) -> Option<io::Result<usize>> {
+        with(fd, |stream| {
+            let bytes = stream.get(pieces.iter().map(IoVecMut::len).sum())?;
+            let mut rest = &bytes[..];
+            for piece in pieces {
+                let (now, later) = rest.split_at(piece.len().min(rest.len()));
+                piece.copy_from(now);
+                rest = later;
+            }
+            Ok(bytes.len())
+        })
+    }
+
+    pub(super) fn segment(fd: RawFd) -> Option<usize> {
+        with(fd, |stream| stream.segment())
+    }
+
+    pub(super) fn unacknowledged(fd: RawFd) -> Option<u64> {
+        with(fd, |stream| stream.unacknowledged() as u64)
+    }
+
+    pub(super) fn shutdown(fd: RawFd) {
+        with(fd, |stream| stream.shutdown());
     }
 }

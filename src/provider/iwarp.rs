@@ -1570,5 +1570,21 @@ fn invalid(text: &'static str) -> Error {
     Error::new(Kind::Invalid, text)
 }
 
+/// For tests: what is inside.
+#[cfg(test)]
+impl Iwarp {
+    pub(crate) fn posted_receives(&self) -> usize {
+        self.receives.len()
+    }
+
+    pub(crate) fn exposes(&self, handle: Handle) -> bool {
+        self.exposed.contains_key(&handle.0)
+    }
+
+    pub(crate) fn exposures(&self) -> usize {
+        self.exposed.len()
+    }
+}
+
 #[cfg(test)]
 mod tests;

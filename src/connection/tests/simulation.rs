@@ -1,5 +1,7 @@
 //! A simulation: engines over a network with virtual time, and everything that chance decides from one seed.
 //!
+//! Most worlds have devices of memory ([`network`]), the others software iWARP over streams of bytes ([`bytes`]).
+//!
 //! A seed is one [`world::World`] of a thousand calls; what is run is a seed and those that follow it. A failure names the
 //! seed of its world, with which alone it is run again, step by step the same. `make simulate CALLS=n SEED=s`
 //!
@@ -8,6 +10,7 @@
 //! no remote access fails; each Send finds a Receive that is long enough; credits are kept; at the end nothing is left over.
 #![forbid(unsafe_code)]
 
+mod bytes;
 mod network;
 mod world;
 
@@ -72,6 +75,10 @@ fn a_sample_of_simulated_worlds() {
             tally.one_way,
             tally.back,
             tally.version_two,
+            tally.software,
+            tally.renewals,
+            tally.fallbacks,
+            tally.waits,
         ];
         assert!(first != 1 || reached.iter().all(|count| *count > 10), "{tally:?}");
     }

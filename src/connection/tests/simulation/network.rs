@@ -96,11 +96,6 @@ impl Network {
         Arc::new(Mutex::new(Network { clock, random: Random(seed | 1), terms, wires, wakes: Vec::new() }))
     }
 
-    /// Ends that are to be polled, and when.
-    pub fn wakes(&mut self) -> std::vec::Drain<'_, (Time, usize)> {
-        self.wakes.drain(..)
-    }
-
     fn now(&self) -> Time {
         self.clock.load(Relaxed)
     }
@@ -113,9 +108,24 @@ impl Network {
         wire.packets.push_back((wire.last, packet));
         self.wakes.push((wire.last, to));
     }
+}
 
+/// What lies between the two ends of a connection.
+pub trait Medium {
+    /// Ends that are to be polled, and when.
+    fn wakes(&mut self) -> Vec<(Time, usize)>;
     /// Loses the connection: of what is under way to each end, chance tells how much still arrives.
-    pub fn cut(&mut self) {
+    fn cut(&mut self);
+    /// Nothing is under way to anybody.
+    fn is_empty(&self) -> bool;
+}
+
+impl Medium for Network {
+    fn wakes(&mut self) -> Vec<(Time, usize)> {
+        std::mem::take(&mut self.wakes)
+    }
+
+    fn cut(&mut self) {
         for to in 0..2 {
             if self.wires[to].cut {
                 continue;
@@ -127,9 +137,47 @@ impl Network {
         }
     }
 
-    /// Bytes of memory that packets under way name.
-    pub fn is_empty(&self) -> bool {
+    fn is_empty(&self) -> bool {
         self.wires.iter().all(|wire| wire.packets.is_empty())
+    }
+}
+
+/// A device of the simulation.
+pub trait Simulated: QueuePair {
+    /// Receives posted and not used.
+    fn receives(&self) -> usize;
+    fn exposes(&self, handle: Handle) -> bool;
+    fn exposures(&self) -> usize;
+    /// From here on so many exposures succeed, and then so many fail.
+    fn run_out(&mut self, left: (u32, u32));
+    /// From here on nothing can be invalidated.
+    fn jam(&mut self);
+    fn is_jammed(&self) -> bool;
+}
+
+impl Simulated for Card {
+    fn receives(&self) -> usize {
+        self.receives.len()
+    }
+
+    fn exposes(&self, handle: Handle) -> bool {
+        self.exposed.contains_key(&handle.0)
+    }
+
+    fn exposures(&self) -> usize {
+        self.exposed.len()
+    }
+
+    fn run_out(&mut self, left: (u32, u32)) {
+        self.exposures_left = Some(left);
+    }
+
+    fn jam(&mut self) {
+        self.jammed = true;
+    }
+
+    fn is_jammed(&self) -> bool {
+        self.jammed
     }
 }
 
@@ -163,16 +211,16 @@ pub struct Card {
     /// What the stream has no room for.
     unsent: VecDeque<Packet>,
     dead: Option<Error>,
-    /// So many exposures fail from here on; and every invalidation.
-    pub fail_exposures: u32,
-    pub fail_invalidate: bool,
+    exposures_left: Option<(u32, u32)>,
+    jammed: bool,
     moved: u64,
 }
 
 impl Card {
-    /// The device of end 0 or 1. `peer`: the private data of the other end.
-    pub fn new(end: usize, network: &Arc<Mutex<Network>>, seed: u64, peer: &PrivateData) -> Card {
-        let terms = network.lock().unwrap().terms;
+    /// The device of end 0 or 1. `own` and `peer`: the private data of this end and of the other one.
+    pub fn new(end: usize, network: &Arc<Mutex<Network>>, seed: u64, [own, peer]: [&PrivateData; 2]) -> Card {
+        let mut terms = network.lock().unwrap().terms;
+        terms.limits.remote_invalidation = own.remote_invalidation;
         Card {
             end,
             network: network.clone(),
@@ -186,22 +234,16 @@ impl Card {
             stalled: VecDeque::new(),
             unsent: VecDeque::new(),
             dead: None,
-            fail_exposures: 0,
-            fail_invalidate: false,
+            exposures_left: None,
+            jammed: false,
             moved: 0,
         }
     }
 
-    pub fn receives(&self) -> usize {
-        self.receives.len()
-    }
-
-    pub fn exposes(&self, handle: Handle) -> bool {
-        self.exposed.contains_key(&handle.0)
-    }
-
-    pub fn exposures(&self) -> usize {
-        self.exposed.len()
+    /// The same with segments of at most so many bytes.
+    pub fn with_segments(mut self, most: u32) -> Card {
+        self.terms.limits.max_segment = most;
+        self
     }
 
     fn network(&self) -> MutexGuard<'_, Network> {
@@ -259,9 +301,14 @@ impl Card {
             return Err(error.clone());
         }
         assert!(len > 0 && len <= self.terms.limits.max_segment as usize, "a segment of {len} bytes");
-        if self.fail_exposures > 0 {
-            self.fail_exposures -= 1;
-            return Err(Error::new(Kind::Os(libc::ENOMEM), "no handle left"));
+        match self.exposures_left {
+            None => {}
+            Some((0, 0)) => self.exposures_left = None,
+            Some((0, fail)) => {
+                self.exposures_left = Some((0, fail - 1));
+                return Err(Error::new(Kind::Os(libc::ENOMEM), "no handle left"));
+            }
+            Some((left, fail)) => self.exposures_left = Some((left - 1, fail)),
         }
         let handle = loop {
             let handle = self.random.next() as u32;
@@ -394,7 +441,7 @@ impl QueuePair for Card {
     }
 
     fn invalidate(&mut self, handle: Handle) -> Result<(), Error> {
-        if self.fail_invalidate && self.dead.is_none() {
+        if self.jammed && self.dead.is_none() {
             return Err(Error::new(Kind::Os(libc::EIO), "cannot invalidate"));
         }
         self.exposed.remove(&handle.0);
@@ -516,7 +563,7 @@ impl QueuePair for Card {
         if self.dead.is_some() {
             return;
         }
-        let (own, to) = (self.end, 1 - self.end);
+        let to = 1 - self.end;
         {
             let mut network = self.network();
             if !network.wires[to].cut {
@@ -530,7 +577,6 @@ impl QueuePair for Card {
                 network.push(to, Packet::Close(Error::new(Kind::ConnectionLost, "the peer closed")));
                 network.wires[to].cut = true;
             }
-            let _ = own;
         }
         self.die(Error::new(Kind::ConnectionLost, "this end closed the connection"));
     }

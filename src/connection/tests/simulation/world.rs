@@ -13,9 +13,12 @@ use std::sync::{LazyLock, Mutex};
 use rustc_hash::FxHashMap;
 
 use super::super::*;
-use super::network::{Card, Clock, Network, Terms, Time, crc};
+use super::bytes;
+use super::network::{Card, Clock, Medium, Network, Simulated, Terms, Time, crc};
 use crate::memory::ration;
-use crate::provider::{Completion, Limits, QueuePair};
+use crate::process::chance;
+use crate::provider::{Completion, Limits};
+use crate::socket::simulated::Socket;
 
 /// Ends of a connection.
 const CLIENT: usize = 0;
@@ -59,6 +62,14 @@ struct Plan {
     terms: Terms,
     staging_max: usize,
     settings: [Settings; 2],
+    /// Many messages are long.
+    long: bool,
+    /// Most bytes of a segment at each end.
+    segments: [u32; 2],
+    /// Connections are of software iWARP.
+    bytes: bool,
+    /// Of 1000 calls without a reply: answered all the same.
+    stray: usize,
 }
 
 impl Plan {
@@ -100,6 +111,10 @@ impl Plan {
             },
             staging_max: 0,
             settings: [SETTINGS; 2],
+            long: some(6, &[1]) == 1,
+            segments: [1 << 30; 2],
+            bytes: some(6, &[1]) == 1,
+            stray: some(2, &[20, 500]),
         };
         plan.clients = random.pick(&[1, 1, 2, 3]);
         plan.most = random.pick(&[1, 4, 16, 64]);
@@ -110,7 +125,7 @@ impl Plan {
         plan.terms.window = random.pick(&[1, 5000, 100_000, usize::MAX]);
         plan.terms.tells_reads = random.below(4) > 0;
         plan.terms.limits.read_depth = random.pick(&[1, 2, 16]);
-        plan.terms.limits.max_segment = random.pick(&[600, 4096, 1 << 20, 1 << 30]);
+        plan.segments = [0; 2].map(|_| random.pick(&[600, 4096, 1 << 20, 1 << 30]));
         plan.staging_max = random.pick(&[200_000, 4 << 20, 64 << 20]);
         let versions =
             random.pick(&[Versions::ONE, Versions::ONE, Versions::BOTH, Versions::BOTH, Versions::TWO]);
@@ -175,7 +190,9 @@ struct Serving {
 
 struct End {
     engine: Connection,
-    card: Card,
+    card: Box<dyn Simulated>,
+    /// What the card goes over, which goes after it.
+    _socket: Option<Socket>,
     /// Calls that the program waits for, by XID.
     own: FxHashMap<u32, u32>,
     /// Calls posted and not known to be done at the peer, in the order of their Sends: XID and number.
@@ -184,6 +201,8 @@ struct End {
     unanswered: FxHashMap<u32, u32>,
     posted: u32,
     granted: u32,
+    /// The most credits that the peer was told to use, and told of.
+    told: [u32; 2],
     /// Place of the latest call of the peer that was handed up, counted from 1.
     handed: u32,
     serving: Vec<Serving>,
@@ -206,10 +225,10 @@ impl End {
         assert_eq!(card.receives(), wanted as usize, "Receives at rest");
         let in_flight = engine.common.window.in_flight() as usize;
         // Calls without a reply that expose much keep their credit.
-        let one_way = calls.iter().any(|call| call.sort == Sort::OneWay);
-        assert!(in_flight == under_way.len() || one_way, "a credit is lost: {}", self.state());
+        let few = engine.requester.past() < 20;
+        assert!(in_flight == under_way.len() || !few, "a credit is lost: {}", self.state());
         let exposed: usize = under_way.iter().map(|(_, number)| calls[*number as usize].handles.len()).sum();
-        if in_flight == under_way.len() && engine.requester.past() == 0 && !card.fail_invalidate {
+        if in_flight == under_way.len() && engine.requester.past() == 0 && !card.is_jammed() {
             assert_eq!(card.exposures(), exposed, "exposed for no call: {}", self.state());
         }
     }
@@ -230,9 +249,14 @@ impl End {
     }
 }
 
+/// The device of an end, and the socket that it goes over.
+type Way = (Box<dyn Simulated>, Option<Socket>);
+
 struct Link {
     client: usize,
-    network: Arc<Mutex<Network>>,
+    network: Arc<Mutex<dyn Medium>>,
+    /// Answers under way to calls that asked for none.
+    strays: usize,
     ends: [Option<End>; 2],
     /// The client opens another one soon.
     renewing: bool,
@@ -264,6 +288,8 @@ pub struct Tally {
     pub one_way: u64,
     pub back: u64,
     pub version_two: u64,
+    /// Over software iWARP.
+    pub software: u64,
     pub connections: u64,
     pub shortages: u64,
     pub renewals: u64,
@@ -283,6 +309,7 @@ impl Tally {
         self.one_way += other.one_way;
         self.back += other.back;
         self.version_two += other.version_two;
+        self.software += other.software;
         self.connections += other.connections;
         self.shortages += other.shortages;
         self.renewals += other.renewals;
@@ -319,7 +346,7 @@ pub struct World {
 /// What messages are filled with.
 static PATTERN: LazyLock<Vec<u8>> = LazyLock::new(|| {
     let mut random = Random(0x1234_5678_9abc_def1);
-    (0..1 << 17).flat_map(|_| random.next().to_le_bytes()).collect()
+    (0..1 << 19).flat_map(|_| random.next().to_le_bytes()).collect()
 });
 
 fn fill(bytes: &mut Vec<u8>, len: usize, salt: u32) {
@@ -334,8 +361,11 @@ fn push_words(bytes: &mut Vec<u8>, words: &[u32]) {
 /// Words of a message of our own before its filling, and of an answer to it.
 const PLAIN: usize = 16;
 const NFS: u32 = 100_003;
+/// Marks an answer to a call that asked for none.
+const STRAY: u32 = u32::MAX;
 /// Longest message of a program.
 const LONGEST: usize = 600_000;
+const VERY_LONG: usize = 3_000_000;
 
 impl Call {
     /// The RPC Call number `number`.
@@ -363,10 +393,12 @@ impl Call {
     fn answer(&self, number: u32, bytes: &mut Vec<u8>) {
         bytes.clear();
         match self.sort {
-            Sort::Plain | Sort::OneWay => {
+            Sort::Plain => {
                 push_words(bytes, &[self.xid, 1, 0, number]);
                 fill(bytes, self.reply, !number);
             }
+            // Nobody has asked for it.
+            Sort::OneWay => push_words(bytes, &[self.xid, 1, STRAY, number]),
             Sort::Write => {
                 push_words(bytes, &[self.xid, 1, 0, 0, 0, 0, 0, 0, 0, self.len as u32, 2, number, 0])
             }
@@ -411,6 +443,7 @@ impl World {
         let tally = std::mem::take(&mut world.tally);
         drop(world);
         ration::fail_after(None);
+        chance::begin(0);
         assert_eq!(ration::mapped(), mapped, "memory is left over at the end");
         tally
     }
@@ -422,6 +455,7 @@ impl World {
         mixed = (mixed ^ (mixed >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
         let mut random = Random((mixed ^ (mixed >> 31)) | 1);
         let plan = Plan::new(&mut random);
+        chance::begin(random.next() | 1);
         thread_local! {
             static BINDINGS: Arc<Registry> = bindings();
         }
@@ -480,7 +514,7 @@ impl World {
 
     /// Has everything happen that is to happen, in its order.
     fn live(&mut self) {
-        let mut left = 200 * self.plan.calls + 100_000;
+        let mut left = 2000 * self.plan.calls;
         while let Some(Reverse((time, _, event))) = self.events.pop() {
             self.now = self.now.max(time);
             self.clock.store(self.now, Relaxed);
@@ -499,7 +533,7 @@ impl World {
             Event::Resume { link, end } => {
                 if let Some(End { engine, card, resuming, .. }) = &mut self.links[link].ends[end] {
                     *resuming = false;
-                    engine.resume(card);
+                    engine.resume(&mut **card);
                     self.settle(link, end);
                 }
             }
@@ -528,20 +562,35 @@ impl World {
             settings.first_xid = self.random.next() as u32;
         }
         let said = settings.map(sizes);
-        let mut terms = self.plan.terms;
-        terms.limits.remote_invalidation = true;
-        let network = Network::new(self.clock.clone(), self.random.next(), terms);
-        let mut seeds = [self.random.next(), self.random.next()].into_iter();
+        let (terms, seed) = (self.plan.terms, self.random.next());
+        let (network, mut cards): (Arc<Mutex<dyn Medium>>, [Option<Way>; 2]) = if self.plan.bytes {
+            let (streams, ends) = bytes::connect(self.clock.clone(), seed, terms, said);
+            let boxed = |(iwarp, socket)| Some((Box::new(iwarp) as Box<dyn Simulated>, Some(socket)));
+            (streams, ends.map(boxed))
+        } else {
+            let network = Network::new(self.clock.clone(), seed, terms);
+            let card = |end: usize| {
+                let card = Card::new(end, &network, self.random.next(), [&said[end], &said[1 - end]]);
+                let card = card.with_segments(self.plan.segments[end]);
+                Some((Box::new(card) as Box<dyn Simulated>, None))
+            };
+            let cards = [CLIENT, SERVER].map(card);
+            (network, cards)
+        };
         let mut end = |end: usize, role, host: usize| {
             let memory = self.memory[host].connection(None, None);
+            let (card, _socket) = cards[end].take().unwrap();
+            let peer = PrivateData::find(card.private_data()).unwrap_or(PrivateData::ABSENT);
             End {
-                engine: Connection::new(role, settings[end], said[1 - end], memory, self.bindings.clone()),
-                card: Card::new(end, &network, seeds.next().unwrap(), &said[1 - end]),
+                engine: Connection::new(role, settings[end], peer, memory, self.bindings.clone()),
+                card,
+                _socket,
                 own: FxHashMap::default(),
                 under_way: VecDeque::new(),
                 unanswered: FxHashMap::default(),
                 posted: 0,
                 granted: 1,
+                told: [0; 2],
                 handed: 0,
                 serving: Vec::new(),
                 next_xid: settings[end].first_xid,
@@ -554,7 +603,7 @@ impl World {
             ends[SERVER].engine.ask(self.random.pick(&[1, 2, 8]));
         }
         let link = self.links.len();
-        self.links.push(Link { client, network, ends: ends.map(Some), renewing: false });
+        self.links.push(Link { client, network, strays: 0, ends: ends.map(Some), renewing: false });
         self.tally.connections += 1;
         self.note(0x100 + link as u64);
         for end in [SERVER, CLIENT] {
@@ -578,15 +627,18 @@ impl World {
                     let Some(End { engine, card, .. }) = &mut self.links[link].ends[at] else {
                         unreachable!()
                     };
-                    engine.handle_receive(message, invalidated, card);
+                    engine.handle_receive(message, invalidated, &mut **card);
                 }
                 Ok(Some(Completion::Read { id })) => {
                     engine.handle_read(id);
                     self.note(id.0);
                 }
-                Ok(None) if engine.refused() => engine.handle_quiet(card),
+                Ok(None) if engine.refused() => engine.handle_quiet(&mut **card),
                 Ok(None) => break,
-                Err(error) => self.fail(link, at, error),
+                Err(error) => {
+                    assert_ne!(error.kind(), Kind::Protocol, "between honest ends: {error}");
+                    self.fail(link, at, error);
+                }
             }
             self.drain(link, at);
             self.take(link, at);
@@ -608,8 +660,16 @@ impl World {
     fn settle(&mut self, link: usize, at: usize) {
         self.drain(link, at);
         self.take(link, at);
-        let Link { network, ends, renewing, client } = &mut self.links[link];
-        let wakes: Vec<(Time, usize)> = network.lock().unwrap().wakes().collect();
+        // Work that nothing of the peer follows is sent by this.
+        if let Some(End { engine, card, .. }) = &mut self.links[link].ends[at]
+            && engine.closed().is_none()
+            && let Err(error) = card.flush()
+        {
+            self.fail(link, at, error);
+            self.drain(link, at);
+        }
+        let Link { network, ends, renewing, client, .. } = &mut self.links[link];
+        let wakes: Vec<(Time, usize)> = network.lock().unwrap().wakes();
         let client = *client;
         let mut renew = false;
         let mut resume = false;
@@ -617,7 +677,14 @@ impl World {
         if let Some(end) = &mut ends[at] {
             match end.engine.closed() {
                 None => {
-                    assert_eq!(end.card.receives(), end.engine.common.characteristics.held() as usize);
+                    // What has come and is not taken in yet has its Receive no more.
+                    let held = end.engine.common.characteristics.held() as usize;
+                    assert!(end.card.receives() <= held && (end.card.receives() == held || self.plan.bytes));
+                    // Every call that the peer may make finds a Receive, and every reply, and what no credit counts.
+                    let wanted = (end.told[0] + end.told[1]) as usize;
+                    let wanted = wanted + receive_margin(end.engine.common.settings.versions) as usize;
+                    let there = held + end.engine.responder.working();
+                    assert!(there >= wanted, "{there} Receives of {wanted}: {}", end.state());
                     let in_flight = end.engine.common.window.in_flight() as usize;
                     assert!(in_flight >= end.under_way.len(), "a credit is free while its call is under way");
                     renew = at == CLIENT && end.engine.holds_back() && !*renewing;
@@ -703,7 +770,7 @@ impl World {
                 continue;
             };
             end.own.insert(xid.0, number);
-            if let Err(error) = end.engine.call(xid, message, expect, &mut end.card) {
+            if let Err(error) = end.engine.call(xid, message, expect, &mut *end.card) {
                 self.done(next, CLIENT, xid.0, Err(error));
             }
             self.settle(next, CLIENT);
@@ -728,7 +795,18 @@ impl World {
                     self.links[link].ends[at].as_mut().unwrap().card.post(request);
                 }
                 Output::Done { xid, outcome } => self.done(link, at, xid.0, outcome),
-                Output::Close(error) => self.fail(link, at, error),
+                Output::Close(error) => {
+                    let (short, jammed) = (self.tally.shortages > 0, card.is_jammed());
+                    let why = match error.kind() {
+                        Kind::Os(libc::ENOMEM) => short,
+                        Kind::Os(libc::EIO) => jammed,
+                        // They speak no common version.
+                        Kind::Peer => true,
+                        _ => false,
+                    };
+                    assert!(why, "an engine ends the connection to an honest peer: {error}");
+                    self.fail(link, at, error);
+                }
             }
         }
     }
@@ -751,6 +829,10 @@ impl World {
         assert!(message.len() <= most.max(own.engine.common.reply_limit(header.version)), "{header}");
         check_xid(&header);
         let xid = header.xid.0;
+        if !matches!(header.body, Body::Optional { .. }) {
+            let told = &mut own.told[usize::from(is_call(&header))];
+            *told = header.credits.0.max(*told);
+        }
         match header.body {
             Body::Error(_) => {
                 // The call of the peer ends with an error. It may not exist any more, nor the peer.
@@ -798,6 +880,12 @@ impl World {
         if matches!(header.body, Body::Optional { .. }) {
             return;
         }
+        // Before the answered call there may be others of those.
+        if !is_error && let Some(number) = answered(&header) {
+            let one_way = self.calls[number as usize].sort == Sort::OneWay;
+            self.links[link].strays -= usize::from(one_way);
+        }
+        let end = self.links[link].ends[at].as_mut().unwrap();
         // The answered call is done, and so are the one-way calls before it.
         if let Some(place) = end.under_way.iter().position(|(xid, _)| *xid == header.xid.0) {
             if !is_error {
@@ -822,7 +910,7 @@ impl World {
         self.open -= 1;
         if call.sort != Sort::OneWay || outcome.is_err() {
             let exposed = call.handles.iter().any(|handle| end.card.exposes(*handle));
-            assert!(!exposed || end.card.fail_invalidate, "call {number} is exposed after its end");
+            assert!(!exposed || end.card.is_jammed(), "call {number} is exposed after its end");
         }
         let what = match outcome {
             Ok(reply) => {
@@ -853,7 +941,7 @@ impl World {
                     }
                     Kind::Peer if call.posted.is_none() => assert!(at == SERVER, "{error}"),
                     // The device keeps what is not invalidated, and the connection is closed.
-                    Kind::Peer if end.card.fail_invalidate && !call.refused => {}
+                    Kind::Peer if end.card.is_jammed() && !call.refused => {}
                     Kind::Peer => {
                         assert!(call.refused, "call {number}, which nobody refused: {error}");
                         self.tally.refused += 1;
@@ -923,7 +1011,10 @@ impl World {
         self.check_request(number, &message);
         drop(message);
         let one_way = self.calls[number as usize].sort == Sort::OneWay;
-        let silent = one_way || (!self.quiet && self.chance(self.plan.discard));
+        // There are Receives for few of them.
+        let stray = one_way && !self.quiet && self.links[link].strays < 4 && self.chance(self.plan.stray);
+        self.links[link].strays += usize::from(stray);
+        let silent = (one_way && !stray) || (!one_way && !self.quiet && self.chance(self.plan.discard));
         let memory = &self.memory[if at == SERVER { 0 } else { self.links[link].client }];
         let buf = if silent { None } else { memory.message().ok() };
         self.calls[number as usize].answer(number, &mut self.expected);
@@ -968,13 +1059,20 @@ impl World {
         self.note(0x4_0000_0000 + u64::from(number));
         let end = self.links[link].ends[at].as_mut().expect("a call has an end before its connection");
         end.own.remove(&xid);
-        end.engine.abandon(Xid(xid), &mut end.card);
+        end.engine.abandon(Xid(xid), &mut *end.card);
         self.settle(link, at);
     }
 
     /// A length of a message.
     fn length(&mut self) -> usize {
         let inline = self.plan.settings[self.random.below(2)].inline;
+        if self.plan.long && self.random.below(16) == 0 {
+            return if self.random.below(16) == 0 {
+                self.random.below(VERY_LONG)
+            } else {
+                self.random.below(60_000)
+            };
+        }
         match self.random.below(256) {
             0 => self.random.below(LONGEST),
             1..=6 => self.random.below(40_000),
@@ -1024,13 +1122,13 @@ impl World {
             ration::fail_after(Some((after, 1 + self.random.below(3))));
         } else if self.chance(no_handles) {
             self.tally.shortages += 1;
-            let some = 1 + self.random.below(2) as u32;
+            let some = (self.random.below(4) as u32, 1 + self.random.below(2) as u32);
             if let Some(end) = &mut self.links[link].ends[end] {
-                end.card.fail_exposures = some;
+                end.card.run_out(some);
             }
         } else if self.chance(stuck_handles) {
             if let Some(end) = &mut self.links[link].ends[end] {
-                end.card.fail_invalidate = true;
+                end.card.jam();
             }
         } else if self.chance(hold) {
             if let Some(end) = &mut self.links[link].ends[SERVER] {
@@ -1083,7 +1181,8 @@ impl World {
         if jumps {
             end.next_xid = far;
         }
-        let room = PLAIN + if underestimates { reply / 2 } else { reply };
+        let less = if self.random.below(2) == 0 { reply / 2 } else { self.random.below(200) };
+        let room = PLAIN + if underestimates { reply.saturating_sub(less) } else { reply };
         self.begin(link, at, (sort, len, reply, room), deadline);
     }
 
@@ -1119,6 +1218,7 @@ impl World {
         self.open += 1;
         self.tally.calls += 1;
         self.tally.back += u64::from(at == SERVER);
+        self.tally.software += u64::from(self.plan.bytes);
         self.tally.one_way += u64::from(sort == Sort::OneWay);
         self.note(0x5_0000_0000 + u64::from(number));
         let expect = match sort {
@@ -1127,7 +1227,7 @@ impl World {
         };
         let end = self.links[link].ends[at].as_mut().unwrap();
         end.own.insert(xid, number);
-        if let Err(error) = end.engine.call(Xid(xid), message, expect, &mut end.card) {
+        if let Err(error) = end.engine.call(Xid(xid), message, expect, &mut *end.card) {
             self.done(link, at, xid, Err(error));
         }
         if deadline {
@@ -1194,7 +1294,7 @@ impl World {
         match what {
             0 if at == CLIENT || back => drop(engine.ask(few)),
             1 if at == SERVER || back => drop(engine.grant(few)),
-            2 => drop(engine.raise_receives(bytes, card)),
+            2 => drop(engine.raise_receives(bytes, &mut **card)),
             3 => drop(engine.request(Characteristic::ReceiveSize(bytes as u32))),
             4 => engine.set_reverse_chunks(few > 2),
             _ => {}
@@ -1242,6 +1342,13 @@ impl World {
         }
         assert_eq!(self.open, 0);
     }
+}
+
+/// The number of a call without a reply of which this is one all the same: such replies are plain and short.
+fn answered(header: &Header<'_>) -> Option<u32> {
+    let Body::Msg { payload, .. } = header.body else { return None };
+    let word = |at: usize| payload.get(4 * at..4 * at + 4).map(|w| u32::from_be_bytes(w.try_into().unwrap()));
+    (word(2)? == STRAY).then(|| word(3))?
 }
 
 /// Whether a good message is a Call.

@@ -28,7 +28,21 @@ pub use shared::SharedWords;
 #[inline]
 pub fn generation() -> u64 {
     watch_forks();
+    #[cfg(test)]
+    return GENERATION.load(Relaxed) + PRETENDED.get();
+    #[cfg(not(test))]
     GENERATION.load(Relaxed)
+}
+
+#[cfg(test)]
+thread_local! {
+    static PRETENDED: std::cell::Cell<u64> = const { std::cell::Cell::new(0) };
+}
+
+/// For tests: as if this thread were in a child that was forked so many times.
+#[cfg(test)]
+pub(crate) fn pretend(forks: u64) {
+    PRETENDED.set(forks);
 }
 
 /// getpid(2) without the system call.

@@ -13,6 +13,7 @@ use std::sync::{Mutex, MutexGuard};
 use rustc_hash::FxHashMap;
 
 use super::super::*;
+use crate::memory::ration;
 use crate::provider::{self, Completion, Limits, QueuePair, Traits, WorkId};
 
 /// Virtual time, nanoseconds.
@@ -76,6 +77,18 @@ enum Packet {
 }
 
 impl Packet {
+    /// From here on it names no memory that is lent; returns the bytes copied.
+    fn own(&mut self) -> usize {
+        let mut copied = 0;
+        if let Packet::Send { gather, .. } | Packet::Write { gather, .. } = self {
+            for region in gather.iter_mut().filter(|region| region.is_lent()) {
+                *region = own(region);
+                copied += region.len();
+            }
+        }
+        copied
+    }
+
     fn bytes(&self) -> usize {
         let sum = |gather: &Regions| gather.iter().map(|region| region.len()).sum::<usize>();
         40 + match self {
@@ -84,6 +97,14 @@ impl Packet {
             Packet::ReadRequest(_) | Packet::Close(_) => 0,
         }
     }
+}
+
+/// A copy in memory that never runs out, as the network has.
+fn own(region: &Region) -> Region {
+    let left = ration::pause();
+    let own = region.owned().unwrap();
+    ration::fail_after(left);
+    own
 }
 
 pub fn crc(gather: &[Region]) -> u32 {
@@ -270,7 +291,10 @@ impl Card {
             if wire.full {
                 return;
             }
-            network.push(to, unsent.pop_front().unwrap());
+            let mut packet = unsent.pop_front().unwrap();
+            // As bytes go into a socket.
+            packet.own();
+            network.push(to, packet);
         }
     }
 
@@ -383,7 +407,7 @@ impl Card {
                 match self.find(&from) {
                     Some((Exposed::Source(region, asked), at)) => {
                         *asked += u64::from(from.length);
-                        let data = region.slice(at, from.length as usize);
+                        let data = own(&region.slice(at, from.length as usize));
                         self.transmit(Packet::ReadResponse(data));
                         Ok(None)
                     }
@@ -467,7 +491,7 @@ impl QueuePair for Card {
     }
 
     fn release_lent(&mut self) -> Result<usize, Error> {
-        Ok(0)
+        Ok(self.unsent.iter_mut().map(Packet::own).sum())
     }
 
     fn post_recv(&mut self, sink: Sink) {

@@ -15,7 +15,7 @@ use rustc_hash::FxHashMap;
 use super::super::*;
 use super::bytes;
 use super::network::{Card, Clock, Medium, Network, Simulated, Terms, Time, crc};
-use crate::memory::ration;
+use crate::memory::{Program, ration};
 use crate::process::chance;
 use crate::provider::{Completion, Limits};
 use crate::socket::simulated::Socket;
@@ -62,6 +62,10 @@ struct Plan {
     terms: Terms,
     staging_max: usize,
     settings: [Settings; 2],
+    /// Of 1000 calls: with arguments, or results, that lie in the program's own memory.
+    lend: usize,
+    /// Of 1000 actions: a fork after which every process goes on as the child.
+    fork: usize,
     /// Many messages are long.
     long: bool,
     /// Most bytes of a segment at each end.
@@ -111,6 +115,8 @@ impl Plan {
             },
             staging_max: 0,
             settings: [SETTINGS; 2],
+            lend: some(2, &[50, 500]),
+            fork: some(6, &[5]),
             long: some(6, &[1]) == 1,
             segments: [1 << 30; 2],
             bytes: some(6, &[1]) == 1,
@@ -180,6 +186,8 @@ struct Call {
     refused: bool,
     /// What its header named.
     handles: Vec<Handle>,
+    /// Which memory of the program it uses.
+    loan: Option<usize>,
 }
 
 /// A request that a program works on.
@@ -336,12 +344,23 @@ pub struct World {
     open: usize,
     /// Replies that a program keeps, and the calls that they answer.
     kept: VecDeque<(u32, Regions)>,
+    /// Memory of programs, and of it what no call uses.
+    programs: Vec<Program>,
+    idle: Vec<usize>,
     /// No more calls are made, and nothing goes wrong.
     quiet: bool,
     scratch: Vec<u8>,
     expected: Vec<u8>,
     tally: Tally,
 }
+
+thread_local! {
+    /// Memory of programs is never freed: the next world has it again.
+    static PROGRAMS: std::cell::Cell<Vec<Program>> = const { std::cell::Cell::new(Vec::new()) };
+}
+
+/// Bytes of a program's memory.
+const LENT: usize = 64 << 10;
 
 /// What messages are filled with.
 static PATTERN: LazyLock<Vec<u8>> = LazyLock::new(|| {
@@ -441,9 +460,11 @@ impl World {
         world.live();
         world.finish(mapped);
         let tally = std::mem::take(&mut world.tally);
+        PROGRAMS.set(std::mem::take(&mut world.programs));
         drop(world);
         ration::fail_after(None);
         chance::begin(0);
+        crate::fork::pretend(0);
         assert_eq!(ration::mapped(), mapped, "memory is left over at the end");
         tally
     }
@@ -459,6 +480,7 @@ impl World {
         thread_local! {
             static BINDINGS: Arc<Registry> = bindings();
         }
+        crate::fork::pretend(0);
         let mut world = World {
             random,
             clock: Clock::new(AtomicU64::new(0)),
@@ -472,12 +494,18 @@ impl World {
             acts: 0,
             open: 0,
             kept: VecDeque::new(),
+            programs: PROGRAMS.take(),
+            idle: Vec::new(),
             quiet: false,
             scratch: Vec::new(),
             expected: Vec::new(),
             tally: Tally::default(),
             plan,
         };
+        if world.programs.is_empty() {
+            world.programs.extend((0..64).map(|_| Program::new(&[0; LENT])));
+        }
+        world.idle.extend(0..world.programs.len());
         for _ in 0..=world.plan.clients {
             let memory = world.fresh_memory();
             world.memory.push(memory);
@@ -767,6 +795,8 @@ impl World {
                 call.ended = true;
                 call.forbidden = true;
                 self.open -= 1;
+                drop((message, expect));
+                self.give_back(number);
                 continue;
             };
             end.own.insert(xid.0, number);
@@ -921,7 +951,7 @@ impl World {
                     assert!(call.executed, "call {number} was answered by nobody");
                     call.answer(number, &mut self.expected);
                     assert!(same(&reply, &self.expected), "call {number} has an answer that is not its own");
-                    if self.random.below(8) == 0 {
+                    if call.loan.is_none() && self.random.below(8) == 0 {
                         self.kept.push_back((number, reply));
                     }
                 }
@@ -955,9 +985,18 @@ impl World {
                 2 + call.forbidden as u64
             }
         };
+        self.give_back(number);
         self.note(what << 40 ^ u64::from(number));
         if self.kept.len() > 16 {
             self.look_at_kept();
+        }
+    }
+
+    /// A call has ended: the memory of the program is the program's alone, which does with it what it likes.
+    fn give_back(&mut self, number: u32) {
+        if let Some(loan) = self.calls[number as usize].loan.take() {
+            self.programs[loan].bytes()[..1024].fill(0xee);
+            self.idle.push(loan);
         }
     }
 
@@ -1060,6 +1099,15 @@ impl World {
         let end = self.links[link].ends[at].as_mut().expect("a call has an end before its connection");
         end.own.remove(&xid);
         end.engine.abandon(Xid(xid), &mut *end.card);
+        self.drain(link, at);
+        if self.calls[number as usize].loan.is_some()
+            && let Some(end) = &mut self.links[link].ends[at]
+            && let Err(error) = end.card.release_lent()
+        {
+            self.fail(link, at, error);
+            self.drain(link, at);
+        }
+        self.give_back(number);
         self.settle(link, at);
     }
 
@@ -1120,6 +1168,9 @@ impl World {
             self.tally.shortages += 1;
             let after = self.random.below(6);
             ration::fail_after(Some((after, 1 + self.random.below(3))));
+        } else if !self.plan.bytes && self.chance(self.plan.fork) {
+            self.note(0xf0_0000_0000);
+            crate::fork::pretend(1 + self.acts as u64);
         } else if self.chance(no_handles) {
             self.tally.shortages += 1;
             let some = (self.random.below(4) as u32, 1 + self.random.below(2) as u32);
@@ -1209,11 +1260,33 @@ impl World {
             executed: false,
             refused: false,
             handles: Vec::new(),
+            loan: None,
         };
         call.message(number, &mut self.expected);
         let memory = &self.memory[if at == SERVER { 0 } else { self.links[link].client }];
         let message = memory.message().and_then(|mut buf| buf.extend(&self.expected).map(|()| buf));
-        let Ok(message) = message else { return };
+        let Ok(mut message) = message else { return };
+        let mut call = call;
+        let lends = self.plan.lend > 0 && self.random.below(1000) < self.plan.lend && !self.quiet;
+        let eligible = sort == Sort::Read || (sort == Sort::Plain && len > 64);
+        let (mut lent, mut places) = (Vec::new(), Vec::new());
+        if lends
+            && eligible
+            && let Some(loan) = self.idle.pop()
+        {
+            call.loan = Some(loan);
+            let program = &mut self.programs[loan];
+            if sort == Sort::Read {
+                places.push(program.sink());
+            } else {
+                // The bytes are in the program's memory, and nowhere else.
+                let part = PLAIN + 8..PLAIN + (len - len % 4).min(LENT);
+                program.bytes()[..part.len()].copy_from_slice(&self.expected[part.clone()]);
+                message[part.clone()].fill(0x55);
+                lent.push((part.start, program.source().slice(0, part.len())));
+            }
+        }
+        let message = Message::new(message, lent);
         self.calls.push(call);
         self.open += 1;
         self.tally.calls += 1;
@@ -1223,7 +1296,7 @@ impl World {
         self.note(0x5_0000_0000 + u64::from(number));
         let expect = match sort {
             Sort::OneWay => Expect::Nothing,
-            _ => Expect::Reply { max: room.max(64), places: Vec::new() },
+            _ => Expect::Reply { max: room.max(64), places },
         };
         let end = self.links[link].ends[at].as_mut().unwrap();
         end.own.insert(xid, number);
@@ -1247,7 +1320,9 @@ impl World {
                 _ => continue,
             };
             let Some(end) = self.links[link].ends[at].take() else { continue };
-            for number in end.own.values() {
+            let mut own: Vec<u32> = end.own.values().copied().collect();
+            own.sort_unstable();
+            for number in &own {
                 let call = &mut self.calls[*number as usize];
                 assert!(!std::mem::replace(&mut call.ended, true));
                 call.forbidden = call.posted.is_none();
@@ -1255,6 +1330,7 @@ impl World {
             }
             self.links[link].network.lock().unwrap().cut();
             drop(end);
+            own.into_iter().for_each(|number| self.give_back(number));
             if at == CLIENT && !std::mem::replace(&mut self.links[link].renewing, true) {
                 self.after(20 * MILLISECOND, Event::Connect { client: host });
             }

@@ -277,9 +277,11 @@ impl Connection {
 
     /// Asks for so many credits with every call from now on; returns how many it will be, for the device's Receives bound
     /// both directions together, and each leaves one to the other. A server makes calls from its first `ask` on.
-    pub fn ask(&mut self, credits: u32) -> u32 {
+    pub fn ask(&mut self, credits: u32, registrar: &mut (impl Registrar + ?Sized)) -> u32 {
         let credits = self.common.window.ask(credits);
         self.responder.replenish(&mut self.common);
+        // Nothing else may come that has those go out that wait for a credit.
+        self.requester.transmit_waiting(&mut self.common, registrar);
         credits
     }
 

@@ -248,6 +248,27 @@ fn the_first_call_goes_alone_until_its_reply_tells_the_grant() {
     }
 }
 
+/// A call that nobody answers holds the only credit; nothing comes that would have the others go out.
+#[test]
+fn calls_that_wait_for_a_credit_go_out_when_more_are_asked_for() {
+    let mut pair = Pair::warm(Setup { client: Settings { credits: 1, ..SETTINGS }, ..SETUP });
+    pair.hold_replies = true;
+    for xid in 1..=3 {
+        pair.call(xid, 40, 28);
+    }
+    assert_eq!((pair.sends(Client), pair.client.engine.credits_left()), (1, 0));
+    // What is told is constant in these tests but here.
+    pair.client.settings.credits = 4;
+    assert_eq!(pair.client.ask(4), 4);
+    pair.drain(Client);
+    assert_eq!((pair.sends(Client), pair.client.engine.credits_left()), (3, 1));
+    pair.hold_replies = false;
+    pair.drive();
+    for xid in 1..=3 {
+        pair.succeeded(xid);
+    }
+}
+
 /// rule 30: an error is no valid reply.
 #[test]
 fn an_error_to_the_first_call_leaves_one_credit() {
@@ -305,8 +326,8 @@ fn both_directions_together_never_post_more_receives_than_the_device_holds() {
         let settings = Settings { credits, receives, ..SETTINGS };
         let mut pair = Pair::with(Setup { client: settings, server: settings, ..SETUP });
         for wanted in [16, 4096, 1] {
-            assert!(pair.client.engine.grant(wanted) >= 1 && pair.client.engine.ask(wanted) >= 1);
-            assert!(pair.server.engine.ask(wanted) >= 1 && pair.server.engine.grant(wanted) >= 1);
+            assert!(pair.client.engine.grant(wanted) >= 1 && pair.client.ask(wanted) >= 1);
+            assert!(pair.server.ask(wanted) >= 1 && pair.server.engine.grant(wanted) >= 1);
             pair.settle();
             for device in [&pair.client.device, &pair.server.device] {
                 assert!(device.receives <= receives, "{} of {receives}", device.receives);

@@ -653,7 +653,7 @@ mod tests {
         });
         let mut state = locked(&server);
         let link = state.link().unwrap();
-        link.engine.ask(2);
+        link.engine.ask(2, &mut *link.device);
         let mut message = link.memory.message().unwrap();
         message.extend(&[7, 0, 2, 100_000, 2, 0, 0, 0, 0, 0].map(u32::to_be_bytes).concat()).unwrap();
         link.begin(Xid(7), message.into(), Expect::Reply { max: 24, places: Vec::new() }).unwrap();

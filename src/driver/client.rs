@@ -514,9 +514,10 @@ impl Caller for Client {
     fn credits(&self, ask: Option<u32>) -> u32 {
         let mut state = self.lock();
         if let Some(credits) = ask {
-            let credits = state.link.engine.ask(credits);
+            let Link { engine, device, .. } = &mut state.link;
+            let credits = engine.ask(credits, &mut **device);
             state.wishes.credits = Some(credits);
-            state.link.drain();
+            state.link.flush();
         }
         state.link.engine.asked()
     }

@@ -220,7 +220,7 @@ impl Client {
         state.connections += 1;
         let Waiting { link, wishes, session, .. } = &mut *state;
         if let Some(credits) = wishes.credits {
-            link.engine.ask(credits);
+            link.engine.ask(credits, &mut *link.device);
         }
         link.engine.set_reverse_chunks(wishes.reverse_chunks);
         link.raise_again(wishes.receive_size);
@@ -566,7 +566,7 @@ mod tests {
                 let orphan = peer.next().unwrap();
                 let mut server = locked(&peer.server);
                 let link = server.link().unwrap();
-                link.engine.ask(1);
+                link.engine.ask(1, &mut *link.device);
                 let mut back = link.memory.message().unwrap();
                 back.extend(&[7, 0, 2, 1, 1, 0, 0, 0, 0, 0, 0, 0].map(u32::to_be_bytes).concat()).unwrap();
                 link.begin(Xid(7), back.into(), reply()).unwrap();

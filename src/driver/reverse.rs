@@ -244,7 +244,7 @@ impl Slot {
     fn begin(&self) -> Result<(), Error> {
         let mut server = locked(&self.server);
         let link = server.usable()?;
-        link.engine.ask(self.credits);
+        link.engine.ask(self.credits, &mut *link.device);
         link.engine.set_reverse_chunks(self.chunks);
         link.raise_again(self.receive_size);
         link.drain();
@@ -449,8 +449,8 @@ impl Caller for Reverse {
             return slot.credits;
         };
         if let Some(credits) = ask {
-            slot.credits = link.engine.ask(credits);
-            link.drain();
+            slot.credits = link.engine.ask(credits, &mut *link.device);
+            link.flush();
         }
         link.engine.asked()
     }

@@ -81,7 +81,7 @@ impl Both {
         let mut both = Both::with(client, server);
         both.end(Client).engine.grant(4);
         both.drain(Client);
-        both.end(Server).engine.ask(4);
+        both.end(Server).ask(4);
         both.drain(Server);
         both
     }
@@ -357,7 +357,7 @@ fn a_server_calls_nobody_back_before_it_asks() {
         "nothing was called"
     );
     both.end(Client).engine.grant(1);
-    both.end(Server).engine.ask(1);
+    both.end(Server).ask(1);
     both.drain(Client);
     both.drain(Server);
     both.call(Server, 3, 40, 40);
@@ -371,7 +371,7 @@ fn each_direction_has_the_credits_that_its_own_replies_grant() {
     let mut both = Both::with(Settings { credits: 9, ..SETTINGS }, Settings { credits: 5, ..SETTINGS });
     both.end(Client).engine.grant(3);
     both.drain(Client);
-    both.end(Server).engine.ask(7);
+    both.end(Server).ask(7);
     both.drain(Server);
     for side in [Client, Server] {
         both.call(side, 1, 40, 40);
@@ -485,7 +485,7 @@ fn a_client_that_does_not_serve_survives_a_call_back() {
     let mut both = Both::with(SETTINGS, SETTINGS);
     both.call(Client, 1, 40, 40);
     both.drive();
-    both.end(Server).engine.ask(16);
+    both.end(Server).ask(16);
     both.drain(Server);
     both.call(Server, 2, 5000, 40);
     both.drive();
@@ -527,7 +527,7 @@ fn receives_follow_the_credits_up_and_never_down() {
     both.drain(Client);
     assert_eq!(receives(&both, Client), before + 16);
     both.end(Client).engine.grant(2);
-    both.end(Client).engine.ask(2);
+    both.end(Client).ask(2);
     both.drain(Client);
     assert_eq!(receives(&both, Client), before + 16);
     both.call(Server, 1, 40, 40);
@@ -541,10 +541,10 @@ fn credits_are_bounded_by_the_receives_of_the_device() {
     let few = Settings { receives: 20, ..SETTINGS };
     let mut both = Both::with(few, few);
     assert_eq!(both.end(Client).engine.grant(16), 20 - 4 - RECEIVE_MARGIN);
-    assert_eq!(both.end(Client).engine.ask(100), 4);
+    assert_eq!(both.end(Client).ask(100), 4);
     both.drain(Client);
     assert_eq!(both.ends[0].device.receives, 20);
-    assert_eq!(both.end(Server).engine.ask(100), 20 - 4 - RECEIVE_MARGIN);
+    assert_eq!(both.end(Server).ask(100), 20 - 4 - RECEIVE_MARGIN);
 }
 
 /// rule 141: a call back, and all that it stands in and that stands in it, cut at every step.
@@ -646,7 +646,7 @@ fn both_directions_keep_every_rule_at_every_step_whatever_is_done() {
                     both.drain(side);
                 }
                 _ => {
-                    both.end(side).engine.ask(1 + random.below(128) as u32);
+                    both.end(side).ask(1 + random.below(128) as u32);
                     both.drain(side);
                 }
             }

@@ -118,6 +118,12 @@ pub struct End {
     pub closes: Vec<Error>,
 }
 
+impl End {
+    pub fn ask(&mut self, credits: u32) -> u32 {
+        self.engine.ask(credits, &mut self.device)
+    }
+}
+
 /// What a test did with a call, and how it ended.
 pub struct Made {
     pub len: usize,

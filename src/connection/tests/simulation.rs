@@ -78,7 +78,6 @@ fn a_sample_of_simulated_worlds() {
             tally.software,
             tally.renewals,
             tally.fallbacks,
-            tally.waits,
         ];
         assert!(first != 1 || reached.iter().all(|count| *count > 10), "{tally:?}");
     }

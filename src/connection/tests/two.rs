@@ -400,6 +400,10 @@ fn operation(message: &[u8]) -> Option<Operation<'_>> {
 }
 
 impl Half {
+    fn ask(&mut self, credits: u32) -> u32 {
+        self.engine.ask(credits, &mut self.slots)
+    }
+
     fn note_departure(&mut self, side: Side, message: &[u8]) {
         self.count += 1;
         let header = header::decode(message, Versions::BOTH).unwrap();
@@ -708,7 +712,7 @@ fn calls_back_and_their_chunks_go_by_what_the_client_has_told() {
     let mut model = Model::new(BOTH, BOTH);
     model.call(Client, 40, 40);
     model.drive();
-    model.half(Server).engine.ask(4);
+    model.half(Server).ask(4);
     model.drain(Server);
     let xid = model.call(Server, 40, 40);
     let error = model.outcome(Server, xid).as_ref().unwrap_err();
@@ -914,7 +918,7 @@ fn run(seed: u64) -> (bool, u32) {
                 model.drain(side);
             }
             22 => {
-                model.half(side).engine.ask(1 + random.below(8) as u32);
+                model.half(side).ask(1 + random.below(8) as u32);
                 model.drain(side);
             }
             _ if random.below(40) == 0 => model.close(cut()),

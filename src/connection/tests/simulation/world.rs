@@ -628,7 +628,8 @@ impl World {
         let mut ends = [end(CLIENT, Role::Client, client), end(SERVER, Role::Server, 0)];
         if self.plan.back > 0 {
             ends[CLIENT].engine.grant(self.random.pick(&[1, 2, 8]));
-            ends[SERVER].engine.ask(self.random.pick(&[1, 2, 8]));
+            let End { engine, card, .. } = &mut ends[SERVER];
+            engine.ask(self.random.pick(&[1, 2, 8]), &mut **card);
         }
         let link = self.links.len();
         self.links.push(Link { client, network, strays: 0, ends: ends.map(Some), renewing: false });
@@ -1368,7 +1369,7 @@ impl World {
             return;
         }
         match what {
-            0 if at == CLIENT || back => drop(engine.ask(few)),
+            0 if at == CLIENT || back => drop(engine.ask(few, &mut **card)),
             1 if at == SERVER || back => drop(engine.grant(few)),
             2 => drop(engine.raise_receives(bytes, &mut **card)),
             3 => drop(engine.request(Characteristic::ReceiveSize(bytes as u32))),

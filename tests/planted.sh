@@ -4,7 +4,7 @@
 #
 #   tests/planted.sh [name ...]     of tests/planted/name.patch; all of them by default
 #
-# A patch begins with why it is a defect and with `Found by: ` and a command, which runs in the copy. A build each: half an
+# A patch begins with `Found by: ` and a command, which runs in the copy. A build each: half an
 # hour. RPCRDMA_PLANTED: where the copy lies and stays, to be faster the next time.
 set -u
 cd "$(dirname "$0")/.." || exit 1

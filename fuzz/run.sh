@@ -1,6 +1,6 @@
 #!/bin/bash
 # run.sh [SECONDS [TARGET...]]    fuzzes each target for so long (60), one after the other; no TARGET: all
-# run.sh keep [TARGET...]         puts what corpus/ lacks of work/ into it, as few and as small inputs as reach the same edges
+# run.sh keep [TARGET...]         makes corpus/ the fewest and smallest inputs that reach all edges known, of itself and of work/
 #
 # The stable compiler does: RUSTC_BOOTSTRAP lets it take the one flag that is not stable, and the others are what cargo-fuzz
 # passes. What is found on the way lies in work/, inputs that fail in artifacts/; a failure ends the run with status 1, and
@@ -33,20 +33,28 @@ for target in "${targets[@]}"; do bins+=(--bin "$target"); done
 # What the library keeps for the life of the process is not a leak.
 export ASAN_OPTIONS=detect_leaks=0
 failed=0
+TIMEFORMAT='%R seconds, of the processor %U'
 for target in "${targets[@]}"; do
     binary=${CARGO_TARGET_DIR:-target}/$triple/release/$target
     mkdir -p "work/$target" "artifacts/$target" "corpus/$target"
     if [ -n "$keep" ]; then
-        "$binary" -set_cover_merge=1 "corpus/$target" "work/$target" 2>&1 | tail -n 3
+        rm -rf "work/$target.least" && mkdir "work/$target.least"
+        # Edges alone count, not how often each was gone through.
+        "$binary" -set_cover_merge=1 -use_counters=0 "work/$target.least" "corpus/$target" "work/$target" \
+            >"work/$target.log" 2>&1 || exit
+        rm -rf "corpus/$target" && mv "work/$target.least" "corpus/$target"
+        echo "$target: $(find "corpus/$target" -type f | wc -l) inputs, $(du -sb "corpus/$target" | cut -f 1) bytes"
         continue
     fi
     echo "== $target"
     dictionary=()
     [ ! -e "$target.dict" ] || dictionary=("-dict=$target.dict")
-    "$binary" "work/$target" "corpus/$target" "${dictionary[@]}" -max_total_time="$seconds" -max_len=4096 -timeout=20 \
-        -rss_limit_mb=1500 -artifact_prefix="artifacts/$target/" -print_final_stats=1 >"work/$target.log" 2>&1 || failed=1
-    # The last line of progress, and what failed.
+    options=(-max_total_time="$seconds" -max_len=4096 -timeout=20 -rss_limit_mb=1500 -artifact_prefix="artifacts/$target/")
+    { time "$binary" "work/$target" "corpus/$target" "${dictionary[@]}" "${options[@]}" >"work/$target.log" 2>&1; } \
+        2>"work/$target.cpu" || failed=1
+    # The last line of progress, what it took, and what failed.
     grep -E '^#[0-9]+.*cov:' "work/$target.log" | tail -n 1
+    cat "work/$target.cpu"
     grep -E 'panicked at|ERROR: |Test unit written' -A 1 "work/$target.log"
 done
 exit $failed

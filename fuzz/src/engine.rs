@@ -22,7 +22,7 @@ pub fn run(data: &[u8]) {
     let mut bench = Bench { end: End::new(role, settings, peer, 1 << 20), next: 1 };
     bench.end.device.failing = (flags & 4 != 0).then(|| u32::from(input.byte()));
     if flags & 8 != 0 {
-        bench.end.engine.ask(4);
+        bench.end.engine.ask(4, &mut bench.end.device);
         bench.end.engine.grant(4);
         bench.end.drain();
     }
@@ -113,7 +113,7 @@ impl Bench {
     fn command(&mut self, operation: u8, input: &mut Input<'_>) {
         let End { engine, device, handed, .. } = &mut self.end;
         match operation >> 4 & 7 {
-            0 => assert!(engine.ask(u32::from(input.byte())) >= 1),
+            0 => assert!(engine.ask(u32::from(input.byte()), device) >= 1),
             1 => assert!(engine.grant(u32::from(input.byte())) >= 1),
             2 => engine.set_reverse_chunks(input.chance()),
             3 => engine.resume(device),

@@ -80,7 +80,8 @@ impl Pair {
         };
         if pair.back {
             pair.ends[0].engine.grant(4);
-            pair.ends[1].engine.ask(4);
+            let End { engine, device, .. } = &mut pair.ends[1];
+            engine.ask(4, device);
             pair.ends.iter_mut().for_each(End::drain);
         }
         pair
@@ -138,7 +139,7 @@ impl Pair {
             }
             // Who was not told that it may call back does not.
             2 if side == 1 || self.back => drop(engine.grant(u32::from(input.byte() % 32))),
-            3 if side == 0 || self.back => drop(engine.ask(u32::from(input.byte() % 32))),
+            3 if side == 0 || self.back => drop(engine.ask(u32::from(input.byte() % 32), device)),
             4 => {
                 engine.set_reverse_chunks(input.chance());
                 self.short = true;

@@ -131,14 +131,14 @@ read_as() {
     local limit=$1 netid=$2; shift 2
     (ulimit -l "$limit"; exec setpriv --reuid 65534 --regid 65534 --clear-groups env LD_PRELOAD="$LIBRPCRDMA" RPCRDMA_LOG=info "$@" \
         timeout "$(patient 60)" "$program" read "$netid" $address 7700 1048576) >"$scratch/call" 2>&1
-    if grep -q '^served' "$scratch/call"; then sed -n 's/.*goes over rdma to .*(\(verbs\|software iWARP\).*/\1/p' "$scratch/call" | tail -n 1
+    if grep -q '^served' "$scratch/call"; then sed -n 's/.*goes over rdma to .*(\(verbs\|software iWARP\|shared memory\).*/\1/p' "$scratch/call" | tail -n 1
     else echo "failed: $(tail -n 1 "$scratch/call" | cut -c 1-300)"; fi
 }
 expect "1 MiB, tcp" "$(timeout "$(patient 30)" "$program" read tcp $address 7700 1048576)" served
 expect "1 MiB, software iWARP" "$(read_as 64 rdma RPCRDMA_PROVIDER=iwarp)" "software iWARP"
-expect "1 MiB, 8 MiB to lock" "$(read_as 8192 rdma)" "software iWARP"
+expect "1 MiB, 8 MiB to lock" "$(read_as 8192 rdma)" "shared memory"
 expect "1 MiB, 8 MiB to lock, and why" "$(grep -c 'not over verbs: 16781312 bytes for replies cannot be locked, .*a binding, RPCRDMA_MAX_REPLY' "$scratch/call")" 1
-expect "1 MiB, 8 MiB to lock, a moved program" "$(read_as 8192 tcp RPCRDMA_REDIRECT=tcp RPCRDMA_FALLBACK=no)" "software iWARP"
+expect "1 MiB, 8 MiB to lock, a moved program" "$(read_as 8192 tcp RPCRDMA_REDIRECT=tcp RPCRDMA_FALLBACK=no)" "shared memory"
 expect "1 MiB, 8 MiB to lock, nothing but adapters" "$(read_as 8192 rdma RPCRDMA_PROVIDER=verbs RPCRDMA_CREDITS=4)" verbs
 expect "1 MiB, 64 MiB to lock, nothing but adapters" "$(read_as 65536 rdma RPCRDMA_PROVIDER=verbs)" verbs
 expect "1 MiB, unlimited, nothing but adapters" "$(call_for verbs read 1048576)" served

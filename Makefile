@@ -49,7 +49,7 @@ SCRIPTS := $(filter-out tests/lib.sh tests/ns.sh tests/packages.sh tests/planted
 VM_SCRIPTS := $(filter-out tests/vm/guest.sh tests/vm/setup.sh tests/vm/vm.sh tests/vm/soak.sh,$(sort $(wildcard tests/vm/*.sh)))
 LONG := $(filter-out tests/long/fresh.sh,$(sort $(wildcard tests/long/*.sh)))
 
-all: $(LIBRARY) build/librpcrdma.so build/rpcrdma-run
+all: $(LIBRARY) build/librpcrdma.so build/rpcrdma-run build/rpcrdma
 
 # How the library is built, and of what: where this has changed, what is there is stale, whatever its time says.
 # `make install` installs what was built, and need not be told the flags again.
@@ -86,6 +86,12 @@ compile_run = $(CC) -O2 -Wall -Wextra $(CFLAGS) -D_GNU_SOURCE -DLIBDIR='"$(LIBDI
 
 build/rpcrdma-run: rpcrdma-run.c build/flags
 	$(call compile_run,$@)
+
+# The command, with its manual pages and completions (build/generated).
+build/rpcrdma: $(SOURCES) $(shell find tool -name '*.rs') tool/Cargo.toml build/flags
+	$(CARGO) build $(CARGOFLAGS) $(FEATURES) --profile tool -p rpcrdma-tools
+	@cp $(TARGET)/tool/rpcrdma $@
+	@rm -rf build/generated && $@ generate build/generated
 
 install: all
 	$(INSTALL) -d $(DESTDIR)$(LIBDIR)/pkgconfig $(DESTDIR)$(INCLUDEDIR) $(DESTDIR)$(BINDIR)

@@ -14,7 +14,7 @@
 //! request. Every module has its row here, and uses only modules of rows below its own (`tests/layers.rs` reads this):
 //!
 //! ```text
-//! fuzz                           what fuzz/ reaches; not in the C library
+//! fuzz, tool                     what fuzz/ and tool/ reach; not in the C library
 //! capi                           the functions of include/rpcrdma.h: guard, convert, map errors
 //! tirpc                          libtirpc's boundary: its CLIENTs, transports, netids, and what is interposed
 //! driver                         joins an engine and a device, and waits for both
@@ -60,6 +60,8 @@ mod sync;
 mod textfile;
 mod thread;
 mod tirpc;
+#[cfg(feature = "tool")]
+pub mod tool;
 mod wait;
 pub mod wire;
 mod xdr;

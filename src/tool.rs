@@ -1,0 +1,8 @@
+//! What the command `rpcrdma` (`tool/`) reaches of the modules that nobody outside this crate sees. With the feature `tool`
+//! only, which the C library is never built with: here is no contract. The command has its own copy of the library in it,
+//! which speaks for one that is installed where both are of one version.
+
+pub use crate::error::{Error, Kind};
+
+/// The version of this library.
+pub const VERSION: &str = env!("CARGO_PKG_VERSION");

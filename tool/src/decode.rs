@@ -1,0 +1,11 @@
+//! `rpcrdma decode`.
+
+use std::process::ExitCode;
+
+#[derive(clap::Args)]
+pub struct Args {}
+
+pub fn run(_args: &Args) -> ExitCode {
+    eprintln!("rpcrdma decode: not built yet");
+    ExitCode::FAILURE
+}

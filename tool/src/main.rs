@@ -1,0 +1,73 @@
+//! `rpcrdma`: one command for who installs, watches and measures RPC over RDMA.
+//!
+//! Each subcommand is a file of its own with its arguments, `Args`, and `run`, which gives the exit status. Output for people
+//! goes to stdout, what is wrong to stderr as `rpcrdma COMMAND: text`; `--json` prints one JSON document in place of the
+//! former. Exit status: 0 all is well, 1 something is not as it should be, 2 the command line was wrong.
+
+use std::process::ExitCode;
+
+use clap::{Parser, Subcommand};
+
+mod check;
+mod decode;
+mod generate;
+mod info;
+mod perf;
+mod ping;
+mod run;
+mod stat;
+mod top;
+
+/// RPC over RDMA for programs of libtirpc: asks, watches, measures.
+#[derive(Parser)]
+#[command(name = "rpcrdma", version, arg_required_else_help = true)]
+struct Cli {
+    #[command(subcommand)]
+    command: Command,
+}
+
+#[derive(Subcommand)]
+enum Command {
+    /// Runs a program with the library in front of libtirpc.
+    Run(run::Args),
+    /// Says whether RPC over RDMA will work here, and how.
+    Info(info::Args),
+    /// Says what is wrong with the settings and bindings.
+    Check(check::Args),
+    /// Asks a host which transports it answers on, again and again.
+    Ping(ping::Args),
+    /// Measures calls over rdma and tcp.
+    Perf(perf::Args),
+    /// Shows what processes that use the library do.
+    Stat(stat::Args),
+    /// Shows that live.
+    Top(top::Args),
+    /// Reads a wire log, call by call.
+    Decode(decode::Args),
+    /// Writes manual pages and completions to a folder.
+    #[command(hide = true)]
+    Generate(generate::Args),
+}
+
+fn main() -> ExitCode {
+    // A reader that has gone ends this program as any other one: not with a panic.
+    restore_sigpipe();
+    match Cli::parse().command {
+        Command::Run(args) => run::run(&args),
+        Command::Info(args) => info::run(&args),
+        Command::Check(args) => check::run(&args),
+        Command::Ping(args) => ping::run(&args),
+        Command::Perf(args) => perf::run(&args),
+        Command::Stat(args) => stat::run(&args),
+        Command::Top(args) => top::run(&args),
+        Command::Decode(args) => decode::run(&args),
+        Command::Generate(args) => generate::run(&args),
+    }
+}
+
+/// Rust ignores SIGPIPE.
+#[allow(unsafe_code)]
+fn restore_sigpipe() {
+    // SAFETY: the default action is no function of ours.
+    unsafe { libc::signal(libc::SIGPIPE, libc::SIG_DFL) };
+}

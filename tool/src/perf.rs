@@ -1,0 +1,11 @@
+//! `rpcrdma perf`.
+
+use std::process::ExitCode;
+
+#[derive(clap::Args)]
+pub struct Args {}
+
+pub fn run(_args: &Args) -> ExitCode {
+    eprintln!("rpcrdma perf: not built yet");
+    ExitCode::FAILURE
+}

@@ -9,19 +9,6 @@ fn read(path: &str) -> String {
 }
 
 #[test]
-fn the_readme_lists_exactly_the_settings_that_there_are() {
-    let readme = read("README.md");
-    let rows: Vec<&str> = readme.lines().filter(|line| line.starts_with("| `RPCRDMA_")).collect();
-    let wanted: Vec<String> = rpcrdma::config::table()
-        .map(|(env, key, default, meaning)| {
-            let default = if default.is_empty() { "none" } else { default };
-            format!("| `{env}` | `{key}` | {default} | {meaning} |")
-        })
-        .collect();
-    assert_eq!(rows, wanted);
-}
-
-#[test]
 fn the_manual_page_describes_exactly_the_settings_that_there_are() {
     let page = read("docs/rpcrdma.conf.5");
     let mut found: Vec<(String, String)> = Vec::new();
@@ -73,9 +60,9 @@ fn the_manual_page_of_bindings_has_every_word_and_its_examples_are_understood() 
 }
 
 #[test]
-fn the_example_of_the_readme_is_the_file_in_examples() {
-    let readme = read("README.md");
-    let block = readme.split("```c\n").nth(1).and_then(|rest| rest.split("```").next()).expect("a C block");
+fn the_example_for_programs_is_the_file_in_examples() {
+    let page = read("docs/programming.md");
+    let block = page.split("```c\n").nth(1).and_then(|rest| rest.split("```").next()).expect("a C block");
     assert_eq!(block, read("examples/hello.c"));
 }
 
@@ -111,4 +98,18 @@ fn the_readme_names_the_rust_version_that_the_manifest_asks_for() {
     let manifest = read("Cargo.toml");
     let line = manifest.lines().find_map(|line| line.strip_prefix("rust-version = \"")).expect("a version");
     assert!(read("README.md").contains(&format!("Rust {} or later", line.trim_end_matches('"'))));
+}
+
+#[test]
+fn what_the_pages_link_to_is_there() {
+    let root = Path::new(env!("CARGO_MANIFEST_DIR"));
+    let docs = fs::read_dir(root.join("docs")).expect("docs").map(|entry| entry.expect("an entry").path());
+    let pages = docs.filter(|path| path.extension().is_some_and(|extension| extension == "md"));
+    for page in pages.chain(["README.md", "CHANGELOG.md", "fuzz/README.md"].map(|name| root.join(name))) {
+        let text = fs::read_to_string(&page).expect("a page is text");
+        for link in text.split("](").skip(1).filter_map(|rest| rest.split([')', '#']).next()) {
+            let there = link.is_empty() || link.contains("://") || page.parent().expect("a folder").join(link).exists();
+            assert!(there, "{}: {link} is not there", page.display());
+        }
+    }
 }

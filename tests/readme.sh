@@ -1,5 +1,5 @@
 #!/bin/bash
-# readme.sh: what README.md and the manual pages tell a user to do, done: a staged install, the C example linked by
+# readme.sh: what the pages in docs/ and the manual pages tell a user to do, done: a staged install, the C example linked by
 # pkg-config and by hand, rpcrdma-run, and the texts that a user sees when something is wrong.
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 export RPCRDMA_PROVIDER=auto    # as a user has it
@@ -34,8 +34,8 @@ else
 fi
 
 export PKG_CONFIG_PATH=$stage/lib/pkgconfig
-sed -n '/^```c$/,/^```$/{/^```/d;p}' "$top/README.md" >hello.c
-check "the README's example links with pkg-config" '^$' \
+sed -n '/^```c$/,/^```$/{/^```/d;p}' "$top/docs/programming.md" >hello.c
+check "the example of docs/programming.md links with pkg-config" '^$' \
     cc -Wall -Wextra -Wno-cast-function-type -Werror hello.c $(pkg-config --cflags --libs rpcrdma) -o hello
 check "and by hand" '^$' cc hello.c $(pkg-config --cflags libtirpc) -L"$stage/lib" -Wl,--no-as-needed -lrpcrdma \
     -Wl,--as-needed -ltirpc -o byhand

@@ -15,6 +15,7 @@ mod info;
 mod perf;
 mod picture;
 mod ping;
+mod programs;
 mod rpc;
 mod run;
 mod stat;

@@ -44,6 +44,7 @@ use std::sync::Arc;
 
 use crate::binding::Registry;
 use crate::error::{Error, Kind};
+use crate::log_wire;
 use crate::memory::{Buf, Memory, Message, Region, Regions, Sink};
 use crate::provider::{QueuePair, WorkId, WorkRequest};
 use crate::wire::characteristics::Backward;
@@ -147,6 +148,7 @@ impl<T: QueuePair + ?Sized> Registrar for T {
         QueuePair::expose_sink(self, sink)
     }
     fn invalidate(&mut self, handle: Handle) -> Result<(), Error> {
+        log_wire!("fd {}: invalidated {:#010x}", self.fd(), handle.0);
         QueuePair::invalidate(self, handle)
     }
     fn detach(&mut self, handle: Handle) -> Result<(), Error> {

@@ -6,3 +6,23 @@ pub use crate::error::{Error, Kind};
 
 /// The version of this library.
 pub const VERSION: &str = env!("CARGO_PKG_VERSION");
+
+/// libtirpc as a program calls it, with this library in front: for `rpcrdma perf`.
+pub mod rpc {
+    pub use crate::stats::{NAMES as COUNTERS, snapshot as counters};
+    pub use crate::tirpc::client::device;
+    pub use crate::tirpc::interpose::{
+        clnt_spcreateerror, clnt_sperror, clnt_tli_create, getnetconfigent, svc_reg, svc_run, svc_tli_create,
+    };
+    pub use crate::tirpc::{CLIENT, RPC_ANYFD, SVCXPRT, bool_t, netbuf, netconfig, svc_req};
+    pub use crate::xdr::{XDR, XdrProc};
+}
+
+/// What a host has to say of itself, and this process of its devices: for `rpcrdma info` and `rpcrdma ping`.
+pub mod host {
+    pub use crate::driver::start::allows;
+    pub use crate::process::lockable;
+    pub use crate::provider::local::possible as shares_memory;
+    pub use crate::socket::local_addresses;
+    pub use crate::tirpc::netid::{Row, registered};
+}

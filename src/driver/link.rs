@@ -1,6 +1,7 @@
 //! The joint of an engine and a device: carries out what the engine asks for and feeds it what the device reports.
 #![forbid(unsafe_code)]
 
+use std::fmt;
 use std::os::fd::RawFd;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
@@ -279,7 +280,10 @@ impl Link {
                         }
                     }
                 }
-                Ok(Some(Completion::Read { id })) => self.engine.handle_read(id),
+                Ok(Some(Completion::Read { id })) => {
+                    log_wire!("fd {} < RDMA Read Response", self.device.fd());
+                    self.engine.handle_read(id);
+                }
                 Ok(None) if self.engine.refused() => {
                     // A device that has just taken the last bytes has not looked for an end behind them.
                     if looked {
@@ -307,7 +311,7 @@ impl Link {
     }
 
     fn receive(&mut self, message: Buf, invalidated: Option<Handle>) {
-        log_wire!("fd {} < {}", self.device.fd(), describe(&message));
+        log_wire!("fd {} < {}{}", self.device.fd(), describe(&message), Invalidates(invalidated));
         let (version, updates) = (self.engine.version(), self.engine.characteristics().updates());
         self.engine.handle_receive(message, invalidated, &mut *self.device);
         if (self.engine.version(), self.engine.characteristics().updates()) != (version, updates) {
@@ -400,14 +404,18 @@ impl Link {
 
 fn note(request: &WorkRequest, fd: RawFd) {
     match request {
-        WorkRequest::Send { gather, .. } => {
+        WorkRequest::Send { gather, invalidate } => {
             stats::add(Counter::Sends, 1);
             let bytes: usize = gather.iter().map(|r| r.len()).sum();
             stats::add(Counter::BytesInline, bytes as u64);
-            log_wire!("fd {fd} > {}", {
-                let message: Vec<u8> = gather.iter().flat_map(|region| region.iter().copied()).collect();
-                describe(&message)
-            });
+            log_wire!(
+                "fd {fd} > {}{}",
+                {
+                    let message: Vec<u8> = gather.iter().flat_map(|region| region.iter().copied()).collect();
+                    describe(&message)
+                },
+                Invalidates(*invalidate)
+            );
         }
         WorkRequest::Write { to, .. } => {
             stats::add(Counter::BytesWritten, u64::from(to.length));
@@ -417,6 +425,15 @@ fn note(request: &WorkRequest, fd: RawFd) {
             stats::add(Counter::BytesRead, u64::from(from.length));
             log_wire!("fd {fd} > RDMA Read {from}");
         }
+    }
+}
+
+/// What a Send with Invalidate adds to its line.
+struct Invalidates(Option<Handle>);
+
+impl fmt::Display for Invalidates {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        self.0.map_or(Ok(()), |handle| write!(f, " invalidates {:#010x}", handle.0))
     }
 }
 

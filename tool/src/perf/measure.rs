@@ -1,0 +1,245 @@
+//! One measurement: so many threads make calls of one kind for so long, and every call's time is counted.
+//!
+//! Data is looked at in every call, at one byte of each page, by whoever gets it; in each thread's first call, which is not
+//! timed, at every byte.
+
+use std::sync::Barrier;
+use std::sync::atomic::{AtomicBool, AtomicU32, Ordering::Relaxed};
+use std::thread;
+use std::time::{Duration, Instant};
+
+use crate::rpc::{self, Client, EACH};
+
+/// What is called.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Call {
+    Null,
+    Write,
+    Read,
+}
+
+impl Call {
+    pub fn name(self) -> &'static str {
+        match self {
+            Call::Null => "null",
+            Call::Write => "write",
+            Call::Read => "read",
+        }
+    }
+}
+
+/// A row of the table.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Case {
+    pub call: Call,
+    pub bytes: u32,
+    pub threads: u32,
+}
+
+/// How often calls took how long: 32 steps from each power of two nanoseconds to the next.
+#[derive(Clone, Debug)]
+pub struct Times {
+    counts: Vec<u64>,
+}
+
+const STEPS: u64 = 32;
+
+impl Default for Times {
+    fn default() -> Times {
+        Times { counts: vec![0; (40 * STEPS) as usize] }
+    }
+}
+
+impl Times {
+    pub fn add(&mut self, time: Duration) {
+        let ns = u64::try_from(time.as_nanos()).unwrap_or(u64::MAX).clamp(STEPS, 1 << 43);
+        let power = u64::from(ns.ilog2()) - 5;
+        let step = power * STEPS + (ns >> power) - STEPS;
+        let last = self.counts.len() - 1;
+        self.counts[(step as usize).min(last)] += 1;
+    }
+
+    pub fn merge(&mut self, other: &Times) {
+        for (ours, theirs) in self.counts.iter_mut().zip(&other.counts) {
+            *ours += theirs;
+        }
+    }
+
+    pub fn calls(&self) -> u64 {
+        self.counts.iter().sum()
+    }
+
+    /// Microseconds that so large a part of the calls took at most; the middle of a step.
+    pub fn quantile(&self, part: f64) -> Option<f64> {
+        let calls = self.calls();
+        let rank = ((calls as f64 * part).ceil() as u64).clamp(1, calls.max(1));
+        let mut up_to = 0;
+        let step = self.counts.iter().position(|count| {
+            up_to += count;
+            up_to >= rank
+        })? as u64;
+        let (power, within) = (step / STEPS, step % STEPS);
+        let (from, width) = ((STEPS + within) << power, 1u64 << power);
+        Some((from as f64 + (width - 1) as f64 / 2.0) / 1e3)
+    }
+}
+
+/// What was measured.
+#[derive(Clone, Debug)]
+pub struct Sample {
+    pub times: Times,
+    pub took: Duration,
+    /// Processor time of both ends, in nanoseconds.
+    pub cpu: u64,
+    /// Calls in all: the timed ones, and one of each thread before.
+    pub made: u64,
+}
+
+/// Measures. `None`: it was stopped before its time.
+///
+/// # Errors
+/// A call has failed, or brought something else.
+pub fn measure(
+    clients: &[Client],
+    control: &Client,
+    case: Case,
+    pattern: &[u8],
+    time: Duration,
+    stopped: &AtomicBool,
+) -> Result<Option<Sample>, String> {
+    static SEEDS: AtomicU32 = AtomicU32::new(0);
+    let over = AtomicBool::new(false);
+    let clients = &clients[..case.threads as usize];
+    let start = Barrier::new(clients.len() + 1);
+    let before = control.status()?;
+    let mut took = Duration::ZERO;
+    let outcomes: Vec<Result<(Times, u64), String>> = thread::scope(|scope| {
+        let threads: Vec<_> = clients
+            .iter()
+            .map(|client| {
+                let (over, start) = (&over, &start);
+                scope.spawn(move || {
+                    let mut buffer = vec![0; if case.call == Call::Read { case.bytes as usize } else { 0 }];
+                    let mut one = |each: bool| {
+                        let seed = SEEDS.fetch_add(1, Relaxed) & !EACH;
+                        make(client, case, pattern, &mut buffer, seed, each)
+                    };
+                    let mut outcome = one(true);
+                    start.wait();
+                    let mut times = Times::default();
+                    let (cpu, mut last) = (rpc::thread_time(), Instant::now());
+                    while outcome.is_ok() {
+                        outcome = one(false);
+                        let now = Instant::now();
+                        times.add(now - last);
+                        last = now;
+                        if over.load(Relaxed) {
+                            break;
+                        }
+                    }
+                    // One that has failed ends the others.
+                    over.fetch_or(outcome.is_err(), Relaxed);
+                    outcome.map(|()| (times, rpc::thread_time() - cpu))
+                })
+            })
+            .collect();
+        start.wait();
+        let began = Instant::now();
+        // In steps: who presses Ctrl-C does not wait for the end.
+        while !over.load(Relaxed) && !stopped.load(Relaxed) {
+            let left = time.saturating_sub(began.elapsed());
+            if left.is_zero() {
+                break;
+            }
+            thread::sleep(left.min(Duration::from_millis(20)));
+        }
+        over.store(true, Relaxed);
+        let outcomes = threads
+            .into_iter()
+            .map(|thread| thread.join().unwrap_or_else(|_| Err("a thread has failed".into())))
+            .collect();
+        took = began.elapsed();
+        outcomes
+    });
+    let mut sample = Sample { times: Times::default(), took, cpu: 0, made: 0 };
+    for outcome in outcomes {
+        let (times, cpu) = outcome?;
+        sample.times.merge(&times);
+        sample.cpu += cpu;
+    }
+    sample.made = sample.times.calls() + clients.len() as u64;
+    sample.cpu += control.status()?.time.saturating_sub(before.time);
+    Ok((!stopped.load(Relaxed)).then_some(sample))
+}
+
+fn make(
+    client: &Client,
+    case: Case,
+    pattern: &[u8],
+    buffer: &mut [u8],
+    seed: u32,
+    each: bool,
+) -> Result<(), String> {
+    match case.call {
+        Call::Null => client.null(),
+        Call::Write => {
+            let data = rpc::data(pattern, seed, case.bytes as usize);
+            client.write(if each { seed | EACH } else { seed }, data)
+        }
+        Call::Read => {
+            client.read(seed, buffer)?;
+            if !rpc::is_right(pattern, seed, buffer, each) {
+                return Err("the server has given other data than it should have".into());
+            }
+            Ok(())
+        }
+    }
+}
+
+/// The middle one, or the mean of the two in the middle.
+pub fn median(values: impl IntoIterator<Item = f64>) -> Option<f64> {
+    let mut values: Vec<f64> = values.into_iter().collect();
+    values.sort_by(f64::total_cmp);
+    match values.len() {
+        0 => None,
+        n if n % 2 == 1 => Some(values[n / 2]),
+        n => Some((values[n / 2 - 1] + values[n / 2]) / 2.0),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn quantiles_are_within_a_step_of_the_truth() {
+        let mut times = Times::default();
+        assert_eq!(times.quantile(0.5), None);
+        for us in 1..=10_000u64 {
+            times.add(Duration::from_micros(us));
+        }
+        assert_eq!(times.calls(), 10_000);
+        for (part, wanted) in
+            [(0.1, 1_000.0), (0.5, 5_000.0), (0.9, 9_000.0), (0.99, 9_900.0), (0.999, 9_990.0)]
+        {
+            let found = times.quantile(part).unwrap();
+            assert!((found / wanted - 1.0).abs() < 1.0 / STEPS as f64, "{part}: {found} for {wanted}");
+        }
+    }
+
+    #[test]
+    fn times_out_of_all_bounds_are_counted_at_the_ends() {
+        let mut times = Times::default();
+        times.add(Duration::ZERO);
+        times.add(Duration::MAX);
+        assert_eq!(times.calls(), 2);
+        assert!(times.quantile(0.0).unwrap() < 0.1 && times.quantile(1.0).unwrap() > 1e9);
+    }
+
+    #[test]
+    fn a_median_is_in_the_middle() {
+        assert_eq!(median([]), None);
+        assert_eq!(median([3.0, 1.0, 2.0]), Some(2.0));
+        assert_eq!(median([4.0, 1.0, 2.0, 3.0]), Some(2.5));
+    }
+}

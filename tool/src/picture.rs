@@ -1,0 +1,224 @@
+//! Pictures: an SVG of lines, boxes, arrows and words on white, which any viewer shows with its own sans-serif font.
+//!
+//! Knows nothing of what is drawn. Words are estimated, not measured: [`width`] is on the safe side.
+
+use std::io;
+use std::path::Path;
+
+use svg::Document;
+use svg::node::element::{Group, Line, Polygon, Rectangle, Text, Title};
+
+/// Colours that differ in brightness too.
+pub mod colour {
+    pub const INK: &str = "#1f2933";
+    pub const FAINT: &str = "#66727f";
+    pub const RULE: &str = "#d5dbe1";
+    pub const PALE: &str = "#f2f5f8";
+    pub const BLUE: &str = "#1d5fa8";
+    pub const ORANGE: &str = "#c2570c";
+    pub const GREEN: &str = "#2e7d4f";
+    pub const PURPLE: &str = "#7a4699";
+    pub const RED: &str = "#b3261e";
+}
+
+/// Where words stand from their point.
+#[derive(Clone, Copy)]
+pub enum Anchor {
+    Start,
+    Middle,
+    End,
+}
+
+/// Words and how they look.
+#[derive(Clone, Copy)]
+pub struct Style {
+    pub size: f64,
+    pub colour: &'static str,
+    pub anchor: Anchor,
+    pub bold: bool,
+}
+
+impl Style {
+    pub const fn new(size: f64, colour: &'static str) -> Style {
+        Style { size, colour, anchor: Anchor::Start, bold: false }
+    }
+
+    pub const fn at(self, anchor: Anchor) -> Style {
+        Style { anchor, ..self }
+    }
+
+    pub const fn bold(self) -> Style {
+        Style { bold: true, ..self }
+    }
+}
+
+/// About how wide words are.
+pub fn width(text: &str, size: f64) -> f64 {
+    text.chars().count() as f64 * size * 0.56
+}
+
+/// A picture under construction.
+pub struct Picture {
+    document: Document,
+}
+
+impl Picture {
+    /// An empty one with what it shows in words, for who cannot see it.
+    pub fn new(width: f64, height: f64, title: &str) -> Picture {
+        let document = Document::new()
+            .set("viewBox", format!("0 0 {width:.0} {height:.0}"))
+            .set("width", format!("{width:.0}"))
+            .set("height", format!("{height:.0}"))
+            .set("role", "img")
+            .set("font-family", "system-ui, 'Segoe UI', 'DejaVu Sans', Helvetica, Arial, sans-serif")
+            .add(Title::new(shown(title)))
+            .add(Rectangle::new().set("width", "100%").set("height", "100%").set("fill", "#ffffff"));
+        Picture { document }
+    }
+
+    fn add(&mut self, node: impl Into<Box<dyn svg::Node>>) {
+        svg::Node::append(&mut self.document, node);
+    }
+
+    pub fn text(&mut self, x: f64, y: f64, style: Style, text: &str) {
+        let anchor = match style.anchor {
+            Anchor::Start => "start",
+            Anchor::Middle => "middle",
+            Anchor::End => "end",
+        };
+        let mut node = Text::new(shown(text))
+            .set("x", round(x))
+            .set("y", round(y))
+            .set("font-size", round(style.size))
+            .set("fill", style.colour)
+            .set("text-anchor", anchor);
+        if style.bold {
+            node = node.set("font-weight", "bold");
+        }
+        self.add(node);
+    }
+
+    /// From point to point, dashed or not.
+    pub fn line(&mut self, from: (f64, f64), to: (f64, f64), colour: &str, thickness: f64, dashed: bool) {
+        self.add(line(from, to, colour, thickness, dashed));
+    }
+
+    pub fn box_(
+        &mut self,
+        at: (f64, f64),
+        size: (f64, f64),
+        fill: &str,
+        border: Option<&str>,
+        round_by: f64,
+    ) {
+        let mut node = Rectangle::new()
+            .set("x", round(at.0))
+            .set("y", round(at.1))
+            .set("width", round(size.0.max(0.0)))
+            .set("height", round(size.1.max(0.0)))
+            .set("rx", round(round_by))
+            .set("fill", fill);
+        if let Some(border) = border {
+            node = node.set("stroke", border).set("stroke-width", 1);
+        }
+        self.add(node);
+    }
+
+    /// Level or sloping, with a head at its end.
+    pub fn arrow(&mut self, from: (f64, f64), to: (f64, f64), colour: &str, thickness: f64, dashed: bool) {
+        let (dx, dy) = (to.0 - from.0, to.1 - from.1);
+        let length = dx.hypot(dy).max(1.0);
+        let (ux, uy) = (dx / length, dy / length);
+        let (long, half) = (7.0 + 1.5 * thickness, 3.0 + thickness);
+        let base = (to.0 - ux * long, to.1 - uy * long);
+        let points = [to, (base.0 - uy * half, base.1 + ux * half), (base.0 + uy * half, base.1 - ux * half)];
+        let points: Vec<String> = points.iter().map(|(x, y)| format!("{x:.1},{y:.1}")).collect();
+        let head = Polygon::new().set("points", points.join(" ")).set("fill", colour);
+        self.add(Group::new().add(line(from, base, colour, thickness, dashed)).add(head));
+    }
+
+    /// Writes it to a file.
+    ///
+    /// # Errors
+    /// Of the file.
+    pub fn save(&self, path: &Path) -> io::Result<()> {
+        std::fs::write(path, self.to_string())
+    }
+}
+
+impl std::fmt::Display for Picture {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        writeln!(f, "{}", self.document)
+    }
+}
+
+fn line(from: (f64, f64), to: (f64, f64), colour: &str, thickness: f64, dashed: bool) -> Line {
+    let node = Line::new()
+        .set("x1", round(from.0))
+        .set("y1", round(from.1))
+        .set("x2", round(to.0))
+        .set("y2", round(to.1))
+        .set("stroke", colour)
+        .set("stroke-width", round(thickness));
+    if dashed { node.set("stroke-dasharray", "4 3") } else { node }
+}
+
+fn round(value: f64) -> f64 {
+    (value * 10.0).round() / 10.0
+}
+
+/// Text as it may be shown on a terminal or in a picture, whoever wrote it: without control characters, and without those
+/// that turn its direction or are not seen.
+pub fn shown(text: &str) -> String {
+    let plain = |c: char| {
+        !c.is_control()
+            && !matches!(c, '\u{200b}'..='\u{200f}' | '\u{2028}'..='\u{202e}' | '\u{2060}'..='\u{206f}' | '\u{fff9}'..='\u{ffff}' | '\u{feff}')
+    };
+    if text.chars().all(plain) {
+        return text.to_owned();
+    }
+    text.chars().map(|c| if plain(c) { c.to_string() } else { c.escape_unicode().to_string() }).collect()
+}
+
+/// A number with its thousands apart.
+pub fn grouped(number: u64) -> String {
+    let digits = number.to_string();
+    let mut text = String::new();
+    for (at, digit) in digits.chars().enumerate() {
+        if at > 0 && (digits.len() - at).is_multiple_of(3) {
+            text.push(',');
+        }
+        text.push(digit);
+    }
+    text
+}
+
+/// Bytes in the largest unit that they are a whole number of.
+pub fn bytes(number: u64) -> String {
+    match number {
+        0 => "0".into(),
+        n if n % (1 << 20) == 0 => format!("{} MiB", n >> 20),
+        n if n % (1 << 10) == 0 => format!("{} KiB", n >> 10),
+        n => grouped(n),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn no_text_of_others_is_markup_or_moves_a_cursor() {
+        let mut picture = Picture::new(10.0, 10.0, "a<b>&\u{1b}[2J");
+        picture.text(0.0, 0.0, Style::new(9.0, colour::INK), "</text><script>\u{202e}x\r\n\u{7}");
+        let text = picture.to_string();
+        assert!(!text.contains("<script") && text.contains("&lt;script&gt;"), "{text}");
+        assert!(text.chars().all(|c| c == '\n' || !c.is_control() && c != '\u{202e}'), "{text}");
+    }
+
+    #[test]
+    fn numbers_are_read_at_a_glance() {
+        assert_eq!([0, 7, 999, 1000, 1234567].map(grouped), ["0", "7", "999", "1,000", "1,234,567"]);
+        assert_eq!([0, 100, 4096, 70064, 16 << 20].map(bytes), ["0", "100", "4 KiB", "70,064", "16 MiB"]);
+    }
+}

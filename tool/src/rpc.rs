@@ -1,0 +1,588 @@
+//! The benchmark's program over libtirpc, both ends: all the C of `rpcrdma perf`.
+//!
+//! ```text
+//! 0 NULL                              3 STATUS: largest, nanoseconds of processor time, counters
+//! 1 WRITE(seed, data) -> length       2 READ(seed, length) -> data
+//! ```
+//!
+//! The functions called are those that a program without a word of this library calls; netid "rdma" makes the difference. Data
+//! is what [`pattern`] says, from an offset on that `seed` gives, so that what was left there by an earlier call is not
+//! mistaken for it.
+//!
+//! # Invariants
+//! - A server takes and gives at most [`Server::largest`] bytes in a call, in memory that it has from the beginning.
+#![allow(unsafe_code)]
+
+use std::ffi::{CStr, CString, c_char, c_int, c_uint, c_void};
+use std::mem::MaybeUninit;
+use std::net::{SocketAddr, TcpListener};
+use std::os::fd::IntoRawFd;
+use std::ptr::{null, null_mut};
+use std::sync::{Mutex, MutexGuard, OnceLock, PoisonError};
+use std::time::Duration;
+
+use rpcrdma::capi::{CLGET_RDMA_CREDITS, rpcrdma_clnt_peer, rpcrdma_peer};
+use rpcrdma::tool::rpc::{
+    CLIENT, RPC_ANYFD, SVCXPRT, XDR, XdrProc, bool_t, clnt_spcreateerror, clnt_sperror, clnt_tli_create,
+    counters, getnetconfigent, netbuf, netconfig, svc_req, svc_run, svc_tli_create,
+};
+use rustix::time::{ClockId, clock_gettime};
+
+/// In the range that nobody assigns (RFC 5531 §8.4).
+pub const PROGRAM: u32 = 0x2000_5045;
+const VERSION: u32 = 1;
+
+const NULL: u32 = 0;
+const WRITE: u32 = 1;
+const READ: u32 = 2;
+const STATUS: u32 = 3;
+
+/// Bytes that data of so many bytes is cut from, by any seed.
+pub fn pattern(largest: usize) -> Box<[u8]> {
+    (0..largest + OFFSETS * 8).map(|at| (at * 167 + (at >> 8) * 13 + (at >> 16) * 7) as u8).collect()
+}
+
+/// The data of a call.
+pub fn data(pattern: &[u8], seed: u32, length: usize) -> &[u8] {
+    let from = seed as usize % OFFSETS * 8;
+    &pattern[from..from + length]
+}
+
+/// Whether data is what it has to be: each byte of it, or one of each page and the last one.
+pub fn is_right(pattern: &[u8], seed: u32, found: &[u8], each: bool) -> bool {
+    let wanted = data(pattern, seed, found.len());
+    if each || found.is_empty() {
+        return found == wanted;
+    }
+    let last = found.len() - 1;
+    (0..found.len()).step_by(PAGE).chain([last]).all(|at| found[at] == wanted[at])
+}
+
+const OFFSETS: usize = 31;
+const PAGE: usize = 4096;
+
+/// Of this bit of a seed the server is told to look at each byte.
+pub const EACH: u32 = 1 << 31;
+/// What a WRITE is answered whose data is not right.
+const WRONG: u32 = u32::MAX;
+
+/// Sets a variable for the library in this process, which reads it with its first call.
+pub fn set_variable(name: &str, value: &str) {
+    // SAFETY: the command has made no thread yet.
+    unsafe { std::env::set_var(name, value) };
+}
+
+/// The processor time of this thread, in nanoseconds.
+pub fn thread_time() -> u64 {
+    nanoseconds(ClockId::ThreadCPUTime)
+}
+
+fn nanoseconds(clock: ClockId) -> u64 {
+    let time = clock_gettime(clock);
+    time.tv_sec as u64 * 1_000_000_000 + time.tv_nsec as u64
+}
+
+/// What a server says of itself.
+#[derive(Clone, Debug, Default)]
+pub struct Status {
+    /// Most bytes of a call.
+    pub largest: u32,
+    /// Processor time of its process so far, in nanoseconds.
+    pub time: u64,
+    /// Its library's counters, in the order of their names.
+    pub counters: Vec<u64>,
+}
+
+/// The counters of this process's library.
+pub fn own_counters() -> Vec<u64> {
+    counters().to_vec()
+}
+
+/// A CLIENT.
+pub struct Client(*mut CLIENT);
+
+// SAFETY: libtirpc lets any thread use a CLIENT, one call at a time for tcp, which waits in it.
+unsafe impl Send for Client {}
+// SAFETY: as above.
+unsafe impl Sync for Client {}
+
+impl Client {
+    /// Connects to a server.
+    ///
+    /// # Errors
+    /// Why not, in libtirpc's words.
+    pub fn connect(over: Netid, address: SocketAddr, program: u32) -> Result<Client, String> {
+        Client::of(over, address, program, VERSION)
+    }
+
+    /// The same, for any program.
+    ///
+    /// # Errors
+    /// Why not, in libtirpc's words.
+    pub fn of(over: Netid, address: SocketAddr, program: u32, version: u32) -> Result<Client, String> {
+        let netconfig = over.netconfig(&address)?;
+        let mut bytes = Address::of(address);
+        let mut at = bytes.netbuf();
+        // SAFETY: a netconfig, which libtirpc only reads, and an address that lives until it returns.
+        let client = unsafe { clnt_tli_create(RPC_ANYFD, netconfig, &mut at, program, version, 0, 0) };
+        if client.is_null() {
+            let words = words();
+            // SAFETY: a string.
+            let text = unsafe { clnt_spcreateerror(c"connecting".as_ptr()) };
+            return Err(words.of(text));
+        }
+        Ok(Client(client))
+    }
+
+    /// What it runs on, if that is RDMA.
+    pub fn device(&self) -> Option<String> {
+        let mut fd: c_int = -1;
+        // SAFETY: alive.
+        let operations = unsafe { &*(*self.0).cl_ops };
+        let control = operations.cl_control?;
+        // SAFETY: CLGET_FD writes an int.
+        let told = unsafe { control(self.0, CLGET_FD, (&raw mut fd).cast()) };
+        (told != 0).then(|| rpcrdma::tool::rpc::device(fd)).flatten()
+    }
+
+    /// What is known of the other end of its connection, if that is RDMA.
+    pub fn peer(&self) -> Option<rpcrdma_peer> {
+        let mut peer = MaybeUninit::uninit();
+        // SAFETY: alive, and room for what is told.
+        let told = unsafe { rpcrdma_clnt_peer(self.0, peer.as_mut_ptr(), size_of::<rpcrdma_peer>()) };
+        // SAFETY: it was told.
+        (told != 0).then(|| unsafe { peer.assume_init() })
+    }
+
+    /// Calls that may be under way on it at a time, if it is RDMA.
+    pub fn credits(&self) -> Option<u32> {
+        let mut credits: c_uint = 0;
+        // SAFETY: alive.
+        let operations = unsafe { &*(*self.0).cl_ops };
+        let control = operations.cl_control?;
+        // SAFETY: CLGET_RDMA_CREDITS writes an unsigned.
+        let told = unsafe { control(self.0, CLGET_RDMA_CREDITS, (&raw mut credits).cast()) };
+        (told != 0).then_some(credits)
+    }
+
+    /// A call without arguments and results, which waits for its reply for so long.
+    ///
+    /// # Errors
+    /// Why it has failed.
+    pub fn null_within(&self, limit: Duration) -> Result<(), String> {
+        let (encode, decode): (XdrProc, XdrProc) = (Some(xdr_nothing), Some(xdr_nothing));
+        self.call_within(limit, NULL, encode, null_mut(), decode, null_mut())
+    }
+
+    /// A call without arguments and results.
+    ///
+    /// # Errors
+    /// Why it has failed.
+    pub fn null(&self) -> Result<(), String> {
+        self.call(NULL, Some(xdr_nothing), null_mut(), Some(xdr_nothing), null_mut())
+    }
+
+    /// Sends data, which the server looks at.
+    ///
+    /// # Errors
+    /// Why it has failed; what came was something else.
+    pub fn write(&self, seed: u32, data: &[u8]) -> Result<(), String> {
+        let mut arguments =
+            Data { seed, bytes: data.as_ptr().cast_mut().cast(), length: data.len() as u32, room: u32::MAX };
+        let mut answer = 0u32;
+        self.call(
+            WRITE,
+            Some(xdr_seeded),
+            (&raw mut arguments).cast(),
+            Some(xdr_word),
+            (&raw mut answer).cast(),
+        )?;
+        match answer as usize {
+            length if length == data.len() => Ok(()),
+            _ if answer == WRONG => Err("the server has got other data than it was sent".into()),
+            length => Err(format!("the server has got {length} bytes of {}", data.len())),
+        }
+    }
+
+    /// Fetches data. Whoever calls looks at it.
+    ///
+    /// # Errors
+    /// Why it has failed.
+    pub fn read(&self, seed: u32, into: &mut [u8]) -> Result<(), String> {
+        let wanted = into.len() as u32;
+        let mut arguments = Wanted { seed, length: wanted };
+        let mut data = Data { seed, bytes: into.as_mut_ptr().cast(), length: wanted, room: wanted };
+        self.call(
+            READ,
+            Some(xdr_wanted),
+            (&raw mut arguments).cast(),
+            Some(xdr_data),
+            (&raw mut data).cast(),
+        )?;
+        if data.length != wanted {
+            return Err(format!("the server has given {} bytes of {wanted}", data.length));
+        }
+        Ok(())
+    }
+
+    /// Asks how the server is.
+    ///
+    /// # Errors
+    /// Why it has failed.
+    pub fn status(&self) -> Result<Status, String> {
+        let mut status = Numbers::default();
+        self.call(STATUS, Some(xdr_nothing), null_mut(), Some(xdr_numbers), (&raw mut status).cast())?;
+        let [largest, time, ref counters @ ..] = status.values[..] else {
+            return Err("the server does not say how it is".into());
+        };
+        let largest =
+            u32::try_from(largest).map_err(|_| "the server's largest call is no length".to_owned())?;
+        Ok(Status { largest, time, counters: counters.to_vec() })
+    }
+
+    fn call(
+        &self,
+        procedure: u32,
+        encode: XdrProc,
+        arguments: *mut c_void,
+        decode: XdrProc,
+        results: *mut c_void,
+    ) -> Result<(), String> {
+        self.call_within(Duration::from_secs(30), procedure, encode, arguments, decode, results)
+    }
+
+    fn call_within(
+        &self,
+        limit: Duration,
+        procedure: u32,
+        encode: XdrProc,
+        arguments: *mut c_void,
+        decode: XdrProc,
+        results: *mut c_void,
+    ) -> Result<(), String> {
+        // SAFETY: alive.
+        let operations = unsafe { &*(*self.0).cl_ops };
+        let Some(call) = operations.cl_call else { return Err("a CLIENT without cl_call".into()) };
+        let limit = libc::timeval {
+            tv_sec: limit.as_secs() as libc::time_t,
+            tv_usec: libc::suseconds_t::from(limit.subsec_micros()),
+        };
+        // SAFETY: alive; each procedure of XDR is for what it is given, as the callers above see to.
+        let status = unsafe { call(self.0, procedure, encode, arguments, decode, results, limit) };
+        if status == 0 {
+            return Ok(());
+        }
+        let words = words();
+        // SAFETY: alive, and a string.
+        let text = unsafe { clnt_sperror(self.0, c"a call".as_ptr()) };
+        Err(words.of(text))
+    }
+}
+
+impl Drop for Client {
+    fn drop(&mut self) {
+        // SAFETY: alive until here.
+        let operations = unsafe { &*(*self.0).cl_ops };
+        if let Some(destroy) = operations.cl_destroy {
+            // SAFETY: used no more.
+            unsafe { destroy(self.0) };
+        }
+    }
+}
+
+/// What calls go over.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Netid {
+    /// Stock libtirpc.
+    Tcp,
+    /// This library.
+    Rdma,
+}
+
+impl Netid {
+    /// A netconfig is never given back: there are four.
+    fn netconfig(self, address: &SocketAddr) -> Result<*const netconfig, String> {
+        let name = match (self, address.is_ipv4()) {
+            (Netid::Tcp, true) => c"tcp",
+            (Netid::Tcp, false) => c"tcp6",
+            (Netid::Rdma, true) => c"rdma",
+            (Netid::Rdma, false) => c"rdma6",
+        };
+        // SAFETY: a string.
+        let netconfig = unsafe { getnetconfigent(name.as_ptr()) };
+        if netconfig.is_null() {
+            return Err(format!("{} is no netid of this host", name.to_string_lossy()));
+        }
+        Ok(netconfig)
+    }
+}
+
+/// What the server works with.
+struct Server {
+    /// Most bytes of a call.
+    largest: u32,
+    pattern: Box<[u8]>,
+    /// Where written data lies.
+    room: Mutex<Box<[u8]>>,
+}
+
+static SERVER: OnceLock<Server> = OnceLock::new();
+
+/// Serves on a socket that listens, over whatever a client begins with there: the library must have been told to move tcp
+/// (RPCRDMA_REDIRECT). Returns when the loop has ended, which it does not by itself.
+///
+/// # Errors
+/// Why not.
+pub fn serve(listener: TcpListener, program: u32, largest: u32) -> Result<(), String> {
+    let address = listener.local_addr().map_err(|error| error.to_string())?;
+    let server = Server {
+        largest,
+        pattern: pattern(largest as usize),
+        room: Mutex::new(vec![0; largest as usize].into_boxed_slice()),
+    };
+    SERVER.set(server).map_err(|_| "it serves already".to_owned())?;
+    let netconfig = Netid::Tcp.netconfig(&address)?;
+    // SAFETY: a socket that is given away, and a netconfig.
+    let transport = unsafe { svc_tli_create(listener.into_raw_fd(), netconfig, null(), 0, 0) };
+    if transport.is_null() {
+        return Err("libtirpc makes no transport of the socket".into());
+    }
+    // SAFETY: a transport, a routine, and no netconfig: rpcbind is told nothing.
+    let registered =
+        unsafe { rpcrdma::tool::rpc::svc_reg(transport, program, VERSION, Some(dispatch), null()) };
+    if registered == 0 {
+        return Err(format!("program {program} cannot be registered in this process"));
+    }
+    // SAFETY: in the one thread that serves.
+    unsafe { svc_run() };
+    Ok(())
+}
+
+unsafe extern "C" fn dispatch(request: *mut svc_req, transport: *mut SVCXPRT) {
+    let Some(server) = SERVER.get() else { return };
+    // SAFETY: libtirpc gives a request.
+    let procedure = unsafe { (*request).rq_proc };
+    // SAFETY: and the transport that it came from.
+    let answered = unsafe { answer(server, procedure, transport) };
+    if answered.is_none() {
+        // SAFETY: the same.
+        unsafe { svcerr_decode(transport) };
+    }
+}
+
+/// `None`: the arguments are of no use.
+///
+/// # Safety
+/// `transport` has a request of this procedure.
+unsafe fn answer(server: &Server, procedure: u32, transport: *mut SVCXPRT) -> Option<()> {
+    // SAFETY: by the contract.
+    let get = unsafe { (*(*transport).xp_ops).xp_getargs }?;
+    let arguments = |procedure: XdrProc, place: *mut c_void| {
+        // SAFETY: the procedure is for what lies at the place.
+        (unsafe { get(transport, procedure, place) } != 0).then_some(())
+    };
+    let reply = |procedure: XdrProc, place: *mut c_void| {
+        // SAFETY: as above. Where it fails the connection is at its end.
+        unsafe { svc_sendreply(transport, procedure, place) };
+    };
+    match procedure {
+        NULL => reply(Some(xdr_nothing), null_mut()),
+        WRITE => {
+            let mut room = server.room.lock().unwrap_or_else(PoisonError::into_inner);
+            let mut data = Data { seed: 0, bytes: room.as_mut_ptr().cast(), length: 0, room: server.largest };
+            arguments(Some(xdr_seeded), (&raw mut data).cast())?;
+            let found = &room[..data.length as usize];
+            let right = is_right(&server.pattern, data.seed & !EACH, found, data.seed & EACH != 0);
+            let mut length = if right { data.length } else { WRONG };
+            reply(Some(xdr_word), (&raw mut length).cast());
+        }
+        READ => {
+            let mut wanted = Wanted { seed: 0, length: 0 };
+            arguments(Some(xdr_wanted), (&raw mut wanted).cast())?;
+            if wanted.length > server.largest {
+                return None;
+            }
+            let found = data(&server.pattern, wanted.seed & !EACH, wanted.length as usize);
+            let mut data = Data {
+                seed: 0,
+                bytes: found.as_ptr().cast_mut().cast(),
+                length: wanted.length,
+                room: wanted.length,
+            };
+            reply(Some(xdr_data), (&raw mut data).cast());
+        }
+        STATUS => {
+            let mut values = vec![u64::from(server.largest), nanoseconds(ClockId::ProcessCPUTime)];
+            values.extend(counters());
+            let mut numbers = Numbers { values };
+            reply(Some(xdr_numbers), (&raw mut numbers).cast());
+        }
+        // SAFETY: by the contract.
+        _ => unsafe { svcerr_noproc(transport) },
+    }
+    Some(())
+}
+
+// ---- XDR ----------------------------------------------------------------------------------------------------------
+
+/// Data, of a WRITE with its seed.
+struct Data {
+    seed: u32,
+    bytes: *mut c_char,
+    length: c_uint,
+    /// Most bytes that may come to lie there.
+    room: c_uint,
+}
+
+/// The arguments of a READ.
+struct Wanted {
+    seed: u32,
+    length: u32,
+}
+
+/// The results of STATUS: the largest call, the time, and as many counters as the server's library has.
+#[derive(Default)]
+struct Numbers {
+    values: Vec<u64>,
+}
+
+const MOST_NUMBERS: u32 = 256;
+
+unsafe extern "C-unwind" fn xdr_nothing(_: *mut XDR, _: *mut c_void) -> c_int {
+    1
+}
+
+unsafe extern "C-unwind" fn xdr_word(xdrs: *mut XDR, word: *mut c_void) -> c_int {
+    // SAFETY: who names this procedure gives a u32.
+    unsafe { xdr_u_int(xdrs, word.cast()) }
+}
+
+unsafe extern "C-unwind" fn xdr_wanted(xdrs: *mut XDR, wanted: *mut c_void) -> c_int {
+    // SAFETY: who names this procedure gives a Wanted.
+    let wanted = unsafe { &mut *wanted.cast::<Wanted>() };
+    // SAFETY: a u32.
+    if unsafe { xdr_u_int(xdrs, &mut wanted.seed) } == 0 {
+        return 0;
+    }
+    // SAFETY: as above.
+    unsafe { xdr_u_int(xdrs, &mut wanted.length) }
+}
+
+unsafe extern "C-unwind" fn xdr_seeded(xdrs: *mut XDR, data: *mut c_void) -> c_int {
+    // SAFETY: who names this procedure gives a Data.
+    let seed = unsafe { &mut (*data.cast::<Data>()).seed };
+    // SAFETY: a u32.
+    if unsafe { xdr_u_int(xdrs, seed) } == 0 {
+        return 0;
+    }
+    // SAFETY: as ours.
+    unsafe { xdr_data(xdrs, data) }
+}
+
+unsafe extern "C-unwind" fn xdr_data(xdrs: *mut XDR, data: *mut c_void) -> c_int {
+    // SAFETY: who names this procedure gives a Data, with room for as many bytes as it says, or as it has.
+    let data = unsafe { &mut *data.cast::<Data>() };
+    // SAFETY: the same.
+    unsafe { xdr_bytes(xdrs, &mut data.bytes, &mut data.length, data.room) }
+}
+
+unsafe extern "C-unwind" fn xdr_numbers(xdrs: *mut XDR, numbers: *mut c_void) -> c_int {
+    // SAFETY: who names this procedure gives Numbers.
+    let numbers = unsafe { &mut *numbers.cast::<Numbers>() };
+    let mut count = numbers.values.len() as u32;
+    // SAFETY: a u32.
+    if unsafe { xdr_u_int(xdrs, &mut count) } == 0 || count > MOST_NUMBERS {
+        return 0;
+    }
+    numbers.values.resize(count as usize, 0);
+    numbers.values.iter_mut().all(|value| {
+        // SAFETY: a u64.
+        unsafe { xdr_u_quad_t(xdrs, value) != 0 }
+    }) as c_int
+}
+
+// ---- libtirpc -----------------------------------------------------------------------------------------------------
+
+const CLGET_FD: c_uint = 6;
+
+unsafe extern "C-unwind" {
+    fn svc_sendreply(transport: *mut SVCXPRT, procedure: XdrProc, results: *mut c_void) -> bool_t;
+    fn svcerr_decode(transport: *mut SVCXPRT);
+    fn svcerr_noproc(transport: *mut SVCXPRT);
+    fn xdr_u_int(xdrs: *mut XDR, word: *mut c_uint) -> bool_t;
+    fn xdr_u_quad_t(xdrs: *mut XDR, number: *mut u64) -> bool_t;
+    fn xdr_bytes(xdrs: *mut XDR, bytes: *mut *mut c_char, length: *mut c_uint, most: c_uint) -> bool_t;
+}
+
+/// An address as C sees it.
+enum Address {
+    V4(libc::sockaddr_in),
+    V6(libc::sockaddr_in6),
+}
+
+impl Address {
+    fn of(address: SocketAddr) -> Address {
+        match address {
+            SocketAddr::V4(at) => Address::V4(libc::sockaddr_in {
+                sin_family: libc::AF_INET as u16,
+                sin_port: at.port().to_be(),
+                sin_addr: libc::in_addr { s_addr: u32::from_ne_bytes(at.ip().octets()) },
+                sin_zero: [0; 8],
+            }),
+            SocketAddr::V6(at) => Address::V6(libc::sockaddr_in6 {
+                sin6_family: libc::AF_INET6 as u16,
+                sin6_port: at.port().to_be(),
+                sin6_flowinfo: at.flowinfo(),
+                sin6_addr: libc::in6_addr { s6_addr: at.ip().octets() },
+                sin6_scope_id: at.scope_id(),
+            }),
+        }
+    }
+
+    fn netbuf(&mut self) -> netbuf {
+        let (buf, len): (*mut c_void, usize) = match self {
+            Address::V4(at) => ((&raw mut *at).cast(), size_of_val(at)),
+            Address::V6(at) => ((&raw mut *at).cast(), size_of_val(at)),
+        };
+        netbuf { maxlen: len as c_uint, len: len as c_uint, buf }
+    }
+}
+
+/// libtirpc's error texts lie in a buffer that all threads share.
+struct Words(#[allow(dead_code, reason = "is held")] MutexGuard<'static, ()>);
+
+fn words() -> Words {
+    static BUFFER: Mutex<()> = Mutex::new(());
+    Words(BUFFER.lock().unwrap_or_else(PoisonError::into_inner))
+}
+
+impl Words {
+    fn of(self, text: *const c_char) -> String {
+        if text.is_null() {
+            return "it has failed".into();
+        }
+        // SAFETY: a string of libtirpc, which nobody else changes now.
+        let text: CString = unsafe { CStr::from_ptr(text) }.into();
+        text.to_string_lossy().trim().to_owned()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn data_of_one_call_is_not_that_of_another() {
+        let pattern = pattern(3 * PAGE);
+        for length in [1, 7, PAGE, PAGE + 1, 3 * PAGE] {
+            for seed in 0..40 {
+                let mut found = data(&pattern, seed, length).to_vec();
+                assert!(is_right(&pattern, seed, &found, false) && is_right(&pattern, seed, &found, true));
+                assert!(!is_right(&pattern, seed + 1, &found, false), "seed {seed}, {length} bytes");
+                found[length / 2] ^= 1;
+                assert!(!is_right(&pattern, seed, &found, true));
+            }
+        }
+        assert!(is_right(&pattern, 5, &[], false));
+    }
+}

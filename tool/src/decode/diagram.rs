@@ -1,4 +1,4 @@
-//! Calls as a sequence diagram: the caller on the left, the callee on the right, one step below the other. Steps have one height
+//! Calls as a sequence diagram: the client on the left, the server on the right, one step below the other. Steps have one height
 //! each, for a Read may take a thousand times as long as a Send; times stand beside them, at the end that has seen them.
 
 use super::log::{Message, Time};
@@ -17,7 +17,7 @@ const STRONG: Style = Style::new(13.0, colour::INK).at(Anchor::Middle).bold();
 const PLAIN: Style = Style::new(11.5, colour::INK).at(Anchor::Middle);
 const TIME: Style = Style::new(11.0, colour::FAINT);
 
-/// Draws calls of one connection; the first one's caller stands on the left.
+/// Draws calls of one connection.
 ///
 /// # Errors
 /// They are of several connections.
@@ -33,31 +33,29 @@ pub fn draw(trace: &Trace, chosen: &[usize], names: &Names) -> Result<Picture, S
     // Stable: each call's own are in order.
     steps.sort_by_key(|(_, step)| step.at.or(step.done));
     let began = steps.iter().find_map(|(_, step)| step.at.or(step.done));
-    let height = HEAD + steps.iter().map(|(_, step)| tall(step)).sum::<f64>() + 46.0;
+    let name = |call: &Call| {
+        let name = call
+            .program
+            .map_or_else(|| format!("xid {:#010x}", call.xid), |program| names.procedure(program));
+        if is_back(trace, call) && calls.len() == 1 { format!("{name}, called back") } else { name }
+    };
+    let of = |call: &Call| (calls.len() > 1).then(|| name(call));
+    let height = HEAD + steps.iter().map(|(call, step)| tall(step, of(call).as_deref())).sum::<f64>() + 46.0;
 
     let heading = match calls.as_slice() {
-        [call] => call
-            .program
-            .map_or_else(|| format!("call {:#010x}", call.xid), |program| names.procedure(program)),
-        several => {
-            let names: Vec<String> = several
-                .iter()
-                .map(|call| {
-                    let name =
-                        call.program.map_or_else(|| format!("{:#010x}", call.xid), |p| names.procedure(p));
-                    if is_back(trace, call) { format!("{name} (call back)") } else { name }
-                })
-                .collect();
-            names.join(", ")
-        }
+        [_] => name(first),
+        several => format!("{} calls of one connection", several.len()),
     };
     let mut picture = Picture::new(WIDTH, height, &heading);
-    picture.text(24.0, 32.0, Style::new(17.0, colour::INK).bold(), &fitting(&heading, 17.0, WIDTH - 48.0));
+    picture.text(24.0, 32.0, Style::new(17.0, colour::INK).bold(), &fitting(&heading, 19.0, WIDTH - 48.0));
     picture.text(24.0, 52.0, TIME, &fitting(&about(trace, &calls), TIME.size, WIDTH - 48.0));
 
-    let back = is_back(trace, first);
-    let (left, right) = if back { ("server", "client") } else { ("client", "server") };
-    for (x, word, end) in [(LEFT, left, end(first.caller)), (RIGHT, right, end(first.callee))] {
+    // The client, which has opened the connection, stands on the left.
+    let (client, server) = match is_back(trace, first) {
+        true => (first.callee, first.caller),
+        false => (first.caller, first.callee),
+    };
+    for (x, word, end) in [(LEFT, "client", end(client)), (RIGHT, "server", end(server))] {
         picture.line((x, HEAD - 14.0), (x, height - 26.0), colour::FAINT, 1.2, true);
         picture.box_((x - 70.0, HEAD - 58.0), (140.0, 44.0), colour::PALE, Some(colour::FAINT), 5.0);
         picture.text(x, HEAD - 39.0, STRONG, word);
@@ -66,10 +64,9 @@ pub fn draw(trace: &Trace, chosen: &[usize], names: &Names) -> Result<Picture, S
     }
     let mut y = HEAD;
     for (call, step) in steps {
-        // Whether its caller is the one on the left: a call back goes the other way.
-        let forward = is_back(trace, call) == back;
-        draw_step(&mut picture, step, y, forward, began);
-        y += tall(step);
+        let of = of(call);
+        draw_step(&mut picture, step, y, !is_back(trace, call), began, of.as_deref());
+        y += tall(step, of.as_deref());
     }
     Ok(picture)
 }
@@ -93,11 +90,12 @@ fn about(trace: &Trace, calls: &[&Call]) -> String {
     parts.join(", ")
 }
 
-fn tall(step: &Step) -> f64 {
+/// `of`: what is called, where a picture has several calls.
+fn tall(step: &Step, of: Option<&str>) -> f64 {
     match &step.kind {
         Kind::Call(message) | Kind::Reply(message) => {
             let call = matches!(step.kind, Kind::Call(_));
-            40.0 + 15.0 * lines(message, call).len() as f64
+            40.0 + 15.0 * lines(message, call, of).len() as f64
         }
         Kind::Read(_) => 62.0,
         Kind::Write(_) => 50.0,
@@ -106,9 +104,9 @@ fn tall(step: &Step) -> f64 {
 }
 
 /// What stands above a message's arrow, below its name.
-fn lines(message: &Message, call: bool) -> Vec<String> {
+fn lines(message: &Message, call: bool, of: Option<&str>) -> Vec<String> {
     let room = RIGHT - LEFT - 24.0;
-    let mut lines: Vec<String> = Vec::new();
+    let mut lines: Vec<String> = of.map(|of| fitting(of, PLAIN.size, room)).into_iter().collect();
     for part in
         [credits(message, call)].into_iter().chain(details(message, call)).filter(|part| !part.is_empty())
     {
@@ -123,7 +121,14 @@ fn lines(message: &Message, call: bool) -> Vec<String> {
     lines
 }
 
-fn draw_step(picture: &mut Picture, step: &Step, y: f64, forward: bool, began: Option<Time>) {
+fn draw_step(
+    picture: &mut Picture,
+    step: &Step,
+    y: f64,
+    forward: bool,
+    began: Option<Time>,
+    of: Option<&str>,
+) {
     let (caller, callee) = if forward { (LEFT, RIGHT) } else { (RIGHT, LEFT) };
     let inset = |from: f64, to: f64| (from + 2.0 * (to - from).signum(), to - 2.0 * (to - from).signum());
     match &step.kind {
@@ -131,9 +136,16 @@ fn draw_step(picture: &mut Picture, step: &Step, y: f64, forward: bool, began: O
             let call = matches!(step.kind, Kind::Call(_));
             let (from, to) = if call { (caller, callee) } else { (callee, caller) };
             let ink = if message.is_error() { colour::RED } else { colour::BLUE };
-            picture.text(MIDDLE, y + 14.0, Style { colour: ink, ..STRONG }, &title(message));
+            let word = match (call, forward) {
+                (true, true) => "Call",
+                (true, false) => "Call back",
+                (false, true) => "Reply",
+                (false, false) => "Reply to the call back",
+            };
+            let text = format!("{word}: {}", title(message));
+            picture.text(MIDDLE, y + 14.0, Style { colour: ink, ..STRONG }, &text);
             let mut at = y + 14.0;
-            for line in lines(message, call) {
+            for line in lines(message, call, of) {
                 at += 15.0;
                 picture.text(MIDDLE, at, PLAIN, &line);
             }

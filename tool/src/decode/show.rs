@@ -53,7 +53,7 @@ pub fn text(trace: &Trace, names: &Names, out: &mut impl Write) -> io::Result<()
     let errors = trace.calls.iter().filter(|call| call.error.is_some()).count();
     writeln!(
         out,
-        "{} lines: {count} connections, {} calls, {without} without a reply, {errors} answered by an RDMA_ERROR",
+        "lines: {}; connections: {count}; calls: {}, without a reply: {without}, answered by an RDMA_ERROR: {errors}",
         trace.lines,
         trace.calls.len()
     )
@@ -73,7 +73,7 @@ pub fn refused(trace: &Trace) -> Vec<String> {
             Refused::Unknown => "of an unknown form",
         };
         let text: String = shown(text).chars().take(60).collect();
-        format!("{lines} of {} lines are {what}; line {first} is the first: {text}", trace.lines)
+        format!("lines that are {what}: {lines} of {}; line {first} is the first: {text}", trace.lines)
     });
     kinds.collect()
 }

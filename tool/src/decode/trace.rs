@@ -175,8 +175,6 @@ struct State {
     latest: HashMap<u32, usize>,
     /// What a program's call is, before its message goes out.
     announced: HashMap<u32, ([u32; 3], u64)>,
-    /// The lengths of replies that have not gone out yet.
-    encoded: HashMap<u32, u64>,
     handles: HashMap<u32, usize>,
     /// RDMA Reads under way: call and step.
     reads: VecDeque<Option<(usize, usize)>>,
@@ -222,14 +220,11 @@ impl Reader {
                     self.trace.calls[call].program.get_or_insert(program);
                 }
             }
-            Event::Reply { xid, bytes } => match self.states[on].latest.get(&xid) {
-                Some(&call) => {
+            Event::Reply { xid, bytes } => {
+                if let Some(&call) = self.states[on].latest.get(&xid) {
                     self.trace.calls[call].reply_bytes.get_or_insert(bytes);
                 }
-                None => {
-                    self.states[on].encoded.insert(xid, bytes);
-                }
-            },
+            }
             Event::Closed { why } => {
                 self.trace.connections[on].remarks.push(remark(format!("closed: {why}")));
                 self.current.remove(&(process, fd));
@@ -283,22 +278,19 @@ impl Reader {
             _ => open.remove(&xid),
         };
         let Some(call) = answers else { return self.call(order, at, on, out, message) };
-        let call_ = &mut self.trace.calls[call];
-        call_.replied = true;
+        let call = &mut self.trace.calls[call];
+        call.replied = true;
         if message.is_error() {
-            call_.error = Some(message.rest.clone().unwrap_or_else(|| message.procedure.clone()));
-        }
-        if let Some(bytes) = state.encoded.remove(&xid) {
-            call_.reply_bytes.get_or_insert(bytes);
+            call.error = Some(message.rest.clone().unwrap_or_else(|| message.procedure.clone()));
         }
         let other =
-            call_.steps.iter_mut().find(|step| matches!(&step.kind, Kind::Reply(m) if m.same(&message)));
+            call.steps.iter_mut().find(|step| matches!(&step.kind, Kind::Reply(m) if m.same(&message)));
         match other {
             Some(step) if out => step.at = at,
             Some(step) => step.done = at,
             None => {
                 let (began, done) = if out { (at, None) } else { (None, at) };
-                call_.steps.push(Step { kind: Kind::Reply(message), at: began, done, order });
+                call.steps.push(Step { kind: Kind::Reply(message), at: began, done, order });
             }
         }
     }

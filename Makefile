@@ -14,7 +14,8 @@
 # make check-planted     plants known defects, and sees them found: half an hour
 # make simulate     CALLS=n SEED=s: engines over a simulated network; 100000 calls a second
 # make check-vm     against the kernel's NFS/RDMA, in a guest that tests/vm/setup.sh prepares
-# make bench        measures
+# make bench        measures: bench/results.txt, .json, .svg; REPORT=FILE.txt for others
+# make pictures     draws how calls travel: docs/pictures
 # make bench-instructions  counts instructions per call (callgrind)
 #
 # `make demo` and `make check` do all the set-up: tests/packages.sh installs what is missing, or names it in one line.
@@ -146,6 +147,7 @@ check-source: all
 # After the library is built: some tests preload it.
 check-rust: all
 	+$(CARGO) test $(CARGOFLAGS) $(FEATURES)
+	+$(CARGO) test $(CARGOFLAGS) $(FEATURES) --profile tool -p rpcrdma-tools
 	+$(CARGO) test $(FUZZ)
 
 # What fuzzing has found and reached, once more, with the compiler that is there: without libFuzzer and sanitizer. A folder of
@@ -211,8 +213,14 @@ check-vm: all nfs3 nfs41
 	@failed=; for script in $(VM_SCRIPTS); do echo "== $$script"; bash $$script || failed="$$failed $$script"; done; \
 	    [ -z "$$failed" ] || { echo "failed:$$failed"; exit 1; }
 
+# The table, its figures and their picture: bench/results.txt, .json and .svg, or others.
+REPORT ?= bench/results.txt
 bench: all
-	bash bench/bench.sh
+	bash bench/bench.sh $(REPORT)
+
+# How calls travel: docs/pictures.
+pictures: all
+	bash docs/pictures.sh
 
 bench-instructions: all
 	bash bench/instructions.sh
@@ -223,7 +231,7 @@ clean:
 
 .PHONY: all install demo demo-here nfs3 nfs41 check check-here check-beside check-source check-rust check-exports \
     check-c check-c-long check-sanitizers check-valgrind check-long check-long-here check-fresh check-bad-peers \
-    check-schedules check-vm bench bench-instructions clean soak fuzz simulate check-planted FORCE
+    check-schedules check-vm bench bench-instructions clean pictures soak fuzz simulate check-planted FORCE
 .DELETE_ON_ERROR:
 ifdef IN_ORDER
 .NOTPARALLEL:

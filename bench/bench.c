@@ -3,7 +3,7 @@
  *   bench server NETID                                        prints "READY port"
  *   bench client NETID PORT OP SIZE THREADS shared|own|processes SECONDS
  *       prints calls per second; the median and the 99th percentile of a call's time; and the processor time of both ends
- *       per call: all in microseconds. THREADS use one CLIENT, or have one each, in this process or in one each.
+ *       per call; the 10th and 90th percentiles, and the 99.9th: all in microseconds. THREADS use one CLIENT, or have one each, in this process or in one each.
  *   bench calls NETID PORT OP SIZE COUNT                      makes COUNT calls on one thread
  *   bench counters NETID PORT OP SIZE COUNT                   the same; prints the library's counters per call
  *   bench fair NETID PORT THREADS shared|own COUNT            COUNT null calls of one CLIENT, while THREADS keep the server
@@ -338,16 +338,23 @@ static int measure(unsigned threads, const char *how, double seconds)
     }
     if (calls == 0)
         errx(1, "no call ended");
-    unsigned half = 0, most = 0;
-    uint64_t up_to = 0;
-    for (unsigned k = 0; k < TIMES; k++) {
-        up_to += times[k];
-        half = up_to * 2 < calls ? k + 1 : half;
-        most = up_to * 100 < calls * 99 ? k + 1 : most;
+    /* In thousandths of the calls, in the order in which they are printed. */
+    static const unsigned parts[] = {500, 990, 100, 900, 999};
+    enum { PARTS = sizeof parts / sizeof *parts };
+    unsigned step[PARTS] = {0};
+    for (unsigned i = 0; i < PARTS; i++) {
+        uint64_t up_to = 0;
+        for (unsigned k = 0; k < TIMES; k++) {
+            up_to += times[k];
+            step[i] = up_to * 1000 < calls * parts[i] ? k + 1 : step[i];
+        }
     }
     cpu += (double)(server_after[CPU] - server_before[CPU]) / 1e9;
-    printf("%.0f %.2f %.2f %.2f\n", (double)calls / took, microseconds_of(half), microseconds_of(most),
+    printf("%.0f %.2f %.2f %.2f", (double)calls / took, microseconds_of(step[0]), microseconds_of(step[1]),
            cpu * 1e6 / (double)calls);
+    for (unsigned i = 2; i < PARTS; i++)
+        printf(" %.2f", microseconds_of(step[i]));
+    printf("\n");
     return 0;
 }
 

@@ -10,7 +10,8 @@
 #
 # Every case is measured several times; tcp and rdma take turns, so that whatever else the machine does hits both;
 # the table shows medians. Then: system calls per call (if strace is there), and the processor time of an idle server.
-# With FILE the table is written there too. QUICK=1 takes a few seconds and shows only that everything runs.
+# With FILE the table is written there too, and beside it, named alike, the rows of CLIENTs of their own as JSON, and drawn
+# (`rpcrdma perf --draw`): FILE.txt, FILE.json, FILE.svg. QUICK=1 takes a few seconds and shows only that everything runs.
 # RPCRDMA_* set by the caller (RPCRDMA_POLL=0 ...) reach the rdma side.
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 . "$here/../tests/lib.sh"
@@ -237,6 +238,33 @@ system_calls() {
     server_calls=$(awk -v a="${server_side[$some]}" -v b="${server_side[$((2 * some))]}" -v n="$some" 'BEGIN { printf "%.1f", (b - a) / n }')
 }
 
+# The rows of one thread and of the most, as `rpcrdma perf` would write them.
+figures() {
+    local i what size threads how way sep=
+    quoted() { printf '"%s"' "$(tr -d '"\\\000-\037' <<<"$1")"; }
+    printf '{"title": "RPC over tcp and over rdma, within one host", "notes": [%s, %s],\n' \
+        "$(quoted "$(sed -n 1p "$scratch/table")")" "$(quoted "$(sed -n 2p "$scratch/table")")"
+    printf '"ways": [{"name": "tcp", "what": "stock libtirpc"}, {"name": "rdma", "what": "software iWARP"}, {"name": "local", "what": "shared memory"}],\n'
+    printf '"rows": ['
+    for i in "${!cases[@]}"; do
+        read -r what size threads how <<<"${cases[$i]}"
+        [[ $how = own && " 1 ${many[-1]} " = *" $threads "* ]] || continue
+        printf '%s\n{"call": "%s", "bytes": %s, "threads": %s, "ways": {' "$sep" "$what" "$size" "$threads"
+        sep=,
+        for way in tcp rdma local; do
+            [ $way = tcp ] || printf ', '
+            printf '"%s": {"rounds": %s, "calls_per_second": %s, "cpu_us": %s, "latency_us": {"p50": %s, "p99": %s, "p10": %s, "p90": %s, "p999": %s}}' \
+                $way "$repeats" "$(median "$i" $way 3)" "$(median "$i" $way 6)" "$(median "$i" $way 4)" "$(median "$i" $way 5)" \
+                "$(median "$i" $way 7)" "$(median "$i" $way 8)" "$(median "$i" $way 9)"
+        done
+        printf '}}'
+    done
+    printf '\n]}\n'
+}
+
 table >"$scratch/table"
 cat "$scratch/table"
-[ -z "$report" ] || cp "$scratch/table" "$report"
+if [ -n "$report" ]; then
+    cp "$scratch/table" "$report" && figures >"${report%.txt}.json" &&
+        "${TOOL:-$top/build/rpcrdma}" perf --draw "${report%.txt}.json" --svg "${report%.txt}.svg" || exit 1
+fi

@@ -1,11 +1,175 @@
-//! `rpcrdma decode`.
+//! `rpcrdma decode`: the library's log at level wire, call by call.
 
+use std::fs::File;
+use std::io::{self, BufRead, BufReader, BufWriter, Read, Write};
+use std::path::PathBuf;
 use std::process::ExitCode;
 
-#[derive(clap::Args)]
-pub struct Args {}
+use crate::picture;
 
-pub fn run(_args: &Args) -> ExitCode {
-    eprintln!("rpcrdma decode: not built yet");
-    ExitCode::FAILURE
+mod diagram;
+mod log;
+mod names;
+mod show;
+mod trace;
+
+use log::Refused;
+use names::Names;
+use show::Document;
+use trace::Trace;
+
+/// Reads a log of level wire (RPCRDMA_LOG=wire), call by call.
+///
+/// Of several processes and connections in one log, prints for each connection its calls, and for each call what belongs to it:
+/// the message with its chunks, the RDMA Reads and Writes, what is invalidated, the reply, and when each of them was. Where
+/// both ends have written to the log, a call shows what both have seen. `>` goes to the end that is called.
+///
+/// What is not understood is passed over; how many lines, and which was the first, is said on standard error.
+#[derive(clap::Args)]
+#[command(after_long_help = HELP)]
+pub struct Args {
+    /// The log; standard input without it.
+    file: Option<PathBuf>,
+    /// Prints one JSON document; times are microseconds since 1970.
+    #[arg(long)]
+    json: bool,
+    /// Draws a call as a sequence diagram, and prints nothing: the first one, if neither --xid nor --call chooses another.
+    #[arg(long, value_name = "FILE")]
+    svg: Option<PathBuf>,
+    /// Shows the calls with this XID only.
+    #[arg(long, value_parser = xid)]
+    xid: Option<u32>,
+    /// Shows the call with this number only, or those from N to M: the numbers are those of the whole output.
+    #[arg(long, value_name = "N[-M]", value_parser = range, conflicts_with = "xid")]
+    call: Option<(usize, usize)>,
 }
+
+const HELP: &str = "\
+Exit status: 0 calls were found; 1 there are none, or a file cannot be read or written; 2 the command line was wrong.
+
+Examples:
+  RPCRDMA_LOG=wire RPCRDMA_LOG_FILE=/tmp/log rpcrdma run showmount -e filer
+  rpcrdma decode /tmp/log
+  rpcrdma decode --call 2 --svg call.svg /tmp/log
+  rpcrdma decode --json /tmp/log | jq '.calls[] | select(.latency_us > 1000)'";
+
+fn xid(text: &str) -> Result<u32, String> {
+    let digits = text.strip_prefix("0x");
+    let xid = digits.map_or_else(|| text.parse().ok(), |digits| u32::from_str_radix(digits, 16).ok());
+    xid.ok_or_else(|| "an XID, such as 0x5b0a4432".into())
+}
+
+fn range(text: &str) -> Result<(usize, usize), String> {
+    let (from, to) = text.split_once('-').unwrap_or((text, text));
+    match (from.parse(), to.parse()) {
+        (Ok(from), Ok(to)) if 1 <= from && from <= to => Ok((from, to)),
+        _ => Err("a number from 1 on, or two as in 3-5".into()),
+    }
+}
+
+pub fn run(args: &Args) -> ExitCode {
+    match decode(args) {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(text) => {
+            eprintln!("rpcrdma decode: {}", picture::shown(&text));
+            ExitCode::FAILURE
+        }
+    }
+}
+
+fn decode(args: &Args) -> Result<(), String> {
+    let (name, input): (String, Box<dyn Read>) = match &args.file {
+        Some(path) => {
+            let file = File::open(path).map_err(|error| format!("{}: {error}", path.display()))?;
+            (path.display().to_string(), Box::new(file))
+        }
+        None => ("standard input".into(), Box::new(io::stdin())),
+    };
+    let mut trace = read(BufReader::new(input)).map_err(|error| format!("{name}: {error}"))?;
+    for text in show::refused(&trace) {
+        eprintln!("rpcrdma decode: {text}");
+    }
+    if trace.calls.is_empty() {
+        return Err(format!("{name}: no call in it: is it a log that RPCRDMA_LOG=wire has made?"));
+    }
+    let chosen: Vec<usize> = (0..trace.calls.len())
+        .filter(|&at| args.xid.is_none_or(|xid| trace.calls[at].xid == xid))
+        .filter(|at| args.call.is_none_or(|(from, to)| (from..=to).contains(&(at + 1))))
+        .collect();
+    if chosen.is_empty() {
+        return Err(format!("{name}: no such call among {}", trace.calls.len()));
+    }
+    let names = Names::of_this_host();
+    if let Some(path) = &args.svg {
+        let some = if args.xid.is_none() && args.call.is_none() { &chosen[..1] } else { &chosen[..] };
+        if some.len() > DRAWN {
+            return Err(format!("{} calls are too many for a picture: at most {DRAWN}", some.len()));
+        }
+        let picture = diagram::draw(&trace, some, &names)?;
+        return picture.save(path).map_err(|error| format!("{}: {error}", path.display()));
+    }
+    trace.shown = chosen;
+    let mut out = BufWriter::new(io::stdout().lock());
+    let written = if args.json {
+        let document = Document::new(&trace, &names);
+        serde_json::to_writer_pretty(&mut out, &document)
+            .map_err(io::Error::from)
+            .and_then(|()| writeln!(out))
+    } else {
+        show::text(&trace, &names, &mut out)
+    };
+    written.and_then(|()| out.flush()).map_err(|error| format!("standard output: {error}"))
+}
+
+/// Calls of one picture.
+const DRAWN: usize = 32;
+
+/// The longest line that is looked at: the library writes none of more than PIPE_BUF bytes.
+const LONGEST: u64 = 8192;
+
+/// Reads a log to its end.
+///
+/// # Errors
+/// Of the file.
+fn read(mut input: impl BufRead) -> io::Result<Trace> {
+    let mut lines = Vec::new();
+    let mut refused = std::collections::BTreeMap::new();
+    let mut count = 0;
+    let mut bytes = Vec::new();
+    loop {
+        bytes.clear();
+        if (&mut input).take(LONGEST).read_until(b'\n', &mut bytes)? == 0 {
+            break;
+        }
+        count += 1;
+        let ended = bytes.ends_with(b"\n");
+        let long = !ended && bytes.len() as u64 == LONGEST;
+        if long {
+            input.skip_until(b'\n')?;
+        }
+        let text = String::from_utf8_lossy(&bytes);
+        let text = text.trim_end_matches('\n');
+        if text.is_empty() {
+            continue;
+        }
+        let why = match log::parse(text) {
+            Ok(line) if !long => {
+                lines.push(line);
+                continue;
+            }
+            Ok(_) => Refused::Foreign,
+            // The log is being written, or was cut off.
+            Err(Refused::Unknown) if !ended => Refused::Cut,
+            Err(why) => why,
+        };
+        let entry = refused.entry(why).or_insert_with(|| (0, count, text.chars().take(200).collect()));
+        entry.0 += 1;
+    }
+    let mut trace = Trace::read(lines);
+    trace.shown = (0..trace.calls.len()).collect();
+    (trace.refused, trace.lines) = (refused, count);
+    Ok(trace)
+}
+
+#[cfg(test)]
+mod tests;

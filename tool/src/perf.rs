@@ -53,7 +53,7 @@ pub struct Args {
     #[arg(short, long, default_value_t = 20490)]
     port: u16,
     /// RPC program number of the benchmark.
-    #[arg(long, value_name = "N", default_value_t = PROGRAM, value_parser = clap::value_parser!(u32).range(0x2000_0000..0x4000_0000))]
+    #[arg(long, value_name = "N", default_value_t = PROGRAM, value_parser = program)]
     program: u32,
     /// Bytes of data, with K or M; 0 for null calls.
     #[arg(long, value_name = "LIST", value_delimiter = ',', default_value = "0,4K,64K,1M,16M", value_parser = size)]
@@ -110,6 +110,13 @@ fn size(text: &str) -> Result<u32, String> {
 }
 
 const LARGEST: u32 = 256 << 20;
+
+fn program(text: &str) -> Result<u32, String> {
+    let digits = text.strip_prefix("0x");
+    let number = digits.map_or_else(|| text.parse().ok(), |digits| u32::from_str_radix(digits, 16).ok());
+    let number = number.filter(|n| (0x2000_0000..0x4000_0000).contains(n));
+    number.ok_or_else(|| "a number from 0x20000000 to 0x3fffffff, which nobody assigns".into())
+}
 
 fn seconds(text: &str) -> Result<f64, String> {
     let seconds = text.parse::<f64>().ok().filter(|s| (0.001..=86_400.0).contains(s));
@@ -188,7 +195,7 @@ fn serve(args: &Args) -> Result<ExitCode, String> {
             out,
             "serving at {at}: program {}, calls of up to {} bytes; Ctrl-C ends it",
             args.program,
-            picture::bytes(largest.into())
+            picture::grouped(largest.into())
         )
     };
     told.and_then(|()| out.flush()).map_err(|error| format!("standard output: {error}"))?;

@@ -52,6 +52,8 @@ pub fn draw(figures: &Figures) -> Picture {
         tick += step;
     }
 
+    picture.line((ratio_x(1.0), head - 4.0), (ratio_x(1.0), bottom), colour::INK, 1.2, true);
+
     let (low, high) = decades(&figures.rows);
     let time_x = |us: f64| TIMES + (us.log10() - low) / (high - low) * TIMES_WIDE;
     picture.text(TIMES, head - 22.0, LABEL.bold(), "time of a call: p10 to p90, p50 (bar), p99 (line's end)");
@@ -97,7 +99,6 @@ pub fn draw(figures: &Figures) -> Picture {
             }
         }
     }
-    picture.line((ratio_x(1.0), head - 4.0), (ratio_x(1.0), bottom), colour::INK, 1.2, true);
     picture
 }
 

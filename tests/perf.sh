@@ -1,0 +1,119 @@
+#!/bin/bash
+# perf.sh: `rpcrdma perf` and `rpcrdma decode` as a user runs them: within this host and to a server that somebody has started, over
+# tcp and rdma; what is printed is compared with the counters of the libraries at both ends, and with their log.
+here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
+. "$here/lib.sh"
+tool=${TOOL:-$top/build/rpcrdma}
+[ -x "$tool" ] || { FAIL "$tool is missing: run make first"; closing; }
+unset RPCRDMA_PROVIDER
+cd "$scratch" || exit 1
+quick=(--seconds 0.02 --rounds 2)
+
+# check NAME STATUS PATTERN COMMAND...: ends so, and prints something like that; on one line.
+check() {
+    local name=$1 status=$2 pattern=$3 found
+    shift 3
+    timeout -k 5 "$(patient 60)" "$@" >out 2>&1
+    found=$?
+    if [ "$found" -eq "$status" ] && { tr '\n' ' ' <out; echo; } | grep -Eq -- "$pattern"; then ok "$name"; else FAIL "$name (status $found)" out; fi
+}
+# value FILE NAME [N]: the N-th number of that name in a JSON document.
+value() { sed -n 's/^ *"'"$2"'": \([0-9.]*\),\{0,1\}$/\1/p' "$1" | sed -n "${3:-1}p"; }
+equal() { if [ -n "$2" ] && [ "$2" = "$3" ]; then ok "$1"; else FAIL "$1: $2 and $3"; fi; }
+
+# ----------------------------------------------------------------------------------------------------------------- perf
+
+for device in iwarp local; do
+    case $device in iwarp) words='software iWARP' ;; local) words='shared memory' ;; esac
+    if timeout -k 5 "$(patient 60)" "$tool" perf "${quick[@]}" --sizes 0,4K,256K --threads 1,3 --device $device --json --svg $device.svg \
+        >$device.json 2>err && [ ! -s err ]; then
+        ok "within this host, $device"
+    else
+        FAIL "within this host, $device" err
+    fi
+    check "$device is named" 0 "\"what\": \"librpcrdma, $words" cat $device.json
+    equal "$device: rows" "$(grep -c '"threads"' $device.json)" 10
+    equal "$device: every row has both ways" "$(grep -c '"calls_per_second": [1-9]' $device.json)" 20
+    # The counters begin anew behind "totals": the table's own count, then the client's and the server's.
+    sed -n '/"totals"/,$p' $device.json >totals
+    equal "$device: calls counted by the benchmark and by the client's library" "$(value totals calls)" "$(value totals calls 2)"
+    equal "$device: calls counted by the server's library" "$(value totals calls)" "$(value totals served 2)"
+    equal "$device: Sends of the server" "$(value totals calls)" "$(value totals sends 2)"
+    if [ "$(value totals bytes_read 2)" -ge 262144 ] && [ "$(value totals bytes_written 2)" -ge 262144 ]; then
+        ok "$device: long data has gone by RDMA"
+    else
+        FAIL "$device: long data has gone by RDMA" totals
+    fi
+    if grep -q '^</svg>$' $device.svg && ! grep -q 'NaN' $device.svg; then ok "$device: drawn"; else FAIL "$device: drawn" $device.svg; fi
+done
+check "a document is drawn again" 0 '' "$tool" perf --draw iwarp.json --svg again.svg
+check "... alike" 0 '^$' cmp iwarp.svg again.svg
+check "a document is printed as a table" 0 'write +4 KiB +1  tcp .* rdma .*ratio: rdma to tcp' "$tool" perf --draw iwarp.json
+check "what is no document is named" 1 'iwarp.svg: not the figures of a benchmark' "$tool" perf --draw iwarp.svg
+
+# A server of somebody's.
+exec {serving}< <(exec "$tool" perf --serve --listen 127.0.0.1 --port 0 --sizes 64K 2>server.err)
+server=$!; children+=("$server")
+read -r -t "$(patient 30)" -u "$serving" line
+port=${line#*127.0.0.1:} port=${port%%:*}
+if [[ $line == "serving at 127.0.0.1:"*", calls of up to 65,536 bytes; Ctrl-C ends it" ]]; then
+    ok "a server says where it is"
+else
+    FAIL "a server says where it is: $line" server.err
+fi
+check "to a host" 0 'write +64 KiB +2  tcp .* rdma ' "$tool" perf 127.0.0.1 -p "$port" "${quick[@]}" --sizes 64K --threads 2
+check "more than the server takes" 1 'the server takes calls of up to 65536 bytes: start it with --sizes 131072' \
+    "$tool" perf 127.0.0.1 -p "$port" --sizes 128K
+check "another program's number" 1 'RPC: Program unavailable' "$tool" perf 127.0.0.1 -p "$port" --program 0x20000001 --sizes 0
+stop "$server"
+check "no server" 1 "Connection refused.*is .rpcrdma perf --serve. running there" "$tool" perf 127.0.0.1 -p "$port"
+check "no host" 1 'no\.such\.host\.invalid: ' "$tool" perf no.such.host.invalid
+check "a wrong size" 2 '4X.*a number of bytes from 0 to 256M' "$tool" perf --sizes 4X
+check "an odd mixture" 2 'cannot be used with' "$tool" perf --serve somewhere
+
+# Ctrl-C: what was measured is shown. The run would take a minute; a row of both ways takes 20 ms.
+"$tool" perf --seconds 20 --rounds 1000 --sizes 0 --threads 1 --json >cut.json 2>cut.err &
+run=$!; children+=("$run")
+# Three connections: that which asks the server how it is, and one of each way.
+running() { [ "$(find /proc/$run/fd -lname 'socket:*' | wc -l)" -ge 3 ]; }
+wait_for 10 running
+# Both ways have had a round when its threads have used so much time.
+used() { [ "$(awk '{ print $14 + $15 }' "/proc/$run/stat")" -ge 20 ]; }
+wait_for 20 used
+its_server=$(cat "/proc/$run/task/$run/children")
+kill -INT "$run"
+wait "$run"; status=$?
+if [ $status -eq 0 ] && grep -q '"interrupted": true' cut.json && [ ! -s cut.err ]; then
+    ok "Ctrl-C ends it with what was measured"
+else
+    FAIL "Ctrl-C ends it with what was measured (status $status)" cut.err
+fi
+# Numbers of processes have a space behind them there.
+gone() { [ -n "$its_server" ] && [ ! -e "/proc/${its_server% }/fd/0" ]; }
+if wait_for 5 gone; then ok "its server has gone with it"; else FAIL "its server has gone with it: $its_server"; fi
+
+# --------------------------------------------------------------------------------------------------------------- decode
+
+RPCRDMA_LOG=wire RPCRDMA_LOG_FILE=$scratch/log "$tool" perf --seconds 0.002 --rounds 1 --sizes 0,256K --threads 1 --device iwarp --json >run.json 2>err ||
+    FAIL "a run with a log" err
+sed -n '/"totals"/,$p' run.json >totals
+"$tool" decode log >decoded 2>err || FAIL "decode" err
+calls=$(value totals calls)
+equal "every call is in the log, with both its ends" "$(grep -c '^call [0-9].* us$' decoded)" "$calls"
+equal "... each message has been sent and has come" "$(grep -c '^ .*[<>] RDMA_.*(there after ' decoded)" "$((2 * calls))"
+equal "RDMA Reads, in bytes" "$(awk '/RDMA Read of/ { gsub(",", ""); n += $7 } END { print n + 0 }' decoded)" "$(value totals bytes_read 2)"
+equal "RDMA Writes, in bytes" "$(awk '/RDMA Write of/ { gsub(",", ""); n += $7 } END { print n + 0 }' decoded)" "$(value totals bytes_written 2)"
+check "nothing is passed over" 0 '^$' cat err
+equal "as JSON" "$("$tool" decode --json <log | grep -c '"latency_us": [0-9]')" "$calls"
+check "a call is drawn" 0 '' "$tool" decode --call 3 --svg call.svg log
+if grep -q '^</svg>$' call.svg && grep -q 'grants 32 credits' call.svg; then ok "... as a diagram"; else FAIL "... as a diagram" call.svg; fi
+xid=$(sed -n 's/^call 2 .* xid \(0x[0-9a-f]*\) .*/\1/p' decoded)
+check "a call by its XID" 0 "call 2 .* xid $xid " "$tool" decode --xid "$xid" log
+head -n 20 log | sed '2s/$/\x1b[31m/; 3s/^/noise /' >part
+printf 'a line of mine\x1b]0;title\x07\n' >>part
+check "what is not understood is named" 0 'lines that are not of the library.s log: 1 of 21; line 21 is the first: a line of mine.u.1b.' "$tool" decode part
+if grep -q $'\x1b' out; then FAIL "no escape sequence reaches a terminal" out; else ok "no escape sequence reaches a terminal"; fi
+check "no log" 1 'no call in it' "$tool" decode /etc/passwd
+check "no file" 1 '/no/such/file: No such file' "$tool" decode /no/such/file
+check "a full disk" 1 'standard output: No space left' sh -c "$tool decode log >/dev/full"
+closing

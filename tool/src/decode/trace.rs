@@ -1,0 +1,402 @@
+//! What belongs together: lines -> connections, and their calls with all that moved for them.
+//!
+//! A call is a message and the next one the other way with its XID on the same connection. RDMA Reads and Writes belong to the
+//! call that names their handles, an invalidation too. Where both ends have logged, a call that one has sent and the other
+//! has got, alike to the last chunk, is one call; their connections are one from then on.
+//!
+//! # Invariants
+//! - Nothing that a log says makes this fail, loop, or take more memory than a few times the log.
+
+use std::collections::{BTreeMap, HashMap, VecDeque};
+
+use serde::Serialize;
+
+use super::log::{Event, Level, Line, Message, Refused, Segment, Time};
+
+/// All of it.
+#[derive(Debug, Default)]
+pub struct Trace {
+    pub connections: Vec<Connection>,
+    pub calls: Vec<Call>,
+    /// Those that are asked for.
+    pub shown: Vec<usize>,
+    /// What is said of no connection.
+    pub remarks: Vec<Remark>,
+    /// Lines that tell nothing: how many, the number of the first one, and its text.
+    pub refused: BTreeMap<Refused, (u64, u64, String)>,
+    pub lines: u64,
+}
+
+/// One end of a connection, as its process sees it.
+#[derive(Debug)]
+pub struct Connection {
+    pub process: u32,
+    pub fd: i32,
+    pub role: Option<Role>,
+    /// Where the client has connected to, or where it comes from.
+    pub peer: Option<String>,
+    /// What it runs on and what was agreed.
+    pub how: Option<String>,
+    /// The other end, if it has logged too.
+    pub other: Option<usize>,
+    pub remarks: Vec<Remark>,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Role {
+    Client,
+    Server,
+}
+
+/// Something said for people.
+#[derive(Clone, Debug, Serialize)]
+pub struct Remark {
+    pub at: Option<Time>,
+    pub process: u32,
+    pub text: String,
+}
+
+#[derive(Debug)]
+pub struct Call {
+    /// The end that has made it, or that it has come to if the other one did not log.
+    pub caller: Option<usize>,
+    pub callee: Option<usize>,
+    pub xid: u32,
+    /// Program, version, procedure.
+    pub program: Option<[u32; 3]>,
+    pub call_bytes: Option<u64>,
+    pub reply_bytes: Option<u64>,
+    pub steps: Vec<Step>,
+    pub replied: bool,
+    /// The RDMA_ERROR that it was answered with.
+    pub error: Option<String>,
+}
+
+/// One thing that moved or ended.
+#[derive(Clone, Debug)]
+pub struct Step {
+    pub kind: Kind,
+    /// When it began, where it began.
+    pub at: Option<Time>,
+    /// When it was complete or has arrived.
+    pub done: Option<Time>,
+    /// Where its line stands, for those without a time.
+    order: usize,
+}
+
+#[derive(Clone, Debug)]
+pub enum Kind {
+    Call(Message),
+    /// By the callee.
+    Read(Segment),
+    /// By the callee.
+    Write(Segment),
+    Reply(Message),
+    /// Of the caller's memory, or else of the callee's.
+    Invalidated {
+        handle: u32,
+        caller: bool,
+    },
+}
+
+impl Call {
+    /// From its first message to its last one, in microseconds, where it was made if that is known.
+    pub fn took(&self) -> Option<Time> {
+        let find = |wanted: fn(&Kind) -> bool| self.steps.iter().find(|step| wanted(&step.kind));
+        let call = find(|kind| matches!(kind, Kind::Call(_)))?;
+        let reply = find(|kind| matches!(kind, Kind::Reply(_)))?;
+        Some(reply.done.or(reply.at)?.saturating_sub(call.at.or(call.done)?))
+    }
+
+    /// When it began.
+    pub fn began(&self) -> Option<Time> {
+        self.steps.iter().find_map(|step| step.at.or(step.done))
+    }
+
+    /// The connection that it is told under.
+    pub fn connection(&self, trace: &Trace) -> usize {
+        let end = self.caller.or(self.callee).unwrap_or_default();
+        trace.first_end(end)
+    }
+}
+
+impl Trace {
+    /// Of a connection's two ends, the one that it is told under: the client's, or that which was seen first.
+    pub fn first_end(&self, end: usize) -> usize {
+        match self.connections[end].other {
+            Some(other) if self.connections[other].role == Some(Role::Client) => other,
+            Some(other) if self.connections[end].role != Some(Role::Client) => end.min(other),
+            _ => end,
+        }
+    }
+
+    /// Reads lines, which may be of several logs one after the other.
+    pub fn read(lines: Vec<Line>) -> Trace {
+        // Lines without a time stay behind what they follow.
+        let mut latest = Time::MIN;
+        let mut ordered: Vec<(Time, Line)> = lines
+            .into_iter()
+            .map(|line| {
+                latest = line.at.unwrap_or(latest);
+                (latest, line)
+            })
+            .collect();
+        ordered.sort_by_key(|(at, _)| *at);
+        let mut reader = Reader::default();
+        for (order, (_, line)) in ordered.into_iter().enumerate() {
+            reader.take(order, line);
+        }
+        let mut trace = reader.trace;
+        for call in &mut trace.calls {
+            call.steps.sort_by_key(|step| (step.at.or(step.done), step.order));
+        }
+        trace
+    }
+}
+
+#[derive(Default)]
+struct Reader {
+    trace: Trace,
+    /// The connections under way, by process and descriptor.
+    current: HashMap<(u32, i32), usize>,
+    states: Vec<State>,
+    /// Calls of which one end is not known yet, by XID.
+    halves: HashMap<u32, Vec<usize>>,
+}
+
+/// What is under way on a connection.
+#[derive(Default)]
+struct State {
+    /// Calls without a reply, by XID: those of this end, and those of the other one.
+    ours: HashMap<u32, usize>,
+    theirs: HashMap<u32, usize>,
+    /// The latest call of an XID.
+    latest: HashMap<u32, usize>,
+    /// What a program's call is, before its message goes out.
+    announced: HashMap<u32, ([u32; 3], u64)>,
+    handles: HashMap<u32, usize>,
+    /// RDMA Reads under way: call and step.
+    reads: VecDeque<Option<(usize, usize)>>,
+    /// The latest call whose chunks the log does not show all.
+    cut: Option<usize>,
+    /// Something was sent or has come.
+    used: bool,
+}
+
+impl Reader {
+    fn take(&mut self, order: usize, line: Line) {
+        let Line { at, process, level, fd, event } = line;
+        let Some(fd) = fd else {
+            if let Event::Said(text) = event {
+                self.trace.remarks.push(Remark { at, process, text });
+            }
+            return;
+        };
+        let anew = matches!(event, Event::Opened { .. } | Event::Accepted { .. });
+        let on = self.connection(process, fd, anew);
+        let remark = |text| Remark { at, process, text };
+        match event {
+            Event::Opened { to, how } => self.name(on, Role::Client, to, how),
+            Event::Accepted { from, how } => self.name(on, Role::Server, from, how),
+            Event::Message { out, message } => {
+                self.states[on].used = true;
+                self.message(order, at, on, out, message);
+            }
+            Event::Rdma { write, segment } => self.rdma(order, at, on, write, segment),
+            Event::ReadDone => {
+                if let Some(Some((call, step))) = self.states[on].reads.pop_front()
+                    && let Some(step) = self.trace.calls[call].steps.get_mut(step)
+                {
+                    step.done = at;
+                }
+            }
+            Event::Invalidated { handle } => self.invalidated(order, at, on, handle),
+            Event::Call { xid, program, bytes } => {
+                self.states[on].announced.insert(xid, (program, bytes));
+            }
+            Event::Request { xid, program } => {
+                if let Some(&call) = self.states[on].latest.get(&xid) {
+                    self.trace.calls[call].program.get_or_insert(program);
+                }
+            }
+            Event::Reply { xid, bytes } => {
+                if let Some(&call) = self.states[on].latest.get(&xid) {
+                    self.trace.calls[call].reply_bytes.get_or_insert(bytes);
+                }
+            }
+            Event::Closed { why } => {
+                self.trace.connections[on].remarks.push(remark(format!("closed: {why}")));
+                self.current.remove(&(process, fd));
+            }
+            Event::Said(text) if level != Level::Debug => {
+                self.trace.connections[on].remarks.push(remark(text));
+            }
+            Event::Said(_) => {}
+        }
+    }
+
+    /// `anew`: a new one begins here, unless what is there has only just begun.
+    fn connection(&mut self, process: u32, fd: i32, anew: bool) -> usize {
+        if let Some(&on) = self.current.get(&(process, fd))
+            && !(anew && (self.states[on].used || self.trace.connections[on].how.is_some()))
+        {
+            return on;
+        }
+        let connection =
+            Connection { process, fd, role: None, peer: None, how: None, other: None, remarks: Vec::new() };
+        self.trace.connections.push(connection);
+        self.states.push(State::default());
+        let on = self.trace.connections.len() - 1;
+        self.current.insert((process, fd), on);
+        on
+    }
+
+    fn name(&mut self, on: usize, role: Role, peer: String, how: String) {
+        let connection = &mut self.trace.connections[on];
+        (connection.role, connection.peer, connection.how) = (Some(role), Some(peer), Some(how));
+    }
+
+    fn message(&mut self, order: usize, at: Option<Time>, on: usize, out: bool, message: Message) {
+        let xid = message.xid;
+        if message.procedure.ends_with("_OPTIONAL") {
+            let process = self.trace.connections[on].process;
+            let text = format!(
+                "{} {} {}",
+                if out { "sends" } else { "has got" },
+                message.procedure,
+                message.rest.unwrap_or_default()
+            );
+            self.trace.connections[on].remarks.push(Remark { at, process, text });
+            return;
+        }
+        let state = &mut self.states[on];
+        // What goes out answers a call of the other end, if there is one.
+        let open = if out { &mut state.theirs } else { &mut state.ours };
+        let answers = match message.is_call {
+            Some(true) => None,
+            _ => open.remove(&xid),
+        };
+        let Some(call) = answers else { return self.call(order, at, on, out, message) };
+        let call = &mut self.trace.calls[call];
+        call.replied = true;
+        if message.is_error() {
+            call.error = Some(message.rest.clone().unwrap_or_else(|| message.procedure.clone()));
+        }
+        let other =
+            call.steps.iter_mut().find(|step| matches!(&step.kind, Kind::Reply(m) if m.same(&message)));
+        match other {
+            Some(step) if out => step.at = at,
+            Some(step) => step.done = at,
+            None => {
+                let (began, done) = if out { (at, None) } else { (None, at) };
+                call.steps.push(Step { kind: Kind::Reply(message), at: began, done, order });
+            }
+        }
+    }
+
+    fn call(&mut self, order: usize, at: Option<Time>, on: usize, out: bool, message: Message) {
+        let xid = message.xid;
+        let state = &mut self.states[on];
+        let announced = if out { state.announced.remove(&xid) } else { None };
+        let halves = self.halves.entry(xid).or_default();
+        // The other end's half, if that has logged: the latest one that is the same message.
+        let half = halves.iter().rposition(|&half| {
+            let call = &self.trace.calls[half];
+            let (missing, there) = if out { (call.caller, call.callee) } else { (call.callee, call.caller) };
+            let known = self.trace.connections[on].other;
+            missing.is_none()
+                && there.is_some_and(|there| there != on && known.is_none_or(|other| other == there))
+                && call.steps.iter().any(|step| matches!(&step.kind, Kind::Call(m) if m.same(&message)))
+        });
+        let handles: Vec<u32> = handles(&message).collect();
+        let cut = message.cut;
+        let index = match half {
+            Some(half) => {
+                let index = halves.swap_remove(half);
+                let call = &mut self.trace.calls[index];
+                let there = if out { call.callee } else { call.caller };
+                *(if out { &mut call.caller } else { &mut call.callee }) = Some(on);
+                for step in &mut call.steps {
+                    if matches!(step.kind, Kind::Call(_)) {
+                        *(if out { &mut step.at } else { &mut step.done }) = at;
+                    }
+                }
+                if let Some(there) = there {
+                    self.trace.connections[on].other = Some(there);
+                    self.trace.connections[there].other = Some(on);
+                }
+                index
+            }
+            None => {
+                let (began, done) = if out { (at, None) } else { (None, at) };
+                let ends = if out { (Some(on), None) } else { (None, Some(on)) };
+                self.trace.calls.push(Call {
+                    caller: ends.0,
+                    callee: ends.1,
+                    xid,
+                    program: None,
+                    call_bytes: None,
+                    reply_bytes: None,
+                    steps: vec![Step { kind: Kind::Call(message), at: began, done, order }],
+                    replied: false,
+                    error: None,
+                });
+                let index = self.trace.calls.len() - 1;
+                halves.push(index);
+                // Nobody has so many calls under way whose other end comes later in the log.
+                if halves.len() > 64 {
+                    halves.remove(0);
+                }
+                index
+            }
+        };
+        if let Some((program, bytes)) = announced {
+            let call = &mut self.trace.calls[index];
+            (call.program, call.call_bytes) = (Some(program), Some(bytes));
+        }
+        let state = &mut self.states[on];
+        state.latest.insert(xid, index);
+        if out { &mut state.ours } else { &mut state.theirs }.insert(xid, index);
+        for handle in handles {
+            state.handles.insert(handle, index);
+        }
+        if cut {
+            state.cut = Some(index);
+        }
+    }
+
+    fn rdma(&mut self, order: usize, at: Option<Time>, on: usize, write: bool, segment: Segment) {
+        let state = &mut self.states[on];
+        let call = state.handles.get(&segment.handle).copied().or(state.cut);
+        let kind = if write { Kind::Write(segment) } else { Kind::Read(segment) };
+        let place = call.map(|call| {
+            let steps = &mut self.trace.calls[call].steps;
+            steps.push(Step { kind, at, done: None, order });
+            (call, steps.len() - 1)
+        });
+        if !write {
+            state.reads.push_back(place);
+        }
+    }
+
+    fn invalidated(&mut self, order: usize, at: Option<Time>, on: usize, handle: u32) {
+        // Once: what the peer has invalidated is ended here too.
+        let Some(call) = self.states[on].handles.remove(&handle) else { return };
+        let call = &mut self.trace.calls[call];
+        let caller = call.caller == Some(on);
+        let by_peer = call
+            .steps
+            .iter()
+            .any(|step| matches!(&step.kind, Kind::Reply(m) if m.invalidates == Some(handle)));
+        if !by_peer {
+            call.steps.push(Step { kind: Kind::Invalidated { handle, caller }, at, done: None, order });
+        }
+    }
+}
+
+/// What a message names.
+fn handles(message: &Message) -> impl Iterator<Item = u32> {
+    let written = message.writes.iter().chain(&message.reply).flatten();
+    message.reads.iter().map(|read| read.segment.handle).chain(written.map(|segment| segment.handle))
+}

@@ -2,7 +2,7 @@
  * libtirpc into a program that was started without it, and as a program that is linked with nothing but this library.
  *
  * preload: serves, calls, and says over which netid.
- * preload PLUGIN: loads it, and has it do so. */
+ * preload PLUGIN: loads it, and has it do so (HOST). */
 #include <dlfcn.h>
 #include <netinet/in.h>
 #include <rpc/rpc.h>
@@ -51,6 +51,11 @@ const char *serve_and_call(void)
         return failed("svc_tli_create");
     if (!svc_reg(xprt, PROG, VERS, dispatch, NULL))
         return failed("svc_reg");
+#ifdef COPIES
+    /* libtirpc's variables are this program's own copies: it, libtirpc and the library must mean the same. */
+    if (svc_max_pollfd < 1 || svc_pollfd[svc_max_pollfd - 1].fd != xprt->xp_fd)
+        return failed("svc_pollfd");
+#endif
     struct sockaddr_in address = {.sin_family = AF_INET, .sin_addr.s_addr = htonl(INADDR_LOOPBACK)};
     address.sin_port = ((struct sockaddr_in *)xprt->xp_ltaddr.buf)->sin_port;
     pid_t server = fork();

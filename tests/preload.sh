@@ -52,6 +52,8 @@ same_calls() {
     { calls preloaded | sed 's/^/+ /'; calls own | sed 's/^/- /'; echo "- 1 mprotect"; calls plain | sed 's/^/- /'; } |
         awk '{ n[$3] += ($1 "1") * $2 } END { for (name in n) if (n[name] != 0) print n[name], name }' >more
     local own=$(($(wc -l <own) + 1))
+    # The loader may need another page for its list.
+    if [ "$(cat more)" = "1 mmap" ]; then own=$((own + 1)); : >more; fi
     if [ "$own" -gt 1 ] && [ "$own" -le $CALLS ] && [ ! -s more ]; then
         ok "$name makes the same system calls, but $own to map the library"
     else
@@ -134,6 +136,7 @@ compile() { # OUTPUT FLAG...
 compile host -DHOST -ldl
 compile plugin.so -shared -fPIC -Wl,--no-as-needed $(pkg-config --libs libtirpc)
 compile alone -L"$build" -Wl,-rpath,"$build" -lrpcrdma
+compile copies -DCOPIES -fno-pie -no-pie $(pkg-config --libs libtirpc)
 # says NAME STATUS TEXT COMMAND...: the status and what is written, together.
 says() {
     local name=$1 status=$2 text=$3; shift 3
@@ -144,6 +147,11 @@ says() {
 
 readelf -dW host alone | grep -q 'NEEDED.*libtirpc' && FAIL "the programs are without libtirpc"
 says "a plugin brings libtirpc into a program that has the library" 0 '^over rdma$' "${preloaded[@]}" ./host ./plugin.so
+if readelf -rW copies | grep -q 'COPY.*svc_max_pollfd'; then
+    says "a program that has libtirpc's variables as copies" 0 '^over rdma$' "${preloaded[@]}" ./copies
+else
+    skip "a program that has libtirpc's variables as copies" "this compiler makes no copy relocations"
+fi
 says "a program that is linked with this library only" 0 '^over rdma$' ./alone
 if command -v valgrind >/dev/null; then
     says "the same under valgrind" 0 '^over rdma$' env RPCRDMA_POLL=0 valgrind -q --error-exitcode=9 ./alone

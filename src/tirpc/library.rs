@@ -139,7 +139,7 @@ impl<F: Copy> Real<F> {
     /// The function.
     ///
     /// # Errors
-    /// When it cannot be loaded, or lacks it.
+    /// When libtirpc cannot be loaded, or lacks it.
     pub fn get(&self) -> Result<F, Error> {
         let mut found = self.found.load(Ordering::Relaxed);
         if found.is_null() {

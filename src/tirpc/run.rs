@@ -525,13 +525,13 @@ pub unsafe fn run() {
     }
 }
 
-/// libtirpc's `svc_getreq_poll`: none without it, where nothing can be registered. It runs the program's routines, so that no
-/// guard reaches over it.
+/// libtirpc's `svc_getreq_poll`: none without it, where nothing is registered. It runs the program's routines, so that no guard
+/// reaches over it.
 ///
 /// # Safety
 /// As libtirpc's.
 unsafe fn getreq_poll(fds: *mut libc::pollfd, count: c_int) {
-    if let Ok(library) = step(library) {
+    if let Ok(library) = library() {
         // SAFETY: by the contract.
         unsafe { (library.svc_getreq_poll)(fds, count) };
     }

@@ -1303,7 +1303,7 @@ pub fn addresses(local: SocketAddr, peer: SocketAddr) -> (netbuf, netbuf, (libc:
 /// Has libtirpc take requests from a connection, as its own loop does when the descriptor is readable.
 pub fn serve_fd(fd: RawFd) {
     // None without libtirpc, with which every transport is registered.
-    if let Ok(library) = step(library) {
+    if let Ok(library) = library() {
         // SAFETY: a descriptor that is not registered is passed over; the calling thread is the loop's.
         unsafe { (library.svc_getreq_common)(fd) };
     }

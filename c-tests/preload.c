@@ -5,6 +5,7 @@
  * preload PLUGIN: loads it, and has it do so (HOST). */
 #include <dlfcn.h>
 #include <netinet/in.h>
+#include <poll.h>
 #include <rpc/rpc.h>
 #include <signal.h>
 #include <stdio.h>

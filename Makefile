@@ -71,13 +71,15 @@ build/librpcrdma.a: $(SOURCES) build/flags
 	@cp $(TARGET)/release/librpcrdma.a $@
 
 # --whole-archive: nothing refers to the exported functions but the version script; --gc-sections takes out the rest.
+# Without -ltirpc, which is looked up when it is needed (src/tirpc/library.rs); on x86-64 nothing refers to -lgcc_s either
+# (src/unwind.rs). So a program that makes no RPC loads nothing but this library.
 # -z nodelete: libtirpc keeps pointers to our operations. -z defs: what is missing fails here and not in a program.
 $(LIBRARY): build/librpcrdma.a src/exports.map
 	$(CC) -shared -o $@ -Wl,-soname,librpcrdma.so.0 \
 	    -Wl,--whole-archive $< -Wl,--no-whole-archive \
 	    -Wl,--version-script=src/exports.map -Wl,--gc-sections \
 	    -Wl,-z,nodelete -Wl,-z,defs -Wl,-z,now -Wl,-z,relro -Wl,--build-id $(LDFLAGS) \
-	    -Wl,--as-needed -ltirpc -lgcc_s -lrt -lpthread -ldl -lc
+	    -Wl,--as-needed -lgcc_s -lrt -lpthread -ldl -lc
 
 build/librpcrdma.so: $(LIBRARY)
 	ln -sf librpcrdma.so.0 $@

@@ -23,6 +23,7 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
 
 use crate::error::{Error, Kind};
+use crate::unwind;
 
 /// A return type of a C function that has a value for "failed".
 pub trait FromFailure {
@@ -418,6 +419,7 @@ fn install_hook() {
 
 #[cold]
 fn set_hook() {
+    unwind::load();
     let before = std::panic::take_hook();
     std::panic::set_hook(Box::new(move |info| {
         if MARKS.with(|marks| marks.guards.get()) == 0 {

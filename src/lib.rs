@@ -28,6 +28,7 @@
 //! fork                           what a process shares with its children, and the locks that no fork leaves taken
 //! binding, ffi                   what may be placed directly; the guard around each C function
 //! log, stats, textfile, wait     words for people, counters, files of settings; poll(2), epoll, timers
+//! unwind                         the unwinder, which is loaded late
 //! error, process, signals, sync, thread
 //! ```
 //!
@@ -62,6 +63,7 @@ mod thread;
 mod tirpc;
 #[cfg(feature = "tool")]
 pub mod tool;
+mod unwind;
 mod wait;
 pub mod wire;
 mod xdr;

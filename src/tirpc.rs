@@ -1,30 +1,23 @@
-//! libtirpc's side of the boundary: its structures, its numbers, and the functions of it that we call.
+//! libtirpc's side of the boundary: its structures, its numbers, and what it records of creations that failed.
 //!
 //! Owned here: the `#[repr(C)]` twins of the structures in `/usr/include/tirpc`, each with its size and offsets
-//! asserted at compile time (x86-64, libtirpc.so.3), the constants that those headers define, the imports, and
-//! [`Real`], which finds the function behind a name that this library itself exports. The words are libtirpc's
+//! asserted at compile time (x86-64, libtirpc.so.3), and the constants that those headers define. The words are libtirpc's
 //! own, so that a reader can lay its headers beside this file.
 //!
-//! Left to others: [`netid`] knows the netids "rdma" and "rdma6" and their addresses; [`interpose`] holds the
-//! functions that stand in front of libtirpc's; [`client`] and `transport` are the two vtables, and [`server`] makes what has
-//! the latter; `lending` says what they leave in the program's memory, and `auth` what of a call an AUTH must have to itself.
+//! Left to others: [`library()`] finds libtirpc's functions and variables; [`netid`] knows the netids "rdma" and "rdma6" and
+//! their addresses; [`interpose`] holds the functions that stand in front of libtirpc's; [`client`] and `transport` are the two
+//! vtables, and [`server`] makes what has the latter; `lending` says what they leave in the program's memory, and `auth` what of
+//! a call an AUTH must have to itself.
 //!
-//! Invariants:
-//! - Names that [`interpose`] defines are never declared in the `extern` block below: the linker would bind such a
-//!   declaration to our own definition. They are reached through [`real`], in the version `TIRPC_0.3.0`.
-//! - Everything else is linked with `-ltirpc`. An unversioned import could bind to the old sunrpc that glibc
-//!   still carries under the same names, whose structures differ.
-//! - Data symbols (`svc_pollfd`, `svc_max_pollfd`, `svc_fdset`) stay libtirpc's own objects: programs copy-relocate them.
+//! Invariant: data symbols (`svc_pollfd`, `svc_max_pollfd`, `svc_fdset`) stay libtirpc's own objects: programs copy-relocate
+//! them.
 #![allow(unsafe_code)]
 #![allow(non_camel_case_types, clippy::upper_case_acronyms)]
 
 use std::cell::RefCell;
-use std::ffi::{CStr, c_char, c_int, c_uint, c_ulong, c_ushort, c_void};
-use std::fmt;
-use std::marker::PhantomData;
-use std::mem::{offset_of, transmute_copy};
+use std::ffi::{c_char, c_int, c_uint, c_ushort, c_void};
+use std::mem::offset_of;
 use std::ptr::{null, null_mut};
-use std::sync::atomic::{AtomicPtr, Ordering};
 
 use crate::error::{Error, Kind, clnt_stat};
 use crate::xdr::{XDR, XdrProc};
@@ -39,6 +32,7 @@ pub mod client;
 mod idle;
 pub mod interpose;
 mod lending;
+pub mod library;
 pub mod netid;
 mod programs;
 mod progress;
@@ -48,6 +42,9 @@ pub mod server;
 mod sniff;
 mod threads;
 mod transport;
+
+use library::createerr;
+pub use library::{library, real};
 
 /// `bool_t`.
 pub type bool_t = c_int;
@@ -533,46 +530,6 @@ const _: () = {
     assert!(size_of::<rpcb>() == 32 && size_of::<rpcblist>() == 40);
 };
 
-// Names that we do not export ourselves: bound at link time, in their version.
-#[link(name = "tirpc")]
-#[allow(missing_docs)]
-unsafe extern "C" {
-    pub fn _rpc_dtablesize() -> c_int;
-    pub fn rpc_control(what: c_int, argument: *mut c_void) -> bool_t;
-    pub fn _gss_authenticate(req: *mut svc_req, msg: *mut rpc_msg, no_dispatch: *mut bool_t) -> c_uint;
-    pub fn svcerr_auth(xprt: *mut SVCXPRT, why: c_uint);
-    pub fn svcerr_noprog(xprt: *mut SVCXPRT);
-    pub fn svcerr_progvers(xprt: *mut SVCXPRT, low: u32, high: u32);
-
-    pub fn xdr_callmsg(xdrs: *mut XDR, msg: *mut rpc_msg) -> bool_t;
-    pub fn xdr_replymsg(xdrs: *mut XDR, msg: *mut rpc_msg) -> bool_t;
-    pub fn xdr_opaque_auth(xdrs: *mut XDR, auth: *mut opaque_auth) -> bool_t;
-    pub fn xdr_free(xdrproc: XdrProc, object: *mut c_void);
-    pub fn _seterr_reply(msg: *mut rpc_msg, error: *mut rpc_err);
-
-    pub fn authnone_create() -> *mut AUTH;
-    pub fn __rpc_createerr() -> *mut rpc_createerr;
-
-    #[cfg(test)]
-    pub fn freenetconfigent(nconf: *mut netconfig);
-
-    pub static _null_auth: opaque_auth;
-    pub static mut svc_pollfd: *mut libc::pollfd;
-    pub static mut svc_max_pollfd: c_int;
-    pub static mut svc_fdset: libc::fd_set;
-}
-
-// Of the type of the program's own procedures, or running those.
-#[link(name = "tirpc")]
-#[allow(missing_docs)]
-unsafe extern "C-unwind" {
-    pub fn svc_getreq_common(fd: c_int);
-    /// Takes no arguments in C; passing two to it is what every caller of an xdrproc does.
-    pub fn xdr_void(xdrs: *mut XDR, nothing: *mut c_void) -> bool_t;
-    /// Its object is a `*mut *mut rpcblist`.
-    pub fn xdr_rpcblist_ptr(xdrs: *mut XDR, list: *mut c_void) -> bool_t;
-}
-
 /// Records why a creation failed: `*__rpc_createerr()` for every reader, the text for [`creation_explanation`].
 pub fn creation_failed(error: &Error) {
     let inner = match error.kind() {
@@ -581,10 +538,10 @@ pub fn creation_failed(error: &Error) {
         _ => error.clnt_stat(),
     };
     let why = rpc_createerr { cf_stat: error.clnt_stat(), cf_error: rpc_err::new(inner, error.errno()) };
-    // SAFETY: returns the thread's own structure.
-    let place = unsafe { __rpc_createerr() };
-    // SAFETY: written by this thread only, which is here.
-    unsafe { place.write(why) };
+    if let Some(place) = createerr() {
+        // SAFETY: written by this thread only, which is here.
+        unsafe { place.write(why) };
+    }
     // After this one libtirpc goes on to the next netid, and restores the status of the failure before it: so does this.
     let _ = EXPLANATION.try_with(|explanation| {
         let mut explanation = explanation.borrow_mut();
@@ -596,29 +553,25 @@ pub fn creation_failed(error: &Error) {
 
 /// What this thread's latest creation has recorded, in libtirpc and here: to be put back by [`creation_record`] behind
 /// creations of our own.
-pub fn creation_recorded() -> (rpc_createerr, Option<(u32, String)>) {
-    // SAFETY: returns the thread's own structure.
-    let place = unsafe { __rpc_createerr() };
+pub fn creation_recorded() -> (Option<rpc_createerr>, Option<(u32, String)>) {
     // SAFETY: written by this thread only, which is here.
-    let status = unsafe { place.read() };
+    let status = createerr().map(|place| unsafe { place.read() });
     (status, EXPLANATION.try_with(|explanation| explanation.borrow().clone()).ok().flatten())
 }
 
 /// Puts back what [`creation_recorded`] returned.
-pub fn creation_record((status, text): (rpc_createerr, Option<(u32, String)>)) {
-    // SAFETY: returns the thread's own structure.
-    let place = unsafe { __rpc_createerr() };
-    // SAFETY: written by this thread only, which is here.
-    unsafe { place.write(status) };
+pub fn creation_record((status, text): (Option<rpc_createerr>, Option<(u32, String)>)) {
+    if let (Some(place), Some(status)) = (createerr(), status) {
+        // SAFETY: written by this thread only, which is here.
+        unsafe { place.write(status) };
+    }
     let _ = EXPLANATION.try_with(|explanation| explanation.replace(text));
 }
 
 /// Adds a text to what libtirpc itself has recorded in `*__rpc_createerr()`.
 pub fn creation_explained(text: String) {
-    // SAFETY: returns the thread's own structure.
-    let place = unsafe { __rpc_createerr() };
     // SAFETY: written by this thread only, which is here.
-    let status = unsafe { place.read() }.cf_stat;
+    let status = createerr().map_or(clnt_stat::SUCCESS, |place| unsafe { place.read() }.cf_stat);
     let _ = EXPLANATION.try_with(|explanation| explanation.replace(Some((status, text))));
 }
 
@@ -629,78 +582,14 @@ pub fn creation_started() {
 
 /// Our text for what `*__rpc_createerr()` says now, if it is still what we recorded.
 pub fn creation_explanation() -> Option<String> {
-    // SAFETY: returns the thread's own structure.
-    let place = unsafe { __rpc_createerr() };
-    // SAFETY: written by this thread only, which is here.
-    let status = unsafe { place.read() }.cf_stat;
     let explanation = EXPLANATION.try_with(|explanation| explanation.borrow().clone()).ok()??;
-    if explanation.0 == status { Some(explanation.1) } else { None }
+    // SAFETY: written by this thread only, which is here.
+    let stays = createerr().is_none_or(|place| unsafe { place.read() }.cf_stat == explanation.0);
+    stays.then_some(explanation.1)
 }
 
 thread_local! {
     static EXPLANATION: RefCell<Option<(u32, String)>> = const { RefCell::new(None) };
-}
-
-/// The function of libtirpc behind a name that this library exports itself.
-///
-/// # Invariants
-/// `F` is the type of the C function `name`, as libtirpc's headers declare it.
-pub struct Real<F> {
-    name: &'static CStr,
-    found: AtomicPtr<c_void>,
-    kind: PhantomData<F>,
-}
-
-impl<F: Copy> Real<F> {
-    /// # Safety
-    /// `F` must be an `unsafe extern "C" fn` type with the signature of libtirpc's `name`.
-    pub const unsafe fn new(name: &'static CStr) -> Real<F> {
-        assert!(size_of::<F>() == size_of::<*mut c_void>());
-        // INVARIANT: by the contract of this function.
-        Real { name, found: AtomicPtr::new(null_mut()), kind: PhantomData }
-    }
-
-    /// The function.
-    ///
-    /// # Errors
-    /// When no libtirpc with this name is loaded.
-    pub fn get(&self) -> Result<F, Error> {
-        let mut found = self.found.load(Ordering::Relaxed);
-        if found.is_null() {
-            found = self.look_up();
-            if found.is_null() {
-                let name = self.name.to_string_lossy();
-                return Err(Error::new(Kind::Invalid, format!("libtirpc.so.3 has no {name}@TIRPC_0.3.0")));
-            }
-            self.found.store(found, Ordering::Relaxed);
-        }
-        // SAFETY: `found` is the address of the function `name`, whose type is `F` by the type's invariant.
-        Ok(unsafe { transmute_copy::<*mut c_void, F>(&found) })
-    }
-
-    fn look_up(&self) -> *mut c_void {
-        let version = c"TIRPC_0.3.0".as_ptr();
-        // SAFETY: both strings are NUL-terminated.
-        let next = unsafe { libc::dlvsym(libc::RTLD_NEXT, self.name.as_ptr(), version) };
-        if !next.is_null() {
-            return next;
-        }
-        // RTLD_NEXT does not see a libtirpc that comes before us in the link order, or that was dlopened privately.
-        // SAFETY: the name is NUL-terminated; RTLD_NOLOAD runs no foreign constructor.
-        let library = unsafe { libc::dlopen(c"libtirpc.so.3".as_ptr(), libc::RTLD_NOLOAD | libc::RTLD_LAZY) };
-        if library.is_null() {
-            return null_mut();
-        }
-        // SAFETY: the handle is open and both strings are NUL-terminated.
-        unsafe { libc::dlvsym(library, self.name.as_ptr(), version) }
-        // The reference on libtirpc is kept: the address must stay good.
-    }
-}
-
-impl<F> fmt::Debug for Real<F> {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_tuple("Real").field(&self.name).finish()
-    }
 }
 
 /// libtirpc's own `xprt_register`, for transports of ours: the one of `interpose` looks for those of libtirpc.
@@ -779,97 +668,25 @@ unsafe fn svc_destroy(xprt: *mut SVCXPRT) {
 /// No other thread registers transports while the iterator lives, as for libtirpc's own loop, which reads the set in the same
 /// way; nor does this one.
 unsafe fn polled() -> impl Iterator<Item = c_int> {
-    // SAFETY: libtirpc's own variable, read as its users read it.
-    let count = unsafe { svc_max_pollfd };
-    // SAFETY: as above.
-    let set = unsafe { svc_pollfd }.cast_const();
-    let count = if set.is_null() { 0 } else { usize::try_from(count).unwrap_or(0) };
+    let (set, count) = polled_table();
     // SAFETY: libtirpc's array has `count` entries; it changes only in xprt_register (contract).
     (0..count).map(move |index| unsafe { set.wrapping_add(index).read() }.fd).filter(|fd| *fd >= 0)
+}
+
+/// libtirpc's `svc_pollfd`, and how many entries it has. Nothing, if there is no libtirpc: none is registered with it either.
+fn polled_table() -> (*const libc::pollfd, usize) {
+    let Ok(library) = library() else { return (null(), 0) };
+    // SAFETY: libtirpc's own variable, read as its users read it.
+    let count = unsafe { *library.svc_max_pollfd };
+    // SAFETY: as above.
+    let set = unsafe { *library.svc_pollfd }.cast_const();
+    (set, if set.is_null() { 0 } else { usize::try_from(count).unwrap_or(0) })
 }
 
 /// Whether libtirpc's loop polls nothing at all, not even a listener: it ends then, or has ended by svc_exit(3).
 fn nothing_is_registered() -> bool {
     // SAFETY: libtirpc's own variable, read as its users read it.
-    let count = unsafe { svc_max_pollfd };
-    count == 0
-}
-
-/// The functions of libtirpc that [`interpose`] stands in front of.
-#[allow(missing_docs)]
-pub mod real {
-    use super::*;
-
-    macro_rules! real {
-        ($($static:ident = $name:ident($($arg:ty),*) $(-> $ret:ty)?;)*) => {$(
-            // SAFETY: the type is the C prototype of the name.
-            pub static $static: Real<unsafe extern "C" fn($($arg),*) $(-> $ret)?> = unsafe {
-                match CStr::from_bytes_with_nul(concat!(stringify!($name), "\0").as_bytes()) {
-                    Ok(name) => Real::new(name),
-                    Err(_) => unreachable!(),
-                }
-            };
-        )*};
-    }
-
-    /// The program's procedures run in it: they may throw.
-    pub static RPC_CALL: Real<RpcCall> =
-        // SAFETY: the type is the C prototype of the name.
-        unsafe { Real::new(c"rpc_call") };
-
-    /// `rpc_call`.
-    pub type RpcCall = unsafe extern "C-unwind" fn(
-        *const c_char,
-        u32,
-        u32,
-        u32,
-        XdrProc,
-        *const c_char,
-        XdrProc,
-        *mut c_char,
-        *const c_char,
-    ) -> c_uint;
-
-    real! {
-        GETNETCONFIGENT = getnetconfigent(*const c_char) -> *mut netconfig;
-        RPC_SETCONF = __rpc_setconf(*const c_char) -> *mut c_void;
-        RPC_GETCONF = __rpc_getconf(*mut c_void) -> *mut netconfig;
-        RPC_ENDCONF = __rpc_endconf(*mut c_void);
-        RPC_NCONF2SOCKINFO = __rpc_nconf2sockinfo(*const netconfig, *mut __rpc_sockinfo) -> c_int;
-        CLNT_CREATE = clnt_create(*const c_char, u32, u32, *const c_char) -> *mut CLIENT;
-        CLNT_CREATE_TIMED = clnt_create_timed(
-            *const c_char, u32, u32, *const c_char, *const libc::timeval) -> *mut CLIENT;
-        CLNT_CREATE_VERS = clnt_create_vers(
-            *const c_char, u32, *mut u32, u32, u32, *const c_char) -> *mut CLIENT;
-        CLNT_CREATE_VERS_TIMED = clnt_create_vers_timed(
-            *const c_char, u32, *mut u32, u32, u32, *const c_char, *const libc::timeval) -> *mut CLIENT;
-        CLNT_TP_CREATE = clnt_tp_create(*const c_char, u32, u32, *const netconfig) -> *mut CLIENT;
-        CLNT_TP_CREATE_TIMED = clnt_tp_create_timed(
-            *const c_char, u32, u32, *const netconfig, *const libc::timeval) -> *mut CLIENT;
-        CLNT_TLI_CREATE = clnt_tli_create(
-            c_int, *const netconfig, *mut netbuf, u32, u32, c_uint, c_uint) -> *mut CLIENT;
-        CLNTTCP_CREATE = clnttcp_create(
-            *mut libc::sockaddr_in, u32, u32, *mut c_int, c_uint, c_uint) -> *mut CLIENT;
-        CLNT_VC_CREATE = clnt_vc_create(c_int, *const netbuf, u32, u32, c_uint, c_uint) -> *mut CLIENT;
-        RPCB_GETADDR = rpcb_getaddr(u32, u32, *const netconfig, *mut netbuf, *const c_char) -> bool_t;
-        RPCB_SET = rpcb_set(u32, u32, *const netconfig, *const netbuf) -> bool_t;
-        RPCB_UNSET = rpcb_unset(u32, u32, *const netconfig) -> bool_t;
-        RPC_REG = rpc_reg(u32, u32, u32, registered_t, XdrProc, XdrProc, *mut c_char) -> c_int;
-        SVC_CREATE = svc_create(dispatch_t, u32, u32, *const c_char) -> c_int;
-        SVC_TP_CREATE = svc_tp_create(dispatch_t, u32, u32, *const netconfig) -> *mut SVCXPRT;
-        SVCTCP_CREATE = svctcp_create(c_int, c_uint, c_uint) -> *mut SVCXPRT;
-        SVC_EXIT = svc_exit();
-        SVC_REG = svc_reg(*mut SVCXPRT, u32, u32, dispatch_t, *const netconfig) -> bool_t;
-        SVC_REGISTER = svc_register(*mut SVCXPRT, c_ulong, c_ulong, dispatch_t, c_int) -> bool_t;
-        SVC_UNREG = svc_unreg(u32, u32);
-        SVC_UNREGISTER = svc_unregister(c_ulong, c_ulong);
-        SVC_TLI_CREATE = svc_tli_create(
-            c_int, *const netconfig, *const t_bind, c_uint, c_uint) -> *mut SVCXPRT;
-        XPRT_REGISTER = xprt_register(*mut SVCXPRT);
-        XPRT_UNREGISTER = xprt_unregister(*mut SVCXPRT);
-        CLNT_SPERROR = clnt_sperror(*mut CLIENT, *const c_char) -> *mut c_char;
-        CLNT_SPCREATEERROR = clnt_spcreateerror(*const c_char) -> *mut c_char;
-    }
+    library().map_or(0, |library| unsafe { *library.svc_max_pollfd }) == 0
 }
 
 /// Whether an address lies in the object that libtirpc is.
@@ -891,6 +708,9 @@ fn object(address: *const c_void) -> Option<usize> {
 mod tests {
     use super::*;
 
+    use super::library::Real;
+    use std::ffi::CStr;
+
     #[test]
     fn a_name_that_libtirpc_lacks_is_an_error_and_no_crash() {
         // SAFETY: never called; the look-up fails.
@@ -903,9 +723,8 @@ mod tests {
     fn an_explanation_lasts_as_long_as_the_status_that_it_explains() {
         creation_failed(&Error::new(Kind::NotRegistered, "nothing there"));
         assert_eq!(creation_explanation().as_deref(), Some("nothing there"));
-        // SAFETY: returns the thread's own structure.
-        let place = unsafe { __rpc_createerr() };
-        // SAFETY: as above.
+        let place = createerr().expect("libtirpc is linked");
+        // SAFETY: this thread's own structure.
         unsafe { (*place).cf_stat = clnt_stat::TIMEDOUT };
         assert_eq!(creation_explanation(), None);
         creation_failed(&Error::new(Kind::NoAddress, "no IPv6"));

@@ -8,7 +8,7 @@
 use std::ffi::{c_char, c_int, c_uint};
 
 use rpcrdma::binding::{Head, Registry};
-use rpcrdma::fuzz::{Decoder, PLAIN_REPLY, Region, XDR, op, opaque_auth, rpc_msg, xdr_callmsg, xdr_replymsg};
+use rpcrdma::fuzz::{Decoder, PLAIN_REPLY, Region, XDR, library, op, opaque_auth, rpc_msg};
 
 use crate::input::pieces;
 
@@ -86,8 +86,9 @@ fn call(message: &[u8], seed: u8) {
         let (mut room, mut message) = (Room::new(), empty());
         message.ru.rm_call.cb_cred = room.auth(0);
         message.ru.rm_call.cb_verf = room.auth(1);
+        let library = library().expect("libtirpc");
         // SAFETY: the stream is alive, and the message set up as a server sets it up.
-        if unsafe { xdr_callmsg(xdr, &mut message) } == 0 {
+        if unsafe { (library.xdr_callmsg)(xdr, &mut message) } == 0 {
             return None;
         }
         // SAFETY: decoded as a call.
@@ -131,8 +132,9 @@ fn reply(message: &[u8], seed: u8) {
         let (mut room, mut message) = (Room::new(), empty());
         message.ru.rm_reply.ru.rp_ar.ar_verf = room.auth(0);
         message.ru.rm_reply.ru.rp_ar.ru.ar_results.r#proc = Some(nothing);
+        let library = library().expect("libtirpc");
         // SAFETY: the stream is alive, and the message set up as a client sets it up.
-        if unsafe { xdr_replymsg(xdr, &mut message) } == 0 {
+        if unsafe { (library.xdr_replymsg)(xdr, &mut message) } == 0 {
             return None;
         }
         // SAFETY: decoded as a reply.

@@ -433,7 +433,7 @@ mod tests {
 
     #[test]
     fn a_child_that_has_lost_its_parents_listener_takes_it_out_of_its_loop() {
-        use crate::tirpc::{polled, svc_getreq_common};
+        use crate::tirpc::{library, polled};
         // What is registered here is not for other tests.
         let child = crate::fork::testing::fork(|| {
             let socket = TcpListener::bind("127.0.0.1:0").expect("a port");
@@ -444,7 +444,7 @@ mod tests {
             unsafe { xprt_register(bare(fd, &ACCEPT)) }.expect("libtirpc's");
             let before = is_polled();
             // SAFETY: as above.
-            unsafe { svc_getreq_common(fd) };
+            unsafe { (library().unwrap().svc_getreq_common)(fd) };
             before && !is_polled()
         });
         assert!(child.succeeded());

@@ -32,7 +32,7 @@ use crate::error::{Error, Kind};
 use crate::fork;
 use crate::signals::SignalMask;
 use crate::thread;
-use crate::tirpc::{AUTH, auth_ops, auth_stat, authnone_create, is_libtirpcs};
+use crate::tirpc::{AUTH, auth_ops, auth_stat, is_libtirpcs, library};
 use crate::wait::Event;
 
 /// The part of a call that an AUTH must have to itself.
@@ -49,7 +49,7 @@ pub enum Share {
 /// The process's AUTH_NONE handle.
 pub fn none() -> *mut AUTH {
     // SAFETY: takes nothing; returns a shared static handle.
-    let auth = unsafe { authnone_create() };
+    let auth = library().map_or(null_mut(), |library| unsafe { (library.authnone_create)() });
     if !auth.is_null() {
         // SAFETY: just made, and never written again.
         NONE.store(unsafe { (*auth).ah_ops }.cast_mut(), Ordering::Relaxed);
@@ -458,6 +458,7 @@ mod tests {
 
     #[test]
     fn only_the_auths_of_libtirpc_that_are_known_go_without() {
+        #[link(name = "tirpc")]
         unsafe extern "C" {
             fn authunix_create_default() -> *mut AUTH;
         }

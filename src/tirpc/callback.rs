@@ -149,7 +149,7 @@ fn find(client: &Arc<Client>) -> Option<Arc<Callbacks>> {
 pub(super) mod waker {
     use super::*;
     use crate::tirpc::transport::serve_left;
-    use crate::tirpc::{nothing_is_registered, svc_fdset, xprt_register_beside};
+    use crate::tirpc::{library, nothing_is_registered, xprt_register_beside};
     use crate::wait::WakeSet;
     use crate::{fork, log_warn};
 
@@ -269,13 +269,12 @@ pub(super) mod waker {
                 // SAFETY: complete.
                 waker.registered = unsafe { xprt_register_beside(waker.xprt) }?;
             }
-            Ok(waker.set.fd())
+            Ok((waker.set.fd(), library()?.svc_fdset))
         });
         match registered {
             // Programs made by rpcgen count what is in this set to find out whether they are idle; the loop does not look
             // at it.
-            Ok(fd) if usize::try_from(fd).is_ok_and(|fd| fd < libc::FD_SETSIZE) => {
-                let set = &raw mut svc_fdset;
+            Ok((fd, set)) if usize::try_from(fd).is_ok_and(|fd| fd < libc::FD_SETSIZE) => {
                 // SAFETY: libtirpc's own variable, written as its users do that remove a descriptor; the number fits.
                 unsafe { libc::FD_CLR(fd, set) };
             }
@@ -483,7 +482,7 @@ impl Drop for Callbacks {
 mod tests {
     use super::*;
     use crate::fork::testing::fork;
-    use crate::tirpc::{polled, svc_getreq_common};
+    use crate::tirpc::{library, polled};
 
     #[test]
     fn a_child_that_has_lost_its_parents_waker_takes_it_out_of_its_loop() {
@@ -499,7 +498,7 @@ mod tests {
             // SAFETY: as above.
             let both = is_polled(parents) && unsafe { polled() }.count() == 2;
             // SAFETY: as above.
-            unsafe { svc_getreq_common(parents) };
+            unsafe { (library().unwrap().svc_getreq_common)(parents) };
             // SAFETY: as above.
             both && !is_polled(parents) && unsafe { polled() }.count() == 1
         });

@@ -23,7 +23,7 @@ use crate::fork;
 use crate::provider::Shortage;
 use crate::tirpc::progress::{self, Wants, Watched};
 use crate::tirpc::run;
-use crate::tirpc::{_rpc_dtablesize, SVCXPRT, polled, rpc_control, svc_destroy, svc_max_pollfd};
+use crate::tirpc::{SVCXPRT, library, polled, polled_table, svc_destroy};
 use crate::{log_info, socket};
 
 /// As libtirpc's.
@@ -104,7 +104,8 @@ pub fn are_expendable() -> bool {
     const CONNMAXREC_GET: i32 = 1;
     let mut most = 0i32;
     // SAFETY: an int is what this request writes.
-    (unsafe { rpc_control(CONNMAXREC_GET, (&raw mut most).cast()) }) != 0 && most != 0
+    library().is_ok_and(|it| unsafe { (it.rpc_control)(CONNMAXREC_GET, (&raw mut most).cast()) } != 0)
+        && most != 0
 }
 
 /// A connection was accepted, and its first byte is awaited: not for ever, if it must be ours.
@@ -250,13 +251,13 @@ fn choose(shortage: Shortage, peer: IpAddr, all: &[Idle]) -> Option<usize> {
 /// # Safety
 /// The caller is the program's loop.
 unsafe fn make_room(newest: RawFd) {
+    let Ok(library) = library() else { return };
     // SAFETY: takes nothing.
-    let most = usize::try_from(unsafe { _rpc_dtablesize() }).unwrap_or(0);
+    let most = usize::try_from(unsafe { (library._rpc_dtablesize)() }).unwrap_or(0);
     let table = table();
     let beside = table.adapters * (ADAPTERS - 1);
     // Places of the table, some of which are free.
-    // SAFETY: libtirpc's own variable, read as its users read it.
-    let places = usize::try_from(unsafe { svc_max_pollfd }).unwrap_or(0);
+    let (_, places) = polled_table();
     // SAFETY: by the contract; the loop's lock keeps other threads from registering.
     let are_many = || run::locked(|| unsafe { polled() }.count()) + beside >= most / 5 * 4;
     if places + beside < most / 5 * 4 || !are_many() {

@@ -28,7 +28,7 @@
 #![allow(unsafe_code)]
 
 use std::cell::{Cell, RefCell};
-use std::ffi::{CStr, c_char, c_int, c_uint, c_ulong, c_void};
+use std::ffi::{CStr, CString, c_char, c_int, c_uint, c_ulong, c_void};
 use std::net::SocketAddr;
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -41,11 +41,12 @@ use crate::ffi::{
 };
 use crate::socket::Sockaddr;
 use crate::tirpc::client::{self, Intent};
+use crate::tirpc::library::Real;
 use crate::tirpc::netid::{self, Netid, RPCBIND_PORT, nettype};
 use crate::tirpc::{
     __rpc_sockinfo, CLIENT, RPC_ANYFD, RPCBPROG, SVCXPRT, TRUE, bool_t, creation_explained,
     creation_explanation, creation_failed, creation_record, creation_recorded, creation_started, dispatch_t,
-    is_libtirpcs, netbuf, netconfig, real, registered_t, server, t_bind,
+    is_libtirpcs, library, netbuf, netconfig, real, registered_t, server, t_bind,
 };
 use crate::tirpc::{adapters, beside, programs, run, sniff, threads};
 use crate::xdr::XdrProc;
@@ -156,7 +157,7 @@ pub unsafe extern "C" fn clnt_tp_create_timed(
         let netid = unsafe { Netid::of(nconf) };
         let (Some(netid), Some(inside)) = (netid, Inside::enter()) else {
             // SAFETY: the caller's own arguments.
-            return Ok(unsafe { real::CLNT_TP_CREATE_TIMED.get()?(host, prog, vers, nconf, timeout) });
+            return Ok(unsafe { stock(&real::CLNT_TP_CREATE_TIMED)?(host, prog, vers, nconf, timeout) });
         };
         creation(|| {
             config::get()?;
@@ -189,7 +190,7 @@ pub unsafe extern "C" fn clnt_tli_create(
     recvsz: c_uint,
 ) -> *mut CLIENT {
     guard_passing(|| {
-        let real = real::CLNT_TLI_CREATE.get()?;
+        let real = stock(&real::CLNT_TLI_CREATE)?;
         // SAFETY: by the contract.
         let netid = unsafe { Netid::of(nconf) };
         let (Some(netid), Some(inside)) = (netid, Inside::enter()) else {
@@ -257,7 +258,7 @@ pub unsafe extern "C" fn clnt_vc_create(
             }
         }
         // SAFETY: the caller's own arguments.
-        Ok(unsafe { real::CLNT_VC_CREATE.get()?(fd, address, prog, vers, sendsz, recvsz) })
+        Ok(unsafe { stock(&real::CLNT_VC_CREATE)?(fd, address, prog, vers, sendsz, recvsz) })
     })
 }
 
@@ -311,8 +312,13 @@ pub unsafe extern "C" fn rpcb_getaddr(
 pub unsafe extern "C" fn clnt_spcreateerror(message: *const c_char) -> *mut c_char {
     guard_passing(|| {
         let explanation = creation_explanation();
+        let real = match real::CLNT_SPCREATEERROR.get() {
+            Ok(real) => real,
+            // SAFETY: the caller's own argument.
+            Err(error) => return Ok(unsafe { unstocked(message, explanation, &error) }),
+        };
         // SAFETY: the caller's own argument.
-        let stock = unsafe { real::CLNT_SPCREATEERROR.get()?(message) };
+        let stock = unsafe { real(message) };
         // SAFETY: a string of libtirpc, this thread's own, until its next call.
         Ok(unsafe { explained(stock, explanation) })
     })
@@ -353,7 +359,7 @@ pub unsafe extern "C" fn svc_tli_create(
     recvsz: c_uint,
 ) -> *mut SVCXPRT {
     guard_passing(|| {
-        let real = real::SVC_TLI_CREATE.get()?;
+        let real = stock(&real::SVC_TLI_CREATE)?;
         // SAFETY: by the contract.
         let ours = unsafe { Netid::of(nconf) }.is_some();
         let inside = if ours { Inside::enter() } else { None };
@@ -643,7 +649,7 @@ pub unsafe extern "C" fn clnt_create(
     nettype: *const c_char,
 ) -> *mut CLIENT {
     // SAFETY: the caller's own arguments.
-    guard_passing(|| Ok(unsafe { real::CLNT_CREATE.get()?(host, prog, vers, nettype) }))
+    guard_passing(|| Ok(unsafe { stock(&real::CLNT_CREATE)?(host, prog, vers, nettype) }))
 }
 
 /// Passed through.
@@ -659,7 +665,7 @@ pub unsafe extern "C" fn clnt_create_timed(
     timeout: *const libc::timeval,
 ) -> *mut CLIENT {
     // SAFETY: the caller's own arguments.
-    guard_passing(|| Ok(unsafe { real::CLNT_CREATE_TIMED.get()?(host, prog, vers, nettype, timeout) }))
+    guard_passing(|| Ok(unsafe { stock(&real::CLNT_CREATE_TIMED)?(host, prog, vers, nettype, timeout) }))
 }
 
 /// Passed through.
@@ -676,7 +682,7 @@ pub unsafe extern "C" fn clnt_create_vers(
     nettype: *const c_char,
 ) -> *mut CLIENT {
     // SAFETY: the caller's own arguments.
-    guard_passing(|| Ok(unsafe { real::CLNT_CREATE_VERS.get()?(host, prog, vers, low, high, nettype) }))
+    guard_passing(|| Ok(unsafe { stock(&real::CLNT_CREATE_VERS)?(host, prog, vers, low, high, nettype) }))
 }
 
 /// Passed through.
@@ -695,7 +701,7 @@ pub unsafe extern "C" fn clnt_create_vers_timed(
 ) -> *mut CLIENT {
     guard_passing(|| {
         // SAFETY: the caller's own arguments.
-        Ok(unsafe { real::CLNT_CREATE_VERS_TIMED.get()?(host, prog, vers, low, high, nettype, timeout) })
+        Ok(unsafe { stock(&real::CLNT_CREATE_VERS_TIMED)?(host, prog, vers, low, high, nettype, timeout) })
     })
 }
 
@@ -713,7 +719,7 @@ pub unsafe extern "C" fn clnt_tp_create(
     guard_passing(|| {
         creation_started();
         // SAFETY: the caller's own arguments.
-        Ok(unsafe { real::CLNT_TP_CREATE.get()?(host, prog, vers, nconf) })
+        Ok(unsafe { stock(&real::CLNT_TP_CREATE)?(host, prog, vers, nconf) })
     })
 }
 
@@ -731,7 +737,7 @@ pub unsafe extern "C" fn clnttcp_create(
     recvsz: c_uint,
 ) -> *mut CLIENT {
     // SAFETY: the caller's own arguments.
-    guard_passing(|| Ok(unsafe { real::CLNTTCP_CREATE.get()?(address, prog, vers, fd, sendsz, recvsz) }))
+    guard_passing(|| Ok(unsafe { stock(&real::CLNTTCP_CREATE)?(address, prog, vers, fd, sendsz, recvsz) }))
 }
 
 /// Passed through; a cancellation point as every call is.
@@ -789,7 +795,7 @@ pub unsafe extern "C" fn svc_create(
     nettype: *const c_char,
 ) -> c_int {
     // SAFETY: the caller's own arguments.
-    guard_passing(|| Ok(unsafe { real::SVC_CREATE.get()?(dispatch, prog, vers, nettype) }))
+    guard_passing(|| Ok(unsafe { stock(&real::SVC_CREATE)?(dispatch, prog, vers, nettype) }))
 }
 
 /// Passed through.
@@ -804,7 +810,7 @@ pub unsafe extern "C" fn svc_tp_create(
     nconf: *const netconfig,
 ) -> *mut SVCXPRT {
     // SAFETY: the caller's own arguments.
-    guard_passing(|| Ok(unsafe { real::SVC_TP_CREATE.get()?(dispatch, prog, vers, nconf) }))
+    guard_passing(|| Ok(unsafe { stock(&real::SVC_TP_CREATE)?(dispatch, prog, vers, nconf) }))
 }
 
 /// Passed through.
@@ -814,14 +820,17 @@ pub unsafe extern "C" fn svc_tp_create(
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn svctcp_create(fd: c_int, sendsz: c_uint, recvsz: c_uint) -> *mut SVCXPRT {
     // SAFETY: the caller's own arguments.
-    guard_passing(|| Ok(unsafe { real::SVCTCP_CREATE.get()?(fd, sendsz, recvsz) }))
+    guard_passing(|| Ok(unsafe { stock(&real::SVCTCP_CREATE)?(fd, sendsz, recvsz) }))
 }
 
 /// Runs a creation on netid "rdma", and records why it failed: after a NULL programs print what is recorded.
 ///
 /// Not cancelled meanwhile: what of libtirpc is at work there ends in functions of ours again.
+///
+/// Without libtirpc nothing is created: nor would what is be of any use.
 pub(crate) fn creation<T>(create: impl FnOnce() -> Result<T, Error>) -> Result<T, Error> {
     let _uncancelled = Uncancelled::now();
+    let create = || library().and_then(|_| create());
     let result = catch_unwind(AssertUnwindSafe(create)).unwrap_or_else(|panic| {
         creation_failed(&Error::new(Kind::Panic, "defect in librpcrdma"));
         resume_unwind(panic)
@@ -832,6 +841,14 @@ pub(crate) fn creation<T>(create: impl FnOnce() -> Result<T, Error>) -> Result<T
             Kind::NoAddress => log_debug!("{error}"),
             _ => log_error!("{error}"),
         }
+        creation_failed(error);
+    })
+}
+
+/// A function of libtirpc that creates something. That there is none is recorded, too.
+fn stock<F: Copy>(function: &Real<F>) -> Result<F, Error> {
+    function.get().inspect_err(|error| {
+        log_error!("{error}");
         creation_failed(error);
     })
 }
@@ -1029,6 +1046,19 @@ unsafe fn explained(stock: *mut c_char, explanation: Option<String>) -> *mut c_c
     .unwrap_or(stock)
 }
 
+/// What stands in place of libtirpc's text where there is no libtirpc.
+///
+/// # Safety
+/// `message` is NULL or a string.
+unsafe fn unstocked(message: *const c_char, explanation: Option<String>, error: &Error) -> *mut c_char {
+    // SAFETY: by the contract.
+    let start = unsafe { ffi::cstr(message) }.unwrap_or_default();
+    let start = CString::new([start.to_bytes(), b":"].concat()).unwrap_or_default();
+    let explanation = explanation.unwrap_or_else(|| error.text().to_owned());
+    // SAFETY: a string, which is copied.
+    unsafe { explained(start.as_ptr().cast_mut(), Some(explanation)) }
+}
+
 /// The word from `clnt_tli_create` to the `clnt_vc_create` in which it ends.
 struct RdmaWanted(());
 
@@ -1114,6 +1144,7 @@ mod tests {
 
     #[test]
     fn the_taddr_of_an_rdma_uaddr_comes_from_the_stock_functions() {
+        #[link(name = "tirpc")]
         unsafe extern "C" {
             fn uaddr2taddr(nconf: *const netconfig, uaddr: *const c_char) -> *mut netbuf;
             fn taddr2uaddr(nconf: *const netconfig, address: *const netbuf) -> *mut c_char;

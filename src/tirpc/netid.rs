@@ -26,9 +26,10 @@ use crate::config;
 use crate::error::{Error, Kind, clnt_stat, os_text};
 use crate::ffi::{self, Inside};
 use crate::socket::Sockaddr;
+use crate::tirpc::library::{Library, createerr};
 use crate::tirpc::{
-    __rpc_createerr, __rpc_sockinfo, CLIENT, RPC_ANYFD, RPCBPROG, clnt_ops, control, nc, netbuf, netconfig,
-    real, rpc_err, rpcblist, xdr_free, xdr_rpcblist_ptr, xdr_void,
+    __rpc_sockinfo, CLIENT, RPC_ANYFD, RPCBPROG, clnt_ops, control, library, nc, netbuf, netconfig, real,
+    rpc_err, rpcblist,
 };
 
 /// The port of rpcbind.
@@ -526,7 +527,7 @@ fn dump(
     timeout: Option<libc::timeval>,
     prog: Option<u32>,
 ) -> Result<Vec<Row>, Error> {
-    let create = real::CLNT_TLI_CREATE.get()?;
+    let (create, library) = (real::CLNT_TLI_CREATE.get()?, library()?);
     let mut address = Sockaddr::from(at);
     let mut address = address.netbuf();
     // Our own entry does for the stock function: it asks for a TCP socket of the right family and nothing more.
@@ -534,10 +535,9 @@ fn dump(
     let clnt = unsafe { create(RPC_ANYFD, netid.entry(), &mut address, RPCBPROG, RPCBVERS4, 0, 0) };
     // SAFETY: NULL, or a handle that only we know, until it is destroyed below.
     let Some(handle) = (unsafe { ffi::reference(clnt) }) else {
-        // SAFETY: returns the thread's own structure.
-        let why = unsafe { __rpc_createerr() };
         // SAFETY: written only by this thread, which is here.
-        let why = unsafe { why.read() }.cf_error;
+        let why =
+            createerr().map_or(rpc_err::new(clnt_stat::FAILED, 0), |why| unsafe { why.read() }.cf_error);
         return Err(Error::new(
             Kind::Rpcbind,
             format!("no rpcbind at {at}: {}; is it running?", describe(&why)),
@@ -549,14 +549,14 @@ fn dump(
     };
     let timeout = timeout.unwrap_or(libc::timeval { tv_sec: 60, tv_usec: 0 });
     let mut list: *mut rpcblist = null_mut();
-    let mut status = call_dump(clnt, ops, &mut list, timeout);
+    let mut status = call_dump(library, clnt, ops, &mut list, timeout);
     if status == clnt_stat::PROGVERSMISMATCH {
         let mut version = RPCBVERS3;
         if let Some(cl_control) = ops.cl_control {
             // SAFETY: the handle is live, and CLSET_VERS takes a pointer to 32 bits.
             unsafe { cl_control(clnt, control::CLSET_VERS, (&raw mut version).cast()) };
         }
-        status = call_dump(clnt, ops, &mut list, timeout);
+        status = call_dump(library, clnt, ops, &mut list, timeout);
     }
     let mut error = rpc_err::new(status, 0);
     if let Some(cl_geterr) = ops.cl_geterr {
@@ -569,7 +569,7 @@ fn dump(
     }
     let rows = rows(list, prog);
     // SAFETY: the proc is the one that decoded the list (which may be empty), and `rows` copied what it keeps.
-    unsafe { xdr_free(Some(xdr_rpcblist_ptr), (&raw mut list).cast()) };
+    unsafe { (library.xdr_free)(Some(library.xdr_rpcblist_ptr), (&raw mut list).cast()) };
     if status != clnt_stat::SUCCESS {
         return Err(Error::new(
             Kind::Rpcbind,
@@ -579,13 +579,18 @@ fn dump(
     Ok(rows)
 }
 
-fn call_dump(clnt: *mut CLIENT, ops: &clnt_ops, list: &mut *mut rpcblist, timeout: libc::timeval) -> u32 {
+fn call_dump(
+    library: &Library,
+    clnt: *mut CLIENT,
+    ops: &clnt_ops,
+    list: &mut *mut rpcblist,
+    timeout: libc::timeval,
+) -> u32 {
     let Some(cl_call) = ops.cl_call else { return clnt_stat::FAILED };
     let results = std::ptr::from_mut(list).cast();
+    let (nothing, list) = (Some(library.xdr_void), Some(library.xdr_rpcblist_ptr));
     // SAFETY: `clnt` is live, xdr_void needs no object, and xdr_rpcblist_ptr decodes into a list pointer.
-    unsafe {
-        cl_call(clnt, RPCBPROC_DUMP, Some(xdr_void), null_mut(), Some(xdr_rpcblist_ptr), results, timeout)
-    }
+    unsafe { cl_call(clnt, RPCBPROC_DUMP, nothing, null_mut(), list, results, timeout) }
 }
 
 fn rows(mut list: *mut rpcblist, prog: Option<u32>) -> Vec<Row> {
@@ -622,7 +627,10 @@ const RPCBPROC_DUMP: u32 = 4;
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::tirpc::freenetconfigent;
+    #[link(name = "tirpc")]
+    unsafe extern "C" {
+        fn freenetconfigent(nconf: *mut netconfig);
+    }
 
     fn row(vers: u32, uaddr: &str) -> Row {
         let netid = if uaddr.contains(':') { "rdma6" } else { "rdma" };

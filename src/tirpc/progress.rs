@@ -438,7 +438,7 @@ mod tests {
     #[test]
     fn a_child_that_is_forked_while_the_table_is_taken_is_woken_for_its_parent_once_at_most() {
         use crate::fork::testing::fork;
-        use crate::tirpc::{polled, svc_getreq_common, xprt_register};
+        use crate::tirpc::{library, polled, xprt_register};
         // What is registered here is not for other tests.
         let parent = fork(|| {
             let listener = UnixStream::pair().unwrap();
@@ -453,7 +453,7 @@ mod tests {
                 let before = is_polled() && wait::until(parents, wait::IN, None, None).unwrap();
                 call_at(Errand::Left, Instant::now() + Duration::from_secs(60), || {});
                 // SAFETY: as its loop does that finds the descriptor readable.
-                unsafe { svc_getreq_common(parents) };
+                unsafe { (library().unwrap().svc_getreq_common)(parents) };
                 // SAFETY: as above.
                 let own = unsafe { polled() }.any(|polled| polled == fd());
                 before && own && !is_polled()

@@ -29,7 +29,7 @@ use crate::driver::busy::{self, Look};
 use crate::driver::service_loop;
 use crate::error::Error;
 use crate::ffi::{Uncancelled, step};
-use crate::tirpc::{_rpc_dtablesize, svc_max_pollfd, svc_pollfd};
+use crate::tirpc::{library, nothing_is_registered, polled_table};
 use crate::wait::PollSet;
 use crate::{fork, log_warn, wait};
 
@@ -55,10 +55,6 @@ const FEW: usize = 16;
 unsafe extern "C-unwind" {
     fn poll(fds: *mut libc::pollfd, count: libc::nfds_t, timeout: c_int) -> c_int;
     fn epoll_wait(set: c_int, events: *mut libc::epoll_event, most: c_int, timeout: c_int) -> c_int;
-}
-
-unsafe extern "C-unwind" {
-    fn svc_getreq_poll(fds: *mut libc::pollfd, count: c_int);
 }
 
 /// What the loops of this process wait for.
@@ -189,7 +185,7 @@ pub fn register(fd: RawFd, real: impl FnOnce() -> bool) -> bool {
     if done && set.generation == fork::generation() {
         // Others it passes over.
         // SAFETY: takes nothing.
-        if fd >= 0 && fd < unsafe { _rpc_dtablesize() } {
+        if fd >= 0 && library().is_ok_and(|library| fd < unsafe { (library._rpc_dtablesize)() }) {
             set.muted.remove(&fd);
             set.watch(fd, EVENTS);
         }
@@ -260,11 +256,7 @@ pub fn others_wait(except: [RawFd; 2]) -> Option<bool> {
 /// # Safety
 /// As [`crate::tirpc::polled`].
 unsafe fn table() -> impl Iterator<Item = (RawFd, i16)> {
-    // SAFETY: libtirpc's own variable, read as its users read it.
-    let count = unsafe { svc_max_pollfd };
-    // SAFETY: as above.
-    let table = unsafe { svc_pollfd }.cast_const();
-    let count = if table.is_null() { 0 } else { usize::try_from(count).unwrap_or(0) };
+    let (table, count) = polled_table();
     (0..count).map(move |index| {
         // SAFETY: libtirpc's array has `count` entries; it changes only in xprt_register (contract).
         let entry = unsafe { table.wrapping_add(index).read() };
@@ -277,13 +269,9 @@ unsafe fn table() -> impl Iterator<Item = (RawFd, i16)> {
 /// # Safety
 /// As [`table`].
 unsafe fn entry(index: usize) -> Option<RawFd> {
-    // SAFETY: libtirpc's own variable, read as its users read it.
-    let count = unsafe { svc_max_pollfd };
-    // SAFETY: as above.
-    let table = unsafe { svc_pollfd }.cast_const();
-    let is_there = !table.is_null() && usize::try_from(count).is_ok_and(|count| index < count);
+    let (table, count) = polled_table();
     // SAFETY: libtirpc's array has `count` entries; it changes only in xprt_register (contract).
-    is_there.then(|| unsafe { table.wrapping_add(index).read() }.fd)
+    (index < count).then(|| unsafe { table.wrapping_add(index).read() }.fd)
 }
 
 impl Set {
@@ -472,10 +460,7 @@ impl Set {
 
 /// libtirpc's condition, which svc_exit(3) fulfils.
 fn has_ended() -> bool {
-    // SAFETY: libtirpc's own variable, read as its users read it.
-    let count = unsafe { svc_max_pollfd };
-    // SAFETY: as above.
-    count == 0 && unsafe { svc_pollfd }.is_null()
+    nothing_is_registered() && polled_table().0.is_null()
 }
 
 fn next_turn(is_over: impl Fn() -> bool) -> Turn {
@@ -535,8 +520,20 @@ pub unsafe fn run() {
         // None, too, where libtirpc's function has been called for all.
         if ready.count > 0 {
             // SAFETY: so many entries.
-            unsafe { svc_getreq_poll(ready.fds.as_mut_ptr(), ready.count as c_int) };
+            unsafe { getreq_poll(ready.fds.as_mut_ptr(), ready.count as c_int) };
         }
+    }
+}
+
+/// libtirpc's `svc_getreq_poll`: none without it, where nothing is registered. It runs the program's routines, so that no guard
+/// reaches over it.
+///
+/// # Safety
+/// As libtirpc's.
+unsafe fn getreq_poll(fds: *mut libc::pollfd, count: c_int) {
+    if let Ok(library) = library() {
+        // SAFETY: by the contract.
+        unsafe { (library.svc_getreq_poll)(fds, count) };
     }
 }
 
@@ -746,7 +743,7 @@ unsafe fn by_poll(waits: bool) -> bool {
         // SAFETY: as above.
         let found = closed_first(unsafe { std::slice::from_raw_parts_mut(fds, count) });
         // SAFETY: as above.
-        unsafe { svc_getreq_poll(fds, found) };
+        unsafe { getreq_poll(fds, found) };
     }
     true
 }

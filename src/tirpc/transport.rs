@@ -51,10 +51,9 @@ use crate::tirpc::netid::Netid;
 use crate::tirpc::programs::Found;
 use crate::tirpc::progress::{self, Errand, Watched};
 use crate::tirpc::{
-    _gss_authenticate, PLAIN_REPLY, SVCAUTH, SVCXPRT, SVCXPRT_EXT, accepted_reply, ar_results, auth_stat,
-    bool_t, idle, msg, netbuf, opaque_auth, polled, reply_body, rpc_msg, run, svc_getreq_common, svc_req,
-    svcerr_auth, svcerr_noprog, svcerr_progvers, threads, xdr_callmsg, xdr_replymsg, xp_ops, xp_ops2,
-    xprt_stat, xprt_unregister,
+    PLAIN_REPLY, SVCAUTH, SVCXPRT, SVCXPRT_EXT, accepted_reply, ar_results, auth_stat, bool_t, idle, library,
+    msg, netbuf, opaque_auth, polled, reply_body, rpc_msg, run, svc_req, threads, xp_ops, xp_ops2, xprt_stat,
+    xprt_unregister,
 };
 use crate::wire::Xid;
 use crate::xdr::{Decoder, Encoder, XDR, XdrProc};
@@ -825,6 +824,7 @@ impl Transport {
         let mut message: rpc_msg = unsafe { std::mem::zeroed() };
         message.ru.rm_call.cb_cred = room(credential);
         message.ru.rm_call.cb_verf = room(verifier);
+        let Ok(library) = library() else { return false };
         // SAFETY: room for credential and verifier was made above.
         if !unsafe { self.open(request, &mut message, None) } {
             return false;
@@ -844,10 +844,10 @@ impl Transport {
         };
         let mut answered = 0;
         // SAFETY: request, message and transport are as libtirpc's own loop makes them.
-        let why = unsafe { _gss_authenticate(&mut request, &mut message, &mut answered) };
+        let why = unsafe { (library._gss_authenticate)(&mut request, &mut message, &mut answered) };
         if why != auth_stat::AUTH_OK {
             // SAFETY: the transport is alive, with a request open.
-            unsafe { svcerr_auth(xprt, why) };
+            unsafe { (library.svcerr_auth)(xprt, why) };
         } else if answered == 0 {
             match find(call.cb_prog, call.cb_vers) {
                 Ok((routine, running)) => {
@@ -856,9 +856,9 @@ impl Transport {
                     drop(running);
                 }
                 // SAFETY: the transport is alive, with a request open.
-                Err(Some((low, high))) => unsafe { svcerr_progvers(xprt, low, high) },
+                Err(Some((low, high))) => unsafe { (library.svcerr_progvers)(xprt, low, high) },
                 // SAFETY: as above.
-                Err(None) => unsafe { svcerr_noprog(xprt) },
+                Err(None) => unsafe { (library.svcerr_noprog)(xprt) },
             }
         }
         self.close_request();
@@ -885,7 +885,7 @@ impl Transport {
         let Request { id, xid, message: pieces, binding, wrapped, placed } = request;
         let mut arguments = Decoder::new(pieces);
         // SAFETY: by the contract.
-        if unsafe { xdr_callmsg(arguments.xdr(), message) } == 0 {
+        if !library().is_ok_and(|library| unsafe { (library.xdr_callmsg)(arguments.xdr(), message) } != 0) {
             if let Some(responder) = self.responder.upgrade() {
                 responder.discard(id);
             }
@@ -1136,7 +1136,7 @@ impl Reply {
             encoder.put(&xid.to_be_bytes()) && encoder.put(&PLAIN_REPLY)
         } else {
             // SAFETY: the stream is alive, the message complete.
-            unsafe { xdr_replymsg(encoder.xdr(), message) != 0 }
+            unsafe { (library()?.xdr_replymsg)(encoder.xdr(), message) != 0 }
         };
         if !put {
             return Ok(None);
@@ -1302,8 +1302,11 @@ pub fn addresses(local: SocketAddr, peer: SocketAddr) -> (netbuf, netbuf, (libc:
 
 /// Has libtirpc take requests from a connection, as its own loop does when the descriptor is readable.
 pub fn serve_fd(fd: RawFd) {
-    // SAFETY: a descriptor that is not registered is passed over; the calling thread is the loop's.
-    unsafe { svc_getreq_common(fd) };
+    // None without libtirpc, with which every transport is registered.
+    if let Ok(library) = library() {
+        // SAFETY: a descriptor that is not registered is passed over; the calling thread is the loop's.
+        unsafe { (library.svc_getreq_common)(fd) };
+    }
 }
 
 /// Serves what calls back have left for the loop. Called in its thread, and under no guard: a dispatch routine may throw.

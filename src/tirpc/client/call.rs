@@ -20,9 +20,8 @@ use crate::stats::{self, Counter};
 use crate::tirpc::auth::{self, Held, Share};
 use crate::tirpc::lending::{self, lending};
 use crate::tirpc::{
-    _null_auth, _seterr_reply, AUTH, PLAIN_REPLY, accepted_reply, accepted_reply_ru, ar_results, auth_ops,
-    auth_stat, bool_t, msg, reply_body, reply_body_ru, rpc_err, rpc_err_ru, rpc_msg, rpc_msg_ru,
-    xdr_opaque_auth, xdr_replymsg,
+    AUTH, PLAIN_REPLY, accepted_reply, accepted_reply_ru, ar_results, auth_ops, auth_stat, bool_t, library,
+    msg, opaque_auth, reply_body, reply_body_ru, rpc_err, rpc_err_ru, rpc_msg, rpc_msg_ru,
 };
 use crate::wire::Xid;
 use crate::xdr::{Decoder, Encoder, LEND_MIN, XDR, XdrProc, op};
@@ -462,16 +461,23 @@ impl<'a> Call<'a> {
             *xid = first.try_into().map_or(0, u32::from_be_bytes);
             *rest == PLAIN_REPLY
         });
-        if !received.readable {
+        if received.readable {
+            received.error.re_status = clnt_stat::SUCCESS;
+        } else {
+            let library = match library() {
+                Ok(library) => library,
+                Err(error) => return Next::Status(self.conclude(parts, Some(error.text().to_owned()))),
+            };
+            let xdrs = received.decoder.xdr();
             // SAFETY: the stream outlives the call, and the message is set up as a decoder expects it.
-            received.readable = unsafe { xdr_replymsg(received.decoder.xdr(), &mut received.message) } != 0;
+            received.readable = unsafe { (library.xdr_replymsg)(xdrs, &mut received.message) } != 0;
+            if !received.readable {
+                let explanation = Some("the reply is not an RPC reply".to_owned());
+                return Next::Status(self.conclude(parts, explanation));
+            }
+            // SAFETY: the message was decoded; `error` is writable.
+            unsafe { (library._seterr_reply)(&mut received.message, &mut received.error) };
         }
-        if !received.readable {
-            let explanation = Some("the reply is not an RPC reply".to_owned());
-            return Next::Status(self.conclude(parts, explanation));
-        }
-        // SAFETY: the message was decoded; `error` is writable.
-        unsafe { _seterr_reply(&mut received.message, &mut received.error) };
         // SAFETY: by the contract.
         let ops = unsafe { self.ops() };
         if received.error.re_status == clnt_stat::SUCCESS {
@@ -539,8 +545,8 @@ fn empty_reply() -> rpc_msg {
     unsafe extern "C-unwind" fn nothing(_: *mut XDR, _: *mut c_void) -> bool_t {
         guard(|| Ok(1))
     }
-    // SAFETY: libtirpc's constant; it is never written.
-    let ar_verf = unsafe { _null_auth };
+    // libtirpc's `_null_auth`.
+    let ar_verf = opaque_auth { oa_flavor: 0, oa_base: null_mut(), oa_length: 0 };
     let results = ar_results { r#where: null_mut(), r#proc: Some(nothing) };
     let accepted = accepted_reply { ar_verf, ar_stat: 0, ru: accepted_reply_ru { ar_results: results } };
     let reply = reply_body { rp_stat: 0, ru: reply_body_ru { rp_ar: accepted } };
@@ -562,8 +568,10 @@ unsafe fn free_verifier(xdrs: *mut XDR, reply: &mut rpc_msg) {
     if verifier.oa_base.is_null() {
         return;
     }
+    // It is there: the verifier was decoded by it.
+    let Ok(library) = library() else { return };
     // SAFETY: the stream is alive (contract).
     unsafe { (*xdrs).x_op = op::FREE };
     // SAFETY: the verifier's memory came from decoding.
-    unsafe { xdr_opaque_auth(xdrs, verifier) };
+    unsafe { (library.xdr_opaque_auth)(xdrs, verifier) };
 }

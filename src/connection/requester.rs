@@ -43,6 +43,8 @@ pub(super) struct Requester {
     /// Replies so far.
     replies: u64,
     shown: Shown,
+    /// Bytes of Read chunks of calls that were answered, and of the chunks that their replies returned.
+    placed: u64,
 }
 
 /// By program and version: what the peer has shown of bindings that are not standardised.
@@ -103,6 +105,11 @@ enum Fate {
 }
 
 impl Requester {
+    /// See the field.
+    pub(super) fn placed(&self) -> u64 {
+        self.placed
+    }
+
     /// Whether nothing is under way.
     pub(super) fn is_idle(&self) -> bool {
         self.calls.is_empty()
@@ -339,6 +346,13 @@ impl Requester {
         if let Some(sequence) = call.sequence {
             self.give_back(sequence, common, registrar);
             common.characteristics.replied(sequence);
+        }
+        if let Ok((_, lists)) = &outcome
+            && (call.pulled > 0 || !lists.is_empty())
+        {
+            let returned = lists.writes().chain(lists.reply()).flat_map(|chunk| chunk.iter());
+            let returned: u64 = returned.map(|segment| u64::from(segment.length)).sum();
+            self.placed = self.placed.wrapping_add(call.pulled as u64 + returned);
         }
         if call.fate == Fate::Awaited {
             let outcome = match outcome {

@@ -244,7 +244,7 @@ impl Slot {
     fn begin(&self) -> Result<(), Error> {
         let mut server = locked(&self.server);
         let link = server.usable()?;
-        link.engine.ask(self.credits, &mut *link.device);
+        link.ask(self.credits);
         link.engine.set_reverse_chunks(self.chunks);
         link.raise_again(self.receive_size);
         link.drain();
@@ -449,7 +449,7 @@ impl Caller for Reverse {
             return slot.credits;
         };
         if let Some(credits) = ask {
-            slot.credits = link.engine.ask(credits, &mut *link.device);
+            slot.credits = link.ask(credits);
             link.flush();
         }
         link.engine.asked()

@@ -209,6 +209,9 @@ impl Server {
             self.heard = now;
         }
         let request = link.next_request();
+        if let Some(request) = &request {
+            link.handed_up(request);
+        }
         self.settle();
         self.note();
         let request = request?;
@@ -320,7 +323,8 @@ impl Server {
         let closed = Phase::Failed(Error::new(Kind::ConnectionLost, "closed"));
         if let Phase::Starting(device) = std::mem::replace(&mut self.phase, closed) {
             let memory = memory(self.config).of_peer(self.peer.map(|at| at.ip()));
-            let link = Link::new(Role::Server, self.config, versions(self.config), device, &memory);
+            let mut link = Link::new(Role::Server, self.config, versions(self.config), device, &memory);
+            link.known_as(self.fd, self.peer);
             let peer = self.peer.map_or_else(|| "a peer".to_owned(), |at| at.to_string());
             log_info!("fd {}: accepted {peer} over rdma ({})", self.fd, link.describe());
             self.traits = link.device.traits();
@@ -677,6 +681,8 @@ impl Callee for Shared {
         let mut server = locked(self);
         if let Phase::Open(link) = &mut server.phase {
             link.engine.discard(id);
+            link.time_of(id);
+            link.answered();
             link.flush();
         }
         server.settle();
@@ -697,7 +703,7 @@ impl Callee for Shared {
         let mut server = locked(self);
         let Some(link) = server.link() else { return 0 };
         if let Some(credits) = grant {
-            link.engine.grant(credits);
+            link.grant(credits);
             link.drain();
         }
         link.engine.granting()

@@ -14,9 +14,11 @@ mod generate;
 mod info;
 mod perf;
 mod ping;
+mod programs;
 mod run;
 mod stat;
 mod top;
+mod watch;
 
 /// RPC over RDMA for programs of libtirpc: asks, watches, measures.
 #[derive(Parser)]

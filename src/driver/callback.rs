@@ -294,7 +294,7 @@ impl Waiting {
         }
         let request = self.link.next_request();
         if let Some(request) = &request {
-            self.link.handed_up(request);
+            self.link.handed_up(request, stats::clock());
         }
         request
     }

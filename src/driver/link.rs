@@ -197,9 +197,9 @@ impl Link {
         self.shown.put(Slot::Granting, self.engine.granting().into());
     }
 
-    /// A request is handed up.
+    /// A request is handed up, at that [`stats::clock`].
     #[inline]
-    pub(super) fn handed_up(&mut self, request: &Request) {
+    pub(super) fn handed_up(&mut self, request: &Request, now: u64) {
         self.show_again();
         self.shown.add(Slot::Served, 1);
         if !stats::is_watched() {
@@ -209,7 +209,7 @@ impl Link {
             self.timed.drain(..TIMED / 2);
         }
         let head = request.message.first().map_or(&[][..], |piece| &piece[..]);
-        self.timed.push((request.id, Procedure::of(head, true), stats::clock()));
+        self.timed.push((request.id, Procedure::of(head, true), now));
     }
 
     /// What a request was for and when it was handed up. Once: it is answered, or will not be.

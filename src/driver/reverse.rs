@@ -15,6 +15,7 @@
 
 use crate::process;
 use crate::provider::Traits;
+use crate::stats;
 use crate::wait;
 use std::cell::Cell;
 use std::os::fd::RawFd;
@@ -352,7 +353,7 @@ impl Caller for Reverse {
         let outcome = session.outcome(link, xid);
         if outcome.is_ok() {
             // A client that only answers says something too.
-            state.heard = Instant::now();
+            state.heard = stats::clock();
         }
         self.leave(state);
         outcome

@@ -241,3 +241,111 @@ pub fn forked() {
         drop(unsafe { <OwnedFd as std::os::fd::FromRawFd>::from_raw_fd(file) });
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::stats::layout::Slot;
+    use crate::stats::{Connection, Counter, Facts, Procedure, add, snapshot};
+
+    /// The words of the page as another process reads them.
+    fn read() -> Vec<u64> {
+        let link = format!("/proc/self/fd/{}", FILE.load(Relaxed));
+        let target = std::fs::read_link(&link).unwrap();
+        assert_eq!(target.to_str().unwrap(), format!("/memfd:{NAME} (deleted)"));
+        let bytes = std::fs::read(&link).unwrap();
+        bytes.chunks_exact(8).map(|word| u64::from_ne_bytes(word.try_into().unwrap())).collect()
+    }
+
+    fn facts() -> Facts {
+        let peer = Some("192.0.2.1:20049".parse().unwrap());
+        Facts { accepted: true, fd: 77, device: "a device".to_owned(), peer, local: None }
+    }
+
+    /// The places of connections that say so.
+    fn shown(words: &[u64]) -> usize {
+        let start = words[Head::Slots as usize] as usize / 8;
+        let slots = words[start..][..SLOTS * SLOT_WORDS].chunks_exact(SLOT_WORDS);
+        slots.filter(|slot| slot[Slot::End as usize] == 2 && slot[Slot::Fd as usize] == 77).count()
+    }
+
+    /// One test: the page is the process's. Other tests of this process count too, so only lower bounds hold.
+    #[test]
+    fn the_page_shows_what_is_counted_and_a_forked_child_has_one_of_its_own() {
+        crate::fork::generation();
+        add(Counter::Orphans, 1 << 40);
+        begin();
+        let words = read();
+        assert_eq!((words.len() * 8, words[0]), (SIZE, MAGIC));
+        let counters = words[Head::Counters as usize] as usize / 8;
+        assert!(
+            words[counters + Counter::Orphans as usize] >= 1 << 40,
+            "what was counted before has moved there"
+        );
+        add(Counter::Orphans, 1);
+        assert!(read()[counters + Counter::Orphans as usize] > 1 << 40);
+        assert!(snapshot()[Counter::Orphans as usize] > 1 << 40);
+
+        let mut connection = Connection::default();
+        assert!(connection.is_stale());
+        connection.show(facts);
+        connection.add(Slot::Calls, 3);
+        assert_eq!((connection.is_stale(), shown(&read())), (false, 1));
+
+        // Its file can neither be written nor cut.
+        let link = format!("/proc/self/fd/{}", FILE.load(Relaxed));
+        let file = process::borrow(FILE.load(Relaxed)).unwrap();
+        assert_eq!(ftruncate(file, 0), Err(Errno::PERM));
+        assert_eq!(rustix::io::write(file, b"x"), Err(Errno::PERM));
+        assert!(
+            std::fs::File::options().write(true).open(&link).is_err() || rustix::process::geteuid().is_root()
+        );
+
+        // SAFETY: the child calls nothing but what this module may call there, and _exit.
+        let child = unsafe { libc::fork() };
+        if child == 0 {
+            let none = !is_watched() && FILE.load(Relaxed) == -1;
+            let goes_on = snapshot()[Counter::Orphans as usize] > 1 << 40;
+            // On the inherited place, which nobody sees any more, and on the counters of this process.
+            connection.add(Slot::Calls, 1 << 50);
+            add(Counter::Orphans, 1 << 50);
+            let stale = connection.is_stale();
+            drop(connection);
+            // SAFETY: ends this process and nothing else.
+            unsafe { libc::_exit(if none && goes_on && stale { 0 } else { 1 }) };
+        }
+        let mut status = 0;
+        // SAFETY: `status` is ours.
+        assert_eq!(unsafe { libc::waitpid(child, &raw mut status, 0) }, child);
+        assert_eq!(status, 0, "the child has no page, and its parent's figures");
+        let words = read();
+        assert_eq!(shown(&words), 1, "the child has taken nothing away");
+        assert!(words[counters + Counter::Orphans as usize] < 1 << 50);
+
+        let call = [7, 0, 2, 100_003, 3, 6].map(u32::to_be_bytes).concat();
+        let procedure = Procedure::of(&call, true);
+        // What a peer invents gets no histogram of its own.
+        procedure.histogram(|| false).unwrap().took_since(0);
+        let owners = |words: &[u64]| {
+            let start = words[Head::Histograms as usize] as usize / 8;
+            let all = words[start..][..HISTOGRAMS * HISTOGRAM_WORDS].chunks_exact(HISTOGRAM_WORDS);
+            all.filter(|words| Procedure::of_word(words[0]) == Some(procedure)).count()
+        };
+        assert_eq!(owners(&read()), 0);
+        procedure.histogram(|| true).unwrap().took_since(0);
+        assert_eq!(owners(&read()), 1);
+
+        drop(connection);
+        assert_eq!(shown(&read()), 0);
+
+        // Beyond the places they are counted.
+        let mut all = Vec::new();
+        for _ in 0..=SLOTS {
+            let mut connection = Connection::default();
+            connection.show(|| Facts { fd: 78, ..facts() });
+            all.push(connection);
+        }
+        assert!(read()[Head::WithoutSlot as usize] >= 1);
+        all.iter().for_each(|connection| connection.add(Slot::Calls, 1));
+    }
+}

@@ -24,6 +24,9 @@ use rustix::fs::{fcntl_get_seals, memfd_create, open, statx};
 /// Larger pages than this are not ours, of whatever version.
 const SIZE_MAX: u64 = 16 << 20;
 
+/// More counters than any library has.
+const COUNTERS_MAX: usize = 1024;
+
 /// Why a process cannot be watched.
 #[derive(Debug)]
 pub enum Refusal {
@@ -399,7 +402,11 @@ impl Watched {
         if ended() || is_zombie(Path::new(&format!("/proc/{}", self.pid))) {
             return Err(Refusal::Ended);
         }
-        let failed = |error: io::Error| if ended() { Refusal::Ended } else { Refusal::System(error) };
+        let failed = |error: io::Error| match error.kind() {
+            _ if ended() => Refusal::Ended,
+            io::ErrorKind::UnexpectedEof => damaged(),
+            _ => Refusal::System(error),
+        };
         let head = self.source.words(0, layout::HEAD_WORDS).map_err(failed)?;
         let frame = Frame::of(&head)?;
         let mut bytes = vec![0; frame.size as usize];
@@ -534,7 +541,6 @@ impl Frame {
             );
             return Err(Refusal::Unknown(text));
         }
-        let wrong = || Refusal::Unknown("its figures are damaged".to_owned());
         let size = word(Head::Size);
         let table = |offset: u64, each: u64, least: usize, count: u64| {
             let end = each.checked_mul(count).and_then(|bytes| bytes.checked_add(offset));
@@ -549,15 +555,22 @@ impl Frame {
             })
         };
         if size > SIZE_MAX || !size.is_multiple_of(8) {
-            return Err(wrong());
+            return Err(damaged());
         }
-        let counters = table(word(Head::Counters), 8, 1, word(Head::CounterCount)).ok_or_else(wrong)?;
+        let counters = table(word(Head::Counters), 8, 1, word(Head::CounterCount)).ok_or_else(damaged)?;
+        if counters.count > COUNTERS_MAX {
+            return Err(damaged());
+        }
         let slots = table(word(Head::Slots), word(Head::SlotSize), layout::SLOT_WORDS, word(Head::SlotCount));
         let (each, count) = (word(Head::HistogramSize), word(Head::HistogramCount));
         let histograms = table(word(Head::Histograms), each, layout::HISTOGRAM_WORDS, count);
-        let (slots, histograms) = (slots.ok_or_else(wrong)?, histograms.ok_or_else(wrong)?);
+        let (slots, histograms) = (slots.ok_or_else(damaged)?, histograms.ok_or_else(damaged)?);
         Ok(Frame { size, counters, slots, histograms })
     }
+}
+
+fn damaged() -> Refusal {
+    Refusal::Unknown("its figures are damaged".to_owned())
 }
 
 fn text(words: &[u64]) -> String {
@@ -585,5 +598,127 @@ impl Users {
 
     pub fn name(&self, uid: u32) -> String {
         self.0.get(&uid).cloned().unwrap_or_else(|| format!("user {uid}"))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::io::Write;
+
+    use super::*;
+
+    /// A page as the library makes it, with one connection and one histogram.
+    fn page() -> Vec<u64> {
+        let mut words = vec![0; layout::SIZE / 8];
+        let start = |offset: usize| layout::HEAD_WORDS + offset;
+        let (slots, histograms) = (start(layout::COUNTER_ROOM), start(layout::COUNTER_ROOM + 40 * 256));
+        for (word, value) in [
+            (Head::Magic, layout::MAGIC),
+            (Head::Version, layout::VERSION),
+            (Head::Size, layout::SIZE as u64),
+            (Head::Counters, 8 * layout::HEAD_WORDS as u64),
+            (Head::CounterCount, COUNTERS.len() as u64),
+            (Head::Slots, 8 * slots as u64),
+            (Head::SlotSize, 8 * layout::SLOT_WORDS as u64),
+            (Head::SlotCount, layout::SLOTS as u64),
+            (Head::Histograms, 8 * histograms as u64),
+            (Head::HistogramSize, 8 * layout::HISTOGRAM_WORDS as u64),
+            (Head::HistogramCount, layout::HISTOGRAMS as u64),
+            (Head::Pid, std::process::id().into()),
+        ] {
+            words[word as usize] = value;
+        }
+        words[Head::Program as usize] = u64::from_ne_bytes(*b"a\x1b[2Jb\0\0");
+        words[layout::HEAD_WORDS] = 17;
+        words[slots + Slot::End as usize] = 1;
+        words[slots + Slot::Calls as usize] = 5;
+        let peer = layout::address(Some("192.0.2.1:7".parse().unwrap()));
+        words[slots + Slot::Peer as usize..][..4].copy_from_slice(&peer);
+        words[histograms] = 3;
+        words[histograms + layout::HISTOGRAM_HEAD + 9] = 2;
+        words
+    }
+
+    fn watched(words: &[u64]) -> Watched {
+        let fd = memfd_create("test", MemfdFlags::CLOEXEC).unwrap();
+        let mut file = File::from(fd);
+        file.write_all(&words.iter().flat_map(|word| word.to_ne_bytes()).collect::<Vec<_>>()).unwrap();
+        Watched { pid: std::process::id(), user: "me".to_owned(), source: Source::File(file) }
+    }
+
+    #[test]
+    fn a_page_is_read_and_its_text_is_harmless() {
+        let figures = watched(&page()).figures().unwrap();
+        assert_eq!((figures.program.as_str(), figures.counter("calls")), ("a?[2Jb", 17));
+        let [connection] = &figures.connections[..] else { panic!("one connection") };
+        assert_eq!((connection.calls, connection.accepted), (5, false));
+        assert_eq!(connection.peer.unwrap().to_string(), "192.0.2.1:7");
+        let [latency] = &figures.latencies[..] else { panic!("one histogram") };
+        assert_eq!((latency.calls(), latency.served), (2, true));
+        assert!(figures.follows(&figures));
+    }
+
+    #[test]
+    fn whatever_a_page_says_it_is_read_or_refused() {
+        let values = [0, 1, 7, 8, 64, 4096, 1 << 20, 1 << 32, 1 << 61, u64::MAX - 7, u64::MAX];
+        for at in 0..layout::HEAD_WORDS {
+            for value in values {
+                let mut words = page();
+                words[at] = value;
+                let figures = watched(&words).figures();
+                let frame =
+                    [Head::Size, Head::Counters, Head::Slots, Head::Histograms].map(|word| word as usize);
+                if frame.contains(&at) && value > 1 << 20 {
+                    assert!(figures.is_err(), "word {at} is {value}");
+                }
+            }
+        }
+        // Words of everything else.
+        for value in [u64::MAX, 1 << 63, 0x1b5b_324a_1b5b_324a] {
+            let mut words = page();
+            words[layout::HEAD_WORDS..].fill(value);
+            let figures = watched(&words).figures().unwrap();
+            let other = watched(&page()).figures().unwrap();
+            let _ = crate::stat::Rates::of(&other, &figures);
+            let _ = crate::stat::Rates::of(&figures, &other);
+            assert!(figures.latencies.iter().all(|latency| latency.percentile(0.99).is_some()));
+        }
+    }
+
+    #[test]
+    fn a_page_that_is_cut_is_an_error() {
+        let words = page();
+        for len in [0, 1, layout::HEAD_WORDS - 1, layout::HEAD_WORDS, words.len() - 1] {
+            assert!(watched(&words[..len]).figures().is_err(), "{len}");
+        }
+    }
+
+    #[test]
+    fn only_files_in_the_kernels_memory_are_opened() {
+        let other = File::open("/etc/passwd").unwrap();
+        let link =
+            |file: &dyn std::os::fd::AsRawFd| PathBuf::from(format!("/proc/self/fd/{}", file.as_raw_fd()));
+        assert!(memory_file(&link(&other)).is_err());
+        // One that can be cut is not ours.
+        let unsealed = memfd_create("test", MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING).unwrap();
+        assert!(memory_file(&link(&unsealed)).is_err());
+        rustix::fs::fcntl_add_seals(&unsealed, SealFlags::SHRINK).unwrap();
+        assert!(memory_file(&link(&unsealed)).is_ok());
+    }
+
+    #[test]
+    fn lines_of_maps_name_the_page() {
+        let line = "7f0000000000-7f0000040000 rw-s 00000000 00:01 1025  /memfd:rpcrdma-stats (deleted)";
+        assert_eq!(mapped_page(line), Some(("7f0000000000-7f0000040000", 0x7f00_0000_0000)));
+        for wrong in [
+            line.replace("rw-s", "rw-p"),
+            line.replace("00000000 00:01", "00001000 00:01"),
+            line.replace("-stats", "-stat"),
+            line.replace(" (deleted)", ""),
+            "7f0000000000-7f0000040000 rw-s 00000000 00:01 1025".to_owned(),
+            String::new(),
+        ] {
+            assert_eq!(mapped_page(&wrong), None, "{wrong}");
+        }
     }
 }

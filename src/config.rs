@@ -75,6 +75,8 @@ pub struct Config {
     pub redirect_adapters: RedirectAdapters,
     /// Whether a moved client may go on over tcp when the server does not speak rdma.
     pub fallback: bool,
+    /// Whether `rpcrdma stat` may watch this process.
+    pub stats: bool,
     /// What is logged; `None`: nothing.
     pub log: Option<Level>,
     /// Where to; `None`: stderr.
@@ -492,6 +494,13 @@ const TABLE: &[Setting] = &[
         set: |config, value| yes_or_no(value).map(|fallback| config.fallback = fallback),
     },
     Setting {
+        env: "RPCRDMA_STATS",
+        key: "stats",
+        default: "yes",
+        meaning: "whether who may look into the process sees what it does (rpcrdma stat, rpcrdma top); yes or no",
+        set: |config, value| yes_or_no(value).map(|stats| config.stats = stats),
+    },
+    Setting {
         env: "RPCRDMA_LOG",
         key: "log",
         default: "off",
@@ -557,6 +566,7 @@ impl Default for Config {
             redirect_programs: None,
             redirect_adapters: RedirectAdapters::Auto,
             fallback: true,
+            stats: true,
             log: None,
             log_file: None,
         };
@@ -932,6 +942,7 @@ mod tests {
             redirect_programs: Some(vec![100003, 0x20000001]),
             redirect_adapters: RedirectAdapters::No,
             fallback: false,
+            stats: false,
             log: Some(Level::Wire),
             log_file: Some("/tmp/a b#c".into()),
         };
@@ -956,6 +967,7 @@ mod tests {
             ("RPCRDMA_REDIRECT_PROGRAMS", "100003 0x20000001"),
             ("RPCRDMA_REDIRECT_ADAPTERS", "no"),
             ("RPCRDMA_FALLBACK", "no"),
+            ("RPCRDMA_STATS", "no"),
             ("RPCRDMA_LOG", "wire"),
             ("RPCRDMA_LOG_FILE", "/tmp/a b#c"),
         ];

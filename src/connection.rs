@@ -353,6 +353,21 @@ impl Connection {
         self.common.window.granted()
     }
 
+    /// Calls of ours under way, each with a credit.
+    pub fn in_flight(&self) -> u32 {
+        self.common.window.in_flight()
+    }
+
+    /// Requests of the peer under way: received, and neither answered nor given up.
+    pub fn working(&self) -> usize {
+        self.responder.working()
+    }
+
+    /// Bytes that the peer has moved from and to memory that calls of ours named, as far as its replies tell.
+    pub fn placed(&self) -> u64 {
+        self.requester.placed()
+    }
+
     /// Whether a reply has told how many credits there are.
     pub fn knows_credits(&self) -> bool {
         self.common.window.is_told()

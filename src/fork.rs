@@ -17,6 +17,7 @@ use rustix::io::Errno;
 use rustix::process::{Pid, WaitId, WaitIdOptions, test_kill_process, waitid};
 
 use crate::ffi::guard;
+use crate::stats;
 
 mod shared;
 
@@ -112,6 +113,7 @@ unsafe extern "C" fn after_fork() {
         // What was taken since the handlers before it belongs to the parent.
         FORKS.fetch_add(1, AcqRel);
         note_process();
+        stats::forked();
         let mut next = LOCKS.load(Acquire);
         // SAFETY: NULL, or a link that was made by `Lock::place` and is never freed.
         while let Some(link) = unsafe { next.as_ref() } {

@@ -1,15 +1,27 @@
-//! What this process has done: one table of counters.
+//! What this process has done, and does: one table of counters, its connections, and how long its calls take.
 //!
-//! Owns the counters and their names. The modules that do the work count it; `capi` and the log show it.
-//! Counters are process-wide, begin at 0 and only grow; a forked child goes on from its parent's values. They
-//! are relaxed atomics: each is exact, but a snapshot is no consistent cut through all of them.
+//! Owns the counters and their names, and the page that others may watch (`page`): the counters move there with the first
+//! connection, the connections (`connections`) and the histograms (`latency`) live there only. The modules that do the work
+//! count it; `capi`, the log and `rpcrdma stat` show it. Counters are process-wide, begin at 0 and only grow; a forked
+//! child goes on from its parent's values. They are relaxed atomics: each is exact, but a snapshot is no consistent cut
+//! through all of them.
 //!
 //! # Invariants
 //! - The table is an array of 64-bit numbers in the order of [`NAMES`], which C programs see: a new counter
 //!   is added at the end, and none is ever removed or moved.
-#![forbid(unsafe_code)]
+//! - Nothing that this process does depends on what the page holds: others of the same user may have changed it.
+#![deny(unsafe_code)] // Not forbid: the page is a mapping.
 
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
+
+mod connections;
+pub mod latency;
+pub mod layout;
+mod page;
+
+pub use connections::{Connection, Facts, Figures};
+pub use latency::{Procedure, clock};
+pub use page::{begin, is_watched};
 
 macro_rules! counters {
     ($($(#[$doc:meta])* $variant:ident $name:literal,)*) => {
@@ -76,20 +88,34 @@ counters! {
 /// Counters in the table.
 pub const COUNT: usize = NAMES.len();
 
-static TABLE: [AtomicU64; COUNT] = [const { AtomicU64::new(0) }; COUNT];
+/// Where they are until there is a page, and where there is none.
+static TABLE: Table = [const { AtomicU64::new(0) }; COUNT];
+
+type Table = [AtomicU64; COUNT];
+
+/// In a forked child, of which there is one thread: what may be watched is its parent's. Only system calls and atomic words.
+pub fn forked() {
+    page::forked();
+    connections::forget();
+    latency::forget();
+}
 
 /// Adds `n` to a counter.
 #[inline]
 pub fn add(counter: Counter, n: u64) {
     // Most calls copy or register nothing: that shall not take the cache line from another thread.
     if n > 0 {
-        TABLE[counter as usize].fetch_add(n, Relaxed);
+        page::counters()[counter as usize].fetch_add(n, Relaxed);
     }
 }
 
 /// The table at this moment, in the order of [`NAMES`].
 pub fn snapshot() -> [u64; COUNT] {
-    std::array::from_fn(|at| TABLE[at].load(Relaxed))
+    let moved = page::moved_counters();
+    // Who had the table in hand while the page was made has counted there.
+    std::array::from_fn(|at| {
+        TABLE[at].load(Relaxed).wrapping_add(moved.map_or(0, |table| table[at].load(Relaxed)))
+    })
 }
 
 #[cfg(test)]

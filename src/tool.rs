@@ -4,6 +4,8 @@
 
 pub use crate::error::{Error, Kind};
 
+pub use crate::stats::{NAMES as COUNTERS, latency, layout};
+
 /// The version of this library.
 pub const VERSION: &str = env!("CARGO_PKG_VERSION");
 

@@ -38,7 +38,7 @@ adapters=(
     "libclang-dev     libclang"
 )
 tests=(
-    g++ clang libclang-rt-14-dev valgrind strace tshark procps psmisc mandoc
+    g++ clang libclang-rt-14-dev valgrind strace tshark procps psmisc mandoc tmux
     # The programs that are run over RDMA.
     nfs-common nfs-kernel-server quota libquota-perl ogdi-bin ypserv yp-tools
     # RPCSEC_GSS.

@@ -43,6 +43,8 @@ pub(super) struct Requester {
     /// Replies so far.
     replies: u64,
     shown: Shown,
+    /// Bytes of Read chunks of calls that were answered, and of the chunks that their replies returned.
+    placed: u64,
 }
 
 /// By program and version: what the peer has shown of bindings that are not standardised.
@@ -103,6 +105,11 @@ enum Fate {
 }
 
 impl Requester {
+    /// See the field.
+    pub(super) fn placed(&self) -> u64 {
+        self.placed
+    }
+
     /// Whether nothing is under way.
     pub(super) fn is_idle(&self) -> bool {
         self.calls.is_empty()
@@ -327,6 +334,13 @@ impl Requester {
             // discard" RDMA_DONE.
             Body::Msgp | Body::Done | Body::Optional { .. } => return,
         };
+        if let Ok((_, lists)) = &outcome
+            && (call.pulled > 0 || !lists.is_empty())
+        {
+            let returned = lists.writes().chain(lists.reply()).flat_map(|chunk| chunk.iter());
+            let returned: u64 = returned.map(|segment| u64::from(segment.length)).sum();
+            self.placed = self.placed.wrapping_add(call.pulled as u64 + returned);
+        }
         let Some(mut call) = self.calls.remove(&xid) else { return };
         if outcome.is_ok() {
             // RFC 8167 §4.1: "it is not possible for the receiver to tell with certainty whether the header credit value is a
@@ -342,7 +356,7 @@ impl Requester {
         }
         if call.fate == Fate::Awaited {
             let outcome = match outcome {
-                Ok((inline, lists)) => self.rebuild(xid, call, inline, &lists, common),
+                Ok((inline, lists)) => self.rebuild(xid, &mut call, inline, &lists, common),
                 Err(error) => Err(self.explain(error, &call, common)),
             };
             common.output.push_back(Output::Done { xid, outcome });
@@ -353,7 +367,7 @@ impl Requester {
     fn rebuild(
         &mut self,
         xid: Xid,
-        call: Outstanding,
+        call: &mut Outstanding,
         inline: Option<Region>,
         lists: &ChunkLists<'_>,
         common: &Common,
@@ -362,7 +376,7 @@ impl Requester {
             (Some(payload), _) => smallvec![payload],
             (None, Some(returned)) => {
                 let none = || Error::new(Kind::Peer, "the reply lies in a Reply chunk, but none was offered");
-                call.reply.ok_or_else(none)?.take(returned.iter())?
+                call.reply.take().ok_or_else(none)?.take(returned.iter())?
             }
             (None, None) => return Err(Error::new(Kind::Peer, "the reply has no payload")),
         };
@@ -372,11 +386,14 @@ impl Requester {
         if lists.write_count() > call.writes.len() {
             return Err(Error::new(Kind::Peer, "the reply returns more Write chunks than were offered"));
         }
-        let Some(bound) = call.bound.filter(|_| !call.writes.is_empty()) else { return Ok(stream) };
+        if call.writes.is_empty() {
+            return Ok(stream);
+        }
+        let Some(bound) = call.bound.take() else { return Ok(stream) };
         // A Write list that does not come back counts as unused: some responders leave it out.
         let mut returned = lists.writes();
         let mut chunks = Vec::with_capacity(call.writes.len());
-        for area in call.writes {
+        for area in std::mem::take(&mut call.writes) {
             chunks.push(area.take(returned.next().into_iter().flat_map(|chunk| chunk.iter()))?);
         }
         let lengths: Vec<Option<usize>> =

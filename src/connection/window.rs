@@ -160,7 +160,7 @@ impl Window {
         self.abandoned >= self.limit() && self.abandoned == self.in_flight
     }
 
-    #[cfg(test)]
+    /// Calls transmitted and not ended.
     pub(super) fn in_flight(&self) -> u32 {
         self.in_flight
     }

@@ -20,6 +20,7 @@ use crate::connection::{Request, RequestId};
 use crate::error::{Error, Kind};
 use crate::memory::Message;
 use crate::provider::QueuePair;
+use crate::stats::layout::Slot;
 
 use crate::log_debug;
 
@@ -240,6 +241,10 @@ impl Link {
         // A peer that has let one reply wait is not waited for again until it has taken all.
         let behind = self.device.unsent() > 0 && !forked;
         let lent = message.lent().next().is_some();
+        let timed = self.time_of(id).and_then(|(procedure, began)| {
+            // What does not exist is a peer's to invent.
+            Some((procedure.histogram(|| is_success(message.body()))?, began))
+        });
         let queued = self.engine.reply(id, message);
         self.drain();
         let posted = queued.is_ok() && self.engine.closed().is_none();
@@ -248,6 +253,12 @@ impl Link {
         let mut reply = Reply { queued, lent, posted, gone: false, waits: false };
         reply.advance(self);
         reply.waits &= !behind;
+        self.answered();
+        match timed {
+            Some((histogram, began)) if posted => histogram.took_since(began),
+            _ if !posted => self.shown.add(Slot::Errors, 1),
+            _ => {}
+        }
         reply
     }
 
@@ -274,6 +285,17 @@ impl Link {
         }
         self.engine.closed().map_or(Ok(()), |error| Err(error.clone()))
     }
+}
+
+/// Whether a program has answered with results (RFC 5531 §9): what it was asked for exists.
+#[inline]
+fn is_success(reply: &[u8]) -> bool {
+    let word = |at: usize| {
+        reply.get(at..at + 4).map(|word| u32::from_be_bytes([word[0], word[1], word[2], word[3]]))
+    };
+    // MSG_ACCEPTED; behind the verifier, SUCCESS.
+    let verifier = word(16).map_or(usize::MAX, |len| (len as usize).next_multiple_of(4));
+    word(8) == Some(0) && verifier <= 400 && word(20 + verifier) == Some(0)
 }
 
 /// A reply on its way.
@@ -883,12 +905,12 @@ mod tests {
         answer(&server, next(&server)).unwrap();
         let before = unsent(&server);
         assert!(before > 0 && locked(&server).rest().is_some());
-        let heard = locked(&server).heard;
+        let heard = locked(&server).idle_since();
         while unsent(&server) == before {
             client.pump();
             locked(&server).push();
         }
-        assert!(unsent(&server) > 0 && locked(&server).idle_since() > Some(heard));
+        assert!(unsent(&server) > 0 && locked(&server).idle_since() > heard);
         locked(&server).shut();
         assert!(locked(&server).rest().is_none());
     }

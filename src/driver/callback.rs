@@ -108,7 +108,7 @@ impl Client {
         serve.watch(fd)?;
         state.link.serves = true;
         let Waiting { link, wishes, .. } = &mut *state;
-        wishes.reverse_credits = link.engine.grant(wishes.reverse_credits);
+        wishes.reverse_credits = link.grant(wishes.reverse_credits);
         link.drain();
         let watched = state.link.device.fd();
         state.serving = Some(Serving { serve, set, watched, null, retry: None, delay: RETRY_FIRST });
@@ -292,7 +292,11 @@ impl Waiting {
         if !self.may_serve() {
             return None;
         }
-        self.link.next_request()
+        let request = self.link.next_request();
+        if let Some(request) = &request {
+            self.link.handed_up(request, stats::clock());
+        }
+        request
     }
 
     pub(super) fn alarm_fd(&self) -> Option<RawFd> {
@@ -323,7 +327,7 @@ impl Waiting {
     pub(super) fn resume_serving(&mut self) {
         let Waiting { link, serving: Some(serving), wishes, .. } = self else { return };
         link.serves = true;
-        link.engine.grant(wishes.reverse_credits);
+        link.grant(wishes.reverse_credits);
         (serving.retry, serving.delay) = (None, RETRY_FIRST);
         let null = serving.null;
         self.greet(null);
@@ -411,7 +415,7 @@ impl Callee for Client {
         if let Some(credits) = grant {
             let Waiting { link, wishes, serving, .. } = &mut *state;
             // A client grants nothing before it serves.
-            wishes.reverse_credits = if serving.is_some() { link.engine.grant(credits) } else { credits };
+            wishes.reverse_credits = if serving.is_some() { link.grant(credits) } else { credits };
             link.drain();
         }
         state.link.engine.granting()

@@ -111,8 +111,9 @@ impl Client {
         to: Option<SocketAddr>,
         room: Room,
         config: &'static Config,
-        link: Link,
+        mut link: Link,
     ) -> Arc<Client> {
+        link.known_as(fd, to);
         let traits = link.device.traits();
         let memory = if traits.own_memory { memory(config) } else { link.memory.clone() };
         let state = Waiting {
@@ -514,8 +515,7 @@ impl Caller for Client {
     fn credits(&self, ask: Option<u32>) -> u32 {
         let mut state = self.lock();
         if let Some(credits) = ask {
-            let Link { engine, device, .. } = &mut state.link;
-            let credits = engine.ask(credits, &mut **device);
+            let credits = state.link.ask(credits);
             state.wishes.credits = Some(credits);
             state.link.flush();
         }

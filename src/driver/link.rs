@@ -2,22 +2,24 @@
 #![forbid(unsafe_code)]
 
 use std::fmt;
+use std::net::SocketAddr;
 use std::os::fd::RawFd;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 use std::time::{Duration, Instant};
 
 use crate::config::{self, Config};
-use crate::connection::{Connection, Expect, Output, Request, Role, Settings, receive_margin};
+use crate::connection::{Connection, Expect, Output, Request, RequestId, Role, Settings, receive_margin};
 use crate::error::{Error, Kind};
 use crate::memory::{Buf, Loan, Memory, Message, Regions};
-use crate::process;
 use crate::provider::{Completion, QueuePair, WorkRequest};
-use crate::stats::{self, Counter};
+use crate::stats::layout::Slot;
+use crate::stats::{self, Counter, Facts, Figures, Procedure};
 use crate::wire::characteristics;
 use crate::wire::header::{self, Body, Versions};
 use crate::wire::private_data::PrivateData;
 use crate::wire::{Handle, Xid, v1};
+use crate::{fork, process, socket};
 use crate::{log_error, log_info, log_wire};
 
 use super::backlog;
@@ -38,6 +40,9 @@ const MEMORY_RETRY: Duration = Duration::from_millis(20);
 
 /// Messages of a peer that are taken in one go, beyond several times those that its credits allow.
 const RECEIVES_SPARE: u32 = 256;
+
+/// Requests whose time is taken, beyond which the oldest have none: one-way calls, which get no reply.
+const TIMED: usize = 4096;
 
 /// An engine and a device.
 pub struct Link {
@@ -60,6 +65,14 @@ pub struct Link {
     pub(super) talk_max: usize,
     /// Calls that ended, for whoever collects them.
     pub(super) done: Vec<(Xid, Result<Regions, Error>)>,
+    /// What others may see of it.
+    pub(super) shown: stats::Connection,
+    /// The program's settings allow that.
+    watchable: bool,
+    /// The descriptor that the program knows it by, and the other end.
+    known_as: (RawFd, Option<SocketAddr>),
+    /// Requests that were handed up, what for, and when by [`stats::clock`]: not in a process that nobody can watch.
+    timed: Vec<(RequestId, Procedure, u64)>,
 }
 
 impl Link {
@@ -110,9 +123,115 @@ impl Link {
             paused: false,
             talk_max: backlog::TALK,
             done: Vec::new(),
+            shown: stats::Connection::default(),
+            watchable: config.stats,
+            known_as: (-1, None),
+            timed: Vec::new(),
         };
         link.drain();
         link
+    }
+
+    /// What the program knows the connection by, and where it leads: from here on others may see it.
+    pub(super) fn known_as(&mut self, fd: RawFd, peer: Option<SocketAddr>) {
+        self.known_as = (fd, peer);
+        self.show();
+    }
+
+    /// Sees to it that others may see it: also when a forked child goes on with it.
+    #[inline]
+    fn show_again(&mut self) {
+        if self.shown.is_stale() {
+            self.show();
+        }
+    }
+
+    #[cold]
+    fn show(&mut self) {
+        // Before there is a page: its handler gives a child one of its own.
+        fork::generation();
+        if self.watchable {
+            stats::begin();
+        }
+        let (fd, peer) = self.known_as;
+        self.shown.show(|| Facts {
+            accepted: self.role == Role::Server,
+            fd,
+            device: self.device.describe(),
+            peer,
+            local: socket::local(fd).filter(|local| !local.ip().is_unspecified()),
+        });
+        self.show_terms();
+        self.show_figures();
+    }
+
+    /// What has changed with a message.
+    #[inline]
+    fn show_figures(&self) {
+        let engine = &self.engine;
+        self.shown.set(Figures {
+            granted: engine.granted(),
+            in_flight: engine.in_flight(),
+            open: engine.working(),
+            placed: engine.placed(),
+        });
+    }
+
+    /// As [`Connection::ask`].
+    pub(super) fn ask(&mut self, credits: u32) -> u32 {
+        let credits = self.engine.ask(credits, &mut *self.device);
+        self.show_terms();
+        credits
+    }
+
+    /// As [`Connection::grant`].
+    pub(super) fn grant(&mut self, credits: u32) -> u32 {
+        let credits = self.engine.grant(credits);
+        self.show_terms();
+        credits
+    }
+
+    /// What was agreed on, asked for and granted.
+    fn show_terms(&self) {
+        self.shown.put(Slot::Version, self.engine.version().unwrap_or(0).into());
+        self.shown.put(Slot::Asked, self.engine.asked().into());
+        self.shown.put(Slot::Granting, self.engine.granting().into());
+    }
+
+    /// A request is handed up, at that [`stats::clock`].
+    #[inline]
+    pub(super) fn handed_up(&mut self, request: &Request, now: u64) {
+        self.show_again();
+        self.shown.add(Slot::Served, 1);
+        if !stats::is_watched() {
+            return;
+        }
+        if self.timed.len() >= TIMED {
+            self.timed.drain(..TIMED / 2);
+        }
+        let head = request.message.first().map_or(&[][..], |piece| &piece[..]);
+        self.timed.push((request.id, Procedure::of(head, true), now));
+    }
+
+    /// What a request was for and when it was handed up. Once: it is answered, or will not be.
+    #[inline]
+    pub(super) fn time_of(&mut self, id: RequestId) -> Option<(Procedure, u64)> {
+        let (_, procedure, began) = match self.timed.last() {
+            Some((last, ..)) if *last == id => self.timed.pop()?,
+            None => return None,
+            // Most replies are to one of the last.
+            Some(_) => {
+                let at = self.timed.iter().rposition(|(other, ..)| *other == id)?;
+                self.timed.remove(at)
+            }
+        };
+        Some((procedure, began))
+    }
+
+    /// A request has got its reply, or will get none.
+    #[inline]
+    pub(super) fn answered(&self) {
+        self.shown.put(Slot::Open, self.engine.working() as u64);
     }
 
     /// What the connection runs on and what was agreed, in words for the log.
@@ -204,10 +323,15 @@ impl Link {
                     }
                 }
                 Output::Post(request) => {
-                    note(&request, self.device.fd());
+                    note(&request, self.device.fd(), &self.shown);
                     self.device.post(request);
                 }
-                Output::Done { xid, outcome } => self.done.push((xid, outcome)),
+                Output::Done { xid, outcome } => {
+                    if outcome.is_err() {
+                        self.shown.add(Slot::Errors, 1);
+                    }
+                    self.done.push((xid, outcome));
+                }
                 Output::Close(error) => self.fail(error),
             }
         }
@@ -314,7 +438,9 @@ impl Link {
         log_wire!("fd {} < {}{}", self.device.fd(), describe(&message), Invalidates(invalidated));
         let (version, updates) = (self.engine.version(), self.engine.characteristics().updates());
         self.engine.handle_receive(message, invalidated, &mut *self.device);
+        self.show_figures();
         if (self.engine.version(), self.engine.characteristics().updates()) != (version, updates) {
+            self.show_terms();
             self.log_terms();
         }
         while !self.serves
@@ -348,10 +474,14 @@ impl Link {
 
     /// Starts a call, and sends what the device takes.
     pub(super) fn begin(&mut self, xid: Xid, message: Message, expect: Expect) -> Result<(), Error> {
+        self.show_again();
         self.engine.call(xid, message, expect, &mut *self.device)?;
+        self.shown.add(Slot::Calls, 1);
         if self.engine.credits_left() == 0 && !self.engine.transmitted(xid) {
             stats::add(Counter::CreditsWaited, 1);
+            self.shown.add(Slot::Waited, 1);
         }
+        self.shown.put(Slot::InFlight, self.engine.in_flight().into());
         self.flush();
         Ok(())
     }
@@ -402,12 +532,13 @@ impl Link {
     }
 }
 
-fn note(request: &WorkRequest, fd: RawFd) {
+fn note(request: &WorkRequest, fd: RawFd, shown: &stats::Connection) {
     match request {
         WorkRequest::Send { gather, invalidate } => {
             stats::add(Counter::Sends, 1);
             let bytes: usize = gather.iter().map(|r| r.len()).sum();
             stats::add(Counter::BytesInline, bytes as u64);
+            shown.add(Slot::BytesInline, bytes as u64);
             log_wire!(
                 "fd {fd} > {}{}",
                 {
@@ -419,10 +550,12 @@ fn note(request: &WorkRequest, fd: RawFd) {
         }
         WorkRequest::Write { to, .. } => {
             stats::add(Counter::BytesWritten, u64::from(to.length));
+            shown.add(Slot::BytesWritten, u64::from(to.length));
             log_wire!("fd {fd} > RDMA Write {to}");
         }
         WorkRequest::Read { from, .. } => {
             stats::add(Counter::BytesRead, u64::from(from.length));
+            shown.add(Slot::BytesRead, u64::from(from.length));
             log_wire!("fd {fd} > RDMA Read {from}");
         }
     }

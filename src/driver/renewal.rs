@@ -25,6 +25,7 @@ use crate::error::{Error, Kind};
 use crate::memory::Message;
 use crate::process;
 use crate::provider::{Device, QueuePair};
+use crate::stats::layout::Slot;
 use crate::stats::{self, Counter};
 use crate::wait::{self};
 use crate::wire::Xid;
@@ -209,6 +210,7 @@ impl Client {
         let mut link =
             Link::new(Role::Client, self.config, state.wishes.versions, device, &memory(self.config));
         stats::add(Counter::Reconnects, 1);
+        link.known_as(self.fd, self.to);
         let offered = state.link.engine.version().is_none();
         link.first_reply = state.link.first_reply_of_next();
         // Nothing is left in the old one: it was closed, and what it had was handed out, before anybody began to connect.
@@ -220,7 +222,7 @@ impl Client {
         state.connections += 1;
         let Waiting { link, wishes, session, .. } = &mut *state;
         if let Some(credits) = wishes.credits {
-            link.engine.ask(credits, &mut *link.device);
+            link.ask(credits);
         }
         link.engine.set_reverse_chunks(wishes.reverse_chunks);
         link.raise_again(wishes.receive_size);
@@ -235,8 +237,9 @@ impl Client {
         for (xid, message, expect) in parked {
             state.make_way(&message, &expect);
             let Waiting { link, session, .. } = &mut *state;
-            if let Err(error) = link.engine.call(xid, message, expect, &mut *link.device) {
-                session.calls.end(xid, Err(error));
+            match link.engine.call(xid, message, expect, &mut *link.device) {
+                Ok(()) => link.shown.add(Slot::Calls, 1),
+                Err(error) => drop(session.calls.end(xid, Err(error))),
             }
         }
         // Whoever drives sleeps until something comes: nothing would, before these have left.

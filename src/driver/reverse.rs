@@ -15,6 +15,7 @@
 
 use crate::process;
 use crate::provider::Traits;
+use crate::stats;
 use crate::wait;
 use std::cell::Cell;
 use std::os::fd::RawFd;
@@ -244,7 +245,7 @@ impl Slot {
     fn begin(&self) -> Result<(), Error> {
         let mut server = locked(&self.server);
         let link = server.usable()?;
-        link.engine.ask(self.credits, &mut *link.device);
+        link.ask(self.credits);
         link.engine.set_reverse_chunks(self.chunks);
         link.raise_again(self.receive_size);
         link.drain();
@@ -352,7 +353,7 @@ impl Caller for Reverse {
         let outcome = session.outcome(link, xid);
         if outcome.is_ok() {
             // A client that only answers says something too.
-            state.heard = Instant::now();
+            state.heard = stats::clock();
         }
         self.leave(state);
         outcome
@@ -449,7 +450,7 @@ impl Caller for Reverse {
             return slot.credits;
         };
         if let Some(credits) = ask {
-            slot.credits = link.engine.ask(credits, &mut *link.device);
+            slot.credits = link.ask(credits);
             link.flush();
         }
         link.engine.asked()

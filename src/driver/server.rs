@@ -37,6 +37,8 @@ const PULL_LEAST: u64 = 1 << 20;
 /// A loop that has not looked at a connection for so long was away.
 const PULL_AWAY: Duration = Duration::from_secs(1);
 
+const TURN_NANOS: u64 = TURN_TIME.as_nanos() as u64;
+
 /// How often a connection that waits for such memory tries again.
 const PULL_RETRY: Duration = Duration::from_millis(20);
 
@@ -69,8 +71,8 @@ pub struct Server {
     pub(super) id: usize,
     /// When the startup must be complete.
     pub(super) start_by: Instant,
-    /// When something came last.
-    pub(super) heard: Instant,
+    /// When something came last, by [`stats::clock`].
+    pub(super) heard: u64,
     /// When to see whether the peer is there.
     probe_at: Instant,
     /// While RDMA Reads are under way: how many bytes they must have brought in all for them to get on, and since when.
@@ -92,8 +94,8 @@ pub struct Server {
 #[derive(Default)]
 pub(super) struct Turn {
     requests: u32,
-    /// When the first of them was handed up.
-    began: Option<Instant>,
+    /// When the first of them was handed up, by [`stats::clock`].
+    began: Option<u64>,
     /// The one before was ended with requests left, and this one has been put off so often since.
     put_off: Option<u32>,
     /// This one has just been put off.
@@ -101,13 +103,14 @@ pub(super) struct Turn {
 }
 
 impl Turn {
-    fn handed_up(&mut self, now: Instant) {
+    fn handed_up(&mut self, now: u64) {
         self.requests += 1;
         self.began.get_or_insert(now);
     }
 
     fn is_over(&self) -> bool {
-        self.requests >= TURN || self.began.is_some_and(|began| began.elapsed() >= TURN_TIME)
+        self.requests >= TURN
+            || self.began.is_some_and(|began| stats::clock().saturating_sub(began) >= TURN_NANOS)
     }
 }
 
@@ -170,7 +173,7 @@ impl Server {
             turn: Turn::default(),
             id: NEXT.fetch_add(1, Relaxed),
             start_by: Instant::now() + START_TIMEOUT,
-            heard: Instant::now(),
+            heard: stats::clock(),
             probe_at: Instant::now() + PROBE_EVERY,
             pulling: None,
             looked: Instant::now(),
@@ -184,7 +187,7 @@ impl Server {
 
     /// Moves what has come, and hands out the oldest complete request.
     pub fn receive(&mut self) -> Option<Request> {
-        let now = Instant::now();
+        let now = stats::clock();
         if self.traits.socket || matches!(self.phase, Phase::Starting(_)) {
             self.heard = now;
         }
@@ -209,6 +212,9 @@ impl Server {
             self.heard = now;
         }
         let request = link.next_request();
+        if let Some(request) = &request {
+            link.handed_up(request, now);
+        }
         self.settle();
         self.note();
         let request = request?;
@@ -320,7 +326,8 @@ impl Server {
         let closed = Phase::Failed(Error::new(Kind::ConnectionLost, "closed"));
         if let Phase::Starting(device) = std::mem::replace(&mut self.phase, closed) {
             let memory = memory(self.config).of_peer(self.peer.map(|at| at.ip()));
-            let link = Link::new(Role::Server, self.config, versions(self.config), device, &memory);
+            let mut link = Link::new(Role::Server, self.config, versions(self.config), device, &memory);
+            link.known_as(self.fd, self.peer);
             let peer = self.peer.map_or_else(|| "a peer".to_owned(), |at| at.to_string());
             log_info!("fd {}: accepted {peer} over rdma ({})", self.fd, link.describe());
             self.traits = link.device.traits();
@@ -383,6 +390,13 @@ impl Server {
         self.note();
         let link = self.link()?;
         (link.device.unsent() > 0).then_some(&*link.device)
+    }
+
+    /// When something came last.
+    fn heard_at(&self) -> Instant {
+        let ago = Duration::from_nanos(stats::clock().saturating_sub(self.heard));
+        let now = Instant::now();
+        now.checked_sub(ago).unwrap_or(now)
     }
 
     /// Why the connection is closed, if it is. A startup that takes too long closes it.
@@ -455,7 +469,7 @@ impl Server {
         if self.traits.socket || now < self.probe_at {
             return Ok(());
         }
-        let quiet = now.saturating_duration_since(self.heard);
+        let quiet = now.saturating_duration_since(self.heard_at());
         // Not at each word: this is what the loop is woken for.
         self.probe_at = now + PROBE_EVERY.saturating_sub(quiet).max(PROBE_EVERY / 10);
         if quiet < PROBE_EVERY || self.forked() {
@@ -479,8 +493,9 @@ impl Server {
     /// Since when nothing has come from the peer, nor has it taken anything of what waits for it; `None` while it is called
     /// back.
     pub fn idle_since(&self) -> Option<Instant> {
-        let taken = self.backlog.since().unwrap_or(self.heard);
-        self.session.is_unattended().then_some(self.heard.max(taken))
+        let heard = self.heard_at();
+        let taken = self.backlog.since().unwrap_or(heard);
+        self.session.is_unattended().then_some(heard.max(taken))
     }
 
     /// What to wait for.
@@ -677,6 +692,8 @@ impl Callee for Shared {
         let mut server = locked(self);
         if let Phase::Open(link) = &mut server.phase {
             link.engine.discard(id);
+            link.time_of(id);
+            link.answered();
             link.flush();
         }
         server.settle();
@@ -697,7 +714,7 @@ impl Callee for Shared {
         let mut server = locked(self);
         let Some(link) = server.link() else { return 0 };
         if let Some(credits) = grant {
-            link.engine.grant(credits);
+            link.grant(credits);
             link.drain();
         }
         link.engine.granting()
@@ -731,10 +748,11 @@ mod tests {
         assert_eq!(server.stage(), Some((Stage::Unused, None)));
         let probes = || control.trace().iter().filter(|event| **event == Event::Probe).count();
         let long_ago = Instant::now() - PROBE_EVERY;
+        let unheard = stats::clock() - PROBE_EVERY.as_nanos() as u64;
         // Nothing has come that wakes the loop, or only what is ours.
-        server.heard = long_ago;
+        server.heard = unheard;
         assert!(server.receive().is_none());
-        assert_eq!(server.heard, long_ago, "a completion of ours is no word of the peer");
+        assert_eq!(server.heard, unheard, "a completion of ours is no word of the peer");
         server.push();
         assert_eq!(probes(), 0, "it is not time");
         server.probe_at = long_ago;
@@ -743,11 +761,11 @@ mod tests {
         assert_eq!((probes(), server.closed().is_none()), (1, true));
         assert!(server.deadline().is_some_and(|at| at > Instant::now() + PROBE_EVERY / 2));
         // Who has been heard meanwhile is there.
-        (server.probe_at, server.heard) = (long_ago, Instant::now());
+        (server.probe_at, server.heard) = (long_ago, stats::clock());
         server.push();
         assert_eq!(probes(), 1);
         assert!(server.deadline().is_some_and(|at| at > Instant::now() + PROBE_EVERY / 2));
-        (server.probe_at, server.heard) = (long_ago, long_ago);
+        (server.probe_at, server.heard) = (long_ago, unheard);
         control.fail_at(control.trace().len(), Error::new(Kind::ConnectionLost, "no answer"));
         server.push();
         assert_eq!(server.closed().map(|error| error.text().to_owned()).as_deref(), Some("no answer"));

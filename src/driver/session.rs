@@ -21,6 +21,7 @@ use rustc_hash::FxHashMap;
 use crate::connection::RequestId;
 use crate::error::{Error, Kind};
 use crate::memory::{Message, Regions};
+use crate::stats::layout::Slot;
 use crate::stats::{self, Counter};
 use crate::sync::{Condvar, MutexGuard};
 use crate::wait::{self, PollFd};
@@ -200,6 +201,7 @@ impl Session {
         }
         let text = link.map(|link| {
             let text = link.why_no_reply(xid);
+            link.shown.add(Slot::Errors, 1);
             link.abandon(xid);
             // A peer that did not answer this call keeps the credits of those too.
             self.calls.greetings.drain(..).for_each(|greeting| link.abandon(greeting));

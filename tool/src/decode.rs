@@ -9,12 +9,11 @@ use crate::picture;
 
 mod diagram;
 mod log;
-mod names;
 mod show;
 mod trace;
 
+use crate::programs::Programs;
 use log::Refused;
-use names::Names;
 use show::Document;
 use trace::Trace;
 
@@ -99,7 +98,7 @@ fn decode(args: &Args) -> Result<(), String> {
     if chosen.is_empty() {
         return Err(format!("{name}: no such call among {}", trace.calls.len()));
     }
-    let names = Names::of_this_host();
+    let names = Programs::read();
     if let Some(path) = &args.svg {
         let some = if args.xid.is_none() && args.call.is_none() { &chosen[..1] } else { &chosen[..] };
         if some.len() > DRAWN {

@@ -20,6 +20,7 @@ mod rpc;
 mod run;
 mod stat;
 mod top;
+mod watch;
 
 /// RPC over RDMA for programs of libtirpc: asks, watches, measures.
 #[derive(Parser)]

@@ -1,11 +1,617 @@
-//! `rpcrdma stat`.
+//! `rpcrdma stat`: what processes that use the library have done and do, as text, JSON, or for Prometheus.
 
+use std::fmt::Write as _;
+use std::io::{self, Write as _};
 use std::process::ExitCode;
+use std::thread;
+use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
+use rpcrdma::tool::latency;
+use serde_json::{Value, json};
+
+use crate::programs::Programs;
+use crate::watch::{self, Connection, Figures, Processes, Refusal, Users, Watched, difference};
+
+/// What processes that use the library have done: counters, connections, and how long calls took. Without arguments:
+/// which processes there are.
 #[derive(clap::Args)]
-pub struct Args {}
+#[command(
+    override_usage = "rpcrdma stat [OPTIONS] [PID [INTERVAL [COUNT]]]\n       rpcrdma stat [OPTIONS] --all [INTERVAL [COUNT]]",
+    after_help = "\
+A process is watched without having been prepared for it, if you may look into it: it is yours, or you are root. \
+RPCRDMA_STATS=no in its environment, or stats = no in /etc/rpcrdma.conf, turns that off.
 
-pub fn run(_args: &Args) -> ExitCode {
-    eprintln!("rpcrdma stat: not built yet");
-    ExitCode::FAILURE
+Exit status: 0 the figures are there; 1 a process cannot be watched, or has ended; 2 the command line is wrong."
+)]
+pub struct Args {
+    /// The process.
+    pid: Option<String>,
+    /// Seconds from line to line: each tells what was done in between, a second.
+    interval: Option<String>,
+    /// So many lines, and no more.
+    count: Option<String>,
+    /// All processes that may be looked at.
+    #[arg(short, long)]
+    all: bool,
+    /// One JSON document; with an INTERVAL one a line.
+    #[arg(long, conflicts_with = "prometheus")]
+    json: bool,
+    /// The text format of Prometheus, of one process or of all.
+    #[arg(long)]
+    prometheus: bool,
+}
+
+/// What the arguments mean.
+struct What {
+    pid: Option<u32>,
+    interval: Option<Duration>,
+    count: Option<u64>,
+}
+
+impl Args {
+    fn what(&self) -> Result<What, String> {
+        let Args { pid, interval, count, .. } = self;
+        let (pid, interval, count) = match (self.all, count) {
+            (false, _) => (pid, interval, count),
+            (true, None) => (&None, pid, interval),
+            (true, Some(_)) => {
+                return Err("with --all there are two numbers at most: INTERVAL and COUNT".to_owned());
+            }
+        };
+        let whole = |what: &str, text: &str| {
+            let number = text.parse().ok().filter(|number| *number > 0);
+            number
+                .ok_or_else(|| format!("{what} \"{}\": must be a whole number from 1 on", watch::plain(text)))
+        };
+        let number = |text: &String| {
+            let wrong = || format!("PID \"{}\": must be the number of a process", watch::plain(text));
+            whole("PID", text).ok().and_then(|number: u64| u32::try_from(number).ok()).ok_or_else(wrong)
+        };
+        let what = What {
+            pid: pid.as_ref().map(number).transpose()?,
+            interval: interval.as_ref().map(|text| seconds(text)).transpose()?,
+            count: count.as_ref().map(|text| whole("COUNT", text)).transpose()?,
+        };
+        if self.prometheus && what.interval.is_some() {
+            return Err("--prometheus has no INTERVAL: a collector asks again by itself".to_owned());
+        }
+        Ok(what)
+    }
+}
+
+fn seconds(text: &str) -> Result<Duration, String> {
+    let seconds = text.parse().ok().filter(|seconds: &f64| (0.01..=86_400.0).contains(seconds));
+    let wrong =
+        || format!("INTERVAL \"{}\": must be a number of seconds from 0.01 to 86400", watch::plain(text));
+    seconds.map(Duration::from_secs_f64).ok_or_else(wrong)
+}
+
+pub fn run(args: &Args) -> ExitCode {
+    let What { pid, interval, count } = match args.what() {
+        Ok(what) => what,
+        Err(wrong) => {
+            eprintln!("rpcrdma stat: {wrong}");
+            return ExitCode::from(2);
+        }
+    };
+    let outcome = match (pid, interval) {
+        (None, None) if !args.prometheus && !args.all => list(args.json),
+        (pid, Some(interval)) => follow(pid, interval, count, args.json),
+        (pid, None) => once(pid, args),
+    };
+    match outcome {
+        Ok(code) => code,
+        Err(error) => {
+            eprintln!("rpcrdma stat: {error}");
+            ExitCode::FAILURE
+        }
+    }
+}
+
+fn refused(pid: u32, why: &Refusal) -> io::Result<ExitCode> {
+    eprintln!("rpcrdma stat: {}", why.text(pid));
+    Ok(ExitCode::FAILURE)
+}
+
+/// Which processes there are.
+fn list(as_json: bool) -> io::Result<ExitCode> {
+    let Processes { watched, others, foreign } = watch::processes()?;
+    let figures: Vec<Figures> = watched.iter().filter_map(|process| process.figures().ok()).collect();
+    let mut out = io::stdout().lock();
+    if as_json {
+        let programs = Programs::read();
+        let all: Vec<Value> = figures.iter().map(|figures| document(figures, &programs)).collect();
+        let others: Vec<Value> =
+            others.iter().map(|(pid, why)| json!({ "pid": pid, "why": why.text(*pid) })).collect();
+        let document = json!({ "processes": all, "not_watched": others, "not_readable": foreign });
+        writeln!(out, "{document:#}")?;
+        return Ok(ExitCode::SUCCESS);
+    }
+    if figures.is_empty() && others.is_empty() {
+        writeln!(out, "No process that may be looked at uses the library.")?;
+    } else if !figures.is_empty() {
+        writeln!(
+            out,
+            "{:>8} {:<10} {:<16} {:>6} {:>12} {:>12}  SINCE",
+            "PID", "USER", "PROGRAM", "CONNS", "CALLS", "SERVED"
+        )?;
+    }
+    for figures in &figures {
+        writeln!(
+            out,
+            "{:>8} {:<10} {:<16} {:>6} {:>12} {:>12}  {}",
+            figures.pid,
+            figures.user,
+            figures.program,
+            connection_count(figures),
+            figures.counter("calls"),
+            figures.counter("served"),
+            age(figures.since)
+        )?;
+    }
+    for (pid, why) in &others {
+        writeln!(out, "{}", why.text(*pid))?;
+    }
+    if foreign > 0 {
+        writeln!(out, "{}", watch::foreign_text(foreign))?;
+    }
+    Ok(ExitCode::SUCCESS)
+}
+
+/// The processes that are meant.
+fn chosen(pid: Option<u32>) -> io::Result<Result<Vec<Watched>, (u32, Refusal)>> {
+    Ok(match pid {
+        Some(pid) => watch::look(pid, &Users::read()).map(|watched| vec![watched]).map_err(|why| (pid, why)),
+        None => Ok(watch::processes()?.watched),
+    })
+}
+
+fn once(pid: Option<u32>, args: &Args) -> io::Result<ExitCode> {
+    let watched = match chosen(pid)? {
+        Ok(watched) => watched,
+        Err((pid, why)) => return refused(pid, &why),
+    };
+    let mut all = Vec::new();
+    for process in &watched {
+        match process.figures() {
+            Ok(figures) => all.push(figures),
+            Err(why) if pid.is_some() => return refused(process.pid, &why),
+            Err(Refusal::Ended) => {}
+            Err(why) => eprintln!("rpcrdma stat: {}", why.text(process.pid)),
+        }
+    }
+    let programs = Programs::read();
+    let mut out = io::stdout().lock();
+    if args.prometheus {
+        out.write_all(prometheus(&all, &programs).as_bytes())?;
+    } else if args.json {
+        let documents: Vec<Value> = all.iter().map(|figures| document(figures, &programs)).collect();
+        match (pid, &documents[..]) {
+            (Some(_), [one]) => writeln!(out, "{one:#}")?,
+            _ => writeln!(out, "{:#}", json!({ "processes": documents }))?,
+        }
+    } else {
+        for (at, figures) in all.iter().enumerate() {
+            let gap = if at > 0 { "\n" } else { "" };
+            write!(out, "{gap}{}", text(figures, &programs))?;
+        }
+    }
+    Ok(ExitCode::SUCCESS)
+}
+
+/// Lines, until the process ends or there are enough.
+fn follow(pid: Option<u32>, interval: Duration, count: Option<u64>, as_json: bool) -> io::Result<ExitCode> {
+    let programs = Programs::read();
+    let mut before: Vec<Figures> = Vec::new();
+    let mut lines = 0u64;
+    let mut turns = 0u64;
+    loop {
+        // Processes come and go; one that is named must stay.
+        let watched = match chosen(pid)? {
+            Ok(watched) => watched,
+            Err((pid, Refusal::Missing)) if turns > 0 => return refused(pid, &Refusal::Ended),
+            Err((pid, why)) => return refused(pid, &why),
+        };
+        let mut now = Vec::new();
+        for process in &watched {
+            match process.figures() {
+                Ok(figures) => now.push(figures),
+                Err(why) if pid.is_some() => return refused(process.pid, &why),
+                Err(_) => {}
+            }
+        }
+        let mut out = io::stdout().lock();
+        if turns > 0 {
+            for figures in &now {
+                let Some(before) = before.iter().find(|before| figures.follows(before)) else { continue };
+                let rates = Rates::of(before, figures);
+                if as_json {
+                    writeln!(out, "{}", rates.document(figures, &programs))?;
+                    continue;
+                }
+                if lines.is_multiple_of(20) {
+                    writeln!(out, "{}", Rates::title(pid.is_none()))?;
+                }
+                lines += 1;
+                writeln!(out, "{}", rates.line(figures, pid.is_none()))?;
+            }
+            out.flush()?;
+        }
+        if count == Some(turns) {
+            return Ok(ExitCode::SUCCESS);
+        }
+        turns += 1;
+        before = now;
+        drop(out);
+        thread::sleep(interval);
+    }
+}
+
+/// What was done between two looks, a second.
+pub struct Rates {
+    seconds: f64,
+    pub calls: f64,
+    pub served: f64,
+    bytes: [f64; 4],
+    syscalls: f64,
+    waited: f64,
+    errors: f64,
+    in_use: u64,
+    pub percentiles: [Option<u64>; 3],
+}
+
+/// The counters of bytes that have a column.
+const BYTES: [&str; 4] = ["bytes_inline", "bytes_read", "bytes_written", "bytes_copied"];
+
+/// The percentiles that are shown.
+const PARTS: [(f64, &str); 3] = [(0.5, "p50"), (0.99, "p99"), (0.999, "p99.9")];
+
+impl Rates {
+    pub fn of(before: &Figures, now: &Figures) -> Rates {
+        let seconds = now.at.saturating_duration_since(before.at).as_secs_f64().max(1e-6);
+        let rate = |name: &str| now.counter(name).saturating_sub(before.counter(name)) as f64 / seconds;
+        let buckets = difference(&now.all_buckets(), &before.all_buckets());
+        Rates {
+            seconds,
+            calls: rate("calls"),
+            served: rate("served"),
+            bytes: BYTES.map(rate),
+            syscalls: rate("syscalls"),
+            waited: rate("credits_waited"),
+            errors: rate("errors_sent") + rate("errors_received"),
+            in_use: now.connections.iter().map(in_use).fold(0, u64::saturating_add),
+            percentiles: PARTS.map(|(part, _)| latency::percentile(&buckets, part)),
+        }
+    }
+
+    /// Bytes in messages, and those that RDMA Reads and Writes have moved.
+    pub fn all_bytes(&self) -> f64 {
+        self.bytes[..3].iter().sum()
+    }
+
+    fn title(all: bool) -> String {
+        let who = if all { format!("{:>8} {:<16}", "PID", "PROGRAM") } else { String::new() };
+        format!(
+            "{who}{:>9} {:>9} {:>8} {:>8} {:>8} {:>8} {:>9} {:>6} {:>6} {:>8} {:>7} {:>8} {:>8} {:>8}",
+            "calls/s",
+            "served/s",
+            "inlin/s",
+            "read/s",
+            "write/s",
+            "copy/s",
+            "syscall/s",
+            "conns",
+            "inuse",
+            "waited/s",
+            "errs/s",
+            "p50",
+            "p99",
+            "p99.9"
+        )
+    }
+
+    fn line(&self, figures: &Figures, all: bool) -> String {
+        let who = if all { format!("{:>8} {:<16}", figures.pid, figures.program) } else { String::new() };
+        let [inline, read, written, copied] = self.bytes.map(bytes);
+        let [p50, p99, p999] = self.percentiles.map(time);
+        format!(
+            "{who}{:>9.0} {:>9.0} {inline:>8} {read:>8} {written:>8} {copied:>8} {:>9.0} {:>6} {:>6} {:>8.0} {:>7.0} \
+             {p50:>8} {p99:>8} {p999:>8}",
+            self.calls,
+            self.served,
+            self.syscalls,
+            connection_count(figures),
+            self.in_use,
+            self.waited,
+            self.errors
+        )
+    }
+
+    fn document(&self, figures: &Figures, programs: &Programs) -> Value {
+        let mut document = document(figures, programs);
+        let mut rates = serde_json::Map::new();
+        rates.insert("seconds".into(), json!(self.seconds));
+        rates.insert("calls".into(), json!(self.calls));
+        rates.insert("served".into(), json!(self.served));
+        for (name, rate) in BYTES.iter().zip(self.bytes) {
+            rates.insert((*name).to_owned(), json!(rate));
+        }
+        for ((_, name), nanos) in PARTS.iter().zip(self.percentiles) {
+            rates.insert(format!("{name}_us"), json!(nanos.map(micros)));
+        }
+        document["per_second"] = Value::Object(rates);
+        document
+    }
+}
+
+/// Credits in use at a connection: our calls under way, or the peer's.
+pub fn in_use(connection: &Connection) -> u64 {
+    connection.in_flight.saturating_add(connection.open)
+}
+
+/// All connections, also those that have no row.
+pub fn connection_count(figures: &Figures) -> u64 {
+    figures.without_slot.saturating_add(figures.connections.len() as u64)
+}
+
+/// All of a process for people.
+fn text(figures: &Figures, programs: &Programs) -> String {
+    let mut out = String::new();
+    let Figures { pid, user, program, library, .. } = figures;
+    let since = age(figures.since);
+    let _ = writeln!(
+        out,
+        "{program}, process {pid} of {user}, librpcrdma {library}, first connection {since} ago\n"
+    );
+    for (name, n) in &figures.counters {
+        let _ = writeln!(out, "{name:<20} {n:>16}");
+    }
+    let _ = writeln!(out, "\n{}", CONNECTIONS);
+    for connection in &figures.connections {
+        let _ = writeln!(out, "{}", connection_row(connection));
+    }
+    if figures.without_slot > 0 {
+        let _ = writeln!(out, "and {} more, which have no room here", figures.without_slot);
+    }
+    if !figures.latencies.is_empty() {
+        let _ = writeln!(
+            out,
+            "\n{:<16} {:<12} {:<6} {:>10} {:>9} {:>9} {:>9} {:>9}",
+            "PROGRAM", "PROCEDURE", "END", "CALLS", "p50", "p99", "p99.9", "mean"
+        );
+    }
+    for latency in &figures.latencies {
+        let (program, procedure) = names(latency.numbers, programs);
+        let [p50, p99, p999] = PARTS.map(|(part, _)| time(latency.percentile(part)));
+        let mean = time(latency.mean());
+        let _ = writeln!(
+            out,
+            "{program:<16} {procedure:<12} {:<6} {:>10} {p50:>9} {p99:>9} {p999:>9} {mean:>9}",
+            end(latency.served),
+            latency.calls()
+        );
+    }
+    out
+}
+
+/// The title of [`connection_row`].
+pub const CONNECTIONS: &str = "PEER                   END    VER CREDITS      CALLS   SERVED  INLINE    READ WRITTEN  \
+                               PLACED WAITED ERRORS   AGE DEVICE";
+
+/// A connection in a line. Credits: in use, and how many there are.
+pub fn connection_row(connection: &Connection) -> String {
+    let granted = match connection.accepted {
+        true => connection.granting,
+        false => connection.asked.min(connection.granted),
+    };
+    format!(
+        "{:<22} {:<6} {:>3} {:>7} {:>10} {:>8} {:>7} {:>7} {:>7} {:>7} {:>6} {:>6} {:>5} {}",
+        connection.peer.map_or_else(|| "-".to_owned(), |peer| peer.to_string()),
+        end(connection.accepted),
+        if connection.version == 0 { "-".to_owned() } else { connection.version.to_string() },
+        format!("{}/{granted}", in_use(connection)),
+        connection.calls,
+        connection.served,
+        bytes(connection.bytes_inline as f64),
+        bytes(connection.bytes_read as f64),
+        bytes(connection.bytes_written as f64),
+        bytes(connection.bytes_placed as f64),
+        connection.waited,
+        connection.errors,
+        age(connection.since),
+        connection.device
+    )
+}
+
+fn end(served: bool) -> &'static str {
+    if served { "server" } else { "client" }
+}
+
+/// "nfs 3" and "READ".
+pub fn names(numbers: Option<(u32, u32, u32)>, programs: &Programs) -> (String, String) {
+    match numbers {
+        Some((program, version, procedure)) => (
+            format!("{} {version}", programs.program(program)),
+            programs.procedure(program, version, procedure),
+        ),
+        None => ("others".to_owned(), "-".to_owned()),
+    }
+}
+
+/// All of a process for programs.
+fn document(figures: &Figures, programs: &Programs) -> Value {
+    let counters: serde_json::Map<String, Value> =
+        figures.counters.iter().map(|(name, n)| (name.clone(), json!(n))).collect();
+    let connection = |c: &Connection| {
+        json!({
+            "peer": c.peer.map(|peer| peer.to_string()), "local": c.local.map(|local| local.to_string()),
+            "end": end(c.accepted), "device": c.device, "fd": c.fd, "since": c.since as f64 / 1e9,
+            "version": (c.version != 0).then_some(c.version),
+            "credits": {
+                "asked": c.asked, "granted": c.granted, "granting": c.granting, "calls_in_flight": c.in_flight,
+                "requests_open": c.open, "waited": c.waited,
+            },
+            "calls": c.calls, "served": c.served, "errors": c.errors, "bytes_inline": c.bytes_inline,
+            "bytes_read": c.bytes_read, "bytes_written": c.bytes_written, "bytes_placed": c.bytes_placed,
+        })
+    };
+    let latency = |l: &watch::Latency| {
+        let (program, procedure) = names(l.numbers, programs);
+        let [p50, p99, p999] = PARTS.map(|(part, _)| l.percentile(part).map(micros));
+        json!({
+            "program": l.numbers.map(|n| n.0), "version": l.numbers.map(|n| n.1), "procedure": l.numbers.map(|n| n.2),
+            "program_name": program, "procedure_name": procedure, "end": end(l.served), "calls": l.calls(),
+            "p50_us": p50, "p99_us": p99, "p99.9_us": p999, "mean_us": l.mean().map(micros),
+        })
+    };
+    json!({
+        "pid": figures.pid, "user": figures.user, "program": figures.program, "library": figures.library,
+        "since": figures.since as f64 / 1e9, "counters": counters,
+        "connections": figures.connections.iter().map(connection).collect::<Vec<_>>(),
+        "connections_beyond": figures.without_slot,
+        "latencies": figures.latencies.iter().map(latency).collect::<Vec<_>>(),
+    })
+}
+
+/// The text format of Prometheus, 0.0.4: every metric once, with all processes below it.
+fn prometheus(all: &[Figures], programs: &Programs) -> String {
+    let mut out = String::new();
+    let process =
+        |f: &Figures| format!("pid=\"{}\",comm=\"{}\",user=\"{}\"", f.pid, label(&f.program), label(&f.user));
+    let mut names: Vec<&String> = Vec::new();
+    for (name, _) in all.iter().flat_map(|figures| &figures.counters) {
+        if !names.contains(&name) {
+            names.push(name);
+        }
+    }
+    for name in names {
+        let _ = writeln!(out, "# TYPE rpcrdma_{name}_total counter");
+        for figures in all {
+            let _ = writeln!(out, "rpcrdma_{name}_total{{{}}} {}", process(figures), figures.counter(name));
+        }
+    }
+    let _ = writeln!(out, "# HELP rpcrdma_connections_open Connections that are there now.");
+    let _ = writeln!(out, "# TYPE rpcrdma_connections_open gauge");
+    for figures in all {
+        let _ =
+            writeln!(out, "rpcrdma_connections_open{{{}}} {}", process(figures), connection_count(figures));
+    }
+    type Field = fn(&Connection) -> u64;
+    let metrics: [(&str, &str, Field); 9] = [
+        ("credits_in_use", "gauge", in_use),
+        ("calls_total", "counter", |c| c.calls),
+        ("served_total", "counter", |c| c.served),
+        ("credits_waited_total", "counter", |c| c.waited),
+        ("errors_total", "counter", |c| c.errors),
+        ("bytes_inline_total", "counter", |c| c.bytes_inline),
+        ("bytes_read_total", "counter", |c| c.bytes_read),
+        ("bytes_written_total", "counter", |c| c.bytes_written),
+        ("bytes_placed_total", "counter", |c| c.bytes_placed),
+    ];
+    for (name, kind, field) in metrics {
+        let _ = writeln!(out, "# TYPE rpcrdma_connection_{name} {kind}");
+        for (figures, c) in all.iter().flat_map(|f| f.connections.iter().map(move |c| (f, c))) {
+            let peer = c.peer.map_or_else(String::new, |peer| peer.to_string());
+            let _ = writeln!(
+                out,
+                "rpcrdma_connection_{name}{{{},connection=\"{}\",peer=\"{peer}\",end=\"{}\",device=\"{}\"}} {}",
+                process(figures),
+                c.key.0,
+                end(c.accepted),
+                label(&c.device),
+                field(c)
+            );
+        }
+    }
+    let _ = writeln!(out, "# HELP rpcrdma_call_seconds How long calls took, from the call to the reply.");
+    let _ = writeln!(out, "# TYPE rpcrdma_call_seconds histogram");
+    for (figures, l) in all.iter().flat_map(|f| f.latencies.iter().map(move |l| (f, l))) {
+        let (program, procedure) = self::names(l.numbers, programs);
+        let labels = format!(
+            "{},program=\"{}\",procedure=\"{}\",end=\"{}\"",
+            process(figures),
+            label(&program),
+            label(&procedure),
+            end(l.served)
+        );
+        // A boundary for each power of two is enough for a collector.
+        let mut below = 0u64;
+        for (at, n) in l.buckets.iter().enumerate() {
+            below = below.saturating_add(*n);
+            if at % 4 == 3 && at + 1 < l.buckets.len() {
+                let bound = latency::begin(at + 1) as f64 / 1e9;
+                let _ = writeln!(out, "rpcrdma_call_seconds_bucket{{{labels},le=\"{bound}\"}} {below}");
+            }
+        }
+        let _ = writeln!(out, "rpcrdma_call_seconds_bucket{{{labels},le=\"+Inf\"}} {below}");
+        let _ = writeln!(out, "rpcrdma_call_seconds_sum{{{labels}}} {}", l.sum as f64 / 1e9);
+        let _ = writeln!(out, "rpcrdma_call_seconds_count{{{labels}}} {below}");
+    }
+    out
+}
+
+fn label(text: &str) -> String {
+    text.replace('\\', "\\\\").replace('"', "\\\"")
+}
+
+fn micros(nanos: u64) -> f64 {
+    nanos as f64 / 1e3
+}
+
+/// A time: "12.3us", "4.56ms", "1.2s".
+pub fn time(nanos: Option<u64>) -> String {
+    match nanos {
+        None => "-".to_owned(),
+        Some(nanos) if nanos < 1_000_000 => format!("{:.1}us", micros(nanos)),
+        Some(nanos) if nanos < 1_000_000_000 => format!("{:.1}ms", nanos as f64 / 1e6),
+        Some(nanos) => format!("{:.1}s", nanos as f64 / 1e9),
+    }
+}
+
+/// So many bytes: "512", "68.0K", "1.2G".
+pub fn bytes(n: f64) -> String {
+    let (mut n, mut units) = (n, ["", "K", "M", "G", "T", "P", "E"].iter());
+    let mut unit = units.next();
+    while n >= 1024.0
+        && let Some(next) = units.next()
+    {
+        (n, unit) = (n / 1024.0, Some(next));
+    }
+    match unit {
+        Some(&"") | None => format!("{n:.0}"),
+        Some(unit) => format!("{n:.1}{unit}"),
+    }
+}
+
+/// How long ago: "12s", "5m", "3h", "2d".
+pub fn age(since: u64) -> String {
+    let now = SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |now| now.as_nanos() as u64);
+    match now.saturating_sub(since) / 1_000_000_000 {
+        seconds @ 0..120 => format!("{seconds}s"),
+        seconds @ 120..7_200 => format!("{}m", seconds / 60),
+        seconds @ 7_200..172_800 => format!("{}h", seconds / 3_600),
+        seconds => format!("{}d", seconds / 86_400),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn numbers_are_short_and_have_units() {
+        assert_eq!([0.0, 1023.0, 1024.0, 1.5 * 1048576.0].map(bytes), ["0", "1023", "1.0K", "1.5M"]);
+        assert_eq!(bytes(u64::MAX as f64), "16.0E");
+        let times = [None, Some(900), Some(1_500_000), Some(137_000_000_000)];
+        assert_eq!(times.map(time), ["-", "0.9us", "1.5ms", "137.0s"]);
+        assert_eq!(label("a\"b\\"), "a\\\"b\\\\");
+    }
+
+    #[test]
+    fn intervals_are_seconds_and_have_limits() {
+        assert_eq!(seconds("0.5"), Ok(Duration::from_millis(500)));
+        for wrong in ["0", "-1", "x", "1e9", "nan", "inf", ""] {
+            assert!(seconds(wrong).is_err(), "{wrong}");
+        }
+    }
 }

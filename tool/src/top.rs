@@ -1,11 +1,405 @@
-//! `rpcrdma top`.
+//! `rpcrdma top`: all processes that use the library, live, and the connections of one of them.
 
+use std::io::{self, IsTerminal};
 use std::process::ExitCode;
+use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
+use std::time::{Duration, Instant};
 
+use ratatui::crossterm::event::{self, Event, KeyCode, KeyEvent, KeyEventKind, KeyModifiers};
+use ratatui::layout::{Constraint, Layout};
+use ratatui::style::{Modifier, Style};
+use ratatui::text::Line;
+use ratatui::widgets::{Paragraph, Row, Table, TableState};
+use ratatui::{DefaultTerminal, Frame};
+
+use crate::programs::Programs;
+use crate::stat::{CONNECTIONS, Rates, age, bytes, connection_count, connection_row, in_use, names, time};
+use crate::watch::{self, Figures, Latency, difference};
+use rpcrdma::tool::latency::percentile;
+
+/// Shows what processes that use the library do, the busiest first. Keys: q quits, s sorts by the next column, up and down
+/// choose, Enter shows the connections and procedures of one process, Esc goes back.
 #[derive(clap::Args)]
-pub struct Args {}
+pub struct Args {
+    /// Seconds between two looks.
+    #[arg(short, long, default_value = "1", value_parser = seconds)]
+    delay: Duration,
+}
 
-pub fn run(_args: &Args) -> ExitCode {
-    eprintln!("rpcrdma top: not built yet");
-    ExitCode::FAILURE
+fn seconds(text: &str) -> Result<Duration, String> {
+    let seconds = text.parse().ok().filter(|seconds: &f64| (0.1..=3_600.0).contains(seconds));
+    seconds.map(Duration::from_secs_f64).ok_or_else(|| "a number of seconds from 0.1 to 3600".to_owned())
+}
+
+pub fn run(args: &Args) -> ExitCode {
+    if !io::stdout().is_terminal() || !io::stdin().is_terminal() {
+        eprintln!("rpcrdma top: this needs a terminal; `rpcrdma stat --all 1` writes lines anywhere");
+        return ExitCode::FAILURE;
+    }
+    end_on_signals();
+    // Restores the terminal after a panic too.
+    let outcome = match ratatui::try_init() {
+        Ok(mut terminal) => {
+            let outcome = show(&mut terminal, args.delay);
+            ratatui::restore();
+            outcome
+        }
+        Err(error) => Err(error),
+    };
+    match outcome {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(error) => {
+            eprintln!("rpcrdma top: {error}");
+            ExitCode::FAILURE
+        }
+    }
+}
+
+/// Somebody wants this program to end: the terminal is restored before.
+static ENDS: AtomicBool = AtomicBool::new(false);
+
+extern "C" fn end(_: libc::c_int) {
+    ENDS.store(true, Relaxed);
+}
+
+#[allow(unsafe_code)]
+fn end_on_signals() {
+    let handler: extern "C" fn(libc::c_int) = end;
+    for signal in [libc::SIGTERM, libc::SIGHUP, libc::SIGINT] {
+        // SAFETY: the handler only stores an atomic word.
+        unsafe { libc::signal(signal, handler as libc::sighandler_t) };
+    }
+}
+
+/// The columns that processes are sorted by.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Sort {
+    Calls,
+    Connections,
+    Median,
+    Tail,
+    Pid,
+}
+
+impl Sort {
+    fn next(self) -> Sort {
+        match self {
+            Sort::Calls => Sort::Connections,
+            Sort::Connections => Sort::Median,
+            Sort::Median => Sort::Tail,
+            Sort::Tail => Sort::Pid,
+            Sort::Pid => Sort::Calls,
+        }
+    }
+
+    fn name(self) -> &'static str {
+        match self {
+            Sort::Calls => "calls/s",
+            Sort::Connections => "connections",
+            Sort::Median => "p50",
+            Sort::Tail => "p99",
+            Sort::Pid => "pid",
+        }
+    }
+}
+
+/// What is seen.
+struct View {
+    programs: Programs,
+    /// Each with the figures of the look before, if there were any.
+    processes: Vec<(Figures, Option<Figures>)>,
+    foreign: usize,
+    sort: Sort,
+    chosen: Option<u32>,
+    table: TableState,
+    /// The process whose connections are shown.
+    inside: Option<u32>,
+    /// Lines that are scrolled over there.
+    skipped: u16,
+}
+
+fn show(terminal: &mut DefaultTerminal, delay: Duration) -> io::Result<()> {
+    let mut view = View {
+        programs: Programs::read(),
+        processes: Vec::new(),
+        foreign: 0,
+        sort: Sort::Calls,
+        chosen: None,
+        table: TableState::default(),
+        inside: None,
+        skipped: 0,
+    };
+    while !ENDS.load(Relaxed) {
+        view.look()?;
+        let until = Instant::now() + delay;
+        loop {
+            view.arrange();
+            terminal.draw(|frame| view.draw(frame))?;
+            let left = until.saturating_duration_since(Instant::now());
+            // A signal ends the wait with an error, or the next one.
+            match event::poll(left.min(Duration::from_millis(200))) {
+                Ok(true) => {
+                    if let Event::Key(key) = event::read()?
+                        && key.kind == KeyEventKind::Press
+                        && !view.key(key)
+                    {
+                        return Ok(());
+                    }
+                }
+                Ok(false) if left.is_zero() => break,
+                Ok(false) => {}
+                Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
+                Err(error) => return Err(error),
+            }
+            if ENDS.load(Relaxed) {
+                break;
+            }
+        }
+    }
+    Ok(())
+}
+
+impl View {
+    /// Takes new figures.
+    fn look(&mut self) -> io::Result<()> {
+        let found = watch::processes()?;
+        self.foreign = found.foreign;
+        let before = std::mem::take(&mut self.processes);
+        for process in found.watched {
+            let Ok(figures) = process.figures() else { continue };
+            let before =
+                before.iter().map(|(figures, _)| figures).find(|before| figures.follows(before)).cloned();
+            self.processes.push((figures, before));
+        }
+        Ok(())
+    }
+
+    fn rates(&self, at: usize) -> Option<Rates> {
+        let (now, before) = &self.processes[at];
+        before.as_ref().map(|before| Rates::of(before, now))
+    }
+
+    /// Sorts, and keeps the chosen process chosen.
+    fn arrange(&mut self) {
+        let mut keyed: Vec<(f64, (Figures, Option<Figures>))> = Vec::new();
+        for at in 0..self.processes.len() {
+            let rates = self.rates(at);
+            let percentile =
+                |which: usize| rates.as_ref().and_then(|r| r.percentiles[which]).unwrap_or(0) as f64;
+            let figures = &self.processes[at].0;
+            let key = match self.sort {
+                Sort::Calls => rates.as_ref().map_or(0.0, |rates| rates.calls + rates.served),
+                Sort::Connections => connection_count(figures) as f64,
+                Sort::Median => percentile(0),
+                Sort::Tail => percentile(1),
+                Sort::Pid => -f64::from(figures.pid),
+            };
+            keyed.push((key, self.processes[at].clone()));
+        }
+        keyed.sort_by(|(a, x), (b, y)| b.total_cmp(a).then(x.0.pid.cmp(&y.0.pid)));
+        self.processes = keyed.into_iter().map(|(_, process)| process).collect();
+        let at =
+            self.chosen.and_then(|pid| self.processes.iter().position(|(figures, _)| figures.pid == pid));
+        let at = at.or((!self.processes.is_empty()).then_some(0));
+        self.table.select(at);
+        self.chosen = at.map(|at| self.processes[at].0.pid);
+    }
+
+    /// False for a key that ends the program.
+    fn key(&mut self, key: KeyEvent) -> bool {
+        let control = key.modifiers.contains(KeyModifiers::CONTROL);
+        match key.code {
+            KeyCode::Char('q') => return false,
+            KeyCode::Char('c') if control => return false,
+            KeyCode::Char('s') => self.sort = self.sort.next(),
+            KeyCode::Up => self.step(-1),
+            KeyCode::Down => self.step(1),
+            KeyCode::Enter => (self.inside, self.skipped) = (self.chosen, 0),
+            KeyCode::Esc | KeyCode::Left | KeyCode::Backspace => self.inside = None,
+            _ => {}
+        }
+        true
+    }
+
+    fn step(&mut self, by: i16) {
+        if self.inside.is_some() {
+            self.skipped = self.skipped.saturating_add_signed(by);
+            return;
+        }
+        let at = self.table.selected().unwrap_or(0).saturating_add_signed(by.into());
+        if let Some((figures, _)) = self.processes.get(at) {
+            self.chosen = Some(figures.pid);
+        }
+    }
+
+    fn draw(&mut self, frame: &mut Frame) {
+        let [head, body, foot] =
+            Layout::vertical([Constraint::Length(2), Constraint::Min(0), Constraint::Length(1)])
+                .areas(frame.area());
+        let keys = if self.inside.is_some() {
+            "q quit  Esc back  up/down scroll"
+        } else {
+            "q quit  s sort  up/down choose  Enter connections"
+        };
+        frame.render_widget(Line::from(keys).style(Style::new().add_modifier(Modifier::DIM)), foot);
+        let inside = self.inside.map(|pid| (pid, self.processes.iter().position(|(f, _)| f.pid == pid)));
+        match inside {
+            Some((pid, None)) => {
+                frame.render_widget(
+                    Paragraph::new(format!("process {pid} has ended, or shows nothing any more")),
+                    head,
+                );
+            }
+            Some((_, Some(at))) => {
+                let (figures, before) = &self.processes[at];
+                frame.render_widget(Paragraph::new(self.summary(at)), head);
+                let lines = inside_lines(figures, before.as_ref(), &self.programs);
+                let most = (lines.len() as u16).saturating_sub(body.height);
+                self.skipped = self.skipped.min(most);
+                frame.render_widget(Paragraph::new(lines).scroll((self.skipped, 0)), body);
+            }
+            None => {
+                frame.render_widget(Paragraph::new(self.title()), head);
+                self.draw_processes(frame, body);
+            }
+        }
+    }
+
+    fn title(&self) -> Vec<Line<'static>> {
+        let connections: u64 =
+            self.processes.iter().map(|(figures, _)| connection_count(figures)).fold(0, u64::saturating_add);
+        let rates = (0..self.processes.len()).filter_map(|at| self.rates(at));
+        let (calls, served) = rates.fold((0.0, 0.0), |(c, s), rates| (c + rates.calls, s + rates.served));
+        let first = format!(
+            "rpcrdma top: {} processes, {connections} connections, {calls:.0} calls/s, {served:.0} served/s, by {}",
+            self.processes.len(),
+            self.sort.name()
+        );
+        let second = match (self.processes.is_empty(), self.foreign) {
+            (true, 0) => "no process with a connection over rdma".to_owned(),
+            (_, 0) => String::new(),
+            (_, foreign) => watch::foreign_text(foreign),
+        };
+        vec![Line::from(first), Line::from(second)]
+    }
+
+    fn summary(&self, at: usize) -> Vec<Line<'static>> {
+        let figures = &self.processes[at].0;
+        let rates = self.rates(at);
+        let rate = |of: fn(&Rates) -> f64| {
+            rates.as_ref().map_or_else(|| "-".to_owned(), |r| format!("{:.0}", of(r)))
+        };
+        vec![
+            Line::from(format!(
+                "{}, process {} of {}, librpcrdma {}, {}",
+                figures.program,
+                figures.pid,
+                figures.user,
+                figures.library,
+                age(figures.since)
+            )),
+            Line::from(format!(
+                "{} connections, {} calls/s, {} served/s, {} errors",
+                connection_count(figures),
+                rate(|rates| rates.calls),
+                rate(|rates| rates.served),
+                figures.counter("errors_sent").saturating_add(figures.counter("errors_received"))
+            )),
+        ]
+    }
+
+    fn draw_processes(&mut self, frame: &mut Frame, area: ratatui::layout::Rect) {
+        let rows: Vec<Row> = (0..self.processes.len())
+            .map(|at| {
+                let figures = &self.processes[at].0;
+                let rates = self.rates(at);
+                let rate = |of: fn(&Rates) -> f64| {
+                    rates.as_ref().map_or_else(|| "-".to_owned(), |rates| format!("{:.0}", of(rates)))
+                };
+                let percentile =
+                    |which: usize| time(rates.as_ref().and_then(|rates| rates.percentiles[which]));
+                Row::new([
+                    format!("{:>8}", figures.pid),
+                    figures.user.clone(),
+                    figures.program.clone(),
+                    format!("{:>9}", rate(|rates| rates.calls)),
+                    format!("{:>9}", rate(|rates| rates.served)),
+                    format!("{:>8}", rates.as_ref().map_or_else(|| "-".to_owned(), |r| bytes(r.all_bytes()))),
+                    format!("{:>6}", connection_count(figures)),
+                    format!("{:>6}", figures.connections.iter().map(in_use).fold(0, u64::saturating_add)),
+                    format!("{:>8}", percentile(0)),
+                    format!("{:>8}", percentile(1)),
+                ])
+            })
+            .collect();
+        let title = [
+            "     PID",
+            "USER",
+            "PROGRAM",
+            "  CALLS/S",
+            " SERVED/S",
+            "    BY/S",
+            " CONNS",
+            " INUSE",
+            "     P50",
+            "     P99",
+        ];
+        let widths = [8, 10, 16, 9, 9, 8, 6, 6, 8, 8].map(Constraint::Length);
+        let table = Table::new(rows, widths)
+            .header(Row::new(title).style(Style::new().add_modifier(Modifier::BOLD)))
+            .row_highlight_style(Style::new().add_modifier(Modifier::REVERSED));
+        frame.render_stateful_widget(table, area, &mut self.table);
+    }
+}
+
+/// The connections and procedures of a process; times since the look before.
+fn inside_lines(figures: &Figures, before: Option<&Figures>, programs: &Programs) -> Vec<Line<'static>> {
+    let bold = Style::new().add_modifier(Modifier::BOLD);
+    let mut lines = vec![Line::from(CONNECTIONS).style(bold)];
+    lines.extend(figures.connections.iter().map(|connection| Line::from(connection_row(connection))));
+    if figures.without_slot > 0 {
+        lines.push(Line::from(format!("and {} more, which have no room here", figures.without_slot)));
+    }
+    lines.push(Line::default());
+    let title = format!(
+        "{:<16} {:<12} {:<6} {:>9} {:>9} {:>9}",
+        "PROGRAM", "PROCEDURE", "END", "CALLS/S", "P50", "P99"
+    );
+    lines.push(Line::from(title).style(bold));
+    for latency in &figures.latencies {
+        let same = |other: &&Latency| (other.numbers, other.served) == (latency.numbers, latency.served);
+        let earlier = before.and_then(|before| before.latencies.iter().find(same));
+        let buckets = difference(&latency.buckets, earlier.map_or(&[], |earlier| &earlier.buckets));
+        let calls = buckets.iter().fold(0u64, |sum, n| sum.saturating_add(*n));
+        let seconds =
+            before.map_or(0.0, |before| figures.at.saturating_duration_since(before.at).as_secs_f64());
+        let rate = if seconds > 0.0 { format!("{:.0}", calls as f64 / seconds) } else { "-".to_owned() };
+        let (program, procedure) = names(latency.numbers, programs);
+        let end = if latency.served { "server" } else { "client" };
+        let [p50, p99] = [0.5, 0.99].map(|part| time(percentile(&buckets, part)));
+        lines.push(Line::from(format!("{program:<16} {procedure:<12} {end:<6} {rate:>9} {p50:>9} {p99:>9}")));
+    }
+    lines
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_order_is_reached_by_the_key() {
+        let mut sort = Sort::Calls;
+        let mut seen = Vec::new();
+        while !seen.contains(&sort) {
+            seen.push(sort);
+            sort = sort.next();
+        }
+        assert_eq!(seen.len(), 5);
+    }
+
+    #[test]
+    fn delays_have_limits() {
+        assert_eq!(seconds("2"), Ok(Duration::from_secs(2)));
+        assert!(["0", "x", "1e9", "nan"].iter().all(|wrong| seconds(wrong).is_err()));
+    }
 }

@@ -2,10 +2,10 @@
 //! each, for a Read may take a thousand times as long as a Send; times stand beside them, at the end that has seen them.
 
 use super::log::{Message, Time};
-use super::names::Names;
 use super::show::{credits, details, is_back, since, title};
 use super::trace::{Call, Connection, Kind, Step, Trace};
 use crate::picture::{Anchor, Picture, Style, colour, grouped, width};
+use crate::programs::Programs;
 
 const WIDTH: f64 = 820.0;
 const LEFT: f64 = 130.0;
@@ -21,7 +21,7 @@ const TIME: Style = Style::new(11.0, colour::FAINT);
 ///
 /// # Errors
 /// They are of several connections.
-pub fn draw(trace: &Trace, chosen: &[usize], names: &Names) -> Result<Picture, String> {
+pub fn draw(trace: &Trace, chosen: &[usize], names: &Programs) -> Result<Picture, String> {
     let calls: Vec<&Call> = chosen.iter().map(|&at| &trace.calls[at]).collect();
     let Some(first) = calls.first() else { return Err("no call to draw".into()) };
     if calls.iter().any(|call| call.connection(trace) != first.connection(trace)) {
@@ -34,9 +34,8 @@ pub fn draw(trace: &Trace, chosen: &[usize], names: &Names) -> Result<Picture, S
     steps.sort_by_key(|(_, step)| step.at.or(step.done));
     let began = steps.iter().find_map(|(_, step)| step.at.or(step.done));
     let name = |call: &Call| {
-        let name = call
-            .program
-            .map_or_else(|| format!("xid {:#010x}", call.xid), |program| names.procedure(program));
+        let name =
+            call.program.map_or_else(|| format!("xid {:#010x}", call.xid), |program| names.call(program));
         if is_back(trace, call) && calls.len() == 1 { format!("{name}, called back") } else { name }
     };
     let of = |call: &Call| (calls.len() > 1).then(|| name(call));

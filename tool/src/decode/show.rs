@@ -6,15 +6,15 @@ use std::io::{self, Write};
 use serde::Serialize;
 
 use super::log::{Message, Refused, Time};
-use super::names::Names;
 use super::trace::{Call, Connection, Kind, Remark, Role, Step, Trace};
 use crate::picture::{grouped, shown};
+use crate::programs::Programs;
 
 /// Prints all of it, by connection.
 ///
 /// # Errors
 /// Of `out`.
-pub fn text(trace: &Trace, names: &Names, out: &mut impl Write) -> io::Result<()> {
+pub fn text(trace: &Trace, names: &Programs, out: &mut impl Write) -> io::Result<()> {
     let mut count = 0;
     for (at, connection) in trace.connections.iter().enumerate() {
         if trace.first_end(at) != at {
@@ -101,7 +101,7 @@ pub fn is_back(trace: &Trace, call: &Call) -> bool {
 }
 
 /// A call in a line.
-pub fn summary(number: usize, call: &Call, names: &Names, back: bool) -> String {
+pub fn summary(number: usize, call: &Call, names: &Programs, back: bool) -> String {
     let kind = if back { "call back" } else { "call" };
     let mut text = format!("{kind} {}", number + 1);
     if let Some(at) = call.began() {
@@ -109,7 +109,7 @@ pub fn summary(number: usize, call: &Call, names: &Names, back: bool) -> String 
     }
     let _ = write!(text, "  xid {:#010x}", call.xid);
     if let Some(program) = call.program {
-        let _ = write!(text, "  {}", names.procedure(program));
+        let _ = write!(text, "  {}", names.call(program));
     }
     let bytes = |bytes: Option<u64>| bytes.map_or_else(|| "?".into(), grouped);
     if call.call_bytes.or(call.reply_bytes).is_some() {
@@ -303,7 +303,7 @@ struct Skipped {
 
 impl<'a> Document<'a> {
     /// What is asked for.
-    pub fn new(trace: &'a Trace, names: &Names) -> Document<'a> {
+    pub fn new(trace: &'a Trace, names: &Programs) -> Document<'a> {
         let skipped = |why| trace.refused.get(&why).map_or(0, |(lines, ..)| *lines);
         let end = |connection: &'a Connection| End {
             process: connection.process,
@@ -323,7 +323,7 @@ impl<'a> Document<'a> {
                 back: is_back(trace, call),
                 xid: format!("{:#010x}", call.xid),
                 program: call.program,
-                name: call.program.map(|program| names.procedure(program)),
+                name: call.program.map(|program| names.call(program)),
                 call_bytes: call.call_bytes,
                 reply_bytes: call.reply_bytes,
                 latency_us: call.took(),

@@ -46,7 +46,7 @@ fn digest(trace: &Trace) -> Vec<String> {
 
 fn printed(trace: &Trace) -> String {
     let mut out = Vec::new();
-    show::text(trace, &Names::of_this_host(), &mut out).unwrap();
+    show::text(trace, &Programs::read(), &mut out).unwrap();
     String::from_utf8(out).unwrap()
 }
 
@@ -146,7 +146,7 @@ fn a_log_with_anything_in_it_is_read_and_moves_no_cursor() {
         "fd 4 > ",
         "\u{fffd}",
     ];
-    let names = Names::of_this_host();
+    let names = Programs::read();
     let mut state = 0x2545_f491_4f6c_dd1d_u64;
     let mut next = |below: usize| {
         // xorshift64
@@ -191,7 +191,7 @@ fn a_log_with_anything_in_it_is_read_and_moves_no_cursor() {
 
 #[test]
 fn every_step_of_a_call_is_in_its_picture() {
-    let names = Names::of_this_host();
+    let names = Programs::read();
     let log = trace(CHUNKS);
     let picture = diagram::draw(&log, &[0], &names).unwrap().to_string();
     for wanted in [

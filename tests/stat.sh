@@ -1,0 +1,199 @@
+#!/bin/bash
+# stat.sh: `rpcrdma stat` and `rpcrdma top` on running processes: their figures against those that the processes have of
+# themselves (c-tests/watched.c); processes of one's own and of others, that fork, have closed their descriptors, may not be
+# watched, or have ended; the screen in tmux.
+#
+# RPCRDMA names the command (default: build/rpcrdma).
+here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
+. "$here/lib.sh"
+rpcrdma=$(realpath "${RPCRDMA:-$top/build/rpcrdma}")
+[ -x "$rpcrdma" ] || { FAIL "$rpcrdma is there: run make first"; closing; }
+cd "$scratch" || exit 1
+unset RPCRDMA_STATS
+# What other users run has to be readable for them.
+chmod 755 .
+cp "$LIBRPCRDMA" librpcrdma.so.0 && cp "$rpcrdma" command && chmod 755 librpcrdma.so.0 command
+stat() { ./command stat "$@"; }
+compile() { cc -O2 -Wall -Wextra -Werror -Wno-cast-function-type -pthread "$@" $(pkg-config --cflags --libs libtirpc) 2>cc.log; }
+compile -o watched "$top/c-tests/watched.c" && compile -o bench "$top/bench/bench.c" || { FAIL "it compiles" cc.log; closing; }
+with_library=(env LD_PRELOAD="$scratch/librpcrdma.so.0")
+
+start_ready "${with_library[@]}" ./bench server rdma || { FAIL "the server starts"; closing; }
+
+# start COMMAND...: a watched client. Sets pid; `tell LINE` sends it a line and sets answer.
+start() {
+    rm -f to from; mkfifo to from; chmod 666 to from
+    exec "$@" ./watched "$port" <to >from 2>err & pid=$!
+    children+=("$pid")
+    exec {to}>to {from}<from
+}
+tell() { answer=; echo "$*" >&"$to"; read -r -t "$(patient 10)" -u "$from" answer; }
+
+# same NAME EXPECTED FOUND
+same() { if [ "$2" = "$3" ]; then ok "$1"; else echo "expected: $2, found: $3" >why; FAIL "$1" why; fi; }
+# refused NAME TEXT ARGUMENT...: nothing on stdout, TEXT on stderr, and status 1.
+refused() {
+    local name=$1 text=$2 status; shift 2
+    stat "$@" >out 2>err; status=$?
+    if [ $status -eq 1 ] && [ ! -s out ] && grep -qF -- "$text" err; then ok "$name"; else cat out >>err; FAIL "$name (status $status)" err; fi
+}
+counter() { awk -v name="$1" '$1 == name && NF == 2 { print $2; exit }'; }
+
+# ------------------------------------------------------------------------------------------------------------- figures
+
+start "${with_library[@]}"
+tell calls 0
+tell counters
+tell calls 500
+tell counters
+read -r -a own <<<"$answer"
+stat "$pid" >out 2>err
+names=(calls replies served bytes_inline bytes_read bytes_written bytes_copied bytes_read_ahead registrations invalidations
+    sends receives syscalls connections credits_waited)
+found=
+for name in "${names[@]}"; do found+="$(counter "$name" <out) "; done
+same "counters are those of the process" "${own[*]} " "$found"
+same "so is the number of calls in the histogram" 500 "$(awk '$1 == "0x20004245" { print $5 }' out)"
+same "the procedure has its name" NULL "$(awk '$1 == "0x20004245" { print $3 }' out)"
+same "the connection leads to the server" "127.0.0.1:$port client 1" \
+    "$(awk -v to="127.0.0.1:$port" '$1 == to { print $1, $2, $3 }' out)"
+same "no credit is in use" 0/32 "$(awk -v to="127.0.0.1:$port" '$1 == to { print $4 }' out)"
+same "bytes of the connection are those of the process" "${own[3]}" \
+    "$(stat --json "$pid" | grep -o '"bytes_inline": [0-9]*' | head -n 1 | cut -d' ' -f2)"
+[ ! -s err ] && ok "and nothing on stderr" || FAIL "nothing on stderr" err
+same "the server has served as many" 500 "$(stat "$server" | counter served)"
+# Within 100 nanoseconds and a minute: half of the calls, then nearly all.
+stat "$pid" | awk '$1 == "0x20004245" { print $6, $7, $8 }' | sed 's/us/ 1/g; s/ms/ 1000/g; s/\([0-9]\)s/\1 1000000/g' >times
+awk '{ exit !($1 * $2 > 0.1 && $1 * $2 <= $3 * $4 && $3 * $4 <= $5 * $6 && $5 * $6 < 6e7) }' times &&
+    ok "percentiles are in their order" || FAIL "percentiles are in their order" times
+
+stat --json "$pid" >json
+if command -v python3 >/dev/null; then
+    same "--json is JSON with the same figures" "500 $pid 500" \
+        "$(python3 -c 'import json,sys; d = json.load(sys.stdin); print(d["counters"]["calls"], d["pid"], d["latencies"][0]["calls"])' <json)"
+else
+    skip "--json is JSON" "no python3"
+fi
+stat --prometheus "$pid" >metrics
+same "--prometheus has the same figures" 500 "$(sed -n 's/^rpcrdma_calls_total{.*} //p' metrics)"
+same "its histogram ends with all calls" "500 500" \
+    "$(sed -n 's/^rpcrdma_call_seconds_bucket{.*le="+Inf"} //p; s/^rpcrdma_call_seconds_count{.*} //p' metrics | xargs)"
+same "each of its lines has the form" '' "$(grep -Ev '^(# (TYPE|HELP) rpcrdma_[a-z_]+ .+|rpcrdma_[a-z_]+(\{[^}]*\})? [0-9.e+-]+)$' metrics)"
+stat "$pid" 0.05 3 >lines 2>err
+same "lines repeat, with a title" 4 "$(wc -l <lines)"
+same "and of all processes" 3 "$(stat --all 0.05 1 | grep -Ec "PID|^ *($pid|$server) ")"
+same "without arguments processes are listed" 2 "$(stat | grep -Ec "^ *($pid|$server) ")"
+
+# ------------------------------------------------------------------------------------------------------------ refusals
+
+refused "what is no process" "there is no process 4194304" 4194304
+refused "a process without the library" "does not use the library" $$
+for wrong in x 0 -1 "$pid 0" "$pid 1 0" "--all 1 2 3" "--json --prometheus" "--prometheus $pid 1"; do
+    # shellcheck disable=SC2086
+    stat $wrong >out 2>&1
+    [ $? -eq 2 ] || echo "$wrong" >>wrong
+done
+[ ! -s wrong ] && ok "wrong arguments have status 2" || FAIL "wrong arguments have status 2" wrong
+stat "$pid" 0.05 | head -n 1 >/dev/null
+same "a reader that goes ends it quietly" "141 0" "${PIPESTATUS[*]}"
+
+first=$pid first_to=$to first_from=$from
+start "${with_library[@]}" RPCRDMA_STATS=no
+tell calls 5
+refused "a process that is not to be watched" "RPCRDMA_STATS=no" "$pid"
+same "and it has no such descriptor" 0 "$(ls -l "/proc/$pid/fd" | grep -c rpcrdma-stats)"
+tell counters
+same "its own counters go on" 5 "${answer%% *}"
+tell end
+start "${with_library[@]}"
+tell counters
+refused "a process without a connection" "has made no connection over rdma yet" "$pid"
+tell calls 3
+stat "$pid" 0.05 >lines 2>err & watcher=$!
+children+=("$watcher")
+wait_for 5 grep -q calls/s lines
+kill -KILL "$pid"; wait "$pid" 2>/dev/null
+wait "$watcher"
+same "of a process that is killed it says so and ends" "1 rpcrdma stat: process $pid has ended" "$? $(cat err)"
+
+# ---------------------------------------------------------------------------------------------------- forks, descriptors
+
+pid=$first to=$first_to from=$first_from
+tell fork 7
+child=$answer
+same "a child begins with its parent's figures" 507 "$(stat "$child" | counter calls)"
+same "its histogram and connection are its own" 1 "$(stat "$child" | grep -c "127.0.0.1:$port *client")"
+same "its parent's figures are its parent's" 500 "$(stat "$pid" | counter calls)"
+tell end
+tell close
+same "with all descriptors closed the figures are there" 500 "$(stat "$pid" 2>&1 | counter calls)"
+tell calls 11
+same "and go on" 511 "$(stat "$pid" 2>&1 | counter calls)"
+tell counters
+same "as the process says" 511 "${answer%% *}"
+
+start "${with_library[@]}" prlimit --nofile=20
+tell calls 2
+same "with few descriptors too" 2 "$(stat "$pid" 2>&1 | counter calls)"
+tell end
+
+# ---------------------------------------------------------------------------------------------------------- other users
+
+pid=$first to=$first_to from=$first_from
+nobody=(setpriv --reuid=65534 --regid=65534 --clear-groups)
+if [ "$(id -u)" -ne 0 ]; then
+    skip "processes of others" "needs root"
+else
+    "${nobody[@]}" ./command stat "$pid" >out 2>err
+    same "a process of root is not shown to others" "1 rpcrdma stat: process $pid belongs to root: run as root" "$? $(cat out err)"
+    "${nobody[@]}" ./command stat >out 2>err
+    grep -q 'could not be looked at: run as root' out && ok "and the list says that there are some" || FAIL "the list says so" out
+    start "${nobody[@]}" "${with_library[@]}"
+    tell calls 4
+    same "its owner sees it" 4 "$("${nobody[@]}" ./command stat "$pid" 2>&1 | counter calls)"
+    if ls "/proc/$pid/fd" >/dev/null 2>&1; then
+        same "and so does root" 4 "$(stat "$pid" 2>&1 | counter calls)"
+    else
+        skip "and so does root" "this root lacks CAP_SYS_PTRACE"
+    fi
+    tell end
+fi
+
+# --------------------------------------------------------------------------------------------------------------- screen
+
+./command top >out 2>err </dev/null
+same "without a terminal top says so" "1 yes" "$? $(grep -q 'needs a terminal' err && echo yes)"
+if command -v tmux >/dev/null; then
+    pid=$first to=$first_to from=$first_from
+    export TERM=xterm
+    mux() { tmux -L "rpcrdma$$" -f /dev/null "$@"; }
+    screen() { mux capture-pane -p >screen; grep -Eq -- "$1" screen; }
+    mux new-session -d -x 130 -y 30 'bash --norc --noprofile'
+    type_in() { mux send-keys -l "$1"; mux send-keys Enter; }
+    type_in 'stty -a >before; ./command top -d 0.2; echo "status $?"; stty -a >after'
+    wait_for 10 screen "^ *$server +[a-z]+ +bench" && ok "top shows processes" || FAIL "top shows processes" screen
+    # Calls a second appear with the second look, while calls are made.
+    for _ in $(seq 40); do tell calls 200; screen "^ *$pid +[a-z]+ +watched +[1-9][0-9]* " && break; done
+    screen "^ *$pid +[a-z]+ +watched +[1-9][0-9]* " && ok "and their calls a second" || FAIL "and their calls a second" screen
+    mux send-keys s; wait_for 5 screen 'by connections' && ok "s sorts" || FAIL "s sorts" screen
+    mux send-keys s s s; wait_for 5 screen 'by pid'
+    mux send-keys Down; mux send-keys Enter
+    wait_for 5 screen '^PEER .*CREDITS' && screen '^0x20004245 1 +NULL' && ok "Enter shows connections and procedures" ||
+        FAIL "Enter shows connections and procedures" screen
+    mux send-keys Escape; wait_for 5 screen 'PROGRAM +CALLS/S' && ok "Esc goes back" || FAIL "Esc goes back" screen
+    mux send-keys q; wait_for 5 screen '^status 0' && ok "q ends it" || FAIL "q ends it" screen
+    wait_for 5 cmp -s before after && ok "and the terminal is as it was" || { diff before after >why; FAIL "the terminal is as it was" why; }
+    mux send-keys -R; mux clear-history
+    type_in 'clear; ./command top -d 0.2; echo "status $?"; stty -a >after2'
+    wait_for 10 screen 'rpcrdma top:'
+    mux send-keys C-c; wait_for 5 screen '^status 0' && wait_for 5 cmp -s before after2 && ok "so does Ctrl-C" || FAIL "so does Ctrl-C" screen
+    type_in 'clear; ./command top -d 0.2 & fg >/dev/null; echo "status $?"; stty -a >after3'
+    wait_for 10 screen 'rpcrdma top:'
+    killed=$(pgrep -P "$(mux display-message -p '#{pane_pid}')" -x command)
+    [ -n "$killed" ] && kill -TERM "$killed"
+    wait_for 5 screen '^status 0' && wait_for 5 cmp -s before after3 && ok "and SIGTERM" || FAIL "and SIGTERM" screen
+    mux kill-server
+else
+    skip "top in a terminal" "tmux is not installed"
+fi
+closing

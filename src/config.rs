@@ -1156,7 +1156,8 @@ mod tests {
     #[test]
     fn the_example_file_says_nothing_new_with_its_comments_taken_away() {
         let example = include_str!("../packaging/rpcrdma.conf");
-        let settings = |line: &str| line.strip_prefix('#').filter(|rest| !rest.starts_with(' ')).map(str::to_owned);
+        let settings =
+            |line: &str| line.strip_prefix('#').filter(|rest| !rest.starts_with(' ')).map(str::to_owned);
         let uncommented: Vec<String> = example.lines().filter_map(settings).collect();
         assert_eq!(uncommented.len(), TABLE.len());
         assert_eq!(from_file(&uncommented.join("\n")).expect("settings"), Config::default());

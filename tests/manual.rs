@@ -118,10 +118,13 @@ fn the_packages_are_of_this_version() {
 #[test]
 fn the_symbols_of_the_package_are_those_that_the_library_exports() {
     let symbols = read("debian/librpcrdma0.symbols");
-    let own = symbols.lines().filter_map(|line| line.strip_prefix(' ')?.split_once(' ')).map(|(name, _)| name);
+    let own =
+        symbols.lines().filter_map(|line| line.strip_prefix(' ')?.split_once(' ')).map(|(name, _)| name);
     // The nodes of versions are symbols too, named twice.
-    let own: Vec<String> = own.filter(|name| name.split('@').next() != name.split('@').nth(1)).map(str::to_owned).collect();
-    let wanted: Vec<String> = read("c-tests/exports.txt").lines().map(|line| line.replace("@@", "@")).collect();
+    let own: Vec<String> =
+        own.filter(|name| name.split('@').next() != name.split('@').nth(1)).map(str::to_owned).collect();
+    let wanted: Vec<String> =
+        read("c-tests/exports.txt").lines().map(|line| line.replace("@@", "@")).collect();
     assert_eq!(own, wanted);
 }
 

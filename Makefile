@@ -1,5 +1,10 @@
 # make              the library: build/librpcrdma.so.0
-# make install      PREFIX=/usr/local, LIBDIR, INCLUDEDIR, BINDIR, MANDIR; DESTDIR is respected
+# make install      PREFIX=/usr/local, LIBDIR, INCLUDEDIR, BINDIR, MANDIR, DOCDIR, SYSCONFDIR=/etc, BASHCOMPDIR, ZSHCOMPDIR,
+#                   FISHCOMPDIR; DESTDIR is respected
+# make uninstall    takes away what install has installed: with the same variables
+# make deb          packages for this Debian: build/packages
+# make rpm          the same for rpmbuild
+# make help         this list
 # make demo         copies files over tcp and over RDMA with the same binaries; calls clients back
 # make nfs3         the example NFS server and client: build/nfs3/nfs3d and nfs3
 # make nfs41        the example NFS version 4.1 client and server, with calls back: build/nfs41/nfs41 and nfs41d
@@ -28,11 +33,33 @@ LIBDIR ?= $(PREFIX)/lib
 INCLUDEDIR ?= $(PREFIX)/include
 BINDIR ?= $(PREFIX)/bin
 MANDIR ?= $(PREFIX)/share/man
+DOCDIR ?= $(PREFIX)/share/doc/rpcrdma
+BASHCOMPDIR ?= $(PREFIX)/share/bash-completion/completions
+ZSHCOMPDIR ?= $(PREFIX)/share/zsh/site-functions
+FISHCOMPDIR ?= $(PREFIX)/share/fish/vendor_completions.d
+# Where the library looks, whatever PREFIX is.
+SYSCONFDIR ?= /etc
 # Rust from rustup, or Debian's cargo-web and rustc-web.
 ifndef CARGO
 CARGO := $(shell bash tests/packages.sh cargo)
 endif
 CARGOFLAGS ?= --locked
+# With the crates beside the sources (packaging/release.sh makes that tarball) nothing is fetched.
+ifneq ($(wildcard vendor),)
+VENDORED := --offline --config packaging/vendor.toml
+endif
+# What is installed names no folder of the machine that built it. RUSTFLAGS would take the place of what a config.toml says,
+# and so it is extended only where it is set.
+CRATES := $(or $(CARGO_HOME),$(HOME)/.cargo)/registry/src
+comma := ,
+quoted = '$(subst ','\'',$(1))'
+ifdef RUSTFLAGS
+release = RUSTFLAGS=$(call quoted,$(RUSTFLAGS) --remap-path-prefix=$(CURDIR)=. --remap-path-prefix=$(CRATES)=crates) \
+    $(CARGO) build $(CARGOFLAGS) $(FEATURES) $(VENDORED)
+else
+release = $(CARGO) build $(CARGOFLAGS) $(FEATURES) $(VENDORED) --config \
+    $(call quoted,build.rustflags=["--remap-path-prefix=$(CURDIR)=."$(comma) "--remap-path-prefix=$(CRATES)=crates"])
+endif
 # Without the headers for adapters the library goes without adapters.
 FEATURES := $(if $(findstring -features,$(CARGOFLAGS)),,$(shell bash tests/packages.sh features))
 CC ?= cc
@@ -42,32 +69,31 @@ VERSION := $(shell sed -n 's/^version = "\(.*\)"/\1/p' Cargo.toml | head -n 1)
 TARGET := $(or $(CARGO_TARGET_DIR),target)
 SOURCES := Cargo.toml Cargo.lock $(shell find src -name '*.rs')
 LIBRARY := build/librpcrdma.so.0
-MANUALS := $(wildcard docs/*.[1-8])
 # Every test that is a script; the ones named here are parts of others.
 SCRIPTS := $(filter-out tests/lib.sh tests/ns.sh tests/packages.sh tests/planted.sh,$(sort $(wildcard tests/*.sh)))
 # What a guest with a kernel of its own is for; the others there are its parts.
 # The soak is not among them: over rxe its moved client does not connect yet, and siw does not live through it.
 VM_SCRIPTS := $(filter-out tests/vm/guest.sh tests/vm/setup.sh tests/vm/vm.sh tests/vm/soak.sh,$(sort $(wildcard tests/vm/*.sh)))
-LONG := $(filter-out tests/long/fresh.sh,$(sort $(wildcard tests/long/*.sh)))
+LONG := $(filter-out tests/long/fresh.sh tests/long/minimal.sh,$(sort $(wildcard tests/long/*.sh)))
 
 all: $(LIBRARY) build/librpcrdma.so build/rpcrdma-run build/rpcrdma
 
 # How the library is built, and of what: where this has changed, what is there is stale, whatever its time says.
 # `make install` installs what was built, and need not be told the flags again.
 BUILT_WITH := $(CARGO) $(CARGOFLAGS) $(FEATURES) RUSTFLAGS=$(RUSTFLAGS) $(TARGET); $(CC) $(CFLAGS) $(LDFLAGS); $(sort $(SOURCES))
-ifneq ($(filter-out install,$(or $(MAKECMDGOALS),all)),)
+ifneq ($(filter-out install uninstall help deb rpm,$(or $(MAKECMDGOALS),all)),)
 ifneq ($(strip $(BUILT_WITH)),$(strip $(if $(wildcard build/flags),$(file <build/flags))))
 build/flags: FORCE
 endif
 endif
 build/flags:
 	@mkdir -p build
-	@printf '%s\n' '$(subst ','\'',$(BUILT_WITH))' >$@
+	@printf '%s\n' $(call quoted,$(BUILT_WITH)) >$@
 
 # A copy: cargo replaces its own whenever it is called, with whatever flags.
 build/librpcrdma.a: $(SOURCES) build/flags
 	@bash tests/packages.sh build
-	$(CARGO) build $(CARGOFLAGS) $(FEATURES) --release --lib
+	$(release) --release --lib
 	@cp $(TARGET)/release/librpcrdma.a $@
 
 # --whole-archive: nothing refers to the exported functions but the version script; --gc-sections takes out the rest.
@@ -85,29 +111,37 @@ build/librpcrdma.so: $(LIBRARY)
 	ln -sf librpcrdma.so.0 $@
 
 # It knows where the library is installed, so it is compiled for each place.
-compile_run = $(CC) -O2 -Wall -Wextra $(CFLAGS) -D_GNU_SOURCE -DLIBDIR='"$(LIBDIR)"' -o $(1) rpcrdma-run.c $(LDFLAGS) -ldl
+compile_run = $(CC) -O2 -Wall -Wextra $(CPPFLAGS) $(CFLAGS) -D_GNU_SOURCE -DLIBDIR='"$(LIBDIR)"' -o $(1) rpcrdma-run.c $(LDFLAGS) -ldl
 
 build/rpcrdma-run: rpcrdma-run.c build/flags
 	$(call compile_run,$@)
 
 # The command, with its manual pages and completions (build/generated).
 build/rpcrdma: $(SOURCES) $(shell find tool -name '*.rs') tool/Cargo.toml build/flags
-	$(CARGO) build $(CARGOFLAGS) $(FEATURES) --profile tool -p rpcrdma-tools
+	$(release) --profile tool -p rpcrdma-tools
 	@cp $(TARGET)/tool/rpcrdma $@
 	@rm -rf build/generated && $@ generate build/generated
 
+places = DESTDIR='$(DESTDIR)' LIBDIR='$(LIBDIR)' INCLUDEDIR='$(INCLUDEDIR)' BINDIR='$(BINDIR)' MANDIR='$(MANDIR)' \
+    DOCDIR='$(DOCDIR)' SYSCONFDIR='$(SYSCONFDIR)' BASHCOMPDIR='$(BASHCOMPDIR)' ZSHCOMPDIR='$(ZSHCOMPDIR)' \
+    FISHCOMPDIR='$(FISHCOMPDIR)' INSTALL='$(INSTALL)'
+
+# What is made for its place is made aside: whoever installs may be another one than who builds.
 install: all
-	$(INSTALL) -d $(DESTDIR)$(LIBDIR)/pkgconfig $(DESTDIR)$(INCLUDEDIR) $(DESTDIR)$(BINDIR)
-	$(INSTALL) -m 644 $(LIBRARY) $(DESTDIR)$(LIBDIR)/librpcrdma.so.0
-	ln -sf librpcrdma.so.0 $(DESTDIR)$(LIBDIR)/librpcrdma.so
-	$(INSTALL) -m 644 include/rpcrdma.h $(DESTDIR)$(INCLUDEDIR)/rpcrdma.h
+	@made=$$(mktemp -d) && trap 'rm -rf "$$made"' EXIT && \
+	$(call compile_run,"$$made/rpcrdma-run") && \
 	sed -e 's|@LIBDIR@|$(LIBDIR)|' -e 's|@INCLUDEDIR@|$(INCLUDEDIR)|' -e 's|@VERSION@|$(VERSION)|' \
-	    pkgconfig/rpcrdma.pc.in > $(DESTDIR)$(LIBDIR)/pkgconfig/rpcrdma.pc
-	chmod 644 $(DESTDIR)$(LIBDIR)/pkgconfig/rpcrdma.pc
-	$(call compile_run,$(DESTDIR)$(BINDIR)/rpcrdma-run)
-	chmod 755 $(DESTDIR)$(BINDIR)/rpcrdma-run
-	@for page in $(MANUALS); do \
-	    $(INSTALL) -D -m 644 $$page $(DESTDIR)$(MANDIR)/man$${page##*.}/$${page##*/} || exit 1; done
+	    pkgconfig/rpcrdma.pc.in >"$$made/rpcrdma.pc" && \
+	$(places) STAGE="$$made" sh packaging/install.sh install
+
+uninstall:
+	@$(places) STAGE=/nowhere sh packaging/install.sh uninstall
+
+deb rpm:
+	@bash packaging/build.sh $@ build/packages
+
+help:
+	@sed -n '/^# make /!{/^#  /!q};s/^# //p' $(firstword $(MAKEFILE_LIST))
 
 # In a make of its own, which finds what has just been installed.
 demo:
@@ -231,7 +265,7 @@ clean:
 	$(CARGO) clean
 	rm -rf build
 
-.PHONY: all install demo demo-here nfs3 nfs41 check check-here check-beside check-source check-rust check-exports \
+.PHONY: all install uninstall deb rpm help demo demo-here nfs3 nfs41 check check-here check-beside check-source check-rust check-exports \
     check-c check-c-long check-sanitizers check-valgrind check-long check-long-here check-fresh check-bad-peers \
     check-schedules check-vm bench bench-instructions clean pictures soak fuzz simulate check-planted FORCE
 .DELETE_ON_ERROR:

@@ -1272,4 +1272,15 @@ mod tests {
         assert_eq!(distance("kitten", "sitting"), 3);
         assert_eq!((distance("", "abc"), distance("abc", ""), distance("abc", "abc")), (3, 3, 0));
     }
+
+    #[test]
+    fn the_example_file_says_nothing_new_with_its_comments_taken_away() {
+        let example = include_str!("../packaging/rpcrdma.conf");
+        let settings =
+            |line: &str| line.strip_prefix('#').filter(|rest| !rest.starts_with(' ')).map(str::to_owned);
+        let uncommented: Vec<String> = example.lines().filter_map(settings).collect();
+        assert_eq!(uncommented.len(), TABLE.len());
+        assert_eq!(from_file(&uncommented.join("\n")).expect("settings"), Config::default());
+        assert_eq!(from_file(example).expect("nothing but comments"), Config::default());
+    }
 }

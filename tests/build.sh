@@ -17,8 +17,18 @@ cat >bin/cargo <<END
 #!/bin/sh
 [ "\$1" = -V ] && { echo "cargo 99.0.0"; exit; }
 echo "\${0##*/} \$*" >>$scratch/calls
-mkdir -p target/release && rm -f target/release/librpcrdma.a && ar rc target/release/librpcrdma.a $scratch/stand_in.o
+mkdir -p target/release target/tool && rm -f target/release/librpcrdma.a && ar rc target/release/librpcrdma.a $scratch/stand_in.o
+cp $scratch/tool target/tool/rpcrdma
 END
+# In place of the command, which writes its pages and completions itself.
+cat >tool <<'END'
+#!/bin/sh
+mkdir -p "$2/man1" "$2/completions"
+for file in man1/rpcrdma.1 man1/rpcrdma-run.1 man1/rpcrdma-ping.1 completions/rpcrdma.bash completions/_rpcrdma completions/rpcrdma.fish; do
+    echo "generated" >"$2/$file"
+done
+END
+chmod 755 tool
 cat >bin/gcc-too <<END
 #!/bin/sh
 echo linked >>$scratch/links
@@ -29,10 +39,11 @@ cp bin/cargo bin/other-cargo
 build() { rm -f calls links; make -C tree "$@" >make.log 2>&1; }
 calls() { cat calls 2>/dev/null; }
 
-# stale NAME FLAGS ARGUMENT...: make with these arguments calls cargo once, with these flags, and then not again.
+# stale NAME FLAGS ARGUMENT...: make with these arguments calls cargo once for the library and once for the command, with these
+# flags, and then not again.
 stale() {
     local name=$1 flags=$2; shift 2
-    build "$@" && [[ $(calls) == *"build $flags"*"--release --lib" ]] && [ "$(calls | wc -l)" -eq 1 ] &&
+    build "$@" && [[ $(calls) == *"build $flags"*"--release --lib"*"build $flags"*"-p rpcrdma-tools" ]] && [ "$(calls | wc -l)" -eq 2 ] &&
         [ tree/build/librpcrdma.so.0 -nt tree/build/librpcrdma.a ] && build "$@" && [ -z "$(calls)" ] &&
         ok "$name" || FAIL "$name: $(calls)" make.log
 }
@@ -61,10 +72,66 @@ else
 fi
 
 build "${mine[@]}" CARGOFLAGS=--offline
-if build install DESTDIR="$scratch/stage" "CARGO=$scratch/none" && [ -z "$(calls)" ]; then
+if build install DESTDIR="$scratch/staged" "CARGO=$scratch/none" && [ -z "$(calls)" ]; then
     ok "make install installs what was built"
 else
     FAIL "make install installs what was built" make.log
+fi
+
+# ------------------------------------------------------------------------------------------- installed, and taken away
+
+# installed WANTED...: are these files there, and are all that are there readable by everybody?
+installed() {
+    local file
+    for file in "$@"; do [ -e "$stage/$file" ] || { echo "$file is missing" >>make.log; return 1; }; done
+    ! find "$stage" ! -type l ! -perm -444 | grep . >>make.log
+}
+nothing() { ! find "$stage" -mindepth 1 2>/dev/null | grep . >>make.log; }
+stage=$scratch/stage
+mkdir stage
+if (umask 077; build install DESTDIR="$stage" PREFIX=/usr LIBDIR=/usr/lib/abi CARGOFLAGS=--offline) &&
+    installed usr/bin/rpcrdma{,-run} usr/lib/abi/librpcrdma.so{,.0} usr/lib/abi/pkgconfig/rpcrdma.pc usr/include/rpcrdma.h \
+        usr/share/man/man{1/rpcrdma{,-run,-ping}.1,5/rpcrdma.conf.5,7/rpcrdma.7,3/rpcrdma_svc_run.3} \
+        usr/share/bash-completion/completions/rpcrdma usr/share/zsh/site-functions/_rpcrdma \
+        usr/share/fish/vendor_completions.d/rpcrdma.fish etc/rpcrdma.conf \
+        usr/share/doc/rpcrdma/{README.md,examples/{rpcrdma,service,fileservice}.conf,examples/hello.c}; then
+    ok "make install puts everything into its place"
+else
+    FAIL "make install puts everything into its place" make.log
+fi
+if cmp -s "$top/docs/rpcrdma-run.1" stage/usr/share/man/man1/rpcrdma-run.1; then
+    ok "rpcrdma-run has its own page"
+else
+    FAIL "rpcrdma-run has its own page"
+fi
+if grep -q 'libdir=/usr/lib/abi$' stage/usr/lib/abi/pkgconfig/rpcrdma.pc && strings -a stage/usr/bin/rpcrdma-run | grep -q '^/usr/lib/abi/'; then
+    ok "what is installed knows its places"
+else
+    FAIL "what is installed knows its places"
+fi
+: >foreign && cp foreign stage/usr/share/man/man1/
+places=(DESTDIR="$stage" PREFIX=/usr LIBDIR=/usr/lib/abi)
+if build uninstall "${places[@]}" && [ "$(find stage -type f)" = stage/usr/share/man/man1/foreign ] && rm stage/usr/share/man/man1/foreign; then
+    ok "make uninstall takes it away, and nothing else"
+else
+    find stage >>make.log
+    FAIL "make uninstall takes it away, and nothing else" make.log
+fi
+rm -rf stage && build install "${places[@]}" CARGOFLAGS=--offline && build uninstall "${places[@]}" && nothing &&
+    ok "nothing is left" || FAIL "nothing is left" make.log
+build install "${places[@]}" CARGOFLAGS=--offline && echo 'credits = 64' >stage/etc/rpcrdma.conf
+if build install "${places[@]}" CARGOFLAGS=--offline && grep -q 'was there' make.log && build uninstall "${places[@]}" &&
+    [ "$(find stage -type f -exec cat {} +)" = 'credits = 64' ] && grep -q 'was changed, and stays' make.log; then
+    ok "a changed rpcrdma.conf is neither replaced nor removed"
+else
+    FAIL "a changed rpcrdma.conf is neither replaced nor removed" make.log
+fi
+make -s --no-print-directory -C tree help >said 2>&1
+if [ "$(head -n 1 said | cut -d ' ' -f 1)" = make ] && ! grep -q '^#' said && grep -q '^make bench ' said &&
+    [ -z "$(grep -o '^make [a-z0-9-]*' said | cut -d ' ' -f 2 | while read -r goal; do grep -Eq "^([a-z0-9 -]* )?$goal( [a-z0-9 -]*)?:" tree/Makefile || echo "$goal"; done)" ]; then
+    ok "make help lists the targets, all of which there are"
+else
+    FAIL "make help lists the targets, all of which there are" said
 fi
 
 # ----------------------------------------------------------------------------------------------------------- missing

@@ -19,6 +19,11 @@ elsewhere=(
     'apt install make' tests/long/fresh.sh 'install'
     'make demo' tests/demo.sh 'demo.sh'
     'make check' .ci/run 'make check'
+    'sudo apt install dpkg-dev*' tests/long/packages.sh 'dpkg'
+    'make deb' tests/long/packages.sh 'deb'
+    'sudo apt install ./build/packages/*' tests/long/packages.sh 'apt'
+    'sudo apt purge*' tests/long/packages.sh 'purge'
+    'make uninstall*' tests/build.sh 'uninstall'
     'make install*' tests/readme.sh 'make -s -C "$top" install'
     'ldconfig' tests/readme.sh 'LD_LIBRARY_PATH'    # what it is for; the system's own cache is not a test's to change
     'make' tests/build.sh 'make'
@@ -54,7 +59,7 @@ commands_of() {
 }
 
 stage=$scratch/stage
-make -s -C "$top" install PREFIX="$stage" >"$scratch/install" 2>&1 || { FAIL "make install" "$scratch/install"; closing; }
+make -s -C "$top" install PREFIX="$stage" SYSCONFDIR="$stage/etc" >"$scratch/install" 2>&1 || { FAIL "make install" "$scratch/install"; closing; }
 make -s -C "$top" nfs3 >"$scratch/nfs3.log" 2>&1 || { FAIL "make nfs3" "$scratch/nfs3.log"; closing; }
 export PATH=$stage/bin:$PATH:/usr/sbin:/sbin LD_LIBRARY_PATH=$stage/lib
 cd "$top" || exit 1

@@ -33,6 +33,24 @@ fn the_manual_page_describes_exactly_the_settings_that_there_are() {
 }
 
 #[test]
+fn the_example_file_has_exactly_the_settings_that_there_are_with_their_defaults() {
+    let file = "packaging/rpcrdma.conf";
+    let example = read(file);
+    let (head, settings) = example.split_once("\n\n").expect("a head, and settings");
+    assert!(head.lines().all(|line| line.starts_with("# ")), "{head}");
+    let wanted: Vec<String> = rpcrdma::config::table()
+        .map(|(_, key, default, meaning)| format!("# {meaning}\n#{key} = {default}").trim_end().to_owned())
+        .collect();
+    if std::env::var_os("RPCRDMA_BLESS").is_some_and(|value| value == "1") {
+        let path = Path::new(env!("CARGO_MANIFEST_DIR")).join(file);
+        fs::write(path, format!("{head}\n\n{}\n", wanted.join("\n\n"))).expect(file);
+        return;
+    }
+    let found: Vec<&str> = settings.trim_end().split("\n\n").collect();
+    assert_eq!(found, wanted, "RPCRDMA_BLESS=1 cargo test --test manual writes {file} anew");
+}
+
+#[test]
 fn the_manual_page_of_bindings_has_every_word_and_its_examples_are_understood() {
     let page = read("docs/rpcrdma-bindings.5");
     let registry = rpcrdma::binding::Registry::built_in();
@@ -71,6 +89,30 @@ fn the_newest_entry_of_the_changelog_is_this_version() {
     let changelog = read("CHANGELOG.md");
     let newest = changelog.lines().find_map(|line| line.strip_prefix("## [")).expect("an entry");
     assert!(newest.starts_with(&format!("{}]", env!("CARGO_PKG_VERSION"))), "{newest}");
+}
+
+#[test]
+fn the_packages_are_of_this_version() {
+    let version = env!("CARGO_PKG_VERSION");
+    let debian = read("debian/changelog");
+    assert!(debian.starts_with(&format!("rpcrdma ({version}-")), "{debian}");
+    let spec = read("packaging/rpcrdma.spec");
+    assert!(spec.lines().any(|line| line.split_whitespace().eq(["Version:", version])), "{spec}");
+    let tool = read("tool/Cargo.toml");
+    assert!(tool.contains(&format!("\nversion = \"{version}\"\n")), "{tool}");
+}
+
+#[test]
+fn the_symbols_of_the_package_are_those_that_the_library_exports() {
+    let symbols = read("debian/librpcrdma0.symbols");
+    let own =
+        symbols.lines().filter_map(|line| line.strip_prefix(' ')?.split_once(' ')).map(|(name, _)| name);
+    // The nodes of versions are symbols too, named twice.
+    let own: Vec<String> =
+        own.filter(|name| name.split('@').next() != name.split('@').nth(1)).map(str::to_owned).collect();
+    let wanted: Vec<String> =
+        read("c-tests/exports.txt").lines().map(|line| line.replace("@@", "@")).collect();
+    assert_eq!(own, wanted);
 }
 
 #[test]

@@ -20,7 +20,7 @@ check() {
 
 # A stage that the files name truthfully: nothing has to stand in for anything.
 stage=$scratch/stage
-if make -s -C "$top" install PREFIX="$stage" >install.log 2>&1; then ok "make install"; else FAIL "make install" install.log; fi
+if make -s -C "$top" install PREFIX="$stage" SYSCONFDIR="$stage/etc" >install.log 2>&1; then ok "make install"; else FAIL "make install" install.log; fi
 for file in lib/librpcrdma.so.0 lib/librpcrdma.so include/rpcrdma.h lib/pkgconfig/rpcrdma.pc bin/rpcrdma-run \
     share/man/man7/rpcrdma.7 share/man/man1/rpcrdma-run.1 share/man/man5/rpcrdma.conf.5 \
     share/man/man5/rpcrdma-bindings.5 share/man/man3/clnt_rdma_create.3 share/man/man3/rpcrdma_clnt_reverse.3 \

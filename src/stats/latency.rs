@@ -216,7 +216,7 @@ mod tests {
                     seed ^= seed >> 7;
                     seed ^= seed << 17;
                     // Some take far longer than most.
-                    (seed % spread) * if seed % 50 == 0 { 9 } else { 1 }
+                    (seed % spread) * if seed.is_multiple_of(50) { 9 } else { 1 }
                 })
                 .collect();
             let mut buckets = [0; BUCKETS];

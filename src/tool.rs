@@ -16,7 +16,7 @@ pub mod rpc {
     pub use crate::tirpc::interpose::{
         clnt_spcreateerror, clnt_sperror, clnt_tli_create, getnetconfigent, svc_reg, svc_run, svc_tli_create,
     };
-    pub use crate::tirpc::{CLIENT, RPC_ANYFD, SVCXPRT, bool_t, netbuf, netconfig, svc_req};
+    pub use crate::tirpc::{CLIENT, RPC_ANYFD, SVCXPRT, bool_t, clnt_ops, netbuf, netconfig, svc_req};
     pub use crate::xdr::{XDR, XdrProc};
 }
 

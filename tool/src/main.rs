@@ -40,13 +40,11 @@ enum Command {
     Check(check::Args),
     /// Asks a host which transports it answers on, again and again.
     Ping(ping::Args),
-    /// Measures calls over rdma and tcp.
     Perf(perf::Args),
     /// Shows what processes that use the library do.
     Stat(stat::Args),
     /// Shows that live.
     Top(top::Args),
-    /// Reads a wire log, call by call.
     Decode(decode::Args),
     /// Writes manual pages and completions to a folder.
     #[command(hide = true)]

@@ -357,7 +357,7 @@ impl Run {
                     let way = (turn + round + at) % 2;
                     let (name, clients) = &self.ways[way];
                     bar.set_message(format!(
-                        "{} {} over {name}, {} threads",
+                        "{} {} over {name}, threads: {}",
                         case.call.name(),
                         picture::bytes(case.bytes.into()),
                         case.threads

@@ -23,8 +23,8 @@ use std::time::Duration;
 
 use rpcrdma::capi::{CLGET_RDMA_CREDITS, rpcrdma_clnt_peer, rpcrdma_peer};
 use rpcrdma::tool::rpc::{
-    CLIENT, RPC_ANYFD, SVCXPRT, XDR, XdrProc, bool_t, clnt_spcreateerror, clnt_sperror, clnt_tli_create,
-    counters, getnetconfigent, netbuf, netconfig, svc_req, svc_run, svc_tli_create,
+    CLIENT, RPC_ANYFD, SVCXPRT, XDR, XdrProc, bool_t, clnt_ops, clnt_spcreateerror, clnt_sperror,
+    clnt_tli_create, counters, getnetconfigent, netbuf, netconfig, svc_req, svc_run, svc_tli_create,
 };
 use rustix::time::{ClockId, clock_gettime};
 
@@ -137,8 +137,7 @@ impl Client {
     /// What it runs on, if that is RDMA.
     pub fn device(&self) -> Option<String> {
         let mut fd: c_int = -1;
-        // SAFETY: alive.
-        let operations = unsafe { &*(*self.0).cl_ops };
+        let operations = self.operations();
         let control = operations.cl_control?;
         // SAFETY: CLGET_FD writes an int.
         let told = unsafe { control(self.0, CLGET_FD, (&raw mut fd).cast()) };
@@ -240,6 +239,13 @@ impl Client {
         Ok(Status { largest, time, counters: counters.to_vec() })
     }
 
+    fn operations(&self) -> &clnt_ops {
+        // SAFETY: alive until it is dropped.
+        let client = unsafe { &*self.0 };
+        // SAFETY: the operations of a CLIENT are there as long as it is.
+        unsafe { &*client.cl_ops }
+    }
+
     fn call(
         &self,
         procedure: u32,
@@ -260,8 +266,7 @@ impl Client {
         decode: XdrProc,
         results: *mut c_void,
     ) -> Result<(), String> {
-        // SAFETY: alive.
-        let operations = unsafe { &*(*self.0).cl_ops };
+        let operations = self.operations();
         let Some(call) = operations.cl_call else { return Err("a CLIENT without cl_call".into()) };
         let limit = libc::timeval {
             tv_sec: limit.as_secs() as libc::time_t,
@@ -281,8 +286,7 @@ impl Client {
 
 impl Drop for Client {
     fn drop(&mut self) {
-        // SAFETY: alive until here.
-        let operations = unsafe { &*(*self.0).cl_ops };
+        let operations = self.operations();
         if let Some(destroy) = operations.cl_destroy {
             // SAFETY: used no more.
             unsafe { destroy(self.0) };
@@ -311,7 +315,8 @@ impl Netid {
         // SAFETY: a string.
         let netconfig = unsafe { getnetconfigent(name.as_ptr()) };
         if netconfig.is_null() {
-            return Err(format!("{} is no netid of this host", name.to_string_lossy()));
+            let why = std::io::Error::last_os_error();
+            return Err(format!("netid {} is not to be had: {why}", name.to_string_lossy()));
         }
         Ok(netconfig)
     }
@@ -376,7 +381,9 @@ unsafe extern "C" fn dispatch(request: *mut svc_req, transport: *mut SVCXPRT) {
 /// `transport` has a request of this procedure.
 unsafe fn answer(server: &Server, procedure: u32, transport: *mut SVCXPRT) -> Option<()> {
     // SAFETY: by the contract.
-    let get = unsafe { (*(*transport).xp_ops).xp_getargs }?;
+    let operations = unsafe { (*transport).xp_ops };
+    // SAFETY: a transport's operations are there as long as it is.
+    let get = unsafe { (*operations).xp_getargs }?;
     let arguments = |procedure: XdrProc, place: *mut c_void| {
         // SAFETY: the procedure is for what lies at the place.
         (unsafe { get(transport, procedure, place) } != 0).then_some(())

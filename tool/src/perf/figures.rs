@@ -135,7 +135,7 @@ impl Figures {
             }
         }
         text.push_str(
-            "\nratio: rdma to tcp, calls a second; p50, p99: of a call's time; CPU: processor time of both ends for a call\n",
+            "\nratio: rdma to tcp, calls a second; p50, p99: of a call's time;\nCPU: processor time of both ends for a call\n",
         );
         if self.interrupted {
             text.push_str("Ended before its time: these are the rounds that were complete.\n");

@@ -25,6 +25,5 @@ pub mod host {
     pub use crate::driver::start::allows;
     pub use crate::process::lockable;
     pub use crate::provider::local::possible as shares_memory;
-    pub use crate::socket::local_addresses;
     pub use crate::tirpc::netid::{Row, registered};
 }

@@ -84,11 +84,7 @@ mod tests {
         assert_eq!(check(path, "# fine\ncredits = 64\n"), [""; 0]);
         let wrong = check(path, "credits = 64\n  poll =  never\ncredit = 1\nnothing\n");
         assert!(wrong[0].starts_with("f:2:11: poll = \"never\": must be a whole number"), "{}", wrong[0]);
-        assert!(
-            wrong[1].starts_with("f:3:1: \"credit\": no such setting; did you mean credits?"),
-            "{}",
-            wrong[1]
-        );
+        assert!(wrong[1].starts_with("f:3:1: \"credit\": no such setting; did you mean credits?"), "{}", wrong[1]);
         assert!(wrong[2].starts_with("f:4:1: \"nothing\": must be `key = value`"), "{}", wrong[2]);
         assert_eq!(wrong.len(), 3);
     }

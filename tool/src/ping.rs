@@ -125,9 +125,7 @@ struct Target {
 fn ping(args: &Args) -> Result<u64, String> {
     let programs = Programs::read();
     let program = match &args.program {
-        Some(word) => Some(
-            programs.number(word).ok_or_else(|| format!("{word}: no program of that name in /etc/rpc"))?,
-        ),
+        Some(word) => Some(programs.number(word).ok_or_else(|| format!("{word}: no program of that name in /etc/rpc"))?),
         None => None,
     };
     let target = find(args, program, &programs)?;
@@ -165,12 +163,7 @@ fn ping(args: &Args) -> Result<u64, String> {
                 summary.received += 1;
                 summary.rtt_us.push(micros);
                 if !args.json {
-                    println!(
-                        "reply from {}: seq={} time={:.3} ms",
-                        summary.address,
-                        summary.sent,
-                        micros / 1e3
-                    );
+                    println!("reply from {}: seq={} time={:.3} ms", summary.address, summary.sent, micros / 1e3);
                 }
             }
             Err(text) => {
@@ -195,8 +188,7 @@ fn begin(summary: &Summary, programs: &Programs) {
     println!("PING {host}: program {} version {version}, over {netid}", programs.program(summary.program));
     if let Some(device) = &summary.device {
         let credits = summary.credits.map_or(String::new(), |credits| format!(", {credits} credits"));
-        let spoken =
-            summary.rpc_over_rdma.map_or(String::new(), |spoken| format!(", RPC-over-RDMA version {spoken}"));
+        let spoken = summary.rpc_over_rdma.map_or(String::new(), |spoken| format!(", RPC-over-RDMA version {spoken}"));
         println!("  rdma at {address}: {device}{credits}{spoken}");
     }
     if let Some(tcp) = summary.tcp {
@@ -211,18 +203,14 @@ fn end(summary: &Summary) {
     println!("{} calls, {} replies, {percent}% lost", summary.sent, summary.received);
     if let Some(Times { min, avg, max, mdev, p50 }) = summary.times {
         let [min, avg, max, mdev, p50] = [min, avg, max, mdev, p50].map(|micros| micros / 1e3);
-        println!(
-            "rtt min/avg/max/mdev = {min:.3}/{avg:.3}/{max:.3}/{mdev:.3} ms, half of them within {p50:.3} ms"
-        );
+        println!("rtt min/avg/max/mdev = {min:.3}/{avg:.3}/{max:.3}/{mdev:.3} ms, half of them within {p50:.3} ms");
     }
 }
 
 /// The program that is asked, and where.
 fn find(args: &Args, program: Option<u32>, programs: &Programs) -> Result<Target, String> {
     if let (Some(port), Some(program)) = (args.port, program) {
-        let found = (args.host.as_str(), port)
-            .to_socket_addrs()
-            .map_err(|error| format!("{}: {error}", args.host))?;
+        let found = (args.host.as_str(), port).to_socket_addrs().map_err(|error| format!("{}: {error}", args.host))?;
         let address = found.into_iter().next().ok_or_else(|| format!("{} has no address", args.host))?;
         return Ok(Target { address, program, version: args.version.unwrap_or(1), tcp: None });
     }
@@ -237,8 +225,7 @@ fn find(args: &Args, program: Option<u32>, programs: &Programs) -> Result<Target
             .collect();
         others.sort_unstable();
         others.dedup();
-        let what = program
-            .map_or("nothing".into(), |program| format!("program {} is not", programs.program(program)));
+        let what = program.map_or("nothing".into(), |program| format!("program {} is not", programs.program(program)));
         let there = if others.is_empty() { "nothing else".into() } else { others.join(", ") };
         format!(
             "{what} registered on netid {wanted} at {}; there is {there}: a server needs librpcrdma, and \
@@ -259,8 +246,7 @@ fn choose<'a>(
     version: Option<u32>,
     at: IpAddr,
 ) -> Option<&'a Row> {
-    let of_family =
-        |row: &&Row| row.netid == if at.is_ipv4() { netid.to_owned() } else { format!("{netid}6") };
+    let of_family = |row: &&Row| row.netid == if at.is_ipv4() { netid.to_owned() } else { format!("{netid}6") };
     let fits = |row: &&Row| {
         row.prog != RPCBIND
             && program.is_none_or(|program| row.prog == program)
@@ -316,8 +302,7 @@ mod tests {
             row(100_003, 3, "rdma6", "::.8.9"),
         ];
         let at = IpAddr::from([10, 0, 0, 1]);
-        let found =
-            |program, version| choose(&rows, "rdma", program, version, at).map(|row| (row.prog, row.vers));
+        let found = |program, version| choose(&rows, "rdma", program, version, at).map(|row| (row.prog, row.vers));
         assert_eq!(found(None, None), Some((100_003, 4)));
         assert_eq!(found(Some(100_003), Some(3)), Some((100_003, 3)));
         assert_eq!(found(Some(100_005), None), Some((100_005, 3)));

@@ -181,57 +181,6 @@ pub fn check() -> Vec<Error> {
     process::keeping_errno(|| Read::now(Path::new(FILE), process::is_secure()).errors)
 }
 
-/// A setting as it is in force.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct InForce {
-    /// The environment variable.
-    pub env: &'static str,
-    /// The key in the file.
-    pub key: &'static str,
-    /// The value, as it was written; empty for none.
-    pub value: String,
-    /// Where it was written.
-    pub origin: Origin,
-}
-
-/// Where a value comes from.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Origin {
-    /// It is the default.
-    Default,
-    /// This line of the file.
-    Line(usize),
-    /// The environment.
-    Environment,
-}
-
-/// The settings as the environment and the file are now, in the order of the table. What is not understood is not in force;
-/// [`check`] tells of it.
-pub fn in_force() -> Vec<InForce> {
-    let text = textfile::read(Path::new(FILE)).ok().flatten();
-    Config::in_force(std::env::vars_os(), text.as_deref(), process::is_secure())
-}
-
-/// The file of settings.
-pub const FILE: &str = "/etc/rpcrdma.conf";
-
-/// The files with bindings as they are now, and what is wrong in each.
-pub fn binding_files() -> Vec<(PathBuf, Vec<Error>)> {
-    let read = Read::now(Path::new(FILE), process::is_secure());
-    let bindings = Registry::built_in();
-    let wrong = |path: &Path, text: Result<String, Error>| match text {
-        Ok(text) => bindings.add_text(&path.display().to_string(), &text).into_iter().map(invalid).collect(),
-        Err(error) => vec![error],
-    };
-    let texts = read.config.binding_texts().into_iter();
-    texts.map(|(path, text)| (path.clone(), wrong(&path, text))).collect()
-}
-
-/// What is wrong in the text of a file of settings, as [`check`] has it.
-pub fn check_text(path: &Path, text: &str) -> Vec<Error> {
-    Config::understood([], Some((path, text)), true).1
-}
-
 /// What was read, and why the rest is not understood.
 struct Read {
     config: Config,
@@ -524,6 +473,7 @@ const TABLE: &[Setting] = &[
     },
 ];
 
+const FILE: &str = "/etc/rpcrdma.conf";
 /// Where the system's bindings are: every file that ends in `.conf`, by name.
 const BINDINGS: &str = "/etc/rpcrdma.d";
 const PREFIX: &str = "RPCRDMA_";
@@ -620,43 +570,6 @@ impl Config {
             }
         }
         (config, errors)
-    }
-
-    fn in_force(
-        env: impl IntoIterator<Item = (OsString, OsString)>,
-        file: Option<&str>,
-        secure: bool,
-    ) -> Vec<InForce> {
-        let mut found: Vec<InForce> = TABLE
-            .iter()
-            .map(|setting| InForce {
-                env: setting.env,
-                key: setting.key,
-                value: setting.default.into(),
-                origin: Origin::Default,
-            })
-            .collect();
-        let mut config = Config::default();
-        let mut seen = Vec::new();
-        for (number, line) in textfile::lines(file.unwrap_or_default()) {
-            if let (Ok(()), Some((key, value))) =
-                (config.apply_line(number, line, &mut seen), line.split_once('='))
-            {
-                let row = found.iter_mut().find(|row| row.key == key.trim());
-                row.into_iter().for_each(|row| {
-                    (row.value, row.origin) = (value.trim().into(), Origin::Line(number));
-                });
-            }
-        }
-        for (name, value) in env.into_iter().filter(|_| !secure) {
-            if let (Ok(()), Some(value)) = (config.apply_variable(&name, &value), value.to_str()) {
-                let row = found.iter_mut().find(|row| *row.env == *name);
-                row.into_iter().for_each(|row| {
-                    (row.value, row.origin) = (value.trim().into(), Origin::Environment);
-                });
-            }
-        }
-        found
     }
 
     /// Whether programs on that transport are moved.
@@ -851,27 +764,6 @@ mod tests {
     ) -> Result<Config, Error> {
         let (config, errors) = Config::understood(env, file, secure);
         errors.into_iter().next().map_or(Ok(config), Err)
-    }
-
-    #[test]
-    fn each_value_in_force_tells_where_it_comes_from() {
-        let env = [("RPCRDMA_CREDITS", "64"), ("RPCRDMA_POLL", "never"), ("PATH", "/bin")];
-        let env = env.map(|(name, value)| (name.into(), value.into()));
-        let file = "# ours\npoll = 7\n\ncredits = 16 # few\ninline = 5\n";
-        let told = |secure| {
-            let all = Config::in_force(env.clone(), Some(file), secure);
-            assert!(all.iter().map(|row| row.key).eq(TABLE.iter().map(|setting| setting.key)));
-            ["credits", "poll", "inline", "log"].map(|key| {
-                let row = all.iter().find(|row| row.key == key).expect("in the table");
-                (row.value.clone(), row.origin)
-            })
-        };
-        let (line, default) = (Origin::Line, Origin::Default);
-        let rest = [("7".into(), line(2)), ("auto".into(), default), ("off".into(), default)];
-        assert_eq!(told(false)[0], ("64".into(), Origin::Environment));
-        assert_eq!(told(false)[1..], rest);
-        assert_eq!(told(true)[0], ("16".into(), line(4)));
-        assert_eq!(told(true)[1..], rest);
     }
 
     fn from_env(variables: &[(&str, &str)]) -> Result<Config, Error> {

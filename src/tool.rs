@@ -19,11 +19,3 @@ pub mod rpc {
     pub use crate::tirpc::{CLIENT, RPC_ANYFD, SVCXPRT, bool_t, clnt_ops, netbuf, netconfig, svc_req};
     pub use crate::xdr::{XDR, XdrProc};
 }
-
-/// What a host has to say of itself, and this process of its devices: for `rpcrdma info` and `rpcrdma ping`.
-pub mod host {
-    pub use crate::driver::start::allows;
-    pub use crate::process::lockable;
-    pub use crate::provider::local::possible as shares_memory;
-    pub use crate::tirpc::netid::{Row, registered};
-}

@@ -117,16 +117,6 @@ pub fn missing() -> Error {
 const SECRET: usize = 16;
 type Secret = [u8; SECRET];
 
-/// Whether this process can share memory with another one: makes what a connection would, and gives it up.
-///
-/// # Errors
-/// What the system refuses.
-#[cfg(feature = "tool")]
-pub fn possible() -> io::Result<()> {
-    crate::memory::shared::Own::new()?;
-    Asked::new(&mut Vec::new()).map(drop)
-}
-
 /// Begins what is said of it in private data. The last byte is its version.
 const MARK: &[u8; 8] = b"RPCRloc\x02";
 

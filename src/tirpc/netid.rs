@@ -334,7 +334,7 @@ pub fn look_up(
     }
     let mut failure = None;
     for at in resolve(host, &name, netid)? {
-        match dump(at, netid, timeout, Some(prog)) {
+        match dump(at, netid, timeout, prog) {
             Ok(rows) => {
                 return choose(&rows, vers, at, netid)
                     .ok_or_else(|| not_registered(prog, netid, &name, &rows));
@@ -392,7 +392,7 @@ fn look_at_rows(netid: Netid, prog: u32) -> Result<Vec<Row>, Error> {
     // Where IPv6 is off, rpcbind is there over IPv4 all the same.
     for netid in [netid, Netid::Rdma] {
         for at in resolve(None, "localhost", netid)? {
-            match dump(at, netid, Some(SOON), Some(prog)) {
+            match dump(at, netid, Some(libc::timeval { tv_sec: 5, tv_usec: 0 }), prog) {
                 Ok(rows) => return Ok(rows),
                 Err(error) => failure = error,
             }
@@ -400,37 +400,6 @@ fn look_at_rows(netid: Netid, prog: u32) -> Result<Vec<Row>, Error> {
     }
     Err(failure)
 }
-
-/// What rpcbind at a host lists, whatever the program; and the address that it was asked at.
-///
-/// # Errors
-/// There is no such host; no rpcbind there.
-#[cfg(feature = "tool")]
-pub fn registered(host: &str) -> Result<(IpAddr, Vec<Row>), Error> {
-    let name = std::ffi::CString::new(host)
-        .map_err(|_| Error::new(Kind::UnknownHost, "a host's name has no zero byte"))?;
-    let mut failure = None;
-    for netid in [Netid::Rdma, Netid::Rdma6] {
-        match resolve(Some(&name), host, netid) {
-            // A host without an address of this family may have one of the other.
-            Err(error) => {
-                failure.get_or_insert(error);
-            }
-            Ok(addresses) => {
-                for at in addresses {
-                    match dump(at, netid, Some(SOON), None) {
-                        Ok(rows) => return Ok((at.ip(), rows)),
-                        Err(error) => failure = Some(error),
-                    }
-                }
-            }
-        }
-    }
-    Err(failure.unwrap_or_else(|| Error::new(Kind::Rpcbind, "no address to ask at")))
-}
-
-/// How long rpcbind has to answer who asks on the side.
-const SOON: libc::timeval = libc::timeval { tv_sec: 5, tv_usec: 0 };
 
 /// The addresses of `host` in the family of `netid`, with rpcbind's port; never empty.
 fn resolve(host: Option<&CStr>, name: &str, netid: Netid) -> Result<Vec<SocketAddr>, Error> {
@@ -458,29 +427,13 @@ fn resolve(host: Option<&CStr>, name: &str, netid: Netid) -> Result<Vec<SocketAd
     Ok(found)
 }
 
-/// A mapping of rpcbind's.
+/// A mapping of the program in question.
 #[derive(Debug, PartialEq, Eq)]
-pub struct Row {
-    /// The program.
-    pub prog: u32,
-    /// Its version.
-    pub vers: u32,
-    /// The netid, whatever it is.
-    pub netid: String,
-    /// The universal address.
-    pub uaddr: String,
-    /// The user who registered it.
-    pub owner: String,
-}
-
-#[cfg(feature = "tool")]
-impl Row {
-    /// Where it leads, of a host that was asked at `at`, if it is one of tcp's or ours.
-    pub fn address(&self, at: IpAddr) -> Option<SocketAddr> {
-        let netid = if self.netid.ends_with('6') { Netid::Rdma6 } else { Netid::Rdma };
-        let address = parse_uaddr(&self.uaddr, netid)?;
-        Some(if address.ip().is_unspecified() { SocketAddr::new(at, address.port()) } else { address })
-    }
+struct Row {
+    vers: u32,
+    netid: String,
+    uaddr: String,
+    owner: String,
 }
 
 /// Chooses a row and says where it really is, as seen from a client of the host at `at`.
@@ -520,13 +473,8 @@ fn parse_uaddr(uaddr: &str, netid: Netid) -> Option<SocketAddr> {
     if port == 0 { None } else { Some(SocketAddr::new(ip, port)) }
 }
 
-/// What rpcbind at `at`, of the family of `netid`, lists for `prog`, or for all, on whatever netid.
-fn dump(
-    at: SocketAddr,
-    netid: Netid,
-    timeout: Option<libc::timeval>,
-    prog: Option<u32>,
-) -> Result<Vec<Row>, Error> {
+/// What rpcbind at `at`, of the family of `netid`, lists for `prog`, on whatever netid.
+fn dump(at: SocketAddr, netid: Netid, timeout: Option<libc::timeval>, prog: u32) -> Result<Vec<Row>, Error> {
     let (create, library) = (real::CLNT_TLI_CREATE.get()?, library()?);
     let mut address = Sockaddr::from(at);
     let mut address = address.netbuf();
@@ -593,17 +541,17 @@ fn call_dump(
     unsafe { cl_call(clnt, RPCBPROC_DUMP, nothing, null_mut(), list, results, timeout) }
 }
 
-fn rows(mut list: *mut rpcblist, prog: Option<u32>) -> Vec<Row> {
+fn rows(mut list: *mut rpcblist, prog: u32) -> Vec<Row> {
     let mut rows = Vec::new();
     // SAFETY: a decoded list ends with NULL, and nothing else knows it.
     while let Some(entry) = unsafe { ffi::reference(list) } {
         let map = &entry.rpcb_map;
-        if prog.is_none_or(|prog| prog == map.r_prog) {
+        if map.r_prog == prog {
             let [netid, uaddr, owner] = [map.r_netid, map.r_addr, map.r_owner].map(|string| {
                 // SAFETY: a decoded string is NULL or NUL-terminated and lives as long as the list.
                 unsafe { ffi::cstr(string) }.map_or(String::new(), |text| text.to_string_lossy().into_owned())
             });
-            rows.push(Row { prog: map.r_prog, vers: map.r_vers, netid, uaddr, owner });
+            rows.push(Row { vers: map.r_vers, netid, uaddr, owner });
         }
         list = entry.rpcb_next;
     }
@@ -638,7 +586,7 @@ mod tests {
     }
 
     fn row_on(netid: &str, vers: u32, uaddr: &str) -> Row {
-        Row { prog: 9, vers, netid: netid.into(), uaddr: uaddr.into(), owner: "superuser".into() }
+        Row { vers, netid: netid.into(), uaddr: uaddr.into(), owner: "superuser".into() }
     }
 
     fn address(text: &str) -> SocketAddr {

@@ -15,7 +15,6 @@ mod info;
 mod perf;
 mod picture;
 mod ping;
-mod programs;
 mod rpc;
 mod run;
 mod stat;

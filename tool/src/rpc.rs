@@ -14,14 +14,11 @@
 #![allow(unsafe_code)]
 
 use std::ffi::{CStr, CString, c_char, c_int, c_uint, c_void};
-use std::mem::MaybeUninit;
 use std::net::{SocketAddr, TcpListener};
 use std::os::fd::IntoRawFd;
 use std::ptr::{null, null_mut};
 use std::sync::{Mutex, MutexGuard, OnceLock, PoisonError};
-use std::time::Duration;
 
-use rpcrdma::capi::{CLGET_RDMA_CREDITS, rpcrdma_clnt_peer, rpcrdma_peer};
 use rpcrdma::tool::rpc::{
     CLIENT, RPC_ANYFD, SVCXPRT, XDR, XdrProc, bool_t, clnt_ops, clnt_spcreateerror, clnt_sperror,
     clnt_tli_create, counters, getnetconfigent, netbuf, netconfig, svc_req, svc_run, svc_tli_create,
@@ -112,19 +109,11 @@ impl Client {
     /// # Errors
     /// Why not, in libtirpc's words.
     pub fn connect(over: Netid, address: SocketAddr, program: u32) -> Result<Client, String> {
-        Client::of(over, address, program, VERSION)
-    }
-
-    /// The same, for any program.
-    ///
-    /// # Errors
-    /// Why not, in libtirpc's words.
-    pub fn of(over: Netid, address: SocketAddr, program: u32, version: u32) -> Result<Client, String> {
         let netconfig = over.netconfig(&address)?;
         let mut bytes = Address::of(address);
         let mut at = bytes.netbuf();
         // SAFETY: a netconfig, which libtirpc only reads, and an address that lives until it returns.
-        let client = unsafe { clnt_tli_create(RPC_ANYFD, netconfig, &mut at, program, version, 0, 0) };
+        let client = unsafe { clnt_tli_create(RPC_ANYFD, netconfig, &mut at, program, VERSION, 0, 0) };
         if client.is_null() {
             let words = words();
             // SAFETY: a string.
@@ -142,35 +131,6 @@ impl Client {
         // SAFETY: CLGET_FD writes an int.
         let told = unsafe { control(self.0, CLGET_FD, (&raw mut fd).cast()) };
         (told != 0).then(|| rpcrdma::tool::rpc::device(fd)).flatten()
-    }
-
-    /// What is known of the other end of its connection, if that is RDMA.
-    pub fn peer(&self) -> Option<rpcrdma_peer> {
-        let mut peer = MaybeUninit::uninit();
-        // SAFETY: alive, and room for what is told.
-        let told = unsafe { rpcrdma_clnt_peer(self.0, peer.as_mut_ptr(), size_of::<rpcrdma_peer>()) };
-        // SAFETY: it was told.
-        (told != 0).then(|| unsafe { peer.assume_init() })
-    }
-
-    /// Calls that may be under way on it at a time, if it is RDMA.
-    pub fn credits(&self) -> Option<u32> {
-        let mut credits: c_uint = 0;
-        // SAFETY: alive.
-        let operations = unsafe { &*(*self.0).cl_ops };
-        let control = operations.cl_control?;
-        // SAFETY: CLGET_RDMA_CREDITS writes an unsigned.
-        let told = unsafe { control(self.0, CLGET_RDMA_CREDITS, (&raw mut credits).cast()) };
-        (told != 0).then_some(credits)
-    }
-
-    /// A call without arguments and results, which waits for its reply for so long.
-    ///
-    /// # Errors
-    /// Why it has failed.
-    pub fn null_within(&self, limit: Duration) -> Result<(), String> {
-        let (encode, decode): (XdrProc, XdrProc) = (Some(xdr_nothing), Some(xdr_nothing));
-        self.call_within(limit, NULL, encode, null_mut(), decode, null_mut())
     }
 
     /// A call without arguments and results.
@@ -254,24 +214,9 @@ impl Client {
         decode: XdrProc,
         results: *mut c_void,
     ) -> Result<(), String> {
-        self.call_within(Duration::from_secs(30), procedure, encode, arguments, decode, results)
-    }
-
-    fn call_within(
-        &self,
-        limit: Duration,
-        procedure: u32,
-        encode: XdrProc,
-        arguments: *mut c_void,
-        decode: XdrProc,
-        results: *mut c_void,
-    ) -> Result<(), String> {
         let operations = self.operations();
         let Some(call) = operations.cl_call else { return Err("a CLIENT without cl_call".into()) };
-        let limit = libc::timeval {
-            tv_sec: limit.as_secs() as libc::time_t,
-            tv_usec: libc::suseconds_t::from(limit.subsec_micros()),
-        };
+        let limit = libc::timeval { tv_sec: 30, tv_usec: 0 };
         // SAFETY: alive; each procedure of XDR is for what it is given, as the callers above see to.
         let status = unsafe { call(self.0, procedure, encode, arguments, decode, results, limit) };
         if status == 0 {

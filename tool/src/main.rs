@@ -10,13 +10,18 @@ use clap::{Parser, Subcommand};
 
 mod check;
 mod decode;
+mod devices;
 mod generate;
 mod info;
+mod interrupt;
+mod library;
 mod perf;
 mod ping;
+mod programs;
 mod run;
 mod stat;
 mod top;
+mod words;
 
 /// RPC over RDMA for programs of libtirpc: asks, watches, measures.
 #[derive(Parser)]

@@ -33,10 +33,6 @@ pub struct Failed {
     pub text: String,
     /// The versions of the program that there are, if the one that was asked for is not.
     pub versions: Option<(u32, u32)>,
-    /// The time was over.
-    pub timed_out: bool,
-    /// The server has answered, though not as was wished.
-    pub answered: bool,
 }
 
 impl Caller {
@@ -87,7 +83,9 @@ impl Caller {
     fn made(raw: *mut CLIENT, name: CString) -> Result<Caller, Error> {
         if raw.is_null() {
             // SAFETY: a string that outlives the call.
-            let text = unsafe { text(clnt_spcreateerror(name.as_ptr())) };
+            let why = unsafe { clnt_spcreateerror(name.as_ptr()) };
+            // SAFETY: a string of libtirpc, this thread's own, until its next call.
+            let text = unsafe { text(why) };
             return Err(Error::new(Kind::NotSent, text));
         }
         Ok(Caller { raw, name })
@@ -105,8 +103,7 @@ impl Caller {
     /// # Errors
     /// No answer, or another one than was wished.
     pub fn null(&mut self, timeout: Duration) -> Result<(), Failed> {
-        let failed =
-            |text: &str| Failed { text: text.into(), versions: None, timed_out: false, answered: false };
+        let failed = |text: &str| Failed { text: text.into(), versions: None };
         let Some(call) = self.ops().cl_call else { return Err(failed("the CLIENT makes no calls")) };
         let void = xdr_void;
         // SAFETY: alive; xdr_void needs no object.
@@ -121,12 +118,13 @@ impl Caller {
             unsafe { geterr(self.raw, &mut error) };
         }
         // SAFETY: alive, and a string.
-        let text = unsafe { text(clnt_sperror(self.raw, self.name.as_ptr())) };
-        let mismatch = status == clnt_stat::PROGVERSMISMATCH;
+        let why = unsafe { clnt_sperror(self.raw, self.name.as_ptr()) };
+        // SAFETY: a string of libtirpc, this thread's own, until its next call.
+        let text = unsafe { text(why) };
         // SAFETY: every variant of the union is made of integers, and all of it is initialised.
-        let versions = mismatch.then(|| unsafe { error.ru.re_vers }).map(|[low, high]| (low, high));
-        let answered = mismatch || ANSWERS.contains(&status);
-        Err(Failed { text, versions, timed_out: status == clnt_stat::TIMEDOUT, answered })
+        let [low, high] = unsafe { error.ru.re_vers };
+        let versions = (status == clnt_stat::PROGVERSMISMATCH).then_some((low, high));
+        Err(Failed { text, versions })
     }
 
     /// Where it goes.
@@ -160,9 +158,6 @@ impl Drop for Caller {
 pub fn settings() -> Result<(), Error> {
     config::get().map(drop)
 }
-
-/// Answers of a server other than a result: `enum clnt_stat` from RPC_VERSMISMATCH to RPC_SYSTEMERROR's predecessor.
-const ANSWERS: &[u32] = &[6, 7, 8, 9, 10, 11];
 
 /// The mark under which tcp is tcp, if that is asked for.
 fn stock(netid: &CStr) -> Option<Inside> {

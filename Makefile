@@ -170,10 +170,12 @@ check-beside:
 
 # The tests of cargo need the library: bad_peers preloads it.
 check-source: all
-	@if $(CARGO) fmt --version >/dev/null 2>&1; then echo "$(CARGO) fmt --check"; $(CARGO) fmt --check; \
+	@if $(CARGO) fmt --version >/dev/null 2>&1; then echo "$(CARGO) fmt --check"; $(CARGO) fmt --all --check; \
 	    else echo "skip  rustfmt (not installed)"; fi
 	@if $(CARGO) clippy --version >/dev/null 2>&1; then \
-	    echo "$(CARGO) clippy"; $(CARGO) clippy $(CARGOFLAGS) $(FEATURES) --all-targets -- -D warnings; \
+	    echo "$(CARGO) clippy"; $(CARGO) clippy $(CARGOFLAGS) $(FEATURES) --all-targets -- -D warnings && \
+	    echo "$(CARGO) clippy, of tool/"; \
+	    $(CARGO) clippy $(CARGOFLAGS) $(FEATURES) -p rpcrdma-tools --all-targets -- -D warnings; \
 	    else echo "skip  clippy (not installed)"; fi
 	@if $(CARGO) fmt --version >/dev/null 2>&1; then $(CARGO) fmt --manifest-path fuzz/Cargo.toml --check; fi
 	@if $(CARGO) clippy --version >/dev/null 2>&1; then \

@@ -319,6 +319,11 @@ fn said(chain: &Chain) -> impl Iterator<Item = &Said> {
     std::iter::successors(chain.get(), |said| said.next.get())
 }
 
+/// Program, version and procedure of the lines of a text that are understood.
+pub fn procedures(text: &str) -> Vec<(u32, u32, u32)> {
+    text::parse("", text).0.into_iter().map(|(key, _)| key).collect()
+}
+
 impl Registry {
     /// Every procedure of NFS version 2, 3 and 4, of NFSACL and of the NFSv4.0 callbacks.
     pub fn built_in() -> Registry {
@@ -377,7 +382,7 @@ impl Registry {
     }
 
     /// Adds the procedures of a text in the form of rpcrdma-bindings(5); returns why the other lines are not
-    /// understood, each as "NAME:LINE: reason". Replaces what was said of a procedure before, by other texts or
+    /// understood, each as "NAME:LINE:COLUMN: reason". Replaces what was said of a procedure before, by other texts or
     /// the program.
     pub fn add_text(&self, name: &str, text: &str) -> Vec<String> {
         let (entries, errors) = text::parse(name, text);

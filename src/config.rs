@@ -25,11 +25,11 @@ use std::time::Duration;
 
 use once_cell::race::OnceBox;
 
-use crate::binding::Registry;
+use crate::binding::{self, Registry};
 use crate::error::{Error, Kind};
 use crate::log::{self, Level};
 use crate::process;
-use crate::textfile::{self, digits, program_number, quoted, shortened, size, words};
+use crate::textfile::{self, Line, digits, program_number, quoted, shortened, size, words};
 
 /// The settings of this process.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -181,9 +181,103 @@ pub fn check() -> Vec<Error> {
     process::keeping_errno(|| Read::now(Path::new(FILE), process::is_secure()).errors)
 }
 
+/// Where a setting has its value from.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Source {
+    /// Nobody says anything.
+    Default,
+    /// This line of the file of settings.
+    File {
+        /// From 1.
+        line: usize,
+    },
+    /// The variable of its name.
+    Environment,
+}
+
+/// A setting as it stands.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Standing {
+    /// In the environment.
+    pub env: &'static str,
+    /// In the file.
+    pub key: &'static str,
+    /// As it was written.
+    pub value: String,
+    /// By whom.
+    pub source: Source,
+}
+
+/// A file with bindings.
+#[derive(Debug)]
+pub struct BindingFile {
+    /// Which one.
+    pub path: PathBuf,
+    /// Program, version and procedure of what is understood of it.
+    pub procedures: Vec<(u32, u32, u32)>,
+}
+
+/// All that is set, for people.
+#[derive(Debug)]
+pub struct Report {
+    /// The file of settings, and whether it is there.
+    pub file: (&'static Path, bool),
+    /// Every setting, in the order of the table; its default where what is said of it is not understood.
+    pub settings: Vec<Standing>,
+    /// The files with bindings that could be read.
+    pub bindings: Vec<BindingFile>,
+    /// What [`check`] says.
+    pub errors: Vec<Error>,
+}
+
+/// What `env` and the files make of the settings, and by which of them. Nothing else comes of it.
+pub fn report(env: impl IntoIterator<Item = (OsString, OsString)>) -> Report {
+    let file = Path::new(FILE);
+    let Read { config, taken, errors, .. } = Read::from(env, file, process::is_secure());
+    let settings = TABLE.iter().map(|setting| {
+        let last = taken.iter().rfind(|taken| taken.key == setting.key);
+        let default = (setting.default.to_owned(), Source::Default);
+        let (value, source) = last.map_or(default, |last| (last.value.clone(), last.source));
+        Standing { env: setting.env, key: setting.key, value, source }
+    });
+    let readable = |(path, text): (PathBuf, Result<String, Error>)| {
+        Some(BindingFile { path, procedures: binding::procedures(&text.ok()?) })
+    };
+    Report {
+        file: (file, file.exists()),
+        settings: settings.collect(),
+        bindings: config.binding_texts().into_iter().filter_map(readable).collect(),
+        errors,
+    }
+}
+
+/// What a file holds.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Holds {
+    /// Settings, as rpcrdma.conf(5) has them.
+    Settings,
+    /// Bindings, as rpcrdma-bindings(5) has them.
+    Bindings,
+}
+
+/// What a file holds, and what is wrong with it. Bindings begin with a number, and settings with a word.
+///
+/// # Errors
+/// It cannot be read.
+pub fn check_file(path: &Path) -> Result<(Holds, Vec<Error>), Error> {
+    let text = textfile::read_named(path)?;
+    let first = textfile::lines(&text).next();
+    if first.is_some_and(|line| line.says.starts_with(|c: char| c.is_ascii_digit())) {
+        let wrong = Registry::built_in().add_text(&path.display().to_string(), &text);
+        return Ok((Holds::Bindings, wrong.into_iter().map(invalid).collect()));
+    }
+    Ok((Holds::Settings, Config::understood([], Some((path, &text)), false).1))
+}
+
 /// What was read, and why the rest is not understood.
 struct Read {
     config: Config,
+    taken: Vec<Taken>,
     bindings: Arc<Registry>,
     errors: Vec<Error>,
 }
@@ -203,14 +297,25 @@ fn process() -> &'static Read {
     process
 }
 
+/// What was said of a setting and understood: the last one counts.
+struct Taken {
+    key: &'static str,
+    value: String,
+    source: Source,
+}
+
 impl Read {
     fn now(file: &Path, secure: bool) -> Read {
+        Read::from(std::env::vars_os(), file, secure)
+    }
+
+    fn from(env: impl IntoIterator<Item = (OsString, OsString)>, file: &Path, secure: bool) -> Read {
         let (text, unreadable) = match textfile::read(file) {
             Ok(text) => (text, None),
             Err(error) => (None, Some(error)),
         };
         let text = text.as_deref().map(|text| (file, text));
-        let (config, mut errors) = Config::understood(std::env::vars_os(), text, secure);
+        let (config, taken, mut errors) = Config::gathered(env, text, secure);
         errors.splice(0..0, unreadable);
 
         let bindings = Registry::built_in();
@@ -223,7 +328,7 @@ impl Read {
                 Err(error) => errors.push(error),
             }
         }
-        Read { config, bindings: Arc::new(bindings), errors }
+        Read { config, taken, bindings: Arc::new(bindings), errors }
     }
 
     fn start_log(&self) {
@@ -244,7 +349,7 @@ pub fn table() -> impl Iterator<Item = (&'static str, &'static str, &'static str
 }
 
 /// One row of the table.
-struct Setting {
+pub(crate) struct Setting {
     env: &'static str,
     key: &'static str,
     default: &'static str,
@@ -559,17 +664,34 @@ impl Config {
         file: Option<(&Path, &str)>,
         secure: bool,
     ) -> (Config, Vec<Error>) {
+        let (config, _, errors) = Config::gathered(env, file, secure);
+        (config, errors)
+    }
+
+    /// The same, and which of it counts.
+    fn gathered(
+        env: impl IntoIterator<Item = (OsString, OsString)>,
+        file: Option<(&Path, &str)>,
+        secure: bool,
+    ) -> (Config, Vec<Taken>, Vec<Error>) {
         let mut config = Config::default();
-        let mut errors = Vec::new();
+        let (mut taken, mut errors) = (Vec::new(), Vec::new());
         if let Some((path, text)) = file {
-            config.apply_file(path, text, &mut errors);
+            config.apply_file(path, text, &mut taken, &mut errors);
         }
         if !secure {
             for (name, value) in env {
-                errors.extend(config.apply_variable(&name, &value).err());
+                match config.apply_variable(&name, &value) {
+                    Ok(set) => taken.extend(set.map(|setting| Taken {
+                        key: setting.key,
+                        value: value.to_string_lossy().trim().to_owned(),
+                        source: Source::Environment,
+                    })),
+                    Err(error) => errors.push(error),
+                }
             }
         }
-        (config, errors)
+        (config, taken, errors)
     }
 
     /// Whether programs on that transport are moved.
@@ -590,59 +712,64 @@ impl Config {
             Err(error) => return vec![(BINDINGS.into(), Err(error))],
         };
         files.extend(self.bindings.iter().cloned());
-        let text = |path: &Path| {
-            let missing = || textfile::cannot(path, &io::Error::from_raw_os_error(libc::ENOENT));
-            textfile::read(path)?.ok_or_else(missing)
-        };
-        files.into_iter().map(|path| (path.clone(), text(&path))).collect()
+        files.into_iter().map(|path| (path.clone(), textfile::read_named(&path))).collect()
     }
 
-    fn apply_file(&mut self, path: &Path, text: &str, errors: &mut Vec<Error>) {
+    fn apply_file(&mut self, path: &Path, text: &str, taken: &mut Vec<Taken>, errors: &mut Vec<Error>) {
         let mut seen: Vec<(&str, usize)> = Vec::new();
-        for (number, line) in textfile::lines(text) {
-            let line = self.apply_line(number, line, &mut seen);
-            errors.extend(line.err().map(|wrong| invalid(format!("{}:{number}: {wrong}", path.display()))));
+        for line in textfile::lines(text) {
+            match self.apply_line(line, &mut seen) {
+                Ok(set) => taken.push(set),
+                Err((part, wrong)) => {
+                    errors.push(invalid(format!("{}:{}: {wrong}", path.display(), line.place(part))));
+                }
+            }
         }
     }
 
+    /// What is not understood of the line, and why, is the error.
     fn apply_line<'a>(
         &mut self,
-        number: usize,
-        line: &'a str,
+        line: Line<'a>,
         seen: &mut Vec<(&'a str, usize)>,
-    ) -> Result<(), String> {
-        let Some((key, value)) = line.split_once('=') else {
-            return Err(format!("{}: must be `key = value`", quoted(line)));
+    ) -> Result<Taken, (&'a str, String)> {
+        let Some((key, value)) = line.says.split_once('=') else {
+            return Err((line.says, format!("{}: must be `key = value`", quoted(line.says))));
         };
         let (key, value) = (key.trim(), value.trim());
         if let Some((_, first)) = seen.iter().find(|(seen, _)| *seen == key) {
-            return Err(format!("{} is already set in line {first}", quoted(key)));
+            return Err((key, format!("{} is already set in line {first}", quoted(key))));
         }
-        seen.push((key, number));
+        seen.push((key, line.number));
         let Some(setting) = TABLE.iter().find(|setting| setting.key == key) else {
-            return Err(format!(
-                "{}: no such setting; {}",
-                quoted(key),
-                suggestion(key, |setting| setting.key)
-            ));
+            let suggestion = suggestion(key, |setting| setting.key);
+            return Err((key, format!("{}: no such setting; {suggestion}", quoted(key))));
         };
-        (setting.set)(self, value).map_err(|allowed| format!("{key} = {}: must be {allowed}", quoted(value)))
+        let source = Source::File { line: line.number };
+        (setting.set)(self, value)
+            .map(|()| Taken { key: setting.key, value: value.to_owned(), source })
+            .map_err(|allowed| (value, format!("{key} = {}: must be {allowed}", quoted(value))))
     }
 
-    /// As in the environment.
+    /// As in the environment. The setting, if it is one.
     ///
     /// # Errors
     /// `Invalid`.
-    pub(crate) fn apply_variable(&mut self, name: &OsStr, value: &OsStr) -> Result<(), Error> {
+    pub(crate) fn apply_variable(
+        &mut self,
+        name: &OsStr,
+        value: &OsStr,
+    ) -> Result<Option<&'static Setting>, Error> {
         let name = name.to_string_lossy();
         if !name.starts_with(PREFIX) {
-            return Ok(());
+            return Ok(None);
         }
         if let Some(setting) = TABLE.iter().find(|setting| setting.env == name) {
             let Some(value) = value.to_str() else {
                 return Err(invalid(format!("{name}={}: must be UTF-8", quoted(&value.to_string_lossy()))));
             };
             return (setting.set)(self, value.trim())
+                .map(|()| Some(setting))
                 .map_err(|allowed| invalid(format!("{name}={}: must be {allowed}", quoted(value))));
         }
         let suggestion = suggestion(&name, |setting| setting.env);
@@ -895,7 +1022,7 @@ mod tests {
         );
         assert_eq!(
             refused(from_file("# c\n\ncredits = many")),
-            r#"/etc/rpcrdma.conf:3: credits = "many": must be a whole number from 1 to 4096"#
+            r#"/etc/rpcrdma.conf:3:11: credits = "many": must be a whole number from 1 to 4096"#
         );
         assert_eq!(
             refused(from_env(&[("RPCRDMA_LOG", "all")])),
@@ -949,8 +1076,9 @@ mod tests {
                 assert!(text.starts_with(&format!("{name}={value:?}: must be ")), "{text}");
                 let key = name.strip_prefix(PREFIX).unwrap().to_lowercase();
                 let text = refused(from_file(&format!("{key}={value}")));
+                let column = key.len() + 2;
                 assert!(
-                    text.starts_with(&format!("/etc/rpcrdma.conf:1: {key} = {value:?}: must be ")),
+                    text.starts_with(&format!("/etc/rpcrdma.conf:1:{column}: {key} = {value:?}: must be ")),
                     "{text}"
                 );
             }
@@ -1008,18 +1136,18 @@ mod tests {
     fn an_unknown_or_repeated_key_or_a_line_without_one_is_an_error() {
         assert_eq!(
             refused(from_file("credit = 3")),
-            r#"/etc/rpcrdma.conf:1: "credit": no such setting; did you mean credits?"#
+            r#"/etc/rpcrdma.conf:1:1: "credit": no such setting; did you mean credits?"#
         );
-        assert_eq!(refused(from_file("\nyes")), r#"/etc/rpcrdma.conf:2: "yes": must be `key = value`"#);
+        assert_eq!(refused(from_file("\nyes")), r#"/etc/rpcrdma.conf:2:1: "yes": must be `key = value`"#);
         assert_eq!(
             refused(from_file("poll=1\npoll=2")),
-            r#"/etc/rpcrdma.conf:2: "poll" is already set in line 1"#
+            r#"/etc/rpcrdma.conf:2:1: "poll" is already set in line 1"#
         );
         for near in ["Credits", "RPCRDMA_CREDITS", "rpcrdma_credits"] {
             let text = refused(from_file(&format!("{near} = 3")));
             assert_eq!(
                 text,
-                format!("/etc/rpcrdma.conf:1: {near:?}: no such setting; did you mean credits?")
+                format!("/etc/rpcrdma.conf:1:1: {near:?}: no such setting; did you mean credits?")
             );
         }
         assert!(refused(from_file("log-file = 3")).ends_with("did you mean log_file?"));
@@ -1143,7 +1271,7 @@ mod tests {
         let both = format!("{name},/does/not/exist,/dev/null");
         let text = stderr_of_get(&[("RPCRDMA_LOG", "error"), ("RPCRDMA_BINDINGS", &both)]);
         std::fs::remove_file(&path).unwrap();
-        assert!(text.contains(&format!("] error: {name}:3: \"itn\": must be int, ")), "{text}");
+        assert!(text.contains(&format!("] error: {name}:3:26: \"itn\": must be int, ")), "{text}");
         assert!(text.contains("] error: /does/not/exist: No such file or directory; until"), "{text}");
         assert!(
             text.contains("] error: /dev/null: must be a regular file, and is a device; until"),
@@ -1157,6 +1285,60 @@ mod tests {
         let text = stderr_of_get(&[("RPCRDMA_LOG", "wire"), ("RPCRDMA_LOG_FILE", "/does/not/exist")]);
         assert!(text.contains("] error: no log: cannot open /does/not/exist: "), "{text}");
         assert_eq!(text.lines().count(), 1);
+    }
+
+    #[test]
+    fn each_setting_tells_who_has_set_it() {
+        let text = "# mine\ncredits = 5\n\n inline = 8K # large\npoll = 7\ncrc = on";
+        let env = [("RPCRDMA_POLL", " 9 "), ("RPCRDMA_VERSION", "two"), ("HOME", "/")];
+        let env = env.map(|(name, value)| (name.into(), value.into()));
+        let (_, taken, errors) = Config::gathered(env, Some((Path::new("f"), text)), false);
+        let said: Vec<_> = taken.iter().map(|set| (set.key, set.value.as_str(), set.source)).collect();
+        let file = |line| Source::File { line };
+        let want = [
+            ("credits", "5", file(2)),
+            ("inline", "8K", file(4)),
+            ("poll", "7", file(5)),
+            ("poll", "9", Source::Environment),
+        ];
+        assert_eq!((said.as_slice(), errors.len()), (&want[..], 2));
+    }
+
+    #[test]
+    fn a_report_has_every_setting_once_and_what_counts_of_it() {
+        let report = report(
+            [("RPCRDMA_CREDITS", "7"), ("RPCRDMA_BINDINGS", "/does/not/exist")]
+                .map(|(name, value)| (OsString::from(name), OsString::from(value))),
+        );
+        let keys: Vec<_> = report.settings.iter().map(|setting| setting.key).collect();
+        assert_eq!(keys, TABLE.iter().map(|setting| setting.key).collect::<Vec<_>>());
+        let credits = &report.settings[0];
+        assert_eq!((credits.value.as_str(), credits.source), ("7", Source::Environment));
+        assert!(
+            report.errors.iter().any(|error| error.text() == "/does/not/exist: No such file or directory")
+        );
+        assert!(report.bindings.iter().all(|file| file.path != Path::new("/does/not/exist")));
+    }
+
+    #[test]
+    fn a_file_is_checked_for_what_it_holds() {
+        let path = std::env::temp_dir().join(format!("rpcrdma-config-holds-{}", std::process::id()));
+        let check = |text: &str| {
+            std::fs::write(&path, text).unwrap();
+            let (holds, errors) = check_file(&path).unwrap();
+            let name = path.display().to_string();
+            (holds, errors.iter().map(|error| error.text().replace(&name, "f")).collect::<Vec<_>>())
+        };
+        assert_eq!(check(""), (Holds::Settings, vec![]));
+        assert_eq!(check("# 9\ncredits = 9"), (Holds::Settings, vec![]));
+        assert_eq!(check("0x9 1 1 max-reply=8"), (Holds::Bindings, vec![]));
+        let wrong =
+            "f:2:7: \"max_reply=8\": must be arguments=SHAPE, results=SHAPE, max-reply=SIZE or preset";
+        assert_eq!(check("9 1 1 max-reply=8\n9 1 2 max_reply=8"), (Holds::Bindings, vec![wrong.into()]));
+        let wrong = "f:1:8: crc = \"on\": must be auto, yes or no";
+        assert_eq!(check(" crc = on"), (Holds::Settings, vec![wrong.into()]));
+        std::fs::remove_file(&path).unwrap();
+        assert!(check_file(&path).unwrap_err().text().ends_with(": No such file or directory"));
     }
 
     #[test]

@@ -60,6 +60,8 @@ pub mod start;
 
 pub use backlog::Wait;
 pub use client::Client;
+#[cfg(feature = "tool")]
+pub use link::Agreed;
 pub use peer::Peer;
 pub use reverse::Reverse;
 pub use server::{Next, Server, Shared, Stage, next, peer as peer_of, send_rest};

@@ -32,6 +32,14 @@ pub fn read(path: &Path) -> Result<Option<String>, Error> {
     }
 }
 
+/// The text of a file that has to be there.
+///
+/// # Errors
+/// As [`read`], and for one that is not there.
+pub fn read_named(path: &Path) -> Result<String, Error> {
+    read(path)?.ok_or_else(|| cannot(path, &io::Error::from_raw_os_error(libc::ENOENT)))
+}
+
 fn read_file(path: &Path) -> Result<String, Error> {
     let failed = |error: io::Error| cannot(path, &error);
     let invalid = |what: &str| Error::new(Kind::Invalid, format!("{}: {what}", path.display()));
@@ -73,10 +81,35 @@ fn not_a_file(kind: FileType) -> String {
     format!("must be a regular file, and is {is}")
 }
 
-/// The lines that say something, each with its number and without its comment.
-pub fn lines(text: &str) -> impl Iterator<Item = (usize, &str)> {
-    let lines = text.lines().enumerate().map(|(at, line)| (at + 1, without_comment(line).trim()));
-    lines.filter(|(_, line)| !line.is_empty())
+/// A line that says something.
+#[derive(Clone, Copy, Debug)]
+pub struct Line<'a> {
+    /// From 1.
+    pub number: usize,
+    /// What it says, without comment and blanks around.
+    pub says: &'a str,
+    whole: &'a str,
+}
+
+impl Line<'_> {
+    /// "LINE:COLUMN" of a part of what the line says: characters, from 1. What is missing, an empty part, is behind it all.
+    pub fn place(&self, part: &str) -> String {
+        let bytes_before = |part: &str| part.as_ptr().addr().checked_sub(self.whole.as_ptr().addr());
+        let before =
+            bytes_before(part).and_then(|bytes| self.whole.get(..bytes)).filter(|_| !part.is_empty());
+        let end = || bytes_before(self.says).and_then(|bytes| self.whole.get(..bytes + self.says.len()));
+        let before = before.or_else(end).unwrap_or(self.whole);
+        format!("{}:{}", self.number, before.chars().count() + 1)
+    }
+}
+
+/// The lines that say something.
+pub fn lines(text: &str) -> impl Iterator<Item = Line<'_>> {
+    let lines = text.lines().enumerate().map(|(at, whole)| {
+        let says = without_comment(whole).trim();
+        Line { number: at + 1, says, whole }
+    });
+    lines.filter(|line| !line.says.is_empty())
 }
 
 /// A `#` inside a word belongs to the word: paths contain it.
@@ -182,7 +215,18 @@ mod tests {
 
     #[test]
     fn a_line_has_its_number_and_no_comment() {
-        let all: Vec<_> = lines("# one\r\n\r\n  two # 2\r\n\t#\r\nfour#4\t# four\n").collect();
+        let text = "# one\r\n\r\n  two # 2\r\n\t#\r\nfour#4\t# four\n";
+        let all: Vec<_> = lines(text).map(|line| (line.number, line.says)).collect();
         assert_eq!(all, [(3, "two"), (5, "four#4")]);
+    }
+
+    #[test]
+    fn a_part_of_a_line_has_a_column_in_characters() {
+        let line = lines("\n \u{fc}\u{df} = b, cd # e").next().unwrap();
+        let (key, value) = line.says.split_once('=').unwrap();
+        assert_eq!((line.place(key), line.place(value.trim())), ("2:2".into(), "2:7".into()));
+        assert_eq!(line.place(&value[4..]), "2:10");
+        // What is missing is behind it.
+        assert_eq!(line.place(""), "2:12");
     }
 }

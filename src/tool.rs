@@ -2,7 +2,12 @@
 //! only, which the C library is never built with: here is no contract. The command has its own copy of the library in it,
 //! which speaks for one that is installed where both are of one version.
 
+pub use crate::driver::Agreed;
 pub use crate::error::{Error, Kind};
+pub use crate::tirpc::netid::Row;
+
+pub mod caller;
+pub mod host;
 
 pub use crate::stats::{NAMES as COUNTERS, latency, layout};
 

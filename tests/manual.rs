@@ -150,7 +150,9 @@ fn what_the_pages_link_to_is_there() {
     for page in pages.chain(["README.md", "CHANGELOG.md", "fuzz/README.md"].map(|name| root.join(name))) {
         let text = fs::read_to_string(&page).expect("a page is text");
         for link in text.split("](").skip(1).filter_map(|rest| rest.split([')', '#']).next()) {
-            let there = link.is_empty() || link.contains("://") || page.parent().expect("a folder").join(link).exists();
+            let there = link.is_empty()
+                || link.contains("://")
+                || page.parent().expect("a folder").join(link).exists();
             assert!(there, "{}: {link} is not there", page.display());
         }
     }

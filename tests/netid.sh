@@ -126,7 +126,7 @@ serve RPCRDMA_REDIRECT=carrier-pigeon -- tcp
 check "a wrong setting leaves tcp alone" '^tcp [0-9.]+ tcp6 [0-9:.]+ $' rows
 stop "$server"
 printf '%d 1 1 max-reply=1K\n%d 1 2 arguments=itn\n' $program $program >bindings
-check "a wrong line of a binding: no client, and where" 'create: RPC: .*; bindings:2: "itn": must be int' \
+check "a wrong line of a binding: no client, and where" 'create: RPC: .*; bindings:2:[0-9]+: "itn": must be int' \
     run env RPCRDMA_BINDINGS=bindings ./netid call 127.0.0.1 1 rdma
 serve RPCRDMA_REDIRECT=tcp RPCRDMA_BINDINGS=bindings -- tcp
 check "a wrong line of a binding: nothing is moved" '^tcp [0-9.]+ tcp6 [0-9:.]+ $' rows

@@ -109,7 +109,7 @@ stop "$back"
 # /etc/rpcrdma.conf, over a copy of /etc: the name space is ours.
 mkdir etc && cp -a /etc/. etc/ 2>/dev/null && mount --bind etc /etc
 echo 'credit = 64' >/etc/rpcrdma.conf
-check "a misspelt key in the file" '/etc/rpcrdma\.conf:1: "credit": no such setting; did you mean credits' \
+check "a misspelt key in the file" '/etc/rpcrdma\.conf:1:1: "credit": no such setting; did you mean credits' \
     ./hello 127.0.0.1 $program 1
 printf '# moved\nlog = info # who\ncredits = 64\n' >/etc/rpcrdma.conf
 check "a file that is right" 'goes over rdma.*is ready over rdma' ./hello 127.0.0.1 $program 1

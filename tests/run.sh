@@ -41,7 +41,7 @@ for typo in RPCRDMA_REDIRECT=tpc RPCRDMA_REDIRCT=tcp RPCRDMA_LOG=inof RPCRDMA_CR
 done
 printf '9 1 1 max-reply=1K\n9 1 2 arguments=itn\n' >bindings
 refuses "everything that is wrong is said" 125 \
-    '^rpcrdma-run: RPCRDMA_REDIRECT="tpc".* rpcrdma-run: bindings:2: "itn".* rpcrdma-run: none: No such file' \
+    '^rpcrdma-run: RPCRDMA_REDIRECT="tpc".* rpcrdma-run: bindings:2:17: "itn".* rpcrdma-run: none: No such file' \
     env RPCRDMA_REDIRECT=tpc RPCRDMA_BINDINGS=bindings,none "$run" touch ran
 mkfifo fifo
 refuses "a FIFO for bindings" 125 '^rpcrdma-run: fifo: must be a regular file' \

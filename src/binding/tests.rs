@@ -931,7 +931,16 @@ fn a_line_that_is_not_understood_is_named_and_left_out() {
         let registry = Registry::built_in();
         // The lines around it count.
         let text = format!("# a comment\n9 1 2 max-reply=1\n{line} # why\n9 1 3 max-reply=1\n");
-        assert_eq!(registry.add_text("/etc/x.conf", &text), [format!("/etc/x.conf:3: {reason}")]);
+        let [error] = registry.add_text("/etc/x.conf", &text).try_into().expect("one error");
+        let (place, said) = error.split_once(": ").expect("a place");
+        assert_eq!(said, reason);
+        let column = place.strip_prefix("/etc/x.conf:3:").and_then(|column| column.parse::<usize>().ok());
+        let column = column.expect("a column");
+        // What is quoted is there; what is missing is behind the line.
+        let quoted = reason.split('"').nth(1).filter(|_| reason.starts_with('"')).unwrap_or("");
+        let there = line.get(column - 1..).is_some_and(|rest| rest.starts_with(quoted));
+        let of_all = column == 1 || (reason.contains("missing") && column == line.len() + 1);
+        assert!(there || of_all, "{error}: {column} in {line}");
         let there = |procedure| registry.find(9, 1, procedure).is_some();
         assert_eq!((there(1), there(2), there(3)), (false, true, true), "{line}");
     }
@@ -945,7 +954,9 @@ fn a_procedure_is_given_once_in_a_text_and_a_later_text_replaces_it() {
         binding.call(&[&call(9, 1, 1).bytes]).max_results
     };
     let errors = registry.add_text("a", "9 1 1 max-reply=1\n\n9 0x1 1 max-reply=2");
-    assert_eq!(errors, ["a:3: 9 1 1 is already given in line 1"]);
+    assert_eq!(errors, ["a:3:1: 9 1 1 is already given in line 1"]);
+    let errors = Registry::built_in().add_text("a", "  9 1 1  results=int,\u{fc},data<8>");
+    assert!(errors[0].starts_with("a:1:22: \"\u{fc}\": must be int, "), "{errors:?}");
     assert_eq!(most(), Some(1));
     assert_eq!(registry.add_text("b", "9 1 1 max-reply=3"), [""; 0]);
     assert_eq!(most(), Some(3));

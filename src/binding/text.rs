@@ -12,39 +12,44 @@ use std::collections::HashMap;
 use super::{Key, Origin, Procedure, Stop, Walk, padded, reserved};
 use crate::textfile::{self, program_number, quoted, size};
 
-/// The procedures of a text, and why the other lines are not understood: "NAME:LINE: reason".
+/// What of a line is not understood, and why.
+type Wrong<'a> = (&'a str, String);
+
+/// The procedures of a text, and why the other lines are not understood: "NAME:LINE:COLUMN: reason".
 pub(super) fn parse(name: &str, text: &str) -> (Vec<(Key, Procedure)>, Vec<String>) {
     let mut entries = Vec::new();
     let mut errors = Vec::new();
     let mut seen: HashMap<Key, usize> = HashMap::new();
-    for (number, line) in textfile::lines(text) {
-        let entry = procedure(line).and_then(|(key, procedure)| match seen.insert(key, number) {
+    for line in textfile::lines(text) {
+        let entry = procedure(line.says).and_then(|(key, procedure)| match seen.insert(key, line.number) {
             None => Ok((key, procedure)),
             Some(first) => {
                 let (program, version, procedure) = key;
-                Err(format!("{program} {version} {procedure} is already given in line {first}"))
+                let reason = format!("{program} {version} {procedure} is already given in line {first}");
+                Err((line.says, reason))
             }
         });
         match entry {
             Ok(entry) => entries.push(entry),
-            Err(reason) => errors.push(format!("{name}:{number}: {reason}")),
+            Err((part, reason)) => errors.push(format!("{name}:{}: {reason}", line.place(part))),
         }
     }
     (entries, errors)
 }
 
-fn procedure(line: &str) -> Result<(Key, Procedure), String> {
+fn procedure(line: &str) -> Result<(Key, Procedure), Wrong<'_>> {
     let mut words = line.split_whitespace();
     let mut number = |what: &str| {
-        let word = words.next().ok_or_else(|| format!("{}: {what} is missing", quoted(line)))?;
+        let word = words.next().ok_or_else(|| ("", format!("{}: {what} is missing", quoted(line))))?;
         let number = program_number(word).ok_or_else(|| {
-            format!("{}: must be {what}: a whole number, decimal or hexadecimal with 0x", quoted(word))
+            let must = "a whole number, decimal or hexadecimal with 0x";
+            (word, format!("{}: must be {what}: {must}", quoted(word)))
         })?;
-        Ok::<_, String>((word, number))
+        Ok::<_, Wrong<'_>>((word, number))
     };
     let (word, program) = number("the number of a program")?;
     if let Some(reason) = reserved(program) {
-        return Err(format!("{}: must be another program: {reason}", quoted(word)));
+        return Err((word, format!("{}: must be another program: {reason}", quoted(word))));
     }
     let (_, version) = number("the number of its version")?;
     let (_, procedure) = number("the number of the procedure")?;
@@ -52,7 +57,8 @@ fn procedure(line: &str) -> Result<(Key, Procedure), String> {
     for word in words {
         said.option(word)?;
     }
-    Ok(((program, version, procedure), said.procedure()?))
+    let said = said.procedure().map_err(|reason| (line, reason))?;
+    Ok(((program, version, procedure), said))
 }
 
 /// What a line says behind its numbers.
@@ -82,29 +88,25 @@ enum Step {
 }
 
 impl Said {
-    fn option(&mut self, word: &str) -> Result<(), String> {
+    fn option<'a>(&mut self, word: &'a str) -> Result<(), Wrong<'a>> {
         let (key, value) = word.split_once('=').unwrap_or((word, ""));
         let again = match (key, word.contains('=')) {
             ("arguments", true) => self.arguments.replace(shape(value, false)?).is_some(),
             ("results", true) => self.results.replace(shape(value, true)?).is_some(),
             ("max-reply", true) => {
                 let bytes = size(value, 0, SIZE_MAX).ok_or_else(|| {
-                    format!(
-                        "max-reply={}: must be a size from 0 to 1G, such as 65536, 256K or 16M",
-                        quoted(value)
-                    )
+                    let must = "must be a size from 0 to 1G, such as 65536, 256K or 16M";
+                    (word, format!("max-reply={}: {must}", quoted(value)))
                 })?;
                 self.max_reply.replace(bytes).is_some()
             }
             ("preset", false) => std::mem::replace(&mut self.preset, true),
             _ => {
-                return Err(format!(
-                    "{}: must be arguments=SHAPE, results=SHAPE, max-reply=SIZE or preset",
-                    quoted(word)
-                ));
+                let must = "must be arguments=SHAPE, results=SHAPE, max-reply=SIZE or preset";
+                return Err((word, format!("{}: {must}", quoted(word))));
             }
         };
-        if again { Err(format!("{}: must be given once", quoted(key))) } else { Ok(()) }
+        if again { Err((word, format!("{}: must be given once", quoted(key)))) } else { Ok(()) }
     }
 
     /// Checks what the parts say together, and makes the walkers.
@@ -185,23 +187,25 @@ fn walk_shape(walk: &mut Walk<'_>, shape: &[Step]) -> Result<Option<u32>, Stop> 
     Ok(count)
 }
 
-fn shape(text: &str, of_results: bool) -> Result<Vec<Step>, String> {
+fn shape(text: &str, of_results: bool) -> Result<Vec<Step>, Wrong<'_>> {
     let words: Vec<&str> = text.split(',').collect();
     let mut shape = Vec::new();
     for (at, &word) in words.iter().enumerate() {
         let step = step(word, of_results).ok_or_else(|| {
             let own = if of_results { "status" } else { "count" };
-            format!(
+            let reason = format!(
                 "{}: must be int, unsigned, bool, enum, hyper, opaque, string, opaque[BYTES], {own}, data, \
                  data<SIZE> or ..., with commas between",
                 quoted(word)
-            )
+            );
+            // Nothing between two commas is where the shape begins.
+            (if word.is_empty() { text } else { word }, reason)
         })?;
         if step == Step::Rest && at + 1 < words.len() {
-            return Err("\"...\": must be the last word".into());
+            return Err((word, "\"...\": must be the last word".into()));
         }
         if step == Step::Count && shape.contains(&step) {
-            return Err("\"count\": must be given once".into());
+            return Err((word, "\"count\": must be given once".into()));
         }
         shape.push(step);
     }

@@ -217,6 +217,12 @@ impl Client {
         self.lock().link.describe()
     }
 
+    /// The same, for programs.
+    #[cfg(feature = "tool")]
+    pub fn agreed(&self) -> super::link::Agreed {
+        self.lock().link.agreed()
+    }
+
     /// Where it goes, if that is known.
     pub fn to(&self) -> Option<SocketAddr> {
         self.to

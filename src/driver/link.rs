@@ -75,6 +75,24 @@ pub struct Link {
     timed: Vec<(RequestId, Procedure, u64)>,
 }
 
+/// What a connection runs on and what was agreed, for the command `rpcrdma`.
+#[cfg(feature = "tool")]
+#[derive(Clone, Debug)]
+pub struct Agreed {
+    /// The word of the configuration for the device.
+    pub name: &'static str,
+    /// What the device says of itself.
+    pub device: String,
+    /// As the log has it, the device too.
+    pub text: String,
+    /// The version of RPC-over-RDMA; `None` before it is agreed.
+    pub version: Option<u32>,
+    /// Most bytes of one Send: of ours, of the peer's.
+    pub inline: (usize, usize),
+    /// Credits that are asked for, and that the peer has granted by its last reply (1 before the first).
+    pub credits: (u32, u32),
+}
+
 impl Link {
     /// Joins a connected device with a fresh engine and posts the Receives.
     pub fn new(
@@ -240,6 +258,19 @@ impl Link {
         match (self.engine.version(), self.engine.thresholds()) {
             (None, _) => format!("{device}, RPC-over-RDMA version 2 if the peer speaks it"),
             (Some(_), (send, receive)) => format!("{device}, inline {send} bytes out and {receive} in"),
+        }
+    }
+
+    /// The same, for programs.
+    #[cfg(feature = "tool")]
+    pub(super) fn agreed(&self) -> Agreed {
+        Agreed {
+            name: self.device.traits().name,
+            device: self.device.describe(),
+            text: self.describe(),
+            version: self.engine.version(),
+            inline: self.engine.thresholds(),
+            credits: (self.engine.asked(), self.engine.granted()),
         }
     }
 

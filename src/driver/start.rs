@@ -84,6 +84,51 @@ fn over_sockets(config: &Config) -> Result<&'static dyn Device, Error> {
     })
 }
 
+/// What connections to `to` that go over no socket are tried over, in this order. `connected`: the program has connected its
+/// socket itself.
+fn beside_sockets(to: SocketAddr, connected: bool, config: &Config) -> Vec<&'static dyn Device> {
+    let alone = config.provider != Provider::Auto;
+    let others = allowed(config).filter(|device| !device.traits().socket);
+    let mut others: Vec<&dyn Device> = others.filter(|_| alone || !connected).collect();
+    if let (false, Some(Speaks::Rdma(best))) = (alone, peers::known(to)) {
+        let from = others.iter().position(|device| device.traits().name == best);
+        others.drain(..from.unwrap_or(others.len()));
+    }
+    others
+}
+
+/// A device, and whether it is used towards an address.
+#[cfg(feature = "tool")]
+pub struct Candidate {
+    /// What it is like.
+    pub traits: &'static Traits,
+    /// What of it leads there; or why nothing does.
+    pub leads: Result<String, Error>,
+}
+
+/// The devices in the order in which they are tried for connections to `to`: the first one that leads there is used if the
+/// peer answers over it.
+#[cfg(feature = "tool")]
+pub fn candidates(to: SocketAddr, config: &Config) -> Result<Vec<Candidate>, Error> {
+    let only = only(config)?;
+    let tried = beside_sockets(to, false, config);
+    let tried = tried.into_iter().chain(allowed(config).filter(|device| device.traits().socket));
+    let tried: Vec<_> = tried.map(Device::traits).collect();
+    let judge = |device: &'static dyn Device| {
+        let (traits, alone) = (device.traits(), only.is_some());
+        let leads = if tried.contains(&traits) {
+            device.leads(to, alone)
+        } else if let Some(only) = only {
+            let text = format!("RPCRDMA_PROVIDER={} takes nothing else", only.traits().name);
+            Err(Error::new(Kind::Invalid, text))
+        } else {
+            device.usable(false).and_then(|()| device.leads(to, false))
+        };
+        Candidate { traits, leads }
+    };
+    Ok(DEVICES.iter().copied().map(judge).collect())
+}
+
 /// What takes the place of a device that has failed, if the configuration leaves the choice.
 pub(super) fn next(config: &Config, after: &Traits) -> Option<&'static dyn Device> {
     let mut rest = DEVICES.iter().copied().skip_while(|device| device.traits() != after).skip(1);
@@ -217,12 +262,7 @@ pub fn open(
 ) -> Result<Arc<Client>, Failure> {
     let alone = only(config).map_err(Failure::Start)?.is_some();
     let over_socket = over_sockets(config);
-    let others = allowed(config).filter(|device| !device.traits().socket);
-    let mut others: Vec<&dyn Device> = others.filter(|_| alone || !connected).collect();
-    if let (false, Some(Speaks::Rdma(best))) = (alone, peers::known(to)) {
-        let from = others.iter().position(|device| device.traits().name == best);
-        others.drain(..from.unwrap_or(others.len()));
-    }
+    let others = beside_sockets(to, connected, config);
     let mut pending = Vec::new();
     let mut last = None;
     for (at, device) in others.iter().enumerate() {

@@ -112,6 +112,24 @@ pub trait Device: Sync {
         false
     }
 
+    /// Whether a first connection would have what the device needs of this host and process.
+    ///
+    /// # Errors
+    /// What is missing, and what to do.
+    #[cfg(feature = "tool")]
+    fn ready(&self, _options: &Options) -> Result<(), Error> {
+        Ok(())
+    }
+
+    /// What of it leads to an address, by name where there are several. Nothing is sent there.
+    ///
+    /// # Errors
+    /// Why it does not.
+    #[cfg(feature = "tool")]
+    fn leads(&self, _to: SocketAddr, _only: bool) -> Result<String, Error> {
+        Ok(String::new())
+    }
+
     /// Starts to connect; the startup is then to be driven to its end. `areas` are for Reply chunks, if the device can have
     /// them at once.
     ///

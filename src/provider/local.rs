@@ -24,6 +24,8 @@
 
 use std::io::{self, IoSlice, IoSliceMut};
 use std::mem::MaybeUninit;
+#[cfg(feature = "tool")]
+use std::net::SocketAddr;
 use std::os::fd::{AsFd, OwnedFd, RawFd};
 use std::sync::Arc;
 
@@ -71,6 +73,21 @@ impl Device for Local {
         if only { Ok(()) } else { Err(Error::new(Kind::Os(libc::ENODEV), "a unit test does not name it")) }
     }
 
+    #[cfg(feature = "tool")]
+    fn ready(&self, _options: &Options) -> Result<(), Error> {
+        possible()
+    }
+
+    #[cfg(feature = "tool")]
+    fn leads(&self, to: SocketAddr, _only: bool) -> Result<String, Error> {
+        let here = to.ip().to_canonical();
+        let own = || socket::local_addresses(None).iter().any(|at| at.ip().to_canonical() == here);
+        if !here.is_loopback() && !own() {
+            return Err(Error::new(Kind::Os(libc::ENODEV), "the address is none of this host's"));
+        }
+        possible().map(|()| String::new())
+    }
+
     fn connect(
         &self,
         way: Way,
@@ -83,6 +100,29 @@ impl Device for Local {
 
     fn accept(&self, socket: RawFd, options: &Options) -> Result<Box<dyn QueuePair>, Error> {
         Ok(Box::new(Iwarp::responder(socket, with(options, socket)?)?))
+    }
+}
+
+/// Whether memory can be shared here, tried between two ends in this process.
+///
+/// # Errors
+/// What the system does not allow.
+#[cfg(feature = "tool")]
+fn possible() -> Result<(), Error> {
+    let cannot = |what: &str, e: io::Error| {
+        let e = Error::from(e);
+        Error::new(e.kind(), format!("{what}: {e}"))
+    };
+    let (mut request, mut reply) = (Vec::new(), Vec::new());
+    let asked = Asked::new(&mut request).map_err(|e| cannot("a Unix socket with an abstract name", e))?;
+    Own::new().map_err(|e| cannot("a sealed memfd", e))?;
+    let lost =
+        || Error::new(Kind::Os(libc::EPERM), "a memfd cannot be passed over a Unix socket, or not be mapped");
+    let mut offered = Offered::new(&request, &mut reply).ok_or_else(lost)?;
+    let _theirs = asked.end(&reply, false).ok_or_else(lost)?;
+    match offered.answer(false) {
+        Answer::Accepted(_) => Ok(()),
+        Answer::Nothing | Answer::Declined | Answer::Useless => Err(lost()),
     }
 }
 

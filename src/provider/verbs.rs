@@ -32,6 +32,8 @@ use std::net::SocketAddr;
 use std::os::fd::RawFd;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::Relaxed};
+#[cfg(feature = "tool")]
+use std::time::{Duration, Instant};
 
 use crate::error::{Error, Kind};
 use crate::fork;
@@ -40,6 +42,8 @@ use crate::memory::{Areas, Region, Sink, Slabs};
 use crate::provider::{
     self, Completion, Device, Limits, Options, Places, QueuePair, Traits, Way, WorkRequest,
 };
+#[cfg(feature = "tool")]
+use crate::wait;
 use crate::wait::Readables;
 use crate::wire::{Handle, Segment};
 
@@ -109,6 +113,38 @@ impl Device for Adapters {
     /// An iWARP device shares its ports with TCP.
     fn takes_ports(&self) -> bool {
         devices().any(|rnic| rnic)
+    }
+
+    /// rdma-core, and memory that may be locked.
+    #[cfg(feature = "tool")]
+    fn ready(&self, options: &Options) -> Result<(), Error> {
+        library::get()?;
+        Locked::least(options, false).map(drop).map_err(|shortage| lacks(shortage, options))
+    }
+
+    #[cfg(feature = "tool")]
+    fn leads(&self, to: SocketAddr, only: bool) -> Result<String, Error> {
+        some_device(only)?;
+        let channel = Channel::new()?;
+        let id = Id::new(&channel)?;
+        id.resolve_address(to, RESOLVE_MS)?;
+        let end = Instant::now() + Duration::from_millis(RESOLVE_MS as u64);
+        loop {
+            match channel.next()? {
+                Some(Event::AddressResolved) => break,
+                Some(Event::Failed(error)) => return Err(error),
+                Some(_) => {}
+                None => {
+                    let left = end.saturating_duration_since(Instant::now());
+                    if left.is_zero() || !wait::until(channel.fd(), wait::IN, Some(left), None)? {
+                        let text = "the way to the address was not found in time";
+                        return Err(Error::new(Kind::Timeout, text));
+                    }
+                }
+            }
+        }
+        suits(&id, only)?;
+        Ok(queues::name(&id).map_or(String::new(), |name| format!("{name} port {}", id.port())))
     }
 
     fn connect(
@@ -245,13 +281,22 @@ struct Failed {
     pulled: u64,
 }
 
+/// Whether the device that leads to an address is one to use.
+///
+/// # Errors
+/// `ENODEV`.
+fn suits(id: &Id, only: bool) -> Result<(), Error> {
+    if !only && matches!(queues::fabric(id), None | Some(Fabric::Iwarp)) {
+        let text = "an iWARP device leads there, which RPCRDMA_PROVIDER=verbs would use";
+        return Err(Error::new(Kind::Os(libc::ENODEV), text));
+    }
+    Ok(())
+}
+
 impl Resolving {
     /// The device is found: now the way to the peer.
     fn resolve_route(&self) -> Result<(), Error> {
-        if !self.options.only && matches!(queues::fabric(&self.id), None | Some(Fabric::Iwarp)) {
-            let text = "an iWARP device leads there, which RPCRDMA_PROVIDER=verbs would use";
-            return Err(Error::new(Kind::Os(libc::ENODEV), text));
-        }
+        suits(&self.id, self.options.only)?;
         self.id.resolve_route(RESOLVE_MS)
     }
 

@@ -451,6 +451,22 @@ pub unsafe fn peer(client: *mut CLIENT) -> Result<Peer, Error> {
     unsafe { handle(client) }?.connection.peer(true)
 }
 
+/// What the connection of a CLIENT runs on.
+///
+/// # Errors
+/// `Invalid` for the CLIENT of another transport, and for one that calls back.
+///
+/// # Safety
+/// As [`peer`].
+#[cfg(feature = "tool")]
+pub unsafe fn agreed(client: *mut CLIENT) -> Result<crate::driver::Agreed, Error> {
+    // SAFETY: by the contract.
+    match &unsafe { handle(client) }?.connection {
+        Connected::Forward(connection) => Ok(connection.agreed()),
+        Connected::Reverse(_) => Err(Error::new(Kind::Invalid, "the CLIENT calls back")),
+    }
+}
+
 /// Asks the peer to change a characteristic, and waits for the outcome.
 ///
 /// # Errors

@@ -334,7 +334,7 @@ pub fn look_up(
     }
     let mut failure = None;
     for at in resolve(host, &name, netid)? {
-        match dump(at, netid, timeout, prog) {
+        match dump(at, netid, timeout, Some(prog)) {
             Ok(rows) => {
                 return choose(&rows, vers, at, netid)
                     .ok_or_else(|| not_registered(prog, netid, &name, &rows));
@@ -392,7 +392,7 @@ fn look_at_rows(netid: Netid, prog: u32) -> Result<Vec<Row>, Error> {
     // Where IPv6 is off, rpcbind is there over IPv4 all the same.
     for netid in [netid, Netid::Rdma] {
         for at in resolve(None, "localhost", netid)? {
-            match dump(at, netid, Some(libc::timeval { tv_sec: 5, tv_usec: 0 }), prog) {
+            match dump(at, netid, Some(libc::timeval { tv_sec: 5, tv_usec: 0 }), Some(prog)) {
                 Ok(rows) => return Ok(rows),
                 Err(error) => failure = error,
             }
@@ -427,13 +427,39 @@ fn resolve(host: Option<&CStr>, name: &str, netid: Netid) -> Result<Vec<SocketAd
     Ok(found)
 }
 
-/// A mapping of the program in question.
-#[derive(Debug, PartialEq, Eq)]
-struct Row {
-    vers: u32,
-    netid: String,
-    uaddr: String,
-    owner: String,
+/// All that rpcbind at `host` (this machine if `None`) lists, and where that rpcbind is.
+///
+/// The mark of being inside the library must be set.
+///
+/// # Errors
+/// As [`look_up`].
+#[cfg(feature = "tool")]
+pub fn registered(
+    host: Option<&CStr>,
+    netid: Netid,
+    timeout: libc::timeval,
+    _: &Inside,
+) -> Result<(SocketAddr, Vec<Row>), Error> {
+    let name = host.map_or("localhost".into(), |host| host.to_string_lossy().into_owned());
+    let mut failure = Error::new(Kind::Rpcbind, "no address of this machine");
+    for at in resolve(host, &name, netid)? {
+        match dump(at, netid, Some(timeout), None) {
+            Ok(rows) => return Ok((at, rows)),
+            Err(error) => failure = error,
+        }
+    }
+    Err(failure)
+}
+
+/// A mapping of rpcbind.
+#[derive(Clone, Debug, PartialEq, Eq)]
+#[allow(missing_docs)]
+pub struct Row {
+    pub prog: u32,
+    pub vers: u32,
+    pub netid: String,
+    pub uaddr: String,
+    pub owner: String,
 }
 
 /// Chooses a row and says where it really is, as seen from a client of the host at `at`.
@@ -473,8 +499,13 @@ fn parse_uaddr(uaddr: &str, netid: Netid) -> Option<SocketAddr> {
     if port == 0 { None } else { Some(SocketAddr::new(ip, port)) }
 }
 
-/// What rpcbind at `at`, of the family of `netid`, lists for `prog`, on whatever netid.
-fn dump(at: SocketAddr, netid: Netid, timeout: Option<libc::timeval>, prog: u32) -> Result<Vec<Row>, Error> {
+/// What rpcbind at `at`, of the family of `netid`, lists for `prog` (all programs if `None`), on whatever netid.
+fn dump(
+    at: SocketAddr,
+    netid: Netid,
+    timeout: Option<libc::timeval>,
+    prog: Option<u32>,
+) -> Result<Vec<Row>, Error> {
     let (create, library) = (real::CLNT_TLI_CREATE.get()?, library()?);
     let mut address = Sockaddr::from(at);
     let mut address = address.netbuf();
@@ -541,17 +572,17 @@ fn call_dump(
     unsafe { cl_call(clnt, RPCBPROC_DUMP, nothing, null_mut(), list, results, timeout) }
 }
 
-fn rows(mut list: *mut rpcblist, prog: u32) -> Vec<Row> {
+fn rows(mut list: *mut rpcblist, prog: Option<u32>) -> Vec<Row> {
     let mut rows = Vec::new();
     // SAFETY: a decoded list ends with NULL, and nothing else knows it.
     while let Some(entry) = unsafe { ffi::reference(list) } {
         let map = &entry.rpcb_map;
-        if map.r_prog == prog {
+        if prog.is_none_or(|prog| map.r_prog == prog) {
             let [netid, uaddr, owner] = [map.r_netid, map.r_addr, map.r_owner].map(|string| {
                 // SAFETY: a decoded string is NULL or NUL-terminated and lives as long as the list.
                 unsafe { ffi::cstr(string) }.map_or(String::new(), |text| text.to_string_lossy().into_owned())
             });
-            rows.push(Row { vers: map.r_vers, netid, uaddr, owner });
+            rows.push(Row { prog: map.r_prog, vers: map.r_vers, netid, uaddr, owner });
         }
         list = entry.rpcb_next;
     }
@@ -586,7 +617,7 @@ mod tests {
     }
 
     fn row_on(netid: &str, vers: u32, uaddr: &str) -> Row {
-        Row { vers, netid: netid.into(), uaddr: uaddr.into(), owner: "superuser".into() }
+        Row { prog: 9, vers, netid: netid.into(), uaddr: uaddr.into(), owner: "superuser".into() }
     }
 
     fn address(text: &str) -> SocketAddr {

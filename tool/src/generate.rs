@@ -27,7 +27,13 @@ pub fn run(args: &Args) -> ExitCode {
 fn generate(folder: &Path) -> io::Result<()> {
     let manuals = folder.join("man1");
     fs::create_dir_all(&manuals)?;
-    clap_mangen::generate_to(crate::Cli::command(), &manuals)?;
+    let mut command = crate::Cli::command().disable_help_subcommand(true);
+    command.build();
+    fs::write(manuals.join("rpcrdma.1"), page(command.clone())?)?;
+    for one in command.get_subcommands().filter(|one| !one.is_hide_set() && one.get_name() != "run") {
+        let name = format!("rpcrdma-{}", one.get_name());
+        fs::write(manuals.join(format!("{name}.1")), page(one.clone())?)?;
+    }
     let completions = folder.join("completions");
     fs::create_dir_all(&completions)?;
     for (shell, name) in
@@ -38,3 +44,32 @@ fn generate(folder: &Path) -> io::Result<()> {
     }
     Ok(())
 }
+
+/// The page of a command, with the sections that such pages have.
+fn page(command: clap::Command) -> io::Result<Vec<u8>> {
+    let name = command.get_display_name().unwrap_or(command.get_name()).replace(' ', "-");
+    let page = clap_mangen::Man::new(command)
+        .title(name.to_uppercase())
+        .date(DATED.lines().find_map(|line| line.strip_prefix(".Dd ")).unwrap_or_default())
+        .source(concat!("rpcrdma ", env!("CARGO_PKG_VERSION")))
+        .manual("User Commands");
+    let mut text = Vec::new();
+    page.render(&mut text)?;
+    let text = String::from_utf8_lossy(&text);
+    // What stands behind the options is notes, and the last of them the exit status.
+    let mut text =
+        text.replace("\n.br\n\n.br\n", "\n.br\n").replace(".SH EXTRA\nExit status: ", ".SH EXIT STATUS\n");
+    text = text.replace(".SH EXTRA", ".SH NOTES").replace("\n\nExit status: ", "\n.SH EXIT STATUS\n");
+    text = text.replace("\n\n", "\n.PP\n");
+    if !text.contains(".SH SEE ALSO") {
+        text.push_str(".SH SEE ALSO\n");
+        text.push_str(SEE);
+    }
+    Ok(text.into_bytes())
+}
+
+/// `rpcrdma run` is described here too; and its date is that of all pages.
+const DATED: &str = include_str!("../../docs/rpcrdma-run.1");
+
+const SEE: &str = "\\fBrpcrdma\\fR(1), \\fBrpcrdma\\-run\\fR(1), \\fBrpcrdma.conf\\fR(5), \\fBrpcrdma\\-bindings\\fR(5), \
+                   \\fBrpcrdma\\fR(7)\n";

@@ -10,16 +10,21 @@ use clap::{Parser, Subcommand};
 
 mod check;
 mod decode;
+mod devices;
 mod generate;
 mod info;
+mod interrupt;
+mod library;
 mod perf;
 mod picture;
 mod ping;
+mod programs;
 mod rpc;
 mod run;
 mod stat;
 mod top;
 mod watch;
+mod words;
 
 /// RPC over RDMA for programs of libtirpc: asks, watches, measures.
 #[derive(Parser)]

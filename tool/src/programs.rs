@@ -72,17 +72,14 @@ const NFS_ACL: &[&str] = &["NULL", "GETACL", "SETACL", "GETATTR", "ACCESS"];
 impl Programs {
     /// Those of this system.
     pub fn read() -> Programs {
-        Programs::of(&std::fs::read_to_string("/etc/rpc").unwrap_or_default())
+        Programs::of(&table())
     }
 
     fn of(text: &str) -> Programs {
         let mut names: HashMap<u32, String> =
             KNOWN.iter().map(|(n, name)| (*n, (*name).to_owned())).collect();
-        for line in text.lines() {
-            let mut words = line.split('#').next().unwrap_or("").split_whitespace();
-            if let (Some(name), Some(Ok(number))) = (words.next(), words.next().map(str::parse)) {
-                names.insert(number, crate::watch::plain(name));
-            }
+        for (name, number, _) in lines(text) {
+            names.insert(number, crate::watch::plain(name));
         }
         Programs(names)
     }
@@ -95,15 +92,6 @@ impl Programs {
             None if number >= 0x2000_0000 => format!("{number:#x}"),
             None => number.to_string(),
         }
-    }
-
-    /// The number of a program that is named so, or that is written as a number.
-    pub fn number(&self, word: &str) -> Option<u32> {
-        let written = match word.strip_prefix("0x") {
-            Some(digits) => u32::from_str_radix(digits, 16).ok(),
-            None => word.parse().ok(),
-        };
-        written.or_else(|| self.0.iter().find(|(_, name)| *name == word).map(|(number, _)| *number))
     }
 
     /// What is called: `nfs 3 WRITE`, or with numbers where there are no names.
@@ -135,6 +123,48 @@ impl Programs {
     }
 }
 
+/// The number that somebody has written: decimal, hexadecimal with 0x, or a name of /etc/rpc.
+pub fn number(word: &str) -> Result<u32, String> {
+    let number = match word.strip_prefix("0x") {
+        Some(hex) if !hex.starts_with('+') => u32::from_str_radix(hex, 16).ok(),
+        _ if word.bytes().all(|byte| byte.is_ascii_digit()) => word.parse().ok(),
+        _ => {
+            return named(&table(), word)
+                .ok_or_else(|| format!("{word:?}: no such program in /etc/rpc, and no number"));
+        }
+    };
+    number.ok_or_else(|| format!("{word:?}: no number of a program"))
+}
+
+/// The name of a program, where it has one.
+pub fn name(program: u32) -> Option<String> {
+    let table = table();
+    let line = lines(&table).find(|(_, number, _)| *number == program);
+    line.map(|(name, ..)| name.to_owned())
+}
+
+/// "100003 (nfs)".
+pub fn described(program: u32) -> String {
+    name(program).map_or(program.to_string(), |name| format!("{program} ({name})"))
+}
+
+fn table() -> String {
+    std::fs::read_to_string("/etc/rpc").unwrap_or_default()
+}
+
+fn named(table: &str, word: &str) -> Option<u32> {
+    let is = |(name, _, others): &(&str, u32, Vec<&str>)| *name == word || others.contains(&word);
+    lines(table).find(is).map(|(_, number, _)| number)
+}
+
+/// Name, number and other names.
+fn lines(table: &str) -> impl Iterator<Item = (&str, u32, Vec<&str>)> {
+    table.lines().filter_map(|line| {
+        let mut words = line.split('#').next()?.split_whitespace();
+        Some((words.next()?, words.next()?.parse().ok()?, words.collect()))
+    })
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -147,10 +177,6 @@ mod tests {
         assert_eq!(programs.call([100_008, 1, 2]), "walld 1 procedure 2");
         assert_eq!(programs.call([100_000, 4, 0]), "portmapper 4 NULL");
         assert_eq!(programs.call([7, 1, 2]), "program 7 version 1 procedure 2");
-        assert_eq!(
-            (programs.number("walld"), programs.number("0x10"), programs.number("no")),
-            (Some(100_008), Some(16), None)
-        );
     }
 
     #[test]
@@ -166,5 +192,21 @@ mod tests {
         assert_eq!(programs.procedure(100_003, 3, 22), "22");
         assert_eq!(programs.procedure(100_003, 4, 1), "COMPOUND");
         assert_eq!(programs.procedure(9, 1, 0), "NULL");
+    }
+
+    #[test]
+    fn a_program_is_found_by_each_of_its_names_and_comments_are_none() {
+        let table = "# nfsd 1\nportmapper\t100000\tportmap sunrpc\nnfs 100003 nfsprog # nfsd 2\nbad\n";
+        assert_eq!(named(table, "sunrpc"), Some(100_000));
+        assert_eq!(named(table, "nfs"), Some(100_003));
+        assert_eq!((named(table, "nfsd"), named(table, "2"), named(table, "bad")), (None, None, None));
+    }
+
+    #[test]
+    fn a_number_is_a_program_and_nothing_near_it_is() {
+        assert_eq!((number("9"), number("0x20000001")), (Ok(9), Ok(0x2000_0001)));
+        for wrong in ["", "4294967296", "0x", "0x+1", "-1", "+1", "no such program"] {
+            assert!(number(wrong).is_err(), "{wrong}");
+        }
     }
 }

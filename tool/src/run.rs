@@ -1,11 +1,43 @@
-//! `rpcrdma run`.
+//! `rpcrdma run`: `rpcrdma-run`, under the name of a subcommand. What it looks at, and how it says what is wrong, is there.
 
-use std::process::ExitCode;
+use std::ffi::OsString;
+use std::os::unix::process::CommandExt;
+use std::process::{Command, ExitCode};
+
+use crate::library;
 
 #[derive(clap::Args)]
-pub struct Args {}
+#[command(
+    after_help = "Exit status: that of PROGRAM; 125 if it was not run, by a wrong setting or for want of the library; \
+                        126 if PROGRAM cannot be run, or not with the library; 127 if it is not found; 2 for a wrong \
+                        option. rpcrdma-run(1) describes what is looked at."
+)]
+pub struct Args {
+    /// Moves programs that ask for these transports: tcp, udp, tcp6, udp6, with commas between. As RPCRDMA_REDIRECT.
+    #[arg(long = "move", value_name = "LIST")]
+    moved: Option<OsString>,
+    /// The program and its arguments.
+    #[arg(required = true, trailing_var_arg = true, allow_hyphen_values = true, value_name = "PROGRAM")]
+    program: Vec<OsString>,
+}
 
-pub fn run(_args: &Args) -> ExitCode {
-    eprintln!("rpcrdma run: not built yet");
-    ExitCode::FAILURE
+/// As of `rpcrdma-run`.
+const FAILED: u8 = 125;
+
+pub fn run(args: &Args) -> ExitCode {
+    let runner = match library::runner() {
+        Ok(runner) => runner,
+        Err(error) => {
+            eprintln!("rpcrdma run: {error}");
+            return ExitCode::from(FAILED);
+        }
+    };
+    let mut command = Command::new(&runner);
+    if let Some(list) = &args.moved {
+        command.env("RPCRDMA_REDIRECT", list);
+    }
+    // Returns only if it fails.
+    let error = command.arg("--").args(&args.program).exec();
+    eprintln!("rpcrdma run: {}: {error}", runner.display());
+    ExitCode::from(FAILED)
 }

@@ -186,6 +186,17 @@ pub enum Fabric {
     InfiniBand,
 }
 
+/// The name of the device that an identifier is bound to; `None` before it is.
+pub fn name(id: &Id) -> Option<String> {
+    let context = id.device()?;
+    // SAFETY: the device is open as long as the identifier lives.
+    let device = unsafe { (*context.as_ptr()).device };
+    // SAFETY: a context's device lives as long as the context.
+    let name = unsafe { &(*device).name };
+    // SAFETY: a string in an array.
+    Some(unsafe { CStr::from_ptr(name.as_ptr()) }.to_string_lossy().into_owned())
+}
+
 /// The fabric of the port that an identifier is bound to; `None` before it is.
 pub fn fabric(id: &Id) -> Option<Fabric> {
     let context = id.device()?;
@@ -195,10 +206,7 @@ pub fn fabric(id: &Id) -> Option<Fabric> {
     if unsafe { (*device).transport_type } == ibv_transport_type::IBV_TRANSPORT_IWARP {
         return Some(Fabric::Iwarp);
     }
-    // SAFETY: as above.
-    let name = unsafe { &(*device).name };
-    // SAFETY: a string in an array.
-    let name = unsafe { CStr::from_ptr(name.as_ptr()) }.to_string_lossy();
+    let name = name(id)?;
     let layer = format!("/sys/class/infiniband/{name}/ports/{}/link_layer", id.port());
     let ethernet = std::fs::read_to_string(layer).is_ok_and(|text| text.trim() == "Ethernet");
     Some(if ethernet { Fabric::Roce } else { Fabric::InfiniBand })

@@ -1,0 +1,184 @@
+//! A CLIENT of libtirpc, as any program makes one, for calls of procedure 0.
+//!
+//! Over netids rdma and rdma6 it is this library's, reached by the same functions as by a C program; over tcp and tcp6 it is
+//! libtirpc's own, whatever `RPCRDMA_REDIRECT` says.
+#![allow(unsafe_code)]
+
+use std::ffi::{CStr, CString, c_char};
+use std::net::SocketAddr;
+use std::ptr::null_mut;
+use std::time::Duration;
+
+use crate::config;
+use crate::driver::Agreed;
+use crate::error::{Error, Kind, clnt_stat};
+use crate::ffi::{self, Inside};
+use crate::socket::Sockaddr;
+use crate::tirpc::interpose::{clnt_create_timed, clnt_spcreateerror, clnt_sperror, clnt_tli_create};
+use crate::tirpc::netid::Netid;
+use crate::tirpc::{
+    CLIENT, RPC_ANYFD, client, clnt_ops, control, creation_started, library, netbuf, real, rpc_err,
+};
+
+/// A CLIENT, destroyed with this.
+pub struct Caller {
+    raw: *mut CLIENT,
+    name: CString,
+}
+
+/// Why a call failed.
+#[derive(Clone, Debug)]
+pub struct Failed {
+    /// As `clnt_perror` says it.
+    pub text: String,
+    /// The versions of the program that there are, if the one that was asked for is not.
+    pub versions: Option<(u32, u32)>,
+}
+
+impl Caller {
+    /// Of a program that is registered at `host` on `netid`: rdma, rdma6, tcp or tcp6.
+    ///
+    /// # Errors
+    /// As `clnt_pcreateerror` says it.
+    pub fn of(host: &str, netid: &str, prog: u32, vers: u32, timeout: Duration) -> Result<Caller, Error> {
+        let (name, netid) = (string(host)?, string(netid)?);
+        let timeout = timeval(timeout);
+        let stock = stock(&netid);
+        creation_started();
+        let raw = match &stock {
+            // SAFETY: three strings and a time that outlive the call.
+            Some(_inside) => unsafe {
+                real::CLNT_CREATE_TIMED.get()?(name.as_ptr(), prog, vers, netid.as_ptr(), &timeout)
+            },
+            // SAFETY: as above.
+            None => unsafe { clnt_create_timed(name.as_ptr(), prog, vers, netid.as_ptr(), &timeout) },
+        };
+        drop(stock);
+        Caller::made(raw, name)
+    }
+
+    /// Of a program at an address, without a question to rpcbind.
+    ///
+    /// # Errors
+    /// As [`Caller::of`].
+    pub fn at(to: SocketAddr, name: &str, netid: &str, prog: u32, vers: u32) -> Result<Caller, Error> {
+        let (name, netid) = (string(name)?, string(netid)?);
+        let mut address = Sockaddr::from(to);
+        let mut address = address.netbuf();
+        let ours = Netid::of_address(to);
+        let stock = stock(&netid);
+        creation_started();
+        let raw = match &stock {
+            // SAFETY: the entry is static, and the address outlives the call.
+            Some(_inside) => unsafe {
+                real::CLNT_TLI_CREATE.get()?(RPC_ANYFD, ours.stock(), &mut address, prog, vers, 0, 0)
+            },
+            // SAFETY: as above.
+            None => unsafe { clnt_tli_create(RPC_ANYFD, ours.entry(), &mut address, prog, vers, 0, 0) },
+        };
+        drop(stock);
+        Caller::made(raw, name)
+    }
+
+    fn made(raw: *mut CLIENT, name: CString) -> Result<Caller, Error> {
+        if raw.is_null() {
+            // SAFETY: a string that outlives the call.
+            let why = unsafe { clnt_spcreateerror(name.as_ptr()) };
+            // SAFETY: a string of libtirpc, this thread's own, until its next call.
+            let text = unsafe { text(why) };
+            return Err(Error::new(Kind::NotSent, text));
+        }
+        Ok(Caller { raw, name })
+    }
+
+    fn ops(&self) -> &clnt_ops {
+        // SAFETY: alive as long as this; nobody else writes to it.
+        let ops = unsafe { (*self.raw).cl_ops };
+        // SAFETY: every handle names its operations, which live as long as it does.
+        unsafe { &*ops }
+    }
+
+    /// Calls procedure 0.
+    ///
+    /// # Errors
+    /// No answer, or another one than was wished.
+    pub fn null(&mut self, timeout: Duration) -> Result<(), Failed> {
+        let failed = |text: &str| Failed { text: text.into(), versions: None };
+        let Some(call) = self.ops().cl_call else { return Err(failed("the CLIENT makes no calls")) };
+        let void = library().map_err(|error| failed(error.text()))?.xdr_void;
+        // SAFETY: alive; xdr_void needs no object.
+        let status =
+            unsafe { call(self.raw, 0, Some(void), null_mut(), Some(void), null_mut(), timeval(timeout)) };
+        if status == clnt_stat::SUCCESS {
+            return Ok(());
+        }
+        let mut error = rpc_err::new(status, 0);
+        if let Some(geterr) = self.ops().cl_geterr {
+            // SAFETY: alive, and `error` may be written.
+            unsafe { geterr(self.raw, &mut error) };
+        }
+        // SAFETY: alive, and a string.
+        let why = unsafe { clnt_sperror(self.raw, self.name.as_ptr()) };
+        // SAFETY: a string of libtirpc, this thread's own, until its next call.
+        let text = unsafe { text(why) };
+        // SAFETY: every variant of the union is made of integers, and all of it is initialised.
+        let [low, high] = unsafe { error.ru.re_vers };
+        let versions = (status == clnt_stat::PROGVERSMISMATCH).then_some((low, high));
+        Err(Failed { text, versions })
+    }
+
+    /// Where it goes.
+    pub fn address(&self) -> Option<SocketAddr> {
+        let mut address = netbuf { maxlen: 0, len: 0, buf: null_mut() };
+        let get = self.ops().cl_control?;
+        // SAFETY: alive; this request writes a netbuf.
+        let done = unsafe { get(self.raw, control::CLGET_SVC_ADDR, (&raw mut address).cast()) };
+        // SAFETY: a netbuf of the handle's own, whose buffer lives as long as it does.
+        let bytes = (done != 0).then(|| unsafe { client::address_bytes(&address) })?;
+        Sockaddr::parse(&bytes)
+    }
+
+    /// What the connection runs on; `None` over tcp.
+    pub fn agreed(&self) -> Option<Agreed> {
+        // SAFETY: alive.
+        unsafe { client::agreed(self.raw) }.ok()
+    }
+}
+
+impl Drop for Caller {
+    fn drop(&mut self) {
+        if let Some(destroy) = self.ops().cl_destroy {
+            // SAFETY: alive, and not used after this.
+            unsafe { destroy(self.raw) };
+        }
+    }
+}
+
+/// What is wrong with the settings of this process, if anything is: nothing goes over rdma then.
+pub fn settings() -> Result<(), Error> {
+    config::get().map(drop)
+}
+
+/// The mark under which tcp is tcp, if that is asked for.
+fn stock(netid: &CStr) -> Option<Inside> {
+    Netid::named(netid).is_none().then(Inside::enter).flatten()
+}
+
+fn string(text: &str) -> Result<CString, Error> {
+    CString::new(text).map_err(|_| Error::new(Kind::Invalid, "a NUL in a name"))
+}
+
+fn timeval(time: Duration) -> libc::timeval {
+    libc::timeval {
+        tv_sec: time.as_secs() as libc::time_t,
+        tv_usec: libc::suseconds_t::from(time.subsec_micros()),
+    }
+}
+
+/// # Safety
+/// NULL, or a string that lives until it is copied here.
+unsafe fn text(string: *const c_char) -> String {
+    // SAFETY: by the contract.
+    let text = unsafe { ffi::cstr(string) }.map_or("no reason is known".into(), CStr::to_string_lossy);
+    text.trim().to_owned()
+}

@@ -1,0 +1,161 @@
+#!/bin/bash
+# tool.sh: the command `rpcrdma`: run, info, check and ping, against a file service that knows only libtirpc; and that what is
+# wrong with the settings is said in the same words by everything that says it. As root, in a network of its own.
+here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
+. "$here/lib.sh"
+why=$(bash "$here/ns.sh" --possible) || { skip "the command rpcrdma, with an rpcbind" "$why"; closing; }
+if [ -z "${TOOL_INSIDE:-}" ]; then
+    TOOL_INSIDE=1 exec bash "$here/ns.sh" bash "$0"
+fi
+cd "$scratch" || exit 1
+unset RPCRDMA_LIB LD_PRELOAD RPCRDMA_PROVIDER
+mkdir build && cp "$top/build/rpcrdma" "$top/build/rpcrdma-run" "$LIBRPCRDMA" build/
+tool=$scratch/build/rpcrdma
+cp "$top"/examples/fileservice/* "$top/examples/hello.c" .
+for part in -h:fileservice.h -c:xdr.c -l:clnt.c -m:svc.c; do
+    rpcgen -M "${part%%:*}" -o "${part#*:}" fileservice.x || { FAIL "rpcgen"; closing; }
+done
+# shellcheck disable=SC2046
+cc -O1 -I. $(pkg-config --cflags libtirpc) -o fileserver fileserver.c svc.c xdr.c $(pkg-config --libs libtirpc) 2>cc.log &&
+    cc $(pkg-config --cflags libtirpc) -o hello hello.c $(pkg-config --libs libtirpc) 2>>cc.log || { FAIL "the programs compile" cc.log; closing; }
+program=536888915    # of fileservice.x
+
+# check NAME STATUS EXPECTED COMMAND...: standard output and error of the command, as an extended regular expression.
+check() {
+    local name=$1 status=$2 expected=$3 got; shift 3
+    timeout "$(patient 30)" "$@" >out 2>&1; got=$?
+    if [ $got -eq "$status" ] && grep -Eq -- "$expected" <<<"$(tr '\n' ' ' <out)"; then ok "$name"; else FAIL "$name (status $got)" out; fi
+}
+# json NAME STATUS EXPRESSION COMMAND...: what the command writes is one document d, of which the expression holds.
+json() {
+    local name=$1 status=$2 expression=$3 got; shift 3
+    timeout "$(patient 30)" "$@" >out 2>errors; got=$?
+    if [ $got -eq "$status" ] && python3 -c 'import json, sys; d = json.load(open("out")); sys.exit(not eval(sys.argv[1]))' \
+        "$expression" 2>>errors; then ok "$name"; else FAIL "$name (status $got)" errors; fi
+}
+mkdir served
+# serve SETTING...: the file service with the library, on whatever port, as rpcbind knows.
+registered() { rpcinfo 127.0.0.1 | awk -v program="$1" -v netid="$2" '$1 == program && $3 == netid { found = 1 } END { exit !found }'; }
+serve() {
+    log=$scratch/server.log
+    start_ready env "$@" ./fileserver -n tcp -d served || { FAIL "a server" "$log"; closing; }
+    wait_for 10 registered $program tcp || { FAIL "the server is registered" "$log"; closing; }
+}
+# unserve: the server, and its rows at rpcbind.
+unserve() { stop "$server"; for netid in tcp tcp6 rdma rdma6; do rpcinfo -d -T $netid $program 1 2>/dev/null; rpcinfo -d $program 1 2>/dev/null; done; }
+
+# Nothing is there.
+check "ping: nobody there" 1 "^rpcrdma ping: no program is registered on netid rdma at 127.0.0.1, and none on tcp" "$tool" ping 127.0.0.1
+check "ping: a program that is not there" 1 "RPC: Program not registered; program 7 is not registered on netid rdma" "$tool" ping 127.0.0.1 7
+check "ping: a name that is no program's" 1 '"nosuch": no such program in /etc/rpc, and no number' "$tool" ping 127.0.0.1 nosuch
+check "ping: a port without a program" 2 'required' "$tool" ping 127.0.0.1 -p 9
+check "ping: no calls" 2 'invalid value' "$tool" ping 127.0.0.1 -c 0
+check "ping: nobody at the port" 1 "cannot connect to 127.0.0.1:9: Connection refused" "$tool" ping 127.0.0.1 7 1 -p 9
+json "ping --json: nobody at the port" 1 'd["answered"] == 0 and "refused" in d["errors"][0]' "$tool" ping 127.0.0.1 7 1 -p 9 --json
+check "info: no problem" 0 'problems +none $' "$tool" info 127.0.0.1
+check "info: a host that there is not" 1 'problem +no.such.host.invalid: ' "$tool" info no.such.host.invalid
+check "info: LD_PRELOAD of what is not there" 1 'LD_PRELOAD names /none/librpcrdma.so.0, which the loader does not find' \
+    env LD_PRELOAD=/none/librpcrdma.so.0 "$tool" info
+
+# A server that knows tcp only.
+serve
+check "ping: tcp only" 1 "no program is registered on netid rdma at 127.0.0.1, but on tcp: .*RPCRDMA_REDIRECT=tcp" "$tool" ping 127.0.0.1
+check "ping over tcp" 0 "on tcp .*answer from 127.0.0.1:[0-9]+: seq=2 time=" "$tool" ping 127.0.0.1 --netid tcp -c 2 -i 0.01
+check "ping over tcp is tcp, whatever is moved" 0 "answer from" \
+    env RPCRDMA_REDIRECT=tcp RPCRDMA_FALLBACK=no "$tool" ping 127.0.0.1 --netid tcp -c 1
+json "info --json: tcp only" 0 "[r['netid'] for r in d['rpcbind']['registered'] if r['program'] == $program] == ['tcp']" \
+    "$tool" info 127.0.0.1 --json
+unserve
+
+# One that is moved.
+serve LD_PRELOAD="$LIBRPCRDMA" RPCRDMA_REDIRECT=tcp
+wait_for 10 registered $program rdma || FAIL "the server is registered on rdma" "$log"
+check "ping: shared memory" 0 "shared memory \(local\), RPC-over-RDMA version 1, inline 69632 bytes out and 69632 in, credits 32 granted of 32 asked .*answers over tcp too .*seq=3 .*3 calls sent, 3 answered, 0 lost \(0%\).* rtt min/avg/max/mdev = [0-9./]+ ms, p50 " \
+    "$tool" ping 127.0.0.1 -c 3 -i 0.01
+check "ping: software iWARP, and other settings" 0 "software iWARP.*\(iwarp\).*inline 8192 bytes out.*credits 5 granted of 5 asked|credits [0-9]+ granted of 5 asked" \
+    env RPCRDMA_PROVIDER=iwarp RPCRDMA_CREDITS=5 RPCRDMA_INLINE=8192 "$tool" ping localhost $program 1 -c 1
+check "ping: IPv6" 0 "on rdma6 .*answer from \[::1\]:" "$tool" ping ::1 -c 1
+check "ping: a version that there is not" 1 "RPC: Program/version mismatch; low version = 1, high version = 1.*1 lost \(100%\)" \
+    "$tool" ping 127.0.0.1 $program 7 -c 1
+served_at=$(rpcinfo -p 127.0.0.1 | awk -v program=$program '$1 == program && $3 == "tcp" { print $4; exit }')
+check "ping: a port, and the version is found" 0 "version 1 on rdma .*answer from 127.0.0.1:$served_at" "$tool" ping 127.0.0.1 $program -p "$served_at" -c 1
+json "ping --json" 0 "d['sent'] == d['answered'] == 2 and d['connection']['device'] == 'local' and d['tcp']['answers'] and d['round_trip']['min'] <= d['round_trip']['p50'] <= d['round_trip']['max']" \
+    "$tool" ping 127.0.0.1 --json -c 2 -i 0.01
+json "info --json: what is registered" 0 "sorted(r['netid'] for r in d['rpcbind']['registered'] if r['program'] == $program) == ['rdma', 'rdma6', 'tcp'] and d['towards']['used'] == 'local'" \
+    "$tool" info 127.0.0.1 --json
+json "info --json: another device" 0 "d['towards']['used'] == 'iwarp' and 'RPCRDMA_PROVIDER=iwarp takes nothing else' in str(d['towards']['tried']) and {'key': 'provider', 'value': 'iwarp', 'source': 'environment'} in d['settings']" \
+    env RPCRDMA_PROVIDER=iwarp "$tool" info 127.0.0.1 --json
+
+# Ctrl-C: the summary, at once, though the next call would be in a minute.
+"$tool" ping 127.0.0.1 -i 60 >ping.log 2>&1 & pinging=$!; children+=("$pinging")
+wait_for 10 grep -q 'seq=1' ping.log || FAIL "ping answers" ping.log
+began=${EPOCHREALTIME/./}
+kill -INT $pinging; wait $pinging; got=$?
+if [ $got -eq 0 ] && grep -q '^1 calls sent, 1 answered, 0 lost' ping.log && [ $((${EPOCHREALTIME/./} - began)) -lt $(($(patient 5) * 1000000)) ]; then
+    ok "ping: Ctrl-C ends it with a summary"
+else
+    FAIL "ping: Ctrl-C ends it with a summary (status $got)" ping.log
+fi
+# Nobody reads on.
+"$tool" ping 127.0.0.1 -i 0.01 2>ping.log | head -n 1 >/dev/null
+if [ -s ping.log ]; then FAIL "ping: a reader that goes" ping.log; else ok "ping: a reader that goes ends it in silence"; fi
+check "run: the program's status, and what is moved" 42 "^$scratch/build/librpcrdma.so.0 tcp \$" "$tool" run --move tcp -- sh -c 'echo $LD_PRELOAD $RPCRDMA_REDIRECT; exit 42'
+check "run: options of the program" 0 '^-n x \$?$|^-n x $' "$tool" run printf '%s ' -n x
+check "run: a program that is not there" 127 '^rpcrdma-run: no-such-program: No such file' "$tool" run no-such-program
+check "run: no program" 2 'required' "$tool" run
+mkdir alone && cp build/rpcrdma alone
+check "run: rpcrdma-run is missing" 125 '^rpcrdma run: rpcrdma-run is neither in .*/alone nor in the PATH' env PATH=/nowhere alone/rpcrdma run true
+check "info: rpcrdma-run is missing" 1 'problem +rpcrdma-run is neither in' env PATH=/nowhere alone/rpcrdma info
+
+# A wrong configuration, in the same words everywhere.
+printf '%d 1 1 max-reply=1K\n  %d 1 2 arguments=int,itn\n' $program $program >bindings
+words='bindings:2:31: "itn": must be int, unsigned, bool, enum, hyper, opaque, string, opaque\[BYTES\], count, data, data<SIZE> or \.\.\., with commas between'
+check "check: a file of bindings" 1 "^$words \$" "$tool" check bindings
+check "check: without a file" 1 "^$words \$" env RPCRDMA_BINDINGS=bindings "$tool" check
+check "info says it" 1 "problem +$words" env RPCRDMA_BINDINGS=bindings "$tool" info
+check "rpcrdma-run says it" 125 "^rpcrdma-run: $words \$" env RPCRDMA_BINDINGS=bindings build/rpcrdma-run true
+check "rpcrdma run says it" 125 "^rpcrdma-run: $words \$" env RPCRDMA_BINDINGS=bindings "$tool" run true
+check "ping says it" 1 "$words" env RPCRDMA_BINDINGS=bindings "$tool" ping 127.0.0.1
+check "clnt_pcreateerror says it" 1 "$words" env LD_PRELOAD="$LIBRPCRDMA" RPCRDMA_BINDINGS=bindings ./hello 127.0.0.1 $program 1
+printf '# mine\ncredits = 5 # few\n crc = on\ncredit = 3\n' >settings
+check "check: a file of settings" 1 '^settings:3:8: crc = "on": must be auto, yes or no settings:4:1: "credit": no such setting; did you mean credits\? $' \
+    "$tool" check settings
+check "check: what cannot be read" 1 '^none: No such file or directory /: must be a regular file, and is a directory $' "$tool" check none /
+printf 'credits = 5\n' >settings
+check "check: what is right" 0 '^settings: all is understood \(settings\) $' "$tool" check settings
+check "check --quiet" 0 '^ ?$' "$tool" check --quiet settings
+check "RPCRDMA_LIB is no setting" 0 '^all is understood' env RPCRDMA_LIB="$LIBRPCRDMA" "$tool" check
+# /etc is this machine's own: a copy of it takes its place here.
+mkdir etc && cp -a /etc/. etc/ 2>/dev/null
+printf 'poll = 7\ncredits = 5\n' >etc/rpcrdma.conf
+mount --bind etc /etc 2>/dev/null
+if grep -q 'poll = 7' /etc/rpcrdma.conf 2>/dev/null; then
+    json "info: each setting and who has set it" 0 "[s for s in d['settings'] if s['source'] != 'default'] == [{'key': 'credits', 'value': '9', 'source': 'environment'}, {'key': 'poll', 'value': '7', 'source': '/etc/rpcrdma.conf:1'}]" \
+        env RPCRDMA_CREDITS=9 "$tool" info --json
+    umount -l /etc
+else
+    skip "info: each setting and who has set it" "/etc cannot be replaced"
+fi
+stop "$server"
+
+# No rpcbind: another network.
+check "ping: no rpcbind" 1 '^rpcrdma ping: no rpcbind at 127.0.0.1:111: Connection refused; is it running\?' \
+    unshare --net sh -c "ip link set lo up; exec '$tool' ping 127.0.0.1"
+check "info HOST: no rpcbind is a problem" 1 'problem +no rpcbind at 127.0.0.1:111' unshare --net sh -c "ip link set lo up; exec '$tool' info 127.0.0.1"
+check "info: no rpcbind is none here" 0 'problems +none' unshare --net sh -c "ip link set lo up; exec '$tool' info"
+
+# What is generated.
+check "generate" 0 '^ ?$' "$tool" generate generated
+[ ! -e generated/man1/rpcrdma-run.1 ] && [ -s generated/man1/rpcrdma-ping.1 ] && ok "pages, but for that of rpcrdma-run" || FAIL "pages"
+if type -P mandoc >/dev/null; then
+    check "the pages are right" 0 '^ ?$' mandoc -Tlint -W warning generated/man1/*.1
+else
+    skip "the pages are right" "no mandoc"
+fi
+check "bash completes" 0 'ping' bash -c '. generated/completions/rpcrdma.bash; COMP_WORDS=(rpcrdma pi); COMP_CWORD=1; _rpcrdma rpcrdma pi rpcrdma; echo "${COMPREPLY[@]}"'
+if type -P zsh >/dev/null; then
+    check "zsh takes the completions" 0 'function' zsh -fc 'fpath=($PWD/generated/completions $fpath); autoload -Uz compinit; compinit -u -D; autoload +X _rpcrdma && whence -w _rpcrdma'
+else
+    skip "zsh takes the completions" "no zsh"
+fi
+closing

@@ -1,0 +1,29 @@
+//! Ctrl-C as an event: waited for by a thread of its own, so that what it ends need not look for it.
+#![allow(unsafe_code)]
+
+use std::mem::MaybeUninit;
+use std::ptr::null_mut;
+use std::thread;
+
+/// Runs `then` in another thread when SIGINT, SIGTERM or SIGHUP comes; it is to end the process. Threads that are made later
+/// are not interrupted by them either.
+pub fn on(then: impl FnOnce() + Send + 'static) -> std::io::Result<()> {
+    let mut set = MaybeUninit::uninit();
+    // SAFETY: `set` may be written.
+    unsafe { libc::sigemptyset(set.as_mut_ptr()) };
+    for signal in [libc::SIGINT, libc::SIGTERM, libc::SIGHUP] {
+        // SAFETY: initialised by sigemptyset.
+        unsafe { libc::sigaddset(set.as_mut_ptr(), signal) };
+    }
+    // SAFETY: as above.
+    let set = unsafe { set.assume_init() };
+    // SAFETY: an initialised set; the old one is not asked for.
+    unsafe { libc::pthread_sigmask(libc::SIG_BLOCK, &set, null_mut()) };
+    thread::Builder::new().spawn(move || {
+        let mut which = 0;
+        // SAFETY: an initialised set of signals that this thread blocks, as it inherits, and a number that may be written.
+        while unsafe { libc::sigwait(&set, &mut which) } != 0 {}
+        then();
+    })?;
+    Ok(())
+}

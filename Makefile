@@ -117,7 +117,7 @@ build/rpcrdma-run: rpcrdma-run.c build/flags
 	$(call compile_run,$@)
 
 # The command, with its manual pages and completions (build/generated).
-build/rpcrdma: $(SOURCES) $(shell find tool -name '*.rs') tool/Cargo.toml build/flags
+build/rpcrdma: $(SOURCES) $(shell find tool -name '*.rs') tool/Cargo.toml docs/rpcrdma-run.1 build/flags
 	$(release) --profile tool -p rpcrdma-tools
 	@cp $(TARGET)/tool/rpcrdma $@
 	@rm -rf build/generated && $@ generate build/generated
@@ -174,7 +174,7 @@ check-source: all
 	    else echo "skip  rustfmt (not installed)"; fi
 	@if $(CARGO) clippy --version >/dev/null 2>&1; then \
 	    echo "$(CARGO) clippy"; $(CARGO) clippy $(CARGOFLAGS) $(FEATURES) --all-targets -- -D warnings && \
-	    echo "$(CARGO) clippy, of tool/"; \
+	    echo "$(CARGO) clippy, of tool/" && \
 	    $(CARGO) clippy $(CARGOFLAGS) $(FEATURES) -p rpcrdma-tools --all-targets -- -D warnings; \
 	    else echo "skip  clippy (not installed)"; fi
 	@if $(CARGO) fmt --version >/dev/null 2>&1; then $(CARGO) fmt --manifest-path fuzz/Cargo.toml --check; fi

@@ -60,6 +60,8 @@ module() { # NAME [VERSION]
     fi
 }
 certificates() {
+    # Crates that lie beside the sources are not fetched.
+    [ ! -d vendor ] || return 0
     [ -n "${SSL_CERT_FILE:-}${CARGO_HTTP_CAINFO:-}" ] || [ -e /etc/ssl/certs/ca-certificates.crt ] || [ -e /etc/pki/tls/cert.pem ]
 }
 # Where the crate clang-sys looks for it; and the compiler's own headers, which do not come with libclang.so.1 alone.

@@ -46,13 +46,15 @@ inside() {
 # unshare itself heeds no other signal while its child is there.
 trap 'kill -KILL "${children[@]}" 2>/dev/null; exit 130' INT TERM
 
-# files: what there is, with what is in it, but for the books of dpkg and apt, caches and logs.
+# files: what there is, with what is in it, but for the books of dpkg and apt, caches and logs, and rpc.statd's own state.
 files() {
-    (cd "$root" && find . \( -path ./proc -o -path ./sys -o -path ./dev -o -path ./run -o -path ./tmp -o -path ./var/cache \
-        -o -path ./var/log -o -path ./var/lib/dpkg -o -path ./var/lib/apt -o -path ./packages -o -path ./test \) -prune -o \
-        -type f -print0 | sort -z | xargs -0 sha256sum
-     cd "$root" && find . \( -path ./proc -o -path ./sys -o -path ./dev -o -path ./run -o -path ./tmp -o -path ./var/cache \
-        -o -path ./var/log -o -path ./var/lib/dpkg -o -path ./var/lib/apt \) -prune -o ! -type f -printf '%y %p %l\n' | sort)
+    (
+        cd "$root" || exit
+        apart=(-path ./tmp)
+        for folder in proc sys dev run packages test var/cache var/log var/lib/{dpkg,apt,nfs}; do apart+=(-o -path "./$folder"); done
+        find . \( "${apart[@]}" \) -prune -o -type f -print0 | sort -z | xargs -0 sha256sum
+        find . \( "${apart[@]}" \) -prune -o ! -type f -printf '%y %p %l\n' | sort
+    )
 }
 step() { # NAME COMMAND
     if inside "$2" >"$scratch/log" 2>&1; then ok "$1"; else FAIL "$1" "$scratch/log"; fi

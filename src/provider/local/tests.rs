@@ -501,6 +501,9 @@ fn who_sleeps_on_a_bell_is_woken_by_it_and_by_nothing_else() {
     const LONG: Duration = Duration::from_secs(10);
     let (_sockets, [mut a, mut b]) = shared();
     let readable = |qp: &Iwarp| wait::until(qp.fd(), wait::IN, Some(Duration::ZERO), None).unwrap();
+    b.post_recv(sink(100));
+    assert!(b.poll().unwrap().is_none() && b.doze().is_none(), "a sleeps too");
+    assert!(a.spin());
     for round in 0..3 {
         b.post_recv(sink(100));
         assert!(b.poll().unwrap().is_none());
@@ -528,6 +531,7 @@ fn who_sleeps_on_a_bell_is_woken_by_it_and_by_nothing_else() {
 fn who_has_slept_on_a_bell_in_vain_waits_for_its_descriptor() {
     let (sockets, [mut a, mut b]) = shared();
     let readable = |qp: &Iwarp| wait::until(qp.fd(), wait::IN, Some(Duration::ZERO), None).unwrap();
+    assert!(a.spin());
     b.post_recv(sink(100));
     assert!(b.poll().unwrap().is_none() && b.doze().is_some());
     assert!(b.doze().is_none() && b.rest());
@@ -574,6 +578,9 @@ fn no_wake_up_is_lost() {
     }
     fn take(qp: &mut Iwarp, dice: &mut Dice) {
         let begun = Instant::now();
+        if dice.below(2) == 0 {
+            qp.spin();
+        }
         loop {
             if let Some(completion) = qp.poll().unwrap() {
                 if matches!(completion, Completion::Received { .. }) {

@@ -57,7 +57,7 @@ enum { NOTHING, ECHO, SINK, NEST, LEAVE, SLEEP, CALL_BACK };
 /* What the library shares: a page of words, and a ring behind it. */
 enum { HEAD = 4 << 10, RING = 256 << 10, SEGMENT = HEAD + RING };
 /* Of the words, by their places. */
-enum { PRODUCED = 0, BASE = 1, CONSUMED = 16, WAITS = 32, WANTS_ROOM = 33, WOKEN = 48 };
+enum { PRODUCED = 0, BASE = 1, CONSUMED = 16, WAITS = 32, WANTS_ROOM = 33, COMPANY = 34, WOKEN = 48, RUNG = 49 };
 
 #define REQUIRE(what) ((what) ? (void)0 : errx(1, "line %d: %s (errno %d)", __LINE__, #what, errno))
 
@@ -303,8 +303,8 @@ int munmap(void *at, size_t length)
 
 static void rewrite_word(unsigned char *segment, uint64_t *state)
 {
-    static const int words[] = {PRODUCED, BASE, CONSUMED, WAITS, WANTS_ROOM, WOKEN};
-    _Atomic uint64_t *word = (_Atomic uint64_t *)segment + words[next_random(state) % 6];
+    static const int words[] = {PRODUCED, BASE, CONSUMED, WAITS, WANTS_ROOM, COMPANY, WOKEN, RUNG};
+    _Atomic uint64_t *word = (_Atomic uint64_t *)segment + words[next_random(state) % 8];
     uint64_t value = next_random(state);
     switch (next_random(state) % 4) {
     case 0: atomic_store(word, value); break;
@@ -815,7 +815,7 @@ static void stopped(void)
 /* ---- Handshakes -------------------------------------------------------------------------------------------------------- */
 
 enum { SECRET = 16, FRAME = 20, MOST = 1024 };
-static const char mark[] = "RPCRloc\x02";
+static const char mark[] = "RPCRloc\x03";
 
 static int memory(size_t bytes, int seals)
 {

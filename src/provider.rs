@@ -36,6 +36,7 @@ mod toy;
 #[cfg(feature = "verbs")]
 pub mod verbs;
 
+pub use crate::memory::shared::Bell;
 pub use device::{Accepted, DEVICES, Device, Knock, Listener, Options, Places, Shortage, Traits, Way};
 
 /// What a device and the negotiation with the peer allow.
@@ -263,6 +264,20 @@ pub trait QueuePair: Send {
     /// before each wait.
     fn rest(&mut self) -> bool {
         true
+    }
+
+    /// As [`QueuePair::rest`], for a thread that sleeps on what this returns and on nothing else, with a limit of its own: cheaper than
+    /// the fd, which tells nothing meanwhile. `None` where there is none, or it was of no use the last time.
+    fn doze(&mut self) -> Option<Bell> {
+        None
+    }
+
+    /// Tells the peer how many others this process serves just now: they want processors too, of the same host.
+    fn tell_company(&mut self, _others: u32) {}
+
+    /// How many others the peer serves just now, if it is on this host; as far as it tells.
+    fn company(&self) -> u32 {
+        0
     }
 
     /// Wakes a peer that says that it looks by itself, and has not for a while. When this is to be called again, if at all. To be

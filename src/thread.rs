@@ -1,4 +1,4 @@
-//! The calling thread: its name, its stack, and how often it lost its processor.
+//! The calling thread: its name and its stack.
 #![allow(unsafe_code)]
 
 use std::mem::MaybeUninit;
@@ -40,13 +40,4 @@ pub fn own_stack() -> Option<Range<usize>> {
         found.then(|| lowest.addr()..lowest.addr() + size)
     }
     STACK.with(Clone::clone)
-}
-
-/// How often this thread lost its processor although it wanted to go on.
-pub fn preemptions() -> i64 {
-    let mut usage = MaybeUninit::<libc::rusage>::zeroed();
-    // SAFETY: `usage` is writable.
-    unsafe { libc::getrusage(libc::RUSAGE_THREAD, usage.as_mut_ptr()) };
-    // SAFETY: plain numbers, zeroed where the call wrote nothing.
-    unsafe { usage.assume_init() }.ru_nivcsw
 }

@@ -5,7 +5,7 @@
 //!
 //! # Invariants
 //! - `EINTR` never reaches a caller: waits return early with nothing ready.
-//! - Only [`poll`], [`until`] and [`Event::wait`] sleep.
+//! - Only [`poll`], [`until`], [`for_change`] and [`Event::wait`] sleep.
 #![allow(unsafe_code)]
 
 use std::io;
@@ -347,6 +347,16 @@ const NOW: Timespec = Timespec { tv_sec: 0, tv_nsec: 0 };
 
 fn timespec(time: Duration) -> Timespec {
     Timespec::try_from(time).unwrap_or(Timespec { tv_sec: i64::MAX, tv_nsec: 0 })
+}
+
+/// Sleeps while `word`, which another process may write, is `from`, for `time` at most. Whatever ended it, the caller looks.
+pub fn for_change(word: &AtomicU32, from: u32, time: Duration) {
+    let _ = futex::wait(word, futex::Flags::empty(), from, Some(&timespec(time)));
+}
+
+/// Wakes whoever sleeps [`for_change`] of a word that has changed.
+pub fn tell_change(word: &AtomicU32) {
+    let _ = futex::wake(word, futex::Flags::empty(), i32::MAX as u32);
 }
 
 /// Something that happens once, and that a thread can sleep for with its signals let through.

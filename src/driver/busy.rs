@@ -11,11 +11,15 @@ use std::sync::{Arc, MutexGuard, Weak};
 use std::time::{Duration, Instant};
 
 use super::server::{Shared, has_come, rests};
-use super::spin::Spin;
+use super::service_loop::PROGRAM;
+use super::spin::{LOST, Spin, processors};
 use crate::fork;
 
 /// Connections beyond so many go back to their descriptors: a look at all of them shall be short.
 const MOST: usize = 64;
+
+/// A loop that gets its processor back so much later than it has offered it to others does not look: who sleeps gets it sooner.
+const LONG: Duration = Duration::from_micros(200);
 
 /// How long the loop looks here before it looks at its descriptors too.
 const ASK: Duration = Duration::from_micros(100);
@@ -27,6 +31,9 @@ struct Busy {
     spin: Option<Spin>,
     /// When the descriptors were asked.
     asked: Option<Instant>,
+    /// When it last looked, of this time; and whether it has lost its processor meanwhile.
+    looked: Option<Instant>,
+    lost: bool,
     /// The process whose they are.
     generation: u64,
 }
@@ -86,7 +93,9 @@ pub fn any() -> bool {
 
 /// How long the loop may look, if at all: `poll` as in [`Config::poll`](crate::config::Config::poll).
 pub fn begin(poll: Duration) -> Option<Instant> {
-    let limit = lock().spin.get_or_insert_with(|| Spin::new(poll)).allowed()?;
+    let mut busy = lock();
+    (busy.looked, busy.lost) = (Some(Instant::now()), false);
+    let limit = busy.spin.get_or_insert_with(|| Spin::new(poll)).allowed(0)?;
     Some(Instant::now() + limit)
 }
 
@@ -106,15 +115,33 @@ pub fn look(mut taken: impl FnMut(RawFd) -> bool) -> Look {
         busy.asked = Some(now);
         return Look::Ask;
     }
+    if let Some(looked) = busy.looked.replace(now) {
+        busy.lost |= now - looked > LOST;
+    }
+    let lost = busy.lost;
     match any {
         true => {
             if let Some(spin) = &mut busy.spin {
-                spin.found();
+                spin.found(lost);
             }
             Look::Found
         }
         false => Look::Nothing,
     }
+}
+
+/// Between two looks: where clients want more processors than there are, one of them may have this one. False if it took long.
+pub fn pause() -> bool {
+    if PROGRAM.active() < processors() {
+        std::hint::spin_loop();
+        return true;
+    }
+    let before = Instant::now();
+    std::thread::yield_now();
+    let now = Instant::now();
+    // That it was away is no surprise.
+    lock().looked = Some(now);
+    now - before < LONG
 }
 
 /// All of them rest. `failed`: nothing has come in the time. Those that have something already are `taken`, or stay.

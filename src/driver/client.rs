@@ -377,10 +377,14 @@ impl<'a> Policy<'a> for &'a Client {
         let link = &mut state.link;
         let until = [link.offer_ends(), link.retry_at(), link.first_reply_due()].into_iter().flatten().min();
         let nudges = state.nudges < NUDGES && !link.heard;
-        let at_once = !link.device.rest();
+        // Who waits for more than the connection's own answers sleeps on descriptors.
+        let may_doze = alarm < 0 && !nudges && !link.device.wants_write();
+        let bell = if may_doze { link.device.doze() } else { None };
+        let at_once = bell.is_none() && !link.device.rest();
         Wake {
             nudges,
             at_once,
+            bell,
             ..Wake::new((link.device.fd(), true, link.device.wants_write()), alarm, until)
         }
     }

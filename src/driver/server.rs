@@ -88,6 +88,8 @@ pub struct Server {
     pub(super) session: Session,
     /// Requests handed up.
     pub(super) received: u64,
+    /// When it was last counted among those that serve.
+    counted: u64,
 }
 
 /// What the program's loop has done for a connection since it had its last chance to look at others.
@@ -182,6 +184,7 @@ impl Server {
             generation: fork::generation(),
             session: Session::new(config.poll),
             received: 0,
+            counted: 0,
         }
     }
 
@@ -222,6 +225,10 @@ impl Server {
         self.turn.handed_up(now);
         stats::add(Counter::Served, 1);
         self.home.serves(self.id);
+        let others = self.home.company(&mut self.counted, now);
+        if let Some(link) = self.link() {
+            link.device.tell_company(u32::try_from(others).unwrap_or(u32::MAX));
+        }
         Some(request)
     }
 

@@ -38,7 +38,14 @@ pub struct ServiceLoop {
     /// The connection that served last, and since when no other one has, in nanoseconds of [`now_ns`].
     last: AtomicUsize,
     since: AtomicU64,
+    /// The present [`PERIOD`], how many connections have served in it, and in the one before.
+    period: AtomicU64,
+    active: AtomicUsize,
+    before: AtomicUsize,
 }
+
+/// Nanoseconds, as a power of two: about a millisecond.
+const PERIOD: u32 = 20;
 
 #[derive(Default)]
 struct State {
@@ -133,6 +140,9 @@ impl ServiceLoop {
             left: AtomicBool::new(false),
             last: AtomicUsize::new(0),
             since: AtomicU64::new(0),
+            period: AtomicU64::new(0),
+            active: AtomicUsize::new(0),
+            before: AtomicUsize::new(0),
         }
     }
 
@@ -277,6 +287,28 @@ impl ServiceLoop {
         }
     }
 
+    /// A connection serves a request. `counted`: when it was last counted. How many others do so, in about a millisecond; threads that
+    /// come at the same time may miscount.
+    pub(super) fn company(&self, counted: &mut u64, now: Instant) -> usize {
+        let period = ns_of(now) >> PERIOD;
+        let last = self.period.load(Relaxed);
+        if period != last {
+            self.period.store(period, Relaxed);
+            let active = self.active.swap(0, Relaxed);
+            self.before.store(if period == last + 1 { active } else { 0 }, Relaxed);
+        }
+        if *counted != period {
+            *counted = period;
+            self.active.fetch_add(1, Relaxed);
+        }
+        self.active().saturating_sub(1)
+    }
+
+    /// How many connections serve, in about a millisecond.
+    pub(super) fn active(&self) -> usize {
+        self.active.load(Relaxed).max(self.before.load(Relaxed))
+    }
+
     /// Whether it is the one that served last.
     pub(super) fn served_last(&self, connection: usize) -> bool {
         self.last.load(Relaxed) == connection
@@ -289,8 +321,14 @@ impl ServiceLoop {
 }
 
 fn now_ns() -> u64 {
+    ns_of(Instant::now())
+}
+
+/// Counted from some moment before the first one that was asked for; never 0.
+fn ns_of(time: Instant) -> u64 {
     static START: OnceBox<Instant> = OnceBox::new();
-    START.get_or_init(|| Box::new(Instant::now())).elapsed().as_nanos() as u64
+    let start = START.get_or_init(|| Box::new(time));
+    time.saturating_duration_since(*start).as_nanos() as u64 + (1 << PERIOD)
 }
 
 /// A dispatch routine that is run while another one waits for a call back.
@@ -325,6 +363,24 @@ mod tests {
 
     impl Thrown for Nobody {
         fn thrown(&self, _: u64) {}
+    }
+
+    #[test]
+    fn connections_that_serve_within_a_while_are_counted_once() {
+        let home = ServiceLoop::new();
+        let start = Instant::now();
+        let period = Duration::from_nanos(1 << PERIOD);
+        let mut counted = [0; 3];
+        // At the beginning of a period, as the loop counts them.
+        let begun = start + Duration::from_nanos((1 << PERIOD) - (ns_of(start) & ((1 << PERIOD) - 1)));
+        let mut serve = |which: usize, at: Instant| home.company(&mut counted[which], at);
+        assert_eq!(serve(0, begun), 0);
+        assert_eq!(serve(0, begun), 0, "it is no company of its own");
+        assert_eq!(serve(1, begun), 1);
+        assert_eq!(serve(2, begun), 2);
+        assert_eq!(serve(0, begun + period), 2, "they have served a moment ago");
+        assert_eq!(serve(0, begun + 2 * period), 0, "and no longer");
+        assert_eq!(serve(1, begun + 9 * period), 0);
     }
 
     #[test]

@@ -21,6 +21,7 @@ use rustc_hash::FxHashMap;
 use crate::connection::RequestId;
 use crate::error::{Error, Kind};
 use crate::memory::{Message, Regions};
+use crate::provider::Bell;
 use crate::stats::layout::Slot;
 use crate::stats::{self, Counter};
 use crate::sync::{Condvar, MutexGuard};
@@ -34,6 +35,10 @@ use super::spin::{Patience, Spin, Waiting};
 
 /// How often a child looks whether its peer takes what it sends, where the descriptor tells that to its parent.
 const LOOK: Duration = Duration::from_millis(1);
+
+/// How long a thread sleeps without its descriptors, at most, and with signals blocked as in all of libtirpc's calls: two system
+/// calls less than to let them through.
+const DOZE: Duration = Duration::from_millis(10);
 
 /// When a peer that has not answered the first call is nudged: Linux's siw may overlook what comes right behind its answer
 /// to the startup until more comes.
@@ -296,6 +301,10 @@ pub(super) trait Policy<'a>: Locked<'a> {
 
     /// Sleeps for it, at most for `left`. False when nothing came in that time.
     fn sleep(&self, wake: &mut Wake, left: Duration, mask: Mask<'_>) -> bool {
+        if let Some(bell) = &wake.bell {
+            bell.wait(left.min(DOZE));
+            return true;
+        }
         // An error of poll(2) itself shows up in the next pump, as an error of the device; EINTR is no error here.
         !matches!(wait::poll(&mut wake.fds, Some(left), mask), Ok(0))
     }
@@ -327,6 +336,9 @@ pub(super) struct Wake {
     pub(super) nudges: bool,
     /// There is something to do of which no descriptor tells ([`QueuePair::rest`](crate::provider::QueuePair::rest)).
     pub(super) at_once: bool,
+    /// What to sleep on in place of descriptors, for [`DOZE`] at most: the end of the connection does not ring, nor does anybody
+    /// in this process.
+    pub(super) bell: Option<Bell>,
 }
 
 impl Wake {
@@ -337,7 +349,7 @@ impl Wake {
         until: Option<Instant>,
     ) -> Wake {
         let fds = [PollFd::new(fd, reads, writes), PollFd::new(other, true, false)];
-        Wake { fds, reads, writes, until, nudges: false, at_once: false }
+        Wake { fds, reads, writes, until, nudges: false, at_once: false, bell: None }
     }
 
     /// Whether the other descriptor is readable.
@@ -481,7 +493,11 @@ fn spin_for<'a, L: Locked<'a>>(
             state.pump();
         }
         if found(&mut state) {
-            patience.ends(&mut state.parts().0.spin, true);
+            let (session, link) = state.parts();
+            if let Some(link) = link {
+                patience.is_over(link);
+            }
+            patience.ends(&mut session.spin, true);
             return (state, true);
         }
         if !alone {
@@ -498,6 +514,7 @@ fn spin_for<'a, L: Locked<'a>>(
         drop(state);
         std::hint::spin_loop();
         state = locked.lock();
+        patience.goes_on();
     }
 }
 

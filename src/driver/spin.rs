@@ -8,10 +8,16 @@ use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering::Relaxed};
 use std::time::{Duration, Instant};
 
 use super::link::Link;
-use crate::{fork, thread};
+use crate::fork;
 
 /// Bytes that a peer copies in a nanosecond, at least.
 const COPIED: u64 = 8;
+
+/// Who has not come to look for so long has lost its processor meanwhile: a look that finds nothing takes less than a microsecond.
+pub(super) const LOST: Duration = Duration::from_micros(20);
+
+/// A look takes no longer that brings less.
+const SHORT: u64 = 16 << 10;
 
 /// Less than what it costs to sleep and to be woken.
 const GLANCE: Duration = Duration::from_micros(5);
@@ -28,8 +34,6 @@ pub(super) struct Spin {
     skip: u32,
     /// What the next failure costs: 1, 2, 4 ... 1024 waits; a success halves it.
     penalty: u32,
-    /// [`thread::preemptions`] at the end of the latest spin.
-    preemptions: i64,
     /// Rises with each spin in which the processor was lost, falls with each other one.
     crowded: u32,
 }
@@ -37,7 +41,7 @@ pub(super) struct Spin {
 impl Spin {
     /// `poll`: [`Config::poll`](crate::config::Config::poll).
     pub(super) fn new(poll: Duration) -> Spin {
-        Spin { poll, skip: 0, penalty: 0, preemptions: 0, crowded: 0 }
+        Spin { poll, skip: 0, penalty: 0, crowded: 0 }
     }
 
     pub(super) fn is_on(&self) -> bool {
@@ -45,7 +49,8 @@ impl Spin {
     }
 
     /// How long to spin now.
-    pub(super) fn allowed(&mut self) -> Option<Duration> {
+    /// `company`: [`QueuePair::company`](crate::provider::QueuePair::company).
+    pub(super) fn allowed(&mut self, company: u32) -> Option<Duration> {
         if !self.is_on() {
             return None;
         }
@@ -53,7 +58,7 @@ impl Spin {
             self.skip -= 1;
             return None;
         }
-        if is_crowded() {
+        if is_crowded(company) {
             return None;
         }
         // After many failures the peer may sleep before each message too, and takes longer than a spin: one of us must
@@ -62,13 +67,13 @@ impl Spin {
     }
 
     /// How long to look where a look costs nothing, though spinning has not paid: a peer that is awake may answer at once.
-    fn glance(&self) -> Option<Duration> {
-        (self.is_on() && !is_crowded()).then(|| self.poll.min(GLANCE))
+    fn glance(&self, company: u32) -> Option<Duration> {
+        (self.is_on() && !is_crowded(company)).then(|| self.poll.min(GLANCE))
     }
 
-    pub(super) fn found(&mut self) {
-        let before = std::mem::replace(&mut self.preemptions, thread::preemptions());
-        if self.preemptions == before {
+    /// `lost`: meanwhile the thread has lost its processor.
+    pub(super) fn found(&mut self, lost: bool) {
+        if !lost {
             self.penalty /= 2;
             self.crowded = self.crowded.saturating_sub(1);
             return;
@@ -113,9 +118,11 @@ impl Drop for Waiting {
 }
 
 /// Whether so many threads of this process wait that, if one of them spins, what wakes the others may find no processor:
-/// one is left to the peer.
-fn is_crowded() -> bool {
-    WAITING.load(Relaxed) as u32 as usize >= processors()
+/// one is left to the peer. Or whether the peer, which is on this host, serves so many others that they, this thread and the peer
+/// are more than there are processors.
+fn is_crowded(company: u32) -> bool {
+    let most = processors();
+    WAITING.load(Relaxed) as u32 as usize >= most || company > 0 && company as usize + 2 > most
 }
 
 /// A spin under way: it goes on as long as bytes move, and its limit beyond, and as long as the peer may take to copy what has
@@ -132,6 +139,9 @@ pub(super) struct Patience {
     /// When to look whether somebody else waits.
     look: Instant,
     now: Instant,
+    /// Whether the processor was lost.
+    lost: bool,
+    company: u32,
 }
 
 impl Patience {
@@ -142,9 +152,10 @@ impl Patience {
 
     /// `None`: there is to be no spin now.
     pub(super) fn new(spin: &mut Spin, link: &mut Link) -> Option<Patience> {
-        let (limit, glance) = match spin.allowed() {
+        let company = link.device.company();
+        let (limit, glance) = match spin.allowed(company) {
             Some(limit) => (limit, false),
-            None => (spin.glance().filter(|_| link.device.spin())?, true),
+            None => (spin.glance(company).filter(|_| link.device.spin())?, true),
         };
         let now = Instant::now();
         Some(Patience {
@@ -156,6 +167,8 @@ impl Patience {
             before: link.device.moved(),
             look: now + limit / Patience::LOOKS,
             now,
+            lost: false,
+            company,
         })
     }
 
@@ -163,7 +176,7 @@ impl Patience {
     pub(super) fn ends(&self, spin: &mut Spin, found: bool) {
         match found {
             _ if self.glance => {}
-            true => spin.found(),
+            true => spin.found(self.lost),
             false => spin.failed(),
         }
     }
@@ -171,12 +184,19 @@ impl Patience {
     pub(super) fn is_over(&mut self, link: &Link) -> bool {
         let moved = link.device.moved();
         let now = Instant::now();
-        self.now = now;
+        let before = std::mem::replace(&mut self.now, now);
+        self.lost |= moved.wrapping_sub(self.moved) < SHORT && now - before > LOST;
         if std::mem::replace(&mut self.moved, moved) != moved {
             let copies = Duration::from_nanos(moved.wrapping_sub(self.before) / COPIED).min(self.limit * 4);
             self.until = self.end.min(now + self.limit + copies);
         }
         now >= self.until
+    }
+
+    /// The next look begins.
+    pub(super) fn goes_on(&mut self) {
+        let now = Instant::now();
+        self.lost |= now - std::mem::replace(&mut self.now, now) > LOST;
     }
 
     /// Whether it has turned out that somebody else waits for this thread or its processor. `others`: whether another
@@ -186,11 +206,12 @@ impl Patience {
             return false;
         }
         self.look = self.now + self.limit / Patience::LOOKS;
-        is_crowded() || others()
+        is_crowded(self.company) || others()
     }
 }
 
-fn processors() -> usize {
+/// Processors that this process may use.
+pub(super) fn processors() -> usize {
     // Not a OnceLock: the answer takes a while, and a fork(2) of another thread in between would leave the child waiting for
     // ever.
     static PROCESSORS: AtomicUsize = AtomicUsize::new(0);
@@ -208,6 +229,28 @@ fn processors() -> usize {
 mod tests {
     use super::*;
     use crate::fork::testing::fork;
+
+    #[test]
+    fn a_thread_whose_peer_serves_as_many_others_as_there_are_processors_does_not_spin() {
+        let mut spin = Spin::new(Duration::from_micros(50));
+        let many = processors() as u32;
+        assert_eq!(spin.allowed(many), None);
+        assert_eq!(spin.glance(many), None);
+        assert!(is_crowded(u32::MAX) && is_crowded(many.saturating_sub(1).max(1)));
+    }
+
+    #[test]
+    fn spins_that_find_something_after_they_have_lost_their_processor_fail_in_the_end() {
+        let mut spin = Spin::new(Duration::from_micros(50));
+        for _ in 0..100 {
+            spin.found(false);
+        }
+        assert_eq!(spin.skip, 0);
+        for _ in 0..4 {
+            spin.found(true);
+        }
+        assert_eq!(spin.skip, 1);
+    }
 
     #[test]
     fn threads_of_the_parent_do_not_wait_in_its_child() {

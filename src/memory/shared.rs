@@ -13,14 +13,17 @@
 use std::io;
 use std::os::fd::{AsFd, AsRawFd, OwnedFd};
 use std::ptr::NonNull;
-use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering::Acquire, Ordering::Relaxed};
+use std::sync::Arc;
+use std::sync::atomic::Ordering::{Acquire, Relaxed, Release};
+use std::sync::atomic::{AtomicU32, AtomicU64, AtomicUsize};
+use std::time::Duration;
 
 use rustix::fs::{MemfdFlags, Mode, OFlags, SealFlags};
 use rustix::fs::{fchmod, fcntl_add_seals, fcntl_get_seals, fstat, ftruncate, memfd_create, open};
 use rustix::io::Errno;
 
 use super::{IoVec, IoVecMut};
-use crate::process;
+use crate::{process, wait};
 
 /// Bytes of the ring: a power of two, and few enough to stay in a cache while both ends copy.
 pub const RING: usize = 256 << 10;
@@ -51,12 +54,16 @@ pub enum Word {
     Base = 1,
     /// Bytes that have been taken from the other end's ring.
     Consumed = 16,
-    /// Odd while this end waits, and has to be woken.
+    /// Whether this end waits and has to be woken, how, and which of its waits it is.
     Waits = 32,
     /// Not 0 while it waits for room in its ring too.
     WantsRoom = 33,
-    /// How often it has woken the other end.
+    /// How many other peers it serves just now.
+    Company = 34,
+    /// How often it has woken the other end by a byte.
     Woken = 48,
+    /// How often it has rung for it: see [`Bell`].
+    Rung = 49,
 }
 
 /// A mapping of [`SIZE`] bytes.
@@ -91,6 +98,13 @@ impl Mapping {
     fn word(&self, word: Word) -> &AtomicU64 {
         let place = self.0.as_ptr().cast::<AtomicU64>().wrapping_add(word as usize);
         // SAFETY: inside the mapping, which lives as long as `self` and is aligned to a page; accessed as atomics only.
+        unsafe { &*place }
+    }
+
+    /// Half of a word, which futex(2) can wait for.
+    fn half(&self, word: Word) -> &AtomicU32 {
+        let place = self.0.as_ptr().cast::<AtomicU32>().wrapping_add(2 * word as usize);
+        // SAFETY: as in `word`; accessed as this half only.
         unsafe { &*place }
     }
 
@@ -147,6 +161,13 @@ impl Own {
         self.0.word(word)
     }
 
+    /// Rings for a peer that sleeps on a [`Bell`] of this segment.
+    pub fn ring(&self) {
+        let rung = self.0.half(Word::Rung);
+        rung.fetch_add(1, Release);
+        wait::tell_change(rung);
+    }
+
     /// Puts `len` bytes into the ring, of those that `from` names from byte `at` on. `number`: of the first, counted from the
     /// one that lies at the ring's beginning.
     ///
@@ -163,6 +184,26 @@ impl Own {
         let (start, _) = self.0.ring(number.wrapping_add(first as u64));
         // SAFETY: as above, from the ring's beginning on.
         unsafe { libc::memcpy(start.cast(), source.wrapping_add(first).cast(), len - first) };
+    }
+}
+
+/// What a thread may sleep on, without a descriptor, until the peer rings for it. It must have a limit of its own: a peer that
+/// has gone does not.
+pub struct Bell {
+    theirs: Arc<Theirs>,
+    /// How often it had rung when this was made.
+    rung: u32,
+}
+
+impl Bell {
+    /// The peer's, as it is now: what it does from here on is not missed.
+    pub fn of(theirs: &Arc<Theirs>) -> Bell {
+        Bell { theirs: theirs.clone(), rung: theirs.0.half(Word::Rung).load(Acquire) }
+    }
+
+    /// Sleeps until it has rung, for `time` at most.
+    pub fn wait(&self, time: Duration) {
+        wait::for_change(self.theirs.0.half(Word::Rung), self.rung, time);
     }
 }
 

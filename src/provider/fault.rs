@@ -18,7 +18,7 @@ use std::os::fd::RawFd;
 use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::Instant;
 
-use super::{Completion, Limits, QueuePair, Traits, WorkId, WorkRequest, iwarp};
+use super::{Bell, Completion, Limits, QueuePair, Traits, WorkId, WorkRequest, iwarp};
 use crate::error::{Error, Kind};
 use crate::memory::{Region, Regions, Sink, Slabs};
 use crate::wire::header::{self, Body, Versions};
@@ -930,6 +930,18 @@ impl QueuePair for Fault {
 
     fn rest(&mut self) -> bool {
         self.inner.rest()
+    }
+
+    fn doze(&mut self) -> Option<Bell> {
+        self.inner.doze()
+    }
+
+    fn tell_company(&mut self, others: u32) {
+        self.inner.tell_company(others);
+    }
+
+    fn company(&self) -> u32 {
+        self.inner.company()
     }
 
     fn remind(&mut self) -> Option<Instant> {

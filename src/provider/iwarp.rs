@@ -35,7 +35,7 @@ use crate::error::{Error, Kind, os_text};
 use crate::fork;
 use crate::memory::{Areas, IoVecMut, Memory, Region, Regions, Sink};
 use crate::process;
-use crate::provider::{self, Completion, Device, Limits, QueuePair, Traits, Way, WorkRequest};
+use crate::provider::{self, Bell, Completion, Device, Limits, QueuePair, Traits, Way, WorkRequest};
 use crate::socket;
 use crate::stats::{self, Counter};
 use crate::wire::private_data::PrivateData;
@@ -358,6 +358,13 @@ impl Iwarp {
             copied_bytes: 0,
             syscalls: 0,
         })
+    }
+
+    /// Whether it is for the peer, with which memory is shared, to do something.
+    fn has_nothing_to_do(&self) -> bool {
+        // The peer wakes us only if there was no room.
+        let goes_on = self.transmit.has_work() && self.may_transmit() && !self.stream.wants_room();
+        self.completions.is_empty() && !goes_on
     }
 
     fn start(&mut self) -> Result<bool, Error> {
@@ -1432,9 +1439,20 @@ impl QueuePair for Iwarp {
         if self.failed.is_some() || !matches!(self.stage, Stage::Open) {
             return true;
         }
-        // The peer wakes us only if there was no room.
-        let goes_on = self.transmit.has_work() && self.may_transmit() && !self.stream.wants_room();
-        !self.stream.is_shared() || self.completions.is_empty() && !goes_on && self.stream.rest()
+        !self.stream.is_shared() || self.has_nothing_to_do() && self.stream.rest()
+    }
+
+    fn tell_company(&mut self, others: u32) {
+        self.stream.tell_company(others);
+    }
+
+    fn company(&self) -> u32 {
+        self.stream.company()
+    }
+
+    fn doze(&mut self) -> Option<Bell> {
+        let may = self.failed.is_none() && matches!(self.stage, Stage::Open) && self.has_nothing_to_do();
+        if may { self.stream.doze() } else { None }
     }
 
     fn remind(&mut self) -> Option<Instant> {

@@ -599,8 +599,8 @@ unsafe fn look(ready: &mut Ready) -> bool {
         match busy::look(&mut taken) {
             Look::Found => return true,
             Look::Ask => return false,
-            Look::Nothing if Instant::now() >= until || !busy::any() => break,
-            Look::Nothing => std::hint::spin_loop(),
+            Look::Nothing if Instant::now() >= until || !busy::any() || !busy::pause() => break,
+            Look::Nothing => {}
         }
     }
     busy::rest(until.is_some(), &mut taken);

@@ -6,6 +6,7 @@ use std::os::fd::RawFd;
 use std::time::Instant;
 
 use crate::memory::{IoVec, IoVecMut};
+use crate::provider::Bell;
 use crate::provider::local::Rings;
 use crate::socket;
 
@@ -88,6 +89,23 @@ impl Stream {
     pub(super) fn remind(&mut self) -> Option<Instant> {
         let socket = self.socket;
         self.rings.as_mut().and_then(|rings| rings.remind(socket))
+    }
+
+    /// As [`crate::provider::QueuePair::tell_company`].
+    pub(super) fn tell_company(&mut self, others: u32) {
+        if let Some(rings) = &mut self.rings {
+            rings.tell_company(others);
+        }
+    }
+
+    /// As [`crate::provider::QueuePair::company`].
+    pub(super) fn company(&self) -> u32 {
+        self.rings.as_ref().map_or(0, |rings| rings.company())
+    }
+
+    /// As [`crate::provider::QueuePair::doze`].
+    pub(super) fn doze(&mut self) -> Option<Bell> {
+        self.rings.as_mut().and_then(|rings| rings.doze())
     }
 
     /// As [`crate::provider::QueuePair::rest`].

@@ -2,8 +2,10 @@
 //! what has not come yet would block. The socket stays: its end is the end, and its bytes wake who waits on it.
 //!
 //! # Waking
-//! Each end says whether it waits: [`Word::Waits`] is odd then. Who puts bytes into its ring, or takes some while the
-//! other end wants room, sends one byte over the socket if the other end waits, once for each time that it does. An end says
+//! Each end says whether it waits, and how it has to be woken: [`Word::Waits`]. Who puts bytes into its ring, or takes some while
+//! the other end wants room, wakes the other end if that waits, once for each time that it does: by one byte over the socket, which
+//! every loop polls; or, cheaper, by a [`Bell`], on which a thread sleeps that waits for nothing else ([`Rings::doze`]), and
+//! for a short time only, because the end of the connection does not ring. An end says
 //! that it waits and looks again, in this order; the other one acts and then looks whether somebody waits: one of
 //! them sees the other. While an end looks by itself ([`Rings::spin`]) it costs its peer no system call. Its program may have
 //! left it in the midst of that: who waits for it wakes it all the same, after a while ([`Rings::remind`]).
@@ -21,11 +23,12 @@
 use std::hint::spin_loop;
 use std::io::{self, ErrorKind};
 use std::os::fd::RawFd;
+use std::sync::Arc;
 use std::sync::atomic::{Ordering::Acquire, Ordering::Relaxed, Ordering::Release, Ordering::SeqCst, fence};
 use std::thread::yield_now;
 use std::time::{Duration, Instant};
 
-use crate::memory::shared::{Own, RING, Theirs, Word};
+use crate::memory::shared::{Bell, Own, RING, Theirs, Word};
 use crate::memory::{IoVec, IoVecMut};
 use crate::{fork, socket};
 
@@ -49,6 +52,12 @@ const ASKED_BUSY: u32 = 1 << 12;
 /// A peer that says that it looks, and has taken nothing for so long, may be elsewhere: in a routine of its program.
 const OVERLOOKED: Duration = Duration::from_millis(5);
 
+/// Bits of [`Word::Waits`]: it waits for a byte, or for a bell. The others count its waits.
+const BY_BYTE: u64 = 1;
+const BY_BELL: u64 = 2;
+const WAITS: u64 = BY_BYTE | BY_BELL;
+const NEXT: u64 = 4;
+
 /// How often something is looked for in one go.
 const ROUNDS: usize = 16;
 
@@ -58,12 +67,14 @@ const SHORT: usize = 4;
 /// Both rings of a connection.
 pub struct Rings {
     own: Own,
-    theirs: Theirs,
+    theirs: Arc<Theirs>,
     generation: u64,
     /// The wait of the peer that it was woken from.
     woken: u64,
     /// Bytes that have woken us.
     heard_bytes: u64,
+    /// What had been taken when it was waited for a bell last.
+    dozed: Option<u64>,
     /// Whether somebody looks without a pause.
     busy: bool,
     /// Looks in vain.
@@ -84,10 +95,11 @@ impl Rings {
     pub fn new(own: Own, theirs: Theirs, spins: bool) -> Rings {
         let rings = Rings {
             own,
-            theirs,
+            theirs: Arc::new(theirs),
             generation: fork::generation(),
             woken: 0,
             heard_bytes: 0,
+            dozed: None,
             busy: false,
             looks: 0,
             heard: Instant::now(),
@@ -97,7 +109,7 @@ impl Rings {
             overlooks: None,
             ended: false,
         };
-        rings.own.word(Word::Waits).store(1, SeqCst);
+        rings.own.word(Word::Waits).store(BY_BYTE, SeqCst);
         rings
     }
 
@@ -207,7 +219,7 @@ impl Rings {
                 if !self.looks.is_multiple_of(ASKED_BUSY) {
                     return Err(ErrorKind::WouldBlock.into());
                 }
-            } else if !self.begin_to_wait()? {
+            } else if !self.begin_to_wait(None)? {
                 continue;
             }
             if !self.hear(socket)? {
@@ -240,17 +252,53 @@ impl Rings {
         if self.is_forked() {
             return true;
         }
+        self.may_sleep(BY_BYTE)
+    }
+
+    /// The same for a thread that sleeps on this, and on nothing else, for a short time: one that has slept so in vain has to
+    /// [`Rings::rest`]. `None` too where there is something to do, and where the peer sleeps before each message itself: it is off
+    /// its processor as soon as it has woken us, and a socket has the kernel put who is woken there. A bell has it look for another
+    /// one, which takes ten times as long where that is idle.
+    pub fn doze(&mut self) -> Option<Bell> {
+        if self.theirs.get(Word::Waits) & WAITS != 0 {
+            return None;
+        }
+        let consumed = self.own.word(Word::Consumed).load(Relaxed);
+        if self.is_forked() || self.dozed.replace(consumed) == Some(consumed) {
+            return None;
+        }
+        self.busy = false;
+        // Before it is said that this end waits: what is rung from then on ends the sleep.
+        let bell = Bell::of(&self.theirs);
+        self.may_sleep(BY_BELL).then_some(bell)
+    }
+
+    fn may_sleep(&mut self, by: u64) -> bool {
         // A lie shows up in the next look.
-        let quiet = !self.ended && self.begin_to_wait().is_ok_and(|quiet| quiet);
+        let quiet = !self.ended && self.begin_to_wait(Some(by)).is_ok_and(|quiet| quiet);
         let produced = self.own.word(Word::Produced).load(Relaxed);
         quiet && !(self.wants && self.room(produced).is_ok_and(|room| room > 0))
+    }
+
+    /// As [`crate::provider::QueuePair::tell_company`].
+    pub fn tell_company(&mut self, others: u32) {
+        let word = self.own.word(Word::Company);
+        // The peer has the line in its cache.
+        if word.load(Relaxed) != u64::from(others) {
+            word.store(others.into(), Relaxed);
+        }
+    }
+
+    /// As [`crate::provider::QueuePair::company`].
+    pub fn company(&self) -> u32 {
+        self.theirs.get(Word::Company).min(u32::MAX.into()) as u32
     }
 
     /// Wakes a peer that says that it looks, and has not for a while: once for what it overlooks. When to see to that again.
     pub fn remind(&mut self, socket: RawFd) -> Option<Instant> {
         let consumed = self.theirs.get(Word::Consumed);
         let all = consumed == self.own.word(Word::Produced).load(Relaxed);
-        if all || self.ended || self.theirs.get(Word::Waits) & 1 == 1 {
+        if all || self.ended || self.theirs.get(Word::Waits) & WAITS != 0 {
             self.overlooks = None;
             return None;
         }
@@ -269,7 +317,7 @@ impl Rings {
 
     /// Whether nothing more has come since less than asked for was there; then the socket tells when it does.
     pub fn drained(&mut self) -> bool {
-        self.busy || self.begin_to_wait().is_ok_and(|quiet| quiet)
+        self.busy || self.begin_to_wait(None).is_ok_and(|quiet| quiet)
     }
 
     /// Whether this end waits for room.
@@ -381,20 +429,20 @@ impl Rings {
     fn stop_waiting(&mut self) {
         let waits = self.own.word(Word::Waits);
         let now = waits.load(Relaxed);
-        if now & 1 == 1 && !self.is_forked() {
-            waits.store(now.wrapping_add(1), Relaxed);
+        if now & WAITS != 0 && !self.is_forked() {
+            waits.store(now & !WAITS, Relaxed);
         }
     }
 
-    /// Says that this end waits. False if something has come.
-    fn begin_to_wait(&mut self) -> io::Result<bool> {
+    /// Says that this end waits, and how; `None`: as it does, or for a byte. False if something has come.
+    fn begin_to_wait(&mut self, by: Option<u64>) -> io::Result<bool> {
         let waits = self.own.word(Word::Waits);
         let now = waits.load(Relaxed);
-        if now & 1 == 0 {
-            waits.store(now.wrapping_add(1), Relaxed);
-        } else if self.is_forked() {
-            // It says so all the time, and each time is a new one.
-            waits.store(now.wrapping_add(2), Relaxed);
+        // A process that was forked says so all the time, and each time is a new one.
+        let says = now & WAITS != 0 && by.is_none_or(|by| now & WAITS == by);
+        if !says || self.is_forked() {
+            let by = by.unwrap_or(BY_BYTE);
+            waits.store((now & !WAITS).wrapping_add(NEXT) | by, Relaxed);
         }
         fence(SeqCst);
         Ok(self.there(self.own.word(Word::Consumed).load(Acquire))? == 0)
@@ -404,9 +452,13 @@ impl Rings {
     fn wake(&mut self, socket: RawFd) {
         fence(SeqCst);
         let waits = self.theirs.get(Word::Waits);
-        if waits & 1 == 1 && waits != self.woken {
-            self.woken = waits;
-            self.call(socket);
+        if waits & WAITS == 0 || waits == self.woken {
+            return;
+        }
+        self.woken = waits;
+        match waits & BY_BELL {
+            0 => self.call(socket),
+            _ => self.own.ring(),
         }
     }
 

@@ -9,7 +9,7 @@ use rustix::fs::{MemfdFlags, SealFlags, fcntl_add_seals, ftruncate, memfd_create
 
 use super::*;
 use crate::fork;
-use crate::memory::shared::{RING, SIZE, Word};
+use crate::memory::shared::{Bell, RING, SIZE, Word};
 use crate::memory::{Buf, IoVec, IoVecMut};
 use crate::provider::fault::contract;
 use crate::provider::{Completion, WorkRequest};
@@ -400,7 +400,7 @@ fn who_has_sent_all_waits_for_no_room_though_some_came_at_the_last_moment() {
         scope.spawn(|| {
             while !over.load(Relaxed) {
                 peer.word(Word::Consumed).store(seen.get(Word::Produced), SeqCst);
-                peer.word(Word::Waits).fetch_add(2, SeqCst);
+                peer.word(Word::Waits).fetch_add(4, SeqCst);
             }
         });
         let end = Instant::now() + Duration::from_secs(2);
@@ -487,6 +487,144 @@ fn a_peer_that_says_that_it_looks_and_does_not_is_woken_once_after_a_while() {
         assert!(readable(&b) && a.remind().is_none(), "it was woken");
         assert_eq!(message(next(&mut b).unwrap()), b"two");
     }
+}
+
+/// Until the peer rings, or `limit` is over: whether it did.
+fn rings_within(bell: &Bell, limit: Duration) -> bool {
+    let before = Instant::now();
+    bell.wait(limit);
+    before.elapsed() < limit
+}
+
+#[test]
+fn who_sleeps_on_a_bell_is_woken_by_it_and_by_nothing_else() {
+    const LONG: Duration = Duration::from_secs(10);
+    let (_sockets, [mut a, mut b]) = shared();
+    let readable = |qp: &Iwarp| wait::until(qp.fd(), wait::IN, Some(Duration::ZERO), None).unwrap();
+    b.post_recv(sink(100));
+    assert!(b.poll().unwrap().is_none() && b.doze().is_none(), "a sleeps too");
+    assert!(a.spin());
+    for round in 0..3 {
+        b.post_recv(sink(100));
+        assert!(b.poll().unwrap().is_none());
+        let bell = b.doze().unwrap();
+        assert!(!rings_within(&bell, Duration::from_millis(1)), "nobody has rung");
+        // Before the sleep: it must end at once.
+        send(&mut a, b"one");
+        assert!(rings_within(&bell, LONG) && !readable(&b), "{round}");
+        assert_eq!(message(next(&mut b).unwrap()), b"one");
+    }
+    b.post_recv(sink(100));
+    assert!(b.poll().unwrap().is_none());
+    let bell = b.doze().unwrap();
+    std::thread::scope(|scope| {
+        let sleeps = scope.spawn(move || rings_within(&bell, LONG));
+        std::thread::sleep(Duration::from_millis(20));
+        send(&mut a, b"two");
+        assert!(sleeps.join().unwrap());
+    });
+    assert!(b.doze().is_none(), "there is something");
+    assert_eq!(message(next(&mut b).unwrap()), b"two");
+}
+
+#[test]
+fn who_has_slept_on_a_bell_in_vain_waits_for_its_descriptor() {
+    let (sockets, [mut a, mut b]) = shared();
+    let readable = |qp: &Iwarp| wait::until(qp.fd(), wait::IN, Some(Duration::ZERO), None).unwrap();
+    assert!(a.spin());
+    b.post_recv(sink(100));
+    assert!(b.poll().unwrap().is_none() && b.doze().is_some());
+    assert!(b.doze().is_none() && b.rest());
+    send(&mut a, b"one");
+    assert!(readable(&b), "by a byte from here on");
+    assert_eq!(message(next(&mut b).unwrap()), b"one");
+    b.post_recv(sink(100));
+    assert!(b.poll().unwrap().is_none() && b.doze().is_some(), "that was another wait");
+    // Its end does not ring.
+    drop(sockets.0);
+    assert!(b.doze().is_none() && b.rest() && readable(&b));
+    assert!(next(&mut b).is_err());
+}
+
+#[test]
+fn the_peer_is_told_how_many_others_are_served() {
+    let (_sockets, [mut a, mut b]) = shared();
+    assert_eq!(a.company(), 0);
+    b.tell_company(3);
+    assert_eq!((a.company(), b.company()), (3, 0));
+    a.tell_company(u32::MAX);
+    assert_eq!(b.company(), u32::MAX);
+}
+
+/// Of many short sleeps with pauses in bad places, each is ended by the peer long before its time is over.
+#[test]
+fn no_wake_up_is_lost() {
+    const LIMIT: Duration = Duration::from_secs(5);
+    const ROUNDS: u32 = 20_000;
+    /// Any numbers will do.
+    struct Dice(u32);
+    impl Dice {
+        fn below(&mut self, most: u32) -> u32 {
+            self.0 = self.0.wrapping_mul(1_664_525).wrapping_add(1_013_904_223);
+            (self.0 >> 16) % most
+        }
+        fn pause(&mut self) {
+            match self.below(16) {
+                0 => std::thread::yield_now(),
+                1..8 => (0..self.below(2000)).for_each(|_| std::hint::spin_loop()),
+                _ => {}
+            }
+        }
+    }
+    fn take(qp: &mut Iwarp, dice: &mut Dice) {
+        let begun = Instant::now();
+        if dice.below(2) == 0 {
+            qp.spin();
+        }
+        loop {
+            if let Some(completion) = qp.poll().unwrap() {
+                if matches!(completion, Completion::Received { .. }) {
+                    assert_eq!(message(completion), b"ball");
+                    break;
+                }
+                continue;
+            }
+            dice.pause();
+            let bell = if dice.below(4) > 0 { qp.doze() } else { None };
+            match bell {
+                Some(bell) => {
+                    dice.pause();
+                    bell.wait(LIMIT);
+                }
+                None if qp.rest() => {
+                    dice.pause();
+                    let _ = wait::until(qp.fd(), wait::IN, Some(LIMIT), None).unwrap();
+                }
+                None => {}
+            }
+            assert!(begun.elapsed() < LIMIT, "it was not woken");
+        }
+        qp.post_recv(sink(100));
+    }
+    let (_sockets, [mut a, mut b]) = shared();
+    a.post_recv(sink(100));
+    b.post_recv(sink(100));
+    std::thread::scope(|scope| {
+        scope.spawn(|| {
+            let mut dice = Dice(1);
+            for _ in 0..ROUNDS {
+                take(&mut b, &mut dice);
+                dice.pause();
+                send(&mut b, b"ball");
+            }
+        });
+        let mut dice = Dice(2);
+        for _ in 0..ROUNDS {
+            send(&mut a, b"ball");
+            take(&mut a, &mut dice);
+            dice.pause();
+        }
+    });
 }
 
 #[test]

@@ -22,8 +22,9 @@
 //! - The heap object that `x_private` points into never moves and is reached through raw pointers only.
 #![allow(unsafe_code)]
 
+use std::cell::Cell;
 use std::ffi::{c_char, c_int, c_long, c_uint, c_void};
-use std::mem::{offset_of, size_of};
+use std::mem::{MaybeUninit, offset_of, size_of};
 use std::ptr::{self, NonNull};
 
 use crate::error::{Error, Kind};
@@ -121,8 +122,7 @@ const STEP: usize = 4096;
 /// The message ends where the stream stands when it is finished, as a record of libtirpc's `xdrrec` does: a
 /// procedure that goes back to fill in a length goes forward again afterwards.
 pub struct Encoder {
-    /// From `Box::leak`, so that no move of the Encoder touches what C points to. Freed by `drop` or
-    /// `finish`.
+    /// From `Stream::leak`, so that no move of the Encoder touches what C points to. Ended by `drop` or `finish`.
     stream: NonNull<Stream<Encoding>>,
 }
 
@@ -211,8 +211,8 @@ impl Encoder {
     pub fn finish(self) -> Result<Message, Error> {
         let stream = self.stream;
         std::mem::forget(self);
-        // SAFETY: `stream` came from `Box::leak` in `new`, and `drop` does not run any more.
-        let mut state = unsafe { Box::from_raw(stream.as_ptr()) }.state;
+        // SAFETY: `stream` came from `Stream::leak` in `new`, and `drop` does not run any more.
+        let mut state = unsafe { Stream::end(stream) };
         // An item that the end cuts off is a part of the message only up to there.
         state.take_back(state.at, usize::MAX);
         let Encoding { mut buf, at, failure, lent, .. } = state;
@@ -220,6 +220,9 @@ impl Encoder {
             Some(error) => Err(error),
             None => {
                 buf.set_len(at);
+                if lent.is_empty() {
+                    return Ok(buf.into());
+                }
                 let lent = lent
                     .into_iter()
                     // SAFETY: by the contract of `lend`.
@@ -239,9 +242,8 @@ impl Encoder {
 
 impl Drop for Encoder {
     fn drop(&mut self) {
-        // SAFETY: `stream` came from `Box::leak` in `new`, and nobody has freed it: `finish` forgets the
-        // Encoder.
-        drop(unsafe { Box::from_raw(self.stream.as_ptr()) });
+        // SAFETY: `stream` came from `Stream::leak` in `new`, and has not ended: `finish` forgets the Encoder.
+        drop(unsafe { Stream::end(self.stream) });
     }
 }
 
@@ -265,7 +267,7 @@ pub struct Lending {
 
 /// The stream that a message is decoded from: the concatenation of its pieces.
 pub struct Decoder {
-    /// From `Box::leak`, as in [`Encoder`].
+    /// From `Stream::leak`, as in [`Encoder`].
     stream: NonNull<Stream<Decoding>>,
 }
 
@@ -333,8 +335,8 @@ impl Decoder {
 
 impl Drop for Decoder {
     fn drop(&mut self) {
-        // SAFETY: as in `Encoder::drop`.
-        drop(unsafe { Box::from_raw(self.stream.as_ptr()) });
+        // SAFETY: `stream` came from `Stream::leak` in `new`.
+        drop(unsafe { Stream::end(self.stream) });
     }
 }
 
@@ -365,7 +367,34 @@ struct Stream<S> {
     state: S,
 }
 
-impl<S> Stream<S> {
+/// What a thread keeps of its latest stream: the memory, for its next one, so that no call allocates any.
+type Spare<S> = Cell<Option<Box<MaybeUninit<Stream<S>>>>>;
+
+/// A kind of stream.
+trait Kept: Sized + 'static {
+    /// Calls `f` with the thread's own, unless the thread is about to end.
+    fn spare<R>(f: impl FnOnce(&Spare<Self>) -> R) -> Option<R>;
+}
+
+impl Kept for Encoding {
+    fn spare<R>(f: impl FnOnce(&Spare<Encoding>) -> R) -> Option<R> {
+        thread_local! {
+            static SPARE: Spare<Encoding> = const { Cell::new(None) };
+        }
+        SPARE.try_with(f).ok()
+    }
+}
+
+impl Kept for Decoding {
+    fn spare<R>(f: impl FnOnce(&Spare<Decoding>) -> R) -> Option<R> {
+        thread_local! {
+            static SPARE: Spare<Decoding> = const { Cell::new(None) };
+        }
+        SPARE.try_with(f).ok()
+    }
+}
+
+impl<S: Kept> Stream<S> {
     fn leak(x_op: c_int, x_ops: *const XdrOps, state: S) -> NonNull<Stream<S>> {
         let xdr = XDR {
             x_op,
@@ -375,12 +404,27 @@ impl<S> Stream<S> {
             x_base: ptr::null_mut(),
             x_handy: 0,
         };
-        let stream = NonNull::from(Box::leak(Box::new(Stream { xdr, state })));
+        let memory = S::spare(Cell::take).flatten().unwrap_or_else(Box::new_uninit);
+        let stream = NonNull::from(Box::leak(Box::write(memory, Stream { xdr, state })));
         // SAFETY: the box was just leaked: alive, and known to nobody else. No reference is made.
         let state = unsafe { &raw mut (*stream.as_ptr()).state };
         // SAFETY: as above.
         unsafe { (*stream.as_ptr()).xdr.x_private = state.cast() };
         stream
+    }
+
+    /// What it worked on.
+    ///
+    /// # Safety
+    /// It came from [`Stream::leak`], and is not used any more.
+    unsafe fn end(stream: NonNull<Stream<S>>) -> S {
+        // SAFETY: alive (contract). Nobody reads it again: its memory is uninitialised from here on.
+        let Stream { state, .. } = unsafe { stream.as_ptr().read() };
+        // SAFETY: from `Box::leak`, of this layout.
+        let memory = unsafe { Box::from_raw(stream.as_ptr().cast::<MaybeUninit<Stream<S>>>()) };
+        // This thread's, whichever has made it.
+        S::spare(|spare| spare.set(Some(memory)));
+        state
     }
 
     fn xdr(stream: NonNull<Stream<S>>, x_op: c_int) -> *mut XDR {
@@ -985,6 +1029,25 @@ mod tests {
     fn call_message(cred: OpaqueAuth, verf: OpaqueAuth) -> RpcMsg {
         let call = Call { rpcvers: 2, prog: 0x2000_0001, vers: 3, proc: 7, cred, verf };
         RpcMsg { xid: 0x1234_5678, direction: 0, body: Body { call } }
+    }
+
+    #[test]
+    fn a_stream_is_made_in_the_memory_of_the_one_that_has_ended_before_it() {
+        let encoder = || Encoder::new(Buf::with_capacity(STEP).unwrap());
+        let (first, mut second) = (encoder(), encoder());
+        let (one, two) = (first.stream, second.stream);
+        assert_ne!(one, two);
+        assert!(second.put(b"word"));
+        drop(first);
+        let third = encoder();
+        assert_eq!(third.stream, one);
+        // Nothing is left there of the one before.
+        assert_eq!((third.position(), third.copied()), (0, 0));
+        assert_eq!(second.finish().unwrap().body(), b"word");
+        assert_eq!(encoder().stream, two);
+        let decoder = || Decoder::new(smallvec![Region::copy_from(b"word").unwrap()]);
+        let at = decoder().stream;
+        assert_eq!(decoder().stream, at);
     }
 
     /// One object with every kind of item.

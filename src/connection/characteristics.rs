@@ -191,7 +191,11 @@ impl Characteristics {
 
     /// Receives that the device holds.
     pub fn held(&self) -> u32 {
-        self.receives.iter().map(|(_, count)| count).sum()
+        match self.receives.front() {
+            // They nearly always have one size.
+            Some((_, count)) if self.receives.len() == 1 => *count,
+            _ => self.receives.iter().map(|(_, count)| count).sum(),
+        }
     }
 
     /// A Receive was posted; returns its size.

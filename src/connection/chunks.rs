@@ -86,6 +86,13 @@ pub struct CallPlan {
     pub copied: usize,
 }
 
+impl CallPlan {
+    /// Whether the Call goes without chunks, as nearly every short one does.
+    pub fn is_inline(&self) -> bool {
+        self.reduced.is_empty() && !self.long && self.writes.is_empty() && self.reply == 0
+    }
+}
+
 /// Chooses how a Call travels. Lent parts that will not be exposed are copied in.
 ///
 /// # Errors

@@ -190,7 +190,7 @@ impl Requester {
             return Err(Error::new(Kind::Invalid, format!("the call does not begin with its XID {xid}")));
         }
         let fate = if matches!(expect, Expect::Nothing) { Fate::OneWay } else { Fate::Awaited };
-        let call = Outstanding {
+        let mut call = Outstanding {
             waiting: Some((message, expect)),
             lacks: 0,
             fate,
@@ -202,9 +202,24 @@ impl Requester {
             reply: None,
             bound: None,
         };
-        self.calls.insert(xid, call);
-        self.waiting.push_back(xid);
-        self.transmit_waiting(common, registrar);
+        // Nearly always there is a credit, and nobody waits for one: it goes at once.
+        let first = self.waiting.is_empty() && common.credits_left() > 0 && common.life.is_open();
+        self.crowded &= !first;
+        match first.then(|| call.try_send(xid, &mut self.transmitted, &self.shown, false, common, registrar))
+        {
+            Some(Ok(true)) => {
+                self.calls.insert(xid, call);
+            }
+            Some(Err(error)) => common.output.push_back(Output::Done { xid, outcome: Err(error) }),
+            outcome => {
+                self.calls.insert(xid, call);
+                self.waiting.push_back(xid);
+                match outcome {
+                    Some(_) => self.crowded = true,
+                    None => self.transmit_waiting(common, registrar),
+                }
+            }
+        }
         Ok(())
     }
 
@@ -256,30 +271,14 @@ impl Requester {
                 next += 1;
                 continue;
             }
-            let sent = match too_few_credits(call, common) {
-                Some(error) => Err(error),
-                None => call.transmit(xid, &self.shown, self.crowded, common, registrar),
-            };
-            match sent {
-                Ok(Some(send)) => {
-                    self.transmitted += 1;
-                    call.sequence = Some(self.transmitted);
-                    common.window.take();
-                    common.output.push_back(Output::Post(send));
-                    if call.fate == Fate::OneWay {
-                        common.window.abandon();
-                        common.output.push_back(Output::Done { xid, outcome: Ok(Regions::new()) });
-                    }
-                }
-                Ok(None) => {
+            match call.try_send(xid, &mut self.transmitted, &self.shown, self.crowded, common, registrar) {
+                Ok(true) => {}
+                Ok(false) => {
                     self.crowded = true;
                     next += 1;
                     continue;
                 }
                 Err(error) => {
-                    // RFC 8166 §4.5.4: "if a Requester is unable to construct and transmit an RPC Call message, the
-                    // associated RPC transaction fails immediately."
-                    common.release(&mut call.handles, registrar);
                     self.calls.remove(&xid);
                     common.output.push_back(Output::Done { xid, outcome: Err(error) });
                 }
@@ -319,7 +318,7 @@ impl Requester {
             Body::Msg { chunks, payload } => {
                 let payload = message.slice(message.len() - payload.len(), payload.len());
                 // RFC 8166 §4.2.1: "This XID MUST be the same as the XID in the RPC message."
-                if payload_xid(std::slice::from_ref(&payload)) != Some(xid) {
+                if first_xid(&payload) != Some(xid) {
                     return;
                 }
                 Ok((Some(payload), chunks))
@@ -376,24 +375,23 @@ impl Requester {
             (Some(payload), _) => smallvec![payload],
             (None, Some(returned)) => {
                 let none = || Error::new(Kind::Peer, "the reply lies in a Reply chunk, but none was offered");
-                call.reply.take().ok_or_else(none)?.take(returned.iter())?
+                let stream = call.reply.take().ok_or_else(none)?.take(returned.iter())?;
+                if payload_xid(&stream) != Some(xid) {
+                    let text = format!("the Reply chunk does not hold the reply {xid}");
+                    return Err(Error::new(Kind::Peer, text));
+                }
+                stream
             }
             (None, None) => return Err(Error::new(Kind::Peer, "the reply has no payload")),
         };
-        if payload_xid(&stream) != Some(xid) {
-            return Err(Error::new(Kind::Peer, format!("the Reply chunk does not hold the reply {xid}")));
-        }
         if lists.write_count() > call.writes.len() {
             return Err(Error::new(Kind::Peer, "the reply returns more Write chunks than were offered"));
         }
-        if call.writes.is_empty() {
-            return Ok(stream);
-        }
-        let Some(bound) = call.bound.take() else { return Ok(stream) };
+        let Some(bound) = call.bound.take().filter(|_| !call.writes.is_empty()) else { return Ok(stream) };
         // A Write list that does not come back counts as unused: some responders leave it out.
         let mut returned = lists.writes();
         let mut chunks = Vec::with_capacity(call.writes.len());
-        for area in std::mem::take(&mut call.writes) {
+        for area in call.writes.drain(..) {
             chunks.push(area.take(returned.next().into_iter().flat_map(|chunk| chunk.iter()))?);
         }
         let lengths: Vec<Option<usize>> =
@@ -442,7 +440,9 @@ impl Requester {
     /// requests at a time (Linux) may still pull its Read chunks: they stay exposed until that is known to be done.
     fn give_back(&mut self, sequence: u64, common: &mut Common, registrar: &mut (impl Registrar + ?Sized)) {
         self.replies += 1;
-        self.forget_past(common, registrar);
+        if !self.past.is_empty() {
+            self.forget_past(common, registrar);
+        }
         if common.window.abandoned() == 0 {
             return;
         }
@@ -573,6 +573,45 @@ impl Requester {
 }
 
 impl Outstanding {
+    /// Transmits a call for which there is a credit. False when there is no room for its reply: it waits.
+    ///
+    /// # Errors
+    /// It fails, and is over.
+    fn try_send(
+        &mut self,
+        xid: Xid,
+        transmitted: &mut u64,
+        shown: &Shown,
+        crowded: bool,
+        common: &mut Common,
+        registrar: &mut (impl Registrar + ?Sized),
+    ) -> Result<bool, Error> {
+        let sent = match too_few_credits(self, common) {
+            Some(error) => Err(error),
+            None => self.transmit(xid, shown, crowded, common, registrar),
+        };
+        match sent {
+            Ok(Some(send)) => {
+                *transmitted += 1;
+                self.sequence = Some(*transmitted);
+                common.window.take();
+                common.output.push_back(Output::Post(send));
+                if self.fate == Fate::OneWay {
+                    common.window.abandon();
+                    common.output.push_back(Output::Done { xid, outcome: Ok(Regions::new()) });
+                }
+                Ok(true)
+            }
+            Ok(None) => Ok(false),
+            Err(error) => {
+                // RFC 8166 §4.5.4: "if a Requester is unable to construct and transmit an RPC Call message, the
+                // associated RPC transaction fails immediately."
+                common.release(&mut self.handles, registrar);
+                Err(error)
+            }
+        }
+    }
+
     /// Exposes what the plan needs and makes the Send. `None` when there is no room for the reply: the call waits.
     fn transmit(
         &mut self,
@@ -602,6 +641,12 @@ impl Outstanding {
         };
         let total = message.len();
         let pieces = message.freeze();
+        if plan.is_inline() {
+            let (kind, whole) = ((Proc::Msg, Direction::Call), 0..total);
+            let whole = std::slice::from_ref(&whole);
+            let gather = common.gather((self.version, xid), kind, &Lists::default(), pieces, whole)?;
+            return Ok(Some(WorkRequest::Send { gather, invalidate: None }));
+        }
         let rest = chunks::rest_of(total, &plan.reduced);
 
         let mut lists = Lists::default();

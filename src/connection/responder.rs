@@ -148,7 +148,11 @@ impl Responder {
         // Calls without a reply give their credit back with the reply to a later one, though others of several threads may
         // serve them still. Which these are is not known here.
         let past = |id: &&RequestId| **id < self.answered;
-        let handed = self.handed.keys().filter(past).count().min(PAST_MAX);
+        // None is the usual number, and a table takes long to say so.
+        let handed = match self.handed.is_empty() {
+            true => 0,
+            false => self.handed.keys().filter(past).count().min(PAST_MAX),
+        };
         // Only a refused Call goes past those that have not been handed up.
         let queued = self.queue.iter().map(|pending| &pending.id).filter(past).count();
         common.replenish(self.working() - handed - queued.min(common.settings.credits as usize));
@@ -183,12 +187,15 @@ impl Responder {
         let Pending { id, xid, chunks, staged, state, .. } = self.queue.pop_front()?;
         let State::Ready(Whole { message, placed }) = state else { return None };
         let (binding, wrapped) = (chunks.binding.clone(), chunks.wrapped);
-        if self.late == 0 {
+        if self.late == 0 && !self.deferred.is_empty() {
             self.deferred.clear();
         }
         self.handed.insert(id, chunks);
         self.staged -= staged;
-        self.start_pulls(common);
+        self.waits = false;
+        if !self.queue.is_empty() {
+            self.start_pulls(common);
+        }
         Some(Request { id, xid, message, binding, wrapped, placed })
     }
 

@@ -1103,6 +1103,46 @@ fn a_waiting_call_that_cannot_be_built_makes_room_for_the_next() {
     pair.succeeded(3);
 }
 
+/// A call goes at once, or from the queue of those that wait for a credit.
+#[test]
+fn a_call_that_waits_for_its_credit_goes_out_as_one_that_does_not() {
+    for (len, reply, one_way) in
+        [(40, 28, false), (4000, 28, false), (40, 5000, false), (3000, 3000, false), (40, 0, true)]
+    {
+        let sent = [true, false].map(|waits| {
+            let mut pair = Pair::warm(Setup { client: Settings { credits: 1, ..SETTINGS }, ..SETUP });
+            pair.hold_replies = true;
+            let more = |pair: &mut Pair| {
+                pair.client.settings.credits = 4;
+                assert_eq!(pair.client.ask(4), 4);
+                pair.drain(Client);
+            };
+            if waits {
+                pair.call(1, 40, 28);
+            } else {
+                more(&mut pair);
+            }
+            match one_way {
+                true => pair.one_way(2, len),
+                false => pair.call(2, len, reply),
+            }
+            assert_eq!(pair.client.engine.transmitted(Xid(2)), !waits);
+            if waits {
+                more(&mut pair);
+            }
+            let sent = pair.wire.iter().rfind(|(from, _)| *from == Client).unwrap().1.clone();
+            let credits = pair.client.engine.credits_left() + u32::from(waits);
+            pair.hold_replies = false;
+            pair.drive();
+            if !one_way {
+                pair.succeeded(2);
+            }
+            (sent, credits, pair.client.engine.credits_left())
+        });
+        assert_eq!(sent[0], sent[1], "{len} bytes, a reply of {reply}");
+    }
+}
+
 /// rule 70
 #[test]
 fn a_region_that_cannot_be_invalidated_closes_the_connection_before_the_call_ends() {

@@ -25,7 +25,7 @@ use crate::wire::header::Versions;
 
 use super::callback;
 use super::calls::Waiter;
-use super::link::Link;
+use super::link::{Link, sooner};
 use super::peer::Peer;
 use super::renewal::Renewal;
 use super::session::{self, Locked, Policy, Session, State, Turn, Wake};
@@ -375,7 +375,7 @@ impl<'a> Policy<'a> for &'a Client {
             return Wake { writes: true, ..Wake::new((fd, true, writes), alarm, Some(until)) };
         }
         let link = &mut state.link;
-        let until = [link.offer_ends(), link.retry_at(), link.first_reply_due()].into_iter().flatten().min();
+        let until = sooner(sooner(link.offer_ends(), link.retry_at()), link.first_reply_due());
         let nudges = state.nudges < NUDGES && !link.heard;
         // Who waits for more than the connection's own answers sleeps on descriptors.
         let may_doze = alarm < 0 && !nudges && !link.device.wants_write();

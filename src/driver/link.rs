@@ -375,7 +375,7 @@ impl Link {
     /// that waits here, which may sleep in poll(2) on this connection. This is rare, and a look is cheap.
     pub(super) fn retry_at(&mut self) -> Option<Instant> {
         let memory = self.engine.waits().then(|| Instant::now() + MEMORY_RETRY);
-        memory.into_iter().chain(self.device.remind()).min()
+        sooner(memory, self.device.remind())
     }
 
     /// Goes on with what waits for memory, if there is some now.
@@ -560,6 +560,14 @@ impl Link {
             // That has failed too.
             self.engine.handle_closed(error);
         }
+    }
+}
+
+/// The earlier of two times, if there are any.
+pub(super) fn sooner(a: Option<Instant>, b: Option<Instant>) -> Option<Instant> {
+    match (a, b) {
+        (Some(a), Some(b)) => Some(a.min(b)),
+        (a, b) => a.or(b),
     }
 }
 

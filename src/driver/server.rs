@@ -20,7 +20,7 @@ use crate::{log_info, log_warn, socket};
 
 use super::backlog::Progress;
 use super::backlog::{Backlog, Wait};
-use super::link::Link;
+use super::link::{Link, sooner};
 use super::peer::Peer;
 use super::service_loop::{self, ServiceLoop};
 use super::session::{self, Locked, Session, State};
@@ -426,7 +426,7 @@ impl Server {
             return Some(self.start_by);
         }
         let probe = (!self.traits.socket && matches!(self.phase, Phase::Open(_))).then_some(self.probe_at);
-        self.retry.map(|(_, at)| at).into_iter().chain(self.backlog.deadline()).chain(probe).min()
+        sooner(sooner(self.retry.map(|(_, at)| at), self.backlog.deadline()), probe)
     }
 
     /// Since when the peer has taken nothing of what waits for it.

@@ -86,8 +86,10 @@ impl Session {
 
     /// Hands outcomes to their waiters.
     pub(super) fn settle(&mut self, link: &mut Link) {
-        for (xid, outcome) in link.done.drain(..) {
-            self.end(xid, outcome);
+        if !link.done.is_empty() {
+            for (xid, outcome) in link.done.drain(..) {
+                self.end(xid, outcome);
+            }
         }
         if link.request_ready()
             && let Some(condition) = &self.serving_sleeper

@@ -136,6 +136,14 @@ impl Pieces {
         let mut pieces = Regions::new();
         if self.body.extend_front(header) {
             self.head = header.len();
+            // Nearly every message: all of it, in one piece.
+            if let [whole] = ranges
+                && self.lent.is_empty()
+                && *whole == (0..self.body.len() - self.head)
+            {
+                pieces.push(self.body);
+                return Ok(pieces);
+            }
             pieces.push(self.body.slice(0, self.head));
         } else {
             let mut own = memory.header()?;
@@ -202,6 +210,27 @@ mod tests {
                 assert_eq!(message().pieces(at..at + len).collect::<Vec<_>>(), lengths);
             }
         }
+    }
+
+    #[test]
+    fn a_message_that_goes_whole_is_one_piece_with_its_header_and_has_the_bytes_of_one_that_does_not() {
+        let memory = Memory::new(4096, 4096, 1 << 20).connection(None, None);
+        let send = |lent: bool, ranges: &[Range<usize>]| {
+            let mut body = memory.message().unwrap();
+            body.extend(b"abcdefghij").unwrap();
+            let part = Region::copy_from(b"def").unwrap();
+            let message = Message::new(body, if lent { vec![(3, part)] } else { Vec::new() });
+            message.freeze().send(b"head", ranges, &memory).unwrap()
+        };
+        let whole = 0..10;
+        let whole = std::slice::from_ref(&whole);
+        assert_eq!((send(false, whole).len(), send(true, whole).len()), (1, 3));
+        for pieces in [send(false, whole), send(true, whole), send(false, &[0..4, 4..10])] {
+            assert_eq!(bytes(&pieces), b"headabcdefghij");
+        }
+        assert_eq!(bytes(&send(false, &[0..4, 8..10])), b"headabcdij");
+        let shorter = 0..9;
+        assert_eq!(bytes(&send(false, std::slice::from_ref(&shorter))), b"headabcdefghi");
     }
 
     #[test]

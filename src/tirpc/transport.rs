@@ -477,7 +477,12 @@ impl Transport {
             stands: server.stands_since(),
         };
         let watched = wants != progress::Wants::default();
-        let Some(whole) = self.whole().upgrade() else { return };
+        let shared = self.whole.as_ref().map(Weak::upgrade);
+        let whole = match &shared {
+            Some(Some(whole)) => whole,
+            Some(None) => return,
+            None => self,
+        };
         // With the connection locked, so that what was found out later is told later.
         if whole.in_table.swap(watched, Relaxed) || watched {
             progress::want(server.fd(), wants, || self.watched());

@@ -12,13 +12,14 @@
 # the table shows medians. Then: system calls per call (if strace is there), and the processor time of an idle server.
 # With FILE the table is written there too, and beside it, named alike, the rows of CLIENTs of their own as JSON, and drawn
 # (`rpcrdma perf --draw`): FILE.txt, FILE.json, FILE.svg. QUICK=1 takes a few seconds and shows only that everything runs.
+# ROUNDS (7) is how often each case is measured.
 # RPCRDMA_* set by the caller (RPCRDMA_POLL=0 ...) reach the rdma side.
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 . "$here/../tests/lib.sh"
 report=${1:+$(realpath -m "$1")}
 [ -r "$LIBRPCRDMA" ] || { echo "bench: $LIBRPCRDMA is missing: run make first" >&2; exit 1; }
 
-if [ -n "${QUICK:-}" ]; then repeats=1 seconds=0.05 some=100 many=(4); else repeats=7 seconds=0.25 some=1000 many=(4 16); fi
+if [ -n "${QUICK:-}" ]; then repeats=1 seconds=0.05 some=100 many=(4); else repeats=${ROUNDS:-7} seconds=0.25 some=1000 many=(4 16); fi
 cc -O2 -Wall -Wextra -Werror -Wno-cast-function-type -pthread $(pkg-config --cflags libtirpc) -o "$scratch/bench" \
     "$here/bench.c" $(pkg-config --libs libtirpc) || exit 1
 

@@ -202,7 +202,7 @@ check-c: all
 	bash c-tests/check.sh tcp redirect rdma placed two threads local linked asan
 
 check-c-long: all
-	bash c-tests/check.sh local-threads local-asan local-valgrind
+	bash c-tests/check.sh local-threads local-asan local-valgrind helgrind
 
 # Builds of their own, by an unstable switch of rustc.
 check-sanitizers:

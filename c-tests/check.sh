@@ -16,6 +16,7 @@
 #   local-threads    local, and four threads of the server serve
 #   local-asan       local under the sanitizers
 #   local-valgrind   local under valgrind
+#   helgrind         rdma, what threads share, client and server under valgrind's helgrind
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 scratch=$(mktemp -d "${TMPDIR:-/tmp}/rpcrdma.XXXXXX")
 trap 'rm -rf "$scratch"' EXIT
@@ -43,6 +44,11 @@ valgrind() { RPCRDMA_POLL=0 run "${1:-rdma}" valgrind; }
 local-threads() { THREADS=4 run local; }
 local-asan() { asan local; }
 local-valgrind() { valgrind local; }
+# Of both ends: threads of a program on a CLIENT of their own and on one that they share, and a server of four threads.
+helgrind() {
+    RPCRDMA_POLL=0 THREADS=4 run rdma helgrind calls_of_two_threads_overlap several_clients_on_one_descriptor \
+        auth_of_the_programs_own_sees_one_call_at_a_time descriptor_is_closed_when_anothers_call_has_ended
+}
 # lacks LEG: says what the leg needs and is not installed. clang's sanitizers are a package of their own.
 lacks() {
     case $1 in
@@ -50,7 +56,7 @@ lacks() {
         echo 'int main(void) { return 0; }' | clang -fsanitize=address,undefined -xc -o "$scratch/try" - 2>/dev/null ||
             echo "no clang with its sanitizers is installed"
         ;;
-    *valgrind) type -P valgrind >/dev/null || echo "valgrind is not installed" ;;
+    *valgrind | helgrind) type -P valgrind >/dev/null || echo "valgrind is not installed" ;;
     esac
 }
 
@@ -60,8 +66,8 @@ for name in "$@"; do
     [ -z "$lacking" ] || { echo "skip  C tests, $name ($lacking)"; continue; }
     case $name in
     tcp | redirect | rdma | placed | two | threads | local) leg "$name" run "$name" ;;
-    linked | *asan | *valgrind | local-threads) leg "$name" "$name" ;;
-    *) sed -n '2,18s/^# \{0,1\}//p' "${BASH_SOURCE[0]}" >&2; exit 2 ;;
+    linked | *asan | *valgrind | helgrind | local-threads) leg "$name" "$name" ;;
+    *) sed -n '2,19s/^# \{0,1\}//p' "${BASH_SOURCE[0]}" >&2; exit 2 ;;
     esac
 done
 [ "$failed" -eq 0 ]

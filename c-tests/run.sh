@@ -1,5 +1,5 @@
 #!/bin/bash
-# run.sh LEG [valgrind | asan | sanitized] [test ...]: builds and runs the C tests.
+# run.sh LEG [valgrind | helgrind | asan | sanitized] [test ...]: builds and runs the C tests.
 #
 #   tcp        stock libtirpc alone: shows that the tests tell the truth about libtirpc
 #   rdma       the library preloaded; the programs name netid "rdma"
@@ -11,7 +11,7 @@
 #   linked     linked with the library through pkg-config; STAGED names the staged install
 #              (make install DESTDIR=...); the programs name "rdma"
 #
-# asan instruments the programs; sanitized does it for a library that is instrumented too (sanitized.sh): SANITIZER names it,
+# helgrind looks for races and for wrong uses of locks; what it cannot know is in helgrind.supp. asan instruments the programs; sanitized does it for a library that is instrumented too (sanitized.sh): SANITIZER names it,
 # and RUNTIME the file of its runtime.
 #
 # As root the tests run in a private network with an rpcbind of their own. An ordinary user has no rpcbind; what needs
@@ -24,7 +24,7 @@ fi
 
 leg=${1:-tcp} tool=
 shift
-case ${1:-} in valgrind | asan | sanitized) tool=$1; shift ;; esac
+case ${1:-} in valgrind | helgrind | asan | sanitized) tool=$1; shift ;; esac
 make_flags=() suite_flags=() environment=()
 case $leg in
 tcp) suite_flags=(-n tcp) ;;
@@ -64,7 +64,7 @@ sanitized)
     make_flags+=(SANITIZE="${SANITIZER:?}" RUNTIME="${RUNTIME:?}")
     suite_flags+=(-s) environment+=(ASAN_OPTIONS=detect_leaks=0:use_sigaltstack=0)
     ;;
-valgrind) suite_flags+=(-s) ;;
+valgrind | helgrind) suite_flags+=(-s) ;;
 esac
 [ -z "${SUITE_IN_NS:-}" ] || suite_flags+=(-b)
 [ -z "${SUITE_SLOW:-}" ] || suite_flags+=(-s)
@@ -97,6 +97,10 @@ fi
 wrap=()
 if [ "$tool" = valgrind ]; then
     wrap=(valgrind -q --error-exitcode=99 --child-silent-after-fork=no --fair-sched=try)
+    environment+=(SUITE_WRAP="${wrap[*]}")
+elif [ "$tool" = helgrind ]; then
+    wrap=(valgrind --tool=helgrind -q --error-exitcode=99 --child-silent-after-fork=no --fair-sched=try
+        --suppressions="$here/helgrind.supp")
     environment+=(SUITE_WRAP="${wrap[*]}")
 fi
 env "${environment[@]}" "${wrap[@]}" "$suite" "${suite_flags[@]}" "$@"

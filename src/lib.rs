@@ -29,6 +29,7 @@
 //! binding, ffi                   what may be placed directly; the guard around each C function
 //! log, stats, textfile, wait     words for people, counters, files of settings; poll(2), epoll, timers
 //! unwind                         the unwinder, which is loaded late
+//! reserve                        memory for when the system has none
 //! error, process, signals, sync, thread
 //! ```
 //!
@@ -54,6 +55,7 @@ mod log;
 mod memory;
 mod process;
 pub mod provider;
+mod reserve;
 mod signals;
 mod socket;
 mod stats;

@@ -12,6 +12,7 @@ use std::thread;
 use std::time::Duration;
 
 use super::{Buf, Share};
+use crate::reserve;
 
 /// Granularity of blocks, in bytes.
 pub(super) const PAGE: usize = 4096;
@@ -77,6 +78,7 @@ impl Pool {
     }
 
     fn wrap(self: &Arc<Pool>, idle: Option<Share>) -> io::Result<Buf> {
+        reserve::check()?;
         #[cfg(test)]
         ration::take()?;
         let block = match idle {
@@ -252,6 +254,7 @@ impl RawBlock {
     }
 
     pub(super) fn map(cap: usize) -> io::Result<RawBlock> {
+        reserve::check()?;
         #[cfg(test)]
         ration::take()?;
         let ptr = pages::map(cap)?;
@@ -265,6 +268,7 @@ impl RawBlock {
     }
 
     pub(super) fn grow(&mut self, cap: usize) -> io::Result<()> {
+        reserve::check()?;
         #[cfg(test)]
         ration::take()?;
         if let Home::Slabs(_) = self.home {

@@ -452,7 +452,7 @@ impl Iwarp {
 
     /// Reads a part of a startup frame; false when there is none now.
     fn read_start_frame(&mut self) -> Result<bool, Error> {
-        self.receive.have_buffer();
+        self.receive.have_buffer()?;
         let end = self.receive.end;
         self.syscalls += 1;
         match socket::receive(self.stream.socket, &mut [IoVecMut::from_mut(&mut self.receive.buffer[end..])])
@@ -584,7 +584,7 @@ impl Iwarp {
 
     /// One system call: the rest of a large FPDU into its place, and what follows into the buffer.
     fn fill(&mut self) -> Result<usize, End> {
-        self.receive.have_buffer();
+        self.receive.have_buffer().map_err(End::Lost)?;
         let ahead = if self.receive.small_path { BUFFER } else { self.receive.ahead };
         let Receive { buffer, start, end, missing, placing, in_run, .. } = &mut self.receive;
         let (result, asked) = match placing {
@@ -1510,12 +1510,23 @@ impl Receive {
         }
     }
 
-    fn have_buffer(&mut self) {
+    fn have_buffer(&mut self) -> Result<(), Error> {
         if self.buffer.is_empty() {
             // Whoever has the lock, in a forked child perhaps a thread of its parent, is not waited for.
-            let idle = IDLE.try_lock().ok().and_then(|mut idle| idle.pop());
-            self.buffer = idle.unwrap_or_else(|| vec![0; BUFFER].into_boxed_slice());
+            self.buffer = match IDLE.try_lock().ok().and_then(|mut idle| idle.pop()) {
+                Some(idle) => idle,
+                None => {
+                    let mut fresh = Vec::new();
+                    // Longer than what the reserve has: a refusal is an error, and not the end of the process.
+                    fresh.try_reserve_exact(BUFFER).map_err(|_| {
+                        Error::new(Kind::Os(libc::ENOMEM), "no memory to read what the peer sends")
+                    })?;
+                    fresh.resize(BUFFER, 0);
+                    fresh.into_boxed_slice()
+                }
+            };
         }
+        Ok(())
     }
 
     /// Leaves the buffer, of which nothing is needed any more, to whoever reads next.

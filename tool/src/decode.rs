@@ -5,14 +5,13 @@ use std::io::{self, BufRead, BufReader, BufWriter, Read, Write};
 use std::path::PathBuf;
 use std::process::ExitCode;
 
-use crate::picture;
-
 mod diagram;
 mod log;
 mod show;
 mod trace;
 
 use crate::programs::Programs;
+use crate::words;
 use log::Refused;
 use show::Document;
 use trace::Trace;
@@ -70,7 +69,7 @@ pub fn run(args: &Args) -> ExitCode {
     match decode(args) {
         Ok(()) => ExitCode::SUCCESS,
         Err(text) => {
-            eprintln!("rpcrdma decode: {}", picture::shown(&text));
+            eprintln!("rpcrdma decode: {}", words::shown(&text));
             ExitCode::FAILURE
         }
     }

@@ -19,6 +19,7 @@ use signal_hook::consts::{SIGINT, SIGTERM};
 
 use crate::picture;
 use crate::rpc::{self, Client, Netid, PROGRAM};
+use crate::words;
 
 mod draw;
 mod figures;
@@ -134,7 +135,7 @@ pub fn run(args: &Args) -> ExitCode {
     match outcome {
         Ok(status) => status,
         Err(text) => {
-            eprintln!("rpcrdma perf: {}", picture::shown(&text));
+            eprintln!("rpcrdma perf: {}", words::shown(&text));
             ExitCode::FAILURE
         }
     }
@@ -156,7 +157,7 @@ fn show(args: &Args, figures: &Figures) -> Result<(), String> {
         Ok(())
     } else {
         // A document that was read may have anything in it.
-        figures.table().lines().try_for_each(|line| writeln!(out, "{}", picture::shown(line)))
+        figures.table().lines().try_for_each(|line| writeln!(out, "{}", words::shown(line)))
     };
     written.map_err(|error| format!("standard output: {error}"))?;
     match &args.svg {

@@ -8,6 +8,8 @@ use std::path::Path;
 use svg::Document;
 use svg::node::element::{Group, Line, Polygon, Rectangle, Text, Title};
 
+use crate::words::shown;
+
 /// Colours that differ in brightness too.
 pub mod colour {
     pub const INK: &str = "#1f2933";
@@ -165,19 +167,6 @@ fn line(from: (f64, f64), to: (f64, f64), colour: &str, thickness: f64, dashed: 
 
 fn round(value: f64) -> f64 {
     (value * 10.0).round() / 10.0
-}
-
-/// Text as it may be shown on a terminal or in a picture, whoever wrote it: without control characters, and without those
-/// that turn its direction or are not seen.
-pub fn shown(text: &str) -> String {
-    let plain = |c: char| {
-        !c.is_control()
-            && !matches!(c, '\u{200b}'..='\u{200f}' | '\u{2028}'..='\u{202e}' | '\u{2060}'..='\u{206f}' | '\u{fff9}'..='\u{ffff}' | '\u{feff}')
-    };
-    if text.chars().all(plain) {
-        return text.to_owned();
-    }
-    text.chars().map(|c| if plain(c) { c.to_string() } else { c.escape_unicode().to_string() }).collect()
 }
 
 /// A number with its thousands apart.

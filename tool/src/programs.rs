@@ -79,7 +79,7 @@ impl Programs {
         let mut names: HashMap<u32, String> =
             KNOWN.iter().map(|(n, name)| (*n, (*name).to_owned())).collect();
         for (name, number, _) in lines(text) {
-            names.insert(number, crate::watch::plain(name));
+            names.insert(number, crate::words::shown(name));
         }
         Programs(names)
     }

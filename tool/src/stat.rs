@@ -11,6 +11,7 @@ use serde_json::{Value, json};
 
 use crate::programs::Programs;
 use crate::watch::{self, Connection, Figures, Processes, Refusal, Users, Watched, difference};
+use crate::words;
 
 /// What processes that use the library have done: counters, connections, and how long calls took. Without arguments:
 /// which processes there are.
@@ -61,10 +62,10 @@ impl Args {
         let whole = |what: &str, text: &str| {
             let number = text.parse().ok().filter(|number| *number > 0);
             number
-                .ok_or_else(|| format!("{what} \"{}\": must be a whole number from 1 on", watch::plain(text)))
+                .ok_or_else(|| format!("{what} \"{}\": must be a whole number from 1 on", words::shown(text)))
         };
         let number = |text: &String| {
-            let wrong = || format!("PID \"{}\": must be the number of a process", watch::plain(text));
+            let wrong = || format!("PID \"{}\": must be the number of a process", words::shown(text));
             whole("PID", text).ok().and_then(|number: u64| u32::try_from(number).ok()).ok_or_else(wrong)
         };
         let what = What {
@@ -82,7 +83,7 @@ impl Args {
 fn seconds(text: &str) -> Result<Duration, String> {
     let seconds = text.parse().ok().filter(|seconds: &f64| (0.01..=86_400.0).contains(seconds));
     let wrong =
-        || format!("INTERVAL \"{}\": must be a number of seconds from 0.01 to 86400", watch::plain(text));
+        || format!("INTERVAL \"{}\": must be a number of seconds from 0.01 to 86400", words::shown(text));
     seconds.map(Duration::from_secs_f64).ok_or_else(wrong)
 }
 

@@ -21,6 +21,8 @@ use rpcrdma::tool::{COUNTERS, latency};
 use rustix::fs::{AtFlags, MemfdFlags, Mode, OFlags, SealFlags, StatxFlags};
 use rustix::fs::{fcntl_get_seals, memfd_create, open, statx};
 
+use crate::words::shown;
+
 /// Larger pages than this are not ours, of whatever version.
 const SIZE_MAX: u64 = 16 << 20;
 
@@ -574,13 +576,7 @@ fn damaged() -> Refusal {
 }
 
 fn text(words: &[u64]) -> String {
-    plain(&layout::text_of(words))
-}
-
-/// Text of others as a terminal may have it.
-pub fn plain(text: &str) -> String {
-    let is_plain = |c: char| c.is_ascii_graphic() || c == ' ' || c.is_alphanumeric();
-    text.chars().map(|c| if is_plain(c) { c } else { '?' }).collect()
+    shown(&layout::text_of(words))
 }
 
 /// The names of users, by their numbers.
@@ -591,7 +587,7 @@ impl Users {
         let text = fs::read_to_string("/etc/passwd").unwrap_or_default();
         let user = |line: &str| {
             let mut fields = line.split(':');
-            Some((fields.nth(1).and_then(|_| fields.next())?.parse().ok()?, plain(line.split(':').next()?)))
+            Some((fields.nth(1).and_then(|_| fields.next())?.parse().ok()?, shown(line.split(':').next()?)))
         };
         Users(text.lines().filter_map(user).collect())
     }

@@ -1,7 +1,7 @@
 //! Lines of the library's log, as src/log.rs writes them and who logs there: text -> values.
 //!
 //! A line is somebody else's: nothing in it is taken for granted, and what of it is kept as text is shown by
-//! [`crate::picture::shown`] only.
+//! [`crate::words::shown`] only.
 
 use serde::Serialize;
 

@@ -7,8 +7,9 @@ use serde::Serialize;
 
 use super::log::{Message, Refused, Time};
 use super::trace::{Call, Connection, Kind, Remark, Role, Step, Trace};
-use crate::picture::{grouped, shown};
+use crate::picture::grouped;
 use crate::programs::Programs;
+use crate::words::shown;
 
 /// Prints all of it, by connection.
 ///

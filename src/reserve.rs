@@ -176,8 +176,10 @@ mod tests {
 
     fn reserve() -> Box<Reserve> {
         // Not by way of the stack, which is too small for it in a thread.
-        // SAFETY: a reserve of zeros is a new one; its layout is not empty.
-        unsafe { Box::from_raw(std::alloc::alloc_zeroed(Layout::new::<Reserve>()).cast()) }
+        // SAFETY: its layout is not empty.
+        let zeros = unsafe { std::alloc::alloc_zeroed(Layout::new::<Reserve>()) };
+        // SAFETY: a reserve of zeros is a new one.
+        unsafe { Box::from_raw(zeros.cast()) }
     }
 
     #[test]
@@ -190,7 +192,7 @@ mod tests {
             if block.is_null() {
                 break;
             }
-            assert!(reserve.holds(block) && block.addr() % GRANULE == 0);
+            assert!(reserve.holds(block) && block.addr().is_multiple_of(GRANULE));
             blocks.push((block.addr(), size, block));
         }
         blocks.sort();

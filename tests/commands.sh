@@ -40,6 +40,7 @@ elsewhere=(
     'rpcrdma-run build/nfs41/nfs41d *' tests/nfs41.sh 'nfs41d'
     'rpcrdma-run build/nfs41/nfs41 *' tests/nfs41.sh 'nfs41'
     './hello *' tests/readme.sh './hello'
+    'rpcrdma perf' tests/perf.sh 'perf'
     'rpcrdma top' tests/stat.sh 'rpcrdma top'
     'rpcrdma-run ./my_rpc_server' tests/pairs.sh 'RPCRDMA_REDIRECT'
 )

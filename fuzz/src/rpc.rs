@@ -17,6 +17,7 @@ pub fn run(data: &[u8]) {
     if what & 1 == 0 { call(message, *seed) } else { reply(message, *seed) }
 }
 
+#[link(name = "tirpc")]
 unsafe extern "C" {
     fn xdrmem_create(xdrs: *mut XDR, bytes: *mut c_char, length: c_uint, op: c_int);
 }

@@ -38,10 +38,17 @@ struct Bench {
     taken: u64,
     put: u64,
     received: u64,
-    /// The wait from which the peer was woken.
+    /// The wait from which the peer was woken, and what the bell said then.
     woken: u64,
+    rung: u64,
     lied: bool,
 }
+
+/// How an end says that it waits: for a byte or for a bell, and for which time.
+const BY_BYTE: u64 = 1;
+const BY_BELL: u64 = 2;
+const WAITS: u64 = BY_BYTE | BY_BELL;
+const NEXT: u64 = 4;
 
 /// The byte with this number on the way out, and on the way in.
 fn out(number: u64) -> u8 {
@@ -70,6 +77,7 @@ impl Bench {
             put: 0,
             received: 0,
             woken: 0,
+            rung: 0,
             lied: false,
         };
         if flags & 2 != 0 {
@@ -88,7 +96,11 @@ impl Bench {
             // It waits, for room too or not.
             6 => {
                 let waits = self.theirs.word(Word::Waits);
-                waits.store(waits.load(SeqCst).wrapping_add(1 + u64::from(operation & 0x10 != 0)), SeqCst);
+                let now = waits.load(SeqCst);
+                let by = if operation & 0x40 != 0 { BY_BELL } else { BY_BYTE };
+                let stops = now & WAITS != 0 && operation & 0x10 == 0;
+                let next = if stops { now & !WAITS } else { (now & !WAITS).wrapping_add(NEXT) | by };
+                waits.store(next, SeqCst);
                 self.theirs.word(Word::WantsRoom).store(u64::from(operation & 0x20 != 0), SeqCst);
             }
             7 => self.wake(amount % 100),
@@ -193,12 +205,17 @@ impl Bench {
         self.sent = if self.lied { self.ours.get(Word::Produced) } else { self.sent };
     }
 
-    /// A peer that waited, and has not been woken from that wait, finds a byte in its socket.
+    /// A peer that waited, and has not been woken from that wait, finds a byte in its socket, or hears the bell.
     fn must_wake(&mut self, waits: u64) {
-        if waits & 1 == 0 || waits == self.woken || self.lied {
+        if waits & WAITS == 0 || waits == self.woken || self.lied {
             return;
         }
         self.woken = waits;
+        let rung = self.ours.get(Word::Rung);
+        let before = std::mem::replace(&mut self.rung, rung);
+        if waits & BY_BELL != 0 {
+            return assert_ne!(rung, before, "nobody has rung for the peer");
+        }
         let Some(peer) = &mut self.peer else { return };
         let mut byte = [0; 1];
         let woken = peer.read(&mut byte).is_ok_and(|n| n == 1);
@@ -250,7 +267,7 @@ impl Bench {
     fn rest(&mut self, operation: u8) {
         if operation & 0x10 != 0 {
             assert!(self.rings.spin());
-            return assert!(self.ours.get(Word::Waits) & 1 == 0);
+            return assert!(self.ours.get(Word::Waits) & WAITS == 0);
         }
         if self.rings.rest() {
             assert!(self.ours.get(Word::Waits) & 1 == 1);

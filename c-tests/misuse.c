@@ -109,7 +109,10 @@ static void descriptor_closed_under_a_client(long unused)
     require_echo(client, 100, 1);
     REQUIRE(clnt_control(client, CLGET_FD, (char *)&fd));
     close(fd);
-    REQUIRE(suite_null_2(NULL, NULL, client) != RPC_SUCCESS);
+    /* A server that shares memory, and looks at it just now, serves what comes before it sees the end of the connection. */
+    double begun = now();
+    while (suite_null_2(NULL, NULL, client) == RPC_SUCCESS)
+        REQUIRE(leg.library && now() - begun < 5);
     REQUIRE(suite_null_2(NULL, NULL, client) != RPC_SUCCESS);
     clnt_destroy(client);
     client = client_of(server_shared());

@@ -199,7 +199,7 @@ static int mappings(pid_t pid, bool ours)
     FILE *file = fopen(path, "r");
     REQUIRE(file != NULL);
     while (fgets(line, sizeof line, file) != NULL)
-        count += !ours || strstr(line, "memfd:rpcrdma") != NULL;
+        count += !ours || strstr(line, "memfd:rpcrdma (") != NULL;
     fclose(file);
     return count;
 }

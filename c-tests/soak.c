@@ -117,7 +117,7 @@ static struct held held_by(pid_t pid)
     snprintf(path, sizeof path, "/proc/%d/maps", (int)pid);
     file = fopen(path, "r");
     while (file != NULL && fgets(line, sizeof line, file) != NULL)
-        held.mappings += strchr(line, '\n') != NULL, held.segments += strstr(line, "memfd:rpcrdma") != NULL;
+        held.mappings += strchr(line, '\n') != NULL, held.segments += strstr(line, "memfd:rpcrdma (") != NULL;
     if (file != NULL)
         fclose(file);
     snprintf(path, sizeof path, "/proc/%d/fd", (int)pid);

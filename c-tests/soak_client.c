@@ -443,7 +443,7 @@ static unsigned segments(void)
     unsigned count = 0;
     FILE *maps = fopen("/proc/self/maps", "r");
     while (maps != NULL && fgets(line, sizeof line, maps) != NULL)
-        count += strstr(line, "memfd:rpcrdma") != NULL;
+        count += strstr(line, "memfd:rpcrdma (") != NULL;
     if (maps != NULL)
         fclose(maps);
     return count;
@@ -461,7 +461,7 @@ static unsigned writable(struct area *areas, unsigned most_areas)
     FILE *maps = fopen("/proc/self/maps", "r");
     while (maps != NULL && count < most_areas && fgets(line, sizeof line, maps) != NULL) {
         struct area *area = &areas[count];
-        if (strstr(line, "memfd:rpcrdma") != NULL &&
+        if (strstr(line, "memfd:rpcrdma (") != NULL &&
             sscanf(line, "%lx-%lx %7s", &area->from, &area->to, rights) == 3 && rights[1] == 'w')
             count++;
     }

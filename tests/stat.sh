@@ -177,7 +177,12 @@ if command -v tmux >/dev/null; then
     screen "^ *$pid .* watched +[1-9][0-9]* " && ok "and their calls a second" || FAIL "and their calls a second" screen
     mux send-keys s; wait_for 5 screen 'by connections' && ok "s sorts" || FAIL "s sorts" screen
     mux send-keys s s s; wait_for 5 screen 'by pid'
-    mux send-keys Down; mux send-keys Enter
+    # Others may be above it.
+    for _ in $(seq 50); do
+        mux send-keys Enter; wait_for 5 screen 'Esc back'
+        screen "process $pid of " && break
+        mux send-keys Escape; wait_for 5 screen 's sort'; mux send-keys Down
+    done
     wait_for 5 screen '^PEER .*CREDITS' && screen '^0x20004245 1 +NULL' && ok "Enter shows connections and procedures" ||
         FAIL "Enter shows connections and procedures" screen
     mux send-keys Escape; wait_for 5 screen 'PROGRAM +CALLS/S' && ok "Esc goes back" || FAIL "Esc goes back" screen

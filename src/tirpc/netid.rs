@@ -583,29 +583,29 @@ struct Listing<'a> {
     /// All programs if `None`.
     prog: Option<u32>,
     rows: Vec<Row>,
-    /// Bytes that `rows` take.
-    kept: usize,
+    /// Bytes of all rows that have come.
+    taken: usize,
     until: Instant,
     /// It is too much, or takes too long.
     given_up: bool,
 }
 
 /// Thousands of rows.
-const MOST_KEPT: usize = 1 << 20;
+const MOST: usize = 2 << 20;
 
 impl Listing<'_> {
     fn new(library: &Library, prog: Option<u32>, timeout: libc::timeval) -> Listing<'_> {
         // Whoever waits for a moment only gets a list that has come already.
         let seconds = u64::try_from(timeout.tv_sec).unwrap_or(0).clamp(1, 86_400);
         let until = Instant::now() + Duration::from_secs(seconds + 1);
-        Listing { library, prog, rows: Vec::new(), kept: 0, until, given_up: false }
+        Listing { library, prog, rows: Vec::new(), taken: 0, until, given_up: false }
     }
 
     /// False: it cannot be decoded, or is given up.
     fn decode(&mut self, xdrs: *mut XDR) -> bool {
         // With other credentials libtirpc asks, and decodes, once more.
         self.rows.clear();
-        self.kept = 0;
+        self.taken = 0;
         loop {
             let mut follows: bool_t = 0;
             // SAFETY: libtirpc's own stream, at work, and a bool_t that may be written.
@@ -620,28 +620,31 @@ impl Listing<'_> {
             let object: *mut c_void = (&raw mut map).cast();
             // SAFETY: the stream as above; strings that are NULL are allocated.
             let decoded = unsafe { (self.library.xdr_rpcb)(xdrs, object) } != 0;
-            if decoded && self.prog.is_none_or(|prog| map.r_prog == prog) {
-                self.keep(&map);
+            if decoded {
+                self.take(&map);
             }
             // SAFETY: the proc is the one that decoded it, or a part of it, and what is kept was copied.
             unsafe { (self.library.xdr_free)(Some(self.library.xdr_rpcb), object) };
             if !decoded {
                 return false;
             }
-            self.given_up = self.kept > MOST_KEPT || Instant::now() > self.until;
+            self.given_up = self.taken > MOST || Instant::now() > self.until;
             if self.given_up {
                 return false;
             }
         }
     }
 
-    fn keep(&mut self, map: &rpcb) {
-        let [netid, uaddr, owner] = [map.r_netid, map.r_addr, map.r_owner].map(|string| {
+    fn take(&mut self, map: &rpcb) {
+        let strings = [map.r_netid, map.r_addr, map.r_owner].map(|string| {
             // SAFETY: a decoded string is NULL or NUL-terminated and lives until it is freed.
-            unsafe { ffi::cstr(string) }.map_or(String::new(), |text| text.to_string_lossy().into_owned())
+            unsafe { ffi::cstr(string) }.unwrap_or_default()
         });
-        self.kept += size_of::<Row>() + netid.len() + uaddr.len() + owner.len();
-        self.rows.push(Row { prog: map.r_prog, vers: map.r_vers, netid, uaddr, owner });
+        self.taken += size_of::<Row>() + strings.iter().map(|text| text.count_bytes()).sum::<usize>();
+        if self.prog.is_none_or(|prog| map.r_prog == prog) {
+            let [netid, uaddr, owner] = strings.map(|text| text.to_string_lossy().into_owned());
+            self.rows.push(Row { prog: map.r_prog, vers: map.r_vers, netid, uaddr, owner });
+        }
     }
 }
 

@@ -34,8 +34,11 @@ each() {
     done
 }
 
+# folder FOLDER: makes it. One that is there keeps its rights, which may be a group's.
+folder() { [ -d "$1" ] || $INSTALL -d -m 755 "$1"; }
+
 put() {
-    $INSTALL -d -m 755 "$root${3%/*}"
+    folder "$root${3%/*}"
     case $1 in
     link) ln -sf "$2" "$root$3" ;;
     *) $INSTALL -m "$1" "$2" "$root$3" ;;
@@ -60,7 +63,7 @@ install)
     each put
     if [ -e "$config" ] || [ -L "$config" ]; then
         cmp -s packaging/rpcrdma.conf "$config" || echo "$config was there, and is left as it is"
-    elif ! $INSTALL -d -m 755 "${config%/*}" || ! [ -w "${config%/*}" ]; then
+    elif ! folder "${config%/*}" || ! [ -w "${config%/*}" ]; then
         echo "$config is not made: the folder cannot be written to; the library does without"
     else
         $INSTALL -m 644 packaging/rpcrdma.conf "$config"
@@ -76,7 +79,7 @@ uninstall)
     fi
     each take
     # The pages that were generated need not be there any more.
-    for page in "$root$MANDIR"/man1/rpcrdma-*.1; do rm -f "$page"; done
+    for page in "$root$MANDIR"/man1/rpcrdma.1 "$root$MANDIR"/man1/rpcrdma-*.1; do rm -f "$page"; done
     each leave_folder_of
     for folder in $own_folders; do leave "$folder"; done
     ;;

@@ -404,15 +404,6 @@ pub struct rpcb {
     pub r_owner: *mut c_char,
 }
 
-/// `rpcblist`: the answer to RPCBPROC_DUMP.
-#[repr(C)]
-#[derive(Debug)]
-#[allow(missing_docs)]
-pub struct rpcblist {
-    pub rpcb_map: rpcb,
-    pub rpcb_next: *mut rpcblist,
-}
-
 /// A dispatch routine.
 pub type dispatch_t = Option<unsafe extern "C" fn(*mut svc_req, *mut SVCXPRT)>;
 
@@ -527,7 +518,7 @@ const _: () = {
     assert!(size_of::<reply_body>() == 56 && offset_of!(reply_body, ru) == 8);
     assert!(size_of::<accepted_reply>() == 48 && offset_of!(accepted_reply, ru) == 32);
     assert!(size_of::<rejected_reply>() == 12 && offset_of!(rejected_reply, ru) == 4);
-    assert!(size_of::<rpcb>() == 32 && size_of::<rpcblist>() == 40);
+    assert!(size_of::<rpcb>() == 32);
 };
 
 /// Records why a creation failed: `*__rpc_createerr()` for every reader, the text for [`creation_explanation`].

@@ -117,8 +117,15 @@ else
     find stage >>make.log
     FAIL "make uninstall takes it away, and nothing else" make.log
 fi
-rm -rf stage && build install "${places[@]}" CARGOFLAGS=--offline && build uninstall "${places[@]}" && nothing &&
+rm -rf stage && build install "${places[@]}" CARGOFLAGS=--offline && rm -r tree/build/generated && build uninstall "${places[@]}" && nothing &&
     ok "nothing is left" || FAIL "nothing is left" make.log
+build "${mine[@]}" CARGOFLAGS=--offline && touch tree/tool/src/main.rs && build "${mine[@]}" CARGOFLAGS=--offline
+mkdir -p stage/usr/bin stage/etc && chmod 2775 stage/usr/bin stage/etc && build install "${places[@]}" CARGOFLAGS=--offline
+if [ "$(stat -c %a stage/usr/bin stage/etc | xargs)" = "2775 2775" ]; then
+    ok "a folder that is there keeps its rights"
+else
+    FAIL "a folder that is there keeps its rights" make.log
+fi
 build install "${places[@]}" CARGOFLAGS=--offline && echo 'credits = 64' >stage/etc/rpcrdma.conf
 if build install "${places[@]}" CARGOFLAGS=--offline && grep -q 'was there' make.log && build uninstall "${places[@]}" &&
     [ "$(find stage -type f -exec cat {} +)" = 'credits = 64' ] && grep -q 'was changed, and stays' make.log; then

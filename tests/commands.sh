@@ -72,14 +72,14 @@ log=$scratch/server.log
 start_ready env RPCRDMA_REDIRECT=tcp rpcrdma-run build/nfs3/nfs3d -n rdma -d /srv ||
     { FAIL "the filer serves" "$log"; closing; }
 
-# Each command of a page in a shell of that page's own, where `export` lasts; what goes on by itself goes with this script.
+# Each command of a page in a shell of that page's own, where `export` lasts; what goes on by itself goes with the page.
 for page in README.md docs/*.md; do
     commands_of "$page" >"$scratch/commands"
-    settings=
+    settings= started=()
     while IFS= read -r -u 3 command; do
         covered=
         for ((i = 0; i < ${#elsewhere[@]}; i += 3)); do
-            [[ $command == ${elsewhere[i]} || $command == "${elsewhere[i]} "* && ${elsewhere[i]} == make* ]] || continue
+            [[ $command == ${elsewhere[i]} || $command == "${elsewhere[i]} "* && ${elsewhere[i]} == make\ * ]] || continue
             if grep -Fq -- "${elsewhere[i + 2]}" "${elsewhere[i + 1]}"; then covered=${elsewhere[i + 1]}
             else FAIL "$page: $command: ${elsewhere[i + 1]} does not run it"; covered=-; fi
             break
@@ -89,15 +89,15 @@ for page in README.md docs/*.md; do
         ?*,*) ok "$page: $command: $covered"; continue ;;
         ,export\ *) settings+="$command; "; ok "$page: $command"; continue ;;
         ,*\&)
-            start=$(date +%s)
-            bash -c "${settings}exec ${command% &}" >"$scratch/out" 2>&1 & children+=($!)
+            bash -c "${settings}exec ${command% &}" >"$scratch/out" 2>&1 & children+=($!) started+=($!)
             if wait_for 10 grep -qs READY "$scratch/out"; then ok "$page: $command"; else FAIL "$page: $command" "$scratch/out"; fi
             continue ;;
         esac
-        # What goes on until Ctrl-C gets one.
-        timeout -s INT "$(patient 20)" bash -c "$settings$command" >"$scratch/out" 2>&1 </dev/null
+        # What goes on until Ctrl-C gets one: one only, which a group would get beside it.
+        timeout --foreground --preserve-status -s INT -k 20 "$(patient 20)" bash -c "$settings$command" >"$scratch/out" 2>&1 </dev/null
         status=$?
         if [ $status -eq 0 ]; then ok "$page: $command"; else FAIL "$page: $command (status $status)" "$scratch/out"; fi
     done 3<"$scratch/commands"
+    for pid in "${started[@]}"; do stop "$pid"; done
 done
 closing

@@ -65,7 +65,22 @@ check "to a host" 0 'write +64 KiB +2  tcp .* rdma ' "$tool" perf 127.0.0.1 -p "
 check "more than the server takes" 1 'the server takes calls of up to 65536 bytes: start it with --sizes 131072' \
     "$tool" perf 127.0.0.1 -p "$port" --sizes 128K
 check "another program's number" 1 'RPC: Program unavailable' "$tool" perf 127.0.0.1 -p "$port" --program 0x20000001 --sizes 0
+# Who goes away in the midst of a reply, or of everything, ends nobody else's server.
+for manner in reset close; do
+    python3 - "$port" $manner <<'END' || FAIL "a client that goes: python3"
+import socket, struct, sys
+peer = socket.create_connection(("127.0.0.1", int(sys.argv[1])))
+call = struct.pack(">12I", 7, 0, 2, 0x20005045, 1, 2, 0, 0, 0, 0, 0, 65536)
+peer.sendall((struct.pack(">I", 1 << 31 | len(call)) + call) * 200)
+if sys.argv[2] == "reset":
+    peer.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+peer.close()
+END
+    check "a client that goes in the midst of a reply ($manner)" 0 'null +0 +1 +tcp ' \
+        "$tool" perf 127.0.0.1 -p "$port" "${quick[@]}" --sizes 0 --threads 1
+done
 stop "$server"
+check "RPCRDMA_LIB is no setting" 0 'null +0 +1 +tcp ' env RPCRDMA_LIB=/nowhere "$tool" perf "${quick[@]}" --sizes 0 --threads 1
 check "no server" 1 "Connection refused.*is .rpcrdma perf --serve. running there" "$tool" perf 127.0.0.1 -p "$port"
 check "no host" 1 'no\.such\.host\.invalid: ' "$tool" perf no.such.host.invalid
 check "a wrong size" 2 '4X.*a number of bytes from 0 to 256M' "$tool" perf --sizes 4X
@@ -111,7 +126,7 @@ xid=$(sed -n 's/^call 2 .* xid \(0x[0-9a-f]*\) .*/\1/p' decoded)
 check "a call by its XID" 0 "call 2 .* xid $xid " "$tool" decode --xid "$xid" log
 head -n 20 log | sed '2s/$/\x1b[31m/; 3s/^/noise /' >part
 printf 'a line of mine\x1b]0;title\x07\n' >>part
-check "what is not understood is named" 0 'lines that are not of the library.s log: 1 of 21; line 21 is the first: a line of mine.u.1b.' "$tool" decode part
+check "what is not understood is named" 0 'lines that are not of the library.s log: 1 of 21; line 21 is the first: a line of mine\?\]0;title\?' "$tool" decode part
 if grep -q $'\x1b' out; then FAIL "no escape sequence reaches a terminal" out; else ok "no escape sequence reaches a terminal"; fi
 check "no log" 1 'no call in it' "$tool" decode /etc/passwd
 check "no file" 1 '/no/such/file: No such file' "$tool" decode /no/such/file

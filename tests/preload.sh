@@ -7,7 +7,7 @@ here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 cd "$scratch" || exit 1
 export HOME=$scratch PYTHONDONTWRITEBYTECODE=1 GIT_CONFIG_NOSYSTEM=1
 
-# What the library may cost a bystander (README.md, "Use it"): system calls. And in KiB: pages of its own that it has written to, in place of those of the file; what
+# What the library may cost a bystander (docs/moving.md): system calls. And in KiB: pages of its own that it has written to, in place of those of the file; what
 # else is written to because of it (its threads' variables, the loader's notes); and all of it that is mapped, which other
 # processes share.
 CALLS=12 OWN=48 BESIDE=16 MAPPED=384

@@ -107,7 +107,8 @@ check "the same in Version One" 'version 1.*RPCRDMA_VERSION=auto' env RPCRDMA_VE
 stop "$back"
 
 # /etc/rpcrdma.conf, over a copy of /etc: the name space is ours.
-mkdir etc && cp -a /etc/. etc/ 2>/dev/null && mount --bind etc /etc
+mkdir etc && cp -a /etc/. etc/ 2>/dev/null
+mount --bind etc /etc || { FAIL "a copy of /etc takes its place"; closing; }
 echo 'credit = 64' >/etc/rpcrdma.conf
 check "a misspelt key in the file" '/etc/rpcrdma\.conf:1:1: "credit": no such setting; did you mean credits' \
     ./hello 127.0.0.1 $program 1

@@ -1,13 +1,13 @@
 #!/bin/bash
-# starve.sh [STEP]: the library gets no memory, and no descriptor: each STEP-th (7) of its requests in turn fails, alone or with
-# all that follow (c-tests/starve.c), from a start that changes from day to day; STEP 1 is all of them. Over software iWARP and shared memory.
+# starve.sh [STEP [START]]: the library gets no memory, and no descriptor: each STEP-th (7) of its requests in turn fails, alone or with
+# all that follow (c-tests/starve.c), from START (1) on; STEP 1 is all of them. Over software iWARP and shared memory.
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 if [ -z "${STARVE_IN_NS:-}" ] && NO_RPCBIND=1 bash "$here/ns.sh" --possible >/dev/null; then
     NO_RPCBIND=1 STARVE_IN_NS=1 exec bash "$here/ns.sh" bash "${BASH_SOURCE[0]}" "$@"
 fi
 . "$here/lib.sh"
 step=${1:-7}
-start=$((10#$(date +%j) % step + 1))
+start=${2:-1}
 cd "$scratch" || exit 1
 cc -g -O1 -Wall -Wextra -Werror -fPIC -shared -fno-builtin -o starve_shim.so "$top/c-tests/starve_shim.c" -ldl 2>cc.log &&
     cc -g -O1 -pthread -Wall -Wextra -Werror -Wno-cast-function-type -o starve "$top/c-tests/starve.c" \

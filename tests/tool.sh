@@ -99,6 +99,15 @@ fi
 # Nobody reads on.
 "$tool" ping 127.0.0.1 -i 0.01 2>ping.log | head -n 1 >/dev/null
 if [ -s ping.log ]; then FAIL "ping: a reader that goes" ping.log; else ok "ping: a reader that goes ends it in silence"; fi
+# Nobody reads, and nobody goes: a second signal ends it.
+mkfifo unread
+"$tool" ping 127.0.0.1 -i 0.001 >unread 2>/dev/null & pinging=$!; children+=("$pinging")
+exec {unread}<unread
+wait_for 30 grep -q '^1 0x1 ' "/proc/$pinging/syscall"
+kill -TERM $pinging; wait_for 10 grep -q '^ShdPnd:.0*$' "/proc/$pinging/status"; kill -TERM $pinging
+ended() { ! kill -0 $pinging 2>/dev/null || grep -q '^State:.Z' /proc/$pinging/status; }
+if wait_for 5 ended; then ok "ping: a second signal ends it though nobody reads"; else FAIL "ping: a second signal ends it though nobody reads"; fi
+exec {unread}<&-
 check "run: the program's status, and what is moved" 42 "^$scratch/build/librpcrdma.so.0 tcp \$" "$tool" run --move tcp -- sh -c 'echo $LD_PRELOAD $RPCRDMA_REDIRECT; exit 42'
 check "run: options of the program" 0 '^-n x \$?$|^-n x $' "$tool" run printf '%s ' -n x
 check "run: a program that is not there" 127 '^rpcrdma-run: no-such-program: No such file' "$tool" run no-such-program
@@ -141,6 +150,41 @@ stop "$server"
 # No rpcbind: another network.
 check "ping: no rpcbind" 1 '^rpcrdma ping: no rpcbind at 127.0.0.1:111: Connection refused; is it running\?' \
     unshare --net sh -c "ip link set lo up; exec '$tool' ping 127.0.0.1"
+# Listing for ever, of whatever program, would take all memory.
+cat >endless.py <<'END'
+import socket, struct, threading
+text = lambda word: struct.pack(">I", len(word)) + word + bytes(-len(word) % 4)
+rows = (struct.pack(">3I", 1, 7, 1) + text(b"tcp") + text(b"0.0.0.0.8.1") + text(b"x" * 8000)) * 100
+def serve(peer):
+    call = peer.recv(4096)
+    piece = call[4:8] + struct.pack(">5I", 1, 0, 0, 0, 0) + rows
+    try:
+        while True:
+            peer.sendall(struct.pack(">I", len(piece)) + piece)
+            piece = rows
+    except OSError:
+        pass
+listener = socket.create_server(("127.0.0.1", 111))
+print("READY", flush=True)
+while True:
+    threading.Thread(target=serve, args=listener.accept()[:1], daemon=True).start()
+END
+# COMMAND...: beside such an rpcbind, with 2 GiB of address space.
+cat >endless <<'END'
+#!/bin/bash
+ip link set lo up
+exec {ready}< <(exec python3 endless.py)
+listing=$!
+read -r _ <&"$ready"
+(ulimit -v 2097152; exec "$@")
+status=$?
+kill $listing
+exit $status
+END
+check "ping: an rpcbind whose list has no end" 1 '^rpcrdma ping: rpcbind at 127.0.0.1:111 does not come to the end of its list' unshare --net bash endless "$tool" ping 127.0.0.1
+check "a CLIENT: an rpcbind whose list has no end" 1 'does not come to the end of its list' unshare --net bash endless env LD_PRELOAD="$LIBRPCRDMA" ./hello 127.0.0.1 $program 1
+check "check: a full disk" 1 'standard output: No space left' sh -c "'$tool' check >/dev/full"
+check "info: a full disk" 1 'standard output: No space left' sh -c "'$tool' info >/dev/full"
 check "info HOST: no rpcbind is a problem" 1 'problem +no rpcbind at 127.0.0.1:111' unshare --net sh -c "ip link set lo up; exec '$tool' info 127.0.0.1"
 check "info: no rpcbind is none here" 0 'problems +none' unshare --net sh -c "ip link set lo up; exec '$tool' info"
 

@@ -71,16 +71,17 @@ names! {
         "C" svcerr_progvers(*mut SVCXPRT, u32, u32);
         "C" xdr_callmsg(*mut XDR, *mut rpc_msg) -> bool_t;
         "C" xdr_replymsg(*mut XDR, *mut rpc_msg) -> bool_t;
+        "C" xdr_bool(*mut XDR, *mut bool_t) -> bool_t;
         "C" xdr_opaque_auth(*mut XDR, *mut opaque_auth) -> bool_t;
         "C" xdr_free(XdrProc, *mut c_void);
         "C" _seterr_reply(*mut rpc_msg, *mut rpc_err);
         "C" authnone_create() -> *mut AUTH;
         // Of the type of the program's own procedures, or running those. xdr_void takes no arguments in C; passing two to it is
-        // what every caller of an xdrproc does. The object of xdr_rpcblist_ptr is a `*mut *mut rpcblist`.
+        // what every caller of an xdrproc does. The object of xdr_rpcb is a `*mut rpcb`.
         "C-unwind" svc_getreq_common(c_int);
         "C-unwind" svc_getreq_poll(*mut libc::pollfd, c_int);
         "C-unwind" xdr_void(*mut XDR, *mut c_void) -> bool_t;
-        "C-unwind" xdr_rpcblist_ptr(*mut XDR, *mut c_void) -> bool_t;
+        "C-unwind" xdr_rpcb(*mut XDR, *mut c_void) -> bool_t;
     }
     data {
         svc_pollfd: *mut libc::pollfd, "TIRPC_0.3.3";

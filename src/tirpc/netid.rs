@@ -16,11 +16,12 @@
 //! - No lock and no allocation in the handles: fork and signal handlers cannot meet them half-way.
 #![allow(unsafe_code)]
 
-use std::ffi::{CStr, c_char, c_ulong, c_void};
+use std::ffi::{CStr, c_char, c_int, c_ulong, c_void};
 use std::io;
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr, ToSocketAddrs};
 use std::ptr::{null, null_mut};
 use std::sync::atomic::{AtomicU8, Ordering};
+use std::time::{Duration, Instant};
 
 use crate::config;
 use crate::error::{Error, Kind, clnt_stat, os_text};
@@ -28,9 +29,10 @@ use crate::ffi::{self, Inside};
 use crate::socket::Sockaddr;
 use crate::tirpc::library::{Library, createerr};
 use crate::tirpc::{
-    __rpc_sockinfo, CLIENT, RPC_ANYFD, RPCBPROG, clnt_ops, control, library, nc, netbuf, netconfig, real,
-    rpc_err, rpcblist,
+    __rpc_sockinfo, CLIENT, RPC_ANYFD, RPCBPROG, bool_t, clnt_ops, control, library, nc, netbuf, netconfig,
+    real, rpc_err, rpcb,
 };
+use crate::xdr::XDR;
 
 /// The port of rpcbind.
 pub const RPCBIND_PORT: u16 = 111;
@@ -527,15 +529,15 @@ fn dump(
         return Err(Error::new(Kind::Rpcbind, "libtirpc made a client without operations"));
     };
     let timeout = timeout.unwrap_or(libc::timeval { tv_sec: 60, tv_usec: 0 });
-    let mut list: *mut rpcblist = null_mut();
-    let mut status = call_dump(library, clnt, ops, &mut list, timeout);
+    let mut listing = Listing::new(library, prog, timeout);
+    let mut status = call_dump(library, clnt, ops, &mut listing, timeout);
     if status == clnt_stat::PROGVERSMISMATCH {
         let mut version = RPCBVERS3;
         if let Some(cl_control) = ops.cl_control {
             // SAFETY: the handle is live, and CLSET_VERS takes a pointer to 32 bits.
             unsafe { cl_control(clnt, control::CLSET_VERS, (&raw mut version).cast()) };
         }
-        status = call_dump(library, clnt, ops, &mut list, timeout);
+        status = call_dump(library, clnt, ops, &mut listing, timeout);
     }
     let mut error = rpc_err::new(status, 0);
     if let Some(cl_geterr) = ops.cl_geterr {
@@ -546,47 +548,112 @@ fn dump(
         // SAFETY: the handle is live, and not used after this.
         unsafe { cl_destroy(clnt) };
     }
-    let rows = rows(list, prog);
-    // SAFETY: the proc is the one that decoded the list (which may be empty), and `rows` copied what it keeps.
-    unsafe { (library.xdr_free)(Some(library.xdr_rpcblist_ptr), (&raw mut list).cast()) };
+    if listing.given_up {
+        return Err(Error::new(
+            Kind::Rpcbind,
+            format!("rpcbind at {at} does not come to the end of its list"),
+        ));
+    }
     if status != clnt_stat::SUCCESS {
         return Err(Error::new(
             Kind::Rpcbind,
             format!("rpcbind at {at} does not list: {}", describe(&error)),
         ));
     }
-    Ok(rows)
+    Ok(listing.rows)
 }
 
 fn call_dump(
     library: &Library,
     clnt: *mut CLIENT,
     ops: &clnt_ops,
-    list: &mut *mut rpcblist,
+    listing: &mut Listing,
     timeout: libc::timeval,
 ) -> u32 {
     let Some(cl_call) = ops.cl_call else { return clnt_stat::FAILED };
-    let results = std::ptr::from_mut(list).cast();
-    let (nothing, list) = (Some(library.xdr_void), Some(library.xdr_rpcblist_ptr));
-    // SAFETY: `clnt` is live, xdr_void needs no object, and xdr_rpcblist_ptr decodes into a list pointer.
-    unsafe { cl_call(clnt, RPCBPROC_DUMP, nothing, null_mut(), list, results, timeout) }
+    let results = std::ptr::from_mut(listing).cast();
+    let nothing = Some(library.xdr_void);
+    // SAFETY: `clnt` is live, xdr_void needs no object, and xdr_listing decodes into a Listing.
+    unsafe { cl_call(clnt, RPCBPROC_DUMP, nothing, null_mut(), Some(xdr_listing), results, timeout) }
 }
 
-fn rows(mut list: *mut rpcblist, prog: Option<u32>) -> Vec<Row> {
-    let mut rows = Vec::new();
-    // SAFETY: a decoded list ends with NULL, and nothing else knows it.
-    while let Some(entry) = unsafe { ffi::reference(list) } {
-        let map = &entry.rpcb_map;
-        if prog.is_none_or(|prog| map.r_prog == prog) {
-            let [netid, uaddr, owner] = [map.r_netid, map.r_addr, map.r_owner].map(|string| {
-                // SAFETY: a decoded string is NULL or NUL-terminated and lives as long as the list.
-                unsafe { ffi::cstr(string) }.map_or(String::new(), |text| text.to_string_lossy().into_owned())
-            });
-            rows.push(Row { prog: map.r_prog, vers: map.r_vers, netid, uaddr, owner });
-        }
-        list = entry.rpcb_next;
+/// What is kept of rpcbind's list, which is taken row by row: it is another host's, and may have no end.
+struct Listing<'a> {
+    library: &'a Library,
+    /// All programs if `None`.
+    prog: Option<u32>,
+    rows: Vec<Row>,
+    /// Bytes of all rows that have come.
+    taken: usize,
+    until: Instant,
+    /// It is too much, or takes too long.
+    given_up: bool,
+}
+
+/// Thousands of rows.
+const MOST: usize = 2 << 20;
+
+impl Listing<'_> {
+    fn new(library: &Library, prog: Option<u32>, timeout: libc::timeval) -> Listing<'_> {
+        // Whoever waits for a moment only gets a list that has come already.
+        let seconds = u64::try_from(timeout.tv_sec).unwrap_or(0).clamp(1, 86_400);
+        let until = Instant::now() + Duration::from_secs(seconds + 1);
+        Listing { library, prog, rows: Vec::new(), taken: 0, until, given_up: false }
     }
-    rows
+
+    /// False: it cannot be decoded, or is given up.
+    fn decode(&mut self, xdrs: *mut XDR) -> bool {
+        // With other credentials libtirpc asks, and decodes, once more.
+        self.rows.clear();
+        self.taken = 0;
+        loop {
+            let mut follows: bool_t = 0;
+            // SAFETY: libtirpc's own stream, at work, and a bool_t that may be written.
+            if unsafe { (self.library.xdr_bool)(xdrs, &mut follows) } == 0 {
+                return false;
+            }
+            if follows == 0 {
+                return true;
+            }
+            let mut map =
+                rpcb { r_prog: 0, r_vers: 0, r_netid: null_mut(), r_addr: null_mut(), r_owner: null_mut() };
+            let object: *mut c_void = (&raw mut map).cast();
+            // SAFETY: the stream as above; strings that are NULL are allocated.
+            let decoded = unsafe { (self.library.xdr_rpcb)(xdrs, object) } != 0;
+            if decoded {
+                self.take(&map);
+            }
+            // SAFETY: the proc is the one that decoded it, or a part of it, and what is kept was copied.
+            unsafe { (self.library.xdr_free)(Some(self.library.xdr_rpcb), object) };
+            if !decoded {
+                return false;
+            }
+            self.given_up = self.taken > MOST || Instant::now() > self.until;
+            if self.given_up {
+                return false;
+            }
+        }
+    }
+
+    fn take(&mut self, map: &rpcb) {
+        let strings = [map.r_netid, map.r_addr, map.r_owner].map(|string| {
+            // SAFETY: a decoded string is NULL or NUL-terminated and lives until it is freed.
+            unsafe { ffi::cstr(string) }.unwrap_or_default()
+        });
+        self.taken += size_of::<Row>() + strings.iter().map(|text| text.count_bytes()).sum::<usize>();
+        if self.prog.is_none_or(|prog| map.r_prog == prog) {
+            let [netid, uaddr, owner] = strings.map(|text| text.to_string_lossy().into_owned());
+            self.rows.push(Row { prog: map.r_prog, vers: map.r_vers, netid, uaddr, owner });
+        }
+    }
+}
+
+unsafe extern "C-unwind" fn xdr_listing(xdrs: *mut XDR, listing: *mut c_void) -> c_int {
+    ffi::guard(|| {
+        // SAFETY: call_dump names this procedure with a Listing, which nobody else has meanwhile.
+        let listing = unsafe { &mut *listing.cast::<Listing>() };
+        Ok(c_int::from(listing.decode(xdrs)))
+    })
 }
 
 fn describe(error: &rpc_err) -> String {

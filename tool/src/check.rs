@@ -6,6 +6,7 @@ use std::process::ExitCode;
 use rpcrdma::config::{self, Holds};
 
 use crate::library;
+use crate::out::say;
 
 #[derive(clap::Args)]
 #[command(
@@ -28,7 +29,7 @@ pub fn run(args: &Args) -> ExitCode {
     let mut say = |line: String, is_right: bool| {
         right &= is_right;
         if !is_right || !args.quiet {
-            println!("{line}");
+            say!("{line}");
         }
     };
     if args.files.is_empty() {

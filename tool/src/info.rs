@@ -12,6 +12,7 @@ use rpcrdma::config::{self, Source};
 use rpcrdma::tool::{self, host};
 use serde::Serialize;
 
+use crate::out::say;
 use crate::words::shown;
 use crate::{devices, library, programs};
 
@@ -132,7 +133,7 @@ pub fn run(args: &Args) -> ExitCode {
     let report = look(args.host.as_deref());
     if args.json {
         match serde_json::to_string_pretty(&report) {
-            Ok(text) => println!("{text}"),
+            Ok(text) => say!("{text}"),
             Err(error) => {
                 eprintln!("rpcrdma info: {error}");
                 return ExitCode::FAILURE;
@@ -324,8 +325,8 @@ fn descriptors() -> Option<String> {
 }
 
 fn print(report: &Report) {
-    let line = |name: &str, text: &str| println!("{name:<15} {}", shown(text));
-    let more = |text: &str| println!("{:<15} {}", "", shown(text));
+    let line = |name: &str, text: &str| say!("{name:<15} {}", shown(text));
+    let more = |text: &str| say!("{:<15} {}", "", shown(text));
     line("rpcrdma", report.version);
     let System { kernel, distribution } = &report.system;
     line("system", &format!("{}, Linux {kernel}", distribution.as_deref().unwrap_or("unknown")));

@@ -6,7 +6,7 @@ use std::ptr::null_mut;
 use std::thread;
 
 /// Runs `then` in another thread when SIGINT, SIGTERM or SIGHUP comes; it is to end the process. Threads that are made later
-/// are not interrupted by them either.
+/// are not interrupted by them either. A second one ends the process at once: `then` may wait for a reader that does not read.
 pub fn on(then: impl FnOnce() + Send + 'static) -> std::io::Result<()> {
     let mut set = MaybeUninit::uninit();
     // SAFETY: `set` may be written.
@@ -20,10 +20,17 @@ pub fn on(then: impl FnOnce() + Send + 'static) -> std::io::Result<()> {
     // SAFETY: an initialised set; the old one is not asked for.
     unsafe { libc::pthread_sigmask(libc::SIG_BLOCK, &set, null_mut()) };
     thread::Builder::new().spawn(move || {
-        let mut which = 0;
-        // SAFETY: an initialised set of signals that this thread blocks, as it inherits, and a number that may be written.
-        while unsafe { libc::sigwait(&set, &mut which) } != 0 {}
-        then();
+        let next = || {
+            let mut which = 0;
+            // SAFETY: an initialised set of signals that this thread blocks, as it inherits, and a number that may be written.
+            while unsafe { libc::sigwait(&set, &mut which) } != 0 {}
+            which
+        };
+        let mut which = next();
+        if thread::Builder::new().spawn(then).is_ok() {
+            which = next();
+        }
+        std::process::exit(128 + which)
     })?;
     Ok(())
 }

@@ -15,6 +15,7 @@ mod generate;
 mod info;
 mod interrupt;
 mod library;
+mod out;
 mod perf;
 mod picture;
 mod ping;
@@ -45,9 +46,7 @@ enum Command {
     /// Asks a host which transports it answers on, again and again.
     Ping(ping::Args),
     Perf(perf::Args),
-    /// Shows what processes that use the library do.
     Stat(stat::Args),
-    /// Shows that live.
     Top(top::Args),
     Decode(decode::Args),
     /// Writes manual pages and completions to a folder.
@@ -56,9 +55,11 @@ enum Command {
 }
 
 fn main() -> ExitCode {
-    // A reader that has gone ends this program as any other one: not with a panic.
-    restore_sigpipe();
-    match Cli::parse().command {
+    let command = Cli::parse().command;
+    if !matches!(command, Command::Ping(_) | Command::Perf(_)) {
+        out::restore_sigpipe();
+    }
+    match command {
         Command::Run(args) => run::run(&args),
         Command::Info(args) => info::run(&args),
         Command::Check(args) => check::run(&args),
@@ -69,11 +70,4 @@ fn main() -> ExitCode {
         Command::Decode(args) => decode::run(&args),
         Command::Generate(args) => generate::run(&args),
     }
-}
-
-/// Rust ignores SIGPIPE.
-#[allow(unsafe_code)]
-fn restore_sigpipe() {
-    // SAFETY: the default action is no function of ours.
-    unsafe { libc::signal(libc::SIGPIPE, libc::SIG_DFL) };
 }

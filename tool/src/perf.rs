@@ -17,6 +17,8 @@ use std::time::Duration;
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 use signal_hook::consts::{SIGINT, SIGTERM};
 
+use crate::library;
+use crate::out;
 use crate::picture;
 use crate::rpc::{self, Client, Netid, PROGRAM};
 use crate::words;
@@ -125,6 +127,7 @@ fn seconds(text: &str) -> Result<f64, String> {
 }
 
 pub fn run(args: &Args) -> ExitCode {
+    library::forget_name();
     let outcome = if let Some(file) = &args.draw {
         draw_again(args, file)
     } else if args.serve {
@@ -150,6 +153,8 @@ fn draw_again(args: &Args, file: &PathBuf) -> Result<ExitCode, String> {
 }
 
 fn show(args: &Args, figures: &Figures) -> Result<(), String> {
+    // No call is made any more.
+    out::restore_sigpipe();
     let mut out = io::stdout().lock();
     let written = if args.json {
         serde_json::to_writer_pretty(&mut out, figures).map_err(io::Error::from).and_then(|()| writeln!(out))

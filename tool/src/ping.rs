@@ -15,6 +15,7 @@ use rpcrdma::tool::caller::{self, Caller, Failed};
 use rpcrdma::tool::{Agreed, Row, host};
 use serde::Serialize;
 
+use crate::out::say;
 use crate::words::shown;
 use crate::{interrupt, library, programs};
 
@@ -347,10 +348,10 @@ impl Session {
             target.netid.name()
         );
         if !json {
-            println!("PING {}", shown(&title));
+            say!("PING {}", shown(&title));
             if !target.others.is_empty() {
                 let others: Vec<String> = target.others.iter().map(|one| programs::described(*one)).collect();
-                println!("{} has there too: {}", shown(&target.host), others.join(", "));
+                say!("{} has there too: {}", shown(&target.host), others.join(", "));
             }
         }
         let document = Document {
@@ -380,15 +381,16 @@ impl Session {
             let version = one.rpc_over_rdma.map_or("not agreed".to_owned(), |version| version.to_string());
             let (out, back) = (one.inline_out, one.inline_in);
             let (asked, granted) = (one.credits_asked, one.credits_granted);
-            println!(
+            say!(
                 "{to}: {} ({}), RPC-over-RDMA version {version}, inline {out} bytes out and {back} in, credits {granted} \
                  granted of {asked} asked",
-                one.description, one.device
+                one.description,
+                one.device
             );
         }
         match (&tcp, self.json) {
-            (Some(Ok(at)), false) => println!("{at}: answers over tcp too"),
-            (Some(Err(why)), false) => println!("not over tcp: {}", shown(why)),
+            (Some(Ok(at)), false) => say!("{at}: answers over tcp too"),
+            (Some(Err(why)), false) => say!("not over tcp: {}", shown(why)),
             _ => {}
         }
         self.document.tcp = tcp.map(|tcp| Beside {
@@ -407,7 +409,7 @@ impl Session {
                 self.times.push(took);
                 if !self.json {
                     let from = self.document.address.map_or(self.document.host.clone(), |at| at.to_string());
-                    println!("answer from {from}: seq={number} time={:.3} ms", milliseconds(took));
+                    say!("answer from {from}: seq={number} time={:.3} ms", milliseconds(took));
                 }
             }
             Err(failed) => self.say(&format!("seq={number}: {}", failed.text), failed.text),
@@ -428,7 +430,7 @@ impl Session {
         }
         self.document.errors.push(error);
         if !self.json {
-            println!("{}", shown(line));
+            say!("{}", shown(line));
         }
     }
 
@@ -445,17 +447,17 @@ impl Session {
             (self.document.sent, self.document.answered, self.document.lost) = (sent, answered, lost);
             self.document.round_trip = summary;
             match serde_json::to_string_pretty(&self.document) {
-                Ok(text) => println!("{text}"),
+                Ok(text) => say!("{text}"),
                 Err(error) => eprintln!("rpcrdma ping: {error}"),
             }
             return answered > 0;
         }
-        println!("\n--- {} ping statistics ---", shown(&self.title));
+        say!("\n--- {} ping statistics ---", shown(&self.title));
         let percent = if sent == 0 { 0.0 } else { lost as f64 * 100.0 / sent as f64 };
         let time = self.started.elapsed().as_millis();
-        println!("{sent} calls sent, {answered} answered, {lost} lost ({percent:.0}%), time {time} ms");
+        say!("{sent} calls sent, {answered} answered, {lost} lost ({percent:.0}%), time {time} ms");
         if let Some(Summary { min, avg, max, mdev, p50 }) = summary {
-            println!("rtt min/avg/max/mdev = {min:.3}/{avg:.3}/{max:.3}/{mdev:.3} ms, p50 {p50:.3} ms");
+            say!("rtt min/avg/max/mdev = {min:.3}/{avg:.3}/{max:.3}/{mdev:.3} ms, p50 {p50:.3} ms");
         }
         answered > 0
     }

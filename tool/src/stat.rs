@@ -13,8 +13,18 @@ use crate::programs::Programs;
 use crate::watch::{self, Connection, Figures, Processes, Refusal, Users, Watched, difference};
 use crate::words;
 
-/// What processes that use the library have done: counters, connections, and how long calls took. Without arguments:
-/// which processes there are.
+/// Shows what processes that use the library do.
+///
+/// Without arguments: which processes there are. Of one process: its counters, its connections, and how long the calls of each
+/// procedure took. With an INTERVAL: a line each time, of what was done in between, a second.
+///
+/// Counters are those of rpcrdma_stats_get, which rpcrdma.h describes. A connection has a row: END, whether this process has opened
+/// it (client) or accepted it (server); VER, the version of RPC-over-RDMA; CREDITS, how many are in use, of how many; CALLS and
+/// SERVED, calls made and requests answered; INLINE, bytes sent in messages; READ and WRITTEN, bytes moved by RDMA Reads and Writes
+/// of this process; PLACED, bytes that those of the peer have moved; WAITED, calls that had to wait for a credit; ERRORS, calls that
+/// the transport failed. A procedure has the number of its calls, their mean time, and the times that half of them, 99 of a hundred
+/// and 999 of a thousand took at most: at a client from the call to the reply, at a server from the moment when the program gets
+/// the request to the reply.
 #[derive(clap::Args)]
 #[command(
     override_usage = "rpcrdma stat [OPTIONS] [PID [INTERVAL [COUNT]]]\n       rpcrdma stat [OPTIONS] --all [INTERVAL [COUNT]]",

@@ -17,9 +17,19 @@ use crate::stat::{CONNECTIONS, Rates, age, bytes, connection_count, connection_r
 use crate::watch::{self, Figures, Latency, difference};
 use rpcrdma::tool::latency::percentile;
 
-/// Shows what processes that use the library do, the busiest first. Keys: q quits, s sorts by the next column, up and down
-/// choose, Enter shows the connections and procedures of one process, Esc goes back.
+/// Shows live what processes that use the library do, the busiest first.
+///
+/// Keys: q quits, s sorts by the next column, up and down choose, Enter shows the connections and procedures of one process, Esc
+/// goes back.
+///
+/// Figures are those of the time since the last look. BY/S: bytes a second, in messages and by RDMA Reads and Writes; CONNS:
+/// connections; INUSE: credits in use; P50 and P99: the time that half of the calls, and 99 of a hundred, took at most. The columns of
+/// connections are described in rpcrdma-stat(1).
 #[derive(clap::Args)]
+#[command(
+    after_help = "Exit status: 0 it was ended by a key or a signal, 1 there is no terminal or it fails, 2 the command line \
+                        was wrong."
+)]
 pub struct Args {
     /// Seconds between two looks.
     #[arg(short, long, default_value = "1", value_parser = seconds)]

@@ -301,8 +301,14 @@ pub fn look(pid: u32, users: &Users) -> Result<Watched, Refusal> {
         hidden = true;
         let file = memory_file(&folder.join("map_files").join(range.0));
         let memory = || File::open(folder.join("mem")).map(|memory| Source::Memory(memory, range.1));
-        // As root the file; else, if it is ours, the memory.
-        if let Ok(source) = file.map(Source::File).or_else(|_| memory())
+        // As root the file; else, if it is ours, the memory. Not of a file that is none of the kernel's: a page of it may let
+        // us wait for ever.
+        let file = file.map(Source::File);
+        let source = file.or_else(|error| match error.kind() {
+            io::ErrorKind::PermissionDenied => memory(),
+            _ => Err(error),
+        });
+        if let Ok(source) = source
             && is_own(&source)
         {
             return Ok(watched(source));

@@ -17,13 +17,16 @@ use crate::words::shown;
 /// Of `out`.
 pub fn text(trace: &Trace, names: &Programs, out: &mut impl Write) -> io::Result<()> {
     let mut count = 0;
+    let mut by_end: Vec<Vec<usize>> = vec![Vec::new(); trace.connections.len()];
+    for &number in &trace.shown {
+        by_end[trace.calls[number].connection(trace)].push(number);
+    }
     for (at, connection) in trace.connections.iter().enumerate() {
         if trace.first_end(at) != at {
             continue;
         }
         count += 1;
-        let here = |number: &&usize| trace.calls[**number].connection(trace) == at;
-        let shown_here: Vec<usize> = trace.shown.iter().filter(here).copied().collect();
+        let shown_here = &by_end[at];
         if shown_here.is_empty() && trace.shown.len() < trace.calls.len() {
             continue;
         }
@@ -32,7 +35,7 @@ pub fn text(trace: &Trace, names: &Programs, out: &mut impl Write) -> io::Result
         for remark in connection.remarks.iter().chain(other.iter().flat_map(|other| &other.remarks)) {
             print_remark(out, remark)?;
         }
-        for &number in &shown_here {
+        for &number in shown_here {
             let call = &trace.calls[number];
             let back = is_back(trace, call);
             writeln!(out, "\n{}", shown(&summary(number, call, names, back)))?;

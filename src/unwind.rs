@@ -2,8 +2,9 @@
 //! the library preloaded pays for no other file.
 //!
 //! Owned here: the functions `_Unwind_*` that Rust's standard library calls. Each is a few instructions that find the function
-//! of that name in libgcc_s.so.1 and jump to it, with the stack as it was: the unwinder starts from the frame of its caller.
-//! glibc does the same for pthread_cancel(3). They are hidden: nobody else's references are bound to them.
+//! of that name, among those that the program has or else in libgcc_s.so.1, and jump to it, with the stack as it was: the
+//! unwinder starts from the frame of its caller. glibc does nearly the same for pthread_cancel(3). They are hidden: nobody else's
+//! references are bound to them.
 //!
 //! A copy of the unwinder in this library, libgcc_eh.a, would not do. The end of a thread and exceptions of C++ pass through
 //! our frames, led by the program's unwinder, whose contexts our personality routine asks about: they are its own, and no other
@@ -49,17 +50,26 @@ macro_rules! forward {
             ".cfi_adjust_cfa_offset 8",
             "push r11",
             ".cfi_adjust_cfa_offset 8",
+            // As the dynamic linker binds the program's own references: another unwinder than libgcc's may stand in front, and
+            // then it is that one whose contexts we are asked about. NULL is RTLD_DEFAULT.
+            "xor edi, edi",
+            "mov rsi, qword ptr [rsp]",
+            "add rsi, 8",
+            "call dlsym@PLT",
+            "test rax, rax",
+            "jnz 3f",
             "lea rdi, [rip + .Lrpcrdma_unwinder]",
             "mov esi, {now}",
             "call dlopen@PLT",
-            // Where there is no such library NULL is RTLD_DEFAULT: perhaps the program has them itself.
+            "test rax, rax",
+            "jz 4f",
             "mov rdi, rax",
             "mov rsi, qword ptr [rsp]",
             "add rsi, 8",
             "call dlsym@PLT",
             "test rax, rax",
             "jnz 3f",
-            "call abort@PLT",
+            "4: call abort@PLT",
             "3: pop r11",
             ".cfi_adjust_cfa_offset -8",
             "mov qword ptr [r11], rax",

@@ -189,6 +189,10 @@ impl Requester {
         if first_xid(message.body()) != Some(xid) {
             return Err(Error::new(Kind::Invalid, format!("the call does not begin with its XID {xid}")));
         }
+        // Longer than what the reserve of memory has, with many calls.
+        self.calls
+            .try_reserve(1)
+            .map_err(|_| Error::new(Kind::Os(libc::ENOMEM), "no memory for one more call"))?;
         let fate = if matches!(expect, Expect::Nothing) { Fate::OneWay } else { Fate::Awaited };
         let mut call = Outstanding {
             waiting: Some((message, expect)),

@@ -187,7 +187,7 @@ impl Client {
         let connections = self.connections();
         let mut served = self.serve_now(mask);
         let waiter = Waiter::Callbacks(thread::this());
-        let mut condition = None;
+        let mut steps = session::Steps::default();
         let mut state = self.lock();
         loop {
             while let Some(request) = state.callback() {
@@ -208,7 +208,7 @@ impl Client {
             if state.link.engine.closed().is_some() {
                 // Whoever drives finds out soon, and leaves the rest to this thread.
                 if state.attempt().is_some() || state.session.is_driven() {
-                    state = session::wait_once(&self, state, waiter, &mut condition, deadline, mask);
+                    state = session::wait_once(&self, state, waiter, &mut steps, deadline, mask);
                     continue;
                 }
                 let retry = state.serving.as_ref().and_then(|serving| serving.retry).unwrap_or(now);
@@ -219,7 +219,7 @@ impl Client {
                 state = self.lock();
                 continue;
             }
-            state = session::wait_once(&self, state, waiter, &mut condition, deadline, mask);
+            state = session::wait_once(&self, state, waiter, &mut steps, deadline, mask);
         }
     }
 

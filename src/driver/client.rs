@@ -249,7 +249,7 @@ impl Client {
         let deadline = Instant::now() + AGREE_WAIT;
         let waiter = Waiter::Version(thread::this());
         let mut state = self.lock();
-        let mut condition = None;
+        let mut steps = session::Steps::default();
         let outcome = loop {
             let engine = &state.link.engine;
             match engine.closed() {
@@ -266,7 +266,7 @@ impl Client {
                 }
                 Some(error) => break Err(error.clone()),
                 None if engine.version().is_some() || Instant::now() >= deadline => break Ok(()),
-                None => state = session::wait_once(&self, state, waiter, &mut condition, deadline, mask),
+                None => state = session::wait_once(&self, state, waiter, &mut steps, deadline, mask),
             }
         };
         state.hand_over();
@@ -368,7 +368,7 @@ impl<'a> Policy<'a> for &'a Client {
         agreed || engine.closed().is_some() || state.may_serve() || state.session.calls.is_over(waiter)
     }
 
-    fn wake(&self, state: &mut Waiting) -> Wake {
+    fn wake(&self, state: &mut Waiting, dozes: bool) -> Wake {
         let alarm = state.alarm_fd().unwrap_or(-1);
         if let Some((fd, writes, until)) = state.attempt() {
             // Whatever it is that wakes this thread, no other one has to take the step.
@@ -378,7 +378,7 @@ impl<'a> Policy<'a> for &'a Client {
         let until = sooner(sooner(link.offer_ends(), link.retry_at()), link.first_reply_due());
         let nudges = state.nudges < NUDGES && !link.heard;
         // Who waits for more than the connection's own answers sleeps on descriptors.
-        let may_doze = alarm < 0 && !nudges && !link.device.wants_write();
+        let may_doze = dozes && alarm < 0 && !nudges && !link.device.wants_write();
         let bell = if may_doze { link.device.doze() } else { None };
         let at_once = bell.is_none() && !link.device.rest();
         Wake {

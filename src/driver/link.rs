@@ -227,6 +227,10 @@ impl Link {
         if self.timed.len() >= TIMED {
             self.timed.drain(..TIMED / 2);
         }
+        // Longer than what the reserve of memory has, with many requests.
+        if self.timed.try_reserve(1).is_err() {
+            return;
+        }
         let head = request.message.first().map_or(&[][..], |piece| &piece[..]);
         self.timed.push((request.id, Procedure::of(head, true), now));
     }

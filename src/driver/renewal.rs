@@ -259,7 +259,7 @@ impl Client {
         mask: Mask<'_>,
     ) -> Result<MutexGuard<'a, Waiting>, Error> {
         let waiter = Waiter::Version(thread::this());
-        let mut condition = None;
+        let mut steps = session::Steps::default();
         self.look(&mut state);
         let before = state.renewal.as_ref().map(|renewal| renewal.failed.0);
         let outcome = loop {
@@ -270,7 +270,7 @@ impl Client {
                     let text = format!("no new connection within the time: {}", renewal.why());
                     break Err(Error::new(Kind::Timeout, text));
                 }
-                Some(_) => state = session::wait_once(&self, state, waiter, &mut condition, deadline, mask),
+                Some(_) => state = session::wait_once(&self, state, waiter, &mut steps, deadline, mask),
             }
         };
         state.hand_over();

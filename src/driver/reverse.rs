@@ -211,7 +211,7 @@ impl<'a> Policy<'a> for Awaiting<'a> {
         self.may_serve(state) || state.session.calls.is_over(waiter) || state.link().is_none()
     }
 
-    fn wake(&self, state: &mut Server) -> Wake {
+    fn wake(&self, state: &mut Server, _: bool) -> Wake {
         let home = state.home;
         let retry = state.link().and_then(|link| link.retry_at());
         // The loop may take from the connection what this thread sleeps for; and where one event tells of all, a thread that

@@ -36,7 +36,7 @@ use super::spin::{Patience, Spin, Waiting};
 /// How often a child looks whether its peer takes what it sends, where the descriptor tells that to its parent.
 const LOOK: Duration = Duration::from_millis(1);
 
-/// How long a thread sleeps without its descriptors, at most, and with signals blocked as in all of libtirpc's calls: two system
+/// How long a thread sleeps without its descriptors, at most, in all of a wait, and with signals blocked as in all of libtirpc's calls: two system
 /// calls less than to let them through.
 const DOZE: Duration = Duration::from_millis(10);
 
@@ -298,13 +298,13 @@ pub(super) trait Policy<'a>: Locked<'a> {
     /// Whether a spin has found what it is for.
     fn is_over(&self, state: &mut Self::State, waiter: Waiter) -> bool;
 
-    /// What to sleep for.
-    fn wake(&self, state: &mut Self::State) -> Wake;
+    /// What to sleep for. `dozes`: it may be a bell.
+    fn wake(&self, state: &mut Self::State, dozes: bool) -> Wake;
 
     /// Sleeps for it, at most for `left`. False when nothing came in that time.
     fn sleep(&self, wake: &mut Wake, left: Duration, mask: Mask<'_>) -> bool {
         if let Some(bell) = &wake.bell {
-            bell.wait(left.min(DOZE));
+            bell.wait(left);
             return true;
         }
         // An error of poll(2) itself shows up in the next pump, as an error of the device; EINTR is no error here.
@@ -368,13 +368,21 @@ pub(super) fn wait_for<'a, P: Policy<'a>>(
     deadline: Instant,
     mask: Mask<'_>,
 ) -> MutexGuard<'a, P::State> {
-    let (mut condition, mut first) = (None, true);
+    let (mut steps, mut first) = (Steps::default(), true);
     // What time it is matters when the first wait was in vain, which it rarely is.
     while !state.parts().0.calls.is_over(waiter) && (std::mem::take(&mut first) || Instant::now() < deadline)
     {
-        state = wait_once(policy, state, waiter, &mut condition, deadline, mask);
+        state = wait_once(policy, state, waiter, &mut steps, deadline, mask);
     }
     state
+}
+
+/// What a thread keeps from one step of waiting to the next.
+#[derive(Default)]
+pub(super) struct Steps {
+    condition: Option<Arc<Condvar>>,
+    /// When it first went to sleep as the driver.
+    slept: Option<Instant>,
 }
 
 /// One step of waiting: serves, sleeps beside the driver, or drives.
@@ -382,7 +390,7 @@ pub(super) fn wait_once<'a, P: Policy<'a>>(
     policy: &P,
     state: MutexGuard<'a, P::State>,
     waiter: Waiter,
-    condition: &mut Option<Arc<Condvar>>,
+    steps: &mut Steps,
     deadline: Instant,
     mask: Mask<'_>,
 ) -> MutexGuard<'a, P::State> {
@@ -392,9 +400,9 @@ pub(super) fn wait_once<'a, P: Policy<'a>>(
     }
     match policy.turn(&mut state, waiter) {
         Turn::Look => state,
-        Turn::Drive { spins } => drive(policy, state, waiter, spins, deadline, mask),
+        Turn::Drive { spins } => drive(policy, state, waiter, spins, &mut steps.slept, deadline, mask),
         Turn::Sleep { until, serves } => {
-            let own = condition.get_or_insert_with(|| Arc::new(Condvar::new())).clone();
+            let own = steps.condition.get_or_insert_with(|| Arc::new(Condvar::new())).clone();
             let session = state.parts().0;
             session.sleepers.insert(waiter, own.clone());
             if serves {
@@ -426,6 +434,7 @@ fn drive<'a, P: Policy<'a>>(
     mut state: MutexGuard<'a, P::State>,
     waiter: Waiter,
     spins: bool,
+    slept: &mut Option<Instant>,
     deadline: Instant,
     mask: Mask<'_>,
 ) -> MutexGuard<'a, P::State> {
@@ -439,12 +448,17 @@ fn drive<'a, P: Policy<'a>>(
             return state;
         }
     }
-    let mut wake = policy.wake(&mut state);
+    let now = Instant::now();
+    // However often something comes for others, or a part of what is waited for: signals get through after this.
+    let blocked = DOZE.saturating_sub(now - *slept.get_or_insert(now));
+    let mut wake = policy.wake(&mut state, !blocked.is_zero());
     state.parts().0.sleeps_for(wake.reads, wake.writes);
     drop(state);
     let until = wake.until.map_or(deadline, |until| deadline.min(until));
-    let mut left =
-        if wake.at_once { Duration::ZERO } else { until.saturating_duration_since(Instant::now()) };
+    let mut left = if wake.at_once { Duration::ZERO } else { until.saturating_duration_since(now) };
+    if wake.bell.is_some() {
+        left = left.min(blocked);
+    }
     if wake.nudges {
         left = left.min(NUDGE_AFTER);
     }

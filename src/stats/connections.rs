@@ -115,7 +115,7 @@ impl Connection {
         let (words, place) = (std::mem::replace(&mut self.words, nowhere()), self.place.take());
         let uncounted = std::mem::take(&mut self.uncounted);
         // What a parent has taken is not this process's to give back.
-        if self.is_stale() {
+        if !page::is_own(self.epoch) {
             return;
         }
         if let Some(at) = place {

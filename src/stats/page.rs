@@ -94,9 +94,9 @@ static COUNTERS: AtomicPtr<Table> = AtomicPtr::new((&raw const TABLE).cast_mut()
 /// The page, if there is one.
 static PAGE: AtomicPtr<Page> = AtomicPtr::new(null_mut());
 
-/// Counts the processes on the way from the first one to this one, and the pages: it differs where what was known of the page
-/// does not hold any more.
-static EPOCH: AtomicU64 = AtomicU64::new(1);
+/// Differs where what was known of the page does not hold any more: the processes on the way from the first one to this one, from 1
+/// on, doubled, and 1 more once there is a page.
+static EPOCH: AtomicU64 = AtomicU64::new(2);
 
 /// Whether somebody makes the page, or has tried to, in this process.
 static STATE: AtomicI32 = AtomicI32::new(NOT_TRIED);
@@ -141,6 +141,11 @@ pub(super) fn epoch() -> u64 {
     EPOCH.load(Relaxed)
 }
 
+/// Whether it is of this process.
+pub(super) fn is_own(epoch: u64) -> bool {
+    epoch | 1 == self::epoch() | 1
+}
+
 /// Nanoseconds since 1970.
 pub(super) fn now() -> u64 {
     SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).map_or(0, |time| time.as_nanos() as u64)
@@ -168,7 +173,7 @@ pub fn begin() {
     for (from, to) in TABLE.iter().zip(&page.counters) {
         to.fetch_add(from.swap(0, Relaxed), Relaxed);
     }
-    EPOCH.fetch_add(1, Relaxed);
+    EPOCH.fetch_or(1, Relaxed);
 }
 
 fn make() -> io::Result<(NonNull<Page>, OwnedFd)> {
@@ -219,7 +224,7 @@ fn map(file: Option<BorrowedFd<'_>>, place: *mut Page) -> io::Result<NonNull<Pag
 /// In a forked child, of which there is one thread: the page stays its parent's. Only what may be called there: system calls
 /// and atomic words.
 pub fn forked() {
-    EPOCH.fetch_add(1, Relaxed);
+    EPOCH.store((EPOCH.load(Relaxed) | 1) + 1, Relaxed);
     STATE.store(NOT_TRIED, Relaxed);
     let page = PAGE.swap(null_mut(), AcqRel);
     COUNTERS.store((&raw const TABLE).cast_mut(), Release);

@@ -17,7 +17,7 @@
 use std::ffi::{CStr, c_char, c_int, c_uint, c_ulong, c_void};
 use std::fmt;
 use std::marker::PhantomData;
-use std::mem::transmute_copy;
+use std::mem::{MaybeUninit, transmute_copy};
 use std::ptr::null_mut;
 use std::sync::atomic::{AtomicPtr, Ordering};
 
@@ -174,8 +174,14 @@ fn handle() -> Result<*mut c_void, Error> {
     static HANDLE: AtomicPtr<c_void> = AtomicPtr::new(null_mut());
     let mut handle = HANDLE.load(Ordering::Relaxed);
     if handle.is_null() {
-        // SAFETY: a string; neither libtirpc's initialisers nor those of what it needs touch anything of ours.
-        handle = unsafe { libc::dlopen(c"libtirpc.so.3".as_ptr(), libc::RTLD_NOW | libc::RTLD_LOCAL) };
+        let name = c"libtirpc.so.3".as_ptr();
+        // SAFETY: a string; what is loaded already has run its initialisers.
+        handle = unsafe { libc::dlopen(name, libc::RTLD_NOW | libc::RTLD_NOLOAD) };
+        if handle.is_null() {
+            show_ourselves();
+            // SAFETY: a string; neither libtirpc's initialisers nor those of what it needs touch anything of ours.
+            handle = unsafe { libc::dlopen(name, libc::RTLD_NOW | libc::RTLD_LOCAL) };
+        }
         if handle.is_null() {
             // SAFETY: no preconditions.
             let said = unsafe { libc::dlerror() };
@@ -188,6 +194,32 @@ fn handle() -> Result<*mut c_void, Error> {
         HANDLE.store(handle, Ordering::Relaxed);
     }
     Ok(handle)
+}
+
+/// Puts this library into the global scope, if the program has loaded it privately: libtirpc's own calls of what
+/// [`interpose`](super::interpose) defines have to find it there.
+fn show_ourselves() {
+    let mut found = MaybeUninit::<libc::Dl_info>::uninit();
+    // SAFETY: an address of ours, and room for what is said of it.
+    if unsafe { libc::dladdr((handle as fn() -> _ as *const c_void).cast(), found.as_mut_ptr()) } == 0 {
+        return;
+    }
+    // SAFETY: written, as the result says.
+    let name = unsafe { found.assume_init() }.dli_fname;
+    let open = |more| {
+        // SAFETY: a string that lives as long as this library, which is loaded.
+        unsafe { libc::dlopen(name, libc::RTLD_NOW | libc::RTLD_NOLOAD | more) }
+    };
+    // The name of a program is none that can be opened so, and a program is there anyway.
+    let own = open(0);
+    let mut space: libc::Lmid_t = libc::LM_ID_NEWLM;
+    // SAFETY: an open handle, and room for what is asked for.
+    if !own.is_null() && unsafe { libc::dlinfo(own, libc::RTLD_DI_LMID, (&raw mut space).cast()) } == 0 {
+        // In others (dlmopen(3)) all see what was loaded first, and glibc crashes at this.
+        if space == libc::LM_ID_BASE {
+            open(libc::RTLD_GLOBAL);
+        }
+    }
 }
 
 /// A name that this library does not define itself. Both strings end in NUL.

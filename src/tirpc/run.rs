@@ -349,6 +349,10 @@ impl Set {
         (self.stale, self.incomplete) = (false, false);
         self.mark = self.mark.wrapping_add(1);
         let before = std::mem::take(&mut self.seen);
+        if self.seen.try_reserve(polled_table().1).is_err() {
+            (self.seen, self.incomplete, self.stale) = (before, true, true);
+            return;
+        }
         // SAFETY: by the contract.
         self.seen.extend(unsafe { table() });
         for place in 0..self.seen.len() {
@@ -371,11 +375,17 @@ impl Set {
 
     fn watch(&mut self, fd: RawFd, events: i16) {
         let (Some(epoll), Ok(index)) = (&self.epoll, usize::try_from(fd)) else { return };
+        let missing = (index + 1).saturating_sub(self.watched.len());
+        // Longer than what the reserve has: until there is memory the loop polls.
+        if self.watched.try_reserve(missing).is_err() {
+            (self.incomplete, self.stale) = (true, true);
+            return;
+        }
         if epoll.watch(fd, events).is_err() {
             self.incomplete = true;
             return;
         }
-        if index >= self.watched.len() {
+        if missing > 0 {
             self.watched.resize(index + 1, Watched::default());
         }
         self.watched[index].events = events;
@@ -721,9 +731,12 @@ unsafe fn by_poll(waits: bool) -> bool {
         let count = unsafe { table() }.count();
         let fds = if count <= FEW {
             &mut few[..count]
-        } else {
+        } else if many.try_reserve_exact(count).is_ok() {
             many.resize(count, MaybeUninit::uninit());
             &mut many[..]
+        } else {
+            // As many as there is room for, until there is memory.
+            &mut few[..]
         };
         let mut copied = 0;
         // SAFETY: as above.

@@ -110,7 +110,7 @@ impl<'a> Policy<'a> for &'a Line {
         state.session.calls.is_over(waiter)
     }
 
-    fn wake(&self, _: &mut Ends) -> Wake {
+    fn wake(&self, _: &mut Ends, _: bool) -> Wake {
         Wake::new((-1, true, false), -1, None)
     }
 

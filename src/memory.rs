@@ -1586,6 +1586,30 @@ mod tests {
     }
 
     #[test]
+    fn one_long_message_finds_its_pages_where_no_other_keeps_any() {
+        let pool = Pool::new(1 << 20, 8192, 4);
+        let used = |pool: &Arc<Pool>| {
+            let mut buf = pool.take().unwrap();
+            buf.extend(&[9; 30_000]).unwrap();
+            buf
+        };
+        let (first, second) = (used(&pool), used(&pool));
+        drop(first);
+        drop(second);
+        let kept = |buf: &mut Buf| {
+            buf.set_len(1 << 20);
+            [0, 8191, 8192, 29_999, 4 * 8192].map(|at| buf[at] == 9)
+        };
+        let (mut second, mut first) = (pool.take().unwrap(), pool.take().unwrap());
+        assert_eq!(
+            kept(&mut first),
+            [true, true, true, true, false],
+            "four times 8192 bytes were there to keep"
+        );
+        assert_eq!(kept(&mut second), [true, true, false, false, false], "of which little was left");
+    }
+
+    #[test]
     fn ranges_outside_name_no_memory() {
         let sink = Buf::with_capacity(16).unwrap().into_sink(16);
         assert!(sink.iovec(0, 16).is_some());

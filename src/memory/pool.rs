@@ -19,8 +19,9 @@ pub(super) const PAGE: usize = 4096;
 
 /// A stock of blocks of one kind, each kept warm after use.
 ///
-/// `warm` bytes of every idle block keep their pages; what lies above is given back to the system, so that one long
-/// message does not hold its memory for ever. At most `idle` blocks are kept.
+/// `warm` bytes of every idle block keep their pages, and a block more than that while all idle ones keep less together than
+/// if each had so many; what lies above is given back to the system, so that one long message does not hold its memory for
+/// ever. At most `idle_max` blocks are kept.
 ///
 /// A child that was forked while a thread of its parent held the lock does without: nobody there would ever release it.
 pub struct Pool {
@@ -123,8 +124,13 @@ impl Pool {
     pub(super) fn give_back(&self, mut block: Share) {
         match self.idle() {
             Some(mut idle) if idle.len() < self.idle_max => {
+                // Who sends or gets long messages again and again finds their pages, where nobody else needs them. What one
+                // server has left in a Reply chunk is scrubbed for the next, so that has to stay short.
+                let kept: usize = idle.iter().map(|block| block.raw.touched.load(Relaxed)).sum();
+                let left = (self.idle_max * self.warm).saturating_sub(kept);
                 if let Some(block) = block.alone() {
-                    block.raw.trim(self.warm.max(PAGE));
+                    let more = if block.raw.writer == 0 { left } else { 0 };
+                    block.raw.trim(self.warm.max(more).max(PAGE));
                 }
                 idle.push(block);
             }

@@ -11,7 +11,8 @@
 //!   and data are often the program's own copies (copy relocations), then in libtirpc. In libtirpc's version: glibc still
 //!   carries the old sunrpc under the same names, whose structures differ.
 //! - Once found libtirpc stays loaded.
-//! - No lock: a child that is forked in the midst of a look-up does its own.
+//! - No lock of ours: a child that is forked in the midst of a look-up does its own, unless the loader's lock was taken
+//!   then, which the C library leaves so.
 #![allow(unsafe_code)]
 
 use std::ffi::{CStr, c_char, c_int, c_uint, c_ulong, c_void};

@@ -1465,9 +1465,9 @@ mod tests {
         let mut start = None;
         for at in [0, 5000, WARM - 6, WARM - 3, 3 << 20] {
             drop(written(&first, at, b"secret"));
-            // A connection finds its own pages warm, and what it wrote there.
+            // A connection finds its own pages, and what it wrote there: nobody else needs memory.
             let again = written(&first, 100, b"");
-            assert_eq!(again[at..].starts_with(b"secret"), at + 6 <= WARM);
+            assert!(again[at..].starts_with(b"secret"));
             start = start.or(Some(again.as_ptr()));
             assert_eq!(start, Some(again.as_ptr()));
             drop(again);

@@ -72,6 +72,8 @@ impl Pool {
         let mut buf = self.wrap(idle)?;
         let raw = &mut buf.block_mut().raw;
         if raw.writer != writer {
+            // So that not much has to be overwritten.
+            raw.trim(self.warm.max(PAGE));
             raw.scrub();
             raw.writer = writer;
         }
@@ -124,13 +126,11 @@ impl Pool {
     pub(super) fn give_back(&self, mut block: Share) {
         match self.idle() {
             Some(mut idle) if idle.len() < self.idle_max => {
-                // Who sends or gets long messages again and again finds their pages, where nobody else needs them. What one
-                // server has left in a Reply chunk is scrubbed for the next, so that has to stay short.
+                // Who sends or gets long messages again and again finds their pages, where nobody else needs them.
                 let kept: usize = idle.iter().map(|block| block.raw.touched.load(Relaxed)).sum();
                 let left = (self.idle_max * self.warm).saturating_sub(kept);
                 if let Some(block) = block.alone() {
-                    let more = if block.raw.writer == 0 { left } else { 0 };
-                    block.raw.trim(self.warm.max(more).max(PAGE));
+                    block.raw.trim(self.warm.max(left).max(PAGE));
                 }
                 idle.push(block);
             }
@@ -302,7 +302,7 @@ impl RawBlock {
         }
     }
 
-    /// Sets all that may have been written to zero. What is left of an idle block is short enough to stay warm.
+    /// Sets all that may have been written to zero.
     fn scrub(&mut self) {
         let used = std::mem::take(self.touched.get_mut()).min(self.cap);
         // SAFETY: `used <= cap`: the range is the lower part of our own mapping, which nobody else points into.

@@ -14,13 +14,10 @@ pub use crate::stats::{NAMES as COUNTERS, latency, layout};
 /// The version of this library.
 pub const VERSION: &str = env!("CARGO_PKG_VERSION");
 
-/// libtirpc as a program calls it, with this library in front: for `rpcrdma perf`.
+/// libtirpc as a server calls it, with this library in front: for `rpcrdma perf`.
 pub mod rpc {
-    pub use crate::stats::{NAMES as COUNTERS, snapshot as counters};
-    pub use crate::tirpc::client::device;
-    pub use crate::tirpc::interpose::{
-        clnt_spcreateerror, clnt_sperror, clnt_tli_create, getnetconfigent, svc_reg, svc_run, svc_tli_create,
-    };
-    pub use crate::tirpc::{CLIENT, RPC_ANYFD, SVCXPRT, bool_t, clnt_ops, netbuf, netconfig, svc_req};
+    pub use crate::stats::snapshot as counters;
+    pub use crate::tirpc::interpose::{getnetconfigent, svc_reg, svc_run, svc_tli_create};
+    pub use crate::tirpc::{SVCXPRT, bool_t, svc_req};
     pub use crate::xdr::{XDR, XdrProc};
 }

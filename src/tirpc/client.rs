@@ -558,12 +558,6 @@ fn new(
     Arc::into_raw(handle).cast_mut().cast()
 }
 
-/// What the connection of the CLIENTs on a descriptor runs on, in words.
-#[cfg(feature = "tool")]
-pub fn device(fd: c_int) -> Option<String> {
-    connections::find(fd).map(|(connection, _)| connection.describe())
-}
-
 /// The connections of this process, by descriptor: CLIENTs made on one of them share it.
 ///
 /// An entry outlives its CLIENTs when the program keeps the descriptor (`CLSET_FD_NCLOSE`): the stream is in full

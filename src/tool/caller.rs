@@ -1,12 +1,13 @@
-//! A CLIENT of libtirpc, as any program makes one, for calls of procedure 0.
+//! A CLIENT of libtirpc, as any program makes one.
 //!
 //! Over netids rdma and rdma6 it is this library's, reached by the same functions as by a C program; over tcp and tcp6 it is
 //! libtirpc's own, whatever `RPCRDMA_REDIRECT` says.
 #![allow(unsafe_code)]
 
-use std::ffi::{CStr, CString, c_char};
+use std::ffi::{CStr, CString, c_char, c_void};
 use std::net::SocketAddr;
 use std::ptr::null_mut;
+use std::sync::{Mutex, PoisonError};
 use std::time::Duration;
 
 use crate::config;
@@ -19,12 +20,18 @@ use crate::tirpc::netid::Netid;
 use crate::tirpc::{
     CLIENT, RPC_ANYFD, client, clnt_ops, control, creation_started, library, netbuf, real, rpc_err,
 };
+use crate::xdr::XdrProc;
 
 /// A CLIENT, destroyed with this.
 pub struct Caller {
     raw: *mut CLIENT,
     name: CString,
 }
+
+// SAFETY: libtirpc lets any thread use a CLIENT; calls over tcp wait for each other in it.
+unsafe impl Send for Caller {}
+// SAFETY: as above.
+unsafe impl Sync for Caller {}
 
 /// Why a call failed.
 #[derive(Clone, Debug)]
@@ -83,9 +90,7 @@ impl Caller {
     fn made(raw: *mut CLIENT, name: CString) -> Result<Caller, Error> {
         if raw.is_null() {
             // SAFETY: a string that outlives the call.
-            let why = unsafe { clnt_spcreateerror(name.as_ptr()) };
-            // SAFETY: a string of libtirpc, this thread's own, until its next call.
-            let text = unsafe { text(why) };
+            let text = text(|| unsafe { clnt_spcreateerror(name.as_ptr()) });
             return Err(Error::new(Kind::NotSent, text));
         }
         Ok(Caller { raw, name })
@@ -102,13 +107,35 @@ impl Caller {
     ///
     /// # Errors
     /// No answer, or another one than was wished.
-    pub fn null(&mut self, timeout: Duration) -> Result<(), Failed> {
-        let failed = |text: &str| Failed { text: text.into(), versions: None };
-        let Some(call) = self.ops().cl_call else { return Err(failed("the CLIENT makes no calls")) };
-        let void = library().map_err(|error| failed(error.text()))?.xdr_void;
-        // SAFETY: alive; xdr_void needs no object.
-        let status =
-            unsafe { call(self.raw, 0, Some(void), null_mut(), Some(void), null_mut(), timeval(timeout)) };
+    pub fn null(&self, timeout: Duration) -> Result<(), Failed> {
+        let void = match library() {
+            Ok(library) => Some(library.xdr_void as _),
+            Err(error) => return Err(Failed { text: error.text().into(), versions: None }),
+        };
+        // SAFETY: xdr_void needs no object.
+        unsafe { self.call(0, (void, null_mut()), (void, null_mut()), timeout) }
+    }
+
+    /// Calls a procedure: `arguments` and `results` are an XDR procedure each, and what it is for.
+    ///
+    /// # Errors
+    /// No answer, or another one than was wished.
+    ///
+    /// # Safety
+    /// Each procedure of XDR is for what lies at its pointer.
+    pub unsafe fn call(
+        &self,
+        procedure: u32,
+        arguments: (XdrProc, *mut c_void),
+        results: (XdrProc, *mut c_void),
+        timeout: Duration,
+    ) -> Result<(), Failed> {
+        let Some(call) = self.ops().cl_call else {
+            return Err(Failed { text: "the CLIENT makes no calls".into(), versions: None });
+        };
+        let ((encode, from), (decode, to)) = (arguments, results);
+        // SAFETY: alive; the rest by the contract.
+        let status = unsafe { call(self.raw, procedure, encode, from, decode, to, timeval(timeout)) };
         if status == clnt_stat::SUCCESS {
             return Ok(());
         }
@@ -118,9 +145,7 @@ impl Caller {
             unsafe { geterr(self.raw, &mut error) };
         }
         // SAFETY: alive, and a string.
-        let why = unsafe { clnt_sperror(self.raw, self.name.as_ptr()) };
-        // SAFETY: a string of libtirpc, this thread's own, until its next call.
-        let text = unsafe { text(why) };
+        let text = text(|| unsafe { clnt_sperror(self.raw, self.name.as_ptr()) });
         // SAFETY: every variant of the union is made of integers, and all of it is initialised.
         let [low, high] = unsafe { error.ru.re_vers };
         let versions = (status == clnt_stat::PROGVERSMISMATCH).then_some((low, high));
@@ -175,10 +200,11 @@ fn timeval(time: Duration) -> libc::timeval {
     }
 }
 
-/// # Safety
-/// NULL, or a string that lives until it is copied here.
-unsafe fn text(string: *const c_char) -> String {
-    // SAFETY: by the contract.
-    let text = unsafe { ffi::cstr(string) }.map_or("no reason is known".into(), CStr::to_string_lossy);
+/// A text of libtirpc's, which lies in a buffer that all threads share.
+fn text(of: impl FnOnce() -> *mut c_char) -> String {
+    static BUFFER: Mutex<()> = Mutex::new(());
+    let _held = BUFFER.lock().unwrap_or_else(PoisonError::into_inner);
+    // SAFETY: NULL, or a string that nobody else changes now.
+    let text = unsafe { ffi::cstr(of()) }.map_or("no reason is known".into(), CStr::to_string_lossy);
     text.trim().to_owned()
 }

@@ -434,7 +434,7 @@ impl Run {
     /// What the counters of both ends have grown by. `None`: the server does not say, or a sample is missing.
     fn totals(&self, (client, server): (Vec<u64>, Vec<u64>)) -> Option<Totals> {
         let grown = |before: &[u64], after: &[u64]| -> BTreeMap<String, u64> {
-            let names = rpcrdma::tool::rpc::COUNTERS.iter().map(|name| (*name).to_owned());
+            let names = rpcrdma::tool::COUNTERS.iter().map(|name| (*name).to_owned());
             names.zip(before.iter().zip(after).map(|(before, after)| after.saturating_sub(*before))).collect()
         };
         let calls = self.samples.iter().filter(|((_, way), _)| *way == 1).flat_map(|(_, samples)| samples);

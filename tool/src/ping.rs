@@ -233,7 +233,7 @@ impl Target {
                 Caller::of(&self.host, "tcp", self.program, self.version, args.timeout)
             }
         };
-        Some(made.map_err(|error| error.to_string()).and_then(|mut caller| {
+        Some(made.map_err(|error| error.to_string()).and_then(|caller| {
             caller.null(args.timeout).map_err(|failed| failed.text)?;
             caller.address().ok_or_else(|| "its address is not known".to_owned())
         }))

@@ -13,15 +13,16 @@
 //! - A server takes and gives at most [`Server::largest`] bytes in a call, in memory that it has from the beginning.
 #![allow(unsafe_code)]
 
-use std::ffi::{CStr, CString, c_char, c_int, c_uint, c_void};
+use std::ffi::{c_char, c_int, c_uint, c_void};
 use std::net::{SocketAddr, TcpListener};
 use std::os::fd::IntoRawFd;
 use std::ptr::{null, null_mut};
-use std::sync::{Mutex, MutexGuard, OnceLock, PoisonError};
+use std::sync::{Mutex, OnceLock, PoisonError};
+use std::time::Duration;
 
+use rpcrdma::tool::caller::Caller;
 use rpcrdma::tool::rpc::{
-    CLIENT, RPC_ANYFD, SVCXPRT, XDR, XdrProc, bool_t, clnt_ops, clnt_spcreateerror, clnt_sperror,
-    clnt_tli_create, counters, getnetconfigent, netbuf, netconfig, svc_req, svc_run, svc_tli_create,
+    SVCXPRT, XDR, XdrProc, bool_t, counters, getnetconfigent, svc_req, svc_run, svc_tli_create,
 };
 use rustix::time::{ClockId, clock_gettime};
 
@@ -95,13 +96,8 @@ pub fn own_counters() -> Vec<u64> {
     counters().to_vec()
 }
 
-/// A CLIENT.
-pub struct Client(*mut CLIENT);
-
-// SAFETY: libtirpc lets any thread use a CLIENT, one call at a time for tcp, which waits in it.
-unsafe impl Send for Client {}
-// SAFETY: as above.
-unsafe impl Sync for Client {}
+/// A client of the server.
+pub struct Client(Caller);
 
 impl Client {
     /// Connects to a server.
@@ -109,28 +105,13 @@ impl Client {
     /// # Errors
     /// Why not, in libtirpc's words.
     pub fn connect(over: Netid, address: SocketAddr, program: u32) -> Result<Client, String> {
-        let netconfig = over.netconfig(&address)?;
-        let mut bytes = Address::of(address);
-        let mut at = bytes.netbuf();
-        // SAFETY: a netconfig, which libtirpc only reads, and an address that lives until it returns.
-        let client = unsafe { clnt_tli_create(RPC_ANYFD, netconfig, &mut at, program, VERSION, 0, 0) };
-        if client.is_null() {
-            let words = words();
-            // SAFETY: a string.
-            let text = unsafe { clnt_spcreateerror(c"connecting".as_ptr()) };
-            return Err(words.of(text));
-        }
-        Ok(Client(client))
+        let caller = Caller::at(address, "connecting", over.name(&address), program, VERSION);
+        caller.map(Client).map_err(|error| error.text().to_owned())
     }
 
     /// What it runs on, if that is RDMA.
     pub fn device(&self) -> Option<String> {
-        let mut fd: c_int = -1;
-        let operations = self.operations();
-        let control = operations.cl_control?;
-        // SAFETY: CLGET_FD writes an int.
-        let told = unsafe { control(self.0, CLGET_FD, (&raw mut fd).cast()) };
-        (told != 0).then(|| rpcrdma::tool::rpc::device(fd)).flatten()
+        self.0.agreed().map(|agreed| agreed.text)
     }
 
     /// A call without arguments and results.
@@ -199,13 +180,6 @@ impl Client {
         Ok(Status { largest, time, counters: counters.to_vec() })
     }
 
-    fn operations(&self) -> &clnt_ops {
-        // SAFETY: alive until it is dropped.
-        let client = unsafe { &*self.0 };
-        // SAFETY: the operations of a CLIENT are there as long as it is.
-        unsafe { &*client.cl_ops }
-    }
-
     fn call(
         &self,
         procedure: u32,
@@ -214,30 +188,14 @@ impl Client {
         decode: XdrProc,
         results: *mut c_void,
     ) -> Result<(), String> {
-        let operations = self.operations();
-        let Some(call) = operations.cl_call else { return Err("a CLIENT without cl_call".into()) };
-        let limit = libc::timeval { tv_sec: 30, tv_usec: 0 };
-        // SAFETY: alive; each procedure of XDR is for what it is given, as the callers above see to.
-        let status = unsafe { call(self.0, procedure, encode, arguments, decode, results, limit) };
-        if status == 0 {
-            return Ok(());
-        }
-        let words = words();
-        // SAFETY: alive, and a string.
-        let text = unsafe { clnt_sperror(self.0, c"a call".as_ptr()) };
-        Err(words.of(text))
+        // SAFETY: each procedure of XDR is for what it is given, as the callers above see to.
+        let done = unsafe { self.0.call(procedure, (encode, arguments), (decode, results), PATIENCE) };
+        done.map_err(|failed| failed.text)
     }
 }
 
-impl Drop for Client {
-    fn drop(&mut self) {
-        let operations = self.operations();
-        if let Some(destroy) = operations.cl_destroy {
-            // SAFETY: used no more.
-            unsafe { destroy(self.0) };
-        }
-    }
-}
+/// How long a reply is waited for.
+const PATIENCE: Duration = Duration::from_secs(30);
 
 /// What calls go over.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -249,21 +207,13 @@ pub enum Netid {
 }
 
 impl Netid {
-    /// A netconfig is never given back: there are four.
-    fn netconfig(self, address: &SocketAddr) -> Result<*const netconfig, String> {
-        let name = match (self, address.is_ipv4()) {
-            (Netid::Tcp, true) => c"tcp",
-            (Netid::Tcp, false) => c"tcp6",
-            (Netid::Rdma, true) => c"rdma",
-            (Netid::Rdma, false) => c"rdma6",
-        };
-        // SAFETY: a string.
-        let netconfig = unsafe { getnetconfigent(name.as_ptr()) };
-        if netconfig.is_null() {
-            let why = std::io::Error::last_os_error();
-            return Err(format!("netid {} is not to be had: {why}", name.to_string_lossy()));
+    fn name(self, address: &SocketAddr) -> &'static str {
+        match (self, address.is_ipv4()) {
+            (Netid::Tcp, true) => "tcp",
+            (Netid::Tcp, false) => "tcp6",
+            (Netid::Rdma, true) => "rdma",
+            (Netid::Rdma, false) => "rdma6",
         }
-        Ok(netconfig)
     }
 }
 
@@ -291,7 +241,13 @@ pub fn serve(listener: TcpListener, program: u32, largest: u32) -> Result<(), St
         room: Mutex::new(vec![0; largest as usize].into_boxed_slice()),
     };
     SERVER.set(server).map_err(|_| "it serves already".to_owned())?;
-    let netconfig = Netid::Tcp.netconfig(&address)?;
+    let name = if address.is_ipv4() { c"tcp" } else { c"tcp6" };
+    // SAFETY: a string. The entry is never given back: there is one.
+    let netconfig = unsafe { getnetconfigent(name.as_ptr()) };
+    if netconfig.is_null() {
+        let why = std::io::Error::last_os_error();
+        return Err(format!("netid {} is not to be had: {why}", name.to_string_lossy()));
+    }
     // SAFETY: a socket that is given away, and a netconfig.
     let transport = unsafe { svc_tli_create(listener.into_raw_fd(), netconfig, null(), 0, 0) };
     if transport.is_null() {
@@ -455,8 +411,6 @@ unsafe extern "C-unwind" fn xdr_numbers(xdrs: *mut XDR, numbers: *mut c_void) ->
 
 // ---- libtirpc -----------------------------------------------------------------------------------------------------
 
-const CLGET_FD: c_uint = 6;
-
 unsafe extern "C-unwind" {
     fn svc_sendreply(transport: *mut SVCXPRT, procedure: XdrProc, results: *mut c_void) -> bool_t;
     fn svcerr_decode(transport: *mut SVCXPRT);
@@ -464,59 +418,6 @@ unsafe extern "C-unwind" {
     fn xdr_u_int(xdrs: *mut XDR, word: *mut c_uint) -> bool_t;
     fn xdr_u_quad_t(xdrs: *mut XDR, number: *mut u64) -> bool_t;
     fn xdr_bytes(xdrs: *mut XDR, bytes: *mut *mut c_char, length: *mut c_uint, most: c_uint) -> bool_t;
-}
-
-/// An address as C sees it.
-enum Address {
-    V4(libc::sockaddr_in),
-    V6(libc::sockaddr_in6),
-}
-
-impl Address {
-    fn of(address: SocketAddr) -> Address {
-        match address {
-            SocketAddr::V4(at) => Address::V4(libc::sockaddr_in {
-                sin_family: libc::AF_INET as u16,
-                sin_port: at.port().to_be(),
-                sin_addr: libc::in_addr { s_addr: u32::from_ne_bytes(at.ip().octets()) },
-                sin_zero: [0; 8],
-            }),
-            SocketAddr::V6(at) => Address::V6(libc::sockaddr_in6 {
-                sin6_family: libc::AF_INET6 as u16,
-                sin6_port: at.port().to_be(),
-                sin6_flowinfo: at.flowinfo(),
-                sin6_addr: libc::in6_addr { s6_addr: at.ip().octets() },
-                sin6_scope_id: at.scope_id(),
-            }),
-        }
-    }
-
-    fn netbuf(&mut self) -> netbuf {
-        let (buf, len): (*mut c_void, usize) = match self {
-            Address::V4(at) => ((&raw mut *at).cast(), size_of_val(at)),
-            Address::V6(at) => ((&raw mut *at).cast(), size_of_val(at)),
-        };
-        netbuf { maxlen: len as c_uint, len: len as c_uint, buf }
-    }
-}
-
-/// libtirpc's error texts lie in a buffer that all threads share.
-struct Words(#[allow(dead_code, reason = "is held")] MutexGuard<'static, ()>);
-
-fn words() -> Words {
-    static BUFFER: Mutex<()> = Mutex::new(());
-    Words(BUFFER.lock().unwrap_or_else(PoisonError::into_inner))
-}
-
-impl Words {
-    fn of(self, text: *const c_char) -> String {
-        if text.is_null() {
-            return "it has failed".into();
-        }
-        // SAFETY: a string of libtirpc, which nobody else changes now.
-        let text: CString = unsafe { CStr::from_ptr(text) }.into();
-        text.to_string_lossy().trim().to_owned()
-    }
 }
 
 #[cfg(test)]

@@ -2,8 +2,8 @@
 #![forbid(unsafe_code)]
 
 use std::collections::{BTreeMap, VecDeque};
+use std::ops::Range;
 
-use rustc_hash::FxHashMap;
 use smallvec::smallvec;
 
 use super::chunks::{self, Assembly, Pull};
@@ -11,11 +11,11 @@ use super::common::Common;
 use super::{Output, Registrar, Role, first_xid, payload_xid};
 use crate::binding::{Binding, Head};
 use crate::error::{Error, Kind};
-use crate::memory::{Buf, Message, Region, Regions, Sink};
+use crate::memory::{Message, Pieces, Region, Regions, Sink};
 use crate::provider::{WorkId, WorkRequest};
 use crate::stats::{self, Counter};
 use crate::wire::header::{self, Answer, Body, Direction, Header, Proc, RdmaError};
-use crate::wire::lists::ChunkLists;
+use crate::wire::lists::{ChunkLists, Lists};
 use crate::wire::{Handle, Segment, Xid};
 
 /// Most bytes of one RDMA Read: between two of them other messages of the peer get their turn.
@@ -57,7 +57,7 @@ pub(super) struct Responder {
     /// In the order of their Sends; the front is handed up next.
     queue: VecDeque<Pending>,
     /// Handed up, not yet answered or discarded.
-    handed: FxHashMap<RequestId, Chunks>,
+    handed: Handed,
     /// The latest that were deferred: one, until the next one is handed up, or `late` of them.
     deferred: BTreeMap<RequestId, Chunks>,
     late: usize,
@@ -81,9 +81,7 @@ pub(super) struct Responder {
 /// A request on its way up.
 struct Pending {
     id: RequestId,
-    xid: Xid,
     chunks: Chunks,
-    inline: Region,
     /// Bytes of staging memory that it holds: those that were asked for.
     staged: usize,
     state: State,
@@ -104,17 +102,21 @@ struct Chunks {
 }
 
 enum State {
-    /// RDMA Reads bring it.
-    Pulling {
-        assembly: Assembly,
-        /// `None` before the first Read.
-        staging: Option<Sink>,
-        /// Reads that are not posted yet.
-        rest: VecDeque<Pull>,
-        /// Reads under way.
-        left: usize,
-    },
+    /// RDMA Reads bring it. Apart, so that a Call which is whole at once, as most are, does not carry the room for it along.
+    Pulling(Box<Pulling>),
     Ready(Whole),
+}
+
+struct Pulling {
+    assembly: Assembly,
+    /// What came in the Send.
+    inline: Region,
+    /// `None` before the first Read.
+    staging: Option<Sink>,
+    /// Reads that are not posted yet.
+    rest: VecDeque<Pull>,
+    /// Reads under way.
+    left: usize,
 }
 
 /// A Call of which every byte is here.
@@ -124,12 +126,70 @@ struct Whole {
     placed: Option<Region>,
 }
 
+impl Chunks {
+    /// Whether the Call offers no place for anything.
+    fn is_plain(&self) -> bool {
+        self.writes.is_empty() && self.reply.is_none()
+    }
+}
+
+/// Requests under way above, with the chunks for their replies.
+///
+/// They come in the order of their numbers, so that this is their order here, and few are there at a time: the latest, or a
+/// search by halves, finds one in fewer steps than a table would.
+#[derive(Default)]
+struct Handed(VecDeque<(RequestId, Chunks)>);
+
+impl Handed {
+    fn len(&self) -> usize {
+        self.0.len()
+    }
+
+    fn push(&mut self, id: RequestId, chunks: Chunks) {
+        debug_assert!(
+            self.0.back().is_none_or(|(last, _)| *last < id),
+            "requests are handed up in their order"
+        );
+        self.0.push_back((id, chunks));
+    }
+
+    fn find(&self, id: RequestId) -> Option<usize> {
+        match self.0.back() {
+            Some((last, _)) if *last == id => Some(self.0.len() - 1),
+            _ => self.0.binary_search_by_key(&id, |(id, _)| *id).ok(),
+        }
+    }
+
+    fn take(&mut self, id: RequestId) -> Option<Chunks> {
+        let (_, chunks) = match self.find(id)? {
+            at if at + 1 == self.0.len() => self.0.pop_back(),
+            at => self.0.remove(at),
+        }?;
+        Some(chunks)
+    }
+
+    /// One that was taken, or deferred.
+    #[cold]
+    fn put_back(&mut self, id: RequestId, chunks: Chunks) {
+        let at = self.0.partition_point(|(other, _)| *other < id);
+        self.0.insert(at, (id, chunks));
+    }
+}
+
+/// How many of `requests`, which are in their order, came before `id`: none, nearly always.
+fn before<T>(requests: &VecDeque<T>, id: RequestId, of: impl Fn(&T) -> RequestId) -> usize {
+    match requests.front() {
+        Some(first) if of(first) < id => requests.partition_point(|request| of(request) < id),
+        _ => 0,
+    }
+}
+
 impl Responder {
     pub(super) fn new() -> Responder {
         Responder {
             next: 0,
             queue: VecDeque::new(),
-            handed: FxHashMap::default(),
+            handed: Handed::default(),
             deferred: BTreeMap::new(),
             late: 0,
             answered: RequestId(0),
@@ -147,14 +207,9 @@ impl Responder {
     pub(super) fn replenish(&self, common: &mut Common) {
         // Calls without a reply give their credit back with the reply to a later one, though others of several threads may
         // serve them still. Which these are is not known here.
-        let past = |id: &&RequestId| **id < self.answered;
-        // None is the usual number, and a table takes long to say so.
-        let handed = match self.handed.is_empty() {
-            true => 0,
-            false => self.handed.keys().filter(past).count().min(PAST_MAX),
-        };
+        let handed = before(&self.handed.0, self.answered, |(id, _)| *id).min(PAST_MAX);
         // Only a refused Call goes past those that have not been handed up.
-        let queued = self.queue.iter().map(|pending| &pending.id).filter(past).count();
+        let queued = before(&self.queue, self.answered, |pending| pending.id);
         common.replenish(self.working() - handed - queued.min(common.settings.credits as usize));
     }
 
@@ -184,13 +239,13 @@ impl Responder {
         if !self.request_ready() {
             return None;
         }
-        let Pending { id, xid, chunks, staged, state, .. } = self.queue.pop_front()?;
+        let Pending { id, chunks, staged, state } = self.queue.pop_front()?;
         let State::Ready(Whole { message, placed }) = state else { return None };
-        let (binding, wrapped) = (chunks.binding.clone(), chunks.wrapped);
+        let (xid, binding, wrapped) = (chunks.xid, chunks.binding.clone(), chunks.wrapped);
         if self.late == 0 && !self.deferred.is_empty() {
             self.deferred.clear();
         }
-        self.handed.insert(id, chunks);
+        self.handed.push(id, chunks);
         self.staged -= staged;
         self.waits = false;
         if !self.queue.is_empty() {
@@ -224,13 +279,13 @@ impl Responder {
         mut message: Message,
         common: &mut Common,
     ) -> Result<(), Error> {
-        let Some(chunks) = self.deferred.remove(&id).or_else(|| self.handed.remove(&id)) else {
+        let Some(chunks) = self.deferred.remove(&id).or_else(|| self.handed.take(id)) else {
             return Err(Error::new(Kind::Invalid, "the request was answered before"));
         };
         // RFC 8166 §4.2.1: "This XID MUST be the same as the XID in the RPC message."
         if first_xid(message.body()) != Some(chunks.xid) {
             let text = format!("the reply does not begin with the XID {} of its call", chunks.xid);
-            self.handed.insert(id, chunks);
+            self.handed.put_back(id, chunks);
             return Err(Error::new(Kind::Invalid, text));
         }
         if let Some(error) = common.life.closed() {
@@ -242,19 +297,42 @@ impl Responder {
         self.answered = self.answered.max(id);
         // Before the reply, which gives the credit back.
         self.replenish(common);
+        let send = common.reply_limit(chunks.version);
+        let gather = if chunks.is_plain() && chunks::header_min(chunks.version) + message.len() <= send {
+            // Nearly every short one: nothing is placed, and it goes as it is.
+            stats::add(Counter::BytesCopied, message.copy_in(|_, _| true) as u64);
+            let whole = 0..message.len();
+            frame(&chunks, Proc::Msg, &NO_LISTS, message.freeze(), std::slice::from_ref(&whole), common)?
+        } else {
+            self.place(&chunks, message, send, common)?
+        };
+        let invalidate = chunks.handle.filter(|_| in_order && common.may_invalidate(chunks.version));
+        common.output.push_back(Output::Post(WorkRequest::Send { gather, invalidate }));
+        Ok(())
+    }
+
+    /// Writes what of a reply has a place at the requester; what is to be sent then, at most `send` bytes.
+    #[inline(never)]
+    fn place(
+        &self,
+        chunks: &Chunks,
+        mut message: Message,
+        send: usize,
+        common: &mut Common,
+    ) -> Result<Regions, Error> {
         // RFC 8166 §4.3.2: "When a Requester provides a Write list, the Responder MUST push data corresponding to
         // DDP-eligible result data items to Requester memory referenced in the Write list."
         let items = match &chunks.binding {
             Some(binding) if !chunks.writes.is_empty() => binding.reply(&[message.body()]).items,
             _ => Vec::new(),
         };
-        let Chunks { version, ref writes, ref reply, .. } = chunks;
-        let (max, send) = (self.transfer_max, common.reply_limit(version));
+        let Chunks { version, writes, reply, .. } = chunks;
+        let (version, max) = (*version, self.transfer_max);
         let plan =
             match chunks::plan_reply(version, &mut message, &items, writes, reply.as_deref(), send, max) {
                 Ok(plan) => plan,
                 Err(error) => {
-                    self.send_error((chunks.xid, chunks.version, RdmaError::BadHeader), common);
+                    self.send_error((chunks.xid, version, RdmaError::BadHeader), common);
                     return Err(error);
                 }
             };
@@ -269,30 +347,15 @@ impl Responder {
                 Output::Post(WorkRequest::Write { gather, to: push.to })
             })
             .collect();
-        let inline = plan.inline.unwrap_or_default();
-        let kind = (proc, Direction::Reply);
-        let gather = match common.gather((version, chunks.xid), kind, &plan.lists, pieces, &inline) {
-            Ok(gather) => gather,
-            Err(error) => {
-                // RFC 8166 §4.5.4: "If a Responder is unable to construct and transmit an RPC Reply or RPC-over-RDMA
-                // error message, the Responder MUST close the connection to signal to the Requester that a reply was
-                // lost."
-                common.close(error.clone());
-                return Err(error);
-            }
-        };
-        if !writes.is_empty() {
-            common.output.extend(writes);
-        }
-        let invalidate = chunks.handle.filter(|_| in_order && common.may_invalidate(version));
-        common.output.push_back(Output::Post(WorkRequest::Send { gather, invalidate }));
-        Ok(())
+        let gather = frame(chunks, proc, &plan.lists, pieces, &plan.inline.unwrap_or_default(), common)?;
+        common.output.extend(writes);
+        Ok(gather)
     }
 
     /// The request has no reply yet, and may never get one (a one-way call): its Receive is free again. The latest such
     /// request can still be answered until the next one is handed up; or the latest ones ([`Responder::keep_deferred`]).
     pub(super) fn defer(&mut self, id: RequestId, common: &mut Common) {
-        if let Some(chunks) = self.handed.remove(&id) {
+        if let Some(chunks) = self.handed.take(id) {
             self.deferred.insert(id, chunks);
             if self.deferred.len() > self.late.max(1) {
                 self.deferred.pop_first();
@@ -308,7 +371,7 @@ impl Responder {
 
     /// The request gets no reply: its Receive is free again.
     pub(super) fn discard(&mut self, id: RequestId, common: &mut Common) {
-        self.handed.remove(&id);
+        self.handed.take(id);
         self.replenish(common);
     }
 
@@ -341,40 +404,61 @@ impl Responder {
         }
         let id = RequestId(self.next);
         self.next += 1;
-        let chunks = Chunks {
+        let mut chunks = Chunks {
             xid,
             version,
-            writes: lists.writes().map(|c| c.iter().collect()).collect(),
-            reply: lists.reply().map(|c| c.iter().collect()),
-            handle: only_handle(&lists),
+            writes: Vec::new(),
+            reply: None,
+            handle: None,
             binding: None,
             wrapped: false,
         };
         let payload = message.slice(message.len() - inline, inline);
+        let state = if lists.is_empty() && inline > 0 {
+            // As most are.
+            let message = smallvec![payload];
+            bind(&mut chunks, &message, None, common).then_some(State::Ready(Whole { message, placed: None }))
+        } else {
+            self.assemble(&mut chunks, lists, payload, common, registrar.read_depth() > 0)
+        };
+        let Some(state) = state else { return self.refuse((xid, version), common) };
+        self.queue.push_back(Pending { id, chunks, staged: 0, state });
+        // One that is whole, and alone, leaves nothing to ask for.
+        if self.queue.len() > 1 || !self.request_ready() {
+            self.start_pulls(common);
+        }
+    }
+
+    /// How far a Call with chunks is; `None` when it must be refused. `reads`: the device can do RDMA Reads.
+    #[inline(never)]
+    fn assemble(
+        &self,
+        chunks: &mut Chunks,
+        lists: ChunkLists<'_>,
+        inline: Region,
+        common: &Common,
+        reads: bool,
+    ) -> Option<State> {
+        chunks.writes = lists.writes().map(|c| c.iter().collect()).collect();
+        chunks.reply = lists.reply().map(|c| c.iter().collect());
+        chunks.handle = only_handle(&lists);
         // RFC 8166 §8.1.4: "A Responder is not obliged to pull Read chunks that are unreasonably large. The Responder can
         // use an RDMA_ERROR response to terminate RPCs with unreadable Read chunks."
-        let Ok((assembly, pulls)) = Assembly::new(lists.reads(), inline, common.settings.max_call) else {
-            return self.refuse((xid, version), common);
-        };
+        let (assembly, pulls) = Assembly::new(lists.reads(), inline.len(), common.settings.max_call).ok()?;
         // Read chunks without a byte need no Read, and would wait for one for ever.
-        let mut pending =
-            Pending { id, xid, chunks, inline: payload, staged: 0, state: State::Ready(Whole::default()) };
         if pulls.is_empty() {
-            if !complete(&mut pending, &assembly, None, common) {
-                return self.refuse((xid, version), common);
-            }
-        } else if registrar.read_depth() > 0 {
-            let most = self.transfer_max.min(PULL_MAX);
-            let parts = |Pull { at, from }| {
-                transfers(from, most).map(move |(done, from)| Pull { at: at + done, from })
-            };
-            let rest = pulls.into_iter().flat_map(parts).collect();
-            pending.state = State::Pulling { assembly, staging: None, rest, left: 0 };
-        } else {
-            return self.refuse((xid, version), common);
+            let message = smallvec![inline];
+            return bind(chunks, &message, Some(&assembly), common)
+                .then_some(State::Ready(Whole { message, placed: None }));
         }
-        self.queue.push_back(pending);
-        self.start_pulls(common);
+        if !reads {
+            return None;
+        }
+        let most = self.transfer_max.min(PULL_MAX);
+        let parts =
+            |Pull { at, from }| transfers(from, most).map(move |(done, from)| Pull { at: at + done, from });
+        let rest = pulls.into_iter().flat_map(parts).collect();
+        Some(State::Pulling(Box::new(Pulling { assembly, inline, staging: None, rest, left: 0 })))
     }
 
     /// Asks for more of the Calls, the oldest first, as far as the peer answers and memory allows.
@@ -384,7 +468,8 @@ impl Responder {
         let mut under_way: usize = reads.iter().sum();
         *waits = false;
         for pending in queue {
-            if let State::Pulling { assembly, staging, rest, left } = &mut pending.state {
+            if let State::Pulling(pulling) = &mut pending.state {
+                let Pulling { assembly, staging, rest, left, .. } = &mut **pulling;
                 if *held && staging.is_none() {
                     return;
                 }
@@ -427,10 +512,10 @@ impl Responder {
     pub(super) fn handle_read(&mut self, id: WorkId, common: &mut Common) {
         let Responder { queue, reads, reads_max, .. } = self;
         let Some(at) = queue.iter().position(|p| p.id.0 == id.0) else { return };
-        let State::Pulling { rest, left, .. } = &mut queue[at].state else { return };
+        let State::Pulling(pulling) = &mut queue[at].state else { return };
         *reads_max = (*reads_max + reads.pop_front().unwrap_or(0)).min(READS_MAX);
-        *left = left.saturating_sub(1);
-        if *left == 0 && rest.is_empty() {
+        pulling.left = pulling.left.saturating_sub(1);
+        if pulling.left == 0 && pulling.rest.is_empty() {
             self.pulled(at, common);
         }
         self.start_pulls(common);
@@ -439,21 +524,23 @@ impl Responder {
     /// All of a Call is here.
     fn pulled(&mut self, at: usize, common: &mut Common) {
         let Some(mut pending) = self.queue.remove(at) else { return };
-        let State::Pulling { assembly, staging, .. } =
-            std::mem::replace(&mut pending.state, State::Ready(Whole::default()))
+        let State::Pulling(pulling) = std::mem::replace(&mut pending.state, State::Ready(Whole::default()))
         else {
             return;
         };
+        let Pulling { assembly, inline, staging, .. } = *pulling;
         let Some(staging) = staging.and_then(|sink| sink.into_buf(assembly.staging).ok()) else {
             let error = Error::new(Kind::Protocol, "the device still holds memory of finished RDMA Reads");
             return common.close(error);
         };
-        if complete(&mut pending, &assembly, Some(staging), common) {
+        let (message, placed) = assembly.assemble(inline, staging);
+        if bind(&mut pending.chunks, &message, Some(&assembly), common) {
+            pending.state = State::Ready(Whole { message, placed });
             self.queue.insert(at, pending);
         } else {
             self.staged -= pending.staged;
             self.answered = self.answered.max(pending.id);
-            self.send_error((pending.xid, pending.chunks.version, RdmaError::BadHeader), common);
+            self.send_error((pending.chunks.xid, pending.chunks.version, RdmaError::BadHeader), common);
         }
     }
 
@@ -485,26 +572,41 @@ impl Responder {
     }
 }
 
-/// The Call is whole: finds its binding and its pieces. False when it must be refused.
-fn complete(pending: &mut Pending, assembly: &Assembly, staging: Option<Buf>, common: &Common) -> bool {
-    let inline = pending.inline.clone();
-    let (message, placed) = match staging {
-        Some(staging) => assembly.assemble(inline, staging),
-        None => (smallvec![inline], None),
-    };
+static NO_LISTS: Lists = Lists { reads: Vec::new(), writes: Vec::new(), reply: None };
+
+/// A reply behind its header.
+fn frame(
+    chunks: &Chunks,
+    proc: Proc,
+    lists: &Lists,
+    pieces: Pieces,
+    ranges: &[Range<usize>],
+    common: &mut Common,
+) -> Result<Regions, Error> {
+    let kind = (proc, Direction::Reply);
+    let gather = common.gather((chunks.version, chunks.xid), kind, lists, pieces, ranges);
+    if let Err(error) = &gather {
+        // RFC 8166 §4.5.4: "If a Responder is unable to construct and transmit an RPC Reply or RPC-over-RDMA error
+        // message, the Responder MUST close the connection to signal to the Requester that a reply was lost."
+        common.close(error.clone());
+    }
+    gather
+}
+
+/// The Call of which this is all is whole: finds its binding. False when it must be refused. `assembly`: of its Read chunks,
+/// where it has any.
+fn bind(chunks: &mut Chunks, message: &[Region], assembly: Option<&Assembly>, common: &Common) -> bool {
     // RFC 8166 §4.5.2: "the value of the rdma_xid field does not match the value of the XID field in the
     // accompanying RPC message" is an XDR error.
-    if payload_xid(&message) != Some(pending.xid) {
+    if payload_xid(message) != Some(chunks.xid) {
         return false;
     }
-    if assembly.normal().next().is_none()
-        && common.bindings.leaves_alone(message.first().map(|piece| &piece[..]))
-    {
-        pending.state = State::Ready(Whole { message, placed });
+    let reduced = assembly.filter(|assembly| assembly.normal().next().is_some());
+    if reduced.is_none() && common.bindings.leaves_alone(message.first().map(|piece| &piece[..])) {
         return true;
     }
     let (one, all): ([&[u8]; 1], Vec<&[u8]>);
-    let slices = match &message[..] {
+    let slices = match message {
         [whole] => {
             one = [whole];
             &one[..]
@@ -518,13 +620,11 @@ fn complete(pending: &mut Pending, assembly: &Assembly, staging: Option<Buf>, co
     if let Some(head) = Head::of(slices) {
         let Head { program, version, procedure, wrapped, .. } = head;
         let binding = common.bindings.find(program, version, procedure).filter(|_| !wrapped);
-        if assembly.normal().next().is_some() && !may_be_reduced(slices, wrapped, binding.as_ref(), assembly)
-        {
+        if reduced.is_some_and(|chunks| !may_be_reduced(slices, wrapped, binding.as_ref(), chunks)) {
             return false;
         }
-        (pending.chunks.binding, pending.chunks.wrapped) = (binding, wrapped);
+        (chunks.binding, chunks.wrapped) = (binding, wrapped);
     }
-    pending.state = State::Ready(Whole { message, placed });
     true
 }
 

@@ -48,7 +48,7 @@ for device in iwarp local; do
 done
 check "a document is drawn again" 0 '' "$tool" perf --draw iwarp.json --svg again.svg
 check "... alike" 0 '^$' cmp iwarp.svg again.svg
-check "a document is printed as a table" 0 'write +4 KiB +1  tcp .* rdma .*ratio: rdma to tcp' "$tool" perf --draw iwarp.json
+check "a document is printed as a table" 0 'write +4K +1  tcp .* rdma .*ratio: rdma to tcp' "$tool" perf --draw iwarp.json
 check "what is no document is named" 1 'iwarp.svg: not the figures of a benchmark' "$tool" perf --draw iwarp.svg
 
 # A server of somebody's.
@@ -61,7 +61,7 @@ if [[ $line == "serving at 127.0.0.1:"*", calls of up to 65,536 bytes; Ctrl-C en
 else
     FAIL "a server says where it is: $line" server.err
 fi
-check "to a host" 0 'write +64 KiB +2  tcp .* rdma ' "$tool" perf 127.0.0.1 -p "$port" "${quick[@]}" --sizes 64K --threads 2
+check "to a host" 0 'write +64K +2  tcp .* rdma ' "$tool" perf 127.0.0.1 -p "$port" "${quick[@]}" --sizes 64K --threads 2
 check "more than the server takes" 1 'the server takes calls of up to 65536 bytes: start it with --sizes 131072' \
     "$tool" perf 127.0.0.1 -p "$port" --sizes 128K
 check "another program's number" 1 'RPC: Program unavailable' "$tool" perf 127.0.0.1 -p "$port" --program 0x20000001 --sizes 0
@@ -106,6 +106,40 @@ fi
 # Numbers of processes have a space behind them there.
 gone() { [ -n "$its_server" ] && [ ! -e "/proc/${its_server% }/fd/0" ]; }
 if wait_for 5 gone; then ok "its server has gone with it"; else FAIL "its server has gone with it: $its_server"; fi
+
+# A host that is silent, from the beginning or in the midst of a run, is not waited for: a reply would be, for half a minute.
+# ends_within SECONDS SIGNAL STATUS NAME: run.
+ends_within() {
+    local began=${EPOCHREALTIME/./} status
+    kill "-$2" "$run"; wait "$run"; status=$?
+    if [ $status -eq "$3" ] && [ $((${EPOCHREALTIME/./} - began)) -lt $(($(patient "$1") * 1000000)) ]; then ok "$4"; else FAIL "$4 (status $status, $((${EPOCHREALTIME/./} - began)) us)" err; fi
+}
+cat >silent.py <<'END'
+import socket
+listener = socket.create_server(("127.0.0.1", 0))
+print("READY", listener.getsockname()[1], flush=True)
+peers = []
+while True:
+    peers.append(listener.accept())
+END
+start_ready python3 silent.py || FAIL "a silent peer"
+asks() { ls -l "/proc/$run/fd" | grep -q socket: && grep -q '^SigBlk:.*4...$' "/proc/$run/status"; }
+for signal in TERM INT; do
+    "$tool" perf 127.0.0.1 -p "$port" >out 2>err & run=$!; children+=("$run")
+    wait_for 10 asks
+    ends_within 5 $signal $((128 + $(kill -l $signal))) "a host that is silent: SIG$signal ends it at once"
+done
+stop "$server"
+start_ready "$tool" perf --serve --child --listen 127.0.0.1 --port 0 --sizes 0 || FAIL "a server"
+for device in iwarp local; do
+    "$tool" perf 127.0.0.1 -p "$port" --seconds 20 --rounds 1000 --sizes 0 --threads 1,2 --device $device >shown 2>err & run=$!; children+=("$run")
+    wait_for 10 used
+    kill -STOP "$server"
+    ends_within 10 INT 0 "a host that has become silent ($device): Ctrl-C shows what was measured"
+    check "... in its table" 0 'null +0 +1 +tcp .*Ended before its time' cat shown
+    kill -CONT "$server"
+done
+stop "$server"
 
 # --------------------------------------------------------------------------------------------------------------- decode
 

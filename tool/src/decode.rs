@@ -10,6 +10,7 @@ mod log;
 mod show;
 mod trace;
 
+use crate::out;
 use crate::programs::Programs;
 use crate::words;
 use log::Refused;
@@ -107,7 +108,7 @@ fn decode(args: &Args) -> Result<(), String> {
         return picture.save(path).map_err(|error| format!("{}: {error}", path.display()));
     }
     trace.shown = chosen;
-    let mut out = BufWriter::new(io::stdout().lock());
+    let mut out = BufWriter::new(out::stdout());
     let written = if args.json {
         let document = Document::new(&trace, &names);
         serde_json::to_writer_pretty(&mut out, &document)
@@ -116,7 +117,7 @@ fn decode(args: &Args) -> Result<(), String> {
     } else {
         show::text(&trace, &names, &mut out)
     };
-    written.and_then(|()| out.flush()).map_err(|error| format!("standard output: {error}"))
+    written.and_then(|()| out.flush()).map_err(|error| error.to_string())
 }
 
 /// Calls of one picture.

@@ -4,7 +4,8 @@
 use super::log::{Message, Time};
 use super::show::{credits, details, is_back, since, title};
 use super::trace::{Call, Connection, Kind, Step, Trace};
-use crate::picture::{Anchor, Picture, Style, colour, grouped, width};
+use crate::numbers::grouped;
+use crate::picture::{Anchor, Picture, Style, colour, width};
 use crate::programs::Programs;
 
 const WIDTH: f64 = 820.0;

@@ -7,7 +7,7 @@ use serde::Serialize;
 
 use super::log::{Message, Refused, Time};
 use super::trace::{Call, Connection, Kind, Remark, Role, Step, Trace};
-use crate::picture::grouped;
+use crate::numbers::grouped;
 use crate::programs::Programs;
 use crate::words::shown;
 

@@ -160,6 +160,13 @@ mount --bind etc /etc 2>/dev/null
 if grep -q 'poll = 7' /etc/rpcrdma.conf 2>/dev/null; then
     json "info: each setting and who has set it" 0 "[s for s in d['settings'] if s['source'] != 'default'] == [{'key': 'credits', 'value': '9', 'source': 'environment'}, {'key': 'poll', 'value': '7', 'source': '/etc/rpcrdma.conf:1'}]" \
         env RPCRDMA_CREDITS=9 "$tool" info --json
+    # What this machine has there does not count in tests, of whomever.
+    echo 'nonsense = 1' >/etc/rpcrdma.conf
+    mkdir -p /etc/rpcrdma.d && echo nonsense >/etc/rpcrdma.d/x.conf
+    check "settings of this machine" 1 'rpcrdma.conf:1:1: "nonsense"' "$tool" check
+    check "... are covered for tests" 0 '^all is understood: /etc/rpcrdma.conf, .*bindings: 0 ' env TEST_DEFAULTS= bash "$here/defaults.sh" "$tool" check
+    check "... of an ordinary user, or it is said" 0 '^ ?$|^defaults.sh: .* count in what follows.* nonsense' \
+        env TEST_DEFAULTS= setpriv --reuid 65534 --regid 65534 --clear-groups bash -c "$(cat "$here/defaults.sh")" - cat /etc/rpcrdma.conf
     umount -l /etc
 else
     skip "info: each setting and who has set it" "/etc cannot be replaced"

@@ -158,6 +158,27 @@ check "a call is drawn" 0 '' "$tool" decode --call 3 --svg call.svg log
 if grep -q '^</svg>$' call.svg && grep -q 'grants 32 credits' call.svg; then ok "... as a diagram"; else FAIL "... as a diagram" call.svg; fi
 xid=$(sed -n 's/^call 2 .* xid \(0x[0-9a-f]*\) .*/\1/p' decoded)
 check "a call by its XID" 0 "call 2 .* xid $xid " "$tool" decode --xid "$xid" log
+# The same from packets.
+if [ "$(id -u)" -ne 0 ] || ! command -v dumpcap >/dev/null; then
+    skip "a capture" "needs root and dumpcap"
+else
+    start_ready "$tool" perf --serve --child --listen 127.0.0.1 --port 0 --sizes 256K || FAIL "a server"
+    capture_start "$scratch/capture" "tcp port $port" || FAIL "dumpcap starts" "$scratch/capture.log"
+    "$tool" perf 127.0.0.1 -p "$port" --seconds 0.002 --rounds 1 --sizes 0,256K --threads 2 --device iwarp --json >run.json 2>err ||
+        FAIL "a run that is captured" err
+    capture_stop || skip "a capture without loss" "packets were dropped"
+    stop "$server"
+    sed -n '/"totals"/,$p' run.json >totals
+    "$tool" decode capture >decoded 2>err || FAIL "decode a capture" err
+    equal "a capture: every call, with its reply" "$(grep -c '^call [0-9].*perf 1 .* us$' decoded)" "$(value totals calls)"
+    equal "a capture: RDMA Reads, in bytes" "$(awk '/RDMA Read of/ { gsub(",", ""); n += $7 } END { print n + 0 }' decoded)" "$(value totals bytes_read 2)"
+    equal "a capture: RDMA Writes, in bytes" "$(awk '/RDMA Write of/ { gsub(",", ""); n += $7 } END { print n + 0 }' decoded)" "$(value totals bytes_written 2)"
+    check "a capture: nothing is missing" 1 '^$' grep -E 'missing|not understood' decoded
+    check "a capture: a call is drawn" 0 '' "$tool" decode --call 3 --svg call.svg capture
+    grep -q '^</svg>$' call.svg || FAIL "a capture: a call is drawn" call.svg
+    head -c $(($(wc -c <capture) * 9 / 10 + 1)) capture >part
+    check "a capture that is cut short" 0 'packet at the end that is cut short' "$tool" decode part
+fi
 head -n 20 log | sed '2s/$/\x1b[31m/; 3s/^/noise /' >part
 printf 'a line of mine\x1b]0;title\x07\n' >>part
 check "what is not understood is named" 0 'lines that are not of the library.s log: 1 of 21; line 21 is the first: a line of mine\?\]0;title\?' "$tool" decode part

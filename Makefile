@@ -70,7 +70,7 @@ TARGET := $(or $(CARGO_TARGET_DIR),target)
 SOURCES := Cargo.toml Cargo.lock $(shell find src -name '*.rs')
 LIBRARY := build/librpcrdma.so.0
 # Every test that is a script; the ones named here are parts of others.
-SCRIPTS := $(filter-out tests/lib.sh tests/ns.sh tests/packages.sh tests/planted.sh,$(sort $(wildcard tests/*.sh)))
+SCRIPTS := $(filter-out tests/defaults.sh tests/lib.sh tests/ns.sh tests/packages.sh tests/planted.sh,$(sort $(wildcard tests/*.sh)))
 # What a guest with a kernel of its own is for; the others there are its parts.
 # The soak is not among them: over rxe its moved client does not connect yet, and siw does not live through it.
 VM_SCRIPTS := $(filter-out tests/vm/guest.sh tests/vm/setup.sh tests/vm/vm.sh tests/vm/soak.sh,$(sort $(wildcard tests/vm/*.sh)))
@@ -184,9 +184,9 @@ check-source: all
 
 # After the library is built: some tests preload it.
 check-rust: all
-	+$(CARGO) test $(CARGOFLAGS) $(FEATURES)
-	+$(CARGO) test $(CARGOFLAGS) $(FEATURES) --profile tool -p rpcrdma-tools
-	+$(CARGO) test $(FUZZ)
+	+bash tests/defaults.sh $(CARGO) test $(CARGOFLAGS) $(FEATURES)
+	+bash tests/defaults.sh $(CARGO) test $(CARGOFLAGS) $(FEATURES) --profile tool -p rpcrdma-tools
+	+bash tests/defaults.sh $(CARGO) test $(FUZZ)
 
 # What fuzzing has found and reached, once more, with the compiler that is there: without libFuzzer and sanitizer. A folder of
 # its own: the library has another feature there.

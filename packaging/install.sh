@@ -6,7 +6,7 @@
 set -eu
 cd "$(dirname "$0")/.."
 root=${DESTDIR:-}
-own_folders="$DOCDIR/examples $DOCDIR"
+own_folders="$DOCDIR/examples $DOCDIR/docs/pictures $DOCDIR/docs $DOCDIR/bench $DOCDIR"
 
 # each COMMAND: calls COMMAND MODE SOURCE TARGET for every file.
 each() {
@@ -26,8 +26,9 @@ each() {
     "$1" 644 build/generated/completions/rpcrdma.bash "$BASHCOMPDIR/rpcrdma"
     "$1" 644 build/generated/completions/_rpcrdma "$ZSHCOMPDIR/_rpcrdma"
     "$1" 644 build/generated/completions/rpcrdma.fish "$FISHCOMPDIR/rpcrdma.fish"
-    for page in README.md CHANGELOG.md LICENSE docs/*.md; do
-        "$1" 644 "$page" "$DOCDIR/${page##*/}"
+    # In folders as here, for the links between them.
+    for page in README.md CHANGELOG.md CONTRIBUTING.md LICENSE docs/*.md docs/pictures/*.svg bench/results.txt bench/results.svg; do
+        "$1" 644 "$page" "$DOCDIR/$page"
     done
     for example in packaging/rpcrdma.conf packaging/service.conf examples/hello.c examples/fileservice/*; do
         "$1" 644 "$example" "$DOCDIR/examples/${example##*/}"

@@ -101,6 +101,21 @@ if (umask 077; build install DESTDIR="$stage" PREFIX=/usr LIBDIR=/usr/lib/abi CA
 else
     FAIL "make install puts everything into its place" make.log
 fi
+# broken_links FOLDER: the links of its pages that lead to no file there.
+broken_links() {
+    local page link
+    find "$1" -name '*.md' | while IFS= read -r page; do
+        grep -oE '\]\([^)#]+' "$page" | sed 's/^](//' | grep -v '^[a-z]*:' | while IFS= read -r link; do
+            [ -e "${page%/*}/$link" ] || echo "$page: $link"
+        done
+    done
+}
+broken_links stage/usr/share/doc/rpcrdma >broken
+if [ "$(grep -c ']([a-z]' stage/usr/share/doc/rpcrdma/README.md)" -gt 10 ] && [ ! -s broken ]; then
+    ok "each link of the installed pages leads somewhere"
+else
+    FAIL "each link of the installed pages leads somewhere" broken
+fi
 if cmp -s "$top/docs/rpcrdma-run.1" stage/usr/share/man/man1/rpcrdma-run.1; then
     ok "rpcrdma-run has its own page"
 else

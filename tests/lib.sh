@@ -6,6 +6,9 @@
 set -u
 export LC_ALL=C
 top=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+if [ -z "${TEST_DEFAULTS:-}" ] && [ -f "$0" ]; then
+    exec bash "$top/tests/defaults.sh" bash "$0" "$@"
+fi
 LIBRPCRDMA=$(realpath -m "${LIBRPCRDMA:-$top/build/librpcrdma.so.0}")
 export LIBRPCRDMA
 unset RPCRDMA_REDIRECT RPCRDMA_LOG RPCRDMA_FALLBACK

@@ -48,7 +48,7 @@ for device in iwarp local; do
 done
 check "a document is drawn again" 0 '' "$tool" perf --draw iwarp.json --svg again.svg
 check "... alike" 0 '^$' cmp iwarp.svg again.svg
-check "a document is printed as a table" 0 'write +4 KiB +1  tcp .* rdma .*ratio: rdma to tcp' "$tool" perf --draw iwarp.json
+check "a document is printed as a table" 0 'write +4K +1  tcp .* rdma .*ratio: rdma to tcp' "$tool" perf --draw iwarp.json
 check "what is no document is named" 1 'iwarp.svg: not the figures of a benchmark' "$tool" perf --draw iwarp.svg
 
 # A server of somebody's.
@@ -61,7 +61,7 @@ if [[ $line == "serving at 127.0.0.1:"*", calls of up to 65,536 bytes; Ctrl-C en
 else
     FAIL "a server says where it is: $line" server.err
 fi
-check "to a host" 0 'write +64 KiB +2  tcp .* rdma ' "$tool" perf 127.0.0.1 -p "$port" "${quick[@]}" --sizes 64K --threads 2
+check "to a host" 0 'write +64K +2  tcp .* rdma ' "$tool" perf 127.0.0.1 -p "$port" "${quick[@]}" --sizes 64K --threads 2
 check "more than the server takes" 1 'the server takes calls of up to 65536 bytes: start it with --sizes 131072' \
     "$tool" perf 127.0.0.1 -p "$port" --sizes 128K
 check "another program's number" 1 'RPC: Program unavailable' "$tool" perf 127.0.0.1 -p "$port" --program 0x20000001 --sizes 0
@@ -107,6 +107,40 @@ fi
 gone() { [ -n "$its_server" ] && [ ! -e "/proc/${its_server% }/fd/0" ]; }
 if wait_for 5 gone; then ok "its server has gone with it"; else FAIL "its server has gone with it: $its_server"; fi
 
+# A host that is silent, from the beginning or in the midst of a run, is not waited for: a reply would be, for half a minute.
+# ends_within SECONDS SIGNAL STATUS NAME: run.
+ends_within() {
+    local began=${EPOCHREALTIME/./} status
+    kill "-$2" "$run"; wait "$run"; status=$?
+    if [ $status -eq "$3" ] && [ $((${EPOCHREALTIME/./} - began)) -lt $(($(patient "$1") * 1000000)) ]; then ok "$4"; else FAIL "$4 (status $status, $((${EPOCHREALTIME/./} - began)) us)" err; fi
+}
+cat >silent.py <<'END'
+import socket
+listener = socket.create_server(("127.0.0.1", 0))
+print("READY", listener.getsockname()[1], flush=True)
+peers = []
+while True:
+    peers.append(listener.accept())
+END
+start_ready python3 silent.py || FAIL "a silent peer"
+asks() { ls -l "/proc/$run/fd" | grep -q socket: && grep -q '^SigBlk:.*4...$' "/proc/$run/status"; }
+for signal in TERM INT; do
+    "$tool" perf 127.0.0.1 -p "$port" >out 2>err & run=$!; children+=("$run")
+    wait_for 10 asks
+    ends_within 5 $signal $((128 + $(kill -l $signal))) "a host that is silent: SIG$signal ends it at once"
+done
+stop "$server"
+start_ready "$tool" perf --serve --child --listen 127.0.0.1 --port 0 --sizes 0 || FAIL "a server"
+for device in iwarp local; do
+    "$tool" perf 127.0.0.1 -p "$port" --seconds 20 --rounds 1000 --sizes 0 --threads 1,2 --device $device >shown 2>err & run=$!; children+=("$run")
+    wait_for 10 used
+    kill -STOP "$server"
+    ends_within 10 INT 0 "a host that has become silent ($device): Ctrl-C shows what was measured"
+    check "... in its table" 0 'null +0 +1 +tcp .*Ended before its time' cat shown
+    kill -CONT "$server"
+done
+stop "$server"
+
 # --------------------------------------------------------------------------------------------------------------- decode
 
 RPCRDMA_LOG=wire RPCRDMA_LOG_FILE=$scratch/log "$tool" perf --seconds 0.002 --rounds 1 --sizes 0,256K --threads 1 --device iwarp --json >run.json 2>err ||
@@ -124,6 +158,27 @@ check "a call is drawn" 0 '' "$tool" decode --call 3 --svg call.svg log
 if grep -q '^</svg>$' call.svg && grep -q 'grants 32 credits' call.svg; then ok "... as a diagram"; else FAIL "... as a diagram" call.svg; fi
 xid=$(sed -n 's/^call 2 .* xid \(0x[0-9a-f]*\) .*/\1/p' decoded)
 check "a call by its XID" 0 "call 2 .* xid $xid " "$tool" decode --xid "$xid" log
+# The same from packets.
+if [ "$(id -u)" -ne 0 ] || ! command -v dumpcap >/dev/null; then
+    skip "a capture" "needs root and dumpcap"
+else
+    start_ready "$tool" perf --serve --child --listen 127.0.0.1 --port 0 --sizes 256K || FAIL "a server"
+    capture_start "$scratch/capture" "tcp port $port" || FAIL "dumpcap starts" "$scratch/capture.log"
+    "$tool" perf 127.0.0.1 -p "$port" --seconds 0.002 --rounds 1 --sizes 0,256K --threads 2 --device iwarp --json >run.json 2>err ||
+        FAIL "a run that is captured" err
+    capture_stop || skip "a capture without loss" "packets were dropped"
+    stop "$server"
+    sed -n '/"totals"/,$p' run.json >totals
+    "$tool" decode capture >decoded 2>err || FAIL "decode a capture" err
+    equal "a capture: every call, with its reply" "$(grep -c '^call [0-9].*perf 1 .* us$' decoded)" "$(value totals calls)"
+    equal "a capture: RDMA Reads, in bytes" "$(awk '/RDMA Read of/ { gsub(",", ""); n += $7 } END { print n + 0 }' decoded)" "$(value totals bytes_read 2)"
+    equal "a capture: RDMA Writes, in bytes" "$(awk '/RDMA Write of/ { gsub(",", ""); n += $7 } END { print n + 0 }' decoded)" "$(value totals bytes_written 2)"
+    check "a capture: nothing is missing" 1 '^$' grep -E 'missing|not understood' decoded
+    check "a capture: a call is drawn" 0 '' "$tool" decode --call 3 --svg call.svg capture
+    grep -q '^</svg>$' call.svg || FAIL "a capture: a call is drawn" call.svg
+    head -c $(($(wc -c <capture) * 9 / 10 + 1)) capture >part
+    check "a capture that is cut short" 0 'packet at the end that is cut short' "$tool" decode part
+fi
 head -n 20 log | sed '2s/$/\x1b[31m/; 3s/^/noise /' >part
 printf 'a line of mine\x1b]0;title\x07\n' >>part
 check "what is not understood is named" 0 'lines that are not of the library.s log: 1 of 21; line 21 is the first: a line of mine\?\]0;title\?' "$tool" decode part

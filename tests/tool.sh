@@ -86,6 +86,25 @@ json "info --json: what is registered" 0 "sorted(r['netid'] for r in d['rpcbind'
 json "info --json: another device" 0 "d['towards']['used'] == 'iwarp' and 'RPCRDMA_PROVIDER=iwarp takes nothing else' in str(d['towards']['tried']) and {'key': 'provider', 'value': 'iwarp', 'source': 'environment'} in d['settings']" \
     env RPCRDMA_PROVIDER=iwarp "$tool" info 127.0.0.1 --json
 
+# A peer that takes the connection and says nothing: no longer than the user wishes.
+cat >silent.py <<'END'
+import socket
+listener = socket.create_server(("127.0.0.1", 0))
+print("READY", listener.getsockname()[1], flush=True)
+peers = []
+while True:
+    peers.append(listener.accept())
+END
+moved_server=$server
+start_ready python3 silent.py || FAIL "a silent peer"
+for netid in rdma tcp; do
+    began=${EPOCHREALTIME/./}
+    check "ping: a peer that is silent ($netid)" 1 "within 0.3 s|Timed out" "$tool" ping 127.0.0.1 7 1 -p "$port" --netid $netid -W 0.3 -c 1
+    took=$((${EPOCHREALTIME/./} - began))
+    if [ $took -lt $(($(patient 3) * 1000000)) ]; then ok "... is not waited for"; else FAIL "... is not waited for: $took us"; fi
+done
+stop "$server"; server=$moved_server
+
 # Ctrl-C: the summary, at once, though the next call would be in a minute.
 "$tool" ping 127.0.0.1 -i 60 >ping.log 2>&1 & pinging=$!; children+=("$pinging")
 wait_for 10 grep -q 'seq=1' ping.log || FAIL "ping answers" ping.log
@@ -141,6 +160,13 @@ mount --bind etc /etc 2>/dev/null
 if grep -q 'poll = 7' /etc/rpcrdma.conf 2>/dev/null; then
     json "info: each setting and who has set it" 0 "[s for s in d['settings'] if s['source'] != 'default'] == [{'key': 'credits', 'value': '9', 'source': 'environment'}, {'key': 'poll', 'value': '7', 'source': '/etc/rpcrdma.conf:1'}]" \
         env RPCRDMA_CREDITS=9 "$tool" info --json
+    # What this machine has there does not count in tests, of whomever.
+    echo 'nonsense = 1' >/etc/rpcrdma.conf
+    mkdir -p /etc/rpcrdma.d && echo nonsense >/etc/rpcrdma.d/x.conf
+    check "settings of this machine" 1 'rpcrdma.conf:1:1: "nonsense"' "$tool" check
+    check "... are covered for tests" 0 '^all is understood: /etc/rpcrdma.conf, .*bindings: 0 ' env TEST_DEFAULTS= bash "$here/defaults.sh" "$tool" check
+    check "... of an ordinary user, or it is said" 0 '^ ?$|^defaults.sh: .* count in what follows.* nonsense' \
+        env TEST_DEFAULTS= setpriv --reuid 65534 --regid 65534 --clear-groups bash -c "$(cat "$here/defaults.sh")" - cat /etc/rpcrdma.conf
     umount -l /etc
 else
     skip "info: each setting and who has set it" "/etc cannot be replaced"
@@ -183,8 +209,12 @@ exit $status
 END
 check "ping: an rpcbind whose list has no end" 1 '^rpcrdma ping: rpcbind at 127.0.0.1:111 does not come to the end of its list' unshare --net bash endless "$tool" ping 127.0.0.1
 check "a CLIENT: an rpcbind whose list has no end" 1 'does not come to the end of its list' unshare --net bash endless env LD_PRELOAD="$LIBRPCRDMA" ./hello 127.0.0.1 $program 1
-check "check: a full disk" 1 'standard output: No space left' sh -c "'$tool' check >/dev/full"
-check "info: a full disk" 1 'standard output: No space left' sh -c "'$tool' info >/dev/full"
+for words in --help --version 'help ping' 'perf --help' check info 'info --json' stat 'stat --json' 'stat --all --prometheus' \
+    "ping 127.0.0.1 7 1 -p 9 --json"; do
+    check "$words: a full disk" 1 '^rpcrdma[a-z ]*: standard output: No space left' sh -c "'$tool' $words >/dev/full"
+    check "$words: nowhere to write to" 1 '^rpcrdma[a-z ]*: standard output: Bad file descriptor' sh -c "'$tool' $words >&-"
+done
+check "wrong arguments, and nowhere to write to" 2 'unexpected argument' sh -c "'$tool' check --none >&-"
 check "info HOST: no rpcbind is a problem" 1 'problem +no rpcbind at 127.0.0.1:111' unshare --net sh -c "ip link set lo up; exec '$tool' info 127.0.0.1"
 check "info: no rpcbind is none here" 0 'problems +none' unshare --net sh -c "ip link set lo up; exec '$tool' info"
 

@@ -4,8 +4,9 @@
 //! libtirpc's own, whatever `RPCRDMA_REDIRECT` says.
 #![allow(unsafe_code)]
 
-use std::ffi::{CStr, CString, c_char, c_void};
+use std::ffi::{CStr, CString, c_char, c_int, c_void};
 use std::net::SocketAddr;
+use std::os::fd::RawFd;
 use std::ptr::null_mut;
 use std::sync::{Mutex, PoisonError};
 use std::time::Duration;
@@ -161,6 +162,15 @@ impl Caller {
         // SAFETY: a netbuf of the handle's own, whose buffer lives as long as it does.
         let bytes = (done != 0).then(|| unsafe { client::address_bytes(&address) })?;
         Sockaddr::parse(&bytes)
+    }
+
+    /// The descriptor that programs know it by.
+    pub fn fd(&self) -> Option<RawFd> {
+        let mut fd: c_int = -1;
+        let get = self.ops().cl_control?;
+        // SAFETY: alive; this request writes an int.
+        let done = unsafe { get(self.raw, control::CLGET_FD, (&raw mut fd).cast()) };
+        (done != 0 && fd >= 0).then_some(fd)
     }
 
     /// What the connection runs on; `None` over tcp.

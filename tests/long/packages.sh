@@ -74,6 +74,13 @@ else
     FAIL "the stock pairs" "$scratch/log"
 fi
 sed 's/^/      /' "$scratch/log"
+# A link of a page that leads nowhere.
+step "each link of the installed pages leads somewhere" "cd /usr/share/doc/rpcrdma-tools && [ -e README.md ] &&
+    ! find . -name '*.md' | while read -r page; do
+        grep -oE '\\]\\([^)#]+' \"\$page\" | sed 's/^](//' | grep -v '^[a-z]*:' | while read -r link; do
+            [ -e \"\${page%/*}/\$link\" ] || echo \"\$page: \$link\"
+        done
+    done | grep ."
 step "apt purges them" "apt-get -qq -y purge librpcrdma0 librpcrdma-dev rpcrdma-tools"
 files >"$scratch/after"
 if diff "$scratch/before" "$scratch/after" >"$scratch/log"; then ok "nothing is left"; else FAIL "nothing is left" "$scratch/log"; fi

@@ -1,32 +1,38 @@
-//! `rpcrdma decode`: the library's log at level wire, call by call.
+//! `rpcrdma decode`: the library's log at level wire, or a capture of packets, call by call.
 
 use std::fs::File;
 use std::io::{self, BufRead, BufReader, BufWriter, Read, Write};
 use std::path::PathBuf;
 use std::process::ExitCode;
 
+mod capture;
 mod diagram;
 mod log;
 mod show;
 mod trace;
 
+use crate::out;
 use crate::programs::Programs;
 use crate::words;
 use log::Refused;
 use show::Document;
 use trace::Trace;
 
-/// Reads a log of level wire (RPCRDMA_LOG=wire), call by call.
+/// Reads a log of level wire (RPCRDMA_LOG=wire) or a capture of packets, call by call.
 ///
 /// Of several processes and connections in one log, prints for each connection its calls, and for each call what belongs to it:
 /// the message with its chunks, the RDMA Reads and Writes, what is invalidated, the reply, and when each of them was. Where
 /// both ends have written to the log, a call shows what both have seen. `>` goes to the end that is called.
 ///
+/// Of a capture, pcap or pcapng as tcpdump(8) and Wireshark write it, it reads iWARP: what software iWARP and iWARP adapters send over
+/// TCP, from the beginning of a connection on. Each connection is told as its client's side of the wire; where segments are missing
+/// that is said.
+///
 /// What is not understood is passed over; how many lines, and which was the first, is said on standard error.
 #[derive(clap::Args)]
 #[command(after_long_help = HELP)]
 pub struct Args {
-    /// The log; standard input without it.
+    /// The log or capture; standard input without it.
     file: Option<PathBuf>,
     /// Prints one JSON document; times are microseconds since 1970.
     #[arg(long)]
@@ -48,6 +54,8 @@ Exit status: 0 calls were found; 1 there are none, or a file cannot be read or w
 Examples:
   RPCRDMA_LOG=wire RPCRDMA_LOG_FILE=/tmp/log rpcrdma run showmount -e filer
   rpcrdma decode /tmp/log
+  tcpdump -i eth0 -w /tmp/capture port 20049
+  rpcrdma decode /tmp/capture
   rpcrdma decode --call 2 --svg call.svg /tmp/log
   rpcrdma decode --json /tmp/log | jq '.calls[] | select(.latency_us > 1000)'";
 
@@ -88,7 +96,15 @@ fn decode(args: &Args) -> Result<(), String> {
         eprintln!("rpcrdma decode: {text}");
     }
     if trace.calls.is_empty() {
-        return Err(format!("{name}: no call in it: is it a log that RPCRDMA_LOG=wire has made?"));
+        if trace.is_capture {
+            let _ = show::text(&trace, &Programs::read(), &mut io::stderr());
+            return Err(format!(
+                "{name}: no call over iWARP in it; shared memory leaves none on the wire (RPCRDMA_PROVIDER=iwarp)"
+            ));
+        }
+        return Err(format!(
+            "{name}: no call in it: is it a capture, or a log that RPCRDMA_LOG=wire has made?"
+        ));
     }
     let chosen: Vec<usize> = (0..trace.calls.len())
         .filter(|&at| args.xid.is_none_or(|xid| trace.calls[at].xid == xid))
@@ -107,7 +123,7 @@ fn decode(args: &Args) -> Result<(), String> {
         return picture.save(path).map_err(|error| format!("{}: {error}", path.display()));
     }
     trace.shown = chosen;
-    let mut out = BufWriter::new(io::stdout().lock());
+    let mut out = BufWriter::new(out::stdout());
     let written = if args.json {
         let document = Document::new(&trace, &names);
         serde_json::to_writer_pretty(&mut out, &document)
@@ -116,7 +132,7 @@ fn decode(args: &Args) -> Result<(), String> {
     } else {
         show::text(&trace, &names, &mut out)
     };
-    written.and_then(|()| out.flush()).map_err(|error| format!("standard output: {error}"))
+    written.and_then(|()| out.flush()).map_err(|error| error.to_string())
 }
 
 /// Calls of one picture.
@@ -125,11 +141,18 @@ const DRAWN: usize = 32;
 /// The longest line that is looked at: the library writes none of more than PIPE_BUF bytes.
 const LONGEST: u64 = 8192;
 
-/// Reads a log to its end.
+/// Reads a log or a capture to its end.
 ///
 /// # Errors
 /// Of the file.
 fn read(mut input: impl BufRead) -> io::Result<Trace> {
+    if capture::packets::is_capture(input.fill_buf()?) {
+        let (lines, packets) = capture::read(input)?;
+        let mut trace = Trace::read(lines);
+        trace.shown = (0..trace.calls.len()).collect();
+        (trace.is_capture, trace.lines) = (true, packets);
+        return Ok(trace);
+    }
     let mut lines = Vec::new();
     let mut refused = std::collections::BTreeMap::new();
     let mut count = 0;

@@ -5,9 +5,10 @@ use std::mem::MaybeUninit;
 use std::ptr::null_mut;
 use std::thread;
 
-/// Runs `then` in another thread when SIGINT, SIGTERM or SIGHUP comes; it is to end the process. Threads that are made later
-/// are not interrupted by them either. A second one ends the process at once: `then` may wait for a reader that does not read.
-pub fn on(then: impl FnOnce() + Send + 'static) -> std::io::Result<()> {
+/// Runs `then` in another thread when SIGINT, SIGTERM or SIGHUP comes; it is to end the process, or to see to its end. It is given
+/// the status that the signal asks for. Threads and processes that are made later are not interrupted by them either. A second
+/// one ends the process at once: `then` may wait for a reader that does not read.
+pub fn on(then: impl FnOnce(i32) + Send + 'static) -> std::io::Result<()> {
     let mut set = MaybeUninit::uninit();
     // SAFETY: `set` may be written.
     unsafe { libc::sigemptyset(set.as_mut_ptr()) };
@@ -27,7 +28,8 @@ pub fn on(then: impl FnOnce() + Send + 'static) -> std::io::Result<()> {
             which
         };
         let mut which = next();
-        if thread::Builder::new().spawn(then).is_ok() {
+        let status = 128 + which;
+        if thread::Builder::new().spawn(move || then(status)).is_ok() {
             which = next();
         }
         std::process::exit(128 + which)

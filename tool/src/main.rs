@@ -15,6 +15,7 @@ mod generate;
 mod info;
 mod interrupt;
 mod library;
+mod numbers;
 mod out;
 mod perf;
 mod picture;
@@ -55,7 +56,10 @@ enum Command {
 }
 
 fn main() -> ExitCode {
-    let command = Cli::parse().command;
+    let command = match Cli::try_parse() {
+        Ok(cli) => cli.command,
+        Err(said) => return out::of_clap(&said),
+    };
     if !matches!(command, Command::Ping(_) | Command::Perf(_)) {
         out::restore_sigpipe();
     }

@@ -7,19 +7,21 @@
 use std::collections::BTreeMap;
 use std::io::{self, BufRead, BufReader, IsTerminal, Write};
 use std::net::{IpAddr, Ipv4Addr, SocketAddr, TcpListener, ToSocketAddrs};
+use std::os::fd::RawFd;
 use std::os::unix::process::CommandExt;
 use std::path::PathBuf;
-use std::process::{Child, Command, ExitCode, Stdio};
-use std::sync::Arc;
+use std::process::{self, Child, Command, ExitCode, Stdio};
 use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
+use std::sync::{Arc, OnceLock};
+use std::thread;
 use std::time::Duration;
 
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
-use signal_hook::consts::{SIGINT, SIGTERM};
 
+use crate::interrupt;
 use crate::library;
+use crate::numbers;
 use crate::out;
-use crate::picture;
 use crate::rpc::{self, Client, Netid, PROGRAM};
 use crate::words;
 
@@ -155,7 +157,7 @@ fn draw_again(args: &Args, file: &PathBuf) -> Result<ExitCode, String> {
 fn show(args: &Args, figures: &Figures) -> Result<(), String> {
     // No call is made any more.
     out::restore_sigpipe();
-    let mut out = io::stdout().lock();
+    let mut out = out::stdout();
     let written = if args.json {
         serde_json::to_writer_pretty(&mut out, figures).map_err(io::Error::from).and_then(|()| writeln!(out))
     } else if args.draw.is_some() && args.svg.is_some() {
@@ -164,7 +166,7 @@ fn show(args: &Args, figures: &Figures) -> Result<(), String> {
         // A document that was read may have anything in it.
         figures.table().lines().try_for_each(|line| writeln!(out, "{}", words::shown(line)))
     };
-    written.map_err(|error| format!("standard output: {error}"))?;
+    written.map_err(|error| error.to_string())?;
     match &args.svg {
         Some(file) => draw::draw(figures).save(file).map_err(|error| format!("{}: {error}", file.display())),
         None => Ok(()),
@@ -193,7 +195,7 @@ fn serve(args: &Args) -> Result<ExitCode, String> {
     let at = SocketAddr::new(args.listen, args.port);
     let listener = TcpListener::bind(at).map_err(|error| format!("cannot listen at {at}: {error}"))?;
     let at = listener.local_addr().map_err(|error| error.to_string())?;
-    let mut out = io::stdout().lock();
+    let mut out = out::stdout();
     let told = if args.child {
         writeln!(out, "READY {}", at.port())
     } else {
@@ -201,10 +203,10 @@ fn serve(args: &Args) -> Result<ExitCode, String> {
             out,
             "serving at {at}: program {}, calls of up to {} bytes; Ctrl-C ends it",
             args.program,
-            picture::grouped(largest.into())
+            numbers::grouped(largest.into())
         )
     };
-    told.and_then(|()| out.flush()).map_err(|error| format!("standard output: {error}"))?;
+    told.and_then(|()| out.flush()).map_err(|error| error.to_string())?;
     drop(out);
     rpc::serve(listener, args.program, largest)?;
     Err("the service loop has ended".into())
@@ -248,13 +250,6 @@ impl Drop for Own {
 // ---- Client -------------------------------------------------------------------------------------------------------
 
 fn benchmark(args: &Args) -> Result<ExitCode, String> {
-    let stopped = Arc::new(AtomicBool::new(false));
-    for signal in [SIGINT, SIGTERM] {
-        // In this order: the second one finds it set.
-        signal_hook::flag::register_conditional_shutdown(signal, 128 + signal, stopped.clone())
-            .and_then(|_| signal_hook::flag::register(signal, stopped.clone()))
-            .map_err(|error| format!("signal {signal}: {error}"))?;
-    }
     if let Some(device) = &args.device {
         rpc::set_variable("RPCRDMA_PROVIDER", device);
     }
@@ -274,6 +269,8 @@ fn benchmark(args: &Args) -> Result<ExitCode, String> {
             (None, found.map_err(|error| format!("{host}: {error}"))?.collect())
         }
     };
+    // After the server is started, which would not be reached by the signals either.
+    let stop = Stop::on_signals()?;
     let (address, control) = reach(&addresses, args)?;
     let status = control.status()?;
     if status.largest < largest {
@@ -297,8 +294,9 @@ fn benchmark(args: &Args) -> Result<ExitCode, String> {
         samples: BTreeMap::new(),
     };
     let counters = (rpc::own_counters(), status.counters);
-    let outcome = run.all(args, &stopped);
-    let interrupted = stopped.load(Relaxed);
+    stop.measures(&run);
+    let outcome = run.all(args, &stop.asked);
+    let interrupted = stop.asked.load(Relaxed);
     let mut figures = run.figures(args, &device, interrupted);
     figures.totals = run.totals(counters);
     if figures.rows.is_empty() {
@@ -309,6 +307,38 @@ fn benchmark(args: &Args) -> Result<ExitCode, String> {
     outcome?;
     Ok(ExitCode::SUCCESS)
 }
+
+/// What a signal does. While nothing is measured it ends the process; then it ends the measurement, of which the figures are
+/// shown. A server that is silent is not waited for.
+#[derive(Clone)]
+struct Stop {
+    asked: Arc<AtomicBool>,
+    /// The sockets that calls wait on, once there are some.
+    measuring: Arc<OnceLock<Vec<RawFd>>>,
+}
+
+impl Stop {
+    fn on_signals() -> Result<Stop, String> {
+        let stop = Stop { asked: Arc::default(), measuring: Arc::default() };
+        let at_signal = stop.clone();
+        interrupt::on(move |status| {
+            let Some(sockets) = at_signal.measuring.get() else { process::exit(status) };
+            at_signal.asked.store(true, Relaxed);
+            thread::sleep(GRACE);
+            sockets.iter().for_each(|socket| rpc::hang_up(*socket));
+        })
+        .map_err(|error| format!("signals: {error}"))?;
+        Ok(stop)
+    }
+
+    fn measures(&self, run: &Run) {
+        let clients = run.ways.iter().flat_map(|(_, clients)| clients).chain([&run.control]);
+        let _ = self.measuring.set(clients.filter_map(Client::socket).collect());
+    }
+}
+
+/// How long calls that are under way may take when the run is to end.
+const GRACE: Duration = Duration::from_millis(500);
 
 /// RPCRDMA_MAX_REPLY, where nobody has set it.
 const DEFAULT_MAX_REPLY: u64 = 16 << 20;
@@ -365,13 +395,15 @@ impl Run {
                     bar.set_message(format!(
                         "{} {} over {name}, threads: {}",
                         case.call.name(),
-                        picture::bytes(case.bytes.into()),
+                        numbers::bytes(case.bytes.into()),
                         case.threads
                     ));
                     let found = measure(clients, &self.control, case, &self.pattern, time, stopped);
                     let found = found.map_err(|error| {
                         format!("{} of {} bytes over {name}: {error}", case.call.name(), case.bytes)
                     });
+                    // A call that has failed since is one that was not to be waited for.
+                    let found = if stopped.load(Relaxed) { Ok(None) } else { found };
                     match found {
                         Ok(Some(sample)) => self.samples.entry((at, way)).or_default().push(sample),
                         Ok(None) => {

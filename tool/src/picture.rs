@@ -169,29 +169,6 @@ fn round(value: f64) -> f64 {
     (value * 10.0).round() / 10.0
 }
 
-/// A number with its thousands apart.
-pub fn grouped(number: u64) -> String {
-    let digits = number.to_string();
-    let mut text = String::new();
-    for (at, digit) in digits.chars().enumerate() {
-        if at > 0 && (digits.len() - at).is_multiple_of(3) {
-            text.push(',');
-        }
-        text.push(digit);
-    }
-    text
-}
-
-/// Bytes in the largest unit that they are a whole number of.
-pub fn bytes(number: u64) -> String {
-    match number {
-        0 => "0".into(),
-        n if n % (1 << 20) == 0 => format!("{} MiB", n >> 20),
-        n if n % (1 << 10) == 0 => format!("{} KiB", n >> 10),
-        n => grouped(n),
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -203,11 +180,5 @@ mod tests {
         let text = picture.to_string();
         assert!(!text.contains("<script") && text.contains("&lt;script&gt;"), "{text}");
         assert!(text.chars().all(|c| c == '\n' || !c.is_control() && c != '\u{202e}'), "{text}");
-    }
-
-    #[test]
-    fn numbers_are_read_at_a_glance() {
-        assert_eq!([0, 7, 999, 1000, 1234567].map(grouped), ["0", "7", "999", "1,000", "1,234,567"]);
-        assert_eq!([0, 100, 4096, 70064, 16 << 20].map(bytes), ["0", "100", "4 KiB", "70,064", "16 MiB"]);
     }
 }

@@ -6,7 +6,7 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::net::{SocketAddr, ToSocketAddrs};
 use std::process::{self, ExitCode};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, mpsc};
 use std::thread;
 use std::time::{Duration, Instant};
 
@@ -90,7 +90,7 @@ fn ping(args: &Args) -> Result<bool, String> {
     let target = Target::of(args)?;
     let session = Arc::new(Mutex::new(Session::new(&target, args.json)));
     let at_interrupt = session.clone();
-    interrupt::on(move || {
+    interrupt::on(move |_| {
         let status = i32::from(!locked(&at_interrupt).end());
         process::exit(status)
     })
@@ -105,12 +105,16 @@ fn ping(args: &Args) -> Result<bool, String> {
         }
         Err(error) => return Err(error),
     };
+    let mut again = Attempt::default();
     let mut first = true;
     let mut next = Instant::now();
     loop {
         // A connection that is lost is made anew by the library over rdma, and here over tcp.
         if caller.is_none() {
-            caller = target.connect(args).map_err(|error| locked(&session).lost(&error)).ok();
+            caller = again
+                .wait(&target, target.netid, args.timeout)
+                .map_err(|error| locked(&session).lost(&error))
+                .ok();
         }
         if let Some(one) = caller.as_mut() {
             locked(&session).sent += 1;
@@ -205,11 +209,7 @@ impl Target {
     }
 
     fn connect(&self, args: &Args) -> Result<Caller, String> {
-        let made = match self.at {
-            Some(at) => Caller::at(at, &self.host, self.netid.name(), self.program, self.version),
-            None => Caller::of(&self.host, self.netid.name(), self.program, self.version, args.timeout),
-        };
-        made.map_err(|error| error.to_string())
+        Attempt::default().wait(self, self.netid, args.timeout)
     }
 
     /// The highest version of a program whose rpcbind is not asked: it is in the refusal of one that there is not.
@@ -226,17 +226,54 @@ impl Target {
         if self.netid == Netid::Tcp {
             return None;
         }
-        let made = match self.at {
-            Some(at) => Caller::at(at, &self.host, "tcp", self.program, self.version),
-            None => {
-                // libtirpc takes tcp for both families.
-                Caller::of(&self.host, "tcp", self.program, self.version, args.timeout)
-            }
-        };
-        Some(made.map_err(|error| error.to_string()).and_then(|caller| {
+        // libtirpc takes tcp for both families.
+        Some(Attempt::default().wait(self, Netid::Tcp, args.timeout).and_then(|caller| {
             caller.null(args.timeout).map_err(|failed| failed.text)?;
             caller.address().ok_or_else(|| "its address is not known".to_owned())
         }))
+    }
+}
+
+/// A connection that is being made, in a thread of its own: a peer that takes it and is silent then is given longer by the library
+/// and by libtirpc than the user may wish.
+#[derive(Default)]
+struct Attempt(Option<mpsc::Receiver<Result<Caller, String>>>);
+
+impl Attempt {
+    /// Waits for what is under way, or else begins. It goes on after the time.
+    fn wait(&mut self, target: &Target, netid: Netid, timeout: Duration) -> Result<Caller, String> {
+        let outcome = match self.0.take() {
+            Some(outcome) => outcome,
+            None => Attempt::begin(target, netid.name(), timeout)?,
+        };
+        match outcome.recv_timeout(timeout) {
+            Ok(made) => made,
+            Err(_) => {
+                self.0 = Some(outcome);
+                let hint = if netid == Netid::Tcp { "" } else { "; does its server run with librpcrdma?" };
+                let (to, netid) = (target.at.map_or(target.host.clone(), |at| at.to_string()), netid.name());
+                Err(format!("no connection over {netid} to {to} within {} s{hint}", timeout.as_secs_f64()))
+            }
+        }
+    }
+
+    fn begin(
+        target: &Target,
+        netid: &'static str,
+        timeout: Duration,
+    ) -> Result<mpsc::Receiver<Result<Caller, String>>, String> {
+        let (host, at, program, version) = (target.host.clone(), target.at, target.program, target.version);
+        let (done, outcome) = mpsc::channel();
+        let connect = move || {
+            let made = match at {
+                Some(at) => Caller::at(at, &host, netid, program, version),
+                None => Caller::of(&host, netid, program, version, timeout),
+            };
+            // Where nobody waits for it any more it is destroyed.
+            let _ = done.send(made.map_err(|error| error.to_string()));
+        };
+        thread::Builder::new().spawn(connect).map_err(|error| format!("no thread: {error}"))?;
+        Ok(outcome)
     }
 }
 

@@ -15,7 +15,7 @@
 
 use std::ffi::{c_char, c_int, c_uint, c_void};
 use std::net::{SocketAddr, TcpListener};
-use std::os::fd::IntoRawFd;
+use std::os::fd::{IntoRawFd, RawFd};
 use std::ptr::{null, null_mut};
 use std::sync::{Mutex, OnceLock, PoisonError};
 use std::time::Duration;
@@ -114,6 +114,11 @@ impl Client {
         self.0.agreed().map(|agreed| agreed.text)
     }
 
+    /// The descriptor that it is known by: see [`hang_up`].
+    pub fn socket(&self) -> Option<RawFd> {
+        self.0.fd()
+    }
+
     /// A call without arguments and results.
     ///
     /// # Errors
@@ -192,6 +197,12 @@ impl Client {
         let done = unsafe { self.0.call(procedure, (encode, arguments), (decode, results), PATIENCE) };
         done.map_err(|failed| failed.text)
     }
+}
+
+/// Ends a connection, so that whoever waits for a reply there waits no longer. An adapter's has no socket, and is left alone.
+pub fn hang_up(socket: RawFd) {
+    // SAFETY: a number; where it names no socket that is an error, and nothing is done.
+    unsafe { libc::shutdown(socket, libc::SHUT_RDWR) };
 }
 
 /// How long a reply is waited for.

@@ -1,5 +1,6 @@
 //! `rpcrdma stat`: what processes that use the library have done and do, as text, JSON, or for Prometheus.
 
+use std::collections::BTreeMap;
 use std::fmt::Write as _;
 use std::io::{self, Write as _};
 use std::process::ExitCode;
@@ -9,6 +10,8 @@ use std::time::{Duration, SystemTime, UNIX_EPOCH};
 use rpcrdma::tool::latency;
 use serde_json::{Value, json};
 
+use crate::numbers::{bytes, time};
+use crate::out;
 use crate::programs::Programs;
 use crate::watch::{self, Connection, Figures, Processes, Refusal, Users, Watched, difference};
 use crate::words;
@@ -128,7 +131,7 @@ fn refused(pid: u32, why: &Refusal) -> io::Result<ExitCode> {
 fn list(as_json: bool) -> io::Result<ExitCode> {
     let Processes { watched, others, foreign } = watch::processes()?;
     let figures: Vec<Figures> = watched.iter().filter_map(|process| process.figures().ok()).collect();
-    let mut out = io::stdout().lock();
+    let mut out = out::stdout();
     if as_json {
         let programs = Programs::read();
         let all: Vec<Value> = figures.iter().map(|figures| document(figures, &programs)).collect();
@@ -192,7 +195,7 @@ fn once(pid: Option<u32>, args: &Args) -> io::Result<ExitCode> {
         }
     }
     let programs = Programs::read();
-    let mut out = io::stdout().lock();
+    let mut out = out::stdout();
     if args.prometheus {
         out.write_all(prometheus(&all, &programs).as_bytes())?;
     } else if args.json {
@@ -231,7 +234,7 @@ fn follow(pid: Option<u32>, interval: Duration, count: Option<u64>, as_json: boo
                 Err(_) => {}
             }
         }
-        let mut out = io::stdout().lock();
+        let mut out = out::stdout();
         if turns > 0 {
             for figures in &now {
                 let Some(before) = before.iter().find(|before| figures.follows(before)) else { continue };
@@ -323,7 +326,7 @@ impl Rates {
 
     fn line(&self, figures: &Figures, all: bool) -> String {
         let who = if all { format!("{:>8} {:<16}", figures.pid, figures.program) } else { String::new() };
-        let [inline, read, written, copied] = self.bytes.map(bytes);
+        let [inline, read, written, copied] = self.bytes.map(|n| bytes(n as u64));
         let [p50, p99, p999] = self.percentiles.map(time);
         format!(
             "{who}{:>9.0} {:>9.0} {inline:>8} {read:>8} {written:>8} {copied:>8} {:>9.0} {:>6} {:>6} {:>8.0} {:>7.0} \
@@ -423,10 +426,10 @@ pub fn connection_row(connection: &Connection) -> String {
         format!("{}/{granted}", in_use(connection)),
         connection.calls,
         connection.served,
-        bytes(connection.bytes_inline as f64),
-        bytes(connection.bytes_read as f64),
-        bytes(connection.bytes_written as f64),
-        bytes(connection.bytes_placed as f64),
+        bytes(connection.bytes_inline),
+        bytes(connection.bytes_read),
+        bytes(connection.bytes_written),
+        bytes(connection.bytes_placed),
         connection.waited,
         connection.errors,
         age(connection.since),
@@ -536,6 +539,8 @@ fn prometheus(all: &[Figures], programs: &Programs) -> String {
     }
     let _ = writeln!(out, "# HELP rpcrdma_call_seconds How long calls took, from the call to the reply.");
     let _ = writeln!(out, "# TYPE rpcrdma_call_seconds histogram");
+    // A page may name a procedure twice: a series is there once.
+    let mut histograms: BTreeMap<String, (Vec<u64>, u64)> = BTreeMap::new();
     for (figures, l) in all.iter().flat_map(|f| f.latencies.iter().map(move |l| (f, l))) {
         let (program, procedure) = self::names(l.numbers, programs);
         let labels = format!(
@@ -545,53 +550,33 @@ fn prometheus(all: &[Figures], programs: &Programs) -> String {
             label(&procedure),
             end(l.served)
         );
+        let (buckets, sum) = histograms.entry(labels).or_insert_with(|| (vec![0; l.buckets.len()], 0));
+        buckets.iter_mut().zip(&l.buckets).for_each(|(all, n)| *all = all.saturating_add(*n));
+        *sum = sum.saturating_add(l.sum);
+    }
+    for (labels, (buckets, sum)) in &histograms {
         // A boundary for each power of two is enough for a collector.
         let mut below = 0u64;
-        for (at, n) in l.buckets.iter().enumerate() {
+        for (at, n) in buckets.iter().enumerate() {
             below = below.saturating_add(*n);
-            if at % 4 == 3 && at + 1 < l.buckets.len() {
+            if at % 4 == 3 && at + 1 < buckets.len() {
                 let bound = latency::begin(at + 1) as f64 / 1e9;
                 let _ = writeln!(out, "rpcrdma_call_seconds_bucket{{{labels},le=\"{bound}\"}} {below}");
             }
         }
         let _ = writeln!(out, "rpcrdma_call_seconds_bucket{{{labels},le=\"+Inf\"}} {below}");
-        let _ = writeln!(out, "rpcrdma_call_seconds_sum{{{labels}}} {}", l.sum as f64 / 1e9);
+        let _ = writeln!(out, "rpcrdma_call_seconds_sum{{{labels}}} {}", *sum as f64 / 1e9);
         let _ = writeln!(out, "rpcrdma_call_seconds_count{{{labels}}} {below}");
     }
     out
 }
 
 fn label(text: &str) -> String {
-    text.replace('\\', "\\\\").replace('"', "\\\"")
+    text.replace('\\', "\\\\").replace('"', "\\\"").replace('\n', "\\n")
 }
 
 fn micros(nanos: u64) -> f64 {
     nanos as f64 / 1e3
-}
-
-/// A time: "12.3us", "4.56ms", "1.2s".
-pub fn time(nanos: Option<u64>) -> String {
-    match nanos {
-        None => "-".to_owned(),
-        Some(nanos) if nanos < 1_000_000 => format!("{:.1}us", micros(nanos)),
-        Some(nanos) if nanos < 1_000_000_000 => format!("{:.1}ms", nanos as f64 / 1e6),
-        Some(nanos) => format!("{:.1}s", nanos as f64 / 1e9),
-    }
-}
-
-/// So many bytes: "512", "68.0K", "1.2G".
-pub fn bytes(n: f64) -> String {
-    let (mut n, mut units) = (n, ["", "K", "M", "G", "T", "P", "E"].iter());
-    let mut unit = units.next();
-    while n >= 1024.0
-        && let Some(next) = units.next()
-    {
-        (n, unit) = (n / 1024.0, Some(next));
-    }
-    match unit {
-        Some(&"") | None => format!("{n:.0}"),
-        Some(unit) => format!("{n:.1}{unit}"),
-    }
 }
 
 /// How long ago: "12s", "5m", "3h", "2d".
@@ -610,12 +595,39 @@ mod tests {
     use super::*;
 
     #[test]
-    fn numbers_are_short_and_have_units() {
-        assert_eq!([0.0, 1023.0, 1024.0, 1.5 * 1048576.0].map(bytes), ["0", "1023", "1.0K", "1.5M"]);
-        assert_eq!(bytes(u64::MAX as f64), "16.0E");
-        let times = [None, Some(900), Some(1_500_000), Some(137_000_000_000)];
-        assert_eq!(times.map(time), ["-", "0.9us", "1.5ms", "137.0s"]);
-        assert_eq!(label("a\"b\\"), "a\\\"b\\\\");
+    fn whatever_pages_say_a_collector_gets_each_series_once() {
+        let latency = watch::Latency {
+            numbers: Some((100_003, 3, 6)),
+            served: true,
+            sum: u64::MAX,
+            buckets: vec![u64::MAX / 2; rpcrdma::tool::layout::BUCKETS],
+        };
+        let other = watch::Latency { numbers: None, sum: 1, ..latency.clone() };
+        let figures = Figures {
+            pid: 1,
+            user: "a\"b".into(),
+            program: "p\\".into(),
+            library: "0.1".into(),
+            since: 0,
+            at: std::time::Instant::now(),
+            counters: vec![("calls".into(), 7)],
+            connections: Vec::new(),
+            without_slot: u64::MAX,
+            latencies: vec![latency.clone(), other.clone(), latency, other],
+        };
+        let again = Figures { pid: 2, ..figures.clone() };
+        let text = prometheus(&[figures, again], &Programs::read());
+        let mut series: Vec<&str> = text.lines().map(|line| line.rsplit_once(' ').unwrap().0).collect();
+        let all = series.len();
+        series.sort_unstable();
+        series.dedup();
+        assert_eq!(series.len(), all, "{text}");
+        assert_eq!(text.matches("_call_seconds_count{").count(), 4);
+    }
+
+    #[test]
+    fn a_label_ends_where_it_is_to() {
+        assert_eq!(label("a\"b\\\n"), "a\\\"b\\\\\\n");
     }
 
     #[test]

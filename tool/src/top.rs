@@ -12,8 +12,9 @@ use ratatui::text::Line;
 use ratatui::widgets::{Paragraph, Row, Table, TableState};
 use ratatui::{DefaultTerminal, Frame};
 
+use crate::numbers::{bytes, time};
 use crate::programs::Programs;
-use crate::stat::{CONNECTIONS, Rates, age, bytes, connection_count, connection_row, in_use, names, time};
+use crate::stat::{CONNECTIONS, Rates, age, connection_count, connection_row, in_use, names};
 use crate::watch::{self, Figures, Latency, difference};
 use rpcrdma::tool::latency::percentile;
 
@@ -334,7 +335,10 @@ impl View {
                     figures.program.clone(),
                     format!("{:>9}", rate(|rates| rates.calls)),
                     format!("{:>9}", rate(|rates| rates.served)),
-                    format!("{:>8}", rates.as_ref().map_or_else(|| "-".to_owned(), |r| bytes(r.all_bytes()))),
+                    format!(
+                        "{:>8}",
+                        rates.as_ref().map_or_else(|| "-".to_owned(), |r| bytes(r.all_bytes() as u64))
+                    ),
                     format!("{:>6}", connection_count(figures)),
                     format!("{:>6}", figures.connections.iter().map(in_use).fold(0, u64::saturating_add)),
                     format!("{:>8}", percentile(0)),

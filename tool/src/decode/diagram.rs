@@ -4,7 +4,8 @@
 use super::log::{Message, Time};
 use super::show::{credits, details, is_back, since, title};
 use super::trace::{Call, Connection, Kind, Step, Trace};
-use crate::picture::{Anchor, Picture, Style, colour, grouped, width};
+use crate::numbers::grouped;
+use crate::picture::{Anchor, Picture, Style, colour, width};
 use crate::programs::Programs;
 
 const WIDTH: f64 = 820.0;
@@ -58,7 +59,10 @@ pub fn draw(trace: &Trace, chosen: &[usize], names: &Programs) -> Result<Picture
         picture.line((x, HEAD - 14.0), (x, height - 26.0), colour::FAINT, 1.2, true);
         picture.box_((x - 70.0, HEAD - 58.0), (140.0, 44.0), colour::PALE, Some(colour::FAINT), 5.0);
         picture.text(x, HEAD - 39.0, STRONG, word);
-        let process = |end: &Connection| format!("process {}", end.process);
+        let process = |end: &Connection| match end.process {
+            0 => end.place(),
+            process => format!("process {process}"),
+        };
         picture.text(x, HEAD - 23.0, TIME.at(Anchor::Middle), &end.map_or_else(String::new, process));
     }
     let mut y = HEAD;

@@ -42,6 +42,8 @@ pub enum Event {
     Invalidated { handle: u32 },
     /// A program's call, before its message.
     Call { xid: u32, program: [u32; 3], bytes: u64 },
+    /// The length of an RPC call whose message has gone, of which nothing else is known.
+    CallBytes { xid: u32, bytes: u64 },
     /// A request, after its message.
     Request { xid: u32, program: [u32; 3] },
     /// The length of an RPC reply.
@@ -291,6 +293,12 @@ fn message(text: &mut Text) -> Option<Message> {
         message.rest = Some(text.all().trim().into()).filter(|rest: &String| !rest.is_empty());
     }
     Some(message)
+}
+
+/// A message as a line of the log has it.
+pub fn message_of(text: &str) -> Option<Message> {
+    let mut text = Text(text);
+    message(&mut text).filter(|_| text.0.is_empty())
 }
 
 /// Up to the closing bracket.

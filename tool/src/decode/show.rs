@@ -7,7 +7,7 @@ use serde::Serialize;
 
 use super::log::{Message, Refused, Time};
 use super::trace::{Call, Connection, Kind, Remark, Role, Step, Trace};
-use crate::picture::grouped;
+use crate::numbers::grouped;
 use crate::programs::Programs;
 use crate::words::shown;
 
@@ -57,7 +57,8 @@ pub fn text(trace: &Trace, names: &Programs, out: &mut impl Write) -> io::Result
     let errors = trace.calls.iter().filter(|call| call.error.is_some()).count();
     writeln!(
         out,
-        "lines: {}; connections: {count}; calls: {}, without a reply: {without}, answered by an RDMA_ERROR: {errors}",
+        "{}: {}; connections: {count}; calls: {}, without a reply: {without}, answered by an RDMA_ERROR: {errors}",
+        if trace.is_capture { "packets" } else { "lines" },
         trace.lines,
         trace.calls.len()
     )
@@ -65,7 +66,8 @@ pub fn text(trace: &Trace, names: &Programs, out: &mut impl Write) -> io::Result
 
 fn print_remark(out: &mut impl Write, remark: &Remark) -> io::Result<()> {
     let time = remark.at.map_or_else(String::new, |at| format!("{} ", of_day(at)));
-    writeln!(out, "  {time}process {}: {}", remark.process, shown(&remark.text))
+    let of = if remark.process == 0 { String::new() } else { format!("process {}: ", remark.process) };
+    writeln!(out, "  {time}{of}{}", shown(&remark.text))
 }
 
 /// What was passed over, for stderr.
@@ -83,14 +85,13 @@ pub fn refused(trace: &Trace) -> Vec<String> {
 }
 
 fn heading(trace: &Trace, connection: &Connection) -> String {
-    let end = |connection: &Connection| format!("process {} fd {}", connection.process, connection.fd);
-    let mut text = end(connection);
+    let mut text = connection.place();
     if let Some(peer) = &connection.peer {
         let from = if connection.role == Some(Role::Server) { "from" } else { "to" };
         let _ = write!(text, " {from} {}", shown(peer));
     }
     if let Some(other) = connection.other {
-        let _ = write!(text, " ({})", end(&trace.connections[other]));
+        let _ = write!(text, " ({})", trace.connections[other].place());
     }
     if let Some(how) = &connection.how {
         let _ = write!(text, ", {}", shown(how));

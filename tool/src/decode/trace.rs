@@ -24,7 +24,9 @@ pub struct Trace {
     pub remarks: Vec<Remark>,
     /// Lines that tell nothing: how many, the number of the first one, and its text.
     pub refused: BTreeMap<Refused, (u64, u64, String)>,
+    /// Lines of the log, or packets of the capture.
     pub lines: u64,
+    pub is_capture: bool,
 }
 
 /// One end of a connection, as its process sees it.
@@ -98,6 +100,16 @@ pub enum Kind {
         handle: u32,
         caller: bool,
     },
+}
+
+impl Connection {
+    /// Where it was seen: at one end, or on the way.
+    pub fn place(&self) -> String {
+        match self.process {
+            0 => format!("TCP stream {}", self.fd),
+            process => format!("process {process} fd {}", self.fd),
+        }
+    }
 }
 
 impl Call {
@@ -214,6 +226,11 @@ impl Reader {
             Event::Invalidated { handle } => self.invalidated(order, at, on, handle),
             Event::Call { xid, program, bytes } => {
                 self.states[on].announced.insert(xid, (program, bytes));
+            }
+            Event::CallBytes { xid, bytes } => {
+                if let Some(&call) = self.states[on].latest.get(&xid) {
+                    self.trace.calls[call].call_bytes.get_or_insert(bytes);
+                }
             }
             Event::Request { xid, program } => {
                 if let Some(&call) = self.states[on].latest.get(&xid) {

@@ -6,7 +6,7 @@ use std::fmt::Write as _;
 
 use serde::{Deserialize, Serialize};
 
-use crate::picture::{bytes, grouped};
+use crate::numbers::{bytes, grouped};
 
 /// The whole document.
 #[derive(Clone, Debug, Default, Serialize, Deserialize)]
@@ -177,7 +177,7 @@ mod tests {
         let text = serde_json::to_string(&figures).unwrap();
         let again: Figures = serde_json::from_str(&text).unwrap();
         assert_eq!(again.rows[0].ratio("tcp", "rdma"), Some(2.5));
-        assert_eq!(again.rows[0].label(), "write 64 KiB, 4 threads");
+        assert_eq!(again.rows[0].label(), "write 64K, 4 threads");
         assert!(again.table().contains("2.50"), "{}", again.table());
     }
 

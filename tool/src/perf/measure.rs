@@ -161,6 +161,9 @@ pub fn measure(
         took = began.elapsed();
         outcomes
     });
+    if stopped.load(Relaxed) {
+        return Ok(None);
+    }
     let mut sample = Sample { times: Times::default(), took, cpu: 0, made: 0 };
     for outcome in outcomes {
         let (times, cpu) = outcome?;
@@ -169,7 +172,7 @@ pub fn measure(
     }
     sample.made = sample.times.calls() + clients.len() as u64;
     sample.cpu += control.status()?.time.saturating_sub(before.time);
-    Ok((!stopped.load(Relaxed)).then_some(sample))
+    Ok(Some(sample))
 }
 
 fn make(

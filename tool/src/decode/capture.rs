@@ -1,0 +1,523 @@
+//! Captures of iWARP connections (`packets`): TCP streams -> MPA, DDP and RDMAP -> what a log at level wire would tell.
+//!
+//! A connection is told as its client sees it: what the client has sent goes out. A stream is put together in order, for a
+//! capture without loss: where bytes are missing that is said, and what comes behind them in that direction is not read, for
+//! nothing tells where the next message begins. CRCs are not looked at.
+//!
+//! # Invariants
+//! - Whatever a capture holds, no more is kept for a connection than [`WAITING`], one message, and one FPDU, each way.
+#![forbid(unsafe_code)]
+
+use std::collections::{BTreeMap, HashMap};
+use std::io::{self, Read};
+use std::net::SocketAddr;
+
+use rpcrdma::provider::iwarp::ddp::{self, Opcode, ReadRequest};
+use rpcrdma::provider::iwarp::mpa::{self, StartFrame, Which};
+use rpcrdma::wire::header::{self, Body, Versions};
+use rpcrdma::wire::private_data::PrivateData;
+
+use super::log::{self, Event, Level, Line, Message, Segment, Time};
+use packets::{Counts, Packets, Part};
+
+pub mod packets;
+
+/// Bytes of one direction that wait for others before them, and of all connections.
+const WAITING: usize = 4 << 20;
+const ALL_WAITING: usize = 64 << 20;
+
+/// Bytes of a message that are kept: its header, and what an RPC message begins with.
+const MESSAGE: usize = 256 << 10;
+
+/// Connections that are followed.
+const STREAMS: usize = 1 << 16;
+
+/// What a capture tells, in the order of its packets, and how many of these there are.
+///
+/// # Errors
+/// Of the file.
+pub fn read(input: impl Read) -> io::Result<(Vec<Line>, u64)> {
+    let mut packets = Packets::open(input)?;
+    let mut reader = Reader::default();
+    loop {
+        match packets.next() {
+            Ok(Some(part)) => reader.take(part),
+            Ok(None) => break,
+            // What came before it is there.
+            Err(error) if error.kind() == io::ErrorKind::InvalidData && packets.counts.packets > 0 => {
+                reader.say(None, None, error.to_string());
+                break;
+            }
+            Err(error) => return Err(error),
+        }
+    }
+    let counts = packets.counts;
+    reader.end(&counts);
+    Ok((reader.lines, counts.packets))
+}
+
+#[derive(Default)]
+struct Reader {
+    lines: Vec<Line>,
+    /// By the two ends, the lower one first.
+    streams: HashMap<(SocketAddr, SocketAddr), Stream>,
+    count: i32,
+    waiting: usize,
+    others: u64,
+    beyond: u64,
+}
+
+/// A TCP connection.
+struct Stream {
+    number: i32,
+    client: SocketAddr,
+    server: SocketAddr,
+    /// What the client has sent, and what the server has.
+    halves: [Half; 2],
+    request: Option<StartFrame>,
+    ended: bool,
+}
+
+/// One direction.
+#[derive(Default)]
+struct Half {
+    /// The sequence number of the next byte, once one is known.
+    next: Option<u32>,
+    /// Bytes in order so far.
+    position: u64,
+    /// What came too early, by its position.
+    early: BTreeMap<u64, Vec<u8>>,
+    early_bytes: usize,
+    /// In order, and not understood yet.
+    pending: Vec<u8>,
+    started: bool,
+    /// Nothing more is read of it.
+    given_up: bool,
+    finished: bool,
+    message: Vec<u8>,
+    message_bytes: u64,
+    write: Option<(Option<Time>, Segment)>,
+    response_bytes: u64,
+}
+
+const CLIENT: usize = 0;
+const SERVER: usize = 1;
+
+impl Reader {
+    fn say(&mut self, at: Option<Time>, stream: Option<i32>, text: String) {
+        self.tell(at, stream, Level::Info, Event::Said(text));
+    }
+
+    fn tell(&mut self, at: Option<Time>, stream: Option<i32>, level: Level, event: Event) {
+        self.lines.push(Line { at, process: 0, level, fd: stream, event });
+    }
+
+    fn take(&mut self, part: Part) {
+        let key = if part.from < part.to { (part.from, part.to) } else { (part.to, part.from) };
+        let anew = part.syn && !part.ack;
+        let mut stream = match self.streams.remove(&key) {
+            Some(stream) if !anew || stream.request.is_none() && stream.halves[CLIENT].position == 0 => {
+                stream
+            }
+            old => {
+                if let Some(mut old) = old {
+                    self.finish(&mut old);
+                }
+                if self.streams.len() >= STREAMS {
+                    self.beyond += 1;
+                    return;
+                }
+                self.count = self.count.saturating_add(1);
+                // Who answers a connection is its server.
+                let (client, server) =
+                    if part.syn && part.ack { (part.to, part.from) } else { (part.from, part.to) };
+                Stream {
+                    number: self.count,
+                    client,
+                    server,
+                    halves: Default::default(),
+                    request: None,
+                    ended: false,
+                }
+            }
+        };
+        if !stream.ended {
+            let which = if part.from == stream.client { CLIENT } else { SERVER };
+            self.segment(&mut stream, which, part);
+        }
+        self.streams.insert(key, stream);
+    }
+
+    /// A part of a stream, in order or not.
+    fn segment(&mut self, stream: &mut Stream, which: usize, part: Part) {
+        let Part { at, mut sequence, syn, fin, rst, data, .. } = part;
+        let half = &mut stream.halves[which];
+        if syn {
+            sequence = sequence.wrapping_add(1);
+            half.next.get_or_insert(sequence);
+        }
+        if rst {
+            self.finish(stream);
+            if stream.request.is_some() {
+                let who = if which == CLIENT { "client" } else { "server" };
+                self.tell(
+                    at,
+                    Some(stream.number),
+                    Level::Info,
+                    Event::Closed { why: format!("reset by the {who}") },
+                );
+            }
+            self.give_up(stream);
+            return;
+        }
+        if !half.given_up && !data.is_empty() {
+            let next = *half.next.get_or_insert(sequence);
+            let ahead = sequence.wrapping_sub(next) as i32;
+            let from = half.position.wrapping_add_signed(ahead.into());
+            if ahead <= 0 {
+                // Some of it may have been there before.
+                let known = ahead.unsigned_abs() as usize;
+                if let Some(new) = data.get(known..).filter(|new| !new.is_empty()) {
+                    half.arrived(new);
+                }
+            } else if half.early_bytes + cost(&data) > WAITING || self.waiting + cost(&data) > ALL_WAITING {
+                self.missing(stream, which, at);
+            } else if half.early.get(&from).is_none_or(|old| old.len() < data.len()) {
+                half.early_bytes += cost(&data);
+                self.waiting += cost(&data);
+                if let Some(old) = half.early.insert(from, data) {
+                    half.early_bytes -= cost(&old);
+                    self.waiting -= cost(&old);
+                }
+            }
+            self.catch_up(&mut stream.halves[which]);
+            self.understand(stream, which, at);
+        }
+        stream.halves[which].finished |= fin;
+        if stream.halves.iter().all(|half| half.finished) {
+            self.finish(stream);
+            if stream.request.is_some() {
+                let why = "both ends have closed it".to_owned();
+                self.tell(at, Some(stream.number), Level::Info, Event::Closed { why });
+            }
+            self.give_up(stream);
+        }
+    }
+
+    /// What waited and has its turn.
+    fn catch_up(&mut self, half: &mut Half) {
+        while let Some(entry) = half.early.first_entry()
+            && *entry.key() <= half.position
+        {
+            let (from, data) = entry.remove_entry();
+            half.early_bytes -= cost(&data);
+            self.waiting -= cost(&data);
+            if let Some(new) = data.get((half.position - from) as usize..) {
+                half.arrived(new);
+            }
+        }
+    }
+
+    /// Says what is missing, and reads no more of that direction.
+    fn missing(&mut self, stream: &mut Stream, which: usize, at: Option<Time>) {
+        let half = &mut stream.halves[which];
+        if stream.request.is_some() && !half.given_up {
+            let who = if which == CLIENT { "client" } else { "server" };
+            let bytes = half.early.first_key_value().map_or(0, |(first, _)| first - half.position);
+            let text = format!(
+                "segments are missing in the capture: {bytes} bytes of what the {who} has sent, behind its first {}; \
+                 what it has sent after them is not read",
+                half.position
+            );
+            self.say(at, Some(stream.number), text);
+        }
+        self.drop_half(&mut stream.halves[which]);
+    }
+
+    fn drop_half(&mut self, half: &mut Half) {
+        self.waiting -= half.early_bytes;
+        *half = Half { given_up: true, finished: half.finished, next: half.next, ..Half::default() };
+    }
+
+    /// Nothing more is read of it.
+    fn give_up(&mut self, stream: &mut Stream) {
+        stream.ended = true;
+        for half in &mut stream.halves {
+            self.drop_half(half);
+        }
+    }
+
+    /// At the end of a stream, or of the capture.
+    fn finish(&mut self, stream: &mut Stream) {
+        if stream.request.is_none() && !stream.ended {
+            self.others += 1;
+        }
+        for which in [CLIENT, SERVER] {
+            if !stream.halves[which].early.is_empty() {
+                self.missing(stream, which, None);
+            }
+        }
+    }
+
+    fn end(&mut self, counts: &Counts) {
+        let mut streams: Vec<Stream> = std::mem::take(&mut self.streams).into_values().collect();
+        streams.sort_by_key(|stream| stream.number);
+        streams.iter_mut().filter(|stream| !stream.ended).for_each(|stream| self.finish(stream));
+        let passed_over = [
+            (self.others, "TCP connections that are no iWARP, or whose beginning is not in the capture"),
+            (self.beyond, "packets of connections beyond those that are followed"),
+            (counts.fragments, "fragments of IP packets, which are not read"),
+            (counts.roce, "packets of RoCE, which are not read"),
+            (counts.links, "packets of a link that is not known"),
+            (counts.cut.into(), "packet at the end that is cut short"),
+        ];
+        for (number, what) in passed_over {
+            if number > 0 {
+                self.say(None, None, format!("{number} {what}"));
+            }
+        }
+    }
+
+    // ---- iWARP ----------------------------------------------------------------------------------------------------
+
+    /// Takes as much of what has arrived as is complete.
+    fn understand(&mut self, stream: &mut Stream, which: usize, at: Option<Time>) {
+        if stream.halves[which].given_up {
+            return;
+        }
+        let mut pending = std::mem::take(&mut stream.halves[which].pending);
+        let mut used = 0;
+        if !stream.halves[which].started {
+            match self.start(stream, which, at, &pending) {
+                Ok(Some(length)) => (used, stream.halves[which].started) = (length, true),
+                Ok(None) => {}
+                Err(()) => return self.give_up(stream),
+            }
+        }
+        while stream.halves[which].started
+            && let Some(&length) = pending[used..].first_chunk::<2>()
+            && let Some(fpdu) = pending[used..].get(..mpa::fpdu_len(u16::from_be_bytes(length).into()))
+        {
+            used += fpdu.len();
+            if let Err(text) = self.fpdu(stream, which, at, fpdu) {
+                self.say(at, Some(stream.number), text);
+                return self.drop_half(&mut stream.halves[which]);
+            }
+        }
+        pending.drain(..used);
+        stream.halves[which].pending = pending;
+    }
+
+    /// A startup frame, and its length. `Err`: this is no iWARP, or not to be read.
+    fn start(
+        &mut self,
+        stream: &mut Stream,
+        which: usize,
+        at: Option<Time>,
+        bytes: &[u8],
+    ) -> Result<Option<usize>, ()> {
+        let number = Some(stream.number);
+        let frame = StartFrame::decode(bytes, if which == CLIENT { Which::Request } else { Which::Reply });
+        let (frame, length) = match (frame, &stream.request) {
+            (Ok(Some(found)), _) => found,
+            (Ok(None), _) => return Ok(None),
+            (Err(_), None) => {
+                self.others += 1;
+                return Err(());
+            }
+            (Err(error), Some(_)) => {
+                self.say(at, number, error.to_string());
+                return Err(());
+            }
+        };
+        if which == CLIENT {
+            stream.request = Some(frame);
+            return Ok(Some(length));
+        }
+        let Some(request) = &stream.request else {
+            self.others += 1;
+            return Err(());
+        };
+        let [client, server] = [request, &frame]
+            .map(|frame| PrivateData::find(&frame.private_data).unwrap_or(PrivateData::ABSENT));
+        let how = format!(
+            "iWARP, MPA revision {}, from {}, inline {} bytes out and {} in",
+            frame.revision,
+            stream.client,
+            client.send_threshold(&server),
+            client.receive_threshold(&server)
+        );
+        let markers = request.markers || frame.markers;
+        self.tell(at, number, Level::Info, Event::Opened { to: stream.server.to_string(), how });
+        if frame.reject {
+            self.say(at, number, "the server refuses the connection".into());
+        }
+        if markers {
+            self.say(at, number, "it has markers, which are not read".into());
+            return Err(());
+        }
+        Ok(Some(length))
+    }
+
+    /// `Err`: why the direction is not understood from here on.
+    fn fpdu(
+        &mut self,
+        stream: &mut Stream,
+        which: usize,
+        at: Option<Time>,
+        fpdu: &[u8],
+    ) -> Result<(), String> {
+        let number = Some(stream.number);
+        let out = which == CLIENT;
+        let who = if out { "client" } else { "server" };
+        let mut head = [0; ddp::ENOUGH];
+        let there = fpdu.len().min(head.len());
+        head[..there].copy_from_slice(&fpdu[..there]);
+        let (header, length) = ddp::Header::decode(&head)
+            .map_err(|fault| format!("what the {who} has sent is not understood from here on: {fault}"))?;
+        let payload = fpdu.get(header.len()..header.len() + length).unwrap_or_default();
+        let half = &mut stream.halves[which];
+        match header {
+            ddp::Header::Tagged { opcode: Opcode::Write, last, stag, to } => {
+                let (_, segment) =
+                    half.write.get_or_insert((at, Segment { handle: stag, offset: to, length: 0 }));
+                segment.length = segment.length.saturating_add(payload.len() as u32);
+                if last && let Some((began, segment)) = half.write.take() {
+                    self.tell(began, number, Level::Wire, Event::Rdma { write: true, segment });
+                }
+            }
+            ddp::Header::Tagged { last, .. } => {
+                // A long call begins with what it calls.
+                let begins = half.response_bytes == 0;
+                half.response_bytes += payload.len() as u64;
+                let total = half.response_bytes;
+                if last {
+                    half.response_bytes = 0;
+                }
+                if begins && let Some((xid, program)) = call(payload) {
+                    self.tell(at, number, Level::Debug, Event::Request { xid, program });
+                }
+                if last && total > 0 {
+                    self.tell(at, number, Level::Wire, Event::ReadDone);
+                }
+            }
+            ddp::Header::Untagged { opcode: Opcode::ReadRequest, .. } => {
+                let read = ReadRequest::decode(payload).filter(|read| read.size > 0);
+                if let Some(ReadRequest { size, source_stag, source_to, .. }) = read {
+                    let segment = Segment { handle: source_stag, offset: source_to, length: size };
+                    self.tell(at, number, Level::Wire, Event::Rdma { write: false, segment });
+                }
+            }
+            ddp::Header::Untagged { opcode: Opcode::Terminate, .. } => {
+                let why = ddp::Fault::decode_terminate(payload);
+                let why = why.map_or("nothing".to_owned(), |(_, text)| text.into_owned());
+                self.say(at, number, format!("the {who} ends the connection with an error: {why}"));
+            }
+            ddp::Header::Untagged { opcode, last, invalidate, .. } => {
+                let room = MESSAGE.saturating_sub(half.message.len());
+                half.message.extend_from_slice(&payload[..payload.len().min(room)]);
+                half.message_bytes += payload.len() as u64;
+                if last {
+                    let message = std::mem::take(&mut half.message);
+                    let bytes = std::mem::take(&mut half.message_bytes);
+                    // A first one without bytes says that the connection is up.
+                    if bytes > 0 {
+                        let beyond = bytes - message.len() as u64;
+                        self.message(
+                            number,
+                            at,
+                            out,
+                            &message,
+                            beyond,
+                            opcode.invalidates().then_some(invalidate),
+                        );
+                    }
+                }
+            }
+        }
+        Ok(())
+    }
+
+    fn message(
+        &mut self,
+        number: Option<i32>,
+        at: Option<Time>,
+        out: bool,
+        bytes: &[u8],
+        beyond: u64,
+        invalidates: Option<u32>,
+    ) {
+        let header = match header::decode(bytes, Versions::BOTH) {
+            Ok(header) => header,
+            Err(error) => {
+                let who = if out { "client" } else { "server" };
+                return self.say(at, number, format!("the {who} sends {error}"));
+            }
+        };
+        let Some(message) = log::message_of(&header.to_string()) else { return };
+        let payload = message.payload.map(|bytes| bytes + beyond);
+        let message = Message { payload, invalidates, ..message };
+        let sum = |segments: &mut dyn Iterator<Item = u32>| segments.map(u64::from).sum::<u64>();
+        let written = |message: &Message| {
+            sum(&mut message.writes.iter().chain(&message.reply).flatten().map(|segment| segment.length))
+        };
+        let inline = match header.body {
+            Body::Msg { payload, .. } => payload,
+            _ => &[],
+        };
+        let xid = message.xid;
+        let called = call(inline).filter(|(of, _)| *of == xid);
+        let is_long = message.payload.is_none();
+        let is_reply =
+            is_reply(inline, xid) || is_long && message.reads.is_empty() && message.reply.is_some();
+        let reply = is_reply.then(|| payload.unwrap_or(0) + written(&message));
+        let read = sum(&mut message.reads.iter().map(|read| read.segment.length));
+        let bytes = payload.unwrap_or(0) + read;
+        self.tell(at, number, Level::Wire, Event::Message { out, message });
+        if let Some((_, program)) = called {
+            self.tell(at, number, Level::Debug, Event::Request { xid, program });
+        }
+        if called.is_some() || is_long && read > 0 {
+            self.tell(at, number, Level::Debug, Event::CallBytes { xid, bytes });
+        }
+        if let Some(bytes) = reply {
+            self.tell(at, number, Level::Debug, Event::Reply { xid, bytes });
+        }
+    }
+}
+
+/// What bytes that wait take, with the place that they lie in.
+fn cost(bytes: &[u8]) -> usize {
+    bytes.len() + 64
+}
+
+impl Half {
+    fn arrived(&mut self, bytes: &[u8]) {
+        self.position += bytes.len() as u64;
+        self.next = self.next.map(|next| next.wrapping_add(bytes.len() as u32));
+        self.pending.extend_from_slice(bytes);
+    }
+}
+
+/// What an RPC message calls (RFC 5531 §9).
+fn call(message: &[u8]) -> Option<(u32, [u32; 3])> {
+    let words = words::<6>(message)?;
+    let [xid, 0, 2, program, version, procedure] = words else { return None };
+    Some((xid, [program, version, procedure]))
+}
+
+fn is_reply(message: &[u8], xid: u32) -> bool {
+    words::<2>(message) == Some([xid, 1])
+}
+
+fn words<const N: usize>(bytes: &[u8]) -> Option<[u32; N]> {
+    let bytes = bytes.get(..4 * N)?;
+    let mut words = [0; N];
+    for (word, bytes) in words.iter_mut().zip(bytes.chunks_exact(4)) {
+        *word = u32::from_be_bytes([bytes[0], bytes[1], bytes[2], bytes[3]]);
+    }
+    Some(words)
+}
+
+#[cfg(test)]
+mod tests;

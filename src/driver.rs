@@ -36,7 +36,7 @@ use crate::error::Error;
 use crate::memory::{Buf, Loan, Memory, Message, Regions, Sink};
 use crate::provider::Traits;
 use crate::signals;
-use crate::stats::{self, Counter, Procedure};
+use crate::stats::{self, Counter};
 use crate::wire::Xid;
 use crate::wire::characteristics::Characteristic;
 use crate::xdr::LEND_MIN;
@@ -185,13 +185,8 @@ pub trait Caller: Send + Sync {
         mask: Mask<'_>,
     ) -> Result<Regions, Error> {
         stats::add(Counter::Calls, 1);
-        let histogram = Procedure::of(message.body(), false).histogram(|| true);
-        let timed = histogram.map(|histogram| (histogram, stats::clock()));
         let outcome = self.exchange(xid, message, Expect::Reply { max: max_reply, places }, deadline, mask);
         stats::add(Counter::Replies, outcome.is_ok().into());
-        if let Some((histogram, began)) = timed.filter(|_| outcome.is_ok()) {
-            histogram.took_since(began);
-        }
         outcome
     }
 

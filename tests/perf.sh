@@ -46,6 +46,35 @@ for device in iwarp local; do
     fi
     if grep -q '^</svg>$' $device.svg && ! grep -q 'NaN' $device.svg; then ok "$device: drawn"; else FAIL "$device: drawn" $device.svg; fi
 done
+# Ratios of the table, of the picture, and of the figures: the same; and what is drawn can be rendered.
+ratios() { python3 -c 'import json, sys
+for row in json.load(open(sys.argv[1]))["rows"]:
+    print("%.2f" % (row["ways"]["rdma"]["calls_per_second"] / row["ways"]["tcp"]["calls_per_second"]))' "$1" | xargs; }
+for device in iwarp local; do
+    equal "$device: ratios in the picture" "$(sed -n 's/^\([0-9]*\.[0-9][0-9]\)$/\1/p' $device.svg | xargs)" "$(ratios $device.json)"
+    equal "$device: ratios in the table" "$("$tool" perf --draw $device.json | awk '$1 == "rdma" { print $3 } $4 == "rdma" { print $6 }' | xargs)" "$(ratios $device.json)"
+    if command -v rsvg-convert >/dev/null && command -v file >/dev/null; then
+        check "$device: rendered" 0 'PNG image data, 960 x [0-9]+' sh -c "rsvg-convert $device.svg -o $device.png && file $device.png"
+    fi
+done
+# On a screen: a bar meanwhile, then the table; what rdma will do here.
+if command -v tmux >/dev/null; then
+    export TERM=xterm
+    mux() { tmux -L "rpcrdma-perf$$" -f /dev/null "$@"; }
+    screen() { mux capture-pane -p >screen; grep -Eq -- "$1" screen; }
+    mux new-session -d -x 100 -y 70 'bash --norc --noprofile'
+    mux send-keys -l "clear; '$tool' perf --seconds 0.5 --rounds 4 --sizes 0,64K --threads 1 --device iwarp; echo status \$?"; mux send-keys Enter
+    wait_for 20 screen '^\[=*>? *\] [0-9]+/24 .* left: (null 0|write 64K|read 64K) over (tcp|rdma), threads: 1' &&
+        ok "a bar tells how far it is" || FAIL "a bar tells how far it is" screen
+    wait_for 60 screen '^status 0' && ! screen ' left: ' && [ "$(grep -Ec '^(null|write|read) +(0|64K) +1  tcp ' screen)" -eq 3 ] &&
+        [ "$(grep -Ec '^ +rdma +[0-9,.]+ +[0-9.]+ ' screen)" -eq 3 ] && ok "then the table is there" || FAIL "then the table is there" screen
+    mux send-keys -l "clear; '$tool' info localhost; echo status \$?"; mux send-keys Enter
+    wait_for 20 screen '^status [01]' && screen '^library +/' && screen '^ +iwarp .software iWARP.: can be used' && screen '^problems? ' &&
+        ok "info on a screen" || FAIL "info on a screen" screen
+    mux kill-server
+else
+    skip "perf in a terminal" "tmux is not installed"
+fi
 check "a document is drawn again" 0 '' "$tool" perf --draw iwarp.json --svg again.svg
 check "... alike" 0 '^$' cmp iwarp.svg again.svg
 check "a document is printed as a table" 0 'write +4K +1  tcp .* rdma .*ratio: rdma to tcp' "$tool" perf --draw iwarp.json
@@ -123,7 +152,8 @@ while True:
     peers.append(listener.accept())
 END
 start_ready python3 silent.py || FAIL "a silent peer"
-asks() { ls -l "/proc/$run/fd" | grep -q socket: && grep -q '^SigBlk:.*4...$' "/proc/$run/status"; }
+# One thread waits for signals.
+asks() { ls -l "/proc/$run/fd" | grep -q socket: && [ "$(find "/proc/$run/task" -mindepth 1 -maxdepth 1 | wc -l)" -ge 2 ]; }
 for signal in TERM INT; do
     "$tool" perf 127.0.0.1 -p "$port" >out 2>err & run=$!; children+=("$run")
     wait_for 10 asks
@@ -154,7 +184,10 @@ equal "RDMA Reads, in bytes" "$(awk '/RDMA Read of/ { gsub(",", ""); n += $7 } E
 equal "RDMA Writes, in bytes" "$(awk '/RDMA Write of/ { gsub(",", ""); n += $7 } END { print n + 0 }' decoded)" "$(value totals bytes_written 2)"
 check "nothing is passed over" 0 '^$' cat err
 equal "as JSON" "$("$tool" decode --json <log | grep -c '"latency_us": [0-9]')" "$calls"
-check "a call is drawn" 0 '' "$tool" decode --call 3 --svg call.svg log
+write=$(sed -n 's/^call \([0-9]*\) .* perf 1 WRITE .*/\1/p' decoded | head -n 1)
+check "a call is drawn" 0 '' "$tool" decode --call "$write" --svg call.svg log
+equal "... with what it says in words" "$(sed -n 's/^RDMA \(Read\|Write\): \([0-9,]*\) bytes.*/\1 \2/p' call.svg | xargs)" \
+    "$("$tool" decode --call "$write" log | sed -n 's/.*RDMA \(Read\|Write\) of \([0-9,]*\) bytes.*/\1 \2/p' | xargs)"
 if grep -q '^</svg>$' call.svg && grep -q 'grants 32 credits' call.svg; then ok "... as a diagram"; else FAIL "... as a diagram" call.svg; fi
 xid=$(sed -n 's/^call 2 .* xid \(0x[0-9a-f]*\) .*/\1/p' decoded)
 check "a call by its XID" 0 "call 2 .* xid $xid " "$tool" decode --xid "$xid" log

@@ -9,6 +9,7 @@
 #![forbid(unsafe_code)]
 
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
+use std::time::Duration;
 
 use rustix::time::{ClockId, clock_gettime};
 
@@ -145,7 +146,17 @@ impl Histogram {
     /// Counts a call that began at that [`clock`].
     #[inline]
     pub fn took_since(self, began: u64) {
-        let nanos = clock().saturating_sub(began);
+        self.count(clock().saturating_sub(began));
+    }
+
+    /// Counts a call that took so long.
+    #[inline]
+    pub fn took(self, time: Duration) {
+        self.count(time.as_nanos() as u64);
+    }
+
+    #[inline]
+    fn count(self, nanos: u64) {
         self.0[1].fetch_add(nanos, Relaxed);
         self.0[HISTOGRAM_HEAD + bucket(nanos)].fetch_add(1, Relaxed);
     }

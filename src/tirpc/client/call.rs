@@ -16,7 +16,7 @@ use crate::ffi::{guard, step};
 use crate::log_debug;
 use crate::memory::{Loan, Message, Regions, Sink, registered};
 use crate::signals::BlockedSignals;
-use crate::stats::{self, Counter};
+use crate::stats::{self, Counter, Procedure};
 use crate::tirpc::auth::{self, Held, Share};
 use crate::tirpc::lending::{self, lending};
 use crate::tirpc::{
@@ -399,7 +399,10 @@ impl<'a> Call<'a> {
         // RFC 5531 §12.1: procedure 0 has no results; only RPCSEC_GSS puts its own into replies to it.
         let header = connection.reply_header();
         let room = if self.proc == 0 && !gss { RPC_HEADER_MAX } else { terms.max_reply + header };
-        let deadline = terms.until.unwrap_or(Instant::now() + limit);
+        // The clock is read once, for the deadline and for the histogram.
+        let began = Instant::now();
+        let deadline = terms.until.unwrap_or(began + limit);
+        let histogram = Procedure::of(message.body(), false).histogram(|| true);
         let fd = connection.fd();
         let length = message.len();
         let (program, version) = terms.program;
@@ -422,6 +425,9 @@ impl<'a> Call<'a> {
             }
             reply => reply?,
         };
+        if let Some(histogram) = histogram {
+            histogram.took(began.elapsed());
+        }
         log_debug!("fd {fd}: reply {xid}: {} bytes", reply.iter().map(|part| part.len()).sum::<usize>());
         // SAFETY: by the contract.
         let next = unsafe { self.receive((reply, gss), terms, (loans, held), parts) };

@@ -373,8 +373,17 @@ impl Responder {
         } else {
             return self.refuse((xid, version), common);
         }
+        if !self.make_room() {
+            return common.close(Error::new(Kind::Os(libc::ENOMEM), "no memory for one more request"));
+        }
         self.queue.push_back(pending);
         self.start_pulls(common);
+    }
+
+    /// Room for one more request, until it is answered: all that are queued will be handed up. Longer than what the reserve of
+    /// memory has, with many requests.
+    fn make_room(&mut self) -> bool {
+        self.queue.try_reserve(1).is_ok() && self.handed.try_reserve(self.queue.len() + 1).is_ok()
     }
 
     /// Asks for more of the Calls, the oldest first, as far as the peer answers and memory allows.
@@ -407,6 +416,10 @@ impl Responder {
                     if !common.memory.may_pull(sink, bytes, first) {
                         *waits = true;
                         return;
+                    }
+                    if reads.try_reserve(1).is_err() || common.output.try_reserve(1).is_err() {
+                        let text = "no memory for one more RDMA Read";
+                        return common.close(Error::new(Kind::Os(libc::ENOMEM), text));
                     }
                     let read = WorkRequest::Read { id: WorkId(pending.id.0), sink: sink.clone(), at, from };
                     common.output.push_back(Output::Post(read));

@@ -358,6 +358,11 @@ impl Connection {
         self.common.window.in_flight()
     }
 
+    /// Calls of ours that have not ended, sent or not.
+    pub fn calls(&self) -> usize {
+        self.requester.calls()
+    }
+
     /// Requests of the peer under way: received, and neither answered nor given up.
     pub fn working(&self) -> usize {
         self.responder.working()

@@ -41,18 +41,32 @@ pub fn check() -> io::Result<()> {
     if HEAP.0.is_low() { Err(io::Error::from_raw_os_error(libc::ENOMEM)) } else { Ok(()) }
 }
 
+/// These, or as many of the first of them as there is memory for. None is taken from `items` that has no room: to drop it may
+/// need what the caller has locked.
+pub fn as_many_as_fit<T>(mut items: impl Iterator<Item = T>) -> Vec<T> {
+    let mut fit = Vec::from_iter(items.next());
+    while !fit.is_empty()
+        && fit.try_reserve(1).is_ok()
+        && let Some(item) = items.next()
+    {
+        fit.push(item);
+    }
+    fit
+}
+
 // SAFETY: a block is the system's or, where that has none, of the reserve, which hands out what nobody else has; it goes back to
 // where its address says it is from.
 unsafe impl GlobalAlloc for Heap {
     unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
         // SAFETY: by contract.
-        let block = unsafe { System.alloc(layout) };
+        let block = if is_refused(layout.size()) { null_mut() } else { unsafe { System.alloc(layout) } };
         if block.is_null() { self.0.take(layout) } else { block }
     }
 
     unsafe fn alloc_zeroed(&self, layout: Layout) -> *mut u8 {
+        let refused = is_refused(layout.size());
         // SAFETY: by contract.
-        let block = unsafe { System.alloc_zeroed(layout) };
+        let block = if refused { null_mut() } else { unsafe { System.alloc_zeroed(layout) } };
         if !block.is_null() {
             return block;
         }
@@ -74,7 +88,7 @@ unsafe impl GlobalAlloc for Heap {
     }
 
     unsafe fn realloc(&self, block: *mut u8, layout: Layout, size: usize) -> *mut u8 {
-        if !self.0.holds(block) {
+        if !self.0.holds(block) && !is_refused(size) {
             // SAFETY: by contract, and it is not of the reserve.
             let moved = unsafe { System.realloc(block, layout, size) };
             if !moved.is_null() {
@@ -91,6 +105,47 @@ unsafe impl GlobalAlloc for Heap {
             unsafe { self.dealloc(block, layout) };
         }
         moved
+    }
+}
+
+/// Whether a test has the system refuse so much.
+#[cfg(not(test))]
+const fn is_refused(_: usize) -> bool {
+    false
+}
+
+#[cfg(test)]
+use testing::is_refused;
+
+/// For tests: a system that has no memory left for this thread.
+#[cfg(test)]
+pub mod testing {
+    use std::cell::Cell;
+
+    use super::LONGEST;
+
+    thread_local! {
+        static REFUSES: Cell<bool> = const { Cell::new(false) };
+    }
+
+    pub(super) fn is_refused(size: usize) -> bool {
+        size > LONGEST && REFUSES.get()
+    }
+
+    /// While this lives the thread gets no block that the reserve has not either.
+    pub struct NoLongBlocks(());
+
+    impl NoLongBlocks {
+        pub fn from_here() -> NoLongBlocks {
+            REFUSES.set(true);
+            NoLongBlocks(())
+        }
+    }
+
+    impl Drop for NoLongBlocks {
+        fn drop(&mut self) {
+            REFUSES.set(false);
+        }
     }
 }
 
@@ -205,6 +260,17 @@ mod tests {
         assert_eq!(reserve.taken(), 0);
         assert!(!reserve.take(layout(LONGEST)).is_null());
         assert!(reserve.take(layout(LONGEST + 1)).is_null());
+    }
+
+    #[test]
+    fn a_list_that_gets_no_longer_block_has_the_first_of_its_items() {
+        assert_eq!(as_many_as_fit([0u8; 0].into_iter()).capacity(), 0);
+        assert_eq!(as_many_as_fit(0..20_000).len(), 20_000);
+        let _none = testing::NoLongBlocks::from_here();
+        let mut items = 0..20_000u64;
+        let fit = as_many_as_fit(&mut items);
+        assert_eq!(items.start, fit.len() as u64, "none is lost");
+        assert_eq!((fit.len(), fit.last()), (LONGEST / 8, Some(&(LONGEST as u64 / 8 - 1))));
     }
 
     #[test]

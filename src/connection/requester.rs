@@ -141,6 +141,11 @@ impl Requester {
         self.calls.get(&xid).is_some_and(|call| call.handles.contains(&handle))
     }
 
+    /// Calls that have not ended.
+    pub(super) fn calls(&self) -> usize {
+        self.calls.len()
+    }
+
     /// Whether something with this XID is under way.
     pub(super) fn knows(&self, xid: Xid) -> bool {
         self.calls.contains_key(&xid) || self.past.iter().any(|call| call.xid == xid)
@@ -190,8 +195,11 @@ impl Requester {
             return Err(Error::new(Kind::Invalid, format!("the call does not begin with its XID {xid}")));
         }
         // Longer than what the reserve of memory has, with many calls.
+        let all = self.calls.len() + 1;
         self.calls
             .try_reserve(1)
+            // When the connection ends, all of them do at once.
+            .and_then(|()| common.output.try_reserve(all))
             .map_err(|_| Error::new(Kind::Os(libc::ENOMEM), "no memory for one more call"))?;
         let fate = if matches!(expect, Expect::Nothing) { Fate::OneWay } else { Fate::Awaited };
         let mut call = Outstanding {

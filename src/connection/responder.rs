@@ -422,6 +422,9 @@ impl Responder {
             self.assemble(&mut chunks, lists, payload, common, registrar.read_depth() > 0)
         };
         let Some(state) = state else { return self.refuse((xid, version), common) };
+        if !self.make_room() {
+            return common.close(Error::new(Kind::Os(libc::ENOMEM), "no memory for one more request"));
+        }
         self.queue.push_back(Pending { id, chunks, staged: 0, state });
         // One that is whole, and alone, leaves nothing to ask for.
         if self.queue.len() > 1 || !self.request_ready() {
@@ -461,6 +464,12 @@ impl Responder {
         Some(State::Pulling(Box::new(Pulling { assembly, inline, staging: None, rest, left: 0 })))
     }
 
+    /// Room for one more request, until it is answered: all that are queued will be handed up. Longer than what the reserve of
+    /// memory has, with many requests.
+    fn make_room(&mut self) -> bool {
+        self.queue.try_reserve(1).is_ok() && self.handed.0.try_reserve(self.queue.len() + 1).is_ok()
+    }
+
     /// Asks for more of the Calls, the oldest first, as far as the peer answers and memory allows.
     pub(super) fn start_pulls(&mut self, common: &mut Common) {
         let Responder { queue, staged, reads, asked, reads_max, waits, held, .. } = self;
@@ -492,6 +501,10 @@ impl Responder {
                     if !common.memory.may_pull(sink, bytes, first) {
                         *waits = true;
                         return;
+                    }
+                    if reads.try_reserve(1).is_err() || common.output.try_reserve(1).is_err() {
+                        let text = "no memory for one more RDMA Read";
+                        return common.close(Error::new(Kind::Os(libc::ENOMEM), text));
                     }
                     let read = WorkRequest::Read { id: WorkId(pending.id.0), sink: sink.clone(), at, from };
                     common.output.push_back(Output::Post(read));

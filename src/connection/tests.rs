@@ -14,6 +14,7 @@ mod two;
 use super::requester::*;
 use super::responder::*;
 use super::*;
+use crate::reserve::testing::NoLongBlocks;
 use crate::wire::characteristics::{self as operations, Characteristic};
 use crate::wire::header::{Proc, RdmaError};
 use crate::wire::lists::Lists;
@@ -771,6 +772,31 @@ fn calls_beyond_the_grant_are_served_while_receives_last() {
     assert_eq!((pair.server.device.receives, pair.server.engine.requests_queued()), (0, receives as usize));
     pair.drive();
     assert_eq!((pair.server.device.receives, pair.sends(Server)), (receives, receives as usize));
+}
+
+/// Each call takes a place in tables until it is answered. Memory that runs out for these ends the connection, and no more.
+#[test]
+fn a_table_of_requests_that_gets_no_memory_ends_the_connection() {
+    let requests = |refused: bool, handed: bool| {
+        let mut pair = Pair::new();
+        pair.server.device.receives = u32::MAX;
+        let _none = refused.then(NoLongBlocks::from_here);
+        for xid in 0..5000 {
+            pair.inject(Server, &msg(xid, 4, &call_message(xid, 40, 28, false)));
+            if let Some(error) = pair.server.engine.closed() {
+                assert_eq!(error.kind(), Kind::Os(libc::ENOMEM), "{error}");
+                return xid;
+            }
+            if handed {
+                assert!(pair.server.engine.poll_request().is_some());
+            }
+        }
+        5000
+    };
+    for handed in [false, true] {
+        assert_eq!(requests(false, handed), 5000);
+        assert!((10..5000).contains(&requests(true, handed)), "{handed}");
+    }
 }
 
 // ---------------------------------------------------------------------------------------------------------- errors

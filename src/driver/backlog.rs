@@ -379,6 +379,7 @@ mod tests {
     use crate::driver::{server, session};
     use crate::memory::{Program, Sink};
     use crate::provider::WorkRequest;
+    use crate::reserve::testing::NoLongBlocks;
     use crate::socket;
     use crate::wait;
     use crate::wire::Xid;
@@ -464,6 +465,29 @@ mod tests {
             locked(server).push();
             std::thread::yield_now();
         }
+    }
+
+    /// Each call takes a place in tables, also of those that end with the connection.
+    #[test]
+    fn a_table_of_calls_that_gets_no_memory_fails_a_call_and_no_other() {
+        let config = Box::leak(Box::new(Config::default()));
+        let (mut client, _server, _sockets) = join_with(config);
+        let none = NoLongBlocks::from_here();
+        let mut begun = 0;
+        let refused = loop {
+            let mut message = client.memory.message().unwrap();
+            message.extend(&[begun, 8].map(u32::to_be_bytes).concat()).unwrap();
+            match client.begin(Xid(begun), message.into(), Expect::Reply { max: 8, places: Vec::new() }) {
+                Ok(()) => begun += 1,
+                Err(error) => break error,
+            }
+        };
+        assert_eq!(refused.kind(), Kind::Os(libc::ENOMEM));
+        assert!(begun > 10 && client.engine.calls() == begun as usize && client.engine.closed().is_none());
+        client.fail(Error::new(Kind::ConnectionLost, "the end"));
+        client.drain();
+        assert_eq!(client.done.len(), begun as usize);
+        drop(none);
     }
 
     #[test]

@@ -4,7 +4,7 @@
 use rustc_hash::FxHashMap;
 
 use crate::connection::Connection;
-use crate::error::Error;
+use crate::error::{Error, Kind};
 use crate::memory::Regions;
 use crate::process;
 use crate::wire::Xid;
@@ -50,6 +50,17 @@ impl Calls {
         }
     }
 
+    /// Room for how one more call ends, beside `others` that are under way. Longer than what the reserve of memory has, with
+    /// many calls.
+    ///
+    /// # Errors
+    /// `ENOMEM`.
+    pub(super) fn make_room(&mut self, others: usize) -> Result<(), Error> {
+        self.outcomes
+            .try_reserve(others + 1)
+            .map_err(|_| Error::new(Kind::Os(libc::ENOMEM), "no memory for how one more call ends"))
+    }
+
     /// Notes how a call ended. False when nobody is to take it.
     pub(super) fn end(&mut self, xid: Xid, outcome: Result<Regions, Error>) -> bool {
         if let Some(at) = self.greetings.iter().position(|greeting| *greeting == xid) {
@@ -69,5 +80,41 @@ impl Calls {
                 return xid;
             }
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::reserve::testing::NoLongBlocks;
+
+    /// Whatever was taken out meanwhile, and whatever that has left in the table.
+    #[test]
+    fn calls_that_have_begun_end_without_memory() {
+        let mut calls = Calls::new();
+        let (mut under_way, mut begun) = (std::collections::VecDeque::new(), 0);
+        let none = NoLongBlocks::from_here();
+        let refused = loop {
+            match calls.make_room(under_way.len()) {
+                Ok(()) => under_way.push_back(Xid(begun)),
+                Err(error) => break error,
+            }
+            begun += 1;
+            // Of three calls one ends, and its outcome is taken.
+            if begun % 3 == 0
+                && let Some(xid) = under_way.pop_front()
+            {
+                assert!(calls.end(xid, Ok(Regions::new())));
+                calls.outcomes.remove(&xid);
+            }
+        };
+        assert_eq!(refused.kind(), Kind::Os(libc::ENOMEM));
+        assert!(under_way.len() > 100);
+        let before = calls.outcomes.len();
+        let ended = under_way.len();
+        assert!(under_way.into_iter().all(|xid| calls.end(xid, Ok(Regions::new()))));
+        assert_eq!(calls.outcomes.len(), before + ended);
+        drop(none);
+        assert!(calls.make_room(0).is_ok());
     }
 }

@@ -452,7 +452,10 @@ impl Caller for Client {
         let mut state = self.lock();
         state.take_in();
         self.look(&mut state);
-        match &mut state.renewal {
+        let Waiting { session, link, renewal, .. } = &mut *state;
+        let parked = renewal.as_ref().map_or(0, Renewal::parked);
+        session.calls.make_room(link.engine.calls() + parked)?;
+        match renewal {
             Some(renewal) => {
                 renewal.park(xid, message, expect)?;
                 if !state.session.is_driven() {
@@ -587,6 +590,7 @@ pub(super) mod tests {
     use crate::driver::server::Server;
     use crate::driver::server::Shared;
     use crate::driver::server::locked;
+    use crate::reserve::testing::NoLongBlocks;
     use crate::wait;
     use std::sync::OnceLock;
 
@@ -733,6 +737,43 @@ pub(super) mod tests {
             assert!(client.lock().link.device.wants_write(), "the socket has taken all");
             assert!(!client.lock().session.calls.is_over(Waiter::Call(awaited)));
             assert!(wait::until(fd, wait::IN, Some(Duration::ZERO), None).unwrap(), "it was taken");
+        });
+    }
+
+    #[test]
+    fn a_thread_that_cannot_be_noted_among_those_that_sleep_looks_by_itself() {
+        let config: &'static Config = Box::leak(Box::default());
+        let (to_server, to_client) = pair().unwrap();
+        let server = Mutex::new(Server::accept(to_client.as_raw_fd(), config).unwrap());
+        let fd = to_server.as_raw_fd();
+        std::thread::scope(|scope| {
+            let opens = scope.spawn(move || {
+                let client = Client::open(fd, config, Instant::now() + PATIENCE, None).unwrap();
+                call(&client, 40).unwrap();
+                client
+            });
+            let first = next(&server).unwrap();
+            answer(&server, first);
+            let client = opens.join().unwrap();
+            client.lock().session.drive_as(usize::MAX);
+            client.lock().session.fill_sleepers();
+            let sleepers = client.lock().session.sleeping();
+            std::thread::scope(|scope| {
+                let calls = scope.spawn(|| {
+                    let _none = NoLongBlocks::from_here();
+                    call(&client, 40).map(drop)
+                });
+                let request = next(&server).unwrap();
+                answer(&server, request);
+                assert!(wait::until(fd, wait::IN, Some(PATIENCE), None).unwrap());
+                let mut state = client.lock();
+                assert_eq!(state.session.sleeping(), sleepers);
+                // Who drives hands the reply out, and knows of nobody whom to wake.
+                state.link.pump();
+                state.settle();
+                drop(state);
+                calls.join().unwrap().unwrap();
+            });
         });
     }
 

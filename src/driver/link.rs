@@ -510,6 +510,10 @@ impl Link {
     /// Starts a call, and sends what the device takes.
     pub(super) fn begin(&mut self, xid: Xid, message: Message, expect: Expect) -> Result<(), Error> {
         self.show_again();
+        // All that are under way may end at once.
+        self.done
+            .try_reserve(self.engine.calls() + 1)
+            .map_err(|_| Error::new(Kind::Os(libc::ENOMEM), "no memory for one more call"))?;
         self.engine.call(xid, message, expect, &mut *self.device)?;
         self.shown.add(Slot::Calls, 1);
         if self.engine.credits_left() == 0 && !self.engine.transmitted(xid) {

@@ -65,8 +65,16 @@ impl Renewal {
         if self.parked.iter().any(|(other, ..)| *other == xid) {
             return Err(Error::new(Kind::Invalid, format!("a call with XID {xid} is under way")));
         }
+        self.parked
+            .try_reserve(1)
+            .map_err(|_| Error::new(Kind::Os(libc::ENOMEM), "no memory for one more call"))?;
         self.parked.push((xid, message, expect));
         Ok(())
+    }
+
+    /// Calls that wait for a new connection.
+    pub(super) fn parked(&self) -> usize {
+        self.parked.len()
     }
 
     /// Nobody waits for the call any more, if it is one of these: why it has failed.

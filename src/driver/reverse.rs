@@ -345,6 +345,8 @@ impl Caller for Reverse {
     ) -> Result<Regions, Error> {
         let server = self.server();
         let mut state = locked(&server);
+        let others = state.usable()?.engine.calls();
+        state.session.calls.make_room(others)?;
         state.usable()?.begin(xid, message, expect)?;
         state.settle();
         let waiter = Waiter::Call(xid);

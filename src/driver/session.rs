@@ -178,6 +178,17 @@ impl Session {
         self.drivers.push(Driver { thread, reads: true, writes: thread == thread::this() });
     }
 
+    /// As if so many threads slept that one more needs memory, of more than the reserve has.
+    #[cfg(test)]
+    pub(super) fn fill_sleepers(&mut self) {
+        for thread in 0.. {
+            if self.sleepers.capacity() >= 1000 && self.sleepers.len() == self.sleepers.capacity() {
+                break;
+            }
+            self.sleepers.insert(Waiter::Version(thread), Arc::new(Condvar::new()));
+        }
+    }
+
     fn end_to_drive(&mut self) {
         if let Some(driver) = self.own_driver() {
             self.drivers.remove(driver);
@@ -404,14 +415,22 @@ pub(super) fn wait_once<'a, P: Policy<'a>>(
         Turn::Sleep { until, serves } => {
             let own = steps.condition.get_or_insert_with(|| Arc::new(Condvar::new())).clone();
             let session = state.parts().0;
-            session.sleepers.insert(waiter, own.clone());
+            // Without memory for that nobody can wake it, and it looks again by itself.
+            let known = session.sleepers.try_reserve(1).is_ok();
+            if known {
+                session.sleepers.insert(waiter, own.clone());
+            }
+            let looks = (!known).then(|| Instant::now() + DOZE);
+            let until = until.into_iter().chain(looks).min();
             if serves {
                 session.serving_sleeper = Some(own.clone());
             }
             let mut state = sleep(&own, state, until.map_or(deadline, |until| deadline.min(until)));
             // Awake it may serve a request, whose own calls wait here too: to wake it would wake nobody.
             let session = state.parts().0;
-            session.sleepers.remove(&waiter);
+            if known {
+                session.sleepers.remove(&waiter);
+            }
             if serves {
                 session.serving_sleeper = None;
             }

@@ -11,16 +11,16 @@
 //!   of the memory to itself, where the oldest makes room for the next.
 #![allow(unsafe_code)]
 
+use std::collections::BTreeMap;
 use std::net::IpAddr;
 use std::os::fd::RawFd;
 use std::sync::{Arc, MutexGuard, Weak};
 use std::time::{Duration, Instant};
 
-use rustc_hash::FxHashMap;
-
 use crate::driver::{START_TIMEOUT, Stage};
 use crate::fork;
 use crate::provider::Shortage;
+use crate::reserve::as_many_as_fit;
 use crate::tirpc::progress::{self, Wants, Watched};
 use crate::tirpc::run;
 use crate::tirpc::{SVCXPRT, library, polled, polled_table, svc_destroy};
@@ -70,7 +70,8 @@ impl Watched for Silent {
 
 #[derive(Default)]
 struct Table {
-    known: FxHashMap<RawFd, Known>,
+    /// A tree, of small blocks, which the reserve of memory has too.
+    known: BTreeMap<RawFd, Known>,
     /// Those over adapters.
     adapters: usize,
 }
@@ -188,21 +189,21 @@ pub unsafe fn forget_silent(xprt: *mut SVCXPRT) {
 /// The caller is the program's loop.
 pub unsafe fn make_room_on_devices(shortage: Shortage, peer: IpAddr) -> bool {
     let now = Instant::now();
-    let known: Vec<(RawFd, Arc<dyn Watched>)> = {
+    let known = {
         let table = table();
         let own = |(fd, known): (&RawFd, &Known)| match known {
             Known::Own(transport, ..) => Some((*fd, transport.upgrade()?)),
             Known::Silent(_) => None,
         };
-        table.known.iter().filter_map(own).collect()
+        as_many_as_fit(table.known.iter().filter_map(own))
     };
     let look = |(fd, transport): (RawFd, Arc<dyn Watched>)| {
         let (stage, peer) = stage(&*transport)?;
         let idle = now.saturating_duration_since(transport.idle_since()?);
         Some((Idle { stage, peer, idle }, fd, transport))
     };
-    let candidates: Vec<(Idle, RawFd, Arc<dyn Watched>)> = known.into_iter().filter_map(look).collect();
-    let idle: Vec<Idle> = candidates.iter().map(|(idle, ..)| *idle).collect();
+    let candidates = as_many_as_fit(known.into_iter().filter_map(look));
+    let idle = as_many_as_fit(candidates.iter().map(|(idle, ..)| *idle));
     let Some(at) = choose(shortage, peer, &idle) else { return false };
     let (Idle { stage, idle, .. }, fd, transport) = &candidates[at];
     let what = match stage {
@@ -271,15 +272,14 @@ unsafe fn make_room(newest: RawFd) {
             Known::Silent(_) | Known::Own(_, false, _) => None,
         }
     };
-    let candidates: Vec<_> = others.filter_map(candidate).collect();
+    let candidates = as_many_as_fit(others.filter_map(candidate));
     drop(table);
     let now = Instant::now();
-    let mut idle: Vec<(Duration, RawFd, Arc<dyn Watched>)> = Vec::with_capacity(candidates.len());
-    for (fd, candidate) in candidates {
-        if let Some(since) = candidate.idle_since() {
-            idle.push((now.saturating_duration_since(since), fd, candidate));
-        }
-    }
+    let idle_for = |(fd, candidate): (RawFd, Arc<dyn Watched>)| {
+        let since = candidate.idle_since()?;
+        Some((now.saturating_duration_since(since), fd, candidate))
+    };
+    let mut idle = as_many_as_fit(candidates.into_iter().filter_map(idle_for));
     idle.sort_unstable_by_key(|(time, fd, _)| (std::cmp::Reverse(*time), *fd));
     // libtirpc counts whole seconds.
     let overdue = idle.iter().take_while(|(time, ..)| time.as_secs() > IDLE.as_secs()).count();

@@ -4,18 +4,17 @@
 //! by rpcgen count the registered descriptors to find out whether they are idle.
 #![allow(unsafe_code)]
 
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
 use std::os::fd::RawFd;
 use std::ptr::null_mut;
 use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
 use std::sync::{Arc, MutexGuard, Weak};
 use std::time::{Duration, Instant};
 
-use rustc_hash::FxHashMap;
-
 use crate::driver::{Shared, Wait, send_rest};
 use crate::error::Error;
 use crate::ffi::{Uncancelled, guard, guard_passing_in_steps, step};
+use crate::reserve::as_many_as_fit;
 use crate::tirpc::bare::{LISTENING, bare};
 use crate::tirpc::{
     SVCXPRT, bool_t, nothing_is_registered, rpc_msg, xp_ops, xprt_register_beside, xprt_unregister,
@@ -31,7 +30,8 @@ struct Progress {
     set: Option<WakeSet>,
     /// The process that made it, or made it anew.
     generation: u64,
-    entries: FxHashMap<RawFd, Entry>,
+    /// A tree, of small blocks, which the reserve of memory has too.
+    entries: BTreeMap<RawFd, Entry>,
     /// Of those that have one: the deadline.
     deadlines: BTreeSet<(Instant, RawFd)>,
     /// Those that hold memory which others may wait for, and how many wait.
@@ -163,7 +163,7 @@ impl Default for Progress {
         Progress {
             set: None,
             generation: 0,
-            entries: FxHashMap::default(),
+            entries: BTreeMap::new(),
             deadlines: BTreeSet::new(),
             holding: BTreeSet::new(),
             waiting: 0,
@@ -214,11 +214,11 @@ pub fn finish() {
         let _ = wait::poll(&mut [], Some(Duration::from_millis(1)), None);
     };
     let waits = table.entries.values().filter(|entry| entry.wants.stands.is_some());
-    let waits: Vec<Weak<dyn Watched>> = waits.map(|entry| entry.who.clone()).collect();
+    let waits = as_many_as_fit(waits.map(|entry| entry.who.clone()));
     // A transport that ends here takes the lock.
     drop(table);
-    let waits: Vec<Arc<dyn Watched>> = waits.iter().filter_map(Weak::upgrade).collect();
-    let servers: Vec<Arc<Shared>> = waits.iter().filter_map(|own| own.accepted().cloned()).collect();
+    let waits = as_many_as_fit(waits.iter().filter_map(Weak::upgrade));
+    let servers = as_many_as_fit(waits.iter().filter_map(|own| own.accepted().cloned()));
     send_rest(&servers, Wait::END);
 }
 
@@ -269,18 +269,20 @@ impl Progress {
     }
 
     /// What is to be looked at: what can be written, what is late, and while some wait for memory who holds it, those whose
-    /// peers have stood longest first; then those that wait for it, the oldest first.
+    /// peers have stood longest first; then those that wait for it, the oldest first. Without memory for all of them it is
+    /// some, and the others when these have had their turn.
     fn due(&self, now: Instant) -> Vec<(RawFd, Weak<dyn Watched>)> {
         let writable = self.set.iter().flat_map(WakeSet::ready).map(|key| key as RawFd);
         let late = self.deadlines.range(..=(now, RawFd::MAX)).map(|(_, fd)| *fd);
         let holding = self.holding.iter().filter(|_| self.waiting > 0).copied();
-        let mut due: Vec<RawFd> = writable.chain(late).chain(holding).collect();
+        let mut due = as_many_as_fit(writable.chain(late).chain(holding));
         due.sort_unstable();
         due.dedup();
-        let mut due: Vec<(RawFd, &Entry)> =
-            due.into_iter().filter_map(|fd| Some((fd, self.entries.get(&fd)?))).collect();
-        due.sort_by_key(|(_, e)| (e.wants.memory, e.wants.stands.is_none(), e.wants.stands));
-        due.into_iter().map(|(fd, e)| (fd, e.who.clone())).collect()
+        let entries = due.into_iter().filter_map(|fd| Some((fd, self.entries.get(&fd)?)));
+        let mut due = as_many_as_fit(entries);
+        // A stable sort would ask for memory.
+        due.sort_unstable_by_key(|(fd, e)| (e.wants.memory, e.wants.stands.is_none(), e.wants.stands, *fd));
+        as_many_as_fit(due.into_iter().map(|(fd, e)| (fd, e.who.clone())))
     }
 
     /// Sets the alarm to the first deadline. `looked`: at all that is late; it is left alone for a while.
@@ -433,6 +435,31 @@ mod tests {
             assert_eq!(added.unwrap_err().raw_os_error(), Some(libc::EEXIST));
         }
         assert!(!progress.own_set().unwrap());
+    }
+
+    #[test]
+    fn tables_of_thousands_of_connections_need_no_block_that_the_reserve_does_not_have() {
+        let now = Instant::now();
+        let wants = |late: bool| Wants {
+            deadline: Some(if late { now } else { now + Duration::from_secs(60) }),
+            memory: Some(now),
+            ..Wants::default()
+        };
+        let _none = crate::reserve::testing::NoLongBlocks::from_here();
+        let mut progress = Progress::default();
+        for fd in 0..5000 {
+            progress.note(fd, wants(fd % 2 == 0), nobody);
+        }
+        // All have their turn in the end.
+        let mut looked = 0;
+        loop {
+            let due = progress.due(now);
+            let Some((last, _)) = due.last() else { break };
+            assert!(*last % 2 == 0 && due.len() <= 2500);
+            looked += due.len();
+            due.iter().for_each(|(fd, _)| progress.note(*fd, Wants::default(), nobody));
+        }
+        assert_eq!((looked, progress.entries.len(), progress.waiting), (2500, 2500, 2500));
     }
 
     #[test]

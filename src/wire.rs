@@ -88,7 +88,9 @@ impl<'a> Reader<'a> {
 }
 
 /// Appends words.
+#[inline]
 fn put(out: &mut Vec<u8>, words: &[u32]) {
+    out.reserve(size_of_val(words));
     for word in words {
         out.extend_from_slice(&word.to_be_bytes());
     }

@@ -88,10 +88,6 @@ impl<'a> Reader<'a> {
 }
 
 /// Appends words.
-#[inline]
-fn put(out: &mut Vec<u8>, words: &[u32]) {
-    out.reserve(size_of_val(words));
-    for word in words {
-        out.extend_from_slice(&word.to_be_bytes());
-    }
+fn put<const N: usize>(out: &mut Vec<u8>, words: &[u32; N]) {
+    out.extend_from_slice(words.map(u32::to_be_bytes).as_flattened());
 }

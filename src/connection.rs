@@ -304,6 +304,12 @@ impl Connection {
         self.update_backward();
     }
 
+    /// Whether there is something to do.
+    #[inline]
+    pub fn has_output(&self) -> bool {
+        !self.common.output.is_empty()
+    }
+
     /// The next thing to do. See the contract.
     pub fn poll_output(&mut self) -> Option<Output> {
         self.common.output.pop_front()

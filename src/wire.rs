@@ -88,8 +88,6 @@ impl<'a> Reader<'a> {
 }
 
 /// Appends words.
-fn put(out: &mut Vec<u8>, words: &[u32]) {
-    for word in words {
-        out.extend_from_slice(&word.to_be_bytes());
-    }
+fn put<const N: usize>(out: &mut Vec<u8>, words: &[u32; N]) {
+    out.extend_from_slice(words.map(u32::to_be_bytes).as_flattened());
 }

@@ -129,6 +129,7 @@ impl Backlog {
     /// Notes what waits now.
     pub(super) fn note(&mut self, device: &dyn QueuePair) {
         match device.unsent() {
+            0 if self.held.is_none() => {}
             0 => self.clear(),
             unsent => self.grow(unsent, device.taken(), Instant::now()),
         }
@@ -153,6 +154,11 @@ impl Backlog {
         if taken.wrapping_sub(held.moved.0) >= LEAST {
             held.moved = (taken, now);
         }
+    }
+
+    /// Whether nothing waits.
+    pub(super) fn is_empty(&self) -> bool {
+        self.held.is_none()
     }
 
     /// Since when the peer stands though something waits for it.

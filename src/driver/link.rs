@@ -348,8 +348,16 @@ impl Link {
         }
     }
 
-    /// Carries out what the engine wants.
+    /// Carries out what the engine wants: mostly nothing, though it may be something after each thing that happens.
+    #[inline]
     pub(super) fn drain(&mut self) {
+        if self.engine.has_output() {
+            self.carry_out();
+        }
+    }
+
+    #[inline(never)]
+    fn carry_out(&mut self) {
         while let Some(output) = self.engine.poll_output() {
             match output {
                 Output::Receive(bytes) => {

@@ -251,8 +251,14 @@ impl Server {
         if pulling.is_none() && !waits {
             // As nearly always: what time it is does not matter.
             (self.pulling, self.retry) = (None, None);
-            return;
+        } else {
+            self.note_pulls(pulling, waits);
         }
+    }
+
+    #[cold]
+    fn note_pulls(&mut self, pulling: Option<u64>, waits: bool) {
+        let Phase::Open(link) = &mut self.phase else { return };
         let now = Instant::now();
         self.looked = now;
         let pulled = link.device.pulled();
@@ -427,6 +433,13 @@ impl Server {
         }
         let probe = (!self.traits.socket && matches!(self.phase, Phase::Open(_))).then_some(self.probe_at);
         sooner(sooner(self.retry.map(|(_, at)| at), self.backlog.deadline()), probe)
+    }
+
+    /// Whether there is nothing to look at before its descriptor tells of something: neither time nor memory nor room in the
+    /// socket is waited for, as nearly always.
+    pub fn is_quiet(&self) -> bool {
+        let waits = self.pulling.is_some() || self.retry.is_some() || !self.backlog.is_empty();
+        matches!(&self.phase, Phase::Open(link) if self.traits.socket && !waits && !link.device.wants_write())
     }
 
     /// Since when the peer has taken nothing of what waits for it.

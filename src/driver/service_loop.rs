@@ -166,8 +166,13 @@ impl ServiceLoop {
 
     fn remove(&'static self, serial: u64) -> Option<Routine> {
         let mut state = self.state();
-        let at = state.dispatching.iter().rposition(|routine| routine.serial == serial)?;
-        let gone = state.dispatching.remove(at);
+        let gone = match state.dispatching.pop_if(|last| last.serial == serial) {
+            Some(last) => last,
+            None => {
+                let at = state.dispatching.iter().rposition(|routine| routine.serial == serial)?;
+                state.dispatching.remove(at)
+            }
+        };
         self.dispatching.store(state.dispatching.len(), Relaxed);
         Some(gone)
     }

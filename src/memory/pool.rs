@@ -126,18 +126,22 @@ impl Pool {
     pub(super) fn give_back(&self, mut block: Share) {
         match self.idle() {
             Some(mut idle) if idle.len() < self.idle_max => {
-                let warm = self.warm.max(PAGE);
-                if let Some(block) = block.alone()
-                    && *block.raw.touched.get_mut() > warm
-                {
-                    // Who sends or gets long messages again and again finds their pages, where nobody else needs them.
-                    let kept: usize = idle.iter().map(|block| block.raw.touched.load(Relaxed)).sum();
-                    let left = (self.idle_max * self.warm).saturating_sub(kept);
-                    block.raw.trim(warm.max(left));
+                if block.raw.touched.load(Relaxed) > self.warm.max(PAGE) {
+                    self.trim(&mut block, &idle);
                 }
                 idle.push(block);
             }
             _ => block.forget_pool(),
+        }
+    }
+
+    /// A long message was in it. Who sends or gets such ones again and again finds their pages, where nobody else needs them.
+    #[cold]
+    fn trim(&self, block: &mut Share, idle: &[Share]) {
+        let kept: usize = idle.iter().map(|block| block.raw.touched.load(Relaxed)).sum();
+        let left = (self.idle_max * self.warm).saturating_sub(kept);
+        if let Some(block) = block.alone() {
+            block.raw.trim(self.warm.max(left).max(PAGE));
         }
     }
 }

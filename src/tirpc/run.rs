@@ -559,7 +559,7 @@ pub unsafe fn turn(ready: &mut Ready, is_over: impl Fn() -> bool) -> bool {
         if matches!(turn, Turn::Ended) {
             return false;
         }
-        let waits = {
+        let waits = !busy::any() || {
             // What rests calls its peer: a cancellation point.
             let _uncancelled = Uncancelled::now();
             // SAFETY: by the contract.
@@ -591,9 +591,6 @@ pub unsafe fn turn(ready: &mut Ready, is_over: impl Fn() -> bool) -> bool {
 /// # Safety
 /// As [`run`].
 unsafe fn look(ready: &mut Ready) -> bool {
-    if !busy::any() {
-        return true;
-    }
     // The program may have taken it out of the table by hand.
     let mut taken = |fd| {
         // SAFETY: by the contract.

@@ -437,7 +437,11 @@ impl Transport {
 
     /// A panic of ours has happened while the connection was in use.
     fn is_poisoned(&self) -> bool {
-        is_poisoned(&self.state) || self.responder.upgrade().is_none_or(|responder| responder.is_poisoned())
+        is_poisoned(&self.state)
+            || match &self.server {
+                Some(server) => is_poisoned(server),
+                None => self.responder.upgrade().is_none_or(|responder| responder.is_poisoned()),
+            }
     }
 
     fn is_destroyed(&self) -> bool {
@@ -469,6 +473,13 @@ impl Transport {
     /// Tells [`progress`] what else may wake this connection.
     pub fn watch_progress(&self) {
         let Some(server) = self.server() else { return };
+        if !(server.is_quiet() && self.whole.is_none() && !self.in_table.load(Relaxed)) {
+            self.want_progress(server);
+        }
+    }
+
+    #[cold]
+    fn want_progress(&self, server: MutexGuard<'_, Server>) {
         let wants = progress::Wants {
             write: server.wants_write(),
             deadline: server.deadline(),

@@ -310,8 +310,10 @@ fn put_spec(out: &mut Vec<u8>, values: &[Characteristic]) {
 
 /// No place is a subset without words; at most 32 places are ever named.
 fn put_subset(out: &mut Vec<u8>, places: u32) {
-    let words = [1, places];
-    put(out, if places == 0 { &[0] } else { &words });
+    match places {
+        0 => put(out, &[0]),
+        _ => put(out, &[1, places]),
+    }
 }
 
 /// `rdma_optinfo` of an INIT_XCHAR; bit N of `unchanging` is the place N.
@@ -472,7 +474,7 @@ mod tests {
         let bad = |words: &[u32]| {
             let mut info = Vec::new();
             put(&mut info, &[1]);
-            put(&mut info, words);
+            words.iter().for_each(|word| put(&mut info, &[*word]));
             decode(Kind::Request, &info).unwrap_err()
         };
         assert_eq!(bad(&[4, 100, 0]), CUT, "a length past the end");

@@ -147,6 +147,10 @@ impl Lists {
 
     /// Appends the three lists.
     pub(super) fn encode(&self, out: &mut Vec<u8>) {
+        if self.reads.is_empty() && self.writes.is_empty() && self.reply.is_none() {
+            // As nearly every short message has them.
+            return put(out, &[0, 0, 0]);
+        }
         for read in &self.reads {
             put(out, &[1, read.position.0]);
             put_segment(out, &read.target);
@@ -260,6 +264,11 @@ impl<'a> Reader<'a> {
     /// The three lists of a header.
     pub(super) fn chunk_lists(&mut self) -> Result<ChunkLists<'a>, &'static str> {
         let reads = self.rest;
+        // As nearly every short message has them.
+        if let Some(([0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0], rest)) = self.rest.split_first_chunk() {
+            self.rest = rest;
+            return Ok(ChunkLists { reads, read_count: 0, writes: reads, write_count: 0, reply: None });
+        }
         let mut read_count = 0;
         while self.present()? {
             let read = self.read_segment().ok_or("the message ends inside the Read list")?;

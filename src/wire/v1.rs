@@ -186,7 +186,7 @@ mod tests {
     fn message(proc: u32, words: &[u32]) -> Vec<u8> {
         let mut out = Vec::new();
         put(&mut out, &[7, VERSION, 1, proc]);
-        put(&mut out, words);
+        words.iter().for_each(|word| put(&mut out, &[*word]));
         out
     }
 

@@ -54,12 +54,13 @@ CRATES := $(or $(CARGO_HOME),$(HOME)/.cargo)/registry/src
 comma := ,
 quoted = '$(subst ','\'',$(1))'
 ifdef RUSTFLAGS
-release = RUSTFLAGS=$(call quoted,$(RUSTFLAGS) --remap-path-prefix=$(CURDIR)=. --remap-path-prefix=$(CRATES)=crates) \
-    $(CARGO) build $(CARGOFLAGS) $(FEATURES) $(VENDORED)
+as_installed = env RUSTFLAGS=$(call quoted,$(RUSTFLAGS) --remap-path-prefix=$(CURDIR)=. --remap-path-prefix=$(CRATES)=crates) \
+    $(CARGO) $(1) $(CARGOFLAGS) $(FEATURES) $(VENDORED)
 else
-release = $(CARGO) build $(CARGOFLAGS) $(FEATURES) $(VENDORED) --config \
+as_installed = $(CARGO) $(1) $(CARGOFLAGS) $(FEATURES) $(VENDORED) --config \
     $(call quoted,build.rustflags=["--remap-path-prefix=$(CURDIR)=."$(comma) "--remap-path-prefix=$(CRATES)=crates"])
 endif
+release = $(call as_installed,build)
 # Without the headers for adapters the library goes without adapters.
 FEATURES := $(if $(findstring -features,$(CARGOFLAGS)),,$(shell bash tests/packages.sh features))
 CC ?= cc
@@ -71,6 +72,9 @@ SOURCES := Cargo.toml Cargo.lock $(shell find src -name '*.rs')
 LIBRARY := build/librpcrdma.so.0
 # Every test that is a script; the ones named here are parts of others.
 SCRIPTS := $(filter-out tests/defaults.sh tests/lib.sh tests/ns.sh tests/packages.sh tests/planted.sh,$(sort $(wildcard tests/*.sh)))
+# The longest ones begin.
+LONGEST := tests/workers.sh tests/demo.sh tests/back.sh tests/exceptions.sh tests/loop.sh
+SCRIPTS := $(foreach one,$(LONGEST),$(filter $(one),$(SCRIPTS))) $(filter-out $(LONGEST),$(SCRIPTS))
 # What a guest with a kernel of its own is for; the others there are its parts.
 # The soak is not among them: over rxe its moved client does not connect yet, and siw does not live through it.
 VM_SCRIPTS := $(filter-out tests/vm/guest.sh tests/vm/setup.sh tests/vm/vm.sh tests/vm/soak.sh,$(sort $(wildcard tests/vm/*.sh)))
@@ -160,13 +164,22 @@ nfs41: all
 check:
 	@bash tests/packages.sh check
 	@$(MAKE) --no-print-directory check-here
-# valgrind takes one processor for as long as what goes beside it takes the other.
-check-here: all
-	@$(MAKE) --no-print-directory -j2 check-valgrind check-beside
-	@for script in $(SCRIPTS); do echo "== $$script"; bash $$script || exit 1; done
+# Two things at a time: most of them wait for something. valgrind and the other C tests take as long as what cargo does. An
+# ordinary user's tests have the same ports, and go one after the other.
+check-here: all nfs3 nfs41
+	@$(MAKE) --no-print-directory -j$(if $(filter 0,$(shell id -u)),2,1) check-c-all check-beside $(addprefix script/,$(SCRIPTS))
 
 check-beside:
-	@$(MAKE) --no-print-directory IN_ORDER=yes check-source check-rust check-exports check-c
+	@$(MAKE) --no-print-directory IN_ORDER=yes check-source check-rust
+
+check-c-all:
+	@$(MAKE) --no-print-directory IN_ORDER=yes check-exports check-valgrind check-c
+
+# A script, whose output does not mix with another's. A make in it is one of its own.
+script/%: all nfs3 nfs41
+	@log=$$(mktemp) && trap 'rm -f "$$log"' EXIT; \
+	env -u MAKEFLAGS -u MFLAGS -u MAKELEVEL bash $* >"$$log" 2>&1 </dev/null; status=$$?; \
+	echo "== $*"; cat "$$log"; exit $$status
 
 # The tests of cargo need the library: bad_peers preloads it.
 check-source: all
@@ -185,7 +198,7 @@ check-source: all
 # After the library is built: some tests preload it.
 check-rust: all
 	+bash tests/defaults.sh $(CARGO) test $(CARGOFLAGS) $(FEATURES)
-	+bash tests/defaults.sh $(CARGO) test $(CARGOFLAGS) $(FEATURES) --profile tool -p rpcrdma-tools
+	+bash tests/defaults.sh $(call as_installed,test) --profile tool -p rpcrdma-tools
 	+bash tests/defaults.sh $(CARGO) test $(FUZZ)
 
 # What fuzzing has found and reached, once more, with the compiler that is there: without libFuzzer and sanitizer. A folder of
@@ -267,7 +280,7 @@ clean:
 	$(CARGO) clean
 	rm -rf build
 
-.PHONY: all install uninstall deb rpm help demo demo-here nfs3 nfs41 check check-here check-beside check-source check-rust check-exports \
+.PHONY: all install uninstall deb rpm help demo demo-here nfs3 nfs41 check check-here check-beside check-c-all check-source check-rust check-exports \
     check-c check-c-long check-sanitizers check-valgrind check-long check-long-here check-fresh check-bad-peers \
     check-schedules check-vm bench bench-instructions clean pictures soak fuzz simulate check-planted FORCE
 .DELETE_ON_ERROR:

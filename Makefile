@@ -203,7 +203,8 @@ check-rust: all
 
 # What fuzzing has found and reached, once more, with the compiler that is there: without libFuzzer and sanitizer. A folder of
 # its own: the library has another feature there.
-FUZZ = --manifest-path fuzz/Cargo.toml --no-default-features --locked --target-dir $(TARGET)/fuzz
+FUZZ = --manifest-path fuzz/Cargo.toml --no-default-features $(if $(FEATURES),,--features verbs) --locked \
+    --target-dir $(TARGET)/fuzz
 
 fuzz:
 	CARGO="$(CARGO)" bash fuzz/run.sh $(or $(SECONDS),60)

@@ -15,9 +15,13 @@ keep) keep=yes; shift ;;
 '') ;;
 *) sed -n '2,3s/^# //p' "$0" >&2; exit 2 ;;
 esac
+# Without the headers for adapters there is no target for them.
+features=()
+[ -z "$(bash ../tests/packages.sh features)" ] || features=(--no-default-features --features libfuzzer)
 targets=("$@")
 if [ $# -eq 0 ]; then
     mapfile -t targets < <(sed -n 's|^path = "fuzz_targets/\(.*\)\.rs"|\1|p' Cargo.toml)
+    [ ${#features[@]} -eq 0 ] || mapfile -t targets < <(printf '%s\n' "${targets[@]}" | grep -vx verbs)
 fi
 
 # --target: without it build scripts are built with these flags too, and then do not run.
@@ -28,7 +32,7 @@ export RUSTFLAGS="-Cpasses=sancov-module -Cllvm-args=-sanitizer-coverage-level=4
 -Cllvm-args=-sanitizer-coverage-trace-compares -Zsanitizer=address --cfg fuzzing"
 bins=()
 for target in "${targets[@]}"; do bins+=(--bin "$target"); done
-"${CARGO:-cargo}" build --locked --release --target "$triple" "${bins[@]}" || exit
+"${CARGO:-cargo}" build --locked --release --target "$triple" "${features[@]}" "${bins[@]}" || exit
 
 # What the library keeps for the life of the process is not a leak.
 export ASAN_OPTIONS=detect_leaks=0

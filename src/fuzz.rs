@@ -8,6 +8,9 @@ pub use crate::memory::{Buf, IoVec, IoVecMut, Memory, Message, Region, Regions, 
 pub use crate::tirpc::{PLAIN_REPLY, library, opaque_auth, rpc_msg};
 pub use crate::xdr::{Decoder, Encoder, LEND_MIN, Lending, XDR, XdrOps, op};
 
+#[cfg(feature = "verbs")]
+pub use crate::provider::verbs::{Verbs, mock};
+
 use std::ffi::OsString;
 use std::path::Path;
 

@@ -12,6 +12,8 @@ pub mod pair;
 pub mod rings;
 pub mod rpc;
 pub mod text;
+#[cfg(feature = "verbs")]
+pub mod verbs;
 pub mod wire;
 pub mod xdrs;
 
@@ -30,4 +32,6 @@ pub const TARGETS: &[Target] = &[
     ("rings", rings::run),
     ("engine", engine::run),
     ("pair", pair::run),
+    #[cfg(feature = "verbs")]
+    ("verbs", verbs::run),
 ];

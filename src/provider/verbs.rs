@@ -57,8 +57,8 @@ mod cm;
 mod library;
 mod listener;
 mod locked;
-#[cfg(test)]
-mod mock;
+#[cfg(any(test, feature = "fuzz"))]
+pub mod mock;
 mod queues;
 mod ready;
 #[cfg(test)]
@@ -324,6 +324,21 @@ impl Verbs {
         let id = Arc::new(Id::new(&channel)?);
         id.resolve_address(address, RESOLVE_MS)?;
         Verbs::new(channel, |_, _| Ok(State::Resolving(Resolving { id, options, areas })))
+    }
+
+    /// A connection of the [`mock`] device, which this thread has from here on. `None` where its startup has failed.
+    #[cfg(feature = "fuzz")]
+    pub fn mocked(options: Options, prepare: impl FnOnce(&mut mock::Device)) -> Option<Verbs> {
+        mock::install();
+        mock::with(prepare);
+        let mut verbs = Verbs::request(([10, 1, 2, 3], 7).into(), options, None).ok()?;
+        verbs.establish().ok()?.then_some(verbs)
+    }
+
+    /// Bytes that the connections of this process have locked.
+    #[cfg(feature = "fuzz")]
+    pub fn locked() -> usize {
+        locked::LOCKED.load(Relaxed)
     }
 
     /// Passive side: accepts a request.

@@ -607,7 +607,7 @@ struct Posted {
 
 /// The completion of a Send with Invalidate. rxe passes on the kernel's number for it, which to users says something that
 /// concerns no connection.
-const WITH_INVALIDATE: u32 = ibv_wc_flags::IBV_WC_WITH_INV.0 | ibv_wc_flags::IBV_WC_IP_CSUM_OK.0;
+pub(super) const WITH_INVALIDATE: u32 = ibv_wc_flags::IBV_WC_WITH_INV.0 | ibv_wc_flags::IBV_WC_IP_CSUM_OK.0;
 
 /// Requests on the send queue, if the device has room for so many.
 const DEPTH: u32 = 256;

@@ -674,6 +674,11 @@ impl Ready {
                     let invalidated = invalidated.filter(|_| ended.is_some());
                     if let Some(Exposed { window, memory }) = ended {
                         stats::add(Counter::Invalidations, 1);
+                        // Whatever the device says of a key that it does not have yet: what it would be bound to goes here.
+                        let binds = |work: &Work| {
+                            invalidated.is_some_and(|handle| matches!(work.operation, Operation::Bind(bind) if bind.key() == handle.0))
+                        };
+                        self.binds.retain(|work| !binds(work));
                         self.windows.extend(window);
                         drop(memory);
                         self.domain.taken_back()?;

@@ -9,6 +9,7 @@ use rdma_sys::{ibv_wc_opcode, ibv_wc_status, ibv_wr_opcode};
 
 use super::listener::Refusals;
 use super::locked::*;
+use super::queues::WITH_INVALIDATE;
 use super::ready::{COPIES_UNTIL, DRAIN, cut};
 use smallvec::smallvec;
 
@@ -139,6 +140,38 @@ fn memory_that_the_device_does_not_take_back_is_kept_and_the_connection_ends() {
         assert_ne!(LOCKED.load(Relaxed), 0, "what is locked counts");
         LOCKED.store(0, Relaxed);
     }
+}
+
+/// A driver reads the registration that a window is to be bound to.
+#[test]
+fn a_key_that_ends_before_the_device_has_it_is_bound_to_nothing() {
+    let (_alone, mut verbs) = mocked(options());
+    mock::with(|device| device.completes = false);
+    let small = || Region::copy_from(b"a message").unwrap();
+    while mock::with(|device| device.queue.len() < device.depth) {
+        verbs.post(WorkRequest::Send { gather: smallvec![small()], invalidate: None });
+        verbs.flush().expect("posted");
+    }
+    let exposed = verbs.expose_sink(Program::new(&[0; 8192]).sink()).expect("exposed");
+    mock::completion(
+        ibv_wc_status::IBV_WC_SUCCESS,
+        ibv_wc_opcode::IBV_WC_RECV,
+        0,
+        9,
+        WITH_INVALIDATE,
+        exposed.handle.0,
+    );
+    let Ok(Some(Completion::Received { invalidated, .. })) = verbs.poll() else { panic!("a message") };
+    assert_eq!(invalidated, Some(exposed.handle));
+    // Now there is room.
+    let last = mock::with(|device| device.queue.back().map(|work| work.number)).unwrap();
+    mock::complete(ibv_wc_status::IBV_WC_SUCCESS, ibv_wc_opcode::IBV_WC_SEND, last);
+    assert!(verbs.poll().expect("alive").is_none());
+    let bound = |device: &mut mock::Device| {
+        device.posted.iter().any(|(_, opcode)| *opcode == ibv_wr_opcode::IBV_WR_BIND_MW)
+    };
+    assert!(!mock::with(bound) && mock::there("mr") > 0);
+    mock::with(|device| device.completes = true);
 }
 
 #[test]

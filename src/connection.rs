@@ -304,6 +304,12 @@ impl Connection {
         self.update_backward();
     }
 
+    /// Whether there is something to do.
+    #[inline]
+    pub fn has_output(&self) -> bool {
+        !self.common.output.is_empty()
+    }
+
     /// The next thing to do. See the contract.
     pub fn poll_output(&mut self) -> Option<Output> {
         self.common.output.pop_front()
@@ -387,6 +393,11 @@ impl Connection {
     /// Whether calls wait for a credit that only a new connection brings.
     pub fn holds_back(&self) -> bool {
         self.starved() && self.requester.has_waiting()
+    }
+
+    /// Whether calls wait for a credit, or for room.
+    pub fn has_waiting(&self) -> bool {
+        self.requester.has_waiting()
     }
 
     /// Whether calls that nobody waits for hold every credit: only a new connection helps.

@@ -349,7 +349,15 @@ impl Link {
     }
 
     /// Carries out what the engine wants.
+    #[inline]
     pub(super) fn drain(&mut self) {
+        // Asked several times for each message, and mostly it wants nothing.
+        if self.engine.has_output() {
+            self.carry_out();
+        }
+    }
+
+    fn carry_out(&mut self) {
         while let Some(output) = self.engine.poll_output() {
             match output {
                 Output::Receive(bytes) => {

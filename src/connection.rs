@@ -400,6 +400,11 @@ impl Connection {
         self.starved() && self.requester.has_waiting()
     }
 
+    /// Whether calls wait for a credit, or for room.
+    pub fn has_waiting(&self) -> bool {
+        self.requester.has_waiting()
+    }
+
     /// Whether calls that nobody waits for hold every credit: only a new connection helps.
     ///
     /// Not while a call that somebody waits for is under way, as after a smaller grant: its reply may help.

@@ -59,23 +59,36 @@ enum Knowledge {
     Unknown,
 }
 
+/// A call under way. Nearly every one goes at once, and without chunks: what others have beside lies apart.
 struct Outstanding {
-    /// `None` once transmitted.
-    waiting: Option<(Message, Expect)>,
-    /// Bytes of Reply chunks that there was no room for, when that was tried last.
-    lacks: usize,
     fate: Fate,
     /// Place in the order of transmission; `None` while it waits for a credit.
     sequence: Option<u64>,
     /// In which it was transmitted.
     version: u32,
-    /// What its header names.
+    bound: Option<Bound>,
+    /// What it is, until it is transmitted, where that was not at once.
+    waiting: Option<Box<Held>>,
+    /// What its header names, if that is something.
+    chunks: Option<Box<Chunks>>,
+}
+
+/// A call that waits for a credit, or for room.
+struct Held {
+    message: Message,
+    expect: Expect,
+    /// Bytes of Reply chunks that there was no room for, when that was tried last.
+    lacks: usize,
+}
+
+/// The chunks of a call.
+#[derive(Default)]
+struct Chunks {
     handles: Vec<Handle>,
     /// Bytes in its Read chunks.
     pulled: usize,
     writes: Vec<Area>,
     reply: Option<Area>,
-    bound: Option<Bound>,
 }
 
 /// A one-way call whose credit was given back.
@@ -96,6 +109,15 @@ struct Bound {
     /// The longest reply was told by it, and not by the caller.
     bounds: bool,
 }
+
+/// What has come of an attempt to transmit a call.
+enum Attempt {
+    Sent(Regions),
+    Held(Box<Held>),
+}
+
+/// Of a call without chunks.
+static NO_LISTS: Lists = Lists { reads: Vec::new(), writes: Vec::new(), reply: None };
 
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Fate {
@@ -138,7 +160,7 @@ impl Requester {
 
     /// Whether a call of this XID names this handle.
     pub(super) fn names(&self, xid: Xid, handle: Handle) -> bool {
-        self.calls.get(&xid).is_some_and(|call| call.handles.contains(&handle))
+        self.calls.get(&xid).is_some_and(|call| call.handles().contains(&handle))
     }
 
     /// Calls that have not ended.
@@ -156,8 +178,8 @@ impl Requester {
         let waiting = std::mem::take(&mut self.waiting);
         let mut taken = Vec::with_capacity(waiting.len());
         for xid in waiting {
-            if let Some((message, expect)) = self.calls.remove(&xid).and_then(|call| call.waiting) {
-                taken.push((xid, message, expect));
+            if let Some(held) = self.calls.remove(&xid).and_then(|call| call.waiting) {
+                taken.push((xid, held.message, held.expect));
             }
         }
         taken
@@ -165,7 +187,7 @@ impl Requester {
 
     /// Why a call waits for room, if it does and has a credit.
     pub(super) fn lacks_room(&self, xid: Xid, common: &Common) -> Option<String> {
-        let lacks = self.calls.get(&xid).filter(|call| call.sequence.is_none())?.lacks;
+        let lacks = self.calls.get(&xid)?.lacks();
         (lacks > 0 && common.credits_left() > 0)
             .then(|| format!("no room for a reply of {lacks} bytes: {}", common.memory.crowd()))
     }
@@ -203,34 +225,37 @@ impl Requester {
             .map_err(|_| Error::new(Kind::Os(libc::ENOMEM), "no memory for one more call"))?;
         let fate = if matches!(expect, Expect::Nothing) { Fate::OneWay } else { Fate::Awaited };
         let mut call = Outstanding {
-            waiting: Some((message, expect)),
-            lacks: 0,
             fate,
             sequence: None,
             version: v1::VERSION,
-            handles: Vec::new(),
-            pulled: 0,
-            writes: Vec::new(),
-            reply: None,
             bound: None,
+            waiting: None,
+            chunks: None,
         };
         // Nearly always there is a credit, and nobody waits for one: it goes at once.
         let first = self.waiting.is_empty() && common.credits_left() > 0 && common.life.is_open();
         self.crowded &= !first;
-        match first.then(|| call.try_send(xid, &mut self.transmitted, &self.shown, false, common, registrar))
-        {
-            Some(Ok(true)) => {
+        let held = match first {
+            true => {
+                let order = (&mut self.transmitted, &self.shown);
+                call.try_send(xid, (message, expect), order, false, common, registrar)
+            }
+            false => Ok(Some(Box::new(Held { message, expect, lacks: 0 }))),
+        };
+        match held {
+            Ok(None) => {
                 self.calls.insert(xid, call);
             }
-            Some(Err(error)) => common.output.push_back(Output::Done { xid, outcome: Err(error) }),
-            outcome => {
+            Ok(held) => {
+                call.waiting = held;
                 self.calls.insert(xid, call);
                 self.waiting.push_back(xid);
-                match outcome {
-                    Some(_) => self.crowded = true,
-                    None => self.transmit_waiting(common, registrar),
+                self.crowded |= first;
+                if !first {
+                    self.transmit_waiting(common, registrar);
                 }
             }
+            Err(error) => common.output.push_back(Output::Done { xid, outcome: Err(error) }),
         }
         Ok(())
     }
@@ -252,10 +277,11 @@ impl Requester {
             call.fate = Fate::Orphan;
             common.window.abandon();
             // What the device cannot let go of is bounded by the credits, and takes no room of other calls.
-            call.writes.iter().chain(&call.reply).for_each(|area| area.sink.uncount());
-            (call.writes, call.reply) = (Vec::new(), None);
-            for handle in call.handles.clone() {
-                if let Err(error) = registrar.detach(handle) {
+            let Some(chunks) = &mut call.chunks else { return };
+            chunks.writes.iter().chain(&chunks.reply).for_each(|area| area.sink.uncount());
+            (chunks.writes, chunks.reply) = (Vec::new(), None);
+            for handle in &chunks.handles {
+                if let Err(error) = registrar.detach(*handle) {
                     common.close(error);
                 }
             }
@@ -263,11 +289,21 @@ impl Requester {
     }
 
     /// Transmits what has waited, as far as credits and room allow.
+    #[inline]
     pub(super) fn transmit_waiting(
         &mut self,
         common: &mut Common,
         registrar: &mut (impl Registrar + ?Sized),
     ) {
+        if self.has_waiting() {
+            self.transmit_some(common, registrar);
+        } else {
+            self.crowded = false;
+        }
+    }
+
+    #[cold]
+    fn transmit_some(&mut self, common: &mut Common, registrar: &mut (impl Registrar + ?Sized)) {
         // RFC 8166 §3.3.1: "A Requester MUST NOT send unacknowledged requests in excess of the Responder's granted
         // credit limit."
         let mut next = 0;
@@ -279,13 +315,16 @@ impl Requester {
                 self.waiting.remove(next);
                 continue;
             };
-            if self.crowded && call.lacks > 0 {
+            let Some(held) = call.waiting.take_if(|held| !self.crowded || held.lacks == 0) else {
                 next += 1;
                 continue;
-            }
-            match call.try_send(xid, &mut self.transmitted, &self.shown, self.crowded, common, registrar) {
-                Ok(true) => {}
-                Ok(false) => {
+            };
+            let Held { message, expect, .. } = *held;
+            let order = (&mut self.transmitted, &self.shown);
+            match call.try_send(xid, (message, expect), order, self.crowded, common, registrar) {
+                Ok(None) => {}
+                Ok(held) => {
+                    call.waiting = held;
                     self.crowded = true;
                     next += 1;
                     continue;
@@ -346,11 +385,11 @@ impl Requester {
             Body::Msgp | Body::Done | Body::Optional { .. } => return,
         };
         if let Ok((_, lists)) = &outcome
-            && (call.pulled > 0 || !lists.is_empty())
+            && (call.pulled() > 0 || !lists.is_empty())
         {
             let returned = lists.writes().chain(lists.reply()).flat_map(|chunk| chunk.iter());
             let returned: u64 = returned.map(|segment| u64::from(segment.length)).sum();
-            self.placed = self.placed.wrapping_add(call.pulled as u64 + returned);
+            self.placed = self.placed.wrapping_add(call.pulled() as u64 + returned);
         }
         let Some(mut call) = self.calls.remove(&xid) else { return };
         if outcome.is_ok() {
@@ -360,7 +399,7 @@ impl Requester {
         }
         common.window.give_back(call.fate != Fate::Awaited);
         // RFC 8166 §4.4.1: "the Requester must not access these memory regions while the Responder has access to them."
-        common.release(&mut call.handles, registrar);
+        call.release(common, registrar);
         if let Some(sequence) = call.sequence {
             self.give_back(sequence, common, registrar);
             common.characteristics.replied(sequence);
@@ -387,7 +426,8 @@ impl Requester {
             (Some(payload), _) => smallvec![payload],
             (None, Some(returned)) => {
                 let none = || Error::new(Kind::Peer, "the reply lies in a Reply chunk, but none was offered");
-                let stream = call.reply.take().ok_or_else(none)?.take(returned.iter())?;
+                let area = call.chunks.as_mut().and_then(|chunks| chunks.reply.take());
+                let stream = area.ok_or_else(none)?.take(returned.iter())?;
                 if payload_xid(&stream) != Some(xid) {
                     let text = format!("the Reply chunk does not hold the reply {xid}");
                     return Err(Error::new(Kind::Peer, text));
@@ -396,14 +436,15 @@ impl Requester {
             }
             (None, None) => return Err(Error::new(Kind::Peer, "the reply has no payload")),
         };
-        if lists.write_count() > call.writes.len() {
+        let writes = call.chunks.as_mut().map_or_else(Vec::new, |chunks| std::mem::take(&mut chunks.writes));
+        if lists.write_count() > writes.len() {
             return Err(Error::new(Kind::Peer, "the reply returns more Write chunks than were offered"));
         }
-        let Some(bound) = call.bound.take().filter(|_| !call.writes.is_empty()) else { return Ok(stream) };
+        let Some(bound) = call.bound.take().filter(|_| !writes.is_empty()) else { return Ok(stream) };
         // A Write list that does not come back counts as unused: some responders leave it out.
         let mut returned = lists.writes();
-        let mut chunks = Vec::with_capacity(call.writes.len());
-        for area in call.writes.drain(..) {
+        let mut chunks = Vec::with_capacity(writes.len());
+        for area in writes {
             chunks.push(area.take(returned.next().into_iter().flat_map(|chunk| chunk.iter()))?);
         }
         let lengths: Vec<Option<usize>> =
@@ -465,10 +506,11 @@ impl Requester {
         done.sort_unstable_by_key(|(sequence, _)| *sequence);
         for (_, xid) in done {
             let Some(mut call) = self.calls.remove(&xid) else { continue };
-            match read_by_peer(&call.handles, registrar) {
-                Some(true) => common.release(&mut call.handles, registrar),
-                read if self.makes_room(call.pulled, read.is_none(), common, registrar) => {
-                    let Outstanding { handles, pulled: bytes, .. } = call;
+            match read_by_peer(call.handles(), registrar) {
+                Some(true) => call.release(common, registrar),
+                read if self.makes_room(call.pulled(), read.is_none(), common, registrar) => {
+                    let Chunks { handles, pulled: bytes, .. } =
+                        call.chunks.map_or_else(Chunks::default, |it| *it);
                     self.past.push_back(Past { xid, handles, bytes, since: self.replies });
                 }
                 _ => {
@@ -519,13 +561,15 @@ impl Requester {
     }
 
     fn explain(&mut self, error: RdmaError, call: &Outstanding, common: &Common) -> Error {
+        let none = Chunks::default();
+        let chunks = call.chunks.as_deref().unwrap_or(&none);
         let text = match error {
             RdmaError::Version { low, high } => two::versions_differ(low, high, &call.version.to_string()),
             RdmaError::InvalidOption => String::from("the peer took the call for a message of an extension"),
             RdmaError::BadHeader => {
                 let name = error.name(call.version);
                 let mut text = format!("the peer answered {name}: it cannot use the chunks of this call");
-                let reduced = !call.writes.is_empty() || call.pulled > 0;
+                let reduced = !chunks.writes.is_empty() || chunks.pulled > 0;
                 if let Some(Bound { program, version, binding, .. }) = call.bound.as_ref().filter(|_| reduced)
                     && binding.origin() != Origin::BuiltIn
                 {
@@ -535,12 +579,12 @@ impl Requester {
                          further calls do without"
                     );
                 }
-                let room = match &call.reply {
+                let room = match &chunks.reply {
                     Some(area) => {
                         let room: u64 = area.offered.iter().map(|(s, _)| u64::from(s.length)).sum();
                         Some(format!("the Reply chunk of {room} bytes"))
                     }
-                    None if call.writes.is_empty() => {
+                    None if chunks.writes.is_empty() => {
                         Some(format!("the inline threshold of {} bytes", common.thresholds().1))
                     }
                     None => None,
@@ -561,7 +605,7 @@ impl Requester {
                         }
                     };
                 }
-                if call.pulled > 0 {
+                if chunks.pulled > 0 {
                     text += "; or the call is longer than it accepts (RPCRDMA_MAX_CALL there)";
                 }
                 text
@@ -585,67 +629,113 @@ impl Requester {
 }
 
 impl Outstanding {
-    /// Transmits a call for which there is a credit. False when there is no room for its reply: it waits.
+    fn handles(&self) -> &[Handle] {
+        self.chunks.as_ref().map_or(&[], |chunks| &chunks.handles)
+    }
+
+    /// Bytes in its Read chunks.
+    fn pulled(&self) -> usize {
+        self.chunks.as_ref().map_or(0, |chunks| chunks.pulled)
+    }
+
+    /// See [`Held`].
+    fn lacks(&self) -> usize {
+        self.waiting.as_ref().map_or(0, |held| held.lacks)
+    }
+
+    /// Ends what it exposes.
+    fn release(&mut self, common: &mut Common, registrar: &mut (impl Registrar + ?Sized)) {
+        if let Some(chunks) = &mut self.chunks {
+            common.release(&mut chunks.handles, registrar);
+        }
+    }
+
+    /// Transmits a call for which there is a credit; or gives it back where there is no room for its reply: it waits.
     ///
     /// # Errors
     /// It fails, and is over.
     fn try_send(
         &mut self,
         xid: Xid,
-        transmitted: &mut u64,
-        shown: &Shown,
+        (message, expect): (Message, Expect),
+        (order, shown): (&mut u64, &Shown),
         crowded: bool,
         common: &mut Common,
         registrar: &mut (impl Registrar + ?Sized),
-    ) -> Result<bool, Error> {
-        let sent = match too_few_credits(self, common) {
-            Some(error) => Err(error),
-            None => self.transmit(xid, shown, crowded, common, registrar),
+    ) -> Result<Option<Box<Held>>, Error> {
+        if let Some(error) = too_few_credits(self, common) {
+            return Err(error);
+        }
+        self.version = common.version().unwrap_or(v1::VERSION);
+        let attempt = match self.is_plain(&message, &expect, common) {
+            true => self.send_whole(xid, message, common).map(Attempt::Sent),
+            false => self.send_planned((xid, message, expect), shown, crowded, common, registrar),
         };
-        match sent {
-            Ok(Some(send)) => {
-                *transmitted += 1;
-                self.sequence = Some(*transmitted);
-                common.window.take();
-                common.output.push_back(Output::Post(send));
-                if self.fate == Fate::OneWay {
-                    common.window.abandon();
-                    common.output.push_back(Output::Done { xid, outcome: Ok(Regions::new()) });
-                }
-                Ok(true)
-            }
-            Ok(None) => Ok(false),
+        let gather = match attempt {
+            Ok(Attempt::Sent(gather)) => gather,
+            Ok(Attempt::Held(held)) => return Ok(Some(held)),
             Err(error) => {
                 // RFC 8166 §4.5.4: "if a Requester is unable to construct and transmit an RPC Call message, the
                 // associated RPC transaction fails immediately."
-                common.release(&mut self.handles, registrar);
-                Err(error)
+                self.release(common, registrar);
+                return Err(error);
             }
+        };
+        *order += 1;
+        self.sequence = Some(*order);
+        common.window.take();
+        common.output.push_back(Output::Post(WorkRequest::Send { gather, invalidate: None }));
+        if self.fate == Fate::OneWay {
+            common.window.abandon();
+            common.output.push_back(Output::Done { xid, outcome: Ok(Regions::new()) });
         }
+        Ok(None)
     }
 
-    /// Exposes what the plan needs and makes the Send. `None` when there is no room for the reply: the call waits.
-    fn transmit(
+    /// Whether there is nothing to plan, as for nearly every short call of a client: call and reply fit inline, nothing was
+    /// lent, and no binding has a say.
+    fn is_plain(&self, message: &Message, expect: &Expect, common: &Common) -> bool {
+        let max = match expect {
+            Expect::Reply { max, .. } => *max,
+            Expect::Nothing => 0,
+        };
+        let header = chunks::header_min(self.version);
+        let (send, receive) = common.thresholds();
+        header + message.len() <= send
+            && max.saturating_add(header) <= receive
+            && common.role == Role::Client
+            && message.is_whole()
+            && common.bindings.leaves_alone(Some(message.body()))
+    }
+
+    /// The Send of a call without chunks.
+    fn send_whole(&self, xid: Xid, message: Message, common: &Common) -> Result<Regions, Error> {
+        let (kind, whole) = ((Proc::Msg, Direction::Call), 0..message.len());
+        common.gather((self.version, xid), kind, &NO_LISTS, message.freeze(), std::slice::from_ref(&whole))
+    }
+
+    /// Exposes what the plan needs and makes the Send, unless there is no room for the reply.
+    #[inline(never)]
+    fn send_planned(
         &mut self,
-        xid: Xid,
+        (xid, mut message, expect): (Xid, Message, Expect),
         shown: &Shown,
         crowded: bool,
         common: &Common,
         registrar: &mut (impl Registrar + ?Sized),
-    ) -> Result<Option<WorkRequest>, Error> {
-        let (mut message, expect) =
-            self.waiting.take().ok_or_else(|| Error::new(Kind::Encode, "call without a message"))?;
+    ) -> Result<Attempt, Error> {
         let max = match &expect {
             Expect::Reply { max, .. } => *max,
             Expect::Nothing => 0,
         };
-        self.version = common.version().unwrap_or(v1::VERSION);
         let plan = self.plan(&mut message, max, registrar.max_segment(), shown, common)?;
         stats::add(Counter::BytesCopied, plan.copied as u64);
         let needs = plan.reply.saturating_add(plan.writes.iter().sum());
         if needs > 0 && (crowded || !common.memory.has_room(needs)) {
-            (self.waiting, self.lacks) = (Some((message, expect)), needs);
-            return Ok(None);
+            return Ok(Attempt::Held(Box::new(Held { message, expect, lacks: needs })));
+        }
+        if plan.is_inline() {
+            return self.send_whole(xid, message, common).map(Attempt::Sent);
         }
         let places = match expect {
             Expect::Reply { places, .. } => places,
@@ -653,14 +743,10 @@ impl Outstanding {
         };
         let total = message.len();
         let pieces = message.freeze();
-        if plan.is_inline() {
-            let (kind, whole) = ((Proc::Msg, Direction::Call), 0..total);
-            let whole = std::slice::from_ref(&whole);
-            let gather = common.gather((self.version, xid), kind, &Lists::default(), pieces, whole)?;
-            return Ok(Some(WorkRequest::Send { gather, invalidate: None }));
-        }
         let rest = chunks::rest_of(total, &plan.reduced);
 
+        // In place: what fails half-way is released with the call.
+        let chunks = self.chunks.get_or_insert_default();
         let mut lists = Lists::default();
         let mut expose = |position: usize, source: Region, handles: &mut Vec<Handle>| -> Result<(), Error> {
             for (at, len) in chunks::cut(source.len(), registrar.max_segment()) {
@@ -673,26 +759,26 @@ impl Outstanding {
         if plan.long {
             // RFC 8166 §3.5.3: "Every RDMA read segment in this chunk MUST contain zero in its Position field."
             for source in rest.iter().flat_map(|range| pieces.gather(range.clone())) {
-                expose(0, source, &mut self.handles)?;
+                expose(0, source, &mut chunks.handles)?;
             }
         }
         for item in &plan.reduced {
             for source in pieces.gather(item.range()) {
-                expose(item.position, source, &mut self.handles)?;
+                expose(item.position, source, &mut chunks.handles)?;
             }
         }
-        self.pulled = lists.reads.iter().map(|read| read.target.length as usize).sum();
+        chunks.pulled = lists.reads.iter().map(|read| read.target.length as usize).sum();
         let mut places = places.into_iter();
         for most in plan.writes {
             let place = places.next().filter(|place| place.len() >= most);
-            let area = self.area(most, place, common, registrar)?;
+            let area = chunks.area(most, place, common, registrar)?;
             lists.writes.push(area.offered.iter().map(|(s, _)| *s).collect());
-            self.writes.push(area);
+            chunks.writes.push(area);
         }
         if plan.reply > 0 {
-            let area = self.area(plan.reply, None, common, registrar)?;
+            let area = chunks.area(plan.reply, None, common, registrar)?;
             lists.reply = Some(area.offered.iter().map(|(s, _)| *s).collect());
-            self.reply = Some(area);
+            chunks.reply = Some(area);
         }
         let proc = if plan.long { Proc::Nomsg } else { Proc::Msg };
         let kind = (proc, Direction::Call);
@@ -703,7 +789,7 @@ impl Outstanding {
             let text = format!("the call's chunk lists alone exceed the inline threshold of {most} bytes");
             return Err(Error::new(Kind::TooLong, text));
         }
-        Ok(Some(WorkRequest::Send { gather, invalidate: None }))
+        Ok(Attempt::Sent(gather))
     }
 
     /// How a call travels, by what is known of its procedure and of the peer.
@@ -773,7 +859,9 @@ impl Outstanding {
         }
         chunks::plan_call(message, Needs { items: &[], results: &[], max_reply: 0, reduces: true }, limits)
     }
+}
 
+impl Chunks {
     /// Exposes memory for at most `most` bytes of the reply: the program's own, if it gave some.
     fn area(
         &mut self,

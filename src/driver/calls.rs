@@ -1,8 +1,6 @@
 //! The calls of one direction of a connection, and how they ended.
 #![forbid(unsafe_code)]
 
-use rustc_hash::FxHashMap;
-
 use crate::connection::Connection;
 use crate::error::{Error, Kind};
 use crate::memory::Regions;
@@ -14,8 +12,9 @@ use super::peer;
 /// Calls of either end.
 #[derive(Default)]
 pub(super) struct Calls {
-    /// Of calls that ended, until whoever waits for them has taken them.
-    pub(super) outcomes: FxHashMap<Xid, Result<Regions, Error>>,
+    /// Of calls that ended, until whoever waits for them has taken them: mostly none or one, and never more than there are
+    /// threads that wait.
+    pub(super) outcomes: Vec<(Xid, Result<Regions, Error>)>,
     /// Calls of procedure 0 that nobody waits for: their replies give credits.
     pub(super) greetings: Vec<Xid>,
     /// What the peer is asked to be.
@@ -44,7 +43,7 @@ impl Calls {
     /// Whether what is waited for is there. Callbacks have no such end.
     pub(super) fn is_over(&self, waiter: Waiter) -> bool {
         match waiter {
-            Waiter::Call(xid) => self.outcomes.contains_key(&xid),
+            Waiter::Call(xid) => self.outcomes.iter().any(|(ended, _)| *ended == xid),
             Waiter::Peer(number) => self.requests.is_over(number),
             Waiter::Version(_) | Waiter::Callbacks(_) => false,
         }
@@ -67,8 +66,14 @@ impl Calls {
             self.greetings.swap_remove(at);
             return false;
         }
-        self.outcomes.insert(xid, outcome);
+        self.outcomes.push((xid, outcome));
         true
+    }
+
+    /// How a call has ended, for whoever waits for it.
+    pub(super) fn take(&mut self, xid: Xid) -> Option<Result<Regions, Error>> {
+        let at = self.outcomes.iter().position(|(ended, _)| *ended == xid)?;
+        Some(self.outcomes.swap_remove(at).1)
     }
 
     /// An XID that no call of this direction of the connection uses.
@@ -105,7 +110,7 @@ mod tests {
                 && let Some(xid) = under_way.pop_front()
             {
                 assert!(calls.end(xid, Ok(Regions::new())));
-                calls.outcomes.remove(&xid);
+                assert!(calls.take(xid).is_some());
             }
         };
         assert_eq!(refused.kind(), Kind::Os(libc::ENOMEM));

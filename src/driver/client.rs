@@ -283,8 +283,9 @@ impl Client {
     ) -> Result<Regions, Error> {
         state = session::wait_for(&self, state, Waiter::Call(xid), deadline, mask);
         let Waiting { link, session, renewal, .. } = &mut *state;
-        let over = session.calls.is_over(Waiter::Call(xid));
-        let outcome = match renewal.as_mut().filter(|_| !over).and_then(|renewal| renewal.abandon(xid)) {
+        let over = |session: &Session| session.calls.is_over(Waiter::Call(xid));
+        let parked = renewal.as_mut().filter(|_| !over(session));
+        let outcome = match parked.and_then(|renewal| renewal.abandon(xid)) {
             Some(why) => Err(why),
             None => session.outcome(Some(link), xid),
         };
@@ -339,7 +340,10 @@ impl<'a> Policy<'a> for &'a Client {
             return Turn::Sleep { until: state.link.retry_at(), serves: state.serves_here() };
         }
         let engine = &state.link.engine;
+        let open = state.renewal.is_none() && engine.closed().is_none();
         let held_up = match waiter {
+            // Nearly always: it was transmitted at once, as all of this connection.
+            Waiter::Call(_) if open && !engine.has_waiting() => false,
             Waiter::Call(xid) => !engine.transmitted(xid),
             Waiter::Peer(_) | Waiter::Version(_) | Waiter::Callbacks(_) => {
                 engine.version().is_none() || engine.holds_back()
@@ -378,15 +382,11 @@ impl<'a> Policy<'a> for &'a Client {
         let until = sooner(sooner(link.offer_ends(), link.retry_at()), link.first_reply_due());
         let nudges = state.nudges < NUDGES && !link.heard;
         // Who waits for more than the connection's own answers sleeps on descriptors.
-        let may_doze = dozes && alarm < 0 && !nudges && !link.device.wants_write();
+        let writes = link.device.wants_write();
+        let may_doze = dozes && alarm < 0 && !nudges && !writes;
         let bell = if may_doze { link.device.doze() } else { None };
         let at_once = bell.is_none() && !link.device.rest();
-        Wake {
-            nudges,
-            at_once,
-            bell,
-            ..Wake::new((link.device.fd(), true, link.device.wants_write()), alarm, until)
-        }
+        Wake { nudges, at_once, bell, ..Wake::new((link.device.fd(), true, writes), alarm, until) }
     }
 
     fn move_on(&self, state: &mut Waiting, wake: &Wake, nothing: bool) {

@@ -733,7 +733,7 @@ mod tests {
             let mut state = client.lock();
             assert_eq!(state.connections, 2);
             for xid in [awaited, batched] {
-                assert!(state.session.calls.outcomes.remove(&xid).unwrap().is_ok());
+                assert!(state.session.calls.take(xid).unwrap().is_ok());
             }
         });
     }
@@ -825,7 +825,7 @@ mod tests {
             // Else the calls without reply would have taken its only credit.
             assert_eq!(state.connections, 2);
             for xid in batched.iter().chain([&awaited]) {
-                assert!(state.session.calls.outcomes.remove(xid).unwrap().is_ok());
+                assert!(state.session.calls.take(*xid).unwrap().is_ok());
             }
             assert!(state.session.calls.greetings.is_empty() && state.session.calls.outcomes.is_empty());
             drop(state);
@@ -932,7 +932,7 @@ mod tests {
             let error = call(&client, Instant::now() + 100 * PATIENCE).unwrap_err();
             assert_eq!(error.kind(), Kind::NotSent);
             assert!(error.text().contains("cannot connect to 127.0.0.1"), "{error}");
-            let ended = client.lock().session.calls.outcomes.remove(&queued).unwrap();
+            let ended = client.lock().session.calls.take(queued).unwrap();
             assert_eq!(ended.unwrap_err().kind(), Kind::NotSent);
             let listener = TcpListener::bind(to).unwrap();
             scope.spawn(move || Peer::accept(&listener, config).serve());
@@ -1055,7 +1055,7 @@ mod tests {
             assert!(children.map(fork::testing::Child::succeeded) == [true; 2]);
             assert!(three());
             let mut state = client.lock();
-            assert!(state.session.calls.outcomes.remove(&awaited).unwrap().is_ok());
+            assert!(state.session.calls.take(awaited).unwrap().is_ok());
             assert_eq!(state.connections, 1);
         });
     }

@@ -91,8 +91,8 @@ impl Session {
                 self.end(xid, outcome);
             }
         }
-        if link.request_ready()
-            && let Some(condition) = &self.serving_sleeper
+        if let Some(condition) = &self.serving_sleeper
+            && link.request_ready()
         {
             condition.notify_one();
         }
@@ -168,8 +168,10 @@ impl Session {
     /// This thread, which drives, goes to sleep. One that span while the connection was replaced was forgotten with the old
     /// one, and sleeps on the new one.
     fn sleeps_for(&mut self, reads: bool, writes: bool) {
-        self.end_to_drive();
-        self.drivers.push(Driver { thread: thread::this(), reads, writes });
+        match self.own_driver() {
+            Some(own) => (self.drivers[own].reads, self.drivers[own].writes) = (reads, writes),
+            None => self.drivers.push(Driver { thread: thread::this(), reads, writes }),
+        }
     }
 
     /// As if a thread slept in poll(2) already.
@@ -214,7 +216,7 @@ impl Session {
 
     /// How a call has ended. One that has not is abandoned, for its time is over.
     pub(super) fn outcome(&mut self, link: Option<&mut Link>, xid: Xid) -> Result<Regions, Error> {
-        if let Some(outcome) = self.calls.outcomes.remove(&xid) {
+        if let Some(outcome) = self.calls.take(xid) {
             return outcome;
         }
         let text = link.map(|link| {
@@ -469,7 +471,8 @@ fn drive<'a, P: Policy<'a>>(
     }
     let now = Instant::now();
     // However often something comes for others, or a part of what is waited for: signals get through after this.
-    let blocked = DOZE.saturating_sub(now - *slept.get_or_insert(now));
+    let blocked = slept.map_or(DOZE, |slept| DOZE.saturating_sub(now - slept));
+    slept.get_or_insert(now);
     let mut wake = policy.wake(&mut state, !blocked.is_zero());
     state.parts().0.sleeps_for(wake.reads, wake.writes);
     drop(state);

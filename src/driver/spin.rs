@@ -152,6 +152,9 @@ impl Patience {
 
     /// `None`: there is to be no spin now.
     pub(super) fn new(spin: &mut Spin, link: &mut Link) -> Option<Patience> {
+        if !spin.is_on() {
+            return None;
+        }
         let company = link.device.company();
         let (limit, glance) = match spin.allowed(company) {
             Some(limit) => (limit, false),

@@ -72,6 +72,11 @@ impl Message {
         self.lent.iter().any(|(_, part)| meets(part))
     }
 
+    /// Whether every byte is our own.
+    pub fn is_whole(&self) -> bool {
+        self.lent.is_empty()
+    }
+
     /// Positions and lengths of the lent parts.
     pub fn lent(&self) -> impl Iterator<Item = (usize, usize)> {
         self.lent.iter().map(|(at, part)| (*at, part.len()))

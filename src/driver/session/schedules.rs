@@ -56,7 +56,7 @@ impl Line {
         self.wire().calls.push_back(xid);
         self.came.notify_all();
         let mut state = wait_for(&self, state, Waiter::Call(xid), deadline, None);
-        let outcome = state.session.calls.outcomes.remove(&xid);
+        let outcome = state.session.calls.take(xid);
         // As those do who wait for something.
         if !state.session.is_driven() {
             state.session.wake_one();

@@ -350,6 +350,8 @@ impl Peer {
                 Err(e) if matches!(e.kind(), ErrorKind::ConnectionReset | ErrorKind::BrokenPipe) => {
                     return Err(End::Reset);
                 }
+                // A read with a timeout is not taken up again when the process has been stopped for a moment.
+                Err(e) if e.kind() == ErrorKind::Interrupted => {}
                 Err(e) => panic!("no answer within {:?}: {e}", hang()),
             }
         }

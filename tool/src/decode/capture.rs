@@ -81,6 +81,8 @@ struct Stream {
 /// One direction.
 #[derive(Default)]
 struct Half {
+    /// The sequence number that it has begun with, if that is known.
+    first: Option<u32>,
     /// The sequence number of the next byte, once one is known.
     next: Option<u32>,
     /// Bytes in order so far.
@@ -103,6 +105,19 @@ struct Half {
 const CLIENT: usize = 0;
 const SERVER: usize = 1;
 
+impl Stream {
+    /// Whether a segment that begins a connection is the one of this connection once more.
+    fn was_begun_by(&self, first: &Part) -> bool {
+        let half = &self.halves[CLIENT];
+        let same = match half.first {
+            Some(known) => known == first.sequence,
+            // The answer to it may have been captured before.
+            None => half.position == 0 && !half.given_up,
+        };
+        !self.ended && same && first.from == self.client
+    }
+}
+
 impl Reader {
     fn say(&mut self, at: Option<Time>, stream: Option<i32>, text: String) {
         self.tell(at, stream, Level::Info, Event::Said(text));
@@ -116,9 +131,8 @@ impl Reader {
         let key = if part.from < part.to { (part.from, part.to) } else { (part.to, part.from) };
         let anew = part.syn && !part.ack;
         let mut stream = match self.streams.remove(&key) {
-            Some(stream) if !anew || stream.request.is_none() && stream.halves[CLIENT].position == 0 => {
-                stream
-            }
+            // A client has the same port again, a reserved one say, also where nothing came of the time before.
+            Some(stream) if !anew || stream.was_begun_by(&part) => stream,
             old => {
                 if let Some(mut old) = old {
                     self.finish(&mut old);
@@ -153,6 +167,7 @@ impl Reader {
         let Part { at, mut sequence, syn, fin, rst, data, .. } = part;
         let half = &mut stream.halves[which];
         if syn {
+            half.first.get_or_insert(sequence);
             sequence = sequence.wrapping_add(1);
             half.next.get_or_insert(sequence);
         }
@@ -236,7 +251,13 @@ impl Reader {
 
     fn drop_half(&mut self, half: &mut Half) {
         self.waiting -= half.early_bytes;
-        *half = Half { given_up: true, finished: half.finished, next: half.next, ..Half::default() };
+        *half = Half {
+            first: half.first,
+            given_up: true,
+            finished: half.finished,
+            next: half.next,
+            ..Half::default()
+        };
     }
 
     /// Nothing more is read of it.

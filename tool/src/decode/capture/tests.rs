@@ -267,6 +267,17 @@ fn a_connection_from_the_port_of_one_before_is_another_one() {
     all_is_there(&trace(&pcap(&packets)));
 }
 
+/// As processors that send by turns have it.
+#[test]
+fn what_is_captured_behind_the_end_of_both_ends_is_read() {
+    for last in 1..4 {
+        let mut packets = packets(500);
+        let ends = packets.len() - 2;
+        packets[ends - last..].rotate_left(last);
+        all_is_there(&trace(&pcap(&packets)));
+    }
+}
+
 #[test]
 fn what_is_missing_is_said_and_nothing_behind_it_is_taken_for_something() {
     let whole = packets(500);

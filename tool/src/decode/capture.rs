@@ -81,6 +81,8 @@ struct Stream {
 /// One direction.
 #[derive(Default)]
 struct Half {
+    /// The sequence number that it has begun with, if that is known.
+    first: Option<u32>,
     /// The sequence number of the next byte, once one is known.
     next: Option<u32>,
     /// Bytes in order so far.
@@ -93,7 +95,8 @@ struct Half {
     started: bool,
     /// Nothing more is read of it.
     given_up: bool,
-    finished: bool,
+    /// The sequence number behind its last byte, once its end is known.
+    end: Option<u32>,
     message: Vec<u8>,
     message_bytes: u64,
     write: Option<(Option<Time>, Segment)>,
@@ -102,6 +105,19 @@ struct Half {
 
 const CLIENT: usize = 0;
 const SERVER: usize = 1;
+
+impl Stream {
+    /// Whether a segment that begins a connection is the one of this connection once more.
+    fn was_begun_by(&self, first: &Part) -> bool {
+        let half = &self.halves[CLIENT];
+        let same = match half.first {
+            Some(known) => known == first.sequence,
+            // The answer to it may have been captured before.
+            None => half.position == 0 && !half.given_up,
+        };
+        !self.ended && same && first.from == self.client
+    }
+}
 
 impl Reader {
     fn say(&mut self, at: Option<Time>, stream: Option<i32>, text: String) {
@@ -116,12 +132,12 @@ impl Reader {
         let key = if part.from < part.to { (part.from, part.to) } else { (part.to, part.from) };
         let anew = part.syn && !part.ack;
         let mut stream = match self.streams.remove(&key) {
-            Some(stream) if !anew || stream.request.is_none() && stream.halves[CLIENT].position == 0 => {
-                stream
-            }
+            // A client has the same port again, a reserved one say, also where nothing came of the time before.
+            Some(stream) if !anew || stream.was_begun_by(&part) => stream,
             old => {
-                if let Some(mut old) = old {
+                if let Some(mut old) = old.filter(|old| !old.ended) {
                     self.finish(&mut old);
+                    self.closed(&old, part.at);
                 }
                 if self.streams.len() >= STREAMS {
                     self.beyond += 1;
@@ -151,8 +167,10 @@ impl Reader {
     /// A part of a stream, in order or not.
     fn segment(&mut self, stream: &mut Stream, which: usize, part: Part) {
         let Part { at, mut sequence, syn, fin, rst, data, .. } = part;
+        let length = data.len() as u32;
         let half = &mut stream.halves[which];
         if syn {
+            half.first.get_or_insert(sequence);
             sequence = sequence.wrapping_add(1);
             half.next.get_or_insert(sequence);
         }
@@ -193,14 +211,22 @@ impl Reader {
             self.catch_up(&mut stream.halves[which]);
             self.understand(stream, which, at);
         }
-        stream.halves[which].finished |= fin;
-        if stream.halves.iter().all(|half| half.finished) {
+        if fin {
+            stream.halves[which].end.get_or_insert(sequence.wrapping_add(length));
+        }
+        // What comes before an end may be captured behind it.
+        if stream.halves.iter().all(|half| half.is_whole()) {
             self.finish(stream);
-            if stream.request.is_some() {
-                let why = "both ends have closed it".to_owned();
-                self.tell(at, Some(stream.number), Level::Info, Event::Closed { why });
-            }
+            self.closed(stream, at);
             self.give_up(stream);
+        }
+    }
+
+    /// Says so, if both ends have closed it.
+    fn closed(&mut self, stream: &Stream, at: Option<Time>) {
+        if stream.request.is_some() && stream.halves.iter().all(|half| half.end.is_some()) {
+            let why = "both ends have closed it".to_owned();
+            self.tell(at, Some(stream.number), Level::Info, Event::Closed { why });
         }
     }
 
@@ -236,7 +262,7 @@ impl Reader {
 
     fn drop_half(&mut self, half: &mut Half) {
         self.waiting -= half.early_bytes;
-        *half = Half { given_up: true, finished: half.finished, next: half.next, ..Half::default() };
+        *half = Half { first: half.first, given_up: true, end: half.end, next: half.next, ..Half::default() };
     }
 
     /// Nothing more is read of it.
@@ -262,7 +288,10 @@ impl Reader {
     fn end(&mut self, counts: &Counts) {
         let mut streams: Vec<Stream> = std::mem::take(&mut self.streams).into_values().collect();
         streams.sort_by_key(|stream| stream.number);
-        streams.iter_mut().filter(|stream| !stream.ended).for_each(|stream| self.finish(stream));
+        for stream in streams.iter_mut().filter(|stream| !stream.ended) {
+            self.finish(stream);
+            self.closed(stream, None);
+        }
         let passed_over = [
             (self.others, "TCP connections that are no iWARP, or whose beginning is not in the capture"),
             (self.beyond, "packets of connections beyond those that are followed"),
@@ -492,6 +521,12 @@ fn cost(bytes: &[u8]) -> usize {
 }
 
 impl Half {
+    /// Whether its end is known, and nothing before that is to come any more.
+    fn is_whole(&self) -> bool {
+        let there = |end: u32| self.next.is_none_or(|next| end.wrapping_sub(next) as i32 <= 0);
+        self.end.is_some_and(|end| self.given_up || there(end))
+    }
+
     fn arrived(&mut self, bytes: &[u8]) {
         self.position += bytes.len() as u64;
         self.next = self.next.map(|next| next.wrapping_add(bytes.len() as u32));

@@ -85,7 +85,7 @@ fn conversation() -> Vec<(usize, Vec<u8>)> {
     ]
 }
 
-#[derive(Clone)]
+#[derive(Clone, Debug)]
 struct Packet {
     from: usize,
     flags: u8,
@@ -236,6 +236,46 @@ fn packets_in_another_order_and_twice_are_put_together() {
     let again: Vec<Packet> = packets[5..last].iter().step_by(3).cloned().collect();
     packets.splice(last..last, again);
     all_is_there(&trace(&pcap(&packets)));
+}
+
+/// As where a client of root's asks again: reserved ports are few.
+#[test]
+fn a_connection_from_the_port_of_one_before_is_another_one() {
+    let packets = packets(500);
+    let syn = |sequence| Packet { sequence, ..packets[0].clone() };
+    let reset = Packet { from: SERVER, flags: 4 | ACK, sequence: 0, data: Vec::new() };
+    // Refused; not answered; another protocol's, which is passed over; the same segment once more.
+    let http = Packet { flags: ACK, sequence: 78, data: b"GET / HTTP/1.0".to_vec(), ..packets[0].clone() };
+    let before = [vec![syn(77), reset], vec![syn(77)], vec![syn(77), http], vec![packets[0].clone()]];
+    for (before, others) in before.into_iter().zip([1, 1, 1, 0]) {
+        let all = [&before[..], &packets].concat();
+        let trace = trace(&pcap(&all));
+        assert_eq!(trace.calls.len(), 2, "{}", remarks(&trace));
+        let passed_over = remarks(&trace).contains("1 TCP connections that are no iWARP");
+        assert_eq!(passed_over, others == 1, "{before:?}: {}", remarks(&trace));
+    }
+    let twice = [&packets[..], &packets].concat();
+    assert_eq!(trace(&pcap(&twice)).calls.len(), 4);
+    // Of the one before the capture lacks a part, and its end.
+    let mut torn = packets[..packets.len() - 2].to_vec();
+    torn.remove(4);
+    torn.iter_mut().for_each(|packet| packet.sequence = packet.sequence.wrapping_add(5000));
+    assert!(trace(&pcap(&[torn, packets].concat())).calls.len() >= 2);
+    // The answer before what it answers.
+    let mut packets = self::packets(500);
+    packets.swap(0, 1);
+    all_is_there(&trace(&pcap(&packets)));
+}
+
+/// As processors that send by turns have it.
+#[test]
+fn what_is_captured_behind_the_end_of_both_ends_is_read() {
+    for last in 1..4 {
+        let mut packets = packets(500);
+        let ends = packets.len() - 2;
+        packets[ends - last..].rotate_left(last);
+        all_is_there(&trace(&pcap(&packets)));
+    }
 }
 
 #[test]

@@ -71,6 +71,17 @@ start_ready() {
     [ "${word:-}" = READY ] && [ -n "$port" ]
 }
 
+# start_silent: a peer that takes connections and says nothing. Sets server, port.
+start_silent() {
+    start_ready python3 -c '
+import socket
+listener = socket.create_server(("127.0.0.1", 0))
+print("READY", listener.getsockname()[1], flush=True)
+peers = []
+while True:
+    peers.append(listener.accept())'
+}
+
 # capture_start FILE [FILTER]: captures the loopback until capture_stop. False if dumpcap does not start.
 # It says that it captures before it does: a datagram of ours in the file shows that it has begun, and another that it
 # has written everything before.

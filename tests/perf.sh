@@ -143,15 +143,7 @@ ends_within() {
     kill "-$2" "$run"; wait "$run"; status=$?
     if [ $status -eq "$3" ] && [ $((${EPOCHREALTIME/./} - began)) -lt $(($(patient "$1") * 1000000)) ]; then ok "$4"; else FAIL "$4 (status $status, $((${EPOCHREALTIME/./} - began)) us)" err; fi
 }
-cat >silent.py <<'END'
-import socket
-listener = socket.create_server(("127.0.0.1", 0))
-print("READY", listener.getsockname()[1], flush=True)
-peers = []
-while True:
-    peers.append(listener.accept())
-END
-start_ready python3 silent.py || FAIL "a silent peer"
+start_silent || FAIL "a silent peer"
 # One thread waits for signals.
 asks() { ls -l "/proc/$run/fd" | grep -q socket: && [ "$(find "/proc/$run/task" -mindepth 1 -maxdepth 1 | wc -l)" -ge 2 ]; }
 for signal in TERM INT; do

@@ -87,16 +87,8 @@ json "info --json: another device" 0 "d['towards']['used'] == 'iwarp' and 'RPCRD
     env RPCRDMA_PROVIDER=iwarp "$tool" info 127.0.0.1 --json
 
 # A peer that takes the connection and says nothing: no longer than the user wishes.
-cat >silent.py <<'END'
-import socket
-listener = socket.create_server(("127.0.0.1", 0))
-print("READY", listener.getsockname()[1], flush=True)
-peers = []
-while True:
-    peers.append(listener.accept())
-END
 moved_server=$server
-start_ready python3 silent.py || FAIL "a silent peer"
+start_silent || FAIL "a silent peer"
 for netid in rdma tcp; do
     began=${EPOCHREALTIME/./}
     check "ping: a peer that is silent ($netid)" 1 "within 0.3 s|Timed out" "$tool" ping 127.0.0.1 7 1 -p "$port" --netid $netid -W 0.3 -c 1

@@ -645,6 +645,20 @@ pub(super) mod tests {
         server.reply(id, reply.into()).unwrap();
     }
 
+    /// A client on its end of a connection, one of whose calls the server at the other end has answered.
+    fn opened(fd: RawFd, config: &'static Config, server: &Shared) -> Arc<Client> {
+        std::thread::scope(|scope| {
+            let opens = scope.spawn(move || {
+                let client = Client::open(fd, config, Instant::now() + PATIENCE, None).unwrap();
+                call(&client, 40).unwrap();
+                client
+            });
+            let first = next(server).unwrap();
+            answer(server, first);
+            opens.join().unwrap()
+        })
+    }
+
     #[test]
     fn a_call_that_the_socket_does_not_take_at_once_goes_out_while_another_thread_waits_for_its_reply() {
         const CALLERS: usize = 24;
@@ -701,43 +715,30 @@ pub(super) mod tests {
         let (to_server, to_client) = pair().unwrap();
         let server = Mutex::new(Server::accept(to_client.as_raw_fd(), config).unwrap());
         let fd = to_server.as_raw_fd();
-        std::thread::scope(|scope| {
-            let opens = scope.spawn(move || {
-                let client = Client::open(fd, config, Instant::now() + PATIENCE, None).unwrap();
-                call(&client, 40).unwrap();
-                client
-            });
-            let first = next(&server).unwrap();
-            answer(&server, first);
-            let client = opens.join().unwrap();
-            let begin = |len| {
-                let xid = client.fresh_xid();
-                let message = message(&client, xid, len).into();
-                client
-                    .lock()
-                    .link
-                    .begin(xid, message, Expect::Reply { max: 1024, places: Vec::new() })
-                    .unwrap();
-                xid
-            };
-            let awaited = begin(40);
-            let request = next(&server).unwrap();
-            // As its caller, in poll(2).
-            client.lock().session.drive_as(usize::MAX);
-            for _ in 0..100 {
-                begin(3800);
-            }
-            answer(&server, request);
-            assert!(wait::until(fd, wait::IN, Some(PATIENCE), None).unwrap());
+        let client = opened(fd, config, &server);
+        let begin = |len| {
             let xid = client.fresh_xid();
-            let message = message(&client, xid, 40).into();
-            let until = Instant::now() + Duration::from_millis(50);
-            let outcome = client.call(xid, message, 1024, Vec::new(), until, None);
-            assert_eq!(outcome.unwrap_err().kind(), Kind::Timeout);
-            assert!(client.lock().link.device.wants_write(), "the socket has taken all");
-            assert!(!client.lock().session.calls.is_over(Waiter::Call(awaited)));
-            assert!(wait::until(fd, wait::IN, Some(Duration::ZERO), None).unwrap(), "it was taken");
-        });
+            let message = message(&client, xid, len).into();
+            client.lock().link.begin(xid, message, Expect::Reply { max: 1024, places: Vec::new() }).unwrap();
+            xid
+        };
+        let awaited = begin(40);
+        let request = next(&server).unwrap();
+        // As its caller, in poll(2).
+        client.lock().session.drive_as(usize::MAX);
+        for _ in 0..100 {
+            begin(3800);
+        }
+        answer(&server, request);
+        assert!(wait::until(fd, wait::IN, Some(PATIENCE), None).unwrap());
+        let xid = client.fresh_xid();
+        let message = message(&client, xid, 40).into();
+        let until = Instant::now() + Duration::from_millis(50);
+        let outcome = client.call(xid, message, 1024, Vec::new(), until, None);
+        assert_eq!(outcome.unwrap_err().kind(), Kind::Timeout);
+        assert!(client.lock().link.device.wants_write(), "the socket has taken all");
+        assert!(!client.lock().session.calls.is_over(Waiter::Call(awaited)));
+        assert!(wait::until(fd, wait::IN, Some(Duration::ZERO), None).unwrap(), "it was taken");
     }
 
     #[test]
@@ -746,34 +747,25 @@ pub(super) mod tests {
         let (to_server, to_client) = pair().unwrap();
         let server = Mutex::new(Server::accept(to_client.as_raw_fd(), config).unwrap());
         let fd = to_server.as_raw_fd();
+        let client = opened(fd, config, &server);
+        client.lock().session.drive_as(usize::MAX);
+        client.lock().session.fill_sleepers();
+        let sleepers = client.lock().session.sleeping();
         std::thread::scope(|scope| {
-            let opens = scope.spawn(move || {
-                let client = Client::open(fd, config, Instant::now() + PATIENCE, None).unwrap();
-                call(&client, 40).unwrap();
-                client
+            let calls = scope.spawn(|| {
+                let _none = NoLongBlocks::from_here();
+                call(&client, 40).map(drop)
             });
-            let first = next(&server).unwrap();
-            answer(&server, first);
-            let client = opens.join().unwrap();
-            client.lock().session.drive_as(usize::MAX);
-            client.lock().session.fill_sleepers();
-            let sleepers = client.lock().session.sleeping();
-            std::thread::scope(|scope| {
-                let calls = scope.spawn(|| {
-                    let _none = NoLongBlocks::from_here();
-                    call(&client, 40).map(drop)
-                });
-                let request = next(&server).unwrap();
-                answer(&server, request);
-                assert!(wait::until(fd, wait::IN, Some(PATIENCE), None).unwrap());
-                let mut state = client.lock();
-                assert_eq!(state.session.sleeping(), sleepers);
-                // Who drives hands the reply out, and knows of nobody whom to wake.
-                state.link.pump();
-                state.settle();
-                drop(state);
-                calls.join().unwrap().unwrap();
-            });
+            let request = next(&server).unwrap();
+            answer(&server, request);
+            assert!(wait::until(fd, wait::IN, Some(PATIENCE), None).unwrap());
+            let mut state = client.lock();
+            assert_eq!(state.session.sleeping(), sleepers);
+            // Who drives hands the reply out, and knows of nobody whom to wake.
+            state.link.pump();
+            state.settle();
+            drop(state);
+            calls.join().unwrap().unwrap();
         });
     }
 

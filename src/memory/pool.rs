@@ -20,8 +20,8 @@ pub(super) const PAGE: usize = 4096;
 /// A stock of blocks of one kind, each kept warm after use.
 ///
 /// `warm` bytes of every idle block keep their pages, and a block more than that while all idle ones keep less together than
-/// if each had so many; what lies above is given back to the system, so that one long message does not hold its memory for
-/// ever. At most `idle_max` blocks are kept.
+/// if each had so many (with those that come after it, less than twice as much in all); what lies above is given back to the
+/// system, so that one long message does not hold its memory for ever. At most `idle_max` blocks are kept.
 ///
 /// A child that was forked while a thread of its parent held the lock does without: nobody there would ever release it.
 pub struct Pool {

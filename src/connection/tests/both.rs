@@ -138,7 +138,7 @@ impl Both {
         let Request { id, xid, message, .. } = self.handed[side as usize].remove(at);
         let call = bytes(&message);
         drop(message);
-        let reply = u32::from_be_bytes(call[8..12].try_into().unwrap()) as usize;
+        let reply = u32::from_be_bytes(call[12..16].try_into().unwrap()) as usize;
         assert!(call == call_message(xid.0, call.len(), reply, false), "call {xid} was changed on its way");
         let reply = self.buf(&reply_message(xid.0, reply));
         // A reply that fits nowhere, or comes too late, is an outcome, which the caller of the other side sees.

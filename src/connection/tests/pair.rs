@@ -342,11 +342,11 @@ impl Pair {
         let call = bytes(&message);
         let word = |at: usize| call.get(at..at + 4).map(|w| u32::from_be_bytes(w.try_into().unwrap()));
         drop(message);
-        let one_way = word(12) == Some(1);
+        let one_way = word(16) == Some(1);
         let len = match self.made.get(&xid.0) {
             Some(made) => made.reply,
             // A header that was tampered with may move the length that is asked for.
-            None => word(8).map_or(24, |len| (len as usize).clamp(4, 1 << 17)),
+            None => word(12).map_or(24, |len| (len as usize).clamp(4, 1 << 17)),
         };
         let result = if one_way {
             self.answered(xid.0);
@@ -769,11 +769,12 @@ pub fn bytes(regions: &[Region]) -> Vec<u8> {
     regions.iter().flat_map(|region| region.iter().copied()).collect()
 }
 
-/// XID, CALL, length of the reply, whether none is wanted, and a pattern.
+/// XID, CALL, the version of RPC, length of the reply, whether none is wanted, and a pattern: the beginning of a Call as it
+/// stands before a credential, of a program that no binding knows.
 pub fn call_message(xid: u32, len: usize, reply: usize, one_way: bool) -> Vec<u8> {
     assert!(len >= 4, "an RPC message holds its XID");
-    let head = words(&[xid, 0, reply as u32, u32::from(one_way)]);
-    let pattern = (16..len).map(|at| (at as u32).wrapping_mul(7).wrapping_add(xid) as u8);
+    let head = words(&[xid, 0, 2, reply as u32, u32::from(one_way)]);
+    let pattern = (20..len).map(|at| (at as u32).wrapping_mul(7).wrapping_add(xid) as u8);
     let mut message: Vec<u8> = head.into_iter().chain(pattern).collect();
     message.truncate(len);
     message

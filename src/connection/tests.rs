@@ -14,6 +14,7 @@ mod two;
 use super::requester::*;
 use super::responder::*;
 use super::*;
+use crate::memory::Program;
 use crate::reserve::testing::NoLongBlocks;
 use crate::wire::characteristics::{self as operations, Characteristic};
 use crate::wire::header::{Proc, RdmaError};
@@ -224,6 +225,55 @@ fn a_call_or_reply_that_does_not_begin_with_its_xid_is_not_sent() {
     pair.answer(0).unwrap();
     pair.drive();
     pair.succeeded(5);
+}
+
+#[test]
+fn what_is_lent_of_a_short_message_is_copied_when_it_is_sent() {
+    let mut pair = Pair::new();
+    let lending = |pair: &Pair, whole: &[u8]| {
+        let (own, tail) = whole.split_at(whole.len() - 8);
+        let mut program = Program::new(tail);
+        let body = pair.buf(&[own, &[0; 8]].concat());
+        let message = Message::new(body, vec![(own.len(), program.source())]);
+        (message, program)
+    };
+    let (message, program) = lending(&pair, &call_message(5, 40, 28, false));
+    pair.note(5, 40, 28, false);
+    let End { engine, device, .. } = &mut pair.client;
+    engine.call(Xid(5), message, reply_of(28), device).unwrap();
+    assert!(program.is_back(), "the device reads the program's memory");
+    pair.drain(Client);
+    pair.settle();
+    assert!(pair.take(), "the call has come as it was");
+    let (message, program) = lending(&pair, &reply_message(5, 28));
+    let Request { id, .. } = pair.handed.remove(0);
+    pair.server.engine.reply(id, message).unwrap();
+    assert!(program.is_back(), "the device reads the program's memory");
+    pair.drain(Server);
+    pair.settle();
+    pair.succeeded(5);
+}
+
+#[test]
+fn a_request_whose_reply_was_not_sent_is_still_found_among_the_others() {
+    let mut pair = Pair::new();
+    pair.call(1, 40, 28);
+    pair.drive();
+    for xid in 2..6 {
+        pair.call(xid, 40, 28);
+    }
+    pair.settle();
+    while pair.take() {}
+    assert_eq!(pair.handed.len(), 4);
+    for at in [1, 0] {
+        let (id, wrong) = (pair.handed[at].id, pair.buf(&reply_message(9, 28)));
+        assert_eq!(pair.server.engine.reply(id, wrong).unwrap_err().kind(), Kind::Invalid);
+    }
+    for at in [2, 1, 0, 0] {
+        pair.answer(at).unwrap();
+    }
+    pair.settle();
+    (1..6).for_each(|xid| pair.succeeded(xid));
 }
 
 // -------------------------------------------------------------------------------------------- credits and Receives

@@ -282,9 +282,7 @@ impl Pair {
         self.tick();
         let one_way = matches!(expect, Expect::Nothing);
         let message = self.buf(&call_message(xid, len, reply, one_way));
-        let made =
-            Made { len, reply, one_way, posted: false, abandoned: false, outcome: None, handles: Vec::new() };
-        assert!(self.made.insert(xid, made).is_none(), "XID {xid} is used twice in a test");
+        self.note(xid, len, reply, one_way);
         let End { engine, device, .. } = &mut self.client;
         if let Err(error) = engine.call(Xid(xid), message, expect, device) {
             assert!(engine.closed().is_some(), "{error}");
@@ -293,6 +291,13 @@ impl Pair {
         }
         self.drain(Client);
         self.check();
+    }
+
+    /// The call that is made next.
+    pub fn note(&mut self, xid: u32, len: usize, reply: usize, one_way: bool) {
+        let made =
+            Made { len, reply, one_way, posted: false, abandoned: false, outcome: None, handles: Vec::new() };
+        assert!(self.made.insert(xid, made).is_none(), "XID {xid} is used twice in a test");
     }
 
     pub fn resume(&mut self) {

@@ -9,7 +9,7 @@
 #![allow(unsafe_code)]
 
 use std::ptr::null_mut;
-use std::sync::atomic::Ordering::{AcqRel, Acquire, Relaxed, Release};
+use std::sync::atomic::Ordering::{AcqRel, Acquire, Relaxed, Release, SeqCst};
 use std::sync::atomic::{AtomicBool, AtomicPtr, AtomicU32, AtomicU64};
 use std::sync::{Mutex, MutexGuard, TryLockError};
 
@@ -64,10 +64,12 @@ pub fn process_gone(pid: u32) -> bool {
     waitid(WaitId::Pid(pid), options).is_ok_and(|ended| ended.is_some())
 }
 
-/// Differs from what it was if a child was forked since, or is being forked, who has what was there in between.
+/// Differs from what it was if a child was forked since, or is being forked, who has what was there in between. Sequentially
+/// consistent: who writes to shared memory before, with that order too, and finds the number unchanged, has every child see it.
+#[inline]
 pub fn forks() -> u64 {
     watch_forks();
-    FORKS.load(Acquire)
+    FORKS.load(SeqCst)
 }
 
 static GENERATION: AtomicU64 = AtomicU64::new(0);
@@ -102,7 +104,7 @@ fn begin_to_watch() {
 /// Before it, and after it: what another thread takes in between the child may have or not.
 unsafe extern "C" fn count_fork() {
     guard(|| {
-        FORKS.fetch_add(1, AcqRel);
+        FORKS.fetch_add(1, SeqCst);
         Ok(())
     });
 }
@@ -111,7 +113,7 @@ unsafe extern "C" fn after_fork() {
     guard(|| {
         GENERATION.fetch_add(1, Relaxed);
         // What was taken since the handlers before it belongs to the parent.
-        FORKS.fetch_add(1, AcqRel);
+        FORKS.fetch_add(1, SeqCst);
         note_process();
         stats::forked();
         let mut next = LOCKS.load(Acquire);

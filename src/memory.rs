@@ -910,6 +910,11 @@ impl<'a> IoVec<'a> {
     pub fn is_empty(&self) -> bool {
         self.raw.iov_len == 0
     }
+
+    /// The first of them, for send(2).
+    pub fn as_ptr(&self) -> *const libc::c_void {
+        self.raw.iov_base
+    }
 }
 
 /// One element of a scattered read. A type of its own, so that safe code cannot read into memory that was lent
@@ -937,6 +942,11 @@ impl<'a> IoVecMut<'a> {
     /// Whether no byte is named.
     pub fn is_empty(&self) -> bool {
         self.raw.iov_len == 0
+    }
+
+    /// The first of them, for recv(2).
+    pub fn as_mut_ptr(&mut self) -> *mut libc::c_void {
+        self.raw.iov_base
     }
 }
 
@@ -1062,8 +1072,7 @@ impl Memory {
         let pools = [&self.slab, &self.header, &self.message, &self.areas];
         // Receives and headers may have one pool.
         let apart = if Arc::ptr_eq(&self.slab, &self.header) { &pools[1..] } else { &pools };
-        let blocks = |idle: &Vec<Share>| idle.iter().map(|block| block.raw.cap).sum::<usize>();
-        apart.iter().filter_map(|pool| pool.idle()).map(|idle| blocks(&idle)).sum()
+        apart.iter().map(|pool| pool.idle_bytes()).sum()
     }
 
     /// Bytes of long messages that are in Receives of this connection.
@@ -1360,10 +1369,11 @@ mod tests {
     fn idle_blocks_for_receives_are_bounded_in_number_and_bytes() {
         for (receive, idle) in [(1, 1024), (4096, 1024), (64 << 10, 64), (256 << 10, 16), (32 << 20, 1)] {
             let memory = Memory::new(receive, 4096, 0);
-            let blocks: Vec<Buf> = (0..=idle).map(|_| memory.slab().unwrap()).collect();
+            let blocks: Vec<Buf> = (0..idle + 2).map(|_| memory.slab().unwrap()).collect();
             assert!(blocks.iter().all(|block| block.capacity() >= receive));
             drop(blocks);
             assert_eq!(memory.slab.idle.lock().unwrap().len(), idle, "{receive}");
+            assert!(memory.slab.take_hot().is_some(), "and one beside");
         }
     }
 
@@ -1486,11 +1496,13 @@ mod tests {
     #[test]
     fn a_forked_child_does_not_wait_for_a_thread_that_had_the_idle_blocks() {
         let pool = Pool::new(PAGE, PAGE, 8);
-        drop(pool.take().unwrap());
+        // One goes where no lock is needed, the other one to those that have one.
+        let two = || [pool.take().unwrap(), pool.take().unwrap()];
+        drop(two());
         let (tell, told) = std::sync::mpsc::channel();
         let (release, released) = std::sync::mpsc::channel::<()>();
         thread::scope(|scope| {
-            let (blocks, inherited) = (&pool, Mutex::new(Some(pool.take().unwrap())));
+            let (blocks, inherited) = (&pool, Mutex::new(Some(two())));
             scope.spawn(move || {
                 let _idle = blocks.idle.lock().unwrap();
                 tell.send(()).unwrap();
@@ -1501,8 +1513,8 @@ mod tests {
                 // SAFETY: touches no memory. What hangs is ended.
                 unsafe { libc::alarm(20) };
                 drop(inherited.lock().unwrap().take());
-                let mut fresh = pool.take().unwrap();
-                fresh.extend(b"fresh").unwrap();
+                let mut fresh = two();
+                fresh.iter_mut().for_each(|fresh| fresh.extend(b"fresh").unwrap());
                 drop(fresh);
                 pool.take_for(7).is_ok()
             });

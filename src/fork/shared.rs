@@ -137,6 +137,12 @@ impl SharedWords {
         Ok(own)
     }
 
+    /// Whether nobody else can have them: no child was forked since they were made, nor is one being forked.
+    #[inline]
+    pub fn are_unshared(&self) -> bool {
+        self.forks == forks()
+    }
+
     /// Takes the lock; `None` when another process has kept it for too long.
     ///
     /// # Errors
@@ -182,7 +188,7 @@ impl Drop for SharedWords {
     fn drop(&mut self) {
         let mut places = PLACES.lock();
         // A fork that is under way counts already.
-        if self.forks == forks() && places.generation == generation() {
+        if self.are_unshared() && places.generation == generation() {
             places.free.push((self.slab.clone(), self.place));
         }
     }

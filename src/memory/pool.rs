@@ -5,13 +5,15 @@
 #![allow(unsafe_code)]
 
 use std::io;
-use std::ptr::NonNull;
-use std::sync::atomic::{AtomicU32, AtomicUsize, Ordering::Relaxed};
+use std::mem::ManuallyDrop;
+use std::ptr::{NonNull, null_mut};
+use std::sync::atomic::Ordering::{Acquire, Relaxed, Release};
+use std::sync::atomic::{AtomicPtr, AtomicU32, AtomicUsize};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, TryLockError, Weak};
 use std::thread;
 use std::time::Duration;
 
-use super::{Buf, Share};
+use super::{Block, Buf, Share};
 use crate::reserve;
 
 /// Granularity of blocks, in bytes.
@@ -21,10 +23,13 @@ pub(super) const PAGE: usize = 4096;
 ///
 /// `warm` bytes of every idle block keep their pages, and a block more than that while all idle ones keep less together than
 /// if each had so many (with those that come after it, less than twice as much in all); what lies above is given back to the
-/// system, so that one long message does not hold its memory for ever. At most `idle_max` blocks are kept.
+/// system, so that one long message does not hold its memory for ever. At most `idle_max` blocks are kept, and one.
 ///
 /// A child that was forked while a thread of its parent held the lock does without: nobody there would ever release it.
 pub struct Pool {
+    /// One idle block beside the others, for who gives one back and takes one again: without a lock. NULL, or from
+    /// [`Arc::into_raw`].
+    hot: AtomicPtr<Block>,
     pub(super) idle: Mutex<Vec<Share>>,
     /// The process that made it, and the latest one in which the lock is held by nobody that exists; 0: none.
     process: u32,
@@ -39,6 +44,7 @@ impl Pool {
     /// `warm` bytes of pages each.
     pub fn new(capacity: usize, warm: usize, idle_max: usize) -> Arc<Pool> {
         Arc::new(Pool {
+            hot: AtomicPtr::new(null_mut()),
             idle: Mutex::new(Vec::new()),
             process: std::process::id(),
             orphaned: AtomicU32::new(0),
@@ -53,7 +59,7 @@ impl Pool {
     /// # Errors
     /// `ENOMEM` when the mapping fails.
     pub fn take(self: &Arc<Pool>) -> io::Result<Buf> {
-        let idle = self.idle().and_then(|mut idle| idle.pop());
+        let idle = self.take_hot().or_else(|| self.idle()?.pop());
         self.wrap(idle)
     }
 
@@ -122,17 +128,63 @@ impl Pool {
         None
     }
 
+    /// The block beside the others.
+    #[inline]
+    pub(super) fn take_hot(&self) -> Option<Share> {
+        let hot = self.hot.swap(null_mut(), Acquire);
+        // SAFETY: what is not NULL came from `Arc::into_raw` in `put_hot`; the exchange has given it to us alone.
+        (!hot.is_null()).then(|| Share(ManuallyDrop::new(unsafe { Arc::from_raw(hot) })))
+    }
+
+    /// Puts a block there; back, if there is one.
+    #[inline]
+    fn put_hot(&self, block: Share) -> Result<(), Share> {
+        if !self.hot.load(Relaxed).is_null() {
+            return Err(block);
+        }
+        let mut block = ManuallyDrop::new(block);
+        // SAFETY: `block` is not used any more, nor dropped.
+        let hot = Arc::into_raw(unsafe { ManuallyDrop::take(&mut block.0) }).cast_mut();
+        match self.hot.compare_exchange(null_mut(), hot, Release, Relaxed) {
+            Ok(_) => Ok(()),
+            // SAFETY: from just above, and nobody has got it.
+            Err(_) => Err(Share(ManuallyDrop::new(unsafe { Arc::from_raw(hot) }))),
+        }
+    }
+
     /// A block that nobody else holds.
     pub(super) fn give_back(&self, mut block: Share) {
+        let long = block.raw.touched.load(Relaxed) > self.warm.max(PAGE);
+        // One of Reply chunks is looked for by its writer.
+        if !long && self.idle_max > 0 && block.raw.writer == 0 {
+            match self.put_hot(block) {
+                Ok(()) => return,
+                Err(back) => block = back,
+            }
+        }
         match self.idle() {
             Some(mut idle) if idle.len() < self.idle_max => {
-                if block.raw.touched.load(Relaxed) > self.warm.max(PAGE) {
+                if long {
                     self.trim(&mut block, &idle);
                 }
                 idle.push(block);
             }
             _ => block.forget_pool(),
         }
+    }
+
+    /// Bytes of its idle blocks; nobody else uses it meanwhile.
+    #[cfg(test)]
+    pub(super) fn idle_bytes(&self) -> usize {
+        let hot = self.take_hot();
+        let idle = self.idle();
+        let bytes =
+            hot.iter().chain(idle.iter().flat_map(|idle| idle.iter())).map(|block| block.raw.cap).sum();
+        drop(idle);
+        if let Some(hot) = hot {
+            assert!(self.put_hot(hot).is_ok());
+        }
+        bytes
     }
 
     /// A long message was in it. Who sends or gets such ones again and again finds their pages, where nobody else needs them.
@@ -143,6 +195,12 @@ impl Pool {
         if let Some(block) = block.alone() {
             block.raw.trim(self.warm.max(left).max(PAGE));
         }
+    }
+}
+
+impl Drop for Pool {
+    fn drop(&mut self) {
+        drop(self.take_hot());
     }
 }
 

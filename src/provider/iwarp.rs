@@ -1074,7 +1074,7 @@ impl Iwarp {
             // RFC 5040 §5.4: "After sending a Terminate Message on an RDMAP Stream, the Local Peer MUST NOT send any
             // more Messages on that specific RDMAP Stream."
             shared.close();
-            stream.send(&[crate::memory::IoVec::from_slice(&bytes)])
+            (stream.send(&[crate::memory::IoVec::from_slice(&bytes)]), false)
         });
         drop(sent);
     }

@@ -25,7 +25,7 @@
 use std::collections::VecDeque;
 use std::io;
 use std::sync::Arc;
-use std::sync::atomic::Ordering::Relaxed;
+use std::sync::atomic::Ordering::{Acquire, Relaxed, Release, SeqCst};
 
 use super::ddp::{self, Header, Opcode, ReadRequest};
 use super::stream::Stream;
@@ -53,7 +53,8 @@ const MAX_TAIL: usize = 7;
 /// What the shortest queued Send holds.
 pub(super) const PAGE: usize = 4096;
 
-/// What forked processes share. The words are read and written under its lock, except `received`.
+/// What forked processes share. The words are written by the owner of the stream, but for `received` and who makes calls; who
+/// that is changes under the lock, unless nobody else can have them.
 pub(super) struct Shared {
     words: fork::SharedWords,
 }
@@ -116,25 +117,56 @@ impl Shared {
         self.set(Shared::RECEIVED, bytes);
     }
 
-    /// Runs `work` with the lock held, if the stream is ours to write to. `None`: another process is in the middle
-    /// of a message.
+    /// Runs `work` with the stream to itself, if that is ours to write to; it tells what it has come to, and whether the
+    /// stream stands inside a message then. `None`: another process is in the middle of one.
     ///
     /// # Errors
     /// When the stream is broken for ever.
-    pub(super) fn with_stream<T>(&self, work: impl FnOnce(&Shared) -> T) -> Result<Option<T>, Error> {
+    pub(super) fn with_stream<T>(&self, work: impl FnOnce(&Shared) -> (T, bool)) -> Result<Option<T>, Error> {
+        let us = u64::from(fork::process_id());
+        let owner = self.words.word(Shared::OWNER);
+        // Nearly always nobody else has the words, and nothing is locked. A child that is forked after the exchange finds its
+        // parent to be the owner; one that was forked before is seen by the second look.
+        let before = owner.load(Relaxed);
+        if (before == 0 || before == us)
+            && self.words.are_unshared()
+            && !self.is_closed()
+            && owner.compare_exchange(before, us, SeqCst, Relaxed).is_ok()
+        {
+            if self.words.are_unshared() {
+                return Ok(Some(self.own_stream(work)));
+            }
+            owner.store(before, Release);
+        }
         let Some(lock) = self.words.lock()? else { return Ok(None) };
-        if self.get(Shared::CLOSED) != 0 {
+        if self.is_closed() {
             return Err(lost("another process has ended the connection"));
         }
-        let (owner, us) = (self.get(Shared::OWNER), u64::from(fork::process_id()));
-        if owner != 0 && (lock.owner_died() || (owner != us && fork::process_gone(owner as u32))) {
+        let before = owner.load(Acquire);
+        if before != 0 && (lock.owner_died() || (before != us && fork::process_gone(before as u32))) {
             self.close();
             return Err(lost("a forked process ended in the middle of sending a message"));
         }
-        if owner != 0 && owner != us {
+        if before != 0 && before != us {
             return Ok(None);
         }
-        Ok(Some(work(self)))
+        // Before the first byte: should we end inside the call, the others must know.
+        owner.store(us, Relaxed);
+        Ok(Some(self.own_stream(work)))
+    }
+
+    /// What the owner of the stream does.
+    #[inline]
+    fn own_stream<T>(&self, work: impl FnOnce(&Shared) -> (T, bool)) -> T {
+        let (done, inside) = work(self);
+        if !inside {
+            self.words.word(Shared::OWNER).store(0, Release);
+        }
+        done
+    }
+
+    fn is_closed(&self) -> bool {
+        self.get(Shared::CLOSED) != 0
     }
 
     fn get(&self, word: usize) -> u64 {
@@ -316,17 +348,13 @@ impl Transmit {
         let crc_at = end + mpa::pad_len(end - 2);
         let whole = crc_at + 4;
         let sent = shared.with_stream(|shared| {
-            // Before the first byte: should we end inside the call, the others must know.
-            shared.set(Shared::OWNER, u64::from(fork::process_id()));
             send_header(self.number_send(shared), invalidate, true, 0).encode(payload, &mut fpdu);
             let crc = self.crc.then(|| crc32c::crc32c(&fpdu[..crc_at]));
             fpdu[crc_at..whole].copy_from_slice(&mpa::crc_word(crc));
             *calls += 1;
-            let sent = offer(stream, &[IoVec::from_slice(&fpdu[..whole])])?;
-            if sent == whole {
-                shared.set(Shared::OWNER, 0);
-            }
-            Ok::<_, Error>(sent)
+            let sent = offer(stream, &[IoVec::from_slice(&fpdu[..whole])]);
+            let inside = !matches!(sent, Ok(sent) if sent == whole);
+            (sent, inside)
         })?;
         self.blocked = true;
         match sent.transpose()? {
@@ -454,13 +482,8 @@ impl Transmit {
             return Ok(());
         }
         let result = shared.with_stream(|shared| {
-            // Before the first byte: should we end inside the call, the others must know.
-            shared.set(Shared::OWNER, u64::from(fork::process_id()));
             let result = self.pump(stream, shared, calls);
-            if !self.is_inside_message() {
-                shared.set(Shared::OWNER, 0);
-            }
-            result
+            (result, self.is_inside_message())
         })?;
         match result {
             Some(result) => result,
@@ -926,6 +949,7 @@ mod tests {
     use std::os::unix::process::parent_id;
 
     use super::*;
+    use crate::fork::testing::fork;
 
     /// The writes in which messages of so many pieces go out: each comes as a datagram of its own.
     fn writes(messages: &[usize]) -> Vec<Vec<u8>> {
@@ -946,6 +970,29 @@ mod tests {
             writes.push(write[..len].to_vec());
         }
         writes
+    }
+
+    #[test]
+    fn a_stream_is_locked_once_a_child_was_forked_that_has_it_too_and_its_owner_is_known_before() {
+        // In a child, where no other test forks.
+        let alone = fork(|| {
+            let shared = Shared::new().unwrap();
+            let owned = || shared.get(Shared::OWNER) == u64::from(crate::fork::process_id());
+            let used = |inside| matches!(shared.with_stream(|_| ((), inside)), Ok(Some(())));
+            let refused = || matches!(shared.with_stream(|_| ((), false)), Ok(None));
+            let lock = shared.words.lock().unwrap();
+            // Inside a message, a child finds the owner, though nothing was locked.
+            let free = used(false) && shared.get(Shared::OWNER) == 0 && used(true) && owned();
+            drop(lock);
+            let child = fork(refused).succeeded();
+            let shared_now = used(false) && shared.get(Shared::OWNER) == 0;
+            let lock = shared.words.lock().unwrap();
+            let locked = lock.is_some() && refused();
+            drop(lock);
+            let goes_on = fork(|| used(false)).succeeded() && used(false);
+            free && child && shared_now && locked && goes_on
+        });
+        assert!(alone.succeeded());
     }
 
     /// Where the FPDUs of a stream end, and where the pad and the CRC of each begin.

@@ -12,14 +12,11 @@ use std::time::{Duration, Instant};
 
 use super::server::{Shared, has_come, rests};
 use super::service_loop::PROGRAM;
-use super::spin::{LOST, Spin, processors};
+use super::spin::{LONG, LOST, Spin, processors};
 use crate::fork;
 
 /// Connections beyond so many go back to their descriptors: a look at all of them shall be short.
 const MOST: usize = 64;
-
-/// A loop that gets its processor back so much later than it has offered it to others does not look: who sleeps gets it sooner.
-const LONG: Duration = Duration::from_micros(200);
 
 /// How long the loop looks here before it looks at its descriptors too.
 const ASK: Duration = Duration::from_micros(100);
@@ -94,9 +91,10 @@ pub fn any() -> bool {
 /// How long the loop may look, if at all: `poll` as in [`Config::poll`](crate::config::Config::poll).
 pub fn begin(poll: Duration) -> Option<Instant> {
     let mut busy = lock();
-    (busy.looked, busy.lost) = (Some(Instant::now()), false);
-    let limit = busy.spin.get_or_insert_with(|| Spin::new(poll)).allowed(0)?;
-    Some(Instant::now() + limit)
+    let now = Instant::now();
+    (busy.looked, busy.lost) = (Some(now), false);
+    let limit = busy.spin.get_or_insert_with(|| Spin::new(poll)).allowed()?;
+    Some(now + limit)
 }
 
 /// Looks once at all of them. Those that have something, and are `taken`, are no longer among them.
@@ -130,7 +128,8 @@ pub fn look(mut taken: impl FnMut(RawFd) -> bool) -> Look {
     }
 }
 
-/// Between two looks: where clients want more processors than there are, one of them may have this one. False if it took long.
+/// Between two looks: where clients want more processors than there are, one of them may have this one. False if it took long: who
+/// sleeps gets it sooner.
 pub fn pause() -> bool {
     if PROGRAM.active() < processors() {
         std::hint::spin_loop();

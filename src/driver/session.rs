@@ -527,7 +527,7 @@ fn spin_for<'a, L: Locked<'a>>(
 ) -> (MutexGuard<'a, L::State>, bool) {
     loop {
         let alone = !state.parts().0.another_reads();
-        if alone {
+        if alone && state.parts().1.is_none_or(|link| patience.finds(link)) {
             state.pump();
         }
         if found(&mut state) {
@@ -550,7 +550,7 @@ fn spin_for<'a, L: Locked<'a>>(
             return (state, false);
         }
         drop(state);
-        std::hint::spin_loop();
+        patience.pause();
         state = locked.lock();
         patience.goes_on();
     }

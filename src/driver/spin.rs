@@ -2,19 +2,32 @@
 //!
 //! A spin keeps its processor from everybody else. It saves a sleep and a wake-up where the peer has a processor of its own;
 //! where it has not, or others want this one, it may cost a time slice, which is longer than a hundred short calls.
+//!
+//! Where more want a processor than there are, a wait offers its processor to the others between its looks: those who wait for the same peer get on meanwhile, and none of them is put to sleep and woken for each call. If
+//! somebody takes it who keeps it for long, a time slice is lost, and the process does without for a while ([`Offers`]).
 #![forbid(unsafe_code)]
 
+use std::hint::spin_loop;
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering::Relaxed};
+use std::thread::yield_now;
 use std::time::{Duration, Instant};
 
 use super::link::Link;
-use crate::fork;
+use crate::{fork, stats};
 
 /// Bytes that a peer copies in a nanosecond, at least.
 const COPIED: u64 = 8;
 
 /// Who has not come to look for so long has lost its processor meanwhile: a look that finds nothing takes less than a microsecond.
 pub(super) const LOST: Duration = Duration::from_micros(20);
+
+/// The same for who has offered it to others.
+pub(super) const LONG: Duration = Duration::from_micros(200);
+
+/// How often a wait offers its processor to others, at most, where a look costs no system call and where it does: if nobody takes
+/// it, that costs about as much as to sleep and to be woken.
+const OFFERS_FREE: u32 = 64;
+const OFFERS_DEAR: u32 = 8;
 
 /// A look takes no longer that brings less.
 const SHORT: u64 = 16 << 10;
@@ -48,27 +61,40 @@ impl Spin {
         !self.poll.is_zero()
     }
 
-    /// How long to spin now.
-    /// `company`: [`QueuePair::company`](crate::provider::QueuePair::company).
-    pub(super) fn allowed(&mut self, company: u32) -> Option<Duration> {
+    /// How long a loop looks at its connections, if at all.
+    pub(super) fn allowed(&mut self) -> Option<Duration> {
+        (self.is_on() && !self.skips() && !is_crowded(0)).then(|| self.limit())
+    }
+
+    /// How a wait looks before it sleeps, and for how long. `company`:
+    /// [`QueuePair::company`](crate::provider::QueuePair::company). `is_free`: whether a look costs no system call, from here on.
+    fn way(&mut self, company: u32, is_free: impl FnOnce() -> bool) -> Option<(Way, Duration)> {
         if !self.is_on() {
             return None;
         }
-        if self.skip > 0 {
-            self.skip -= 1;
-            return None;
+        match (is_crowded(company), self.skips()) {
+            (false, false) => Some((Way::Spin, self.limit())),
+            // Though spinning has not paid, a peer that is awake may answer at once.
+            (false, true) => is_free().then(|| (Way::Glance, self.poll.min(GLANCE))),
+            (true, false) if OFFERS.are_allowed() => {
+                let most = if is_free() { OFFERS_FREE } else { OFFERS_DEAR };
+                Some((Way::Offer(most), self.poll))
+            }
+            (true, _) => None,
         }
-        if is_crowded(company) {
-            return None;
-        }
-        // After many failures the peer may sleep before each message too, and takes longer than a spin: one of us must
-        // wait for the other now and then, or both sleep for ever.
-        Some(if self.penalty >= 64 { self.poll * 3 } else { self.poll })
     }
 
-    /// How long to look where a look costs nothing, though spinning has not paid: a peer that is awake may answer at once.
-    fn glance(&self, company: u32) -> Option<Duration> {
-        (self.is_on() && !is_crowded(company)).then(|| self.poll.min(GLANCE))
+    fn limit(&self) -> Duration {
+        // After many failures the peer may sleep before each message too, and takes longer than a spin: one of us must
+        // wait for the other now and then, or both sleep for ever.
+        if self.penalty >= 64 { self.poll * 3 } else { self.poll }
+    }
+
+    /// Whether this wait is one of those that are not to spin.
+    fn skips(&mut self) -> bool {
+        let skips = self.skip > 0;
+        self.skip -= u32::from(skips);
+        skips
     }
 
     /// `lost`: meanwhile the thread has lost its processor.
@@ -125,12 +151,63 @@ fn is_crowded(company: u32) -> bool {
     WAITING.load(Relaxed) as u32 as usize >= most || company > 0 && company as usize + 2 > most
 }
 
+/// Whether waits of this process may offer their processor to others.
+///
+/// Who takes it for long is somebody who waits for nothing that we do: beside such a one each offer costs a slice of his, some
+/// milliseconds, which is longer than a hundred calls. So it is the time between two of them that counts.
+struct Offers {
+    /// When they are allowed again, and for how long they were not, by [`stats::tick`].
+    from: AtomicU64,
+    pause: AtomicU64,
+}
+
+static OFFERS: Offers = Offers { from: AtomicU64::new(0), pause: AtomicU64::new(0) };
+
+impl Offers {
+    /// How long they are not, after one that was taken for long: at first, and after several in a row.
+    const PAUSE: u64 = Duration::from_millis(100).as_nanos() as u64;
+    const LONGEST: u64 = Duration::from_secs(10).as_nanos() as u64;
+    /// So many times as long without such a one, and it begins anew.
+    const RARELY: u64 = 10;
+
+    fn are_allowed(&self) -> bool {
+        stats::tick() >= self.from.load(Relaxed)
+    }
+
+    /// One was taken for long, `now`.
+    fn lost(&self, now: u64) {
+        let (from, pause) = (self.from.load(Relaxed), self.pause.load(Relaxed));
+        // Of several threads at a time one counts.
+        if now < from {
+            return;
+        }
+        let next = match now - from > Offers::RARELY * pause {
+            true => Offers::PAUSE,
+            false => (2 * pause).clamp(Offers::PAUSE, Offers::LONGEST),
+        };
+        self.pause.store(next, Relaxed);
+        self.from.store(now + next, Relaxed);
+    }
+}
+
+/// How a wait looks for what it waits for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Way {
+    /// Without a pause, where that has paid lately.
+    Spin,
+    /// The same for a moment, which says nothing of whether spinning pays.
+    Glance,
+    /// Offering its processor to others in between, so often at most.
+    Offer(u32),
+}
+
 /// A spin under way: it goes on as long as bytes move, and its limit beyond, and as long as the peer may take to copy what has
 /// moved; but never longer than [`Patience::MOST`] limits: somebody else may wait for this thread.
 pub(super) struct Patience {
     limit: Duration,
-    /// It is no more than a [`Spin::glance`], which says nothing of whether spinning pays.
-    glance: bool,
+    way: Way,
+    /// How often the processor was offered since something moved.
+    offered: u32,
     until: Instant,
     end: Instant,
     moved: u64,
@@ -152,18 +229,13 @@ impl Patience {
 
     /// `None`: there is to be no spin now.
     pub(super) fn new(spin: &mut Spin, link: &mut Link) -> Option<Patience> {
-        if !spin.is_on() {
-            return None;
-        }
         let company = link.device.company();
-        let (limit, glance) = match spin.allowed(company) {
-            Some(limit) => (limit, false),
-            None => (spin.glance(company).filter(|_| link.device.spin())?, true),
-        };
+        let (way, limit) = spin.way(company, || link.device.spin())?;
         let now = Instant::now();
         Some(Patience {
             limit,
-            glance,
+            way,
+            offered: 0,
             until: now + limit,
             end: now + limit * Patience::MOST,
             moved: link.device.moved(),
@@ -178,14 +250,31 @@ impl Patience {
     /// Tells `spin` what has come of it.
     pub(super) fn ends(&self, spin: &mut Spin, found: bool) {
         match found {
-            _ if self.glance => {}
+            _ if self.way == Way::Glance => {}
+            // That has been seen to.
+            _ if self.offers() && self.lost => {}
             true => spin.found(self.lost),
             false => spin.failed(),
         }
     }
 
+    fn offers(&self) -> bool {
+        matches!(self.way, Way::Offer(_))
+    }
+
+    /// Whether there may be something to move.
+    pub(super) fn finds(&self, link: &Link) -> bool {
+        !self.offers() || link.device.has_come()
+    }
+
     pub(super) fn is_over(&mut self, link: &Link) -> bool {
         let moved = link.device.moved();
+        if let Way::Offer(most) = self.way {
+            if std::mem::replace(&mut self.moved, moved) != moved {
+                self.offered = 0;
+            }
+            return self.offered >= most || self.lost || self.now >= self.end;
+        }
         let now = Instant::now();
         let before = std::mem::replace(&mut self.now, now);
         self.lost |= moved.wrapping_sub(self.moved) < SHORT && now - before > LOST;
@@ -196,10 +285,25 @@ impl Patience {
         now >= self.until
     }
 
+    /// Between two looks, with nothing locked.
+    pub(super) fn pause(&mut self) {
+        match self.way {
+            Way::Offer(_) => {
+                self.offered += 1;
+                yield_now();
+            }
+            Way::Spin | Way::Glance => spin_loop(),
+        }
+    }
+
     /// The next look begins.
     pub(super) fn goes_on(&mut self) {
         let now = Instant::now();
-        self.lost |= now - std::mem::replace(&mut self.now, now) > LOST;
+        let away = now - std::mem::replace(&mut self.now, now);
+        if self.offers() && away > LONG {
+            OFFERS.lost(stats::tick());
+        }
+        self.lost |= away > if self.offers() { LONG } else { LOST };
     }
 
     /// Whether it has turned out that somebody else waits for this thread or its processor. `others`: whether another
@@ -209,7 +313,7 @@ impl Patience {
             return false;
         }
         self.look = self.now + self.limit / Patience::LOOKS;
-        is_crowded(self.company) || others()
+        !self.offers() && is_crowded(self.company) || others()
     }
 }
 
@@ -234,12 +338,38 @@ mod tests {
     use crate::fork::testing::fork;
 
     #[test]
-    fn a_thread_whose_peer_serves_as_many_others_as_there_are_processors_does_not_spin() {
+    fn a_thread_whose_peer_serves_as_many_others_as_there_are_processors_offers_its_own() {
         let mut spin = Spin::new(Duration::from_micros(50));
         let many = processors() as u32;
-        assert_eq!(spin.allowed(many), None);
-        assert_eq!(spin.glance(many), None);
+        let mut way = |is_free| spin.way(many, || is_free).map(|(way, _)| way);
+        if OFFERS.are_allowed() {
+            let ways = [way(true), way(false)];
+            // Unless another test has lost its processor meanwhile.
+            assert!(
+                ways == [Some(Way::Offer(OFFERS_FREE)), Some(Way::Offer(OFFERS_DEAR))]
+                    || !OFFERS.are_allowed()
+            );
+        }
+        spin.failed();
+        assert_eq!(spin.way(many, || true), None, "the last one was in vain");
         assert!(is_crowded(u32::MAX) && is_crowded(many.saturating_sub(1).max(1)));
+    }
+
+    #[test]
+    fn who_has_lost_a_time_slice_by_an_offer_makes_none_for_longer_and_longer() {
+        let offers = Offers { from: AtomicU64::new(0), pause: AtomicU64::new(0) };
+        let mut now = stats::tick();
+        assert!(offers.are_allowed());
+        for pause in [100, 200, 400, 800, 1600, 3200, 6400, 10_000, 10_000] {
+            offers.lost(now);
+            // Another thread, at the same time.
+            offers.lost(now + 1);
+            now += pause * 1_000_000;
+            assert_eq!(offers.from.load(Relaxed), now);
+        }
+        assert!(!offers.are_allowed());
+        offers.lost(now + Offers::RARELY * Offers::LONGEST + 1);
+        assert_eq!(offers.pause.load(Relaxed), Offers::PAUSE, "it happens rarely");
     }
 
     #[test]

@@ -30,7 +30,7 @@ use std::time::{Duration, Instant};
 
 use crate::memory::shared::{Bell, Own, RING, Theirs, Word};
 use crate::memory::{IoVec, IoVecMut};
-use crate::{fork, socket};
+use crate::{fork, socket, stats};
 
 /// So many bytes are copied before the other end is told of them: it copies them while we copy the next.
 const STEP: usize = 16 << 10;
@@ -79,7 +79,8 @@ pub struct Rings {
     busy: bool,
     /// Looks in vain.
     looks: u32,
-    heard: Instant,
+    /// When something came last, by [`stats::tick`].
+    heard: u64,
     /// Whether it may be waited for room without a sleep; how often it is not.
     spins: bool,
     haste: u32,
@@ -102,7 +103,7 @@ impl Rings {
             dozed: None,
             busy: false,
             looks: 0,
-            heard: Instant::now(),
+            heard: stats::tick(),
             spins,
             haste: 0,
             wants: false,
@@ -120,7 +121,7 @@ impl Rings {
     pub fn send(&mut self, socket: RawFd, pieces: &[IoVec<'_>]) -> io::Result<usize> {
         let total: usize = pieces.iter().map(IoVec::len).sum();
         // What is written for a peer that has gone was never sent: the call may be made again.
-        if self.ended || self.heard.elapsed() >= QUIET && !self.is_there(socket) {
+        if self.ended || self.is_quiet() && !self.is_there(socket) {
             return Err(ErrorKind::BrokenPipe.into());
         }
         let mut pieces = pieces.iter();
@@ -415,8 +416,13 @@ impl Rings {
         if there > RING as u64 { Err(lie()) } else { Ok(there as usize) }
     }
 
+    /// Whether nothing has come for [`QUIET`] or, by a clock that ticks more slowly, since its latest tick but one.
+    fn is_quiet(&self) -> bool {
+        stats::tick().saturating_sub(self.heard) >= QUIET.as_nanos() as u64
+    }
+
     fn heard_now(&mut self) {
-        self.heard = Instant::now();
+        self.heard = stats::tick();
         self.looks = 0;
         self.stop_waiting();
     }
@@ -485,8 +491,7 @@ impl Rings {
     /// Takes what the socket has to say, if it may be something. True if what has come has to be looked at once more.
     fn hear(&mut self, socket: RawFd) -> io::Result<bool> {
         self.looks = self.looks.wrapping_add(1);
-        let now = Instant::now();
-        if !self.is_woken() && !self.looks.is_multiple_of(ASKED) && now.duration_since(self.heard) < QUIET {
+        if !self.is_woken() && !self.looks.is_multiple_of(ASKED) && !self.is_quiet() {
             return Ok(false);
         }
         let mut bytes = [0; 64];
@@ -498,7 +503,7 @@ impl Rings {
                 self.stop_waiting();
             }
             Err(e) if e.kind() == ErrorKind::WouldBlock => {
-                self.heard = now;
+                self.heard = stats::tick();
                 return Ok(false);
             }
             // What the peer gave before it went is taken first: the next call of the socket says that it has gone.
@@ -513,7 +518,7 @@ impl Rings {
         match socket::peek(socket) {
             Ok(there) => there.is_some(),
             Err(e) => {
-                self.heard = Instant::now();
+                self.heard = stats::tick();
                 e.kind() == ErrorKind::WouldBlock
             }
         }

@@ -1,6 +1,9 @@
 //! Connections that the library's own service loop looks at itself, because they are busy and a look costs nothing: those that
 //! share memory with their peers, which then need not wake anybody.
 //!
+//! Of the others their descriptors tell. Where several of them are served, what comes next is near: the loop asks a few times before
+//! it sleeps, so that none of their clients has to wake it for each call ([`asks`]).
+//!
 //! A connection comes here when it has served and nothing more has come ([`Next::Soon`](super::Next::Soon)), and leaves when
 //! something has, or when the loop goes to sleep: then it rests, and its descriptor tells what comes.
 #![forbid(unsafe_code)]
@@ -12,6 +15,7 @@ use std::time::{Duration, Instant};
 
 use super::server::{Shared, has_come, rests};
 use super::service_loop::PROGRAM;
+pub use super::spin::offer;
 use super::spin::{LONG, LOST, Spin, processors};
 use crate::fork;
 
@@ -21,11 +25,16 @@ const MOST: usize = 64;
 /// How long the loop looks here before it looks at its descriptors too.
 const ASK: Duration = Duration::from_micros(100);
 
+/// How often it asks those before it sleeps.
+const ASKS: u32 = 8;
+
 /// The connections, and how long the loop looks at them.
 #[derive(Default)]
 struct Busy {
     list: Vec<(RawFd, Weak<Shared>)>,
     spin: Option<Spin>,
+    /// Whether asking before a sleep has paid.
+    asks: Option<Spin>,
     /// When the descriptors were asked.
     asked: Option<Instant>,
     /// When it last looked, of this time; and whether it has lost its processor meanwhile.
@@ -141,6 +150,26 @@ pub fn pause() -> bool {
     // That it was away is no surprise.
     lock().looked = Some(now);
     now - before < LONG
+}
+
+/// How often the loop may ask its descriptors before it sleeps; `poll` as in [`begin`].
+pub fn asks(poll: Duration) -> u32 {
+    // Of one alone it is known better how long to look (`next`).
+    if PROGRAM.active() < 2 {
+        return 0;
+    }
+    let allowed = lock().asks.get_or_insert_with(|| Spin::new(poll)).allowed();
+    allowed.map_or(0, |_| ASKS)
+}
+
+/// What has come of that.
+pub fn asked(found: bool) {
+    if let Some(asks) = &mut lock().asks {
+        match found {
+            true => asks.found(false),
+            false => asks.failed(),
+        }
+    }
 }
 
 /// All of them rest. `failed`: nothing has come in the time. Those that have something already are `taken`, or stay.

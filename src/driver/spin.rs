@@ -3,12 +3,13 @@
 //! A spin keeps its processor from everybody else. It saves a sleep and a wake-up where the peer has a processor of its own;
 //! where it has not, or others want this one, it may cost a time slice, which is longer than a hundred short calls.
 //!
-//! Where more want a processor than there are, a wait offers its processor to the others between its looks: those who wait for the same peer get on meanwhile, and none of them is put to sleep and woken for each call. If
-//! somebody takes it who keeps it for long, a time slice is lost, and the process does without for a while ([`Offers`]).
+//! Where more want a processor than there are, a wait offers its processor to the others between its looks: those who wait for
+//! the same peer get on meanwhile, and none of them is put to sleep and woken for each call. That pays if all of them do it, and
+//! nobody else wants the processor: so it is the process that goes on with it, or does without for a while ([`Offers`]).
 #![forbid(unsafe_code)]
 
 use std::hint::spin_loop;
-use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering::Relaxed};
+use std::sync::atomic::{AtomicI64, AtomicU64, AtomicUsize, Ordering::Relaxed};
 use std::thread::yield_now;
 use std::time::{Duration, Instant};
 
@@ -22,12 +23,20 @@ const COPIED: u64 = 8;
 pub(super) const LOST: Duration = Duration::from_micros(20);
 
 /// The same for who has offered it to others.
-pub(super) const LONG: Duration = Duration::from_micros(200);
+pub(super) const LONG: Duration = Duration::from_micros(500);
 
-/// How often a wait offers its processor to others, at most, where a look costs no system call and where it does: if nobody takes
-/// it, that costs about as much as to sleep and to be woken.
-const OFFERS_FREE: u32 = 64;
-const OFFERS_DEAR: u32 = 8;
+/// Who gets it back so much later has let somebody else have it; and for so long, in nanoseconds, more may want it.
+const TAKEN: Duration = Duration::from_micros(3);
+const SHARED: u64 = 10_000_000;
+
+/// A spin that has found nothing for so long offers its processor too, for somebody may want it who does not wait here.
+const ALONE: Duration = Duration::from_micros(15);
+
+/// How often a wait offers its processor to others, at most.
+const OFFERS_MOST: u32 = 64;
+/// More than so many, where a look costs no system call and where it does, cost more than to sleep and to be woken.
+const OFFERS_FREE: u32 = 32;
+const OFFERS_DEAR: u32 = 16;
 
 /// A look takes no longer that brings less.
 const SHORT: u64 = 16 << 10;
@@ -72,15 +81,14 @@ impl Spin {
         if !self.is_on() {
             return None;
         }
-        match (is_crowded(company), self.skips()) {
-            (false, false) => Some((Way::Spin, self.limit())),
+        if is_crowded(company) || OFFERS.are_taken() {
+            let way = |free| Way::Offer { pays: if free { OFFERS_FREE } else { OFFERS_DEAR } };
+            return OFFERS.are_allowed().then(|| (way(is_free()), self.poll));
+        }
+        match self.skips() {
+            false => Some((Way::Spin, self.limit())),
             // Though spinning has not paid, a peer that is awake may answer at once.
-            (false, true) => is_free().then(|| (Way::Glance, self.poll.min(GLANCE))),
-            (true, false) if OFFERS.are_allowed() => {
-                let most = if is_free() { OFFERS_FREE } else { OFFERS_DEAR };
-                Some((Way::Offer(most), self.poll))
-            }
-            (true, _) => None,
+            true => is_free().then(|| (Way::Glance, self.poll.min(GLANCE))),
         }
     }
 
@@ -151,31 +159,76 @@ fn is_crowded(company: u32) -> bool {
     WAITING.load(Relaxed) as u32 as usize >= most || company > 0 && company as usize + 2 > most
 }
 
-/// Whether waits of this process may offer their processor to others.
+/// Whether waits of this process offer their processor to others.
 ///
 /// Who takes it for long is somebody who waits for nothing that we do: beside such a one each offer costs a slice of his, some
-/// milliseconds, which is longer than a hundred calls. So it is the time between two of them that counts.
+/// milliseconds, which is longer than a hundred calls. So one such offer ends them for a time, and so do several waits that were
+/// in vain. When they begin again, they do so for all threads: a peer is quicker when it need not wake anybody, which none of
+/// them would find out alone.
 struct Offers {
     /// When they are allowed again, and for how long they were not, by [`stats::tick`].
     from: AtomicU64,
     pause: AtomicU64,
+    /// Rises with waits that have paid, falls with others.
+    credit: AtomicI64,
+    /// Until when others are taken to want a processor, though it is not this process that leaves none to them.
+    shared: AtomicU64,
 }
 
-static OFFERS: Offers = Offers { from: AtomicU64::new(0), pause: AtomicU64::new(0) };
+static OFFERS: Offers = Offers::new();
 
 impl Offers {
-    /// How long they are not, after one that was taken for long: at first, and after several in a row.
+    /// How long they are not, at first, and after several times in a row.
     const PAUSE: u64 = Duration::from_millis(100).as_nanos() as u64;
     const LONGEST: u64 = Duration::from_secs(10).as_nanos() as u64;
-    /// So many times as long without such a one, and it begins anew.
+    /// After so many times as long without a reason the next pause is a short one again.
     const RARELY: u64 = 10;
+    /// The most credit, and the first; and what a wait in vain costs.
+    const CREDIT: i64 = 64;
+    const IN_VAIN: i64 = 4;
+
+    const fn new() -> Offers {
+        let credit = AtomicI64::new(Offers::CREDIT);
+        let [from, pause, shared] = [const { AtomicU64::new(0) }; 3];
+        Offers { from, pause, credit, shared }
+    }
 
     fn are_allowed(&self) -> bool {
         stats::tick() >= self.from.load(Relaxed)
     }
 
-    /// One was taken for long, `now`.
-    fn lost(&self, now: u64) {
+    /// Whether somebody has taken a processor that was offered, a moment ago.
+    fn are_taken(&self) -> bool {
+        let shared = self.shared.load(Relaxed);
+        shared != 0 && stats::tick() < shared
+    }
+
+    /// One has kept the processor for so long from who has offered it.
+    fn made(&self, away: Duration) {
+        if away > LONG {
+            self.stop(stats::tick());
+        } else if away > TAKEN {
+            self.shared.store(stats::tick() + SHARED, Relaxed);
+        }
+    }
+
+    /// A wait has ended. `paid`: it has found what it waited for, for less than a sleep costs.
+    fn ended(&self, found: bool, paid: bool, now: u64) {
+        let credit = self.credit.load(Relaxed);
+        // What is lost between two threads matters to nobody.
+        match (found, paid) {
+            (true, true) if credit < Offers::CREDIT => self.credit.store(credit + 1, Relaxed),
+            (true, true) => {}
+            (true, false) => self.credit.store(credit - 1, Relaxed),
+            (false, _) => self.credit.store(credit - Offers::IN_VAIN, Relaxed),
+        }
+        if credit <= 0 {
+            self.stop(now);
+        }
+    }
+
+    /// None from `now` on, for a while.
+    fn stop(&self, now: u64) {
         let (from, pause) = (self.from.load(Relaxed), self.pause.load(Relaxed));
         // Of several threads at a time one counts.
         if now < from {
@@ -187,7 +240,20 @@ impl Offers {
         };
         self.pause.store(next, Relaxed);
         self.from.store(now + next, Relaxed);
+        self.credit.store(Offers::CREDIT, Relaxed);
     }
+}
+
+/// Offers this processor to others. False if that is not allowed now, or took long.
+pub fn offer() -> bool {
+    if !OFFERS.are_allowed() {
+        return false;
+    }
+    let before = Instant::now();
+    yield_now();
+    let away = before.elapsed();
+    OFFERS.made(away);
+    away <= LONG
 }
 
 /// How a wait looks for what it waits for.
@@ -197,8 +263,11 @@ enum Way {
     Spin,
     /// The same for a moment, which says nothing of whether spinning pays.
     Glance,
-    /// Offering its processor to others in between, so often at most.
-    Offer(u32),
+    /// Offering its processor to others in between.
+    Offer {
+        /// So often, and it costs no more than a sleep.
+        pays: u32,
+    },
 }
 
 /// A spin under way: it goes on as long as bytes move, and its limit beyond, and as long as the peer may take to copy what has
@@ -206,8 +275,11 @@ enum Way {
 pub(super) struct Patience {
     limit: Duration,
     way: Way,
-    /// How often the processor was offered since something moved.
+    /// How often the processor was offered, and how often that was when something moved.
     offered: u32,
+    offered_before: u32,
+    /// From when on a spin offers its processor too.
+    alone: Instant,
     until: Instant,
     end: Instant,
     moved: u64,
@@ -236,6 +308,8 @@ impl Patience {
             limit,
             way,
             offered: 0,
+            offered_before: 0,
+            alone: now + ALONE,
             until: now + limit,
             end: now + limit * Patience::MOST,
             moved: link.device.moved(),
@@ -249,17 +323,22 @@ impl Patience {
 
     /// Tells `spin` what has come of it.
     pub(super) fn ends(&self, spin: &mut Spin, found: bool) {
+        if let Way::Offer { pays } = self.way {
+            // Of a lost one it is known.
+            if !self.lost {
+                OFFERS.ended(found, self.offered <= pays, stats::tick());
+            }
+            return;
+        }
         match found {
             _ if self.way == Way::Glance => {}
-            // That has been seen to.
-            _ if self.offers() && self.lost => {}
             true => spin.found(self.lost),
             false => spin.failed(),
         }
     }
 
     fn offers(&self) -> bool {
-        matches!(self.way, Way::Offer(_))
+        matches!(self.way, Way::Offer { .. })
     }
 
     /// Whether there may be something to move.
@@ -269,11 +348,11 @@ impl Patience {
 
     pub(super) fn is_over(&mut self, link: &Link) -> bool {
         let moved = link.device.moved();
-        if let Way::Offer(most) = self.way {
+        if self.offers() {
             if std::mem::replace(&mut self.moved, moved) != moved {
-                self.offered = 0;
+                self.offered_before = self.offered;
             }
-            return self.offered >= most || self.lost || self.now >= self.end;
+            return self.offered - self.offered_before >= OFFERS_MOST || self.lost || self.now >= self.end;
         }
         let now = Instant::now();
         let before = std::mem::replace(&mut self.now, now);
@@ -288,10 +367,11 @@ impl Patience {
     /// Between two looks, with nothing locked.
     pub(super) fn pause(&mut self) {
         match self.way {
-            Way::Offer(_) => {
+            Way::Offer { .. } => {
                 self.offered += 1;
                 yield_now();
             }
+            Way::Spin if self.now >= self.alone => yield_now(),
             Way::Spin | Way::Glance => spin_loop(),
         }
     }
@@ -299,11 +379,14 @@ impl Patience {
     /// The next look begins.
     pub(super) fn goes_on(&mut self) {
         let now = Instant::now();
-        let away = now - std::mem::replace(&mut self.now, now);
-        if self.offers() && away > LONG {
-            OFFERS.lost(stats::tick());
+        let before = std::mem::replace(&mut self.now, now);
+        let away = now - before;
+        if self.offers() || self.way == Way::Spin && before >= self.alone {
+            OFFERS.made(away);
+            self.lost |= away > LONG;
+        } else {
+            self.lost |= away > LOST;
         }
-        self.lost |= away > if self.offers() { LONG } else { LOST };
     }
 
     /// Whether it has turned out that somebody else waits for this thread or its processor. `others`: whether another
@@ -341,35 +424,55 @@ mod tests {
     fn a_thread_whose_peer_serves_as_many_others_as_there_are_processors_offers_its_own() {
         let mut spin = Spin::new(Duration::from_micros(50));
         let many = processors() as u32;
-        let mut way = |is_free| spin.way(many, || is_free).map(|(way, _)| way);
-        if OFFERS.are_allowed() {
-            let ways = [way(true), way(false)];
-            // Unless another test has lost its processor meanwhile.
-            assert!(
-                ways == [Some(Way::Offer(OFFERS_FREE)), Some(Way::Offer(OFFERS_DEAR))]
-                    || !OFFERS.are_allowed()
-            );
-        }
-        spin.failed();
-        assert_eq!(spin.way(many, || true), None, "the last one was in vain");
+        // Unless another test has lost its processor meanwhile.
+        let mut offers = |pays| match spin.way(many, || pays == OFFERS_FREE) {
+            Some((way, _)) => way == Way::Offer { pays },
+            None => !OFFERS.are_allowed(),
+        };
+        assert!(offers(OFFERS_FREE) && offers(OFFERS_DEAR));
         assert!(is_crowded(u32::MAX) && is_crowded(many.saturating_sub(1).max(1)));
+        assert!(Spin::new(Duration::ZERO).way(many, || true).is_none());
     }
 
     #[test]
     fn who_has_lost_a_time_slice_by_an_offer_makes_none_for_longer_and_longer() {
-        let offers = Offers { from: AtomicU64::new(0), pause: AtomicU64::new(0) };
+        let offers = Offers::new();
         let mut now = stats::tick();
         assert!(offers.are_allowed());
         for pause in [100, 200, 400, 800, 1600, 3200, 6400, 10_000, 10_000] {
-            offers.lost(now);
+            offers.stop(now);
             // Another thread, at the same time.
-            offers.lost(now + 1);
+            offers.stop(now + 1);
             now += pause * 1_000_000;
             assert_eq!(offers.from.load(Relaxed), now);
         }
         assert!(!offers.are_allowed());
-        offers.lost(now + Offers::RARELY * Offers::LONGEST + 1);
+        offers.stop(now + Offers::RARELY * Offers::LONGEST + 1);
         assert_eq!(offers.pause.load(Relaxed), Offers::PAUSE, "it happens rarely");
+    }
+
+    #[test]
+    fn offers_go_on_while_most_of_them_pay_and_end_after_some_in_vain() {
+        let offers = Offers::new();
+        let (now, end) = (stats::tick(), |offers: &Offers| offers.from.load(Relaxed));
+        for _ in 0..1000 {
+            offers.ended(false, false, now);
+            (0..5).for_each(|_| offers.ended(true, true, now));
+        }
+        assert_eq!(end(&offers), 0);
+        let in_vain = (0..100).take_while(|_| {
+            offers.ended(false, false, now);
+            end(&offers) == 0
+        });
+        assert_eq!(
+            (in_vain.count() as i64, end(&offers)),
+            (Offers::CREDIT / Offers::IN_VAIN, now + Offers::PAUSE)
+        );
+        let dear = (0..100).take_while(|_| {
+            offers.ended(true, false, now + Offers::PAUSE);
+            end(&offers) == now + Offers::PAUSE
+        });
+        assert_eq!(dear.count() as i64, Offers::CREDIT);
     }
 
     #[test]

@@ -559,7 +559,8 @@ pub unsafe fn turn(ready: &mut Ready, is_over: impl Fn() -> bool) -> bool {
         if matches!(turn, Turn::Ended) {
             return false;
         }
-        let waits = !busy::any() || {
+        let looks = busy::any();
+        let waits = !looks || {
             // What rests calls its peer: a cancellation point.
             let _uncancelled = Uncancelled::now();
             // SAFETY: by the contract.
@@ -571,9 +572,13 @@ pub unsafe fn turn(ready: &mut Ready, is_over: impl Fn() -> bool) -> bool {
         let goes_on = match turn {
             Turn::Ended => false,
             // SAFETY: by the contract.
-            Turn::Epoll(set, timeout) => unsafe { by_epoll(set, if waits { timeout } else { 0 }, ready) },
+            Turn::Epoll(set, timeout) => unsafe {
+                by_epoll(set, Sleep { time: if waits { timeout } else { 0 }, asks: waits && !looks }, ready)
+            },
             // SAFETY: by the contract.
-            Turn::Few => unsafe { by_few(waits, ready) },
+            Turn::Few => unsafe {
+                by_few(Sleep { time: if waits { -1 } else { 0 }, asks: waits && !looks }, ready)
+            },
             // SAFETY: by the contract.
             Turn::Poll => unsafe { by_poll(waits) },
         };
@@ -614,6 +619,43 @@ unsafe fn look(ready: &mut Ready) -> bool {
     true
 }
 
+/// How a turn waits for descriptors.
+struct Sleep {
+    /// Milliseconds, -1 for as long as it takes.
+    time: c_int,
+    /// It may ask a few times before it sleeps.
+    asks: bool,
+}
+
+impl Sleep {
+    /// What `wait`, which is given a time, finds.
+    fn find(&self, mut wait: impl FnMut(c_int) -> c_int) -> c_int {
+        let poll = || config::get().map_or(Duration::ZERO, |config| config.poll);
+        let asks = if self.asks { step(|| Ok(busy::asks(poll()))).unwrap_or(0) } else { 0 };
+        for _ in 0..asks {
+            let found = wait(0);
+            if found != 0 {
+                self.tell(true);
+                return found;
+            }
+            if !busy::offer() {
+                break;
+            }
+        }
+        if asks > 0 {
+            self.tell(false);
+        }
+        wait(self.time)
+    }
+
+    fn tell(&self, found: bool) {
+        let _ = step(|| {
+            busy::asked(found);
+            Ok(())
+        });
+    }
+}
+
 /// Whether the loop goes on after its sleep has failed.
 fn sleeps_on(what: &str) -> bool {
     let error = std::io::Error::last_os_error();
@@ -628,10 +670,10 @@ fn sleeps_on(what: &str) -> bool {
 ///
 /// # Safety
 /// As [`run`].
-unsafe fn by_epoll(set: RawFd, timeout: c_int, ready: &mut Ready) -> bool {
+unsafe fn by_epoll(set: RawFd, sleep: Sleep, ready: &mut Ready) -> bool {
     let mut events = [libc::epoll_event { events: 0, u64: 0 }; MOST];
     // SAFETY: room for so many events.
-    let count = unsafe { epoll_wait(set, events.as_mut_ptr(), MOST as c_int, timeout) };
+    let count = sleep.find(|time| unsafe { epoll_wait(set, events.as_mut_ptr(), MOST as c_int, time) });
     let Ok(count) = usize::try_from(count) else {
         let error = std::io::Error::last_os_error();
         if matches!(error.raw_os_error(), Some(libc::EBADF | libc::EINVAL)) {
@@ -655,7 +697,7 @@ unsafe fn by_epoll(set: RawFd, timeout: c_int, ready: &mut Ready) -> bool {
 ///
 /// # Safety
 /// As [`run`].
-unsafe fn by_few(waits: bool, ready: &mut Ready) -> bool {
+unsafe fn by_few(sleep: Sleep, ready: &mut Ready) -> bool {
     let mut fds = [libc::pollfd { fd: -1, events: libc::POLLIN, revents: 0 }; FEW + 1];
     let copied = step(|| {
         let set = lock();
@@ -677,7 +719,7 @@ unsafe fn by_few(waits: bool, ready: &mut Ready) -> bool {
         Ok(count) => count,
     };
     // SAFETY: so many entries.
-    if unsafe { poll(fds.as_mut_ptr(), count as libc::nfds_t, if waits { -1 } else { 0 }) } < 0 {
+    if sleep.find(|time| unsafe { poll(fds.as_mut_ptr(), count as libc::nfds_t, time) }) < 0 {
         return sleeps_on("poll");
     }
     if fds[0].revents != 0 {

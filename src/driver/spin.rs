@@ -4,11 +4,12 @@
 //! where it has not, or others want this one, it may cost a time slice, which is longer than a hundred short calls.
 #![forbid(unsafe_code)]
 
-use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering::Relaxed};
+use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 use std::time::{Duration, Instant};
 
 use super::link::Link;
 use crate::fork;
+use crate::thread::processors;
 
 /// Bytes that a peer copies in a nanosecond, at least.
 const COPIED: u64 = 8;
@@ -210,21 +211,6 @@ impl Patience {
         }
         self.look = self.now + self.limit / Patience::LOOKS;
         is_crowded(self.company) || others()
-    }
-}
-
-/// Processors that this process may use.
-pub(super) fn processors() -> usize {
-    // Not a OnceLock: the answer takes a while, and a fork(2) of another thread in between would leave the child waiting for
-    // ever.
-    static PROCESSORS: AtomicUsize = AtomicUsize::new(0);
-    match PROCESSORS.load(Relaxed) {
-        0 => {
-            let processors = std::thread::available_parallelism().map_or(1, |n| n.get());
-            PROCESSORS.store(processors, Relaxed);
-            processors
-        }
-        processors => processors,
     }
 }
 

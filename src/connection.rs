@@ -3,8 +3,8 @@
 //! # Contract
 //! - Getters tell state: [`Connection::credits_left`], [`Connection::starved`], [`Connection::request_ready`].
 //! - Input: `handle_receive`, `handle_read`, `handle_quiet`, `handle_closed`.
-//! - Commands: `call`, `abandon`, `ask` (requester); `poll_request`, `reply`, `defer`, `discard`, `hold`, `grant`
-//!   (responder); `resume` (either, while [`Connection::waits`]); `request`, `raise_receives` (either, in Version Two).
+//! - Commands: `call`, `abandon`, `ask` (requester); `poll_request`, `reply`, `defer`, `discard`, `pull`, `hold`,
+//!   `grant` (responder); `resume` (either, while [`Connection::waits`]); `request`, `raise_receives` (either, in Version Two).
 //! - Output: `poll_output`. **Every input and command is followed by draining `poll_output` until `None`.**
 //!
 //! Memory is exposed and invalidated while a command runs, through the [`Registrar`] argument: a plan needs the
@@ -45,7 +45,7 @@ use std::sync::Arc;
 use crate::binding::Registry;
 use crate::error::{Error, Kind};
 use crate::log_wire;
-use crate::memory::{Buf, Memory, Message, Region, Regions, Sink};
+use crate::memory::{Buf, Memory, Message, Pass, Region, Regions, Sink};
 use crate::provider::{QueuePair, WorkId, WorkRequest};
 use crate::wire::characteristics::Backward;
 use crate::wire::header::{self, Body, Direction, Header, Versions};
@@ -477,6 +477,22 @@ impl Connection {
     /// Bytes that RDMA Reads have asked for so far, if some are under way.
     pub fn pulling(&self) -> Option<u64> {
         self.responder.pulling()
+    }
+
+    /// From now on Reads of each Call begin when `pull` says so, after [`Connection::asks`].
+    pub fn pull_in_turn(&mut self) {
+        self.responder.pull_in_turn();
+    }
+
+    /// Bytes of the Call whose Reads wait for `pull`, and for nothing else; 0: there is none.
+    #[inline]
+    pub fn asks(&self) -> usize {
+        self.responder.asks()
+    }
+
+    /// Its Reads begin. The pass lives as long as its memory.
+    pub fn pull(&mut self, pass: Pass) {
+        self.responder.pull(pass, &mut self.common);
     }
 
     /// Starts no Reads of further Calls from now on, or starts them again: a peer that does not take replies gets no memory for

@@ -50,6 +50,7 @@ mod link;
 #[cfg(test)]
 mod load;
 pub mod peer;
+pub mod pulls;
 mod renewal;
 pub mod reverse;
 mod server;

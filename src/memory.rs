@@ -22,7 +22,8 @@
 //! **Pulled Calls** count as far as their bytes were asked for, an RDMA Read at a time: nobody can send more than that, and
 //! what a peer only announces is address space too. A quarter of the limit is for Calls up to 1 MiB, and half of the rest
 //! for one peer, so that neither long Calls nor one peer take all. The oldest Call of a connection may take the lead, when
-//! nobody has it, and go on beyond the limit: whole, it gives back what it holds ([`Memory::may_pull`]).
+//! nobody has it, and go on beyond the limit: whole, it gives back what it holds ([`Memory::may_pull`]). Whose turn it is to be
+//! pulled is the driver's to say: its [`Pass`] goes with the block.
 //!
 //! **Receives** of a device that needs no memory beforehand get it when a message begins to arrive, and what is longer than
 //! a page counts as far as it has come ([`Memory::receive`]). While [`RECEIVES_MAX`] bytes count, a connection that holds more
@@ -208,14 +209,16 @@ impl Memory {
         self.slabs.as_ref().and_then(Slabs::take)
     }
 
-    /// A block for `len` bytes of a Call that is pulled. It counts nothing yet: see [`Memory::may_pull`].
+    /// A block for `len` bytes of a Call that is pulled, which keeps `pass`. It counts nothing yet: see [`Memory::may_pull`].
     ///
     /// # Errors
     /// `ENOMEM`.
-    pub fn staging(&self, len: usize) -> io::Result<Sink> {
+    pub fn staging(&self, len: usize, pass: Option<Pass>) -> io::Result<Sink> {
         let mut buf = self.message.take()?;
         buf.reserve(len)?;
-        buf.charge(Charge::new(&self.staged, &self.peer, false));
+        let mut charge = Charge::new(&self.staged, &self.peer, false);
+        charge._pass = pass;
+        buf.charge(charge);
         Ok(buf.into_sink(len))
     }
 
@@ -379,13 +382,18 @@ struct Charge {
     leads: AtomicBool,
     /// The process in which it counts so much.
     generation: AtomicU64,
+    /// Goes with the block.
+    _pass: Option<Pass>,
 }
+
+/// Leave to pull a Call. Who gave it sees by its end that the memory of the Call is free again.
+pub type Pass = Arc<()>;
 
 impl Charge {
     fn new(whole: &Arc<Held>, part: &Arc<Held>, written: bool) -> Charge {
         let (bytes, leads) = (AtomicUsize::new(0), AtomicBool::new(false));
         let generation = AtomicU64::new(fork::generation());
-        Charge { whole: whole.clone(), part: part.clone(), bytes, written, leads, generation }
+        Charge { whole: whole.clone(), part: part.clone(), bytes, written, leads, generation, _pass: None }
     }
 
     /// As it is in this process.
@@ -1159,7 +1167,7 @@ mod tests {
             sink
         };
         let pulls = || {
-            let staging = memory.staging(64 << 20).unwrap();
+            let staging = memory.staging(64 << 20, None).unwrap();
             memory.may_pull(&staging, 1 << 20, true).then_some(staging)
         };
         let full = received(RECEIVES_MAX + 1);
@@ -1271,7 +1279,7 @@ mod tests {
 
     /// The oldest Call of a connection whose peer has this address.
     fn pull(memory: &Memory, len: usize, bytes: usize) -> Option<Sink> {
-        let staging = memory.staging(len).unwrap();
+        let staging = memory.staging(len, None).unwrap();
         memory.may_pull(&staging, bytes, false).then_some(staging)
     }
 
@@ -1284,7 +1292,7 @@ mod tests {
     fn a_pulled_call_counts_what_was_asked_for() {
         let memory = Memory::new(4096, 4096, 64 * MIB);
         let one = &peers(&memory)[0];
-        let many: Vec<Sink> = (0..100).map(|_| one.staging(1 << 30).unwrap()).collect();
+        let many: Vec<Sink> = (0..100).map(|_| one.staging(1 << 30, None).unwrap()).collect();
         assert!(one.staged.bytes() == 0 && !one.is_crowded());
         assert!(one.may_pull(&many[0], MIB, false) && one.may_pull(&many[0], 10, false));
         assert_eq!((one.staged.bytes(), one.peer.bytes()), (MIB + 10, MIB + 10));

@@ -1,4 +1,4 @@
-//! The calling thread: its name and its stack.
+//! The calling thread: its name and its stack. How many can run at a time.
 #![allow(unsafe_code)]
 
 use std::mem::MaybeUninit;
@@ -17,6 +17,21 @@ pub fn this() -> usize {
         static NAME: usize = NEXT.fetch_add(1, Relaxed);
     }
     NAME.with(|name| *name)
+}
+
+/// Processors that this process may use.
+pub fn processors() -> usize {
+    // Not a OnceLock: the answer takes a while, and a fork(2) of another thread in between would leave the child waiting for
+    // ever.
+    static PROCESSORS: AtomicUsize = AtomicUsize::new(0);
+    match PROCESSORS.load(Relaxed) {
+        0 => {
+            let processors = std::thread::available_parallelism().map_or(1, |n| n.get());
+            PROCESSORS.store(processors, Relaxed);
+            processors
+        }
+        processors => processors,
+    }
 }
 
 /// Addresses of the calling thread's own stack; what it runs as a coroutine has another. `None` if the system does not tell.

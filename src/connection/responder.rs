@@ -11,7 +11,7 @@ use super::common::Common;
 use super::{Output, Registrar, Role, first_xid, payload_xid};
 use crate::binding::{Binding, Head};
 use crate::error::{Error, Kind};
-use crate::memory::{Message, Pieces, Region, Regions, Sink};
+use crate::memory::{Message, Pass, Pieces, Region, Regions, Sink};
 use crate::provider::{WorkId, WorkRequest};
 use crate::stats::{self, Counter};
 use crate::wire::header::{self, Answer, Body, Direction, Header, Proc, RdmaError};
@@ -76,6 +76,12 @@ pub(super) struct Responder {
     waits: bool,
     /// No Reads of further Calls are started.
     held: bool,
+    /// Reads of a Call begin with a pass; else as soon as they can.
+    in_turn: bool,
+    /// The next pass.
+    pass: Option<Pass>,
+    /// Bytes of the Call that waits for a pass, and for nothing else; 0: none does.
+    asks: usize,
 }
 
 /// A request on its way up.
@@ -200,6 +206,9 @@ impl Responder {
             transfer_max: 0,
             waits: false,
             held: false,
+            in_turn: false,
+            pass: None,
+            asks: 0,
         }
     }
 
@@ -263,6 +272,24 @@ impl Responder {
     /// more.
     pub(super) fn hold(&mut self, held: bool, common: &mut Common) {
         if std::mem::replace(&mut self.held, held) && !held && common.life.closed().is_none() {
+            self.start_pulls(common);
+        }
+    }
+
+    /// From now on Reads of each Call begin when it gets a pass.
+    pub(super) fn pull_in_turn(&mut self) {
+        self.in_turn = true;
+    }
+
+    /// Bytes of the oldest Call that waits for a pass, if one does.
+    pub(super) fn asks(&self) -> usize {
+        self.asks
+    }
+
+    /// That Call may be pulled. The pass lives as long as its memory.
+    pub(super) fn pull(&mut self, pass: Pass, common: &mut Common) {
+        if self.asks > 0 {
+            self.pass = Some(pass);
             self.start_pulls(common);
         }
     }
@@ -472,10 +499,10 @@ impl Responder {
 
     /// Asks for more of the Calls, the oldest first, as far as the peer answers and memory allows.
     pub(super) fn start_pulls(&mut self, common: &mut Common) {
-        let Responder { queue, staged, reads, asked, reads_max, waits, held, .. } = self;
+        let Responder { queue, staged, reads, asked, reads_max, waits, held, in_turn, pass, asks, .. } = self;
         let mut first = true;
         let mut under_way: usize = reads.iter().sum();
-        *waits = false;
+        (*waits, *asks) = (false, 0);
         for pending in queue {
             if let State::Pulling(pulling) = &mut pending.state {
                 let Pulling { assembly, staging, rest, left, .. } = &mut **pulling;
@@ -492,7 +519,12 @@ impl Responder {
                     }
                     let sink = match staging {
                         Some(sink) => sink,
-                        None => match common.memory.staging(assembly.staging) {
+                        // Who waits has no block yet: those that others have just used are in the cache.
+                        None if *in_turn && pass.is_none() => {
+                            *asks = assembly.staging;
+                            return;
+                        }
+                        None => match common.memory.staging(assembly.staging, pass.take()) {
                             Ok(sink) => staging.insert(sink),
                             // Out of memory with the Call half received: nothing can be answered in order any more.
                             Err(error) => return common.close(error.into()),
@@ -582,6 +614,7 @@ impl Responder {
         let ready = |pending: &&Pending| matches!(pending.state, State::Ready(_));
         let ready = self.queue.iter().take_while(ready).count();
         self.queue.truncate(ready);
+        (self.pass, self.asks) = (None, 0);
     }
 }
 

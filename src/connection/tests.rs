@@ -1679,6 +1679,50 @@ fn a_peer_is_asked_for_more_as_it_answers() {
     assert_eq!((pair.server.engine.responder.staged().0, pair.server.engine.pulling()), (0, None));
 }
 
+/// rule 14, rule 107: each of a connection that pulls in turn.
+#[test]
+fn reads_of_a_call_begin_when_it_gets_a_pass_and_the_pass_goes_with_its_memory() {
+    let mut pair = Pair::warm(SETUP);
+    pair.server.engine.pull_in_turn();
+    let lengths = [3000, 40, 5000, 4000];
+    for (xid, length) in (1..).zip(lengths) {
+        pair.call(xid, length, 28);
+    }
+    pair.settle();
+    let asked = |pair: &Pair| pair.server.engine.responder.reads().1;
+    assert_eq!((pair.server.engine.asks(), asked(&pair)), (3000, 0));
+    pair.server.engine.resume(&mut pair.server.device);
+    assert_eq!((pair.server.engine.asks(), asked(&pair)), (3000, 0), "it is not its turn");
+    let mut passes = Vec::new();
+    for (length, next) in [(3000, 5000), (5000, 4000), (4000, 0)] {
+        assert_eq!(pair.server.engine.asks(), length);
+        let pass = Pass::default();
+        passes.push(Arc::downgrade(&pass));
+        pair.server.engine.pull(pass);
+        // Without waiting for its Reads.
+        assert_eq!(pair.server.engine.asks(), next);
+        pair.drain(Server);
+        pair.settle();
+    }
+    assert_eq!(asked(&pair), 12_000);
+    pair.server.engine.pull(Pass::default());
+    let live = |passes: &[std::sync::Weak<()>]| passes.iter().filter(|it| it.strong_count() > 0).count();
+    for (xid, left) in [(1, 2), (2, 2), (3, 1), (4, 0)] {
+        assert!(pair.take());
+        assert_eq!(pair.handed.last().unwrap().xid, Xid(xid));
+        pair.answer(0).unwrap();
+        assert_eq!(live(&passes), left);
+    }
+    pair.drive();
+    (1..=4).for_each(|xid| pair.succeeded(xid));
+    // Who waits when the connection ends asks no more.
+    pair.call(5, 3000, 28);
+    pair.settle();
+    assert_eq!(pair.server.engine.asks(), 3000);
+    pair.server.engine.handle_closed(Error::new(Kind::ConnectionLost, "gone"));
+    assert_eq!(pair.server.engine.asks(), 0);
+}
+
 /// rule 102, rule 107
 #[test]
 fn calls_that_wait_to_be_handed_up_take_no_more_memory_than_one_largest_call() {

@@ -16,8 +16,9 @@ use std::time::{Duration, Instant};
 use super::server::{Shared, has_come, rests};
 use super::service_loop::PROGRAM;
 pub use super::spin::offer;
-use super::spin::{LONG, LOST, Spin, processors};
+use super::spin::{LONG, LOST, Spin};
 use crate::fork;
+use crate::thread::processors;
 
 /// Connections beyond so many go back to their descriptors: a look at all of them shall be short.
 const MOST: usize = 64;

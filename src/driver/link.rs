@@ -23,6 +23,7 @@ use crate::{fork, process, socket};
 use crate::{log_error, log_info, log_wire};
 
 use super::backlog;
+use super::pulls::Place;
 
 /// How long a connection that follows one without a reply has for its first reply, before a call that timed out, and holds
 /// the only credit, has it replaced; twice as long after each further one. A server that is slower than the calls' time
@@ -37,6 +38,9 @@ const OFFER_TIMEOUT: Duration = Duration::from_secs(5);
 
 /// How often what waits for memory tries again.
 const MEMORY_RETRY: Duration = Duration::from_millis(20);
+
+/// How often a thread that waits beside the loop looks whether it is its connection's turn.
+const TURN_RETRY: Duration = Duration::from_millis(1);
 
 /// Messages of a peer that are taken in one go, beyond several times those that its credits allow.
 const RECEIVES_SPARE: u32 = 256;
@@ -63,6 +67,8 @@ pub struct Link {
     pub(super) paused: bool,
     /// More unsent bytes than this, and the peer talks without reading.
     pub(super) talk_max: usize,
+    /// Where its long Calls wait for their turn to be pulled: at the end that serves them in the program's loop.
+    pub(super) place: Option<Place>,
     /// Calls that ended, for whoever collects them.
     pub(super) done: Vec<(Xid, Result<Regions, Error>)>,
     /// What others may see of it.
@@ -140,6 +146,7 @@ impl Link {
             serves: role == Role::Server,
             paused: false,
             talk_max: backlog::TALK,
+            place: None,
             done: Vec::new(),
             shown: stats::Connection::default(),
             watchable: config.stats,
@@ -354,6 +361,32 @@ impl Link {
         if self.engine.has_output() {
             self.carry_out();
         }
+        if self.engine.asks() > 0 || self.awaits_turn() {
+            self.take_turn();
+        }
+    }
+
+    /// Whether a long Call waits for its turn to be pulled.
+    #[inline]
+    pub(super) fn awaits_turn(&self) -> bool {
+        self.place.as_ref().is_some_and(Place::is_taken)
+    }
+
+    /// Has long Calls be pulled from now on when it is their turn.
+    pub(super) fn pull_in_turn(&mut self, place: Place) {
+        self.place = Some(place);
+        self.engine.pull_in_turn();
+    }
+
+    #[cold]
+    fn take_turn(&mut self) {
+        let Some(place) = &mut self.place else { return };
+        while let bytes @ 1.. = self.engine.asks() {
+            let Some(pass) = place.ask(bytes, stats::clock()) else { return };
+            self.engine.pull(pass);
+        }
+        place.leave();
+        self.carry_out();
     }
 
     #[inline(never)]
@@ -387,13 +420,16 @@ impl Link {
     /// that waits here, which may sleep in poll(2) on this connection. This is rare, and a look is cheap.
     pub(super) fn retry_at(&mut self) -> Option<Instant> {
         let memory = self.engine.waits().then(|| Instant::now() + MEMORY_RETRY);
-        sooner(memory, self.device.remind())
+        let turn = self.awaits_turn().then(|| Instant::now() + TURN_RETRY);
+        sooner(sooner(memory, turn), self.device.remind())
     }
 
     /// Goes on with what waits for memory, if there is some now.
     pub(super) fn retry(&mut self) {
         if self.engine.waits() {
             self.engine.resume(&mut *self.device);
+            self.flush();
+        } else if self.awaits_turn() {
             self.flush();
         }
     }

@@ -22,13 +22,14 @@ use super::backlog::Progress;
 use super::backlog::{Backlog, Wait};
 use super::link::{Link, sooner};
 use super::peer::Peer;
+use super::pulls::{Place, Waits};
 use super::service_loop::{self, ServiceLoop};
 use super::session::{self, Locked, Session, State};
 use super::spin::Waiting;
 use super::start::{self, START_TIMEOUT, versions};
 use super::{Callee, TURN, TURN_TIME, busy, memory};
 use crate::wait::{self, PollFd};
-use std::sync::{Arc, TryLockError};
+use std::sync::{Arc, TryLockError, Weak};
 
 /// While others wait for the memory that pulled Calls hold, a peer has so long to send what it was asked for: all of it, or
 /// [`PULL_LEAST`] bytes. So a Call of 64 MiB takes some five minutes at most.
@@ -81,6 +82,8 @@ pub struct Server {
     pub(super) looked: Instant,
     /// Since when a long Call waits for memory, and when to try again.
     pub(super) retry: Option<(Instant, Instant)>,
+    /// Itself, if its Calls are pulled in their turn.
+    own: Option<Weak<Shared>>,
     /// Replies that the peer has not taken.
     pub(super) backlog: Backlog,
     pub(super) generation: u64,
@@ -180,12 +183,20 @@ impl Server {
             pulling: None,
             looked: Instant::now(),
             retry: None,
+            own: None,
             backlog: Backlog::default(),
             generation: fork::generation(),
             session: Session::new(config.poll),
             received: 0,
             counted: 0,
         }
+    }
+
+    /// As transport and callers share it: its long Calls are pulled in their turn.
+    pub fn shared(self) -> Arc<Shared> {
+        let shared = Arc::new(Mutex::new(self));
+        locked(&shared).own = Some(Arc::downgrade(&shared));
+        shared
     }
 
     /// Moves what has come, and hands out the oldest complete request.
@@ -262,6 +273,9 @@ impl Server {
         let now = Instant::now();
         self.looked = now;
         let pulled = link.device.pulled();
+        if let Some(place) = &mut link.place {
+            place.has_brought(pulled, stats::clock());
+        }
         self.pulling = pulling.map(|asked| match self.pulling {
             Some(wanted) if pulled < wanted.0 => wanted,
             _ => (asked.min(pulled + PULL_LEAST), now),
@@ -344,6 +358,9 @@ impl Server {
             let peer = self.peer.map_or_else(|| "a peer".to_owned(), |at| at.to_string());
             log_info!("fd {}: accepted {peer} over rdma ({})", self.fd, link.describe());
             self.traits = link.device.traits();
+            if let Some(own) = &self.own {
+                link.pull_in_turn(Place::new(own.clone()));
+            }
             self.phase = Phase::Open(Box::new(link));
         }
     }
@@ -439,7 +456,8 @@ impl Server {
     /// socket is waited for, as nearly always.
     pub fn is_quiet(&self) -> bool {
         let waits = self.pulling.is_some() || self.retry.is_some() || !self.backlog.is_empty();
-        matches!(&self.phase, Phase::Open(link) if self.traits.socket && !waits && !link.device.wants_write())
+        let waits = |link: &Link| waits || link.awaits_turn() || link.device.wants_write();
+        matches!(&self.phase, Phase::Open(link) if self.traits.socket && !waits(link))
     }
 
     /// Since when the peer has taken nothing of what waits for it.
@@ -677,6 +695,27 @@ impl State for Server {
     }
 }
 
+impl Waits for Shared {
+    fn turn(&self) -> bool {
+        let mut server = match self.try_lock() {
+            Ok(server) => server,
+            Err(TryLockError::WouldBlock) => return false,
+            Err(TryLockError::Poisoned(server)) => server.into_inner(),
+        };
+        match &mut server.phase {
+            Phase::Open(link) if link.engine.closed().is_none() => link.flush(),
+            Phase::Open(link) => {
+                link.drain();
+                true
+            }
+            Phase::Starting(_) | Phase::Failed(_) => true,
+        };
+        server.settle();
+        server.note();
+        true
+    }
+}
+
 impl Callee for Shared {
     fn message(&self) -> Result<Buf, Error> {
         let server = locked(self);
@@ -747,8 +786,13 @@ impl Callee for Shared {
 
 #[cfg(test)]
 mod tests {
+    use super::super::pulls;
     use super::*;
+    use crate::connection::Expect;
     use crate::provider::fault::{Event, Fault, pair};
+    use crate::wire::Xid;
+    use std::net::{TcpListener, TcpStream};
+    use std::os::fd::AsRawFd;
 
     const LIMITS: crate::provider::Limits = crate::provider::Limits {
         read_depth: 16,
@@ -756,6 +800,117 @@ mod tests {
         remote_invalidation: true,
         receives: 64,
     };
+
+    /// A client, and the end that has accepted it.
+    fn joined() -> (Link, Arc<Shared>, [TcpStream; 2]) {
+        let config: &'static Config = Box::leak(Box::default());
+        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+        let active = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
+        let (passive, _) = listener.accept().unwrap();
+        let mut device = start::connect_over(active.as_raw_fd(), config).unwrap();
+        let server = Server::accept(passive.as_raw_fd(), config).unwrap().shared();
+        locked(&server).home = Box::leak(Box::default());
+        while !device.establish().unwrap() {
+            assert!(locked(&server).receive().is_none());
+        }
+        let client = Link::new(Role::Client, config, versions(config), device, &memory(config));
+        (client, server, [active, passive])
+    }
+
+    fn begin(client: &mut Link, xid: u32, bytes: usize) {
+        let mut message = client.memory.message().unwrap();
+        message.extend(&xid.to_be_bytes()).unwrap();
+        message.extend(&vec![9; bytes - 4]).unwrap();
+        client.begin(Xid(xid), message.into(), Expect::Reply { max: 8, places: Vec::new() }).unwrap();
+        client.flush();
+    }
+
+    /// The next request of a client that answers.
+    fn next_of(client: &mut Link, server: &Shared) -> Request {
+        loop {
+            client.pump();
+            client.flush();
+            if let Some(request) = locked(server).receive() {
+                return request;
+            }
+            pulls::go_on();
+        }
+    }
+
+    /// Its memory is let go of, and the client has its reply.
+    fn answer(client: &mut Link, server: &Shared, request: Request) {
+        let (id, xid) = (request.id, request.xid);
+        drop(request);
+        let mut reply = server.message().unwrap();
+        reply.extend(&[xid.0, 1].map(u32::to_be_bytes).concat()).unwrap();
+        server.reply(id, reply.into()).unwrap();
+        while client.done.pop().is_none() {
+            client.pump();
+        }
+    }
+
+    #[test]
+    fn a_long_call_that_waits_is_pulled_as_soon_as_another_one_is_let_go_of() {
+        const LONG: usize = pulls::EACH / 2 - 100;
+        let awaits = |server: &Shared| locked(server).link().unwrap().awaits_turn();
+        let come = |server: &Shared| {
+            while !awaits(server) && !locked(server).pulling() {
+                assert!(locked(server).receive().is_none());
+            }
+            awaits(server)
+        };
+        let mut ends = [(); 3].map(|()| joined());
+        for (client, server, _) in &mut ends {
+            // The first call of a connection is alone.
+            begin(client, 1, 40);
+            let request = next_of(client, server);
+            answer(client, server, request);
+            assert!(!awaits(server));
+        }
+        // Where others have the processor for long, what is not served counts no more: then once more.
+        for xid in 2.. {
+            let [one, two, (client, server, _)] = &mut ends;
+            let [first, second] = [&mut *one, &mut *two].map(|(client, server, _)| {
+                begin(client, xid, LONG);
+                next_of(client, server)
+            });
+            begin(client, xid, LONG);
+            let waited = come(server);
+            assert!(!waited || !locked(server).is_quiet(), "a timer sees to it");
+            answer(&mut one.0, &one.1, first);
+            while !pulls::go_on() {}
+            assert!(locked(server).pulling() && !awaits(server), "nobody else looks at it");
+            let third = next_of(client, server);
+            answer(client, server, third);
+            answer(&mut two.0, &two.1, second);
+            if waited {
+                break;
+            }
+        }
+        // One that is lost waits no more.
+        for xid in 1000.. {
+            let [one, two, _] = &mut ends;
+            let held = [&mut *one, &mut *two].map(|(client, server, _)| {
+                begin(client, xid, LONG);
+                next_of(client, server)
+            });
+            let (mut client, server, _sockets) = joined();
+            begin(&mut client, 1, LONG);
+            let waited = come(&server);
+            let mut state = locked(&server);
+            let link = state.link().unwrap();
+            link.fail(Error::new(Kind::ConnectionLost, "lost"));
+            link.drain();
+            assert!(!link.awaits_turn());
+            drop(state);
+            for ((client, server, _), request) in [one, two].into_iter().zip(held) {
+                answer(client, server, request);
+            }
+            if waited {
+                break;
+            }
+        }
+    }
 
     #[test]
     fn a_peer_over_an_adapter_that_says_nothing_is_looked_after_and_who_does_not_answer_is_closed() {

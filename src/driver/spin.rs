@@ -9,11 +9,12 @@
 #![forbid(unsafe_code)]
 
 use std::hint::spin_loop;
-use std::sync::atomic::{AtomicI64, AtomicU64, AtomicUsize, Ordering::Relaxed};
+use std::sync::atomic::{AtomicI64, AtomicU64, Ordering::Relaxed};
 use std::thread::yield_now;
 use std::time::{Duration, Instant};
 
 use super::link::Link;
+use crate::thread::processors;
 use crate::{fork, stats};
 
 /// Bytes that a peer copies in a nanosecond, at least.
@@ -397,21 +398,6 @@ impl Patience {
         }
         self.look = self.now + self.limit / Patience::LOOKS;
         !self.offers() && is_crowded(self.company) || others()
-    }
-}
-
-/// Processors that this process may use.
-pub(super) fn processors() -> usize {
-    // Not a OnceLock: the answer takes a while, and a fork(2) of another thread in between would leave the child waiting for
-    // ever.
-    static PROCESSORS: AtomicUsize = AtomicUsize::new(0);
-    match PROCESSORS.load(Relaxed) {
-        0 => {
-            let processors = std::thread::available_parallelism().map_or(1, |n| n.get());
-            PROCESSORS.store(processors, Relaxed);
-            processors
-        }
-        processors => processors,
     }
 }
 

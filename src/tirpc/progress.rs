@@ -104,10 +104,12 @@ pub enum Errand {
     Beside,
     /// Requests are there that calls back have left for the loop ([`crate::driver::service_loop::take_left`]).
     Left,
+    /// Long Calls are to be pulled that nobody else may see to.
+    Pulls,
 }
 
 /// By [`Errand`].
-type Errands = [Option<fn()>; 3];
+type Errands = [Option<fn()>; 4];
 
 impl Errand {
     fn key(self) -> RawFd {

@@ -30,6 +30,7 @@ use crossbeam_channel::{Receiver, Sender, select, unbounded};
 
 use crate::binding::Head;
 use crate::connection::Request;
+use crate::driver::pulls;
 use crate::error::{Error, Kind};
 use crate::ffi::guard;
 use crate::signals::BlockedSignals;
@@ -243,6 +244,7 @@ impl Threads {
     pub unsafe fn run(self: &Arc<Self>) -> Result<(), Error> {
         watch_forks();
         SERVE.store(self.generation + 1, Relaxed);
+        pulls::serve_with(self.count);
         let _ = self.vacancy.0.send(());
         let (others, failed) = self.start();
         if failed.is_some() {
@@ -255,6 +257,7 @@ impl Threads {
                 let _ = other.join();
             }
             SERVE.store(0, SeqCst);
+            pulls::serve_with(1);
             forget_buried();
             *THREADS.lock() = None;
         }

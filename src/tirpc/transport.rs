@@ -37,7 +37,7 @@ use crate::binding::Binding;
 use crate::config;
 use crate::connection::{Request, RequestId};
 use crate::driver::start;
-use crate::driver::{self, Callee, Next, Server, Shared, Wait, send_rest, service_loop};
+use crate::driver::{self, Callee, Next, Server, Shared, Wait, pulls, send_rest, service_loop};
 use crate::error::{Error, Kind};
 use crate::ffi::{guard, guard_in_steps, step};
 use crate::memory::Region;
@@ -231,7 +231,7 @@ impl Transport {
         address: (libc::sockaddr_in6, c_int),
     ) -> Arc<Transport> {
         let fd = server.fd();
-        let server = Arc::new(Mutex::new(server));
+        let server = server.shared();
         let responder = Arc::downgrade(&server);
         Transport::with(None, responder, Some(server), (fd, &OPS), netid, local, remote, address)
     }
@@ -329,6 +329,7 @@ impl Transport {
         } else {
             self.tell_loop();
         }
+        pull_on();
     }
 
     /// Whether another request has come, after waiting for one as long as spinning pays. Called by the loop, beside which
@@ -487,6 +488,9 @@ impl Transport {
             memory: server.waits_for_memory(),
             stands: server.stands_since(),
         };
+        if pulls::are_waiting() {
+            pull_in_time();
+        }
         let watched = wants != progress::Wants::default();
         let shared = self.whole.as_ref().map(Weak::upgrade);
         let whole = match &shared {
@@ -597,6 +601,7 @@ impl Watched for Transport {
         server.push();
         let (closed, ready) = (server.closed().is_some(), server.request_ready());
         drop(server);
+        pull_on();
         if closed && !ready {
             // SAFETY: alive: `progress` has a share of it meanwhile.
             return unsafe { destroy(self.xprt()) };
@@ -782,6 +787,7 @@ unsafe extern "C-unwind" fn recv(xprt: *mut SVCXPRT, message: *mut rpc_msg) -> b
         });
         let Some(request) = request else {
             own.watch_progress();
+            pull_on();
             return Ok(0);
         };
         let this: Weak<Transport> = own.this.clone();
@@ -959,6 +965,7 @@ unsafe extern "C" fn stat(xprt: *mut SVCXPRT) -> c_uint {
         if !own.empty.swap(false, Relaxed) {
             own.close_request();
         }
+        pull_on();
         if threads::serve() {
             let closed = own.broken.load(Relaxed)
                 || own.is_poisoned()
@@ -1361,4 +1368,32 @@ pub fn serve_left() {
 /// Has the loop look in its next turn at what calls back have left for it.
 pub fn wake_left() {
     progress::call_at(Errand::Left, Instant::now(), serve_left);
+}
+
+/// Has long Calls be pulled whose turn has come: what another one lay in may have been let go of.
+fn pull_on() {
+    if !pulls::are_waiting() {
+        return;
+    }
+    if !pulls::go_on() {
+        // Who has the connection in hand may have looked before.
+        progress::call_at(Errand::Pulls, Instant::now(), pull_later);
+    } else {
+        pull_in_time();
+    }
+}
+
+/// The same when time has passed, if nothing is let go of.
+fn pull_in_time() {
+    if let Some(time) = pulls::alarm() {
+        progress::call_at(Errand::Pulls, time, pull_later);
+    }
+}
+
+fn pull_later() {
+    guard(|| {
+        pulls::alarmed();
+        pull_on();
+        Ok(())
+    });
 }

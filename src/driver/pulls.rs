@@ -1,0 +1,472 @@
+//! Whose long Calls are pulled: those of all connections of the process together, in the order of their coming, and no more at
+//! a time than stay in the processor's cache until they are decoded. Where sixteen clients send 1 MiB each, pulling all of it at
+//! once has each byte leave the cache before the program looks at it.
+//!
+//! A connection whose next Call is to be pulled asks ([`Place::ask`]). If it is not its turn, it waits in one queue with the
+//! others; whoever is done with a Call has those go on who can ([`go_on`]), and a timer sees to the rest ([`alarm`]).
+//!
+//! A peer that does not answer holds up nobody: what has not come within a moment does not count any more, nor what is not
+//! served within a while. So this bounds no memory, which [`Memory`](crate::memory::Memory) does, nor what goes over a network
+//! of long delays: there as much again may be asked for every moment.
+//!
+//! # Invariants
+//! - The lock of the queue is taken last, and nothing of a connection is touched under it.
+//! - [`go_on`] is called without the lock of a connection, and waits for none.
+#![forbid(unsafe_code)]
+
+use std::collections::VecDeque;
+use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering::Relaxed};
+use std::sync::{Arc, MutexGuard, Weak};
+use std::time::{Duration, Instant};
+
+use crate::fork;
+use crate::memory::Pass;
+use crate::stats;
+use crate::thread::processors;
+
+/// Bytes of Calls that are pulled at a time for each thread that decodes: four of 1 MiB. With fewer it waits for clients that
+/// have to be woken, with more each of them takes longer to decode.
+pub(super) const EACH: usize = 9 << 19;
+
+/// What a shorter Call counts, at least: so few count that it takes no time to look at all of them.
+const LEAST: usize = 32 << 10;
+
+/// A Call of whose connection nothing has come for so long since it was asked for does not count, in nanoseconds. Above what it
+/// takes within a machine, and little beside the way to a distant one.
+const SILENT: u64 = 1_000_000;
+
+/// Nor does one that is not decoded by then.
+const SLOW: u64 = 10_000_000;
+
+/// A connection that may have to wait.
+pub trait Waits: Send + Sync {
+    /// It asks once more, and begins to pull if it is its turn. False if another thread is at it.
+    fn turn(&self) -> bool;
+}
+
+/// Where a connection waits.
+pub struct Place {
+    number: u64,
+    taken: bool,
+    queue: &'static Queue,
+    who: Weak<dyn Waits>,
+    /// What its device has brought of pulled Calls, and when that was last found to be more.
+    pulled: u64,
+    came: Arc<AtomicU64>,
+}
+
+/// Those who wait, and what is pulled.
+struct Queue {
+    state: fork::Lock<State>,
+    /// How many wait.
+    waiting: AtomicUsize,
+    /// Threads that decode.
+    threads: AtomicUsize,
+}
+
+#[derive(Default)]
+struct State {
+    queue: VecDeque<Waiting>,
+    pulled: Vec<Pulled>,
+    /// The loop will call.
+    armed: bool,
+    /// The process whose they are.
+    generation: u64,
+}
+
+struct Waiting {
+    number: u64,
+    bytes: usize,
+    who: Weak<dyn Waits>,
+}
+
+/// A Call that is pulled, or was and is not decoded.
+struct Pulled {
+    bytes: usize,
+    /// When it began, by [`stats::clock`].
+    began: u64,
+    came: Arc<AtomicU64>,
+    pass: std::sync::Weak<()>,
+}
+
+impl Pulled {
+    /// Until when it counts, if its memory is not let go of before.
+    fn until(&self) -> u64 {
+        let silent = self.came.load(Relaxed) <= self.began;
+        self.began + if silent { SILENT } else { SLOW }
+    }
+}
+
+static QUEUE: Queue = Queue::new();
+
+impl Queue {
+    const fn new() -> Queue {
+        let (state, waiting) = (fork::Lock::new(), AtomicUsize::new(0));
+        Queue { state, waiting, threads: AtomicUsize::new(1) }
+    }
+
+    fn lock(&'static self) -> MutexGuard<'static, State> {
+        let mut state = self.state.lock();
+        let generation = fork::generation();
+        if state.generation != generation {
+            // A child leaves them to its parent.
+            *state = State { generation, ..State::default() };
+            self.waiting.store(0, Relaxed);
+        }
+        state
+    }
+
+    fn most(&self) -> usize {
+        self.threads.load(Relaxed).clamp(1, processors()) * EACH
+    }
+
+    fn are_waiting(&self) -> bool {
+        self.waiting.load(Relaxed) > 0
+    }
+
+    fn remove(&'static self, number: u64) {
+        let mut state = self.lock();
+        state.queue.retain(|waiting| waiting.number != number);
+        self.waiting.store(state.queue.len(), Relaxed);
+    }
+
+    /// Who is next, if it is time for that one.
+    fn next(&'static self, now: u64) -> Option<(u64, Weak<dyn Waits>)> {
+        let mut state = self.lock();
+        let Waiting { number, bytes, .. } = *state.queue.front()?;
+        let who = state.has_room(bytes, self.most(), now).then(|| state.queue.front())??.who.clone();
+        Some((number, who))
+    }
+
+    /// See [`go_on`].
+    fn go_on(&'static self, clock: impl Fn() -> u64) -> bool {
+        // Each is asked once, were it to wait on.
+        for _ in 0..self.waiting.load(Relaxed) {
+            let Some((number, who)) = self.next(clock()) else { return true };
+            match who.upgrade() {
+                Some(who) if who.turn() => {}
+                Some(_) => return false,
+                None => self.remove(number),
+            }
+        }
+        true
+    }
+
+    /// See [`alarm`].
+    fn alarm(&'static self, now: u64) -> Option<Duration> {
+        if !self.are_waiting() {
+            return None;
+        }
+        let mut state = self.lock();
+        if std::mem::replace(&mut state.armed, true) {
+            return None;
+        }
+        // If nothing is pulled, those who wait are being asked.
+        let first = state.pulled.iter().map(Pulled::until).min().unwrap_or(now + SILENT);
+        Some(Duration::from_nanos(first.saturating_sub(now)))
+    }
+}
+
+impl State {
+    /// Whether so much more may be pulled now.
+    fn has_room(&mut self, bytes: usize, most: usize, now: u64) -> bool {
+        self.pulled.retain(|call| call.pass.strong_count() > 0 && now < call.until());
+        let held: usize = self.pulled.iter().map(|call| call.bytes).sum();
+        held == 0 || held + counted(bytes) <= most
+    }
+}
+
+/// What a Call of so many bytes counts. One that no cache holds lets others come beside it.
+fn counted(bytes: usize) -> usize {
+    bytes.clamp(LEAST, EACH / 2)
+}
+
+impl Place {
+    /// One in the queue of the process.
+    pub fn new(who: Weak<dyn Waits>) -> Place {
+        Place::of(&QUEUE, who)
+    }
+
+    fn of(queue: &'static Queue, who: Weak<dyn Waits>) -> Place {
+        static NEXT: AtomicU64 = AtomicU64::new(0);
+        let number = NEXT.fetch_add(1, Relaxed);
+        Place { number, taken: false, queue, who, pulled: 0, came: Arc::default() }
+    }
+
+    /// Asks to pull a Call of so many bytes; waits in the queue if it is not time for that.
+    pub fn ask(&mut self, bytes: usize, now: u64) -> Option<Pass> {
+        let pass = Pass::default();
+        let mut state = self.queue.lock();
+        let State { queue, pulled, .. } = &mut *state;
+        // Longer than what the reserve of memory has: then it goes without.
+        if queue.try_reserve(1).is_err() || pulled.try_reserve(1).is_err() {
+            return Some(pass);
+        }
+        let first = queue.front().is_none_or(|first| first.number == self.number);
+        if !first || !state.has_room(bytes, self.queue.most(), now) {
+            if !std::mem::replace(&mut self.taken, true) {
+                state.queue.push_back(Waiting { number: self.number, bytes, who: self.who.clone() });
+                self.queue.waiting.store(state.queue.len(), Relaxed);
+            }
+            return None;
+        }
+        if std::mem::take(&mut self.taken) {
+            state.queue.pop_front();
+            self.queue.waiting.store(state.queue.len(), Relaxed);
+        }
+        let call = Pulled {
+            bytes: counted(bytes),
+            began: now,
+            came: self.came.clone(),
+            pass: Arc::downgrade(&pass),
+        };
+        state.pulled.push(call);
+        Some(pass)
+    }
+
+    /// Whether it waits.
+    #[inline]
+    pub fn is_taken(&self) -> bool {
+        self.taken
+    }
+
+    /// It waits no more.
+    pub fn leave(&mut self) {
+        if std::mem::take(&mut self.taken) {
+            self.queue.remove(self.number);
+        }
+    }
+
+    /// Its device has brought so many bytes of pulled Calls in all.
+    pub fn has_brought(&mut self, pulled: u64, now: u64) {
+        if pulled != self.pulled {
+            self.pulled = pulled;
+            self.came.store(now, Relaxed);
+        }
+    }
+}
+
+impl Drop for Place {
+    fn drop(&mut self) {
+        self.leave();
+    }
+}
+
+/// Has those begin to pull whose turn it is, now that something may have been let go of. False if one has to be asked again
+/// soon. Called without a lock of the library's.
+pub fn go_on() -> bool {
+    QUEUE.go_on(stats::clock)
+}
+
+/// Whether somebody waits.
+#[inline]
+pub fn are_waiting() -> bool {
+    QUEUE.are_waiting()
+}
+
+/// When [`go_on`] is to be called though nothing is let go of; `None` if nobody waits, or that was told already.
+pub fn alarm() -> Option<Instant> {
+    Some(Instant::now() + QUEUE.alarm(stats::clock())?)
+}
+
+/// What [`alarm`] has told is over.
+pub fn alarmed() {
+    QUEUE.lock().armed = false;
+}
+
+/// So many threads serve.
+pub fn serve_with(threads: u32) {
+    QUEUE.threads.store(threads as usize, Relaxed);
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::Mutex;
+    use std::sync::atomic::AtomicBool;
+
+    use super::*;
+
+    /// Two of them are pulled at a time.
+    const HALF: usize = EACH / 2;
+
+    /// A connection with one Call after the other.
+    struct Peer {
+        place: Mutex<Place>,
+        bytes: usize,
+        pass: Mutex<Option<Pass>>,
+        now: Arc<AtomicU64>,
+        /// Another thread is at it.
+        busy: AtomicBool,
+    }
+
+    impl Waits for Peer {
+        fn turn(&self) -> bool {
+            if self.busy.load(Relaxed) {
+                return false;
+            }
+            let pass = self.place.lock().unwrap().ask(self.bytes, self.now.load(Relaxed));
+            *self.pass.lock().unwrap() = pass;
+            true
+        }
+    }
+
+    impl Peer {
+        fn pulls(&self) -> bool {
+            self.pass.lock().unwrap().is_some()
+        }
+
+        fn ends(&self) {
+            *self.pass.lock().unwrap() = None;
+        }
+    }
+
+    /// A queue, and what time it is.
+    struct Process {
+        queue: &'static Queue,
+        now: Arc<AtomicU64>,
+    }
+
+    impl Process {
+        fn new() -> Process {
+            Process { queue: Box::leak(Box::new(Queue::new())), now: Arc::new(AtomicU64::new(1 << 40)) }
+        }
+
+        /// One more connection, with a Call of so many bytes.
+        fn peer(&self, bytes: usize) -> Arc<Peer> {
+            let peer = Arc::new_cyclic(|own: &Weak<Peer>| Peer {
+                place: Mutex::new(Place::of(self.queue, own.clone())),
+                bytes,
+                pass: Mutex::default(),
+                now: self.now.clone(),
+                busy: AtomicBool::new(false),
+            });
+            peer.turn();
+            peer
+        }
+
+        fn go_on(&self) -> bool {
+            self.queue.go_on(|| self.now.load(Relaxed))
+        }
+
+        fn pass(&self, nanoseconds: u64) {
+            self.now.fetch_add(nanoseconds, Relaxed);
+        }
+
+        fn waiting(&self) -> usize {
+            let waiting = self.queue.waiting.load(Relaxed);
+            assert_eq!(waiting, self.queue.lock().queue.len());
+            waiting
+        }
+    }
+
+    fn pulling(peers: &[Arc<Peer>]) -> Vec<usize> {
+        (0..peers.len()).filter(|peer| peers[*peer].pulls()).collect()
+    }
+
+    #[test]
+    fn calls_are_pulled_in_the_order_of_their_coming_as_soon_as_others_are_let_go_of() {
+        let process = Process::new();
+        let peers = [HALF, HALF - LEAST, HALF, HALF, HALF, HALF].map(|bytes| process.peer(bytes));
+        assert_eq!((pulling(&peers), process.waiting()), (vec![0, 1], 4));
+        assert!(process.go_on());
+        assert_eq!(pulling(&peers), [0, 1], "nothing was let go of");
+        let short = process.peer(1000);
+        assert!(!short.pulls(), "there is room, but others have come before");
+        peers[1].ends();
+        assert!(process.go_on());
+        assert_eq!(pulling(&peers), [0, 2]);
+        // With its next Call it is the last.
+        peers[1].turn();
+        for next in [3, 4, 5] {
+            peers[next - 1].ends();
+            assert!(process.go_on());
+            assert_eq!(pulling(&peers), [0, next]);
+        }
+        peers[5].ends();
+        assert!(process.go_on() && short.pulls());
+        assert_eq!((pulling(&peers), process.waiting()), (vec![0, 1], 0));
+    }
+
+    #[test]
+    fn who_does_not_answer_holds_up_others_for_a_moment_only() {
+        let process = Process::new();
+        let peers: Vec<_> = (0..8).map(|_| process.peer(HALF)).collect();
+        let wakes = process.queue.alarm(process.now.load(Relaxed));
+        assert_eq!(wakes, Some(Duration::from_nanos(SILENT)));
+        assert_eq!(process.queue.alarm(process.now.load(Relaxed)), None, "that was told");
+        process.pass(SILENT - 1);
+        assert!(process.go_on());
+        assert_eq!(pulling(&peers), [0, 1]);
+        process.pass(1);
+        assert!(process.go_on());
+        assert_eq!(pulling(&peers), [0, 1, 2, 3]);
+        // From one of these something comes now and then.
+        process.pass(1);
+        peers[2].place.lock().unwrap().has_brought(1, process.now.load(Relaxed));
+        process.pass(SILENT);
+        assert!(process.go_on());
+        assert_eq!(pulling(&peers), [0, 1, 2, 3, 4], "one place is held");
+        process.pass(SLOW - SILENT - 1);
+        peers[2].place.lock().unwrap().has_brought(2, process.now.load(Relaxed));
+        assert!(process.go_on());
+        assert_eq!(pulling(&peers), [0, 1, 2, 3, 4, 5, 6], "but not for long");
+    }
+
+    #[test]
+    fn who_is_gone_or_waits_no_more_keeps_nobody_waiting() {
+        let process = Process::new();
+        let [one, two, gone, leaves, last] = [HALF; 5].map(|bytes| process.peer(bytes));
+        assert!(one.pulls() && two.pulls());
+        drop(gone);
+        leaves.place.lock().unwrap().leave();
+        assert_eq!(process.waiting(), 1);
+        one.ends();
+        assert!(process.go_on() && last.pulls() && !leaves.pulls());
+        // Nothing tells of the end of one that somebody else keeps.
+        let [dead, next] = [HALF; 2].map(|bytes| process.peer(bytes));
+        let place = std::mem::replace(&mut *dead.place.lock().unwrap(), Place::of(process.queue, one_more()));
+        drop(dead);
+        last.ends();
+        assert!(process.go_on() && next.pulls());
+        assert_eq!(process.waiting(), 0);
+        drop(place);
+    }
+
+    fn one_more() -> Weak<dyn Waits> {
+        Weak::<Peer>::new()
+    }
+
+    #[test]
+    fn one_that_another_thread_has_in_hand_is_asked_again() {
+        let process = Process::new();
+        let [one, two, busy] = [HALF; 3].map(|bytes| process.peer(bytes));
+        busy.busy.store(true, Relaxed);
+        one.ends();
+        assert!(!process.go_on() && !busy.pulls());
+        busy.busy.store(false, Relaxed);
+        assert!(process.go_on() && busy.pulls() && two.pulls());
+    }
+
+    #[test]
+    fn a_call_that_no_cache_holds_goes_beside_others() {
+        let process = Process::new();
+        let [long, other, third] = [64 << 20, HALF, HALF].map(|bytes| process.peer(bytes));
+        assert!(long.pulls() && other.pulls() && !third.pulls());
+        let process = Process::new();
+        let short: Vec<_> = (0..200).map(|_| process.peer(1)).collect();
+        assert_eq!(pulling(&short).len(), EACH / LEAST);
+    }
+
+    #[test]
+    fn a_forked_child_waits_for_no_call_of_its_parent() {
+        use crate::fork::testing::fork;
+        let process = Process::new();
+        let parents = [HALF; 3].map(|bytes| process.peer(bytes));
+        let child = fork(|| {
+            let own = process.peer(HALF);
+            own.pulls() && process.waiting() == 0
+        });
+        assert!(child.succeeded());
+        assert!(!parents[2].pulls() && process.waiting() == 1);
+    }
+}

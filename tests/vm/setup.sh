@@ -20,7 +20,12 @@ logged apt-get install -y -q --no-install-recommends qemu-system-x86 busybox-sta
 
 # Where packages are looked for and siw is compiled: here, or in `root`, a system of another release.
 root=
-at_root() { if [ -z "$root" ]; then "$@"; else chroot "$root" env -i PATH="$PATH" LC_ALL=C DEBIAN_FRONTEND=noninteractive "$@"; fi; }
+# objtool wants a /proc there.
+at_root() {
+    if [ -z "$root" ]; then "$@"; return; fi
+    unshare --mount sh -c 'mount -t proc proc "$0/proc" && exec chroot "$0" "$@"' "$root" \
+        env -i PATH="$PATH" LC_ALL=C DEBIAN_FRONTEND=noninteractive "$@"
+}
 
 # other_release RELEASE: makes `root`. Its apt gets packages from where this machine's does.
 other_release() {

@@ -18,7 +18,8 @@
 # make fuzz         SECONDS=60: each target of fuzz/ for so long (fuzz/README.md)
 # make check-planted     plants known defects, and sees them found: half an hour
 # make simulate     CALLS=n SEED=s: engines over a simulated network; 100000 calls a second
-# make check-vm     against the kernel's NFS/RDMA, in a guest that tests/vm/setup.sh prepares
+# make check-vm     against the kernel's NFS/RDMA, in a guest that tests/vm/setup.sh prepares; KERNEL=6.1, 6.12, 7.3: with the
+#                   newest of these that Debian has, which is prepared then
 # make bench        measures: bench/results.txt, .json, .svg; REPORT=FILE.txt for others
 # make pictures     draws how calls travel: docs/pictures
 # make bench-instructions  counts instructions per call (callgrind)
@@ -262,7 +263,10 @@ check-fresh:
 	bash tests/long/fresh.sh
 
 check-vm: all nfs3 nfs41
-	@failed=; for script in $(VM_SCRIPTS); do echo "== $$script"; bash $$script || failed="$$failed $$script"; done; \
+ifneq ($(KERNEL),)
+	bash tests/vm/setup.sh $(KERNEL)
+endif
+	@export KERNEL=$(KERNEL); failed=; for script in $(VM_SCRIPTS); do echo "== $$script"; bash $$script || failed="$$failed $$script"; done; \
 	    [ -z "$$failed" ] || { echo "failed:$$failed"; exit 1; }
 
 # The table, its figures and their picture: bench/results.txt, .json and .svg, or others.

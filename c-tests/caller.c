@@ -9,7 +9,7 @@
  *   read:n    READ of NFS version 3 of n bytes   bell:port  makes a TCP connection to that port of 127.0.0.1
  *   memory:n  whether it had at most n kB resident so far
  *
- * Connects to netid "rdma" on 127.0.0.1; each call may take so many milliseconds. Prints a line for each step: the
+ * Connects to netid "rdma" on 127.0.0.1, or to NETID; each call may take so many milliseconds. Prints a line for each step: the
  * status, and what clnt_sperror says. Where no CLIENT can be made there is one line: the negative status, and what
  * clnt_spcreateerror says. -1000 stands for a result that is not what it should be. */
 #define _GNU_SOURCE
@@ -162,7 +162,7 @@ int main(int argc, char **argv)
     struct netbuf netbuf = {.maxlen = sizeof address, .len = sizeof address, .buf = &address};
     long milliseconds = atol(argv[2]);
     struct timeval limit = {milliseconds / 1000, milliseconds % 1000 * 1000};
-    struct netconfig *config = getnetconfigent("rdma");
+    struct netconfig *config = getnetconfigent(getenv("NETID") != NULL ? getenv("NETID") : "rdma");
     if (config == NULL)
         errx(1, "no netid rdma: is the library loaded?");
     CLIENT *client = clnt_tli_create(RPC_ANYFD, config, &netbuf, SUITE_PROG, SUITE_V2, 0, 0);

@@ -122,7 +122,7 @@ static void slot_fill(struct slot *slot, enum role role, bool keeps_auth)
 {
     uint64_t started = now_us();
     slot->lost = false;
-    /* A moved client takes a server for one of tcp that is busy for half a second: not so those that are healthy. */
+    /* A machine may be so busy that a startup takes longer than the ten seconds that it has. */
     for (int tries = role <= FAR ? 20 : 1; tries > 0; tries--) {
         slot->client = connect_to(netid, ports[role]);
         if (slot->client != NULL || rpc_createerr.cf_stat != RPC_TIMEDOUT)

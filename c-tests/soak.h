@@ -9,7 +9,8 @@
  * has succeeded. Calls back are counted the same way, by the client in place of the server.
  *
  * How growth is told: from time to time all clients stop, give up their CLIENTs, and everybody gives free memory back;
- * what the servers that are never killed and the clients hold then is compared over the run.
+ * what the servers that are never killed and the clients hold then is compared over the run: the least in its last third
+ * with the most in its first one, for what was ever needed at a time is kept.
  *
  * soak.c starts everything, injures it and judges; soak_client.c and soak_server.c are its two ends. The contents, what
  * goes over the wire and the proxies are those of the load test (load.h); hostile clients are tests/bad_peers/soak.rs. */

@@ -144,7 +144,7 @@ static void called_back(struct svc_req *request, SVCXPRT *transport)
 static CLIENT *make(enum target target, enum route route)
 {
     CLIENT *client = NULL;
-    /* A moved client takes a server that is silent for half a second for one of tcp, be it only busy. */
+    /* A machine may be so busy that a startup takes longer than the ten seconds that it has. */
     for (int tries = target == STEADY && route == DIRECT ? 20 : 1; tries > 0 && client == NULL; tries--) {
         uint64_t started = now_us();
         client = connect_to(netid, ports[target][route]);

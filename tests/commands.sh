@@ -33,6 +33,7 @@ elsewhere=(
     'make soak *' tests/long/soak.sh 'make soak'
     'sudo tests/vm/setup.sh' .ci/run 'tests/vm/setup.sh'
     'make check-vm' .ci/run 'make check-vm'
+    'make check-vm KERNEL=*' Makefile 'KERNEL'
     'mount -t nfs *proto=rdma*' tests/vm/guest.sh 'proto='
     'echo rdma 20049 >*portlist' tests/vm/guest.sh 'portlist'
     'make nfs3' Makefile 'nfs3:'

@@ -74,7 +74,8 @@ pub const CLSET_RDMA_RECEIVE_SIZE: c_uint = 0x5244_4d09;
 /// See [`CLSET_RDMA_RECEIVE_SIZE`].
 pub const CLGET_RDMA_RECEIVE_SIZE: c_uint = 0x5244_4d0a;
 
-/// How long a moved client waits for a peer that neither answers nor closes (a stock server closes at once).
+/// How long a moved client that may go over tcp waits for a peer that neither answers nor closes (a stock server closes at
+/// once).
 const TRY_TIMEOUT: Duration = Duration::from_millis(500);
 
 /// One CLIENT. libtirpc sees the first member.
@@ -320,7 +321,7 @@ pub unsafe fn vc_create(
     }
     let signals = BlockedSignals::all();
     let room = if config::bindings().knows(prog, vers) { Room::Little } else { Room::Same };
-    let timeout = if intent == Intent::Try { TRY_TIMEOUT } else { START_TIMEOUT };
+    let timeout = if intent == Intent::Try && config.fallback { TRY_TIMEOUT } else { START_TIMEOUT };
     let mask = Some(signals.before());
     let opened =
         start::open(fd, to, connected.is_some(), timeout, room, config, mask).and_then(|connection| {

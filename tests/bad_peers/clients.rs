@@ -2,6 +2,7 @@
 
 use std::net::TcpListener;
 use std::thread;
+use std::time::Duration;
 
 use rpcrdma::provider::iwarp::ddp::{Fault, Opcode, ReadRequest};
 use rpcrdma::provider::iwarp::mpa::{Enhanced, Which};
@@ -220,6 +221,23 @@ fn silence_instead_of_a_reply_is_a_timeout() {
     });
     assert_eq!(outcome.statuses, [-TIMEDOUT], "{}", outcome.text);
     assert!(outcome.took < hang(), "{:?}", outcome.took);
+}
+
+/// A server that has too much to do for half a second is not one of tcp for that, where tcp is no way out.
+#[test]
+fn a_moved_client_without_fallback_waits_for_a_server_that_is_slow_to_begin() {
+    let settings = ["NETID=tcp", "RPCRDMA_REDIRECT=tcp", "RPCRDMA_FALLBACK=no", "RPCRDMA_PROVIDER=iwarp"];
+    let outcome = against_with(&settings, &["5000", "null"], false, |mut peer, _| {
+        peer.start_frame(Which::Request).expect("an MPA Request");
+        if peer.stirs_within(Duration::from_secs(1)) {
+            return;
+        }
+        peer.push(&reply().encode());
+        let call = call(&mut peer);
+        peer.send(&inline_reply(call.xid, 32, &[]));
+        until_end(&mut peer);
+    });
+    assert_eq!(outcome.statuses, [SUCCESS], "{}", outcome.text);
 }
 
 #[test]

@@ -272,6 +272,14 @@ impl Peer {
         peer
     }
 
+    /// Whether the other side closes the connection, or says something, within this time.
+    pub fn stirs_within(&mut self, time: Duration) -> bool {
+        self.stream.set_read_timeout(Some(time)).expect("SO_RCVTIMEO");
+        let stirs = !matches!(self.stream.peek(&mut [0]), Err(e) if e.kind() == ErrorKind::WouldBlock);
+        self.stream.set_read_timeout(Some(hang())).expect("SO_RCVTIMEO");
+        stirs
+    }
+
     /// Writes; that the other side has closed the connection is no error here, and `frame` shows it.
     pub fn push(&mut self, bytes: &[u8]) {
         self.push_if_open(bytes);

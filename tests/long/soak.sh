@@ -56,7 +56,8 @@ status=$?
 # What was refused among faults fills the library's log: complaints come behind it, where they are seen.
 grep -h ' error: ' "$results"/*.log >"$scratch/said"
 grep -hv ' error: ' "$results"/*.log >>"$scratch/said"
-told=$scratch/said
+grep -v '^hostile: [0-9]* [a-z]' "$scratch/said" >"$scratch/told"
+told=$scratch/told
 while IFS= read -r line; do
     case $line in
     ok*) ok "$device: ${line#ok    }" ;;

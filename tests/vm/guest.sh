@@ -16,7 +16,9 @@ needs_guest() {
     read -r load _ </proc/loadavg
     export TEST_PATIENCE=${TEST_PATIENCE:-$(awk -v load="$load" -v processors="$(nproc)" 'BEGIN { print 1 + load / processors }')}
     command -v qemu-system-x86_64 >/dev/null || { skip "$1" "no qemu-system-x86_64: tests/vm/setup.sh installs it"; closing; }
-    [ -d "$base/extra" ] || { skip "$1" "no guest in $base: run tests/vm/setup.sh as root first"; closing; }
+    local has=$base/kernel${KERNEL:+-$KERNEL}
+    [ -e "$has" ] || { skip "$1" "no guest in $base: run tests/vm/setup.sh${KERNEL:+ $KERNEL} as root first"; closing; }
+    [ -z "${KERNEL:-}" ] || echo "the guest's kernel: $(cat "$has")"
     [ -r "$LIBRPCRDMA" ] && [ -x "$programs/nfs3d" ] && [ -x "$programs41/nfs41d" ] ||
         { FAIL "make, make nfs3 and make nfs41 come first"; closing; }
 }

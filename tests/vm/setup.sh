@@ -1,32 +1,93 @@
 #!/bin/bash
-# setup.sh: once per machine, for vm.sh: QEMU, Debian's kernel unpacked beside the host's own, and siw for it, which
-# Debian does not build. As root, on Debian 12. Everything lands in $RPCRDMA_VM (~/.cache/rpcrdma-vm); packages are
+# setup.sh [KERNEL]: once per machine, for vm.sh: QEMU, a kernel of Debian's unpacked beside the host's own, and siw for it,
+# which Debian does not build. As root, on Debian 12. Everything lands in $RPCRDMA_VM (~/.cache/rpcrdma-vm); packages are
 # installed, the host's kernel and its modules are not touched.
+#
+# KERNEL is the beginning of a version, as in 6.12 or 7.3: the newest one of it that bookworm or trixie has, or their backports.
+# Without it, Debian 12's own. siw for one that this machine's apt does not know is compiled in a small system of that release,
+# which debootstrap makes.
 set -eu
+wanted=${1:-}
 base=${RPCRDMA_VM:-$HOME/.cache/rpcrdma-vm}
-export DEBIAN_FRONTEND=noninteractive
-mkdir -p "$base"
+export DEBIAN_FRONTEND=noninteractive LC_ALL=C
+mkdir -p "$base/kernels"
 cd "$base"
+: >setup.log
 fail() { tail -n 20 setup.log >&2; exit 1; }
-apt-get install -y -q --no-install-recommends qemu-system-x86 busybox-static kmod cpio zstd xz-utils make gcc iproute2 \
-    rdma-core ibverbs-providers rpcbind nfs-common nfs-kernel-server git linux-source-6.1 >setup.log 2>&1 || fail
-image=$(apt-cache depends linux-image-amd64 | awk '/Depends: linux-image-6/ { print $2; exit }')
+logged() { "$@" >>setup.log 2>&1 || fail; }
+logged apt-get install -y -q --no-install-recommends qemu-system-x86 busybox-static kmod cpio zstd xz-utils make gcc iproute2 \
+    rdma-core ibverbs-providers rpcbind nfs-common nfs-kernel-server git debootstrap
+
+# Where packages are looked for and siw is compiled: here, or in `root`, a system of another release.
+root=
+# objtool wants a /proc there.
+at_root() {
+    if [ -z "$root" ]; then "$@"; return; fi
+    unshare --mount sh -c 'mount -t proc proc "$0/proc" && exec chroot "$0" "$@"' "$root" \
+        env -i PATH="$PATH" LC_ALL=C DEBIAN_FRONTEND=noninteractive "$@"
+}
+
+# other_release RELEASE: makes `root`. Its apt gets packages from where this machine's does.
+other_release() {
+    local mirror
+    root=$base/root-$1
+    mirror=$(apt-get indextargets --format '$(ORIGIN)|$(REPO_URI) $(RELEASE) $(COMPONENT)' 'Created-By: Packages' |
+        sed -n 's/^Debian|\(.*\) bookworm main$/\1/p' | head -n 1)
+    mirror=${mirror:-http://deb.debian.org/debian}
+    if [ ! -e "$root/ready" ]; then
+        rm -rf --one-file-system "$root"
+        logged debootstrap --variant=minbase "$1" "$root" "$mirror"
+        printf 'deb %s %s main\n' "$mirror" "$1" "$mirror" "$1-backports" >"$root/etc/apt/sources.list"
+        apt-config dump | grep -E '^Acquire::(https?::|Check-|Retries)' >"$root/etc/apt/apt.conf.d/90host" || true
+        touch "$root/ready"
+    fi
+    cp /etc/resolv.conf /etc/hosts "$root/etc/"
+    logged at_root apt-get -q update
+}
+newest() {
+    at_root apt-cache search --names-only "^linux-image-${wanted//./\\.}[.+-].*-amd64\$" | cut -d ' ' -f 1 |
+        grep -Ev -e '-(cloud|rt)-amd64$' | sort -V | tail -n 1
+}
+if [ -z "$wanted" ]; then
+    image=$(apt-cache depends linux-image-amd64 | awk '/Depends: linux-image-6/ { print $2; exit }')
+else
+    image=$(newest)
+    for release in bookworm trixie; do
+        [ -z "$image" ] || break
+        other_release $release
+        image=$(newest)
+    done
+    [ -n "$image" ] || { echo "setup.sh: Debian has no kernel $wanted for bookworm or trixie" >&2; exit 1; }
+fi
 version=${image#linux-image-}
-if [ ! -e "kern/boot/vmlinuz-$version" ]; then
-    rm -rf kern kern.tmp
-    apt-get download -q "$image" >>setup.log 2>&1 || fail
-    dpkg -x "$image"_*.deb kern.tmp
-    [ -d kern.tmp/lib ] || mv kern.tmp/usr/lib kern.tmp/lib
-    mv kern.tmp kern
-    rm -f "$image"_*.deb
+
+if [ ! -e "kernels/$version/ready" ]; then
+    rm -rf "kernels/$version" kernel.tmp && mkdir kernel.tmp
+    # Since 7.3 its files are in packages of their own.
+    mapfile -t packages < <(at_root apt-cache depends "$image" | awk '/Depends:/ { print $2 }' | grep -e "-$version\$" || true)
+    tmp=$root/tmp/kernel
+    rm -rf "$tmp" && mkdir -p "$tmp"
+    for package in "$image" "${packages[@]}"; do
+        logged at_root sh -c "cd ${tmp#"$root"} && apt-get download -q $package"
+    done
+    for file in "$tmp"/*.deb; do logged dpkg -x "$file" kernel.tmp; done
+    rm -rf "$tmp"
+    mkdir -p kernel.tmp/lib kernel.tmp/boot
+    [ -d kernel.tmp/lib/modules ] || mv kernel.tmp/usr/lib/modules kernel.tmp/lib/
+    [ -e "kernel.tmp/boot/vmlinuz-$version" ] || mv "kernel.tmp/lib/modules/$version/vmlinuz" "kernel.tmp/boot/vmlinuz-$version"
+    touch kernel.tmp/ready
+    mv kernel.tmp "kernels/$version"
 fi
 if [ ! -e "extra/$version/siw.ko" ]; then
-    apt-get install -y -q --no-install-recommends "linux-headers-$version" >>setup.log 2>&1 || fail
-    rm -rf siw && mkdir -p siw "extra/$version"
-    tar -xJf /usr/src/linux-source-6.1.tar.xz -C siw --strip-components=5 linux-source-6.1/drivers/infiniband/sw/siw
-    make -C "/usr/src/linux-headers-$version" M="$base/siw" CONFIG_RDMA_SIW=m modules >>setup.log 2>&1 || fail
-    strip --strip-debug siw/siw.ko
-    cp siw/siw.ko "extra/$version/"
-    rm -rf siw
+    source=linux-source-$(sed 's/^\([0-9]*\.[0-9]*\).*/\1/' <<<"$version")
+    logged at_root apt-get install -y -q --no-install-recommends "linux-headers-$version" "$source" make gcc xz-utils
+    made=$root/tmp/siw
+    rm -rf "$made" && mkdir -p "$made" "extra/$version"
+    logged tar -xJf "$root/usr/src/$source.tar.xz" -C "$made" --strip-components=5 "$source/drivers/infiniband/sw/siw"
+    logged at_root make -C "/usr/src/linux-headers-$version" M="${made#"$root"}" CONFIG_RDMA_SIW=m modules
+    strip --strip-debug "$made/siw.ko"
+    cp "$made/siw.ko" "extra/$version/"
+    rm -rf "$made"
 fi
+echo "$version" >"kernel${wanted:+-$wanted}"
 echo "the guest's kernel $version is ready in $base"

@@ -1,6 +1,6 @@
 #!/bin/bash
 # vm.sh [-t SECONDS] [-p PORT:GUESTPORT]... COMMAND [ARGUMENT...]: runs one command as root in a QEMU guest with a kernel
-# of its own (setup.sh).
+# of its own: the one that setup.sh has prepared last without a name, or with KERNEL=6.12 the one that it has by this name.
 #
 # The guest's root is this machine's, read-only over 9p, with memory on top: every program of the host runs there under
 # its own path, and what it writes is lost at the end. No KVM is needed. What the command prints comes out here; the exit
@@ -23,7 +23,8 @@ while getopts +t:p: option; do
 done
 shift $((OPTIND - 1))
 [ $# -gt 0 ] || { sed -n '2,/^set/s/^# \{0,1\}//p' "$0" >&2; exit 2; }
-version=$(ls "$base/kern/lib/modules" | head -n 1)
+version=$(cat "$base/kernel${KERNEL:+-$KERNEL}")
+kernel=$base/kernels/$version
 cache=$base/cache/$version
 modules=$cache/lib/modules/$version
 
@@ -32,7 +33,7 @@ flock 9
 # The modules, with siw among them: a copy, for depmod writes there.
 if [ ! -e "$cache/ready" ] || [ "$0" -nt "$cache/ready" ]; then
     rm -rf "$cache" && mkdir -p "$cache/lib/modules"
-    cp -a "$base/kern/lib/modules/$version" "$modules"
+    cp -a "$kernel/lib/modules/$version" "$modules"
     mkdir -p "$modules/extra" && cp "$base/extra/$version"/*.ko "$modules/extra/"
     depmod -b "$cache" "$version"
 
@@ -64,11 +65,14 @@ INIT
 
     # QEMU starts an unpacked kernel directly, which saves seconds: emulated, the kernel unpacks itself slowly. Where the
     # payload lies is told by Linux's x86 boot protocol: setup_sects, payload_offset, payload_length.
-    image=$base/kern/boot/vmlinuz-$version
+    image=$kernel/boot/vmlinuz-$version
     word() { od -An -tu4 -j "$1" -N4 "$image" | tr -d ' '; }
     start=$((($(od -An -tu1 -j $((0x1f1)) -N1 "$image") + 1) * 512 + $(word $((0x248)))))
     length=$(($(word $((0x24c))) - 4))
-    tail -c +$((start + 1)) "$image" | head -c $length | xz -dc >"$cache/vmlinux"
+    for unpack in xz zstd gzip none; do
+        [ $unpack != none ] || { echo "vm.sh: $image cannot be unpacked" >&2; exit 125; }
+        tail -c +$((start + 1)) "$image" | head -c $length | $unpack -dc >"$cache/vmlinux" 2>/dev/null && break
+    done
     touch "$cache/ready"
 fi
 flock -u 9

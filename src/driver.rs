@@ -58,6 +58,7 @@ pub mod service_loop;
 mod session;
 mod spin;
 pub mod start;
+mod timing;
 
 pub use backlog::Wait;
 pub use client::Client;

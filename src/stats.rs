@@ -20,7 +20,7 @@ pub mod layout;
 mod page;
 
 pub use connections::{Connection, Facts, Figures};
-pub use latency::{Procedure, clock, tick};
+pub use latency::{Names, Procedure, Recent, clock, instant, tick};
 pub use page::{begin, is_watched};
 
 macro_rules! counters {

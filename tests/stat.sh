@@ -148,6 +148,17 @@ else
     same "a process of root is not shown to others" "1 rpcrdma stat: process $pid belongs to root: run as root" "$? $(cat out err)"
     "${nobody[@]}" ./command stat >out 2>err
     grep -q 'could not be looked at: run as root' out && ok "and the list says that there are some" || FAIL "the list says so" out
+    # Nothing to show is said, and not on standard output, where a program may read.
+    for what in "--all" "--all 0.01 2"; do
+        # shellcheck disable=SC2086
+        "${nobody[@]}" ./command stat $what >out 2>err; status=$?
+        if [ $status -eq 0 ] && [ ! -s out ] && grep -q '^No process that may be looked at uses the library\.$' err &&
+            grep -q 'could not be looked at: run as root$' err && [ "$(wc -l <err)" -eq 2 ]; then
+            ok "stat $what with no process to show says why"
+        else
+            cat out >>err; FAIL "stat $what with no process to show says why (status $status)" err
+        fi
+    done
     start "${nobody[@]}" "${with_library[@]}"
     tell calls 4
     same "its owner sees it" 4 "$("${nobody[@]}" ./command stat "$pid" 2>&1 | counter calls)"
@@ -173,8 +184,8 @@ if command -v tmux >/dev/null; then
     type_in 'stty -a >before; ./command top -d 0.2; echo "status $?"; stty -a >after'
     wait_for 10 screen "^ *$server .* bench" && ok "top shows processes" || FAIL "top shows processes" screen
     # Calls a second appear with the second look, while calls are made.
-    for _ in $(seq 40); do tell calls 200; screen "^ *$pid .* watched +[1-9][0-9]* " && break; done
-    screen "^ *$pid .* watched +[1-9][0-9]* " && ok "and their calls a second" || FAIL "and their calls a second" screen
+    calling() { tell calls 200; screen "^ *$pid .* watched +[1-9][0-9]* "; }
+    wait_for 30 calling && ok "and their calls a second" || FAIL "and their calls a second" screen
     mux send-keys s; wait_for 5 screen 'by connections' && ok "s sorts" || FAIL "s sorts" screen
     mux send-keys s s s; wait_for 5 screen 'by pid'
     # Others may be above it.
@@ -197,6 +208,15 @@ if command -v tmux >/dev/null; then
     killed=$(pgrep -P "$(mux display-message -p '#{pane_pid}')" -x command)
     [ -n "$killed" ] && kill -TERM "$killed"
     wait_for 5 screen '^status 0' && wait_for 5 cmp -s before after3 && ok "and SIGTERM" || FAIL "and SIGTERM" screen
+    # A narrow screen has fewer columns, and whole numbers.
+    mux resize-window -x 48 -y 30
+    mux clear-history; type_in 'clear; ./command top -d 0.2; echo "status $?"'
+    wait_for 10 screen "^ *$server bench +" && screen '^     PID PROGRAM +CALLS/S  SERVED/S' && ok "a narrow screen has whole columns" ||
+        FAIL "a narrow screen has whole columns" screen
+    mux send-keys q; wait_for 5 screen '^status 0'
+    type_in 'clear; TERM=dumb ./command top; echo "status $?"'
+    wait_for 20 screen '^status 1' && screen 'this terminal has no screen' && ok "a terminal without a screen is named" ||
+        FAIL "a terminal without a screen is named" screen
     mux kill-server
 else
     skip "top in a terminal" "tmux is not installed"

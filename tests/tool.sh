@@ -218,10 +218,41 @@ if type -P mandoc >/dev/null; then
 else
     skip "the pages are right" "no mandoc"
 fi
-check "bash completes" 0 'ping' bash -c '. generated/completions/rpcrdma.bash; COMP_WORDS=(rpcrdma pi); COMP_CWORD=1; _rpcrdma rpcrdma pi rpcrdma; echo "${COMPREPLY[@]}"'
-if type -P zsh >/dev/null; then
-    check "zsh takes the completions" 0 'function' zsh -fc 'fpath=($PWD/generated/completions $fpath); autoload -Uz compinit; compinit -u -D; autoload +X _rpcrdma && whence -w _rpcrdma'
+check "completions offer nothing that is hidden" 1 '^ ?$' grep -E -e '--child|Writes manual pages|generate' -r generated/completions
+# complete SHELL START EXPECTED...: in a terminal, what Tab makes of "rpcrdma ...".
+screen() { mux capture-pane -p >screen; grep -Eq -- "$1" screen; }
+mux() { tmux -L "rpcrdma-tool$$" -f /dev/null "$@"; }
+completes() {
+    local shell=$1 begin=$2 typed expected; shift 2
+    PATH=$scratch/build:$PATH TERM=xterm mux new-session -d -x 100 -y 30 "$shell"
+    mux send-keys -l "$begin; PS1='ready '; clear"; mux send-keys Enter
+    wait_for 10 screen '^ready *$' || FAIL "$shell is ready" screen
+    while [ $# -gt 0 ]; do
+        typed=$1 expected=$2; shift 2
+        mux send-keys -l "$typed"; wait_for 10 screen "^ready $typed *\$"
+        mux send-keys Tab
+        # A second one lists what there is, where the first has only completed.
+        if wait_for 10 screen "$expected" || { mux send-keys Tab; wait_for 10 screen "$expected"; }; then
+            ok "${shell%% *} completes $typed"
+        else
+            FAIL "${shell%% *} completes $typed" screen
+        fi
+        mux send-keys C-c; mux send-keys -l clear; mux send-keys Enter
+        wait_for 10 screen '^ready *$'; mux clear-history
+    done
+    mux kill-server
+}
+if ! type -P tmux >/dev/null; then
+    skip "completions in a terminal" "tmux is not installed"
 else
-    skip "zsh takes the completions" "no zsh"
+    completes 'bash --norc --noprofile' '. generated/completions/rpcrdma.bash' \
+        'rpcrdma pi' '^ready rpcrdma ping' 'rpcrdma ping --net' '^ready rpcrdma ping --netid' 'rpcrdma decode sett' '^ready rpcrdma decode settings'
+    if type -P zsh >/dev/null; then
+        completes 'zsh -f' 'fpath=($PWD/generated/completions $fpath); autoload -Uz compinit; compinit -u -D' \
+            'rpcrdma pi' '^ready rpcrdma ping' 'rpcrdma ping --net' '^ready rpcrdma ping --netid' 'rpcrdma perf --device lo' '^ready rpcrdma perf --device local' \
+            'rpcrdma decode sett' '^ready rpcrdma decode settings'
+    else
+        skip "zsh completes" "no zsh"
+    fi
 fi
 closing

@@ -247,9 +247,9 @@ impl Link {
         // A peer that has let one reply wait is not waited for again until it has taken all.
         let behind = self.device.unsent() > 0 && !forked;
         let lent = message.lent().next().is_some();
-        let timed = self.time_of(id).and_then(|(procedure, began)| {
+        let timed = self.timing.take(id).and_then(|(names, began)| {
             // What does not exist is a peer's to invent.
-            Some((procedure.histogram(|| is_success(message.body()))?, began))
+            Some((self.recent.served(names, || is_success(message.body()))?, began))
         });
         let queued = self.engine.reply(id, message);
         self.drain();

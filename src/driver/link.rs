@@ -9,12 +9,12 @@ use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 use std::time::{Duration, Instant};
 
 use crate::config::{self, Config};
-use crate::connection::{Connection, Expect, Output, Request, RequestId, Role, Settings, receive_margin};
+use crate::connection::{Connection, Expect, Output, Request, Role, Settings, receive_margin};
 use crate::error::{Error, Kind};
 use crate::memory::{Buf, Loan, Memory, Message, Regions};
 use crate::provider::{Completion, QueuePair, WorkRequest};
 use crate::stats::layout::Slot;
-use crate::stats::{self, Counter, Facts, Figures, Procedure};
+use crate::stats::{self, Counter, Facts, Figures, Recent};
 use crate::wire::characteristics;
 use crate::wire::header::{self, Body, Versions};
 use crate::wire::private_data::PrivateData;
@@ -24,6 +24,7 @@ use crate::{log_error, log_info, log_wire};
 
 use super::backlog;
 use super::pulls::Place;
+use super::timing::Timing;
 
 /// How long a connection that follows one without a reply has for its first reply, before a call that timed out, and holds
 /// the only credit, has it replaced; twice as long after each further one. A server that is slower than the calls' time
@@ -44,9 +45,6 @@ const TURN_RETRY: Duration = Duration::from_millis(1);
 
 /// Messages of a peer that are taken in one go, beyond several times those that its credits allow.
 const RECEIVES_SPARE: u32 = 256;
-
-/// Requests whose time is taken, beyond which the oldest have none: one-way calls, which get no reply.
-const TIMED: usize = 4096;
 
 /// An engine and a device.
 pub struct Link {
@@ -77,8 +75,10 @@ pub struct Link {
     watchable: bool,
     /// The descriptor that the program knows it by, and the other end.
     known_as: (RawFd, Option<SocketAddr>),
-    /// Requests that were handed up, what for, and when by [`stats::clock`]: not in a process that nobody can watch.
-    timed: Vec<(RequestId, Procedure, u64)>,
+    /// When requests were handed up: not in a process that nobody can watch.
+    pub(super) timing: Timing,
+    /// Where the last one was counted.
+    pub(super) recent: Recent,
 }
 
 /// What a connection runs on and what was agreed, for the command `rpcrdma`.
@@ -151,7 +151,8 @@ impl Link {
             shown: stats::Connection::default(),
             watchable: config.stats,
             known_as: (-1, None),
-            timed: Vec::new(),
+            timing: Timing::default(),
+            recent: Recent::default(),
         };
         link.drain();
         link
@@ -228,33 +229,9 @@ impl Link {
     pub(super) fn handed_up(&mut self, request: &Request, now: u64) {
         self.show_again();
         self.shown.add(Slot::Served, 1);
-        if !stats::is_watched() {
-            return;
+        if stats::is_watched() {
+            self.timing.handed_up(request, now);
         }
-        if self.timed.len() >= TIMED {
-            self.timed.drain(..TIMED / 2);
-        }
-        // Longer than what the reserve of memory has, with many requests.
-        if self.timed.try_reserve(1).is_err() {
-            return;
-        }
-        let head = request.message.first().map_or(&[][..], |piece| &piece[..]);
-        self.timed.push((request.id, Procedure::of(head, true), now));
-    }
-
-    /// What a request was for and when it was handed up. Once: it is answered, or will not be.
-    #[inline]
-    pub(super) fn time_of(&mut self, id: RequestId) -> Option<(Procedure, u64)> {
-        let (_, procedure, began) = match self.timed.last() {
-            Some((last, ..)) if *last == id => self.timed.pop()?,
-            None => return None,
-            // Most replies are to one of the last.
-            Some(_) => {
-                let at = self.timed.iter().rposition(|(other, ..)| *other == id)?;
-                self.timed.remove(at)
-            }
-        };
-        Some((procedure, began))
     }
 
     /// A request has got its reply, or will get none.

@@ -751,7 +751,7 @@ impl Callee for Shared {
         let mut server = locked(self);
         if let Phase::Open(link) = &mut server.phase {
             link.engine.discard(id);
-            link.time_of(id);
+            link.timing.take(id);
             link.answered();
             link.flush();
         }

@@ -9,8 +9,9 @@
 #![forbid(unsafe_code)]
 
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
+use once_cell::race::OnceBox;
 use rustix::time::{ClockId, clock_gettime};
 
 use super::layout::{BUCKETS, HISTOGRAM_HEAD, HISTOGRAM_WORDS, HISTOGRAMS};
@@ -63,6 +64,53 @@ pub fn percentile(buckets: &[u64], part: f64) -> Option<u64> {
     None
 }
 
+/// Program, version and procedure as they stand in an RPC call (RFC 5531 §9).
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Names([u8; 12]);
+
+impl Names {
+    /// Those of a call.
+    #[inline]
+    pub fn of(call: &[u8]) -> Names {
+        // Where there are none, they are not those of any procedure that has a histogram of its own.
+        Names(call.get(12..24).and_then(|names| names.try_into().ok()).unwrap_or([0xff; 12]))
+    }
+
+    /// What they are the names of, if we `serve` it.
+    #[inline]
+    pub fn procedure(self, serve: bool) -> Procedure {
+        let [a, b, c, d, e, f, g, h, i, j, k, l] = self.0;
+        let number = u32::from_be_bytes;
+        Procedure::new(number([a, b, c, d]), number([e, f, g, h]), number([i, j, k, l]), serve)
+    }
+}
+
+/// The histogram of the request that was answered last: on most connections the next one is for the same procedure.
+#[derive(Default)]
+pub struct Recent(Option<(u64, Names, Histogram)>);
+
+impl Recent {
+    /// As [`Procedure::histogram`], for a request with these names.
+    #[inline]
+    pub fn served(&mut self, names: Names, known: impl FnOnce() -> bool) -> Option<Histogram> {
+        match self.0 {
+            Some((epoch, last, histogram)) if last == names && epoch == page::epoch() => Some(histogram),
+            _ => self.find(names, known),
+        }
+    }
+
+    #[inline(never)]
+    fn find(&mut self, names: Names, known: impl FnOnce() -> bool) -> Option<Histogram> {
+        let (epoch, procedure) = (page::epoch(), names.procedure(true));
+        let histogram = procedure.histogram(known)?;
+        // What is among all others now may get one of its own.
+        if !std::ptr::eq(histogram.0, page::page()?.histogram(0)) {
+            self.0 = Some((epoch, names, histogram));
+        }
+        Some(histogram)
+    }
+}
+
 /// A procedure of a program, as one word: never 0.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Procedure(u64);
@@ -71,20 +119,14 @@ impl Procedure {
     /// All that have no histogram of their own.
     const OTHER: u64 = 1;
 
-    /// Of an RPC call (RFC 5531 §9), which we make or, if we `serve` it, have got.
+    /// Of a call that we make or, if we `serve` it, have got.
     #[inline]
-    pub fn of(call: &[u8], serve: bool) -> Procedure {
-        let Some(&[a, b, c, d, e, f, g, h, i, j, k, l]) = call.get(12..24) else {
-            return Procedure(Procedure::OTHER);
-        };
-        let names = u64::from_be_bytes([a, b, c, d, e, f, g, h]);
-        let procedure = u32::from_be_bytes([i, j, k, l]);
-        let version = names as u32;
+    pub fn new(program: u32, version: u32, procedure: u32, serve: bool) -> Procedure {
         if version >= 1 << 14 || procedure >= 1 << 16 {
             return Procedure(Procedure::OTHER);
         }
         let small = version << 18 | procedure << 2 | u32::from(serve) << 1 | 1;
-        Procedure(names >> 32 << 32 | u64::from(small))
+        Procedure(u64::from(program) << 32 | u64::from(small))
     }
 
     /// Where its calls are counted, if there is a page. `known` tells whether it exists, and may have a histogram of its own
@@ -146,17 +188,7 @@ impl Histogram {
     /// Counts a call that began at that [`clock`].
     #[inline]
     pub fn took_since(self, began: u64) {
-        self.count(clock().saturating_sub(began));
-    }
-
-    /// Counts a call that took so long.
-    #[inline]
-    pub fn took(self, time: Duration) {
-        self.count(time.as_nanos() as u64);
-    }
-
-    #[inline]
-    fn count(self, nanos: u64) {
+        let nanos = clock().saturating_sub(began);
         self.0[1].fetch_add(nanos, Relaxed);
         self.0[HISTOGRAM_HEAD + bucket(nanos)].fetch_add(1, Relaxed);
     }
@@ -179,6 +211,15 @@ pub fn tick() -> u64 {
 fn nanoseconds(clock: ClockId) -> u64 {
     let now = clock_gettime(clock);
     (now.tv_sec as u64).wrapping_mul(1_000_000_000).wrapping_add(now.tv_nsec as u64)
+}
+
+/// The Instant of a [`clock`]: to measure from it and to wait from it on, with one look at the time. Of one from
+/// before the first that was asked for: that of the first.
+#[inline]
+pub fn instant(at: u64) -> Instant {
+    static FIRST: OnceBox<(u64, Instant)> = OnceBox::new();
+    let (clock, first) = FIRST.get_or_init(|| Box::new((clock(), Instant::now())));
+    *first + Duration::from_nanos(at.saturating_sub(*clock))
 }
 
 /// For who reads the page.
@@ -265,7 +306,7 @@ mod tests {
         };
         for numbers in [[100_003, 3, 6], [0, 0, 0], [u32::MAX, (1 << 14) - 1, 0xffff]] {
             for serve in [false, true] {
-                let procedure = Procedure::of(&call(numbers), serve);
+                let procedure = Names::of(&call(numbers)).procedure(serve);
                 if (numbers, serve) != ([0; 3], false) {
                     assert_eq!(procedure.numbers(), Some(numbers.into()));
                     assert_eq!(procedure.is_served(), serve);
@@ -273,9 +314,20 @@ mod tests {
                 assert_eq!(Procedure::of_word(procedure.0), Some(procedure));
             }
         }
-        assert_eq!(Procedure::of(&call([1, 1 << 14, 0]), true).numbers(), None);
-        assert_eq!(Procedure::of(&call([1, 1, 1 << 16]), true).numbers(), None);
-        assert_eq!(Procedure::of(&call([1, 1, 1])[..23], true).numbers(), None);
+        assert_eq!(Names::of(&call([1, 1 << 14, 0])).procedure(true).numbers(), None);
+        assert_eq!(Names::of(&call([1, 1, 1 << 16])).procedure(true).numbers(), None);
+        assert_eq!(Names::of(&call([1, 1, 1])[..23]).procedure(true).numbers(), None);
         assert_eq!(Procedure::of_word(0), None);
+    }
+
+    #[test]
+    fn a_clock_is_an_instant_and_the_time_between_two_of_them_is_the_same() {
+        // Time begins for it with the first one.
+        instant(clock());
+        let (began, before) = (clock(), Instant::now());
+        let at = instant(began);
+        let apart = at.max(before) - at.min(before);
+        assert!(apart < Duration::from_secs(5), "{apart:?}");
+        assert_eq!(instant(began + 1_500_000_000) - at, Duration::from_millis(1500));
     }
 }

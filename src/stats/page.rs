@@ -251,7 +251,7 @@ pub fn forked() {
 mod tests {
     use super::*;
     use crate::stats::layout::Slot;
-    use crate::stats::{Connection, Counter, Facts, Procedure, add, snapshot};
+    use crate::stats::{Connection, Counter, Facts, Names, Procedure, Recent, add, snapshot};
 
     /// The words of the page as another process reads them.
     fn read() -> Vec<u64> {
@@ -329,17 +329,42 @@ mod tests {
         assert!(words[counters + Counter::Orphans as usize] < 1 << 50);
 
         let call = [7, 0, 2, 100_003, 3, 6].map(u32::to_be_bytes).concat();
-        let procedure = Procedure::of(&call, true);
+        let (names, mut recent) = (Names::of(&call), Recent::default());
+        let procedure = names.procedure(true);
         // What a peer invents gets no histogram of its own.
-        procedure.histogram(|| false).unwrap().took_since(0);
+        recent.served(names, || false).unwrap().took_since(0);
         let owners = |words: &[u64]| {
             let start = words[Head::Histograms as usize] as usize / 8;
             let all = words[start..][..HISTOGRAMS * HISTOGRAM_WORDS].chunks_exact(HISTOGRAM_WORDS);
             all.filter(|words| Procedure::of_word(words[0]) == Some(procedure)).count()
         };
         assert_eq!(owners(&read()), 0);
-        procedure.histogram(|| true).unwrap().took_since(0);
+        recent.served(names, || true).unwrap().took_since(0);
         assert_eq!(owners(&read()), 1);
+        recent.served(names, || panic!("it has one")).unwrap().took_since(0);
+        let calls = |words: &[u64]| {
+            let start = words[Head::Histograms as usize] as usize / 8;
+            let mut all = words[start..][..HISTOGRAMS * HISTOGRAM_WORDS].chunks_exact(HISTOGRAM_WORDS);
+            let own = all.find(|words| Procedure::of_word(words[0]) == Some(procedure)).unwrap();
+            own[layout::HISTOGRAM_HEAD..].iter().sum::<u64>()
+        };
+        assert_eq!(calls(&read()), 2);
+        // Other names are another procedure's.
+        let other = Names::of(&[7, 0, 2, 100_003, 3, 7].map(u32::to_be_bytes).concat());
+        recent.served(other, || true).unwrap().took_since(0);
+        assert_eq!((calls(&read()), owners(&read())), (2, 1));
+        recent.served(names, || panic!("it still has one")).unwrap();
+        // A child has no page yet, though its parent's was the last.
+        // SAFETY: as above.
+        let child = unsafe { libc::fork() };
+        if child == 0 {
+            let none = recent.served(names, || true).is_none();
+            // SAFETY: as above.
+            unsafe { libc::_exit(if none { 0 } else { 1 }) };
+        }
+        // SAFETY: `status` is ours.
+        assert_eq!(unsafe { libc::waitpid(child, &raw mut status, 0) }, child);
+        assert_eq!(status, 0, "the child does not count in its parent's place");
 
         drop(connection);
         assert_eq!(shown(&read()), []);

@@ -3,6 +3,8 @@
 # It has nothing but git. debootstrap makes it once; it is kept in $RPCRDMA_FRESH (~/.cache/rpcrdma-fresh), $cache, and so are
 # the packages that apt fetches there, in $cache/debs. Where apt gets them from is taken over from this machine.
 cache=${RPCRDMA_FRESH:-${XDG_CACHE_HOME:-$HOME/.cache}/rpcrdma-fresh}
+# To the library it would be a setting that does not exist.
+export -n RPCRDMA_FRESH
 path=/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin
 
 [ "$(id -u)" -eq 0 ] || { skip "a fresh machine" "needs root"; closing; }

@@ -40,9 +40,23 @@ fn generate(folder: &Path) -> io::Result<()> {
         [(Shell::Bash, "rpcrdma.bash"), (Shell::Zsh, "_rpcrdma"), (Shell::Fish, "rpcrdma.fish")]
     {
         let mut file = File::create(completions.join(name))?;
-        clap_complete::generate(shell, &mut crate::Cli::command(), "rpcrdma", &mut file);
+        clap_complete::generate(shell, &mut offered(&crate::Cli::command()), "rpcrdma", &mut file);
     }
     Ok(())
+}
+
+/// What a shell offers of a command: what is hidden from who reads the help is hidden there too.
+fn offered(command: &clap::Command) -> clap::Command {
+    let mut offered = clap::Command::new(command.get_name().to_owned())
+        .args(command.get_arguments().filter(|argument| !argument.is_hide_set()).cloned())
+        .subcommands(command.get_subcommands().filter(|one| !one.is_hide_set()).map(offered));
+    if let Some(about) = command.get_about() {
+        offered = offered.about(about.clone());
+    }
+    if let Some(version) = command.get_version() {
+        offered = offered.version(version.to_owned());
+    }
+    offered
 }
 
 /// The page of a command, with the sections that such pages have.

@@ -13,7 +13,7 @@ use serde_json::{Value, json};
 use crate::numbers::{bytes, time};
 use crate::out;
 use crate::programs::Programs;
-use crate::watch::{self, Connection, Figures, Processes, Refusal, Users, Watched, difference};
+use crate::watch::{self, Connection, Figures, Processes, Refusal, Users, difference};
 use crate::words;
 
 /// Shows what processes that use the library do.
@@ -27,7 +27,8 @@ use crate::words;
 /// of this process; PLACED, bytes that those of the peer have moved; WAITED, calls that had to wait for a credit; ERRORS, calls that
 /// the transport failed. A procedure has the number of its calls, their mean time, and the times that half of them, 99 of a hundred
 /// and 999 of a thousand took at most: at a client from the call to the reply, at a server from the moment when the program gets
-/// the request to the reply.
+/// the request to the reply. Before calls that get no reply the library makes calls of procedure 0 by itself, for the credits that their
+/// replies bring: they are among the calls, and their time is not taken.
 #[derive(clap::Args)]
 #[command(
     override_usage = "rpcrdma stat [OPTIONS] [PID [INTERVAL [COUNT]]]\n       rpcrdma stat [OPTIONS] --all [INTERVAL [COUNT]]",
@@ -127,6 +128,9 @@ fn refused(pid: u32, why: &Refusal) -> io::Result<ExitCode> {
     Ok(ExitCode::FAILURE)
 }
 
+/// Where there is no process to show.
+const NOBODY: &str = "No process that may be looked at uses the library.";
+
 /// Which processes there are.
 fn list(as_json: bool) -> io::Result<ExitCode> {
     let Processes { watched, others, foreign } = watch::processes()?;
@@ -142,7 +146,7 @@ fn list(as_json: bool) -> io::Result<ExitCode> {
         return Ok(ExitCode::SUCCESS);
     }
     if figures.is_empty() && others.is_empty() {
-        writeln!(out, "No process that may be looked at uses the library.")?;
+        writeln!(out, "{NOBODY}")?;
     } else if !figures.is_empty() {
         writeln!(
             out,
@@ -173,16 +177,23 @@ fn list(as_json: bool) -> io::Result<ExitCode> {
 }
 
 /// The processes that are meant.
-fn chosen(pid: Option<u32>) -> io::Result<Result<Vec<Watched>, (u32, Refusal)>> {
-    Ok(match pid {
-        Some(pid) => watch::look(pid, &Users::read()).map(|watched| vec![watched]).map_err(|why| (pid, why)),
-        None => Ok(watch::processes()?.watched),
-    })
+fn chosen(pid: Option<u32>) -> io::Result<Result<Processes, (u32, Refusal)>> {
+    let Some(pid) = pid else { return watch::processes().map(Ok) };
+    let one = |watched| Processes { watched: vec![watched], others: Vec::new(), foreign: 0 };
+    Ok(watch::look(pid, &Users::read()).map(one).map_err(|why| (pid, why)))
+}
+
+/// Says why there is nothing on standard output.
+fn say_nobody(foreign: usize) {
+    eprintln!("{NOBODY}");
+    if foreign > 0 {
+        eprintln!("{}", watch::foreign_text(foreign));
+    }
 }
 
 fn once(pid: Option<u32>, args: &Args) -> io::Result<ExitCode> {
-    let watched = match chosen(pid)? {
-        Ok(watched) => watched,
+    let Processes { watched, foreign, .. } = match chosen(pid)? {
+        Ok(chosen) => chosen,
         Err((pid, why)) => return refused(pid, &why),
     };
     let mut all = Vec::new();
@@ -205,6 +216,9 @@ fn once(pid: Option<u32>, args: &Args) -> io::Result<ExitCode> {
             _ => writeln!(out, "{:#}", json!({ "processes": documents }))?,
         }
     } else {
+        if all.is_empty() {
+            say_nobody(foreign);
+        }
         for (at, figures) in all.iter().enumerate() {
             let gap = if at > 0 { "\n" } else { "" };
             write!(out, "{gap}{}", text(figures, &programs))?;
@@ -221,8 +235,8 @@ fn follow(pid: Option<u32>, interval: Duration, count: Option<u64>, as_json: boo
     let mut turns = 0u64;
     loop {
         // Processes come and go; one that is named must stay.
-        let watched = match chosen(pid)? {
-            Ok(watched) => watched,
+        let Processes { watched, foreign, .. } = match chosen(pid)? {
+            Ok(chosen) => chosen,
             Err((pid, Refusal::Missing)) if turns > 0 => return refused(pid, &Refusal::Ended),
             Err((pid, why)) => return refused(pid, &why),
         };
@@ -250,6 +264,10 @@ fn follow(pid: Option<u32>, interval: Duration, count: Option<u64>, as_json: boo
                 writeln!(out, "{}", rates.line(figures, pid.is_none()))?;
             }
             out.flush()?;
+        }
+        if turns == 0 && now.is_empty() {
+            // They may come; until then there is no line.
+            say_nobody(foreign);
         }
         if count == Some(turns) {
             return Ok(ExitCode::SUCCESS);

@@ -47,6 +47,13 @@ pub fn run(args: &Args) -> ExitCode {
         eprintln!("rpcrdma top: this needs a terminal; `rpcrdma stat --all 1` writes lines anywhere");
         return ExitCode::FAILURE;
     }
+    // Where it can only be written on, line after line, the screen would be a heap of escape sequences.
+    if matches!(std::env::var("TERM").as_deref(), Ok("dumb")) {
+        eprintln!(
+            "rpcrdma top: this terminal has no screen (TERM=dumb); `rpcrdma stat --all 1` writes lines"
+        );
+        return ExitCode::FAILURE;
+    }
     end_on_signals();
     // Restores the terminal after a panic too.
     let outcome = match ratatui::try_init() {
@@ -320,6 +327,7 @@ impl View {
     }
 
     fn draw_processes(&mut self, frame: &mut Frame, area: ratatui::layout::Rect) {
+        let columns = fitting(area.width);
         let rows: Vec<Row> = (0..self.processes.len())
             .map(|at| {
                 let figures = &self.processes[at].0;
@@ -329,41 +337,124 @@ impl View {
                 };
                 let percentile =
                     |which: usize| time(rates.as_ref().and_then(|rates| rates.percentiles[which]));
-                Row::new([
-                    format!("{:>8}", figures.pid),
-                    figures.user.clone(),
-                    figures.program.clone(),
-                    format!("{:>9}", rate(|rates| rates.calls)),
-                    format!("{:>9}", rate(|rates| rates.served)),
-                    format!(
-                        "{:>8}",
+                let cell = |column: Column| match column {
+                    Column::Pid => figures.pid.to_string(),
+                    Column::User => figures.user.clone(),
+                    Column::Program => figures.program.clone(),
+                    Column::Calls => rate(|rates| rates.calls),
+                    Column::Served => rate(|rates| rates.served),
+                    Column::Bytes => {
                         rates.as_ref().map_or_else(|| "-".to_owned(), |r| bytes(r.all_bytes() as u64))
-                    ),
-                    format!("{:>6}", connection_count(figures)),
-                    format!("{:>6}", figures.connections.iter().map(in_use).fold(0, u64::saturating_add)),
-                    format!("{:>8}", percentile(0)),
-                    format!("{:>8}", percentile(1)),
-                ])
+                    }
+                    Column::Connections => connection_count(figures).to_string(),
+                    Column::InUse => {
+                        figures.connections.iter().map(in_use).fold(0, u64::saturating_add).to_string()
+                    }
+                    Column::Median => percentile(0),
+                    Column::Tail => percentile(1),
+                };
+                Row::new(columns.iter().map(|column| column.aligned(&cell(*column))))
             })
             .collect();
-        let title = [
-            "     PID",
-            "USER",
-            "PROGRAM",
-            "  CALLS/S",
-            " SERVED/S",
-            "    BY/S",
-            " CONNS",
-            " INUSE",
-            "     P50",
-            "     P99",
-        ];
-        let widths = [8, 10, 16, 9, 9, 8, 6, 6, 8, 8].map(Constraint::Length);
+        let title = columns.iter().map(|column| column.aligned(column.title()));
+        let title: Vec<String> = title.collect();
+        let widths = columns.iter().map(|column| Constraint::Length(column.width()));
         let table = Table::new(rows, widths)
             .header(Row::new(title).style(Style::new().add_modifier(Modifier::BOLD)))
             .row_highlight_style(Style::new().add_modifier(Modifier::REVERSED));
         frame.render_stateful_widget(table, area, &mut self.table);
     }
+}
+
+/// The columns of processes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Column {
+    Pid,
+    User,
+    Program,
+    Calls,
+    Served,
+    Bytes,
+    Connections,
+    InUse,
+    Median,
+    Tail,
+}
+
+impl Column {
+    /// In their order.
+    const ALL: [Column; 10] = [
+        Column::Pid,
+        Column::User,
+        Column::Program,
+        Column::Calls,
+        Column::Served,
+        Column::Bytes,
+        Column::Connections,
+        Column::InUse,
+        Column::Median,
+        Column::Tail,
+    ];
+
+    /// Which of them a narrow screen does without, the first one first; never without the others.
+    const LEAVE: [Column; 8] = [
+        Column::User,
+        Column::InUse,
+        Column::Bytes,
+        Column::Connections,
+        Column::Tail,
+        Column::Median,
+        Column::Served,
+        Column::Program,
+    ];
+
+    fn title(self) -> &'static str {
+        match self {
+            Column::Pid => "PID",
+            Column::User => "USER",
+            Column::Program => "PROGRAM",
+            Column::Calls => "CALLS/S",
+            Column::Served => "SERVED/S",
+            Column::Bytes => "BY/S",
+            Column::Connections => "CONNS",
+            Column::InUse => "INUSE",
+            Column::Median => "P50",
+            Column::Tail => "P99",
+        }
+    }
+
+    fn width(self) -> u16 {
+        match self {
+            Column::User => 10,
+            Column::Program => 16,
+            Column::Calls | Column::Served => 9,
+            Column::Connections | Column::InUse => 6,
+            Column::Pid | Column::Bytes | Column::Median | Column::Tail => 8,
+        }
+    }
+
+    /// Names begin at its left, numbers end at its right.
+    fn aligned(self, text: &str) -> String {
+        let width = self.width().into();
+        match self {
+            Column::User | Column::Program => format!("{text:<width$}"),
+            _ => format!("{text:>width$}"),
+        }
+    }
+}
+
+/// The columns that a screen has room for, each whole: half a number is another number.
+fn fitting(width: u16) -> Vec<Column> {
+    let mut columns = Column::ALL.to_vec();
+    // With a space between each two.
+    let needed = |columns: &[Column]| columns.iter().map(|column| column.width() + 1).sum::<u16>() - 1;
+    let mut leave = Column::LEAVE.iter();
+    while needed(&columns) > width
+        && let Some(column) = leave.next()
+    {
+        columns.retain(|other| other != column);
+    }
+    columns
 }
 
 /// The connections and procedures of a process; times since the look before.
@@ -409,6 +500,22 @@ mod tests {
             sort = sort.next();
         }
         assert_eq!(seen.len(), 5);
+    }
+
+    #[test]
+    fn a_narrow_screen_has_fewer_columns_and_each_is_whole() {
+        assert_eq!(fitting(97), Column::ALL);
+        assert_eq!(fitting(96).len(), 9);
+        assert_eq!(fitting(80), {
+            let mut most = Column::ALL.to_vec();
+            most.retain(|column| ![Column::User, Column::InUse].contains(column));
+            most
+        });
+        for width in 18..200 {
+            let used: u16 = fitting(width).iter().map(|column| column.width() + 1).sum();
+            assert!(used <= width + 1, "{width}");
+        }
+        assert_eq!(fitting(0), [Column::Pid, Column::Calls]);
     }
 
     #[test]

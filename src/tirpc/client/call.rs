@@ -400,12 +400,12 @@ impl<'a> Call<'a> {
         let header = connection.reply_header();
         let room = if self.proc == 0 && !gss { RPC_HEADER_MAX } else { terms.max_reply + header };
         // The clock is read once, for the deadline and for the histogram.
-        let began = Instant::now();
-        let deadline = terms.until.unwrap_or(began + limit);
-        let histogram = Procedure::of(message.body(), false).histogram(|| true);
+        let began = stats::clock();
+        let deadline = terms.until.unwrap_or_else(|| stats::instant(began) + limit);
+        let (program, version) = terms.program;
+        let histogram = Procedure::new(program, version, self.proc, false).histogram(|| true);
         let fd = connection.fd();
         let length = message.len();
-        let (program, version) = terms.program;
         log_debug!(
             "fd {fd}: call {xid}: program {program} version {version} procedure {}, {length} bytes",
             self.proc
@@ -426,7 +426,7 @@ impl<'a> Call<'a> {
             reply => reply?,
         };
         if let Some(histogram) = histogram {
-            histogram.took(began.elapsed());
+            histogram.took_since(began);
         }
         log_debug!("fd {fd}: reply {xid}: {} bytes", reply.iter().map(|part| part.len()).sum::<usize>());
         // SAFETY: by the contract.

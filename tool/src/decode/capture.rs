@@ -2,7 +2,7 @@
 //!
 //! A connection is told as its client sees it: what the client has sent goes out. A stream is put together in order, for a
 //! capture without loss: where bytes are missing that is said, and what comes behind them in that direction is not read, for
-//! nothing tells where the next message begins. CRCs are not looked at.
+//! nothing tells where the next message begins. A CRC that is wrong is said, where the connection has them.
 //!
 //! # Invariants
 //! - Whatever a capture holds, no more is kept for a connection than [`WAITING`], one message, and one FPDU, each way.
@@ -75,6 +75,8 @@ struct Stream {
     /// What the client has sent, and what the server has.
     halves: [Half; 2],
     request: Option<StartFrame>,
+    /// Both ends have said that there are CRCs.
+    crc: bool,
     ended: bool,
 }
 
@@ -153,6 +155,7 @@ impl Reader {
                     server,
                     halves: Default::default(),
                     request: None,
+                    crc: false,
                     ended: false,
                 }
             }
@@ -377,6 +380,7 @@ impl Reader {
             client.receive_threshold(&server)
         );
         let markers = request.markers || frame.markers;
+        let crc = request.crc || frame.crc;
         self.tell(at, number, Level::Info, Event::Opened { to: stream.server.to_string(), how });
         if frame.reject {
             self.say(at, number, "the server refuses the connection".into());
@@ -385,6 +389,7 @@ impl Reader {
             self.say(at, number, "it has markers, which are not read".into());
             return Err(());
         }
+        stream.crc = crc;
         Ok(Some(length))
     }
 
@@ -399,6 +404,13 @@ impl Reader {
         let number = Some(stream.number);
         let out = which == CLIENT;
         let who = if out { "client" } else { "server" };
+        if stream.crc
+            && let Some((covered, crc)) = fpdu.split_last_chunk::<4>()
+            && *crc != mpa::crc_word(Some(crc32c::crc32c(covered)))
+        {
+            // Its receiver ends the connection.
+            self.say(at, number, format!("the CRC of {} bytes that the {who} has sent is wrong", fpdu.len()));
+        }
         let mut head = [0; ddp::ENOUGH];
         let there = fpdu.len().min(head.len());
         head[..there].copy_from_slice(&fpdu[..there]);

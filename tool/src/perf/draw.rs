@@ -87,8 +87,12 @@ pub fn draw(figures: &Figures) -> Picture {
                 let top = y + (which - 1) as f64 * thick;
                 let end = ratio_x(ratio);
                 picture.box_((RATIOS, top), (end - RATIOS, thick - 1.5), COLOURS[which], None, 1.5);
+                // Beside the line for the first one, not on it.
+                let right = width(&format!("{ratio:.2}"), 10.0) + 6.0;
+                let mark = ratio_x(1.0);
+                let text = if end < mark && end + right > mark { mark } else { end };
                 picture.text(
-                    end + 4.0,
+                    text + 4.0,
                     top + thick / 2.0 + 3.2,
                     Style::new(10.0, colour::INK),
                     &format!("{ratio:.2}"),

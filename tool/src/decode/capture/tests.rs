@@ -301,6 +301,42 @@ fn what_is_missing_is_said_and_nothing_behind_it_is_taken_for_something() {
 }
 
 #[test]
+fn a_wrong_crc_is_said_where_there_are_crcs() {
+    let crcs = |wrong: Option<usize>| {
+        let mut packets = packets(65000);
+        // The start frames ask for them: the second bit of their flags.
+        packets[2].data[16] |= 0x40;
+        packets[3].data[16] |= 0x40;
+        let ends = packets.len() - 2;
+        for (at, packet) in packets[4..ends].iter_mut().enumerate() {
+            let mut from = 0;
+            while let Some(length) = packet.data[from..].first_chunk::<2>() {
+                let end = from + mpa::fpdu_len(u16::from_be_bytes(*length).into());
+                let crc = mpa::crc_word(Some(crc32c::crc32c(&packet.data[from..end - 4])));
+                packet.data[end - 4..end].copy_from_slice(&crc);
+                from = end;
+            }
+            if wrong == Some(at) {
+                *packet.data.last_mut().unwrap() ^= 1;
+            }
+        }
+        trace(&pcap(&packets))
+    };
+    all_is_there(&crcs(None));
+    for (at, who) in [(0, "client"), (1, "server"), (4, "server")] {
+        let trace = crcs(Some(at));
+        let text = remarks(&trace);
+        assert!(
+            text.contains("the CRC of ")
+                && text.contains(&format!(" bytes that the {who} has sent is wrong"))
+        );
+        assert_eq!((text.lines().count(), trace.calls.len()), (2, 2), "{text}");
+    }
+    // Without them the words say nothing.
+    all_is_there(&trace(&pcap(&packets(65000))));
+}
+
+#[test]
 fn connections_that_are_none_of_ours_are_counted() {
     let mut packets = packets(500);
     // The beginning is not there.

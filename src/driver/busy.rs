@@ -154,12 +154,12 @@ pub fn pause() -> bool {
 }
 
 /// How often the loop may ask its descriptors before it sleeps; `poll` as in [`begin`].
-pub fn asks(poll: Duration) -> u32 {
+pub fn asks(poll: impl FnOnce() -> Duration) -> u32 {
     // Of one alone it is known better how long to look (`next`).
     if PROGRAM.active() < 2 {
         return 0;
     }
-    let allowed = lock().asks.get_or_insert_with(|| Spin::new(poll)).allowed();
+    let allowed = lock().asks.get_or_insert_with(|| Spin::new(poll())).allowed();
     allowed.map_or(0, |_| ASKS)
 }
 

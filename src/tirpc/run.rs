@@ -631,7 +631,7 @@ impl Sleep {
     /// What `wait`, which is given a time, finds.
     fn find(&self, mut wait: impl FnMut(c_int) -> c_int) -> c_int {
         let poll = || config::get().map_or(Duration::ZERO, |config| config.poll);
-        let asks = if self.asks { step(|| Ok(busy::asks(poll()))).unwrap_or(0) } else { 0 };
+        let asks = if self.asks { step(|| Ok(busy::asks(poll))).unwrap_or(0) } else { 0 };
         for _ in 0..asks {
             let found = wait(0);
             if found != 0 {

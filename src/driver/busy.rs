@@ -16,7 +16,7 @@ use std::time::{Duration, Instant};
 use super::server::{Shared, has_come, rests};
 use super::service_loop::PROGRAM;
 pub use super::spin::offer;
-use super::spin::{LONG, LOST, Spin};
+use super::spin::{self, ALONE, LONG, LOST, Spin};
 use crate::fork;
 use crate::thread::processors;
 
@@ -138,16 +138,17 @@ pub fn look(mut taken: impl FnMut(RawFd) -> bool) -> Look {
     }
 }
 
-/// Between two looks: where clients want more processors than there are, one of them may have this one. False if it took long: who
-/// sleeps gets it sooner.
-pub fn pause() -> bool {
-    if PROGRAM.active() < processors() {
+/// Between two looks, `after` so long a time of them: where clients want more processors than there are, or others may, one of
+/// them may have this one. False if that takes long: who sleeps gets it sooner.
+pub fn pause(after: Duration) -> bool {
+    if PROGRAM.active() < processors() && after < ALONE {
         std::hint::spin_loop();
         return true;
     }
     let before = Instant::now();
     std::thread::yield_now();
     let now = Instant::now();
+    spin::made(now - before);
     // That it was away is no surprise.
     lock().looked = Some(now);
     now - before < LONG

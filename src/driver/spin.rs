@@ -5,7 +5,8 @@
 //!
 //! Where more want a processor than there are, a wait offers its processor to the others between its looks: those who wait for
 //! the same peer get on meanwhile, and none of them is put to sleep and woken for each call. That pays if all of them do it, and
-//! nobody else wants the processor: so it is the process that goes on with it, or does without for a while ([`Offers`]).
+//! nobody else wants the processor: so it is the process that goes on with it, or does without for a while ([`Offers`]). A spin
+//! that takes long makes offers too, and finds out so that others want its processor, and whether they keep it.
 #![forbid(unsafe_code)]
 
 use std::hint::spin_loop;
@@ -31,7 +32,7 @@ const TAKEN: Duration = Duration::from_micros(3);
 const SHARED: u64 = 10_000_000;
 
 /// A spin that has found nothing for so long offers its processor too, for somebody may want it who does not wait here.
-const ALONE: Duration = Duration::from_micros(15);
+pub(super) const ALONE: Duration = Duration::from_micros(15);
 
 /// How often a wait offers its processor to others, at most.
 const OFFERS_MOST: u32 = 64;
@@ -73,13 +74,14 @@ impl Spin {
 
     /// How long a loop looks at its connections, if at all.
     pub(super) fn allowed(&mut self) -> Option<Duration> {
-        (self.is_on() && !self.skips() && !is_crowded(0)).then(|| self.limit())
+        let may = self.is_on() && !self.skips() && !is_crowded(0) && !OFFERS.are_kept();
+        may.then(|| self.limit())
     }
 
     /// How a wait looks before it sleeps, and for how long. `company`:
     /// [`QueuePair::company`](crate::provider::QueuePair::company). `is_free`: whether a look costs no system call, from here on.
     fn way(&mut self, company: u32, is_free: impl FnOnce() -> bool) -> Option<(Way, Duration)> {
-        if !self.is_on() {
+        if !self.is_on() || OFFERS.are_kept() {
             return None;
         }
         if is_crowded(company) || OFFERS.are_taken() {
@@ -172,8 +174,9 @@ struct Offers {
     pause: AtomicU64,
     /// Rises with waits that have paid, falls with others.
     credit: AtomicI64,
-    /// Until when others are taken to want a processor, though it is not this process that leaves none to them.
+    /// Until when others are taken to want a processor, though it is not this process that leaves none to them; and to keep it.
     shared: AtomicU64,
+    kept: AtomicU64,
 }
 
 static OFFERS: Offers = Offers::new();
@@ -190,8 +193,8 @@ impl Offers {
 
     const fn new() -> Offers {
         let credit = AtomicI64::new(Offers::CREDIT);
-        let [from, pause, shared] = [const { AtomicU64::new(0) }; 3];
-        Offers { from, pause, credit, shared }
+        let [from, pause, shared, kept] = [const { AtomicU64::new(0) }; 4];
+        Offers { from, pause, credit, shared, kept }
     }
 
     fn are_allowed(&self) -> bool {
@@ -204,10 +207,17 @@ impl Offers {
         shared != 0 && stats::tick() < shared
     }
 
+    /// Whether somebody keeps the processors that he gets: who sleeps has one back sooner than who looks.
+    fn are_kept(&self) -> bool {
+        let kept = self.kept.load(Relaxed);
+        kept != 0 && stats::tick() < kept
+    }
+
     /// One has kept the processor for so long from who has offered it.
     fn made(&self, away: Duration) {
         if away > LONG {
             self.stop(stats::tick());
+            self.kept.store(self.from.load(Relaxed), Relaxed);
         } else if away > TAKEN {
             self.shared.store(stats::tick() + SHARED, Relaxed);
         }
@@ -245,6 +255,11 @@ impl Offers {
         self.from.store(now + next, Relaxed);
         self.credit.store(Offers::CREDIT, Relaxed);
     }
+}
+
+/// Who has offered its processor to others has got it back after so long.
+pub(super) fn made(away: Duration) {
+    OFFERS.made(away);
 }
 
 /// Offers this processor to others. False if that is not allowed now, or took long.

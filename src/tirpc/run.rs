@@ -607,12 +607,17 @@ unsafe fn look(ready: &mut Ready) -> bool {
     };
     let poll = config::get().map_or(Duration::ZERO, |config| config.poll);
     let until = busy::begin(poll);
+    let began = Instant::now();
     while let Some(until) = until {
         match busy::look(&mut taken) {
             Look::Found => return true,
             Look::Ask => return false,
-            Look::Nothing if Instant::now() >= until || !busy::any() || !busy::pause() => break,
-            Look::Nothing => {}
+            Look::Nothing => {
+                let now = Instant::now();
+                if now >= until || !busy::any() || !busy::pause(now - began) {
+                    break;
+                }
+            }
         }
     }
     busy::rest(until.is_some(), &mut taken);

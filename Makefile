@@ -77,7 +77,7 @@ SCRIPTS := $(filter-out tests/defaults.sh tests/lib.sh tests/ns.sh tests/package
 LONGEST := tests/workers.sh tests/demo.sh tests/back.sh tests/exceptions.sh tests/loop.sh
 SCRIPTS := $(foreach one,$(LONGEST),$(filter $(one),$(SCRIPTS))) $(filter-out $(LONGEST),$(SCRIPTS))
 # What a guest with a kernel of its own is for; the others there are its parts.
-# The soak is not among them: over rxe its moved client does not connect yet, and siw does not live through it.
+# The soak is not among them: `make soak DEVICE=rxe`. The kernel's siw does not live through it.
 VM_SCRIPTS := $(filter-out tests/vm/guest.sh tests/vm/setup.sh tests/vm/vm.sh tests/vm/soak.sh,$(sort $(wildcard tests/vm/*.sh)))
 LONG := $(filter-out tests/long/fresh.sh tests/long/minimal.sh,$(sort $(wildcard tests/long/*.sh)))
 

@@ -106,7 +106,7 @@ ticks() { awk '{ sub(/.*\) /, ""); print $12, $13 }' "/proc/$1/stat"; }
 
 table() {
     echo "$(date -u +%Y-%m-%d), $(nproc) x $(sed -n 's/^model name[^:]*: //p' /proc/cpuinfo | head -n 1), Linux $(uname -r), loopback"
-    echo "medians of $repeats runs of $seconds s each, tcp and rdma in turn$(env | sed -n 's/^LIBRPCRDMA=.*//; s/^\(RPCRDMA_[A-Z_]*=.*\)/, \1/p' | tr -d '\n')"
+    echo "medians of $repeats runs of $seconds s each, tcp and rdma in turn$(env | sed -n 's/^LIBRPCRDMA=.*//; s/^RPCRDMA_PROVIDER=.*//; s/^\(RPCRDMA_[A-Z_]*=.*\)/, \1/p' | tr -d '\n')"
     echo
     printf '%-5s %7s %7s %-9s %9s %9s %6s %9s %6s %9s %6s %7s %6s %14s %6s %9s %6s\n' call bytes threads CLIENTs 'tcp per s' 'rdma' \
         ratio 'tcp p50' ratio 'tcp p99' ratio 'tcp cpu' ratio 'placed per s' ratio 'two per s' ratio

@@ -43,8 +43,8 @@ if [ "${SOAK_HOSTILE:-}" != no ]; then
     fi
     hostile=(-H "$program")
 fi
-# Linux's siw (6.1) loses its list of listeners, and with it the process, when one that listens is killed while others
-# connect: siw_destroy_listen.
+# Linux's siw (6.1.192, 7.3.4) corrupts its list of listeners, and that ends the kernel, when one that listens is killed while
+# others connect: siw_destroy_listen.
 [ "$device" != siw ] || hostile+=(-k 0)
 results=${SOAK_KEEP:-$scratch/soak}
 mkdir -p "$results"

@@ -198,6 +198,26 @@ mod tests {
     }
 
     #[test]
+    fn a_ratio_does_not_stand_on_the_line_of_the_first_way() {
+        let ways = ["tcp", "a"].map(|name| Way { name: name.into(), what: String::new() });
+        let mut figures = Figures { title: "t".into(), ways: ways.into(), ..Figures::default() };
+        for calls_per_second in [0.66, 20.0] {
+            let mut row = Row { call: "x".into(), ..Row::default() };
+            row.ways.insert("tcp".into(), Measured { calls_per_second: 1.0, ..Measured::default() });
+            row.ways.insert("a".into(), Measured { calls_per_second, ..Measured::default() });
+            figures.rows.push(row);
+        }
+        let text = draw(&figures).to_string();
+        let place = |element: &str, attribute: &str| {
+            let rest = element.split(&format!(" {attribute}=\"")).nth(1).unwrap();
+            rest.split('"').next().unwrap().parse::<f64>().unwrap()
+        };
+        let line = text.split('<').find(|element| element.contains("stroke-dasharray")).unwrap();
+        let label = text.split('<').find(|element| element.contains("\n0.66\n")).unwrap();
+        assert!(place(label, "x") > place(line, "x1"), "{label} {line}");
+    }
+
+    #[test]
     fn steps_of_a_scale_are_round() {
         assert_eq!([0.3, 1.0, 1.1, 3.0, 7.0, 42.0].map(step), [0.5, 1.0, 2.0, 5.0, 10.0, 50.0]);
     }

@@ -43,10 +43,11 @@ pub fn send(fd: RawFd, pieces: &[IoVec<'_>]) -> io::Result<usize> {
     }
     const FLAGS: libc::c_int = libc::MSG_DONTWAIT | libc::MSG_NOSIGNAL;
     if let [whole] = pieces {
-        // The kernel has less to copy and to check than for sendmsg(2): a tenth of the time of a short message.
+        // The kernel has less to copy and to check than for sendmsg(2): a tenth of the time of a short message. Not send(2): a
+        // program may have a function of that name, which would be called instead.
         return repeat(|| {
             // SAFETY: `whole` names bytes that are alive for the lifetime that it carries; the kernel only reads them.
-            unsafe { libc::send(fd, whole.as_ptr(), whole.len(), FLAGS) }
+            unsafe { libc::sendto(fd, whole.as_ptr(), whole.len(), FLAGS, std::ptr::null(), 0) }
         });
     }
     // INVARIANT: IoVec is repr(transparent) over iovec. sendmsg(2) only reads the array: the cast to *mut is the
@@ -72,7 +73,10 @@ pub fn receive(fd: RawFd, pieces: &mut [IoVecMut<'_>]) -> io::Result<usize> {
         // As in `send`.
         return repeat(|| {
             // SAFETY: `whole` is a target that its lifetime lends exclusively (or a `Sink`, of which no slice exists).
-            unsafe { libc::recv(fd, whole.as_mut_ptr(), whole.len(), libc::MSG_DONTWAIT) }
+            unsafe {
+                let (address, length) = (std::ptr::null_mut(), std::ptr::null_mut());
+                libc::recvfrom(fd, whole.as_mut_ptr(), whole.len(), libc::MSG_DONTWAIT, address, length)
+            }
         });
     }
     let mut message = message(pieces.as_mut_ptr().cast::<libc::iovec>(), pieces.len());

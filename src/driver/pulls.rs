@@ -38,6 +38,9 @@ const SILENT: u64 = 1_000_000;
 /// Nor does one that is not decoded by then.
 const SLOW: u64 = 10_000_000;
 
+/// An alarm that is so late was lost, with the loop that the program has left.
+const LOST: u64 = 100_000_000;
+
 /// A connection that may have to wait.
 pub trait Waits: Send + Sync {
     /// It asks once more, and begins to pull if it is its turn. False if another thread is at it.
@@ -48,6 +51,9 @@ pub trait Waits: Send + Sync {
 pub struct Place {
     number: u64,
     taken: bool,
+    /// Since when, and the process in which it does.
+    since: u64,
+    generation: u64,
     queue: &'static Queue,
     who: Weak<dyn Waits>,
     /// What its device has brought of pulled Calls, and when that was last found to be more.
@@ -68,8 +74,10 @@ struct Queue {
 struct State {
     queue: VecDeque<Waiting>,
     pulled: Vec<Pulled>,
-    /// The loop will call.
-    armed: bool,
+    /// When the loop will call; 0: it will not.
+    armed: u64,
+    /// When somebody began to pull last.
+    moved: u64,
     /// The process whose they are.
     generation: u64,
 }
@@ -158,11 +166,12 @@ impl Queue {
             return None;
         }
         let mut state = self.lock();
-        if std::mem::replace(&mut state.armed, true) {
+        if state.armed != 0 && now < state.armed + LOST {
             return None;
         }
         // If nothing is pulled, those who wait are being asked.
         let first = state.pulled.iter().map(Pulled::until).min().unwrap_or(now + SILENT);
+        state.armed = first.max(now);
         Some(Duration::from_nanos(first.saturating_sub(now)))
     }
 }
@@ -190,28 +199,39 @@ impl Place {
     fn of(queue: &'static Queue, who: Weak<dyn Waits>) -> Place {
         static NEXT: AtomicU64 = AtomicU64::new(0);
         let number = NEXT.fetch_add(1, Relaxed);
-        Place { number, taken: false, queue, who, pulled: 0, came: Arc::default() }
+        Place { number, taken: false, since: 0, generation: 0, queue, who, pulled: 0, came: Arc::default() }
     }
 
     /// Asks to pull a Call of so many bytes; waits in the queue if it is not time for that.
     pub fn ask(&mut self, bytes: usize, now: u64) -> Option<Pass> {
         let pass = Pass::default();
         let mut state = self.queue.lock();
+        if std::mem::replace(&mut self.generation, state.generation) != state.generation {
+            // It waited in the parent.
+            self.taken = false;
+        }
         let State { queue, pulled, .. } = &mut *state;
         // Longer than what the reserve of memory has: then it goes without.
         if queue.try_reserve(1).is_err() || pulled.try_reserve(1).is_err() {
             return Some(pass);
         }
         let first = queue.front().is_none_or(|first| first.number == self.number);
-        if !first || !state.has_room(bytes, self.queue.most(), now) {
+        // Where nobody asks the first one: the loop is in a routine that waits for this connection.
+        let stands = self.taken && now.saturating_sub(self.since.max(state.moved)) >= SLOW;
+        if !(first || stands) || !state.has_room(bytes, self.queue.most(), now) {
             if !std::mem::replace(&mut self.taken, true) {
+                self.since = now;
                 state.queue.push_back(Waiting { number: self.number, bytes, who: self.who.clone() });
                 self.queue.waiting.store(state.queue.len(), Relaxed);
             }
             return None;
         }
+        state.moved = now;
         if std::mem::take(&mut self.taken) {
-            state.queue.pop_front();
+            match first {
+                true => drop(state.queue.pop_front()),
+                false => state.queue.retain(|waiting| waiting.number != self.number),
+            }
             self.queue.waiting.store(state.queue.len(), Relaxed);
         }
         let call = Pulled {
@@ -271,7 +291,7 @@ pub fn alarm() -> Option<Instant> {
 
 /// What [`alarm`] has told is over.
 pub fn alarmed() {
-    QUEUE.lock().armed = false;
+    QUEUE.lock().armed = 0;
 }
 
 /// So many threads serve.
@@ -430,6 +450,49 @@ mod tests {
         assert!(process.go_on() && next.pulls());
         assert_eq!(process.waiting(), 0);
         drop(place);
+    }
+
+    #[test]
+    fn who_is_first_and_is_not_asked_keeps_another_one_waiting_for_a_while_only() {
+        // The loop is in a routine that waits for what the last of them has to say, and asks for that one only.
+        let process = Process::new();
+        let [one, two, first, last] = [HALF; 4].map(|bytes| process.peer(bytes));
+        process.pass(SLOW - 1);
+        last.turn();
+        assert!(!last.pulls() && !first.pulls());
+        process.pass(1);
+        last.turn();
+        assert!(last.pulls() && !first.pulls());
+        assert_eq!(process.waiting(), 1);
+        assert!(process.go_on() && first.pulls());
+        drop((one, two));
+    }
+
+    #[test]
+    fn an_alarm_that_never_went_off_is_told_again() {
+        let process = Process::new();
+        let _peers = [HALF; 3].map(|bytes| process.peer(bytes));
+        let alarm = || process.queue.alarm(process.now.load(Relaxed)).is_some();
+        assert!(alarm() && !alarm());
+        // The program has left its loop, and runs another one.
+        process.pass(1_000_000_000);
+        assert!(alarm() && !alarm());
+    }
+
+    #[test]
+    fn what_waited_in_the_parent_waits_in_the_child_too() {
+        use crate::fork::testing::fork;
+        let process = Process::new();
+        let [_one, _two, third] = [HALF; 3].map(|bytes| process.peer(bytes));
+        let child = fork(|| {
+            let [own, other, _last] = [HALF; 3].map(|bytes| process.peer(bytes));
+            third.turn();
+            let waits = process.waiting() == 2 && !third.pulls();
+            own.ends();
+            other.ends();
+            waits && process.go_on() && third.pulls()
+        });
+        assert!(child.succeeded());
     }
 
     fn one_more() -> Weak<dyn Waits> {

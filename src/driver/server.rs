@@ -712,6 +712,10 @@ impl Waits for Shared {
         };
         server.settle();
         server.note();
+        // Its own thread does not know: what waits for memory, or for room in the socket, is for the loop to watch.
+        if (server.retry.is_some() || server.wants_write() || server.closed().is_some()) && !server.forked() {
+            server.home.leave(server.fd);
+        }
         true
     }
 }
@@ -817,6 +821,9 @@ mod tests {
         (client, server, [active, passive])
     }
 
+    /// The queue and the memory are those of the process.
+    static ONE_AT_A_TIME: std::sync::Mutex<()> = std::sync::Mutex::new(());
+
     fn begin(client: &mut Link, xid: u32, bytes: usize) {
         let mut message = client.memory.message().unwrap();
         message.extend(&xid.to_be_bytes()).unwrap();
@@ -851,6 +858,7 @@ mod tests {
 
     #[test]
     fn a_long_call_that_waits_is_pulled_as_soon_as_another_one_is_let_go_of() {
+        let _alone = ONE_AT_A_TIME.lock().unwrap_or_else(|e| e.into_inner());
         const LONG: usize = pulls::EACH / 2 - 100;
         let awaits = |server: &Shared| locked(server).link().unwrap().awaits_turn();
         let come = |server: &Shared| {
@@ -909,6 +917,55 @@ mod tests {
             if waited {
                 break;
             }
+        }
+    }
+
+    #[test]
+    fn a_call_whose_turn_comes_when_there_is_no_memory_is_looked_at_again_by_the_loop() {
+        let _alone = ONE_AT_A_TIME.lock().unwrap_or_else(|e| e.into_inner());
+        const LONG: usize = pulls::EACH / 2 - 100;
+        const MIB: usize = 1 << 20;
+        let mut ends = [(); 3].map(|()| joined());
+        for (client, server, _) in &mut ends {
+            begin(client, 1, 40);
+            let request = next_of(client, server);
+            answer(client, server, request);
+        }
+        let [one, two, (client, server, _)] = &mut ends;
+        for xid in 2.. {
+            let [first, second] = [&mut *one, &mut *two].map(|(client, server, _)| {
+                begin(client, xid, LONG);
+                next_of(client, server)
+            });
+            begin(client, xid, LONG);
+            while !locked(server).link().unwrap().awaits_turn() && !locked(server).pulling() {
+                assert!(locked(server).receive().is_none());
+            }
+            let waited = locked(server).link().unwrap().awaits_turn();
+            answer(&mut one.0, &one.1, first);
+            // Others have all of the memory, and the lead.
+            let memory = locked(server).link().unwrap().memory.clone();
+            let held = memory.staging(1 << 40, None).unwrap();
+            for step in [MIB, 4096, 64, 1] {
+                while memory.may_pull(&held, step, false) {}
+            }
+            let leads = memory.staging(1 << 40, None).unwrap();
+            assert!(!waited || memory.may_pull(&leads, MIB, true));
+            if waited {
+                while locked(server).link().unwrap().awaits_turn() {
+                    pulls::go_on();
+                }
+                let mut state = locked(server);
+                assert!(!state.link().unwrap().awaits_turn() && state.waits_for_memory().is_some());
+                assert!(state.home.has_left(), "nothing else has the loop look at it");
+            }
+            drop((held, leads));
+            if waited {
+                break;
+            }
+            let third = next_of(client, server);
+            answer(client, server, third);
+            answer(&mut two.0, &two.1, second);
         }
     }
 

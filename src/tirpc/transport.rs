@@ -1375,7 +1375,14 @@ fn pull_on() {
     if !pulls::are_waiting() {
         return;
     }
-    if !pulls::go_on() {
+    let all = pulls::go_on();
+    let home = &service_loop::PROGRAM;
+    match home.is_mine() {
+        _ if !home.has_left() => {}
+        true => wake_left(),
+        false => waker::ring(),
+    }
+    if !all {
         // Who has the connection in hand may have looked before.
         progress::call_at(Errand::Pulls, Instant::now(), pull_later);
     } else {

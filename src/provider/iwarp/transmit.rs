@@ -131,11 +131,14 @@ impl Shared {
         if (before == 0 || before == us)
             && self.words.are_unshared()
             && !self.is_closed()
+            && reached(self, Point::Looked)
             && owner.compare_exchange(before, us, SeqCst, Relaxed).is_ok()
         {
+            reached(self, Point::Taken);
             if self.words.are_unshared() {
                 return Ok(Some(self.own_stream(work)));
             }
+            // Nobody has taken it meanwhile from who stood there.
             owner.store(before, Release);
         }
         let Some(lock) = self.words.lock()? else { return Ok(None) };
@@ -150,8 +153,12 @@ impl Shared {
         if before != 0 && before != us {
             return Ok(None);
         }
+        reached(self, Point::Locked);
         // Before the first byte: should we end inside the call, the others must know.
-        owner.store(us, Relaxed);
+        // Nor does it stand there already unseen: a parent may be about to find out that we were forked.
+        if owner.compare_exchange(before, us, SeqCst, Relaxed).is_err() {
+            return Ok(None);
+        }
         Ok(Some(self.own_stream(work)))
     }
 
@@ -176,6 +183,34 @@ impl Shared {
     fn set(&self, word: usize, value: u64) {
         self.words.word(word).store(value, Relaxed);
     }
+}
+
+/// Between two steps of [`Shared::with_stream`], for tests.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Point {
+    /// Nobody else has the words, as far as was seen.
+    Looked,
+    /// The stream is taken, without the lock.
+    Taken,
+    /// The stream is free, with the lock.
+    Locked,
+}
+
+#[cfg(not(test))]
+#[inline(always)]
+fn reached(_: &Shared, _: Point) -> bool {
+    true
+}
+
+#[cfg(test)]
+thread_local! {
+    static REACHED: std::cell::Cell<fn(&Shared, Point)> = const { std::cell::Cell::new(|_, _| ()) };
+}
+
+#[cfg(test)]
+fn reached(shared: &Shared, point: Point) -> bool {
+    REACHED.get()(shared, point);
+    true
 }
 
 /// Work of our own.
@@ -993,6 +1028,52 @@ mod tests {
             free && child && shared_now && locked && goes_on
         });
         assert!(alone.succeeded());
+    }
+
+    #[test]
+    fn a_child_that_is_forked_while_its_parent_takes_the_stream_does_not_write_beside_it() {
+        const SEEN: usize = 6;
+        const HAS: usize = 7;
+        fn until(what: impl Fn() -> bool) {
+            let end = std::time::Instant::now() + std::time::Duration::from_millis(500);
+            while !what() && std::time::Instant::now() < end {
+                std::thread::yield_now();
+            }
+        }
+        // The parent has seen no child; one is forked that sees the stream free; the parent takes it, then the child; then
+        // the parent finds out about the child.
+        fn of_child(shared: &Shared, point: Point) {
+            if point == Point::Locked {
+                shared.set(SEEN, 1);
+                until(|| shared.get(Shared::OWNER) != 0);
+            }
+        }
+        fn of_parent(shared: &Shared, point: Point) {
+            match point {
+                Point::Looked => {
+                    let child = fork(|| {
+                        REACHED.set(of_child);
+                        let has = matches!(shared.with_stream(|_| ((), true)), Ok(Some(())));
+                        shared.set(HAS, if has { 1 } else { 2 });
+                        until(|| shared.get(HAS) == 3);
+                        true
+                    });
+                    std::mem::forget(child);
+                    until(|| shared.get(SEEN) == 1);
+                }
+                Point::Taken => until(|| shared.get(HAS) != 0),
+                Point::Locked => {}
+            }
+        }
+        let alone = fork(|| {
+            let shared = Shared::new().unwrap();
+            REACHED.set(of_parent);
+            let ours = matches!(shared.with_stream(|_| ((), true)), Ok(Some(())));
+            let theirs = shared.get(HAS) == 1;
+            shared.set(HAS, 3);
+            ours != theirs
+        });
+        assert!(alone.succeeded(), "both are in the midst of a message");
     }
 
     /// Where the FPDUs of a stream end, and where the pad and the CRC of each begin.

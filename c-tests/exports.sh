@@ -27,8 +27,8 @@ done
 unversioned=$(nm -D --undefined-only --with-symbol-versions "$library" |
     awk '$1 == "U" && $2 !~ /@/ { print $2 }')
 [ -z "$unversioned" ] || { echo "FAIL  $library imports without version: $unversioned" >&2; status=1; }
-# A program may have a function of its own of this name, which the library would call.
-everyday=$(nm -D --undefined-only "$library" | awk '$2 ~ /^send(@|$)/ { print $2 }')
+# A program may have functions of its own of these names, which the library would call.
+everyday=$(nm -D --undefined-only "$library" | awk '$2 ~ /^(send|recv)(@|$)/ { print $2 }')
 [ -z "$everyday" ] || { echo "FAIL  $library imports what programs define: $everyday" >&2; status=1; }
 [ "$status" -eq 0 ] && echo "ok    exports of $library"
 exit "$status"

@@ -19,10 +19,10 @@ use std::time::Duration;
 use libc::c_int;
 use rustix::event::{EventfdFlags, eventfd};
 use rustix::fs::{OFlags, fcntl_getfl, fcntl_setfl};
-use rustix::io::{Errno, FdFlags, fcntl_dupfd_cloexec, fcntl_getfd, retry_on_intr};
+use rustix::io::{Errno, FdFlags, fcntl_dupfd_cloexec, fcntl_getfd};
 use rustix::net::{
-    AddressFamily, RecvFlags, Shutdown, SocketFlags, SocketType, bind, connect_unspec, getpeername,
-    getsockname, recv, socket_with, sockopt,
+    AddressFamily, Shutdown, SocketFlags, SocketType, bind, connect_unspec, getpeername, getsockname,
+    socket_with, sockopt,
 };
 
 use crate::memory::{IoVec, IoVecMut};
@@ -74,8 +74,14 @@ pub fn receive(fd: RawFd, pieces: &mut [IoVecMut<'_>]) -> io::Result<usize> {
         return repeat(|| {
             // SAFETY: `whole` is a target that its lifetime lends exclusively (or a `Sink`, of which no slice exists).
             unsafe {
-                let (address, length) = (std::ptr::null_mut(), std::ptr::null_mut());
-                libc::recvfrom(fd, whole.as_mut_ptr(), whole.len(), libc::MSG_DONTWAIT, address, length)
+                libc::recvfrom(
+                    fd,
+                    whole.as_mut_ptr(),
+                    whole.len(),
+                    libc::MSG_DONTWAIT,
+                    null_mut(),
+                    null_mut(),
+                )
             }
         });
     }
@@ -92,9 +98,13 @@ pub fn receive(fd: RawFd, pieces: &mut [IoVecMut<'_>]) -> io::Result<usize> {
 /// # Errors
 /// The errno; `EAGAIN` when nothing is there now.
 pub fn peek(fd: RawFd) -> io::Result<Option<u8>> {
-    let fd = borrow(fd)?;
-    let mut byte = [0];
-    let (n, _) = retry_on_intr(|| recv(fd, &mut byte, RecvFlags::PEEK | RecvFlags::DONTWAIT))?;
+    let mut byte = [0u8];
+    // Not recv(2): see `send`.
+    let n = repeat(|| {
+        let (flags, address, length) = (libc::MSG_PEEK | libc::MSG_DONTWAIT, null_mut(), null_mut());
+        // SAFETY: `byte` is writable for its length, and no address is asked for.
+        unsafe { libc::recvfrom(fd, byte.as_mut_ptr().cast(), byte.len(), flags, address, length) }
+    })?;
     Ok((n == 1).then_some(byte[0]))
 }
 

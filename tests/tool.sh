@@ -221,7 +221,8 @@ fi
 check "completions offer nothing that is hidden" 1 '^ ?$' grep -E -e '--child|Writes manual pages|generate' -r generated/completions
 # complete SHELL START EXPECTED...: in a terminal, what Tab makes of "rpcrdma ...".
 screen() { mux capture-pane -p >screen; grep -Eq -- "$1" screen; }
-mux() { tmux -L "rpcrdma-tool$$" -f /dev/null "$@"; }
+# A server for each shell: one that is ending takes new sessions with it.
+mux() { tmux -L "rpcrdma-tool$$-${shell%% *}" -f /dev/null "$@"; }
 completes() {
     local shell=$1 begin=$2 typed expected; shift 2
     PATH=$scratch/build:$PATH TERM=xterm mux new-session -d -x 100 -y 30 "$shell"

@@ -1051,14 +1051,14 @@ mod tests {
         fn of_parent(shared: &Shared, point: Point) {
             match point {
                 Point::Looked => {
-                    let child = fork(|| {
+                    // It ends with the test, and nobody waits for it.
+                    let _child = fork(|| {
                         REACHED.set(of_child);
                         let has = matches!(shared.with_stream(|_| ((), true)), Ok(Some(())));
                         shared.set(HAS, if has { 1 } else { 2 });
                         until(|| shared.get(HAS) == 3);
                         true
                     });
-                    std::mem::forget(child);
                     until(|| shared.get(SEEN) == 1);
                 }
                 Point::Taken => until(|| shared.get(HAS) != 0),

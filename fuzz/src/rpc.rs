@@ -6,6 +6,7 @@
 //! ```
 
 use std::ffi::{c_char, c_int, c_uint};
+use std::sync::OnceLock;
 
 use rpcrdma::binding::{Head, Registry};
 use rpcrdma::fuzz::{Decoder, PLAIN_REPLY, Region, XDR, library, op, opaque_auth, rpc_msg};
@@ -17,9 +18,20 @@ pub fn run(data: &[u8]) {
     if what & 1 == 0 { call(message, *seed) } else { reply(message, *seed) }
 }
 
-#[link(name = "tirpc")]
-unsafe extern "C" {
-    fn xdrmem_create(xdrs: *mut XDR, bytes: *mut c_char, length: c_uint, op: c_int);
+/// libtirpc's own, looked up: linked, it would be AddressSanitizer's, which stands before one that it looks for when the
+/// process starts and does not find.
+fn xdrmem_create() -> unsafe extern "C" fn(*mut XDR, *mut c_char, c_uint, c_int) {
+    static FOUND: OnceLock<usize> = OnceLock::new();
+    let found = *FOUND.get_or_init(|| {
+        // SAFETY: two C strings; libtirpc may be loaded at any time.
+        unsafe {
+            libc::dlsym(libc::dlopen(c"libtirpc.so.3".as_ptr(), libc::RTLD_NOW), c"xdrmem_create".as_ptr())
+        }
+        .addr()
+    });
+    assert_ne!(found, 0, "libtirpc is not there");
+    // SAFETY: that is its type.
+    unsafe { std::mem::transmute(found) }
 }
 
 /// RFC 5531 §8.2.
@@ -65,7 +77,7 @@ fn both_ways<T: PartialEq + std::fmt::Debug>(
     let mut copy = message.to_vec();
     let mut xdr = std::mem::MaybeUninit::<XDR>::zeroed();
     // SAFETY: `xdr` is a handle to be filled in; the bytes outlive it.
-    unsafe { xdrmem_create(xdr.as_mut_ptr(), copy.as_mut_ptr().cast(), copy.len() as c_uint, op::DECODE) };
+    unsafe { xdrmem_create()(xdr.as_mut_ptr(), copy.as_mut_ptr().cast(), copy.len() as c_uint, op::DECODE) };
     let xdr = xdr.as_mut_ptr();
     let theirs = read(xdr).map(|said| {
         // SAFETY: `xdrmem_create` has filled it in.

@@ -639,8 +639,10 @@ impl Sleep {
         let asks = if self.asks { step(|| Ok(busy::asks(poll))).unwrap_or(0) } else { 0 };
         for _ in 0..asks {
             let found = wait(0);
-            if found != 0 {
+            if found > 0 {
                 self.tell(true);
+            }
+            if found != 0 {
                 return found;
             }
             if !busy::offer() {

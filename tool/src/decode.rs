@@ -26,7 +26,7 @@ use trace::Trace;
 ///
 /// Of a capture, pcap or pcapng as tcpdump(8) and Wireshark write it, it reads iWARP: what software iWARP and iWARP adapters send over
 /// TCP, from the beginning of a connection on. Each connection is told as its client's side of the wire; where segments are missing
-/// that is said, and what that end has sent behind them is not read; so is a CRC that is wrong.
+/// that is said, and the messages in them are lost; so is a CRC that is wrong.
 ///
 /// What is not understood is passed over; how many lines, and which was the first, is said on standard error.
 #[derive(clap::Args)]

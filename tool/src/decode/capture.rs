@@ -1,11 +1,11 @@
 //! Captures of iWARP connections (`packets`): TCP streams -> MPA, DDP and RDMAP -> what a log at level wire would tell.
 //!
-//! A connection is told as its client sees it: what the client has sent goes out. A stream is put together in order, for a
-//! capture without loss: where bytes are missing that is said, and what comes behind them in that direction is not read, for
-//! nothing tells where the next message begins. A CRC that is wrong is said, where the connection has them.
+//! A connection is told as its client sees it: what the client has sent goes out. A stream is put together in order. Where bytes
+//! are missing that is said, once the other end has acknowledged them for a while or there is no more room for what comes behind
+//! them, and the next message is looked for there (`resume`). A CRC that is wrong is said, where the connection has them.
 //!
 //! # Invariants
-//! - Whatever a capture holds, no more is kept for a connection than [`WAITING`], one message, and one FPDU, each way.
+//! - Whatever a capture holds, no more is kept for a connection than [`WAITING`], one message, and four FPDUs, each way.
 #![forbid(unsafe_code)]
 
 use std::collections::{BTreeMap, HashMap};
@@ -19,12 +19,21 @@ use rpcrdma::wire::private_data::PrivateData;
 
 use super::log::{self, Event, Level, Line, Message, Segment, Time};
 use packets::{Counts, Packets, Part};
+use resume::Found;
 
 pub mod packets;
+mod resume;
 
 /// Bytes of one direction that wait for others before them, and of all connections.
 const WAITING: usize = 4 << 20;
 const ALL_WAITING: usize = 64 << 20;
+
+/// A capture need not have its packets in their order: what is missing is missing when so many of the other end's have
+/// acknowledged it.
+const ACKNOWLEDGED: u32 = 16;
+
+/// Bytes that are looked at behind what is missing, again and again, to find the next message, before that is given up.
+const EFFORT: usize = 256 << 20;
 
 /// Bytes of a message that are kept: its header, and what an RPC message begins with.
 const MESSAGE: usize = 256 << 10;
@@ -77,6 +86,8 @@ struct Stream {
     request: Option<StartFrame>,
     /// Both ends have said that there are CRCs.
     crc: bool,
+    /// When the last packet came.
+    last: Option<Time>,
     ended: bool,
 }
 
@@ -89,12 +100,24 @@ struct Half {
     next: Option<u32>,
     /// Bytes in order so far.
     position: u64,
-    /// What came too early, by its position.
-    early: BTreeMap<u64, Vec<u8>>,
+    /// What came too early, and when, by its position.
+    early: BTreeMap<u64, (Option<Time>, Vec<u8>)>,
     early_bytes: usize,
     /// In order, and not understood yet.
     pending: Vec<u8>,
     started: bool,
+    /// The position where FPDUs begin.
+    begins: u64,
+    /// Packets that have acknowledged what is missing.
+    acknowledged: u32,
+    /// How often bytes were missing, and how many in all.
+    gaps: u64,
+    lost: u64,
+    /// Where the next FPDU begins is not known; what has been done to find it.
+    searching: bool,
+    effort: usize,
+    /// It was found in the midst of a message, of which the rest is passed over.
+    amid: bool,
     /// Nothing more is read of it.
     given_up: bool,
     /// The sequence number behind its last byte, once its end is known.
@@ -132,7 +155,7 @@ impl Reader {
 
     fn take(&mut self, part: Part) {
         let key = if part.from < part.to { (part.from, part.to) } else { (part.to, part.from) };
-        let anew = part.syn && !part.ack;
+        let anew = part.syn && part.ack.is_none();
         let mut stream = match self.streams.remove(&key) {
             // A client has the same port again, a reserved one say, also where nothing came of the time before.
             Some(stream) if !anew || stream.was_begun_by(&part) => stream,
@@ -148,7 +171,7 @@ impl Reader {
                 self.count = self.count.saturating_add(1);
                 // Who answers a connection is its server.
                 let (client, server) =
-                    if part.syn && part.ack { (part.to, part.from) } else { (part.from, part.to) };
+                    if part.syn && part.ack.is_some() { (part.to, part.from) } else { (part.from, part.to) };
                 Stream {
                     number: self.count,
                     client,
@@ -156,6 +179,7 @@ impl Reader {
                     halves: Default::default(),
                     request: None,
                     crc: false,
+                    last: None,
                     ended: false,
                 }
             }
@@ -169,7 +193,8 @@ impl Reader {
 
     /// A part of a stream, in order or not.
     fn segment(&mut self, stream: &mut Stream, which: usize, part: Part) {
-        let Part { at, mut sequence, syn, fin, rst, data, .. } = part;
+        stream.last = part.at;
+        let Part { at, mut sequence, ack, syn, fin, rst, data, .. } = part;
         let length = data.len() as u32;
         let half = &mut stream.halves[which];
         if syn {
@@ -191,28 +216,11 @@ impl Reader {
             self.give_up(stream);
             return;
         }
-        if !half.given_up && !data.is_empty() {
-            let next = *half.next.get_or_insert(sequence);
-            let ahead = sequence.wrapping_sub(next) as i32;
-            let from = half.position.wrapping_add_signed(ahead.into());
-            if ahead <= 0 {
-                // Some of it may have been there before.
-                let known = ahead.unsigned_abs() as usize;
-                if let Some(new) = data.get(known..).filter(|new| !new.is_empty()) {
-                    half.arrived(new);
-                }
-            } else if half.early_bytes + cost(&data) > WAITING || self.waiting + cost(&data) > ALL_WAITING {
-                self.missing(stream, which, at);
-            } else if half.early.get(&from).is_none_or(|old| old.len() < data.len()) {
-                half.early_bytes += cost(&data);
-                self.waiting += cost(&data);
-                if let Some(old) = half.early.insert(from, data) {
-                    half.early_bytes -= cost(&old);
-                    self.waiting -= cost(&old);
-                }
-            }
-            self.catch_up(&mut stream.halves[which]);
-            self.understand(stream, which, at);
+        if !data.is_empty() {
+            self.place(stream, which, at, sequence, data);
+        }
+        if let Some(ack) = ack {
+            self.acknowledge(stream, CLIENT + SERVER - which, ack);
         }
         if fin {
             stream.halves[which].end.get_or_insert(sequence.wrapping_add(length));
@@ -233,39 +241,98 @@ impl Reader {
         }
     }
 
+    /// Puts data where it belongs: to what is in order, or to what waits for others before it.
+    fn place(&mut self, stream: &mut Stream, which: usize, at: Option<Time>, sequence: u32, data: Vec<u8>) {
+        loop {
+            let half = &mut stream.halves[which];
+            if half.given_up {
+                return;
+            }
+            let next = *half.next.get_or_insert(sequence);
+            let ahead = sequence.wrapping_sub(next) as i32;
+            let from = half.position.wrapping_add_signed(ahead.into());
+            if ahead <= 0 {
+                // Some of it may have been there before.
+                let known = ahead.unsigned_abs() as usize;
+                if let Some(new) = data.get(known..).filter(|new| !new.is_empty()) {
+                    half.arrived(new);
+                    self.understand(stream, which, at);
+                }
+                return self.catch_up(stream, which);
+            }
+            if half.early_bytes + cost(&data) > WAITING || self.waiting + cost(&data) > ALL_WAITING {
+                let before = half.early.first_key_value().map_or(from, |(first, _)| from.min(*first));
+                self.skip(stream, which, before, at);
+                continue;
+            }
+            if half.early.get(&from).is_none_or(|(_, old)| old.len() < data.len()) {
+                half.early_bytes += cost(&data);
+                self.waiting += cost(&data);
+                if let Some((_, old)) = half.early.insert(from, (at, data)) {
+                    half.early_bytes -= cost(&old);
+                    self.waiting -= cost(&old);
+                }
+            }
+            return;
+        }
+    }
+
+    /// The other end has got all before that: if some of it is not here, it will not be.
+    fn acknowledge(&mut self, stream: &mut Stream, which: usize, ack: u32) {
+        let half = &mut stream.halves[which];
+        let Some((&first, _)) = half.early.first_key_value() else { return };
+        let is_beyond = half.next.is_some_and(|next| ack.wrapping_sub(next) as i32 > 0);
+        half.acknowledged = if is_beyond { half.acknowledged + 1 } else { 0 };
+        if half.acknowledged >= ACKNOWLEDGED {
+            self.skip(stream, which, first, None);
+        }
+    }
+
     /// What waited and has its turn.
-    fn catch_up(&mut self, half: &mut Half) {
-        while let Some(entry) = half.early.first_entry()
-            && *entry.key() <= half.position
-        {
-            let (from, data) = entry.remove_entry();
+    fn catch_up(&mut self, stream: &mut Stream, which: usize) {
+        loop {
+            let half = &mut stream.halves[which];
+            let Some(entry) = half.early.first_entry().filter(|entry| *entry.key() <= half.position) else {
+                return;
+            };
+            let (from, (at, data)) = entry.remove_entry();
             half.early_bytes -= cost(&data);
             self.waiting -= cost(&data);
             if let Some(new) = data.get((half.position - from) as usize..) {
                 half.arrived(new);
+                self.understand(stream, which, at);
             }
         }
     }
 
-    /// Says what is missing, and reads no more of that direction.
-    fn missing(&mut self, stream: &mut Stream, which: usize, at: Option<Time>) {
+    /// What comes before that position is missing: says so, and goes on behind it.
+    fn skip(&mut self, stream: &mut Stream, which: usize, to: u64, at: Option<Time>) {
         let half = &mut stream.halves[which];
-        if stream.request.is_some() && !half.given_up {
+        let (bytes, position, first) = (to.saturating_sub(half.position), half.position, half.gaps == 0);
+        let at = half.early.first_key_value().and_then(|(_, (at, _))| *at).or(at);
+        half.gaps += 1;
+        half.lost += bytes;
+        let goes_on = half.started;
+        if first && stream.request.is_some() && !half.given_up {
             let who = if which == CLIENT { "client" } else { "server" };
-            let bytes = half.early.first_key_value().map_or(0, |(first, _)| first - half.position);
+            let then = if goes_on { "" } else { "; what it has sent after them is not read" };
             let text = format!(
-                "segments are missing in the capture: {bytes} bytes of what the {who} has sent, behind its first {}; \
-                 what it has sent after them is not read",
-                half.position
+                "segments are missing in the capture: {bytes} bytes of what the {who} has sent, behind its first \
+                 {position}{then}"
             );
             self.say(at, Some(stream.number), text);
         }
-        self.drop_half(&mut stream.halves[which]);
+        if !goes_on {
+            return self.drop_half(&mut stream.halves[which]);
+        }
+        stream.halves[which].resume_at(to);
+        self.catch_up(stream, which);
     }
 
     fn drop_half(&mut self, half: &mut Half) {
         self.waiting -= half.early_bytes;
-        *half = Half { first: half.first, given_up: true, end: half.end, next: half.next, ..Half::default() };
+        let Half { first, end, next, gaps, lost, .. } = *half;
+        *half = Half { first, end, next, gaps, lost, given_up: true, ..Half::default() };
     }
 
     /// Nothing more is read of it.
@@ -282,8 +349,15 @@ impl Reader {
             self.others += 1;
         }
         for which in [CLIENT, SERVER] {
-            if !stream.halves[which].early.is_empty() {
-                self.missing(stream, which, None);
+            while let Some((&first, _)) = stream.halves[which].early.first_key_value() {
+                self.skip(stream, which, first, None);
+            }
+            let half = &stream.halves[which];
+            if half.gaps > 1 && stream.request.is_some() {
+                let (gaps, lost) = (half.gaps, half.lost);
+                let who = if which == CLIENT { "client" } else { "server" };
+                let text = format!("what the {who} has sent lacks {lost} bytes, at {gaps} places");
+                self.say(stream.last, Some(stream.number), text);
             }
         }
     }
@@ -293,7 +367,7 @@ impl Reader {
         streams.sort_by_key(|stream| stream.number);
         for stream in streams.iter_mut().filter(|stream| !stream.ended) {
             self.finish(stream);
-            self.closed(stream, None);
+            self.closed(stream, stream.last);
         }
         let passed_over = [
             (self.others, "TCP connections that are no iWARP, or whose beginning is not in the capture"),
@@ -321,9 +395,30 @@ impl Reader {
         let mut used = 0;
         if !stream.halves[which].started {
             match self.start(stream, which, at, &pending) {
-                Ok(Some(length)) => (used, stream.halves[which].started) = (length, true),
+                Ok(Some(length)) => {
+                    let half = &mut stream.halves[which];
+                    (used, half.started) = (length, true);
+                    half.begins = half.position - (pending.len() - length) as u64;
+                }
                 Ok(None) => {}
                 Err(()) => return self.give_up(stream),
+            }
+        }
+        if stream.halves[which].searching {
+            let half = &mut stream.halves[which];
+            let from = half.position - pending.len() as u64;
+            // FPDUs are whole words.
+            let first = half.begins.wrapping_sub(from) as usize % 4;
+            match resume::next(&pending, first, stream.crc, &mut half.effort) {
+                Found::At(at) => (used, half.searching) = (at, false),
+                Found::NotBefore(at) => {
+                    pending.drain(..at);
+                    half.pending = pending;
+                    if half.effort > EFFORT {
+                        self.drop_half(&mut stream.halves[which]);
+                    }
+                    return;
+                }
             }
         }
         while stream.halves[which].started
@@ -454,7 +549,9 @@ impl Reader {
                 let why = why.map_or("nothing".to_owned(), |(_, text)| text.into_owned());
                 self.say(at, number, format!("the {who} ends the connection with an error: {why}"));
             }
+            ddp::Header::Untagged { last, mo, .. } if half.amid && mo > 0 => half.amid = !last,
             ddp::Header::Untagged { opcode, last, invalidate, .. } => {
+                half.amid = false;
                 let room = MESSAGE.saturating_sub(half.message.len());
                 half.message.extend_from_slice(&payload[..payload.len().min(room)]);
                 half.message_bytes += payload.len() as u64;
@@ -539,9 +636,21 @@ impl Half {
         self.end.is_some_and(|end| self.given_up || there(end))
     }
 
+    /// Of what comes before that position nothing more is expected.
+    fn resume_at(&mut self, position: u64) {
+        let lost = position.saturating_sub(self.position);
+        self.position += lost;
+        self.next = self.next.map(|next| next.wrapping_add(lost as u32));
+        (self.searching, self.amid, self.effort, self.acknowledged) = (true, true, 0, 0);
+        self.pending.clear();
+        self.message.clear();
+        (self.message_bytes, self.response_bytes, self.write) = (0, 0, None);
+    }
+
     fn arrived(&mut self, bytes: &[u8]) {
         self.position += bytes.len() as u64;
         self.next = self.next.map(|next| next.wrapping_add(bytes.len() as u32));
+        self.acknowledged = 0;
         self.pending.extend_from_slice(bytes);
     }
 }

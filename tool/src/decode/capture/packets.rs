@@ -24,7 +24,8 @@ pub struct Part {
     pub to: SocketAddr,
     pub sequence: u32,
     pub syn: bool,
-    pub ack: bool,
+    /// Up to where its sender has got all, if it says that.
+    pub ack: Option<u32>,
     pub fin: bool,
     pub rst: bool,
     /// As much of it as was captured.
@@ -308,7 +309,7 @@ impl<R: Read> Packets<R> {
             fin: flags & 1 != 0,
             syn: flags & 2 != 0,
             rst: flags & 4 != 0,
-            ack: flags & 16 != 0,
+            ack: if flags & 16 != 0 { be32(payload, 8) } else { None },
             data: payload.get(head.max(20)..).unwrap_or_default().to_vec(),
         })
     }

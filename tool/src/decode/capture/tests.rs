@@ -90,6 +90,7 @@ struct Packet {
     from: usize,
     flags: u8,
     sequence: u32,
+    ack: u32,
     data: Vec<u8>,
 }
 
@@ -100,18 +101,36 @@ const ACK: u8 = 16;
 fn packets(cut: usize) -> Vec<Packet> {
     let mut sequences = [u32::MAX - 3000, 9];
     let mut packets = vec![
-        Packet { from: CLIENT, flags: SYN, sequence: sequences[CLIENT], data: Vec::new() },
-        Packet { from: SERVER, flags: SYN | ACK, sequence: sequences[SERVER], data: Vec::new() },
+        Packet { from: CLIENT, flags: SYN, sequence: sequences[CLIENT], ack: 0, data: Vec::new() },
+        Packet {
+            from: SERVER,
+            flags: SYN | ACK,
+            sequence: sequences[SERVER],
+            ack: sequences[CLIENT].wrapping_add(1),
+            data: Vec::new(),
+        },
     ];
     sequences = sequences.map(|sequence| sequence.wrapping_add(1));
     for (from, bytes) in conversation() {
         for data in bytes.chunks(cut) {
-            packets.push(Packet { from, flags: ACK, sequence: sequences[from], data: data.to_vec() });
+            packets.push(Packet {
+                from,
+                flags: ACK,
+                sequence: sequences[from],
+                ack: sequences[1 - from],
+                data: data.to_vec(),
+            });
             sequences[from] = sequences[from].wrapping_add(data.len() as u32);
         }
     }
     for from in [CLIENT, SERVER] {
-        packets.push(Packet { from, flags: 1 | ACK, sequence: sequences[from], data: Vec::new() });
+        packets.push(Packet {
+            from,
+            flags: 1 | ACK,
+            sequence: sequences[from],
+            ack: sequences[1 - from],
+            data: Vec::new(),
+        });
     }
     packets
 }
@@ -120,7 +139,8 @@ fn ip(packet: &Packet, six: bool) -> Vec<u8> {
     let ports = if packet.from == CLIENT { [700u16, 2049] } else { [2049, 700] };
     let mut tcp: Vec<u8> = ports.iter().flat_map(|port| port.to_be_bytes()).collect();
     tcp.extend(packet.sequence.to_be_bytes());
-    tcp.extend([0, 0, 0, 0, 0x60, packet.flags, 0, 0, 0, 0, 0, 0, 1, 1, 1, 0]);
+    tcp.extend(packet.ack.to_be_bytes());
+    tcp.extend([0x60, packet.flags, 0, 0, 0, 0, 0, 0, 1, 1, 1, 0]);
     tcp.extend(&packet.data);
     let ends = if packet.from == CLIENT { [1u8, 2] } else { [2, 1] };
     if six {
@@ -243,7 +263,7 @@ fn packets_in_another_order_and_twice_are_put_together() {
 fn a_connection_from_the_port_of_one_before_is_another_one() {
     let packets = packets(500);
     let syn = |sequence| Packet { sequence, ..packets[0].clone() };
-    let reset = Packet { from: SERVER, flags: 4 | ACK, sequence: 0, data: Vec::new() };
+    let reset = Packet { from: SERVER, flags: 4 | ACK, sequence: 0, ack: 78, data: Vec::new() };
     // Refused; not answered; another protocol's, which is passed over; the same segment once more.
     let http = Packet { flags: ACK, sequence: 78, data: b"GET / HTTP/1.0".to_vec(), ..packets[0].clone() };
     let before = [vec![syn(77), reset], vec![syn(77)], vec![syn(77), http], vec![packets[0].clone()]];
@@ -298,6 +318,62 @@ fn what_is_missing_is_said_and_nothing_behind_it_is_taken_for_something() {
             trace.calls.len() <= 2 && trace.calls.iter().all(|call| call.xid == XID || call.xid == XID + 1)
         );
     }
+}
+
+/// The messages that a packet was part of are lost, and no others.
+#[test]
+fn behind_what_is_missing_the_next_message_is_found() {
+    // Also in the midst of a message, and at all places of a word.
+    for cut in [500, 41] {
+        let whole = packets(cut);
+        let ends = whole.len() - 2;
+        // The call and the reply behind the long ones.
+        let last: usize = conversation()[9..].iter().map(|(_, bytes)| bytes.len().div_ceil(cut)).sum();
+        let began = whole[..ends].iter().rposition(|packet| packet.from == CLIENT).unwrap() as i64;
+        for lost in 2..ends {
+            let mut packets = whole.clone();
+            packets.remove(lost);
+            let trace = trace(&pcap(&packets));
+            let text = remarks(&trace);
+            assert!(!text.contains(" sends ") && !text.contains("not understood"), "{cut}, {lost}: {text}");
+            let short = trace.calls.iter().find(|call| call.xid == XID + 1);
+            let is_there = short.map(kinds).as_deref() == Some("cR");
+            let is_start =
+                whole[2..lost].iter().filter(|packet| packet.from == whole[lost].from).count() * cut < 28;
+            assert_eq!(is_there, !is_start && lost < ends - last, "{cut}, {lost}: {text} {trace:?}");
+            if let Some(short) = short.filter(|_| is_there) {
+                // When it came, though it had waited.
+                assert_eq!(short.began().unwrap(), 100_000_000 + began - 1, "{cut}, {lost}");
+            }
+        }
+    }
+}
+
+/// Nothing waits for the end of a capture, if the other end goes on.
+#[test]
+fn what_was_acknowledged_and_is_not_there_is_not_waited_for() {
+    let mut packets = packets(500);
+    let ends = packets.len() - 2;
+    packets.truncate(ends);
+    // Of what the client sends before its short call, the last.
+    let lost = packets[..ends - 2].iter().rposition(|packet| packet.from == CLIENT).unwrap();
+    packets.remove(lost);
+    let last = packets.last().unwrap().clone();
+    let ack =
+        Packet { sequence: last.sequence.wrapping_add(last.data.len() as u32), data: Vec::new(), ..last };
+    let told = |acks: u32| {
+        let mut all = packets.clone();
+        all.extend((0..acks).map(|_| ack.clone()));
+        let mut reader = Reader::default();
+        let file = pcap(&all);
+        let mut parts = Packets::open(Cursor::new(&file)).unwrap();
+        while let Some(part) = parts.next().unwrap() {
+            reader.take(part);
+        }
+        reader.lines.iter().any(|line| matches!(&line.event, Event::Said(text) if text.contains("missing")))
+    };
+    assert!(!told(ACKNOWLEDGED - 2));
+    assert!(told(ACKNOWLEDGED));
 }
 
 #[test]
@@ -399,7 +475,7 @@ fn early_segments_of_a_hostile_capture_are_bounded() {
     let next = packets[2].sequence.wrapping_add(packets[2].data.len() as u32);
     for at in 0..100_000u32 {
         let sequence = next.wrapping_add(10 + 2 * at);
-        packets.push(Packet { from: CLIENT, flags: ACK, sequence, data: vec![0] });
+        packets.push(Packet { from: CLIENT, flags: ACK, sequence, ack: 0, data: vec![0] });
     }
     let mut reader = Reader::default();
     let file = pcap(&packets);
@@ -409,6 +485,7 @@ fn early_segments_of_a_hostile_capture_are_bounded() {
         reader.take(part);
         most = most.max(reader.waiting);
     }
+    reader.end(&all.counts);
     assert!(most <= WAITING && most > 0 && reader.waiting == 0, "{most}");
     assert!(
         reader.lines.iter().any(|line| matches!(&line.event, Event::Said(text) if text.contains("missing")))

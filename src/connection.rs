@@ -2,7 +2,7 @@
 //!
 //! # Contract
 //! - Getters tell state: [`Connection::credits_left`], [`Connection::starved`], [`Connection::request_ready`].
-//! - Input: `handle_receive`, `handle_read`, `handle_quiet`, `handle_closed`.
+//! - Input: `take_plain` and `handle_message`, `handle_read`, `handle_quiet`, `handle_closed`.
 //! - Commands: `call`, `abandon`, `ask` (requester); `poll_request`, `reply`, `defer`, `discard`, `pull`, `hold`,
 //!   `grant` (responder); `resume` (either, while [`Connection::waits`]); `request`, `raise_receives` (either, in Version Two).
 //! - Output: `poll_output`. **Every input and command is followed by draining `poll_output` until `None`.**
@@ -45,7 +45,9 @@ use std::sync::Arc;
 use crate::binding::Registry;
 use crate::error::{Error, Kind};
 use crate::log_wire;
-use crate::memory::{Buf, Memory, Message, Pass, Region, Regions, Sink};
+#[cfg(any(test, feature = "fuzz"))]
+use crate::memory::Buf;
+use crate::memory::{Memory, Message, Pass, Region, Regions, Sink};
 use crate::provider::{QueuePair, WorkId, WorkRequest};
 use crate::wire::characteristics::Backward;
 use crate::wire::header::{self, Body, Direction, Header, Versions};
@@ -198,6 +200,18 @@ pub enum Expect {
     },
     /// Nothing: done when it is sent (batching).
     Nothing,
+}
+
+/// What [`Connection::take_plain`] has made of a message.
+#[derive(Debug)]
+pub enum Taken {
+    /// A request is ready.
+    Call,
+    /// A call has ended: with the RPC reply, from its XID on. A Receive of so many bytes is to be posted.
+    #[allow(missing_docs)]
+    Reply { xid: Xid, reply: Region, receive: usize },
+    /// Nothing: it is for [`Connection::handle_message`].
+    Not(Region),
 }
 
 /// See the module's first page.
@@ -552,12 +566,57 @@ impl Connection {
         }
     }
 
-    /// A Send of the peer has arrived: `message` is what the Receive holds.
-    ///
-    /// `invalidated`: the handle of ours that came with it (Send with Invalidate).
+    /// A Send of the peer has arrived: `message` is what the Receive holds. Nearly every one is a plain Call or reply of Version
+    /// One from which nothing else follows: what `handle_message` comes to for these is done at once, and told.
+    pub fn take_plain(&mut self, message: Region) -> Taken {
+        let Connection { common, requester, responder, .. } = self;
+        let open = common.version() == Some(v1::VERSION) && common.life.is_open() && common.output.is_empty();
+        let Some(plain) = header::decode_plain(&message).filter(|_| open) else { return Taken::Not(message) };
+        match plain.direction() {
+            Some(Direction::Call) if responder.take_call(&message, plain, common) => Taken::Call,
+            Some(Direction::Reply) if first_xid(plain.payload) == Some(plain.xid) => {
+                let receive = if responder.working() == 0 { common.next_receive(0) } else { None };
+                match receive {
+                    Some(receive) if requester.take_reply(plain.xid, plain.credits, common) => {
+                        let (xid, length) = (plain.xid, plain.payload.len());
+                        let reply = message.slice(message.len() - length, length);
+                        Taken::Reply { xid, reply, receive }
+                    }
+                    _ => Taken::Not(message),
+                }
+            }
+            _ => Taken::Not(message),
+        }
+    }
+
+    /// The same, with all that follows among the output: what [`Self::take_plain`] and [`Self::handle_message`] do.
+    #[cfg(any(test, feature = "fuzz"))]
     pub fn handle_receive(
         &mut self,
         message: Buf,
+        invalidated: Option<Handle>,
+        registrar: &mut (impl Registrar + ?Sized),
+    ) {
+        let mut message = message.freeze();
+        if invalidated.is_none() {
+            match self.take_plain(message) {
+                Taken::Call => return,
+                Taken::Reply { xid, reply, receive } => {
+                    let outcome = Ok(smallvec::smallvec![reply]);
+                    return self.common.output.extend([Output::Receive(receive), Output::Done { xid, outcome }]);
+                }
+                Taken::Not(back) => message = back,
+            }
+        }
+        self.handle_message(message, invalidated, registrar);
+    }
+
+    /// A Send of the peer has arrived that is not [taken](Self::take_plain).
+    ///
+    /// `invalidated`: the handle of ours that came with it (Send with Invalidate).
+    pub fn handle_message(
+        &mut self,
+        message: Region,
         invalidated: Option<Handle>,
         registrar: &mut (impl Registrar + ?Sized),
     ) {
@@ -565,7 +624,6 @@ impl Connection {
             return;
         }
         self.common.characteristics.consumed();
-        let message = message.freeze();
         let header = header::decode(&message, self.common.settings.versions);
         if let Ok(header) = &header {
             self.agree(header);

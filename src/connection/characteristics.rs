@@ -160,12 +160,6 @@ impl Characteristics {
         self.wish
     }
 
-    /// Bytes of the Receives that are posted from now on.
-    #[cfg(test)]
-    pub fn goal(&self) -> usize {
-        self.goal
-    }
-
     /// Longest Send that the peer takes.
     ///
     /// Section 3.1: who asks for a smaller size keeps to it from the moment of asking, until it is rejected or no longer
@@ -196,6 +190,19 @@ impl Characteristics {
             Some((_, count)) if self.receives.len() == 1 => *count,
             _ => self.receives.iter().map(|(_, count)| count).sum(),
         }
+    }
+
+    /// The same, if they are all as long as what is posted from now on.
+    pub fn held_alike(&self) -> Option<u32> {
+        match self.receives.front() {
+            Some((bytes, count)) if self.receives.len() == 1 && *bytes == self.goal => Some(*count),
+            _ => None,
+        }
+    }
+
+    /// Bytes of the Receives that are posted from now on.
+    pub fn goal(&self) -> usize {
+        self.goal
     }
 
     /// A Receive was posted; returns its size.

@@ -91,6 +91,14 @@ impl Common {
         }
     }
 
+    /// Bytes of the Receive that takes the place of the one which a message has just consumed, when there are otherwise as many as
+    /// there are to be, and all of one length; else it is for `replenish` to see. `working` as there.
+    pub(super) fn next_receive(&self, working: usize) -> Option<usize> {
+        let wanted = self.window.receives() + receive_margin(self.settings.versions);
+        let held = self.characteristics.held_alike()?;
+        (held as usize == (wanted as usize).saturating_sub(working)).then(|| self.characteristics.goal())
+    }
+
     /// Inline thresholds in bytes: of our Sends, of the peer's Sends. Of the first message, until a version is agreed.
     pub(super) fn thresholds(&self) -> (usize, usize) {
         match self.version() {
@@ -143,8 +151,13 @@ impl Common {
         message: Pieces,
         ranges: &[Range<usize>],
     ) -> Result<Regions, Error> {
+        let credits = self.window.told(direction);
+        if version == v1::VERSION && proc == Proc::Msg && lists.is_empty() {
+            // Nearly every short message.
+            return Ok(message.send(&header::encode_plain(xid, credits), ranges, &self.memory)?);
+        }
         let mut bytes = self.scratch.take();
-        header::encode(&mut bytes, version, xid, self.window.told(direction), proc, direction, lists);
+        header::encode(&mut bytes, version, xid, credits, proc, direction, lists);
         let gather = message.send(&bytes, ranges, &self.memory);
         bytes.clear();
         self.scratch.set(bytes);

@@ -1,7 +1,7 @@
 //! The requester: the calls of this end, from the plan to their outcome. Its rules are those of the module above.
 #![forbid(unsafe_code)]
 
-use std::collections::VecDeque;
+use std::collections::{TryReserveError, VecDeque};
 
 use rustc_hash::FxHashMap;
 use smallvec::smallvec;
@@ -18,7 +18,7 @@ use crate::stats::{self, Counter};
 use crate::wire::characteristics::Backward;
 use crate::wire::header::{Body, Direction, Header, Proc, RdmaError};
 use crate::wire::lists::{ChunkLists, Lists};
-use crate::wire::{Handle, Position, ReadSegment, Xid, v1};
+use crate::wire::{Credits, Handle, Position, ReadSegment, Xid, v1};
 
 /// How much one-way calls whose credit was given back may keep exposed, in calls and in bytes; one of them always may.
 pub(super) const PAST_MAX: usize = 64;
@@ -33,7 +33,7 @@ pub(super) struct Requester {
     /// Messages transmitted so far that are no replies: orders them, so that a reply tells which earlier ones the peer has
     /// consumed.
     transmitted: u64,
-    calls: FxHashMap<Xid, Outstanding>,
+    calls: Table,
     /// Calls without a credit, or without room for their reply, oldest first.
     waiting: VecDeque<Xid>,
     /// Some of them have a credit, and lack room.
@@ -71,6 +71,83 @@ struct Outstanding {
     waiting: Option<Box<Held>>,
     /// What its header names, if that is something.
     chunks: Option<Box<Chunks>>,
+}
+
+/// Calls by their XIDs. Nearly always there is one: the latest lies beside the table of the others.
+#[derive(Default)]
+struct Table {
+    latest: Option<(Xid, Outstanding)>,
+    others: FxHashMap<Xid, Outstanding>,
+}
+
+impl Table {
+    fn len(&self) -> usize {
+        self.others.len() + usize::from(self.latest.is_some())
+    }
+
+    fn is_empty(&self) -> bool {
+        self.latest.is_none() && self.others.is_empty()
+    }
+
+    /// Room for one more, whichever goes to the table then.
+    fn try_reserve(&mut self) -> Result<(), TryReserveError> {
+        match self.latest {
+            Some(_) => self.others.try_reserve(1),
+            None => Ok(()),
+        }
+    }
+
+    /// One that is not there yet.
+    fn insert(&mut self, xid: Xid, call: Outstanding) {
+        if let Some((before, call)) = self.latest.replace((xid, call)) {
+            self.others.insert(before, call);
+        }
+    }
+
+    fn get(&self, xid: Xid) -> Option<&Outstanding> {
+        match &self.latest {
+            Some((latest, call)) if *latest == xid => Some(call),
+            _ if self.others.is_empty() => None,
+            _ => self.others.get(&xid),
+        }
+    }
+
+    fn get_mut(&mut self, xid: Xid) -> Option<&mut Outstanding> {
+        match &mut self.latest {
+            Some((latest, call)) if *latest == xid => Some(call),
+            _ => self.others.get_mut(&xid),
+        }
+    }
+
+    fn remove(&mut self, xid: Xid) -> Option<Outstanding> {
+        match self.latest.take_if(|(latest, _)| *latest == xid) {
+            Some((_, call)) => Some(call),
+            None => self.others.remove(&xid),
+        }
+    }
+
+    #[inline]
+    fn remove_if(&mut self, xid: Xid, may: impl Fn(&Outstanding) -> bool) -> Option<Outstanding> {
+        match &mut self.latest {
+            Some((latest, call)) if *latest == xid => {
+                if !may(call) {
+                    return None;
+                }
+                self.latest.take().map(|(_, call)| call)
+            }
+            _ if self.others.get(&xid).is_some_and(may) => self.others.remove(&xid),
+            _ => None,
+        }
+    }
+
+    fn iter(&self) -> impl Iterator<Item = (Xid, &Outstanding)> + Clone {
+        let latest = self.latest.iter().map(|(xid, call)| (*xid, call));
+        latest.chain(self.others.iter().map(|(xid, call)| (*xid, call)))
+    }
+
+    fn drain(&mut self) -> impl Iterator<Item = (Xid, Outstanding)> {
+        self.latest.take().into_iter().chain(self.others.drain())
+    }
 }
 
 /// A call that waits for a credit, or for room.
@@ -139,7 +216,7 @@ impl Requester {
 
     /// Whether a reply is waited for, or a credit.
     pub(super) fn is_awaiting(&self) -> bool {
-        self.has_waiting() || self.calls.values().any(|call| call.fate == Fate::Awaited)
+        self.has_waiting() || self.calls.iter().any(|(_, call)| call.fate == Fate::Awaited)
     }
 
     /// Whether calls wait for a credit or for room.
@@ -160,7 +237,7 @@ impl Requester {
 
     /// Whether a call of this XID names this handle.
     pub(super) fn names(&self, xid: Xid, handle: Handle) -> bool {
-        self.calls.get(&xid).is_some_and(|call| call.handles().contains(&handle))
+        self.calls.get(xid).is_some_and(|call| call.handles().contains(&handle))
     }
 
     /// Calls that have not ended.
@@ -170,7 +247,7 @@ impl Requester {
 
     /// Whether something with this XID is under way.
     pub(super) fn knows(&self, xid: Xid) -> bool {
-        self.calls.contains_key(&xid) || self.past.iter().any(|call| call.xid == xid)
+        self.calls.get(xid).is_some() || self.past.iter().any(|call| call.xid == xid)
     }
 
     /// Takes the calls back that wait for a credit: for another connection.
@@ -178,7 +255,7 @@ impl Requester {
         let waiting = std::mem::take(&mut self.waiting);
         let mut taken = Vec::with_capacity(waiting.len());
         for xid in waiting {
-            if let Some(held) = self.calls.remove(&xid).and_then(|call| call.waiting) {
+            if let Some(held) = self.calls.remove(xid).and_then(|call| call.waiting) {
                 taken.push((xid, held.message, held.expect));
             }
         }
@@ -187,14 +264,14 @@ impl Requester {
 
     /// Why a call waits for room, if it does and has a credit.
     pub(super) fn lacks_room(&self, xid: Xid, common: &Common) -> Option<String> {
-        let lacks = self.calls.get(&xid)?.lacks();
+        let lacks = self.calls.get(xid)?.lacks();
         (lacks > 0 && common.credits_left() > 0)
             .then(|| format!("no room for a reply of {lacks} bytes: {}", common.memory.crowd()))
     }
 
     /// Whether the call was handed to the device.
     pub(super) fn transmitted(&self, xid: Xid) -> bool {
-        self.calls.get(&xid).is_some_and(|c| c.sequence.is_some())
+        self.calls.get(xid).is_some_and(|c| c.sequence.is_some())
     }
 
     /// See [`super::Connection::call`].
@@ -219,7 +296,7 @@ impl Requester {
         // Longer than what the reserve of memory has, with many calls.
         let all = self.calls.len() + 1;
         self.calls
-            .try_reserve(1)
+            .try_reserve()
             // When the connection ends, all of them do at once.
             .and_then(|()| common.output.try_reserve(all))
             .map_err(|_| Error::new(Kind::Os(libc::ENOMEM), "no memory for one more call"))?;
@@ -267,9 +344,9 @@ impl Requester {
         common: &mut Common,
         registrar: &mut (impl Registrar + ?Sized),
     ) {
-        let Some(call) = self.calls.get_mut(&xid) else { return };
+        let Some(call) = self.calls.get_mut(xid) else { return };
         if call.sequence.is_none() {
-            self.calls.remove(&xid);
+            self.calls.remove(xid);
             self.waiting.retain(|w| *w != xid);
         } else if call.fate == Fate::Awaited {
             // Its credit stays with it. RFC 8166 §8.1.4 has a requester "keep the number of concurrent RPC transactions
@@ -311,7 +388,7 @@ impl Requester {
         while common.credits_left() > 0 && common.life.is_open() {
             let Some(xid) = self.waiting.get(next).copied() else { return };
             // Calls that lack room keep their order; those that need none go past them.
-            let Some(call) = self.calls.get_mut(&xid) else {
+            let Some(call) = self.calls.get_mut(xid) else {
                 self.waiting.remove(next);
                 continue;
             };
@@ -330,12 +407,30 @@ impl Requester {
                     continue;
                 }
                 Err(error) => {
-                    self.calls.remove(&xid);
+                    self.calls.remove(xid);
                     common.output.push_back(Output::Done { xid, outcome: Err(error) });
                 }
             }
             self.waiting.remove(next);
         }
+    }
+
+    /// Ends a call without chunks that a plain reply of Version One answers, when nothing else comes of it, as nearly always:
+    /// what `handle_reply` and `transmit_waiting` come to then. False otherwise, and nothing has changed.
+    pub(super) fn take_reply(&mut self, xid: Xid, credits: Credits, common: &mut Common) -> bool {
+        let plain = |call: &Outstanding| {
+            let sent = call.sequence.is_some() && call.version == v1::VERSION;
+            sent && call.fate == Fate::Awaited && call.chunks.is_none() && call.bound.is_none()
+        };
+        let quiet = self.waiting.is_empty() && self.past.is_empty() && common.window.abandoned() == 0;
+        if !quiet || self.calls.remove_if(xid, plain).is_none() {
+            return false;
+        }
+        common.window.set_granted(credits);
+        common.window.give_back(false);
+        self.replies += 1;
+        self.crowded = false;
+        true
     }
 
     /// A message that is no Call has come.
@@ -347,7 +442,7 @@ impl Requester {
         registrar: &mut (impl Registrar + ?Sized),
     ) {
         let xid = header.xid;
-        let Some(call) = self.calls.get(&xid) else {
+        let Some(call) = self.calls.get(xid) else {
             // An answer to a call that asked for none: it is done with.
             if let Some(at) = self.past.iter().position(|call| call.xid == xid)
                 && let Some(mut call) = self.past.remove(at)
@@ -391,7 +486,7 @@ impl Requester {
             let returned: u64 = returned.map(|segment| u64::from(segment.length)).sum();
             self.placed = self.placed.wrapping_add(call.pulled() as u64 + returned);
         }
-        let Some(mut call) = self.calls.remove(&xid) else { return };
+        let Some(mut call) = self.calls.remove(xid) else { return };
         if outcome.is_ok() {
             // RFC 8167 §4.1: "it is not possible for the receiver to tell with certainty whether the header credit value is a
             // request or grant. In such cases, the receiver MUST ignore the header's credit value.": so it is for an error.
@@ -501,11 +596,11 @@ impl Requester {
         }
         let past = |c: &Outstanding| c.fate == Fate::OneWay && c.sequence.is_some_and(|s| s < sequence);
         let mut done: Vec<(u64, Xid)> = (self.calls.iter().filter(|(_, c)| past(c)))
-            .map(|(xid, call)| (call.sequence.unwrap_or_default(), *xid))
+            .map(|(xid, call)| (call.sequence.unwrap_or_default(), xid))
             .collect();
         done.sort_unstable_by_key(|(sequence, _)| *sequence);
         for (_, xid) in done {
-            let Some(mut call) = self.calls.remove(&xid) else { continue };
+            let Some(mut call) = self.calls.remove(xid) else { continue };
             match read_by_peer(call.handles(), registrar) {
                 Some(true) => call.release(common, registrar),
                 read if self.makes_room(call.pulled(), read.is_none(), common, registrar) => {
@@ -929,7 +1024,7 @@ impl Requester {
 
     /// Transmitted calls, and those of them that nobody waits for.
     pub(super) fn counts(&self) -> (usize, usize) {
-        let transmitted = self.calls.values().filter(|call| call.sequence.is_some());
-        (transmitted.clone().count(), transmitted.filter(|call| call.fate != Fate::Awaited).count())
+        let transmitted = self.calls.iter().filter(|(_, call)| call.sequence.is_some());
+        (transmitted.clone().count(), transmitted.filter(|(_, call)| call.fate != Fate::Awaited).count())
     }
 }

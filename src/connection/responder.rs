@@ -14,9 +14,9 @@ use crate::error::{Error, Kind};
 use crate::memory::{Message, Pass, Pieces, Region, Regions, Sink};
 use crate::provider::{WorkId, WorkRequest};
 use crate::stats::{self, Counter};
-use crate::wire::header::{self, Answer, Body, Direction, Header, Proc, RdmaError};
+use crate::wire::header::{self, Answer, Body, Direction, Header, Plain, Proc, RdmaError};
 use crate::wire::lists::{ChunkLists, Lists};
-use crate::wire::{Handle, Segment, Xid};
+use crate::wire::{Handle, Segment, Xid, v1};
 
 /// Most bytes of one RDMA Read: between two of them other messages of the peer get their turn.
 const PULL_MAX: usize = 1 << 20;
@@ -133,6 +133,11 @@ struct Whole {
 }
 
 impl Chunks {
+    fn none(xid: Xid, version: u32) -> Chunks {
+        let (writes, reply, handle, binding) = (Vec::new(), None, None, None);
+        Chunks { xid, version, writes, reply, handle, binding, wrapped: false }
+    }
+
     /// Whether the Call offers no place for anything.
     fn is_plain(&self) -> bool {
         self.writes.is_empty() && self.reply.is_none()
@@ -402,6 +407,26 @@ impl Responder {
         self.replenish(common);
     }
 
+    /// Takes in a plain Call of Version One when no other one waits and no binding has a say, as nearly always: what
+    /// `handle_call` and `replenish` come to then. False otherwise, and nothing has changed.
+    pub(super) fn take_call(&mut self, message: &Region, plain: Plain<'_>, common: &mut Common) -> bool {
+        let payload = plain.payload;
+        let quiet = self.queue.is_empty() && common.next_receive(self.working()).is_some();
+        let alone = common.role == Role::Server && common.bindings.leaves_alone(Some(payload));
+        if !quiet || !alone || first_xid(payload) != Some(plain.xid) || !self.make_room() {
+            return false;
+        }
+        // The Call keeps its own.
+        common.characteristics.consumed();
+        let id = RequestId(self.next);
+        self.next += 1;
+        let chunks = Chunks::none(plain.xid, v1::VERSION);
+        let message = smallvec![message.slice(message.len() - payload.len(), payload.len())];
+        let state = State::Ready(Whole { message, placed: None });
+        self.queue.push_back(Pending { id, chunks, staged: 0, state });
+        true
+    }
+
     /// A Call has come.
     pub(super) fn handle_call(
         &mut self,
@@ -431,15 +456,7 @@ impl Responder {
         }
         let id = RequestId(self.next);
         self.next += 1;
-        let mut chunks = Chunks {
-            xid,
-            version,
-            writes: Vec::new(),
-            reply: None,
-            handle: None,
-            binding: None,
-            wrapped: false,
-        };
+        let mut chunks = Chunks::none(xid, version);
         let payload = message.slice(message.len() - inline, inline);
         let state = if lists.is_empty() && inline > 0 {
             // As most are.

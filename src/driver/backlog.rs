@@ -231,6 +231,11 @@ impl Link {
 
     /// Closes the connection of a peer that talks without reading.
     pub(super) fn limit_talk(&mut self) {
+        if self.device.unsent() == 0 {
+            // As nearly always.
+            self.talk_max = self.talk_max.min(TALK);
+            return;
+        }
         // Calls of our own are bounded by their credits.
         let calls = (self.engine.asked() as usize).saturating_mul(self.engine.thresholds().0);
         let unsent = self.device.unsent().saturating_sub(calls);

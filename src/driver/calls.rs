@@ -9,12 +9,15 @@ use crate::wire::Xid;
 
 use super::peer;
 
+/// How a call has ended.
+pub(super) type Outcome = (Xid, Result<Regions, Error>);
+
 /// Calls of either end.
 #[derive(Default)]
 pub(super) struct Calls {
     /// Of calls that ended, until whoever waits for them has taken them: mostly none or one, and never more than there are
     /// threads that wait.
-    pub(super) outcomes: Vec<(Xid, Result<Regions, Error>)>,
+    pub(super) outcomes: Vec<Outcome>,
     /// Calls of procedure 0 that nobody waits for: their replies give credits.
     pub(super) greetings: Vec<Xid>,
     /// What the peer is asked to be.
@@ -58,6 +61,16 @@ impl Calls {
         self.outcomes
             .try_reserve(others + 1)
             .map_err(|_| Error::new(Kind::Os(libc::ENOMEM), "no memory for how one more call ends"))
+    }
+
+    /// Notes how calls ended, if there are no others that have: `done` is empty then, and has as much room as before.
+    pub(super) fn take_all(&mut self, done: &mut Vec<Outcome>) -> bool {
+        let alone = self.outcomes.is_empty() && self.greetings.is_empty();
+        if alone {
+            // Both have room for the ends of all calls under way.
+            std::mem::swap(&mut self.outcomes, done);
+        }
+        alone
     }
 
     /// Notes how a call ended. False when nobody is to take it.

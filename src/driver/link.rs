@@ -8,10 +8,12 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 use std::time::{Duration, Instant};
 
+use smallvec::smallvec;
+
 use crate::config::{self, Config};
-use crate::connection::{Connection, Expect, Output, Request, Role, Settings, receive_margin};
+use crate::connection::{Connection, Expect, Output, Request, Role, Settings, Taken, receive_margin};
 use crate::error::{Error, Kind};
-use crate::memory::{Buf, Loan, Memory, Message, Regions};
+use crate::memory::{Buf, Loan, Memory, Message};
 use crate::provider::{Completion, QueuePair, WorkRequest};
 use crate::stats::layout::Slot;
 use crate::stats::{self, Counter, Facts, Figures, Recent};
@@ -23,6 +25,7 @@ use crate::{fork, process, socket};
 use crate::{log_error, log_info, log_wire};
 
 use super::backlog;
+use super::calls::Outcome;
 use super::pulls::Place;
 use super::timing::Timing;
 
@@ -68,7 +71,7 @@ pub struct Link {
     /// Where its long Calls wait for their turn to be pulled: at the end that serves them in the program's loop.
     pub(super) place: Option<Place>,
     /// Calls that ended, for whoever collects them.
-    pub(super) done: Vec<(Xid, Result<Regions, Error>)>,
+    pub(super) done: Vec<Outcome>,
     /// What others may see of it.
     pub(super) shown: stats::Connection,
     /// The program's settings allow that.
@@ -492,8 +495,23 @@ impl Link {
 
     fn receive(&mut self, message: Buf, invalidated: Option<Handle>) {
         log_wire!("fd {} < {}{}", self.device.fd(), describe(&message), Invalidates(invalidated));
+        let mut message = message.freeze();
+        // A request that nobody takes up is declined below.
+        if (self.serves || self.role == Role::Client) && invalidated.is_none() {
+            match self.engine.take_plain(message) {
+                Taken::Call => return self.show_figures(),
+                Taken::Reply { xid, reply, receive } => {
+                    if let Err(error) = self.device.post_recv_of(&self.memory, receive) {
+                        self.fail(error);
+                    }
+                    self.done.push((xid, Ok(smallvec![reply])));
+                    return self.show_figures();
+                }
+                Taken::Not(back) => message = back,
+            }
+        }
         let (version, updates) = (self.engine.version(), self.engine.characteristics().updates());
-        self.engine.handle_receive(message, invalidated, &mut *self.device);
+        self.engine.handle_message(message, invalidated, &mut *self.device);
         self.show_figures();
         if (self.engine.version(), self.engine.characteristics().updates()) != (version, updates) {
             self.show_terms();

@@ -29,7 +29,7 @@ use crate::wait::{self, PollFd};
 
 use super::Mask;
 use super::backlog::{Progress, Wait};
-use super::calls::{Calls, Waiter};
+use super::calls::{Calls, Outcome, Waiter};
 use super::link::Link;
 use super::spin::{Patience, Spin, Waiting};
 
@@ -87,9 +87,7 @@ impl Session {
     /// Hands outcomes to their waiters.
     pub(super) fn settle(&mut self, link: &mut Link) {
         if !link.done.is_empty() {
-            for (xid, outcome) in link.done.drain(..) {
-                self.end(xid, outcome);
-            }
+            self.end(&mut link.done);
         }
         if let Some(condition) = &self.serving_sleeper
             && link.request_ready()
@@ -106,12 +104,18 @@ impl Session {
         }
     }
 
-    /// Hands an outcome to its waiter.
-    fn end(&mut self, xid: Xid, outcome: Result<Regions, Error>) {
-        if self.calls.end(xid, outcome)
-            && let Some(condition) = self.sleepers.get(&Waiter::Call(xid))
-        {
-            condition.notify_one();
+    /// Hands outcomes to their waiters.
+    fn end(&mut self, done: &mut Vec<Outcome>) {
+        // As nearly always, this thread's own.
+        if self.sleepers.is_empty() && self.calls.take_all(done) {
+            return;
+        }
+        for (xid, outcome) in done.drain(..) {
+            if self.calls.end(xid, outcome)
+                && let Some(condition) = self.sleepers.get(&Waiter::Call(xid))
+            {
+                condition.notify_one();
+            }
         }
     }
 

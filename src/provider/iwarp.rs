@@ -559,7 +559,11 @@ impl Iwarp {
     fn advance(&mut self) -> Result<(), End> {
         let mut budget = POLL;
         loop {
-            self.process()?;
+            if self.receive.start < self.receive.end {
+                self.process()?;
+            } else {
+                self.receive.missing = ddp::ENOUGH;
+            }
             let drained = self.receive.drained && self.stream.drained();
             if !self.completions.is_empty() || budget == 0 || drained || !self.may_receive()? {
                 return Ok(());
@@ -745,6 +749,12 @@ impl Iwarp {
         if self.transmit.crc && word != mpa::crc_word(Some(crc32c::crc32c(covered))) {
             return Err(breach(Fault::CRC));
         }
+        if let Some((msn, length)) = ddp::whole_send(head)
+            && let Some(payload) = covered[ddp::UNTAGGED..].get(..length)
+            && self.take_message(msn, payload)
+        {
+            return Ok(());
+        }
         let (header, length) = Header::decode(head).map_err(breach)?;
         let payload = &covered[header.len()..header.len() + length];
         match header.opcode() {
@@ -763,6 +773,32 @@ impl Iwarp {
         }
         self.transmit.may_send = true;
         Ok(())
+    }
+
+    /// A Send of one segment, as nearly every short message is, that nothing is wrong with: what `admit` and `commit` come to
+    /// for it. False for others, of which nothing has changed.
+    fn take_message(&mut self, msn: u32, payload: &[u8]) -> bool {
+        let receive = &self.receive;
+        if msn != receive.send_msn || receive.sending.is_some() || receive.placed > 0 {
+            return false;
+        }
+        let (Some(Posted::Bytes(size)), Some(memory)) = (self.receives.front(), &self.memory) else {
+            return false;
+        };
+        if payload.len() > *size {
+            return false;
+        }
+        let Ok(sink) = memory.receive(*size, payload.len()) else { return false };
+        if !sink.place(0, payload) {
+            return false;
+        }
+        self.receives.pop_front();
+        // RFC 5041 §4.3: "The MSN value MUST wrap to 0 after a value of 0xFFFFFFFF."
+        self.receive.send_msn = msn.wrapping_add(1);
+        self.count_read_ahead(payload.len());
+        self.completions.push_back(Completion::Received { sink, len: payload.len(), invalidated: None });
+        self.transmit.may_send = true;
+        true
     }
 
     /// A large FPDU of which only a part is in the buffer: places that part, and the rest will follow by itself.

@@ -22,6 +22,7 @@
 use std::fmt;
 
 use super::lists::{ChunkLists, Lists};
+pub use super::v1::{Plain, decode_plain, encode_plain};
 use super::{Credits, Reader, Xid, put, v1, v2};
 
 /// The versions that somebody speaks, lowest and highest.
@@ -192,7 +193,19 @@ pub type Answer = (Xid, u32, RdmaError);
 ///
 /// # Errors
 /// What is wrong, and with it what a Responder owes the sender: see [`DecodeError::answer`].
+#[inline]
 pub fn decode(message: &[u8], versions: Versions) -> Result<Header<'_>, DecodeError> {
+    if let Some(plain) = decode_plain(message)
+        && versions.include(v1::VERSION)
+    {
+        return Ok(plain.header());
+    }
+    decode_any(message, versions)
+}
+
+/// As [`decode`], of any message.
+#[inline(never)]
+fn decode_any(message: &[u8], versions: Versions) -> Result<Header<'_>, DecodeError> {
     let mut reader = Reader { rest: message };
     let short = |needed| DecodeError::TooShort { length: message.len(), needed };
     let fixed = || short(FIXED_LEN);

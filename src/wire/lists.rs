@@ -32,6 +32,10 @@ pub struct ChunkLists<'a> {
 }
 
 impl<'a> ChunkLists<'a> {
+    /// Lists that are all absent.
+    pub(super) const NONE: ChunkLists<'static> =
+        ChunkLists { reads: &[], read_count: 0, writes: &[], write_count: 0, reply: None };
+
     /// The Read list, in list order.
     pub fn reads(&self) -> impl Iterator<Item = ReadSegment> + use<'a> {
         let mut reader = Reader { rest: self.reads };
@@ -136,6 +140,12 @@ pub struct Lists {
 }
 
 impl Lists {
+    /// Whether all three are absent.
+    #[inline]
+    pub fn is_empty(&self) -> bool {
+        self.reads.is_empty() && self.writes.is_empty() && self.reply.is_none()
+    }
+
     /// Bytes of the three lists in a header.
     pub(super) fn encoded_len(&self) -> usize {
         let chunk = |chunk: &Vec<Segment>| 4 + chunk.len() * SEGMENT_LEN;
@@ -147,8 +157,7 @@ impl Lists {
 
     /// Appends the three lists.
     pub(super) fn encode(&self, out: &mut Vec<u8>) {
-        if self.reads.is_empty() && self.writes.is_empty() && self.reply.is_none() {
-            // As nearly every short message has them.
+        if self.is_empty() {
             return put(out, &[0, 0, 0]);
         }
         for read in &self.reads {

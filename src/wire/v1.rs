@@ -6,8 +6,9 @@
 //! ```
 #![forbid(unsafe_code)]
 
-use super::header::{Body, Direction, Proc};
-use super::{Position, Reader};
+use super::header::{Body, Direction, Header, Proc};
+use super::lists::ChunkLists;
+use super::{Credits, Position, Reader, Xid};
 
 /// The version of the protocol that this file speaks.
 pub const VERSION: u32 = 1;
@@ -19,15 +20,83 @@ pub(super) fn decode<'a>(
 ) -> (Option<Direction>, Result<Body<'a>, &'static str>) {
     let body = body(proc, reader);
     let direction = match &body {
-        // RFC 8167 §4.1: "an accompanying RPC message payload with a call direction field"
-        Ok(Body::Msg { payload, .. }) => {
-            payload.get(4..).and_then(|rest| Reader { rest }.word()).and_then(Direction::of)
-        }
+        Ok(Body::Msg { payload, .. }) => direction(payload),
         // RFC 8166 §4.3.1: "Responders MUST leave the Read list empty in all replies.", so one with it is a Call.
         Ok(Body::Nomsg { chunks }) => (chunks.read_count() > 0).then_some(Direction::Call),
         _ => None,
     };
     (direction, body)
+}
+
+/// A message of this version without chunks, as nearly every short one is: all words of its header but two are the same.
+#[derive(Clone, Copy, Debug)]
+pub struct Plain<'a> {
+    /// The transaction.
+    pub xid: Xid,
+    /// Asked for or granted.
+    pub credits: Credits,
+    /// The RPC message, from its XID on.
+    pub payload: &'a [u8],
+}
+
+impl<'a> Plain<'a> {
+    /// Which way it goes.
+    #[inline]
+    pub fn direction(&self) -> Option<Direction> {
+        direction(self.payload)
+    }
+
+    /// The same as any message is decoded to.
+    #[inline]
+    pub(super) fn header(&self) -> Header<'a> {
+        let Plain { xid, credits, payload } = *self;
+        let body = Body::Msg { chunks: ChunkLists::NONE, payload };
+        Header { version: VERSION, xid, credits, direction: self.direction(), body }
+    }
+}
+
+/// The words of such a header behind the XID; the second one is that of the credits.
+const PLAIN: [u8; 24] = {
+    let mut words = [0; 24];
+    // rdma_vers. RDMA_MSG, and that each of the three lists is absent, are zeros.
+    words[3] = VERSION as u8;
+    words
+};
+
+/// Decodes a message if it is a plain one.
+#[inline]
+pub fn decode_plain(message: &[u8]) -> Option<Plain<'_>> {
+    let ([x0, x1, x2, x3, rest @ ..], payload) = message.split_first_chunk::<PLAIN_LEN>()?;
+    let mut same = *rest;
+    let credits = u32::from_be_bytes([same[4], same[5], same[6], same[7]]);
+    same[4..8].fill(0);
+    (same == PLAIN).then(|| Plain {
+        xid: Xid(u32::from_be_bytes([*x0, *x1, *x2, *x3])),
+        credits: Credits(credits),
+        payload,
+    })
+}
+
+/// The header of a plain message, which its payload follows on the wire.
+#[inline]
+pub fn encode_plain(xid: Xid, credits: Credits) -> [u8; PLAIN_LEN] {
+    let mut header = [0; PLAIN_LEN];
+    header[..4].copy_from_slice(&xid.0.to_be_bytes());
+    header[4..].copy_from_slice(&PLAIN);
+    header[8..12].copy_from_slice(&credits.0.to_be_bytes());
+    header
+}
+
+/// Bytes of that header.
+pub(super) const PLAIN_LEN: usize = 28;
+
+/// What an RPC message says of itself.
+///
+/// RFC 8167 §4.1: "an accompanying RPC message payload with a call direction field"
+#[inline]
+fn direction(payload: &[u8]) -> Option<Direction> {
+    let (_, rest) = payload.split_first_chunk::<4>()?;
+    Direction::of(u32::from_be_bytes(*rest.first_chunk()?))
 }
 
 fn body<'a>(proc: Option<Proc>, reader: &mut Reader<'a>) -> Result<Body<'a>, &'static str> {

@@ -210,6 +210,22 @@ impl Header {
     }
 }
 
+/// Of the header of an FPDU that is a whole Send, without anything else: its number, and the bytes of its payload. `None` for
+/// any other one, and for one that is wrong.
+pub fn whole_send(fpdu: &[u8; ENOUGH]) -> Option<(u32, usize)> {
+    let [l0, l1, kind @ .., s0, s1, s2, s3, o0, o1, o2, o3] = *fpdu;
+    const { assert!(ENOUGH == UNTAGGED) };
+    let payload = (2 + usize::from(u16::from_be_bytes([l0, l1]))).checked_sub(UNTAGGED)?;
+    let is_one = kind == WHOLE_SEND && [o0, o1, o2, o3] == [0; 4];
+    is_one.then(|| (u32::from_be_bytes([s0, s1, s2, s3]), payload))
+}
+
+/// Control fields, RsvdULP and queue number of that.
+const WHOLE_SEND: [u8; 10] = {
+    let rdmap = RDMAP_VERSION << 6 | Opcode::Send as u8;
+    [LAST_BIT | DDP_VERSION, rdmap, 0, 0, 0, 0, 0, 0, 0, SEND_QUEUE as u8]
+};
+
 /// The header of an RDMA Read Request (RFC 5040 §4.4).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct ReadRequest {

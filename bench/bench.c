@@ -438,7 +438,7 @@ int main(int argc, char **argv)
     CLIENT *client = connect_to_server();
     if (counters)
         return count(client, buffer, strtoul(argv[6], NULL, 0));
-    for (int i = 0; i < atoi(argv[6]); i++)
+    for (unsigned long calls = strtoul(argv[6], NULL, 0); calls > 0; calls--)
         call(client, buffer);
     clnt_destroy(client);
     return 0;

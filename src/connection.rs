@@ -202,6 +202,16 @@ pub enum Expect {
     Nothing,
 }
 
+/// What [`Connection::start`] has made of a call.
+pub enum Started {
+    /// It is under way: this is the Send to be posted.
+    Sent(Regions),
+    /// It has ended, as the output says.
+    Failed,
+    /// Nothing: it is for [`Connection::call`].
+    Not(Message),
+}
+
 /// What [`Connection::take_plain`] has made of a message.
 #[derive(Debug)]
 pub enum Taken {
@@ -460,7 +470,21 @@ impl Connection {
         expect: Expect,
         registrar: &mut (impl Registrar + ?Sized),
     ) -> Result<(), Error> {
-        self.requester.call(xid, message.into(), expect, &mut self.common, registrar)
+        match self.start(xid, message.into(), &expect) {
+            Started::Sent(gather) => {
+                let send = WorkRequest::Send { gather, invalidate: None };
+                self.common.output.push_back(Output::Post(send));
+                Ok(())
+            }
+            Started::Failed => Ok(()),
+            Started::Not(message) => self.requester.call(xid, message, expect, &mut self.common, registrar),
+        }
+    }
+
+    /// Starts a call of which nothing is to be planned and that goes at once, as nearly every short one: what `call` would have
+    /// posted is for the caller to post.
+    pub fn start(&mut self, xid: Xid, message: Message, expect: &Expect) -> Started {
+        self.requester.start(xid, message, expect, &mut self.common)
     }
 
     /// Nobody waits for the call any more: it is forgotten if it was not sent, else it becomes an orphan. No memory of

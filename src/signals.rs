@@ -7,6 +7,8 @@
 use std::marker::PhantomData;
 use std::mem::MaybeUninit;
 
+use once_cell::race::OnceBox;
+
 /// A signal mask.
 #[repr(transparent)]
 #[derive(Clone, Copy)]
@@ -19,6 +21,9 @@ impl SignalMask {
     }
 }
 
+/// All signals there are.
+static FULL: OnceBox<SignalMask> = OnceBox::new();
+
 /// All signals of this thread are blocked while this lives, as libtirpc does around a call.
 pub struct BlockedSignals {
     before: SignalMask,
@@ -29,11 +34,15 @@ pub struct BlockedSignals {
 impl BlockedSignals {
     /// Blocks all signals of the calling thread.
     pub fn all() -> BlockedSignals {
-        let mut all = MaybeUninit::<libc::sigset_t>::uninit();
-        // SAFETY: sigfillset writes the whole set.
-        unsafe { libc::sigfillset(all.as_mut_ptr()) };
+        let all = FULL.get_or_init(|| {
+            let mut all = MaybeUninit::<libc::sigset_t>::uninit();
+            // SAFETY: sigfillset writes the whole set.
+            unsafe { libc::sigfillset(all.as_mut_ptr()) };
+            // SAFETY: just written.
+            Box::new(SignalMask(unsafe { all.assume_init() }))
+        });
         let mut before = MaybeUninit::<libc::sigset_t>::zeroed();
-        // SAFETY: `all` was filled above, `before` is writable. It cannot fail: the operation is a valid constant.
+        // SAFETY: `all` is a whole set, `before` is writable. It cannot fail: the operation is a valid constant.
         unsafe { libc::pthread_sigmask(libc::SIG_SETMASK, all.as_ptr(), before.as_mut_ptr()) };
         // SAFETY: a sigset_t is plain integers: the zeroed one was valid even had nothing been written.
         let before = unsafe { before.assume_init() };

@@ -10,6 +10,8 @@ pub(super) struct Life {
     stage: Stage,
 }
 
+// Asked for several times a message: a byte of its own tells which it is.
+#[repr(u8)]
 enum Stage {
     /// It is not known what our calls are made in. A client waits for the answer to its first message, an INIT_XCHAR of
     /// Version Two; a server, for the first message of the client.

@@ -8,7 +8,7 @@ use smallvec::smallvec;
 
 use super::chunks::{self, Area, Limits, Needs};
 use super::common::Common;
-use super::{Expect, Output, RPC_HEADER_MAX, Registrar, Role, first_xid, payload_xid, two};
+use super::{Expect, Output, RPC_HEADER_MAX, Registrar, Role, Started, first_xid, payload_xid, two};
 use crate::binding::{Binding, Head, Origin};
 use crate::error::{Error, Kind, os_text};
 use crate::log_warn;
@@ -274,6 +274,51 @@ impl Requester {
         self.calls.get(xid).is_some_and(|c| c.sequence.is_some())
     }
 
+    /// Transmits a call at once that is as nearly every short one: nothing is to be planned, nobody waits before it, and a reply
+    /// is expected. What `call` comes to then, but for the Send, which is handed out.
+    pub(super) fn start(
+        &mut self,
+        xid: Xid,
+        message: Message,
+        expect: &Expect,
+        common: &mut Common,
+    ) -> Started {
+        let quiet = self.waiting.is_empty() && self.past.is_empty() && common.output.is_empty();
+        let free = quiet && common.life.is_open() && common.credits_left() > 0 && self.calls.get(xid).is_none();
+        let mut call = Outstanding::new(Fate::Awaited);
+        call.version = common.version().unwrap_or(v1::VERSION);
+        if !free
+            || matches!(expect, Expect::Nothing)
+            || first_xid(message.body()) != Some(xid)
+            || common.characteristics.holds(xid)
+            || !call.is_plain(&message, expect, common)
+            || !self.make_room(common)
+        {
+            return Started::Not(message);
+        }
+        match call.send_whole(xid, message, common) {
+            Ok(gather) => {
+                self.transmitted += 1;
+                call.sequence = Some(self.transmitted);
+                common.window.take();
+                self.calls.insert(xid, call);
+                self.crowded = false;
+                Started::Sent(gather)
+            }
+            Err(error) => {
+                common.output.push_back(Output::Done { xid, outcome: Err(error) });
+                Started::Failed
+            }
+        }
+    }
+
+    /// Room for one more call, and for the ends of all.
+    fn make_room(&mut self, common: &mut Common) -> bool {
+        // Longer than what the reserve of memory has, with many calls. When the connection ends, all of them do at once.
+        let all = self.calls.len() + 1;
+        self.calls.try_reserve().and_then(|()| common.output.try_reserve(all)).is_ok()
+    }
+
     /// See [`super::Connection::call`].
     pub(super) fn call(
         &mut self,
@@ -293,22 +338,11 @@ impl Requester {
         if first_xid(message.body()) != Some(xid) {
             return Err(Error::new(Kind::Invalid, format!("the call does not begin with its XID {xid}")));
         }
-        // Longer than what the reserve of memory has, with many calls.
-        let all = self.calls.len() + 1;
-        self.calls
-            .try_reserve()
-            // When the connection ends, all of them do at once.
-            .and_then(|()| common.output.try_reserve(all))
-            .map_err(|_| Error::new(Kind::Os(libc::ENOMEM), "no memory for one more call"))?;
+        if !self.make_room(common) {
+            return Err(Error::new(Kind::Os(libc::ENOMEM), "no memory for one more call"));
+        }
         let fate = if matches!(expect, Expect::Nothing) { Fate::OneWay } else { Fate::Awaited };
-        let mut call = Outstanding {
-            fate,
-            sequence: None,
-            version: v1::VERSION,
-            bound: None,
-            waiting: None,
-            chunks: None,
-        };
+        let mut call = Outstanding::new(fate);
         // Nearly always there is a credit, and nobody waits for one: it goes at once.
         let first = self.waiting.is_empty() && common.credits_left() > 0 && common.life.is_open();
         self.crowded &= !first;
@@ -724,6 +758,11 @@ impl Requester {
 }
 
 impl Outstanding {
+    fn new(fate: Fate) -> Outstanding {
+        let (sequence, bound, waiting, chunks) = (None, None, None, None);
+        Outstanding { fate, sequence, version: v1::VERSION, bound, waiting, chunks }
+    }
+
     fn handles(&self) -> &[Handle] {
         self.chunks.as_ref().map_or(&[], |chunks| &chunks.handles)
     }

@@ -11,7 +11,7 @@ use std::time::{Duration, Instant};
 use smallvec::smallvec;
 
 use crate::config::{self, Config};
-use crate::connection::{Connection, Expect, Output, Request, Role, Settings, Taken, receive_margin};
+use crate::connection::{Connection, Expect, Output, Request, Role, Settings, Started, Taken, receive_margin};
 use crate::error::{Error, Kind};
 use crate::memory::{Buf, Loan, Memory, Message};
 use crate::provider::{Completion, QueuePair, WorkRequest};
@@ -553,7 +553,15 @@ impl Link {
         self.done
             .try_reserve(self.engine.calls() + 1)
             .map_err(|_| Error::new(Kind::Os(libc::ENOMEM), "no memory for one more call"))?;
-        self.engine.call(xid, message, expect, &mut *self.device)?;
+        match self.engine.start(xid, message, &expect) {
+            Started::Sent(gather) => {
+                let send = WorkRequest::Send { gather, invalidate: None };
+                note(&send, self.device.fd(), &self.shown);
+                self.device.post(send);
+            }
+            Started::Failed => {}
+            Started::Not(message) => self.engine.call(xid, message, expect, &mut *self.device)?,
+        }
         self.shown.add(Slot::Calls, 1);
         if self.engine.credits_left() == 0 && !self.engine.transmitted(xid) {
             stats::add(Counter::CreditsWaited, 1);

@@ -205,6 +205,8 @@ pub struct Iwarp {
     pub syscalls: u64,
 }
 
+// As a byte of its own: each message asks.
+#[repr(u8)]
 enum Stage {
     AwaitRequest,
     AwaitReply,

@@ -20,6 +20,8 @@
 use std::hash::BuildHasher;
 use std::ops::Range;
 use std::sync::Arc;
+use std::sync::atomic::AtomicU64;
+use std::sync::atomic::Ordering::{AcqRel, Acquire};
 
 use once_cell::race::OnceBox;
 use rustc_hash::{FxBuildHasher, FxHashMap};
@@ -297,6 +299,8 @@ impl Binding {
 /// chain: a program may add a binding for each of a thousand procedures.
 pub struct Registry {
     built_in: FxHashMap<Key, Binding>,
+    /// A bit for each program that has a binding; others may share it. Most calls are for a program without.
+    programs: AtomicU64,
     chains: [Chain; CHAINS],
 }
 
@@ -314,6 +318,13 @@ struct Said {
 }
 
 const CHAINS: usize = 64;
+
+/// The bit of a program in [`Registry::programs`].
+#[inline]
+fn bit(program: u32) -> u64 {
+    // By the upper bits of a product: programs of one make differ in their lower ones.
+    1 << (program.wrapping_mul(0x9e37_79b9) >> 26)
+}
 
 fn said(chain: &Chain) -> impl Iterator<Item = &Said> {
     std::iter::successors(chain.get(), |said| said.next.get())
@@ -336,11 +347,17 @@ impl Registry {
             };
             ((program, version, row.number), Binding(Arc::new(binding)))
         });
-        Registry { built_in: procedures.collect(), chains: [const { OnceBox::new() }; CHAINS] }
+        let built_in: FxHashMap<Key, Binding> = procedures.collect();
+        let programs = built_in.keys().fold(0, |all, (program, ..)| all | bit(*program));
+        let chains = [const { OnceBox::new() }; CHAINS];
+        Registry { built_in, programs: AtomicU64::new(programs), chains }
     }
 
     /// The binding of a procedure, if it has one.
     pub fn find(&self, program: u32, version: u32, procedure: u32) -> Option<Binding> {
+        if self.programs.load(Acquire) & bit(program) == 0 {
+            return None;
+        }
         let key = (program, version, procedure);
         let added = said(self.chain(key)).filter(|said| said.key == key).last();
         added.map(|said| &said.binding).or_else(|| self.built_in.get(&key)).cloned()
@@ -352,6 +369,7 @@ impl Registry {
 
     /// Puts a binding behind the others, unless `refused` by what these say.
     fn append(&self, key: Key, binding: Procedure, refused: impl Fn() -> Option<Error>) -> Result<(), Error> {
+        self.programs.fetch_or(bit(key.0), AcqRel);
         let chain = self.chain(key);
         let mut fresh = Box::new(Said { key, binding: Binding(Arc::new(binding)), next: OnceBox::new() });
         loop {

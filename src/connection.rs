@@ -212,6 +212,17 @@ pub enum Started {
     Not(Message),
 }
 
+/// What [`Connection::answer`] has made of a reply.
+pub enum Answered {
+    /// It is answered: a Receive of so many bytes is to be posted, and then this Send.
+    #[allow(missing_docs)]
+    Sent { gather: Regions, receive: usize },
+    /// It cannot be, as the output says too.
+    Failed(Error),
+    /// Nothing: it is for [`Connection::reply`].
+    Not(Message),
+}
+
 /// What [`Connection::take_plain`] has made of a message.
 #[derive(Debug)]
 pub enum Taken {
@@ -546,7 +557,21 @@ impl Connection {
     /// answered before, or the message has another XID (the request can still be answered). The reason of the close
     /// when the connection is closed.
     pub fn reply(&mut self, id: RequestId, message: impl Into<Message>) -> Result<(), Error> {
-        self.responder.reply(id, message.into(), &mut self.common)
+        match self.answer(id, message.into()) {
+            Answered::Sent { gather, receive } => {
+                let send = Output::Post(WorkRequest::Send { gather, invalidate: None });
+                self.common.output.extend([Output::Receive(receive), send]);
+                Ok(())
+            }
+            Answered::Failed(error) => Err(error),
+            Answered::Not(message) => self.responder.reply(id, message, &mut self.common),
+        }
+    }
+
+    /// Answers a request with a reply of which nothing is to be planned, as nearly every short one: what `reply` would have posted
+    /// is for the caller to post.
+    pub fn answer(&mut self, id: RequestId, message: Message) -> Answered {
+        self.responder.answer(id, message, &mut self.common)
     }
 
     /// The request has no reply yet, and may never get one (a one-way call): its Receive is free again. The latest such

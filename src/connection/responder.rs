@@ -8,7 +8,7 @@ use smallvec::smallvec;
 
 use super::chunks::{self, Assembly, Pull};
 use super::common::Common;
-use super::{Output, Registrar, Role, first_xid, payload_xid};
+use super::{Answered, Output, Registrar, Role, first_xid, payload_xid};
 use crate::binding::{Binding, Head};
 use crate::error::{Error, Kind};
 use crate::memory::{Message, Pass, Pieces, Region, Regions, Sink};
@@ -154,6 +154,12 @@ struct Handed(VecDeque<(RequestId, Chunks)>);
 impl Handed {
     fn len(&self) -> usize {
         self.0.len()
+    }
+
+    /// The only one there is.
+    #[inline]
+    fn only(&self) -> Option<&(RequestId, Chunks)> {
+        if self.0.len() == 1 { self.0.front() } else { None }
     }
 
     fn push(&mut self, id: RequestId, chunks: Chunks) {
@@ -341,6 +347,37 @@ impl Responder {
         let invalidate = chunks.handle.filter(|_| in_order && common.may_invalidate(chunks.version));
         common.output.push_back(Output::Post(WorkRequest::Send { gather, invalidate }));
         Ok(())
+    }
+
+    /// Answers a request as nearly every one is answered: the only one under way, made by a plain Call of Version One, with what
+    /// fits into its Send and names no memory of the program. What `reply` comes to then, but for what is to be posted.
+    pub(super) fn answer(&mut self, id: RequestId, message: Message, common: &mut Common) -> Answered {
+        let plain = |chunks: &Chunks| {
+            let fits = v1::PLAIN_LEN + message.len() <= common.reply_limit(v1::VERSION);
+            let whole = chunks.is_plain() && chunks.version == v1::VERSION && chunks.handle.is_none();
+            whole && fits && message.is_whole() && first_xid(message.body()) == Some(chunks.xid)
+        };
+        let alone = self.queue.is_empty() && self.deferred.is_empty() && common.output.is_empty();
+        let xid = match self.handed.only() {
+            Some((only, chunks)) if *only == id && alone && common.life.is_open() && plain(chunks) => chunks.xid,
+            _ => return Answered::Not(message),
+        };
+        // The Call's own Receive.
+        let Some(receive) = common.next_receive(1) else { return Answered::Not(message) };
+        self.handed.0.clear();
+        self.answered = self.answered.max(id);
+        common.characteristics.posted();
+        let whole = 0..message.len();
+        let kind = (Proc::Msg, Direction::Reply);
+        let ranges = std::slice::from_ref(&whole);
+        match common.gather((v1::VERSION, xid), kind, &NO_LISTS, message.freeze(), ranges) {
+            Ok(gather) => Answered::Sent { gather, receive },
+            Err(error) => {
+                // As in `frame`.
+                common.close(error.clone());
+                Answered::Failed(error)
+            }
+        }
     }
 
     /// Writes what of a reply has a place at the requester; what is to be sent then, at most `send` bytes.

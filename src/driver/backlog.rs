@@ -16,7 +16,7 @@ use crate::fork;
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering::Relaxed};
 use std::time::{Duration, Instant};
 
-use crate::connection::{Request, RequestId};
+use crate::connection::{Answered, Request, RequestId};
 use crate::error::{Error, Kind};
 use crate::memory::Message;
 use crate::provider::QueuePair;
@@ -256,7 +256,18 @@ impl Link {
             // What does not exist is a peer's to invent.
             Some((self.recent.served(names, || is_success(message.body()))?, began))
         });
-        let queued = self.engine.reply(id, message);
+        let queued = match self.engine.answer(id, message) {
+            Answered::Sent { gather, receive } => {
+                // RFC 8166 §3.3.1: the Receive is there before the peer hears that it may call again.
+                match self.device.post_recv_of(&self.memory, receive) {
+                    Ok(()) => self.send(gather),
+                    Err(error) => self.fail(error),
+                }
+                Ok(())
+            }
+            Answered::Failed(error) => Err(error),
+            Answered::Not(message) => self.engine.reply(id, message),
+        };
         self.drain();
         let posted = queued.is_ok() && self.engine.closed().is_none();
         // What is queued now does not count as talk.

@@ -13,7 +13,7 @@ use smallvec::smallvec;
 use crate::config::{self, Config};
 use crate::connection::{Connection, Expect, Output, Request, Role, Settings, Started, Taken, receive_margin};
 use crate::error::{Error, Kind};
-use crate::memory::{Buf, Loan, Memory, Message};
+use crate::memory::{Buf, Loan, Memory, Message, Regions};
 use crate::provider::{Completion, QueuePair, WorkRequest};
 use crate::stats::layout::Slot;
 use crate::stats::{self, Counter, Facts, Figures, Recent};
@@ -554,11 +554,7 @@ impl Link {
             .try_reserve(self.engine.calls() + 1)
             .map_err(|_| Error::new(Kind::Os(libc::ENOMEM), "no memory for one more call"))?;
         match self.engine.start(xid, message, &expect) {
-            Started::Sent(gather) => {
-                let send = WorkRequest::Send { gather, invalidate: None };
-                note(&send, self.device.fd(), &self.shown);
-                self.device.post(send);
-            }
+            Started::Sent(gather) => self.send(gather),
             Started::Failed => {}
             Started::Not(message) => self.engine.call(xid, message, expect, &mut *self.device)?,
         }
@@ -570,6 +566,13 @@ impl Link {
         self.shown.put(Slot::InFlight, self.engine.in_flight().into());
         self.flush();
         Ok(())
+    }
+
+    /// Posts a Send.
+    pub(super) fn send(&mut self, gather: Regions) {
+        let send = WorkRequest::Send { gather, invalidate: None };
+        note(&send, self.device.fd(), &self.shown);
+        self.device.post(send);
     }
 
     pub(super) fn nudge(&mut self) {

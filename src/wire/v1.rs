@@ -88,7 +88,7 @@ pub fn encode_plain(xid: Xid, credits: Credits) -> [u8; PLAIN_LEN] {
 }
 
 /// Bytes of that header.
-pub(super) const PLAIN_LEN: usize = 28;
+pub(crate) const PLAIN_LEN: usize = 28;
 
 /// What an RPC message says of itself.
 ///

@@ -20,7 +20,7 @@
 
 use std::os::fd::RawFd;
 use std::sync::Arc;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use crate::error::Error;
 use crate::memory::{Areas, Memory, Region, Regions, Sink, Slabs};
@@ -38,6 +38,19 @@ pub mod verbs;
 
 pub use crate::memory::shared::Bell;
 pub use device::{Accepted, DEVICES, Device, Knock, Listener, Options, Places, Shortage, Traits, Way};
+
+/// What a thread may sleep on that drives a connection and waits for nothing else.
+pub enum Doze {
+    /// Until the peer rings.
+    Bell(Bell),
+    /// In recvfrom(2) on this socket: one system call in place of two, for what comes. It ends after [`NAP`] of itself.
+    Stream(RawFd),
+}
+
+/// How long one may sleep on a stream, and how many bytes are taken then: the rest is left to `poll`.
+pub const NAP: Duration = Duration::from_millis(10);
+/// See [`NAP`].
+pub const NAP_BYTES: usize = 512;
 
 /// What a device and the negotiation with the peer allow.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -268,9 +281,13 @@ pub trait QueuePair: Send {
 
     /// As [`QueuePair::rest`], for a thread that sleeps on what this returns and on nothing else, with a limit of its own: cheaper than
     /// the fd, which tells nothing meanwhile. `None` where there is none, or it was of no use the last time.
-    fn doze(&mut self) -> Option<Bell> {
+    fn doze(&mut self) -> Option<Doze> {
         None
     }
+
+    /// What a sleep on [`Doze::Stream`] has brought, if anything: to be told before anything else is received. `None`: the socket
+    /// does not let anybody sleep.
+    fn arrived(&mut self, _bytes: Option<&[u8]>) {}
 
     /// Tells the peer how many others this process serves just now: they want processors too, of the same host.
     fn tell_company(&mut self, _others: u32) {}

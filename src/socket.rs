@@ -93,6 +93,30 @@ pub fn receive(fd: RawFd, pieces: &mut [IoVecMut<'_>]) -> io::Result<usize> {
     })
 }
 
+/// As [`receive`], but sleeps until something comes, for as long as [`set_patience`] has said; unless the descriptor is in
+/// non-blocking mode.
+///
+/// # Errors
+/// The errno; `EAGAIN` when nothing has come in that time.
+pub fn await_bytes(fd: RawFd, bytes: &mut [u8]) -> io::Result<usize> {
+    repeat(|| {
+        // SAFETY: `bytes` is writable for its length, and no address is asked for.
+        unsafe { libc::recvfrom(fd, bytes.as_mut_ptr().cast(), bytes.len(), 0, null_mut(), null_mut()) }
+    })
+}
+
+/// How long [`await_bytes`] sleeps.
+///
+/// # Errors
+/// The errno of setsockopt(2).
+pub fn set_patience(fd: RawFd, time: Duration) -> io::Result<()> {
+    #[cfg(test)]
+    if simulated::is(fd) {
+        return Err(Errno::NOTSOCK.into());
+    }
+    Ok(sockopt::set_socket_timeout(borrow(fd)?, sockopt::Timeout::Recv, Some(time))?)
+}
+
 /// The next byte of the stream without taking it; `None` when the peer has closed its side.
 ///
 /// # Errors

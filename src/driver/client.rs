@@ -372,7 +372,7 @@ impl<'a> Policy<'a> for &'a Client {
         agreed || engine.closed().is_some() || state.may_serve() || state.session.calls.is_over(waiter)
     }
 
-    fn wake(&self, state: &mut Waiting, dozes: bool) -> Wake {
+    fn wake(&self, state: &mut Waiting, may_doze: bool) -> Wake {
         let alarm = state.alarm_fd().unwrap_or(-1);
         if let Some((fd, writes, until)) = state.attempt() {
             // Whatever it is that wakes this thread, no other one has to take the step.
@@ -383,10 +383,10 @@ impl<'a> Policy<'a> for &'a Client {
         let nudges = state.nudges < NUDGES && !link.heard;
         // Who waits for more than the connection's own answers sleeps on descriptors.
         let writes = link.device.wants_write();
-        let may_doze = dozes && alarm < 0 && !nudges && !writes;
-        let bell = if may_doze { link.device.doze() } else { None };
-        let at_once = bell.is_none() && !link.device.rest();
-        Wake { nudges, at_once, bell, ..Wake::new((link.device.fd(), true, writes), alarm, until) }
+        let may_doze = may_doze && alarm < 0 && !nudges && !writes;
+        let doze = if may_doze { link.device.doze() } else { None };
+        let at_once = doze.is_none() && !link.device.rest();
+        Wake { nudges, at_once, doze, ..Wake::new((link.device.fd(), true, writes), alarm, until) }
     }
 
     fn move_on(&self, state: &mut Waiting, wake: &Wake, nothing: bool) {

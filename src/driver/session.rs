@@ -12,6 +12,7 @@
 
 use crate::thread;
 use crate::wire::Xid;
+use std::io::ErrorKind;
 use std::os::fd::RawFd;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -21,7 +22,8 @@ use rustc_hash::FxHashMap;
 use crate::connection::RequestId;
 use crate::error::{Error, Kind};
 use crate::memory::{Message, Regions};
-use crate::provider::Bell;
+use crate::provider::{Doze, NAP, NAP_BYTES};
+use crate::socket;
 use crate::stats::layout::Slot;
 use crate::stats::{self, Counter};
 use crate::sync::{Condvar, MutexGuard};
@@ -63,6 +65,8 @@ struct Driver {
     reads: bool,
     /// It will wake when the descriptor takes bytes.
     writes: bool,
+    /// It takes what comes itself, before anybody else can see it: for at most [`NAP`].
+    naps: bool,
 }
 
 impl Session {
@@ -166,22 +170,33 @@ impl Session {
     }
 
     fn begin_to_drive(&mut self) {
-        self.drivers.push(Driver { thread: thread::this(), reads: true, writes: false });
+        self.drivers.push(Driver { thread: thread::this(), reads: true, writes: false, naps: false });
     }
 
     /// This thread, which drives, goes to sleep. One that span while the connection was replaced was forgotten with the old
     /// one, and sleeps on the new one.
-    fn sleeps_for(&mut self, reads: bool, writes: bool) {
+    fn sleeps_for(&mut self, reads: bool, writes: bool, naps: bool) {
+        let driver = Driver { thread: thread::this(), reads, writes, naps };
         match self.own_driver() {
-            Some(own) => (self.drivers[own].reads, self.drivers[own].writes) = (reads, writes),
-            None => self.drivers.push(Driver { thread: thread::this(), reads, writes }),
+            Some(own) => self.drivers[own] = driver,
+            None => self.drivers.push(driver),
         }
+    }
+
+    /// Whether this thread, which drives, is the only one that does.
+    fn drives_alone(&self) -> bool {
+        matches!(&self.drivers[..], [only] if only.thread == thread::this())
+    }
+
+    /// Whether another thread may take what this one sleeps for, which no descriptor tells then.
+    fn another_naps(&self) -> bool {
+        self.drivers.iter().any(|driver| driver.naps && driver.thread != thread::this())
     }
 
     /// As if a thread slept in poll(2) already.
     #[cfg(test)]
     pub(super) fn drive_as(&mut self, thread: usize) {
-        self.drivers.push(Driver { thread, reads: true, writes: thread == thread::this() });
+        self.drivers.push(Driver { thread, reads: true, writes: thread == thread::this(), naps: false });
     }
 
     /// As if so many threads slept that one more needs memory, of more than the reserve has.
@@ -315,12 +330,12 @@ pub(super) trait Policy<'a>: Locked<'a> {
     /// Whether a spin has found what it is for.
     fn is_over(&self, state: &mut Self::State, waiter: Waiter) -> bool;
 
-    /// What to sleep for. `dozes`: it may be a bell.
-    fn wake(&self, state: &mut Self::State, dozes: bool) -> Wake;
+    /// What to sleep for. `may_doze`: it may be a bell, or the stream itself.
+    fn wake(&self, state: &mut Self::State, may_doze: bool) -> Wake;
 
     /// Sleeps for it, at most for `left`. False when nothing came in that time.
     fn sleep(&self, wake: &mut Wake, left: Duration, mask: Mask<'_>) -> bool {
-        if let Some(bell) = &wake.bell {
+        if let Some(Doze::Bell(bell)) = &wake.doze {
             bell.wait(left);
             return true;
         }
@@ -357,7 +372,7 @@ pub(super) struct Wake {
     pub(super) at_once: bool,
     /// What to sleep on in place of descriptors, for [`DOZE`] at most: the end of the connection does not ring, nor does anybody
     /// in this process.
-    pub(super) bell: Option<Bell>,
+    pub(super) doze: Option<Doze>,
 }
 
 impl Wake {
@@ -368,7 +383,7 @@ impl Wake {
         until: Option<Instant>,
     ) -> Wake {
         let fds = [PollFd::new(fd, reads, writes), PollFd::new(other, true, false)];
-        Wake { fds, reads, writes, until, nudges: false, at_once: false, bell: None }
+        Wake { fds, reads, writes, until, nudges: false, at_once: false, doze: None }
     }
 
     /// Whether the other descriptor is readable.
@@ -478,19 +493,51 @@ fn drive<'a, P: Policy<'a>>(
     let blocked = slept.map_or(DOZE, |slept| DOZE.saturating_sub(now - slept));
     slept.get_or_insert(now);
     let mut wake = policy.wake(&mut state, !blocked.is_zero());
-    state.parts().0.sleeps_for(wake.reads, wake.writes);
-    drop(state);
     let until = wake.until.map_or(deadline, |until| deadline.min(until));
     let mut left = if wake.at_once { Duration::ZERO } else { until.saturating_duration_since(now) };
-    if wake.bell.is_some() {
+    let (session, link) = state.parts();
+    let nap = match (&wake.doze, link) {
+        (Some(Doze::Stream(fd)), Some(link)) if left >= NAP && blocked >= NAP && session.drives_alone() => {
+            Some((*fd, link.serial))
+        }
+        _ => None,
+    };
+    session.sleeps_for(wake.reads, wake.writes, nap.is_some());
+    if matches!(wake.doze, Some(Doze::Bell(_))) {
         left = left.min(blocked);
+    }
+    if session.another_naps() {
+        left = left.min(NAP);
     }
     if wake.nudges {
         left = left.min(NUDGE_AFTER);
     }
-    let came = policy.sleep(&mut wake, left, mask);
+    drop(state);
+    let Some((fd, serial)) = nap else {
+        let came = policy.sleep(&mut wake, left, mask);
+        let mut state = policy.lock();
+        policy.move_on(&mut state, &wake, !came);
+        state.parts().0.end_to_drive();
+        return state;
+    };
+    let mut bytes = [0; NAP_BYTES];
+    let came = match socket::await_bytes(fd, &mut bytes) {
+        Ok(came) => Some(came),
+        // At once: the program has put it into non-blocking mode.
+        Err(error) if error.kind() == ErrorKind::WouldBlock => (now.elapsed() >= NAP / 2).then_some(0),
+        // What it is shows when it is looked at.
+        Err(_) => Some(0),
+    };
     let mut state = policy.lock();
-    policy.move_on(&mut state, &wake, !came);
+    match state.parts().1 {
+        // Else it is another connection by now, of which nothing was taken.
+        Some(link) if link.serial == serial => link.device.arrived(came.map(|came| &bytes[..came])),
+        _ => {}
+    }
+    match came {
+        Some(1..) => state.pump(),
+        _ => policy.move_on(&mut state, &wake, true),
+    }
     state.parts().0.end_to_drive();
     state
 }

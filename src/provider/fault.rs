@@ -18,7 +18,7 @@ use std::os::fd::RawFd;
 use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::Instant;
 
-use super::{Bell, Completion, Limits, QueuePair, Traits, WorkId, WorkRequest, iwarp};
+use super::{Completion, Doze, Limits, QueuePair, Traits, WorkId, WorkRequest, iwarp};
 use crate::error::{Error, Kind};
 use crate::memory::{Region, Regions, Sink, Slabs};
 use crate::wire::header::{self, Body, Versions};
@@ -932,8 +932,12 @@ impl QueuePair for Fault {
         self.inner.rest()
     }
 
-    fn doze(&mut self) -> Option<Bell> {
+    fn doze(&mut self) -> Option<Doze> {
         self.inner.doze()
+    }
+
+    fn arrived(&mut self, bytes: Option<&[u8]>) {
+        self.inner.arrived(bytes);
     }
 
     fn tell_company(&mut self, others: u32) {

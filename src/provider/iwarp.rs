@@ -35,7 +35,7 @@ use crate::error::{Error, Kind, os_text};
 use crate::fork;
 use crate::memory::{Areas, IoVecMut, Memory, Region, Regions, Sink};
 use crate::process;
-use crate::provider::{self, Bell, Completion, Device, Limits, QueuePair, Traits, Way, WorkRequest};
+use crate::provider::{self, Completion, Device, Doze, Limits, NAP, NAP_BYTES, QueuePair, Traits, Way, WorkRequest};
 use crate::socket;
 use crate::stats::{self, Counter};
 use crate::wire::private_data::PrivateData;
@@ -172,6 +172,8 @@ impl Options {
 /// An iWARP queue pair. Dropping it releases the memory that it holds and leaves the socket alone.
 pub struct Iwarp {
     stream: Stream,
+    /// A thread may sleep in recvfrom(2) on the socket, for [`NAP`].
+    naps: bool,
     /// Of the two ends of a connection that may share memory: what the one waits for, or the other.
     asked: Option<Asked>,
     offered: Option<Box<Offered>>,
@@ -337,6 +339,7 @@ impl Iwarp {
         socket::set_nodelay(socket)?;
         Ok(Iwarp {
             stream: Stream::new(socket),
+            naps: false,
             asked: None,
             offered: None,
             transmit: Transmit::new(options.max_fpdu),
@@ -519,6 +522,7 @@ impl Iwarp {
     fn begin(&mut self, terms: &Terms) -> Result<(), Error> {
         self.agree(terms)?;
         self.transmit.may_send = true;
+        self.naps = !self.stream.is_shared() && socket::set_patience(self.stream.socket, NAP).is_ok();
         Ok(())
     }
 
@@ -1488,9 +1492,40 @@ impl QueuePair for Iwarp {
         self.stream.company()
     }
 
-    fn doze(&mut self) -> Option<Bell> {
+    fn doze(&mut self) -> Option<Doze> {
         let may = self.failed.is_none() && matches!(self.stage, Stage::Open) && self.has_nothing_to_do();
-        if may { self.stream.doze() } else { None }
+        if !may {
+            return None;
+        }
+        if self.stream.is_shared() {
+            return self.stream.doze().map(Doze::Bell);
+        }
+        let naps = self.naps && !self.forked && self.receive.is_between_messages();
+        naps.then_some(Doze::Stream(self.stream.socket))
+    }
+
+    fn arrived(&mut self, bytes: Option<&[u8]>) {
+        self.check_fork();
+        let Some(bytes) = bytes else {
+            self.naps = false;
+            return;
+        };
+        self.syscalls += 1;
+        stats::add(Counter::Syscalls, 1);
+        // What another process has read is missed: the next poll finds that out.
+        if bytes.is_empty() || self.failed.is_some() || !matches!(self.may_receive(), Ok(true)) {
+            return;
+        }
+        if let Err(error) = self.receive.have_buffer() {
+            self.fail(error, Some((Fault::LOCAL, &[])));
+            return;
+        }
+        let Receive { buffer, start, end, .. } = &mut self.receive;
+        debug_assert!(*start == *end, "somebody has read while a thread slept on the stream");
+        buffer[..bytes.len()].copy_from_slice(bytes);
+        (*start, *end) = (0, bytes.len());
+        self.receive.drained = bytes.len() < NAP_BYTES;
+        self.count_received(bytes.len());
     }
 
     fn remind(&mut self) -> Option<Instant> {

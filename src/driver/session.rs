@@ -199,6 +199,24 @@ impl Session {
         self.drivers.push(Driver { thread, reads: true, writes: thread == thread::this(), naps: false });
     }
 
+    /// As if a thread slept on the stream.
+    #[cfg(test)]
+    pub(super) fn nap_as(&mut self, thread: usize) {
+        self.drivers.push(Driver { thread, reads: true, writes: false, naps: true });
+    }
+
+    /// How many drive.
+    #[cfg(test)]
+    pub(super) fn drivers(&self) -> usize {
+        self.drivers.len()
+    }
+
+    /// Whether a thread is about to sleep on the stream, or does.
+    #[cfg(test)]
+    pub(super) fn naps(&self) -> bool {
+        self.drivers.iter().any(|driver| driver.naps)
+    }
+
     /// As if so many threads slept that one more needs memory, of more than the reserve has.
     #[cfg(test)]
     pub(super) fn fill_sleepers(&mut self) {

@@ -444,6 +444,27 @@ mod tests {
     }
 
     #[test]
+    fn a_plain_message_is_read_as_any_other() {
+        let plain = message(&[0x0102_0304, 1, 32, 0, 0, 0, 0, 0x0102_0304, 1, 5]);
+        let same = |bytes: &[u8]| {
+            for versions in [Versions::ONE, Versions::BOTH, Versions::TWO] {
+                let [one, any] = [decode(bytes, versions), decode_any(bytes, versions)].map(|it| format!("{it:?}"));
+                assert_eq!(one, any);
+            }
+        };
+        assert!(decode_plain(&plain).is_some_and(|plain| plain.direction() == Some(Direction::Reply)));
+        assert_eq!(encode_plain(Xid(0x0102_0304), Credits(32)), plain[..28]);
+        (0..=plain.len()).for_each(|length| same(&plain[..length]));
+        for at in 0..plain.len() {
+            for value in [0, 1, 2, 4, 5, 0x80, 0xff] {
+                let mut bytes = plain.clone();
+                bytes[at] = value;
+                same(&bytes);
+            }
+        }
+    }
+
+    #[test]
     fn what_is_not_spoken_is_answered_with_what_is() {
         let one = message(&[7, 1, 4, 0, 0, 0, 0, 7, 0]);
         let two = message(&[7, 2, 4, 0, 0, 0, 0, 0, 7, 0]);

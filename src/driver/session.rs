@@ -65,8 +65,6 @@ struct Driver {
     reads: bool,
     /// It will wake when the descriptor takes bytes.
     writes: bool,
-    /// It takes what comes itself, before anybody else can see it: for at most [`NAP`].
-    naps: bool,
 }
 
 impl Session {
@@ -170,13 +168,13 @@ impl Session {
     }
 
     fn begin_to_drive(&mut self) {
-        self.drivers.push(Driver { thread: thread::this(), reads: true, writes: false, naps: false });
+        self.drivers.push(Driver { thread: thread::this(), reads: true, writes: false });
     }
 
     /// This thread, which drives, goes to sleep. One that span while the connection was replaced was forgotten with the old
     /// one, and sleeps on the new one.
-    fn sleeps_for(&mut self, reads: bool, writes: bool, naps: bool) {
-        let driver = Driver { thread: thread::this(), reads, writes, naps };
+    fn sleeps_for(&mut self, reads: bool, writes: bool) {
+        let driver = Driver { thread: thread::this(), reads, writes };
         match self.own_driver() {
             Some(own) => self.drivers[own] = driver,
             None => self.drivers.push(driver),
@@ -188,33 +186,10 @@ impl Session {
         matches!(&self.drivers[..], [only] if only.thread == thread::this())
     }
 
-    /// Whether another thread may take what this one sleeps for, which no descriptor tells then.
-    fn another_naps(&self) -> bool {
-        self.drivers.iter().any(|driver| driver.naps && driver.thread != thread::this())
-    }
-
     /// As if a thread slept in poll(2) already.
     #[cfg(test)]
     pub(super) fn drive_as(&mut self, thread: usize) {
-        self.drivers.push(Driver { thread, reads: true, writes: thread == thread::this(), naps: false });
-    }
-
-    /// As if a thread slept on the stream.
-    #[cfg(test)]
-    pub(super) fn nap_as(&mut self, thread: usize) {
-        self.drivers.push(Driver { thread, reads: true, writes: false, naps: true });
-    }
-
-    /// How many drive.
-    #[cfg(test)]
-    pub(super) fn drivers(&self) -> usize {
-        self.drivers.len()
-    }
-
-    /// Whether a thread is about to sleep on the stream, or does.
-    #[cfg(test)]
-    pub(super) fn naps(&self) -> bool {
-        self.drivers.iter().any(|driver| driver.naps)
+        self.drivers.push(Driver { thread, reads: true, writes: thread == thread::this() });
     }
 
     /// As if so many threads slept that one more needs memory, of more than the reserve has.
@@ -514,18 +489,16 @@ fn drive<'a, P: Policy<'a>>(
     let until = wake.until.map_or(deadline, |until| deadline.min(until));
     let mut left = if wake.at_once { Duration::ZERO } else { until.saturating_duration_since(now) };
     let (session, link) = state.parts();
+    // Who polls beside this thread waits for room to send, and is told of that in any case.
     let nap = match (&wake.doze, link) {
         (Some(Doze::Stream(fd)), Some(link)) if left >= NAP && blocked >= NAP && session.drives_alone() => {
             Some((*fd, link.serial))
         }
         _ => None,
     };
-    session.sleeps_for(wake.reads, wake.writes, nap.is_some());
+    session.sleeps_for(wake.reads, wake.writes);
     if matches!(wake.doze, Some(Doze::Bell(_))) {
         left = left.min(blocked);
-    }
-    if session.another_naps() {
-        left = left.min(NAP);
     }
     if wake.nudges {
         left = left.min(NUDGE_AFTER);

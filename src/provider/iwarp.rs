@@ -1099,6 +1099,22 @@ impl Iwarp {
         error
     }
 
+    /// The same for what receiving has come to.
+    #[cold]
+    fn end(&mut self, end: End) -> Error {
+        match end {
+            End::Lost(error) => self.fail(error, None),
+            End::Breach(fault, cause) => {
+                let error = if fault == Fault::LOCAL {
+                    Error::new(Kind::Os(libc::ENOMEM), "iWARP: there is no memory for what arrives")
+                } else {
+                    Error::new(Kind::Protocol, format!("iWARP: the peer broke the protocol: {fault}"))
+                };
+                self.fail(error, Some((fault, &cause)))
+            }
+        }
+    }
+
     /// Sends a Terminate if the stream stands between two FPDUs and takes it whole.
     fn send_terminate(&mut self, fault: Fault, cause: Option<&[u8]>) {
         // RFC 5044 §7.1.2: "MPA Responder mode implementations MUST receive and validate at least one FPDU before
@@ -1396,17 +1412,8 @@ impl QueuePair for Iwarp {
         let before = self.syscalls;
         let result = self.advance();
         stats::add(Counter::Syscalls, self.syscalls - before);
-        match result {
-            Ok(()) => {}
-            Err(End::Lost(error)) => return Err(self.fail(error, None)),
-            Err(End::Breach(fault, cause)) => {
-                let error = if fault == Fault::LOCAL {
-                    Error::new(Kind::Os(libc::ENOMEM), "iWARP: there is no memory for what arrives")
-                } else {
-                    Error::new(Kind::Protocol, format!("iWARP: the peer broke the protocol: {fault}"))
-                };
-                return Err(self.fail(error, Some((fault, &cause))));
-            }
+        if let Err(end) = result {
+            return Err(self.end(end));
         }
         if let Some(completion) = self.completions.pop_front() {
             return Ok(Some(completion));
@@ -1516,16 +1523,14 @@ impl QueuePair for Iwarp {
         if bytes.is_empty() || self.failed.is_some() || !matches!(self.may_receive(), Ok(true)) {
             return;
         }
-        if let Err(error) = self.receive.have_buffer() {
-            self.fail(error, Some((Fault::LOCAL, &[])));
-            return;
-        }
-        let Receive { buffer, start, end, .. } = &mut self.receive;
-        debug_assert!(*start == *end, "somebody has read while a thread slept on the stream");
-        buffer[..bytes.len()].copy_from_slice(bytes);
-        (*start, *end) = (0, bytes.len());
+        debug_assert!(self.receive.is_between_messages(), "somebody has read while a thread slept on the stream");
         self.receive.drained = bytes.len() < NAP_BYTES;
         self.count_received(bytes.len());
+        // From where they are: nearly always they are one message, and nothing of them is kept.
+        (self.receive.start, self.receive.end) = (0, bytes.len());
+        if let Err(end) = self.process_buffer(bytes).and_then(|()| self.receive.keep(bytes)) {
+            self.end(end);
+        }
     }
 
     fn remind(&mut self) -> Option<Instant> {
@@ -1598,6 +1603,17 @@ impl Receive {
                     fresh.into_boxed_slice()
                 }
             };
+        }
+        Ok(())
+    }
+
+    /// Keeps what is left of `bytes`, which were worked off, in the buffer, which is empty.
+    fn keep(&mut self, bytes: &[u8]) -> Result<(), End> {
+        let left = &bytes[self.start..self.end];
+        (self.start, self.end) = (0, left.len());
+        if !left.is_empty() {
+            self.have_buffer().map_err(End::Lost)?;
+            self.buffer[..left.len()].copy_from_slice(left);
         }
         Ok(())
     }

@@ -164,14 +164,14 @@ fn is_crowded(company: u32) -> bool {
 
 /// Whether waits of this process offer their processor to others.
 ///
-/// Who takes it for long is somebody who waits for nothing that we do: beside such a one each offer costs a slice of his, some
-/// milliseconds, which is longer than a hundred calls. So one such offer ends them for a time, and so do several waits that were
-/// in vain. When they begin again, they do so for all threads: a peer is quicker when it need not wake anybody, which none of
-/// them would find out alone.
+/// Who takes it for long may be somebody who waits for nothing that we do: beside such a one each offer costs a slice of his, some
+/// milliseconds, which is longer than a hundred calls. So one such offer ends them for a time, many times as long as it took: what
+/// is lost is a few hundredths, however long he stays, and when he has gone they are back soon. Several waits that were in vain
+/// end them too. When they begin again, they do so for all threads: a peer is quicker when it need not wake anybody, which none
+/// of them would find out alone.
 struct Offers {
-    /// When they are allowed again, and for how long they were not, by [`stats::tick`].
+    /// When they are allowed again, by [`stats::tick`].
     from: AtomicU64,
-    pause: AtomicU64,
     /// Rises with waits that have paid, falls with others.
     credit: AtomicI64,
     /// Until when others are taken to want a processor, though it is not this process that leaves none to them; and to keep it.
@@ -182,19 +182,18 @@ struct Offers {
 static OFFERS: Offers = Offers::new();
 
 impl Offers {
-    /// How long they are not, at first, and after several times in a row.
+    /// How long they are not, at least, and how many times as long as the offer that ended them took.
     const PAUSE: u64 = Duration::from_millis(100).as_nanos() as u64;
+    const TIMES: u64 = 32;
     const LONGEST: u64 = Duration::from_secs(10).as_nanos() as u64;
-    /// After so many times as long without a reason the next pause is a short one again.
-    const RARELY: u64 = 10;
     /// The most credit, and the first; and what a wait in vain costs.
     const CREDIT: i64 = 64;
     const IN_VAIN: i64 = 4;
 
     const fn new() -> Offers {
         let credit = AtomicI64::new(Offers::CREDIT);
-        let [from, pause, shared, kept] = [const { AtomicU64::new(0) }; 4];
-        Offers { from, pause, credit, shared, kept }
+        let [from, shared, kept] = [const { AtomicU64::new(0) }; 3];
+        Offers { from, credit, shared, kept }
     }
 
     fn are_allowed(&self) -> bool {
@@ -216,7 +215,7 @@ impl Offers {
     /// One has kept the processor for so long from who has offered it.
     fn made(&self, away: Duration) {
         if away > LONG {
-            self.stop(stats::tick());
+            self.stop(stats::tick(), away);
             self.kept.store(self.from.load(Relaxed), Relaxed);
         } else if away > TAKEN {
             self.shared.store(stats::tick() + SHARED, Relaxed);
@@ -236,23 +235,16 @@ impl Offers {
             self.credit.store(credit, Relaxed);
         }
         if credit <= 0 {
-            self.stop(now);
+            self.stop(now, Duration::ZERO);
         }
     }
 
-    /// None from `now` on, for a while.
-    fn stop(&self, now: u64) {
-        let (from, pause) = (self.from.load(Relaxed), self.pause.load(Relaxed));
-        // Of several threads at a time one counts.
-        if now < from {
-            return;
-        }
-        let next = match now - from > Offers::RARELY * pause {
-            true => Offers::PAUSE,
-            false => (2 * pause).clamp(Offers::PAUSE, Offers::LONGEST),
-        };
-        self.pause.store(next, Relaxed);
-        self.from.store(now + next, Relaxed);
+    /// None from `now` on, for a while. `away`: how long the one that ends them took.
+    fn stop(&self, now: u64, away: Duration) {
+        let lost = u64::try_from(away.as_nanos()).unwrap_or(u64::MAX);
+        let pause = lost.saturating_mul(Offers::TIMES).clamp(Offers::PAUSE, Offers::LONGEST);
+        // Of several threads at a time the one counts that has lost most.
+        self.from.fetch_max(now.saturating_add(pause), Relaxed);
         self.credit.store(Offers::CREDIT, Relaxed);
     }
 }
@@ -439,20 +431,19 @@ mod tests {
     }
 
     #[test]
-    fn who_has_lost_a_time_slice_by_an_offer_makes_none_for_longer_and_longer() {
+    fn who_has_lost_a_time_slice_by_an_offer_makes_none_for_many_times_as_long() {
         let offers = Offers::new();
-        let mut now = stats::tick();
+        let now = stats::tick();
         assert!(offers.are_allowed());
-        for pause in [100, 200, 400, 800, 1600, 3200, 6400, 10_000, 10_000] {
-            offers.stop(now);
-            // Another thread, at the same time.
-            offers.stop(now + 1);
-            now += pause * 1_000_000;
-            assert_eq!(offers.from.load(Relaxed), now);
+        for (lost, pause) in [(1, 100), (3, 100), (20, 640), (5, 640), (200, 6400), (60_000, 10_000)] {
+            offers.stop(now, Duration::from_millis(lost));
+            assert_eq!(offers.from.load(Relaxed), now + pause * 1_000_000);
         }
         assert!(!offers.are_allowed());
-        offers.stop(now + Offers::RARELY * Offers::LONGEST + 1);
-        assert_eq!(offers.pause.load(Relaxed), Offers::PAUSE, "it happens rarely");
+        // What came before makes none of the later ones longer.
+        let later = now + 20_000_000_000;
+        offers.stop(later, LONG);
+        assert_eq!(offers.from.load(Relaxed), later + Offers::PAUSE);
     }
 
     #[test]

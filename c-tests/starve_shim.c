@@ -4,9 +4,12 @@
  *   long starve_disarm(void)             nothing fails any more; returns how many requests there were meanwhile
  *   long starve_live(void)               blocks of the heap that librpcrdma has asked for and nobody has freed
  *   const char *starve_where(void)       what failed last: the function, its size, and an offset in the library for addr2line
+ *   void starve_stream(long n)           the n-th request of libtirpc's for memory fails, of those for one more record stream
+ *   bool starve_streamless(void)         whether it has
  *
  * Whose request it is follows from the address that it returns to. Only those of the library count: what libtirpc and libc
- * do with a failure is their own. Beside the heap these are memory mappings, and the descriptors that a connection has. */
+ * do with a failure is their own, but for a record stream: the connections that libtirpc accepts for the library have one.
+ * Beside the heap these are memory mappings, and the descriptors that a connection has. */
 #define _GNU_SOURCE
 #include <dlfcn.h>
 #include <errno.h>
@@ -78,6 +81,19 @@ static bool fails(const char *what, size_t size, uintptr_t caller)
     return true;
 }
 
+/* Requests until one fails for a record stream that is being made; 0: none does. */
+static atomic_long stream_left;
+static atomic_bool streamless;
+static __thread bool makes_stream;
+
+static bool stream_fails(void)
+{
+    if (!makes_stream || atomic_load(&stream_left) == 0 || atomic_fetch_sub(&stream_left, 1) != 1)
+        return false;
+    atomic_store(&streamless, true);
+    return true;
+}
+
 /* ---- Which blocks of the heap are the library's ------------------------------------------------------------------ */
 
 /* Open addressing; 0 is a free place and 1 one that was used. Never full: the tests are small. */
@@ -126,14 +142,14 @@ static bool forget(void *block)
 
 void *malloc(size_t size)
 {
-    if (fails("malloc", size, CALLER))
+    if (fails("malloc", size, CALLER) || stream_fails())
         return errno = ENOMEM, NULL;
     return note(__libc_malloc(size), CALLER);
 }
 
 void *calloc(size_t count, size_t size)
 {
-    if (fails("calloc", count * size, CALLER))
+    if (fails("calloc", count * size, CALLER) || stream_fails())
         return errno = ENOMEM, NULL;
     return note(__libc_calloc(count, size), CALLER);
 }
@@ -211,6 +227,18 @@ DESCRIPTOR(timerfd_create, EMFILE, (int clock, int flags), clock, flags)
 DESCRIPTOR(socket, EMFILE, (int domain, int type, int protocol), domain, type, protocol)
 DESCRIPTOR(dup, EMFILE, (int fd), fd)
 
+/* libtirpc calls its own functions as everybody else does. */
+typedef int stream_io(void *, void *, int);
+void xdrrec_create(void *stream, unsigned send, unsigned receive, void *handle, stream_io *in, stream_io *out)
+{
+    static void (*next)(void *, unsigned, unsigned, void *, stream_io *, stream_io *);
+    if (next == NULL)
+        *(void **)&next = dlvsym(RTLD_NEXT, "xdrrec_create", "TIRPC_0.3.0");
+    makes_stream = true;
+    next(stream, send, receive, handle, in, out);
+    makes_stream = false;
+}
+
 /* ---- What the test calls ----------------------------------------------------------------------------------------- */
 
 void starve_arm(long n, long further)
@@ -236,4 +264,15 @@ long starve_live(void)
 const char *starve_where(void)
 {
     return where;
+}
+
+void starve_stream(long n)
+{
+    atomic_store(&streamless, false);
+    atomic_store(&stream_left, n);
+}
+
+bool starve_streamless(void)
+{
+    return atomic_load(&streamless);
 }

@@ -4,8 +4,8 @@
  *                                 The round ends with errors or without, nothing of it stays, and the next one is right.
  *   starve dry [STEP [START]]     the same, and all requests after it until the end of the round fail too
  *   starve cold N                 fails the N-th request since the beginning of the process
- *   starve stream                 fails each request of libtirpc's for the record stream of a connection that it accepts, whether
- *                                 its connections block or not
+ *   starve accept                 fails each request of libtirpc's for a connection that it accepts, whether its connections block
+ *                                 or not
  *
  * A round makes a CLIENT, calls with nothing, 4 KiB and 1 MiB either way, and destroys it. Prints one line at the end: requests
  * of a round, rounds, those with an error; "cold" prints how many requests there were. STARVE_VERBOSE: a line for each round.
@@ -31,8 +31,8 @@ static const struct timeval patient = {60, 0}, hungry = {3, 0};
 static void (*arm)(long, long);
 static long (*disarm)(void), (*live)(void);
 static const char *(*where)(void);
-static void (*refuse_stream)(long);
-static bool (*streamless)(void);
+static void (*lack)(long);
+static bool (*lacked)(void);
 
 struct blob {
     u_int length;
@@ -183,26 +183,27 @@ static void died(int signal)
     _exit(128 + signal);
 }
 
-/* Connections that libtirpc accepts without a record stream are refused, and the next ones are served. */
-static void refuse_streams(void)
+/* Connections that libtirpc accepts without memory for all of them are refused, and the next ones are served. */
+static void refuse_connections(void)
 {
-    enum { REQUESTS = 3, TIMES = 8 };
-    int most[] = {0, 2 * LARGE}, refused = 0, served = 0;
+    enum { REQUESTS = 4, TIMES = 8 };
+    int most[] = {0, 2 * LARGE}, refused = 0;
     for (size_t blocking = 0; blocking < sizeof most / sizeof *most; blocking++) {
         /* From a length on, connections never block. */
         if (!SVC_CONTROL(listener, SVCSET_CONNMAXREC, &most[blocking]))
             errx(1, "no length can be set");
         for (int n = 1; n <= REQUESTS * TIMES; n++) {
-            refuse_stream(1 + n % REQUESTS);
-            served += round_of(hungry) == ALL;
-            if (!streamless())
-                errx(1, "no connection lacks a stream");
+            lack(1 + n % REQUESTS);
+            if (round_of(hungry) == ALL)
+                errx(1, "request %d: a connection is served", 1 + n % REQUESTS);
+            if (!lacked())
+                errx(1, "request %d: no connection lacks memory", 1 + n % REQUESTS);
             refused++;
             if (round_of(patient) != ALL)
-                errx(1, "after a connection without a stream: %s", problem);
+                errx(1, "request %d: afterwards: %s", 1 + n % REQUESTS, problem);
         }
     }
-    printf("%d connections refused, %d CLIENTs with another one\n", refused, served);
+    printf("%d connections refused\n", refused);
 }
 
 int main(int argc, char **argv)
@@ -213,13 +214,13 @@ int main(int argc, char **argv)
     *(void **)&disarm = dlsym(RTLD_DEFAULT, "starve_disarm");
     *(void **)&live = dlsym(RTLD_DEFAULT, "starve_live");
     *(void **)&where = dlsym(RTLD_DEFAULT, "starve_where");
-    *(void **)&refuse_stream = dlsym(RTLD_DEFAULT, "starve_stream");
-    *(void **)&streamless = dlsym(RTLD_DEFAULT, "starve_streamless");
-    if (arm == NULL || disarm == NULL || live == NULL || where == NULL || refuse_stream == NULL || streamless == NULL)
+    *(void **)&lack = dlsym(RTLD_DEFAULT, "starve_accept");
+    *(void **)&lacked = dlsym(RTLD_DEFAULT, "starve_accepted");
+    if (arm == NULL || disarm == NULL || live == NULL || where == NULL || lack == NULL || lacked == NULL)
         errx(2, "starve_shim.so is not preloaded");
-    bool cold = strcmp(mode, "cold") == 0, dry = strcmp(mode, "dry") == 0, streams = strcmp(mode, "stream") == 0;
-    if (!cold && !dry && !streams && strcmp(mode, "round") != 0)
-        errx(2, "usage: starve round|dry [STEP [START]] | cold N | stream");
+    bool cold = strcmp(mode, "cold") == 0, dry = strcmp(mode, "dry") == 0, accepts = strcmp(mode, "accept") == 0;
+    if (!cold && !dry && !accepts && strcmp(mode, "round") != 0)
+        errx(2, "usage: starve round|dry [STEP [START]] | cold N | accept");
     signal(SIGABRT, died);
     signal(SIGSEGV, died);
     for (size_t i = 0; i < sizeof bytes; i++)
@@ -242,8 +243,8 @@ int main(int argc, char **argv)
     enum { SLACK = 32 };
     usleep(100000);
     long before = live();
-    if (streams) {
-        refuse_streams();
+    if (accepts) {
+        refuse_connections();
         if (!settles(before + SLACK))
             errx(1, "%ld blocks stay", live() - before);
         return 0;

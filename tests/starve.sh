@@ -30,10 +30,10 @@ for device in iwarp local; do
     done
 done
 
-# What libtirpc accepts without memory for a record stream, it would destroy through a NULL pointer. It says so each time.
+# What libtirpc accepts without memory for its record stream, it would destroy through a NULL pointer. It says so each time.
 for netid in rdma tcp; do
     name="connections that libtirpc has no memory for, on netid $netid"
-    if RPCRDMA_PROVIDER=iwarp RPCRDMA_REDIRECT=tcp RPCRDMA_FALLBACK=no STARVE_NETID=$netid timeout "$(patient 120)" "${starved[@]}" ./starve stream \
+    if RPCRDMA_PROVIDER=iwarp RPCRDMA_REDIRECT=tcp RPCRDMA_FALLBACK=no STARVE_NETID=$netid timeout "$(patient 120)" "${starved[@]}" ./starve accept \
         >out 2>err && ! grep -qv ': xdrrec_create: out of memory$' err; then
         ok "$name: $(cat out)"
     else

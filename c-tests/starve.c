@@ -4,9 +4,12 @@
  *                                 The round ends with errors or without, nothing of it stays, and the next one is right.
  *   starve dry [STEP [START]]     the same, and all requests after it until the end of the round fail too
  *   starve cold N                 fails the N-th request since the beginning of the process
+ *   starve accept                 fails each request of libtirpc's for a connection that it accepts, whether its connections block
+ *                                 or not
  *
  * A round makes a CLIENT, calls with nothing, 4 KiB and 1 MiB either way, and destroys it. Prints one line at the end: requests
- * of a round, rounds, those with an error; "cold" prints how many requests there were. STARVE_VERBOSE: a line for each round. */
+ * of a round, rounds, those with an error; "cold" prints how many requests there were. STARVE_VERBOSE: a line for each round.
+ * STARVE_NETID: of the server and the CLIENTs, in place of rdma. */
 #define _GNU_SOURCE
 #include <arpa/inet.h>
 #include <dlfcn.h>
@@ -28,6 +31,8 @@ static const struct timeval patient = {60, 0}, hungry = {3, 0};
 static void (*arm)(long, long);
 static long (*disarm)(void), (*live)(void);
 static const char *(*where)(void);
+static void (*lack)(long);
+static bool (*lacked)(void);
 
 struct blob {
     u_int length;
@@ -77,7 +82,8 @@ static void serve(struct svc_req *request, SVCXPRT *transport)
     }
 }
 
-static struct netconfig *rdma;
+static struct netconfig *netid;
+static SVCXPRT *listener;
 static struct sockaddr_in address = {.sin_family = AF_INET};
 
 static void *run(void *unused)
@@ -92,10 +98,11 @@ static void start(void)
 {
     struct t_bind bound = {.addr = {sizeof address, sizeof address, &address}, .qlen = 16};
     address.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
-    rdma = getnetconfigent("rdma");
-    if (rdma == NULL)
-        errx(1, "no netid rdma: is the library loaded?");
-    SVCXPRT *listener = svc_tli_create(RPC_ANYFD, rdma, &bound, 0, 0);
+    const char *name = getenv("STARVE_NETID");
+    netid = getnetconfigent(name != NULL ? name : "rdma");
+    if (netid == NULL)
+        errx(1, "no such netid: is the library loaded?");
+    listener = svc_tli_create(RPC_ANYFD, netid, &bound, 0, 0);
     if (listener == NULL || !svc_reg(listener, PROG, 1, serve, NULL))
         errx(1, "no listener");
     address.sin_port = ((struct sockaddr_in *)listener->xp_ltaddr.buf)->sin_port;
@@ -138,7 +145,7 @@ enum { ALL = 6 };
 static int round_of(struct timeval limit)
 {
     struct netbuf to = {sizeof address, sizeof address, &address};
-    CLIENT *client = clnt_tli_create(RPC_ANYFD, rdma, &to, PROG, 1, 0, 0);
+    CLIENT *client = clnt_tli_create(RPC_ANYFD, netid, &to, PROG, 1, 0, 0);
     if (client == NULL) {
         snprintf(problem, sizeof problem, "%s", clnt_spcreateerror("create"));
         return 0;
@@ -176,6 +183,29 @@ static void died(int signal)
     _exit(128 + signal);
 }
 
+/* Connections that libtirpc accepts without memory for all of them are refused, and the next ones are served. */
+static void refuse_connections(void)
+{
+    enum { REQUESTS = 4, TIMES = 8 };
+    int most[] = {0, 2 * LARGE}, refused = 0;
+    for (size_t blocking = 0; blocking < sizeof most / sizeof *most; blocking++) {
+        /* From a length on, connections never block. */
+        if (!SVC_CONTROL(listener, SVCSET_CONNMAXREC, &most[blocking]))
+            errx(1, "no length can be set");
+        for (int n = 1; n <= REQUESTS * TIMES; n++) {
+            lack(1 + n % REQUESTS);
+            if (round_of(hungry) == ALL)
+                errx(1, "request %d: a connection is served", 1 + n % REQUESTS);
+            if (!lacked())
+                errx(1, "request %d: no connection lacks memory", 1 + n % REQUESTS);
+            refused++;
+            if (round_of(patient) != ALL)
+                errx(1, "request %d: afterwards: %s", 1 + n % REQUESTS, problem);
+        }
+    }
+    printf("%d connections refused\n", refused);
+}
+
 int main(int argc, char **argv)
 {
     const char *mode = argc > 1 ? argv[1] : "";
@@ -184,11 +214,13 @@ int main(int argc, char **argv)
     *(void **)&disarm = dlsym(RTLD_DEFAULT, "starve_disarm");
     *(void **)&live = dlsym(RTLD_DEFAULT, "starve_live");
     *(void **)&where = dlsym(RTLD_DEFAULT, "starve_where");
-    if (arm == NULL || disarm == NULL || live == NULL || where == NULL)
+    *(void **)&lack = dlsym(RTLD_DEFAULT, "starve_accept");
+    *(void **)&lacked = dlsym(RTLD_DEFAULT, "starve_accepted");
+    if (arm == NULL || disarm == NULL || live == NULL || where == NULL || lack == NULL || lacked == NULL)
         errx(2, "starve_shim.so is not preloaded");
-    bool cold = strcmp(mode, "cold") == 0, dry = strcmp(mode, "dry") == 0;
-    if (!cold && !dry && strcmp(mode, "round") != 0)
-        errx(2, "usage: starve round|dry [STEP [START]] | cold N");
+    bool cold = strcmp(mode, "cold") == 0, dry = strcmp(mode, "dry") == 0, accepts = strcmp(mode, "accept") == 0;
+    if (!cold && !dry && !accepts && strcmp(mode, "round") != 0)
+        errx(2, "usage: starve round|dry [STEP [START]] | cold N | accept");
     signal(SIGABRT, died);
     signal(SIGSEGV, died);
     for (size_t i = 0; i < sizeof bytes; i++)
@@ -211,6 +243,12 @@ int main(int argc, char **argv)
     enum { SLACK = 32 };
     usleep(100000);
     long before = live();
+    if (accepts) {
+        refuse_connections();
+        if (!settles(before + SLACK))
+            errx(1, "%ld blocks stay", live() - before);
+        return 0;
+    }
     long rounds = 0, failed = 0, requests = 0;
     for (long n = from;; n += step) {
         arm(n, dry ? 1000000000 : 0);

@@ -4,9 +4,12 @@
  *   long starve_disarm(void)             nothing fails any more; returns how many requests there were meanwhile
  *   long starve_live(void)               blocks of the heap that librpcrdma has asked for and nobody has freed
  *   const char *starve_where(void)       what failed last: the function, its size, and an offset in the library for addr2line
+ *   void starve_accept(long n)           the n-th request of libtirpc's for memory fails, of those for one more record stream (3)
+ *                                        and the address of who has connected (1)
+ *   bool starve_accepted(void)           whether it has
  *
  * Whose request it is follows from the address that it returns to. Only those of the library count: what libtirpc and libc
- * do with a failure is their own. Beside the heap these are memory mappings, and the descriptors that a connection has. */
+ * do with a failure is their own, but for connections that libtirpc accepts for the library. Beside the heap these are memory mappings, and the descriptors that a connection has. */
 #define _GNU_SOURCE
 #include <dlfcn.h>
 #include <errno.h>
@@ -28,6 +31,7 @@ extern void *__libc_memalign(size_t, size_t);
 extern void __libc_free(void *);
 
 static uintptr_t low, high;     /* where the library lies */
+static uintptr_t tirpc, tirpc_end;
 static atomic_long left = -1;   /* requests until one fails; negative: nothing is armed */
 static atomic_long more, seen, live;
 static atomic_bool armed;
@@ -37,16 +41,18 @@ static int look(struct dl_phdr_info *object, size_t size, void *unused)
 {
     (void)size, (void)unused;
     const char *name = strrchr(object->dlpi_name, '/');
-    if (name == NULL || strncmp(name, "/librpcrdma.so", 14) != 0)
+    bool ours = name != NULL && strncmp(name, "/librpcrdma.so", 14) == 0;
+    if (!ours && (name == NULL || strncmp(name, "/libtirpc.so", 12) != 0))
         return 0;
+    uintptr_t end = 0;
     for (int i = 0; i < object->dlpi_phnum; i++) {
         const ElfW(Phdr) *part = &object->dlpi_phdr[i];
-        if (part->p_type == PT_LOAD && part->p_vaddr + part->p_memsz > high)
-            high = part->p_vaddr + part->p_memsz;
+        if (part->p_type == PT_LOAD && part->p_vaddr + part->p_memsz > end)
+            end = part->p_vaddr + part->p_memsz;
     }
-    low = object->dlpi_addr;
-    high += low;
-    return 1;
+    *(ours ? &low : &tirpc) = object->dlpi_addr;
+    *(ours ? &high : &tirpc_end) = object->dlpi_addr + end;
+    return 0;
 }
 
 __attribute__((constructor)) static void find(void)
@@ -75,6 +81,22 @@ static bool fails(const char *what, size_t size, uintptr_t caller)
     if (n > 1 || n <= -atomic_load(&more))
         return false;
     snprintf(where, sizeof where, "%s of %zu from %#zx", what, size, (size_t)(caller - low));
+    return true;
+}
+
+/* Requests until one fails for a connection that libtirpc accepts; 0: none does. */
+static atomic_long accept_left;
+static atomic_bool accepted;
+/* The calling thread makes its record stream, or has made that: what comes before leaves no transport. */
+static __thread bool accepts;
+
+static bool accept_fails(uintptr_t caller)
+{
+    if (!accepts || caller < tirpc || caller >= tirpc_end || atomic_load(&accept_left) == 0)
+        return false;
+    if (atomic_fetch_sub(&accept_left, 1) != 1)
+        return false;
+    atomic_store(&accepted, true);
     return true;
 }
 
@@ -133,7 +155,7 @@ void *malloc(size_t size)
 
 void *calloc(size_t count, size_t size)
 {
-    if (fails("calloc", count * size, CALLER))
+    if (fails("calloc", count * size, CALLER) || accept_fails(CALLER))
         return errno = ENOMEM, NULL;
     return note(__libc_calloc(count, size), CALLER);
 }
@@ -211,6 +233,26 @@ DESCRIPTOR(timerfd_create, EMFILE, (int clock, int flags), clock, flags)
 DESCRIPTOR(socket, EMFILE, (int domain, int type, int protocol), domain, type, protocol)
 DESCRIPTOR(dup, EMFILE, (int fd), fd)
 
+/* libtirpc calls its own functions as everybody else does. */
+typedef int stream_io(void *, void *, int);
+void xdrrec_create(void *stream, unsigned send, unsigned receive, void *handle, stream_io *in, stream_io *out)
+{
+    static void (*next)(void *, unsigned, unsigned, void *, stream_io *, stream_io *);
+    if (next == NULL)
+        *(void **)&next = dlvsym(RTLD_NEXT, "xdrrec_create", "TIRPC_0.3.0");
+    accepts = true;
+    next(stream, send, receive, handle, in, out);
+}
+
+int accept(int fd, struct sockaddr *restrict address, socklen_t *restrict length)
+{
+    static int (*next)(int, struct sockaddr *restrict, socklen_t *restrict);
+    if (next == NULL)
+        next = (int (*)(int, struct sockaddr *restrict, socklen_t *restrict))dlsym(RTLD_NEXT, "accept");
+    accepts = false;
+    return next(fd, address, length);
+}
+
 /* ---- What the test calls ----------------------------------------------------------------------------------------- */
 
 void starve_arm(long n, long further)
@@ -236,4 +278,15 @@ long starve_live(void)
 const char *starve_where(void)
 {
     return where;
+}
+
+void starve_accept(long n)
+{
+    atomic_store(&accepted, false);
+    atomic_store(&accept_left, n);
+}
+
+bool starve_accepted(void)
+{
+    return atomic_load(&accepted);
 }

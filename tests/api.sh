@@ -34,6 +34,8 @@ for compiler in gcc clang; do
     fi
 done
 report version-two env RPCRDMA_VERSION=auto ./api-gcc "$version"
+# Each transport that accepts is looked at then, and this one had been already.
+report moved env RPCRDMA_REDIRECT=tcp ./api-gcc accepted
 report wrong-variable env RPCRDMA_CREDIT=8 ./api-gcc misconfigured 'RPCRDMA_CREDIT: no such environment variable; did you mean RPCRDMA_CREDITS?'
 report wrong-value env RPCRDMA_CREDITS=lots ./api-gcc misconfigured 'RPCRDMA_CREDITS="lots": must be a whole number from 1 to 4096'
 # The servers are children: they have to be silent too, and say what is wrong on standard error.

@@ -2,7 +2,9 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
+use std::io::ErrorKind;
 use std::path::Path;
+use std::process::Command;
 
 /// Rows without a test, and why there is none.
 const UNTESTED: &[(&str, &str)] = &[
@@ -194,6 +196,26 @@ fn the_tests_that_the_page_on_security_names_exist() {
         }
     }
     assert!(named > 20 && wrong.is_empty(), "{named} are named; there is no {wrong:#?}");
+}
+
+/// `make check-planted` takes long, and is not run with each change: that is when they would go stale.
+#[test]
+fn planted_defects_can_be_planted() {
+    let patches = files("tests/planted");
+    let mut wrong = Vec::new();
+    for path in patches.keys() {
+        let mut patch = Command::new("patch");
+        patch.args(["-p1", "--dry-run", "--force", "--silent", "-i", path]).current_dir(root());
+        match patch.output() {
+            Err(error) if error.kind() == ErrorKind::NotFound => {
+                return println!("skip: patch(1) is not installed");
+            }
+            Err(error) => panic!("patch: {error}"),
+            Ok(done) if !done.status.success() => wrong.push(path),
+            Ok(_) => {}
+        }
+    }
+    assert!(wrong.is_empty(), "they do not apply any more: {wrong:#?}");
 }
 
 /// Whether the text before a function marks it as a test.

@@ -6,8 +6,13 @@
 //! others; whoever is done with a Call has those go on who can ([`go_on`]), and a timer sees to the rest ([`alarm`]).
 //!
 //! A peer that does not answer holds up nobody: what has not come within a moment does not count any more, nor what is not
-//! served within a while. So this bounds no memory, which [`Memory`](crate::memory::Memory) does, nor what goes over a network
-//! of long delays: there as much again may be asked for every moment.
+//! served within a while. Of such Calls one after the other could hold up others for as long as there are some, and a peer can have
+//! any number of connections. So together they do so for [`PATIENCE`]; then none of them counts, and all Calls are pulled at
+//! once, as if there were no queue. Calls that are served earn it anew, a nanosecond with each byte: where peers trickle, others
+//! wait for them hardly longer than they themselves take.
+//!
+//! So this bounds no memory, which [`Memory`](crate::memory::Memory) does, nor what goes over a network of long delays: there as
+//! much again may be asked for every moment.
 //!
 //! # Invariants
 //! - The lock of the queue is taken last, and nothing of a connection is touched under it.
@@ -37,6 +42,12 @@ const SILENT: u64 = 1_000_000;
 
 /// Nor does one that is not decoded by then.
 const SLOW: u64 = 10_000_000;
+
+/// For so long others are held up in all by Calls that do not count any more in the end, in nanoseconds.
+const PATIENCE: u64 = 20_000_000;
+
+/// More Calls than so many are not looked at: those beyond do not count.
+const MANY: usize = 256;
 
 /// An alarm that is so late was lost, with the loop that the program has left.
 const LOST: u64 = 100_000_000;
@@ -78,6 +89,8 @@ struct State {
     armed: u64,
     /// When somebody began to pull last.
     moved: u64,
+    /// How much of [`PATIENCE`] is used up.
+    spent: u64,
     /// The process whose they are.
     generation: u64,
 }
@@ -95,13 +108,16 @@ struct Pulled {
     began: u64,
     came: Arc<AtomicU64>,
     pass: std::sync::Weak<()>,
+    /// It does not count any more.
+    late: bool,
 }
 
 impl Pulled {
-    /// Until when it counts, if its memory is not let go of before.
-    fn until(&self) -> u64 {
+    /// For how long it counts, if its memory is not let go of before; `spent` as in [`State`].
+    fn counts(&self, spent: u64) -> u64 {
         let silent = self.came.load(Relaxed) <= self.began;
-        self.began + if silent { SILENT } else { SLOW }
+        let most = if silent { SILENT } else { SLOW };
+        most.min(PATIENCE - spent)
     }
 }
 
@@ -166,21 +182,37 @@ impl Queue {
             return None;
         }
         let mut state = self.lock();
-        if state.armed != 0 && now < state.armed + LOST {
+        let counting = state.pulled.iter().filter(|call| !call.late);
+        let first = counting.map(|call| call.began + call.counts(state.spent)).min();
+        // If nothing is pulled, those who wait are being asked.
+        let first = first.unwrap_or(now + SILENT).max(now);
+        if state.armed != 0 && now < state.armed + LOST && first >= state.armed {
             return None;
         }
-        // If nothing is pulled, those who wait are being asked.
-        let first = state.pulled.iter().map(Pulled::until).min().unwrap_or(now + SILENT);
-        state.armed = first.max(now);
-        Some(Duration::from_nanos(first.saturating_sub(now)))
+        state.armed = first;
+        Some(Duration::from_nanos(first - now))
     }
 }
 
 impl State {
     /// Whether so much more may be pulled now.
     fn has_room(&mut self, bytes: usize, most: usize, now: u64) -> bool {
-        self.pulled.retain(|call| call.pass.strong_count() > 0 && now < call.until());
-        let held: usize = self.pulled.iter().map(|call| call.bytes).sum();
+        let State { pulled, spent, .. } = self;
+        pulled.retain_mut(|call| {
+            if call.pass.strong_count() == 0 {
+                *spent = spent.saturating_sub(call.bytes as u64);
+                return false;
+            }
+            let counts = call.counts(*spent);
+            if !call.late && now >= call.began + counts {
+                call.late = true;
+                // Others wait while more is pulled than leaves room for the longest one: this is its part of it.
+                let part = counts as u128 * call.bytes as u128 / (most - EACH / 2) as u128;
+                *spent = PATIENCE.min(*spent + part as u64);
+            }
+            now < call.began + SLOW
+        });
+        let held: usize = pulled.iter().filter(|call| !call.late).map(|call| call.bytes).sum();
         held == 0 || held + counted(bytes) <= most
     }
 }
@@ -239,8 +271,11 @@ impl Place {
             began: now,
             came: self.came.clone(),
             pass: Arc::downgrade(&pass),
+            late: false,
         };
-        state.pulled.push(call);
+        if state.pulled.len() < MANY {
+            state.pulled.push(call);
+        }
         Some(pass)
     }
 
@@ -430,6 +465,89 @@ mod tests {
         peers[2].place.lock().unwrap().has_brought(2, process.now.load(Relaxed));
         assert!(process.go_on());
         assert_eq!(pulling(&peers), [0, 1, 2, 3, 4, 5, 6], "but not for long");
+    }
+
+    /// Pulls on whenever it is time, while each Call that is pulled gets a byte now and then, until this one is pulled: when.
+    fn trickles(process: &Process, peers: &[Arc<Peer>], honest: &Peer) -> u64 {
+        const STEP: u64 = 50_000;
+        let (begin, mut alarm) = (process.now.load(Relaxed), None);
+        while !honest.pulls() {
+            process.pass(STEP);
+            let now = process.now.load(Relaxed);
+            for peer in peers.iter().filter(|peer| peer.pulls()) {
+                peer.place.lock().unwrap().has_brought(now, now);
+            }
+            if let Some(time) = process.queue.alarm(now) {
+                alarm = Some(now + time.as_nanos() as u64);
+            }
+            if alarm.take_if(|time| *time <= now).is_some() {
+                process.queue.lock().armed = 0;
+                assert!(process.go_on());
+            }
+        }
+        process.now.load(Relaxed) - begin
+    }
+
+    #[test]
+    fn a_thousand_that_trickle_hold_up_an_honest_one_for_a_moment_only() {
+        const MILLI: u64 = 1_000_000;
+        for bytes in [1, 1 << 20, HALF, 64 << 20] {
+            let process = Process::new();
+            let bad: Vec<_> = (0..1000).map(|_| process.peer(bytes)).collect();
+            let honest = process.peer(HALF);
+            assert!(!honest.pulls());
+            let waited = trickles(&process, &bad, &honest);
+            assert!(waited <= PATIENCE + MILLI, "{bytes} bytes: {waited} ns");
+            // Others come, and its next Calls go on all the same, though each brings back a part.
+            for round in 0..20 {
+                honest.ends();
+                let more: Vec<_> = (0..50).map(|_| process.peer(bytes)).collect();
+                honest.turn();
+                let waited = trickles(&process, &more, &honest);
+                assert!(waited <= HALF as u64 + MILLI, "{bytes} bytes, round {round}: {waited} ns");
+            }
+        }
+    }
+
+    #[test]
+    fn who_is_served_in_time_brings_back_the_order_that_others_have_ended() {
+        let process = Process::new();
+        let bad: Vec<_> = (0..100).map(|_| process.peer(HALF)).collect();
+        let honest = process.peer(HALF);
+        trickles(&process, &bad, &honest);
+        let all: Vec<_> = (0..8).map(|_| process.peer(HALF)).collect();
+        assert_eq!(pulling(&all).len(), 8, "nobody waits for anybody");
+        drop(bad);
+        process.pass(SLOW);
+        honest.ends();
+        for _ in 0..PATIENCE / HALF as u64 {
+            let one = process.peer(HALF);
+            assert!(one.pulls());
+            one.ends();
+        }
+        all.iter().for_each(|peer| peer.ends());
+        let all: Vec<_> = (0..8).map(|_| process.peer(HALF)).collect();
+        assert_eq!(pulling(&all), [0, 1]);
+        process.pass(SILENT - 1);
+        assert!(process.go_on());
+        assert_eq!(pulling(&all), [0, 1], "as patient as in the beginning");
+    }
+
+    #[test]
+    fn an_alarm_is_told_again_when_it_is_to_be_an_earlier_one() {
+        let process = Process::new();
+        let [slow, other, _third] = [HALF; 3].map(|bytes| process.peer(bytes));
+        let alarm = || process.queue.alarm(process.now.load(Relaxed)).map(|time| time.as_nanos() as u64);
+        process.pass(1);
+        for peer in [&slow, &other] {
+            peer.place.lock().unwrap().has_brought(1, process.now.load(Relaxed));
+        }
+        assert_eq!((alarm(), alarm()), (Some(SLOW - 1), None));
+        // The third is pulled, and a fourth waits.
+        other.ends();
+        assert!(process.go_on());
+        let _fourth = process.peer(HALF);
+        assert_eq!((alarm(), alarm()), (Some(SILENT), None));
     }
 
     #[test]

@@ -383,11 +383,11 @@ pub unsafe extern "C" fn svc_tli_create(
                 let bound = made.xp_fd;
                 // A connected descriptor, as from inetd: its one connection is the transport.
                 let connected = !socket::listens(bound);
-                let served = if connected { start::may_accept(config) } else { listen(bound) };
-                if served.is_ok() && connected {
+                let served = match connected {
                     // SAFETY: as above; it is registered.
-                    unsafe { sniff::watch(xprt, true) };
-                }
+                    true => start::may_accept(config).and_then(|()| unsafe { sniff::watch(xprt, true) }),
+                    false => listen(bound),
+                };
                 if let Err(error) = served {
                     listeners::remove(bound);
                     // SAFETY: as above, and used no more.
@@ -414,7 +414,13 @@ pub unsafe extern "C" fn xprt_register(xprt: *mut SVCXPRT) {
             && let Some(rdma_only) = unsafe { moved(xprt) }
         {
             // SAFETY: it is live, registered and libtirpc's own.
-            unsafe { sniff::watch(xprt, rdma_only) };
+            if let Err(error) = unsafe { sniff::watch(xprt, rdma_only) } {
+                // SAFETY: it is live.
+                let fd = unsafe { (*xprt).xp_fd };
+                log_warn!("fd {fd}: a connection is refused: {error}");
+                // The peer learns of it at once, and so does the loop, which destroys it.
+                socket::shutdown(fd);
+            }
         }
         // SAFETY: as above.
         if let Some(listener) = unsafe { moved_listener(xprt) }

@@ -633,14 +633,25 @@ struct Sleep {
 }
 
 impl Sleep {
-    /// What `wait`, which is given a time, finds.
-    fn find(&self, mut wait: impl FnMut(c_int) -> c_int) -> c_int {
+    /// What `wait`, which is given a time, finds. If it has failed, errno says why.
+    fn find(&self, wait: impl FnMut(c_int) -> c_int) -> c_int {
         let poll = || config::get().map_or(Duration::ZERO, |config| config.poll);
         let asks = if self.asks { step(|| Ok(busy::asks(poll))).unwrap_or(0) } else { 0 };
+        self.ask(asks, wait, |found| {
+            let _ = step(|| {
+                busy::asked(found);
+                Ok(())
+            });
+        })
+    }
+
+    /// Asks so often before it sleeps, and `tells` whether that has found something. Not of a failure: telling takes a lock, which
+    /// may change errno.
+    fn ask(&self, asks: u32, mut wait: impl FnMut(c_int) -> c_int, tells: impl Fn(bool)) -> c_int {
         for _ in 0..asks {
             let found = wait(0);
             if found > 0 {
-                self.tell(true);
+                tells(true);
             }
             if found != 0 {
                 return found;
@@ -650,16 +661,9 @@ impl Sleep {
             }
         }
         if asks > 0 {
-            self.tell(false);
+            tells(false);
         }
         wait(self.time)
-    }
-
-    fn tell(&self, found: bool) {
-        let _ = step(|| {
-            busy::asked(found);
-            Ok(())
-        });
     }
 }
 
@@ -839,6 +843,35 @@ mod tests {
         set.hear(bell);
         assert!(set.epoll.is_none() && rings(bell), "it is not read");
         crate::socket::close(bell);
+    }
+
+    #[test]
+    fn a_wait_that_has_failed_leaves_errno_as_it_was() {
+        // SAFETY: takes nothing.
+        let place = unsafe { libc::__errno_location() };
+        // SAFETY: the calling thread's own, for as long as it lives; nobody holds another reference.
+        let errno = || unsafe { &mut *place };
+        let sleep = Sleep { time: -1, asks: true };
+        for fails_at in 1..=3 {
+            let mut waits = 0;
+            let wait = |time: c_int| {
+                waits += 1;
+                if waits < fails_at {
+                    return 0;
+                }
+                *errno() = if time == 0 { libc::EINTR } else { libc::EBADF };
+                -1
+            };
+            let found = sleep.ask(2, wait, |_| *errno() = libc::EAGAIN);
+            assert!(
+                found == -1 && [libc::EINTR, libc::EBADF].contains(errno()),
+                "at {fails_at}: {}",
+                errno()
+            );
+        }
+        let told = Cell::new(None);
+        assert_eq!(sleep.ask(2, |_| 3, |found| told.set(Some(found))), 3);
+        assert_eq!(told.get(), Some(true));
     }
 
     #[test]

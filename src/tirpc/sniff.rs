@@ -4,11 +4,15 @@
 //! accepts comes here ([`watch`]) and is looked at when its first byte has arrived: an MPA Request begins with 'M', which
 //! as a record mark of RPC over TCP would announce a fragment of 1.3 GB. One byte decides for good: the stock transport
 //! goes on, or it is replaced by our own SVCXPRT on the same descriptor.
+//!
+//! libtirpc makes its transport before it comes here, and does not look whether there was memory for the record stream of it:
+//! what destroys such a transport, or reads from it, goes through a NULL pointer. It gets a stream in which nothing is, and
+//! the connection is refused.
 #![allow(unsafe_code)]
 
-use std::ffi::{c_int, c_uint};
+use std::ffi::{c_char, c_int, c_long, c_uint};
 use std::ptr::null_mut;
-use std::sync::atomic::{AtomicPtr, Ordering::Relaxed};
+use std::sync::atomic::{AtomicPtr, AtomicU64, Ordering::Relaxed};
 
 use crate::config;
 use crate::driver::Server;
@@ -18,6 +22,7 @@ use crate::tirpc::bare::LISTENING;
 use crate::tirpc::{
     SVCXPRT, bool_t, idle, nothing_is_registered, rpc_msg, server, xp_ops, xprt_stat, xprt_unregister,
 };
+use crate::xdr::{XDR, XdrOps};
 use crate::{log_info, log_warn, socket};
 
 /// libtirpc's operations of a stream connection: the same for all of them.
@@ -34,16 +39,56 @@ static REFUSED: xp_ops = xp_ops { xp_stat: Some(refused_stat), ..WATCHED };
 
 const WATCHED: xp_ops = xp_ops { xp_destroy: Some(stock_destroy), ..LISTENING };
 
+/// What libtirpc keeps of a stream connection (`struct cf_conn`), as far as it matters here: it begins so in all of its versions.
+#[repr(C)]
+struct Connection {
+    stat: c_int,
+    xid: u32,
+    stream: XDR,
+}
+
+const _: () = assert!(std::mem::offset_of!(Connection, stream) == 8);
+
+/// The stream of a connection for which libtirpc had no memory.
+static NO_STREAM: XdrOps = XdrOps {
+    getlong: no_long,
+    putlong: no_put,
+    getbytes: no_bytes,
+    putbytes: no_bytes_put,
+    getpostn: no_position,
+    setpostn: no_move,
+    inline: no_inline,
+    destroy: Some(nothing_to_free),
+    control: None,
+};
+
+/// Where libtirpc writes down, behind `xprt_register`, that such a connection never blocks: in the `RECSTREAM` that it takes
+/// for granted, of 152 bytes. Nobody reads it.
+static NOTES: [AtomicU64; 64] = [const { AtomicU64::new(0) }; 64];
+
 /// Gives an accepted stock connection the operations that look at its first byte.
 ///
 /// `rdma_only`: it came in on a listener of netid "rdma", where nothing else is spoken.
 ///
+/// # Errors
+/// `ENOMEM` when libtirpc had no memory for all of it: it can do nothing but be destroyed, and its next turn in the loop ends
+/// it.
+///
 /// # Safety
 /// `xprt` is a live, registered connection of libtirpc's stream transport.
-pub unsafe fn watch(xprt: *mut SVCXPRT, rdma_only: bool) {
+pub unsafe fn watch(xprt: *mut SVCXPRT, rdma_only: bool) -> Result<(), Error> {
     // SAFETY: alive by the contract; no reference is made.
     let stock = unsafe { (*xprt).xp_ops };
-    STOCK.store(stock.cast_mut(), Relaxed);
+    // One on a descriptor of the program's may come here twice.
+    if ![&raw const SNIFF, &raw const SNIFF_RDMA, &raw const REFUSED].contains(&stock) {
+        STOCK.store(stock.cast_mut(), Relaxed);
+    }
+    // SAFETY: by the contract.
+    if stock == &raw const REFUSED || unsafe { lacked_stream(xprt) } {
+        // SAFETY: as above.
+        unsafe { (*xprt).xp_ops = &REFUSED };
+        return Err(Error::new(Kind::Os(libc::ENOMEM), "libtirpc had no memory for the connection"));
+    }
     let ops = if rdma_only { &raw const SNIFF_RDMA } else { &raw const SNIFF };
     // SAFETY: as above.
     unsafe { (*xprt).xp_ops = ops };
@@ -51,6 +96,63 @@ pub unsafe fn watch(xprt: *mut SVCXPRT, rdma_only: bool) {
     let fd = unsafe { (*xprt).xp_fd };
     // SAFETY: `stock_destroy` ends it; who registers transports is the loop, or what has made it one.
     unsafe { idle::silent(fd, xprt, rdma_only) };
+    Ok(())
+}
+
+/// Whether libtirpc had no memory for the record stream of a connection. It has one then in which nothing is, so that it can be
+/// destroyed.
+///
+/// # Safety
+/// As [`watch`].
+unsafe fn lacked_stream(xprt: *mut SVCXPRT) -> bool {
+    // SAFETY: alive (contract).
+    let connection = unsafe { (*xprt).xp_p1 }.cast::<Connection>();
+    if connection.is_null() {
+        return false;
+    }
+    // SAFETY: what a connection of the stream transport (contract) has there, since before it was registered.
+    let stream = unsafe { &raw mut (*connection).stream };
+    // SAFETY: as above; it was made with zeros in it.
+    if !unsafe { (*stream).x_ops }.is_null() {
+        return false;
+    }
+    // SAFETY: as above; nothing of it is in use.
+    unsafe { (*stream).x_ops = &NO_STREAM };
+    // SAFETY: as above.
+    unsafe { (*stream).x_private = NOTES.as_ptr().cast_mut().cast() };
+    true
+}
+
+unsafe extern "C" fn no_long(_: *mut XDR, _: *mut c_long) -> c_int {
+    guard(|| Ok(0))
+}
+
+unsafe extern "C" fn no_put(_: *mut XDR, _: *const c_long) -> c_int {
+    guard(|| Ok(0))
+}
+
+unsafe extern "C" fn no_bytes(_: *mut XDR, _: *mut c_char, _: c_uint) -> c_int {
+    guard(|| Ok(0))
+}
+
+unsafe extern "C" fn no_bytes_put(_: *mut XDR, _: *const c_char, _: c_uint) -> c_int {
+    guard(|| Ok(0))
+}
+
+unsafe extern "C" fn no_position(_: *mut XDR) -> c_uint {
+    guard(|| Ok(0))
+}
+
+unsafe extern "C" fn no_move(_: *mut XDR, _: c_uint) -> c_int {
+    guard(|| Ok(0))
+}
+
+unsafe extern "C" fn no_inline(_: *mut XDR, _: c_uint) -> *mut i32 {
+    guard(|| Ok(null_mut()))
+}
+
+unsafe extern "C" fn nothing_to_free(_: *mut XDR) {
+    guard(|| Ok(()));
 }
 
 unsafe extern "C-unwind" fn sniff(xprt: *mut SVCXPRT, message: *mut rpc_msg) -> bool_t {
@@ -74,6 +176,14 @@ unsafe fn look(xprt: *mut SVCXPRT, message: *mut rpc_msg, rdma_only: bool) -> Re
         Err(_) => None,
     };
     idle::forget(fd);
+    // SAFETY: alive (contract).
+    if unsafe { (*xprt).xp_rtaddr.buf }.is_null() {
+        // Programs that decide by the caller's address would go through a NULL pointer.
+        log_warn!("fd {fd}: a connection is refused: libtirpc had no memory for the address of its peer");
+        // SAFETY: alive (contract).
+        unsafe { (*xprt).xp_ops = &REFUSED };
+        return Ok(0);
+    }
     if first == Some(b'M') {
         // SAFETY: by the contract.
         if let Err(error) = unsafe { convert(xprt, fd, rdma_only) } {

@@ -37,7 +37,7 @@ hostile=()
 if [ "${SOAK_HOSTILE:-}" != no ]; then
     program=${SOAK_BAD_PEERS:-}
     if [ -z "$program" ]; then
-        (cd "$top" && "${CARGO:-cargo}" test --locked --test bad_peers --no-run) >"$scratch/log" 2>&1 ||
+        (cd "$top" && "${CARGO:-cargo}" test --locked $(bash tests/packages.sh features) --test bad_peers --no-run) >"$scratch/log" 2>&1 ||
             { FAIL "the hostile clients are built" "$scratch/log"; closing; }
         program=$(cd "$top" && realpath "$(sed -n 's/.*Executable.*(\(.*\))$/\1/p' "$scratch/log")")
     fi

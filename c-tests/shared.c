@@ -1476,7 +1476,7 @@ static void be_idle(int port)
             REQUIRE(clnt_call(all[i], NOTHING, (xdrproc_t)(void (*)(void))xdr_void, NULL, (xdrproc_t)(void (*)(void))xdr_void,
                               NULL, limit) == RPC_SUCCESS);
         }
-        if (stage == 1) {
+        for (int calls = stage == 1 ? 1 : stage == 2 ? 3 : 0; calls > 0; calls--) {
             struct data data = {64 << 20, malloc(64 << 20)};
             u_int length = 0;
             REQUIRE(data.bytes != NULL);
@@ -1487,7 +1487,7 @@ static void be_idle(int port)
                 errx(1, "64 MiB: %s", clnt_sperror(last, "call"));
             free(data.bytes);
         }
-        if (stage == 2) {
+        if (stage == 3) {
             for (int i = 0; i < idle_count; i++)
                 clnt_destroy(all[i]);
         }
@@ -1516,18 +1516,31 @@ static void idle(int count)
     check(sees_answers(50), "an honest client calls");
     told->stop = true;
     REQUIRE(ends(honest, 60000));
+    /* The server sees that end, and the client's one connection is there. */
+    for (double until = now() + 10000 + patience(); now() < until;) {
+        if (mappings(server.pid, true) == 2 && mappings(client, true) == 2)
+            break;
+        nanosleep(&(struct timespec){.tv_nsec = 1000000}, NULL);
+    }
     const struct {
         const char *who;
         pid_t pid;
     } both[] = {{"server", server.pid}, {"client", client}};
     struct figures before[2] = {figures(server.pid), figures(client)};
     static const char *const stages[] = {"idle connections", "idle connections, after a call of 64 MiB on one more",
+                                         "idle connections, after three more in a row, and a while",
                                          "connections that have ended"};
-    for (int stage = 0; stage < 3; stage++) {
+    struct figures quiet[2] = {0};
+    const long given_back = 16 << 10;
+    for (int stage = 0; stage < 4; stage++) {
         REQUIRE(write(to[1], "c", 1) == 1 && read(from[0], &byte, 1) == 1);
-        /* It takes the server a moment to see so many ends. */
-        for (double until = now() + 10000; stage == 2 && descriptors(server.pid) > before[0].descriptors && now() < until;)
+        /* It takes the server a moment to see so many ends, or to be done with its last call, or to see that no other one comes. */
+        for (double until = now() + 10000 + patience(); now() < until;) {
+            bool ended = stage < 3 || descriptors(server.pid) <= before[0].descriptors;
+            if (ended && (stage == 0 || figures(server.pid).rss - quiet[0].rss < given_back))
+                break;
             nanosleep(&(struct timespec){.tv_nsec = 1000000}, NULL);
+        }
         for (int i = 0; i < 2; i++) {
             struct figures is = figures(both[i].pid);
             printf("      %d %s, %s: Rss %ld KiB (%+ld), Pss %ld (%+ld, %.1f each), of it shared %ld; %ld mappings (%+ld), %ld "
@@ -1535,6 +1548,11 @@ static void idle(int count)
                    count, stages[stage], both[i].who, is.rss, is.rss - before[i].rss, is.pss, is.pss - before[i].pss,
                    (double)(is.pss - before[i].pss) / count, is.shared, is.mappings, is.mappings - before[i].mappings,
                    is.descriptors, is.descriptors - before[i].descriptors);
+            if (stage == 0)
+                quiet[i] = is;
+            else if (stage == 1 || (stage == 2 && i == 0))
+                check(is.rss - quiet[i].rss < given_back, "%s: what %s of 64 MiB took is given back", both[i].who,
+                      stage == 1 ? "a call" : "several calls");
         }
     }
     bool same = figures(server.pid).descriptors == before[0].descriptors &&

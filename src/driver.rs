@@ -75,9 +75,22 @@ const TURN: u32 = 64;
 /// How long it serves them: a longer turn keeps others waiting, though not by less than one request takes.
 const TURN_TIME: Duration = Duration::from_millis(1);
 
+/// That of the software devices, once somebody has needed it.
+static MEMORY: OnceBox<Arc<Memory>> = OnceBox::new();
+
+/// As [`Memory::is_warm`].
+#[inline]
+pub fn is_warm() -> bool {
+    MEMORY.get().is_some_and(|memory| memory.is_warm())
+}
+
+/// As [`Memory::cool`].
+pub fn cool() -> Option<Duration> {
+    MEMORY.get()?.cool()
+}
+
 /// The pools that all software connections of the process share.
 pub fn memory(config: &Config) -> Arc<Memory> {
-    static MEMORY: OnceBox<Arc<Memory>> = OnceBox::new();
     if let Some(memory) = MEMORY.get() {
         return memory.clone();
     }

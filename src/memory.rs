@@ -58,7 +58,7 @@ pub use areas::Areas;
 pub use message::{Message, Pieces};
 #[cfg(test)]
 pub(crate) use pool::ration;
-pub use pool::{Pool, Slabs};
+pub use pool::{Pool, SERIES, Slabs};
 
 use pool::{Home, PAGE, RawBlock, round_up};
 
@@ -72,10 +72,11 @@ use std::ops::{Deref, DerefMut};
 use std::ptr::NonNull;
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering, Ordering::Relaxed, fence};
 use std::sync::{Arc, Weak};
+use std::time::Duration;
 
 use smallvec::SmallVec;
 
-use crate::fork;
+use crate::{fork, stats};
 
 /// The pools of a device. Software devices share one set in the process.
 #[derive(Clone)]
@@ -304,6 +305,18 @@ impl Memory {
         let replies =
             || self.exposed.bytes() > FLOOD && self.own.bytes() > FLOOD_SHARE.max(self.longest.load(Relaxed));
         self.slabs.is_none() && (self.received.bytes() > FLOOD && self.holds_its_share() || replies())
+    }
+
+    /// Whether pages are kept for long messages that may not come any more: see [`Memory::cool`].
+    #[inline]
+    pub fn is_warm(&self) -> bool {
+        self.message.keeps() || self.areas.keeps()
+    }
+
+    /// Gives back pages of long messages, of which none has come for a while; when to ask again.
+    pub fn cool(&self) -> Option<Duration> {
+        let now = stats::tick();
+        [&self.message, &self.areas].into_iter().filter_map(|pool| pool.cool(now)).max()
     }
 
     /// What `is_flooded` has found.
@@ -994,7 +1007,14 @@ impl Block {
     /// As [`Region::lend`]; and as [`Sink::lend`] if it becomes a Sink.
     unsafe fn lend(bytes: *mut u8, len: usize) -> Share {
         let ptr = NonNull::new(bytes).unwrap_or(NonNull::dangling());
-        let raw = RawBlock { ptr, cap: len, home: Home::Program, touched: AtomicUsize::new(len), writer: 0 };
+        let raw = RawBlock {
+            ptr,
+            cap: len,
+            home: Home::Program,
+            touched: AtomicUsize::new(len),
+            kept: 0,
+            writer: 0,
+        };
         Share::new(raw, Weak::new())
     }
 
@@ -1028,6 +1048,13 @@ impl Share {
     /// The block, if nobody else has a share of it or a [`Loan`].
     fn alone(&mut self) -> Option<&mut Block> {
         Arc::get_mut(&mut self.0)
+    }
+
+    /// It was taken from a pool: what is written from here on is told apart from what was before.
+    fn begin_use(&mut self) {
+        if let Some(Block { raw, .. }) = self.alone() {
+            raw.kept = raw.kept.max(std::mem::take(raw.touched.get_mut()));
+        }
     }
 
     /// It comes back to no pool.
@@ -1606,6 +1633,68 @@ mod tests {
     }
 
     #[test]
+    fn long_messages_in_a_series_find_their_pages_and_keep_them_no_longer_than_that() {
+        const LONG: usize = 100_000;
+        let pool = Pool::new(1 << 20, 8192, 2);
+        let used = |bytes: usize| {
+            let mut buf = pool.take().unwrap();
+            buf.extend(&vec![9; bytes]).unwrap();
+            buf
+        };
+        // Who looks uses it too.
+        let found = |at: usize| {
+            let mut buf = pool.take().unwrap();
+            buf.set_len(at + 1);
+            let found = buf[at] == 9;
+            let before = pool.set_long(0);
+            drop(buf);
+            pool.set_long(before);
+            found
+        };
+        drop(used(LONG));
+        assert!(found(16_383) && !found(LONG - 1), "one is no series: as much as all idle ones keep");
+        drop(used(LONG));
+        drop(used(LONG));
+        assert!(pool.keeps());
+        drop(used(10));
+        // One that is short beside it does not get its memory, nor the next long one that of the short one.
+        let long = used(LONG);
+        let short = used(10);
+        drop(long);
+        drop(short);
+        let mut long = pool.take().unwrap();
+        long.set_len(LONG);
+        assert!(long[LONG - 1] == 9 && pool.keeps());
+        drop(long);
+        let now = stats::tick();
+        assert_eq!(pool.cool(now), Some(pool::SERIES));
+        assert_eq!(pool.cool(now + 2 * pool::SERIES.as_nanos() as u64), None);
+        assert!(!pool.keeps() && found(8191) && !found(8192));
+        // Nobody asks: the next one that is given back sees to it.
+        drop(used(LONG));
+        drop(used(LONG));
+        assert!(pool.keeps());
+        pool.set_long(1);
+        drop(used(10));
+        assert!(!pool.keeps() && !found(16_384), "the series was over");
+    }
+
+    #[test]
+    fn pages_are_given_back_though_what_others_keep_is_no_number_of_pages() {
+        let pool = Pool::new(1 << 20, 8192, 4);
+        let (mut short, mut long) = (pool.take().unwrap(), pool.take().unwrap());
+        short.extend(&[9; 8193]).unwrap();
+        long.extend(&vec![9; 100_000]).unwrap();
+        drop(short);
+        // They are no series.
+        pool.set_long(0);
+        drop(long);
+        let mut long = pool.take().unwrap();
+        long.set_len(100_000);
+        assert!(long[8191] == 9 && long[99_999] == 0);
+    }
+
+    #[test]
     fn one_long_message_finds_its_pages_where_no_other_keeps_any() {
         let pool = Pool::new(1 << 20, 8192, 4);
         let used = |pool: &Arc<Pool>| {
@@ -1615,6 +1704,8 @@ mod tests {
         };
         let (first, second) = (used(&pool), used(&pool));
         drop(first);
+        // They are no series.
+        pool.set_long(0);
         drop(second);
         let kept = |buf: &mut Buf| {
             buf.set_len(1 << 20);

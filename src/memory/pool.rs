@@ -8,13 +8,13 @@ use std::io;
 use std::mem::ManuallyDrop;
 use std::ptr::{NonNull, null_mut};
 use std::sync::atomic::Ordering::{Acquire, Relaxed, Release};
-use std::sync::atomic::{AtomicPtr, AtomicU32, AtomicUsize};
+use std::sync::atomic::{AtomicBool, AtomicPtr, AtomicU32, AtomicU64, AtomicUsize};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, TryLockError, Weak};
 use std::thread;
 use std::time::Duration;
 
 use super::{Block, Buf, Share};
-use crate::reserve;
+use crate::{reserve, stats};
 
 /// Granularity of blocks, in bytes.
 pub(super) const PAGE: usize = 4096;
@@ -24,6 +24,10 @@ pub(super) const PAGE: usize = 4096;
 /// `warm` bytes of every idle block keep their pages, and a block more than that while all idle ones keep less together than
 /// if each had so many (with those that come after it, less than twice as much in all); what lies above is given back to the
 /// system, so that one long message does not hold its memory for ever. At most `idle_max` blocks are kept, and one.
+///
+/// While one long message follows another within [`SERIES`] they may keep [`SERIES_MOST`] together: to give pages back and to
+/// get them again takes longer than to copy what is in them. That is over with the next block that is given back after such a
+/// time, or with [`Pool::cool`].
 ///
 /// A child that was forked while a thread of its parent held the lock does without: nobody there would ever release it.
 pub struct Pool {
@@ -37,7 +41,17 @@ pub struct Pool {
     pub(super) capacity: usize,
     warm: usize,
     idle_max: usize,
+    /// When a long message was given back last, by [`stats::tick`]; 0: none was.
+    long: AtomicU64,
+    /// Whether idle blocks keep more than without a series.
+    keeps: AtomicBool,
 }
+
+/// Long messages of which none comes later after the one before are a series.
+pub const SERIES: Duration = Duration::from_secs(1);
+/// What idle blocks keep then: one message of 32 MiB, or two of 16. A client, whose process nobody wakes, keeps it until its next
+/// call.
+const SERIES_MOST: usize = 36 << 20;
 
 impl Pool {
     /// A pool of blocks of `capacity` bytes (rounded up to a page), keeping `idle_max` idle blocks with at most
@@ -51,6 +65,8 @@ impl Pool {
             capacity: round_up(capacity.max(1)),
             warm: round_up(warm),
             idle_max,
+            long: AtomicU64::new(0),
+            keeps: AtomicBool::new(false),
         })
     }
 
@@ -59,8 +75,14 @@ impl Pool {
     /// # Errors
     /// `ENOMEM` when the mapping fails.
     pub fn take(self: &Arc<Pool>) -> io::Result<Buf> {
-        let idle = self.take_hot().or_else(|| self.idle()?.pop());
+        let idle = self.take_hot().or_else(|| self.take_idle());
         self.wrap(idle)
+    }
+
+    fn take_idle(&self) -> Option<Share> {
+        let mut block = self.idle()?.pop()?;
+        block.begin_use();
+        Some(block)
     }
 
     /// As `take`, for bytes of a peer: what another writer than `writer` has left in the block is gone.
@@ -74,6 +96,10 @@ impl Pool {
             // The one that has been idle for the longest time: its writer misses it least.
             None if !idle.is_empty() => Some(idle.remove(0)),
             None => None,
+        });
+        let idle = idle.map(|mut block| {
+            block.begin_use();
+            block
         });
         let mut buf = self.wrap(idle)?;
         let raw = &mut buf.block_mut().raw;
@@ -154,7 +180,8 @@ impl Pool {
 
     /// A block that nobody else holds.
     pub(super) fn give_back(&self, mut block: Share) {
-        let long = block.raw.touched.load(Relaxed) > self.warm.max(PAGE);
+        let was_long = block.raw.touched.load(Relaxed) > self.warm.max(PAGE);
+        let long = block.raw.pages() > self.warm.max(PAGE) || self.keeps.load(Relaxed);
         // One of Reply chunks is looked for by its writer.
         if !long && self.idle_max > 0 && block.raw.writer == 0 {
             match self.put_hot(block) {
@@ -162,15 +189,17 @@ impl Pool {
                 Err(back) => block = back,
             }
         }
-        match self.idle() {
-            Some(mut idle) if idle.len() < self.idle_max => {
-                if long {
-                    self.trim(&mut block, &idle);
-                }
-                idle.push(block);
-            }
-            _ => block.forget_pool(),
+        let Some(mut idle) = self.idle() else { return block.forget_pool() };
+        if long {
+            self.trim(&mut block, was_long, &mut idle);
         }
+        if idle.len() >= self.idle_max {
+            return block.forget_pool();
+        }
+        // In a series those with pages are taken first.
+        let last = long && !was_long && block.raw.writer == 0 && block.raw.pages() <= self.warm;
+        let at = if last { 0 } else { idle.len() };
+        idle.insert(at, block);
     }
 
     /// Bytes of its idle blocks; nobody else uses it meanwhile.
@@ -187,15 +216,65 @@ impl Pool {
         bytes
     }
 
-    /// A long message was in it. Who sends or gets such ones again and again finds their pages, where nobody else needs them.
+    /// It has pages of a long message, or others have. Who sends or gets such ones again and again finds their pages, where
+    /// nobody else needs them.
     #[cold]
-    fn trim(&self, block: &mut Share, idle: &[Share]) {
-        let kept: usize = idle.iter().map(|block| block.raw.touched.load(Relaxed)).sum();
-        let left = (self.idle_max * self.warm).saturating_sub(kept);
+    fn trim(&self, block: &mut Share, was_long: bool, idle: &mut [Share]) {
+        let now = stats::tick();
+        let before = if was_long { self.long.swap(now, Relaxed) } else { self.long.load(Relaxed) };
+        let is_series = is_series(before, now);
+        if !is_series {
+            self.trim_idle(idle);
+        }
+        let most = if is_series { SERIES_MOST } else { self.idle_max * self.warm };
+        let kept: usize = idle.iter().map(|block| block.raw.pages()).sum();
+        let left = most.saturating_sub(kept);
         if let Some(block) = block.alone() {
             block.raw.trim(self.warm.max(left).max(PAGE));
         }
+        self.keeps.store(is_series && kept + block.raw.pages() > self.idle_max * self.warm, Relaxed);
     }
+
+    /// What a series has left.
+    fn trim_idle(&self, idle: &mut [Share]) {
+        if self.keeps.load(Relaxed) {
+            for block in idle.iter_mut().filter_map(Share::alone) {
+                block.raw.trim(self.warm.max(PAGE));
+            }
+        }
+    }
+
+    /// Gives back what a series has left, if it is over; when to ask again, if it is not.
+    pub(super) fn cool(&self, now: u64) -> Option<Duration> {
+        if !self.keeps.load(Relaxed) {
+            return None;
+        }
+        if is_series(self.long.load(Relaxed), now) {
+            return Some(SERIES);
+        }
+        if let Some(mut idle) = self.idle() {
+            self.trim_idle(&mut idle);
+        }
+        self.keeps.store(false, Relaxed);
+        None
+    }
+
+    /// As if the latest long message had been given back at that time; when it was.
+    #[cfg(test)]
+    pub(super) fn set_long(&self, at: u64) -> u64 {
+        self.long.swap(at, Relaxed)
+    }
+
+    /// Whether there is something to [`Pool::cool`].
+    #[inline]
+    pub(super) fn keeps(&self) -> bool {
+        self.keeps.load(Relaxed)
+    }
+}
+
+/// Whether what is given back now, or then, follows a long message.
+fn is_series(before: u64, now: u64) -> bool {
+    before != 0 && now.saturating_sub(before) < SERIES.as_nanos() as u64
 }
 
 impl Drop for Pool {
@@ -254,7 +333,7 @@ impl Slabs {
         // SAFETY: `at + size` is at most the length of the mapping: `at` is one of the offsets made in `new`.
         let ptr = unsafe { self.whole.ptr.add(at) };
         let (home, touched) = (Home::Slabs(self.clone()), AtomicUsize::new(0));
-        let raw = RawBlock { ptr, cap: self.size, home, touched, writer: 0 };
+        let raw = RawBlock { ptr, cap: self.size, home, touched, kept: 0, writer: 0 };
         Some(Buf { block: Share::new(raw, Weak::new()), start: 0, len: 0 })
     }
 
@@ -290,8 +369,11 @@ pub(super) struct RawBlock {
     pub(super) ptr: NonNull<u8>,
     pub(super) cap: usize,
     pub(super) home: Home,
-    /// Highest byte that may have been written: what lies above has no pages.
+    /// Highest byte that may have been written since it was taken from the idle ones: what lies above has no pages, but up to
+    /// `kept`.
     pub(super) touched: AtomicUsize,
+    /// The same before that.
+    pub(super) kept: usize,
     /// Whose bytes may lie in an idle block of Reply chunks: the number of a connection, 0 for nobody's.
     pub(super) writer: u64,
 }
@@ -320,6 +402,7 @@ impl RawBlock {
             cap: 0,
             home: Home::Mapping,
             touched: AtomicUsize::new(0),
+            kept: 0,
             writer: 0,
         }
     }
@@ -331,7 +414,7 @@ impl RawBlock {
         let ptr = pages::map(cap)?;
         #[cfg(test)]
         ration::count(cap as isize);
-        Ok(RawBlock { ptr, cap, home: Home::Mapping, touched: AtomicUsize::new(0), writer: 0 })
+        Ok(RawBlock { ptr, cap, home: Home::Mapping, touched: AtomicUsize::new(0), kept: 0, writer: 0 })
     }
 
     pub(super) fn is_lent(&self) -> bool {
@@ -367,21 +450,30 @@ impl RawBlock {
         }
     }
 
+    /// Bytes that may have pages.
+    fn pages(&self) -> usize {
+        self.touched.load(Relaxed).max(self.kept)
+    }
+
     /// Sets all that may have been written to zero.
     fn scrub(&mut self) {
-        let used = std::mem::take(self.touched.get_mut()).min(self.cap);
+        let used = self.pages().min(self.cap);
+        (*self.touched.get_mut(), self.kept) = (0, 0);
         // SAFETY: `used <= cap`: the range is the lower part of our own mapping, which nobody else points into.
         unsafe { std::ptr::write_bytes(self.ptr.as_ptr(), 0, used) };
     }
 
     /// Gives the pages above `warm` back to the system.
     pub(super) fn trim(&mut self, warm: usize) {
-        if *self.touched.get_mut() > warm && self.cap > warm {
+        // What others keep is no number of pages, and the kernel gives back whole ones or nothing.
+        let warm = round_up(warm);
+        if self.pages() > warm && self.cap > warm {
             // SAFETY: `warm < cap`: the range is the upper part of our own mapping, which nobody points into.
             let upper = unsafe { self.ptr.as_ptr().add(warm) };
             // SAFETY: as above; MADV_DONTNEED on anonymous memory only drops its contents.
             unsafe { libc::madvise(upper.cast(), self.cap - warm, libc::MADV_DONTNEED) };
-            *self.touched.get_mut() = warm;
+            *self.touched.get_mut() = warm.min(*self.touched.get_mut());
+            self.kept = warm.min(self.kept);
         }
     }
 }

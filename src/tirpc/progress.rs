@@ -106,10 +106,12 @@ pub enum Errand {
     Left,
     /// Long Calls are to be pulled that nobody else may see to.
     Pulls,
+    /// Pages are to be given back that were kept for long messages.
+    Pages,
 }
 
 /// By [`Errand`].
-type Errands = [Option<fn()>; 4];
+type Errands = [Option<fn()>; 5];
 
 impl Errand {
     fn key(self) -> RawFd {

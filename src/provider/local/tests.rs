@@ -50,6 +50,12 @@ fn shared() -> (Sockets, [Iwarp; 2]) {
     pair([sharing(Sharing::Must), sharing(Sharing::Must)]).unwrap()
 }
 
+/// The same, of two that look before they sleep.
+fn looking() -> (Sockets, [Iwarp; 2]) {
+    let looks = || iwarp::Options { spins: true, ..sharing(Sharing::Must) };
+    pair([looks(), looks()]).unwrap()
+}
+
 /// What comes to `qp` next.
 fn next(qp: &mut Iwarp) -> Result<Completion, Error> {
     loop {
@@ -508,7 +514,7 @@ fn rings_within(bell: &Bell, limit: Duration) -> bool {
 #[test]
 fn who_sleeps_on_a_bell_is_woken_by_it_and_by_nothing_else() {
     const LONG: Duration = Duration::from_secs(10);
-    let (_sockets, [mut a, mut b]) = shared();
+    let (_sockets, [mut a, mut b]) = looking();
     let readable = |qp: &Iwarp| wait::until(qp.fd(), wait::IN, Some(Duration::ZERO), None).unwrap();
     b.post_recv(sink(100));
     assert!(b.poll().unwrap().is_none() && bell_of(&mut b).is_none(), "a sleeps too");
@@ -534,6 +540,23 @@ fn who_sleeps_on_a_bell_is_woken_by_it_and_by_nothing_else() {
     });
     assert!(bell_of(&mut b).is_none(), "there is something");
     assert_eq!(message(next(&mut b).unwrap()), b"two");
+}
+
+#[test]
+fn who_never_looks_sleeps_on_a_bell_though_its_peer_sleeps_too() {
+    let (_sockets, [mut a, mut b]) = shared();
+    let readable = |qp: &Iwarp| wait::until(qp.fd(), wait::IN, Some(Duration::ZERO), None).unwrap();
+    a.post_recv(sink(100));
+    assert!(a.poll().unwrap().is_none() && a.rest());
+    for _ in 0..3 {
+        b.post_recv(sink(100));
+        assert!(b.poll().unwrap().is_none());
+        let bell = b.doze().unwrap();
+        send(&mut a, b"one");
+        assert!(rings_within(&bell, Duration::from_secs(10)) && !readable(&b));
+        assert_eq!(message(next(&mut b).unwrap()), b"one");
+        assert!(a.rest());
+    }
 }
 
 #[test]
@@ -569,7 +592,7 @@ fn the_peer_is_told_how_many_others_are_served() {
 #[test]
 fn no_wake_up_is_lost() {
     const LIMIT: Duration = Duration::from_secs(5);
-    const ROUNDS: u32 = 20_000;
+    const ROUNDS: u32 = 10_000;
     /// Any numbers will do.
     struct Dice(u32);
     impl Dice {
@@ -615,25 +638,26 @@ fn no_wake_up_is_lost() {
         }
         qp.post_recv(sink(100));
     }
-    let (_sockets, [mut a, mut b]) = shared();
-    a.post_recv(sink(100));
-    b.post_recv(sink(100));
-    std::thread::scope(|scope| {
-        scope.spawn(|| {
-            let mut dice = Dice(1);
+    for (_sockets, [mut a, mut b]) in [looking(), shared()] {
+        a.post_recv(sink(100));
+        b.post_recv(sink(100));
+        std::thread::scope(|scope| {
+            scope.spawn(|| {
+                let mut dice = Dice(1);
+                for _ in 0..ROUNDS {
+                    take(&mut b, &mut dice);
+                    dice.pause();
+                    send(&mut b, b"ball");
+                }
+            });
+            let mut dice = Dice(2);
             for _ in 0..ROUNDS {
-                take(&mut b, &mut dice);
+                send(&mut a, b"ball");
+                take(&mut a, &mut dice);
                 dice.pause();
-                send(&mut b, b"ball");
             }
         });
-        let mut dice = Dice(2);
-        for _ in 0..ROUNDS {
-            send(&mut a, b"ball");
-            take(&mut a, &mut dice);
-            dice.pause();
-        }
-    });
+    }
 }
 
 #[test]

@@ -7,6 +7,7 @@ use rpcrdma::config::{self, Holds};
 
 use crate::library;
 use crate::out::say;
+use crate::words::shown;
 
 #[derive(clap::Args)]
 #[command(
@@ -29,7 +30,8 @@ pub fn run(args: &Args) -> ExitCode {
     let mut say = |line: String, is_right: bool| {
         right &= is_right;
         if !is_right || !args.quiet {
-            say!("{line}");
+            // Names of files may hold anything.
+            say!("{}", shown(&line));
         }
     };
     if args.files.is_empty() {

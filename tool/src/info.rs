@@ -12,7 +12,7 @@ use rpcrdma::config::{self, Source};
 use rpcrdma::tool::{self, host};
 use serde::Serialize;
 
-use crate::out::say;
+use crate::out::{self, say};
 use crate::words::shown;
 use crate::{devices, library, programs};
 
@@ -132,13 +132,7 @@ struct Registered {
 pub fn run(args: &Args) -> ExitCode {
     let report = look(args.host.as_deref());
     if args.json {
-        match serde_json::to_string_pretty(&report) {
-            Ok(text) => say!("{text}"),
-            Err(error) => {
-                eprintln!("rpcrdma info: {error}");
-                return ExitCode::FAILURE;
-            }
-        }
+        out::document(&report);
     } else {
         print(&report);
     }

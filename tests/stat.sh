@@ -267,6 +267,13 @@ if command -v tmux >/dev/null; then
     killed=$(pgrep -P "$(mux display-message -p '#{pane_pid}')" -x command)
     [ -n "$killed" ] && kill -TERM "$killed"
     wait_for 5 screen '^status 0' && wait_for 5 cmp -s before after3 && ok "and SIGTERM" || FAIL "and SIGTERM" screen
+    mux send-keys -R; mux clear-history
+    type_in 'clear; ./command top -d 0.2; echo "status $?"; stty -a >after4'
+    wait_for 10 screen 'rpcrdma top:'
+    mux send-keys C-z; wait_for 10 screen 'Stopped' && wait_for 10 cmp -s before after4 && ok "Ctrl-Z leaves the terminal to the shell" ||
+        FAIL "Ctrl-Z leaves the terminal to the shell" screen
+    type_in 'clear; fg >/dev/null; echo "status $?"'
+    wait_for 10 screen "^ *$server .* bench" && mux send-keys q && wait_for 10 screen '^status 0' && ok "... and goes on" || FAIL "... and goes on" screen
     # A narrow screen has fewer columns, and whole numbers.
     mux resize-window -x 48 -y 30
     mux clear-history; type_in 'clear; ./command top -d 0.2; echo "status $?"'

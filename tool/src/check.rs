@@ -3,6 +3,7 @@
 use std::path::PathBuf;
 use std::process::ExitCode;
 
+use clap::ValueHint;
 use rpcrdma::config::{self, Holds};
 
 use crate::library;
@@ -19,6 +20,7 @@ use crate::words::shown;
 )]
 pub struct Args {
     /// Files to check, in place of /etc/rpcrdma.conf, /etc/rpcrdma.d/*.conf and the environment.
+    #[arg(value_hint = ValueHint::FilePath)]
     files: Vec<PathBuf>,
     /// Says nothing of what is right.
     #[arg(short, long)]

@@ -5,6 +5,8 @@ use std::io::{self, BufRead, BufReader, BufWriter, Read, Write};
 use std::path::PathBuf;
 use std::process::ExitCode;
 
+use clap::ValueHint;
+
 mod capture;
 mod diagram;
 mod log;
@@ -33,12 +35,13 @@ use trace::Trace;
 #[command(after_long_help = HELP)]
 pub struct Args {
     /// The log or capture; standard input without it.
+    #[arg(value_hint = ValueHint::FilePath)]
     file: Option<PathBuf>,
     /// Prints one JSON document; times are microseconds since 1970.
     #[arg(long)]
     json: bool,
     /// Draws a call as a sequence diagram, and prints nothing: the first one, if neither --xid nor --call chooses another.
-    #[arg(long, value_name = "FILE")]
+    #[arg(long, value_name = "FILE", value_hint = ValueHint::FilePath)]
     svg: Option<PathBuf>,
     /// Shows the calls with this XID only.
     #[arg(long, value_parser = xid)]

@@ -8,6 +8,7 @@ use std::path::Path;
 use std::process::ExitCode;
 use std::time::Duration;
 
+use clap::ValueHint;
 use rpcrdma::config::{self, Source};
 use rpcrdma::tool::{self, host};
 use serde::Serialize;
@@ -22,6 +23,7 @@ use crate::{devices, library, programs};
                         at HOST; without HOST it is not, for clients need none of their own.")]
 pub struct Args {
     /// Says what would be used towards HOST, and what is registered there.
+    #[arg(value_hint = ValueHint::Hostname)]
     host: Option<String>,
     /// One JSON document in place of the text.
     #[arg(long)]

@@ -16,6 +16,7 @@ use std::sync::{Arc, OnceLock};
 use std::thread;
 use std::time::Duration;
 
+use clap::ValueHint;
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 
 use crate::interrupt;
@@ -45,7 +46,7 @@ use measure::{Call, Case, Sample, Times, measure, median};
 #[command(after_long_help = HELP)]
 pub struct Args {
     /// Where `rpcrdma perf --serve` runs.
-    #[arg(conflicts_with_all = ["serve", "draw"])]
+    #[arg(conflicts_with_all = ["serve", "draw"], value_hint = ValueHint::Hostname)]
     host: Option<String>,
     /// Serves until it is ended. Whoever reaches the port may make calls; no call makes it take more memory than the largest of
     /// --sizes, and nothing of what it is sent is kept.
@@ -80,10 +81,10 @@ pub struct Args {
     #[arg(long, conflicts_with = "serve")]
     json: bool,
     /// Draws the figures too.
-    #[arg(long, value_name = "FILE", conflicts_with = "serve")]
+    #[arg(long, value_name = "FILE", conflicts_with = "serve", value_hint = ValueHint::FilePath)]
     svg: Option<PathBuf>,
     /// Measures nothing, and takes the figures of a JSON document that --json has printed.
-    #[arg(long, value_name = "FILE")]
+    #[arg(long, value_name = "FILE", value_hint = ValueHint::FilePath)]
     draw: Option<PathBuf>,
     /// The server of another rpcrdma perf, which it ends with.
     #[arg(long, hide = true, requires = "serve")]

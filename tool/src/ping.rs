@@ -10,7 +10,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError, mpsc};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use clap::ValueEnum;
+use clap::{ValueEnum, ValueHint};
 use rpcrdma::tool::caller::{self, Caller, Failed};
 use rpcrdma::tool::{Agreed, Row, host};
 use serde::Serialize;
@@ -26,6 +26,7 @@ use crate::{interrupt, library, programs};
 )]
 pub struct Args {
     /// Name or address.
+    #[arg(value_hint = ValueHint::Hostname)]
     host: String,
     /// Number, or name of /etc/rpc. Without it: the first one that rpcbind at HOST has on the netid.
     program: Option<String>,

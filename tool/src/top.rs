@@ -23,7 +23,7 @@ use rpcrdma::tool::latency::percentile;
 /// Shows live what processes that use the library do, the busiest first.
 ///
 /// Keys: q quits, s sorts by the next column, up and down choose, Enter shows the connections and procedures of one process, Esc
-/// goes back.
+/// goes back, Ctrl-Z leaves the terminal to the shell.
 ///
 /// Figures are those of the time since the last look. BY/S: bytes a second, in messages and by RDMA Reads and Writes; CONNS:
 /// connections; INUSE: credits in use; P50 and P99: the time that half of the calls, and 99 of a hundred, took at most. The columns of
@@ -89,6 +89,23 @@ fn end_on_signals() {
         // SAFETY: the handler only stores an atomic word.
         unsafe { libc::signal(signal, handler as libc::sighandler_t) };
     }
+}
+
+/// What is done after a key.
+enum Then {
+    Go,
+    /// The shell has its turn, until it calls this program back to the foreground.
+    Stop,
+    End,
+}
+
+/// Ctrl-Z: the terminal as it was, and then as it is here once more.
+#[allow(unsafe_code)]
+fn stopped() -> io::Result<DefaultTerminal> {
+    ratatui::try_restore()?;
+    // SAFETY: no preconditions. Returns when this program goes on.
+    unsafe { libc::raise(libc::SIGTSTP) };
+    ratatui::try_init()
 }
 
 /// The columns that processes are sorted by.
@@ -164,9 +181,12 @@ fn show(terminal: &mut DefaultTerminal, delay: Duration) -> io::Result<()> {
                 Ok(true) => {
                     if let Event::Key(key) = event::read()?
                         && key.kind == KeyEventKind::Press
-                        && !view.key(key)
                     {
-                        return Ok(());
+                        match view.key(key) {
+                            Then::Go => {}
+                            Then::Stop => *terminal = stopped()?,
+                            Then::End => return Ok(()),
+                        }
                     }
                 }
                 Ok(false) if left.is_zero() => break,
@@ -234,12 +254,13 @@ impl View {
         self.chosen = at.map(|at| self.processes[at].0.pid);
     }
 
-    /// False for a key that ends the program.
-    fn key(&mut self, key: KeyEvent) -> bool {
+    /// What a key asks for.
+    fn key(&mut self, key: KeyEvent) -> Then {
         let control = key.modifiers.contains(KeyModifiers::CONTROL);
         match key.code {
-            KeyCode::Char('q') => return false,
-            KeyCode::Char('c') if control => return false,
+            KeyCode::Char('q') => return Then::End,
+            KeyCode::Char('c') if control => return Then::End,
+            KeyCode::Char('z') if control => return Then::Stop,
             KeyCode::Char('s') => self.sort = self.sort.next(),
             KeyCode::Up => self.step(-1),
             KeyCode::Down => self.step(1),
@@ -247,7 +268,7 @@ impl View {
             KeyCode::Esc | KeyCode::Left | KeyCode::Backspace => self.inside = None,
             _ => {}
         }
-        true
+        Then::Go
     }
 
     fn step(&mut self, by: i16) {

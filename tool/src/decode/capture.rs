@@ -640,7 +640,7 @@ impl Reader {
         let reply = is_reply.then(|| payload.unwrap_or(0) + written(&message));
         let read = sum(&mut message.reads.iter().map(|read| read.segment.length));
         let bytes = payload.unwrap_or(0) + read;
-        self.tell(at, number, Level::Wire, Event::Message { out, message });
+        self.tell(at, number, Level::Wire, Event::Message { out, message: Box::new(message) });
         if let Some((_, program)) = called {
             self.tell(at, number, Level::Debug, Event::Request { xid, program });
         }

@@ -24,17 +24,21 @@ pub use latency::{Names, Procedure, Recent, clock, instant, tick};
 pub use page::{begin, is_watched};
 
 macro_rules! counters {
-    ($($(#[$doc:meta])* $variant:ident $name:literal,)*) => {
+    ($(#[doc = $doc:literal] $variant:ident $name:literal,)*) => {
         /// One counter; its value is its place in the table.
         #[derive(Clone, Copy, Debug, PartialEq, Eq)]
         #[repr(usize)]
         #[cfg_attr(not(feature = "verbs"), allow(dead_code, reason = "adapters alone count some"))]
         pub enum Counter {
-            $($(#[$doc])* $variant,)*
+            $(#[doc = $doc] $variant,)*
         }
 
         /// The counters' names, in the order of the table.
         pub const NAMES: &[&str] = &[$($name),*];
+
+        /// What each of them counts, for who collects them.
+        #[cfg(feature = "tool")]
+        pub const HELP: &[&str] = &[$($doc),*];
     };
 }
 

@@ -9,7 +9,7 @@ pub use crate::tirpc::netid::Row;
 pub mod caller;
 pub mod host;
 
-pub use crate::stats::{NAMES as COUNTERS, latency, layout};
+pub use crate::stats::{HELP as COUNTER_HELP, NAMES as COUNTERS, latency, layout};
 
 /// The version of this library.
 pub const VERSION: &str = env!("CARGO_PKG_VERSION");

@@ -208,6 +208,16 @@ head -n 20 log | sed '2s/$/\x1b[31m/; 3s/^/noise /' >part
 printf 'a line of mine\x1b]0;title\x07\n' >>part
 check "what is not understood is named" 0 'lines that are not of the library.s log: 1 of 21; line 21 is the first: a line of mine\?\]0;title\?' "$tool" decode part
 if grep -q $'\x1b' out; then FAIL "no escape sequence reaches a terminal" out; else ok "no escape sequence reaches a terminal"; fi
+# Texts of others, in a picture and in a document.
+cat >nasty <<END
+2026-11-22T09:30:00.000001Z rpcrdma[5] info: fd 3: program 7 version 1 goes over rdma to h ($(printf '\xc2\x9b31m\xef\xbf\xbf\xd8\x9c')<x>&)
+2026-11-22T09:30:00.000002Z rpcrdma[5] wire: fd 3 > RDMA_MSG xid 0x1 credits 1 reads [] writes [] reply none payload 40
+2026-11-22T09:30:00.000003Z rpcrdma[5] wire: fd 3 < RDMA_MSG xid 0x1 credits 1 reads [] writes [] reply none payload 24
+END
+check "a picture is XML, whatever it says" 0 '^ *$' \
+    sh -c "'$tool' decode --svg nasty.svg nasty && python3 -c 'import xml.dom.minidom; xml.dom.minidom.parse(\"nasty.svg\")'"
+check "a document moves no cursor, whatever it says" 0 'u009b31m.uffff.u061c<x>&' "$tool" decode --json nasty
+if LC_ALL=C grep -q $'\xc2\x9b' out; then FAIL "... and has no escape sequence" out; fi
 check "no log" 1 'no call in it' "$tool" decode /etc/passwd
 check "no file" 1 '/no/such/file: No such file' "$tool" decode /no/such/file
 check "a full disk" 1 'standard output: No space left' sh -c "$tool decode log >/dev/full"

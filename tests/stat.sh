@@ -78,7 +78,13 @@ stat --prometheus "$pid" >metrics
 same "--prometheus has the same figures" 500 "$(sed -n 's/^rpcrdma_calls_total{.*} //p' metrics)"
 same "its histogram ends with all calls" "500 500" \
     "$(sed -n 's/^rpcrdma_call_seconds_bucket{.*le="+Inf"} //p; s/^rpcrdma_call_seconds_count{.*} //p' metrics | xargs)"
-same "each of its lines has the form" '' "$(grep -Ev '^(# (TYPE|HELP) rpcrdma_[a-z_]+ .+|rpcrdma_[a-z_]+(\{[^}]*\})? [0-9.e+-]+)$' metrics)"
+if ! command -v python3 >/dev/null; then
+    skip "a collector takes them" "no python3"
+elif python3 "$here/metrics.py" <metrics >why 2>&1; then
+    ok "a collector takes them"
+else
+    FAIL "a collector takes them" why
+fi
 stat "$pid" 0.05 3 >lines 2>err
 same "lines repeat, with a title" 4 "$(wc -l <lines)"
 same "and of all processes" 3 "$(stat --all 0.05 1 | grep -Ec "PID|^ *($pid|$server) ")"
@@ -115,6 +121,53 @@ wait_for 5 grep -q calls/s lines
 kill -KILL "$pid"; wait "$pid" 2>/dev/null
 wait "$watcher"
 same "of a process that is killed it says so and ends" "1 rpcrdma stat: process $pid has ended" "$? $(cat err)"
+
+# ------------------------------------------------------------------------------------------- pages that somebody has made up
+
+# harmless: a terminal obeys nothing of what was written.
+harmless() {
+    python3 -c 'import sys, unicodedata
+text = "".join(open(name, encoding="utf-8").read() for name in sys.argv[1:])
+sys.exit(any(c != "\n" and unicodedata.category(c) in ("Cc", "Cf", "Cn") for c in text))' out err
+}
+if ! command -v python3 >/dev/null; then
+    skip "pages that somebody has made up" "no python3"
+else
+    honest=$server at=$port
+    for kind in escapes long numbers random many newer damaged cut shrinks; do
+        start_ready python3 "$here/page.py" $kind || FAIL "a page: $kind"
+        made=$server
+        case $kind in newer | damaged | cut | shrinks) expected=1 ;; *) expected=0 ;; esac
+        : >why
+        for how in "$made" "--json $made" "--prometheus $made" "$made 0.01 1" "" --json "--all 0.01 1"; do
+            # shellcheck disable=SC2086
+            timeout "$(patient 30)" ./command stat $how >out 2>err; status=$?
+            case $how in
+            *"$made"*) [ $status -eq $expected ] ;;
+            *) [ $status -eq 0 ] ;;
+            esac || echo "stat $how: status $status" >>why
+            harmless || echo "stat $how: letters that a terminal obeys" >>why
+            [ -s out ] || continue
+            case $how in
+            *json*) python3 -c 'import json; json.load(open("out"))' 2>>why || echo "stat $how: no JSON" >>why ;;
+            *prometheus*) python3 "$here/metrics.py" <out >/dev/null 2>>why || echo "stat $how: no metrics" >>why ;;
+            esac
+        done
+        if [ -s why ]; then FAIL "a page: $kind" why; else ok "a page: $kind"; fi
+        stat >out 2>err
+        case $kind in
+        long) expected="^ *$made [a-z+]+ +W{15}\\+ +1 +0 +0  [0-9]+[smhd]\$" ;;
+        newer) expected="^process $made: its library, version 0.1.0, shows its figures in another way" ;;
+        damaged) expected="^process $made: its figures are damaged" ;;
+        *) expected= ;;
+        esac
+        if [ -n "$expected" ]; then
+            if grep -Eq "$expected" out; then ok "... in the list"; else FAIL "... in the list" out; fi
+        fi
+        stop "$made"
+    done
+    server=$honest port=$at
+fi
 
 # ---------------------------------------------------------------------------------------------------- forks, descriptors
 
@@ -196,6 +249,12 @@ if command -v tmux >/dev/null; then
     done
     wait_for 5 screen '^PEER .*CREDITS' && screen '^0x20004245 1 +NULL' && ok "Enter shows connections and procedures" ||
         FAIL "Enter shows connections and procedures" screen
+    # Most terminals have 80 columns.
+    mux resize-window -x 80 -y 30
+    wait_for 10 screen '^PEER .* CALLS .* DEVICE$' && screen ' software iWARP(, CRC off)?$' && ok "of 80 columns those that there are are whole" ||
+        FAIL "of 80 columns those that there are are whole" screen
+    mux resize-window -x 130 -y 30
+    wait_for 10 screen '^PEER .* PLACED WAITED .* DEVICE$'
     mux send-keys Escape; wait_for 5 screen 'PROGRAM +CALLS/S' && ok "Esc goes back" || FAIL "Esc goes back" screen
     mux send-keys q; wait_for 5 screen '^status 0' && ok "q ends it" || FAIL "q ends it" screen
     wait_for 5 cmp -s before after && ok "and the terminal is as it was" || { diff before after >why; FAIL "the terminal is as it was" why; }
@@ -208,6 +267,13 @@ if command -v tmux >/dev/null; then
     killed=$(pgrep -P "$(mux display-message -p '#{pane_pid}')" -x command)
     [ -n "$killed" ] && kill -TERM "$killed"
     wait_for 5 screen '^status 0' && wait_for 5 cmp -s before after3 && ok "and SIGTERM" || FAIL "and SIGTERM" screen
+    mux send-keys -R; mux clear-history
+    type_in 'clear; ./command top -d 0.2; echo "status $?"; stty -a >after4'
+    wait_for 10 screen 'rpcrdma top:'
+    mux send-keys C-z; wait_for 10 screen 'Stopped' && wait_for 10 cmp -s before after4 && ok "Ctrl-Z leaves the terminal to the shell" ||
+        FAIL "Ctrl-Z leaves the terminal to the shell" screen
+    type_in 'clear; fg >/dev/null; echo "status $?"'
+    wait_for 10 screen "^ *$server .* bench" && mux send-keys q && wait_for 10 screen '^status 0' && ok "... and goes on" || FAIL "... and goes on" screen
     # A narrow screen has fewer columns, and whole numbers.
     mux resize-window -x 48 -y 30
     mux clear-history; type_in 'clear; ./command top -d 0.2; echo "status $?"'

@@ -141,6 +141,8 @@ printf '# mine\ncredits = 5 # few\n crc = on\ncredit = 3\n' >settings
 check "check: a file of settings" 1 '^settings:3:8: crc = "on": must be auto, yes or no settings:4:1: "credit": no such setting; did you mean credits\? $' \
     "$tool" check settings
 check "check: what cannot be read" 1 '^none: No such file or directory /: must be a regular file, and is a directory $' "$tool" check none /
+echo nonsense >$'bad\e[31m'
+check "check: the names of files move no cursor" 1 '^bad\?\[31m:1:1: "nonsense"' "$tool" check $'bad\e[31m'
 printf 'credits = 5\n' >settings
 check "check: what is right" 0 '^settings: all is understood \(settings\) $' "$tool" check settings
 check "check --quiet" 0 '^ ?$' "$tool" check --quiet settings

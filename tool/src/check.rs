@@ -3,10 +3,12 @@
 use std::path::PathBuf;
 use std::process::ExitCode;
 
+use clap::ValueHint;
 use rpcrdma::config::{self, Holds};
 
 use crate::library;
 use crate::out::say;
+use crate::words::shown;
 
 #[derive(clap::Args)]
 #[command(
@@ -18,6 +20,7 @@ use crate::out::say;
 )]
 pub struct Args {
     /// Files to check, in place of /etc/rpcrdma.conf, /etc/rpcrdma.d/*.conf and the environment.
+    #[arg(value_hint = ValueHint::FilePath)]
     files: Vec<PathBuf>,
     /// Says nothing of what is right.
     #[arg(short, long)]
@@ -29,7 +32,8 @@ pub fn run(args: &Args) -> ExitCode {
     let mut say = |line: String, is_right: bool| {
         right &= is_right;
         if !is_right || !args.quiet {
-            say!("{line}");
+            // Names of files may hold anything.
+            say!("{}", shown(&line));
         }
     };
     if args.files.is_empty() {

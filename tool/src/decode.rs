@@ -5,6 +5,8 @@ use std::io::{self, BufRead, BufReader, BufWriter, Read, Write};
 use std::path::PathBuf;
 use std::process::ExitCode;
 
+use clap::ValueHint;
+
 mod capture;
 mod diagram;
 mod log;
@@ -33,12 +35,13 @@ use trace::Trace;
 #[command(after_long_help = HELP)]
 pub struct Args {
     /// The log or capture; standard input without it.
+    #[arg(value_hint = ValueHint::FilePath)]
     file: Option<PathBuf>,
     /// Prints one JSON document; times are microseconds since 1970.
     #[arg(long)]
     json: bool,
     /// Draws a call as a sequence diagram, and prints nothing: the first one, if neither --xid nor --call chooses another.
-    #[arg(long, value_name = "FILE")]
+    #[arg(long, value_name = "FILE", value_hint = ValueHint::FilePath)]
     svg: Option<PathBuf>,
     /// Shows the calls with this XID only.
     #[arg(long, value_parser = xid)]
@@ -86,12 +89,14 @@ pub fn run(args: &Args) -> ExitCode {
 fn decode(args: &Args) -> Result<(), String> {
     let (name, input): (String, Box<dyn Read>) = match &args.file {
         Some(path) => {
-            let file = File::open(path).map_err(|error| format!("{}: {error}", path.display()))?;
+            let file =
+                File::open(path).map_err(|error| format!("{}: {}", path.display(), words::reason(&error)))?;
             (path.display().to_string(), Box::new(file))
         }
         None => ("standard input".into(), Box::new(io::stdin())),
     };
-    let mut trace = read(BufReader::new(input)).map_err(|error| format!("{name}: {error}"))?;
+    let mut trace =
+        read(BufReader::new(input)).map_err(|error| format!("{name}: {}", words::reason(&error)))?;
     for text in show::refused(&trace) {
         eprintln!("rpcrdma decode: {text}");
     }
@@ -120,15 +125,12 @@ fn decode(args: &Args) -> Result<(), String> {
             return Err(format!("{} calls are too many for a picture: at most {DRAWN}", some.len()));
         }
         let picture = diagram::draw(&trace, some, &names)?;
-        return picture.save(path).map_err(|error| format!("{}: {error}", path.display()));
+        return picture.save(path).map_err(|error| format!("{}: {}", path.display(), words::reason(&error)));
     }
     trace.shown = chosen;
     let mut out = BufWriter::new(out::stdout());
     let written = if args.json {
-        let document = Document::new(&trace, &names);
-        serde_json::to_writer_pretty(&mut out, &document)
-            .map_err(io::Error::from)
-            .and_then(|()| writeln!(out))
+        out::json(&Document::new(&trace, &names), true)
     } else {
         show::text(&trace, &names, &mut out)
     };

@@ -18,7 +18,7 @@ pub fn run(args: &Args) -> ExitCode {
     match generate(&args.folder) {
         Ok(()) => ExitCode::SUCCESS,
         Err(error) => {
-            eprintln!("rpcrdma generate: {}: {error}", args.folder.display());
+            eprintln!("rpcrdma generate: {}: {}", args.folder.display(), crate::words::reason(&error));
             ExitCode::FAILURE
         }
     }

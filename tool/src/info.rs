@@ -8,11 +8,12 @@ use std::path::Path;
 use std::process::ExitCode;
 use std::time::Duration;
 
+use clap::ValueHint;
 use rpcrdma::config::{self, Source};
 use rpcrdma::tool::{self, host};
 use serde::Serialize;
 
-use crate::out::say;
+use crate::out::{self, say};
 use crate::words::shown;
 use crate::{devices, library, programs};
 
@@ -22,6 +23,7 @@ use crate::{devices, library, programs};
                         at HOST; without HOST it is not, for clients need none of their own.")]
 pub struct Args {
     /// Says what would be used towards HOST, and what is registered there.
+    #[arg(value_hint = ValueHint::Hostname)]
     host: Option<String>,
     /// One JSON document in place of the text.
     #[arg(long)]
@@ -132,13 +134,7 @@ struct Registered {
 pub fn run(args: &Args) -> ExitCode {
     let report = look(args.host.as_deref());
     if args.json {
-        match serde_json::to_string_pretty(&report) {
-            Ok(text) => say!("{text}"),
-            Err(error) => {
-                eprintln!("rpcrdma info: {error}");
-                return ExitCode::FAILURE;
-            }
-        }
+        out::document(&report);
     } else {
         print(&report);
     }

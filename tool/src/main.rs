@@ -9,6 +9,7 @@ use std::process::ExitCode;
 use clap::{Parser, Subcommand};
 
 mod check;
+mod columns;
 mod decode;
 mod devices;
 mod generate;

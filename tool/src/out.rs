@@ -2,9 +2,13 @@
 #![allow(unsafe_code)]
 
 use std::fmt;
-use std::io::{self, IsTerminal, StdoutLock, Write};
+use std::io::{self, BufWriter, IsTerminal, StdoutLock, Write};
 use std::process::{self, ExitCode};
 use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
+
+use serde::Serialize;
+
+use crate::words;
 
 /// As `println!`, which would panic where nothing can be written any more, on a full disk say.
 macro_rules! say {
@@ -33,7 +37,53 @@ impl Write for Out {
 }
 
 fn named(error: io::Error) -> io::Error {
-    io::Error::new(error.kind(), format!("standard output: {error}"))
+    io::Error::new(error.kind(), format!("standard output: {}", words::reason(&error)))
+}
+
+/// Writes a document, on lines of its own or in one.
+///
+/// # Errors
+/// Of standard output.
+pub fn json(document: &impl Serialize, on_lines: bool) -> io::Result<()> {
+    let mut out = Plain(BufWriter::new(stdout()));
+    let written = match on_lines {
+        true => serde_json::to_writer_pretty(&mut out, document),
+        false => serde_json::to_writer(&mut out, document),
+    };
+    written?;
+    writeln!(out)?;
+    out.flush()
+}
+
+/// JSON in which nothing stands as it is that a terminal would obey: the format itself asks for escapes of the first 32 characters
+/// only.
+struct Plain<W>(W);
+
+impl<W: Write> Write for Plain<W> {
+    fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
+        // What is written is whole strings, or digits and brackets; and newlines between them.
+        match std::str::from_utf8(bytes) {
+            Ok(text) if bytes.iter().any(|byte| *byte >= 0x7f) => {
+                for c in text.chars() {
+                    match c {
+                        '\n' => self.0.write_all(b"\n")?,
+                        _ if words::is_harmful(c) => {
+                            for unit in c.encode_utf16(&mut [0; 2]) {
+                                write!(self.0, "\\u{unit:04x}")?;
+                            }
+                        }
+                        _ => self.0.write_all(c.encode_utf8(&mut [0; 4]).as_bytes())?,
+                    }
+                }
+            }
+            _ => self.0.write_all(bytes)?,
+        }
+        Ok(bytes.len())
+    }
+
+    fn flush(&mut self) -> io::Result<()> {
+        self.0.flush()
+    }
 }
 
 /// Writes a line. Where that fails this program ends: as any other one whose reader has gone, or with a word.
@@ -59,6 +109,13 @@ pub fn of_clap(said: &clap::Error) -> ExitCode {
         failed(&error);
     }
     ExitCode::SUCCESS
+}
+
+/// The same, as [`line`] ends this program where that fails.
+pub fn document(document: &impl Serialize) {
+    if let Err(error) = json(document, true) {
+        failed(&error);
+    }
 }
 
 fn failed(error: &io::Error) -> ! {
@@ -92,3 +149,22 @@ extern "C" fn look() {
 #[used]
 #[unsafe(link_section = ".init_array")]
 static LOOK: extern "C" fn() = look;
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_document_moves_no_cursor_and_says_the_same() {
+        let text = "a\u{9b}31m \u{202e}\u{7f}\u{1b}[2J\n\u{10ffff} \u{fc}\"\\";
+        let mut written = Vec::new();
+        serde_json::to_writer_pretty(Plain(&mut written), &[text]).unwrap();
+        let written = String::from_utf8(written).unwrap();
+        assert!(written.chars().all(|c| c == '\n' || !words::is_harmful(c)), "{written:?}");
+        assert!(
+            written.contains("\\u009b31m \\u202e\\u007f") && written.contains("\\udbff\\udfff \u{fc}"),
+            "{written}"
+        );
+        assert_eq!(serde_json::from_str::<[String; 1]>(&written).unwrap(), [text]);
+    }
+}

@@ -16,6 +16,7 @@ use std::sync::{Arc, OnceLock};
 use std::thread;
 use std::time::Duration;
 
+use clap::ValueHint;
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 
 use crate::interrupt;
@@ -45,7 +46,7 @@ use measure::{Call, Case, Sample, Times, measure, median};
 #[command(after_long_help = HELP)]
 pub struct Args {
     /// Where `rpcrdma perf --serve` runs.
-    #[arg(conflicts_with_all = ["serve", "draw"])]
+    #[arg(conflicts_with_all = ["serve", "draw"], value_hint = ValueHint::Hostname)]
     host: Option<String>,
     /// Serves until it is ended. Whoever reaches the port may make calls; no call makes it take more memory than the largest of
     /// --sizes, and nothing of what it is sent is kept.
@@ -80,10 +81,10 @@ pub struct Args {
     #[arg(long, conflicts_with = "serve")]
     json: bool,
     /// Draws the figures too.
-    #[arg(long, value_name = "FILE", conflicts_with = "serve")]
+    #[arg(long, value_name = "FILE", conflicts_with = "serve", value_hint = ValueHint::FilePath)]
     svg: Option<PathBuf>,
     /// Measures nothing, and takes the figures of a JSON document that --json has printed.
-    #[arg(long, value_name = "FILE")]
+    #[arg(long, value_name = "FILE", value_hint = ValueHint::FilePath)]
     draw: Option<PathBuf>,
     /// The server of another rpcrdma perf, which it ends with.
     #[arg(long, hide = true, requires = "serve")]
@@ -147,7 +148,8 @@ pub fn run(args: &Args) -> ExitCode {
 }
 
 fn draw_again(args: &Args, file: &PathBuf) -> Result<ExitCode, String> {
-    let text = std::fs::read_to_string(file).map_err(|error| format!("{}: {error}", file.display()))?;
+    let text = std::fs::read_to_string(file)
+        .map_err(|error| format!("{}: {}", file.display(), words::reason(&error)))?;
     let figures: Figures = serde_json::from_str(&text)
         .map_err(|error| format!("{}: not the figures of a benchmark: {error}", file.display()))?;
     show(args, &figures)?;
@@ -159,7 +161,7 @@ fn show(args: &Args, figures: &Figures) -> Result<(), String> {
     out::restore_sigpipe();
     let mut out = out::stdout();
     let written = if args.json {
-        serde_json::to_writer_pretty(&mut out, figures).map_err(io::Error::from).and_then(|()| writeln!(out))
+        out::json(figures, true)
     } else if args.draw.is_some() && args.svg.is_some() {
         Ok(())
     } else {
@@ -168,7 +170,9 @@ fn show(args: &Args, figures: &Figures) -> Result<(), String> {
     };
     written.map_err(|error| error.to_string())?;
     match &args.svg {
-        Some(file) => draw::draw(figures).save(file).map_err(|error| format!("{}: {error}", file.display())),
+        Some(file) => draw::draw(figures)
+            .save(file)
+            .map_err(|error| format!("{}: {}", file.display(), words::reason(&error))),
         None => Ok(()),
     }
 }
@@ -193,7 +197,8 @@ fn serve(args: &Args) -> Result<ExitCode, String> {
     rpc::set_variable("RPCRDMA_MAX_CALL", &call.to_string());
     rpc::set_variable("RPCRDMA_MAX_PULLED", &(4 * call).clamp(1 << 20, 1 << 30).to_string());
     let at = SocketAddr::new(args.listen, args.port);
-    let listener = TcpListener::bind(at).map_err(|error| format!("cannot listen at {at}: {error}"))?;
+    let listener =
+        TcpListener::bind(at).map_err(|error| format!("cannot listen at {at}: {}", words::reason(&error)))?;
     let at = listener.local_addr().map_err(|error| error.to_string())?;
     let mut out = out::stdout();
     let told = if args.child {
@@ -266,7 +271,7 @@ fn benchmark(args: &Args) -> Result<ExitCode, String> {
         }
         Some(host) => {
             let found = (host.as_str(), args.port).to_socket_addrs();
-            (None, found.map_err(|error| format!("{host}: {error}"))?.collect())
+            (None, found.map_err(|error| format!("{host}: {}", words::reason(&error)))?.collect())
         }
     };
     // After the server is started, which would not be reached by the signals either.

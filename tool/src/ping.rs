@@ -10,13 +10,13 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError, mpsc};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use clap::ValueEnum;
+use clap::{ValueEnum, ValueHint};
 use rpcrdma::tool::caller::{self, Caller, Failed};
 use rpcrdma::tool::{Agreed, Row, host};
 use serde::Serialize;
 
-use crate::out::say;
-use crate::words::shown;
+use crate::out::{self, say};
+use crate::words::{reason, shown};
 use crate::{interrupt, library, programs};
 
 #[derive(clap::Args)]
@@ -26,6 +26,7 @@ use crate::{interrupt, library, programs};
 )]
 pub struct Args {
     /// Name or address.
+    #[arg(value_hint = ValueHint::Hostname)]
     host: String,
     /// Number, or name of /etc/rpc. Without it: the first one that rpcbind at HOST has on the netid.
     program: Option<String>,
@@ -169,7 +170,7 @@ impl Target {
         let host = args.host.clone();
         let program = args.program.as_deref().map(programs::number).transpose()?;
         let found = (host.as_str(), args.port.unwrap_or(0)).to_socket_addrs();
-        let found: Vec<SocketAddr> = found.map_err(|error| format!("{host}: {error}"))?.collect();
+        let found: Vec<SocketAddr> = found.map_err(|error| format!("{host}: {}", reason(&error)))?.collect();
         let netid = args.netid.unwrap_or_else(|| {
             if found.iter().any(SocketAddr::is_ipv4) { Netid::Rdma } else { Netid::Rdma6 }
         });
@@ -483,10 +484,7 @@ impl Session {
         if self.json {
             (self.document.sent, self.document.answered, self.document.lost) = (sent, answered, lost);
             self.document.round_trip = summary;
-            match serde_json::to_string_pretty(&self.document) {
-                Ok(text) => say!("{text}"),
-                Err(error) => eprintln!("rpcrdma ping: {error}"),
-            }
+            out::document(&self.document);
             return answered > 0;
         }
         say!("\n--- {} ping statistics ---", shown(&self.title));

@@ -4,6 +4,8 @@ use std::ffi::OsString;
 use std::os::unix::process::CommandExt;
 use std::process::{Command, ExitCode};
 
+use clap::ValueHint;
+
 use crate::library;
 
 #[derive(clap::Args)]
@@ -17,7 +19,7 @@ pub struct Args {
     #[arg(long = "move", value_name = "LIST")]
     moved: Option<OsString>,
     /// The program and its arguments.
-    #[arg(required = true, trailing_var_arg = true, allow_hyphen_values = true, value_name = "PROGRAM")]
+    #[arg(required = true, trailing_var_arg = true, allow_hyphen_values = true, value_name = "PROGRAM", value_hint = ValueHint::CommandWithArguments)]
     program: Vec<OsString>,
 }
 

@@ -1,15 +1,16 @@
 //! `rpcrdma stat`: what processes that use the library have done and do, as text, JSON, or for Prometheus.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::fmt::Write as _;
 use std::io::{self, Write as _};
 use std::process::ExitCode;
 use std::thread;
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
-use rpcrdma::tool::latency;
+use rpcrdma::tool::{COUNTER_HELP, COUNTERS, latency};
 use serde_json::{Value, json};
 
+use crate::columns::{self, Column};
 use crate::numbers::{bytes, time};
 use crate::out;
 use crate::programs::Programs;
@@ -133,16 +134,23 @@ const NOBODY: &str = "No process that may be looked at uses the library.";
 
 /// Which processes there are.
 fn list(as_json: bool) -> io::Result<ExitCode> {
-    let Processes { watched, others, foreign } = watch::processes()?;
-    let figures: Vec<Figures> = watched.iter().filter_map(|process| process.figures().ok()).collect();
+    let Processes { watched, mut others, foreign } = watch::processes()?;
+    let mut figures = Vec::new();
+    for process in &watched {
+        match process.figures() {
+            Ok(found) => figures.push(found),
+            Err(Refusal::Ended) => {}
+            Err(why) => others.push((process.pid, why)),
+        }
+    }
+    others.sort_by_key(|(pid, _)| *pid);
     let mut out = out::stdout();
     if as_json {
         let programs = Programs::read();
         let all: Vec<Value> = figures.iter().map(|figures| document(figures, &programs)).collect();
         let others: Vec<Value> =
             others.iter().map(|(pid, why)| json!({ "pid": pid, "why": why.text(*pid) })).collect();
-        let document = json!({ "processes": all, "not_watched": others, "not_readable": foreign });
-        writeln!(out, "{document:#}")?;
+        out::json(&json!({ "processes": all, "not_watched": others, "not_readable": foreign }), true)?;
         return Ok(ExitCode::SUCCESS);
     }
     if figures.is_empty() && others.is_empty() {
@@ -159,8 +167,8 @@ fn list(as_json: bool) -> io::Result<ExitCode> {
             out,
             "{:>8} {:<10} {:<16} {:>6} {:>12} {:>12}  {}",
             figures.pid,
-            figures.user,
-            figures.program,
+            words::within(&figures.user, 10),
+            words::within(&figures.program, 16),
             connection_count(figures),
             figures.counter("calls"),
             figures.counter("served"),
@@ -212,8 +220,8 @@ fn once(pid: Option<u32>, args: &Args) -> io::Result<ExitCode> {
     } else if args.json {
         let documents: Vec<Value> = all.iter().map(|figures| document(figures, &programs)).collect();
         match (pid, &documents[..]) {
-            (Some(_), [one]) => writeln!(out, "{one:#}")?,
-            _ => writeln!(out, "{:#}", json!({ "processes": documents }))?,
+            (Some(_), [one]) => out::json(one, true)?,
+            _ => out::json(&json!({ "processes": documents }), true)?,
         }
     } else {
         if all.is_empty() {
@@ -233,6 +241,7 @@ fn follow(pid: Option<u32>, interval: Duration, count: Option<u64>, as_json: boo
     let mut before: Vec<Figures> = Vec::new();
     let mut lines = 0u64;
     let mut turns = 0u64;
+    let mut told = BTreeSet::new();
     loop {
         // Processes come and go; one that is named must stay.
         let Processes { watched, foreign, .. } = match chosen(pid)? {
@@ -245,7 +254,13 @@ fn follow(pid: Option<u32>, interval: Duration, count: Option<u64>, as_json: boo
             match process.figures() {
                 Ok(figures) => now.push(figures),
                 Err(why) if pid.is_some() => return refused(process.pid, &why),
-                Err(_) => {}
+                Err(Refusal::Ended) => {}
+                // Once: it will not be understood next time either.
+                Err(why) => {
+                    if told.insert(process.pid) {
+                        eprintln!("rpcrdma stat: {}", why.text(process.pid));
+                    }
+                }
             }
         }
         let mut out = out::stdout();
@@ -254,7 +269,7 @@ fn follow(pid: Option<u32>, interval: Duration, count: Option<u64>, as_json: boo
                 let Some(before) = before.iter().find(|before| figures.follows(before)) else { continue };
                 let rates = Rates::of(before, figures);
                 if as_json {
-                    writeln!(out, "{}", rates.document(figures, &programs))?;
+                    out::json(&rates.document(figures, &programs), false)?;
                     continue;
                 }
                 if lines.is_multiple_of(20) {
@@ -343,7 +358,8 @@ impl Rates {
     }
 
     fn line(&self, figures: &Figures, all: bool) -> String {
-        let who = if all { format!("{:>8} {:<16}", figures.pid, figures.program) } else { String::new() };
+        let program = words::within(&figures.program, 16);
+        let who = if all { format!("{:>8} {program:<16}", figures.pid) } else { String::new() };
         let [inline, read, written, copied] = self.bytes.map(|n| bytes(n as u64));
         let [p50, p99, p999] = self.percentiles.map(time);
         format!(
@@ -386,6 +402,17 @@ pub fn connection_count(figures: &Figures) -> u64 {
     figures.without_slot.saturating_add(figures.connections.len() as u64)
 }
 
+const PROCEDURES: [Column; 8] = [
+    Column::name("PROGRAM", 16, 8),
+    Column::name("PROCEDURE", 12, 7),
+    Column::name("END", 6, 3),
+    Column::number("CALLS", 10, 6),
+    Column::number("p50", 9, 5),
+    Column::number("p99", 9, 4),
+    Column::number("p99.9", 9, 2),
+    Column::number("mean", 9, 1),
+];
+
 /// All of a process for people.
 fn text(figures: &Figures, programs: &Programs) -> String {
     let mut out = String::new();
@@ -398,61 +425,74 @@ fn text(figures: &Figures, programs: &Programs) -> String {
     for (name, n) in &figures.counters {
         let _ = writeln!(out, "{name:<20} {n:>16}");
     }
-    let _ = writeln!(out, "\n{}", CONNECTIONS);
-    for connection in &figures.connections {
-        let _ = writeln!(out, "{}", connection_row(connection));
+    out.push('\n');
+    for line in connection_lines(&figures.connections, None) {
+        let _ = writeln!(out, "{line}");
     }
     if figures.without_slot > 0 {
         let _ = writeln!(out, "and {} more, which have no room here", figures.without_slot);
     }
     if !figures.latencies.is_empty() {
-        let _ = writeln!(
-            out,
-            "\n{:<16} {:<12} {:<6} {:>10} {:>9} {:>9} {:>9} {:>9}",
-            "PROGRAM", "PROCEDURE", "END", "CALLS", "p50", "p99", "p99.9", "mean"
-        );
-    }
-    for latency in &figures.latencies {
-        let (program, procedure) = names(latency.numbers, programs);
-        let [p50, p99, p999] = PARTS.map(|(part, _)| time(latency.percentile(part)));
-        let mean = time(latency.mean());
-        let _ = writeln!(
-            out,
-            "{program:<16} {procedure:<12} {:<6} {:>10} {p50:>9} {p99:>9} {p999:>9} {mean:>9}",
-            end(latency.served),
-            latency.calls()
-        );
+        out.push('\n');
+        let row = |latency: &watch::Latency| {
+            let (program, procedure) = names(latency.numbers, programs);
+            let [p50, p99, p999] = PARTS.map(|(part, _)| time(latency.percentile(part)));
+            let (calls, mean) = (latency.calls().to_string(), time(latency.mean()));
+            [program, procedure, end(latency.served).to_owned(), calls, p50, p99, p999, mean]
+        };
+        let rows: Vec<_> = figures.latencies.iter().map(row).collect();
+        for line in columns::lines(&PROCEDURES, &rows, None) {
+            let _ = writeln!(out, "{line}");
+        }
     }
     out
 }
 
-/// The title of [`connection_row`].
-pub const CONNECTIONS: &str = "PEER                   END    VER CREDITS      CALLS   SERVED  INLINE    READ WRITTEN  \
-                               PLACED WAITED ERRORS   AGE DEVICE";
+const CONNECTIONS: [Column; 14] = [
+    Column::name("PEER", 21, 14),
+    Column::name("END", 6, 13),
+    Column::number("VER", 3, 7),
+    Column::number("CREDITS", 7, 12),
+    Column::number("CALLS", 8, 11),
+    Column::number("SERVED", 8, 10),
+    Column::number("INLINE", 7, 8),
+    Column::number("READ", 7, 6),
+    Column::number("WRITTEN", 7, 5),
+    Column::number("PLACED", 7, 2),
+    Column::number("WAITED", 6, 4),
+    Column::number("ERRORS", 6, 3),
+    Column::number("AGE", 4, 1),
+    Column::name("DEVICE", 6, 9),
+];
 
-/// A connection in a line. Credits: in use, and how many there are.
-pub fn connection_row(connection: &Connection) -> String {
+/// Connections, a line each, below their title. `screen`: so many letters are in a line.
+pub fn connection_lines(connections: &[Connection], screen: Option<usize>) -> Vec<String> {
+    let rows: Vec<_> = connections.iter().map(connection_row).collect();
+    columns::lines(&CONNECTIONS, &rows, screen)
+}
+
+/// What stands in the columns. Credits: in use, and how many there are.
+fn connection_row(connection: &Connection) -> [String; CONNECTIONS.len()] {
     let granted = match connection.accepted {
         true => connection.granting,
         false => connection.asked.min(connection.granted),
     };
-    format!(
-        "{:<22} {:<6} {:>3} {:>7} {:>10} {:>8} {:>7} {:>7} {:>7} {:>7} {:>6} {:>6} {:>5} {}",
+    [
         connection.peer.map_or_else(|| "-".to_owned(), |peer| peer.to_string()),
-        end(connection.accepted),
+        end(connection.accepted).to_owned(),
         if connection.version == 0 { "-".to_owned() } else { connection.version.to_string() },
         format!("{}/{granted}", in_use(connection)),
-        connection.calls,
-        connection.served,
+        connection.calls.to_string(),
+        connection.served.to_string(),
         bytes(connection.bytes_inline),
         bytes(connection.bytes_read),
         bytes(connection.bytes_written),
         bytes(connection.bytes_placed),
-        connection.waited,
-        connection.errors,
+        connection.waited.to_string(),
+        connection.errors.to_string(),
         age(connection.since),
-        connection.device
-    )
+        connection.device.clone(),
+    ]
 }
 
 fn end(served: bool) -> &'static str {
@@ -517,6 +557,9 @@ fn prometheus(all: &[Figures], programs: &Programs) -> String {
         }
     }
     for name in names {
+        if let Some(at) = COUNTERS.iter().position(|known| known == name) {
+            let _ = writeln!(out, "# HELP rpcrdma_{name}_total {}", COUNTER_HELP[at].trim());
+        }
         let _ = writeln!(out, "# TYPE rpcrdma_{name}_total counter");
         for figures in all {
             let _ = writeln!(out, "rpcrdma_{name}_total{{{}}} {}", process(figures), figures.counter(name));
@@ -529,18 +572,21 @@ fn prometheus(all: &[Figures], programs: &Programs) -> String {
             writeln!(out, "rpcrdma_connections_open{{{}}} {}", process(figures), connection_count(figures));
     }
     type Field = fn(&Connection) -> u64;
-    let metrics: [(&str, &str, Field); 9] = [
-        ("credits_in_use", "gauge", in_use),
-        ("calls_total", "counter", |c| c.calls),
-        ("served_total", "counter", |c| c.served),
-        ("credits_waited_total", "counter", |c| c.waited),
-        ("errors_total", "counter", |c| c.errors),
-        ("bytes_inline_total", "counter", |c| c.bytes_inline),
-        ("bytes_read_total", "counter", |c| c.bytes_read),
-        ("bytes_written_total", "counter", |c| c.bytes_written),
-        ("bytes_placed_total", "counter", |c| c.bytes_placed),
+    let metrics: [(&str, &str, &str, Field); 9] = [
+        ("credits_in_use", "gauge", "Credits in use.", in_use),
+        ("calls_total", "counter", "Calls made.", |c| c.calls),
+        ("served_total", "counter", "Requests answered.", |c| c.served),
+        ("credits_waited_total", "counter", "Calls that had to wait for a credit.", |c| c.waited),
+        ("errors_total", "counter", "Calls that the transport failed.", |c| c.errors),
+        ("bytes_inline_total", "counter", "Bytes sent in messages.", |c| c.bytes_inline),
+        ("bytes_read_total", "counter", "Bytes moved by this process's RDMA Reads.", |c| c.bytes_read),
+        ("bytes_written_total", "counter", "Bytes moved by this process's RDMA Writes.", |c| c.bytes_written),
+        ("bytes_placed_total", "counter", "Bytes moved by the peer's RDMA Reads and Writes.", |c| {
+            c.bytes_placed
+        }),
     ];
-    for (name, kind, field) in metrics {
+    for (name, kind, help, field) in metrics {
+        let _ = writeln!(out, "# HELP rpcrdma_connection_{name} {help}");
         let _ = writeln!(out, "# TYPE rpcrdma_connection_{name} {kind}");
         for (figures, c) in all.iter().flat_map(|f| f.connections.iter().map(move |c| (f, c))) {
             let peer = c.peer.map_or_else(String::new, |peer| peer.to_string());

@@ -12,20 +12,22 @@ use ratatui::text::Line;
 use ratatui::widgets::{Paragraph, Row, Table, TableState};
 use ratatui::{DefaultTerminal, Frame};
 
+use crate::columns;
 use crate::numbers::{bytes, time};
 use crate::programs::Programs;
-use crate::stat::{CONNECTIONS, Rates, age, connection_count, connection_row, in_use, names};
-use crate::watch::{self, Figures, Latency, difference};
+use crate::stat::{Rates, age, connection_count, connection_lines, in_use, names};
+use crate::watch::{self, Figures, Latency, Refusal, difference};
+use crate::words::within;
 use rpcrdma::tool::latency::percentile;
 
 /// Shows live what processes that use the library do, the busiest first.
 ///
 /// Keys: q quits, s sorts by the next column, up and down choose, Enter shows the connections and procedures of one process, Esc
-/// goes back.
+/// goes back, Ctrl-Z leaves the terminal to the shell.
 ///
 /// Figures are those of the time since the last look. BY/S: bytes a second, in messages and by RDMA Reads and Writes; CONNS:
 /// connections; INUSE: credits in use; P50 and P99: the time that half of the calls, and 99 of a hundred, took at most. The columns of
-/// connections are described in rpcrdma-stat(1).
+/// connections are described in rpcrdma-stat(1). A narrow screen has fewer columns.
 #[derive(clap::Args)]
 #[command(
     after_help = "Exit status: 0 it was ended by a key or a signal, 1 there is no terminal or it fails, 2 the command line \
@@ -89,6 +91,23 @@ fn end_on_signals() {
     }
 }
 
+/// What is done after a key.
+enum Then {
+    Go,
+    /// The shell has its turn, until it calls this program back to the foreground.
+    Stop,
+    End,
+}
+
+/// Ctrl-Z: the terminal as it was, and then as it is here once more.
+#[allow(unsafe_code)]
+fn stopped() -> io::Result<DefaultTerminal> {
+    ratatui::try_restore()?;
+    // SAFETY: no preconditions. Returns when this program goes on.
+    unsafe { libc::raise(libc::SIGTSTP) };
+    ratatui::try_init()
+}
+
 /// The columns that processes are sorted by.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Sort {
@@ -127,6 +146,8 @@ struct View {
     /// Each with the figures of the look before, if there were any.
     processes: Vec<(Figures, Option<Figures>)>,
     foreign: usize,
+    /// Processes whose figures are not understood.
+    unknown: u32,
     sort: Sort,
     chosen: Option<u32>,
     table: TableState,
@@ -141,6 +162,7 @@ fn show(terminal: &mut DefaultTerminal, delay: Duration) -> io::Result<()> {
         programs: Programs::read(),
         processes: Vec::new(),
         foreign: 0,
+        unknown: 0,
         sort: Sort::Calls,
         chosen: None,
         table: TableState::default(),
@@ -159,9 +181,12 @@ fn show(terminal: &mut DefaultTerminal, delay: Duration) -> io::Result<()> {
                 Ok(true) => {
                     if let Event::Key(key) = event::read()?
                         && key.kind == KeyEventKind::Press
-                        && !view.key(key)
                     {
-                        return Ok(());
+                        match view.key(key) {
+                            Then::Go => {}
+                            Then::Stop => *terminal = stopped()?,
+                            Then::End => return Ok(()),
+                        }
                     }
                 }
                 Ok(false) if left.is_zero() => break,
@@ -181,10 +206,16 @@ impl View {
     /// Takes new figures.
     fn look(&mut self) -> io::Result<()> {
         let found = watch::processes()?;
-        self.foreign = found.foreign;
+        (self.foreign, self.unknown) = (found.foreign, 0);
         let before = std::mem::take(&mut self.processes);
         for process in found.watched {
-            let Ok(figures) = process.figures() else { continue };
+            let figures = match process.figures() {
+                Ok(figures) => figures,
+                Err(why) => {
+                    self.unknown += u32::from(matches!(why, Refusal::Unknown(_)));
+                    continue;
+                }
+            };
             let before =
                 before.iter().map(|(figures, _)| figures).find(|before| figures.follows(before)).cloned();
             self.processes.push((figures, before));
@@ -223,12 +254,13 @@ impl View {
         self.chosen = at.map(|at| self.processes[at].0.pid);
     }
 
-    /// False for a key that ends the program.
-    fn key(&mut self, key: KeyEvent) -> bool {
+    /// What a key asks for.
+    fn key(&mut self, key: KeyEvent) -> Then {
         let control = key.modifiers.contains(KeyModifiers::CONTROL);
         match key.code {
-            KeyCode::Char('q') => return false,
-            KeyCode::Char('c') if control => return false,
+            KeyCode::Char('q') => return Then::End,
+            KeyCode::Char('c') if control => return Then::End,
+            KeyCode::Char('z') if control => return Then::Stop,
             KeyCode::Char('s') => self.sort = self.sort.next(),
             KeyCode::Up => self.step(-1),
             KeyCode::Down => self.step(1),
@@ -236,7 +268,7 @@ impl View {
             KeyCode::Esc | KeyCode::Left | KeyCode::Backspace => self.inside = None,
             _ => {}
         }
-        true
+        Then::Go
     }
 
     fn step(&mut self, by: i16) {
@@ -271,8 +303,9 @@ impl View {
             Some((_, Some(at))) => {
                 let (figures, before) = &self.processes[at];
                 frame.render_widget(Paragraph::new(self.summary(at)), head);
-                let lines = inside_lines(figures, before.as_ref(), &self.programs);
-                let most = (lines.len() as u16).saturating_sub(body.height);
+                let lines = inside_lines(figures, before.as_ref(), &self.programs, body.width.into());
+                let all = u16::try_from(lines.len()).unwrap_or(u16::MAX);
+                let most = all.saturating_sub(body.height);
                 self.skipped = self.skipped.min(most);
                 frame.render_widget(Paragraph::new(lines).scroll((self.skipped, 0)), body);
             }
@@ -293,11 +326,17 @@ impl View {
             self.processes.len(),
             self.sort.name()
         );
-        let second = match (self.processes.is_empty(), self.foreign) {
-            (true, 0) => "no process with a connection over rdma".to_owned(),
-            (_, 0) => String::new(),
-            (_, foreign) => watch::foreign_text(foreign),
-        };
+        let mut second = Vec::new();
+        if self.unknown > 0 {
+            second.push(format!("{} not understood: see `rpcrdma stat`", self.unknown));
+        }
+        if self.foreign > 0 {
+            second.push(watch::foreign_text(self.foreign));
+        }
+        if second.is_empty() && self.processes.is_empty() {
+            second.push("no process with a connection over rdma".to_owned());
+        }
+        let second = second.join("; ");
         vec![Line::from(first), Line::from(second)]
     }
 
@@ -339,8 +378,8 @@ impl View {
                     |which: usize| time(rates.as_ref().and_then(|rates| rates.percentiles[which]));
                 let cell = |column: Column| match column {
                     Column::Pid => figures.pid.to_string(),
-                    Column::User => figures.user.clone(),
-                    Column::Program => figures.program.clone(),
+                    Column::User => within(&figures.user, column.width().into()),
+                    Column::Program => within(&figures.program, column.width().into()),
                     Column::Calls => rate(|rates| rates.calls),
                     Column::Served => rate(|rates| rates.served),
                     Column::Bytes => {
@@ -457,21 +496,33 @@ fn fitting(width: u16) -> Vec<Column> {
     columns
 }
 
+const PROCEDURES: [columns::Column; 6] = [
+    columns::Column::name("PROGRAM", 16, 6),
+    columns::Column::name("PROCEDURE", 12, 4),
+    columns::Column::name("END", 6, 1),
+    columns::Column::number("CALLS/S", 9, 5),
+    columns::Column::number("P50", 9, 3),
+    columns::Column::number("P99", 9, 2),
+];
+
 /// The connections and procedures of a process; times since the look before.
-fn inside_lines(figures: &Figures, before: Option<&Figures>, programs: &Programs) -> Vec<Line<'static>> {
-    let bold = Style::new().add_modifier(Modifier::BOLD);
-    let mut lines = vec![Line::from(CONNECTIONS).style(bold)];
-    lines.extend(figures.connections.iter().map(|connection| Line::from(connection_row(connection))));
+fn inside_lines(
+    figures: &Figures,
+    before: Option<&Figures>,
+    programs: &Programs,
+    screen: usize,
+) -> Vec<Line<'static>> {
+    let titled = |lines: Vec<String>| {
+        let bold = Style::new().add_modifier(Modifier::BOLD);
+        let mut lines = lines.into_iter().map(Line::from);
+        lines.next().map(|title| title.style(bold)).into_iter().chain(lines)
+    };
+    let mut lines: Vec<Line> = titled(connection_lines(&figures.connections, Some(screen))).collect();
     if figures.without_slot > 0 {
         lines.push(Line::from(format!("and {} more, which have no room here", figures.without_slot)));
     }
     lines.push(Line::default());
-    let title = format!(
-        "{:<16} {:<12} {:<6} {:>9} {:>9} {:>9}",
-        "PROGRAM", "PROCEDURE", "END", "CALLS/S", "P50", "P99"
-    );
-    lines.push(Line::from(title).style(bold));
-    for latency in &figures.latencies {
+    let row = |latency: &Latency| {
         let same = |other: &&Latency| (other.numbers, other.served) == (latency.numbers, latency.served);
         let earlier = before.and_then(|before| before.latencies.iter().find(same));
         let buckets = difference(&latency.buckets, earlier.map_or(&[], |earlier| &earlier.buckets));
@@ -482,8 +533,10 @@ fn inside_lines(figures: &Figures, before: Option<&Figures>, programs: &Programs
         let (program, procedure) = names(latency.numbers, programs);
         let end = if latency.served { "server" } else { "client" };
         let [p50, p99] = [0.5, 0.99].map(|part| time(percentile(&buckets, part)));
-        lines.push(Line::from(format!("{program:<16} {procedure:<12} {end:<6} {rate:>9} {p50:>9} {p99:>9}")));
-    }
+        [program, procedure, end.to_owned(), rate, p50, p99]
+    };
+    let rows: Vec<_> = figures.latencies.iter().map(row).collect();
+    lines.extend(titled(columns::lines(&PROCEDURES, &rows, Some(screen))));
     lines
 }
 

@@ -1,15 +1,36 @@
 //! Text of others, rpcbind's of another host say, on a terminal.
 
+use std::io;
+
 /// The text without what a terminal would obey, and not without end.
 pub fn shown(text: &str) -> String {
     const MAX: usize = 2000;
-    let plain = |c: char| if c.is_control() || is_format(c) { '?' } else { c };
-    text.chars().take(MAX).map(plain).collect()
+    text.chars().take(MAX).map(|c| if is_harmful(c) { '?' } else { c }).collect()
 }
 
-/// What turns the direction of writing or hides itself.
-fn is_format(c: char) -> bool {
-    matches!(c, '\u{200b}'..='\u{200f}' | '\u{2028}'..='\u{202e}' | '\u{2060}'..='\u{206f}' | '\u{feff}')
+/// What a terminal would obey, what turns the direction of writing or hides itself, and what XML does not allow.
+pub fn is_harmful(c: char) -> bool {
+    c.is_control()
+        || matches!(c, '\u{ad}' | '\u{61c}' | '\u{180e}' | '\u{200b}'..='\u{200f}' | '\u{2028}'..='\u{202e}'
+            | '\u{2060}'..='\u{206f}' | '\u{feff}' | '\u{fff9}'..='\u{fffb}' | '\u{e0000}'..='\u{e007f}')
+        // Noncharacters: the last two of each plane, and 32 more.
+        || u32::from(c) & 0xfffe == 0xfffe
+        || matches!(c, '\u{fdd0}'..='\u{fdef}')
+}
+
+/// As much of it as a column has room for; `+` stands for the rest, as in what ps(1) prints.
+pub fn within(text: &str, room: usize) -> String {
+    match text.char_indices().nth(room) {
+        None => text.to_owned(),
+        Some(_) => text.chars().take(room - 1).chain(['+']).collect(),
+    }
+}
+
+/// What the system says was in the way, without its number.
+pub fn reason(error: &io::Error) -> String {
+    let text = error.to_string();
+    let number = error.raw_os_error().map(|number| format!(" (os error {number})"));
+    number.and_then(|number| text.strip_suffix(&number).map(str::to_owned)).unwrap_or(text)
 }
 
 #[cfg(test)]
@@ -19,6 +40,23 @@ mod tests {
     #[test]
     fn nothing_of_it_moves_the_cursor() {
         assert_eq!(shown("a\u{1b}[2J\n\u{202e}\u{9b}ü"), "a?[2J???ü");
+        assert_eq!(shown("\u{61c}\u{feff}\u{fff9}\u{e0041}\u{ad}"), "?????");
         assert_eq!(shown(&"x".repeat(3000)).len(), 2000);
+    }
+
+    #[test]
+    fn nothing_of_it_is_forbidden_in_xml() {
+        assert_eq!(shown("\u{fffe}\u{ffff}\u{1fffe}\u{10ffff}\u{fdd0}\u{fffd}"), "?????\u{fffd}");
+    }
+
+    #[test]
+    fn what_is_too_long_for_its_column_is_cut_and_says_so() {
+        assert_eq!(["", "1234", "12345", "üüüüü"].map(|text| within(text, 4)), ["", "1234", "123+", "üüü+"]);
+    }
+
+    #[test]
+    fn errors_are_told_in_words() {
+        assert_eq!(reason(&io::Error::from_raw_os_error(2)), "No such file or directory");
+        assert_eq!(reason(&io::Error::other("x (os error 2)")), "x (os error 2)");
     }
 }

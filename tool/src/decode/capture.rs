@@ -38,8 +38,11 @@ const EFFORT: usize = 256 << 20;
 /// Bytes of a message that are kept: its header, and what an RPC message begins with.
 const MESSAGE: usize = 256 << 10;
 
-/// Connections that are followed.
+/// Connections that are followed at a time.
+#[cfg(not(test))]
 const STREAMS: usize = 1 << 16;
+#[cfg(test)]
+const STREAMS: usize = 64;
 
 /// What a capture tells, in the order of its packets, and how many of these there are.
 ///
@@ -73,6 +76,9 @@ struct Reader {
     count: i32,
     waiting: usize,
     others: u64,
+    /// Packets so far.
+    heard: u64,
+    /// Connections that were given up for others.
     beyond: u64,
 }
 
@@ -86,8 +92,9 @@ struct Stream {
     request: Option<StartFrame>,
     /// Both ends have said that there are CRCs.
     crc: bool,
-    /// When the last packet came.
+    /// When the last packet came, and which it was.
     last: Option<Time>,
+    heard: u64,
     ended: bool,
 }
 
@@ -165,8 +172,7 @@ impl Reader {
                     self.closed(&old, part.at);
                 }
                 if self.streams.len() >= STREAMS {
-                    self.beyond += 1;
-                    return;
+                    self.make_room();
                 }
                 self.count = self.count.saturating_add(1);
                 // Who answers a connection is its server.
@@ -180,15 +186,38 @@ impl Reader {
                     request: None,
                     crc: false,
                     last: None,
+                    heard: 0,
                     ended: false,
                 }
             }
         };
+        self.heard += 1;
+        stream.heard = self.heard;
         if !stream.ended {
             let which = if part.from == stream.client { CLIENT } else { SERVER };
             self.segment(&mut stream, which, part);
         }
         self.streams.insert(key, stream);
+    }
+
+    /// Forgets the connections that have ended, and where that is not enough a quarter of the others: those that have been silent for the
+    /// longest time.
+    fn make_room(&mut self) {
+        self.streams.retain(|_, stream| !stream.ended);
+        if self.streams.len() <= STREAMS / 4 * 3 {
+            return;
+        }
+        let mut heard: Vec<u64> = self.streams.values().map(|stream| stream.heard).collect();
+        let (_, oldest, _) = heard.select_nth_unstable(STREAMS / 4);
+        let oldest = *oldest;
+        let mut silent: Vec<Stream> =
+            self.streams.extract_if(|_, stream| stream.heard < oldest).map(|(_, stream)| stream).collect();
+        silent.sort_by_key(|stream| stream.number);
+        for mut stream in silent {
+            self.finish(&mut stream);
+            self.beyond += u64::from(stream.request.is_some());
+            self.give_up(&mut stream);
+        }
     }
 
     /// A part of a stream, in order or not.
@@ -371,7 +400,7 @@ impl Reader {
         }
         let passed_over = [
             (self.others, "TCP connections that are no iWARP, or whose beginning is not in the capture"),
-            (self.beyond, "packets of connections beyond those that are followed"),
+            (self.beyond, "connections that were silent for long and have made room for others"),
             (counts.fragments, "fragments of IP packets, which are not read"),
             (counts.roce, "packets of RoCE, which are not read"),
             (counts.links, "packets of a link that is not known"),
@@ -611,7 +640,7 @@ impl Reader {
         let reply = is_reply.then(|| payload.unwrap_or(0) + written(&message));
         let read = sum(&mut message.reads.iter().map(|read| read.segment.length));
         let bytes = payload.unwrap_or(0) + read;
-        self.tell(at, number, Level::Wire, Event::Message { out, message });
+        self.tell(at, number, Level::Wire, Event::Message { out, message: Box::new(message) });
         if let Some((_, program)) = called {
             self.tell(at, number, Level::Debug, Event::Request { xid, program });
         }

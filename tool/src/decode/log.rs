@@ -33,7 +33,7 @@ pub enum Level {
 #[derive(Clone, Debug, PartialEq)]
 pub enum Event {
     /// A message goes out or has come.
-    Message { out: bool, message: Message },
+    Message { out: bool, message: Box<Message> },
     /// An RDMA Read or Write of the peer's memory begins.
     Rdma { write: bool, segment: Segment },
     /// The oldest RDMA Read is complete.
@@ -237,7 +237,7 @@ fn traffic(text: &mut Text, out: bool) -> Option<Event> {
         // A header that breaks the rules, in words.
         return Some(Event::Said(format!("{} {}", if out { "sends" } else { "has got" }, text.all())));
     }
-    Some(Event::Message { out, message: message(text)? })
+    Some(Event::Message { out, message: Box::new(message(text)?) })
 }
 
 fn message(text: &mut Text) -> Option<Message> {

@@ -353,8 +353,8 @@ impl<'a> Document<'a> {
 
 fn step(step: &Step) -> StepOf<'_> {
     let (what, message, segment, handle) = match &step.kind {
-        Kind::Call(message) => ("call", Some(message), None, None),
-        Kind::Reply(message) => ("reply", Some(message), None, None),
+        Kind::Call(message) => ("call", Some(&**message), None, None),
+        Kind::Reply(message) => ("reply", Some(&**message), None, None),
         Kind::Read(segment) => ("read", None, Some(*segment), None),
         Kind::Write(segment) => ("write", None, Some(*segment), None),
         Kind::Invalidated { handle, .. } => ("invalidated", None, None, Some(*handle)),

@@ -89,12 +89,12 @@ pub struct Step {
 
 #[derive(Clone, Debug)]
 pub enum Kind {
-    Call(Message),
+    Call(Box<Message>),
     /// By the callee.
     Read(Segment),
     /// By the callee.
     Write(Segment),
-    Reply(Message),
+    Reply(Box<Message>),
     /// Of the caller's memory, or else of the callee's.
     Invalidated {
         handle: u32,
@@ -145,19 +145,27 @@ impl Trace {
 
     /// Reads lines, which may be of several logs one after the other.
     pub fn read(lines: Vec<Line>) -> Trace {
-        // Lines without a time stay behind what they follow.
-        let mut latest = Time::MIN;
-        let mut ordered: Vec<(Time, Line)> = lines
-            .into_iter()
-            .map(|line| {
-                latest = line.at.unwrap_or(latest);
-                (latest, line)
-            })
-            .collect();
-        ordered.sort_by_key(|(at, _)| *at);
         let mut reader = Reader::default();
-        for (order, (_, line)) in ordered.into_iter().enumerate() {
+        let mut order = 0;
+        let mut take = |line| {
             reader.take(order, line);
+            order += 1;
+        };
+        // One log is in order, as a rule, and there may be much of it.
+        if lines.iter().filter_map(|line| line.at).is_sorted() {
+            lines.into_iter().for_each(&mut take);
+        } else {
+            // Lines without a time stay behind what they follow.
+            let mut latest = Time::MIN;
+            let mut ordered: Vec<(Time, Line)> = lines
+                .into_iter()
+                .map(|line| {
+                    latest = line.at.unwrap_or(latest);
+                    (latest, line)
+                })
+                .collect();
+            ordered.sort_by_key(|(at, _)| *at);
+            ordered.into_iter().for_each(|(_, line)| take(line));
         }
         let mut trace = reader.trace;
         for call in &mut trace.calls {
@@ -274,7 +282,7 @@ impl Reader {
         (connection.role, connection.peer, connection.how) = (Some(role), Some(peer), Some(how));
     }
 
-    fn message(&mut self, order: usize, at: Option<Time>, on: usize, out: bool, message: Message) {
+    fn message(&mut self, order: usize, at: Option<Time>, on: usize, out: bool, message: Box<Message>) {
         let xid = message.xid;
         if message.procedure.ends_with("_OPTIONAL") {
             let process = self.trace.connections[on].process;
@@ -312,7 +320,7 @@ impl Reader {
         }
     }
 
-    fn call(&mut self, order: usize, at: Option<Time>, on: usize, out: bool, message: Message) {
+    fn call(&mut self, order: usize, at: Option<Time>, on: usize, out: bool, message: Box<Message>) {
         let xid = message.xid;
         let state = &mut self.states[on];
         let announced = if out { state.announced.remove(&xid) } else { None };

@@ -165,9 +165,16 @@ fn ethernet(packet: &Packet) -> Vec<u8> {
 }
 
 fn pcap(packets: &[Packet]) -> Vec<u8> {
+    pcap_of(packets.iter().map(|packet| (700, packet)))
+}
+
+/// Of connections with these ports of their clients.
+fn pcap_of<'a>(packets: impl Iterator<Item = (u16, &'a Packet)>) -> Vec<u8> {
     let mut file = words(&[0xa1b2_c3d4, 0x0002_0004, 0, 0, 65535, 1]);
-    for (at, packet) in packets.iter().enumerate() {
-        let bytes = ethernet(packet);
+    for (at, (port, packet)) in packets.enumerate() {
+        let mut bytes = ethernet(packet);
+        let place = if packet.from == CLIENT { 38 } else { 40 };
+        bytes[place..place + 2].copy_from_slice(&port.to_be_bytes());
         file.extend(words(&[100, at as u32, bytes.len() as u32, bytes.len() as u32]));
         file.extend(bytes);
     }
@@ -244,6 +251,37 @@ fn a_call_is_found_however_it_is_cut_and_captured() {
         assert_eq!(trace(&pcap(&packets)).calls[0].began().unwrap() / 1_000_000, 100);
         assert_eq!(trace(&pcapng(&packets)).calls[0].began().unwrap() / 1_000_000, 100);
     }
+}
+
+#[test]
+fn connections_that_have_ended_or_are_silent_make_room_for_others() {
+    let mine = packets(1460);
+    let (open, end) = mine.split_at(mine.len() - 2);
+    let mut other = mine[..2].to_vec();
+    other.push(Packet { data: b"GET / HTTP/1.0".to_vec(), ..mine[2].clone() });
+    // Many that come and go, then one that counts.
+    let ended: Vec<Packet> = other.iter().chain(end).cloned().collect();
+    let many = (0..4 * STREAMS as u16).flat_map(|n| ended.iter().map(move |packet| (1000 + n, packet)));
+    let found = trace(&pcap_of(many.chain(mine.iter().map(|packet| (700, packet)))));
+    assert_eq!((found.calls.len(), found.connections.len()), (2, 1));
+    // Many that stay: one that goes on meanwhile is not forgotten, and those that are have told their calls before.
+    let (first, rest) = mine.split_at(mine.len() / 2);
+    let many = (0..4 * STREAMS as u16).flat_map(|n| {
+        let another = other.iter().map(move |packet| (1000 + n, packet));
+        another.chain([(700, &first[1])])
+    });
+    let whole =
+        first.iter().map(|packet| (700, packet)).chain(many).chain(rest.iter().map(|packet| (700, packet)));
+    let found = trace(&pcap_of(whole));
+    assert_eq!((found.calls.len(), found.connections.len()), (2, 1));
+    let silent = (0..2 * STREAMS as u16).flat_map(|n| open.iter().map(move |packet| (1000 + n, packet)));
+    let found = trace(&pcap_of(silent));
+    assert_eq!((found.calls.len(), found.connections.len()), (4 * STREAMS, 2 * STREAMS));
+    assert!(
+        remarks(&found).contains("connections that were silent for long and have made room"),
+        "{}",
+        remarks(&found)
+    );
 }
 
 #[test]

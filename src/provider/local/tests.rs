@@ -551,7 +551,7 @@ fn who_never_looks_sleeps_on_a_bell_though_its_peer_sleeps_too() {
     for _ in 0..3 {
         b.post_recv(sink(100));
         assert!(b.poll().unwrap().is_none());
-        let bell = b.doze().unwrap();
+        let bell = bell_of(&mut b).unwrap();
         send(&mut a, b"one");
         assert!(rings_within(&bell, Duration::from_secs(10)) && !readable(&b));
         assert_eq!(message(next(&mut b).unwrap()), b"one");

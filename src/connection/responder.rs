@@ -98,13 +98,19 @@ struct Chunks {
     xid: Xid,
     /// Of the Call, and so of the Reply.
     version: u32,
+    /// Known when the Call is whole.
+    binding: Option<Binding>,
+    wrapped: bool,
+    /// What its header names; apart, for most name nothing.
+    offers: Option<Box<Offers>>,
+}
+
+/// See [`Chunks`].
+struct Offers {
     writes: Vec<Vec<Segment>>,
     reply: Option<Vec<Segment>>,
     /// The only handle that the Call names, if there is exactly one.
     handle: Option<Handle>,
-    /// Known when the Call is whole.
-    binding: Option<Binding>,
-    wrapped: bool,
 }
 
 enum State {
@@ -134,13 +140,22 @@ struct Whole {
 
 impl Chunks {
     fn none(xid: Xid, version: u32) -> Chunks {
-        let (writes, reply, handle, binding) = (Vec::new(), None, None, None);
-        Chunks { xid, version, writes, reply, handle, binding, wrapped: false }
+        Chunks { xid, version, binding: None, wrapped: false, offers: None }
+    }
+
+    /// The Write list and the Reply chunk.
+    fn offered(&self) -> (&[Vec<Segment>], Option<&[Segment]>) {
+        self.offers.as_ref().map_or((&[], None), |offers| (&offers.writes, offers.reply.as_deref()))
     }
 
     /// Whether the Call offers no place for anything.
     fn is_plain(&self) -> bool {
-        self.writes.is_empty() && self.reply.is_none()
+        matches!(self.offered(), ([], None))
+    }
+
+    /// The only handle that the Call names, if there is exactly one.
+    fn handle(&self) -> Option<Handle> {
+        self.offers.as_ref()?.handle
     }
 }
 
@@ -344,7 +359,7 @@ impl Responder {
         } else {
             self.place(&chunks, message, send, common)?
         };
-        let invalidate = chunks.handle.filter(|_| in_order && common.may_invalidate(chunks.version));
+        let invalidate = chunks.handle().filter(|_| in_order && common.may_invalidate(chunks.version));
         common.output.push_back(Output::Post(WorkRequest::Send { gather, invalidate }));
         Ok(())
     }
@@ -354,12 +369,14 @@ impl Responder {
     pub(super) fn answer(&mut self, id: RequestId, message: Message, common: &mut Common) -> Answered {
         let plain = |chunks: &Chunks| {
             let fits = v1::PLAIN_LEN + message.len() <= common.reply_limit(v1::VERSION);
-            let whole = chunks.is_plain() && chunks.version == v1::VERSION && chunks.handle.is_none();
+            let whole = chunks.offers.is_none() && chunks.version == v1::VERSION;
             whole && fits && message.is_whole() && first_xid(message.body()) == Some(chunks.xid)
         };
         let alone = self.queue.is_empty() && self.deferred.is_empty() && common.output.is_empty();
         let xid = match self.handed.only() {
-            Some((only, chunks)) if *only == id && alone && common.life.is_open() && plain(chunks) => chunks.xid,
+            Some((only, chunks)) if *only == id && alone && common.life.is_open() && plain(chunks) => {
+                chunks.xid
+            }
             _ => return Answered::Not(message),
         };
         // The Call's own Receive.
@@ -391,20 +408,19 @@ impl Responder {
     ) -> Result<Regions, Error> {
         // RFC 8166 §4.3.2: "When a Requester provides a Write list, the Responder MUST push data corresponding to
         // DDP-eligible result data items to Requester memory referenced in the Write list."
+        let (writes, reply) = chunks.offered();
         let items = match &chunks.binding {
-            Some(binding) if !chunks.writes.is_empty() => binding.reply(&[message.body()]).items,
+            Some(binding) if !writes.is_empty() => binding.reply(&[message.body()]).items,
             _ => Vec::new(),
         };
-        let Chunks { version, writes, reply, .. } = chunks;
-        let (version, max) = (*version, self.transfer_max);
-        let plan =
-            match chunks::plan_reply(version, &mut message, &items, writes, reply.as_deref(), send, max) {
-                Ok(plan) => plan,
-                Err(error) => {
-                    self.send_error((chunks.xid, version, RdmaError::BadHeader), common);
-                    return Err(error);
-                }
-            };
+        let (version, max) = (chunks.version, self.transfer_max);
+        let plan = match chunks::plan_reply(version, &mut message, &items, writes, reply, send, max) {
+            Ok(plan) => plan,
+            Err(error) => {
+                self.send_error((chunks.xid, version, RdmaError::BadHeader), common);
+                return Err(error);
+            }
+        };
         stats::add(Counter::BytesCopied, plan.copied as u64);
         let proc = if plan.inline.is_some() { Proc::Msg } else { Proc::Nomsg };
         let pieces = message.freeze();
@@ -523,9 +539,11 @@ impl Responder {
         common: &Common,
         reads: bool,
     ) -> Option<State> {
-        chunks.writes = lists.writes().map(|c| c.iter().collect()).collect();
-        chunks.reply = lists.reply().map(|c| c.iter().collect());
-        chunks.handle = only_handle(&lists);
+        if !lists.is_empty() {
+            let writes = lists.writes().map(|c| c.iter().collect()).collect();
+            let reply = lists.reply().map(|c| c.iter().collect());
+            chunks.offers = Some(Box::new(Offers { writes, reply, handle: only_handle(&lists) }));
+        }
         // RFC 8166 §8.1.4: "A Responder is not obliged to pull Read chunks that are unreasonably large. The Responder can
         // use an RDMA_ERROR response to terminate RPCs with unreadable Read chunks."
         let (assembly, pulls) = Assembly::new(lists.reads(), inline.len(), common.settings.max_call).ok()?;

@@ -35,7 +35,9 @@ use crate::error::{Error, Kind, os_text};
 use crate::fork;
 use crate::memory::{Areas, IoVecMut, Memory, Region, Regions, Sink};
 use crate::process;
-use crate::provider::{self, Completion, Device, Doze, Limits, NAP, NAP_BYTES, QueuePair, Traits, Way, WorkRequest};
+use crate::provider::{
+    self, Completion, Device, Doze, Limits, NAP, NAP_BYTES, QueuePair, Traits, Way, WorkRequest,
+};
 use crate::socket;
 use crate::stats::{self, Counter};
 use crate::wire::private_data::PrivateData;
@@ -1523,7 +1525,10 @@ impl QueuePair for Iwarp {
         if bytes.is_empty() || self.failed.is_some() || !matches!(self.may_receive(), Ok(true)) {
             return;
         }
-        debug_assert!(self.receive.is_between_messages(), "somebody has read while a thread slept on the stream");
+        debug_assert!(
+            self.receive.is_between_messages(),
+            "somebody has read while a thread slept on the stream"
+        );
         self.receive.drained = bytes.len() < NAP_BYTES;
         self.count_received(bytes.len());
         // From where they are: nearly always they are one message, and nothing of them is kept.

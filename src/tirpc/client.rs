@@ -36,6 +36,7 @@ use crate::stats::{self, Counter};
 use crate::tirpc::auth;
 use crate::tirpc::callback::{self, waker};
 use crate::tirpc::{CLIENT, RPCBPROG, bool_t, clnt_ops, control, netbuf, rpc_err};
+use crate::wire::Xid;
 use crate::wire::characteristics::Characteristic;
 use crate::xdr::XdrProc;
 use crate::{fork, log_error, log_info, log_warn, signals, socket, thread, xdr};
@@ -252,6 +253,15 @@ struct Control {
     error: rpc_err,
     explanation: Option<String>,
     listener: Option<Listener>,
+}
+
+impl Control {
+    /// The XID of a call that begins: `fresh`, unless the program wants another one.
+    fn next(&mut self, fresh: Xid) -> Xid {
+        let xid = self.next_xid.take().map_or(fresh, Xid);
+        self.last_xid = xid.0;
+        xid
+    }
 }
 
 /// Tells the program of a CLIENT what its peer has said of itself.

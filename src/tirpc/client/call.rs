@@ -120,7 +120,9 @@ struct Loans<'a> {
 
 impl Drop for Loans<'_> {
     fn drop(&mut self) {
-        self.connection.end(&self.loans);
+        if !self.loans.is_empty() {
+            self.connection.end(&self.loans);
+        }
     }
 }
 
@@ -177,10 +179,13 @@ impl<'a> Call<'a> {
     /// # Safety
     /// As `clnt_call`: the AUTH is alive, and each procedure fits its object.
     pub(super) unsafe fn run(&self, timeout: libc::timeval) -> Result<c_uint, Error> {
-        let (mut terms, mut parts) = (None, Parts::default());
-        // SAFETY: by the contract.
-        step(|| unsafe { self.begin(terms.insert(self.terms(&timeout)?), &mut parts) })?;
-        let Some(mut terms) = terms else { return Ok(clnt_stat::FAILED) };
+        let mut parts = Parts::default();
+        let mut terms = step(|| {
+            let (terms, xid) = self.terms(&timeout)?;
+            // SAFETY: by the contract.
+            unsafe { self.begin(&terms, xid, &mut parts) }?;
+            Ok(terms)
+        })?;
         loop {
             let mut wrapped = false;
             if let Some(Begun { encoder, wrap: Some(wrap), .. }) = &mut parts.begun {
@@ -205,7 +210,7 @@ impl<'a> Call<'a> {
                 Next::Status(status) => return Ok(status),
                 Next::Results => break,
                 // SAFETY: by the contract.
-                Next::Again | Next::Probe => step(|| unsafe { self.begin(&terms, &mut parts) })?,
+                Next::Again | Next::Probe => step(|| unsafe { self.begin(&terms, self.xid(), &mut parts) })?,
             }
         }
         let mut decoded = false;
@@ -224,7 +229,9 @@ impl<'a> Call<'a> {
         })
     }
 
-    fn terms(&self, timeout: &libc::timeval) -> Result<Terms, Error> {
+    /// What the program asks for, and the XID of the first attempt.
+    fn terms(&self, timeout: &libc::timeval) -> Result<(Terms, Xid), Error> {
+        let fresh = self.handle.connection.fresh_xid();
         let mut control = self.handle.control();
         // A defect inside must not leave the handle saying "Success".
         control.error = rpc_err::new(clnt_stat::FAILED, libc::ENOTRECOVERABLE);
@@ -241,7 +248,8 @@ impl<'a> Call<'a> {
             limit => limit,
         };
         let (program, max_reply) = ((control.program, control.version), control.max_reply);
-        Ok(Terms { program, one_way, limit, max_reply, refreshes: REFRESHES, until: None })
+        let terms = Terms { program, one_way, limit, max_reply, refreshes: REFRESHES, until: None };
+        Ok((terms, control.next(fresh)))
     }
 
     /// The AUTH for the whole call, if it must have it, and how long that took: a part of the time of the call.
@@ -283,23 +291,18 @@ impl<'a> Call<'a> {
         unsafe { &*ops }
     }
 
+    /// That of another attempt.
     fn xid(&self) -> Xid {
-        let mut control = self.handle.control();
-        let xid = match control.next_xid.take() {
-            Some(wanted) => Xid(wanted),
-            None => self.handle.connection.fresh_xid(),
-        };
-        control.last_xid = xid.0;
-        xid
+        let fresh = self.handle.connection.fresh_xid();
+        self.handle.control().next(fresh)
     }
 
     /// # Safety
     /// As [`Call::run`]; `exchange` sees to the loans of the message.
-    unsafe fn begin(&self, terms: &Terms, parts: &mut Parts<'a>) -> Result<(), Error> {
+    unsafe fn begin(&self, terms: &Terms, xid: Xid, parts: &mut Parts<'a>) -> Result<(), Error> {
         // SAFETY: by the contract.
         let (held, waited) = unsafe { self.for_the_call(terms.until, terms.limit) }?;
         let limit = terms.limit.saturating_sub(waited);
-        let xid = self.xid();
         let config = config::get()?;
         let mut encoder = Encoder::new(self.handle.connection.message()?);
         let program = terms.program;

@@ -683,6 +683,11 @@ impl<'a> Locked<'a> for &'a Shared {
             state.home.leave(fd);
         }
     }
+
+    /// To the clients of other connections, who call the sooner then.
+    fn may_offer(&self, state: &mut Server) -> bool {
+        state.home.active() > 1
+    }
 }
 
 impl State for Server {

@@ -306,6 +306,12 @@ pub(super) trait Locked<'a> {
 
     /// What another thread sleeps for was taken by this one.
     fn taken(&self, _: &mut Self::State) {}
+
+    /// Whether a spin may offer its processor to others when it takes long. Not where threads beside it wait for what only it
+    /// reads: they would get the processor, and nothing to do with it.
+    fn may_offer(&self, state: &mut Self::State) -> bool {
+        state.parts().0.sleeping() == 0
+    }
 }
 
 /// Whose turn it is to do the work of a connection, and what that is.
@@ -591,8 +597,9 @@ fn spin_for<'a, L: Locked<'a>>(
         if patience.must_end(&others) {
             return (state, false);
         }
+        let may_offer = locked.may_offer(&mut state);
         drop(state);
-        patience.pause();
+        patience.pause(may_offer);
         state = locked.lock();
         patience.goes_on();
     }

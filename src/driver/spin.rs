@@ -288,8 +288,9 @@ pub(super) struct Patience {
     /// How often the processor was offered, and how often that was when something moved.
     offered: u32,
     offered_before: u32,
-    /// From when on a spin offers its processor too.
+    /// From when on a spin offers its processor too, and whether it has just done so.
     alone: Instant,
+    has_offered: bool,
     until: Instant,
     end: Instant,
     moved: u64,
@@ -321,6 +322,7 @@ impl Patience {
             offered: 0,
             offered_before: 0,
             alone: if OFFERS.are_allowed() { now + ALONE } else { end },
+            has_offered: false,
             until: now + limit,
             end,
             moved: link.device.moved(),
@@ -375,14 +377,18 @@ impl Patience {
         now >= self.until
     }
 
-    /// Between two looks, with nothing locked.
-    pub(super) fn pause(&mut self) {
+    /// Between two looks, with nothing locked. `may_offer`: its processor, if the spin takes long.
+    pub(super) fn pause(&mut self, may_offer: bool) {
+        self.has_offered = false;
         match self.way {
             Way::Offer { .. } => {
                 self.offered += 1;
                 yield_now();
             }
-            Way::Spin if self.now >= self.alone => yield_now(),
+            Way::Spin if may_offer && self.now >= self.alone => {
+                self.has_offered = true;
+                yield_now();
+            }
             Way::Spin | Way::Glance => spin_loop(),
         }
     }
@@ -392,7 +398,7 @@ impl Patience {
         let now = Instant::now();
         let before = std::mem::replace(&mut self.now, now);
         let away = now - before;
-        if self.offers() || self.way == Way::Spin && before >= self.alone {
+        if self.offers() || self.has_offered {
             OFFERS.made(away);
             self.lost |= away > LONG;
         } else {

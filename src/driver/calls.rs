@@ -7,10 +7,8 @@ use crate::memory::Regions;
 use crate::process;
 use crate::wire::Xid;
 
+use super::link::Outcome;
 use super::peer;
-
-/// How a call has ended.
-pub(super) type Outcome = (Xid, Result<Regions, Error>);
 
 /// Calls of either end.
 #[derive(Default)]

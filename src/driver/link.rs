@@ -27,7 +27,6 @@ use crate::{fork, process, socket};
 use crate::{log_error, log_info, log_wire};
 
 use super::backlog;
-use super::calls::Outcome;
 use super::pulls::Place;
 use super::timing::Timing;
 
@@ -50,6 +49,9 @@ const TURN_RETRY: Duration = Duration::from_millis(1);
 
 /// Messages of a peer that are taken in one go, beyond several times those that its credits allow.
 const RECEIVES_SPARE: u32 = 256;
+
+/// How a call has ended.
+pub(super) type Outcome = (Xid, Result<Regions, Error>);
 
 /// An engine and a device.
 pub struct Link {

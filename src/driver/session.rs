@@ -31,8 +31,8 @@ use crate::wait::{self, PollFd};
 
 use super::Mask;
 use super::backlog::{Progress, Wait};
-use super::calls::{Calls, Outcome, Waiter};
-use super::link::Link;
+use super::calls::{Calls, Waiter};
+use super::link::{Link, Outcome};
 use super::spin::{Patience, Spin, Waiting};
 
 /// How often a child looks whether its peer takes what it sends, where the descriptor tells that to its parent.

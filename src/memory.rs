@@ -218,7 +218,7 @@ impl Memory {
         let mut buf = self.message.take()?;
         buf.reserve(len)?;
         let mut charge = Charge::new(&self.staged, &self.peer, false);
-        charge._pass = pass;
+        charge.pass = pass;
         buf.charge(charge);
         Ok(buf.into_sink(len))
     }
@@ -396,17 +396,45 @@ struct Charge {
     /// The process in which it counts so much.
     generation: AtomicU64,
     /// Goes with the block.
-    _pass: Option<Pass>,
+    pass: Option<Pass>,
 }
 
-/// Leave to pull a Call. Who gave it sees by its end that the memory of the Call is free again.
-pub type Pass = Arc<()>;
+/// Leave to pull a Call.
+#[derive(Clone, Debug, Default)]
+pub struct Pass(Arc<AtomicBool>);
+
+impl Pass {
+    /// All of the Call is here.
+    pub fn came(&self) {
+        self.0.store(true, Relaxed);
+    }
+
+    /// What its giver sees of it.
+    pub fn given(&self) -> Given {
+        Given(Arc::downgrade(&self.0))
+    }
+}
+
+/// A [`Pass`] as who gave it has it.
+pub struct Given(Weak<AtomicBool>);
+
+impl Given {
+    /// Whether the memory of the Call is free again.
+    pub fn is_over(&self) -> bool {
+        self.0.strong_count() == 0
+    }
+
+    /// Whether all of the Call is here.
+    pub fn has_come(&self) -> bool {
+        self.0.upgrade().is_some_and(|came| came.load(Relaxed))
+    }
+}
 
 impl Charge {
     fn new(whole: &Arc<Held>, part: &Arc<Held>, written: bool) -> Charge {
         let (bytes, leads) = (AtomicUsize::new(0), AtomicBool::new(false));
         let generation = AtomicU64::new(fork::generation());
-        Charge { whole: whole.clone(), part: part.clone(), bytes, written, leads, generation, _pass: None }
+        Charge { whole: whole.clone(), part: part.clone(), bytes, written, leads, generation, pass: None }
     }
 
     /// As it is in this process.
@@ -683,6 +711,9 @@ impl Sink {
         let mut sink = self;
         if sink.is_lent() || sink.block.alone().is_none() {
             return Err(sink);
+        }
+        if let Some(pass) = sink.block.charge.as_ref().and_then(|charge| charge.pass.as_ref()) {
+            pass.came();
         }
         // INVARIANT: `alone` succeeded, so this is the only holder: a Buf may exist.
         Ok(Buf { block: sink.block, start: 0, len })

@@ -14,7 +14,7 @@ mod two;
 use super::requester::*;
 use super::responder::*;
 use super::*;
-use crate::memory::Program;
+use crate::memory::{Given, Program};
 use crate::reserve::testing::NoLongBlocks;
 use crate::wire::characteristics::{self as operations, Characteristic};
 use crate::wire::header::{Proc, RdmaError};
@@ -1697,16 +1697,19 @@ fn reads_of_a_call_begin_when_it_gets_a_pass_and_the_pass_goes_with_its_memory()
     for (length, next) in [(3000, 5000), (5000, 4000), (4000, 0)] {
         assert_eq!(pair.server.engine.asks(), length);
         let pass = Pass::default();
-        passes.push(Arc::downgrade(&pass));
+        let given = pass.given();
         pair.server.engine.pull(pass);
         // Without waiting for its Reads.
         assert_eq!(pair.server.engine.asks(), next);
+        assert!(!given.has_come());
         pair.drain(Server);
         pair.settle();
+        assert!(given.has_come());
+        passes.push(given);
     }
     assert_eq!(asked(&pair), 12_000);
     pair.server.engine.pull(Pass::default());
-    let live = |passes: &[std::sync::Weak<()>]| passes.iter().filter(|it| it.strong_count() > 0).count();
+    let live = |passes: &[Given]| passes.iter().filter(|it| !it.is_over()).count();
     for (xid, left) in [(1, 2), (2, 2), (3, 1), (4, 0)] {
         assert!(pair.take());
         assert_eq!(pair.handed.last().unwrap().xid, Xid(xid));

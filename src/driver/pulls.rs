@@ -7,7 +7,7 @@
 //!
 //! A peer that does not answer holds up nobody: what has not come within a moment does not count any more, nor what is not
 //! served within a while. Of such Calls one after the other could hold up others for as long as there are some, and a peer can have
-//! any number of connections. So together they do so for [`PATIENCE`]; then none of them counts, and all Calls are pulled at
+//! any number of connections. So together those that do not come do so for [`PATIENCE`]; then none of them counts, and all Calls are pulled at
 //! once, as if there were no queue. Calls that are served earn it anew, a nanosecond with each byte: where peers trickle, others
 //! wait for them hardly longer than they themselves take.
 //!
@@ -25,7 +25,7 @@ use std::sync::{Arc, MutexGuard, Weak};
 use std::time::{Duration, Instant};
 
 use crate::fork;
-use crate::memory::Pass;
+use crate::memory::{Given, Pass};
 use crate::stats;
 use crate::thread::processors;
 
@@ -43,7 +43,7 @@ const SILENT: u64 = 1_000_000;
 /// Nor does one that is not decoded by then.
 const SLOW: u64 = 10_000_000;
 
-/// For so long others are held up in all by Calls that do not count any more in the end, in nanoseconds.
+/// For so long others are held up in all by Calls that have not come when they count no more, in nanoseconds.
 const PATIENCE: u64 = 20_000_000;
 
 /// More Calls than so many are not looked at: those beyond do not count.
@@ -107,7 +107,7 @@ struct Pulled {
     /// When it began, by [`stats::clock`].
     began: u64,
     came: Arc<AtomicU64>,
-    pass: std::sync::Weak<()>,
+    pass: Given,
     /// It does not count any more.
     late: bool,
 }
@@ -199,13 +199,15 @@ impl State {
     fn has_room(&mut self, bytes: usize, most: usize, now: u64) -> bool {
         let State { pulled, spent, .. } = self;
         pulled.retain_mut(|call| {
-            if call.pass.strong_count() == 0 {
+            if call.pass.is_over() {
                 *spent = spent.saturating_sub(call.bytes as u64);
                 return false;
             }
             let counts = call.counts(*spent);
             if !call.late && now >= call.began + counts {
                 call.late = true;
+                // What is whole waits for us and not for its peer.
+                let counts = if call.pass.has_come() { 0 } else { counts };
                 // Others wait while more is pulled than leaves room for the longest one: this is its part of it.
                 let part = counts as u128 * call.bytes as u128 / (most - EACH / 2) as u128;
                 *spent = PATIENCE.min(*spent + part as u64);
@@ -270,7 +272,7 @@ impl Place {
             bytes: counted(bytes),
             began: now,
             came: self.came.clone(),
-            pass: Arc::downgrade(&pass),
+            pass: pass.given(),
             late: false,
         };
         if state.pulled.len() < MANY {
@@ -531,6 +533,24 @@ mod tests {
         process.pass(SILENT - 1);
         assert!(process.go_on());
         assert_eq!(pulling(&all), [0, 1], "as patient as in the beginning");
+    }
+
+    #[test]
+    fn a_call_that_waits_for_the_program_costs_its_peer_nothing() {
+        let process = Process::new();
+        for _ in 0..10 {
+            let all = [HALF; 3].map(|bytes| process.peer(bytes));
+            assert_eq!(pulling(&all), [0, 1]);
+            for peer in &all[..2] {
+                peer.pass.lock().unwrap().as_ref().unwrap().came();
+                peer.place.lock().unwrap().has_brought(u64::MAX, process.now.load(Relaxed) + 1);
+            }
+            process.pass(SLOW - 1);
+            assert!(process.go_on() && !all[2].pulls(), "it counts, though it is here");
+            process.pass(1);
+            assert!(process.go_on() && all[2].pulls());
+            process.pass(SLOW);
+        }
     }
 
     #[test]

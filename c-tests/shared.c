@@ -641,11 +641,15 @@ static void random_server(double seconds)
 
 /* ---- Processes that are killed ---------------------------------------------------------------------------------------- */
 
-/* At any moment: in the startup, in the first calls, in the middle of them. */
-static void wait_at_random(void)
+/* At any moment: in the startup, in the first calls, in the middle of them. `tried`: how often it was waited before. */
+static void wait_at_random(int tried)
 {
+    /* Where too few get as far as a connection, it takes longer here. */
+    static unsigned slowness = 1;
+    if (tried % 16 == 15 && told->connected < (unsigned long)tried * 3 / 8 && slowness < 64)
+        slowness *= 2;
     /* Microseconds; on a busy machine everything comes later. */
-    uint64_t most = (uint64_t)((below(4) == 0 ? 1.5 : 7.5) * patience());
+    uint64_t most = (uint64_t)((below(4) == 0 ? 1.5 : 7.5) * patience()) * slowness;
     long wait = (long)(most > 999999 ? below(999999) : below(most + 1)) * 1000;
     nanosleep(&(struct timespec){.tv_nsec = wait}, NULL);
 }
@@ -659,7 +663,7 @@ static void kill_clients(int count)
     for (int i = 0; i < count; i++) {
         sow(seed, (uint64_t)i);
         pid_t victim = part(call_anyhow, server.port);
-        wait_at_random();
+        wait_at_random(i);
         end(victim);
         if (!lives(server.pid) || !lives(honest))
             break;
@@ -720,7 +724,7 @@ static void kill_servers(int count)
         sow(seed, (uint64_t)i);
         struct server server = start_server(be_server);
         REQUIRE(write(ports[1], &server.port, sizeof server.port) == sizeof server.port);
-        wait_at_random();
+        wait_at_random(i);
         end(server.pid);
         double killed = now();
         struct pollfd seen = {.fd = done[0], .events = POLLIN};
@@ -799,7 +803,7 @@ static void stopped(void)
     bool others = true, again = true;
     for (int i = 0; i < 8; i++) {
         others = others && sees_answers(20);
-        wait_at_random();
+        wait_at_random(0);
         stop(sleeper);
         others = others && sees_answers(100);
         kill(sleeper, SIGCONT);

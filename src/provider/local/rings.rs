@@ -396,9 +396,9 @@ impl Rings {
     fn widens(&mut self, bytes: usize) -> bool {
         let now = stats::tick();
         if bytes < LONG {
-            if self.wide.is_some_and(|since| now.saturating_sub(since) > WIDE_FOR.as_nanos() as u64) {
+            let over = self.wide.is_some_and(|since| now.saturating_sub(since) > WIDE_FOR.as_nanos() as u64);
+            if over && self.own.shrink() {
                 self.end_wide();
-                self.own.shrink();
             }
             return false;
         }

@@ -180,15 +180,6 @@ impl Own {
         wait::tell_change(rung);
     }
 
-    /// Gives the pages of the ring beyond [`NARROW`] back to the system; false if it does not allow that. There must be nothing in
-    /// it that the peer has not taken.
-    pub fn shrink(&self) -> bool {
-        let beyond = self.0.0.as_ptr().wrapping_add(HEAD + NARROW);
-        // SAFETY: the end of our own mapping, of which there is no reference; what was there reads as zero from then on, here and
-        // in the peer's mapping, whose length stays.
-        unsafe { libc::madvise(beyond.cast(), RING - NARROW, libc::MADV_REMOVE) == 0 }
-    }
-
     /// Puts `len` bytes into the ring, of those that `from` names from byte `at` on. `number`: of the first, counted from the
     /// one that lies at the ring's beginning; `wide`: whether that is [`RING`] long.
     ///

@@ -20,8 +20,9 @@
 //!
 //! # How much of a ring is used
 //! While both ends copy at once, as much as stays in their caches. Where the receiver sleeps, or serves others, a long message goes
-//! in as a whole, so that neither end has to be woken for each part of it; but only [`WIDE_MOST`] connections of a process do that at
-//! a time, and who has sent nothing long for a while gives the pages back with what it sends next.
+//! in as a whole, so that neither end has to be woken for each part of it; but only [`WIDE_MOST`] connections of a process do that, each
+//! until it ends. Its pages are not given back before: to make a hole in the file (`MADV_REMOVE`) the kernel goes through all
+//! mappings of it, of which a hostile peer has as many as it likes. With 120,000 of them that has taken 270 ms.
 //! - The numbers of our own segment are its words: a process that was forked from us goes on where we are.
 #![forbid(unsafe_code)]
 
@@ -62,11 +63,8 @@ const OVERLOOKED: Duration = Duration::from_millis(5);
 /// What is sent in one go and is shorter than this goes into a narrow ring.
 const LONG: usize = 128 << 10;
 
-/// Connections of a process whose rings may have more pages: together less than a long message takes.
+/// Connections of a process whose rings may be long: together they have less than a long message.
 pub(super) const WIDE_MOST: usize = 32;
-
-/// How long one keeps them that sends nothing long.
-const WIDE_FOR: Duration = Duration::from_secs(1);
 
 /// How many there are.
 pub(super) static WIDE: AtomicUsize = AtomicUsize::new(0);
@@ -105,8 +103,8 @@ pub struct Rings {
     haste: u32,
     /// Whether this process waits for room. What [`Word::WantsRoom`] says may be the word of a child that has ended.
     wants: bool,
-    /// One of [`WIDE`], since the last long message of this [`stats::tick`].
-    wide: Option<u64>,
+    /// One of [`WIDE`].
+    wide: bool,
     /// What a peer that says that it looks had taken when it was found not to; and when it is woken, if it was not.
     overlooks: Option<(u64, Option<Instant>)>,
     ended: bool,
@@ -128,7 +126,7 @@ impl Rings {
             spins,
             haste: 0,
             wants: false,
-            wide: None,
+            wide: false,
             overlooks: None,
             ended: false,
         };
@@ -382,24 +380,11 @@ impl Rings {
         Ok(width(wide).saturating_sub(self.used(produced)?))
     }
 
-    /// Whether so many bytes go into a wide ring. There is nothing in it.
+    /// Whether so many bytes go into a long ring. There is nothing in it.
     #[inline]
     fn goes_wide(&mut self, bytes: usize) -> bool {
         // As nearly always.
-        if bytes < LONG && self.wide.is_none() {
-            return false;
-        }
-        self.widens(bytes)
-    }
-
-    #[cold]
-    fn widens(&mut self, bytes: usize) -> bool {
-        let now = stats::tick();
         if bytes < LONG {
-            let over = self.wide.is_some_and(|since| now.saturating_sub(since) > WIDE_FOR.as_nanos() as u64);
-            if over && self.own.shrink() {
-                self.end_wide();
-            }
             return false;
         }
         // One that looks at nothing else takes what comes as it comes.
@@ -407,21 +392,14 @@ impl Rings {
             return false;
         }
         let one_more = |wide: usize| (wide < WIDE_MOST).then_some(wide + 1);
-        let may = self.wide.is_some() || WIDE.fetch_update(Relaxed, Relaxed, one_more).is_ok();
-        self.wide = may.then_some(now);
-        may
+        self.wide = self.wide || WIDE.fetch_update(Relaxed, Relaxed, one_more).is_ok();
+        self.wide
     }
 
     /// Whether its ring is long just now.
     #[cfg(test)]
     pub fn is_wide(&self) -> bool {
         self.own.word(Word::Wide).load(Relaxed) != 0
-    }
-
-    fn end_wide(&mut self) {
-        if self.wide.take().is_some() {
-            WIDE.fetch_sub(1, Relaxed);
-        }
     }
 
     /// Waits for room, a little while. False if there is none: the peer will see that this end wants some.
@@ -602,7 +580,9 @@ impl Rings {
 
 impl Drop for Rings {
     fn drop(&mut self) {
-        self.end_wide();
+        if self.wide {
+            WIDE.fetch_sub(1, Relaxed);
+        }
     }
 }
 

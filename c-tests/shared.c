@@ -55,9 +55,9 @@ enum { PROG = 0x20004C59, LONGEST = 1 << 20, GUARD = 4096, CALL_TIME = 300 };
  * it, and CALL_BACK has a thread call back meanwhile. */
 enum { NOTHING, ECHO, SINK, NEST, LEAVE, SLEEP, CALL_BACK };
 /* What the library shares: a page of words, and a ring behind it. */
-enum { HEAD = 4 << 10, RING = 256 << 10, SEGMENT = HEAD + RING };
+enum { HEAD = 4 << 10, RING = 1 << 20, SEGMENT = HEAD + RING };
 /* Of the words, by their places. */
-enum { PRODUCED = 0, BASE = 1, CONSUMED = 16, WAITS = 32, WANTS_ROOM = 33, COMPANY = 34, WOKEN = 48, RUNG = 49 };
+enum { PRODUCED = 0, BASE = 1, WIDE = 2, CONSUMED = 16, WAITS = 32, WANTS_ROOM = 33, COMPANY = 34, WOKEN = 48, RUNG = 49 };
 
 #define REQUIRE(what) ((what) ? (void)0 : errx(1, "line %d: %s (errno %d)", __LINE__, #what, errno))
 
@@ -303,8 +303,8 @@ int munmap(void *at, size_t length)
 
 static void rewrite_word(unsigned char *segment, uint64_t *state)
 {
-    static const int words[] = {PRODUCED, BASE, CONSUMED, WAITS, WANTS_ROOM, COMPANY, WOKEN, RUNG};
-    _Atomic uint64_t *word = (_Atomic uint64_t *)segment + words[next_random(state) % 8];
+    static const int words[] = {PRODUCED, BASE, WIDE, CONSUMED, WAITS, WANTS_ROOM, COMPANY, WOKEN, RUNG};
+    _Atomic uint64_t *word = (_Atomic uint64_t *)segment + words[next_random(state) % (sizeof words / sizeof *words)];
     uint64_t value = next_random(state);
     switch (next_random(state) % 4) {
     case 0: atomic_store(word, value); break;
@@ -324,8 +324,8 @@ static void rewrite(struct target *target, uint64_t *state)
             ((_Atomic unsigned char *)segment)[HEAD + next_random(state) % (target->temper ? RING : 512)] =
                 (unsigned char)next_random(state);
         break;
-    case 2: /* where the ring begins, and who waits */
-        ((_Atomic uint64_t *)segment)[next_random(state) % 2 ? BASE : WAITS] = next_random(state);
+    case 2: /* where the ring begins, how long it is, and who waits */
+        ((_Atomic uint64_t *)segment)[(int[]){BASE, WIDE, WAITS}[next_random(state) % 3]] = next_random(state) >> next_random(state) % 64;
         break;
     case 3: /* numbers */
         rewrite_word(segment, state);
@@ -641,11 +641,15 @@ static void random_server(double seconds)
 
 /* ---- Processes that are killed ---------------------------------------------------------------------------------------- */
 
-/* At any moment: in the startup, in the first calls, in the middle of them. */
-static void wait_at_random(void)
+/* At any moment: in the startup, in the first calls, in the middle of them. `tried`: how often it was waited before. */
+static void wait_at_random(int tried)
 {
+    /* Where too few get as far as a connection, it takes longer here. */
+    static unsigned slowness = 1;
+    if (tried % 16 == 15 && told->connected < (unsigned long)tried * 3 / 8 && slowness < 64)
+        slowness *= 2;
     /* Microseconds; on a busy machine everything comes later. */
-    uint64_t most = (uint64_t)((below(4) == 0 ? 1.5 : 7.5) * patience());
+    uint64_t most = (uint64_t)((below(4) == 0 ? 1.5 : 7.5) * patience()) * slowness;
     long wait = (long)(most > 999999 ? below(999999) : below(most + 1)) * 1000;
     nanosleep(&(struct timespec){.tv_nsec = wait}, NULL);
 }
@@ -659,7 +663,7 @@ static void kill_clients(int count)
     for (int i = 0; i < count; i++) {
         sow(seed, (uint64_t)i);
         pid_t victim = part(call_anyhow, server.port);
-        wait_at_random();
+        wait_at_random(i);
         end(victim);
         if (!lives(server.pid) || !lives(honest))
             break;
@@ -720,7 +724,7 @@ static void kill_servers(int count)
         sow(seed, (uint64_t)i);
         struct server server = start_server(be_server);
         REQUIRE(write(ports[1], &server.port, sizeof server.port) == sizeof server.port);
-        wait_at_random();
+        wait_at_random(i);
         end(server.pid);
         double killed = now();
         struct pollfd seen = {.fd = done[0], .events = POLLIN};
@@ -799,7 +803,7 @@ static void stopped(void)
     bool others = true, again = true;
     for (int i = 0; i < 8; i++) {
         others = others && sees_answers(20);
-        wait_at_random();
+        wait_at_random(0);
         stop(sleeper);
         others = others && sees_answers(100);
         kill(sleeper, SIGCONT);

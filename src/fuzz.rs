@@ -3,7 +3,7 @@
 
 pub use crate::connection::{Connection, Expect, Output, Registrar, Request, RequestId, Role, Settings};
 pub use crate::error::{Error, Kind};
-pub use crate::memory::shared::{Own, RING, Theirs, Word};
+pub use crate::memory::shared::{Own, RING, Theirs, Word, width};
 pub use crate::memory::{Buf, IoVec, IoVecMut, Memory, Message, Region, Regions, Sink};
 pub use crate::tirpc::{PLAIN_REPLY, library, opaque_auth, rpc_msg};
 pub use crate::xdr::{Decoder, Encoder, LEND_MIN, Lending, XDR, XdrOps, op};

@@ -11,7 +11,7 @@ use std::os::fd::AsRawFd;
 use std::os::unix::net::UnixStream;
 use std::sync::atomic::Ordering::SeqCst;
 
-use rpcrdma::fuzz::{IoVec, IoVecMut, Own, RING, Theirs, Word};
+use rpcrdma::fuzz::{IoVec, IoVecMut, Own, RING, Theirs, Word, width};
 use rpcrdma::provider::local::Rings;
 
 use crate::input::Input;
@@ -224,11 +224,17 @@ impl Bench {
 
     /// The peer puts bytes in.
     fn put(&mut self, amount: usize) {
-        let amount =
-            amount.min(RING - (self.put.wrapping_sub(self.ours.get(Word::Consumed)) as usize).min(RING));
+        let used = (self.put.wrapping_sub(self.ours.get(Word::Consumed)) as usize).min(RING);
+        if used == 0 && !self.lied {
+            // It may begin anywhere, and be of another length.
+            self.theirs.word(Word::Base).store(self.put, SeqCst);
+            self.theirs.word(Word::Wide).store(amount as u64 & 1, SeqCst);
+        }
+        let wide = self.theirs.word(Word::Wide).load(SeqCst) != 0;
+        let amount = amount.min(width(wide).saturating_sub(used));
         let bytes: Vec<u8> = (0..amount as u64).map(|at| inward(self.put + at)).collect();
         let base = self.theirs.word(Word::Base).load(SeqCst);
-        self.theirs.fill(self.put.wrapping_sub(base), &IoVec::from_slice(&bytes), 0, amount);
+        self.theirs.fill((self.put.wrapping_sub(base), wide), &IoVec::from_slice(&bytes), 0, amount);
         self.put += amount as u64;
         if !self.lied {
             self.theirs.word(Word::Produced).store(self.put, SeqCst);
@@ -240,9 +246,10 @@ impl Bench {
         let there = (self.ours.get(Word::Produced) - self.taken) as usize;
         let amount = amount.min(there);
         let mut bytes = vec![0; amount];
-        if amount <= RING {
+        let wide = self.ours.get(Word::Wide) != 0;
+        if amount <= width(wide) {
             let number = self.taken.wrapping_sub(self.ours.get(Word::Base));
-            self.ours.take(number, &mut IoVecMut::from_mut(&mut bytes), 0, amount);
+            self.ours.take((number, wide), &mut IoVecMut::from_mut(&mut bytes), 0, amount);
         }
         let right = (self.taken..).zip(&bytes).all(|(number, byte)| *byte == out(number));
         assert!(right || self.lied, "other bytes than were sent");
@@ -276,7 +283,15 @@ impl Bench {
     }
 
     fn lie(&mut self, operation: u8, input: &mut Input<'_>) {
-        let words = [Word::Produced, Word::Base, Word::Consumed, Word::Waits, Word::WantsRoom, Word::Woken];
+        let words = [
+            Word::Produced,
+            Word::Base,
+            Word::Wide,
+            Word::Consumed,
+            Word::Waits,
+            Word::WantsRoom,
+            Word::Woken,
+        ];
         let word = self.theirs.word(input.one_of(&words));
         let by = u64::from(input.word());
         let value = match operation >> 4 & 3 {

@@ -25,8 +25,11 @@ use rustix::io::Errno;
 use super::{IoVec, IoVecMut};
 use crate::{process, wait};
 
-/// Bytes of the ring: a power of two, and few enough to stay in a cache while both ends copy.
-pub const RING: usize = 256 << 10;
+/// Bytes of the ring, a power of two: so many that most messages go into it as a whole, while their receiver is elsewhere.
+pub const RING: usize = 1 << 20;
+
+/// Bytes of it that are used while both ends copy: a power of two, and few enough to stay in a cache.
+pub const NARROW: usize = 256 << 10;
 
 /// Bytes before it, for the words.
 const HEAD: usize = 4 << 10;
@@ -52,6 +55,8 @@ pub enum Word {
     Produced = 0,
     /// Which of them lies, or will lie, at its beginning.
     Base = 1,
+    /// Not 0 while the ring is as long as [`RING`], else it is as long as [`NARROW`].
+    Wide = 2,
     /// Bytes that have been taken from the other end's ring.
     Consumed = 16,
     /// Whether this end waits and has to be woken, how, and which of its waits it is.
@@ -108,10 +113,12 @@ impl Mapping {
         unsafe { &*place }
     }
 
-    /// The byte of the ring with this number, and how many follow it before the ring begins anew.
-    fn ring(&self, number: u64) -> (*mut u8, usize) {
-        let at = number as usize & (RING - 1);
-        (self.0.as_ptr().wrapping_add(HEAD + at), RING - at)
+    /// The byte of a ring of this length, [`NARROW`] or [`RING`], with this number, and how many follow it before the ring begins
+    /// anew.
+    fn ring(&self, number: u64, wide: bool) -> (*mut u8, usize) {
+        let width = width(wide);
+        let at = number as usize & (width - 1);
+        (self.0.as_ptr().wrapping_add(HEAD + at), width - at)
     }
 }
 
@@ -121,6 +128,11 @@ impl Drop for Mapping {
         unsafe { libc::munmap(self.0.as_ptr().cast(), SIZE) };
         COUNT.fetch_sub(1, Relaxed);
     }
+}
+
+/// Bytes of a ring.
+pub fn width(wide: bool) -> usize {
+    if wide { RING } else { NARROW }
 }
 
 /// The segment that this end writes.
@@ -169,19 +181,19 @@ impl Own {
     }
 
     /// Puts `len` bytes into the ring, of those that `from` names from byte `at` on. `number`: of the first, counted from the
-    /// one that lies at the ring's beginning.
+    /// one that lies at the ring's beginning; `wide`: whether that is [`RING`] long.
     ///
     /// # Panics
     /// When `from` has not so many, or the ring is shorter.
-    pub fn fill(&self, number: u64, from: &IoVec<'_>, at: usize, len: usize) {
-        assert!(len <= RING && at <= from.len() && len <= from.len() - at);
+    pub fn fill(&self, (number, wide): (u64, bool), from: &IoVec<'_>, at: usize, len: usize) {
+        assert!(len <= width(wide) && at <= from.len() && len <= from.len() - at);
         let source = from.raw.iov_base.cast::<u8>().cast_const().wrapping_add(at);
-        let (place, before_end) = self.0.ring(number);
+        let (place, before_end) = self.0.ring(number, wide);
         let first = len.min(before_end);
         // SAFETY: `from` names readable bytes as long as it lives (its invariant), so many (checked above); the target lies in
         // our mapping, of which there is no reference, and which nothing that can be named by an IoVec overlaps.
         unsafe { libc::memcpy(place.cast(), source.cast(), first) };
-        let (start, _) = self.0.ring(number.wrapping_add(first as u64));
+        let (start, _) = self.0.ring(number.wrapping_add(first as u64), wide);
         // SAFETY: as above, from the ring's beginning on.
         unsafe { libc::memcpy(start.cast(), source.wrapping_add(first).cast(), len - first) };
     }
@@ -229,19 +241,19 @@ impl Theirs {
         self.0.word(word).load(Acquire)
     }
 
-    /// Copies `len` bytes of the ring to what `to` names from byte `at` on. `number`: as in [`Own::fill`].
+    /// Copies `len` bytes of the ring to what `to` names from byte `at` on. `number`, `wide`: as in [`Own::fill`].
     ///
     /// # Panics
     /// When `to` has not so many, or the ring is shorter.
-    pub fn take(&self, number: u64, to: &mut IoVecMut<'_>, at: usize, len: usize) {
-        assert!(len <= RING && at <= to.len() && len <= to.len() - at);
+    pub fn take(&self, (number, wide): (u64, bool), to: &mut IoVecMut<'_>, at: usize, len: usize) {
+        assert!(len <= width(wide) && at <= to.len() && len <= to.len() - at);
         let target = to.raw.iov_base.cast::<u8>().wrapping_add(at);
-        let (place, before_end) = self.0.ring(number);
+        let (place, before_end) = self.0.ring(number, wide);
         let first = len.min(before_end);
         // SAFETY: `to` names bytes that are ours to write as long as it lives (its invariant), so many (checked above); the
         // source lies in the mapping. The peer may write it meanwhile: the bytes are then any bytes.
         unsafe { libc::memcpy(target.cast(), place.cast_const().cast(), first) };
-        let (start, _) = self.0.ring(number.wrapping_add(first as u64));
+        let (start, _) = self.0.ring(number.wrapping_add(first as u64), wide);
         // SAFETY: as above, from the ring's beginning on.
         unsafe { libc::memcpy(target.wrapping_add(first).cast(), start.cast_const().cast(), len - first) };
     }

@@ -1935,7 +1935,7 @@ fn a_peer_that_gives_byte_after_byte_through_memory_keeps_nobody() {
     std::thread::scope(|scope| {
         scope.spawn(|| {
             for (at, byte) in (0u64..).zip(&stream) {
-                peer.fill(at, &IoVec::from_slice(&[*byte]), 0, 1);
+                peer.fill((at, false), &IoVec::from_slice(&[*byte]), 0, 1);
                 peer.word(Word::Produced).store(at + 1, SeqCst);
                 while seen.get(Word::Consumed) + 8 <= at && !over.load(Relaxed) {}
             }

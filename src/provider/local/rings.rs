@@ -15,8 +15,14 @@
 //!
 //! # Invariants
 //! - What is in the ring lies between `Consumed` and `Produced`: more than [`RING`] bytes is a lie of the peer's.
-//! - `Base` changes only while the ring is empty. So a connection that has one message at a time under way uses the same
+//! - `Base` and `Wide` change only while the ring is empty. So a connection that has one message at a time under way uses the same
 //!   few pages for all of them.
+//!
+//! # How much of a ring is used
+//! While both ends copy at once, as much as stays in their caches. Where the receiver sleeps, or serves others, a long message goes
+//! in as a whole, so that neither end has to be woken for each part of it; but only [`WIDE_MOST`] connections of a process do that, each
+//! until it ends. Its pages are not given back before: to make a hole in the file (`MADV_REMOVE`) the kernel goes through all
+//! mappings of it, of which a hostile peer has as many as it likes. With 120,000 of them that has taken 270 ms.
 //! - The numbers of our own segment are its words: a process that was forked from us goes on where we are.
 #![forbid(unsafe_code)]
 
@@ -24,11 +30,13 @@ use std::hint::spin_loop;
 use std::io::{self, ErrorKind};
 use std::os::fd::RawFd;
 use std::sync::Arc;
-use std::sync::atomic::{Ordering::Acquire, Ordering::Relaxed, Ordering::Release, Ordering::SeqCst, fence};
+use std::sync::atomic::{
+    AtomicUsize, Ordering::Acquire, Ordering::Relaxed, Ordering::Release, Ordering::SeqCst, fence,
+};
 use std::thread::yield_now;
 use std::time::{Duration, Instant};
 
-use crate::memory::shared::{Bell, Own, RING, Theirs, Word};
+use crate::memory::shared::{Bell, Own, RING, Theirs, Word, width};
 use crate::memory::{IoVec, IoVecMut};
 use crate::{fork, socket, stats};
 
@@ -52,8 +60,17 @@ const ASKED_BUSY: u32 = 1 << 12;
 /// A peer that says that it looks, and has taken nothing for so long, may be elsewhere: in a routine of its program.
 const OVERLOOKED: Duration = Duration::from_millis(5);
 
+/// What is sent in one go and is shorter than this goes into a narrow ring.
+const LONG: usize = 128 << 10;
+
+/// Connections of a process whose rings may be long: together they have less than a long message.
+pub(super) const WIDE_MOST: usize = 32;
+
+/// How many there are.
+pub(super) static WIDE: AtomicUsize = AtomicUsize::new(0);
+
 /// Bits of [`Word::Waits`]: it waits for a byte, or for a bell. The others count its waits.
-const BY_BYTE: u64 = 1;
+pub(super) const BY_BYTE: u64 = 1;
 const BY_BELL: u64 = 2;
 const WAITS: u64 = BY_BYTE | BY_BELL;
 const NEXT: u64 = 4;
@@ -86,6 +103,8 @@ pub struct Rings {
     haste: u32,
     /// Whether this process waits for room. What [`Word::WantsRoom`] says may be the word of a child that has ended.
     wants: bool,
+    /// One of [`WIDE`].
+    wide: bool,
     /// What a peer that says that it looks had taken when it was found not to; and when it is woken, if it was not.
     overlooks: Option<(u64, Option<Instant>)>,
     ended: bool,
@@ -107,6 +126,7 @@ impl Rings {
             spins,
             haste: 0,
             wants: false,
+            wide: false,
             overlooks: None,
             ended: false,
         };
@@ -133,7 +153,14 @@ impl Rings {
         // How much the other end was told of, and after how much more it is told again.
         let (mut told, mut next) = (0, STEP);
         while sent < total {
-            let room = self.room(produced)?;
+            let mut wide = self.own.word(Word::Wide).load(Relaxed) != 0;
+            let used = self.used(produced)?;
+            if used == 0 {
+                wide = self.goes_wide(total - sent);
+                self.own.word(Word::Wide).store(wide.into(), Relaxed);
+                self.own.word(Word::Base).store(produced, Relaxed);
+            }
+            let room = width(wide).saturating_sub(used);
             if room == 0 {
                 if std::mem::replace(&mut told, sent) < sent {
                     self.wake(socket);
@@ -157,9 +184,6 @@ impl Rings {
                     break;
                 }
             }
-            if room == RING {
-                self.own.word(Word::Base).store(produced, Relaxed);
-            }
             let base = self.own.word(Word::Base).load(Relaxed);
             let end = sent + room.min(STEP).min(total - sent);
             while sent < end {
@@ -171,7 +195,7 @@ impl Rings {
                     },
                 };
                 let n = (from.len() - at).min(end - sent);
-                self.own.fill(produced.wrapping_sub(base), from, at, n);
+                self.own.fill((produced.wrapping_sub(base), wide), from, at, n);
                 (produced, at, sent) = (produced.wrapping_add(n as u64), at + n, sent + n);
                 if at == from.len() {
                     (piece, at) = (None, 0);
@@ -341,13 +365,41 @@ impl Rings {
     /// Bytes that the peer has not taken.
     pub fn unconsumed(&self) -> u64 {
         let produced = self.own.word(Word::Produced).load(Relaxed);
-        self.room(produced).map_or(0, |room| (RING - room) as u64)
+        self.used(produced).map_or(0, |used| used as u64)
     }
 
-    /// How many more bytes the ring takes.
-    fn room(&self, produced: u64) -> io::Result<usize> {
+    /// How many bytes are in the ring.
+    fn used(&self, produced: u64) -> io::Result<usize> {
         let used = produced.wrapping_sub(self.theirs.get(Word::Consumed));
-        if used > RING as u64 { Err(lie()) } else { Ok(RING - used as usize) }
+        if used > RING as u64 { Err(lie()) } else { Ok(used as usize) }
+    }
+
+    /// How many more it takes.
+    fn room(&self, produced: u64) -> io::Result<usize> {
+        let wide = self.own.word(Word::Wide).load(Relaxed) != 0;
+        Ok(width(wide).saturating_sub(self.used(produced)?))
+    }
+
+    /// Whether so many bytes go into a long ring. There is nothing in it.
+    #[inline]
+    fn goes_wide(&mut self, bytes: usize) -> bool {
+        // As nearly always.
+        if bytes < LONG {
+            return false;
+        }
+        // One that looks at nothing else takes what comes as it comes.
+        if self.theirs.get(Word::Waits) & WAITS == 0 && self.company() == 0 {
+            return false;
+        }
+        let one_more = |wide: usize| (wide < WIDE_MOST).then_some(wide + 1);
+        self.wide = self.wide || WIDE.fetch_update(Relaxed, Relaxed, one_more).is_ok();
+        self.wide
+    }
+
+    /// Whether its ring is long just now.
+    #[cfg(test)]
+    pub fn is_wide(&self) -> bool {
+        self.own.word(Word::Wide).load(Relaxed) != 0
     }
 
     /// Waits for room, a little while. False if there is none: the peer will see that this end wants some.
@@ -399,8 +451,8 @@ impl Rings {
                 (piece, at) = (pieces.next(), 0);
                 continue;
             }
-            let base = self.theirs.get(Word::Base);
-            self.theirs.take(consumed.wrapping_sub(base), to, at, n);
+            let (base, wide) = (self.theirs.get(Word::Base), self.theirs.get(Word::Wide) != 0);
+            self.theirs.take((consumed.wrapping_sub(base), wide), to, at, n);
             let after = consumed.wrapping_add(n as u64);
             // A process that was forked from us, or from which we were, may take them too: one of them has them.
             match self.own.word(Word::Consumed).compare_exchange(consumed, after, Release, Relaxed) {
@@ -522,6 +574,14 @@ impl Rings {
                 self.heard = stats::tick();
                 e.kind() == ErrorKind::WouldBlock
             }
+        }
+    }
+}
+
+impl Drop for Rings {
+    fn drop(&mut self) {
+        if self.wide {
+            WIDE.fetch_sub(1, Relaxed);
         }
     }
 }

@@ -13,7 +13,7 @@ mod log;
 mod show;
 mod trace;
 
-use crate::out;
+use crate::out::{self, complain};
 use crate::programs::Programs;
 use crate::words;
 use log::Refused;
@@ -80,7 +80,7 @@ pub fn run(args: &Args) -> ExitCode {
     match decode(args) {
         Ok(()) => ExitCode::SUCCESS,
         Err(text) => {
-            eprintln!("rpcrdma decode: {}", words::shown(&text));
+            complain!("rpcrdma decode: {}", words::shown(&text));
             ExitCode::FAILURE
         }
     }
@@ -98,7 +98,7 @@ fn decode(args: &Args) -> Result<(), String> {
     let mut trace =
         read(BufReader::new(input)).map_err(|error| format!("{name}: {}", words::reason(&error)))?;
     for text in show::refused(&trace) {
-        eprintln!("rpcrdma decode: {text}");
+        complain!("rpcrdma decode: {text}");
     }
     if trace.calls.is_empty() {
         if trace.is_capture {

@@ -257,7 +257,7 @@ else
     if type -P zsh >/dev/null; then
         completes 'zsh -f' 'fpath=($PWD/generated/completions $fpath); autoload -Uz compinit; compinit -u -D' \
             'rpcrdma pi' '^ready rpcrdma ping' 'rpcrdma ping --net' '^ready rpcrdma ping --netid' 'rpcrdma perf --device lo' '^ready rpcrdma perf --device local' \
-            'rpcrdma decode sett' '^ready rpcrdma decode settings'
+            'rpcrdma decode sett' '^ready rpcrdma decode settings' 'rpcrdma run setpri' '^ready rpcrdma run setpriv'
     else
         skip "zsh completes" "no zsh"
     fi

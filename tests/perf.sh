@@ -208,6 +208,22 @@ head -n 20 log | sed '2s/$/\x1b[31m/; 3s/^/noise /' >part
 printf 'a line of mine\x1b]0;title\x07\n' >>part
 check "what is not understood is named" 0 'lines that are not of the library.s log: 1 of 21; line 21 is the first: a line of mine\?\]0;title\?' "$tool" decode part
 if grep -q $'\x1b' out; then FAIL "no escape sequence reaches a terminal" out; else ok "no escape sequence reaches a terminal"; fi
+# Ctrl-C in front of a pipe: who writes there ends, and what has come is shown. Only a thread that waits for signals shows that it
+# reads; in a script's own children SIGINT would be ignored.
+cat >pipe.py <<'END'
+import signal, subprocess, sys
+reader = subprocess.Popen([sys.argv[1], "decode"], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+    preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL))
+reader.stdin.write(open("log", "rb").read()[:4000])
+reader.stdin.flush()
+while reader.poll() is None and b"\nThreads:\t2" not in open("/proc/%d/status" % reader.pid, "rb").read():
+    pass
+reader.send_signal(signal.SIGINT)
+reader.stdin.close()
+text = reader.stdout.read()
+sys.exit(reader.wait() != 0 or b"\nlines: " not in text)
+END
+check "Ctrl-C leaves it what has come through a pipe" 0 '' timeout "$(patient 20)" python3 pipe.py "$tool"
 # Texts of others, in a picture and in a document.
 cat >nasty <<END
 2026-11-22T09:30:00.000001Z rpcrdma[5] info: fd 3: program 7 version 1 goes over rdma to h ($(printf '\xc2\x9b31m\xef\xbf\xbf\xd8\x9c')<x>&)

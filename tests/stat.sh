@@ -227,6 +227,37 @@ fi
 
 ./command top >out 2>err </dev/null
 same "without a terminal top says so" "1 yes" "$? $(grep -q 'needs a terminal' err && echo yes)"
+# A terminal that goes: nobody is left behind that asks it for keys, for ever.
+cat >gone.py <<'END'
+import fcntl, os, pty, signal, struct, sys, termios, time
+pid, terminal = pty.fork()
+if pid == 0:
+    fcntl.ioctl(0, termios.TIOCSWINSZ, struct.pack("4H", 24, 80, 0, 0))
+    if sys.argv[1] == "ignored":
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    os.execv("./command", ["rpcrdma", "top", "-d", "0.2"])
+seen = b""
+while b"rpcrdma" not in seen:
+    seen += os.read(terminal, 4096)
+os.close(terminal)
+end = time.monotonic() + float(sys.argv[2])
+while time.monotonic() < end:
+    ended, status = os.waitpid(pid, os.WNOHANG)
+    if ended:
+        sys.exit("it ended by signal %d" % os.WTERMSIG(status) if os.WIFSIGNALED(status) else 0)
+    time.sleep(0.02)
+os.kill(pid, signal.SIGKILL)
+sys.exit("it goes on")
+END
+for manner in told ignored; do
+    if ! command -v python3 >/dev/null; then
+        skip "top ends with its terminal" "no python3"
+    elif python3 gone.py $manner "$(patient 10)" >why 2>&1; then
+        ok "top ends with its terminal (SIGHUP: $manner)"
+    else
+        FAIL "top ends with its terminal (SIGHUP: $manner)" why
+    fi
+done
 if command -v tmux >/dev/null; then
     pid=$first to=$first_to from=$first_from
     export TERM=xterm

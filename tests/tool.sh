@@ -208,6 +208,10 @@ for words in --help --version 'help ping' 'perf --help' check info 'info --json'
     check "$words: a full disk" 1 '^rpcrdma[a-z ]*: standard output: No space left' sh -c "'$tool' $words >/dev/full"
     check "$words: nowhere to write to" 1 '^rpcrdma[a-z ]*: standard output: Bad file descriptor' sh -c "'$tool' $words >&-"
 done
+for words in 'stat 4194304' 'decode /none' 'ping no.such.host.invalid' 'perf --draw /none' top; do
+    check "$words: nowhere to complain to" 1 '^ ?$' sh -c "'$tool' $words 2>/dev/full"
+done
+check "run: nowhere to complain to" 127 '^ ?$' sh -c "'$tool' run no-such-program 2>/dev/full"
 check "wrong arguments, and nowhere to write to" 2 'unexpected argument' sh -c "'$tool' check --none >&-"
 check "info HOST: no rpcbind is a problem" 1 'problem +no rpcbind at 127.0.0.1:111' unshare --net sh -c "ip link set lo up; exec '$tool' info 127.0.0.1"
 check "info: no rpcbind is none here" 0 'problems +none' unshare --net sh -c "ip link set lo up; exec '$tool' info"
@@ -253,7 +257,7 @@ else
     if type -P zsh >/dev/null; then
         completes 'zsh -f' 'fpath=($PWD/generated/completions $fpath); autoload -Uz compinit; compinit -u -D' \
             'rpcrdma pi' '^ready rpcrdma ping' 'rpcrdma ping --net' '^ready rpcrdma ping --netid' 'rpcrdma perf --device lo' '^ready rpcrdma perf --device local' \
-            'rpcrdma decode sett' '^ready rpcrdma decode settings'
+            'rpcrdma decode sett' '^ready rpcrdma decode settings' 'rpcrdma run setpri' '^ready rpcrdma run setpriv'
     else
         skip "zsh completes" "no zsh"
     fi

@@ -3,9 +3,11 @@
 use std::fs::File;
 use std::io::{self, BufRead, BufReader, BufWriter, Read, Write};
 use std::path::PathBuf;
-use std::process::ExitCode;
+use std::process::{self, ExitCode};
+use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
 
 use clap::ValueHint;
+use rustix::fs::{FileType, fstat};
 
 mod capture;
 mod diagram;
@@ -13,7 +15,8 @@ mod log;
 mod show;
 mod trace;
 
-use crate::out;
+use crate::interrupt;
+use crate::out::{self, complain};
 use crate::programs::Programs;
 use crate::words;
 use log::Refused;
@@ -30,7 +33,8 @@ use trace::Trace;
 /// TCP, from the beginning of a connection on. Each connection is told as its client's side of the wire; where segments are missing
 /// that is said, and the messages in them are lost; so is a CRC that is wrong.
 ///
-/// What is not understood is passed over; how many lines, and which was the first, is said on standard error.
+/// What is not understood is passed over; how many lines, and which was the first, is said on standard error. Where it reads from a
+/// pipe, Ctrl-C is for who writes there, and what has come until then is shown.
 #[derive(clap::Args)]
 #[command(after_long_help = HELP)]
 pub struct Args {
@@ -59,6 +63,7 @@ Examples:
   rpcrdma decode /tmp/log
   tcpdump -i eth0 -w /tmp/capture port 20049
   rpcrdma decode /tmp/capture
+  tcpdump -i eth0 -U -w - port 20049 | rpcrdma decode
   rpcrdma decode --call 2 --svg call.svg /tmp/log
   rpcrdma decode --json /tmp/log | jq '.calls[] | select(.latency_us > 1000)'";
 
@@ -80,7 +85,7 @@ pub fn run(args: &Args) -> ExitCode {
     match decode(args) {
         Ok(()) => ExitCode::SUCCESS,
         Err(text) => {
-            eprintln!("rpcrdma decode: {}", words::shown(&text));
+            complain!("rpcrdma decode: {}", words::shown(&text));
             ExitCode::FAILURE
         }
     }
@@ -93,12 +98,19 @@ fn decode(args: &Args) -> Result<(), String> {
                 File::open(path).map_err(|error| format!("{}: {}", path.display(), words::reason(&error)))?;
             (path.display().to_string(), Box::new(file))
         }
-        None => ("standard input".into(), Box::new(io::stdin())),
+        None => {
+            let kind = fstat(io::stdin()).map(|stat| FileType::from_raw_mode(stat.st_mode));
+            if kind.is_ok_and(|kind| kind == FileType::Fifo) {
+                leave_interrupts_to_the_writer().map_err(|error| format!("signals: {error}"))?;
+            }
+            ("standard input".into(), Box::new(io::stdin()))
+        }
     };
-    let mut trace =
-        read(BufReader::new(input)).map_err(|error| format!("{name}: {}", words::reason(&error)))?;
+    let trace = read(BufReader::new(input));
+    READ.store(true, Relaxed);
+    let mut trace = trace.map_err(|error| format!("{name}: {}", words::reason(&error)))?;
     for text in show::refused(&trace) {
-        eprintln!("rpcrdma decode: {text}");
+        complain!("rpcrdma decode: {text}");
     }
     if trace.calls.is_empty() {
         if trace.is_capture {
@@ -135,6 +147,18 @@ fn decode(args: &Args) -> Result<(), String> {
         show::text(&trace, &names, &mut out)
     };
     written.and_then(|()| out.flush()).map_err(|error| error.to_string())
+}
+
+/// All has been read.
+static READ: AtomicBool = AtomicBool::new(false);
+
+/// Ctrl-C ends who writes into the pipe, tcpdump(8) say, and so what is read: it is shown then. A second one ends this program too.
+fn leave_interrupts_to_the_writer() -> io::Result<()> {
+    interrupt::on(|status| {
+        if READ.load(Relaxed) || status != 128 + libc::SIGINT {
+            process::exit(status);
+        }
+    })
 }
 
 /// Calls of one picture.

@@ -8,6 +8,8 @@ use std::process::ExitCode;
 use clap::CommandFactory;
 use clap_complete::Shell;
 
+use crate::out::complain;
+
 #[derive(clap::Args)]
 pub struct Args {
     /// Where to: FOLDER/man1 and FOLDER/completions are made.
@@ -18,7 +20,7 @@ pub fn run(args: &Args) -> ExitCode {
     match generate(&args.folder) {
         Ok(()) => ExitCode::SUCCESS,
         Err(error) => {
-            eprintln!("rpcrdma generate: {}: {}", args.folder.display(), crate::words::reason(&error));
+            complain!("rpcrdma generate: {}: {}", args.folder.display(), crate::words::reason(&error));
             ExitCode::FAILURE
         }
     }

@@ -16,6 +16,16 @@ macro_rules! say {
 }
 pub(crate) use say;
 
+/// As `eprintln!`, which would panic where nothing can be written any more: the exit status says it all the same.
+macro_rules! complain {
+    ($($what:tt)*) => { $crate::out::complaint(format_args!($($what)*)) };
+}
+pub(crate) use complain;
+
+pub fn complaint(text: fmt::Arguments) {
+    let _ = writeln!(io::stderr(), "{text}");
+}
+
 /// Standard output, which errors name. In place of the standard library's, which takes /dev/null for one that is closed.
 pub struct Out(StdoutLock<'static>);
 
@@ -124,7 +134,7 @@ fn failed(error: &io::Error) -> ! {
         // SAFETY: no preconditions.
         unsafe { libc::raise(libc::SIGPIPE) };
     }
-    eprintln!("rpcrdma: {error}");
+    complain!("rpcrdma: {error}");
     process::exit(1)
 }
 

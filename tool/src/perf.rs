@@ -22,7 +22,7 @@ use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 use crate::interrupt;
 use crate::library;
 use crate::numbers;
-use crate::out;
+use crate::out::{self, complain};
 use crate::rpc::{self, Client, Netid, PROGRAM};
 use crate::words;
 
@@ -141,7 +141,7 @@ pub fn run(args: &Args) -> ExitCode {
     match outcome {
         Ok(status) => status,
         Err(text) => {
-            eprintln!("rpcrdma perf: {}", words::shown(&text));
+            complain!("rpcrdma perf: {}", words::shown(&text));
             ExitCode::FAILURE
         }
     }

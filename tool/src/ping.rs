@@ -15,7 +15,7 @@ use rpcrdma::tool::caller::{self, Caller, Failed};
 use rpcrdma::tool::{Agreed, Row, host};
 use serde::Serialize;
 
-use crate::out::{self, say};
+use crate::out::{self, complain, say};
 use crate::words::{reason, shown};
 use crate::{interrupt, library, programs};
 
@@ -80,7 +80,7 @@ pub fn run(args: &Args) -> ExitCode {
     match ping(args) {
         Ok(answered) => ExitCode::from(u8::from(!answered)),
         Err(error) => {
-            eprintln!("rpcrdma ping: {}", shown(&error));
+            complain!("rpcrdma ping: {}", shown(&error));
             ExitCode::FAILURE
         }
     }

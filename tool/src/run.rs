@@ -7,6 +7,7 @@ use std::process::{Command, ExitCode};
 use clap::ValueHint;
 
 use crate::library;
+use crate::out::complain;
 
 #[derive(clap::Args)]
 #[command(
@@ -30,7 +31,7 @@ pub fn run(args: &Args) -> ExitCode {
     let runner = match library::runner() {
         Ok(runner) => runner,
         Err(error) => {
-            eprintln!("rpcrdma run: {error}");
+            complain!("rpcrdma run: {error}");
             return ExitCode::from(FAILED);
         }
     };
@@ -40,6 +41,6 @@ pub fn run(args: &Args) -> ExitCode {
     }
     // Returns only if it fails.
     let error = command.arg("--").args(&args.program).exec();
-    eprintln!("rpcrdma run: {}: {error}", runner.display());
+    complain!("rpcrdma run: {}: {error}", runner.display());
     ExitCode::from(FAILED)
 }

@@ -12,7 +12,7 @@ use serde_json::{Value, json};
 
 use crate::columns::{self, Column};
 use crate::numbers::{bytes, time};
-use crate::out;
+use crate::out::{self, complain};
 use crate::programs::Programs;
 use crate::watch::{self, Connection, Figures, Processes, Refusal, Users, difference};
 use crate::words;
@@ -106,7 +106,7 @@ pub fn run(args: &Args) -> ExitCode {
     let What { pid, interval, count } = match args.what() {
         Ok(what) => what,
         Err(wrong) => {
-            eprintln!("rpcrdma stat: {wrong}");
+            complain!("rpcrdma stat: {wrong}");
             return ExitCode::from(2);
         }
     };
@@ -118,14 +118,14 @@ pub fn run(args: &Args) -> ExitCode {
     match outcome {
         Ok(code) => code,
         Err(error) => {
-            eprintln!("rpcrdma stat: {error}");
+            complain!("rpcrdma stat: {error}");
             ExitCode::FAILURE
         }
     }
 }
 
 fn refused(pid: u32, why: &Refusal) -> io::Result<ExitCode> {
-    eprintln!("rpcrdma stat: {}", why.text(pid));
+    complain!("rpcrdma stat: {}", why.text(pid));
     Ok(ExitCode::FAILURE)
 }
 
@@ -193,9 +193,9 @@ fn chosen(pid: Option<u32>) -> io::Result<Result<Processes, (u32, Refusal)>> {
 
 /// Says why there is nothing on standard output.
 fn say_nobody(foreign: usize) {
-    eprintln!("{NOBODY}");
+    complain!("{NOBODY}");
     if foreign > 0 {
-        eprintln!("{}", watch::foreign_text(foreign));
+        complain!("{}", watch::foreign_text(foreign));
     }
 }
 
@@ -210,7 +210,7 @@ fn once(pid: Option<u32>, args: &Args) -> io::Result<ExitCode> {
             Ok(figures) => all.push(figures),
             Err(why) if pid.is_some() => return refused(process.pid, &why),
             Err(Refusal::Ended) => {}
-            Err(why) => eprintln!("rpcrdma stat: {}", why.text(process.pid)),
+            Err(why) => complain!("rpcrdma stat: {}", why.text(process.pid)),
         }
     }
     let programs = Programs::read();
@@ -258,7 +258,7 @@ fn follow(pid: Option<u32>, interval: Duration, count: Option<u64>, as_json: boo
                 // Once: it will not be understood next time either.
                 Err(why) => {
                     if told.insert(process.pid) {
-                        eprintln!("rpcrdma stat: {}", why.text(process.pid));
+                        complain!("rpcrdma stat: {}", why.text(process.pid));
                     }
                 }
             }

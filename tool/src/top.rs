@@ -1,8 +1,8 @@
 //! `rpcrdma top`: all processes that use the library, live, and the connections of one of them.
 
 use std::io::{self, IsTerminal};
-use std::process::ExitCode;
-use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
+use std::process::{self, ExitCode};
+use std::sync::Mutex;
 use std::time::{Duration, Instant};
 
 use ratatui::crossterm::event::{self, Event, KeyCode, KeyEvent, KeyEventKind, KeyModifiers};
@@ -11,9 +11,13 @@ use ratatui::style::{Modifier, Style};
 use ratatui::text::Line;
 use ratatui::widgets::{Paragraph, Row, Table, TableState};
 use ratatui::{DefaultTerminal, Frame};
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use rustix::io::Errno;
 
 use crate::columns;
+use crate::interrupt;
 use crate::numbers::{bytes, time};
+use crate::out::complain;
 use crate::programs::Programs;
 use crate::stat::{Rates, age, connection_count, connection_lines, in_use, names};
 use crate::watch::{self, Figures, Latency, Refusal, difference};
@@ -46,49 +50,62 @@ fn seconds(text: &str) -> Result<Duration, String> {
 
 pub fn run(args: &Args) -> ExitCode {
     if !io::stdout().is_terminal() || !io::stdin().is_terminal() {
-        eprintln!("rpcrdma top: this needs a terminal; `rpcrdma stat --all 1` writes lines anywhere");
+        complain!("rpcrdma top: this needs a terminal; `rpcrdma stat --all 1` writes lines anywhere");
         return ExitCode::FAILURE;
     }
     // Where it can only be written on, line after line, the screen would be a heap of escape sequences.
     if matches!(std::env::var("TERM").as_deref(), Ok("dumb")) {
-        eprintln!(
+        complain!(
             "rpcrdma top: this terminal has no screen (TERM=dumb); `rpcrdma stat --all 1` writes lines"
         );
         return ExitCode::FAILURE;
     }
-    end_on_signals();
+    // Not by the loop below, which may be in the midst of writing to a terminal that does not take it.
+    let ended = interrupt::on(|_| {
+        let _screen = SCREEN.lock();
+        let _ = ratatui::try_restore();
+        process::exit(0)
+    });
     // Restores the terminal after a panic too.
-    let outcome = match ratatui::try_init() {
-        Ok(mut terminal) => {
-            let outcome = show(&mut terminal, args.delay);
-            ratatui::restore();
-            outcome
-        }
-        Err(error) => Err(error),
-    };
+    let outcome = ended.and_then(|()| ratatui::try_init()).and_then(|mut terminal| {
+        let outcome = show(&mut terminal, args.delay);
+        let _screen = SCREEN.lock();
+        // Of a terminal that has gone there is nothing to restore.
+        let _ = ratatui::try_restore();
+        // To be dropped it would write once more, and panic where it cannot.
+        std::mem::forget(terminal);
+        outcome
+    });
     match outcome {
         Ok(()) => ExitCode::SUCCESS,
         Err(error) => {
-            eprintln!("rpcrdma top: {error}");
+            complain!("rpcrdma top: {error}");
             ExitCode::FAILURE
         }
     }
 }
 
-/// Somebody wants this program to end: the terminal is restored before.
-static ENDS: AtomicBool = AtomicBool::new(false);
+/// Held by who writes to the terminal.
+static SCREEN: Mutex<()> = Mutex::new(());
 
-extern "C" fn end(_: libc::c_int) {
-    ENDS.store(true, Relaxed);
-}
-
-#[allow(unsafe_code)]
-fn end_on_signals() {
-    let handler: extern "C" fn(libc::c_int) = end;
-    for signal in [libc::SIGTERM, libc::SIGHUP, libc::SIGINT] {
-        // SAFETY: the handler only stores an atomic word.
-        unsafe { libc::signal(signal, handler as libc::sighandler_t) };
+/// Whether there is input within that time.
+///
+/// # Errors
+/// The terminal has gone. To read from it then is asked for again and again by crossterm, for ever.
+fn input(within: Duration) -> io::Result<bool> {
+    let stdin = io::stdin();
+    let mut waited = [PollFd::new(&stdin, PollFlags::IN)];
+    let within = Timespec { tv_sec: within.as_secs() as i64, tv_nsec: within.subsec_nanos().into() };
+    match poll(&mut waited, Some(&within)) {
+        // The size of the terminal, perhaps.
+        Err(Errno::INTR) => return Ok(true),
+        done => done?,
+    };
+    let found = waited[0].revents();
+    if found.intersects(PollFlags::HUP | PollFlags::ERR | PollFlags::NVAL) {
+        return Err(io::Error::other("the terminal has gone"));
     }
+    Ok(found.contains(PollFlags::IN))
 }
 
 /// What is done after a key.
@@ -102,6 +119,7 @@ enum Then {
 /// Ctrl-Z: the terminal as it was, and then as it is here once more.
 #[allow(unsafe_code)]
 fn stopped() -> io::Result<DefaultTerminal> {
+    let _screen = SCREEN.lock();
     ratatui::try_restore()?;
     // SAFETY: no preconditions. Returns when this program goes on.
     unsafe { libc::raise(libc::SIGTSTP) };
@@ -169,37 +187,34 @@ fn show(terminal: &mut DefaultTerminal, delay: Duration) -> io::Result<()> {
         inside: None,
         skipped: 0,
     };
-    while !ENDS.load(Relaxed) {
+    loop {
         view.look()?;
         let until = Instant::now() + delay;
         loop {
             view.arrange();
-            terminal.draw(|frame| view.draw(frame))?;
+            {
+                let _screen = SCREEN.lock();
+                terminal.draw(|frame| view.draw(frame))?;
+            }
             let left = until.saturating_duration_since(Instant::now());
-            // A signal ends the wait with an error, or the next one.
-            match event::poll(left.min(Duration::from_millis(200))) {
+            match input(left.min(Duration::from_millis(200))) {
                 Ok(true) => {
-                    if let Event::Key(key) = event::read()?
-                        && key.kind == KeyEventKind::Press
-                    {
-                        match view.key(key) {
+                    // All of them: crossterm keeps those that it has read already. There may be no whole key yet.
+                    while event::poll(Duration::ZERO)? {
+                        let Event::Key(key) = event::read()? else { continue };
+                        match if key.kind == KeyEventKind::Press { view.key(key) } else { Then::Go } {
                             Then::Go => {}
                             Then::Stop => *terminal = stopped()?,
                             Then::End => return Ok(()),
                         }
                     }
                 }
-                Ok(false) if left.is_zero() => break,
-                Ok(false) => {}
-                Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
+                Ok(_) if left.is_zero() => break,
+                Ok(_) => {}
                 Err(error) => return Err(error),
-            }
-            if ENDS.load(Relaxed) {
-                break;
             }
         }
     }
-    Ok(())
 }
 
 impl View {

@@ -652,7 +652,10 @@ impl Connection {
                 Taken::Call => return,
                 Taken::Reply { xid, reply, receive } => {
                     let outcome = Ok(smallvec::smallvec![reply]);
-                    return self.common.output.extend([Output::Receive(receive), Output::Done { xid, outcome }]);
+                    return self
+                        .common
+                        .output
+                        .extend([Output::Receive(receive), Output::Done { xid, outcome }]);
                 }
                 Taken::Not(back) => message = back,
             }

@@ -284,7 +284,8 @@ impl Requester {
         common: &mut Common,
     ) -> Started {
         let quiet = self.waiting.is_empty() && self.past.is_empty() && common.output.is_empty();
-        let free = quiet && common.life.is_open() && common.credits_left() > 0 && self.calls.get(xid).is_none();
+        let free =
+            quiet && common.life.is_open() && common.credits_left() > 0 && self.calls.get(xid).is_none();
         let mut call = Outstanding::new(Fate::Awaited);
         call.version = common.version().unwrap_or(v1::VERSION);
         if !free

@@ -359,7 +359,9 @@ impl Responder {
         };
         let alone = self.queue.is_empty() && self.deferred.is_empty() && common.output.is_empty();
         let xid = match self.handed.only() {
-            Some((only, chunks)) if *only == id && alone && common.life.is_open() && plain(chunks) => chunks.xid,
+            Some((only, chunks)) if *only == id && alone && common.life.is_open() && plain(chunks) => {
+                chunks.xid
+            }
             _ => return Answered::Not(message),
         };
         // The Call's own Receive.

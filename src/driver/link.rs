@@ -11,7 +11,9 @@ use std::time::{Duration, Instant};
 use smallvec::smallvec;
 
 use crate::config::{self, Config};
-use crate::connection::{Connection, Expect, Output, Request, Role, Settings, Started, Taken, receive_margin};
+use crate::connection::{
+    Connection, Expect, Output, Request, Role, Settings, Started, Taken, receive_margin,
+};
 use crate::error::{Error, Kind};
 use crate::memory::{Buf, Loan, Memory, Message, Regions};
 use crate::provider::{Completion, QueuePair, WorkRequest};

@@ -448,7 +448,8 @@ mod tests {
         let plain = message(&[0x0102_0304, 1, 32, 0, 0, 0, 0, 0x0102_0304, 1, 5]);
         let same = |bytes: &[u8]| {
             for versions in [Versions::ONE, Versions::BOTH, Versions::TWO] {
-                let [one, any] = [decode(bytes, versions), decode_any(bytes, versions)].map(|it| format!("{it:?}"));
+                let [one, any] =
+                    [decode(bytes, versions), decode_any(bytes, versions)].map(|it| format!("{it:?}"));
                 assert_eq!(one, any);
             }
         };

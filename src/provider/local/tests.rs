@@ -12,7 +12,7 @@ use crate::fork;
 use crate::memory::shared::{Bell, RING, SIZE, Word};
 use crate::memory::{Buf, IoVec, IoVecMut};
 use crate::provider::fault::contract;
-use crate::provider::{Doze, Completion, WorkRequest};
+use crate::provider::{Completion, Doze, WorkRequest};
 use crate::wait;
 
 type Sockets = (TcpStream, TcpStream);

@@ -4,8 +4,8 @@
 //! them) with checked arguments; policy, retries after `EAGAIN` and the meaning of an errno are the caller's.
 //!
 //! # Invariants
-//! - `EINTR` never reaches the caller of a transfer: it is repeated.
-//! - No transfer raises SIGPIPE (`MSG_NOSIGNAL`) or blocks (`MSG_DONTWAIT`). The sockets belong to programs and may be in
+//! - `EINTR` never reaches the caller of a transfer, which is repeated; but that of [`await_bytes`].
+//! - No transfer raises SIGPIPE (`MSG_NOSIGNAL`), and only [`await_bytes`] blocks (`MSG_DONTWAIT`). The sockets belong to programs and may be in
 //!   blocking mode.
 #![allow(unsafe_code)]
 
@@ -97,12 +97,13 @@ pub fn receive(fd: RawFd, pieces: &mut [IoVecMut<'_>]) -> io::Result<usize> {
 /// non-blocking mode.
 ///
 /// # Errors
-/// The errno; `EAGAIN` when nothing has come in that time.
+/// The errno; `EAGAIN` when nothing has come in that time, `EINTR` also when the process was stopped and continued: repeated,
+/// it would sleep for all of that time again.
 pub fn await_bytes(fd: RawFd, bytes: &mut [u8]) -> io::Result<usize> {
-    repeat(|| {
-        // SAFETY: `bytes` is writable for its length, and no address is asked for.
-        unsafe { libc::recvfrom(fd, bytes.as_mut_ptr().cast(), bytes.len(), 0, null_mut(), null_mut()) }
-    })
+    let (address, length) = (null_mut(), null_mut());
+    // SAFETY: `bytes` is writable for its length, and no address is asked for.
+    let came = unsafe { libc::recvfrom(fd, bytes.as_mut_ptr().cast(), bytes.len(), 0, address, length) };
+    usize::try_from(came).map_err(|_| io::Error::last_os_error())
 }
 
 /// How long [`await_bytes`] sleeps.
@@ -115,6 +116,14 @@ pub fn set_patience(fd: RawFd, time: Duration) -> io::Result<()> {
         return Err(Errno::NOTSOCK.into());
     }
     Ok(sockopt::set_socket_timeout(borrow(fd)?, sockopt::Timeout::Recv, Some(time))?)
+}
+
+/// What [`set_patience`] has said, in whole ticks of the kernel; or the program. `None`: as long as it takes.
+///
+/// # Errors
+/// The errno of getsockopt(2).
+pub fn patience(fd: RawFd) -> io::Result<Option<Duration>> {
+    Ok(sockopt::socket_timeout(borrow(fd)?, sockopt::Timeout::Recv)?)
 }
 
 /// The next byte of the stream without taking it; `None` when the peer has closed its side.

@@ -201,6 +201,11 @@ impl Client {
         state.session.calls.requests.end(&why);
         state.attempt_failed(why);
         state.session.wake_all();
+        // Who sleeps on the stream is awake soon, but reads from what has the number until then.
+        while state.session.naps() {
+            state.session.naps_awaited = true;
+            state = self.quiet.wait(state).unwrap_or_else(|poisoned| poisoned.into_inner());
+        }
         state.close_later = elsewhere(&state);
         let closes = !state.close_later;
         drop(state);
@@ -374,7 +379,11 @@ impl<'a> Policy<'a> for &'a Client {
 
     fn wake(&self, state: &mut Waiting, may_doze: bool) -> Wake {
         let alarm = state.alarm_fd().unwrap_or(-1);
-        if let Some((fd, writes, until)) = state.attempt() {
+        if let Some((fd, writes, mut until)) = state.attempt() {
+            if state.session.naps() {
+                // The next step waits for that, see `step`; nothing else tells.
+                until = until.min(Instant::now() + session::LOOK);
+            }
             // Whatever it is that wakes this thread, no other one has to take the step.
             return Wake { writes: true, ..Wake::new((fd, true, writes), alarm, Some(until)) };
         }
@@ -387,6 +396,16 @@ impl<'a> Policy<'a> for &'a Client {
         let doze = if may_doze { link.device.doze() } else { None };
         let at_once = doze.is_none() && !link.device.rest();
         Wake { nudges, at_once, doze, ..Wake::new((link.device.fd(), true, writes), alarm, until) }
+    }
+
+    fn napped(&self, state: &mut Waiting) {
+        if state.session.naps_awaited {
+            self.quiet.notify_all();
+        }
+        if state.attempt().is_some() {
+            // It has waited for this.
+            self.step(state);
+        }
     }
 
     fn move_on(&self, state: &mut Waiting, wake: &Wake, nothing: bool) {
@@ -581,7 +600,7 @@ impl Waiting {
 pub(super) mod tests {
     use std::io::{self, Read, Write};
     use std::net::{TcpListener, TcpStream};
-    use std::os::fd::AsRawFd;
+    use std::os::fd::{AsRawFd, IntoRawFd};
     use std::sync::mpsc;
 
     use super::*;
@@ -767,6 +786,103 @@ pub(super) mod tests {
         calls();
         assert!(!sleeps(), "it was of no use");
         calls();
+    }
+
+    /// A client that never spins, one of whose calls has been answered, and its server.
+    fn sleeping(sockets: &(TcpStream, TcpStream)) -> (&'static Config, Shared, Arc<Client>) {
+        let config = Config { poll: Duration::ZERO, ..Config::default() };
+        let config: &'static Config = Box::leak(Box::new(config));
+        let server = Mutex::new(Server::accept(sockets.1.as_raw_fd(), config).unwrap());
+        let client = opened(sockets.0.as_raw_fd(), config, &server);
+        (config, server, client)
+    }
+
+    fn call_for(client: &Client, time: Duration) -> Result<Regions, Error> {
+        let xid = client.fresh_xid();
+        let message = message(client, xid, 40).into();
+        client.call(xid, message, 1024, Vec::new(), Instant::now() + time, None)
+    }
+
+    #[test]
+    fn the_number_is_not_given_away_while_a_thread_may_be_about_to_read_from_it() {
+        let (socket, other) = pair().unwrap();
+        let sockets = (socket, other);
+        let (.., client) = sleeping(&sockets);
+        // The client closes it.
+        let fd = sockets.0.into_raw_fd();
+        let identity = process::identify(fd);
+        client.lock().session.nap_as(true);
+        std::thread::scope(|scope| {
+            let shuts = scope.spawn(|| client.shut(true));
+            until(&client, |state| state.session.naps_awaited || shuts.is_finished());
+            let kept = identity.is_some() && process::identify(fd) == identity;
+            let mut state = client.lock();
+            state.session.nap_as(false);
+            Policy::napped(&&*client, &mut state);
+            drop(state);
+            assert!(shuts.join().unwrap() && kept, "it was closed");
+        });
+        assert!(process::identify(fd) != identity);
+    }
+
+    #[test]
+    fn who_polls_beside_a_thread_that_sleeps_on_the_stream_finds_what_that_one_has_taken() {
+        let sockets = pair().unwrap();
+        let (_, server, client) = sleeping(&sockets);
+        let client = &client;
+        std::thread::scope(|scope| {
+            let ends = |xid| {
+                let end = (xid, Err(Error::new(Kind::Peer, "as it has come")));
+                client.lock().session.calls.take_all(&mut vec![end])
+            };
+            {
+                let mut state = client.lock();
+                state.session.drive_as(usize::MAX);
+                state.session.nap_as(true);
+            }
+            let xid = client.fresh_xid();
+            // Nothing else has more to send.
+            let long = message(client, xid, 4000).into();
+            for _ in 0..20 {
+                let xid = client.fresh_xid();
+                let message = message(client, xid, 3800).into();
+                let expect = Expect::Reply { max: 1024, places: Vec::new() };
+                client.lock().link.begin(xid, message, expect).unwrap();
+            }
+            assert!(client.lock().link.device.wants_write(), "the socket has taken all");
+            let begin = Instant::now();
+            let polls = scope.spawn(move || client.call(xid, long, 1024, Vec::new(), begin + PATIENCE, None));
+            until(client, |state| state.session.is_beside());
+            assert!(ends(xid));
+            assert_eq!(polls.join().unwrap().unwrap_err().kind(), Kind::Peer);
+            assert!(begin.elapsed() < PATIENCE, "it has slept for all of its time");
+        });
+        drop(server);
+    }
+
+    #[test]
+    fn a_call_ends_in_its_time_however_long_the_program_lets_reads_last() {
+        let sockets = pair().unwrap();
+        let (_, server, client) = sleeping(&sockets);
+        socket::set_patience(sockets.0.as_raw_fd(), PATIENCE).unwrap();
+        let begin = Instant::now();
+        let error = call_for(&client, Duration::from_millis(50)).unwrap_err();
+        assert!(error.kind() == Kind::Timeout && begin.elapsed() < PATIENCE);
+        drop(server);
+    }
+
+    #[test]
+    fn who_has_little_time_does_not_sleep_on_the_stream() {
+        let sockets = pair().unwrap();
+        let (_, server, client) = sleeping(&sockets);
+        // Who sleeps there sleeps for long.
+        let long = || socket::set_patience(sockets.0.as_raw_fd(), PATIENCE).unwrap();
+        assert!(matches!(client.lock().link.device.doze(), Some(Doze::Stream(_))));
+        long();
+        let begin = Instant::now();
+        assert_eq!(call_for(&client, Duration::from_millis(15)).unwrap_err().kind(), Kind::Timeout);
+        assert!(begin.elapsed() < PATIENCE);
+        drop(server);
     }
 
     #[test]

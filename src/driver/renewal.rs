@@ -165,6 +165,11 @@ impl Client {
         let now = Instant::now();
         // One that nobody has looked after until its end may have been given up by the peer.
         let (mut attempt, until) = match renewal.attempt.take() {
+            // The last step has another socket take the number of the one that a thread may be about to read from.
+            Some(attempt) if now < attempt.1 && state.session.naps() => {
+                renewal.attempt = Some(attempt);
+                return state.rearm();
+            }
             Some((attempt, until)) if now < until => (attempt, until),
             Some(_) => {
                 let text = "the peer did not accept the new connection in time";
@@ -833,6 +838,44 @@ mod tests {
             let xids = served.join().unwrap();
             // Each call without a reply follows one whose reply makes room for it.
             assert_eq!([xids[1], xids[3], xids[4]], [batched[0], batched[1], awaited], "{xids:?}");
+        });
+    }
+
+    /// It would take the first bytes of the new connection for the last of the old one.
+    #[test]
+    fn a_new_connection_takes_the_number_when_nobody_is_about_to_read_from_the_old_one() {
+        let (listener, socket, config) = connect(config(2));
+        scope(|scope| {
+            let _hangup = Hangup(&socket);
+            scope.spawn(move || {
+                let _first = starving(&listener, config);
+                Peer::accept(&listener, config).serve();
+            });
+            let client = open(&socket, config);
+            starve(&client);
+            client.lock().session.nap_as(true);
+            // In vain until then, whatever step it would take.
+            let steps = || {
+                let mut state = client.lock();
+                client.look(&mut state);
+                client.step(&mut state);
+                state.attempt().map(|(fd, ..)| fd)
+            };
+            let fd = steps().unwrap();
+            assert!(wait::until(fd, wait::OUT, Some(PATIENCE), None).unwrap());
+            for _ in 0..3 {
+                assert_eq!(
+                    call(&client, Instant::now() + Duration::from_millis(30)).unwrap_err().kind(),
+                    Kind::Timeout
+                );
+                assert_eq!((steps(), client.connections()), (Some(fd), 1));
+            }
+            let waiter = client.clone();
+            let waits = scope.spawn(move || call(&waiter, soon()));
+            until(&client, |state| state.session.is_driven());
+            client.lock().session.nap_as(false);
+            waits.join().unwrap().unwrap();
+            assert_eq!(client.connections(), 2);
         });
     }
 

@@ -35,12 +35,17 @@ use super::calls::{Calls, Waiter};
 use super::link::{Link, Outcome};
 use super::spin::{Patience, Spin, Waiting};
 
-/// How often a child looks whether its peer takes what it sends, where the descriptor tells that to its parent.
-const LOOK: Duration = Duration::from_millis(1);
+/// How often a child looks whether its peer takes what it sends, where the descriptor tells that to its parent;
+/// also how often a thread that makes a new connection looks whether nobody reads from the old one any more.
+pub(super) const LOOK: Duration = Duration::from_millis(1);
 
 /// How long a thread sleeps without its descriptors, at most, in all of a wait, and with signals blocked as in all of libtirpc's calls: two system
 /// calls less than to let them through.
 const DOZE: Duration = Duration::from_millis(10);
+
+/// Who has less time than this does not sleep on the stream: the kernel counts that time in ticks, of up to 10 ms, and lets one
+/// more pass.
+const NAP_SPARE: Duration = NAP.saturating_mul(2);
 
 /// When a peer that has not answered the first call is nudged: Linux's siw may overlook what comes right behind its answer
 /// to the startup until more comes.
@@ -55,6 +60,10 @@ pub(super) struct Session {
     serving_sleeper: Option<Arc<Condvar>>,
     /// Who polls the connection: one thread, except as [`Session::may_drive`] says.
     drivers: Vec<Driver>,
+    /// Threads that sleep on the stream itself, or are about to: they read from whatever has its number then.
+    naps: usize,
+    /// Somebody waits for the end of these sleeps.
+    pub(super) naps_awaited: bool,
     spin: Spin,
 }
 
@@ -75,6 +84,8 @@ impl Session {
             sleepers: FxHashMap::default(),
             serving_sleeper: None,
             drivers: Vec::new(),
+            naps: 0,
+            naps_awaited: false,
             spin: Spin::new(poll),
         }
     }
@@ -84,6 +95,13 @@ impl Session {
         (self.calls, self.serving_sleeper) = (Calls::new(), None);
         self.sleepers.clear();
         self.drivers.clear();
+        self.naps = 0;
+    }
+
+    /// Whether the number of the connection's socket must not become another file's now: a thread is about to read from it, with
+    /// no lock held.
+    pub(super) fn naps(&self) -> bool {
+        self.naps > 0
     }
 
     /// Hands outcomes to their waiters.
@@ -190,6 +208,18 @@ impl Session {
     #[cfg(test)]
     pub(super) fn drive_as(&mut self, thread: usize) {
         self.drivers.push(Driver { thread, reads: true, writes: thread == thread::this() });
+    }
+
+    /// As if a thread were about to sleep on the stream, or had done so.
+    #[cfg(test)]
+    pub(super) fn nap_as(&mut self, naps: bool) {
+        self.naps = usize::from(naps);
+    }
+
+    /// Whether several threads poll the connection.
+    #[cfg(test)]
+    pub(super) fn is_beside(&self) -> bool {
+        self.drivers.len() > 1
     }
 
     /// As if so many threads slept that one more needs memory, of more than the reserve has.
@@ -341,6 +371,9 @@ pub(super) trait Policy<'a>: Locked<'a> {
         // An error of poll(2) itself shows up in the next pump, as an error of the device; EINTR is no error here.
         !matches!(wait::poll(&mut wake.fds, Some(left), mask), Ok(0))
     }
+
+    /// A thread sleeps on the stream no more.
+    fn napped(&self, _: &mut Self::State) {}
 
     /// Moves what has come; `nothing` has, the time was over.
     fn move_on(&self, state: &mut Self::State, wake: &Wake, nothing: bool);
@@ -497,12 +530,23 @@ fn drive<'a, P: Policy<'a>>(
     let (session, link) = state.parts();
     // Who polls beside this thread waits for room to send, and is told of that in any case.
     let nap = match (&wake.doze, link) {
-        (Some(Doze::Stream(fd)), Some(link)) if left >= NAP && blocked >= NAP && session.drives_alone() => {
+        (Some(Doze::Stream(fd)), Some(link))
+            if left >= NAP_SPARE
+                && blocked >= NAP
+                && session.drives_alone()
+                && link.engine.closed().is_none() =>
+        {
             Some((*fd, link.serial))
         }
         _ => None,
     };
     session.sleeps_for(wake.reads, wake.writes);
+    if nap.is_some() {
+        session.naps += 1;
+    } else if session.naps() {
+        // Who sleeps there may take what this thread waits for, which no descriptor tells then.
+        left = left.min(DOZE);
+    }
     if matches!(wake.doze, Some(Doze::Bell(_))) {
         left = left.min(blocked);
     }
@@ -526,7 +570,9 @@ fn drive<'a, P: Policy<'a>>(
         Err(_) => Some(0),
     };
     let mut state = policy.lock();
-    match state.parts().1 {
+    let (session, link) = state.parts();
+    session.naps -= 1;
+    match link {
         // Else it is another connection by now, of which nothing was taken.
         Some(link) if link.serial == serial => link.device.arrived(came.map(|came| &bytes[..came])),
         _ => {}
@@ -535,6 +581,7 @@ fn drive<'a, P: Policy<'a>>(
         Some(1..) => state.pump(),
         _ => policy.move_on(&mut state, &wake, true),
     }
+    policy.napped(&mut state);
     state.parts().0.end_to_drive();
     state
 }

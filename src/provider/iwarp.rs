@@ -69,6 +69,8 @@ const AHEAD_MOST: usize = 16 << 10;
 const POLL: usize = 4 << 20;
 /// What comes in one go counts for so much, at least: through memory a peer may give byte after byte as fast as they are taken.
 const POLL_LEAST: usize = 64 << 10;
+/// How often it is looked at how long a sleep on the socket lasts, in nanoseconds.
+const LOOK: u64 = 100_000_000;
 /// Longest exposure, Read and Write.
 const MAX_SEGMENT: u32 = 1 << 30;
 /// Whether the peer may invalidate every handle that it gets: a handle is a number in a table of ours, whatever it
@@ -176,6 +178,8 @@ pub struct Iwarp {
     stream: Stream,
     /// A thread may sleep in recvfrom(2) on the socket, for [`NAP`].
     naps: bool,
+    /// When it was seen last that the sleep ends after that time, by [`stats::tick`]; 0: never yet.
+    patience_seen: u64,
     /// Of the two ends of a connection that may share memory: what the one waits for, or the other.
     asked: Option<Asked>,
     offered: Option<Box<Offered>>,
@@ -342,6 +346,7 @@ impl Iwarp {
         Ok(Iwarp {
             stream: Stream::new(socket),
             naps: false,
+            patience_seen: 0,
             asked: None,
             offered: None,
             transmit: Transmit::new(options.max_fpdu),
@@ -365,6 +370,18 @@ impl Iwarp {
             copied_bytes: 0,
             syscalls: 0,
         })
+    }
+
+    /// Whether a sleep on the socket ends after [`NAP`] still: the program has the socket too, and what it sets there would hold for
+    /// us as well. Looked at every [`LOOK`] only, since it costs what the sleep saves.
+    fn is_patient(&mut self) -> bool {
+        let now = stats::tick();
+        if now.saturating_sub(self.patience_seen) >= LOOK {
+            self.patience_seen = now;
+            // In ticks: somewhat more.
+            self.naps = matches!(socket::patience(self.stream.socket), Ok(Some(time)) if time <= 2 * NAP);
+        }
+        self.naps
     }
 
     /// Whether it is for the peer, with which memory is shared, to do something.
@@ -1509,7 +1526,7 @@ impl QueuePair for Iwarp {
         if self.stream.is_shared() {
             return self.stream.doze().map(Doze::Bell);
         }
-        let naps = self.naps && !self.forked && self.receive.is_between_messages();
+        let naps = self.naps && !self.forked && self.receive.is_between_messages() && self.is_patient();
         naps.then_some(Doze::Stream(self.stream.socket))
     }
 

@@ -856,7 +856,8 @@ mod tests {
             let mut waits = 0;
             let wait = |time: c_int| {
                 waits += 1;
-                if waits < fails_at {
+                // However often it asks on this machine, the sleep itself fails.
+                if waits < fails_at && time == 0 {
                     return 0;
                 }
                 *errno() = if time == 0 { libc::EINTR } else { libc::EBADF };

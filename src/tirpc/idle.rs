@@ -12,6 +12,7 @@
 #![allow(unsafe_code)]
 
 use std::collections::BTreeMap;
+use std::io::ErrorKind;
 use std::net::IpAddr;
 use std::os::fd::RawFd;
 use std::sync::{Arc, MutexGuard, Weak};
@@ -50,9 +51,17 @@ struct Silent {
     since: Instant,
 }
 
+impl Silent {
+    /// Whether its time is over, and nothing has come: where the loop was away, what has come lies unread, and is looked at next.
+    fn is_over(&self) -> bool {
+        let nothing = || matches!(socket::peek(self.fd), Err(error) if error.kind() == ErrorKind::WouldBlock);
+        self.since.elapsed() >= START_TIMEOUT && nothing()
+    }
+}
+
 impl Watched for Silent {
     fn wake(&self, _: bool) {
-        if self.since.elapsed() >= START_TIMEOUT {
+        if self.is_over() {
             log_info!("fd {}: closed: no MPA Request has come", self.fd);
             // SAFETY: alive: it is in the table; registered.
             unsafe { svc_destroy(self.xprt()) };
@@ -294,7 +303,30 @@ unsafe fn make_room(newest: RawFd) {
 
 #[cfg(test)]
 mod tests {
+    use std::io::{Read, Write};
+    use std::net::{TcpListener, TcpStream};
+    use std::os::fd::AsRawFd;
+
     use super::*;
+
+    #[test]
+    fn a_peer_that_the_loop_was_too_late_for_has_not_been_silent() {
+        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+        let mut peer = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
+        let (accepted, _) = listener.accept().unwrap();
+        let silent = |ago| Silent { fd: accepted.as_raw_fd(), xprt: 0, since: Instant::now() - ago };
+        assert!(!silent(START_TIMEOUT - Duration::from_secs(5)).is_over());
+        assert!(silent(START_TIMEOUT).is_over());
+        peer.write_all(b"M").unwrap();
+        accepted.peek(&mut [0]).unwrap();
+        assert!(!silent(START_TIMEOUT).is_over());
+        // Of one that is gone the loop is told too.
+        accepted.try_clone().unwrap().read_exact(&mut [0]).unwrap();
+        assert!(silent(START_TIMEOUT).is_over());
+        drop(peer);
+        accepted.peek(&mut [0]).unwrap();
+        assert!(!silent(START_TIMEOUT).is_over());
+    }
 
     #[test]
     fn who_makes_room_on_an_adapter_is_who_misses_it_least() {

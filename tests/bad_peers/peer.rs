@@ -58,7 +58,7 @@ pub fn request() -> Vec<u8> {
     request_with(true)
 }
 
-fn request_with(crc: bool) -> Vec<u8> {
+pub fn request_with(crc: bool) -> Vec<u8> {
     let private = PrivateData { remote_invalidation: false, send_size: 4096, receive_size: 4096 };
     StartFrame::request(&Offer { crc, ird: 16, ord: 16 }, 2, &private.encode()).encode()
 }

@@ -12,9 +12,13 @@ use std::time::{Duration, Instant};
 
 use crate::peer::*;
 use crate::pulls::{Bad, MANNERS};
+use rpcrdma::provider::iwarp::mpa::Which;
 
 /// A step of a client that is slow on purpose.
 const BEAT: Duration = Duration::from_millis(20);
+
+/// A server waits twice as long for the first bytes of a connection.
+const SLOW: Duration = Duration::from_secs(5);
 
 /// Calls of the soak's program: its procedures.
 const DO: u32 = 1;
@@ -43,9 +47,18 @@ struct Part<'a> {
 }
 
 impl Part<'_> {
-    /// A connection in full operation. None: the server has no room for it, as is its right if it is the cramped one.
+    /// A connection in full operation. None: the server has no room for it, as is its right if it is the cramped one; or this
+    /// thread was kept from asking for so long that no server waits for that.
     fn open(&self, crc: bool) -> Option<Peer> {
-        self.or_refused(|| Peer::open_with(self.port, crc))
+        let begin = Instant::now();
+        let mut peer = Peer::connect(self.port);
+        peer.push(&request_with(crc));
+        let was_away = begin.elapsed() > SLOW;
+        let start = self.or_refused(|| match peer.start_frame(Which::Reply) {
+            Err(_) if was_away => None,
+            frame => Some(frame.expect("an MPA Reply")),
+        });
+        start.flatten().map(|_| peer)
     }
 
     fn or_refused<T>(&self, open: impl FnOnce() -> T) -> Option<T> {

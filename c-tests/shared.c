@@ -644,10 +644,13 @@ static void random_server(double seconds)
 /* At any moment: in the startup, in the first calls, in the middle of them. `tried`: how often it was waited before. */
 static void wait_at_random(int tried)
 {
-    /* Where too few get as far as a connection, it takes longer here. */
+    /* Where too few of the latest have got as far as a connection, it takes longer here. */
     static unsigned slowness = 1;
-    if (tried % 16 == 15 && told->connected < (unsigned long)tried * 3 / 8 && slowness < 64)
-        slowness *= 2;
+    static unsigned long before;
+    if (tried % 16 == 15) {
+        slowness *= told->connected - before < 6 && slowness < 64 ? 2 : 1;
+        before = told->connected;
+    }
     /* Microseconds; on a busy machine everything comes later. */
     uint64_t most = (uint64_t)((below(4) == 0 ? 1.5 : 7.5) * patience()) * slowness;
     long wait = (long)(most > 999999 ? below(999999) : below(most + 1)) * 1000;
@@ -819,7 +822,7 @@ static void stopped(void)
 /* ---- Handshakes -------------------------------------------------------------------------------------------------------- */
 
 enum { SECRET = 16, FRAME = 20, MOST = 1024 };
-static const char mark[] = "RPCRloc\x03";
+static const char mark[] = "RPCRloc\x04";
 
 static int memory(size_t bytes, int seals)
 {

@@ -29,9 +29,9 @@ use crate::memory::{Given, Pass};
 use crate::stats;
 use crate::thread::processors;
 
-/// Bytes of Calls that are pulled at a time for each thread that decodes: four of 1 MiB. With fewer it waits for clients that
+/// Bytes of Calls that are pulled at a time for each thread that decodes: eight of 1 MiB. With fewer it waits for clients that
 /// have to be woken, with more each of them takes longer to decode.
-pub(super) const EACH: usize = 9 << 19;
+pub(super) const EACH: usize = 17 << 19;
 
 /// What a shorter Call counts, at least: so few count that it takes no time to look at all of them.
 const LEAST: usize = 32 << 10;
@@ -654,7 +654,7 @@ mod tests {
         let [long, other, third] = [64 << 20, HALF, HALF].map(|bytes| process.peer(bytes));
         assert!(long.pulls() && other.pulls() && !third.pulls());
         let process = Process::new();
-        let short: Vec<_> = (0..200).map(|_| process.peer(1)).collect();
+        let short: Vec<_> = (0..400).map(|_| process.peer(1)).collect();
         assert_eq!(pulling(&short).len(), EACH / LEAST);
     }
 

@@ -284,7 +284,7 @@ impl Rings {
     /// [`Rings::rest`]. `None` too where there is something to do; and, where threads look before they sleep, while the peer
     /// sleeps: it is off its processor as soon as it has woken us, and a socket has the kernel put who is woken there. A bell has
     /// it look for another one. Who never looks sleeps here before each message, and then what counts is that a bell takes
-    /// 6 us less of both ends' time than a byte that is sent, polled for and read.
+    /// 3 us less of both ends' time than a byte that is sent, polled for and read.
     pub fn doze(&mut self) -> Option<Bell> {
         if self.spins && self.theirs.get(Word::Waits) & WAITS != 0 {
             return None;

@@ -379,10 +379,11 @@ impl<'a> Policy<'a> for &'a Client {
 
     fn wake(&self, state: &mut Waiting, may_doze: bool) -> Wake {
         let alarm = state.alarm_fd().unwrap_or(-1);
-        if let Some((fd, writes, mut until)) = state.attempt() {
+        if let Some((fd, writes, until)) = state.attempt() {
             if state.session.naps() {
-                // The next step waits for that, see `step`; nothing else tells.
-                until = until.min(Instant::now() + session::LOOK);
+                // The next step waits for that, see `step`, and the descriptor of the attempt may be ready meanwhile.
+                let soon = Some(Instant::now() + session::LOOK);
+                return Wake { writes: true, ..Wake::new((-1, true, false), alarm, soon) };
             }
             // Whatever it is that wakes this thread, no other one has to take the step.
             return Wake { writes: true, ..Wake::new((fd, true, writes), alarm, Some(until)) };
@@ -849,7 +850,10 @@ pub(super) mod tests {
                 let expect = Expect::Reply { max: 1024, places: Vec::new() };
                 client.lock().link.begin(xid, message, expect).unwrap();
             }
-            assert!(client.lock().link.device.wants_write(), "the socket has taken all");
+            // Nothing wakes who waits for room.
+            while wait::until(sockets.0.as_raw_fd(), wait::OUT, Some(Duration::ZERO), None).unwrap() {
+                assert!(!client.lock().link.flush(), "the socket has taken all");
+            }
             let begin = Instant::now();
             let polls = scope.spawn(move || client.call(xid, long, 1024, Vec::new(), begin + PATIENCE, None));
             until(client, |state| state.session.is_beside());
@@ -858,6 +862,27 @@ pub(super) mod tests {
             assert!(begin.elapsed() < PATIENCE, "it has slept for all of its time");
         });
         drop(server);
+    }
+
+    #[test]
+    fn a_thread_that_sleeps_beside_the_driver_is_woken_with_its_reply() {
+        let sockets = pair().unwrap();
+        let (_, server, client) = sleeping(&sockets);
+        let begin = Instant::now();
+        std::thread::scope(|scope| {
+            let drives = scope.spawn(|| call_for(&client, 2 * PATIENCE).map(drop));
+            let first = next(&server).unwrap();
+            until(&client, |state| state.session.is_driven());
+            let sleeps = scope.spawn(|| call_for(&client, PATIENCE).map(drop));
+            let second = next(&server).unwrap();
+            until(&client, |state| state.session.sleeping() == 1);
+            answer(&server, second);
+            sleeps.join().unwrap().unwrap();
+            assert!(begin.elapsed() < PATIENCE, "nobody has woken it");
+            assert!(!drives.is_finished());
+            answer(&server, first);
+            drives.join().unwrap().unwrap();
+        });
     }
 
     #[test]

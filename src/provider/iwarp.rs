@@ -804,7 +804,7 @@ impl Iwarp {
     /// for it. False for others, of which nothing has changed.
     fn take_message(&mut self, msn: u32, payload: &[u8]) -> bool {
         let receive = &self.receive;
-        if msn != receive.send_msn || receive.sending.is_some() || receive.placed > 0 {
+        if msn != receive.send_msn || receive.sending.is_some() {
             return false;
         }
         let (Some(Posted::Bytes(size)), Some(memory)) = (self.receives.front(), &self.memory) else {

@@ -1720,15 +1720,31 @@ fn a_handle_gives_its_own_range_and_right_on_its_own_connection_only() {
 
 #[test]
 fn sends_that_do_not_fit_their_stream_are_refused() {
+    let memory = Memory::new(64 << 10, 4096, 0).connection(None, None);
+    // Of memory that is there before, and of such as is taken when something comes.
     let fault = |bytes: &[u8], fault: Fault| {
+        for lazily in [false, true] {
+            let mut bench = Bench::responder();
+            for size in [1, 50, 50] {
+                match lazily {
+                    true => bench.qp.post_recv_of(&memory, size).unwrap(),
+                    false => bench.qp.post_recv(sink(size)),
+                }
+            }
+            bench.give(&untagged(SEND, b"x")).unwrap();
+            bench.give(&untagged(Untagged { msn: 2, last: false, ..SEND }, b"part")).unwrap();
+            bench.expect_fault(bytes, fault);
+        }
+    };
+    // The same of one that nothing is the beginning of.
+    let alone = |bytes: &[u8], fault: Fault| {
         let mut bench = Bench::responder();
-        bench.qp.post_recv(sink(1));
-        bench.qp.post_recv(sink(50));
-        bench.qp.post_recv(sink(50));
+        (0..2).for_each(|_| bench.qp.post_recv_of(&memory, 50).unwrap());
         bench.give(&untagged(SEND, b"x")).unwrap();
-        bench.give(&untagged(Untagged { msn: 2, last: false, ..SEND }, b"part")).unwrap();
         bench.expect_fault(bytes, fault);
     };
+    alone(&untagged(Untagged { msn: 3, ..SEND }, b"x"), Fault::MSN);
+    alone(&untagged(Untagged { msn: 2, mo: 1, ..SEND }, b"x"), Fault::OFFSET);
     let next = || Untagged { msn: 2, mo: 4, ..SEND };
     for msn in [0, 1, 3, u32::MAX] {
         fault(&untagged(Untagged { msn, ..next() }, b"x"), Fault::MSN);
@@ -1950,4 +1966,62 @@ fn a_peer_that_gives_byte_after_byte_through_memory_keeps_nobody() {
         over.store(true, Relaxed);
         assert!(most <= 4096, "{most} bytes were taken one by one, while others waited");
     });
+}
+
+/// What a thread that sleeps on the stream takes comes in pieces of any size, and from a peer that keeps to nothing.
+#[test]
+fn what_a_sleep_on_the_stream_brings_comes_to_the_same_as_what_is_polled_for() {
+    let memory = Memory::new(64 << 10, 4096, 0).connection(None, None);
+    let bench = || {
+        let mut bench = Bench::initiator();
+        (0..3).for_each(|_| bench.qp.post_recv_of(&memory, 1000).unwrap());
+        assert!(bench.qp.poll().unwrap().is_none() && bench.dozes());
+        bench
+    };
+    let (first, second) = (pattern(100, 1), pattern(300, 2));
+    let mut stream = untagged(SEND, &first);
+    stream.extend(untagged(Untagged { msn: 2, ..SEND }, &second));
+    for cut in 0..=stream.len() {
+        let mut bench = bench();
+        bench.qp.arrived(Some(&stream[..cut]));
+        assert!(cut == 0 || cut == stream.len() || !bench.dozes(), "{cut}: there is something to do");
+        let mut got = drain(&mut bench.qp).unwrap();
+        got.extend(bench.give(&stream[cut..]).unwrap());
+        let got: Vec<_> = got.into_iter().map(|completion| received(completion).0).collect();
+        assert!(got == [first.clone(), second.clone()], "{cut}");
+        assert_eq!(bench.qp.receive.total, bench.qp.shared.received());
+    }
+    // As much as one takes: there may be more behind it.
+    let mut bench = bench();
+    let long = untagged(SEND, &pattern(900, 3));
+    bench.feed(&long[NAP_BYTES..]);
+    bench.qp.arrived(Some(&long[..NAP_BYTES]));
+    let got = bench.qp.poll().unwrap().map(|completion| received(completion).0);
+    assert!(got.as_deref() == Some(&pattern(900, 3)[..]), "it had to be asked for twice");
+    // One that breaks the protocol.
+    let mut bench = self::Bench::initiator();
+    bench.qp.post_recv_of(&memory, 1000).unwrap();
+    let mut wrong = untagged(SEND, &first);
+    wrong[50] ^= 1;
+    bench.qp.arrived(Some(&wrong));
+    assert!(bench.qp.poll().is_err() && !bench.dozes());
+    bench.qp.arrived(Some(&stream));
+    assert!(bench.qp.poll().is_err());
+}
+
+#[test]
+fn what_another_process_has_read_in_between_ends_the_connection() {
+    let memory = Memory::new(64 << 10, 4096, 0).connection(None, None);
+    let mut bench = Bench::initiator();
+    bench.qp.post_recv_of(&memory, 1000).unwrap();
+    bench.qp.shared.set_received(bench.qp.receive.total + 30);
+    bench.qp.arrived(Some(&untagged(SEND, b"of another place")));
+    assert!(bench.qp.poll().is_err());
+}
+
+impl Bench {
+    /// Whether a thread may sleep on the stream.
+    fn dozes(&mut self) -> bool {
+        self.qp.doze().is_some()
+    }
 }

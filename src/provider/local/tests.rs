@@ -571,7 +571,6 @@ fn bell_of(end: &mut Iwarp) -> Option<Bell> {
 }
 
 /// Until the peer rings, or `limit` is over: whether it did.
-
 fn rings_within(bell: &Bell, limit: Duration) -> bool {
     let before = Instant::now();
     bell.wait(limit);

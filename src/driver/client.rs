@@ -827,44 +827,6 @@ pub(super) mod tests {
     }
 
     #[test]
-    fn who_polls_beside_a_thread_that_sleeps_on_the_stream_finds_what_that_one_has_taken() {
-        let sockets = pair().unwrap();
-        let (_, server, client) = sleeping(&sockets);
-        let client = &client;
-        std::thread::scope(|scope| {
-            let ends = |xid| {
-                let end = (xid, Err(Error::new(Kind::Peer, "as it has come")));
-                client.lock().session.calls.take_all(&mut vec![end])
-            };
-            {
-                let mut state = client.lock();
-                state.session.drive_as(usize::MAX);
-                state.session.nap_as(true);
-            }
-            let xid = client.fresh_xid();
-            // Nothing else has more to send.
-            let long = message(client, xid, 4000).into();
-            for _ in 0..20 {
-                let xid = client.fresh_xid();
-                let message = message(client, xid, 3800).into();
-                let expect = Expect::Reply { max: 1024, places: Vec::new() };
-                client.lock().link.begin(xid, message, expect).unwrap();
-            }
-            // Nothing wakes who waits for room.
-            while wait::until(sockets.0.as_raw_fd(), wait::OUT, Some(Duration::ZERO), None).unwrap() {
-                assert!(!client.lock().link.flush(), "the socket has taken all");
-            }
-            let begin = Instant::now();
-            let polls = scope.spawn(move || client.call(xid, long, 1024, Vec::new(), begin + PATIENCE, None));
-            until(client, |state| state.session.is_beside());
-            assert!(ends(xid));
-            assert_eq!(polls.join().unwrap().unwrap_err().kind(), Kind::Peer);
-            assert!(begin.elapsed() < PATIENCE, "it has slept for all of its time");
-        });
-        drop(server);
-    }
-
-    #[test]
     fn a_thread_that_sleeps_beside_the_driver_is_woken_with_its_reply() {
         let sockets = pair().unwrap();
         let (_, server, client) = sleeping(&sockets);

@@ -216,12 +216,6 @@ impl Session {
         self.naps = usize::from(naps);
     }
 
-    /// Whether several threads poll the connection.
-    #[cfg(test)]
-    pub(super) fn is_beside(&self) -> bool {
-        self.drivers.len() > 1
-    }
-
     /// As if so many threads slept that one more needs memory, of more than the reserve has.
     #[cfg(test)]
     pub(super) fn fill_sleepers(&mut self) {

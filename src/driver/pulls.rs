@@ -34,7 +34,7 @@ use crate::thread::processors;
 pub(super) const EACH: usize = 17 << 19;
 
 /// What a shorter Call counts, at least: so few count that it takes no time to look at all of them.
-const LEAST: usize = 32 << 10;
+const LEAST: usize = 64 << 10;
 
 /// A Call of whose connection nothing has come for so long since it was asked for does not count, in nanoseconds. Above what it
 /// takes within a machine, and little beside the way to a distant one.
@@ -48,6 +48,7 @@ const PATIENCE: u64 = 20_000_000;
 
 /// More Calls than so many are not looked at: those beyond do not count.
 const MANY: usize = 256;
+const _: () = assert!(EACH / LEAST < MANY);
 
 /// An alarm that is so late was lost, with the loop that the program has left.
 const LOST: u64 = 100_000_000;

@@ -4,7 +4,8 @@ use std::fs::File;
 use std::io::{self, BufRead, BufReader, BufWriter, Read, Write};
 use std::path::PathBuf;
 use std::process::{self, ExitCode};
-use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
+use std::sync::OnceLock;
+use std::time::{Duration, Instant};
 
 use clap::ValueHint;
 use rustix::fs::{FileType, fstat};
@@ -107,7 +108,7 @@ fn decode(args: &Args) -> Result<(), String> {
         }
     };
     let trace = read(BufReader::new(input));
-    READ.store(true, Relaxed);
+    READ.get_or_init(Instant::now);
     let mut trace = trace.map_err(|error| format!("{name}: {}", words::reason(&error)))?;
     for text in show::refused(&trace) {
         complain!("rpcrdma decode: {text}");
@@ -149,13 +150,16 @@ fn decode(args: &Args) -> Result<(), String> {
     written.and_then(|()| out.flush()).map_err(|error| error.to_string())
 }
 
-/// All has been read.
-static READ: AtomicBool = AtomicBool::new(false);
+/// Since when all has been read.
+static READ: OnceLock<Instant> = OnceLock::new();
+
+/// From the end of what is read: a Ctrl-C that ended it may be seen after it, for another thread waits for that.
+const OF_THE_WRITER: Duration = Duration::from_secs(1);
 
 /// Ctrl-C ends who writes into the pipe, tcpdump(8) say, and so what is read: it is shown then. A second one ends this program too.
 fn leave_interrupts_to_the_writer() -> io::Result<()> {
     interrupt::on(|status| {
-        if READ.load(Relaxed) || status != 128 + libc::SIGINT {
+        if status != 128 + libc::SIGINT || READ.get().is_some_and(|end| end.elapsed() > OF_THE_WRITER) {
             process::exit(status);
         }
     })

@@ -426,9 +426,16 @@ impl Reserved {
         let socket = new(address, SocketType::STREAM, SocketFlags::empty())?;
         // A device that binds the port too says the same.
         sockopt::set_socket_reuseaddr(&socket, true)?;
-        // What listened at `fd` ends, and with it what kept the port.
+        // Beside what listens still, so that the port is never free: Linux looks at this of both, at this moment.
+        let listening = borrow(fd)?;
+        let shares = sockopt::socket_reuseport(listening)?;
+        sockopt::set_socket_reuseport(listening, true)?;
+        sockopt::set_socket_reuseport(&socket, true)?;
+        let bound = bind(&socket, &address);
+        sockopt::set_socket_reuseport(&socket, false)?;
+        sockopt::set_socket_reuseport(listening, shares)?;
+        bound?;
         replace(fd, Reserved::deaf(address)?, true)?;
-        bind(&socket, &address)?;
         Ok(Reserved(socket))
     }
 
@@ -581,8 +588,7 @@ mod tests {
 
     #[test]
     fn a_reserved_port_serves_nobody_and_its_descriptor_is_never_ready() {
-        // Free for a moment: at this address no other test takes it.
-        let listener = TcpListener::bind("127.0.0.8:0").unwrap();
+        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
         let (fd, at) = (listener.as_raw_fd(), listener.local_addr().unwrap());
         let reserved = Reserved::in_place_of(fd, at).unwrap();
         assert_eq!(local(fd), Some(at));
@@ -591,6 +597,10 @@ mod tests {
         let mut poll = libc::pollfd { fd, events: libc::POLLIN, revents: 0 };
         // SAFETY: one entry.
         assert_eq!(unsafe { libc::poll(&mut poll, 1, 50) }, 0);
+        let another = || TcpListener::bind(at).map(drop).map_err(|error| error.kind());
+        assert_eq!(another(), Ok(()), "a device binds the port beside it");
+        let strict = new(at, SocketType::STREAM, SocketFlags::empty()).unwrap();
+        assert_eq!(bind(&strict, &at), Err(rustix::io::Errno::ADDRINUSE), "nobody else does");
         drop(reserved);
     }
 

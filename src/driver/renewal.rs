@@ -165,11 +165,6 @@ impl Client {
         let now = Instant::now();
         // One that nobody has looked after until its end may have been given up by the peer.
         let (mut attempt, until) = match renewal.attempt.take() {
-            // The last step has another socket take the number of the one that a thread may be about to read from.
-            Some(attempt) if now < attempt.1 && state.session.naps() => {
-                renewal.attempt = Some(attempt);
-                return state.rearm();
-            }
             Some((attempt, until)) if now < until => (attempt, until),
             Some(_) => {
                 let text = "the peer did not accept the new connection in time";
@@ -186,6 +181,12 @@ impl Client {
                 }
             }
         };
+        // The last step, which may be the first one, has another socket take the number of the one that a thread may be about
+        // to read from.
+        if state.session.naps() {
+            renewal.attempt = Some((attempt, until));
+            return state.rearm();
+        }
         match attempt.step(self.config) {
             Ok(false) => {
                 renewal.attempt = Some((attempt, until));

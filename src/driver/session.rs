@@ -213,7 +213,7 @@ impl Session {
     /// As if a thread were about to sleep on the stream, or had done so.
     #[cfg(test)]
     pub(super) fn nap_as(&mut self, naps: bool) {
-        self.naps = usize::from(naps);
+        self.naps = if naps { self.naps + 1 } else { self.naps - 1 };
     }
 
     /// As if so many threads slept that one more needs memory, of more than the reserve has.

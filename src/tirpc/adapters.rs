@@ -407,8 +407,7 @@ mod tests {
 
     #[test]
     fn a_socket_in_whose_place_a_port_is_kept_needs_not_listen() {
-        // Free for a moment: at this address no other test takes it.
-        let socket = TcpListener::bind("127.0.0.7:0").expect("a port");
+        let socket = TcpListener::bind("127.0.0.1:0").expect("a port");
         let mut entry = entry(&socket);
         let port = socket::Reserved::in_place_of(socket.as_raw_fd(), entry.address).expect("the port");
         entry.socket.1 = process::identify(socket.as_raw_fd()).expect("open");

@@ -32,7 +32,7 @@ made() {
 }
 # Where a long reply is possible, its room is a Reply chunk.
 RPCRDMA_MAX_REPLY=32K made 4K inline.log
-made 256K chunks.log
+made 512K chunks.log
 draw inline inline.log "$(number inline.log '/ WRITE / && /there after.*there after/')"
 draw read-chunk chunks.log "$(number chunks.log '/ WRITE / && /RDMA Read of/')"
 draw reply-chunk chunks.log "$(number chunks.log '/ READ / && /RDMA Write of/')"

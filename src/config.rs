@@ -385,7 +385,7 @@ const TABLE: &[Setting] = &[
         env: "RPCRDMA_INLINE",
         key: "inline",
         default: "auto",
-        meaning: "most bytes of one Send, offered to the peer; a multiple of 1024 from 1024 to 262144, auto: 68K, on \
+        meaning: "most bytes of one Send, offered to the peer; a multiple of 1024 from 1024 to 262144, auto: 256K, on \
                   adapters 4096",
         set: |config, value| {
             or_auto(value, |value| send_size(value, 1024)).map(|bytes| config.inline = bytes)
@@ -406,7 +406,7 @@ const TABLE: &[Setting] = &[
         key: "max_inline",
         default: "auto",
         meaning: "largest Receives that a Version Two peer may ask for; a multiple of 1024 from 4096 to 262144, \
-                  auto: 64K or what inline says, on adapters what inline says",
+                  auto: 256K, on adapters what inline says",
         set: |config, value| {
             or_auto(value, |value| send_size(value, 4096)).map(|bytes| config.max_inline = bytes)
         },
@@ -590,13 +590,10 @@ const MAX_REPLY: usize = 16 << 20;
 const MAX_REPLY_ADAPTER: usize = 256 << 10;
 
 /// Most bytes of one Send where nothing else is said. Software takes memory for a Receive only when a message comes, and a
-/// Send is cheaper than chunks: in the trip that they take, and in instructions up to 256 KiB. What programs send most at a
-/// time is 64 KiB, with a page for what stands around it. An adapter locks every Receive, whatever comes.
-const INLINE: usize = 68 << 10;
+/// Send is cheaper than chunks, for the trip that they take: so this is the most that RFC 8797 can tell. An adapter locks
+/// every Receive, whatever comes.
+const INLINE: usize = 256 << 10;
 const INLINE_ADAPTER: usize = 4096;
-
-/// Largest Receives where nothing else is said, unless their memory is locked.
-const MAX_INLINE: usize = 64 << 10;
 
 impl Default for Config {
     fn default() -> Config {
@@ -653,7 +650,7 @@ impl Config {
         // draft-cel-nfsv4-rpcrdma-version-two-01 §2.3: "RPC-over-RDMA Version Two receiver implementations MUST
         // support an inline threshold of 4096 bytes, but MAY support larger inline threshold values."
         let first = self.inline(locked).max(4096);
-        (first, first.max(self.max_inline.unwrap_or(if locked { first } else { MAX_INLINE })))
+        (first, first.max(self.max_inline.unwrap_or(if locked { first } else { INLINE })))
     }
 
     /// The settings that an environment and the text of a file make, as far as they are understood, and what is wrong
@@ -917,7 +914,7 @@ mod tests {
         let config = from_env(&[("HOME", "/"), ("RPCRDM_X", "1"), ("rpcrdma_credits", "0")]).unwrap();
         assert_eq!(config, Config::default());
         assert_eq!((config.credits, config.inline), (32, None));
-        assert_eq!((config.inline(false), config.inline(true)), (68 << 10, 4096));
+        assert_eq!((config.inline(false), config.inline(true)), (256 << 10, 4096));
         assert_eq!((config.max_reply(false), config.max_reply(true)), (16 << 20, 256 << 10));
         assert_eq!(config.max_call, 64 << 20);
         assert_eq!((config.version, config.remote_invalidation), (Version::One, true));
@@ -1170,8 +1167,8 @@ mod tests {
         };
         assert_eq!(sizes("1024", "1", "64K"), ((1024, 1024), (1024, 1024)));
         for version in ["auto", "2"] {
-            assert_eq!(sizes("1024", version, "auto"), ((4096, 65536), (4096, 4096)));
-            assert_eq!(sizes("128K", version, "auto"), ((131072, 131072), (131072, 131072)));
+            assert_eq!(sizes("1024", version, "auto"), ((4096, 262144), (4096, 4096)));
+            assert_eq!(sizes("128K", version, "auto"), ((131072, 262144), (131072, 131072)));
             assert_eq!(sizes("4096", version, "16K"), ((4096, 16384), (4096, 16384)));
             assert_eq!(sizes("32K", version, "16K"), ((32768, 32768), (32768, 32768)));
         }

@@ -96,7 +96,7 @@ pub fn memory(config: &Config) -> Arc<Memory> {
     }
     let (_, receive) = config.receive_sizes(false);
     // A process has one configuration, but for the tests.
-    let receive = if cfg!(test) { receive.max(128 << 10) } else { receive };
+    let receive = if cfg!(test) { receive.max(256 << 10) } else { receive };
     let memory = Memory::new(receive, config.max_reply(false) + REPLY_HEADER, config.max_pulled);
     MEMORY.get_or_init(|| Box::new(memory)).clone()
 }

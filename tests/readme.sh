@@ -82,7 +82,7 @@ check "the example, linked by hand" 'is ready over rdma' ./byhand 127.0.0.1 $pro
 check "the example against stock libtirpc, preloaded" 'is ready over rdma' "$run" ./stock 127.0.0.1 $program 1
 check "the example without the library" 'RPC: Unknown protocol' ./stock 127.0.0.1 $program 1
 check "the example of rpcbind itself" 'program 100000 is rpcbind itself, which is reached over tcp' ./hello 127.0.0.1 100000 4
-check "the client's log" '^20[0-9-]{8}T[0-9:.]{15}Z rpcrdma\[[0-9]+\] info: fd [0-9]+: program [0-9]+ version 1 goes over rdma to 127\.0\.0\.1:[0-9]+ \(shared memory, inline 69632 bytes out and 69632 in\)' \
+check "the client's log" '^20[0-9-]{8}T[0-9:.]{15}Z rpcrdma\[[0-9]+\] info: fd [0-9]+: program [0-9]+ version 1 goes over rdma to 127\.0\.0\.1:[0-9]+ \(shared memory, inline 262144 bytes out and 262144 in\)' \
     env RPCRDMA_LOG=info ./hello 127.0.0.1 $program 1
 check "the server's log" 'info: fd [0-9]+: accepted 127\.0\.0\.1:[0-9]+ over rdma \(shared memory' cat "$log"
 check "an ordinary user's client" 'is ready over rdma' \

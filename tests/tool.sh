@@ -70,7 +70,7 @@ unserve
 # One that is moved.
 serve LD_PRELOAD="$LIBRPCRDMA" RPCRDMA_REDIRECT=tcp
 wait_for 10 registered $program rdma || FAIL "the server is registered on rdma" "$log"
-check "ping: shared memory" 0 "shared memory \(local\), RPC-over-RDMA version 1, inline 69632 bytes out and 69632 in, credits 32 granted of 32 asked .*answers over tcp too .*seq=3 .*3 calls sent, 3 answered, 0 lost \(0%\).* rtt min/avg/max/mdev = [0-9./]+ ms, p50 " \
+check "ping: shared memory" 0 "shared memory \(local\), RPC-over-RDMA version 1, inline 262144 bytes out and 262144 in, credits 32 granted of 32 asked .*answers over tcp too .*seq=3 .*3 calls sent, 3 answered, 0 lost \(0%\).* rtt min/avg/max/mdev = [0-9./]+ ms, p50 " \
     "$tool" ping 127.0.0.1 -c 3 -i 0.01
 check "ping: software iWARP, and other settings" 0 "software iWARP.*\(iwarp\).*inline 8192 bytes out.*credits 5 granted of 5 asked|credits [0-9]+ granted of 5 asked" \
     env RPCRDMA_PROVIDER=iwarp RPCRDMA_CREDITS=5 RPCRDMA_INLINE=8192 "$tool" ping localhost $program 1 -c 1

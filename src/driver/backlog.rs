@@ -653,7 +653,8 @@ mod tests {
 
     /// A client with a call that is to be pulled, and has not seen so.
     fn pulling() -> (Link, Shared, [TcpStream; 2]) {
-        let (mut client, server, sockets) = join_with(Box::leak(Box::new(Config::default())));
+        let config = Box::leak(Box::new(Config { inline: Some(4096), ..Config::default() }));
+        let (mut client, server, sockets) = join_with(config);
         begin(&mut client, 1, 8);
         answer(&server, next(&server)).unwrap();
         assert!(matches!(settle(&mut client, &server), Ok(8)));

@@ -29,9 +29,9 @@ use crate::memory::{Given, Pass};
 use crate::stats;
 use crate::thread::processors;
 
-/// Bytes of Calls that are pulled at a time for each thread that decodes: eight of 1 MiB. With fewer it waits for clients that
-/// have to be woken, with more each of them takes longer to decode.
-pub(super) const EACH: usize = 17 << 19;
+/// Bytes of Calls that are pulled at a time for each thread that decodes: two of 1 MiB. With fewer it waits for clients that
+/// have to be woken, with more each of them takes longer to decode: what has come is not in the processor's cache any more.
+pub(super) const EACH: usize = 2 << 20;
 
 /// What a shorter Call counts, at least: so few count that it takes no time to look at all of them.
 const LEAST: usize = 64 << 10;

@@ -928,7 +928,7 @@ mod tests {
     #[test]
     fn a_call_whose_turn_comes_when_there_is_no_memory_is_looked_at_again_by_the_loop() {
         let _alone = ONE_AT_A_TIME.lock().unwrap_or_else(|e| e.into_inner());
-        const LONG: usize = pulls::EACH / 2 - 100;
+        const LONG: usize = 2 * MIB;
         const MIB: usize = 1 << 20;
         let mut ends = [(); 3].map(|()| joined());
         for (client, server, _) in &mut ends {

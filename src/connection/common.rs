@@ -14,13 +14,13 @@ use super::window::Window;
 use super::{Output, Registrar, Role, Settings, receive_margin};
 use crate::binding::Registry;
 use crate::error::Error;
-use crate::memory::{Memory, Pieces, Regions};
+use crate::memory::{Memory, Message, Pieces, Regions};
 use crate::provider::WorkRequest;
 use crate::wire::characteristics::Backward;
 use crate::wire::header::{self, Direction, Proc};
 use crate::wire::lists::Lists;
 use crate::wire::private_data::PrivateData;
-use crate::wire::{Handle, Xid, v1, v2};
+use crate::wire::{Handle, Segment, Xid, v1, v2};
 
 /// What both ends have said of themselves for Version One (RFC 8797): it lasts as long as the connection.
 pub(super) struct VersionOne {
@@ -155,21 +155,31 @@ impl Common {
         ranges: &[Range<usize>],
     ) -> Result<Regions, Error> {
         let credits = self.window.told(direction);
-        if version == v1::VERSION
-            && proc == Proc::Msg
-            && let Some(reply) = lists.plain()
-        {
-            // Nearly every short message.
-            let mut header = [0; v1::PLAIN_MAX];
-            let header = header::encode_plain(&mut header, xid, credits, reply);
-            return Ok(message.send(header, ranges, &self.memory)?);
-        }
         let mut bytes = self.scratch.take();
         header::encode(&mut bytes, version, xid, credits, proc, direction, lists);
         let gather = message.send(&bytes, ranges, &self.memory);
         bytes.clear();
         self.scratch.set(bytes);
         Ok(gather?)
+    }
+
+    /// The same of all of a message whose header has no more than a Reply chunk of one segment, as nearly every short one.
+    pub(super) fn gather_plain(
+        &self,
+        (version, xid): (u32, Xid),
+        direction: Direction,
+        reply: Option<Segment>,
+        message: Message,
+    ) -> Result<Regions, Error> {
+        let whole = 0..message.len();
+        let (pieces, ranges) = (message.freeze(), std::slice::from_ref(&whole));
+        if version != v1::VERSION {
+            let lists = Lists { reply: reply.map(|segment| smallvec![segment]), ..Lists::default() };
+            return self.gather((version, xid), (Proc::Msg, direction), &lists, pieces, ranges);
+        }
+        let mut header = [0; v1::PLAIN_MAX];
+        let header = header::encode_plain(&mut header, xid, self.window.told(direction), reply);
+        Ok(pieces.send(header, ranges, &self.memory)?)
     }
 
     /// Sends a message without a payload. False when there is no memory for it; the connection ends then.

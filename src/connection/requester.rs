@@ -17,8 +17,8 @@ use crate::provider::WorkRequest;
 use crate::stats::{self, Counter};
 use crate::wire::characteristics::Backward;
 use crate::wire::header::{Body, Direction, Header, Plain, Proc, RdmaError};
-use crate::wire::lists::{Chunk, ChunkLists, Lists};
-use crate::wire::{Handle, Position, ReadSegment, Xid, v1};
+use crate::wire::lists::{ChunkLists, Lists};
+use crate::wire::{Handle, Position, ReadSegment, Segment, Xid, v1};
 
 /// How much one-way calls whose credit was given back may keep exposed, in calls and in bytes; one of them always may.
 pub(super) const PAST_MAX: usize = 64;
@@ -882,15 +882,12 @@ impl Outstanding {
         common: &Common,
         registrar: &mut (impl Registrar + ?Sized),
     ) -> Result<Regions, Error> {
-        let mut lists = Lists::default();
+        let mut reply = None;
         if room > 0 {
             let chunks = self.chunks.insert(spare.unwrap_or_default());
-            lists.reply = Some(chunks.offer_reply(room, common, registrar)?);
+            reply = chunks.offer_reply(room, common, registrar)?.first().map(|(segment, _)| *segment);
         }
-        let whole = 0..message.len();
-        let kind = (Proc::Msg, Direction::Call);
-        let ranges = std::slice::from_ref(&whole);
-        common.gather((self.version, xid), kind, &lists, message.freeze(), ranges)
+        common.gather_plain((self.version, xid), Direction::Call, reply, message)
     }
 
     /// Exposes what the plan needs and makes the Send, unless there is no room for the reply.
@@ -955,7 +952,8 @@ impl Outstanding {
             chunks.writes.push(area);
         }
         if plan.reply > 0 {
-            lists.reply = Some(chunks.offer_reply(plan.reply, common, registrar)?);
+            let offered = chunks.offer_reply(plan.reply, common, registrar)?;
+            lists.reply = Some(offered.iter().map(|(segment, _)| *segment).collect());
         }
         let proc = if plan.long { Proc::Nomsg } else { Proc::Msg };
         let kind = (proc, Direction::Call);
@@ -1044,15 +1042,15 @@ impl Chunks {
         self.handles.len() == 1 && self.reply.is_some() && self.writes.is_empty() && self.pulled == 0
     }
 
-    /// Exposes memory for a reply of at most `most` bytes: what its Call offers.
+    /// Exposes memory for a reply of at most `most` bytes: the segments that its Call offers, as in [`Area`].
     fn offer_reply(
         &mut self,
         most: usize,
         common: &Common,
         registrar: &mut (impl Registrar + ?Sized),
-    ) -> Result<Chunk, Error> {
+    ) -> Result<&[(Segment, usize)], Error> {
         let area = self.area(most, None, common, registrar)?;
-        Ok(self.reply.insert(area).offered.iter().map(|(segment, _)| *segment).collect())
+        Ok(&self.reply.insert(area).offered)
     }
 
     /// Exposes memory for at most `most` bytes of the reply: the program's own, if it gave some.
@@ -1113,6 +1111,12 @@ fn read_by_peer(handles: &[Handle], registrar: &(impl Registrar + ?Sized)) -> Op
 impl Requester {
     pub(super) fn waiting(&self) -> &VecDeque<Xid> {
         &self.waiting
+    }
+
+    /// Whether no Reply chunk is kept where no call has one.
+    pub(super) fn holds_no_area(&self) -> bool {
+        let kept = |chunks: &Chunks| chunks.reply.is_some() || !chunks.writes.is_empty();
+        !self.spare.as_deref().is_some_and(kept)
     }
 
     /// One-way calls without a credit whose memory is exposed still.

@@ -2,7 +2,6 @@
 #![forbid(unsafe_code)]
 
 use std::collections::{BTreeMap, VecDeque};
-use std::ops::Range;
 
 use smallvec::smallvec;
 
@@ -11,11 +10,11 @@ use super::common::Common;
 use super::{Answered, Output, Registrar, Role, first_xid, payload_xid};
 use crate::binding::{Binding, Head};
 use crate::error::{Error, Kind};
-use crate::memory::{Message, Pass, Pieces, Region, Regions, Sink};
+use crate::memory::{Message, Pass, Region, Regions, Sink};
 use crate::provider::{WorkId, WorkRequest};
 use crate::stats::{self, Counter};
-use crate::wire::header::{self, Answer, Body, Direction, Header, Plain, Proc, RdmaError, header_len};
-use crate::wire::lists::{Chunk, ChunkLists, Lists};
+use crate::wire::header::{self, Answer, Body, Direction, Header, Plain, Proc, RdmaError};
+use crate::wire::lists::{Chunk, ChunkLists};
 use crate::wire::{Handle, Segment, Xid, v1};
 
 /// Most bytes of one RDMA Read: between two of them other messages of the peer get their turn.
@@ -143,18 +142,18 @@ impl Chunks {
         Chunks { xid, version, binding: None, wrapped: false, offers }
     }
 
-    /// The lists of a reply that goes inline, if there is nothing else to say where it may go: no Write chunk, and a Reply
-    /// chunk of one segment at most, which is not used.
-    fn unused(&self) -> Option<Lists> {
+    /// The Reply chunk that comes back with a reply of so many bytes that goes inline, and places nothing; `None`: where it may
+    /// go is to be planned. `send`: the largest Send that the requester takes.
+    fn unused(&self, length: usize, send: usize) -> Option<Option<Segment>> {
         let Offers { writes, reply, .. } = &self.offers;
-        let reply = match reply.as_deref() {
+        let (reply, chunk) = match reply.as_deref() {
             _ if !writes.is_empty() => return None,
-            None => None,
+            None => (None, 0),
             // RFC 8166 §4.3.3: "the Responder MUST copy that chunk into the Transport header of the RPC Reply message."
-            Some([segment]) => Some(smallvec![Segment { length: 0, ..*segment }]),
+            Some([segment]) => (Some(Segment { length: 0, ..*segment }), chunks::REPLY_CHUNK),
             Some(_) => return None,
         };
-        Some(Lists { reply, ..Lists::default() })
+        (chunks::header_min(self.version) + chunk + length <= send).then_some(reply)
     }
 }
 
@@ -350,13 +349,12 @@ impl Responder {
         // Before the reply, which gives the credit back.
         self.replenish(common);
         let send = common.reply_limit(chunks.version);
-        let fits = |lists: &Lists| header_len(chunks.version, lists) + message.len() <= send;
-        let gather = match chunks.unused().filter(fits) {
-            // Nearly every short one: nothing is placed, and it goes as it is.
-            Some(lists) => {
+        let gather = match chunks.unused(message.len(), send) {
+            // Nearly every short one: it goes as it is.
+            Some(reply) => {
                 stats::add(Counter::BytesCopied, message.copy_in(|_, _| true) as u64);
-                let whole = 0..message.len();
-                frame(&chunks, Proc::Msg, &lists, message.freeze(), std::slice::from_ref(&whole), common)?
+                let whole = (chunks.version, chunks.xid);
+                sent_or_closed(common.gather_plain(whole, Direction::Reply, reply, message), common)?
             }
             None => self.place(&chunks, message, send, common)?,
         };
@@ -369,14 +367,13 @@ impl Responder {
     /// fits into its Send and names no memory of the program. What `reply` comes to then, but for what is to be posted.
     pub(super) fn answer(&mut self, id: RequestId, message: Message, common: &mut Common) -> Answered {
         let plain = |chunks: &Chunks| {
-            let lists = chunks.unused().filter(|_| chunks.version == v1::VERSION)?;
-            let fits = header_len(v1::VERSION, &lists) + message.len() <= common.reply_limit(v1::VERSION);
             let whole = message.is_whole() && first_xid(message.body()) == Some(chunks.xid);
-            (fits && whole).then_some((chunks.xid, lists, chunks.offers.handle))
+            let reply = chunks.unused(message.len(), common.reply_limit(v1::VERSION))?;
+            (whole && chunks.version == v1::VERSION).then_some((chunks.xid, reply, chunks.offers.handle))
         };
         let alone = self.queue.is_empty() && self.deferred.is_empty() && common.output.is_empty();
         let only = self.handed.only().filter(|(only, _)| *only == id && alone && common.life.is_open());
-        let Some((xid, lists, handle)) = only.and_then(|(_, chunks)| plain(chunks)) else {
+        let Some((xid, reply, handle)) = only.and_then(|(_, chunks)| plain(chunks)) else {
             return Answered::Not(message);
         };
         // The Call's own Receive.
@@ -385,19 +382,13 @@ impl Responder {
         let in_order = self.answered <= id;
         self.answered = self.answered.max(id);
         common.characteristics.posted();
-        let whole = 0..message.len();
-        let kind = (Proc::Msg, Direction::Reply);
-        let ranges = std::slice::from_ref(&whole);
-        match common.gather((v1::VERSION, xid), kind, &lists, message.freeze(), ranges) {
+        let gather = common.gather_plain((v1::VERSION, xid), Direction::Reply, reply, message);
+        match sent_or_closed(gather, common) {
             Ok(gather) => {
                 let invalidate = handle.filter(|_| in_order && common.may_invalidate(v1::VERSION));
                 Answered::Sent { gather, receive, invalidate }
             }
-            Err(error) => {
-                // As in `frame`.
-                common.close(error.clone());
-                Answered::Failed(error)
-            }
+            Err(error) => Answered::Failed(error),
         }
     }
 
@@ -436,7 +427,9 @@ impl Responder {
                 Output::Post(WorkRequest::Write { gather, to: push.to })
             })
             .collect();
-        let gather = frame(chunks, proc, &plan.lists, pieces, &plan.inline.unwrap_or_default(), common)?;
+        let (kind, inline) = ((proc, Direction::Reply), plan.inline.unwrap_or_default());
+        let gather = common.gather((chunks.version, chunks.xid), kind, &plan.lists, pieces, &inline);
+        let gather = sent_or_closed(gather, common)?;
         common.output.extend(writes);
         Ok(gather)
     }
@@ -703,17 +696,8 @@ impl Responder {
     }
 }
 
-/// A reply behind its header.
-fn frame(
-    chunks: &Chunks,
-    proc: Proc,
-    lists: &Lists,
-    pieces: Pieces,
-    ranges: &[Range<usize>],
-    common: &mut Common,
-) -> Result<Regions, Error> {
-    let kind = (proc, Direction::Reply);
-    let gather = common.gather((chunks.version, chunks.xid), kind, lists, pieces, ranges);
+/// The Send of a reply; without one the connection ends.
+fn sent_or_closed(gather: Result<Regions, Error>, common: &mut Common) -> Result<Regions, Error> {
     if let Err(error) = &gather {
         // RFC 8166 §4.5.4: "If a Responder is unable to construct and transmit an RPC Reply or RPC-over-RDMA error
         // message, the Responder MUST close the connection to signal to the Requester that a reply was lost."

@@ -683,8 +683,26 @@ fn an_answer_to_a_one_way_call_whose_credit_is_back_ends_what_it_exposes() {
 #[test]
 fn a_reply_to_a_one_way_call_that_comes_after_a_later_one_invalidates_nothing() {
     let end = Settings { remote_invalidation: true, ..SETTINGS };
-    for in_order in [true, false] {
+    for (in_order, plain) in [(true, false), (false, false), (false, true)] {
         let mut pair = Pair::warm(Setup { client: end, server: end, ..SETUP });
+        if plain {
+            // Calls that offer a Reply chunk, of which the later one is answered first.
+            (pair.foreign, pair.hold_calls) = (true, false);
+            let offer = Segment { handle: Handle(7), length: 3000, offset: 0 };
+            let head = |xid| [words(&[xid, 1, 4, 0, 0, 0, 1, 1]), segments(&[offer])].concat();
+            pair.deliver_to(Server, &[head(1), call_message(1, 40, 28, false)].concat());
+            pair.deliver_to(Server, &[head(2), call_message(2, 40, 28, false)].concat());
+            assert!(pair.take() && pair.take());
+            for (at, handle) in [(1, Some(Handle(7))), (0, None)] {
+                let _ = pair.answer(at);
+                let sent = pair.server.sends.iter().rev().find_map(|request| match request {
+                    WorkRequest::Send { invalidate, .. } => Some(*invalidate),
+                    _ => None,
+                });
+                assert_eq!(sent, Some(handle), "at {at}");
+            }
+            continue;
+        }
         pair.one_way(1, 3000);
         pair.call(2, 40, 28);
         pair.settle();
@@ -1467,6 +1485,50 @@ fn a_reply_uses_its_reply_chunk_exactly_when_it_does_not_fit_inline() {
         assert_eq!(matches!(header.body, Body::Nomsg { .. }), long, "{reply}");
         let length = if long { reply as u32 } else { 0 };
         assert!(chunks.reply().unwrap().iter().eq([Segment { length, ..segment }]));
+    }
+}
+
+/// rule 153: what comes with a plain reply, or a plain Call, is looked at all the same.
+#[test]
+fn a_plain_message_invalidates_its_own_handle_or_ends_the_connection() {
+    for (own, reply) in [(true, true), (false, true), (false, false)] {
+        let mut pair = Pair::warm(SETUP);
+        pair.foreign = true;
+        pair.call(1, 40, 3000);
+        let [segment] = offered(&pair)[..] else { panic!() };
+        let unused = Segment { length: 0, ..segment };
+        let handle = Some(if own { segment.handle } else { Handle(segment.handle.0 ^ 1) });
+        if reply {
+            let head = [words(&[1, 1, 4, 0, 0, 0, 1, 1]), segments(&[unused])].concat();
+            pair.deliver_with(Client, &[head, reply_message(1, 28)].concat(), handle);
+        } else {
+            pair.deliver_with(Server, &msg(9, 4, &call_message(9, 40, 28, false)), handle);
+        }
+        assert_eq!((pair.client.closes.is_empty(), pair.server.closes.is_empty()), (own || !reply, reply));
+        if own {
+            pair.succeeded(1);
+            assert!(pair.client.device.exposed.is_empty());
+        }
+    }
+}
+
+/// What a peer has placed, though it is of no use, counts; and memory for replies is held by calls only.
+#[test]
+fn what_chunks_have_moved_is_known_and_none_outlives_its_call() {
+    // Bytes of the Call, and what a reply that comes inline says of its Reply chunk.
+    for (call, returned) in [(40, 0), (40, 100), (3000, 0)] {
+        let mut pair = Pair::warm(SETUP);
+        pair.foreign = true;
+        let before = pair.client.engine.placed();
+        pair.call(1, call, 3000);
+        let [segment] = offered(&pair)[..] else { panic!() };
+        let head = words(&[1, 1, 4, 0, 0, 0, 1, 1]);
+        let used = segments(&[Segment { length: returned, ..segment }]);
+        pair.deliver_to(Client, &[head, used, reply_message(1, 28)].concat());
+        pair.succeeded(1);
+        let pulled = if call > 1024 { call as u64 } else { 0 };
+        assert_eq!(pair.client.engine.placed() - before, pulled + u64::from(returned));
+        assert!(pair.client.device.exposed.is_empty() && pair.client.engine.requester.holds_no_area());
     }
 }
 

@@ -157,17 +157,6 @@ impl Lists {
         self.reads.is_empty() && self.writes.is_empty() && self.reply.is_none()
     }
 
-    /// The only segment of the Reply chunk, if there is one; `None` where anything else is in the lists.
-    #[inline]
-    pub(crate) fn plain(&self) -> Option<Option<Segment>> {
-        match self.reply.as_deref() {
-            _ if !self.reads.is_empty() || !self.writes.is_empty() => None,
-            None => Some(None),
-            Some([segment]) => Some(Some(*segment)),
-            Some(_) => None,
-        }
-    }
-
     /// Bytes of the three lists in a header.
     pub(super) fn encoded_len(&self) -> usize {
         let chunk = |chunk: &Chunk| 4 + chunk.len() * SEGMENT_LEN;

@@ -49,9 +49,6 @@ const RUN: usize = 8 << 20;
 /// The longest FPDU that goes out in one piece from the stack, where one copy costs less than what keeps track of pieces.
 const SHORT: usize = 512;
 
-/// Most pieces of a message that goes out at once.
-const PIECES: usize = 8;
-
 /// Pieces of the frames of one system call: mostly few.
 type IoVecs<'a> = SmallVec<[IoVec<'a>; 16]>;
 
@@ -366,9 +363,9 @@ impl Transmit {
     /// Whether a Send of these pieces is one FPDU, and nothing is to go out before it.
     pub(super) fn may_send_at_once(&mut self, stream: &Stream, gather: &[Region]) -> bool {
         let len = gather.iter().map(|piece| piece.len()).sum::<usize>();
-        let few = gather.len() <= PIECES && !gather.iter().any(Region::is_lent);
+        let own = gather.iter().all(|piece| !piece.is_lent());
         let free = self.may_send && !self.blocked && self.is_idle();
-        few && free && len <= self.segment(stream, ddp::UNTAGGED)
+        own && free && len <= self.segment(stream, ddp::UNTAGGED)
     }
 
     /// Sends what [`Transmit::may_send_at_once`], and queues what the socket does not take.
@@ -396,22 +393,21 @@ impl Transmit {
             });
             tail[pad..].copy_from_slice(&mpa::crc_word(crc));
             *calls += 1;
-            let parts =
-                || std::iter::once(&head[..]).chain(gather.iter().map(|piece| &piece[..])).chain([&*tail]);
             let sent = if whole <= SHORT {
-                let (mut fpdu, mut end) = ([0; SHORT], 0);
-                for part in parts() {
-                    fpdu[end..end + part.len()].copy_from_slice(part);
-                    end += part.len();
+                let (mut fpdu, mut end) = ([0; SHORT], head.len());
+                fpdu[..end].copy_from_slice(&head);
+                for piece in &gather {
+                    fpdu[end..end + piece.len()].copy_from_slice(piece);
+                    end += piece.len();
                 }
-                offer(stream, &[IoVec::from_slice(&fpdu[..end])])
+                fpdu[end..whole].copy_from_slice(tail);
+                offer(stream, &[IoVec::from_slice(&fpdu[..whole])])
             } else {
-                let (mut pieces, mut count) = ([IoVec::from_slice(&[]); PIECES + 2], 0);
-                for part in parts() {
-                    pieces[count] = IoVec::from_slice(part);
-                    count += 1;
-                }
-                offer(stream, &pieces[..count])
+                let mut pieces = IoVecs::new();
+                pieces.push(IoVec::from_slice(&head));
+                pieces.extend(gather.iter().map(|piece| IoVec::from_slice(piece)));
+                pieces.push(IoVec::from_slice(tail));
+                offer(stream, &pieces)
             };
             let inside = !matches!(sent, Ok(sent) if sent == whole);
             (sent, inside)

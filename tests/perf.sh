@@ -57,6 +57,19 @@ for device in iwarp local; do
         check "$device: rendered" 0 'PNG image data, 960 x [0-9]+' sh -c "rsvg-convert $device.svg -o $device.png && file $device.png"
     fi
 done
+# Where the picture cannot be written that is said before anything is measured, which would take an hour.
+mkdir folder; echo mine >kept; echo mine >locked; chmod 444 locked
+long=(--seconds 3600 --rounds 1 --sizes 0 --threads 1)
+unprivileged=()
+[ "$(id -u)" -ne 0 ] || unprivileged=(setpriv --bounding-set=-all --inh-caps=-all)
+for wrong in 'none/a.svg:No such file or directory' 'folder:Is a directory' 'kept/a.svg:Not a directory' 'locked:Permission denied'; do
+    check "a picture that cannot be written: ${wrong#*:}" 1 "^rpcrdma perf: ${wrong%%:*}: ${wrong#*:} \$" "${unprivileged[@]}" "$tool" perf "${long[@]}" --svg "${wrong%%:*}"
+    check "... of a log" 1 "^rpcrdma decode: ${wrong%%:*}: ${wrong#*:} \$" "${unprivileged[@]}" "$tool" decode --svg "${wrong%%:*}" /dev/zero
+done
+check "a run that fails" 1 'no\.such\.host\.invalid: ' "$tool" perf no.such.host.invalid --svg kept
+check "... leaves the picture of before" 0 '^mine $' cat kept
+check "... and makes none" 1 'no\.such\.host\.invalid: ' "$tool" perf no.such.host.invalid --svg new.svg
+if [ -e new.svg ]; then FAIL "... and makes none: it is there"; fi
 # On a screen: a bar meanwhile, then the table; what rdma will do here.
 if command -v tmux >/dev/null; then
     export TERM=xterm

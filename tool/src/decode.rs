@@ -18,6 +18,7 @@ mod trace;
 
 use crate::interrupt;
 use crate::out::{self, complain};
+use crate::picture::can_be_saved;
 use crate::programs::Programs;
 use crate::words;
 use log::Refused;
@@ -93,6 +94,10 @@ pub fn run(args: &Args) -> ExitCode {
 }
 
 fn decode(args: &Args) -> Result<(), String> {
+    if let Some(path) = &args.svg {
+        // Not after all that comes through a pipe.
+        can_be_saved(path).map_err(|error| format!("{}: {}", path.display(), words::reason(&error)))?;
+    }
     let (name, input): (String, Box<dyn Read>) = match &args.file {
         Some(path) => {
             let file =

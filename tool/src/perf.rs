@@ -23,6 +23,7 @@ use crate::interrupt;
 use crate::library;
 use crate::numbers;
 use crate::out::{self, complain};
+use crate::picture::can_be_saved;
 use crate::rpc::{self, Client, Netid, PROGRAM};
 use crate::words;
 
@@ -131,7 +132,13 @@ fn seconds(text: &str) -> Result<f64, String> {
 
 pub fn run(args: &Args) -> ExitCode {
     library::forget_name();
-    let outcome = if let Some(file) = &args.draw {
+    // Not after a long run.
+    let writable = args.svg.as_deref().map_or(Ok(()), |file| {
+        can_be_saved(file).map_err(|error| format!("{}: {}", file.display(), words::reason(&error)))
+    });
+    let outcome = if let Err(text) = writable {
+        Err(text)
+    } else if let Some(file) = &args.draw {
         draw_again(args, file)
     } else if args.serve {
         serve(args)

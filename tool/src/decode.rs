@@ -216,6 +216,7 @@ fn read(mut input: impl BufRead) -> io::Result<Trace> {
             Ok(_) => Refused::Foreign,
             // The log is being written, or was cut off.
             Err(Refused::Unknown) if !ended => Refused::Cut,
+            Err(Refused::Foreign) if !ended && log::is_beginning(text) => Refused::Cut,
             Err(why) => why,
         };
         let entry = refused.entry(why).or_insert_with(|| (0, count, text.chars().take(200).collect()));

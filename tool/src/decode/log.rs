@@ -161,6 +161,23 @@ pub fn parse(line: &str) -> Result<Line, Refused> {
     Ok(Line { at, process, level, fd, event })
 }
 
+/// Whether so little of a line is there that it does not tell yet whose it is: the rest may have been cut off.
+pub fn is_beginning(line: &str) -> bool {
+    const TIME: &str = "0000-00-00T00:00:00.000000Z ";
+    let form: String = line.chars().map(|c| if c.is_ascii_digit() { '0' } else { c }).collect();
+    let rest = form.strip_prefix(TIME).unwrap_or(&form);
+    let Some(rest) = rest.strip_prefix("rpcrdma[") else {
+        return TIME.starts_with(rest) || "rpcrdma[".starts_with(rest);
+    };
+    let rest = rest.trim_start_matches('0');
+    match rest.strip_prefix("] ") {
+        Some(rest) => {
+            ["error: ", "warn: ", "info: ", "debug: ", "wire: "].iter().any(|level| level.starts_with(rest))
+        }
+        None => "] ".starts_with(rest),
+    }
+}
+
 fn fd(text: &mut Text) -> Option<i32> {
     text.take("fd ")?;
     text.number()
@@ -445,6 +462,12 @@ mod tests {
         assert_eq!(parse("rpcrdma[x] wire: fd 3"), Err(Refused::Foreign));
         assert_eq!(parse("rpcrdma[1] wire: fd 3 > RDMA_MSG xid 0x1 cre..."), Err(Refused::Cut));
         assert_eq!(parse("rpcrdma[1] wire: fd 3 > RDMA_MSG xid 0x1 cre"), Err(Refused::Unknown));
+        for whole in ["2026-11-22T09:30:00.123456Z rpcrdma[4711] debug: ", "rpcrdma[52] wire: "] {
+            assert!((1..=whole.len()).all(|length| is_beginning(&whole[..length])), "{whole}");
+        }
+        for foreign in ["2026 apples", "20:30", "rpcrdma: ", "rpcrdma[1] w: ", "rpcrdma[x", "wire: "] {
+            assert!(!is_beginning(foreign), "{foreign}");
+        }
         assert!(
             matches!(parse("rpcrdma[1] warn: anything").unwrap().event, Event::Said(text) if text == "anything")
         );

@@ -131,6 +131,18 @@ fn what_is_passed_over_is_named() {
 }
 
 #[test]
+fn a_log_that_is_cut_anywhere_has_no_line_of_others() {
+    let bare: String = CHUNKS.lines().map(|line| format!("{}\n", line.split_once(' ').unwrap().1)).collect();
+    for log in [CHUNKS, CALL_BACK, &bare] {
+        for end in 0..log.len() {
+            let trace = trace(&log[..end]);
+            let others = trace.refused.keys().find(|why| **why != Refused::Cut);
+            assert_eq!(others, None, "{:?}", log[..end].lines().last());
+        }
+    }
+}
+
+#[test]
 fn a_log_with_anything_in_it_is_read_and_moves_no_cursor() {
     let logs = [CALL_BACK, CHUNKS];
     let bad = [

@@ -25,6 +25,7 @@ use crate::numbers;
 use crate::out::{self, complain};
 use crate::picture::can_be_saved;
 use crate::rpc::{self, Client, Netid, PROGRAM};
+use crate::times::Times;
 use crate::words;
 
 mod draw;
@@ -32,7 +33,7 @@ mod figures;
 mod measure;
 
 use figures::{Figures, Latency, Measured, Row, Totals, Way};
-use measure::{Call, Case, Sample, Times, measure, median};
+use measure::{Call, Case, Sample, measure, median};
 
 /// Measures calls over rdma against the same over tcp.
 ///

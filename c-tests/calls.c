@@ -766,7 +766,7 @@ static void reply_beyond_the_limit_is_a_clear_error(long unused)
     CLIENT *client = shared_client();
     require_echo(client, 50000, 1);
     for (int i = 0; i < 3; i++) {
-        u_int length = 200000;
+        u_int length = 400000;
         suite_blob got = {0};
         double start = now();
         enum clnt_stat status = suite_source_2(&length, &got, client);

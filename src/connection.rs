@@ -214,9 +214,9 @@ pub enum Started {
 
 /// What [`Connection::answer`] has made of a reply.
 pub enum Answered {
-    /// It is answered: a Receive of so many bytes is to be posted, and then this Send.
+    /// It is answered: a Receive of so many bytes is to be posted, and then this Send, which invalidates a handle of the peer.
     #[allow(missing_docs)]
-    Sent { gather: Regions, receive: usize },
+    Sent { gather: Regions, receive: usize, invalidate: Option<Handle> },
     /// It cannot be, as the output says too.
     Failed(Error),
     /// Nothing: it is for [`Connection::reply`].
@@ -481,7 +481,7 @@ impl Connection {
         expect: Expect,
         registrar: &mut (impl Registrar + ?Sized),
     ) -> Result<(), Error> {
-        match self.start(xid, message.into(), &expect) {
+        match self.start(xid, message.into(), &expect, registrar) {
             Started::Sent(gather) => {
                 let send = WorkRequest::Send { gather, invalidate: None };
                 self.common.output.push_back(Output::Post(send));
@@ -492,10 +492,16 @@ impl Connection {
         }
     }
 
-    /// Starts a call of which nothing is to be planned and that goes at once, as nearly every short one: what `call` would have
-    /// posted is for the caller to post.
-    pub fn start(&mut self, xid: Xid, message: Message, expect: &Expect) -> Started {
-        self.requester.start(xid, message, expect, &mut self.common)
+    /// Starts a call of which nothing is to be planned but a Reply chunk, and that goes at once, as nearly every short one: what
+    /// `call` would have posted is for the caller to post.
+    pub fn start(
+        &mut self,
+        xid: Xid,
+        message: Message,
+        expect: &Expect,
+        registrar: &mut (impl Registrar + ?Sized),
+    ) -> Started {
+        self.requester.start(xid, message, expect, &mut self.common, registrar)
     }
 
     /// Nobody waits for the call any more: it is forgotten if it was not sent, else it becomes an orphan. No memory of
@@ -558,8 +564,8 @@ impl Connection {
     /// when the connection is closed.
     pub fn reply(&mut self, id: RequestId, message: impl Into<Message>) -> Result<(), Error> {
         match self.answer(id, message.into()) {
-            Answered::Sent { gather, receive } => {
-                let send = Output::Post(WorkRequest::Send { gather, invalidate: None });
+            Answered::Sent { gather, receive, invalidate } => {
+                let send = Output::Post(WorkRequest::Send { gather, invalidate });
                 self.common.output.extend([Output::Receive(receive), send]);
                 Ok(())
             }
@@ -616,17 +622,27 @@ impl Connection {
     }
 
     /// A Send of the peer has arrived: `message` is what the Receive holds. Nearly every one is a plain Call or reply of Version
-    /// One from which nothing else follows: what `handle_message` comes to for these is done at once, and told.
-    pub fn take_plain(&mut self, message: Region) -> Taken {
+    /// One from which nothing else follows: what `handle_message` comes to for these is done at once, and told. `invalidated` as
+    /// there.
+    pub fn take_plain(
+        &mut self,
+        message: Region,
+        invalidated: Option<Handle>,
+        registrar: &mut (impl Registrar + ?Sized),
+    ) -> Taken {
         let Connection { common, requester, responder, .. } = self;
         let open = common.version() == Some(v1::VERSION) && common.life.is_open() && common.output.is_empty();
         let Some(plain) = header::decode_plain(&message).filter(|_| open) else { return Taken::Not(message) };
         match plain.direction() {
-            Some(Direction::Call) if responder.take_call(&message, plain, common) => Taken::Call,
+            Some(Direction::Call)
+                if invalidated.is_none() && responder.take_call(&message, &plain, common, registrar) =>
+            {
+                Taken::Call
+            }
             Some(Direction::Reply) if first_xid(plain.payload) == Some(plain.xid) => {
                 let receive = if responder.working() == 0 { common.next_receive(0) } else { None };
                 match receive {
-                    Some(receive) if requester.take_reply(plain.xid, plain.credits, common) => {
+                    Some(receive) if requester.take_reply(&plain, invalidated, common, registrar) => {
                         let (xid, length) = (plain.xid, plain.payload.len());
                         let reply = message.slice(message.len() - length, length);
                         Taken::Reply { xid, reply, receive }
@@ -647,18 +663,13 @@ impl Connection {
         registrar: &mut (impl Registrar + ?Sized),
     ) {
         let mut message = message.freeze();
-        if invalidated.is_none() {
-            match self.take_plain(message) {
-                Taken::Call => return,
-                Taken::Reply { xid, reply, receive } => {
-                    let outcome = Ok(smallvec::smallvec![reply]);
-                    return self
-                        .common
-                        .output
-                        .extend([Output::Receive(receive), Output::Done { xid, outcome }]);
-                }
-                Taken::Not(back) => message = back,
+        match self.take_plain(message, invalidated, registrar) {
+            Taken::Call => return,
+            Taken::Reply { xid, reply, receive } => {
+                let outcome = Ok(smallvec::smallvec![reply]);
+                return self.common.output.extend([Output::Receive(receive), Output::Done { xid, outcome }]);
             }
+            Taken::Not(back) => message = back,
         }
         self.handle_message(message, invalidated, registrar);
     }

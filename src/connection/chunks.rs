@@ -18,7 +18,7 @@ use crate::error::{Error, Kind};
 use crate::memory::{Buf, Message, Region, Regions, Sink};
 use crate::stats::{self, Counter};
 use crate::wire::header::header_len;
-use crate::wire::lists::Lists;
+use crate::wire::lists::{Chunk, Lists};
 use crate::wire::{Position, ReadSegment, Segment};
 
 /// Most segments that we put into one chunk.
@@ -41,6 +41,9 @@ pub fn header_min(version: u32) -> usize {
 /// Bytes of one segment in a Read list, and in an array.
 const READ_SEGMENT: usize = 24;
 const SEGMENT: usize = 16;
+
+/// Bytes that a Reply chunk of one segment adds to a header.
+pub const REPLY_CHUNK: usize = 4 + SEGMENT;
 
 /// What a Call needs, beside its bytes.
 #[derive(Clone, Copy, Debug)]
@@ -266,14 +269,14 @@ pub fn plan_reply(
     version: u32,
     message: &mut Message,
     items: &[Item],
-    writes: &[Vec<Segment>],
+    writes: &[Chunk],
     reply: Option<&[Segment]>,
     send: usize,
     max_transfer: usize,
 ) -> Result<ReplyPlan, Error> {
     // RFC 8166 §4.3.2.2: "the Responder MUST return this Write chunk as an unused Write chunk"
     // RFC 8166 §4.3.3: "the Responder MUST copy that chunk into the Transport header of the RPC Reply message."
-    let unused = |chunk: &[Segment]| chunk.iter().map(|s| Segment { length: 0, ..*s }).collect::<Vec<_>>();
+    let unused = |chunk: &[Segment]| chunk.iter().map(|s| Segment { length: 0, ..*s }).collect::<Chunk>();
     let mut lists = Lists {
         reads: Vec::new(),
         writes: writes.iter().map(|c| unused(c)).collect(),
@@ -346,10 +349,10 @@ fn room(chunk: &[Segment]) -> u64 {
 ///
 /// RFC 8166 §3.4.6: "filling the chunk contiguously and in segment array order until that data item has been completely
 /// written to the Requester. The Responder MUST copy the segment count and all segments".
-fn fill(offered: &[Segment], ranges: &[Range<usize>], max: usize, pushes: &mut Vec<Push>) -> Vec<Segment> {
+fn fill(offered: &[Segment], ranges: &[Range<usize>], max: usize, pushes: &mut Vec<Push>) -> Chunk {
     let mut ranges = ranges.iter().filter(|range| !range.is_empty()).cloned();
     let mut current = ranges.next();
-    let mut returned = Vec::with_capacity(offered.len());
+    let mut returned = Chunk::with_capacity(offered.len());
     for segment in offered {
         let mut used = 0usize;
         while let Some(range) = current.clone().filter(|_| used < segment.length as usize) {
@@ -526,8 +529,8 @@ pub struct Area {
     pub sink: Sink,
     /// Whether the responder may write it still when its handles are not valid any more.
     pub open: bool,
-    /// The segments offered, with their places in it.
-    pub offered: Vec<(Segment, usize)>,
+    /// The segments offered, with their places in it: nearly always one.
+    pub offered: SmallVec<[(Segment, usize); 1]>,
 }
 
 impl Area {
@@ -538,7 +541,7 @@ impl Area {
     /// `Peer` when the responder returned other segments than were offered, or more bytes than they have.
     pub fn take(self, returned: impl Iterator<Item = Segment>) -> Result<Regions, Error> {
         let bad = |what: &'static str| Error::new(Kind::Peer, what);
-        let mut ranges = Vec::with_capacity(self.offered.len());
+        let mut ranges = SmallVec::<[_; 1]>::with_capacity(self.offered.len());
         let mut given = self.offered.iter();
         let mut end = 0;
         let mut any = false;
@@ -773,7 +776,7 @@ mod tests {
                 let mut message = message(4500, &[]);
                 let plan = call(&mut message, needs, limits);
                 let segment = segment(1, 1);
-                let array = |len: usize| vec![segment; len.div_ceil(max_segment).max(1)];
+                let array = |len: usize| -> Chunk { smallvec![segment; len.div_ceil(max_segment).max(1)] };
                 let cut = |item: &Item| item.length.div_ceil(max_segment);
                 let reads: usize = plan.reduced.iter().map(cut).sum();
                 let lists = Lists {
@@ -838,7 +841,7 @@ mod tests {
     fn reply(
         len: usize,
         items: &[Item],
-        writes: &[Vec<Segment>],
+        writes: &[Chunk],
         reply: Option<&[Segment]>,
     ) -> Result<ReplyPlan, Error> {
         plan_reply(1, &mut message(len, &[]), items, writes, reply, 4096, 1 << 20)
@@ -852,10 +855,10 @@ mod tests {
     fn a_reply_fills_the_segments_in_order_and_keeps_their_number() {
         // rule 74, rule 75, rule 79, rule 92, rule 97
         let offered = [segment(1, 5000), segment(2, 5000), segment(3, 5000)];
-        let plan = reply(6000, &[], &[vec![segment(9, 77)]], Some(&offered)).unwrap();
+        let plan = reply(6000, &[], &[smallvec![segment(9, 77)]], Some(&offered)).unwrap();
         assert_eq!(plan.pushes, [to(1, 0, 5000, &[0..5000]), to(2, 0, 1000, &[5000..6000])]);
-        assert_eq!(plan.lists.reply, Some(vec![segment(1, 5000), segment(2, 1000), segment(3, 0)]));
-        assert_eq!(plan.lists.writes, [vec![segment(9, 0)]]);
+        assert_eq!(plan.lists.reply, Some(smallvec![segment(1, 5000), segment(2, 1000), segment(3, 0)]));
+        assert_eq!(plan.lists.writes, [[segment(9, 0)].into()]);
         assert_eq!(plan.inline, None);
     }
 
@@ -864,7 +867,7 @@ mod tests {
         // rule 96
         let plan = reply(100, &[], &[], Some(&[segment(1, 5000)])).unwrap();
         assert_eq!((plan.pushes, plan.inline), (vec![], Some(smallvec![0..100])));
-        assert_eq!(plan.lists.reply, Some(vec![segment(1, 0)]));
+        assert_eq!(plan.lists.reply, Some(smallvec![segment(1, 0)]));
     }
 
     #[test]
@@ -879,9 +882,11 @@ mod tests {
     fn eligible_results_go_into_write_chunks_without_their_pads() {
         // rule 76, rule 78, rule 81: however short they are.
         let plan =
-            reply(200, &[item(100, 5)], &[vec![segment(1, 2), segment(2, 9), segment(3, 9)]], None).unwrap();
+            reply(200, &[item(100, 5)], &[smallvec![segment(1, 2), segment(2, 9), segment(3, 9)]], None)
+                .unwrap();
         assert_eq!(plan.pushes, [to(1, 0, 2, &[100..102]), to(2, 0, 3, &[102..105])]);
-        assert_eq!(plan.lists.writes, [vec![segment(1, 2), segment(2, 3), segment(3, 0)]]);
+        let used: Chunk = smallvec![segment(1, 2), segment(2, 3), segment(3, 0)];
+        assert_eq!(plan.lists.writes, [used]);
         assert_eq!(plan.inline, Some(smallvec![0..100, 108..200]));
     }
 
@@ -889,21 +894,22 @@ mod tests {
     fn the_nth_result_takes_the_nth_chunk_until_one_side_runs_out() {
         // rule 82, rule 84
         let items = [item(40, 4), item(60, 8), item(80, 12)];
-        let chunks = [vec![segment(1, 100)], vec![segment(2, 100)]];
+        let chunks = [smallvec![segment(1, 100)], smallvec![segment(2, 100)]];
         let plan = reply(100, &items, &chunks, None).unwrap();
         assert_eq!(plan.pushes, [to(1, 0, 4, &[40..44]), to(2, 0, 8, &[60..68])]);
         assert_eq!(plan.inline, Some(smallvec![0..40, 44..60, 68..100]));
         let plan = reply(100, &items[..1], &chunks, None).unwrap();
-        assert_eq!(plan.lists.writes, [vec![segment(1, 4)], vec![segment(2, 0)]]);
+        assert_eq!(plan.lists.writes, [[segment(1, 4)], [segment(2, 0)]].map(Chunk::from));
         // rule 85: an empty chunk keeps its result inline, and comes back empty.
-        let plan = reply(100, &items, &[vec![], vec![segment(2, 100)]], None).unwrap();
-        assert_eq!(plan.lists.writes, [vec![], vec![segment(2, 8)]]);
+        let plan = reply(100, &items, &[Chunk::new(), smallvec![segment(2, 100)]], None).unwrap();
+        assert_eq!(plan.lists.writes, [Chunk::new(), smallvec![segment(2, 8)]]);
         assert_eq!(plan.inline, Some(smallvec![0..60, 68..100]));
     }
 
     #[test]
     fn a_result_that_exceeds_its_chunk_is_an_error_that_names_both() {
-        let error = reply(200, &[item(100, 50)], &[vec![segment(1, 20), segment(2, 29)]], None).unwrap_err();
+        let error =
+            reply(200, &[item(100, 50)], &[smallvec![segment(1, 20), segment(2, 29)]], None).unwrap_err();
         assert!(error.text().contains("50") && error.text().contains("49"), "{error}");
     }
 
@@ -911,14 +917,14 @@ mod tests {
     fn a_reduced_reply_that_is_still_too_long_uses_both_chunks() {
         // rule 20
         let chunk = [segment(5, 3000), segment(6, 9000)];
-        let plan = reply(16_000, &[item(2000, 6001)], &[vec![segment(1, 7000)]], Some(&chunk)).unwrap();
+        let plan = reply(16_000, &[item(2000, 6001)], &[smallvec![segment(1, 7000)]], Some(&chunk)).unwrap();
         let want = [
             to(1, 0, 6001, &[2000..8001]),
             to(5, 0, 3000, &[0..2000, 8004..9004]),
             to(6, 0, 6996, &[9004..16_000]),
         ];
         assert_eq!((&plan.pushes[..], plan.inline), (&want[..], None));
-        assert_eq!(plan.lists.reply, Some(vec![segment(5, 3000), segment(6, 6996)]));
+        assert_eq!(plan.lists.reply, Some(smallvec![segment(5, 3000), segment(6, 6996)]));
     }
 
     #[test]
@@ -937,7 +943,7 @@ mod tests {
     #[test]
     fn results_that_go_inline_are_copied_and_those_that_are_pushed_are_not() {
         let mut message = message(5000, &[(100, 600), (1000, 2000)]);
-        let chunk = [vec![segment(1, 5000)]];
+        let chunk = [smallvec![segment(1, 5000)]];
         let plan = plan_reply(1, &mut message, &[item(1000, 2000)], &chunk, None, 4096, 1 << 20).unwrap();
         assert_eq!((plan.copied, message.lent().collect::<Vec<_>>()), (600, vec![(1000, 2000)]));
     }
@@ -948,7 +954,7 @@ mod tests {
             at += segment.length as usize;
             (*segment, at - segment.length as usize)
         };
-        let offered: Vec<(Segment, usize)> = offered.iter().map(&mut place).collect();
+        let offered = offered.iter().map(&mut place).collect();
         let sink = Buf::with_capacity(at).unwrap().into_sink(at);
         assert!(sink.place(0, &(0..at as u8).collect::<Vec<u8>>()));
         Area { sink, open: false, offered }

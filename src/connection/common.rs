@@ -6,7 +6,7 @@ use std::collections::VecDeque;
 use std::ops::Range;
 use std::sync::Arc;
 
-use smallvec::smallvec;
+use smallvec::{SmallVec, smallvec};
 
 use super::characteristics::{Characteristics, Endpoint, RECEIVE_MIN};
 use super::life::Life;
@@ -49,6 +49,9 @@ impl VersionOne {
         }
     }
 }
+
+/// Handles of one call: nearly always one.
+pub(super) type Handles = SmallVec<[Handle; 1]>;
 
 /// See the first line of this file.
 pub(super) struct Common {
@@ -152,9 +155,14 @@ impl Common {
         ranges: &[Range<usize>],
     ) -> Result<Regions, Error> {
         let credits = self.window.told(direction);
-        if version == v1::VERSION && proc == Proc::Msg && lists.is_empty() {
+        if version == v1::VERSION
+            && proc == Proc::Msg
+            && let Some(reply) = lists.plain()
+        {
             // Nearly every short message.
-            return Ok(message.send(&header::encode_plain(xid, credits), ranges, &self.memory)?);
+            let mut header = [0; v1::PLAIN_MAX];
+            let header = header::encode_plain(&mut header, xid, credits, reply);
+            return Ok(message.send(header, ranges, &self.memory)?);
         }
         let mut bytes = self.scratch.take();
         header::encode(&mut bytes, version, xid, credits, proc, direction, lists);
@@ -186,7 +194,7 @@ impl Common {
     }
 
     /// Ends exposures.
-    pub(super) fn release(&mut self, handles: &mut Vec<Handle>, registrar: &mut (impl Registrar + ?Sized)) {
+    pub(super) fn release(&mut self, handles: &mut Handles, registrar: &mut (impl Registrar + ?Sized)) {
         for handle in handles.drain(..) {
             if let Err(error) = registrar.invalidate(handle) {
                 // RFC 8166 §4.5.4: "if it is unable to invalidate a memory region due to an unrecoverable problem, the

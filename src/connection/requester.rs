@@ -4,10 +4,10 @@
 use std::collections::{TryReserveError, VecDeque};
 
 use rustc_hash::FxHashMap;
-use smallvec::smallvec;
+use smallvec::{SmallVec, smallvec};
 
 use super::chunks::{self, Area, Limits, Needs};
-use super::common::Common;
+use super::common::{Common, Handles};
 use super::{Expect, Output, RPC_HEADER_MAX, Registrar, Role, Started, first_xid, payload_xid, two};
 use crate::binding::{Binding, Head, Origin};
 use crate::error::{Error, Kind, os_text};
@@ -16,9 +16,9 @@ use crate::memory::{Message, Region, Regions, Sink};
 use crate::provider::WorkRequest;
 use crate::stats::{self, Counter};
 use crate::wire::characteristics::Backward;
-use crate::wire::header::{Body, Direction, Header, Proc, RdmaError};
-use crate::wire::lists::{ChunkLists, Lists};
-use crate::wire::{Credits, Handle, Position, ReadSegment, Xid, v1};
+use crate::wire::header::{Body, Direction, Header, Plain, Proc, RdmaError};
+use crate::wire::lists::{Chunk, ChunkLists, Lists};
+use crate::wire::{Handle, Position, ReadSegment, Xid, v1};
 
 /// How much one-way calls whose credit was given back may keep exposed, in calls and in bytes; one of them always may.
 pub(super) const PAST_MAX: usize = 64;
@@ -43,6 +43,8 @@ pub(super) struct Requester {
     /// Replies so far.
     replies: u64,
     shown: Shown,
+    /// Of a call that has ended, empty: for the next one.
+    spare: Option<Box<Chunks>>,
     /// Bytes of Read chunks of calls that were answered, and of the chunks that their replies returned.
     placed: u64,
 }
@@ -161,7 +163,7 @@ struct Held {
 /// The chunks of a call.
 #[derive(Default)]
 struct Chunks {
-    handles: Vec<Handle>,
+    handles: Handles,
     /// Bytes in its Read chunks.
     pulled: usize,
     writes: Vec<Area>,
@@ -171,7 +173,7 @@ struct Chunks {
 /// A one-way call whose credit was given back.
 struct Past {
     xid: Xid,
-    handles: Vec<Handle>,
+    handles: Handles,
     /// Bytes behind them: copies of our own.
     bytes: usize,
     /// [`Requester::replies`] when the credit was given back.
@@ -192,9 +194,6 @@ enum Attempt {
     Sent(Regions),
     Held(Box<Held>),
 }
-
-/// Of a call without chunks.
-static NO_LISTS: Lists = Lists { reads: Vec::new(), writes: Vec::new(), reply: None };
 
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Fate {
@@ -282,22 +281,22 @@ impl Requester {
         message: Message,
         expect: &Expect,
         common: &mut Common,
+        registrar: &mut (impl Registrar + ?Sized),
     ) -> Started {
         let quiet = self.waiting.is_empty() && self.past.is_empty() && common.output.is_empty();
         let free =
             quiet && common.life.is_open() && common.credits_left() > 0 && self.calls.get(xid).is_none();
         let mut call = Outstanding::new(Fate::Awaited);
         call.version = common.version().unwrap_or(v1::VERSION);
-        if !free
-            || matches!(expect, Expect::Nothing)
-            || first_xid(message.body()) != Some(xid)
-            || common.characteristics.holds(xid)
-            || !call.is_plain(&message, expect, common)
-            || !self.make_room(common)
-        {
-            return Started::Not(message);
-        }
-        match call.send_whole(xid, message, common) {
+        let plain = !matches!(expect, Expect::Nothing)
+            && first_xid(message.body()) == Some(xid)
+            && !common.characteristics.holds(xid);
+        let room = call.plain_room(&message, expect, registrar.max_segment(), common);
+        let room = match room.filter(|_| free && plain) {
+            Some(room) if (room == 0 || common.memory.has_room(room)) && self.make_room(common) => room,
+            _ => return Started::Not(message),
+        };
+        match call.send_plain((xid, message), room, self.spare.take(), common, registrar) {
             Ok(gather) => {
                 self.transmitted += 1;
                 call.sequence = Some(self.transmitted);
@@ -307,6 +306,7 @@ impl Requester {
                 Started::Sent(gather)
             }
             Err(error) => {
+                call.release(common, registrar);
                 common.output.push_back(Output::Done { xid, outcome: Err(error) });
                 Started::Failed
             }
@@ -450,19 +450,38 @@ impl Requester {
         }
     }
 
-    /// Ends a call without chunks that a plain reply of Version One answers, when nothing else comes of it, as nearly always:
-    /// what `handle_reply` and `transmit_waiting` come to then. False otherwise, and nothing has changed.
-    pub(super) fn take_reply(&mut self, xid: Xid, credits: Credits, common: &mut Common) -> bool {
+    /// Ends a call without chunks, or of which the Reply chunk was not used, that a plain reply of Version One answers, when nothing
+    /// else comes of it, as nearly always: what `handle_reply` and `transmit_waiting` come to then. False otherwise, and
+    /// nothing has changed. `invalidated`: the handle of ours that came with it.
+    pub(super) fn take_reply(
+        &mut self,
+        reply: &Plain<'_>,
+        invalidated: Option<Handle>,
+        common: &mut Common,
+        registrar: &mut (impl Registrar + ?Sized),
+    ) -> bool {
+        let used = reply.reply().is_some_and(|segment| segment.length > 0);
         let plain = |call: &Outstanding| {
             let sent = call.sequence.is_some() && call.version == v1::VERSION;
-            sent && call.fate == Fate::Awaited && call.chunks.is_none() && call.bound.is_none()
+            let names = |handle| call.handles() == [handle];
+            sent && call.fate == Fate::Awaited
+                && call.bound.is_none()
+                && call.chunks.as_ref().is_none_or(|chunks| chunks.are_plain())
+                && invalidated.is_none_or(names)
         };
         let quiet = self.waiting.is_empty() && self.past.is_empty() && common.window.abandoned() == 0;
-        if !quiet || self.calls.remove_if(xid, plain).is_none() {
+        if used || !quiet {
             return false;
         }
-        common.window.set_granted(credits);
+        let Some(mut call) = self.calls.remove_if(reply.xid, plain) else { return false };
+        common.window.set_granted(reply.credits);
         common.window.give_back(false);
+        // RFC 8166 §4.4.1, as in `handle_reply`.
+        call.release(common, registrar);
+        self.spare = call.chunks.map(|mut chunks| {
+            chunks.reply = None;
+            chunks
+        });
         self.replies += 1;
         self.crowded = false;
         true
@@ -802,9 +821,9 @@ impl Outstanding {
             return Err(error);
         }
         self.version = common.version().unwrap_or(v1::VERSION);
-        let attempt = match self.is_plain(&message, &expect, common) {
-            true => self.send_whole(xid, message, common).map(Attempt::Sent),
-            false => self.send_planned((xid, message, expect), shown, crowded, common, registrar),
+        let attempt = match self.plain_room(&message, &expect, registrar.max_segment(), common) {
+            Some(0) => self.send_plain((xid, message), 0, None, common, registrar).map(Attempt::Sent),
+            _ => self.send_planned((xid, message, expect), shown, crowded, common, registrar),
         };
         let gather = match attempt {
             Ok(Attempt::Sent(gather)) => gather,
@@ -827,26 +846,51 @@ impl Outstanding {
         Ok(None)
     }
 
-    /// Whether there is nothing to plan, as for nearly every short call of a client: call and reply fit inline, nothing was
-    /// lent, and no binding has a say.
-    fn is_plain(&self, message: &Message, expect: &Expect, common: &Common) -> bool {
+    /// Bytes of the Reply chunk of a call of which nothing else is to be planned, as nearly every short one of a client: it fits
+    /// inline, nothing was lent, and no binding has a say. 0: the reply fits inline too. `None`: it is for `send_planned`.
+    fn plain_room(
+        &self,
+        message: &Message,
+        expect: &Expect,
+        max_segment: usize,
+        common: &Common,
+    ) -> Option<usize> {
         let max = match expect {
             Expect::Reply { max, .. } => *max,
             Expect::Nothing => 0,
         };
         let header = chunks::header_min(self.version);
         let (send, receive) = common.thresholds();
-        header + message.len() <= send
-            && max.saturating_add(header) <= receive
+        let (room, header) = match max.saturating_add(header) <= receive {
+            true => (0, header),
+            false => (max, header + chunks::REPLY_CHUNK),
+        };
+        let plain = header + message.len() <= send
+            && room <= max_segment
             && common.role == Role::Client
             && message.is_whole()
-            && common.bindings.leaves_alone(Some(message.body()))
+            && common.bindings.leaves_alone(Some(message.body()));
+        plain.then_some(room)
     }
 
-    /// The Send of a call without chunks.
-    fn send_whole(&self, xid: Xid, message: Message, common: &Common) -> Result<Regions, Error> {
-        let (kind, whole) = ((Proc::Msg, Direction::Call), 0..message.len());
-        common.gather((self.version, xid), kind, &NO_LISTS, message.freeze(), std::slice::from_ref(&whole))
+    /// The Send of such a call.
+    fn send_plain(
+        &mut self,
+        (xid, message): (Xid, Message),
+        room: usize,
+        spare: Option<Box<Chunks>>,
+        common: &Common,
+        registrar: &mut (impl Registrar + ?Sized),
+    ) -> Result<Regions, Error> {
+        let mut lists = Lists::default();
+        if room > 0 {
+            let chunks = self.chunks.insert(spare.unwrap_or_default());
+            lists.reply = Some(chunks.offer_reply(room, common, registrar)?);
+        }
+        let whole = 0..message.len();
+        let kind = (Proc::Msg, Direction::Call);
+        let ranges = std::slice::from_ref(&whole);
+        common.gather((self.version, xid), kind, &lists, message.freeze(), ranges)
     }
 
     /// Exposes what the plan needs and makes the Send, unless there is no room for the reply.
@@ -870,7 +914,7 @@ impl Outstanding {
             return Ok(Attempt::Held(Box::new(Held { message, expect, lacks: needs })));
         }
         if plan.is_inline() {
-            return self.send_whole(xid, message, common).map(Attempt::Sent);
+            return self.send_plain((xid, message), 0, None, common, registrar).map(Attempt::Sent);
         }
         let places = match expect {
             Expect::Reply { places, .. } => places,
@@ -883,7 +927,7 @@ impl Outstanding {
         // In place: what fails half-way is released with the call.
         let chunks = self.chunks.get_or_insert_default();
         let mut lists = Lists::default();
-        let mut expose = |position: usize, source: Region, handles: &mut Vec<Handle>| -> Result<(), Error> {
+        let mut expose = |position: usize, source: Region, handles: &mut Handles| -> Result<(), Error> {
             for (at, len) in chunks::cut(source.len(), registrar.max_segment()) {
                 let target = registrar.expose_source(source.slice(at, len))?;
                 handles.push(target.handle);
@@ -911,9 +955,7 @@ impl Outstanding {
             chunks.writes.push(area);
         }
         if plan.reply > 0 {
-            let area = chunks.area(plan.reply, None, common, registrar)?;
-            lists.reply = Some(area.offered.iter().map(|(s, _)| *s).collect());
-            chunks.reply = Some(area);
+            lists.reply = Some(chunks.offer_reply(plan.reply, common, registrar)?);
         }
         let proc = if plan.long { Proc::Nomsg } else { Proc::Msg };
         let kind = (proc, Direction::Call);
@@ -997,6 +1039,22 @@ impl Outstanding {
 }
 
 impl Chunks {
+    /// Whether there is a Reply chunk of one segment, and nothing else.
+    fn are_plain(&self) -> bool {
+        self.handles.len() == 1 && self.reply.is_some() && self.writes.is_empty() && self.pulled == 0
+    }
+
+    /// Exposes memory for a reply of at most `most` bytes: what its Call offers.
+    fn offer_reply(
+        &mut self,
+        most: usize,
+        common: &Common,
+        registrar: &mut (impl Registrar + ?Sized),
+    ) -> Result<Chunk, Error> {
+        let area = self.area(most, None, common, registrar)?;
+        Ok(self.reply.insert(area).offered.iter().map(|(segment, _)| *segment).collect())
+    }
+
     /// Exposes memory for at most `most` bytes of the reply: the program's own, if it gave some.
     fn area(
         &mut self,
@@ -1015,7 +1073,7 @@ impl Chunks {
                 Error::new(Error::from(error).kind(), text)
             })?,
         };
-        let mut offered = Vec::new();
+        let mut offered = SmallVec::new();
         for (at, len) in chunks::cut(most, registrar.max_segment()) {
             let segment = registrar.expose_sink(sink.part(at, len))?;
             self.handles.push(segment.handle);

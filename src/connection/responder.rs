@@ -14,8 +14,8 @@ use crate::error::{Error, Kind};
 use crate::memory::{Message, Pass, Pieces, Region, Regions, Sink};
 use crate::provider::{WorkId, WorkRequest};
 use crate::stats::{self, Counter};
-use crate::wire::header::{self, Answer, Body, Direction, Header, Plain, Proc, RdmaError};
-use crate::wire::lists::{ChunkLists, Lists};
+use crate::wire::header::{self, Answer, Body, Direction, Header, Plain, Proc, RdmaError, header_len};
+use crate::wire::lists::{Chunk, ChunkLists, Lists};
 use crate::wire::{Handle, Segment, Xid, v1};
 
 /// Most bytes of one RDMA Read: between two of them other messages of the peer get their turn.
@@ -101,14 +101,14 @@ struct Chunks {
     /// Known when the Call is whole.
     binding: Option<Binding>,
     wrapped: bool,
-    /// What its header names; apart, for most name nothing.
-    offers: Option<Box<Offers>>,
+    offers: Offers,
 }
 
-/// See [`Chunks`].
+/// What the header of a Call names.
+#[derive(Default)]
 struct Offers {
-    writes: Vec<Vec<Segment>>,
-    reply: Option<Vec<Segment>>,
+    writes: Vec<Chunk>,
+    reply: Option<Chunk>,
     /// The only handle that the Call names, if there is exactly one.
     handle: Option<Handle>,
 }
@@ -139,23 +139,22 @@ struct Whole {
 }
 
 impl Chunks {
-    fn none(xid: Xid, version: u32) -> Chunks {
-        Chunks { xid, version, binding: None, wrapped: false, offers: None }
+    fn new(xid: Xid, version: u32, offers: Offers) -> Chunks {
+        Chunks { xid, version, binding: None, wrapped: false, offers }
     }
 
-    /// The Write list and the Reply chunk.
-    fn offered(&self) -> (&[Vec<Segment>], Option<&[Segment]>) {
-        self.offers.as_ref().map_or((&[], None), |offers| (&offers.writes, offers.reply.as_deref()))
-    }
-
-    /// Whether the Call offers no place for anything.
-    fn is_plain(&self) -> bool {
-        matches!(self.offered(), ([], None))
-    }
-
-    /// The only handle that the Call names, if there is exactly one.
-    fn handle(&self) -> Option<Handle> {
-        self.offers.as_ref()?.handle
+    /// The lists of a reply that goes inline, if there is nothing else to say where it may go: no Write chunk, and a Reply
+    /// chunk of one segment at most, which is not used.
+    fn unused(&self) -> Option<Lists> {
+        let Offers { writes, reply, .. } = &self.offers;
+        let reply = match reply.as_deref() {
+            _ if !writes.is_empty() => return None,
+            None => None,
+            // RFC 8166 §4.3.3: "the Responder MUST copy that chunk into the Transport header of the RPC Reply message."
+            Some([segment]) => Some(smallvec![Segment { length: 0, ..*segment }]),
+            Some(_) => return None,
+        };
+        Some(Lists { reply, ..Lists::default() })
     }
 }
 
@@ -351,15 +350,17 @@ impl Responder {
         // Before the reply, which gives the credit back.
         self.replenish(common);
         let send = common.reply_limit(chunks.version);
-        let gather = if chunks.is_plain() && chunks::header_min(chunks.version) + message.len() <= send {
+        let fits = |lists: &Lists| header_len(chunks.version, lists) + message.len() <= send;
+        let gather = match chunks.unused().filter(fits) {
             // Nearly every short one: nothing is placed, and it goes as it is.
-            stats::add(Counter::BytesCopied, message.copy_in(|_, _| true) as u64);
-            let whole = 0..message.len();
-            frame(&chunks, Proc::Msg, &NO_LISTS, message.freeze(), std::slice::from_ref(&whole), common)?
-        } else {
-            self.place(&chunks, message, send, common)?
+            Some(lists) => {
+                stats::add(Counter::BytesCopied, message.copy_in(|_, _| true) as u64);
+                let whole = 0..message.len();
+                frame(&chunks, Proc::Msg, &lists, message.freeze(), std::slice::from_ref(&whole), common)?
+            }
+            None => self.place(&chunks, message, send, common)?,
         };
-        let invalidate = chunks.handle().filter(|_| in_order && common.may_invalidate(chunks.version));
+        let invalidate = chunks.offers.handle.filter(|_| in_order && common.may_invalidate(chunks.version));
         common.output.push_back(Output::Post(WorkRequest::Send { gather, invalidate }));
         Ok(())
     }
@@ -368,27 +369,30 @@ impl Responder {
     /// fits into its Send and names no memory of the program. What `reply` comes to then, but for what is to be posted.
     pub(super) fn answer(&mut self, id: RequestId, message: Message, common: &mut Common) -> Answered {
         let plain = |chunks: &Chunks| {
-            let fits = v1::PLAIN_LEN + message.len() <= common.reply_limit(v1::VERSION);
-            let whole = chunks.offers.is_none() && chunks.version == v1::VERSION;
-            whole && fits && message.is_whole() && first_xid(message.body()) == Some(chunks.xid)
+            let lists = chunks.unused().filter(|_| chunks.version == v1::VERSION)?;
+            let fits = header_len(v1::VERSION, &lists) + message.len() <= common.reply_limit(v1::VERSION);
+            let whole = message.is_whole() && first_xid(message.body()) == Some(chunks.xid);
+            (fits && whole).then_some((chunks.xid, lists, chunks.offers.handle))
         };
         let alone = self.queue.is_empty() && self.deferred.is_empty() && common.output.is_empty();
-        let xid = match self.handed.only() {
-            Some((only, chunks)) if *only == id && alone && common.life.is_open() && plain(chunks) => {
-                chunks.xid
-            }
-            _ => return Answered::Not(message),
+        let only = self.handed.only().filter(|(only, _)| *only == id && alone && common.life.is_open());
+        let Some((xid, lists, handle)) = only.and_then(|(_, chunks)| plain(chunks)) else {
+            return Answered::Not(message);
         };
         // The Call's own Receive.
         let Some(receive) = common.next_receive(1) else { return Answered::Not(message) };
         self.handed.0.clear();
+        let in_order = self.answered <= id;
         self.answered = self.answered.max(id);
         common.characteristics.posted();
         let whole = 0..message.len();
         let kind = (Proc::Msg, Direction::Reply);
         let ranges = std::slice::from_ref(&whole);
-        match common.gather((v1::VERSION, xid), kind, &NO_LISTS, message.freeze(), ranges) {
-            Ok(gather) => Answered::Sent { gather, receive },
+        match common.gather((v1::VERSION, xid), kind, &lists, message.freeze(), ranges) {
+            Ok(gather) => {
+                let invalidate = handle.filter(|_| in_order && common.may_invalidate(v1::VERSION));
+                Answered::Sent { gather, receive, invalidate }
+            }
             Err(error) => {
                 // As in `frame`.
                 common.close(error.clone());
@@ -408,7 +412,7 @@ impl Responder {
     ) -> Result<Regions, Error> {
         // RFC 8166 §4.3.2: "When a Requester provides a Write list, the Responder MUST push data corresponding to
         // DDP-eligible result data items to Requester memory referenced in the Write list."
-        let (writes, reply) = chunks.offered();
+        let (writes, reply) = (&chunks.offers.writes[..], chunks.offers.reply.as_deref());
         let items = match &chunks.binding {
             Some(binding) if !writes.is_empty() => binding.reply(&[message.body()]).items,
             _ => Vec::new(),
@@ -462,7 +466,13 @@ impl Responder {
 
     /// Takes in a plain Call of Version One when no other one waits and no binding has a say, as nearly always: what
     /// `handle_call` and `replenish` come to then. False otherwise, and nothing has changed.
-    pub(super) fn take_call(&mut self, message: &Region, plain: Plain<'_>, common: &mut Common) -> bool {
+    pub(super) fn take_call(
+        &mut self,
+        message: &Region,
+        plain: &Plain<'_>,
+        common: &mut Common,
+        registrar: &(impl Registrar + ?Sized),
+    ) -> bool {
         let payload = plain.payload;
         let quiet = self.queue.is_empty() && common.next_receive(self.working()).is_some();
         let alone = common.role == Role::Server && common.bindings.leaves_alone(Some(payload));
@@ -473,7 +483,10 @@ impl Responder {
         common.characteristics.consumed();
         let id = RequestId(self.next);
         self.next += 1;
-        let chunks = Chunks::none(plain.xid, v1::VERSION);
+        self.transfer_max = registrar.max_segment();
+        let (reply, handle) =
+            (plain.reply().map(|segment| smallvec![segment]), plain.reply().map(|s| s.handle));
+        let chunks = Chunks::new(plain.xid, v1::VERSION, Offers { writes: Vec::new(), reply, handle });
         let message = smallvec![message.slice(message.len() - payload.len(), payload.len())];
         let state = State::Ready(Whole { message, placed: None });
         self.queue.push_back(Pending { id, chunks, staged: 0, state });
@@ -509,7 +522,7 @@ impl Responder {
         }
         let id = RequestId(self.next);
         self.next += 1;
-        let mut chunks = Chunks::none(xid, version);
+        let mut chunks = Chunks::new(xid, version, Offers::default());
         let payload = message.slice(message.len() - inline, inline);
         let state = if lists.is_empty() && inline > 0 {
             // As most are.
@@ -542,7 +555,7 @@ impl Responder {
         if !lists.is_empty() {
             let writes = lists.writes().map(|c| c.iter().collect()).collect();
             let reply = lists.reply().map(|c| c.iter().collect());
-            chunks.offers = Some(Box::new(Offers { writes, reply, handle: only_handle(&lists) }));
+            chunks.offers = Offers { writes, reply, handle: only_handle(&lists) };
         }
         // RFC 8166 §8.1.4: "A Responder is not obliged to pull Read chunks that are unreasonably large. The Responder can
         // use an RDMA_ERROR response to terminate RPCs with unreadable Read chunks."
@@ -689,8 +702,6 @@ impl Responder {
         (self.pass, self.asks) = (None, 0);
     }
 }
-
-static NO_LISTS: Lists = Lists { reads: Vec::new(), writes: Vec::new(), reply: None };
 
 /// A reply behind its header.
 fn frame(

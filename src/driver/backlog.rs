@@ -257,10 +257,10 @@ impl Link {
             Some((self.recent.served(names, || is_success(message.body()))?, began))
         });
         let queued = match self.engine.answer(id, message) {
-            Answered::Sent { gather, receive } => {
+            Answered::Sent { gather, receive, invalidate } => {
                 // RFC 8166 §3.3.1: the Receive is there before the peer hears that it may call again.
                 match self.device.post_recv_of(&self.memory, receive) {
-                    Ok(()) => self.send(gather),
+                    Ok(()) => self.send(gather, invalidate),
                     Err(error) => self.fail(error),
                 }
                 Ok(())

@@ -501,8 +501,8 @@ impl Link {
         log_wire!("fd {} < {}{}", self.device.fd(), describe(&message), Invalidates(invalidated));
         let mut message = message.freeze();
         // A request that nobody takes up is declined below.
-        if (self.serves || self.role == Role::Client) && invalidated.is_none() {
-            match self.engine.take_plain(message) {
+        if self.serves || self.role == Role::Client {
+            match self.engine.take_plain(message, invalidated, &mut *self.device) {
                 Taken::Call => return self.show_figures(),
                 Taken::Reply { xid, reply, receive } => {
                     if let Err(error) = self.device.post_recv_of(&self.memory, receive) {
@@ -557,8 +557,8 @@ impl Link {
         self.done
             .try_reserve(self.engine.calls() + 1)
             .map_err(|_| Error::new(Kind::Os(libc::ENOMEM), "no memory for one more call"))?;
-        match self.engine.start(xid, message, &expect) {
-            Started::Sent(gather) => self.send(gather),
+        match self.engine.start(xid, message, &expect, &mut *self.device) {
+            Started::Sent(gather) => self.send(gather, None),
             Started::Failed => {}
             Started::Not(message) => self.engine.call(xid, message, expect, &mut *self.device)?,
         }
@@ -572,9 +572,9 @@ impl Link {
         Ok(())
     }
 
-    /// Posts a Send.
-    pub(super) fn send(&mut self, gather: Regions) {
-        let send = WorkRequest::Send { gather, invalidate: None };
+    /// Posts a Send, which invalidates a handle of the peer.
+    pub(super) fn send(&mut self, gather: Regions, invalidate: Option<Handle>) {
+        let send = WorkRequest::Send { gather, invalidate };
         note(&send, self.device.fd(), &self.shown);
         self.device.post(send);
     }

@@ -438,6 +438,7 @@ const ERR_INVAL_OPTION: u32 = 3;
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::wire::{Handle, Segment};
 
     fn message(words: &[u32]) -> Vec<u8> {
         words.iter().flat_map(|word| word.to_be_bytes()).collect()
@@ -445,7 +446,8 @@ mod tests {
 
     #[test]
     fn a_plain_message_is_read_as_any_other() {
-        let plain = message(&[0x0102_0304, 1, 32, 0, 0, 0, 0, 0x0102_0304, 1, 5]);
+        let short = message(&[0x0102_0304, 1, 32, 0, 0, 0, 0, 0x0102_0304, 1, 5]);
+        let chunk = message(&[0x0102_0304, 1, 32, 0, 0, 0, 1, 1, 0xaabb_ccdd, 4096, 9, 8, 0x0102_0304, 1, 5]);
         let same = |bytes: &[u8]| {
             for versions in [Versions::ONE, Versions::BOTH, Versions::TWO] {
                 let [one, any] =
@@ -453,14 +455,20 @@ mod tests {
                 assert_eq!(one, any);
             }
         };
-        assert!(decode_plain(&plain).is_some_and(|plain| plain.direction() == Some(Direction::Reply)));
-        assert_eq!(encode_plain(Xid(0x0102_0304), Credits(32)), plain[..28]);
-        (0..=plain.len()).for_each(|length| same(&plain[..length]));
-        for at in 0..plain.len() {
-            for value in [0, 1, 2, 4, 5, 0x80, 0xff] {
-                let mut bytes = plain.clone();
-                bytes[at] = value;
-                same(&bytes);
+        let segment = Segment { handle: Handle(0xaabb_ccdd), length: 4096, offset: 9 << 32 | 8 };
+        for (bytes, reply, length) in [(short, None, 28), (chunk, Some(segment), 48)] {
+            let plain = decode_plain(&bytes).unwrap();
+            assert_eq!((plain.direction(), plain.reply()), (Some(Direction::Reply), reply));
+            let mut header = [0; v1::PLAIN_MAX];
+            let header = encode_plain(&mut header, Xid(0x0102_0304), Credits(32), reply);
+            assert_eq!(header, &bytes[..length]);
+            (0..=bytes.len()).for_each(|length| same(&bytes[..length]));
+            for at in 0..bytes.len() {
+                for value in [0, 1, 2, 4, 5, 0x80, 0xff] {
+                    let mut bytes = bytes.clone();
+                    bytes[at] = value;
+                    same(&bytes);
+                }
             }
         }
     }

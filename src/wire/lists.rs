@@ -16,6 +16,8 @@
 
 use std::fmt;
 
+use smallvec::SmallVec;
+
 use super::{Handle, Position, ReadSegment, Reader, Segment, put};
 
 /// The three lists of a message: a view of validated bytes.
@@ -32,9 +34,10 @@ pub struct ChunkLists<'a> {
 }
 
 impl<'a> ChunkLists<'a> {
-    /// Lists that are all absent.
-    pub(super) const NONE: ChunkLists<'static> =
-        ChunkLists { reads: &[], read_count: 0, writes: &[], write_count: 0, reply: None };
+    /// Lists that are absent but for the Reply chunk.
+    pub(super) const fn reply_only(reply: Option<SegmentArray<'a>>) -> ChunkLists<'a> {
+        ChunkLists { reads: &[], read_count: 0, writes: &[], write_count: 0, reply }
+    }
 
     /// The Read list, in list order.
     pub fn reads(&self) -> impl Iterator<Item = ReadSegment> + use<'a> {
@@ -99,6 +102,11 @@ pub struct SegmentArray<'a> {
 }
 
 impl<'a> SegmentArray<'a> {
+    /// That of one segment, as it is on the wire.
+    pub(super) fn of_one(segment: &'a [u8; SEGMENT_LEN]) -> SegmentArray<'a> {
+        SegmentArray { bytes: segment }
+    }
+
     /// Segments in the array.
     pub fn len(&self) -> usize {
         self.bytes.len() / SEGMENT_LEN
@@ -128,15 +136,18 @@ impl fmt::Debug for SegmentArray<'_> {
     }
 }
 
+/// The segments of a Write chunk or a Reply chunk: nearly always one.
+pub type Chunk = SmallVec<[Segment; 1]>;
+
 /// The three lists that a sender puts into a header.
 #[derive(Default, Clone, Debug, PartialEq, Eq)]
 pub struct Lists {
     /// Read list; Positions are multiples of four.
     pub reads: Vec<ReadSegment>,
     /// Write list: one array per chunk.
-    pub writes: Vec<Vec<Segment>>,
+    pub writes: Vec<Chunk>,
     /// Reply chunk.
-    pub reply: Option<Vec<Segment>>,
+    pub reply: Option<Chunk>,
 }
 
 impl Lists {
@@ -146,9 +157,20 @@ impl Lists {
         self.reads.is_empty() && self.writes.is_empty() && self.reply.is_none()
     }
 
+    /// The only segment of the Reply chunk, if there is one; `None` where anything else is in the lists.
+    #[inline]
+    pub(crate) fn plain(&self) -> Option<Option<Segment>> {
+        match self.reply.as_deref() {
+            _ if !self.reads.is_empty() || !self.writes.is_empty() => None,
+            None => Some(None),
+            Some([segment]) => Some(Some(*segment)),
+            Some(_) => None,
+        }
+    }
+
     /// Bytes of the three lists in a header.
     pub(super) fn encoded_len(&self) -> usize {
-        let chunk = |chunk: &Vec<Segment>| 4 + chunk.len() * SEGMENT_LEN;
+        let chunk = |chunk: &Chunk| 4 + chunk.len() * SEGMENT_LEN;
         let reads = self.reads.len() * (8 + SEGMENT_LEN) + 4;
         let writes = self.writes.iter().map(|c| 4 + chunk(c)).sum::<usize>() + 4;
         let reply = 4 + self.reply.as_ref().map_or(0, chunk);

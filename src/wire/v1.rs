@@ -7,8 +7,8 @@
 #![forbid(unsafe_code)]
 
 use super::header::{Body, Direction, Header, Proc};
-use super::lists::ChunkLists;
-use super::{Credits, Position, Reader, Xid};
+use super::lists::{ChunkLists, SegmentArray};
+use super::{Credits, Position, Reader, Segment, Xid};
 
 /// The version of the protocol that this file speaks.
 pub const VERSION: u32 = 1;
@@ -28,18 +28,27 @@ pub(super) fn decode<'a>(
     (direction, body)
 }
 
-/// A message of this version without chunks, as nearly every short one is: all words of its header but two are the same.
+/// A message of this version as nearly every short one is: without chunks, or with a Reply chunk of one segment. All other words
+/// of its header but two are the same.
 #[derive(Clone, Copy, Debug)]
 pub struct Plain<'a> {
     /// The transaction.
     pub xid: Xid,
     /// Asked for or granted.
     pub credits: Credits,
+    /// The Reply chunk.
+    reply: Option<SegmentArray<'a>>,
     /// The RPC message, from its XID on.
     pub payload: &'a [u8],
 }
 
 impl<'a> Plain<'a> {
+    /// The only segment of the Reply chunk, if there is one.
+    #[inline]
+    pub fn reply(&self) -> Option<Segment> {
+        self.reply?.iter().next()
+    }
+
     /// Which way it goes.
     #[inline]
     pub fn direction(&self) -> Option<Direction> {
@@ -49,8 +58,8 @@ impl<'a> Plain<'a> {
     /// The same as any message is decoded to.
     #[inline]
     pub(super) fn header(&self) -> Header<'a> {
-        let Plain { xid, credits, payload } = *self;
-        let body = Body::Msg { chunks: ChunkLists::NONE, payload };
+        let Plain { xid, credits, reply, payload } = *self;
+        let body = Body::Msg { chunks: ChunkLists::reply_only(reply), payload };
         Header { version: VERSION, xid, credits, direction: self.direction(), body }
     }
 }
@@ -63,32 +72,57 @@ const PLAIN: [u8; 24] = {
     words
 };
 
+/// The last of them where there is a Reply chunk, and the number of its segments.
+const PRESENT: [u8; 4] = 1u32.to_be_bytes();
+const ONE: [u8; 4] = 1u32.to_be_bytes();
+
 /// Decodes a message if it is a plain one.
 #[inline]
 pub fn decode_plain(message: &[u8]) -> Option<Plain<'_>> {
-    let ([x0, x1, x2, x3, rest @ ..], payload) = message.split_first_chunk::<PLAIN_LEN>()?;
+    let ([x0, x1, x2, x3, rest @ ..], behind) = message.split_first_chunk::<PLAIN_LEN>()?;
     let mut same = *rest;
     let credits = u32::from_be_bytes([same[4], same[5], same[6], same[7]]);
     same[4..8].fill(0);
+    let (reply, payload) = if same[20..] == PRESENT {
+        same[20..].fill(0);
+        let (segment, payload) = behind.strip_prefix(&ONE)?.split_first_chunk()?;
+        (Some(SegmentArray::of_one(segment)), payload)
+    } else {
+        (None, behind)
+    };
     (same == PLAIN).then(|| Plain {
         xid: Xid(u32::from_be_bytes([*x0, *x1, *x2, *x3])),
         credits: Credits(credits),
+        reply,
         payload,
     })
 }
 
-/// The header of a plain message, which its payload follows on the wire.
+/// The header of a plain message, which its payload follows on the wire: the first bytes of `header`.
 #[inline]
-pub fn encode_plain(xid: Xid, credits: Credits) -> [u8; PLAIN_LEN] {
-    let mut header = [0; PLAIN_LEN];
+pub fn encode_plain(
+    header: &mut [u8; PLAIN_MAX],
+    xid: Xid,
+    credits: Credits,
+    reply: Option<Segment>,
+) -> &[u8] {
     header[..4].copy_from_slice(&xid.0.to_be_bytes());
-    header[4..].copy_from_slice(&PLAIN);
+    header[4..PLAIN_LEN].copy_from_slice(&PLAIN);
     header[8..12].copy_from_slice(&credits.0.to_be_bytes());
+    let Some(Segment { handle, length, offset }) = reply else {
+        return &header[..PLAIN_LEN];
+    };
+    header[24..28].copy_from_slice(&PRESENT);
+    header[28..32].copy_from_slice(&ONE);
+    header[32..36].copy_from_slice(&handle.0.to_be_bytes());
+    header[36..40].copy_from_slice(&length.to_be_bytes());
+    header[40..].copy_from_slice(&offset.to_be_bytes());
     header
 }
 
-/// Bytes of that header.
-pub(crate) const PLAIN_LEN: usize = 28;
+/// Bytes of that header without a Reply chunk, and with one.
+const PLAIN_LEN: usize = 28;
+pub(crate) const PLAIN_MAX: usize = PLAIN_LEN + 20;
 
 /// What an RPC message says of itself.
 ///
@@ -132,9 +166,10 @@ fn body<'a>(proc: Option<Proc>, reader: &mut Reader<'a>) -> Result<Body<'a>, &'s
 #[cfg(test)]
 mod tests {
     use hex_literal::hex;
+    use smallvec::smallvec;
 
     use super::super::header::{self, DecodeError, Header, RdmaError, Versions};
-    use super::super::lists::{ChunkLists, Lists};
+    use super::super::lists::{Chunk, ChunkLists, Lists};
     use super::super::{Credits, Handle, ReadSegment, Segment, Xid, put};
     use super::*;
 
@@ -311,7 +346,7 @@ mod tests {
     fn golden_messages_encode_to_the_same_bytes() {
         let lists = Lists {
             reads: vec![read(152, segment(0xdeadbeef, 4096, 0x11223344)), read(152, segment(7, 3, u64::MAX))],
-            reply: Some(vec![]),
+            reply: Some(smallvec![]),
             ..Lists::default()
         };
         assert_eq!(encoded(0x01020304, 1, Proc::Msg, &lists), READS[..80]);
@@ -347,12 +382,12 @@ mod tests {
 
     #[test]
     fn a_long_list_is_shown_by_its_first_eight_entries_and_a_count() {
-        let chunk = vec![segment(1, 2, 3); 9];
+        let chunk = smallvec![segment(1, 2, 3); 9];
         let shown = ["0x00000001+0x3:2"; 8].join(" ");
         let lists = Lists { reply: Some(chunk), ..Lists::default() };
         let line = decode(&encoded(1, 1, Proc::Nomsg, &lists)).unwrap().to_string();
         assert!(line.ends_with(&format!("reply [{shown} and 1 more]")), "{line}");
-        let lists = Lists { reply: Some(vec![segment(1, 2, 3); 8]), ..Lists::default() };
+        let lists = Lists { reply: Some(smallvec![segment(1, 2, 3); 8]), ..Lists::default() };
         let line = decode(&encoded(1, 1, Proc::Nomsg, &lists)).unwrap().to_string();
         assert!(line.ends_with(&format!("reply [{shown}]")), "{line}");
     }
@@ -361,9 +396,8 @@ mod tests {
     fn random_lists_survive_a_round_trip() {
         let mut random = XorShift(0x9e3779b97f4a7c15);
         for _ in 0..2000 {
-            let chunk = |random: &mut XorShift| {
-                (0..random.below(4)).map(|_| random.segment()).collect::<Vec<Segment>>()
-            };
+            let chunk =
+                |random: &mut XorShift| (0..random.below(4)).map(|_| random.segment()).collect::<Chunk>();
             let nomsg = random.below(2) == 0;
             let mut lists = Lists {
                 reads: (0..random.below(4)).map(|i| read(4 * (i + 1), random.segment())).collect(),
@@ -519,10 +553,10 @@ mod tests {
                 lists.reads.push(read(4, segment(1, 1, 1)));
             }
             if which & 2 != 0 {
-                lists.writes.push(vec![segment(2, 2, 2)]);
+                lists.writes.push(smallvec![segment(2, 2, 2)]);
             }
             if which & 4 != 0 {
-                lists.reply = Some(vec![segment(3, 3, 3)]);
+                lists.reply = Some(smallvec![segment(3, 3, 3)]);
             }
             let bytes = encoded(1, 1, Proc::Msg, &lists);
             assert_eq!(parts(&decode(&bytes).unwrap()).0.to_lists(), lists);

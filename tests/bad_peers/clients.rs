@@ -7,7 +7,7 @@ use std::time::Duration;
 use rpcrdma::provider::iwarp::ddp::{Fault, Opcode, ReadRequest};
 use rpcrdma::provider::iwarp::mpa::{Enhanced, Which};
 use rpcrdma::wire::header::{self, Body, Proc, RdmaError, Versions};
-use rpcrdma::wire::lists::Lists;
+use rpcrdma::wire::lists::{Chunk, Lists};
 use rpcrdma::wire::{Credits, Handle, Position, ReadSegment, Segment, Xid};
 
 use crate::peer::*;
@@ -95,7 +95,7 @@ struct Call {
     xid: u32,
     chunk: Vec<Segment>,
     sources: Vec<Segment>,
-    places: Vec<Vec<Segment>>,
+    places: Vec<Chunk>,
 }
 
 /// Takes part in the startup.
@@ -124,7 +124,7 @@ fn inline_reply(xid: u32, credits: u32, results: &[u8]) -> Vec<u8> {
 
 /// The header of a reply in the Reply chunk, claiming these lengths.
 fn chunk_reply(xid: u32, chunk: &[Segment]) -> Vec<u8> {
-    message(xid, 32, Proc::Nomsg, &Lists { reply: Some(chunk.to_vec()), ..Lists::default() }, b"")
+    message(xid, 32, Proc::Nomsg, &Lists { reply: Some(Chunk::from(chunk)), ..Lists::default() }, b"")
 }
 
 fn error(xid: u32, version: u32, error: RdmaError) -> Vec<u8> {
@@ -676,7 +676,7 @@ const BINDINGS: &str = "\
     0x20005355 2 4 arguments=count results=data preset\n";
 
 /// A reply whose results lie partly in Write chunks.
-fn placed_reply(xid: u32, writes: Vec<Vec<Segment>>, results: &[u8]) -> Vec<u8> {
+fn placed_reply(xid: u32, writes: Vec<Chunk>, results: &[u8]) -> Vec<u8> {
     message(xid, 32, Proc::Msg, &Lists { writes, ..Lists::default() }, &rpc_reply(xid, results))
 }
 
@@ -687,7 +687,7 @@ fn place(call: &Call) -> Segment {
     segment
 }
 
-fn unused(chunk: &[Segment]) -> Vec<Segment> {
+fn unused(chunk: &[Segment]) -> Chunk {
     chunk.iter().map(|segment| Segment { length: 0, ..*segment }).collect()
 }
 
@@ -696,7 +696,7 @@ fn results_in_write_chunks_that_do_not_fit_together_end_in_the_right_status() {
     let bindings = programs::bindings("clients", BINDINGS);
     // What a server does with a SOURCE of 8000 bytes whose Write chunk is the Segment, the status, and a word of it.
     type Reply<'a> = &'a (dyn Fn(&mut Peer, Call, Segment) + Sync);
-    let returned = |change: &'static (dyn Fn(Segment) -> Vec<Vec<Segment>> + Sync), length: u32| {
+    let returned = |change: &'static (dyn Fn(Segment) -> Vec<Chunk> + Sync), length: u32| {
         move |peer: &mut Peer, call: Call, place| {
             peer.send(&placed_reply(call.xid, change(place), &words(&[length])));
         }
@@ -724,42 +724,47 @@ fn results_in_write_chunks_that_do_not_fit_together_end_in_the_right_status() {
         ),
         (
             "more bytes than were offered",
-            &returned(&|place| vec![vec![Segment { length: 8001, ..place }]], 8001),
+            &returned(&|place| vec![[Segment { length: 8001, ..place }].into()], 8001),
             FAILED,
             "more bytes than",
         ),
         (
             "another handle",
-            &returned(&|place| vec![vec![Segment { handle: Handle(place.handle.0 ^ 1), ..place }]], 8000),
+            &returned(&|place| vec![[Segment { handle: Handle(place.handle.0 ^ 1), ..place }].into()], 8000),
             FAILED,
             "was not offered",
         ),
         (
             "another offset",
-            &returned(&|place| vec![vec![Segment { offset: place.offset + 4, length: 4, ..place }]], 4),
+            &returned(&|place| vec![[Segment { offset: place.offset + 4, length: 4, ..place }].into()], 4),
             FAILED,
             "was not offered",
         ),
-        ("a segment too many", &returned(&|place| vec![vec![place; 2]], 8000), FAILED, "more segments than"),
+        (
+            "a segment too many",
+            &returned(&|place| vec![vec![place; 2].into()], 8000),
+            FAILED,
+            "more segments than",
+        ),
         (
             "a chunk too many",
-            &returned(&|place| vec![vec![place]; 2], 8000),
+            &returned(&|place| vec![[place].into(), [place].into()], 8000),
             FAILED,
             "more Write chunks than",
         ),
         (
             "a length of more than was written",
-            &returned(&|place| vec![vec![Segment { length: 4000, ..place }]], 8000),
+            &returned(&|place| vec![[Segment { length: 4000, ..place }].into()], 8000),
             FAILED,
             "Write chunk",
         ),
         (
             "a length of less than was written",
-            &returned(&|place| vec![vec![place]], 4000),
+            &returned(&|place| vec![[place].into()], 4000),
             FAILED,
             "Write chunk",
         ),
-        ("a length of 4 GiB", &returned(&|place| vec![vec![place]], u32::MAX), FAILED, "Write chunk"),
+        ("a length of 4 GiB", &returned(&|place| vec![[place].into()], u32::MAX), FAILED, "Write chunk"),
         ("no result at all", &returned(&|place| vec![unused(&[place])], 8000), CANTDECODERES, "decode"),
         (
             "data of a call that failed",
@@ -839,7 +844,7 @@ fn a_server_without_the_binding_is_served_its_way() {
             let into = call.chunk[0];
             peer.push(&write(into.handle.0, into.offset, &reply));
             let writes = call.places.iter().map(|chunk| unused(chunk)).collect();
-            let reply = Some(vec![Segment { length: reply.len() as u32, ..into }]);
+            let reply = Some([Segment { length: reply.len() as u32, ..into }].into());
             let lists = Lists { writes, reply, ..Lists::default() };
             peer.send(&message(call.xid, 32, Proc::Nomsg, &lists, b""));
         }

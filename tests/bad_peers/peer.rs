@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 use rpcrdma::provider::iwarp::ddp::{ENOUGH, Fault, Header, MAX_TERMINATE, Opcode, ReadRequest};
 use rpcrdma::provider::iwarp::mpa::{self, Enhanced, Offer, StartFrame, Which};
 use rpcrdma::wire::header::{self, Body, Direction, Proc, Versions};
-use rpcrdma::wire::lists::Lists;
+use rpcrdma::wire::lists::{Chunk, Lists};
 use rpcrdma::wire::private_data::PrivateData;
 use rpcrdma::wire::{Credits, Handle, Position, ReadSegment, Segment, Xid, v1};
 
@@ -209,7 +209,7 @@ pub fn long_call(xid: u32, chunk: &[Segment]) -> Vec<u8> {
 
 /// A Call with a Reply chunk.
 pub fn call_with_reply_chunk(xid: u32, procedure: u32, arguments: &[u8], chunk: &[Segment]) -> Vec<u8> {
-    let lists = Lists { reply: Some(chunk.to_vec()), ..Lists::default() };
+    let lists = Lists { reply: Some(Chunk::from(chunk)), ..Lists::default() };
     message(xid, 32, Proc::Msg, &lists, &rpc_call(xid, procedure, arguments))
 }
 

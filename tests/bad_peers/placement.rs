@@ -5,7 +5,7 @@ use std::time::{Duration, Instant};
 
 use rpcrdma::provider::iwarp::ddp::{Fault, ReadRequest};
 use rpcrdma::wire::header::{self, Body, Proc, RdmaError, Versions};
-use rpcrdma::wire::lists::Lists;
+use rpcrdma::wire::lists::{Chunk, Lists};
 use rpcrdma::wire::{Position, ReadSegment, Segment, Xid};
 
 use crate::peer::*;
@@ -37,19 +37,13 @@ fn read(position: u32, length: u32) -> ReadSegment {
 }
 
 /// A Call of which Read chunks hold a part; the rest of its arguments is inline.
-fn reduced(
-    xid: u32,
-    procedure: u32,
-    rest: &[u32],
-    reads: Vec<ReadSegment>,
-    writes: Vec<Vec<Segment>>,
-) -> Vec<u8> {
+fn reduced(xid: u32, procedure: u32, rest: &[u32], reads: Vec<ReadSegment>, writes: Vec<Chunk>) -> Vec<u8> {
     let lists = Lists { reads, writes, reply: None };
     message(xid, 32, Proc::Msg, &lists, &rpc_call(xid, procedure, &words(rest)))
 }
 
 /// A SOURCE of `length` bytes into these chunks.
-fn source(xid: u32, length: u32, writes: Vec<Vec<Segment>>, reply: Option<Vec<Segment>>) -> Vec<u8> {
+fn source(xid: u32, length: u32, writes: Vec<Chunk>, reply: Option<Chunk>) -> Vec<u8> {
     let lists = Lists { reads: Vec::new(), writes, reply };
     message(xid, 32, Proc::Msg, &lists, &rpc_call(xid, SOURCE, &words(&[length])))
 }
@@ -176,7 +170,7 @@ fn memory_that_changes_is_read_once_and_used_as_it_came() {
     let frames = converse(
         &mut server,
         &mut peer,
-        &reduced(23, ECHO, &[LENGTH], chunk, vec![vec![place]]),
+        &reduced(23, ECHO, &[LENGTH], chunk, vec![[place].into()]),
         |request| {
             let bytes = vec![sent.len() as u8 + 1; request.size as usize];
             sent.push((request.source_to, bytes.clone()));
@@ -203,7 +197,7 @@ fn memory_that_changes_is_read_once_and_used_as_it_came() {
     };
     assert_eq!(
         (chunks.to_lists().writes, payload),
-        (vec![vec![place]], &rpc_reply(23, &words(&[LENGTH]))[..])
+        (vec![[place].into()], &rpc_reply(23, &words(&[LENGTH]))[..])
     );
 
     // The length, the item and the Call around it are read before any of them is looked at.
@@ -252,8 +246,12 @@ fn write_chunks_of_every_form_get_their_result_or_the_call_is_refused() {
         ("of one byte each", 100, many(120, 1), None, filled(&[[1; 100].as_slice(), &[0; 20]].concat())),
         ("2000 segments, which do not fit the reply's header", 2000, many(2000, 1), None, Then::Refused),
     ] {
-        let frames =
-            converse(&mut server, &mut peer, &source(25, length, vec![chunk.clone()], reply), no_memory);
+        let frames = converse(
+            &mut server,
+            &mut peer,
+            &source(25, length, vec![Chunk::from_slice(&chunk)], reply.map(Chunk::from_vec)),
+            no_memory,
+        );
         let answer = message_in(&frames, what);
         let Then::Used(lengths, inline) = then else {
             assert_eq!(error_of(answer), (Xid(25), 1, RdmaError::BadHeader), "{what}");
@@ -266,7 +264,7 @@ fn write_chunks_of_every_form_get_their_result_or_the_call_is_refused() {
         else {
             panic!("{what}: {frames:?}")
         };
-        let returned: Vec<Segment> =
+        let returned: Chunk =
             chunk.iter().zip(lengths).map(|(offered, length)| Segment { length, ..*offered }).collect();
         assert_eq!(chunks.to_lists().writes.as_slice(), std::slice::from_ref(&returned), "{what}");
         assert_eq!(
@@ -293,7 +291,7 @@ fn write_chunks_of_every_form_get_their_result_or_the_call_is_refused() {
 fn handles_that_do_not_exist_end_the_connection_that_named_them() {
     let mut server = start(&[]);
     let call = reduced(26, SINK, &[9000], vec![read(DATA, 9000)], vec![]);
-    let into = source(26, 9000, vec![vec![segment(7, 9000, 0)]], None);
+    let into = source(26, 9000, vec![[segment(7, 9000, 0)].into()], None);
     for (call, fault) in [(call, Fault::READ_STAG), (into, Fault::STAG)] {
         let mut peer = Peer::open(server.port);
         peer.send(&call);
@@ -313,7 +311,7 @@ fn a_client_that_reads_late_gets_the_result_as_it_was() {
     const RESULTS: u32 = 16;
     let mut server = start(&["RPCRDMA_LOG=debug"]);
     let call = |n: u32| {
-        let lists = Lists { writes: vec![vec![segment(n, LENGTH, 0)]], ..Lists::default() };
+        let lists = Lists { writes: vec![[segment(n, LENGTH, 0)].into()], ..Lists::default() };
         message(n, 32, Proc::Msg, &lists, &rpc_call(n, STATIC_SOURCE, &words(&[n])))
     };
     let mut slow = Peer::open_with(server.port, false);

@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 use rpcrdma::provider::iwarp::ddp::{ENOUGH, Fault, Header, Opcode, ReadRequest};
 use rpcrdma::provider::iwarp::mpa::Which;
 use rpcrdma::wire::header::{self, Body, Proc, RdmaError, Versions};
-use rpcrdma::wire::lists::Lists;
+use rpcrdma::wire::lists::{Chunk, Lists};
 use rpcrdma::wire::{Segment, Xid};
 
 use crate::peer::*;
@@ -484,14 +484,14 @@ fn calls_that_cannot_be_used_are_answered_with_err_chunk() {
 #[test]
 fn chunks_of_absurd_sizes_that_are_not_needed_come_back_unused() {
     let mut server = Server::start(NO_CRC);
-    let absurd = [segment(1, u32::MAX, u64::MAX), segment(2, u32::MAX, 0)];
-    let lists = Lists { reads: vec![], writes: vec![absurd.to_vec(); 3], reply: Some(absurd.to_vec()) };
+    let absurd = Chunk::from(&[segment(1, u32::MAX, u64::MAX), segment(2, u32::MAX, 0)][..]);
+    let lists = Lists { reads: vec![], writes: vec![absurd.clone(); 3], reply: Some(absurd.clone()) };
     let answers = answers(&mut server, &message(14, u32::MAX, Proc::Msg, &lists, &rpc_call(14, NULL, b"")));
     let header = header::decode(&answers[0], Versions::ONE).expect("a valid header");
     let Body::Msg { chunks, payload } = header.body else { panic!("{header}") };
     assert_eq!(payload, rpc_reply(14, b""));
     let returned = chunks.to_lists();
-    assert_eq!((returned.writes.len(), returned.reply.as_ref().map(Vec::len)), (3, Some(2)));
+    assert_eq!((returned.writes.len(), returned.reply.as_ref().map(|chunk| chunk.len())), (3, Some(2)));
     assert!(returned.writes.iter().flatten().chain(returned.reply.iter().flatten()).all(|s| s.length == 0));
     server.end();
 }

@@ -98,7 +98,7 @@ fn frame(random: &mut Random, msn: u32) -> Vec<u8> {
     let procedure = random.below(PROCEDURES) as u32;
     let want = 1 << random.below(21);
     let lists = |reply: u32| rpcrdma::wire::lists::Lists {
-        reply: (reply > 0).then(|| vec![segment(7, reply, 0)]),
+        reply: (reply > 0).then(|| [segment(7, reply, 0)].into()),
         ..Default::default()
     };
     let msg = rpcrdma::wire::header::Proc::Msg;
@@ -201,7 +201,7 @@ fn hoard(part: &mut Part) {
 fn never_read(part: &mut Part) {
     let mut peers: Vec<Peer> = (0..8).filter_map(|_| part.open(true)).collect();
     let chunk =
-        rpcrdma::wire::lists::Lists { reply: Some(vec![segment(1, 2 << 20, 0)]), ..Default::default() };
+        rpcrdma::wire::lists::Lists { reply: Some([segment(1, 2 << 20, 0)].into()), ..Default::default() };
     for peer in &mut peers {
         let one =
             |n| send(n, &message(n, 32, rpcrdma::wire::header::Proc::Msg, &chunk, &call(n, DO, 1 << 20)));

@@ -681,7 +681,7 @@ fn any_damage_to_a_message_of_version_two_hurts_its_own_connection_only() {
     let half = memory.len() as u32 / 2;
     let chunk = [segment(0x1111_0001, half, 0), segment(0x1111_0001, half, u64::from(half))];
     let long = message_in(2, 7, Direction::Call, &reads(&chunk), None);
-    let lists = Lists { reply: Some(vec![segment(0x2222_0001, 9000, 1 << 40)]), ..Lists::default() };
+    let lists = Lists { reply: Some([segment(0x2222_0001, 9000, 1 << 40)].into()), ..Lists::default() };
     let source = rpc_call(7, SOURCE, &words(&[8000]));
     let written = message_in(2, 7, Direction::Call, &lists, Some(&source));
     let step = if servers::full() { 1 } else { 2 };
@@ -756,8 +756,9 @@ fn receives_have_the_size_that_was_told_after_every_change() {
     peer.version = 2;
     peer.send(&init(1, 4096));
     peer.message();
+    const MOST: u32 = 256 << 10;
     for (bytes, longest) in
-        [(65_536, 65_536), (65_537, 65_536), (u32::MAX, 65_536), (1024, 1024), (5000, 5000)]
+        [(65_536, 65_536), (MOST, MOST), (MOST + 1, MOST), (u32::MAX, MOST), (1024, 1024), (5000, 5000)]
     {
         peer.send(&request(2, &[size(bytes)]));
         let mut settled = false;

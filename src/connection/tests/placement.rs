@@ -7,10 +7,13 @@
 
 use std::collections::BTreeMap;
 
+use smallvec::smallvec;
+
 use super::pair::*;
 use super::*;
 use crate::binding::Item;
 use crate::memory::{Program, Regions};
+use crate::wire::lists::Chunk;
 
 const NFS: u32 = 100_003;
 /// Programs with text bindings: at both ends, at the client only, at the server only; and one without.
@@ -311,7 +314,7 @@ impl Duo {
             let sent = &self.sent[&header.xid.0];
             let offered = sent.lists.as_ref().unwrap();
             // rule 74, rule 97: what was offered comes back with its handles, its number and its order.
-            let names = |chunk: &Vec<Segment>| chunk.iter().map(|s| (s.handle, s.offset)).collect::<Vec<_>>();
+            let names = |chunk: &Chunk| chunk.iter().map(|s| (s.handle, s.offset)).collect::<Vec<_>>();
             assert_eq!(
                 lists.writes.iter().map(names).collect::<Vec<_>>(),
                 offered.writes.iter().map(names).collect::<Vec<_>>()
@@ -1034,7 +1037,7 @@ fn answered(
 }
 
 /// A reply with this Write list.
-fn reply_with(writes: Vec<Vec<Segment>>, payload: &[u8]) -> Vec<u8> {
+fn reply_with(writes: Vec<Chunk>, payload: &[u8]) -> Vec<u8> {
     let mut message = Vec::new();
     header::encode(
         &mut message,
@@ -1049,8 +1052,8 @@ fn reply_with(writes: Vec<Vec<Segment>>, payload: &[u8]) -> Vec<u8> {
     message
 }
 
-fn used(lists: &Lists, length: u32) -> Vec<Vec<Segment>> {
-    vec![vec![Segment { length, ..lists.writes[0][0] }]]
+fn used(lists: &Lists, length: u32) -> Vec<Chunk> {
+    vec![smallvec![Segment { length, ..lists.writes[0][0] }]]
 }
 
 /// rule 61, first half; rule 79, rule 80, rule 86: a chunk that comes back unused, empty, or not at all.
@@ -1058,7 +1061,7 @@ fn used(lists: &Lists, length: u32) -> Vec<Vec<Segment>> {
 fn a_result_outside_of_its_write_chunk_is_an_error_of_nfs_and_none_of_private_bindings() {
     for way in 0..3 {
         let answer = |lists: &Lists, reply: &Xdr| {
-            let writes = [used(lists, 0), vec![vec![]], vec![]][way].clone();
+            let writes = [used(lists, 0), vec![Chunk::new()], vec![]][way].clone();
             (reply_with(writes, &reply.bytes), None)
         };
         let (duo, _) = answered((NFS, 3, 6), answer);
@@ -1242,7 +1245,7 @@ fn read_of_linux(count: usize, len: usize) -> (Duo, Vec<Segment>, [Sink; 2]) {
     assert_ne!(offered[0].handle, offered[1].handle);
     let call = read_3(call_head(7, (NFS, 3, 6), (0, 0)), count);
     let plan = plan(call.clone(), read_3_reply(reply_head(7, 0), len));
-    let lists = Lists { writes: vec![offered.to_vec()], ..Lists::default() };
+    let lists = Lists { writes: vec![Chunk::from_slice(&offered)], ..Lists::default() };
     let (lent, place, outcome) = (Vec::new(), None, None);
     let sent = Sent { plan, lent, place, abandoned: false, outcome, lists: Some(lists.clone()) };
     duo.sent.insert(7, sent);
@@ -1291,7 +1294,7 @@ fn a_short_reply_in_a_reply_chunk_is_understood() {
         Some(Exposed::Sink(sink)) => assert!(sink.place(0, &reply.bytes)),
         _ => panic!("a Reply chunk is a sink"),
     }
-    let used = Some(vec![Segment { length: reply.bytes.len() as u32, ..offered[0] }]);
+    let used = Some(smallvec![Segment { length: reply.bytes.len() as u32, ..offered[0] }]);
     let mut message = Vec::new();
     header::encode(
         &mut message,

@@ -27,6 +27,8 @@ use std::io;
 use std::sync::Arc;
 use std::sync::atomic::Ordering::{Acquire, Relaxed, Release, SeqCst};
 
+use smallvec::SmallVec;
+
 use super::ddp::{self, Header, Opcode, ReadRequest};
 use super::stream::Stream;
 use super::{lost, mpa};
@@ -46,6 +48,12 @@ const RUN: usize = 8 << 20;
 
 /// The longest FPDU that goes out in one piece from the stack, where one copy costs less than what keeps track of pieces.
 const SHORT: usize = 512;
+
+/// Most pieces of a message that goes out at once.
+const PIECES: usize = 8;
+
+/// Pieces of the frames of one system call: mostly few.
+type IoVecs<'a> = SmallVec<[IoVec<'a>; 16]>;
 
 /// Bytes of the longest pad and the CRC word.
 const MAX_TAIL: usize = 7;
@@ -355,11 +363,12 @@ impl Transmit {
         self.queue.push_back(work);
     }
 
-    /// Whether a Send of these pieces is one short FPDU, and nothing is to go out before it.
+    /// Whether a Send of these pieces is one FPDU, and nothing is to go out before it.
     pub(super) fn may_send_at_once(&mut self, stream: &Stream, gather: &[Region]) -> bool {
         let len = gather.iter().map(|piece| piece.len()).sum::<usize>();
-        let fits = ddp::UNTAGGED + len + MAX_TAIL <= SHORT && len <= self.segment(stream, ddp::UNTAGGED);
-        fits && self.may_send && !self.blocked && self.is_idle()
+        let few = gather.len() <= PIECES && !gather.iter().any(Region::is_lent);
+        let free = self.may_send && !self.blocked && self.is_idle();
+        few && free && len <= self.segment(stream, ddp::UNTAGGED)
     }
 
     /// Sends what [`Transmit::may_send_at_once`], and queues what the socket does not take.
@@ -373,27 +382,43 @@ impl Transmit {
         invalidate: Option<u32>,
         calls: &mut u64,
     ) -> Result<(), Error> {
-        let mut fpdu = [0; SHORT];
-        let mut end = ddp::UNTAGGED;
-        for piece in &gather {
-            fpdu[end..end + piece.len()].copy_from_slice(piece);
-            end += piece.len();
-        }
-        let payload = end - ddp::UNTAGGED;
-        let crc_at = end + mpa::pad_len(end - 2);
-        let whole = crc_at + 4;
+        let payload = gather.iter().map(|piece| piece.len()).sum::<usize>();
+        let (mut head, mut tail) = ([0; ddp::UNTAGGED], [0; MAX_TAIL]);
+        let pad = mpa::pad_len(head.len() - 2 + payload);
+        let tail = &mut tail[..pad + 4];
+        let whole = head.len() + payload + tail.len();
         let sent = shared.with_stream(|shared| {
-            send_header(self.number_send(shared), invalidate, true, 0).encode(payload, &mut fpdu);
-            let crc = self.crc.then(|| crc32c::crc32c(&fpdu[..crc_at]));
-            fpdu[crc_at..whole].copy_from_slice(&mpa::crc_word(crc));
+            send_header(self.number_send(shared), invalidate, true, 0).encode(payload, &mut head);
+            let crc = self.crc.then(|| {
+                let head = crc32c::crc32c(&head);
+                let all = gather.iter().fold(head, |crc, piece| crc32c::crc32c_append(crc, piece));
+                crc32c::crc32c_append(all, &tail[..pad])
+            });
+            tail[pad..].copy_from_slice(&mpa::crc_word(crc));
             *calls += 1;
-            let sent = offer(stream, &[IoVec::from_slice(&fpdu[..whole])]);
+            let parts =
+                || std::iter::once(&head[..]).chain(gather.iter().map(|piece| &piece[..])).chain([&*tail]);
+            let sent = if whole <= SHORT {
+                let (mut fpdu, mut end) = ([0; SHORT], 0);
+                for part in parts() {
+                    fpdu[end..end + part.len()].copy_from_slice(part);
+                    end += part.len();
+                }
+                offer(stream, &[IoVec::from_slice(&fpdu[..end])])
+            } else {
+                let (mut pieces, mut count) = ([IoVec::from_slice(&[]); PIECES + 2], 0);
+                for part in parts() {
+                    pieces[count] = IoVec::from_slice(part);
+                    count += 1;
+                }
+                offer(stream, &pieces[..count])
+            };
             let inside = !matches!(sent, Ok(sent) if sent == whole);
             (sent, inside)
         })?;
         self.blocked = true;
         match sent.transpose()? {
-            None => self.post(Work::Send { gather: Arc::from(gather.into_vec()), len: payload, invalidate }),
+            None => self.post(Work::Send { gather: list(gather), len: payload, invalidate }),
             Some(sent) if sent == whole => {
                 self.sent += sent as u64;
                 self.blocked = false;
@@ -402,12 +427,12 @@ impl Transmit {
                 self.sent += sent as u64;
                 self.unsent += payload;
                 self.frame_bytes += whole - sent;
-                let from = Cursor { gather: Arc::from(gather.into_vec()), piece: 0, at: 0 };
+                let from = Cursor { gather: list(gather), piece: 0, at: 0 };
                 let mut frame = Frame::new(from, payload);
-                frame.head[..ddp::UNTAGGED].copy_from_slice(&fpdu[..ddp::UNTAGGED]);
-                frame.head_len = ddp::UNTAGGED as u8;
-                frame.tail[..whole - end].copy_from_slice(&fpdu[end..whole]);
-                frame.tail_len = (whole - end) as u8;
+                frame.head[..head.len()].copy_from_slice(&head);
+                frame.head_len = head.len() as u8;
+                frame.tail[..tail.len()].copy_from_slice(tail);
+                frame.tail_len = tail.len() as u8;
                 frame.sent = sent;
                 self.frames.push_back(frame);
             }
@@ -542,7 +567,7 @@ impl Transmit {
             if self.frames.is_empty() {
                 return Ok(());
             }
-            let mut pieces = Vec::with_capacity(4 * self.frames.len());
+            let mut pieces = IoVecs::new();
             let mut offered = 0;
             for frame in &self.frames {
                 let before = pieces.len();
@@ -912,7 +937,7 @@ impl Frame {
     }
 
     /// Adds what is left to send to `pieces`, as far as one system call takes them; returns the bytes added.
-    fn pieces<'a>(&'a self, pieces: &mut Vec<IoVec<'a>>) -> usize {
+    fn pieces<'a>(&'a self, pieces: &mut IoVecs<'a>) -> usize {
         let mut skip = self.sent;
         let mut added = 0;
         let mut add = |len: usize, piece: &dyn Fn(usize) -> Option<IoVec<'a>>| {
@@ -973,7 +998,15 @@ pub(super) fn gather(pieces: Regions, len: Option<usize>) -> Result<(Arc<[Region
             format!("a gather list of {sum} bytes does not fit its message"),
         ));
     }
-    Ok((Arc::from(pieces.into_vec()), sum))
+    Ok((list(pieces), sum))
+}
+
+/// A list that frames share.
+fn list(pieces: Regions) -> Arc<[Region]> {
+    match pieces.into_inner() {
+        Ok(one) => Arc::new(one),
+        Err(more) => Arc::from(more.into_vec()),
+    }
 }
 
 #[cfg(test)]
@@ -1110,10 +1143,20 @@ mod tests {
     }
 
     /// What the peer gets of a message that was sent at once or through the queue, in the middle of others: when the socket
-    /// takes it; when it is full; when another process is inside a message.
+    /// takes it; when it is full; when it takes a part; when another process is inside a message. From the stack, and as it lies.
     #[test]
-    fn a_short_send_goes_out_as_it_does_through_the_queue() {
-        for (full, other) in [(false, false), (true, false), (false, true)] {
+    fn a_send_of_one_fpdu_goes_out_as_it_does_through_the_queue() {
+        let (short, long) =
+            ([(30, None), (3, Some(5)), (33, None)], [(60_001, None), (600, Some(5)), (60_002, None)]);
+        for (lengths, full, other, small) in [
+            (short, false, false, false),
+            (short, true, false, false),
+            (short, false, true, false),
+            (long, false, false, false),
+            (long, true, false, false),
+            (long, false, true, false),
+            (long, false, false, true),
+        ] {
             let [at_once, queued] = [true, false].map(|at_once| {
                 let (ours, mut peers) = UnixStream::pair().unwrap();
                 for socket in [&ours, &peers] {
@@ -1122,9 +1165,13 @@ mod tests {
                 let (mut stream, shared) = (Stream::new(ours.as_raw_fd()), Shared::new().unwrap());
                 let mut transmit = Transmit::new(None);
                 transmit.may_send = true;
+                if small {
+                    crate::socket::testing::set_buffers(ours.as_raw_fd(), 16 << 10);
+                }
                 let filled = if full { fill(&ours) } else { 0 };
+                let waits = full || other || small;
                 shared.set(Shared::OWNER, if other { u64::from(parent_id()) } else { 0 });
-                for (length, invalidate) in [(30, None), (3, Some(5)), (33, None)] {
+                for (length, invalidate) in lengths {
                     let gather = vec![
                         Region::copy_from(&[7; 30]).unwrap(),
                         Region::copy_from(&vec![8; length]).unwrap(),
@@ -1133,8 +1180,9 @@ mod tests {
                         transmit
                             .send_at_once((&mut stream, &shared), gather.into(), invalidate, &mut 0)
                             .unwrap();
-                        assert_eq!((transmit.blocked, transmit.unsent() > 0), (full || other, full || other));
-                        assert_eq!(transmit.is_inside_message(), full);
+                        assert_eq!((transmit.blocked, transmit.unsent() > 0), (waits, waits));
+                        assert_eq!(transmit.is_inside_message(), full || small);
+                        assert_eq!(transmit.is_half_sent(), small);
                     } else {
                         transmit.post(Work::Send { gather: gather.into(), len: 30 + length, invalidate });
                         transmit.run((&mut stream, &shared), &mut 0).unwrap();
@@ -1143,13 +1191,17 @@ mod tests {
                 let mut came = Vec::new();
                 let end = peers.read_to_end(&mut came).unwrap_err();
                 assert_eq!((end.kind(), came.len() <= filled), (io::ErrorKind::WouldBlock, full || other));
-                shared.set(Shared::OWNER, 0);
-                transmit.run((&mut stream, &shared), &mut 0).unwrap();
-                let _ = peers.read_to_end(&mut came);
+                if other {
+                    shared.set(Shared::OWNER, 0);
+                }
+                while transmit.has_work() {
+                    transmit.run((&mut stream, &shared), &mut 0).unwrap();
+                    let _ = peers.read_to_end(&mut came);
+                }
                 assert!(transmit.is_idle() && transmit.unsent() == 0 && transmit.frame_bytes == 0);
                 (came.split_off(filled), transmit.sent, transmit.sends)
             });
-            assert_eq!(at_once, queued);
+            assert!(at_once == queued, "{lengths:?}: full {full}, other {other}, small {small}");
             assert_eq!(tails(&at_once.0).len(), 3);
         }
     }

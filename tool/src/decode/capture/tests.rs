@@ -57,10 +57,10 @@ fn conversation() -> Vec<(usize, Vec<u8>)> {
     let lists = Lists {
         reads: vec![ReadSegment { position: Position(0), target: chunk(0xaa, 16, 6000) }],
         writes: Vec::new(),
-        reply: Some(vec![chunk(0xbb, 32, 9000)]),
+        reply: Some([chunk(0xbb, 32, 9000)].into()),
     };
     let call = message(Proc::Nomsg, Direction::Call, &lists, &[]);
-    let lists = Lists { reply: Some(vec![chunk(0xbb, 32, 5000)]), ..Lists::default() };
+    let lists = Lists { reply: Some([chunk(0xbb, 32, 5000)].into()), ..Lists::default() };
     let reply = message(Proc::Nomsg, Direction::Reply, &lists, &[]);
     let read = ReadRequest { sink_stag: 5, sink_to: 0, size: 6000, source_stag: 0xaa, source_to: 16 };
     let queue = |opcode| ddp::Header::Untagged { opcode, last: true, invalidate: 0, msn: 1, mo: 0 };

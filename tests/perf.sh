@@ -221,6 +221,24 @@ head -n 20 log | sed '2s/$/\x1b[31m/; 3s/^/noise /' >part
 printf 'a line of mine\x1b]0;title\x07\n' >>part
 check "what is not understood is named" 0 'lines that are not of the library.s log: 1 of 21; line 21 is the first: a line of mine\?\]0;title\?' "$tool" decode part
 if grep -q $'\x1b' out; then FAIL "no escape sequence reaches a terminal" out; else ok "no escape sequence reaches a terminal"; fi
+# A log is not kept, and of a call that is not asked for hardly anything: so many times its size in memory.
+cat >size.py <<'END'
+import os, subprocess, sys
+at = "2026-11-22T09:30:00.%06dZ rpcrdma[%d] wire: fd 3 %s RDMA_MSG xid 0x%08x credits 32 reads [] writes [] reply none payload 40\n"
+with open("long", "w") as log:
+    for n in range(40000):
+        for process, way in (1, ">"), (2, "<"), (2, ">"), (1, "<"):
+            log.write(at % (n, process, way, n))
+size = os.path.getsize("long")
+for most, *options in (2.0,), (2.0, "--json"), (1.0, "--call", "5"):
+    reader = subprocess.Popen([sys.argv[1], "decode", *options, "long"], stdout=subprocess.DEVNULL)
+    _, status, used = os.wait4(reader.pid, 0)
+    times = 1024 * used.ru_maxrss / size
+    print(options, "%.1f times its size" % times)
+    if status or times > most:
+        sys.exit(1)
+END
+check "a long log is read in little memory" 0 'times its size' python3 size.py "$tool"
 # Ctrl-C in front of a pipe: who writes there ends, and what has come is shown. Only a thread that waits for signals shows that it
 # reads; in a script's own children SIGINT would be ignored.
 cat >pipe.py <<'END'

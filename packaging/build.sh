@@ -21,9 +21,7 @@ mkdir "$work/rpcrdma-$version"
 tar -C "$top" --exclude=./target --exclude=./build --exclude=./.git -cf - . | tar -C "$work/rpcrdma-$version" -xf -
 cd "$work/rpcrdma-$version"
 # debhelper gives the build a home of its own, in which neither a Rust of the user's nor the crates are.
-if [ ! -x /usr/bin/cargo ]; then
-    export RUSTUP_HOME=${RUSTUP_HOME:-$HOME/.rustup}
-fi
+export RUSTUP_HOME=${RUSTUP_HOME:-$HOME/.rustup}
 export CARGO_HOME=${CARGO_HOME:-$HOME/.cargo}
 CARGO=${CARGO:-$(bash tests/packages.sh cargo)}
 export CARGO

@@ -57,6 +57,19 @@ for device in iwarp local; do
         check "$device: rendered" 0 'PNG image data, 960 x [0-9]+' sh -c "rsvg-convert $device.svg -o $device.png && file $device.png"
     fi
 done
+# Where the picture cannot be written that is said before anything is measured, which would take an hour.
+mkdir folder; echo mine >kept; echo mine >locked; chmod 444 locked
+long=(--seconds 3600 --rounds 1 --sizes 0 --threads 1)
+unprivileged=()
+[ "$(id -u)" -ne 0 ] || unprivileged=(setpriv --bounding-set=-all --inh-caps=-all)
+for wrong in 'none/a.svg:No such file or directory' 'folder:Is a directory' 'kept/a.svg:Not a directory' 'locked:Permission denied'; do
+    check "a picture that cannot be written: ${wrong#*:}" 1 "^rpcrdma perf: ${wrong%%:*}: ${wrong#*:} \$" "${unprivileged[@]}" "$tool" perf "${long[@]}" --svg "${wrong%%:*}"
+    check "... of a log" 1 "^rpcrdma decode: ${wrong%%:*}: ${wrong#*:} \$" "${unprivileged[@]}" "$tool" decode --svg "${wrong%%:*}" /dev/zero
+done
+check "a run that fails" 1 'no\.such\.host\.invalid: ' "$tool" perf no.such.host.invalid --svg kept
+check "... leaves the picture of before" 0 '^mine $' cat kept
+check "... and makes none" 1 'no\.such\.host\.invalid: ' "$tool" perf no.such.host.invalid --svg new.svg
+if [ -e new.svg ]; then FAIL "... and makes none: it is there"; fi
 # On a screen: a bar meanwhile, then the table; what rdma will do here.
 if command -v tmux >/dev/null; then
     export TERM=xterm
@@ -208,6 +221,24 @@ head -n 20 log | sed '2s/$/\x1b[31m/; 3s/^/noise /' >part
 printf 'a line of mine\x1b]0;title\x07\n' >>part
 check "what is not understood is named" 0 'lines that are not of the library.s log: 1 of 21; line 21 is the first: a line of mine\?\]0;title\?' "$tool" decode part
 if grep -q $'\x1b' out; then FAIL "no escape sequence reaches a terminal" out; else ok "no escape sequence reaches a terminal"; fi
+# A log is not kept, and of a call that is not asked for hardly anything: so many times its size in memory.
+cat >size.py <<'END'
+import os, subprocess, sys
+at = "2026-11-22T09:30:00.%06dZ rpcrdma[%d] wire: fd 3 %s RDMA_MSG xid 0x%08x credits 32 reads [] writes [] reply none payload 40\n"
+with open("long", "w") as log:
+    for n in range(40000):
+        for process, way in (1, ">"), (2, "<"), (2, ">"), (1, "<"):
+            log.write(at % (n, process, way, n))
+size = os.path.getsize("long")
+for most, *options in (2.0,), (2.0, "--json"), (1.0, "--call", "5"):
+    reader = subprocess.Popen([sys.argv[1], "decode", *options, "long"], stdout=subprocess.DEVNULL)
+    _, status, used = os.wait4(reader.pid, 0)
+    times = 1024 * used.ru_maxrss / size
+    print(options, "%.1f times its size" % times)
+    if status or times > most:
+        sys.exit(1)
+END
+check "a long log is read in little memory" 0 'times its size' python3 size.py "$tool"
 # Ctrl-C in front of a pipe: who writes there ends, and what has come is shown. Only a thread that waits for signals shows that it
 # reads; in a script's own children SIGINT would be ignored.
 cat >pipe.py <<'END'

@@ -224,6 +224,18 @@ if type -P mandoc >/dev/null; then
 else
     skip "the pages are right" "no mandoc"
 fi
+# Every page as a reader has it. A system without manual pages has a `man` that only says so.
+if ! type -P man >/dev/null || ! man -l "$top/docs/rpcrdma.7" 2>/dev/null | grep -q '^NAME'; then
+    skip "man shows every page" "no man"
+else
+    : >wrong
+    for page in generated/man1/*.1 "$top"/docs/*.[1-8]; do
+        LC_ALL=C.UTF-8 MANWIDTH=80 man --warnings -l "$page" >shown 2>said
+        status=$?
+        if [ $status -ne 0 ] || [ -s said ] || ! grep -q '^NAME' shown; then { echo "$page: status $status"; cat said; } >>wrong; fi
+    done
+    if [ -s wrong ]; then FAIL "man shows every page" wrong; else ok "man shows every page"; fi
+fi
 check "completions offer nothing that is hidden" 1 '^ ?$' grep -E -e '--child|Writes manual pages|generate' -r generated/completions
 # complete SHELL START EXPECTED...: in a terminal, what Tab makes of "rpcrdma ...".
 screen() { mux capture-pane -p >screen; grep -Eq -- "$1" screen; }

@@ -1,7 +1,9 @@
 //! `rpcrdma decode`: the library's log at level wire, or a capture of packets, call by call.
 
+use std::collections::BTreeMap;
 use std::fs::File;
-use std::io::{self, BufRead, BufReader, BufWriter, Read, Write};
+use std::io::{self, BufRead, BufReader, BufWriter, Read, Seek, SeekFrom, Write};
+use std::os::fd::AsFd;
 use std::path::PathBuf;
 use std::process::{self, ExitCode};
 use std::sync::OnceLock;
@@ -18,11 +20,12 @@ mod trace;
 
 use crate::interrupt;
 use crate::out::{self, complain};
+use crate::picture::can_be_saved;
 use crate::programs::Programs;
 use crate::words;
-use log::Refused;
+use log::{Line, Refused};
 use show::Document;
-use trace::Trace;
+use trace::{Reader, Trace, Wanted};
 
 /// Reads a log of level wire (RPCRDMA_LOG=wire) or a capture of packets, call by call.
 ///
@@ -93,23 +96,39 @@ pub fn run(args: &Args) -> ExitCode {
 }
 
 fn decode(args: &Args) -> Result<(), String> {
-    let (name, input): (String, Box<dyn Read>) = match &args.file {
+    if let Some(path) = &args.svg {
+        // Not after all that comes through a pipe.
+        can_be_saved(path).map_err(|error| format!("{}: {}", path.display(), words::reason(&error)))?;
+    }
+    let (name, file) = match &args.file {
         Some(path) => {
             let file =
                 File::open(path).map_err(|error| format!("{}: {}", path.display(), words::reason(&error)))?;
-            (path.display().to_string(), Box::new(file))
+            (path.display().to_string(), file)
         }
         None => {
             let kind = fstat(io::stdin()).map(|stat| FileType::from_raw_mode(stat.st_mode));
             if kind.is_ok_and(|kind| kind == FileType::Fifo) {
                 leave_interrupts_to_the_writer().map_err(|error| format!("signals: {error}"))?;
             }
-            ("standard input".into(), Box::new(io::stdin()))
+            let name = "standard input";
+            let copy = io::stdin().as_fd().try_clone_to_owned();
+            (name.to_owned(), copy.map_err(|error| format!("{name}: {}", words::reason(&error)))?.into())
         }
     };
-    let trace = read(BufReader::new(input));
+    let mut input = BufReader::new(file);
+    let is_file = input.get_ref().metadata().is_ok_and(|found| found.is_file());
+    let start = if is_file { input.stream_position().ok() } else { None };
+    let wanted = match (args.xid, args.call) {
+        (Some(xid), _) => Wanted::Xid(xid),
+        (None, Some((from, to))) => Wanted::Numbers(from, to),
+        // A picture shows the first one.
+        (None, None) if args.svg.is_some() => Wanted::Numbers(1, 1),
+        (None, None) => Wanted::All,
+    };
+    let trace = read(input, start, wanted);
     READ.get_or_init(Instant::now);
-    let mut trace = trace.map_err(|error| format!("{name}: {}", words::reason(&error)))?;
+    let trace = trace.map_err(|error| format!("{name}: {}", words::reason(&error)))?;
     for text in show::refused(&trace) {
         complain!("rpcrdma decode: {text}");
     }
@@ -124,23 +143,18 @@ fn decode(args: &Args) -> Result<(), String> {
             "{name}: no call in it: is it a capture, or a log that RPCRDMA_LOG=wire has made?"
         ));
     }
-    let chosen: Vec<usize> = (0..trace.calls.len())
-        .filter(|&at| args.xid.is_none_or(|xid| trace.calls[at].xid == xid))
-        .filter(|at| args.call.is_none_or(|(from, to)| (from..=to).contains(&(at + 1))))
-        .collect();
-    if chosen.is_empty() {
+    if trace.shown.is_empty() {
         return Err(format!("{name}: no such call among {}", trace.calls.len()));
     }
     let names = Programs::read();
     if let Some(path) = &args.svg {
-        let some = if args.xid.is_none() && args.call.is_none() { &chosen[..1] } else { &chosen[..] };
-        if some.len() > DRAWN {
-            return Err(format!("{} calls are too many for a picture: at most {DRAWN}", some.len()));
+        let some = trace.shown.len();
+        if some > DRAWN {
+            return Err(format!("{some} calls are too many for a picture: at most {DRAWN}"));
         }
-        let picture = diagram::draw(&trace, some, &names)?;
+        let picture = diagram::draw(&trace, &trace.shown, &names)?;
         return picture.save(path).map_err(|error| format!("{}: {}", path.display(), words::reason(&error)));
     }
-    trace.shown = chosen;
     let mut out = BufWriter::new(out::stdout());
     let written = if args.json {
         out::json(&Document::new(&trace, &names), true)
@@ -171,20 +185,60 @@ const DRAWN: usize = 32;
 /// The longest line that is looked at: the library writes none of more than PIPE_BUF bytes.
 const LONGEST: u64 = 8192;
 
-/// Reads a log or a capture to its end.
+/// Reads a log or a capture to its end. Where its lines are in the order of their times none is kept. `start`: where it begins, if one
+/// can go back there; where one cannot they are kept until they can be put in order.
 ///
 /// # Errors
 /// Of the file.
-fn read(mut input: impl BufRead) -> io::Result<Trace> {
-    if capture::packets::is_capture(input.fill_buf()?) {
-        let (lines, packets) = capture::read(input)?;
-        let mut trace = Trace::read(lines);
-        trace.shown = (0..trace.calls.len()).collect();
-        (trace.is_capture, trace.lines) = (true, packets);
-        return Ok(trace);
+fn read<R: BufRead + Seek>(mut input: R, start: Option<u64>, wanted: Wanted) -> io::Result<Trace> {
+    if let Some(start) = start {
+        let mut reader = Reader::new(wanted);
+        let mut latest = log::Time::MIN;
+        let told = lines(&mut input, |line| {
+            let in_order = line.at.is_none_or(|at| at >= latest);
+            latest = line.at.unwrap_or(latest);
+            if in_order {
+                reader.take(line);
+            }
+            in_order
+        })?;
+        if let Some(told) = told {
+            return Ok(told.of(reader.trace()));
+        }
+        input.seek(SeekFrom::Start(start))?;
     }
-    let mut lines = Vec::new();
-    let mut refused = std::collections::BTreeMap::new();
+    let mut kept = Vec::new();
+    let told = lines(&mut input, |line| {
+        kept.push(line);
+        true
+    })?;
+    let trace = Trace::read(kept, wanted);
+    Ok(told.map_or_else(Trace::default, |told| told.of(trace)))
+}
+
+/// What is told of a log as a whole.
+struct Told {
+    is_capture: bool,
+    count: u64,
+    refused: BTreeMap<Refused, (u64, u64, String)>,
+}
+
+impl Told {
+    fn of(self, trace: Trace) -> Trace {
+        Trace { is_capture: self.is_capture, lines: self.count, refused: self.refused, ..trace }
+    }
+}
+
+/// Each line of a log, or of what a capture tells, as long as `take` says that it shall go on. `None`: it was not to.
+///
+/// # Errors
+/// Of the file.
+fn lines(mut input: impl BufRead, mut take: impl FnMut(Line) -> bool) -> io::Result<Option<Told>> {
+    if capture::packets::is_capture(input.fill_buf()?) {
+        let packets = capture::read(input, take)?;
+        return Ok(packets.map(|count| Told { is_capture: true, count, refused: BTreeMap::new() }));
+    }
+    let mut refused = BTreeMap::new();
     let mut count = 0;
     let mut bytes = Vec::new();
     loop {
@@ -205,21 +259,21 @@ fn read(mut input: impl BufRead) -> io::Result<Trace> {
         }
         let why = match log::parse(text) {
             Ok(line) if !long => {
-                lines.push(line);
+                if !take(line) {
+                    return Ok(None);
+                }
                 continue;
             }
             Ok(_) => Refused::Foreign,
             // The log is being written, or was cut off.
             Err(Refused::Unknown) if !ended => Refused::Cut,
+            Err(Refused::Foreign) if !ended && log::is_beginning(text) => Refused::Cut,
             Err(why) => why,
         };
         let entry = refused.entry(why).or_insert_with(|| (0, count, text.chars().take(200).collect()));
         entry.0 += 1;
     }
-    let mut trace = Trace::read(lines);
-    trace.shown = (0..trace.calls.len()).collect();
-    (trace.refused, trace.lines) = (refused, count);
-    Ok(trace)
+    Ok(Some(Told { is_capture: false, count, refused }))
 }
 
 #[cfg(test)]

@@ -25,6 +25,7 @@ mod programs;
 mod rpc;
 mod run;
 mod stat;
+mod times;
 mod top;
 mod watch;
 mod words;

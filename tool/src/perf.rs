@@ -23,7 +23,9 @@ use crate::interrupt;
 use crate::library;
 use crate::numbers;
 use crate::out::{self, complain};
+use crate::picture::can_be_saved;
 use crate::rpc::{self, Client, Netid, PROGRAM};
+use crate::times::Times;
 use crate::words;
 
 mod draw;
@@ -31,7 +33,7 @@ mod figures;
 mod measure;
 
 use figures::{Figures, Latency, Measured, Row, Totals, Way};
-use measure::{Call, Case, Sample, Times, measure, median};
+use measure::{Call, Case, Sample, measure, median};
 
 /// Measures calls over rdma against the same over tcp.
 ///
@@ -131,7 +133,13 @@ fn seconds(text: &str) -> Result<f64, String> {
 
 pub fn run(args: &Args) -> ExitCode {
     library::forget_name();
-    let outcome = if let Some(file) = &args.draw {
+    // Not after a long run.
+    let writable = args.svg.as_deref().map_or(Ok(()), |file| {
+        can_be_saved(file).map_err(|error| format!("{}: {}", file.display(), words::reason(&error)))
+    });
+    let outcome = if let Err(text) = writable {
+        Err(text)
+    } else if let Some(file) = &args.draw {
         draw_again(args, file)
     } else if args.serve {
         serve(args)

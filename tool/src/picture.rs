@@ -2,7 +2,9 @@
 //!
 //! Knows nothing of what is drawn. Words are estimated, not measured: [`width`] is on the safe side.
 
+use std::fs::{self, File, OpenOptions};
 use std::io;
+use std::os::unix::fs::FileTypeExt;
 use std::path::Path;
 
 use svg::Document;
@@ -144,7 +146,27 @@ impl Picture {
     /// # Errors
     /// Of the file.
     pub fn save(&self, path: &Path) -> io::Result<()> {
-        std::fs::write(path, self.to_string())
+        fs::write(path, self.to_string())
+    }
+}
+
+/// Whether a picture could be saved there, before what it shows is measured. What is there stays as it is, and what is not there
+/// is not there afterwards.
+///
+/// # Errors
+/// It could not.
+pub fn can_be_saved(path: &Path) -> io::Result<()> {
+    match fs::metadata(path) {
+        // A pipe would be waited for.
+        Ok(there) if there.file_type().is_fifo() => Ok(()),
+        Ok(_) => OpenOptions::new().write(true).open(path).map(drop),
+        Err(error) if error.kind() == io::ErrorKind::NotFound => match File::create_new(path) {
+            Ok(_) => fs::remove_file(path),
+            // A link, whose target would be made.
+            Err(error) if error.kind() == io::ErrorKind::AlreadyExists => Ok(()),
+            Err(error) => Err(error),
+        },
+        Err(error) => Err(error),
     }
 }
 
@@ -172,6 +194,30 @@ fn round(value: f64) -> f64 {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn where_a_picture_can_be_saved_is_known_before_and_nothing_changes() {
+        let folder = std::env::temp_dir().join(format!("rpcrdma-picture.{}", std::process::id()));
+        fs::create_dir(&folder).unwrap();
+        let file = folder.join("a.svg");
+        can_be_saved(&file).unwrap();
+        assert!(!file.exists());
+        fs::write(&file, "there").unwrap();
+        can_be_saved(&file).unwrap();
+        assert_eq!(fs::read_to_string(&file).unwrap(), "there");
+        let link = folder.join("link");
+        std::os::unix::fs::symlink("b.svg", &link).unwrap();
+        can_be_saved(&link).unwrap();
+        assert!(fs::symlink_metadata(&link).unwrap().is_symlink() && !folder.join("b.svg").exists());
+        for (path, why) in [
+            (folder.clone(), io::ErrorKind::IsADirectory),
+            (folder.join("none/a.svg"), io::ErrorKind::NotFound),
+            (file.join("a.svg"), io::ErrorKind::NotADirectory),
+        ] {
+            assert_eq!(can_be_saved(&path).unwrap_err().kind(), why);
+        }
+        fs::remove_dir_all(&folder).unwrap();
+    }
 
     #[test]
     fn no_text_of_others_is_markup_or_moves_a_cursor() {

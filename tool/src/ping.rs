@@ -16,12 +16,14 @@ use rpcrdma::tool::{Agreed, Row, host};
 use serde::Serialize;
 
 use crate::out::{self, complain, say};
+use crate::times::Times;
 use crate::words::{reason, shown};
 use crate::{interrupt, library, programs};
 
 #[derive(clap::Args)]
 #[command(
-    after_help = "Each call is one of procedure 0, which does nothing. Ctrl-C ends it, with a summary.\n\n\
+    after_help = "Each call is one of procedure 0, which does nothing. Ctrl-C ends it, with a summary: mdev is the \
+                  standard deviation, p50 the median to within 2 %.\n\n\
                         Exit status: 0 there was an answer, 1 there was none, 2 the command line was wrong."
 )]
 pub struct Args {
@@ -327,8 +329,22 @@ struct Session {
     sent: u64,
     /// Attempts without a connection to send on.
     unsent: u64,
-    times: Vec<Duration>,
+    times: RoundTrips,
     started: Instant,
+}
+
+/// What the summary is made of, in the same room for one answer and for those of a year.
+#[derive(Default)]
+struct RoundTrips {
+    /// For the median.
+    times: Times,
+    count: u64,
+    /// In milliseconds, as all that follows.
+    min: f64,
+    max: f64,
+    avg: f64,
+    /// The squares of what each differs from the mean by: summed up as Welford does, for a sum of squares would lose what matters.
+    squares: f64,
 }
 
 #[derive(Serialize)]
@@ -407,7 +423,15 @@ impl Session {
             errors: Vec::new(),
             round_trip: None,
         };
-        Session { json, title, document, sent: 0, unsent: 0, times: Vec::new(), started: Instant::now() }
+        Session {
+            json,
+            title,
+            document,
+            sent: 0,
+            unsent: 0,
+            times: RoundTrips::default(),
+            started: Instant::now(),
+        }
     }
 
     /// What the connection runs on: known with the first answer.
@@ -444,7 +468,7 @@ impl Session {
         let number = self.sent;
         match outcome {
             Ok(()) => {
-                self.times.push(took);
+                self.times.add(took);
                 if !self.json {
                     let from = self.document.address.map_or(self.document.host.clone(), |at| at.to_string());
                     say!("answer from {from}: seq={number} time={:.3} ms", milliseconds(took));
@@ -478,9 +502,9 @@ impl Session {
 
     /// The summary. Whether there was an answer.
     fn end(&mut self) -> bool {
-        let (sent, answered) = (self.sent, self.times.len() as u64);
+        let (sent, answered) = (self.sent, self.times.count);
         let lost = sent - answered.min(sent);
-        let summary = Summary::of(&self.times);
+        let summary = self.times.summary();
         if self.json {
             (self.document.sent, self.document.answered, self.document.lost) = (sent, answered, lost);
             self.document.round_trip = summary;
@@ -512,17 +536,23 @@ impl From<Agreed> for Connection {
     }
 }
 
-impl Summary {
+impl RoundTrips {
+    fn add(&mut self, time: Duration) {
+        self.times.add(time);
+        let time = milliseconds(time);
+        self.count += 1;
+        (self.min, self.max) =
+            if self.count == 1 { (time, time) } else { (self.min.min(time), self.max.max(time)) };
+        let off = time - self.avg;
+        self.avg += off / self.count as f64;
+        self.squares += off * (time - self.avg);
+    }
+
     /// As ping(8): mdev is the standard deviation. `None` without answers.
-    fn of(times: &[Duration]) -> Option<Summary> {
-        let mut times: Vec<f64> = times.iter().map(|time| milliseconds(*time)).collect();
-        times.sort_by(f64::total_cmp);
-        let (min, max) = (*times.first()?, *times.last()?);
-        let count = times.len() as f64;
-        let avg = times.iter().sum::<f64>() / count;
-        let mdev = (times.iter().map(|time| (time - avg).powi(2)).sum::<f64>() / count).sqrt();
-        let p50 = times[(times.len() - 1) / 2];
-        Some(Summary { min, avg, max, mdev, p50 })
+    fn summary(&self) -> Option<Summary> {
+        let p50 = self.times.quantile(0.5)? / 1000.0;
+        let Self { count, min, max, avg, squares, .. } = *self;
+        Some(Summary { min, avg, max, mdev: (squares / count as f64).sqrt(), p50: p50.clamp(min, max) })
     }
 }
 
@@ -570,11 +600,29 @@ mod tests {
 
     #[test]
     fn a_summary_is_as_ping_has_it() {
-        assert_eq!(Summary::of(&[]), None);
-        let times = [3, 1, 2, 6].map(Duration::from_millis);
-        let Summary { min, avg, max, mdev, p50 } = Summary::of(&times).unwrap();
-        assert_eq!((min, avg, max, p50), (1.0, 3.0, 6.0, 2.0));
+        let of = |times: &[u64]| {
+            let mut trips = RoundTrips::default();
+            times.iter().for_each(|ms| trips.add(Duration::from_millis(*ms)));
+            trips.summary()
+        };
+        assert_eq!(of(&[]), None);
+        let Summary { min, avg, max, mdev, p50 } = of(&[3, 1, 2, 6]).unwrap();
+        assert_eq!((min, avg, max), (1.0, 3.0, 6.0));
         assert!((mdev - 3.5_f64.sqrt()).abs() < 1e-9);
+        assert!((p50 - 2.0).abs() < 2.0 / 64.0, "{p50}");
+        assert_eq!(of(&[7]), Some(Summary { min: 7.0, avg: 7.0, max: 7.0, mdev: 0.0, p50: 7.0 }));
+    }
+
+    #[test]
+    fn answers_of_days_are_summed_up_as_those_of_a_minute() {
+        let mut trips = RoundTrips::default();
+        // 100 us and 200 us in turn, every millisecond for most of an hour.
+        for at in 0..3_000_000 {
+            trips.add(Duration::from_micros(100 + 100 * (at % 2)));
+        }
+        let Summary { avg, mdev, p50, .. } = trips.summary().unwrap();
+        assert!((avg - 0.15).abs() < 1e-9 && (mdev - 0.05).abs() < 1e-9, "{avg} {mdev}");
+        assert!((p50 / 0.1 - 1.0).abs() < 1.0 / 64.0, "{p50}");
     }
 
     #[test]

@@ -44,14 +44,17 @@ const STREAMS: usize = 1 << 16;
 #[cfg(test)]
 const STREAMS: usize = 64;
 
-/// What a capture tells, in the order of its packets, and how many of these there are.
+/// What a capture tells, in the order of its packets, and how many of these there are. `None`: it was not to go on.
 ///
 /// # Errors
 /// Of the file.
-pub fn read(input: impl Read) -> io::Result<(Vec<Line>, u64)> {
+pub fn read(input: impl Read, mut tell: impl FnMut(Line) -> bool) -> io::Result<Option<u64>> {
     let mut packets = Packets::open(input)?;
     let mut reader = Reader::default();
     loop {
+        if !reader.lines.drain(..).all(&mut tell) {
+            return Ok(None);
+        }
         match packets.next() {
             Ok(Some(part)) => reader.take(part),
             Ok(None) => break,
@@ -65,7 +68,7 @@ pub fn read(input: impl Read) -> io::Result<(Vec<Line>, u64)> {
     }
     let counts = packets.counts;
     reader.end(&counts);
-    Ok((reader.lines, counts.packets))
+    Ok(reader.lines.drain(..).all(&mut tell).then_some(counts.packets))
 }
 
 #[derive(Default)]
@@ -153,7 +156,7 @@ impl Stream {
 
 impl Reader {
     fn say(&mut self, at: Option<Time>, stream: Option<i32>, text: String) {
-        self.tell(at, stream, Level::Info, Event::Said(text));
+        self.tell(at, stream, Level::Info, Event::Said(text.into()));
     }
 
     fn tell(&mut self, at: Option<Time>, stream: Option<i32>, level: Level, event: Event) {
@@ -239,7 +242,7 @@ impl Reader {
                     at,
                     Some(stream.number),
                     Level::Info,
-                    Event::Closed { why: format!("reset by the {who}") },
+                    Event::Closed { why: format!("reset by the {who}").into() },
                 );
             }
             self.give_up(stream);
@@ -265,7 +268,7 @@ impl Reader {
     /// Says so, if both ends have closed it.
     fn closed(&mut self, stream: &Stream, at: Option<Time>) {
         if stream.request.is_some() && stream.halves.iter().all(|half| half.end.is_some()) {
-            let why = "both ends have closed it".to_owned();
+            let why = "both ends have closed it".into();
             self.tell(at, Some(stream.number), Level::Info, Event::Closed { why });
         }
     }
@@ -505,7 +508,12 @@ impl Reader {
         );
         let markers = request.markers || frame.markers;
         let crc = request.crc || frame.crc;
-        self.tell(at, number, Level::Info, Event::Opened { to: stream.server.to_string(), how });
+        self.tell(
+            at,
+            number,
+            Level::Info,
+            Event::Opened { to: stream.server.to_string().into(), how: how.into() },
+        );
         if frame.reject {
             self.say(at, number, "the server refuses the connection".into());
         }

@@ -89,7 +89,7 @@ fn about(trace: &Trace, calls: &[&Call]) -> String {
             (None, true) => {}
         }
     }
-    parts.extend(connection.how.clone());
+    parts.extend(connection.how.as_deref().map(str::to_owned));
     parts.join(", ")
 }
 

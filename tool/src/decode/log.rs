@@ -3,6 +3,8 @@
 //! A line is somebody else's: nothing in it is taken for granted, and what of it is kept as text is shown by
 //! [`crate::words::shown`] only.
 
+use std::hash::Hash;
+
 use serde::Serialize;
 
 /// Microseconds since 1970.
@@ -49,48 +51,48 @@ pub enum Event {
     /// The length of an RPC reply.
     Reply { xid: u32, bytes: u64 },
     /// A client's connection.
-    Opened { to: String, how: String },
+    Opened { to: Box<str>, how: Box<str> },
     /// A server's connection.
-    Accepted { from: String, how: String },
+    Accepted { from: Box<str>, how: Box<str> },
     /// Its end.
-    Closed { why: String },
+    Closed { why: Box<str> },
     /// Anything else that is said.
-    Said(String),
+    Said(Box<str>),
 }
 
-/// A header and what came with it.
+/// A header and what came with it. A log has very many, and all of them are kept: so they are small.
 #[derive(Clone, Debug, Default, PartialEq, Serialize)]
 pub struct Message {
     /// RDMA_MSG and so on.
-    pub procedure: String,
+    pub procedure: &'static str,
     pub xid: u32,
     pub credits: u32,
     /// In Version Two.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub is_call: Option<bool>,
-    pub reads: Vec<ReadSegment>,
-    pub writes: Vec<Vec<Segment>>,
-    pub reply: Option<Vec<Segment>>,
+    pub reads: Box<[ReadSegment]>,
+    pub writes: Box<[Box<[Segment]>]>,
+    pub reply: Option<Box<[Segment]>>,
     /// The lists are longer than the log shows.
     pub cut: bool,
     /// Bytes of the RPC message in it.
     pub payload: Option<u64>,
     /// Of an RDMA_ERROR or of an extension's message, in words.
     #[serde(skip_serializing_if = "Option::is_none")]
-    pub rest: Option<String>,
+    pub rest: Option<Box<str>>,
     /// Sent with Invalidate.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub invalidates: Option<u32>,
 }
 
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize)]
 pub struct Segment {
     pub handle: u32,
     pub offset: u64,
     pub length: u32,
 }
 
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize)]
 pub struct ReadSegment {
     pub position: u32,
     #[serde(flatten)]
@@ -102,9 +104,10 @@ impl Message {
         self.procedure.ends_with("_ERROR")
     }
 
-    /// The same message, however it was sent.
-    pub fn same(&self, other: &Message) -> bool {
-        Message { invalidates: None, ..self.clone() } == Message { invalidates: None, ..other.clone() }
+    /// What the same message has at both its ends, however it was sent.
+    pub fn likeness(&self) -> impl PartialEq + Hash {
+        let Message { procedure, xid, credits, is_call, reads, writes, reply, cut, payload, rest, .. } = self;
+        (procedure, xid, credits, is_call, reads, writes, reply, cut, payload, rest)
     }
 }
 
@@ -155,10 +158,27 @@ pub fn parse(line: &str) -> Result<Line, Refused> {
         _ => {
             let mut text = Text(whole);
             let fd = fd(&mut text).filter(|_| text.take(": ").is_some());
-            (fd, Event::Said(if fd.is_some() { text.0 } else { whole }.to_owned()))
+            (fd, Event::Said(if fd.is_some() { text.0 } else { whole }.into()))
         }
     };
     Ok(Line { at, process, level, fd, event })
+}
+
+/// Whether so little of a line is there that it does not tell yet whose it is: the rest may have been cut off.
+pub fn is_beginning(line: &str) -> bool {
+    const TIME: &str = "0000-00-00T00:00:00.000000Z ";
+    let form: String = line.chars().map(|c| if c.is_ascii_digit() { '0' } else { c }).collect();
+    let rest = form.strip_prefix(TIME).unwrap_or(&form);
+    let Some(rest) = rest.strip_prefix("rpcrdma[") else {
+        return TIME.starts_with(rest) || "rpcrdma[".starts_with(rest);
+    };
+    let rest = rest.trim_start_matches('0');
+    match rest.strip_prefix("] ") {
+        Some(rest) => {
+            ["error: ", "warn: ", "info: ", "debug: ", "wire: "].iter().any(|level| level.starts_with(rest))
+        }
+        None => "] ".starts_with(rest),
+    }
 }
 
 fn fd(text: &mut Text) -> Option<i32> {
@@ -235,21 +255,35 @@ fn traffic(text: &mut Text, out: bool) -> Option<Event> {
     }
     if text.0.starts_with("xid ") || text.0.starts_with("message of ") {
         // A header that breaks the rules, in words.
-        return Some(Event::Said(format!("{} {}", if out { "sends" } else { "has got" }, text.all())));
+        return Some(Event::Said(format!("{} {}", if out { "sends" } else { "has got" }, text.all()).into()));
     }
     Some(Event::Message { out, message: Box::new(message(text)?) })
 }
 
+const PROCEDURES: [&str; 12] = [
+    "RDMA_MSG",
+    "RDMA_NOMSG",
+    "RDMA_MSGP",
+    "RDMA_DONE",
+    "RDMA_ERROR",
+    "RDMA_OPTIONAL",
+    "RDMA2_MSG",
+    "RDMA2_NOMSG",
+    "RDMA2_MSGP",
+    "RDMA2_DONE",
+    "RDMA2_ERROR",
+    "RDMA2_OPTIONAL",
+];
+
+/// The library shows no more than eight entries of a list: two bytes, `[]`, are a chunk.
+const LISTED: usize = 16;
+
 fn message(text: &mut Text) -> Option<Message> {
     let (procedure, rest) = text.0.split_once(' ')?;
-    let known = ["MSG", "NOMSG", "MSGP", "DONE", "ERROR", "OPTIONAL"];
-    let (prefix, name) = procedure.split_once('_')?;
-    if !matches!(prefix, "RDMA" | "RDMA2") || !known.contains(&name) {
-        return None;
-    }
+    let procedure = *PROCEDURES.iter().find(|known| **known == procedure)?;
     text.0 = rest;
     text.take("xid ")?;
-    let mut message = Message { procedure: procedure.into(), xid: text.hex()?, ..Message::default() };
+    let mut message = Message { procedure, xid: text.hex()?, ..Message::default() };
     text.take(" credits ")?;
     message.credits = text.number()?;
     if text.take(" CALL").is_some() {
@@ -258,27 +292,18 @@ fn message(text: &mut Text) -> Option<Message> {
         message.is_call = Some(false);
     }
     if text.take(" reads [").is_some() {
-        while text.take("]").is_none() {
-            match read_segment(text) {
-                Some(read) => message.reads.push(read),
-                None => more(text, &mut message)?,
-            }
-            text.take(" ");
-        }
+        message.reads = list(text, &mut message.cut, read_segment)?;
         text.take(" writes [")?;
-        while text.take("]").is_none() {
-            if text.take("[").is_some() {
-                let chunk = segments(text, &mut message)?;
-                message.writes.push(chunk);
-            } else {
-                more(text, &mut message)?;
-            }
-            text.take(" ");
-        }
+        let mut cut = false;
+        message.writes = list(text, &mut message.cut, |text| {
+            text.take("[")?;
+            list(text, &mut cut, segment)
+        })?;
+        message.cut |= cut;
         text.take(" reply ")?;
         if text.take("none").is_none() {
             text.take("[")?;
-            message.reply = Some(segments(text, &mut message)?);
+            message.reply = Some(list(text, &mut message.cut, segment)?);
         }
         if text.take(" payload ").is_some() {
             message.payload = Some(text.number()?);
@@ -289,8 +314,9 @@ fn message(text: &mut Text) -> Option<Message> {
         message.invalidates = Some(handle.hex().filter(|_| handle.0.is_empty())?);
         text.0 = before;
     }
-    if matches!(name, "ERROR" | "OPTIONAL") {
-        message.rest = Some(text.all().trim().into()).filter(|rest: &String| !rest.is_empty());
+    if procedure.ends_with("_ERROR") || procedure.ends_with("_OPTIONAL") {
+        let rest = text.all();
+        message.rest = Some(rest.trim()).filter(|rest| !rest.is_empty()).map(Into::into);
     }
     Some(message)
 }
@@ -301,17 +327,22 @@ pub fn message_of(text: &str) -> Option<Message> {
     message(&mut text).filter(|_| text.0.is_empty())
 }
 
-/// Up to the closing bracket.
-fn segments(text: &mut Text, message: &mut Message) -> Option<Vec<Segment>> {
-    let mut segments = Vec::new();
+/// Up to the closing bracket: entries, and perhaps `and N more`.
+fn list<T>(
+    text: &mut Text,
+    cut: &mut bool,
+    mut entry: impl FnMut(&mut Text) -> Option<T>,
+) -> Option<Box<[T]>> {
+    let mut list = Vec::new();
     while text.take("]").is_none() {
-        match segment(text) {
-            Some(segment) => segments.push(segment),
-            None => more(text, message)?,
+        match entry(text) {
+            Some(entry) if list.len() < LISTED => list.push(entry),
+            Some(_) => return None,
+            None => more(text, cut)?,
         }
         text.take(" ");
     }
-    Some(segments)
+    Some(list.into())
 }
 
 fn read_segment(text: &mut Text) -> Option<ReadSegment> {
@@ -335,11 +366,11 @@ fn segment(text: &mut Text) -> Option<Segment> {
 }
 
 /// `and N more`.
-fn more(text: &mut Text, message: &mut Message) -> Option<()> {
+fn more(text: &mut Text, cut: &mut bool) -> Option<()> {
     text.take("and ")?;
     let _: u64 = text.number()?;
     text.take(" more")?;
-    message.cut = true;
+    *cut = true;
     Some(())
 }
 
@@ -397,8 +428,8 @@ impl<'a> Text<'a> {
         T::try_from(value).ok()
     }
 
-    fn all(&mut self) -> String {
-        std::mem::take(&mut self.0).to_owned()
+    fn all(&mut self) -> Box<str> {
+        std::mem::take(&mut self.0).into()
     }
 }
 
@@ -414,10 +445,7 @@ mod tests {
         .unwrap();
         let Event::Message { out: true, message } = &line.event else { panic!("{line:?}") };
         assert_eq!((line.process, line.fd, line.at), (52, Some(3), None));
-        assert_eq!(
-            (message.procedure.as_str(), message.xid, message.credits),
-            ("RDMA_NOMSG", 0x5b0a4432, 32)
-        );
+        assert_eq!((message.procedure, message.xid, message.credits), ("RDMA_NOMSG", 0x5b0a4432, 32));
         assert_eq!(message.reads[0].segment.length, 70064);
         assert_eq!(message.reply.as_ref().unwrap()[0].length, 16781312);
         let line = parse("2026-11-22T09:30:00.123456Z rpcrdma[4711] debug: fd 3: call 0x5b0a4432: program 536888915 version 1 procedure 4, 70064 bytes").unwrap();
@@ -429,7 +457,7 @@ mod tests {
     fn lists_that_are_cut_and_sends_that_invalidate_are_understood() {
         let text = "rpcrdma[1] wire: fd 3 < RDMA2_MSG xid 0x00000001 credits 4 REPLY reads [4:0x1+0x2:3 4:0x1+0x5:6 and 2 more] writes [[0x1+0x0:1 and 9 more] [] and 3 more] reply [] payload 28 invalidates 0x0000000f";
         let Event::Message { out: false, message } = parse(text).unwrap().event else { panic!() };
-        assert_eq!((message.reads.len(), message.writes.len(), message.reply), (2, 2, Some(Vec::new())));
+        assert_eq!((message.reads.len(), message.writes.len(), message.reply), (2, 2, Some(Box::default())));
         assert_eq!(
             (message.cut, message.is_call, message.payload, message.invalidates),
             (true, Some(false), Some(28), Some(15))
@@ -445,8 +473,14 @@ mod tests {
         assert_eq!(parse("rpcrdma[x] wire: fd 3"), Err(Refused::Foreign));
         assert_eq!(parse("rpcrdma[1] wire: fd 3 > RDMA_MSG xid 0x1 cre..."), Err(Refused::Cut));
         assert_eq!(parse("rpcrdma[1] wire: fd 3 > RDMA_MSG xid 0x1 cre"), Err(Refused::Unknown));
+        for whole in ["2026-11-22T09:30:00.123456Z rpcrdma[4711] debug: ", "rpcrdma[52] wire: "] {
+            assert!((1..=whole.len()).all(|length| is_beginning(&whole[..length])), "{whole}");
+        }
+        for foreign in ["2026 apples", "20:30", "rpcrdma: ", "rpcrdma[1] w: ", "rpcrdma[x", "wire: "] {
+            assert!(!is_beginning(foreign), "{foreign}");
+        }
         assert!(
-            matches!(parse("rpcrdma[1] warn: anything").unwrap().event, Event::Said(text) if text == "anything")
+            matches!(parse("rpcrdma[1] warn: anything").unwrap().event, Event::Said(text) if *text == *"anything")
         );
     }
 }

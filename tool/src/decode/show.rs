@@ -3,7 +3,7 @@
 use std::fmt::Write as _;
 use std::io::{self, Write};
 
-use serde::Serialize;
+use serde::{Serialize, Serializer};
 
 use super::log::{Message, Refused, Time};
 use super::trace::{Call, Connection, Kind, Remark, Role, Step, Trace};
@@ -221,7 +221,7 @@ pub fn details(message: &Message, call: bool) -> Vec<String> {
         parts.push("more chunks than the log shows".into());
     }
     if let Some(rest) = &message.rest {
-        parts.push(rest.clone());
+        parts.push(rest.to_string());
     }
     if let Some(handle) = message.invalidates {
         parts.push(format!("invalidates {handle:#010x}"));
@@ -251,8 +251,8 @@ fn of_day(at: Time) -> String {
 /// The whole document; times are microseconds since 1970, and calls name connections by their places.
 #[derive(Serialize)]
 pub struct Document<'a> {
-    connections: Vec<End<'a>>,
-    calls: Vec<CallOf<'a>>,
+    connections: Ends<'a>,
+    calls: Calls<'a>,
     remarks: &'a [Remark],
     lines: u64,
     skipped: Skipped,
@@ -306,19 +306,33 @@ struct Skipped {
     unknown: u64,
 }
 
-impl<'a> Document<'a> {
-    /// What is asked for.
-    pub fn new(trace: &'a Trace, names: &Programs) -> Document<'a> {
-        let skipped = |why| trace.refused.get(&why).map_or(0, |(lines, ..)| *lines);
-        let end = |connection: &'a Connection| End {
-            process: connection.process,
-            fd: connection.fd,
-            role: connection.role,
-            peer: connection.peer.as_deref(),
-            how: connection.how.as_deref(),
-            other_end: connection.other,
-            remarks: &connection.remarks,
+/// All connections, one after the other: of none there is a second copy.
+struct Ends<'a>(&'a Trace);
+
+impl<'a> Serialize for Ends<'a> {
+    fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+        let end = |connection: &'a Connection| {
+            let Connection { process, fd, role, peer, how, other, remarks } = connection;
+            End {
+                process: *process,
+                fd: *fd,
+                role: *role,
+                peer: peer.as_deref(),
+                how: how.as_deref(),
+                other_end: *other,
+                remarks,
+            }
         };
+        serializer.collect_seq(self.0.connections.iter().map(end))
+    }
+}
+
+/// The calls that are shown, likewise.
+struct Calls<'a>(&'a Trace, &'a Programs);
+
+impl Serialize for Calls<'_> {
+    fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+        let Calls(trace, names) = self;
         let call = |&number: &usize| {
             let call = &trace.calls[number];
             CallOf {
@@ -337,9 +351,17 @@ impl<'a> Document<'a> {
                 steps: call.steps.iter().map(step).collect(),
             }
         };
+        serializer.collect_seq(trace.shown.iter().map(call))
+    }
+}
+
+impl<'a> Document<'a> {
+    /// What is asked for.
+    pub fn new(trace: &'a Trace, names: &'a Programs) -> Document<'a> {
+        let skipped = |why| trace.refused.get(&why).map_or(0, |(lines, ..)| *lines);
         Document {
-            connections: trace.connections.iter().map(end).collect(),
-            calls: trace.shown.iter().map(call).collect(),
+            connections: Ends(trace),
+            calls: Calls(trace, names),
             remarks: &trace.remarks,
             lines: trace.lines,
             skipped: Skipped {

@@ -1,5 +1,7 @@
 //! Logs of real programs (tool/tests/logs), as they are and with whatever can be wrong with them.
 
+use std::io::Cursor;
+
 use super::show;
 use super::trace::{Call, Kind, Role};
 use super::*;
@@ -8,7 +10,7 @@ const CALL_BACK: &str = include_str!("../../tests/logs/call-back.log");
 const CHUNKS: &str = include_str!("../../tests/logs/chunks.log");
 
 fn trace(text: &str) -> Trace {
-    read(text.as_bytes()).unwrap()
+    read(Cursor::new(text), Some(0), Wanted::All).unwrap()
 }
 
 fn kinds(call: &Call) -> String {
@@ -117,6 +119,48 @@ fn the_order_of_logs_does_not_matter_and_one_end_is_enough() {
 }
 
 #[test]
+fn a_log_that_one_can_go_back_in_and_one_that_comes_through_a_pipe_tell_the_same() {
+    // In order; and not, with another log behind it, from the midst of a file on.
+    let twice = format!("{CHUNKS}{CALL_BACK}nonsense\n{CHUNKS}");
+    for log in [CHUNKS, CALL_BACK, &twice] {
+        let mut file = Cursor::new(format!("of another time\n{log}"));
+        file.set_position(16);
+        let back = read(file, Some(16), Wanted::All).unwrap();
+        let pipe = read(Cursor::new(log), None, Wanted::All).unwrap();
+        assert_eq!(printed(&back), printed(&pipe));
+        assert_eq!(show::refused(&back), show::refused(&pipe));
+    }
+}
+
+#[test]
+fn of_calls_that_nobody_asks_for_there_are_no_steps() {
+    let all = trace(CALL_BACK);
+    for (at, call) in all.calls.iter().enumerate() {
+        for wanted in [Wanted::Numbers(at + 1, at + 1), Wanted::Xid(call.xid)] {
+            for start in [None, Some(0)] {
+                let some = read(Cursor::new(CALL_BACK), start, wanted).unwrap();
+                assert_eq!(some.shown, [at]);
+                assert!(some.calls.iter().enumerate().all(|(one, call)| one == at || call.steps.is_empty()));
+                // Else as in the whole, to the numbers and to which ends belong together.
+                let mut whole = trace(CALL_BACK);
+                whole.shown = vec![at];
+                assert_eq!(printed(&some), printed(&whole));
+            }
+        }
+    }
+}
+
+#[test]
+fn the_longest_lists_are_those_of_the_library() {
+    let log = |chunks: usize| {
+        let writes = "[] ".repeat(chunks);
+        format!("rpcrdma[1] wire: fd 3 > RDMA_MSG xid 0x1 credits 1 reads [] writes [{writes}] reply none\n")
+    };
+    assert_eq!(trace(&log(8)).calls.len(), 1);
+    assert_eq!(trace(&log(100)).refused.keys().collect::<Vec<_>>(), [&Refused::Unknown]);
+}
+
+#[test]
 fn what_is_passed_over_is_named() {
     let long = "x".repeat(3 * LONGEST as usize);
     let cut = &CHUNKS[..CHUNKS.len() - 40];
@@ -128,6 +172,18 @@ fn what_is_passed_over_is_named() {
     let lines = text.lines().count() as u64;
     assert_eq!(told, [(Refused::Foreign, 2, 1), (Refused::Cut, 1, lines), (Refused::Unknown, 1, 3)]);
     assert!(show::refused(&trace)[0].contains("line 1 is the first: some words"));
+}
+
+#[test]
+fn a_log_that_is_cut_anywhere_has_no_line_of_others() {
+    let bare: String = CHUNKS.lines().map(|line| format!("{}\n", line.split_once(' ').unwrap().1)).collect();
+    for log in [CHUNKS, CALL_BACK, &bare] {
+        for end in 0..log.len() {
+            let trace = trace(&log[..end]);
+            let others = trace.refused.keys().find(|why| **why != Refused::Cut);
+            assert_eq!(others, None, "{:?}", log[..end].lines().last());
+        }
+    }
 }
 
 #[test]
@@ -175,7 +231,7 @@ fn a_log_with_anything_in_it_is_read_and_moves_no_cursor() {
                 }
             }
         }
-        let trace = read(bytes.as_slice()).unwrap();
+        let trace = read(Cursor::new(&bytes), Some(0), Wanted::All).unwrap();
         let told = printed(&trace) + &show::refused(&trace).join("\n");
         assert!(
             told.chars().all(|c| c == '\n' || !c.is_control() && c != '\u{202e}'),

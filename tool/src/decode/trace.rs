@@ -6,8 +6,10 @@
 //!
 //! # Invariants
 //! - Nothing that a log says makes this fail, loop, or take more memory than a few times the log.
+//! - Of a call that nobody has asked for no step is kept.
 
 use std::collections::{BTreeMap, HashMap, VecDeque};
+use std::hash::{BuildHasher, RandomState};
 
 use serde::Serialize;
 
@@ -36,9 +38,9 @@ pub struct Connection {
     pub fd: i32,
     pub role: Option<Role>,
     /// Where the client has connected to, or where it comes from.
-    pub peer: Option<String>,
+    pub peer: Option<Box<str>>,
     /// What it runs on and what was agreed.
-    pub how: Option<String>,
+    pub how: Option<Box<str>>,
     /// The other end, if it has logged too.
     pub other: Option<usize>,
     pub remarks: Vec<Remark>,
@@ -56,7 +58,25 @@ pub enum Role {
 pub struct Remark {
     pub at: Option<Time>,
     pub process: u32,
-    pub text: String,
+    pub text: Box<str>,
+}
+
+/// The calls that are asked for: their numbers are those of all calls, from 1 on.
+#[derive(Clone, Copy, Debug)]
+pub enum Wanted {
+    All,
+    Numbers(usize, usize),
+    Xid(u32),
+}
+
+impl Wanted {
+    fn has(self, index: usize, xid: u32) -> bool {
+        match self {
+            Wanted::All => true,
+            Wanted::Numbers(from, to) => (from..=to).contains(&(index + 1)),
+            Wanted::Xid(wanted) => wanted == xid,
+        }
+    }
 }
 
 #[derive(Debug)]
@@ -72,7 +92,11 @@ pub struct Call {
     pub steps: Vec<Step>,
     pub replied: bool,
     /// The RDMA_ERROR that it was answered with.
-    pub error: Option<String>,
+    pub error: Option<Box<str>>,
+    /// What its message has at both ends, as a number.
+    likeness: u64,
+    /// The half with its XID that came before it.
+    half_before: Option<u32>,
 }
 
 /// One thing that moved or ended.
@@ -144,45 +168,44 @@ impl Trace {
     }
 
     /// Reads lines, which may be of several logs one after the other.
-    pub fn read(lines: Vec<Line>) -> Trace {
-        let mut reader = Reader::default();
-        let mut order = 0;
-        let mut take = |line| {
-            reader.take(order, line);
-            order += 1;
-        };
-        // One log is in order, as a rule, and there may be much of it.
-        if lines.iter().filter_map(|line| line.at).is_sorted() {
-            lines.into_iter().for_each(&mut take);
-        } else {
+    pub fn read(mut lines: Vec<Line>, wanted: Wanted) -> Trace {
+        let mut reader = Reader::new(wanted);
+        if !lines.iter().filter_map(|line| line.at).is_sorted() {
             // Lines without a time stay behind what they follow.
             let mut latest = Time::MIN;
-            let mut ordered: Vec<(Time, Line)> = lines
-                .into_iter()
-                .map(|line| {
-                    latest = line.at.unwrap_or(latest);
-                    (latest, line)
-                })
-                .collect();
-            ordered.sort_by_key(|(at, _)| *at);
-            ordered.into_iter().for_each(|(_, line)| take(line));
+            let mut at: Vec<Time> = Vec::with_capacity(lines.len());
+            for line in &lines {
+                latest = line.at.unwrap_or(latest);
+                at.push(latest);
+            }
+            let mut order: Vec<usize> = (0..lines.len()).collect();
+            order.sort_by_key(|&index| at[index]);
+            drop(at);
+            for index in order {
+                let nothing =
+                    Line { at: None, process: 0, level: Level::Debug, fd: None, event: Event::ReadDone };
+                reader.take(std::mem::replace(&mut lines[index], nothing));
+            }
+        } else {
+            lines.into_iter().for_each(|line| reader.take(line));
         }
-        let mut trace = reader.trace;
-        for call in &mut trace.calls {
-            call.steps.sort_by_key(|step| (step.at.or(step.done), step.order));
-        }
-        trace
+        reader.trace()
     }
 }
 
-#[derive(Default)]
-struct Reader {
+/// Puts together what belongs together, line by line in the order of their times.
+pub struct Reader {
     trace: Trace,
+    wanted: Wanted,
+    /// Lines so far.
+    order: usize,
     /// The connections under way, by process and descriptor.
     current: HashMap<(u32, i32), usize>,
-    states: Vec<State>,
-    /// Calls of which one end is not known yet, by XID.
-    halves: HashMap<u32, Vec<usize>>,
+    /// What is under way on each connection, where something is.
+    states: Vec<Option<Box<State>>>,
+    /// The latest call of which one end is not known yet, by XID.
+    halves: HashMap<u32, u32>,
+    hasher: RandomState,
 }
 
 /// What is under way on a connection.
@@ -205,7 +228,32 @@ struct State {
 }
 
 impl Reader {
-    fn take(&mut self, order: usize, line: Line) {
+    pub fn new(wanted: Wanted) -> Reader {
+        Reader {
+            trace: Trace::default(),
+            wanted,
+            order: 0,
+            current: HashMap::new(),
+            states: Vec::new(),
+            halves: HashMap::new(),
+            hasher: RandomState::new(),
+        }
+    }
+
+    /// What has come of it.
+    pub fn trace(self) -> Trace {
+        let Reader { mut trace, wanted, .. } = self;
+        for call in &mut trace.calls {
+            call.steps.sort_by_key(|step| (step.at.or(step.done), step.order));
+        }
+        let calls = trace.calls.iter().enumerate();
+        trace.shown = calls.filter(|(at, call)| wanted.has(*at, call.xid)).map(|(at, _)| at).collect();
+        trace
+    }
+
+    pub fn take(&mut self, line: Line) {
+        let order = self.order;
+        self.order += 1;
         let Line { at, process, level, fd, event } = line;
         let Some(fd) = fd else {
             if let Event::Said(text) = event {
@@ -213,6 +261,9 @@ impl Reader {
             }
             return;
         };
+        if level == Level::Debug && matches!(event, Event::Said(_)) {
+            return;
+        }
         let anew = matches!(event, Event::Opened { .. } | Event::Accepted { .. });
         let on = self.connection(process, fd, anew);
         let remark = |text| Remark { at, process, text };
@@ -220,12 +271,12 @@ impl Reader {
             Event::Opened { to, how } => self.name(on, Role::Client, to, how),
             Event::Accepted { from, how } => self.name(on, Role::Server, from, how),
             Event::Message { out, message } => {
-                self.states[on].used = true;
+                self.state(on).used = true;
                 self.message(order, at, on, out, message);
             }
             Event::Rdma { write, segment } => self.rdma(order, at, on, write, segment),
             Event::ReadDone => {
-                if let Some(Some((call, step))) = self.states[on].reads.pop_front()
+                if let Some(Some((call, step))) = self.state(on).reads.pop_front()
                     && let Some(step) = self.trace.calls[call].steps.get_mut(step)
                 {
                     step.done = at;
@@ -233,51 +284,69 @@ impl Reader {
             }
             Event::Invalidated { handle } => self.invalidated(order, at, on, handle),
             Event::Call { xid, program, bytes } => {
-                self.states[on].announced.insert(xid, (program, bytes));
+                self.state(on).announced.insert(xid, (program, bytes));
             }
             Event::CallBytes { xid, bytes } => {
-                if let Some(&call) = self.states[on].latest.get(&xid) {
-                    self.trace.calls[call].call_bytes.get_or_insert(bytes);
+                if let Some(call) = self.latest(on, xid) {
+                    call.call_bytes.get_or_insert(bytes);
                 }
             }
             Event::Request { xid, program } => {
-                if let Some(&call) = self.states[on].latest.get(&xid) {
-                    self.trace.calls[call].program.get_or_insert(program);
+                if let Some(call) = self.latest(on, xid) {
+                    call.program.get_or_insert(program);
                 }
             }
             Event::Reply { xid, bytes } => {
-                if let Some(&call) = self.states[on].latest.get(&xid) {
-                    self.trace.calls[call].reply_bytes.get_or_insert(bytes);
+                if let Some(call) = self.latest(on, xid) {
+                    call.reply_bytes.get_or_insert(bytes);
                 }
             }
             Event::Closed { why } => {
-                self.trace.connections[on].remarks.push(remark(format!("closed: {why}")));
+                self.remark(on, remark(format!("closed: {why}").into()));
                 self.current.remove(&(process, fd));
+                self.states[on] = None;
             }
-            Event::Said(text) if level != Level::Debug => {
-                self.trace.connections[on].remarks.push(remark(text));
-            }
-            Event::Said(_) => {}
+            Event::Said(text) => self.remark(on, remark(text)),
         }
+    }
+
+    fn remark(&mut self, on: usize, remark: Remark) {
+        let remarks = &mut self.trace.connections[on].remarks;
+        // Most connections have one.
+        if remarks.is_empty() {
+            remarks.reserve_exact(1);
+        }
+        remarks.push(remark);
+    }
+
+    fn state(&mut self, on: usize) -> &mut State {
+        self.states[on].get_or_insert_default()
+    }
+
+    fn latest(&mut self, on: usize, xid: u32) -> Option<&mut Call> {
+        let call = self.states[on].as_ref()?.latest.get(&xid)?;
+        Some(&mut self.trace.calls[*call])
     }
 
     /// `anew`: a new one begins here, unless what is there has only just begun.
     fn connection(&mut self, process: u32, fd: i32, anew: bool) -> usize {
-        if let Some(&on) = self.current.get(&(process, fd))
-            && !(anew && (self.states[on].used || self.trace.connections[on].how.is_some()))
-        {
-            return on;
+        if let Some(&on) = self.current.get(&(process, fd)) {
+            let used = self.states[on].as_ref().is_some_and(|state| state.used);
+            if !(anew && (used || self.trace.connections[on].how.is_some())) {
+                return on;
+            }
+            self.states[on] = None;
         }
         let connection =
             Connection { process, fd, role: None, peer: None, how: None, other: None, remarks: Vec::new() };
         self.trace.connections.push(connection);
-        self.states.push(State::default());
+        self.states.push(None);
         let on = self.trace.connections.len() - 1;
         self.current.insert((process, fd), on);
         on
     }
 
-    fn name(&mut self, on: usize, role: Role, peer: String, how: String) {
+    fn name(&mut self, on: usize, role: Role, peer: Box<str>, how: Box<str>) {
         let connection = &mut self.trace.connections[on];
         (connection.role, connection.peer, connection.how) = (Some(role), Some(peer), Some(how));
     }
@@ -292,53 +361,77 @@ impl Reader {
                 message.procedure,
                 message.rest.unwrap_or_default()
             );
-            self.trace.connections[on].remarks.push(Remark { at, process, text });
+            self.remark(on, Remark { at, process, text: text.into() });
             return;
         }
-        let state = &mut self.states[on];
+        let state = self.state(on);
         // What goes out answers a call of the other end, if there is one.
         let open = if out { &mut state.theirs } else { &mut state.ours };
         let answers = match message.is_call {
             Some(true) => None,
             _ => open.remove(&xid),
         };
-        let Some(call) = answers else { return self.call(order, at, on, out, message) };
-        let call = &mut self.trace.calls[call];
+        let Some(index) = answers else { return self.call(order, at, on, out, message) };
+        let call = &mut self.trace.calls[index];
         call.replied = true;
         if message.is_error() {
-            call.error = Some(message.rest.clone().unwrap_or_else(|| message.procedure.clone()));
+            call.error = Some(message.rest.clone().unwrap_or_else(|| message.procedure.into()));
         }
-        let other =
-            call.steps.iter_mut().find(|step| matches!(&step.kind, Kind::Reply(m) if m.same(&message)));
+        if !self.wanted.has(index, xid) {
+            return;
+        }
+        let other = call
+            .steps
+            .iter_mut()
+            .find(|step| matches!(&step.kind, Kind::Reply(known) if known.likeness() == message.likeness()));
         match other {
             Some(step) if out => step.at = at,
             Some(step) => step.done = at,
             None => {
                 let (began, done) = if out { (at, None) } else { (None, at) };
+                // Most calls have these two.
+                if call.steps.len() == 1 {
+                    call.steps.reserve_exact(1);
+                }
                 call.steps.push(Step { kind: Kind::Reply(message), at: began, done, order });
             }
         }
     }
 
+    /// The other end's half of a call, if that has logged: the latest one that is the same message.
+    fn half(&mut self, on: usize, out: bool, xid: u32, likeness: u64) -> Option<usize> {
+        let known = self.trace.connections[on].other;
+        let (mut index, mut behind) = (self.halves.get(&xid).copied(), None);
+        // Nobody has so many calls under way whose other end comes later in the log.
+        for _ in 0..64 {
+            let at = index?;
+            let call = &self.trace.calls[at as usize];
+            let before = call.half_before;
+            let (missing, there) = if out { (call.caller, call.callee) } else { (call.callee, call.caller) };
+            let fits = missing.is_none()
+                && there.is_some_and(|there| there != on && known.is_none_or(|other| other == there))
+                && call.likeness == likeness;
+            if fits {
+                match (behind, before) {
+                    (Some(behind), _) => self.trace.calls[behind as usize].half_before = before,
+                    (None, Some(before)) => drop(self.halves.insert(xid, before)),
+                    (None, None) => drop(self.halves.remove(&xid)),
+                }
+                return Some(at as usize);
+            }
+            (behind, index) = (index, before);
+        }
+        None
+    }
+
     fn call(&mut self, order: usize, at: Option<Time>, on: usize, out: bool, message: Box<Message>) {
         let xid = message.xid;
-        let state = &mut self.states[on];
-        let announced = if out { state.announced.remove(&xid) } else { None };
-        let halves = self.halves.entry(xid).or_default();
-        // The other end's half, if that has logged: the latest one that is the same message.
-        let half = halves.iter().rposition(|&half| {
-            let call = &self.trace.calls[half];
-            let (missing, there) = if out { (call.caller, call.callee) } else { (call.callee, call.caller) };
-            let known = self.trace.connections[on].other;
-            missing.is_none()
-                && there.is_some_and(|there| there != on && known.is_none_or(|other| other == there))
-                && call.steps.iter().any(|step| matches!(&step.kind, Kind::Call(m) if m.same(&message)))
-        });
+        let announced = if out { self.state(on).announced.remove(&xid) } else { None };
+        let likeness = self.hasher.hash_one(message.likeness());
         let handles: Vec<u32> = handles(&message).collect();
         let cut = message.cut;
-        let index = match half {
-            Some(half) => {
-                let index = halves.swap_remove(half);
+        let index = match self.half(on, out, xid, likeness) {
+            Some(index) => {
                 let call = &mut self.trace.calls[index];
                 let there = if out { call.callee } else { call.caller };
                 *(if out { &mut call.caller } else { &mut call.callee }) = Some(on);
@@ -356,6 +449,12 @@ impl Reader {
             None => {
                 let (began, done) = if out { (at, None) } else { (None, at) };
                 let ends = if out { (Some(on), None) } else { (None, Some(on)) };
+                let index = self.trace.calls.len();
+                let mut steps = Vec::new();
+                if self.wanted.has(index, xid) {
+                    steps = vec![Step { kind: Kind::Call(message), at: began, done, order }];
+                }
+                let half = u32::try_from(index).ok();
                 self.trace.calls.push(Call {
                     caller: ends.0,
                     callee: ends.1,
@@ -363,16 +462,12 @@ impl Reader {
                     program: None,
                     call_bytes: None,
                     reply_bytes: None,
-                    steps: vec![Step { kind: Kind::Call(message), at: began, done, order }],
+                    steps,
                     replied: false,
                     error: None,
+                    likeness,
+                    half_before: half.and_then(|half| self.halves.insert(xid, half)),
                 });
-                let index = self.trace.calls.len() - 1;
-                halves.push(index);
-                // Nobody has so many calls under way whose other end comes later in the log.
-                if halves.len() > 64 {
-                    halves.remove(0);
-                }
                 index
             }
         };
@@ -380,7 +475,7 @@ impl Reader {
             let call = &mut self.trace.calls[index];
             (call.program, call.call_bytes) = (Some(program), Some(bytes));
         }
-        let state = &mut self.states[on];
+        let state = self.state(on);
         state.latest.insert(xid, index);
         if out { &mut state.ours } else { &mut state.theirs }.insert(xid, index);
         for handle in handles {
@@ -392,23 +487,26 @@ impl Reader {
     }
 
     fn rdma(&mut self, order: usize, at: Option<Time>, on: usize, write: bool, segment: Segment) {
-        let state = &mut self.states[on];
+        let state = self.state(on);
         let call = state.handles.get(&segment.handle).copied().or(state.cut);
         let kind = if write { Kind::Write(segment) } else { Kind::Read(segment) };
-        let place = call.map(|call| {
+        let place = call.filter(|&call| self.wanted.has(call, self.trace.calls[call].xid)).map(|call| {
             let steps = &mut self.trace.calls[call].steps;
             steps.push(Step { kind, at, done: None, order });
             (call, steps.len() - 1)
         });
         if !write {
-            state.reads.push_back(place);
+            self.state(on).reads.push_back(place);
         }
     }
 
     fn invalidated(&mut self, order: usize, at: Option<Time>, on: usize, handle: u32) {
         // Once: what the peer has invalidated is ended here too.
-        let Some(call) = self.states[on].handles.remove(&handle) else { return };
-        let call = &mut self.trace.calls[call];
+        let Some(index) = self.state(on).handles.remove(&handle) else { return };
+        let call = &mut self.trace.calls[index];
+        if !self.wanted.has(index, call.xid) {
+            return;
+        }
         let caller = call.caller == Some(on);
         let by_peer = call
             .steps

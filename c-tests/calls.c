@@ -67,7 +67,7 @@ static void every_length_around_the_inline_threshold(long unused)
         require_echo(client, (size_t)length, (unsigned)length);
     for (int length = 3900; length < 4200; length += leg.slow ? 11 : 1)
         require_echo(client, (size_t)length, (unsigned)length);
-    for (int length = 69500; length < 69700; length += leg.slow ? 11 : 1)
+    for (int length = 262000; length < 262200; length += leg.slow ? 11 : 1)
         require_echo(client, (size_t)length, (unsigned)length);
     clnt_destroy(client);
 }
@@ -77,9 +77,9 @@ static void result_into_the_callers_own_buffer(long unused)
 {
     (void)unused;
     CLIENT *client = shared_client();
-    u_int count = 100000;
+    u_int count = NOT_INLINE;
     suite_blob wanted = blob_of(count, count);
-    static char mine[100000];
+    static char mine[NOT_INLINE];
     suite_blob got = {.suite_blob_len = 0, .suite_blob_val = mine};
     REQUIRE_STATUS(suite_source_2(&count, &got, client), RPC_SUCCESS);
     REQUIRE(got.suite_blob_val == mine && got.suite_blob_len == count);
@@ -91,10 +91,10 @@ static void reply_of_unforeseen_length(long unused)
 {
     (void)unused;
     CLIENT *client = shared_client();
-    suite_blob got = {0}, wanted = blob_of(150000, 150000);
+    suite_blob got = {0}, wanted = blob_of(NOT_INLINE, NOT_INLINE);
     REQUIRE_STATUS(suite_next_source_2(NULL, &got, client), RPC_SUCCESS);
-    REQUIRE(got.suite_blob_len == 150000);
-    REQUIRE(memcmp(got.suite_blob_val, wanted.suite_blob_val, 150000) == 0);
+    REQUIRE(got.suite_blob_len == NOT_INLINE);
+    REQUIRE(memcmp(got.suite_blob_val, wanted.suite_blob_val, NOT_INLINE) == 0);
     clnt_destroy(client);
 }
 
@@ -393,7 +393,7 @@ static void many_abandoned_calls_do_not_exhaust_the_connection(long unused)
     for (int i = 0; i < 100; i++)
         REQUIRE_STATUS(clnt_call(client, SUITE_NO_REPLY, (xdrproc_t)xdr_void, NULL, (xdrproc_t)xdr_void, NULL, soon),
                        RPC_TIMEDOUT);
-    require_echo(client, 100000, 1);
+    require_echo(client, NOT_INLINE, 1);
     clnt_destroy(client);
 }
 
@@ -461,12 +461,12 @@ static void batch_of_long_one_way_calls(long unused)
     (void)unused;
     struct server server = server_start("-c", "tli", NULL);
     CLIENT *client = client_of(&server);
-    suite_blob blob = blob_of(100000, 1);
+    suite_blob blob = blob_of(NOT_INLINE, 1);
     for (int i = 0; i < rounds(50); i++)
         REQUIRE_STATUS(clnt_call(client, SUITE_SINK, (xdrproc_t)xdr_suite_blob, (caddr_t)&blob, (xdrproc_t)NULL, NULL,
                                  at_once),
                        RPC_SUCCESS);
-    require_echo(client, 100000, 2);
+    require_echo(client, NOT_INLINE, 2);
     clnt_destroy(client);
 }
 
@@ -488,12 +488,12 @@ static void several_clients_on_one_descriptor(long unused)
         int result;
         REQUIRE_STATUS(suite_twice_4(&i, &result, second), RPC_SUCCESS);
         REQUIRE(result == 2 * i);
-        require_echo(third, (size_t)(100000 / (i + 1)), (unsigned)i);
+        require_echo(third, (size_t)(NOT_INLINE / (i + 1)), (unsigned)i);
     }
     clnt_destroy(second);
-    require_echo(first, 100000, 1);
+    require_echo(first, NOT_INLINE, 1);
     clnt_destroy(third);
-    require_echo(first, 100000, 2);
+    require_echo(first, NOT_INLINE, 2);
     clnt_destroy(first);
 }
 
@@ -569,7 +569,7 @@ static void cancelled_thread_leaves_the_handle_usable(long unused)
     REQUIRE(pthread_cancel(thread) == 0);
     server_release(&server);
     REQUIRE(pthread_join(thread, NULL) == 0);
-    require_echo(client, 100000, 3);
+    require_echo(client, NOT_INLINE, 3);
     clnt_destroy(client);
 }
 
@@ -590,7 +590,7 @@ static void child_that_destroys_its_copy_leaves_the_parent_alone(long unused)
         int status;
         REQUIRE(waitpid(pid, &status, 0) == pid);
         REQUIRE(WIFEXITED(status) && WEXITSTATUS(status) == 0);
-        require_echo(client, 100000, 2);
+        require_echo(client, NOT_INLINE, 2);
     }
     clnt_destroy(client);
 }
@@ -607,18 +607,18 @@ static void client_is_used_by_parent_and_children(long together)
             REQUIRE(children[n] >= 0);
             if (children[n] == 0) {
                 require_echo(client, 1000, 10 + n);
-                require_echo(client, 100000, 20 + n);
+                require_echo(client, NOT_INLINE, 20 + n);
                 exit(0);
             }
             int status;
             if (together)
                 continue;
             REQUIRE(waitpid(children[n], &status, 0) == children[n] && status == 0);
-            require_echo(client, 100000, 2);
+            require_echo(client, NOT_INLINE, 2);
         }
         for (int n = 0; together && n < 2; n++) {
             int status;
-            require_echo(client, 100000, 3 + n);
+            require_echo(client, NOT_INLINE, 3 + n);
             REQUIRE(waitpid(children[n], &status, 0) == children[n] && status == 0);
         }
         require_echo(client, 100, 5);
@@ -648,7 +648,7 @@ static void unknown_program_version_and_procedure(long unused)
     version = SUITE_V2;
     clnt_control(client, CLSET_PROG, (char *)&program);
     clnt_control(client, CLSET_VERS, (char *)&version);
-    require_echo(client, 100000, 1);
+    require_echo(client, NOT_INLINE, 1);
     clnt_geterr(client, &error);
     REQUIRE(error.re_status == RPC_SUCCESS);
     clnt_destroy(client);
@@ -698,7 +698,7 @@ static void arguments_that_cannot_be_encoded(long unused)
     CLIENT *client = shared_client();
     REQUIRE_STATUS(clnt_call(client, SUITE_ECHO, (xdrproc_t)xdr_refuses, NULL, (xdrproc_t)xdr_void, NULL, patient),
                    RPC_CANTENCODEARGS);
-    require_echo(client, 100000, 1);
+    require_echo(client, NOT_INLINE, 1);
     clnt_destroy(client);
 }
 
@@ -715,7 +715,7 @@ static void arguments_that_the_server_cannot_decode(long unused)
     REQUIRE_STATUS(clnt_call(client, SUITE_ECHO, (xdrproc_t)xdr_void, NULL, (xdrproc_t)xdr_suite_blob, (caddr_t)&got,
                              patient),
                    RPC_CANTDECODEARGS);
-    require_echo(client, 100000, 1);
+    require_echo(client, NOT_INLINE, 1);
     clnt_destroy(client);
 }
 
@@ -723,13 +723,13 @@ static void results_that_cannot_be_decoded(long unused)
 {
     (void)unused;
     CLIENT *client = shared_client();
-    static const u_int lengths[] = {10, 100000};
+    static const u_int lengths[] = {10, NOT_INLINE};
     for (int i = 0; i < 2; i++) {
         u_int length = lengths[i];
         REQUIRE_STATUS(clnt_call(client, SUITE_SOURCE, (xdrproc_t)xdr_u_int, (caddr_t)&length, (xdrproc_t)xdr_refuses,
                                  NULL, patient),
                        RPC_CANTDECODERES);
-        require_echo(client, 100000, 1);
+        require_echo(client, NOT_INLINE, 1);
     }
     clnt_destroy(client);
 }
@@ -738,13 +738,13 @@ static void results_that_the_program_does_not_want(long unused)
 {
     (void)unused;
     CLIENT *client = shared_client();
-    static const u_int lengths[] = {10, 100000};
+    static const u_int lengths[] = {10, NOT_INLINE};
     for (int i = 0; i < 2; i++) {
         u_int length = lengths[i];
         REQUIRE_STATUS(clnt_call(client, SUITE_SOURCE, (xdrproc_t)xdr_u_int, (caddr_t)&length, (xdrproc_t)xdr_void,
                                  NULL, patient),
                        RPC_SUCCESS);
-        require_echo(client, 100000, 1);
+        require_echo(client, NOT_INLINE, 1);
     }
     clnt_destroy(client);
 }
@@ -755,7 +755,7 @@ static void results_that_the_server_cannot_encode(long unused)
     CLIENT *client = shared_client();
     suite_blob got = {0};
     REQUIRE_STATUS(suite_bad_result_2(NULL, &got, client), RPC_SYSTEMERROR);
-    require_echo(client, 100000, 1);
+    require_echo(client, NOT_INLINE, 1);
     clnt_destroy(client);
 }
 
@@ -766,7 +766,7 @@ static void reply_beyond_the_limit_is_a_clear_error(long unused)
     CLIENT *client = shared_client();
     require_echo(client, 50000, 1);
     for (int i = 0; i < 3; i++) {
-        u_int length = 400000;
+        u_int length = NOT_INLINE;
         suite_blob got = {0};
         double start = now();
         enum clnt_stat status = suite_source_2(&length, &got, client);
@@ -904,7 +904,7 @@ static void blocked_signals_stay_blocked(long unused)
     sigprocmask(SIG_SETMASK, &blocked, NULL);
     raise(SIGUSR1);
     struct timeval soon = {.tv_usec = 20000};
-    require_echo(client, 100000, 1);
+    require_echo(client, NOT_INLINE, 1);
     REQUIRE_STATUS(clnt_call(client, SUITE_NO_REPLY, (xdrproc_t)xdr_void, NULL, (xdrproc_t)xdr_void, NULL, soon),
                    RPC_TIMEDOUT);
     sigprocmask(SIG_SETMASK, NULL, &after);
@@ -931,7 +931,7 @@ static void auth_none_and_auth_sys(long unused)
         REQUIRE_STATUS(suite_who_2(NULL, &who, client), RPC_SUCCESS);
         REQUIRE(who.flavor == AUTH_SYS && who.uid == 1234 && who.gid == 5678);
         REQUIRE(who.gids.gids_len == 3 && who.gids.gids_val[2] == 13);
-        require_echo(client, 100000, (unsigned)i);
+        require_echo(client, NOT_INLINE, (unsigned)i);
     }
     auth_destroy(client->cl_auth);
     client->cl_auth = none;
@@ -995,7 +995,7 @@ static void bad_credentials(long unused)
     clnt_geterr(client, &error);
     REQUIRE(error.re_why == AUTH_BADCRED);
     client->cl_auth = none;
-    require_echo(client, 100000, 1);
+    require_echo(client, NOT_INLINE, 1);
     clnt_destroy(client);
 }
 
@@ -1021,7 +1021,7 @@ static void credential_beyond_the_limit(long unused)
     client->cl_auth = none;
     clnt_destroy(client);
     client = client_of(&server);
-    require_echo(client, 100000, 1);
+    require_echo(client, NOT_INLINE, 1);
     clnt_destroy(client);
 }
 

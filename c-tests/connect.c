@@ -20,7 +20,7 @@ static void require_good(CLIENT *client)
     REQUIRE(client->cl_netid != NULL);
     REQUIRE(leg.redirect || strcmp(client->cl_netid, leg.netid) == 0);
     require_echo(client, 1000, 1);
-    require_echo(client, 100000, 2);
+    require_echo(client, NOT_INLINE, 2);
     clnt_destroy(client);
 }
 
@@ -240,7 +240,7 @@ static void clnt_vc_create_on_a_socket(long connected)
     int fd = connected_socket(server_shared(), connected);
     CLIENT *client = clnt_vc_create(fd, &netbuf, SUITE_PROG, SUITE_V2, 0, 0);
     REQUIRE(client != NULL);
-    require_echo(client, 100000, 3);
+    require_echo(client, NOT_INLINE, 3);
     clnt_destroy(client);
     REQUIRE(fcntl(fd, F_GETFD) >= 0);
 }
@@ -252,7 +252,7 @@ static void clnttcp_create_with_a_port(long own_socket)
     CLIENT *client = clnttcp_create(&address, SUITE_PROG, SUITE_V2, &fd, 0, 0);
     REQUIRE(client != NULL);
     REQUIRE(fd >= 0);
-    require_echo(client, 100000, 4);
+    require_echo(client, NOT_INLINE, 4);
     clnt_destroy(client);
 }
 
@@ -264,7 +264,7 @@ static void clnttcp_create_asks_rpcbind_for_the_port(long unused)
     int fd = RPC_ANYSOCK;
     CLIENT *client = clnttcp_create(&address, SUITE_PROG, SUITE_V2, &fd, 0, 0);
     REQUIRE(client != NULL);
-    require_echo(client, 100000, 5);
+    require_echo(client, NOT_INLINE, 5);
     clnt_destroy(client);
 }
 

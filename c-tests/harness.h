@@ -100,6 +100,9 @@ suite_blob blob_of(size_t length, unsigned seed);
 /* Echoes `length` bytes and compares. */
 void require_echo(CLIENT *client, size_t length, unsigned seed);
 
+/* Bytes that no Send holds, whatever RPCRDMA_INLINE says: they go in chunks. */
+enum { NOT_INLINE = 300000 };
+
 double now(void);
 /* What limits on the clock are multiplied by: TEST_PATIENCE, or else the load, above three processes a processor. */
 double patience(void);

@@ -123,7 +123,7 @@ bool_t suite_source_2_svc(u_int *length, suite_blob *result, struct svc_req *req
 bool_t suite_next_source_2_svc(void *argument, suite_blob *result, struct svc_req *request)
 {
     (void)argument;
-    u_int length = 150000;
+    u_int length = 300000; /* NOT_INLINE of the harness */
     return suite_source_2_svc(&length, result, request);
 }
 

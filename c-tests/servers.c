@@ -36,14 +36,14 @@ static void serves(long packed)
     REQUIRE_STATUS(suite_null_2(NULL, NULL, first), RPC_SUCCESS);
     for (unsigned i = 0; i < 5; i++) {
         require_echo(first, 10 + i, i);
-        require_echo(second, 70000 + i, i);
+        require_echo(second, NOT_INLINE + i, i);
     }
     clnt_destroy(first);
     require_echo(second, 1000000, 7);
     first = find(&server);
     require_echo(first, 100, 8);
     clnt_destroy(second);
-    require_echo(first, 100000, 9);
+    require_echo(first, NOT_INLINE, 9);
     clnt_destroy(first);
 }
 
@@ -284,7 +284,7 @@ static void svc_destroy_in_a_dispatch_routine(long reply)
         clnt_destroy(client);
     }
     CLIENT *client = client_of(&server);
-    require_echo(client, 100000, 2);
+    require_echo(client, NOT_INLINE, 2);
 }
 
 static void *kill_when_blocked(void *server)
@@ -315,7 +315,7 @@ static void server_killed_during_a_call(long unused)
     server_wait(&server);
     server = server_start("-c", "tli", NULL);
     client = client_of(&server);
-    require_echo(client, 100000, 3);
+    require_echo(client, NOT_INLINE, 3);
     clnt_destroy(client);
 }
 
@@ -362,7 +362,7 @@ static void server_survives_clients_that_are_killed(long unused)
         }
     }
     CLIENT *client = client_of(&server);
-    require_echo(client, 100000, 3);
+    require_echo(client, NOT_INLINE, 3);
     clnt_destroy(client);
 }
 
@@ -380,7 +380,7 @@ static void server_survives_bytes_that_are_no_protocol(long unused)
         close(fd);
     }
     CLIENT *client = client_of(&server);
-    require_echo(client, 100000, 3);
+    require_echo(client, NOT_INLINE, 3);
     clnt_destroy(client);
 }
 

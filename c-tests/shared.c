@@ -1541,7 +1541,7 @@ static void idle(int count)
     const long given_back = 16 << 10;
     for (int stage = 0; stage < 4; stage++) {
         REQUIRE(write(to[1], "c", 1) == 1 && read(from[0], &byte, 1) == 1);
-        /* It takes the server a moment to see so many ends, or to be done with its last call, or to see that no other one comes. */
+        /* It takes the server a moment to see so many ends, to be done with its last call, or to see that no other one comes. */
         for (double until = now() + 10000 + patience(); now() < until;) {
             bool ended = stage < 3 || descriptors(server.pid) <= before[0].descriptors;
             if (ended && (stage == 0 || figures(server.pid).rss - quiet[0].rss < given_back))

@@ -4,8 +4,8 @@
  *                                 The round ends with errors or without, nothing of it stays, and the next one is right.
  *   starve dry [STEP [START]]     the same, and all requests after it until the end of the round fail too
  *   starve cold N                 fails the N-th request since the beginning of the process
- *   starve accept                 fails each request of libtirpc's for a connection that it accepts, whether its connections block
- *                                 or not
+ *   starve accept                 fails each request of libtirpc's for a connection that it accepts, of those that block and of
+ *                                 those that do not
  *
  * A round makes a CLIENT, calls with nothing, 4 KiB and 1 MiB either way, and destroys it. Prints one line at the end: requests
  * of a round, rounds, those with an error; "cold" prints how many requests there were. STARVE_VERBOSE: a line for each round.

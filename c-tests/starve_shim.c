@@ -4,12 +4,13 @@
  *   long starve_disarm(void)             nothing fails any more; returns how many requests there were meanwhile
  *   long starve_live(void)               blocks of the heap that librpcrdma has asked for and nobody has freed
  *   const char *starve_where(void)       what failed last: the function, its size, and an offset in the library for addr2line
- *   void starve_accept(long n)           the n-th request of libtirpc's for memory fails, of those for one more record stream (3)
- *                                        and the address of who has connected (1)
+ *   void starve_accept(long n)           the n-th request of libtirpc's for memory fails, of the four for a connection that it
+ *                                        accepts: three for its record stream, and one for the address of its peer
  *   bool starve_accepted(void)           whether it has
  *
  * Whose request it is follows from the address that it returns to. Only those of the library count: what libtirpc and libc
- * do with a failure is their own, but for connections that libtirpc accepts for the library. Beside the heap these are memory mappings, and the descriptors that a connection has. */
+ * do with a failure is their own, but for connections that libtirpc accepts for the library. Beside the heap these are memory
+ * mappings, and the descriptors that a connection has. */
 #define _GNU_SOURCE
 #include <dlfcn.h>
 #include <errno.h>

@@ -331,7 +331,7 @@ static void thread_that_only_calls_is_cancelled(long how)
     void *end;
     REQUIRE(pthread_join(thread, &end) == 0);
     REQUIRE(end == PTHREAD_CANCELED && tidied);
-    require_echo(worker.client, 100000, 1);
+    require_echo(worker.client, NOT_INLINE, 1);
     clnt_destroy(worker.client);
 }
 

@@ -1,5 +1,6 @@
-"""metrics.py <FILE: whether a text is what a collector of Prometheus takes (text format 0.0.4): each family once and in one piece,
-with its type before it, each series once, labels that end, histograms whose buckets grow. Says what is wrong, or how many series."""
+"""metrics.py <FILE: whether a text is what a collector of Prometheus takes (text format 0.0.4): each family once and in one
+piece, with its type before it, each series once, labels that end, histograms whose buckets grow. Says what is wrong, or how many
+series there are."""
 import re
 import sys
 

@@ -1,5 +1,5 @@
-"""page.py KIND: holds a file in memory that looks like a page of figures (src/stats/layout.rs), and prints READY: what a process of
-whomever may show to `rpcrdma stat`."""
+"""page.py KIND: holds a file in memory that looks like a page of figures (src/stats/layout.rs), as anybody's process may show it
+to `rpcrdma stat`, and prints READY."""
 import fcntl
 import os
 import random

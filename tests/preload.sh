@@ -7,10 +7,10 @@ here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 cd "$scratch" || exit 1
 export HOME=$scratch PYTHONDONTWRITEBYTECODE=1 GIT_CONFIG_NOSYSTEM=1
 
-# What the library may cost a bystander (docs/moving.md): system calls. And in KiB: pages of its own that it has written to, in place of those of the file; what
-# else is written to because of it (its threads' variables, the loader's notes); and all of it that is mapped, which other
-# processes share: the kernel maps 64 KiB around each page that is touched, and which those are differs with the compiler (296 KiB with
-# Rust 1.95 of rustup, 412 with the 1.96 of Debian).
+# What the library may cost a bystander (docs/moving.md): system calls. And in KiB: pages of its own that it has written to, in
+# place of those of the file; what else is written to because of it (its threads' variables, the loader's notes); and all of it
+# that is mapped, which other processes share. The kernel maps 64 KiB around each page that is touched, and which those are
+# differs with the compiler (296 KiB with Rust 1.95 of rustup, 412 with the 1.96 of Debian).
 CALLS=12 OWN=48 BESIDE=16 MAPPED=512
 
 # The same addresses in each run, where that is allowed: pages are counted.

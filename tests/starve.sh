@@ -1,6 +1,6 @@
 #!/bin/bash
-# starve.sh [STEP [START]]: the library gets no memory, and no descriptor: each STEP-th (7) of its requests in turn fails, alone or with
-# all that follow (c-tests/starve.c), from START (1) on; STEP 1 is all of them. Over software iWARP and shared memory.
+# starve.sh [STEP [START]]: the library gets no memory, and no descriptor: each STEP-th (7) of its requests in turn fails, alone
+# or with all that follow (c-tests/starve.c), from START (1) on; STEP 1 is all of them. Over software iWARP and shared memory.
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 if [ -z "${STARVE_IN_NS:-}" ] && NO_RPCBIND=1 bash "$here/ns.sh" --possible >/dev/null; then
     NO_RPCBIND=1 STARVE_IN_NS=1 exec bash "$here/ns.sh" bash "${BASH_SOURCE[0]}" "$@"

@@ -438,19 +438,19 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_lines_of_the_readme_are_understood() {
+    fn the_lines_of_the_page_on_troubleshooting_are_understood() {
         let line = parse(
-            "rpcrdma[52] wire: fd 3 > RDMA_NOMSG xid 0x5b0a4432 credits 32 reads [0:0xeb93fd92+0x0:70064] writes [] reply [0x308e89b6+0x0:16781312]",
+            "rpcrdma[52] wire: fd 3 > RDMA_NOMSG xid 0x5b0a4432 credits 32 reads [0:0xeb93fd92+0x0:270064] writes [] reply [0x308e89b6+0x0:16781312]",
         )
         .unwrap();
         let Event::Message { out: true, message } = &line.event else { panic!("{line:?}") };
         assert_eq!((line.process, line.fd, line.at), (52, Some(3), None));
         assert_eq!((message.procedure, message.xid, message.credits), ("RDMA_NOMSG", 0x5b0a4432, 32));
-        assert_eq!(message.reads[0].segment.length, 70064);
+        assert_eq!(message.reads[0].segment.length, 270064);
         assert_eq!(message.reply.as_ref().unwrap()[0].length, 16781312);
-        let line = parse("2026-11-22T09:30:00.123456Z rpcrdma[4711] debug: fd 3: call 0x5b0a4432: program 536888915 version 1 procedure 4, 70064 bytes").unwrap();
+        let line = parse("2026-11-22T09:30:00.123456Z rpcrdma[4711] debug: fd 3: call 0x5b0a4432: program 536888915 version 1 procedure 4, 270064 bytes").unwrap();
         assert_eq!(line.at, Some(1_795_339_800_123_456));
-        assert_eq!(line.event, Event::Call { xid: 0x5b0a4432, program: [536888915, 1, 4], bytes: 70064 });
+        assert_eq!(line.event, Event::Call { xid: 0x5b0a4432, program: [536888915, 1, 4], bytes: 270064 });
     }
 
     #[test]

@@ -492,8 +492,8 @@ impl Connection {
         }
     }
 
-    /// Starts a call of which nothing is to be planned but a Reply chunk, and that goes at once, as nearly every short one: what
-    /// `call` would have posted is for the caller to post.
+    /// Starts a call that needs no plan, but for a Reply chunk, and goes at once, as nearly every short one does: what `call`
+    /// would have posted is for the caller to post.
     pub fn start(
         &mut self,
         xid: Xid,
@@ -574,8 +574,8 @@ impl Connection {
         }
     }
 
-    /// Answers a request with a reply of which nothing is to be planned, as nearly every short one: what `reply` would have posted
-    /// is for the caller to post.
+    /// Answers a request with a reply that needs no plan, as nearly every short one does: what `reply` would have posted is for
+    /// the caller to post.
     pub fn answer(&mut self, id: RequestId, message: Message) -> Answered {
         self.responder.answer(id, message, &mut self.common)
     }
@@ -621,9 +621,9 @@ impl Connection {
         }
     }
 
-    /// A Send of the peer has arrived: `message` is what the Receive holds. Nearly every one is a plain Call or reply of Version
-    /// One from which nothing else follows: what `handle_message` comes to for these is done at once, and told. `invalidated` as
-    /// there.
+    /// A Send of the peer has arrived: `message` is what the Receive holds. Nearly every one is a plain Call or reply of
+    /// Version One from which nothing else follows. For these this does what `handle_message` comes to, and tells what that is.
+    /// `invalidated` as there.
     pub fn take_plain(
         &mut self,
         message: Region,

@@ -176,12 +176,13 @@ impl Memory {
     /// # Errors
     /// `ENOMEM`.
     pub fn receive(&self, bytes: usize, most: usize) -> io::Result<Sink> {
+        // Most are short: credits bound their number well enough, and a page holds them.
+        if most <= PAGE {
+            return Ok(self.header.take()?.into_sink(bytes.min(PAGE)));
+        }
         let mut buf = self.slab.take()?;
         buf.reserve(bytes)?;
-        // Credits bound the number of short ones well enough, and most are.
-        if most > PAGE {
-            buf.charge(Charge::new(&self.received, &self.own_received, true));
-        }
+        buf.charge(Charge::new(&self.received, &self.own_received, true));
         Ok(buf.into_sink(bytes))
     }
 

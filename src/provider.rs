@@ -279,14 +279,14 @@ pub trait QueuePair: Send {
         true
     }
 
-    /// As [`QueuePair::rest`], for a thread that sleeps on what this returns and on nothing else, with a limit of its own: cheaper than
-    /// the fd, which tells nothing meanwhile. `None` where there is none, or it was of no use the last time.
+    /// As [`QueuePair::rest`], for a thread that sleeps on what this returns and on nothing else, with a limit of its own: that
+    /// is cheaper than the fd, which tells nothing meanwhile. `None` where there is none, or it was of no use the last time.
     fn doze(&mut self) -> Option<Doze> {
         None
     }
 
-    /// What a sleep on [`Doze::Stream`] has brought, if anything: to be told before anything else is received. `None`: the socket
-    /// does not let anybody sleep.
+    /// What a sleep on [`Doze::Stream`] has brought, if anything, to be told before anything else is received; `None` if the
+    /// socket does not let anybody sleep.
     fn arrived(&mut self, _bytes: Option<&[u8]>) {}
 
     /// Tells the peer how many others this process serves just now: they want processors too, of the same host.
@@ -297,8 +297,8 @@ pub trait QueuePair: Send {
         0
     }
 
-    /// Wakes a peer that says that it looks by itself, and has not for a while. When this is to be called again, if at all. To be
-    /// asked before each wait for the peer.
+    /// Wakes a peer that says that it looks by itself, and has not for a while. When this is to be called again, if at all. To
+    /// be asked before each wait for the peer.
     fn remind(&mut self) -> Option<Instant> {
         None
     }

@@ -4,9 +4,9 @@
 //! them) with checked arguments; policy, retries after `EAGAIN` and the meaning of an errno are the caller's.
 //!
 //! # Invariants
-//! - `EINTR` never reaches the caller of a transfer, which is repeated; but that of [`await_bytes`].
-//! - No transfer raises SIGPIPE (`MSG_NOSIGNAL`), and only [`await_bytes`] blocks (`MSG_DONTWAIT`). The sockets belong to programs and may be in
-//!   blocking mode.
+//! - `EINTR` reaches the caller of [`await_bytes`] only: every other transfer is repeated.
+//! - No transfer raises SIGPIPE (`MSG_NOSIGNAL`), and none but [`await_bytes`] blocks (`MSG_DONTWAIT`): the sockets belong to
+//!   programs and may be in blocking mode.
 #![allow(unsafe_code)]
 
 use std::io;
@@ -430,12 +430,16 @@ impl Reserved {
         let listening = borrow(fd)?;
         let shares = sockopt::socket_reuseport(listening)?;
         sockopt::set_socket_reuseport(listening, true)?;
-        sockopt::set_socket_reuseport(&socket, true)?;
-        let bound = bind(&socket, &address);
-        sockopt::set_socket_reuseport(&socket, false)?;
+        let bound = sockopt::set_socket_reuseport(&socket, true)
+            .and_then(|()| bind(&socket, &address))
+            .and_then(|()| sockopt::set_socket_reuseport(&socket, false));
         sockopt::set_socket_reuseport(listening, shares)?;
         bound?;
         replace(fd, Reserved::deaf(address)?, true)?;
+        // Linux keeps for the port what its latest socket says: without one that does not share it, others that do may bind it.
+        let last = new(address, SocketType::STREAM, SocketFlags::empty())?;
+        sockopt::set_socket_reuseaddr(&last, true)?;
+        bind(&last, &address)?;
         Ok(Reserved(socket))
     }
 
@@ -601,6 +605,8 @@ mod tests {
         assert_eq!(another(), Ok(()), "a device binds the port beside it");
         let strict = new(at, SocketType::STREAM, SocketFlags::empty()).unwrap();
         assert_eq!(bind(&strict, &at), Err(rustix::io::Errno::ADDRINUSE), "nobody else does");
+        sockopt::set_socket_reuseport(&strict, true).unwrap();
+        assert_eq!(bind(&strict, &at), Err(rustix::io::Errno::ADDRINUSE), "nor who would share it");
         drop(reserved);
     }
 

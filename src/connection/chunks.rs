@@ -259,8 +259,9 @@ pub struct ReplyPlan {
 
 /// Chooses how a reply travels to a requester that offered `writes` and `reply` in its Call.
 ///
-/// `version` is that of the Call. `items` are the eligible results in the message, in stream order; `send` is the largest Send that the requester takes,
-/// `max_transfer` the most that our device moves by one Write; in bytes. Lent parts that go inline are copied in.
+/// `version` is that of the Call. `items` are the eligible results in the message, in stream order; `send` is the largest Send
+/// that the requester takes, `max_transfer` the most that our device moves by one Write; in bytes. Lent parts that go inline
+/// are copied in.
 ///
 /// # Errors
 /// `TooLong`, naming both sizes, when an item does not fit its Write chunk, or the rest fits neither inline nor into the

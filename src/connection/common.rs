@@ -94,8 +94,8 @@ impl Common {
         }
     }
 
-    /// Bytes of the Receive that takes the place of the one which a message has just consumed, when there are otherwise as many as
-    /// there are to be, and all of one length; else it is for `replenish` to see. `working` as there.
+    /// Bytes of the Receive that replaces the one which a message has just consumed, if no other is missing and all are of one
+    /// length; else it is for `replenish` to see to. `working` as there.
     pub(super) fn next_receive(&self, working: usize) -> Option<usize> {
         let wanted = self.window.receives() + receive_margin(self.settings.versions);
         let held = self.characteristics.held_alike()?;

@@ -273,8 +273,8 @@ impl Requester {
         self.calls.get(xid).is_some_and(|c| c.sequence.is_some())
     }
 
-    /// Transmits a call at once that is as nearly every short one: nothing is to be planned, nobody waits before it, and a reply
-    /// is expected. What `call` comes to then, but for the Send, which is handed out.
+    /// Transmits a call at once, as nearly every short one can be: nothing has to be planned, nobody waits before it, and a
+    /// reply is expected. Does what `call` comes to then, but hands the Send out.
     pub(super) fn start(
         &mut self,
         xid: Xid,

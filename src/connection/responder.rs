@@ -363,8 +363,9 @@ impl Responder {
         Ok(())
     }
 
-    /// Answers a request as nearly every one is answered: the only one under way, made by a plain Call of Version One, with what
-    /// fits into its Send and names no memory of the program. What `reply` comes to then, but for what is to be posted.
+    /// Answers a request as nearly every one can be answered: it is the only one under way and came as a plain Call of Version
+    /// One, and the reply fits into its Send and names no memory of the program. Does what `reply` comes to then, but hands out
+    /// what is to be posted.
     pub(super) fn answer(&mut self, id: RequestId, message: Message, common: &mut Common) -> Answered {
         let plain = |chunks: &Chunks| {
             let whole = message.is_whole() && first_xid(message.body()) == Some(chunks.xid);

@@ -1,18 +1,18 @@
 //! Whose long Calls are pulled: those of all connections of the process together, in the order of their coming, and no more at
-//! a time than stay in the processor's cache until they are decoded. Where sixteen clients send 1 MiB each, pulling all of it at
-//! once has each byte leave the cache before the program looks at it.
+//! a time than stay in the processor's cache until they are decoded. Where sixteen clients send 1 MiB each, pulling all of it
+//! at once has each byte leave the cache before the program looks at it.
 //!
 //! A connection whose next Call is to be pulled asks ([`Place::ask`]). If it is not its turn, it waits in one queue with the
 //! others; whoever is done with a Call has those go on who can ([`go_on`]), and a timer sees to the rest ([`alarm`]).
 //!
-//! A peer that does not answer holds up nobody: what has not come within a moment does not count any more, nor what is not
-//! served within a while. Of such Calls one after the other could hold up others for as long as there are some, and a peer can have
-//! any number of connections. So together those that do not come do so for [`PATIENCE`]; then none of them counts, and all Calls are pulled at
-//! once, as if there were no queue. Calls that are served earn it anew, a nanosecond with each byte: where peers trickle, others
-//! wait for them hardly longer than they themselves take.
+//! A peer that does not answer holds up nobody: a Call of which nothing has come within a moment ([`SILENT`]) does not count
+//! any more, nor does one that is not served within a while ([`SLOW`]). But a peer can have any number of connections, and such
+//! Calls could hold up others one after the other. So all that do not come hold up others for [`PATIENCE`] together; after that
+//! none of them counts, and Calls are pulled at once, as if there were no queue. Calls that are served give that time back, a
+//! nanosecond for each byte: where peers trickle, others wait for them hardly longer than they take themselves.
 //!
-//! So this bounds no memory, which [`Memory`](crate::memory::Memory) does, nor what goes over a network of long delays: there as
-//! much again may be asked for every moment.
+//! So this bounds no memory, which [`Memory`](crate::memory::Memory) does, nor what goes over a network of long delays: there
+//! as much again may be asked for every moment.
 //!
 //! # Invariants
 //! - The lock of the queue is taken last, and nothing of a connection is touched under it.
@@ -43,10 +43,10 @@ const SILENT: u64 = 1_000_000;
 /// Nor does one that is not decoded by then.
 const SLOW: u64 = 10_000_000;
 
-/// For so long others are held up in all by Calls that have not come when they count no more, in nanoseconds.
+/// How long Calls that do not come hold up others, all together, in nanoseconds.
 const PATIENCE: u64 = 20_000_000;
 
-/// More Calls than so many are not looked at: those beyond do not count.
+/// Most Calls that are looked at: those beyond do not count.
 const MANY: usize = 256;
 const _: () = assert!(EACH / LEAST < MANY);
 

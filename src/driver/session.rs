@@ -35,12 +35,12 @@ use super::calls::{Calls, Waiter};
 use super::link::{Link, Outcome};
 use super::spin::{Patience, Spin, Waiting};
 
-/// How often a child looks whether its peer takes what it sends, where the descriptor tells that to its parent;
-/// also how often a thread that makes a new connection looks whether nobody reads from the old one any more.
+/// How often a child looks whether its peer takes what it sends, where the descriptor tells that to its parent; and how often a
+/// thread that makes a new connection looks whether nobody reads from the old one any more.
 pub(super) const LOOK: Duration = Duration::from_millis(1);
 
-/// How long a thread sleeps without its descriptors, at most, in all of a wait, and with signals blocked as in all of libtirpc's calls: two system
-/// calls less than to let them through.
+/// How long, in all of a wait, a thread may sleep without its descriptors, and with signals blocked as in all of libtirpc's
+/// calls: to let them through takes two more system calls.
 const DOZE: Duration = Duration::from_millis(10);
 
 /// Who has less time than this does not sleep on the stream: the kernel counts that time in ticks, of up to 10 ms, and lets one
@@ -98,8 +98,8 @@ impl Session {
         self.naps = 0;
     }
 
-    /// Whether the number of the connection's socket must not become another file's now: a thread is about to read from it, with
-    /// no lock held.
+    /// Whether the number of the connection's socket must not become another file's now: a thread is about to read from it,
+    /// with no lock held.
     pub(super) fn naps(&self) -> bool {
         self.naps > 0
     }
@@ -396,8 +396,8 @@ pub(super) struct Wake {
     pub(super) nudges: bool,
     /// There is something to do of which no descriptor tells ([`QueuePair::rest`](crate::provider::QueuePair::rest)).
     pub(super) at_once: bool,
-    /// What to sleep on in place of descriptors, for [`DOZE`] at most: the end of the connection does not ring, nor does anybody
-    /// in this process.
+    /// What to sleep on in place of descriptors, for [`DOZE`] at most: the end of the connection does not ring, nor does
+    /// anybody in this process.
     pub(super) doze: Option<Doze>,
 }
 

@@ -4,9 +4,9 @@
 //! where it has not, or others want this one, it may cost a time slice, which is longer than a hundred short calls.
 //!
 //! Where more want a processor than there are, a wait offers its processor to the others between its looks: those who wait for
-//! the same peer get on meanwhile, and none of them is put to sleep and woken for each call. That pays if all of them do it, and
-//! nobody else wants the processor: so it is the process that goes on with it, or does without for a while ([`Offers`]). A spin
-//! that takes long makes offers too, and finds out so that others want its processor, and whether they keep it.
+//! the same peer get on meanwhile, and none of them is put to sleep and woken for each call. That pays if all of them do it,
+//! and nobody else wants the processor: so it is the process that goes on with it, or does without for a while ([`Offers`]). A
+//! spin that takes long makes offers too, and finds out so that others want its processor, and whether they keep it.
 #![forbid(unsafe_code)]
 
 use std::hint::spin_loop;
@@ -21,7 +21,8 @@ use crate::{fork, stats};
 /// Bytes that a peer copies in a nanosecond, at least.
 const COPIED: u64 = 8;
 
-/// Who has not come to look for so long has lost its processor meanwhile: a look that finds nothing takes less than a microsecond.
+/// Who has not come to look for so long has lost its processor meanwhile: a look that finds nothing takes less than a
+/// microsecond.
 pub(super) const LOST: Duration = Duration::from_micros(20);
 
 /// The same for who has offered it to others.
@@ -79,7 +80,8 @@ impl Spin {
     }
 
     /// How a wait looks before it sleeps, and for how long. `company`:
-    /// [`QueuePair::company`](crate::provider::QueuePair::company). `is_free`: whether a look costs no system call, from here on.
+    /// [`QueuePair::company`](crate::provider::QueuePair::company). `is_free`: whether a look costs no system call, from here
+    /// on.
     fn way(&mut self, company: u32, is_free: impl FnOnce() -> bool) -> Option<(Way, Duration)> {
         if !self.is_on() || OFFERS.are_kept() {
             return None;
@@ -154,9 +156,9 @@ impl Drop for Waiting {
     }
 }
 
-/// Whether so many threads of this process wait that, if one of them spins, what wakes the others may find no processor:
-/// one is left to the peer. Or whether the peer, which is on this host, serves so many others that they, this thread and the peer
-/// are more than there are processors.
+/// Whether so many threads of this process wait that, if one of them spins, what wakes the others may find no processor: one is
+/// left to the peer. Or whether the peer, which is on this host, serves so many others that they, this thread and the peer are
+/// more than there are processors.
 fn is_crowded(company: u32) -> bool {
     let most = processors();
     WAITING.load(Relaxed) as u32 as usize >= most || company > 0 && company as usize + 2 > most
@@ -164,9 +166,9 @@ fn is_crowded(company: u32) -> bool {
 
 /// Whether waits of this process offer their processor to others.
 ///
-/// Who takes it for long may be somebody who waits for nothing that we do: beside such a one each offer costs a slice of his, some
-/// milliseconds, which is longer than a hundred calls. So one such offer ends them for a time, many times as long as it took: what
-/// is lost is a few hundredths, however long he stays, and when he has gone they are back soon. Several waits that were in vain
+/// Who takes it for long may wait for nothing that we do. Beside such a thread each offer costs a time slice, some
+/// milliseconds: as long as a hundred calls. So one such offer ends them for many times as long as it took: whatever runs there
+/// costs us a few hundredths of our time, and soon after it has gone there are offers again. Several waits that were in vain
 /// end them too. When they begin again, they do so for all threads: a peer is quicker when it need not wake anybody, which none
 /// of them would find out alone.
 struct Offers {

@@ -47,10 +47,10 @@ pub struct Pool {
     keeps: AtomicBool,
 }
 
-/// Long messages of which none comes later after the one before are a series.
+/// Long messages are a series while each is given back within this time of the one before.
 pub const SERIES: Duration = Duration::from_secs(1);
-/// What idle blocks keep then: one message of 32 MiB, or two of 16. A client, whose process nobody wakes, keeps it until its next
-/// call.
+/// What idle blocks keep then: one message of 32 MiB, or two of 16. A client, whose process nobody wakes, keeps it until its
+/// next call.
 const SERIES_MOST: usize = 36 << 20;
 
 impl Pool {
@@ -272,7 +272,7 @@ impl Pool {
     }
 }
 
-/// Whether what is given back now, or then, follows a long message.
+/// Whether `now` is within a series whose latest long message was given back at `before`; 0: none was.
 fn is_series(before: u64, now: u64) -> bool {
     before != 0 && now.saturating_sub(before) < SERIES.as_nanos() as u64
 }
@@ -388,9 +388,9 @@ pub(super) enum Home {
     Program,
 }
 
-// SAFETY: a RawBlock owns its mapping, or its part of one, or its lender promised that any thread may use it; the pointer is used
-// through Buf (exclusive), Region (read only) and Sink (raw copies by one device at a time under the connection's
-// lock), never shared without them.
+// SAFETY: a RawBlock owns its mapping, or its part of one, or its lender promised that any thread may use it; the pointer is
+// used through Buf (exclusive), Region (read only) and Sink (raw copies by one device at a time under the connection's lock),
+// never shared without them.
 unsafe impl Send for RawBlock {}
 // SAFETY: as above; `&RawBlock` gives no access to the bytes outside those three types.
 unsafe impl Sync for RawBlock {}

@@ -113,8 +113,8 @@ impl Mapping {
         unsafe { &*place }
     }
 
-    /// The byte of a ring of this length, [`NARROW`] or [`RING`], with this number, and how many follow it before the ring begins
-    /// anew.
+    /// The byte of a ring of this length, [`NARROW`] or [`RING`], with this number, and how many follow it before the ring
+    /// begins anew.
     fn ring(&self, number: u64, wide: bool) -> (*mut u8, usize) {
         let width = width(wide);
         let at = number as usize & (width - 1);

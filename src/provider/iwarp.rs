@@ -372,8 +372,8 @@ impl Iwarp {
         })
     }
 
-    /// Whether a sleep on the socket ends after [`NAP`] still: the program has the socket too, and what it sets there would hold for
-    /// us as well. Looked at every [`LOOK`] only, since it costs what the sleep saves.
+    /// Whether a sleep on the socket still ends after [`NAP`]: the program has the socket too, and may have set another time.
+    /// Looked at every [`LOOK`] only, since looking costs what the sleep saves.
     fn is_patient(&mut self) -> bool {
         let now = stats::tick();
         if now.saturating_sub(self.patience_seen) >= LOOK {

@@ -52,7 +52,8 @@ struct Silent {
 }
 
 impl Silent {
-    /// Whether its time is over, and nothing has come: where the loop was away, what has come lies unread, and is looked at next.
+    /// Whether its time is over, and nothing has come: where the loop was away, what has come lies unread, and is looked at
+    /// next.
     fn is_over(&self) -> bool {
         let nothing = || matches!(socket::peek(self.fd), Err(error) if error.kind() == ErrorKind::WouldBlock);
         self.since.elapsed() >= START_TIMEOUT && nothing()

@@ -1,9 +1,9 @@
 //! `svc_run`, at a cost that does not grow with the number of transports.
 //!
-//! libtirpc's own copies `svc_pollfd` and polls all of it for each event. Here the same descriptors are in an epoll(7) set, which
-//! `xprt_register` and `xprt_unregister` keep, and `svc_getreq_poll` is given what is ready; a few of them are polled as there,
-//! which costs less than epoll's bookkeeping of each message. All else is as there: the loop ends after svc_exit(3), a signal
-//! does not end it, its thread may be cancelled while it sleeps, and a dispatch routine may throw. It may be entered by
+//! libtirpc's own copies `svc_pollfd` and polls all of it for each event. Here the same descriptors are in an epoll(7) set,
+//! which `xprt_register` and `xprt_unregister` keep, and `svc_getreq_poll` is given what is ready; a few of them are polled as
+//! there, which costs less than epoll's bookkeeping of each message. All else is as there: the loop ends after svc_exit(3), a
+//! signal does not end it, its thread may be cancelled while it sleeps, and a dispatch routine may throw. It may be entered by
 //! several threads, and again by a dispatch routine.
 //!
 //! # Invariants
@@ -177,8 +177,8 @@ pub fn locked<T>(what: impl FnOnce() -> T) -> T {
     what()
 }
 
-/// Has libtirpc put `fd` into its table, which no loop looks at meanwhile, nor svc_exit(3) empties. What `real` returns: whether it
-/// has done so.
+/// Has libtirpc put `fd` into its table, which no loop looks at meanwhile, nor svc_exit(3) empties. What `real` returns:
+/// whether it has done so.
 pub fn register(fd: RawFd, real: impl FnOnce() -> bool) -> bool {
     let Some(mut set) = held() else { return real() };
     let done = real();
@@ -547,8 +547,8 @@ unsafe fn getreq_poll(fds: *mut libc::pollfd, count: c_int) {
     }
 }
 
-/// Sleeps until something is ready; false when the loop ends, also because it `is_over`. What epoll cannot watch is served here,
-/// and with it all that is ready then.
+/// Sleeps until something is ready; false when the loop ends, also because it `is_over`. What epoll cannot watch is served
+/// here, and with it all that is ready then.
 ///
 /// # Safety
 /// As libtirpc's `svc_run`.
@@ -645,8 +645,8 @@ impl Sleep {
         })
     }
 
-    /// Asks so often before it sleeps, and `tells` whether that has found something. Not of a failure: telling takes a lock, which
-    /// may change errno.
+    /// Asks so often before it sleeps, and `tells` whether that has found something. Not of a failure: telling takes a lock,
+    /// which may change errno.
     fn ask(&self, asks: u32, mut wait: impl FnMut(c_int) -> c_int, tells: impl Fn(bool)) -> c_int {
         for _ in 0..asks {
             let found = wait(0);

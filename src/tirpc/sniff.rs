@@ -39,7 +39,8 @@ static REFUSED: xp_ops = xp_ops { xp_stat: Some(refused_stat), ..WATCHED };
 
 const WATCHED: xp_ops = xp_ops { xp_destroy: Some(stock_destroy), ..LISTENING };
 
-/// What libtirpc keeps of a stream connection (`struct cf_conn`), as far as it matters here: it begins so in all of its versions.
+/// What libtirpc keeps of a stream connection (`struct cf_conn`), as far as it matters here: it begins so in all of its
+/// versions.
 #[repr(C)]
 struct Connection {
     stat: c_int,

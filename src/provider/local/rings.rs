@@ -2,28 +2,28 @@
 //! what has not come yet would block. The socket stays: its end is the end, and its bytes wake who waits on it.
 //!
 //! # Waking
-//! Each end says whether it waits, and how it has to be woken: [`Word::Waits`]. Who puts bytes into its ring, or takes some while
-//! the other end wants room, wakes the other end if that waits, once for each time that it does: by one byte over the socket, which
-//! every loop polls; or, cheaper, by a [`Bell`], on which a thread sleeps that waits for nothing else ([`Rings::doze`]), and
-//! for a short time only, because the end of the connection does not ring. An end says
-//! that it waits and looks again, in this order; the other one acts and then looks whether somebody waits: one of
-//! them sees the other. While an end looks by itself ([`Rings::spin`]) it costs its peer no system call. Its program may have
-//! left it in the midst of that: who waits for it wakes it all the same, after a while ([`Rings::remind`]).
+//! Each end says whether it waits, and how it has to be woken: [`Word::Waits`]. Who puts bytes into its ring, or takes some
+//! while the other end wants room, wakes the other end if that waits, once for each time that it does: by one byte over the
+//! socket, which every loop polls; or, cheaper, by a [`Bell`], on which a thread sleeps that waits for nothing else
+//! ([`Rings::doze`]), and for a short time only, because the end of the connection does not ring. An end says that it waits and
+//! looks again, in this order; the other one acts and then looks whether somebody waits: one of them sees the other. While an
+//! end looks by itself ([`Rings::spin`]) it costs its peer no system call. Its program may have left it in the midst of that:
+//! who waits for it wakes it all the same, after a while ([`Rings::remind`]).
 //!
 //! The bytes that wake are counted in [`Word::Woken`], so that nobody asks the socket for such as are not there. Now and then
 //! it is asked all the same: for the end of the connection, and for bytes that nobody counted.
 //!
 //! # Invariants
 //! - What is in the ring lies between `Consumed` and `Produced`: more than [`RING`] bytes is a lie of the peer's.
-//! - `Base` and `Wide` change only while the ring is empty. So a connection that has one message at a time under way uses the same
-//!   few pages for all of them.
+//! - `Base` and `Wide` change only while the ring is empty. So a connection that has one message at a time under way uses the
+//!   same few pages for all of them.
+//! - The numbers of our own segment are its words: a process that was forked from us goes on where we are.
 //!
 //! # How much of a ring is used
-//! While both ends copy at once, as much as stays in their caches. Where the receiver sleeps, or serves others, a long message goes
-//! in as a whole, so that neither end has to be woken for each part of it; but only [`WIDE_MOST`] connections of a process do that, each
-//! until it ends. Its pages are not given back before: to make a hole in the file (`MADV_REMOVE`) the kernel goes through all
-//! mappings of it, of which a hostile peer has as many as it likes. With 120,000 of them that has taken 270 ms.
-//! - The numbers of our own segment are its words: a process that was forked from us goes on where we are.
+//! While both ends copy at once, as much as stays in their caches. Where the receiver sleeps, or serves others, a long message
+//! goes in as a whole, so that neither end has to be woken for each part of it. Only [`WIDE_MOST`] connections of a process do
+//! that, each until it ends: the pages are not given back before. To make a hole in the file (`MADV_REMOVE`) the kernel goes
+//! through all mappings of it, and a hostile peer makes as many as it likes; with 120,000 of them that took 270 ms.
 #![forbid(unsafe_code)]
 
 use std::hint::spin_loop;
@@ -153,7 +153,7 @@ impl Rings {
         // How much the other end was told of, and after how much more it is told again.
         let (mut told, mut next) = (0, STEP);
         while sent < total {
-            let mut wide = self.own.word(Word::Wide).load(Relaxed) != 0;
+            let mut wide = self.is_wide();
             let used = self.used(produced)?;
             if used == 0 {
                 wide = self.goes_wide(total - sent);
@@ -282,8 +282,8 @@ impl Rings {
 
     /// The same for a thread that sleeps on this, and on nothing else, for a short time: one that has slept so in vain has to
     /// [`Rings::rest`]. `None` too where there is something to do; and, where threads look before they sleep, while the peer
-    /// sleeps: it is off its processor as soon as it has woken us, and a socket has the kernel put who is woken there. A bell has
-    /// it look for another one. Who never looks sleeps here before each message, and then what counts is that a bell takes
+    /// sleeps: it is off its processor as soon as it has woken us, and a socket has the kernel put who is woken there. A bell
+    /// has it look for another one. Who never looks sleeps here before each message, and then what counts is that a bell takes
     /// 3 us less of both ends' time than a byte that is sent, polled for and read.
     pub fn doze(&mut self) -> Option<Bell> {
         if self.spins && self.theirs.get(Word::Waits) & WAITS != 0 {
@@ -376,8 +376,7 @@ impl Rings {
 
     /// How many more it takes.
     fn room(&self, produced: u64) -> io::Result<usize> {
-        let wide = self.own.word(Word::Wide).load(Relaxed) != 0;
-        Ok(width(wide).saturating_sub(self.used(produced)?))
+        Ok(width(self.is_wide()).saturating_sub(self.used(produced)?))
     }
 
     /// Whether so many bytes go into a long ring. There is nothing in it.
@@ -397,7 +396,6 @@ impl Rings {
     }
 
     /// Whether its ring is long just now.
-    #[cfg(test)]
     pub fn is_wide(&self) -> bool {
         self.own.word(Word::Wide).load(Relaxed) != 0
     }

@@ -171,7 +171,8 @@ impl Memory {
         self.known().map_or_else(|| self.slab.take(), Ok)
     }
 
-    /// A block for a Receive of `bytes` bytes into which a message of at most `most` begins to arrive now.
+    /// A block for a Receive of `bytes` bytes into which a message of at most `most` begins to arrive now: it may be shorter
+    /// than the Receive, though not than `most`.
     ///
     /// # Errors
     /// `ENOMEM`.

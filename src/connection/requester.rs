@@ -296,7 +296,8 @@ impl Requester {
             Some(room) if (room == 0 || common.memory.has_room(room)) && self.make_room(common) => room,
             _ => return Started::Not(message),
         };
-        match call.send_plain((xid, message), room, self.spare.take(), common, registrar) {
+        let spare = if room > 0 { self.spare.take() } else { None };
+        match call.send_plain((xid, message), room, spare, common, registrar) {
             Ok(gather) => {
                 self.transmitted += 1;
                 call.sequence = Some(self.transmitted);

@@ -532,6 +532,29 @@ mod tests {
         }
     }
 
+    /// What a test has of a CLIENT, whose other end is a thread beside it.
+    struct Bench<'scope, 'env, T> {
+        scope: &'scope std::thread::Scope<'scope, 'env>,
+        socket: &'env TcpStream,
+        client: Arc<Client>,
+        peer: std::thread::ScopedJoinHandle<'scope, T>,
+    }
+
+    /// A CLIENT, and `peer` at the other end.
+    fn beside<T: Send + 'static>(
+        config: &'static Config,
+        peer: impl FnOnce(TcpListener) -> T + Send + 'static,
+        test: impl for<'scope, 'env> FnOnce(Bench<'scope, 'env, T>),
+    ) {
+        let (listener, socket, config) = connect(config);
+        scope(|scope| {
+            let _hangup = Hangup(&socket);
+            let peer = scope.spawn(move || peer(listener));
+            let client = open(&socket, config);
+            test(Bench { scope, socket: &socket, client, peer });
+        });
+    }
+
     /// Serves calls back, and tells of each.
     struct Tells(Mutex<mpsc::Sender<()>>, Mutex<std::sync::Weak<Client>>);
 
@@ -716,19 +739,17 @@ mod tests {
 
     #[test]
     fn a_reply_that_came_before_its_connection_was_replaced_is_not_lost() {
-        let (listener, socket, config) = connect(config(2));
+        let config = config(2);
         let (told, answered) = mpsc::channel();
-        scope(|scope| {
-            let _hangup = Hangup(&socket);
-            scope.spawn(move || {
-                let first = Peer::accept(&listener, config);
-                first.answer(first.next().unwrap());
-                let _orphan = first.next().unwrap();
-                first.answer(first.next().unwrap());
-                told.send(()).unwrap();
-                Peer::accept(&listener, config).serve();
-            });
-            let client = open(&socket, config);
+        let peer = move |listener: TcpListener| {
+            let first = Peer::accept(&listener, config);
+            first.answer(first.next().unwrap());
+            let _orphan = first.next().unwrap();
+            first.answer(first.next().unwrap());
+            told.send(()).unwrap();
+            Peer::accept(&listener, config).serve();
+        };
+        beside(config, peer, |Bench { socket, client, .. }| {
             call(&client, soon()).unwrap();
             orphan(&client);
             let (awaited, batched) = (begin(&client, reply()), begin(&client, Expect::Nothing));
@@ -746,18 +767,16 @@ mod tests {
 
     #[test]
     fn what_another_thread_sleeps_for_is_left_to_it() {
-        let (listener, socket, config) = connect(config(2));
+        let config = config(2);
         let (told, answered) = mpsc::channel();
-        scope(|scope| {
-            let _hangup = Hangup(&socket);
-            scope.spawn(move || {
-                let first = Peer::accept(&listener, config);
-                first.answer(first.next().unwrap());
-                first.answer(first.next().unwrap());
-                told.send(()).unwrap();
-                first.serve();
-            });
-            let client = open(&socket, config);
+        let peer = move |listener: TcpListener| {
+            let first = Peer::accept(&listener, config);
+            first.answer(first.next().unwrap());
+            first.answer(first.next().unwrap());
+            told.send(()).unwrap();
+            first.serve();
+        };
+        beside(config, peer, |Bench { socket, client, .. }| {
             call(&client, soon()).unwrap();
             begin(&client, reply());
             // It sleeps in poll(2), and nothing else wakes it.
@@ -772,21 +791,19 @@ mod tests {
 
     #[test]
     fn a_call_without_reply_is_not_the_first_on_a_connection() {
-        let (listener, socket, config) = connect(config(2));
-        scope(|scope| {
-            let _hangup = Hangup(&socket);
-            let served = scope.spawn(move || {
-                let peer = Peer::accept(&listener, config);
-                let first = peer.next().unwrap();
-                let xid = first.xid;
-                peer.answer(first);
-                (xid, peer.next().unwrap().xid)
-            });
-            let client = open(&socket, config);
+        let config = config(2);
+        let peer = move |listener: TcpListener| {
+            let peer = Peer::accept(&listener, config);
+            let first = peer.next().unwrap();
+            let xid = first.xid;
+            peer.answer(first);
+            (xid, peer.next().unwrap().xid)
+        };
+        beside(config, peer, |Bench { client, peer, .. }| {
             let xid = client.fresh_xid();
             // It would hold the only credit.
             client.exchange(xid, message(&client, xid), Expect::Nothing, soon(), None).unwrap();
-            let (first, second) = served.join().unwrap();
+            let (first, second) = peer.join().unwrap();
             assert!(first != xid && second == xid, "{first}, {second}");
             assert_eq!(client.connections(), 1);
         });
@@ -808,20 +825,18 @@ mod tests {
 
     #[test]
     fn calls_that_wait_for_a_credit_go_over_the_new_connection_in_their_order() {
-        let (listener, socket, config) = connect(config(2));
-        scope(|scope| {
-            let _hangup = Hangup(&socket);
-            let served = scope.spawn(move || {
-                let _first = starving(&listener, config);
-                let second = Peer::accept(&listener, config);
-                let mut xids = Vec::new();
-                while let Some(request) = second.next() {
-                    xids.push(request.xid);
-                    second.answer(request);
-                }
-                xids
-            });
-            let client = open(&socket, config);
+        let config = config(2);
+        let peer = move |listener: TcpListener| {
+            let _first = starving(&listener, config);
+            let second = Peer::accept(&listener, config);
+            let mut xids = Vec::new();
+            while let Some(request) = second.next() {
+                xids.push(request.xid);
+                second.answer(request);
+            }
+            xids
+        };
+        beside(config, peer, |Bench { socket, client, peer, .. }| {
             starve(&client);
             let batched = [begin(&client, Expect::Nothing), begin(&client, Expect::Nothing)];
             let awaited = begin(&client, reply());
@@ -836,7 +851,7 @@ mod tests {
             assert!(state.session.calls.greetings.is_empty() && state.session.calls.outcomes.is_empty());
             drop(state);
             socket::shutdown(socket.as_raw_fd());
-            let xids = served.join().unwrap();
+            let xids = peer.join().unwrap();
             // Each call without a reply follows one whose reply makes room for it.
             assert_eq!([xids[1], xids[3], xids[4]], [batched[0], batched[1], awaited], "{xids:?}");
         });
@@ -845,14 +860,12 @@ mod tests {
     /// It would take the first bytes of the new connection for the last of the old one.
     #[test]
     fn a_new_connection_takes_the_number_when_nobody_is_about_to_read_from_the_old_one() {
-        let (listener, socket, config) = connect(config(2));
-        scope(|scope| {
-            let _hangup = Hangup(&socket);
-            scope.spawn(move || {
-                let _first = starving(&listener, config);
-                Peer::accept(&listener, config).serve();
-            });
-            let client = open(&socket, config);
+        let config = config(2);
+        let peer = move |listener: TcpListener| {
+            let _first = starving(&listener, config);
+            Peer::accept(&listener, config).serve();
+        };
+        beside(config, peer, |Bench { scope, client, .. }| {
             starve(&client);
             client.lock().session.nap_as(true);
             // In vain until then, whatever step it would take.
@@ -904,17 +917,15 @@ mod tests {
 
     #[test]
     fn while_one_call_waits_for_the_new_connection_others_end_in_their_time() {
-        let (listener, socket, config) = connect(config(2));
+        let config = config(2);
         let (tell, go_on) = mpsc::channel();
-        scope(|scope| {
-            let _hangup = Hangup(&socket);
-            scope.spawn(move || {
-                let _first = starving(&listener, config);
-                // The kernel has accepted the second one before; nobody answers on it before the other call has ended.
-                go_on.recv().unwrap();
-                Peer::accept(&listener, config).serve();
-            });
-            let client = open(&socket, config);
+        let peer = move |listener: TcpListener| {
+            let _first = starving(&listener, config);
+            // The kernel has accepted the second one before; nobody answers on it before the other call has ended.
+            go_on.recv().unwrap();
+            Peer::accept(&listener, config).serve();
+        };
+        beside(config, peer, |Bench { scope, client, .. }| {
             starve(&client);
             let other = client.clone();
             let waits = scope.spawn(move || call(&other, soon()));
@@ -987,16 +998,14 @@ mod tests {
     /// A handler of a signal that comes while its thread sleeps for the new connection.
     #[test]
     fn a_call_made_in_the_midst_of_one_that_waits_for_the_new_connection_makes_it() {
-        let (listener, socket, config) = connect(config(2));
+        let config = config(2);
         let (tell, go_on) = mpsc::channel();
-        scope(|scope| {
-            let _hangup = Hangup(&socket);
-            scope.spawn(move || {
-                let _first = starving(&listener, config);
-                go_on.recv().unwrap();
-                Peer::accept(&listener, config).serve();
-            });
-            let client = open(&socket, config);
+        let peer = move |listener: TcpListener| {
+            let _first = starving(&listener, config);
+            go_on.recv().unwrap();
+            Peer::accept(&listener, config).serve();
+        };
+        beside(config, peer, |Bench { client, .. }| {
             starve(&client);
             orphan(&client);
             // As a call of this very thread that sleeps.
@@ -1010,20 +1019,18 @@ mod tests {
     /// Else a server that is slower than the calls' time would see a new connection with each of them.
     #[test]
     fn a_connection_that_follows_one_without_a_reply_has_time_for_its_first_reply() {
-        let (listener, socket, config) = connect(config(2));
+        let config = config(2);
         let (tell, go_on) = mpsc::channel();
-        scope(|scope| {
-            let _hangup = Hangup(&socket);
-            scope.spawn(move || {
-                let first = Peer::accept(&listener, config);
-                let _never_answered = first.next().unwrap();
-                let second = Peer::accept(&listener, config);
-                let request = second.next().unwrap();
-                go_on.recv().unwrap();
-                second.answer(request);
-                second.serve();
-            });
-            let client = open(&socket, config);
+        let peer = move |listener: TcpListener| {
+            let first = Peer::accept(&listener, config);
+            let _never_answered = first.next().unwrap();
+            let second = Peer::accept(&listener, config);
+            let request = second.next().unwrap();
+            go_on.recv().unwrap();
+            second.answer(request);
+            second.serve();
+        };
+        beside(config, peer, |Bench { client, .. }| {
             let end = soon();
             while client.connections() < 2 {
                 orphan(&client);
@@ -1048,15 +1055,13 @@ mod tests {
 
     #[test]
     fn a_connection_whose_first_call_is_never_answered_is_replaced_in_the_end() {
-        let (listener, socket, config) = connect(config(2));
-        scope(|scope| {
-            let _hangup = Hangup(&socket);
-            scope.spawn(move || {
-                let peer = Peer::accept(&listener, config);
-                let _never_answered = peer.next().unwrap();
-                Peer::accept(&listener, config).serve();
-            });
-            let client = open(&socket, config);
+        let config = config(2);
+        let peer = move |listener: TcpListener| {
+            let peer = Peer::accept(&listener, config);
+            let _never_answered = peer.next().unwrap();
+            Peer::accept(&listener, config).serve();
+        };
+        beside(config, peer, |Bench { client, .. }| {
             client.lock().link.first_reply = Duration::from_millis(300);
             orphan(&client);
             // No time of the waiting call ends what it waits for.

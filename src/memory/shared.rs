@@ -25,10 +25,11 @@ use rustix::io::Errno;
 use super::{IoVec, IoVecMut};
 use crate::{process, wait};
 
-/// Bytes of the ring, a power of two: so many that most messages go into it as a whole, while their receiver is elsewhere.
-pub const RING: usize = 1 << 20;
+/// Bytes of the ring, a power of two: more than the caches of two processors, and so many that most messages go into it as a
+/// whole, while their receiver is elsewhere.
+pub const RING: usize = 4 << 20;
 
-/// Bytes of it that are used while both ends copy: a power of two, and few enough to stay in a cache.
+/// Bytes of it that are used by short messages, and by connections beyond the first few: a power of two.
 pub const NARROW: usize = 256 << 10;
 
 /// Bytes before it, for the words.

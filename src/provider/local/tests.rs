@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 
 use rustix::fs::{MemfdFlags, SealFlags, fcntl_add_seals, ftruncate, memfd_create};
 
-use super::rings::{BY_BYTE, WIDE, WIDE_MOST};
+use super::rings::{LONG, WIDE, WIDE_MOST};
 use super::*;
 use crate::fork;
 use crate::memory::shared::{Bell, NARROW, RING, SIZE, Word};
@@ -399,17 +399,29 @@ fn watched(spins: bool) -> (Sockets, Rings, Own, Theirs) {
 }
 
 #[test]
-fn a_long_message_goes_into_the_ring_as_a_whole_where_its_receiver_sleeps_or_serves_others() {
-    let (sockets, mut rings, peer, seen) = watched(false);
-    let (fd, long) = (sockets.0.as_raw_fd(), vec![7; 2 * RING]);
-    let taken = || peer.word(Word::Consumed).store(seen.get(Word::Produced), SeqCst);
-    let send = |rings: &mut Rings| rings.send(fd, &[IoVec::from_slice(&long)]).unwrap();
-    for (waits, company, sent) in [(0, 0, NARROW), (BY_BYTE, 0, RING), (0, 1, RING), (0, 0, NARROW)] {
-        peer.word(Word::Waits).store(waits, SeqCst);
-        peer.word(Word::Company).store(company, SeqCst);
-        assert_eq!((send(&mut rings), seen.get(Word::Wide) != 0), (sent, sent == RING));
-        taken();
-    }
+fn a_long_message_begins_where_the_latest_one_ended_and_a_short_one_at_the_beginning() {
+    // In a process of its own: how far a ring goes depends on how many are long.
+    let child = fork::testing::fork(|| {
+        let (sockets, mut rings, peer, seen) = watched(false);
+        let bytes = vec![7; RING];
+        let mut lies = |len: usize| {
+            let produced = seen.get(Word::Produced);
+            let sent = rings.send(sockets.0.as_raw_fd(), &[IoVec::from_slice(&bytes[..len])]).unwrap();
+            peer.word(Word::Consumed).store(seen.get(Word::Produced), SeqCst);
+            (sent, produced.wrapping_sub(seen.get(Word::Base)) as usize, seen.get(Word::Wide) != 0)
+        };
+        WIDE.store(0, Relaxed);
+        assert_eq!(lies(5), (5, 0, false));
+        let half = RING / 2;
+        assert_eq!([lies(half), lies(LONG)], [(half, 0, true), (LONG, half, true)]);
+        assert_eq!(lies(LONG - 1), (LONG - 1, 0, false));
+        assert_eq!([lies(half), lies(LONG)], [(half, half + LONG, true), (LONG, LONG, true)]);
+        // With others it goes round fewer bytes.
+        WIDE.fetch_add(3, Relaxed);
+        assert_eq!([lies(half), lies(LONG)], [(half, 2 * LONG, true), (LONG, 0, true)]);
+        true
+    });
+    assert!(child.succeeded());
 }
 
 #[test]
@@ -417,8 +429,7 @@ fn no_more_connections_than_some_have_long_rings() {
     // In a process of its own: others have some.
     let child = fork::testing::fork(|| {
         let long = vec![7; RING];
-        let sends = |(sockets, rings, peer, _): &mut (Sockets, Rings, Own, Theirs)| {
-            peer.word(Word::Waits).store(BY_BYTE, SeqCst);
+        let sends = |(sockets, rings, ..): &mut (Sockets, Rings, Own, Theirs)| {
             rings.send(sockets.0.as_raw_fd(), &[IoVec::from_slice(&long)]).unwrap()
         };
         let left = WIDE_MOST - WIDE.load(Relaxed);
@@ -498,7 +509,7 @@ fn a_child_that_is_killed_while_it_waits_for_room_leaves_its_parent_in_peace() {
     assert!(rings.rest());
     let child = fork::testing::fork(|| {
         let sent = rings.send(fd, &[IoVec::from_slice(&long)]);
-        sent.is_ok_and(|sent| sent == NARROW) && rings.wants_room()
+        sent.is_ok_and(|sent| sent == RING) && rings.wants_room()
     });
     assert!(child.succeeded());
     peer.word(Word::Consumed).store(seen.get(Word::Produced), SeqCst);
@@ -518,7 +529,7 @@ fn a_peer_that_takes_byte_after_byte_keeps_nobody() {
             scope.spawn(|| {
                 while !over.load(Relaxed) {
                     let consumed = peer.word(Word::Consumed);
-                    let full = seen.get(Word::Produced).wrapping_sub(consumed.load(Relaxed)) == NARROW as u64;
+                    let full = seen.get(Word::Produced).wrapping_sub(consumed.load(Relaxed)) == RING as u64;
                     consumed.fetch_add(u64::from(full), SeqCst);
                     begun.store(true, Relaxed);
                 }

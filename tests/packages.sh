@@ -5,6 +5,7 @@
 #   check      for `make check`: so is what the tests use; without that they say what they skip
 #   build      for `make`: installs nothing
 #   cargo      prints the cargo to use
+#   sources    prints rustc's option that has what is built name no folder of an installed rust-src; nothing without one
 #   features   prints cargo's option for a library without adapters, where rdma-core's headers or libclang are missing
 #
 # On Debian, as root or with a sudo that asks nothing, the first two install what is missing; no service is started by
@@ -96,6 +97,18 @@ choose_cargo() {
     done
     echo "${best:-${CARGO:-cargo}}"
     return 1
+}
+
+# Without rust-src, what of the standard library is compiled into ours is said to be in /rustc/COMMIT; with it, where that is.
+remap_sources() {
+    local cargo rustc sources commit
+    read -ra cargo <<<"$(choose_cargo)"
+    # The one beside it: cargo, cargo-1.85, .../bin/cargo.
+    rustc=("${cargo[0]%cargo*}rustc${cargo[0]##*cargo}" "${cargo[@]:1}")
+    [ -z "${RUSTC:-}" ] || rustc=("$RUSTC")
+    sources=$("${rustc[@]}" --print sysroot 2>/dev/null </dev/null)/lib/rustlib/src/rust
+    commit=$("${rustc[@]}" -vV 2>/dev/null </dev/null | sed -n 's/^commit-hash: //p')
+    [ ! -d "$sources" ] || echo "--remap-path-prefix=$sources=/rustc/$commit"
 }
 
 # Debian's packages of a Rust that is new enough; false if apt knows of none. Debian 12 has rustc-web beside the rustc that
@@ -207,9 +220,10 @@ line() {
 
 case $what in
 cargo) choose_cargo; exit 0 ;;
+sources) remap_sources; exit 0 ;;
 features) [ -z "$(missing "${adapters[@]}")" ] || echo --no-default-features; exit 0 ;;
 build | demo | check) ;;
-*) sed -n '2,12s/^# \{0,1\}//p' "${BASH_SOURCE[0]}" >&2; exit 2 ;;
+*) sed -n '2,13s/^# \{0,1\}//p' "${BASH_SOURCE[0]}" >&2; exit 2 ;;
 esac
 
 look

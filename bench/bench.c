@@ -380,10 +380,13 @@ static void *keep_busy(void *argument)
 {
     CLIENT *client = argument;
     u_int time = 5000;
-    while (!atomic_load_explicit(&all->stop, memory_order_relaxed))
+    for (bool first = true; !atomic_load_explicit(&all->stop, memory_order_relaxed); first = false) {
         if (clnt_call(client, SLEEP, (xdrproc_t)xdr_u_int, (caddr_t)&time, (xdrproc_t)xdr_void, NULL,
                       (struct timeval){.tv_sec = 30}) != RPC_SUCCESS)
             errx(1, "%s", clnt_sperror(client, "sleep"));
+        if (first)
+            pthread_barrier_wait(&all->start);
+    }
     return NULL;
 }
 
@@ -394,15 +397,16 @@ static int fairness(unsigned threads, bool shared, unsigned long calls)
     CLIENT *client = connect_to_server(), *one = shared ? connect_to_server() : NULL;
     if (all == NULL || busy == NULL)
         err(1, "calloc");
+    if (pthread_barrier_init(&all->start, NULL, threads + 1) != 0)
+        errx(1, "pthread_barrier_init");
     for (unsigned i = 0; i < threads; i++)
         if (pthread_create(&busy[i], NULL, keep_busy, shared ? one : connect_to_server()) != 0)
             errx(1, "pthread_create");
-    /* The first ones find the others as they begin. */
-    double began = 0;
-    for (unsigned long i = 0; i < calls + 10; i++) {
-        began = i == 10 ? now(CLOCK_MONOTONIC) : began;
+    /* From here on each of them has a call under way, but for a moment. */
+    pthread_barrier_wait(&all->start);
+    double began = now(CLOCK_MONOTONIC);
+    for (unsigned long i = 0; i < calls; i++)
         call(client, NULL);
-    }
     printf("%.0f\n", (now(CLOCK_MONOTONIC) - began) / (double)calls * 1e6);
     atomic_store(&all->stop, true);
     for (unsigned i = 0; i < threads; i++)

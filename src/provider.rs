@@ -49,8 +49,8 @@ pub enum Doze {
 
 /// How long one may sleep on a stream, and how many bytes are taken then: the rest is left to `poll`.
 pub const NAP: Duration = Duration::from_millis(10);
-/// See [`NAP`].
-pub const NAP_BYTES: usize = 512;
+/// See [`NAP`]: a page of data with what is around it. They lie on the stack, and are copied once more.
+pub const NAP_BYTES: usize = 4096 + 512;
 
 /// What a device and the negotiation with the peer allow.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]

@@ -10,7 +10,7 @@
 #![allow(unsafe_code)]
 
 use std::io;
-use std::mem::size_of;
+use std::mem::{MaybeUninit, size_of};
 use std::net::{Ipv4Addr, Ipv6Addr, SocketAddr, SocketAddrV4, SocketAddrV6};
 use std::os::fd::{AsRawFd, IntoRawFd, OwnedFd, RawFd};
 use std::ptr::null_mut;
@@ -99,11 +99,14 @@ pub fn receive(fd: RawFd, pieces: &mut [IoVecMut<'_>]) -> io::Result<usize> {
 /// # Errors
 /// The errno; `EAGAIN` when nothing has come in that time, `EINTR` also when the process was stopped and continued: repeated,
 /// it would sleep for all of that time again.
-pub fn await_bytes(fd: RawFd, bytes: &mut [u8]) -> io::Result<usize> {
+pub fn await_bytes(fd: RawFd, bytes: &mut [MaybeUninit<u8>]) -> io::Result<&[u8]> {
     let (address, length) = (null_mut(), null_mut());
     // SAFETY: `bytes` is writable for its length, and no address is asked for.
     let came = unsafe { libc::recvfrom(fd, bytes.as_mut_ptr().cast(), bytes.len(), 0, address, length) };
-    usize::try_from(came).map_err(|_| io::Error::last_os_error())
+    let came = usize::try_from(came).map_err(|_| io::Error::last_os_error())?;
+    let bytes = &bytes[..came];
+    // SAFETY: the kernel has written all of them.
+    Ok(unsafe { std::slice::from_raw_parts(bytes.as_ptr().cast(), bytes.len()) })
 }
 
 /// How long [`await_bytes`] sleeps.

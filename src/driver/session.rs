@@ -13,6 +13,7 @@
 use crate::thread;
 use crate::wire::Xid;
 use std::io::ErrorKind;
+use std::mem::MaybeUninit;
 use std::os::fd::RawFd;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -555,24 +556,24 @@ fn drive<'a, P: Policy<'a>>(
         state.parts().0.end_to_drive();
         return state;
     };
-    let mut bytes = [0; NAP_BYTES];
+    let mut bytes = [MaybeUninit::uninit(); NAP_BYTES];
     let came = match socket::await_bytes(fd, &mut bytes) {
         Ok(came) => Some(came),
         // At once: the program has put it into non-blocking mode.
-        Err(error) if error.kind() == ErrorKind::WouldBlock => (now.elapsed() >= NAP / 2).then_some(0),
+        Err(error) if error.kind() == ErrorKind::WouldBlock => (now.elapsed() >= NAP / 2).then_some(&[][..]),
         // What it is shows when it is looked at.
-        Err(_) => Some(0),
+        Err(_) => Some(&[][..]),
     };
     let mut state = policy.lock();
     let (session, link) = state.parts();
     session.naps -= 1;
     match link {
         // Else it is another connection by now, of which nothing was taken.
-        Some(link) if link.serial == serial => link.device.arrived(came.map(|came| &bytes[..came])),
+        Some(link) if link.serial == serial => link.device.arrived(came),
         _ => {}
     }
     match came {
-        Some(1..) => state.pump(),
+        Some([_, ..]) => state.pump(),
         _ => policy.move_on(&mut state, &wake, true),
     }
     policy.napped(&mut state);

@@ -55,7 +55,7 @@ enum { PROG = 0x20004C59, LONGEST = 1 << 20, GUARD = 4096, CALL_TIME = 300 };
  * it, and CALL_BACK has a thread call back meanwhile. */
 enum { NOTHING, ECHO, SINK, NEST, LEAVE, SLEEP, CALL_BACK };
 /* What the library shares: a page of words, and a ring behind it. */
-enum { HEAD = 4 << 10, RING = 1 << 20, SEGMENT = HEAD + RING };
+enum { HEAD = 4 << 10, RING = 4 << 20, SEGMENT = HEAD + RING };
 /* Of the words, by their places. */
 enum { PRODUCED = 0, BASE = 1, WIDE = 2, CONSUMED = 16, WAITS = 32, WANTS_ROOM = 33, COMPANY = 34, WOKEN = 48, RUNG = 49 };
 
@@ -330,9 +330,9 @@ static void rewrite(struct target *target, uint64_t *state)
     case 3: /* numbers */
         rewrite_word(segment, state);
         break;
-    default: /* every word */
+    default: /* every word, and half of the time one where short messages lie */
         for (int i = 0; i < 64; i++)
-            ((_Atomic uint64_t *)segment)[next_random(state) % (SEGMENT / 8)] = next_random(state);
+            ((_Atomic uint64_t *)segment)[next_random(state) % ((i % 2 ? SEGMENT : 16 << 10) / 8)] = next_random(state);
         if (next_random(state) % 4 == 0)
             rewrite_word(segment, state);
     }
@@ -822,7 +822,7 @@ static void stopped(void)
 /* ---- Handshakes -------------------------------------------------------------------------------------------------------- */
 
 enum { SECRET = 16, FRAME = 20, MOST = 1024 };
-static const char mark[] = "RPCRloc\x04";
+static const char mark[] = "RPCRloc\x05";
 
 static int memory(size_t bytes, int seals)
 {

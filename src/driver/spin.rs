@@ -61,12 +61,14 @@ pub(super) struct Spin {
     penalty: u32,
     /// Rises with each spin in which the processor was lost, falls with each other one.
     crowded: u32,
+    /// What had moved when the latest spin began.
+    moved: u64,
 }
 
 impl Spin {
     /// `poll`: [`Config::poll`](crate::config::Config::poll).
     pub(super) fn new(poll: Duration) -> Spin {
-        Spin { poll, skip: 0, penalty: 0, crowded: 0 }
+        Spin { poll, skip: 0, penalty: 0, crowded: 0, moved: 0 }
     }
 
     pub(super) fn is_on(&self) -> bool {
@@ -101,6 +103,14 @@ impl Spin {
         // After many failures the peer may sleep before each message too, and takes longer than a spin: one of us must
         // wait for the other now and then, or both sleep for ever.
         if self.penalty >= 64 { self.poll * 3 } else { self.poll }
+    }
+
+    /// How much longer a spin is that begins when so many bytes have moved. A peer that has taken or sent many since the one
+    /// before works on them, or makes as many again, which each takes as long as to copy them.
+    fn longer(&mut self, moved: u64) -> Duration {
+        let before = std::mem::replace(&mut self.moved, moved);
+        // Fewer than before: it is another connection.
+        copying(moved.saturating_sub(before), self.limit())
     }
 
     /// Whether this wait is one of those that are not to spin.
@@ -282,6 +292,11 @@ enum Way {
     },
 }
 
+/// How long a peer may take to copy so many bytes, but for a few limits of a spin.
+fn copying(bytes: u64, limit: Duration) -> Duration {
+    Duration::from_nanos(bytes / COPIED).min(limit * 4)
+}
+
 /// A spin under way: it goes on as long as bytes move, and its limit beyond, and as long as the peer may take to copy what has
 /// moved; but never longer than [`Patience::MOST`] limits: somebody else may wait for this thread.
 pub(super) struct Patience {
@@ -318,6 +333,8 @@ impl Patience {
         let (way, limit) = spin.way(company, || link.device.spin())?;
         let now = Instant::now();
         let end = now + limit * Patience::MOST;
+        let moved = link.device.moved();
+        let longer = if way == Way::Spin { spin.longer(moved) } else { Duration::ZERO };
         Some(Patience {
             limit,
             way,
@@ -325,10 +342,10 @@ impl Patience {
             offered_before: 0,
             alone: if OFFERS.are_allowed() { now + ALONE } else { end },
             has_offered: false,
-            until: now + limit,
+            until: now + limit + longer,
             end,
-            moved: link.device.moved(),
-            before: link.device.moved(),
+            moved,
+            before: moved,
             look: now + limit / Patience::LOOKS,
             now,
             lost: false,
@@ -373,7 +390,7 @@ impl Patience {
         let before = std::mem::replace(&mut self.now, now);
         self.lost |= moved.wrapping_sub(self.moved) < SHORT && now - before > LOST;
         if std::mem::replace(&mut self.moved, moved) != moved {
-            let copies = Duration::from_nanos(moved.wrapping_sub(self.before) / COPIED).min(self.limit * 4);
+            let copies = copying(moved.wrapping_sub(self.before), self.limit);
             self.until = self.end.min(now + self.limit + copies);
         }
         now >= self.until
@@ -489,6 +506,13 @@ mod tests {
             spin.found(true);
         }
         assert_eq!(spin.skip, 1);
+    }
+
+    #[test]
+    fn a_spin_after_many_bytes_is_as_much_longer_as_they_take_to_copy() {
+        let mut spin = Spin::new(Duration::from_micros(50));
+        let longer = [100, 100, 8_100, 8_100 + (1 << 30), 7].map(|moved| spin.longer(moved).as_nanos());
+        assert_eq!(longer, [12, 0, 1_000, 200_000, 0]);
     }
 
     #[test]

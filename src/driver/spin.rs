@@ -61,7 +61,7 @@ pub(super) struct Spin {
     penalty: u32,
     /// Rises with each spin in which the processor was lost, falls with each other one.
     crowded: u32,
-    /// What had moved when the latest spin began.
+    /// What had moved when the latest wait began.
     moved: u64,
 }
 
@@ -334,7 +334,7 @@ impl Patience {
         let now = Instant::now();
         let end = now + limit * Patience::MOST;
         let moved = link.device.moved();
-        let longer = if way == Way::Spin { spin.longer(moved) } else { Duration::ZERO };
+        let longer = spin.longer(moved);
         Some(Patience {
             limit,
             way,
@@ -342,7 +342,7 @@ impl Patience {
             offered_before: 0,
             alone: if OFFERS.are_allowed() { now + ALONE } else { end },
             has_offered: false,
-            until: now + limit + longer,
+            until: if way == Way::Spin { now + limit + longer } else { now + limit },
             end,
             moved,
             before: moved,

@@ -31,11 +31,12 @@ END
 
 # A way to run: netid, prefix, and the same with the counter of copies.
 declare -A netid_of=([tcp]=tcp [rdma]=rdma [placed]=rdma [two]=rdma [sixteen]=rdma [local]=rdma [local-placed]=rdma
-    [4K]=rdma [64K]=rdma [4K-local]=rdma) port_of server_of
+    [asleep]=rdma [4K]=rdma [64K]=rdma [4K-local]=rdma) port_of server_of
 version_two=(4K 64K 4K-local)
 declare -A with=([tcp]=env [rdma]="${preloaded[*]}" [placed]="${preloaded[*]} RPCRDMA_BINDINGS=$scratch/bench.conf IN_PLACE=1"
     [two]="${preloaded[*]} THREADS=2" [sixteen]="${preloaded[*]} THREADS=16")
 with[local]="${with[rdma]} RPCRDMA_PROVIDER=local" with[local-placed]="${with[placed]} RPCRDMA_PROVIDER=local"
+with[asleep]="${with[local]} RPCRDMA_POLL=0"
 for size in 4K 64K; do
     with[$size]="${preloaded[*]} RPCRDMA_VERSION=2 RPCRDMA_INLINE=$size RPCRDMA_MAX_REPLY=32K"
 done
@@ -47,7 +48,7 @@ serve() { # WAY PREFIX...
     shift
     start_ready "$@" "$scratch/bench" server "${netid_of[$way]}" || { echo "bench: no server for $way" >&2; exit 1; }
 }
-for way in tcp rdma placed two sixteen local local-placed "${version_two[@]}"; do
+for way in tcp rdma placed two sixteen local local-placed asleep "${version_two[@]}"; do
     serve $way ${with[$way]}
     port_of[$way]=$port server_of[$way]=$server
 done
@@ -81,8 +82,9 @@ busy=('1 own' '4 own' '32 own' '32 shared')
 working=('compute 200 1 own' 'compute 200 4 own' 'compute 200 4 shared' 'sleep 1000 1 own' 'sleep 1000 32 shared')
 for ((repeat = 0; repeat < repeats; repeat++)); do
     for i in "${!cases[@]}"; do
-        for way in tcp rdma two placed local local-placed; do
+        for way in tcp rdma two placed local local-placed asleep; do
             [[ $way != *placed || ${cases[$i]} =~ 65536|1048576 ]] || continue
+            [[ $way != asleep || ${cases[$i]} =~ ^null.*own ]] || continue
             measure "$i" $way ${cases[$i]}
         done
     done
@@ -145,6 +147,17 @@ table() {
             set -- "$@" "$(ratio "$(median "$i" tcp $column)" "$(median "$i" local-placed $column)")"
         done
         printf '%-5s %7s %7s %-9s %9s %6s %7s %6s %7s %6s %6s %6s %9s %6s %6s %6s\n' "$@"
+    done
+    echo
+    echo "the same where nobody polls (RPCRDMA_POLL=0)"
+    for i in "${!cases[@]}"; do
+        [[ ${cases[$i]} =~ ^null.*own ]] || continue
+        # shellcheck disable=SC2086
+        set -- ${cases[$i]}
+        for column in 3 4 5 6; do
+            set -- "$@" "$(median "$i" asleep $column)" "$(ratio "$(median "$i" tcp $column)" "$(median "$i" asleep $column)")"
+        done
+        printf '%-5s %7s %7s %-9s %9s %6s %7s %6s %7s %6s %6s %6s\n' "$@"
     done
     echo
     echo "calls per second whose routine computes or sleeps for so many microseconds, by service threads"

@@ -235,9 +235,10 @@ if pid == 0:
     fcntl.ioctl(0, termios.TIOCSWINSZ, struct.pack("4H", 24, 80, 0, 0))
     if sys.argv[1] == "ignored":
         signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    os.environ["TERM"] = "xterm"
     os.execv("./command", ["rpcrdma", "top", "-d", "0.2"])
 seen = b""
-while b"rpcrdma" not in seen:
+while b"CALLS" not in seen:
     seen += os.read(terminal, 4096)
 os.close(terminal)
 end = time.monotonic() + float(sys.argv[2])

@@ -297,6 +297,11 @@ pub trait QueuePair: Send {
         0
     }
 
+    /// How often the peer had to be woken for what it was sent, as far as that is known: it takes a while to come then.
+    fn wakes(&self) -> u64 {
+        0
+    }
+
     /// Wakes a peer that says that it looks by itself, and has not for a while. When this is to be called again, if at all. To
     /// be asked before each wait for the peer.
     fn remind(&mut self) -> Option<Instant> {

@@ -10,6 +10,7 @@
 #![forbid(unsafe_code)]
 
 use std::hint::spin_loop;
+use std::ops::RangeInclusive;
 use std::sync::atomic::{AtomicI64, AtomicU64, Ordering::Relaxed};
 use std::thread::yield_now;
 use std::time::{Duration, Instant};
@@ -44,6 +45,9 @@ const OFFERS_DEAR: u32 = 16;
 /// A look takes no longer that brings less.
 const SHORT: u64 = 16 << 10;
 
+/// So many spins long a peer may take to wake: 5 us where its processor is awake, 100 us in some virtual machines.
+const WAKING: u32 = 2;
+
 /// Less than what it costs to sleep and to be woken.
 const GLANCE: Duration = Duration::from_micros(5);
 
@@ -61,14 +65,15 @@ pub(super) struct Spin {
     penalty: u32,
     /// Rises with each spin in which the processor was lost, falls with each other one.
     crowded: u32,
-    /// What had moved when the latest wait began.
+    /// What had moved when the latest wait began, and how often the peer had been woken.
     moved: u64,
+    wakes: u64,
 }
 
 impl Spin {
     /// `poll`: [`Config::poll`](crate::config::Config::poll).
     pub(super) fn new(poll: Duration) -> Spin {
-        Spin { poll, skip: 0, penalty: 0, crowded: 0, moved: 0 }
+        Spin { poll, skip: 0, penalty: 0, crowded: 0, moved: 0, wakes: 0 }
     }
 
     pub(super) fn is_on(&self) -> bool {
@@ -105,12 +110,15 @@ impl Spin {
         if self.penalty >= 64 { self.poll * 3 } else { self.poll }
     }
 
-    /// How much longer a spin is that begins when so many bytes have moved. A peer that has taken or sent many since the one
-    /// before works on them, or makes as many again, which each takes as long as to copy them.
-    fn longer(&mut self, moved: u64) -> Duration {
+    /// How much longer a spin is that begins when so many bytes have moved, and the peer has been woken so often. A peer that
+    /// has taken or sent many since the one before works on them, or makes as many again, which each takes as long as to copy
+    /// them. One that slept is late; who sleeps too before it comes is late for what it sends next.
+    fn longer(&mut self, moved: u64, wakes: u64) -> Duration {
         let before = std::mem::replace(&mut self.moved, moved);
+        let slept = std::mem::replace(&mut self.wakes, wakes) != wakes;
+        let wakes = if slept { self.poll * WAKING } else { Duration::ZERO };
         // Fewer than before: it is another connection.
-        copying(moved.saturating_sub(before), self.limit())
+        copying(moved.saturating_sub(before), self.limit()) + wakes
     }
 
     /// Whether this wait is one of those that are not to spin.
@@ -177,13 +185,17 @@ fn is_crowded(company: u32) -> bool {
 /// Whether waits of this process offer their processor to others.
 ///
 /// Who takes it for long may wait for nothing that we do. Beside such a thread each offer costs a time slice, some
-/// milliseconds: as long as a hundred calls. So one such offer ends them for many times as long as it took: whatever runs there
-/// costs us a few hundredths of our time, and soon after it has gone there are offers again. Several waits that were in vain
-/// end them too. When they begin again, they do so for all threads: a peer is quicker when it need not wake anybody, which none
+/// milliseconds: as long as a hundred calls. So one such offer ends them for some times as long as it took, which may be all: two
+/// ends that begin share a processor until the system has moved one of them. If the next one comes soon it ends them for twice
+/// as many times as long: whatever runs there costs us a few hundredths of our time, and soon after it has gone there are offers
+/// again. Several waits that were in vain end them too. When they begin again, they do so for all threads: a peer is quicker when it need not wake anybody, which none
 /// of them would find out alone.
 struct Offers {
     /// When they are allowed again, by [`stats::tick`].
     from: AtomicU64,
+    /// How long they were not, the last time that one took long; and how many times as long as that.
+    paused: AtomicU64,
+    times: AtomicU64,
     /// Rises with waits that have paid, falls with others.
     credit: AtomicI64,
     /// Until when others are taken to want a processor, though it is not this process that leaves none to them; and to keep it.
@@ -194,9 +206,11 @@ struct Offers {
 static OFFERS: Offers = Offers::new();
 
 impl Offers {
-    /// How long they are not, at least, and how many times as long as the offer that ended them took.
+    /// How long they are not after waits in vain.
     const PAUSE: u64 = Duration::from_millis(100).as_nanos() as u64;
-    const TIMES: u64 = 32;
+    /// And after one that took long: so many times as long as it took.
+    const TIMES: RangeInclusive<u64> = 4..=64;
+    const SHORTEST: u64 = Duration::from_millis(10).as_nanos() as u64;
     const LONGEST: u64 = Duration::from_secs(10).as_nanos() as u64;
     /// The most credit, and the first; and what a wait in vain costs.
     const CREDIT: i64 = 64;
@@ -204,8 +218,8 @@ impl Offers {
 
     const fn new() -> Offers {
         let credit = AtomicI64::new(Offers::CREDIT);
-        let [from, shared, kept] = [const { AtomicU64::new(0) }; 3];
-        Offers { from, credit, shared, kept }
+        let [from, paused, times, shared, kept] = [const { AtomicU64::new(0) }; 5];
+        Offers { from, paused, times, credit, shared, kept }
     }
 
     fn are_allowed(&self) -> bool {
@@ -227,7 +241,7 @@ impl Offers {
     /// One has kept the processor for so long from who has offered it.
     fn made(&self, away: Duration) {
         if away > LONG {
-            self.stop(stats::tick(), away);
+            self.lost(stats::tick(), away);
             self.kept.store(self.from.load(Relaxed), Relaxed);
         } else if away > TAKEN {
             self.shared.store(stats::tick() + SHARED, Relaxed);
@@ -247,14 +261,24 @@ impl Offers {
             self.credit.store(credit, Relaxed);
         }
         if credit <= 0 {
-            self.stop(now, Duration::ZERO);
+            self.stop(now, Offers::PAUSE);
         }
     }
 
-    /// None from `now` on, for a while. `away`: how long the one that ends them took.
-    fn stop(&self, now: u64, away: Duration) {
+    /// One has taken so long.
+    fn lost(&self, now: u64, away: Duration) {
+        let (paused, times) = (self.paused.load(Relaxed), self.times.load(Relaxed));
+        let soon = now < self.from.load(Relaxed).saturating_add(paused);
+        let times = if soon { (times * 2).min(*Offers::TIMES.end()) } else { *Offers::TIMES.start() };
         let lost = u64::try_from(away.as_nanos()).unwrap_or(u64::MAX);
-        let pause = lost.saturating_mul(Offers::TIMES).clamp(Offers::PAUSE, Offers::LONGEST);
+        let pause = lost.saturating_mul(times).clamp(Offers::SHORTEST, Offers::LONGEST);
+        self.times.store(times, Relaxed);
+        self.paused.store(pause, Relaxed);
+        self.stop(now, pause);
+    }
+
+    /// None from `now` on, for a while.
+    fn stop(&self, now: u64, pause: u64) {
         // Of several threads at a time the one counts that has lost most.
         self.from.fetch_max(now.saturating_add(pause), Relaxed);
         self.credit.store(Offers::CREDIT, Relaxed);
@@ -334,7 +358,7 @@ impl Patience {
         let now = Instant::now();
         let end = now + limit * Patience::MOST;
         let moved = link.device.moved();
-        let longer = spin.longer(moved);
+        let longer = spin.longer(moved, link.device.wakes());
         Some(Patience {
             limit,
             way,
@@ -342,7 +366,11 @@ impl Patience {
             offered_before: 0,
             alone: if OFFERS.are_allowed() { now + ALONE } else { end },
             has_offered: false,
-            until: if way == Way::Spin { now + limit + longer } else { now + limit },
+            until: match way {
+                Way::Spin => now + limit + longer,
+                Way::Glance => now + limit,
+                Way::Offer { .. } => now + longer,
+            },
             end,
             moved,
             before: moved,
@@ -358,7 +386,7 @@ impl Patience {
         if let Way::Offer { pays } = self.way {
             // Of a lost one it is known.
             if !self.lost {
-                OFFERS.ended(found, self.offered <= pays, stats::tick());
+                OFFERS.ended(found, self.offered <= pays || self.now < self.until, stats::tick());
             }
             return;
         }
@@ -383,8 +411,13 @@ impl Patience {
         if self.offers() {
             if std::mem::replace(&mut self.moved, moved) != moved {
                 self.offered_before = self.offered;
+                // To move it has taken a while, in which nobody else had the processor.
+                self.now = Instant::now();
+                let copies = copying(moved.wrapping_sub(self.before), self.limit);
+                self.until = self.end.min(self.now + copies);
             }
-            return self.offered - self.offered_before >= OFFERS_MOST || self.lost || self.now >= self.end;
+            let enough = self.offered - self.offered_before >= OFFERS_MOST && self.now >= self.until;
+            return enough || self.lost || self.now >= self.end;
         }
         let now = Instant::now();
         let before = std::mem::replace(&mut self.now, now);
@@ -456,19 +489,30 @@ mod tests {
     }
 
     #[test]
-    fn who_has_lost_a_time_slice_by_an_offer_makes_none_for_many_times_as_long() {
+    fn who_has_lost_a_time_slice_by_an_offer_makes_none_for_a_while_and_for_longer_if_that_is_the_rule() {
+        let ms = |n: u64| n * 1_000_000;
         let offers = Offers::new();
         let now = stats::tick();
         assert!(offers.are_allowed());
-        for (lost, pause) in [(1, 100), (3, 100), (20, 640), (5, 640), (200, 6400), (60_000, 10_000)] {
-            offers.stop(now, Duration::from_millis(lost));
-            assert_eq!(offers.from.load(Relaxed), now + pause * 1_000_000);
-        }
+        offers.lost(now, Duration::from_millis(3));
+        assert_eq!(offers.from.load(Relaxed), now + ms(12));
         assert!(!offers.are_allowed());
+        let mut at = now;
+        for (times, lost) in [(8, 3), (16, 3), (32, 3), (64, 3), (64, 3), (64, 1)] {
+            at = offers.from.load(Relaxed) + 1;
+            offers.lost(at, Duration::from_millis(lost));
+            assert_eq!(offers.from.load(Relaxed), at + ms(times * lost));
+        }
+        // Of two threads the one counts that has lost most.
+        let from = offers.from.load(Relaxed);
+        offers.lost(at, LONG);
+        assert_eq!(offers.from.load(Relaxed), from);
         // What came before makes none of the later ones longer.
-        let later = now + 20_000_000_000;
-        offers.stop(later, LONG);
-        assert_eq!(offers.from.load(Relaxed), later + Offers::PAUSE);
+        let later = from + ms(200);
+        offers.lost(later, LONG);
+        assert_eq!(offers.from.load(Relaxed), later + Offers::SHORTEST);
+        offers.lost(later + ms(60_000), Duration::from_secs(60));
+        assert_eq!(offers.from.load(Relaxed), later + ms(60_000) + Offers::LONGEST);
     }
 
     #[test]
@@ -511,8 +555,15 @@ mod tests {
     #[test]
     fn a_spin_after_many_bytes_is_as_much_longer_as_they_take_to_copy() {
         let mut spin = Spin::new(Duration::from_micros(50));
-        let longer = [100, 100, 8_100, 8_100 + (1 << 30), 7].map(|moved| spin.longer(moved).as_nanos());
+        let longer = [100, 100, 8_100, 8_100 + (1 << 30), 7].map(|moved| spin.longer(moved, 0).as_nanos());
         assert_eq!(longer, [12, 0, 1_000, 200_000, 0]);
+    }
+
+    #[test]
+    fn a_spin_for_a_peer_that_had_to_be_woken_is_longer() {
+        let mut spin = Spin::new(Duration::from_micros(50));
+        let longer = [1, 1, 3, 3].map(|wakes| spin.longer(0, wakes).as_micros());
+        assert_eq!(longer, [100, 0, 100, 0]);
     }
 
     #[test]

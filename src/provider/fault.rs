@@ -948,6 +948,10 @@ impl QueuePair for Fault {
         self.inner.company()
     }
 
+    fn wakes(&self) -> u64 {
+        self.inner.wakes()
+    }
+
     fn remind(&mut self) -> Option<Instant> {
         self.inner.remind()
     }

@@ -1518,6 +1518,10 @@ impl QueuePair for Iwarp {
         self.stream.company()
     }
 
+    fn wakes(&self) -> u64 {
+        self.stream.wakes()
+    }
+
     fn doze(&mut self) -> Option<Doze> {
         let may = self.failed.is_none() && matches!(self.stage, Stage::Open) && self.has_nothing_to_do();
         if !may {

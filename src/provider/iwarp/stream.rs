@@ -103,6 +103,11 @@ impl Stream {
         self.rings.as_ref().map_or(0, |rings| rings.company())
     }
 
+    /// As [`crate::provider::QueuePair::wakes`].
+    pub(super) fn wakes(&self) -> u64 {
+        self.rings.as_ref().map_or(0, |rings| rings.wakes())
+    }
+
     /// As [`crate::provider::QueuePair::doze`].
     pub(super) fn doze(&mut self) -> Option<Bell> {
         self.rings.as_mut().and_then(|rings| rings.doze())

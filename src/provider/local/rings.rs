@@ -94,6 +94,8 @@ pub struct Rings {
     generation: u64,
     /// The wait of the peer that it was woken from.
     woken: u64,
+    /// How often it was.
+    wakes: u64,
     /// Bytes that have woken us.
     heard_bytes: u64,
     /// What had been taken when it was waited for a bell last.
@@ -126,6 +128,7 @@ impl Rings {
             theirs: Arc::new(theirs),
             generation: fork::generation(),
             woken: 0,
+            wakes: 0,
             heard_bytes: 0,
             dozed: None,
             busy: false,
@@ -325,6 +328,11 @@ impl Rings {
     /// As [`crate::provider::QueuePair::company`].
     pub fn company(&self) -> u32 {
         self.theirs.get(Word::Company).min(u32::MAX.into()) as u32
+    }
+
+    /// As [`crate::provider::QueuePair::wakes`].
+    pub fn wakes(&self) -> u64 {
+        self.wakes
     }
 
     /// Wakes a peer that says that it looks, and has not for a while: once for what it overlooks. When to see to that again.
@@ -531,6 +539,7 @@ impl Rings {
             return;
         }
         self.woken = waits;
+        self.wakes += 1;
         match waits & BY_BELL {
             0 => self.call(socket),
             _ => self.own.ring(),

@@ -54,10 +54,10 @@ enum { PROG = 0x20004C59, LONGEST = 1 << 20, GUARD = 4096, CALL_TIME = 300 };
 /* Procedures: of which SINK says how many bytes came. NEST has another loop in its routine, LEAVE leaves the loop, SLEEP keeps
  * it, and CALL_BACK has a thread call back meanwhile. */
 enum { NOTHING, ECHO, SINK, NEST, LEAVE, SLEEP, CALL_BACK };
-/* What the library shares: a page of words, and a ring behind it. */
-enum { HEAD = 4 << 10, RING = 4 << 20, SEGMENT = HEAD + RING };
+/* What the library shares: a page of words, a ring behind it, and the outbox. */
+enum { HEAD = 4 << 10, RING = 4 << 20, OUTBOX = 4 << 20, SEGMENT = HEAD + RING + OUTBOX };
 /* Of the words, by their places. */
-enum { PRODUCED = 0, BASE = 1, WIDE = 2, CONSUMED = 16, WAITS = 32, WANTS_ROOM = 33, COMPANY = 34, WOKEN = 48, RUNG = 49 };
+enum { PRODUCED = 0, BASE = 1, WIDE = 2, CONSUMED = 16, WAITS = 32, WANTS_ROOM = 33, COMPANY = 34, WOKEN = 48, RUNG = 49, SHOWN = 64 };
 
 #define REQUIRE(what) ((what) ? (void)0 : errx(1, "line %d: %s (errno %d)", __LINE__, #what, errno))
 
@@ -303,7 +303,7 @@ int munmap(void *at, size_t length)
 
 static void rewrite_word(unsigned char *segment, uint64_t *state)
 {
-    static const int words[] = {PRODUCED, BASE, WIDE, CONSUMED, WAITS, WANTS_ROOM, COMPANY, WOKEN, RUNG};
+    static const int words[] = {PRODUCED, BASE, WIDE, CONSUMED, WAITS, WANTS_ROOM, COMPANY, WOKEN, RUNG, SHOWN};
     _Atomic uint64_t *word = (_Atomic uint64_t *)segment + words[next_random(state) % (sizeof words / sizeof *words)];
     uint64_t value = next_random(state);
     switch (next_random(state) % 4) {
@@ -321,11 +321,11 @@ static void rewrite(struct target *target, uint64_t *state)
     case 0: /* data: most connections stay, and their messages are anything */
     case 1:
         for (int i = 0; i < 8; i++)
-            ((_Atomic unsigned char *)segment)[HEAD + next_random(state) % (target->temper ? RING : 512)] =
+            ((_Atomic unsigned char *)segment)[HEAD + next_random(state) % (target->temper ? RING + OUTBOX : 512)] =
                 (unsigned char)next_random(state);
         break;
     case 2: /* where the ring begins, how long it is, and who waits */
-        ((_Atomic uint64_t *)segment)[(int[]){BASE, WIDE, WAITS}[next_random(state) % 3]] = next_random(state) >> next_random(state) % 64;
+        ((_Atomic uint64_t *)segment)[(int[]){BASE, WIDE, WAITS, SHOWN}[next_random(state) % 4]] = next_random(state) >> next_random(state) % 64;
         break;
     case 3: /* numbers */
         rewrite_word(segment, state);
@@ -479,7 +479,8 @@ static bool guarded(const struct buffers *buffers, u_int length)
 
 static u_int length_of_call(uint64_t *state)
 {
-    static const u_int lengths[] = {0, 1, 100, 1000, 4096, 60000, 70000, 300000, LONGEST};
+    /* Two that are long, one after the other, and the second one goes by the outbox. */
+    static const u_int lengths[] = {0, 1, 100, 1000, 4096, 60000, 70000, 300000, 300001, 500000, LONGEST - 3, LONGEST};
     return lengths[next_random(state) % (sizeof lengths / sizeof *lengths)];
 }
 
@@ -822,7 +823,7 @@ static void stopped(void)
 /* ---- Handshakes -------------------------------------------------------------------------------------------------------- */
 
 enum { SECRET = 16, FRAME = 20, MOST = 1024 };
-static const char mark[] = "RPCRloc\x05";
+static const char mark[] = "RPCRloc\x06";
 
 static int memory(size_t bytes, int seals)
 {

@@ -592,7 +592,7 @@ const MAX_REPLY_ADAPTER: usize = 256 << 10;
 /// Most bytes of one Send where nothing else is said. Software takes memory for a Receive only when a message comes, and a
 /// Send is cheaper than chunks, for the trip that they take: so this is the most that RFC 8797 can tell. An adapter locks
 /// every Receive, whatever comes.
-const INLINE: usize = 256 << 10;
+pub(crate) const INLINE: usize = 256 << 10;
 const INLINE_ADAPTER: usize = 4096;
 
 impl Default for Config {

@@ -47,6 +47,7 @@ use crate::error::{Error, Kind};
 use crate::log_wire;
 #[cfg(any(test, feature = "fuzz"))]
 use crate::memory::Buf;
+use crate::memory::shared::Shown;
 use crate::memory::{Memory, Message, Pass, Region, Regions, Sink};
 use crate::provider::{QueuePair, WorkId, WorkRequest};
 use crate::wire::characteristics::Backward;
@@ -140,6 +141,8 @@ pub trait Registrar {
     fn max_segment(&self) -> usize;
     /// Reads that the peer serves at a time; 0 for none.
     fn read_depth(&self) -> u32;
+    /// See [`QueuePair::shown`].
+    fn shown(&mut self, segment: Segment) -> Option<Shown>;
 }
 
 impl<T: QueuePair + ?Sized> Registrar for T {
@@ -167,6 +170,9 @@ impl<T: QueuePair + ?Sized> Registrar for T {
     }
     fn read_depth(&self) -> u32 {
         self.limits().read_depth
+    }
+    fn shown(&mut self, segment: Segment) -> Option<Shown> {
+        QueuePair::shown(self, segment)
     }
 }
 

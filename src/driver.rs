@@ -118,6 +118,11 @@ pub trait Caller: Send + Sync {
     /// `ENOMEM`.
     fn message(&self) -> Result<Buf, Error>;
 
+    /// The same for a long one, if the peer may read it while it is encoded, and then takes it without asking.
+    fn outbox(&self) -> Option<Buf> {
+        None
+    }
+
     /// An XID that no call of this direction of the connection uses.
     fn fresh_xid(&self) -> Xid;
 

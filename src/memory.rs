@@ -61,6 +61,7 @@ pub(crate) use pool::ration;
 pub use pool::{Pool, SERIES, Slabs};
 
 use pool::{Home, PAGE, RawBlock, round_up};
+use shared::Own;
 
 use std::collections::HashMap;
 use std::fmt;
@@ -525,6 +526,12 @@ impl Buf {
         Ok(Buf { block: Share::new(raw, Weak::new()), start: 0, len: 0 })
     }
 
+    /// The outbox of `own`, if nobody has it: what is written there the peer may read at once.
+    pub fn outbox(own: &Arc<Own>) -> Option<Buf> {
+        let block = Share::new(RawBlock::outbox(own)?, Weak::new());
+        Some(Buf { block, start: 0, len: 0 })
+    }
+
     /// Bytes in use.
     pub fn len(&self) -> usize {
         self.len
@@ -986,6 +993,14 @@ impl<'a> IoVecMut<'a> {
             raw: libc::iovec { iov_base: bytes.as_mut_ptr().cast(), iov_len: bytes.len() },
             life: PhantomData,
         }
+    }
+
+    /// Memory of the program, which may hold nothing yet.
+    ///
+    /// # Safety
+    /// `len` bytes are writable there, and nobody else uses them, for the life of the value.
+    pub unsafe fn of_program(at: *mut u8, len: usize) -> IoVecMut<'a> {
+        IoVecMut { raw: libc::iovec { iov_base: at.cast(), iov_len: len }, life: PhantomData }
     }
 
     /// Bytes named.

@@ -23,7 +23,8 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use crate::error::Error;
-use crate::memory::{Areas, Memory, Region, Regions, Sink, Slabs};
+use crate::memory::shared::Shown;
+use crate::memory::{Areas, Buf, Memory, Region, Regions, Sink, Slabs};
 use crate::wire::{Handle, Segment};
 
 mod device;
@@ -295,6 +296,17 @@ pub trait QueuePair: Send {
     /// How many others the peer serves just now, if it is on this host; as far as it tells.
     fn company(&self) -> u32 {
         0
+    }
+
+    /// Memory to encode a long message into, of which the peer may take what is exposed without asking: one message at a time,
+    /// and for a connection that has had long ones. It reads all that is written there, before it is sent too.
+    fn outbox(&mut self) -> Option<Buf> {
+        None
+    }
+
+    /// What a segment of the peer names, if it can be taken without asking.
+    fn shown(&mut self, _segment: Segment) -> Option<Shown> {
+        None
     }
 
     /// How often the peer had to be woken for what it was sent, as far as that is known: it takes a while to come then.

@@ -29,7 +29,8 @@ use std::ptr::{self, NonNull};
 
 use crate::error::{Error, Kind};
 use crate::ffi::guard;
-use crate::memory::{Buf, Message, Region, Regions};
+use crate::memory::shared::Shown;
+use crate::memory::{Buf, IoVecMut, Message, Region, Regions};
 
 /// A program's `xdrproc_t`: encodes, decodes or frees (`x_op`) one object.
 ///
@@ -274,14 +275,24 @@ pub struct Decoder {
 impl Decoder {
     /// A stream over `segments`, in order. A stream ends at 4 GiB, where the positions of XDR end.
     pub fn new(segments: Regions) -> Decoder {
+        Decoder::with_rest(segments, None)
+    }
+
+    /// The same, with more bytes behind them that the peer still has. Each is taken once, when it is decoded: from these on the
+    /// stream goes back within [`WINDOW`] at most, as one of libtirpc's over a socket does, and ends where the peer has taken
+    /// them back.
+    pub fn with_rest(segments: Regions, rest: Option<Shown>) -> Decoder {
         let sum = segments.iter().fold(0usize, |sum, s| sum.saturating_add(s.len()));
+        let rest = rest.map(|shown| Box::new(Rest { shown, begins: sum, window: Vec::new(), held: 0 }));
+        let more = rest.as_ref().map_or(0, |rest| rest.shown.len());
         let mut state = Decoding {
             sources: segments,
             index: 0,
             end: 0,
             next: NonNull::dangling().as_ptr(),
             left: 0,
-            total: sum.min(u32::MAX as usize),
+            total: sum.saturating_add(more).min(u32::MAX as usize),
+            rest,
             copied: 0,
         };
         state.enter(0, 0);
@@ -636,8 +647,24 @@ struct Decoding {
     left: usize,
     /// Position of the end of the stream.
     total: usize,
+    /// What follows the sources: `index` is their number there.
+    rest: Option<Box<Rest>>,
     copied: u64,
 }
+
+/// The part of a stream that the peer still has.
+struct Rest {
+    shown: Shown,
+    /// Position of its first byte.
+    begins: usize,
+    /// Bytes of it, and how many there are: those before the end of the current source.
+    window: Vec<u8>,
+    held: usize,
+}
+
+/// Bytes of a window, at most; and so many or more that are decoded in one go are copied to where they belong at once.
+pub const WINDOW: usize = 16 << 10;
+const AT_ONCE: usize = 4 << 10;
 
 impl Decoding {
     fn position(&self) -> usize {
@@ -661,9 +688,58 @@ impl Decoding {
     /// Goes on with the first source that has bytes, when the current one has none left.
     #[cold]
     fn next_source(&mut self) {
+        self.next_own();
+        if self.left == 0 {
+            self.next_window();
+        }
+    }
+
+    fn next_own(&mut self) {
         while self.left == 0 && self.index + 1 < self.sources.len() {
             self.enter(self.index + 1, self.end);
         }
+    }
+
+    /// Takes the next window from the peer, if there is more.
+    fn next_window(&mut self) {
+        let n = WINDOW.min(self.total - self.end);
+        let Some(rest) = self.rest.as_mut().filter(|_| n > 0) else { return };
+        rest.held = 0;
+        if rest.window.len() < n {
+            if rest.window.try_reserve_exact(n).is_err() {
+                // As if it ended here.
+                self.total = self.end;
+                return;
+            }
+            rest.window.resize(n, 0);
+        }
+        let to = rest.window.as_mut_ptr();
+        // SAFETY: `to` has `n` bytes, which are ours.
+        if unsafe { self.take(to, n) } {
+            self.next = to;
+            self.left = n;
+            if let Some(rest) = &mut self.rest {
+                rest.held = n;
+            }
+        }
+    }
+
+    /// Copies the next `n` bytes, which the peer has, to `to`. False when it has taken them back: the stream ends here.
+    ///
+    /// # Safety
+    /// `to` is writable for `n` bytes.
+    unsafe fn take(&mut self, to: *mut u8, n: usize) -> bool {
+        let Some(rest) = self.rest.as_mut().filter(|_| n <= self.total - self.end) else { return false };
+        rest.held = 0;
+        // SAFETY: by contract; nobody else uses it while it is written.
+        let to = unsafe { IoVecMut::of_program(to, n) };
+        if !rest.shown.copy(self.end - rest.begins, to) {
+            self.total = self.end;
+            return false;
+        }
+        self.index = self.sources.len();
+        self.end += n;
+        true
     }
 
     #[inline]
@@ -699,6 +775,12 @@ impl Decoding {
         }
         let mut done = 0;
         while done < n {
+            self.next_own();
+            // SAFETY: `done < n`, and `to` is writable for `n` bytes.
+            if self.left == 0 && n - done >= AT_ONCE && self.rest.is_some() {
+                // SAFETY: as above.
+                return unsafe { self.take(to.add(done), n - done) };
+            }
             self.next_source();
             let part = self.left.min(n - done);
             if part == 0 {
@@ -731,7 +813,7 @@ impl Decoding {
             return TRUE;
         }
         if self.left == 0 {
-            self.next_source();
+            self.next_own();
         }
         // A result may lie in its place already: it came into the program's own buffer.
         if ptr::eq(self.next, to) && n <= self.left {
@@ -749,6 +831,21 @@ impl Decoding {
     fn set_position(&mut self, position: usize) -> c_int {
         if position > self.total {
             return FALSE;
+        }
+        if let Some(rest) = &mut self.rest {
+            if self.index == self.sources.len() && position <= self.end {
+                // What was taken before is not taken a second time.
+                let Some(at) = (position + rest.held).checked_sub(self.end) else { return FALSE };
+                self.next = rest.window.as_ptr().wrapping_add(at);
+                self.left = self.end - position;
+                return TRUE;
+            }
+            if position > rest.begins {
+                // What is passed over is never taken.
+                rest.held = 0;
+                (self.index, self.end, self.left) = (self.sources.len(), position, 0);
+                return TRUE;
+            }
         }
         self.enter(0, 0);
         while position > self.end {

@@ -10,6 +10,7 @@ use super::common::Common;
 use super::{Answered, Output, Registrar, Role, first_xid, payload_xid};
 use crate::binding::{Binding, Head};
 use crate::error::{Error, Kind};
+use crate::memory::shared::Shown;
 use crate::memory::{Message, Pass, Region, Regions, Sink};
 use crate::provider::{WorkId, WorkRequest};
 use crate::stats::{self, Counter};
@@ -42,6 +43,8 @@ pub struct Request {
     pub xid: Xid,
     /// The RPC Call in stream order, from its XID on.
     pub message: Regions,
+    /// And what follows, where the peer still has it.
+    pub rest: Option<Shown>,
     /// What is known of its procedure; nothing if RPCSEC_GSS wraps the arguments.
     pub binding: Option<Binding>,
     /// RPCSEC_GSS wraps arguments and results.
@@ -134,6 +137,7 @@ struct Pulling {
 #[derive(Default)]
 struct Whole {
     message: Regions,
+    rest: Option<Shown>,
     placed: Option<Region>,
 }
 
@@ -273,7 +277,7 @@ impl Responder {
             return None;
         }
         let Pending { id, chunks, staged, state } = self.queue.pop_front()?;
-        let State::Ready(Whole { message, placed }) = state else { return None };
+        let State::Ready(Whole { message, rest, placed }) = state else { return None };
         let (xid, binding, wrapped) = (chunks.xid, chunks.binding.clone(), chunks.wrapped);
         if self.late == 0 && !self.deferred.is_empty() {
             self.deferred.clear();
@@ -284,7 +288,7 @@ impl Responder {
         if !self.queue.is_empty() {
             self.start_pulls(common);
         }
-        Some(Request { id, xid, message, binding, wrapped, placed })
+        Some(Request { id, xid, message, rest, binding, wrapped, placed })
     }
 
     /// Bytes that RDMA Reads have asked for so far, if some are under way.
@@ -482,7 +486,7 @@ impl Responder {
             (plain.reply().map(|segment| smallvec![segment]), plain.reply().map(|s| s.handle));
         let chunks = Chunks::new(plain.xid, v1::VERSION, Offers { writes: Vec::new(), reply, handle });
         let message = smallvec![message.slice(message.len() - payload.len(), payload.len())];
-        let state = State::Ready(Whole { message, placed: None });
+        let state = State::Ready(Whole { message, rest: None, placed: None });
         self.queue.push_back(Pending { id, chunks, staged: 0, state });
         true
     }
@@ -521,9 +525,13 @@ impl Responder {
         let state = if lists.is_empty() && inline > 0 {
             // As most are.
             let message = smallvec![payload];
-            bind(&mut chunks, &message, None, common).then_some(State::Ready(Whole { message, placed: None }))
+            bind(&mut chunks, &message, None, common).then_some(State::Ready(Whole {
+                message,
+                rest: None,
+                placed: None,
+            }))
         } else {
-            self.assemble(&mut chunks, lists, payload, common, registrar.read_depth() > 0)
+            self.assemble(&mut chunks, lists, payload, common, registrar)
         };
         let Some(state) = state else { return self.refuse((xid, version), common) };
         if !self.make_room() {
@@ -536,7 +544,7 @@ impl Responder {
         }
     }
 
-    /// How far a Call with chunks is; `None` when it must be refused. `reads`: the device can do RDMA Reads.
+    /// How far a Call with chunks is; `None` when it must be refused.
     #[inline(never)]
     fn assemble(
         &self,
@@ -544,7 +552,7 @@ impl Responder {
         lists: ChunkLists<'_>,
         inline: Region,
         common: &Common,
-        reads: bool,
+        registrar: &mut (impl Registrar + ?Sized),
     ) -> Option<State> {
         if !lists.is_empty() {
             let writes = lists.writes().map(|c| c.iter().collect()).collect();
@@ -557,11 +565,20 @@ impl Responder {
         // Read chunks without a byte need no Read, and would wait for one for ever.
         if pulls.is_empty() {
             let message = smallvec![inline];
-            return bind(chunks, &message, Some(&assembly), common)
-                .then_some(State::Ready(Whole { message, placed: None }));
+            return bind(chunks, &message, Some(&assembly), common).then_some(State::Ready(Whole {
+                message,
+                rest: None,
+                placed: None,
+            }));
         }
-        if !reads {
+        if registrar.read_depth() == 0 {
             return None;
+        }
+        if let [Pull { at: 0, from }] = pulls[..]
+            && let Some(shown) = registrar.shown(from)
+            && let Some(whole) = taken(chunks, shown, common)
+        {
+            return Some(State::Ready(whole));
         }
         let most = self.transfer_max.min(PULL_MAX);
         let parts =
@@ -659,7 +676,7 @@ impl Responder {
         };
         let (message, placed) = assembly.assemble(inline, staging);
         if bind(&mut pending.chunks, &message, Some(&assembly), common) {
-            pending.state = State::Ready(Whole { message, placed });
+            pending.state = State::Ready(Whole { message, rest: None, placed });
             self.queue.insert(at, pending);
         } else {
             self.staged -= pending.staged;
@@ -740,6 +757,16 @@ fn bind(chunks: &mut Chunks, message: &[Region], assembly: Option<&Assembly>, co
         (chunks.binding, chunks.wrapped) = (binding, wrapped);
     }
     true
+}
+
+/// A Call of which the peer has us take the arguments when they are decoded. `None`: all of it is wanted at once.
+fn taken(chunks: &Chunks, shown: Shown, common: &Common) -> Option<Whole> {
+    // A page of it, which tells whose it is.
+    let (head, rest) = shown.split(common.memory.header().ok()?)?;
+    let message: Regions = smallvec![head];
+    let plain = payload_xid(&message) == Some(chunks.xid)
+        && common.bindings.leaves_alone(message.first().map(|piece| &piece[..]));
+    plain.then_some(Whole { message, rest: Some(rest), placed: None })
 }
 
 /// The handle that a Call names, if all its segments name the same one.

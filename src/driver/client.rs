@@ -452,6 +452,10 @@ impl Caller for Client {
         }
     }
 
+    fn outbox(&self) -> Option<Buf> {
+        if self.traits().loopback { self.lock().link.device.outbox() } else { None }
+    }
+
     fn fresh_xid(&self) -> Xid {
         let Waiting { session, link, .. } = &mut *self.lock();
         session.calls.fresh_xid(&link.engine)

@@ -13,6 +13,7 @@ use std::sync::{Arc, Mutex, MutexGuard, OnceLock, TryLockError, Weak};
 use std::thread;
 use std::time::Duration;
 
+use super::shared::Own;
 use super::{Block, Buf, Share};
 use crate::{reserve, stats};
 
@@ -384,6 +385,8 @@ pub(super) enum Home {
     Mapping,
     /// A part of a mapping that outlives it. It is in no pool.
     Slabs(Arc<Slabs>),
+    /// The outbox of a segment that a peer maps too. It is in no pool.
+    Outbox(Arc<Own>),
     /// Not ours to unmap, trim or move. Such a block is in no pool and never a Buf.
     Program,
 }
@@ -417,6 +420,13 @@ impl RawBlock {
         Ok(RawBlock { ptr, cap, home: Home::Mapping, touched: AtomicUsize::new(0), kept: 0, writer: 0 })
     }
 
+    /// The outbox of `own`, if nobody has it.
+    pub(super) fn outbox(own: &Arc<Own>) -> Option<RawBlock> {
+        let (ptr, cap) = own.take_outbox()?;
+        let (home, touched) = (Home::Outbox(own.clone()), AtomicUsize::new(0));
+        Some(RawBlock { ptr, cap, home, touched, kept: 0, writer: 0 })
+    }
+
     pub(super) fn is_lent(&self) -> bool {
         matches!(self.home, Home::Program)
     }
@@ -425,7 +435,7 @@ impl RawBlock {
         reserve::check()?;
         #[cfg(test)]
         ration::take()?;
-        if let Home::Slabs(_) = self.home {
+        if let Home::Slabs(_) | Home::Outbox(_) = self.home {
             let fresh = RawBlock::map(cap)?;
             let used = *self.touched.get_mut();
             // SAFETY: `used <= self.cap < cap`; both blocks are ours and apart, and `&mut self` means that nobody else
@@ -488,6 +498,7 @@ impl Drop for RawBlock {
                 ration::count(-(self.cap as isize));
             },
             Home::Slabs(slabs) => slabs.free().push(self.ptr.addr().get() - slabs.whole.ptr.addr().get()),
+            Home::Outbox(own) => own.give_back(),
             Home::Mapping | Home::Program => {}
         }
     }

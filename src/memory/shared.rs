@@ -15,15 +15,16 @@ use std::os::fd::{AsFd, AsRawFd, OwnedFd};
 use std::ptr::NonNull;
 use std::sync::Arc;
 use std::sync::atomic::Ordering::{Acquire, Relaxed, Release};
-use std::sync::atomic::{AtomicU32, AtomicU64, AtomicUsize};
+use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, AtomicUsize, fence};
 use std::time::Duration;
 
 use rustix::fs::{MemfdFlags, Mode, OFlags, SealFlags};
 use rustix::fs::{fchmod, fcntl_add_seals, fcntl_get_seals, fstat, ftruncate, memfd_create, open};
 use rustix::io::Errno;
 
-use super::{IoVec, IoVecMut};
-use crate::{process, wait};
+use super::{Buf, IoVec, IoVecMut, Region};
+use crate::wire::{Handle, Segment};
+use crate::{fork, process, wait};
 
 /// Bytes of the ring, a power of two: more than the caches of two processors, and so many that most messages go into it as a
 /// whole, while their receiver is elsewhere.
@@ -32,12 +33,18 @@ pub const RING: usize = 4 << 20;
 /// Bytes of it that are used by short messages, and by connections beyond the first few: a power of two.
 pub const NARROW: usize = 256 << 10;
 
-/// Bytes before it, for the words.
+/// Bytes of the outbox, which lies behind the ring: most long messages fit.
+pub const OUTBOX: usize = 4 << 20;
+
+/// Begins the offsets of what lies in an outbox.
+const IN_OUTBOX: u64 = u64::from_be_bytes(*b"outbx\0\0\0");
+
+/// Bytes before the ring, for the words.
 const HEAD: usize = 4 << 10;
 
 /// Bytes of a segment. No multiple of a huge page: memory that the peer has of those, which may run out under our hands, does
 /// not have this length.
-pub const SIZE: usize = HEAD + RING;
+pub const SIZE: usize = HEAD + RING + OUTBOX;
 
 /// Segments that a process maps: a process may have 65,530 mappings, and its program needs some.
 const MOST: usize = 16 << 10;
@@ -70,6 +77,8 @@ pub enum Word {
     Woken = 48,
     /// How often it has rung for it: see [`Bell`].
     Rung = 49,
+    /// The handle under which the other end may take what lies in the outbox; 0: it may not.
+    Shown = 64,
 }
 
 /// A mapping of [`SIZE`] bytes.
@@ -114,6 +123,11 @@ impl Mapping {
         unsafe { &*place }
     }
 
+    fn outbox(&self) -> NonNull<u8> {
+        // SAFETY: inside the mapping, which has SIZE bytes.
+        unsafe { self.0.add(HEAD + RING) }
+    }
+
     /// The byte of a ring of this length, [`NARROW`] or [`RING`], with this number, and how many follow it before the ring
     /// begins anew.
     fn ring(&self, number: u64, wide: bool) -> (*mut u8, usize) {
@@ -137,7 +151,13 @@ pub fn width(wide: bool) -> usize {
 }
 
 /// The segment that this end writes.
-pub struct Own(Mapping);
+pub struct Own {
+    mapping: Mapping,
+    /// The process that made it: in one that was forked from that the outbox is the parent's.
+    generation: u64,
+    /// Somebody has the outbox.
+    taken: AtomicBool,
+}
 
 impl Own {
     /// A segment of zeros, and the descriptor for the peer.
@@ -154,7 +174,8 @@ impl Own {
         // To the kernel it is a file: one that is too long for RLIMIT_FSIZE would end the program.
         process::quietly(|| ftruncate(&file, SIZE as u64).map_err(Errno::raw_os_error))
             .map_err(io::Error::from_raw_os_error)?;
-        let own = Own(Mapping::new(&file, libc::PROT_READ | libc::PROT_WRITE)?);
+        let mapping = Mapping::new(&file, libc::PROT_READ | libc::PROT_WRITE)?;
+        let own = Own { mapping, generation: fork::generation(), taken: AtomicBool::new(false) };
         fchmod(&file, Mode::RUSR)?;
         let path = format!("/proc/self/fd/{}", file.as_raw_fd());
         let (file, seals) = match open(path, OFlags::RDONLY | OFlags::CLOEXEC, Mode::empty()) {
@@ -171,12 +192,12 @@ impl Own {
 
     /// One of its words. A child that was forked from us has them too.
     pub fn word(&self, word: Word) -> &AtomicU64 {
-        self.0.word(word)
+        self.mapping.word(word)
     }
 
     /// Rings for a peer that sleeps on a [`Bell`] of this segment.
     pub fn ring(&self) {
-        let rung = self.0.half(Word::Rung);
+        let rung = self.mapping.half(Word::Rung);
         rung.fetch_add(1, Release);
         wait::tell_change(rung);
     }
@@ -189,14 +210,44 @@ impl Own {
     pub fn fill(&self, (number, wide): (u64, bool), from: &IoVec<'_>, at: usize, len: usize) {
         assert!(len <= width(wide) && at <= from.len() && len <= from.len() - at);
         let source = from.raw.iov_base.cast::<u8>().cast_const().wrapping_add(at);
-        let (place, before_end) = self.0.ring(number, wide);
+        let (place, before_end) = self.mapping.ring(number, wide);
         let first = len.min(before_end);
         // SAFETY: `from` names readable bytes as long as it lives (its invariant), so many (checked above); the target lies in
         // our mapping, of which there is no reference, and which nothing that can be named by an IoVec overlaps.
         unsafe { libc::memcpy(place.cast(), source.cast(), first) };
-        let (start, _) = self.0.ring(number.wrapping_add(first as u64), wide);
+        let (start, _) = self.mapping.ring(number.wrapping_add(first as u64), wide);
         // SAFETY: as above, from the ring's beginning on.
         unsafe { libc::memcpy(start.cast(), source.wrapping_add(first).cast(), len - first) };
+    }
+
+    /// The outbox, if nobody has it: address and bytes. It is the caller's until [`Own::give_back`].
+    pub fn take_outbox(&self) -> Option<(NonNull<u8>, usize)> {
+        let is_free = || self.taken.compare_exchange(false, true, Acquire, Relaxed).is_ok();
+        (self.generation == fork::generation() && is_free()).then(|| (self.outbox(), OUTBOX))
+    }
+
+    /// Nobody needs any more what lies in the outbox.
+    pub fn give_back(&self) {
+        if self.generation == fork::generation() {
+            self.word(Word::Shown).store(0, Relaxed);
+            // Before anything else is written there: who has taken some of it meanwhile finds out.
+            fence(Release);
+            self.taken.store(false, Release);
+        }
+    }
+
+    /// Lets the peer take what lies at this address, under `handle`: the offset that says so. `None`: it is not in the outbox.
+    pub fn show(&self, address: usize, handle: u32) -> Option<u64> {
+        let at = address.checked_sub(self.outbox().addr().get()).filter(|at| *at < OUTBOX)?;
+        if self.generation != fork::generation() {
+            return None;
+        }
+        self.word(Word::Shown).store(handle.into(), Release);
+        Some(IN_OUTBOX | at as u64)
+    }
+
+    fn outbox(&self) -> NonNull<u8> {
+        self.mapping.outbox()
     }
 }
 
@@ -257,5 +308,66 @@ impl Theirs {
         let (start, _) = self.0.ring(number.wrapping_add(first as u64), wide);
         // SAFETY: as above, from the ring's beginning on.
         unsafe { libc::memcpy(target.wrapping_add(first).cast(), start.cast_const().cast(), len - first) };
+    }
+}
+
+/// Bytes in the outbox of a peer, for as long as it shows them.
+///
+/// It may change them at any time, and take them back: each byte is copied once, and what was copied counts only if they were
+/// shown all the while.
+pub struct Shown {
+    theirs: Arc<Theirs>,
+    handle: u32,
+    at: usize,
+    len: usize,
+}
+
+impl Shown {
+    /// Those that a segment of the peer names, if they lie there.
+    pub fn of(theirs: &Arc<Theirs>, segment: Segment) -> Option<Shown> {
+        let Segment { handle: Handle(handle), length, offset } = segment;
+        let (at, len) = (usize::try_from(offset ^ IN_OUTBOX).ok()?, length as usize);
+        let inside = at <= OUTBOX && len <= OUTBOX - at;
+        let shown = Shown { theirs: theirs.clone(), handle, at, len };
+        (inside && handle != 0 && shown.is_there()).then_some(shown)
+    }
+
+    /// How many there are.
+    pub fn len(&self) -> usize {
+        self.len
+    }
+
+    /// As many of them as `head` has room for, and those that follow. `None` where there are no more, or they are not shown any
+    /// more.
+    pub fn split(self, mut head: Buf) -> Option<(Region, Shown)> {
+        let n = head.capacity();
+        let len = self.len.checked_sub(n).filter(|left| *left > 0)?;
+        head.set_len(n);
+        let whole = self.copy(0, IoVecMut::from_mut(&mut head));
+        let rest = Shown { at: self.at + n, len, ..self };
+        whole.then(|| (head.freeze(), rest))
+    }
+
+    fn is_there(&self) -> bool {
+        self.theirs.get(Word::Shown) == self.handle.into()
+    }
+
+    /// Copies as many of them as `to` names, from number `from` on. False when the peer has taken them back: what was copied is
+    /// to be forgotten.
+    ///
+    /// # Panics
+    /// When there are not so many.
+    #[must_use]
+    pub fn copy(&self, from: usize, mut to: IoVecMut<'_>) -> bool {
+        assert!(from <= self.len && to.len() <= self.len - from);
+        if !self.is_there() {
+            return false;
+        }
+        let source = self.theirs.0.outbox().as_ptr().wrapping_add(self.at + from);
+        // SAFETY: `to` names bytes that are ours to write as long as it lives (its invariant); so many lie in the mapping from
+        // `source` on (checked above, and in `of`). The peer may write them meanwhile: the bytes are then any bytes.
+        unsafe { libc::memcpy(to.as_mut_ptr(), source.cast_const().cast(), to.len()) };
+        fence(Acquire);
+        self.is_there()
     }
 }

@@ -20,7 +20,8 @@ use std::time::Instant;
 
 use super::{Completion, Doze, Limits, QueuePair, Traits, WorkId, WorkRequest, iwarp};
 use crate::error::{Error, Kind};
-use crate::memory::{Region, Regions, Sink, Slabs};
+use crate::memory::shared::Shown;
+use crate::memory::{Buf, Region, Regions, Sink, Slabs};
 use crate::wire::header::{self, Body, Versions};
 use crate::wire::{Credits, Handle, Segment, Xid, v1};
 
@@ -946,6 +947,14 @@ impl QueuePair for Fault {
 
     fn company(&self) -> u32 {
         self.inner.company()
+    }
+
+    fn outbox(&mut self) -> Option<Buf> {
+        self.inner.outbox()
+    }
+
+    fn shown(&mut self, segment: Segment) -> Option<Shown> {
+        self.inner.shown(segment)
     }
 
     fn wakes(&self) -> u64 {

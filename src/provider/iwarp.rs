@@ -33,7 +33,8 @@ use rustc_hash::FxHashMap;
 use crate::config::Crc;
 use crate::error::{Error, Kind, os_text};
 use crate::fork;
-use crate::memory::{Areas, IoVecMut, Memory, Region, Regions, Sink};
+use crate::memory::shared::Shown;
+use crate::memory::{Areas, Buf, IoVecMut, Memory, Region, Regions, Sink};
 use crate::process;
 use crate::provider::{
     self, Completion, Device, Doze, Limits, NAP, NAP_BYTES, QueuePair, Traits, Way, WorkRequest,
@@ -192,6 +193,8 @@ pub struct Iwarp {
     transmit: Transmit,
     receive: Receive,
     exposed: FxHashMap<u32, Exposed>,
+    /// Bytes that went beside the stream, from outboxes, either way.
+    beside: u64,
     receives: VecDeque<Posted>,
     /// Where Receives get their memory that have none yet.
     memory: Option<Arc<Memory>>,
@@ -357,6 +360,7 @@ impl Iwarp {
             shared: Shared::new()?,
             receive: Receive::new(),
             exposed: FxHashMap::default(),
+            beside: 0,
             receives: VecDeque::new(),
             memory: None,
             completions: VecDeque::new(),
@@ -1019,7 +1023,10 @@ impl Iwarp {
             None => return Err(Fault::READ_STAG),
         };
         let size = request.size as usize;
-        let at = range(request.source_to, size, region.len(), Fault::READ_WRAP, Fault::READ_BOUNDS)?;
+        // What it could have taken by itself it may ask for all the same.
+        let base = self.stream.show(region, request.source_stag).unwrap_or(0);
+        let to = request.source_to.wrapping_sub(base);
+        let at = range(to, size, region.len(), Fault::READ_WRAP, Fault::READ_BOUNDS)?;
         Ok(Some(region.slice(at, size)))
     }
 
@@ -1233,7 +1240,7 @@ impl QueuePair for Iwarp {
     }
 
     fn moved(&self) -> u64 {
-        self.receive.total.wrapping_add(self.transmit.sent)
+        self.receive.total.wrapping_add(self.transmit.sent).wrapping_add(self.beside)
     }
 
     /// What the peer's TCP has acknowledged: a send buffer of some MiB takes long to say that it has room again.
@@ -1267,7 +1274,10 @@ impl QueuePair for Iwarp {
 
     fn expose_source(&mut self, region: Region) -> Result<Segment, Error> {
         let length = region.len();
-        self.expose(Exposed::Source(region, 0), length)
+        let segment = self.expose(Exposed::Source(region.clone(), 0), length)?;
+        let Some(offset) = self.stream.show(&region, segment.handle.0) else { return Ok(segment) };
+        self.beside += length as u64;
+        Ok(Segment { offset, ..segment })
     }
 
     fn expose_sink(&mut self, sink: Sink) -> Result<Segment, Error> {
@@ -1516,6 +1526,19 @@ impl QueuePair for Iwarp {
 
     fn company(&self) -> u32 {
         self.stream.company()
+    }
+
+    fn outbox(&mut self) -> Option<Buf> {
+        match self.stage {
+            Stage::Open if self.failed.is_none() && !self.forked => self.stream.outbox(),
+            _ => None,
+        }
+    }
+
+    fn shown(&mut self, segment: Segment) -> Option<Shown> {
+        let shown = self.stream.shown(segment)?;
+        self.beside += shown.len() as u64;
+        Some(shown)
     }
 
     fn wakes(&self) -> u64 {

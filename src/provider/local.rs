@@ -158,7 +158,7 @@ const SECRET: usize = 16;
 type Secret = [u8; SECRET];
 
 /// Begins what is said of it in private data. The last byte is its version.
-const MARK: &[u8; 8] = b"RPCRloc\x05";
+const MARK: &[u8; 8] = b"RPCRloc\x06";
 
 /// What a server answers that has its client's segment.
 pub const SHARED: u8 = 1;

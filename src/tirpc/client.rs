@@ -92,6 +92,8 @@ struct Handle {
     control: Mutex<Control>,
     /// The program is to be told what the peer says of itself.
     listens: AtomicBool,
+    /// Its latest Call was longer than what goes inline.
+    long: AtomicBool,
     /// Shared with the other CLIENTs on the descriptor.
     uses: Arc<Uses>,
     destroyed: AtomicBool,
@@ -563,7 +565,16 @@ fn new(
         client.cl_private = this.as_ptr().cast_mut().cast();
         let (client, control) = (UnsafeCell::new(client), Mutex::new(control));
         let (listens, destroyed) = (AtomicBool::new(false), AtomicBool::new(false));
-        Handle { client, connection, address, control, listens, uses, destroyed }
+        Handle {
+            client,
+            connection,
+            address,
+            control,
+            listens,
+            long: AtomicBool::new(false),
+            uses,
+            destroyed,
+        }
     });
     // The program's share.
     Arc::into_raw(handle).cast_mut().cast()
@@ -642,6 +653,19 @@ unsafe fn handle(client: *mut CLIENT) -> Result<Arc<Handle>, Error> {
 }
 
 impl Handle {
+    /// Whether its next Call is likely to be longer than what goes inline: as the latest was.
+    fn is_long(&self) -> bool {
+        self.long.load(Relaxed)
+    }
+
+    /// Its latest Call has so many bytes.
+    fn tell_length(&self, bytes: usize) {
+        let long = bytes > config::INLINE;
+        if self.long.load(Relaxed) != long {
+            self.long.store(long, Relaxed);
+        }
+    }
+
     fn control(&self) -> MutexGuard<'_, Control> {
         self.control.lock().unwrap_or_else(|e| e.into_inner())
     }

@@ -904,8 +904,8 @@ impl Transport {
         message: *mut rpc_msg,
         dispatching: Option<service_loop::Dispatching>,
     ) -> bool {
-        let Request { id, xid, message: pieces, binding, wrapped, placed } = request;
-        let mut arguments = Decoder::new(pieces);
+        let Request { id, xid, message: pieces, rest, binding, wrapped, placed } = request;
+        let mut arguments = Decoder::with_rest(pieces, rest);
         // SAFETY: by the contract.
         if !library().is_ok_and(|library| unsafe { (library.xdr_callmsg)(arguments.xdr(), message) } != 0) {
             if let Some(responder) = self.responder.upgrade() {

@@ -1,10 +1,14 @@
 //! The streams beside those of libtirpc: the same bytes, positions and refusals.
 
+use std::sync::Arc;
+
 use smallvec::smallvec;
 
 use super::*;
 use crate::ffi::last_error;
 use crate::memory::Pool;
+use crate::memory::shared::{Own, Theirs};
+use crate::wire::{Handle, Segment};
 
 // The real procedures, and the stream of libtirpc that ours are compared with. A module above declares some
 // of them with structures of its own.
@@ -840,4 +844,105 @@ fn random_operations_behave_as_on_a_plain_vector() {
             assert_eq!((getpos(xdrs) as usize, decoder.remaining()), (at, model.len() - at));
         }
     }
+}
+
+/// Bytes in the outbox of a peer, which are in our hands too.
+fn shown(bytes: &[u8]) -> (Region, Shown) {
+    let (own, file) = Own::new().unwrap();
+    let (own, theirs) = (Arc::new(own), Arc::new(Theirs::new(file).unwrap()));
+    let mut buf = Buf::outbox(&own).unwrap();
+    buf.extend(bytes).unwrap();
+    let region = buf.freeze();
+    let offset = own.show(region.as_ptr().addr(), 7).unwrap();
+    let segment = Segment { handle: Handle(7), length: bytes.len() as u32, offset };
+    (region, Shown::of(&theirs, segment).unwrap())
+}
+
+#[test]
+fn what_a_peer_shows_is_decoded_as_if_it_were_here_and_each_byte_is_taken_once() {
+    let mut random = 0x1234_5678_9abc_def1;
+    for _ in 0..200 {
+        let head = xorshift(&mut random) % 3 * 1001;
+        let whole: Vec<u8> =
+            (0..head + 1 + xorshift(&mut random) % 200_000).map(|at| (at % 251) as u8).collect();
+        let (theirs, rest) = shown(&whole[head..]);
+        let pieces = whole[..head].chunks(700).map(|piece| Region::copy_from(piece).unwrap()).collect();
+        let mut decoder = Decoder::with_rest(pieces, Some(rest));
+        let mut at = 0;
+        for _ in 0..60 {
+            let n = [4, 3, 400, 20_000, 100_000][xorshift(&mut random) % 5].min(1 + whole.len() - at);
+            let xdrs = decoder.xdr();
+            match xorshift(&mut random) % 6 {
+                0 => {
+                    let long = whole
+                        .get(at..at + 4)
+                        .map(|word| c_long::from(u32::from_be_bytes(word.try_into().unwrap())));
+                    assert_eq!(getlong(xdrs), long);
+                    at += if long.is_some() { 4 } else { 0 };
+                }
+                1 | 2 => {
+                    let bytes = whole.get(at..at + n);
+                    assert_eq!(getbytes(xdrs, n).as_deref(), bytes);
+                    at += bytes.map_or(0, <[u8]>::len);
+                }
+                3 => {
+                    if let Some(words) = inline(xdrs, n) {
+                        assert_eq!(words, &whole[at..at + n]);
+                        at += n;
+                    }
+                }
+                4 => {
+                    let to = at + xorshift(&mut random) % (whole.len() + 2 - at);
+                    assert_eq!(setpos(xdrs, to as c_uint), to <= whole.len());
+                    at = if to <= whole.len() { to } else { at };
+                }
+                _ => {
+                    let to = at - [1, 4, 1000].map(|n| n.min(at))[xorshift(&mut random) % 3];
+                    if setpos(xdrs, to as c_uint) {
+                        at = to;
+                    } else {
+                        assert!(at > head, "what is here can be gone back to");
+                    }
+                }
+            }
+            assert_eq!((getpos(decoder.xdr()) as usize, decoder.remaining()), (at, whole.len() - at));
+            // From now on the peer has something else there.
+            let taken = decoder.state().end.saturating_sub(head);
+            // SAFETY: so many bytes are the region's, of a mapping that we may write; no slice of it exists.
+            unsafe { ptr::write_bytes(theirs.as_ptr().cast_mut(), 0xfe, taken) };
+        }
+    }
+}
+
+#[test]
+fn a_stream_ends_where_its_peer_has_taken_the_rest_back() {
+    for n in [4, 10_000] {
+        let bytes: Vec<u8> = (0..WINDOW + 20_000).map(|at| (at % 251) as u8).collect();
+        let (theirs, rest) = shown(&bytes);
+        let mut decoder = Decoder::with_rest(smallvec![Region::copy_from(b"head").unwrap()], Some(rest));
+        assert_eq!(getlong(decoder.xdr()), Some(0x6865_6164));
+        assert_eq!(getbytes(decoder.xdr(), 5).unwrap(), bytes[..5]);
+        drop(theirs);
+        // A window is here.
+        assert_eq!(getbytes(decoder.xdr(), WINDOW - 5).unwrap(), bytes[5..WINDOW]);
+        assert_eq!((getbytes(decoder.xdr(), n), decoder.remaining()), (None, 0));
+        assert!(getlong(decoder.xdr()).is_none() && inline(decoder.xdr(), 4).is_none());
+        assert!(setpos(decoder.xdr(), 4 + WINDOW as c_uint) && !setpos(decoder.xdr(), 5 + WINDOW as c_uint));
+    }
+}
+
+#[test]
+fn what_a_peer_shows_is_gone_back_to_within_a_window_and_is_passed_over_untaken() {
+    let bytes: Vec<u8> = (0..100_000).map(|at| (at % 251) as u8).collect();
+    let (_theirs, rest) = shown(&bytes);
+    let mut decoder = Decoder::with_rest(smallvec![Region::copy_from(b"head").unwrap()], Some(rest));
+    assert!(setpos(decoder.xdr(), 2) && setpos(decoder.xdr(), 0) && setpos(decoder.xdr(), 4));
+    assert_eq!(getbytes(decoder.xdr(), 100).unwrap(), bytes[..100]);
+    assert!(setpos(decoder.xdr(), 4) && !setpos(decoder.xdr(), 3));
+    assert_eq!(getbytes(decoder.xdr(), 10).unwrap(), bytes[..10]);
+    assert!(setpos(decoder.xdr(), 50_004));
+    assert_eq!(getbytes(decoder.xdr(), AT_ONCE).unwrap(), bytes[50_000..50_000 + AT_ONCE]);
+    assert!(!setpos(decoder.xdr(), 50_004), "it went to where it belongs");
+    assert_eq!(getbytes(decoder.xdr(), 4).unwrap(), bytes[50_000 + AT_ONCE..][..4]);
+    assert_eq!(decoder.copied(), 100 + 10 + AT_ONCE as u64 + 4);
 }

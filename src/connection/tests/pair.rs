@@ -105,6 +105,9 @@ impl Registrar for Device {
     fn read_depth(&self) -> u32 {
         self.read_depth
     }
+    fn shown(&mut self, _: Segment) -> Option<Shown> {
+        None
+    }
 }
 
 /// One side: its engine, its device and the work that the device has not done yet.

@@ -51,6 +51,9 @@ impl Registrar for Slots {
     fn read_depth(&self) -> u32 {
         self.device.read_depth
     }
+    fn shown(&mut self, _: Segment) -> Option<Shown> {
+        None
+    }
 }
 
 struct Made {

@@ -5,10 +5,12 @@ use std::io;
 use std::os::fd::RawFd;
 use std::time::Instant;
 
-use crate::memory::{IoVec, IoVecMut};
+use crate::memory::shared::Shown;
+use crate::memory::{Buf, IoVec, IoVecMut, Region};
 use crate::provider::Bell;
 use crate::provider::local::Rings;
 use crate::socket;
+use crate::wire::Segment;
 
 /// A stream, both ways.
 pub(super) struct Stream {
@@ -101,6 +103,21 @@ impl Stream {
     /// As [`crate::provider::QueuePair::company`].
     pub(super) fn company(&self) -> u32 {
         self.rings.as_ref().map_or(0, |rings| rings.company())
+    }
+
+    /// As [`crate::provider::QueuePair::outbox`].
+    pub(super) fn outbox(&mut self) -> Option<Buf> {
+        self.rings.as_mut()?.outbox()
+    }
+
+    /// Where the peer may take this by itself, if it can.
+    pub(super) fn show(&self, region: &Region, handle: u32) -> Option<u64> {
+        self.rings.as_ref()?.show(region, handle)
+    }
+
+    /// As [`crate::provider::QueuePair::shown`].
+    pub(super) fn shown(&self, segment: Segment) -> Option<Shown> {
+        self.rings.as_ref()?.shown(segment)
     }
 
     /// As [`crate::provider::QueuePair::wakes`].

@@ -42,8 +42,9 @@ use std::sync::atomic::{
 use std::thread::yield_now;
 use std::time::{Duration, Instant};
 
-use crate::memory::shared::{Bell, Own, RING, Theirs, Word, width};
-use crate::memory::{IoVec, IoVecMut};
+use crate::memory::shared::{Bell, Own, RING, Shown, Theirs, Word, width};
+use crate::memory::{Buf, IoVec, IoVecMut, Region};
+use crate::wire::Segment;
 use crate::{fork, socket, stats};
 
 /// So many bytes are copied before the other end is told of them: it copies them while we copy the next.
@@ -89,7 +90,7 @@ const SHORT: usize = 4;
 
 /// Both rings of a connection.
 pub struct Rings {
-    own: Own,
+    own: Arc<Own>,
     theirs: Arc<Theirs>,
     generation: u64,
     /// The wait of the peer that it was woken from.
@@ -124,7 +125,7 @@ impl Rings {
     /// `spins`: whether a thread may wait for its peer without sleeping.
     pub fn new(own: Own, theirs: Theirs, spins: bool) -> Rings {
         let rings = Rings {
-            own,
+            own: Arc::new(own),
             theirs: Arc::new(theirs),
             generation: fork::generation(),
             woken: 0,
@@ -328,6 +329,21 @@ impl Rings {
     /// As [`crate::provider::QueuePair::company`].
     pub fn company(&self) -> u32 {
         self.theirs.get(Word::Company).min(u32::MAX.into()) as u32
+    }
+
+    /// As [`crate::provider::QueuePair::outbox`].
+    pub fn outbox(&mut self) -> Option<Buf> {
+        if self.goes_wide(LONG) { Buf::outbox(&self.own) } else { None }
+    }
+
+    /// See [`Own::show`].
+    pub fn show(&self, region: &Region, handle: u32) -> Option<u64> {
+        self.own.show(region.as_ptr().addr(), handle)
+    }
+
+    /// As [`crate::provider::QueuePair::shown`].
+    pub fn shown(&self, segment: Segment) -> Option<Shown> {
+        Shown::of(&self.theirs, segment)
     }
 
     /// As [`crate::provider::QueuePair::wakes`].

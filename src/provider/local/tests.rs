@@ -10,11 +10,12 @@ use rustix::fs::{MemfdFlags, SealFlags, fcntl_add_seals, ftruncate, memfd_create
 use super::rings::{LONG, WIDE, WIDE_MOST};
 use super::*;
 use crate::fork;
-use crate::memory::shared::{Bell, NARROW, RING, SIZE, Word};
+use crate::memory::shared::{Bell, NARROW, OUTBOX, RING, SIZE, Shown, Word};
 use crate::memory::{Buf, IoVec, IoVecMut};
 use crate::provider::fault::contract;
-use crate::provider::{Completion, Doze, WorkRequest};
+use crate::provider::{Completion, Doze, WorkId, WorkRequest};
 use crate::wait;
+use crate::wire::{Handle, Segment};
 
 type Sockets = (TcpStream, TcpStream);
 
@@ -205,6 +206,127 @@ fn a_child_that_was_forked_leaves_the_connection_to_its_parent() {
     });
     assert!(child.succeeded());
     assert_eq!(message(next(&mut a).unwrap()), b"reply");
+}
+
+// ----------------------------------------------------------------------------------------------------------- outboxes
+
+/// A segment, and what its peer sees of it.
+fn segment() -> (Arc<Own>, Arc<Theirs>) {
+    let (own, file) = Own::new().unwrap();
+    (Arc::new(own), Arc::new(Theirs::new(file).unwrap()))
+}
+
+/// What a copy of all of it has brought.
+fn copied(shown: &Shown) -> Option<Vec<u8>> {
+    let mut bytes = vec![0; shown.len()];
+    shown.copy(0, IoVecMut::from_mut(&mut bytes)).then_some(bytes)
+}
+
+#[test]
+fn one_message_at_a_time_has_the_outbox_and_none_of_a_child_that_was_forked() {
+    let (own, theirs) = segment();
+    let mut buf = Buf::outbox(&own);
+    let address = buf.as_ref().unwrap().as_ptr().addr();
+    assert!(Buf::outbox(&own).is_none());
+    assert!(own.show(address, 7).is_some());
+    let child = fork::testing::fork(|| {
+        drop(buf.take());
+        Buf::outbox(&own).is_none() && own.show(address, 8).is_none() && theirs.get(Word::Shown) == 7
+    });
+    assert!(child.succeeded());
+    let (own, theirs) = segment();
+    for handle in [7, 8] {
+        let buf = Buf::outbox(&own).unwrap();
+        own.show(buf.as_ptr().addr(), handle).unwrap();
+        assert_eq!(theirs.get(Word::Shown), handle.into());
+        drop(buf.freeze().slice(0, 0));
+        assert_eq!(theirs.get(Word::Shown), 0);
+    }
+}
+
+#[test]
+fn a_message_that_outgrows_the_outbox_goes_on_in_memory_of_its_own() {
+    let (own, _) = segment();
+    let mut buf = Buf::outbox(&own).unwrap();
+    let bytes: Vec<u8> = (0..OUTBOX + 5).map(|at| (at % 251) as u8).collect();
+    buf.extend(&bytes[..OUTBOX]).unwrap();
+    assert!(own.show(buf.as_ptr().addr(), 7).is_some());
+    buf.extend(&bytes[OUTBOX..]).unwrap();
+    assert!(buf[..] == bytes && own.show(buf.as_ptr().addr(), 8).is_none());
+    assert!(Buf::outbox(&own).is_some(), "it has given it back");
+}
+
+#[test]
+fn what_lies_in_an_outbox_is_taken_only_while_it_is_shown_and_only_from_there() {
+    let (own, theirs) = segment();
+    let mut buf = Buf::outbox(&own).unwrap();
+    buf.extend(b"0123456789").unwrap();
+    let region = buf.freeze();
+    let offset = own.show(region.as_ptr().addr() + 2, 7).unwrap();
+    let segment = Segment { handle: Handle(7), length: 8, offset };
+    let shown = Shown::of(&theirs, segment).unwrap();
+    assert_eq!(copied(&shown).unwrap(), b"23456789");
+    let lies = [
+        Segment { offset: 2, ..segment },
+        Segment { offset: offset ^ 1 << 63, ..segment },
+        Segment { offset: offset + OUTBOX as u64, ..segment },
+        Segment { length: OUTBOX as u32 - 1, ..segment },
+        Segment { length: u32::MAX, offset: offset + OUTBOX as u64 - 2, ..segment },
+        Segment { handle: Handle(8), ..segment },
+        Segment { handle: Handle(0), ..segment },
+    ];
+    assert!(lies.into_iter().all(|lie| Shown::of(&theirs, lie).is_none()));
+    let whole = Segment { length: OUTBOX as u32 - 2, ..segment };
+    assert_eq!(Shown::of(&theirs, whole).unwrap().len(), OUTBOX - 2);
+    drop(region);
+    assert!(copied(&shown).is_none() && Shown::of(&theirs, segment).is_none());
+    // Nor is it mistaken for what is there next.
+    let next = Buf::outbox(&own).unwrap();
+    own.show(next.as_ptr().addr(), 9).unwrap();
+    assert!(copied(&shown).is_none());
+    // No handle is 0.
+    own.word(Word::Shown).store(0, SeqCst);
+    assert!(Shown::of(&theirs, Segment { handle: Handle(0), ..segment }).is_none());
+}
+
+#[test]
+fn a_peer_takes_what_is_exposed_in_the_outbox_or_asks_for_it() {
+    let (_sockets, [mut a, mut b]) = shared();
+    // Both may send now.
+    b.post_recv(sink(1));
+    send(&mut a, b"a");
+    assert_eq!(message(next(&mut b).unwrap()), b"a");
+    let bytes: Vec<u8> = (0..100_000).map(|at| (at % 251) as u8).collect();
+    let mut buf = a.outbox().unwrap();
+    buf.extend(&bytes).unwrap();
+    assert!(a.outbox().is_none());
+    let moved = (a.moved(), b.moved());
+    let region = buf.freeze();
+    let segment = a.expose_source(region.slice(8, bytes.len() - 8)).unwrap();
+    drop(region);
+    let shown = b.shown(segment).unwrap();
+    assert_eq!(copied(&shown).unwrap(), bytes[8..]);
+    let all = bytes.len() as u64 - 8;
+    assert_eq!((a.moved(), b.moved()), (moved.0 + all, moved.1 + all), "a spin knows what was moved");
+    // The same by an RDMA Read.
+    let to = sink(1000);
+    let from = Segment { length: 1000, offset: segment.offset + 50, ..segment };
+    b.post(WorkRequest::Read { id: WorkId(1), sink: to.clone(), at: 0, from });
+    let read = loop {
+        assert!(a.poll().unwrap().is_none());
+        if let Some(completion) = b.poll().unwrap() {
+            break completion;
+        }
+    };
+    assert!(matches!(read, Completion::Read { id: WorkId(1) }));
+    assert_eq!(to.into_buf(1000).unwrap()[..], bytes[58..1058]);
+    assert!(b.shown(Segment { handle: Handle(segment.handle.0 ^ 1), ..segment }).is_none());
+    a.invalidate(segment.handle).unwrap();
+    assert!(copied(&shown).is_none() && b.shown(segment).is_none());
+    assert!(a.outbox().is_some());
+    // What lies elsewhere has to be asked for.
+    let elsewhere = a.expose_source(crate::memory::Region::copy_from(&bytes).unwrap()).unwrap();
+    assert!(elsewhere.offset == 0 && b.shown(elsewhere).is_none());
 }
 
 // ------------------------------------------------------------------------------------------------------ hostile peers

@@ -304,7 +304,15 @@ impl<'a> Call<'a> {
         let (held, waited) = unsafe { self.for_the_call(terms.until, terms.limit) }?;
         let limit = terms.limit.saturating_sub(waited);
         let config = config::get()?;
-        let mut encoder = Encoder::new(self.handle.connection.message()?);
+        // What the peer may read before it is sent is for an AUTH that changes nothing of it afterwards.
+        // SAFETY: by the contract.
+        let shows =
+            !terms.one_way && self.handle.is_long() && unsafe { auth::share(self.auth) } != Share::Call;
+        let outbox = if shows { self.handle.connection.outbox() } else { None };
+        let mut encoder = Encoder::new(match outbox {
+            Some(outbox) => outbox,
+            None => self.handle.connection.message()?,
+        });
         let program = terms.program;
         let head = [xid.0, msg::CALL, msg::RPC_MSG_VERSION, program.0, program.1, self.proc];
         let mut bytes = [0u8; 24];
@@ -409,6 +417,7 @@ impl<'a> Call<'a> {
         let histogram = Procedure::new(program, version, self.proc, false).histogram(|| true);
         let fd = connection.fd();
         let length = message.len();
+        self.handle.tell_length(length);
         log_debug!(
             "fd {fd}: call {xid}: program {program} version {version} procedure {}, {length} bytes",
             self.proc

@@ -48,7 +48,7 @@ use crate::log_wire;
 #[cfg(any(test, feature = "fuzz"))]
 use crate::memory::Buf;
 use crate::memory::shared::Shown;
-use crate::memory::{Memory, Message, Pass, Region, Regions, Sink};
+use crate::memory::{Memory, Message, Pass, Payload, Region, Regions, Sink};
 use crate::provider::{QueuePair, WorkId, WorkRequest};
 use crate::wire::characteristics::Backward;
 use crate::wire::header::{self, Body, Direction, Header, Versions};
@@ -143,6 +143,10 @@ pub trait Registrar {
     fn read_depth(&self) -> u32;
     /// See [`QueuePair::shown`].
     fn shown(&mut self, segment: Segment) -> Option<Shown>;
+    /// See [`QueuePair::show`].
+    fn show(&mut self, address: usize, handle: Handle) -> Option<u64>;
+    /// See [`QueuePair::keep`].
+    fn keep(&mut self, region: Region, handle: Handle);
 }
 
 impl<T: QueuePair + ?Sized> Registrar for T {
@@ -174,6 +178,12 @@ impl<T: QueuePair + ?Sized> Registrar for T {
     fn shown(&mut self, segment: Segment) -> Option<Shown> {
         QueuePair::shown(self, segment)
     }
+    fn show(&mut self, address: usize, handle: Handle) -> Option<u64> {
+        QueuePair::show(self, address, handle)
+    }
+    fn keep(&mut self, region: Region, handle: Handle) {
+        QueuePair::keep(self, region, handle);
+    }
 }
 
 /// What the driver must do or tell.
@@ -188,7 +198,7 @@ pub enum Output {
         /// The call.
         xid: Xid,
         /// The RPC reply in stream order, from its XID on; or why there is none.
-        outcome: Result<Regions, Error>,
+        outcome: Result<Payload, Error>,
     },
     /// The connection cannot go on: close it.
     Close(Error),
@@ -580,6 +590,20 @@ impl Connection {
         }
     }
 
+    /// Answers a request with a reply that lies in the outbox, from where the requester takes it by itself. It is given back
+    /// where it is for [`Connection::reply`].
+    ///
+    /// # Errors
+    /// As there.
+    pub fn reply_shown(
+        &mut self,
+        id: RequestId,
+        message: Message,
+        registrar: &mut (impl Registrar + ?Sized),
+    ) -> Result<Option<Message>, Error> {
+        self.responder.reply_shown(id, message, &mut self.common, registrar)
+    }
+
     /// Answers a request with a reply that needs no plan, as nearly every short one does: what `reply` would have posted is for
     /// the caller to post.
     pub fn answer(&mut self, id: RequestId, message: Message) -> Answered {
@@ -672,7 +696,7 @@ impl Connection {
         match self.take_plain(message, invalidated, registrar) {
             Taken::Call => return,
             Taken::Reply { xid, reply, receive } => {
-                let outcome = Ok(smallvec::smallvec![reply]);
+                let outcome = Ok(Payload { pieces: smallvec::smallvec![reply], rest: None });
                 return self.common.output.extend([Output::Receive(receive), Output::Done { xid, outcome }]);
             }
             Taken::Not(back) => message = back,

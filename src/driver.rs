@@ -33,7 +33,7 @@ use crate::config::Config;
 use crate::connection::characteristics::Wish;
 use crate::connection::{Connection, Expect, RPC_HEADER_MAX, RequestId};
 use crate::error::Error;
-use crate::memory::{Buf, Loan, Memory, Message, Regions, Sink};
+use crate::memory::{Buf, Loan, Memory, Message, Payload, Sink};
 use crate::provider::Traits;
 use crate::signals;
 use crate::stats::{self, Counter};
@@ -137,7 +137,7 @@ pub trait Caller: Send + Sync {
         expect: Expect,
         deadline: Instant,
         mask: Mask<'_>,
-    ) -> Result<Regions, Error>;
+    ) -> Result<Payload, Error>;
 
     /// Takes in what has arrived, and tells what can be sent now.
     fn room_to_send(&self) -> SendRoom;
@@ -203,7 +203,7 @@ pub trait Caller: Send + Sync {
         places: Vec<Sink>,
         deadline: Instant,
         mask: Mask<'_>,
-    ) -> Result<Regions, Error> {
+    ) -> Result<Payload, Error> {
         stats::add(Counter::Calls, 1);
         let outcome = self.exchange(xid, message, Expect::Reply { max: max_reply, places }, deadline, mask);
         stats::add(Counter::Replies, outcome.is_ok().into());
@@ -273,6 +273,11 @@ pub trait Callee: Send + Sync {
     /// # Errors
     /// `ENOMEM`.
     fn message(&self) -> Result<Buf, Error>;
+
+    /// As [`Caller::outbox`], for a long reply.
+    fn outbox(&self) -> Option<Buf> {
+        None
+    }
 
     /// Sends a reply: the kernel has every byte when this returns, unless the peer is too slow to take them.
     ///

@@ -61,7 +61,7 @@ pub(crate) use pool::ration;
 pub use pool::{Pool, SERIES, Slabs};
 
 use pool::{Home, PAGE, RawBlock, round_up};
-use shared::Own;
+use shared::{Own, Shown};
 
 use std::collections::HashMap;
 use std::fmt;
@@ -532,6 +532,11 @@ impl Buf {
         Some(Buf { block, start: 0, len: 0 })
     }
 
+    /// Whether it is one.
+    pub fn is_outbox(&self) -> bool {
+        matches!(self.block.raw.home, Home::Outbox(_))
+    }
+
     /// Bytes in use.
     pub fn len(&self) -> usize {
         self.len
@@ -828,6 +833,44 @@ pub struct Region {
 
 /// Pieces of a message, in order: nearly always one, which takes no memory of its own.
 pub type Regions = SmallVec<[Region; 1]>;
+
+/// A message that has come: its pieces, in order, and what follows them where the peer still has it.
+#[derive(Default)]
+pub struct Payload {
+    /// What is here.
+    pub pieces: Regions,
+    /// What is not. Apart, for hardly any message has such a part.
+    pub rest: Option<Box<Shown>>,
+}
+
+impl Payload {
+    /// Bytes of the message.
+    pub fn bytes(&self) -> usize {
+        let here: usize = self.pieces.iter().map(|piece| piece.len()).sum();
+        here + self.rest.as_ref().map_or(0, |rest| rest.len())
+    }
+}
+
+impl From<Regions> for Payload {
+    fn from(pieces: Regions) -> Payload {
+        Payload { pieces, rest: None }
+    }
+}
+
+/// The pieces that are here.
+impl Deref for Payload {
+    type Target = [Region];
+
+    fn deref(&self) -> &[Region] {
+        &self.pieces
+    }
+}
+
+impl fmt::Debug for Payload {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{} bytes", self.bytes())
+    }
+}
 
 impl Region {
     /// A copy of `bytes` in a block of its own: for headers and tests.

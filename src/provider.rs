@@ -304,6 +304,15 @@ pub trait QueuePair: Send {
         None
     }
 
+    /// Lets the peer take what lies at this address without asking, instead of being written to its memory behind `handle`: the
+    /// offset that says so. `None`: it does not lie in the outbox. It has to be kept.
+    fn show(&mut self, _address: usize, _handle: Handle) -> Option<u64> {
+        None
+    }
+
+    /// Keeps it until the peer has taken it.
+    fn keep(&mut self, _region: Region, _handle: Handle) {}
+
     /// What a segment of the peer names, if it can be taken without asking.
     fn shown(&mut self, _segment: Segment) -> Option<Shown> {
         None

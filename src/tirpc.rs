@@ -435,6 +435,7 @@ pub mod auth_stat {
     pub const AUTH_OK: u32 = 0;
     pub const AUTH_INVALIDRESP: u32 = 6;
     /// Flavour numbers.
+    pub const AUTH_NONE: i32 = 0;
     pub const AUTH_SYS: i32 = 1;
     pub const AUTH_SHORT: i32 = 2;
     pub const RPCSEC_GSS: i32 = 6;

@@ -30,7 +30,7 @@ use std::ptr::{self, NonNull};
 use crate::error::{Error, Kind};
 use crate::ffi::guard;
 use crate::memory::shared::Shown;
-use crate::memory::{Buf, IoVecMut, Message, Region, Regions};
+use crate::memory::{Buf, IoVecMut, Message, Payload, Region, Regions};
 
 /// A program's `xdrproc_t`: encodes, decodes or frees (`x_op`) one object.
 ///
@@ -273,20 +273,19 @@ pub struct Decoder {
 }
 
 impl Decoder {
-    /// A stream over `segments`, in order. A stream ends at 4 GiB, where the positions of XDR end.
-    pub fn new(segments: Regions) -> Decoder {
-        Decoder::with_rest(segments, None)
-    }
-
-    /// The same, with more bytes behind them that the peer still has. Each is taken once, when it is decoded: from these on the
-    /// stream goes back within [`WINDOW`] at most, as one of libtirpc's over a socket does, and ends where the peer has taken
-    /// them back.
-    pub fn with_rest(segments: Regions, rest: Option<Shown>) -> Decoder {
-        let sum = segments.iter().fold(0usize, |sum, s| sum.saturating_add(s.len()));
-        let rest = rest.map(|shown| Box::new(Rest { shown, begins: sum, window: Vec::new(), held: 0 }));
+    /// A stream over the pieces of `payload`, in order, and over what follows them. It ends at 4 GiB, where the positions of XDR
+    /// end.
+    ///
+    /// What the peer still has is taken when it is decoded, each byte once: from there on the stream goes back within [`WINDOW`]
+    /// at most, as one of libtirpc's over a socket does. It ends where the peer has taken the rest back.
+    pub fn new(payload: impl Into<Payload>) -> Decoder {
+        let Payload { pieces: sources, rest } = payload.into();
+        let sum = sources.iter().fold(0usize, |sum, s| sum.saturating_add(s.len()));
+        let rest =
+            rest.map(|shown| Box::new(Rest { shown: *shown, begins: sum, window: Vec::new(), held: 0 }));
         let more = rest.as_ref().map_or(0, |rest| rest.shown.len());
         let mut state = Decoding {
-            sources: segments,
+            sources,
             index: 0,
             end: 0,
             next: NonNull::dangling().as_ptr(),

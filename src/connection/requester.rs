@@ -12,7 +12,8 @@ use super::{Expect, Output, RPC_HEADER_MAX, Registrar, Role, Started, first_xid,
 use crate::binding::{Binding, Head, Origin};
 use crate::error::{Error, Kind, os_text};
 use crate::log_warn;
-use crate::memory::{Message, Region, Regions, Sink};
+use crate::memory::shared::Shown as InOutbox;
+use crate::memory::{Message, Payload, Region, Regions, Sink};
 use crate::provider::WorkRequest;
 use crate::stats::{self, Counter};
 use crate::wire::characteristics::Backward;
@@ -554,9 +555,17 @@ impl Requester {
             self.give_back(sequence, common, registrar);
             common.characteristics.replied(sequence);
         }
+        let beside = match &outcome {
+            Ok((None, lists)) => in_outbox(lists, registrar),
+            _ => None,
+        };
+        // What nobody waits for is taken, as far as the peer is concerned.
         if call.fate == Fate::Awaited {
             let outcome = match outcome {
-                Ok((inline, lists)) => self.rebuild(xid, &mut call, inline, &lists, common),
+                Ok((inline, lists)) => match beside {
+                    Some(shown) => call.take_shown(xid, shown, common),
+                    None => self.rebuild(xid, &mut call, inline, &lists, common).map(Payload::from),
+                },
                 Err(error) => Err(self.explain(error, &call, common)),
             };
             common.output.push_back(Output::Done { xid, outcome });
@@ -805,6 +814,30 @@ impl Outstanding {
         }
     }
 
+    /// The reply that the peer shows instead of writing it into the Reply chunk.
+    fn take_shown(&mut self, xid: Xid, shown: InOutbox, common: &Common) -> Result<Payload, Error> {
+        let area = self.chunks.as_mut().and_then(|chunks| chunks.reply.take());
+        let offered = area.as_ref().map(|area| &area.offered[..]);
+        let fits = matches!(offered, Some([(segment, _)])
+            if segment.handle.0 == shown.handle() && segment.length as usize >= shown.len());
+        if !fits {
+            return Err(Error::new(
+                Kind::Peer,
+                "the reply is shown in the place of a Reply chunk that was not offered",
+            ));
+        }
+        let lost = || {
+            Error::new(Kind::Peer, format!("the peer has taken back the reply {xid}, or shows another one"))
+        };
+        // A page of it, with the header of the reply.
+        let (head, rest) = shown.split(common.memory.header()?).ok_or_else(lost)?;
+        let pieces: Regions = smallvec![head];
+        match payload_xid(&pieces) == Some(xid) {
+            true => Ok(Payload { pieces, rest: Some(Box::new(rest)) }),
+            false => Err(lost()),
+        }
+    }
+
     /// Transmits a call for which there is a credit; or gives it back where there is no room for its reply: it waits.
     ///
     /// # Errors
@@ -842,7 +875,7 @@ impl Outstanding {
         common.output.push_back(Output::Post(WorkRequest::Send { gather, invalidate: None }));
         if self.fate == Fate::OneWay {
             common.window.abandon();
-            common.output.push_back(Output::Done { xid, outcome: Ok(Regions::new()) });
+            common.output.push_back(Output::Done { xid, outcome: Ok(Payload::default()) });
         }
         Ok(None)
     }
@@ -1080,6 +1113,13 @@ impl Chunks {
         }
         Ok(Area { open: common.memory.stays_open(&sink), sink, offered })
     }
+}
+
+/// The reply of which the peer has us take the results when they are decoded, if it is one.
+fn in_outbox(lists: &ChunkLists<'_>, registrar: &mut (impl Registrar + ?Sized)) -> Option<InOutbox> {
+    let mut returned = lists.reply()?.iter();
+    let segment = returned.next().filter(|_| lists.write_count() == 0)?;
+    if returned.next().is_none() { registrar.shown(segment) } else { None }
 }
 
 /// Why a call without a reply would hold the only credit for ever.

@@ -11,11 +11,11 @@ use super::{Answered, Output, Registrar, Role, first_xid, payload_xid};
 use crate::binding::{Binding, Head};
 use crate::error::{Error, Kind};
 use crate::memory::shared::Shown;
-use crate::memory::{Message, Pass, Region, Regions, Sink};
+use crate::memory::{Message, Pass, Payload, Region, Regions, Sink};
 use crate::provider::{WorkId, WorkRequest};
 use crate::stats::{self, Counter};
 use crate::wire::header::{self, Answer, Body, Direction, Header, Plain, Proc, RdmaError};
-use crate::wire::lists::{Chunk, ChunkLists};
+use crate::wire::lists::{Chunk, ChunkLists, Lists};
 use crate::wire::{Handle, Segment, Xid, v1};
 
 /// Most bytes of one RDMA Read: between two of them other messages of the peer get their turn.
@@ -42,9 +42,7 @@ pub struct Request {
     /// Of the RPC message.
     pub xid: Xid,
     /// The RPC Call in stream order, from its XID on.
-    pub message: Regions,
-    /// And what follows, where the peer still has it.
-    pub rest: Option<Shown>,
+    pub message: Payload,
     /// What is known of its procedure; nothing if RPCSEC_GSS wraps the arguments.
     pub binding: Option<Binding>,
     /// RPCSEC_GSS wraps arguments and results.
@@ -136,8 +134,7 @@ struct Pulling {
 /// A Call of which every byte is here.
 #[derive(Default)]
 struct Whole {
-    message: Regions,
-    rest: Option<Shown>,
+    message: Payload,
     placed: Option<Region>,
 }
 
@@ -277,7 +274,7 @@ impl Responder {
             return None;
         }
         let Pending { id, chunks, staged, state } = self.queue.pop_front()?;
-        let State::Ready(Whole { message, rest, placed }) = state else { return None };
+        let State::Ready(Whole { message, placed }) = state else { return None };
         let (xid, binding, wrapped) = (chunks.xid, chunks.binding.clone(), chunks.wrapped);
         if self.late == 0 && !self.deferred.is_empty() {
             self.deferred.clear();
@@ -288,7 +285,7 @@ impl Responder {
         if !self.queue.is_empty() {
             self.start_pulls(common);
         }
-        Some(Request { id, xid, message, rest, binding, wrapped, placed })
+        Some(Request { id, xid, message, binding, wrapped, placed })
     }
 
     /// Bytes that RDMA Reads have asked for so far, if some are under way.
@@ -365,6 +362,48 @@ impl Responder {
         let invalidate = chunks.offers.handle.filter(|_| in_order && common.may_invalidate(chunks.version));
         common.output.push_back(Output::Post(WorkRequest::Send { gather, invalidate }));
         Ok(())
+    }
+
+    /// Answers a request with a long reply that the requester takes by itself: its Reply chunk comes back with the offset at
+    /// which it lies. Given back where that cannot be.
+    pub(super) fn reply_shown(
+        &mut self,
+        id: RequestId,
+        message: Message,
+        common: &mut Common,
+        registrar: &mut (impl Registrar + ?Sized),
+    ) -> Result<Option<Message>, Error> {
+        let length = message.len();
+        let chunk = |chunks: &Chunks| match (&chunks.offers.writes[..], chunks.offers.reply.as_deref()) {
+            ([], Some([segment])) if segment.length as usize >= length => Some(*segment),
+            _ => None,
+        };
+        let place = self.handed.find(id).and_then(|at| {
+            let (_, chunks) = self.handed.0.get(at)?;
+            let whole = message.is_in_outbox() && first_xid(message.body()) == Some(chunks.xid);
+            let long = chunks.unused(length, common.reply_limit(chunks.version)).is_none();
+            chunk(chunks).filter(|_| whole && long && common.life.closed().is_none())
+        });
+        let Some(place) = place else { return Ok(Some(message)) };
+        let handle = place.handle;
+        let Some(offset) = registrar.show(message.body().as_ptr().addr(), handle) else {
+            return Ok(Some(message));
+        };
+        let Some(chunks) = self.handed.take(id) else { return Ok(Some(message)) };
+        let in_order = self.answered <= id;
+        self.answered = self.answered.max(id);
+        self.replenish(common);
+        let pieces = message.freeze();
+        let all = 0..length;
+        pieces.gather(all).into_iter().for_each(|region| registrar.keep(region, handle));
+        let segment = Segment { handle, length: length as u32, offset };
+        let lists = Lists { reply: Some(smallvec![segment]), ..Lists::default() };
+        let whole = (chunks.version, chunks.xid);
+        let gather = common.gather(whole, (Proc::Nomsg, Direction::Reply), &lists, pieces, &[]);
+        let gather = sent_or_closed(gather, common)?;
+        let invalidate = chunks.offers.handle.filter(|_| in_order && common.may_invalidate(chunks.version));
+        common.output.push_back(Output::Post(WorkRequest::Send { gather, invalidate }));
+        Ok(None)
     }
 
     /// Answers a request as nearly every one can be answered: it is the only one under way and came as a plain Call of Version
@@ -486,7 +525,7 @@ impl Responder {
             (plain.reply().map(|segment| smallvec![segment]), plain.reply().map(|s| s.handle));
         let chunks = Chunks::new(plain.xid, v1::VERSION, Offers { writes: Vec::new(), reply, handle });
         let message = smallvec![message.slice(message.len() - payload.len(), payload.len())];
-        let state = State::Ready(Whole { message, rest: None, placed: None });
+        let state = State::Ready(Whole { message: message.into(), placed: None });
         self.queue.push_back(Pending { id, chunks, staged: 0, state });
         true
     }
@@ -525,11 +564,8 @@ impl Responder {
         let state = if lists.is_empty() && inline > 0 {
             // As most are.
             let message = smallvec![payload];
-            bind(&mut chunks, &message, None, common).then_some(State::Ready(Whole {
-                message,
-                rest: None,
-                placed: None,
-            }))
+            bind(&mut chunks, &message, None, common)
+                .then_some(State::Ready(Whole { message: message.into(), placed: None }))
         } else {
             self.assemble(&mut chunks, lists, payload, common, registrar)
         };
@@ -565,11 +601,8 @@ impl Responder {
         // Read chunks without a byte need no Read, and would wait for one for ever.
         if pulls.is_empty() {
             let message = smallvec![inline];
-            return bind(chunks, &message, Some(&assembly), common).then_some(State::Ready(Whole {
-                message,
-                rest: None,
-                placed: None,
-            }));
+            return bind(chunks, &message, Some(&assembly), common)
+                .then_some(State::Ready(Whole { message: message.into(), placed: None }));
         }
         if registrar.read_depth() == 0 {
             return None;
@@ -676,7 +709,7 @@ impl Responder {
         };
         let (message, placed) = assembly.assemble(inline, staging);
         if bind(&mut pending.chunks, &message, Some(&assembly), common) {
-            pending.state = State::Ready(Whole { message, rest: None, placed });
+            pending.state = State::Ready(Whole { message: message.into(), placed });
             self.queue.insert(at, pending);
         } else {
             self.staged -= pending.staged;
@@ -766,7 +799,7 @@ fn taken(chunks: &Chunks, shown: Shown, common: &Common) -> Option<Whole> {
     let message: Regions = smallvec![head];
     let plain = payload_xid(&message) == Some(chunks.xid)
         && common.bindings.leaves_alone(message.first().map(|piece| &piece[..]));
-    plain.then_some(Whole { message, rest: Some(rest), placed: None })
+    plain.then(|| Whole { message: Payload { pieces: message, rest: Some(Box::new(rest)) }, placed: None })
 }
 
 /// The handle that a Call names, if all its segments name the same one.

@@ -266,7 +266,10 @@ impl Link {
                 Ok(())
             }
             Answered::Failed(error) => Err(error),
-            Answered::Not(message) => self.engine.reply(id, message),
+            Answered::Not(message) => match self.engine.reply_shown(id, message, &mut *self.device) {
+                Ok(Some(message)) => self.engine.reply(id, message),
+                shown => shown.map(|_| ()),
+            },
         };
         self.drain();
         let posted = queued.is_ok() && self.engine.closed().is_none();

@@ -3,7 +3,7 @@
 
 use crate::connection::Connection;
 use crate::error::{Error, Kind};
-use crate::memory::Regions;
+use crate::memory::Payload;
 use crate::process;
 use crate::wire::Xid;
 
@@ -72,7 +72,7 @@ impl Calls {
     }
 
     /// Notes how a call ended. False when nobody is to take it.
-    pub(super) fn end(&mut self, xid: Xid, outcome: Result<Regions, Error>) -> bool {
+    pub(super) fn end(&mut self, xid: Xid, outcome: Result<Payload, Error>) -> bool {
         if let Some(at) = self.greetings.iter().position(|greeting| *greeting == xid) {
             self.greetings.swap_remove(at);
             return false;
@@ -82,7 +82,7 @@ impl Calls {
     }
 
     /// How a call has ended, for whoever waits for it.
-    pub(super) fn take(&mut self, xid: Xid) -> Option<Result<Regions, Error>> {
+    pub(super) fn take(&mut self, xid: Xid) -> Option<Result<Payload, Error>> {
         let at = self.outcomes.iter().position(|(ended, _)| *ended == xid)?;
         Some(self.outcomes.swap_remove(at).1)
     }
@@ -120,7 +120,7 @@ mod tests {
             if begun % 3 == 0
                 && let Some(xid) = under_way.pop_front()
             {
-                assert!(calls.end(xid, Ok(Regions::new())));
+                assert!(calls.end(xid, Ok(Payload::default())));
                 assert!(calls.take(xid).is_some());
             }
         };
@@ -128,7 +128,7 @@ mod tests {
         assert!(under_way.len() > 100);
         let before = calls.outcomes.len();
         let ended = under_way.len();
-        assert!(under_way.into_iter().all(|xid| calls.end(xid, Ok(Regions::new()))));
+        assert!(under_way.into_iter().all(|xid| calls.end(xid, Ok(Payload::default()))));
         assert_eq!(calls.outcomes.len(), before + ended);
         drop(none);
         assert!(calls.make_room(0).is_ok());

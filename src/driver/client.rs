@@ -15,7 +15,7 @@ use crate::config::Config;
 use crate::connection::characteristics::Wish;
 use crate::connection::{Expect, Role};
 use crate::error::{Error, Kind};
-use crate::memory::{Buf, Loan, Memory, Message, Regions};
+use crate::memory::{Buf, Loan, Memory, Message, Payload};
 use crate::process::{self, Identity};
 use crate::provider::{DEVICES, Device, Traits};
 use crate::socket;
@@ -285,7 +285,7 @@ impl Client {
         xid: Xid,
         deadline: Instant,
         mask: Mask<'_>,
-    ) -> Result<Regions, Error> {
+    ) -> Result<Payload, Error> {
         state = session::wait_for(&self, state, Waiter::Call(xid), deadline, mask);
         let Waiting { link, session, renewal, .. } = &mut *state;
         let over = |session: &Session| session.calls.is_over(Waiter::Call(xid));
@@ -468,7 +468,7 @@ impl Caller for Client {
         expect: Expect,
         deadline: Instant,
         mask: Mask<'_>,
-    ) -> Result<Regions, Error> {
+    ) -> Result<Payload, Error> {
         // Nothing else would tell that the program has closed a socket that the connection does not go over.
         if !self.traits().socket && !self.alive() {
             return Err(Error::new(Kind::NotSent, "the descriptor was closed"));
@@ -640,7 +640,7 @@ pub(super) mod tests {
         message
     }
 
-    fn call(client: &Client, len: usize) -> Result<Regions, Error> {
+    fn call(client: &Client, len: usize) -> Result<Payload, Error> {
         let xid = client.fresh_xid();
         client.call(xid, message(client, xid, len).into(), 1024, Vec::new(), Instant::now() + PATIENCE, None)
     }
@@ -802,7 +802,7 @@ pub(super) mod tests {
         (config, server, client)
     }
 
-    fn call_for(client: &Client, time: Duration) -> Result<Regions, Error> {
+    fn call_for(client: &Client, time: Duration) -> Result<Payload, Error> {
         let xid = client.fresh_xid();
         let message = message(client, xid, 40).into();
         client.call(xid, message, 1024, Vec::new(), Instant::now() + time, None)

@@ -15,7 +15,7 @@ use crate::connection::{
     Connection, Expect, Output, Request, Role, Settings, Started, Taken, receive_margin,
 };
 use crate::error::{Error, Kind};
-use crate::memory::{Buf, Loan, Memory, Message, Regions};
+use crate::memory::{Buf, Loan, Memory, Message, Payload, Regions};
 use crate::provider::{Completion, QueuePair, WorkRequest};
 use crate::stats::layout::Slot;
 use crate::stats::{self, Counter, Facts, Figures, Recent};
@@ -51,7 +51,7 @@ const TURN_RETRY: Duration = Duration::from_millis(1);
 const RECEIVES_SPARE: u32 = 256;
 
 /// How a call has ended.
-pub(super) type Outcome = (Xid, Result<Regions, Error>);
+pub(super) type Outcome = (Xid, Result<Payload, Error>);
 
 /// An engine and a device.
 pub struct Link {
@@ -508,7 +508,7 @@ impl Link {
                     if let Err(error) = self.device.post_recv_of(&self.memory, receive) {
                         self.fail(error);
                     }
-                    self.done.push((xid, Ok(smallvec![reply])));
+                    self.done.push((xid, Ok(Payload { pieces: smallvec![reply], rest: None })));
                     return self.show_figures();
                 }
                 Taken::Not(back) => message = back,

@@ -28,7 +28,7 @@ use crate::config::Config;
 use crate::connection::characteristics::Wish;
 use crate::connection::{Expect, RPC_HEADER_MAX};
 use crate::error::{Error, Kind};
-use crate::memory::{Buf, Loan, Message, Regions};
+use crate::memory::{Buf, Loan, Message, Payload};
 use crate::wire::Xid;
 use crate::wire::characteristics::Characteristic;
 
@@ -342,7 +342,7 @@ impl Caller for Reverse {
         expect: Expect,
         deadline: Instant,
         mask: Mask<'_>,
-    ) -> Result<Regions, Error> {
+    ) -> Result<Payload, Error> {
         let server = self.server();
         let mut state = locked(&server);
         let others = state.usable()?.engine.calls();

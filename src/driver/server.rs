@@ -734,6 +734,13 @@ impl Callee for Shared {
         }
     }
 
+    fn outbox(&self) -> Option<Buf> {
+        match &mut locked(self).phase {
+            Phase::Open(link) => link.device.outbox(),
+            Phase::Starting(_) | Phase::Failed(_) => None,
+        }
+    }
+
     fn reply(&self, id: RequestId, message: Message) -> Result<(), Error> {
         let server = locked(self);
         let (fd, forked, home, own) = (server.fd, server.forked(), server.home, server.id);

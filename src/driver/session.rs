@@ -22,7 +22,7 @@ use rustc_hash::FxHashMap;
 
 use crate::connection::RequestId;
 use crate::error::{Error, Kind};
-use crate::memory::{Message, Regions};
+use crate::memory::{Message, Payload};
 use crate::provider::{Doze, NAP, NAP_BYTES};
 use crate::socket;
 use crate::stats::layout::Slot;
@@ -252,7 +252,7 @@ impl Session {
     }
 
     /// How a call has ended. One that has not is abandoned, for its time is over.
-    pub(super) fn outcome(&mut self, link: Option<&mut Link>, xid: Xid) -> Result<Regions, Error> {
+    pub(super) fn outcome(&mut self, link: Option<&mut Link>, xid: Xid) -> Result<Payload, Error> {
         if let Some(outcome) = self.calls.take(xid) {
             return outcome;
         }

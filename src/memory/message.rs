@@ -72,6 +72,11 @@ impl Message {
         self.lent.iter().any(|(_, part)| meets(part))
     }
 
+    /// Whether all of it lies in an outbox.
+    pub fn is_in_outbox(&self) -> bool {
+        self.is_whole() && self.body.is_outbox()
+    }
+
     /// Whether every byte is our own.
     pub fn is_whole(&self) -> bool {
         self.lent.is_empty()

@@ -79,6 +79,8 @@ pub enum Word {
     Rung = 49,
     /// The handle under which the other end may take what lies in the outbox; 0: it may not.
     Shown = 64,
+    /// The handle under which this end has taken from the other's outbox last what it needs no more.
+    Taken = 80,
 }
 
 /// A mapping of [`SIZE`] bytes.
@@ -157,6 +159,8 @@ pub struct Own {
     generation: u64,
     /// Somebody has the outbox.
     taken: AtomicBool,
+    /// The connection is over: what the peer has not taken yet stays as it is.
+    over: AtomicBool,
 }
 
 impl Own {
@@ -175,7 +179,12 @@ impl Own {
         process::quietly(|| ftruncate(&file, SIZE as u64).map_err(Errno::raw_os_error))
             .map_err(io::Error::from_raw_os_error)?;
         let mapping = Mapping::new(&file, libc::PROT_READ | libc::PROT_WRITE)?;
-        let own = Own { mapping, generation: fork::generation(), taken: AtomicBool::new(false) };
+        let own = Own {
+            mapping,
+            generation: fork::generation(),
+            taken: AtomicBool::new(false),
+            over: AtomicBool::new(false),
+        };
         fchmod(&file, Mode::RUSR)?;
         let path = format!("/proc/self/fd/{}", file.as_raw_fd());
         let (file, seals) = match open(path, OFlags::RDONLY | OFlags::CLOEXEC, Mode::empty()) {
@@ -223,12 +232,22 @@ impl Own {
     /// The outbox, if nobody has it: address and bytes. It is the caller's until [`Own::give_back`].
     pub fn take_outbox(&self) -> Option<(NonNull<u8>, usize)> {
         let is_free = || self.taken.compare_exchange(false, true, Acquire, Relaxed).is_ok();
-        (self.generation == fork::generation() && is_free()).then(|| (self.outbox(), OUTBOX))
+        (self.is_in_use() && is_free()).then(|| (self.outbox(), OUTBOX))
+    }
+
+    /// Whether this process may write what the peer takes by itself.
+    fn is_in_use(&self) -> bool {
+        self.generation == fork::generation() && !self.over.load(Relaxed)
+    }
+
+    /// The connection is over. What lies in the outbox is the peer's to take still.
+    pub fn end(&self) {
+        self.over.store(true, Relaxed);
     }
 
     /// Nobody needs any more what lies in the outbox.
     pub fn give_back(&self) {
-        if self.generation == fork::generation() {
+        if self.is_in_use() {
             self.word(Word::Shown).store(0, Relaxed);
             // Before anything else is written there: who has taken some of it meanwhile finds out.
             fence(Release);
@@ -239,11 +258,10 @@ impl Own {
     /// Lets the peer take what lies at this address, under `handle`: the offset that says so. `None`: it is not in the outbox.
     pub fn show(&self, address: usize, handle: u32) -> Option<u64> {
         let at = address.checked_sub(self.outbox().addr().get()).filter(|at| *at < OUTBOX)?;
-        if self.generation != fork::generation() {
-            return None;
-        }
-        self.word(Word::Shown).store(handle.into(), Release);
-        Some(IN_OUTBOX | at as u64)
+        self.is_in_use().then(|| {
+            self.word(Word::Shown).store(handle.into(), Release);
+            IN_OUTBOX | at as u64
+        })
     }
 
     fn outbox(&self) -> NonNull<u8> {
@@ -316,6 +334,8 @@ impl Theirs {
 /// It may change them at any time, and take them back: each byte is copied once, and what was copied counts only if they were
 /// shown all the while.
 pub struct Shown {
+    /// To say that they were taken.
+    own: Arc<Own>,
     theirs: Arc<Theirs>,
     handle: u32,
     at: usize,
@@ -324,12 +344,12 @@ pub struct Shown {
 
 impl Shown {
     /// Those that a segment of the peer names, if they lie there.
-    pub fn of(theirs: &Arc<Theirs>, segment: Segment) -> Option<Shown> {
+    pub fn of(own: &Arc<Own>, theirs: &Arc<Theirs>, segment: Segment) -> Option<Shown> {
         let Segment { handle: Handle(handle), length, offset } = segment;
         let (at, len) = (usize::try_from(offset ^ IN_OUTBOX).ok()?, length as usize);
         let inside = at <= OUTBOX && len <= OUTBOX - at;
-        let shown = Shown { theirs: theirs.clone(), handle, at, len };
-        (inside && handle != 0 && shown.is_there()).then_some(shown)
+        let is_there = inside && handle != 0 && theirs.get(Word::Shown) == handle.into();
+        is_there.then(|| Shown { own: own.clone(), theirs: theirs.clone(), handle, at, len })
     }
 
     /// How many there are.
@@ -337,15 +357,20 @@ impl Shown {
         self.len
     }
 
+    /// The handle under which they are shown.
+    pub fn handle(&self) -> u32 {
+        self.handle
+    }
+
     /// As many of them as `head` has room for, and those that follow. `None` where there are no more, or they are not shown any
     /// more.
-    pub fn split(self, mut head: Buf) -> Option<(Region, Shown)> {
+    pub fn split(mut self, mut head: Buf) -> Option<(Region, Shown)> {
         let n = head.capacity();
-        let len = self.len.checked_sub(n).filter(|left| *left > 0)?;
+        let left = self.len.checked_sub(n).filter(|left| *left > 0)?;
         head.set_len(n);
         let whole = self.copy(0, IoVecMut::from_mut(&mut head));
-        let rest = Shown { at: self.at + n, len, ..self };
-        whole.then(|| (head.freeze(), rest))
+        (self.at, self.len) = (self.at + n, left);
+        whole.then(|| (head.freeze(), self))
     }
 
     fn is_there(&self) -> bool {
@@ -369,5 +394,14 @@ impl Shown {
         unsafe { libc::memcpy(to.as_mut_ptr(), source.cast_const().cast(), to.len()) };
         fence(Acquire);
         self.is_there()
+    }
+}
+
+/// Nobody needs them any more.
+impl Drop for Shown {
+    fn drop(&mut self) {
+        if self.own.is_in_use() {
+            self.own.word(Word::Taken).store(self.handle.into(), Release);
+        }
     }
 }

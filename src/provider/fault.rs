@@ -953,6 +953,14 @@ impl QueuePair for Fault {
         self.inner.outbox()
     }
 
+    fn show(&mut self, address: usize, handle: Handle) -> Option<u64> {
+        self.inner.show(address, handle)
+    }
+
+    fn keep(&mut self, region: Region, handle: Handle) {
+        self.inner.keep(region, handle);
+    }
+
     fn shown(&mut self, segment: Segment) -> Option<Shown> {
         self.inner.shown(segment)
     }

@@ -1024,7 +1024,7 @@ impl Iwarp {
         };
         let size = request.size as usize;
         // What it could have taken by itself it may ask for all the same.
-        let base = self.stream.show(region, request.source_stag).unwrap_or(0);
+        let base = self.stream.show(region.as_ptr().addr(), request.source_stag).unwrap_or(0);
         let to = request.source_to.wrapping_sub(base);
         let at = range(to, size, region.len(), Fault::READ_WRAP, Fault::READ_BOUNDS)?;
         Ok(Some(region.slice(at, size)))
@@ -1116,6 +1116,7 @@ impl Iwarp {
             self.shared.close();
         }
         self.left = self.transmit.unsent();
+        self.stream.end();
         self.transmit.clear();
         self.exposed.clear();
         self.receives.clear();
@@ -1275,7 +1276,9 @@ impl QueuePair for Iwarp {
     fn expose_source(&mut self, region: Region) -> Result<Segment, Error> {
         let length = region.len();
         let segment = self.expose(Exposed::Source(region.clone(), 0), length)?;
-        let Some(offset) = self.stream.show(&region, segment.handle.0) else { return Ok(segment) };
+        let Some(offset) = self.stream.show(region.as_ptr().addr(), segment.handle.0) else {
+            return Ok(segment);
+        };
         self.beside += length as u64;
         Ok(Segment { offset, ..segment })
     }
@@ -1533,6 +1536,15 @@ impl QueuePair for Iwarp {
             Stage::Open if self.failed.is_none() && !self.forked => self.stream.outbox(),
             _ => None,
         }
+    }
+
+    fn show(&mut self, address: usize, handle: Handle) -> Option<u64> {
+        if self.failed.is_some() { None } else { self.stream.show(address, handle.0) }
+    }
+
+    fn keep(&mut self, region: Region, handle: Handle) {
+        self.beside += region.len() as u64;
+        self.stream.keep(region, handle.0);
     }
 
     fn shown(&mut self, segment: Segment) -> Option<Shown> {

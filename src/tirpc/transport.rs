@@ -80,6 +80,8 @@ pub struct Transport {
     /// The same if this process has accepted it, to keep it alive.
     server: Option<Arc<Shared>>,
     state: Mutex<State>,
+    /// Its latest reply was longer than what goes inline.
+    long: AtomicBool,
     /// The latest `xp_recv` returned FALSE: its `xp_stat` ends no request.
     empty: AtomicBool,
     /// The program could not be asked in its own protocol any more.
@@ -164,6 +166,8 @@ struct Unanswered {
     binding: Option<Binding>,
     /// RPCSEC_GSS wraps the results: they are encoded from temporaries.
     wrapped: bool,
+    /// Its flavour changes nothing of the results once they are encoded.
+    plain: bool,
 }
 
 impl State {
@@ -407,6 +411,7 @@ impl Transport {
                 responder,
                 server,
                 state: Mutex::default(),
+                long: AtomicBool::new(false),
                 empty: AtomicBool::new(false),
                 broken: AtomicBool::new(false),
                 destroyed: AtomicBool::new(false),
@@ -904,8 +909,8 @@ impl Transport {
         message: *mut rpc_msg,
         dispatching: Option<service_loop::Dispatching>,
     ) -> bool {
-        let Request { id, xid, message: pieces, rest, binding, wrapped, placed } = request;
-        let mut arguments = Decoder::with_rest(pieces, rest);
+        let Request { id, xid, message: payload, binding, wrapped, placed } = request;
+        let mut arguments = Decoder::new(payload);
         // SAFETY: by the contract.
         if !library().is_ok_and(|library| unsafe { (library.xdr_callmsg)(arguments.xdr(), message) } != 0) {
             if let Some(responder) = self.responder.upgrade() {
@@ -918,6 +923,10 @@ impl Transport {
         // SAFETY: decoded as a call, so this member of the union is in force.
         let call = unsafe { message.ru.rm_call };
         let credential = call.cb_cred;
+        let plain = matches!(
+            credential.oa_flavor,
+            auth_stat::AUTH_NONE | auth_stat::AUTH_SYS | auth_stat::AUTH_SHORT
+        );
         let gss = if credential.oa_flavor == auth_stat::RPCSEC_GSS && credential.oa_length >= 8 {
             // RFC 2203 §5.3.1: the version, then gss_proc.
             // SAFETY: the credential was decoded to `oa_length` bytes at `oa_base`.
@@ -947,7 +956,7 @@ impl Transport {
         state.open.push(Open {
             dispatching,
             _transport: self.clone(),
-            unanswered: Some(Unanswered { id, xid, binding, wrapped }),
+            unanswered: Some(Unanswered { id, xid, binding, wrapped, plain }),
             id,
             arguments: Some(arguments),
             gss,
@@ -1138,9 +1147,14 @@ impl Reply {
         // SAFETY: by the contract.
         let own = unsafe { transport(xprt) }?;
         let Some(request) = own.state().unanswered().cloned() else { return Ok(None) };
-        let Unanswered { id, xid, binding, wrapped } = request;
+        let Unanswered { id, xid, binding, wrapped, plain } = request;
         let Some(responder) = own.responder.upgrade() else { return Ok(None) };
-        let mut encoder = Encoder::new(responder.message()?);
+        // As the latest reply was, this one is likely to be long.
+        let outbox = if plain && own.long.load(Relaxed) { responder.outbox() } else { None };
+        let mut encoder = Encoder::new(match outbox {
+            Some(outbox) => outbox,
+            None => responder.message()?,
+        });
         if message.is_null() {
             return Err(Error::new(Kind::Invalid, "reply is NULL"));
         }
@@ -1177,6 +1191,10 @@ impl Reply {
         stats::add(Counter::BytesCopied, encoder.copied());
         let message = encoder.finish()?;
         let loans = message.loans();
+        let long = message.len() > config::INLINE;
+        if own.long.load(Relaxed) != long {
+            own.long.store(long, Relaxed);
+        }
         let mut state = own.state();
         // Unless the xdrproc has done so.
         if !state.answer(id) {
@@ -1207,13 +1225,12 @@ impl Reply {
 /// # Safety
 /// `message` is an accepted reply, to be read.
 unsafe fn has_no_verifier(message: *const rpc_msg) -> bool {
-    const AUTH_NONE: c_int = 0;
     // SAFETY: a message (contract).
     let direction = unsafe { (*message).rm_direction };
     let accepted = offset_of!(rpc_msg, ru) + offset_of!(reply_body, ru);
     // SAFETY: accepted, so this member of both unions is in force; members of unions lie where these do.
     let verifier = unsafe { (*message.wrapping_byte_add(accepted).cast::<accepted_reply>()).ar_verf };
-    direction == msg::REPLY && (verifier.oa_flavor, verifier.oa_length) == (AUTH_NONE, 0)
+    direction == msg::REPLY && (verifier.oa_flavor, verifier.oa_length) == (auth_stat::AUTH_NONE, 0)
 }
 
 /// The results of a successful reply, which has none in their place then.

@@ -228,7 +228,7 @@ fn encoder() -> Encoder {
 }
 
 fn decoder(pieces: &[&[u8]]) -> Decoder {
-    Decoder::new(pieces.iter().map(|piece| Region::copy_from(piece).unwrap()).collect())
+    Decoder::new(pieces.iter().map(|piece| Region::copy_from(piece).unwrap()).collect::<Regions>())
 }
 
 fn ops(xdrs: *mut XDR) -> &'static XdrOps {
@@ -707,7 +707,7 @@ fn decoding_inline_gives_whole_aligned_ranges_of_one_source() {
     let words: Vec<u8> = (0..24).collect();
     let region = Region::copy_from(&words).unwrap();
     let sources = [(0, 8), (9, 8), (16, 8)].map(|(at, len)| region.slice(at, len));
-    let mut decoder = Decoder::new(sources.into_iter().collect());
+    let mut decoder = Decoder::new(sources.into_iter().collect::<Regions>());
     let xdrs = decoder.xdr();
     assert!(inline(xdrs, 12).is_none(), "over the end of a source");
     assert_eq!(inline(xdrs, 8).unwrap(), &words[..8]);
@@ -855,7 +855,7 @@ fn shown(bytes: &[u8]) -> (Region, Shown) {
     let region = buf.freeze();
     let offset = own.show(region.as_ptr().addr(), 7).unwrap();
     let segment = Segment { handle: Handle(7), length: bytes.len() as u32, offset };
-    (region, Shown::of(&theirs, segment).unwrap())
+    (region, Shown::of(&own, &theirs, segment).unwrap())
 }
 
 #[test]
@@ -867,7 +867,7 @@ fn what_a_peer_shows_is_decoded_as_if_it_were_here_and_each_byte_is_taken_once()
             (0..head + 1 + xorshift(&mut random) % 200_000).map(|at| (at % 251) as u8).collect();
         let (theirs, rest) = shown(&whole[head..]);
         let pieces = whole[..head].chunks(700).map(|piece| Region::copy_from(piece).unwrap()).collect();
-        let mut decoder = Decoder::with_rest(pieces, Some(rest));
+        let mut decoder = Decoder::new(Payload { pieces: pieces, rest: Some(Box::new(rest)) });
         let mut at = 0;
         for _ in 0..60 {
             let n = [4, 3, 400, 20_000, 100_000][xorshift(&mut random) % 5].min(1 + whole.len() - at);
@@ -919,7 +919,10 @@ fn a_stream_ends_where_its_peer_has_taken_the_rest_back() {
     for n in [4, 10_000] {
         let bytes: Vec<u8> = (0..WINDOW + 20_000).map(|at| (at % 251) as u8).collect();
         let (theirs, rest) = shown(&bytes);
-        let mut decoder = Decoder::with_rest(smallvec![Region::copy_from(b"head").unwrap()], Some(rest));
+        let mut decoder = Decoder::new(Payload {
+            pieces: smallvec![Region::copy_from(b"head").unwrap()],
+            rest: Some(Box::new(rest)),
+        });
         assert_eq!(getlong(decoder.xdr()), Some(0x6865_6164));
         assert_eq!(getbytes(decoder.xdr(), 5).unwrap(), bytes[..5]);
         drop(theirs);
@@ -935,7 +938,10 @@ fn a_stream_ends_where_its_peer_has_taken_the_rest_back() {
 fn what_a_peer_shows_is_gone_back_to_within_a_window_and_is_passed_over_untaken() {
     let bytes: Vec<u8> = (0..100_000).map(|at| (at % 251) as u8).collect();
     let (_theirs, rest) = shown(&bytes);
-    let mut decoder = Decoder::with_rest(smallvec![Region::copy_from(b"head").unwrap()], Some(rest));
+    let mut decoder = Decoder::new(Payload {
+        pieces: smallvec![Region::copy_from(b"head").unwrap()],
+        rest: Some(Box::new(rest)),
+    });
     assert!(setpos(decoder.xdr(), 2) && setpos(decoder.xdr(), 0) && setpos(decoder.xdr(), 4));
     assert_eq!(getbytes(decoder.xdr(), 100).unwrap(), bytes[..100]);
     assert!(setpos(decoder.xdr(), 4) && !setpos(decoder.xdr(), 3));

@@ -108,6 +108,10 @@ impl Registrar for Device {
     fn shown(&mut self, _: Segment) -> Option<Shown> {
         None
     }
+    fn show(&mut self, _: usize, _: Handle) -> Option<u64> {
+        None
+    }
+    fn keep(&mut self, _: Region, _: Handle) {}
 }
 
 /// One side: its engine, its device and the work that the device has not done yet.
@@ -603,7 +607,7 @@ impl Pair {
                 Output::Post(request) => self.post(side, request),
                 Output::Done { xid, outcome } => {
                     assert_eq!(side, Client, "a responder has no calls");
-                    self.done(xid.0, outcome);
+                    self.done(xid.0, outcome.map(|reply| reply.pieces));
                 }
                 Output::Close(error) => {
                     self.end(side).closes.push(error.clone());

@@ -261,7 +261,7 @@ impl Duo {
                     }
                     self.sends.get_mut(&client).unwrap().push_back(request);
                 }
-                Output::Done { xid, outcome } => self.done(xid.0, outcome),
+                Output::Done { xid, outcome } => self.done(xid.0, outcome.map(|reply| reply.pieces)),
                 Output::Close(error) => self.close(error),
             }
         }

@@ -54,6 +54,10 @@ impl Registrar for Slots {
     fn shown(&mut self, _: Segment) -> Option<Shown> {
         None
     }
+    fn show(&mut self, _: usize, _: Handle) -> Option<u64> {
+        None
+    }
+    fn keep(&mut self, _: Region, _: Handle) {}
 }
 
 struct Made {

@@ -110,9 +110,23 @@ impl Stream {
         self.rings.as_mut()?.outbox()
     }
 
-    /// Where the peer may take this by itself, if it can.
-    pub(super) fn show(&self, region: &Region, handle: u32) -> Option<u64> {
-        self.rings.as_ref()?.show(region, handle)
+    /// As [`crate::provider::QueuePair::show`].
+    pub(super) fn show(&self, address: usize, handle: u32) -> Option<u64> {
+        self.rings.as_ref()?.show(address, handle)
+    }
+
+    /// As [`crate::provider::QueuePair::keep`].
+    pub(super) fn keep(&mut self, region: Region, handle: u32) {
+        if let Some(rings) = &mut self.rings {
+            rings.keep(region, handle);
+        }
+    }
+
+    /// The connection is over: the peer has what it can see.
+    pub(super) fn end(&self) {
+        if let Some(rings) = &self.rings {
+            rings.end();
+        }
     }
 
     /// As [`crate::provider::QueuePair::shown`].

@@ -119,6 +119,8 @@ pub struct Rings {
     /// What a peer that says that it looks had taken when it was found not to; and when it is woken, if it was not.
     overlooks: Option<(u64, Option<Instant>)>,
     ended: bool,
+    /// What the peer is to take from the outbox, and under which handle.
+    kept: Option<(Region, u32)>,
 }
 
 impl Rings {
@@ -142,6 +144,7 @@ impl Rings {
             next: 0,
             overlooks: None,
             ended: false,
+            kept: None,
         };
         rings.own.word(Word::Waits).store(BY_BYTE, SeqCst);
         rings
@@ -333,17 +336,32 @@ impl Rings {
 
     /// As [`crate::provider::QueuePair::outbox`].
     pub fn outbox(&mut self) -> Option<Buf> {
-        if self.goes_wide(LONG) { Buf::outbox(&self.own) } else { None }
+        if !self.goes_wide(LONG) {
+            return None;
+        }
+        let is_taken = |(_, handle): &(Region, u32)| self.theirs.get(Word::Taken) == u64::from(*handle);
+        self.kept.take_if(|kept| is_taken(kept));
+        Buf::outbox(&self.own)
     }
 
     /// See [`Own::show`].
-    pub fn show(&self, region: &Region, handle: u32) -> Option<u64> {
-        self.own.show(region.as_ptr().addr(), handle)
+    pub fn show(&self, address: usize, handle: u32) -> Option<u64> {
+        self.own.show(address, handle)
+    }
+
+    /// Keeps what is shown under this handle until the peer has taken it.
+    pub fn keep(&mut self, region: Region, handle: u32) {
+        self.kept = Some((region, handle));
     }
 
     /// As [`crate::provider::QueuePair::shown`].
     pub fn shown(&self, segment: Segment) -> Option<Shown> {
-        Shown::of(&self.theirs, segment)
+        Shown::of(&self.own, &self.theirs, segment)
+    }
+
+    /// The connection is over.
+    pub fn end(&self) {
+        self.own.end();
     }
 
     /// As [`crate::provider::QueuePair::wakes`].
@@ -621,6 +639,7 @@ impl Rings {
 
 impl Drop for Rings {
     fn drop(&mut self) {
+        self.end();
         if self.wide {
             WIDE.fetch_sub(1, Relaxed);
         }

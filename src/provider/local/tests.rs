@@ -264,7 +264,7 @@ fn what_lies_in_an_outbox_is_taken_only_while_it_is_shown_and_only_from_there() 
     let region = buf.freeze();
     let offset = own.show(region.as_ptr().addr() + 2, 7).unwrap();
     let segment = Segment { handle: Handle(7), length: 8, offset };
-    let shown = Shown::of(&theirs, segment).unwrap();
+    let shown = Shown::of(&own, &theirs, segment).unwrap();
     assert_eq!(copied(&shown).unwrap(), b"23456789");
     let lies = [
         Segment { offset: 2, ..segment },
@@ -275,18 +275,18 @@ fn what_lies_in_an_outbox_is_taken_only_while_it_is_shown_and_only_from_there() 
         Segment { handle: Handle(8), ..segment },
         Segment { handle: Handle(0), ..segment },
     ];
-    assert!(lies.into_iter().all(|lie| Shown::of(&theirs, lie).is_none()));
+    assert!(lies.into_iter().all(|lie| Shown::of(&own, &theirs, lie).is_none()));
     let whole = Segment { length: OUTBOX as u32 - 2, ..segment };
-    assert_eq!(Shown::of(&theirs, whole).unwrap().len(), OUTBOX - 2);
+    assert_eq!(Shown::of(&own, &theirs, whole).unwrap().len(), OUTBOX - 2);
     drop(region);
-    assert!(copied(&shown).is_none() && Shown::of(&theirs, segment).is_none());
+    assert!(copied(&shown).is_none() && Shown::of(&own, &theirs, segment).is_none());
     // Nor is it mistaken for what is there next.
     let next = Buf::outbox(&own).unwrap();
     own.show(next.as_ptr().addr(), 9).unwrap();
     assert!(copied(&shown).is_none());
     // No handle is 0.
     own.word(Word::Shown).store(0, SeqCst);
-    assert!(Shown::of(&theirs, Segment { handle: Handle(0), ..segment }).is_none());
+    assert!(Shown::of(&own, &theirs, Segment { handle: Handle(0), ..segment }).is_none());
 }
 
 #[test]

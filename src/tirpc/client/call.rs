@@ -14,7 +14,7 @@ use crate::driver::Caller;
 use crate::error::{Error, Kind, clnt_stat};
 use crate::ffi::{guard, step};
 use crate::log_debug;
-use crate::memory::{Loan, Message, Regions, Sink, registered};
+use crate::memory::{Loan, Message, Payload, Sink, registered};
 use crate::signals::BlockedSignals;
 use crate::stats::{self, Counter, Procedure};
 use crate::tirpc::auth::{self, Held, Share};
@@ -440,7 +440,7 @@ impl<'a> Call<'a> {
         if let Some(histogram) = histogram {
             histogram.took_since(began);
         }
-        log_debug!("fd {fd}: reply {xid}: {} bytes", reply.iter().map(|part| part.len()).sum::<usize>());
+        log_debug!("fd {fd}: reply {xid}: {} bytes", reply.bytes());
         // SAFETY: by the contract.
         let next = unsafe { self.receive((reply, gss), terms, (loans, held), parts) };
         if let Next::Again = next {
@@ -455,7 +455,7 @@ impl<'a> Call<'a> {
     /// As [`Call::run`].
     unsafe fn receive(
         &self,
-        (reply, gss): (Regions, bool),
+        (reply, gss): (Payload, bool),
         terms: &mut Terms,
         (_loans, _held): (Loans<'a>, Option<Held>),
         parts: &mut Parts<'a>,

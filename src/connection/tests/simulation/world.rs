@@ -825,7 +825,9 @@ impl World {
                     }
                     self.links[link].ends[at].as_mut().unwrap().card.post(request);
                 }
-                Output::Done { xid, outcome } => self.done(link, at, xid.0, outcome),
+                Output::Done { xid, outcome } => {
+                    self.done(link, at, xid.0, outcome.map(|reply| reply.pieces))
+                }
                 Output::Close(error) => {
                     let (short, jammed) = (self.tally.shortages > 0, card.is_jammed());
                     let why = match error.kind() {

@@ -307,7 +307,8 @@ impl Memory {
     pub fn is_flooded(&self) -> bool {
         let replies =
             || self.exposed.bytes() > FLOOD && self.own.bytes() > FLOOD_SHARE.max(self.longest.load(Relaxed));
-        self.slabs.is_none() && (self.received.bytes() > FLOOD && self.holds_its_share() || replies())
+        self.slabs.is_none()
+            && (self.received.bytes() > FLOOD && self.own_received.bytes() > FLOOD_RECEIVES || replies())
     }
 
     /// Whether pages are kept for long messages that may not come any more: see [`Memory::cool`].
@@ -332,11 +333,7 @@ impl Memory {
 
     /// Whether Receives hold so much that a connection that has something to serve does that before it reads on.
     pub fn is_full(&self) -> bool {
-        self.received.bytes() > RECEIVES_MAX && self.holds_its_share()
-    }
-
-    fn holds_its_share(&self) -> bool {
-        self.own_received.bytes() > RECEIVES_SHARE
+        self.received.bytes() > RECEIVES_MAX && self.own_received.bytes() > RECEIVES_SHARE
     }
 }
 
@@ -481,9 +478,11 @@ impl Drop for Charge {
 /// While more bytes of Reply chunks count in a process, further calls wait.
 pub const AREAS_MAX: usize = 256 << 20;
 
-/// While more bytes than that count, a connection that holds more than its share is closed.
+/// While more bytes than that count, a connection that holds more than its share is closed. Of Receives that is so little that
+/// connections cannot hold much each and none its share.
 const FLOOD: usize = 1 << 30;
 const FLOOD_SHARE: usize = 64 << 20;
+const FLOOD_RECEIVES: usize = 32 << 10;
 
 /// While more bytes of long messages are in Receives of a process, connections that hold more than their share pause.
 const RECEIVES_MAX: usize = 256 << 20;

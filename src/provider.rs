@@ -318,6 +318,11 @@ pub trait QueuePair: Send {
         None
     }
 
+    /// Whether what comes is this process's. A child that was forked leaves it to its parent, unless it has received something.
+    fn is_receiver(&self) -> bool {
+        true
+    }
+
     /// How often the peer had to be woken for what it was sent, as far as that is known: it takes a while to come then.
     fn wakes(&self) -> u64 {
         0

@@ -398,11 +398,13 @@ mod tests {
     use crate::connection::Role;
     use crate::driver::Callee;
     use crate::driver::memory;
+    use crate::driver::pulls;
     use crate::driver::server::Next;
     use crate::driver::service_loop::Thrown;
     use crate::driver::start::{connect_over, versions};
     use crate::driver::{server, session};
-    use crate::memory::{Program, Sink};
+    use crate::fork::testing::fork;
+    use crate::memory::{Buf, IoVecMut, Payload, Program, Sink};
     use crate::provider::WorkRequest;
     use crate::reserve::testing::NoLongBlocks;
     use crate::socket;
@@ -946,6 +948,203 @@ mod tests {
             over.store(false, Relaxed);
             assert!(matches!(settle(&mut client, &server), Ok(length) if length == LENGTH + 4));
         }
+    }
+
+    const BESIDE: usize = 1 << 20;
+
+    /// Two ends that share memory.
+    fn join_beside() -> (Link, Shared, [TcpStream; 2]) {
+        join_with(Box::leak(Box::new(Config { provider: Provider::Only("local"), ..Config::default() })))
+    }
+
+    /// All bytes of a message, if the peer has not taken back those that are not here.
+    fn bytes(payload: &Payload) -> Option<Vec<u8>> {
+        let mut bytes = payload.iter().flat_map(|piece| piece.iter().copied()).collect::<Vec<_>>();
+        let here = bytes.len();
+        bytes.resize(payload.bytes(), 0);
+        let rest = payload.rest.as_ref();
+        rest.is_none_or(|rest| rest.copy(0, IoVecMut::from_mut(&mut bytes[here..]))).then_some(bytes)
+    }
+
+    /// A Call of [`BESIDE`] bytes, or what may as well be a reply.
+    fn fill(mut buf: Buf, xid: u32) -> (Buf, Vec<u8>) {
+        let mut bytes: Vec<u8> = (0..BESIDE).map(|at| (at % 251) as u8).collect();
+        bytes[..40]
+            .copy_from_slice(&[xid, 0, 2, 0x2000_0000, 1, 1, 0, 0, 0, 0].map(u32::to_be_bytes).concat());
+        buf.extend(&bytes).unwrap();
+        (buf, bytes)
+    }
+
+    fn begin_beside(client: &mut Link, xid: u32) -> Vec<u8> {
+        let (message, bytes) = fill(client.device.outbox().unwrap(), xid);
+        let expect = Expect::Reply { max: BESIDE, places: Vec::new() };
+        client.begin(Xid(xid), message.into(), expect).unwrap();
+        bytes
+    }
+
+    fn done(client: &mut Link) -> Payload {
+        let start = Instant::now();
+        loop {
+            assert!(start.elapsed() < PATIENCE, "no reply");
+            client.pump();
+            if let Some((_, outcome)) = client.done.pop() {
+                return outcome.unwrap();
+            }
+            std::thread::yield_now();
+        }
+    }
+
+    #[test]
+    fn a_long_call_and_its_reply_are_taken_from_where_they_were_encoded() {
+        let (mut client, server, _sockets) = join_beside();
+        for xid in 1..4 {
+            let called = begin_beside(&mut client, xid);
+            assert!(client.device.outbox().is_none(), "its message is there");
+            let request = next(&server);
+            assert_eq!(request.message[0].len(), 4096);
+            assert!(bytes(&request.message).unwrap() == called);
+            let (reply, replied) = fill(Callee::outbox(&server).unwrap(), xid);
+            let (mut reply, mut replied) = (reply, replied);
+            (reply[BESIDE - 1], replied[BESIDE - 1]) = (0xfe, 0xfe);
+            server.reply(request.id, reply.into()).unwrap();
+            let reply = done(&mut client);
+            assert_eq!(reply[0].len(), 4096);
+            assert!(Callee::outbox(&server).is_none() && bytes(&reply).unwrap() == replied);
+            assert!(bytes(&request.message).is_none(), "the call is over");
+            drop(reply);
+            assert!(Callee::outbox(&server).is_some(), "its client has taken the reply");
+        }
+    }
+
+    fn answer_short(server: &Shared, request: Request) {
+        let mut reply = Callee::outbox(server).unwrap();
+        reply.extend(&[request.xid.0, 1].map(u32::to_be_bytes).concat()).unwrap();
+        server.reply(request.id, reply.into()).unwrap();
+    }
+
+    #[test]
+    fn what_is_not_there_alone_goes_as_ever() {
+        let (mut client, server, _sockets) = join_beside();
+        let (message, called) = fill(client.memory.message().unwrap(), 1);
+        client.begin(Xid(1), message.into(), Expect::Reply { max: BESIDE, places: Vec::new() }).unwrap();
+        let first = loop {
+            client.pump();
+            if let Some(request) = locked(&server).receive() {
+                break request;
+            }
+        };
+        assert!(first.message.rest.is_none() && bytes(&first.message).unwrap() == called);
+        answer_short(&server, first);
+        assert_eq!(done(&mut client).bytes(), 8);
+        // One that goes inline, and is there.
+        let mut message = client.device.outbox().unwrap();
+        message.extend(&[2, 8].map(u32::to_be_bytes).concat()).unwrap();
+        client.begin(Xid(2), message.into(), Expect::Reply { max: 8, places: Vec::new() }).unwrap();
+        let second = next(&server);
+        assert!(second.message.rest.is_none());
+        answer_short(&server, second);
+        assert_eq!(done(&mut client).bytes(), 8);
+        // A reply for which no Reply chunk was offered.
+        assert!(client.device.outbox().is_some(), "the Call was copied");
+        let mut message = client.device.outbox().unwrap();
+        message.extend(&[3, 8].map(u32::to_be_bytes).concat()).unwrap();
+        client.begin(Xid(3), message.into(), Expect::Reply { max: 8, places: Vec::new() }).unwrap();
+        let (reply, _) = fill(Callee::outbox(&server).unwrap(), 3);
+        let third = next(&server);
+        assert_eq!(server.reply(third.id, reply.into()).unwrap_err().kind(), Kind::TooLong);
+        assert!(Callee::outbox(&server).is_some());
+        // And one that was encoded at another connection.
+        let (mut other, elsewhere, _others) = join_beside();
+        begin_beside(&mut other, 7);
+        let request = next(&elsewhere);
+        let (reply, replied) = fill(Callee::outbox(&server).unwrap(), 7);
+        std::thread::scope(|scope| {
+            scope.spawn(|| elsewhere.reply(request.id, reply.into()).unwrap());
+            let reply = done(&mut other);
+            assert!(reply.rest.is_none() && bytes(&reply).unwrap() == replied);
+        });
+        assert!(Callee::outbox(&server).is_some());
+    }
+
+    /// What it would ask for came to its parent, which has not asked.
+    #[test]
+    fn a_forked_child_that_answers_a_call_asks_for_none_of_those_that_wait_behind_it() {
+        struct Nobody;
+        impl pulls::Waits for Nobody {
+            fn turn(&self) -> bool {
+                false
+            }
+        }
+        let (mut client, server, _sockets) = join();
+        begin(&mut client, 1, 8);
+        answer(&server, next(&server)).unwrap();
+        assert!(matches!(settle(&mut client, &server), Ok(8)));
+        begin(&mut client, 2, 8);
+        let request = next(&server);
+        let (message, _) = fill(client.memory.message().unwrap(), 3);
+        locked(&server).link().unwrap().engine.pull_in_turn();
+        client.begin(Xid(3), message.into(), Expect::Reply { max: 8, places: Vec::new() }).unwrap();
+        let asks = |server: &Shared| {
+            let mut server = locked(server);
+            assert!(server.receive().is_none());
+            server.link().is_some_and(|link| link.engine.asks() > 0)
+        };
+        while !asks(&server) {
+            client.pump();
+        }
+        let has_its_turn = || {
+            let own: Weak<dyn pulls::Waits> = Weak::<Nobody>::new();
+            locked(&server).link().unwrap().place = Some(pulls::Place::new(own));
+        };
+        let child = fork(|| {
+            has_its_turn();
+            answer(&server, request).is_ok()
+        });
+        assert!(child.succeeded());
+        let reply = settle(&mut client, &server);
+        assert!(matches!(reply, Ok(8)), "{reply:?}");
+        has_its_turn();
+        let third = loop {
+            client.pump();
+            let mut server = locked(&server);
+            if let Some(request) = server.receive() {
+                break request;
+            }
+            server.link().unwrap().drain();
+        };
+        assert_eq!(third.message.bytes(), BESIDE);
+    }
+
+    #[test]
+    fn a_reply_that_nobody_waits_for_is_taken_all_the_same() {
+        let (mut client, server, _sockets) = join_beside();
+        begin_beside(&mut client, 1);
+        let request = next(&server);
+        client.abandon(Xid(1));
+        let (reply, _) = fill(Callee::outbox(&server).unwrap(), 1);
+        server.reply(request.id, reply.into()).unwrap();
+        while Callee::outbox(&server).is_none() {
+            client.pump();
+        }
+        assert!(client.done.is_empty() && client.device.outbox().is_some());
+    }
+
+    #[test]
+    fn what_was_shown_can_be_taken_when_its_connection_is_over() {
+        let (mut client, server, _sockets) = join_beside();
+        let called = begin_beside(&mut client, 1);
+        let request = next(&server);
+        let (reply, replied) = fill(Callee::outbox(&server).unwrap(), 1);
+        server.reply(request.id, reply.into()).unwrap();
+        let reply = done(&mut client);
+        locked(&server).shut();
+        drop(server);
+        assert!(bytes(&reply).unwrap() == replied);
+        let (mut client, server, _sockets) = join_beside();
+        assert_eq!(begin_beside(&mut client, 1), called);
+        let request = next(&server);
+        drop(client);
+        assert!(bytes(&request.message).unwrap() == called);
     }
 
     #[test]

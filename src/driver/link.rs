@@ -364,7 +364,8 @@ impl Link {
 
     #[cold]
     fn take_turn(&mut self) {
-        let Some(place) = &mut self.place else { return };
+        // The bytes of a Call come to whoever receives.
+        let Some(place) = self.place.as_mut().filter(|_| self.device.is_receiver()) else { return };
         while let bytes @ 1.. = self.engine.asks() {
             let Some(pass) = place.ask(bytes, stats::clock()) else { return };
             self.engine.pull(pass);

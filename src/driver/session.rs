@@ -13,7 +13,6 @@
 use crate::thread;
 use crate::wire::Xid;
 use std::io::ErrorKind;
-use std::mem::MaybeUninit;
 use std::os::fd::RawFd;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -65,6 +64,8 @@ pub(super) struct Session {
     naps: usize,
     /// Somebody waits for the end of these sleeps.
     pub(super) naps_awaited: bool,
+    /// What one of them reads into. The stack may be a short one: the program's.
+    nap: Vec<u8>,
     spin: Spin,
 }
 
@@ -87,6 +88,7 @@ impl Session {
             drivers: Vec::new(),
             naps: 0,
             naps_awaited: false,
+            nap: Vec::new(),
             spin: Spin::new(poll),
         }
     }
@@ -536,6 +538,11 @@ fn drive<'a, P: Policy<'a>>(
         _ => None,
     };
     session.sleeps_for(wake.reads, wake.writes);
+    let mut bytes = Vec::new();
+    let nap = nap.filter(|_| {
+        bytes = std::mem::take(&mut session.nap);
+        bytes.try_reserve_exact(NAP_BYTES).is_ok()
+    });
     if nap.is_some() {
         session.naps += 1;
     } else if session.naps() {
@@ -556,8 +563,7 @@ fn drive<'a, P: Policy<'a>>(
         state.parts().0.end_to_drive();
         return state;
     };
-    let mut bytes = [MaybeUninit::uninit(); NAP_BYTES];
-    let came = match socket::await_bytes(fd, &mut bytes) {
+    let came = match socket::await_bytes(fd, bytes.spare_capacity_mut()) {
         Ok(came) => Some(came),
         // At once: the program has put it into non-blocking mode.
         Err(error) if error.kind() == ErrorKind::WouldBlock => (now.elapsed() >= NAP / 2).then_some(&[][..]),
@@ -577,7 +583,9 @@ fn drive<'a, P: Policy<'a>>(
         _ => policy.move_on(&mut state, &wake, true),
     }
     policy.napped(&mut state);
-    state.parts().0.end_to_drive();
+    let session = state.parts().0;
+    session.nap = bytes;
+    session.end_to_drive();
     state
 }
 

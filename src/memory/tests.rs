@@ -292,7 +292,7 @@ fn only_a_server_that_fills_much_more_than_one_reply_floods_us() {
 #[test]
 fn receives_count_long_messages_as_far_as_they_have_come() {
     let memory = Memory::new(64 << 10, 4096, 0);
-    let [many, few] = [(); 2].map(|()| memory.connection(None, None));
+    let [many, middle, few] = [(); 3].map(|()| memory.connection(None, None));
     let come = |memory: &Memory, len: usize| {
         let sink = memory.receive(64 << 10, len).unwrap();
         assert!(sink.place(len - 1, b"x"));
@@ -301,13 +301,15 @@ fn receives_count_long_messages_as_far_as_they_have_come() {
     let short: Vec<Sink> = (0..100).map(|_| come(&few, PAGE)).collect();
     assert_eq!((few.own_received.bytes(), memory.received.bytes()), (0, 0));
     let held: Vec<Sink> = (0..5).map(|_| come(&many, 60_000)).collect();
-    let one = come(&few, RECEIVES_SHARE / 8);
-    assert_eq!((many.own_received.bytes(), few.own_received.bytes()), (300_000, RECEIVES_SHARE / 8));
+    let one = come(&few, FLOOD_RECEIVES);
+    assert_eq!((many.own_received.bytes(), few.own_received.bytes()), (300_000, FLOOD_RECEIVES));
+    let send = come(&middle, FLOOD_RECEIVES + 1);
     assert!(!many.is_full());
     let all = memory.fill();
     assert!(many.is_full() && !few.is_full() && !many.is_flooded());
     let more: Vec<Sink> = (0..3).map(|_| memory.fill()).collect();
-    assert!(many.is_flooded() && !few.is_flooded());
+    assert!(many.is_flooded() && middle.is_flooded() && !middle.is_full() && !few.is_flooded());
+    drop(send);
     // The message counts until the program has done with it.
     let message = held.into_iter().map(|sink| sink.into_buf(60_000).unwrap().freeze()).collect::<Vec<_>>();
     assert!(many.is_full());

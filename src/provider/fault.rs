@@ -965,6 +965,10 @@ impl QueuePair for Fault {
         self.inner.shown(segment)
     }
 
+    fn is_receiver(&self) -> bool {
+        self.inner.is_receiver()
+    }
+
     fn wakes(&self) -> u64 {
         self.inner.wakes()
     }

@@ -189,6 +189,8 @@ pub struct Iwarp {
     generation: u64,
     /// We were forked from the process that made the connection.
     forked: bool,
+    /// It has received something in this process.
+    received: bool,
     shared: Shared,
     transmit: Transmit,
     receive: Receive,
@@ -357,6 +359,7 @@ impl Iwarp {
             stage,
             generation: fork::generation(),
             forked: false,
+            received: true,
             shared: Shared::new()?,
             receive: Receive::new(),
             exposed: FxHashMap::default(),
@@ -611,6 +614,7 @@ impl Iwarp {
     }
 
     fn count_received(&mut self, bytes: usize) {
+        self.received = true;
         self.receive.total += bytes as u64;
         self.shared.set_received(self.receive.total);
     }
@@ -1169,7 +1173,7 @@ impl Iwarp {
         let generation = fork::generation();
         if generation != self.generation {
             self.generation = generation;
-            self.forked = true;
+            (self.forked, self.received) = (true, false);
             self.transmit.clear();
             self.tokens = Tokens::default();
         }
@@ -1551,6 +1555,10 @@ impl QueuePair for Iwarp {
         let shown = self.stream.shown(segment)?;
         self.beside += shown.len() as u64;
         Some(shown)
+    }
+
+    fn is_receiver(&self) -> bool {
+        self.received && self.generation == fork::generation()
     }
 
     fn wakes(&self) -> u64 {

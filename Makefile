@@ -54,14 +54,14 @@ endif
 CRATES := $(or $(CARGO_HOME),$(HOME)/.cargo)/registry/src
 comma := ,
 quoted = '$(subst ','\'',$(1))'
-standard = $(shell CARGO=$(call quoted,$(CARGO)) bash tests/packages.sh sources)
+standard = $(shell CARGO=$(call quoted,$(CARGO)) RUSTC=$(call quoted,$(RUSTC)) bash tests/packages.sh sources)
 ifdef RUSTFLAGS
 as_installed = env RUSTFLAGS=$(call quoted,$(RUSTFLAGS) --remap-path-prefix=$(CURDIR)=. --remap-path-prefix=$(CRATES)=crates $(standard)) \
     $(CARGO) $(1) $(CARGOFLAGS) $(FEATURES) $(VENDORED)
 else
 as_installed = $(CARGO) $(1) $(CARGOFLAGS) $(FEATURES) $(VENDORED) --config \
     $(call quoted,build.rustflags=["--remap-path-prefix=$(CURDIR)=."$(comma) \
-        "--remap-path-prefix=$(CRATES)=crates"$(addprefix $(comma) ",$(addsuffix ",$(standard)))])
+        "--remap-path-prefix=$(CRATES)=crates"$(if $(standard),$(comma) "$(standard)")])
 endif
 release = $(call as_installed,build)
 # Without the headers for adapters the library goes without adapters.

@@ -775,10 +775,9 @@ impl Decoding {
         let mut done = 0;
         while done < n {
             self.next_own();
-            // SAFETY: `done < n`, and `to` is writable for `n` bytes.
             if self.left == 0 && n - done >= AT_ONCE && self.rest.is_some() {
-                // SAFETY: as above.
-                return unsafe { self.take(to.add(done), n - done) };
+                // SAFETY: `done < n`, and `to` is writable for `n` bytes.
+                return unsafe { self.take(to.wrapping_add(done), n - done) };
             }
             self.next_source();
             let part = self.left.min(n - done);

@@ -867,7 +867,7 @@ fn what_a_peer_shows_is_decoded_as_if_it_were_here_and_each_byte_is_taken_once()
             (0..head + 1 + xorshift(&mut random) % 200_000).map(|at| (at % 251) as u8).collect();
         let (theirs, rest) = shown(&whole[head..]);
         let pieces = whole[..head].chunks(700).map(|piece| Region::copy_from(piece).unwrap()).collect();
-        let mut decoder = Decoder::new(Payload { pieces: pieces, rest: Some(Box::new(rest)) });
+        let mut decoder = Decoder::new(Payload { pieces, rest: Some(Box::new(rest)) });
         let mut at = 0;
         for _ in 0..60 {
             let n = [4, 3, 400, 20_000, 100_000][xorshift(&mut random) % 5].min(1 + whole.len() - at);

@@ -9,6 +9,7 @@
  *   shared handshake-server             a client answers a server's offer with anything but a segment
  *   shared silent-server                the same, and with nothing: ten seconds
  *   shared segment                      what a peer cannot do with the segment that it got
+ *   shared outbox                       long calls that their client gives up before the server decodes them
  *   shared elsewhere                    a server whose loop is in another one, in a routine, or has been left
  *   shared idle COUNT                   figures: so many idle connections, and after a call of 64 MiB
  *   shared server                       prints "READY port", and serves
@@ -51,9 +52,9 @@
 #include <unistd.h>
 
 enum { PROG = 0x20004C59, LONGEST = 1 << 20, GUARD = 4096, CALL_TIME = 300 };
-/* Procedures: of which SINK says how many bytes came. NEST has another loop in its routine, LEAVE leaves the loop, SLEEP keeps
+/* Procedures: of which SINK says how many bytes came, and LATE the same after a while, of bytes that are all alike. NEST has another loop in its routine, LEAVE leaves the loop, SLEEP keeps
  * it, and CALL_BACK has a thread call back meanwhile. */
-enum { NOTHING, ECHO, SINK, NEST, LEAVE, SLEEP, CALL_BACK };
+enum { NOTHING, ECHO, SINK, LATE, NEST, LEAVE, SLEEP, CALL_BACK };
 /* What the library shares: a page of words, a ring behind it, and the outbox. */
 enum { HEAD = 4 << 10, RING = 4 << 20, OUTBOX = 4 << 20, SEGMENT = HEAD + RING + OUTBOX };
 /* Of the words, by their places. */
@@ -116,6 +117,8 @@ static struct {
     atomic_ulong late, connecting;
     /* Of the hostile end. */
     atomic_ulong rewritten, theirs;
+    /* Of calls that were decoded late: those that came whole, those of which something else was decoded, and the others. */
+    atomic_ulong whole, mixed, refused;
     atomic_int tcp_port;
 } *told;
 
@@ -374,6 +377,13 @@ struct data {
 };
 static bool_t xdr_data(XDR *xdrs, struct data *data) { return xdr_bytes(xdrs, &data->bytes, &data->length, 65 << 20); }
 
+/* Its client may have given it up by now, and something else may lie where it was. */
+static void note_late(const struct data *data, bool decoded)
+{
+    bool alike = decoded && data->length == LONGEST && memcmp(data->bytes, data->bytes + 1, LONGEST - 1) == 0;
+    (alike ? &told->whole : decoded ? &told->mixed : &told->refused)[0]++;
+}
+
 static void serve_elsewhere(rpcproc_t what, SVCXPRT *xprt);
 static void serve(struct svc_req *request, SVCXPRT *xprt)
 {
@@ -383,7 +393,12 @@ static void serve(struct svc_req *request, SVCXPRT *xprt)
         svc_sendreply(xprt, (xdrproc_t)(void (*)(void))xdr_void, NULL);
         return;
     }
-    if (!svc_getargs(xprt, (xdrproc_t)xdr_data, (char *)&data))
+    if (request->rq_proc == LATE)
+        nanosleep(&(struct timespec){.tv_nsec = 10000000}, NULL);
+    bool decoded = svc_getargs(xprt, (xdrproc_t)xdr_data, (char *)&data);
+    if (request->rq_proc == LATE)
+        note_late(&data, decoded);
+    if (!decoded)
         svcerr_decode(xprt);
     else if (request->rq_proc == ECHO)
         svc_sendreply(xprt, (xdrproc_t)xdr_data, (char *)&data);
@@ -1301,6 +1316,47 @@ static void segment(void)
     end(server.pid);
 }
 
+/* ---- Long calls that are decoded late --------------------------------------------------------------------------------- */
+
+static void be_hasty(int port)
+{
+    CLIENT *client = connected(port);
+    char *bytes = malloc(LONGEST);
+    REQUIRE(bytes != NULL);
+    for (int i = 0; i < 120; i++) {
+        struct data arguments = {LONGEST, bytes};
+        u_int length = 0;
+        /* Some are waited for, and others given up: before the server has seen them, or when it is about to decode them. */
+        long milliseconds = i % 4 == 0 ? 60000 : (long)below(14) + 1;
+        struct timeval limit = {milliseconds / 1000, milliseconds % 1000 * 1000};
+        memset(bytes, i + 1, LONGEST);
+        enum clnt_stat status =
+            clnt_call(client, LATE, (xdrproc_t)xdr_data, (char *)&arguments, (xdrproc_t)xdr_u_int, (char *)&length, limit);
+        if (status == RPC_SUCCESS ? length != LONGEST : status != RPC_TIMEDOUT)
+            errx(1, "call %d has status %d and length %u: %s", i, status, length, clnt_sperror(client, "call"));
+        told->answered += status == RPC_SUCCESS;
+        told->timed_out += status == RPC_TIMEDOUT;
+        if (i % 10 == 9) {
+            clnt_destroy(client);
+            client = connected(port);
+        }
+    }
+    clnt_destroy(client);
+}
+static void outbox(void)
+{
+    struct server server = start_server(be_server);
+    pid_t clients[] = {part(be_hasty, server.port), part(be_hasty, server.port)};
+    check(ends(clients[0], 60000 + patience()) && ends(clients[1], 60000 + patience()),
+          "clients whose long calls are answered, or given up, end well");
+    check(told->answered >= 60 && told->timed_out >= 20, "there are many of both: %lu and %lu", told->answered,
+          told->timed_out);
+    check(told->mixed == 0 && told->whole >= told->answered,
+          "the server has decoded %lu of them as they were sent, %lu not at all, and %lu as something else", told->whole,
+          told->refused, told->mixed);
+    end(server.pid);
+}
+
 /* ---- A loop that is elsewhere -------------------------------------------------------------------------------------------- */
 
 static const xdrproc_t nil = (xdrproc_t)(void (*)(void))xdr_void;
@@ -1629,6 +1685,8 @@ int main(int count, char **arguments)
         handshake_server(true);
     else if (strcmp(what, "segment") == 0)
         segment();
+    else if (strcmp(what, "outbox") == 0)
+        outbox();
     else if (strcmp(what, "elsewhere") == 0)
         elsewhere();
     else if (strcmp(what, "idle") == 0)

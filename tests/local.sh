@@ -1,7 +1,7 @@
 #!/bin/bash
 # local.sh [SECONDS [COUNT [SEED]]]: memory that two processes of one host share (RPCRDMA_PROVIDER=local), by programs
 # (c-tests/shared.c): peers that rewrite it at random, for SECONDS (3) at either end; COUNT (40) processes that are killed, at
-# either end; processes that are stopped; a server's loop that is elsewhere; other local users, who disturb the handshake; what
+# either end; processes that are stopped; long calls that are given up; a server's loop that is elsewhere; other local users, who disturb the handshake; what
 # may be done with a segment; other users, process and network namespaces.
 #
 # tests/long/local.sh has the figures too, and what takes longer: LOCAL_LONG=yes.
@@ -49,6 +49,7 @@ report stopped 60 stopped
 report "at the client's name" 60 handshake-client
 report "at the server" 60 "$([ -n "${LOCAL_LONG:-}" ] && echo silent || echo handshake)-server"
 report segment 60 segment
+report outbox 180 outbox
 report elsewhere 120 elsewhere
 [ -z "${LOCAL_LONG:-}" ] || report memory 240 idle 1000
 

@@ -21,6 +21,9 @@ use crate::wire::{Handle, Segment, Xid, v1};
 /// Most bytes of one RDMA Read: between two of them other messages of the peer get their turn.
 const PULL_MAX: usize = 1 << 20;
 
+/// A reply is not shown that is shorter: of all but a page of it the requester takes nothing before it decodes.
+const SHOWN_MIN: usize = 16 << 10;
+
 /// Most Calls under way for which there are Receives beside: as many as there can be threads that serve.
 const PAST_MAX: usize = 1024;
 
@@ -380,7 +383,9 @@ impl Responder {
         };
         let place = self.handed.find(id).and_then(|at| {
             let (_, chunks) = self.handed.0.get(at)?;
-            let whole = message.is_in_outbox() && first_xid(message.body()) == Some(chunks.xid);
+            let whole = length >= SHOWN_MIN
+                && message.is_in_outbox()
+                && first_xid(message.body()) == Some(chunks.xid);
             let long = chunks.unused(length, common.reply_limit(chunks.version)).is_none();
             chunk(chunks).filter(|_| whole && long && common.life.closed().is_none())
         });
@@ -607,7 +612,8 @@ impl Responder {
         if registrar.read_depth() == 0 {
             return None;
         }
-        if let [Pull { at: 0, from }] = pulls[..]
+        if let [Pull { from, .. }] = pulls[..]
+            && inline.is_empty()
             && let Some(shown) = registrar.shown(from)
             && let Some(whole) = taken(chunks, shown, common)
         {

@@ -954,7 +954,8 @@ mod tests {
 
     /// Two ends that share memory.
     fn join_beside() -> (Link, Shared, [TcpStream; 2]) {
-        join_with(Box::leak(Box::new(Config { provider: Provider::Only("local"), ..Config::default() })))
+        let config = Config { provider: Provider::Only("local"), inline: Some(4096), ..Config::default() };
+        join_with(Box::leak(Box::new(config)))
     }
 
     /// All bytes of a message, if the peer has not taken back those that are not here.
@@ -1044,6 +1045,16 @@ mod tests {
         assert!(second.message.rest.is_none());
         answer_short(&server, second);
         assert_eq!(done(&mut client).bytes(), 8);
+        // One that is longer than what goes inline, and no more than a page.
+        let mut message = client.device.outbox().unwrap();
+        message.extend(&[9, 8].map(u32::to_be_bytes).concat()).unwrap();
+        client.begin(Xid(9), message.into(), Expect::Reply { max: 4096, places: Vec::new() }).unwrap();
+        let page = next(&server);
+        let mut reply = Callee::outbox(&server).unwrap();
+        reply.extend(&[9, 1].map(u32::to_be_bytes).concat()).unwrap();
+        reply.extend(&[7; 4080]).unwrap();
+        server.reply(page.id, reply.into()).unwrap();
+        assert_eq!(done(&mut client).bytes(), 4088);
         // A reply for which no Reply chunk was offered.
         assert!(client.device.outbox().is_some(), "the Call was copied");
         let mut message = client.device.outbox().unwrap();

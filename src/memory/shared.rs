@@ -240,7 +240,11 @@ impl Own {
     /// The outbox, if nobody has it: address and bytes. It is the caller's until [`Own::give_back`].
     pub fn take_outbox(&self) -> Option<(NonNull<u8>, usize)> {
         let is_free = || self.taken.compare_exchange(false, true, Acquire, Relaxed).is_ok();
-        (self.is_in_use() && is_free()).then(|| (self.outbox(), OUTBOX))
+        (self.is_in_use() && is_free()).then(|| {
+            // That nothing is shown comes before what is written from here on: a peer that copies some of it finds out.
+            fence(Release);
+            (self.outbox(), OUTBOX)
+        })
     }
 
     /// Whether this process may write what the peer takes by itself.
@@ -257,19 +261,21 @@ impl Own {
     pub fn give_back(&self) {
         if self.is_in_use() {
             self.word(Word::Shown).store(0, Relaxed);
-            // Before anything else is written there: who has taken some of it meanwhile finds out.
-            fence(Release);
             self.taken.store(false, Release);
         }
     }
 
-    /// Lets the peer take what lies at this address, under `handle`: the offset that says so. `None`: it is not in the outbox.
-    pub fn show(&self, address: usize, handle: u32) -> Option<u64> {
+    /// The offset under which the peer knows what lies at this address. `None`: it is not in the outbox.
+    pub fn offset_of(&self, address: usize) -> Option<u64> {
         let at = address.checked_sub(self.outbox().addr().get()).filter(|at| *at < OUTBOX)?;
-        self.is_in_use().then(|| {
-            self.word(Word::Shown).store(handle.into(), Release);
-            IN_OUTBOX | at as u64
-        })
+        Some(IN_OUTBOX | at as u64)
+    }
+
+    /// Lets the peer take what lies at this address, under `handle`. As [`Own::offset_of`]; and `None` in a child that was forked.
+    pub fn show(&self, address: usize, handle: u32) -> Option<u64> {
+        let offset = self.offset_of(address).filter(|_| self.is_in_use())?;
+        self.word(Word::Shown).store(handle.into(), Release);
+        Some(offset)
     }
 
     fn outbox(&self) -> NonNull<u8> {

@@ -1028,8 +1028,7 @@ impl Iwarp {
         };
         let size = request.size as usize;
         // What it could have taken by itself it may ask for all the same.
-        let base = self.stream.show(region.as_ptr().addr(), request.source_stag).unwrap_or(0);
-        let to = request.source_to.wrapping_sub(base);
+        let to = request.source_to.wrapping_sub(self.stream.base(region));
         let at = range(to, size, region.len(), Fault::READ_WRAP, Fault::READ_BOUNDS)?;
         Ok(Some(region.slice(at, size)))
     }

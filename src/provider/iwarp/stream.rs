@@ -115,6 +115,11 @@ impl Stream {
         self.rings.as_ref()?.show(address, handle)
     }
 
+    /// Where the peer takes this to begin.
+    pub(super) fn base(&self, region: &Region) -> u64 {
+        self.rings.as_ref().and_then(|rings| rings.offset_of(region)).unwrap_or(0)
+    }
+
     /// As [`crate::provider::QueuePair::keep`].
     pub(super) fn keep(&mut self, region: Region, handle: u32) {
         if let Some(rings) = &mut self.rings {

@@ -349,6 +349,11 @@ impl Rings {
         self.own.show(address, handle)
     }
 
+    /// See [`Own::offset_of`].
+    pub fn offset_of(&self, region: &Region) -> Option<u64> {
+        self.own.offset_of(region.as_ptr().addr())
+    }
+
     /// Keeps what is shown under this handle until the peer has taken it.
     pub fn keep(&mut self, region: Region, handle: u32) {
         self.kept = Some((region, handle));

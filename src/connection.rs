@@ -142,11 +142,15 @@ pub trait Registrar {
     /// Reads that the peer serves at a time; 0 for none.
     fn read_depth(&self) -> u32;
     /// See [`QueuePair::shown`].
-    fn shown(&mut self, segment: Segment) -> Option<Shown>;
+    fn shown(&mut self, _segment: Segment) -> Option<Shown> {
+        None
+    }
     /// See [`QueuePair::show`].
-    fn show(&mut self, address: usize, handle: Handle) -> Option<u64>;
+    fn show(&mut self, _address: usize, _handle: Handle) -> Option<u64> {
+        None
+    }
     /// See [`QueuePair::keep`].
-    fn keep(&mut self, region: Region, handle: Handle);
+    fn keep(&mut self, _region: Region, _handle: Handle) {}
 }
 
 impl<T: QueuePair + ?Sized> Registrar for T {

@@ -3,8 +3,8 @@
 
 pub use crate::connection::{Connection, Expect, Output, Registrar, Request, RequestId, Role, Settings};
 pub use crate::error::{Error, Kind};
-pub use crate::memory::shared::{Own, RING, Theirs, Word, width};
-pub use crate::memory::{Buf, IoVec, IoVecMut, Memory, Message, Region, Regions, Sink};
+pub use crate::memory::shared::{Own, RING, Shown, Theirs, Word, width};
+pub use crate::memory::{Buf, IoVec, IoVecMut, Memory, Message, Payload, Region, Regions, Sink};
 pub use crate::tirpc::{PLAIN_REPLY, library, opaque_auth, rpc_msg};
 pub use crate::xdr::{Decoder, Encoder, LEND_MIN, Lending, XDR, XdrOps, op};
 

@@ -334,7 +334,7 @@ impl End {
     pub fn drain(&mut self) {
         while let Some(output) = self.engine.poll_output() {
             match output {
-                Output::Done { xid, outcome } => self.done(xid.0, outcome),
+                Output::Done { xid, outcome } => self.done(xid.0, outcome.map(|reply| reply.pieces)),
                 other => {
                     assert!(self.closing.is_none(), "{other:?} behind the close");
                     match other {

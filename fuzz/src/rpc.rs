@@ -9,7 +9,7 @@ use std::ffi::{c_char, c_int, c_uint};
 use std::sync::OnceLock;
 
 use rpcrdma::binding::{Head, Registry};
-use rpcrdma::fuzz::{Decoder, PLAIN_REPLY, Region, XDR, library, op, opaque_auth, rpc_msg};
+use rpcrdma::fuzz::{Decoder, PLAIN_REPLY, Region, Regions, XDR, library, op, opaque_auth, rpc_msg};
 
 use crate::input::pieces;
 
@@ -72,7 +72,7 @@ fn both_ways<T: PartialEq + std::fmt::Debug>(
     read: impl Fn(*mut XDR) -> Option<T>,
 ) -> Option<(T, usize)> {
     let sources = pieces(message, seed).into_iter().map(|piece| Region::copy_from(piece).expect("memory"));
-    let mut decoder = Decoder::new(sources.collect());
+    let mut decoder = Decoder::new(sources.collect::<Regions>());
     let ours = read(decoder.xdr()).map(|said| (said, decoder.position()));
     let mut copy = message.to_vec();
     let mut xdr = std::mem::MaybeUninit::<XDR>::zeroed();

@@ -6,7 +6,12 @@
 
 use std::ffi::{c_long, c_uint};
 
-use rpcrdma::fuzz::{Buf, Decoder, Encoder, LEND_MIN, Lending, Region, Regions, XDR, XdrOps};
+use std::sync::Arc;
+
+use rpcrdma::fuzz::{
+    Buf, Decoder, Encoder, LEND_MIN, Lending, Own, Payload, Region, Regions, Shown, Theirs, XDR, XdrOps,
+};
+use rpcrdma::wire::{Handle, Segment};
 
 use crate::input::Input;
 
@@ -88,7 +93,9 @@ fn decode(mode: u8, input: &mut Input<'_>) {
         let region = Region::copy_from(&[&vec![9; before], &bytes[..]].concat()).expect("memory");
         sources.push(region.slice(before, length));
     }
-    let mut decoder = Decoder::new(sources);
+    let here = model.len();
+    let rest = (mode & 8 != 0).then(|| shown(&mut model, 1 + usize::from(input.byte()) * 257));
+    let mut decoder = Decoder::new(Payload { pieces: sources, rest: rest.map(Box::new) });
     let stream = Operations::of(decoder.xdr());
     let (mut at, mut copied) = (0, 0);
     while !input.is_empty() {
@@ -113,8 +120,10 @@ fn decode(mode: u8, input: &mut Input<'_>) {
             3 => assert_eq!(stream.position(), at),
             4 => {
                 let to = target(operation, argument, length, at);
-                let there = to as usize <= model.len();
-                assert_eq!(stream.set_position(to), there);
+                // What the peer has is not taken a second time.
+                let (inside, back) = (to as usize <= model.len(), (to as usize) < at && at > here);
+                let there = stream.set_position(to);
+                assert!(there == inside || back && !there);
                 at = if there { to as usize } else { at };
             }
             5 | 6 => {
@@ -137,6 +146,21 @@ fn decode(mode: u8, input: &mut Input<'_>) {
         assert_eq!((decoder.position(), decoder.remaining()), (at, model.len() - at));
     }
     assert_eq!(decoder.copied(), copied as u64);
+}
+
+/// So many more bytes of the message, which a peer shows in its outbox.
+fn shown(model: &mut Vec<u8>, length: usize) -> Shown {
+    let (own, file) = Own::new().expect("memory");
+    let (own, theirs) = (Arc::new(own), Arc::new(Theirs::new(file).expect("a segment")));
+    let bytes: Vec<u8> = (0..length).map(|at| (at * 11 + 3) as u8).collect();
+    model.extend_from_slice(&bytes);
+    let mut buf = Buf::outbox(&own).expect("nobody has it");
+    buf.extend(&bytes).expect("it fits");
+    let offset = own.show(buf.as_ptr().addr(), 7).expect("it is there");
+    // It stays as it is.
+    own.end();
+    Shown::of(&own, &theirs, Segment { handle: Handle(7), length: length as u32, offset })
+        .expect("it is shown")
 }
 
 /// What was put, and what stands at each position.

@@ -105,13 +105,6 @@ impl Registrar for Device {
     fn read_depth(&self) -> u32 {
         self.read_depth
     }
-    fn shown(&mut self, _: Segment) -> Option<Shown> {
-        None
-    }
-    fn show(&mut self, _: usize, _: Handle) -> Option<u64> {
-        None
-    }
-    fn keep(&mut self, _: Region, _: Handle) {}
 }
 
 /// One side: its engine, its device and the work that the device has not done yet.

@@ -51,13 +51,6 @@ impl Registrar for Slots {
     fn read_depth(&self) -> u32 {
         self.device.read_depth
     }
-    fn shown(&mut self, _: Segment) -> Option<Shown> {
-        None
-    }
-    fn show(&mut self, _: usize, _: Handle) -> Option<u64> {
-        None
-    }
-    fn keep(&mut self, _: Region, _: Handle) {}
 }
 
 struct Made {

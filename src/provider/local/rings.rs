@@ -344,12 +344,12 @@ impl Rings {
         Buf::outbox(&self.own)
     }
 
-    /// See [`Own::show`].
+    /// As [`crate::provider::QueuePair::show`].
     pub fn show(&self, address: usize, handle: u32) -> Option<u64> {
         self.own.show(address, handle)
     }
 
-    /// See [`Own::offset_of`].
+    /// The offset under which the peer knows what lies there. `None`: it is not in the outbox.
     pub fn offset_of(&self, region: &Region) -> Option<u64> {
         self.own.offset_of(region.as_ptr().addr())
     }

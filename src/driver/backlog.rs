@@ -404,7 +404,7 @@ mod tests {
     use crate::driver::start::{connect_over, versions};
     use crate::driver::{server, session};
     use crate::fork::testing::fork;
-    use crate::memory::{Buf, IoVecMut, Payload, Program, Sink};
+    use crate::memory::{Buf, IoVecMut, Payload, Program, Region, Sink};
     use crate::provider::WorkRequest;
     use crate::reserve::testing::NoLongBlocks;
     use crate::socket;
@@ -1124,6 +1124,27 @@ mod tests {
             server.link().unwrap().drain();
         };
         assert_eq!(third.message.bytes(), BESIDE);
+    }
+
+    /// Its bytes may be anybody's, and look like a Call.
+    #[test]
+    fn an_item_that_lies_in_the_outbox_is_no_call() {
+        let (mut client, server, _sockets) = join_beside();
+        let (item, forged) = fill(client.device.outbox().unwrap(), 1);
+        let item = client.device.expose_source(item.freeze()).unwrap();
+        let call = [1, 0, 2, 0x2000_0000, 1, 99, 0, 0, 0, 0, BESIDE as u32].map(u32::to_be_bytes).concat();
+        let [high, low] = [(item.offset >> 32) as u32, item.offset as u32];
+        let header = [1, 1, 1, 0, 1, call.len() as u32, item.handle.0, item.length, high, low, 0, 0, 0];
+        let message = [header.map(u32::to_be_bytes).concat(), call.clone()].concat();
+        let gather = smallvec::smallvec![Region::copy_from(&message).unwrap()];
+        client.device.post(WorkRequest::Send { gather, invalidate: None });
+        let request = loop {
+            client.pump();
+            if let Some(request) = locked(&server).receive() {
+                break request;
+            }
+        };
+        assert!(bytes(&request.message).unwrap() == [call, forged].concat());
     }
 
     #[test]

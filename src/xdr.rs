@@ -286,6 +286,7 @@ impl Decoder {
         let more = rest.as_ref().map_or(0, |rest| rest.shown.len());
         let mut state = Decoding {
             sources,
+            base: 0,
             index: 0,
             end: 0,
             next: NonNull::dangling().as_ptr(),
@@ -330,6 +331,15 @@ impl Decoder {
             state.left -= N;
         }
         taken
+    }
+
+    /// Takes what the peer still has, before it has no reason to keep it any more.
+    pub fn fetch(&mut self) {
+        // SAFETY: as in `Encoder::put`.
+        let state = unsafe { &mut (*self.stream.as_ptr()).state };
+        if state.rest.is_some() && state.remaining() > 0 {
+            state.fetch();
+        }
     }
 
     /// Bytes that were copied into the program's memory: all that left through `x_getbytes`, pads included.
@@ -636,6 +646,8 @@ impl Encoding {
 /// State of a [`Decoder`].
 struct Decoding {
     sources: Regions,
+    /// Position of the first byte of them: the stream goes back no farther.
+    base: usize,
     /// The current source.
     index: usize,
     /// Position of the end of the current source.
@@ -721,6 +733,20 @@ impl Decoding {
                 rest.held = n;
             }
         }
+    }
+
+    /// Has all that follows in one piece of our own, if there is memory for it: a stream that begins here.
+    #[cold]
+    fn fetch(&mut self) {
+        let (position, n) = (self.position(), self.remaining());
+        let Ok(mut own) = Buf::with_capacity(n) else { return };
+        own.set_len(n);
+        // SAFETY: `own` has `n` bytes, which are ours.
+        if !unsafe { self.copy(own.as_mut_ptr(), n) } {
+            return;
+        }
+        (self.sources, self.base, self.rest) = (smallvec::smallvec![own.freeze()], position, None);
+        self.enter(0, position);
     }
 
     /// Copies the next `n` bytes, which the peer has, to `to`. False when it has taken them back: the stream ends here.
@@ -845,7 +871,10 @@ impl Decoding {
                 return TRUE;
             }
         }
-        self.enter(0, 0);
+        if position < self.base {
+            return FALSE;
+        }
+        self.enter(0, self.base);
         while position > self.end {
             self.enter(self.index + 1, self.end);
         }

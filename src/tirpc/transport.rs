@@ -1196,6 +1196,10 @@ impl Reply {
             own.long.store(long, Relaxed);
         }
         let mut state = own.state();
+        // A routine may decode what it has not decoded yet when it has replied.
+        if let Some(arguments) = state.find(id).and_then(|request| request.arguments.as_mut()) {
+            arguments.fetch();
+        }
         // Unless the xdrproc has done so.
         if !state.answer(id) {
             return Ok(0);

@@ -952,3 +952,27 @@ fn what_a_peer_shows_is_gone_back_to_within_a_window_and_is_passed_over_untaken(
     assert_eq!(getbytes(decoder.xdr(), 4).unwrap(), bytes[50_000 + AT_ONCE..][..4]);
     assert_eq!(decoder.copied(), 100 + 10 + AT_ONCE as u64 + 4);
 }
+
+#[test]
+fn what_a_peer_shows_is_fetched_before_it_goes() {
+    let bytes: Vec<u8> = (0..100_000).map(|at| (at % 251) as u8).collect();
+    for before in [0, 2, 4, 10, 30_000, 100_004] {
+        let (theirs, rest) = shown(&bytes);
+        let pieces = smallvec![Region::copy_from(b"head").unwrap()];
+        let mut decoder = Decoder::new(Payload { pieces, rest: Some(Box::new(rest)) });
+        let whole = [b"head", &bytes[..]].concat();
+        assert_eq!(getbytes(decoder.xdr(), before).unwrap(), whole[..before]);
+        decoder.fetch();
+        drop(theirs);
+        assert_eq!((getpos(decoder.xdr()) as usize, decoder.remaining()), (before, whole.len() - before));
+        let left = whole.len() - before;
+        assert_eq!(getbytes(decoder.xdr(), left).unwrap(), whole[before..]);
+        assert!(getlong(decoder.xdr()).is_none());
+        assert!(
+            setpos(decoder.xdr(), before as c_uint)
+                && (before == 0 || !setpos(decoder.xdr(), before as c_uint - 1))
+        );
+        assert_eq!(getbytes(decoder.xdr(), left.min(9)).unwrap(), whole[before..][..left.min(9)]);
+        decoder.fetch();
+    }
+}

@@ -1619,8 +1619,9 @@ static void idle(int count)
                       stage == 1 ? "a call" : "several calls");
         }
     }
-    bool same = figures(server.pid).descriptors == before[0].descriptors &&
-                figures(client).descriptors == before[1].descriptors && mappings(server.pid, true) + mappings(client, true) == 4;
+    /* One that served the startup of the first connection may not have been closed then. */
+    bool same = figures(server.pid).descriptors <= before[0].descriptors &&
+                figures(client).descriptors <= before[1].descriptors && mappings(server.pid, true) + mappings(client, true) == 4;
     check(same, "what they hold afterwards is what they held");
     REQUIRE(write(to[1], "e", 1) == 1);
     check(ends(client, 60000 + patience()) && lives(server.pid), "%d connections are made, used and ended", count);

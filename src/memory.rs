@@ -478,8 +478,8 @@ impl Drop for Charge {
 /// While more bytes of Reply chunks count in a process, further calls wait.
 pub const AREAS_MAX: usize = 256 << 20;
 
-/// While more bytes than that count, a connection that holds more than its share is closed. Of Receives that is so little that
-/// connections cannot hold much each and none its share.
+/// While more bytes than that count, a connection that holds more than its share is closed. Its share of Receives is less than one
+/// Send: otherwise any number of connections with an unfinished Send each would hold no more than their share.
 const FLOOD: usize = 1 << 30;
 const FLOOD_SHARE: usize = 64 << 20;
 const FLOOD_RECEIVES: usize = 32 << 10;

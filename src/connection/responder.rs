@@ -346,12 +346,7 @@ impl Responder {
         if let Some(error) = common.life.closed() {
             return Err(error.clone());
         }
-        // The reply to a later call may have been taken for the end of this one, if it is a one-way call in the requester's
-        // eyes: it has invalidated the handle itself then, and RFC 5040 §5.3 lets a second time end the connection.
-        let in_order = self.answered <= id;
-        self.answered = self.answered.max(id);
-        // Before the reply, which gives the credit back.
-        self.replenish(common);
+        let in_order = self.begin_answer(id, common);
         let send = common.reply_limit(chunks.version);
         let gather = match chunks.unused(message.len(), send) {
             // Nearly every short one: it goes as it is.
@@ -362,13 +357,24 @@ impl Responder {
             }
             None => self.place(&chunks, message, send, common)?,
         };
-        let invalidate = chunks.offers.handle.filter(|_| in_order && common.may_invalidate(chunks.version));
-        common.output.push_back(Output::Post(WorkRequest::Send { gather, invalidate }));
+        send_answer(&chunks, gather, in_order, common);
         Ok(())
     }
 
-    /// Answers a request with a long reply that the requester takes by itself: its Reply chunk comes back with the offset at
-    /// which it lies. Given back where that cannot be.
+    /// The reply to this request is about to be sent. Whether it may invalidate what the requester has offered.
+    fn begin_answer(&mut self, id: RequestId, common: &mut Common) -> bool {
+        // The reply to a later call may have been taken for the end of this one, if it is a one-way call in the requester's
+        // eyes: it has invalidated the handle itself then, and RFC 5040 §5.3 lets a second time end the connection.
+        let in_order = self.answered <= id;
+        self.answered = self.answered.max(id);
+        // Before the reply, which gives the credit back.
+        self.replenish(common);
+        in_order
+    }
+
+    /// Answers a request with a long reply that the requester takes by itself: its Reply chunk, which would come back as it was
+    /// (RFC 8166 §4.3.3), comes back with the offset at which the reply lies. Only an end of this library shows anything, to
+    /// another one. Given back where that cannot be.
     pub(super) fn reply_shown(
         &mut self,
         id: RequestId,
@@ -377,17 +383,18 @@ impl Responder {
         registrar: &mut (impl Registrar + ?Sized),
     ) -> Result<Option<Message>, Error> {
         let length = message.len();
+        if length < SHOWN_MIN || !message.is_in_outbox() {
+            return Ok(Some(message));
+        }
         let chunk = |chunks: &Chunks| match (&chunks.offers.writes[..], chunks.offers.reply.as_deref()) {
             ([], Some([segment])) if segment.length as usize >= length => Some(*segment),
             _ => None,
         };
         let place = self.handed.find(id).and_then(|at| {
             let (_, chunks) = self.handed.0.get(at)?;
-            let whole = length >= SHOWN_MIN
-                && message.is_in_outbox()
-                && first_xid(message.body()) == Some(chunks.xid);
+            let own = first_xid(message.body()) == Some(chunks.xid);
             let long = chunks.unused(length, common.reply_limit(chunks.version)).is_none();
-            chunk(chunks).filter(|_| whole && long && common.life.closed().is_none())
+            chunk(chunks).filter(|_| own && long && common.life.closed().is_none())
         });
         let Some(place) = place else { return Ok(Some(message)) };
         let handle = place.handle;
@@ -395,9 +402,7 @@ impl Responder {
             return Ok(Some(message));
         };
         let Some(chunks) = self.handed.take(id) else { return Ok(Some(message)) };
-        let in_order = self.answered <= id;
-        self.answered = self.answered.max(id);
-        self.replenish(common);
+        let in_order = self.begin_answer(id, common);
         let pieces = message.freeze();
         let all = 0..length;
         pieces.gather(all).into_iter().for_each(|region| registrar.keep(region, handle));
@@ -406,8 +411,7 @@ impl Responder {
         let whole = (chunks.version, chunks.xid);
         let gather = common.gather(whole, (Proc::Nomsg, Direction::Reply), &lists, pieces, &[]);
         let gather = sent_or_closed(gather, common)?;
-        let invalidate = chunks.offers.handle.filter(|_| in_order && common.may_invalidate(chunks.version));
-        common.output.push_back(Output::Post(WorkRequest::Send { gather, invalidate }));
+        send_answer(&chunks, gather, in_order, common);
         Ok(None)
     }
 
@@ -751,6 +755,12 @@ impl Responder {
         self.queue.truncate(ready);
         (self.pass, self.asks) = (None, 0);
     }
+}
+
+/// Sends a reply, which invalidates the only handle that its Call names, where it may.
+fn send_answer(chunks: &Chunks, gather: Regions, in_order: bool, common: &mut Common) {
+    let invalidate = chunks.offers.handle.filter(|_| in_order && common.may_invalidate(chunks.version));
+    common.output.push_back(Output::Post(WorkRequest::Send { gather, invalidate }));
 }
 
 /// The Send of a reply; without one the connection ends.

@@ -983,6 +983,13 @@ mod tests {
         bytes
     }
 
+    /// A Call of two words, which is there too.
+    fn begin_short_beside(client: &mut Link, xid: u32, max: usize) {
+        let mut message = client.device.outbox().unwrap();
+        message.extend(&[xid, 8].map(u32::to_be_bytes).concat()).unwrap();
+        client.begin(Xid(xid), message.into(), Expect::Reply { max, places: Vec::new() }).unwrap();
+    }
+
     fn done(client: &mut Link) -> Payload {
         let start = Instant::now();
         loop {
@@ -1038,17 +1045,13 @@ mod tests {
         answer_short(&server, first);
         assert_eq!(done(&mut client).bytes(), 8);
         // One that goes inline, and is there.
-        let mut message = client.device.outbox().unwrap();
-        message.extend(&[2, 8].map(u32::to_be_bytes).concat()).unwrap();
-        client.begin(Xid(2), message.into(), Expect::Reply { max: 8, places: Vec::new() }).unwrap();
+        begin_short_beside(&mut client, 2, 8);
         let second = next(&server);
         assert!(second.message.rest.is_none());
         answer_short(&server, second);
         assert_eq!(done(&mut client).bytes(), 8);
         // One that is longer than what goes inline, and no more than a page.
-        let mut message = client.device.outbox().unwrap();
-        message.extend(&[9, 8].map(u32::to_be_bytes).concat()).unwrap();
-        client.begin(Xid(9), message.into(), Expect::Reply { max: 4096, places: Vec::new() }).unwrap();
+        begin_short_beside(&mut client, 9, 4096);
         let page = next(&server);
         let mut reply = Callee::outbox(&server).unwrap();
         reply.extend(&[9, 1].map(u32::to_be_bytes).concat()).unwrap();
@@ -1057,9 +1060,7 @@ mod tests {
         assert_eq!(done(&mut client).bytes(), 4088);
         // A reply for which no Reply chunk was offered.
         assert!(client.device.outbox().is_some(), "the Call was copied");
-        let mut message = client.device.outbox().unwrap();
-        message.extend(&[3, 8].map(u32::to_be_bytes).concat()).unwrap();
-        client.begin(Xid(3), message.into(), Expect::Reply { max: 8, places: Vec::new() }).unwrap();
+        begin_short_beside(&mut client, 3, 8);
         let (reply, _) = fill(Callee::outbox(&server).unwrap(), 3);
         let third = next(&server);
         assert_eq!(server.reply(third.id, reply.into()).unwrap_err().kind(), Kind::TooLong);

@@ -185,11 +185,11 @@ fn is_crowded(company: u32) -> bool {
 /// Whether waits of this process offer their processor to others.
 ///
 /// Who takes it for long may wait for nothing that we do. Beside such a thread each offer costs a time slice, some
-/// milliseconds: as long as a hundred calls. So one such offer ends them for some times as long as it took, which may be all: two
-/// ends that begin share a processor until the system has moved one of them. If the next one comes soon it ends them for twice
-/// as many times as long: whatever runs there costs us a few hundredths of our time, and soon after it has gone there are offers
-/// again. Several waits that were in vain end them too. When they begin again, they do so for all threads: a peer is quicker when it need not wake anybody, which none
-/// of them would find out alone.
+/// milliseconds: as long as a hundred calls. So one such offer ends them for four times as long as it took; that may be all, for
+/// two ends that begin share a processor until the system has moved one of them. If the next one comes soon, it ends them for
+/// eight times as long, and so on: whatever runs there costs us a few hundredths of our time, and soon after it has gone there
+/// are offers again. Several waits that were in vain end them too. When they begin again, they do so for all threads: a peer is
+/// quicker when it need not wake anybody, which none of them would find out alone.
 struct Offers {
     /// When they are allowed again, by [`stats::tick`].
     from: AtomicU64,

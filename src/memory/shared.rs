@@ -2,12 +2,12 @@
 //! them, that one end writes and the other maps to read.
 //!
 //! # The outbox
-//! A long message is encoded there, and the other end copies it to where it wants it: once in all, where a ring takes two copies
-//! and both ends at the same time. It is exposed under a handle as any memory is, with an offset that begins with [`IN_OUTBOX`];
-//! or, a reply, shown under the handle of the Reply chunk that it would have been written to. [`Word::Shown`] says which handle.
-//! It is cleared before anything else is written there, and looked at before and after each copy: who has copied what was there
-//! no more finds out. One message at a time has the outbox: a Call until its end, and a reply until [`Word::Taken`] says that it
-//! was decoded. Others go through the ring.
+//! A long message is encoded there, and the other end copies it from there to where it wants it: one copy, where a ring takes
+//! two, and both ends at the same time. A Call is exposed under a handle as any memory is, with an offset that begins with
+//! [`IN_OUTBOX`]; a reply is shown under the handle of the Reply chunk that it would have been written to. [`Word::Shown`] says
+//! which handle. It is cleared before anything else is written there, and looked at before and after each copy: who has copied
+//! what was no longer there finds out. One message at a time has the outbox: a Call until its end, a reply until
+//! [`Word::Taken`] says that it was decoded. Others go through the ring.
 //!
 //! **The peer is hostile.** What it writes changes at any moment. Of its memory there is never a reference, a slice or a
 //! `Region`: words are loaded as atomics, each once, and bytes are copied into memory of our own before anybody looks at them.

@@ -735,14 +735,32 @@ impl Decoding {
         }
     }
 
-    /// Has all that follows in one piece of our own, if there is memory for it: a stream that begins here.
+    /// Has all that follows in one piece of our own, if there is memory for it: a stream that begins here. Where the peer has
+    /// taken its part back, the stream ends with what is here.
     #[cold]
     fn fetch(&mut self) {
         let (position, n) = (self.position(), self.remaining());
+        let Some(rest) = &self.rest else { return };
         let Ok(mut own) = Buf::with_capacity(n) else { return };
+        let mut here = 0;
+        let mut add = |bytes: &[u8]| {
+            let bytes = &bytes[..bytes.len().min(n - here)];
+            here += bytes.len();
+            own.extend(bytes).is_ok()
+        };
+        let current = match self.left {
+            0 => &[],
+            // SAFETY: `left` bytes are readable from `next`, which a source or the window keeps.
+            left => unsafe { std::slice::from_raw_parts(self.next, left) },
+        };
+        let behind = self.sources.iter().skip(self.index + 1).map(|source| &source[..]);
+        if ![current].into_iter().chain(behind).all(&mut add) {
+            return;
+        }
         own.set_len(n);
-        // SAFETY: `own` has `n` bytes, which are ours.
-        if !unsafe { self.copy(own.as_mut_ptr(), n) } {
+        let from = position + here;
+        if here < n && !rest.shown.copy(from - rest.begins, IoVecMut::from_mut(&mut own[here..])) {
+            self.total = from;
             return;
         }
         (self.sources, self.base, self.rest) = (smallvec::smallvec![own.freeze()], position, None);

@@ -1187,7 +1187,7 @@ impl Reply {
 
     /// Sends it when the results are encoded: 1, or 0 if that fails.
     fn send(self) -> Result<bool_t, Error> {
-        let Reply { own, responder, id, xid, encoder, .. } = self;
+        let Reply { own, responder, id, xid, encoder, results, .. } = self;
         stats::add(Counter::BytesCopied, encoder.copied());
         let message = encoder.finish()?;
         let loans = message.loans();
@@ -1196,8 +1196,9 @@ impl Reply {
             own.long.store(long, Relaxed);
         }
         let mut state = own.state();
-        // A routine may decode what it has not decoded yet when it has replied.
-        if let Some(arguments) = state.find(id).and_then(|request| request.arguments.as_mut()) {
+        // A routine may decode what it has not decoded yet when it has replied; not one that has refused the call.
+        let request = state.find(id).filter(|_| results.is_some());
+        if let Some(arguments) = request.and_then(|request| request.arguments.as_mut()) {
             arguments.fetch();
         }
         // Unless the xdrproc has done so.

@@ -976,3 +976,20 @@ fn what_a_peer_shows_is_fetched_before_it_goes() {
         decoder.fetch();
     }
 }
+
+#[test]
+fn what_is_here_stays_where_what_a_peer_shows_comes_too_late() {
+    let bytes: Vec<u8> = (0..100_000).map(|at| (at % 251) as u8).collect();
+    let whole = [b"headhead", &bytes[..]].concat();
+    for (before, here) in [(0, 8), (3, 8), (12, 8 + WINDOW)] {
+        let (theirs, rest) = shown(&bytes);
+        let pieces = whole[..8].chunks(4).map(|piece| Region::copy_from(piece).unwrap()).collect();
+        let mut decoder = Decoder::new(Payload { pieces, rest: Some(Box::new(rest)) });
+        assert_eq!(getbytes(decoder.xdr(), before).unwrap(), whole[..before]);
+        drop(theirs);
+        decoder.fetch();
+        assert_eq!((getpos(decoder.xdr()) as usize, decoder.remaining()), (before, here - before));
+        assert_eq!(getbytes(decoder.xdr(), here - before).unwrap(), whole[before..here]);
+        assert!(getlong(decoder.xdr()).is_none() && setpos(decoder.xdr(), here as c_uint - 1));
+    }
+}

@@ -705,6 +705,20 @@ impl Decoding {
         }
     }
 
+    /// The same for one who wants `n` bytes in one piece, and may get none. Only what he gets is taken from the peer: whose
+    /// position has not moved can still go back to all that came before.
+    #[cold]
+    fn next_of(&mut self, n: usize) {
+        self.next_own();
+        if self.left == 0 && n > 0 && n <= self.next_window_len() {
+            self.next_window();
+        }
+    }
+
+    fn next_window_len(&self) -> usize {
+        WINDOW.min(self.total - self.end)
+    }
+
     fn next_own(&mut self) {
         while self.left == 0 && self.index + 1 < self.sources.len() {
             self.enter(self.index + 1, self.end);
@@ -713,7 +727,7 @@ impl Decoding {
 
     /// Takes the next window from the peer, if there is more.
     fn next_window(&mut self) {
-        let n = WINDOW.min(self.total - self.end);
+        let n = self.next_window_len();
         let Some(rest) = self.rest.as_mut().filter(|_| n > 0) else { return };
         rest.held = 0;
         if rest.window.len() < n {
@@ -903,7 +917,7 @@ impl Decoding {
     #[inline]
     fn inline(&mut self, n: usize) -> *mut i32 {
         if self.left == 0 {
-            self.next_source();
+            self.next_of(n);
         }
         if n > self.left || self.next.align_offset(4) != 0 {
             return ptr::null_mut();

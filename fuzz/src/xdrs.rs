@@ -97,8 +97,9 @@ fn decode(mode: u8, input: &mut Input<'_>) {
     let rest = (mode & 8 != 0).then(|| shown(&mut model, 1 + usize::from(input.byte()) * 257));
     let mut decoder = Decoder::new(Payload { pieces: sources, rest: rest.map(Box::new) });
     let stream = Operations::of(decoder.xdr());
-    let (mut at, mut copied) = (0, 0);
+    let (mut at, mut reached, mut copied) = (0, 0, 0);
     while !input.is_empty() {
+        reached = at.max(reached);
         let (operation, argument) = (input.byte(), usize::from(input.byte()));
         let length = argument * if operation & 0x40 != 0 { 37 } else { 1 };
         let fits = at + length <= model.len();
@@ -120,8 +121,8 @@ fn decode(mode: u8, input: &mut Input<'_>) {
             3 => assert_eq!(stream.position(), at),
             4 => {
                 let to = target(operation, argument, length, at);
-                // What the peer has is not taken a second time.
-                let (inside, back) = (to as usize <= model.len(), (to as usize) < at && at > here);
+                // Once something of what the peer has was taken, it is not taken a second time.
+                let (inside, back) = (to as usize <= model.len(), (to as usize) < at && reached > here);
                 let there = stream.set_position(to);
                 assert!(there == inside || back && !there);
                 at = if there { to as usize } else { at };

@@ -953,6 +953,24 @@ fn what_a_peer_shows_is_gone_back_to_within_a_window_and_is_passed_over_untaken(
     assert_eq!(decoder.copied(), 100 + 10 + AT_ONCE as u64 + 4);
 }
 
+/// Found by fuzzing: the window was taken for it, and the head was out of reach.
+#[test]
+fn an_inline_that_gets_nothing_takes_nothing_of_what_a_peer_shows() {
+    for n in [0, WINDOW + 1, 40_000] {
+        let bytes: Vec<u8> = (0..30_000).map(|at| (at % 251) as u8).collect();
+        let (theirs, rest) = shown(&bytes);
+        let pieces = smallvec![Region::copy_from(b"head").unwrap()];
+        let mut decoder = Decoder::new(Payload { pieces, rest: Some(Box::new(rest)) });
+        assert_eq!(getlong(decoder.xdr()), Some(0x6865_6164));
+        assert!(inline(decoder.xdr(), n).is_none_or(|words| words.is_empty()));
+        assert!(setpos(decoder.xdr(), 0) && getlong(decoder.xdr()) == Some(0x6865_6164));
+        assert_eq!(inline(decoder.xdr(), WINDOW).unwrap(), &bytes[..WINDOW]);
+        assert!(inline(decoder.xdr(), WINDOW).is_none());
+        drop(theirs);
+        assert!(setpos(decoder.xdr(), 4) && inline(decoder.xdr(), WINDOW).is_some());
+    }
+}
+
 #[test]
 fn what_a_peer_shows_is_fetched_before_it_goes() {
     let bytes: Vec<u8> = (0..100_000).map(|at| (at % 251) as u8).collect();

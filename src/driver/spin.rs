@@ -26,8 +26,9 @@ const COPIED: u64 = 8;
 /// microsecond.
 pub(super) const LOST: Duration = Duration::from_micros(20);
 
-/// The same for who has offered it to others.
-pub(super) const LONG: Duration = Duration::from_micros(500);
+/// The same for who has offered it to others: a time slice, which lasts a tick at least. Twenty who wait for the same peer take
+/// less in turn.
+pub(super) const LONG: Duration = Duration::from_millis(1);
 
 /// Who gets it back so much later has let somebody else have it; and for so long, in nanoseconds, more may want it.
 const TAKEN: Duration = Duration::from_micros(3);
@@ -184,16 +185,20 @@ fn is_crowded(company: u32) -> bool {
 
 /// Whether waits of this process offer their processor to others.
 ///
-/// Who takes it for long may wait for nothing that we do. Beside such a thread each offer costs a time slice, some
-/// milliseconds: as long as a hundred calls. So one such offer ends them for four times as long as it took; that may be all, for
-/// two ends that begin share a processor until the system has moved one of them. If the next one comes soon, it ends them for
-/// eight times as long, and so on: whatever runs there costs us a few hundredths of our time, and soon after it has gone there
-/// are offers again. Several waits that were in vain end them too. When they begin again, they do so for all threads: a peer is
-/// quicker when it need not wake anybody, which none of them would find out alone.
+/// Who takes it for long may wait for nothing that we do. Beside such a thread every few offers one costs a time slice, some
+/// milliseconds: as long as a hundred calls. The peer takes one now and then too, when it has much to do for others who wait, and
+/// then nothing is lost: who slept would have waited as long, and among many who offer, those who sleep disturb. So three such
+/// offers in short succession end them, for four times as long as they took together. If it comes to that again soon, they end
+/// for eight times as long, and so on: whatever runs there costs us a few hundredths of our time, and soon after it has gone
+/// there are offers again. Several waits that were in vain end them too. When they begin again, they do so for all threads: a
+/// peer is quicker when it need not wake anybody, which none of them would find out alone.
 struct Offers {
     /// When they are allowed again, by [`stats::tick`].
     from: AtomicU64,
-    /// How long they were not, the last time that one took long; and how many times as long as that.
+    /// Rises by [`Offers::FORGOTTEN`] with each that took long, falls by one with each other; and how long the former took.
+    losses: AtomicU64,
+    gone: AtomicU64,
+    /// How long they were not, the last time that some took long; and how many times as long as that.
     paused: AtomicU64,
     times: AtomicU64,
     /// Rises with waits that have paid, falls with others.
@@ -208,18 +213,21 @@ static OFFERS: Offers = Offers::new();
 impl Offers {
     /// How long they are not after waits in vain.
     const PAUSE: u64 = Duration::from_millis(100).as_nanos() as u64;
-    /// And after one that took long: so many times as long as it took.
+    /// And after some that took long: so many times as long as they took.
     const TIMES: RangeInclusive<u64> = 4..=64;
     const SHORTEST: u64 = Duration::from_millis(10).as_nanos() as u64;
     const LONGEST: u64 = Duration::from_secs(10).as_nanos() as u64;
+    /// So many that took long end them; and so many others make one of them forgotten.
+    const LOSSES: u64 = 3;
+    const FORGOTTEN: u64 = 16;
     /// The most credit, and the first; and what a wait in vain costs.
     const CREDIT: i64 = 64;
     const IN_VAIN: i64 = 4;
 
     const fn new() -> Offers {
         let credit = AtomicI64::new(Offers::CREDIT);
-        let [from, paused, times, shared, kept] = [const { AtomicU64::new(0) }; 5];
-        Offers { from, paused, times, credit, shared, kept }
+        let [from, losses, gone, paused, times, shared, kept] = [const { AtomicU64::new(0) }; 7];
+        Offers { from, losses, gone, paused, times, credit, shared, kept }
     }
 
     fn are_allowed(&self) -> bool {
@@ -241,11 +249,31 @@ impl Offers {
     /// One has kept the processor for so long from who has offered it.
     fn made(&self, away: Duration) {
         if away > LONG {
-            self.lost(stats::tick(), away);
-            self.kept.store(self.from.load(Relaxed), Relaxed);
-        } else if away > TAKEN {
+            if let Some(gone) = self.adds_up(away) {
+                self.lost(stats::tick(), gone);
+                self.kept.store(self.from.load(Relaxed), Relaxed);
+            }
+            return;
+        }
+        // Nearly always there are none. What is lost between two threads matters to nobody, here and below.
+        let losses = self.losses.load(Relaxed);
+        if losses > 0 {
+            self.losses.store(losses - 1, Relaxed);
+        }
+        if away > TAKEN {
             self.shared.store(stats::tick() + SHARED, Relaxed);
         }
+    }
+
+    /// One has taken long: how long such ones have taken together, if they are enough to end them.
+    fn adds_up(&self, away: Duration) -> Option<Duration> {
+        let before = self.losses.load(Relaxed);
+        let gone = (if before == 0 { 0 } else { self.gone.load(Relaxed) }).saturating_add(nanoseconds(away));
+        let losses = before + Offers::FORGOTTEN;
+        let enough = losses > Offers::FORGOTTEN * (Offers::LOSSES - 1);
+        self.losses.store(if enough { 0 } else { losses }, Relaxed);
+        self.gone.store(gone, Relaxed);
+        enough.then(|| Duration::from_nanos(gone))
     }
 
     /// A wait has ended. `paid`: it has found what it waited for, for less than a sleep costs.
@@ -256,7 +284,7 @@ impl Offers {
             (true, false) => before - 1,
             (false, _) => before - Offers::IN_VAIN,
         };
-        // What is lost between two threads matters to nobody. Nearly always it stays the most.
+        // Nearly always it stays the most.
         if credit != before {
             self.credit.store(credit, Relaxed);
         }
@@ -265,13 +293,12 @@ impl Offers {
         }
     }
 
-    /// One has taken so long.
-    fn lost(&self, now: u64, away: Duration) {
+    /// Some have taken so long.
+    fn lost(&self, now: u64, gone: Duration) {
         let (paused, times) = (self.paused.load(Relaxed), self.times.load(Relaxed));
         let soon = now < self.from.load(Relaxed).saturating_add(paused);
         let times = if soon { (times * 2).min(*Offers::TIMES.end()) } else { *Offers::TIMES.start() };
-        let lost = u64::try_from(away.as_nanos()).unwrap_or(u64::MAX);
-        let pause = lost.saturating_mul(times).clamp(Offers::SHORTEST, Offers::LONGEST);
+        let pause = nanoseconds(gone).saturating_mul(times).clamp(Offers::SHORTEST, Offers::LONGEST);
         self.times.store(times, Relaxed);
         self.paused.store(pause, Relaxed);
         self.stop(now, pause);
@@ -283,6 +310,10 @@ impl Offers {
         self.from.fetch_max(now.saturating_add(pause), Relaxed);
         self.credit.store(Offers::CREDIT, Relaxed);
     }
+}
+
+fn nanoseconds(time: Duration) -> u64 {
+    u64::try_from(time.as_nanos()).unwrap_or(u64::MAX)
 }
 
 /// Who has offered its processor to others has got it back after so long.
@@ -489,7 +520,30 @@ mod tests {
     }
 
     #[test]
-    fn who_has_lost_a_time_slice_by_an_offer_makes_none_for_a_while_and_for_longer_if_that_is_the_rule() {
+    fn offers_that_took_long_end_them_only_in_short_succession() {
+        let offers = Offers::new();
+        let slice = Duration::from_millis(4);
+        let are_made = |n: u64, away| (0..n).for_each(|_| offers.made(away));
+        for _ in 0..100 {
+            are_made(1, slice);
+            are_made(Offers::FORGOTTEN, Duration::ZERO);
+        }
+        assert!(offers.are_allowed() && !offers.are_kept() && !offers.are_taken());
+        are_made(2, slice);
+        are_made(Offers::FORGOTTEN, LONG);
+        are_made(1, slice);
+        assert!(offers.are_allowed() && offers.are_taken());
+        are_made(Offers::FORGOTTEN - 1, Duration::ZERO);
+        let now = stats::tick();
+        are_made(1, slice);
+        assert!(offers.are_kept() && !offers.are_allowed());
+        // All four count since none was left of those before.
+        let least = nanoseconds(slice) * 4 * Offers::TIMES.start();
+        assert!((now + least..=stats::tick() + least).contains(&offers.from.load(Relaxed)));
+    }
+
+    #[test]
+    fn who_has_lost_time_slices_by_offers_makes_none_for_a_while_and_for_longer_if_that_is_the_rule() {
         let ms = |n: u64| n * 1_000_000;
         let offers = Offers::new();
         let now = stats::tick();

@@ -33,7 +33,7 @@ use super::Mask;
 use super::backlog::{Progress, Wait};
 use super::calls::{Calls, Waiter};
 use super::link::{Link, Outcome};
-use super::spin::{Patience, Spin, Waiting};
+use super::spin::{Beside, Patience, Spin, Waiting};
 
 /// How often a child looks whether its peer takes what it sends, where the descriptor tells that to its parent; and how often a
 /// thread that makes a new connection looks whether nobody reads from the old one any more.
@@ -435,6 +435,7 @@ pub(super) fn wait_for<'a, P: Policy<'a>>(
     {
         state = wait_once(policy, state, waiter, &mut steps, deadline, mask);
     }
+    steps.beside.ends(true);
     state
 }
 
@@ -444,6 +445,7 @@ pub(super) struct Steps {
     condition: Option<Arc<Condvar>>,
     /// When it first went to sleep as the driver.
     slept: Option<Instant>,
+    beside: Beside,
 }
 
 /// One step of waiting: serves, sleeps beside the driver, or drives.
@@ -462,7 +464,14 @@ pub(super) fn wait_once<'a, P: Policy<'a>>(
     match policy.turn(&mut state, waiter) {
         Turn::Look => state,
         Turn::Drive { spins } => drive(policy, state, waiter, spins, &mut steps.slept, deadline, mask),
+        // Not of one that may have to serve a request: that is told to who sleeps.
+        Turn::Sleep { serves: false, .. } if steps.beside.offers(&state.parts().0.spin) => {
+            drop(state);
+            steps.beside.offer();
+            policy.lock()
+        }
         Turn::Sleep { until, serves } => {
+            steps.beside.ends(false);
             let own = steps.condition.get_or_insert_with(|| Arc::new(Condvar::new())).clone();
             let session = state.parts().0;
             // Without memory for that nobody can wake it, and it looks again by itself.

@@ -42,6 +42,8 @@ const OFFERS_MOST: u32 = 64;
 /// More than so many, where a look costs no system call and where it does, cost more than to sleep and to be woken.
 const OFFERS_FREE: u32 = 32;
 const OFFERS_DEAR: u32 = 16;
+/// How often one makes offers that waits beside the driver: while more look, each finds nothing the more often.
+const OFFERS_BESIDE: u32 = 4;
 
 /// A look takes no longer that brings less.
 const SHORT: u64 = 16 << 10;
@@ -172,6 +174,43 @@ impl Waiting {
 impl Drop for Waiting {
     fn drop(&mut self) {
         let _ = WAITING.fetch_update(Relaxed, Relaxed, |all| (all >> 32 == self.generation).then(|| all - 1));
+    }
+}
+
+/// A thread that waits beside the one that drives: it offers its processor too, a few times, before it sleeps. What it waits for
+/// is put before it, so that a look costs no system call; a sleep costs one of this thread's, and one of the other's to wake it.
+///
+/// In vain such offers count as any others do. Where they end, one of the threads calls and spins while the others wait for its
+/// processor, until its time slice is over: for short calls nothing is quicker.
+#[derive(Default)]
+pub(super) struct Beside {
+    waiting: Option<Waiting>,
+    offered: u32,
+}
+
+impl Beside {
+    /// Whether it offers it once more. `spin`: that of the connection.
+    pub(super) fn offers(&mut self, spin: &Spin) -> bool {
+        if self.offered == OFFERS_BESIDE || !spin.is_on() || OFFERS.are_kept() || !OFFERS.are_allowed() {
+            return false;
+        }
+        self.waiting.get_or_insert_with(Waiting::begin);
+        is_crowded(0) || OFFERS.are_taken()
+    }
+
+    /// Offers it, with nothing locked.
+    pub(super) fn offer(&mut self) {
+        self.offered += 1;
+        let before = Instant::now();
+        yield_now();
+        OFFERS.made(before.elapsed());
+    }
+
+    /// It has found what it waits for, or sleeps now and wants no processor.
+    pub(super) fn ends(&mut self, found: bool) {
+        if self.waiting.take().is_some() && self.offered > 0 {
+            OFFERS.ended(found, true, stats::tick());
+        }
     }
 }
 
@@ -517,6 +556,28 @@ mod tests {
         assert!(offers(OFFERS_FREE) && offers(OFFERS_DEAR));
         assert!(is_crowded(u32::MAX) && is_crowded(many.saturating_sub(1).max(1)));
         assert!(Spin::new(Duration::ZERO).way(many, || true).is_none());
+    }
+
+    #[test]
+    fn a_thread_beside_the_driver_makes_a_few_offers_before_it_sleeps_and_counts_as_waiting_meanwhile() {
+        let spin = Spin::new(Duration::from_micros(50));
+        let others: Vec<_> = (0..processors()).map(|_| Waiting::begin()).collect();
+        let mut beside = Beside::default();
+        let made = (0..100).take_while(|_| {
+            let offers = beside.offers(&spin);
+            if offers {
+                assert!(beside.waiting.is_some());
+                beside.offer();
+            }
+            offers
+        });
+        let made = made.count() as u32;
+        // Unless another test has lost its processor meanwhile.
+        assert!(made == OFFERS_BESIDE || made < OFFERS_BESIDE && !OFFERS.are_allowed(), "{made}");
+        beside.ends(false);
+        assert!(beside.waiting.is_none() && !beside.offers(&spin) || made < OFFERS_BESIDE);
+        assert!(!Beside::default().offers(&Spin::new(Duration::ZERO)));
+        drop(others);
     }
 
     #[test]

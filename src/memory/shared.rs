@@ -362,7 +362,7 @@ impl Shown {
         let Segment { handle: Handle(handle), length, offset } = segment;
         let (at, len) = (usize::try_from(offset ^ IN_OUTBOX).ok()?, length as usize);
         let inside = at <= OUTBOX && len <= OUTBOX - at;
-        let is_there = inside && handle != 0 && theirs.get(Word::Shown) == handle.into();
+        let is_there = inside && handle != 0 && theirs.get(Word::Shown) == u64::from(handle);
         is_there.then(|| Shown { own: own.clone(), theirs: theirs.clone(), handle, at, len })
     }
 
@@ -388,7 +388,7 @@ impl Shown {
     }
 
     fn is_there(&self) -> bool {
-        self.theirs.get(Word::Shown) == self.handle.into()
+        self.theirs.get(Word::Shown) == u64::from(self.handle)
     }
 
     /// Copies as many of them as `to` names, from number `from` on. False when the peer has taken them back: what was copied is

@@ -9,6 +9,7 @@ use shuttle::thread::spawn;
 use shuttle::{check_pct, check_random};
 
 use super::*;
+use crate::memory::Payload;
 use crate::sync::Mutex;
 
 /// A connection whose peer answers calls in any order.
@@ -40,7 +41,8 @@ impl State for Ends {
 impl Line {
     fn new() -> Arc<Line> {
         Arc::new(Line {
-            state: Mutex::new(Ends { session: Session::new(Duration::ZERO), read: Vec::new() }),
+            // Who waits beside the driver looks a few times before it sleeps.
+            state: Mutex::new(Ends { session: Session::new(Duration::from_micros(1)), read: Vec::new() }),
             wire: Mutex::default(),
             came: Condvar::new(),
         })
@@ -126,7 +128,7 @@ impl<'a> Policy<'a> for &'a Line {
         let replies = std::mem::take(&mut self.wire().replies);
         for xid in replies {
             state.read.push(xid);
-            state.session.end(xid, Ok(Regions::new()));
+            state.session.end(&mut vec![(xid, Ok(Payload::default()))]);
         }
     }
 }

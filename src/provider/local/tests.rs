@@ -238,7 +238,7 @@ fn one_message_at_a_time_has_the_outbox_and_none_of_a_child_that_was_forked() {
     for handle in [7, 8] {
         let buf = Buf::outbox(&own).unwrap();
         own.show(buf.as_ptr().addr(), handle).unwrap();
-        assert_eq!(theirs.get(Word::Shown), handle.into());
+        assert_eq!(theirs.get(Word::Shown), u64::from(handle));
         drop(buf.freeze().slice(0, 0));
         assert_eq!(theirs.get(Word::Shown), 0);
     }

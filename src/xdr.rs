@@ -705,8 +705,8 @@ impl Decoding {
         }
     }
 
-    /// The same for one who wants `n` bytes in one piece, and may get none. Only what he gets is taken from the peer: whose
-    /// position has not moved can still go back to all that came before.
+    /// The same for one who wants `n` bytes in one piece, and may get none. Then nothing is taken from the peer either: the stream,
+    /// whose position has not moved, can still go back to all that came before.
     #[cold]
     fn next_of(&mut self, n: usize) {
         self.next_own();

@@ -377,6 +377,10 @@ impl<'a> Policy<'a> for &'a Client {
         agreed || engine.closed().is_some() || state.may_serve() || state.session.calls.is_over(waiter)
     }
 
+    fn looks_beside(&self) -> bool {
+        true
+    }
+
     fn wake(&self, state: &mut Waiting, may_doze: bool) -> Wake {
         let alarm = state.alarm_fd().unwrap_or(-1);
         if let Some((fd, writes, until)) = state.attempt() {

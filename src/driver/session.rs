@@ -356,6 +356,12 @@ pub(super) trait Policy<'a>: Locked<'a> {
     /// Whether a spin has found what it is for.
     fn is_over(&self, state: &mut Self::State, waiter: Waiter) -> bool;
 
+    /// Whether a thread looks a few times before it sleeps beside the driver, which there is: only where what it waits for is put
+    /// before it.
+    fn looks_beside(&self) -> bool {
+        false
+    }
+
     /// What to sleep for. `may_doze`: it may be a bell, or the stream itself.
     fn wake(&self, state: &mut Self::State, may_doze: bool) -> Wake;
 
@@ -435,7 +441,7 @@ pub(super) fn wait_for<'a, P: Policy<'a>>(
     {
         state = wait_once(policy, state, waiter, &mut steps, deadline, mask);
     }
-    steps.beside.ends(true);
+    steps.beside.ends(state.parts().0.calls.is_over(waiter));
     state
 }
 
@@ -463,9 +469,14 @@ pub(super) fn wait_once<'a, P: Policy<'a>>(
     }
     match policy.turn(&mut state, waiter) {
         Turn::Look => state,
-        Turn::Drive { spins } => drive(policy, state, waiter, spins, &mut steps.slept, deadline, mask),
+        Turn::Drive { spins } => {
+            steps.beside.ends(true);
+            drive(policy, state, waiter, spins, &mut steps.slept, deadline, mask)
+        }
         // Not of one that may have to serve a request: that is told to who sleeps.
-        Turn::Sleep { serves: false, .. } if steps.beside.offers(&state.parts().0.spin) => {
+        Turn::Sleep { serves: false, .. }
+            if policy.looks_beside() && steps.beside.offers(&state.parts().0.spin) =>
+        {
             drop(state);
             steps.beside.offer();
             policy.lock()

@@ -112,6 +112,10 @@ impl<'a> Policy<'a> for &'a Line {
         state.session.calls.is_over(waiter)
     }
 
+    fn looks_beside(&self) -> bool {
+        true
+    }
+
     fn wake(&self, _: &mut Ends, _: bool) -> Wake {
         Wake::new((-1, true, false), -1, None)
     }

@@ -55,6 +55,9 @@ enum {
     NUMBERS = 1 << 26,   /* most calls of a thread to one server */
 };
 
+/* What the check of a call begins with. */
+#define SOAK_CHECK 0x736f616b
+
 /* The name of a call. Clients from HONEST on are not judged by their calls. */
 static inline uint64_t soak_tag(enum target target, unsigned client, unsigned thread, uint32_t number)
 {

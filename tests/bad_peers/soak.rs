@@ -85,8 +85,8 @@ fn call(xid: u32, procedure: u32, want: u32) -> Vec<u8> {
     let tag = 99u64 << 40 | u64::from(xid);
     let step =
         |sum: u64, value: u32| (sum ^ sum >> 32 ^ u64::from(value)).wrapping_mul(0x9e37_79b9_7f4a_7c15);
-    // The first step takes the tag as it is.
-    let first = (tag ^ u64::from(want)).wrapping_mul(0x9e37_79b9_7f4a_7c15);
+    // SOAK_CHECK; the first step takes the tag as it is.
+    let first = (tag ^ 0x736f_616b ^ u64::from(want)).wrapping_mul(0x9e37_79b9_7f4a_7c15);
     let check = (step(step(first, 0), 0) >> 32) as u32;
     let head = words(&[xid, 0, 2, 0x2000_4c44, 1, procedure, 0, 0, 0, 0]);
     let ask = words(&[(tag >> 32) as u32, tag as u32, want, check, 0, 0]);

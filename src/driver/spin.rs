@@ -203,7 +203,8 @@ impl Beside {
         OFFERS.made(before.elapsed());
     }
 
-    /// It sleeps or drives after its offers, if there were any, or has `found` what it waits for: then they have paid.
+    /// Its offers are over, if there were any. They have paid if it has `found` what it waits for, or that it is to drive: in both
+    /// cases nobody had to wake it.
     pub(super) fn ends(&mut self, found: bool) {
         if (1..=OFFERS_BESIDE).contains(&self.offered) {
             self.offered = OFFERS_BESIDE + 1;
@@ -229,11 +230,12 @@ fn is_crowded(company: u32) -> bool {
 ///
 /// Who takes it for long may wait for nothing that we do. Beside such a thread every few offers one costs a time slice, some
 /// milliseconds: as long as a hundred calls. The peer takes one now and then too, when it has much to do for others who wait, and
-/// then nothing is lost: who slept would have waited as long, and among many who offer, those who sleep disturb. So three such
-/// offers in short succession end them, for four times as long as they took together. If it comes to that again soon, they end
-/// for eight times as long, and so on: whatever runs there costs us a few hundredths of our time, and soon after it has gone
-/// there are offers again. Several waits that were in vain end them too. When they begin again, they do so for all threads: a
-/// peer is quicker when it need not wake anybody, which none of them would find out alone.
+/// then nothing is lost: who sleeps waits as long for its reply. Where some of many processes offer and the others sleep, all of
+/// them are slower than if each did the same. So only three such offers in short succession end them, for four times as long as
+/// they took together. After that a single one does, if it comes soon: it ends them for eight times as long as it took, the next
+/// one for sixteen times, and so on. Whatever runs there costs us a few hundredths of our time, and soon after it has gone there
+/// are offers again. Several waits that were in vain end them too. When they begin again, they do so for all threads: a peer is
+/// quicker when it need not wake anybody, which none of them would find out alone.
 struct Offers {
     /// When they are allowed again, by [`stats::tick`].
     from: AtomicU64,
@@ -291,8 +293,9 @@ impl Offers {
     /// One has kept the processor for so long from who has offered it.
     fn made(&self, away: Duration) {
         if away > LONG {
-            if let Some(gone) = self.adds_up(away) {
-                self.lost(stats::tick(), gone);
+            let now = stats::tick();
+            if let Some(gone) = self.adds_up(away, now) {
+                self.lost(now, gone);
                 self.kept.store(self.from.load(Relaxed), Relaxed);
             }
             return;
@@ -309,11 +312,11 @@ impl Offers {
 
     /// One has taken long: how long such ones have taken together, if they are enough to end them. A time slice that several
     /// threads have waited for counts for each: so many were kept from going on, and will be by the next one.
-    fn adds_up(&self, away: Duration) -> Option<Duration> {
+    fn adds_up(&self, away: Duration, now: u64) -> Option<Duration> {
         let before = self.losses.load(Relaxed);
         let gone = (if before == 0 { 0 } else { self.gone.load(Relaxed) }).saturating_add(nanoseconds(away));
         let losses = before + Offers::FORGOTTEN;
-        let enough = losses > Offers::FORGOTTEN * (Offers::LOSSES - 1);
+        let enough = losses > Offers::FORGOTTEN * (Offers::LOSSES - 1) || self.is_soon(now);
         self.losses.store(if enough { 0 } else { losses }, Relaxed);
         self.gone.store(gone, Relaxed);
         enough.then(|| Duration::from_nanos(gone))
@@ -336,11 +339,15 @@ impl Offers {
         }
     }
 
+    /// Whether they have begun again no longer ago than they were not allowed, because some took long.
+    fn is_soon(&self, now: u64) -> bool {
+        now < self.from.load(Relaxed).saturating_add(self.paused.load(Relaxed))
+    }
+
     /// Some have taken so long.
     fn lost(&self, now: u64, gone: Duration) {
-        let (paused, times) = (self.paused.load(Relaxed), self.times.load(Relaxed));
-        let soon = now < self.from.load(Relaxed).saturating_add(paused);
-        let times = if soon { (times * 2).min(*Offers::TIMES.end()) } else { *Offers::TIMES.start() };
+        let longer = (self.times.load(Relaxed) * 2).min(*Offers::TIMES.end());
+        let times = if self.is_soon(now) { longer } else { *Offers::TIMES.start() };
         let pause = nanoseconds(gone).saturating_mul(times).clamp(Offers::SHORTEST, Offers::LONGEST);
         self.times.store(times, Relaxed);
         self.paused.store(pause, Relaxed);
@@ -610,6 +617,9 @@ mod tests {
         // All four count since none was left of those before.
         let least = nanoseconds(slice) * 4 * Offers::TIMES.start();
         assert!((now + least..=stats::tick() + least).contains(&offers.from.load(Relaxed)));
+        // Soon after that a single one does, later it does not.
+        assert!(offers.adds_up(slice, now + least + 1) == Some(slice));
+        assert!(offers.adds_up(slice, stats::tick() + 3 * least).is_none());
     }
 
     #[test]

@@ -377,8 +377,8 @@ impl<'a> Policy<'a> for &'a Client {
         agreed || engine.closed().is_some() || state.may_serve() || state.session.calls.is_over(waiter)
     }
 
-    fn looks_beside(&self) -> bool {
-        true
+    fn looks_beside(&self, waiter: Waiter) -> bool {
+        matches!(waiter, Waiter::Call(_))
     }
 
     fn wake(&self, state: &mut Waiting, may_doze: bool) -> Wake {
@@ -878,6 +878,30 @@ pub(super) mod tests {
         assert_eq!(call_for(&client, Duration::from_millis(15)).unwrap_err().kind(), Kind::Timeout);
         assert!(begin.elapsed() < PATIENCE);
         drop(server);
+    }
+
+    /// With other threads that wait than there are processors, and unless other tests have lost theirs meanwhile.
+    #[test]
+    fn a_caller_looks_a_few_times_before_it_sleeps_beside_the_driver_and_nobody_else_does() {
+        let config: &'static Config = Box::leak(Box::default());
+        let (to_server, to_client) = pair().unwrap();
+        let server = Mutex::new(Server::accept(to_client.as_raw_fd(), config).unwrap());
+        let client = opened(to_server.as_raw_fd(), config, &server);
+        client.lock().session.drive_as(usize::MAX);
+        let _others: Vec<_> =
+            (0..crate::thread::processors()).map(|_| crate::driver::spin::Waiting::begin()).collect();
+        let time = Duration::from_millis(200);
+        let sleeps = |waiter, steps: &mut session::Steps| {
+            let begin = Instant::now();
+            drop(session::wait_once(&&*client, client.lock(), waiter, steps, begin + time, None));
+            begin.elapsed() >= time
+        };
+        let looked = (0..100).any(|_| {
+            let mut steps = session::Steps::default();
+            (0..5).map(|_| sleeps(Waiter::Call(Xid(7)), &mut steps)).eq([false, false, false, false, true])
+        });
+        assert!(looked);
+        assert!(sleeps(Waiter::Callbacks(1), &mut session::Steps::default()));
     }
 
     #[test]

@@ -356,9 +356,8 @@ pub(super) trait Policy<'a>: Locked<'a> {
     /// Whether a spin has found what it is for.
     fn is_over(&self, state: &mut Self::State, waiter: Waiter) -> bool;
 
-    /// Whether a thread looks a few times before it sleeps beside the driver, which there is: only where what it waits for is put
-    /// before it.
-    fn looks_beside(&self) -> bool {
+    /// Whether a thread looks a few times before it sleeps beside a driver: if that one hands it what it waits for.
+    fn looks_beside(&self, _: Waiter) -> bool {
         false
     }
 
@@ -475,7 +474,7 @@ pub(super) fn wait_once<'a, P: Policy<'a>>(
         }
         // Not of one that may have to serve a request: that is told to who sleeps.
         Turn::Sleep { serves: false, .. }
-            if policy.looks_beside() && steps.beside.offers(&state.parts().0.spin) =>
+            if policy.looks_beside(waiter) && steps.beside.offers(&state.parts().0.spin) =>
         {
             drop(state);
             steps.beside.offer();

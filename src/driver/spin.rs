@@ -26,8 +26,8 @@ const COPIED: u64 = 8;
 /// microsecond.
 pub(super) const LOST: Duration = Duration::from_micros(20);
 
-/// The same for who has offered it to others: a time slice, which lasts a tick at least. Twenty who wait for the same peer take
-/// less in turn.
+/// The same for who has offered it to others: a time slice, which lasts a tick at least, 1 to 10 ms. With half a millisecond
+/// sixteen processes that wrote 64 KiB each ended their offers for each other: 0.96 of tcp's calls in place of 1.35.
 pub(super) const LONG: Duration = Duration::from_millis(1);
 
 /// Who gets it back so much later has let somebody else have it; and for so long, in nanoseconds, more may want it.
@@ -178,10 +178,10 @@ impl Drop for Waiting {
 }
 
 /// A thread that waits beside the one that drives: it offers its processor too, a few times, before it sleeps. What it waits for
-/// is put before it, so that a look costs no system call; a sleep costs one of this thread's, and one of the other's to wake it.
+/// is handed to it, so that a look costs no system call; a sleep costs one of this thread's, and one of the other's to wake it.
 ///
-/// In vain such offers count as any others do. Where they end, one of the threads calls and spins while the others wait for its
-/// processor, until its time slice is over: for short calls nothing is quicker.
+/// Waits in vain end all offers of the process here too ([`Offers::ended`]). Then one thread makes calls and spins, while the others
+/// wait for its processor until its time slice is over: for short calls nothing is quicker.
 #[derive(Default)]
 pub(super) struct Beside {
     offered: u32,
@@ -190,8 +190,14 @@ pub(super) struct Beside {
 impl Beside {
     /// Whether it offers it once more. `spin`: that of the connection.
     pub(super) fn offers(&self, spin: &Spin) -> bool {
-        let may = self.offered < OFFERS_BESIDE && spin.is_on() && !OFFERS.are_kept() && OFFERS.are_allowed();
-        may && (waiting() + 1 >= processors() || OFFERS.are_taken() || cfg!(shuttle))
+        let may = self.offered < OFFERS_BESIDE && spin.is_on();
+        // Schedules that are tried one after the other do not depend on the clock, nor on each other.
+        may && (cfg!(shuttle) || Beside::may_pay())
+    }
+
+    fn may_pay() -> bool {
+        let wanted = || waiting() + 1 >= processors() || OFFERS.are_taken();
+        !OFFERS.are_kept() && OFFERS.are_allowed() && wanted()
     }
 
     /// Offers it, with nothing locked.
@@ -311,7 +317,7 @@ impl Offers {
     }
 
     /// One has taken long: how long such ones have taken together, if they are enough to end them. A time slice that several
-    /// threads have waited for counts for each: so many were kept from going on, and will be by the next one.
+    /// threads have waited for counts for each of them: the next one would keep as many from going on.
     fn adds_up(&self, away: Duration, now: u64) -> Option<Duration> {
         let before = self.losses.load(Relaxed);
         let gone = (if before == 0 { 0 } else { self.gone.load(Relaxed) }).saturating_add(nanoseconds(away));
@@ -574,7 +580,7 @@ mod tests {
         let spin = Spin::new(Duration::from_micros(50));
         let others: Vec<_> = (0..processors()).map(|_| Waiting::begin()).collect();
         // While another test has lost its processor, none are made.
-        let made = (0..1000).map(|_| {
+        let mut made = (0..1000).map(|_| {
             let until = Instant::now() + Duration::from_secs(20);
             while !OFFERS.are_allowed() && Instant::now() < until {
                 yield_now();
@@ -590,7 +596,7 @@ mod tests {
                 })
                 .count()
         });
-        let most = made.take(1000).find(|made| *made >= OFFERS_BESIDE as usize);
+        let most = made.find(|made| *made >= OFFERS_BESIDE as usize);
         assert_eq!(most, Some(OFFERS_BESIDE as usize));
         assert!(!Beside::default().offers(&Spin::new(Duration::ZERO)));
         drop(others);

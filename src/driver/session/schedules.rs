@@ -112,7 +112,7 @@ impl<'a> Policy<'a> for &'a Line {
         state.session.calls.is_over(waiter)
     }
 
-    fn looks_beside(&self) -> bool {
+    fn looks_beside(&self, _: Waiter) -> bool {
         true
     }
 

@@ -9,10 +9,11 @@
  *   bench fair NETID PORT THREADS shared|own COUNT            COUNT null calls of one CLIENT, while THREADS keep the server
  *       busy with calls of 5 ms, as above; prints the mean of their times in microseconds
  *
- * OP is null, write (SIZE bytes to the server) or read; or sleep or compute (SIZE microseconds at the server). The server takes a write's data as rpcgen's code would, in
- * memory allocated for the call, and answers a read from one buffer; the client reads into one buffer. With IN_PLACE
- * in its environment the server asks the library where a write's data lies, and with THREADS so many threads serve. ADDRESS
- * there is the server's, 127.0.0.1 if it is not. */
+ * OP is null, write (SIZE bytes to the server) or read; sleep or compute (SIZE microseconds at the server); or store, a write
+ * whose routine waits a millisecond for a disk. The server takes a write's data as rpcgen's code would, in memory allocated
+ * for the call, and answers a read from one buffer; the client reads into one buffer. With IN_PLACE in its environment the
+ * server asks the library where a write's data lies, and with THREADS so many threads serve. ADDRESS there is the server's,
+ * 127.0.0.1 if it is not. */
 #define _GNU_SOURCE
 #include <arpa/inet.h>
 #include <dlfcn.h>
@@ -30,7 +31,7 @@
 #include <time.h>
 #include <unistd.h>
 
-enum { PROGRAM = 0x20004245, VERSION = 1, WRITE = 1, READ = 2, COUNTERS = 3, SLEEP = 4, COMPUTE = 5, LARGEST = 4 << 20 };
+enum { PROGRAM = 0x20004245, VERSION = 1, WRITE = 1, READ = 2, COUNTERS = 3, SLEEP = 4, COMPUTE = 5, STORE = 6, LARGEST = 4 << 20 };
 
 struct data {
     char *bytes;
@@ -98,6 +99,11 @@ static char source[LARGEST];
 typedef bool_t (*placed_function)(SVCXPRT *, void **, size_t *);
 static placed_function placed;
 
+static void sleep_for(u_int us)
+{
+    nanosleep(&(struct timespec){.tv_sec = us / 1000000, .tv_nsec = us % 1000000 * 1000}, NULL);
+}
+
 static void dispatch(struct svc_req *request, SVCXPRT *transport)
 {
     struct data data = {0};
@@ -106,7 +112,8 @@ static void dispatch(struct svc_req *request, SVCXPRT *transport)
     case NULLPROC:
         svc_sendreply(transport, (xdrproc_t)xdr_void, NULL);
         return;
-    case WRITE: {
+    case WRITE:
+    case STORE: {
         void *there = NULL;
         size_t size = 0;
         if (placed != NULL && placed(transport, &there, &size))
@@ -115,6 +122,8 @@ static void dispatch(struct svc_req *request, SVCXPRT *transport)
             svcerr_decode(transport);
             return;
         }
+        if (request->rq_proc == STORE)
+            sleep_for(1000);
         svc_sendreply(transport, (xdrproc_t)xdr_u_int, (caddr_t)&data.length);
         if (data.bytes == there)
             data.bytes = NULL;
@@ -139,7 +148,7 @@ static void dispatch(struct svc_req *request, SVCXPRT *transport)
              request->rq_proc == COMPUTE && now(CLOCK_THREAD_CPUTIME_ID) < end;)
             ;
         if (request->rq_proc == SLEEP)
-            nanosleep(&(struct timespec){.tv_sec = length / 1000000, .tv_nsec = length % 1000000 * 1000}, NULL);
+            sleep_for(length);
         svc_sendreply(transport, (xdrproc_t)xdr_void, NULL);
         return;
     case COUNTERS: {
@@ -232,8 +241,8 @@ static void call(CLIENT *client, char *buffer)
         status = clnt_call(client, NULLPROC, (xdrproc_t)xdr_void, NULL, (xdrproc_t)xdr_void, NULL, timeout);
     } else if (procedure == SLEEP || procedure == COMPUTE) {
         status = clnt_call(client, procedure, (xdrproc_t)xdr_u_int, (caddr_t)&size, (xdrproc_t)xdr_void, NULL, timeout);
-    } else if (procedure == WRITE) {
-        status = clnt_call(client, WRITE, (xdrproc_t)xdr_data, (caddr_t)&data, (xdrproc_t)xdr_u_int, (caddr_t)&answer,
+    } else if (procedure == WRITE || procedure == STORE) {
+        status = clnt_call(client, procedure, (xdrproc_t)xdr_data, (caddr_t)&data, (xdrproc_t)xdr_u_int, (caddr_t)&answer,
                            timeout);
     } else {
         /* How long the buffer is; libtirpc does not look at it, librpcrdma does where a binding names the data. */
@@ -428,10 +437,10 @@ int main(int argc, char **argv)
     port = (unsigned)atoi(argv[3]);
     if (fair)
         return fairness((unsigned)atoi(argv[4]), strcmp(argv[5], "shared") == 0, strtoul(argv[6], NULL, 0));
-    static const char *const operations[] = {"null", "write", "read", "", "sleep", "compute"};
-    while (procedure <= COMPUTE && strcmp(argv[4], operations[procedure]) != 0)
+    static const char *const operations[] = {"null", "write", "read", "", "sleep", "compute", "store"};
+    while (procedure <= STORE && strcmp(argv[4], operations[procedure]) != 0)
         procedure++;
-    if (procedure > COMPUTE)
+    if (procedure > STORE)
         errx(2, "%s: not an operation", argv[4]);
     size = (u_int)strtoul(argv[5], NULL, 0);
     if (size > LARGEST || (procedure != NULLPROC && size == 0))

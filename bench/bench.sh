@@ -4,7 +4,8 @@
 # "two": rdma, and two threads of the server serve (rpcrdma_svc_run). These go over software iWARP, as between two hosts without
 # adapters; "local" and "local-placed" through memory that both ends share.
 #
-# Then calls whose routine computes or sleeps, with one service thread, two and sixteen.
+# Then calls whose routine computes, sleeps, or takes that many bytes and waits a millisecond, with one service thread, two and
+# sixteen.
 #
 # Then Version Two with 16 KiB of data: Receives of 4 KiB and of 64 KiB, and replies that invalidate or do not.
 #
@@ -79,7 +80,8 @@ for what in 'null 0' 'write 4096' 'read 4096' 'write 65536' 'read 65536' 'write 
     done
 done
 busy=('1 own' '4 own' '32 own' '32 shared')
-working=('compute 200 1 own' 'compute 200 4 own' 'compute 200 4 shared' 'sleep 1000 1 own' 'sleep 1000 32 shared')
+working=('compute 200 1 own' 'compute 200 4 own' 'compute 200 4 shared' 'sleep 1000 1 own' 'sleep 1000 32 shared'
+    'store 1048576 16 own' 'store 1048576 16 shared')
 for ((repeat = 0; repeat < repeats; repeat++)); do
     for i in "${!cases[@]}"; do
         for way in tcp rdma two placed local local-placed asleep; do
@@ -160,13 +162,14 @@ table() {
         printf '%-5s %7s %7s %-9s %9s %6s %7s %6s %7s %6s %6s %6s\n' "$@"
     done
     echo
-    echo "calls per second whose routine computes or sleeps for so many microseconds, by service threads"
-    printf '%-8s %7s %7s %-9s %9s %9s %6s %9s %6s\n' call us threads CLIENTs one two ratio sixteen ratio
+    echo "calls per second whose routine computes or sleeps for so many microseconds, or takes so many bytes and sleeps for 1000,"
+    echo "by service threads"
+    printf '%-8s %9s %7s %-9s %9s %9s %6s %9s %6s\n' call 'us, bytes' threads CLIENTs one two ratio sixteen ratio
     for what in "${working[@]}"; do
         local one two sixteen
         one=$(median "$what" rdma 3) two=$(median "$what" two 3) sixteen=$(median "$what" sixteen 3)
         # shellcheck disable=SC2086
-        printf '%-8s %7s %7s %-9s %9s %9s %6s %9s %6s\n' $what "$one" "$two" "$(ratio "$one" "$two")" \
+        printf '%-8s %9s %7s %-9s %9s %9s %6s %9s %6s\n' $what "$one" "$two" "$(ratio "$one" "$two")" \
             "$sixteen" "$(ratio "$one" "$sixteen")"
     done
     echo

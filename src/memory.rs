@@ -71,7 +71,7 @@ use std::mem::ManuallyDrop;
 use std::net::IpAddr;
 use std::ops::{Deref, DerefMut};
 use std::ptr::NonNull;
-use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering, Ordering::Relaxed, fence};
+use std::sync::atomic::{AtomicBool, AtomicU8, AtomicU64, AtomicUsize, Ordering, Ordering::Relaxed, fence};
 use std::sync::{Arc, Weak};
 use std::time::Duration;
 
@@ -395,18 +395,29 @@ struct Charge {
     leads: AtomicBool,
     /// The process in which it counts so much.
     generation: AtomicU64,
-    /// Goes with the block.
+    /// Goes with the block, if it is not given back before.
     pass: Option<Pass>,
 }
 
-/// Leave to pull a Call.
+/// Leave to pull a Call, and how far that is.
 #[derive(Clone, Debug, Default)]
-pub struct Pass(Arc<AtomicBool>);
+pub struct Pass(Arc<AtomicU8>);
+
+/// All of the Call is here.
+const CAME: u8 = 1;
+
+/// The program has it.
+const OVER: u8 = 2;
 
 impl Pass {
     /// All of the Call is here.
     pub fn came(&self) {
-        self.0.store(true, Relaxed);
+        self.0.store(CAME, Relaxed);
+    }
+
+    /// The program has it, whatever becomes of the memory.
+    pub fn end(&self) {
+        self.0.store(OVER, Relaxed);
     }
 
     /// What its giver sees of it.
@@ -416,17 +427,17 @@ impl Pass {
 }
 
 /// A [`Pass`] as who gave it has it.
-pub struct Given(Weak<AtomicBool>);
+pub struct Given(Weak<AtomicU8>);
 
 impl Given {
-    /// Whether the memory of the Call is free again.
+    /// Whether the program has the Call, or its memory is free again.
     pub fn is_over(&self) -> bool {
-        self.0.strong_count() == 0
+        self.0.upgrade().is_none_or(|stage| stage.load(Relaxed) == OVER)
     }
 
     /// Whether all of the Call is here.
     pub fn has_come(&self) -> bool {
-        self.0.upgrade().is_some_and(|came| came.load(Relaxed))
+        self.0.upgrade().is_some_and(|stage| stage.load(Relaxed) >= CAME)
     }
 }
 
@@ -906,6 +917,13 @@ impl Region {
     /// `ENOMEM`.
     pub fn owned(&self) -> io::Result<Region> {
         if self.is_lent() { Region::copy_from(self) } else { Ok(self.clone()) }
+    }
+
+    /// The program has what came here: another Call may be pulled.
+    pub fn end_pass(&self) {
+        if let Some(pass) = self.block.charge.as_ref().and_then(|charge| charge.pass.as_ref()) {
+            pass.end();
+        }
     }
 
     /// Bytes in the region.

@@ -342,6 +342,11 @@ impl Decoder {
         }
     }
 
+    /// The program has decoded what it wants.
+    pub fn end_pass(&self) {
+        self.state().sources.iter().for_each(Region::end_pass);
+    }
+
     /// Bytes that were copied into the program's memory: all that left through `x_getbytes`, pads included.
     pub fn copied(&self) -> u64 {
         self.state().copied

@@ -366,11 +366,16 @@ impl Link {
     fn take_turn(&mut self) {
         // The bytes of a Call come to whoever receives.
         let Some(place) = self.place.as_mut().filter(|_| self.device.is_receiver()) else { return };
-        while let bytes @ 1.. = self.engine.asks() {
-            let Some(pass) = place.ask(bytes, stats::clock()) else { return };
+        loop {
+            let bytes = self.engine.asks();
+            if bytes == 0 {
+                place.leave();
+                break;
+            }
+            let Some(pass) = place.ask(bytes, stats::clock()) else { break };
             self.engine.pull(pass);
         }
-        place.leave();
+        // Also where one that may be pulled now has another one behind it that waits on.
         self.carry_out();
     }
 

@@ -3,7 +3,10 @@
 //! at once has each byte leave the cache before the program looks at it.
 //!
 //! A connection whose next Call is to be pulled asks ([`Place::ask`]). If it is not its turn, it waits in one queue with the
-//! others; whoever is done with a Call has those go on who can ([`go_on`]), and a timer sees to the rest ([`alarm`]).
+//! others; whoever is done with a Call has those go on who can ([`go_on`]), and a timer sees to the rest ([`alarm`]). No
+//! connection has more than half of what is pulled: its bytes come one after the other, and would wait for each other only.
+//!
+//! What goes to where the program wants it is not decoded, and counts until the program has it.
 //!
 //! A peer that does not answer holds up nobody: a Call of which nothing has come within a moment ([`SILENT`]) does not count
 //! any more, nor does one that is not served within a while ([`SLOW`]). But a peer can have any number of connections, and such
@@ -29,11 +32,12 @@ use crate::memory::{Given, Pass};
 use crate::stats;
 use crate::thread::processors;
 
-/// Bytes of Calls that are pulled at a time for each thread that decodes: two of 1 MiB. With fewer it waits for clients that
-/// have to be woken, with more each of them takes longer to decode: what has come is not in the processor's cache any more.
+/// Bytes of Calls that are pulled at a time for each thread that decodes, and twice that for a single one: four Calls of 1 MiB.
+/// With fewer it waits for clients that have to be woken, with more each of them takes longer to decode: what has come is not
+/// in the processor's cache any more. A longer Call counts so much, for it lets others come beside it.
 pub(super) const EACH: usize = 2 << 20;
 
-/// What a shorter Call counts, at least: so few count that it takes no time to look at all of them.
+/// What a shorter Call counts: so few count that it takes no time to look at all of them.
 const LEAST: usize = 64 << 10;
 
 /// A Call of whose connection nothing has come for so long since it was asked for does not count, in nanoseconds. Above what it
@@ -48,7 +52,7 @@ const PATIENCE: u64 = 20_000_000;
 
 /// Most Calls that are looked at: those beyond do not count.
 const MANY: usize = 256;
-const _: () = assert!(EACH / LEAST < MANY);
+const _: () = assert!(2 * EACH / LEAST < MANY);
 
 /// An alarm that is so late was lost, with the loop that the program has left.
 const LOST: u64 = 100_000_000;
@@ -104,6 +108,9 @@ struct Waiting {
 
 /// A Call that is pulled, or was and is not decoded.
 struct Pulled {
+    /// Of which connection.
+    number: u64,
+    /// What it counts.
     bytes: usize,
     /// When it began, by [`stats::clock`].
     began: u64,
@@ -142,7 +149,7 @@ impl Queue {
     }
 
     fn most(&self) -> usize {
-        self.threads.load(Relaxed).clamp(1, processors()) * EACH
+        self.threads.load(Relaxed).min(processors()).max(2) * EACH
     }
 
     fn are_waiting(&self) -> bool {
@@ -157,10 +164,10 @@ impl Queue {
 
     /// Who is next, if it is time for that one.
     fn next(&'static self, now: u64) -> Option<(u64, Weak<dyn Waits>)> {
-        let mut state = self.lock();
-        let Waiting { number, bytes, .. } = *state.queue.front()?;
-        let who = state.has_room(bytes, self.most(), now).then(|| state.queue.front())??.who.clone();
-        Some((number, who))
+        let (mut state, most) = (self.lock(), self.most());
+        state.look(most, now);
+        let first = state.first(most).filter(|first| state.has_room(first.bytes, most))?;
+        Some((first.number, first.who.clone()))
     }
 
     /// See [`go_on`].
@@ -196,8 +203,8 @@ impl Queue {
 }
 
 impl State {
-    /// Whether so much more may be pulled now.
-    fn has_room(&mut self, bytes: usize, most: usize, now: u64) -> bool {
+    /// Finds out which Calls count no more.
+    fn look(&mut self, most: usize, now: u64) {
         let State { pulled, spent, .. } = self;
         pulled.retain_mut(|call| {
             if call.pass.is_over() {
@@ -210,19 +217,38 @@ impl State {
                 // What is whole waits for us and not for its peer.
                 let counts = if call.pass.has_come() { 0 } else { counts };
                 // Others wait while more is pulled than leaves room for the longest one: this is its part of it.
-                let part = counts as u128 * call.bytes as u128 / (most - EACH / 2) as u128;
+                let part = counts as u128 * call.bytes as u128 / (most - EACH) as u128;
                 *spent = PATIENCE.min(*spent + part as u64);
             }
             now < call.began + SLOW
         });
-        let held: usize = pulled.iter().filter(|call| !call.late).map(|call| call.bytes).sum();
-        held == 0 || held + counted(bytes) <= most
+    }
+
+    /// Whether so much more may be pulled now.
+    fn has_room(&self, bytes: usize, most: usize) -> bool {
+        fits(self.pulled.iter(), bytes, most)
+    }
+
+    /// Whether that connection has its part of it, and waits for nobody else.
+    fn is_full(&self, number: u64, bytes: usize, most: usize) -> bool {
+        !fits(self.pulled.iter().filter(|call| call.number == number), bytes, most / 2)
+    }
+
+    /// Who is next.
+    fn first(&self, most: usize) -> Option<&Waiting> {
+        self.queue.iter().find(|waiting| !self.is_full(waiting.number, waiting.bytes, most))
     }
 }
 
-/// What a Call of so many bytes counts. One that no cache holds lets others come beside it.
+/// Whether a Call of so many bytes may be pulled beside these.
+fn fits<'a>(pulled: impl Iterator<Item = &'a Pulled>, bytes: usize, most: usize) -> bool {
+    let held: usize = pulled.filter(|call| !call.late).map(|call| call.bytes).sum();
+    held == 0 || held + counted(bytes) <= most
+}
+
+/// What a Call of so many bytes counts.
 fn counted(bytes: usize) -> usize {
-    bytes.clamp(LEAST, EACH / 2)
+    bytes.clamp(LEAST, EACH)
 }
 
 impl Place {
@@ -245,31 +271,32 @@ impl Place {
             // It waited in the parent.
             self.taken = false;
         }
-        let State { queue, pulled, .. } = &mut *state;
         // Longer than what the reserve of memory has: then it goes without.
-        if queue.try_reserve(1).is_err() || pulled.try_reserve(1).is_err() {
+        if state.queue.try_reserve(1).is_err() || state.pulled.try_reserve(1).is_err() {
             return Some(pass);
         }
-        let first = queue.front().is_none_or(|first| first.number == self.number);
+        let (number, most) = (self.number, self.queue.most());
+        state.look(most, now);
+        let first = state.first(most).is_none_or(|first| first.number == number);
         // Where nobody asks the first one: the loop is in a routine that waits for this connection.
         let stands = self.taken && now.saturating_sub(self.since.max(state.moved)) >= SLOW;
-        if !(first || stands) || !state.has_room(bytes, self.queue.most(), now) {
+        let may = (first || stands) && !state.is_full(number, bytes, most) && state.has_room(bytes, most);
+        if !may {
             if !std::mem::replace(&mut self.taken, true) {
                 self.since = now;
-                state.queue.push_back(Waiting { number: self.number, bytes, who: self.who.clone() });
+                state.queue.push_back(Waiting { number, bytes, who: self.who.clone() });
                 self.queue.waiting.store(state.queue.len(), Relaxed);
             }
             return None;
         }
         state.moved = now;
         if std::mem::take(&mut self.taken) {
-            match first {
-                true => drop(state.queue.pop_front()),
-                false => state.queue.retain(|waiting| waiting.number != self.number),
-            }
+            let at = state.queue.iter().position(|waiting| waiting.number == number);
+            drop(at.and_then(|at| state.queue.remove(at)));
             self.queue.waiting.store(state.queue.len(), Relaxed);
         }
         let call = Pulled {
+            number,
             bytes: counted(bytes),
             began: now,
             came: self.came.clone(),
@@ -345,7 +372,7 @@ mod tests {
     use super::*;
 
     /// Two of them are pulled at a time.
-    const HALF: usize = EACH / 2;
+    const HALF: usize = EACH;
 
     /// A connection with one Call after the other.
     struct Peer {
@@ -443,6 +470,29 @@ mod tests {
         peers[5].ends();
         assert!(process.go_on() && short.pulls());
         assert_eq!((pulling(&peers), process.waiting()), (vec![0, 1], 0));
+    }
+
+    #[test]
+    fn a_connection_has_half_of_what_is_pulled_and_others_do_not_wait_for_it() {
+        let process = Process::new();
+        let peer = process.peer(HALF / 2);
+        let mut passes = Vec::new();
+        let mut turn = || {
+            passes.extend(peer.pass.lock().unwrap().take());
+            peer.turn();
+            peer.pulls()
+        };
+        assert!(turn() && !turn());
+        let other = process.peer(HALF);
+        assert!(other.pulls(), "it is not behind one that waits for itself");
+        let last = process.peer(LEAST);
+        assert!(!last.pulls());
+        assert!(process.go_on() && !peer.pulls() && process.waiting() == 2);
+        // The program has one, though its memory is in use.
+        passes[0].end();
+        assert!(process.go_on() && peer.pulls() && !last.pulls());
+        other.ends();
+        assert!(process.go_on() && last.pulls() && process.waiting() == 0);
     }
 
     #[test]
@@ -656,7 +706,7 @@ mod tests {
         assert!(long.pulls() && other.pulls() && !third.pulls());
         let process = Process::new();
         let short: Vec<_> = (0..400).map(|_| process.peer(1)).collect();
-        assert_eq!(pulling(&short).len(), EACH / LEAST);
+        assert_eq!(pulling(&short).len(), 2 * EACH / LEAST);
     }
 
     #[test]

@@ -805,6 +805,7 @@ mod tests {
     use super::super::pulls;
     use super::*;
     use crate::connection::Expect;
+    use crate::memory::Region;
     use crate::provider::fault::{Event, Fault, pair};
     use crate::wire::Xid;
     use std::net::{TcpListener, TcpStream};
@@ -871,7 +872,7 @@ mod tests {
     #[test]
     fn a_long_call_that_waits_is_pulled_as_soon_as_another_one_is_let_go_of() {
         let _alone = ONE_AT_A_TIME.lock().unwrap_or_else(|e| e.into_inner());
-        const LONG: usize = pulls::EACH / 2 - 100;
+        const LONG: usize = pulls::EACH - 100;
         let awaits = |server: &Shared| locked(server).link().unwrap().awaits_turn();
         let come = |server: &Shared| {
             while !awaits(server) && !locked(server).pulling() {
@@ -926,6 +927,40 @@ mod tests {
             for ((client, server, _), request) in [one, two].into_iter().zip(held) {
                 answer(client, server, request);
             }
+            if waited {
+                break;
+            }
+        }
+    }
+
+    #[test]
+    fn who_has_decoded_a_call_has_the_next_one_be_pulled_though_another_one_behind_it_waits_on() {
+        let _alone = ONE_AT_A_TIME.lock().unwrap_or_else(|e| e.into_inner());
+        const LONG: usize = pulls::EACH - 100;
+        let (mut client, server, _sockets) = joined();
+        begin(&mut client, 1, 40);
+        let request = next_of(&mut client, &server);
+        answer(&mut client, &server, request);
+        let awaits = || locked(&server).link().unwrap().awaits_turn();
+        // Where others have the processor for long, what is not decoded counts no more: then once more.
+        for xid in (2..).step_by(3) {
+            (xid..xid + 3).for_each(|xid| begin(&mut client, xid, LONG));
+            let first = next_of(&mut client, &server);
+            let waited = awaits() && !locked(&server).pulling();
+            first.message.pieces.iter().for_each(Region::end_pass);
+            while !pulls::go_on() {}
+            assert!(locked(&server).pulling(), "the first one is not answered, but decoded");
+            assert!(
+                !locked(&server).link().unwrap().engine.has_output(),
+                "the client is asked for it at once"
+            );
+            let waited = waited && awaits();
+            let second = next_of(&mut client, &server);
+            for request in [first, second] {
+                answer(&mut client, &server, request);
+            }
+            let third = next_of(&mut client, &server);
+            answer(&mut client, &server, third);
             if waited {
                 break;
             }

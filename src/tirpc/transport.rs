@@ -471,9 +471,14 @@ impl Transport {
 
     /// See [`crate::tirpc::server::placed`].
     pub fn placed(&self) -> Option<(*const u8, usize)> {
-        let state = self.state();
-        let region = state.open.last()?.placed.as_ref()?;
-        Some((region.as_ptr(), region.len()))
+        let placed = {
+            let state = self.state();
+            let region = state.open.last()?.placed.as_ref()?;
+            region.end_pass();
+            (region.as_ptr(), region.len())
+        };
+        pull_on();
+        Some(placed)
     }
 
     /// Tells [`progress`] what else may wake this connection.
@@ -1032,8 +1037,13 @@ unsafe extern "C-unwind" fn getargs(xprt: *mut SVCXPRT, decode: XdrProc, args: *
         let decoded =
             taken.unwrap.map_or(0, |unwrap| unsafe { unwrap(taken.auth, taken.xdrs, decode, args) });
         step(move || {
+            if let Some(arguments) = &taken.arguments {
+                arguments.end_pass();
+            }
             taken.give_back();
             drop(taken);
+            // Before the routine goes on, which may take its time.
+            pull_on();
             Ok(decoded)
         })
     })

@@ -6,10 +6,10 @@
 //! others; whoever is done with a Call has those go on who can ([`go_on`]), and a timer sees to the rest ([`alarm`]). No
 //! connection has more than half of what is pulled: its bytes come one after the other, and would wait for each other only.
 //!
-//! What goes to where the program wants it is not decoded, and counts until the program has it.
+//! Data of which the program asks where it lies counts until then.
 //!
 //! A peer that does not answer holds up nobody: a Call of which nothing has come within a moment ([`SILENT`]) does not count
-//! any more, nor does one that is not served within a while ([`SLOW`]). But a peer can have any number of connections, and such
+//! any more, nor does one that is not decoded within a while ([`SLOW`]). But a peer can have any number of connections, and such
 //! Calls could hold up others one after the other. So all that do not come hold up others for [`PATIENCE`] together; after that
 //! none of them counts, and Calls are pulled at once, as if there were no queue. Calls that are served give that time back, a
 //! nanosecond for each byte: where peers trickle, others wait for them hardly longer than they take themselves.
@@ -34,7 +34,7 @@ use crate::thread::processors;
 
 /// Bytes of Calls that are pulled at a time for each thread that decodes, and twice that for a single one: four Calls of 1 MiB.
 /// With fewer it waits for clients that have to be woken, with more each of them takes longer to decode: what has come is not
-/// in the processor's cache any more. A longer Call counts so much, for it lets others come beside it.
+/// in the processor's cache any more. A longer Call counts no more than this, so that others come beside it.
 pub(super) const EACH: usize = 2 << 20;
 
 /// What a shorter Call counts: so few count that it takes no time to look at all of them.

@@ -294,7 +294,7 @@ if command -v tmux >/dev/null; then
     type_in 'clear; ./command top -d 0.2; echo "status $?"; stty -a >after2'
     wait_for 10 screen 'rpcrdma top:'
     mux send-keys C-c; wait_for 5 screen '^status 0' && wait_for 5 cmp -s before after2 && ok "so does Ctrl-C" || FAIL "so does Ctrl-C" screen
-    type_in 'clear; ./command top -d 0.2 & fg >/dev/null; echo "status $?"; stty -a >after3'
+    type_in 'clear; ./command top -d 0.2; echo "status $?"; stty -a >after3'
     wait_for 10 screen 'rpcrdma top:'
     killed=$(pgrep -P "$(mux display-message -p '#{pane_pid}')" -x command)
     [ -n "$killed" ] && kill -TERM "$killed"

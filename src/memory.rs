@@ -399,25 +399,27 @@ struct Charge {
     pass: Option<Pass>,
 }
 
-/// Leave to pull a Call, and how far that is.
+/// How far a Call is that is pulled.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub enum PassStage {
+    /// It is under way.
+    Coming,
+    /// All of it is here.
+    Here,
+    /// A routine of the program has been called.
+    Dispatched,
+    /// The program has what it wants of it, or its memory is free again.
+    Decoded,
+}
+
+/// Leave to pull a Call, and how far that is: a [`PassStage`].
 #[derive(Clone, Debug, Default)]
 pub struct Pass(Arc<AtomicU8>);
 
-/// All of the Call is here.
-const CAME: u8 = 1;
-
-/// The program has it.
-const OVER: u8 = 2;
-
 impl Pass {
-    /// All of the Call is here.
-    pub fn came(&self) {
-        self.0.store(CAME, Relaxed);
-    }
-
-    /// The program has it, whatever becomes of the memory.
-    pub fn end(&self) {
-        self.0.store(OVER, Relaxed);
+    /// The Call is so far.
+    pub fn reach(&self, stage: PassStage) {
+        self.0.fetch_max(stage as u8, Relaxed);
     }
 
     /// What its giver sees of it.
@@ -430,14 +432,14 @@ impl Pass {
 pub struct Given(Weak<AtomicU8>);
 
 impl Given {
-    /// Whether the program has the Call, or its memory is free again.
-    pub fn is_over(&self) -> bool {
-        self.0.upgrade().is_none_or(|stage| stage.load(Relaxed) == OVER)
-    }
-
-    /// Whether all of the Call is here.
-    pub fn has_come(&self) -> bool {
-        self.0.upgrade().is_some_and(|stage| stage.load(Relaxed) >= CAME)
+    /// How far the Call is.
+    pub fn stage(&self) -> PassStage {
+        match self.0.upgrade().map(|stage| stage.load(Relaxed)) {
+            Some(0) => PassStage::Coming,
+            Some(1) => PassStage::Here,
+            Some(2) => PassStage::Dispatched,
+            _ => PassStage::Decoded,
+        }
     }
 }
 
@@ -737,7 +739,7 @@ impl Sink {
             return Err(sink);
         }
         if let Some(pass) = sink.block.charge.as_ref().and_then(|charge| charge.pass.as_ref()) {
-            pass.came();
+            pass.reach(PassStage::Here);
         }
         // INVARIANT: `alone` succeeded, so this is the only holder: a Buf may exist.
         Ok(Buf { block: sink.block, start: 0, len })
@@ -919,11 +921,13 @@ impl Region {
         if self.is_lent() { Region::copy_from(self) } else { Ok(self.clone()) }
     }
 
-    /// The program has what came here: another Call may be pulled.
-    pub fn end_pass(&self) {
-        if let Some(pass) = self.block.charge.as_ref().and_then(|charge| charge.pass.as_ref()) {
-            pass.end();
-        }
+    /// The Call that came here is so far. Whether it was pulled with a pass.
+    pub fn reach(&self, stage: PassStage) -> bool {
+        let pass = self.block.charge.as_ref().and_then(|charge| charge.pass.as_ref());
+        pass.is_some_and(|pass| {
+            pass.reach(stage);
+            true
+        })
     }
 
     /// Bytes in the region.

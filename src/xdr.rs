@@ -30,7 +30,7 @@ use std::ptr::{self, NonNull};
 use crate::error::{Error, Kind};
 use crate::ffi::guard;
 use crate::memory::shared::Shown;
-use crate::memory::{Buf, IoVecMut, Message, Payload, Region, Regions};
+use crate::memory::{Buf, IoVecMut, Message, PassStage, Payload, Region, Regions};
 
 /// A program's `xdrproc_t`: encodes, decodes or frees (`x_op`) one object.
 ///
@@ -342,9 +342,11 @@ impl Decoder {
         }
     }
 
-    /// The program has decoded what it wants.
-    pub fn end_pass(&self) {
-        self.state().sources.iter().for_each(Region::end_pass);
+    /// The program has decoded what it wants. Whether it was pulled with a [`Pass`](crate::memory::Pass).
+    pub fn is_decoded(&self) -> bool {
+        let sources = &self.state().sources;
+        // Of each of them.
+        sources.iter().filter(|source| source.reach(PassStage::Decoded)).count() > 0
     }
 
     /// Bytes that were copied into the program's memory: all that left through `x_getbytes`, pads included.

@@ -11,7 +11,7 @@ use super::{Answered, Output, Registrar, Role, first_xid, payload_xid};
 use crate::binding::{Binding, Head};
 use crate::error::{Error, Kind};
 use crate::memory::shared::Shown;
-use crate::memory::{Message, Pass, Payload, Region, Regions, Sink};
+use crate::memory::{Message, Pass, PassStage, Payload, Region, Regions, Sink};
 use crate::provider::{WorkId, WorkRequest};
 use crate::stats::{self, Counter};
 use crate::wire::header::{self, Answer, Body, Direction, Header, Plain, Proc, RdmaError};
@@ -283,6 +283,11 @@ impl Responder {
             self.deferred.clear();
         }
         self.handed.push(id, chunks);
+        if staged > 0 {
+            for piece in message.pieces.iter().chain(&placed) {
+                piece.reach(PassStage::Dispatched);
+            }
+        }
         self.staged -= staged;
         self.waits = false;
         if !self.queue.is_empty() {

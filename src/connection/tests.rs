@@ -14,7 +14,7 @@ mod two;
 use super::requester::*;
 use super::responder::*;
 use super::*;
-use crate::memory::{Given, Program};
+use crate::memory::{Given, PassStage, Program};
 use crate::reserve::testing::NoLongBlocks;
 use crate::wire::characteristics::{self as operations, Characteristic};
 use crate::wire::header::{Proc, RdmaError};
@@ -1763,18 +1763,23 @@ fn reads_of_a_call_begin_when_it_gets_a_pass_and_the_pass_goes_with_its_memory()
         pair.server.engine.pull(pass);
         // Without waiting for its Reads.
         assert_eq!(pair.server.engine.asks(), next);
-        assert!(!given.has_come());
+        assert_eq!(given.stage(), PassStage::Coming);
         pair.drain(Server);
         pair.settle();
-        assert!(given.has_come());
+        assert_eq!(given.stage(), PassStage::Here);
         passes.push(given);
     }
     assert_eq!(asked(&pair), 12_000);
     pair.server.engine.pull(Pass::default());
-    let live = |passes: &[Given]| passes.iter().filter(|it| !it.is_over()).count();
+    let live = |passes: &[Given]| passes.iter().filter(|it| it.stage() < PassStage::Decoded).count();
     for (xid, left) in [(1, 2), (2, 2), (3, 1), (4, 0)] {
         assert!(pair.take());
         assert_eq!(pair.handed.last().unwrap().xid, Xid(xid));
+        assert_eq!(
+            passes.iter().any(|it| it.stage() == PassStage::Dispatched),
+            xid != 2,
+            "the short one had none"
+        );
         pair.answer(0).unwrap();
         assert_eq!(live(&passes), left);
     }

@@ -1106,7 +1106,7 @@ mod tests {
         }
         let has_its_turn = || {
             let own: Weak<dyn pulls::Waits> = Weak::<Nobody>::new();
-            locked(&server).link().unwrap().place = Some(pulls::Place::new(own));
+            locked(&server).link().unwrap().place = Some(pulls::Place::new(own, false));
         };
         let child = fork(|| {
             has_its_turn();

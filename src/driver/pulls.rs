@@ -3,8 +3,10 @@
 //! at once has each byte leave the cache before the program looks at it.
 //!
 //! A connection whose next Call is to be pulled asks ([`Place::ask`]). If it is not its turn, it waits in one queue with the
-//! others; whoever is done with a Call has those go on who can ([`go_on`]), and a timer sees to the rest ([`alarm`]). No
-//! connection has more than half of what is pulled: its bytes come one after the other, and would wait for each other only.
+//! others; whoever is done with a Call has those go on who can ([`go_on`]), and a timer sees to the rest ([`alarm`]). What no
+//! routine of the program has taken up yet is of one connection by half at most: its bytes come one after the other, and would
+//! wait for each other only. Of one within this host it is a quarter: that one is asked for the next Call in no time, and sends
+//! what lay in its cache with the processors that it shares with us.
 //!
 //! Data of which the program asks where it lies counts until then.
 //!
@@ -28,13 +30,13 @@ use std::sync::{Arc, MutexGuard, Weak};
 use std::time::{Duration, Instant};
 
 use crate::fork;
-use crate::memory::{Given, Pass};
+use crate::memory::{Given, Pass, PassStage};
 use crate::stats;
 use crate::thread::processors;
 
 /// Bytes of Calls that are pulled at a time for each thread that decodes, and twice that for a single one: four Calls of 1 MiB.
 /// With fewer it waits for clients that have to be woken, with more each of them takes longer to decode: what has come is not
-/// in the processor's cache any more. A longer Call counts no more than this, so that others come beside it.
+/// in the processor's cache any more. A longer Call counts half of this, so that others come beside it.
 pub(super) const EACH: usize = 2 << 20;
 
 /// What a shorter Call counts: so few count that it takes no time to look at all of them.
@@ -72,6 +74,8 @@ pub struct Place {
     generation: u64,
     queue: &'static Queue,
     who: Weak<dyn Waits>,
+    /// Its part of what is pulled: one of so many.
+    share: usize,
     /// What its device has brought of pulled Calls, and when that was last found to be more.
     pulled: u64,
     came: Arc<AtomicU64>,
@@ -84,6 +88,8 @@ struct Queue {
     waiting: AtomicUsize,
     /// Threads that decode.
     threads: AtomicUsize,
+    /// [`EACH`].
+    each: usize,
 }
 
 #[derive(Default)]
@@ -102,6 +108,7 @@ struct State {
 
 struct Waiting {
     number: u64,
+    share: usize,
     bytes: usize,
     who: Weak<dyn Waits>,
 }
@@ -129,12 +136,12 @@ impl Pulled {
     }
 }
 
-static QUEUE: Queue = Queue::new();
+static QUEUE: Queue = Queue::new(EACH);
 
 impl Queue {
-    const fn new() -> Queue {
+    const fn new(each: usize) -> Queue {
         let (state, waiting) = (fork::Lock::new(), AtomicUsize::new(0));
-        Queue { state, waiting, threads: AtomicUsize::new(1) }
+        Queue { state, waiting, threads: AtomicUsize::new(1), each }
     }
 
     fn lock(&'static self) -> MutexGuard<'static, State> {
@@ -149,7 +156,7 @@ impl Queue {
     }
 
     fn most(&self) -> usize {
-        self.threads.load(Relaxed).min(processors()).max(2) * EACH
+        self.threads.load(Relaxed).min(processors()).max(2) * self.each
     }
 
     fn are_waiting(&self) -> bool {
@@ -207,7 +214,8 @@ impl State {
     fn look(&mut self, most: usize, now: u64) {
         let State { pulled, spent, .. } = self;
         pulled.retain_mut(|call| {
-            if call.pass.is_over() {
+            let stage = call.pass.stage();
+            if stage == PassStage::Decoded {
                 *spent = spent.saturating_sub(call.bytes as u64);
                 return false;
             }
@@ -215,9 +223,9 @@ impl State {
             if !call.late && now >= call.began + counts {
                 call.late = true;
                 // What is whole waits for us and not for its peer.
-                let counts = if call.pass.has_come() { 0 } else { counts };
+                let counts = if stage >= PassStage::Here { 0 } else { counts };
                 // Others wait while more is pulled than leaves room for the longest one: this is its part of it.
-                let part = counts as u128 * call.bytes as u128 / (most - EACH) as u128;
+                let part = counts as u128 * call.bytes as u128 / (most - EACH / 2) as u128;
                 *spent = PATIENCE.min(*spent + part as u64);
             }
             now < call.began + SLOW
@@ -230,13 +238,14 @@ impl State {
     }
 
     /// Whether that connection has its part of it, and waits for nobody else.
-    fn is_full(&self, number: u64, bytes: usize, most: usize) -> bool {
-        !fits(self.pulled.iter().filter(|call| call.number == number), bytes, most / 2)
+    fn is_full(&self, (number, share): (u64, usize), bytes: usize, most: usize) -> bool {
+        let own = |call: &&Pulled| call.number == number && call.pass.stage() < PassStage::Dispatched;
+        !fits(self.pulled.iter().filter(own), bytes, most / share)
     }
 
     /// Who is next.
     fn first(&self, most: usize) -> Option<&Waiting> {
-        self.queue.iter().find(|waiting| !self.is_full(waiting.number, waiting.bytes, most))
+        self.queue.iter().find(|waiting| !self.is_full((waiting.number, waiting.share), waiting.bytes, most))
     }
 }
 
@@ -248,19 +257,29 @@ fn fits<'a>(pulled: impl Iterator<Item = &'a Pulled>, bytes: usize, most: usize)
 
 /// What a Call of so many bytes counts.
 fn counted(bytes: usize) -> usize {
-    bytes.clamp(LEAST, EACH)
+    bytes.clamp(LEAST, EACH / 2)
 }
 
 impl Place {
-    /// One in the queue of the process.
-    pub fn new(who: Weak<dyn Waits>) -> Place {
-        Place::of(&QUEUE, who)
+    /// One in the queue of the process. `own_host`: of a peer on this host.
+    pub fn new(who: Weak<dyn Waits>, own_host: bool) -> Place {
+        Place::of(&QUEUE, who, if own_host { 4 } else { 2 })
     }
 
-    fn of(queue: &'static Queue, who: Weak<dyn Waits>) -> Place {
+    fn of(queue: &'static Queue, who: Weak<dyn Waits>, share: usize) -> Place {
         static NEXT: AtomicU64 = AtomicU64::new(0);
         let number = NEXT.fetch_add(1, Relaxed);
-        Place { number, taken: false, since: 0, generation: 0, queue, who, pulled: 0, came: Arc::default() }
+        Place {
+            number,
+            taken: false,
+            since: 0,
+            generation: 0,
+            queue,
+            who,
+            share,
+            pulled: 0,
+            came: Arc::default(),
+        }
     }
 
     /// Asks to pull a Call of so many bytes; waits in the queue if it is not time for that.
@@ -275,16 +294,17 @@ impl Place {
         if state.queue.try_reserve(1).is_err() || state.pulled.try_reserve(1).is_err() {
             return Some(pass);
         }
-        let (number, most) = (self.number, self.queue.most());
+        let (number, share, most) = (self.number, self.share, self.queue.most());
         state.look(most, now);
         let first = state.first(most).is_none_or(|first| first.number == number);
         // Where nobody asks the first one: the loop is in a routine that waits for this connection.
         let stands = self.taken && now.saturating_sub(self.since.max(state.moved)) >= SLOW;
-        let may = (first || stands) && !state.is_full(number, bytes, most) && state.has_room(bytes, most);
+        let may =
+            (first || stands) && !state.is_full((number, share), bytes, most) && state.has_room(bytes, most);
         if !may {
             if !std::mem::replace(&mut self.taken, true) {
                 self.since = now;
-                state.queue.push_back(Waiting { number, bytes, who: self.who.clone() });
+                state.queue.push_back(Waiting { number, share, bytes, who: self.who.clone() });
                 self.queue.waiting.store(state.queue.len(), Relaxed);
             }
             return None;
@@ -343,6 +363,11 @@ pub fn go_on() -> bool {
     QUEUE.go_on(stats::clock)
 }
 
+/// The program has decoded a Call. Who asks at this moment finds that out, or is seen to wait.
+pub fn decoded() {
+    drop(QUEUE.lock());
+}
+
 /// Whether somebody waits.
 #[inline]
 pub fn are_waiting() -> bool {
@@ -371,8 +396,8 @@ mod tests {
 
     use super::*;
 
-    /// Two of them are pulled at a time.
-    const HALF: usize = EACH;
+    /// Two of them are pulled at a time, of as many connections; or four, where a process pulls as much as it may.
+    const HALF: usize = EACH / 2;
 
     /// A connection with one Call after the other.
     struct Peer {
@@ -413,13 +438,17 @@ mod tests {
 
     impl Process {
         fn new() -> Process {
-            Process { queue: Box::leak(Box::new(Queue::new())), now: Arc::new(AtomicU64::new(1 << 40)) }
+            Process::with(EACH / 2)
+        }
+
+        fn with(each: usize) -> Process {
+            Process { queue: Box::leak(Box::new(Queue::new(each))), now: Arc::new(AtomicU64::new(1 << 40)) }
         }
 
         /// One more connection, with a Call of so many bytes.
         fn peer(&self, bytes: usize) -> Arc<Peer> {
             let peer = Arc::new_cyclic(|own: &Weak<Peer>| Peer {
-                place: Mutex::new(Place::of(self.queue, own.clone())),
+                place: Mutex::new(Place::of(self.queue, own.clone(), 2)),
                 bytes,
                 pass: Mutex::default(),
                 now: self.now.clone(),
@@ -474,25 +503,35 @@ mod tests {
 
     #[test]
     fn a_connection_has_half_of_what_is_pulled_and_others_do_not_wait_for_it() {
-        let process = Process::new();
-        let peer = process.peer(HALF / 2);
+        // As much as a record of 1 MiB takes with its header.
+        const RECORD: usize = (1 << 20) + 44;
+        let process = Process::with(EACH);
+        let peer = process.peer(RECORD);
         let mut passes = Vec::new();
         let mut turn = || {
             passes.extend(peer.pass.lock().unwrap().take());
             peer.turn();
-            peer.pulls()
+            (peer.pulls(), passes.clone())
         };
-        assert!(turn() && !turn());
-        let other = process.peer(HALF);
-        assert!(other.pulls(), "it is not behind one that waits for itself");
-        let last = process.peer(LEAST);
-        assert!(!last.pulls());
+        assert!(turn().0 && !turn().0);
+        let others = [RECORD; 3].map(|bytes| process.peer(bytes));
+        assert_eq!(pulling(&others), [0, 1], "they are not behind one that waits for itself");
         assert!(process.go_on() && !peer.pulls() && process.waiting() == 2);
-        // The program has one, though its memory is in use.
-        passes[0].end();
-        assert!(process.go_on() && peer.pulls() && !last.pulls());
-        other.ends();
-        assert!(process.go_on() && last.pulls() && process.waiting() == 0);
+        // What a routine has taken up counts for all, until it is decoded.
+        let passes = turn().1;
+        passes[0].reach(PassStage::Dispatched);
+        assert!(process.go_on() && !peer.pulls());
+        passes[0].reach(PassStage::Decoded);
+        assert!(process.go_on() && peer.pulls() && pulling(&others).len() == 2, "it came before the third");
+        passes[1].reach(PassStage::Dispatched);
+        assert!(!turn().0, "there is room for it, but not in all");
+        others[0].ends();
+        assert!(
+            process.go_on() && !peer.pulls() && pulling(&others) == [1, 2],
+            "in the order of their coming"
+        );
+        others[1].ends();
+        assert!(process.go_on() && peer.pulls() && process.waiting() == 0);
     }
 
     #[test]
@@ -593,7 +632,7 @@ mod tests {
             let all = [HALF; 3].map(|bytes| process.peer(bytes));
             assert_eq!(pulling(&all), [0, 1]);
             for peer in &all[..2] {
-                peer.pass.lock().unwrap().as_ref().unwrap().came();
+                peer.pass.lock().unwrap().as_ref().unwrap().reach(PassStage::Here);
                 peer.place.lock().unwrap().has_brought(u64::MAX, process.now.load(Relaxed) + 1);
             }
             process.pass(SLOW - 1);
@@ -633,7 +672,8 @@ mod tests {
         assert!(process.go_on() && last.pulls() && !leaves.pulls());
         // Nothing tells of the end of one that somebody else keeps.
         let [dead, next] = [HALF; 2].map(|bytes| process.peer(bytes));
-        let place = std::mem::replace(&mut *dead.place.lock().unwrap(), Place::of(process.queue, one_more()));
+        let place =
+            std::mem::replace(&mut *dead.place.lock().unwrap(), Place::of(process.queue, one_more(), 2));
         drop(dead);
         last.ends();
         assert!(process.go_on() && next.pulls());
@@ -706,7 +746,7 @@ mod tests {
         assert!(long.pulls() && other.pulls() && !third.pulls());
         let process = Process::new();
         let short: Vec<_> = (0..400).map(|_| process.peer(1)).collect();
-        assert_eq!(pulling(&short).len(), 2 * EACH / LEAST);
+        assert_eq!(pulling(&short).len(), EACH / LEAST);
     }
 
     #[test]

@@ -359,7 +359,7 @@ impl Server {
             log_info!("fd {}: accepted {peer} over rdma ({})", self.fd, link.describe());
             self.traits = link.device.traits();
             if let Some(own) = &self.own {
-                link.pull_in_turn(Place::new(own.clone()));
+                link.pull_in_turn(Place::new(own.clone(), socket::own_host(self.fd)));
             }
             self.phase = Phase::Open(Box::new(link));
         }
@@ -805,7 +805,7 @@ mod tests {
     use super::super::pulls;
     use super::*;
     use crate::connection::Expect;
-    use crate::memory::Region;
+    use crate::memory::{PassStage, Payload};
     use crate::provider::fault::{Event, Fault, pair};
     use crate::wire::Xid;
     use std::net::{TcpListener, TcpStream};
@@ -819,7 +819,7 @@ mod tests {
     };
 
     /// A client, and the end that has accepted it.
-    fn joined() -> (Link, Arc<Shared>, [TcpStream; 2]) {
+    fn joined() -> Joined {
         let config: &'static Config = Box::leak(Box::default());
         let listener = TcpListener::bind("127.0.0.1:0").unwrap();
         let active = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
@@ -869,10 +869,30 @@ mod tests {
         }
     }
 
+    /// As many connections as are pulled from at a time.
+    const HELD: usize = 4;
+
+    type Joined = (Link, Arc<Shared>, [TcpStream; 2]);
+
+    /// A call of each of them, which is here.
+    fn hold(ends: &mut [Joined], xid: u32, bytes: usize) -> Vec<Request> {
+        let one = |(client, server, _): &mut Joined| {
+            begin(client, xid, bytes);
+            next_of(client, server)
+        };
+        ends.iter_mut().map(one).collect()
+    }
+
+    fn answer_all(ends: &mut [Joined], held: Vec<Request>) {
+        for ((client, server, _), request) in ends.iter_mut().zip(held) {
+            answer(client, server, request);
+        }
+    }
+
     #[test]
-    fn a_long_call_that_waits_is_pulled_as_soon_as_another_one_is_let_go_of() {
+    fn a_long_call_that_waits_is_pulled_as_soon_as_another_one_is_decoded_or_let_go_of() {
         let _alone = ONE_AT_A_TIME.lock().unwrap_or_else(|e| e.into_inner());
-        const LONG: usize = pulls::EACH - 100;
+        const LONG: usize = pulls::EACH / 2;
         let awaits = |server: &Shared| locked(server).link().unwrap().awaits_turn();
         let come = |server: &Shared| {
             while !awaits(server) && !locked(server).pulling() {
@@ -880,7 +900,7 @@ mod tests {
             }
             awaits(server)
         };
-        let mut ends = [(); 3].map(|()| joined());
+        let mut ends = [(); HELD + 1].map(|()| joined());
         for (client, server, _) in &mut ends {
             // The first call of a connection is alone.
             begin(client, 1, 40);
@@ -888,33 +908,33 @@ mod tests {
             answer(client, server, request);
             assert!(!awaits(server));
         }
-        // Where others have the processor for long, what is not served counts no more: then once more.
+        // Where others have the processor for long, what is not decoded counts no more: then once more.
+        let mut waits = 0;
         for xid in 2.. {
-            let [one, two, (client, server, _)] = &mut ends;
-            let [first, second] = [&mut *one, &mut *two].map(|(client, server, _)| {
-                begin(client, xid, LONG);
-                next_of(client, server)
-            });
+            let [others @ .., (client, server, _)] = &mut ends;
+            let mut held = hold(others, xid, LONG);
             begin(client, xid, LONG);
             let waited = come(server);
             assert!(!waited || !locked(server).is_quiet(), "a timer sees to it");
-            answer(&mut one.0, &one.1, first);
+            // The program has decoded one, or its memory is let go of.
+            if xid % 2 == 0 {
+                assert!(held[0].message.pieces.iter().all(|piece| piece.reach(PassStage::Decoded)));
+            } else {
+                held[0].message = Payload::default();
+            }
             while !pulls::go_on() {}
             assert!(locked(server).pulling() && !awaits(server), "nobody else looks at it");
-            let third = next_of(client, server);
-            answer(client, server, third);
-            answer(&mut two.0, &two.1, second);
-            if waited {
+            let last = next_of(client, server);
+            answer(client, server, last);
+            answer_all(others, held);
+            waits += u32::from(waited);
+            if waits == 10 {
                 break;
             }
         }
         // One that is lost waits no more.
         for xid in 1000.. {
-            let [one, two, _] = &mut ends;
-            let held = [&mut *one, &mut *two].map(|(client, server, _)| {
-                begin(client, xid, LONG);
-                next_of(client, server)
-            });
+            let held = hold(&mut ends[..HELD], xid, LONG);
             let (mut client, server, _sockets) = joined();
             begin(&mut client, 1, LONG);
             let waited = come(&server);
@@ -924,9 +944,7 @@ mod tests {
             link.drain();
             assert!(!link.awaits_turn());
             drop(state);
-            for ((client, server, _), request) in [one, two].into_iter().zip(held) {
-                answer(client, server, request);
-            }
+            answer_all(&mut ends[..HELD], held);
             if waited {
                 break;
             }
@@ -934,33 +952,27 @@ mod tests {
     }
 
     #[test]
-    fn who_has_decoded_a_call_has_the_next_one_be_pulled_though_another_one_behind_it_waits_on() {
+    fn the_next_long_call_is_asked_for_when_one_is_dispatched_though_another_one_behind_it_waits_on() {
         let _alone = ONE_AT_A_TIME.lock().unwrap_or_else(|e| e.into_inner());
-        const LONG: usize = pulls::EACH - 100;
+        const LONG: usize = pulls::EACH / 2;
         let (mut client, server, _sockets) = joined();
         begin(&mut client, 1, 40);
         let request = next_of(&mut client, &server);
         answer(&mut client, &server, request);
-        let awaits = || locked(&server).link().unwrap().awaits_turn();
-        // Where others have the processor for long, what is not decoded counts no more: then once more.
+        // Where others have the processor for long, what is not dispatched counts no more: then once more.
         for xid in (2..).step_by(3) {
             (xid..xid + 3).for_each(|xid| begin(&mut client, xid, LONG));
             let first = next_of(&mut client, &server);
-            let waited = awaits() && !locked(&server).pulling();
-            first.message.pieces.iter().for_each(Region::end_pass);
-            while !pulls::go_on() {}
-            assert!(locked(&server).pulling(), "the first one is not answered, but decoded");
-            assert!(
-                !locked(&server).link().unwrap().engine.has_output(),
-                "the client is asked for it at once"
-            );
-            let waited = waited && awaits();
+            let mut state = locked(&server);
+            let link = state.link().unwrap();
+            assert!(!link.engine.has_output(), "the client has been asked for the second");
+            let waited = link.awaits_turn() && link.engine.pulling().is_some();
+            drop(state);
             let second = next_of(&mut client, &server);
-            for request in [first, second] {
+            let third = next_of(&mut client, &server);
+            for request in [first, second, third] {
                 answer(&mut client, &server, request);
             }
-            let third = next_of(&mut client, &server);
-            answer(&mut client, &server, third);
             if waited {
                 break;
             }
@@ -972,29 +984,26 @@ mod tests {
         let _alone = ONE_AT_A_TIME.lock().unwrap_or_else(|e| e.into_inner());
         const LONG: usize = 2 * MIB;
         const MIB: usize = 1 << 20;
-        let mut ends = [(); 3].map(|()| joined());
+        let mut ends = [(); HELD + 1].map(|()| joined());
         for (client, server, _) in &mut ends {
             begin(client, 1, 40);
             let request = next_of(client, server);
             answer(client, server, request);
         }
-        let [one, two, (client, server, _)] = &mut ends;
+        let [others @ .., (client, server, _)] = &mut ends;
         for xid in 2.. {
-            let [first, second] = [&mut *one, &mut *two].map(|(client, server, _)| {
-                begin(client, xid, LONG);
-                next_of(client, server)
-            });
+            let mut held = hold(others, xid, LONG);
             begin(client, xid, LONG);
             while !locked(server).link().unwrap().awaits_turn() && !locked(server).pulling() {
                 assert!(locked(server).receive().is_none());
             }
             let waited = locked(server).link().unwrap().awaits_turn();
-            answer(&mut one.0, &one.1, first);
+            answer(&mut others[0].0, &others[0].1, held.remove(0));
             // Others have all of the memory, and the lead.
             let memory = locked(server).link().unwrap().memory.clone();
-            let held = memory.staging(1 << 40, None).unwrap();
+            let full = memory.staging(1 << 40, None).unwrap();
             for step in [MIB, 4096, 64, 1] {
-                while memory.may_pull(&held, step, false) {}
+                while memory.may_pull(&full, step, false) {}
             }
             let leads = memory.staging(1 << 40, None).unwrap();
             assert!(!waited || memory.may_pull(&leads, MIB, true));
@@ -1006,13 +1015,13 @@ mod tests {
                 assert!(!state.link().unwrap().awaits_turn() && state.waits_for_memory().is_some());
                 assert!(state.home.has_left(), "nothing else has the loop look at it");
             }
-            drop((held, leads));
+            drop((full, leads));
             if waited {
                 break;
             }
-            let third = next_of(client, server);
-            answer(client, server, third);
-            answer(&mut two.0, &two.1, second);
+            let last = next_of(client, server);
+            answer(client, server, last);
+            answer_all(&mut others[1..], held);
         }
     }
 

@@ -40,7 +40,7 @@ use crate::driver::start;
 use crate::driver::{self, Callee, Next, Server, Shared, Wait, pulls, send_rest, service_loop};
 use crate::error::{Error, Kind};
 use crate::ffi::{guard, guard_in_steps, step};
-use crate::memory::{self, Region};
+use crate::memory::{self, PassStage, Region};
 use crate::socket::Sockaddr;
 use crate::stats::{self, Counter};
 use crate::tirpc::bare::{LISTENING, NO_AUTH};
@@ -474,11 +474,13 @@ impl Transport {
         let placed = {
             let state = self.state();
             let region = state.open.last()?.placed.as_ref()?;
-            region.end_pass();
-            (region.as_ptr(), region.len())
+            (region.as_ptr(), region.len(), region.reach(PassStage::Decoded))
         };
-        pull_on();
-        Some(placed)
+        let (at, len, pulled) = placed;
+        if pulled {
+            pull_next();
+        }
+        Some((at, len))
     }
 
     /// Tells [`progress`] what else may wake this connection.
@@ -1037,13 +1039,12 @@ unsafe extern "C-unwind" fn getargs(xprt: *mut SVCXPRT, decode: XdrProc, args: *
         let decoded =
             taken.unwrap.map_or(0, |unwrap| unsafe { unwrap(taken.auth, taken.xdrs, decode, args) });
         step(move || {
-            if let Some(arguments) = &taken.arguments {
-                arguments.end_pass();
-            }
+            let pulled = taken.arguments.as_ref().is_some_and(Decoder::is_decoded);
             taken.give_back();
             drop(taken);
-            // Before the routine goes on, which may take its time.
-            pull_on();
+            if pulled {
+                pull_next();
+            }
             Ok(decoded)
         })
     })
@@ -1421,6 +1422,13 @@ fn pull_on() {
     } else {
         pull_in_time();
     }
+}
+
+/// The same when the program has a Call, of which its routine may make use for long.
+#[cold]
+fn pull_next() {
+    pulls::decoded();
+    pull_on();
 }
 
 /// The same when time has passed, if nothing is let go of.

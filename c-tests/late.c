@@ -1,6 +1,9 @@
 /* Requests that are put off, and answered later: in the routine of another connection's request, or by another thread beside
  * the loop. What has come on their connection meanwhile is served too, and what the client does not take at once is sent.
  *
+ * With the argument "pulled": a routine that has decoded a long call, and goes on, keeps no other one from being pulled. With
+ * RPCRDMA_POLL=0, so that the loop looks at all connections before it serves one.
+ *
  * Linked with the library, with RPCRDMA_BY_REFERENCE=yes: a reply that is lent has the connection looked at. */
 #define _GNU_SOURCE
 #include <err.h>
@@ -9,14 +12,16 @@
 #include <rpc/rpc.h>
 #include <rpcrdma.h>
 #include <semaphore.h>
+#include <stddef.h>
 #include <stdio.h>
 #include <stdlib.h>
+#include <string.h>
 #include <unistd.h>
 
 enum { PROG = 0x20004C53 };
 /* Procedures. Those behind the first have that one answered: in their own routine, by a thread that it waits for, or by one
  * that begins when the loop sleeps. */
-enum { PUT_OFF = 1, IN_ROUTINE, BY_THREAD, BESIDE_LOOP };
+enum { PUT_OFF = 1, IN_ROUTINE, BY_THREAD, BESIDE_LOOP, GATE, TAKE };
 enum { SHORT = 100000, LONG = 200 << 20 };
 
 #define REQUIRE(what) ((what) ? (void)0 : errx(1, "line %d: %s", __LINE__, #what))
@@ -63,6 +68,35 @@ static void *answers_much(void *unused)
     return NULL;
 }
 
+/* One more long call than are pulled at a time where one thread serves. */
+enum { LONG_CALLS = 5, RECORD = 1 << 20 };
+static int taken;
+
+/* Until a counter of the library has grown by so much. */
+static void await(size_t counter, uint64_t since, uint64_t more)
+{
+    struct rpcrdma_stats now;
+    for (int i = 0; i < 1000 * patient.tv_sec; i++) {
+        REQUIRE(rpcrdma_stats_get(&now, sizeof now));
+        if (*(uint64_t *)((char *)&now + counter) >= since + more)
+            return;
+        poll(NULL, 0, 1);
+    }
+    errx(1, "the counter at %zu does not grow", counter);
+}
+
+static struct rpcrdma_stats before;
+
+/* What goes on when the first call is decoded lasts until the last one is asked for. */
+static void take(SVCXPRT *xprt)
+{
+    struct data data = {0, NULL};
+    REQUIRE(svc_getargs(xprt, (xdrproc_t)xdr_data, (char *)&data) && data.length == RECORD);
+    if (taken++ == 0)
+        await(offsetof(struct rpcrdma_stats, bytes_read), before.bytes_read, (uint64_t)LONG_CALLS * RECORD);
+    REQUIRE(svc_freeargs(xprt, (xdrproc_t)xdr_data, (char *)&data));
+}
+
 static void serve(struct svc_req *request, SVCXPRT *xprt)
 {
     pthread_t thread;
@@ -73,6 +107,14 @@ static void serve(struct svc_req *request, SVCXPRT *xprt)
         return;
     case IN_ROUTINE:
         answers(NULL);
+        break;
+    case GATE:
+        REQUIRE(rpcrdma_stats_get(&before, sizeof before));
+        REQUIRE(sem_post(&is_inside) == 0);
+        await(offsetof(struct rpcrdma_stats, sends), before.sends, LONG_CALLS);
+        break;
+    case TAKE:
+        take(xprt);
         break;
     case BY_THREAD:
         REQUIRE(pthread_create(&thread, NULL, answers, NULL) == 0 && pthread_join(thread, NULL) == 0);
@@ -125,7 +167,43 @@ static void *has_it_answered(void *procedure)
     return NULL;
 }
 
-int main(void)
+static void *passes_the_gate(void *unused)
+{
+    (void)unused;
+    REQUIRE(ask(first, GATE) == RPC_SUCCESS);
+    return NULL;
+}
+
+static void *makes_a_long_call(void *own)
+{
+    struct data data = {RECORD, reply};
+    CLIENT *client = own;
+    enum clnt_stat status = clnt_call(client, TAKE, (xdrproc_t)xdr_data, (char *)&data, (xdrproc_t)xdr_nothing, NULL, patient);
+    REQUIRE(status == RPC_SUCCESS);
+    return NULL;
+}
+
+static void pulled(void)
+{
+    CLIENT *clients[LONG_CALLS];
+    pthread_t gate, callers[LONG_CALLS];
+    for (int i = 0; i < LONG_CALLS; i++) {
+        clients[i] = connected();
+        REQUIRE(ask(clients[i], NULLPROC) == RPC_SUCCESS);
+    }
+    REQUIRE(pthread_create(&gate, NULL, passes_the_gate, NULL) == 0);
+    REQUIRE(sem_wait(&is_inside) == 0);
+    for (int i = 0; i < LONG_CALLS; i++)
+        REQUIRE(pthread_create(&callers[i], NULL, makes_a_long_call, clients[i]) == 0);
+    REQUIRE(pthread_join(gate, NULL) == 0);
+    for (int i = 0; i < LONG_CALLS; i++)
+        REQUIRE(pthread_join(callers[i], NULL) == 0);
+    for (int i = 0; i < LONG_CALLS; i++)
+        clnt_destroy(clients[i]);
+    printf("ok    a routine that has decoded a long call keeps no other one waiting\n");
+}
+
+int main(int argc, char **argv)
 {
     u_int lengths[] = {SHORT, SHORT, LONG};
     pthread_t loop, one, other;
@@ -138,6 +216,10 @@ int main(void)
     sem_init(&is_inside, 0, 0);
     REQUIRE(pthread_create(&loop, NULL, run, NULL) == 0);
     first = connected(), second = connected();
+    if (argc > 1 && strcmp(argv[1], "pulled") == 0) {
+        pulled();
+        return 0;
+    }
     for (u_int procedure = IN_ROUTINE; procedure <= BESIDE_LOOP; procedure++) {
         /* The first reply tells the credits. */
         REQUIRE(ask(first, NULLPROC) == RPC_SUCCESS);

@@ -1,5 +1,6 @@
 #!/bin/bash
-# late.sh: requests that a server puts off and answers later, beside its loop (c-tests/late.c); as it is, and under valgrind.
+# late.sh: requests that a server puts off and answers later, beside its loop, and routines that take their time with a long call
+# (c-tests/late.c); as it is, and under valgrind.
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 . "$here/lib.sh"
 cd "$scratch" || exit 1
@@ -22,6 +23,7 @@ cc -g -O1 -pthread -Wall -Wextra -Werror -Wno-cast-function-type -o late "$top/c
     -L"$build" -Wl,-rpath,"$build" -lrpcrdma $(pkg-config --libs libtirpc) 2>cc.log ||
     { FAIL "late.c compiles" cc.log; closing; }
 report plain ./late
+report iwarp env RPCRDMA_PROVIDER=iwarp RPCRDMA_POLL=0 ./late pulled
 if command -v valgrind >/dev/null; then
     report valgrind env RPCRDMA_POLL=0 valgrind -q --error-exitcode=9 --fair-sched=try ./late
 else

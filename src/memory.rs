@@ -406,7 +406,7 @@ pub enum PassStage {
     Coming,
     /// All of it is here.
     Here,
-    /// A routine of the program has been called.
+    /// It was handed to the program: to its routine, or to the threads that call it.
     Dispatched,
     /// The program has what it wants of it, or its memory is free again.
     Decoded,

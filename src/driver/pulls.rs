@@ -3,8 +3,8 @@
 //! at once has each byte leave the cache before the program looks at it.
 //!
 //! A connection whose next Call is to be pulled asks ([`Place::ask`]). If it is not its turn, it waits in one queue with the
-//! others; whoever is done with a Call has those go on who can ([`go_on`]), and a timer sees to the rest ([`alarm`]). What no
-//! routine of the program has taken up yet is of one connection by half at most: its bytes come one after the other, and would
+//! others; whoever is done with a Call has those go on who can ([`go_on`]), and a timer sees to the rest ([`alarm`]). What
+//! the program does not have yet is of one connection by half at most: its bytes come one after the other, and would
 //! wait for each other only. Of one within this host it is a quarter: that one is asked for the next Call in no time, and sends
 //! what lay in its cache with the processors that it shares with us.
 //!

@@ -366,6 +366,8 @@ impl Link {
     fn take_turn(&mut self) {
         // The bytes of a Call come to whoever receives.
         let Some(place) = self.place.as_mut().filter(|_| self.device.is_receiver()) else { return };
+        // What has come before is no answer to what is asked for now.
+        place.has_brought(self.device.pulled(), stats::clock());
         loop {
             let bytes = self.engine.asks();
             if bytes == 0 {

@@ -130,7 +130,7 @@ struct Pulled {
 impl Pulled {
     /// For how long it counts, if its memory is not let go of before; `spent` as in [`State`].
     fn counts(&self, spent: u64) -> u64 {
-        let silent = self.came.load(Relaxed) <= self.began;
+        let silent = self.pass.stage() == PassStage::Coming && self.came.load(Relaxed) <= self.began;
         let most = if silent { SILENT } else { SLOW };
         most.min(PATIENCE - spent)
     }
@@ -632,8 +632,8 @@ mod tests {
             let all = [HALF; 3].map(|bytes| process.peer(bytes));
             assert_eq!(pulling(&all), [0, 1]);
             for peer in &all[..2] {
+                // All of it has come in one go: nobody has noted that it began to.
                 peer.pass.lock().unwrap().as_ref().unwrap().reach(PassStage::Here);
-                peer.place.lock().unwrap().has_brought(u64::MAX, process.now.load(Relaxed) + 1);
             }
             process.pass(SLOW - 1);
             assert!(process.go_on() && !all[2].pulls(), "it counts, though it is here");

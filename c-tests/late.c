@@ -2,7 +2,8 @@
  * the loop. What has come on their connection meanwhile is served too, and what the client does not take at once is sent.
  *
  * With the argument "pulled": a routine that has decoded a long call, and goes on, keeps no other one from being pulled. With
- * RPCRDMA_POLL=0, so that the loop looks at all connections before it serves one.
+ * RPCRDMA_POLL=0, so that the loop looks at all connections before it serves one. It never fails without reason; but where
+ * clients are kept from their processors for a millisecond, the last one is asked for in any case.
  *
  * Linked with the library, with RPCRDMA_BY_REFERENCE=yes: a reply that is lent has the connection looked at. */
 #define _GNU_SOURCE

@@ -395,7 +395,7 @@ struct Charge {
     leads: AtomicBool,
     /// The process in which it counts so much.
     generation: AtomicU64,
-    /// Goes with the block, if it is not given back before.
+    /// Goes with the block.
     pass: Option<Pass>,
 }
 

@@ -311,8 +311,7 @@ impl Place {
         }
         state.moved = now;
         if std::mem::take(&mut self.taken) {
-            let at = state.queue.iter().position(|waiting| waiting.number == number);
-            drop(at.and_then(|at| state.queue.remove(at)));
+            state.queue.retain(|waiting| waiting.number != number);
             self.queue.waiting.store(state.queue.len(), Relaxed);
         }
         let call = Pulled {

@@ -279,15 +279,15 @@ impl Responder {
         let Pending { id, chunks, staged, state } = self.queue.pop_front()?;
         let State::Ready(Whole { message, placed }) = state else { return None };
         let (xid, binding, wrapped) = (chunks.xid, chunks.binding.clone(), chunks.wrapped);
-        if self.late == 0 && !self.deferred.is_empty() {
-            self.deferred.clear();
-        }
-        self.handed.push(id, chunks);
         if staged > 0 {
             for piece in message.pieces.iter().chain(&placed) {
                 piece.reach(PassStage::Dispatched);
             }
         }
+        if self.late == 0 && !self.deferred.is_empty() {
+            self.deferred.clear();
+        }
+        self.handed.push(id, chunks);
         self.staged -= staged;
         self.waits = false;
         if !self.queue.is_empty() {

@@ -31,7 +31,8 @@
 #include <time.h>
 #include <unistd.h>
 
-enum { PROGRAM = 0x20004245, VERSION = 1, WRITE = 1, READ = 2, COUNTERS = 3, SLEEP = 4, COMPUTE = 5, STORE = 6, LARGEST = 4 << 20 };
+enum { PROGRAM = 0x20004245, VERSION = 1, LARGEST = 4 << 20 };
+enum { WRITE = 1, READ = 2, COUNTERS = 3, SLEEP = 4, COMPUTE = 5, STORE = 6 };
 
 struct data {
     char *bytes;

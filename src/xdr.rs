@@ -342,11 +342,13 @@ impl Decoder {
         }
     }
 
-    /// The program has decoded what it wants. Whether it was pulled with a [`Pass`](crate::memory::Pass).
-    pub fn is_decoded(&self) -> bool {
-        let sources = &self.state().sources;
-        // Of each of them.
-        sources.iter().filter(|source| source.reach(PassStage::Decoded)).count() > 0
+    /// Notes that the program has decoded what it wants. Whether that was pulled with a [`Pass`](crate::memory::Pass).
+    pub fn end_pass(&self) -> bool {
+        let mut pulled = false;
+        for source in &self.state().sources {
+            pulled |= source.reach(PassStage::Decoded);
+        }
+        pulled
     }
 
     /// Bytes that were copied into the program's memory: all that left through `x_getbytes`, pads included.

@@ -5,10 +5,10 @@
 //! A connection whose next Call is to be pulled asks ([`Place::ask`]). If it is not its turn, it waits in one queue with the
 //! others; whoever is done with a Call has those go on who can ([`go_on`]), and a timer sees to the rest ([`alarm`]). What
 //! the program does not have yet is of one connection by half at most: its bytes come one after the other, and would
-//! wait for each other only. Of one within this host it is a quarter: that one is asked for the next Call in no time, and sends
-//! what lay in its cache with the processors that it shares with us.
+//! wait for each other only. Of one within this host it is a quarter: it takes no time to ask for its next Call, and both ends
+//! share the processors and their cache.
 //!
-//! Data of which the program asks where it lies counts until then.
+//! A Call counts until the program has decoded it, or has asked where its data lies: not while its routine goes on with it.
 //!
 //! A peer that does not answer holds up nobody: a Call of which nothing has come within a moment ([`SILENT`]) does not count
 //! any more, nor does one that is not decoded within a while ([`SLOW`]). But a peer can have any number of connections, and such
@@ -339,6 +339,14 @@ impl Place {
         if std::mem::take(&mut self.taken) {
             self.queue.remove(self.number);
         }
+    }
+
+    /// Whether something of its latest Call is known to have come.
+    #[cfg(test)]
+    pub fn begins_to_come(&self) -> bool {
+        let state = self.queue.lock();
+        let latest = state.pulled.iter().rfind(|call| call.number == self.number);
+        latest.is_some_and(|call| call.came.load(Relaxed) > call.began)
     }
 
     /// Its device has brought so many bytes of pulled Calls in all.

@@ -980,6 +980,27 @@ mod tests {
     }
 
     #[test]
+    fn what_has_come_of_a_call_is_not_taken_for_the_beginning_of_the_next_one() {
+        let _alone = ONE_AT_A_TIME.lock().unwrap_or_else(|e| e.into_inner());
+        const LONG: usize = pulls::EACH / 2;
+        let (mut client, server, _sockets) = joined();
+        for (xid, bytes) in [(1, 40), (2, LONG)] {
+            begin(&mut client, xid, bytes);
+            let request = next_of(&mut client, &server);
+            answer(&mut client, &server, request);
+        }
+        begin(&mut client, 3, LONG);
+        let mut state = locked(&server);
+        while !state.pulling() {
+            assert!(state.receive().is_none());
+        }
+        // The client does not answer.
+        assert!(state.receive().is_none() && state.pulling());
+        let place = state.link().and_then(|link| link.place.as_ref()).unwrap();
+        assert!(!place.begins_to_come());
+    }
+
+    #[test]
     fn a_call_whose_turn_comes_when_there_is_no_memory_is_looked_at_again_by_the_loop() {
         let _alone = ONE_AT_A_TIME.lock().unwrap_or_else(|e| e.into_inner());
         const LONG: usize = 2 * MIB;

@@ -471,12 +471,11 @@ impl Transport {
 
     /// See [`crate::tirpc::server::placed`].
     pub fn placed(&self) -> Option<(*const u8, usize)> {
-        let placed = {
+        let (at, len, pulled) = {
             let state = self.state();
             let region = state.open.last()?.placed.as_ref()?;
             (region.as_ptr(), region.len(), region.reach(PassStage::Decoded))
         };
-        let (at, len, pulled) = placed;
         if pulled {
             pull_next();
         }
@@ -1039,7 +1038,7 @@ unsafe extern "C-unwind" fn getargs(xprt: *mut SVCXPRT, decode: XdrProc, args: *
         let decoded =
             taken.unwrap.map_or(0, |unwrap| unsafe { unwrap(taken.auth, taken.xdrs, decode, args) });
         step(move || {
-            let pulled = taken.arguments.as_ref().is_some_and(Decoder::is_decoded);
+            let pulled = taken.arguments.as_ref().is_some_and(Decoder::end_pass);
             taken.give_back();
             drop(taken);
             if pulled {
@@ -1424,7 +1423,7 @@ fn pull_on() {
     }
 }
 
-/// The same when the program has a Call, of which its routine may make use for long.
+/// The same when the program has decoded a Call: its routine may go on for long.
 #[cold]
 fn pull_next() {
     pulls::decoded();

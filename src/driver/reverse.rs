@@ -132,8 +132,10 @@ impl Reverse {
         if !state.session.is_driven() {
             state.session.wake_one();
         }
-        if home.is_mine() && (state.request_ready() || state.link().is_none()) {
-            home.leave(state.fd);
+        if home.is_mine()
+            && let Some(fd) = state.for_loop()
+        {
+            home.leave(fd);
         }
         drop(state);
         if home.is_idle_here() {
@@ -267,8 +269,10 @@ impl Server {
 
     /// The connection, if there is something in memory that the loop is to see to.
     pub(super) fn for_loop(&mut self) -> Option<RawFd> {
-        // The end of the connection is the loop's to see, and so is what the peer does not take now.
-        (self.request_ready() || self.link().is_none() || self.wants_write()).then_some(self.fd)
+        // The end of the connection is the loop's to see, and so is what the peer does not take now, and a long Call that waits
+        // for memory or has others wait.
+        let watched = self.wants_write() || self.waits_for_memory().is_some() || self.pulling();
+        (watched || self.request_ready() || self.link().is_none()).then_some(self.fd)
     }
 
     /// The connection, for calls back.

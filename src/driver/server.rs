@@ -230,7 +230,6 @@ impl Server {
             link.handed_up(request, now);
         }
         self.settle();
-        self.note();
         let request = request?;
         self.received += 1;
         self.turn.handed_up(now);
@@ -339,7 +338,6 @@ impl Server {
             if away && (link.paused || link.device.moved() != moved || link.engine.closed().is_some()) {
                 self.pulling = Some((link.device.pulled() + PULL_LEAST, now));
                 self.settle();
-                self.note();
                 return;
             }
             let text = "the peer answers RDMA Reads too slowly, and others wait for the memory of its call";
@@ -417,7 +415,6 @@ impl Server {
             link.pump_on();
         }
         self.settle();
-        self.note();
         let link = self.link()?;
         (link.device.unsent() > 0).then_some(&*link.device)
     }
@@ -491,7 +488,6 @@ impl Server {
                     return self.end(error);
                 }
                 self.settle();
-                self.note();
             }
             Phase::Starting(device) => {
                 if let Ok(true) = device.establish() {
@@ -698,6 +694,10 @@ impl State for Server {
         };
         (&mut self.session, link)
     }
+
+    fn moved(&mut self) {
+        self.note();
+    }
 }
 
 impl Waits for Shared {
@@ -716,7 +716,6 @@ impl Waits for Shared {
             Phase::Starting(_) | Phase::Failed(_) => true,
         };
         server.settle();
-        server.note();
         // Its own thread does not know: what waits for memory, or for room in the socket, is for the loop to watch.
         if (server.retry.is_some() || server.wants_write() || server.closed().is_some()) && !server.forked() {
             server.home.leave(server.fd);
@@ -805,7 +804,7 @@ mod tests {
     use super::super::pulls;
     use super::*;
     use crate::connection::Expect;
-    use crate::memory::{PassStage, Payload};
+    use crate::memory::{PassStage, Payload, Sink};
     use crate::provider::fault::{Event, Fault, pair};
     use crate::wire::Xid;
     use std::net::{TcpListener, TcpStream};
@@ -1000,11 +999,42 @@ mod tests {
         assert!(!place.begins_to_come());
     }
 
+    /// Others have all of the memory for Calls that are pulled, and the lead.
+    fn take_memory(server: &Shared) -> [Sink; 2] {
+        let memory = locked(server).link().unwrap().memory.clone();
+        let all = memory.staging(1 << 40, None).unwrap();
+        for step in [1 << 20, 4096, 64, 1] {
+            while memory.may_pull(&all, step, false) {}
+        }
+        let leads = memory.staging(1 << 40, None).unwrap();
+        memory.may_pull(&leads, 1, true);
+        [all, leads]
+    }
+
+    #[test]
+    fn a_call_that_whoever_looks_finds_no_memory_for_is_looked_at_again() {
+        let _alone = ONE_AT_A_TIME.lock().unwrap_or_else(|e| e.into_inner());
+        let (mut client, server, _sockets) = joined();
+        begin(&mut client, 1, 40);
+        let request = next_of(&mut client, &server);
+        answer(&mut client, &server, request);
+        let taken = take_memory(&server);
+        begin(&mut client, 2, 2 << 20);
+        // As when the loop looks whether there is another request, or a call back waits for its reply.
+        let mut state = locked(&server);
+        while !state.link().unwrap().engine.waits_for_memory() {
+            state.pump();
+        }
+        assert!(!state.is_quiet() && state.deadline().is_some() && state.for_loop().is_some());
+        drop((state, taken));
+        let request = next_of(&mut client, &server);
+        answer(&mut client, &server, request);
+    }
+
     #[test]
     fn a_call_whose_turn_comes_when_there_is_no_memory_is_looked_at_again_by_the_loop() {
         let _alone = ONE_AT_A_TIME.lock().unwrap_or_else(|e| e.into_inner());
-        const LONG: usize = 2 * MIB;
-        const MIB: usize = 1 << 20;
+        const LONG: usize = 2 << 20;
         let mut ends = [(); HELD + 1].map(|()| joined());
         for (client, server, _) in &mut ends {
             begin(client, 1, 40);
@@ -1020,14 +1050,7 @@ mod tests {
             }
             let waited = locked(server).link().unwrap().awaits_turn();
             answer(&mut others[0].0, &others[0].1, held.remove(0));
-            // Others have all of the memory, and the lead.
-            let memory = locked(server).link().unwrap().memory.clone();
-            let full = memory.staging(1 << 40, None).unwrap();
-            for step in [MIB, 4096, 64, 1] {
-                while memory.may_pull(&full, step, false) {}
-            }
-            let leads = memory.staging(1 << 40, None).unwrap();
-            assert!(!waited || memory.may_pull(&leads, MIB, true));
+            let taken = take_memory(server);
             if waited {
                 while locked(server).link().unwrap().awaits_turn() {
                     pulls::go_on();
@@ -1036,7 +1059,7 @@ mod tests {
                 assert!(!state.link().unwrap().awaits_turn() && state.waits_for_memory().is_some());
                 assert!(state.home.has_left(), "nothing else has the loop look at it");
             }
-            drop((full, leads));
+            drop(taken);
             if waited {
                 break;
             }

@@ -277,28 +277,31 @@ pub(super) trait State {
     /// Who waits on it, and the link, if there is one: it may be closed.
     fn parts(&mut self) -> (&mut Session, Option<&mut Link>);
 
+    /// Something has moved: what there is to watch may be another by now.
+    fn moved(&mut self) {}
+
     /// Moves everything that moves without waiting.
     fn pump(&mut self) {
-        if let (session, Some(link)) = self.parts() {
+        if let (_, Some(link)) = self.parts() {
             link.pump();
-            session.settle(link);
+            self.settle();
         }
     }
 
     /// Goes on with what waits for memory, and sends what the device takes.
     fn send(&mut self) {
-        if let (session, Some(link)) = self.parts() {
+        if let (_, Some(link)) = self.parts() {
             link.retry();
             link.flush();
-            session.settle(link);
+            self.settle();
         }
     }
 
     /// Goes on with what waits for memory.
     fn retry(&mut self) {
-        if let (session, Some(link)) = self.parts() {
+        if let (_, Some(link)) = self.parts() {
             link.retry();
-            session.settle(link);
+            self.settle();
         }
     }
 
@@ -306,6 +309,7 @@ pub(super) trait State {
     fn settle(&mut self) {
         if let (session, Some(link)) = self.parts() {
             session.settle(link);
+            self.moved();
         }
     }
 }

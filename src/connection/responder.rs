@@ -32,6 +32,10 @@ const PAST_MAX: usize = 1024;
 const READS_MIN: usize = PULL_MAX + 4096;
 pub(super) const READS_MAX: usize = 8 << 20;
 
+/// The same of a peer whose Call has waited for memory: by now it may have stopped, as many of those who wait with it, and keeps
+/// no more from others.
+const READS_TRY: u32 = 64 << 10;
+
 /// Names a request that was handed up.
 ///
 /// A later request is greater.
@@ -646,6 +650,7 @@ impl Responder {
         let Responder { queue, staged, reads, asked, reads_max, waits, held, in_turn, pass, asks, .. } = self;
         let mut first = true;
         let mut under_way: usize = reads.iter().sum();
+        let tries = *waits && under_way == 0;
         (*waits, *asks) = (false, 0);
         for pending in queue {
             if let State::Pulling(pulling) = &mut pending.state {
@@ -654,6 +659,10 @@ impl Responder {
                     return;
                 }
                 while let Some(Pull { at, from }) = rest.front().copied() {
+                    let from = Segment {
+                        length: if tries { from.length.min(READS_TRY) } else { from.length },
+                        ..from
+                    };
                     let bytes = from.length as usize;
                     if under_way > 0 && under_way + bytes > *reads_max {
                         return;
@@ -684,13 +693,16 @@ impl Responder {
                     }
                     let read = WorkRequest::Read { id: WorkId(pending.id.0), sink: sink.clone(), at, from };
                     common.output.push_back(Output::Post(read));
-                    rest.pop_front();
+                    advance(rest, bytes);
                     reads.push_back(bytes);
                     *left += 1;
                     *asked += bytes as u64;
                     under_way += bytes;
                     *staged += bytes;
                     pending.staged += bytes;
+                    if tries {
+                        return;
+                    }
                 }
             }
             first = false;
@@ -856,6 +868,17 @@ fn transfers(whole: Segment, max: usize) -> impl Iterator<Item = (usize, Segment
         let offset = whole.offset.wrapping_add(at as u64);
         (at, Segment { length: length as u32, offset, ..whole })
     })
+}
+
+/// The Read of the first `bytes` bytes was started.
+fn advance(rest: &mut VecDeque<Pull>, bytes: usize) {
+    let Some(Pull { at, from }) = rest.front_mut() else { return };
+    *at += bytes;
+    from.length -= bytes as u32;
+    from.offset = from.offset.wrapping_add(bytes as u64);
+    if from.length == 0 {
+        rest.pop_front();
+    }
 }
 
 /// For tests: what is inside.

@@ -1190,11 +1190,12 @@ fn absurd_chunks_are_refused_before_a_byte_is_read() {
     }
 }
 
-/// Memory of pulled Calls is bounded in all: one goes on beyond that, and who comes too late waits until there is room.
+/// Memory of pulled Calls is bounded in all: one goes on beyond that, and who comes too late waits until there is room, and is
+/// asked for little then, until it has answered.
 #[test]
 fn calls_wait_for_memory_that_other_connections_hold() {
     let mut first = warm(SHAPE);
-    let memory = Memory::new(4096, 1 << 20, 200_000);
+    let memory = Memory::new(4096, 1 << 20, 400_000);
     let mut others: Vec<Connection> = (0..3)
         .map(|_| {
             Connection::new(
@@ -1206,7 +1207,7 @@ fn calls_wait_for_memory_that_other_connections_hold() {
             )
         })
         .collect();
-    let call = call_head(1, (UNBOUND, 1, 1), (0, 0)).opaque(60_000);
+    let call = call_head(1, (UNBOUND, 1, 1), (0, 0)).opaque(150_000);
     let source = first.at_client.expose_source(Region::copy_from(&call.bytes).unwrap()).unwrap();
     let reads = vec![ReadSegment { position: Position(0), target: source }];
     let mut message = Vec::new();
@@ -1226,12 +1227,29 @@ fn calls_wait_for_memory_that_other_connections_hold() {
     }
     let pulls = |engine: &Connection| (engine.pulling().is_some(), engine.waits_for_memory());
     assert_eq!([0, 1, 2].map(|n| pulls(&others[n])), [(true, false), (true, false), (false, true)]);
+    assert_eq!(others[0].responder.reads().0, call.bytes.len());
     others[2].resume(&mut first.at_server);
     assert!(others[2].waits_for_memory());
     others[1].handle_closed(Error::new(Kind::ConnectionLost, "gone"));
     drop(others.remove(1));
-    others[1].resume(&mut first.at_server);
-    assert_eq!(pulls(&others[1]), (true, false), "the lead is free");
+    let last = &mut others[1];
+    last.resume(&mut first.at_server);
+    assert_eq!(pulls(last), (true, false), "the lead is free");
+    let mut done = 0;
+    for part in [64 << 10, call.bytes.len() - (64 << 10)] {
+        assert_eq!(last.responder.reads().0, part);
+        let posted = std::iter::from_fn(|| last.poll_output()).find_map(|output| match output {
+            Output::Post(WorkRequest::Read { id, sink, at, from }) => Some((id, sink, at, from)),
+            _ => None,
+        });
+        let (id, sink, at, from) = posted.unwrap();
+        assert_eq!((at, from.offset - source.offset, from.length), (done, done as u64, part as u32));
+        assert!(sink.place(at, &call.bytes[done..done + part]));
+        drop(sink);
+        done += part;
+        last.handle_read(id);
+    }
+    assert!(last.request_ready());
 }
 
 // -------------------------------------------------------------------------------------------- what the Linux kernel does

@@ -287,6 +287,9 @@ pub trait Callee: Send + Sync {
     /// No memory that was lent to `message` is in use when this returns.
     fn reply(&self, id: RequestId, message: Message) -> Result<(), Error>;
 
+    /// A reply cannot be made: the connection is closed, since nothing else tells the peer.
+    fn lose(&self, error: Error);
+
     /// The request has no reply yet: see [`Connection::defer`].
     fn defer(&self, id: RequestId);
 

@@ -392,6 +392,13 @@ impl Callee for Client {
         sent
     }
 
+    fn lose(&self, error: Error) {
+        let mut state = self.lock();
+        state.link.fail(error);
+        state.link.drain();
+        state.settle();
+    }
+
     fn defer(&self, id: RequestId) {
         let mut state = self.lock();
         state.link.engine.defer(id);

@@ -753,6 +753,19 @@ impl Callee for Shared {
         sent
     }
 
+    fn lose(&self, error: Error) {
+        let mut server = locked(self);
+        if let Phase::Open(link) = &mut server.phase {
+            link.fail(error);
+            link.drain();
+        }
+        server.settle();
+        // Nothing comes any more that has the loop see its end.
+        if !server.forked() {
+            server.home.leave(server.fd);
+        }
+    }
+
     fn defer(&self, id: RequestId) {
         let mut server = locked(self);
         if let Phase::Open(link) = &mut server.phase {
@@ -819,7 +832,9 @@ mod tests {
 
     /// A client, and the end that has accepted it.
     fn joined() -> Joined {
-        let config: &'static Config = Box::leak(Box::default());
+        // What is longer than that is pulled.
+        let inline = Some(256 << 10);
+        let config: &'static Config = Box::leak(Box::new(Config { inline, ..Config::default() }));
         let listener = TcpListener::bind("127.0.0.1:0").unwrap();
         let active = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
         let (passive, _) = listener.accept().unwrap();
@@ -997,6 +1012,22 @@ mod tests {
         assert!(state.receive().is_none() && state.pulling());
         let place = state.link().and_then(|link| link.place.as_ref()).unwrap();
         assert!(!place.begins_to_come());
+    }
+
+    #[test]
+    fn a_reply_that_cannot_be_made_ends_the_connection_and_the_loop_sees_to_it() {
+        let _alone = ONE_AT_A_TIME.lock().unwrap_or_else(|e| e.into_inner());
+        let (mut client, server, _sockets) = joined();
+        begin(&mut client, 1, 40);
+        let request = next_of(&mut client, &server);
+        server.lose(Error::new(Kind::Os(libc::ENOMEM), "no memory for a reply"));
+        assert!(locked(&server).home.has_left() && locked(&server).closed().is_some());
+        while client.engine.closed().is_none() {
+            client.pump();
+        }
+        assert!(matches!(&client.done[..], [(Xid(1), Err(_))]));
+        let reply = server.message().unwrap();
+        assert!(server.reply(request.id, reply.into()).is_err(), "it is too late");
     }
 
     /// Others have all of the memory for Calls that are pulled, and the lead.

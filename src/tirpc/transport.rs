@@ -1161,9 +1161,15 @@ impl Reply {
         let Some(responder) = own.responder.upgrade() else { return Ok(None) };
         // As the latest reply was, this one is likely to be long.
         let outbox = if plain && own.long.load(Relaxed) { responder.outbox() } else { None };
-        let mut encoder = Encoder::new(match outbox {
-            Some(outbox) => outbox,
-            None => responder.message()?,
+        let mut encoder = Encoder::new(match outbox.map_or_else(|| responder.message(), Ok) {
+            Ok(message) => message,
+            Err(error) => {
+                // RFC 8166 §4.5.4: "If a Responder is unable to construct and transmit an RPC Reply or RPC-over-RDMA error
+                // message, the Responder MUST close the connection to signal to the Requester that a reply was lost."
+                responder.lose(error.clone());
+                own.tell_loop();
+                return Err(error);
+            }
         });
         if message.is_null() {
             return Err(Error::new(Kind::Invalid, "reply is NULL"));

@@ -832,9 +832,7 @@ mod tests {
 
     /// A client, and the end that has accepted it.
     fn joined() -> Joined {
-        // What is longer than that is pulled.
-        let inline = Some(256 << 10);
-        let config: &'static Config = Box::leak(Box::new(Config { inline, ..Config::default() }));
+        let config: &'static Config = Box::leak(Box::default());
         let listener = TcpListener::bind("127.0.0.1:0").unwrap();
         let active = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
         let (passive, _) = listener.accept().unwrap();

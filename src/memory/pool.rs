@@ -48,6 +48,22 @@ pub struct Pool {
     keeps: AtomicBool,
 }
 
+/// All pools of the process.
+static ALL: Mutex<Vec<Weak<Pool>>> = Mutex::new(Vec::new());
+
+/// Runs `map`, once more without the idle blocks of all pools where it finds no memory: they keep the length to which they have
+/// grown, and where address space is limited it is the next message's.
+fn mapped_beside_idle<T>(map: impl Fn() -> io::Result<T>) -> io::Result<T> {
+    map().or_else(|error| {
+        // A thread that a fork(2) has left behind may have the lock for ever.
+        let Ok(all) = ALL.try_lock() else { return Err(error) };
+        let pools: Vec<Arc<Pool>> = all.iter().filter_map(Weak::upgrade).collect();
+        drop(all);
+        pools.iter().for_each(|pool| pool.forget_idle());
+        map()
+    })
+}
+
 /// Long messages are a series while each is given back within this time of the one before.
 pub const SERIES: Duration = Duration::from_secs(1);
 /// What idle blocks keep then: one message of 32 MiB, or two of 16. A client, whose process nobody wakes, keeps it until its
@@ -58,7 +74,7 @@ impl Pool {
     /// A pool of blocks of `capacity` bytes (rounded up to a page), keeping `idle_max` idle blocks with at most
     /// `warm` bytes of pages each.
     pub fn new(capacity: usize, warm: usize, idle_max: usize) -> Arc<Pool> {
-        Arc::new(Pool {
+        let pool = Arc::new(Pool {
             hot: AtomicPtr::new(null_mut()),
             idle: Mutex::new(Vec::new()),
             process: std::process::id(),
@@ -68,7 +84,12 @@ impl Pool {
             idle_max,
             long: AtomicU64::new(0),
             keeps: AtomicBool::new(false),
-        })
+        });
+        let mut all = ALL.lock().unwrap_or_else(|e| e.into_inner());
+        all.retain(|pool| pool.strong_count() > 0);
+        all.push(Arc::downgrade(&pool));
+        drop(all);
+        pool
     }
 
     /// Takes a block, an idle one if there is one. The `Buf` starts empty.
@@ -153,6 +174,12 @@ impl Pool {
         }
         self.orphaned.store(process, Relaxed);
         None
+    }
+
+    /// Gives the idle blocks back to the system.
+    fn forget_idle(&self) {
+        let idle = self.idle().map(|mut idle| std::mem::take(&mut *idle)).unwrap_or_default();
+        self.take_hot().into_iter().chain(idle).for_each(|mut block| block.forget_pool());
     }
 
     /// The block beside the others.
@@ -414,7 +441,7 @@ impl RawBlock {
         reserve::check()?;
         #[cfg(test)]
         ration::take()?;
-        let ptr = pages::map(cap)?;
+        let ptr = mapped_beside_idle(|| pages::map(cap))?;
         #[cfg(test)]
         ration::count(cap as isize);
         Ok(RawBlock { ptr, cap, home: Home::Mapping, touched: AtomicUsize::new(0), kept: 0, writer: 0 })
@@ -445,8 +472,10 @@ impl RawBlock {
             *self = fresh;
             return Ok(());
         }
-        // SAFETY: `ptr, cap` is our own whole mapping, and `&mut self` means that nobody points into it.
-        self.ptr = unsafe { pages::grow(self.ptr, self.cap, cap) }?;
+        let (ptr, old) = (self.ptr, self.cap);
+        // SAFETY: `ptr, old` is our own whole mapping, which one that fails leaves as it is, and `&mut self` means that nobody
+        // points into it.
+        self.ptr = mapped_beside_idle(|| unsafe { pages::grow(ptr, old, cap) })?;
         #[cfg(test)]
         ration::count(cap as isize - self.cap as isize);
         self.cap = cap;

@@ -545,3 +545,24 @@ fn ranges_outside_name_no_memory() {
     assert!(sink.iovec(1, 16).is_none());
     assert!(sink.iovec(usize::MAX, 2).is_none());
 }
+
+/// Address space may be limited: what is idle takes none of a message that comes. In a child, for the pools of other tests are
+/// the process's too; in the next one if a thread that is not there had the list of them.
+#[test]
+fn where_there_is_no_memory_idle_blocks_are_given_back() {
+    let given_back = || {
+        let pool = Pool::new(PAGE, 16 * PAGE, 8);
+        let long = [(); 3].map(|()| {
+            let mut buf = pool.take().unwrap();
+            buf.reserve(64 * PAGE).unwrap();
+            buf
+        });
+        drop(long);
+        let kept = pool.idle_bytes() >= 3 * 64 * PAGE;
+        let mut buf = Buf::with_capacity(1).unwrap();
+        // More than there is, whatever is given back.
+        let refused = buf.reserve(1 << 48).is_err();
+        kept && refused && pool.idle_bytes() == 0 && buf.reserve(2 * PAGE).is_ok()
+    };
+    assert!((0..5).any(|_| crate::fork::testing::fork(given_back).succeeded()));
+}

@@ -881,6 +881,15 @@ mod tests {
         }
     }
 
+    /// As `joined`, and the first call, which is alone, has its reply.
+    fn warm() -> Joined {
+        let (mut client, server, sockets) = joined();
+        begin(&mut client, 1, 40);
+        let request = next_of(&mut client, &server);
+        answer(&mut client, &server, request);
+        (client, server, sockets)
+    }
+
     /// As many connections as are pulled from at a time.
     const HELD: usize = 4;
 
@@ -967,10 +976,7 @@ mod tests {
     fn the_next_long_call_is_asked_for_when_one_is_dispatched_though_another_one_behind_it_waits_on() {
         let _alone = ONE_AT_A_TIME.lock().unwrap_or_else(|e| e.into_inner());
         const LONG: usize = pulls::EACH / 2;
-        let (mut client, server, _sockets) = joined();
-        begin(&mut client, 1, 40);
-        let request = next_of(&mut client, &server);
-        answer(&mut client, &server, request);
+        let (mut client, server, _sockets) = warm();
         // Where others have the processor for long, what is not dispatched counts no more: then once more.
         for xid in (2..).step_by(3) {
             (xid..xid + 3).for_each(|xid| begin(&mut client, xid, LONG));
@@ -1043,10 +1049,7 @@ mod tests {
     #[test]
     fn a_call_that_whoever_looks_finds_no_memory_for_is_looked_at_again() {
         let _alone = ONE_AT_A_TIME.lock().unwrap_or_else(|e| e.into_inner());
-        let (mut client, server, _sockets) = joined();
-        begin(&mut client, 1, 40);
-        let request = next_of(&mut client, &server);
-        answer(&mut client, &server, request);
+        let (mut client, server, _sockets) = warm();
         let taken = take_memory(&server);
         begin(&mut client, 2, 2 << 20);
         // As when the loop looks whether there is another request, or a call back waits for its reply.

@@ -15,7 +15,7 @@ use std::time::Duration;
 
 use super::shared::Own;
 use super::{Block, Buf, Share};
-use crate::{reserve, stats};
+use crate::{fork, reserve, stats};
 
 /// Granularity of blocks, in bytes.
 pub(super) const PAGE: usize = 4096;
@@ -49,17 +49,14 @@ pub struct Pool {
 }
 
 /// All pools of the process.
-static ALL: Mutex<Vec<Weak<Pool>>> = Mutex::new(Vec::new());
+static ALL: fork::Lock<Vec<Weak<Pool>>> = fork::Lock::new();
 
 /// Runs `map`, once more without the idle blocks of all pools where it finds no memory: they keep the length to which they have
 /// grown, and where address space is limited it is the next message's.
 fn mapped_beside_idle<T>(map: impl Fn() -> io::Result<T>) -> io::Result<T> {
-    map().or_else(|error| {
-        // A thread that a fork(2) has left behind may have the lock for ever.
-        let Ok(all) = ALL.try_lock() else { return Err(error) };
-        let pools: Vec<Arc<Pool>> = all.iter().filter_map(Weak::upgrade).collect();
-        drop(all);
-        pools.iter().for_each(|pool| pool.forget_idle());
+    map().or_else(|_| {
+        // Nothing here takes memory, which there is none of.
+        ALL.lock().iter().filter_map(Weak::upgrade).for_each(|pool| pool.forget_idle());
         map()
     })
 }
@@ -85,7 +82,7 @@ impl Pool {
             long: AtomicU64::new(0),
             keeps: AtomicBool::new(false),
         });
-        let mut all = ALL.lock().unwrap_or_else(|e| e.into_inner());
+        let mut all = ALL.lock();
         all.retain(|pool| pool.strong_count() > 0);
         all.push(Arc::downgrade(&pool));
         drop(all);

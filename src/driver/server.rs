@@ -760,9 +760,12 @@ impl Callee for Shared {
             link.drain();
         }
         server.settle();
-        // Nothing comes any more that has the loop see its end.
         if !server.forked() {
+            // Nothing comes any more that has the loop see its end.
             server.home.leave(server.fd);
+        } else if server.traits.socket {
+            // The connection is its parent's too, whose loop and whose peer see nothing else of it.
+            socket::shutdown(server.fd);
         }
     }
 
@@ -1032,6 +1035,19 @@ mod tests {
         assert!(matches!(&client.done[..], [(Xid(1), Err(_))]));
         let reply = server.message().unwrap();
         assert!(server.reply(request.id, reply.into()).is_err(), "it is too late");
+        // A child ends it for all.
+        let (mut client, server, _sockets) = joined();
+        begin(&mut client, 1, 40);
+        let request = next_of(&mut client, &server);
+        let child = crate::fork::testing::fork(|| {
+            server.lose(Error::new(Kind::Os(libc::ENOMEM), "no memory for a reply"));
+            true
+        });
+        assert!(child.succeeded());
+        while client.engine.closed().is_none() {
+            client.pump();
+        }
+        drop(request);
     }
 
     /// Others have all of the memory for Calls that are pulled, and the lead.

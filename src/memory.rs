@@ -314,13 +314,17 @@ impl Memory {
     /// Whether pages are kept for long messages that may not come any more: see [`Memory::cool`].
     #[inline]
     pub fn is_warm(&self) -> bool {
-        self.message.keeps() || self.areas.keeps()
+        self.pools().any(|pool| pool.keeps())
     }
 
     /// Gives back pages of long messages, of which none has come for a while; when to ask again.
     pub fn cool(&self) -> Option<Duration> {
         let now = stats::tick();
-        [&self.message, &self.areas].into_iter().filter_map(|pool| pool.cool(now)).max()
+        self.pools().filter_map(|pool| pool.cool(now)).max()
+    }
+
+    fn pools(&self) -> impl Iterator<Item = &Arc<Pool>> {
+        [&self.message, &self.areas, &self.slab, &self.header].into_iter()
     }
 
     /// What `is_flooded` has found.
@@ -509,7 +513,7 @@ const SHORT: usize = (1 << 20) + PAGE;
 
 /// Most blocks for Receives that are kept idle, and most bytes of them.
 const SLABS_IDLE: usize = 1024;
-const SLABS_WARM: usize = 4 << 20;
+const SLABS_WARM: usize = 8 << 20;
 
 /// Room in front of a message, bytes: a header with a Reply chunk of one segment, and two of a Write or Read chunk. Longer ones
 /// have a block of their own.

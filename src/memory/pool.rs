@@ -24,18 +24,19 @@ pub(super) const PAGE: usize = 4096;
 ///
 /// `warm` bytes of every idle block keep their pages, and a block more than that while all idle ones keep less together than
 /// if each had so many (with those that come after it, less than twice as much in all); what lies above is given back to the
-/// system, so that one long message does not hold its memory for ever. At most `idle_max` blocks are kept, and one.
+/// system, so that one long message does not hold its memory for ever. At most `idle_max` blocks are kept, and one; more of
+/// them while together they are no longer than so many that are warm.
 ///
-/// While one long message follows another within [`SERIES`] they may keep [`SERIES_MOST`] together: to give pages back and to
-/// get them again takes longer than to copy what is in them. That is over with the next block that is given back after such a
-/// time, or with [`Pool::cool`].
+/// While one long message follows another within [`SERIES`], or one block that is too many, they may keep [`SERIES_MOST`]
+/// together: to give pages back and to get them again takes longer than to copy what is in them. That is over with the next
+/// block that is given back after such a time, or with [`Pool::cool`].
 ///
 /// A child that was forked while a thread of its parent held the lock does without: nobody there would ever release it.
 pub struct Pool {
     /// One idle block beside the others, for who gives one back and takes one again: without a lock. NULL, or from
     /// [`Arc::into_raw`].
     hot: AtomicPtr<Block>,
-    pub(super) idle: Mutex<Vec<Share>>,
+    pub(super) idle: Mutex<Idle>,
     /// The process that made it, and the latest one in which the lock is held by nobody that exists; 0: none.
     process: u32,
     orphaned: AtomicU32,
@@ -67,13 +68,63 @@ pub const SERIES: Duration = Duration::from_secs(1);
 /// next call.
 const SERIES_MOST: usize = 36 << 20;
 
+/// The idle blocks of a pool, in the order in which they were given back: the latest one last.
+#[derive(Default)]
+pub(super) struct Idle {
+    blocks: Vec<Share>,
+    /// Of all of them: how long they are, and how much of that may have pages.
+    bytes: usize,
+    pages: usize,
+}
+
+impl Idle {
+    pub(super) fn len(&self) -> usize {
+        self.blocks.len()
+    }
+
+    fn insert(&mut self, at: usize, block: Share) {
+        self.bytes += block.raw.cap;
+        self.pages += block.raw.pages();
+        self.blocks.insert(at, block);
+    }
+
+    fn remove(&mut self, at: usize) -> Share {
+        let block = self.blocks.remove(at);
+        self.bytes -= block.raw.cap;
+        self.pages -= block.raw.pages();
+        block
+    }
+
+    fn pop(&mut self) -> Option<Share> {
+        let last = self.len().checked_sub(1)?;
+        Some(self.remove(last))
+    }
+
+    /// The latest one of this writer, or else the one that has been idle for the longest time: its writer misses it least.
+    fn take_for(&mut self, writer: u64) -> Option<Share> {
+        let own = self.blocks.iter().rposition(|block| block.raw.writer == writer);
+        (self.len() > 0).then(|| self.remove(own.unwrap_or(0)))
+    }
+
+    /// Has each keep so much at most.
+    fn trim(&mut self, warm: usize) {
+        for block in &mut self.blocks {
+            let before = block.raw.pages();
+            if let Some(block) = block.alone() {
+                block.raw.trim(warm);
+            }
+            self.pages -= before - block.raw.pages();
+        }
+    }
+}
+
 impl Pool {
     /// A pool of blocks of `capacity` bytes (rounded up to a page), keeping `idle_max` idle blocks with at most
     /// `warm` bytes of pages each.
     pub fn new(capacity: usize, warm: usize, idle_max: usize) -> Arc<Pool> {
         let pool = Arc::new(Pool {
             hot: AtomicPtr::new(null_mut()),
-            idle: Mutex::new(Vec::new()),
+            idle: Mutex::default(),
             process: std::process::id(),
             orphaned: AtomicU32::new(0),
             capacity: round_up(capacity.max(1)),
@@ -109,13 +160,7 @@ impl Pool {
     /// # Errors
     /// As [`Pool::take`].
     pub(super) fn take_for(self: &Arc<Pool>, writer: u64) -> io::Result<Buf> {
-        let own = |block: &Share| block.raw.writer == writer;
-        let idle = self.idle().and_then(|mut idle| match idle.iter().rposition(own) {
-            Some(own) => Some(idle.remove(own)),
-            // The one that has been idle for the longest time: its writer misses it least.
-            None if !idle.is_empty() => Some(idle.remove(0)),
-            None => None,
-        });
+        let idle = self.idle().and_then(|mut idle| idle.take_for(writer));
         let idle = idle.map(|mut block| {
             block.begin_use();
             block
@@ -143,7 +188,7 @@ impl Pool {
     }
 
     /// The idle blocks; none where a thread has them that a fork(2) has left behind.
-    pub(super) fn idle(&self) -> Option<MutexGuard<'_, Vec<Share>>> {
+    pub(super) fn idle(&self) -> Option<MutexGuard<'_, Idle>> {
         match self.idle.try_lock() {
             Ok(idle) => return Some(idle),
             Err(TryLockError::Poisoned(poisoned)) => return Some(poisoned.into_inner()),
@@ -176,7 +221,7 @@ impl Pool {
     /// Gives the idle blocks back to the system.
     fn forget_idle(&self) {
         let idle = self.idle().map(|mut idle| std::mem::take(&mut *idle)).unwrap_or_default();
-        self.take_hot().into_iter().chain(idle).for_each(|mut block| block.forget_pool());
+        self.take_hot().into_iter().chain(idle.blocks).for_each(|mut block| block.forget_pool());
     }
 
     /// The block beside the others.
@@ -218,13 +263,30 @@ impl Pool {
         if long {
             self.trim(&mut block, was_long, &mut idle);
         }
-        if idle.len() >= self.idle_max {
+        if !self.has_room(&idle, block.raw.cap) && !self.has_room_in_series(&idle, block.raw.cap) {
             return block.forget_pool();
         }
-        // In a series those with pages are taken first.
-        let last = long && !was_long && block.raw.writer == 0 && block.raw.pages() <= self.warm;
-        let at = if last { 0 } else { idle.len() };
+        // In a series those with pages are taken first; of blocks that are alike the latest one, which caches know.
+        let is_long = |block: &Share| block.raw.pages() > self.warm;
+        let last = long && !was_long && block.raw.writer == 0 && !is_long(&block);
+        let at = if last && idle.blocks.last().is_some_and(is_long) { 0 } else { idle.len() };
         idle.insert(at, block);
+    }
+
+    /// Whether one more of so many bytes may be idle.
+    fn has_room(&self, idle: &Idle, bytes: usize) -> bool {
+        idle.len() < self.idle_max || idle.bytes + bytes <= self.idle_max * self.warm
+    }
+
+    /// The same for one that is too many, if it is not the only one.
+    #[cold]
+    fn has_room_in_series(&self, idle: &Idle, bytes: usize) -> bool {
+        let now = stats::tick();
+        let fits = is_series(self.long.swap(now, Relaxed), now) && idle.bytes + bytes <= SERIES_MOST;
+        if fits {
+            self.keeps.store(true, Relaxed);
+        }
+        fits
     }
 
     /// Bytes of its idle blocks; nobody else uses it meanwhile.
@@ -232,8 +294,7 @@ impl Pool {
     pub(super) fn idle_bytes(&self) -> usize {
         let hot = self.take_hot();
         let idle = self.idle();
-        let bytes =
-            hot.iter().chain(idle.iter().flat_map(|idle| idle.iter())).map(|block| block.raw.cap).sum();
+        let bytes = hot.as_ref().map_or(0, |block| block.raw.cap) + idle.as_ref().map_or(0, |idle| idle.bytes);
         drop(idle);
         if let Some(hot) = hot {
             assert!(self.put_hot(hot).is_ok());
@@ -244,7 +305,7 @@ impl Pool {
     /// It has pages of a long message, or others have. Who sends or gets such ones again and again finds their pages, where
     /// nobody else needs them.
     #[cold]
-    fn trim(&self, block: &mut Share, was_long: bool, idle: &mut [Share]) {
+    fn trim(&self, block: &mut Share, was_long: bool, idle: &mut Idle) {
         let now = stats::tick();
         let before = if was_long { self.long.swap(now, Relaxed) } else { self.long.load(Relaxed) };
         let is_series = is_series(before, now);
@@ -252,20 +313,21 @@ impl Pool {
             self.trim_idle(idle);
         }
         let most = if is_series { SERIES_MOST } else { self.idle_max * self.warm };
-        let kept: usize = idle.iter().map(|block| block.raw.pages()).sum();
-        let left = most.saturating_sub(kept);
+        let left = most.saturating_sub(idle.pages);
         if let Some(block) = block.alone() {
             block.raw.trim(self.warm.max(left).max(PAGE));
         }
-        self.keeps.store(is_series && kept + block.raw.pages() > self.idle_max * self.warm, Relaxed);
+        let keeps = idle.pages + block.raw.pages() > self.idle_max * self.warm || !self.has_room(idle, 0);
+        self.keeps.store(is_series && keeps, Relaxed);
     }
 
     /// What a series has left.
-    fn trim_idle(&self, idle: &mut [Share]) {
+    fn trim_idle(&self, idle: &mut Idle) {
         if self.keeps.load(Relaxed) {
-            for block in idle.iter_mut().filter_map(Share::alone) {
-                block.raw.trim(self.warm.max(PAGE));
+            while idle.len() > 0 && !self.has_room(idle, 0) {
+                idle.remove(0).forget_pool();
             }
+            idle.trim(self.warm.max(PAGE));
         }
     }
 

@@ -223,7 +223,7 @@ fn a_header_takes_a_page_however_long_the_receives_are() {
 
 #[test]
 fn idle_blocks_for_receives_are_bounded_in_number_and_bytes() {
-    for (receive, idle) in [(1, 1024), (4096, 1024), (64 << 10, 64), (256 << 10, 16), (32 << 20, 1)] {
+    for (receive, idle) in [(1, 1024), (4096, 1024), (64 << 10, 128), (256 << 10, 32), (32 << 20, 1)] {
         let memory = Memory::new(receive, 4096, 0);
         let blocks: Vec<Buf> = (0..idle + 2).map(|_| memory.slab().unwrap()).collect();
         assert!(blocks.iter().all(|block| block.capacity() >= receive));
@@ -319,6 +319,62 @@ fn receives_count_long_messages_as_far_as_they_have_come() {
     assert_eq!(memory.received.bytes(), 0);
 }
 
+/// So many blocks of so many bytes each.
+fn blocks(pool: &Arc<Pool>, count: usize, bytes: usize) -> Vec<Buf> {
+    let taken = (0..count).map(|_| {
+        let mut buf = pool.take().unwrap();
+        buf.extend(&vec![9; bytes]).unwrap();
+        buf
+    });
+    taken.collect()
+}
+
+#[test]
+fn more_blocks_are_idle_while_together_they_are_no_longer_than_a_few_warm_ones() {
+    let idle = |bytes: usize| {
+        let pool = Pool::new(PAGE, 16 * PAGE, 4);
+        for block in blocks(&pool, 100, bytes) {
+            // It is no series.
+            pool.set_long(0);
+            drop(block);
+        }
+        // One lies beside them.
+        let count = pool.idle.lock().unwrap().len();
+        count
+    };
+    assert_eq!([PAGE, 4 * PAGE, 16 * PAGE, 100 * PAGE].map(idle), [64, 16, 4, 4]);
+}
+
+#[test]
+fn more_blocks_are_idle_in_a_series_and_not_after_it() {
+    const BLOCK: usize = 1 << 20;
+    let pool = Pool::new(BLOCK, BLOCK, 4);
+    let idle = || pool.idle.lock().unwrap().len();
+    drop(blocks(&pool, 50, BLOCK));
+    assert_eq!((idle(), pool.keeps()), (36, true), "no more than 36 MiB");
+    let again = blocks(&pool, 37, 1);
+    assert_eq!((idle(), pool.keeps()), (0, true));
+    drop(again);
+    assert_eq!((idle(), pool.keeps()), (36, true));
+    let now = stats::tick();
+    assert_eq!(pool.cool(now), Some(pool::SERIES));
+    assert_eq!(pool.cool(now + 2 * pool::SERIES.as_nanos() as u64), None);
+    assert_eq!((idle(), pool.keeps()), (4, false));
+    // The latest one is taken first: caches know it.
+    let mut twenty = blocks(&pool, 20, BLOCK);
+    let latest = twenty.pop().unwrap();
+    let at = latest.as_ptr();
+    drop(twenty);
+    drop(latest);
+    let _hot = pool.take_hot();
+    assert_eq!(pool.take().unwrap().block.raw.ptr.as_ptr().cast_const(), at);
+    // Nobody asks: the next one that is given back sees to it.
+    assert!(pool.keeps() && idle() > 4);
+    pool.set_long(1);
+    drop(pool.take().unwrap());
+    assert_eq!((idle(), pool.keeps()), (4, false));
+}
+
 /// Whoever claims more bytes of its reply than it wrote shows the program what was there before.
 #[test]
 fn a_reply_chunk_shows_one_server_nothing_of_what_another_one_wrote() {
@@ -379,7 +435,7 @@ fn a_forked_child_does_not_wait_for_a_thread_that_had_the_idle_blocks() {
         release.send(()).unwrap();
         assert!(succeeded);
     });
-    assert!(pool.idle().is_some_and(|idle| !idle.is_empty()));
+    assert!(pool.idle().is_some_and(|idle| idle.len() > 0));
 }
 
 #[test]

@@ -1,10 +1,11 @@
-//! The calling thread: its name and its stack. How many can run at a time.
+//! The calling thread: its name, its stack and what it has used. How many can run at a time.
 #![allow(unsafe_code)]
 
 use std::mem::MaybeUninit;
 use std::ops::Range;
 use std::sync::atomic::AtomicUsize;
 use std::sync::atomic::Ordering::Relaxed;
+use std::time::Duration;
 
 /// Names the calling thread; no other one of this process ever has its name, which is never 0.
 pub fn this() -> usize {
@@ -55,4 +56,39 @@ pub fn own_stack() -> Option<Range<usize>> {
         found.then(|| lowest.addr()..lowest.addr() + size)
     }
     STACK.with(Clone::clone)
+}
+
+/// What a thread has used.
+#[derive(Clone, Copy)]
+pub struct Usage {
+    /// Time with a processor.
+    pub processor: Duration,
+    /// How often it gave that up to wait for something.
+    pub sleeps: u64,
+}
+
+impl Usage {
+    /// What the calling thread has used. `None` if the system does not tell.
+    pub fn now() -> Option<Usage> {
+        let (mut time, mut usage) = (MaybeUninit::uninit(), MaybeUninit::<libc::rusage>::uninit());
+        // The times of getrusage(2) are those of the last tick.
+        // SAFETY: `time` is writable.
+        if unsafe { libc::clock_gettime(libc::CLOCK_THREAD_CPUTIME_ID, time.as_mut_ptr()) } != 0 {
+            return None;
+        }
+        // SAFETY: `usage` is writable.
+        if unsafe { libc::getrusage(libc::RUSAGE_THREAD, usage.as_mut_ptr()) } != 0 {
+            return None;
+        }
+        // SAFETY: both calls have succeeded, which write all of it.
+        let (time, usage) = unsafe { (time.assume_init(), usage.assume_init()) };
+        let processor = Duration::new(time.tv_sec as u64, time.tv_nsec as u32);
+        Some(Usage { processor, sleeps: usage.ru_nvcsw as u64 })
+    }
+
+    /// What it has used since.
+    pub fn since(self, before: Usage) -> Usage {
+        let processor = self.processor.saturating_sub(before.processor);
+        Usage { processor, sleeps: self.sleeps.wrapping_sub(before.sleeps) }
+    }
 }

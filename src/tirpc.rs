@@ -29,6 +29,7 @@ mod bare;
 mod beside;
 pub mod callback;
 pub mod client;
+mod handover;
 mod idle;
 pub mod interpose;
 mod lending;

@@ -6,8 +6,9 @@
 //! contexts libtirpc keeps at the transport, one at a time on that of their connection. A stock transport of libtirpc is
 //! served by one thread at a time, and nobody waits for it meanwhile.
 //!
-//! To wake another thread takes longer than a short routine. While routines are short, the loop keeps its seat and serves what it
-//! has found, and another thread looks every [`TICK`] whether it still is at the same one: then that one takes the seat.
+//! While routines are short, or others would be woken for too little, the loop keeps its seat and serves what it has found
+//! ([`Routines::keep_seat`]), and another thread looks every [`TICK`] whether it still is at the same one: then that one takes
+//! the seat.
 //!
 //! # Invariants
 //! - Nobody but the loop ends a connection, unless the program does: when no thread has a request of it.
@@ -24,7 +25,6 @@ use std::os::fd::RawFd;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::Relaxed, Ordering::SeqCst};
 use std::sync::{Arc, Mutex, MutexGuard};
 use std::thread::{Builder, JoinHandle};
-use std::time::{Duration, Instant};
 
 use crossbeam_channel::{Receiver, Sender, select, unbounded};
 
@@ -33,7 +33,9 @@ use crate::connection::Request;
 use crate::driver::pulls;
 use crate::error::{Error, Kind};
 use crate::ffi::guard;
+use crate::memory::PassStage;
 use crate::signals::BlockedSignals;
+use crate::tirpc::handover::{Routines, TICK};
 use crate::tirpc::idle;
 use crate::tirpc::programs::find;
 use crate::tirpc::run::{self, Ready};
@@ -43,12 +45,6 @@ use crate::{fork, socket};
 
 /// Threads that one process may have for this.
 const MOST: u32 = 1024;
-
-/// Time of all that the loop serves before it waits again.
-const SHORT: Duration = Duration::from_micros(50);
-
-/// How long it may be at one request and keep its seat, at least.
-const TICK: Duration = Duration::from_millis(1);
 
 /// Something to do for a thread.
 enum Job {
@@ -68,6 +64,12 @@ impl Job {
             Job::Request(connection, _) | Job::InOrder(connection) => Some(connection),
             Job::Stock(..) | Job::Watch => None,
         }
+    }
+
+    /// Whether it is a Call that was pulled.
+    fn is_pulled(&self) -> bool {
+        let Job::Request(_, request) = self else { return false };
+        request.message.last().is_some_and(|piece| piece.reach(PassStage::Coming))
     }
 }
 
@@ -90,8 +92,7 @@ pub struct Threads {
     kept: Mutex<VecDeque<Job>>,
     /// While it does.
     seat: Seat,
-    /// What routines have taken of late, in nanoseconds: not forgotten at once.
-    taken: AtomicU64,
+    routines: Routines,
     /// The loop has ended.
     ended: AtomicBool,
     generation: u64,
@@ -226,7 +227,7 @@ pub fn claim(count: u32) -> Result<Arc<Threads>, Error> {
         vacancy: unbounded(),
         kept: Mutex::default(),
         seat: Seat::default(),
-        taken: AtomicU64::new(0),
+        routines: Routines::default(),
         ended: AtomicBool::new(false),
         generation: fork::generation(),
     });
@@ -337,7 +338,8 @@ impl Threads {
                 found = FOUND.take().unwrap_or_default();
             }
             let Some(own) = found.pop_front() else { continue };
-            if !self.are_short(found.len() + 1) {
+            let pulled = own.is_pulled() && found.iter().all(Job::is_pulled);
+            if self.count > 1 && !self.routines.keep_seat(found.len() + 1, pulled) {
                 for job in found {
                     let _ = self.jobs.0.send(job);
                 }
@@ -362,12 +364,6 @@ impl Threads {
                 found = FOUND.take().unwrap_or_default();
             }
         }
-    }
-
-    /// Whether so many requests do not take long.
-    fn are_short(&self, count: usize) -> bool {
-        let taken = self.taken.load(Relaxed).saturating_mul(count as u64);
-        self.count == 1 || u128::from(taken) <= SHORT.as_nanos()
     }
 
     /// For whoever has the seat next.
@@ -417,13 +413,12 @@ impl Threads {
         if matches!(job, Job::Watch) {
             return self.watch();
         }
-        let began = Instant::now();
+        let routine = self.routines.begin(self.count > 1 && job.is_pulled());
         guard(|| {
             Threads::do_job(job);
             Ok(())
         });
-        let (now, before) = (began.elapsed().as_nanos() as u64, self.taken.load(Relaxed));
-        self.taken.store(now.max(before - before / 16), Relaxed);
+        self.routines.end(routine);
     }
 
     fn do_job(job: Job) {

@@ -8,6 +8,8 @@
  *                                        accepts: three for its record stream, and one for the address of its peer
  *   bool starve_accepted(void)           whether it has
  *
+ * It ends the process where the library has glibc drop something at the end of a thread.
+ *
  * Whose request it is follows from the address that it returns to. Only those of the library count: what libtirpc and libc
  * do with a failure is their own, but for connections that libtirpc accepts for the library. Beside the heap these are memory
  * mappings, and the descriptors that a connection has. */
@@ -190,6 +192,21 @@ void free(void *block)
     forget(block);
     __libc_free(block);
     errno = kept;
+}
+
+/* What a thread is to drop at its end glibc notes in memory from the heap, and ends the process where there is none: the library
+ * asks for no such note. */
+int __cxa_thread_atexit_impl(void (*drop)(void *), void *what, void *handle);
+int __cxa_thread_atexit_impl(void (*drop)(void *), void *what, void *handle)
+{
+    static int (*next)(void (*)(void *), void *, void *);
+    if (is_ours(CALLER)) {
+        static const char text[] = "starve_shim: librpcrdma has glibc drop something at the end of a thread\n";
+        _exit(write(STDERR_FILENO, text, sizeof text - 1) ? 3 : 3);
+    }
+    if (next == NULL)
+        *(void **)&next = dlsym(RTLD_NEXT, "__cxa_thread_atexit_impl");
+    return next(drop, what, handle);
 }
 
 /* The others are found when they are first called, which dlsym(3) does not need. */

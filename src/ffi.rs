@@ -16,7 +16,7 @@
 #![allow(unsafe_code)]
 
 use std::any::Any;
-use std::cell::{Cell, RefCell};
+use std::cell::Cell;
 use std::ffi::{CStr, c_char, c_int, c_uint};
 use std::marker::PhantomData;
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -76,7 +76,7 @@ impl FromFailure for Fd {
 
 /// Runs the body of a C entry point: the result, or the failure value of an error or a panic.
 ///
-/// The error stays readable through [`last_error`]. pthread_cancel(3) of the thread is put off meanwhile.
+/// pthread_cancel(3) of the thread is put off meanwhile.
 pub fn guard<T: FromFailure>(body: impl FnOnce() -> Result<T, Error>) -> T {
     // One look for both marks: XDR procedures come here for every four bytes.
     let result = MARKS.with(|marks| {
@@ -229,7 +229,8 @@ pub fn guard_passing<T: FromFailure>(body: impl FnOnce() -> Result<T, Error>) ->
 #[cold]
 fn failure<T: FromFailure>(error: Error) -> T {
     let value = T::from_failure(&error);
-    set_last_error(Some(error));
+    #[cfg(test)]
+    LAST_ERROR.set(Some(error));
     value
 }
 
@@ -300,17 +301,7 @@ unsafe extern "C-unwind" {
 /// The error of the thread's latest guarded function that failed, if nothing cleared it since.
 #[cfg(test)]
 pub fn last_error() -> Option<Error> {
-    LAST_ERROR.try_with(|last| last.try_borrow().ok()?.clone()).ok().flatten()
-}
-
-/// Sets or clears what [`last_error`] returns.
-pub fn set_last_error(error: Option<Error>) {
-    // Neither a thread that is ending nor a signal handler that interrupts this very line may panic here.
-    let _ = LAST_ERROR.try_with(|last| {
-        if let Ok(mut last) = last.try_borrow_mut() {
-            *last = error;
-        }
-    });
+    LAST_ERROR.with_borrow(Clone::clone)
 }
 
 /// The mark that this thread is inside the library, perhaps with a lock held.
@@ -401,8 +392,12 @@ struct Marks {
 thread_local! {
     static MARKS: Marks = const { Marks { guards: Cell::new(0), uncancelled: Cell::new(false) } };
     static INSIDE: Cell<bool> = const { Cell::new(false) };
-    static LAST_ERROR: RefCell<Option<Error>> = const { RefCell::new(None) };
     static PANIC_AT: Cell<Option<(&'static str, u32)>> = const { Cell::new(None) };
+}
+
+#[cfg(test)]
+thread_local! {
+    static LAST_ERROR: std::cell::RefCell<Option<Error>> = const { std::cell::RefCell::new(None) };
 }
 
 /// Installed once: std's hook would print to the program's stderr.

@@ -25,7 +25,7 @@
 //! memory                         what messages lie in, what is lent by the program, and what peers make us hold
 //! wire                           header bytes: both versions, characteristics, the private data of a connection
 //! config                         what is set
-//! fork                           what a process shares with its children, and the locks that no fork leaves taken
+//! fork, per_thread               what a process shares with its children, and the locks that no fork leaves taken; what a thread owns
 //! binding, ffi                   what may be placed directly; the guard around each C function
 //! log, stats, textfile, wait     words for people, counters, files of settings; poll(2), epoll, timers
 //! unwind                         the unwinder, which is loaded late
@@ -53,6 +53,7 @@ mod fork;
 pub mod fuzz;
 mod log;
 mod memory;
+mod per_thread;
 mod process;
 pub mod provider;
 mod reserve;

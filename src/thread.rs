@@ -70,18 +70,19 @@ pub struct Usage {
 impl Usage {
     /// What the calling thread has used. `None` if the system does not tell.
     pub fn now() -> Option<Usage> {
-        let (mut time, mut usage) = (MaybeUninit::uninit(), MaybeUninit::<libc::rusage>::uninit());
+        let mut time = libc::timespec { tv_sec: 0, tv_nsec: 0 };
+        let mut usage = MaybeUninit::<libc::rusage>::uninit();
         // The times of getrusage(2) are those of the last tick.
         // SAFETY: `time` is writable.
-        if unsafe { libc::clock_gettime(libc::CLOCK_THREAD_CPUTIME_ID, time.as_mut_ptr()) } != 0 {
+        if unsafe { libc::clock_gettime(libc::CLOCK_THREAD_CPUTIME_ID, &mut time) } != 0 {
             return None;
         }
         // SAFETY: `usage` is writable.
         if unsafe { libc::getrusage(libc::RUSAGE_THREAD, usage.as_mut_ptr()) } != 0 {
             return None;
         }
-        // SAFETY: both calls have succeeded, which write all of it.
-        let (time, usage) = unsafe { (time.assume_init(), usage.assume_init()) };
+        // SAFETY: the call has succeeded, which writes all of it.
+        let usage = unsafe { usage.assume_init() };
         let processor = Duration::new(time.tv_sec as u64, time.tv_nsec as u32);
         Some(Usage { processor, sleeps: usage.ru_nvcsw as u64 })
     }

@@ -14,12 +14,12 @@
 #![allow(unsafe_code)]
 #![allow(non_camel_case_types, clippy::upper_case_acronyms)]
 
-use std::cell::RefCell;
 use std::ffi::{c_char, c_int, c_uint, c_ushort, c_void};
 use std::mem::offset_of;
 use std::ptr::{null, null_mut};
 
 use crate::error::{Error, Kind, clnt_stat};
+use crate::per_thread::{self, Owned};
 use crate::xdr::{XDR, XdrProc};
 use crate::{ffi, log_error};
 
@@ -536,12 +536,8 @@ pub fn creation_failed(error: &Error) {
         unsafe { place.write(why) };
     }
     // After this one libtirpc goes on to the next netid, and restores the status of the failure before it: so does this.
-    let _ = EXPLANATION.try_with(|explanation| {
-        let mut explanation = explanation.borrow_mut();
-        if explanation.is_none() || error.kind() != Kind::NoAddress {
-            *explanation = Some((why.cf_stat, error.text().to_owned()));
-        }
-    });
+    let before = per_thread::take(&EXPLANATION).filter(|_| error.kind() == Kind::NoAddress);
+    per_thread::replace(&EXPLANATION, before.unwrap_or_else(|| (why.cf_stat, error.text().to_owned())));
 }
 
 /// What this thread's latest creation has recorded, in libtirpc and here: to be put back by [`creation_record`] behind
@@ -549,7 +545,7 @@ pub fn creation_failed(error: &Error) {
 pub fn creation_recorded() -> (Option<rpc_createerr>, Option<(u32, String)>) {
     // SAFETY: written by this thread only, which is here.
     let status = createerr().map(|place| unsafe { place.read() });
-    (status, EXPLANATION.try_with(|explanation| explanation.borrow().clone()).ok().flatten())
+    (status, per_thread::get(&EXPLANATION))
 }
 
 /// Puts back what [`creation_recorded`] returned.
@@ -558,31 +554,34 @@ pub fn creation_record((status, text): (Option<rpc_createerr>, Option<(u32, Stri
         // SAFETY: written by this thread only, which is here.
         unsafe { place.write(status) };
     }
-    let _ = EXPLANATION.try_with(|explanation| explanation.replace(text));
+    match text {
+        Some(text) => per_thread::replace(&EXPLANATION, text),
+        None => per_thread::take(&EXPLANATION),
+    };
 }
 
 /// Adds a text to what libtirpc itself has recorded in `*__rpc_createerr()`.
 pub fn creation_explained(text: String) {
     // SAFETY: written by this thread only, which is here.
     let status = createerr().map_or(clnt_stat::SUCCESS, |place| unsafe { place.read() }.cf_stat);
-    let _ = EXPLANATION.try_with(|explanation| explanation.replace(Some((status, text))));
+    per_thread::replace(&EXPLANATION, (status, text));
 }
 
 /// Forgets the text of a creation that failed.
 pub fn creation_started() {
-    let _ = EXPLANATION.try_with(RefCell::take);
+    per_thread::take(&EXPLANATION);
 }
 
 /// Our text for what `*__rpc_createerr()` says now, if it is still what we recorded.
 pub fn creation_explanation() -> Option<String> {
-    let explanation = EXPLANATION.try_with(|explanation| explanation.borrow().clone()).ok()??;
+    let explanation = per_thread::get(&EXPLANATION)?;
     // SAFETY: written by this thread only, which is here.
     let stays = createerr().is_none_or(|place| unsafe { place.read() }.cf_stat == explanation.0);
     stays.then_some(explanation.1)
 }
 
 thread_local! {
-    static EXPLANATION: RefCell<Option<(u32, String)>> = const { RefCell::new(None) };
+    static EXPLANATION: Owned<(u32, String)> = const { Owned::new() };
 }
 
 /// libtirpc's own `xprt_register`, for transports of ours: the one of `interpose` looks for those of libtirpc.

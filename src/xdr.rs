@@ -22,15 +22,16 @@
 //! - The heap object that `x_private` points into never moves and is reached through raw pointers only.
 #![allow(unsafe_code)]
 
-use std::cell::Cell;
 use std::ffi::{c_char, c_int, c_long, c_uint, c_void};
 use std::mem::{MaybeUninit, offset_of, size_of};
 use std::ptr::{self, NonNull};
+use std::thread::LocalKey;
 
 use crate::error::{Error, Kind};
 use crate::ffi::guard;
 use crate::memory::shared::Shown;
 use crate::memory::{Buf, IoVecMut, Message, PassStage, Payload, Region, Regions};
+use crate::per_thread::{self, Owned};
 
 /// A program's `xdrproc_t`: encodes, decodes or frees (`x_op`) one object.
 ///
@@ -397,30 +398,25 @@ struct Stream<S> {
 }
 
 /// What a thread keeps of its latest stream: the memory, for its next one, so that no call allocates any.
-type Spare<S> = Cell<Option<Box<MaybeUninit<Stream<S>>>>>;
+type Spare<S> = Owned<Box<MaybeUninit<Stream<S>>>>;
 
 /// A kind of stream.
 trait Kept: Sized + 'static {
-    /// Calls `f` with the thread's own, unless the thread is about to end.
-    fn spare<R>(f: impl FnOnce(&Spare<Self>) -> R) -> Option<R>;
+    /// The thread's own.
+    const SPARE: &'static LocalKey<Spare<Self>>;
+}
+
+thread_local! {
+    static ENCODING: Spare<Encoding> = const { Owned::new() };
+    static DECODING: Spare<Decoding> = const { Owned::new() };
 }
 
 impl Kept for Encoding {
-    fn spare<R>(f: impl FnOnce(&Spare<Encoding>) -> R) -> Option<R> {
-        thread_local! {
-            static SPARE: Spare<Encoding> = const { Cell::new(None) };
-        }
-        SPARE.try_with(f).ok()
-    }
+    const SPARE: &'static LocalKey<Spare<Encoding>> = &ENCODING;
 }
 
 impl Kept for Decoding {
-    fn spare<R>(f: impl FnOnce(&Spare<Decoding>) -> R) -> Option<R> {
-        thread_local! {
-            static SPARE: Spare<Decoding> = const { Cell::new(None) };
-        }
-        SPARE.try_with(f).ok()
-    }
+    const SPARE: &'static LocalKey<Spare<Decoding>> = &DECODING;
 }
 
 impl<S: Kept> Stream<S> {
@@ -433,7 +429,7 @@ impl<S: Kept> Stream<S> {
             x_base: ptr::null_mut(),
             x_handy: 0,
         };
-        let memory = S::spare(Cell::take).flatten().unwrap_or_else(Box::new_uninit);
+        let memory = per_thread::take(S::SPARE).unwrap_or_else(Box::new_uninit);
         let stream = NonNull::from(Box::leak(Box::write(memory, Stream { xdr, state })));
         // SAFETY: the box was just leaked: alive, and known to nobody else. No reference is made.
         let state = unsafe { &raw mut (*stream.as_ptr()).state };
@@ -452,7 +448,7 @@ impl<S: Kept> Stream<S> {
         // SAFETY: from `Box::leak`, of this layout.
         let memory = unsafe { Box::from_raw(stream.as_ptr().cast::<MaybeUninit<Stream<S>>>()) };
         // This thread's, whichever has made it.
-        S::spare(|spare| spare.set(Some(memory)));
+        per_thread::replace(S::SPARE, memory);
         state
     }
 

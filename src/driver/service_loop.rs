@@ -6,8 +6,10 @@
 
 use once_cell::race::OnceBox;
 
+use crate::per_thread::{self, Owned};
 use crate::{fork, thread};
 use std::cell::Cell;
+use std::mem::forget;
 use std::ops::Range;
 use std::os::fd::RawFd;
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering::Relaxed};
@@ -82,16 +84,19 @@ pub trait Thrown: Send + Sync {
 
 thread_local! {
     static NESTED: Cell<u32> = const { Cell::new(0) };
-    static END: End = const { End(Cell::new(None)) };
+    static END: Owned<End> = const { Owned::new() };
 }
 
 /// Dropped with its thread: the loop that this one has run.
-struct End(Cell<Option<&'static ServiceLoop>>);
+struct End(&'static ServiceLoop);
 
 impl Drop for End {
     /// Whoever reads a connection next sees to the routines that the thread has not returned from.
     fn drop(&mut self) {
-        let Some(home) = self.0.get().filter(|home| home.dispatching.load(Relaxed) > 0) else { return };
+        let End(home) = *self;
+        if home.dispatching.load(Relaxed) == 0 {
+            return;
+        }
         let (thread, stack) = (thread::this(), thread::own_stack());
         let own = |it: &&mut Routine| {
             it.thread == thread && stack.as_ref().is_some_and(|stack| stack.contains(&it.frame))
@@ -155,8 +160,8 @@ impl ServiceLoop {
     pub fn begin(&'static self, frame: usize, owner: Weak<dyn Thrown>) -> Dispatching {
         self.look();
         let thread = thread::this();
-        // A thread that ends already has marked its routines.
-        let _ = END.try_with(|end| end.0.set(Some(self)));
+        // What is dropped there is a thread's end.
+        forget(per_thread::replace(&END, End(self)));
         let mut state = self.state();
         let serial = self.begun.fetch_add(1, Relaxed);
         state.dispatching.push(Routine { serial, thread, frame, ended: false, owner });

@@ -294,7 +294,8 @@ impl Pool {
     pub(super) fn idle_bytes(&self) -> usize {
         let hot = self.take_hot();
         let idle = self.idle();
-        let bytes = hot.as_ref().map_or(0, |block| block.raw.cap) + idle.as_ref().map_or(0, |idle| idle.bytes);
+        let bytes =
+            hot.as_ref().map_or(0, |block| block.raw.cap) + idle.as_ref().map_or(0, |idle| idle.bytes);
         drop(idle);
         if let Some(hot) = hot {
             assert!(self.put_hot(hot).is_ok());

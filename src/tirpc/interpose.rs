@@ -27,7 +27,7 @@
 //! `rpcb_unset`. Never here: `xdr_*`, and data.
 #![allow(unsafe_code)]
 
-use std::cell::{Cell, RefCell};
+use std::cell::Cell;
 use std::ffi::{CStr, CString, c_char, c_int, c_uint, c_ulong, c_void};
 use std::net::SocketAddr;
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
@@ -39,6 +39,7 @@ use crate::error::{Error, Kind};
 use crate::ffi::{
     self, Fd, Inside, Uncancelled, guard_around, guard_passing, guard_passing_in_steps_cancellable, step,
 };
+use crate::per_thread::{self, Owned};
 use crate::socket::Sockaddr;
 use crate::tirpc::client::{self, Intent};
 use crate::tirpc::library::Real;
@@ -1030,26 +1031,24 @@ unsafe fn socket_address(address: *const netbuf) -> Option<SocketAddr> {
 /// `stock` is NULL or a string.
 unsafe fn explained(stock: *mut c_char, explanation: Option<String>) -> *mut c_char {
     thread_local! {
-        static TEXT: RefCell<Vec<u8>> = const { RefCell::new(Vec::new()) };
+        static TEXT: Owned<Vec<u8>> = const { Owned::new() };
     }
     let Some(explanation) = explanation else { return stock };
     // SAFETY: by the contract.
     let start = unsafe { ffi::cstr(stock) }.map_or(&b""[..], CStr::to_bytes).trim_ascii_end();
     // libtirpc has no words for RPC_N2AXLATEFAILURE, and what it says instead says less than nothing beside ours.
     let start = start.strip_suffix(b" (unknown error code)").unwrap_or(start);
-    let text = [
+    let mut text = [
         start,
         if start.ends_with(b":") { b" " } else { b"; " },
         explanation.replace('\0', " ").as_bytes(),
         b"\0",
     ]
     .concat();
-    TEXT.try_with(|buffer| {
-        let mut buffer = buffer.borrow_mut();
-        *buffer = text;
-        buffer.as_mut_ptr().cast()
-    })
-    .unwrap_or(stock)
+    // Where it lies it stays.
+    let start = text.as_mut_ptr().cast();
+    per_thread::replace(&TEXT, text);
+    start
 }
 
 /// What stands in place of libtirpc's text where there is no libtirpc.

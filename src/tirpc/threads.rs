@@ -18,7 +18,6 @@
 //! - A thread that is free does what waits for one before it takes the seat: what waits is at most what one turn has found.
 #![allow(unsafe_code)]
 
-use std::cell::RefCell;
 use std::collections::VecDeque;
 use std::mem::MaybeUninit;
 use std::os::fd::RawFd;
@@ -34,6 +33,7 @@ use crate::driver::pulls;
 use crate::error::{Error, Kind};
 use crate::ffi::guard;
 use crate::memory::PassStage;
+use crate::per_thread::{self, Owned};
 use crate::signals::BlockedSignals;
 use crate::tirpc::handover::{Routines, TICK};
 use crate::tirpc::idle;
@@ -112,24 +112,25 @@ static BURIED: fork::Lock<Vec<Arc<Transport>>> = fork::Lock::new();
 
 thread_local! {
     /// What the loop has found: set in its thread.
-    static FOUND: RefCell<Option<VecDeque<Job>>> = const { RefCell::new(None) };
+    static FOUND: Owned<VecDeque<Job>> = const { Owned::new() };
     /// The connection whose request this thread serves.
-    static SERVED: RefCell<Option<Arc<Transport>>> = const { RefCell::new(None) };
+    static SERVED: Owned<Arc<Transport>> = const { Owned::new() };
     /// Its locks, while this thread forks.
-    static HELD: RefCell<Option<Held>> = const { RefCell::new(None) };
+    static HELD: Owned<Held> = const { Owned::new() };
 }
 
 unsafe extern "C" fn before_fork() {
     guard(|| {
-        let served = SERVED.with_borrow(Clone::clone);
-        HELD.set(served.and_then(|connection| connection.hold()));
+        if let Some(held) = per_thread::get(&SERVED).and_then(|connection| connection.hold()) {
+            per_thread::replace(&HELD, held);
+        }
         Ok(())
     });
 }
 
 unsafe extern "C" fn after_fork() {
     guard(|| {
-        HELD.set(None);
+        drop(per_thread::take(&HELD));
         Ok(())
     });
 }
@@ -192,17 +193,11 @@ pub fn hand_out(connection: Arc<Transport>, request: Request) {
 }
 
 fn give(job: Job) {
-    let job = FOUND.with(|found| match &mut *found.borrow_mut() {
-        Some(found) => {
-            found.push_back(job);
-            None
-        }
-        None => Some(job),
-    });
-    // In another thread than the loop's.
-    if let Some(job) = job
-        && let Some(threads) = threads()
-    {
+    if let Some(mut found) = per_thread::take(&FOUND) {
+        found.push_back(job);
+        per_thread::replace(&FOUND, found);
+    } else if let Some(threads) = threads() {
+        // In another thread than the loop's.
         let _ = threads.jobs.0.send(job);
         run::ring();
     }
@@ -330,12 +325,12 @@ impl Threads {
                 if !unsafe { run::turn(&mut ready, is_over) } {
                     return self.end();
                 }
-                FOUND.set(Some(found));
+                per_thread::replace(&FOUND, found);
                 guard(|| {
                     ready.fds().for_each(look);
                     Ok(())
                 });
-                found = FOUND.take().unwrap_or_default();
+                found = per_thread::take(&FOUND).unwrap_or_default();
             }
             let Some(own) = found.pop_front() else { continue };
             let pulled = own.is_pulled() && found.iter().all(Job::is_pulled);
@@ -356,12 +351,12 @@ impl Threads {
                 && let Some(connection) = served
                 && connection.finds_more()
             {
-                FOUND.set(Some(found));
+                per_thread::replace(&FOUND, found);
                 guard(|| {
                     look(connection.fd());
                     Ok(())
                 });
-                found = FOUND.take().unwrap_or_default();
+                found = per_thread::take(&FOUND).unwrap_or_default();
             }
         }
     }
@@ -422,7 +417,9 @@ impl Threads {
     }
 
     fn do_job(job: Job) {
-        SERVED.set(job.connection().cloned());
+        if let Some(connection) = job.connection() {
+            per_thread::replace(&SERVED, connection.clone());
+        }
         match job {
             Job::Request(connection, request) => {
                 let _done = Done(&connection);
@@ -446,7 +443,7 @@ impl Threads {
             }
             Job::Watch => {}
         }
-        SERVED.set(None);
+        drop(per_thread::take(&SERVED));
     }
 }
 

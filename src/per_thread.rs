@@ -1,0 +1,190 @@
+//! What each thread owns, and is dropped when the thread ends.
+//!
+//! A `thread_local!` of a type that is dropped does the same, but remembers by a block of the heap that there is something to
+//! drop: where the heap has none, glibc and Rust's standard library end the process, which is a stranger's. Here the values of a
+//! thread are a list that runs through themselves, and its first one is the thread's value of a key (pthread_key_create(3)).
+//! Without room for that the values are not dropped, and no more comes of it.
+//!
+//! Those of the main thread end with the process.
+#![allow(unsafe_code)]
+
+use std::cell::Cell;
+use std::ffi::c_void;
+use std::mem::{ManuallyDrop, needs_drop};
+use std::ptr;
+use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
+use std::thread::LocalKey;
+
+use crate::ffi::guard;
+
+/// A place for a value, in a `thread_local!`.
+#[repr(C)]
+pub struct Owned<T> {
+    link: Link,
+    value: Cell<ManuallyDrop<Option<T>>>,
+}
+
+/// One of the list.
+struct Link {
+    next: Cell<*const Link>,
+    /// Whether it is in the list.
+    listed: Cell<bool>,
+    /// Drops the value of the place that begins here.
+    clear: unsafe fn(*const Link),
+}
+
+impl<T: 'static> Owned<T> {
+    /// One without a value.
+    pub const fn new() -> Owned<T> {
+        const { assert!(!needs_drop::<Owned<T>>()) };
+        let link = Link { next: Cell::new(ptr::null()), listed: Cell::new(false), clear: clear::<T> };
+        Owned { link, value: Cell::new(ManuallyDrop::new(None)) }
+    }
+
+    fn replace(&self, value: Option<T>) -> Option<T> {
+        ManuallyDrop::into_inner(self.value.replace(ManuallyDrop::new(value)))
+    }
+
+    /// The thread drops its value when it ends. `self` lies in thread-local storage.
+    #[cold]
+    fn list(&self) {
+        let Some(key) = key() else { return };
+        // SAFETY: `key` is one of ours, and is never deleted.
+        let first = unsafe { libc::pthread_getspecific(key) };
+        self.link.next.set(first.cast_const().cast());
+        // SAFETY: as above.
+        let done = unsafe { libc::pthread_setspecific(key, ptr::from_ref(self).cast()) };
+        self.link.listed.set(done == 0);
+    }
+}
+
+/// The value of the calling thread, which has none any more.
+#[inline]
+pub fn take<T: 'static>(key: &'static LocalKey<Owned<T>>) -> Option<T> {
+    key.with(|place| place.replace(None))
+}
+
+/// Gives the calling thread a value. Returns the one before.
+#[inline]
+pub fn replace<T: 'static>(key: &'static LocalKey<Owned<T>>, value: T) -> Option<T> {
+    key.with(|place| {
+        if !place.link.listed.get() {
+            place.list();
+        }
+        place.replace(Some(value))
+    })
+}
+
+/// A copy of the value of the calling thread.
+pub fn get<T: Clone + 'static>(key: &'static LocalKey<Owned<T>>) -> Option<T> {
+    let value = take(key)?;
+    replace(key, value.clone());
+    Some(value)
+}
+
+/// The key of the process; `None` if it has as many as there may be.
+fn key() -> Option<libc::pthread_key_t> {
+    /// And one; 0: there is none.
+    static KEY: AtomicUsize = AtomicUsize::new(0);
+    if let Some(key) = KEY.load(Relaxed).checked_sub(1) {
+        return Some(key as libc::pthread_key_t);
+    }
+    let mut key = 0;
+    // SAFETY: `key` is writable; the library, and with it the function, stays mapped.
+    if unsafe { libc::pthread_key_create(&mut key, Some(at_end)) } != 0 {
+        return None;
+    }
+    match KEY.compare_exchange(0, key as usize + 1, Relaxed, Relaxed) {
+        Ok(_) => Some(key),
+        Err(other) => {
+            // SAFETY: nobody else has it.
+            unsafe { libc::pthread_key_delete(key) };
+            Some((other - 1) as libc::pthread_key_t)
+        }
+    }
+}
+
+/// A thread ends. What is given to it from here on makes a new list, for which this is called once more.
+unsafe extern "C" fn at_end(first: *mut c_void) {
+    guard(|| {
+        let mut next: *const Link = first.cast_const().cast();
+        while !next.is_null() {
+            let at = next;
+            // SAFETY: it lies in the storage of this thread, which is there as long as such functions are called.
+            let link = unsafe { &*at };
+            next = link.next.get();
+            link.listed.set(false);
+            // SAFETY: the place that begins here.
+            unsafe { (link.clear)(at) };
+        }
+        Ok(())
+    });
+}
+
+/// # Safety
+/// The place that begins at `link` is alive, of this type and of the calling thread.
+unsafe fn clear<T: 'static>(link: *const Link) {
+    // SAFETY: by the contract; the link is the first field, and the pointer is that of the whole place.
+    let place = unsafe { &*link.cast::<Owned<T>>() };
+    drop(place.replace(None));
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::{Arc, mpsc};
+    use std::thread::spawn;
+
+    use super::*;
+
+    /// Leaves another value when it is dropped.
+    struct Leaves(Option<Arc<()>>);
+
+    thread_local! {
+        static FIRST: Owned<Arc<()>> = const { Owned::new() };
+        static SECOND: Owned<Leaves> = const { Owned::new() };
+    }
+
+    impl Drop for Leaves {
+        fn drop(&mut self) {
+            if let Some(left) = self.0.take() {
+                replace(&FIRST, left.clone());
+                replace(&SECOND, Leaves(None));
+            }
+        }
+    }
+
+    #[test]
+    fn a_value_is_the_threads_own_and_dropped_when_it_ends() {
+        let value = Arc::new(());
+        let given = value.clone();
+        let (tell, told) = mpsc::channel();
+        let thread = spawn(move || {
+            assert!(take(&FIRST).is_none() && get(&FIRST).is_none());
+            assert!(replace(&FIRST, given.clone()).is_none());
+            assert!(replace(&FIRST, given.clone()).is_some_and(|before| Arc::ptr_eq(&before, &given)));
+            assert!(get(&FIRST).is_some() && take(&FIRST).is_some() && take(&FIRST).is_none());
+            replace(&FIRST, given.clone());
+            tell.send(Arc::strong_count(&given)).unwrap();
+        });
+        assert_eq!(told.recv().unwrap(), 3);
+        thread.join().unwrap();
+        assert_eq!(Arc::strong_count(&value), 1);
+        assert!(take(&FIRST).is_none());
+    }
+
+    #[test]
+    fn what_a_value_leaves_when_it_is_dropped_is_dropped_too() {
+        let value = Arc::new(());
+        let given = value.clone();
+        spawn(move || {
+            replace(&FIRST, given.clone());
+            replace(&SECOND, Leaves(Some(given)));
+        })
+        .join()
+        .unwrap();
+        assert_eq!(Arc::strong_count(&value), 1);
+        let given = value.clone();
+        spawn(move || drop(replace(&SECOND, Leaves(Some(given))))).join().unwrap();
+        assert_eq!(Arc::strong_count(&value), 1);
+    }
+}

@@ -106,6 +106,20 @@ impl Idle {
         (self.len() > 0).then(|| self.remove(own.unwrap_or(0)))
     }
 
+    /// Gives the oldest ones back to the system, until so many of so many bytes are kept.
+    fn forget_oldest(&mut self, keeps: impl Fn(usize, usize) -> bool) {
+        let (mut count, mut bytes) = (0, self.bytes);
+        while count < self.len() && !keeps(self.len() - count, bytes) {
+            bytes -= self.blocks[count].raw.cap;
+            count += 1;
+        }
+        for mut block in self.blocks.drain(..count) {
+            self.bytes -= block.raw.cap;
+            self.pages -= block.raw.pages();
+            block.forget_pool();
+        }
+    }
+
     /// Has each keep so much at most.
     fn trim(&mut self, warm: usize) {
         for block in &mut self.blocks {
@@ -260,10 +274,8 @@ impl Pool {
             }
         }
         let Some(mut idle) = self.idle() else { return block.forget_pool() };
-        if long {
-            self.trim(&mut block, was_long, &mut idle);
-        }
-        if !self.has_room(&idle, block.raw.cap) && !self.has_room_in_series(&idle, block.raw.cap) {
+        let many = !self.keeps_always(idle.len() + 1, idle.bytes + block.raw.cap);
+        if (long || many) && !self.keeps_for_now(&mut block, was_long || many, &mut idle) {
             return block.forget_pool();
         }
         // In a series those with pages are taken first; of blocks that are alike the latest one, which caches know.
@@ -273,20 +285,9 @@ impl Pool {
         idle.insert(at, block);
     }
 
-    /// Whether one more of so many bytes may be idle.
-    fn has_room(&self, idle: &Idle, bytes: usize) -> bool {
-        idle.len() < self.idle_max || idle.bytes + bytes <= self.idle_max * self.warm
-    }
-
-    /// The same for one that is too many, if it is not the only one.
-    #[cold]
-    fn has_room_in_series(&self, idle: &Idle, bytes: usize) -> bool {
-        let now = stats::tick();
-        let fits = is_series(self.long.swap(now, Relaxed), now) && idle.bytes + bytes <= SERIES_MOST;
-        if fits {
-            self.keeps.store(true, Relaxed);
-        }
-        fits
+    /// Whether so many blocks of so many bytes together may be idle.
+    fn keeps_always(&self, count: usize, bytes: usize) -> bool {
+        count <= self.idle_max || bytes <= self.idle_max * self.warm
     }
 
     /// Bytes of its idle blocks; nobody else uses it meanwhile.
@@ -303,31 +304,32 @@ impl Pool {
         bytes
     }
 
-    /// It has pages of a long message, or others have. Who sends or gets such ones again and again finds their pages, where
-    /// nobody else needs them.
+    /// Whether this block is kept beside the idle ones: it has pages of a long message, or is one too many, if it `counts`; or others
+    /// are. Who sends or gets such messages again and again finds their pages, where nobody else needs them.
     #[cold]
-    fn trim(&self, block: &mut Share, was_long: bool, idle: &mut Idle) {
+    fn keeps_for_now(&self, block: &mut Share, counts: bool, idle: &mut Idle) -> bool {
         let now = stats::tick();
-        let before = if was_long { self.long.swap(now, Relaxed) } else { self.long.load(Relaxed) };
+        let before = if counts { self.long.swap(now, Relaxed) } else { self.long.load(Relaxed) };
         let is_series = is_series(before, now);
         if !is_series {
             self.trim_idle(idle);
         }
-        let most = if is_series { SERIES_MOST } else { self.idle_max * self.warm };
-        let left = most.saturating_sub(idle.pages);
+        let always = self.idle_max * self.warm;
+        let left = if is_series { SERIES_MOST } else { always }.saturating_sub(idle.pages);
         if let Some(block) = block.alone() {
             block.raw.trim(self.warm.max(left).max(PAGE));
         }
-        let keeps = idle.pages + block.raw.pages() > self.idle_max * self.warm || !self.has_room(idle, 0);
-        self.keeps.store(is_series && keeps, Relaxed);
+        let bytes = idle.bytes + block.raw.cap;
+        let many = !self.keeps_always(idle.len() + 1, bytes);
+        let long = idle.pages + block.raw.pages() > always;
+        self.keeps.store(is_series && (many || long), Relaxed);
+        !many || is_series && bytes <= SERIES_MOST
     }
 
     /// What a series has left.
     fn trim_idle(&self, idle: &mut Idle) {
         if self.keeps.load(Relaxed) {
-            while idle.len() > 0 && !self.has_room(idle, 0) {
-                idle.remove(0).forget_pool();
-            }
+            idle.forget_oldest(|count, bytes| self.keeps_always(count, bytes));
             idle.trim(self.warm.max(PAGE));
         }
     }

@@ -15,7 +15,7 @@ use std::ptr;
 use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
 use std::thread::LocalKey;
 
-use crate::ffi::guard;
+use crate::ffi::guard_passing;
 
 /// A place for a value, in a `thread_local!`.
 #[repr(C)]
@@ -106,7 +106,8 @@ fn key() -> Option<libc::pthread_key_t> {
 
 /// A thread ends. What is given to it from here on makes a new list, for which this is called once more.
 unsafe extern "C" fn at_end(first: *mut c_void) {
-    guard(|| {
+    // Nobody cancels a thread that ends.
+    guard_passing(|| {
         let mut next: *const Link = first.cast_const().cast();
         while !next.is_null() {
             let at = next;

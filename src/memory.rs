@@ -511,9 +511,9 @@ const AREA: usize = (1 << 20) + PAGE;
 /// Staging memory of a short Call: 1 MiB of arguments and the call's header.
 const SHORT: usize = (1 << 20) + PAGE;
 
-/// Most blocks for Receives that are kept idle, and most bytes of them.
+/// Most blocks for Receives that are kept idle, and most bytes of them, but for a series: see [`Pool`].
 const SLABS_IDLE: usize = 1024;
-const SLABS_WARM: usize = 8 << 20;
+const SLABS_WARM: usize = 4 << 20;
 
 /// Room in front of a message, bytes: a header with a Reply chunk of one segment, and two of a Write or Read chunk. Longer ones
 /// have a block of their own.

@@ -5,22 +5,28 @@
 //! thread are a list that runs through themselves, and its first one is the thread's value of a key (pthread_key_create(3)).
 //! Without room for that the values are not dropped, and no more comes of it.
 //!
-//! Those of the main thread end with the process.
+//! Those of the main thread are there until the process ends, unless it ends before (pthread_exit(3)).
+//!
+//! A signal handler may interrupt all of this, and come here too: where it meets a value that the thread has in hand, it does
+//! without.
 #![allow(unsafe_code)]
 
 use std::cell::Cell;
 use std::ffi::c_void;
 use std::mem::{ManuallyDrop, needs_drop};
 use std::ptr;
-use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering::Relaxed, Ordering::SeqCst, compiler_fence};
 use std::thread::LocalKey;
 
 use crate::ffi::guard_passing;
+use crate::signals::BlockedSignals;
 
 /// A place for a value, in a `thread_local!`.
 #[repr(C)]
 pub struct Owned<T> {
     link: Link,
+    /// The thread has it in hand.
+    busy: AtomicBool,
     value: Cell<ManuallyDrop<Option<T>>>,
 }
 
@@ -38,17 +44,32 @@ impl<T: 'static> Owned<T> {
     pub const fn new() -> Owned<T> {
         const { assert!(!needs_drop::<Owned<T>>()) };
         let link = Link { next: Cell::new(ptr::null()), listed: Cell::new(false), clear: clear::<T> };
-        Owned { link, value: Cell::new(ManuallyDrop::new(None)) }
+        Owned { link, busy: AtomicBool::new(false), value: Cell::new(ManuallyDrop::new(None)) }
     }
 
-    fn replace(&self, value: Option<T>) -> Option<T> {
-        ManuallyDrop::into_inner(self.value.replace(ManuallyDrop::new(value)))
+    /// The value before; the new one back, where this interrupts another use of it.
+    #[inline]
+    fn replace(&self, value: Option<T>) -> Result<Option<T>, Option<T>> {
+        if self.busy.load(Relaxed) {
+            return Err(value);
+        }
+        self.busy.store(true, Relaxed);
+        compiler_fence(SeqCst);
+        let before = self.value.replace(ManuallyDrop::new(value));
+        compiler_fence(SeqCst);
+        self.busy.store(false, Relaxed);
+        Ok(ManuallyDrop::into_inner(before))
     }
 
     /// The thread drops its value when it ends. `self` lies in thread-local storage.
     #[cold]
     fn list(&self) {
         let Some(key) = key() else { return };
+        // A handler may list this one or another.
+        let _blocked = BlockedSignals::all();
+        if self.link.listed.get() {
+            return;
+        }
         // SAFETY: `key` is one of ours, and is never deleted.
         let first = unsafe { libc::pthread_getspecific(key) };
         self.link.next.set(first.cast_const().cast());
@@ -61,25 +82,30 @@ impl<T: 'static> Owned<T> {
 /// The value of the calling thread, which has none any more.
 #[inline]
 pub fn take<T: 'static>(key: &'static LocalKey<Owned<T>>) -> Option<T> {
-    key.with(|place| place.replace(None))
+    key.with(|place| place.replace(None).ok().flatten())
 }
 
 /// Gives the calling thread a value. Returns the one before.
+///
+/// # Errors
+/// The new one, in a signal handler that interrupts another use of the thread's.
 #[inline]
-pub fn replace<T: 'static>(key: &'static LocalKey<Owned<T>>, value: T) -> Option<T> {
+pub fn put<T: 'static>(key: &'static LocalKey<Owned<T>>, value: T) -> Result<Option<T>, T> {
     key.with(|place| {
         if !place.link.listed.get() {
             place.list();
         }
-        place.replace(Some(value))
+        // What comes back is what was given.
+        place.replace(Some(value)).map_err(|back| back.expect("a value"))
     })
 }
 
 /// A copy of the value of the calling thread.
 pub fn get<T: Clone + 'static>(key: &'static LocalKey<Owned<T>>) -> Option<T> {
     let value = take(key)?;
-    replace(key, value.clone());
-    Some(value)
+    let copy = value.clone();
+    let _ = put(key, value);
+    Some(copy)
 }
 
 /// The key of the process; `None` if it has as many as there may be.
@@ -104,7 +130,7 @@ fn key() -> Option<libc::pthread_key_t> {
     }
 }
 
-/// A thread ends. What is given to it from here on makes a new list, for which this is called once more.
+/// A thread ends. What is given to it from here on makes a new list, for which this is called once more, four times in all.
 unsafe extern "C" fn at_end(first: *mut c_void) {
     // Nobody cancels a thread that ends.
     guard_passing(|| {
@@ -127,7 +153,7 @@ unsafe extern "C" fn at_end(first: *mut c_void) {
 unsafe fn clear<T: 'static>(link: *const Link) {
     // SAFETY: by the contract; the link is the first field, and the pointer is that of the whole place.
     let place = unsafe { &*link.cast::<Owned<T>>() };
-    drop(place.replace(None));
+    let _ = place.replace(None);
 }
 
 #[cfg(test)]
@@ -148,8 +174,8 @@ mod tests {
     impl Drop for Leaves {
         fn drop(&mut self) {
             if let Some(left) = self.0.take() {
-                replace(&FIRST, left.clone());
-                replace(&SECOND, Leaves(None));
+                let _ = put(&FIRST, left.clone());
+                let _ = put(&SECOND, Leaves(None));
             }
         }
     }
@@ -161,10 +187,10 @@ mod tests {
         let (tell, told) = mpsc::channel();
         let thread = spawn(move || {
             assert!(take(&FIRST).is_none() && get(&FIRST).is_none());
-            assert!(replace(&FIRST, given.clone()).is_none());
-            assert!(replace(&FIRST, given.clone()).is_some_and(|before| Arc::ptr_eq(&before, &given)));
+            assert!(put(&FIRST, given.clone()) == Ok(None));
+            assert!(put(&FIRST, given.clone()).is_ok_and(|before| before.is_some()));
             assert!(get(&FIRST).is_some() && take(&FIRST).is_some() && take(&FIRST).is_none());
-            replace(&FIRST, given.clone());
+            put(&FIRST, given.clone()).unwrap();
             tell.send(Arc::strong_count(&given)).unwrap();
         });
         assert_eq!(told.recv().unwrap(), 3);
@@ -174,18 +200,30 @@ mod tests {
     }
 
     #[test]
+    fn who_interrupts_another_use_of_a_value_does_without() {
+        let value = Arc::new(());
+        assert!(put(&FIRST, value.clone()) == Ok(None));
+        FIRST.with(|place| place.busy.store(true, Relaxed));
+        assert!(take(&FIRST).is_none() && get(&FIRST).is_none() && put(&FIRST, value.clone()).is_err());
+        FIRST.with(|place| place.busy.store(false, Relaxed));
+        assert!(get(&FIRST).is_some());
+        drop(take(&FIRST));
+        assert_eq!(Arc::strong_count(&value), 1);
+    }
+
+    #[test]
     fn what_a_value_leaves_when_it_is_dropped_is_dropped_too() {
         let value = Arc::new(());
         let given = value.clone();
         spawn(move || {
-            replace(&FIRST, given.clone());
-            replace(&SECOND, Leaves(Some(given)));
+            let _ = put(&FIRST, given.clone());
+            let _ = put(&SECOND, Leaves(Some(given)));
         })
         .join()
         .unwrap();
         assert_eq!(Arc::strong_count(&value), 1);
         let given = value.clone();
-        spawn(move || drop(replace(&SECOND, Leaves(Some(given))))).join().unwrap();
+        spawn(move || drop(put(&SECOND, Leaves(Some(given))))).join().unwrap();
         assert_eq!(Arc::strong_count(&value), 1);
     }
 }

@@ -537,7 +537,8 @@ pub fn creation_failed(error: &Error) {
     }
     // After this one libtirpc goes on to the next netid, and restores the status of the failure before it: so does this.
     let before = per_thread::take(&EXPLANATION).filter(|_| error.kind() == Kind::NoAddress);
-    per_thread::replace(&EXPLANATION, before.unwrap_or_else(|| (why.cf_stat, error.text().to_owned())));
+    let text = before.unwrap_or_else(|| (why.cf_stat, error.text().to_owned()));
+    let _ = per_thread::put(&EXPLANATION, text);
 }
 
 /// What this thread's latest creation has recorded, in libtirpc and here: to be put back by [`creation_record`] behind
@@ -554,17 +555,17 @@ pub fn creation_record((status, text): (Option<rpc_createerr>, Option<(u32, Stri
         // SAFETY: written by this thread only, which is here.
         unsafe { place.write(status) };
     }
-    match text {
-        Some(text) => per_thread::replace(&EXPLANATION, text),
-        None => per_thread::take(&EXPLANATION),
-    };
+    creation_started();
+    if let Some(text) = text {
+        let _ = per_thread::put(&EXPLANATION, text);
+    }
 }
 
 /// Adds a text to what libtirpc itself has recorded in `*__rpc_createerr()`.
 pub fn creation_explained(text: String) {
     // SAFETY: written by this thread only, which is here.
     let status = createerr().map_or(clnt_stat::SUCCESS, |place| unsafe { place.read() }.cf_stat);
-    per_thread::replace(&EXPLANATION, (status, text));
+    let _ = per_thread::put(&EXPLANATION, (status, text));
 }
 
 /// Forgets the text of a creation that failed.

@@ -448,7 +448,7 @@ impl<S: Kept> Stream<S> {
         // SAFETY: from `Box::leak`, of this layout.
         let memory = unsafe { Box::from_raw(stream.as_ptr().cast::<MaybeUninit<Stream<S>>>()) };
         // This thread's, whichever has made it.
-        per_thread::replace(S::SPARE, memory);
+        let _ = per_thread::put(S::SPARE, memory);
         state
     }
 

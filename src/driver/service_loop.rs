@@ -161,7 +161,7 @@ impl ServiceLoop {
         self.look();
         let thread = thread::this();
         // What is dropped there is a thread's end.
-        forget(per_thread::replace(&END, End(self)));
+        forget(per_thread::put(&END, End(self)));
         let mut state = self.state();
         let serial = self.begun.fetch_add(1, Relaxed);
         state.dispatching.push(Routine { serial, thread, frame, ended: false, owner });

@@ -24,12 +24,11 @@ pub(super) const PAGE: usize = 4096;
 ///
 /// `warm` bytes of every idle block keep their pages, and a block more than that while all idle ones keep less together than
 /// if each had so many (with those that come after it, less than twice as much in all); what lies above is given back to the
-/// system, so that one long message does not hold its memory for ever. At most `idle_max` blocks are kept, and one; more of
-/// them while together they are no longer than so many that are warm.
+/// system, so that one long message does not hold its memory for ever. At most `idle_max` blocks are kept, and one.
 ///
-/// While one long message follows another within [`SERIES`], or one block that is too many, they may keep [`SERIES_MOST`]
-/// together: to give pages back and to get them again takes longer than to copy what is in them. That is over with the next
-/// block that is given back after such a time, or with [`Pool::cool`].
+/// While one long message follows another within [`SERIES`], or one block of at least [`LONG`] that is too many, they may keep
+/// [`SERIES_MOST`] together: to give pages back and to get them again takes longer than to copy what is in them. That is over with
+/// the next block that is given back after such a time, or with [`Pool::cool`].
 ///
 /// A child that was forked while a thread of its parent held the lock does without: nobody there would ever release it.
 pub struct Pool {
@@ -67,6 +66,8 @@ pub const SERIES: Duration = Duration::from_secs(1);
 /// What idle blocks keep then: one message of 32 MiB, or two of 16. A client, whose process nobody wakes, keeps it until its
 /// next call.
 const SERIES_MOST: usize = 36 << 20;
+/// Of shorter blocks there may be thousands, and each saves a page or two.
+const LONG: usize = 64 << 10;
 
 /// The idle blocks of a pool, in the order in which they were given back: the latest one last.
 #[derive(Default)]
@@ -106,13 +107,9 @@ impl Idle {
         (self.len() > 0).then(|| self.remove(own.unwrap_or(0)))
     }
 
-    /// Gives the oldest ones back to the system, until so many of so many bytes are kept.
-    fn forget_oldest(&mut self, keeps: impl Fn(usize, usize) -> bool) {
-        let (mut count, mut bytes) = (0, self.bytes);
-        while count < self.len() && !keeps(self.len() - count, bytes) {
-            bytes -= self.blocks[count].raw.cap;
-            count += 1;
-        }
+    /// Gives all but the latest `most` back to the system.
+    fn forget_oldest(&mut self, most: usize) {
+        let count = self.len().saturating_sub(most);
         for mut block in self.blocks.drain(..count) {
             self.bytes -= block.raw.cap;
             self.pages -= block.raw.pages();
@@ -274,8 +271,9 @@ impl Pool {
             }
         }
         let Some(mut idle) = self.idle() else { return block.forget_pool() };
-        let many = !self.keeps_always(idle.len() + 1, idle.bytes + block.raw.cap);
+        let many = idle.len() >= self.idle_max;
         if (long || many) && !self.keeps_for_now(&mut block, was_long || many, &mut idle) {
+            drop(idle);
             return block.forget_pool();
         }
         // In a series those with pages are taken first; of blocks that are alike the latest one, which caches know.
@@ -283,11 +281,6 @@ impl Pool {
         let last = long && !was_long && block.raw.writer == 0 && !is_long(&block);
         let at = if last && idle.blocks.last().is_some_and(is_long) { 0 } else { idle.len() };
         idle.insert(at, block);
-    }
-
-    /// Whether so many blocks of so many bytes together may be idle.
-    fn keeps_always(&self, count: usize, bytes: usize) -> bool {
-        count <= self.idle_max || bytes <= self.idle_max * self.warm
     }
 
     /// Bytes of its idle blocks; nobody else uses it meanwhile.
@@ -320,17 +313,20 @@ impl Pool {
             block.raw.trim(self.warm.max(left).max(PAGE));
         }
         let bytes = idle.bytes + block.raw.cap;
-        let many = !self.keeps_always(idle.len() + 1, bytes);
+        let lasts = is_series && self.capacity >= LONG && bytes <= SERIES_MOST;
+        let may = idle.len() < self.idle_max || lasts;
+        let many = idle.len() + usize::from(may) > self.idle_max;
         let long = idle.pages + block.raw.pages() > always;
         self.keeps.store(is_series && (many || long), Relaxed);
-        !many || is_series && bytes <= SERIES_MOST
+        may
     }
 
     /// What a series has left.
     fn trim_idle(&self, idle: &mut Idle) {
         if self.keeps.load(Relaxed) {
-            idle.forget_oldest(|count, bytes| self.keeps_always(count, bytes));
+            idle.forget_oldest(self.idle_max);
             idle.trim(self.warm.max(PAGE));
+            self.keeps.store(false, Relaxed);
         }
     }
 
@@ -342,10 +338,10 @@ impl Pool {
         if is_series(self.long.load(Relaxed), now) {
             return Some(SERIES);
         }
-        if let Some(mut idle) = self.idle() {
-            self.trim_idle(&mut idle);
+        match self.idle() {
+            Some(mut idle) => self.trim_idle(&mut idle),
+            None => self.keeps.store(false, Relaxed),
         }
-        self.keeps.store(false, Relaxed);
         None
     }
 

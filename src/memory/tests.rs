@@ -223,7 +223,7 @@ fn a_header_takes_a_page_however_long_the_receives_are() {
 
 #[test]
 fn idle_blocks_for_receives_are_bounded_in_number_and_bytes() {
-    for (receive, idle) in [(1, 1024), (4096, 1024), (64 << 10, 128), (256 << 10, 32), (32 << 20, 1)] {
+    for (receive, idle) in [(1, 1024), (4096, 1024), (64 << 10, 64), (256 << 10, 16), (32 << 20, 1)] {
         let memory = Memory::new(receive, 4096, 0);
         let blocks: Vec<Buf> = (0..idle + 2).map(|_| memory.slab().unwrap()).collect();
         assert!(blocks.iter().all(|block| block.capacity() >= receive));
@@ -330,21 +330,6 @@ fn blocks(pool: &Arc<Pool>, count: usize, bytes: usize) -> Vec<Buf> {
 }
 
 #[test]
-fn more_blocks_are_idle_while_together_they_are_no_longer_than_a_few_warm_ones() {
-    let idle = |bytes: usize| {
-        let pool = Pool::new(PAGE, 16 * PAGE, 4);
-        for block in blocks(&pool, 100, bytes) {
-            // It is no series.
-            pool.set_long(0);
-            drop(block);
-        }
-        // One lies beside them.
-        pool.idle().map(|idle| idle.len())
-    };
-    assert_eq!([PAGE, 4 * PAGE, 16 * PAGE, 100 * PAGE].map(idle), [64, 16, 4, 4].map(Some));
-}
-
-#[test]
 fn more_blocks_are_idle_in_a_series_and_not_after_it() {
     const BLOCK: usize = 1 << 20;
     let pool = Pool::new(BLOCK, BLOCK, 4);
@@ -372,6 +357,16 @@ fn more_blocks_are_idle_in_a_series_and_not_after_it() {
     pool.set_long(1);
     drop(pool.take().unwrap());
     assert_eq!((idle(), pool.keeps()), (4, false));
+    // One after a while is no series, nor are short ones.
+    let some = blocks(&pool, 20, BLOCK);
+    for block in some {
+        pool.set_long(0);
+        drop(block);
+    }
+    assert_eq!((idle(), pool.keeps()), (4, false));
+    let short = Pool::new(PAGE, PAGE, 4);
+    drop(blocks(&short, 20, 1));
+    assert_eq!(short.idle().map(|idle| idle.len()), Some(4));
 }
 
 /// Whoever claims more bytes of its reply than it wrote shows the program what was there before.

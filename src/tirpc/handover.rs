@@ -4,17 +4,21 @@
 //! but for pulled Calls where clients keep all processors busy. Of those no more come at a time than one cache holds
 //! ([`pulls`](crate::driver::pulls)): so few that threads sleep and are woken for each of them, on processors that others had.
 //! With sixteen clients on the same two processors, which wrote 1 MiB each, four threads served a fifth less than one did, and
-//! changed 2.6 times for each Call. So it is measured how long the routines of pulled Calls wait for a processor. Where they do,
-//! the loop keeps its seat for those that take less than [`TICK`].
+//! changed 2.6 times for each Call. So it is measured how long the routines of pulled Calls wait for a processor, while no other
+//! thread serves. Where they do, the loop keeps its seat for those that take no longer than [`LITTLE`].
 #![forbid(unsafe_code)]
 
-use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
+use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering::Relaxed};
 use std::time::{Duration, Instant};
 
 use crate::thread::Usage;
 
 /// Nanoseconds of all that the loop serves before it waits again.
 const SHORT: u64 = 50_000;
+
+/// Nanoseconds of each pulled Call that it serves in the seat where processors are busy: for a longer one it pays to wake a thread
+/// all the same. Together they take no more than [`TICK`].
+const LITTLE: u64 = 250_000;
 
 /// How long it may be at one request and keep its seat, at least.
 pub const TICK: Duration = Duration::from_millis(1);
@@ -28,25 +32,29 @@ const CROWDED: u64 = 8;
 pub struct Routines {
     /// The longest; not forgotten at once.
     taken: AtomicU64,
-    /// Of those that serve pulled Calls: the longest, without the time in which it was not asleep and had no processor.
+    /// Of those that are measured: the longest. The time for which others had its processor does not count.
     used: AtomicU64,
-    /// All that have not slept, and how long they had no processor: older ones count less.
+    /// All of those that have not slept, and for how long others had their processor: older ones count less.
     all: AtomicU64,
     waited: AtomicU64,
+    /// How many run.
+    running: AtomicUsize,
 }
 
 /// One that runs.
 pub struct Routine {
     began: Instant,
-    /// Of its thread, where that is measured.
+    /// Of its thread when it began, if it is measured.
     usage: Option<Usage>,
 }
 
 impl Routines {
     /// Whether so many requests may be served in the seat; `pulled`: all of them are Calls that were pulled.
     pub fn keep_seat(&self, count: usize, pulled: bool) -> bool {
-        let fit = |each: &AtomicU64, most| each.load(Relaxed).saturating_mul(count as u64) <= most;
-        fit(&self.taken, SHORT) || pulled && self.is_crowded() && fit(&self.used, TICK.as_nanos() as u64)
+        let all = |each: u64| each.saturating_mul(count as u64);
+        let used = self.used.load(Relaxed);
+        let little = used <= LITTLE && all(used) <= TICK.as_nanos() as u64;
+        all(self.taken.load(Relaxed)) <= SHORT || pulled && little && self.is_crowded()
     }
 
     fn is_crowded(&self) -> bool {
@@ -55,15 +63,17 @@ impl Routines {
 
     /// The calling thread begins one. Short ones are not worth the system calls that measure it.
     pub fn begin(&self, pulled: bool) -> Routine {
-        let usage = if pulled && self.taken.load(Relaxed) > SHORT { Usage::now() } else { None };
-        Routine { began: Instant::now(), usage }
+        let is_alone = self.running.fetch_add(1, Relaxed) == 0;
+        let measured = is_alone && pulled && self.taken.load(Relaxed) > SHORT;
+        Routine { began: Instant::now(), usage: measured.then(Usage::now).flatten() }
     }
 
     /// It has ended one.
     pub fn end(&self, routine: Routine) {
         let taken = routine.began.elapsed().as_nanos() as u64;
+        let is_alone = self.running.fetch_sub(1, Relaxed) == 1;
         let since = |before| Some(Usage::now()?.since(before));
-        self.took(taken, routine.usage.and_then(since));
+        self.took(taken, routine.usage.filter(|_| is_alone).and_then(since));
     }
 
     /// One has taken so long, and its thread has used so much meanwhile, if that is known.
@@ -114,8 +124,9 @@ mod tests {
 
     #[test]
     fn pulled_calls_are_served_in_the_seat_where_processors_are_busy() {
-        let crowded = routines(300, 250, 0);
+        let crowded = routines(300, 240, 0);
         assert!(crowded.keep_seat(4, true) && !crowded.keep_seat(5, true));
+        assert!(!routines(400, 300, 0).keep_seat(1, true), "it is worth a thread");
         assert!(!crowded.keep_seat(1, false), "others come all at once");
         // Nobody takes the processor any more.
         let alone = Usage { processor: Duration::from_micros(300), sleeps: 0 };
@@ -126,19 +137,28 @@ mod tests {
     #[test]
     fn who_sleeps_has_taken_all_of_its_time_and_tells_nothing_of_processors() {
         assert!(!routines(5000, 100, 3).keep_seat(1, true));
-        let crowded = routines(300, 250, 0);
+        let crowded = routines(300, 240, 0);
         crowded.took(5000 * MICRO, Some(Usage { processor: Duration::from_micros(100), sleeps: 1 }));
         assert!(!crowded.keep_seat(1, true));
         // It was one.
-        let usual = Usage { processor: Duration::from_micros(250), sleeps: 0 };
-        (0..32).for_each(|_| crowded.took(300 * MICRO, Some(usual)));
+        let usual = Usage { processor: Duration::from_micros(240), sleeps: 0 };
+        (0..64).for_each(|_| crowded.took(300 * MICRO, Some(usual)));
         assert!(crowded.keep_seat(1, true));
     }
 
     #[test]
     fn what_a_routine_uses_is_measured_where_it_takes_a_while_and_its_call_was_pulled() {
         let routines = routines(300, 300, 0);
-        assert!(routines.begin(false).usage.is_none() && Routines::default().begin(true).usage.is_none());
+        let not_pulled = routines.begin(false);
+        assert!(not_pulled.usage.is_none() && Routines::default().begin(true).usage.is_none());
+        routines.end(not_pulled);
+        // Who does not serve alone waits for the threads beside it too.
+        let [first, second] = [true, true].map(|pulled| routines.begin(pulled));
+        assert!(first.usage.is_some() && second.usage.is_none());
+        let before = routines.all.load(Relaxed);
+        routines.end(first);
+        assert_eq!(routines.all.load(Relaxed), before);
+        routines.end(second);
         let routine = routines.begin(true);
         let began = Instant::now();
         while began.elapsed() < Duration::from_millis(3) {

@@ -1047,8 +1047,7 @@ unsafe fn explained(stock: *mut c_char, explanation: Option<String>) -> *mut c_c
     .concat();
     // Where it lies it stays.
     let start = text.as_mut_ptr().cast();
-    per_thread::replace(&TEXT, text);
-    start
+    per_thread::put(&TEXT, text).map_or(stock, |_| start)
 }
 
 /// What stands in place of libtirpc's text where there is no libtirpc.

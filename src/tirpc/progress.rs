@@ -7,11 +7,11 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::os::fd::RawFd;
 use std::ptr::null_mut;
-use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::Relaxed};
 use std::sync::{Arc, MutexGuard, Weak};
 use std::time::{Duration, Instant};
 
-use crate::driver::{Shared, Wait, send_rest};
+use crate::driver::{self, Shared, Wait, send_rest};
 use crate::error::Error;
 use crate::ffi::{Uncancelled, guard, guard_passing_in_steps, step};
 use crate::reserve::as_many_as_fit;
@@ -20,7 +20,7 @@ use crate::tirpc::{
     SVCXPRT, bool_t, nothing_is_registered, rpc_msg, xp_ops, xprt_register_beside, xprt_unregister,
 };
 use crate::wait::WakeSet;
-use crate::{fork, log_warn, process, wait};
+use crate::{fork, log_warn, memory, process, stats, wait};
 
 /// How long one that was looked at, and is late still, is left alone.
 const LATER: Duration = Duration::from_millis(10);
@@ -130,6 +130,41 @@ pub fn again(errand: Errand, time: Instant) {
     if table().errands[errand as usize].is_some() {
         want(errand.key(), Wants { deadline: Some(time), ..Wants::default() }, nobody);
     }
+}
+
+/// When the loop looks at kept pages, by [`stats::tick`]; 0: it will not.
+static COOLS: AtomicU64 = AtomicU64::new(0);
+
+/// Has memory that is kept for messages in a series be given back when none has come for a while, though nothing else may come
+/// either. Whoever may have given back some calls it: the loop before it sleeps, and what serves beside it.
+#[inline]
+pub fn cool_down() {
+    if driver::is_warm() {
+        cool_in_time();
+    }
+}
+
+#[cold]
+fn cool_in_time() {
+    /// So late it was lost, with the loop that the program has left, or with the process that this one was forked from.
+    const LOST: u64 = 10_000_000_000;
+    let (now, at) = (stats::tick(), COOLS.load(Relaxed));
+    if at == 0 || now > at + LOST {
+        cool_later(memory::SERIES);
+    }
+}
+
+fn cool_later(time: Duration) {
+    COOLS.store(stats::tick() + time.as_nanos() as u64, Relaxed);
+    call_at(Errand::Pages, Instant::now() + time, || {
+        guard(|| {
+            COOLS.store(0, Relaxed);
+            if let Some(time) = driver::cool() {
+                cool_later(time);
+            }
+            Ok(())
+        });
+    });
 }
 
 /// Of an errand, and of what wants nothing.

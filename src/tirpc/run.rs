@@ -29,7 +29,7 @@ use crate::driver::busy::{self, Look};
 use crate::driver::service_loop;
 use crate::error::Error;
 use crate::ffi::{Uncancelled, step};
-use crate::tirpc::{library, nothing_is_registered, polled_table};
+use crate::tirpc::{library, nothing_is_registered, polled_table, progress};
 use crate::wait::PollSet;
 use crate::{fork, log_warn, wait};
 
@@ -554,6 +554,11 @@ unsafe fn getreq_poll(fds: *mut libc::pollfd, count: c_int) {
 /// As libtirpc's `svc_run`.
 pub unsafe fn turn(ready: &mut Ready, is_over: impl Fn() -> bool) -> bool {
     ready.count = 0;
+    step(|| {
+        progress::cool_down();
+        Ok(())
+    })
+    .unwrap_or(());
     loop {
         let turn = next_turn(&is_over);
         if matches!(turn, Turn::Ended) {

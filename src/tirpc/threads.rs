@@ -6,8 +6,8 @@
 //! contexts libtirpc keeps at the transport, one at a time on that of their connection. A stock transport of libtirpc is
 //! served by one thread at a time, and nobody waits for it meanwhile.
 //!
-//! While routines are short, or others would be woken for too little, the loop keeps its seat and serves what it has found
-//! ([`Routines::keep_seat`]), and another thread looks every [`TICK`] whether it still is at the same one: then that one takes
+//! While routines are short, or it does not pay to wake others for long Calls, the loop keeps its seat and serves what it has
+//! found (`handover`), and another thread looks every [`TICK`] whether it still is at the same one: then that one takes
 //! the seat.
 //!
 //! # Invariants
@@ -122,7 +122,7 @@ thread_local! {
 unsafe extern "C" fn before_fork() {
     guard(|| {
         if let Some(held) = per_thread::get(&SERVED).and_then(|connection| connection.hold()) {
-            per_thread::replace(&HELD, held);
+            let _ = per_thread::put(&HELD, held);
         }
         Ok(())
     });
@@ -195,7 +195,7 @@ pub fn hand_out(connection: Arc<Transport>, request: Request) {
 fn give(job: Job) {
     if let Some(mut found) = per_thread::take(&FOUND) {
         found.push_back(job);
-        per_thread::replace(&FOUND, found);
+        let _ = per_thread::put(&FOUND, found);
     } else if let Some(threads) = threads() {
         // In another thread than the loop's.
         let _ = threads.jobs.0.send(job);
@@ -325,7 +325,7 @@ impl Threads {
                 if !unsafe { run::turn(&mut ready, is_over) } {
                     return self.end();
                 }
-                per_thread::replace(&FOUND, found);
+                let _ = per_thread::put(&FOUND, found);
                 guard(|| {
                     ready.fds().for_each(look);
                     Ok(())
@@ -351,7 +351,7 @@ impl Threads {
                 && let Some(connection) = served
                 && connection.finds_more()
             {
-                per_thread::replace(&FOUND, found);
+                let _ = per_thread::put(&FOUND, found);
                 guard(|| {
                     look(connection.fd());
                     Ok(())
@@ -418,7 +418,7 @@ impl Threads {
 
     fn do_job(job: Job) {
         if let Some(connection) = job.connection() {
-            per_thread::replace(&SERVED, connection.clone());
+            let _ = per_thread::put(&SERVED, connection.clone());
         }
         match job {
             Job::Request(connection, request) => {

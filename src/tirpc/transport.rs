@@ -27,7 +27,7 @@ use std::net::{Ipv4Addr, SocketAddr};
 use std::os::fd::RawFd;
 use std::ptr::null_mut;
 use std::sync::atomic::Ordering::{AcqRel, Acquire, Relaxed};
-use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize};
+use std::sync::atomic::{AtomicBool, AtomicUsize};
 use std::sync::{Arc, TryLockError, Weak};
 
 use crate::sync::{Mutex, MutexGuard, is_poisoned};
@@ -40,7 +40,7 @@ use crate::driver::start;
 use crate::driver::{self, Callee, Next, Server, Shared, Wait, pulls, send_rest, service_loop};
 use crate::error::{Error, Kind};
 use crate::ffi::{guard, guard_in_steps, step};
-use crate::memory::{self, PassStage, Region};
+use crate::memory::{PassStage, Region};
 use crate::socket::Sockaddr;
 use crate::stats::{self, Counter};
 use crate::tirpc::bare::{LISTENING, NO_AUTH};
@@ -981,7 +981,7 @@ unsafe extern "C" fn stat(xprt: *mut SVCXPRT) -> c_uint {
             own.close_request();
         }
         pull_on();
-        cool_down();
+        progress::cool_down();
         if threads::serve() {
             let closed = own.broken.load(Relaxed)
                 || own.is_poisoned()
@@ -1448,35 +1448,5 @@ fn pull_later() {
         pulls::alarmed();
         pull_on();
         Ok(())
-    });
-}
-
-/// When the loop looks at kept pages, by [`stats::tick`]; 0: it will not.
-static COOLS: AtomicU64 = AtomicU64::new(0);
-
-/// Has pages that are kept for long messages be given back when none has come for a while, though nothing else may come either.
-#[inline]
-fn cool_down() {
-    /// So late it was lost, with the loop that the program has left, or with the process that this one was forked from.
-    const LOST: u64 = 10_000_000_000;
-    if driver::is_warm() {
-        let (now, at) = (stats::tick(), COOLS.load(Relaxed));
-        if at == 0 || now > at + LOST {
-            cool_later(memory::SERIES);
-        }
-    }
-}
-
-#[cold]
-fn cool_later(time: Duration) {
-    COOLS.store(stats::tick() + time.as_nanos() as u64, Relaxed);
-    progress::call_at(Errand::Pages, Instant::now() + time, || {
-        guard(|| {
-            COOLS.store(0, Relaxed);
-            if let Some(time) = driver::cool() {
-                cool_later(time);
-            }
-            Ok(())
-        });
     });
 }

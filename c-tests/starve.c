@@ -9,7 +9,7 @@
  *
  * A round makes a CLIENT, calls with nothing, 4 KiB and 1 MiB either way, and destroys it. Prints one line at the end: requests
  * of a round, rounds, those with an error; "cold" prints how many requests there were. STARVE_VERBOSE: a line for each round.
- * STARVE_NETID: of the server and the CLIENTs, in place of rdma. */
+ * STARVE_NETID: of the server and the CLIENTs, in place of rdma. STARVE_THREADS: so many serve (rpcrdma_svc_run). */
 #define _GNU_SOURCE
 #include <arpa/inet.h>
 #include <dlfcn.h>
@@ -89,6 +89,13 @@ static struct sockaddr_in address = {.sin_family = AF_INET};
 static void *run(void *unused)
 {
     (void)unused;
+    const char *threads = getenv("STARVE_THREADS");
+    bool_t (*serve_with)(unsigned) = NULL;
+    if (threads != NULL) {
+        *(void **)&serve_with = dlsym(RTLD_DEFAULT, "rpcrdma_svc_run");
+        if (serve_with == NULL || !serve_with((unsigned)atoi(threads)))
+            errx(1, "%s threads do not serve", threads);
+    }
     for (;;)
         svc_run();
     return NULL;

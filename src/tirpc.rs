@@ -32,6 +32,7 @@ pub mod client;
 mod handover;
 mod idle;
 pub mod interpose;
+mod jobs;
 mod lending;
 pub mod library;
 pub mod netid;

@@ -15,12 +15,13 @@ cc -g -O1 -Wall -Wextra -Werror -fPIC -shared -fno-builtin -o starve_shim.so "$t
 starved=(env LD_PRELOAD="$scratch/starve_shim.so:$LIBRPCRDMA" RUST_BACKTRACE=0)
 
 # Every request of a round: nothing aborts, nothing stays, and the next round is right.
-for device in iwarp local; do
+for way in iwarp local 'iwarp 4'; do
+    read -r device threads <<<"$way"
     for mode in round dry; do
-        name="$device, each $step. request from $start on"
+        name="$device${threads:+, $threads service threads}, each $step. request from $start on"
         [ "$mode" = round ] || name+=", and all that follow it"
         timed=$SECONDS
-        if RPCRDMA_PROVIDER=$device timeout "$(patient 600)" "${starved[@]}" ./starve $mode "$step" "$start" >out 2>err &&
+        if RPCRDMA_PROVIDER=$device timeout "$(patient 600)" "${starved[@]}" ${threads:+STARVE_THREADS=$threads} ./starve $mode "$step" "$start" >out 2>err &&
             [ ! -s err ]; then
             ok "$name: $(cat out) ($((SECONDS - timed)) s)"
         else

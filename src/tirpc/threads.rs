@@ -1,7 +1,7 @@
 //! `rpcrdma_svc_run`: several threads serve the transports of the program.
 //!
 //! One of them at a time is the loop: it waits (`run`), accepts, reads, and gives up that seat with the first request that it
-//! has, which it serves itself. What it has found beside goes to the others through a channel. Requests of one connection
+//! has, which it serves itself. What it has found beside goes to the others (`jobs`). Requests of one connection
 //! are served beside each other, each with a transport of its own ([`Transport::lend`]); those with RPCSEC_GSS, whose
 //! contexts libtirpc keeps at the transport, one at a time on that of their connection. A stock transport of libtirpc is
 //! served by one thread at a time, and nobody waits for it meanwhile.
@@ -19,24 +19,25 @@
 #![allow(unsafe_code)]
 
 use std::collections::VecDeque;
+use std::ffi::{CString, c_int, c_void};
+use std::io;
 use std::mem::MaybeUninit;
 use std::os::fd::RawFd;
+use std::ptr::null_mut;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::Relaxed, Ordering::SeqCst};
 use std::sync::{Arc, Mutex, MutexGuard};
-use std::thread::{Builder, JoinHandle};
-
-use crossbeam_channel::{Receiver, Sender, select, unbounded};
 
 use crate::binding::Head;
 use crate::connection::Request;
 use crate::driver::pulls;
 use crate::error::{Error, Kind};
-use crate::ffi::guard;
+use crate::ffi::{guard, guard_passing};
 use crate::memory::PassStage;
 use crate::per_thread::{self, Owned};
 use crate::signals::BlockedSignals;
 use crate::tirpc::handover::{Routines, TICK};
 use crate::tirpc::idle;
+use crate::tirpc::jobs::{Jobs, Next};
 use crate::tirpc::programs::find;
 use crate::tirpc::run::{self, Ready};
 use crate::tirpc::seat::{Seat, Seen};
@@ -45,6 +46,9 @@ use crate::{fork, socket};
 
 /// Threads that one process may have for this.
 const MOST: u32 = 1024;
+
+/// What they have for their stacks, at least.
+const LEAST_STACK: usize = 2 << 20;
 
 /// Something to do for a thread.
 enum Job {
@@ -85,9 +89,8 @@ impl Drop for Done<'_> {
 /// The threads that serve.
 pub struct Threads {
     count: u32,
-    jobs: (Sender<Job>, Receiver<Job>),
-    /// Holds one thing while nobody is the loop.
-    vacancy: (Sender<()>, Receiver<()>),
+    /// What waits for one of them.
+    jobs: Jobs<Job>,
     /// What the loop is going to serve itself.
     kept: Mutex<VecDeque<Job>>,
     /// While it does.
@@ -198,7 +201,7 @@ fn give(job: Job) {
         let _ = per_thread::put(&FOUND, found);
     } else if let Some(threads) = threads() {
         // In another thread than the loop's.
-        let _ = threads.jobs.0.send(job);
+        threads.jobs.give(job);
         run::ring();
     }
 }
@@ -218,8 +221,7 @@ pub fn claim(count: u32) -> Result<Arc<Threads>, Error> {
     EXIT.store(false, Relaxed);
     let own = Arc::new(Threads {
         count,
-        jobs: unbounded(),
-        vacancy: unbounded(),
+        jobs: Jobs::default(),
         kept: Mutex::default(),
         seat: Seat::default(),
         routines: Routines::default(),
@@ -241,7 +243,7 @@ impl Threads {
         watch_forks();
         SERVE.store(self.generation + 1, Relaxed);
         pulls::serve_with(self.count);
-        let _ = self.vacancy.0.send(());
+        self.jobs.vacate();
         let (others, failed) = self.start();
         if failed.is_some() {
             self.end();
@@ -250,7 +252,8 @@ impl Threads {
         // A child has none of them.
         if self.generation == fork::generation() {
             for other in others {
-                let _ = other.join();
+                // SAFETY: a thread of ours that nobody else joins; it does when there is nothing more to do.
+                unsafe { libc::pthread_join(other, null_mut()) };
             }
             SERVE.store(0, SeqCst);
             pulls::serve_with(1);
@@ -261,14 +264,12 @@ impl Threads {
     }
 
     /// Starts the others; why not all, if so.
-    fn start(self: &Arc<Self>) -> (Vec<JoinHandle<()>>, Option<Error>) {
+    fn start(self: &Arc<Self>) -> (Vec<libc::pthread_t>, Option<Error>) {
         // Signals are for the program's own threads.
         let _blocked = BlockedSignals::all();
         let mut started = Vec::new();
         for number in 1..self.count {
-            let own = self.clone();
-            let thread = Builder::new().name(format!("rpcrdma {number}")).stack_size(stack_size());
-            match thread.spawn(move || own.work()) {
+            match self.start_one(number) {
                 Ok(thread) => started.push(thread),
                 Err(error) => {
                     let text = format!("thread {} of {} cannot be made: {error}", number + 1, self.count);
@@ -279,23 +280,48 @@ impl Threads {
         (started, None)
     }
 
+    /// Starts one. Not one of Rust's: that would end the process where it finds no memory for what is the thread's own.
+    fn start_one(self: &Arc<Self>, number: u32) -> io::Result<libc::pthread_t> {
+        let mut attributes = MaybeUninit::uninit();
+        // SAFETY: initialises the attributes.
+        done(unsafe { libc::pthread_attr_init(attributes.as_mut_ptr()) })?;
+        let (mut thread, mut size) = (0, 0);
+        // SAFETY: initialised; `size` is writable.
+        unsafe { libc::pthread_attr_getstacksize(attributes.as_ptr(), &raw mut size) };
+        // What threads of the program's get, as its routines may need.
+        // SAFETY: initialised.
+        unsafe { libc::pthread_attr_setstacksize(attributes.as_mut_ptr(), size.max(LEAST_STACK)) };
+        let own = Arc::into_raw(self.clone());
+        // SAFETY: `thread` is writable, the attributes are initialised, and the function takes what it is given.
+        let made = unsafe {
+            libc::pthread_create(&raw mut thread, attributes.as_ptr(), work, own.cast_mut().cast())
+        };
+        // SAFETY: initialised; used no more.
+        unsafe { libc::pthread_attr_destroy(attributes.as_mut_ptr()) };
+        if let Err(error) = done(made) {
+            // SAFETY: from just above, and no thread has it.
+            drop(unsafe { Arc::from_raw(own) });
+            return Err(error);
+        }
+        let name = CString::new(format!("rpcrdma {number}")).unwrap_or_default();
+        // SAFETY: a thread that nobody has joined, and a string.
+        unsafe { libc::pthread_setname_np(thread, name.as_ptr()) };
+        Ok(thread)
+    }
+
     /// Has all of them end when they have nothing under way.
     fn end(&self) {
         self.ended.store(true, Relaxed);
-        let _ = self.vacancy.0.send(());
+        self.jobs.vacate();
         run::ring();
     }
 
     /// What each of them does.
     fn work(self: &Arc<Self>) {
         while !self.ended.load(Relaxed) {
-            if let Ok(job) = self.jobs.1.try_recv() {
-                self.serve(job);
-            } else {
-                select! {
-                    recv(self.jobs.1) -> job => if let Ok(job) = job { self.serve(job) },
-                    recv(self.vacancy.1) -> _ => self.lead(),
-                }
+            match self.jobs.next() {
+                Next::Job(job) => self.serve(job),
+                Next::Seat => self.lead(),
             }
             if self.generation != fork::generation() {
                 // SAFETY: as the caller's of `run`, in the only thread there is.
@@ -303,15 +329,15 @@ impl Threads {
             }
         }
         // Whoever waits ends too.
-        let _ = self.vacancy.0.send(());
+        self.jobs.vacate();
     }
 
     /// Is the loop until there is something to do that takes time, and does one thing of it.
     fn lead(self: &Arc<Self>) {
         let (mut ready, mut found) = (Ready::none(), self.take_kept());
         loop {
-            // What was given to the channel before the seat was free, or to wake the loop.
-            while let Ok(job) = self.jobs.1.try_recv() {
+            // What was given before the seat was free, or to wake the loop.
+            while let Some(job) = self.jobs.take() {
                 match job {
                     // No other thread is free.
                     Job::Watch => self.seat.is_unwatched(),
@@ -335,10 +361,8 @@ impl Threads {
             let Some(own) = found.pop_front() else { continue };
             let pulled = own.is_pulled() && found.iter().all(Job::is_pulled);
             if self.count > 1 && !self.routines.keep_seat(found.len() + 1, pulled) {
-                for job in found {
-                    let _ = self.jobs.0.send(job);
-                }
-                let _ = self.vacancy.0.send(());
+                found.into_iter().for_each(|job| self.jobs.give(job));
+                self.jobs.vacate();
                 return self.serve(own);
             }
             let served = own.connection().cloned();
@@ -380,7 +404,7 @@ impl Threads {
     fn serve_in_seat(self: &Arc<Self>, job: Job) -> bool {
         let (turn, asks) = self.seat.begin();
         if asks && self.count > 1 {
-            let _ = self.jobs.0.send(Job::Watch);
+            self.jobs.give(Job::Watch);
         }
         self.serve(job);
         self.generation == fork::generation() && self.seat.end(turn)
@@ -390,9 +414,9 @@ impl Threads {
     fn watch(self: &Arc<Self>) {
         let mut watch = self.seat.watch();
         while !self.ended.load(Relaxed) {
-            if let Ok(job) = self.jobs.1.recv_timeout(TICK) {
+            if let Some(job) = self.jobs.take_within(TICK) {
                 if watch.leave() {
-                    let _ = self.jobs.0.send(Job::Watch);
+                    self.jobs.give(Job::Watch);
                 }
                 return self.serve(job);
             }
@@ -447,17 +471,19 @@ impl Threads {
     }
 }
 
-/// What threads of the program's get: Rust's own are content with less, its routines may not be.
-fn stack_size() -> usize {
-    let (mut size, mut attributes) = (0, MaybeUninit::uninit());
-    // SAFETY: initialises the attributes.
-    if unsafe { libc::pthread_attr_init(attributes.as_mut_ptr()) } == 0 {
-        // SAFETY: initialised; `size` is writable.
-        unsafe { libc::pthread_attr_getstacksize(attributes.as_ptr(), &raw mut size) };
-        // SAFETY: initialised, and used no more.
-        unsafe { libc::pthread_attr_destroy(attributes.as_mut_ptr()) };
-    }
-    size.max(2 << 20)
+/// What a function of pthreads has returned.
+fn done(error: c_int) -> io::Result<()> {
+    if error == 0 { Ok(()) } else { Err(io::Error::from_raw_os_error(error)) }
+}
+
+/// One of the threads that were made.
+extern "C" fn work(own: *mut c_void) -> *mut c_void {
+    guard_passing(|| {
+        // SAFETY: what `start_one` has given to this thread alone.
+        let own = unsafe { Arc::from_raw(own.cast_const().cast::<Threads>()) };
+        own.work();
+        Ok(null_mut())
+    })
 }
 
 /// What the loop does with a descriptor that is ready.

@@ -28,7 +28,7 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::Relaxed, Ordering::SeqC
 use std::sync::{Arc, Mutex, MutexGuard};
 
 use crate::binding::Head;
-use crate::connection::Request;
+use crate::connection::{Request, RequestId};
 use crate::driver::pulls;
 use crate::error::{Error, Kind};
 use crate::ffi::{guard, guard_passing};
@@ -70,6 +70,13 @@ impl Job {
         }
     }
 
+    /// Whose turn it is where several wait: that of the connection which was served the longest time ago, and its oldest request. In
+    /// what order they were found does not tell.
+    fn turn(&self) -> (u64, Option<RequestId>) {
+        let begun = self.connection().map_or(0, |connection| connection.begun());
+        (begun, if let Job::Request(_, request) = self { Some(request.id) } else { None })
+    }
+
     /// Whether it is a Call that was pulled.
     fn is_pulled(&self) -> bool {
         let Job::Request(_, request) = self else { return false };
@@ -96,6 +103,8 @@ pub struct Threads {
     /// While it does.
     seat: Seat,
     routines: Routines,
+    /// How many requests they have begun.
+    begun: AtomicU64,
     /// The loop has ended.
     ended: AtomicBool,
     generation: u64,
@@ -225,6 +234,7 @@ pub fn claim(count: u32) -> Result<Arc<Threads>, Error> {
         kept: Mutex::default(),
         seat: Seat::default(),
         routines: Routines::default(),
+        begun: AtomicU64::new(0),
         ended: AtomicBool::new(false),
         generation: fork::generation(),
     });
@@ -358,9 +368,13 @@ impl Threads {
                 });
                 found = per_thread::take(&FOUND).unwrap_or_default();
             }
+            let pulled = found.iter().all(Job::is_pulled);
+            let keeps_seat = self.count == 1 || self.routines.keep_seat(found.len(), pulled);
+            if !keeps_seat {
+                found.make_contiguous().sort_unstable_by_key(Job::turn);
+            }
             let Some(own) = found.pop_front() else { continue };
-            let pulled = own.is_pulled() && found.iter().all(Job::is_pulled);
-            if self.count > 1 && !self.routines.keep_seat(found.len() + 1, pulled) {
+            if !keeps_seat {
                 found.into_iter().for_each(|job| self.jobs.give(job));
                 self.jobs.vacate();
                 return self.serve(own);
@@ -431,6 +445,9 @@ impl Threads {
     fn serve(self: &Arc<Self>, job: Job) {
         if matches!(job, Job::Watch) {
             return self.watch();
+        }
+        if let Some(connection) = job.connection() {
+            connection.begins(self.begun.fetch_add(1, Relaxed) + 1);
         }
         let routine = self.routines.begin(self.count > 1 && job.is_pulled());
         guard(|| {

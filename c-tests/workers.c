@@ -27,7 +27,7 @@
 
 enum { PROG = 0x20004C57, BACK = 0x40004C57, LONGEST = 300000, REFUSED = 1000 };
 /* Procedures. */
-enum { NOTHING, ECHO, MEET, DEFER, RELEASE, EXIT, DESTROY, FORK, NEVER, CALL_BACK, WHO, DROP, COUNT, HOLD, RELEASE_LAST, COUNT_DEFERRED, DEEP, GO_BESIDE };
+enum { NOTHING, ECHO, MEET, DEFER, RELEASE, EXIT, DESTROY, FORK, NEVER, CALL_BACK, WHO, DROP, COUNT, HOLD, RELEASE_LAST, COUNT_DEFERRED, DEEP, GO_BESIDE, TELL };
 
 #define REQUIRE(what) ((what) ? (void)0 : errx(1, "line %d: %s", __LINE__, #what))
 static const struct timeval patient = {60, 0}, soon = {0, 300000};
@@ -182,6 +182,13 @@ static void serves(struct svc_req *request, SVCXPRT *xprt)
         char letter = 'H';
         REQUIRE(write(gate[1], &letter, 1) == 1 && read(gate[1], &letter, 1) == 1);
         break;
+    }
+    case TELL: {
+        char letter;
+        REQUIRE(svc_getargs(xprt, (xdrproc_t)xdr_u_int, (caddr_t)&number));
+        letter = (char)number;
+        REQUIRE(write(gate[1], &letter, 1) == 1);
+        return;
     }
     case EXIT:
         REQUIRE(svc_getargs(xprt, (xdrproc_t)xdr_u_int, (caddr_t)&number));
@@ -603,6 +610,40 @@ static void one_that_never_returns_holds_up_nobody(void)
     REQUIRE(kill(server, SIGKILL) == 0 && waitpid(server, NULL, 0) == server);
 }
 
+/* Not whoever poll(2) or epoll(7) tell of first. */
+static void whoever_was_served_the_longest_time_ago_is_next(void)
+{
+    struct timeval at_once = {0, 0};
+    starts(2);
+    CLIENT *both[2] = {connected(), connected()}, *holders[2] = {connected(), connected()};
+    for (unsigned round = 0; round < 4; round++) {
+        struct asking held[2];
+        char letter;
+        CLIENT *early = both[round % 2], *late = both[1 - round % 2];
+        ask(early, NOTHING, 0);
+        ask(late, NOTHING, 0);
+        for (int i = 0; i < 2; i++) {
+            begin(&held[i], holders[i], HOLD, 0);
+            REQUIRE(read(gate[0], &letter, 1) == 1 && letter == 'H');
+        }
+        /* Nobody reads these yet. */
+        unsigned names[2] = {'l', 'e'};
+        CLIENT *callers[2] = {late, early};
+        for (int i = 0; i < 2; i++)
+            REQUIRE(clnt_call(callers[i], TELL, (xdrproc_t)xdr_u_int, (char *)&names[i], NULL, NULL, at_once) == RPC_SUCCESS);
+        REQUIRE(write(gate[0], &letter, 1) == 1);
+        REQUIRE(read(gate[0], &letter, 1) == 1 && letter == 'e');
+        REQUIRE(read(gate[0], &letter, 1) == 1 && letter == 'l');
+        REQUIRE(write(gate[0], &letter, 1) == 1);
+        for (int i = 0; i < 2; i++) {
+            end(&held[i]);
+            REQUIRE(held[i].outcome == RPC_SUCCESS);
+        }
+    }
+    ask(both[0], EXIT, 0);
+    has_ended();
+}
+
 /* A client has their credits back with each reply that comes meanwhile. */
 static void calls_without_a_reply_that_take_long_leave_room_for_others(void)
 {
@@ -723,6 +764,7 @@ static const struct test {
     TEST(the_loop_has_in_hand_what_a_routine_destroys),
     TEST(a_child_of_a_routine_replies),
     TEST(one_that_never_returns_holds_up_nobody),
+    TEST(whoever_was_served_the_longest_time_ago_is_next),
     TEST(calls_without_a_reply_that_take_long_leave_room_for_others),
     TEST(clients_that_go_meanwhile_hold_up_nobody),
     TEST(descriptors_run_out_beside_a_routine_of_tcp),

@@ -10,16 +10,16 @@ use std::time::Duration;
 /// Jobs that wait for a thread, and whether the seat does.
 pub struct Jobs<J> {
     state: Mutex<State<J>>,
-    /// Threads that take whatever comes.
+    /// Threads that wait for nothing else.
     free: Condvar,
-    /// The one that watches the seat, and takes nothing but jobs.
+    /// The one that watches the loop meanwhile.
     watch: Condvar,
 }
 
 struct State<J> {
     jobs: VecDeque<J>,
     vacant: bool,
-    /// How many threads are free.
+    /// How many threads wait for nothing else. One that was woken counts until it runs.
     free: usize,
 }
 
@@ -48,13 +48,20 @@ impl<J> Jobs<J> {
     pub fn give(&self, job: J) {
         let mut state = self.lock();
         state.jobs.push_back(job);
-        if state.free > 0 { self.free.notify_one() } else { self.watch.notify_one() }
+        self.wake(&state);
     }
 
     /// Nobody is the loop any more: the next thread that is free is.
     pub fn vacate(&self) {
-        self.lock().vacant = true;
-        self.free.notify_one();
+        let mut state = self.lock();
+        state.vacant = true;
+        self.wake(&state);
+    }
+
+    /// Wakes one thread more.
+    fn wake(&self, state: &State<J>) {
+        let waiting = state.jobs.len() + usize::from(state.vacant);
+        if waiting <= state.free { self.free.notify_one() } else { self.watch.notify_one() }
     }
 
     /// The oldest one, if there is one.
@@ -62,29 +69,32 @@ impl<J> Jobs<J> {
         self.lock().jobs.pop_front()
     }
 
-    /// The same; waits for one for so long. For the thread that watches.
-    pub fn take_within(&self, time: Duration) -> Option<J> {
+    /// As [`Jobs::next`]; waits for so long only. For the thread that watches.
+    pub fn next_within(&self, time: Duration) -> Option<Next<J>> {
         let state = self.lock();
-        let nothing = |state: &mut State<J>| state.jobs.is_empty();
+        let nothing = |state: &mut State<J>| state.jobs.is_empty() && !state.vacant;
         let waited = self.watch.wait_timeout_while(state, time, nothing);
-        let (mut state, _) = waited.unwrap_or_else(PoisonError::into_inner);
-        state.jobs.pop_front()
+        waited.unwrap_or_else(PoisonError::into_inner).0.next()
     }
 
     /// The oldest one, or else the seat; waits until there is one of them.
     pub fn next(&self) -> Next<J> {
         let mut state = self.lock();
         loop {
-            if let Some(job) = state.jobs.pop_front() {
-                return Next::Job(job);
-            }
-            if std::mem::take(&mut state.vacant) {
-                return Next::Seat;
+            if let Some(next) = state.next() {
+                return next;
             }
             state.free += 1;
             state = self.free.wait(state).unwrap_or_else(PoisonError::into_inner);
             state.free -= 1;
         }
+    }
+}
+
+impl<J> State<J> {
+    fn next(&mut self) -> Option<Next<J>> {
+        let job = self.jobs.pop_front().map(Next::Job);
+        job.or_else(|| std::mem::take(&mut self.vacant).then_some(Next::Seat))
     }
 }
 
@@ -104,9 +114,11 @@ mod tests {
         jobs.give(1);
         jobs.give(2);
         jobs.give(3);
-        assert_eq!((jobs.next(), jobs.take(), jobs.take_within(LONG)), (Next::Job(1), Some(2), Some(3)));
-        assert_eq!((jobs.take(), jobs.take_within(Duration::ZERO)), (None, None));
-        assert_eq!(jobs.next(), Next::Seat);
+        assert_eq!((jobs.next(), jobs.take()), (Next::Job(1), Some(2)));
+        assert_eq!((jobs.next_within(LONG), jobs.take()), (Some(Next::Job(3)), None));
+        assert_eq!((jobs.next(), jobs.next_within(Duration::ZERO)), (Next::Seat, None));
+        jobs.vacate();
+        assert_eq!(jobs.next_within(LONG), Some(Next::Seat));
     }
 
     #[test]
@@ -128,16 +140,39 @@ mod tests {
         });
     }
 
+    /// Where nobody is free, or they are woken already.
     #[test]
-    fn who_watches_gets_a_job_where_nobody_is_free_and_leaves_the_seat_to_others() {
+    fn who_watches_is_woken_for_what_the_others_do_not_take() {
         let jobs = Jobs::default();
         let (got, gets) = mpsc::channel();
+        let next = || gets.recv_timeout(LONG).unwrap();
         scope(|scope| {
-            scope.spawn(|| got.send(jobs.take_within(LONG)).unwrap());
-            jobs.vacate();
+            let watch = || {
+                let got = got.clone();
+                let jobs = &jobs;
+                scope.spawn(move || got.send(jobs.next_within(LONG)).unwrap());
+            };
+            watch();
             jobs.give(1);
-            assert_eq!(gets.recv_timeout(LONG).unwrap(), Some(1));
+            assert_eq!(next(), Some(Next::Job(1)));
+            watch();
+            jobs.vacate();
+            assert_eq!(next(), Some(Next::Seat));
+            let (jobs, got) = (&jobs, got.clone());
+            scope.spawn(move || got.send(Some(jobs.next())).unwrap());
+            while jobs.lock().free == 0 {
+                std::thread::yield_now();
+            }
+            watch();
+            // The one that is free has not run when the second comes.
+            let mut state = jobs.lock();
+            for job in [2, 3] {
+                state.jobs.push_back(job);
+                jobs.wake(&state);
+            }
+            drop(state);
+            let both = [next(), next()];
+            assert!(both.contains(&Some(Next::Job(2))) && both.contains(&Some(Next::Job(3))), "{both:?}");
         });
-        assert_eq!(jobs.next(), Next::Seat);
     }
 }

@@ -24,7 +24,7 @@ use std::io;
 use std::mem::MaybeUninit;
 use std::os::fd::RawFd;
 use std::ptr::null_mut;
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::Relaxed, Ordering::SeqCst};
+use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering::Relaxed, Ordering::SeqCst};
 use std::sync::{Arc, Mutex, MutexGuard};
 
 use crate::binding::Head;
@@ -39,6 +39,7 @@ use crate::tirpc::handover::{Routines, TICK};
 use crate::tirpc::idle;
 use crate::tirpc::jobs::{Jobs, Next};
 use crate::tirpc::programs::find;
+use crate::tirpc::progress;
 use crate::tirpc::run::{self, Ready};
 use crate::tirpc::seat::{Seat, Seen};
 use crate::tirpc::transport::{Held, Transport, serve_fd};
@@ -105,6 +106,8 @@ pub struct Threads {
     routines: Routines,
     /// How many requests they have begun.
     begun: AtomicU64,
+    /// How many have a name.
+    named: AtomicU32,
     /// The loop has ended.
     ended: AtomicBool,
     generation: u64,
@@ -235,6 +238,7 @@ pub fn claim(count: u32) -> Result<Arc<Threads>, Error> {
         seat: Seat::default(),
         routines: Routines::default(),
         begun: AtomicU64::new(0),
+        named: AtomicU32::new(0),
         ended: AtomicBool::new(false),
         generation: fork::generation(),
     });
@@ -279,7 +283,7 @@ impl Threads {
         let _blocked = BlockedSignals::all();
         let mut started = Vec::new();
         for number in 1..self.count {
-            match self.start_one(number) {
+            match self.start_one() {
                 Ok(thread) => started.push(thread),
                 Err(error) => {
                     let text = format!("thread {} of {} cannot be made: {error}", number + 1, self.count);
@@ -291,7 +295,7 @@ impl Threads {
     }
 
     /// Starts one. Not one of Rust's: that would end the process where it finds no memory for what is the thread's own.
-    fn start_one(self: &Arc<Self>, number: u32) -> io::Result<libc::pthread_t> {
+    fn start_one(self: &Arc<Self>) -> io::Result<libc::pthread_t> {
         let mut attributes = MaybeUninit::uninit();
         // SAFETY: initialises the attributes.
         done(unsafe { libc::pthread_attr_init(attributes.as_mut_ptr()) })?;
@@ -313,10 +317,17 @@ impl Threads {
             drop(unsafe { Arc::from_raw(own) });
             return Err(error);
         }
-        let name = CString::new(format!("rpcrdma {number}")).unwrap_or_default();
-        // SAFETY: a thread that nobody has joined, and a string.
-        unsafe { libc::pthread_setname_np(thread, name.as_ptr()) };
         Ok(thread)
+    }
+
+    /// Names the calling thread, which is one that was made.
+    fn name(&self) {
+        let number = self.named.fetch_add(1, Relaxed) + 1;
+        let name = CString::new(format!("rpcrdma {number}")).unwrap_or_default();
+        // SAFETY: takes nothing.
+        let own = unsafe { libc::pthread_self() };
+        // SAFETY: the calling thread, and a string. For another one it would take a file.
+        unsafe { libc::pthread_setname_np(own, name.as_ptr()) };
     }
 
     /// Has all of them end when they have nothing under way.
@@ -329,10 +340,7 @@ impl Threads {
     /// What each of them does.
     fn work(self: &Arc<Self>) {
         while !self.ended.load(Relaxed) {
-            match self.jobs.next() {
-                Next::Job(job) => self.serve(job),
-                Next::Seat => self.lead(),
-            }
+            self.go_on(self.jobs.next());
             if self.generation != fork::generation() {
                 // SAFETY: as the caller's of `run`, in the only thread there is.
                 return unsafe { run::run() };
@@ -340,6 +348,13 @@ impl Threads {
         }
         // Whoever waits ends too.
         self.jobs.vacate();
+    }
+
+    fn go_on(self: &Arc<Self>, next: Next<Job>) {
+        match next {
+            Next::Job(job) => self.serve(job),
+            Next::Seat => self.lead(),
+        }
     }
 
     /// Is the loop until there is something to do that takes time, and does one thing of it.
@@ -428,11 +443,11 @@ impl Threads {
     fn watch(self: &Arc<Self>) {
         let mut watch = self.seat.watch();
         while !self.ended.load(Relaxed) {
-            if let Some(job) = self.jobs.take_within(TICK) {
+            if let Some(next) = self.jobs.next_within(TICK) {
                 if watch.leave() {
                     self.jobs.give(Job::Watch);
                 }
-                return self.serve(job);
+                return self.go_on(next);
             }
             match watch.look() {
                 Seen::Nothing => {}
@@ -455,6 +470,8 @@ impl Threads {
             Ok(())
         });
         self.routines.end(routine);
+        // The loop may sleep.
+        progress::cool_down();
     }
 
     fn do_job(job: Job) {
@@ -498,6 +515,7 @@ extern "C" fn work(own: *mut c_void) -> *mut c_void {
     guard_passing(|| {
         // SAFETY: what `start_one` has given to this thread alone.
         let own = unsafe { Arc::from_raw(own.cast_const().cast::<Threads>()) };
+        own.name();
         own.work();
         Ok(null_mut())
     })

@@ -77,6 +77,8 @@ struct Set {
     polled: bool,
     /// Counts comparisons.
     mark: u32,
+    /// Counts those that were ready.
+    served: u64,
     /// Transports of libtirpc that a thread serves.
     muted: FxHashMap<RawFd, u64>,
     /// Wakes a loop.
@@ -91,6 +93,8 @@ struct Watched {
     place: usize,
     /// The comparison that found it there.
     mark: u32,
+    /// [`Set::served`] when it was ready last.
+    served: u64,
 }
 
 static SET: fork::Lock<Set> = fork::Lock::new();
@@ -419,6 +423,21 @@ impl Set {
         found.filter(|it| it.events != 0)
     }
 
+    /// Whoever was served the longest time ago is first: poll(2) and epoll(7) tell of them in an order of their own.
+    fn put_in_turn(&mut self, ready: &mut Ready) {
+        let fds = &mut ready.fds[..ready.count];
+        if fds.len() > 1 {
+            fds.sort_unstable_by_key(|entry| self.find(entry.fd).map_or(0, |it| it.served));
+        }
+        for entry in fds {
+            self.served += 1;
+            let served = self.served;
+            if let Some(it) = self.find(entry.fd) {
+                it.served = served;
+            }
+        }
+    }
+
     fn forget(&mut self, fd: RawFd) {
         let Some(found) = self.find(fd) else { return };
         found.events = 0;
@@ -568,8 +587,15 @@ pub unsafe fn turn(ready: &mut Ready, is_over: impl Fn() -> bool) -> bool {
         let waits = !looks || {
             // What rests calls its peer: a cancellation point.
             let _uncancelled = Uncancelled::now();
-            // SAFETY: by the contract.
-            step(|| Ok(unsafe { look(ready) })).unwrap_or(true)
+            let looked = step(|| {
+                // SAFETY: by the contract.
+                let waits = unsafe { look(ready) };
+                if waits {
+                    lock().put_in_turn(ready);
+                }
+                Ok(waits)
+            });
+            looked.unwrap_or(true)
         };
         if waits && ready.count > 0 {
             return true;
@@ -767,6 +793,7 @@ unsafe fn hand_out(events: impl Iterator<Item = (RawFd, i16)>, polled: bool, rea
                 ready.add(fd, revents);
             }
         }
+        set.put_in_turn(ready);
         Ok(())
     });
 }

@@ -28,7 +28,7 @@ use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering::Relaxed, Ord
 use std::sync::{Arc, Mutex, MutexGuard};
 
 use crate::binding::Head;
-use crate::connection::{Request, RequestId};
+use crate::connection::Request;
 use crate::driver::pulls;
 use crate::error::{Error, Kind};
 use crate::ffi::{guard, guard_passing};
@@ -71,13 +71,6 @@ impl Job {
         }
     }
 
-    /// Whose turn it is where several wait: that of the connection which was served the longest time ago, and its oldest request. In
-    /// what order they were found does not tell.
-    fn turn(&self) -> (u64, Option<RequestId>) {
-        let begun = self.connection().map_or(0, |connection| connection.begun());
-        (begun, if let Job::Request(_, request) = self { Some(request.id) } else { None })
-    }
-
     /// Whether it is a Call that was pulled.
     fn is_pulled(&self) -> bool {
         let Job::Request(_, request) = self else { return false };
@@ -104,8 +97,6 @@ pub struct Threads {
     /// While it does.
     seat: Seat,
     routines: Routines,
-    /// How many requests they have begun.
-    begun: AtomicU64,
     /// How many have a name.
     named: AtomicU32,
     /// The loop has ended.
@@ -237,7 +228,6 @@ pub fn claim(count: u32) -> Result<Arc<Threads>, Error> {
         kept: Mutex::default(),
         seat: Seat::default(),
         routines: Routines::default(),
-        begun: AtomicU64::new(0),
         named: AtomicU32::new(0),
         ended: AtomicBool::new(false),
         generation: fork::generation(),
@@ -383,13 +373,9 @@ impl Threads {
                 });
                 found = per_thread::take(&FOUND).unwrap_or_default();
             }
-            let pulled = found.iter().all(Job::is_pulled);
-            let keeps_seat = self.count == 1 || self.routines.keep_seat(found.len(), pulled);
-            if !keeps_seat {
-                found.make_contiguous().sort_unstable_by_key(Job::turn);
-            }
             let Some(own) = found.pop_front() else { continue };
-            if !keeps_seat {
+            let pulled = own.is_pulled() && found.iter().all(Job::is_pulled);
+            if self.count > 1 && !self.routines.keep_seat(found.len() + 1, pulled) {
                 found.into_iter().for_each(|job| self.jobs.give(job));
                 self.jobs.vacate();
                 return self.serve(own);
@@ -460,9 +446,6 @@ impl Threads {
     fn serve(self: &Arc<Self>, job: Job) {
         if matches!(job, Job::Watch) {
             return self.watch();
-        }
-        if let Some(connection) = job.connection() {
-            connection.begins(self.begun.fetch_add(1, Relaxed) + 1);
         }
         let routine = self.routines.begin(self.count > 1 && job.is_pulled());
         guard(|| {

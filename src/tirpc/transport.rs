@@ -27,7 +27,7 @@ use std::net::{Ipv4Addr, SocketAddr};
 use std::os::fd::RawFd;
 use std::ptr::null_mut;
 use std::sync::atomic::Ordering::{AcqRel, Acquire, Relaxed};
-use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize};
+use std::sync::atomic::{AtomicBool, AtomicUsize};
 use std::sync::{Arc, TryLockError, Weak};
 
 use crate::sync::{Mutex, MutexGuard, is_poisoned};
@@ -74,8 +74,6 @@ pub struct Transport {
     parts: Mutex<Parts>,
     /// How many requests threads have, or are to have.
     handed_out: AtomicUsize,
-    /// Which request of the process it was that a thread has begun last.
-    begun: AtomicU64,
     fd: RawFd,
     /// The connection whose requests are answered here.
     responder: Weak<dyn Callee>,
@@ -324,16 +322,6 @@ impl Transport {
         next
     }
 
-    /// A thread begins a request, which is the one with this number.
-    pub fn begins(&self, number: u64) {
-        self.begun.store(number, Relaxed);
-    }
-
-    /// The number of the latest that one has begun.
-    pub fn begun(&self) -> u64 {
-        self.begun.load(Relaxed)
-    }
-
     /// A thread is done with a request.
     pub fn request_done(&self) {
         let left = self.handed_out.fetch_sub(1, AcqRel) - 1;
@@ -419,7 +407,6 @@ impl Transport {
                 whole,
                 parts: Mutex::default(),
                 handed_out: AtomicUsize::new(0),
-                begun: AtomicU64::new(0),
                 fd,
                 responder,
                 server,

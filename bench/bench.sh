@@ -91,7 +91,7 @@ for ((repeat = 0; repeat < repeats; repeat++)); do
         done
     done
     for how in "${busy[@]}"; do
-        for way in tcp rdma; do fair "$how" $way $how; done
+        for way in tcp rdma two sixteen; do fair "$how" $way $how; done
     done
     for what in "${working[@]}"; do
         # shellcheck disable=SC2086
@@ -219,11 +219,13 @@ table() {
         stop "$server"
     done
     echo
-    echo "microseconds of a null call while another program has so many calls of 5 ms under way; medians of $repeats runs:"
-    printf '%-24s %9s %9s %6s\n' '' tcp rdma ratio
+    echo "microseconds of a null call while another program has so many calls of 5 ms under way; medians of $repeats runs;"
+    echo "two, sixteen: rdma, so many service threads"
+    printf '%-24s %9s %9s %6s %9s %9s\n' '' tcp rdma ratio two sixteen
     for how in "${busy[@]}"; do
-        printf '%-24s %9s %9s %6s\n' "$how" "$(median "fair $how" tcp 3)" "$(median "fair $how" rdma 3)" \
-            "$(ratio "$(median "fair $how" tcp 3)" "$(median "fair $how" rdma 3)")"
+        printf '%-24s %9s %9s %6s %9s %9s\n' "$how" "$(median "fair $how" tcp 3)" "$(median "fair $how" rdma 3)" \
+            "$(ratio "$(median "fair $how" tcp 3)" "$(median "fair $how" rdma 3)")" \
+            "$(median "fair $how" two 3)" "$(median "fair $how" sixteen 3)"
     done
     echo
     for netid in tcp rdma; do

@@ -644,6 +644,35 @@ static void whoever_was_served_the_longest_time_ago_is_next(void)
     has_ended();
 }
 
+/* A thread that is free looks who has come before it takes the next of many, if nobody has for a while. */
+static void many_calls_of_one_client_do_not_keep_another_one_waiting(void)
+{
+    enum { MANY = 16 };
+    struct timeval at_once = {0, 0};
+    unsigned name = 'o', held = 0;
+    char letter;
+    starts(2);
+    CLIENT *one = connected(), *other = connected();
+    /* These wait for no reply. */
+    for (int i = 0; i < MANY; i++)
+        REQUIRE(clnt_call(one, HOLD, (xdrproc_t)xdr_void, NULL, NULL, NULL, at_once) == RPC_SUCCESS);
+    for (; held < 2; held++)
+        REQUIRE(read(gate[0], &letter, 1) == 1 && letter == 'H');
+    REQUIRE(clnt_call(other, TELL, (xdrproc_t)xdr_u_int, (char *)&name, NULL, NULL, at_once) == RPC_SUCCESS);
+    do {
+        usleep(2000);
+        REQUIRE(write(gate[0], &letter, 1) == 1 && read(gate[0], &letter, 1) == 1);
+        held += letter == 'H';
+    } while (letter == 'H');
+    REQUIRE(held <= 4);
+    for (; held < MANY; held++)
+        REQUIRE(read(gate[0], &letter, 1) == 1 && letter == 'H' && write(gate[0], &letter, 1) == 1);
+    for (int i = 0; i < 2; i++)
+        REQUIRE(write(gate[0], &letter, 1) == 1);
+    ask(one, EXIT, 0);
+    has_ended();
+}
+
 /* A client has their credits back with each reply that comes meanwhile. */
 static void calls_without_a_reply_that_take_long_leave_room_for_others(void)
 {
@@ -765,6 +794,7 @@ static const struct test {
     TEST(a_child_of_a_routine_replies),
     TEST(one_that_never_returns_holds_up_nobody),
     TEST(whoever_was_served_the_longest_time_ago_is_next),
+    TEST(many_calls_of_one_client_do_not_keep_another_one_waiting),
     TEST(calls_without_a_reply_that_take_long_leave_room_for_others),
     TEST(clients_that_go_meanwhile_hold_up_nobody),
     TEST(descriptors_run_out_beside_a_routine_of_tcp),

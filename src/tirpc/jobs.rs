@@ -1,11 +1,21 @@
 //! What the threads of `threads` wait for: jobs, and the seat of the loop.
 //!
+//! Jobs of one source do not keep those of others waiting: each source has its turn, and what comes later joins in.
+//!
 //! Nothing here takes memory but the queue, and nothing is a thread's own.
 #![forbid(unsafe_code)]
 
 use std::collections::VecDeque;
 use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
+
+use crate::stats;
+
+/// Something that waits for a thread.
+pub trait Waits {
+    /// Its turn, where others have `first` and later ones.
+    fn turn(&self, first: u64) -> u64;
+}
 
 /// Jobs that wait for a thread, and whether the seat does.
 pub struct Jobs<J> {
@@ -17,7 +27,10 @@ pub struct Jobs<J> {
 }
 
 struct State<J> {
-    jobs: VecDeque<J>,
+    /// With their turns, in the order of these.
+    jobs: VecDeque<(u64, J)>,
+    /// The turn of the latest that was taken.
+    turn: u64,
     vacant: bool,
     /// How many threads wait for nothing else. One that was woken counts until it runs.
     free: usize,
@@ -32,14 +45,15 @@ pub enum Next<J> {
     Seat,
 }
 
-impl<J> Default for Jobs<J> {
+impl<J: Waits> Default for Jobs<J> {
     fn default() -> Jobs<J> {
-        let state = State { jobs: VecDeque::new(), vacant: false, free: 0 };
+        // Later than any turn of those before: nobody has one each nanosecond.
+        let state = State { jobs: VecDeque::new(), turn: stats::clock(), vacant: false, free: 0 };
         Jobs { state: Mutex::new(state), free: Condvar::new(), watch: Condvar::new() }
     }
 }
 
-impl<J> Jobs<J> {
+impl<J: Waits> Jobs<J> {
     fn lock(&self) -> MutexGuard<'_, State<J>> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
@@ -47,7 +61,7 @@ impl<J> Jobs<J> {
     /// One more, which wakes a thread if one waits.
     pub fn give(&self, job: J) {
         let mut state = self.lock();
-        state.jobs.push_back(job);
+        state.push(job);
         self.wake(&state);
     }
 
@@ -64,24 +78,30 @@ impl<J> Jobs<J> {
         if waiting <= state.free { self.free.notify_one() } else { self.watch.notify_one() }
     }
 
-    /// The oldest one, if there is one.
+    /// The next one, if there is one.
     pub fn take(&self) -> Option<J> {
-        self.lock().jobs.pop_front()
+        self.lock().pop()
     }
 
-    /// As [`Jobs::next`]; waits for so long only. For the thread that watches.
+    /// Whether there is none.
+    pub fn is_empty(&self) -> bool {
+        self.lock().jobs.is_empty()
+    }
+
+    /// As [`Jobs::next`] that does not prefer the seat; waits for so long only. For the thread that watches.
     pub fn next_within(&self, time: Duration) -> Option<Next<J>> {
         let state = self.lock();
         let nothing = |state: &mut State<J>| state.jobs.is_empty() && !state.vacant;
         let waited = self.watch.wait_timeout_while(state, time, nothing);
-        waited.unwrap_or_else(PoisonError::into_inner).0.next()
+        waited.unwrap_or_else(PoisonError::into_inner).0.next(false)
     }
 
-    /// The oldest one, or else the seat; waits until there is one of them.
-    pub fn next(&self) -> Next<J> {
+    /// The next job, or else the seat, which may be preferred; waits until there is one of them.
+    pub fn next(&self, prefers_seat: impl Fn() -> bool) -> Next<J> {
         let mut state = self.lock();
         loop {
-            if let Some(next) = state.next() {
+            let prefers_seat = state.vacant && prefers_seat();
+            if let Some(next) = state.next(prefers_seat) {
                 return next;
             }
             state.free += 1;
@@ -91,15 +111,33 @@ impl<J> Jobs<J> {
     }
 }
 
-impl<J> State<J> {
-    fn next(&mut self) -> Option<Next<J>> {
-        let job = self.jobs.pop_front().map(Next::Job);
-        job.or_else(|| std::mem::take(&mut self.vacant).then_some(Next::Seat))
+impl<J: Waits> State<J> {
+    fn push(&mut self, job: J) {
+        let turn = job.turn(self.turn);
+        let at = self.jobs.partition_point(|(other, _)| *other <= turn);
+        self.jobs.insert(at, (turn, job));
+    }
+
+    fn pop(&mut self) -> Option<J> {
+        let (turn, job) = self.jobs.pop_front()?;
+        self.turn = turn;
+        Some(job)
+    }
+
+    fn next(&mut self, prefers_seat: bool) -> Option<Next<J>> {
+        if !prefers_seat && let Some(job) = self.pop() {
+            return Some(Next::Job(job));
+        }
+        if std::mem::take(&mut self.vacant) {
+            return Some(Next::Seat);
+        }
+        self.pop().map(Next::Job)
     }
 }
 
 #[cfg(test)]
 mod tests {
+    use std::cell::Cell;
     use std::sync::mpsc;
     use std::thread::scope;
 
@@ -107,16 +145,53 @@ mod tests {
 
     const LONG: Duration = Duration::from_secs(60);
 
+    impl Waits for u32 {
+        fn turn(&self, first: u64) -> u64 {
+            first
+        }
+    }
+
+    /// The second one of that source, or so.
+    struct Of(Cell<u64>, u64);
+
+    impl Waits for Of {
+        fn turn(&self, first: u64) -> u64 {
+            self.0.set(first);
+            first + self.1
+        }
+    }
+
+    #[test]
+    fn sources_take_turns_and_who_comes_later_joins_in() {
+        let jobs = Jobs::default();
+        (0..5).for_each(|n| jobs.give(Of(Cell::default(), n)));
+        let next = || jobs.take().map(|job| job.1);
+        assert_eq!([next(), next(), next()], [0, 1, 2].map(Some));
+        // Of another source: behind the one that was taken with this turn, and before the next.
+        jobs.give(Of(Cell::default(), 0));
+        assert_eq!([next(), next(), next(), next()], [Some(0), Some(3), Some(4), None]);
+    }
+
+    #[test]
+    fn the_seat_comes_first_for_whoever_prefers_it() {
+        let jobs = Jobs::default();
+        jobs.give(1);
+        jobs.vacate();
+        assert_eq!(jobs.next(|| true), Next::Seat);
+        assert_eq!(jobs.next(|| true), Next::Job(1), "there is none");
+        assert!(jobs.is_empty());
+    }
+
     #[test]
     fn jobs_come_in_their_order_and_before_the_seat() {
-        let jobs = Jobs::default();
+        let jobs = Jobs::<u32>::default();
         jobs.vacate();
         jobs.give(1);
         jobs.give(2);
         jobs.give(3);
-        assert_eq!((jobs.next(), jobs.take()), (Next::Job(1), Some(2)));
+        assert_eq!((jobs.next(|| false), jobs.take()), (Next::Job(1), Some(2)));
         assert_eq!((jobs.next_within(LONG), jobs.take()), (Some(Next::Job(3)), None));
-        assert_eq!((jobs.next(), jobs.next_within(Duration::ZERO)), (Next::Seat, None));
+        assert_eq!((jobs.next(|| false), jobs.next_within(Duration::ZERO)), (Next::Seat, None));
         jobs.vacate();
         assert_eq!(jobs.next_within(LONG), Some(Next::Seat));
     }
@@ -128,7 +203,7 @@ mod tests {
         scope(|scope| {
             for _ in 0..3 {
                 let (jobs, got) = (&jobs, got.clone());
-                scope.spawn(move || got.send(jobs.next()).unwrap());
+                scope.spawn(move || got.send(jobs.next(|| false)).unwrap());
             }
             jobs.give(1);
             jobs.vacate();
@@ -159,7 +234,7 @@ mod tests {
             jobs.vacate();
             assert_eq!(next(), Some(Next::Seat));
             let (jobs, got) = (&jobs, got.clone());
-            scope.spawn(move || got.send(Some(jobs.next())).unwrap());
+            scope.spawn(move || got.send(Some(jobs.next(|| false))).unwrap());
             while jobs.lock().free == 0 {
                 std::thread::yield_now();
             }
@@ -167,7 +242,7 @@ mod tests {
             // The one that is free has not run when the second comes.
             let mut state = jobs.lock();
             for job in [2, 3] {
-                state.jobs.push_back(job);
+                state.push(job);
                 jobs.wake(&state);
             }
             drop(state);

@@ -622,20 +622,59 @@ pub unsafe fn turn(ready: &mut Ready, is_over: impl Fn() -> bool) -> bool {
     }
 }
 
+/// The same without a sleep, and without telling whether the loop ends. Nothing may be ready.
+///
+/// # Safety
+/// As [`turn`].
+pub unsafe fn glance(ready: &mut Ready, is_over: impl Fn() -> bool) {
+    const AT_ONCE: Sleep = Sleep { time: 0, asks: false };
+    ready.count = 0;
+    let turn = next_turn(&is_over);
+    if matches!(turn, Turn::Ended) {
+        return;
+    }
+    if busy::any() {
+        let _ = step(|| {
+            // SAFETY: by the contract.
+            busy::look(|fd| unsafe { takes(fd, ready) });
+            Ok(())
+        });
+    }
+    // What has failed shows in a turn.
+    match turn {
+        Turn::Ended => false,
+        // SAFETY: by the contract.
+        Turn::Epoll(set, _) => unsafe { by_epoll(set, AT_ONCE, ready) },
+        // SAFETY: by the contract.
+        Turn::Few => unsafe { by_few(AT_ONCE, ready) },
+        // SAFETY: by the contract.
+        Turn::Poll => unsafe { by_poll(false) },
+    };
+    if ready.count > 0 {
+        busy::leave(|fd| ready.fds().any(|told| told == fd));
+    }
+}
+
+/// Whether a busy connection is to be served, which is `ready` then: the program may have taken it out of the table by hand.
+///
+/// # Safety
+/// As [`run`].
+unsafe fn takes(fd: RawFd, ready: &mut Ready) -> bool {
+    // SAFETY: by the contract.
+    let is_there = unsafe { lock().has(fd) };
+    if is_there {
+        ready.add(fd, libc::POLLIN);
+    }
+    is_there
+}
+
 /// Looks at busy connections as long as it may pay. False if descriptors are only to be asked meanwhile.
 ///
 /// # Safety
 /// As [`run`].
 unsafe fn look(ready: &mut Ready) -> bool {
-    // The program may have taken it out of the table by hand.
-    let mut taken = |fd| {
-        // SAFETY: by the contract.
-        let is_there = unsafe { lock().has(fd) };
-        if is_there {
-            ready.add(fd, libc::POLLIN);
-        }
-        is_there
-    };
+    // SAFETY: by the contract.
+    let mut taken = |fd| unsafe { takes(fd, ready) };
     let poll = config::get().map_or(Duration::ZERO, |config| config.poll);
     let until = busy::begin(poll);
     let began = Instant::now();

@@ -15,7 +15,7 @@
 //! - A forked child has one thread, which goes on as `svc_run` does.
 //! - What the program destroys lives on until the loop has nothing of libtirpc's in hand.
 //! - While the loop serves something itself, a thread watches it, or is about to, as soon as one is free.
-//! - A thread that is free does what waits for one before it takes the seat: what waits is at most what one turn has found.
+//! - A thread that is free takes the seat for a glance before it does what waits for one, where nobody has looked for a [`TICK`].
 #![allow(unsafe_code)]
 
 use std::collections::VecDeque;
@@ -37,13 +37,13 @@ use crate::per_thread::{self, Owned};
 use crate::signals::BlockedSignals;
 use crate::tirpc::handover::{Routines, TICK};
 use crate::tirpc::idle;
-use crate::tirpc::jobs::{Jobs, Next};
+use crate::tirpc::jobs::{Jobs, Next, Waits};
 use crate::tirpc::programs::find;
 use crate::tirpc::progress;
 use crate::tirpc::run::{self, Ready};
 use crate::tirpc::seat::{Seat, Seen};
 use crate::tirpc::transport::{Held, Transport, serve_fd};
-use crate::{fork, socket};
+use crate::{fork, socket, stats};
 
 /// Threads that one process may have for this.
 const MOST: u32 = 1024;
@@ -78,6 +78,17 @@ impl Job {
     }
 }
 
+impl Waits for Job {
+    fn turn(&self, first: u64) -> u64 {
+        match self {
+            Job::Watch => first,
+            // One at a time.
+            Job::Stock(..) => first + 1,
+            Job::Request(connection, _) | Job::InOrder(connection) => connection.next_turn(first),
+        }
+    }
+}
+
 /// A request of this connection that a thread is at: dropped when it is done, also by a panic of ours.
 struct Done<'a>(&'a Transport);
 
@@ -97,6 +108,8 @@ pub struct Threads {
     /// While it does.
     seat: Seat,
     routines: Routines,
+    /// When the loop has looked at what is ready, by [`stats::clock`].
+    looked_at: AtomicU64,
     /// How many have a name.
     named: AtomicU32,
     /// The loop has ended.
@@ -228,6 +241,7 @@ pub fn claim(count: u32) -> Result<Arc<Threads>, Error> {
         kept: Mutex::default(),
         seat: Seat::default(),
         routines: Routines::default(),
+        looked_at: AtomicU64::new(0),
         named: AtomicU32::new(0),
         ended: AtomicBool::new(false),
         generation: fork::generation(),
@@ -330,7 +344,8 @@ impl Threads {
     /// What each of them does.
     fn work(self: &Arc<Self>) {
         while !self.ended.load(Relaxed) {
-            self.go_on(self.jobs.next());
+            let long_ago = || stats::clock() >= self.looked_at.load(Relaxed) + TICK.as_nanos() as u64;
+            self.go_on(self.jobs.next(long_ago));
             if self.generation != fork::generation() {
                 // SAFETY: as the caller's of `run`, in the only thread there is.
                 return unsafe { run::run() };
@@ -350,28 +365,27 @@ impl Threads {
     /// Is the loop until there is something to do that takes time, and does one thing of it.
     fn lead(self: &Arc<Self>) {
         let (mut ready, mut found) = (Ready::none(), self.take_kept());
+        if found.is_empty() && !self.jobs.is_empty() {
+            return self.glance(&mut ready);
+        }
         loop {
-            // What was given before the seat was free, or to wake the loop.
-            while let Some(job) = self.jobs.take() {
-                match job {
+            if found.is_empty() {
+                match self.jobs.take() {
                     // No other thread is free.
-                    Job::Watch => self.seat.is_unwatched(),
-                    job => found.push_back(job),
+                    Some(Job::Watch) => {
+                        self.seat.is_unwatched();
+                        continue;
+                    }
+                    job => found.extend(job),
                 }
             }
             if found.is_empty() {
                 forget_buried();
-                let is_over = || self.ended.load(Relaxed) || EXIT.load(Relaxed);
                 // SAFETY: this thread is the loop; the caller's contract is that of `run`.
-                if !unsafe { run::turn(&mut ready, is_over) } {
+                if !unsafe { run::turn(&mut ready, || self.is_over()) } {
                     return self.end();
                 }
-                let _ = per_thread::put(&FOUND, found);
-                guard(|| {
-                    ready.fds().for_each(look);
-                    Ok(())
-                });
-                found = per_thread::take(&FOUND).unwrap_or_default();
+                found = self.look_at(&ready);
             }
             let Some(own) = found.pop_front() else { continue };
             let pulled = own.is_pulled() && found.iter().all(Job::is_pulled);
@@ -387,17 +401,32 @@ impl Threads {
             }
             found = self.take_kept();
             if found.is_empty()
+                && self.jobs.is_empty()
                 && let Some(connection) = served
                 && connection.finds_more()
             {
-                let _ = per_thread::put(&FOUND, found);
-                guard(|| {
-                    look(connection.fd());
-                    Ok(())
-                });
-                found = per_thread::take(&FOUND).unwrap_or_default();
+                found = found_by(|| look(connection.fd()));
             }
         }
+    }
+
+    /// Is the loop for a moment, while there are jobs: those of others who have come meanwhile have their turn too.
+    fn glance(self: &Arc<Self>, ready: &mut Ready) {
+        forget_buried();
+        // What waits is served though the loop has ended: the next one finds that out when nothing does.
+        // SAFETY: this thread is the loop; the caller's contract is that of `run`.
+        unsafe { run::glance(ready, || self.is_over()) };
+        self.look_at(ready).into_iter().for_each(|job| self.jobs.give(job));
+        self.jobs.vacate();
+    }
+
+    fn look_at(&self, ready: &Ready) -> VecDeque<Job> {
+        self.looked_at.store(stats::clock(), Relaxed);
+        found_by(|| ready.fds().for_each(look))
+    }
+
+    fn is_over(&self) -> bool {
+        self.ended.load(Relaxed) || EXIT.load(Relaxed)
     }
 
     /// For whoever has the seat next.
@@ -502,6 +531,16 @@ extern "C" fn work(own: *mut c_void) -> *mut c_void {
         own.work();
         Ok(null_mut())
     })
+}
+
+/// What is given to this thread, which is the loop, meanwhile.
+fn found_by(what: impl FnOnce()) -> VecDeque<Job> {
+    let _ = per_thread::put(&FOUND, VecDeque::new());
+    guard(|| {
+        what();
+        Ok(())
+    });
+    per_thread::take(&FOUND).unwrap_or_default()
 }
 
 /// What the loop does with a descriptor that is ready.

@@ -27,7 +27,7 @@ use std::net::{Ipv4Addr, SocketAddr};
 use std::os::fd::RawFd;
 use std::ptr::null_mut;
 use std::sync::atomic::Ordering::{AcqRel, Acquire, Relaxed};
-use std::sync::atomic::{AtomicBool, AtomicUsize};
+use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize};
 use std::sync::{Arc, TryLockError, Weak};
 
 use crate::sync::{Mutex, MutexGuard, is_poisoned};
@@ -74,6 +74,8 @@ pub struct Transport {
     parts: Mutex<Parts>,
     /// How many requests threads have, or are to have.
     handed_out: AtomicUsize,
+    /// The turn of the latest of them.
+    turn: AtomicU64,
     fd: RawFd,
     /// The connection whose requests are answered here.
     responder: Weak<dyn Callee>,
@@ -322,6 +324,13 @@ impl Transport {
         next
     }
 
+    /// The turn of its next request, where those that wait have `first` and later ones: each connection has one at a time.
+    pub fn next_turn(&self, first: u64) -> u64 {
+        let turn = first.max(self.turn.load(Relaxed) + 1);
+        self.turn.store(turn, Relaxed);
+        turn
+    }
+
     /// A thread is done with a request.
     pub fn request_done(&self) {
         let left = self.handed_out.fetch_sub(1, AcqRel) - 1;
@@ -407,6 +416,7 @@ impl Transport {
                 whole,
                 parts: Mutex::default(),
                 handed_out: AtomicUsize::new(0),
+                turn: AtomicU64::new(0),
                 fd,
                 responder,
                 server,

@@ -647,30 +647,35 @@ static void whoever_was_served_the_longest_time_ago_is_next(void)
 /* A thread that is free looks who has come before it takes the next of many, if nobody has for a while. */
 static void many_calls_of_one_client_do_not_keep_another_one_waiting(void)
 {
-    enum { MANY = 16 };
+    enum { MANY = 16, THREADS = 2 };
     struct timeval at_once = {0, 0};
-    unsigned name = 'o', held = 0;
-    char letter;
-    starts(2);
-    CLIENT *one = connected(), *other = connected();
-    /* These wait for no reply. */
-    for (int i = 0; i < MANY; i++)
-        REQUIRE(clnt_call(one, HOLD, (xdrproc_t)xdr_void, NULL, NULL, NULL, at_once) == RPC_SUCCESS);
-    for (; held < 2; held++)
-        REQUIRE(read(gate[0], &letter, 1) == 1 && letter == 'H');
-    REQUIRE(clnt_call(other, TELL, (xdrproc_t)xdr_u_int, (char *)&name, NULL, NULL, at_once) == RPC_SUCCESS);
-    do {
-        usleep(2000);
-        REQUIRE(write(gate[0], &letter, 1) == 1 && read(gate[0], &letter, 1) == 1);
-        held += letter == 'H';
-    } while (letter == 'H');
-    REQUIRE(held <= 4);
-    for (; held < MANY; held++)
-        REQUIRE(read(gate[0], &letter, 1) == 1 && letter == 'H' && write(gate[0], &letter, 1) == 1);
-    for (int i = 0; i < 2; i++)
-        REQUIRE(write(gate[0], &letter, 1) == 1);
-    ask(one, EXIT, 0);
-    has_ended();
+    for (int threads = 1; threads <= THREADS; threads++) {
+        unsigned name = 'o';
+        int held = 0;
+        char letter;
+        starts(threads);
+        CLIENT *one = connected(), *other = connected();
+        /* These wait for no reply. */
+        for (int i = 0; i < MANY; i++)
+            REQUIRE(clnt_call(one, HOLD, (xdrproc_t)xdr_void, NULL, NULL, NULL, at_once) == RPC_SUCCESS);
+        for (; held < threads; held++)
+            REQUIRE(read(gate[0], &letter, 1) == 1 && letter == 'H');
+        REQUIRE(clnt_call(other, TELL, (xdrproc_t)xdr_u_int, (char *)&name, NULL, NULL, at_once) == RPC_SUCCESS);
+        do {
+            usleep(2000);
+            REQUIRE(write(gate[0], &letter, 1) == 1 && read(gate[0], &letter, 1) == 1);
+            held += letter == 'H';
+        } while (letter == 'H');
+        REQUIRE(held <= threads + 2);
+        for (; held < MANY; held++)
+            REQUIRE(read(gate[0], &letter, 1) == 1 && letter == 'H' && write(gate[0], &letter, 1) == 1);
+        for (int i = 0; i < threads; i++)
+            REQUIRE(write(gate[0], &letter, 1) == 1);
+        ask(one, EXIT, 0);
+        has_ended();
+        clnt_destroy(one);
+        clnt_destroy(other);
+    }
 }
 
 /* A client has their credits back with each reply that comes meanwhile. */

@@ -389,7 +389,7 @@ impl Threads {
             }
             let Some(own) = found.pop_front() else { continue };
             let pulled = own.is_pulled() && found.iter().all(Job::is_pulled);
-            if self.count > 1 && !self.routines.keep_seat(found.len() + 1, pulled) {
+            if !self.routines.keep_seat(found.len() + 1, pulled) {
                 found.into_iter().for_each(|job| self.jobs.give(job));
                 self.jobs.vacate();
                 return self.serve(own);

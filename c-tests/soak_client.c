@@ -43,6 +43,7 @@ struct thread {
     struct slot own[TARGETS];
     uint64_t posted[TARGETS][POSTS];
     unsigned posts[TARGETS], connections[TARGETS];
+    int schedstat; /* a descriptor */
 };
 
 struct attempt {
@@ -96,18 +97,32 @@ static void most(uint64_t *longest, uint64_t value)
         ;
 }
 
+/* Microseconds for which threads of this process had no processor though they had something to do with one, all together. */
+static uint64_t starved(void)
+{
+    uint64_t sum = 0;
+    for (unsigned i = 0; i < thread_count; i++) {
+        char text[64] = "";
+        unsigned long long ran, waited;
+        /* 0 where the kernel does not count. */
+        if (pread(threads[i].schedstat, text, sizeof text - 1, 0) > 0 && sscanf(text, "%llu %llu", &ran, &waited) == 2)
+            sum += waited / 1000;
+    }
+    return sum;
+}
+
 static void complain(uint64_t tag, const struct attempt *op, const char *what, int status, uint64_t elapsed,
-                     CLIENT *client, enum route route)
+                     uint64_t waited, CLIENT *client, enum route route)
 {
     if (atomic_fetch_add(&complaints, 1) >= 20)
         return;
     char *text = client == NULL ? "" : clnt_sperror(client, "");
     fprintf(stderr,
             "client %s thread %u, at %s%s, number %u, procedure %d, %u bytes there, %u back, delay %u us, timeout %u ms: "
-            "%s; status %d after %.3f s%.*s\n",
+            "%s; status %d after %.3f s, of which threads waited %.3f s for a processor%.*s\n",
             shape_names[shape], tag_thread(tag), target_names[tag_target(tag)],
             route == DIRECT ? "" : " behind the proxy", tag_number(tag), op->procedure, op->size, op->want, op->delay,
-            op->timeout, what, status, (double)elapsed / 1e6, (int)strcspn(text, "\n"), text);
+            op->timeout, what, status, (double)elapsed / 1e6, (double)waited / 1e6, (int)strcspn(text, "\n"), text);
 }
 
 /* ---- CLIENTs -------------------------------------------------------------------------------------------------------- */
@@ -265,7 +280,7 @@ static bool right(uint64_t tag, const struct attempt *op, const struct answer *a
 
 static void judge(struct thread *thread, enum target target, enum route route, uint64_t tag,
                   const struct attempt *op, const struct answer *answer, int status, uint64_t elapsed,
-                  CLIENT *client)
+                  uint64_t waited, CLIENT *client)
 {
     bool hasty = shape == S_HASTY, excused = target != STEADY || route != DIRECT;
     const char *what = NULL;
@@ -306,14 +321,14 @@ static void judge(struct thread *thread, enum target target, enum route route, u
                !__atomic_compare_exchange_n(&tally->latest, &latest, late, false, __ATOMIC_RELAXED, __ATOMIC_RELAXED))
             ;
     }
-    /* What the machine itself makes later, this process knows. */
+    /* What the machine itself makes later, this process knows: who sleeps gets a processor sooner than who has used one. */
     uint64_t overslept = __atomic_load_n(&tally->overslept, __ATOMIC_RELAXED);
-    if (late > (int64_t)((op->procedure == POST ? 61e6 : 1e6) * factor) + 3 * (int64_t)overslept) {
+    if (late > (int64_t)((op->procedure == POST ? 61e6 : 1e6) * factor) + 3 * (int64_t)overslept + (int64_t)waited) {
         add(&tally->late);
         what = "late";
     }
     if (what != NULL)
-        complain(tag, op, what, status, elapsed, status == RPC_SUCCESS ? NULL : client, route);
+        complain(tag, op, what, status, elapsed, waited, status == RPC_SUCCESS ? NULL : client, route);
 }
 
 static unsigned connections(CLIENT *client)
@@ -353,7 +368,7 @@ static int call(struct thread *thread, enum target target, enum route route, con
     doing->timeout = op->timeout;
     doing->number = tag_number(tag);
     struct timeval timeout = {.tv_sec = op->timeout / 1000, .tv_usec = op->timeout % 1000 * 1000};
-    uint64_t started = now_us();
+    uint64_t waited = starved(), started = now_us();
     __atomic_store_n(&doing->since, started, __ATOMIC_RELEASE);
     int status = (int)clnt_call(client, op->procedure, null ? (xdrproc_t)xdr_void : (xdrproc_t)xdr_ask, (char *)&ask,
                                 posts  ? NULL
@@ -363,11 +378,12 @@ static int call(struct thread *thread, enum target target, enum route route, con
                                 timeout);
     uint64_t elapsed = now_us() - started;
     __atomic_store_n(&doing->since, 0, __ATOMIC_RELEASE);
+    waited = starved() - waited;
     add(&line->calls);
     add(&line->statuses[status & 127]);
     if (status == RPC_SUCCESS && !posts)
         most(&line->worst, elapsed);
-    judge(thread, target, route, tag, op, &answer, status, elapsed, client);
+    judge(thread, target, route, tag, op, &answer, status, elapsed, waited, client);
     if (posts && status == RPC_SUCCESS)
         thread->posted[target][thread->posts[target]++] = tag;
     else if (!posts && thread->posts[target] > 0)
@@ -416,6 +432,7 @@ static void operate(struct thread *thread)
 static void *calls(void *argument)
 {
     struct thread *thread = argument;
+    thread->schedstat = open("/proc/thread-self/schedstat", O_RDONLY | O_CLOEXEC);
     for (;;) {
         pthread_mutex_lock(&gate);
         while (closed) {

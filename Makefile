@@ -197,6 +197,7 @@ check-source: all
 	@if $(CARGO) clippy --version >/dev/null 2>&1; then \
 	    echo "$(CARGO) clippy, of fuzz/"; $(CARGO) clippy $(FUZZ) --all-targets -- -D warnings; fi
 	+RUSTDOCFLAGS=-Dwarnings $(CARGO) doc $(CARGOFLAGS) $(FEATURES) --no-deps
+	+$(schedules) $(CARGO) check --profile test $(in_schedules)
 
 # After the library is built: some tests preload it.
 check-rust: all
@@ -232,9 +233,11 @@ check-valgrind: all
 check-bad-peers: all
 	BAD_PEERS=full $(CARGO) test $(CARGOFLAGS) $(FEATURES) --test bad_peers
 
-# A build of its own: other locks.
+# A build of its own: other locks. `make check` looks only whether it compiles.
+schedules = RUSTFLAGS="--cfg shuttle"
+in_schedules = $(CARGOFLAGS) $(FEATURES) --target-dir $(TARGET)/schedules --lib
 check-schedules:
-	RUSTFLAGS="--cfg shuttle" $(CARGO) test $(CARGOFLAGS) $(FEATURES) --target-dir $(TARGET)/schedules --lib schedules
+	$(schedules) $(CARGO) test $(in_schedules) schedules
 
 # A seed is replayed step by step; one that fails is named.
 simulate:

@@ -200,10 +200,13 @@ impl Pool {
 
     /// The idle blocks; none where a thread has them that a fork(2) has left behind.
     pub(super) fn idle(&self) -> Option<MutexGuard<'_, Idle>> {
-        match self.idle.try_lock() {
-            Ok(idle) => return Some(idle),
-            Err(TryLockError::Poisoned(poisoned)) => return Some(poisoned.into_inner()),
-            Err(TryLockError::WouldBlock) => {}
+        let at_once = || match self.idle.try_lock() {
+            Ok(idle) => Some(idle),
+            Err(TryLockError::Poisoned(poisoned)) => Some(poisoned.into_inner()),
+            Err(TryLockError::WouldBlock) => None,
+        };
+        if let Some(idle) = at_once() {
+            return Some(idle);
         }
         let process = std::process::id();
         if process == self.process {
@@ -219,10 +222,8 @@ impl Pool {
             } else {
                 thread::sleep(Duration::from_millis(1))
             }
-            match self.idle.try_lock() {
-                Ok(idle) => return Some(idle),
-                Err(TryLockError::Poisoned(poisoned)) => return Some(poisoned.into_inner()),
-                Err(TryLockError::WouldBlock) => {}
+            if let Some(idle) = at_once() {
+                return Some(idle);
             }
         }
         self.orphaned.store(process, Relaxed);
@@ -335,8 +336,9 @@ impl Pool {
         if !self.keeps.load(Relaxed) {
             return None;
         }
-        if is_series(self.long.load(Relaxed), now) {
-            return Some(SERIES);
+        let long = self.long.load(Relaxed);
+        if is_series(long, now) {
+            return Some(SERIES.saturating_sub(Duration::from_nanos(now.saturating_sub(long))));
         }
         match self.idle() {
             Some(mut idle) => self.trim_idle(&mut idle),

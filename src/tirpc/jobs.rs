@@ -1,6 +1,7 @@
 //! What the threads of `threads` wait for: jobs, and the seat of the loop.
 //!
-//! Jobs of one source do not keep those of others waiting: each source has its turn, and what comes later joins in.
+//! Jobs of one source do not keep those of others waiting: each source has one of a turn, and what comes while jobs of a turn are
+//! taken belongs to a later one. So a turn ends, however many come.
 //!
 //! Nothing here takes memory but the queue, and nothing is a thread's own.
 #![forbid(unsafe_code)]
@@ -13,8 +14,28 @@ use crate::stats;
 
 /// Something that waits for a thread.
 pub trait Waits {
-    /// Its turn, where others have `first` and later ones.
-    fn turn(&self, first: u64) -> u64;
+    /// Its place, where `now` is the turn of the job that was taken last.
+    fn place(&self, now: u64) -> Place;
+}
+
+/// The place of a job among others.
+#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+pub struct Place {
+    pub turn: u64,
+    /// Its source has another one that waits, in a turn before. Those who have none come first in each turn.
+    again: bool,
+}
+
+impl Place {
+    /// The place of a source's next job, whose latest one was or is in turn `latest`.
+    pub fn next(now: u64, latest: u64) -> Place {
+        Place { turn: now.max(latest) + 1, again: latest > now }
+    }
+
+    /// Before all but what is left of the turn `now`.
+    pub fn foremost(now: u64) -> Place {
+        Place { turn: now, again: true }
+    }
 }
 
 /// Jobs that wait for a thread, and whether the seat does.
@@ -27,8 +48,8 @@ pub struct Jobs<J> {
 }
 
 struct State<J> {
-    /// With their turns, in the order of these.
-    jobs: VecDeque<(u64, J)>,
+    /// With their places, in the order of these.
+    jobs: VecDeque<(Place, J)>,
     /// The turn of the latest that was taken.
     turn: u64,
     vacant: bool,
@@ -113,14 +134,14 @@ impl<J: Waits> Jobs<J> {
 
 impl<J: Waits> State<J> {
     fn push(&mut self, job: J) {
-        let turn = job.turn(self.turn);
-        let at = self.jobs.partition_point(|(other, _)| *other <= turn);
-        self.jobs.insert(at, (turn, job));
+        let place = job.place(self.turn);
+        let at = self.jobs.partition_point(|(other, _)| *other <= place);
+        self.jobs.insert(at, (place, job));
     }
 
     fn pop(&mut self) -> Option<J> {
-        let (turn, job) = self.jobs.pop_front()?;
-        self.turn = turn;
+        let (place, job) = self.jobs.pop_front()?;
+        self.turn = place.turn;
         Some(job)
     }
 
@@ -131,6 +152,7 @@ impl<J: Waits> State<J> {
         if std::mem::take(&mut self.vacant) {
             return Some(Next::Seat);
         }
+        // Though the seat was preferred.
         self.pop().map(Next::Job)
     }
 }
@@ -146,30 +168,50 @@ mod tests {
     const LONG: Duration = Duration::from_secs(60);
 
     impl Waits for u32 {
-        fn turn(&self, first: u64) -> u64 {
-            first
+        fn place(&self, now: u64) -> Place {
+            Place::next(now, 0)
         }
     }
 
-    /// The second one of that source, or so.
-    struct Of(Cell<u64>, u64);
+    /// One of a source, whose latest turn this is.
+    #[derive(Debug)]
+    struct Of<'a>(&'a Cell<u64>, u32);
 
-    impl Waits for Of {
-        fn turn(&self, first: u64) -> u64 {
-            self.0.set(first);
-            first + self.1
+    impl Waits for Of<'_> {
+        fn place(&self, now: u64) -> Place {
+            let place = Place::next(now, self.0.get());
+            self.0.set(place.turn);
+            place
         }
     }
 
     #[test]
     fn sources_take_turns_and_who_comes_later_joins_in() {
-        let jobs = Jobs::default();
-        (0..5).for_each(|n| jobs.give(Of(Cell::default(), n)));
+        let (jobs, one, other) = (Jobs::default(), Cell::default(), Cell::default());
+        (0..5).for_each(|n| jobs.give(Of(&one, n)));
         let next = || jobs.take().map(|job| job.1);
-        assert_eq!([next(), next(), next()], [0, 1, 2].map(Some));
-        // Of another source: behind the one that was taken with this turn, and before the next.
-        jobs.give(Of(Cell::default(), 0));
-        assert_eq!([next(), next(), next(), next()], [Some(0), Some(3), Some(4), None]);
+        assert_eq!([next(), next()], [0, 1].map(Some));
+        // In the next turn it is before who has more.
+        jobs.give(Of(&other, 10));
+        jobs.give(Of(&other, 11));
+        assert_eq!([next(), next(), next(), next()], [10, 2, 3, 11].map(Some));
+        assert_eq!([next(), next()], [Some(4), None]);
+    }
+
+    #[test]
+    fn sources_that_come_and_go_keep_nobody_waiting() {
+        let old = Cell::default();
+        let new = [const { Cell::new(0) }; 20];
+        let jobs = Jobs::default();
+        jobs.give(Of(&old, 0));
+        jobs.give(Of(&old, 1));
+        jobs.give(Of(&new[0], 10));
+        // For each that is taken another one comes that has never been there.
+        let taken = new[1..].iter().zip(11..).map(|(source, n)| {
+            jobs.give(Of(source, n));
+            jobs.take().unwrap().1
+        });
+        assert_eq!(taken.collect::<Vec<_>>()[..7], [0, 10, 11, 12, 13, 14, 1]);
     }
 
     #[test]

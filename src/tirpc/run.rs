@@ -136,7 +136,6 @@ static ONE: u64 = 1;
 /// What the next turn of a loop is.
 #[derive(Clone, Copy)]
 enum Turn {
-    Ended,
     /// The set, and for how long.
     Epoll(RawFd, c_int),
     /// At most [`FEW`] of libtirpc's table, and the bell.
@@ -492,9 +491,10 @@ fn has_ended() -> bool {
     nothing_is_registered() && polled_table().0.is_null()
 }
 
-fn next_turn(is_over: impl Fn() -> bool) -> Turn {
+/// `None` where the loop has ended.
+fn next_turn(is_over: impl Fn() -> bool) -> Option<Turn> {
     if has_ended() || is_over() {
-        return Turn::Ended;
+        return None;
     }
     let turn = step(|| {
         // SAFETY: this is the loop.
@@ -502,11 +502,8 @@ fn next_turn(is_over: impl Fn() -> bool) -> Turn {
     });
     // Who has ended it before there was a bell could not ring.
     fence(SeqCst);
-    if has_ended() || is_over() {
-        return Turn::Ended;
-    }
     // Without an epoll set it is done as in libtirpc.
-    turn.unwrap_or(Turn::Poll)
+    (!has_ended() && !is_over()).then(|| turn.unwrap_or(Turn::Poll))
 }
 
 /// Descriptors that one turn has found ready.
@@ -579,10 +576,7 @@ pub unsafe fn turn(ready: &mut Ready, is_over: impl Fn() -> bool) -> bool {
     })
     .unwrap_or(());
     loop {
-        let turn = next_turn(&is_over);
-        if matches!(turn, Turn::Ended) {
-            return false;
-        }
+        let Some(turn) = next_turn(&is_over) else { return false };
         let looks = busy::any();
         let waits = !looks || {
             // What rests calls its peer: a cancellation point.
@@ -600,22 +594,8 @@ pub unsafe fn turn(ready: &mut Ready, is_over: impl Fn() -> bool) -> bool {
         if waits && ready.count > 0 {
             return true;
         }
-        let goes_on = match turn {
-            Turn::Ended => false,
-            // SAFETY: by the contract.
-            Turn::Epoll(set, timeout) => unsafe {
-                by_epoll(set, Sleep { time: if waits { timeout } else { 0 }, asks: waits && !looks }, ready)
-            },
-            // SAFETY: by the contract.
-            Turn::Few => unsafe {
-                by_few(Sleep { time: if waits { -1 } else { 0 }, asks: waits && !looks }, ready)
-            },
-            // SAFETY: by the contract.
-            Turn::Poll => unsafe { by_poll(waits) },
-        };
-        if ready.count > 0 {
-            busy::leave(|fd| ready.fds().any(|told| told == fd));
-        }
+        // SAFETY: by the contract.
+        let goes_on = unsafe { turn.ask(waits, waits && !looks, ready) };
         if waits || ready.count > 0 || !goes_on {
             return goes_on;
         }
@@ -627,12 +607,8 @@ pub unsafe fn turn(ready: &mut Ready, is_over: impl Fn() -> bool) -> bool {
 /// # Safety
 /// As [`turn`].
 pub unsafe fn glance(ready: &mut Ready, is_over: impl Fn() -> bool) {
-    const AT_ONCE: Sleep = Sleep { time: 0, asks: false };
     ready.count = 0;
-    let turn = next_turn(&is_over);
-    if matches!(turn, Turn::Ended) {
-        return;
-    }
+    let Some(turn) = next_turn(&is_over) else { return };
     if busy::any() {
         let _ = step(|| {
             // SAFETY: by the contract.
@@ -641,17 +617,30 @@ pub unsafe fn glance(ready: &mut Ready, is_over: impl Fn() -> bool) {
         });
     }
     // What has failed shows in a turn.
-    match turn {
-        Turn::Ended => false,
-        // SAFETY: by the contract.
-        Turn::Epoll(set, _) => unsafe { by_epoll(set, AT_ONCE, ready) },
-        // SAFETY: by the contract.
-        Turn::Few => unsafe { by_few(AT_ONCE, ready) },
-        // SAFETY: by the contract.
-        Turn::Poll => unsafe { by_poll(false) },
-    };
-    if ready.count > 0 {
-        busy::leave(|fd| ready.fds().any(|told| told == fd));
+    // SAFETY: by the contract.
+    unsafe { turn.ask(false, false, ready) };
+}
+
+impl Turn {
+    /// Asks descriptors, and sleeps until one of them has something if it `waits`; `asks`: it may ask a few times before. What is
+    /// ready is no busy connection any more. False when the loop ends.
+    ///
+    /// # Safety
+    /// As [`run`].
+    unsafe fn ask(self, waits: bool, asks: bool, ready: &mut Ready) -> bool {
+        let sleep = |time| Sleep { time: if waits { time } else { 0 }, asks };
+        let goes_on = match self {
+            // SAFETY: by the contract.
+            Turn::Epoll(set, timeout) => unsafe { by_epoll(set, sleep(timeout), ready) },
+            // SAFETY: by the contract.
+            Turn::Few => unsafe { by_few(sleep(-1), ready) },
+            // SAFETY: by the contract.
+            Turn::Poll => unsafe { by_poll(waits) },
+        };
+        if ready.count > 0 {
+            busy::leave(|fd| ready.fds().any(|told| told == fd));
+        }
+        goes_on
     }
 }
 

@@ -1,10 +1,10 @@
 //! `rpcrdma_svc_run`: several threads serve the transports of the program.
 //!
 //! One of them at a time is the loop: it waits (`run`), accepts, reads, and gives up that seat with the first request that it
-//! has, which it serves itself. What it has found beside goes to the others (`jobs`). Requests of one connection
-//! are served beside each other, each with a transport of its own ([`Transport::lend`]); those with RPCSEC_GSS, whose
-//! contexts libtirpc keeps at the transport, one at a time on that of their connection. A stock transport of libtirpc is
-//! served by one thread at a time, and nobody waits for it meanwhile.
+//! has, which it serves itself. What it has found beside goes to the others (`jobs`), where each connection has its turn with one
+//! request. Requests of one connection are served beside each other, each with a transport of its own ([`Transport::lend`]); those
+//! with RPCSEC_GSS, whose contexts libtirpc keeps at the transport, one at a time on that of their connection. A stock transport of
+//! libtirpc is served by one thread at a time, and nobody waits for it meanwhile.
 //!
 //! While routines are short, or it does not pay to wake others for long Calls, the loop keeps its seat and serves what it has
 //! found (`handover`), and another thread looks every [`TICK`] whether it still is at the same one: then that one takes
@@ -37,7 +37,7 @@ use crate::per_thread::{self, Owned};
 use crate::signals::BlockedSignals;
 use crate::tirpc::handover::{Routines, TICK};
 use crate::tirpc::idle;
-use crate::tirpc::jobs::{Jobs, Next, Waits};
+use crate::tirpc::jobs::{Jobs, Next, Place, Waits};
 use crate::tirpc::programs::find;
 use crate::tirpc::progress;
 use crate::tirpc::run::{self, Ready};
@@ -55,7 +55,7 @@ const LEAST_STACK: usize = 2 << 20;
 enum Job {
     /// A request of that connection.
     Request(Arc<Transport>, Request),
-    /// Requests of that connection that are served in order.
+    /// The next one of those requests of that connection that are served in order.
     InOrder(Arc<Transport>),
     /// What has come on a transport of libtirpc, which is [muted](run::mute).
     Stock(RawFd, u64),
@@ -79,12 +79,13 @@ impl Job {
 }
 
 impl Waits for Job {
-    fn turn(&self, first: u64) -> u64 {
+    fn place(&self, now: u64) -> Place {
         match self {
-            Job::Watch => first,
-            // One at a time.
-            Job::Stock(..) => first + 1,
-            Job::Request(connection, _) | Job::InOrder(connection) => connection.next_turn(first),
+            // There is one, for which no job waits long.
+            Job::Watch => Place::foremost(now),
+            // There is one of each transport.
+            Job::Stock(..) => Place::next(now, 0),
+            Job::Request(connection, _) | Job::InOrder(connection) => connection.next_place(now),
         }
     }
 }
@@ -478,7 +479,7 @@ impl Threads {
         }
         let routine = self.routines.begin(self.count > 1 && job.is_pulled());
         guard(|| {
-            Threads::do_job(job);
+            self.do_job(job);
             Ok(())
         });
         self.routines.end(routine);
@@ -486,7 +487,7 @@ impl Threads {
         progress::cool_down();
     }
 
-    fn do_job(job: Job) {
+    fn do_job(&self, job: Job) {
         if let Some(connection) = job.connection() {
             let _ = per_thread::put(&SERVED, connection.clone());
         }
@@ -500,11 +501,15 @@ impl Threads {
                 connection.take_back(part);
             }
             Job::InOrder(connection) => {
-                while let Some(request) = connection.next_in_order() {
+                if let Some(request) = connection.next_in_order() {
                     let _done = Done(&connection);
                     if !connection.dispatch(request, find) {
                         connection.breaks();
                     }
+                }
+                // A child leaves the others to its parent, and its threads may have left locks behind.
+                if self.generation == fork::generation() && connection.goes_on_in_order() {
+                    self.jobs.give(Job::InOrder(connection));
                 }
             }
             Job::Stock(fd, serial) => {

@@ -46,6 +46,7 @@ use crate::stats::{self, Counter};
 use crate::tirpc::bare::{LISTENING, NO_AUTH};
 use crate::tirpc::callback::waker;
 use crate::tirpc::client::CREDITS_MAX;
+use crate::tirpc::jobs::Place;
 use crate::tirpc::lending::lending;
 use crate::tirpc::netid::Netid;
 use crate::tirpc::programs::Found;
@@ -74,7 +75,7 @@ pub struct Transport {
     parts: Mutex<Parts>,
     /// How many requests threads have, or are to have.
     handed_out: AtomicUsize,
-    /// The turn of the latest of them.
+    /// The turn ([`Place`]) of the latest of them.
     turn: AtomicU64,
     fd: RawFd,
     /// The connection whose requests are answered here.
@@ -316,19 +317,23 @@ impl Transport {
         !std::mem::replace(&mut parts.is_served, true)
     }
 
-    /// The next one of these; none ends their service.
+    /// The next one of these.
     pub fn next_in_order(&self) -> Option<Request> {
-        let mut parts = self.parts();
-        let next = parts.in_order.pop_front();
-        parts.is_served = next.is_some();
-        next
+        self.parts().in_order.pop_front()
     }
 
-    /// The turn of its next request, where those that wait have `first` and later ones: each connection has one at a time.
-    pub fn next_turn(&self, first: u64) -> u64 {
-        let turn = first.max(self.turn.load(Relaxed) + 1);
-        self.turn.store(turn, Relaxed);
-        turn
+    /// It was served; whether there are more, for a thread to serve.
+    pub fn goes_on_in_order(&self) -> bool {
+        let mut parts = self.parts();
+        parts.is_served = !parts.in_order.is_empty();
+        parts.is_served
+    }
+
+    /// The place of its next request among those that wait for threads.
+    pub fn next_place(&self, now: u64) -> Place {
+        let place = Place::next(now, self.turn.load(Relaxed));
+        self.turn.store(place.turn, Relaxed);
+        place
     }
 
     /// A thread is done with a request.

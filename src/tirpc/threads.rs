@@ -344,9 +344,17 @@ impl Threads {
 
     /// What each of them does.
     fn work(self: &Arc<Self>) {
-        while !self.ended.load(Relaxed) {
-            let long_ago = || stats::clock() >= self.looked_at.load(Relaxed) + TICK.as_nanos() as u64;
-            self.go_on(self.jobs.next(long_ago));
+        let long_ago = || stats::clock() >= self.looked_at.load(Relaxed) + TICK.as_nanos() as u64;
+        loop {
+            let next = match self.ended.load(Relaxed) {
+                false => self.jobs.next(long_ago),
+                // What was given meanwhile.
+                true => match self.jobs.take() {
+                    Some(job) => Next::Job(job),
+                    None => break,
+                },
+            };
+            self.go_on(next);
             if self.generation != fork::generation() {
                 // SAFETY: as the caller's of `run`, in the only thread there is.
                 return unsafe { run::run() };

@@ -55,6 +55,8 @@ struct State<J> {
     vacant: bool,
     /// How many threads wait for nothing else. One that was woken counts until it runs.
     free: usize,
+    /// And how many of those that watch.
+    watching: usize,
 }
 
 /// What a thread has got.
@@ -69,7 +71,8 @@ pub enum Next<J> {
 impl<J: Waits> Default for Jobs<J> {
     fn default() -> Jobs<J> {
         // Later than any turn of those before: nobody has one each nanosecond.
-        let state = State { jobs: VecDeque::new(), turn: stats::clock(), vacant: false, free: 0 };
+        let state =
+            State { jobs: VecDeque::new(), turn: stats::clock(), vacant: false, free: 0, watching: 0 };
         Jobs { state: Mutex::new(state), free: Condvar::new(), watch: Condvar::new() }
     }
 }
@@ -93,10 +96,14 @@ impl<J: Waits> Jobs<J> {
         self.wake(&state);
     }
 
-    /// Wakes one thread more.
+    /// Wakes one thread more, if one waits: it would cost a system call otherwise, too.
     fn wake(&self, state: &State<J>) {
         let waiting = state.jobs.len() + usize::from(state.vacant);
-        if waiting <= state.free { self.free.notify_one() } else { self.watch.notify_one() }
+        if waiting <= state.free {
+            self.free.notify_one();
+        } else if state.watching > 0 {
+            self.watch.notify_one();
+        }
     }
 
     /// The next one, if there is one.
@@ -111,10 +118,13 @@ impl<J: Waits> Jobs<J> {
 
     /// As [`Jobs::next`] that does not prefer the seat; waits for so long only. For the thread that watches.
     pub fn next_within(&self, time: Duration) -> Option<Next<J>> {
-        let state = self.lock();
+        let mut state = self.lock();
+        state.watching += 1;
         let nothing = |state: &mut State<J>| state.jobs.is_empty() && !state.vacant;
         let waited = self.watch.wait_timeout_while(state, time, nothing);
-        waited.unwrap_or_else(PoisonError::into_inner).0.next(false)
+        let mut state = waited.unwrap_or_else(PoisonError::into_inner).0;
+        state.watching -= 1;
+        state.next(false)
     }
 
     /// The next job, or else the seat, which may be preferred; waits until there is one of them.

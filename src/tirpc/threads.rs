@@ -26,6 +26,7 @@ use std::os::fd::RawFd;
 use std::ptr::null_mut;
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering::Relaxed, Ordering::SeqCst};
 use std::sync::{Arc, Mutex, MutexGuard};
+use std::time::{Duration, Instant};
 
 use crate::binding::Head;
 use crate::connection::Request;
@@ -51,11 +52,14 @@ const MOST: u32 = 1024;
 /// What they have for their stacks, at least.
 const LEAST_STACK: usize = 2 << 20;
 
+/// Requests that are served in order have a turn together as long as they take less.
+const FEW_SHORT: Duration = Duration::from_micros(50);
+
 /// Something to do for a thread.
 enum Job {
     /// A request of that connection.
     Request(Arc<Transport>, Request),
-    /// The next one of those requests of that connection that are served in order.
+    /// The next ones of those requests of that connection that are served in order.
     InOrder(Arc<Transport>),
     /// What has come on a transport of libtirpc, which is [muted](run::mute).
     Stock(RawFd, u64),
@@ -430,8 +434,9 @@ impl Threads {
     }
 
     fn look_at(&self, ready: &Ready) -> VecDeque<Job> {
+        let found = found_by(|| ready.fds().for_each(look));
         self.looked_at.store(stats::clock(), Relaxed);
-        found_by(|| ready.fds().for_each(look))
+        found
     }
 
     fn is_over(&self) -> bool {
@@ -509,10 +514,14 @@ impl Threads {
                 connection.take_back(part);
             }
             Job::InOrder(connection) => {
-                if let Some(request) = connection.next_in_order() {
+                let began = Instant::now();
+                while let Some(request) = connection.next_in_order() {
                     let _done = Done(&connection);
                     if !connection.dispatch(request, find) {
                         connection.breaks();
+                    }
+                    if began.elapsed() >= FEW_SHORT || self.generation != fork::generation() {
+                        break;
                     }
                 }
                 // A child leaves the others to its parent, and its threads may have left locks behind.

@@ -1,5 +1,5 @@
 /* gss_back.c: calls back with RPCSEC_GSS: the server is the one that makes the context, the client accepts it. The KDC and
- * the environment are kdc.sh's. Prints a line for each service that works; tests/gss_back.sh runs it. */
+ * the environment are kdc.sh's. Prints a line for each service that works; tests/gss.sh runs it. */
 #include <arpa/inet.h>
 #include <err.h>
 #include <rpc/auth_gss.h>

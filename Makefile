@@ -233,9 +233,9 @@ check-valgrind: all
 check-bad-peers: all
 	BAD_PEERS=full $(CARGO) test $(CARGOFLAGS) $(FEATURES) --test bad_peers
 
-# A build of its own: other locks. `make check` looks only whether it compiles.
+# A build of its own: other locks, and no adapters. `make check` looks only whether it compiles.
 schedules = RUSTFLAGS="--cfg shuttle"
-in_schedules = $(CARGOFLAGS) $(FEATURES) --target-dir $(TARGET)/schedules --lib
+in_schedules = $(filter-out --no-default-features,$(CARGOFLAGS)) --no-default-features --target-dir $(TARGET)/schedules --lib
 check-schedules:
 	$(schedules) $(CARGO) test $(in_schedules) schedules
 

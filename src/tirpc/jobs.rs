@@ -21,6 +21,7 @@ pub trait Waits {
 /// The place of a job among others.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub struct Place {
+    /// Those of a turn before come first.
     pub turn: u64,
     /// Its source has another one that waits, in a turn before. Those who have none come first in each turn.
     again: bool,

@@ -97,13 +97,16 @@ static void most(uint64_t *longest, uint64_t value)
         ;
 }
 
-/* Microseconds for which threads of this process had no processor though they had something to do with one, all together. */
-static uint64_t starved(void)
+/* Microseconds for which a thread had no processor though it had something to do with one; where they share CLIENTs, and wait for
+ * whoever reads, all of them together. */
+static uint64_t starved(const struct thread *thread)
 {
     uint64_t sum = 0;
     for (unsigned i = 0; i < thread_count; i++) {
         char text[64] = "";
         unsigned long long ran, waited;
+        if (shape != S_CROWD && &threads[i] != thread)
+            continue;
         /* 0 where the kernel does not count. */
         if (pread(threads[i].schedstat, text, sizeof text - 1, 0) > 0 && sscanf(text, "%llu %llu", &ran, &waited) == 2)
             sum += waited / 1000;
@@ -119,7 +122,7 @@ static void complain(uint64_t tag, const struct attempt *op, const char *what, i
     char *text = client == NULL ? "" : clnt_sperror(client, "");
     fprintf(stderr,
             "client %s thread %u, at %s%s, number %u, procedure %d, %u bytes there, %u back, delay %u us, timeout %u ms: "
-            "%s; status %d after %.3f s, of which threads waited %.3f s for a processor%.*s\n",
+            "%s; status %d after %.3f s, of which %.3f s without a processor%.*s\n",
             shape_names[shape], tag_thread(tag), target_names[tag_target(tag)],
             route == DIRECT ? "" : " behind the proxy", tag_number(tag), op->procedure, op->size, op->want, op->delay,
             op->timeout, what, status, (double)elapsed / 1e6, (double)waited / 1e6, (int)strcspn(text, "\n"), text);
@@ -368,7 +371,7 @@ static int call(struct thread *thread, enum target target, enum route route, con
     doing->timeout = op->timeout;
     doing->number = tag_number(tag);
     struct timeval timeout = {.tv_sec = op->timeout / 1000, .tv_usec = op->timeout % 1000 * 1000};
-    uint64_t waited = starved(), started = now_us();
+    uint64_t waited = starved(thread), started = now_us();
     __atomic_store_n(&doing->since, started, __ATOMIC_RELEASE);
     int status = (int)clnt_call(client, op->procedure, null ? (xdrproc_t)xdr_void : (xdrproc_t)xdr_ask, (char *)&ask,
                                 posts  ? NULL
@@ -378,7 +381,7 @@ static int call(struct thread *thread, enum target target, enum route route, con
                                 timeout);
     uint64_t elapsed = now_us() - started;
     __atomic_store_n(&doing->since, 0, __ATOMIC_RELEASE);
-    waited = starved() - waited;
+    waited = starved(thread) - waited;
     add(&line->calls);
     add(&line->statuses[status & 127]);
     if (status == RPC_SUCCESS && !posts)

@@ -8,7 +8,7 @@
 # (tests/bad_peers/soak.rs).
 #
 # Prints calls, outcomes, the longest call, and what servers and clients hold at rest, at the beginning and the end. No
-# call may be wrong, lost or doubled, or end later than a second after its timeout, beyond what its process waits for a
+# call may be wrong, lost or doubled, or end later than a second after its timeout, beyond what its thread waits for a
 # processor; none fails that nothing is in the way of; nobody crashes or grows.
 #
 # SOAK_SECONDS is another length. SOAK_KEEP=DIR keeps what the processes wrote down, SOAK_LOG=LEVEL is what the library logs

@@ -778,6 +778,7 @@ impl Connection {
         let Connection { common, requester, responder, .. } = self;
         if common.life.closed().is_none() && common.may_fall_back() {
             // Nothing was sent yet but the offer, which this end of the connection may be the answer to.
+            responder.handle_closed();
             common.output.clear();
             return common.life.end(error);
         }

@@ -624,6 +624,35 @@ fn an_offer_that_is_not_answered_leaves_its_calls_for_another_connection() {
     assert!(model.outcome(Client, xid).is_err() && !model.engine(Client).must_fall_back());
 }
 
+/// Calls back may come before the answer. Their data is out of reach with the end of the connection.
+#[test]
+fn nothing_is_read_of_a_peer_whose_answer_to_the_offer_was_the_end() {
+    let mut model = Model::new(Settings { max_call: 8192, ..BOTH }, BOTH);
+    model.half(Client).engine.grant(4);
+    model.drain(Client);
+    for xid in [5, 6] {
+        let long = [words(&[xid, 1, 4, 1, 1, 0, 77, 8000, 0, 0, 0, 0, 0])].concat();
+        let message = model.buf(&long);
+        let Half { engine, slots, .. } = model.half(Client);
+        engine.handle_receive(message, None, slots);
+    }
+    let engine = &mut model.half(Client).engine;
+    let mut reads = Vec::new();
+    while let Some(output) = engine.poll_output() {
+        if let Output::Post(WorkRequest::Read { id, sink, .. }) = output {
+            assert!(sink.place(0, &call_message(5, 8000, 40, false)));
+            reads.push(id);
+        }
+    }
+    assert_eq!(reads.len(), 1, "there is room for one");
+    engine.handle_read(reads[0]);
+    engine.handle_closed(Error::new(Kind::ConnectionLost, "closed"));
+    assert!(engine.must_fall_back());
+    assert!(engine.poll_request().is_some() && engine.poll_request().is_none());
+    let output = engine.poll_output();
+    assert!(output.is_none(), "{output:?} behind the end");
+}
+
 #[test]
 fn a_raise_is_told_when_no_short_receive_is_left() {
     for (keeps, at_once) in [(Some(0), true), (Some(1), false), (None, false)] {

@@ -97,21 +97,34 @@ static void most(uint64_t *longest, uint64_t value)
         ;
 }
 
-/* Microseconds for which a thread had no processor though it had something to do with one; where they share CLIENTs, and wait for
- * whoever reads, all of them together. */
-static uint64_t starved(const struct thread *thread)
+/* Microseconds for which each thread has had no processor so far though it had something to do with one. 0: it is not known. */
+static void look_at_waits(uint64_t waits[SOAK_THREADS])
 {
-    uint64_t sum = 0;
     for (unsigned i = 0; i < thread_count; i++) {
         char text[64] = "";
         unsigned long long ran, waited;
-        if (shape != S_CROWD && &threads[i] != thread)
-            continue;
+        int schedstat = __atomic_load_n(&threads[i].schedstat, __ATOMIC_ACQUIRE);
         /* 0 where the kernel does not count. */
-        if (pread(threads[i].schedstat, text, sizeof text - 1, 0) > 0 && sscanf(text, "%llu %llu", &ran, &waited) == 2)
-            sum += waited / 1000;
+        bool known = schedstat > 0 && pread(schedstat, text, sizeof text - 1, 0) > 0 &&
+                     sscanf(text, "%llu %llu", &ran, &waited) == 2;
+        waits[i] = known ? waited / 1000 : 0;
     }
-    return sum;
+}
+
+/* What a thread has had none for since; where they share CLIENTs, and it waits for whoever reads, that of the other one which has
+ * waited longest too. */
+static uint64_t starved(const struct thread *thread, const uint64_t before[SOAK_THREADS])
+{
+    uint64_t now[SOAK_THREADS], own = 0, other = 0;
+    look_at_waits(now);
+    for (unsigned i = 0; i < thread_count; i++) {
+        uint64_t waited = before[i] > 0 && now[i] > before[i] ? now[i] - before[i] : 0;
+        if (&threads[i] == thread)
+            own = waited;
+        else if (shape == S_CROWD)
+            most(&other, waited);
+    }
+    return own + other;
 }
 
 static void complain(uint64_t tag, const struct attempt *op, const char *what, int status, uint64_t elapsed,
@@ -371,7 +384,9 @@ static int call(struct thread *thread, enum target target, enum route route, con
     doing->timeout = op->timeout;
     doing->number = tag_number(tag);
     struct timeval timeout = {.tv_sec = op->timeout / 1000, .tv_usec = op->timeout % 1000 * 1000};
-    uint64_t waited = starved(thread), started = now_us();
+    uint64_t waits[SOAK_THREADS];
+    look_at_waits(waits);
+    uint64_t started = now_us();
     __atomic_store_n(&doing->since, started, __ATOMIC_RELEASE);
     int status = (int)clnt_call(client, op->procedure, null ? (xdrproc_t)xdr_void : (xdrproc_t)xdr_ask, (char *)&ask,
                                 posts  ? NULL
@@ -381,7 +396,7 @@ static int call(struct thread *thread, enum target target, enum route route, con
                                 timeout);
     uint64_t elapsed = now_us() - started;
     __atomic_store_n(&doing->since, 0, __ATOMIC_RELEASE);
-    waited = starved(thread) - waited;
+    uint64_t waited = starved(thread, waits);
     add(&line->calls);
     add(&line->statuses[status & 127]);
     if (status == RPC_SUCCESS && !posts)
@@ -435,7 +450,7 @@ static void operate(struct thread *thread)
 static void *calls(void *argument)
 {
     struct thread *thread = argument;
-    thread->schedstat = open("/proc/thread-self/schedstat", O_RDONLY | O_CLOEXEC);
+    __atomic_store_n(&thread->schedstat, open("/proc/thread-self/schedstat", O_RDONLY | O_CLOEXEC), __ATOMIC_RELEASE);
     for (;;) {
         pthread_mutex_lock(&gate);
         while (closed) {

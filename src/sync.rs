@@ -1,6 +1,9 @@
 //! Locks whose schedules a test tries one after the other (`--cfg shuttle`): elsewhere those of the standard library.
 #![forbid(unsafe_code)]
 
+use std::sync::PoisonError;
+use std::time::Duration;
+
 #[cfg(shuttle)]
 pub use shuttle::sync::{Condvar, Mutex, MutexGuard, atomic};
 #[cfg(not(shuttle))]
@@ -12,4 +15,30 @@ pub fn is_poisoned<T>(lock: &Mutex<T>) -> bool {
     return lock.try_lock().is_err();
     #[cfg(not(shuttle))]
     lock.is_poisoned()
+}
+
+/// Waits while a condition holds, but no longer than for `time`. Schedules know no time: there it is over at once, or a moment
+/// later.
+pub fn wait_within<'a, T>(
+    lock: &'a Mutex<T>,
+    told: &Condvar,
+    guard: MutexGuard<'a, T>,
+    time: Duration,
+    waits: impl Fn(&mut T) -> bool,
+) -> MutexGuard<'a, T> {
+    #[cfg(shuttle)]
+    return {
+        let (mut guard, _) = (guard, (told, time));
+        if waits(&mut guard) {
+            drop(guard);
+            shuttle::thread::yield_now();
+            guard = lock.lock().unwrap_or_else(PoisonError::into_inner);
+        }
+        guard
+    };
+    #[cfg(not(shuttle))]
+    return {
+        let _ = lock;
+        told.wait_timeout_while(guard, time, waits).unwrap_or_else(PoisonError::into_inner).0
+    };
 }

@@ -44,6 +44,7 @@ pub mod server;
 mod sniff;
 mod threads;
 mod transport;
+mod workers;
 
 use library::createerr;
 pub use library::{library, real};

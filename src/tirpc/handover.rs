@@ -1,4 +1,4 @@
-//! Whether the loop (`threads`) hands its seat over before it serves what it has found, so that others serve beside it.
+//! Whether the loop (`workers`) hands its seat over before it serves what it has found, so that others serve beside it.
 //!
 //! To wake another thread takes longer than a short routine, which is served in the seat. A longer one is served beside others,
 //! but for pulled Calls where clients keep all processors busy. Of those no more come at a time than one cache holds

@@ -1,4 +1,4 @@
-//! What the threads of `threads` wait for: jobs, and the seat of the loop.
+//! What the threads of `workers` wait for: jobs, and the seat of the loop.
 //!
 //! Jobs of one source do not keep those of others waiting: each source has one of a turn, and what comes while jobs of a turn are
 //! taken belongs to a later one. So a turn ends, however many come.
@@ -7,10 +7,11 @@
 #![forbid(unsafe_code)]
 
 use std::collections::VecDeque;
-use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
+use std::sync::PoisonError;
 use std::time::Duration;
 
 use crate::stats;
+use crate::sync::{Condvar, Mutex, MutexGuard, wait_within};
 
 /// Something that waits for a thread.
 pub trait Waits {
@@ -122,8 +123,7 @@ impl<J: Waits> Jobs<J> {
         let mut state = self.lock();
         state.watching += 1;
         let nothing = |state: &mut State<J>| state.jobs.is_empty() && !state.vacant;
-        let waited = self.watch.wait_timeout_while(state, time, nothing);
-        let mut state = waited.unwrap_or_else(PoisonError::into_inner).0;
+        let mut state = wait_within(&self.state, &self.watch, state, time, nothing);
         state.watching -= 1;
         state.next(false)
     }

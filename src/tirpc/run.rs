@@ -237,6 +237,11 @@ pub fn mute(fd: RawFd) -> u64 {
     serial
 }
 
+/// Whether it is left to a thread still.
+pub fn is_muted(fd: RawFd, serial: u64) -> bool {
+    current().is_none_or(|set| set.muted.get(&fd) == Some(&serial))
+}
+
 /// The loop looks at it again, if it is the same one still.
 pub fn unmute(fd: RawFd, serial: u64) {
     if let Some(mut set) = current()

@@ -1,4 +1,4 @@
-//! The loop's seat while its thread serves something itself (`threads`): another thread watches, and takes the seat of one
+//! The loop's seat while its thread serves something itself (`workers`): another thread watches, and takes the seat of one
 //! that does not come back.
 //!
 //! Whoever begins to serve in the seat asks a thread to watch, unless one does or has been asked. Who watches looks now and

@@ -1,21 +1,14 @@
 //! `rpcrdma_svc_run`: several threads serve the transports of the program.
 //!
-//! One of them at a time is the loop: it waits (`run`), accepts, reads, and gives up that seat with the first request that it
-//! has, which it serves itself. What it has found beside goes to the others (`jobs`), where each connection has its turn with one
-//! request. Requests of one connection are served beside each other, each with a transport of its own ([`Transport::lend`]); those
-//! with RPCSEC_GSS, whose contexts libtirpc keeps at the transport, one at a time on that of their connection. A stock transport of
-//! libtirpc is served by one thread at a time, and nobody waits for it meanwhile.
-//!
-//! While routines are short, or it does not pay to wake others for long Calls, the loop keeps its seat and serves what it has
-//! found (`handover`), and another thread looks every [`TICK`] whether it still is at the same one: then that one takes
-//! the seat.
+//! How they share the work is in `workers`. Of what the loop has found each connection has its turn with one request. Requests of
+//! one connection are served beside each other, each with a transport of its own ([`Transport::lend`]); those with RPCSEC_GSS,
+//! whose contexts libtirpc keeps at the transport, one at a time on that of their connection. A stock transport of libtirpc is
+//! served by one thread at a time, and nobody waits for it meanwhile.
 //!
 //! # Invariants
 //! - Nobody but the loop ends a connection, unless the program does: when no thread has a request of it.
 //! - A forked child has one thread, which goes on as `svc_run` does.
 //! - What the program destroys lives on until the loop has nothing of libtirpc's in hand.
-//! - While the loop serves something itself, a thread watches it, or is about to, as soon as one is free.
-//! - A thread that is free takes the seat for a glance before it does what waits for one, where nobody has looked for a [`TICK`].
 #![allow(unsafe_code)]
 
 use std::collections::VecDeque;
@@ -24,8 +17,8 @@ use std::io;
 use std::mem::MaybeUninit;
 use std::os::fd::RawFd;
 use std::ptr::null_mut;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering::Relaxed, Ordering::SeqCst};
-use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::{Duration, Instant};
 
 use crate::binding::Head;
@@ -36,14 +29,14 @@ use crate::ffi::{guard, guard_passing};
 use crate::memory::PassStage;
 use crate::per_thread::{self, Owned};
 use crate::signals::BlockedSignals;
-use crate::tirpc::handover::{Routines, TICK};
+use crate::tirpc::handover::Routines;
 use crate::tirpc::idle;
-use crate::tirpc::jobs::{Jobs, Next, Place, Waits};
+use crate::tirpc::jobs::{Place, Waits};
 use crate::tirpc::programs::find;
 use crate::tirpc::progress;
 use crate::tirpc::run::{self, Ready};
-use crate::tirpc::seat::{Seat, Seen};
 use crate::tirpc::transport::{Held, Transport, serve_fd};
+use crate::tirpc::workers::{Service, Workers};
 use crate::{fork, socket, stats};
 
 /// Threads that one process may have for this.
@@ -63,15 +56,13 @@ enum Job {
     InOrder(Arc<Transport>),
     /// What has come on a transport of libtirpc, which is [muted](run::mute).
     Stock(RawFd, u64),
-    /// The loop serves.
-    Watch,
 }
 
 impl Job {
     fn connection(&self) -> Option<&Arc<Transport>> {
         match self {
             Job::Request(connection, _) | Job::InOrder(connection) => Some(connection),
-            Job::Stock(..) | Job::Watch => None,
+            Job::Stock(..) => None,
         }
     }
 
@@ -85,8 +76,6 @@ impl Job {
 impl Waits for Job {
     fn place(&self, now: u64) -> Place {
         match self {
-            // There is one, for which no job waits long.
-            Job::Watch => Place::foremost(now),
             // There is one of each transport.
             Job::Stock(..) => Place::next(now, 0),
             Job::Request(connection, _) | Job::InOrder(connection) => connection.next_place(now),
@@ -106,19 +95,17 @@ impl Drop for Done<'_> {
 /// The threads that serve.
 pub struct Threads {
     count: u32,
-    /// What waits for one of them.
-    jobs: Jobs<Job>,
-    /// What the loop is going to serve itself.
-    kept: Mutex<VecDeque<Job>>,
-    /// While it does.
-    seat: Seat,
-    routines: Routines,
-    /// When the loop has looked at what is ready, by [`stats::clock`].
-    looked_at: AtomicU64,
+    workers: Workers<Program>,
     /// How many have a name.
     named: AtomicU32,
-    /// The loop has ended.
-    ended: AtomicBool,
+    generation: u64,
+}
+
+/// What they serve: the transports of this process.
+struct Program {
+    routines: Routines,
+    /// More than one thread serves.
+    several: bool,
     generation: u64,
 }
 
@@ -222,8 +209,7 @@ fn give(job: Job) {
         let _ = per_thread::put(&FOUND, found);
     } else if let Some(threads) = threads() {
         // In another thread than the loop's.
-        threads.jobs.give(job);
-        run::ring();
+        threads.workers.give(job);
     }
 }
 
@@ -240,17 +226,10 @@ pub fn claim(count: u32) -> Result<Arc<Threads>, Error> {
         return Err(Error::new(Kind::Invalid, "rpcrdma_svc_run() runs already"));
     }
     EXIT.store(false, Relaxed);
-    let own = Arc::new(Threads {
-        count,
-        jobs: Jobs::default(),
-        kept: Mutex::default(),
-        seat: Seat::default(),
-        routines: Routines::default(),
-        looked_at: AtomicU64::new(0),
-        named: AtomicU32::new(0),
-        ended: AtomicBool::new(false),
-        generation: fork::generation(),
-    });
+    let generation = fork::generation();
+    let program = Program { routines: Routines::default(), several: count > 1, generation };
+    let workers = Workers::new(count, program);
+    let own = Arc::new(Threads { count, workers, named: AtomicU32::new(0), generation });
     Ok(known.insert(own).clone())
 }
 
@@ -266,10 +245,9 @@ impl Threads {
         watch_forks();
         SERVE.store(self.generation + 1, Relaxed);
         pulls::serve_with(self.count);
-        self.jobs.vacate();
         let (others, failed) = self.start();
         if failed.is_some() {
-            self.end();
+            self.workers.end();
         }
         self.work();
         // A child has none of them.
@@ -339,158 +317,54 @@ impl Threads {
         unsafe { libc::pthread_setname_np(own, name.as_ptr()) };
     }
 
-    /// Has all of them end when they have nothing under way.
-    fn end(&self) {
-        self.ended.store(true, Relaxed);
-        self.jobs.vacate();
-        run::ring();
-    }
-
     /// What each of them does.
-    fn work(self: &Arc<Self>) {
-        let long_ago = || stats::clock() >= self.looked_at.load(Relaxed) + TICK.as_nanos() as u64;
-        loop {
-            let next = match self.ended.load(Relaxed) {
-                false => self.jobs.next(long_ago),
-                // What was given meanwhile.
-                true => match self.jobs.take() {
-                    Some(job) => Next::Job(job),
-                    None => break,
-                },
-            };
-            self.go_on(next);
-            if self.generation != fork::generation() {
-                // SAFETY: as the caller's of `run`, in the only thread there is.
-                return unsafe { run::run() };
-            }
-        }
-        // Whoever waits ends too.
-        self.jobs.vacate();
-    }
-
-    fn go_on(self: &Arc<Self>, next: Next<Job>) {
-        match next {
-            Next::Job(job) => self.serve(job),
-            Next::Seat => self.lead(),
+    fn work(&self) {
+        self.workers.work();
+        if self.generation != fork::generation() {
+            // SAFETY: as the caller's of `run`, in the only thread there is.
+            unsafe { run::run() };
         }
     }
+}
 
-    /// Is the loop until there is something to do that takes time, and does one thing of it.
-    fn lead(self: &Arc<Self>) {
-        let (mut ready, mut found) = (Ready::none(), self.take_kept());
-        if found.is_empty() && !self.jobs.is_empty() {
-            return self.glance(&mut ready);
-        }
-        loop {
-            if found.is_empty() {
-                match self.jobs.take() {
-                    // No other thread is free.
-                    Some(Job::Watch) => {
-                        self.seat.is_unwatched();
-                        continue;
-                    }
-                    job => found.extend(job),
-                }
-            }
-            if found.is_empty() {
-                forget_buried();
-                // SAFETY: this thread is the loop; the caller's contract is that of `run`.
-                if !unsafe { run::turn(&mut ready, || self.is_over()) } {
-                    return self.end();
-                }
-                found = self.look_at(&ready);
-            }
-            let Some(own) = found.pop_front() else { continue };
-            let pulled = own.is_pulled() && found.iter().all(Job::is_pulled);
-            if !self.routines.keep_seat(found.len() + 1, pulled) {
-                found.into_iter().for_each(|job| self.jobs.give(job));
-                self.jobs.vacate();
-                return self.serve(own);
-            }
-            let served = own.connection().cloned();
-            self.keep(&mut found);
-            if !self.serve_in_seat(own) {
-                return;
-            }
-            found = self.take_kept();
-            if found.is_empty()
-                && self.jobs.is_empty()
-                && let Some(connection) = served
-                && connection.finds_more()
-            {
-                found = found_by(|| look(connection.fd()));
-            }
-        }
-    }
+impl Service for Program {
+    type Job = Job;
+    type Source = Arc<Transport>;
 
-    /// Is the loop for a moment, while there are jobs: those of others who have come meanwhile have their turn too.
-    fn glance(self: &Arc<Self>, ready: &mut Ready) {
+    fn wait(&self, is_over: impl Fn() -> bool) -> Option<VecDeque<Job>> {
         forget_buried();
-        // What waits is served though the loop has ended: the next one finds that out when nothing does.
-        // SAFETY: this thread is the loop; the caller's contract is that of `run`.
-        unsafe { run::glance(ready, || self.is_over()) };
-        self.look_at(ready).into_iter().for_each(|job| self.jobs.give(job));
-        self.jobs.vacate();
+        let mut ready = Ready::none();
+        // SAFETY: this thread is the loop; the contract is that of `Threads::run`.
+        unsafe { run::turn(&mut ready, is_over) }.then(|| found_by(|| ready.fds().for_each(look)))
     }
 
-    fn look_at(&self, ready: &Ready) -> VecDeque<Job> {
-        let found = found_by(|| ready.fds().for_each(look));
-        self.looked_at.store(stats::clock(), Relaxed);
-        found
+    fn glance(&self, is_over: impl Fn() -> bool) -> VecDeque<Job> {
+        forget_buried();
+        let mut ready = Ready::none();
+        // SAFETY: this thread is the loop; the contract is that of `Threads::run`.
+        unsafe { run::glance(&mut ready, is_over) };
+        found_by(|| ready.fds().for_each(look))
     }
 
-    fn is_over(&self) -> bool {
-        self.ended.load(Relaxed) || EXIT.load(Relaxed)
-    }
-
-    /// For whoever has the seat next.
-    fn keep(&self, found: &mut VecDeque<Job>) {
-        if !found.is_empty() {
-            self.kept().append(found);
+    fn more_of(&self, connection: Arc<Transport>) -> VecDeque<Job> {
+        match connection.finds_more() {
+            true => found_by(|| look(connection.fd())),
+            false => VecDeque::new(),
         }
     }
 
-    fn take_kept(&self) -> VecDeque<Job> {
-        std::mem::take(&mut *self.kept())
+    fn source(&self, job: &Job) -> Option<Arc<Transport>> {
+        job.connection().cloned()
     }
 
-    fn kept(&self) -> MutexGuard<'_, VecDeque<Job>> {
-        self.kept.lock().unwrap_or_else(|e| e.into_inner())
+    fn keeps_seat(&self, job: &Job, behind: &VecDeque<Job>) -> bool {
+        let pulled = job.is_pulled() && behind.iter().all(Job::is_pulled);
+        self.routines.keep_seat(behind.len() + 1, pulled)
     }
 
-    /// The loop serves something itself. False when it has lost its seat meanwhile.
-    fn serve_in_seat(self: &Arc<Self>, job: Job) -> bool {
-        let (turn, asks) = self.seat.begin();
-        if asks && self.count > 1 {
-            self.jobs.give(Job::Watch);
-        }
-        self.serve(job);
-        self.generation == fork::generation() && self.seat.end(turn)
-    }
-
-    /// Watches a loop that serves.
-    fn watch(self: &Arc<Self>) {
-        let mut watch = self.seat.watch();
-        while !self.ended.load(Relaxed) {
-            if let Some(next) = self.jobs.next_within(TICK) {
-                if watch.leave() {
-                    self.jobs.give(Job::Watch);
-                }
-                return self.go_on(next);
-            }
-            match watch.look() {
-                Seen::Nothing => {}
-                Seen::Taken => return self.lead(),
-                Seen::Quiet => return,
-            }
-        }
-    }
-
-    fn serve(self: &Arc<Self>, job: Job) {
-        if matches!(job, Job::Watch) {
-            return self.watch();
-        }
-        let routine = self.routines.begin(self.count > 1 && job.is_pulled());
+    fn serve(&self, job: Job) -> Option<Job> {
+        let routine = self.routines.begin(self.several && job.is_pulled());
+        let in_order = if let Job::InOrder(connection) = &job { Some(connection.clone()) } else { None };
         guard(|| {
             self.do_job(job);
             Ok(())
@@ -498,8 +372,28 @@ impl Threads {
         self.routines.end(routine);
         // The loop may sleep.
         progress::cool_down();
+        // A child leaves the others to its parent, and its threads may have left locks behind.
+        in_order.filter(|it| !self.is_child() && it.goes_on_in_order()).map(Job::InOrder)
     }
 
+    fn ring(&self) {
+        run::ring();
+    }
+
+    fn is_over(&self) -> bool {
+        EXIT.load(Relaxed)
+    }
+
+    fn is_child(&self) -> bool {
+        self.generation != fork::generation()
+    }
+
+    fn clock(&self) -> u64 {
+        stats::clock()
+    }
+}
+
+impl Program {
     fn do_job(&self, job: Job) {
         if let Some(connection) = job.connection() {
             let _ = per_thread::put(&SERVED, connection.clone());
@@ -520,20 +414,17 @@ impl Threads {
                     if !connection.dispatch(request, find) {
                         connection.breaks();
                     }
-                    if began.elapsed() >= FEW_SHORT || self.generation != fork::generation() {
+                    if began.elapsed() >= FEW_SHORT || self.is_child() {
                         break;
                     }
                 }
-                // A child leaves the others to its parent, and its threads may have left locks behind.
-                if self.generation == fork::generation() && connection.goes_on_in_order() {
-                    self.jobs.give(Job::InOrder(connection));
-                }
             }
-            Job::Stock(fd, serial) => {
+            // It may have been destroyed meanwhile, and its number be another one's.
+            Job::Stock(fd, serial) if run::is_muted(fd, serial) => {
                 serve_fd(fd);
                 run::unmute(fd, serial);
             }
-            Job::Watch => {}
+            Job::Stock(..) => {}
         }
         drop(per_thread::take(&SERVED));
     }

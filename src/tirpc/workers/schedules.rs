@@ -1,0 +1,317 @@
+//! Schedules of threads that serve, tried one after the other: each job is served once, one thread at a time is the loop, and
+//! nobody waits for ever.
+#![forbid(unsafe_code)]
+
+use std::sync::Arc;
+
+use shuttle::rand::{Rng, thread_rng};
+use shuttle::thread::{JoinHandle, spawn, yield_now};
+use shuttle::{check_pct, check_random};
+
+use super::*;
+use crate::sync::Condvar;
+
+/// What a routine does.
+#[derive(Clone, Copy)]
+enum Does {
+    /// Something short.
+    Little,
+    /// It is done when this other one was served.
+    WaitsFor(u32),
+    /// It ends the loop.
+    Exits,
+    /// So many more are served after it, each in a turn of its own.
+    Goes(u32),
+}
+
+/// A request, of one of the sources.
+struct Request {
+    number: u32,
+    does: Does,
+    latest: Arc<AtomicU64>,
+}
+
+impl Waits for Request {
+    fn place(&self, now: u64) -> Place {
+        let place = Place::next(now, self.latest.load(Relaxed));
+        self.latest.store(place.turn, Relaxed);
+        place
+    }
+}
+
+/// The transports.
+#[derive(Default)]
+struct Net {
+    state: Mutex<State>,
+    /// Something has come, or the bell was rung.
+    came: Condvar,
+    /// A request was served.
+    done: Condvar,
+    over: AtomicBool,
+    /// A thread is the loop.
+    looks: AtomicBool,
+    clock: AtomicU64,
+}
+
+#[derive(Default)]
+struct State {
+    arrived: VecDeque<Request>,
+    rings: bool,
+    served: Vec<u32>,
+}
+
+impl Net {
+    fn state(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap()
+    }
+
+    fn send(&self, request: Request) {
+        self.state().arrived.push_back(request);
+        self.came.notify_one();
+    }
+
+    fn exit(&self) {
+        self.over.store(true, Relaxed);
+        self.ring();
+    }
+
+    fn wait_for(&self, all: impl Fn(&[u32]) -> bool) {
+        let mut state = self.state();
+        while !all(&state.served) {
+            state = self.done.wait(state).unwrap();
+        }
+    }
+
+    /// Does what one thread at a time may do; nothing where the loop has ended.
+    fn as_loop<T>(&self, is_over: bool, what: impl FnOnce() -> Option<T>) -> Option<T> {
+        if is_over {
+            return None;
+        }
+        assert!(!self.looks.swap(true, Relaxed), "two threads are the loop");
+        let found = what();
+        self.looks.store(false, Relaxed);
+        found
+    }
+
+    fn ring(&self) {
+        self.state().rings = true;
+        self.came.notify_one();
+    }
+}
+
+impl Service for Arc<Net> {
+    type Job = Request;
+    type Source = Arc<AtomicU64>;
+
+    fn wait(&self, is_over: impl Fn() -> bool) -> Option<VecDeque<Request>> {
+        self.as_loop(is_over(), || {
+            let mut state = self.state();
+            while !is_over() && state.arrived.is_empty() && !state.rings {
+                state = self.came.wait(state).unwrap();
+            }
+            state.rings = false;
+            (!is_over()).then(|| std::mem::take(&mut state.arrived))
+        })
+    }
+
+    fn glance(&self, is_over: impl Fn() -> bool) -> VecDeque<Request> {
+        self.as_loop(is_over(), || Some(std::mem::take(&mut self.state().arrived))).unwrap_or_default()
+    }
+
+    fn more_of(&self, source: Arc<AtomicU64>) -> VecDeque<Request> {
+        let is_next = |next: &Request| Arc::ptr_eq(&next.latest, &source);
+        let more = self.as_loop(self.is_over(), || {
+            let mut state = self.state();
+            let next = state.arrived.iter().position(is_next)?;
+            state.arrived.remove(next)
+        });
+        more.into_iter().collect()
+    }
+
+    fn source(&self, job: &Request) -> Option<Arc<AtomicU64>> {
+        Some(job.latest.clone())
+    }
+
+    fn keeps_seat(&self, _: &Request, _: &VecDeque<Request>) -> bool {
+        thread_rng().gen_bool(0.5)
+    }
+
+    fn serve(&self, job: Request) -> Option<Request> {
+        let Request { number, does, latest } = job;
+        match does {
+            Does::Little | Does::Goes(_) => yield_now(),
+            Does::WaitsFor(other) => self.wait_for(|served| served.contains(&other)),
+            Does::Exits => self.exit(),
+        }
+        self.state().served.push(number);
+        self.done.notify_all();
+        match does {
+            Does::Goes(more) if more > 0 => {
+                Some(Request { number: number + 1, does: Does::Goes(more - 1), latest })
+            }
+            _ => None,
+        }
+    }
+
+    fn ring(&self) {
+        Net::ring(self);
+    }
+
+    fn is_over(&self) -> bool {
+        self.over.load(Relaxed)
+    }
+
+    fn is_child(&self) -> bool {
+        false
+    }
+
+    fn clock(&self) -> u64 {
+        let time = thread_rng().gen_range(0..2) * TICK.as_nanos() as u64;
+        self.clock.fetch_add(time, Relaxed)
+    }
+}
+
+/// A server and its threads.
+struct Server {
+    net: Arc<Net>,
+    workers: Arc<Workers<Arc<Net>>>,
+    threads: Vec<JoinHandle<()>>,
+}
+
+impl Server {
+    fn new(threads: u32) -> Server {
+        let net = Arc::new(Net::default());
+        let workers = Arc::new(Workers::new(threads, net.clone()));
+        let work = |_| {
+            let workers = workers.clone();
+            spawn(move || workers.work())
+        };
+        let threads = (0..threads).map(work).collect();
+        Server { net, workers, threads }
+    }
+
+    fn send(&self, requests: Vec<Request>) {
+        requests.into_iter().for_each(|request| self.net.send(request));
+    }
+
+    /// Waits for the end of all threads; what was served, in order of its numbers.
+    fn ended(self) -> Vec<u32> {
+        self.threads.into_iter().for_each(|thread| thread.join().unwrap());
+        assert!(self.workers.jobs.is_empty() && self.workers.kept().is_empty(), "something is left");
+        let mut served = std::mem::take(&mut self.net.state().served);
+        served.sort_unstable();
+        served
+    }
+}
+
+/// Requests with these numbers, of one source.
+fn requests(numbers: impl IntoIterator<Item = (u32, Does)>) -> Vec<Request> {
+    let latest = Arc::<AtomicU64>::default();
+    numbers.into_iter().map(|(number, does)| Request { number, does, latest: latest.clone() }).collect()
+}
+
+/// Tries a scenario in many schedules: at random, and with few preemptions in the worst places.
+fn in_many_schedules(scenario: impl Fn() + Send + Sync + Copy + 'static) {
+    check_random(scenario, 3000);
+    check_pct(scenario, 3000, 3);
+}
+
+#[test]
+fn each_request_is_served_once_whoever_is_the_loop() {
+    in_many_schedules(|| {
+        let server = Server::new(3);
+        let sources = [
+            requests([(0, Does::Little), (1, Does::Little)]),
+            requests([(2, Does::Goes(2))]),
+            requests([(5, Does::Little), (6, Does::Little)]),
+        ];
+        sources.into_iter().for_each(|requests| server.send(requests));
+        server.net.wait_for(|served| served.len() == 7);
+        server.net.exit();
+        assert_eq!(server.ended(), (0..7).collect::<Vec<_>>());
+    });
+}
+
+/// Each but one thread is at a routine that takes as long as somebody waits for another one, which comes later or at once.
+#[test]
+fn routines_that_take_long_keep_nobody_waiting() {
+    in_many_schedules(|| {
+        let server = Server::new(3);
+        server.send(requests([(0, Does::WaitsFor(2)), (1, Does::WaitsFor(3)), (2, Does::Little)]));
+        // Another source, of which something comes when the loop may have nothing to do but these.
+        server.net.wait_for(|served| served.contains(&2));
+        server.send(requests([(3, Does::Little)]));
+        server.net.wait_for(|served| served.len() == 4);
+        server.net.exit();
+        assert_eq!(server.ended(), [0, 1, 2, 3]);
+    });
+}
+
+/// Who has watched, or was busy when it was asked to, watches again.
+#[test]
+fn long_routines_one_after_the_other_keep_nobody_waiting() {
+    in_many_schedules(|| {
+        let server = Server::new(2);
+        for first in [0, 2] {
+            server.send(requests([(first, Does::WaitsFor(first + 1)), (first + 1, Does::Little)]));
+            server.net.wait_for(|served| served.len() as u32 == first + 2);
+        }
+        server.net.exit();
+        assert_eq!(server.ended(), [0, 1, 2, 3]);
+    });
+}
+
+/// What the loop has found when it ends is served, what it has not is not.
+#[test]
+fn all_threads_end_and_lose_nothing_that_was_found() {
+    in_many_schedules(|| {
+        let server = Server::new(3);
+        let sources = [
+            requests([(0, Does::Little), (1, Does::Exits), (2, Does::Little)]),
+            requests([(3, Does::Goes(1)), (5, Does::Little)]),
+        ];
+        sources.into_iter().for_each(|requests| server.send(requests));
+        let net = server.net.clone();
+        let mut served = server.ended();
+        for left in std::mem::take(&mut net.state().arrived) {
+            served.push(left.number);
+            if let Does::Goes(more) = left.does {
+                served.extend((1..=more).map(|n| left.number + n));
+            }
+        }
+        served.sort_unstable();
+        assert_eq!(served, [0, 1, 2, 3, 4, 5]);
+    });
+}
+
+/// As calls back do, whose threads read requests. Who watched meanwhile goes on to watch.
+#[test]
+fn what_other_threads_than_the_loop_find_is_served_too() {
+    in_many_schedules(|| {
+        let server = Server::new(2);
+        server.send(requests([(0, Does::WaitsFor(4)), (1, Does::Little)]));
+        let gives = {
+            let workers = server.workers.clone();
+            spawn(move || {
+                requests([(2, Does::Little), (3, Does::Little)]).into_iter().for_each(|it| workers.give(it))
+            })
+        };
+        server.net.wait_for(|served| served.len() == 3);
+        server.send(requests([(4, Does::Little)]));
+        server.net.wait_for(|served| served.len() == 5);
+        gives.join().unwrap();
+        server.net.exit();
+        assert_eq!(server.ended(), [0, 1, 2, 3, 4]);
+    });
+}
+
+#[test]
+fn one_thread_serves_all_there_is() {
+    in_many_schedules(|| {
+        let server = Server::new(1);
+        server.send(requests([(0, Does::Little), (1, Does::Goes(1)), (3, Does::Little)]));
+        server.net.wait_for(|served| served.len() == 4);
+        server.net.exit();
+        assert_eq!(server.ended(), [0, 1, 2, 3]);
+    });
+}

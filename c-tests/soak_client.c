@@ -97,7 +97,8 @@ static void most(uint64_t *longest, uint64_t value)
         ;
 }
 
-/* Microseconds for which each thread has had no processor so far though it had something to do with one. 0: it is not known. */
+/* Microseconds for which each thread has had no processor so far though it had something to do with one, and one. 0: it is not
+ * known. */
 static void look_at_waits(uint64_t waits[SOAK_THREADS])
 {
     for (unsigned i = 0; i < thread_count; i++) {
@@ -107,7 +108,7 @@ static void look_at_waits(uint64_t waits[SOAK_THREADS])
         /* 0 where the kernel does not count. */
         bool known = schedstat > 0 && pread(schedstat, text, sizeof text - 1, 0) > 0 &&
                      sscanf(text, "%llu %llu", &ran, &waited) == 2;
-        waits[i] = known ? waited / 1000 : 0;
+        waits[i] = known ? waited / 1000 + 1 : 0;
     }
 }
 

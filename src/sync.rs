@@ -17,6 +17,13 @@ pub fn is_poisoned<T>(lock: &Mutex<T>) -> bool {
     lock.is_poisoned()
 }
 
+/// Two processes meet without a lock: in a schedule another thread may go on here.
+#[inline(always)]
+pub fn meet() {
+    #[cfg(shuttle)]
+    atomic::AtomicBool::new(false).load(atomic::Ordering::SeqCst);
+}
+
 /// Waits while a condition holds, but no longer than for `time`. Schedules know no time: there it is over at once, or a moment
 /// later.
 pub fn wait_within<'a, T>(

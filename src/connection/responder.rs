@@ -770,7 +770,9 @@ impl Responder {
         let ready = |pending: &&Pending| matches!(pending.state, State::Ready(_));
         let ready = self.queue.iter().take_while(ready).count();
         self.queue.truncate(ready);
-        (self.pass, self.asks) = (None, 0);
+        self.reads.clear();
+        self.staged = self.queue.iter().map(|pending| pending.staged).sum();
+        (self.pass, self.asks, self.waits) = (None, 0, false);
     }
 }
 

@@ -227,7 +227,8 @@ impl Client {
         link.known_as(self.fd, self.to);
         let offered = state.link.engine.version().is_none();
         link.first_reply = state.link.first_reply_of_next();
-        // Nothing is left in the old one: it was closed, and what it had was handed out, before anybody began to connect.
+        // The old one was closed, and what it had was handed out, before anybody began to connect: but for calls back that wait
+        // for a thread which serves another one all the time. They are lost with it, as those are that were on their way.
         state.link = link;
         state.identity = process::identify(self.fd);
         state.nudges = 0;

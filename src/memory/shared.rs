@@ -32,7 +32,7 @@ use rustix::io::Errno;
 
 use super::{Buf, IoVec, IoVecMut, Region};
 use crate::wire::{Handle, Segment};
-use crate::{fork, process, wait};
+use crate::{fork, process, sync, wait};
 
 /// Bytes of the ring, a power of two: more than the caches of two processors, and so many that most messages go into it as a
 /// whole, while their receiver is elsewhere.
@@ -121,6 +121,7 @@ impl Mapping {
     }
 
     fn word(&self, word: Word) -> &AtomicU64 {
+        sync::meet();
         let place = self.0.as_ptr().cast::<AtomicU64>().wrapping_add(word as usize);
         // SAFETY: inside the mapping, which lives as long as `self` and is aligned to a page; accessed as atomics only.
         unsafe { &*place }
@@ -128,6 +129,7 @@ impl Mapping {
 
     /// Half of a word, which futex(2) can wait for.
     fn half(&self, word: Word) -> &AtomicU32 {
+        sync::meet();
         let place = self.0.as_ptr().cast::<AtomicU32>().wrapping_add(2 * word as usize);
         // SAFETY: as in `word`; accessed as this half only.
         unsafe { &*place }
@@ -295,6 +297,12 @@ impl Bell {
     /// The peer's, as it is now: what it does from here on is not missed.
     pub fn of(theirs: &Arc<Theirs>) -> Bell {
         Bell { theirs: theirs.clone(), rung: theirs.0.half(Word::Rung).load(Acquire) }
+    }
+
+    /// Whether it has rung.
+    #[cfg(all(test, shuttle))]
+    pub fn has_rung(&self) -> bool {
+        self.theirs.0.half(Word::Rung).load(Acquire) != self.rung
     }
 
     /// Sleeps until it has rung, for `time` at most.

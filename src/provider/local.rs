@@ -322,3 +322,6 @@ fn take(from: &OwnedFd, secret: &Secret) -> io::Result<Option<Theirs>> {
 
 #[cfg(test)]
 mod tests;
+
+#[cfg(all(test, shuttle))]
+mod schedules;

@@ -369,11 +369,16 @@ impl Service for Program {
             self.do_job(job);
             Ok(())
         });
+        let mut rest = None;
+        guard(|| {
+            // A child leaves the others to its parent, and its threads may have left locks behind.
+            rest = in_order.filter(|it| !self.is_child() && it.goes_on_in_order()).map(Job::InOrder);
+            Ok(())
+        });
         self.routines.end(routine);
         // The loop may sleep.
         progress::cool_down();
-        // A child leaves the others to its parent, and its threads may have left locks behind.
-        in_order.filter(|it| !self.is_child() && it.goes_on_in_order()).map(Job::InOrder)
+        rest
     }
 
     fn ring(&self) {

@@ -125,15 +125,18 @@ impl<S: Service> Workers<S> {
     /// What each of them does until the loop ends; in a forked child until its thread has served what it was at.
     pub fn work(&self) {
         let long_ago = || self.service.clock() >= self.looked_at.load(Relaxed) + TICK.as_nanos() as u64;
+        // Between two glances it does something, however long these take.
+        let mut may_glance = true;
         loop {
             let next = match self.ended.load(Relaxed) {
-                false => self.jobs.next(long_ago),
+                false => self.jobs.next(|| may_glance && long_ago()),
                 // What was given meanwhile.
                 true => match self.jobs.take() {
                     Some(task) => Next::Job(task),
                     None => break,
                 },
             };
+            may_glance = !matches!(next, Next::Seat);
             self.go_on(next);
             if self.service.is_child() {
                 return;

@@ -647,7 +647,7 @@ fn nothing_is_read_of_a_peer_whose_answer_to_the_offer_was_the_end() {
     assert_eq!(reads.len(), 1, "there is room for one");
     engine.handle_read(reads[0]);
     engine.handle_closed(Error::new(Kind::ConnectionLost, "closed"));
-    assert!(engine.must_fall_back());
+    assert!(engine.must_fall_back() && engine.pulling().is_none());
     assert!(engine.poll_request().is_some() && engine.poll_request().is_none());
     let output = engine.poll_output();
     assert!(output.is_none(), "{output:?} behind the end");

@@ -45,7 +45,7 @@ use std::time::{Duration, Instant};
 use crate::memory::shared::{Bell, Own, RING, Shown, Theirs, Word, width};
 use crate::memory::{Buf, IoVec, IoVecMut, Region};
 use crate::wire::Segment;
-use crate::{fork, socket, stats};
+use crate::{fork, socket, stats, sync};
 
 /// So many bytes are copied before the other end is told of them: it copies them while we copy the next.
 const STEP: usize = 16 << 10;
@@ -588,6 +588,7 @@ impl Rings {
     /// Has the peer's socket tell something.
     pub fn call(&mut self, socket: RawFd) {
         self.own.word(Word::Woken).fetch_add(1, Release);
+        sync::meet();
         // A socket that takes nothing has something that will wake the peer; and its end shows when it is read.
         let _ = socket::send(socket, &[IoVec::from_slice(&[0])]);
     }

@@ -51,6 +51,8 @@ struct Net {
     /// A thread is the loop.
     looks: AtomicBool,
     clock: AtomicU64,
+    /// All of them take long.
+    slow: AtomicBool,
 }
 
 #[derive(Default)]
@@ -133,7 +135,7 @@ impl Service for Arc<Net> {
     }
 
     fn keeps_seat(&self, _: &Request, _: &VecDeque<Request>) -> bool {
-        thread_rng().gen_bool(0.5)
+        !self.slow.load(Relaxed) && thread_rng().gen_bool(0.5)
     }
 
     fn serve(&self, job: Request) -> Option<Request> {
@@ -166,8 +168,8 @@ impl Service for Arc<Net> {
     }
 
     fn clock(&self) -> u64 {
-        let time = thread_rng().gen_range(0..2) * TICK.as_nanos() as u64;
-        self.clock.fetch_add(time, Relaxed)
+        let passes = self.slow.load(Relaxed) || thread_rng().gen_bool(0.5);
+        self.clock.fetch_add(if passes { TICK.as_nanos() as u64 } else { 0 }, Relaxed)
     }
 }
 
@@ -313,5 +315,38 @@ fn one_thread_serves_all_there_is() {
         server.net.wait_for(|served| served.len() == 4);
         server.net.exit();
         assert_eq!(server.ended(), [0, 1, 2, 3]);
+    });
+}
+
+/// Who comes beside somebody who always has more is found, and has its turn.
+#[test]
+fn more_of_one_source_keeps_no_other_one_waiting() {
+    in_many_schedules(|| {
+        let server = Server::new(1);
+        server.net.slow.store(true, Relaxed);
+        server.send(requests([(100, Does::Goes(30))]));
+        server.net.wait_for(|served| served.len() > 2);
+        let before = server.net.state().served.len();
+        server.send(requests([(0, Does::Little)]));
+        server.net.wait_for(|served| served.contains(&0) && served.len() > 31);
+        let at = server.net.state().served.iter().position(|number| *number == 0).unwrap();
+        // What is being served, what was given already, and what is served until the loop has looked.
+        assert!(at <= before.max(2) + 4, "{at}th, sent after {before}");
+        server.net.exit();
+        server.ended();
+    });
+}
+
+/// As where a thread cannot be made.
+#[test]
+fn all_threads_end_when_they_are_told_to() {
+    in_many_schedules(|| {
+        let server = Server::new(3);
+        server.send(requests([(0, Does::Little), (1, Does::Goes(1))]));
+        if thread_rng().gen_bool(0.5) {
+            server.net.wait_for(|served| served.len() == 3);
+        }
+        server.workers.end();
+        server.ended();
     });
 }

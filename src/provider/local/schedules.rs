@@ -1,0 +1,148 @@
+//! Schedules of two ends of shared memory, tried one after the other: all bytes come, in order, and nobody sleeps for ever. What
+//! processors may reorder is not tried: here a word is seen by both as soon as it is written.
+//!
+//! A sleep has no end but being woken. Where both ends sleep and nothing has woken one of them, a wake-up was lost, which the
+//! timers of a connection would hide.
+#![forbid(unsafe_code)]
+
+use std::os::fd::AsRawFd;
+use std::os::unix::net::UnixStream;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicU32, Ordering::SeqCst};
+
+use shuttle::rand::{Rng, thread_rng};
+use shuttle::thread::{spawn, yield_now};
+use shuttle::{check_pct, check_random};
+
+use super::rings::{WIDE, WIDE_MOST};
+use super::*;
+use crate::memory::shared::NARROW;
+use crate::memory::{IoVec, IoVecMut};
+use crate::socket;
+
+/// Whether both ends are asleep, or at their end: not seen by the schedule.
+#[derive(Default)]
+struct Sleepers {
+    asleep: [AtomicBool; 2],
+    /// Looks of one that sleeps while the other one does nothing.
+    vain: AtomicU32,
+}
+
+impl Sleepers {
+    fn sleep(&self, side: usize, is_woken: impl Fn() -> bool) {
+        self.asleep[side].store(true, SeqCst);
+        while !is_woken() {
+            if self.asleep[1 - side].load(SeqCst) {
+                assert!(self.vain.fetch_add(1, SeqCst) < 1000, "both ends sleep");
+            }
+            yield_now();
+        }
+        self.asleep[side].store(false, SeqCst);
+        self.vain.store(0, SeqCst);
+    }
+}
+
+/// One end: it sends so many bytes, and is sent as many.
+struct End {
+    side: usize,
+    rings: Rings,
+    socket: UnixStream,
+    sleepers: Arc<Sleepers>,
+}
+
+/// What a side sends: of each byte it can be told where it belongs, and whose it is.
+fn stream(side: usize, bytes: usize) -> Vec<u8> {
+    let part: Vec<u8> = (0..251).map(|number| number + side as u8).collect();
+    part.repeat(bytes.div_ceil(part.len()))[..bytes].to_vec()
+}
+
+impl End {
+    /// `most` at a time.
+    fn run(mut self, bytes: usize, most: usize) {
+        let fd = self.socket.as_raw_fd();
+        let [out, coming] = [self.side, 1 - self.side].map(|side| stream(side, bytes));
+        let mut room = vec![0; most];
+        let (mut sent, mut received) = (0, 0);
+        while sent < bytes || received < bytes {
+            let mut moved = false;
+            if sent < bytes {
+                let n = thread_rng().gen_range(1..=most).min(bytes - sent);
+                match self.rings.send(fd, &[IoVec::from_slice(&out[sent..sent + n])]) {
+                    Ok(n) => (sent, moved) = (sent + n, true),
+                    Err(error) => assert_eq!(error.kind(), io::ErrorKind::WouldBlock),
+                }
+            }
+            match self.rings.receive(fd, &mut [IoVecMut::from_mut(&mut room)]) {
+                Ok(n) => {
+                    assert!(n > 0, "the other end has gone");
+                    assert!(room[..n] == coming[received..received + n], "bytes have changed");
+                    (received, moved) = (received + n, true);
+                }
+                Err(error) => assert_eq!(error.kind(), io::ErrorKind::WouldBlock),
+            }
+            if !moved {
+                self.wait();
+            }
+        }
+        assert_eq!(received, bytes);
+        self.sleepers.asleep[self.side].store(true, SeqCst);
+        // The other one may not have taken all of it: the memory stays.
+        while !self.sleepers.asleep[1 - self.side].load(SeqCst) || self.rings.unconsumed() > 0 {
+            yield_now();
+        }
+    }
+
+    /// As a driver does that has nothing to do.
+    fn wait(&mut self) {
+        match thread_rng().gen_range(0..4) {
+            0 => drop(self.rings.spin()),
+            1 => {
+                if let Some(bell) = self.rings.doze() {
+                    self.sleepers.sleep(self.side, || bell.has_rung());
+                }
+            }
+            _ => {
+                if self.rings.rest() {
+                    // Readable, or the kernel says why not.
+                    let fd = self.socket.as_raw_fd();
+                    self.sleepers.sleep(self.side, || socket::peek(fd).is_ok());
+                }
+            }
+        }
+    }
+}
+
+/// Both ends send so many bytes each, `most` at a time.
+fn exchange(bytes: usize, most: usize) {
+    let sleepers = Arc::new(Sleepers::default());
+    let (one, other) = UnixStream::pair().unwrap();
+    let segments = [(); 2].map(|()| Own::new().unwrap());
+    let theirs = [1, 0].map(|side: usize| Theirs::new(segments[side].1.try_clone().unwrap()).unwrap());
+    let ends = segments.into_iter().zip(theirs).zip([one, other]).enumerate();
+    let threads: Vec<_> = ends
+        .map(|(side, (((own, _), theirs), socket))| {
+            socket.set_nonblocking(true).unwrap();
+            let end = End { side, rings: Rings::new(own, theirs, false), socket, sleepers: sleepers.clone() };
+            spawn(move || end.run(bytes, most))
+        })
+        .collect();
+    threads.into_iter().for_each(|thread| thread.join().unwrap());
+}
+
+fn in_many_schedules(times: usize, scenario: impl Fn() + Send + Sync + Copy + 'static) {
+    check_random(scenario, times);
+    check_pct(scenario, times, 3);
+}
+
+#[test]
+fn short_messages_come_whoever_sleeps() {
+    in_many_schedules(3000, || exchange(200, 40));
+}
+
+/// Who waits for room is woken too.
+#[test]
+fn more_than_a_ring_holds_comes_whoever_sleeps() {
+    // None is long.
+    WIDE.store(WIDE_MOST, SeqCst);
+    in_many_schedules(2000, || exchange(3 * NARROW, 2 * NARROW));
+}

@@ -144,5 +144,5 @@ fn short_messages_come_whoever_sleeps() {
 fn more_than_a_ring_holds_comes_whoever_sleeps() {
     // None is long.
     WIDE.store(WIDE_MOST, SeqCst);
-    in_many_schedules(2000, || exchange(3 * NARROW, 2 * NARROW));
+    in_many_schedules(2000, || exchange(5 * NARROW, 5 * NARROW));
 }

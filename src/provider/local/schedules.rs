@@ -42,7 +42,7 @@ impl Sleepers {
     }
 }
 
-/// One end: it sends so many bytes, and is sent as many.
+/// One end.
 struct End {
     side: usize,
     rings: Rings,
@@ -57,16 +57,16 @@ fn stream(side: usize, bytes: usize) -> Vec<u8> {
 }
 
 impl End {
-    /// `most` at a time.
-    fn run(mut self, bytes: usize, most: usize) {
+    /// Sends so many bytes, `most` at a time, and takes what the other one sends.
+    fn run(mut self, bytes: [usize; 2], most: usize) {
         let fd = self.socket.as_raw_fd();
-        let [out, coming] = [self.side, 1 - self.side].map(|side| stream(side, bytes));
+        let [out, coming] = [self.side, 1 - self.side].map(|side| stream(side, bytes[side]));
         let mut room = vec![0; most];
         let (mut sent, mut received) = (0, 0);
-        while sent < bytes || received < bytes {
+        while sent < out.len() || received < coming.len() {
             let mut moved = false;
-            if sent < bytes {
-                let n = thread_rng().gen_range(1..=most).min(bytes - sent);
+            if sent < out.len() {
+                let n = thread_rng().gen_range(1..=most).min(out.len() - sent);
                 match self.rings.send(fd, &[IoVec::from_slice(&out[sent..sent + n])]) {
                     Ok(n) => (sent, moved) = (sent + n, true),
                     Err(error) => assert_eq!(error.kind(), io::ErrorKind::WouldBlock),
@@ -84,7 +84,7 @@ impl End {
                 self.wait();
             }
         }
-        assert_eq!(received, bytes);
+        assert_eq!(received, coming.len());
         self.sleepers.asleep[self.side].store(true, SeqCst);
         // The other one may not have taken all of it: the memory stays.
         while !self.sleepers.asleep[1 - self.side].load(SeqCst) || self.rings.unconsumed() > 0 {
@@ -112,8 +112,8 @@ impl End {
     }
 }
 
-/// Both ends send so many bytes each, `most` at a time.
-fn exchange(bytes: usize, most: usize) {
+/// The ends send so many bytes, `most` at a time.
+fn exchange(bytes: [usize; 2], most: usize) {
     let sleepers = Arc::new(Sleepers::default());
     let (one, other) = UnixStream::pair().unwrap();
     let segments = [(); 2].map(|()| Own::new().unwrap());
@@ -136,7 +136,7 @@ fn in_many_schedules(times: usize, scenario: impl Fn() + Send + Sync + Copy + 's
 
 #[test]
 fn short_messages_come_whoever_sleeps() {
-    in_many_schedules(3000, || exchange(200, 40));
+    in_many_schedules(3000, || exchange([200, 200], 40));
 }
 
 /// Who waits for room is woken too.
@@ -144,5 +144,7 @@ fn short_messages_come_whoever_sleeps() {
 fn more_than_a_ring_holds_comes_whoever_sleeps() {
     // None is long.
     WIDE.store(WIDE_MOST, SeqCst);
-    in_many_schedules(2000, || exchange(5 * NARROW, 5 * NARROW));
+    in_many_schedules(1000, || exchange([3 * NARROW, 3 * NARROW], 2 * NARROW));
+    // So much at once that what it is told of last is more than a ring holds.
+    in_many_schedules(2000, || exchange([5 * NARROW, 0], 5 * NARROW));
 }

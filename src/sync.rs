@@ -49,3 +49,10 @@ pub fn wait_within<'a, T>(
         told.wait_timeout_while(guard, time, waits).unwrap_or_else(PoisonError::into_inner).0
     };
 }
+
+/// Tries a scenario in so many schedules at random, and as many with few preemptions in the worst places.
+#[cfg(all(test, shuttle))]
+pub fn in_schedules(count: usize, scenario: impl Fn() + Send + Sync + Copy + 'static) {
+    shuttle::check_random(scenario, count);
+    shuttle::check_pct(scenario, count, 3);
+}

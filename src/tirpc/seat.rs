@@ -103,10 +103,9 @@ mod schedules {
 
     use shuttle::sync::mpsc::{Receiver, Sender, channel};
     use shuttle::thread::{spawn, yield_now};
-    use shuttle::{check_pct, check_random};
 
     use super::*;
-    use crate::sync::{Condvar, Mutex};
+    use crate::sync::{Condvar, Mutex, in_schedules};
 
     /// How often the seat was taken.
     #[derive(Default)]
@@ -192,8 +191,7 @@ mod schedules {
     #[test]
     fn a_turn_that_does_not_end_loses_the_seat_to_one_thread() {
         for short in 0..3 {
-            check_random(move || scenario(short), 2000);
-            check_pct(move || scenario(short), 2000, 3);
+            in_schedules(2000, move || scenario(short));
         }
     }
 }

@@ -6,11 +6,10 @@ use std::collections::VecDeque;
 use std::sync::Arc;
 
 use shuttle::thread::spawn;
-use shuttle::{check_pct, check_random};
 
 use super::*;
 use crate::memory::Payload;
-use crate::sync::Mutex;
+use crate::sync::{Mutex, in_schedules};
 
 /// A connection whose peer answers calls in any order.
 struct Line {
@@ -141,12 +140,6 @@ fn far() -> Instant {
     Instant::now() + Duration::from_secs(3600)
 }
 
-/// Tries a scenario in many schedules: at random, and with few preemptions in the worst places.
-fn in_many_schedules(scenario: impl Fn() + Send + Sync + Copy + 'static) {
-    check_random(scenario, 5000);
-    check_pct(scenario, 5000, 3);
-}
-
 /// Threads that make so many calls each.
 fn callers(line: &Arc<Line>, threads: u32, calls: u32) -> Vec<shuttle::thread::JoinHandle<()>> {
     let caller = |thread: u32| {
@@ -158,7 +151,7 @@ fn callers(line: &Arc<Line>, threads: u32, calls: u32) -> Vec<shuttle::thread::J
 
 #[test]
 fn everybody_gets_his_reply_whoever_drives() {
-    in_many_schedules(|| {
+    in_schedules(5000, || {
         let line = Line::new();
         let callers = callers(&line, 3, 2);
         line.answer(6);
@@ -173,7 +166,7 @@ fn everybody_gets_his_reply_whoever_drives() {
 /// Those whose time is over leave the seat to the others.
 #[test]
 fn a_driver_whose_time_is_over_is_succeeded() {
-    in_many_schedules(|| {
+    in_schedules(5000, || {
         let line = Line::new();
         let callers = callers(&line, 2, 2);
         let hasty = {

@@ -12,13 +12,13 @@ use std::sync::atomic::{AtomicBool, AtomicU32, Ordering::SeqCst};
 
 use shuttle::rand::{Rng, thread_rng};
 use shuttle::thread::{spawn, yield_now};
-use shuttle::{check_pct, check_random};
 
 use super::rings::{WIDE, WIDE_MOST};
 use super::*;
 use crate::memory::shared::NARROW;
 use crate::memory::{IoVec, IoVecMut};
 use crate::socket;
+use crate::sync::in_schedules;
 
 /// Whether both ends are asleep, or at their end: not seen by the schedule.
 #[derive(Default)]
@@ -129,14 +129,9 @@ fn exchange(bytes: [usize; 2], most: usize) {
     threads.into_iter().for_each(|thread| thread.join().unwrap());
 }
 
-fn in_many_schedules(times: usize, scenario: impl Fn() + Send + Sync + Copy + 'static) {
-    check_random(scenario, times);
-    check_pct(scenario, times, 3);
-}
-
 #[test]
 fn short_messages_come_whoever_sleeps() {
-    in_many_schedules(3000, || exchange([200, 200], 40));
+    in_schedules(3000, || exchange([200, 200], 40));
 }
 
 /// Who waits for room is woken too.
@@ -144,7 +139,7 @@ fn short_messages_come_whoever_sleeps() {
 fn more_than_a_ring_holds_comes_whoever_sleeps() {
     // None is long.
     WIDE.store(WIDE_MOST, SeqCst);
-    in_many_schedules(1000, || exchange([3 * NARROW, 3 * NARROW], 2 * NARROW));
+    in_schedules(1000, || exchange([3 * NARROW, 3 * NARROW], 2 * NARROW));
     // So much at once that what it is told of last is more than a ring holds.
-    in_many_schedules(2000, || exchange([5 * NARROW, 0], 5 * NARROW));
+    in_schedules(2000, || exchange([5 * NARROW, 0], 5 * NARROW));
 }

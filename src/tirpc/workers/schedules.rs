@@ -6,10 +6,9 @@ use std::sync::Arc;
 
 use shuttle::rand::{Rng, thread_rng};
 use shuttle::thread::{JoinHandle, spawn, yield_now};
-use shuttle::{check_pct, check_random};
 
 use super::*;
-use crate::sync::Condvar;
+use crate::sync::{Condvar, in_schedules};
 
 /// What a routine does.
 #[derive(Clone, Copy)]
@@ -212,15 +211,9 @@ fn requests(numbers: impl IntoIterator<Item = (u32, Does)>) -> Vec<Request> {
     numbers.into_iter().map(|(number, does)| Request { number, does, latest: latest.clone() }).collect()
 }
 
-/// Tries a scenario in many schedules: at random, and with few preemptions in the worst places.
-fn in_many_schedules(scenario: impl Fn() + Send + Sync + Copy + 'static) {
-    check_random(scenario, 3000);
-    check_pct(scenario, 3000, 3);
-}
-
 #[test]
 fn each_request_is_served_once_whoever_is_the_loop() {
-    in_many_schedules(|| {
+    in_schedules(3000, || {
         let server = Server::new(3);
         let sources = [
             requests([(0, Does::Little), (1, Does::Little)]),
@@ -237,7 +230,7 @@ fn each_request_is_served_once_whoever_is_the_loop() {
 /// Each but one thread is at a routine that takes as long as somebody waits for another one, which comes later or at once.
 #[test]
 fn routines_that_take_long_keep_nobody_waiting() {
-    in_many_schedules(|| {
+    in_schedules(3000, || {
         let server = Server::new(3);
         server.send(requests([(0, Does::WaitsFor(2)), (1, Does::WaitsFor(3)), (2, Does::Little)]));
         // Another source, of which something comes when the loop may have nothing to do but these.
@@ -252,7 +245,7 @@ fn routines_that_take_long_keep_nobody_waiting() {
 /// Who has watched, or was busy when it was asked to, watches again.
 #[test]
 fn long_routines_one_after_the_other_keep_nobody_waiting() {
-    in_many_schedules(|| {
+    in_schedules(3000, || {
         let server = Server::new(2);
         for first in [0, 2] {
             server.send(requests([(first, Does::WaitsFor(first + 1)), (first + 1, Does::Little)]));
@@ -266,7 +259,7 @@ fn long_routines_one_after_the_other_keep_nobody_waiting() {
 /// What the loop has found when it ends is served, what it has not is not.
 #[test]
 fn all_threads_end_and_lose_nothing_that_was_found() {
-    in_many_schedules(|| {
+    in_schedules(3000, || {
         let server = Server::new(3);
         let sources = [
             requests([(0, Does::Little), (1, Does::Exits), (2, Does::Little)]),
@@ -289,7 +282,7 @@ fn all_threads_end_and_lose_nothing_that_was_found() {
 /// As calls back do, whose threads read requests. Who watched meanwhile goes on to watch.
 #[test]
 fn what_other_threads_than_the_loop_find_is_served_too() {
-    in_many_schedules(|| {
+    in_schedules(3000, || {
         let server = Server::new(2);
         server.send(requests([(0, Does::WaitsFor(4)), (1, Does::Little)]));
         let gives = {
@@ -309,7 +302,7 @@ fn what_other_threads_than_the_loop_find_is_served_too() {
 
 #[test]
 fn one_thread_serves_all_there_is() {
-    in_many_schedules(|| {
+    in_schedules(3000, || {
         let server = Server::new(1);
         server.send(requests([(0, Does::Little), (1, Does::Goes(1)), (3, Does::Little)]));
         server.net.wait_for(|served| served.len() == 4);
@@ -321,7 +314,7 @@ fn one_thread_serves_all_there_is() {
 /// Who comes beside somebody who always has more is found, and has its turn.
 #[test]
 fn more_of_one_source_keeps_no_other_one_waiting() {
-    in_many_schedules(|| {
+    in_schedules(3000, || {
         let server = Server::new(1);
         server.net.slow.store(true, Relaxed);
         server.send(requests([(100, Does::Goes(30))]));
@@ -340,7 +333,7 @@ fn more_of_one_source_keeps_no_other_one_waiting() {
 /// As where a thread cannot be made.
 #[test]
 fn all_threads_end_when_they_are_told_to() {
-    in_many_schedules(|| {
+    in_schedules(3000, || {
         let server = Server::new(3);
         server.send(requests([(0, Does::Little), (1, Does::Goes(1))]));
         if thread_rng().gen_bool(0.5) {

@@ -195,6 +195,13 @@ impl Server {
         requests.into_iter().for_each(|request| self.net.send(request));
     }
 
+    /// Waits until requests with the first so many numbers are served, and then for the end: that was all.
+    fn serves(self, count: u32) {
+        self.net.wait_for(|served| served.len() as u32 == count);
+        self.net.exit();
+        assert_eq!(self.ended(), (0..count).collect::<Vec<_>>());
+    }
+
     /// Waits for the end of all threads; what was served, in order of its numbers.
     fn ended(self) -> Vec<u32> {
         self.threads.into_iter().for_each(|thread| thread.join().unwrap());
@@ -221,9 +228,7 @@ fn each_request_is_served_once_whoever_is_the_loop() {
             requests([(5, Does::Little), (6, Does::Little)]),
         ];
         sources.into_iter().for_each(|requests| server.send(requests));
-        server.net.wait_for(|served| served.len() == 7);
-        server.net.exit();
-        assert_eq!(server.ended(), (0..7).collect::<Vec<_>>());
+        server.serves(7);
     });
 }
 
@@ -236,9 +241,7 @@ fn routines_that_take_long_keep_nobody_waiting() {
         // Another source, of which something comes when the loop may have nothing to do but these.
         server.net.wait_for(|served| served.contains(&2));
         server.send(requests([(3, Does::Little)]));
-        server.net.wait_for(|served| served.len() == 4);
-        server.net.exit();
-        assert_eq!(server.ended(), [0, 1, 2, 3]);
+        server.serves(4);
     });
 }
 
@@ -251,8 +254,7 @@ fn long_routines_one_after_the_other_keep_nobody_waiting() {
             server.send(requests([(first, Does::WaitsFor(first + 1)), (first + 1, Does::Little)]));
             server.net.wait_for(|served| served.len() as u32 == first + 2);
         }
-        server.net.exit();
-        assert_eq!(server.ended(), [0, 1, 2, 3]);
+        server.serves(4);
     });
 }
 
@@ -293,10 +295,8 @@ fn what_other_threads_than_the_loop_find_is_served_too() {
         };
         server.net.wait_for(|served| served.len() == 3);
         server.send(requests([(4, Does::Little)]));
-        server.net.wait_for(|served| served.len() == 5);
         gives.join().unwrap();
-        server.net.exit();
-        assert_eq!(server.ended(), [0, 1, 2, 3, 4]);
+        server.serves(5);
     });
 }
 
@@ -305,9 +305,7 @@ fn one_thread_serves_all_there_is() {
     in_schedules(3000, || {
         let server = Server::new(1);
         server.send(requests([(0, Does::Little), (1, Does::Goes(1)), (3, Does::Little)]));
-        server.net.wait_for(|served| served.len() == 4);
-        server.net.exit();
-        assert_eq!(server.ended(), [0, 1, 2, 3]);
+        server.serves(4);
     });
 }
 

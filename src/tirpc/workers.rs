@@ -9,7 +9,8 @@
 //! # Invariants
 //! - Each job is served once, also what is given or found while the loop ends.
 //! - While the loop serves something itself, a thread watches it, or is about to, as soon as one is free.
-//! - A thread that is free takes the seat for a glance before it does what waits for one, where nobody has looked for a [`TICK`].
+//! - A thread that is free takes the seat for a glance before it does what waits for one, where nobody has looked for a [`TICK`];
+//!   but not twice in a row.
 #![forbid(unsafe_code)]
 
 use std::collections::VecDeque;
@@ -136,28 +137,36 @@ impl<S: Service> Workers<S> {
                     None => break,
                 },
             };
-            may_glance = !matches!(next, Next::Seat);
-            self.go_on(next);
+            may_glance = !self.go_on(next);
             if self.service.is_child() {
                 return;
             }
         }
     }
 
-    fn go_on(&self, next: Next<Task<S::Job>>) {
+    /// Whether that was a glance.
+    fn go_on(&self, next: Next<Task<S::Job>>) -> bool {
         match next {
             Next::Job(Task::Job(job)) => self.serve(job),
             Next::Job(Task::Watch) => self.watch(),
-            Next::Seat => self.lead(),
+            Next::Seat => return self.lead(),
         }
+        false
     }
 
-    /// Is the loop until there is something to do that takes time, and does one thing of it.
-    fn lead(&self) {
-        let mut found = self.take_kept();
-        if found.is_empty() && !self.jobs.is_empty() {
-            return self.glance();
+    /// Is the loop until there is something to do that takes time, and does one thing of it; or glances, and tells that.
+    fn lead(&self) -> bool {
+        let found = self.take_kept();
+        let glances = found.is_empty() && !self.jobs.is_empty();
+        match glances {
+            true => self.glance(),
+            false => self.loop_on(found),
         }
+        glances
+    }
+
+    /// See [`Workers::lead`]. `found`: what it begins with.
+    fn loop_on(&self, mut found: VecDeque<S::Job>) {
         loop {
             if found.is_empty() {
                 match self.jobs.take() {
@@ -258,11 +267,15 @@ impl<S: Service> Workers<S> {
                 if watch.leave() {
                     self.jobs.give(Task::Watch);
                 }
-                return self.go_on(next);
+                self.go_on(next);
+                return;
             }
             match watch.look() {
                 Seen::Nothing => {}
-                Seen::Taken => return self.lead(),
+                Seen::Taken => {
+                    self.lead();
+                    return;
+                }
                 Seen::Quiet => return,
             }
         }

@@ -140,6 +140,8 @@ impl Bench {
                 }
                 7 => mock::with(|device| device.refuses = 1 + usize::from(input.half())),
                 8 => mock::with(|device| device.refuses = usize::MAX),
+                9 => drop(self.verbs.spin()),
+                10 => drop(self.verbs.rest()),
                 _ => {}
             },
             13 => self.over(|verbs| verbs.flush().map(drop)),

@@ -534,6 +534,15 @@ impl QueuePair for Verbs {
         self.with(Ready::advance)
     }
 
+    fn spin(&mut self) -> bool {
+        self.ready().map(Ready::spin).is_ok()
+    }
+
+    /// Where that ends the connection [`QueuePair::poll`] says why.
+    fn rest(&mut self) -> bool {
+        self.ready().is_err() || self.with(Ready::rest).unwrap_or(false)
+    }
+
     fn flush(&mut self) -> Result<bool, Error> {
         self.with(Ready::flush)
     }

@@ -578,6 +578,8 @@ pub struct Queues {
     events: u32,
     /// The next completion makes an event.
     armed: bool,
+    /// One has been found since that was asked for: its event may lie there.
+    found: bool,
     depth: usize,
     pieces: usize,
     inline: usize,
@@ -674,6 +676,7 @@ impl Queues {
                     channel,
                     events: 0,
                     armed: false,
+                    found: false,
                     depth: depth as usize,
                     pieces: PIECES.min(limits.pieces) as usize,
                     inline: inline as usize,
@@ -903,6 +906,7 @@ impl Queues {
         let n = unsafe { ibv_poll_cq(self.cq.as_ptr(), BATCH as i32, batch.as_mut_ptr()) };
         let n = usize::try_from(n)
             .map_err(|_| Error::new(Kind::ConnectionLost, "the completion queue cannot be read"))?;
+        self.found |= n > 0;
         for wc in batch.iter().take(n) {
             if self.failed.is_none()
                 && let Err(error) = self.complete(wc)
@@ -991,6 +995,20 @@ impl Queues {
         Error::new(kind, text)
     }
 
+    /// Whether there was a completion since an event was asked for, so that it is there, or soon.
+    pub fn found(&self) -> bool {
+        self.found
+    }
+
+    /// Has the descriptor tell of what comes from here on. False if something is there already.
+    ///
+    /// # Errors
+    /// The device refuses, or the completion queue is broken.
+    pub fn rest(&mut self) -> Result<bool, Error> {
+        let came = self.arm()? && self.collect()?;
+        Ok(!came && self.done.is_empty() && self.failed.is_none())
+    }
+
     /// Asks for an event with the next completion. True if it had not been asked for: what came before makes none.
     ///
     /// # Errors
@@ -1004,19 +1022,21 @@ impl Queues {
         if armed != 0 {
             return Err(unposted(armed, "watching the completion queue"));
         }
-        self.armed = true;
+        (self.armed, self.found) = (true, false);
         Ok(true)
     }
 
-    /// Takes an event.
-    pub fn take_event(&mut self) {
+    /// Takes an event, if there is one.
+    pub fn take_event(&mut self) -> bool {
         let (mut cq, mut context) = (null_mut(), null_mut());
         let get = self.domain.id.library().ibv_get_cq_event;
         // SAFETY: the channel is alive and non-blocking; both may be written.
-        if unsafe { get(self.channel.as_ptr(), &mut cq, &mut context) } == 0 {
+        let is_there = unsafe { get(self.channel.as_ptr(), &mut cq, &mut context) } == 0;
+        if is_there {
             self.events += 1;
             self.armed = false;
         }
+        is_there
     }
 }
 

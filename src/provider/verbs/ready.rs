@@ -120,6 +120,8 @@ pub struct Ready {
     pulled: u64,
     /// The peer has gone: what it sent before is still taken.
     ending: Option<Error>,
+    /// Somebody looks without a pause.
+    spins: bool,
 }
 
 impl Ready {
@@ -176,6 +178,7 @@ impl Ready {
             moved: 0,
             pulled: 0,
             ending: None,
+            spins: false,
         };
         match ready.equip() {
             Ok(()) => Ok(ready),
@@ -697,10 +700,41 @@ impl Ready {
             if let Some(error) = self.ending.take() {
                 return Err(error);
             }
-            self.look_around()?;
-            if !self.queues.arm()? && self.ending.is_none() {
+            if self.spins {
                 return Ok(None);
             }
+            // Nearly always it is the only event.
+            if !self.takes_event_of_found() {
+                self.look_around()?;
+            }
+            if self.queues.rest()? && self.ending.is_none() {
+                return Ok(None);
+            }
+        }
+    }
+
+    /// Until [`Ready::rest`] it is looked at without a pause, which takes no system call: events are left alone.
+    pub fn spin(&mut self) {
+        self.spins = true;
+    }
+
+    /// Whether the descriptor tells of all that is left to do.
+    ///
+    /// # Errors
+    /// The device refuses.
+    pub fn rest(&mut self) -> Result<bool, Error> {
+        if !std::mem::take(&mut self.spins) {
+            return Ok(true);
+        }
+        self.takes_event_of_found();
+        Ok(self.queues.rest()? && self.ending.is_none())
+    }
+
+    /// Takes the event of completions that were found. False if there is none.
+    fn takes_event_of_found(&mut self) -> bool {
+        self.queues.found() && {
+            stats::add(Counter::Syscalls, 1);
+            self.queues.take_event()
         }
     }
 

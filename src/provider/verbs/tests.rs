@@ -121,6 +121,56 @@ fn who_sleeps_on_a_connection_wakes_when_this_side_ends_it() {
 
 /// RFC 8166 §4.5.4 has memory taken back before it is used again.
 #[test]
+fn who_looks_without_a_pause_leaves_events_alone_and_the_descriptor_tells_of_what_comes_after_that() {
+    let (_alone, mut verbs) = mocked(options());
+    let woken = |verbs: &Verbs| wait::until(verbs.fd(), wait::IN, Some(Duration::ZERO), None).unwrap();
+    let mut numbers = 0..;
+    let mut comes = || {
+        let (success, receive) = (ibv_wc_status::IBV_WC_SUCCESS, ibv_wc_opcode::IBV_WC_RECV);
+        mock::completion(success, receive, numbers.next().unwrap(), 28, 0, 0);
+    };
+    let post = |verbs: &mut Verbs| {
+        let slab = verbs.slabs().and_then(|slabs| slabs.take()).expect("a slab");
+        verbs.post_recv(slab.into_sink(4096));
+    };
+    let finds = |verbs: &mut Verbs| {
+        let found = matches!(verbs.poll(), Ok(Some(Completion::Received { len: 28, .. })));
+        post(verbs);
+        found
+    };
+    (0..4).for_each(|_| post(&mut verbs));
+    assert!(verbs.poll().unwrap().is_none() && verbs.rest() && !woken(&verbs));
+    assert!(verbs.spin());
+    comes();
+    mock::announce();
+    assert!(finds(&mut verbs) && verbs.poll().unwrap().is_none());
+    assert!(woken(&verbs), "the event is nobody's business");
+    assert!(verbs.rest() && !woken(&verbs), "what was found is not told of again");
+    comes();
+    mock::announce();
+    assert!(woken(&verbs) && finds(&mut verbs) && verbs.poll().unwrap().is_none() && !woken(&verbs));
+    // What has come between the last look and the request for an event makes none.
+    assert!(verbs.spin());
+    comes();
+    mock::announce();
+    assert!(finds(&mut verbs));
+    comes();
+    assert!(!verbs.rest() && finds(&mut verbs) && verbs.poll().unwrap().is_none() && verbs.rest());
+    // The event of a spin's find may be late.
+    assert!(verbs.spin());
+    comes();
+    assert!(finds(&mut verbs) && verbs.rest() && !woken(&verbs));
+    mock::announce();
+    comes();
+    assert!(woken(&verbs) && finds(&mut verbs) && verbs.poll().unwrap().is_none() && !woken(&verbs));
+    // A spin that finds nothing, and one that finds the end.
+    assert!(verbs.spin() && verbs.poll().unwrap().is_none() && verbs.rest() && !woken(&verbs));
+    assert!(verbs.spin());
+    mock::complete(ibv_wc_status::IBV_WC_RETRY_EXC_ERR, ibv_wc_opcode::IBV_WC_SEND, 0);
+    assert!(verbs.poll().is_err() && !verbs.spin() && verbs.rest());
+}
+
+#[test]
 fn memory_that_the_device_does_not_take_back_is_kept_and_the_connection_ends() {
     for function in ["ibv_dereg_mr", "ibv_dealloc_mw"] {
         let (_alone, mut verbs) = mocked(options());

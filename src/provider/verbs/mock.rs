@@ -47,6 +47,8 @@ pub struct Device {
     taken: usize,
     /// What the completion queue has.
     pub completions: VecDeque<ibv_wc>,
+    /// What comes there when an event is asked for.
+    pub late: VecDeque<ibv_wc>,
     /// The completion queue cannot be read.
     pub broken: bool,
     /// The peer's private data, with every event of a connection.
@@ -171,7 +173,6 @@ pub fn completion(status: u32, opcode: u32, number: u64, len: u32, flags: u32, k
 }
 
 /// Something has happened to the latest identifier, as the number says; or, for a request to connect, to a new one.
-#[cfg(feature = "fuzz")]
 pub fn happens(what: u32, status: c_int) {
     let (id, (channel, fd)) = with(|device| (device.id, device.channels[0]));
     if fd == 0 {
@@ -753,6 +754,7 @@ unsafe extern "C" fn poll_cq(_: *mut ibv_cq, most: c_int, batch: *mut ibv_wc) ->
 }
 
 unsafe extern "C" fn req_notify_cq(_: *mut ibv_cq, _: c_int) -> c_int {
+    with(|device| device.completions.extend(device.late.drain(..)));
     0
 }
 

@@ -5,7 +5,7 @@ use std::net::IpAddr;
 use std::sync::{Mutex, MutexGuard};
 use std::time::{Duration, Instant};
 
-use rdma_sys::{ibv_wc_opcode, ibv_wc_status, ibv_wr_opcode};
+use rdma_sys::{ibv_wc_opcode, ibv_wc_status, ibv_wr_opcode, rdma_cm_event_type};
 
 use super::listener::Refusals;
 use super::locked::*;
@@ -156,7 +156,7 @@ fn who_looks_without_a_pause_leaves_events_alone_and_the_descriptor_tells_of_wha
     assert!(finds(&mut verbs));
     comes();
     assert!(!verbs.rest() && finds(&mut verbs) && verbs.poll().unwrap().is_none() && verbs.rest());
-    // The event of a spin's find may be late.
+    // The event of what a spin has found may be late.
     assert!(verbs.spin());
     comes();
     assert!(finds(&mut verbs) && verbs.rest() && !woken(&verbs));
@@ -168,6 +168,36 @@ fn who_looks_without_a_pause_leaves_events_alone_and_the_descriptor_tells_of_wha
     assert!(verbs.spin());
     mock::complete(ibv_wc_status::IBV_WC_RETRY_EXC_ERR, ibv_wc_opcode::IBV_WC_SEND, 0);
     assert!(verbs.poll().is_err() && !verbs.spin() && verbs.rest());
+}
+
+#[test]
+fn what_waits_for_room_goes_on_with_a_completion_that_comes_when_an_event_is_asked_for() {
+    let (_alone, mut verbs) = mocked(options());
+    assert!(verbs.poll().unwrap().is_none());
+    mock::with(|device| device.completes = false);
+    let send = |verbs: &mut Verbs| {
+        let gather = smallvec![Region::copy_from(b"a call").unwrap()];
+        verbs.post(WorkRequest::Send { gather, invalidate: None });
+        verbs.flush().expect("posted")
+    };
+    while send(&mut verbs) {}
+    let posted = || mock::with(|device| device.posted.len());
+    let before = posted();
+    mock::with(|device| device.completes = true);
+    let (number, _) = mock::with(|device| *device.posted.last().expect("a request"));
+    mock::complete(ibv_wc_status::IBV_WC_SUCCESS, ibv_wc_opcode::IBV_WC_SEND, number);
+    mock::with(|device| device.late = std::mem::take(&mut device.completions));
+    mock::announce();
+    assert!(verbs.poll().unwrap().is_none());
+    assert!(posted() > before && verbs.flush().unwrap(), "nothing else tells that there is room");
+}
+
+#[test]
+fn the_end_is_told_when_nothing_else_has_come() {
+    let (_alone, mut verbs) = mocked(options());
+    assert!(verbs.poll().unwrap().is_none());
+    mock::happens(rdma_cm_event_type::RDMA_CM_EVENT_DISCONNECTED, 0);
+    assert_eq!(verbs.poll().err().map(|error| error.kind()), Some(Kind::ConnectionLost));
 }
 
 #[test]

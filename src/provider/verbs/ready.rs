@@ -700,6 +700,10 @@ impl Ready {
             if let Some(error) = self.ending.take() {
                 return Err(error);
             }
+            // What was found may have made room, and nothing else tells of that.
+            if !(self.pending.is_empty() && self.binds.is_empty()) {
+                self.start()?;
+            }
             if self.spins {
                 return Ok(None);
             }

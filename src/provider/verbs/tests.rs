@@ -171,25 +171,30 @@ fn who_looks_without_a_pause_leaves_events_alone_and_the_descriptor_tells_of_wha
 }
 
 #[test]
-fn what_waits_for_room_goes_on_with_a_completion_that_comes_when_an_event_is_asked_for() {
-    let (_alone, mut verbs) = mocked(options());
-    assert!(verbs.poll().unwrap().is_none());
-    mock::with(|device| device.completes = false);
-    let send = |verbs: &mut Verbs| {
-        let gather = smallvec![Region::copy_from(b"a call").unwrap()];
-        verbs.post(WorkRequest::Send { gather, invalidate: None });
-        verbs.flush().expect("posted")
-    };
-    while send(&mut verbs) {}
-    let posted = || mock::with(|device| device.posted.len());
-    let before = posted();
-    mock::with(|device| device.completes = true);
-    let (number, _) = mock::with(|device| *device.posted.last().expect("a request"));
-    mock::complete(ibv_wc_status::IBV_WC_SUCCESS, ibv_wc_opcode::IBV_WC_SEND, number);
-    mock::with(|device| device.late = std::mem::take(&mut device.completions));
-    mock::announce();
-    assert!(verbs.poll().unwrap().is_none());
-    assert!(posted() > before && verbs.flush().unwrap(), "nothing else tells that there is room");
+fn what_waits_for_room_goes_on_with_a_completion_before_an_event_is_asked_for_or_just_then() {
+    for (late, spins) in [(false, false), (true, false), (false, true)] {
+        let (_alone, mut verbs) = mocked(options());
+        assert!(verbs.poll().unwrap().is_none());
+        mock::with(|device| device.completes = false);
+        let send = |verbs: &mut Verbs| {
+            let gather = smallvec![Region::copy_from(b"a call").unwrap()];
+            verbs.post(WorkRequest::Send { gather, invalidate: None });
+            verbs.flush().expect("posted")
+        };
+        while send(&mut verbs) {}
+        let posted = || mock::with(|device| device.posted.len());
+        let before = posted();
+        mock::with(|device| device.completes = true);
+        let (number, _) = mock::with(|device| *device.posted.last().expect("a request"));
+        mock::complete(ibv_wc_status::IBV_WC_SUCCESS, ibv_wc_opcode::IBV_WC_SEND, number);
+        if late {
+            mock::with(|device| device.late = std::mem::take(&mut device.completions));
+        }
+        mock::announce();
+        assert_eq!(spins && verbs.spin(), spins);
+        assert!(verbs.poll().unwrap().is_none() && (!spins || verbs.rest()));
+        assert!(posted() > before && verbs.flush().unwrap(), "nothing else tells that there is room");
+    }
 }
 
 #[test]

@@ -274,8 +274,8 @@ pub trait QueuePair: Send {
         true
     }
 
-    /// Whether the fd tells of all that is left to do, so that one may wait for it; else `poll` is due at once. To be asked
-    /// before each wait.
+    /// Whether the fd tells of all that is left to do, so that one may wait for it; else `poll` is due at once, and until then
+    /// this stays false. To be asked before each wait.
     fn rest(&mut self) -> bool {
         true
     }

@@ -49,6 +49,8 @@ pub struct Device {
     pub completions: VecDeque<ibv_wc>,
     /// What comes there when an event is asked for.
     pub late: VecDeque<ibv_wc>,
+    /// An event was asked for.
+    pub armed: bool,
     /// The completion queue cannot be read.
     pub broken: bool,
     /// The peer's private data, with every event of a connection.
@@ -186,6 +188,12 @@ pub fn happens(what: u32, status: c_int) {
     with(|device| device.status = status);
     event(channel, what, id);
     ring(fd);
+}
+
+/// Whether a completion that has come makes an event, which [`announce`] is then to tell of.
+#[cfg(test)]
+pub fn makes_event() -> bool {
+    with(|device| std::mem::take(&mut device.armed))
 }
 
 /// Tells that there are completions.
@@ -754,7 +762,10 @@ unsafe extern "C" fn poll_cq(_: *mut ibv_cq, most: c_int, batch: *mut ibv_wc) ->
 }
 
 unsafe extern "C" fn req_notify_cq(_: *mut ibv_cq, _: c_int) -> c_int {
-    with(|device| device.completions.extend(device.late.drain(..)));
+    with(|device| {
+        device.completions.extend(device.late.drain(..));
+        device.armed = true;
+    });
     0
 }
 

@@ -465,6 +465,14 @@ impl Ready {
         self.queues.post(work)
     }
 
+    /// Posts what waits: what was found may have made room, and nothing else tells of that.
+    fn go_on(&mut self) -> Result<(), Error> {
+        if self.pending.is_empty() && self.binds.is_empty() {
+            return Ok(());
+        }
+        self.start()
+    }
+
     /// Starts what goes; whether all of it is gone.
     ///
     /// # Errors
@@ -700,10 +708,7 @@ impl Ready {
             if let Some(error) = self.ending.take() {
                 return Err(error);
             }
-            // What was found may have made room, and nothing else tells of that.
-            if !(self.pending.is_empty() && self.binds.is_empty()) {
-                self.start()?;
-            }
+            self.go_on()?;
             if self.spins {
                 return Ok(None);
             }
@@ -727,10 +732,10 @@ impl Ready {
     /// # Errors
     /// The device refuses.
     pub fn rest(&mut self) -> Result<bool, Error> {
-        if !std::mem::take(&mut self.spins) {
-            return Ok(true);
+        if std::mem::take(&mut self.spins) {
+            self.takes_event_of_found();
         }
-        self.takes_event_of_found();
+        self.go_on()?;
         Ok(self.queues.rest()? && self.ending.is_none())
     }
 

@@ -413,6 +413,10 @@ impl Server {
         let Phase::Open(link) = &mut self.phase else { return None };
         if link.device.unsent() > 0 && link.engine.closed().is_none() {
             link.pump_on();
+            // Another thread may spin, or this one have been interrupted in that.
+            if !link.device.rest() {
+                link.pump_on();
+            }
         }
         self.settle();
         let link = self.link()?;

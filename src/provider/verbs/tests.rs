@@ -343,6 +343,15 @@ fn the_end_is_told_when_nothing_else_has_come() {
     assert!(verbs.poll().unwrap().is_none());
     mock::happens(rdma_cm_event_type::RDMA_CM_EVENT_DISCONNECTED, 0);
     assert_eq!(verbs.poll().err().map(|error| error.kind()), Some(Kind::ConnectionLost));
+    // Of what fails on the way no descriptor tells.
+    let mut verbs = established(options());
+    assert!(verbs.poll().unwrap().is_none() && verbs.rest());
+    mock::with(|device| device.errno = libc::ENOMEM);
+    for _ in 0..5 {
+        let slab = verbs.slabs().and_then(|slabs| slabs.take()).expect("a slab");
+        verbs.post_recv(slab.into_sink(4096));
+    }
+    assert!(!verbs.rest() && verbs.poll().is_err() && verbs.rest());
 }
 
 /// RFC 8166 §4.5.4 has memory taken back before it is used again.

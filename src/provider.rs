@@ -280,6 +280,12 @@ pub trait QueuePair: Send {
         true
     }
 
+    /// It is polled without a pause no more, and nobody waits for the fd either: who does so later asks
+    /// [`QueuePair::rest`] first. Whether `poll` has nothing to do, as far as is known.
+    fn leave(&mut self) -> bool {
+        self.rest()
+    }
+
     /// As [`QueuePair::rest`], for a thread that sleeps on what this returns and on nothing else, with a limit of its own: that
     /// is cheaper than the fd, which tells nothing meanwhile. `None` where there is none, or it was of no use the last time.
     fn doze(&mut self) -> Option<Doze> {

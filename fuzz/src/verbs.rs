@@ -142,6 +142,7 @@ impl Bench {
                 8 => mock::with(|device| device.refuses = usize::MAX),
                 9 => drop(self.verbs.spin()),
                 10 => drop(self.verbs.rest()),
+                11 => drop(self.verbs.leave()),
                 _ => {}
             },
             13 => self.over(|verbs| verbs.flush().map(drop)),

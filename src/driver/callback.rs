@@ -112,6 +112,10 @@ impl Client {
         link.drain();
         let watched = state.link.device.fd();
         state.serving = Some(Serving { serve, set, watched, null, retry: None, delay: RETRY_FIRST });
+        // Nobody has waited for the descriptor, which may tell nothing of what comes now, or has come already.
+        if !state.session.is_driven() && !state.link.device.rest() {
+            state.pump();
+        }
         state.rearm();
         // Who sleeps in poll(2) does not know of the alarm yet; it need not: it reads the connection.
         Ok(fd)

@@ -330,6 +330,11 @@ impl<'a> Locked<'a> for &'a Client {
     fn taken(&self, state: &mut Waiting) {
         state.raise_alarm();
     }
+
+    /// Where calls back are served between two calls too, and where the program has the very socket.
+    fn is_watched(&self, state: &mut Waiting) -> bool {
+        state.serving.is_some() || state.link.device.traits().socket
+    }
 }
 
 impl<'a> Policy<'a> for &'a Client {
@@ -613,12 +618,14 @@ pub(super) mod tests {
     use std::sync::mpsc;
 
     use super::*;
+    use crate::config::Version;
     use crate::connection::Request;
     use crate::driver::Callee;
     use crate::driver::server::Server;
     use crate::driver::server::Shared;
     use crate::driver::server::locked;
-    use crate::provider::Doze;
+    use crate::provider::fault::{self, Fault};
+    use crate::provider::{Doze, Limits, iwarp};
     use crate::reserve::testing::NoLongBlocks;
     use crate::wait;
     use std::sync::OnceLock;
@@ -810,6 +817,59 @@ pub(super) mod tests {
         let xid = client.fresh_xid();
         let message = message(client, xid, 40).into();
         client.call(xid, message, 1024, Vec::new(), Instant::now() + time, None)
+    }
+
+    struct Nobody;
+
+    impl callback::Serve for Nobody {
+        fn serve(&self, _: Request, _: Mask<'_>) {}
+    }
+
+    /// What a spin finds makes no event where nobody waits for one: on an adapter it is an interrupt.
+    #[test]
+    fn who_has_found_its_reply_asks_for_an_event_only_if_calls_back_are_served_or_the_program_has_the_socket()
+    {
+        let config = Config { version: Version::One, poll: Duration::from_micros(50), ..Config::default() };
+        let config: &'static Config = Box::leak(Box::new(config));
+        let limits = Limits { read_depth: 16, max_segment: 1 << 20, remote_invalidation: true, receives: 32 };
+        let adapter = Traits { socket: false, one_event: true, ..iwarp::TRAITS };
+        let adapter: &'static Traits = Box::leak(Box::new(adapter));
+        for (traits, serves, watched) in
+            [(adapter, false, false), (adapter, true, true), (&iwarp::TRAITS, false, true)]
+        {
+            let (fault, control) = Fault::new(Box::new(fault::pair(limits).0.with_traits(traits)));
+            let link = Link::new(Role::Client, config, Versions::ONE, Box::new(fault), &memory(config));
+            let (socket, _other) = pair().unwrap();
+            let client = Client::with(socket.as_raw_fd(), None, Room::Same, config, link);
+            if serves {
+                client.start_serving(Arc::new(Nobody), 1, 1).unwrap();
+            }
+            let spin = |finds: bool, meanwhile: fn(&mut Session)| {
+                let found = |state: &mut Waiting| {
+                    meanwhile(&mut state.session);
+                    finds
+                };
+                let ends = || control.told()[1..].to_vec();
+                let before = ends();
+                // While others of this process wait, or have waited in vain, there may be none.
+                while ends() == before {
+                    let is_found = session::spin(&&*client, client.lock(), found, || false).1;
+                    assert!(is_found == finds || ends() == before);
+                }
+                (ends()[0] - before[0], ends()[1] - before[1])
+            };
+            assert_eq!(spin(true, |_| ()), if watched { (1, 0) } else { (0, 1) });
+            // Who has not found it sleeps; and so may another thread, by now.
+            assert_eq!(spin(false, |_| ()), (1, 0));
+            let rests = || control.told()[1];
+            // Who begins to serve has been told of nothing before.
+            if !serves {
+                let before = rests();
+                client.start_serving(Arc::new(Nobody), 1, 1).unwrap();
+                assert_eq!(rests() - before, 1);
+            }
+            assert_eq!(spin(true, |session| session.drive_as(usize::MAX)), (1, 0));
+        }
     }
 
     #[test]

@@ -338,6 +338,11 @@ pub(super) trait Locked<'a> {
     /// What another thread sleeps for was taken by this one.
     fn taken(&self, _: &mut Self::State) {}
 
+    /// Whether somebody may wait for the descriptor though no thread is in here.
+    fn is_watched(&self, _: &mut Self::State) -> bool {
+        true
+    }
+
     /// Whether a spin may offer its processor to others when it takes long. Not where threads beside it wait for what only it
     /// reads: they would get the processor, and nothing to do with it.
     fn may_offer(&self, state: &mut Self::State) -> bool {
@@ -628,9 +633,11 @@ pub(super) fn spin<'a, L: Locked<'a>>(
     let Some(mut patience) = Patience::new(&mut session.spin, link) else { return (state, false) };
     link.device.spin();
     let (mut state, mut is_found) = spin_for(locked, state, &mut patience, &mut found, others);
-    // Nobody looks any more: what comes from here on the descriptor tells, and what came in between nothing.
+    // Nobody looks any more: what comes from here on the descriptor tells, if somebody waits for it, and what came in
+    // between nothing.
+    let leaves = is_found && !state.parts().0.another_reads() && !locked.is_watched(&mut state);
     if let (_, Some(link)) = state.parts()
-        && !link.device.rest()
+        && !(if leaves { link.device.leave() } else { link.device.rest() })
         && !state.parts().0.another_reads()
     {
         state.pump();

@@ -498,6 +498,8 @@ struct State {
     /// Reads posted minus Reads completed.
     reads: usize,
     exposed: HashSet<Handle>,
+    /// How often it was told to spin, to rest and to leave.
+    told: [usize; 3],
     credits: Ledger,
 }
 
@@ -518,6 +520,7 @@ impl Fault {
             receives: 0,
             reads: 0,
             exposed: HashSet::new(),
+            told: [0; 3],
             credits: Ledger::new(),
         };
         let control = Control(Arc::new(Mutex::new(state)));
@@ -537,6 +540,11 @@ impl Control {
         let mut state = self.state();
         assert!(n >= state.trace.len(), "operation {n} is over");
         state.failure = Some((n, error));
+    }
+
+    /// How often the device was told to spin, to rest and to leave.
+    pub fn told(&self) -> [usize; 3] {
+        self.state().told
     }
 
     /// From now on the trace stays as it is, for long runs, and a reply ends no call but its own: for a layer above that
@@ -922,6 +930,7 @@ impl QueuePair for Fault {
     }
 
     fn spin(&mut self) -> bool {
+        self.control.state().told[0] += 1;
         self.inner.spin()
     }
 
@@ -930,7 +939,13 @@ impl QueuePair for Fault {
     }
 
     fn rest(&mut self) -> bool {
+        self.control.state().told[1] += 1;
         self.inner.rest()
+    }
+
+    fn leave(&mut self) -> bool {
+        self.control.state().told[2] += 1;
+        self.inner.leave()
     }
 
     fn doze(&mut self) -> Option<Doze> {

@@ -543,6 +543,10 @@ impl QueuePair for Verbs {
         self.ready().is_err() || self.with(Ready::rest).unwrap_or(false)
     }
 
+    fn leave(&mut self) -> bool {
+        self.ready().map(Ready::leave).is_ok()
+    }
+
     fn flush(&mut self) -> Result<bool, Error> {
         self.with(Ready::flush)
     }

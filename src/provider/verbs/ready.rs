@@ -120,8 +120,18 @@ pub struct Ready {
     pulled: u64,
     /// The peer has gone: what it sent before is still taken.
     ending: Option<Error>,
-    /// Somebody looks without a pause.
-    spins: bool,
+    looked_at: LookedAt,
+}
+
+/// When somebody looks whether there is something to do.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum LookedAt {
+    /// When the descriptor tells.
+    Told,
+    /// Without a pause, and events are left alone.
+    Always,
+    /// When it occurs to somebody, and events lie there that were left alone.
+    Sometime,
 }
 
 impl Ready {
@@ -178,7 +188,7 @@ impl Ready {
             moved: 0,
             pulled: 0,
             ending: None,
-            spins: false,
+            looked_at: LookedAt::Told,
         };
         match ready.equip() {
             Ok(()) => Ok(ready),
@@ -479,6 +489,10 @@ impl Ready {
     /// The device refuses.
     pub fn flush(&mut self) -> Result<bool, Error> {
         self.start()?;
+        // What the peer has taken is known, and goes on, though nobody may take up what has come beside it.
+        while (!self.pending.is_empty() || self.queues.held() > 0) && self.queues.collect()? {
+            self.go_on()?;
+        }
         Ok(self.pending.is_empty())
     }
 
@@ -709,11 +723,12 @@ impl Ready {
                 return Err(error);
             }
             self.go_on()?;
-            if self.spins {
+            if self.looked_at == LookedAt::Always {
                 return Ok(None);
             }
-            // Nearly always it is the only event.
-            if !self.takes_event_of_found() {
+            let told = std::mem::replace(&mut self.looked_at, LookedAt::Told) == LookedAt::Told;
+            // Nearly always it is the only event where one has told.
+            if !self.takes_event_of_found() || !told {
                 self.look_around()?;
             }
             if self.queues.rest()? && self.ending.is_none() {
@@ -722,9 +737,15 @@ impl Ready {
         }
     }
 
-    /// Until [`Ready::rest`] it is looked at without a pause, which takes no system call: events are left alone.
+    /// Until [`Ready::rest`] or [`Ready::leave`] it is looked at without a pause, which takes no system call: events are left
+    /// alone.
     pub fn spin(&mut self) {
-        self.spins = true;
+        self.looked_at = LookedAt::Always;
+    }
+
+    /// Nobody waits for the descriptor: no event is asked for.
+    pub fn leave(&mut self) {
+        self.looked_at = LookedAt::Sometime;
     }
 
     /// Whether the descriptor tells of all that is left to do.
@@ -732,7 +753,7 @@ impl Ready {
     /// # Errors
     /// The device refuses.
     pub fn rest(&mut self) -> Result<bool, Error> {
-        if std::mem::take(&mut self.spins) {
+        if std::mem::replace(&mut self.looked_at, LookedAt::Told) != LookedAt::Told {
             self.takes_event_of_found();
         }
         self.go_on()?;

@@ -163,6 +163,28 @@ fn who_looks_without_a_pause_leaves_events_alone_and_the_descriptor_tells_of_wha
     mock::announce();
     comes();
     assert!(woken(&verbs) && finds(&mut verbs) && verbs.poll().unwrap().is_none() && !woken(&verbs));
+    // Where nobody waits no event is asked for; the one that lies there is taken when somebody does.
+    let event = || mock::makes_event().then(mock::announce).is_some();
+    assert!(verbs.spin());
+    comes();
+    assert!(event() && finds(&mut verbs) && verbs.leave());
+    for _ in 0..3 {
+        assert!(verbs.spin());
+        comes();
+        assert!(!event() && finds(&mut verbs) && verbs.poll().unwrap().is_none() && verbs.leave());
+    }
+    assert!(woken(&verbs) && verbs.rest() && !woken(&verbs));
+    // What comes meanwhile is there when somebody looks, or wants to wait.
+    comes();
+    assert!(event() && verbs.spin() && finds(&mut verbs) && verbs.leave());
+    comes();
+    assert!(!event() && finds(&mut verbs) && verbs.poll().unwrap().is_none() && !woken(&verbs));
+    comes();
+    assert!(event() && verbs.spin() && finds(&mut verbs) && verbs.leave());
+    comes();
+    assert!(
+        !event() && !verbs.rest() && finds(&mut verbs) && verbs.poll().unwrap().is_none() && verbs.rest()
+    );
     // A spin that finds nothing, and one that finds the end.
     assert!(verbs.spin() && verbs.poll().unwrap().is_none() && verbs.rest() && !woken(&verbs));
     assert!(verbs.spin());
@@ -290,7 +312,7 @@ fn whatever_the_order_the_descriptor_tells_of_all_that_is_left_to_do() {
             random ^= random >> 7;
             random ^= random << 17;
             let rare = random & 0x10000 != 0;
-            let step = random % 9;
+            let step = random % 10;
             steps.push(step);
             // Whether one may wait.
             let rests = match step {
@@ -319,6 +341,11 @@ fn whatever_the_order_the_descriptor_tells_of_all_that_is_left_to_do() {
                     }
                     false
                 }
+                9 => {
+                    spins = false;
+                    device.verbs.leave();
+                    false
+                }
                 7 => {
                     device.sends(if rare { 300 } else { 1 });
                     false
@@ -343,6 +370,14 @@ fn the_end_is_told_when_nothing_else_has_come() {
     assert!(verbs.poll().unwrap().is_none());
     mock::happens(rdma_cm_event_type::RDMA_CM_EVENT_DISCONNECTED, 0);
     assert_eq!(verbs.poll().err().map(|error| error.kind()), Some(Kind::ConnectionLost));
+    // The event of a reply that a spin has found lies before it.
+    let mut verbs = established(options());
+    assert!(verbs.poll().unwrap().is_none() && verbs.spin());
+    mock::completion(ibv_wc_status::IBV_WC_SUCCESS, RECEIVED, 0, 28, 0, 0);
+    mock::announce();
+    assert!(verbs.poll().unwrap().is_some() && verbs.poll().unwrap().is_none() && verbs.leave());
+    mock::happens(rdma_cm_event_type::RDMA_CM_EVENT_DISCONNECTED, 0);
+    assert!(verbs.poll().is_err());
     // Of what fails on the way no descriptor tells.
     let mut verbs = established(options());
     assert!(verbs.poll().unwrap().is_none() && verbs.rest());
@@ -756,6 +791,41 @@ fn closing_does_not_wait_for_what_was_sent_long_ago() {
     let before = Instant::now();
     verbs.close();
     assert!(before.elapsed() < DRAIN / 2, "{:?}", before.elapsed());
+}
+
+/// A server that has no memory for what comes sends on, and knows that its peer is there.
+#[test]
+fn what_the_peer_takes_is_known_though_nobody_takes_what_comes() {
+    let (_alone, mut verbs) = mocked(options());
+    mock::with(|device| device.completes = false);
+    let post = |verbs: &mut Verbs| {
+        let slab = verbs.slabs().and_then(|slabs| slabs.take()).expect("a slab");
+        verbs.post_recv(slab.into_sink(4096));
+    };
+    (0..3).for_each(|_| post(&mut verbs));
+    assert!(verbs.poll().unwrap().is_none());
+    let short = Region::copy_from(b"a call").unwrap();
+    while mock::with(|device| device.queue.len() + 1 < device.depth) {
+        verbs.post(WorkRequest::Send { gather: smallvec![short.clone()], invalidate: None });
+        assert!(verbs.flush().expect("posted"));
+    }
+    let long = Region::copy_from(&[7; 100_000]).unwrap();
+    for offset in [0, 1 << 20] {
+        let to = Segment { handle: Handle(9), length: long.len() as u32, offset };
+        verbs.post(WorkRequest::Write { gather: smallvec![long.clone()], to });
+    }
+    assert!(!verbs.flush().expect("one is posted") && verbs.unsent() == 2 * long.len());
+    let taken = verbs.taken();
+    let written =
+        |number| mock::complete(ibv_wc_status::IBV_WC_SUCCESS, ibv_wc_opcode::IBV_WC_RDMA_WRITE, number);
+    let last = || mock::with(|device| device.queue.back().map_or(0, |work| work.number));
+    mock::completion(ibv_wc_status::IBV_WC_SUCCESS, RECEIVED, 0, 28, 0, 0);
+    written(last());
+    assert!(verbs.flush().expect("the other one is too"));
+    assert!(verbs.unsent() == long.len() && verbs.taken() >= taken + long.len() as u64);
+    written(last());
+    assert!(verbs.flush().unwrap() && verbs.unsent() == 0 && !verbs.rest());
+    assert!(matches!(verbs.poll(), Ok(Some(Completion::Received { len: 28, .. }))));
 }
 
 #[test]

@@ -335,6 +335,10 @@ impl Waiting {
         (serving.retry, serving.delay) = (None, RETRY_FIRST);
         let null = serving.null;
         self.greet(null);
+        // Nobody has waited for the new one's descriptor, and perhaps nobody does now but the program's loop.
+        if !self.link.device.rest() {
+            self.pump();
+        }
         self.rearm();
     }
 

@@ -868,6 +868,10 @@ pub(super) mod tests {
                 client.start_serving(Arc::new(Nobody), 1, 1).unwrap();
                 assert_eq!(rests() - before, 1);
             }
+            if !traits.socket {
+                client.stop_serving();
+                assert_eq!(spin(true, |_| ()), (0, 1));
+            }
             assert_eq!(spin(true, |session| session.drive_as(usize::MAX)), (1, 0));
         }
     }

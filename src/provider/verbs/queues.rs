@@ -1006,7 +1006,12 @@ impl Queues {
     /// The device refuses, or the completion queue is broken.
     pub fn rest(&mut self) -> Result<bool, Error> {
         let came = self.arm()? && self.collect()?;
-        Ok(!came && self.done.is_empty() && self.failed.is_none())
+        Ok(!came && self.has_nothing())
+    }
+
+    /// Whether [`Queues::poll`] has nothing of what was taken from the device.
+    pub fn has_nothing(&self) -> bool {
+        self.done.is_empty() && self.failed.is_none()
     }
 
     /// Asks for an event with the next completion. True if it had not been asked for: what came before makes none.

@@ -743,9 +743,10 @@ impl Ready {
         self.looked_at = LookedAt::Always;
     }
 
-    /// Nobody waits for the descriptor: no event is asked for.
-    pub fn leave(&mut self) {
+    /// Nobody waits for the descriptor: no event is asked for. Whether there is nothing to do, as far as is known.
+    pub fn leave(&mut self) -> bool {
         self.looked_at = LookedAt::Sometime;
+        self.queues.has_nothing() && self.ending.is_none()
     }
 
     /// Whether the descriptor tells of all that is left to do.

@@ -260,6 +260,16 @@ impl Honest {
             let gather = smallvec![Region::copy_from(b"a call").unwrap()];
             self.verbs.post(WorkRequest::Send { gather, invalidate: None });
         }
+        self.verbs.flush().expect("it works");
+    }
+
+    fn writes(&mut self, count: usize) {
+        let long = Region::copy_from(&[7; 100_000]).unwrap();
+        for _ in 0..count {
+            let to = Segment { handle: Handle(9), length: long.len() as u32, offset: 0 };
+            self.verbs.post(WorkRequest::Write { gather: smallvec![long.clone()], to });
+        }
+        self.verbs.flush().expect("it works");
     }
 
     /// The first signalled Send under way completes, or all that are.
@@ -306,56 +316,47 @@ fn whatever_the_order_the_descriptor_tells_of_all_that_is_left_to_do() {
         let mut device = Honest { verbs, received: 0, told: 0, event: false };
         (0..6).for_each(|_| device.post());
         assert!(!device.poll());
-        let (mut steps, mut spins) = (Vec::new(), false);
+        let (mut steps, mut spins, mut waits) = (Vec::new(), false, false);
         for _ in 0..60 {
             random ^= random << 13;
             random ^= random >> 7;
             random ^= random << 17;
             let rare = random & 0x10000 != 0;
-            let step = random % 10;
+            let step = random % 12;
             steps.push(step);
-            // Whether one may wait.
-            let rests = match step {
+            // Somebody waits for the descriptor from when he may until something wakes him; others send meanwhile.
+            match step {
                 0 => {
                     spins = device.verbs.spin();
-                    false
+                    waits = false;
                 }
                 1 | 2 => {
                     let mut found = device.poll();
                     while rare && found {
                         found = device.poll();
                     }
-                    !found && !spins
+                    waits = !found && !spins;
                 }
                 3 | 4 => {
                     spins = false;
-                    device.verbs.rest()
+                    waits = device.verbs.rest();
                 }
-                5 => {
-                    device.receives();
-                    false
-                }
+                5 => device.receives(),
                 6 => {
                     if std::mem::take(&mut device.event) {
                         mock::announce();
                     }
-                    false
                 }
+                7 => device.sends(if rare { 300 } else { 1 }),
+                8 => device.writes(if rare { 40 } else { 1 }),
                 9 => {
-                    spins = false;
+                    (spins, waits) = (false, false);
                     device.verbs.leave();
-                    false
                 }
-                7 => {
-                    device.sends(if rare { 300 } else { 1 });
-                    false
-                }
-                _ => {
-                    device.sent(rare);
-                    false
-                }
-            };
-            if rests {
+                10 => drop(device.verbs.flush().expect("it works")),
+                _ => device.sent(rare),
+            }
+            if waits {
                 assert_eq!(device.hides(), None, "after {steps:?}");
             }
         }

@@ -5,6 +5,9 @@
  * RPCRDMA_POLL=0, so that the loop looks at all connections before it serves one. It never fails without reason; but where
  * clients are kept from their processors for a millisecond, the last one is asked for in any case.
  *
+ * With "shared": the requests of several threads that share a CLIENT, put off together and answered in any order; and a server
+ * that takes the transport out of its loop meanwhile.
+ *
  * Linked with the library, with RPCRDMA_BY_REFERENCE=yes: a reply that is lent has the connection looked at. */
 #define _GNU_SOURCE
 #include <err.h>
@@ -21,7 +24,7 @@
 enum { PROG = 0x20004C53 };
 /* Procedures. Those behind the first have that one answered: in their own routine, by a thread that it waits for, or by one
  * that begins when the loop sleeps. */
-enum { PUT_OFF = 1, IN_ROUTINE, BY_THREAD, BESIDE_LOOP, GATE, TAKE };
+enum { PUT_OFF = 1, IN_ROUTINE, BY_THREAD, BESIDE_LOOP, GATE, TAKE, KEEP, PARK, BACK };
 enum { SHORT = 100000, LONG = 200 << 20 };
 
 #define REQUIRE(what) ((what) ? (void)0 : errx(1, "line %d: %s", __LINE__, #what))
@@ -114,6 +117,48 @@ static void take(SVCXPRT *xprt)
     REQUIRE(svc_freeargs(xprt, (xdrproc_t)xdr_data, (char *)&data));
 }
 
+enum { CALLERS = 3 };
+static struct {
+    SVCXPRT *xprt;
+    u_int number;
+} kept[CALLERS], parked;
+static int keeps;
+
+static u_int number_of(SVCXPRT *xprt)
+{
+    u_int number;
+    REQUIRE(svc_getargs(xprt, (xdrproc_t)xdr_u_int, (char *)&number));
+    return number;
+}
+
+/* Puts it off until the others are here. The last one is answered first, in its routine. */
+static void keep(SVCXPRT *xprt)
+{
+    kept[keeps].number = number_of(xprt);
+    kept[keeps++].xprt = xprt;
+    if (keeps < CALLERS)
+        return;
+    for (; keeps > 0; keeps--)
+        REQUIRE(svc_sendreply(kept[keeps - 1].xprt, (xdrproc_t)xdr_u_int, (char *)&kept[keeps - 1].number));
+}
+
+static void park(SVCXPRT *xprt)
+{
+    REQUIRE(parked.xprt == NULL);
+    parked.number = number_of(xprt);
+    parked.xprt = xprt;
+    xprt_unregister(xprt);
+    REQUIRE(sem_post(&is_put_off) == 0);
+}
+
+static void take_back(void)
+{
+    SVCXPRT *xprt = parked.xprt;
+    REQUIRE(svc_sendreply(xprt, (xdrproc_t)xdr_u_int, (char *)&parked.number));
+    parked.xprt = NULL;
+    xprt_register(xprt);
+}
+
 static void serve(struct svc_req *request, SVCXPRT *xprt)
 {
     pthread_t thread;
@@ -122,6 +167,15 @@ static void serve(struct svc_req *request, SVCXPRT *xprt)
         waiting = xprt;
         REQUIRE(sem_post(&is_put_off) == 0);
         return;
+    case KEEP:
+        keep(xprt);
+        return;
+    case PARK:
+        park(xprt);
+        return;
+    case BACK:
+        take_back();
+        break;
     case IN_ROUTINE:
         answers(NULL);
         break;
@@ -220,6 +274,43 @@ static void pulled(void)
     printf("ok    a routine that has decoded a long call keeps no other one waiting\n");
 }
 
+struct caller {
+    u_int procedure, number;
+};
+
+static void *gets_its_own(void *own)
+{
+    struct caller *caller = own;
+    u_int number = 0;
+    enum clnt_stat status = clnt_call(first, caller->procedure, (xdrproc_t)xdr_u_int, (char *)&caller->number,
+                                      (xdrproc_t)xdr_u_int, (char *)&number, patient);
+    REQUIRE(status == RPC_SUCCESS && number == caller->number);
+    return NULL;
+}
+
+static void shared(void)
+{
+    pthread_t threads[CALLERS];
+    struct caller callers[CALLERS];
+    /* The first reply tells the credits. */
+    REQUIRE(ask(first, NULLPROC) == RPC_SUCCESS);
+    for (u_int round = 0; round < 200; round++) {
+        u_int procedure = round % 2 ? PARK : KEEP;
+        for (u_int i = 0; i < CALLERS; i++) {
+            callers[i] = (struct caller){procedure, CALLERS * round + i};
+            REQUIRE(pthread_create(&threads[i], NULL, gets_its_own, &callers[i]) == 0);
+        }
+        for (u_int i = 0; i < CALLERS && procedure == PARK; i++) {
+            REQUIRE(sem_wait(&is_put_off) == 0);
+            REQUIRE(ask(second, NULLPROC) == RPC_SUCCESS && ask(second, BACK) == RPC_SUCCESS);
+        }
+        for (u_int i = 0; i < CALLERS; i++)
+            REQUIRE(pthread_join(threads[i], NULL) == 0);
+    }
+    printf("ok    requests of threads that share a CLIENT are put off together, and each gets its own reply\n");
+    printf("ok    what was taken out of the loop has no request before it is back\n");
+}
+
 int main(int argc, char **argv)
 {
     u_int lengths[] = {SHORT, SHORT, LONG};
@@ -235,6 +326,13 @@ int main(int argc, char **argv)
     first = connected(), second = connected();
     if (argc > 1 && strcmp(argv[1], "pulled") == 0) {
         pulled();
+        return 0;
+    }
+    if (argc > 1 && strcmp(argv[1], "shared") == 0) {
+        shared();
+        clnt_destroy(first), clnt_destroy(second);
+        svc_exit();
+        REQUIRE(pthread_join(loop, NULL) == 0);
         return 0;
     }
     for (u_int procedure = IN_ROUTINE; procedure <= BESIDE_LOOP; procedure++) {

@@ -396,7 +396,7 @@ impl Callbacks {
     }
 
     fn dispatch(&self, transport: &Arc<Transport>, request: Request) {
-        if !transport.dispatch(request, |program, version| self.find(program, version)) {
+        if !transport.dispatch(request, |program, version| self.find(program, version), None) {
             log_info!("a call back is not an RPC call: dropped");
         }
     }

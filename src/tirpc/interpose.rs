@@ -49,7 +49,7 @@ use crate::tirpc::{
     creation_explanation, creation_failed, creation_record, creation_recorded, creation_started, dispatch_t,
     is_libtirpcs, library, netbuf, netconfig, real, registered_t, server, t_bind,
 };
-use crate::tirpc::{adapters, beside, programs, run, sniff, threads};
+use crate::tirpc::{adapters, beside, programs, run, sniff, threads, transport};
 use crate::xdr::XdrProc;
 use crate::{log_debug, log_error, log_info, log_warn, socket};
 
@@ -408,8 +408,12 @@ pub unsafe extern "C" fn svc_tli_create(
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn xprt_register(xprt: *mut SVCXPRT) {
     guard_passing(|| {
+        // SAFETY: NULL or a live transport, by the contract.
+        let xprt = unsafe { transport::to_register(xprt) };
         // SAFETY: the caller's own argument.
         unsafe { super::xprt_register(xprt) }?;
+        // SAFETY: as above.
+        unsafe { transport::registered_again(xprt) };
         if let Some(_inside) = Inside::enter()
             // SAFETY: a live transport, by the contract.
             && let Some(rdma_only) = unsafe { moved(xprt) }
@@ -442,6 +446,8 @@ pub unsafe extern "C" fn xprt_register(xprt: *mut SVCXPRT) {
 pub unsafe extern "C" fn xprt_unregister(xprt: *mut SVCXPRT) {
     guard_passing(|| {
         // SAFETY: NULL or a live transport, by the contract.
+        let xprt = unsafe { transport::to_register(xprt) };
+        // SAFETY: as above.
         if let Some(listener) = unsafe { ffi::reference(xprt) }.map(|made| made.xp_fd)
             && let Some(_inside) = Inside::enter()
         {

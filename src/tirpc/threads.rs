@@ -407,7 +407,7 @@ impl Program {
             Job::Request(connection, request) => {
                 let _done = Done(&connection);
                 let part = connection.lend();
-                if !part.dispatch(request, find) {
+                if !part.dispatch(request, find, None) {
                     connection.breaks();
                 }
                 connection.take_back(part);
@@ -416,7 +416,7 @@ impl Program {
                 let began = Instant::now();
                 while let Some(request) = connection.next_in_order() {
                     let _done = Done(&connection);
-                    if !connection.dispatch(request, find) {
+                    if !connection.dispatch(request, find, None) {
                         connection.breaks();
                     }
                     if began.elapsed() >= FEW_SHORT || self.is_child() {

@@ -11,8 +11,11 @@
 //! - A request is on the stack `open` from the `xp_recv` that returned TRUE to the `xp_stat` after its dispatch. The stack
 //!   is deeper than one only if the program runs the loop again meanwhile: in a dispatch routine, or in an xdrproc, by a
 //!   call back.
-//! - The latest request that was not answered by then may be answered until the next `xp_recv` that returns TRUE, as
-//!   over libtirpc's own tcp, which keeps its XID for so long. Its arguments are gone, there as here.
+//! - A request that was not answered by then may be answered later, as over libtirpc's own tcp, which keeps its XID until
+//!   the next one comes. Its arguments are gone, there as here. Over tcp a client of libtirpc's sends nothing before it has
+//!   its reply; here it may, for another of its threads. So the SVCXPRT belongs to that request until it is answered, and
+//!   those that come meanwhile get one of their own each ([`Transport::lend`]), but for those with RPCSEC_GSS, whose
+//!   contexts libtirpc keeps at the SVCXPRT of the connection.
 //! - No lock and no exclusive borrow of a `Transport` lives while a function of the program runs: it may come back by
 //!   any entry of the SVCXPRT.
 //! - libtirpc, each entry under way and each open request own a share of the transport: `svc_destroy` gives up
@@ -33,7 +36,7 @@ use std::sync::{Arc, TryLockError, Weak};
 use crate::sync::{Mutex, MutexGuard, is_poisoned};
 use std::time::{Duration, Instant};
 
-use crate::binding::Binding;
+use crate::binding::{Binding, Head};
 use crate::config;
 use crate::connection::{Request, RequestId};
 use crate::driver::start;
@@ -49,7 +52,7 @@ use crate::tirpc::client::CREDITS_MAX;
 use crate::tirpc::jobs::Place;
 use crate::tirpc::lending::lending;
 use crate::tirpc::netid::Netid;
-use crate::tirpc::programs::Found;
+use crate::tirpc::programs::{self, Dispatch, Found};
 use crate::tirpc::progress::{self, Errand, Watched};
 use crate::tirpc::{
     PLAIN_REPLY, SVCAUTH, SVCXPRT, SVCXPRT_EXT, accepted_reply, ar_results, auth_stat, bool_t, idle, library,
@@ -273,6 +276,7 @@ impl Transport {
     /// Its routine has returned.
     pub fn take_back(&self, part: Arc<Transport>) {
         let unanswered = |part: &Transport| part.state().deferred.as_ref().map(|request| request.id);
+        let own = unanswered(self);
         let mut parts = self.parts();
         let Parts { idle, late, .. } = &mut *parts;
         if unanswered(&part).is_none() {
@@ -281,12 +285,30 @@ impl Transport {
         late.push(part);
         // One that was answered since, or else the oldest, as the connection has it.
         if late.len() > LATE
-            && let Some((at, _)) = late.iter().enumerate().min_by_key(|(_, part)| unanswered(part))
+            && let Some((at, oldest)) =
+                late.iter().map(|part| unanswered(part)).enumerate().min_by_key(|(_, id)| *id)
         {
             let part = late.swap_remove(at);
             part.state().deferred = None;
             idle.push(part);
+            drop(parts);
+            if own.is_some_and(|own| Some(own) < oldest) {
+                self.state().deferred.take_if(|request| Some(request.id) == own);
+            }
         }
+    }
+
+    /// Whether a request is to have an SVCXPRT of its own, since that of the connection belongs to one that may be answered
+    /// yet.
+    fn is_taken(&self, request: &Request) -> bool {
+        if self.state().deferred.is_none() {
+            return false;
+        }
+        let names = request.message.first().and_then(|piece| Head::names(&piece[..]));
+        // Who is registered in a way that is not known here is libtirpc's to find.
+        names.is_some_and(|[program, version, _, flavor]| {
+            flavor != auth_stat::RPCSEC_GSS as u32 && programs::find(program, version).is_ok()
+        })
     }
 
     /// Takes the locks of the connection, unless one of them is this thread's: a signal handler may have interrupted it there.
@@ -547,11 +569,11 @@ impl Transport {
         }
     }
 
-    /// Ends the request on top of the stack.
-    pub fn close_request(&self) {
+    /// Ends the request on top of the stack. `returned`: so has its routine, and libtirpc's verifier is there yet.
+    fn end_request(&self, returned: bool) {
         let mut state = self.state();
         if let Some(request) = state.open.pop() {
-            self.close(request, state, true);
+            self.close(request, state, returned);
         }
     }
 
@@ -764,6 +786,37 @@ fn others_wait(except: [RawFd; 2]) -> bool {
     wait::poll(&mut others[..count], Some(Duration::ZERO), None).is_ok_and(|n| n > 0)
 }
 
+/// Whether libtirpc's loop polls a descriptor. Called in the loop's thread.
+fn is_polled(fd: RawFd) -> bool {
+    match library() {
+        // SAFETY: libtirpc's own variable, read as its users read it; the descriptor has a bit there.
+        Ok(library) if fd < libc::FD_SETSIZE as RawFd => unsafe { libc::FD_ISSET(fd, library.svc_fdset) },
+        // SAFETY: the calling thread is the loop's.
+        _ => unsafe { polled() }.any(|it| it == fd),
+    }
+}
+
+/// What xprt_register(3) and xprt_unregister(3) are to do with an SVCXPRT: that of a request stands for that of its connection.
+///
+/// # Safety
+/// `xprt` is NULL or a live transport of any kind.
+pub unsafe fn to_register(xprt: *mut SVCXPRT) -> *mut SVCXPRT {
+    // SAFETY: by the contract.
+    let whole = unsafe { transport(xprt) }.ok().and_then(|own| own.whole.as_ref()?.upgrade());
+    whole.map_or(xprt, |whole| whole.xprt())
+}
+
+/// The program has put it back into its loop: its descriptor does not tell of what was read already.
+///
+/// # Safety
+/// As [`to_register`].
+pub unsafe fn registered_again(xprt: *mut SVCXPRT) {
+    // SAFETY: by the contract.
+    if let Ok(own) = unsafe { transport(xprt) } {
+        own.tell_loop();
+    }
+}
+
 /// The transport behind an SVCXPRT, which lives on until the entry that asks for it returns.
 ///
 /// # Safety
@@ -787,9 +840,10 @@ pub unsafe fn transport(xprt: *mut SVCXPRT) -> Result<Arc<Transport>, Error> {
 }
 
 unsafe extern "C-unwind" fn recv(xprt: *mut SVCXPRT, message: *mut rpc_msg) -> bool_t {
-    guard(|| {
-        let place = 0u8;
-        let frame = (&raw const place).addr();
+    let place = 0u8;
+    let frame = (&raw const place).addr();
+    let mut beside = None;
+    let received = guard(|| {
         // SAFETY: libtirpc's loop and its transport.
         let own = unsafe { transport(xprt) }?;
         if threads::serve() {
@@ -809,13 +863,21 @@ unsafe extern "C-unwind" fn recv(xprt: *mut SVCXPRT, message: *mut rpc_msg) -> b
         let request = own.server().and_then(|mut server| {
             let put_off =
                 !service_loop::is_nested() && server.puts_off(|| others_wait([own.fd, progress::fd()]));
-            if put_off { None } else { server.receive() }
+            if put_off {
+                return None;
+            }
+            server.keep_deferred(LATE);
+            server.receive()
         });
         let Some(request) = request else {
             own.watch_progress();
             pull_on();
             return Ok(0);
         };
+        if own.is_taken(&request) {
+            beside = Some(Beside { part: own.lend(), own, request });
+            return Ok(0);
+        }
         let this: Weak<Transport> = own.this.clone();
         let dispatching = service_loop::PROGRAM.begin(frame, this);
         // SAFETY: the caller's message, with room for credential and verifier as libtirpc's loop provides it.
@@ -827,7 +889,52 @@ unsafe extern "C-unwind" fn recv(xprt: *mut SVCXPRT, message: *mut rpc_msg) -> b
         }
         own.empty.store(false, Relaxed);
         Ok(1)
-    })
+    });
+    if let Some(beside) = beside {
+        beside.serve(frame);
+    }
+    received
+}
+
+/// A dispatch routine that may throw.
+type Throwing = unsafe extern "C-unwind" fn(*mut svc_req, *mut SVCXPRT);
+
+/// A request that is served on an SVCXPRT of its own, in libtirpc's loop but not by it.
+struct Beside {
+    own: Arc<Transport>,
+    part: Arc<Transport>,
+    request: Request,
+}
+
+impl Beside {
+    /// Its routine may throw.
+    fn serve(self, frame: usize) {
+        struct Back(Arc<Transport>, Arc<Transport>);
+
+        impl Drop for Back {
+            fn drop(&mut self) {
+                let Back(own, part) = self;
+                guard(|| {
+                    own.take_back(part.clone());
+                    Ok(())
+                });
+            }
+        }
+
+        guard_in_steps(|| {
+            let Beside { own, part, request } = self;
+            let this: Weak<Transport> = part.this.clone();
+            let dispatching = step(|| Ok(service_loop::PROGRAM.begin(frame, this)))?;
+            let back = Back(own, part);
+            if !back.1.dispatch(request, programs::find, Some(dispatching)) {
+                step(|| {
+                    back.0.breaks();
+                    Ok(())
+                })?;
+            }
+            Ok(())
+        });
+    }
 }
 
 /// Gives what has come on a connection to threads.
@@ -862,8 +969,26 @@ fn hand_out(own: &Arc<Transport>) -> bool_t {
 
 impl Transport {
     /// Gives a request to the routine of its program, as libtirpc's `svc_getreq_common` does, and ends it. False if it is not an
-    /// RPC call; it is dropped then.
-    pub fn dispatch<R>(self: &Arc<Self>, request: Request, find: impl FnOnce(u32, u32) -> Found<R>) -> bool {
+    /// RPC call; it is dropped then. The routine may throw, if no guard of the caller's reaches over this.
+    pub fn dispatch<R>(
+        self: &Arc<Self>,
+        request: Request,
+        find: impl FnOnce(u32, u32) -> Found<R>,
+        dispatching: Option<service_loop::Dispatching>,
+    ) -> bool {
+        /// Ends it; `true` when the routine has returned.
+        struct Close<'a>(&'a Transport, bool);
+
+        impl Drop for Close<'_> {
+            fn drop(&mut self) {
+                let Close(own, returned) = *self;
+                guard(|| {
+                    own.end_request(returned);
+                    Ok(())
+                });
+            }
+        }
+
         // Where libtirpc's functions decode a credential, a verifier, and what a flavour makes of the credential.
         let mut area = [[0u64; auth_stat::MAX_AUTH_BYTES / 8]; 3];
         let [credential, verifier, cooked] = area.each_mut().map(|part| part.as_mut_ptr());
@@ -874,9 +999,10 @@ impl Transport {
         message.ru.rm_call.cb_verf = room(verifier);
         let Ok(library) = library() else { return false };
         // SAFETY: room for credential and verifier was made above.
-        if !unsafe { self.open(request, &mut message, None) } {
+        if !step(|| Ok(unsafe { self.open(request, &mut message, dispatching) })).unwrap_or(false) {
             return false;
         }
+        let mut close = Close(self, false);
         let xprt = self.xprt();
         // SAFETY: decoded as a call, so this member of the union is in force.
         let call = unsafe { message.ru.rm_call };
@@ -897,8 +1023,10 @@ impl Transport {
             // SAFETY: the transport is alive, with a request open.
             unsafe { (library.svcerr_auth)(xprt, why) };
         } else if answered == 0 {
-            match find(call.cb_prog, call.cb_vers) {
+            match step(|| Ok(find(call.cb_prog, call.cb_vers))).unwrap_or(Err(None)) {
                 Ok((routine, running)) => {
+                    // SAFETY: the same convention; the routine may throw.
+                    let routine = unsafe { std::mem::transmute::<Dispatch, Throwing>(routine) };
                     // SAFETY: the program's dispatch routine, with what it expects.
                     unsafe { routine(&mut request, xprt) };
                     drop(running);
@@ -909,7 +1037,7 @@ impl Transport {
                 Err(None) => unsafe { (library.svcerr_noprog)(xprt) },
             }
         }
-        self.close_request();
+        close.1 = true;
         true
     }
 
@@ -993,7 +1121,7 @@ unsafe extern "C" fn stat(xprt: *mut SVCXPRT) -> c_uint {
         // SAFETY: libtirpc's loop and its transport.
         let own = unsafe { transport(xprt) }?;
         if !own.empty.swap(false, Relaxed) {
-            own.close_request();
+            own.end_request(true);
         }
         pull_on();
         progress::cool_down();
@@ -1025,7 +1153,9 @@ unsafe extern "C" fn stat(xprt: *mut SVCXPRT) -> c_uint {
             own.server().is_some_and(|mut server| server.closed().is_some())
         } else {
             match driver::next(server, || others_wait([own.fd, -1]), run::is_alone_here().then_some(server)) {
-                Next::Request => return Ok(xprt_stat::XPRT_MOREREQS),
+                // What the program has taken out of its loop waits until it is back: `registered_again`.
+                Next::Request if is_polled(own.fd) => return Ok(xprt_stat::XPRT_MOREREQS),
+                Next::Request => false,
                 Next::Later => {
                     service_loop::PROGRAM.leave(own.fd);
                     own.watch_progress();

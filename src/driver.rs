@@ -69,6 +69,9 @@ pub use reverse::Reverse;
 pub use server::{Next, Server, Shared, Stage, next, peer as peer_of, send_rest};
 pub use start::{Room, START_TIMEOUT};
 
+/// Of a connection, so many latest requests may be answered after their routines have returned.
+pub const LATE: usize = 64;
+
 /// Requests of one connection that are served before the program's loop looks at the others again.
 const TURN: u32 = 64;
 

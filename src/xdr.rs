@@ -373,12 +373,12 @@ impl Drop for Decoder {
 // SAFETY: as for Encoder.
 unsafe impl Send for Decoder {}
 
-/// Runs `proc` over `object` to release what decoding allocated (`xdr_free`), on a stream without memory.
+/// Runs `proc` over `object` to release what decoding allocated (`xdr_free`), on a stream without memory. Returns what `proc` says.
 ///
 /// # Safety `proc` is NULL or a procedure for the type of `object`, and `object` is what it may free: decoded
 /// by it, or zeroed.
-pub unsafe fn free(proc: XdrProc, object: *mut c_void) {
-    let Some(proc) = proc else { return };
+pub unsafe fn free(proc: XdrProc, object: *mut c_void) -> c_int {
+    let Some(proc) = proc else { return 1 };
     let mut xdr = XDR {
         x_op: op::FREE,
         x_ops: &NOTHING,
@@ -388,7 +388,7 @@ pub unsafe fn free(proc: XdrProc, object: *mut c_void) {
         x_handy: 0,
     };
     // SAFETY: the caller's contract; `xdr` lives across the call, and its operations refuse to do anything.
-    unsafe { proc(&raw mut xdr, object) };
+    unsafe { proc(&raw mut xdr, object) }
 }
 
 /// A C handle and what its operations work on. `x_private` points to `state`, and to nothing else.

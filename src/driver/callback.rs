@@ -27,7 +27,7 @@ use super::backlog::Wait;
 use super::calls::Waiter;
 use super::client::{Client, Waiting};
 use super::session::{self, State};
-use super::{Callee, Caller, Mask, TURN, TURN_TIME};
+use super::{Callee, Caller, LATE, Mask, TURN, TURN_TIME};
 
 use crate::wait::WakeSet;
 
@@ -107,6 +107,7 @@ impl Client {
         }
         serve.watch(fd)?;
         state.link.serves = true;
+        state.link.engine.keep_deferred(LATE);
         let Waiting { link, wishes, .. } = &mut *state;
         wishes.reverse_credits = link.grant(wishes.reverse_credits);
         link.drain();
@@ -331,6 +332,7 @@ impl Waiting {
     pub(super) fn resume_serving(&mut self) {
         let Waiting { link, serving: Some(serving), wishes, .. } = self else { return };
         link.serves = true;
+        link.engine.keep_deferred(LATE);
         link.grant(wishes.reverse_credits);
         (serving.retry, serving.delay) = (None, RETRY_FIRST);
         let null = serving.null;

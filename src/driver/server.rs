@@ -27,7 +27,7 @@ use super::service_loop::{self, ServiceLoop};
 use super::session::{self, Locked, Session, State};
 use super::spin::Waiting;
 use super::start::{self, START_TIMEOUT, versions};
-use super::{Callee, TURN, TURN_TIME, busy, memory};
+use super::{Callee, LATE, TURN, TURN_TIME, busy, memory};
 use crate::wait::{self, PollFd};
 use std::sync::{Arc, TryLockError, Weak};
 
@@ -242,10 +242,10 @@ impl Server {
         Some(request)
     }
 
-    /// So many requests that were put off can be answered, whatever comes meanwhile.
-    pub fn keep_deferred(&mut self, late: usize) {
+    /// [`LATE`] requests that were put off can be answered, whatever comes meanwhile.
+    pub fn keep_deferred(&mut self) {
         if let Some(link) = self.link() {
-            link.engine.keep_deferred(late);
+            link.engine.keep_deferred(LATE);
         }
     }
 

@@ -396,8 +396,13 @@ impl Callbacks {
     }
 
     fn dispatch(&self, transport: &Arc<Transport>, request: Request) {
-        if !transport.dispatch(request, |program, version| self.find(program, version), None) {
+        let part = transport.lend_beside(&request, |_, _| true);
+        let own = part.as_ref().unwrap_or(transport);
+        if !own.dispatch(request, |program, version| self.find(program, version), None) {
             log_info!("a call back is not an RPC call: dropped");
+        }
+        if let Some(part) = part {
+            transport.take_back(part);
         }
     }
 

@@ -853,8 +853,7 @@ unsafe extern "C-unwind" fn freeres(client: *mut CLIENT, decode: XdrProc, result
         // SAFETY: the program's handle.
         step(|| unsafe { handle(client) })?;
         // SAFETY: procedure and object are the program's and fit each other.
-        unsafe { xdr::free(decode, results) };
-        Ok(1)
+        Ok(unsafe { xdr::free(decode, results) })
     })
 }
 

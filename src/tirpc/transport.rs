@@ -135,9 +135,6 @@ fn lock_until<T>(lock: &Mutex<T>, until: Instant) -> Option<MutexGuard<'_, T>> {
     }
 }
 
-/// Of a connection, so many latest requests may be answered after their routines have returned.
-const LATE: usize = 64;
-
 #[derive(Default)]
 struct State {
     /// Requests handed up and not yet past their `xp_stat`.
@@ -261,11 +258,12 @@ impl Transport {
         let remote = unsafe { copied(&own.xp_rtaddr) };
         let address = (own.xp_raddr, own.xp_addrlen);
         let (responder, server) = (self.responder.clone(), self.server.clone());
+        let ops = if server.is_some() { &OPS } else { &CALLBACK };
         Transport::with(
             Some(self.this.clone()),
             responder,
             server,
-            (self.fd, &OPS),
+            (self.fd, ops),
             netid,
             local,
             remote,
@@ -284,7 +282,7 @@ impl Transport {
         }
         late.push(part);
         // One that was answered since, or else the oldest, as the connection has it.
-        if late.len() > LATE
+        if late.len() > driver::LATE
             && let Some((at, oldest)) =
                 late.iter().map(|part| unanswered(part)).enumerate().min_by_key(|(_, id)| *id)
         {
@@ -298,17 +296,17 @@ impl Transport {
         }
     }
 
-    /// Whether a request is to have an SVCXPRT of its own, since that of the connection belongs to one that may be answered
-    /// yet.
-    fn is_taken(&self, request: &Request) -> bool {
-        if self.state().deferred.is_none() {
-            return false;
-        }
-        let names = request.message.first().and_then(|piece| Head::names(&piece[..]));
-        // Who is registered in a way that is not known here is libtirpc's to find.
-        names.is_some_and(|[program, version, _, flavor]| {
-            flavor != auth_stat::RPCSEC_GSS as u32 && programs::find(program, version).is_ok()
-        })
+    /// An SVCXPRT of its own for a request, if that of the connection belongs to one that may be answered yet, to be
+    /// [taken back](Transport::take_back). `knows`: whether there is a routine for a program and its version.
+    pub fn lend_beside(
+        &self,
+        request: &Request,
+        knows: impl FnOnce(u32, u32) -> bool,
+    ) -> Option<Arc<Transport>> {
+        self.state().deferred.as_ref()?;
+        let [program, version, _, flavor] =
+            request.message.first().and_then(|piece| Head::names(&piece[..]))?;
+        (flavor != auth_stat::RPCSEC_GSS as u32 && knows(program, version)).then(|| self.lend())
     }
 
     /// Takes the locks of the connection, unless one of them is this thread's: a signal handler may have interrupted it there.
@@ -866,7 +864,7 @@ unsafe extern "C-unwind" fn recv(xprt: *mut SVCXPRT, message: *mut rpc_msg) -> b
             if put_off {
                 return None;
             }
-            server.keep_deferred(LATE);
+            server.keep_deferred();
             server.receive()
         });
         let Some(request) = request else {
@@ -874,8 +872,11 @@ unsafe extern "C-unwind" fn recv(xprt: *mut SVCXPRT, message: *mut rpc_msg) -> b
             pull_on();
             return Ok(0);
         };
-        if own.is_taken(&request) {
-            beside = Some(Beside { part: own.lend(), own, request });
+        // Who is registered in a way that is not known here is libtirpc's to find.
+        if let Some(part) =
+            own.lend_beside(&request, |program, version| programs::find(program, version).is_ok())
+        {
+            beside = Some(Beside { own, part, request });
             return Ok(0);
         }
         let this: Weak<Transport> = own.this.clone();
@@ -951,7 +952,7 @@ fn hand_out(own: &Arc<Transport>) -> bool_t {
     }
     for _ in 0..MOST {
         let Some(mut server) = own.server() else { return 0 };
-        server.keep_deferred(LATE);
+        server.keep_deferred();
         let Some(request) = server.receive() else {
             if server.rests() {
                 return 0;
@@ -1189,7 +1190,8 @@ unsafe extern "C-unwind" fn getargs(xprt: *mut SVCXPRT, decode: XdrProc, args: *
             if pulled {
                 pull_next();
             }
-            Ok(decoded)
+            // As over tcp, whatever the procedure takes for TRUE.
+            Ok((decoded != 0).into())
         })
     })
 }
@@ -1429,8 +1431,7 @@ unsafe extern "C-unwind" fn freeargs(xprt: *mut SVCXPRT, decode: XdrProc, args: 
         // SAFETY: libtirpc's loop and its transport.
         step(|| unsafe { transport(xprt) }.map(drop))?;
         // SAFETY: the program's procedure and the object that it decoded.
-        unsafe { xdr::free(decode, args) };
-        Ok(1)
+        Ok(unsafe { xdr::free(decode, args) })
     })
 }
 

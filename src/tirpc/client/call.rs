@@ -171,6 +171,12 @@ struct Parts<'a> {
 }
 
 impl<'a> Call<'a> {
+    /// Whether the program decodes no results: by libtirpc's own procedure for that, as nearly always.
+    fn has_no_results(&self) -> bool {
+        let nothing = |decode| library().is_ok_and(|library| std::ptr::fn_addr_eq(decode, library.xdr_void));
+        self.decode.is_none_or(nothing)
+    }
+
     /// Makes the call: its `clnt_stat`.
     ///
     /// # Errors
@@ -407,9 +413,10 @@ impl<'a> Call<'a> {
             control.explanation = None;
             return Ok(Next::Status(status));
         }
-        // RFC 5531 §12.1: procedure 0 has no results; only RPCSEC_GSS puts its own into replies to it.
+        // RFC 5531 §12.1: procedure 0 has no results, by convention; RPCSEC_GSS puts its own into replies to it.
         let header = connection.reply_header();
-        let room = if self.proc == 0 && !gss { RPC_HEADER_MAX } else { terms.max_reply + header };
+        let empty = self.proc == 0 && !gss && self.has_no_results();
+        let room = if empty { RPC_HEADER_MAX } else { terms.max_reply + header };
         // The clock is read once, for the deadline and for the histogram.
         let began = stats::clock();
         let deadline = terms.until.unwrap_or_else(|| stats::instant(began) + limit);

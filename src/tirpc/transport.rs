@@ -42,7 +42,7 @@ use crate::connection::{Request, RequestId};
 use crate::driver::start;
 use crate::driver::{self, Callee, Next, Server, Shared, Wait, pulls, send_rest, service_loop};
 use crate::error::{Error, Kind};
-use crate::ffi::{guard, guard_in_steps, step};
+use crate::ffi::{guard, guard_in_steps, guard_passing_in_steps, step};
 use crate::memory::{PassStage, Region};
 use crate::socket::Sockaddr;
 use crate::stats::{self, Counter};
@@ -838,63 +838,65 @@ pub unsafe fn transport(xprt: *mut SVCXPRT) -> Result<Arc<Transport>, Error> {
 }
 
 unsafe extern "C-unwind" fn recv(xprt: *mut SVCXPRT, message: *mut rpc_msg) -> bool_t {
-    let place = 0u8;
-    let frame = (&raw const place).addr();
-    let mut beside = None;
-    let received = guard(|| {
-        // SAFETY: libtirpc's loop and its transport.
-        let own = unsafe { transport(xprt) }?;
-        if threads::serve() {
-            return Ok(hand_out(&own));
-        }
-        service_loop::PROGRAM.look();
-        // A loop of the program's own has caught what a dispatch routine has thrown.
-        service_loop::PROGRAM.unwound_to(frame);
-        own.empty.store(true, Relaxed);
-        // A lock that is poisoned was held during a panic of ours: what it guards is not to be trusted.
-        if own.is_poisoned() {
-            own.broken.store(true, Relaxed);
-        }
-        if own.is_destroyed() || own.broken.load(Relaxed) {
-            return Ok(0);
-        }
-        let request = own.server().and_then(|mut server| {
-            let put_off =
-                !service_loop::is_nested() && server.puts_off(|| others_wait([own.fd, progress::fd()]));
-            if put_off {
-                return None;
+    guard_passing_in_steps(|| {
+        let place = 0u8;
+        let frame = (&raw const place).addr();
+        let mut beside = None;
+        let received = guard(|| {
+            // SAFETY: libtirpc's loop and its transport.
+            let own = unsafe { transport(xprt) }?;
+            if threads::serve() {
+                return Ok(hand_out(&own));
             }
-            server.keep_deferred();
-            server.receive()
+            service_loop::PROGRAM.look();
+            // A loop of the program's own has caught what a dispatch routine has thrown.
+            service_loop::PROGRAM.unwound_to(frame);
+            own.empty.store(true, Relaxed);
+            // A lock that is poisoned was held during a panic of ours: what it guards is not to be trusted.
+            if own.is_poisoned() {
+                own.broken.store(true, Relaxed);
+            }
+            if own.is_destroyed() || own.broken.load(Relaxed) {
+                return Ok(0);
+            }
+            let request = own.server().and_then(|mut server| {
+                let put_off =
+                    !service_loop::is_nested() && server.puts_off(|| others_wait([own.fd, progress::fd()]));
+                if put_off {
+                    return None;
+                }
+                server.keep_deferred();
+                server.receive()
+            });
+            let Some(request) = request else {
+                own.watch_progress();
+                pull_on();
+                return Ok(0);
+            };
+            // Who is registered in a way that is not known here is libtirpc's to find.
+            if let Some(part) =
+                own.lend_beside(&request, |program, version| programs::find(program, version).is_ok())
+            {
+                beside = Some(Beside { own, part, request });
+                return Ok(0);
+            }
+            let this: Weak<Transport> = own.this.clone();
+            let dispatching = service_loop::PROGRAM.begin(frame, this);
+            // SAFETY: the caller's message, with room for credential and verifier as libtirpc's loop provides it.
+            if !unsafe { own.open(request, message, Some(dispatching)) } {
+                // What follows on this connection cannot be trusted either; libtirpc's own transport does the same.
+                log_info!("fd {}: closed: a request is not an RPC call", own.fd);
+                own.broken.store(true, Relaxed);
+                return Ok(0);
+            }
+            own.empty.store(false, Relaxed);
+            Ok(1)
         });
-        let Some(request) = request else {
-            own.watch_progress();
-            pull_on();
-            return Ok(0);
-        };
-        // Who is registered in a way that is not known here is libtirpc's to find.
-        if let Some(part) =
-            own.lend_beside(&request, |program, version| programs::find(program, version).is_ok())
-        {
-            beside = Some(Beside { own, part, request });
-            return Ok(0);
+        if let Some(beside) = beside {
+            beside.serve(frame)?;
         }
-        let this: Weak<Transport> = own.this.clone();
-        let dispatching = service_loop::PROGRAM.begin(frame, this);
-        // SAFETY: the caller's message, with room for credential and verifier as libtirpc's loop provides it.
-        if !unsafe { own.open(request, message, Some(dispatching)) } {
-            // What follows on this connection cannot be trusted either; libtirpc's own transport does the same.
-            log_info!("fd {}: closed: a request is not an RPC call", own.fd);
-            own.broken.store(true, Relaxed);
-            return Ok(0);
-        }
-        own.empty.store(false, Relaxed);
-        Ok(1)
-    });
-    if let Some(beside) = beside {
-        beside.serve(frame);
-    }
-    received
+        Ok(received)
+    })
 }
 
 /// A dispatch routine that may throw.
@@ -909,7 +911,7 @@ struct Beside {
 
 impl Beside {
     /// Its routine may throw.
-    fn serve(self, frame: usize) {
+    fn serve(self, frame: usize) -> Result<(), Error> {
         struct Back(Arc<Transport>, Arc<Transport>);
 
         impl Drop for Back {
@@ -922,19 +924,17 @@ impl Beside {
             }
         }
 
-        guard_in_steps(|| {
-            let Beside { own, part, request } = self;
-            let this: Weak<Transport> = part.this.clone();
-            let dispatching = step(|| Ok(service_loop::PROGRAM.begin(frame, this)))?;
-            let back = Back(own, part);
-            if !back.1.dispatch(request, programs::find, Some(dispatching)) {
-                step(|| {
-                    back.0.breaks();
-                    Ok(())
-                })?;
-            }
-            Ok(())
-        });
+        let Beside { own, part, request } = self;
+        let this: Weak<Transport> = part.this.clone();
+        let dispatching = step(|| Ok(service_loop::PROGRAM.begin(frame, this)))?;
+        let back = Back(own, part);
+        if !back.1.dispatch(request, programs::find, Some(dispatching)) {
+            step(|| {
+                back.0.breaks();
+                Ok(())
+            })?;
+        }
+        Ok(())
     }
 }
 

@@ -409,7 +409,7 @@ pub unsafe extern "C" fn svc_tli_create(
 pub unsafe extern "C" fn xprt_register(xprt: *mut SVCXPRT) {
     guard_passing(|| {
         // SAFETY: NULL or a live transport, by the contract.
-        let xprt = unsafe { transport::to_register(xprt) };
+        let Some(xprt) = (unsafe { transport::to_register(xprt) }) else { return Ok(()) };
         // SAFETY: the caller's own argument.
         unsafe { super::xprt_register(xprt) }?;
         // SAFETY: as above.
@@ -446,7 +446,7 @@ pub unsafe extern "C" fn xprt_register(xprt: *mut SVCXPRT) {
 pub unsafe extern "C" fn xprt_unregister(xprt: *mut SVCXPRT) {
     guard_passing(|| {
         // SAFETY: NULL or a live transport, by the contract.
-        let xprt = unsafe { transport::to_register(xprt) };
+        let Some(xprt) = (unsafe { transport::to_register(xprt) }) else { return Ok(()) };
         // SAFETY: as above.
         if let Some(listener) = unsafe { ffi::reference(xprt) }.map(|made| made.xp_fd)
             && let Some(_inside) = Inside::enter()

@@ -135,12 +135,16 @@ fn lock_until<T>(lock: &Mutex<T>, until: Instant) -> Option<MutexGuard<'_, T>> {
     }
 }
 
+/// An SVCXPRT belongs to a request for so long, in nanoseconds, while others come on its connection.
+const FORGOTTEN: u64 = 60_000_000_000;
+
 #[derive(Default)]
 struct State {
     /// Requests handed up and not yet past their `xp_stat`.
     open: Vec<Open>,
-    /// The latest request that is past it without a reply.
+    /// The latest request that is past it without a reply, and since when, by [`stats::clock`].
     deferred: Option<Unanswered>,
+    deferred_at: u64,
     gss: Option<Gss>,
 }
 
@@ -303,7 +307,15 @@ impl Transport {
         request: &Request,
         knows: impl FnOnce(u32, u32) -> bool,
     ) -> Option<Arc<Transport>> {
-        self.state().deferred.as_ref()?;
+        {
+            let mut state = self.state();
+            // What nobody has answered for so long was a one-way call, or its client has given it up.
+            let since = state.deferred_at;
+            state.deferred.take_if(|_| stats::clock().saturating_sub(since) > FORGOTTEN);
+            if state.deferred.is_none() && state.open.is_empty() {
+                return None;
+            }
+        }
         let [program, version, _, flavor] =
             request.message.first().and_then(|piece| Head::names(&piece[..]))?;
         (flavor != auth_stat::RPCSEC_GSS as u32 && knows(program, version)).then(|| self.lend())
@@ -593,7 +605,7 @@ impl Transport {
         let unanswered = request.unanswered.take();
         let id = unanswered.as_ref().map(|request| request.id);
         if id > state.deferred.as_ref().map(|request| request.id) {
-            state.deferred = unanswered;
+            (state.deferred, state.deferred_at) = (unanswered, stats::clock());
             if request.interrupted.is_none() && !ended && in_place {
                 // SAFETY: libtirpc's loop asks `xp_stat` before it leaves the memory that the verifier may lie in.
                 unsafe { self.keep_verifier() };
@@ -617,6 +629,16 @@ impl Transport {
             && let Some(responder) = self.responder.upgrade()
         {
             responder.defer(id);
+        }
+        // In libtirpc's loop: threads see to it themselves.
+        if request.dispatching.take().is_some()
+            && let Some(whole) = &self.whole
+            && let Some(part) = self.this.upgrade()
+        {
+            match whole.upgrade() {
+                Some(whole) => whole.take_back(part),
+                None => outlive(vec![part]),
+            }
         }
     }
 
@@ -795,13 +817,14 @@ fn is_polled(fd: RawFd) -> bool {
 }
 
 /// What xprt_register(3) and xprt_unregister(3) are to do with an SVCXPRT: that of a request stands for that of its connection.
+/// `None` if that has ended.
 ///
 /// # Safety
 /// `xprt` is NULL or a live transport of any kind.
-pub unsafe fn to_register(xprt: *mut SVCXPRT) -> *mut SVCXPRT {
+pub unsafe fn to_register(xprt: *mut SVCXPRT) -> Option<*mut SVCXPRT> {
     // SAFETY: by the contract.
-    let whole = unsafe { transport(xprt) }.ok().and_then(|own| own.whole.as_ref()?.upgrade());
-    whole.map_or(xprt, |whole| whole.xprt())
+    let whole = unsafe { transport(xprt) }.ok().and_then(|own| own.whole.clone());
+    whole.map_or(Some(xprt), |whole| Some(whole.upgrade()?.xprt()))
 }
 
 /// The program has put it back into its loop: its descriptor does not tell of what was read already.
@@ -874,10 +897,10 @@ unsafe extern "C-unwind" fn recv(xprt: *mut SVCXPRT, message: *mut rpc_msg) -> b
                 return Ok(0);
             };
             // Who is registered in a way that is not known here is libtirpc's to find.
-            if let Some(part) =
-                own.lend_beside(&request, |program, version| programs::find(program, version).is_ok())
-            {
-                beside = Some(Beside { own, part, request });
+            if let Some(part) = own.lend_beside(&request, |program, version| {
+                !matches!(programs::find(program, version), Err(None))
+            }) {
+                beside = Some(Beside { own: Arc::downgrade(&own), part, request });
                 return Ok(0);
             }
             let this: Weak<Transport> = own.this.clone();
@@ -904,37 +927,28 @@ type Throwing = unsafe extern "C-unwind" fn(*mut svc_req, *mut SVCXPRT);
 
 /// A request that is served on an SVCXPRT of its own, in libtirpc's loop but not by it.
 struct Beside {
-    own: Arc<Transport>,
+    own: Weak<Transport>,
     part: Arc<Transport>,
     request: Request,
 }
 
 impl Beside {
-    /// Its routine may throw.
+    /// Its routine may throw, and jump: what is held meanwhile has the transport of the connection end as ever.
     fn serve(self, frame: usize) -> Result<(), Error> {
-        struct Back(Arc<Transport>, Arc<Transport>);
-
-        impl Drop for Back {
-            fn drop(&mut self) {
-                let Back(own, part) = self;
-                guard(|| {
-                    own.take_back(part.clone());
-                    Ok(())
-                });
-            }
-        }
-
         let Beside { own, part, request } = self;
         let this: Weak<Transport> = part.this.clone();
         let dispatching = step(|| Ok(service_loop::PROGRAM.begin(frame, this)))?;
-        let back = Back(own, part);
-        if !back.1.dispatch(request, programs::find, Some(dispatching)) {
-            step(|| {
-                back.0.breaks();
-                Ok(())
-            })?;
-        }
-        Ok(())
+        let is_call = part.dispatch(request, programs::find, Some(dispatching));
+        step(|| {
+            if let Some(own) = own.upgrade() {
+                // A loop in the routine has had its own.
+                own.empty.store(true, Relaxed);
+                if !is_call {
+                    own.breaks();
+                }
+            }
+            Ok(())
+        })
     }
 }
 
@@ -1102,7 +1116,6 @@ impl Transport {
             // SAFETY: as above.
             Some((verifier, unsafe { self.auth().read() }, Instant::now()))
         };
-        state.deferred = None;
         state.open.push(Open {
             dispatching,
             _transport: self.clone(),

@@ -15,7 +15,8 @@
 //!   the next one comes. Its arguments are gone, there as here. Over tcp a client of libtirpc's sends nothing before it has
 //!   its reply; here it may, for another of its threads. So the SVCXPRT belongs to that request until it is answered, and
 //!   those that come meanwhile get one of their own each ([`Transport::lend`]), but for those with RPCSEC_GSS, whose
-//!   contexts libtirpc keeps at the SVCXPRT of the connection.
+//!   contexts libtirpc keeps at the SVCXPRT of the connection, and of programs that are not known here. What was put off
+//!   before one of these cannot be answered any more.
 //! - No lock and no exclusive borrow of a `Transport` lives while a function of the program runs: it may come back by
 //!   any entry of the SVCXPRT.
 //! - libtirpc, each entry under way and each open request own a share of the transport: `svc_destroy` gives up
@@ -1116,6 +1117,8 @@ impl Transport {
             // SAFETY: as above.
             Some((verifier, unsafe { self.auth().read() }, Instant::now()))
         };
+        // What a late reply needs beside its XID, verifier and authenticator, is this one's from here on.
+        state.deferred = None;
         state.open.push(Open {
             dispatching,
             _transport: self.clone(),

@@ -33,6 +33,7 @@ mod handover;
 mod idle;
 pub mod interpose;
 mod jobs;
+mod left;
 mod lending;
 pub mod library;
 pub mod netid;

@@ -7,20 +7,6 @@ cd "$scratch" || exit 1
 build=$(dirname "$LIBRPCRDMA")
 version=$(sed -n 's/^version = "\(.*\)"/\1/p' "$top/Cargo.toml" | head -n 1)
 
-# report NAME COMMAND...: takes over the lines of the program, which must end well and write nothing to stderr.
-report() {
-    local name=$1 line; shift
-    "$@" >out 2>err
-    local status=$?
-    while read -r line; do
-        case $line in
-        ok*) ok "$name: ${line#ok    }" ;;
-        skip*) skip "$name: ${line#skip  }" ;;
-        esac
-    done <out
-    [ "$status" -eq 0 ] && [ ! -s err ] || FAIL "$name ends well and in silence (status $status)" err
-}
-
 # What it says of Receives and calls back is for these.
 export RPCRDMA_INLINE=4096
 for compiler in gcc clang; do

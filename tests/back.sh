@@ -8,6 +8,7 @@ here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 cd "$scratch" || exit 1
 build=$(dirname "$LIBRPCRDMA")
 seconds=${1:-3}
+limit=$((300 + 20 * seconds))
 shift $(($# > 0))
 
 # compile PROGRAM COMPILER [FLAG...]
@@ -15,16 +16,6 @@ compile() {
     "$2" -g -O1 -pthread -Wall -Wextra -Werror -Wno-cast-function-type -o "$1" "$top/c-tests/back.c" "${@:3}" \
         -I"$top/include" $(pkg-config --cflags libtirpc) \
         -L"$build" -Wl,-rpath,"$build" -lrpcrdma $(pkg-config --libs libtirpc) 2>cc.log
-}
-# report NAME COMMAND...: takes over the lines of the program, which must end well and write nothing to stderr.
-report() {
-    local name=$1 line; shift
-    "$@" >out 2>err
-    local status=$?
-    while read -r line; do
-        case $line in ok*) ok "$name: ${line#ok    }" ;; esac
-    done <out
-    [ "$status" -eq 0 ] && [ ! -s err ] || { cat out >>err; FAIL "$name: ends well and in silence (status $status)" err; }
 }
 # all NAME COMMAND...: every test, and both loads.
 all() {

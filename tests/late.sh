@@ -7,17 +7,6 @@ cd "$scratch" || exit 1
 build=$(dirname "$LIBRPCRDMA")
 export RPCRDMA_BY_REFERENCE=yes RPCRDMA_MAX_REPLY=268435456
 
-# report NAME COMMAND...: takes over the lines of the program, which must end well and write nothing to stderr.
-report() {
-    local name=$1 line; shift
-    "$@" >out 2>err
-    local status=$?
-    while read -r line; do
-        case $line in ok*) ok "$name: ${line#ok    }" ;; esac
-    done <out
-    [ "$status" -eq 0 ] && [ ! -s err ] || { cat out >>err; FAIL "$name: ends well and in silence (status $status)" err; }
-}
-
 cc -g -O1 -pthread -Wall -Wextra -Werror -Wno-cast-function-type -o late "$top/c-tests/late.c" \
     -I"$top/include" $(pkg-config --cflags libtirpc) \
     -L"$build" -Wl,-rpath,"$build" -lrpcrdma $(pkg-config --libs libtirpc) 2>cc.log ||

@@ -111,6 +111,21 @@ stop() { kill "$1" 2>/dev/null; wait "$1" 2>/dev/null; return 0; }
 preloaded=(env LD_PRELOAD="$LIBRPCRDMA")
 moved=(env LD_PRELOAD="$LIBRPCRDMA" RPCRDMA_REDIRECT=tcp)
 
+# report NAME COMMAND...: takes over the lines "ok" and "skip" of a program, which must end well, within $limit seconds (300), and
+# write nothing to stderr.
+report() {
+    local name=$1 line status; shift
+    timeout -k 5 "$(patient "${limit:-300}")" "$@" >out 2>err
+    status=$?
+    while read -r line; do
+        case $line in
+        ok*) ok "$name: ${line#ok    }" ;;
+        skip*) skip "$name: ${line#skip  }" ;;
+        esac
+    done <out
+    [ "$status" -eq 0 ] && [ ! -s err ] || { cat out >>err; FAIL "$name: ends well and in silence (status $status)" err; }
+}
+
 # spoke_rdma LOG: does this log (RPCRDMA_LOG=info) say that a connection was made over RDMA?
 # fell_back LOG: does it say that tcp was taken instead?
 rdma_line='goes over rdma'

@@ -4,17 +4,6 @@ here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 . "$here/lib.sh"
 cd "$scratch" || exit 1
 
-# report NAME COMMAND...: takes over the lines of the program, which must end well and write nothing to stderr.
-report() {
-    local name=$1 line; shift
-    timeout -k 5 "$(patient 300)" "$@" >out 2>err
-    local status=$?
-    while read -r line; do
-        case $line in ok*) ok "$name: ${line#ok    }" ;; esac
-    done <out
-    [ "$status" -eq 0 ] && [ ! -s err ] || { cat out >>err; FAIL "$name: ends well and in silence (status $status)" err; }
-}
-
 cc -g -O1 -pthread -Wall -Wextra -Werror -Wno-cast-function-type -o loop "$top/c-tests/loop.c" \
     $(pkg-config --cflags --libs libtirpc) 2>cc.log || { FAIL "loop.c compiles" cc.log; closing; }
 report stock ./loop tcp

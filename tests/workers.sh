@@ -12,17 +12,6 @@ compile() {
         -I"$top/include" $(pkg-config --cflags libtirpc) \
         -L"$build" -Wl,-rpath,"$build" -lrpcrdma $(pkg-config --libs libtirpc) 2>cc.log
 }
-# report NAME COMMAND...: takes over the lines of the program, which must end well and write nothing to stderr.
-report() {
-    local name=$1 line; shift
-    timeout -k 5 "$(patient 300)" "$@" >out 2>err
-    local status=$?
-    while read -r line; do
-        case $line in ok*) ok "$name: ${line#ok    }" ;; esac
-    done <out
-    [ "$status" -eq 0 ] && [ ! -s err ] || { cat out >>err; FAIL "$name: ends well and in silence (status $status)" err; }
-}
-
 compile workers cc || { FAIL "workers.c compiles" cc.log; closing; }
 report plain ./workers
 if compile workers-asan clang -fsanitize=address,undefined -fno-sanitize-recover=all -static-libsan; then

@@ -433,7 +433,7 @@ impl Responder {
             let reply = chunks.unused(message.len(), common.reply_limit(v1::VERSION))?;
             (whole && chunks.version == v1::VERSION).then_some((chunks.xid, reply, chunks.offers.handle))
         };
-        let alone = self.queue.is_empty() && self.deferred.is_empty() && common.output.is_empty();
+        let alone = self.queue.is_empty() && common.output.is_empty();
         let only = self.handed.only().filter(|(only, _)| *only == id && alone && common.life.is_open());
         let Some((xid, reply, handle)) = only.and_then(|(_, chunks)| plain(chunks)) else {
             return Answered::Not(message);

@@ -400,7 +400,7 @@ mod tests {
     use crate::driver::memory;
     use crate::driver::pulls;
     use crate::driver::server::Next;
-    use crate::driver::service_loop::Thrown;
+    use crate::driver::service_loop::Owner;
     use crate::driver::start::{connect_over, versions};
     use crate::driver::{server, session};
     use crate::fork::testing::fork;
@@ -1269,7 +1269,7 @@ mod tests {
             is_begun.recv().unwrap();
             reply(&server);
             assert!(!has_come(&server));
-            assert_eq!(home.take_left(), [locked(&server).fd()]);
+            assert_eq!(home.take_left(), Some(locked(&server).fd()));
             enough.send(()).unwrap();
         });
     }
@@ -1287,8 +1287,9 @@ mod tests {
 
     struct Nobody;
 
-    impl Thrown for Nobody {
+    impl Owner for Nobody {
         fn thrown(&self, _: u64) {}
+        fn look_again(&self) {}
     }
 
     /// The clock of a policy.

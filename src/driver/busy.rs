@@ -9,7 +9,7 @@
 #![forbid(unsafe_code)]
 
 use std::os::fd::RawFd;
-use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering::Relaxed};
 use std::sync::{Arc, MutexGuard, Weak};
 use std::time::{Duration, Instant};
 
@@ -33,6 +33,8 @@ const ASKS: u32 = 8;
 #[derive(Default)]
 struct Busy {
     list: Vec<(RawFd, Weak<Shared>)>,
+    /// Those that were found to have something in the latest look: they may not have been served yet.
+    found: Vec<(RawFd, Weak<Shared>)>,
     spin: Option<Spin>,
     /// Whether asking before a sleep has paid.
     asks: Option<Spin>,
@@ -50,15 +52,25 @@ static BUSY: fork::Lock<Busy> = fork::Lock::new();
 /// How many there are.
 static COUNT: AtomicUsize = AtomicUsize::new(0);
 
+/// Whether there are some, or were in the latest look.
+static UNTOLD: AtomicBool = AtomicBool::new(false);
+
 fn lock() -> MutexGuard<'static, Busy> {
     let mut busy = BUSY.lock();
     let generation = fork::generation();
     if busy.generation != generation {
         // A child leaves them to its parent.
         *busy = Busy { generation, ..Busy::default() };
-        COUNT.store(0, Relaxed);
+        busy.count();
     }
     busy
+}
+
+impl Busy {
+    fn count(&self) {
+        COUNT.store(self.list.len(), Relaxed);
+        UNTOLD.store(!self.list.is_empty() || !self.found.is_empty(), Relaxed);
+    }
 }
 
 /// What a look has come to.
@@ -80,7 +92,7 @@ pub(super) fn add(fd: RawFd, server: &Arc<Shared>) -> bool {
         return false;
     }
     busy.list.push((fd, own));
-    COUNT.store(busy.list.len(), Relaxed);
+    busy.count();
     true
 }
 
@@ -89,7 +101,7 @@ pub fn leave(are_told: impl Fn(RawFd) -> bool) {
     if any() {
         let mut busy = lock();
         busy.list.retain(|(fd, _)| !are_told(*fd));
-        COUNT.store(busy.list.len(), Relaxed);
+        busy.count();
     }
 }
 
@@ -110,14 +122,18 @@ pub fn begin(poll: Duration) -> Option<Instant> {
 /// Looks once at all of them. Those that have something, and are `taken`, are no longer among them.
 pub fn look(mut taken: impl FnMut(RawFd) -> bool) -> Look {
     let mut busy = lock();
-    let mut any = false;
-    busy.list.retain(|(fd, server)| {
-        let Some(server) = server.upgrade() else { return false };
+    let Busy { list, found, .. } = &mut *busy;
+    found.clear();
+    list.retain_mut(|(fd, weak)| {
+        let Some(server) = weak.upgrade() else { return false };
         let goes = has_come(&server, *fd) && taken(*fd);
-        any |= goes;
+        if goes {
+            found.push((*fd, std::mem::take(weak)));
+        }
         !goes
     });
-    COUNT.store(busy.list.len(), Relaxed);
+    let any = !found.is_empty();
+    busy.count();
     let now = Instant::now();
     if busy.asked.is_none_or(|asked| now - asked >= ASK) {
         busy.asked = Some(now);
@@ -174,6 +190,11 @@ pub fn asked(found: bool) {
     }
 }
 
+/// Whether there are some whose peers wake nobody, in the list or before they are served.
+pub fn are_untold() -> bool {
+    UNTOLD.load(Relaxed)
+}
+
 /// All of them rest. `failed`: nothing has come in the time. Those that have something already are `taken`, or stay.
 pub fn rest(failed: bool, mut taken: impl FnMut(RawFd) -> bool) {
     let list = {
@@ -181,8 +202,10 @@ pub fn rest(failed: bool, mut taken: impl FnMut(RawFd) -> bool) {
         if failed && let Some(spin) = &mut busy.spin {
             spin.failed();
         }
-        COUNT.store(0, Relaxed);
-        std::mem::take(&mut busy.list)
+        let mut list = std::mem::take(&mut busy.list);
+        list.append(&mut busy.found);
+        busy.count();
+        list
     };
     for (fd, weak) in list {
         if let Some(server) = weak.upgrade()
@@ -191,7 +214,15 @@ pub fn rest(failed: bool, mut taken: impl FnMut(RawFd) -> bool) {
         {
             let mut busy = lock();
             busy.list.push((fd, weak));
-            COUNT.store(busy.list.len(), Relaxed);
+            busy.count();
         }
     }
+}
+
+/// The same where this loop does not go on looking: those that have something already are left to the one that does.
+pub fn leave_all() {
+    rest(false, |fd| {
+        PROGRAM.leave(fd);
+        true
+    });
 }

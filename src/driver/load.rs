@@ -189,10 +189,11 @@ impl Serve for Answers {
 }
 
 /// Nothing is thrown here.
-fn no_owner() -> Weak<dyn service_loop::Thrown> {
+fn no_owner() -> Weak<dyn service_loop::Owner> {
     struct Nobody;
-    impl service_loop::Thrown for Nobody {
+    impl service_loop::Owner for Nobody {
         fn thrown(&self, _: u64) {}
+        fn look_again(&self) {}
     }
     Weak::<Nobody>::new()
 }
@@ -228,7 +229,7 @@ fn service(ends: &Ends) {
         };
         wait::poll(&mut fds, Some(PATIENCE), None).unwrap();
         ends.waker.silence();
-        service_loop::PROGRAM.take_left();
+        while service_loop::PROGRAM.take_left().is_some() {}
         locked(&ends.server).push();
         while serve_once(ends) || matches!(next(&ends.server, || false, None), Next::Request | Next::Later) {}
         if service_loop::PROGRAM.has_left() {

@@ -63,7 +63,7 @@ struct Routine {
     frame: usize,
     /// Its thread has ended.
     ended: bool,
-    owner: Weak<dyn Thrown>,
+    owner: Weak<dyn Owner>,
 }
 
 impl Routine {
@@ -76,10 +76,14 @@ impl Routine {
     }
 }
 
-/// What may be left by an exception of the program's, or by the end of its thread.
-pub trait Thrown: Send + Sync {
-    /// The routine with this [`Dispatching::serial`] does not run any more.
+/// Whose request a routine serves.
+pub trait Owner: Send + Sync {
+    /// The routine with this [`Dispatching::serial`] does not run any more: it was left by an exception of the program's, by a
+    /// jump, or by the end of its thread.
     fn thrown(&self, serial: u64);
+
+    /// Leaves its connection to the loop if its descriptor does not tell of all that has come, or comes.
+    fn look_again(&self);
 }
 
 thread_local! {
@@ -94,7 +98,7 @@ impl Drop for End {
     /// Whoever reads a connection next sees to the routines that the thread has not returned from.
     fn drop(&mut self) {
         let End(home) = *self;
-        if home.dispatching.load(Relaxed) == 0 {
+        if !home.is_dispatching() {
             return;
         }
         let (thread, stack) = (thread::this(), thread::own_stack());
@@ -157,7 +161,7 @@ impl ServiceLoop {
 
     /// The calling thread, which is the loop's, begins to run a dispatch routine. `frame`: an address on its stack, from
     /// which the routine's own frames grow downwards. `owner` is told if it is left in another way than by returning.
-    pub fn begin(&'static self, frame: usize, owner: Weak<dyn Thrown>) -> Dispatching {
+    pub fn begin(&'static self, frame: usize, owner: Weak<dyn Owner>) -> Dispatching {
         self.look();
         let thread = thread::this();
         // What is dropped there is a thread's end.
@@ -185,7 +189,7 @@ impl ServiceLoop {
     /// The calling thread is in the frame at `frame`: no routine runs below it on the same stack. One that has not
     /// returned was left by an exception; or its thread has ended.
     pub fn unwound_to(&'static self, frame: usize) {
-        while self.dispatching.load(Relaxed) > 0 {
+        while self.is_dispatching() {
             let thread = thread::this();
             let left = |it: &&Routine| it.is_left(thread, frame);
             let found = self.state().dispatching.iter().rfind(left).map(|it| (it.serial, it.owner.clone()));
@@ -196,6 +200,19 @@ impl ServiceLoop {
             // Its owner has dropped it, or there is none.
             drop(self.remove(serial));
         }
+    }
+
+    /// Whose requests are served, or were by routines that have not returned.
+    pub fn owners(&'static self) -> Vec<Weak<dyn Owner>> {
+        if !self.is_dispatching() {
+            return Vec::new();
+        }
+        self.state().dispatching.iter().map(|routine| routine.owner.clone()).collect()
+    }
+
+    /// Whether a routine runs, or one has not returned.
+    pub fn is_dispatching(&self) -> bool {
+        self.dispatching.load(Relaxed) > 0
     }
 
     /// The calling thread runs the loop: it has come to look at a connection.
@@ -238,7 +255,7 @@ impl ServiceLoop {
 
     /// Whether the calling thread may read connections: the loop does not.
     pub fn may_read(&self) -> bool {
-        self.is_mine() || self.nobody_runs_it() || self.dispatching.load(Relaxed) > 0
+        self.is_mine() || self.nobody_runs_it() || self.is_dispatching()
     }
 
     /// Does `step`, which reads a connection, unless the loop is back: `None`. `step` returns the connection if something
@@ -264,11 +281,17 @@ impl ServiceLoop {
         self.left.store(true, Relaxed);
     }
 
-    /// The connections with such requests.
-    pub fn take_left(&'static self) -> Vec<RawFd> {
+    /// One of them, the first that was left.
+    pub fn take_left(&'static self) -> Option<RawFd> {
         let mut state = self.state();
-        self.left.store(false, Relaxed);
-        std::mem::take(&mut state.left)
+        let first = (!state.left.is_empty()).then(|| state.left.remove(0));
+        self.left.store(!state.left.is_empty(), Relaxed);
+        first
+    }
+
+    /// How many there are.
+    pub fn left(&'static self) -> usize {
+        self.state().left.len()
     }
 
     /// Whether there are some.
@@ -372,8 +395,9 @@ mod tests {
 
     struct Nobody;
 
-    impl Thrown for Nobody {
+    impl Owner for Nobody {
         fn thrown(&self, _: u64) {}
+        fn look_again(&self) {}
     }
 
     #[test]
@@ -414,7 +438,7 @@ mod tests {
                     drop(HOME.begin(0, Weak::<Nobody>::new()));
                     served.send(HOME.take_left()).unwrap();
                 });
-                is_served.recv_timeout(Duration::from_secs(5)).is_ok_and(|left| left == [7])
+                is_served.recv_timeout(Duration::from_secs(5)).is_ok_and(|left| left == Some(7))
             });
             let succeeded = child.succeeded();
             enough.send(()).unwrap();

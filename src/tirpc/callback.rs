@@ -30,7 +30,7 @@ use crate::tirpc::bare::{LISTENING, bare};
 use crate::tirpc::programs::Found;
 use crate::tirpc::transport::Transport;
 use crate::tirpc::{SVCXPRT, bool_t, dispatch_t, rpc_msg, xp_ops, xprt_register, xprt_unregister};
-use crate::{fork, log_info, signals};
+use crate::{fork, signals};
 
 /// A program that is served.
 struct Program {
@@ -148,7 +148,7 @@ fn find(client: &Arc<Client>) -> Option<Arc<Callbacks>> {
 /// In a forked child it still belongs to the parent: the child gets one of its own when it needs one.
 pub(super) mod waker {
     use super::*;
-    use crate::tirpc::transport::serve_left;
+    use crate::tirpc::left::serve_left;
     use crate::tirpc::{library, nothing_is_registered, xprt_register_beside};
     use crate::wait::WakeSet;
     use crate::{fork, log_warn};
@@ -397,10 +397,8 @@ impl Callbacks {
 
     fn dispatch(&self, transport: &Arc<Transport>, request: Request) {
         let part = transport.lend_beside(&request, |_, _| true);
-        let own = part.as_ref().unwrap_or(transport);
-        if !own.dispatch(request, |program, version| self.find(program, version), None) {
-            log_info!("a call back is not an RPC call: dropped");
-        }
+        let own = part.as_ref().unwrap_or(transport).clone();
+        own.dispatch(request, |program, version| self.find(program, version), None);
         if let Some(part) = part {
             transport.take_back(part);
         }

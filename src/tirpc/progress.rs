@@ -102,8 +102,10 @@ pub enum Errand {
     Adapters,
     /// The same for those beside datagram transports.
     Beside,
-    /// Requests are there that calls back have left for the loop ([`crate::driver::service_loop::take_left`]).
+    /// Requests are there that were left for the loop.
     Left,
+    /// A routine may run a loop which does not know of all requests ([`crate::tirpc::left`]).
+    Inside,
     /// Long Calls are to be pulled that nobody else may see to.
     Pulls,
     /// Pages are to be given back that were kept for long messages.
@@ -111,7 +113,7 @@ pub enum Errand {
 }
 
 /// By [`Errand`].
-type Errands = [Option<fn()>; 5];
+type Errands = [Option<fn()>; 6];
 
 impl Errand {
     fn key(self) -> RawFd {

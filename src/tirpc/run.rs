@@ -26,7 +26,7 @@ use rustc_hash::FxHashMap;
 
 use crate::config;
 use crate::driver::busy::{self, Look};
-use crate::driver::service_loop;
+use crate::driver::service_loop::PROGRAM;
 use crate::error::Error;
 use crate::ffi::{Uncancelled, step};
 use crate::tirpc::{library, nothing_is_registered, polled_table, progress};
@@ -154,10 +154,7 @@ pub fn enter() {
 pub fn leave() {
     HERE.set(HERE.get().saturating_sub(1));
     // Who looks at them next does so when their descriptors tell.
-    busy::rest(false, |fd| {
-        service_loop::PROGRAM.leave(fd);
-        true
-    });
+    busy::leave_all();
     if LOOPS.fetch_sub(1, Relaxed) == 1 {
         let mut set = lock();
         std::mem::take(&mut *set).close();
@@ -582,6 +579,18 @@ pub unsafe fn turn(ready: &mut Ready, is_over: impl Fn() -> bool) -> bool {
     .unwrap_or(());
     loop {
         let Some(turn) = next_turn(&is_over) else { return false };
+        if busy::are_untold() && PROGRAM.is_dispatching() {
+            // Another loop was to look at them, outside of this one.
+            let _uncancelled = Uncancelled::now();
+            let _ = step(|| {
+                // SAFETY: by the contract.
+                busy::rest(false, |fd| unsafe { takes(fd, ready) });
+                Ok(())
+            });
+            if ready.count > 0 {
+                return true;
+            }
+        }
         let looks = busy::any();
         let waits = !looks || {
             // What rests calls its peer: a cancellation point.

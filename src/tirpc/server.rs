@@ -13,8 +13,9 @@ use crate::driver::{Server, Shared, service_loop};
 use crate::error::{Error, Kind};
 use crate::socket;
 use crate::tirpc::callback::waker;
+use crate::tirpc::left::{serve_fd, wake_left};
 use crate::tirpc::netid::Netid;
-use crate::tirpc::transport::{ANY, Transport, addresses, copied, serve_fd, transport, wake_left};
+use crate::tirpc::transport::{ANY, Transport, addresses, copied, transport};
 pub use crate::tirpc::transport::{SVCGET_RDMA_CREDITS, SVCSET_RDMA_CREDITS};
 use crate::tirpc::{
     RPC_ANYFD, SVCXPRT, idle, polled, progress, run, svc_destroy, threads, xprt_register, xprt_unregister,

@@ -32,10 +32,11 @@ use crate::signals::BlockedSignals;
 use crate::tirpc::handover::Routines;
 use crate::tirpc::idle;
 use crate::tirpc::jobs::{Place, Waits};
+use crate::tirpc::left::serve_fd;
 use crate::tirpc::programs::find;
 use crate::tirpc::progress;
 use crate::tirpc::run::{self, Ready};
-use crate::tirpc::transport::{Held, Transport, serve_fd};
+use crate::tirpc::transport::{Held, Transport};
 use crate::tirpc::workers::{Service, Workers};
 use crate::{fork, socket, stats};
 
@@ -407,18 +408,14 @@ impl Program {
             Job::Request(connection, request) => {
                 let _done = Done(&connection);
                 let part = connection.lend();
-                if !part.dispatch(request, find, None) {
-                    connection.breaks();
-                }
+                part.clone().dispatch(request, find, None);
                 connection.take_back(part);
             }
             Job::InOrder(connection) => {
                 let began = Instant::now();
                 while let Some(request) = connection.next_in_order() {
                     let _done = Done(&connection);
-                    if !connection.dispatch(request, find, None) {
-                        connection.breaks();
-                    }
+                    connection.clone().dispatch(request, find, None);
                     if began.elapsed() >= FEW_SHORT || self.is_child() {
                         break;
                     }

@@ -16,7 +16,8 @@
 //!   its reply; here it may, for another of its threads. So the SVCXPRT belongs to that request until it is answered, and
 //!   those that come meanwhile get one of their own each ([`Transport::lend`]), but for those with RPCSEC_GSS, whose
 //!   contexts libtirpc keeps at the SVCXPRT of the connection, and of programs that are not known here. What was put off
-//!   before one of these cannot be answered any more.
+//!   before one of these can be answered again when that one has had its reply, unless it has a verifier or an
+//!   authenticator that the SVCXPRT would have to remember.
 //! - No lock and no exclusive borrow of a `Transport` lives while a function of the program runs: it may come back by
 //!   any entry of the SVCXPRT.
 //! - libtirpc, each entry under way and each open request own a share of the transport: `svc_destroy` gives up
@@ -24,7 +25,6 @@
 #![allow(unsafe_code)]
 
 use std::cell::UnsafeCell;
-use std::collections::VecDeque;
 use std::ffi::{CStr, c_char, c_int, c_uint, c_void};
 use std::mem::offset_of;
 use std::net::{Ipv4Addr, SocketAddr};
@@ -37,11 +37,10 @@ use std::sync::{Arc, TryLockError, Weak};
 use crate::sync::{Mutex, MutexGuard, is_poisoned};
 use std::time::{Duration, Instant};
 
-use crate::binding::{Binding, Head};
+use crate::binding::Binding;
 use crate::config;
 use crate::connection::{Request, RequestId};
-use crate::driver::start;
-use crate::driver::{self, Callee, Next, Server, Shared, Wait, pulls, send_rest, service_loop};
+use crate::driver::{self, Callee, Next, Server, Shared, Wait, busy, pulls, send_rest, service_loop, start};
 use crate::error::{Error, Kind};
 use crate::ffi::{guard, guard_in_steps, guard_passing_in_steps, step};
 use crate::memory::{PassStage, Region};
@@ -51,6 +50,7 @@ use crate::tirpc::bare::{LISTENING, NO_AUTH};
 use crate::tirpc::callback::waker;
 use crate::tirpc::client::CREDITS_MAX;
 use crate::tirpc::jobs::Place;
+use crate::tirpc::left::{self, wake_left};
 use crate::tirpc::lending::lending;
 use crate::tirpc::netid::Netid;
 use crate::tirpc::programs::{self, Dispatch, Found};
@@ -62,7 +62,11 @@ use crate::tirpc::{
 };
 use crate::wire::Xid;
 use crate::xdr::{Decoder, Encoder, XDR, XdrProc};
-use crate::{fork, log_debug, log_info, log_warn, socket, wait, xdr};
+use crate::{log_debug, log_info, log_warn, socket, wait, xdr};
+
+mod parts;
+
+use self::parts::{Beside, Parts};
 
 /// An SVCXPRT of ours, and what belongs to it. libtirpc sees the first member.
 #[repr(C)]
@@ -77,6 +81,8 @@ pub struct Transport {
     whole: Option<Weak<Transport>>,
     /// Those for single requests.
     parts: Mutex<Parts>,
+    /// Some of [`Parts::late`] have been answered.
+    answered_late: AtomicBool,
     /// How many requests threads have, or are to have.
     handed_out: AtomicUsize,
     /// The turn ([`Place`]) of the latest of them.
@@ -104,18 +110,6 @@ unsafe impl Send for Transport {}
 // SAFETY: as above; the rest is behind a lock, or atomic.
 unsafe impl Sync for Transport {}
 
-/// Transports for requests that threads serve, each at a time of its own.
-#[derive(Default)]
-struct Parts {
-    idle: Vec<Arc<Transport>>,
-    /// Whose routines have returned without a reply: they may reply later, or have done so.
-    late: Vec<Arc<Transport>>,
-    /// Requests with RPCSEC_GSS, which libtirpc serves on the transport of the connection: one at a time.
-    in_order: VecDeque<Request>,
-    /// A thread serves them.
-    is_served: bool,
-}
-
 /// Locks of a connection, over a fork(2): its other threads do not have them in the child, whose thread serves a request of it.
 pub struct Held {
     // Dropped in this order.
@@ -135,9 +129,6 @@ fn lock_until<T>(lock: &Mutex<T>, until: Instant) -> Option<MutexGuard<'_, T>> {
         }
     }
 }
-
-/// An SVCXPRT belongs to a request for so long, in nanoseconds, while others come on its connection.
-const FORGOTTEN: u64 = 60_000_000_000;
 
 #[derive(Default)]
 struct State {
@@ -164,6 +155,8 @@ struct Open {
     placed: Option<Region>,
     /// Verifier and authenticator of the request that this one interrupts, and since when.
     interrupted: Option<(opaque_auth, SVCAUTH, Instant)>,
+    /// What was put off before, since when, and its authenticator, if that is a plain one and there is no verifier.
+    put_off: Option<(Unanswered, u64, SVCAUTH)>,
 }
 
 /// What a reply needs of its request.
@@ -248,80 +241,6 @@ impl Transport {
         Transport::with(None, responder, Some(server), (fd, &OPS), netid, local, remote, address)
     }
 
-    /// A transport of its own for a request of this connection.
-    pub fn lend(&self) -> Arc<Transport> {
-        if let Some(part) = self.parts().idle.pop() {
-            return part;
-        }
-        // SAFETY: alive; nobody writes there once it is made.
-        let own = unsafe { self.xprt().read() };
-        // SAFETY: libtirpc's own string, or ours.
-        let netid = unsafe { crate::ffi::cstr(own.xp_netid) }.unwrap_or(c"tcp");
-        // SAFETY: our own netbuf.
-        let local = unsafe { copied(&own.xp_ltaddr) };
-        // SAFETY: as above.
-        let remote = unsafe { copied(&own.xp_rtaddr) };
-        let address = (own.xp_raddr, own.xp_addrlen);
-        let (responder, server) = (self.responder.clone(), self.server.clone());
-        let ops = if server.is_some() { &OPS } else { &CALLBACK };
-        Transport::with(
-            Some(self.this.clone()),
-            responder,
-            server,
-            (self.fd, ops),
-            netid,
-            local,
-            remote,
-            address,
-        )
-    }
-
-    /// Its routine has returned.
-    pub fn take_back(&self, part: Arc<Transport>) {
-        let unanswered = |part: &Transport| part.state().deferred.as_ref().map(|request| request.id);
-        let own = unanswered(self);
-        let mut parts = self.parts();
-        let Parts { idle, late, .. } = &mut *parts;
-        if unanswered(&part).is_none() {
-            return idle.push(part);
-        }
-        late.push(part);
-        // One that was answered since, or else the oldest, as the connection has it.
-        if late.len() > driver::LATE
-            && let Some((at, oldest)) =
-                late.iter().map(|part| unanswered(part)).enumerate().min_by_key(|(_, id)| *id)
-        {
-            let part = late.swap_remove(at);
-            part.state().deferred = None;
-            idle.push(part);
-            drop(parts);
-            if own.is_some_and(|own| Some(own) < oldest) {
-                self.state().deferred.take_if(|request| Some(request.id) == own);
-            }
-        }
-    }
-
-    /// An SVCXPRT of its own for a request, if that of the connection belongs to one that may be answered yet, to be
-    /// [taken back](Transport::take_back). `knows`: whether there is a routine for a program and its version.
-    pub fn lend_beside(
-        &self,
-        request: &Request,
-        knows: impl FnOnce(u32, u32) -> bool,
-    ) -> Option<Arc<Transport>> {
-        {
-            let mut state = self.state();
-            // What nobody has answered for so long was a one-way call, or its client has given it up.
-            let since = state.deferred_at;
-            state.deferred.take_if(|_| stats::clock().saturating_sub(since) > FORGOTTEN);
-            if state.deferred.is_none() && state.open.is_empty() {
-                return None;
-            }
-        }
-        let [program, version, _, flavor] =
-            request.message.first().and_then(|piece| Head::names(&piece[..]))?;
-        (flavor != auth_stat::RPCSEC_GSS as u32 && knows(program, version)).then(|| self.lend())
-    }
-
     /// Takes the locks of the connection, unless one of them is this thread's: a signal handler may have interrupted it there.
     pub fn hold(self: &Arc<Self>) -> Option<Held> {
         /// Another thread's are free sooner.
@@ -337,29 +256,6 @@ impl Transport {
         let state = lock_until(&forever.state, until)?;
         let parts = lock_until(&forever.parts, until)?;
         Some(Held { _state: state, _parts: parts, _server: server, _whole: whole })
-    }
-
-    fn parts(&self) -> MutexGuard<'_, Parts> {
-        self.parts.lock().unwrap_or_else(|e| e.into_inner())
-    }
-
-    /// Puts a request behind others of the connection that are served in order; whether nobody serves them.
-    pub fn put_in_order(&self, request: Request) -> bool {
-        let mut parts = self.parts();
-        parts.in_order.push_back(request);
-        !std::mem::replace(&mut parts.is_served, true)
-    }
-
-    /// The next one of these.
-    pub fn next_in_order(&self) -> Option<Request> {
-        self.parts().in_order.pop_front()
-    }
-
-    /// It was served; whether there are more, for a thread to serve.
-    pub fn goes_on_in_order(&self) -> bool {
-        let mut parts = self.parts();
-        parts.is_served = !parts.in_order.is_empty();
-        parts.is_served
     }
 
     /// The place of its next request among those that wait for threads.
@@ -399,6 +295,9 @@ impl Transport {
 
     /// What has come is no RPC call: nothing that follows on this connection can be trusted.
     pub fn breaks(&self) {
+        if self.server.is_none() {
+            return log_info!("fd {}: a call back is not an RPC call: dropped", self.fd);
+        }
         log_info!("fd {}: closed: a request is not an RPC call", self.fd);
         self.broken.store(true, Relaxed);
     }
@@ -453,6 +352,7 @@ impl Transport {
                 this: this.clone(),
                 whole,
                 parts: Mutex::default(),
+                answered_late: AtomicBool::new(false),
                 handed_out: AtomicUsize::new(0),
                 turn: AtomicU64::new(0),
                 fd,
@@ -612,8 +512,15 @@ impl Transport {
                 unsafe { self.keep_verifier() };
             }
         }
+        let put_off = request.put_off.take().filter(|_| state.deferred.is_none());
+        let returns = put_off.is_some();
+        if let Some((unanswered, at, auth)) = put_off {
+            (state.deferred, state.deferred_at) = (Some(unanswered), at);
+            // SAFETY: alive; libtirpc writes there in `_gss_authenticate`, which its loop calls between our entries.
+            unsafe { self.auth().write(auth) };
+        }
         drop(state);
-        if !in_place {
+        if returns || !in_place {
             let none = opaque_auth { oa_flavor: 0, oa_base: self.verifier.get().cast(), oa_length: 0 };
             // SAFETY: alive; libtirpc writes there between our entries.
             unsafe { (*self.xprt()).xp_verf = none };
@@ -637,8 +544,12 @@ impl Transport {
             && let Some(part) = self.this.upgrade()
         {
             match whole.upgrade() {
-                Some(whole) => whole.take_back(part),
-                None => outlive(vec![part]),
+                Some(whole) => {
+                    // A loop in the routine has had its own.
+                    whole.empty.store(true, Relaxed);
+                    whole.take_back(part);
+                }
+                None => parts::outlive(std::iter::once(part)),
             }
         }
     }
@@ -696,7 +607,7 @@ impl Watched for Transport {
     }
 }
 
-impl service_loop::Thrown for Transport {
+impl service_loop::Owner for Transport {
     /// Its request is as that of a routine that has returned without a reply; libtirpc's loop did not come to ask
     /// `xp_stat`.
     fn thrown(&self, serial: u64) {
@@ -705,13 +616,24 @@ impl service_loop::Thrown for Transport {
         let Some(request) = state.open.pop_if(left) else { return };
         log_info!("fd {}: a dispatch routine was left by an exception, or with its thread", self.fd);
         self.close(request, state, false);
+        // Nobody has looked for more since.
+        self.look_again();
+        busy::leave_all();
+        if service_loop::PROGRAM.has_left() {
+            wake_left();
+        }
+    }
+
+    fn look_again(&self) {
+        if self.server().is_some_and(|mut server| server.request_ready() || !server.rests()) {
+            service_loop::PROGRAM.leave(self.fd);
+        }
     }
 }
 
 /// Nobody knows the transport any more: it is not registered, and no request is open.
 impl Drop for Transport {
     fn drop(&mut self) {
-        outlive(std::mem::take(&mut self.parts.get_mut().unwrap_or_else(|e| e.into_inner()).late));
         let xprt = self.xprt.get_mut();
         // A program that keeps the descriptor has set `xp_fd` to -1. That of a callback is its CLIENT's.
         let mut fd = -1;
@@ -750,23 +672,6 @@ impl Drop for Transport {
             // The memory stays taken.
             std::mem::forget(self.this.clone());
         }
-    }
-}
-
-/// Keeps the transports of requests whose connection has ended: the program does not hear of that, and may reply.
-fn outlive(late: Vec<Arc<Transport>>) {
-    /// So many of all connections.
-    const MOST: usize = 1024;
-    /// The oldest first.
-    static ENDED: fork::Lock<VecDeque<Arc<Transport>>> = fork::Lock::new();
-    let mut late = late.into_iter().filter(|part| part.state().deferred.is_some()).peekable();
-    if late.peek().is_some() {
-        let mut ended = ENDED.lock();
-        ended.extend(late);
-        let over = ended.len().saturating_sub(MOST);
-        let gone: Vec<Arc<Transport>> = ended.drain(..over).collect();
-        drop(ended);
-        drop(gone);
     }
 }
 
@@ -890,27 +795,28 @@ unsafe extern "C-unwind" fn recv(xprt: *mut SVCXPRT, message: *mut rpc_msg) -> b
                     return None;
                 }
                 server.keep_deferred();
-                server.receive()
+                let request = server.receive()?;
+                Some((request, server.request_ready()))
             });
-            let Some(request) = request else {
+            let Some((request, more)) = request else {
                 own.watch_progress();
                 pull_on();
                 return Ok(0);
             };
+            left::begins(more);
             // Who is registered in a way that is not known here is libtirpc's to find.
             if let Some(part) = own.lend_beside(&request, |program, version| {
                 !matches!(programs::find(program, version), Err(None))
             }) {
-                beside = Some(Beside { own: Arc::downgrade(&own), part, request });
+                beside = Some(Beside { part, request });
                 return Ok(0);
             }
             let this: Weak<Transport> = own.this.clone();
             let dispatching = service_loop::PROGRAM.begin(frame, this);
             // SAFETY: the caller's message, with room for credential and verifier as libtirpc's loop provides it.
-            if !unsafe { own.open(request, message, Some(dispatching)) } {
+            if !unsafe { own.clone().open(request, message, Some(dispatching)) } {
                 // What follows on this connection cannot be trusted either; libtirpc's own transport does the same.
-                log_info!("fd {}: closed: a request is not an RPC call", own.fd);
-                own.broken.store(true, Relaxed);
+                own.breaks();
                 return Ok(0);
             }
             own.empty.store(false, Relaxed);
@@ -925,33 +831,6 @@ unsafe extern "C-unwind" fn recv(xprt: *mut SVCXPRT, message: *mut rpc_msg) -> b
 
 /// A dispatch routine that may throw.
 type Throwing = unsafe extern "C-unwind" fn(*mut svc_req, *mut SVCXPRT);
-
-/// A request that is served on an SVCXPRT of its own, in libtirpc's loop but not by it.
-struct Beside {
-    own: Weak<Transport>,
-    part: Arc<Transport>,
-    request: Request,
-}
-
-impl Beside {
-    /// Its routine may throw, and jump: what is held meanwhile has the transport of the connection end as ever.
-    fn serve(self, frame: usize) -> Result<(), Error> {
-        let Beside { own, part, request } = self;
-        let this: Weak<Transport> = part.this.clone();
-        let dispatching = step(|| Ok(service_loop::PROGRAM.begin(frame, this)))?;
-        let is_call = part.dispatch(request, programs::find, Some(dispatching));
-        step(|| {
-            if let Some(own) = own.upgrade() {
-                // A loop in the routine has had its own.
-                own.empty.store(true, Relaxed);
-                if !is_call {
-                    own.breaks();
-                }
-            }
-            Ok(())
-        })
-    }
-}
 
 /// Gives what has come on a connection to threads.
 fn hand_out(own: &Arc<Transport>) -> bool_t {
@@ -984,22 +863,22 @@ fn hand_out(own: &Arc<Transport>) -> bool_t {
 }
 
 impl Transport {
-    /// Gives a request to the routine of its program, as libtirpc's `svc_getreq_common` does, and ends it. False if it is not an
-    /// RPC call; it is dropped then. The routine may throw, if no guard of the caller's reaches over this.
+    /// Gives a request to the routine of its program, as libtirpc's `svc_getreq_common` does, and ends it. The routine may
+    /// throw, and jump, if no guard of the caller's reaches over this.
     pub fn dispatch<R>(
-        self: &Arc<Self>,
+        self: Arc<Self>,
         request: Request,
         find: impl FnOnce(u32, u32) -> Found<R>,
         dispatching: Option<service_loop::Dispatching>,
-    ) -> bool {
-        /// Ends it; `true` when the routine has returned.
-        struct Close<'a>(&'a Transport, bool);
+    ) {
+        /// Ends it; `true` when the routine has returned. A jump passes by: no share is held here.
+        struct Close(*mut SVCXPRT, bool);
 
-        impl Drop for Close<'_> {
+        impl Drop for Close {
             fn drop(&mut self) {
-                let Close(own, returned) = *self;
                 guard(|| {
-                    own.end_request(returned);
+                    // SAFETY: alive, for its request is open.
+                    unsafe { transport(self.0) }?.end_request(self.1);
                     Ok(())
                 });
             }
@@ -1013,13 +892,15 @@ impl Transport {
         let mut message: rpc_msg = unsafe { std::mem::zeroed() };
         message.ru.rm_call.cb_cred = room(credential);
         message.ru.rm_call.cb_verf = room(verifier);
-        let Ok(library) = library() else { return false };
+        let Ok(library) = library() else { return };
+        let (xprt, whole) = (self.xprt(), self.whole());
         // SAFETY: room for credential and verifier was made above.
         if !step(|| Ok(unsafe { self.open(request, &mut message, dispatching) })).unwrap_or(false) {
-            return false;
+            whole.upgrade().inspect(|whole| whole.breaks());
+            return;
         }
-        let mut close = Close(self, false);
-        let xprt = self.xprt();
+        drop(whole);
+        let mut close = Close(xprt, false);
         // SAFETY: decoded as a call, so this member of the union is in force.
         let call = unsafe { message.ru.rm_call };
         let mut request = svc_req {
@@ -1054,7 +935,6 @@ impl Transport {
             }
         }
         close.1 = true;
-        true
     }
 
     /// Whether no request is open on it.
@@ -1069,7 +949,7 @@ impl Transport {
     /// # Safety
     /// `message` is writable, with room for credential and verifier.
     pub unsafe fn open(
-        self: &Arc<Self>,
+        self: Arc<Self>,
         request: Request,
         message: *mut rpc_msg,
         dispatching: Option<service_loop::Dispatching>,
@@ -1117,8 +997,13 @@ impl Transport {
             // SAFETY: as above.
             Some((verifier, unsafe { self.auth().read() }, Instant::now()))
         };
-        // What a late reply needs beside its XID, verifier and authenticator, is this one's from here on.
-        state.deferred = None;
+        // What a late reply needs beside its XID, verifier and authenticator, is this one's until it ends.
+        let put_off = state.deferred.take().filter(|put_off| put_off.plain && interrupted.is_none());
+        // SAFETY: alive, as above.
+        let verifier = unsafe { (*self.xprt()).xp_verf };
+        // SAFETY: alive, as above.
+        let auth = unsafe { self.auth().read() };
+        let put_off = put_off.filter(|_| verifier.oa_length == 0).map(|it| (it, state.deferred_at, auth));
         state.open.push(Open {
             dispatching,
             _transport: self.clone(),
@@ -1128,6 +1013,7 @@ impl Transport {
             gss,
             placed,
             interrupted,
+            put_off,
         });
         true
     }
@@ -1169,7 +1055,9 @@ unsafe extern "C" fn stat(xprt: *mut SVCXPRT) -> c_uint {
             // A call back that waits looks first whether it has its reply.
             own.server().is_some_and(|mut server| server.closed().is_some())
         } else {
-            match driver::next(server, || others_wait([own.fd, -1]), run::is_alone_here().then_some(server)) {
+            // Not where a routine has a loop of its own, or the program goes on elsewhere.
+            let looks_itself = run::is_alone_here() && !service_loop::PROGRAM.is_dispatching();
+            match driver::next(server, || others_wait([own.fd, -1]), looks_itself.then_some(server)) {
                 // What the program has taken out of its loop waits until it is back: `registered_again`.
                 Next::Request if is_polled(own.fd) => return Ok(xprt_stat::XPRT_MOREREQS),
                 Next::Request => false,
@@ -1387,6 +1275,9 @@ impl Reply {
         // While one is open, the loop asks for more requests when its routine has returned.
         let put_off = state.open.is_empty();
         drop(state);
+        if put_off && let Some(whole) = own.whole.as_ref().and_then(Weak::upgrade) {
+            whole.answered_late.store(true, Relaxed);
+        }
         log_debug!("fd {}: reply {}: {} bytes", own.fd, Xid(xid), message.len());
         let sent = responder.reply(id, message);
         responder.end(&loans);
@@ -1522,53 +1413,6 @@ pub fn addresses(local: SocketAddr, peer: SocketAddr) -> (netbuf, netbuf, (libc:
     // SAFETY: names `peer`, which is alive.
     let remote = unsafe { copied(&peer.netbuf()) };
     (own, remote, (address, length as c_int))
-}
-
-/// Has libtirpc take requests from a connection, as its own loop does when the descriptor is readable.
-pub fn serve_fd(fd: RawFd) {
-    // None without libtirpc, with which every transport is registered.
-    if let Ok(library) = library() {
-        // SAFETY: a descriptor that is not registered is passed over; the calling thread is the loop's.
-        unsafe { (library.svc_getreq_common)(fd) };
-    }
-}
-
-/// Serves what calls back have left for the loop. Called in its thread, and under no guard: a dispatch routine may throw.
-pub fn serve_left() {
-    /// Those that are not served yet.
-    struct Left(VecDeque<RawFd>);
-
-    impl Left {
-        fn next(&mut self) -> Option<RawFd> {
-            // One may have gone since, and its number be that of a connection of libtirpc's, which reads until a request is
-            // whole.
-            step(|| Ok(std::iter::from_fn(|| self.0.pop_front()).find(|fd| idle::is_own(*fd)))).ok()?
-        }
-    }
-
-    impl Drop for Left {
-        fn drop(&mut self) {
-            if self.0.is_empty() {
-                return;
-            }
-            // A routine was left otherwise than by returning: the loop's next turn serves the others.
-            guard(|| {
-                self.0.drain(..).for_each(|fd| service_loop::PROGRAM.leave(fd));
-                wake_left();
-                Ok(())
-            });
-        }
-    }
-
-    let mut left = Left(step(|| Ok(service_loop::PROGRAM.take_left())).unwrap_or_default().into());
-    while let Some(fd) = left.next() {
-        serve_fd(fd);
-    }
-}
-
-/// Has the loop look in its next turn at what calls back have left for it.
-pub fn wake_left() {
-    progress::call_at(Errand::Left, Instant::now(), serve_left);
 }
 
 /// Has long Calls be pulled whose turn has come: what another one lay in may have been let go of.

@@ -1,0 +1,177 @@
+//! SVCXPRTs for single requests of a connection, beside the connection's own: where that belongs to a request that may be
+//! answered later, and where threads serve several requests at a time.
+#![allow(unsafe_code)]
+
+use std::collections::{BTreeMap, VecDeque};
+use std::sync::atomic::Ordering::Relaxed;
+use std::sync::{Arc, MutexGuard};
+
+use super::{CALLBACK, OPS, Transport, copied};
+use crate::binding::Head;
+use crate::connection::{Request, RequestId};
+use crate::driver::{self, service_loop};
+use crate::error::Error;
+use crate::ffi::step;
+use crate::tirpc::{auth_stat, programs};
+use crate::{fork, stats};
+
+/// Transports for requests that threads serve, each at a time of its own.
+#[derive(Default)]
+pub(super) struct Parts {
+    idle: Vec<Arc<Transport>>,
+    /// Whose routines have returned without a reply, by their requests: they may reply later, or have done so.
+    late: BTreeMap<RequestId, Arc<Transport>>,
+    /// Requests with RPCSEC_GSS, which libtirpc serves on the transport of the connection: one at a time.
+    in_order: VecDeque<Request>,
+    /// A thread serves them.
+    is_served: bool,
+}
+
+/// An SVCXPRT belongs to a request for so long, in nanoseconds, while others come on its connection.
+const FORGOTTEN: u64 = 60_000_000_000;
+
+/// Those of a connection that has ended.
+impl Drop for Parts {
+    fn drop(&mut self) {
+        outlive(std::mem::take(&mut self.late).into_values());
+    }
+}
+
+impl Transport {
+    /// A transport of its own for a request of this connection.
+    pub fn lend(&self) -> Arc<Transport> {
+        if let Some(part) = self.parts().idle.pop() {
+            return part;
+        }
+        // SAFETY: alive; nobody writes there once it is made.
+        let own = unsafe { self.xprt().read() };
+        // SAFETY: libtirpc's own string, or ours.
+        let netid = unsafe { crate::ffi::cstr(own.xp_netid) }.unwrap_or(c"tcp");
+        // SAFETY: our own netbuf.
+        let local = unsafe { copied(&own.xp_ltaddr) };
+        // SAFETY: as above.
+        let remote = unsafe { copied(&own.xp_rtaddr) };
+        let address = (own.xp_raddr, own.xp_addrlen);
+        let (responder, server) = (self.responder.clone(), self.server.clone());
+        let ops = if server.is_some() { &OPS } else { &CALLBACK };
+        Transport::with(
+            Some(self.this.clone()),
+            responder,
+            server,
+            (self.fd, ops),
+            netid,
+            local,
+            remote,
+            address,
+        )
+    }
+
+    /// Its routine has returned.
+    pub fn take_back(&self, part: Arc<Transport>) {
+        let unanswered = |part: &Transport| part.state().deferred.as_ref().map(|request| request.id);
+        let mut parts = self.parts();
+        let Parts { idle, late, .. } = &mut *parts;
+        match unanswered(&part) {
+            Some(id) => late.insert(id, part),
+            None => return idle.push(part),
+        };
+        if late.len() <= driver::LATE {
+            return;
+        }
+        if self.answered_late.swap(false, Relaxed) {
+            late.retain(|_, part| {
+                let waits = unanswered(part).is_some();
+                if !waits {
+                    idle.push(part.clone());
+                }
+                waits
+            });
+        }
+        // The oldest, as the connection has it.
+        if late.len() > driver::LATE
+            && let Some((oldest, part)) = late.pop_first()
+        {
+            part.state().deferred = None;
+            idle.push(part);
+            drop(parts);
+            self.state().deferred.take_if(|request| request.id < oldest);
+        }
+    }
+
+    /// An SVCXPRT of its own for a request, if that of the connection belongs to one that may be answered yet, to be
+    /// [taken back](Transport::take_back). `knows`: whether there is a routine for a program and its version.
+    pub fn lend_beside(
+        &self,
+        request: &Request,
+        knows: impl FnOnce(u32, u32) -> bool,
+    ) -> Option<Arc<Transport>> {
+        {
+            let mut state = self.state();
+            // What nobody has answered for so long was a one-way call, or its client has given it up.
+            let since = state.deferred_at;
+            state.deferred.take_if(|_| stats::clock().saturating_sub(since) > FORGOTTEN);
+            if state.deferred.is_none() && state.open.is_empty() {
+                return None;
+            }
+        }
+        let [program, version, _, flavor] =
+            request.message.first().and_then(|piece| Head::names(&piece[..]))?;
+        (flavor != auth_stat::RPCSEC_GSS as u32 && knows(program, version)).then(|| self.lend())
+    }
+
+    fn parts(&self) -> MutexGuard<'_, Parts> {
+        self.parts.lock().unwrap_or_else(|e| e.into_inner())
+    }
+
+    /// Puts a request behind others of the connection that are served in order; whether nobody serves them.
+    pub fn put_in_order(&self, request: Request) -> bool {
+        let mut parts = self.parts();
+        parts.in_order.push_back(request);
+        !std::mem::replace(&mut parts.is_served, true)
+    }
+
+    /// The next one of these.
+    pub fn next_in_order(&self) -> Option<Request> {
+        self.parts().in_order.pop_front()
+    }
+
+    /// It was served; whether there are more, for a thread to serve.
+    pub fn goes_on_in_order(&self) -> bool {
+        let mut parts = self.parts();
+        parts.is_served = !parts.in_order.is_empty();
+        parts.is_served
+    }
+}
+
+/// Keeps the transports of requests whose connection has ended: the program does not hear of that, and may reply.
+pub(super) fn outlive(late: impl Iterator<Item = Arc<Transport>>) {
+    /// So many of all connections.
+    const MOST: usize = 1024;
+    /// The oldest first.
+    static ENDED: fork::Lock<VecDeque<Arc<Transport>>> = fork::Lock::new();
+    let mut late = late.filter(|part| part.state().deferred.is_some()).peekable();
+    if late.peek().is_some() {
+        let mut ended = ENDED.lock();
+        ended.extend(late);
+        let over = ended.len().saturating_sub(MOST);
+        let gone: Vec<Arc<Transport>> = ended.drain(..over).collect();
+        drop(ended);
+        drop(gone);
+    }
+}
+
+/// A request that is served on an SVCXPRT of its own, in libtirpc's loop but not by it.
+pub(super) struct Beside {
+    pub part: Arc<Transport>,
+    pub request: Request,
+}
+
+impl Beside {
+    /// Its routine may throw, and jump.
+    pub fn serve(self, frame: usize) -> Result<(), Error> {
+        let Beside { part, request } = self;
+        let dispatching = step(|| Ok(service_loop::PROGRAM.begin(frame, part.this.clone())))?;
+        part.dispatch(request, programs::find, Some(dispatching));
+        Ok(())
+    }
+}

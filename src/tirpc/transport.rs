@@ -156,7 +156,7 @@ struct Open {
     /// Verifier and authenticator of the request that this one interrupts, and since when.
     interrupted: Option<(opaque_auth, SVCAUTH, Instant)>,
     /// What was put off before, since when, and its authenticator, if that is a plain one and there is no verifier.
-    put_off: Option<(Unanswered, u64, SVCAUTH)>,
+    put_off: Option<Box<(Unanswered, u64, SVCAUTH)>>,
 }
 
 /// What a reply needs of its request.
@@ -294,7 +294,7 @@ impl Transport {
     }
 
     /// What has come is no RPC call: nothing that follows on this connection can be trusted.
-    pub fn breaks(&self) {
+    fn breaks(&self) {
         if self.server.is_none() {
             return log_info!("fd {}: a call back is not an RPC call: dropped", self.fd);
         }
@@ -514,7 +514,7 @@ impl Transport {
         }
         let put_off = request.put_off.take().filter(|_| state.deferred.is_none());
         let returns = put_off.is_some();
-        if let Some((unanswered, at, auth)) = put_off {
+        if let Some((unanswered, at, auth)) = put_off.map(|it| *it) {
             (state.deferred, state.deferred_at) = (Some(unanswered), at);
             // SAFETY: alive; libtirpc writes there in `_gss_authenticate`, which its loop calls between our entries.
             unsafe { self.auth().write(auth) };
@@ -788,6 +788,7 @@ unsafe extern "C-unwind" fn recv(xprt: *mut SVCXPRT, message: *mut rpc_msg) -> b
             if own.is_destroyed() || own.broken.load(Relaxed) {
                 return Ok(0);
             }
+            let mut more = false;
             let request = own.server().and_then(|mut server| {
                 let put_off =
                     !service_loop::is_nested() && server.puts_off(|| others_wait([own.fd, progress::fd()]));
@@ -795,10 +796,11 @@ unsafe extern "C-unwind" fn recv(xprt: *mut SVCXPRT, message: *mut rpc_msg) -> b
                     return None;
                 }
                 server.keep_deferred();
-                let request = server.receive()?;
-                Some((request, server.request_ready()))
+                let request = server.receive();
+                more = server.request_ready();
+                request
             });
-            let Some((request, more)) = request else {
+            let Some(request) = request else {
                 own.watch_progress();
                 pull_on();
                 return Ok(0);
@@ -814,9 +816,7 @@ unsafe extern "C-unwind" fn recv(xprt: *mut SVCXPRT, message: *mut rpc_msg) -> b
             let this: Weak<Transport> = own.this.clone();
             let dispatching = service_loop::PROGRAM.begin(frame, this);
             // SAFETY: the caller's message, with room for credential and verifier as libtirpc's loop provides it.
-            if !unsafe { own.clone().open(request, message, Some(dispatching)) } {
-                // What follows on this connection cannot be trusted either; libtirpc's own transport does the same.
-                own.breaks();
+            if !unsafe { own.open(request, message, Some(dispatching)) } {
                 return Ok(0);
             }
             own.empty.store(false, Relaxed);
@@ -893,13 +893,12 @@ impl Transport {
         message.ru.rm_call.cb_cred = room(credential);
         message.ru.rm_call.cb_verf = room(verifier);
         let Ok(library) = library() else { return };
-        let (xprt, whole) = (self.xprt(), self.whole());
         // SAFETY: room for credential and verifier was made above.
         if !step(|| Ok(unsafe { self.open(request, &mut message, dispatching) })).unwrap_or(false) {
-            whole.upgrade().inspect(|whole| whole.breaks());
             return;
         }
-        drop(whole);
+        let xprt = self.xprt();
+        drop(self);
         let mut close = Close(xprt, false);
         // SAFETY: decoded as a call, so this member of the union is in force.
         let call = unsafe { message.ru.rm_call };
@@ -948,8 +947,8 @@ impl Transport {
     ///
     /// # Safety
     /// `message` is writable, with room for credential and verifier.
-    pub unsafe fn open(
-        self: Arc<Self>,
+    unsafe fn open(
+        self: &Arc<Self>,
         request: Request,
         message: *mut rpc_msg,
         dispatching: Option<service_loop::Dispatching>,
@@ -961,6 +960,8 @@ impl Transport {
             if let Some(responder) = self.responder.upgrade() {
                 responder.discard(id);
             }
+            // libtirpc's own transport does the same.
+            self.whole().upgrade().inspect(|whole| whole.breaks());
             return false;
         }
         // SAFETY: decoded above.
@@ -998,12 +999,11 @@ impl Transport {
             Some((verifier, unsafe { self.auth().read() }, Instant::now()))
         };
         // What a late reply needs beside its XID, verifier and authenticator, is this one's until it ends.
-        let put_off = state.deferred.take().filter(|put_off| put_off.plain && interrupted.is_none());
-        // SAFETY: alive, as above.
-        let verifier = unsafe { (*self.xprt()).xp_verf };
-        // SAFETY: alive, as above.
-        let auth = unsafe { self.auth().read() };
-        let put_off = put_off.filter(|_| verifier.oa_length == 0).map(|it| (it, state.deferred_at, auth));
+        let put_off = state.deferred.take().filter(|it| it.plain && interrupted.is_none()).and_then(|it| {
+            // SAFETY: alive, as above.
+            let (verifier, auth) = unsafe { ((*self.xprt()).xp_verf, self.auth().read()) };
+            (verifier.oa_length == 0).then(|| Box::new((it, state.deferred_at, auth)))
+        });
         state.open.push(Open {
             dispatching,
             _transport: self.clone(),

@@ -2,13 +2,15 @@
  * of the same connection, whose CLIENT threads share, and of others that call without a pause. What the loop does in a routine
  * is what it does outside.
  *
- *   nested NETID [shared] [turns]     shared: threads share a CLIENT, which over tcp has one call under way
- *                                     turns: the program's loop is its own, and svc_run() otherwise */
+ *   nested NETID [WAY...]     shared: threads share a CLIENT, which over tcp has one call under way
+ *                             turns: the program's loop is its own, and svc_run() otherwise
+ *                             quick: no look at the memory
+ *                             ADDRESS: of this host, 127.0.0.1 otherwise */
 #define _GNU_SOURCE
+#include <arpa/inet.h>
 #include <err.h>
 #include <malloc.h>
 #include <netconfig.h>
-#include <netinet/in.h>
 #include <poll.h>
 #include <pthread.h>
 #include <rpc/rpc.h>
@@ -340,14 +342,15 @@ int main(int argc, char **argv)
 {
     pthread_t thread;
     bool quick = false;
+    address.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
     REQUIRE(argc >= 2 && (netconfig = getnetconfigent(argv[1])) != NULL);
     for (int i = 2; i < argc; i++) {
         shared |= strcmp(argv[i], "shared") == 0;
         own_turns |= strcmp(argv[i], "turns") == 0;
         quick |= strcmp(argv[i], "quick") == 0;
+        inet_pton(AF_INET, argv[i], &address.sin_addr);
     }
     struct t_bind bind = {.addr = {sizeof address, sizeof address, &address}, .qlen = 64};
-    address.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
     SVCXPRT *listener = svc_tli_create(RPC_ANYFD, netconfig, &bind, 0, 0);
     REQUIRE(listener != NULL && svc_reg(listener, PROG, 1, serve, NULL));
     address = *(struct sockaddr_in *)listener->xp_ltaddr.buf;

@@ -16,9 +16,9 @@ use std::time::{Duration, Instant};
 use crate::driver::busy;
 use crate::driver::service_loop::PROGRAM;
 use crate::ffi::{guard, step};
-use crate::stats;
 use crate::tirpc::progress::{self, Errand};
 use crate::tirpc::{idle, library};
+use crate::{fork, stats};
 
 /// A loop inside of a routine is woken so long after that has begun. To look costs a few system calls.
 const SOON: Duration = Duration::from_millis(20);
@@ -26,8 +26,9 @@ const SOON: Duration = Duration::from_millis(20);
 /// Where a routine has run a loop, others are woken at once, for so long.
 const EAGER: Duration = Duration::from_secs(10);
 
-/// When the loop is woken, by [`stats::tick`]; 0: it is not.
+/// When the loop is woken, by [`stats::tick`]; 0: it is not. The process that is so: a child has another alarm.
 static AT: AtomicU64 = AtomicU64::new(0);
+static OF: AtomicU64 = AtomicU64::new(0);
 
 /// Routines have begun since, for which it may be needed.
 static WANTED: AtomicBool = AtomicBool::new(false);
@@ -85,12 +86,13 @@ pub fn begins(more: bool) {
 }
 
 fn watch() {
-    /// So late it was lost, with the loop that the program has left, or with the process that this one was forked from.
+    /// So late it was lost, with the loop that the program has left.
     const LOST: u64 = 1_000_000_000;
     let (now, at) = (stats::tick(), AT.load(Relaxed));
+    let is_child = OF.load(Relaxed) != fork::generation();
     if now < EAGER_UNTIL.load(Relaxed) {
         look_after(now, Duration::ZERO);
-    } else if at == 0 || now > at + LOST {
+    } else if is_child || at == 0 || now > at + LOST {
         look_after(now, SOON);
     } else if !WANTED.load(Relaxed) {
         WANTED.store(true, Relaxed);
@@ -99,6 +101,7 @@ fn watch() {
 
 #[cold]
 fn look_after(now: u64, time: Duration) {
+    OF.store(fork::generation(), Relaxed);
     AT.store(now + time.as_nanos() as u64, Relaxed);
     progress::call_at(Errand::Inside, Instant::now() + time, look);
 }

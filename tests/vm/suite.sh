@@ -1,12 +1,14 @@
 #!/bin/bash
 # suite.sh [PATH...]: the C tests over RDMA devices, in a guest: the programs of the leg "rdma", the same bodies as over
-# software iWARP, and those of "placed" and "two" for what these are about, calls and their data. For the paths see
-# guest.sh; default: those of verbs. Run by `make check-vm`.
+# software iWARP, and those of "placed" and "two" for what these are about, calls and their data; and c-tests/nested.c. For the
+# paths see guest.sh; default: those of verbs. Run by `make check-vm`.
 . "$(dirname "${BASH_SOURCE[0]}")/guest.sh"
 [ $# -gt 0 ] || set -- verbs/rxe verbs/siw
 if [ -z "${IN_GUEST:-}" ]; then
     # Compiled here, where it is much faster. The library's own tests for a device are run there too.
     make -s -C "$top/c-tests" || { FAIL "the C tests are built"; closing; }
+    cc -O1 -pthread -Wall -Wextra -Werror -Wno-cast-function-type -o "$top/build/c-tests/nested" "$top/c-tests/nested.c" \
+        $(pkg-config --cflags --libs libtirpc) || { FAIL "nested.c is built"; closing; }
     (cd "$top" && "${CARGO:-cargo}" test --locked --lib --no-run >/dev/null 2>&1) || { FAIL "the library's tests are built"; closing; }
 fi
 run_in_guest "the C tests on RDMA devices" 1200 "${BASH_SOURCE[0]}" "$@"
@@ -34,6 +36,11 @@ for leg in rdma placed two; do
     if [ $passed_all -eq 0 ]; then ok "$path: C tests, $leg: $(tail -n 1 "$scratch/suite") ($(seconds))"
     else FAIL "$path: C tests, $leg: $(tail -n 1 "$scratch/suite") ($(seconds))"; fi
     grep '^skip' "$scratch/suite" | sed 's/.*(\(.*\))$/\1/' | sort | uniq -c | sed 's/^/      skipped:/'
+done
+cd "$scratch" || exit 1
+for way in '' turns shared 'shared turns'; do
+    # shellcheck disable=SC2086
+    report "$path${way:+, }$way" "${preloaded[@]}" RPCRDMA_PROVIDER=verbs "$SUITE_OUT/nested" rdma quick "$address" $way
 done
 device_down
 closing

@@ -25,8 +25,7 @@
 #![allow(unsafe_code)]
 
 use std::cell::UnsafeCell;
-use std::ffi::{CStr, c_char, c_int, c_uint, c_void};
-use std::mem::offset_of;
+use std::ffi::{CStr, c_int, c_uint, c_void};
 use std::net::{Ipv4Addr, SocketAddr};
 use std::os::fd::RawFd;
 use std::ptr::null_mut;
@@ -38,35 +37,33 @@ use crate::sync::{Mutex, MutexGuard, is_poisoned};
 use std::time::{Duration, Instant};
 
 use crate::binding::Binding;
-use crate::config;
 use crate::connection::{Request, RequestId};
 use crate::driver::{self, Callee, Next, Server, Shared, Wait, busy, pulls, send_rest, service_loop, start};
 use crate::error::{Error, Kind};
-use crate::ffi::{guard, guard_in_steps, guard_passing_in_steps, step};
+use crate::ffi::{guard, guard_passing_in_steps, step};
 use crate::memory::{PassStage, Region};
 use crate::socket::Sockaddr;
-use crate::stats::{self, Counter};
+use crate::stats;
 use crate::tirpc::bare::{LISTENING, NO_AUTH};
 use crate::tirpc::callback::waker;
 use crate::tirpc::client::CREDITS_MAX;
 use crate::tirpc::jobs::Place;
 use crate::tirpc::left::{self, wake_left};
-use crate::tirpc::lending::lending;
 use crate::tirpc::netid::Netid;
 use crate::tirpc::programs::{self, Dispatch, Found};
 use crate::tirpc::progress::{self, Errand, Watched};
 use crate::tirpc::{
-    PLAIN_REPLY, SVCAUTH, SVCXPRT, SVCXPRT_EXT, accepted_reply, ar_results, auth_stat, bool_t, idle, library,
-    msg, netbuf, opaque_auth, polled, reply_body, rpc_msg, run, svc_req, threads, xp_ops, xp_ops2, xprt_stat,
-    xprt_unregister,
+    SVCAUTH, SVCXPRT, SVCXPRT_EXT, auth_stat, bool_t, idle, library, netbuf, opaque_auth, polled, rpc_msg,
+    run, svc_req, threads, xp_ops, xp_ops2, xprt_stat, xprt_unregister,
 };
-use crate::wire::Xid;
-use crate::xdr::{Decoder, Encoder, XDR, XdrProc};
-use crate::{log_debug, log_info, log_warn, socket, wait, xdr};
+use crate::xdr::Decoder;
+use crate::{log_debug, log_info, socket, wait};
 
 mod parts;
+mod routine;
 
 use self::parts::{Beside, Parts};
+use self::routine::{freeargs, getargs, reply};
 
 /// An SVCXPRT of ours, and what belongs to it. libtirpc sees the first member.
 #[repr(C)]
@@ -196,9 +193,6 @@ struct Gss {
     auth: SVCAUTH,
     used: Instant,
 }
-
-/// Results from this length on are sent from where they lie: shorter ones are copied sooner than waited for.
-const RESULT_LEND_MIN: usize = 64 << 10;
 
 /// After 300 s of idleness libtirpc itself frees a cached context.
 const GSS_CACHED: Duration = Duration::from_secs(290);
@@ -1076,269 +1070,6 @@ unsafe extern "C" fn stat(xprt: *mut SVCXPRT) -> c_uint {
         }
         own.watch_progress();
         Ok(xprt_stat::XPRT_IDLE)
-    })
-}
-
-unsafe extern "C-unwind" fn getargs(xprt: *mut SVCXPRT, decode: XdrProc, args: *mut c_void) -> bool_t {
-    guard_in_steps(|| {
-        // SAFETY: libtirpc's loop and its transport.
-        let Some(mut taken) = step(|| unsafe { Taken::from(xprt) })? else { return Ok(0) };
-        // SAFETY: the program's procedure and object; the stream and the authenticator are alive, and nothing of ours is
-        // locked or borrowed but the stream.
-        let decoded =
-            taken.unwrap.map_or(0, |unwrap| unsafe { unwrap(taken.auth, taken.xdrs, decode, args) });
-        step(move || {
-            let pulled = taken.arguments.as_ref().is_some_and(Decoder::end_pass);
-            taken.give_back();
-            drop(taken);
-            if pulled {
-                pull_next();
-            }
-            // As over tcp, whatever the procedure takes for TRUE.
-            Ok((decoded != 0).into())
-        })
-    })
-}
-
-/// `svc_ah_wrap` and `svc_ah_unwrap`.
-type Wrap = unsafe extern "C-unwind" fn(*mut SVCAUTH, *mut XDR, XdrProc, *mut c_void) -> bool_t;
-
-/// The arguments of a request while the program decodes them.
-struct Taken {
-    own: Arc<Transport>,
-    id: RequestId,
-    arguments: Option<Decoder>,
-    before: u64,
-    xdrs: *mut XDR,
-    auth: *mut SVCAUTH,
-    unwrap: Option<Wrap>,
-}
-
-impl Taken {
-    /// The stream leaves its request while the program decodes: whatever else the xdrproc has done meanwhile, its request is
-    /// on the stack until the dispatch routine returns. None if there is none, or the program decodes from it already.
-    ///
-    /// # Safety
-    /// `xprt` is NULL or a live transport of any kind.
-    unsafe fn from(xprt: *mut SVCXPRT) -> Result<Option<Taken>, Error> {
-        // SAFETY: by the contract.
-        let own = unsafe { transport(xprt) }?;
-        let taken =
-            own.state().open.last_mut().and_then(|request| Some((request.id, request.arguments.take()?)));
-        let Some((id, mut arguments)) = taken else { return Ok(None) };
-        let (before, xdrs, auth) = (arguments.copied(), arguments.xdr(), own.auth());
-        // SAFETY: set by _gss_authenticate before the program was asked.
-        let unwrap = unsafe { operation(auth, |ops| ops.svc_ah_unwrap) };
-        Ok(Some(Taken { own, id, arguments: Some(arguments), before, xdrs, auth, unwrap }))
-    }
-
-    fn give_back(&mut self) {
-        let Some(arguments) = self.arguments.take() else { return };
-        stats::add(Counter::BytesCopied, arguments.copied() - self.before);
-        if let Some(request) = self.own.state().find(self.id) {
-            request.arguments = Some(arguments);
-        }
-    }
-}
-
-/// Also when the program has thrown something: it may go on with the request.
-impl Drop for Taken {
-    fn drop(&mut self) {
-        self.give_back();
-    }
-}
-
-/// An operation of the authenticator, if it has any.
-///
-/// # Safety
-/// `auth` is alive; its ops are NULL or libtirpc's.
-unsafe fn operation<F>(
-    auth: *const SVCAUTH,
-    pick: fn(&crate::tirpc::svc_auth_ops) -> Option<F>,
-) -> Option<F> {
-    // SAFETY: by the contract.
-    let ops = unsafe { (*auth).svc_ah_ops };
-    // SAFETY: by the contract.
-    unsafe { crate::ffi::reference(ops) }.and_then(pick)
-}
-
-unsafe extern "C-unwind" fn reply(xprt: *mut SVCXPRT, message: *mut rpc_msg) -> bool_t {
-    guard_in_steps(|| {
-        // SAFETY: libtirpc's loop, its transport, and the caller's message, which it lets the transport change.
-        let Some(mut begun) = step(|| unsafe { Reply::begin(xprt, message) })? else { return Ok(0) };
-        if let Some(results) = begun.results {
-            // SAFETY: the program's procedure and object; the stream and the authenticator are alive, and nothing of ours
-            // is locked or borrowed but the stream.
-            let wrapped = begun.wrap.is_some_and(|wrap| unsafe {
-                wrap(begun.auth, begun.encoder.xdr(), results.r#proc, results.r#where.cast()) != 0
-            });
-            if !wrapped {
-                // Nothing was sent: the program answers with svcerr_systemerr.
-                return step(|| {
-                    drop(begun);
-                    Ok(0)
-                });
-            }
-        }
-        step(|| begun.send())
-    })
-}
-
-/// A reply whose header is encoded. If the program throws something instead of results, its request stays unanswered.
-struct Reply {
-    own: Arc<Transport>,
-    responder: Arc<dyn Callee>,
-    id: RequestId,
-    xid: u32,
-    encoder: Encoder,
-    /// Of a successful one: they are wrapped by the authenticator, behind the header.
-    results: Option<ar_results>,
-    auth: *mut SVCAUTH,
-    wrap: Option<Wrap>,
-}
-
-impl Reply {
-    /// # Errors
-    /// Without memory; `Invalid`. None when nothing is to be answered, or the header cannot be encoded.
-    ///
-    /// # Safety
-    /// `xprt` is NULL or a live transport of any kind; `message` is NULL or a reply whose results, if any, fit their
-    /// procedure and are the program's until the entry that asks for this returns.
-    unsafe fn begin(xprt: *mut SVCXPRT, message: *mut rpc_msg) -> Result<Option<Reply>, Error> {
-        // SAFETY: by the contract.
-        let own = unsafe { transport(xprt) }?;
-        let Some(request) = own.state().unanswered().cloned() else { return Ok(None) };
-        let Unanswered { id, xid, binding, wrapped, plain } = request;
-        let Some(responder) = own.responder.upgrade() else { return Ok(None) };
-        // As the latest reply was, this one is likely to be long.
-        let outbox = if plain && own.long.load(Relaxed) { responder.outbox() } else { None };
-        let mut encoder = Encoder::new(match outbox.map_or_else(|| responder.message(), Ok) {
-            Ok(message) => message,
-            Err(error) => {
-                // RFC 8166 §4.5.4: "If a Responder is unable to construct and transmit an RPC Reply or RPC-over-RDMA error
-                // message, the Responder MUST close the connection to signal to the Requester that a reply was lost."
-                responder.lose(error.clone());
-                own.tell_loop();
-                return Err(error);
-            }
-        });
-        if message.is_null() {
-            return Err(Error::new(Kind::Invalid, "reply is NULL"));
-        }
-        // SAFETY: the caller's to be written (contract).
-        unsafe { (*message).rm_xid = xid };
-        if !wrapped
-            && let Some(lending) =
-                lending(config::get()?, binding.as_ref(), RESULT_LEND_MIN, |b, reply| b.reply(reply).items)
-        {
-            // SAFETY: the results are the program's until `svc_sendreply` returns, which sees to the loans before.
-            unsafe { encoder.lend(lending) };
-        }
-        // SAFETY: by the contract.
-        let results = unsafe { take_results(message) };
-        // SAFETY: as above.
-        let put = if results.is_some() && unsafe { has_no_verifier(message) } {
-            encoder.put(&xid.to_be_bytes()) && encoder.put(&PLAIN_REPLY)
-        } else {
-            // SAFETY: the stream is alive, the message complete.
-            unsafe { (library()?.xdr_replymsg)(encoder.xdr(), message) != 0 }
-        };
-        if !put {
-            return Ok(None);
-        }
-        let auth = own.auth();
-        // SAFETY: set by _gss_authenticate before the program was asked.
-        let wrap = unsafe { operation(auth, |ops| ops.svc_ah_wrap) };
-        Ok(Some(Reply { own, responder, id, xid, encoder, results, auth, wrap }))
-    }
-
-    /// Sends it when the results are encoded: 1, or 0 if that fails.
-    fn send(self) -> Result<bool_t, Error> {
-        let Reply { own, responder, id, xid, encoder, results, .. } = self;
-        stats::add(Counter::BytesCopied, encoder.copied());
-        let message = encoder.finish()?;
-        let loans = message.loans();
-        let long = message.len() > config::INLINE;
-        if own.long.load(Relaxed) != long {
-            own.long.store(long, Relaxed);
-        }
-        let mut state = own.state();
-        // A routine may decode what it has not decoded yet when it has replied; not one that has refused the call.
-        let request = state.find(id).filter(|_| results.is_some());
-        if let Some(arguments) = request.and_then(|request| request.arguments.as_mut()) {
-            arguments.fetch();
-        }
-        // Unless the xdrproc has done so.
-        if !state.answer(id) {
-            return Ok(0);
-        }
-        // While one is open, the loop asks for more requests when its routine has returned.
-        let put_off = state.open.is_empty();
-        drop(state);
-        if put_off && let Some(whole) = own.whole.as_ref().and_then(Weak::upgrade) {
-            whole.answered_late.store(true, Relaxed);
-        }
-        log_debug!("fd {}: reply {}: {} bytes", own.fd, Xid(xid), message.len());
-        let sent = responder.reply(id, message);
-        responder.end(&loans);
-        own.watch_progress();
-        if put_off {
-            own.tell_loop();
-        }
-        match sent {
-            Ok(()) => Ok(1),
-            Err(error) => {
-                log_warn!("fd {}: no reply: {error}", own.fd);
-                Ok(0)
-            }
-        }
-    }
-}
-
-/// Whether the verifier of a reply is the empty one of AUTH_NONE.
-///
-/// # Safety
-/// `message` is an accepted reply, to be read.
-unsafe fn has_no_verifier(message: *const rpc_msg) -> bool {
-    // SAFETY: a message (contract).
-    let direction = unsafe { (*message).rm_direction };
-    let accepted = offset_of!(rpc_msg, ru) + offset_of!(reply_body, ru);
-    // SAFETY: accepted, so this member of both unions is in force; members of unions lie where these do.
-    let verifier = unsafe { (*message.wrapping_byte_add(accepted).cast::<accepted_reply>()).ar_verf };
-    direction == msg::REPLY && (verifier.oa_flavor, verifier.oa_length) == (auth_stat::AUTH_NONE, 0)
-}
-
-/// The results of a successful reply, which has none in their place then.
-///
-/// # Safety
-/// `message` is a reply, to be read and written.
-unsafe fn take_results(message: *mut rpc_msg) -> Option<ar_results> {
-    unsafe extern "C-unwind" fn nothing(_: *mut XDR, _: *mut c_void) -> bool_t {
-        guard(|| Ok(1))
-    }
-    // Members of unions lie where these do.
-    let reply = message.wrapping_byte_add(offset_of!(rpc_msg, ru)).cast::<reply_body>();
-    // SAFETY: a reply (contract).
-    if unsafe { (*reply).rp_stat } != msg::MSG_ACCEPTED {
-        return None;
-    }
-    let accepted = reply.wrapping_byte_add(offset_of!(reply_body, ru)).cast::<accepted_reply>();
-    // SAFETY: accepted, so this member is in force.
-    if unsafe { (*accepted).ar_stat } != msg::SUCCESS {
-        return None;
-    }
-    let results = accepted.wrapping_byte_add(offset_of!(accepted_reply, ru)).cast::<ar_results>();
-    let none = ar_results { r#where: null_mut::<c_char>(), r#proc: Some(nothing) };
-    // SAFETY: successful, so this member is in force; writable (contract).
-    Some(unsafe { results.replace(none) })
-}
-
-unsafe extern "C-unwind" fn freeargs(xprt: *mut SVCXPRT, decode: XdrProc, args: *mut c_void) -> bool_t {
-    guard_in_steps(|| {
-        // SAFETY: libtirpc's loop and its transport.
-        step(|| unsafe { transport(xprt) }.map(drop))?;
-        // SAFETY: the program's procedure and the object that it decoded.
-        Ok(unsafe { xdr::free(decode, args) })
     })
 }
 

@@ -20,11 +20,11 @@ use crate::tirpc::progress::{self, Errand};
 use crate::tirpc::{idle, library};
 use crate::{fork, stats};
 
-/// A loop inside of a routine is woken so long after that has begun. To look costs a few system calls.
-const SOON: Duration = Duration::from_millis(20);
+/// A loop inside of a routine is woken so long after that has begun. To look costs a few system calls, and ends a spin.
+const SOON: Duration = Duration::from_millis(100);
 
 /// Where a routine has run a loop, others are woken at once, for so long.
-const EAGER: Duration = Duration::from_secs(10);
+const EAGER: Duration = Duration::from_secs(60);
 
 /// When the loop is woken, by [`stats::tick`]; 0: it is not. The process that is so: a child has another alarm.
 static AT: AtomicU64 = AtomicU64::new(0);

@@ -14,10 +14,14 @@ for provider in local iwarp; do
         report "$provider${way:+, }$way" "${preloaded[@]}" RPCRDMA_PROVIDER=$provider ./nested rdma $way
     done
 done
+for way in again 'again turns' stops leaks; do
+    # shellcheck disable=SC2086
+    report "$way" "${preloaded[@]}" ./nested rdma $way
+done
 if command -v valgrind >/dev/null; then
-    for way in quick 'quick shared'; do
+    for way in '' shared; do
         # shellcheck disable=SC2086
-        report "valgrind, $way" "${preloaded[@]}" valgrind -q --error-exitcode=9 --fair-sched=try ./nested rdma $way
+        report "valgrind${way:+, }$way" "${preloaded[@]}" valgrind -q --error-exitcode=9 --fair-sched=try ./nested rdma $way
     done
 else
     skip "under valgrind" "not installed"

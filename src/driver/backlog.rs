@@ -1289,6 +1289,7 @@ mod tests {
 
     impl Owner for Nobody {
         fn thrown(&self, _: u64) {}
+        fn ended(&self, _: bool) {}
         fn look_again(&self) {}
     }
 

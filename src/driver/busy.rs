@@ -33,7 +33,7 @@ const ASKS: u32 = 8;
 #[derive(Default)]
 struct Busy {
     list: Vec<(RawFd, Weak<Shared>)>,
-    /// Those that were found to have something in the latest look: they may not have been served yet.
+    /// Those that have been found to have something since the latest look: they may not have been served yet.
     found: Vec<(RawFd, Weak<Shared>)>,
     spin: Option<Spin>,
     /// Whether asking before a sleep has paid.
@@ -100,7 +100,14 @@ pub(super) fn add(fd: RawFd, server: &Arc<Shared>) -> bool {
 pub fn leave(are_told: impl Fn(RawFd) -> bool) {
     if any() {
         let mut busy = lock();
-        busy.list.retain(|(fd, _)| !are_told(*fd));
+        let Busy { list, found, .. } = &mut *busy;
+        list.retain_mut(|(fd, weak)| {
+            let told = are_told(*fd);
+            if told {
+                found.push((*fd, std::mem::take(weak)));
+            }
+            !told
+        });
         busy.count();
     }
 }
@@ -210,10 +217,11 @@ pub fn rest(failed: bool, mut taken: impl FnMut(RawFd) -> bool) {
     for (fd, weak) in list {
         if let Some(server) = weak.upgrade()
             && !rests(&server, fd)
-            && !taken(fd)
         {
+            let goes = taken(fd);
             let mut busy = lock();
-            busy.list.push((fd, weak));
+            let Busy { list, found, .. } = &mut *busy;
+            (if goes { found } else { list }).push((fd, weak));
             busy.count();
         }
     }

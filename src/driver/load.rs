@@ -193,6 +193,7 @@ fn no_owner() -> Weak<dyn service_loop::Owner> {
     struct Nobody;
     impl service_loop::Owner for Nobody {
         fn thrown(&self, _: u64) {}
+        fn ended(&self, _: bool) {}
         fn look_again(&self) {}
     }
     Weak::<Nobody>::new()

@@ -82,6 +82,9 @@ pub trait Owner: Send + Sync {
     /// jump, or by the end of its thread.
     fn thrown(&self, serial: u64);
 
+    /// The latest routine has `returned`, or is left just now.
+    fn ended(&self, returned: bool);
+
     /// Leaves its connection to the loop if its descriptor does not tell of all that has come, or comes.
     fn look_again(&self);
 }
@@ -208,6 +211,11 @@ impl ServiceLoop {
             return Vec::new();
         }
         self.state().dispatching.iter().map(|routine| routine.owner.clone()).collect()
+    }
+
+    /// Whose request the routine with this serial serves; nobody's, if it was taken for one that does not run any more.
+    pub fn owner(&'static self, serial: u64) -> Option<Weak<dyn Owner>> {
+        self.state().dispatching.iter().rfind(|it| it.serial == serial).map(|it| it.owner.clone())
     }
 
     /// Whether a routine runs, or one has not returned.
@@ -397,6 +405,7 @@ mod tests {
 
     impl Owner for Nobody {
         fn thrown(&self, _: u64) {}
+        fn ended(&self, _: bool) {}
         fn look_again(&self) {}
     }
 

@@ -488,6 +488,7 @@ pub unsafe extern "C" fn svc_exit() {
         run::exit(|| {
             // SAFETY: as the caller's.
             unsafe { real() };
+            super::progress::all_is_forgotten();
             threads::exit();
         });
         Ok(())

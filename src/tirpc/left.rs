@@ -92,7 +92,7 @@ fn watch() {
     let is_child = OF.load(Relaxed) != fork::generation();
     if now < EAGER_UNTIL.load(Relaxed) {
         look_after(now, Duration::ZERO);
-    } else if is_child || at == 0 || now > at + LOST {
+    } else if is_child || at == 0 || now > at + LOST || !progress::is_polled() {
         look_after(now, SOON);
     } else if !WANTED.load(Relaxed) {
         WANTED.store(true, Relaxed);

@@ -44,8 +44,10 @@ struct Progress {
     /// What the errands are, once somebody has asked for them.
     errands: Errands,
     xprt: *mut SVCXPRT,
-    registered: bool,
 }
+
+/// Whether libtirpc's loop polls the set. A signal handler may call svc_exit(3), with which it forgets that.
+static REGISTERED: AtomicBool = AtomicBool::new(false);
 
 // SAFETY: the bare transport's memory is ours and lives for ever; the table is used under its lock only.
 unsafe impl Send for Progress {}
@@ -212,7 +214,6 @@ impl Default for Progress {
             armed: None,
             errands: Errands::default(),
             xprt: null_mut(),
-            registered: false,
         }
     }
 }
@@ -236,9 +237,30 @@ pub fn want(fd: RawFd, wants: Wants, who: impl FnOnce() -> Weak<dyn Watched>) {
     }
 }
 
+/// svc_exit(3): libtirpc has forgotten all that was registered.
+pub fn all_is_forgotten() {
+    REGISTERED.store(false, Relaxed);
+}
+
+/// Whether the loop will come to what is due.
+pub fn is_polled() -> bool {
+    REGISTERED.load(Relaxed)
+}
+
+/// The program enters libtirpc's loop, perhaps once more.
+pub fn enter_loop() {
+    let mut table = table();
+    if table.waking > 0
+        && !REGISTERED.load(Relaxed)
+        && let Err(error) = table.update(-1, false, false)
+    {
+        log_warn!("what waits for time or memory may wait longer: {error}");
+    }
+}
+
 /// libtirpc's loop has ended, and forgotten all that was registered.
 pub fn left_loop() {
-    table().registered = false;
+    all_is_forgotten();
     finish();
 }
 
@@ -340,6 +362,21 @@ impl Progress {
         Ok(())
     }
 
+    /// The first errand that is due, which is none any more; what is late beside it is left alone for a while.
+    fn take_errand(&mut self, now: Instant) -> Result<Option<fn()>, Error> {
+        let mut late = self.deadlines.range(..=(now, RawFd::MAX)).map(|(_, key)| *key);
+        let key = late.find(|key| *key < 0);
+        if let Some(key) = key {
+            self.note(key, Wants::default(), nobody);
+        }
+        self.arm(true)?;
+        if let Some(fd) = self.set.as_ref().map(WakeSet::fd) {
+            self.register(fd)?;
+        }
+        let index = key.and_then(|key| usize::try_from(-1 - key).ok());
+        Ok(index.and_then(|index| *self.errands.get(index)?))
+    }
+
     /// Sees to it that there is a set of this process. True if it is a fresh one, which knows every entry then: one that
     /// cannot be watched spoils it for no other.
     fn own_set(&mut self) -> Result<bool, Error> {
@@ -379,16 +416,16 @@ impl Progress {
     fn register(&mut self, fd: RawFd) -> Result<(), Error> {
         // After svc_exit(3) a registration would have svc_run go on, with this one transport.
         let wanted = self.waking > 0 && !nothing_is_registered();
-        if wanted == self.registered {
+        if wanted == REGISTERED.load(Relaxed) {
             return Ok(());
         }
         if self.xprt.is_null() {
             self.xprt = bare(fd, &WAKE);
         }
-        self.registered = wanted;
+        REGISTERED.store(wanted, Relaxed);
         if wanted {
             // SAFETY: complete.
-            self.registered = unsafe { xprt_register_beside(self.xprt) }?;
+            REGISTERED.store(unsafe { xprt_register_beside(self.xprt) }?, Relaxed);
         } else {
             // SAFETY: registered before.
             unsafe { xprt_unregister(self.xprt) };
@@ -400,53 +437,45 @@ impl Progress {
 /// Moves what can move; destroys what took too long; does the errands that are due.
 unsafe extern "C-unwind" fn wake(xprt: *mut SVCXPRT, _: *mut rpc_msg) -> bool_t {
     guard_passing_in_steps(|| {
-        let errands = step(|| {
+        let now = Instant::now();
+        let mut errand = step(|| {
             let _uncancelled = Uncancelled::now();
-            move_on(xprt)
+            move_on(xprt, now)
         })?;
-        // The last of them runs the program.
-        errands.into_iter().flatten().for_each(|errand| errand());
+        // One may run the program, which may not return: those that are left stay in the table meanwhile.
+        while let Some(what) = errand {
+            what();
+            errand = step(|| table().take_errand(now))?;
+        }
         Ok(0)
     })
 }
 
-/// What [`wake`] does itself. Returns the errands that are due.
-fn move_on(xprt: *mut SVCXPRT) -> Result<Errands, Error> {
-    let mut errands_due = Errands::default();
-    let now = Instant::now();
-    let (crowded, due, errands) = {
+/// What [`wake`] does itself. Returns the first errand that is due.
+fn move_on(xprt: *mut SVCXPRT, now: Instant) -> Result<Option<fn()>, Error> {
+    let (crowded, due) = {
         let mut table = table();
         if table.xprt != xprt {
             // That of a parent, which had the table at the fork: what makes it readable is not for this process.
             // SAFETY: registered; it lives for ever.
             unsafe { xprt_unregister(xprt) };
-            return Ok(errands_due);
+            return Ok(None);
         }
         if let Some(set) = &table.set {
             set.silence();
         }
         table.armed = None;
-        (table.waiting > 0, table.due(now), table.errands)
+        (table.waiting > 0, table.due(now))
     };
-    for (fd, who) in due {
-        if fd >= 0 {
-            match who.upgrade() {
-                Some(who) => who.wake(crowded),
-                // Unless its number is another one's by now.
-                None if is_gone(fd) => forget(fd),
-                None => {}
-            }
-            continue;
-        }
-        forget(fd);
-        if let Ok(index) = usize::try_from(-1 - fd)
-            && let Some(due) = errands_due.get_mut(index)
-        {
-            *due = errands[index];
+    for (fd, who) in due.into_iter().filter(|(fd, _)| *fd >= 0) {
+        match who.upgrade() {
+            Some(who) => who.wake(crowded),
+            // Unless its number is another one's by now.
+            None if is_gone(fd) => forget(fd),
+            None => {}
         }
     }
-    table().arm(true)?;
-    Ok(errands_due)
+    table().take_errand(now)
 }
 
 #[cfg(test)]

@@ -148,6 +148,10 @@ enum Turn {
 pub fn enter() {
     LOOPS.fetch_add(1, Relaxed);
     HERE.set(HERE.get() + 1);
+    if HERE.get() > 1 {
+        // Inside of another one, or instead of one that the program has jumped out of.
+        busy::leave_all();
+    }
 }
 
 /// It has ended.

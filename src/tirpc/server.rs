@@ -111,6 +111,10 @@ pub(super) fn enter_loop() {
     // Before anything is registered for it: svc_exit(3) may come at any time.
     run::enter();
     waker::enter_loop();
+    progress::enter_loop();
+    if service_loop::PROGRAM.has_left() {
+        wake_left();
+    }
 }
 
 /// The program has left libtirpc's loop, whose frame is at `frame`. Unless it has `returned`, something of the program's was

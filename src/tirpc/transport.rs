@@ -15,9 +15,8 @@
 //!   the next one comes. Its arguments are gone, there as here. Over tcp a client of libtirpc's sends nothing before it has
 //!   its reply; here it may, for another of its threads. So the SVCXPRT belongs to that request until it is answered, and
 //!   those that come meanwhile get one of their own each ([`Transport::lend`]), but for those with RPCSEC_GSS, whose
-//!   contexts libtirpc keeps at the SVCXPRT of the connection, and of programs that are not known here. What was put off
-//!   before one of these can be answered again when that one has had its reply, unless it has a verifier or an
-//!   authenticator that the SVCXPRT would have to remember.
+//!   contexts libtirpc keeps at the SVCXPRT of the connection, and, where programs may be registered that are not known
+//!   here, of those. What was put off before one of these cannot be answered any more.
 //! - No lock and no exclusive borrow of a `Transport` lives while a function of the program runs: it may come back by
 //!   any entry of the SVCXPRT.
 //! - libtirpc, each entry under way and each open request own a share of the transport: `svc_destroy` gives up
@@ -152,8 +151,6 @@ struct Open {
     placed: Option<Region>,
     /// Verifier and authenticator of the request that this one interrupts, and since when.
     interrupted: Option<(opaque_auth, SVCAUTH, Instant)>,
-    /// What was put off before, since when, and its authenticator, if that is a plain one and there is no verifier.
-    put_off: Option<Box<(Unanswered, u64, SVCAUTH)>>,
 }
 
 /// What a reply needs of its request.
@@ -506,15 +503,8 @@ impl Transport {
                 unsafe { self.keep_verifier() };
             }
         }
-        let put_off = request.put_off.take().filter(|_| state.deferred.is_none());
-        let returns = put_off.is_some();
-        if let Some((unanswered, at, auth)) = put_off.map(|it| *it) {
-            (state.deferred, state.deferred_at) = (Some(unanswered), at);
-            // SAFETY: alive; libtirpc writes there in `_gss_authenticate`, which its loop calls between our entries.
-            unsafe { self.auth().write(auth) };
-        }
         drop(state);
-        if returns || !in_place {
+        if !in_place {
             let none = opaque_auth { oa_flavor: 0, oa_base: self.verifier.get().cast(), oa_length: 0 };
             // SAFETY: alive; libtirpc writes there between our entries.
             unsafe { (*self.xprt()).xp_verf = none };
@@ -616,6 +606,10 @@ impl service_loop::Owner for Transport {
         if service_loop::PROGRAM.has_left() {
             wake_left();
         }
+    }
+
+    fn ended(&self, returned: bool) {
+        self.end_request(returned);
     }
 
     fn look_again(&self) {
@@ -802,7 +796,7 @@ unsafe extern "C-unwind" fn recv(xprt: *mut SVCXPRT, message: *mut rpc_msg) -> b
             left::begins(more);
             // Who is registered in a way that is not known here is libtirpc's to find.
             if let Some(part) = own.lend_beside(&request, |program, version| {
-                !matches!(programs::find(program, version), Err(None))
+                library::is_in_front() || !matches!(programs::find(program, version), Err(None))
             }) {
                 beside = Some(Beside { part, request });
                 return Ok(0);
@@ -865,19 +859,32 @@ impl Transport {
         find: impl FnOnce(u32, u32) -> Found<R>,
         dispatching: Option<service_loop::Dispatching>,
     ) {
-        /// Ends it; `true` when the routine has returned. A jump passes by: no share is held here.
-        struct Close(*mut SVCXPRT, bool);
+        /// Whose request it is. In the loop a jump may pass by, which must leave no share behind.
+        enum Of {
+            Loop(u64),
+            Caller(Arc<Transport>),
+        }
+
+        /// Ends it; `true` when the routine has returned.
+        struct Close(Of, bool);
 
         impl Drop for Close {
             fn drop(&mut self) {
+                let Close(of, returned) = self;
                 guard(|| {
-                    // SAFETY: alive, for its request is open.
-                    unsafe { transport(self.0) }?.end_request(self.1);
+                    match of {
+                        Of::Caller(own) => own.end_request(*returned),
+                        Of::Loop(serial) => {
+                            let owner = service_loop::PROGRAM.owner(*serial).as_ref().and_then(Weak::upgrade);
+                            owner.inspect(|owner| owner.ended(*returned));
+                        }
+                    }
                     Ok(())
                 });
             }
         }
 
+        let serial = dispatching.as_ref().map(service_loop::Dispatching::serial);
         // Where libtirpc's functions decode a credential, a verifier, and what a flavour makes of the credential.
         let mut area = [[0u64; auth_stat::MAX_AUTH_BYTES / 8]; 3];
         let [credential, verifier, cooked] = area.each_mut().map(|part| part.as_mut_ptr());
@@ -892,8 +899,7 @@ impl Transport {
             return;
         }
         let xprt = self.xprt();
-        drop(self);
-        let mut close = Close(xprt, false);
+        let mut close = Close(serial.map_or(Of::Caller(self), Of::Loop), false);
         // SAFETY: decoded as a call, so this member of the union is in force.
         let call = unsafe { message.ru.rm_call };
         let mut request = svc_req {
@@ -992,12 +998,8 @@ impl Transport {
             // SAFETY: as above.
             Some((verifier, unsafe { self.auth().read() }, Instant::now()))
         };
-        // What a late reply needs beside its XID, verifier and authenticator, is this one's until it ends.
-        let put_off = state.deferred.take().filter(|it| it.plain && interrupted.is_none()).and_then(|it| {
-            // SAFETY: alive, as above.
-            let (verifier, auth) = unsafe { ((*self.xprt()).xp_verf, self.auth().read()) };
-            (verifier.oa_length == 0).then(|| Box::new((it, state.deferred_at, auth)))
-        });
+        // What a late reply needs beside its XID, verifier and authenticator, is this one's from here on.
+        state.deferred = None;
         state.open.push(Open {
             dispatching,
             _transport: self.clone(),
@@ -1007,7 +1009,6 @@ impl Transport {
             gss,
             placed,
             interrupted,
-            put_off,
         });
         true
     }
@@ -1065,7 +1066,8 @@ unsafe extern "C" fn stat(xprt: *mut SVCXPRT) -> c_uint {
                 Next::Closed => true,
             }
         };
-        if closed && own.is_idle() {
+        // Freed when no other request is open. In the middle of a call back who waits for that sees to it.
+        if closed && (own.is_idle() || !service_loop::is_nested()) {
             return Ok(xprt_stat::XPRT_DIED);
         }
         own.watch_progress();

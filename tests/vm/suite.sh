@@ -40,7 +40,7 @@ done
 cd "$scratch" || exit 1
 for way in '' turns shared 'shared turns'; do
     # shellcheck disable=SC2086
-    report "$path${way:+, }$way" "${preloaded[@]}" RPCRDMA_PROVIDER=verbs "$SUITE_OUT/nested" rdma quick "$address" $way
+    report "$path${way:+, }$way" "${preloaded[@]}" RPCRDMA_PROVIDER=verbs "$SUITE_OUT/nested" rdma "$address" $way
 done
 device_down
 closing

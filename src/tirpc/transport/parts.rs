@@ -3,8 +3,8 @@
 #![allow(unsafe_code)]
 
 use std::collections::{BTreeMap, VecDeque};
+use std::sync::Arc;
 use std::sync::atomic::Ordering::Relaxed;
-use std::sync::{Arc, MutexGuard};
 
 use super::{CALLBACK, OPS, Transport, copied};
 use crate::binding::Head;
@@ -12,6 +12,7 @@ use crate::connection::{Request, RequestId};
 use crate::driver::{self, service_loop};
 use crate::error::Error;
 use crate::ffi::step;
+use crate::sync::MutexGuard;
 use crate::tirpc::{auth_stat, programs};
 use crate::{fork, stats};
 

@@ -66,6 +66,20 @@ fn lock() -> MutexGuard<'static, Busy> {
     busy
 }
 
+/// Puts a connection among others, once.
+fn note(all: &mut Vec<(RawFd, Weak<Shared>)>, one: (RawFd, Weak<Shared>)) {
+    if !all.iter().any(|(_, other)| other.ptr_eq(&one.1)) {
+        all.push(one);
+    }
+}
+
+/// Those that were found have been served: a turn of the loop begins, outside of routines.
+pub fn are_served() {
+    let mut busy = lock();
+    busy.found.clear();
+    busy.count();
+}
+
 impl Busy {
     fn count(&self) {
         COUNT.store(self.list.len(), Relaxed);
@@ -104,7 +118,7 @@ pub fn leave(are_told: impl Fn(RawFd) -> bool) {
         list.retain_mut(|(fd, weak)| {
             let told = are_told(*fd);
             if told {
-                found.push((*fd, std::mem::take(weak)));
+                note(found, (*fd, std::mem::take(weak)));
             }
             !told
         });
@@ -210,7 +224,7 @@ pub fn rest(failed: bool, mut taken: impl FnMut(RawFd) -> bool) {
             spin.failed();
         }
         let mut list = std::mem::take(&mut busy.list);
-        list.append(&mut busy.found);
+        busy.found.drain(..).for_each(|found| note(&mut list, found));
         busy.count();
         list
     };
@@ -221,7 +235,7 @@ pub fn rest(failed: bool, mut taken: impl FnMut(RawFd) -> bool) {
             let goes = taken(fd);
             let mut busy = lock();
             let Busy { list, found, .. } = &mut *busy;
-            (if goes { found } else { list }).push((fd, weak));
+            note(if goes { found } else { list }, (fd, weak));
             busy.count();
         }
     }

@@ -510,7 +510,10 @@ pub unsafe extern "C" fn svc_reg(
     guard_passing(|| {
         // SAFETY: the caller's own arguments.
         let done = unsafe { real::SVC_REG.get()?(xprt, prog, vers, routine, nconf) };
-        if let (TRUE, Some(routine)) = (done, routine) {
+        if let Some(routine) = routine
+            && (done == TRUE || programs::find(prog, vers).is_err())
+        {
+            // Without rpcbind it fails, and libtirpc serves the program all the same.
             programs::registered(prog, vers, routine);
         }
         Ok(done)
@@ -532,7 +535,9 @@ pub unsafe extern "C" fn svc_register(
     guard_passing(|| {
         // SAFETY: the caller's own arguments.
         let done = unsafe { real::SVC_REGISTER.get()?(xprt, prog, vers, routine, protocol) };
-        if let (TRUE, Some(routine)) = (done, routine) {
+        if let Some(routine) = routine
+            && (done == TRUE || programs::find(prog as u32, vers as u32).is_err())
+        {
             programs::registered(prog as u32, vers as u32, routine);
         }
         Ok(done)

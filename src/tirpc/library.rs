@@ -223,24 +223,6 @@ fn show_ourselves() {
     }
 }
 
-/// Whether the program's calls of what [`interpose`](super::interpose) defines come here: not where this library was loaded
-/// after libtirpc.
-pub fn is_in_front() -> bool {
-    static KNOWN: OnceBox<bool> = OnceBox::new();
-    *KNOWN.get_or_init(|| {
-        let place = |address: *const c_void| {
-            let mut found = MaybeUninit::<libc::Dl_info>::uninit();
-            // SAFETY: an address, and room for what is said of it.
-            let is_found = unsafe { libc::dladdr(address, found.as_mut_ptr()) } != 0;
-            // SAFETY: written, as the result says.
-            is_found.then(|| unsafe { found.assume_init() }.dli_fbase)
-        };
-        // SAFETY: a pseudo-handle and a string.
-        let found = unsafe { libc::dlsym(libc::RTLD_DEFAULT, c"svc_reg".as_ptr()) };
-        Box::new(!found.is_null() && place(found) == place((handle as fn() -> _ as *const c_void).cast()))
-    })
-}
-
 /// A name that this library does not define itself. Both strings end in NUL.
 fn required(name: &'static str, version: &'static str) -> Result<*mut c_void, Error> {
     let text = |string: &'static str| CStr::from_bytes_with_nul(string.as_bytes()).unwrap_or(c"");

@@ -7,7 +7,7 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::os::fd::RawFd;
 use std::ptr::null_mut;
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::Relaxed};
+use std::sync::atomic::{AtomicBool, AtomicPtr, AtomicU64, Ordering::Relaxed};
 use std::sync::{Arc, MutexGuard, Weak};
 use std::time::{Duration, Instant};
 
@@ -46,8 +46,8 @@ struct Progress {
     xprt: *mut SVCXPRT,
 }
 
-/// Whether libtirpc's loop polls the set. A signal handler may call svc_exit(3), with which it forgets that.
-static REGISTERED: AtomicBool = AtomicBool::new(false);
+/// The transport whose set libtirpc's loop polls. A signal handler may call svc_exit(3), with which it forgets that.
+static REGISTERED: AtomicPtr<SVCXPRT> = AtomicPtr::new(null_mut());
 
 // SAFETY: the bare transport's memory is ours and lives for ever; the table is used under its lock only.
 unsafe impl Send for Progress {}
@@ -231,7 +231,7 @@ pub fn want(fd: RawFd, wants: Wants, who: impl FnOnce() -> Weak<dyn Watched>) {
         send_at_exit();
     }
     if (before.wakes() || wants.wakes())
-        && let Err(error) = table.update(fd, before.write, wants.write)
+        && let Err(error) = table.update(fd, before.write, wants.write, false)
     {
         log_warn!("fd {fd}: cannot be watched: {error}");
     }
@@ -239,20 +239,20 @@ pub fn want(fd: RawFd, wants: Wants, who: impl FnOnce() -> Weak<dyn Watched>) {
 
 /// svc_exit(3): libtirpc has forgotten all that was registered.
 pub fn all_is_forgotten() {
-    REGISTERED.store(false, Relaxed);
+    REGISTERED.store(null_mut(), Relaxed);
 }
 
-/// Whether the loop will come to what is due.
+/// Whether the loop comes to what is due.
 pub fn is_polled() -> bool {
-    REGISTERED.load(Relaxed)
+    !REGISTERED.load(Relaxed).is_null()
 }
 
 /// The program enters libtirpc's loop, perhaps once more.
 pub fn enter_loop() {
     let mut table = table();
-    if table.waking > 0
-        && !REGISTERED.load(Relaxed)
-        && let Err(error) = table.update(-1, false, false)
+    let is_inherited = table.set.is_some() && table.generation != fork::generation();
+    if (table.waking > 0 && !table.is_registered() || is_inherited)
+        && let Err(error) = table.update(-1, false, false, false)
     {
         log_warn!("what waits for time or memory may wait longer: {error}");
     }
@@ -353,7 +353,8 @@ impl Progress {
         let now = Instant::now();
         let first =
             self.deadlines.first().map(|(at, _)| if looked && *at <= now { now + LATER } else { *at });
-        if first != self.armed
+        // One that is over was taken by who had it too, if it is this one's still.
+        if (first != self.armed || first.is_some_and(|at| at <= now))
             && let Some(set) = &self.set
         {
             set.alarm(first.map(|at| at.saturating_duration_since(now)))?;
@@ -363,18 +364,17 @@ impl Progress {
     }
 
     /// The first errand that is due, which is none any more; what is late beside it is left alone for a while.
-    fn take_errand(&mut self, now: Instant) -> Result<Option<fn()>, Error> {
+    fn take_errand(&mut self, now: Instant) -> Option<fn()> {
         let mut late = self.deadlines.range(..=(now, RawFd::MAX)).map(|(_, key)| *key);
         let key = late.find(|key| *key < 0);
         if let Some(key) = key {
             self.note(key, Wants::default(), nobody);
         }
-        self.arm(true)?;
-        if let Some(fd) = self.set.as_ref().map(WakeSet::fd) {
-            self.register(fd)?;
+        if let Err(error) = self.update(-1, false, false, true) {
+            log_warn!("what waits for time or memory may wait longer: {error}");
         }
         let index = key.and_then(|key| usize::try_from(-1 - key).ok());
-        Ok(index.and_then(|index| *self.errands.get(index)?))
+        index.and_then(|index| *self.errands.get(index)?)
     }
 
     /// Sees to it that there is a set of this process. True if it is a fresh one, which knows every entry then: one that
@@ -399,7 +399,7 @@ impl Progress {
         Ok(true)
     }
 
-    fn update(&mut self, fd: RawFd, before: bool, now: bool) -> Result<(), Error> {
+    fn update(&mut self, fd: RawFd, before: bool, now: bool, looked: bool) -> Result<(), Error> {
         let fresh = self.own_set()?;
         let Some(set) = &self.set else { return Ok(()) };
         if !fresh
@@ -409,23 +409,30 @@ impl Progress {
             log_warn!("fd {fd}: cannot be watched: {error}");
         }
         let number = set.fd();
-        self.arm(false)?;
+        self.arm(looked)?;
         self.register(number)
+    }
+
+    /// Not if the table is a forked child's own, and the transport that it has inherited its parent's.
+    fn is_registered(&self) -> bool {
+        !self.xprt.is_null() && REGISTERED.load(Relaxed) == self.xprt
     }
 
     fn register(&mut self, fd: RawFd) -> Result<(), Error> {
         // After svc_exit(3) a registration would have svc_run go on, with this one transport.
         let wanted = self.waking > 0 && !nothing_is_registered();
-        if wanted == REGISTERED.load(Relaxed) {
+        if wanted == self.is_registered() {
             return Ok(());
         }
         if self.xprt.is_null() {
             self.xprt = bare(fd, &WAKE);
         }
-        REGISTERED.store(wanted, Relaxed);
+        REGISTERED.store(if wanted { self.xprt } else { null_mut() }, Relaxed);
         if wanted {
             // SAFETY: complete.
-            REGISTERED.store(unsafe { xprt_register_beside(self.xprt) }?, Relaxed);
+            if !unsafe { xprt_register_beside(self.xprt) }? {
+                all_is_forgotten();
+            }
         } else {
             // SAFETY: registered before.
             unsafe { xprt_unregister(self.xprt) };
@@ -445,7 +452,7 @@ unsafe extern "C-unwind" fn wake(xprt: *mut SVCXPRT, _: *mut rpc_msg) -> bool_t 
         // One may run the program, which may not return: those that are left stay in the table meanwhile.
         while let Some(what) = errand {
             what();
-            errand = step(|| table().take_errand(now))?;
+            errand = step(|| Ok(table().take_errand(now)))?;
         }
         Ok(0)
     })
@@ -461,7 +468,10 @@ fn move_on(xprt: *mut SVCXPRT, now: Instant) -> Result<Option<fn()>, Error> {
             unsafe { xprt_unregister(xprt) };
             return Ok(None);
         }
-        if let Some(set) = &table.set {
+        // A child leaves its parent's alarm alone.
+        if !table.own_set()?
+            && let Some(set) = &table.set
+        {
             set.silence();
         }
         table.armed = None;
@@ -475,7 +485,7 @@ fn move_on(xprt: *mut SVCXPRT, now: Instant) -> Result<Option<fn()>, Error> {
             None => {}
         }
     }
-    table().take_errand(now)
+    Ok(table().take_errand(now))
 }
 
 #[cfg(test)]

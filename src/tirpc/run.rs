@@ -596,6 +596,9 @@ pub unsafe fn turn(ready: &mut Ready, is_over: impl Fn() -> bool) -> bool {
             }
         }
         let looks = busy::any();
+        if !looks && busy::are_untold() {
+            busy::are_served();
+        }
         let waits = !looks || {
             // What rests calls its peer: a cancellation point.
             let _uncancelled = Uncancelled::now();

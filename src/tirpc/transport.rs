@@ -15,8 +15,9 @@
 //!   the next one comes. Its arguments are gone, there as here. Over tcp a client of libtirpc's sends nothing before it has
 //!   its reply; here it may, for another of its threads. So the SVCXPRT belongs to that request until it is answered, and
 //!   those that come meanwhile get one of their own each ([`Transport::lend`]), but for those with RPCSEC_GSS, whose
-//!   contexts libtirpc keeps at the SVCXPRT of the connection, and, where programs may be registered that are not known
-//!   here, of those. What was put off before one of these cannot be answered any more.
+//!   contexts libtirpc keeps at the SVCXPRT of the connection, and of programs that are not known here. What was put off
+//!   before one of these can be answered again when that one has had its reply, unless it has a verifier or an
+//!   authenticator that the SVCXPRT would have to remember.
 //! - No lock and no exclusive borrow of a `Transport` lives while a function of the program runs: it may come back by
 //!   any entry of the SVCXPRT.
 //! - libtirpc, each entry under way and each open request own a share of the transport: `svc_destroy` gives up
@@ -151,6 +152,8 @@ struct Open {
     placed: Option<Region>,
     /// Verifier and authenticator of the request that this one interrupts, and since when.
     interrupted: Option<(opaque_auth, SVCAUTH, Instant)>,
+    /// What was put off before, since when, and its authenticator, if that is a plain one and there is no verifier.
+    put_off: Option<Box<(Unanswered, u64, SVCAUTH)>>,
 }
 
 /// What a reply needs of its request.
@@ -503,8 +506,15 @@ impl Transport {
                 unsafe { self.keep_verifier() };
             }
         }
+        let put_off = request.put_off.take().filter(|_| state.deferred.is_none());
+        let returns = put_off.is_some();
+        if let Some((unanswered, at, auth)) = put_off.map(|it| *it) {
+            (state.deferred, state.deferred_at) = (Some(unanswered), at);
+            // SAFETY: alive; libtirpc writes there in `_gss_authenticate`, which its loop calls between our entries.
+            unsafe { self.auth().write(auth) };
+        }
         drop(state);
-        if !in_place {
+        if returns || !in_place {
             let none = opaque_auth { oa_flavor: 0, oa_base: self.verifier.get().cast(), oa_length: 0 };
             // SAFETY: alive; libtirpc writes there between our entries.
             unsafe { (*self.xprt()).xp_verf = none };
@@ -796,7 +806,7 @@ unsafe extern "C-unwind" fn recv(xprt: *mut SVCXPRT, message: *mut rpc_msg) -> b
             left::begins(more);
             // Who is registered in a way that is not known here is libtirpc's to find.
             if let Some(part) = own.lend_beside(&request, |program, version| {
-                library::is_in_front() || !matches!(programs::find(program, version), Err(None))
+                !matches!(programs::find(program, version), Err(None))
             }) {
                 beside = Some(Beside { part, request });
                 return Ok(0);
@@ -998,8 +1008,14 @@ impl Transport {
             // SAFETY: as above.
             Some((verifier, unsafe { self.auth().read() }, Instant::now()))
         };
-        // What a late reply needs beside its XID, verifier and authenticator, is this one's from here on.
-        state.deferred = None;
+        // What a late reply needs beside its XID, verifier and authenticator, is this one's until it ends.
+        let put_off = state.deferred.take().filter(|it| it.plain && interrupted.is_none()).and_then(|it| {
+            // SAFETY: alive, as above.
+            let verifier = unsafe { (*self.xprt()).xp_verf };
+            // SAFETY: alive, as above.
+            let auth = unsafe { self.auth().read() };
+            (verifier.oa_length == 0).then(|| Box::new((it, state.deferred_at, auth)))
+        });
         state.open.push(Open {
             dispatching,
             _transport: self.clone(),
@@ -1009,6 +1025,7 @@ impl Transport {
             gss,
             placed,
             interrupted,
+            put_off,
         });
         true
     }

@@ -66,11 +66,15 @@ struct Routine {
     owner: Weak<dyn Owner>,
 }
 
+/// Entries that libtirpc calls in the same place lie so near to each other on the stack, in bytes. One in a loop inside of a
+/// routine is farther from that routine's: what dispatches has room for a credential and a verifier in between, 1,200 bytes.
+const ALIKE: usize = 1024;
+
 impl Routine {
     /// Whether it has been left, now that `thread` is in the frame at `frame`. Addresses tell only on the thread's own
     /// stack: a routine on a coroutine's goes on when the program switches back to it.
     fn is_left(&self, thread: usize, frame: usize) -> bool {
-        let below = self.thread == thread && self.frame <= frame;
+        let below = self.thread == thread && self.frame <= frame + ALIKE;
         let own = |stack: Range<usize>| stack.contains(&self.frame) && stack.contains(&frame);
         self.ended || below && thread::own_stack().is_some_and(own)
     }

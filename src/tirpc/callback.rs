@@ -310,8 +310,12 @@ pub(super) mod waker {
     /// The program's loop has found the descriptor readable.
     unsafe extern "C-unwind" fn wake(xprt: *mut SVCXPRT, _: *mut rpc_msg) -> bool_t {
         guard_passing_in_steps(|| {
+            let place = 0u8;
+            let frame = (&raw const place).addr();
             step(|| {
                 let _uncancelled = Uncancelled::now();
+                // What is served here is called from deeper in the stack.
+                crate::driver::service_loop::PROGRAM.unwound_to(frame);
                 serve_ready(xprt);
                 Ok(())
             })?;

@@ -11,6 +11,7 @@ use std::sync::atomic::{AtomicBool, AtomicPtr, AtomicU64, Ordering::Relaxed};
 use std::sync::{Arc, MutexGuard, Weak};
 use std::time::{Duration, Instant};
 
+use crate::driver::service_loop::PROGRAM;
 use crate::driver::{self, Shared, Wait, send_rest};
 use crate::error::Error;
 use crate::ffi::{Uncancelled, guard, guard_passing_in_steps, step};
@@ -445,8 +446,12 @@ impl Progress {
 unsafe extern "C-unwind" fn wake(xprt: *mut SVCXPRT, _: *mut rpc_msg) -> bool_t {
     guard_passing_in_steps(|| {
         let now = Instant::now();
+        let place = 0u8;
+        let frame = (&raw const place).addr();
         let mut errand = step(|| {
             let _uncancelled = Uncancelled::now();
+            // What an errand has served is called from deeper in the stack.
+            PROGRAM.unwound_to(frame);
             move_on(xprt, now)
         })?;
         // One may run the program, which may not return: those that are left stay in the table meanwhile.

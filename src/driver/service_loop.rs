@@ -66,15 +66,16 @@ struct Routine {
     owner: Weak<dyn Owner>,
 }
 
-/// Entries that libtirpc calls in the same place lie so near to each other on the stack, in bytes. One in a loop inside of a
-/// routine is farther from that routine's: what dispatches has room for a credential and a verifier in between, 1,200 bytes.
+/// Messages of libtirpc's dispatcher lie so near to each other on the stack, in bytes, when it was called for one descriptor or
+/// another by the same loop. One in a loop inside of a routine is farther away: the dispatcher has room for a credential and a
+/// verifier beside it, 1,200 bytes.
 const ALIKE: usize = 1024;
 
 impl Routine {
-    /// Whether it has been left, now that `thread` is in the frame at `frame`. Addresses tell only on the thread's own
-    /// stack: a routine on a coroutine's goes on when the program switches back to it.
-    fn is_left(&self, thread: usize, frame: usize) -> bool {
-        let below = self.thread == thread && self.frame <= frame + ALIKE;
+    /// Whether it has been left, now that `thread` is in the frame at `frame`, or in one that begins so many bytes above. Addresses
+    /// tell only on the thread's own stack: a routine on a coroutine's goes on when the program switches back to it.
+    fn is_left(&self, thread: usize, frame: usize, above: usize) -> bool {
+        let below = self.thread == thread && self.frame <= frame + above;
         let own = |stack: Range<usize>| stack.contains(&self.frame) && stack.contains(&frame);
         self.ended || below && thread::own_stack().is_some_and(own)
     }
@@ -166,8 +167,9 @@ impl ServiceLoop {
         self.state.lock()
     }
 
-    /// The calling thread, which is the loop's, begins to run a dispatch routine. `frame`: an address on its stack, from
-    /// which the routine's own frames grow downwards. `owner` is told if it is left in another way than by returning.
+    /// The calling thread, which is the loop's, begins to run a dispatch routine. `frame`: where the message of its dispatcher is
+    /// on its stack, from which the routine's own frames grow downwards. `owner` is told if it is left in another way than by
+    /// returning.
     pub fn begin(&'static self, frame: usize, owner: Weak<dyn Owner>) -> Dispatching {
         self.look();
         let thread = thread::this();
@@ -194,11 +196,20 @@ impl ServiceLoop {
     }
 
     /// The calling thread is in the frame at `frame`: no routine runs below it on the same stack. One that has not
-    /// returned was left by an exception; or its thread has ended.
+    /// returned was left by an exception, or a jump; or its thread has ended.
     pub fn unwound_to(&'static self, frame: usize) {
+        self.unwind(frame, 0);
+    }
+
+    /// The same of libtirpc's dispatcher, whose message is there: it runs no routine yet, nor does another one of the same loop.
+    pub fn dispatches(&'static self, message: usize) {
+        self.unwind(message, ALIKE);
+    }
+
+    fn unwind(&'static self, frame: usize, above: usize) {
         while self.is_dispatching() {
             let thread = thread::this();
-            let left = |it: &&Routine| it.is_left(thread, frame);
+            let left = |it: &&Routine| it.is_left(thread, frame, above);
             let found = self.state().dispatching.iter().rfind(left).map(|it| (it.serial, it.owner.clone()));
             let Some((serial, owner)) = found else { return };
             if let Some(owner) = owner.upgrade() {
@@ -399,7 +410,7 @@ impl Drop for Nested {
 
 #[cfg(test)]
 mod tests {
-    use std::sync::mpsc;
+    use std::sync::{Arc, mpsc};
     use std::time::Duration;
 
     use super::*;
@@ -411,6 +422,31 @@ mod tests {
         fn thrown(&self, _: u64) {}
         fn ended(&self, _: bool) {}
         fn look_again(&self) {}
+    }
+
+    #[test]
+    fn a_routine_is_left_where_its_loop_dispatches_again_and_not_where_one_inside_of_it_does() {
+        struct Left(AtomicUsize);
+
+        impl Owner for Left {
+            fn thrown(&self, _: u64) {
+                self.0.fetch_add(1, Relaxed);
+            }
+            fn ended(&self, _: bool) {}
+            fn look_again(&self) {}
+        }
+
+        static HOME: ServiceLoop = ServiceLoop::new();
+        let stack = [0u8; 8192];
+        let message = stack.as_ptr().addr() + 6000;
+        let left = Arc::new(Left(AtomicUsize::new(0)));
+        let owner: Weak<Left> = Arc::downgrade(&left);
+        let _routine = HOME.begin(message, owner);
+        HOME.dispatches(message - 1416);
+        HOME.unwound_to(message - 100);
+        assert_eq!(left.0.load(Relaxed), 0);
+        HOME.dispatches(message - 500);
+        assert_eq!((left.0.load(Relaxed), HOME.is_dispatching()), (1, false));
     }
 
     #[test]

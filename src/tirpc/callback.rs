@@ -148,6 +148,7 @@ fn find(client: &Arc<Client>) -> Option<Arc<Callbacks>> {
 /// In a forked child it still belongs to the parent: the child gets one of its own when it needs one.
 pub(super) mod waker {
     use super::*;
+    use crate::driver::service_loop::PROGRAM;
     use crate::tirpc::left::serve_left;
     use crate::tirpc::{library, nothing_is_registered, xprt_register_beside};
     use crate::wait::WakeSet;
@@ -308,14 +309,12 @@ pub(super) mod waker {
     static WAKE: xp_ops = xp_ops { xp_recv: Some(wake), ..LISTENING };
 
     /// The program's loop has found the descriptor readable.
-    unsafe extern "C-unwind" fn wake(xprt: *mut SVCXPRT, _: *mut rpc_msg) -> bool_t {
+    unsafe extern "C-unwind" fn wake(xprt: *mut SVCXPRT, message: *mut rpc_msg) -> bool_t {
         guard_passing_in_steps(|| {
-            let place = 0u8;
-            let frame = (&raw const place).addr();
             step(|| {
                 let _uncancelled = Uncancelled::now();
                 // What is served here is called from deeper in the stack.
-                crate::driver::service_loop::PROGRAM.unwound_to(frame);
+                PROGRAM.dispatches(message.addr());
                 serve_ready(xprt);
                 Ok(())
             })?;

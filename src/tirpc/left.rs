@@ -4,13 +4,13 @@
 //! routine runs, with poll(2) of its own, knows nothing of what the loop outside would look at when the routine has returned:
 //! requests that were read together with the routine's own, and busy connections ([`busy`]), whose peers wake nobody. Nor would
 //! anybody look at those if the routine is left by longjmp(3) or an exception. So where there may be such requests, the loop
-//! is woken a while after a routine has begun: in a loop inside of it, or when it was left. Where the routine has returned by
-//! then there is nothing to do.
+//! is woken a while after a routine has begun: a loop inside of it, or the one outside, which finds out that it was left. Where
+//! the routine has returned by then there is nothing to do.
 #![allow(unsafe_code)]
 
 use std::os::fd::RawFd;
 use std::sync::Weak;
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::Relaxed};
+use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 use std::time::{Duration, Instant};
 
 use crate::driver::busy;
@@ -26,14 +26,10 @@ const SOON: Duration = Duration::from_millis(100);
 /// Where a routine has run a loop, others are woken at once, for so long.
 const EAGER: Duration = Duration::from_secs(60);
 
-/// When the loop is woken, by [`stats::tick`]; 0: it is not. The process that is so: a child has another alarm.
-static AT: AtomicU64 = AtomicU64::new(0);
-static OF: AtomicU64 = AtomicU64::new(0);
+/// The process whose loop is to be woken, counted from 1 as [`fork::generation`] does from 0; 0: none.
+static ARMED: AtomicU64 = AtomicU64::new(0);
 
-/// Routines have begun since, for which it may be needed.
-static WANTED: AtomicBool = AtomicBool::new(false);
-
-/// Until when it is woken at once.
+/// Until when it is woken at once, by [`stats::tick`].
 static EAGER_UNTIL: AtomicU64 = AtomicU64::new(0);
 
 /// Has libtirpc take requests from a connection, as its own loop does when the descriptor is readable.
@@ -86,44 +82,30 @@ pub fn begins(more: bool) {
 }
 
 fn watch() {
-    /// So late it was lost, with the loop that the program has left.
-    const LOST: u64 = 1_000_000_000;
-    let (now, at) = (stats::tick(), AT.load(Relaxed));
-    let is_child = OF.load(Relaxed) != fork::generation();
-    if now < EAGER_UNTIL.load(Relaxed) {
-        look_after(now, Duration::ZERO);
-    } else if is_child || at == 0 || now > at + LOST || !progress::is_polled() {
-        look_after(now, SOON);
-    } else if !WANTED.load(Relaxed) {
-        WANTED.store(true, Relaxed);
+    let eager = EAGER_UNTIL.load(Relaxed);
+    if eager != 0 && stats::tick() < eager {
+        look_after(Duration::ZERO);
+    } else if ARMED.load(Relaxed) != fork::generation() + 1 || !progress::is_polled() {
+        look_after(SOON);
     }
 }
 
 #[cold]
-fn look_after(now: u64, time: Duration) {
-    OF.store(fork::generation(), Relaxed);
-    AT.store(now + time.as_nanos() as u64, Relaxed);
+fn look_after(time: Duration) {
+    ARMED.store(fork::generation() + 1, Relaxed);
     progress::call_at(Errand::Inside, Instant::now() + time, look);
 }
 
-/// Looks at what only the loop outside would look at, if a routine is under way, or was left.
+/// Looks at what only the loop outside would look at, if a routine is under way: this is a loop inside of it.
 fn look() {
-    let place = 0u8;
-    let frame = (&raw const place).addr();
     let _ = step(|| {
-        let now = stats::tick();
-        AT.store(0, Relaxed);
+        ARMED.store(0, Relaxed);
         let owners = PROGRAM.owners();
-        if owners.is_empty() {
-            if WANTED.swap(false, Relaxed) {
-                look_after(now, SOON);
-            }
-            return Ok(());
+        if !owners.is_empty() {
+            EAGER_UNTIL.store(stats::tick() + EAGER.as_nanos() as u64, Relaxed);
+            busy::leave_all();
+            owners.iter().filter_map(Weak::upgrade).for_each(|owner| owner.look_again());
         }
-        EAGER_UNTIL.store(now + EAGER.as_nanos() as u64, Relaxed);
-        PROGRAM.unwound_to(frame);
-        busy::leave_all();
-        owners.iter().filter_map(Weak::upgrade).for_each(|owner| owner.look_again());
         Ok(())
     });
     serve_left();

@@ -232,7 +232,7 @@ pub fn want(fd: RawFd, wants: Wants, who: impl FnOnce() -> Weak<dyn Watched>) {
         send_at_exit();
     }
     if (before.wakes() || wants.wakes())
-        && let Err(error) = table.update(fd, before.write, wants.write, false)
+        && let Err(error) = table.update(fd, before.write, wants.write)
     {
         log_warn!("fd {fd}: cannot be watched: {error}");
     }
@@ -253,7 +253,7 @@ pub fn enter_loop() {
     let mut table = table();
     let is_inherited = table.set.is_some() && table.generation != fork::generation();
     if (table.waking > 0 && !table.is_registered() || is_inherited)
-        && let Err(error) = table.update(-1, false, false, false)
+        && let Err(error) = table.settle(false)
     {
         log_warn!("what waits for time or memory may wait longer: {error}");
     }
@@ -371,7 +371,7 @@ impl Progress {
         if let Some(key) = key {
             self.note(key, Wants::default(), nobody);
         }
-        if let Err(error) = self.update(-1, false, false, true) {
+        if let Err(error) = self.settle(true) {
             log_warn!("what waits for time or memory may wait longer: {error}");
         }
         let index = key.and_then(|key| usize::try_from(-1 - key).ok());
@@ -400,18 +400,22 @@ impl Progress {
         Ok(true)
     }
 
-    fn update(&mut self, fd: RawFd, before: bool, now: bool, looked: bool) -> Result<(), Error> {
-        let fresh = self.own_set()?;
-        let Some(set) = &self.set else { return Ok(()) };
-        if !fresh
+    fn update(&mut self, fd: RawFd, before: bool, now: bool) -> Result<(), Error> {
+        if !self.own_set()?
             && before != now
+            && let Some(set) = &self.set
             && let Err(error) = set.watch_writable(fd, now)
         {
             log_warn!("fd {fd}: cannot be watched: {error}");
         }
-        let number = set.fd();
+        self.settle(false)
+    }
+
+    /// Sets the alarm, as [`Progress::arm`], and has the loop poll for it if there is something to wait for.
+    fn settle(&mut self, looked: bool) -> Result<(), Error> {
+        self.own_set()?;
         self.arm(looked)?;
-        self.register(number)
+        self.set.as_ref().map(WakeSet::fd).map_or(Ok(()), |fd| self.register(fd))
     }
 
     /// Not if the table is a forked child's own, and the transport that it has inherited its parent's.
@@ -443,15 +447,13 @@ impl Progress {
 }
 
 /// Moves what can move; destroys what took too long; does the errands that are due.
-unsafe extern "C-unwind" fn wake(xprt: *mut SVCXPRT, _: *mut rpc_msg) -> bool_t {
+unsafe extern "C-unwind" fn wake(xprt: *mut SVCXPRT, message: *mut rpc_msg) -> bool_t {
     guard_passing_in_steps(|| {
         let now = Instant::now();
-        let place = 0u8;
-        let frame = (&raw const place).addr();
         let mut errand = step(|| {
             let _uncancelled = Uncancelled::now();
             // What an errand has served is called from deeper in the stack.
-            PROGRAM.unwound_to(frame);
+            PROGRAM.dispatches(message.addr());
             move_on(xprt, now)
         })?;
         // One may run the program, which may not return: those that are left stay in the table meanwhile.
@@ -473,8 +475,8 @@ fn move_on(xprt: *mut SVCXPRT, now: Instant) -> Result<Option<fn()>, Error> {
             unsafe { xprt_unregister(xprt) };
             return Ok(None);
         }
-        // A child leaves its parent's alarm alone.
-        if !table.own_set()?
+        // A child leaves its parent's alarm alone, if it can have its own.
+        if !table.own_set().unwrap_or(false)
             && let Some(set) = &table.set
         {
             set.silence();
@@ -520,6 +522,24 @@ mod tests {
             assert_eq!(added.unwrap_err().raw_os_error(), Some(libc::EEXIST));
         }
         assert!(!progress.own_set().unwrap());
+    }
+
+    #[test]
+    fn an_errand_that_does_not_return_leaves_the_others_in_the_table() {
+        let now = Instant::now();
+        let mut progress = Progress { set: Some(WakeSet::new().unwrap()), ..Progress::default() };
+        progress.generation = fork::generation();
+        for errand in [Errand::Left, Errand::Inside, Errand::Pages] {
+            progress.errands[errand as usize] = Some(|| {});
+            let deadline = Some(if matches!(errand, Errand::Pages) { now + LATER * 100 } else { now });
+            progress.note(errand.key(), Wants { deadline, ..Wants::default() }, nobody);
+        }
+        assert!(progress.take_errand(now).is_some());
+        // What is late is looked at once more soon.
+        let armed = progress.armed.unwrap();
+        assert_eq!((progress.waking, armed < Instant::now() + LATER), (2, true));
+        assert!(progress.take_errand(now).is_some() && progress.take_errand(now).is_none());
+        assert_eq!(progress.waking, 1);
     }
 
     #[test]

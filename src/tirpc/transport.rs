@@ -766,8 +766,8 @@ pub unsafe fn transport(xprt: *mut SVCXPRT) -> Result<Arc<Transport>, Error> {
 
 unsafe extern "C-unwind" fn recv(xprt: *mut SVCXPRT, message: *mut rpc_msg) -> bool_t {
     guard_passing_in_steps(|| {
-        let place = 0u8;
-        let frame = (&raw const place).addr();
+        // It lies in the frame of who dispatches.
+        let frame = message.addr();
         let mut beside = None;
         let received = guard(|| {
             // SAFETY: libtirpc's loop and its transport.
@@ -777,7 +777,7 @@ unsafe extern "C-unwind" fn recv(xprt: *mut SVCXPRT, message: *mut rpc_msg) -> b
             }
             service_loop::PROGRAM.look();
             // A loop of the program's own has caught what a dispatch routine has thrown.
-            service_loop::PROGRAM.unwound_to(frame);
+            service_loop::PROGRAM.dispatches(frame);
             own.empty.store(true, Relaxed);
             // A lock that is poisoned was held during a panic of ours: what it guards is not to be trusted.
             if own.is_poisoned() {

@@ -29,6 +29,9 @@ const ASK: Duration = Duration::from_micros(100);
 /// How often it asks those before it sleeps.
 const ASKS: u32 = 8;
 
+/// How long the loop keeps its processor from its clients at a time.
+const KEPT: Duration = Duration::from_micros(150);
+
 /// The connections, and how long the loop looks at them.
 #[derive(Default)]
 struct Busy {
@@ -40,6 +43,8 @@ struct Busy {
     asks: Option<Spin>,
     /// When the descriptors were asked.
     asked: Option<Instant>,
+    /// When the loop last offered its processor to its clients.
+    offered: Option<Instant>,
     /// When it last looked, of this time; and whether it has lost its processor meanwhile.
     looked: Option<Instant>,
     lost: bool,
@@ -81,6 +86,12 @@ pub fn are_served() {
 }
 
 impl Busy {
+    /// Whether the processor has been kept for so long that clients may wait for it. Where none spins it is taken by who wakes.
+    fn keeps(&mut self, now: Instant, poll: impl FnOnce() -> Duration) -> bool {
+        let is_long = self.offered.is_none_or(|offered| now - offered >= KEPT);
+        is_long && self.asks.get_or_insert_with(|| Spin::new(poll())).is_on()
+    }
+
     fn count(&self) {
         COUNT.store(self.list.len(), Relaxed);
         UNTOLD.store(!self.list.is_empty() || !self.found.is_empty(), Relaxed);
@@ -191,6 +202,16 @@ pub fn pause(after: Duration) -> bool {
     now - before < LONG
 }
 
+/// Offers the processor to clients, if the loop has kept it for long while several called; `poll` as in [`begin`]. One that
+/// offers its own to a loop that does not get it back when a time slice is over, up to 4 ms later, though its reply has long
+/// been there.
+pub fn hand_over(poll: impl FnOnce() -> Duration) {
+    if PROGRAM.active() >= 2 && lock().keeps(Instant::now(), poll) {
+        offer();
+        lock().offered = Some(Instant::now());
+    }
+}
+
 /// How often the loop may ask its descriptors before it sleeps; `poll` as in [`begin`].
 pub fn asks(poll: impl FnOnce() -> Duration) -> u32 {
     // Of one alone it is known better how long to look (`next`).
@@ -247,4 +268,20 @@ pub fn leave_all() {
         PROGRAM.leave(fd);
         true
     });
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_loop_keeps_its_processor_from_clients_for_a_while_at_a_time() {
+        let (now, poll) = (Instant::now(), || Duration::from_micros(50));
+        let mut busy = Busy::default();
+        assert!(busy.keeps(now, poll));
+        busy.offered = Some(now);
+        assert!(!busy.keeps(now + KEPT - Duration::from_nanos(1), poll));
+        assert!(busy.keeps(now + KEPT, poll));
+        assert!(!Busy::default().keeps(now, || Duration::ZERO), "where none spins");
+    }
 }

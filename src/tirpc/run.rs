@@ -578,6 +578,7 @@ pub unsafe fn turn(ready: &mut Ready, is_over: impl Fn() -> bool) -> bool {
     ready.count = 0;
     step(|| {
         progress::cool_down();
+        busy::hand_over(poll_time);
         Ok(())
     })
     .unwrap_or(());
@@ -678,6 +679,11 @@ unsafe fn takes(fd: RawFd, ready: &mut Ready) -> bool {
     is_there
 }
 
+/// How long the loop may spin, as [`busy::begin`] wants it.
+fn poll_time() -> Duration {
+    config::get().map_or(Duration::ZERO, |config| config.poll)
+}
+
 /// Looks at busy connections as long as it may pay. False if descriptors are only to be asked meanwhile.
 ///
 /// # Safety
@@ -685,8 +691,7 @@ unsafe fn takes(fd: RawFd, ready: &mut Ready) -> bool {
 unsafe fn look(ready: &mut Ready) -> bool {
     // SAFETY: by the contract.
     let mut taken = |fd| unsafe { takes(fd, ready) };
-    let poll = config::get().map_or(Duration::ZERO, |config| config.poll);
-    let until = busy::begin(poll);
+    let until = busy::begin(poll_time());
     let began = Instant::now();
     while let Some(until) = until {
         match busy::look(&mut taken) {
@@ -715,8 +720,7 @@ struct Sleep {
 impl Sleep {
     /// What `wait`, which is given a time, finds. If it has failed, errno says why.
     fn find(&self, wait: impl FnMut(c_int) -> c_int) -> c_int {
-        let poll = || config::get().map_or(Duration::ZERO, |config| config.poll);
-        let asks = if self.asks { step(|| Ok(busy::asks(poll))).unwrap_or(0) } else { 0 };
+        let asks = if self.asks { step(|| Ok(busy::asks(poll_time))).unwrap_or(0) } else { 0 };
         self.ask(asks, wait, |found| {
             let _ = step(|| {
                 busy::asked(found);

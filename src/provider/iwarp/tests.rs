@@ -12,6 +12,7 @@ use hex_literal::hex;
 
 use smallvec::smallvec;
 
+use super::ddp::ReadRequest;
 use super::*;
 use crate::memory::shared::{Own, Theirs, Word};
 use crate::memory::{Buf, IoVec, Program};
@@ -1156,7 +1157,7 @@ fn a_write_under_way_stops_when_its_handle_is_taken_back() {
         let to = bench.qp.expose_sink(program.sink()).unwrap();
         let write = tagged(0, true, to.handle.0, 0, &pattern(40_000, 1));
         bench.give(&write[..20_000]).unwrap();
-        assert!(bench.qp.receive.placing.is_some());
+        assert!(bench.qp.receive.is_placing());
         if detach {
             bench.qp.detach(to.handle).unwrap();
         } else {
@@ -1377,7 +1378,7 @@ fn reads_into_lent_memory_complete_without_it_after_keep() {
     let response = |stag| tagged(2, true, stag, 0, &pattern(40_000, 9));
     let first = response(asked.pop_front().unwrap());
     bench.give(&first[..20_000]).unwrap();
-    assert!(bench.qp.receive.placing.is_some());
+    assert!(bench.qp.receive.is_placing());
     assert_eq!(bench.qp.release_lent().unwrap(), 0);
     assert!(programs[0].bytes()[..10_000] == pattern(40_000, 9)[..10_000]);
     for program in &mut programs {
@@ -1440,7 +1441,7 @@ fn laden() -> (Bench, Vec<Program>, Vec<u8>) {
     let mut write = tagged(0, true, to, 0, &pattern(40_000, 1));
     let rest = write.split_off(20_000);
     bench.give(&write).unwrap();
-    assert!(bench.qp.receive.placing.is_some() && bench.qp.transmit.is_half_sent());
+    assert!(bench.qp.receive.is_placing() && bench.qp.transmit.is_half_sent());
     assert!(programs.iter().all(|program| !program.is_back()));
     (bench, programs, rest)
 }

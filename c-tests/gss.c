@@ -1,8 +1,12 @@
 /* gss.c: RPCSEC_GSS with Kerberos 5 against a real KDC (kdc.sh). */
 #include "harness.h"
 #ifdef WITH_GSS
+#include <errno.h>
+#include <pthread.h>
 #include <rpc/auth_gss.h>
 #include <rpc/rpcsec_gss.h>
+#include <semaphore.h>
+#include <stdarg.h>
 
 static char service_name[] = "suite@localhost", mechanism[] = "kerberos_v5";
 
@@ -148,6 +152,58 @@ static void gss_call_behind_a_busy_context(long unused)
     release(free);
 }
 
+static sem_t encoded;
+
+static bool_t xdr_length_told(XDR *xdrs, ...)
+{
+    va_list arguments;
+    va_start(arguments, xdrs);
+    bool_t done = xdr_u_int(xdrs, va_arg(arguments, u_int *));
+    va_end(arguments);
+    REQUIRE(sem_post(&encoded) == 0);
+    return done;
+}
+
+static suite_blob late;
+static void *call_put_off(void *client)
+{
+    u_int length = 5000;
+    struct timeval time = {.tv_sec = 25};
+    REQUIRE_STATUS(clnt_call((CLIENT *)client, SUITE_DEFER, xdr_length_told, &length, (xdrproc_t)xdr_suite_blob, &late, time),
+                   RPC_SUCCESS);
+    return NULL;
+}
+
+/* A request without it that is put off is answered without it, though a context was made and used meanwhile on its connection. */
+static void gss_beside_a_request_put_off(long service)
+{
+    struct server server = server_start("-c", "tli", "-g", service_name, NULL);
+    CLIENT *client = client_of(&server), *other = client_of(&server);
+    AUTH *plain = client->cl_auth;
+    pthread_t thread;
+    u_int released = 0;
+    /* The first call of a connection has its only credit. */
+    require_echo(client, 100, 0);
+    REQUIRE(sem_init(&encoded, 0, 0) == 0 && pthread_create(&thread, NULL, call_put_off, client) == 0);
+    while (sem_wait(&encoded) != 0)
+        REQUIRE(errno == EINTR);
+    AUTH *gss = rpc_gss_seccreate(client, service_name, mechanism, (rpc_gss_service_t)service, NULL, NULL, NULL);
+    REQUIRE(gss != NULL);
+    client->cl_auth = gss;
+    for (unsigned i = 0; i < 3; i++)
+        require_echo(client, 1 + i * 1000, i);
+    client->cl_auth = plain;
+    while (released == 0)
+        REQUIRE_STATUS(suite_release_2(NULL, &released, other), RPC_SUCCESS);
+    REQUIRE(pthread_join(thread, NULL) == 0 && released == SUITE_REPLIED);
+    suite_blob wanted = blob_of(5000, 5000);
+    REQUIRE(late.suite_blob_len == 5000 && memcmp(late.suite_blob_val, wanted.suite_blob_val, 5000) == 0);
+    client->cl_auth = gss;
+    require_echo(client, 1000, 4);
+    release(client);
+    clnt_destroy(other);
+}
+
 static const char too_long[] = "stock cannot wrap more than its record buffer";
 
 const struct test gss_tests[] = {
@@ -161,6 +217,10 @@ const struct test gss_tests[] = {
     TEST(gss_connection_after_connection, .needs = GSS),
     TEST(gss_four_threads_on_one_client, .needs = GSS),
     TEST(gss_call_behind_a_busy_context, .needs = GSS, .not_stock = "stock does not count the wait for another thread's call"),
+    {.name = "gss_integrity_beside_a_request_put_off", .run = gss_beside_a_request_put_off,
+     .argument = rpcsec_gss_svc_integrity, .needs = GSS, .not_stock = "a CLIENT has one call under way there"},
+    {.name = "gss_privacy_beside_a_request_put_off", .run = gss_beside_a_request_put_off,
+     .argument = rpcsec_gss_svc_privacy, .needs = GSS, .not_stock = "a CLIENT has one call under way there"},
     END_OF_TESTS,
 };
 #else

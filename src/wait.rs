@@ -234,17 +234,36 @@ impl WakeSet {
     }
 
     /// Puts a fresh set and alarm in the place of those that a fork(2) left shared with the parent, whose
-    /// descriptors would otherwise go on waking this process. The number stays.
+    /// descriptors would otherwise go on waking this process. The number stays if it is theirs still: a child closes what it
+    /// likes, and may have other files there.
     ///
     /// # Errors
     /// The errno.
     pub fn renew(&mut self) -> io::Result<()> {
+        if !self.is_there() {
+            std::mem::forget(std::mem::replace(self, WakeSet::new()?));
+            return Ok(());
+        }
         let fresh = epoll::create(epoll::CreateFlags::CLOEXEC)?;
         rustix::io::dup3(&fresh, &mut self.set, rustix::io::DupFlags::CLOEXEC)?;
         // Before the next one is made: the process may have no more than one left.
         drop(fresh);
         self.timer = timer_in(&self.set)?;
         Ok(())
+    }
+
+    /// Whether the descriptors are the set and its alarm still: the one is in the other then, and cannot be added again.
+    fn is_there(&self) -> bool {
+        let data = epoll::EventData::new_u64(0);
+        match epoll::add(&self.set, &self.timer, data, epoll::EventFlags::empty()) {
+            Err(Errno::EXIST) => true,
+            Ok(()) => {
+                // Two of the program's.
+                let _ = epoll::delete(&self.set, &self.timer);
+                false
+            }
+            Err(_) => false,
+        }
     }
 
     /// The descriptor to poll for readability.
@@ -413,6 +432,25 @@ mod tests {
         assert!(!until(b.as_raw_fd(), IN, Some(Duration::from_millis(1)), None).unwrap());
         (&a).write_all(b"x").unwrap();
         assert!(until(b.as_raw_fd(), IN, None, None).unwrap());
+    }
+
+    #[test]
+    fn a_set_whose_numbers_are_other_files_is_renewed_beside_them() {
+        let mut set = WakeSet::new().unwrap();
+        let numbers = [set.set.as_raw_fd(), set.timer.as_raw_fd()];
+        for number in numbers {
+            crate::process::replace(number, std::fs::File::open("/dev/null").unwrap().into(), true).unwrap();
+        }
+        set.renew().unwrap();
+        assert!(!numbers.contains(&set.fd()));
+        assert!(
+            numbers
+                .iter()
+                .all(|fd| std::fs::read_link(format!("/proc/self/fd/{fd}")).unwrap() == *"/dev/null")
+        );
+        set.alarm(Some(Duration::ZERO)).unwrap();
+        assert!(until(set.fd(), IN, None, None).unwrap());
+        numbers.into_iter().for_each(crate::socket::close);
     }
 
     #[test]

@@ -202,9 +202,9 @@ pub fn pause(after: Duration) -> bool {
     now - before < LONG
 }
 
-/// Offers the processor to clients, if the loop has kept it for long while several called; `poll` as in [`begin`]. One that
-/// offers its own to a loop that does not get it back when a time slice is over, up to 4 ms later, though its reply has long
-/// been there.
+/// Offers the processor to clients, if the loop has kept it for long while several called; `poll` as in [`begin`]. A client that
+/// waits offers its own to others. If it is the loop that takes it, and does not offer it in turn, the client has it back when
+/// a time slice is over, up to 4 ms later, though its reply has long been there.
 pub fn hand_over(poll: impl FnOnce() -> Duration) {
     if PROGRAM.active() >= 2 && lock().keeps(Instant::now(), poll) {
         offer();

@@ -8,12 +8,13 @@ use once_cell::race::OnceBox;
 
 use crate::per_thread::{self, Owned};
 use crate::{fork, thread};
+use std::any::Any;
 use std::cell::Cell;
 use std::mem::forget;
 use std::ops::Range;
 use std::os::fd::RawFd;
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering::Relaxed};
-use std::sync::{MutexGuard, Weak};
+use std::sync::{Arc, MutexGuard, Weak};
 use std::time::Instant;
 
 /// Calls that may be nested in one another, each waiting for a call back: the stack is the program's.
@@ -82,7 +83,7 @@ impl Routine {
 }
 
 /// Whose request a routine serves.
-pub trait Owner: Send + Sync {
+pub trait Owner: Any + Send + Sync {
     /// The routine with this [`Dispatching::serial`] does not run any more: it was left by an exception of the program's, by a
     /// jump, or by the end of its thread.
     fn thrown(&self, serial: u64);
@@ -231,6 +232,13 @@ impl ServiceLoop {
     /// Whose request the routine with this serial serves; nobody's, if it was taken for one that does not run any more.
     pub fn owner(&'static self, serial: u64) -> Option<Weak<dyn Owner>> {
         self.state().dispatching.iter().rfind(|it| it.serial == serial).map(|it| it.owner.clone())
+    }
+
+    /// Whose request the innermost routine of the calling thread serves.
+    pub fn innermost(&'static self) -> Option<Arc<dyn Owner>> {
+        let thread = thread::this();
+        let state = if self.is_dispatching() { self.state.try_lock()? } else { return None };
+        state.dispatching.iter().rfind(|it| it.thread == thread)?.owner.upgrade()
     }
 
     /// Whether a routine runs, or one has not returned.

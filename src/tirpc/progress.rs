@@ -384,7 +384,21 @@ impl Progress {
         let generation = fork::generation();
         match &mut self.set {
             // In a forked child the set still belongs to the parent as well: it gets one of its own.
-            Some(set) if self.generation != generation => set.renew()?,
+            Some(set) if self.generation != generation => {
+                let before = set.fd();
+                set.renew()?;
+                let fd = set.fd();
+                if fd != before && self.is_registered() {
+                    REGISTERED.store(null_mut(), Relaxed);
+                    // Of this process's table only.
+                    // SAFETY: registered before.
+                    unsafe { xprt_unregister(self.xprt) };
+                }
+                if fd != before && !self.xprt.is_null() {
+                    // SAFETY: it lives for ever; in no table any more.
+                    unsafe { (*self.xprt).xp_fd = fd };
+                }
+            }
             Some(_) => return Ok(false),
             None => self.set = Some(WakeSet::new()?),
         }

@@ -31,7 +31,7 @@ use crate::error::Error;
 use crate::ffi::{Uncancelled, step};
 use crate::tirpc::{library, nothing_is_registered, polled_table, progress};
 use crate::wait::PollSet;
-use crate::{fork, log_warn, wait};
+use crate::{fork, log_warn, socket, wait};
 
 /// What libtirpc polls a transport for.
 const EVENTS: i16 = libc::POLLIN | libc::POLLPRI | libc::POLLRDNORM | libc::POLLRDBAND;
@@ -89,6 +89,8 @@ struct Set {
 struct Watched {
     /// 0: it is not.
     events: i16,
+    /// It accepts connections, or takes datagrams.
+    is_open: bool,
     /// Where it is in the table.
     place: usize,
     /// The comparison that found it there.
@@ -397,7 +399,8 @@ impl Set {
         if missing > 0 {
             self.watched.resize(index + 1, Watched::default());
         }
-        self.watched[index].events = events;
+        let is_open = socket::listens(fd) || socket::has_messages(fd) && !socket::is_stream(fd);
+        self.watched[index] = Watched { events, is_open, ..self.watched[index] };
     }
 
     fn silence(&self) {
@@ -428,11 +431,15 @@ impl Set {
         found.filter(|it| it.events != 0)
     }
 
-    /// Whoever was served the longest time ago is first: poll(2) and epoll(7) tell of them in an order of their own.
+    /// Whoever was served the longest time ago is first: poll(2) and epoll(7) tell of them in an order of their own. But before
+    /// all connections, as in libtirpc's table, what has come to a listener is accepted: a loop that the routine of one of them
+    /// runs would accept it, and libtirpc's accept(2) then wait for another one.
     fn put_in_turn(&mut self, ready: &mut Ready) {
         let fds = &mut ready.fds[..ready.count];
         if fds.len() > 1 {
-            fds.sort_unstable_by_key(|entry| self.find(entry.fd).map_or(0, |it| it.served));
+            fds.sort_unstable_by_key(|entry| {
+                self.find(entry.fd).map_or((false, 0), |it| (!it.is_open, it.served))
+            });
         }
         for entry in fds {
             self.served += 1;

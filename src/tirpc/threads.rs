@@ -11,6 +11,7 @@
 //! - What the program destroys lives on until the loop has nothing of libtirpc's in hand.
 #![allow(unsafe_code)]
 
+use std::any::Any;
 use std::collections::VecDeque;
 use std::ffi::{CString, c_int, c_void};
 use std::io;
@@ -24,6 +25,7 @@ use std::time::{Duration, Instant};
 use crate::binding::Head;
 use crate::connection::Request;
 use crate::driver::pulls;
+use crate::driver::service_loop::PROGRAM;
 use crate::error::{Error, Kind};
 use crate::ffi::{guard, guard_passing};
 use crate::memory::PassStage;
@@ -131,9 +133,18 @@ thread_local! {
     static HELD: Owned<Held> = const { Owned::new() };
 }
 
+/// The connection whose request the calling thread serves, in a thread of ours or in the program's loop.
+fn served() -> Option<Arc<Transport>> {
+    let in_loop = || {
+        let owner: Arc<dyn Any + Send + Sync> = PROGRAM.innermost()?;
+        owner.downcast::<Transport>().ok()?.whole().upgrade()
+    };
+    per_thread::get(&SERVED).or_else(in_loop)
+}
+
 unsafe extern "C" fn before_fork() {
     guard(|| {
-        if let Some(held) = per_thread::get(&SERVED).and_then(|connection| connection.hold()) {
+        if let Some(held) = served().and_then(|connection| connection.hold()) {
             let _ = per_thread::put(&HELD, held);
         }
         Ok(())
@@ -148,7 +159,7 @@ unsafe extern "C" fn after_fork() {
 }
 
 /// A child that a routine forks may reply.
-fn watch_forks() {
+pub fn watch_forks() {
     static WATCHED: AtomicBool = AtomicBool::new(false);
     if !WATCHED.swap(true, Relaxed) {
         // SAFETY: the handlers take and release locks of ours, in the thread that forks; the library stays mapped.
@@ -243,7 +254,6 @@ impl Threads {
     /// # Safety
     /// As libtirpc's `svc_run`; the program's routines may run in several threads at a time.
     pub unsafe fn run(self: &Arc<Self>) -> Result<(), Error> {
-        watch_forks();
         SERVE.store(self.generation + 1, Relaxed);
         pulls::serve_with(self.count);
         let (others, failed) = self.start();

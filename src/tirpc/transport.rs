@@ -43,7 +43,6 @@ use crate::error::{Error, Kind};
 use crate::ffi::{guard, guard_passing_in_steps, step};
 use crate::memory::{PassStage, Region};
 use crate::socket::Sockaddr;
-use crate::stats;
 use crate::tirpc::bare::{LISTENING, NO_AUTH};
 use crate::tirpc::callback::waker;
 use crate::tirpc::client::CREDITS_MAX;
@@ -57,7 +56,7 @@ use crate::tirpc::{
     run, svc_req, threads, xp_ops, xp_ops2, xprt_stat, xprt_unregister,
 };
 use crate::xdr::Decoder;
-use crate::{log_debug, log_info, socket, wait};
+use crate::{log_debug, log_info, socket, thread, wait};
 
 mod parts;
 mod routine;
@@ -131,9 +130,8 @@ fn lock_until<T>(lock: &Mutex<T>, until: Instant) -> Option<MutexGuard<'_, T>> {
 struct State {
     /// Requests handed up and not yet past their `xp_stat`.
     open: Vec<Open>,
-    /// The latest request that is past it without a reply, and since when, by [`stats::clock`].
+    /// The latest request that is past it without a reply.
     deferred: Option<Unanswered>,
-    deferred_at: u64,
     gss: Option<Gss>,
 }
 
@@ -152,8 +150,15 @@ struct Open {
     placed: Option<Region>,
     /// Verifier and authenticator of the request that this one interrupts, and since when.
     interrupted: Option<(opaque_auth, SVCAUTH, Instant)>,
-    /// What was put off before, since when, and its authenticator, if that is a plain one and there is no verifier.
-    put_off: Option<Box<(Unanswered, u64, SVCAUTH)>>,
+    put_off: Option<Box<PutOff>>,
+}
+
+/// What was put off before another request came on the same SVCXPRT, if its authenticator is a plain one.
+struct PutOff {
+    unanswered: Option<Unanswered>,
+    auth: SVCAUTH,
+    /// The loop's thread, in which libtirpc answers a call of a program that is not registered.
+    thread: usize,
 }
 
 /// What a reply needs of its request.
@@ -176,15 +181,26 @@ impl State {
 
     /// What `xp_reply` answers now.
     fn unanswered(&self) -> Option<&Unanswered> {
-        self.open.last().map_or(&self.deferred, |request| &request.unanswered).as_ref()
+        let Some(request) = self.open.last() else { return self.deferred.as_ref() };
+        match &request.put_off {
+            // Another thread answers what was put off: this is no routine's request, unless they are registered unseen.
+            Some(put_off)
+                if request.gss.is_none() && put_off.thread != thread::this() && programs::are_seen() =>
+            {
+                put_off.unanswered.as_ref()
+            }
+            _ => request.unanswered.as_ref(),
+        }
     }
 
     /// The request gets its reply. False if it has one.
     fn answer(&mut self, id: RequestId) -> bool {
-        match self.find(id) {
-            Some(request) => request.unanswered.take().is_some(),
-            None => self.deferred.take_if(|request| request.id == id).is_some(),
+        if let Some(request) = self.find(id) {
+            return request.unanswered.take().is_some();
         }
+        let put_off = self.open.last_mut().and_then(|request| request.put_off.as_mut());
+        let late = put_off.map_or(&mut self.deferred, |put_off| &mut put_off.unanswered);
+        late.take_if(|request| request.id == id).is_some()
     }
 }
 
@@ -232,6 +248,7 @@ impl Transport {
         let fd = server.fd();
         let server = server.shared();
         let responder = Arc::downgrade(&server);
+        threads::watch_forks();
         Transport::with(None, responder, Some(server), (fd, &OPS), netid, local, remote, address)
     }
 
@@ -297,7 +314,7 @@ impl Transport {
     }
 
     /// The transport of the connection.
-    fn whole(&self) -> Weak<Transport> {
+    pub fn whole(&self) -> Weak<Transport> {
         self.whole.as_ref().unwrap_or(&self.this).clone()
     }
 
@@ -500,18 +517,18 @@ impl Transport {
         let unanswered = request.unanswered.take();
         let id = unanswered.as_ref().map(|request| request.id);
         if id > state.deferred.as_ref().map(|request| request.id) {
-            (state.deferred, state.deferred_at) = (unanswered, stats::clock());
+            state.deferred = unanswered;
             if request.interrupted.is_none() && !ended && in_place {
                 // SAFETY: libtirpc's loop asks `xp_stat` before it leaves the memory that the verifier may lie in.
                 unsafe { self.keep_verifier() };
             }
         }
-        let put_off = request.put_off.take().filter(|_| state.deferred.is_none());
+        let put_off = request.put_off.take().filter(|it| it.unanswered.is_some() && state.deferred.is_none());
         let returns = put_off.is_some();
-        if let Some((unanswered, at, auth)) = put_off.map(|it| *it) {
-            (state.deferred, state.deferred_at) = (Some(unanswered), at);
+        if let Some(put_off) = put_off {
+            state.deferred = put_off.unanswered;
             // SAFETY: alive; libtirpc writes there in `_gss_authenticate`, which its loop calls between our entries.
-            unsafe { self.auth().write(auth) };
+            unsafe { self.auth().write(put_off.auth) };
         }
         drop(state);
         if returns || !in_place {
@@ -1008,13 +1025,11 @@ impl Transport {
             // SAFETY: as above.
             Some((verifier, unsafe { self.auth().read() }, Instant::now()))
         };
-        // What a late reply needs beside its XID, verifier and authenticator, is this one's until it ends.
-        let put_off = state.deferred.take().filter(|it| it.plain && interrupted.is_none()).and_then(|it| {
-            // SAFETY: alive, as above.
-            let verifier = unsafe { (*self.xprt()).xp_verf };
+        // The authenticator is this one's until it ends.
+        let put_off = state.deferred.take().filter(|it| it.plain && interrupted.is_none()).map(|it| {
             // SAFETY: alive, as above.
             let auth = unsafe { self.auth().read() };
-            (verifier.oa_length == 0).then(|| Box::new((it, state.deferred_at, auth)))
+            Box::new(PutOff { unanswered: Some(it), auth, thread: thread::this() })
         });
         state.open.push(Open {
             dispatching,

@@ -12,9 +12,9 @@ use crate::connection::{Request, RequestId};
 use crate::driver::{self, service_loop};
 use crate::error::Error;
 use crate::ffi::step;
+use crate::fork;
 use crate::sync::MutexGuard;
 use crate::tirpc::{auth_stat, programs};
-use crate::{fork, stats};
 
 /// Transports for requests that threads serve, each at a time of its own.
 #[derive(Default)]
@@ -27,9 +27,6 @@ pub(super) struct Parts {
     /// A thread serves them.
     is_served: bool,
 }
-
-/// An SVCXPRT belongs to a request for so long, in nanoseconds, while others come on its connection.
-const FORGOTTEN: u64 = 60_000_000_000;
 
 /// Those of a connection that has ended.
 impl Drop for Parts {
@@ -107,10 +104,7 @@ impl Transport {
         knows: impl FnOnce(u32, u32) -> bool,
     ) -> Option<Arc<Transport>> {
         {
-            let mut state = self.state();
-            // What nobody has answered for so long was a one-way call, or its client has given it up.
-            let since = state.deferred_at;
-            state.deferred.take_if(|_| stats::clock().saturating_sub(since) > FORGOTTEN);
+            let state = self.state();
             if state.deferred.is_none() && state.open.is_empty() {
                 return None;
             }

@@ -15,6 +15,7 @@
 #include <poll.h>
 #include <pthread.h>
 #include <rpc/rpc.h>
+#include <sched.h>
 #include <semaphore.h>
 #include <setjmp.h>
 #include <stdbool.h>
@@ -25,10 +26,10 @@
 #include <unistd.h>
 
 enum { PROG = 0x20004C54 };
-/* Procedures. MEET runs the loop until MANY are inside, INNER until a FINISH has come. GATE waits for the clients. PUT_OFF is
- * answered by ANSWER, and SILENT never. SLOW takes more time than the loop takes for the same thing. LEAVE jumps out of the loop;
+/* Procedures. MEET runs the loop until MANY are inside, INNER until a FINISH has come. GATE waits for the clients, HOLD until
+ * something has come at the listener and at one connection. PUT_OFF is answered by ANSWER, LATER by a thread, and SILENT never. SLOW takes more time than the loop takes for the same thing. LEAVE jumps out of the loop;
  * STOP ends it, and it goes on with what has been KNOWN. */
-enum { ECHO = 1, MEET, INNER, FINISH, GATE, PUT_OFF, ANSWER, SILENT, SLOW, LEAVE, TELL, KNOWN, STOP, MEMORY };
+enum { ECHO = 1, MEET, INNER, FINISH, GATE, PUT_OFF, ANSWER, SILENT, SLOW, LEAVE, TELL, KNOWN, STOP, MEMORY, HOLD, LATER };
 enum { MANY = 3 };
 
 #define REQUIRE(what) ((what) ? (void)0 : errx(1, "line %d: %s", __LINE__, #what))
@@ -49,7 +50,7 @@ static struct {
     SVCXPRT *xprt;
     u_int number;
 } put_off[4];
-static sem_t is_inside, may_go_on, is_told;
+static sem_t is_inside, may_go_on, is_told, is_later;
 static SVCXPRT *known[3];
 static bool own_turns;
 static jmp_buf loop;
@@ -70,6 +71,28 @@ static void answer(SVCXPRT *xprt, u_int number)
     REQUIRE(svc_sendreply(xprt, (xdrproc_t)xdr_u_int, (char *)&number));
 }
 
+/* Answers what was put off last, sooner or later. */
+static void *answers_later(void *unused)
+{
+    for (u_int round = 0;; round++) {
+        while (sem_wait(&is_later) != 0)
+            ;
+        for (u_int i = 0; i < round % 16; i++)
+            sched_yield();
+        answer(put_off[0].xprt, put_off[0].number);
+    }
+    return unused;
+}
+
+/* The connection that was last asked for an ECHO, and the one that is held. */
+static int latest, held;
+
+static bool both_have_something(void)
+{
+    struct pollfd fds[] = {{.fd = known[0]->xp_fd, .events = POLLIN}, {.fd = held, .events = POLLIN}};
+    return poll(fds, 2, 0) == 2;
+}
+
 static void serve(struct svc_req *request, SVCXPRT *xprt)
 {
     u_int number = 0;
@@ -88,6 +111,9 @@ static void serve(struct svc_req *request, SVCXPRT *xprt)
         while (finished == before)
             turn();
         break;
+    case ECHO:
+        latest = xprt->xp_fd;
+        break;
     case FINISH:
         finished++;
         break;
@@ -95,6 +121,16 @@ static void serve(struct svc_req *request, SVCXPRT *xprt)
         REQUIRE(sem_post(&is_inside) == 0);
         await(&may_go_on);
         break;
+    case HOLD:
+        REQUIRE(sem_post(&is_inside) == 0);
+        for (int i = 0; i < 1000 * patient.tv_sec && !both_have_something(); i++)
+            poll(NULL, 0, 1);
+        break;
+    case LATER:
+        put_off[0].xprt = xprt;
+        put_off[0].number = number;
+        REQUIRE(sem_post(&is_inside) == 0 && sem_post(&is_later) == 0);
+        return;
     case PUT_OFF:
         put_off[kept].xprt = xprt;
         put_off[kept++].number = number;
@@ -357,6 +393,48 @@ static void unknown(void)
     printf("ok    a request that was put off is answered behind calls of programs that are not there\n");
 }
 
+/* The same, by a thread at any time meanwhile. */
+static void unknown_meanwhile(void)
+{
+    u_int unused, program = PROG + 1, same = PROG;
+    for (u_int round = 0; round < 500; round++) {
+        struct caller *late = begin(LATER, round);
+        await(&is_inside);
+        REQUIRE(clnt_control(first, CLSET_PROG, (char *)&program));
+        for (int i = 0; i < 3; i++)
+            REQUIRE(call(first, ECHO, 1, &unused, patient) == RPC_PROGUNAVAIL);
+        REQUIRE(clnt_control(first, CLSET_PROG, (char *)&same));
+        end(late);
+    }
+    printf("ok    a thread answers a request beside calls of programs that are not there\n");
+}
+
+static void *finishes(void *unused)
+{
+    CLIENT *client = connected();
+    ask(client, FINISH, 1);
+    clnt_destroy(client);
+    return unused;
+}
+
+/* Who has connected meanwhile is accepted once, by the loop in the routine or by the one outside. */
+static void accepts(void)
+{
+    pthread_t thread;
+    CLIENT *older = connected();
+    held = latest;
+    CLIENT *newer = connected();
+    struct caller *holds = begin_with(newer, HOLD, 1);
+    await(&is_inside);
+    struct caller *inner = begin_with(older, INNER, 2);
+    REQUIRE(pthread_create(&thread, NULL, finishes, NULL) == 0);
+    await(&is_inside);
+    REQUIRE(pthread_join(thread, NULL) == 0);
+    end(holds), end(inner);
+    ask(first, ECHO, 3);
+    printf("ok    a loop in a routine accepts who connects, and the one outside does not wait for another\n");
+}
+
 enum { MANY_MORE = 4000 };
 
 static u_int memory(void)
@@ -409,8 +487,9 @@ int main(int argc, char **argv)
     REQUIRE(listener != NULL && svc_reg(listener, PROG, 1, serve, NULL));
     known[knows++] = listener;
     address = *(struct sockaddr_in *)listener->xp_ltaddr.buf;
-    sem_init(&is_inside, 0, 0), sem_init(&may_go_on, 0, 0), sem_init(&is_told, 0, 0);
+    sem_init(&is_inside, 0, 0), sem_init(&may_go_on, 0, 0), sem_init(&is_told, 0, 0), sem_init(&is_later, 0, 0);
     REQUIRE(pthread_create(&thread, NULL, run, NULL) == 0);
+    REQUIRE(pthread_create(&thread, NULL, answers_later, NULL) == 0);
     first = connected(), second = connected();
     if (only != NULL) {
         only();
@@ -419,8 +498,11 @@ int main(int argc, char **argv)
         nested();
         busy();
         unknown();
-        if (shared)
+        accepts();
+        if (shared) {
+            unknown_meanwhile();
             jumps();
+        }
     }
     clnt_destroy(first), clnt_destroy(second);
     fflush(stdout);

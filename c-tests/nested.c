@@ -9,6 +9,7 @@
  *                             ADDRESS: of this host, 127.0.0.1 otherwise */
 #define _GNU_SOURCE
 #include <arpa/inet.h>
+#include <dirent.h>
 #include <err.h>
 #include <malloc.h>
 #include <netconfig.h>
@@ -27,9 +28,10 @@
 
 enum { PROG = 0x20004C54 };
 /* Procedures. MEET runs the loop until MANY are inside, INNER until a FINISH has come. GATE waits for the clients, HOLD until
- * something has come at the listener and at one connection. PUT_OFF is answered by ANSWER, LATER by a thread, and SILENT never. SLOW takes more time than the loop takes for the same thing. LEAVE jumps out of the loop;
+ * something has come at the listener and at one connection. PUT_OFF is answered by ANSWER, LATER by a thread, and SILENT never. SLOW takes more time than the loop takes for the same thing. LEAVE jumps out of the loop, and
+ * so do the xdrprocs of ARGUMENTS and RESULTS;
  * STOP ends it, and it goes on with what has been KNOWN. */
-enum { ECHO = 1, MEET, INNER, FINISH, GATE, PUT_OFF, ANSWER, SILENT, SLOW, LEAVE, TELL, KNOWN, STOP, MEMORY, HOLD, LATER };
+enum { ECHO = 1, MEET, INNER, FINISH, GATE, PUT_OFF, ANSWER, SILENT, SLOW, LEAVE, TELL, KNOWN, STOP, MEMORY, HOLD, LATER, ARGUMENTS, RESULTS };
 enum { MANY = 3 };
 
 #define REQUIRE(what) ((what) ? (void)0 : errx(1, "line %d: %s", __LINE__, #what))
@@ -93,10 +95,18 @@ static bool both_have_something(void)
     return poll(fds, 2, 0) == 2;
 }
 
+static bool_t xdr_leaves(XDR *xdrs, u_int *number)
+{
+    (void)xdrs, (void)number;
+    longjmp(loop, 1);
+}
+
 static void serve(struct svc_req *request, SVCXPRT *xprt)
 {
     u_int number = 0;
     int before = finished;
+    if (request->rq_proc == ARGUMENTS)
+        svc_getargs(xprt, (xdrproc_t)xdr_leaves, (char *)&number);
     if (request->rq_proc != NULLPROC)
         REQUIRE(svc_getargs(xprt, (xdrproc_t)xdr_u_int, (char *)&number));
     switch (request->rq_proc) {
@@ -144,6 +154,9 @@ static void serve(struct svc_req *request, SVCXPRT *xprt)
         return;
     case SLOW:
         poll(NULL, 0, 150);
+        break;
+    case RESULTS:
+        svc_sendreply(xprt, (xdrproc_t)xdr_leaves, (char *)&number);
         break;
     case LEAVE:
         longjmp(loop, 1);
@@ -346,6 +359,33 @@ static void jumps(void)
 
 static const u_int inner[] = {INNER, FINISH, TELL};
 
+static int descriptors(void)
+{
+    int count = 0;
+    DIR *all = opendir("/proc/self/fd");
+    REQUIRE(all != NULL);
+    while (readdir(all) != NULL)
+        count++;
+    closedir(all);
+    return count;
+}
+
+/* A request whose xdrproc is left does not keep its connection when that has ended. */
+static void xdrprocs(void)
+{
+    int before = descriptors();
+    for (u_int i = 0; i < 6; i++) {
+        CLIENT *client = connected();
+        send_only(client, i % 2 ? ARGUMENTS : RESULTS);
+        clnt_destroy(client);
+    }
+    ask(second, ECHO, 7);
+    for (int i = 0; i < 1000 * patient.tv_sec && descriptors() > before; i++)
+        poll(NULL, 0, 1);
+    REQUIRE(descriptors() <= before);
+    printf("ok    a jump out of an xdrproc leaves no connection behind\n");
+}
+
 static void again(void)
 {
     static const u_int slow[] = {SLOW, LEAVE, TELL};
@@ -501,6 +541,7 @@ int main(int argc, char **argv)
         accepts();
         if (shared) {
             unknown_meanwhile();
+            xdrprocs();
             jumps();
         }
     }

@@ -53,7 +53,28 @@ pub fn own_stack() -> Option<Range<usize>> {
         let found = unsafe { libc::pthread_attr_getstack(attributes.as_ptr(), &mut lowest, &mut size) } == 0;
         // SAFETY: initialised above, and not used any more.
         unsafe { libc::pthread_attr_destroy(attributes.as_mut_ptr()) };
-        found.then(|| lowest.addr()..lowest.addr() + size)
+        let stack = lowest.addr()..lowest.addr() + size;
+        found.then(|| {
+            if is_first(&stack) {
+                stack.start.min(stack.end.saturating_sub(most()))..stack.end
+            } else {
+                stack
+            }
+        })
+    }
+    /// Whether it is that with which the program has begun, where the kernel puts some bytes first. Of this one the system tells
+    /// only the uppermost mapping, of which there are several where the program has locked a part of it, say.
+    fn is_first(stack: &Range<usize>) -> bool {
+        // SAFETY: a number.
+        stack.contains(&(unsafe { libc::getauxval(libc::AT_RANDOM) } as usize))
+    }
+    /// How long it can be. The kernel has nothing else in the 128 MiB below its end.
+    fn most() -> usize {
+        const APART: usize = 128 << 20;
+        let mut limit = libc::rlimit { rlim_cur: 0, rlim_max: 0 };
+        // SAFETY: `limit` is writable.
+        unsafe { libc::getrlimit(libc::RLIMIT_STACK, &mut limit) };
+        usize::try_from(limit.rlim_cur).map_or(APART, |limit| limit.min(APART))
     }
     STACK.with(Clone::clone)
 }

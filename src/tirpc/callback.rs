@@ -314,7 +314,8 @@ pub(super) mod waker {
             step(|| {
                 let _uncancelled = Uncancelled::now();
                 // What is served here is called from deeper in the stack.
-                PROGRAM.dispatches(message.addr());
+                let here = 0u8;
+                PROGRAM.dispatches(message.addr(), (&raw const here).addr());
                 serve_ready(xprt);
                 Ok(())
             })?;

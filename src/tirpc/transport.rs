@@ -783,8 +783,7 @@ pub unsafe fn transport(xprt: *mut SVCXPRT) -> Result<Arc<Transport>, Error> {
 
 unsafe extern "C-unwind" fn recv(xprt: *mut SVCXPRT, message: *mut rpc_msg) -> bool_t {
     guard_passing_in_steps(|| {
-        // It lies in the frame of who dispatches.
-        let frame = message.addr();
+        let (here, mut frame) = (0u8, 0);
         let mut beside = None;
         let received = guard(|| {
             // SAFETY: libtirpc's loop and its transport.
@@ -794,7 +793,7 @@ unsafe extern "C-unwind" fn recv(xprt: *mut SVCXPRT, message: *mut rpc_msg) -> b
             }
             service_loop::PROGRAM.look();
             // A loop of the program's own has caught what a dispatch routine has thrown.
-            service_loop::PROGRAM.dispatches(frame);
+            frame = service_loop::PROGRAM.dispatches(message.addr(), (&raw const here).addr());
             own.empty.store(true, Relaxed);
             // A lock that is poisoned was held during a panic of ours: what it guards is not to be trusted.
             if own.is_poisoned() {

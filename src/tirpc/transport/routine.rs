@@ -10,7 +10,6 @@ use std::sync::{Arc, Weak};
 use super::{Transport, Unanswered, pull_next, transport};
 use crate::config;
 use crate::connection::RequestId;
-use crate::driver::Callee;
 use crate::error::{Error, Kind};
 use crate::ffi::{guard, guard_in_steps, step};
 use crate::stats::{self, Counter};
@@ -54,9 +53,10 @@ pub(super) unsafe extern "C-unwind" fn getargs(
 /// `svc_ah_wrap` and `svc_ah_unwrap`.
 type Wrap = unsafe extern "C-unwind" fn(*mut SVCAUTH, *mut XDR, XdrProc, *mut c_void) -> bool_t;
 
-/// The arguments of a request while the program decodes them.
+/// The arguments of a request while the program decodes them. Its transport is that of an open request, which has a share in it:
+/// with one here, a jump out of the xdrproc would keep the connection for ever.
 struct Taken {
-    own: Arc<Transport>,
+    own: Weak<Transport>,
     id: RequestId,
     arguments: Option<Decoder>,
     before: u64,
@@ -80,13 +80,16 @@ impl Taken {
         let (before, xdrs, auth) = (arguments.copied(), arguments.xdr(), own.auth());
         // SAFETY: set by _gss_authenticate before the program was asked.
         let unwrap = unsafe { operation(auth, |ops| ops.svc_ah_unwrap) };
+        let own = own.this.clone();
         Ok(Some(Taken { own, id, arguments: Some(arguments), before, xdrs, auth, unwrap }))
     }
 
     fn give_back(&mut self) {
         let Some(arguments) = self.arguments.take() else { return };
         stats::add(Counter::BytesCopied, arguments.copied() - self.before);
-        if let Some(request) = self.own.state().find(self.id) {
+        if let Some(own) = self.own.upgrade()
+            && let Some(request) = own.state().find(self.id)
+        {
             request.arguments = Some(arguments);
         }
     }
@@ -135,10 +138,12 @@ pub(super) unsafe extern "C-unwind" fn reply(xprt: *mut SVCXPRT, message: *mut r
     })
 }
 
-/// A reply whose header is encoded. If the program throws something instead of results, its request stays unanswered.
+/// A reply whose header is encoded. If the program throws something instead of results, its request stays unanswered; it may
+/// jump out of their xdrproc, as with [`Taken`].
 struct Reply {
-    own: Arc<Transport>,
-    responder: Arc<dyn Callee>,
+    own: Weak<Transport>,
+    /// The share in the transport, if the request is not open any more.
+    late: Option<Arc<Transport>>,
     id: RequestId,
     xid: u32,
     encoder: Encoder,
@@ -158,7 +163,12 @@ impl Reply {
     unsafe fn begin(xprt: *mut SVCXPRT, message: *mut rpc_msg) -> Result<Option<Reply>, Error> {
         // SAFETY: by the contract.
         let own = unsafe { transport(xprt) }?;
-        let Some(request) = own.state().unanswered().cloned() else { return Ok(None) };
+        let (request, is_open) = {
+            let mut state = own.state();
+            let Some(request) = state.unanswered().cloned() else { return Ok(None) };
+            let is_open = state.find(request.id).is_some();
+            (request, is_open)
+        };
         let Unanswered { id, xid, binding, wrapped, plain } = request;
         let Some(responder) = own.responder.upgrade() else { return Ok(None) };
         // As the latest reply was, this one is likely to be long.
@@ -200,12 +210,15 @@ impl Reply {
         let auth = own.auth();
         // SAFETY: set by _gss_authenticate before the program was asked.
         let wrap = unsafe { operation(auth, |ops| ops.svc_ah_wrap) };
-        Ok(Some(Reply { own, responder, id, xid, encoder, results, auth, wrap }))
+        let (this, late) = (own.this.clone(), (!is_open).then_some(own));
+        Ok(Some(Reply { own: this, late, id, xid, encoder, results, auth, wrap }))
     }
 
     /// Sends it when the results are encoded: 1, or 0 if that fails.
     fn send(self) -> Result<bool_t, Error> {
-        let Reply { own, responder, id, xid, encoder, results, .. } = self;
+        let Reply { own, late, id, xid, encoder, results, .. } = self;
+        let Some(own) = late.or_else(|| own.upgrade()) else { return Ok(0) };
+        let Some(responder) = own.responder.upgrade() else { return Ok(0) };
         stats::add(Counter::BytesCopied, encoder.copied());
         let message = encoder.finish()?;
         let loans = message.loans();

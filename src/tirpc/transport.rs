@@ -16,8 +16,9 @@
 //!   its reply; here it may, for another of its threads. So the SVCXPRT belongs to that request until it is answered, and
 //!   those that come meanwhile get one of their own each ([`Transport::lend`]), but for those with RPCSEC_GSS, whose
 //!   contexts libtirpc keeps at the SVCXPRT of the connection, and of programs that are not known here. What was put off
-//!   before one of these can be answered again when that one has had its reply, unless it has a verifier or an
-//!   authenticator that the SVCXPRT would have to remember.
+//!   before one of these can be answered again when that one has had its reply, unless it has an authenticator that the
+//!   SVCXPRT would have to remember; beside a call of an unknown program, by another thread at any time. A verifier that it
+//!   was to return is not remembered.
 //! - No lock and no exclusive borrow of a `Transport` lives while a function of the program runs: it may come back by
 //!   any entry of the SVCXPRT.
 //! - libtirpc, each entry under way and each open request own a share of the transport: `svc_destroy` gives up

@@ -206,9 +206,11 @@ impl ServiceLoop {
     /// loop. A dispatcher of the program's own may have its message elsewhere than on the stack; then the calling frame, which is
     /// `here`, tells instead. Returns where the frames of its next routine begin, for [`ServiceLoop::begin`].
     pub fn dispatches(&'static self, message: usize, here: usize) -> usize {
-        let elsewhere = |stack: Range<usize>| stack.contains(&here) && !stack.contains(&message);
-        let (frame, above) =
-            if thread::own_stack().is_some_and(elsewhere) { (here, 0) } else { (message, ALIKE) };
+        /// Nearer to each other they are on one stack, whichever.
+        const NEAR: usize = 64 << 10;
+        let apart = |stack: Range<usize>| stack.contains(&here) && !stack.contains(&message);
+        let is_elsewhere = message.abs_diff(here) > NEAR && thread::own_stack().is_some_and(apart);
+        let (frame, above) = if is_elsewhere { (here, 0) } else { (message, ALIKE) };
         self.unwind(frame, above);
         frame
     }

@@ -1,0 +1,138 @@
+//! After fork(2).
+#![forbid(unsafe_code)]
+
+use super::*;
+
+#[test]
+fn a_forked_child_replies_and_the_parent_goes_on() {
+    let mut pair = Pair::plain();
+    pair.swap();
+    for round in 0..3u8 {
+        // Work that the parent has queued and not sent is not sent twice.
+        pair.b.post_recv(sink(10));
+        pair.b.post_recv(sink(10));
+        pair.a.transmit.blocked = true;
+        pair.a.post(WorkRequest::Send { gather: smallvec![region(&[round, 0])], invalidate: None });
+        let a = &mut pair.a;
+        let child = fork::testing::fork(|| {
+            a.post(WorkRequest::Send { gather: smallvec![region(&[round, 1])], invalidate: None });
+            a.terminate();
+            a.unsent() == 0
+        });
+        assert!(child.succeeded());
+        pair.run(|p| p.got_b.len() == 2);
+        assert_eq!(received(pair.got_b.pop_front().unwrap()).0, [round, 1]);
+        assert_eq!(received(pair.got_b.pop_front().unwrap()).0, [round, 0]);
+        pair.send(&pattern(100_000, 1), 1);
+        pair.read(b"still here");
+        pair.swap();
+        pair.send(b"and back", 1);
+        pair.swap();
+    }
+}
+
+#[test]
+fn a_child_waits_while_its_parent_is_inside_a_message_and_notices_its_end() {
+    let mut bench = Bench::initiator();
+    bench.qp.post(WorkRequest::Send { gather: smallvec![region(&pattern(1 << 20, 0))], invalidate: None });
+    assert!(bench.qp.transmit.is_inside_message());
+    let mut stream = bench.sent();
+    let qp = &mut bench.qp;
+    let child = fork::testing::fork(|| {
+        qp.post(WorkRequest::Send { gather: smallvec![region(b"later")], invalidate: None });
+        qp.wants_write() && !qp.flush().unwrap() && qp.unsent() >= 5
+    });
+    assert!(child.succeeded());
+    // The socket had room all the time.
+    assert!(bench.sent().is_empty());
+    while !bench.qp.flush().unwrap() {
+        stream.extend(bench.sent());
+    }
+    stream.extend(bench.sent());
+    assert!(parse(&stream).iter().all(|(_, crc)| *crc));
+    // The other way round: a child that ends inside a message leaves a stream that nobody can use.
+    let mut bench = Bench::initiator();
+    let qp = &mut bench.qp;
+    let child = fork::testing::fork(|| {
+        qp.post(WorkRequest::Send { gather: smallvec![region(&pattern(1 << 20, 0))], invalidate: None });
+        qp.transmit.is_inside_message()
+    });
+    let id = child.id();
+    child.wait_for_zombie();
+    assert!(fork::process_gone(id));
+    bench.qp.post(WorkRequest::Send { gather: smallvec![region(b"x")], invalidate: None });
+    assert_eq!(bench.qp.flush().unwrap_err().kind(), Kind::ConnectionLost);
+    assert_eq!(drain(&mut bench.qp).unwrap_err().kind(), Kind::ConnectionLost);
+    assert!(child.succeeded());
+}
+
+#[test]
+fn whoever_reads_first_after_a_fork_goes_on_reading_and_the_other_notices() {
+    let mut bench = Bench::responder();
+    bench.qp.post_recv(sink(10));
+    bench.feed(&untagged(SEND, b"x"));
+    let qp = &mut bench.qp;
+    let child = fork::testing::fork(|| drain(qp).unwrap().len() == 1);
+    assert!(child.succeeded());
+    bench.feed(&untagged(Untagged { msn: 2, ..SEND }, b"y"));
+    assert_eq!(drain(&mut bench.qp).unwrap_err().kind(), Kind::ConnectionLost);
+
+    let mut bench = Bench::responder();
+    let (mut ours, mut theirs) = UnixStream::pair().unwrap();
+    bench.qp.post_recv(sink(10));
+    let qp = &mut bench.qp;
+    let child = fork::testing::fork(|| {
+        theirs.read_exact(&mut [0]).unwrap();
+        drain(qp).unwrap().is_empty()
+    });
+    assert_eq!(bench.give(&untagged(SEND, b"x")).unwrap().len(), 1);
+    bench.feed(&untagged(Untagged { msn: 2, ..SEND }, b"y"));
+    ours.write_all(b"!").unwrap();
+    assert!(child.succeeded());
+}
+
+#[test]
+fn calls_belong_to_one_process_and_are_taken_over_from_one_that_has_ended() {
+    let sends =
+        |qp: &mut Iwarp| qp.post(WorkRequest::Send { gather: smallvec![region(b"x")], invalidate: None });
+    // While the parent lives, no child has them; and the parent keeps them.
+    let mut bench = Bench::initiator();
+    let qp = &mut bench.qp;
+    assert!(fork::testing::fork(|| !qp.claim()).succeeded());
+    assert!(bench.qp.claim());
+    for sent_after in [false, true] {
+        let (mut ours, mut theirs) = UnixStream::pair().unwrap();
+        let parent = fork::testing::fork(|| {
+            let mut bench = Bench::initiator();
+            sends(&mut bench.qp);
+            let parent = fork::process_id();
+            let qp = &mut bench.qp;
+            let _child = fork::testing::fork(|| {
+                while !fork::process_gone(parent) {
+                    std::thread::yield_now();
+                }
+                // Of two that inherit it one is first.
+                let claimed = qp.claim();
+                let other = fork::testing::fork(|| qp.claim()).succeeded();
+                theirs.write_all(&[u8::from(claimed), u8::from(other)]).unwrap();
+                true
+            });
+            if sent_after {
+                // The child knows nothing of this one.
+                sends(&mut bench.qp);
+            }
+            true
+        });
+        assert!(parent.succeeded());
+        let mut claimed = [9; 2];
+        ours.read_exact(&mut claimed).unwrap();
+        assert_eq!(claimed, [u8::from(!sent_after), 0]);
+    }
+    // Who has missed bytes can make nothing of what follows, whoever it is.
+    let mut bench = Bench::responder();
+    bench.qp.post_recv(sink(10));
+    bench.feed(&untagged(SEND, b"x"));
+    let qp = &mut bench.qp;
+    assert!(fork::testing::fork(|| drain(qp).unwrap().len() == 1).succeeded());
+    assert!(!bench.qp.claim());
+}

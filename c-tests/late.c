@@ -8,8 +8,12 @@
  * With "shared": the requests of several threads that share a CLIENT, put off together and answered in any order; and a server
  * that takes the transport out of its loop meanwhile.
  *
+ * With "beside": what has been put off is answered while another routine forks, with a lock that the program takes before a
+ * fork; beside a request of a program that was registered past the library; and when its connection has ended.
+ *
  * Linked with the library, with RPCRDMA_BY_REFERENCE=yes: a reply that is lent has the connection looked at. */
 #define _GNU_SOURCE
+#include <dlfcn.h>
 #include <err.h>
 #include <poll.h>
 #include <pthread.h>
@@ -19,16 +23,17 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/wait.h>
 #include <unistd.h>
 
-enum { PROG = 0x20004C53 };
+enum { PROG = 0x20004C53, UNSEEN };
 /* Procedures. Those behind the first have that one answered: in their own routine, by a thread that it waits for, or by one
  * that begins when the loop sleeps. */
-enum { PUT_OFF = 1, IN_ROUTINE, BY_THREAD, BESIDE_LOOP, GATE, TAKE, KEEP, PARK, BACK };
+enum { PUT_OFF = 1, IN_ROUTINE, BY_THREAD, BESIDE_LOOP, GATE, TAKE, KEEP, PARK, BACK, LATER, FORK };
 enum { SHORT = 100000, LONG = 200 << 20 };
 
 #define REQUIRE(what) ((what) ? (void)0 : errx(1, "line %d: %s", __LINE__, #what))
-static const struct timeval patient = {60, 0};
+static const struct timeval patient = {60, 0}, moment = {0, 20000}, now;
 
 struct data {
     u_int length;
@@ -159,9 +164,43 @@ static void take_back(void)
     xprt_register(xprt);
 }
 
+static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
+static sem_t is_locked, may_answer;
+
+static void takes_lock(void)
+{
+    pthread_mutex_lock(&lock);
+}
+
+static void gives_lock(void)
+{
+    pthread_mutex_unlock(&lock);
+}
+
+/* Answers with a lock that a fork waits for. */
+static void *answers_locked(void *unused)
+{
+    (void)unused;
+    takes_lock();
+    REQUIRE(sem_post(&is_locked) == 0);
+    while (sem_wait(&may_answer) != 0)
+        ;
+    REQUIRE(svc_sendreply(waiting, (xdrproc_t)xdr_u_int, (char *)&(u_int){1}));
+    gives_lock();
+    return NULL;
+}
+
+static void *answers_unseen(void *xprt)
+{
+    REQUIRE(svc_sendreply(xprt, (xdrproc_t)xdr_u_int, (char *)&(u_int){UNSEEN}));
+    return NULL;
+}
+
 static void serve(struct svc_req *request, SVCXPRT *xprt)
 {
     pthread_t thread;
+    u_int number;
+    pid_t child;
     switch (request->rq_proc) {
     case PUT_OFF:
         waiting = xprt;
@@ -176,6 +215,24 @@ static void serve(struct svc_req *request, SVCXPRT *xprt)
     case BACK:
         take_back();
         break;
+    case LATER:
+        waiting = xprt;
+        REQUIRE(sem_post(&is_put_off) == 0);
+        if (request->rq_prog == PROG)
+            return;
+        /* Answered by a thread, which is all that tells it from what was put off. */
+        REQUIRE(pthread_create(&thread, NULL, answers_unseen, xprt) == 0 && pthread_join(thread, NULL) == 0);
+        return;
+    case FORK:
+        REQUIRE(pthread_create(&thread, NULL, answers_locked, NULL) == 0 && sem_wait(&is_locked) == 0);
+        REQUIRE(sem_post(&may_answer) == 0);
+        child = fork();
+        if (child == 0)
+            _exit(0);
+        REQUIRE(child > 0 && waitpid(child, NULL, 0) == child && pthread_join(thread, NULL) == 0);
+        number = 2;
+        REQUIRE(svc_sendreply(xprt, (xdrproc_t)xdr_u_int, (char *)&number));
+        return;
     case IN_ROUTINE:
         answers(NULL);
         break;
@@ -311,6 +368,78 @@ static void shared(void)
     printf("ok    what was taken out of the loop has no request before it is back\n");
 }
 
+static u_int ask_number(CLIENT *client, u_int program, u_int procedure)
+{
+    u_int number = 0;
+    rpcprog_t named = program;
+    REQUIRE(clnt_control(client, CLSET_PROG, (char *)&named));
+    enum clnt_stat status = clnt_call(client, procedure, (xdrproc_t)xdr_nothing, NULL, (xdrproc_t)xdr_u_int,
+                                      (char *)&number, patient);
+    if (status != RPC_SUCCESS)
+        errx(1, "procedure %u: %s", procedure, clnt_sperrno(status));
+    return number;
+}
+
+static void *is_put_off_until_fork(void *unused)
+{
+    (void)unused;
+    REQUIRE(ask_number(first, PROG, LATER) == 1);
+    return NULL;
+}
+
+/* On two CLIENTs: the thread of the first one would name another program. */
+static void forks(void)
+{
+    pthread_t thread;
+    for (u_int round = 0; round < 20; round++) {
+        REQUIRE(pthread_create(&thread, NULL, is_put_off_until_fork, NULL) == 0);
+        REQUIRE(sem_wait(&is_put_off) == 0);
+        REQUIRE(ask_number(round % 2 ? first : second, PROG, FORK) == 2);
+        REQUIRE(pthread_join(thread, NULL) == 0);
+    }
+    printf("ok    a request is answered under a lock that a routine which forks waits for\n");
+}
+
+/* What was put off is a call that nobody waits for. */
+static void unseen(SVCXPRT *listener)
+{
+    bool_t (*unseen_reg)(SVCXPRT *, rpcprog_t, rpcvers_t, void (*)(struct svc_req *, SVCXPRT *), const struct netconfig *);
+    void *library = dlopen("libtirpc.so.3", RTLD_NOW);
+    REQUIRE(library != NULL && (*(void **)&unseen_reg = dlsym(library, "svc_reg")) != NULL);
+    REQUIRE(unseen_reg(listener, UNSEEN, 1, serve, NULL));
+    for (u_int round = 0; round < 20; round++) {
+        rpcprog_t program = PROG;
+        REQUIRE(clnt_control(first, CLSET_PROG, (char *)&program));
+        clnt_call(first, LATER, (xdrproc_t)xdr_nothing, NULL, NULL, NULL, now);
+        REQUIRE(sem_wait(&is_put_off) == 0);
+        REQUIRE(ask_number(first, UNSEEN, LATER) == UNSEEN && sem_wait(&is_put_off) == 0);
+    }
+    printf("ok    a thread answers a program that was registered past the library, beside a request that was put off\n");
+}
+
+static bool_t connection_has_ended(void)
+{
+    return waiting->xp_fd == -1;
+}
+
+/* A client whose first call times out makes another connection, since it has no credit left. Its server does not hear of it. */
+static void ended(void)
+{
+    for (u_int round = 0; round < 10; round++) {
+        CLIENT *client = connected();
+        u_int number = 0;
+        enum clnt_stat status = clnt_call(client, LATER, (xdrproc_t)xdr_nothing, NULL, (xdrproc_t)xdr_u_int,
+                                          (char *)&number, moment);
+        REQUIRE(status == RPC_TIMEDOUT && sem_wait(&is_put_off) == 0);
+        REQUIRE(ask(client, NULLPROC) == RPC_SUCCESS);
+        await(connection_has_ended);
+        REQUIRE(!svc_sendreply(waiting, (xdrproc_t)xdr_u_int, (char *)&number));
+        REQUIRE(ask(client, NULLPROC) == RPC_SUCCESS);
+        clnt_destroy(client);
+    }
+    printf("ok    a request may be answered when its connection has ended\n");
+}
+
 int main(int argc, char **argv)
 {
     u_int lengths[] = {SHORT, SHORT, LONG};
@@ -322,6 +451,9 @@ int main(int argc, char **argv)
     address.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
     sem_init(&is_put_off, 0, 0);
     sem_init(&is_inside, 0, 0);
+    sem_init(&is_locked, 0, 0);
+    sem_init(&may_answer, 0, 0);
+    REQUIRE(pthread_atfork(takes_lock, gives_lock, gives_lock) == 0);
     REQUIRE(pthread_create(&loop, NULL, run, NULL) == 0);
     first = connected(), second = connected();
     if (argc > 1 && strcmp(argv[1], "pulled") == 0) {
@@ -330,6 +462,15 @@ int main(int argc, char **argv)
     }
     if (argc > 1 && strcmp(argv[1], "shared") == 0) {
         shared();
+        clnt_destroy(first), clnt_destroy(second);
+        svc_exit();
+        REQUIRE(pthread_join(loop, NULL) == 0);
+        return 0;
+    }
+    if (argc > 1 && strcmp(argv[1], "beside") == 0) {
+        /* The first reply tells the credits. */
+        REQUIRE(ask(first, NULLPROC) == RPC_SUCCESS && ask(second, NULLPROC) == RPC_SUCCESS);
+        forks(), unseen(listener), ended();
         clnt_destroy(first), clnt_destroy(second);
         svc_exit();
         REQUIRE(pthread_join(loop, NULL) == 0);

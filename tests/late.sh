@@ -13,10 +13,14 @@ cc -g -O1 -pthread -Wall -Wextra -Werror -Wno-cast-function-type -o late "$top/c
     { FAIL "late.c compiles" cc.log; closing; }
 report plain ./late
 report iwarp env RPCRDMA_PROVIDER=iwarp RPCRDMA_POLL=0 ./late pulled
-for provider in local iwarp; do report "$provider" env RPCRDMA_PROVIDER=$provider ./late shared; done
+for provider in local iwarp; do
+    for way in shared beside; do report "$provider" env RPCRDMA_PROVIDER=$provider ./late $way; done
+done
 if command -v valgrind >/dev/null; then
-    report valgrind env RPCRDMA_POLL=0 valgrind -q --error-exitcode=9 --fair-sched=try ./late
-    report valgrind env RPCRDMA_POLL=0 valgrind -q --error-exitcode=9 --fair-sched=try ./late shared
+    for way in '' shared beside; do
+        # shellcheck disable=SC2086
+        report valgrind env RPCRDMA_POLL=0 valgrind -q --error-exitcode=9 --fair-sched=try ./late $way
+    done
 else
     skip "under valgrind" "not installed"
 fi

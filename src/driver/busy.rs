@@ -206,7 +206,8 @@ pub fn pause(after: Duration) -> bool {
 /// waits offers its own to others. If it is the loop that takes it, and does not offer it in turn, the client has it back when
 /// a time slice is over, up to 4 ms later, though its reply has long been there.
 pub fn hand_over(poll: impl FnOnce() -> Duration) {
-    if PROGRAM.active() >= 2 && lock().keeps(Instant::now(), poll) {
+    // Where there is one only, those who wait for it send nothing that would keep the loop busy.
+    if PROGRAM.active() >= 2 && processors() > 1 && lock().keeps(Instant::now(), poll) {
         offer();
         lock().offered = Some(Instant::now());
     }

@@ -202,17 +202,10 @@ impl ServiceLoop {
         self.unwind(frame, 0);
     }
 
-    /// The same of libtirpc's dispatcher, whose message is in its frame: it runs no routine yet, nor does another one of the same
-    /// loop. A dispatcher of the program's own may have its message elsewhere than on the stack; then the calling frame, which is
-    /// `here`, tells instead. Returns where the frames of its next routine begin, for [`ServiceLoop::begin`].
-    pub fn dispatches(&'static self, message: usize, here: usize) -> usize {
-        /// Nearer to each other they are on one stack, whichever.
-        const NEAR: usize = 64 << 10;
-        let apart = |stack: Range<usize>| stack.contains(&here) && !stack.contains(&message);
-        let is_elsewhere = message.abs_diff(here) > NEAR && thread::own_stack().is_some_and(apart);
-        let (frame, above) = if is_elsewhere { (here, 0) } else { (message, ALIKE) };
-        self.unwind(frame, above);
-        frame
+    /// The same of libtirpc's dispatcher, whose message is there: it runs no routine yet, nor does another one of the same loop. Of
+    /// a dispatcher of the program's own, which has its message elsewhere than on the stack, that tells nothing.
+    pub fn dispatches(&'static self, message: usize) {
+        self.unwind(message, ALIKE);
     }
 
     fn unwind(&'static self, frame: usize, above: usize) {
@@ -458,10 +451,10 @@ mod tests {
         let left = Arc::new(Left(AtomicUsize::new(0)));
         let owner: Weak<Left> = Arc::downgrade(&left);
         let _routine = HOME.begin(message, owner);
-        HOME.dispatches(message - 1416, message - 2000);
+        HOME.dispatches(message - 1416);
         HOME.unwound_to(message - 100);
         assert_eq!(left.0.load(Relaxed), 0);
-        HOME.dispatches(message - 500, message - 2000);
+        HOME.dispatches(message - 500);
         assert_eq!((left.0.load(Relaxed), HOME.is_dispatching()), (1, false));
     }
 

@@ -28,7 +28,7 @@ use crate::error::{Error, Kind};
 use crate::ffi::{Uncancelled, guard_passing_in_steps, step};
 use crate::tirpc::bare::{LISTENING, bare};
 use crate::tirpc::programs::Found;
-use crate::tirpc::transport::Transport;
+use crate::tirpc::transport::{Transport, outlive};
 use crate::tirpc::{SVCXPRT, bool_t, dispatch_t, rpc_msg, xp_ops, xprt_register, xprt_unregister};
 use crate::{fork, signals};
 
@@ -314,8 +314,7 @@ pub(super) mod waker {
             step(|| {
                 let _uncancelled = Uncancelled::now();
                 // What is served here is called from deeper in the stack.
-                let here = 0u8;
-                PROGRAM.dispatches(message.addr(), (&raw const here).addr());
+                PROGRAM.dispatches(message.addr());
                 serve_ready(xprt);
                 Ok(())
             })?;
@@ -395,7 +394,7 @@ impl Callbacks {
         own.connection = connection;
         drop(own);
         // Its end takes other locks.
-        drop(old);
+        outlive(old.into_iter());
         fresh
     }
 

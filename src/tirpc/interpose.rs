@@ -466,9 +466,10 @@ pub unsafe extern "C" fn xprt_unregister(xprt: *mut SVCXPRT) {
 /// As libtirpc's `svc_run`.
 #[unsafe(no_mangle)]
 pub unsafe extern "C-unwind" fn svc_run() {
+    let place = 0u8;
     guard_around(
         || {
-            server::enter_loop();
+            server::enter_loop((&raw const place).addr());
             Ok(())
         },
         // SAFETY: by the contract.

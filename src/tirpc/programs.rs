@@ -1,8 +1,6 @@
 //! The programs that are registered with libtirpc, whose own list nobody else can see.
 #![forbid(unsafe_code)]
 
-use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
-
 use crate::fork;
 use crate::tirpc::{SVCXPRT, svc_req};
 
@@ -22,14 +20,6 @@ struct Registered {
 
 static REGISTERED: fork::Lock<Vec<Registered>> = fork::Lock::new();
 
-/// Some have been.
-static ANY: AtomicBool = AtomicBool::new(false);
-
-/// Whether the program registers its routines where they are seen here.
-pub fn are_seen() -> bool {
-    ANY.load(Relaxed)
-}
-
 /// libtirpc has registered it.
 pub fn registered(program: u32, version: u32, dispatch: Dispatch) {
     let mut all = REGISTERED.lock();
@@ -39,7 +29,6 @@ pub fn registered(program: u32, version: u32, dispatch: Dispatch) {
     // For each netid once more.
     if !all.iter().any(same) {
         all.push(Registered { program, version, dispatch });
-        ANY.store(true, Relaxed);
     }
 }
 

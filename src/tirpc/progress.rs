@@ -467,8 +467,7 @@ unsafe extern "C-unwind" fn wake(xprt: *mut SVCXPRT, message: *mut rpc_msg) -> b
         let mut errand = step(|| {
             let _uncancelled = Uncancelled::now();
             // What an errand has served is called from deeper in the stack.
-            let here = 0u8;
-            PROGRAM.dispatches(message.addr(), (&raw const here).addr());
+            PROGRAM.dispatches(message.addr());
             move_on(xprt, now)
         })?;
         // One may run the program, which may not return: those that are left stay in the table meanwhile.

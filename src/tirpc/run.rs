@@ -85,12 +85,21 @@ struct Set {
     bell: Option<OwnedFd>,
 }
 
+/// In the order in which they are served.
+#[derive(Clone, Copy, Default, PartialEq, Eq, PartialOrd, Ord)]
+enum Kind {
+    Listener,
+    Datagrams,
+    #[default]
+    Other,
+}
+
 #[derive(Clone, Copy, Default)]
 struct Watched {
     /// 0: it is not.
     events: i16,
-    /// It accepts connections, or takes datagrams.
-    is_open: bool,
+    /// Whether it accepts connections, or takes datagrams, or is served behind those.
+    kind: Kind,
     /// Where it is in the table.
     place: usize,
     /// The comparison that found it there.
@@ -399,8 +408,12 @@ impl Set {
         if missing > 0 {
             self.watched.resize(index + 1, Watched::default());
         }
-        let is_open = socket::listens(fd) || socket::has_messages(fd) && !socket::is_stream(fd);
-        self.watched[index] = Watched { events, is_open, ..self.watched[index] };
+        let kind = match socket::has_messages(fd) && !socket::is_stream(fd) {
+            _ if socket::listens(fd) => Kind::Listener,
+            true => Kind::Datagrams,
+            false => Kind::Other,
+        };
+        self.watched[index] = Watched { events, kind, ..self.watched[index] };
     }
 
     fn silence(&self) {
@@ -432,13 +445,13 @@ impl Set {
     }
 
     /// Whoever was served the longest time ago is first: poll(2) and epoll(7) tell of them in an order of their own. But before
-    /// all connections, as in libtirpc's table, what has come to a listener is accepted: a loop that the routine of one of them
-    /// runs would accept it, and libtirpc's accept(2) then wait for another one.
+    /// all others what has come to a listener is accepted, as where it is the first in libtirpc's table: a loop that another's
+    /// routine runs would accept it, and libtirpc's accept(2) then wait for another one. So it is with datagrams.
     fn put_in_turn(&mut self, ready: &mut Ready) {
         let fds = &mut ready.fds[..ready.count];
         if fds.len() > 1 {
             fds.sort_unstable_by_key(|entry| {
-                self.find(entry.fd).map_or((false, 0), |it| (!it.is_open, it.served))
+                self.find(entry.fd).map_or((Kind::Listener, 0), |it| (it.kind, it.served))
             });
         }
         for entry in fds {

@@ -106,10 +106,11 @@ pub(super) unsafe fn serve(
     unsafe { register(transport, idle::are_expendable()) }
 }
 
-/// The program enters libtirpc's loop.
-pub(super) fn enter_loop() {
+/// The program enters libtirpc's loop, whose frame is at `frame`. It may have jumped out of one before.
+pub(super) fn enter_loop(frame: usize) {
     // Before anything is registered for it: svc_exit(3) may come at any time.
     run::enter();
+    service_loop::PROGRAM.unwound_to(frame);
     waker::enter_loop();
     progress::enter_loop();
     if service_loop::PROGRAM.has_left() {
@@ -138,11 +139,12 @@ pub(super) fn left_loop(frame: usize, returned: bool) {
 /// As libtirpc's `svc_run`; the program's routines may run in several threads at a time.
 pub unsafe fn run_in_threads(count: u32) -> Result<(), Error> {
     let place = 0u8;
+    let frame = (&raw const place).addr();
     let threads = threads::claim(count)?;
-    enter_loop();
+    enter_loop(frame);
     // SAFETY: by the contract.
     let done = unsafe { threads.run() };
-    left_loop((&raw const place).addr(), true);
+    left_loop(frame, true);
     done
 }
 

@@ -142,7 +142,20 @@ fn served() -> Option<Arc<Transport>> {
     per_thread::get(&SERVED).or_else(in_loop)
 }
 
+/// A connection was accepted once.
+static ACCEPTS: AtomicBool = AtomicBool::new(false);
+
+/// A connection is accepted, whose requests a routine may leave to a child that it forks.
+pub fn accepts() {
+    if !ACCEPTS.load(Relaxed) {
+        ACCEPTS.store(true, Relaxed);
+    }
+}
+
 unsafe extern "C" fn before_fork() {
+    if !ACCEPTS.load(Relaxed) {
+        return;
+    }
     guard(|| {
         if let Some(held) = served().and_then(|connection| connection.hold()) {
             let _ = per_thread::put(&HELD, held);
@@ -152,20 +165,26 @@ unsafe extern "C" fn before_fork() {
 }
 
 unsafe extern "C" fn after_fork() {
+    if !ACCEPTS.load(Relaxed) {
+        return;
+    }
     guard(|| {
         drop(per_thread::take(&HELD));
         Ok(())
     });
 }
 
-/// A child that a routine forks may reply.
-pub fn watch_forks() {
-    static WATCHED: AtomicBool = AtomicBool::new(false);
-    if !WATCHED.swap(true, Relaxed) {
+/// A child that a routine forks may reply. The handlers are there before any of the program's: fork(2) calls those before it
+/// last, when the program's have what they want, whose threads may need a lock of ours to give that up.
+#[used]
+#[unsafe(link_section = ".init_array")]
+static WATCH_FORKS: extern "C" fn() = {
+    extern "C" fn watch_forks() {
         // SAFETY: the handlers take and release locks of ours, in the thread that forks; the library stays mapped.
         unsafe { libc::pthread_atfork(Some(before_fork), Some(after_fork), Some(after_fork)) };
     }
-}
+    watch_forks
+};
 
 /// Whether threads of this process serve its transports.
 #[inline]

@@ -30,8 +30,8 @@ use std::ffi::{CStr, c_int, c_uint, c_void};
 use std::net::{Ipv4Addr, SocketAddr};
 use std::os::fd::RawFd;
 use std::ptr::null_mut;
-use std::sync::atomic::Ordering::{AcqRel, Acquire, Relaxed};
-use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize};
+use std::sync::atomic::Ordering::{AcqRel, Acquire, Relaxed, SeqCst};
+use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, fence};
 use std::sync::{Arc, TryLockError, Weak};
 
 use crate::sync::{Mutex, MutexGuard, is_poisoned};
@@ -62,6 +62,7 @@ use crate::{log_debug, log_info, socket, thread, wait};
 mod parts;
 mod routine;
 
+pub use self::parts::outlive;
 use self::parts::{Beside, Parts};
 use self::routine::{freeargs, getargs, reply};
 
@@ -97,6 +98,8 @@ pub struct Transport {
     /// The program could not be asked in its own protocol any more.
     broken: AtomicBool,
     destroyed: AtomicBool,
+    /// Its connection was closed before the last share of it has gone.
+    closed: AtomicBool,
     /// Whether [`progress`] knows of something to wait for; changed with the connection locked.
     in_table: AtomicBool,
 }
@@ -184,14 +187,23 @@ impl State {
     fn unanswered(&self) -> Option<&Unanswered> {
         let Some(request) = self.open.last() else { return self.deferred.as_ref() };
         match &request.put_off {
-            // Another thread answers what was put off: this is no routine's request, unless they are registered unseen.
-            Some(put_off)
-                if request.gss.is_none() && put_off.thread != thread::this() && programs::are_seen() =>
-            {
+            // What has its reply needs none of another thread's.
+            Some(put_off) if request.unanswered.is_none() && put_off.thread != thread::this() => {
                 put_off.unanswered.as_ref()
             }
             _ => request.unanswered.as_ref(),
         }
+    }
+
+    /// Whether what another thread answers may be what was put off: libtirpc is about to refuse the request that has come since, if
+    /// that is of a program that is not there. A routine that was registered past this library may have it too.
+    fn is_in_doubt(&self) -> bool {
+        self.open.last().is_some_and(|request| {
+            let another = |put_off: &PutOff| put_off.unanswered.is_some() && put_off.thread != thread::this();
+            request.gss.is_none()
+                && request.unanswered.is_some()
+                && request.put_off.as_deref().is_some_and(another)
+        })
     }
 
     /// The request gets its reply. False if it has one.
@@ -249,7 +261,7 @@ impl Transport {
         let fd = server.fd();
         let server = server.shared();
         let responder = Arc::downgrade(&server);
-        threads::watch_forks();
+        threads::accepts();
         Transport::with(None, responder, Some(server), (fd, &OPS), netid, local, remote, address)
     }
 
@@ -280,6 +292,11 @@ impl Transport {
     /// A thread is done with a request.
     pub fn request_done(&self) {
         let left = self.handed_out.fetch_sub(1, AcqRel) - 1;
+        if left == 0 {
+            // One of both sees the other: who destroys it has set that before it asks whether threads have any.
+            fence(SeqCst);
+            self.outlive_connection();
+        }
         let closed = self.server().is_some_and(|mut server| server.closed().is_some());
         if left == 0 && (closed || self.broken.load(Relaxed)) {
             // Nobody but the loop ends it.
@@ -375,6 +392,7 @@ impl Transport {
                 empty: AtomicBool::new(false),
                 broken: AtomicBool::new(false),
                 destroyed: AtomicBool::new(false),
+                closed: AtomicBool::new(false),
                 in_table: AtomicBool::new(false),
             }
         })
@@ -444,7 +462,7 @@ impl Transport {
 
     /// Tells [`progress`] what else may wake this connection.
     pub fn watch_progress(&self) {
-        let Some(server) = self.server() else { return };
+        let Some(server) = self.server().filter(|_| !self.closed.load(Relaxed)) else { return };
         if !(server.is_quiet() && self.whole.is_none() && !self.in_table.load(Relaxed)) {
             self.want_progress(server);
         }
@@ -478,7 +496,8 @@ impl Transport {
     /// Has the loop look at what has come in with a reply to a request that it had put off, and at what could not be sent.
     /// It may be another thread's, and sleep.
     fn tell_loop(&self) {
-        let Some(server) = self.server().filter(|server| !server.forked()) else { return };
+        let is_there = |server: &MutexGuard<'_, Server>| !server.forked() && !self.closed.load(Relaxed);
+        let Some(server) = self.server().filter(is_there) else { return };
         let (ready, unsent) = (server.request_ready(), server.wants_write());
         drop(server);
         let home = &service_loop::PROGRAM;
@@ -561,8 +580,44 @@ impl Transport {
                     whole.empty.store(true, Relaxed);
                     whole.take_back(part);
                 }
-                None => parts::outlive(std::iter::once(part)),
+                None => outlive(std::iter::once(part)),
             }
+        }
+        self.outlive_connection();
+    }
+
+    /// Has the transport of a connection that was destroyed stay while it may be answered: the program need not know that the
+    /// connection has ended. A client whose first call has timed out makes another one, since it has no credit left.
+    fn outlive_connection(&self) {
+        let is_unanswered = || {
+            let state = self.state();
+            state.open.is_empty() && state.deferred.is_some()
+        };
+        if self.is_destroyed()
+            && self.is_idle()
+            && is_unanswered()
+            && let Some(own) = self.this.upgrade().filter(|_| self.whole.is_none())
+            && !self.closed.swap(true, Relaxed)
+        {
+            self.close_connection();
+            drop(std::mem::take(&mut *self.parts()));
+            outlive(std::iter::once(own));
+        }
+    }
+
+    /// Closes the connection, and its descriptor. That of a callback is its CLIENT's, and a program that keeps one has set `xp_fd`
+    /// to -1.
+    fn close_connection(&self) {
+        let Some(mut server) = self.server().filter(|_| self.whole.is_none()) else { return };
+        idle::forget(server.fd());
+        progress::forget(server.fd());
+        // Calls back end here.
+        server.shut();
+        drop(server);
+        // SAFETY: alive; by libtirpc's rules nobody else uses a transport that is destroyed, but for its replies.
+        let fd = std::mem::replace(unsafe { &mut (*self.xprt()).xp_fd }, -1);
+        if fd >= 0 {
+            socket::close(fd);
         }
     }
 
@@ -651,17 +706,6 @@ impl service_loop::Owner for Transport {
 impl Drop for Transport {
     fn drop(&mut self) {
         let xprt = self.xprt.get_mut();
-        // A program that keeps the descriptor has set `xp_fd` to -1. That of a callback is its CLIENT's.
-        let mut fd = -1;
-        if let Some(server) = self.server.as_ref().filter(|_| self.whole.is_none()) {
-            let mut server = server.lock().unwrap_or_else(|e| e.into_inner());
-            let known = server.fd();
-            idle::forget(known);
-            progress::forget(known);
-            // Calls back end here.
-            server.shut();
-            fd = xprt.xp_fd;
-        }
         for string in [xprt.xp_netid, xprt.xp_tp] {
             // SAFETY: strdup'ed, or replaced by the program with malloc'ed memory, as libtirpc's own are.
             unsafe { libc::free(string.cast()) };
@@ -681,12 +725,12 @@ impl Drop for Transport {
             Some(_) => true,
             None => false,
         };
-        if fd >= 0 {
-            socket::close(fd);
-        }
         if keep {
             // The memory stays taken.
             std::mem::forget(self.this.clone());
+        }
+        if !*self.closed.get_mut() {
+            self.close_connection();
         }
     }
 }
@@ -784,7 +828,8 @@ pub unsafe fn transport(xprt: *mut SVCXPRT) -> Result<Arc<Transport>, Error> {
 
 unsafe extern "C-unwind" fn recv(xprt: *mut SVCXPRT, message: *mut rpc_msg) -> bool_t {
     guard_passing_in_steps(|| {
-        let (here, mut frame) = (0u8, 0);
+        // It lies in the frame of who dispatches.
+        let frame = message.addr();
         let mut beside = None;
         let received = guard(|| {
             // SAFETY: libtirpc's loop and its transport.
@@ -794,7 +839,7 @@ unsafe extern "C-unwind" fn recv(xprt: *mut SVCXPRT, message: *mut rpc_msg) -> b
             }
             service_loop::PROGRAM.look();
             // A loop of the program's own has caught what a dispatch routine has thrown.
-            frame = service_loop::PROGRAM.dispatches(message.addr(), (&raw const here).addr());
+            service_loop::PROGRAM.dispatches(frame);
             own.empty.store(true, Relaxed);
             // A lock that is poisoned was held during a panic of ours: what it guards is not to be trusted.
             if own.is_poisoned() {
@@ -1121,6 +1166,8 @@ unsafe extern "C" fn destroy(xprt: *mut SVCXPRT) {
         }
         // SAFETY: alive.
         unsafe { xprt_unregister(own.xprt()) };
+        fence(SeqCst);
+        own.outlive_connection();
         // SAFETY: the share that `register` gave to libtirpc, which does not know the transport any more.
         threads::bury(unsafe { Arc::from_raw(Arc::as_ptr(&own)) });
         if start::is_refused() {

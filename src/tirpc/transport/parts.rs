@@ -114,7 +114,7 @@ impl Transport {
         (flavor != auth_stat::RPCSEC_GSS as u32 && knows(program, version)).then(|| self.lend())
     }
 
-    fn parts(&self) -> MutexGuard<'_, Parts> {
+    pub(super) fn parts(&self) -> MutexGuard<'_, Parts> {
         self.parts.lock().unwrap_or_else(|e| e.into_inner())
     }
 
@@ -139,7 +139,7 @@ impl Transport {
 }
 
 /// Keeps the transports of requests whose connection has ended: the program does not hear of that, and may reply.
-pub(super) fn outlive(late: impl Iterator<Item = Arc<Transport>>) {
+pub fn outlive(late: impl Iterator<Item = Arc<Transport>>) {
     /// So many of all connections.
     const MOST: usize = 1024;
     /// The oldest first.

@@ -6,6 +6,7 @@ use std::mem::offset_of;
 use std::ptr::null_mut;
 use std::sync::atomic::Ordering::Relaxed;
 use std::sync::{Arc, Weak};
+use std::time::{Duration, Instant};
 
 use super::{Transport, Unanswered, pull_next, transport};
 use crate::config;
@@ -153,6 +154,24 @@ struct Reply {
     wrap: Option<Wrap>,
 }
 
+/// The request that is answered now, and whether it is open. Waits a moment where it is in doubt which one that is.
+fn to_answer(own: &Transport) -> Option<(Unanswered, bool)> {
+    /// libtirpc refuses a call within microseconds, unless its thread loses the processor.
+    const REFUSED: Duration = Duration::from_millis(5);
+    let mut until = None;
+    loop {
+        let mut state = own.state();
+        if !state.is_in_doubt() || until.is_some_and(|until| Instant::now() >= until) {
+            let request = state.unanswered()?.clone();
+            let is_open = state.find(request.id).is_some();
+            return Some((request, is_open));
+        }
+        drop(state);
+        until.get_or_insert_with(|| Instant::now() + REFUSED);
+        std::thread::yield_now();
+    }
+}
+
 impl Reply {
     /// # Errors
     /// Without memory; `Invalid`. None when nothing is to be answered, or the header cannot be encoded.
@@ -163,12 +182,7 @@ impl Reply {
     unsafe fn begin(xprt: *mut SVCXPRT, message: *mut rpc_msg) -> Result<Option<Reply>, Error> {
         // SAFETY: by the contract.
         let own = unsafe { transport(xprt) }?;
-        let (request, is_open) = {
-            let mut state = own.state();
-            let Some(request) = state.unanswered().cloned() else { return Ok(None) };
-            let is_open = state.find(request.id).is_some();
-            (request, is_open)
-        };
+        let Some((request, is_open)) = to_answer(&own) else { return Ok(None) };
         let Unanswered { id, xid, binding, wrapped, plain } = request;
         let Some(responder) = own.responder.upgrade() else { return Ok(None) };
         // As the latest reply was, this one is likely to be long.

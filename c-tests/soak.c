@@ -589,6 +589,44 @@ static void doom(void)
         tell(child, 'G');
 }
 
+/* What the clients have counted, and the servers. */
+struct sums {
+    unsigned long long calls, wrong, lost, unexcused, late;
+};
+
+static struct sums sum_up(void)
+{
+    struct sums sums = {0};
+    for (enum shape shape = 0; shape < SHAPES; shape++) {
+        const struct soak_tally *tally = tallies[shape];
+        for (enum target target = 0; target < TARGETS; target++)
+            for (enum route route = 0; route < ROUTES; route++)
+                sums.calls += tally->lines[target][route].calls;
+        sums.wrong += tally->wrong, sums.lost += tally->lost, sums.unexcused += tally->unexcused, sums.late += tally->late;
+    }
+    for (enum target target = 0; target < TARGETS; target++)
+        sums.wrong += found[target]->wrong;
+    return sums;
+}
+
+/* For a machine that does not come to the end. The ledgers are compared there. */
+static void tell_progress(uint64_t started)
+{
+    static uint64_t told;
+    uint64_t now = now_us();
+    if (told == 0)
+        told = started;
+    if (now - told < 300000000)
+        return;
+    told = now;
+    struct sums sums = sum_up();
+    printf("so far %5llu s: %llu calls, %llu wrong, %llu lost, %llu failed though nothing was in the way, %llu late, %u hung, "
+           "%u crashes\n",
+           (unsigned long long)(now - started) / 1000000, sums.calls, sums.wrong, sums.lost, sums.unexcused, sums.late, hung,
+           crashes);
+    fflush(stdout);
+}
+
 static void course(void)
 {
     uint64_t started = now_us(), until = started + seconds * 1000000ull;
@@ -607,6 +645,7 @@ static void course(void)
             look_after_all();
         }
         rest();
+        tell_progress(started);
         next += step;
     }
     if (away)
@@ -749,7 +788,8 @@ static unsigned judge_growth(void)
 
 static int report(void)
 {
-    unsigned long long calls = 0, wrong = 0, unexcused = 0, late = 0, damaged = 0;
+    struct sums sums = sum_up();
+    unsigned long long damaged = 0;
     unsigned long long shared = 0, bytes = 0, made = 0, called_back = 0;
     unsigned long long succeeded[TARGETS][ROUTES] = {0};
     uint64_t worst = 0, making = 0, directly = 0;
@@ -761,20 +801,18 @@ static int report(void)
             for (enum route route = 0; route < ROUTES; route++) {
                 const struct soak_line *line = &tally->lines[target][route];
                 print_line(shape_names[shape], target, route, line);
-                calls += line->calls;
                 succeeded[target][route] += line->statuses[RPC_SUCCESS];
                 if (target == STEADY && route == DIRECT && line->worst > worst)
                     worst = line->worst;
             }
         }
-        wrong += tally->wrong, lost += tally->lost, unexcused += tally->unexcused, late += tally->late;
         shared += tally->shared, bytes += tally->bytes, made += tally->made, called_back += tally->called_back;
         making = tally->making > making ? tally->making : making;
         directly = tally->making_directly > directly ? tally->making_directly : directly;
         latest = tally->latest > latest ? tally->latest : latest;
     }
+    lost += sums.lost;
     for (enum target target = 0; target < TARGETS; target++) {
-        wrong += found[target]->wrong;
         damaged += found[target]->damaged;
         compare(target, "journal", false);
         compare(target, "back", true);
@@ -797,13 +835,13 @@ static int report(void)
             "that dies, %llu and %llu at the cramped one",
             succeeded[STEADY][DIRECT], succeeded[STEADY][PROXIED], succeeded[DYING][DIRECT], succeeded[DYING][PROXIED],
             succeeded[CRAMPED][DIRECT], succeeded[CRAMPED][PROXIED]);
-    verdict(wrong == 0, "of %llu calls, %llu wrong", calls, wrong);
+    verdict(sums.wrong == 0, "of %llu calls, %llu wrong", sums.calls, sums.wrong);
     verdict(lost == 0, "%llu lost: all that succeeded have had their effect", lost);
     verdict(doubled + forged == 0, "%llu doubled, %llu that nobody made: no call has had its effect twice", doubled,
             forged);
-    verdict(unexcused == 0, "%llu failed though nothing was in the way; the longest took %.1f ms", unexcused,
+    verdict(sums.unexcused == 0, "%llu failed though nothing was in the way; the longest took %.1f ms", sums.unexcused,
             (double)worst / 1e3);
-    verdict(late == 0 && hung == 0, "%llu late by more than a second, %u hung", late, hung);
+    verdict(sums.late == 0 && hung == 0, "%llu late by more than a second, %u hung", sums.late, hung);
     verdict(crashes == 0, "%u crashes", crashes);
     verdict(strcmp(device, "local") == 0 ? shared > 0 : shared == 0,
             "memory was shared where it should be: %llu segments", shared);

@@ -7,9 +7,9 @@
 # killed again and again, and where memory is shared it rewrites that; hostile clients stand beside
 # (tests/bad_peers/soak.rs).
 #
-# Prints calls, outcomes, the longest call, and what servers and clients hold at rest, at the beginning and the end. No
-# call may be wrong, lost or doubled, or end later than a second after its timeout, beyond what its thread waits for a
-# processor; none fails that nothing is in the way of; nobody crashes or grows.
+# Prints the calls so far every five minutes; then calls, outcomes, the longest call, and what servers and clients hold at rest,
+# at the beginning and the end. No call may be wrong, lost or doubled, or end later than a second after its timeout, beyond what
+# its thread waits for a processor; none fails that nothing is in the way of; nobody crashes or grows.
 #
 # SOAK_SECONDS is another length. SOAK_KEEP=DIR keeps what the processes wrote down, SOAK_LOG=LEVEL is what the library logs
 # there, SOAK_VERBOSE=yes tells the memory over time, LOAD_GDB=yes shows where processes are that hang, SOAK_SLOW=MS where
@@ -51,8 +51,11 @@ mkdir -p "$results"
 echo "      soak: $seconds seconds over $device, seed $seed"
 
 "$load" soak -D "$device" -t "$seconds" -s "$seed" -d "$results" -l "$LIBRPCRDMA" -b "$top/c-tests/load.conf" \
-    "${hostile[@]}"     >"$scratch/out" 2>"$results/soak.log"
-status=$?
+    "${hostile[@]}" 2>"$results/soak.log" | while IFS= read -r line; do
+        # Said at once.
+        case $line in so\ far*) echo "      $line" ;; *) echo "$line" >>"$scratch/out" ;; esac
+    done
+status=${PIPESTATUS[0]}
 # What was refused among faults fills the library's log: complaints come behind it, where they are seen.
 grep -h ' error: ' "$results"/*.log >"$scratch/said"
 grep -hv ' error: ' "$results"/*.log >>"$scratch/said"

@@ -175,7 +175,7 @@ static void client_and_server(int family, const char *netid)
     struct address address;
     int fd = bound(family, &address);
     if (fd < 0) {
-        printf("skip  %s: this machine has no such addresses\n", netid);
+        printf("skip  %s (this machine has no such addresses)\n", netid);
         return;
     }
     /* Listening before the fork, so that no client comes too early; the other way is tested by RPC_ANYFD. */

@@ -114,13 +114,16 @@ moved=(env LD_PRELOAD="$LIBRPCRDMA" RPCRDMA_REDIRECT=tcp)
 # report NAME COMMAND...: takes over the lines "ok" and "skip" of a program, which must end well, within $limit seconds (300), and
 # write nothing to stderr.
 report() {
-    local name=$1 line status; shift
+    local name=$1 line reason status; shift
     timeout -k 5 "$(patient "${limit:-300}")" "$@" >out 2>err
     status=$?
     while read -r line; do
         case $line in
         ok*) ok "$name: ${line#ok    }" ;;
-        skip*) skip "$name: ${line#skip  }" ;;
+        skip*)
+            line=${line#skip  } reason=
+            [[ $line != *' ('*')' ]] || { reason=${line##*' ('}; line=${line%' ('*}; }
+            skip "$name: $line" "${reason%)}" ;;
         esac
     done <out
     [ "$status" -eq 0 ] && [ ! -s err ] || { cat out >>err; FAIL "$name: ends well and in silence (status $status)" err; }

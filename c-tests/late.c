@@ -26,7 +26,7 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
-enum { PROG = 0x20004C53, UNSEEN };
+enum { PROG = 0x20004C53, UNSEEN, OTHERWISE };
 /* Procedures. Those behind the first have that one answered: in their own routine, by a thread that it waits for, or by one
  * that begins when the loop sleeps. */
 enum { PUT_OFF = 1, IN_ROUTINE, BY_THREAD, BESIDE_LOOP, GATE, TAKE, KEEP, PARK, BACK, LATER, FORK };
@@ -417,6 +417,28 @@ static void unseen(SVCXPRT *listener)
     printf("ok    a thread answers a program that was registered past the library, beside a request that was put off\n");
 }
 
+static void serve_otherwise(struct svc_req *request, SVCXPRT *xprt)
+{
+    (void)request;
+    REQUIRE(svc_sendreply(xprt, (xdrproc_t)xdr_u_int, (char *)&(u_int){OTHERWISE}));
+}
+
+/* libtirpc serves a program with the routine that was registered last, also where rpcbind was not to be had for it. */
+static void otherwise(SVCXPRT *listener)
+{
+    struct netconfig *tcp = getnetconfigent("tcp"), unknown = *tcp;
+    SVCXPRT *other = svc_tli_create(RPC_ANYFD, tcp, NULL, 0, 0);
+    unknown.nc_protofmly = unknown.nc_proto = "unknown";
+    REQUIRE(other != NULL && svc_reg(other, OTHERWISE, 1, serve, NULL));
+    REQUIRE(!svc_reg(listener, OTHERWISE, 1, serve_otherwise, &unknown));
+    rpcprog_t program = PROG;
+    REQUIRE(clnt_control(first, CLSET_PROG, (char *)&program));
+    clnt_call(first, LATER, (xdrproc_t)xdr_nothing, NULL, NULL, NULL, now);
+    REQUIRE(sem_wait(&is_put_off) == 0 && ask_number(first, OTHERWISE, NULLPROC) == OTHERWISE);
+    REQUIRE(ask_number(second, OTHERWISE, NULLPROC) == OTHERWISE);
+    printf("ok    the routine that was registered last is called beside a request that was put off\n");
+}
+
 static bool_t connection_has_ended(void)
 {
     return waiting->xp_fd == -1;
@@ -470,7 +492,7 @@ int main(int argc, char **argv)
     if (argc > 1 && strcmp(argv[1], "beside") == 0) {
         /* The first reply tells the credits. */
         REQUIRE(ask(first, NULLPROC) == RPC_SUCCESS && ask(second, NULLPROC) == RPC_SUCCESS);
-        forks(), unseen(listener), ended();
+        forks(), unseen(listener), otherwise(listener), ended();
         clnt_destroy(first), clnt_destroy(second);
         svc_exit();
         REQUIRE(pthread_join(loop, NULL) == 0);

@@ -509,12 +509,16 @@ pub unsafe extern "C" fn svc_reg(
     nconf: *const netconfig,
 ) -> bool_t {
     guard_passing(|| {
+        let register = real::SVC_REG.get()?;
         // SAFETY: the caller's own arguments.
-        let done = unsafe { real::SVC_REG.get()?(xprt, prog, vers, routine, nconf) };
+        let done = unsafe { register(xprt, prog, vers, routine, nconf) };
+        // Without rpcbind it fails, and libtirpc serves the program all the same: then it has nothing against doing so once more.
+        // SAFETY: as above; without a netconfig rpcbind is not asked.
+        let is_served =
+            || done == TRUE || unsafe { register(xprt, prog, vers, routine, std::ptr::null()) } == TRUE;
         if let Some(routine) = routine
-            && (done == TRUE || programs::find(prog, vers).is_err())
+            && is_served()
         {
-            // Without rpcbind it fails, and libtirpc serves the program all the same.
             programs::registered(prog, vers, routine);
         }
         Ok(done)
@@ -534,10 +538,13 @@ pub unsafe extern "C" fn svc_register(
     protocol: c_int,
 ) -> bool_t {
     guard_passing(|| {
+        let register = real::SVC_REGISTER.get()?;
         // SAFETY: the caller's own arguments.
-        let done = unsafe { real::SVC_REGISTER.get()?(xprt, prog, vers, routine, protocol) };
+        let done = unsafe { register(xprt, prog, vers, routine, protocol) };
+        // SAFETY: as above; without a protocol rpcbind is not asked, as in `svc_reg`.
+        let is_served = || done == TRUE || unsafe { register(xprt, prog, vers, routine, 0) } == TRUE;
         if let Some(routine) = routine
-            && (done == TRUE || programs::find(prog as u32, vers as u32).is_err())
+            && is_served()
         {
             programs::registered(prog as u32, vers as u32, routine);
         }

@@ -9,7 +9,7 @@
  * that takes the transport out of its loop meanwhile.
  *
  * With "beside": what has been put off is answered while another routine forks, with a lock that the program takes before a
- * fork; beside a request of a program that was registered past the library; and when its connection has ended.
+ * fork; beside a request of a program that was registered past the library; and when its connection has ended, or was destroyed.
  *
  * Linked with the library, with RPCRDMA_BY_REFERENCE=yes: a reply that is lent has the connection looked at. */
 #define _GNU_SOURCE
@@ -29,7 +29,7 @@
 enum { PROG = 0x20004C53, UNSEEN, OTHERWISE };
 /* Procedures. Those behind the first have that one answered: in their own routine, by a thread that it waits for, or by one
  * that begins when the loop sleeps. */
-enum { PUT_OFF = 1, IN_ROUTINE, BY_THREAD, BESIDE_LOOP, GATE, TAKE, KEEP, PARK, BACK, LATER, FORK };
+enum { PUT_OFF = 1, IN_ROUTINE, BY_THREAD, BESIDE_LOOP, GATE, TAKE, KEEP, PARK, BACK, LATER, FORK, REPLACE };
 enum { SHORT = 100000, LONG = 200 << 20 };
 
 #define REQUIRE(what) ((what) ? (void)0 : errx(1, "line %d: %s", __LINE__, #what))
@@ -196,6 +196,21 @@ static void *answers_unseen(void *xprt)
     return NULL;
 }
 
+/* Destroys what is waiting, and makes a listener of libtirpc's own that has its descriptor's number. */
+static void replace(void)
+{
+    static SVCXPRT *made;
+    int number = waiting->xp_fd, socket_made = socket(AF_INET, SOCK_STREAM, 0);
+    REQUIRE(socket_made >= 0 && listen(socket_made, 8) == 0);
+    svc_destroy(waiting);
+    REQUIRE(dup2(socket_made, number) == number && close(socket_made) == 0);
+    SVCXPRT *before = made;
+    made = svc_vc_create(number, 0, 0);
+    REQUIRE(made != NULL);
+    if (before != NULL)
+        svc_destroy(before);
+}
+
 static void serve(struct svc_req *request, SVCXPRT *xprt)
 {
     pthread_t thread;
@@ -233,6 +248,9 @@ static void serve(struct svc_req *request, SVCXPRT *xprt)
         number = 2;
         REQUIRE(svc_sendreply(xprt, (xdrproc_t)xdr_u_int, (char *)&number));
         return;
+    case REPLACE:
+        replace();
+        break;
     case IN_ROUTINE:
         answers(NULL);
         break;
@@ -407,7 +425,7 @@ static void unseen(SVCXPRT *listener)
     void *library = dlopen("libtirpc.so.3", RTLD_NOW);
     REQUIRE(library != NULL && (*(void **)&unseen_reg = dlsym(library, "svc_reg")) != NULL);
     REQUIRE(unseen_reg(listener, UNSEEN, 1, serve, NULL));
-    for (u_int round = 0; round < 20; round++) {
+    for (u_int round = 0; round < 3; round++) {
         rpcprog_t program = PROG;
         REQUIRE(clnt_control(first, CLSET_PROG, (char *)&program));
         clnt_call(first, LATER, (xdrproc_t)xdr_nothing, NULL, NULL, NULL, now);
@@ -456,10 +474,27 @@ static void ended(void)
         REQUIRE(ask(client, NULLPROC) == RPC_SUCCESS);
         await(connection_has_ended);
         REQUIRE(!svc_sendreply(waiting, (xdrproc_t)xdr_u_int, (char *)&number));
+        xprt_register(waiting), xprt_unregister(waiting);
         REQUIRE(ask(client, NULLPROC) == RPC_SUCCESS);
         clnt_destroy(client);
     }
     printf("ok    a request may be answered when its connection has ended\n");
+}
+
+/* Connections that the loop looks at without asking their descriptors. */
+static void replaced(void)
+{
+    for (u_int round = 0; round < 60; round++) {
+        CLIENT *client = connected();
+        REQUIRE(ask(client, NULLPROC) == RPC_SUCCESS);
+        clnt_call(client, LATER, (xdrproc_t)xdr_nothing, NULL, NULL, NULL, now);
+        REQUIRE(sem_wait(&is_put_off) == 0);
+        for (int i = 0; i < 20; i++)
+            REQUIRE(ask(second, NULLPROC) == RPC_SUCCESS && ask(client, NULLPROC) == RPC_SUCCESS);
+        REQUIRE(ask(second, REPLACE) == RPC_SUCCESS && ask(second, NULLPROC) == RPC_SUCCESS);
+        clnt_destroy(client);
+    }
+    printf("ok    a listener that has the number of a connection that was destroyed is not taken for it\n");
 }
 
 int main(int argc, char **argv)
@@ -492,7 +527,7 @@ int main(int argc, char **argv)
     if (argc > 1 && strcmp(argv[1], "beside") == 0) {
         /* The first reply tells the credits. */
         REQUIRE(ask(first, NULLPROC) == RPC_SUCCESS && ask(second, NULLPROC) == RPC_SUCCESS);
-        forks(), unseen(listener), otherwise(listener), ended();
+        forks(), unseen(listener), otherwise(listener), ended(), replaced();
         clnt_destroy(first), clnt_destroy(second);
         svc_exit();
         REQUIRE(pthread_join(loop, NULL) == 0);

@@ -5,19 +5,21 @@
 //!
 //! # Invariants
 //! - [`SharedWords`] are only a lock and atomic words: no pointer, no state that a process could leave torn.
-//! - Nothing here blocks except, for at most [`shared::LOCK_PATIENCE_MS`], [`SharedWords::lock`].
+//! - Nothing here blocks except, for at most [`shared::LOCK_PATIENCE_MS`], [`SharedWords::lock`]; and, for a moment, who would
+//!   have the lock of a connection while another thread forks ([`lock`]).
 #![allow(unsafe_code)]
 
 use std::ptr::null_mut;
 use std::sync::atomic::Ordering::{AcqRel, Acquire, Relaxed, Release, SeqCst};
-use std::sync::atomic::{AtomicBool, AtomicPtr, AtomicU32, AtomicU64};
+use std::sync::atomic::{AtomicBool, AtomicPtr, AtomicU32, AtomicU64, AtomicUsize};
 use std::sync::{Mutex, MutexGuard, TryLockError};
+use std::time::{Duration, Instant};
 
 use rustix::io::Errno;
 use rustix::process::{Pid, WaitId, WaitIdOptions, test_kill_process, waitid};
 
 use crate::ffi::guard;
-use crate::stats;
+use crate::{stats, sync, thread};
 
 mod shared;
 
@@ -72,6 +74,58 @@ pub fn forks() -> u64 {
     FORKS.load(SeqCst)
 }
 
+/// The thread that forks in a dispatch routine, and may leave the reply to its child; 0: none.
+static FORKING: AtomicUsize = AtomicUsize::new(0);
+
+/// Takes a lock of a connection, also after a panic of who had it; but not while another thread forks, whose child gets it as it is
+/// then. Waits for that one a moment, not longer: a handler of the program's (pthread_atfork(3)) may wait for what the calling
+/// thread has.
+#[inline]
+pub fn lock<T>(lock: &sync::Mutex<T>) -> sync::MutexGuard<'_, T> {
+    loop {
+        if another_forks() {
+            wait_for_fork();
+        }
+        let guard = lock.lock().unwrap_or_else(|e| e.into_inner());
+        // Who forks has said so before it has found the lock free.
+        if !another_forks() {
+            return guard;
+        }
+    }
+}
+
+#[inline]
+fn another_forks() -> bool {
+    let forking = FORKING.load(Relaxed);
+    forking != 0 && forking != thread::this()
+}
+
+#[cold]
+fn wait_for_fork() {
+    /// A process of many gigabytes takes as long.
+    const MOST: Duration = Duration::from_millis(50);
+    let until = Instant::now() + MOST;
+    while another_forks() {
+        if Instant::now() >= until {
+            // Nobody waits for this one again.
+            return FORKING.store(0, Relaxed);
+        }
+        std::thread::sleep(Duration::from_micros(50));
+    }
+}
+
+/// The calling thread is about to fork.
+pub fn begins() {
+    FORKING.store(thread::this(), Relaxed);
+}
+
+/// It has done so.
+pub fn ends() {
+    if FORKING.load(Relaxed) == thread::this() {
+        FORKING.store(0, Relaxed);
+    }
+}
+
 static GENERATION: AtomicU64 = AtomicU64::new(0);
 static FORKS: AtomicU64 = AtomicU64::new(0);
 static PID: AtomicU32 = AtomicU32::new(0);
@@ -112,6 +166,8 @@ unsafe extern "C" fn count_fork() {
 unsafe extern "C" fn after_fork() {
     guard(|| {
         GENERATION.fetch_add(1, Relaxed);
+        // The thread that has forked is another one's child, or there is none.
+        FORKING.store(0, Relaxed);
         // What was taken since the handlers before it belongs to the parent.
         FORKS.fetch_add(1, SeqCst);
         note_process();

@@ -343,13 +343,18 @@ impl Responder {
         mut message: Message,
         common: &mut Common,
     ) -> Result<(), Error> {
-        let Some(chunks) = self.deferred.remove(&id).or_else(|| self.handed.take(id)) else {
+        let deferred = self.deferred.remove(&id);
+        let is_deferred = deferred.is_some();
+        let Some(chunks) = deferred.or_else(|| self.handed.take(id)) else {
             return Err(Error::new(Kind::Invalid, "the request was answered before"));
         };
         // RFC 8166 §4.2.1: "This XID MUST be the same as the XID in the RPC message."
         if first_xid(message.body()) != Some(chunks.xid) {
             let text = format!("the reply does not begin with the XID {} of its call", chunks.xid);
-            self.handed.put_back(id, chunks);
+            match is_deferred {
+                true => drop(self.deferred.insert(id, chunks)),
+                false => self.handed.put_back(id, chunks),
+            }
             return Err(Error::new(Kind::Invalid, text));
         }
         if let Some(error) = common.life.closed() {

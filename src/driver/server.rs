@@ -552,7 +552,7 @@ pub type Shared = Mutex<Server>;
 
 /// What a poisoned lock guards is closed by `tirpc::server`, which finds it out.
 pub(super) fn locked(server: &Shared) -> MutexGuard<'_, Server> {
-    server.lock().unwrap_or_else(|e| e.into_inner())
+    fork::lock(server)
 }
 
 /// Sends what waits for the peers of `servers`, as long as one of them takes something.
@@ -561,6 +561,8 @@ pub(super) fn locked(server: &Shared) -> MutexGuard<'_, Server> {
 pub fn send_rest(servers: &[Arc<Shared>], wait: Wait) {
     /// A connection is read now and then too: two ends that only write would wait for each other.
     const LOOK: Duration = Duration::from_millis(50);
+    /// Somebody else has the lock for microseconds.
+    const BUSY: Duration = Duration::from_micros(100);
     let mut patience = Progress::new(wait, 0);
     loop {
         let (mut fds, mut taken, mut bytes, mut busy) = (Vec::new(), 0u64, 0, false);
@@ -586,7 +588,10 @@ pub fn send_rest(servers: &[Arc<Shared>], wait: Wait) {
             }
             return;
         };
-        let _ = wait::poll(&mut fds, Some(left.min(LOOK)), None);
+        match fds.is_empty() {
+            true => std::thread::sleep(BUSY),
+            false => drop(wait::poll(&mut fds, Some(left.min(LOOK)), None)),
+        }
     }
 }
 

@@ -481,6 +481,9 @@ impl Drop for Callbacks {
         if table.get(&key).is_some_and(|known| std::ptr::eq(known.as_ptr(), self)) {
             table.remove(&key);
         }
+        drop(table);
+        let own = self.transport.get_mut().unwrap_or_else(|e| e.into_inner());
+        outlive(own.transport.take().into_iter());
     }
 }
 

@@ -38,7 +38,7 @@ use crate::tirpc::left::serve_fd;
 use crate::tirpc::programs::find;
 use crate::tirpc::progress;
 use crate::tirpc::run::{self, Ready};
-use crate::tirpc::transport::{Held, Transport};
+use crate::tirpc::transport::Transport;
 use crate::tirpc::workers::{Service, Workers};
 use crate::{fork, socket, stats};
 
@@ -129,8 +129,6 @@ thread_local! {
     static FOUND: Owned<VecDeque<Job>> = const { Owned::new() };
     /// The connection whose request this thread serves.
     static SERVED: Owned<Arc<Transport>> = const { Owned::new() };
-    /// Its locks, while this thread forks.
-    static HELD: Owned<Held> = const { Owned::new() };
 }
 
 /// The connection whose request the calling thread serves, in a thread of ours or in the program's loop.
@@ -142,49 +140,32 @@ fn served() -> Option<Arc<Transport>> {
     per_thread::get(&SERVED).or_else(in_loop)
 }
 
-/// A connection was accepted once.
-static ACCEPTS: AtomicBool = AtomicBool::new(false);
-
 /// A connection is accepted, whose requests a routine may leave to a child that it forks.
 pub fn accepts() {
-    if !ACCEPTS.load(Relaxed) {
-        ACCEPTS.store(true, Relaxed);
+    static WATCHED: AtomicBool = AtomicBool::new(false);
+    if !WATCHED.swap(true, Relaxed) {
+        // SAFETY: the handlers take and release locks of ours, in the thread that forks; the library stays mapped.
+        unsafe { libc::pthread_atfork(Some(before_fork), Some(after_fork), Some(after_fork)) };
     }
 }
 
+/// Nothing is kept taken over the fork: another handler may wait for a thread that wants it.
 unsafe extern "C" fn before_fork() {
-    if !ACCEPTS.load(Relaxed) {
-        return;
-    }
     guard(|| {
-        if let Some(held) = served().and_then(|connection| connection.hold()) {
-            let _ = per_thread::put(&HELD, held);
+        if let Some(connection) = served() {
+            fork::begins();
+            connection.is_free();
         }
         Ok(())
     });
 }
 
 unsafe extern "C" fn after_fork() {
-    if !ACCEPTS.load(Relaxed) {
-        return;
-    }
     guard(|| {
-        drop(per_thread::take(&HELD));
+        fork::ends();
         Ok(())
     });
 }
-
-/// A child that a routine forks may reply. The handlers are there before any of the program's: fork(2) calls those before it
-/// last, when the program's have what they want, whose threads may need a lock of ours to give that up.
-#[used]
-#[unsafe(link_section = ".init_array")]
-static WATCH_FORKS: extern "C" fn() = {
-    extern "C" fn watch_forks() {
-        // SAFETY: the handlers take and release locks of ours, in the thread that forks; the library stays mapped.
-        unsafe { libc::pthread_atfork(Some(before_fork), Some(after_fork), Some(after_fork)) };
-    }
-    watch_forks
-};
 
 /// Whether threads of this process serve its transports.
 #[inline]

@@ -57,7 +57,7 @@ use crate::tirpc::{
     run, svc_req, threads, xp_ops, xp_ops2, xprt_stat, xprt_unregister,
 };
 use crate::xdr::Decoder;
-use crate::{log_debug, log_info, socket, thread, wait};
+use crate::{fork, log_debug, log_info, socket, thread, wait};
 
 mod parts;
 mod routine;
@@ -83,6 +83,8 @@ pub struct Transport {
     answered_late: AtomicBool,
     /// How many requests threads have, or are to have.
     handed_out: AtomicUsize,
+    /// Of the process that made it.
+    generation: u64,
     /// The turn ([`Place`]) of the latest of them.
     turn: AtomicU64,
     fd: RawFd,
@@ -100,6 +102,8 @@ pub struct Transport {
     destroyed: AtomicBool,
     /// Its connection was closed before the last share of it has gone.
     closed: AtomicBool,
+    /// Late replies under way.
+    answering: AtomicUsize,
     /// Whether [`progress`] knows of something to wait for; changed with the connection locked.
     in_table: AtomicBool,
 }
@@ -109,15 +113,6 @@ pub struct Transport {
 unsafe impl Send for Transport {}
 // SAFETY: as above; the rest is behind a lock, or atomic.
 unsafe impl Sync for Transport {}
-
-/// Locks of a connection, over a fork(2): its other threads do not have them in the child, whose thread serves a request of it.
-pub struct Held {
-    // Dropped in this order.
-    _parts: MutexGuard<'static, Parts>,
-    _state: MutexGuard<'static, State>,
-    _server: Option<MutexGuard<'static, Server>>,
-    _whole: Arc<Transport>,
-}
 
 fn lock_until<T>(lock: &Mutex<T>, until: Instant) -> Option<MutexGuard<'_, T>> {
     loop {
@@ -187,8 +182,12 @@ impl State {
     fn unanswered(&self) -> Option<&Unanswered> {
         let Some(request) = self.open.last() else { return self.deferred.as_ref() };
         match &request.put_off {
-            // What has its reply needs none of another thread's.
-            Some(put_off) if request.unanswered.is_none() && put_off.thread != thread::this() => {
+            // What has its reply needs none of another thread's. The authenticator is RPCSEC_GSS's where it has one.
+            Some(put_off)
+                if request.gss.is_none()
+                    && request.unanswered.is_none()
+                    && put_off.thread != thread::this() =>
+            {
                 put_off.unanswered.as_ref()
             }
             _ => request.unanswered.as_ref(),
@@ -265,21 +264,16 @@ impl Transport {
         Transport::with(None, responder, Some(server), (fd, &OPS), netid, local, remote, address)
     }
 
-    /// Takes the locks of the connection, unless one of them is this thread's: a signal handler may have interrupted it there.
-    pub fn hold(self: &Arc<Self>) -> Option<Held> {
+    /// Whether no thread has a lock of its connection for long: in a forked child nobody gives one back that another thread of the
+    /// parent had, and a signal handler may have interrupted the one that has it.
+    pub fn is_free(&self) -> bool {
         /// Another thread's are free sooner.
         const PATIENCE: Duration = Duration::from_millis(100);
-        let whole = self.clone();
-        // SAFETY: the share that is kept beside the locks outlives them.
-        let forever: &'static Transport = unsafe { &*Arc::as_ptr(&whole) };
         let until = Instant::now() + PATIENCE;
-        let server = match &forever.server {
-            Some(server) => Some(lock_until(server, until)?),
-            None => None,
-        };
-        let state = lock_until(&forever.state, until)?;
-        let parts = lock_until(&forever.parts, until)?;
-        Some(Held { _state: state, _parts: parts, _server: server, _whole: whole })
+        self.server.as_ref().is_none_or(|server| lock_until(server, until).is_some())
+            && lock_until(&self.state, until).is_some()
+            && lock_until(&self.parts, until).is_some()
+            && self.whole.as_ref().and_then(Weak::upgrade).is_none_or(|whole| whole.is_free())
     }
 
     /// The place of its next request among those that wait for threads.
@@ -383,6 +377,7 @@ impl Transport {
                 parts: Mutex::default(),
                 answered_late: AtomicBool::new(false),
                 handed_out: AtomicUsize::new(0),
+                generation: fork::generation(),
                 turn: AtomicU64::new(0),
                 fd,
                 responder,
@@ -393,6 +388,7 @@ impl Transport {
                 broken: AtomicBool::new(false),
                 destroyed: AtomicBool::new(false),
                 closed: AtomicBool::new(false),
+                answering: AtomicUsize::new(0),
                 in_table: AtomicBool::new(false),
             }
         })
@@ -412,11 +408,11 @@ impl Transport {
 
     /// The connection, if this process has accepted it.
     fn server(&self) -> Option<MutexGuard<'_, Server>> {
-        Some(self.server.as_ref()?.lock().unwrap_or_else(|e| e.into_inner()))
+        Some(fork::lock(self.server.as_ref()?))
     }
 
     fn state(&self) -> MutexGuard<'_, State> {
-        self.state.lock().unwrap_or_else(|e| e.into_inner())
+        fork::lock(&self.state)
     }
 
     /// A panic of ours has happened while the connection was in use.
@@ -430,6 +426,14 @@ impl Transport {
 
     fn is_destroyed(&self) -> bool {
         self.destroyed.load(Relaxed)
+    }
+
+    /// Whether its connection was closed, whose descriptor is another's by then. Asked with the connection locked.
+    fn is_closed(&self) -> bool {
+        match &self.whole {
+            Some(whole) => whole.upgrade().is_none_or(|whole| whole.closed.load(SeqCst)),
+            None => self.closed.load(SeqCst),
+        }
     }
 
     /// Its descriptor.
@@ -462,7 +466,7 @@ impl Transport {
 
     /// Tells [`progress`] what else may wake this connection.
     pub fn watch_progress(&self) {
-        let Some(server) = self.server().filter(|_| !self.closed.load(Relaxed)) else { return };
+        let Some(server) = self.server().filter(|_| !self.is_closed()) else { return };
         if !(server.is_quiet() && self.whole.is_none() && !self.in_table.load(Relaxed)) {
             self.want_progress(server);
         }
@@ -496,7 +500,7 @@ impl Transport {
     /// Has the loop look at what has come in with a reply to a request that it had put off, and at what could not be sent.
     /// It may be another thread's, and sleep.
     fn tell_loop(&self) {
-        let is_there = |server: &MutexGuard<'_, Server>| !server.forked() && !self.closed.load(Relaxed);
+        let is_there = |server: &MutexGuard<'_, Server>| !server.forked() && !self.is_closed();
         let Some(server) = self.server().filter(is_there) else { return };
         let (ready, unsent) = (server.request_ready(), server.wants_write());
         drop(server);
@@ -597,27 +601,60 @@ impl Transport {
             && self.is_idle()
             && is_unanswered()
             && let Some(own) = self.this.upgrade().filter(|_| self.whole.is_none())
-            && !self.closed.swap(true, Relaxed)
+            && self.close_connection()
         {
-            self.close_connection();
             drop(std::mem::take(&mut *self.parts()));
             outlive(std::iter::once(own));
         }
     }
 
-    /// Closes the connection, and its descriptor. That of a callback is its CLIENT's, and a program that keeps one has set `xp_fd`
-    /// to -1.
-    fn close_connection(&self) {
-        let Some(mut server) = self.server().filter(|_| self.whole.is_none()) else { return };
-        idle::forget(server.fd());
-        progress::forget(server.fd());
+    /// Closes the connection, unless that was done, and its descriptor; a program that keeps that has set `xp_fd` to -1. A callback's
+    /// is its CLIENT's.
+    fn close_connection(&self) -> bool {
+        let Some(mut server) = self.server().filter(|_| self.whole.is_none()) else { return false };
+        if self.closed.swap(true, SeqCst) {
+            return false;
+        }
+        let known = server.fd();
+        idle::forget(known);
+        progress::forget(known);
+        self.in_table.store(false, Relaxed);
+        busy::leave(|fd| fd == known);
         // Calls back end here.
         server.shut();
         drop(server);
-        // SAFETY: alive; by libtirpc's rules nobody else uses a transport that is destroyed, but for its replies.
-        let fd = std::mem::replace(unsafe { &mut (*self.xprt()).xp_fd }, -1);
+        self.end_context();
+        let fd = self.without_fd();
         if fd >= 0 {
             socket::close(fd);
+        }
+        true
+    }
+
+    /// Takes its descriptor's number away, which is another file's when the connection has ended.
+    fn without_fd(&self) -> RawFd {
+        // SAFETY: alive; by libtirpc's rules nobody else uses a transport that is destroyed, but for its replies.
+        std::mem::replace(unsafe { &mut (*self.xprt()).xp_fd }, -1)
+    }
+
+    /// Has libtirpc destroy its RPCSEC_GSS context, with which nothing is answered any more.
+    fn end_context(&self) {
+        if self.answering.load(SeqCst) > 0 {
+            // It goes with the last share.
+            return;
+        }
+        let Some(mut gss) = self.state().gss.take() else { return };
+        // SAFETY: alive; libtirpc writes there in `_gss_authenticate`, which its loop calls between our entries.
+        unsafe { self.auth().write(NO_AUTH) };
+        let is_known = gss.used.elapsed() >= GSS_CACHED || {
+            // SAFETY: libtirpc's static operations of a context that it still holds.
+            let destroy = unsafe { (*gss.auth.svc_ah_ops).svc_ah_destroy };
+            // SAFETY: the context is alive: it was used less than libtirpc's cache time ago.
+            destroy.is_some_and(|destroy| unsafe { destroy(&mut gss.auth) } == 0)
+        };
+        if is_known {
+            // libtirpc may have freed it, or not: its cache may still know this address, so the memory stays taken.
+            std::mem::forget(self.this.clone());
         }
     }
 
@@ -714,24 +751,8 @@ impl Drop for Transport {
             // SAFETY: NULL or malloc'ed in `copied`.
             unsafe { libc::free(address) };
         }
-        let keep = match self.state.get_mut().unwrap_or_else(|e| e.into_inner()).gss.take() {
-            Some(mut gss) if gss.used.elapsed() < GSS_CACHED => {
-                // SAFETY: libtirpc's static operations of a context that it still holds.
-                let destroy = unsafe { (*gss.auth.svc_ah_ops).svc_ah_destroy };
-                // SAFETY: the context is alive: it was used less than libtirpc's cache time ago.
-                destroy.is_some_and(|destroy| unsafe { destroy(&mut gss.auth) } == 0)
-            }
-            // libtirpc may have freed it, or not: its cache may still know this address, so it is never used again.
-            Some(_) => true,
-            None => false,
-        };
-        if keep {
-            // The memory stays taken.
-            std::mem::forget(self.this.clone());
-        }
-        if !*self.closed.get_mut() {
-            self.close_connection();
-        }
+        self.end_context();
+        self.close_connection();
     }
 }
 
@@ -789,8 +810,8 @@ fn is_polled(fd: RawFd) -> bool {
 /// `xprt` is NULL or a live transport of any kind.
 pub unsafe fn to_register(xprt: *mut SVCXPRT) -> Option<*mut SVCXPRT> {
     // SAFETY: by the contract.
-    let whole = unsafe { transport(xprt) }.ok().and_then(|own| own.whole.clone());
-    whole.map_or(Some(xprt), |whole| Some(whole.upgrade()?.xprt()))
+    let Ok(own) = (unsafe { transport(xprt) }) else { return Some(xprt) };
+    own.whole().upgrade().filter(|whole| !whole.is_destroyed()).map(|whole| whole.xprt())
 }
 
 /// The program has put it back into its loop: its descriptor does not tell of what was read already.
@@ -823,7 +844,14 @@ pub unsafe fn transport(xprt: *mut SVCXPRT) -> Result<Arc<Transport>, Error> {
     // owns a share.
     unsafe { Arc::increment_strong_count(own) };
     // SAFETY: the share that was just made.
-    Ok(unsafe { Arc::from_raw(own) })
+    let own = unsafe { Arc::from_raw(own) };
+    if own.generation != fork::generation() && !own.is_free() {
+        return Err(Error::new(
+            Kind::NotSent,
+            "another thread of the parent used the connection at the fork",
+        ));
+    }
+    Ok(own)
 }
 
 unsafe extern "C-unwind" fn recv(xprt: *mut SVCXPRT, message: *mut rpc_msg) -> bool_t {

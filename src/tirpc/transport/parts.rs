@@ -115,7 +115,7 @@ impl Transport {
     }
 
     pub(super) fn parts(&self) -> MutexGuard<'_, Parts> {
-        self.parts.lock().unwrap_or_else(|e| e.into_inner())
+        fork::lock(&self.parts)
     }
 
     /// Puts a request behind others of the connection that are served in order; whether nobody serves them.
@@ -144,7 +144,8 @@ pub fn outlive(late: impl Iterator<Item = Arc<Transport>>) {
     const MOST: usize = 1024;
     /// The oldest first.
     static ENDED: fork::Lock<VecDeque<Arc<Transport>>> = fork::Lock::new();
-    let mut late = late.filter(|part| part.state().deferred.is_some()).peekable();
+    let late = late.filter(|part| part.state().deferred.is_some());
+    let mut late = late.inspect(|part| _ = part.without_fd()).peekable();
     if late.peek().is_some() {
         let mut ended = ENDED.lock();
         ended.extend(late);

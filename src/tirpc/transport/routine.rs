@@ -4,7 +4,7 @@
 use std::ffi::{c_char, c_void};
 use std::mem::offset_of;
 use std::ptr::null_mut;
-use std::sync::atomic::Ordering::Relaxed;
+use std::sync::atomic::Ordering::{Relaxed, SeqCst};
 use std::sync::{Arc, Weak};
 use std::time::{Duration, Instant};
 
@@ -144,7 +144,7 @@ pub(super) unsafe extern "C-unwind" fn reply(xprt: *mut SVCXPRT, message: *mut r
 struct Reply {
     own: Weak<Transport>,
     /// The share in the transport, if the request is not open any more.
-    late: Option<Arc<Transport>>,
+    late: Option<Late>,
     id: RequestId,
     xid: u32,
     encoder: Encoder,
@@ -156,8 +156,9 @@ struct Reply {
 
 /// The request that is answered now, and whether it is open. Waits a moment where it is in doubt which one that is.
 fn to_answer(own: &Transport) -> Option<(Unanswered, bool)> {
-    /// libtirpc refuses a call within microseconds, unless its thread loses the processor.
-    const REFUSED: Duration = Duration::from_millis(5);
+    /// libtirpc refuses a call within microseconds, unless its thread loses the processor; a routine that runs instead may answer
+    /// by itself, or wait for this thread.
+    const REFUSED: Duration = Duration::from_millis(250);
     let mut until = None;
     loop {
         let mut state = own.state();
@@ -168,7 +169,26 @@ fn to_answer(own: &Transport) -> Option<(Unanswered, bool)> {
         }
         drop(state);
         until.get_or_insert_with(|| Instant::now() + REFUSED);
-        std::thread::yield_now();
+        std::thread::sleep(Duration::from_micros(50));
+    }
+}
+
+/// A share in the transport whose request is answered late.
+struct Late(Arc<Transport>);
+
+impl Late {
+    /// None where the connection was closed.
+    fn begin(own: Arc<Transport>) -> Option<Late> {
+        // Who closes it sees this, or this sees that.
+        own.answering.fetch_add(1, SeqCst);
+        let late = Late(own);
+        (!late.0.is_closed()).then_some(late)
+    }
+}
+
+impl Drop for Late {
+    fn drop(&mut self) {
+        self.0.answering.fetch_sub(1, SeqCst);
     }
 }
 
@@ -184,6 +204,10 @@ impl Reply {
         let own = unsafe { transport(xprt) }?;
         let Some((request, is_open)) = to_answer(&own) else { return Ok(None) };
         let Unanswered { id, xid, binding, wrapped, plain } = request;
+        let late = if is_open { None } else { Late::begin(own.clone()) };
+        if late.is_none() && !is_open {
+            return Ok(None);
+        }
         let Some(responder) = own.responder.upgrade() else { return Ok(None) };
         // As the latest reply was, this one is likely to be long.
         let outbox = if plain && own.long.load(Relaxed) { responder.outbox() } else { None };
@@ -224,14 +248,13 @@ impl Reply {
         let auth = own.auth();
         // SAFETY: set by _gss_authenticate before the program was asked.
         let wrap = unsafe { operation(auth, |ops| ops.svc_ah_wrap) };
-        let (this, late) = (own.this.clone(), (!is_open).then_some(own));
-        Ok(Some(Reply { own: this, late, id, xid, encoder, results, auth, wrap }))
+        Ok(Some(Reply { own: own.this.clone(), late, id, xid, encoder, results, auth, wrap }))
     }
 
     /// Sends it when the results are encoded: 1, or 0 if that fails.
     fn send(self) -> Result<bool_t, Error> {
-        let Reply { own, late, id, xid, encoder, results, .. } = self;
-        let Some(own) = late.or_else(|| own.upgrade()) else { return Ok(0) };
+        let Reply { own, late: _late, id, xid, encoder, results, .. } = self;
+        let Some(own) = own.upgrade() else { return Ok(0) };
         let Some(responder) = own.responder.upgrade() else { return Ok(0) };
         stats::add(Counter::BytesCopied, encoder.copied());
         let message = encoder.finish()?;

@@ -80,27 +80,36 @@ static FORKING: AtomicUsize = AtomicUsize::new(0);
 /// Takes a lock of a connection, also after a panic of who had it; but not while another thread forks, whose child gets it as it is
 /// then. Waits for that one a moment, not longer: a handler of the program's (pthread_atfork(3)) may wait for what the calling
 /// thread has.
-#[inline]
+#[inline(always)]
 pub fn lock<T>(lock: &sync::Mutex<T>) -> sync::MutexGuard<'_, T> {
-    loop {
-        if another_forks() {
-            wait_for_fork();
-        }
-        let guard = lock.lock().unwrap_or_else(|e| e.into_inner());
-        // Who forks has said so before it has found the lock free.
-        if !another_forks() {
-            return guard;
-        }
+    if FORKING.load(Relaxed) != 0 {
+        wait_for_fork();
     }
-}
-
-#[inline]
-fn another_forks() -> bool {
-    let forking = FORKING.load(Relaxed);
-    forking != 0 && forking != thread::this()
+    let guard = lock.lock().unwrap_or_else(|e| e.into_inner());
+    // Who forks has said so before it has found the lock free.
+    if FORKING.load(Relaxed) == 0 { guard } else { lock_again(lock, guard) }
 }
 
 #[cold]
+#[inline(never)]
+fn lock_again<'a, T>(
+    lock: &'a sync::Mutex<T>,
+    mut guard: sync::MutexGuard<'a, T>,
+) -> sync::MutexGuard<'a, T> {
+    while another_forks() {
+        drop(guard);
+        wait_for_fork();
+        guard = lock.lock().unwrap_or_else(|e| e.into_inner());
+    }
+    guard
+}
+
+fn another_forks() -> bool {
+    ![0, thread::this()].contains(&FORKING.load(Relaxed))
+}
+
+#[cold]
+#[inline(never)]
 fn wait_for_fork() {
     /// A process of many gigabytes takes as long.
     const MOST: Duration = Duration::from_millis(50);

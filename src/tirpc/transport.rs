@@ -411,6 +411,7 @@ impl Transport {
         Some(fork::lock(self.server.as_ref()?))
     }
 
+    #[inline]
     fn state(&self) -> MutexGuard<'_, State> {
         fork::lock(&self.state)
     }
@@ -829,6 +830,7 @@ pub unsafe fn registered_again(xprt: *mut SVCXPRT) {
 ///
 /// # Safety
 /// `xprt` is NULL or a live transport of any kind.
+#[inline(always)]
 pub unsafe fn transport(xprt: *mut SVCXPRT) -> Result<Arc<Transport>, Error> {
     // SAFETY: alive or NULL (contract); no reference is made, for the program may write to it meanwhile.
     let ours = !xprt.is_null() && {

@@ -304,6 +304,27 @@ static void end_waits(void *(*end)(void *))
 static void destroy_waits_for_a_routine(void) { end_waits(destroy_first); }
 static void end_waits_for_a_routine(void) { end_waits(end_first); }
 
+static SVCXPRT *put_off;
+static void keep(struct svc_req *request, SVCXPRT *xprt)
+{
+    (void)request;
+    put_off = xprt;
+    sem_post(&begun);
+}
+
+static void answered_when_its_CLIENT_was_destroyed(void)
+{
+    u_int number = 3;
+    first = on_descriptor(RPC_ANYFD);
+    REQUIRE(rpcrdma_clnt_serve(first, BACK, 1, keep));
+    start_loop();
+    REQUIRE(ask(first, LATER, 1, 1, NULL) == RPC_SUCCESS);
+    while (sem_wait(&begun) != 0)
+        ;
+    clnt_destroy(first);
+    REQUIRE(!svc_sendreply(put_off, (xdrproc_t)xdr_u_int, (char *)&number));
+}
+
 /* Destroyed by the very routine that answers on it: the answer goes nowhere, and no other file gets it. Not while the call
  * that has led to it is ending: the CLIENT would end with that one, and its descriptor be no other file's until then. */
 static int pair[2];
@@ -586,6 +607,7 @@ static const struct {
     TEST(destroy_waits_for_a_routine),
     TEST(end_waits_for_a_routine),
     TEST(destroyed_inside_a_routine),
+    TEST(answered_when_its_CLIENT_was_destroyed),
     TEST(begun_while_svc_run_sleeps),
     TEST(one_of_two_loops_fails),
     TEST(swapped_in_a_routine),

@@ -9,6 +9,7 @@
 //!   have the lock of a connection while another thread forks ([`lock`]).
 #![allow(unsafe_code)]
 
+use std::cell::Cell;
 use std::ptr::null_mut;
 use std::sync::atomic::Ordering::{AcqRel, Acquire, Relaxed, Release, SeqCst};
 use std::sync::atomic::{AtomicBool, AtomicPtr, AtomicU32, AtomicU64, AtomicUsize};
@@ -19,7 +20,7 @@ use rustix::io::Errno;
 use rustix::process::{Pid, WaitId, WaitIdOptions, test_kill_process, waitid};
 
 use crate::ffi::guard;
-use crate::{stats, sync, thread};
+use crate::{stats, sync};
 
 mod shared;
 
@@ -74,20 +75,36 @@ pub fn forks() -> u64 {
     FORKS.load(SeqCst)
 }
 
-/// The thread that forks in a dispatch routine, and may leave the reply to its child; 0: none.
-static FORKING: AtomicUsize = AtomicUsize::new(0);
+/// Connections in whose dispatch routines somebody forks, who may leave the reply to the child; counted by what [`place`] makes of
+/// their numbers.
+static FORKING: [AtomicUsize; 64] = [const { AtomicUsize::new(0) }; 64];
 
-/// Takes a lock of a connection, also after a panic of who had it; but not while another thread forks, whose child gets it as it is
-/// then. Waits for that one a moment, not longer: a handler of the program's (pthread_atfork(3)) may wait for what the calling
-/// thread has.
+/// How often that has begun.
+static BEGUN: AtomicU64 = AtomicU64::new(0);
+
+thread_local! {
+    /// What [`BEGUN`] was when this thread had waited long enough.
+    static EXCUSED: Cell<u64> = const { Cell::new(0) };
+}
+
+/// `connection`: an address that it has to itself.
 #[inline(always)]
-pub fn lock<T>(lock: &sync::Mutex<T>) -> sync::MutexGuard<'_, T> {
-    if FORKING.load(Relaxed) != 0 {
-        wait_for_fork();
+fn place(connection: usize) -> &'static AtomicUsize {
+    &FORKING[(connection >> 5) % FORKING.len()]
+}
+
+/// Takes a lock of a connection, also after a panic of who had it; but not while another thread forks in one of its routines, whose
+/// child gets the lock as it is then. Waits for that a moment, not longer: a handler of the program's (pthread_atfork(3)) may wait
+/// for what the calling thread has, which has no other lock of the connection.
+#[inline(always)]
+pub fn lock<T>(lock: &sync::Mutex<T>, connection: usize) -> sync::MutexGuard<'_, T> {
+    let forking = place(connection);
+    if forking.load(Relaxed) != 0 {
+        wait_for_fork(forking);
     }
     let guard = lock.lock().unwrap_or_else(|e| e.into_inner());
     // Who forks has said so before it has found the lock free.
-    if FORKING.load(Relaxed) == 0 { guard } else { lock_again(lock, guard) }
+    if forking.load(Relaxed) == 0 { guard } else { lock_again(lock, guard, forking) }
 }
 
 #[cold]
@@ -95,44 +112,44 @@ pub fn lock<T>(lock: &sync::Mutex<T>) -> sync::MutexGuard<'_, T> {
 fn lock_again<'a, T>(
     lock: &'a sync::Mutex<T>,
     mut guard: sync::MutexGuard<'a, T>,
+    forking: &AtomicUsize,
 ) -> sync::MutexGuard<'a, T> {
-    while another_forks() {
+    while forking.load(Relaxed) != 0 && EXCUSED.get() != BEGUN.load(Relaxed) {
         drop(guard);
-        wait_for_fork();
+        wait_for_fork(forking);
         guard = lock.lock().unwrap_or_else(|e| e.into_inner());
     }
     guard
 }
 
-fn another_forks() -> bool {
-    ![0, thread::this()].contains(&FORKING.load(Relaxed))
-}
-
 #[cold]
 #[inline(never)]
-fn wait_for_fork() {
+fn wait_for_fork(forking: &AtomicUsize) {
     /// A process of many gigabytes takes as long.
     const MOST: Duration = Duration::from_millis(50);
+    let begun = BEGUN.load(Relaxed);
+    if EXCUSED.get() == begun {
+        return;
+    }
     let until = Instant::now() + MOST;
-    while another_forks() {
+    while forking.load(Relaxed) != 0 {
         if Instant::now() >= until {
-            // Nobody waits for this one again.
-            return FORKING.store(0, Relaxed);
+            return EXCUSED.set(BEGUN.load(Relaxed));
         }
         std::thread::sleep(Duration::from_micros(50));
     }
 }
 
-/// The calling thread is about to fork.
-pub fn begins() {
-    FORKING.store(thread::this(), Relaxed);
+/// The calling thread is about to fork in a routine of the connection.
+pub fn begins(connection: usize) {
+    place(connection).fetch_add(1, Relaxed);
+    EXCUSED.set(BEGUN.fetch_add(1, Relaxed) + 1);
 }
 
 /// It has done so.
-pub fn ends() {
-    if FORKING.load(Relaxed) == thread::this() {
-        FORKING.store(0, Relaxed);
-    }
+pub fn ends(connection: usize) {
+    // In a child there is nobody else, and none is counted.
+    let _ = place(connection).fetch_update(Relaxed, Relaxed, |forking| forking.checked_sub(1));
 }
 
 static GENERATION: AtomicU64 = AtomicU64::new(0);
@@ -175,8 +192,7 @@ unsafe extern "C" fn count_fork() {
 unsafe extern "C" fn after_fork() {
     guard(|| {
         GENERATION.fetch_add(1, Relaxed);
-        // The thread that has forked is another one's child, or there is none.
-        FORKING.store(0, Relaxed);
+        FORKING.iter().for_each(|forking| forking.store(0, Relaxed));
         // What was taken since the handlers before it belongs to the parent.
         FORKS.fetch_add(1, SeqCst);
         note_process();

@@ -550,9 +550,14 @@ impl Server {
 /// A server's connection as transport and callers share it.
 pub type Shared = Mutex<Server>;
 
+/// Its number for [`fork::lock`].
+pub fn number_of(server: &Arc<Shared>) -> usize {
+    Arc::as_ptr(server).addr()
+}
+
 /// What a poisoned lock guards is closed by `tirpc::server`, which finds it out.
 pub(super) fn locked(server: &Shared) -> MutexGuard<'_, Server> {
-    fork::lock(server)
+    fork::lock(server, std::ptr::from_ref(server).addr())
 }
 
 /// Sends what waits for the peers of `servers`, as long as one of them takes something.

@@ -237,8 +237,18 @@ impl ServiceLoop {
 
     /// Whose request the innermost routine of the calling thread serves.
     pub fn innermost(&'static self) -> Option<Arc<dyn Owner>> {
+        /// Others have the lock for a moment only; this thread may have it, where a signal handler asks.
+        const TRIES: u32 = 1000;
+        if !self.is_dispatching() {
+            return None;
+        }
         let thread = thread::this();
-        let state = if self.is_dispatching() { self.state.try_lock()? } else { return None };
+        let state = (0..TRIES).find_map(|_| {
+            self.state.try_lock().or_else(|| {
+                std::thread::yield_now();
+                None
+            })
+        })?;
         state.dispatching.iter().rfind(|it| it.thread == thread)?.owner.upgrade()
     }
 

@@ -466,9 +466,10 @@ pub unsafe extern "C" fn xprt_unregister(xprt: *mut SVCXPRT) {
 /// As libtirpc's `svc_run`.
 #[unsafe(no_mangle)]
 pub unsafe extern "C-unwind" fn svc_run() {
-    let place = 0u8;
     guard_around(
         || {
+            // Above what a loop that was left here has called.
+            let place = 0u8;
             server::enter_loop((&raw const place).addr());
             Ok(())
         },

@@ -129,6 +129,8 @@ thread_local! {
     static FOUND: Owned<VecDeque<Job>> = const { Owned::new() };
     /// The connection whose request this thread serves.
     static SERVED: Owned<Arc<Transport>> = const { Owned::new() };
+    /// The same, while this thread forks.
+    static FORKED: Owned<Arc<Transport>> = const { Owned::new() };
 }
 
 /// The connection whose request the calling thread serves, in a thread of ours or in the program's loop.
@@ -153,8 +155,9 @@ pub fn accepts() {
 unsafe extern "C" fn before_fork() {
     guard(|| {
         if let Some(connection) = served() {
-            fork::begins();
+            fork::begins(connection.number());
             connection.is_free();
+            let _ = per_thread::put(&FORKED, connection);
         }
         Ok(())
     });
@@ -162,7 +165,9 @@ unsafe extern "C" fn before_fork() {
 
 unsafe extern "C" fn after_fork() {
     guard(|| {
-        fork::ends();
+        if let Some(connection) = per_thread::take(&FORKED) {
+            fork::ends(connection.number());
+        }
         Ok(())
     });
 }

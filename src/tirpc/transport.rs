@@ -285,6 +285,9 @@ impl Transport {
 
     /// A thread is done with a request.
     pub fn request_done(&self) {
+        if self.is_lost() {
+            return;
+        }
         let left = self.handed_out.fetch_sub(1, AcqRel) - 1;
         if left == 0 {
             // One of both sees the other: who destroys it has set that before it asks whether threads have any.
@@ -406,14 +409,30 @@ impl Transport {
         unsafe { &raw mut (*self.extension.get()).xp_auth }
     }
 
+    /// What other transports of the same connection have too, and those of no other one.
+    #[inline]
+    pub fn number(&self) -> usize {
+        self.server.as_ref().map_or(0, driver::number_of)
+    }
+
+    /// In a child, whether a thread of its parent had the connection at the fork: nothing can be done with it.
+    fn is_lost(&self) -> bool {
+        self.generation != fork::generation() && !self.is_free()
+    }
+
     /// The connection, if this process has accepted it.
     fn server(&self) -> Option<MutexGuard<'_, Server>> {
-        Some(fork::lock(self.server.as_ref()?))
+        Some(fork::lock(self.server.as_ref()?, self.number()))
     }
 
     #[inline]
     fn state(&self) -> MutexGuard<'_, State> {
-        fork::lock(&self.state)
+        fork::lock(&self.state, self.number())
+    }
+
+    /// The same of a single request, where the caller has another lock: who forks waits for that one, and not for this.
+    fn state_beside(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(|e| e.into_inner())
     }
 
     /// A panic of ours has happened while the connection was in use.
@@ -518,6 +537,9 @@ impl Transport {
 
     /// Ends the request on top of the stack. `returned`: so has its routine, and libtirpc's verifier is there yet.
     fn end_request(&self, returned: bool) {
+        if self.is_lost() {
+            return;
+        }
         let mut state = self.state();
         if let Some(request) = state.open.pop() {
             self.close(request, state, returned);
@@ -604,7 +626,8 @@ impl Transport {
             && let Some(own) = self.this.upgrade().filter(|_| self.whole.is_none())
             && self.close_connection()
         {
-            drop(std::mem::take(&mut *self.parts()));
+            let parts = std::mem::take(&mut *self.parts());
+            drop(parts);
             outlive(std::iter::once(own));
         }
     }
@@ -716,6 +739,9 @@ impl service_loop::Owner for Transport {
     /// Its request is as that of a routine that has returned without a reply; libtirpc's loop did not come to ask
     /// `xp_stat`.
     fn thrown(&self, serial: u64) {
+        if self.is_lost() {
+            return;
+        }
         let mut state = self.state();
         let left = |it: &mut Open| it.dispatching.as_ref().is_some_and(|routine| routine.serial() == serial);
         let Some(request) = state.open.pop_if(left) else { return };

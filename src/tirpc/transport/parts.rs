@@ -66,7 +66,10 @@ impl Transport {
 
     /// Its routine has returned.
     pub fn take_back(&self, part: Arc<Transport>) {
-        let unanswered = |part: &Transport| part.state().deferred.as_ref().map(|request| request.id);
+        if self.is_lost() {
+            return;
+        }
+        let unanswered = |part: &Transport| part.state_beside().deferred.as_ref().map(|request| request.id);
         let mut parts = self.parts();
         let Parts { idle, late, .. } = &mut *parts;
         match unanswered(&part) {
@@ -89,7 +92,7 @@ impl Transport {
         if late.len() > driver::LATE
             && let Some((oldest, part)) = late.pop_first()
         {
-            part.state().deferred = None;
+            part.state_beside().deferred = None;
             idle.push(part);
             drop(parts);
             self.state().deferred.take_if(|request| request.id < oldest);
@@ -115,7 +118,7 @@ impl Transport {
     }
 
     pub(super) fn parts(&self) -> MutexGuard<'_, Parts> {
-        fork::lock(&self.parts)
+        fork::lock(&self.parts, self.number())
     }
 
     /// Puts a request behind others of the connection that are served in order; whether nobody serves them.
@@ -144,7 +147,7 @@ pub fn outlive(late: impl Iterator<Item = Arc<Transport>>) {
     const MOST: usize = 1024;
     /// The oldest first.
     static ENDED: fork::Lock<VecDeque<Arc<Transport>>> = fork::Lock::new();
-    let late = late.filter(|part| part.state().deferred.is_some());
+    let late = late.filter(|part| part.state_beside().deferred.is_some());
     let mut late = late.inspect(|part| _ = part.without_fd()).peekable();
     if late.peek().is_some() {
         let mut ended = ENDED.lock();

@@ -8,8 +8,9 @@
  * With "shared": the requests of several threads that share a CLIENT, put off together and answered in any order; and a server
  * that takes the transport out of its loop meanwhile.
  *
- * With "beside": what has been put off is answered while another routine forks, with a lock that the program takes before a
- * fork; beside a request of a program that was registered past the library; and when its connection has ended, or was destroyed.
+ * With "beside": what has been put off is answered while another routine forks, with a lock that the program takes before a fork;
+ * beside a request of a program that was registered past the library; and when its connection has ended, or was destroyed. With
+ * "beside children", while other routines leave their replies to children.
  *
  * Linked with the library, with RPCRDMA_BY_REFERENCE=yes: a reply that is lent has the connection looked at. */
 #define _GNU_SOURCE
@@ -20,6 +21,7 @@
 #include <rpc/rpc.h>
 #include <rpcrdma.h>
 #include <semaphore.h>
+#include <stdatomic.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -29,7 +31,7 @@
 enum { PROG = 0x20004C53, UNSEEN, OTHERWISE };
 /* Procedures. Those behind the first have that one answered: in their own routine, by a thread that it waits for, or by one
  * that begins when the loop sleeps. */
-enum { PUT_OFF = 1, IN_ROUTINE, BY_THREAD, BESIDE_LOOP, GATE, TAKE, KEEP, PARK, BACK, LATER, FORK, REPLACE };
+enum { PUT_OFF = 1, IN_ROUTINE, BY_THREAD, BESIDE_LOOP, GATE, TAKE, KEEP, PARK, BACK, LATER, FORK, REPLACE, BUSY, CHILD };
 enum { SHORT = 100000, LONG = 200 << 20 };
 
 #define REQUIRE(what) ((what) ? (void)0 : errx(1, "line %d: %s", __LINE__, #what))
@@ -196,6 +198,31 @@ static void *answers_unseen(void *xprt)
     return NULL;
 }
 
+/* Answer what comes, at once. */
+enum { ANSWERING = 3, ASKING = 8, QUEUE = 64 };
+static SVCXPRT *queue[QUEUE];
+static atomic_uint came, answered;
+static sem_t is_busy;
+static void *answers_on(void *unused)
+{
+    for (;;) {
+        while (sem_wait(&is_busy) != 0)
+            ;
+        REQUIRE(svc_sendreply(queue[answered++ % QUEUE], (xdrproc_t)xdr_u_int, (char *)&(u_int){BUSY}));
+    }
+    return unused;
+}
+
+/* Leaves the reply to a child. */
+static void leave_to_child(SVCXPRT *xprt)
+{
+    int status;
+    pid_t child = fork();
+    if (child == 0)
+        _exit(!svc_sendreply(xprt, (xdrproc_t)xdr_u_int, (char *)&(u_int){CHILD}));
+    REQUIRE(child > 0 && waitpid(child, &status, 0) == child && status == 0);
+}
+
 /* Destroys what is waiting, and makes a listener of libtirpc's own that has its descriptor's number. */
 static void replace(void)
 {
@@ -251,6 +278,14 @@ static void serve(struct svc_req *request, SVCXPRT *xprt)
     case REPLACE:
         replace();
         break;
+    case BUSY:
+        queue[came % QUEUE] = xprt;
+        came++;
+        REQUIRE(sem_post(&is_busy) == 0);
+        return;
+    case CHILD:
+        leave_to_child(xprt);
+        return;
     case IN_ROUTINE:
         answers(NULL);
         break;
@@ -418,6 +453,29 @@ static void forks(void)
     printf("ok    a request is answered under a lock that a routine which forks waits for\n");
 }
 
+static atomic_int is_over;
+static void *keeps_it_busy(void *unused)
+{
+    while (!is_over)
+        REQUIRE(ask_number(first, PROG, BUSY) == BUSY);
+    return unused;
+}
+
+static void children(void)
+{
+    pthread_t threads[ASKING], worker;
+    for (int i = 0; i < ANSWERING; i++)
+        REQUIRE(pthread_create(&worker, NULL, answers_on, NULL) == 0);
+    for (int i = 0; i < ASKING; i++)
+        REQUIRE(pthread_create(&threads[i], NULL, keeps_it_busy, NULL) == 0);
+    for (u_int round = 0; round < 300; round++)
+        REQUIRE(ask_number(first, PROG, CHILD) == CHILD);
+    is_over = 1;
+    for (int i = 0; i < ASKING; i++)
+        REQUIRE(pthread_join(threads[i], NULL) == 0);
+    printf("ok    a child answers while other threads answer requests of the same connection\n");
+}
+
 /* What was put off is a call that nobody waits for. */
 static void unseen(SVCXPRT *listener)
 {
@@ -509,6 +567,7 @@ int main(int argc, char **argv)
     sem_init(&is_put_off, 0, 0);
     sem_init(&is_inside, 0, 0);
     sem_init(&is_locked, 0, 0);
+    sem_init(&is_busy, 0, 0);
     sem_init(&may_answer, 0, 0);
     REQUIRE(pthread_atfork(takes_lock, gives_lock, gives_lock) == 0);
     REQUIRE(pthread_create(&loop, NULL, run, NULL) == 0);
@@ -527,7 +586,10 @@ int main(int argc, char **argv)
     if (argc > 1 && strcmp(argv[1], "beside") == 0) {
         /* The first reply tells the credits. */
         REQUIRE(ask(first, NULLPROC) == RPC_SUCCESS && ask(second, NULLPROC) == RPC_SUCCESS);
-        forks(), unseen(listener), otherwise(listener), ended(), replaced();
+        if (argc > 2)
+            children();
+        else
+            forks(), unseen(listener), otherwise(listener), ended(), replaced();
         clnt_destroy(first), clnt_destroy(second);
         svc_exit();
         REQUIRE(pthread_join(loop, NULL) == 0);

@@ -14,7 +14,10 @@ cc -g -O1 -pthread -Wall -Wextra -Werror -Wno-cast-function-type -o late "$top/c
 report plain ./late
 report iwarp env RPCRDMA_PROVIDER=iwarp RPCRDMA_POLL=0 ./late pulled
 for provider in local iwarp; do
-    for way in shared beside; do report "$provider" env RPCRDMA_PROVIDER=$provider ./late $way; done
+    for way in shared beside 'beside children'; do
+        # shellcheck disable=SC2086
+        report "$provider" env RPCRDMA_PROVIDER=$provider ./late $way
+    done
 done
 if command -v valgrind >/dev/null; then
     for way in '' shared beside; do

@@ -551,13 +551,13 @@ impl Server {
 pub type Shared = Mutex<Server>;
 
 /// Its number for [`fork::lock`].
-pub fn number_of(server: &Arc<Shared>) -> usize {
-    Arc::as_ptr(server).addr()
+pub fn number_of(server: &Shared) -> usize {
+    std::ptr::from_ref(server).addr()
 }
 
 /// What a poisoned lock guards is closed by `tirpc::server`, which finds it out.
 pub(super) fn locked(server: &Shared) -> MutexGuard<'_, Server> {
-    fork::lock(server, std::ptr::from_ref(server).addr())
+    fork::lock(server, number_of(server))
 }
 
 /// Sends what waits for the peers of `servers`, as long as one of them takes something.

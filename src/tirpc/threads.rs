@@ -146,7 +146,7 @@ fn served() -> Option<Arc<Transport>> {
 pub fn accepts() {
     static WATCHED: AtomicBool = AtomicBool::new(false);
     if !WATCHED.swap(true, Relaxed) {
-        // SAFETY: the handlers take and release locks of ours, in the thread that forks; the library stays mapped.
+        // SAFETY: the handlers look at locks of ours, in the thread that forks; the library stays mapped.
         unsafe { libc::pthread_atfork(Some(before_fork), Some(after_fork), Some(after_fork)) };
     }
 }
@@ -156,6 +156,7 @@ unsafe extern "C" fn before_fork() {
     guard(|| {
         if let Some(connection) = served() {
             fork::begins(connection.number());
+            // Once who has them now has given them back. A child sees for itself whether that was in time.
             connection.is_free();
             let _ = per_thread::put(&FORKED, connection);
         }

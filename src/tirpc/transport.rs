@@ -412,7 +412,7 @@ impl Transport {
     /// What other transports of the same connection have too, and those of no other one.
     #[inline]
     pub fn number(&self) -> usize {
-        self.server.as_ref().map_or(0, driver::number_of)
+        self.server.as_deref().map_or(0, driver::number_of)
     }
 
     /// In a child, whether a thread of its parent had the connection at the fork: nothing can be done with it.
@@ -777,6 +777,9 @@ impl Drop for Transport {
         for address in [xprt.xp_ltaddr.buf, xprt.xp_rtaddr.buf] {
             // SAFETY: NULL or malloc'ed in `copied`.
             unsafe { libc::free(address) };
+        }
+        if self.is_lost() {
+            return;
         }
         self.end_context();
         self.close_connection();

@@ -147,7 +147,7 @@ pub fn outlive(late: impl Iterator<Item = Arc<Transport>>) {
     const MOST: usize = 1024;
     /// The oldest first.
     static ENDED: fork::Lock<VecDeque<Arc<Transport>>> = fork::Lock::new();
-    let late = late.filter(|part| part.state_beside().deferred.is_some());
+    let late = late.filter(|part| !part.is_lost() && part.state_beside().deferred.is_some());
     let mut late = late.inspect(|part| _ = part.without_fd()).peekable();
     if late.peek().is_some() {
         let mut ended = ENDED.lock();

@@ -122,11 +122,14 @@ fn lock_again<'a, T>(
     guard
 }
 
+/// How long somebody waits for another thread's fork: a process of many gigabytes takes as long.
+const MOST: Duration = Duration::from_millis(50);
+/// And looks again after so long.
+const LOOK: Duration = Duration::from_micros(50);
+
 #[cold]
 #[inline(never)]
 fn wait_for_fork(forking: &AtomicUsize) {
-    /// A process of many gigabytes takes as long.
-    const MOST: Duration = Duration::from_millis(50);
     let begun = BEGUN.load(Relaxed);
     if EXCUSED.get() == begun {
         return;
@@ -136,13 +139,22 @@ fn wait_for_fork(forking: &AtomicUsize) {
         if Instant::now() >= until {
             return EXCUSED.set(BEGUN.load(Relaxed));
         }
-        std::thread::sleep(Duration::from_micros(50));
+        std::thread::sleep(LOOK);
     }
 }
 
-/// The calling thread is about to fork in a routine of the connection.
+/// The calling thread is about to fork in a routine of the connection, and to see whether its locks are free: one such thread after
+/// the other, or each would take them for a moment while another forks.
 pub fn begins(connection: usize) {
-    place(connection).fetch_add(1, Relaxed);
+    let forking = place(connection);
+    let until = Instant::now() + MOST;
+    while forking.compare_exchange(0, 1, Relaxed, Relaxed).is_err() {
+        if Instant::now() >= until {
+            forking.fetch_add(1, Relaxed);
+            break;
+        }
+        std::thread::sleep(LOOK);
+    }
     EXCUSED.set(BEGUN.fetch_add(1, Relaxed) + 1);
 }
 

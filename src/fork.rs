@@ -1,7 +1,8 @@
 //! What fork(2) makes of a process: whether this one is still the one that it was, and what it shares with its children.
 //!
 //! Owns the fork generation, the cached process id, the locks of the process ([`Lock`]): a forked child never waits for
-//! one that another thread of its parent has; and what a process shares with its children ([`SharedWords`]).
+//! one that another thread of its parent has; those of a connection while a dispatch routine forks ([`lock`]); and what a process
+//! shares with its children ([`SharedWords`]).
 //!
 //! # Invariants
 //! - [`SharedWords`] are only a lock and atomic words: no pointer, no state that a process could leave torn.
@@ -9,21 +10,21 @@
 //!   have the lock of a connection while another thread forks ([`lock`]).
 #![allow(unsafe_code)]
 
-use std::cell::Cell;
 use std::ptr::null_mut;
 use std::sync::atomic::Ordering::{AcqRel, Acquire, Relaxed, Release, SeqCst};
-use std::sync::atomic::{AtomicBool, AtomicPtr, AtomicU32, AtomicU64, AtomicUsize};
+use std::sync::atomic::{AtomicBool, AtomicPtr, AtomicU32, AtomicU64};
 use std::sync::{Mutex, MutexGuard, TryLockError};
-use std::time::{Duration, Instant};
 
 use rustix::io::Errno;
 use rustix::process::{Pid, WaitId, WaitIdOptions, test_kill_process, waitid};
 
 use crate::ffi::guard;
-use crate::{stats, sync};
+use crate::stats;
 
+mod connection;
 mod shared;
 
+pub use connection::{begins, ends, is_under_way, lock};
 pub use shared::SharedWords;
 
 /// How many forks lie between this process and the one that first asked: it differs between parent and child.
@@ -75,95 +76,6 @@ pub fn forks() -> u64 {
     FORKS.load(SeqCst)
 }
 
-/// Connections in whose dispatch routines somebody forks, who may leave the reply to the child; counted by what [`place`] makes of
-/// their numbers.
-static FORKING: [AtomicUsize; 64] = [const { AtomicUsize::new(0) }; 64];
-
-/// How often that has begun.
-static BEGUN: AtomicU64 = AtomicU64::new(0);
-
-thread_local! {
-    /// What [`BEGUN`] was when this thread had waited long enough.
-    static EXCUSED: Cell<u64> = const { Cell::new(0) };
-}
-
-/// `connection`: an address that it has to itself.
-#[inline(always)]
-fn place(connection: usize) -> &'static AtomicUsize {
-    &FORKING[(connection >> 5) % FORKING.len()]
-}
-
-/// Takes a lock of a connection, also after a panic of who had it; but not while another thread forks in one of its routines, whose
-/// child gets the lock as it is then. Waits for that a moment, not longer: a handler of the program's (pthread_atfork(3)) may wait
-/// for what the calling thread has, which has no other lock of the connection.
-#[inline(always)]
-pub fn lock<T>(lock: &sync::Mutex<T>, connection: usize) -> sync::MutexGuard<'_, T> {
-    let forking = place(connection);
-    if forking.load(Relaxed) != 0 {
-        wait_for_fork(forking);
-    }
-    let guard = lock.lock().unwrap_or_else(|e| e.into_inner());
-    // Who forks has said so before it has found the lock free.
-    if forking.load(Relaxed) == 0 { guard } else { lock_again(lock, guard, forking) }
-}
-
-#[cold]
-#[inline(never)]
-fn lock_again<'a, T>(
-    lock: &'a sync::Mutex<T>,
-    mut guard: sync::MutexGuard<'a, T>,
-    forking: &AtomicUsize,
-) -> sync::MutexGuard<'a, T> {
-    while forking.load(Relaxed) != 0 && EXCUSED.get() != BEGUN.load(Relaxed) {
-        drop(guard);
-        wait_for_fork(forking);
-        guard = lock.lock().unwrap_or_else(|e| e.into_inner());
-    }
-    guard
-}
-
-/// How long somebody waits for another thread's fork: a process of many gigabytes takes as long.
-const MOST: Duration = Duration::from_millis(50);
-/// And looks again after so long.
-const LOOK: Duration = Duration::from_micros(50);
-
-#[cold]
-#[inline(never)]
-fn wait_for_fork(forking: &AtomicUsize) {
-    let begun = BEGUN.load(Relaxed);
-    if EXCUSED.get() == begun {
-        return;
-    }
-    let until = Instant::now() + MOST;
-    while forking.load(Relaxed) != 0 {
-        if Instant::now() >= until {
-            return EXCUSED.set(BEGUN.load(Relaxed));
-        }
-        std::thread::sleep(LOOK);
-    }
-}
-
-/// The calling thread is about to fork in a routine of the connection, and to see whether its locks are free: one such thread after
-/// the other, or each would take them for a moment while another forks.
-pub fn begins(connection: usize) {
-    let forking = place(connection);
-    let until = Instant::now() + MOST;
-    while forking.compare_exchange(0, 1, Relaxed, Relaxed).is_err() {
-        if Instant::now() >= until {
-            forking.fetch_add(1, Relaxed);
-            break;
-        }
-        std::thread::sleep(LOOK);
-    }
-    EXCUSED.set(BEGUN.fetch_add(1, Relaxed) + 1);
-}
-
-/// It has done so.
-pub fn ends(connection: usize) {
-    // In a child there is nobody else, and none is counted.
-    let _ = place(connection).fetch_update(Relaxed, Relaxed, |forking| forking.checked_sub(1));
-}
-
 static GENERATION: AtomicU64 = AtomicU64::new(0);
 static FORKS: AtomicU64 = AtomicU64::new(0);
 static PID: AtomicU32 = AtomicU32::new(0);
@@ -204,7 +116,7 @@ unsafe extern "C" fn count_fork() {
 unsafe extern "C" fn after_fork() {
     guard(|| {
         GENERATION.fetch_add(1, Relaxed);
-        FORKING.iter().for_each(|forking| forking.store(0, Relaxed));
+        connection::forked();
         // What was taken since the handlers before it belongs to the parent.
         FORKS.fetch_add(1, SeqCst);
         note_process();

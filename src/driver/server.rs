@@ -556,7 +556,7 @@ pub fn number_of(server: &Shared) -> usize {
 }
 
 /// What a poisoned lock guards is closed by `tirpc::server`, which finds it out.
-pub(super) fn locked(server: &Shared) -> MutexGuard<'_, Server> {
+pub fn locked(server: &Shared) -> MutexGuard<'_, Server> {
     fork::lock(server, number_of(server))
 }
 
@@ -600,9 +600,12 @@ pub fn send_rest(servers: &[Arc<Shared>], wait: Wait) {
     }
 }
 
-/// Whether something has come on a connection that the loop looks at, or it is another one by now. One that somebody has locked
-/// is looked at later.
+/// Whether something has come on a connection that the loop looks at, or it is another one by now. One that somebody has locked,
+/// or forks in a routine of, is looked at later.
 pub(super) fn has_come(server: &Shared, fd: RawFd) -> bool {
+    if fork::is_under_way(number_of(server)) {
+        return false;
+    }
     match server.try_lock() {
         Ok(mut server) => server.fd == fd && server.link().is_none_or(|link| link.device.has_come()),
         Err(TryLockError::WouldBlock) => false,

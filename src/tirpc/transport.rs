@@ -422,7 +422,7 @@ impl Transport {
 
     /// The connection, if this process has accepted it.
     fn server(&self) -> Option<MutexGuard<'_, Server>> {
-        Some(fork::lock(self.server.as_ref()?, self.number()))
+        Some(driver::locked(self.server.as_ref()?))
     }
 
     #[inline]

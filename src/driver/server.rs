@@ -389,10 +389,10 @@ impl Server {
         (!spins).then_some(Next::Arrival)
     }
 
-    /// Whether it has just served, and a look at it costs nothing: nobody need wake the loop for it.
+    /// Whether it has just served, and a look at it costs nothing: nobody need wake the loop for it. A loop that does not spin
+    /// looks once, when all others have had their turn.
     fn is_busy(&mut self) -> bool {
-        let may = self.session.may_spin() && self.traits.socket;
-        if !may || self.forked() || !self.session.is_unattended() || self.turn.began.is_none() {
+        if !self.traits.socket || self.forked() || !self.session.is_unattended() || self.turn.began.is_none() {
             return false;
         }
         let Some(link) = self.link().filter(|link| !link.is_behind()) else { return false };

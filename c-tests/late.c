@@ -31,7 +31,7 @@
 enum { PROG = 0x20004C53, UNSEEN, OTHERWISE };
 /* Procedures. Those behind the first have that one answered: in their own routine, by a thread that it waits for, or by one
  * that begins when the loop sleeps. */
-enum { PUT_OFF = 1, IN_ROUTINE, BY_THREAD, BESIDE_LOOP, GATE, TAKE, KEEP, PARK, BACK, LATER, FORK, REPLACE, BUSY, CHILD };
+enum { PUT_OFF = 1, IN_ROUTINE, BY_THREAD, BESIDE_LOOP, GATE, TAKE, KEEP, PARK, BACK, LATER, FORK, REPLACE, BUSY, CHILD, BY_CHILD };
 enum { SHORT = 100000, LONG = 200 << 20 };
 
 #define REQUIRE(what) ((what) ? (void)0 : errx(1, "line %d: %s", __LINE__, #what))
@@ -198,6 +198,20 @@ static void *answers_unseen(void *xprt)
     return NULL;
 }
 
+/* A handler that forks, as one of a signal may, while a fork is under way. */
+static __thread int forks_inside;
+
+static void forks_once(void)
+{
+    if (forks_inside == 0)
+        return;
+    forks_inside = 0;
+    pid_t child = fork();
+    if (child == 0)
+        _exit(0);
+    REQUIRE(child > 0 && waitpid(child, NULL, 0) == child);
+}
+
 /* Answer what comes, at once. */
 enum { ANSWERING = 3, ASKING = 8, QUEUE = 64 };
 static SVCXPRT *queue[QUEUE];
@@ -216,11 +230,27 @@ static void *answers_on(void *unused)
 /* Leaves the reply to a child. */
 static void leave_to_child(SVCXPRT *xprt)
 {
+    static atomic_uint rounds;
     int status;
+    forks_inside = rounds++ % 2;
     pid_t child = fork();
     if (child == 0)
         _exit(!svc_sendreply(xprt, (xdrproc_t)xdr_u_int, (char *)&(u_int){CHILD}));
     REQUIRE(child > 0 && waitpid(child, &status, 0) == child && status == 0);
+}
+
+/* A thread that is in no routine has them answered by children. */
+static SVCXPRT *given[QUEUE];
+static atomic_uint were_given, were_taken;
+static sem_t is_given;
+static void *gives_to_children(void *unused)
+{
+    for (;;) {
+        while (sem_wait(&is_given) != 0)
+            ;
+        leave_to_child(given[were_taken++ % QUEUE]);
+    }
+    return unused;
 }
 
 /* Destroys what is waiting, and makes a listener of libtirpc's own that has its descriptor's number. */
@@ -285,6 +315,10 @@ static void serve(struct svc_req *request, SVCXPRT *xprt)
         return;
     case CHILD:
         leave_to_child(xprt);
+        return;
+    case BY_CHILD:
+        given[were_given++ % QUEUE] = xprt;
+        REQUIRE(sem_post(&is_given) == 0);
         return;
     case IN_ROUTINE:
         answers(NULL);
@@ -468,8 +502,9 @@ static void children(void)
         REQUIRE(pthread_create(&worker, NULL, answers_on, NULL) == 0);
     for (int i = 0; i < ASKING; i++)
         REQUIRE(pthread_create(&threads[i], NULL, keeps_it_busy, NULL) == 0);
+    REQUIRE(pthread_create(&worker, NULL, gives_to_children, NULL) == 0);
     for (u_int round = 0; round < 300; round++)
-        REQUIRE(ask_number(first, PROG, CHILD) == CHILD);
+        REQUIRE(ask_number(first, PROG, CHILD) == CHILD && ask_number(first, PROG, BY_CHILD) == CHILD);
     is_over = 1;
     for (int i = 0; i < ASKING; i++)
         REQUIRE(pthread_join(threads[i], NULL) == 0);
@@ -568,8 +603,9 @@ int main(int argc, char **argv)
     sem_init(&is_inside, 0, 0);
     sem_init(&is_locked, 0, 0);
     sem_init(&is_busy, 0, 0);
+    sem_init(&is_given, 0, 0);
     sem_init(&may_answer, 0, 0);
-    REQUIRE(pthread_atfork(takes_lock, gives_lock, gives_lock) == 0);
+    REQUIRE(pthread_atfork(takes_lock, gives_lock, gives_lock) == 0 && pthread_atfork(NULL, forks_once, NULL) == 0);
     REQUIRE(pthread_create(&loop, NULL, run, NULL) == 0);
     first = connected(), second = connected();
     if (argc > 1 && strcmp(argv[1], "pulled") == 0) {

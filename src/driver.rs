@@ -66,7 +66,7 @@ pub use client::Client;
 pub use link::Agreed;
 pub use peer::Peer;
 pub use reverse::Reverse;
-pub use server::{Next, Server, Shared, Stage, locked, next, number_of, peer as peer_of, send_rest};
+pub use server::{Next, Server, Shared, Stage, locked, next, peer as peer_of, send_rest};
 pub use start::{Room, START_TIMEOUT};
 
 /// Of a connection, so many latest requests may be answered after their routines have returned.

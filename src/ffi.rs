@@ -132,6 +132,27 @@ pub fn guard_passing_in_steps<T: FromFailure>(body: impl FnOnce() -> Result<T, E
     }
 }
 
+/// Whether the thread is inside of a guard, or of a step, and not in a routine of the program's: the handler of a signal asks.
+pub fn is_inside_guard() -> bool {
+    MARKS.with(|marks| marks.guards.get() > marks.outside.get())
+}
+
+/// While it lives, the thread serves requests from inside of guards: in these it is outside.
+pub struct Serving(u32);
+
+impl Serving {
+    /// From here on.
+    pub fn now() -> Serving {
+        Serving(MARKS.with(|marks| marks.outside.replace(marks.guards.get())))
+    }
+}
+
+impl Drop for Serving {
+    fn drop(&mut self) {
+        MARKS.with(|marks| marks.outside.set(self.0));
+    }
+}
+
 /// What [`guard_in_steps`] does between two functions of the program. A panic becomes an error.
 ///
 /// # Errors
@@ -385,12 +406,14 @@ pub unsafe fn reference<'a, T>(pointer: *const T) -> Option<&'a T> {
 struct Marks {
     /// Guards that the thread is inside of.
     guards: Cell<u32>,
+    /// So many of them are around a routine of the program's.
+    outside: Cell<u32>,
     /// Whether one of them has put off its cancellation.
     uncancelled: Cell<bool>,
 }
 
 thread_local! {
-    static MARKS: Marks = const { Marks { guards: Cell::new(0), uncancelled: Cell::new(false) } };
+    static MARKS: Marks = const { Marks { guards: Cell::new(0), outside: Cell::new(0), uncancelled: Cell::new(false) } };
     static INSIDE: Cell<bool> = const { Cell::new(false) };
     static PANIC_AT: Cell<Option<(&'static str, u32)>> = const { Cell::new(None) };
 }

@@ -1,7 +1,7 @@
 //! What fork(2) makes of a process: whether this one is still the one that it was, and what it shares with its children.
 //!
 //! Owns the fork generation, the cached process id, the locks of the process ([`Lock`]): a forked child never waits for
-//! one that another thread of its parent has; those of a connection while a dispatch routine forks ([`lock`]); and what a process
+//! one that another thread of its parent has; those of a connection while a thread forks whose child may reply ([`lock`]); and what a process
 //! shares with its children ([`SharedWords`]).
 //!
 //! # Invariants
@@ -24,7 +24,7 @@ use crate::stats;
 mod connection;
 mod shared;
 
-pub use connection::{begins, ends, is_under_way, lock};
+pub use connection::{Fork, enter, is_still_under_way, is_under_way, leave, lock};
 pub use shared::SharedWords;
 
 /// How many forks lie between this process and the one that first asked: it differs between parent and child.

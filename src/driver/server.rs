@@ -392,7 +392,8 @@ impl Server {
     /// Whether it has just served, and a look at it costs nothing: nobody need wake the loop for it. A loop that does not spin
     /// looks once, when all others have had their turn.
     fn is_busy(&mut self) -> bool {
-        if !self.traits.socket || self.forked() || !self.session.is_unattended() || self.turn.began.is_none() {
+        if !self.traits.socket || self.forked() || !self.session.is_unattended() || self.turn.began.is_none()
+        {
             return false;
         }
         let Some(link) = self.link().filter(|link| !link.is_behind()) else { return false };
@@ -615,6 +616,9 @@ pub(super) fn has_come(server: &Shared, fd: RawFd) -> bool {
 
 /// Whether its descriptor tells what comes next.
 pub(super) fn rests(server: &Shared, fd: RawFd) -> bool {
+    if fork::is_under_way(number_of(server)) {
+        return false;
+    }
     let mut server = locked(server);
     server.fd != fd || server.rests()
 }

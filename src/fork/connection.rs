@@ -1,120 +1,152 @@
-//! The locks of a connection while a dispatch routine forks, whose child may be the one that replies: it gets them as they are then,
-//! so other threads leave them alone for that time.
+//! The locks of a connection while a thread forks whose child may reply to one of its requests: the child gets them as they are
+//! then, so other threads leave them alone for that time.
 //!
 //! # Invariants
 //! - Nothing is kept taken over the fork: a handler of the program's (pthread_atfork(3)) may wait for a thread that wants it. And
-//!   nobody waits for a fork longer than [`MOST`].
+//!   nobody waits for one fork longer than [`MOST`], or for a queue of them than [`QUEUE`].
+//! - Who has waited goes on before the next one forks.
+//! - What a thread leaves behind that never comes back from fork(2) is no fork any more after [`MOST`].
 #![forbid(unsafe_code)]
 
 use std::cell::Cell;
 use std::sync::TryLockError;
-use std::sync::atomic::Ordering::{Relaxed, SeqCst};
-use std::sync::atomic::{AtomicU64, AtomicUsize};
+use std::sync::atomic::Ordering::SeqCst;
+use std::sync::atomic::{AtomicU32, AtomicU64};
 use std::thread;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
+use crate::reserve::as_many_as_fit;
+use crate::stats;
 use crate::sync::{Mutex, MutexGuard};
 
-/// How long somebody waits for another thread's fork: a process of many gigabytes takes as long.
-const MOST: Duration = Duration::from_millis(50);
+/// How long somebody waits for another thread's fork, in nanoseconds: a process of many gigabytes takes as long.
+const MOST: u64 = 50_000_000;
+/// The same for several, one after the other; and for the forks themselves, which the kernel makes one after the other in any case.
+const QUEUE: u64 = 4 * MOST;
+/// After a fork the next one leaves those that have waited so long for what they do. They take a few locks, one after the other.
+const GAP: u64 = 200_000;
 /// And looks again after so long.
 const LOOK: Duration = Duration::from_micros(50);
 
 /// What concerns one connection, or those whose numbers lead to the same.
 struct Forks {
-    /// Threads that fork in one of its routines: one at a time, unless that takes too long.
-    forking: AtomicUsize,
-    /// Threads that wait for one of its locks, or are about to have looked at `forking` before they do.
-    waiting: AtomicUsize,
+    /// When the one that is under way has begun, by [`stats::clock`]; 0: none is.
+    began: AtomicU64,
+    /// When the latest one has ended for which somebody had waited.
+    ended: AtomicU64,
+    /// Threads that wait for the end of a fork.
+    sleeping: AtomicU32,
+    /// Threads that wait for one of its locks, or are about to have looked at `began` before they do.
+    waiting: AtomicU32,
 }
 
-static FORKS: [Forks; 64] = [const { Forks::new() }; 64];
+static FORKS: [Forks; 1024] = [const { Forks::new() }; 1024];
 
-/// How often a thread has begun to fork so.
-static BEGUN: AtomicU64 = AtomicU64::new(0);
+/// `connection`: an address that it has to itself.
+#[inline(always)]
+fn place(connection: usize) -> usize {
+    // Fibonacci hashing: the upper ten bits depend on all of the address.
+    ((connection as u64).wrapping_mul(0x9e37_79b9_7f4a_7c15) >> 54) as usize
+}
 
 thread_local! {
-    /// What [`BEGUN`] was when this thread had waited long enough.
-    static EXCUSED: Cell<u64> = const { Cell::new(0) };
+    /// Forks in which the calling thread is: a handler, or that of a signal, may fork as well.
+    static DEPTH: Cell<u32> = const { Cell::new(0) };
 }
 
 impl Forks {
     const fn new() -> Forks {
-        Forks { forking: AtomicUsize::new(0), waiting: AtomicUsize::new(0) }
+        Forks {
+            began: AtomicU64::new(0),
+            ended: AtomicU64::new(0),
+            sleeping: AtomicU32::new(0),
+            waiting: AtomicU32::new(0),
+        }
     }
 
-    /// `connection`: an address that it has to itself.
     #[inline(always)]
     fn of(connection: usize) -> &'static Forks {
-        &FORKS[(connection >> 5) % FORKS.len()]
+        &FORKS[place(connection)]
     }
 
+    /// Looked at where a lock is taken, at no cost.
     #[inline(always)]
-    fn is_under_way(&self) -> bool {
-        self.forking.load(SeqCst) != 0
+    fn may_be_under_way(&self) -> bool {
+        self.began.load(SeqCst) != 0
+    }
+
+    fn is_under_way(&self, now: u64) -> bool {
+        let began = self.began.load(SeqCst);
+        began != 0 && now.saturating_sub(began) < MOST
     }
 
     /// Whether the calling thread has to leave the locks alone.
     fn concerns_us(&self) -> bool {
-        self.is_under_way() && EXCUSED.get() != BEGUN.load(Relaxed)
+        self.may_be_under_way() && DEPTH.get() == 0 && self.is_under_way(stats::clock())
     }
 
-    #[cold]
-    fn wait(&self) {
-        let until = Instant::now() + MOST;
-        while self.concerns_us() {
-            if Instant::now() >= until {
-                return EXCUSED.set(BEGUN.load(Relaxed));
+    /// Waits for a moment.
+    fn sleep(&self) {
+        self.sleeping.fetch_add(1, SeqCst);
+        thread::sleep(LOOK);
+        self.sleeping.fetch_sub(1, SeqCst);
+    }
+
+    /// Returns when it began.
+    fn begins(&self) -> u64 {
+        let until = stats::clock() + QUEUE;
+        let began = loop {
+            let now = stats::clock();
+            let before = self.began.load(SeqCst);
+            let is_free = before == 0 && now.saturating_sub(self.ended.load(SeqCst)) >= GAP;
+            let goes_on = is_free || now.saturating_sub(before) >= QUEUE && before != 0 || now >= until;
+            if goes_on && self.began.compare_exchange(before, now, SeqCst, SeqCst).is_ok() {
+                break now;
             }
             thread::sleep(LOOK);
-        }
-    }
-
-    fn begins(&self) {
-        let until = Instant::now() + MOST;
-        let is_over = || {
-            thread::sleep(LOOK);
-            Instant::now() >= until
         };
-        while self.forking.compare_exchange(0, 1, SeqCst, SeqCst).is_err() {
-            if is_over() {
-                self.forking.fetch_add(1, SeqCst);
-                break;
-            }
+        while self.waiting.load(SeqCst) != 0 && self.is_under_way(stats::clock()) {
+            thread::sleep(LOOK);
         }
-        EXCUSED.set(BEGUN.fetch_add(1, Relaxed) + 1);
-        while self.waiting.load(SeqCst) != 0 && !is_over() {}
+        began
     }
 
-    fn ends(&self) {
-        // In a child there is nobody else, and none is counted.
-        let _ = self.forking.fetch_update(SeqCst, SeqCst, |forking| forking.checked_sub(1));
+    /// Unless another one has begun since, for which that one had taken too long.
+    fn ends(&self, began: u64) {
+        if self.sleeping.load(SeqCst) != 0 {
+            self.ended.store(stats::clock(), SeqCst);
+        }
+        let _ = self.began.compare_exchange(began, 0, SeqCst, SeqCst);
     }
 
     /// Takes a lock that somebody has, or had just now.
     #[cold]
     #[inline(never)]
     fn lock<'a, T>(&self, lock: &'a Mutex<T>) -> MutexGuard<'a, T> {
+        let until = stats::clock() + QUEUE;
+        let leaves_alone = || self.concerns_us() && stats::clock() < until;
         loop {
-            self.wait();
+            while leaves_alone() {
+                self.sleep();
+            }
             self.waiting.fetch_add(1, SeqCst);
             // Either this thread sees who forks, or that one sees this thread, and waits until it has had its turn.
-            let guard = (!self.concerns_us()).then(|| lock.lock().unwrap_or_else(|e| e.into_inner()));
+            let guard = (!leaves_alone()).then(|| lock.lock().unwrap_or_else(|e| e.into_inner()));
             self.waiting.fetch_sub(1, SeqCst);
             match guard {
-                Some(guard) if !self.concerns_us() => return guard,
+                Some(guard) if !leaves_alone() => return guard,
                 given_back => drop(given_back),
             }
         }
     }
 }
 
-/// Takes a lock of a connection, also after a panic of who had it; but not while another thread forks in one of its routines. The
+/// Takes a lock of a connection, also after a panic of who had it; but not while another thread forks who concerns it. The
 /// caller has no other lock of the connection.
 #[inline(always)]
 pub fn lock<T>(lock: &Mutex<T>, connection: usize) -> MutexGuard<'_, T> {
     let forks = Forks::of(connection);
-    if !forks.is_under_way() {
+    if !forks.may_be_under_way() {
         let guard = match lock.try_lock() {
             Ok(guard) => Some(guard),
             Err(TryLockError::Poisoned(poisoned)) => Some(poisoned.into_inner()),
@@ -122,7 +154,7 @@ pub fn lock<T>(lock: &Mutex<T>, connection: usize) -> MutexGuard<'_, T> {
         };
         // Who forks has said so before it has found the lock free.
         if let Some(guard) = guard
-            && !forks.is_under_way()
+            && !forks.may_be_under_way()
         {
             return guard;
         }
@@ -130,26 +162,66 @@ pub fn lock<T>(lock: &Mutex<T>, connection: usize) -> MutexGuard<'_, T> {
     forks.lock(lock)
 }
 
-/// Whether another thread forks in a routine of the connection: who only tries for a lock of it lets it be.
+/// Whether another thread forks who concerns the connection: who has other things to do lets it be.
+#[inline]
 pub fn is_under_way(connection: usize) -> bool {
-    Forks::of(connection).is_under_way()
+    Forks::of(connection).concerns_us()
 }
 
-/// The calling thread is about to fork in a routine of the connection, and to see whether its locks are free: one such thread after
-/// the other, or each would take them for a moment while another forks; and after those that wait for them by now.
-pub fn begins(connection: usize) {
-    Forks::of(connection).begins();
+/// The same, after half a millisecond if it takes that long and nothing comes of `others`: a loop that comes back to it at once need
+/// neither keep a processor from who forks, nor take locks of libtirpc's over and over again that the child would find taken.
+pub fn is_still_under_way(connection: usize, others: impl Fn() -> bool) -> bool {
+    let forks = Forks::of(connection);
+    for _ in 0..10 {
+        if !forks.concerns_us() {
+            return false;
+        }
+        if others() {
+            break;
+        }
+        forks.sleep();
+    }
+    forks.concerns_us()
 }
 
-/// It has done so.
-pub fn ends(connection: usize) {
-    Forks::of(connection).ends();
+/// A fork that a thread is in, for a connection.
+pub struct Fork(&'static Forks, u64);
+
+impl Fork {
+    /// The calling thread is about to see whether the locks of these connections are free: one such thread after the other, or each
+    /// would take them for a moment while another forks; and after those that wait for them by now.
+    pub fn begins(connections: impl Iterator<Item = usize>) -> Vec<Fork> {
+        let mut places: Vec<usize> = as_many_as_fit(connections.map(place));
+        // In one order, or two threads would wait for each other.
+        places.sort_unstable();
+        places.dedup();
+        as_many_as_fit(places.into_iter().map(|place| Fork(&FORKS[place], FORKS[place].begins())))
+    }
+}
+
+/// It is over.
+impl Drop for Fork {
+    fn drop(&mut self) {
+        self.0.ends(self.1);
+    }
+}
+
+/// The calling thread forks. Whether it is not inside of another fork of its own.
+pub fn enter() -> bool {
+    DEPTH.replace(DEPTH.get() + 1) == 0
+}
+
+/// It has done so. Whether it is in none any more.
+pub fn leave() -> bool {
+    DEPTH.set(DEPTH.get().saturating_sub(1));
+    DEPTH.get() == 0
 }
 
 /// In a child: nobody but the calling thread is left.
 pub fn forked() {
     for forks in &FORKS {
-        forks.forking.store(0, SeqCst);
+        forks.began.store(0, SeqCst);
+        forks.sleeping.store(0, SeqCst);
         forks.waiting.store(0, SeqCst);
     }
 }
@@ -170,23 +242,75 @@ mod tests {
                     thread::yield_now();
                 }
                 let forker = scope.spawn(move || {
-                    let begin = Instant::now();
-                    forks.begins();
+                    let began = forks.begins();
                     let taken = lock.try_lock().is_err();
                     // It comes back for it, but not yet.
                     let left_alone = !taken && !waits.is_finished();
-                    let in_time = begin.elapsed() < MOST;
-                    forks.ends();
+                    let in_time = forks.is_under_way(stats::clock());
+                    forks.ends(began);
                     assert!(left_alone || !in_time);
                     in_time
                 });
-                while !forks.is_under_way() && !forker.is_finished() {
+                while !forks.may_be_under_way() && !forker.is_finished() {
                     thread::yield_now();
                 }
                 drop(first);
                 forker.join().unwrap()
             })
         });
-        assert!(in_time, "each time it took {MOST:?}");
+        assert!(in_time, "each time it took {MOST} ns");
+    }
+
+    #[test]
+    fn nobody_waits_long_for_a_thread_that_does_not_come_back_from_its_fork() {
+        let (lock, forks) = (Mutex::new(()), Forks::new());
+        let lost = forks.begins();
+        let begin = stats::clock();
+        drop(forks.lock(&lock));
+        assert!(stats::clock() >= lost + MOST);
+        // One that begins anew need not wait for it for ever either.
+        let next = forks.begins();
+        assert!(next >= lost + QUEUE && next > begin);
+        forks.ends(lost);
+        assert!(forks.may_be_under_way());
+        forks.ends(next);
+        assert!(!forks.may_be_under_way());
+    }
+
+    #[test]
+    fn who_has_waited_goes_on_before_the_next_fork() {
+        let forks = Forks::new();
+        let began = forks.begins();
+        thread::scope(|scope| {
+            scope.spawn(|| forks.sleep());
+            while forks.sleeping.load(SeqCst) == 0 && forks.is_under_way(stats::clock()) {
+                thread::yield_now();
+            }
+            let slept = forks.sleeping.load(SeqCst) != 0;
+            forks.ends(began);
+            let ended = forks.ended.load(SeqCst);
+            assert!(ended != 0 || !slept || forks.sleeping.load(SeqCst) == 0);
+            let began = forks.begins();
+            assert!(began >= ended + GAP);
+            forks.ends(began);
+        });
+        // Nobody has waited for that one.
+        let ended = forks.ended.load(SeqCst);
+        let began = forks.begins();
+        forks.ends(began);
+        assert_eq!(forks.ended.load(SeqCst), ended);
+    }
+
+    #[test]
+    fn a_thread_that_forks_waits_for_no_other_and_knows_the_first_from_those_inside() {
+        let forks = Forks::new();
+        let _began = forks.begins();
+        assert!(forks.concerns_us());
+        assert!(enter());
+        assert!(!forks.concerns_us());
+        assert!(!enter());
+        assert!(!leave());
+        assert!(leave());
+        assert!(forks.concerns_us() || !forks.is_under_way(stats::clock()));
     }
 }

@@ -18,8 +18,8 @@ use std::io;
 use std::mem::MaybeUninit;
 use std::os::fd::RawFd;
 use std::ptr::null_mut;
-use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering::Relaxed, Ordering::SeqCst};
+use std::sync::{Arc, Weak};
 use std::time::{Duration, Instant};
 
 use crate::binding::Head;
@@ -27,9 +27,10 @@ use crate::connection::Request;
 use crate::driver::pulls;
 use crate::driver::service_loop::PROGRAM;
 use crate::error::{Error, Kind};
-use crate::ffi::{guard, guard_passing};
+use crate::ffi::{self, guard, guard_passing};
 use crate::memory::PassStage;
 use crate::per_thread::{self, Owned};
+use crate::reserve::as_many_as_fit;
 use crate::signals::BlockedSignals;
 use crate::tirpc::handover::Routines;
 use crate::tirpc::idle;
@@ -38,7 +39,7 @@ use crate::tirpc::left::serve_fd;
 use crate::tirpc::programs::find;
 use crate::tirpc::progress;
 use crate::tirpc::run::{self, Ready};
-use crate::tirpc::transport::Transport;
+use crate::tirpc::transport::{PATIENCE, Transport};
 use crate::tirpc::workers::{Service, Workers};
 use crate::{fork, socket, stats};
 
@@ -124,13 +125,19 @@ static EXIT: AtomicBool = AtomicBool::new(false);
 /// Destroyed while the loop may have it in hand, in libtirpc's `svc_getreq_common`.
 static BURIED: fork::Lock<Vec<Arc<Transport>>> = fork::Lock::new();
 
+/// Connections that were accepted and may be there yet.
+static ACCEPTED: fork::Lock<Vec<Weak<Transport>>> = fork::Lock::new();
+
+/// Routines of the program have returned without a reply.
+static PUT_OFF: AtomicBool = AtomicBool::new(false);
+
 thread_local! {
     /// What the loop has found: set in its thread.
     static FOUND: Owned<VecDeque<Job>> = const { Owned::new() };
     /// The connection whose request this thread serves.
     static SERVED: Owned<Arc<Transport>> = const { Owned::new() };
-    /// The same, while this thread forks.
-    static FORKED: Owned<Arc<Transport>> = const { Owned::new() };
+    /// While this thread forks: of the connections that concern a child.
+    static FORKS: Owned<Vec<fork::Fork>> = const { Owned::new() };
 }
 
 /// The connection whose request the calling thread serves, in a thread of ours or in the program's loop.
@@ -142,32 +149,63 @@ fn served() -> Option<Arc<Transport>> {
     per_thread::get(&SERVED).or_else(in_loop)
 }
 
-/// A connection is accepted, whose requests a routine may leave to a child that it forks.
-pub fn accepts() {
+/// A connection was accepted, whose requests may be left to a forked child.
+pub fn accepted(connection: &Arc<Transport>) {
     static WATCHED: AtomicBool = AtomicBool::new(false);
     if !WATCHED.swap(true, Relaxed) {
         // SAFETY: the handlers look at locks of ours, in the thread that forks; the library stays mapped.
         unsafe { libc::pthread_atfork(Some(before_fork), Some(after_fork), Some(after_fork)) };
     }
+    let mut known = ACCEPTED.lock();
+    if known.len() == known.capacity() {
+        known.retain(|connection| connection.strong_count() > 0);
+    }
+    if known.try_reserve(1).is_ok() {
+        known.push(Arc::downgrade(connection));
+    }
+}
+
+/// A routine has returned without a reply: any thread may fork a child that does reply.
+pub fn put_off() {
+    PUT_OFF.store(true, Relaxed);
+}
+
+/// Whose requests a child of the calling thread may answer: those of the connection that the thread serves, or if it serves none
+/// those of any, in a program that puts off replies.
+fn left_to_child() -> Vec<Arc<Transport>> {
+    if let Some(connection) = served() {
+        return vec![connection];
+    }
+    if !PUT_OFF.load(Relaxed) {
+        return Vec::new();
+    }
+    // Without the lock, since who is last to know one ends it.
+    let known = as_many_as_fit(ACCEPTED.lock().iter().cloned());
+    as_many_as_fit(known.iter().filter_map(Weak::upgrade))
 }
 
 /// Nothing is kept taken over the fork: another handler may wait for a thread that wants it.
 unsafe extern "C" fn before_fork() {
+    // The handler of a signal that has come while this thread was in here, with locks perhaps: its child can answer nothing.
+    let is_inside = ffi::is_inside_guard();
     guard(|| {
-        if let Some(connection) = served() {
-            fork::begins(connection.number());
-            // Once who has them now has given them back. A child sees for itself whether that was in time.
-            connection.is_free();
-            let _ = per_thread::put(&FORKED, connection);
+        if !fork::enter() || is_inside {
+            return Ok(());
         }
+        let connections = left_to_child();
+        let forks = fork::Fork::begins(connections.iter().map(|connection| connection.number()));
+        // Once who has them now has given them back. A child sees for itself whether that was in time.
+        let until = Instant::now() + PATIENCE;
+        connections.iter().for_each(|connection| _ = connection.is_free_until(until));
+        let _ = per_thread::put(&FORKS, forks);
         Ok(())
     });
 }
 
 unsafe extern "C" fn after_fork() {
     guard(|| {
-        if let Some(connection) = per_thread::take(&FORKED) {
-            fork::ends(connection.number());
+        if fork::leave() {
+            drop(per_thread::take(&FORKS));
         }
         Ok(())
     });
@@ -417,6 +455,7 @@ impl Service for Program {
 
 impl Program {
     fn do_job(&self, job: Job) {
+        let _serving = ffi::Serving::now();
         if let Some(connection) = job.connection() {
             let _ = per_thread::put(&SERVED, connection.clone());
         }

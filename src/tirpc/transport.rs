@@ -114,6 +114,9 @@ unsafe impl Send for Transport {}
 // SAFETY: as above; the rest is behind a lock, or atomic.
 unsafe impl Sync for Transport {}
 
+/// How long a lock is waited for that another thread has.
+pub const PATIENCE: Duration = Duration::from_millis(100);
+
 fn lock_until<T>(lock: &Mutex<T>, until: Instant) -> Option<MutexGuard<'_, T>> {
     loop {
         match lock.try_lock() {
@@ -260,20 +263,23 @@ impl Transport {
         let fd = server.fd();
         let server = server.shared();
         let responder = Arc::downgrade(&server);
-        threads::accepts();
-        Transport::with(None, responder, Some(server), (fd, &OPS), netid, local, remote, address)
+        let own = Transport::with(None, responder, Some(server), (fd, &OPS), netid, local, remote, address);
+        threads::accepted(&own);
+        own
     }
 
     /// Whether no thread has a lock of its connection for long: in a forked child nobody gives one back that another thread of the
     /// parent had, and a signal handler may have interrupted the one that has it.
     pub fn is_free(&self) -> bool {
-        /// Another thread's are free sooner.
-        const PATIENCE: Duration = Duration::from_millis(100);
-        let until = Instant::now() + PATIENCE;
+        self.is_free_until(Instant::now() + PATIENCE)
+    }
+
+    /// The same, for a caller of several.
+    pub fn is_free_until(&self, until: Instant) -> bool {
         self.server.as_ref().is_none_or(|server| lock_until(server, until).is_some())
             && lock_until(&self.state, until).is_some()
             && lock_until(&self.parts, until).is_some()
-            && self.whole.as_ref().and_then(Weak::upgrade).is_none_or(|whole| whole.is_free())
+            && self.whole.as_ref().and_then(Weak::upgrade).is_none_or(|whole| whole.is_free_until(until))
     }
 
     /// The place of its next request among those that wait for threads.
@@ -412,7 +418,7 @@ impl Transport {
     /// What other transports of the same connection have too, and those of no other one.
     #[inline]
     pub fn number(&self) -> usize {
-        self.server.as_deref().map_or(0, driver::number_of)
+        self.responder.as_ptr().addr()
     }
 
     /// In a child, whether a thread of its parent had the connection at the fork: nothing can be done with it.
@@ -571,6 +577,9 @@ impl Transport {
             }
         }
         let put_off = request.put_off.take().filter(|it| it.unanswered.is_some() && state.deferred.is_none());
+        if state.deferred.is_some() {
+            threads::put_off();
+        }
         let returns = put_off.is_some();
         if let Some(put_off) = put_off {
             state.deferred = put_off.unanswered;
@@ -893,13 +902,16 @@ unsafe extern "C-unwind" fn recv(xprt: *mut SVCXPRT, message: *mut rpc_msg) -> b
         let received = guard(|| {
             // SAFETY: libtirpc's loop and its transport.
             let own = unsafe { transport(xprt) }?;
+            own.empty.store(true, Relaxed);
+            if fork::is_still_under_way(own.number(), || others_wait([own.fd, progress::fd()])) {
+                return Ok(0);
+            }
             if threads::serve() {
                 return Ok(hand_out(&own));
             }
             service_loop::PROGRAM.look();
             // A loop of the program's own has caught what a dispatch routine has thrown.
             service_loop::PROGRAM.dispatches(frame);
-            own.empty.store(true, Relaxed);
             // A lock that is poisoned was held during a panic of ours: what it guards is not to be trusted.
             if own.is_poisoned() {
                 own.broken.store(true, Relaxed);
@@ -956,7 +968,6 @@ fn hand_out(own: &Arc<Transport>) -> bool_t {
     /// So many at a time: others have their turn.
     const MOST: usize = 64;
     service_loop::PROGRAM.look_for_others();
-    own.empty.store(true, Relaxed);
     if own.is_poisoned() {
         own.broken.store(true, Relaxed);
     }
@@ -1159,6 +1170,12 @@ unsafe extern "C" fn stat(xprt: *mut SVCXPRT) -> c_uint {
         }
         pull_on();
         progress::cool_down();
+        if !own.is_destroyed() && fork::is_under_way(own.number()) {
+            // Others have their turn. Nothing may tell of what has come already.
+            service_loop::PROGRAM.leave(own.fd);
+            wake_left();
+            return Ok(xprt_stat::XPRT_IDLE);
+        }
         if threads::serve() {
             let closed = own.broken.load(Relaxed)
                 || own.is_poisoned()

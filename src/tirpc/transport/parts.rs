@@ -14,7 +14,7 @@ use crate::error::Error;
 use crate::ffi::step;
 use crate::fork;
 use crate::sync::MutexGuard;
-use crate::tirpc::{auth_stat, programs};
+use crate::tirpc::{auth_stat, programs, threads};
 
 /// Transports for requests that threads serve, each at a time of its own.
 #[derive(Default)]
@@ -76,6 +76,7 @@ impl Transport {
             Some(id) => late.insert(id, part),
             None => return idle.push(part),
         };
+        threads::put_off();
         if late.len() <= driver::LATE {
             return;
         }

@@ -132,9 +132,10 @@ pub fn guard_passing_in_steps<T: FromFailure>(body: impl FnOnce() -> Result<T, E
     }
 }
 
-/// Whether the thread is inside of a guard, or of a step, and not in a routine of the program's: the handler of a signal asks.
-pub fn is_inside_guard() -> bool {
-    MARKS.with(|marks| marks.guards.get() > marks.outside.get())
+/// Whether the guard of the caller is inside of another one, or of a step, and not in a routine of the program's: then the handler of
+/// a signal has called it.
+pub fn is_guard_inside_another() -> bool {
+    MARKS.with(|marks| marks.guards.get() > marks.outside.get() + 1)
 }
 
 /// While it lives, the thread serves requests from inside of guards: in these it is outside.

@@ -186,10 +186,9 @@ fn left_to_child() -> Vec<Arc<Transport>> {
 
 /// Nothing is kept taken over the fork: another handler may wait for a thread that wants it.
 unsafe extern "C" fn before_fork() {
-    // The handler of a signal that has come while this thread was in here, with locks perhaps: its child can answer nothing.
-    let is_inside = ffi::is_inside_guard();
     guard(|| {
-        if !fork::enter() || is_inside {
+        // In the handler of a signal that has come while this thread was in here, with locks perhaps, a child can answer nothing.
+        if !fork::enter() || ffi::is_guard_inside_another() {
             return Ok(());
         }
         let connections = left_to_child();

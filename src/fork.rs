@@ -24,7 +24,7 @@ use crate::stats;
 mod connection;
 mod shared;
 
-pub use connection::{Fork, enter, is_still_under_way, is_under_way, leave, lock};
+pub use connection::{begins, ends, enter, is_still_under_way, is_under_way, leave, lock};
 pub use shared::SharedWords;
 
 /// How many forks lie between this process and the one that first asked: it differs between parent and child.

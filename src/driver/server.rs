@@ -604,10 +604,13 @@ pub fn send_rest(servers: &[Arc<Shared>], wait: Wait) {
 /// Whether something has come on a connection that the loop looks at, or it is another one by now. One that somebody has locked,
 /// or forks in a routine of, is looked at later.
 pub(super) fn has_come(server: &Shared, fd: RawFd) -> bool {
-    if fork::is_under_way(number_of(server)) {
+    let forks = || fork::is_under_way(number_of(server));
+    if forks() {
         return false;
     }
     match server.try_lock() {
+        // One has begun meanwhile.
+        Ok(_) if forks() => false,
         Ok(mut server) => server.fd == fd && server.link().is_none_or(|link| link.device.has_come()),
         Err(TryLockError::WouldBlock) => false,
         Err(TryLockError::Poisoned(_)) => true,

@@ -15,7 +15,6 @@ use std::sync::atomic::{AtomicU32, AtomicU64};
 use std::thread;
 use std::time::Duration;
 
-use crate::reserve::as_many_as_fit;
 use crate::stats;
 use crate::sync::{Mutex, MutexGuard};
 
@@ -40,7 +39,8 @@ struct Forks {
     waiting: AtomicU32,
 }
 
-static FORKS: [Forks; 1024] = [const { Forks::new() }; 1024];
+const PLACES: usize = 1024;
+static FORKS: [Forks; PLACES] = [const { Forks::new() }; PLACES];
 
 /// `connection`: an address that it has to itself.
 #[inline(always)]
@@ -52,6 +52,7 @@ fn place(connection: usize) -> usize {
 thread_local! {
     /// Forks in which the calling thread is: a handler, or that of a signal, may fork as well.
     static DEPTH: Cell<u32> = const { Cell::new(0) };
+    static MARKS: Cell<Marks> = const { Cell::new(Marks::NONE) };
 }
 
 impl Forks {
@@ -92,31 +93,24 @@ impl Forks {
         self.sleeping.fetch_sub(1, SeqCst);
     }
 
-    /// Returns when it began.
-    fn begins(&self) -> u64 {
-        let until = stats::clock() + QUEUE;
-        let began = loop {
-            let now = stats::clock();
-            let before = self.began.load(SeqCst);
-            let is_free = before == 0 && now.saturating_sub(self.ended.load(SeqCst)) >= GAP;
-            let goes_on = is_free || now.saturating_sub(before) >= QUEUE && before != 0 || now >= until;
-            if goes_on && self.began.compare_exchange(before, now, SeqCst, SeqCst).is_ok() {
-                break now;
-            }
-            thread::sleep(LOOK);
-        };
-        while self.waiting.load(SeqCst) != 0 && self.is_under_way(stats::clock()) {
-            thread::sleep(LOOK);
-        }
-        began
+    /// Whether a fork may begin that is told as begun at `stamp`: no other one is under way, nor has just been. `late`: in any case.
+    fn takes(&self, stamp: u64, late: bool) -> bool {
+        let before = self.began.load(SeqCst);
+        let is_free = before == 0 && stamp.saturating_sub(self.ended.load(SeqCst)) >= GAP;
+        let is_lost = before != 0 && stamp.saturating_sub(before) >= QUEUE;
+        (is_free || is_lost || late) && self.moves(before, stamp)
+    }
+
+    fn moves(&self, before: u64, stamp: u64) -> bool {
+        self.began.compare_exchange(before, stamp, SeqCst, SeqCst).is_ok()
     }
 
     /// Unless another one has begun since, for which that one had taken too long.
-    fn ends(&self, began: u64) {
+    fn ends(&self, stamp: u64) {
         if self.sleeping.load(SeqCst) != 0 {
             self.ended.store(stats::clock(), SeqCst);
         }
-        let _ = self.began.compare_exchange(began, 0, SeqCst, SeqCst);
+        self.moves(stamp, 0);
     }
 
     /// Takes a lock that somebody has, or had just now.
@@ -184,26 +178,68 @@ pub fn is_still_under_way(connection: usize, others: impl Fn() -> bool) -> bool 
     forks.concerns_us()
 }
 
-/// A fork that a thread is in, for a connection.
-pub struct Fork(&'static Forks, u64);
+/// The connections for which a thread forks, by their places, and when that has begun.
+#[derive(Clone, Copy)]
+struct Marks {
+    places: [u64; PLACES / 64],
+    stamp: u64,
+}
 
-impl Fork {
-    /// The calling thread is about to see whether the locks of these connections are free: one such thread after the other, or each
-    /// would take them for a moment while another forks; and after those that wait for them by now.
-    pub fn begins(connections: impl Iterator<Item = usize>) -> Vec<Fork> {
-        let mut places: Vec<usize> = as_many_as_fit(connections.map(place));
-        // In one order, or two threads would wait for each other.
-        places.sort_unstable();
-        places.dedup();
-        as_many_as_fit(places.into_iter().map(|place| Fork(&FORKS[place], FORKS[place].begins())))
+impl Marks {
+    const NONE: Marks = Marks { places: [0; PLACES / 64], stamp: 0 };
+
+    fn add(&mut self, place: usize) {
+        self.places[place / 64] |= 1 << (place % 64);
+    }
+
+    /// The lowest places first: in one order, or two threads would wait for each other.
+    fn all(&self) -> impl Iterator<Item = usize> {
+        let is_set = |place: &usize| self.places[place / 64] & 1 << (place % 64) != 0;
+        (0..PLACES).filter(is_set)
+    }
+
+    /// A moment later.
+    fn move_on(&mut self) {
+        thread::sleep(LOOK);
+        self.renew();
+    }
+
+    /// They have begun just now.
+    fn renew(&mut self) {
+        let now = stats::clock();
+        self.all().for_each(|place| _ = FORKS[place].moves(self.stamp, now));
+        self.stamp = now;
     }
 }
 
-/// It is over.
-impl Drop for Fork {
-    fn drop(&mut self) {
-        self.0.ends(self.1);
+/// The calling thread is about to see whether the locks of these connections are free: one such thread after the other, or each
+/// would take them for a moment while another forks; and after those that wait for them by now. `see` does that.
+///
+/// Without the heap: the handler of a signal may fork that has come in the midst of malloc(3).
+pub fn begins(connections: impl Fn(&mut dyn FnMut(usize)), see: impl FnOnce()) {
+    let mut wanted = Marks::NONE;
+    connections(&mut |connection| wanted.add(place(connection)));
+    let mut marks = Marks { stamp: stats::clock(), ..Marks::NONE };
+    let until = marks.stamp + QUEUE;
+    for place in wanted.all() {
+        while !FORKS[place].takes(marks.stamp, marks.stamp >= until) {
+            marks.move_on();
+        }
+        marks.add(place);
     }
+    let until = stats::clock() + MOST;
+    while marks.stamp < until && marks.all().any(|place| FORKS[place].waiting.load(SeqCst) != 0) {
+        marks.move_on();
+    }
+    see();
+    marks.renew();
+    MARKS.set(marks);
+}
+
+/// It is over.
+pub fn ends() {
+    let marks = MARKS.replace(Marks::NONE);
+    marks.all().for_each(|place| FORKS[place].ends(marks.stamp));
 }
 
 /// The calling thread forks. Whether it is not inside of another fork of its own.
@@ -230,6 +266,19 @@ pub fn forked() {
 mod tests {
     use super::*;
 
+    impl Forks {
+        fn begins(&self) -> u64 {
+            let begin = stats::clock();
+            loop {
+                let now = stats::clock();
+                if self.takes(now, now >= begin + QUEUE) {
+                    return now;
+                }
+                thread::sleep(LOOK);
+            }
+        }
+    }
+
     #[test]
     fn who_waits_for_a_lock_has_given_it_back_when_another_thread_forks() {
         let in_time = (0..100).any(|_| {
@@ -243,6 +292,9 @@ mod tests {
                 }
                 let forker = scope.spawn(move || {
                     let began = forks.begins();
+                    while forks.waiting.load(SeqCst) != 0 && forks.is_under_way(stats::clock()) {
+                        thread::sleep(LOOK);
+                    }
                     let taken = lock.try_lock().is_err();
                     // It comes back for it, but not yet.
                     let left_alone = !taken && !waits.is_finished();

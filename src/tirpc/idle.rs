@@ -18,7 +18,7 @@ use std::os::fd::RawFd;
 use std::sync::{Arc, MutexGuard, Weak};
 use std::time::{Duration, Instant};
 
-use crate::driver::{self, START_TIMEOUT, Stage};
+use crate::driver::{START_TIMEOUT, Stage};
 use crate::fork;
 use crate::provider::Shortage;
 use crate::reserve::as_many_as_fit;
@@ -149,13 +149,13 @@ pub unsafe fn own(fd: RawFd, transport: Weak<dyn Watched>, expendable: bool) {
 
 /// As [`crate::driver::Server::stage`].
 fn stage(transport: &dyn Watched) -> Option<(Stage, Option<IpAddr>)> {
-    driver::locked(transport.accepted()?).stage()
+    transport.accepted()?.lock().unwrap_or_else(|e| e.into_inner()).stage()
 }
 
 /// What still waits for the peer is given up: `svc_destroy` does not wait for it.
 fn give_up(transport: &dyn Watched) {
     if let Some(server) = transport.accepted() {
-        driver::locked(server).shut();
+        server.lock().unwrap_or_else(|e| e.into_inner()).shut();
     }
 }
 

@@ -30,7 +30,6 @@ use crate::error::{Error, Kind};
 use crate::ffi::{self, guard, guard_passing};
 use crate::memory::PassStage;
 use crate::per_thread::{self, Owned};
-use crate::reserve::as_many_as_fit;
 use crate::signals::BlockedSignals;
 use crate::tirpc::handover::Routines;
 use crate::tirpc::idle;
@@ -39,7 +38,7 @@ use crate::tirpc::left::serve_fd;
 use crate::tirpc::programs::find;
 use crate::tirpc::progress;
 use crate::tirpc::run::{self, Ready};
-use crate::tirpc::transport::{PATIENCE, Transport};
+use crate::tirpc::transport::Transport;
 use crate::tirpc::workers::{Service, Workers};
 use crate::{fork, socket, stats};
 
@@ -125,8 +124,9 @@ static EXIT: AtomicBool = AtomicBool::new(false);
 /// Destroyed while the loop may have it in hand, in libtirpc's `svc_getreq_common`.
 static BURIED: fork::Lock<Vec<Arc<Transport>>> = fork::Lock::new();
 
-/// Connections that were accepted and may be there yet.
-static ACCEPTED: fork::Lock<Vec<Weak<Transport>>> = fork::Lock::new();
+/// A connection that was accepted and may be there yet, with its [`Transport::number`].
+type Accepted = (usize, Weak<Transport>);
+static ACCEPTED: fork::Lock<Vec<Accepted>> = fork::Lock::new();
 
 /// Routines of the program have returned without a reply.
 static PUT_OFF: AtomicBool = AtomicBool::new(false);
@@ -136,8 +136,6 @@ thread_local! {
     static FOUND: Owned<VecDeque<Job>> = const { Owned::new() };
     /// The connection whose request this thread serves.
     static SERVED: Owned<Arc<Transport>> = const { Owned::new() };
-    /// While this thread forks: of the connections that concern a child.
-    static FORKS: Owned<Vec<fork::Fork>> = const { Owned::new() };
 }
 
 /// The connection whose request the calling thread serves, in a thread of ours or in the program's loop.
@@ -158,10 +156,10 @@ pub fn accepted(connection: &Arc<Transport>) {
     }
     let mut known = ACCEPTED.lock();
     if known.len() == known.capacity() {
-        known.retain(|connection| connection.strong_count() > 0);
+        known.retain(|(_, connection)| connection.strong_count() > 0);
     }
     if known.try_reserve(1).is_ok() {
-        known.push(Arc::downgrade(connection));
+        known.push((connection.number(), Arc::downgrade(connection)));
     }
 }
 
@@ -170,33 +168,37 @@ pub fn put_off() {
     PUT_OFF.store(true, Relaxed);
 }
 
-/// Whose requests a child of the calling thread may answer: those of the connection that the thread serves, or if it serves none
-/// those of any, in a program that puts off replies.
-fn left_to_child() -> Vec<Arc<Transport>> {
-    if let Some(connection) = served() {
-        return vec![connection];
-    }
-    if !PUT_OFF.load(Relaxed) {
-        return Vec::new();
-    }
-    // Without the lock, since who is last to know one ends it.
-    let known = as_many_as_fit(ACCEPTED.lock().iter().cloned());
-    as_many_as_fit(known.iter().filter_map(Weak::upgrade))
-}
-
 /// Nothing is kept taken over the fork: another handler may wait for a thread that wants it.
 unsafe extern "C" fn before_fork() {
     guard(|| {
+        /// Who has a lock gives it back sooner. A child sees for itself whether that was in time.
+        const PATIENCE: Duration = Duration::from_millis(50);
         // In the handler of a signal that has come while this thread was in here, with locks perhaps, a child can answer nothing.
         if !fork::enter() || ffi::is_guard_inside_another() {
             return Ok(());
         }
-        let connections = left_to_child();
-        let forks = fork::Fork::begins(connections.iter().map(|connection| connection.number()));
-        // Once who has them now has given them back. A child sees for itself whether that was in time.
-        let until = Instant::now() + PATIENCE;
-        connections.iter().for_each(|connection| _ = connection.is_free_until(until));
-        let _ = per_thread::put(&FORKS, forks);
+        if let Some(connection) = served() {
+            let await_locks = || _ = connection.is_free_until(Instant::now() + PATIENCE);
+            fork::begins(|mark| mark(connection.number()), await_locks);
+        } else if PUT_OFF.load(Relaxed) || PROGRAM.is_dispatching() {
+            // Any may have a request that the thread was given.
+            let all = |look: &mut dyn FnMut(&Accepted)| ACCEPTED.lock().iter().for_each(look);
+            let are_free = || {
+                let mut are_free = true;
+                all(&mut |(_, connection)| {
+                    let is_free = |it: Arc<Transport>| it.is_free_until(Instant::now());
+                    are_free &= connection.upgrade().is_none_or(is_free);
+                });
+                are_free
+            };
+            let await_locks = || {
+                let until = Instant::now() + PATIENCE;
+                while !are_free() && Instant::now() < until {
+                    std::thread::yield_now();
+                }
+            };
+            fork::begins(|mark| all(&mut |(number, _)| mark(*number)), await_locks);
+        }
         Ok(())
     });
 }
@@ -204,7 +206,7 @@ unsafe extern "C" fn before_fork() {
 unsafe extern "C" fn after_fork() {
     guard(|| {
         if fork::leave() {
-            drop(per_thread::take(&FORKS));
+            fork::ends();
         }
         Ok(())
     });
@@ -454,7 +456,6 @@ impl Service for Program {
 
 impl Program {
     fn do_job(&self, job: Job) {
-        let _serving = ffi::Serving::now();
         if let Some(connection) = job.connection() {
             let _ = per_thread::put(&SERVED, connection.clone());
         }
@@ -462,14 +463,18 @@ impl Program {
             Job::Request(connection, request) => {
                 let _done = Done(&connection);
                 let part = connection.lend();
+                let serving = ffi::Serving::now();
                 part.clone().dispatch(request, find, None);
+                drop(serving);
                 connection.take_back(part);
             }
             Job::InOrder(connection) => {
                 let began = Instant::now();
                 while let Some(request) = connection.next_in_order() {
                     let _done = Done(&connection);
+                    let serving = ffi::Serving::now();
                     connection.clone().dispatch(request, find, None);
+                    drop(serving);
                     if began.elapsed() >= FEW_SHORT || self.is_child() {
                         break;
                     }
@@ -477,7 +482,9 @@ impl Program {
             }
             // It may have been destroyed meanwhile, and its number be another one's.
             Job::Stock(fd, serial) if run::is_muted(fd, serial) => {
+                let serving = ffi::Serving::now();
                 serve_fd(fd);
+                drop(serving);
                 run::unmute(fd, serial);
             }
             Job::Stock(..) => {}

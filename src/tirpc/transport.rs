@@ -97,6 +97,8 @@ pub struct Transport {
     long: AtomicBool,
     /// The latest `xp_recv` returned FALSE: its `xp_stat` ends no request.
     empty: AtomicBool,
+    /// It was not, since a thread forks: what has come is looked at later.
+    left_alone: AtomicBool,
     /// The program could not be asked in its own protocol any more.
     broken: AtomicBool,
     destroyed: AtomicBool,
@@ -115,7 +117,7 @@ unsafe impl Send for Transport {}
 unsafe impl Sync for Transport {}
 
 /// How long a lock is waited for that another thread has.
-pub const PATIENCE: Duration = Duration::from_millis(100);
+const PATIENCE: Duration = Duration::from_millis(100);
 
 fn lock_until<T>(lock: &Mutex<T>, until: Instant) -> Option<MutexGuard<'_, T>> {
     loop {
@@ -394,6 +396,7 @@ impl Transport {
                 state: Mutex::default(),
                 long: AtomicBool::new(false),
                 empty: AtomicBool::new(false),
+                left_alone: AtomicBool::new(false),
                 broken: AtomicBool::new(false),
                 destroyed: AtomicBool::new(false),
                 closed: AtomicBool::new(false),
@@ -904,6 +907,7 @@ unsafe extern "C-unwind" fn recv(xprt: *mut SVCXPRT, message: *mut rpc_msg) -> b
             let own = unsafe { transport(xprt) }?;
             own.empty.store(true, Relaxed);
             if fork::is_still_under_way(own.number(), || others_wait([own.fd, progress::fd()])) {
+                own.left_alone.store(true, Relaxed);
                 return Ok(0);
             }
             if threads::serve() {
@@ -1170,7 +1174,7 @@ unsafe extern "C" fn stat(xprt: *mut SVCXPRT) -> c_uint {
         }
         pull_on();
         progress::cool_down();
-        if !own.is_destroyed() && fork::is_under_way(own.number()) {
+        if own.left_alone.swap(false, Relaxed) || !own.is_destroyed() && fork::is_under_way(own.number()) {
             // Others have their turn. Nothing may tell of what has come already.
             service_loop::PROGRAM.leave(own.fd);
             wake_left();

@@ -3,9 +3,10 @@
 //!
 //! # Invariants
 //! - Nothing is kept taken over the fork: a handler of the program's (pthread_atfork(3)) may wait for a thread that wants it. And
-//!   nobody waits for one fork longer than [`MOST`], or for a queue of them than [`QUEUE`].
+//!   nobody waits for one longer than [`MOST`] once its thread has seen to the locks, nor for a lock longer than [`QUEUE`].
 //! - Who has waited goes on before the next one forks.
 //! - What a thread leaves behind that never comes back from fork(2) is no fork any more after [`MOST`].
+//! - No heap: the handler of a signal may fork that has come in the midst of malloc(3).
 #![forbid(unsafe_code)]
 
 use std::cell::Cell;
@@ -214,8 +215,6 @@ impl Marks {
 
 /// The calling thread is about to see whether the locks of these connections are free: one such thread after the other, or each
 /// would take them for a moment while another forks; and after those that wait for them by now. `see` does that.
-///
-/// Without the heap: the handler of a signal may fork that has come in the midst of malloc(3).
 pub fn begins(connections: impl Fn(&mut dyn FnMut(usize)), see: impl FnOnce()) {
     let mut wanted = Marks::NONE;
     connections(&mut |connection| wanted.add(place(connection)));

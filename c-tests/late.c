@@ -212,21 +212,6 @@ static void forks_once(void)
     REQUIRE(child > 0 && waitpid(child, NULL, 0) == child);
 }
 
-/* Answer what comes, at once. */
-enum { ANSWERING = 3, ASKING = 8, QUEUE = 64 };
-static SVCXPRT *queue[QUEUE];
-static atomic_uint came, answered;
-static sem_t is_busy;
-static void *answers_on(void *unused)
-{
-    for (;;) {
-        while (sem_wait(&is_busy) != 0)
-            ;
-        REQUIRE(svc_sendreply(queue[answered++ % QUEUE], (xdrproc_t)xdr_u_int, (char *)&(u_int){BUSY}));
-    }
-    return unused;
-}
-
 /* Leaves the reply to a child. */
 static void leave_to_child(SVCXPRT *xprt)
 {
@@ -239,18 +224,35 @@ static void leave_to_child(SVCXPRT *xprt)
     REQUIRE(child > 0 && waitpid(child, &status, 0) == child && status == 0);
 }
 
-/* A thread that is in no routine has them answered by children. */
-static SVCXPRT *given[QUEUE];
-static atomic_uint were_given, were_taken;
-static sem_t is_given;
-static void *gives_to_children(void *unused)
+static void answer_at_once(SVCXPRT *xprt)
 {
+    REQUIRE(svc_sendreply(xprt, (xdrproc_t)xdr_u_int, (char *)&(u_int){BUSY}));
+}
+
+/* What routines leave to threads, which are in none. */
+enum { ANSWERING = 3, ASKING = 8, QUEUE = 64 };
+static struct queue {
+    void (*answer)(SVCXPRT *);
+    SVCXPRT *left[QUEUE];
+    atomic_uint came, taken;
+    sem_t has_some;
+} at_once = {.answer = answer_at_once}, by_child = {.answer = leave_to_child};
+
+static void leave_to_thread(struct queue *queue, SVCXPRT *xprt)
+{
+    queue->left[queue->came++ % QUEUE] = xprt;
+    REQUIRE(sem_post(&queue->has_some) == 0);
+}
+
+static void *answers_on(void *argument)
+{
+    struct queue *queue = argument;
     for (;;) {
-        while (sem_wait(&is_given) != 0)
+        while (sem_wait(&queue->has_some) != 0)
             ;
-        leave_to_child(given[were_taken++ % QUEUE]);
+        queue->answer(queue->left[queue->taken++ % QUEUE]);
     }
-    return unused;
+    return NULL;
 }
 
 /* Destroys what is waiting, and makes a listener of libtirpc's own that has its descriptor's number. */
@@ -309,16 +311,13 @@ static void serve(struct svc_req *request, SVCXPRT *xprt)
         replace();
         break;
     case BUSY:
-        queue[came % QUEUE] = xprt;
-        came++;
-        REQUIRE(sem_post(&is_busy) == 0);
+        leave_to_thread(&at_once, xprt);
         return;
     case CHILD:
         leave_to_child(xprt);
         return;
     case BY_CHILD:
-        given[were_given++ % QUEUE] = xprt;
-        REQUIRE(sem_post(&is_given) == 0);
+        leave_to_thread(&by_child, xprt);
         return;
     case IN_ROUTINE:
         answers(NULL);
@@ -499,10 +498,10 @@ static void children(void)
 {
     pthread_t threads[ASKING], worker;
     for (int i = 0; i < ANSWERING; i++)
-        REQUIRE(pthread_create(&worker, NULL, answers_on, NULL) == 0);
+        REQUIRE(pthread_create(&worker, NULL, answers_on, &at_once) == 0);
     for (int i = 0; i < ASKING; i++)
         REQUIRE(pthread_create(&threads[i], NULL, keeps_it_busy, NULL) == 0);
-    REQUIRE(pthread_create(&worker, NULL, gives_to_children, NULL) == 0);
+    REQUIRE(pthread_create(&worker, NULL, answers_on, &by_child) == 0);
     for (u_int round = 0; round < 300; round++)
         REQUIRE(ask_number(first, PROG, CHILD) == CHILD && ask_number(first, PROG, BY_CHILD) == CHILD);
     is_over = 1;
@@ -602,8 +601,8 @@ int main(int argc, char **argv)
     sem_init(&is_put_off, 0, 0);
     sem_init(&is_inside, 0, 0);
     sem_init(&is_locked, 0, 0);
-    sem_init(&is_busy, 0, 0);
-    sem_init(&is_given, 0, 0);
+    sem_init(&at_once.has_some, 0, 0);
+    sem_init(&by_child.has_some, 0, 0);
     sem_init(&may_answer, 0, 0);
     REQUIRE(pthread_atfork(takes_lock, gives_lock, gives_lock) == 0 && pthread_atfork(NULL, forks_once, NULL) == 0);
     REQUIRE(pthread_create(&loop, NULL, run, NULL) == 0);

@@ -1,8 +1,8 @@
 //! What fork(2) makes of a process: whether this one is still the one that it was, and what it shares with its children.
 //!
 //! Owns the fork generation, the cached process id, the locks of the process ([`Lock`]): a forked child never waits for
-//! one that another thread of its parent has; those of a connection while a thread forks whose child may reply ([`lock`]); and what a process
-//! shares with its children ([`SharedWords`]).
+//! one that another thread of its parent has; those of a connection while a thread forks whose child may reply ([`lock`]);
+//! and what a process shares with its children ([`SharedWords`]).
 //!
 //! # Invariants
 //! - [`SharedWords`] are only a lock and atomic words: no pointer, no state that a process could leave torn.

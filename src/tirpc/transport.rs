@@ -97,7 +97,7 @@ pub struct Transport {
     long: AtomicBool,
     /// The latest `xp_recv` returned FALSE: its `xp_stat` ends no request.
     empty: AtomicBool,
-    /// It was not, since a thread forks: what has come is looked at later.
+    /// So it did since a thread forks: what has come is looked at later.
     left_alone: AtomicBool,
     /// The program could not be asked in its own protocol any more.
     broken: AtomicBool,
@@ -579,10 +579,10 @@ impl Transport {
                 unsafe { self.keep_verifier() };
             }
         }
-        let put_off = request.put_off.take().filter(|it| it.unanswered.is_some() && state.deferred.is_none());
         if state.deferred.is_some() {
             threads::put_off();
         }
+        let put_off = request.put_off.take().filter(|it| it.unanswered.is_some() && state.deferred.is_none());
         let returns = put_off.is_some();
         if let Some(put_off) = put_off {
             state.deferred = put_off.unanswered;

@@ -1,19 +1,23 @@
 #!/bin/bash
 # late.sh: requests that a server puts off and answers later, beside its loop, and routines that take their time with a long call
-# (c-tests/late.c); as it is, and under valgrind.
+# (c-tests/late.c); as it is, and under valgrind. And forks in the midst of a routine (c-tests/handler.c).
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 . "$here/lib.sh"
 cd "$scratch" || exit 1
 build=$(dirname "$LIBRPCRDMA")
 export RPCRDMA_BY_REFERENCE=yes RPCRDMA_MAX_REPLY=268435456
 
-cc -g -O1 -pthread -Wall -Wextra -Werror -Wno-cast-function-type -o late "$top/c-tests/late.c" \
-    -I"$top/include" $(pkg-config --cflags libtirpc) \
-    -L"$build" -Wl,-rpath,"$build" -lrpcrdma $(pkg-config --libs libtirpc) 2>cc.log ||
-    { FAIL "late.c compiles" cc.log; closing; }
+for program in late handler; do
+    cc -g -O1 -pthread -Wall -Wextra -Werror -Wno-cast-function-type -o $program "$top/c-tests/$program.c" \
+        -I"$top/include" $(pkg-config --cflags libtirpc) \
+        -L"$build" -Wl,-rpath,"$build" -lrpcrdma $(pkg-config --libs libtirpc) 2>cc.log ||
+        { FAIL "$program.c compiles" cc.log; closing; }
+done
+report tcp ./handler tcp
 report plain ./late
 report iwarp env RPCRDMA_PROVIDER=iwarp RPCRDMA_POLL=0 ./late pulled
 for provider in local iwarp; do
+    report "$provider" env RPCRDMA_PROVIDER=$provider ./handler
     for way in shared beside 'beside children'; do
         # shellcheck disable=SC2086
         report "$provider" env RPCRDMA_PROVIDER=$provider ./late $way

@@ -1,0 +1,87 @@
+/* The handler of a signal forks, as a daemon's may, in the midst of a routine that uses the heap: with one thread that is allowed,
+ * and nothing that the library does at a fork may use the heap too. NETID: "rdma", or "tcp" without the library. */
+#define _GNU_SOURCE
+#include <err.h>
+#include <netconfig.h>
+#include <netinet/in.h>
+#include <rpc/rpc.h>
+#include <signal.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/prctl.h>
+#include <sys/time.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#define REQUIRE(so)                                       \
+    do {                                                  \
+        if (!(so))                                        \
+            errx(1, "handler: line %d: " #so, __LINE__);  \
+    } while (0)
+
+enum { PROG = 0x20004C91, VERS = 1, USE_HEAP = 1, FORKS = 2000 };
+
+static bool_t xdr_nothing(XDR *xdr, ...)
+{
+    (void)xdr;
+    return TRUE;
+}
+
+static volatile sig_atomic_t forks;
+
+static void forks_once(int number)
+{
+    (void)number;
+    if (forks++ >= FORKS)
+        return;
+    pid_t child = fork();
+    if (child == 0)
+        _exit(0);
+    if (child < 0 || waitpid(child, NULL, 0) != child)
+        abort();
+}
+
+static void serve(struct svc_req *request, SVCXPRT *xprt)
+{
+    if (request->rq_proc == USE_HEAP) {
+        struct itimerval often = {{0, 500}, {0, 500}}, never = {{0, 0}, {0, 0}};
+        signal(SIGALRM, forks_once);
+        REQUIRE(setitimer(ITIMER_REAL, &often, NULL) == 0);
+        static void *volatile blocks[32];
+        for (size_t round = 0; forks < FORKS; round++) {
+            free(blocks[round % 32]);
+            blocks[round % 32] = malloc(16 + round * 40 % 1000);
+        }
+        REQUIRE(setitimer(ITIMER_REAL, &never, NULL) == 0);
+    }
+    REQUIRE(svc_sendreply(xprt, xdr_nothing, NULL));
+}
+
+int main(int argc, char **argv)
+{
+    struct netconfig *netconfig = getnetconfigent(argc > 1 ? argv[1] : "rdma");
+    struct sockaddr_in any = {.sin_family = AF_INET, .sin_addr.s_addr = htonl(INADDR_LOOPBACK)};
+    struct t_bind bind = {{sizeof any, sizeof any, &any}, 8};
+    REQUIRE(netconfig != NULL);
+    SVCXPRT *listener = svc_tli_create(RPC_ANYFD, netconfig, &bind, 0, 0);
+    REQUIRE(listener != NULL && svc_reg(listener, PROG, VERS, serve, NULL));
+    struct sockaddr_in address;
+    memcpy(&address, listener->xp_ltaddr.buf, sizeof address);
+    pid_t server = fork();
+    if (server == 0) {
+        prctl(PR_SET_PDEATHSIG, SIGKILL);
+        svc_run();
+        _exit(0);
+    }
+    struct netbuf to = {sizeof address, sizeof address, &address};
+    CLIENT *client = clnt_tli_create(RPC_ANYFD, netconfig, &to, PROG, VERS, 0, 0);
+    REQUIRE(server > 0 && client != NULL);
+    struct timeval patient = {120, 0};
+    REQUIRE(clnt_call(client, USE_HEAP, xdr_nothing, NULL, xdr_nothing, NULL, patient) == RPC_SUCCESS);
+    REQUIRE(clnt_call(client, NULLPROC, xdr_nothing, NULL, xdr_nothing, NULL, patient) == RPC_SUCCESS);
+    clnt_destroy(client);
+    REQUIRE(kill(server, SIGKILL) == 0 && waitpid(server, NULL, 0) == server);
+    puts("ok    the handler of a signal may fork in the midst of malloc");
+    return 0;
+}

@@ -31,7 +31,8 @@
 enum { PROG = 0x20004C53, UNSEEN, OTHERWISE };
 /* Procedures. Those behind the first have that one answered: in their own routine, by a thread that it waits for, or by one
  * that begins when the loop sleeps. */
-enum { PUT_OFF = 1, IN_ROUTINE, BY_THREAD, BESIDE_LOOP, GATE, TAKE, KEEP, PARK, BACK, LATER, FORK, REPLACE, BUSY, CHILD, BY_CHILD };
+enum { PUT_OFF = 1, IN_ROUTINE, BY_THREAD, BESIDE_LOOP, GATE, TAKE, KEEP, PARK, BACK, LATER, FORK, REPLACE, BUSY, CHILD, BY_CHILD,
+       HOLD, LET_GO };
 enum { SHORT = 100000, LONG = 200 << 20 };
 
 #define REQUIRE(what) ((what) ? (void)0 : errx(1, "line %d: %s", __LINE__, #what))
@@ -316,6 +317,13 @@ static void serve(struct svc_req *request, SVCXPRT *xprt)
     case CHILD:
         leave_to_child(xprt);
         return;
+    case HOLD:
+        waiting = xprt;
+        REQUIRE(sem_post(&is_put_off) == 0);
+        return;
+    case LET_GO:
+        leave_to_thread(&by_child, waiting);
+        break;
     case BY_CHILD:
         leave_to_thread(&by_child, xprt);
         return;
@@ -494,9 +502,17 @@ static void *keeps_it_busy(void *unused)
     return unused;
 }
 
+static void *is_held(void *unused)
+{
+    REQUIRE(ask_number(first, PROG, HOLD) == CHILD);
+    return unused;
+}
+
+/* One request waits while children answer more than are kept for an answer. */
 static void children(void)
 {
-    pthread_t threads[ASKING], worker;
+    pthread_t threads[ASKING], worker, held;
+    REQUIRE(pthread_create(&held, NULL, is_held, NULL) == 0 && sem_wait(&is_put_off) == 0);
     for (int i = 0; i < ANSWERING; i++)
         REQUIRE(pthread_create(&worker, NULL, answers_on, &at_once) == 0);
     for (int i = 0; i < ASKING; i++)
@@ -507,6 +523,7 @@ static void children(void)
     is_over = 1;
     for (int i = 0; i < ASKING; i++)
         REQUIRE(pthread_join(threads[i], NULL) == 0);
+    REQUIRE(ask(first, LET_GO) == RPC_SUCCESS && pthread_join(held, NULL) == 0);
     printf("ok    a child answers while other threads answer requests of the same connection\n");
 }
 
@@ -547,6 +564,25 @@ static void otherwise(SVCXPRT *listener)
     REQUIRE(sem_wait(&is_put_off) == 0 && ask_number(first, OTHERWISE, NULLPROC) == OTHERWISE);
     REQUIRE(ask_number(second, OTHERWISE, NULLPROC) == OTHERWISE);
     printf("ok    the routine that was registered last is called beside a request that was put off\n");
+}
+
+/* More are put off than are kept for an answer, here of calls that nobody waits for: the oldest gets none, and no other one gets its. */
+static void passed_over(void)
+{
+    pthread_t thread;
+    SVCXPRT *oldest = NULL;
+    rpcprog_t program = PROG;
+    REQUIRE(clnt_control(first, CLSET_PROG, (char *)&program));
+    for (int i = 0; i < 70; i++) {
+        clnt_call(first, LATER, (xdrproc_t)xdr_nothing, NULL, NULL, NULL, now);
+        REQUIRE(sem_wait(&is_put_off) == 0);
+        if (i == 1)
+            oldest = waiting;
+    }
+    REQUIRE(pthread_create(&thread, NULL, is_put_off_until_fork, NULL) == 0 && sem_wait(&is_put_off) == 0);
+    REQUIRE(!svc_sendreply(oldest, (xdrproc_t)xdr_u_int, (char *)&(u_int){OTHERWISE}));
+    REQUIRE(svc_sendreply(waiting, (xdrproc_t)xdr_u_int, (char *)&(u_int){1}) && pthread_join(thread, NULL) == 0);
+    printf("ok    a request that waited too long for its answer gets none, and no other one gets it\n");
 }
 
 static bool_t connection_has_ended(void)
@@ -624,7 +660,7 @@ int main(int argc, char **argv)
         if (argc > 2)
             children();
         else
-            forks(), unseen(listener), otherwise(listener), ended(), replaced();
+            forks(), passed_over(), unseen(listener), otherwise(listener), ended(), replaced();
         clnt_destroy(first), clnt_destroy(second);
         svc_exit();
         REQUIRE(pthread_join(loop, NULL) == 0);

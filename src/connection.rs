@@ -625,6 +625,11 @@ impl Connection {
         self.responder.keep_deferred(late);
     }
 
+    /// A forked process may answer requests too, and has `answered` some.
+    pub fn shares(&mut self, answered: impl Fn(RequestId) -> bool) {
+        self.responder.shares(answered);
+    }
+
     /// The request gets no reply: its Receive is free again.
     pub fn discard(&mut self, id: RequestId) {
         self.responder.discard(id, &mut self.common);

@@ -2,7 +2,7 @@
 //!
 //! Owns the fork generation, the cached process id, the locks of the process ([`Lock`]): a forked child never waits for
 //! one that another thread of its parent has; those of a connection while a thread forks whose child may reply ([`lock`]);
-//! and what a process shares with its children ([`SharedWords`]).
+//! and what a process shares with its children ([`SharedWords`], [`Answered`]).
 //!
 //! # Invariants
 //! - [`SharedWords`] are only a lock and atomic words: no pointer, no state that a process could leave torn.
@@ -21,9 +21,11 @@ use rustix::process::{Pid, WaitId, WaitIdOptions, test_kill_process, waitid};
 use crate::ffi::guard;
 use crate::stats;
 
+mod answered;
 mod connection;
 mod shared;
 
+pub use answered::Answered;
 pub use connection::{begins, ends, enter, is_still_under_way, is_under_way, leave, lock};
 pub use shared::SharedWords;
 

@@ -42,6 +42,13 @@ const READS_TRY: u32 = 64 << 10;
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct RequestId(u64);
 
+impl RequestId {
+    /// Counted from the first request of the connection.
+    pub fn number(self) -> u64 {
+        self.0
+    }
+}
+
 /// A request for the upper layer.
 pub struct Request {
     /// For `reply` or `discard`.
@@ -516,6 +523,13 @@ impl Responder {
     /// So many deferred requests can be answered, whatever is handed up meanwhile.
     pub(super) fn keep_deferred(&mut self, late: usize) {
         self.late = late;
+    }
+
+    /// Another process may answer requests too: those that it has answered are not kept, and no reply invalidates a handle, since the
+    /// order of the replies is not known.
+    pub(super) fn shares(&mut self, answered: impl Fn(RequestId) -> bool) {
+        self.deferred.retain(|id, _| !answered(*id));
+        self.answered = RequestId(u64::MAX);
     }
 
     /// The request gets no reply: its Receive is free again.

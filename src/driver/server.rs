@@ -89,6 +89,8 @@ pub struct Server {
     pub(super) generation: u64,
     /// Calls back to the client, and who waits for them.
     pub(super) session: Session,
+    /// What forked children have answered.
+    answered: Arc<fork::Answered>,
     /// Requests handed up.
     pub(super) received: u64,
     /// When it was last counted among those that serve.
@@ -187,8 +189,23 @@ impl Server {
             backlog: Backlog::default(),
             generation: fork::generation(),
             session: Session::new(config.poll),
+            answered: Arc::default(),
             received: 0,
             counted: 0,
+        }
+    }
+
+    /// What children have answered of its requests, by their numbers.
+    pub fn answered(&self) -> Arc<fork::Answered> {
+        self.answered.clone()
+    }
+
+    /// Before a request is answered, or kept for an answer: what children do is heeded.
+    fn heed_children(&mut self) {
+        if let Phase::Open(link) = &mut self.phase
+            && self.answered.is_shared()
+        {
+            link.engine.shares(|id| self.answered.has(id.number()));
         }
     }
 
@@ -765,7 +782,8 @@ impl Callee for Shared {
     }
 
     fn reply(&self, id: RequestId, message: Message) -> Result<(), Error> {
-        let server = locked(self);
+        let mut server = locked(self);
+        server.heed_children();
         let (fd, forked, home, own) = (server.fd, server.forked(), server.home, server.id);
         let wait = || match forked {
             true => Wait::CHILD,
@@ -773,6 +791,9 @@ impl Callee for Shared {
             false => Wait::SHORT,
         };
         let (mut server, sent) = session::reply(&self, server, (fd, id), message, wait, forked);
+        if forked && sent.is_ok() {
+            server.answered.note(id.number());
+        }
         server.note();
         sent
     }
@@ -795,6 +816,7 @@ impl Callee for Shared {
 
     fn defer(&self, id: RequestId) {
         let mut server = locked(self);
+        server.heed_children();
         if let Phase::Open(link) = &mut server.phase {
             link.engine.defer(id);
             link.flush();

@@ -124,7 +124,7 @@ static EXIT: AtomicBool = AtomicBool::new(false);
 /// Destroyed while the loop may have it in hand, in libtirpc's `svc_getreq_common`.
 static BURIED: fork::Lock<Vec<Arc<Transport>>> = fork::Lock::new();
 
-/// A connection that was accepted and may be there yet, with its [`Transport::number`].
+/// Transports of connections that were accepted, and of their requests, which may be there yet; with their [`Transport::number`].
 type Accepted = (usize, Weak<Transport>);
 static ACCEPTED: fork::Lock<Vec<Accepted>> = fork::Lock::new();
 
@@ -147,7 +147,7 @@ fn served() -> Option<Arc<Transport>> {
     per_thread::get(&SERVED).or_else(in_loop)
 }
 
-/// A connection was accepted, whose requests may be left to a forked child.
+/// A transport was made of a connection that was accepted, or of a request of it: its requests may be left to a forked child.
 pub fn accepted(connection: &Arc<Transport>) {
     static WATCHED: AtomicBool = AtomicBool::new(false);
     if !WATCHED.swap(true, Relaxed) {
@@ -177,28 +177,41 @@ unsafe extern "C" fn before_fork() {
         if !fork::enter() || ffi::is_guard_inside_another() {
             return Ok(());
         }
-        if let Some(connection) = served() {
-            let await_locks = || _ = connection.is_free_until(Instant::now() + PATIENCE);
-            fork::begins(|mark| mark(connection.number()), await_locks);
-        } else if PUT_OFF.load(Relaxed) || PROGRAM.is_dispatching() {
-            // Any may have a request that the thread was given.
-            let all = |look: &mut dyn FnMut(&Accepted)| ACCEPTED.lock().iter().for_each(look);
-            let are_free = || {
-                let mut are_free = true;
-                all(&mut |(_, connection)| {
-                    let is_free = |it: Arc<Transport>| it.is_free_until(Instant::now());
-                    are_free &= connection.upgrade().is_none_or(is_free);
-                });
-                are_free
-            };
-            let await_locks = || {
-                let until = Instant::now() + PATIENCE;
-                while !are_free() && Instant::now() < until {
-                    std::thread::yield_now();
-                }
-            };
-            fork::begins(|mark| all(&mut |(number, _)| mark(*number)), await_locks);
+        let own = served().map(|connection| connection.number());
+        // Others may have requests that the thread was given.
+        let others = PUT_OFF.load(Relaxed) || PROGRAM.is_dispatching();
+        if own.is_none() && !others {
+            return Ok(());
         }
+        let concerned = |look: &mut dyn FnMut(&Transport)| {
+            for (number, transport) in &*ACCEPTED.lock() {
+                let is_own = own == Some(*number);
+                if (is_own || others)
+                    && let Some(transport) = transport.upgrade()
+                    && (is_own || transport.has_unanswered())
+                {
+                    look(&transport);
+                }
+            }
+        };
+        let await_locks = || {
+            let until = Instant::now() + PATIENCE;
+            loop {
+                let mut are_free = true;
+                concerned(&mut |transport| are_free &= transport.is_free_until(Instant::now()));
+                if are_free || Instant::now() >= until {
+                    break;
+                }
+                std::thread::yield_now();
+            }
+        };
+        let concerns = |mark: &mut dyn FnMut(usize)| {
+            concerned(&mut |transport| {
+                transport.share();
+                mark(transport.number());
+            });
+        };
+        fork::begins(concerns, await_locks);
         Ok(())
     });
 }

@@ -81,6 +81,8 @@ pub struct Transport {
     parts: Mutex<Parts>,
     /// Some of [`Parts::late`] have been answered.
     answered_late: AtomicBool,
+    /// What forked children have answered of the connection.
+    answered: Arc<fork::Answered>,
     /// How many requests threads have, or are to have.
     handed_out: AtomicUsize,
     /// Of the process that made it.
@@ -284,6 +286,23 @@ impl Transport {
             && self.whole.as_ref().and_then(Weak::upgrade).is_none_or(|whole| whole.is_free_until(until))
     }
 
+    /// Whether it has a request that may be answered yet.
+    pub fn has_unanswered(&self) -> bool {
+        let state = lock_until(&self.state, Instant::now());
+        state.is_none_or(|mut state| !state.open.is_empty() || self.put_off(&mut state).is_some())
+    }
+
+    /// Its request that may be answered though the routine has returned: not if a child has done so.
+    fn put_off(&self, state: &mut State) -> Option<RequestId> {
+        state.deferred.take_if(|request| self.answered.has(request.id.number()));
+        state.deferred.as_ref().map(|request| request.id)
+    }
+
+    /// A child of the calling thread may answer its requests.
+    pub fn share(&self) {
+        self.answered.share();
+    }
+
     /// The place of its next request among those that wait for threads.
     pub fn next_place(&self, now: u64) -> Place {
         let place = Place::next(now, self.turn.load(Relaxed));
@@ -371,6 +390,7 @@ impl Transport {
             xp_p3: null_mut(),
             xp_type: 3,
         };
+        let answered = server.as_ref().map(|server| driver::locked(server).answered()).unwrap_or_default();
         Arc::new_cyclic(|this: &Weak<Transport>| {
             // The first member, and the two beside it: addresses of the transport, which does not move.
             let own = this.as_ptr().cast_mut();
@@ -387,6 +407,7 @@ impl Transport {
                 whole,
                 parts: Mutex::default(),
                 answered_late: AtomicBool::new(false),
+                answered,
                 handed_out: AtomicUsize::new(0),
                 generation: fork::generation(),
                 turn: AtomicU64::new(0),

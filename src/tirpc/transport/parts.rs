@@ -22,6 +22,8 @@ pub(super) struct Parts {
     idle: Vec<Arc<Transport>>,
     /// Whose routines have returned without a reply, by their requests: they may reply later, or have done so.
     late: BTreeMap<RequestId, Arc<Transport>>,
+    /// Those that had waited longest when there were too many, the oldest first. The program may reply yet, in vain.
+    passed_over: VecDeque<Arc<Transport>>,
     /// Requests with RPCSEC_GSS, which libtirpc serves on the transport of the connection: one at a time.
     in_order: VecDeque<Request>,
     /// A thread serves them.
@@ -31,7 +33,8 @@ pub(super) struct Parts {
 /// Those of a connection that has ended.
 impl Drop for Parts {
     fn drop(&mut self) {
-        outlive(std::mem::take(&mut self.late).into_values());
+        let late = std::mem::take(&mut self.late).into_values();
+        outlive(late.chain(std::mem::take(&mut self.passed_over)));
     }
 }
 
@@ -52,16 +55,12 @@ impl Transport {
         let address = (own.xp_raddr, own.xp_addrlen);
         let (responder, server) = (self.responder.clone(), self.server.clone());
         let ops = if server.is_some() { &OPS } else { &CALLBACK };
-        Transport::with(
-            Some(self.this.clone()),
-            responder,
-            server,
-            (self.fd, ops),
-            netid,
-            local,
-            remote,
-            address,
-        )
+        let whole = Some(self.this.clone());
+        let part = Transport::with(whole, responder, server, (self.fd, ops), netid, local, remote, address);
+        if part.server.is_some() {
+            threads::accepted(&part);
+        }
+        part
     }
 
     /// Its routine has returned.
@@ -69,9 +68,9 @@ impl Transport {
         if self.is_lost() {
             return;
         }
-        let unanswered = |part: &Transport| part.state_beside().deferred.as_ref().map(|request| request.id);
+        let unanswered = |part: &Transport| part.put_off(&mut part.state_beside());
         let mut parts = self.parts();
-        let Parts { idle, late, .. } = &mut *parts;
+        let Parts { idle, late, passed_over, .. } = &mut *parts;
         match unanswered(&part) {
             Some(id) => late.insert(id, part),
             None => return idle.push(part),
@@ -80,7 +79,7 @@ impl Transport {
         if late.len() <= driver::LATE {
             return;
         }
-        if self.answered_late.swap(false, Relaxed) {
+        if self.answered_late.swap(false, Relaxed) || self.answered.is_shared() {
             late.retain(|_, part| {
                 let waits = unanswered(part).is_some();
                 if !waits {
@@ -89,12 +88,17 @@ impl Transport {
                 waits
             });
         }
-        // The oldest, as the connection has it.
+        // The oldest, as the connection has it; not at once for another request, which its reply would answer.
         if late.len() > driver::LATE
             && let Some((oldest, part)) = late.pop_first()
         {
-            part.state_beside().deferred = None;
-            idle.push(part);
+            passed_over.push_back(part);
+            if passed_over.len() > driver::LATE
+                && let Some(part) = passed_over.pop_front()
+            {
+                part.state_beside().deferred = None;
+                idle.push(part);
+            }
             drop(parts);
             self.state().deferred.take_if(|request| request.id < oldest);
         }

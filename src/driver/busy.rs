@@ -240,7 +240,7 @@ pub fn are_untold() -> bool {
 
 /// All of them rest. `failed`: nothing has come in the time. Those that have something already are `taken`, or stay.
 pub fn rest(failed: bool, mut taken: impl FnMut(RawFd) -> bool) {
-    let list = {
+    let mut list = {
         let mut busy = lock();
         if failed && let Some(spin) = &mut busy.spin {
             spin.failed();
@@ -250,7 +250,7 @@ pub fn rest(failed: bool, mut taken: impl FnMut(RawFd) -> bool) {
         busy.count();
         list
     };
-    for (fd, weak) in list {
+    for (fd, weak) in list.drain(..) {
         if let Some(server) = weak.upgrade()
             && !rests(&server, fd)
         {
@@ -260,6 +260,11 @@ pub fn rest(failed: bool, mut taken: impl FnMut(RawFd) -> bool) {
             note(if goes { found } else { list }, (fd, weak));
             busy.count();
         }
+    }
+    let mut busy = lock();
+    if busy.list.capacity() == 0 {
+        // Its memory serves the next time too.
+        busy.list = list;
     }
 }
 

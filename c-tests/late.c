@@ -570,17 +570,19 @@ static void otherwise(SVCXPRT *listener)
 static void passed_over(void)
 {
     pthread_t thread;
-    SVCXPRT *oldest = NULL;
+    /* That of the connection, and one that is the request's own. */
+    SVCXPRT *oldest[2];
     rpcprog_t program = PROG;
     REQUIRE(clnt_control(first, CLSET_PROG, (char *)&program));
     for (int i = 0; i < 70; i++) {
         clnt_call(first, LATER, (xdrproc_t)xdr_nothing, NULL, NULL, NULL, now);
         REQUIRE(sem_wait(&is_put_off) == 0);
-        if (i == 1)
-            oldest = waiting;
+        if (i < 2)
+            oldest[i] = waiting;
     }
     REQUIRE(pthread_create(&thread, NULL, is_put_off_until_fork, NULL) == 0 && sem_wait(&is_put_off) == 0);
-    REQUIRE(!svc_sendreply(oldest, (xdrproc_t)xdr_u_int, (char *)&(u_int){OTHERWISE}));
+    for (int i = 0; i < 2; i++)
+        REQUIRE(!svc_sendreply(oldest[i], (xdrproc_t)xdr_u_int, (char *)&(u_int){OTHERWISE}));
     REQUIRE(svc_sendreply(waiting, (xdrproc_t)xdr_u_int, (char *)&(u_int){1}) && pthread_join(thread, NULL) == 0);
     printf("ok    a request that waited too long for its answer gets none, and no other one gets it\n");
 }

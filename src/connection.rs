@@ -69,7 +69,7 @@ use common::{Common, VersionOne};
 use life::Life;
 use requester::Requester;
 use responder::Responder;
-pub use responder::{Request, RequestId};
+pub use responder::{Fate, Request, RequestId};
 use window::Window;
 
 /// Which end of the connection we are.
@@ -625,9 +625,29 @@ impl Connection {
         self.responder.keep_deferred(late);
     }
 
-    /// A forked process may answer requests too, and has `answered` some.
-    pub fn shares(&mut self, answered: impl Fn(RequestId) -> bool) {
-        self.responder.shares(answered);
+    /// A forked process may answer requests too.
+    pub fn shares(&mut self) {
+        self.responder.shares();
+    }
+
+    /// It has answered this one.
+    pub fn answered_elsewhere(&mut self, id: RequestId) {
+        self.responder.answered_elsewhere(id);
+    }
+
+    /// What has become of a request that was deferred.
+    pub fn fate(&self, id: RequestId) -> Fate {
+        self.responder.fate(id)
+    }
+
+    /// Requests that were deferred and can be answered.
+    pub fn deferred(&self) -> impl Iterator<Item = RequestId> {
+        self.responder.deferred()
+    }
+
+    /// Whether a request was handed up and neither answered nor deferred.
+    pub fn has_handed(&self) -> bool {
+        self.responder.has_handed()
     }
 
     /// The request gets no reply: its Receive is free again.

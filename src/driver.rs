@@ -31,7 +31,7 @@ use once_cell::race::OnceBox;
 
 use crate::config::Config;
 use crate::connection::characteristics::Wish;
-use crate::connection::{Connection, Expect, RPC_HEADER_MAX, RequestId};
+use crate::connection::{Connection, Expect, Fate, RPC_HEADER_MAX, RequestId};
 use crate::error::Error;
 use crate::memory::{Buf, Loan, Memory, Message, Payload, Sink};
 use crate::provider::Traits;
@@ -293,8 +293,12 @@ pub trait Callee: Send + Sync {
     /// A reply cannot be made: the connection is closed, since nothing else tells the peer.
     fn lose(&self, error: Error);
 
-    /// The request has no reply yet: see [`Connection::defer`].
-    fn defer(&self, id: RequestId);
+    /// The request has no reply yet: see [`Connection::defer`]. `to_child`: its routine has forked, and has most likely left it to
+    /// the child.
+    fn defer(&self, id: RequestId, to_child: bool);
+
+    /// What has become of a request that was deferred.
+    fn fate(&self, id: RequestId) -> Fate;
 
     /// The request gets no reply.
     fn discard(&self, id: RequestId);

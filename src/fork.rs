@@ -118,6 +118,7 @@ unsafe extern "C" fn count_fork() {
 unsafe extern "C" fn after_fork() {
     guard(|| {
         GENERATION.fetch_add(1, Relaxed);
+        answered::forked();
         connection::forked();
         // What was taken since the handlers before it belongs to the parent.
         FORKS.fetch_add(1, SeqCst);

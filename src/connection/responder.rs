@@ -47,6 +47,22 @@ impl RequestId {
     pub fn number(self) -> u64 {
         self.0
     }
+
+    /// The request with this number.
+    pub fn of(number: u64) -> RequestId {
+        RequestId(number)
+    }
+}
+
+/// What has become of a request that was deferred.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Fate {
+    /// It can be answered.
+    Waits,
+    /// It was answered.
+    Answered,
+    /// Too many were deferred after it. Or it was answered: that is not known.
+    PassedOver,
 }
 
 /// A request for the upper layer.
@@ -75,6 +91,10 @@ pub(super) struct Responder {
     /// The latest that were deferred: one, until the next one is handed up, or `late` of them.
     deferred: BTreeMap<RequestId, Chunks>,
     late: usize,
+    /// The latest of those that had waited longest when there were more.
+    passed_over: Option<RequestId>,
+    /// Another process may answer them too.
+    shared: bool,
     /// The latest that was answered: what came before it the requester may take for done.
     answered: RequestId,
     /// Bytes of Calls in `queue` that were asked for.
@@ -237,6 +257,8 @@ impl Responder {
             handed: Handed::default(),
             deferred: BTreeMap::new(),
             late: 0,
+            passed_over: None,
+            shared: false,
             answered: RequestId(0),
             staged: 0,
             reads: VecDeque::new(),
@@ -295,7 +317,10 @@ impl Responder {
                 piece.reach(PassStage::Dispatched);
             }
         }
-        if self.late == 0 && !self.deferred.is_empty() {
+        if self.late == 0
+            && let Some((latest, _)) = self.deferred.pop_last()
+        {
+            self.passed_over = Some(latest);
             self.deferred.clear();
         }
         self.handed.push(id, chunks);
@@ -386,7 +411,7 @@ impl Responder {
     fn begin_answer(&mut self, id: RequestId, common: &mut Common) -> bool {
         // The reply to a later call may have been taken for the end of this one, if it is a one-way call in the requester's
         // eyes: it has invalidated the handle itself then, and RFC 5040 §5.3 lets a second time end the connection.
-        let in_order = self.answered <= id;
+        let in_order = self.answered <= id && !self.shared;
         self.answered = self.answered.max(id);
         // Before the reply, which gives the credit back.
         self.replenish(common);
@@ -453,7 +478,7 @@ impl Responder {
         // The Call's own Receive.
         let Some(receive) = common.next_receive(1) else { return Answered::Not(message) };
         self.handed.0.clear();
-        let in_order = self.answered <= id;
+        let in_order = self.answered <= id && !self.shared;
         self.answered = self.answered.max(id);
         common.characteristics.posted();
         let gather = common.gather_plain((v1::VERSION, xid), Direction::Reply, reply, message);
@@ -513,8 +538,10 @@ impl Responder {
     pub(super) fn defer(&mut self, id: RequestId, common: &mut Common) {
         if let Some(chunks) = self.handed.take(id) {
             self.deferred.insert(id, chunks);
-            if self.deferred.len() > self.late.max(1) {
-                self.deferred.pop_first();
+            if self.deferred.len() > self.late.max(1)
+                && let Some((oldest, _)) = self.deferred.pop_first()
+            {
+                self.passed_over = Some(oldest);
             }
         }
         self.replenish(common);
@@ -525,11 +552,38 @@ impl Responder {
         self.late = late;
     }
 
-    /// Another process may answer requests too: those that it has answered are not kept, and no reply invalidates a handle, since the
-    /// order of the replies is not known.
-    pub(super) fn shares(&mut self, answered: impl Fn(RequestId) -> bool) {
-        self.deferred.retain(|id, _| !answered(*id));
-        self.answered = RequestId(u64::MAX);
+    /// Another process may answer requests too: no reply invalidates a handle, since the order of the replies is not known.
+    pub(super) fn shares(&mut self) {
+        self.shared = true;
+    }
+
+    /// It has answered this one.
+    pub(super) fn answered_elsewhere(&mut self, id: RequestId) {
+        if self.deferred.remove(&id).is_none() {
+            // Its credit goes back with what comes next.
+            self.handed.take(id);
+        }
+    }
+
+    /// What has become of a request that was deferred.
+    pub(super) fn fate(&self, id: RequestId) -> Fate {
+        if self.deferred.contains_key(&id) || self.handed.find(id).is_some() {
+            Fate::Waits
+        } else if Some(id) <= self.passed_over {
+            Fate::PassedOver
+        } else {
+            Fate::Answered
+        }
+    }
+
+    /// Those that were deferred and can be answered.
+    pub(super) fn deferred(&self) -> impl Iterator<Item = RequestId> {
+        self.deferred.keys().copied()
+    }
+
+    /// Whether one was handed up and neither answered nor deferred.
+    pub(super) fn has_handed(&self) -> bool {
+        self.handed.len() > 0
     }
 
     /// The request gets no reply: its Receive is free again.

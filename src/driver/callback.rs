@@ -15,7 +15,7 @@ use std::sync::Arc;
 use crate::sync::{MutexGuard, is_poisoned};
 use std::time::{Duration, Instant};
 
-use crate::connection::{Request, RequestId};
+use crate::connection::{Fate, Request, RequestId};
 use crate::error::{Error, Kind};
 use crate::memory::{Buf, Loan, Message};
 use crate::stats::{self, Counter};
@@ -409,11 +409,15 @@ impl Callee for Client {
         state.settle();
     }
 
-    fn defer(&self, id: RequestId) {
+    fn defer(&self, id: RequestId, _to_child: bool) {
         let mut state = self.lock();
         state.link.engine.defer(id);
         state.link.flush();
         state.settle();
+    }
+
+    fn fate(&self, id: RequestId) -> Fate {
+        self.lock().link.engine.fate(id)
     }
 
     fn discard(&self, id: RequestId) {

@@ -648,7 +648,7 @@ struct Defers(std::sync::Weak<Ends>, Mutex<Vec<Request>>);
 
 impl Serve for Defers {
     fn serve(&self, request: Request, _: Mask<'_>) {
-        self.0.upgrade().unwrap().client.defer(request.id);
+        self.0.upgrade().unwrap().client.defer(request.id, false);
         self.1.lock().unwrap().push(request);
     }
 }

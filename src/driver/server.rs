@@ -11,7 +11,7 @@ use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
 use std::time::{Duration, Instant};
 
 use crate::config::Config;
-use crate::connection::{Request, RequestId, Role};
+use crate::connection::{Fate, Request, RequestId, Role};
 use crate::error::{Error, Kind};
 use crate::memory::{Buf, Loan, Message};
 use crate::provider::{QueuePair, Traits};
@@ -91,6 +91,8 @@ pub struct Server {
     pub(super) session: Session,
     /// What forked children have answered.
     answered: Arc<fork::Answered>,
+    /// Requests that are deferred and most likely left to children.
+    left: Vec<RequestId>,
     /// Requests handed up.
     pub(super) received: u64,
     /// When it was last counted among those that serve.
@@ -190,6 +192,7 @@ impl Server {
             generation: fork::generation(),
             session: Session::new(config.poll),
             answered: Arc::default(),
+            left: Vec::new(),
             received: 0,
             counted: 0,
         }
@@ -204,9 +207,20 @@ impl Server {
     fn heed_children(&mut self) {
         if let Phase::Open(link) = &mut self.phase
             && self.answered.is_shared()
+            && self.generation == fork::generation()
         {
-            link.engine.shares(|id| self.answered.has(id.number()));
+            link.engine.shares();
+            self.answered.take(|number| link.engine.answered_elsewhere(RequestId::of(number)));
         }
+    }
+
+    /// Whether a child that a thread forks may answer a request: one that was deferred and was not left to another child, or `any`.
+    /// A fork is about to be made.
+    pub fn concerns_child(&self, any: bool) -> bool {
+        let Phase::Open(link) = &self.phase else { return false };
+        let is_left = |id: &RequestId| !any && self.left.contains(id);
+        let waits = |id: RequestId| !is_left(&id) && !self.answered.has(id.number());
+        any && link.engine.has_handed() || link.engine.deferred().any(waits)
     }
 
     /// As transport and callers share it: its long Calls are pulled in their turn.
@@ -814,14 +828,28 @@ impl Callee for Shared {
         }
     }
 
-    fn defer(&self, id: RequestId) {
+    fn defer(&self, id: RequestId, to_child: bool) {
         let mut server = locked(self);
         server.heed_children();
-        if let Phase::Open(link) = &mut server.phase {
+        let Server { phase, left, .. } = &mut *server;
+        if let Phase::Open(link) = phase {
             link.engine.defer(id);
+            if to_child {
+                left.retain(|id| link.engine.fate(*id) == Fate::Waits);
+                left.push(id);
+            }
             link.flush();
         }
         server.settle();
+    }
+
+    fn fate(&self, id: RequestId) -> Fate {
+        let mut server = locked(self);
+        server.heed_children();
+        match &server.phase {
+            Phase::Open(link) => link.engine.fate(id),
+            Phase::Starting(_) | Phase::Failed(_) => Fate::PassedOver,
+        }
     }
 
     fn discard(&self, id: RequestId) {

@@ -1,87 +1,179 @@
 //! What forked children have answered of the requests that they share with their parent.
+//!
+//! Children append to a log of each connection; the parent takes from it. The logs of all connections lie in one mapping, so that a
+//! fork copies one, however many there are.
 #![allow(unsafe_code)]
 
-use std::ptr::null_mut;
-use std::sync::atomic::Ordering::{AcqRel, Acquire, Relaxed};
+use std::ptr::{NonNull, null_mut};
+use std::sync::atomic::Ordering::{AcqRel, Acquire, Relaxed, Release};
 use std::sync::atomic::{AtomicPtr, AtomicU64};
 
-/// So many of the latest are known: more than a parent keeps for an answer.
-const MOST: usize = 512;
+/// Answers that a log has room for: more than a parent keeps requests, and it takes them whenever it keeps one.
+const ROOM: u64 = 127;
 
-/// Numbers of requests in anonymous MAP_SHARED memory, from the first fork on that concerns them. No heap, and no lock.
-#[derive(Default)]
-pub struct Answered {
-    /// NULL, or a mapping of so many words that lasts as long as this: 0, or one more than a request's number.
-    words: AtomicPtr<[AtomicU64; MOST]>,
+/// Connections that may have a log, in 1 KiB each; the pages of those that have none are not there.
+const LOGS: usize = 4096;
+
+/// A word is 0, or what one answer is told by: the connection's serial number above, and one more than the request's.
+const NUMBER_BITS: u32 = 40;
+const NUMBER: u64 = (1 << NUMBER_BITS) - 1;
+
+struct Log {
+    /// How many have been appended, or are just being.
+    end: AtomicU64,
+    words: [AtomicU64; ROOM as usize],
 }
 
-impl Answered {
-    /// The calling thread is about to fork a child that may answer. Without memory what that does stays unknown.
-    pub fn share(&self) {
-        if self.is_shared() {
-            return;
-        }
+/// Of this process: a child has one of its own for the connections that it accepts. Never unmapped.
+static LOGS_MAPPED: AtomicPtr<[Log; LOGS]> = AtomicPtr::new(null_mut());
+/// A bit for each log that a connection has.
+static TAKEN: [AtomicU64; LOGS / 64] = [const { AtomicU64::new(0) }; LOGS / 64];
+/// The latest connection that got one.
+static SERIAL: AtomicU64 = AtomicU64::new(0);
+
+fn mapped() -> Option<&'static [Log; LOGS]> {
+    // SAFETY: NULL, or a mapping of so many logs that lasts; zero bytes are empty ones.
+    let known = || unsafe { LOGS_MAPPED.load(Acquire).as_ref() };
+    if known().is_none() {
         // SAFETY: an anonymous mapping at an address of the kernel's choice touches no existing memory.
-        let words = unsafe {
+        let logs = unsafe {
             libc::mmap(
                 null_mut(),
-                size_of::<[AtomicU64; MOST]>(),
+                size_of::<[Log; LOGS]>(),
                 libc::PROT_READ | libc::PROT_WRITE,
-                libc::MAP_SHARED | libc::MAP_ANONYMOUS,
+                libc::MAP_SHARED | libc::MAP_ANONYMOUS | libc::MAP_NORESERVE,
                 -1,
                 0,
             )
         };
-        if words != libc::MAP_FAILED
-            && self.words.compare_exchange(null_mut(), words.cast(), AcqRel, Relaxed).is_err()
+        if logs != libc::MAP_FAILED
+            && LOGS_MAPPED.compare_exchange(null_mut(), logs.cast(), AcqRel, Relaxed).is_err()
         {
-            unmap(words.cast());
+            // SAFETY: the mapping made above, which nobody else knows.
+            unsafe { libc::munmap(logs, size_of::<[Log; LOGS]>()) };
+        }
+    }
+    known()
+}
+
+/// In a child: what it has of its parent's it goes on writing to.
+pub fn forked() {
+    LOGS_MAPPED.store(null_mut(), Relaxed);
+    TAKEN.iter().for_each(|taken| taken.store(0, Relaxed));
+}
+
+/// Requests of a connection that children have answered. No heap, and no lock.
+#[derive(Default)]
+pub struct Answered {
+    /// NULL before the first fork that concerns the connection, and where there was no room.
+    log: AtomicPtr<Log>,
+    serial: AtomicU64,
+    /// How many the parent has taken.
+    taken: AtomicU64,
+}
+
+impl Answered {
+    /// The calling thread, the only one that does so just now, is about to fork a child that may answer. Without memory for it what
+    /// that does stays unknown.
+    pub fn share(&self) {
+        if self.is_shared() {
+            return;
+        }
+        let Some(logs) = mapped() else { return };
+        let free = TAKEN.iter().enumerate().find_map(|(at, taken)| {
+            let next = |bits: u64| (bits != u64::MAX).then(|| bits | (bits + 1));
+            let before = taken.fetch_update(AcqRel, Relaxed, next).ok()?;
+            Some(at * 64 + before.trailing_ones() as usize)
+        });
+        if let Some(log) = free.and_then(|at| logs.get(at)) {
+            self.serial.store((SERIAL.fetch_add(1, Relaxed) + 1) << NUMBER_BITS, Relaxed);
+            self.taken.store(log.end.load(Relaxed), Relaxed);
+            self.log.store((&raw const *log).cast_mut(), Release);
         }
     }
 
     /// Whether a child may have answered something.
     #[inline]
     pub fn is_shared(&self) -> bool {
-        !self.words.load(Relaxed).is_null()
+        !self.log.load(Relaxed).is_null()
     }
 
-    fn word(&self, request: u64) -> Option<&AtomicU64> {
-        // SAFETY: NULL, or a mapping that lasts as long as `self`; zero bytes are words of 0.
-        let words = unsafe { self.words.load(Acquire).as_ref() }?;
-        words.get((request % MOST as u64) as usize)
+    fn log(&self) -> Option<&'static Log> {
+        // SAFETY: NULL, or in a mapping that lasts.
+        unsafe { self.log.load(Acquire).as_ref() }
     }
 
-    /// The request has its answer.
+    /// A child has answered the request.
     pub fn note(&self, request: u64) {
-        if let Some(word) = self.word(request) {
-            word.store(request + 1, Relaxed);
+        if let Some(log) = self.log() {
+            let at = log.end.fetch_add(1, Relaxed);
+            let word = self.serial.load(Relaxed) | (request + 1) & NUMBER;
+            log.words[(at % ROOM) as usize].store(word, Release);
         }
     }
 
-    /// Whether that was noted.
+    /// The request that a word tells of, if it is one of this connection's.
+    fn request(&self, word: u64) -> Option<u64> {
+        (word & !NUMBER == self.serial.load(Relaxed)).then_some(())?;
+        (word & NUMBER).checked_sub(1)
+    }
+
+    /// Whether that was noted, and not taken yet.
     pub fn has(&self, request: u64) -> bool {
-        self.word(request).is_some_and(|word| word.load(Relaxed) == request + 1)
+        self.log().is_some_and(|log| {
+            let end = log.end.load(Acquire);
+            let first = self.taken.load(Relaxed).max(end.saturating_sub(ROOM));
+            let word = |at: u64| log.words[(at % ROOM) as usize].load(Acquire);
+            (first..end).any(|at| self.request(word(at)) == Some(request))
+        })
+    }
+
+    /// What was noted, in the parent: each once. One thread at a time.
+    pub fn take(&self, mut request: impl FnMut(u64)) {
+        let Some(log) = self.log() else { return };
+        let end = log.end.load(Acquire);
+        let mut at = self.taken.load(Relaxed).max(end.saturating_sub(ROOM));
+        while at < end {
+            match log.words[(at % ROOM) as usize].swap(0, AcqRel) {
+                // About to be written, or never if that child has died.
+                0 if end - at < ROOM / 2 => break,
+                word => self.request(word).into_iter().for_each(&mut request),
+            }
+            at += 1;
+        }
+        self.taken.store(at, Relaxed);
+    }
+
+    /// The connection has ended: its log may be another one's.
+    pub fn end(&self) {
+        let log = self.log.swap(null_mut(), AcqRel);
+        let (Some(log), Some(first)) = (NonNull::new(log), NonNull::new(LOGS_MAPPED.load(Acquire))) else {
+            return;
+        };
+        // A parent's logs are not in this process's mapping.
+        let at = log.addr().get().wrapping_sub(first.addr().get()) / size_of::<Log>();
+        if let Some(taken) = TAKEN.get(at / 64) {
+            taken.fetch_and(!(1 << (at % 64)), Release);
+        }
     }
 }
 
 impl Drop for Answered {
     fn drop(&mut self) {
-        let words = *self.words.get_mut();
-        if !words.is_null() {
-            unmap(words);
-        }
+        self.end();
     }
-}
-
-fn unmap(words: *mut [AtomicU64; MOST]) {
-    // SAFETY: a mapping of ours of this length, which nobody else in this process knows any more.
-    unsafe { libc::munmap(words.cast(), size_of::<[AtomicU64; MOST]>()) };
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
     use crate::fork::testing::fork;
+
+    fn taken(answered: &Answered) -> Vec<u64> {
+        let mut all = Vec::new();
+        answered.take(|request| all.push(request));
+        all
+    }
 
     #[test]
     fn a_parent_knows_what_its_children_have_answered() {
@@ -90,16 +182,48 @@ mod tests {
         assert!(!answered.has(1) && !answered.is_shared());
         answered.share();
         assert!(!answered.has(0) && answered.is_shared());
-        assert!(
-            fork(|| {
-                answered.note(0);
-                answered.note(7);
-                answered.has(0)
-            })
-            .succeeded()
-        );
+        let answer = |all: &[u64]| {
+            assert!(
+                fork(|| {
+                    all.iter().for_each(|request| answered.note(*request));
+                    answered.has(all[0])
+                })
+                .succeeded()
+            );
+        };
+        answer(&[7, 0]);
         assert!(answered.has(0) && answered.has(7) && !answered.has(8));
-        answered.note(7 + MOST as u64);
-        assert!(!answered.has(7) && answered.has(7 + MOST as u64));
+        assert_eq!((taken(&answered), answered.has(7)), (vec![7, 0], false));
+        for round in 0..10 {
+            let all: Vec<u64> = (round * 100..round * 100 + 100).collect();
+            answer(&all);
+            assert_eq!(taken(&answered), all);
+        }
+        // A child that has died in the midst of it.
+        let log = answered.log().unwrap();
+        log.end.fetch_add(1, Relaxed);
+        answer(&[5]);
+        assert_eq!(taken(&answered), []);
+        let all: Vec<u64> = (0..ROOM / 2).collect();
+        answer(&all);
+        assert_eq!(taken(&answered).first(), Some(&5));
+    }
+
+    #[test]
+    fn nothing_of_the_connection_that_had_a_log_before_counts() {
+        let before = Answered::default();
+        before.share();
+        before.note(3);
+        let log = before.log().unwrap();
+        let after = Answered {
+            log: AtomicPtr::new(before.log.load(Relaxed)),
+            serial: AtomicU64::new(!before.serial.load(Relaxed) & !NUMBER),
+            taken: AtomicU64::new(log.end.load(Relaxed)),
+        };
+        before.note(4);
+        after.note(5);
+        before.note(6);
+        assert_eq!(taken(&after), [5]);
+        std::mem::forget(after);
     }
 }

@@ -12,14 +12,15 @@
 #![allow(unsafe_code)]
 
 use std::any::Any;
+use std::cell::Cell;
 use std::collections::VecDeque;
 use std::ffi::{CString, c_int, c_void};
 use std::io;
 use std::mem::MaybeUninit;
 use std::os::fd::RawFd;
-use std::ptr::null_mut;
+use std::ptr::{NonNull, null_mut};
+use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering::Relaxed, Ordering::SeqCst};
-use std::sync::{Arc, Weak};
 use std::time::{Duration, Instant};
 
 use crate::binding::Head;
@@ -124,18 +125,27 @@ static EXIT: AtomicBool = AtomicBool::new(false);
 /// Destroyed while the loop may have it in hand, in libtirpc's `svc_getreq_common`.
 static BURIED: fork::Lock<Vec<Arc<Transport>>> = fork::Lock::new();
 
-/// Transports of connections that were accepted, and of their requests, which may be there yet; with their [`Transport::number`].
-type Accepted = (usize, Weak<Transport>);
+/// The transport of a connection that was accepted, with its [`Transport::number`].
+struct Accepted(usize, NonNull<Transport>);
+
+// SAFETY: looked at with [`ACCEPTED`] taken only, and a transport leaves that before it is gone.
+unsafe impl Send for Accepted {}
+
 static ACCEPTED: fork::Lock<Vec<Accepted>> = fork::Lock::new();
 
 /// Routines of the program have returned without a reply.
 static PUT_OFF: AtomicBool = AtomicBool::new(false);
+
+/// Routines of the program have forked.
+static ROUTINES_FORK: AtomicBool = AtomicBool::new(false);
 
 thread_local! {
     /// What the loop has found: set in its thread.
     static FOUND: Owned<VecDeque<Job>> = const { Owned::new() };
     /// The connection whose request this thread serves.
     static SERVED: Owned<Arc<Transport>> = const { Owned::new() };
+    /// The latest routine that has begun in this thread has forked.
+    static HAS_FORKED: Cell<bool> = const { Cell::new(false) };
 }
 
 /// The connection whose request the calling thread serves, in a thread of ours or in the program's loop.
@@ -147,7 +157,7 @@ fn served() -> Option<Arc<Transport>> {
     per_thread::get(&SERVED).or_else(in_loop)
 }
 
-/// A transport was made of a connection that was accepted, or of a request of it: its requests may be left to a forked child.
+/// A transport was made of a connection that was accepted: its requests may be left to a forked child.
 pub fn accepted(connection: &Arc<Transport>) {
     static WATCHED: AtomicBool = AtomicBool::new(false);
     if !WATCHED.swap(true, Relaxed) {
@@ -155,12 +165,31 @@ pub fn accepted(connection: &Arc<Transport>) {
         unsafe { libc::pthread_atfork(Some(before_fork), Some(after_fork), Some(after_fork)) };
     }
     let mut known = ACCEPTED.lock();
-    if known.len() == known.capacity() {
-        known.retain(|(_, connection)| connection.strong_count() > 0);
-    }
+    // Without memory a child of its requests may find a lock taken.
     if known.try_reserve(1).is_ok() {
-        known.push((connection.number(), Arc::downgrade(connection)));
+        known.push(Accepted(connection.number(), NonNull::from(&**connection)));
     }
+}
+
+/// It is about to be freed.
+pub fn gone(connection: &Transport) {
+    let mut known = ACCEPTED.lock();
+    if let Some(at) = known.iter().position(|Accepted(_, other)| std::ptr::eq(other.as_ptr(), connection)) {
+        known.swap_remove(at);
+    }
+}
+
+/// A routine begins.
+#[inline]
+pub fn begins() {
+    if ROUTINES_FORK.load(Relaxed) {
+        HAS_FORKED.set(false);
+    }
+}
+
+/// Whether the routine has forked that the calling thread has begun last.
+pub fn has_forked() -> bool {
+    ROUTINES_FORK.load(Relaxed) && HAS_FORKED.get()
 }
 
 /// A routine has returned without a reply: any thread may fork a child that does reply.
@@ -178,19 +207,21 @@ unsafe extern "C" fn before_fork() {
             return Ok(());
         }
         let own = served().map(|connection| connection.number());
+        if own.is_some() {
+            ROUTINES_FORK.store(true, Relaxed);
+            HAS_FORKED.set(true);
+        }
         // Others may have requests that the thread was given.
         let others = PUT_OFF.load(Relaxed) || PROGRAM.is_dispatching();
         if own.is_none() && !others {
             return Ok(());
         }
         let concerned = |look: &mut dyn FnMut(&Transport)| {
-            for (number, transport) in &*ACCEPTED.lock() {
-                let is_own = own == Some(*number);
-                if (is_own || others)
-                    && let Some(transport) = transport.upgrade()
-                    && (is_own || transport.has_unanswered())
-                {
-                    look(&transport);
+            for Accepted(number, transport) in &*ACCEPTED.lock() {
+                // SAFETY: not gone as long as it is among them, and the lock is taken.
+                let transport = unsafe { transport.as_ref() };
+                if own == Some(*number) || others && transport.concerns_child(own.is_none()) {
+                    look(transport);
                 }
             }
         };
@@ -198,7 +229,9 @@ unsafe extern "C" fn before_fork() {
             let until = Instant::now() + PATIENCE;
             loop {
                 let mut are_free = true;
-                concerned(&mut |transport| are_free &= transport.is_free_until(Instant::now()));
+                concerned(&mut |transport| {
+                    are_free &= transport.is_free_until(Instant::now()) && transport.are_lent_free();
+                });
                 if are_free || Instant::now() >= until {
                     break;
                 }

@@ -82,7 +82,7 @@ pub struct Transport {
     /// Some of [`Parts::late`] have been answered.
     answered_late: AtomicBool,
     /// What forked children have answered of the connection.
-    answered: Arc<fork::Answered>,
+    children: Arc<fork::Answered>,
     /// How many requests threads have, or are to have.
     handed_out: AtomicUsize,
     /// Of the process that made it.
@@ -286,21 +286,18 @@ impl Transport {
             && self.whole.as_ref().and_then(Weak::upgrade).is_none_or(|whole| whole.is_free_until(until))
     }
 
-    /// Whether it has a request that may be answered yet.
-    pub fn has_unanswered(&self) -> bool {
-        let state = lock_until(&self.state, Instant::now());
-        state.is_none_or(|mut state| !state.open.is_empty() || self.put_off(&mut state).is_some())
+    /// Whether a child that the calling thread is about to fork may answer a request of this connection: one that was put off and not
+    /// left to another child, or `any`. Also where another thread has it just now, as far as is known.
+    pub fn concerns_child(&self, any: bool) -> bool {
+        let concerns = |server: &Arc<Shared>| {
+            lock_until(server, Instant::now()).is_none_or(|server| server.concerns_child(any))
+        };
+        !self.closed.load(Relaxed) && self.server.as_ref().is_some_and(concerns)
     }
 
-    /// Its request that may be answered though the routine has returned: not if a child has done so.
-    fn put_off(&self, state: &mut State) -> Option<RequestId> {
-        state.deferred.take_if(|request| self.answered.has(request.id.number()));
-        state.deferred.as_ref().map(|request| request.id)
-    }
-
-    /// A child of the calling thread may answer its requests.
+    /// What that answers is to be known here.
     pub fn share(&self) {
-        self.answered.share();
+        self.children.share();
     }
 
     /// The place of its next request among those that wait for threads.
@@ -390,7 +387,11 @@ impl Transport {
             xp_p3: null_mut(),
             xp_type: 3,
         };
-        let answered = server.as_ref().map(|server| driver::locked(server).answered()).unwrap_or_default();
+        let children = match (whole.as_ref().and_then(Weak::upgrade), &server) {
+            (Some(whole), _) => whole.children.clone(),
+            (None, Some(server)) => driver::locked(server).answered(),
+            (None, None) => Arc::default(),
+        };
         Arc::new_cyclic(|this: &Weak<Transport>| {
             // The first member, and the two beside it: addresses of the transport, which does not move.
             let own = this.as_ptr().cast_mut();
@@ -407,7 +408,7 @@ impl Transport {
                 whole,
                 parts: Mutex::default(),
                 answered_late: AtomicBool::new(false),
-                answered,
+                children,
                 handed_out: AtomicUsize::new(0),
                 generation: fork::generation(),
                 turn: AtomicU64::new(0),
@@ -627,7 +628,7 @@ impl Transport {
         if let Some(id) = id
             && let Some(responder) = self.responder.upgrade()
         {
-            responder.defer(id);
+            responder.defer(id, threads::has_forked());
         }
         // In libtirpc's loop: threads see to it themselves.
         if request.dispatching.take().is_some()
@@ -680,6 +681,7 @@ impl Transport {
         // Calls back end here.
         server.shut();
         drop(server);
+        self.children.end();
         self.end_context();
         let fd = self.without_fd();
         if fd >= 0 {
@@ -802,6 +804,9 @@ impl service_loop::Owner for Transport {
 /// Nobody knows the transport any more: it is not registered, and no request is open.
 impl Drop for Transport {
     fn drop(&mut self) {
+        if self.whole.is_none() {
+            threads::gone(self);
+        }
         let xprt = self.xprt.get_mut();
         for string in [xprt.xp_netid, xprt.xp_tp] {
             // SAFETY: strdup'ed, or replaced by the program with malloc'ed memory, as libtirpc's own are.
@@ -1156,6 +1161,7 @@ impl Transport {
             call.cb_proc
         );
         let xid = xid.0;
+        threads::begins();
         let mut state = self.state();
         let interrupted = if state.open.is_empty() {
             None

@@ -519,6 +519,37 @@ fn the_latest_deferred_request_is_answered_until_the_next_one_is_handed_up() {
     assert_eq!(pair.server.device.receives, receives);
 }
 
+/// Where another process answers requests as well.
+#[test]
+fn of_deferred_requests_it_is_known_which_wait_for_their_answer() {
+    let mut pair = Pair::warm(SETUP);
+    pair.server.engine.keep_deferred(2);
+    pair.server.engine.shares();
+    let receives = pair.server.device.receives;
+    for xid in 1..=4 {
+        pair.call(xid, 40, 28);
+        pair.settle();
+        assert!(pair.take());
+    }
+    let ids: Vec<RequestId> = pair.handed.iter().map(|request| request.id).collect();
+    let fates = |pair: &Pair| ids.iter().map(|id| pair.server.engine.fate(*id)).collect::<Vec<_>>();
+    use Fate::{Answered, PassedOver, Waits};
+    // One of them before its routine has returned.
+    pair.server.engine.answered_elsewhere(ids[3]);
+    assert!(pair.server.engine.has_handed());
+    (0..4).for_each(|at| pair.defer(at));
+    assert!(!pair.server.engine.has_handed());
+    assert_eq!(fates(&pair), [PassedOver, Waits, Waits, Answered]);
+    pair.server.engine.answered_elsewhere(ids[1]);
+    assert_eq!(fates(&pair), [PassedOver, Answered, Waits, Answered]);
+    assert_eq!(pair.server.engine.deferred().collect::<Vec<_>>(), [ids[2]]);
+    pair.answer(2).unwrap();
+    pair.drive();
+    pair.succeeded(3);
+    assert_eq!(fates(&pair), [PassedOver, Answered, Answered, Answered]);
+    assert_eq!(pair.server.device.receives, receives);
+}
+
 /// rule 71: the peer must not wait for what was lost for want of memory.
 #[test]
 fn a_reply_or_error_that_cannot_be_built_closes_the_connection() {

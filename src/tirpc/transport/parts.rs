@@ -3,12 +3,13 @@
 #![allow(unsafe_code)]
 
 use std::collections::{BTreeMap, VecDeque};
-use std::sync::Arc;
 use std::sync::atomic::Ordering::Relaxed;
+use std::sync::{Arc, Weak};
+use std::time::Instant;
 
-use super::{CALLBACK, OPS, Transport, copied};
+use super::{CALLBACK, OPS, Transport, copied, lock_until};
 use crate::binding::Head;
-use crate::connection::{Request, RequestId};
+use crate::connection::{Fate, Request, RequestId};
 use crate::driver::{self, service_loop};
 use crate::error::Error;
 use crate::ffi::step;
@@ -20,10 +21,12 @@ use crate::tirpc::{auth_stat, programs, threads};
 #[derive(Default)]
 pub(super) struct Parts {
     idle: Vec<Arc<Transport>>,
+    /// Those of requests whose routines run.
+    lent: Vec<Weak<Transport>>,
     /// Whose routines have returned without a reply, by their requests: they may reply later, or have done so.
     late: BTreeMap<RequestId, Arc<Transport>>,
     /// Those that had waited longest when there were too many, the oldest first. The program may reply yet, in vain.
-    passed_over: VecDeque<Arc<Transport>>,
+    passed_over: VecDeque<(RequestId, Arc<Transport>)>,
     /// Requests with RPCSEC_GSS, which libtirpc serves on the transport of the connection: one at a time.
     in_order: VecDeque<Request>,
     /// A thread serves them.
@@ -34,16 +37,21 @@ pub(super) struct Parts {
 impl Drop for Parts {
     fn drop(&mut self) {
         let late = std::mem::take(&mut self.late).into_values();
-        outlive(late.chain(std::mem::take(&mut self.passed_over)));
+        let passed_over = std::mem::take(&mut self.passed_over).into_iter().map(|(_, part)| part);
+        outlive(late.chain(passed_over));
     }
 }
 
 impl Transport {
     /// A transport of its own for a request of this connection.
     pub fn lend(&self) -> Arc<Transport> {
-        if let Some(part) = self.parts().idle.pop() {
-            return part;
-        }
+        let idle = self.parts().idle.pop();
+        let part = idle.unwrap_or_else(|| self.make_part());
+        self.parts().lent.push(Arc::downgrade(&part));
+        part
+    }
+
+    fn make_part(&self) -> Arc<Transport> {
         // SAFETY: alive; nobody writes there once it is made.
         let own = unsafe { self.xprt().read() };
         // SAFETY: libtirpc's own string, or ours.
@@ -56,11 +64,7 @@ impl Transport {
         let (responder, server) = (self.responder.clone(), self.server.clone());
         let ops = if server.is_some() { &OPS } else { &CALLBACK };
         let whole = Some(self.this.clone());
-        let part = Transport::with(whole, responder, server, (self.fd, ops), netid, local, remote, address);
-        if part.server.is_some() {
-            threads::accepted(&part);
-        }
-        part
+        Transport::with(whole, responder, server, (self.fd, ops), netid, local, remote, address)
     }
 
     /// Its routine has returned.
@@ -68,9 +72,10 @@ impl Transport {
         if self.is_lost() {
             return;
         }
-        let unanswered = |part: &Transport| part.put_off(&mut part.state_beside());
+        let unanswered = |part: &Transport| part.state_beside().deferred.as_ref().map(|request| request.id);
         let mut parts = self.parts();
-        let Parts { idle, late, passed_over, .. } = &mut *parts;
+        let Parts { idle, lent, late, .. } = &mut *parts;
+        lent.retain(|other| other.strong_count() > 0 && other.as_ptr() != Arc::as_ptr(&part));
         match unanswered(&part) {
             Some(id) => late.insert(id, part),
             None => return idle.push(part),
@@ -79,29 +84,40 @@ impl Transport {
         if late.len() <= driver::LATE {
             return;
         }
-        if self.answered_late.swap(false, Relaxed) || self.answered.is_shared() {
-            late.retain(|_, part| {
-                let waits = unanswered(part).is_some();
-                if !waits {
-                    idle.push(part.clone());
-                }
-                waits
-            });
-        }
-        // The oldest, as the connection has it; not at once for another request, which its reply would answer.
-        if late.len() > driver::LATE
-            && let Some((oldest, part)) = late.pop_first()
-        {
-            passed_over.push_back(part);
-            if passed_over.len() > driver::LATE
-                && let Some(part) = passed_over.pop_front()
-            {
-                part.state_beside().deferred = None;
-                idle.push(part);
-            }
+        if self.answered_late.swap(false, Relaxed) || self.children.is_shared() {
+            let ids: Vec<RequestId> = late.keys().copied().collect();
             drop(parts);
-            self.state().deferred.take_if(|request| request.id < oldest);
+            let fates = ids.into_iter().map(|id| (id, self.fate(id))).collect::<Vec<_>>();
+            parts = self.parts();
+            let Parts { idle, late, passed_over, .. } = &mut *parts;
+            for (id, fate) in fates {
+                if fate == Fate::Waits {
+                    continue;
+                }
+                let Some(part) = late.remove(&id) else { continue };
+                if fate == Fate::Answered || unanswered(&part).is_none() {
+                    part.state_beside().deferred = None;
+                    idle.push(part);
+                } else {
+                    passed_over.push_back((id, part));
+                }
+            }
         }
+        let Parts { idle, late, passed_over, .. } = &mut *parts;
+        // As the connection does it.
+        if late.len() > driver::LATE {
+            passed_over.extend(late.pop_first());
+        }
+        // Not at once for another request, which a reply to this one would answer.
+        let again = passed_over.len().saturating_sub(driver::LATE);
+        let again: Vec<_> = passed_over.drain(..again).collect();
+        let Some(latest) = again.iter().map(|(id, _)| *id).max() else { return };
+        for (_, part) in again {
+            part.state_beside().deferred = None;
+            idle.push(part);
+        }
+        drop(parts);
+        self.state().deferred.take_if(|request| request.id < latest);
     }
 
     /// An SVCXPRT of its own for a request, if that of the connection belongs to one that may be answered yet, to be
@@ -111,15 +127,41 @@ impl Transport {
         request: &Request,
         knows: impl FnOnce(u32, u32) -> bool,
     ) -> Option<Arc<Transport>> {
-        {
-            let state = self.state();
-            if state.deferred.is_none() && state.open.is_empty() {
-                return None;
-            }
+        if !self.has_put_off() {
+            return None;
         }
         let [program, version, _, flavor] =
             request.message.first().and_then(|piece| Head::names(&piece[..]))?;
         (flavor != auth_stat::RPCSEC_GSS as u32 && knows(program, version)).then(|| self.lend())
+    }
+
+    /// Whether no thread has the lock of a single request whose routine runs, or has just returned.
+    pub fn are_lent_free(&self) -> bool {
+        let is_free = |part: Arc<Transport>| lock_until(&part.state, Instant::now()).is_some();
+        let parts = lock_until(&self.parts, Instant::now());
+        parts.is_some_and(|parts| parts.lent.iter().filter_map(Weak::upgrade).all(is_free))
+    }
+
+    /// What has become of a request that was put off. The caller has no lock of the connection.
+    fn fate(&self, id: RequestId) -> Fate {
+        self.responder.upgrade().map_or(Fate::PassedOver, |responder| responder.fate(id))
+    }
+
+    /// Whether its own SVCXPRT belongs to a request that the program may answer yet.
+    fn has_put_off(&self) -> bool {
+        let own = {
+            let state = self.state();
+            match &state.deferred {
+                _ if !state.open.is_empty() => return true,
+                None => return false,
+                Some(request) => request.id,
+            }
+        };
+        let is_answered = self.children.is_shared() && self.fate(own) == Fate::Answered;
+        if is_answered {
+            self.state().deferred.take_if(|request| request.id == own);
+        }
+        !is_answered
     }
 
     pub(super) fn parts(&self) -> MutexGuard<'_, Parts> {

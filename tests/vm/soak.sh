@@ -2,10 +2,9 @@
 # soak.sh [PATH...]: the soak (tests/long/soak.sh) over RDMA devices, in a guest: half of the clients go over the device,
 # the others through proxies over software iWARP. SOAK_SECONDS (40) is how long. `make soak MINUTES=n DEVICE=rxe|siw`.
 #
-# For the paths see guest.sh; default: verbs/rxe. Linux's siw does not live through it (6.1.192 and 7.3.4): when a process that
-# listens is killed while others connect, siw_destroy_listen finds a listener that has left its list already, or was freed,
-# and the kernel ends at "kernel BUG at lib/list_debug.c". So nothing is killed there, and without that the guest has locked up
-# too.
+# For the paths see guest.sh; default: verbs/rxe. Linux's siw does not live through it: see docs/testing.md. When a process that
+# listens is killed while others connect, the kernel ends at "kernel BUG at lib/list_debug.c", so nothing is killed there; and its
+# listeners vanish when a client goes away at once.
 . "$(dirname "${BASH_SOURCE[0]}")/guest.sh"
 [ $# -gt 0 ] || set -- verbs/rxe
 # What is handed over to the guest, whose environment is its own. Compiled here, where it is much faster.

@@ -206,7 +206,7 @@ unsafe extern "C" fn before_fork() {
         if !fork::enter() || ffi::is_guard_inside_another() {
             return Ok(());
         }
-        let own = served().map(|connection| connection.number());
+        let own = served();
         if own.is_some() {
             ROUTINES_FORK.store(true, Relaxed);
             HAS_FORKED.set(true);
@@ -217,10 +217,17 @@ unsafe extern "C" fn before_fork() {
             return Ok(());
         }
         let concerned = |look: &mut dyn FnMut(&Transport)| {
-            for Accepted(number, transport) in &*ACCEPTED.lock() {
+            if let Some(own) = &own {
+                look(own);
+            }
+            if !others {
+                return;
+            }
+            let number = own.as_ref().map(|own| own.number());
+            for Accepted(other, transport) in &*ACCEPTED.lock() {
                 // SAFETY: not gone as long as it is among them, and the lock is taken.
                 let transport = unsafe { transport.as_ref() };
-                if own == Some(*number) || others && transport.concerns_child(own.is_none()) {
+                if number != Some(*other) && transport.concerns_child(number.is_none()) {
                     look(transport);
                 }
             }

@@ -297,7 +297,9 @@ impl Transport {
 
     /// What that answers is to be known here.
     pub fn share(&self) {
-        self.children.share();
+        if self.server.is_some() {
+            self.children.share();
+        }
     }
 
     /// The place of its next request among those that wait for threads.

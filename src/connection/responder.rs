@@ -320,7 +320,7 @@ impl Responder {
         if self.late == 0
             && let Some((latest, _)) = self.deferred.pop_last()
         {
-            self.passed_over = Some(latest);
+            self.passed_over = self.passed_over.max(Some(latest));
             self.deferred.clear();
         }
         self.handed.push(id, chunks);
@@ -541,7 +541,8 @@ impl Responder {
             if self.deferred.len() > self.late.max(1)
                 && let Some((oldest, _)) = self.deferred.pop_first()
             {
-                self.passed_over = Some(oldest);
+                // The routine of an older one may return later.
+                self.passed_over = self.passed_over.max(Some(oldest));
             }
         }
         self.replenish(common);

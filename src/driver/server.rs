@@ -207,10 +207,12 @@ impl Server {
     fn heed_children(&mut self) {
         if let Phase::Open(link) = &mut self.phase
             && self.answered.is_shared()
-            && self.generation == fork::generation()
         {
             link.engine.shares();
-            self.answered.take(|number| link.engine.answered_elsewhere(RequestId::of(number)));
+            // The log is the parent's to take from.
+            if self.generation == fork::generation() {
+                self.answered.take(|number| link.engine.answered_elsewhere(RequestId::of(number)));
+            }
         }
     }
 

@@ -252,7 +252,7 @@ static u_int in_a_row(void)
 static void busy_client_leaves_turns_to_another(long unused)
 {
     (void)unused;
-    int attempts = 3;
+    int attempts = 10;
     while (in_a_row() > 3)
         REQUIRE(--attempts > 0);
 }

@@ -73,8 +73,8 @@ pub struct Answered {
 }
 
 impl Answered {
-    /// The calling thread, the only one that does so just now, is about to fork a child that may answer. Without memory for it what
-    /// that does stays unknown.
+    /// The calling thread is about to fork a child that may answer; one thread at a time says so. Without memory for it what that does
+    /// stays unknown.
     pub fn share(&self) {
         if self.is_shared() {
             return;

@@ -216,7 +216,9 @@ unsafe extern "C" fn before_fork() {
         if own.is_none() && !others {
             return Ok(());
         }
+        // One thread at a time, also for its own.
         let concerned = |look: &mut dyn FnMut(&Transport)| {
+            let accepted = ACCEPTED.lock();
             if let Some(own) = &own {
                 look(own);
             }
@@ -224,7 +226,7 @@ unsafe extern "C" fn before_fork() {
                 return;
             }
             let number = own.as_ref().map(|own| own.number());
-            for Accepted(other, transport) in &*ACCEPTED.lock() {
+            for Accepted(other, transport) in &*accepted {
                 // SAFETY: not gone as long as it is among them, and the lock is taken.
                 let transport = unsafe { transport.as_ref() };
                 if number != Some(*other) && transport.concerns_child(number.is_none()) {

@@ -86,10 +86,9 @@ pub fn are_served() {
 }
 
 impl Busy {
-    /// Whether the processor has been kept for so long that clients may wait for it. Where none spins it is taken by who wakes.
-    fn keeps(&mut self, now: Instant, poll: impl FnOnce() -> Duration) -> bool {
-        let is_long = self.offered.is_none_or(|offered| now - offered >= KEPT);
-        is_long && self.asks.get_or_insert_with(|| Spin::new(poll())).is_on()
+    /// Whether the processor has been kept for so long that clients may wait for it.
+    fn keeps(&self, now: Instant) -> bool {
+        self.offered.is_none_or(|offered| now - offered >= KEPT)
     }
 
     fn count(&self) {
@@ -202,12 +201,12 @@ pub fn pause(after: Duration) -> bool {
     now - before < LONG
 }
 
-/// Offers the processor to clients, if the loop has kept it for long while several called; `poll` as in [`begin`]. A client that
-/// waits offers its own to others. If it is the loop that takes it, and does not offer it in turn, the client has it back when
-/// a time slice is over, up to 4 ms later, though its reply has long been there.
-pub fn hand_over(poll: impl FnOnce() -> Duration) {
+/// Offers the processor to clients, if the loop has kept it for long while several called. A client that waits offers its own to
+/// others. If it is the loop that takes it, and does not offer it in turn, the client has it back when a time slice is over, up
+/// to 4 ms later, though its reply has long been there. Where nobody spins it is the client that the loop has woken.
+pub fn hand_over() {
     // Where there is one only, those who wait for it send nothing that would keep the loop busy.
-    if PROGRAM.active() >= 2 && processors() > 1 && lock().keeps(Instant::now(), poll) {
+    if PROGRAM.active() >= 2 && processors() > 1 && lock().keeps(Instant::now()) {
         offer();
         lock().offered = Some(Instant::now());
     }
@@ -282,12 +281,11 @@ mod tests {
 
     #[test]
     fn a_loop_keeps_its_processor_from_clients_for_a_while_at_a_time() {
-        let (now, poll) = (Instant::now(), || Duration::from_micros(50));
+        let now = Instant::now();
         let mut busy = Busy::default();
-        assert!(busy.keeps(now, poll));
+        assert!(busy.keeps(now));
         busy.offered = Some(now);
-        assert!(!busy.keeps(now + KEPT - Duration::from_nanos(1), poll));
-        assert!(busy.keeps(now + KEPT, poll));
-        assert!(!Busy::default().keeps(now, || Duration::ZERO), "where none spins");
+        assert!(!busy.keeps(now + KEPT - Duration::from_nanos(1)));
+        assert!(busy.keeps(now + KEPT));
     }
 }

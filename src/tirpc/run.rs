@@ -598,7 +598,7 @@ pub unsafe fn turn(ready: &mut Ready, is_over: impl Fn() -> bool) -> bool {
     ready.count = 0;
     step(|| {
         progress::cool_down();
-        busy::hand_over(poll_time);
+        busy::hand_over();
         Ok(())
     })
     .unwrap_or(());

@@ -38,6 +38,9 @@ const HEAD_START: Duration = Duration::from_millis(250);
 /// How long it may take a server that has been started to listen beside its socket.
 const LISTENS_LATE: Duration = Duration::from_secs(2);
 
+/// How often a device is asked whose port was taken.
+const PORTS: u32 = 8;
+
 /// How long it is remembered what a peer speaks.
 const REMEMBERED: Duration = Duration::from_secs(60);
 
@@ -236,6 +239,38 @@ fn connect(
     device.connect(Way::Address(to), &options(config, traits), areas)
 }
 
+/// Connects over one device; `alone` where nothing else may be used. False where the startup is not done by `deadline`.
+///
+/// # Errors
+/// It does not lead there.
+fn attempt(
+    device: &dyn Device,
+    to: SocketAddr,
+    room: Room,
+    config: &Config,
+    deadline: Instant,
+    alone: bool,
+    mask: Mask<'_>,
+) -> Result<(Box<dyn QueuePair>, bool), Error> {
+    let refused_until = Instant::now() + LISTENS_LATE;
+    let mut ports = PORTS;
+    loop {
+        let started = connect(device, to, room, config).and_then(|mut pair| {
+            let done = establish(&mut *pair, deadline, mask)?;
+            Ok((pair, done))
+        });
+        match started {
+            // A server listens beside its socket from the first poll of its loop on, which may be yet to come.
+            Err(error) if alone && error.kind() == Kind::Refused && Instant::now() < refused_until => {
+                let _ = wait::poll(&mut [], Some(LISTENS_LATE / 40), mask);
+            }
+            // An iWARP device has its ports from TCP, and RDMA-CM chooses ours without asking it: it chooses another one.
+            Err(error) if error.kind() == Kind::Os(libc::EADDRINUSE) && ports > 1 => ports -= 1,
+            started => return started,
+        }
+    }
+}
+
 /// Starts to connect over a TCP socket that is connected.
 ///
 /// # Errors
@@ -269,20 +304,7 @@ pub fn open(
         let name = device.traits().name;
         let next = others.get(at + 1).copied().or(over_socket.as_ref().ok().copied());
         let deadline = Instant::now() + if next.is_some() { HEAD_START } else { timeout };
-        let refused_until = Instant::now() + LISTENS_LATE;
-        let started = loop {
-            let started = connect(*device, to, room, config).and_then(|mut attempt| {
-                let done = establish(&mut *attempt, deadline, mask)?;
-                Ok((attempt, done))
-            });
-            // A server listens beside its socket from the first poll of its loop on, which may be yet to come.
-            match started {
-                Err(error) if alone && error.kind() == Kind::Refused && Instant::now() < refused_until => {
-                    let _ = wait::poll(&mut [], Some(LISTENS_LATE / 40), mask);
-                }
-                started => break started,
-            }
-        };
+        let started = attempt(*device, to, room, config, deadline, alone, mask);
         match (started, next) {
             (Ok((attempt, true)), _) => {
                 if connected {
@@ -557,10 +579,11 @@ mod peers {
 #[cfg(test)]
 pub(super) mod tests {
     use std::os::fd::AsRawFd;
+    use std::sync::atomic::{AtomicU32, Ordering::Relaxed};
 
     use super::*;
     use crate::driver::client::tests::pair;
-    use crate::provider::iwarp;
+    use crate::provider::{Listener, Places, iwarp};
     use crate::wire::private_data::PrivateData;
 
     /// A device that is like adapters.
@@ -617,6 +640,37 @@ pub(super) mod tests {
         // Nothing else is there then.
         assert_eq!(size(Room::Same, &only, (4 << 20) + 5).unwrap(), (4 << 20, true));
         assert_eq!(size(Room::Same, &only, 256 << 10).unwrap(), (little, false));
+    }
+
+    /// A device whose ports are taken, which counts how often it is asked.
+    struct Taken(AtomicU32);
+
+    impl Device for Taken {
+        fn traits(&self) -> &'static Traits {
+            &iwarp::TRAITS
+        }
+
+        fn usable(&self, _: bool) -> Result<(), Error> {
+            Ok(())
+        }
+
+        fn connect(&self, _: Way, _: &Options, _: Option<Arc<Areas>>) -> Result<Box<dyn QueuePair>, Error> {
+            self.0.fetch_add(1, Relaxed);
+            Err(Error::new(Kind::Os(libc::EADDRINUSE), "taken"))
+        }
+
+        fn listen(&self, _: Places, _: bool) -> Result<Box<dyn Listener>, Error> {
+            unreachable!("a client")
+        }
+    }
+
+    #[test]
+    fn a_device_whose_port_is_tcps_is_asked_for_another_one_a_few_times() {
+        let (taken, config) = (Taken(AtomicU32::new(0)), Config::default());
+        let to = "192.0.2.1:7".parse().unwrap();
+        let started = attempt(&taken, to, Room::Little, &config, Instant::now(), false, None);
+        assert_eq!(started.err().map(|error| error.kind()), Some(Kind::Os(libc::EADDRINUSE)));
+        assert_eq!(taken.0.into_inner(), PORTS);
     }
 
     #[test]

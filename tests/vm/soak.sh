@@ -15,7 +15,7 @@ if [ -z "${IN_GUEST:-}" ]; then
     [ -n "$program" ] || [ "${SOAK_HOSTILE:-}" = no ] || program=$(cd "$top" && "${CARGO:-cargo}" test --locked --test bad_peers --no-run 2>&1 | sed -n 's/.*Executable.*(\(.*\))$/\1/p')
     [ -n "$program" ] || [ "${SOAK_HOSTILE:-}" = no ] || { FAIL "the hostile clients are built"; closing; }
     seconds=${SOAK_SECONDS:-40}
-    printf '%s=%q\n' SOAK_SECONDS "$seconds" SOAK_BAD_PEERS "$(cd "$top" && realpath -m "$program")" SOAK_HOSTILE "${SOAK_HOSTILE:-}" \
+    printf '%s=%q\n' SOAK_SECONDS "$seconds" SOAK_BAD_PEERS "${program:+$(cd "$top" && realpath "$program")}" SOAK_HOSTILE "${SOAK_HOSTILE:-}" \
         SOAK_SEED "${SOAK_SEED:-$(date +%Y%m%d)}" SOAK_VERBOSE "${SOAK_VERBOSE:-}" >"$given"
 fi
 run_in_guest "the soak on RDMA devices" $((${seconds:-0} + 300)) "${BASH_SOURCE[0]}" "$@"

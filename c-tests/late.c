@@ -8,6 +8,8 @@
  * With "shared": the requests of several threads that share a CLIENT, put off together and answered in any order; and a server
  * that takes the transport out of its loop meanwhile.
  *
+ * With "staying" and RPCRDMA_CREDITS=4: routines stay on when children have answered, for more requests than there are credits.
+ *
  * With "beside": what has been put off is answered while another routine forks, with a lock that the program takes before a fork;
  * beside a request of a program that was registered past the library; and when its connection has ended, or was destroyed. With
  * "beside children", while other routines leave their replies to children.
@@ -32,7 +34,7 @@ enum { PROG = 0x20004C53, UNSEEN, OTHERWISE };
 /* Procedures. Those behind the first have that one answered: in their own routine, by a thread that it waits for, or by one
  * that begins when the loop sleeps. */
 enum { PUT_OFF = 1, IN_ROUTINE, BY_THREAD, BESIDE_LOOP, GATE, TAKE, KEEP, PARK, BACK, LATER, FORK, REPLACE, BUSY, CHILD, BY_CHILD,
-       HOLD, LET_GO };
+       HOLD, LET_GO, STAY };
 enum { SHORT = 100000, LONG = 200 << 20 };
 
 #define REQUIRE(what) ((what) ? (void)0 : errx(1, "line %d: %s", __LINE__, #what))
@@ -225,6 +227,17 @@ static void leave_to_child(SVCXPRT *xprt)
     REQUIRE(child > 0 && waitpid(child, &status, 0) == child && status == 0);
 }
 
+/* The same, and stays on. */
+enum { STAYING = 16 };
+static sem_t may_return;
+
+static void stay(SVCXPRT *xprt)
+{
+    leave_to_child(xprt);
+    while (sem_wait(&may_return) != 0)
+        ;
+}
+
 static void answer_at_once(SVCXPRT *xprt)
 {
     REQUIRE(svc_sendreply(xprt, (xdrproc_t)xdr_u_int, (char *)&(u_int){BUSY}));
@@ -317,6 +330,9 @@ static void serve(struct svc_req *request, SVCXPRT *xprt)
     case CHILD:
         leave_to_child(xprt);
         return;
+    case STAY:
+        stay(xprt);
+        return;
     case HOLD:
         waiting = xprt;
         REQUIRE(sem_post(&is_put_off) == 0);
@@ -345,9 +361,14 @@ static void serve(struct svc_req *request, SVCXPRT *xprt)
     REQUIRE(svc_sendreply(xprt, (xdrproc_t)xdr_nothing, NULL));
 }
 
+static u_int service_threads;
+
 static void *run(void *unused)
 {
-    svc_run();
+    if (service_threads > 0)
+        REQUIRE(rpcrdma_svc_run(service_threads));
+    else
+        svc_run();
     return unused;
 }
 
@@ -527,6 +548,16 @@ static void children(void)
     printf("ok    a child answers while other threads answer requests of the same connection\n");
 }
 
+static void staying(void)
+{
+    for (int i = 0; i < STAYING - 1; i++)
+        REQUIRE(ask_number(first, PROG, STAY) == CHILD);
+    for (int i = 0; i < STAYING; i++)
+        REQUIRE(sem_post(&may_return) == 0);
+    REQUIRE(ask_number(first, PROG, STAY) == CHILD);
+    printf("ok    routines may stay on when children have answered\n");
+}
+
 /* What was put off is a call that nobody waits for. */
 static void unseen(SVCXPRT *listener)
 {
@@ -642,6 +673,8 @@ int main(int argc, char **argv)
     sem_init(&at_once.has_some, 0, 0);
     sem_init(&by_child.has_some, 0, 0);
     sem_init(&may_answer, 0, 0);
+    sem_init(&may_return, 0, 0);
+    service_threads = argc > 1 && strcmp(argv[1], "staying") == 0 ? STAYING : 0;
     REQUIRE(pthread_atfork(takes_lock, gives_lock, gives_lock) == 0 && pthread_atfork(NULL, forks_once, NULL) == 0);
     REQUIRE(pthread_create(&loop, NULL, run, NULL) == 0);
     first = connected(), second = connected();
@@ -651,6 +684,13 @@ int main(int argc, char **argv)
     }
     if (argc > 1 && strcmp(argv[1], "shared") == 0) {
         shared();
+        clnt_destroy(first), clnt_destroy(second);
+        svc_exit();
+        REQUIRE(pthread_join(loop, NULL) == 0);
+        return 0;
+    }
+    if (service_threads > 0) {
+        staying();
         clnt_destroy(first), clnt_destroy(second);
         svc_exit();
         REQUIRE(pthread_join(loop, NULL) == 0);

@@ -627,7 +627,7 @@ impl Connection {
 
     /// A forked process may answer requests too.
     pub fn shares(&mut self) {
-        self.responder.shares();
+        self.responder.shares(&mut self.common);
     }
 
     /// It has answered this one.

@@ -18,6 +18,7 @@ report plain ./late
 report iwarp env RPCRDMA_PROVIDER=iwarp RPCRDMA_POLL=0 ./late pulled
 for provider in local iwarp; do
     report "$provider" env RPCRDMA_PROVIDER=$provider ./handler
+    report "$provider" env RPCRDMA_PROVIDER=$provider RPCRDMA_CREDITS=4 ./late staying
     for way in shared beside 'beside children'; do
         # shellcheck disable=SC2086
         report "$provider" env RPCRDMA_PROVIDER=$provider ./late $way

@@ -276,8 +276,12 @@ impl Responder {
     /// Posts the Receives that are missing: a Call under way keeps its own.
     pub(super) fn replenish(&self, common: &mut Common) {
         // Calls without a reply give their credit back with the reply to a later one, though others of several threads may
-        // serve them still. Which these are is not known here.
-        let handed = before(&self.handed.0, self.answered, |(id, _)| *id).min(PAST_MAX);
+        // serve them still. Which these are is not known here. Nor what other processes have answered, until they say so.
+        let handed = match self.shared {
+            true => self.handed.len(),
+            false => before(&self.handed.0, self.answered, |(id, _)| *id),
+        };
+        let handed = handed.min(PAST_MAX);
         // Only a refused Call goes past those that have not been handed up.
         let queued = before(&self.queue, self.answered, |pending| pending.id);
         common.replenish(self.working() - handed - queued.min(common.settings.credits as usize));
@@ -326,6 +330,9 @@ impl Responder {
         self.handed.push(id, chunks);
         self.staged -= staged;
         self.waits = false;
+        if self.shared {
+            self.replenish(common);
+        }
         if !self.queue.is_empty() {
             self.start_pulls(common);
         }
@@ -553,9 +560,12 @@ impl Responder {
         self.late = late;
     }
 
-    /// Another process may answer requests too: no reply invalidates a handle, since the order of the replies is not known.
-    pub(super) fn shares(&mut self) {
-        self.shared = true;
+    /// Another process may answer requests too: no reply invalidates a handle, since the order of the replies is not known, and
+    /// there is a Receive for each credit beside those of the Calls that were handed up.
+    pub(super) fn shares(&mut self, common: &mut Common) {
+        if !std::mem::replace(&mut self.shared, true) {
+            self.replenish(common);
+        }
     }
 
     /// It has answered this one.

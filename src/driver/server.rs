@@ -203,11 +203,17 @@ impl Server {
         self.answered.clone()
     }
 
-    /// Before a request is answered, or kept for an answer: what children do is heeded.
+    /// Before a Call is read, answered, or kept for an answer: what children do is heeded.
+    #[inline]
     fn heed_children(&mut self) {
-        if let Phase::Open(link) = &mut self.phase
-            && self.answered.is_shared()
-        {
+        if self.answered.is_shared() {
+            self.heed_shared();
+        }
+    }
+
+    #[cold]
+    fn heed_shared(&mut self) {
+        if let Phase::Open(link) = &mut self.phase {
             link.engine.shares();
             // The log is the parent's to take from.
             if self.generation == fork::generation() {
@@ -249,6 +255,7 @@ impl Server {
                 }
             }
         }
+        self.heed_children();
         let Phase::Open(link) = &mut self.phase else { return None };
         let before = link.device.moved();
         if !link.request_ready() {

@@ -8,10 +8,13 @@ use std::ptr::{NonNull, null_mut};
 use std::sync::atomic::Ordering::{AcqRel, Acquire, Relaxed, Release};
 use std::sync::atomic::{AtomicPtr, AtomicU64};
 
-/// Answers that a log has room for: more than a parent keeps requests, and it takes them whenever it keeps one.
-const ROOM: u64 = 127;
+/// Answers that a log has room for. The parent takes them whenever it reads, or keeps a request.
+const ROOM: u64 = 511;
 
-/// Connections that may have a log, in 1 KiB each; the pages of those that have none are not there.
+/// Children may be about to write so many. One that has died in the midst of it hides no more than those behind it.
+const LATE: u64 = 64;
+
+/// Connections that may have a log, in a page each; the pages of those that have none are not there.
 const LOGS: usize = 4096;
 
 /// A word is 0, or what one answer is told by: the connection's serial number above, and one more than the request's.
@@ -136,7 +139,7 @@ impl Answered {
         while at < end {
             match log.words[(at % ROOM) as usize].swap(0, AcqRel) {
                 // About to be written, or never if that child has died.
-                0 if end - at < ROOM / 2 => break,
+                0 if end - at < LATE => break,
                 word => self.request(word).into_iter().for_each(&mut request),
             }
             at += 1;
@@ -204,7 +207,7 @@ mod tests {
         log.end.fetch_add(1, Relaxed);
         answer(&[5]);
         assert_eq!(taken(&answered), []);
-        let all: Vec<u64> = (0..ROOM / 2).collect();
+        let all: Vec<u64> = (0..LATE).collect();
         answer(&all);
         assert_eq!(taken(&answered).first(), Some(&5));
     }

@@ -3,7 +3,8 @@
 //!
 //! # Invariants
 //! - Nothing is kept taken over the fork: a handler of the program's (pthread_atfork(3)) may wait for a thread that wants it. And
-//!   nobody waits for one longer than [`MOST`] once its thread has seen to the locks, nor for a lock longer than [`QUEUE`].
+//!   nobody waits for one longer than [`MOST`] once its thread has seen to the locks, nor for a lock longer than [`QUEUE`], nor to
+//!   fork longer than [`LATE`].
 //! - Who has waited goes on before the next one forks.
 //! - What a thread leaves behind that never comes back from fork(2) is no fork any more after [`MOST`].
 //! - No heap: the handler of a signal may fork that has come in the midst of malloc(3).
@@ -21,12 +22,17 @@ use crate::sync::{Mutex, MutexGuard};
 
 /// How long somebody waits for another thread's fork, in nanoseconds: a process of many gigabytes takes as long.
 const MOST: u64 = 50_000_000;
-/// The same for several, one after the other; and for the forks themselves, which the kernel makes one after the other in any case.
+/// The same for several, one after the other.
 const QUEUE: u64 = 4 * MOST;
+/// The same for a fork, of as many threads as may fork at once: it takes the place of another one then, whose child may find locks
+/// taken. The kernel makes them one after the other in any case.
+const LATE: u64 = 5 * QUEUE;
 /// After a fork the next one leaves those that have waited so long for what they do. They take a few locks, one after the other.
 const GAP: u64 = 200_000;
 /// And looks again after so long.
 const LOOK: Duration = Duration::from_micros(50);
+/// As many times as long where so many threads wait to fork, up to this, so that they leave the processors to the one that does.
+const LINE: u32 = 32;
 
 /// What concerns one connection, or those whose numbers lead to the same.
 struct Forks {
@@ -39,6 +45,9 @@ struct Forks {
     /// Threads that wait for one of its locks, or are about to have looked at `began` before they do.
     waiting: AtomicU32,
 }
+
+/// Threads that wait to fork.
+static IN_LINE: AtomicU32 = AtomicU32::new(0);
 
 const PLACES: usize = 1024;
 static FORKS: [Forks; PLACES] = [const { Forks::new() }; PLACES];
@@ -199,9 +208,9 @@ impl Marks {
         (0..PLACES).filter(is_set)
     }
 
-    /// A moment later.
-    fn move_on(&mut self) {
-        thread::sleep(LOOK);
+    /// A moment later, which is so many times as long.
+    fn move_on(&mut self, times: u32) {
+        thread::sleep(LOOK * times);
         self.renew();
     }
 
@@ -219,16 +228,18 @@ pub fn begins(connections: impl Fn(&mut dyn FnMut(usize)), see: impl FnOnce()) {
     let mut wanted = Marks::NONE;
     connections(&mut |connection| wanted.add(place(connection)));
     let mut marks = Marks { stamp: stats::clock(), ..Marks::NONE };
-    let until = marks.stamp + QUEUE;
+    let until = marks.stamp + LATE;
+    let line = IN_LINE.fetch_add(1, SeqCst) + 1;
     for place in wanted.all() {
         while !FORKS[place].takes(marks.stamp, marks.stamp >= until) {
-            marks.move_on();
+            marks.move_on(line.min(LINE));
         }
         marks.add(place);
     }
+    IN_LINE.fetch_sub(1, SeqCst);
     let until = stats::clock() + MOST;
     while marks.stamp < until && marks.all().any(|place| FORKS[place].waiting.load(SeqCst) != 0) {
-        marks.move_on();
+        marks.move_on(1);
     }
     see();
     marks.renew();
@@ -270,7 +281,7 @@ mod tests {
             let begin = stats::clock();
             loop {
                 let now = stats::clock();
-                if self.takes(now, now >= begin + QUEUE) {
+                if self.takes(now, now >= begin + LATE) {
                     return now;
                 }
                 thread::sleep(LOOK);

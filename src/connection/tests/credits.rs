@@ -471,6 +471,26 @@ fn one_way_calls_that_the_peer_does_not_read_keep_their_credits_beyond_a_bound()
     }
 }
 
+/// rule 27: in place of what another process has answered the peer may send further calls, whether or not that is known here.
+#[test]
+fn where_another_process_answers_too_there_is_a_receive_for_each_credit() {
+    let mut pair = Pair::warm(SETUP);
+    let receives = pair.server.device.receives;
+    let take = |pair: &mut Pair, xid| {
+        pair.call(xid, 40, 28);
+        pair.settle();
+        assert!(pair.take());
+        pair.server.device.receives
+    };
+    assert_eq!(take(&mut pair, 1), receives - 1, "a Call keeps its own");
+    pair.server.engine.shares();
+    pair.drain(Server);
+    assert_eq!(pair.server.device.receives, receives);
+    assert_eq!(take(&mut pair, 2), receives);
+    pair.server.engine.answered_elsewhere(pair.handed[0].id);
+    assert_eq!(take(&mut pair, 3), receives);
+}
+
 /// rule 24: only what was sent before the answered call is past.
 #[test]
 fn a_reply_gives_back_no_credit_of_a_later_one_way_call() {

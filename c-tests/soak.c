@@ -890,6 +890,7 @@ int soak_main(int argc, char **argv)
     }
     course();
     int failed = report();
+    fflush(stdout);
     finish();
     return failed;
 }

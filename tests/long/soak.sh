@@ -52,8 +52,11 @@ echo "      soak: $seconds seconds over $device, seed $seed"
 
 "$load" soak -D "$device" -t "$seconds" -s "$seed" -d "$results" -l "$LIBRPCRDMA" -b "$top/c-tests/load.conf" \
     "${hostile[@]}" 2>"$results/soak.log" | while IFS= read -r line; do
-        # Said at once.
-        case $line in so\ far*) echo "      $line" ;; *) echo "$line" >>"$scratch/out" ;; esac
+        # Said at once; over siw all of it, for a kernel that may not live through the end of the servers.
+        case $line in
+        so\ far*) echo "      $line" ;;
+        *) echo "$line" >>"$scratch/out"; [ "$device" != siw ] || echo "      $line" ;;
+        esac
     done
 status=${PIPESTATUS[0]}
 # What was refused among faults fills the library's log: complaints come behind it, where they are seen.

@@ -103,11 +103,11 @@ impl Forks {
         self.sleeping.fetch_sub(1, SeqCst);
     }
 
-    /// Whether a fork may begin that is told as begun at `stamp`: no other one is under way, nor has just been. `late`: in any case.
-    fn takes(&self, stamp: u64, late: bool) -> bool {
+    /// Whether a fork may begin now, told as begun at `stamp`: no other one is under way, nor has just been. `late`: in any case.
+    fn takes(&self, now: u64, stamp: u64, late: bool) -> bool {
         let before = self.began.load(SeqCst);
-        let is_free = before == 0 && stamp.saturating_sub(self.ended.load(SeqCst)) >= GAP;
-        let is_lost = before != 0 && stamp.saturating_sub(before) >= QUEUE;
+        let is_free = before == 0 && now.saturating_sub(self.ended.load(SeqCst)) >= GAP;
+        let is_lost = before != 0 && now.saturating_sub(before) >= QUEUE;
         (is_free || is_lost || late) && self.moves(before, stamp)
     }
 
@@ -208,17 +208,10 @@ impl Marks {
         (0..PLACES).filter(is_set)
     }
 
-    /// A moment later, which is so many times as long.
-    fn move_on(&mut self, times: u32) {
-        thread::sleep(LOOK * times);
-        self.renew();
-    }
-
-    /// They have begun just now.
-    fn renew(&mut self) {
-        let now = stats::clock();
-        self.all().for_each(|place| _ = FORKS[place].moves(self.stamp, now));
-        self.stamp = now;
+    /// They have begun at `stamp`.
+    fn renew(&mut self, stamp: u64) {
+        self.all().for_each(|place| _ = FORKS[place].moves(self.stamp, stamp));
+        self.stamp = stamp;
     }
 }
 
@@ -229,20 +222,28 @@ pub fn begins(connections: impl Fn(&mut dyn FnMut(usize)), see: impl FnOnce()) {
     connections(&mut |connection| wanted.add(place(connection)));
     let mut marks = Marks { stamp: stats::clock(), ..Marks::NONE };
     let until = marks.stamp + LATE;
-    let line = IN_LINE.fetch_add(1, SeqCst) + 1;
+    let line = IN_LINE.fetch_add(1, SeqCst).clamp(1, LINE);
     for place in wanted.all() {
-        while !FORKS[place].takes(marks.stamp, marks.stamp >= until) {
-            marks.move_on(line.min(LINE));
+        loop {
+            let now = stats::clock();
+            // While it waits for the next one, those that it has are not left alone for longer.
+            let stamp = if now - marks.stamp < MOST { marks.stamp } else { now };
+            if FORKS[place].takes(now, stamp, now >= until) {
+                marks.renew(stamp);
+                marks.add(place);
+                break;
+            }
+            thread::sleep(LOOK * line);
         }
-        marks.add(place);
     }
     IN_LINE.fetch_sub(1, SeqCst);
     let until = stats::clock() + MOST;
     while marks.stamp < until && marks.all().any(|place| FORKS[place].waiting.load(SeqCst) != 0) {
-        marks.move_on(1);
+        thread::sleep(LOOK);
+        marks.renew(stats::clock());
     }
     see();
-    marks.renew();
+    marks.renew(stats::clock());
     MARKS.set(marks);
 }
 
@@ -270,6 +271,7 @@ pub fn forked() {
         forks.sleeping.store(0, SeqCst);
         forks.waiting.store(0, SeqCst);
     }
+    IN_LINE.store(0, SeqCst);
 }
 
 #[cfg(all(test, not(shuttle)))]
@@ -281,7 +283,7 @@ mod tests {
             let begin = stats::clock();
             loop {
                 let now = stats::clock();
-                if self.takes(now, now >= begin + LATE) {
+                if self.takes(now, now, now >= begin + LATE) {
                     return now;
                 }
                 thread::sleep(LOOK);
@@ -361,6 +363,35 @@ mod tests {
         let began = forks.begins();
         forks.ends(began);
         assert_eq!(forks.ended.load(SeqCst), ended);
+    }
+
+    #[test]
+    fn a_connection_is_not_left_alone_for_longer_while_its_fork_waits_for_another_one() {
+        let connections = [0x10_0000, 0x20_0000];
+        let mut places = connections.map(place);
+        places.sort_unstable();
+        let [quiet, busy] = places.map(|place| &FORKS[place]);
+        let mut began = stats::clock();
+        assert!(busy.takes(began, began, false));
+        thread::scope(|scope| {
+            let forker = scope.spawn(|| {
+                begins(|mark| connections.into_iter().for_each(mark), || ());
+                ends();
+            });
+            while !quiet.may_be_under_way() {
+                thread::yield_now();
+            }
+            let until = stats::clock() + 4 * MOST;
+            while quiet.is_under_way(stats::clock()) && stats::clock() < until {
+                let now = stats::clock();
+                assert!(busy.moves(began, now) && !forker.is_finished());
+                began = now;
+                thread::sleep(LOOK);
+            }
+            assert!(stats::clock() < until && quiet.may_be_under_way());
+            busy.ends(began);
+        });
+        assert!(!quiet.may_be_under_way() && !busy.may_be_under_way());
     }
 
     #[test]

@@ -12,7 +12,7 @@ use std::sync::atomic::{AtomicPtr, AtomicU64};
 const ROOM: u64 = 511;
 
 /// Children may be about to write so many. One that has died in the midst of it hides no more than those behind it.
-const LATE: u64 = 64;
+const WRITING: u64 = 64;
 
 /// Connections that may have a log, in a page each; the pages of those that have none are not there.
 const LOGS: usize = 4096;
@@ -139,7 +139,7 @@ impl Answered {
         while at < end {
             match log.words[(at % ROOM) as usize].swap(0, AcqRel) {
                 // About to be written, or never if that child has died.
-                0 if end - at < LATE => break,
+                0 if end - at < WRITING => break,
                 word => self.request(word).into_iter().for_each(&mut request),
             }
             at += 1;
@@ -207,7 +207,7 @@ mod tests {
         log.end.fetch_add(1, Relaxed);
         answer(&[5]);
         assert_eq!(taken(&answered), []);
-        let all: Vec<u64> = (0..LATE).collect();
+        let all: Vec<u64> = (0..WRITING).collect();
         answer(&all);
         assert_eq!(taken(&answered).first(), Some(&5));
     }

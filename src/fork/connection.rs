@@ -227,7 +227,7 @@ pub fn begins(connections: impl Fn(&mut dyn FnMut(usize)), see: impl FnOnce()) {
         loop {
             let now = stats::clock();
             // While it waits for the next one, those that it has are not left alone for longer.
-            let stamp = if now - marks.stamp < MOST { marks.stamp } else { now };
+            let stamp = if now.saturating_sub(marks.stamp) < MOST { marks.stamp } else { now };
             if FORKS[place].takes(now, stamp, now >= until) {
                 marks.renew(stamp);
                 marks.add(place);
@@ -237,7 +237,9 @@ pub fn begins(connections: impl Fn(&mut dyn FnMut(usize)), see: impl FnOnce()) {
         }
     }
     IN_LINE.fetch_sub(1, SeqCst);
-    let until = stats::clock() + MOST;
+    // All of them from here on.
+    marks.renew(stats::clock());
+    let until = marks.stamp + MOST;
     while marks.stamp < until && marks.all().any(|place| FORKS[place].waiting.load(SeqCst) != 0) {
         thread::sleep(LOOK);
         marks.renew(stats::clock());

@@ -471,7 +471,7 @@ fn one_way_calls_that_the_peer_does_not_read_keep_their_credits_beyond_a_bound()
     }
 }
 
-/// rule 27: in place of what another process has answered the peer may send further calls, whether or not that is known here.
+/// RFC 8166 §3.3.1: in place of what another process has answered the peer may send further calls, whether or not that is known here.
 #[test]
 fn where_another_process_answers_too_there_is_a_receive_for_each_credit() {
     let mut pair = Pair::warm(SETUP);

@@ -59,6 +59,11 @@ fn place(connection: usize) -> usize {
     ((connection as u64).wrapping_mul(0x9e37_79b9_7f4a_7c15) >> 54) as usize
 }
 
+/// One thread less; in a child that the handler of a signal has forked it may not be among them.
+fn less(threads: &AtomicU32) {
+    let _ = threads.fetch_update(SeqCst, SeqCst, |count| count.checked_sub(1));
+}
+
 thread_local! {
     /// Forks in which the calling thread is: a handler, or that of a signal, may fork as well.
     static DEPTH: Cell<u32> = const { Cell::new(0) };
@@ -100,7 +105,7 @@ impl Forks {
     fn sleep(&self) {
         self.sleeping.fetch_add(1, SeqCst);
         thread::sleep(LOOK);
-        self.sleeping.fetch_sub(1, SeqCst);
+        less(&self.sleeping);
     }
 
     /// Whether a fork may begin now, told as begun at `stamp`: no other one is under way, nor has just been. `late`: in any case.
@@ -136,7 +141,7 @@ impl Forks {
             self.waiting.fetch_add(1, SeqCst);
             // Either this thread sees who forks, or that one sees this thread, and waits until it has had its turn.
             let guard = (!leaves_alone()).then(|| lock.lock().unwrap_or_else(|e| e.into_inner()));
-            self.waiting.fetch_sub(1, SeqCst);
+            less(&self.waiting);
             match guard {
                 Some(guard) if !leaves_alone() => return guard,
                 given_back => drop(given_back),
@@ -204,13 +209,19 @@ impl Marks {
 
     /// The lowest places first: in one order, or two threads would wait for each other.
     fn all(&self) -> impl Iterator<Item = usize> {
-        let is_set = |place: &usize| self.places[place / 64] & 1 << (place % 64) != 0;
-        (0..PLACES).filter(is_set)
+        (0..PLACES).filter(|place| self.has(*place))
     }
 
-    /// They have begun at `stamp`.
+    fn has(&self, place: usize) -> bool {
+        self.places[place / 64] & 1 << (place % 64) != 0
+    }
+
+    /// They have begun at `stamp`, but for those that another thread has taken.
     fn renew(&mut self, stamp: u64) {
-        self.all().for_each(|place| _ = FORKS[place].moves(self.stamp, stamp));
+        let before = *self;
+        for place in before.all().filter(|place| !FORKS[*place].moves(before.stamp, stamp)) {
+            self.places[place / 64] &= !(1 << (place % 64));
+        }
         self.stamp = stamp;
     }
 }
@@ -223,22 +234,27 @@ pub fn begins(connections: impl Fn(&mut dyn FnMut(usize)), see: impl FnOnce()) {
     let mut marks = Marks { stamp: stats::clock(), ..Marks::NONE };
     let until = marks.stamp + LATE;
     let line = IN_LINE.fetch_add(1, SeqCst).clamp(1, LINE);
-    for place in wanted.all() {
-        loop {
-            let now = stats::clock();
-            // While it waits for the next one, those that it has are not left alone for longer.
-            let stamp = if now.saturating_sub(marks.stamp) < MOST { marks.stamp } else { now };
-            if FORKS[place].takes(now, stamp, now >= until) {
-                marks.renew(stamp);
-                marks.add(place);
-                break;
+    loop {
+        for place in wanted.all() {
+            while !marks.has(place) {
+                let now = stats::clock();
+                // While it waits for the next one, those that it has are not left alone for longer.
+                let stamp = if now.saturating_sub(marks.stamp) < MOST { marks.stamp } else { now };
+                if FORKS[place].takes(now, stamp, now >= until) {
+                    marks.renew(stamp);
+                    marks.add(place);
+                } else {
+                    thread::sleep(LOOK * line);
+                }
             }
-            thread::sleep(LOOK * line);
+        }
+        // All of them from here on. What it had for too long another thread may have taken meanwhile.
+        marks.renew(stats::clock());
+        if marks.places == wanted.places || marks.stamp >= until {
+            break;
         }
     }
-    IN_LINE.fetch_sub(1, SeqCst);
-    // All of them from here on.
-    marks.renew(stats::clock());
+    less(&IN_LINE);
     let until = marks.stamp + MOST;
     while marks.stamp < until && marks.all().any(|place| FORKS[place].waiting.load(SeqCst) != 0) {
         thread::sleep(LOOK);
@@ -391,7 +407,15 @@ mod tests {
                 thread::sleep(LOOK);
             }
             assert!(stats::clock() < until && quiet.may_be_under_way());
+            // Another thread takes it, which is waited for then.
+            let other = stats::clock();
+            assert!(quiet.takes(other, other, true));
             busy.ends(began);
+            while stats::clock() < other + MOST {
+                assert!(!forker.is_finished() || stats::clock() >= other + QUEUE);
+                thread::sleep(LOOK);
+            }
+            quiet.ends(other);
         });
         assert!(!quiet.may_be_under_way() && !busy.may_be_under_way());
     }

@@ -1,8 +1,8 @@
 #!/bin/bash
 # local.sh [SECONDS [COUNT [SEED]]]: memory that two processes of one host share (RPCRDMA_PROVIDER=local), by programs
-# (c-tests/shared.c): peers that rewrite it at random, for SECONDS (3) at either end; COUNT (40) processes that are killed, at
-# either end; processes that are stopped; long calls that are given up; a server's loop that is elsewhere; other local users, who disturb the handshake; what
-# may be done with a segment; other users, process and network namespaces.
+# (c-tests/local.c): peers that rewrite it at random, for SECONDS (3) at either end; COUNT (40) processes that are killed, at
+# either end; processes that are stopped; long calls that are given up; a server's loop that is elsewhere; other local users,
+# who disturb the handshake; what may be done with a segment; other users, process and network namespaces.
 #
 # tests/long/local.sh has the figures too, and what takes longer: LOCAL_LONG=yes.
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
@@ -21,15 +21,15 @@ chmod 711 "$scratch"
 ln -s librpcrdma.so.0 librpcrdma.so
 cp "$LIBRPCRDMA" librpcrdma.so.0 || { FAIL "$LIBRPCRDMA is missing"; closing; }
 # shellcheck disable=SC2046
-cc -g -O1 -pthread -Wall -Wextra -Werror -Wno-cast-function-type -rdynamic -o shared "$top/c-tests/shared.c" \
+cc -g -O1 -pthread -Wall -Wextra -Werror -Wno-cast-function-type -rdynamic -o local "$top"/c-tests/local{,_*}.c \
     -I"$top/include" $(pkg-config --cflags libtirpc) \
     -L"$scratch" -Wl,-rpath,"$scratch" -lrpcrdma $(pkg-config --libs libtirpc) 2>cc.log ||
-    { FAIL "shared.c compiles" cc.log; closing; }
+    { FAIL "the program does not build" cc.log; closing; }
 
 # report NAME LIMIT ARGUMENT...: takes over the lines of the program, which must end well within so many seconds.
 report() {
     local name=$1 limit=$2 line why status; shift 2
-    PATIENCE=$(patient 2) timeout -k 5 "$(patient "$limit")" ./shared "$@" >out 2>err
+    PATIENCE=$(patient 2) timeout -k 5 "$(patient "$limit")" ./local "$@" >out 2>err
     status=$?
     while read -r line; do
         case $line in
@@ -59,7 +59,7 @@ report elsewhere 120 elsewhere
 # "memory" or "no memory"; or its error holds EXPECTED.
 goes() {
     local name=$1 expected=$2 address=$3; shift 3
-    timeout -k 5 "$(patient 60)" "$@" ./shared client "$address" "$port" >out 2>err
+    timeout -k 5 "$(patient 60)" "$@" ./local client "$address" "$port" >out 2>err
     case $expected in
     *memory) if grep -qx "$expected" out; then ok "$name"; else cat out >>err; FAIL "$name" err; fi ;;
     *) if grep -q "^\(none\|wrong\) .*$expected" out; then ok "$name"; else cat out >>err; FAIL "$name" err; fi ;;
@@ -70,7 +70,7 @@ kill_server() { kill -KILL "$server"; wait "$server" 2>/dev/null; }
 # serves COMMAND...: a server that is begun with it.
 serves() {
     log=server.log
-    start_ready "$@" ./shared server || { FAIL "a server: $*" server.log; return 1; }
+    start_ready "$@" ./local server || { FAIL "a server: $*" server.log; return 1; }
 }
 refused='the peer shares no memory with us'
 tell=(env RPCRDMA_LOG=info)
@@ -130,7 +130,7 @@ if [ "$(id -u)" -ne 0 ]; then
     skip "$networks" "needs root"
     closing
 fi
-if "${nobody[@]}" test -x "$scratch/shared" 2>/dev/null; then
+if "${nobody[@]}" test -x "$scratch/local" 2>/dev/null; then
     if serves; then
         goes "a client of another user" memory 127.0.0.1 "${nobody[@]}"
         stop "$server"

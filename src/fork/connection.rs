@@ -227,14 +227,17 @@ impl Marks {
 }
 
 /// The calling thread is about to see whether the locks of these connections are free: one such thread after the other, or each
-/// would take them for a moment while another forks; and after those that wait for them by now. `see` does that.
+/// would take them for a moment while another forks; and after those that wait for them by now. `see` does that. Asked for the
+/// connections again where it has waited.
 pub fn begins(connections: impl Fn(&mut dyn FnMut(usize)), see: impl FnOnce()) {
     let mut wanted = Marks::NONE;
-    connections(&mut |connection| wanted.add(place(connection)));
+    let ask = |wanted: &mut Marks| connections(&mut |connection| wanted.add(place(connection)));
+    ask(&mut wanted);
     let mut marks = Marks { stamp: stats::clock(), ..Marks::NONE };
     let until = marks.stamp + LATE;
     let line = IN_LINE.fetch_add(1, SeqCst).clamp(1, LINE);
     loop {
+        let mut has_waited = false;
         for place in wanted.all() {
             while !marks.has(place) {
                 let now = stats::clock();
@@ -245,8 +248,13 @@ pub fn begins(connections: impl Fn(&mut dyn FnMut(usize)), see: impl FnOnce()) {
                     marks.add(place);
                 } else {
                     thread::sleep(LOOK * line);
+                    has_waited = true;
                 }
             }
+        }
+        if has_waited {
+            // The program may have come to owe replies to others.
+            ask(&mut wanted);
         }
         // All of them from here on. What it had for too long another thread may have taken meanwhile.
         marks.renew(stats::clock());
@@ -418,6 +426,26 @@ mod tests {
             quiet.ends(other);
         });
         assert!(!quiet.may_be_under_way() && !busy.may_be_under_way());
+    }
+
+    #[test]
+    fn what_concerns_a_fork_only_by_the_end_of_its_wait_is_left_alone_too() {
+        let connections = [0x30_0000, 0x40_0000];
+        let [busy, late] = connections.map(Forks::of);
+        let (asked, mut has_seen) = (Cell::new(0), false);
+        let concerned = |mark: &mut dyn FnMut(usize)| {
+            asked.set(asked.get() + 1);
+            if asked.get() == 1 {
+                // One that never comes back: it is waited for until QUEUE after that.
+                let now = stats::clock();
+                assert!(busy.takes(now, now + 2 * QUEUE, false));
+            }
+            connections.iter().take(asked.get()).for_each(|it| mark(*it));
+        };
+        begins(concerned, || has_seen = late.may_be_under_way());
+        ends();
+        assert!(has_seen && asked.get() == 2);
+        assert!(!busy.may_be_under_way() && !late.may_be_under_way());
     }
 
     #[test]

@@ -1,13 +1,13 @@
-//! libtirpc's side of the boundary: its structures, its numbers, and what it records of creations that failed.
+//! libtirpc's side of the boundary: its structures, its constants, and what it records about creations that failed.
 //!
 //! Owned here: the `#[repr(C)]` twins of the structures in `/usr/include/tirpc`, each with its size and offsets
 //! asserted at compile time (x86-64, libtirpc.so.3), and the constants that those headers define. The words are libtirpc's
 //! own, so that a reader can lay its headers beside this file.
 //!
-//! Left to others: [`library()`] finds libtirpc's functions and variables; [`netid`] knows the netids "rdma" and "rdma6" and
-//! their addresses; [`interpose`] holds the functions that stand in front of libtirpc's; [`client`] and `transport` are the two
-//! vtables, and [`server`] makes what has the latter; `lending` says what they leave in the program's memory, and `auth` what of
-//! a call an AUTH must have to itself.
+//! Left to other modules: [`library()`] finds libtirpc's functions and variables; [`netid`] knows the netids "rdma" and "rdma6"
+//! and their addresses; [`interpose`] holds the functions that stand in front of libtirpc's; [`client`] and `transport` are the
+//! two vtables, and [`server`] creates the transports; `lending` says what they leave in the program's memory, and `auth` for
+//! which parts of a call its AUTH must not be shared.
 //!
 //! Invariant: data symbols (`svc_pollfd`, `svc_max_pollfd`, `svc_fdset`) stay libtirpc's own objects: programs copy-relocate
 //! them.
@@ -158,7 +158,7 @@ pub struct CLIENT {
 #[derive(Debug)]
 #[allow(missing_docs)]
 pub struct clnt_ops {
-    /// It may be cancelled.
+    /// The calling thread may be cancelled in here.
     pub cl_call: Option<
         unsafe extern "C-unwind" fn(
             *mut CLIENT,
@@ -425,8 +425,8 @@ pub mod msg {
     pub const RPC_MSG_VERSION: u32 = 2;
 }
 
-/// The header of an accepted reply without a verifier that is successful, behind its XID (RFC 5531 §9): direction, reply_stat,
-/// flavor and length of the verifier, accept_stat.
+/// The header of a successful accepted reply with an empty verifier, after its XID (RFC 5531 §9): direction, reply_stat, flavor
+/// and length of the verifier, accept_stat.
 pub const PLAIN_REPLY: [u8; 20] = {
     let mut words = [0; 20];
     words[3] = msg::REPLY as u8;
@@ -526,28 +526,29 @@ const _: () = {
     assert!(size_of::<rpcb>() == 32);
 };
 
-/// Records why a creation failed: `*__rpc_createerr()` for every reader, the text for [`creation_explanation`].
+/// Records why a creation failed: the status in `*__rpc_createerr()` for every reader, the text for [`creation_explanation`].
 pub fn creation_failed(error: &Error) {
     let inner = match error.kind() {
-        // Printed as "Port mapper failure - " and this one's text.
+        // Printed as "Port mapper failure - " followed by the text of this status.
         Kind::Rpcbind => clnt_stat::SYSTEMERROR,
         _ => error.clnt_stat(),
     };
     let why = rpc_createerr { cf_stat: error.clnt_stat(), cf_error: rpc_err::new(inner, error.errno()) };
     if let Some(place) = createerr() {
-        // SAFETY: written by this thread only, which is here.
+        // SAFETY: only this thread writes it.
         unsafe { place.write(why) };
     }
-    // After this one libtirpc goes on to the next netid, and restores the status of the failure before it: so does this.
+    // After this kind of failure libtirpc goes on to the next netid and restores the status of the previous failure. So the text
+    // is restored too.
     let before = per_thread::take(&EXPLANATION).filter(|_| error.kind() == Kind::NoAddress);
     let text = before.unwrap_or_else(|| (why.cf_stat, error.text().to_owned()));
     let _ = per_thread::put(&EXPLANATION, text);
 }
 
-/// What this thread's latest creation has recorded, in libtirpc and here: to be put back by [`creation_record`] behind
-/// creations of our own.
+/// What this thread's latest creation recorded, in libtirpc and here, for [`creation_record`] to put back after creations of our
+/// own.
 pub fn creation_recorded() -> (Option<rpc_createerr>, Option<(u32, String)>) {
-    // SAFETY: written by this thread only, which is here.
+    // SAFETY: only this thread writes it.
     let status = createerr().map(|place| unsafe { place.read() });
     (status, per_thread::get(&EXPLANATION))
 }
@@ -555,7 +556,7 @@ pub fn creation_recorded() -> (Option<rpc_createerr>, Option<(u32, String)>) {
 /// Puts back what [`creation_recorded`] returned.
 pub fn creation_record((status, text): (Option<rpc_createerr>, Option<(u32, String)>)) {
     if let (Some(place), Some(status)) = (createerr(), status) {
-        // SAFETY: written by this thread only, which is here.
+        // SAFETY: only this thread writes it.
         unsafe { place.write(status) };
     }
     creation_started();
@@ -566,7 +567,7 @@ pub fn creation_record((status, text): (Option<rpc_createerr>, Option<(u32, Stri
 
 /// Adds a text to what libtirpc itself has recorded in `*__rpc_createerr()`.
 pub fn creation_explained(text: String) {
-    // SAFETY: written by this thread only, which is here.
+    // SAFETY: only this thread writes it.
     let status = createerr().map_or(clnt_stat::SUCCESS, |place| unsafe { place.read() }.cf_stat);
     let _ = per_thread::put(&EXPLANATION, (status, text));
 }
@@ -579,7 +580,7 @@ pub fn creation_started() {
 /// Our text for what `*__rpc_createerr()` says now, if it is still what we recorded.
 pub fn creation_explanation() -> Option<String> {
     let explanation = per_thread::get(&EXPLANATION)?;
-    // SAFETY: written by this thread only, which is here.
+    // SAFETY: only this thread writes it.
     let stays = createerr().is_none_or(|place| unsafe { place.read() }.cf_stat == explanation.0);
     stays.then_some(explanation.1)
 }
@@ -588,13 +589,13 @@ thread_local! {
     static EXPLANATION: Owned<(u32, String)> = const { Owned::new() };
 }
 
-/// libtirpc's own `xprt_register`, for transports of ours: the one of `interpose` looks for those of libtirpc.
+/// libtirpc's own `xprt_register`, for our transports; the one in `interpose` watches for libtirpc's.
 ///
 /// # Errors
 /// When libtirpc cannot be found.
 ///
 /// # Safety
-/// As libtirpc's.
+/// As for libtirpc's function.
 pub unsafe fn xprt_register(xprt: *mut SVCXPRT) -> Result<(), Error> {
     let real = real::XPRT_REGISTER.get()?;
     // SAFETY: a live transport (contract).
@@ -607,13 +608,14 @@ pub unsafe fn xprt_register(xprt: *mut SVCXPRT) -> Result<(), Error> {
     Ok(())
 }
 
-/// The same beside others, whether it is done: svc_run would go on after svc_exit(3) with this one transport.
+/// The same, but only beside other transports; returns whether it registered this one. As the only transport it would keep
+/// svc_run going after svc_exit(3).
 ///
 /// # Errors
 /// As [`xprt_register`].
 ///
 /// # Safety
-/// As libtirpc's.
+/// As for libtirpc's function.
 unsafe fn xprt_register_beside(xprt: *mut SVCXPRT) -> Result<bool, Error> {
     let real = real::XPRT_REGISTER.get()?;
     // SAFETY: a live transport (contract).
@@ -631,7 +633,7 @@ unsafe fn xprt_register_beside(xprt: *mut SVCXPRT) -> Result<bool, Error> {
 /// libtirpc's own `xprt_unregister`, for transports of ours and for those that we replace.
 ///
 /// # Safety
-/// As libtirpc's.
+/// As for libtirpc's function.
 pub unsafe fn xprt_unregister(xprt: *mut SVCXPRT) {
     match real::XPRT_UNREGISTER.get() {
         Ok(real) => {
@@ -651,7 +653,7 @@ pub unsafe fn xprt_unregister(xprt: *mut SVCXPRT) {
 unsafe fn svc_destroy(xprt: *mut SVCXPRT) {
     // SAFETY: alive (contract).
     let ops = unsafe { (*xprt).xp_ops };
-    // SAFETY: static operations, of whatever kind.
+    // SAFETY: operations are static, whatever the kind of transport.
     if let Some(destroy) = unsafe { (*ops).xp_destroy } {
         // SAFETY: the transport's own operation.
         unsafe { destroy(xprt) };
@@ -661,15 +663,15 @@ unsafe fn svc_destroy(xprt: *mut SVCXPRT) {
 /// The descriptors that libtirpc's loop polls.
 ///
 /// # Safety
-/// No other thread registers transports while the iterator lives, as for libtirpc's own loop, which reads the set in the same
-/// way; nor does this one.
+/// No other thread registers transports while the iterator lives, nor does this one. libtirpc's own loop, which reads the set in
+/// the same way, needs the same.
 unsafe fn polled() -> impl Iterator<Item = c_int> {
     let (set, count) = polled_table();
     // SAFETY: libtirpc's array has `count` entries; it changes only in xprt_register (contract).
     (0..count).map(move |index| unsafe { set.wrapping_add(index).read() }.fd).filter(|fd| *fd >= 0)
 }
 
-/// libtirpc's `svc_pollfd`, and how many entries it has. Nothing, if there is no libtirpc: none is registered with it either.
+/// libtirpc's `svc_pollfd` and its number of entries. Empty without libtirpc: then nothing is registered with it either.
 fn polled_table() -> (*const libc::pollfd, usize) {
     let Ok(library) = library() else { return (null(), 0) };
     // SAFETY: libtirpc's own variable, read as its users read it.
@@ -679,13 +681,13 @@ fn polled_table() -> (*const libc::pollfd, usize) {
     (set, if set.is_null() { 0 } else { usize::try_from(count).unwrap_or(0) })
 }
 
-/// Whether libtirpc's loop polls nothing at all, not even a listener: it ends then, or has ended by svc_exit(3).
+/// Whether libtirpc's loop polls nothing at all, not even a listener: the loop then ends, or svc_exit(3) has ended it.
 fn nothing_is_registered() -> bool {
     // SAFETY: libtirpc's own variable, read as its users read it.
     library().map_or(0, |library| unsafe { *library.svc_max_pollfd }) == 0
 }
 
-/// Whether an address lies in the object that libtirpc is.
+/// Whether an address lies in libtirpc's shared object.
 pub fn is_libtirpcs(address: *const c_void) -> bool {
     let Ok(known) = real::XPRT_REGISTER.get() else { return false };
     object(address).is_some_and(|base| Some(base) == object(known as *const c_void))
@@ -695,7 +697,7 @@ pub fn is_libtirpcs(address: *const c_void) -> bool {
 fn object(address: *const c_void) -> Option<usize> {
     let mut info =
         libc::Dl_info { dli_fname: null(), dli_fbase: null_mut(), dli_sname: null(), dli_saddr: null_mut() };
-    // SAFETY: any address may be asked for; info is writable.
+    // SAFETY: dladdr accepts any address; info is writable.
     let found = unsafe { libc::dladdr(address, &mut info) };
     if found == 0 { None } else { Some(info.dli_fbase.addr()) }
 }

@@ -1,18 +1,17 @@
-//! Listening on devices that go over no TCP socket, beside a TCP listener or in its place: adapters.
+//! Adapters: listening on devices that do not go over a TCP socket, beside a TCP listener or in its place.
 //!
-//! A listener on netid "rdma", and that of a moved server, is noted here when it is registered ([`beside`]). The program may
-//! still fork to become a daemon, and a device belongs to the process that opens it: so the devices are opened by the
-//! first poll of the program's loop, which `progress` sees to. From then on a transport of our own wakes the
-//! loop when a peer connects.
+//! A listener on netid "rdma", or of a moved server, is noted here when it is registered ([`beside`]). The program may still fork
+//! to become a daemon, and a device belongs to the process that opens it. So the devices are opened in the first turn of the
+//! program's loop, through `progress`. From then on a transport of our own wakes the loop when a peer connects.
 //!
-//! Where `RPCRDMA_PROVIDER` names one nothing else is served. A listener on netid "rdma" is not made then where there is no
-//! device, and its socket gives way to a device that cannot share its port.
+//! Where `RPCRDMA_PROVIDER` names a device, nothing else is served. A listener on netid "rdma" is then not created if there is no
+//! such device, and its socket gives way to a device that cannot share its port.
 //!
 //! # Invariants
 //! - On a machine without a device nothing here happens: nothing is opened, no transport is registered.
-//! - Nobody is served who could not connect to the socket that a listener stands beside: it listens at the socket's own
-//!   addresses, at no loopback address, and at the interface that the socket is bound to by then; and it ends when the
-//!   program unregisters the socket, closes it, or shuts it down.
+//! - A listener serves nobody who could not connect to the socket beside which it stands. It listens at the socket's own
+//!   addresses, at no loopback address, and on the interface to which the socket is bound by then. It ends when the program
+//!   unregisters the socket, closes it, or shuts it down.
 #![allow(unsafe_code)]
 
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
@@ -34,28 +33,29 @@ use crate::tirpc::{
 };
 use crate::{log_debug, log_error, log_info, log_warn, socket};
 
-/// Requests that are accepted or refused before the loop looks at others again, and how long that may take.
+/// How many connection requests are accepted or refused before the loop looks at other transports again, and how long that may
+/// take.
 const TURN: usize = 16;
 const TURN_TIME: Duration = Duration::from_millis(1);
 
-/// When a listener whose device has gone is tried again.
+/// After how long a listener whose device has gone is tried again.
 const RETRY: Duration = Duration::from_secs(1);
 
 struct Entry {
     device: &'static dyn Device,
-    /// As the program has bound it.
+    /// As the program has bound its socket.
     address: SocketAddr,
     places: Places,
-    /// The listening socket of the program, which this ends with.
+    /// The program's listening socket, with which this entry ends.
     socket: (RawFd, Identity),
-    /// Keeps the port, where no TCP listener does: `socket` never listens then.
+    /// Keeps the port where no TCP listener does: then `socket` never listens.
     port: Option<Arc<socket::Reserved>>,
-    /// Only netid "rdma" is served here, so that transports are of that netid.
+    /// Only netid "rdma" is served here, so transports are of that netid.
     rdma_only: bool,
     open: Option<Open>,
-    /// It was open once: a device that has gone may come back.
+    /// The listener was open once: a device that has gone may come back.
     opened: bool,
-    /// The log has been told why this one cannot be opened.
+    /// The log already says why this listener cannot be opened.
     told: bool,
 }
 
@@ -84,11 +84,12 @@ pub fn beside(fd: RawFd, rdma_only: bool, config: &Config) {
     }
 }
 
-/// Serves the address of a listening socket of netid "rdma" on other devices too; or instead, where the only device that
-/// may be used takes its port: its descriptor stays then, and is never ready.
+/// Serves the address of a listening socket of netid "rdma" on other devices too, or on a device instead, where the only one that
+/// may be used takes the socket's port: then the descriptor stays, but is never ready.
 ///
 /// # Errors
-/// The system refuses, or only a device may be used that cannot be: the socket is as it was, or closed to connections.
+/// When the system refuses, or the only device that may be used cannot be used: the socket is then as it was, or closed to
+/// connections.
 pub fn listen(address: SocketAddr, fd: RawFd, config: &Config) -> Result<(), Error> {
     if !start::gives_way(address, config)? {
         beside(fd, true, config);
@@ -103,7 +104,7 @@ pub fn listen(address: SocketAddr, fd: RawFd, config: &Config) -> Result<(), Err
     Ok(())
 }
 
-/// `in_place`: the socket listens no more.
+/// `in_place`: for a socket that no longer listens.
 fn add(
     fd: RawFd,
     in_place: Option<(SocketAddr, Places, socket::Reserved)>,
@@ -123,7 +124,7 @@ fn add(
         },
     };
     let mut table = table();
-    // One that is noted once more was a moved program's before it became one of netid "rdma".
+    // A listener that is noted once more was a moved program's before it became one of netid "rdma".
     for mut old in table.extract_if(.., |entry| !entry.is_there() || entry.socket.0 == fd) {
         old.close();
     }
@@ -145,7 +146,7 @@ fn add(
 /// Where a socket that is bound to `address` listens.
 fn places(address: SocketAddr, fd: RawFd) -> Places {
     let canonical = SocketAddr::new(address.ip().to_canonical(), address.port());
-    // The scope of a link-local address goes with it.
+    // A link-local address keeps its scope.
     let mut addresses = vec![if canonical.is_ipv4() { canonical } else { address }];
     if address.ip() == IpAddr::V6(Ipv6Addr::UNSPECIFIED) && socket::takes_both_families(fd) {
         addresses.push(SocketAddr::new(Ipv4Addr::UNSPECIFIED.into(), address.port()));
@@ -164,9 +165,9 @@ pub fn end(fd: RawFd) {
 /// What has become of the program's socket.
 #[derive(Debug, PartialEq, Eq)]
 enum Found {
-    /// Clients come to it as they did.
+    /// Clients reach it as before.
     Same,
-    /// It is bound to another interface now, as the entry is.
+    /// It is now bound to another interface, and the entry has been set to that.
     Elsewhere,
     /// Nobody connects to it any more.
     Deaf,
@@ -185,7 +186,7 @@ impl Entry {
             return Found::Deaf;
         }
         let now = socket::interface(fd);
-        // What stands in for a listening socket does not know of what that one was bound to.
+        // The stand-in for a listening socket does not know to which interface that socket was bound.
         if now == self.places.interface || self.port.is_some() && now.is_none() {
             return Found::Same;
         }
@@ -193,20 +194,20 @@ impl Entry {
         Found::Elsewhere
     }
 
-    /// Whether it is to be served now: of a moved listener, whether a program that is moved is registered there.
+    /// Whether it is to be served now. A moved listener is, if a moved program is registered there.
     fn wanted(&self) -> bool {
         self.rdma_only || interpose::serves_moved(self.address)
     }
 }
 
-/// A program has been registered: listeners that have waited for that are opened.
+/// A program has been registered: has those listeners opened that have waited for this.
 pub fn registered() {
     if table().iter().any(|entry| entry.open.is_none()) {
         wake_at(Instant::now());
     }
 }
 
-/// Has the program's loop call [`open_all`] at that time.
+/// Has the program's loop call [`open_all`] at `time`.
 fn wake_at(time: Instant) {
     progress::call_at(Errand::Adapters, time, || {
         guard(|| {
@@ -231,7 +232,7 @@ fn open_all() {
         if found == Found::Same && entry.open.as_ref().is_some_and(|open| !open.listener.forked()) {
             continue;
         }
-        // What was inherited by fork(2) is the parent's.
+        // A listener inherited through fork(2) is the parent's.
         entry.close();
         if found == Found::Deaf || !entry.wanted() {
             continue;
@@ -244,14 +245,14 @@ fn open_all() {
                 (entry.open, entry.opened, entry.told) = (Some(open), true, false);
             }
             Err(error) => {
-                // A device may come, where nothing else is listened at, or come back.
+                // A device may appear, where it is the only one to be used, or come back.
                 let only = config.provider != Provider::Auto;
                 again |= entry.opened || only;
                 if !std::mem::replace(&mut entry.told, true) {
                     let text = format!("not listening at {} on RDMA {title}: {error}", entry.address);
                     match error.kind() {
                         _ if only => log_error!("{text}"),
-                        // Most sockets are elsewhere than the adapters of a machine.
+                        // Most sockets have addresses that no adapter of the machine has.
                         Kind::Os(libc::ENODEV) => log_info!("{text}"),
                         _ => log_warn!("{text}"),
                     }
@@ -278,7 +279,7 @@ impl Entry {
         Ok(Open { listener, xprt: Bare(xprt) })
     }
 
-    /// Ends the listener, if there is one, before its descriptor goes.
+    /// Ends the listener, if there is one; unregisters its transport before the descriptor goes.
     fn close(&mut self) {
         if let Some(open) = self.open.take() {
             // SAFETY: registered when it was opened; its memory lives for ever.
@@ -294,7 +295,7 @@ fn map_to_v6(at: SocketAddr) -> SocketAddr {
     }
 }
 
-/// `xp_recv` of a listener: takes the connections that wait.
+/// `xp_recv` of a listener: takes the connections that are waiting.
 unsafe extern "C-unwind" fn accept(xprt: *mut SVCXPRT, _: *mut rpc_msg) -> bool_t {
     guard(|| {
         let config: &'static Config = config::get()?;
@@ -302,7 +303,7 @@ unsafe extern "C-unwind" fn accept(xprt: *mut SVCXPRT, _: *mut rpc_msg) -> bool_
         let found =
             table.iter_mut().find(|entry| entry.open.as_ref().is_some_and(|open| open.xprt.0 == xprt));
         let Some(entry) = found else {
-            // That of a parent, which had the table at the fork: what comes there is for the parent.
+            // The listener of a parent whose table was in use at the fork: connections to it are for the parent.
             // SAFETY: registered; it lives for ever.
             unsafe { xprt_unregister(xprt) };
             return Ok(0);
@@ -343,7 +344,7 @@ unsafe extern "C-unwind" fn accept(xprt: *mut SVCXPRT, _: *mut rpc_msg) -> bool_
                 entry.close();
                 match found {
                     Found::Deaf => log_info!("nobody connects to {} any more", entry.address),
-                    // Who knocks meanwhile may be somebody else's: all are refused.
+                    // A peer that connects meanwhile may not be meant for this socket: all are refused.
                     Found::Elsewhere => log_info!("{} is bound to another interface now", entry.address),
                     Found::Same => {}
                 }

@@ -1,23 +1,23 @@
-//! Which part of a call an AUTH must have to itself, and the locks that see to it.
+//! For which part of a call an AUTH must not be shared, and the locks that ensure it.
 //!
-//! libtirpc's AUTHs are not made for threads: its own stream transport has each CLIENT make one call at a time, where
-//! calls of several threads are under way together here. What they share is read in libtirpc's source:
+//! libtirpc's AUTHs are not made for threads: over its own stream transport each CLIENT makes one call at a time, whereas here
+//! calls of several threads are under way together. What they share is taken from libtirpc's source:
 //!
-//! - AUTH_NONE is one handle for the whole process. It writes a constant, which `authnone_create` has made before anybody
-//!   had the handle; nothing else does anything. It needs no lock, and must have none: all CLIENTs would share it.
-//! - AUTH_SYS and AUTH_SHORT write a buffer that validation (of a verifier AUTH_SHORT) and refreshing replace. These
-//!   three are done under the lock. To wrap is to call the program's own procedure, which may wait for whatever it
-//!   likes, other calls with this AUTH among it: that is done without.
-//! - Any other AUTH has the call to itself from marshalling to the end. RPCSEC_GSS checks the verifier of a reply
-//!   against the sequence number of its latest call, and AUTH_DES against the latest timestamp; what an AUTH of a
-//!   program's own does is unknown, and over libtirpc's transport it sees one call at a time too. Whoever waits for
-//!   such an AUTH does so within the time of its call: the holder may be waiting for this very thread.
+//! - AUTH_NONE is one handle for the whole process. It marshals a constant that `authnone_create` has made before anybody had the
+//!   handle; its other operations leave it alone. It needs no lock, and must have none: all CLIENTs would share it.
+//! - AUTH_SYS and AUTH_SHORT marshal a buffer that validation (of an AUTH_SHORT verifier) and refreshing replace. These three
+//!   steps run under the lock. Wrapping calls the program's own procedure, which may wait for whatever it likes, including other
+//!   calls with this AUTH, so it runs without the lock.
+//! - Any other AUTH is held for one call at a time, from marshalling to the end. RPCSEC_GSS checks the verifier of a reply
+//!   against the sequence number of its latest call, and AUTH_DES against the latest timestamp. What an AUTH of the program's own
+//!   does is unknown, and over libtirpc's transport it, too, sees one call at a time. A thread that waits for such an AUTH does
+//!   so within the time of its call: the holder may be waiting for this very thread.
 //!
 //! # Invariants
-//! - An AUTH has an entry here while it is held, and no longer: the memory of one that was destroyed may become another.
+//! - An AUTH has an entry here while it is held, and no longer: the memory of a destroyed AUTH may become another one.
 //! - A thread that holds an AUTH and asks for it again, because a procedure of the program or a signal handler makes a
 //!   call, gets nothing and goes on.
-//! - No lock of the table is held while anything is waited for or called.
+//! - No lock of the table is held while waiting for or calling anything.
 //! - A forked child has a table of its own: the threads that hold anything in its parent's do not exist there.
 #![allow(unsafe_code)]
 
@@ -35,7 +35,7 @@ use crate::thread;
 use crate::tirpc::{AUTH, auth_ops, auth_stat, is_libtirpcs, library};
 use crate::wait::Event;
 
-/// The part of a call that an AUTH must have to itself.
+/// The part of a call during which its AUTH must not be shared.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Share {
     /// Nothing.
@@ -57,9 +57,9 @@ pub fn none() -> *mut AUTH {
     auth
 }
 
-/// What `auth` must have to itself.
+/// For which part of a call `auth` must not be shared.
 ///
-/// Its operations tell: an AUTH of RPCSEC_GSS says that it is one in its credential only after the first call.
+/// Its operations tell: the credential of an RPCSEC_GSS AUTH shows its flavor only after the first call.
 ///
 /// # Safety
 /// `auth` is a live AUTH.
@@ -80,7 +80,7 @@ pub unsafe fn share(auth: *mut AUTH) -> Share {
     }
 }
 
-/// The operations of AUTH_NONE and of AUTH_SYS, one static table each, and the latest that are neither.
+/// The operations of AUTH_NONE and of AUTH_SYS, one static table each, and the latest table that is neither.
 static NONE: AtomicPtr<auth_ops> = AtomicPtr::new(null_mut());
 static SYS: AtomicPtr<auth_ops> = AtomicPtr::new(null_mut());
 static OTHER: AtomicPtr<auth_ops> = AtomicPtr::new(null_mut());
@@ -112,11 +112,10 @@ unsafe fn find_out(auth: *mut AUTH, ops: *mut auth_ops) -> Share {
     }
 }
 
-/// Waits until this thread has `auth` to itself; at once nothing if it has already. Signals are let through meanwhile, by
-/// `mask`.
+/// Waits until this thread has `auth` to itself; returns `None` at once if it already has. Meanwhile `mask` lets signals through.
 ///
 /// # Errors
-/// `Timeout` when others have had it until `deadline`.
+/// `Timeout` if others held it until `deadline`.
 pub fn lock(auth: *mut AUTH, deadline: Instant, mask: &SignalMask) -> Result<Option<Held>, Error> {
     acquire(auth.addr(), Some(deadline), Some(mask)).map_err(|Late| {
         let text = "other calls with the same AUTH were under way for the whole time of this one";
@@ -124,7 +123,7 @@ pub fn lock(auth: *mut AUTH, deadline: Instant, mask: &SignalMask) -> Result<Opt
     })
 }
 
-/// As [`lock`], for a step that others have it for too: so there is no limit, and no signal is let through.
+/// As [`lock`], where others, too, hold the AUTH only for a step: so there is no deadline, and no signal is let through.
 pub fn step(auth: *mut AUTH) -> Option<Held> {
     match acquire(auth.addr(), None, None) {
         Ok(held) => held,
@@ -146,8 +145,8 @@ fn acquire(auth: usize, deadline: Option<Instant>, mask: Option<&SignalMask>) ->
     if entry.owner == me {
         return Ok(None);
     }
-    // In a signal handler that has interrupted this thread's wait: what is handed over is handed to both, and given back
-    // by the one that was interrupted.
+    // In a signal handler that has interrupted this thread's wait: the AUTH is handed to both, and the interrupted wait gives it
+    // back.
     let own = entry.waiters.iter().find(|(thread, _)| *thread == me).map(|(_, turn)| turn.clone());
     let nested = own.is_some();
     let turn = own.unwrap_or_else(|| {
@@ -169,7 +168,7 @@ fn acquire(auth: usize, deadline: Option<Instant>, mask: Option<&SignalMask>) ->
     }
     let mut shard = table.shard(auth);
     if turn.has_happened() {
-        // It was handed over at the last moment, and goes on to the next.
+        // The AUTH was handed over at the last moment, and goes on to the next waiter.
         drop(shard);
         drop(held());
     } else if !nested && let Some(entry) = shard.iter_mut().find(|entry| entry.auth == auth) {
@@ -208,21 +207,21 @@ impl Drop for Held {
 struct Entry {
     auth: usize,
     owner: usize,
-    /// Who gets it next, in the order in which they came.
+    /// Those that get it next, in the order in which they came.
     waiters: VecDeque<(usize, Arc<Event>)>,
 }
 
-/// Number of shards: so many calls rarely meet at one, and together they are a page or two.
+/// Number of shards: with this many, calls rarely meet at one, and together they take a page or two.
 const SHARDS: usize = 64;
 
 /// The AUTHs that are held in one process.
 struct Table {
-    /// Of forks, in which the table was made.
+    /// The fork generation in which the table was made.
     generation: u64,
     shards: [Shard; SHARDS],
 }
 
-/// A cache line of its own: threads with AUTHs of their own do not disturb each other.
+/// Has a cache line of its own, so that threads with different AUTHs do not disturb each other.
 #[derive(Default)]
 #[repr(align(64))]
 struct Shard(Mutex<Vec<Entry>>);
@@ -239,7 +238,7 @@ impl Table {
             {
                 return table;
             }
-            // The parent's is left behind: a thread that does not exist here may have had it locked.
+            // The parent's table is left behind: a thread that does not exist here may have had it locked.
             let shards = std::array::from_fn(|_| Shard::default());
             let fresh = Box::into_raw(Box::new(Table { generation, shards }));
             if CURRENT.compare_exchange(current, fresh, Ordering::AcqRel, Ordering::Relaxed).is_err() {
@@ -250,7 +249,7 @@ impl Table {
     }
 
     fn shard(&self, auth: usize) -> MutexGuard<'_, Vec<Entry>> {
-        // An AUTH has 72 bytes: neighbours on the heap are 80 apart.
+        // An AUTH has 72 bytes: neighbours on the heap are 80 bytes apart.
         let shard = &self.shards[auth / 16 % SHARDS];
         shard.0.lock().unwrap_or_else(|e| e.into_inner())
     }
@@ -285,7 +284,7 @@ mod tests {
         Table::current().shard(auth).iter().all(|entry| entry.auth != auth)
     }
 
-    /// How many wait for the AUTH.
+    /// How many threads wait for the AUTH.
     fn waiting(auth: usize) -> usize {
         let shard = Table::current().shard(auth);
         shard.iter().find(|entry| entry.auth == auth).map_or(0, |entry| entry.waiters.len())

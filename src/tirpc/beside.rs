@@ -1,17 +1,17 @@
 //! RDMA beside a datagram transport: on the TCP port of the same number (`RPCRDMA_REDIRECT=udp`).
 //!
-//! Many servers register udp first and then bind that TCP port themselves (rquotad, mountd and statd do): it is not to
-//! be taken from them. So a registration is only noted here, and looked into in the first turn of the program's loop,
-//! which `progress` sees to, when the program has its transports and is the process that serves:
+//! Many servers register udp first and then bind that TCP port themselves (rquotad, mountd and statd do): it must not be taken
+//! from them. So a registration is only noted here, and dealt with in the first turn of the program's loop, through `progress`,
+//! when the program has its transports and is the process that serves:
 //!
 //! - The program listens there itself. Its listener stays what it is, and its connections are watched for MPA Requests
 //!   as those of a moved tcp listener are (`interpose::moved`).
 //! - Nobody does: a listener of netid "rdma" is made there.
-//! - Somebody else does. What rpcbind was told of "rdma" is taken back, for it would lead there.
+//! - Somebody else does. The registration of "rdma" with rpcbind is withdrawn, for it would lead there.
 //!
 //! # Invariants
-//! - No lock is held while anything is asked of libtirpc or rpcbind, and none is waited for in [`withdrawn`], which signal
-//!   handlers of programs reach.
+//! - No lock is held while libtirpc or rpcbind is asked for anything, and [`withdrawn`] waits for none, since signal handlers of
+//!   programs reach it.
 #![allow(unsafe_code)]
 
 use std::ffi::c_int;
@@ -61,7 +61,7 @@ pub fn registered(netid: Netid, local: SocketAddr, prog: u32, vers: u32) {
     });
 }
 
-/// Forgets a registration that is taken back before the loop has begun.
+/// Forgets a registration that is withdrawn before the loop has begun.
 pub fn withdrawn(netid: Netid, prog: u32, vers: u32) {
     // A handler that finds the table locked has interrupted what goes through it: nothing is noted that would last.
     let Some(mut table) = WANTED.try_lock() else { return };
@@ -71,7 +71,7 @@ pub fn withdrawn(netid: Netid, prog: u32, vers: u32) {
     table.retain(|wanted| !wanted.programs.is_empty());
 }
 
-/// Sees to what was noted: called from the program's loop, in the process that serves.
+/// Deals with what was noted: called from the program's loop, in the process that serves.
 fn open_all() {
     let noted = std::mem::take(&mut *table());
     for Wanted { netid, local, programs } in noted {
@@ -91,7 +91,7 @@ fn open_all() {
     }
 }
 
-/// Has connections to `local` served over RDMA; says how.
+/// Has connections to `local` served over RDMA. Returns how.
 fn open(netid: Netid, local: SocketAddr) -> io::Result<&'static str> {
     const OWN: &str = "the program's own TCP listener is watched";
     if listeners::accepted(local) {
@@ -105,7 +105,7 @@ fn open(netid: Netid, local: SocketAddr) -> io::Result<&'static str> {
         return Ok(OWN);
     }
     let socket = match listening(netid, local) {
-        // One for both families, or for some addresses only.
+        // The program's listener is for both families, or for some addresses only.
         Err(error)
             if error.raw_os_error() == Some(libc::EADDRINUSE)
                 && registered_listeners().any(|at| at.port() == local.port()) =>
@@ -126,7 +126,7 @@ fn open(netid: Netid, local: SocketAddr) -> io::Result<&'static str> {
 
 /// Where the program's loop listens for connections.
 fn registered_listeners() -> impl Iterator<Item = SocketAddr> {
-    // SAFETY: the loop's thread is here.
+    // SAFETY: called in the loop's thread.
     let fds: Vec<c_int> = unsafe { polled() }.collect();
     let listen = |fd: &c_int| socket::is_stream(*fd) && socket::listens(*fd);
     fds.into_iter().filter(listen).filter_map(socket::local)
@@ -134,8 +134,8 @@ fn registered_listeners() -> impl Iterator<Item = SocketAddr> {
 
 /// A listening TCP socket on `local`.
 ///
-/// The workers of a server that has forked before its first turn each make one: they share the port as they would share
-/// a listener that was made before.
+/// The workers of a server that has forked before its first turn each make one: they share the port as they would share a
+/// listener that was made before the fork.
 fn listening(netid: Netid, local: SocketAddr) -> io::Result<OwnedFd> {
     let info = netid.sockinfo();
     // SAFETY: socket has no preconditions.

@@ -1,10 +1,10 @@
-//! Serving what is called back over a connection that this process has opened: the program's dispatch routines, and the
-//! transport that wakes its service loop.
+//! Serving callbacks over a connection that this process has opened: the program's dispatch routines, and the transport that
+//! wakes its service loop.
 //!
-//! A dispatch routine gets an SVCXPRT as a server's does (`transport::Transport`), which is not registered: requests come
-//! from the driver, one at a time, and are treated as libtirpc's `svc_getreq_common` treats them. What is registered, so
-//! that `svc_run` serves callbacks too, is one bare transport of the process (`waker`), whose descriptor is readable when
-//! there is something to do on any connection.
+//! A dispatch routine gets an SVCXPRT like a server's (`transport::Transport`), but not a registered one: requests come from the
+//! driver, one at a time, and are treated as libtirpc's `svc_getreq_common` treats them. So that `svc_run` serves callbacks too,
+//! one bare transport of the process is registered (`waker`), whose descriptor is readable when there is something to do on any
+//! connection.
 //!
 //! # Invariants
 //! - The connection owns its `Callbacks`; they end when the last CLIENT on it is destroyed, or serves no program any more
@@ -37,7 +37,7 @@ struct Program {
     number: u32,
     version: u32,
     dispatch: dispatch_t,
-    /// Of all programs that a connection ever served, no two have the same.
+    /// Unique among all programs that the connection has ever served.
     serial: u64,
 }
 
@@ -45,10 +45,10 @@ struct Program {
 struct Callbacks {
     client: Weak<Client>,
     programs: Mutex<Programs>,
-    /// A routine has returned that somebody waits for.
+    /// Signaled when a routine has returned.
     returned: Condvar,
     transport: Mutex<Own>,
-    /// Of the process that serves.
+    /// Fork generation of the process that serves.
     generation: u64,
 }
 
@@ -66,14 +66,14 @@ struct Own {
     connection: u32,
 }
 
-/// Has `dispatch` serve calls back of a program, or nobody if it is NULL. `greeting`: the program and version of the
-/// forward direction that a new connection is greeted with.
+/// Has `dispatch` serve the callbacks of a program; NULL ends that. `greeting`: the program and version of the forward direction
+/// with which a new connection is greeted.
 ///
-/// A routine that is replaced or ended does not run any more when this returns; unless the calling thread is inside a
-/// routine itself: see `in_routine`.
+/// A routine that is replaced or ended no longer runs when this returns, unless the calling thread is inside a routine itself:
+/// see `in_routine`.
 ///
 /// # Errors
-/// `EMFILE`; `Invalid` when a program ends that is not served.
+/// `EMFILE`; `Invalid` when the program to be ended is not served.
 pub fn serve(
     client: &Arc<Client>,
     greeting: (u32, u32),
@@ -82,7 +82,7 @@ pub fn serve(
     dispatch: dispatch_t,
 ) -> Result<(), Error> {
     static CHANGES: fork::Lock<()> = fork::Lock::new();
-    // Of two threads that serve their first program on one connection, or end and begin, one is first.
+    // Two threads may each serve a first program on one connection, or one end and the other begin: one goes first.
     let one_at_a_time = CHANGES.lock();
     let callbacks = find(client);
     let Some(callbacks) = callbacks.or_else(|| dispatch.map(|_| Callbacks::of(client))) else {
@@ -121,28 +121,28 @@ pub fn serve(
     Ok(())
 }
 
-/// Those of this process, by [`key`].
+/// The `Callbacks` of this process, by [`key`].
 fn table() -> MutexGuard<'static, HashMap<u64, Weak<Callbacks>>> {
     static TABLE: fork::Lock<HashMap<u64, Weak<Callbacks>>> = fork::Lock::new();
     TABLE.lock()
 }
 
-/// The connection's identity, as long as somebody holds a share of it, be it a weak one, as its `Callbacks` do.
+/// The connection's identity, while somebody holds a share of it, even a weak one as its `Callbacks` do.
 fn key(client: *const Client) -> u64 {
     client.addr() as u64
 }
 
-/// The programs of a connection, if it serves some or a routine of its runs.
+/// The programs of a connection, if it serves some or one of its routines runs.
 fn find(client: &Arc<Client>) -> Option<Arc<Callbacks>> {
-    // Under the lock of the table nothing may end: its end takes the lock.
+    // No `Callbacks` may end under the lock of the table: its end takes the lock.
     let callbacks = table().get(&key(Arc::as_ptr(client))).and_then(Weak::upgrade)?;
     // A forked child does not serve what its parent did.
     (callbacks.generation == fork::generation()).then_some(callbacks)
 }
 
-/// What the program's loop polls for the calls back of all connections, and for requests that others have read in its place.
+/// What the program's loop polls for the callbacks of all connections, and for requests that others have read in its place.
 ///
-/// It is made and registered when `svc_run` begins, which looks at what is registered only between two of its sleeps: a
+/// It is created and registered when `svc_run` begins, because `svc_run` looks at what is registered only between its sleeps: a
 /// connection that begins to serve later wakes it. A program with a loop of its own has it from when it first serves.
 ///
 /// In a forked child it still belongs to the parent: the child gets one of its own when it needs one.
@@ -161,7 +161,7 @@ pub(super) mod waker {
         generation: u64,
     }
 
-    // SAFETY: the bare transport's memory lives for ever, and is not looked at here.
+    // SAFETY: the bare transport's memory lives for ever, and is used here only under the lock.
     unsafe impl Send for Waker {}
 
     static WAKER: fork::Lock<Option<Waker>> = fork::Lock::new();
@@ -170,7 +170,7 @@ pub(super) mod waker {
         WAKER.lock()
     }
 
-    /// As a fork does while another thread has it.
+    /// Loses the waker, as a fork does while another thread has it.
     #[cfg(test)]
     pub fn lose() {
         std::mem::forget(lock().take());
@@ -183,12 +183,12 @@ pub(super) mod waker {
             Some(waker) => {
                 if waker.generation != generation {
                     let set = WakeSet::new()?;
-                    // Of this process's table only.
+                    // Taken out of this process's table only.
                     // SAFETY: it lives for ever.
                     unsafe { xprt_unregister(waker.xprt) };
                     // SAFETY: as above; in no table any more.
                     unsafe { (*waker.xprt).xp_fd = set.fd() };
-                    // The parent's numbers may be other files' by now: a child closes what it likes.
+                    // The parent's descriptor numbers may be other files by now: a child closes what it likes.
                     std::mem::forget(std::mem::replace(&mut waker.set, set));
                     (waker.registered, waker.generation) = (false, generation);
                 }
@@ -221,7 +221,7 @@ pub(super) mod waker {
         own(&mut lock())?.register()
     }
 
-    /// Has the loop look at what others have left for it, soon: it wakes if it sleeps. In any thread.
+    /// Has the loop look, soon, at what others have left for it; wakes it if it sleeps. May be called in any thread.
     pub fn ring() {
         if let Some(waker) = lock().as_ref().filter(|waker| waker.generation == fork::generation())
             && let Err(error) = waker.set.alarm(Some(Duration::ZERO))
@@ -232,7 +232,7 @@ pub(super) mod waker {
 
     impl Waker {
         fn register(&mut self) -> Result<(), Error> {
-            // After svc_exit(3) a registration would have svc_run go on, with this one transport.
+            // After svc_exit(3), registering this one transport would keep svc_run going.
             let ended = in_svc_run() && nothing_is_registered();
             if !self.registered && !ended {
                 self.registered = true;
@@ -243,7 +243,7 @@ pub(super) mod waker {
         }
     }
 
-    /// No longer. Called before `fd` is closed.
+    /// Ends [`watch`]. Called before `fd` is closed.
     pub fn forget(fd: RawFd) {
         if let Some(waker) = lock().as_ref().filter(|waker| waker.generation == fork::generation())
             && let Err(error) = waker.set.watch(fd, 0)
@@ -255,7 +255,7 @@ pub(super) mod waker {
     /// The program enters libtirpc's loop.
     pub fn enter_loop() {
         IN_SVC_RUN.fetch_add(1, Relaxed);
-        // With nothing registered the loop ends at once, and is to.
+        // With nothing registered the loop ends at once, as it should.
         let alone = nothing_is_registered();
         if alone && table().is_empty() {
             return;
@@ -276,7 +276,7 @@ pub(super) mod waker {
             // Programs made by rpcgen count what is in this set to find out whether they are idle; the loop does not look
             // at it.
             Ok((fd, set)) if usize::try_from(fd).is_ok_and(|fd| fd < libc::FD_SETSIZE) => {
-                // SAFETY: libtirpc's own variable, written as its users do that remove a descriptor; the number fits.
+                // SAFETY: libtirpc's own variable, written as its users do to remove a descriptor; the number fits.
                 unsafe { libc::FD_CLR(fd, set) };
             }
             Ok(_) => {}
@@ -284,8 +284,8 @@ pub(super) mod waker {
         }
     }
 
-    /// The program has left it: for svc_exit(3), with which libtirpc forgets what was registered, and all loops end; or for
-    /// poll(2) has failed in this one.
+    /// The program has left the loop: because of svc_exit(3), upon which libtirpc forgets what was registered and all loops end,
+    /// or because poll(2) has failed in this one.
     pub fn leave_loop() {
         let others = IN_SVC_RUN.fetch_sub(1, Relaxed) > 1;
         if others && !nothing_is_registered() {
@@ -299,7 +299,7 @@ pub(super) mod waker {
         }
     }
 
-    /// Threads in libtirpc's loop.
+    /// Number of threads in libtirpc's loop.
     static IN_SVC_RUN: AtomicUsize = AtomicUsize::new(0);
 
     fn in_svc_run() -> bool {
@@ -323,7 +323,7 @@ pub(super) mod waker {
         })
     }
 
-    /// What [`wake`] does itself: serves the calls that have come over connections of this process's CLIENTs.
+    /// The part of [`wake`] that serves the calls that have come over connections of this process's CLIENTs.
     fn serve_ready(xprt: *mut SVCXPRT) {
         let ready = {
             let waker = lock();
@@ -335,7 +335,7 @@ pub(super) mod waker {
                 }
                 None => {
                     // The loop of a forked child, which inherits libtirpc's table: it would take the parent's callbacks.
-                    // SAFETY: alive; libtirpc's loop looks at its table before it goes on with it.
+                    // SAFETY: alive; libtirpc's loop looks it up in its table before it goes on with it.
                     unsafe { xprt_unregister(xprt) };
                     Vec::new()
                 }
@@ -351,7 +351,7 @@ pub(super) mod waker {
 }
 
 impl Callbacks {
-    /// Those of a connection that has none.
+    /// New `Callbacks` for a connection that has none.
     fn of(client: &Arc<Client>) -> Arc<Callbacks> {
         let callbacks = Arc::new(Callbacks {
             client: Arc::downgrade(client),
@@ -379,7 +379,7 @@ impl Callbacks {
         }
     }
 
-    /// The transport for requests of the present connection.
+    /// The transport for requests of the current connection.
     fn transport(&self, client: &Arc<Client>) -> Arc<Transport> {
         let mut own = self.transport.lock().unwrap_or_else(|e| e.into_inner());
         let connection = client.connections();
@@ -393,7 +393,7 @@ impl Callbacks {
         let old = own.transport.replace(fresh.clone());
         own.connection = connection;
         drop(own);
-        // Its end takes other locks.
+        // Disposing of it takes other locks.
         outlive(old.into_iter());
         fresh
     }
@@ -407,7 +407,7 @@ impl Callbacks {
         }
     }
 
-    /// The dispatch routine of a program, which runs from now on, or the versions of it that there are.
+    /// The dispatch routine of a program, marked as running from now on, or else the range of its versions that are served.
     fn find(&self, number: u32, version: u32) -> Found<Running<'_>> {
         let mut programs = self.programs();
         let named = programs.served.iter().filter(|program| program.number == number);
@@ -429,15 +429,15 @@ thread_local! {
     static ROUTINES: Cell<u32> = const { Cell::new(0) };
 }
 
-/// Whether the calling thread is inside a routine that serves a call back.
+/// Whether the calling thread is inside a routine that serves a callback.
 ///
-/// Such a thread waits for no other routine, and for no call, which may serve one: that one may be ending the very
-/// connection that this one belongs to. What is to happen when it has ended is done by who ends it.
+/// Such a thread waits for no other routine, nor for a call, which may be serving one: that routine may be ending the very
+/// connection that this one belongs to. What is to happen after the end of a routine or call is done by the thread that ends it.
 pub(super) fn in_routine() -> bool {
     ROUTINES.get() > 0
 }
 
-/// A dispatch routine that runs, in the thread that this is made and dropped in.
+/// A dispatch routine that is running, in the thread in which this is created and dropped.
 struct Running<'a> {
     callbacks: &'a Callbacks,
     serial: u64,
@@ -477,7 +477,7 @@ impl Drop for Callbacks {
     fn drop(&mut self) {
         let mut table = table();
         let key = key(self.client.as_ptr());
-        // Others may have begun on the same connection.
+        // Other `Callbacks` may have begun on the same connection.
         if table.get(&key).is_some_and(|known| std::ptr::eq(known.as_ptr(), self)) {
             table.remove(&key);
         }

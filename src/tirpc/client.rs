@@ -1,15 +1,14 @@
 //! The CLIENT of a connection over RDMA: `clnt_call` and its kin, as libtirpc's stream transport does them.
 //!
-//! A handle is a thin thing: program, version, timeout and the last error. The connection belongs to the socket:
-//! CLIENTs made on one descriptor share it, as they may with libtirpc (`connections`), and calls of several threads
-//! are pipelined. The CLIENT of a server, which calls back over a connection that it has accepted, differs in nothing
-//! but the connection.
+//! A handle holds little: program, version, timeout and the last error. The connection belongs to the socket: CLIENTs made on one
+//! descriptor share it, as they may with libtirpc (`connections`), and calls of several threads are pipelined. The CLIENT of a
+//! server, which calls back over a connection that the server has accepted, differs only in its connection.
 //!
-//! Owned here: the vtable, what a handle is set to, when it ends, and the way back to tcp. Left to others: the order of a
-//! call (`call`), waiting, credits, and which device (`driver`), names (`netid`).
+//! Owned here: the vtable, a handle's settings, its end, and the fallback to tcp. Left to others: the order of a call (`call`);
+//! waiting, credits, and the choice of device (`driver`); names (`netid`).
 //!
-//! - What of a call its AUTH must have to itself is up to `auth`: never the program's own procedures with AUTH_NONE and
-//!   AUTH_SYS, the whole call with RPCSEC_GSS, within the time of the call.
+//! - `auth` decides for which part of a call its AUTH must not be shared: with AUTH_NONE and AUTH_SYS never while the program's
+//!   own procedures run, with RPCSEC_GSS for the whole call. Waiting for the AUTH is part of the time of the call.
 //! - Signals are blocked during a call, as in libtirpc, but let through while it sleeps.
 //! - The transport header is not part of the XDR stream: RPCSEC_GSS signs from position 0 on.
 #![allow(unsafe_code)]
@@ -50,7 +49,7 @@ mod call;
 pub enum Intent {
     /// Netid "rdma": RDMA or an error.
     Required,
-    /// `RPCRDMA_REDIRECT=tcp`: RDMA if the server answers to it.
+    /// `RPCRDMA_REDIRECT=tcp`: RDMA if the server speaks it.
     Try,
 }
 
@@ -62,49 +61,49 @@ pub const CLGET_RDMA_MAXREPLY: c_uint = 0x5244_4d02;
 pub const CLSET_RDMA_CREDITS: c_uint = 0x5244_4d03;
 /// See [`CLSET_RDMA_CREDITS`].
 pub const CLGET_RDMA_CREDITS: c_uint = 0x5244_4d04;
-/// Sets and gets the credits that are granted for calls back: an `unsigned`.
+/// Sets and gets the credits that are granted for callbacks: an `unsigned`.
 pub const CLSET_RDMA_REVERSE_CREDITS: c_uint = 0x5244_4d05;
 /// See [`CLSET_RDMA_REVERSE_CREDITS`].
 pub const CLGET_RDMA_REVERSE_CREDITS: c_uint = 0x5244_4d06;
-/// Sets whether calls back may have chunks: a `bool_t`.
+/// Sets whether callbacks may have chunks: a `bool_t`.
 pub const CLSET_RDMA_REVERSE_CHUNKS: c_uint = 0x5244_4d07;
-/// Gets how often the connection was made: an `unsigned`.
+/// Gets how often the connection was established: an `unsigned`.
 pub const CLGET_RDMA_CONNECTIONS: c_uint = 0x5244_4d08;
-/// Sets and gets the bytes of our Receives, as the peer is told: an `unsigned`.
+/// Sets and gets the size of our Receives in bytes, as the peer is told: an `unsigned`.
 pub const CLSET_RDMA_RECEIVE_SIZE: c_uint = 0x5244_4d09;
 /// See [`CLSET_RDMA_RECEIVE_SIZE`].
 pub const CLGET_RDMA_RECEIVE_SIZE: c_uint = 0x5244_4d0a;
 
-/// How long a moved client that may go over tcp waits for a peer that neither answers nor closes (a stock server closes at
-/// once).
+/// How long a moved client that may fall back to tcp waits for a peer that neither answers nor closes (a stock server closes
+/// at once).
 const TRY_TIMEOUT: Duration = Duration::from_millis(500);
 
 /// One CLIENT. libtirpc sees the first member.
 ///
-/// The program has a share of it until `clnt_destroy`, and so has each entry under way: whoever is last frees it.
+/// The program owns a share until `clnt_destroy`, and so does each entry under way: whoever drops the last one frees the handle.
 #[repr(C)]
 struct Handle {
-    /// libtirpc and the program read and write here, inside the functions too that a call runs.
+    /// libtirpc and the program read and write here, also inside the functions that a call runs.
     client: UnsafeCell<CLIENT>,
     connection: Connected,
     /// The peer's address, as `CLGET_SVC_ADDR` shows it.
     address: Box<[u8]>,
     control: Mutex<Control>,
-    /// The program is to be told what the peer says of itself.
+    /// The program is to be told what the peer says about itself.
     listens: AtomicBool,
-    /// Its latest Call was longer than what goes inline.
+    /// The latest Call was longer than what goes inline.
     long: AtomicBool,
     /// Shared with the other CLIENTs on the descriptor.
     uses: Arc<Uses>,
     destroyed: AtomicBool,
 }
 
-// SAFETY: what the pointers in `client` name is the program's, or libtirpc's; it is used by their rules.
+// SAFETY: what the pointers in `client` point to belongs to the program or to libtirpc, and is used under their rules.
 unsafe impl Send for Handle {}
 // SAFETY: as above; the rest is behind a lock, atomic, or does not change.
 unsafe impl Sync for Handle {}
 
-/// Nobody uses it any more.
+/// Nobody uses the handle any more.
 impl Drop for Handle {
     fn drop(&mut self) {
         let client = self.client.get_mut();
@@ -118,11 +117,11 @@ impl Drop for Handle {
     }
 }
 
-/// What a CLIENT makes its calls on.
+/// The connection on which a CLIENT makes its calls.
 pub enum Connected {
-    /// One that it has opened.
+    /// A connection that the CLIENT has opened.
     Forward(Arc<Client>),
-    /// One that its server has accepted.
+    /// A connection that the CLIENT's server has accepted.
     Reverse(Arc<Reverse>),
 }
 
@@ -137,8 +136,8 @@ impl Deref for Connected {
     }
 }
 
-/// The calls that run on one descriptor. Destruction of a CLIENT waits for its own, and for those of others where it closes
-/// the descriptor: what they still read and write there would be another file's, as soon as the number is used again.
+/// The calls that run on one descriptor. Destruction of a CLIENT waits for that CLIENT's calls, and for those of others if it
+/// closes the descriptor: as soon as the number is used again, they would read and write another file.
 #[derive(Default)]
 struct Uses {
     table: Mutex<UseTable>,
@@ -149,7 +148,7 @@ struct Uses {
 struct UseTable {
     next: u64,
     running: Vec<Use>,
-    /// Destructions that wait.
+    /// Number of destructions that are waiting.
     waiting: usize,
     /// Destructions that are left to the last call that they would have to wait for.
     left: Vec<(Destruction, Calls)>,
@@ -157,7 +156,7 @@ struct UseTable {
 
 /// A call that runs.
 struct Use {
-    /// In the order in which they began.
+    /// Calls are numbered in the order in which they began.
     number: u64,
     /// Address of the handle.
     handle: usize,
@@ -171,15 +170,15 @@ impl Uses {
         self.table.lock().unwrap_or_else(|e| e.into_inner())
     }
 
-    /// Has a CLIENT destroyed when no call runs on it any more; if it closes the descriptor, when all have ended that had
-    /// begun there by now. That is waited for, but not in a routine (see [`callback::in_routine`]), nor inside a call with
-    /// the CLIENT, which an xdrproc may be in: false if the last of these calls sees to it.
+    /// Destroys a CLIENT when no call runs on it any more; if this closes the descriptor, when all calls that have begun there by
+    /// now have ended. Waits for them, but not in a routine (see [`callback::in_routine`]), nor inside a call with the CLIENT,
+    /// where an xdrproc may be: then returns false if calls are under way, and the last of them destroys the CLIENT.
     fn end(&self, destruction: Destruction) -> bool {
         let mut table = self.table();
         let mut calls = Calls {
             handle: Arc::as_ptr(&destruction.handle).addr(),
             before: if destruction.closes { table.next } else { 0 },
-            // What the calling thread is in the midst of cannot end while it waits.
+            // A call that the calling thread is in cannot end while the thread waits.
             but: Some(thread::this()),
             generation: fork::generation(),
         };
@@ -204,11 +203,11 @@ impl Uses {
     }
 }
 
-/// The calls that a destruction comes after.
+/// The calls that must end before a destruction.
 struct Calls {
     /// Those on this handle.
     handle: usize,
-    /// And those with lower numbers than this, but for this thread's.
+    /// And those with lower numbers than this, except those of the thread `but`.
     before: u64,
     but: Option<usize>,
     generation: u64,
@@ -229,9 +228,9 @@ struct Destruction {
 }
 
 impl Destruction {
-    /// No call runs on the handle. `waits`: for a routine that another thread runs on the connection.
+    /// No call runs on the handle. `waits`: whether to wait for a routine that another thread runs on the connection.
     fn carry_out(self, waits: bool) {
-        // Of two CLIENTs that are destroyed at a time one closes it.
+        // Of two CLIENTs that are destroyed at the same time, one closes it.
         if self.closes
             && let Connected::Forward(connection) = &self.handle.connection
             && connection.shut(waits)
@@ -266,12 +265,12 @@ impl Control {
     }
 }
 
-/// Tells the program of a CLIENT what its peer has said of itself.
+/// Tells the program that has a CLIENT what the peer has said about itself.
 pub type Told = Arc<dyn Fn(*mut CLIENT, &Peer) + Send + Sync>;
 
 struct Listener {
     told: Told,
-    /// The connection, and how often the peer had said something on it, when the program was told last.
+    /// The connection, and how many updates the peer had sent on it, when the program was last told.
     heard: (usize, u32),
 }
 
@@ -320,7 +319,7 @@ pub unsafe fn vc_create(
     }
     let connected = socket::peer(fd);
     if connected.is_some() && intent == Intent::Try {
-        // It could not be connected again if the server does not speak RDMA.
+        // It could not be reconnected if the server does not speak RDMA.
         log_info!("fd {fd}: program {prog} version {vers} goes over tcp: the program connected it itself");
         return Ok(None);
     }
@@ -355,7 +354,7 @@ pub unsafe fn vc_create(
             if error.kind() != Kind::Timeout {
                 start::note_stock(to);
             }
-            // The stock transport connects it again. It may have lost its peer by now, and is not fresh for that.
+            // The stock transport connects the socket again. Even if it has lost its peer by now, it must be disconnected first.
             socket::disconnect(fd)?;
             Ok(None)
         }
@@ -377,7 +376,7 @@ pub unsafe fn vc_create(
     }
 }
 
-/// A CLIENT for calls back over a connection that was accepted; `address` is its peer's.
+/// A CLIENT for callbacks over an accepted connection; `address` is the peer's.
 ///
 /// # Errors
 /// As [`Reverse::new`].
@@ -394,7 +393,7 @@ pub fn reverse(
     Ok(new(Connected::Reverse(reverse), Arc::default(), address, prog, vers, config))
 }
 
-/// Has the CLIENT of a server go on over another connection.
+/// Moves the CLIENT of a server to another connection.
 ///
 /// # Errors
 /// `Invalid` for any other CLIENT; as [`Reverse::rebind`].
@@ -429,7 +428,7 @@ pub unsafe fn opened(client: *mut CLIENT) -> Result<(Arc<Client>, (u32, u32)), E
     Ok((connection.clone(), (control.program, control.version)))
 }
 
-/// Waits for callbacks and serves them; how many.
+/// Waits for callbacks and serves them. Returns how many it served.
 ///
 /// # Errors
 /// `Invalid` for a CLIENT that serves nothing; as [`Client::poll_callbacks`].
@@ -452,7 +451,7 @@ pub unsafe fn poll(client: *mut CLIENT, timeout: libc::timeval) -> Result<usize,
     })
 }
 
-/// What is known of the peer of a CLIENT's connection.
+/// What is known about the peer of a CLIENT's connection.
 ///
 /// # Errors
 /// `Invalid` for the CLIENT of another transport; as [`Caller::peer`].
@@ -464,7 +463,7 @@ pub unsafe fn peer(client: *mut CLIENT) -> Result<Peer, Error> {
     unsafe { handle(client) }?.connection.peer(true)
 }
 
-/// What the connection of a CLIENT runs on.
+/// What the connection of a CLIENT runs on, and what was agreed for it.
 ///
 /// # Errors
 /// `Invalid` for the CLIENT of another transport, and for one that calls back.
@@ -483,7 +482,7 @@ pub unsafe fn agreed(client: *mut CLIENT) -> Result<crate::driver::Agreed, Error
 /// Asks the peer to change a characteristic, and waits for the outcome.
 ///
 /// # Errors
-/// `Invalid` for what there is not; as [`Caller::request`].
+/// `Invalid` for a characteristic or value that does not exist; as [`Caller::request`].
 ///
 /// # Safety
 /// As [`peer`].
@@ -508,7 +507,7 @@ pub unsafe fn request(
     })
 }
 
-/// Has the program told of what the peer says of itself from now on; `None` ends it.
+/// From now on tells the program what the peer says about itself; `None` ends this.
 ///
 /// # Errors
 /// `Invalid` for the CLIENT of another transport.
@@ -580,7 +579,7 @@ fn new(
     Arc::into_raw(handle).cast_mut().cast()
 }
 
-/// The connections of this process, by descriptor: CLIENTs made on one of them share it.
+/// The connections of this process, by descriptor: CLIENTs made on one descriptor share its connection.
 ///
 /// An entry outlives its CLIENTs when the program keeps the descriptor (`CLSET_FD_NCLOSE`): the stream is in full
 /// operation and cannot start anew. A number that is another file by now is recognised by its inode.
@@ -595,7 +594,7 @@ mod connections {
     }
 
     pub fn find(fd: c_int) -> Option<(Arc<Client>, Arc<Uses>)> {
-        // Asking a connection may take as long as it is made anew: not under the lock of all of them.
+        // A connection that is being re-established may be slow to answer: not under the lock of all of them.
         let (connection, uses) = table().get(&fd).cloned()?;
         if connection.alive() {
             return Some((connection, uses));
@@ -610,7 +609,7 @@ mod connections {
         uses
     }
 
-    /// Forgets it, unless the number is another connection's by now.
+    /// Forgets a connection, unless the number is another connection's by now.
     pub fn remove(fd: c_int, connection: &Arc<Client>) {
         let mut table = table();
         if table.get(&fd).is_some_and(|(known, _)| Arc::ptr_eq(known, connection)) {
@@ -631,7 +630,7 @@ pub(crate) unsafe fn address_bytes(address: *const netbuf) -> Box<[u8]> {
 
 // ------------------------------------------------------------------------------------------------------- the ops
 
-/// The handle behind a CLIENT, which lives on until the entry that asks for it returns.
+/// The handle behind a CLIENT, kept alive until the entry that asks for it returns.
 ///
 /// # Safety
 /// `client` is NULL or a live handle of any transport.
@@ -653,12 +652,12 @@ unsafe fn handle(client: *mut CLIENT) -> Result<Arc<Handle>, Error> {
 }
 
 impl Handle {
-    /// Whether its next Call is likely to be longer than what goes inline: as the latest was.
+    /// Whether the next Call is likely to be longer than what goes inline, as the latest was.
     fn is_long(&self) -> bool {
         self.long.load(Relaxed)
     }
 
-    /// Its latest Call has so many bytes.
+    /// Notes the length of the latest Call.
     fn tell_length(&self, bytes: usize) {
         let long = bytes > config::INLINE;
         if self.long.load(Relaxed) != long {
@@ -678,7 +677,7 @@ impl Handle {
         status
     }
 
-    /// What the program is to be told, if the peer has said something of itself since the last time.
+    /// What the program is to be told, if the peer has said something about itself since the last time.
     fn news(&self) -> Option<News<'_>> {
         let peer = self.connection.peer(false).ok()?;
         let heard = (peer.connection, peer.updates);
@@ -695,8 +694,8 @@ impl Handle {
     }
 }
 
-/// What the program is told at the end of a call. Calls that it makes there have outcomes of their own: that of this one is
-/// put back.
+/// What the program is told at the end of a call. Calls that it makes meanwhile have outcomes of their own, so the outcome of
+/// this call is put back.
 struct News<'a> {
     handle: &'a Handle,
     told: Told,
@@ -711,11 +710,11 @@ impl Drop for News<'_> {
     }
 }
 
-/// Does what waits for the peer as a call does: with signals let through only while it sleeps, and while the program is told
-/// of something; else a handler that makes a call on the same CLIENT could wait for a lock of the thread that it interrupts.
-/// Destruction of the handle waits for it.
+/// Runs `work`, which waits for the peer as a call does. Signals are let through only while it sleeps, and while the program is
+/// being told something: otherwise a handler that makes a call on the same CLIENT could wait for a lock of the thread that it
+/// interrupts. Destruction of the handle waits for the end of this.
 ///
-/// In [`step`]s, as `work` is.
+/// Runs in [`step`]s, as does `work`.
 fn run<T>(
     handle: Arc<Handle>,
     client: *mut CLIENT,
@@ -740,7 +739,7 @@ fn run<T>(
     })
 }
 
-/// As [`run`], for `work` that is one step, and keeps an error for `clnt_perror`: when this returns, the CLIENT may be gone.
+/// As [`run`], for `work` that is one step. Also keeps an error for `clnt_perror`: when this returns, the CLIENT may be gone.
 fn run_recorded<T>(
     handle: Arc<Handle>,
     client: *mut CLIENT,
@@ -755,7 +754,7 @@ fn run_recorded<T>(
     })
 }
 
-/// A cancellation point, as libtirpc's is: what has come meanwhile takes effect when the call has ended.
+/// A cancellation point, as libtirpc's is: a cancellation that comes during the call takes effect when the call has ended.
 unsafe extern "C-unwind" fn call(
     client: *mut CLIENT,
     proc: u32,
@@ -825,7 +824,7 @@ impl Drop for Running {
             let over: Vec<_> = left.extract_if(.., over).collect();
             drop(table);
             for (destruction, _) in over {
-                // Whoever has left it does not wait: see `in_routine`.
+                // The thread that left it here does not wait: see `in_routine`.
                 destruction.carry_out(false);
             }
         }
@@ -841,7 +840,7 @@ unsafe extern "C" fn geterr(client: *mut CLIENT, error: *mut rpc_err) {
         // SAFETY: the program's handle.
         let handle = unsafe { handle(client) }?;
         if !error.is_null() {
-            // SAFETY: not NULL, and the program's to be written.
+            // SAFETY: not NULL, and the program lets it be written.
             unsafe { error.write(handle.control().error) };
         }
         Ok(())
@@ -879,7 +878,7 @@ unsafe extern "C" fn destroy(client: *mut CLIENT) {
         if !uses.end(Destruction { handle, closes })
             && let Some(connection) = connection
         {
-            // At least nothing new begins.
+            // At least no new callback is served.
             connection.stop_serving();
         }
         Ok(())
@@ -975,10 +974,10 @@ unsafe extern "C" fn control(client: *mut CLIENT, request: c_uint, info: *mut c_
     })
 }
 
-/// What is asked of the reverse direction of a connection. False: it is not for this CLIENT, or not known.
+/// Requests that concern the reverse direction of a connection. False if the request is not for this CLIENT, or unknown.
 ///
 /// # Safety
-/// `info` points to an `unsigned`, of `CLSET_RDMA_REVERSE_CHUNKS` to a `bool_t`.
+/// `info` points to an `unsigned`, or to a `bool_t` for `CLSET_RDMA_REVERSE_CHUNKS`.
 unsafe fn reverse_control(handle: &Handle, request: c_uint, info: *mut c_void) -> bool {
     let info = info.cast::<u32>();
     match (request, &handle.connection) {
@@ -1010,10 +1009,10 @@ unsafe fn reverse_control(handle: &Handle, request: c_uint, info: *mut c_void) -
     true
 }
 
-/// Most credits that can be set.
+/// The most credits that can be set.
 pub const CREDITS_MAX: u32 = 4096;
 
-/// The largest maximum reply that a CLIENT accepts: that of the setting max_reply.
+/// The largest maximum reply that a CLIENT accepts, as for the setting max_reply.
 const MAX_REPLY: usize = 1 << 30;
 
 /// Our text for the last error of `client`, if it is one of ours.
@@ -1026,7 +1025,7 @@ pub unsafe fn explanation(client: *mut CLIENT) -> Option<String> {
     handle.control().explanation.clone()
 }
 
-/// libtirpc's `time_not_ok`, the other way round.
+/// The opposite of libtirpc's `time_not_ok`.
 fn valid(time: &libc::timeval) -> bool {
     (0..=100_000_000).contains(&time.tv_sec) && (0..=1_000_000).contains(&time.tv_usec)
 }

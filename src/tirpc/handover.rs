@@ -1,10 +1,10 @@
 //! Whether the loop (`workers`) hands its seat over before it serves what it has found, so that others serve beside it.
 //!
-//! To wake another thread takes longer than a short routine, which is served in the seat. A longer one is served beside others,
-//! but for pulled Calls where clients keep all processors busy. Of those no more come at a time than one cache holds
+//! Waking another thread takes longer than a short routine, which is therefore served in the seat. A longer one is served beside
+//! others, except for pulled Calls where clients keep all processors busy. No more of these come at a time than one cache holds
 //! ([`pulls`](crate::driver::pulls)): so few that threads sleep and are woken for each of them, on processors that others had.
 //! With sixteen clients on the same two processors, which wrote 1 MiB each, four threads served a fifth less than one did, and
-//! changed 2.6 times for each Call. So it is measured how long the routines of pulled Calls wait for a processor, while no other
+//! switched 2.6 times for each Call. So this measures how long the routines of pulled Calls wait for a processor while no other
 //! thread serves. Where they do, the loop keeps its seat for those that take no longer than [`LITTLE`].
 #![forbid(unsafe_code)]
 
@@ -13,43 +13,43 @@ use std::time::{Duration, Instant};
 
 use crate::thread::Usage;
 
-/// Nanoseconds of all that the loop serves before it waits again.
+/// The most nanoseconds for all that the loop serves in the seat before it waits again.
 const SHORT: u64 = 50_000;
 
-/// Nanoseconds of each pulled Call that it serves in the seat where processors are busy: for a longer one it pays to wake a thread
-/// all the same. Together they take no more than [`TICK`].
+/// The most nanoseconds for each pulled Call that the loop serves in the seat where processors are busy: for a longer one, waking
+/// a thread still pays. Together they take no more than [`TICK`].
 const LITTLE: u64 = 250_000;
 
-/// How long it may be at one request and keep its seat, at least.
+/// How long, at least, the loop may spend on one request and keep its seat.
 pub const TICK: Duration = Duration::from_millis(1);
 
-/// Processors are busy where one part in so many of the time of routines is spent without one.
+/// Processors are busy where routines spend more than one part in this many of their time without one.
 const CROWDED: u64 = 8;
 
-/// What the routines of a process have taken of late, in nanoseconds. Threads that end one at the same moment may lose what one of
-/// them has measured.
+/// What the routines of a process have taken of late, in nanoseconds. If threads end routines at the same moment, what one of
+/// them has measured may be lost.
 #[derive(Default)]
 pub struct Routines {
-    /// The longest; not forgotten at once.
+    /// The longest; fades gradually.
     taken: AtomicU64,
-    /// Of those that are measured: the longest. The time for which others had its processor does not count.
+    /// The longest of those that are measured, without the time for which others had its processor.
     used: AtomicU64,
-    /// All of those that have not slept, and for how long others had their processor: older ones count less.
+    /// The sum of those measured that have not slept, and the time for which others had their processor: older ones count less.
     all: AtomicU64,
     waited: AtomicU64,
-    /// How many run.
+    /// How many are running.
     running: AtomicUsize,
 }
 
-/// One that runs.
+/// A routine that is running.
 pub struct Routine {
     began: Instant,
-    /// Of its thread when it began, if it is measured.
+    /// Usage of its thread when it began, if it is measured.
     usage: Option<Usage>,
 }
 
 impl Routines {
-    /// Whether so many requests may be served in the seat; `pulled`: all of them are Calls that were pulled.
+    /// Whether `count` requests may be served in the seat; `pulled`: all of them are Calls that were pulled.
     pub fn keep_seat(&self, count: usize, pulled: bool) -> bool {
         let all = |each: u64| each.saturating_mul(count as u64);
         let used = self.used.load(Relaxed);
@@ -61,14 +61,14 @@ impl Routines {
         self.waited.load(Relaxed) > self.all.load(Relaxed) / CROWDED
     }
 
-    /// The calling thread begins one. Short ones are not worth the system calls that measure it.
+    /// The calling thread begins a routine. Short ones are not worth the system calls that measure them.
     pub fn begin(&self, pulled: bool) -> Routine {
         let is_alone = self.running.fetch_add(1, Relaxed) == 0;
         let measured = is_alone && pulled && self.taken.load(Relaxed) > SHORT;
         Routine { began: Instant::now(), usage: measured.then(Usage::now).flatten() }
     }
 
-    /// It has ended one.
+    /// The calling thread has ended a routine.
     pub fn end(&self, routine: Routine) {
         let taken = routine.began.elapsed().as_nanos() as u64;
         let is_alone = self.running.fetch_sub(1, Relaxed) == 1;
@@ -76,7 +76,7 @@ impl Routines {
         self.took(taken, routine.usage.filter(|_| is_alone).and_then(since));
     }
 
-    /// One has taken so long, and its thread has used so much meanwhile, if that is known.
+    /// A routine has taken this long; `usage`: that of its thread meanwhile, if known.
     fn took(&self, taken: u64, usage: Option<Usage>) {
         longest(&self.taken, taken);
         let Some(usage) = usage else { return };
@@ -106,7 +106,7 @@ mod tests {
 
     const MICRO: u64 = 1000;
 
-    /// Some that have taken so many microseconds each, and had a processor for so many of them.
+    /// Routines that have each taken `taken` microseconds, and had a processor for `processor` of them.
     fn routines(taken: u64, processor: u64, sleeps: u64) -> Routines {
         let routines = Routines::default();
         let usage = Usage { processor: Duration::from_micros(processor), sleeps };
@@ -140,7 +140,7 @@ mod tests {
         let crowded = routines(300, 240, 0);
         crowded.took(5000 * MICRO, Some(Usage { processor: Duration::from_micros(100), sleeps: 1 }));
         assert!(!crowded.keep_seat(1, true));
-        // It was one.
+        // It was a single one.
         let usual = Usage { processor: Duration::from_micros(240), sleeps: 0 };
         (0..64).for_each(|_| crowded.took(300 * MICRO, Some(usual)));
         assert!(crowded.keep_seat(1, true));
@@ -152,7 +152,7 @@ mod tests {
         let not_pulled = routines.begin(false);
         assert!(not_pulled.usage.is_none() && Routines::default().begin(true).usage.is_none());
         routines.end(not_pulled);
-        // Who does not serve alone waits for the threads beside it too.
+        // A routine that is not served alone also waits for the threads beside it.
         let [first, second] = [true, true].map(|pulled| routines.begin(pulled));
         assert!(first.usage.is_some() && second.usage.is_none());
         let before = routines.all.load(Relaxed);

@@ -1,30 +1,30 @@
 //! The functions of libtirpc that this library stands in front of.
 //!
-//! libtirpc calls its own exports through the PLT, so a name defined here is met by the program's calls and by
-//! libtirpc's alike; few names are enough. Owned here: what each of them does for netid "rdma", and, under
-//! `RPCRDMA_REDIRECT`, for the stock netids. Everything else goes to the real function untouched.
+//! libtirpc calls its own exports through the PLT, so a function defined here gets the program's calls and libtirpc's alike; a
+//! few are enough. Owned here: what each of them does for netid "rdma", and, under `RPCRDMA_REDIRECT`, for the stock netids.
+//! Everything else goes to the real function untouched.
 //!
 //! # How a transport is moved
-//! A listener on netid "rdma" is a stock libtirpc listener on a TCP socket, made by the stock `svc_tli_create`, which
-//! learns from `__rpc_nconf2sockinfo` what to make. Each connection that it accepts comes by in `xprt_register` and is
-//! given to `sniff::watch`. A client's connection comes by in `clnt_vc_create` and is given to [`client::vc_create`].
-//! Moved transports take the same two ways.
+//! A listener on netid "rdma" is a stock libtirpc listener on a TCP socket, created by the stock `svc_tli_create`, which learns
+//! from `__rpc_nconf2sockinfo` what to create. Each connection that it accepts passes through `xprt_register` and is given to
+//! `sniff::watch`. A client's connection passes through `clnt_vc_create` and is given to [`client::vc_create`]. Moved transports,
+//! those of stock netids under `RPCRDMA_REDIRECT`, take the same two ways.
 //!
 //! # Invariants
-//! - A configuration that cannot be understood fails the creators of netid "rdma", with the text where
-//!   `clnt_pcreateerror` finds it, and leaves everything else stock: nothing is moved. Only a client that would be moved
-//!   and must not fall back to tcp fails too.
-//! - rpcbind's own program, 100000, is never moved, on no netid. Who looks it up by netid "rdma" gets an error: RDMA or
-//!   an error. A CLIENT that is made for its address asks it something about other programs (libtirpc's own functions and
-//!   rpcinfo do that with whatever netid they were given): it is a stock one over tcp, and its netid and the log say so.
+//! - A configuration that cannot be understood makes creations on netid "rdma" fail, with the text where `clnt_pcreateerror`
+//!   finds it, and leaves everything else stock: nothing is moved. Only a client that would be moved and must not fall back to
+//!   tcp fails too.
+//! - rpcbind's own program, 100000, is never moved, on any netid. Looking it up by netid "rdma" gives an error: RDMA or an error.
+//!   A CLIENT that is created for its address asks rpcbind about other programs (libtirpc's own functions and rpcinfo do that
+//!   with whatever netid they were given): such a CLIENT is a stock one over tcp, and its netid and the log say so.
 //! - Under the mark of [`Inside`] nothing is created or moved: the real function is called. The functions that only say
 //!   what a netid is do not need the mark.
-//! - What is remembered here lies in fixed arrays of atomics: no lock that a fork or a signal handler could find taken.
+//! - What is remembered here lies in fixed arrays of atomics: there is no lock that a fork or a signal handler could find taken.
 //!
-//! Not here, because libtirpc reaches these: `taddr2uaddr`, `uaddr2taddr`, `__rpc_nconf2fd` and `__rpc_nconf2fd_flags`
-//! ask `__rpc_nconf2sockinfo`; `__rpc_fd2sockinfo` is content with a TCP socket; `clnt_perror` and `clnt_pcreateerror`
-//! print what `clnt_sperror` and `clnt_spcreateerror` return; `svc_register` and `pmap_unset` end in `rpcb_set` and
-//! `rpcb_unset`. Never here: `xdr_*`, and data.
+//! Not needed here: `taddr2uaddr`, `uaddr2taddr`, `__rpc_nconf2fd` and `__rpc_nconf2fd_flags` ask `__rpc_nconf2sockinfo`;
+//! `__rpc_fd2sockinfo` is content with a TCP socket; `clnt_perror` and `clnt_pcreateerror` print what `clnt_sperror` and
+//! `clnt_spcreateerror` return; `svc_register` and `pmap_unset` end in `rpcb_set` and `rpcb_unset`. Never here: `xdr_*`, and
+//! data.
 #![allow(unsafe_code)]
 
 use std::cell::Cell;
@@ -90,7 +90,7 @@ pub unsafe extern "C" fn __rpc_setconf(nettype: *const c_char) -> *mut c_void {
     })
 }
 
-/// Goes on with either kind of handle.
+/// Continues with either kind of handle.
 ///
 /// # Safety
 /// As libtirpc's `__rpc_getconf`.
@@ -141,7 +141,7 @@ pub unsafe extern "C" fn __rpc_nconf2sockinfo(nconf: *const netconfig, info: *mu
 
 // Clients.
 
-/// Finds a program on netid "rdma" by the list of the host's rpcbind, and connects.
+/// Finds a program on netid "rdma" in the list of the host's rpcbind, and connects.
 ///
 /// # Safety
 /// As libtirpc's `clnt_tp_create_timed`.
@@ -176,7 +176,7 @@ pub unsafe extern "C" fn clnt_tp_create_timed(
     })
 }
 
-/// Says to `clnt_vc_create`, which this ends in, that RDMA is required.
+/// Tells `clnt_vc_create`, in which this ends, that RDMA is required.
 ///
 /// # Safety
 /// As libtirpc's `clnt_tli_create`.
@@ -207,7 +207,7 @@ pub unsafe extern "C" fn clnt_tli_create(
                 // SAFETY: the caller's own arguments, and an entry that nobody writes.
                 return Ok(unsafe { real(fd, netid.stock(), address, prog, vers, sendsz, recvsz) });
             }
-            // The real function reads the address unasked; a connected socket knows it.
+            // The real function reads the address unconditionally; a connected socket knows it.
             let mut peer = None;
             let address = if address.is_null() {
                 let connected = socket::peer(fd).ok_or_else(|| {
@@ -243,7 +243,7 @@ pub unsafe extern "C" fn clnt_vc_create(
         } else {
             // SAFETY: an address as clnt_vc_create takes it.
             let address = unsafe { socket_address(address) };
-            // As far as the settings are understood: what follows from the rest is `vc_create`'s to say.
+            // As far as the settings are understood: `vc_create` decides what follows from the rest.
             let wanted = address.filter(|address| wants(config::understood(), tcp(*address), prog));
             wanted.map(|_| Intent::Try)
         };
@@ -401,7 +401,7 @@ pub unsafe extern "C" fn svc_tli_create(
     })
 }
 
-/// Gives each accepted connection of a moved listener to `sniff::watch`.
+/// Gives each connection that a moved listener has accepted to `sniff::watch`.
 ///
 /// # Safety
 /// As libtirpc's `xprt_register`.
@@ -423,7 +423,7 @@ pub unsafe extern "C" fn xprt_register(xprt: *mut SVCXPRT) {
                 // SAFETY: it is live.
                 let fd = unsafe { (*xprt).xp_fd };
                 log_warn!("fd {fd}: a connection is refused: {error}");
-                // The peer learns of it at once, and so does the loop, which destroys it.
+                // The peer learns of it at once, and so does the loop, which destroys the transport.
                 socket::shutdown(fd);
             }
         }
@@ -459,8 +459,8 @@ pub unsafe extern "C" fn xprt_unregister(xprt: *mut SVCXPRT) {
     })
 }
 
-/// libtirpc's loop, for any number of transports ([`run`]): it serves calls back too, and when it has ended what waits for slow
-/// peers is sent.
+/// libtirpc's loop, for any number of transports ([`run`]). It serves callbacks too, and at its end sends what still waits for
+/// slow peers.
 ///
 /// # Safety
 /// As libtirpc's `svc_run`.
@@ -468,7 +468,7 @@ pub unsafe extern "C" fn xprt_unregister(xprt: *mut SVCXPRT) {
 pub unsafe extern "C-unwind" fn svc_run() {
     guard_around(
         || {
-            // Above what a loop that was left here has called.
+            // Above the frames of whatever a loop that was left here has called.
             let place = 0u8;
             server::enter_loop((&raw const place).addr());
             Ok(())
@@ -479,7 +479,7 @@ pub unsafe extern "C-unwind" fn svc_run() {
     );
 }
 
-/// Ends the loops, those that sleep too.
+/// Ends the loops, including those that sleep.
 ///
 /// # Safety
 /// As libtirpc's `svc_exit`.
@@ -513,7 +513,7 @@ pub unsafe extern "C" fn svc_reg(
         let register = real::SVC_REG.get()?;
         // SAFETY: the caller's own arguments.
         let done = unsafe { register(xprt, prog, vers, routine, nconf) };
-        // Without rpcbind it fails, and libtirpc serves the program all the same: then it has nothing against doing so once more.
+        // Without rpcbind this fails, yet libtirpc serves the program: then it does not mind registering it once more.
         // SAFETY: as above; without a netconfig rpcbind is not asked.
         let is_served =
             || done == TRUE || unsafe { register(xprt, prog, vers, routine, std::ptr::null()) } == TRUE;
@@ -624,7 +624,7 @@ pub unsafe extern "C" fn rpcb_set(
         }
         PORTS.add(local.port());
         adapters::registered();
-        // rpcbind's answer for the stock netid is the program's; a refused row for "rdma" leaves it reachable there.
+        // The program gets rpcbind's answer for the stock netid, on which it stays reachable if the row for "rdma" is refused.
         let recorded = creation_recorded();
         // SAFETY: the entry is static, the address the caller's.
         let beside = unsafe { real(prog, vers, netid.entry(), address) };
@@ -661,9 +661,9 @@ pub unsafe extern "C" fn rpcb_unset(prog: u32, vers: u32, nconf: *const netconfi
     })
 }
 
-// Passed through. Debian's gcc links --as-needed: a program keeps this library only if the program itself names one of
-// its functions, so the outermost ones are here too. They also hold where a libtirpc was built with its own outer
-// functions inlined into each other.
+// Passed through. Debian's gcc links --as-needed: a program keeps this library only if the program itself names one of its
+// functions, so the outermost ones are here too. They also help where a libtirpc was built with its own outer functions inlined
+// into each other.
 
 /// Passed through.
 ///
@@ -851,11 +851,11 @@ pub unsafe extern "C" fn svctcp_create(fd: c_int, sendsz: c_uint, recvsz: c_uint
     guard_passing(|| Ok(unsafe { stock(&real::SVCTCP_CREATE)?(fd, sendsz, recvsz) }))
 }
 
-/// Runs a creation on netid "rdma", and records why it failed: after a NULL programs print what is recorded.
+/// Runs a creation on netid "rdma", and records why it failed: programs that get NULL print what is recorded.
 ///
-/// Not cancelled meanwhile: what of libtirpc is at work there ends in functions of ours again.
+/// Not cancelled meanwhile: the functions of libtirpc at work there end in functions of ours again.
 ///
-/// Without libtirpc nothing is created: nor would what is be of any use.
+/// Without libtirpc nothing is created: it would be of no use.
 pub(crate) fn creation<T>(create: impl FnOnce() -> Result<T, Error>) -> Result<T, Error> {
     let _uncancelled = Uncancelled::now();
     let create = || library().and_then(|_| create());
@@ -865,7 +865,7 @@ pub(crate) fn creation<T>(create: impl FnOnce() -> Result<T, Error>) -> Result<T
     });
     result.inspect_err(|error| {
         match error.kind() {
-            // "rdma" stands for both netids: a host with addresses of one family is nothing to report.
+            // "rdma" stands for both netids: a host with addresses of only one family is nothing to report.
             Kind::NoAddress => log_debug!("{error}"),
             _ => log_error!("{error}"),
         }
@@ -873,7 +873,7 @@ pub(crate) fn creation<T>(create: impl FnOnce() -> Result<T, Error>) -> Result<T
     })
 }
 
-/// A function of libtirpc that creates something. That there is none is recorded, too.
+/// A function of libtirpc that creates something. If there is none, that is recorded, too.
 fn stock<F: Copy>(function: &Real<F>) -> Result<F, Error> {
     function.get().inspect_err(|error| {
         log_error!("{error}");
@@ -886,7 +886,7 @@ fn moves(stock: config::Netid, prog: u32) -> bool {
     config::get().is_ok_and(|config| wants(config, stock, prog))
 }
 
-/// Whether these settings say so.
+/// Whether these settings move `prog` from that transport.
 fn wants(config: &Config, stock: config::Netid, prog: u32) -> bool {
     redirects(config, stock) && config.redirects_program(prog)
 }
@@ -928,7 +928,7 @@ unsafe fn moved(xprt: *mut SVCXPRT) -> Option<bool> {
     serves_moved(local).then_some(false)
 }
 
-/// The descriptor of a transport that is a listener of the program's whose connections are to be watched.
+/// The descriptor of `xprt`, if it is a listener of the program's whose connections are to be watched.
 ///
 /// # Safety
 /// `xprt` is NULL or a live transport.
@@ -943,8 +943,8 @@ unsafe fn moved_listener(xprt: *mut SVCXPRT) -> Option<c_int> {
     moves.then_some(fd)
 }
 
-/// Whether connections to a listener of the program's are watched: where tcp is moved, those of all programs or of the
-/// ones that are registered there; and those on the port of a datagram transport that is moved.
+/// Whether connections to a listener of the program's are watched: where tcp is moved, for all programs or those registered
+/// there; and on the port of a datagram transport that is moved.
 pub(super) fn serves_moved(local: SocketAddr) -> bool {
     let Ok(config) = config::get() else { return false };
     let all = config.redirect_programs.is_none();
@@ -976,7 +976,7 @@ pub(super) mod listeners {
         Err(Error::new(Kind::Os(libc::EMFILE), "more than 256 listeners on netid rdma"))
     }
 
-    /// Takes it off again.
+    /// Removes a listener again.
     pub fn remove(fd: c_int) {
         for slot in &SLOTS {
             let entry = slot.load(Ordering::Relaxed);
@@ -986,7 +986,7 @@ pub(super) mod listeners {
         }
     }
 
-    /// Whether a connection with this local address came in on one of them.
+    /// Whether a connection with this local address came in on one of these listeners.
     pub fn accepted(local: SocketAddr) -> bool {
         SLOTS.iter().any(|slot| {
             let entry = slot.load(Ordering::Relaxed);
@@ -1046,7 +1046,7 @@ unsafe fn socket_address(address: *const netbuf) -> Option<SocketAddr> {
     Sockaddr::parse(bytes)
 }
 
-/// `stock` with our text behind it, in a buffer of this thread; `stock` itself without a text.
+/// `stock` followed by our text, in a buffer of this thread; `stock` itself without a text.
 ///
 /// # Safety
 /// `stock` is NULL or a string.
@@ -1057,7 +1057,7 @@ unsafe fn explained(stock: *mut c_char, explanation: Option<String>) -> *mut c_c
     let Some(explanation) = explanation else { return stock };
     // SAFETY: by the contract.
     let start = unsafe { ffi::cstr(stock) }.map_or(&b""[..], CStr::to_bytes).trim_ascii_end();
-    // libtirpc has no words for RPC_N2AXLATEFAILURE, and what it says instead says less than nothing beside ours.
+    // libtirpc has no text for RPC_N2AXLATEFAILURE, and what it says instead only misleads beside ours.
     let start = start.strip_suffix(b" (unknown error code)").unwrap_or(start);
     let mut text = [
         start,
@@ -1066,12 +1066,12 @@ unsafe fn explained(stock: *mut c_char, explanation: Option<String>) -> *mut c_c
         b"\0",
     ]
     .concat();
-    // Where it lies it stays.
+    // The buffer stays where it is.
     let start = text.as_mut_ptr().cast();
     per_thread::put(&TEXT, text).map_or(stock, |_| start)
 }
 
-/// What stands in place of libtirpc's text where there is no libtirpc.
+/// The text in place of libtirpc's where there is no libtirpc.
 ///
 /// # Safety
 /// `message` is NULL or a string.
@@ -1084,7 +1084,7 @@ unsafe fn unstocked(message: *const c_char, explanation: Option<String>, error: 
     unsafe { explained(start.as_ptr().cast_mut(), Some(explanation)) }
 }
 
-/// The word from `clnt_tli_create` to the `clnt_vc_create` in which it ends.
+/// Tells the `clnt_vc_create` in which `clnt_tli_create` ends that RDMA is required.
 struct RdmaWanted(());
 
 thread_local! {
@@ -1104,7 +1104,7 @@ impl RdmaWanted {
 
 impl Drop for RdmaWanted {
     fn drop(&mut self) {
-        // The creator may have failed before it came to clnt_vc_create.
+        // The creation may have failed before it reached clnt_vc_create.
         RDMA_WANTED.set(false);
     }
 }
@@ -1131,7 +1131,7 @@ mod tests {
         assert!(!listeners::accepted(other.local_addr().expect("bound")));
         drop(rdma);
         assert!(!listeners::accepted(at));
-        // Their slots are used again: there are not so many.
+        // Slots of closed listeners are used again: there are not so many.
         for _ in 0..600 {
             listeners::add(listener().as_raw_fd()).expect("a slot");
         }

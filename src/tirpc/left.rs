@@ -1,11 +1,11 @@
-//! Requests that no descriptor tells of, and how the program's loop comes to them.
+//! Requests that no descriptor signals, and how the program's loop gets to them.
 //!
-//! Other threads leave some for it, which they have read while they waited for replies to calls back; and a loop that a dispatch
-//! routine runs, with poll(2) of its own, knows nothing of what the loop outside would look at when the routine has returned:
+//! Other threads leave some for the loop, which they have read while waiting for replies to callbacks. And a loop that a dispatch
+//! routine runs, with a poll(2) of its own, knows nothing about what the outer loop would look at after the routine has returned:
 //! requests that were read together with the routine's own, and busy connections ([`busy`]), whose peers wake nobody. Nor would
-//! anybody look at those if the routine is left by longjmp(3) or an exception. So where there may be such requests, the loop
-//! is woken a while after a routine has begun: a loop inside of it, or the one outside, which finds out that it was left. Where
-//! the routine has returned by then there is nothing to do.
+//! anybody look at these if the routine is left through longjmp(3) or an exception. So where there may be such requests, the loop
+//! is woken a while after a routine has begun: either a loop inside the routine, or the outer one, which finds out that the
+//! routine was left. If the routine has returned by then, there is nothing to do.
 #![allow(unsafe_code)]
 
 use std::os::fd::RawFd;
@@ -20,30 +20,30 @@ use crate::tirpc::progress::{self, Errand};
 use crate::tirpc::{idle, library};
 use crate::{fork, stats};
 
-/// A loop inside of a routine is woken so long after that has begun. To look costs a few system calls, and ends a spin.
+/// A loop inside a routine is woken this long after the routine has begun. Looking costs a few system calls, and ends a spin.
 const SOON: Duration = Duration::from_millis(100);
 
-/// Where a routine has run a loop, others are woken at once, for so long.
+/// For this long after a routine has run a loop, loops inside routines are woken at once.
 const EAGER: Duration = Duration::from_secs(60);
 
 /// The process whose loop is to be woken, counted from 1 as [`fork::generation`] does from 0; 0: none.
 static ARMED: AtomicU64 = AtomicU64::new(0);
 
-/// Until when it is woken at once, by [`stats::tick`].
+/// Until when they are woken at once, in the time of [`stats::tick`].
 static EAGER_UNTIL: AtomicU64 = AtomicU64::new(0);
 
 /// Has libtirpc take requests from a connection, as its own loop does when the descriptor is readable.
 pub fn serve_fd(fd: RawFd) {
-    // None without libtirpc, with which every transport is registered.
+    // Without libtirpc there are no transports: every one is registered with it.
     if let Ok(library) = library() {
-        // SAFETY: a descriptor that is not registered is passed over; the calling thread is the loop's.
+        // SAFETY: a descriptor that is not registered is ignored; the calling thread is the loop's.
         unsafe { (library.svc_getreq_common)(fd) };
     }
 }
 
 /// Serves what was left for the loop. Called in its thread, and under no guard: a dispatch routine may throw.
 pub fn serve_left() {
-    /// So many are not looked at yet. A routine may be left otherwise than by returning: the loop's next turn sees to them.
+    /// How many are yet to be looked at. If a routine is left other than by returning, the loop's next turn sees to them.
     struct Rest(usize);
 
     impl Drop for Rest {
@@ -57,24 +57,25 @@ pub fn serve_left() {
         }
     }
 
-    // What is left meanwhile has its own turn.
+    // What is left meanwhile gets a turn of its own.
     let mut rest = Rest(step(|| Ok(PROGRAM.left())).unwrap_or_default());
     while let Some(less) = rest.0.checked_sub(1) {
         rest.0 = less;
-        // One may have gone since, and its number be that of a connection of libtirpc's, which reads until a request is whole.
+        // A connection may have gone since, and its number be that of a libtirpc connection, which reads until a request is
+        // complete.
         if let Ok(Some(fd)) = step(|| Ok(PROGRAM.take_left().filter(|fd| idle::is_own(*fd)))) {
             serve_fd(fd);
         }
     }
 }
 
-/// Has the loop look in its next turn at what calls back have left for it.
+/// Has the loop look, in its next turn, at what callbacks have left for it.
 pub fn wake_left() {
     progress::call_at(Errand::Left, Instant::now(), serve_left);
 }
 
-/// A dispatch routine begins in the loop's thread while `more` requests of its connection are there, or come, of which no
-/// descriptor tells.
+/// A dispatch routine begins in the loop's thread. `more`: its connection has further requests, or is getting some, that no
+/// descriptor signals.
 pub fn begins(more: bool) {
     if more || busy::are_untold() || PROGRAM.has_left() {
         watch();
@@ -96,7 +97,7 @@ fn look_after(time: Duration) {
     progress::call_at(Errand::Inside, Instant::now() + time, look);
 }
 
-/// Looks at what only the loop outside would look at, if a routine is under way: this is a loop inside of it.
+/// Looks at what only the outer loop would look at, if a routine is under way: then this runs in a loop inside the routine.
 fn look() {
     let _ = step(|| {
         ARMED.store(0, Relaxed);

@@ -1,28 +1,28 @@
 //! The SVCXPRT of a connection over RDMA, as libtirpc's loop and the program's dispatch routines use it.
 //!
-//! It is driven by whatever loop the program has. `xp_recv` moves what has arrived and hands out one request; `xp_stat` says
-//! whether more requests lie in memory; `xp_reply` sends before it returns. What else must wake the loop, a socket that
-//! becomes writable or a startup that takes too long, goes through `progress`.
+//! It is driven by whatever loop the program has. `xp_recv` processes what has arrived and hands out one request; `xp_stat` says
+//! whether more requests are already in memory; `xp_reply` sends before it returns. Whatever else must wake the loop, such as a
+//! socket that becomes writable or a startup that takes too long, goes through `progress`.
 //!
-//! The same SVCXPRT, with other operations, serves what a server calls back over a connection that this process has
-//! opened: `callback`.
+//! The same SVCXPRT, with other operations, serves the callbacks that a server makes over a connection that this process has
+//! opened: see `callback`.
 //!
 //! # Invariants
 //! - A request is on the stack `open` from the `xp_recv` that returned TRUE to the `xp_stat` after its dispatch. The stack
 //!   is deeper than one only if the program runs the loop again meanwhile: in a dispatch routine, or in an xdrproc, by a
-//!   call back.
-//! - A request that was not answered by then may be answered later, as over libtirpc's own tcp, which keeps its XID until
-//!   the next one comes. Its arguments are gone, there as here. Over tcp a client of libtirpc's sends nothing before it has
-//!   its reply; here it may, for another of its threads. So the SVCXPRT belongs to that request until it is answered, and
-//!   those that come meanwhile get one of their own each ([`Transport::lend`]), but for those with RPCSEC_GSS, whose
-//!   contexts libtirpc keeps at the SVCXPRT of the connection, and of programs that are not known here. What was put off
-//!   before one of these can be answered again when that one has had its reply, unless it has an authenticator that the
-//!   SVCXPRT would have to remember; beside a call of an unknown program, by another thread at any time. A verifier that it
-//!   was to return is not remembered.
-//! - No lock and no exclusive borrow of a `Transport` lives while a function of the program runs: it may come back by
-//!   any entry of the SVCXPRT.
-//! - libtirpc, each entry under way and each open request own a share of the transport: `svc_destroy` gives up
-//!   libtirpc's, and whoever is last frees it.
+//!   callback.
+//! - A request that has no reply by then may be answered later, as over libtirpc's own tcp, which keeps the request's XID until
+//!   the next one comes. The arguments are gone by then, there as here. Over tcp, a client of libtirpc sends nothing more before
+//!   it has its reply; here it may, for another of its threads. So the SVCXPRT belongs to the unanswered request until that has
+//!   its reply, and each request that comes meanwhile gets an SVCXPRT of its own ([`Transport::lend`]). Exceptions are requests
+//!   with RPCSEC_GSS, whose contexts libtirpc keeps at the SVCXPRT of the connection, and those for programs that are not known
+//!   here. A request put off before one of these exceptions can be answered again once the latter has had its reply, unless the
+//!   former has an authenticator that the SVCXPRT would have to remember; beside a call of an unknown program, another thread can
+//!   answer it at any time. A verifier that it was to return is not remembered.
+//! - No lock and no exclusive borrow of a `Transport` is held while a function of the program runs: that function may re-enter
+//!   through any operation of the SVCXPRT.
+//! - libtirpc, each entry under way and each open request own a share of the transport: `svc_destroy` gives up libtirpc's, and
+//!   whoever drops the last one frees the transport.
 #![allow(unsafe_code)]
 
 use std::cell::UnsafeCell;
@@ -69,56 +69,56 @@ use self::routine::{freeargs, getargs, reply};
 /// An SVCXPRT of ours, and what belongs to it. libtirpc sees the first member.
 #[repr(C)]
 pub struct Transport {
-    /// libtirpc and the program write here, between our entries and inside the functions that these call.
+    /// libtirpc and the program write here, between calls of our operations and inside the functions that these call.
     xprt: UnsafeCell<SVCXPRT>,
     extension: UnsafeCell<SVCXPRT_EXT>,
-    /// Memory of `xp_verf` for flavours that write there.
+    /// Memory for `xp_verf`, for flavours that write there.
     verifier: UnsafeCell<[u8; auth_stat::MAX_AUTH_BYTES]>,
     this: Weak<Transport>,
-    /// That of the connection, if this one is for single requests of it ([`Transport::lend`]).
+    /// The connection's transport, if this one serves single requests of the connection ([`Transport::lend`]).
     whole: Option<Weak<Transport>>,
-    /// Those for single requests.
+    /// Transports for single requests.
     parts: Mutex<Parts>,
     /// Some of [`Parts::late`] have been answered.
     answered_late: AtomicBool,
-    /// What forked children have answered of the connection.
+    /// Which requests of the connection forked children have answered.
     children: Arc<fork::Answered>,
     /// How many requests threads have, or are to have.
     handed_out: AtomicUsize,
-    /// Of the process that made it.
+    /// Fork generation of the process that made the transport.
     generation: u64,
-    /// The turn ([`Place`]) of the latest of them.
+    /// The turn ([`Place`]) of the latest request that was handed out.
     turn: AtomicU64,
     fd: RawFd,
     /// The connection whose requests are answered here.
     responder: Weak<dyn Callee>,
-    /// The same if this process has accepted it, to keep it alive.
+    /// The same connection, if this process has accepted it: keeps it alive.
     server: Option<Arc<Shared>>,
     state: Mutex<State>,
-    /// Its latest reply was longer than what goes inline.
+    /// The latest reply was longer than what goes inline.
     long: AtomicBool,
-    /// The latest `xp_recv` returned FALSE: its `xp_stat` ends no request.
+    /// The latest `xp_recv` returned FALSE, so the `xp_stat` after it ends no request.
     empty: AtomicBool,
-    /// So it did since a thread forks: what has come is looked at later.
+    /// It returned FALSE because a thread is forking: what has arrived is looked at later.
     left_alone: AtomicBool,
-    /// The program could not be asked in its own protocol any more.
+    /// To be closed: a request was not an RPC call, or a panic of ours has poisoned a lock.
     broken: AtomicBool,
     destroyed: AtomicBool,
-    /// Its connection was closed before the last share of it has gone.
+    /// The connection was closed; shares of the transport may remain.
     closed: AtomicBool,
-    /// Late replies under way.
+    /// Number of late replies under way.
     answering: AtomicUsize,
     /// Whether [`progress`] knows of something to wait for; changed with the connection locked.
     in_table: AtomicBool,
 }
 
-// SAFETY: what the pointers in `xprt` and `extension` name belongs to the transport. These two and `verifier` are used by
+// SAFETY: what the pointers in `xprt` and `extension` point to belongs to the transport. These two and `verifier` are used under
 // libtirpc's rules: by one thread at a time.
 unsafe impl Send for Transport {}
 // SAFETY: as above; the rest is behind a lock, or atomic.
 unsafe impl Sync for Transport {}
 
-/// How long a lock is waited for that another thread has.
+/// How long to wait for a lock that another thread holds.
 const PATIENCE: Duration = Duration::from_millis(100);
 
 fn lock_until<T>(lock: &Mutex<T>, until: Instant) -> Option<MutexGuard<'_, T>> {
@@ -136,15 +136,15 @@ fn lock_until<T>(lock: &Mutex<T>, until: Instant) -> Option<MutexGuard<'_, T>> {
 struct State {
     /// Requests handed up and not yet past their `xp_stat`.
     open: Vec<Open>,
-    /// The latest request that is past it without a reply.
+    /// The latest request that is past its `xp_stat` without a reply.
     deferred: Option<Unanswered>,
     gss: Option<Gss>,
 }
 
 struct Open {
-    /// The loop is told when this ends. None for a call back, which is in nobody's loop.
+    /// The loop is told when this ends. `None` for a callback, which is in nobody's loop.
     dispatching: Option<service_loop::Dispatching>,
-    /// The share of the request in its transport.
+    /// The request's share of its transport.
     _transport: Arc<Transport>,
     unanswered: Option<Unanswered>,
     id: RequestId,
@@ -159,7 +159,7 @@ struct Open {
     put_off: Option<Box<PutOff>>,
 }
 
-/// What was put off before another request came on the same SVCXPRT, if its authenticator is a plain one.
+/// The request that was put off before another came on the same SVCXPRT, if its authenticator is a plain one.
 struct PutOff {
     unanswered: Option<Unanswered>,
     auth: SVCAUTH,
@@ -175,21 +175,22 @@ struct Unanswered {
     binding: Option<Binding>,
     /// RPCSEC_GSS wraps the results: they are encoded from temporaries.
     wrapped: bool,
-    /// Its flavour changes nothing of the results once they are encoded.
+    /// Its flavour does not change the results once they are encoded.
     plain: bool,
 }
 
 impl State {
-    /// An open request, if it is still open.
+    /// The request with this id, if it is still open.
     fn find(&mut self, id: RequestId) -> Option<&mut Open> {
         self.open.iter_mut().rev().find(|request| request.id == id)
     }
 
-    /// What `xp_reply` answers now.
+    /// The request that `xp_reply` answers now.
     fn unanswered(&self) -> Option<&Unanswered> {
         let Some(request) = self.open.last() else { return self.deferred.as_ref() };
         match &request.put_off {
-            // What has its reply needs none of another thread's. The authenticator is RPCSEC_GSS's where it has one.
+            // The top request has its reply, so another thread's reply is for the one put off. Not with RPCSEC_GSS, whose request
+            // has the authenticator.
             Some(put_off)
                 if request.gss.is_none()
                     && request.unanswered.is_none()
@@ -201,8 +202,8 @@ impl State {
         }
     }
 
-    /// Whether what another thread answers may be what was put off: libtirpc is about to refuse the request that has come since, if
-    /// that is of a program that is not there. A routine that was registered past this library may have it too.
+    /// Whether another thread's reply may be for the request that was put off: libtirpc is about to refuse the request that has
+    /// come since, if its program is not registered. But a routine that was registered bypassing this library may have it, too.
     fn is_in_doubt(&self) -> bool {
         self.open.last().is_some_and(|request| {
             let another = |put_off: &PutOff| put_off.unanswered.is_some() && put_off.thread != thread::this();
@@ -212,7 +213,7 @@ impl State {
         })
     }
 
-    /// The request gets its reply. False if it has one.
+    /// Marks the request as answered. False if it was already.
     fn answer(&mut self, id: RequestId) -> bool {
         if let Some(request) = self.find(id) {
             return request.unanswered.take().is_some();
@@ -241,14 +242,14 @@ static OPS: xp_ops = xp_ops {
     xp_destroy: Some(destroy),
 };
 
-/// Of a connection that this process has opened.
+/// Operations for callbacks over a connection that this process has opened.
 static CALLBACK: xp_ops =
     xp_ops { xp_getargs: Some(getargs), xp_reply: Some(reply), xp_freeargs: Some(freeargs), ..LISTENING };
 
 static OPS2: xp_ops2 = xp_ops2 { xp_control: Some(xp_control) };
 
 impl Transport {
-    /// A transport for what is called back over `responder`, a connection to `peer`.
+    /// A transport for callbacks over `responder`, a connection to `peer`.
     pub fn callback(responder: Weak<dyn Callee>, fd: RawFd, peer: Option<SocketAddr>) -> Arc<Transport> {
         let local = socket::local(fd).unwrap_or(ANY);
         let netid = Netid::of_address(local).name();
@@ -272,13 +273,13 @@ impl Transport {
         own
     }
 
-    /// Whether no thread has a lock of its connection for long: in a forked child nobody gives one back that another thread of the
-    /// parent had, and a signal handler may have interrupted the one that has it.
+    /// Whether no thread holds a lock of the connection for long: in a forked child nobody releases a lock that another thread of
+    /// the parent held, and a signal handler may have interrupted the thread that holds it.
     pub fn is_free(&self) -> bool {
         self.is_free_until(Instant::now() + PATIENCE)
     }
 
-    /// The same, for a caller of several.
+    /// The same with a deadline, for a caller that asks about several.
     pub fn is_free_until(&self, until: Instant) -> bool {
         self.server.as_ref().is_none_or(|server| lock_until(server, until).is_some())
             && lock_until(&self.state, until).is_some()
@@ -286,8 +287,9 @@ impl Transport {
             && self.whole.as_ref().and_then(Weak::upgrade).is_none_or(|whole| whole.is_free_until(until))
     }
 
-    /// Whether a child that the calling thread is about to fork may answer a request of this connection: one that was put off and not
-    /// left to another child, or `any`. Also where another thread has it just now, as far as is known.
+    /// Whether a child that the calling thread is about to fork may answer a request of this connection: one that was put off and
+    /// not left to another child, or `any`. Also true if another thread holds the connection just now, since nothing rules it
+    /// out.
     pub fn concerns_child(&self, any: bool) -> bool {
         let concerns = |server: &Arc<Shared>| {
             lock_until(server, Instant::now()).is_none_or(|server| server.concerns_child(any))
@@ -295,7 +297,7 @@ impl Transport {
         !self.closed.load(Relaxed) && self.server.as_ref().is_some_and(concerns)
     }
 
-    /// What that answers is to be known here.
+    /// Lets this process learn what such a child answers.
     pub fn share(&self) {
         if self.server.is_some() {
             self.children.share();
@@ -316,13 +318,13 @@ impl Transport {
         }
         let left = self.handed_out.fetch_sub(1, AcqRel) - 1;
         if left == 0 {
-            // One of both sees the other: who destroys it has set that before it asks whether threads have any.
+            // One of the two sees the other: `destroy` sets its flag before it asks whether threads have requests.
             fence(SeqCst);
             self.outlive_connection();
         }
         let closed = self.server().is_some_and(|mut server| server.closed().is_some());
         if left == 0 && (closed || self.broken.load(Relaxed)) {
-            // Nobody but the loop ends it.
+            // Only the loop ends the connection.
             service_loop::PROGRAM.leave(self.fd);
             waker::ring();
         } else {
@@ -331,8 +333,7 @@ impl Transport {
         pull_on();
     }
 
-    /// Whether another request has come, after waiting for one as long as spinning pays. Called by the loop, beside which
-    /// threads serve.
+    /// Whether another request has come; waits for one as long as spinning pays. Called by the loop while threads serve.
     pub fn finds_more(&self) -> bool {
         let Some(server) = self.server.as_ref().filter(|_| !self.is_destroyed()) else { return false };
         service_loop::PROGRAM.look();
@@ -395,7 +396,7 @@ impl Transport {
             (None, None) => Arc::default(),
         };
         Arc::new_cyclic(|this: &Weak<Transport>| {
-            // The first member, and the two beside it: addresses of the transport, which does not move.
+            // Addresses of the first member and of the two beside it: the transport does not move.
             let own = this.as_ptr().cast_mut();
             xprt.xp_p1 = own.cast();
             // SAFETY: `own` points to memory of a Transport: only the address of a member is taken.
@@ -430,25 +431,25 @@ impl Transport {
         })
     }
 
-    /// What libtirpc and the program know it by.
+    /// The pointer by which libtirpc and the program know the transport.
     pub fn xprt(&self) -> *mut SVCXPRT {
-        // Not from the member: what comes back is taken for the whole.
+        // Not derived from the member: a pointer that comes back is used for the whole Transport.
         self.this.as_ptr().cast_mut().cast()
     }
 
-    /// The authenticator of the request that was asked last.
+    /// The authenticator of the request that was dispatched last.
     fn auth(&self) -> *mut SVCAUTH {
         // SAFETY: alive; only the address of a member is taken.
         unsafe { &raw mut (*self.extension.get()).xp_auth }
     }
 
-    /// What other transports of the same connection have too, and those of no other one.
+    /// A number that all transports of this connection have, and those of no other connection.
     #[inline]
     pub fn number(&self) -> usize {
         self.responder.as_ptr().addr()
     }
 
-    /// In a child, whether a thread of its parent had the connection at the fork: nothing can be done with it.
+    /// In a forked child, whether a thread of the parent held the connection at the fork: nothing can be done with it then.
     fn is_lost(&self) -> bool {
         self.generation != fork::generation() && !self.is_free()
     }
@@ -463,7 +464,8 @@ impl Transport {
         fork::lock(&self.state, self.number())
     }
 
-    /// The same of a single request, where the caller has another lock: who forks waits for that one, and not for this.
+    /// The same for a single request, where the caller holds another lock: a thread that forks waits for that lock, not for this
+    /// one.
     fn state_beside(&self) -> MutexGuard<'_, State> {
         self.state.lock().unwrap_or_else(|e| e.into_inner())
     }
@@ -481,7 +483,7 @@ impl Transport {
         self.destroyed.load(Relaxed)
     }
 
-    /// Whether its connection was closed, whose descriptor is another's by then. Asked with the connection locked.
+    /// Whether the connection was closed: its descriptor may be another file by then. Called with the connection locked.
     fn is_closed(&self) -> bool {
         match &self.whole {
             Some(whole) => whole.upgrade().is_none_or(|whole| whole.closed.load(SeqCst)),
@@ -499,7 +501,7 @@ impl Transport {
         self.server.as_ref()
     }
 
-    /// For those that watch it.
+    /// The connection's transport, for those that watch it.
     pub fn watched(&self) -> Weak<dyn Watched> {
         self.whole()
     }
@@ -544,14 +546,14 @@ impl Transport {
             Some(None) => return,
             None => self,
         };
-        // With the connection locked, so that what was found out later is told later.
+        // With the connection locked, so that what is found out later is also reported later.
         if whole.in_table.swap(watched, Relaxed) || watched {
             progress::want(server.fd(), wants, || self.watched());
         }
     }
 
-    /// Has the loop look at what has come in with a reply to a request that it had put off, and at what could not be sent.
-    /// It may be another thread's, and sleep.
+    /// Has the loop look at requests that became ready with the reply to a request that was put off, and at what could not be
+    /// sent. The loop may run in another thread, and sleep.
     fn tell_loop(&self) {
         let is_there = |server: &MutexGuard<'_, Server>| !server.forked() && !self.is_closed();
         let Some(server) = self.server().filter(is_there) else { return };
@@ -568,7 +570,7 @@ impl Transport {
         }
     }
 
-    /// Ends the request on top of the stack. `returned`: so has its routine, and libtirpc's verifier is there yet.
+    /// Ends the request on top of the stack. `returned`: its routine has returned, and libtirpc's verifier is still there.
     fn end_request(&self, returned: bool) {
         if self.is_lost() {
             return;
@@ -579,7 +581,7 @@ impl Transport {
         }
     }
 
-    /// Ends a request that was on top of the stack. `in_place`: in libtirpc's loop, where the verifier is yet.
+    /// Ends a request that was on top of the stack. `in_place`: in libtirpc's loop, where the verifier is still there.
     fn close(&self, mut request: Open, mut state: MutexGuard<'_, State>, in_place: bool) {
         // SAFETY: alive; libtirpc writes there in `_gss_authenticate`, which its loop calls between our entries.
         let auth = unsafe { self.auth().read() };
@@ -599,7 +601,7 @@ impl Transport {
         if id > state.deferred.as_ref().map(|request| request.id) {
             state.deferred = unanswered;
             if request.interrupted.is_none() && !ended && in_place {
-                // SAFETY: libtirpc's loop asks `xp_stat` before it leaves the memory that the verifier may lie in.
+                // SAFETY: libtirpc's loop calls `xp_stat` before it leaves the frame in which the verifier may lie.
                 unsafe { self.keep_verifier() };
             }
         }
@@ -620,7 +622,7 @@ impl Transport {
             unsafe { (*self.xprt()).xp_verf = none };
         }
         if let Some((verifier, auth, since)) = request.interrupted.take() {
-            // libtirpc may free a context that was not used for that long.
+            // libtirpc may have freed a context that was unused for that long.
             let auth = if since.elapsed() < GSS_CACHED { auth } else { NO_AUTH };
             // SAFETY: alive; as above.
             unsafe { (*self.xprt()).xp_verf = verifier };
@@ -632,14 +634,14 @@ impl Transport {
         {
             responder.defer(id, threads::has_forked());
         }
-        // In libtirpc's loop: threads see to it themselves.
+        // Only in libtirpc's loop: threads do this themselves.
         if request.dispatching.take().is_some()
             && let Some(whole) = &self.whole
             && let Some(part) = self.this.upgrade()
         {
             match whole.upgrade() {
                 Some(whole) => {
-                    // A loop in the routine has had its own.
+                    // A loop run by the routine may have changed this flag.
                     whole.empty.store(true, Relaxed);
                     whole.take_back(part);
                 }
@@ -649,8 +651,8 @@ impl Transport {
         self.outlive_connection();
     }
 
-    /// Has the transport of a connection that was destroyed stay while it may be answered: the program need not know that the
-    /// connection has ended. A client whose first call has timed out makes another one, since it has no credit left.
+    /// Keeps the transport of a destroyed connection while a request of it may still be answered: the program need not know that
+    /// the connection has ended. A client whose first call has timed out opens another connection, since it has no credit left.
     fn outlive_connection(&self) {
         let is_unanswered = || {
             let state = self.state();
@@ -668,8 +670,8 @@ impl Transport {
         }
     }
 
-    /// Closes the connection, unless that was done, and its descriptor; a program that keeps that has set `xp_fd` to -1. A callback's
-    /// is its CLIENT's.
+    /// Closes the connection and its descriptor, unless that was done already. A program that keeps the descriptor has set
+    /// `xp_fd` to -1; a callback's descriptor belongs to its CLIENT.
     fn close_connection(&self) -> bool {
         let Some(mut server) = self.server().filter(|_| self.whole.is_none()) else { return false };
         if self.closed.swap(true, SeqCst) {
@@ -680,7 +682,7 @@ impl Transport {
         progress::forget(known);
         self.in_table.store(false, Relaxed);
         busy::leave(|fd| fd == known);
-        // Calls back end here.
+        // Callbacks end here.
         server.shut();
         drop(server);
         self.children.end();
@@ -692,16 +694,16 @@ impl Transport {
         true
     }
 
-    /// Takes its descriptor's number away, which is another file's when the connection has ended.
+    /// Takes the descriptor out of the SVCXPRT: its number is another file's once the connection has ended.
     fn without_fd(&self) -> RawFd {
-        // SAFETY: alive; by libtirpc's rules nobody else uses a transport that is destroyed, but for its replies.
+        // SAFETY: alive; by libtirpc's rules nobody else uses a destroyed transport, except for its replies.
         std::mem::replace(unsafe { &mut (*self.xprt()).xp_fd }, -1)
     }
 
-    /// Has libtirpc destroy its RPCSEC_GSS context, with which nothing is answered any more.
+    /// Has libtirpc destroy the RPCSEC_GSS context, which no reply needs any more.
     fn end_context(&self) {
         if self.answering.load(SeqCst) > 0 {
-            // It goes with the last share.
+            // The context goes with the last share.
             return;
         }
         let Some(mut gss) = self.state().gss.take() else { return };
@@ -714,15 +716,16 @@ impl Transport {
             destroy.is_some_and(|destroy| unsafe { destroy(&mut gss.auth) } == 0)
         };
         if is_known {
-            // libtirpc may have freed it, or not: its cache may still know this address, so the memory stays taken.
+            // libtirpc may or may not have freed the context: its cache may still know this address, so the memory stays
+            // allocated.
             std::mem::forget(self.this.clone());
         }
     }
 
-    /// Has the verifier of the reply lie in memory of ours: libtirpc's is gone when its loop goes on.
+    /// Copies the verifier of the reply into memory of ours: libtirpc's is gone when its loop goes on.
     ///
     /// # Safety
-    /// `xp_verf` is as libtirpc's loop has left it, and what it names is readable.
+    /// `xp_verf` is as libtirpc's loop has left it, and what it points to is readable.
     unsafe fn keep_verifier(&self) {
         let own = self.verifier.get().cast::<u8>();
         // SAFETY: alive; libtirpc writes there between our entries.
@@ -753,7 +756,7 @@ impl Watched for Transport {
         }
         self.watch_progress();
         if ready {
-            // What was held back until the peer had taken replies. Nothing else tells the loop of it.
+            // A request that was held back until the peer had taken replies. Nothing else tells the loop about it.
             service_loop::PROGRAM.leave(self.fd);
             wake_left();
         }
@@ -773,8 +776,7 @@ impl Watched for Transport {
 }
 
 impl service_loop::Owner for Transport {
-    /// Its request is as that of a routine that has returned without a reply; libtirpc's loop did not come to ask
-    /// `xp_stat`.
+    /// Treats the request like one whose routine has returned without a reply: libtirpc's loop never called `xp_stat`.
     fn thrown(&self, serial: u64) {
         if self.is_lost() {
             return;
@@ -784,7 +786,7 @@ impl service_loop::Owner for Transport {
         let Some(request) = state.open.pop_if(left) else { return };
         log_info!("fd {}: a dispatch routine was left by an exception, or with its thread", self.fd);
         self.close(request, state, false);
-        // Nobody has looked for more since.
+        // Nobody has looked for more requests since.
         self.look_again();
         busy::leave_all();
         if service_loop::PROGRAM.has_left() {
@@ -844,9 +846,9 @@ pub unsafe fn copied(from: &netbuf) -> netbuf {
     netbuf { maxlen: room as c_uint, len: bytes.len() as c_uint, buf }
 }
 
-/// Whether a descriptor of libtirpc's loop has something, but for two.
+/// Whether a descriptor of libtirpc's loop, other than these two, is ready.
 fn others_wait(except: [RawFd; 2]) -> bool {
-    /// To ask after more of them would take longer than what is spun for.
+    /// Polling more than this would take longer than what is spun for.
     const MOST: usize = 64;
     if let Some(wait) = run::others_wait(except) {
         return wait;
@@ -855,7 +857,7 @@ fn others_wait(except: [RawFd; 2]) -> bool {
     let mut count = 0;
     // SAFETY: called by the loop's own thread.
     for fd in unsafe { polled() }.filter(|fd| !except.contains(fd)) {
-        // More than can be asked: then it is not known that nobody waits.
+        // More than can be polled: one of the rest may be ready.
         let Some(place) = others.get_mut(count) else { return true };
         *place = wait::PollFd::new(fd, true, false);
         count += 1;
@@ -873,8 +875,8 @@ fn is_polled(fd: RawFd) -> bool {
     }
 }
 
-/// What xprt_register(3) and xprt_unregister(3) are to do with an SVCXPRT: that of a request stands for that of its connection.
-/// `None` if that has ended.
+/// What xprt_register(3) and xprt_unregister(3) are to work on: the SVCXPRT of a request stands for that of its connection.
+/// `None` if the connection has ended.
 ///
 /// # Safety
 /// `xprt` is NULL or a live transport of any kind.
@@ -884,7 +886,7 @@ pub unsafe fn to_register(xprt: *mut SVCXPRT) -> Option<*mut SVCXPRT> {
     own.whole().upgrade().filter(|whole| !whole.is_destroyed()).map(|whole| whole.xprt())
 }
 
-/// The program has put it back into its loop: its descriptor does not tell of what was read already.
+/// The program has put the transport back into its loop: the descriptor does not signal what was read already.
 ///
 /// # Safety
 /// As [`to_register`].
@@ -895,7 +897,7 @@ pub unsafe fn registered_again(xprt: *mut SVCXPRT) {
     }
 }
 
-/// The transport behind an SVCXPRT, which lives on until the entry that asks for it returns.
+/// The transport behind an SVCXPRT, kept alive until the entry that asks for it returns.
 ///
 /// # Safety
 /// `xprt` is NULL or a live transport of any kind.
@@ -927,7 +929,7 @@ pub unsafe fn transport(xprt: *mut SVCXPRT) -> Result<Arc<Transport>, Error> {
 
 unsafe extern "C-unwind" fn recv(xprt: *mut SVCXPRT, message: *mut rpc_msg) -> bool_t {
     guard_passing_in_steps(|| {
-        // It lies in the frame of who dispatches.
+        // The message lies in the dispatcher's stack frame.
         let frame = message.addr();
         let mut beside = None;
         let received = guard(|| {
@@ -942,7 +944,7 @@ unsafe extern "C-unwind" fn recv(xprt: *mut SVCXPRT, message: *mut rpc_msg) -> b
                 return Ok(hand_out(&own));
             }
             service_loop::PROGRAM.look();
-            // A loop of the program's own has caught what a dispatch routine has thrown.
+            // Perhaps the program's own loop has caught what a dispatch routine threw.
             service_loop::PROGRAM.dispatches(frame);
             // A lock that is poisoned was held during a panic of ours: what it guards is not to be trusted.
             if own.is_poisoned() {
@@ -969,7 +971,7 @@ unsafe extern "C-unwind" fn recv(xprt: *mut SVCXPRT, message: *mut rpc_msg) -> b
                 return Ok(0);
             };
             left::begins(more);
-            // Who is registered in a way that is not known here is libtirpc's to find.
+            // Routines that are registered in a way not known here are for libtirpc to find.
             if let Some(part) = own.lend_beside(&request, |program, version| {
                 !matches!(programs::find(program, version), Err(None))
             }) {
@@ -995,9 +997,9 @@ unsafe extern "C-unwind" fn recv(xprt: *mut SVCXPRT, message: *mut rpc_msg) -> b
 /// A dispatch routine that may throw.
 type Throwing = unsafe extern "C-unwind" fn(*mut svc_req, *mut SVCXPRT);
 
-/// Gives what has come on a connection to threads.
+/// Hands the requests that have come on a connection to threads.
 fn hand_out(own: &Arc<Transport>) -> bool_t {
-    /// So many at a time: others have their turn.
+    /// At most this many at a time, so that others have their turn.
     const MOST: usize = 64;
     service_loop::PROGRAM.look_for_others();
     if own.is_poisoned() {
@@ -1025,21 +1027,21 @@ fn hand_out(own: &Arc<Transport>) -> bool_t {
 }
 
 impl Transport {
-    /// Gives a request to the routine of its program, as libtirpc's `svc_getreq_common` does, and ends it. The routine may
-    /// throw, and jump, if no guard of the caller's reaches over this.
+    /// Gives a request to the routine of its program, as libtirpc's `svc_getreq_common` does, and ends it. The routine may throw
+    /// or longjmp if no guard of the caller encloses this call.
     pub fn dispatch<R>(
         self: Arc<Self>,
         request: Request,
         find: impl FnOnce(u32, u32) -> Found<R>,
         dispatching: Option<service_loop::Dispatching>,
     ) {
-        /// Whose request it is. In the loop a jump may pass by, which must leave no share behind.
+        /// Whose request it is. In the loop, a jump may skip the destructor and must leave no share behind.
         enum Of {
             Loop(u64),
             Caller(Arc<Transport>),
         }
 
-        /// Ends it; `true` when the routine has returned.
+        /// Ends the request; `true` when the routine has returned.
         struct Close(Of, bool);
 
         impl Drop for Close {
@@ -1112,7 +1114,7 @@ impl Transport {
 
     /// Whether no request is open on it.
     pub fn is_idle(&self) -> bool {
-        // Not what was handed out to threads that are not there any more: in a forked child, or after svc_exit(3).
+        // Requests handed to threads that no longer exist, in a forked child or after svc_exit(3), do not count.
         self.state().open.is_empty() && (self.handed_out.load(Acquire) == 0 || !threads::serve())
     }
 
@@ -1173,7 +1175,7 @@ impl Transport {
             // SAFETY: as above.
             Some((verifier, unsafe { self.auth().read() }, Instant::now()))
         };
-        // The authenticator is this one's until it ends.
+        // The authenticator belongs to this request until it ends.
         let put_off = state.deferred.take().filter(|it| it.plain && interrupted.is_none()).map(|it| {
             // SAFETY: alive, as above.
             let auth = unsafe { self.auth().read() };
@@ -1204,7 +1206,7 @@ unsafe extern "C" fn stat(xprt: *mut SVCXPRT) -> c_uint {
         pull_on();
         progress::cool_down();
         if own.left_alone.swap(false, Relaxed) || !own.is_destroyed() && fork::is_under_way(own.number()) {
-            // Others have their turn. Nothing may tell of what has come already.
+            // Others have their turn. Perhaps nothing else will announce what has come already.
             service_loop::PROGRAM.leave(own.fd);
             wake_left();
             return Ok(xprt_stat::XPRT_IDLE);
@@ -1216,7 +1218,8 @@ unsafe extern "C" fn stat(xprt: *mut SVCXPRT) -> c_uint {
             own.watch_progress();
             let ends = closed && own.is_idle() && own.whole.is_none();
             if closed && !ends {
-                // Who has a request of it has it ended. Until then its descriptor would tell of the end again and again.
+                // The thread that ends the last request has the loop end the transport. Until then the descriptor would report
+                // the end again and again.
                 run::mute(own.fd);
             }
             return Ok(if ends { xprt_stat::XPRT_DIED } else { xprt_stat::XPRT_IDLE });
@@ -1233,13 +1236,13 @@ unsafe extern "C" fn stat(xprt: *mut SVCXPRT) -> c_uint {
         }
         let Some(server) = &own.server else { return Ok(xprt_stat::XPRT_IDLE) };
         let closed = if service_loop::is_nested() {
-            // A call back that waits looks first whether it has its reply.
+            // The callback that is waiting first checks whether it has its reply.
             own.server().is_some_and(|mut server| server.closed().is_some())
         } else {
-            // Not where a routine has a loop of its own, or the program goes on elsewhere.
+            // Only in our one loop, and not where a routine runs a loop of its own.
             let looks_itself = run::is_alone_here() && !service_loop::PROGRAM.is_dispatching();
             match driver::next(server, || others_wait([own.fd, -1]), looks_itself.then_some(server)) {
-                // What the program has taken out of its loop waits until it is back: `registered_again`.
+                // A transport that the program has taken out of its loop waits until it is back: `registered_again`.
                 Next::Request if is_polled(own.fd) => return Ok(xprt_stat::XPRT_MOREREQS),
                 Next::Request => false,
                 Next::Later => {
@@ -1252,7 +1255,7 @@ unsafe extern "C" fn stat(xprt: *mut SVCXPRT) -> c_uint {
                 Next::Closed => true,
             }
         };
-        // Freed when no other request is open. In the middle of a call back who waits for that sees to it.
+        // Freed when no other request is open. During a callback, the thread that waits for its reply sees to it.
         if closed && (own.is_idle() || !service_loop::is_nested()) {
             return Ok(xprt_stat::XPRT_DIED);
         }
@@ -1265,7 +1268,7 @@ unsafe extern "C" fn destroy(xprt: *mut SVCXPRT) {
     guard(|| {
         // SAFETY: libtirpc's loop or the program, with a live transport.
         let own = unsafe { transport(xprt) }?;
-        // That of a request stands for that of its connection.
+        // The SVCXPRT of a request stands for that of its connection.
         let Some(own) = own.whole().upgrade() else { return Ok(()) };
         if own.destroyed.swap(true, Relaxed) {
             return Ok(());
@@ -1280,7 +1283,7 @@ unsafe extern "C" fn destroy(xprt: *mut SVCXPRT) {
         // SAFETY: the share that `register` gave to libtirpc, which does not know the transport any more.
         threads::bury(unsafe { Arc::from_raw(Arc::as_ptr(&own)) });
         if start::is_refused() {
-            // What listens there accepts nobody any more.
+            // A listener on a refused device accepts nobody any more.
             progress::again(Errand::Adapters, Instant::now());
         }
         Ok(())
@@ -1319,24 +1322,24 @@ unsafe extern "C" fn xp_control(xprt: *mut SVCXPRT, request: c_uint, info: *mut 
 
 pub const ANY: SocketAddr = SocketAddr::new(std::net::IpAddr::V4(Ipv4Addr::UNSPECIFIED), 0);
 
-/// What an SVCXPRT says of its addresses: local, remote, and remote once more.
+/// The addresses in an SVCXPRT: local, remote, and remote once more.
 pub fn addresses(local: SocketAddr, peer: SocketAddr) -> (netbuf, netbuf, (libc::sockaddr_in6, c_int)) {
     let (mut local, mut peer) = (Sockaddr::from(local), Sockaddr::from(peer));
     // SAFETY: all zero is a valid address.
     let mut address: libc::sockaddr_in6 = unsafe { std::mem::zeroed() };
     let length = peer.as_bytes().len();
-    // SAFETY: a sockaddr_in6 is the longer of both kinds of addresses; the places are apart.
+    // SAFETY: a sockaddr_in6 is the longer of the two kinds of addresses; the buffers do not overlap.
     unsafe {
         std::ptr::copy_nonoverlapping(peer.as_bytes().as_ptr(), (&raw mut address).cast::<u8>(), length);
     }
-    // SAFETY: names `local`, which is alive.
+    // SAFETY: points to `local`, which is alive.
     let own = unsafe { copied(&local.netbuf()) };
-    // SAFETY: names `peer`, which is alive.
+    // SAFETY: points to `peer`, which is alive.
     let remote = unsafe { copied(&peer.netbuf()) };
     (own, remote, (address, length as c_int))
 }
 
-/// Has long Calls be pulled whose turn has come: what another one lay in may have been let go of.
+/// Starts pulling the long Calls whose turn has come: another one's memory may have been released.
 fn pull_on() {
     if !pulls::are_waiting() {
         return;
@@ -1349,21 +1352,21 @@ fn pull_on() {
         false => waker::ring(),
     }
     if !all {
-        // Who has the connection in hand may have looked before.
+        // Whoever holds the connection may have looked before this.
         progress::call_at(Errand::Pulls, Instant::now(), pull_later);
     } else {
         pull_in_time();
     }
 }
 
-/// The same when the program has decoded a Call: its routine may go on for long.
+/// The same when the program has decoded a Call: its routine may run for long.
 #[cold]
 fn pull_next() {
     pulls::decoded();
     pull_on();
 }
 
-/// The same when time has passed, if nothing is let go of.
+/// The same after some time, in case no memory is released.
 fn pull_in_time() {
     if let Some(time) = pulls::alarm() {
         progress::call_at(Errand::Pulls, time, pull_later);

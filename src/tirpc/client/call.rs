@@ -1,6 +1,6 @@
 //! One call: XID, header, AUTH and arguments; the exchange; reply, AUTH and results, or a refreshed AUTH and all of it again.
 //!
-//! The program's procedures run between the steps of a call, where nothing is locked or borrowed but its stream.
+//! The program's procedures run between the steps of a call, where nothing of ours is locked or borrowed but the call's stream.
 #![allow(unsafe_code)]
 
 use std::ffi::{c_int, c_uint, c_void};
@@ -28,13 +28,13 @@ use crate::xdr::{Decoder, Encoder, LEND_MIN, XDR, XdrProc, op};
 
 use super::{Connected, Handle, duration, valid};
 
-/// Time to send a call whose own time is zero, if the handle has none.
+/// Time allowed for sending a call whose own timeout is zero, if the handle has none.
 const SEND_TIMEOUT: Duration = Duration::from_secs(25);
 
-/// Times that a refused call is made again with a refreshed AUTH, as in libtirpc.
+/// How often a refused call is made again with a refreshed AUTH, as in libtirpc.
 const REFRESHES: u32 = 2;
 
-/// One call of a CLIENT, as `clnt_call` was asked for it.
+/// One call of a CLIENT, with the arguments of `clnt_call`.
 pub(super) struct Call<'a> {
     pub(super) handle: &'a Handle,
     pub(super) auth: *mut AUTH,
@@ -53,9 +53,9 @@ struct Terms {
     one_way: bool,
     limit: Duration,
     max_reply: usize,
-    /// How often it may be made again with a refreshed AUTH.
+    /// How often the call may be made again with a refreshed AUTH.
     refreshes: u32,
-    /// Of a call that has to wait for a connection.
+    /// Deadline of a call that has to wait for a connection.
     until: Option<Instant>,
 }
 
@@ -66,10 +66,10 @@ type Wrap = unsafe extern "C-unwind" fn(*mut AUTH, *mut XDR, XdrProc, *mut c_voi
 struct Begun {
     encoder: Encoder,
     xid: Xid,
-    /// Its credential is one of RPCSEC_GSS.
+    /// The credential is RPCSEC_GSS.
     gss: bool,
     binding: Option<Binding>,
-    /// None when it could not be marshalled.
+    /// `None` when the AUTH could not be marshalled.
     wrap: Option<Wrap>,
     limit: Duration,
     held: Option<Held>,
@@ -84,17 +84,17 @@ struct Encoded {
     held: Option<Held>,
 }
 
-/// Where the program's own buffer for the first eligible result lies is found out by encoding the results.
+/// Finds where the program's own buffer for the first eligible result lies, by encoding the results.
 struct Probe {
     encoder: Encoder,
     decode: unsafe extern "C-unwind" fn(*mut XDR, *mut c_void) -> c_int,
-    /// The longest such result.
+    /// The greatest length of that result.
     most: usize,
     /// The buffer need not be registered.
     preset: bool,
 }
 
-/// What the program finds as the outcome of a call that something has left which it has thrown itself.
+/// The outcome that the program finds for a call that was left by an exception of its own.
 struct Thrown<'a> {
     handle: &'a Handle,
     status: c_uint,
@@ -112,7 +112,7 @@ impl Drop for Thrown<'_> {
     }
 }
 
-/// Memory of the program that is in use until this is dropped, and not longer.
+/// Memory of the program that is in use until this is dropped, and no longer.
 struct Loans<'a> {
     connection: &'a dyn Caller,
     loans: Vec<Loan>,
@@ -157,11 +157,11 @@ enum Next {
     Status(c_uint),
     /// The results are to be decoded.
     Results,
-    /// It is to be made again: the AUTH was refreshed, or there is a new connection.
+    /// The call is to be made again: the AUTH was refreshed, or there is a new connection.
     Again,
 }
 
-/// What a call has in use while the program is asked.
+/// What a call has in use while the program's procedures run.
 #[derive(Default)]
 struct Parts<'a> {
     begun: Option<Begun>,
@@ -171,16 +171,16 @@ struct Parts<'a> {
 }
 
 impl<'a> Call<'a> {
-    /// Whether the program decodes no results: by libtirpc's own procedure for that, as nearly always.
+    /// Whether the program decodes no results: it nearly always uses libtirpc's own procedure for that.
     fn has_no_results(&self) -> bool {
         let nothing = |decode| library().is_ok_and(|library| std::ptr::fn_addr_eq(decode, library.xdr_void));
         self.decode.is_none_or(nothing)
     }
 
-    /// Makes the call: its `clnt_stat`.
+    /// Makes the call. Returns its `clnt_stat`.
     ///
     /// # Errors
-    /// `Invalid` without an AUTH, and what has kept the call from being made or answered.
+    /// `Invalid` without an AUTH, and whatever kept the call from being made or answered.
     ///
     /// # Safety
     /// As `clnt_call`: the AUTH is alive, and each procedure fits its object.
@@ -205,8 +205,8 @@ impl<'a> Call<'a> {
             let mut next = step(|| unsafe { self.finish(wrapped, &mut terms, &mut parts) })?;
             if let (Next::Probe, Some(probe)) = (&next, &mut parts.probe) {
                 let thrown = Thrown { handle: self.handle, status: clnt_stat::CANTDECODERES };
-                // SAFETY: results that can be decoded into are zeroed, or hold memory of the program's; the procedure fits
-                // them (contract). Its answer is of no interest: it is stopped at the item.
+                // SAFETY: results that can be decoded into are zeroed, or hold memory of the program's; the procedure fits them
+                // (contract). Its return value does not matter: it is stopped at the item.
                 unsafe { (probe.decode)(probe.encoder.xdr(), self.results) };
                 thrown.not();
                 // SAFETY: by the contract.
@@ -239,7 +239,7 @@ impl<'a> Call<'a> {
     fn terms(&self, timeout: &libc::timeval) -> Result<(Terms, Xid), Error> {
         let fresh = self.handle.connection.fresh_xid();
         let mut control = self.handle.control();
-        // A defect inside must not leave the handle saying "Success".
+        // An internal failure must not leave the handle saying "Success".
         control.error = rpc_err::new(clnt_stat::FAILED, libc::ENOTRECOVERABLE);
         if self.auth.is_null() {
             return Err(Error::new(Kind::Invalid, "the CLIENT has no AUTH"));
@@ -249,7 +249,7 @@ impl<'a> Call<'a> {
             control.timeout = *timeout;
         }
         let limit = match duration(&control.timeout) {
-            // The call must be sent nevertheless: within the handle's time.
+            // The call must still be sent: within the handle's time, or else this one.
             limit if one_way && limit.is_zero() => SEND_TIMEOUT,
             limit => limit,
         };
@@ -258,7 +258,7 @@ impl<'a> Call<'a> {
         Ok((terms, control.next(fresh)))
     }
 
-    /// The AUTH for the whole call, if it must have it, and how long that took: a part of the time of the call.
+    /// The AUTH for the whole call, if the call needs it, and how long the wait took, which is part of the time of the call.
     ///
     /// # Safety
     /// The AUTH is alive.
@@ -276,7 +276,7 @@ impl<'a> Call<'a> {
         Ok((held, start.elapsed()))
     }
 
-    /// The AUTH for a step that does nothing but look into it, or write it.
+    /// The AUTH for a step that only reads or writes it.
     ///
     /// # Safety
     /// The AUTH is alive.
@@ -297,20 +297,20 @@ impl<'a> Call<'a> {
         unsafe { &*ops }
     }
 
-    /// That of another attempt.
+    /// The XID of another attempt.
     fn xid(&self) -> Xid {
         let fresh = self.handle.connection.fresh_xid();
         self.handle.control().next(fresh)
     }
 
     /// # Safety
-    /// As [`Call::run`]; `exchange` sees to the loans of the message.
+    /// As [`Call::run`]; `exchange` ends the loans of the message.
     unsafe fn begin(&self, terms: &Terms, xid: Xid, parts: &mut Parts<'a>) -> Result<(), Error> {
         // SAFETY: by the contract.
         let (held, waited) = unsafe { self.for_the_call(terms.until, terms.limit) }?;
         let limit = terms.limit.saturating_sub(waited);
         let config = config::get()?;
-        // What the peer may read before it is sent is for an AUTH that changes nothing of it afterwards.
+        // Memory that the peer may read before the Call is sent is only for an AUTH that does not change the Call afterwards.
         // SAFETY: by the contract.
         let shows =
             !terms.one_way && self.handle.is_long() && unsafe { auth::share(self.auth) } != Share::Call;
@@ -332,17 +332,17 @@ impl<'a> Call<'a> {
         let for_a_step = unsafe { self.for_a_step() };
         // SAFETY: as above; the stream outlives the call.
         let marshalled = put && unsafe { ops.ah_marshal.is_some_and(|f| f(self.auth, encoder.xdr()) != 0) };
-        // SAFETY: as above. One of RPCSEC_GSS says so only now.
+        // SAFETY: as above. An RPCSEC_GSS AUTH shows its flavor only now.
         let gss = unsafe { (*self.auth).ah_cred.oa_flavor } == auth_stat::RPCSEC_GSS;
         drop(for_a_step);
         let wrapped = gss && Head::of(&[encoder.encoded()]).is_none_or(|head| head.wrapped);
         let binding = config::bindings().find(program.0, program.1, self.proc).filter(|_| !wrapped);
-        // Nobody waits until it is sent: all of it is copied.
+        // Nobody waits until a one-way call is sent, so all of it is copied.
         if !terms.one_way
             && !wrapped
             && let Some(lending) = lending(config, binding.as_ref(), LEND_MIN, |b, call| b.call(call).items)
         {
-            // SAFETY: the arguments are the program's until `clnt_call` returns, which sees to the loans before.
+            // SAFETY: the arguments are the program's until `clnt_call` returns, and the loans end before that.
             unsafe { encoder.lend(lending) };
         }
         let wrap = ops.ah_wrap.filter(|_| marshalled);
@@ -350,7 +350,7 @@ impl<'a> Call<'a> {
         Ok(())
     }
 
-    /// Goes on when the program has encoded its arguments.
+    /// Goes on after the program has encoded its arguments.
     ///
     /// # Safety
     /// As [`Call::run`].
@@ -374,8 +374,8 @@ impl<'a> Call<'a> {
         unsafe { self.exchange(terms, parts) }
     }
 
-    /// A stream to find memory of the program's for the first eligible result with, if there may be some: an opaque that it
-    /// has put into its results, and that is not empty. The results' procedure tells, by encoding them.
+    /// A stream with which to find the program's memory for the first eligible result, if there may be some: a non-empty opaque
+    /// that the program has put into its results. The results' procedure shows it by encoding them.
     fn probe(&self, binding: &Binding, call: &Message) -> Result<Option<Probe>, Error> {
         let Some(decode) = self.decode.filter(|_| !self.results.is_null()) else { return Ok(None) };
         let most = binding.call(&[call.body()]).results.first().copied().unwrap_or(0);
@@ -385,7 +385,7 @@ impl<'a> Call<'a> {
         }
         let mut encoder = Encoder::new(self.handle.connection.message()?);
         let put = encoder.put(&[&[0; 4], &PLAIN_REPLY[..]].concat());
-        // SAFETY: nothing is sent from there: only the address is asked for.
+        // SAFETY: nothing is sent from there: only the address is used.
         unsafe { encoder.lend(lending::probe(binding, LEND_MIN, |b, reply| b.reply(reply).items)) };
         Ok(put.then_some(Probe { encoder, decode, most, preset }))
     }
@@ -413,7 +413,7 @@ impl<'a> Call<'a> {
             control.explanation = None;
             return Ok(Next::Status(status));
         }
-        // RFC 5531 §12.1: procedure 0 has no results, by convention; RPCSEC_GSS puts its own into replies to it.
+        // RFC 5531 §12.1: procedure 0 has no results, by convention. RPCSEC_GSS puts results of its own into replies to it.
         let header = connection.reply_header();
         let empty = self.proc == 0 && !gss && self.has_no_results();
         let room = if empty { RPC_HEADER_MAX } else { terms.max_reply + header };
@@ -433,7 +433,7 @@ impl<'a> Call<'a> {
         let reply = match connection.call(xid, message, room, places, deadline, mask) {
             Err(error) if error.kind() == Kind::NotSent => {
                 drop((loans, held));
-                // A server that closes one connection after the other is not asked for more than one.
+                // A server that closes one connection after another is asked for one new connection only.
                 let enough = terms.until.is_some() && matches!(self.handle.connection, Connected::Forward(_));
                 if enough || !connection.await_reconnect(deadline, mask)? {
                     return Err(error);
@@ -456,7 +456,7 @@ impl<'a> Call<'a> {
         Ok(next)
     }
 
-    /// The reply up to its results, with what is in use until they are decoded.
+    /// Decodes the reply up to its results, and keeps what is in use until they are decoded.
     ///
     /// # Safety
     /// As [`Call::run`].
@@ -479,7 +479,7 @@ impl<'a> Call<'a> {
             _loans,
             _held,
         });
-        // Nearly every reply: accepted, without a verifier, and successful, which is what the message is set up as.
+        // Nearly every reply is accepted, without a verifier, and successful. The message is set up as one of these.
         let xid = &mut received.message.rm_xid;
         received.readable = received.decoder.take_if(|header: &[u8; 24]| {
             let (first, rest) = header.split_at(4);
@@ -535,7 +535,7 @@ impl<'a> Call<'a> {
         Next::Status(self.conclude(parts, None))
     }
 
-    /// Records the outcome, and ends what was in use for it.
+    /// Records the outcome, and ends what was in use for the call.
     fn conclude(&self, parts: &mut Parts<'_>, explanation: Option<String>) -> c_uint {
         let Some(received) = &parts.received else { return clnt_stat::FAILED };
         stats::add(Counter::BytesCopied, received.decoder.copied());
@@ -553,11 +553,12 @@ impl Probe {
     /// Memory of the program for the eligible result.
     ///
     /// # Safety
-    /// The results are the program's, to be written until `clnt_call` returns, which sees to the loan of the place.
+    /// The results may be written until `clnt_call` returns, and the loan of the place ends before that.
     unsafe fn found(self, call: &Message) -> Option<Sink> {
         let most = self.most;
         let own = |at: &(*const u8, usize)| self.preset || registered::cover(at.0.addr(), most);
-        // A program may pass one buffer for both: then results are copied, for nothing is read and written at a time.
+        // A program may pass one buffer for both arguments and results. Then results are copied: no memory is read and written at
+        // the same time.
         let apart = |at: &(*const u8, usize)| !call.lends_of(at.0.addr(), most);
         let place = self.encoder.first_lent().filter(|(_, len)| *len >= most).filter(own).filter(apart);
         // SAFETY: by the contract.
@@ -593,7 +594,7 @@ unsafe fn free_verifier(xdrs: *mut XDR, reply: &mut rpc_msg) {
     if verifier.oa_base.is_null() {
         return;
     }
-    // It is there: the verifier was decoded by it.
+    // libtirpc is there: it has decoded the verifier.
     let Ok(library) = library() else { return };
     // SAFETY: the stream is alive (contract).
     unsafe { (*xdrs).x_op = op::FREE };

@@ -1,5 +1,5 @@
-//! SVCXPRTs for single requests of a connection, beside the connection's own: where that belongs to a request that may be
-//! answered later, and where threads serve several requests at a time.
+//! SVCXPRTs for single requests of a connection, beside the connection's own. They are used where the latter belongs to a request
+//! that may be answered later, and where threads serve several requests at a time.
 #![allow(unsafe_code)]
 
 use std::collections::{BTreeMap, VecDeque};
@@ -17,23 +17,23 @@ use crate::fork;
 use crate::sync::MutexGuard;
 use crate::tirpc::{auth_stat, programs, threads};
 
-/// Transports for requests that threads serve, each at a time of its own.
+/// Transports for requests that threads serve, each in its own time.
 #[derive(Default)]
 pub(super) struct Parts {
     idle: Vec<Arc<Transport>>,
-    /// Those of requests whose routines run.
+    /// Those whose routines are running.
     lent: Vec<Weak<Transport>>,
-    /// Whose routines have returned without a reply, by their requests: they may reply later, or have done so.
+    /// Those whose routines have returned without a reply, by request: the program may reply later, or has done so.
     late: BTreeMap<RequestId, Arc<Transport>>,
-    /// Those that had waited longest when there were too many, the oldest first. The program may reply yet, in vain.
+    /// Those that had waited longest when there were too many, oldest first. The program may still reply, in vain.
     passed_over: VecDeque<(RequestId, Arc<Transport>)>,
     /// Requests with RPCSEC_GSS, which libtirpc serves on the transport of the connection: one at a time.
     in_order: VecDeque<Request>,
-    /// A thread serves them.
+    /// A thread is serving `in_order`.
     is_served: bool,
 }
 
-/// Those of a connection that has ended.
+/// When the connection has ended, its transports for unanswered requests are kept.
 impl Drop for Parts {
     fn drop(&mut self) {
         let late = std::mem::take(&mut self.late).into_values();
@@ -67,7 +67,7 @@ impl Transport {
         Transport::with(whole, responder, server, (self.fd, ops), netid, local, remote, address)
     }
 
-    /// Its routine has returned.
+    /// Takes back a transport whose routine has returned.
     pub fn take_back(&self, part: Arc<Transport>) {
         if self.is_lost() {
             return;
@@ -104,11 +104,11 @@ impl Transport {
             }
         }
         let Parts { idle, late, passed_over, .. } = &mut *parts;
-        // As the connection does it.
+        // As the connection itself does.
         if late.len() > driver::LATE {
             passed_over.extend(late.pop_first());
         }
-        // Not at once for another request, which a reply to this one would answer.
+        // Not reused at once: a reply to the old request would answer the new one.
         let again = passed_over.len().saturating_sub(driver::LATE);
         let again: Vec<_> = passed_over.drain(..again).collect();
         let Some(latest) = again.iter().map(|(id, _)| *id).max() else { return };
@@ -120,8 +120,8 @@ impl Transport {
         self.state().deferred.take_if(|request| request.id < latest);
     }
 
-    /// An SVCXPRT of its own for a request, if that of the connection belongs to one that may be answered yet, to be
-    /// [taken back](Transport::take_back). `knows`: whether there is a routine for a program and its version.
+    /// An SVCXPRT of its own for a request, if the connection's belongs to a request that may still be answered; to be
+    /// [taken back](Transport::take_back). `knows`: whether there is a routine for a program and version.
     pub fn lend_beside(
         &self,
         request: &Request,
@@ -135,19 +135,19 @@ impl Transport {
         (flavor != auth_stat::RPCSEC_GSS as u32 && knows(program, version)).then(|| self.lend())
     }
 
-    /// Whether no thread has the lock of a single request whose routine runs, or has just returned.
+    /// Whether no thread holds the lock of a single request whose routine runs, or has just returned.
     pub fn are_lent_free(&self) -> bool {
         let is_free = |part: Arc<Transport>| lock_until(&part.state, Instant::now()).is_some();
         let parts = lock_until(&self.parts, Instant::now());
         parts.is_some_and(|parts| parts.lent.iter().filter_map(Weak::upgrade).all(is_free))
     }
 
-    /// What has become of a request that was put off. The caller has no lock of the connection.
+    /// What has become of a request that was put off. The caller holds no lock of the connection.
     fn fate(&self, id: RequestId) -> Fate {
         self.responder.upgrade().map_or(Fate::PassedOver, |responder| responder.fate(id))
     }
 
-    /// Whether its own SVCXPRT belongs to a request that the program may answer yet.
+    /// Whether the connection's own SVCXPRT belongs to a request that the program may still answer.
     fn has_put_off(&self) -> bool {
         let own = {
             let state = self.state();
@@ -168,19 +168,19 @@ impl Transport {
         fork::lock(&self.parts, self.number())
     }
 
-    /// Puts a request behind others of the connection that are served in order; whether nobody serves them.
+    /// Queues a request behind others of the connection that are served in order. Returns whether nobody serves them yet.
     pub fn put_in_order(&self, request: Request) -> bool {
         let mut parts = self.parts();
         parts.in_order.push_back(request);
         !std::mem::replace(&mut parts.is_served, true)
     }
 
-    /// The next one of these.
+    /// The next of these requests.
     pub fn next_in_order(&self) -> Option<Request> {
         self.parts().in_order.pop_front()
     }
 
-    /// It was served; whether there are more, for a thread to serve.
+    /// One of them was served. Returns whether there are more, for a thread to serve.
     pub fn goes_on_in_order(&self) -> bool {
         let mut parts = self.parts();
         parts.is_served = !parts.in_order.is_empty();
@@ -188,11 +188,11 @@ impl Transport {
     }
 }
 
-/// Keeps the transports of requests whose connection has ended: the program does not hear of that, and may reply.
+/// Keeps the transports of requests whose connection has ended: the program is not told and may still reply.
 pub fn outlive(late: impl Iterator<Item = Arc<Transport>>) {
-    /// So many of all connections.
+    /// At most this many, over all connections.
     const MOST: usize = 1024;
-    /// The oldest first.
+    /// Oldest first.
     static ENDED: fork::Lock<VecDeque<Arc<Transport>>> = fork::Lock::new();
     let late = late.filter(|part| !part.is_lost() && part.state_beside().deferred.is_some());
     let mut late = late.inspect(|part| _ = part.without_fd()).peekable();
@@ -213,7 +213,7 @@ pub(super) struct Beside {
 }
 
 impl Beside {
-    /// Its routine may throw, and jump.
+    /// The routine may throw or longjmp.
     pub fn serve(self, frame: usize) -> Result<(), Error> {
         let Beside { part, request } = self;
         let dispatching = step(|| Ok(service_loop::PROGRAM.begin(frame, part.this.clone())))?;

@@ -23,7 +23,7 @@ use crate::wire::Xid;
 use crate::xdr::{self, Decoder, Encoder, XDR, XdrProc};
 use crate::{log_debug, log_warn};
 
-/// Results from this length on are sent from where they lie: shorter ones are copied sooner than waited for.
+/// Results of at least this length are sent from where they lie: copying shorter ones is faster than waiting for the transfer.
 const RESULT_LEND_MIN: usize = 64 << 10;
 
 pub(super) unsafe extern "C-unwind" fn getargs(
@@ -45,7 +45,7 @@ pub(super) unsafe extern "C-unwind" fn getargs(
             if pulled {
                 pull_next();
             }
-            // As over tcp, whatever the procedure takes for TRUE.
+            // As over tcp, whatever nonzero value the procedure returns for TRUE.
             Ok((decoded != 0).into())
         })
     })
@@ -54,8 +54,8 @@ pub(super) unsafe extern "C-unwind" fn getargs(
 /// `svc_ah_wrap` and `svc_ah_unwrap`.
 type Wrap = unsafe extern "C-unwind" fn(*mut SVCAUTH, *mut XDR, XdrProc, *mut c_void) -> bool_t;
 
-/// The arguments of a request while the program decodes them. Its transport is that of an open request, which has a share in it:
-/// with one here, a jump out of the xdrproc would keep the connection for ever.
+/// The arguments of a request while the program decodes them. The open request owns a share of its transport. A share here would
+/// keep the connection forever after a jump out of the xdrproc.
 struct Taken {
     own: Weak<Transport>,
     id: RequestId,
@@ -67,8 +67,8 @@ struct Taken {
 }
 
 impl Taken {
-    /// The stream leaves its request while the program decodes: whatever else the xdrproc has done meanwhile, its request is
-    /// on the stack until the dispatch routine returns. None if there is none, or the program decodes from it already.
+    /// Takes the stream out of the request while the program decodes: whatever else the xdrproc does meanwhile, its request is on
+    /// the stack until the dispatch routine returns. `None` if there is no request, or the program is already decoding it.
     ///
     /// # Safety
     /// `xprt` is NULL or a live transport of any kind.
@@ -79,7 +79,7 @@ impl Taken {
             own.state().open.last_mut().and_then(|request| Some((request.id, request.arguments.take()?)));
         let Some((id, mut arguments)) = taken else { return Ok(None) };
         let (before, xdrs, auth) = (arguments.copied(), arguments.xdr(), own.auth());
-        // SAFETY: set by _gss_authenticate before the program was asked.
+        // SAFETY: set by _gss_authenticate before the request was dispatched.
         let unwrap = unsafe { operation(auth, |ops| ops.svc_ah_unwrap) };
         let own = own.this.clone();
         Ok(Some(Taken { own, id, arguments: Some(arguments), before, xdrs, auth, unwrap }))
@@ -96,7 +96,7 @@ impl Taken {
     }
 }
 
-/// Also when the program has thrown something: it may go on with the request.
+/// Also when the program has thrown: it may go on with the request.
 impl Drop for Taken {
     fn drop(&mut self) {
         self.give_back();
@@ -139,22 +139,22 @@ pub(super) unsafe extern "C-unwind" fn reply(xprt: *mut SVCXPRT, message: *mut r
     })
 }
 
-/// A reply whose header is encoded. If the program throws something instead of results, its request stays unanswered; it may
-/// jump out of their xdrproc, as with [`Taken`].
+/// A reply whose header is encoded. If the program throws instead of encoding results, the request stays unanswered. It may also
+/// jump out of the results' xdrproc, as with [`Taken`].
 struct Reply {
     own: Weak<Transport>,
-    /// The share in the transport, if the request is not open any more.
+    /// A share of the transport, if the request is no longer open.
     late: Option<Late>,
     id: RequestId,
     xid: u32,
     encoder: Encoder,
-    /// Of a successful one: they are wrapped by the authenticator, behind the header.
+    /// Of a successful reply: the authenticator wraps them, after the header.
     results: Option<ar_results>,
     auth: *mut SVCAUTH,
     wrap: Option<Wrap>,
 }
 
-/// The request that is answered now, and whether it is open. Waits a moment where it is in doubt which one that is.
+/// The request to be answered now, and whether it is open. Waits a moment while it is in doubt which one that is.
 fn to_answer(own: &Transport) -> Option<(Unanswered, bool)> {
     /// libtirpc refuses a call within microseconds, unless its thread loses the processor; a routine that runs instead may answer
     /// by itself, or wait for this thread.
@@ -179,7 +179,7 @@ struct Late(Arc<Transport>);
 impl Late {
     /// None where the connection was closed.
     fn begin(own: Arc<Transport>) -> Option<Late> {
-        // Who closes it sees this, or this sees that.
+        // Either the thread that closes the connection sees this count, or this thread sees that it was closed.
         own.answering.fetch_add(1, SeqCst);
         let late = Late(own);
         (!late.0.is_closed()).then_some(late)
@@ -194,7 +194,7 @@ impl Drop for Late {
 
 impl Reply {
     /// # Errors
-    /// Without memory; `Invalid`. None when nothing is to be answered, or the header cannot be encoded.
+    /// When out of memory; `Invalid`. `None` when nothing is to be answered, or the header cannot be encoded.
     ///
     /// # Safety
     /// `xprt` is NULL or a live transport of any kind; `message` is NULL or a reply whose results, if any, fit their
@@ -209,7 +209,7 @@ impl Reply {
             return Ok(None);
         }
         let Some(responder) = own.responder.upgrade() else { return Ok(None) };
-        // As the latest reply was, this one is likely to be long.
+        // The latest reply was long, so this one probably is, too.
         let outbox = if plain && own.long.load(Relaxed) { responder.outbox() } else { None };
         let mut encoder = Encoder::new(match outbox.map_or_else(|| responder.message(), Ok) {
             Ok(message) => message,
@@ -224,13 +224,13 @@ impl Reply {
         if message.is_null() {
             return Err(Error::new(Kind::Invalid, "reply is NULL"));
         }
-        // SAFETY: the caller's to be written (contract).
+        // SAFETY: the caller's message, which may be written (contract).
         unsafe { (*message).rm_xid = xid };
         if !wrapped
             && let Some(lending) =
                 lending(config::get()?, binding.as_ref(), RESULT_LEND_MIN, |b, reply| b.reply(reply).items)
         {
-            // SAFETY: the results are the program's until `svc_sendreply` returns, which sees to the loans before.
+            // SAFETY: the results are the program's until `svc_sendreply` returns, and the loans end before that.
             unsafe { encoder.lend(lending) };
         }
         // SAFETY: by the contract.
@@ -246,12 +246,12 @@ impl Reply {
             return Ok(None);
         }
         let auth = own.auth();
-        // SAFETY: set by _gss_authenticate before the program was asked.
+        // SAFETY: set by _gss_authenticate before the request was dispatched.
         let wrap = unsafe { operation(auth, |ops| ops.svc_ah_wrap) };
         Ok(Some(Reply { own: own.this.clone(), late, id, xid, encoder, results, auth, wrap }))
     }
 
-    /// Sends it when the results are encoded: 1, or 0 if that fails.
+    /// Sends the reply once its results are encoded. Returns 1, or 0 if that fails.
     fn send(self) -> Result<bool_t, Error> {
         let Reply { own, late: _late, id, xid, encoder, results, .. } = self;
         let Some(own) = own.upgrade() else { return Ok(0) };
@@ -264,16 +264,16 @@ impl Reply {
             own.long.store(long, Relaxed);
         }
         let mut state = own.state();
-        // A routine may decode what it has not decoded yet when it has replied; not one that has refused the call.
+        // A routine may still decode arguments after it has replied, but not after it has refused the call.
         let request = state.find(id).filter(|_| results.is_some());
         if let Some(arguments) = request.and_then(|request| request.arguments.as_mut()) {
             arguments.fetch();
         }
-        // Unless the xdrproc has done so.
+        // Unless the xdrproc has replied already.
         if !state.answer(id) {
             return Ok(0);
         }
-        // While one is open, the loop asks for more requests when its routine has returned.
+        // While a request is open, the loop asks for more requests when its routine has returned.
         let put_off = state.open.is_empty();
         drop(state);
         if put_off && let Some(whole) = own.whole.as_ref().and_then(Weak::upgrade) {
@@ -304,12 +304,12 @@ unsafe fn has_no_verifier(message: *const rpc_msg) -> bool {
     // SAFETY: a message (contract).
     let direction = unsafe { (*message).rm_direction };
     let accepted = offset_of!(rpc_msg, ru) + offset_of!(reply_body, ru);
-    // SAFETY: accepted, so this member of both unions is in force; members of unions lie where these do.
+    // SAFETY: accepted, so this member of both unions is in force; union members start where the union does.
     let verifier = unsafe { (*message.wrapping_byte_add(accepted).cast::<accepted_reply>()).ar_verf };
     direction == msg::REPLY && (verifier.oa_flavor, verifier.oa_length) == (auth_stat::AUTH_NONE, 0)
 }
 
-/// The results of a successful reply, which has none in their place then.
+/// Takes the results out of a successful reply and leaves empty ones in their place.
 ///
 /// # Safety
 /// `message` is a reply, to be read and written.
@@ -317,7 +317,7 @@ unsafe fn take_results(message: *mut rpc_msg) -> Option<ar_results> {
     unsafe extern "C-unwind" fn nothing(_: *mut XDR, _: *mut c_void) -> bool_t {
         guard(|| Ok(1))
     }
-    // Members of unions lie where these do.
+    // Union members start where the union does.
     let reply = message.wrapping_byte_add(offset_of!(rpc_msg, ru)).cast::<reply_body>();
     // SAFETY: a reply (contract).
     if unsafe { (*reply).rp_stat } != msg::MSG_ACCEPTED {

@@ -1,13 +1,13 @@
-//! What fork(2) makes of a process: whether this one is still the one that it was, and what it shares with its children.
+//! How fork(2) affects a process: whether this is still the same process, and what it shares with its children.
 //!
-//! Owns the fork generation, the cached process id, the locks of the process ([`Lock`]): a forked child never waits for
-//! one that another thread of its parent has; those of a connection while a thread forks whose child may reply ([`lock`]);
-//! and what a process shares with its children ([`SharedWords`], [`Answered`]).
+//! Owns the fork generation; the cached process id; the process-wide locks ([`Lock`]), of which a forked child never waits for
+//! one that another thread of its parent holds; the taking of a connection's locks while another thread forks a child that may
+//! reply ([`lock`]); and what a process shares with its children ([`SharedWords`], [`Answered`]).
 //!
 //! # Invariants
 //! - [`SharedWords`] are only a lock and atomic words: no pointer, no state that a process could leave torn.
-//! - Nothing here blocks except, for at most [`shared::LOCK_PATIENCE_MS`], [`SharedWords::lock`]; and, for a moment, who would
-//!   have the lock of a connection while another thread forks ([`lock`]).
+//! - Nothing here blocks except [`SharedWords::lock`], for at most [`shared::LOCK_PATIENCE_MS`], and, for a bounded time while
+//!   other threads fork, [`lock`], [`begins`] and [`is_still_under_way`].
 #![allow(unsafe_code)]
 
 use std::ptr::null_mut;
@@ -29,7 +29,7 @@ pub use answered::Answered;
 pub use connection::{begins, ends, enter, is_still_under_way, is_under_way, leave, lock};
 pub use shared::SharedWords;
 
-/// How many forks lie between this process and the one that first asked: it differs between parent and child.
+/// The number of forks between the process that first asked and this one: it differs between parent and child.
 ///
 /// Counted by a pthread_atfork handler, so it costs one load, not a system call.
 #[inline]
@@ -46,7 +46,7 @@ thread_local! {
     static PRETENDED: std::cell::Cell<u64> = const { std::cell::Cell::new(0) };
 }
 
-/// For tests: as if this thread were in a child that was forked so many times.
+/// For tests: makes [`generation`] count `forks` more in this thread, as if it were in a child.
 #[cfg(test)]
 pub(crate) fn pretend(forks: u64) {
     PRETENDED.set(forks);
@@ -59,19 +59,19 @@ pub fn process_id() -> u32 {
     PID.load(Relaxed)
 }
 
-/// Whether the process has ended, also if its parent has not waited for it yet (when the parent is us).
+/// Whether the process has ended. A child of ours counts as ended even before it has been waited for.
 pub fn process_gone(pid: u32) -> bool {
     let Some(pid) = i32::try_from(pid).ok().and_then(Pid::from_raw) else { return false };
     if let Err(error) = test_kill_process(pid) {
         return error == Errno::SRCH;
     }
-    // It exists, but perhaps as our zombie. NOWAIT leaves it to the program's own wait.
+    // It exists, but may be a zombie child of ours. NOWAIT leaves it for the program's own wait.
     let options = WaitIdOptions::EXITED | WaitIdOptions::NOHANG | WaitIdOptions::NOWAIT;
     waitid(WaitId::Pid(pid), options).is_ok_and(|ended| ended.is_some())
 }
 
-/// Differs from what it was if a child was forked since, or is being forked, who has what was there in between. Sequentially
-/// consistent: who writes to shared memory before, with that order too, and finds the number unchanged, has every child see it.
+/// Changes when a child is forked, or is being forked, that may have inherited what existed in between. Sequentially consistent:
+/// if a thread writes to shared memory with that ordering and then finds the number unchanged, every child sees what it wrote.
 #[inline]
 pub fn forks() -> u64 {
     watch_forks();
@@ -82,11 +82,11 @@ static GENERATION: AtomicU64 = AtomicU64::new(0);
 static FORKS: AtomicU64 = AtomicU64::new(0);
 static PID: AtomicU32 = AtomicU32::new(0);
 
-/// Not a Once: a fork(2) in the midst of it would leave the child waiting for ever. Two threads at a time have a fork
-/// counted twice, which changes nothing.
+/// Not a Once: a fork(2) in the middle of one would leave the child waiting for ever. If two threads register the handlers at
+/// once, each fork is counted twice, which does no harm.
 static WATCHED: AtomicBool = AtomicBool::new(false);
 
-/// Several times a call: only the flag is looked at.
+/// Runs several times per call, so it only checks the flag.
 #[inline]
 fn watch_forks() {
     if !WATCHED.load(Relaxed) {
@@ -96,7 +96,7 @@ fn watch_forks() {
 
 #[cold]
 fn begin_to_watch() {
-    // Also the first guard: what it sets up must not be under way while somebody forks.
+    // Also runs the first guard: its setup must not be in progress while a thread forks.
     guard(|| {
         note_process();
         Ok(())
@@ -107,7 +107,7 @@ fn begin_to_watch() {
     WATCHED.store(true, Relaxed);
 }
 
-/// Before it, and after it: what another thread takes in between the child may have or not.
+/// Called before the fork, and after it in the parent: the child may or may not have what another thread takes in between.
 unsafe extern "C" fn count_fork() {
     guard(|| {
         FORKS.fetch_add(1, SeqCst);
@@ -120,7 +120,7 @@ unsafe extern "C" fn after_fork() {
         GENERATION.fetch_add(1, Relaxed);
         answered::forked();
         connection::forked();
-        // What was taken since the handlers before it belongs to the parent.
+        // What was taken since the prepare handlers ran belongs to the parent.
         FORKS.fetch_add(1, SeqCst);
         note_process();
         stats::forked();
@@ -134,7 +134,7 @@ unsafe extern "C" fn after_fork() {
     });
 }
 
-/// The locks that were ever used.
+/// All locks that have ever been used.
 static LOCKS: AtomicPtr<Link> = AtomicPtr::new(null_mut());
 
 struct Link {
@@ -143,12 +143,12 @@ struct Link {
 }
 
 trait Forked: Sync {
-    /// In the child, of which there is one thread.
+    /// Called in the child, which has only one thread.
     fn forked(&self);
 }
 
-/// A lock of the process that no fork(2) leaves taken: a child that is forked while another thread has it finds it free,
-/// and the default in it, since the value may be half changed.
+/// A process-wide lock that no fork(2) leaves taken: a child forked while another thread holds it finds it free and containing
+/// the default, since the value may be half changed.
 pub struct Lock<T: 'static> {
     /// Null before the first use, and in such a child.
     place: AtomicPtr<Mutex<T>>,
@@ -156,17 +156,17 @@ pub struct Lock<T: 'static> {
 }
 
 impl<T: Default + Send> Lock<T> {
-    /// One with the default in it.
+    /// A lock containing the default value.
     pub const fn new() -> Lock<T> {
         Lock { place: AtomicPtr::new(null_mut()), known: AtomicBool::new(false) }
     }
 
-    /// Takes it, also after a panic of who had it.
+    /// Takes the lock, even if a holder panicked.
     pub fn lock(&'static self) -> MutexGuard<'static, T> {
         self.place().lock().unwrap_or_else(|e| e.into_inner())
     }
 
-    /// Takes it if nobody has it.
+    /// Takes the lock if nobody holds it.
     pub fn try_lock(&'static self) -> Option<MutexGuard<'static, T>> {
         match self.place().try_lock() {
             Ok(value) => Some(value),
@@ -187,7 +187,8 @@ impl<T: Default + Send> Lock<T> {
             while let Err(other) = LOCKS.compare_exchange(link.next, link, AcqRel, Relaxed) {
                 link.next = other;
             }
-            // Of two threads at a time both enter it, which does no harm; a fork before this has the child do it again.
+            // If two threads get here at once, both add the lock, which does no harm; if a fork comes before this, the child adds
+            // it again.
             self.known.store(true, Release);
         }
         let fresh = Box::into_raw(Box::<Mutex<T>>::default());
@@ -209,7 +210,7 @@ impl<T: Send> Forked for Lock<T> {
         // SAFETY: NULL, or a mutex that was made by `place` and is never freed.
         let Some(mutex) = (unsafe { self.place.load(Relaxed).as_ref() }) else { return };
         if matches!(mutex.try_lock(), Err(TryLockError::WouldBlock)) {
-            // Left as it is for the thread that forks, should it be the one that has it.
+            // The old mutex stays as it is, in case the forking thread itself holds it.
             self.place.store(null_mut(), Release);
         }
     }
@@ -227,7 +228,7 @@ pub mod testing {
 
     /// Forks; the child runs `work` and exits with 0 when it returns true.
     pub fn fork(work: impl FnOnce() -> bool) -> Child {
-        // SAFETY: the child runs only `work` and _exit; glibc keeps malloc usable in a child of threads.
+        // SAFETY: the child runs only `work` and _exit; glibc keeps malloc usable in the child of a multi-threaded process.
         let pid = unsafe { libc::fork() };
         assert!(pid >= 0, "fork failed");
         if pid == 0 {
@@ -244,7 +245,7 @@ pub mod testing {
             self.0 as u32
         }
 
-        /// Waits for its end; whether its work returned true.
+        /// Waits for the child to end; returns whether its work returned true.
         pub fn succeeded(self) -> bool {
             let mut status = 0;
             loop {

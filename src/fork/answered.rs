@@ -1,41 +1,43 @@
-//! What forked children have answered of the requests that they share with their parent.
+//! The requests that forked children have answered, of those that they share with their parent.
 //!
-//! Children append to a log of each connection; the parent takes from it. The logs of all connections lie in one mapping, so that a
-//! fork copies one, however many there are.
+//! Each connection has a log: children append to it, and the parent takes from it. The logs of all connections lie in one
+//! mapping, so that a fork copies just that one, however many connections there are.
 #![allow(unsafe_code)]
 
 use std::ptr::{NonNull, null_mut};
 use std::sync::atomic::Ordering::{AcqRel, Acquire, Relaxed, Release};
 use std::sync::atomic::{AtomicPtr, AtomicU64};
 
-/// Answers that a log has room for. The parent takes them whenever it reads, or keeps a request.
+/// How many answers a log has room for. The parent takes them whenever it reads, answers or defers a request.
 const ROOM: u64 = 511;
 
-/// Children may be about to write so many. One that has died in the midst of it hides no more than those behind it.
+/// How many entries at the end children may still be writing. One left unwritten by a child that died holds back no more than
+/// this many.
 const WRITING: u64 = 64;
 
-/// Connections that may have a log, in a page each; the pages of those that have none are not there.
+/// How many connections can have a log. Each log takes a page, and pages of logs that were never used take no memory.
 const LOGS: usize = 4096;
 
-/// A word is 0, or what one answer is told by: the connection's serial number above, and one more than the request's.
+/// A word is 0, or identifies one answer: the connection's serial number in the upper bits, below it the request's number plus
+/// one.
 const NUMBER_BITS: u32 = 40;
 const NUMBER: u64 = (1 << NUMBER_BITS) - 1;
 
 struct Log {
-    /// How many have been appended, or are just being.
+    /// How many entries have been appended or are just being appended.
     end: AtomicU64,
     words: [AtomicU64; ROOM as usize],
 }
 
-/// Of this process: a child has one of its own for the connections that it accepts. Never unmapped.
+/// This process's logs: a child has a mapping of its own for the connections that it accepts. Never unmapped.
 static LOGS_MAPPED: AtomicPtr<[Log; LOGS]> = AtomicPtr::new(null_mut());
-/// A bit for each log that a connection has.
+/// A bit for each log, set while a connection has it.
 static TAKEN: [AtomicU64; LOGS / 64] = [const { AtomicU64::new(0) }; LOGS / 64];
-/// The latest connection that got one.
+/// The serial number of the latest connection that got a log.
 static SERIAL: AtomicU64 = AtomicU64::new(0);
 
 fn mapped() -> Option<&'static [Log; LOGS]> {
-    // SAFETY: NULL, or a mapping of so many logs that lasts; zero bytes are empty ones.
+    // SAFETY: NULL, or a mapping of `LOGS` logs that is never unmapped; zero bytes are empty logs.
     let known = || unsafe { LOGS_MAPPED.load(Acquire).as_ref() };
     if known().is_none() {
         // SAFETY: an anonymous mapping at an address of the kernel's choice touches no existing memory.
@@ -59,16 +61,16 @@ fn mapped() -> Option<&'static [Log; LOGS]> {
     known()
 }
 
-/// In a child: what it has of its parent's it goes on writing to.
+/// Called in a child, which goes on writing to the logs of the connections that it has inherited.
 pub fn forked() {
     LOGS_MAPPED.store(null_mut(), Relaxed);
     TAKEN.iter().for_each(|taken| taken.store(0, Relaxed));
 }
 
-/// Requests of a connection that children have answered. No heap, and no lock.
+/// Which requests of a connection children have answered. Uses no heap and no lock.
 #[derive(Default)]
 pub struct Answered {
-    /// NULL before the first fork that concerns the connection, and where there was no room.
+    /// NULL before the first fork that concerns the connection, and if there was no room for a log.
     log: AtomicPtr<Log>,
     serial: AtomicU64,
     /// How many the parent has taken.
@@ -76,8 +78,8 @@ pub struct Answered {
 }
 
 impl Answered {
-    /// The calling thread is about to fork a child that may answer; one thread at a time says so. Without memory for it what that does
-    /// stays unknown.
+    /// The calling thread is about to fork a child that may answer requests. Called by one thread at a time. If there is no
+    /// memory for a log, what the child answers stays unknown.
     pub fn share(&self) {
         if self.is_shared() {
             return;
@@ -106,7 +108,7 @@ impl Answered {
         unsafe { self.log.load(Acquire).as_ref() }
     }
 
-    /// A child has answered the request.
+    /// Notes that a child has answered the request.
     pub fn note(&self, request: u64) {
         if let Some(log) = self.log() {
             let at = log.end.fetch_add(1, Relaxed);
@@ -115,13 +117,13 @@ impl Answered {
         }
     }
 
-    /// The request that a word tells of, if it is one of this connection's.
+    /// The request that a word identifies, if it is one of this connection's.
     fn request(&self, word: u64) -> Option<u64> {
         (word & !NUMBER == self.serial.load(Relaxed)).then_some(())?;
         (word & NUMBER).checked_sub(1)
     }
 
-    /// Whether that was noted, and not taken yet.
+    /// Whether the request was noted and has not been taken yet.
     pub fn has(&self, request: u64) -> bool {
         self.log().is_some_and(|log| {
             let end = log.end.load(Acquire);
@@ -131,14 +133,14 @@ impl Answered {
         })
     }
 
-    /// What was noted, in the parent: each once. One thread at a time.
+    /// In the parent: passes on what was noted, each request once. One thread at a time.
     pub fn take(&self, mut request: impl FnMut(u64)) {
         let Some(log) = self.log() else { return };
         let end = log.end.load(Acquire);
         let mut at = self.taken.load(Relaxed).max(end.saturating_sub(ROOM));
         while at < end {
             match log.words[(at % ROOM) as usize].swap(0, AcqRel) {
-                // About to be written, or never if that child has died.
+                // Not written yet, or never if that child has died.
                 0 if end - at < WRITING => break,
                 word => self.request(word).into_iter().for_each(&mut request),
             }
@@ -147,7 +149,7 @@ impl Answered {
         self.taken.store(at, Relaxed);
     }
 
-    /// The connection has ended: its log may be another one's.
+    /// The connection has ended: another one may get its log.
     pub fn end(&self) {
         let log = self.log.swap(null_mut(), AcqRel);
         let (Some(log), Some(first)) = (NonNull::new(log), NonNull::new(LOGS_MAPPED.load(Acquire))) else {
@@ -202,7 +204,7 @@ mod tests {
             answer(&all);
             assert_eq!(taken(&answered), all);
         }
-        // A child that has died in the midst of it.
+        // A child that has died in the middle of writing.
         let log = answered.log().unwrap();
         log.end.fetch_add(1, Relaxed);
         answer(&[5]);

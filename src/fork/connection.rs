@@ -1,13 +1,13 @@
-//! The locks of a connection while a thread forks whose child may reply to one of its requests: the child gets them as they are
-//! then, so other threads leave them alone for that time.
+//! The locks of a connection while a thread forks a child that may reply to one of its requests: the child inherits their state
+//! at that moment, so other threads leave them alone meanwhile.
 //!
 //! # Invariants
-//! - Nothing is kept taken over the fork: a handler of the program's (pthread_atfork(3)) may wait for a thread that wants it. And
-//!   nobody waits for one longer than [`MOST`] once its thread has seen to the locks, nor for a lock longer than [`QUEUE`], nor to
-//!   fork longer than [`LATE`].
-//! - Who has waited goes on before the next one forks.
-//! - What a thread leaves behind that never comes back from fork(2) is no fork any more after [`MOST`].
-//! - No heap: the handler of a signal may fork that has come in the midst of malloc(3).
+//! - No lock is held across the fork: an atfork handler of the program (pthread_atfork(3)) may wait for a thread that wants it.
+//!   Nobody waits for a fork longer than [`MOST`] once its thread has checked the locks, nor for a lock longer than [`QUEUE`],
+//!   nor to fork longer than [`LATE`].
+//! - A thread that has waited runs before the next one forks.
+//! - If a thread never returns from fork(2), its fork no longer counts as under way after [`MOST`].
+//! - No heap: a signal handler that has interrupted malloc(3) may fork.
 #![forbid(unsafe_code)]
 
 use std::cell::Cell;
@@ -20,29 +20,31 @@ use std::time::Duration;
 use crate::stats;
 use crate::sync::{Mutex, MutexGuard};
 
-/// How long somebody waits for another thread's fork, in nanoseconds: a process of many gigabytes takes as long.
+/// How long a thread waits for another thread's fork, in nanoseconds: forking a process of many gigabytes takes as long.
 const MOST: u64 = 50_000_000;
-/// The same for several, one after the other.
+/// The same for several forks in a row.
 const QUEUE: u64 = 4 * MOST;
-/// The same for a fork, of as many threads as may fork at once: it takes the place of another one then, whose child may find locks
-/// taken. The kernel makes them one after the other in any case.
+/// How long a thread waits to fork, however many fork at once. It then takes over from another fork, whose child may find locks
+/// taken. The kernel performs forks one after the other in any case.
 const LATE: u64 = 5 * QUEUE;
-/// After a fork the next one leaves those that have waited so long for what they do. They take a few locks, one after the other.
+/// How long the next fork waits after one for which threads have waited, so that these can go on. They take a few locks, one
+/// after the other.
 const GAP: u64 = 200_000;
-/// And looks again after so long.
+/// How often waiting threads look again.
 const LOOK: Duration = Duration::from_micros(50);
-/// As many times as long where so many threads wait to fork, up to this, so that they leave the processors to the one that does.
+/// Where several threads wait to fork, each looks again only after that many times as long, up to this factor, so that they leave
+/// the processors to the thread that forks.
 const LINE: u32 = 32;
 
-/// What concerns one connection, or those whose numbers lead to the same.
+/// The forks that concern one connection, or several whose numbers hash to the same place.
 struct Forks {
-    /// When the one that is under way has begun, by [`stats::clock`]; 0: none is.
+    /// When the fork that is under way began, by [`stats::clock`]; 0 if there is none.
     began: AtomicU64,
-    /// When the latest one has ended for which somebody had waited.
+    /// When the latest fork ended for which a thread had waited.
     ended: AtomicU64,
     /// Threads that wait for the end of a fork.
     sleeping: AtomicU32,
-    /// Threads that wait for one of its locks, or are about to have looked at `began` before they do.
+    /// Threads that wait for one of the connection's locks, or are checking `began` before they do.
     waiting: AtomicU32,
 }
 
@@ -52,20 +54,20 @@ static IN_LINE: AtomicU32 = AtomicU32::new(0);
 const PLACES: usize = 1024;
 static FORKS: [Forks; PLACES] = [const { Forks::new() }; PLACES];
 
-/// `connection`: an address that it has to itself.
+/// `connection`: an address that belongs to it alone.
 #[inline(always)]
 fn place(connection: usize) -> usize {
     // Fibonacci hashing: the upper ten bits depend on all of the address.
     ((connection as u64).wrapping_mul(0x9e37_79b9_7f4a_7c15) >> 54) as usize
 }
 
-/// One thread less; in a child that the handler of a signal has forked it may not be among them.
+/// Counts one thread fewer. In a child that a signal handler has forked, the count may have been reset to zero already.
 fn less(threads: &AtomicU32) {
     let _ = threads.fetch_update(SeqCst, SeqCst, |count| count.checked_sub(1));
 }
 
 thread_local! {
-    /// Forks in which the calling thread is: a handler, or that of a signal, may fork as well.
+    /// How many nested forks the calling thread is in: an atfork handler or a signal handler may fork as well.
     static DEPTH: Cell<u32> = const { Cell::new(0) };
     static MARKS: Cell<Marks> = const { Cell::new(Marks::NONE) };
 }
@@ -85,7 +87,7 @@ impl Forks {
         &FORKS[place(connection)]
     }
 
-    /// Looked at where a lock is taken, at no cost.
+    /// Checked wherever a lock is taken, at no cost.
     #[inline(always)]
     fn may_be_under_way(&self) -> bool {
         self.began.load(SeqCst) != 0
@@ -108,7 +110,8 @@ impl Forks {
         less(&self.sleeping);
     }
 
-    /// Whether a fork may begin now, told as begun at `stamp`: no other one is under way, nor has just been. `late`: in any case.
+    /// Begins a fork, recorded as begun at `stamp`, if it may begin now: no other one is under way or has just ended. `late`: it
+    /// may in any case. Returns whether it has begun.
     fn takes(&self, now: u64, stamp: u64, late: bool) -> bool {
         let before = self.began.load(SeqCst);
         let is_free = before == 0 && now.saturating_sub(self.ended.load(SeqCst)) >= GAP;
@@ -120,7 +123,7 @@ impl Forks {
         self.began.compare_exchange(before, stamp, SeqCst, SeqCst).is_ok()
     }
 
-    /// Unless another one has begun since, for which that one had taken too long.
+    /// Ends the fork, unless another one has begun since because this one took too long.
     fn ends(&self, stamp: u64) {
         if self.sleeping.load(SeqCst) != 0 {
             self.ended.store(stats::clock(), SeqCst);
@@ -128,7 +131,7 @@ impl Forks {
         self.moves(stamp, 0);
     }
 
-    /// Takes a lock that somebody has, or had just now.
+    /// The slow path of [`lock`]: another thread holds the lock, or may be forking.
     #[cold]
     #[inline(never)]
     fn lock<'a, T>(&self, lock: &'a Mutex<T>) -> MutexGuard<'a, T> {
@@ -139,7 +142,7 @@ impl Forks {
                 self.sleep();
             }
             self.waiting.fetch_add(1, SeqCst);
-            // Either this thread sees who forks, or that one sees this thread, and waits until it has had its turn.
+            // Either this thread sees the forking one, or that one sees this thread and waits until it has had its turn.
             let guard = (!leaves_alone()).then(|| lock.lock().unwrap_or_else(|e| e.into_inner()));
             less(&self.waiting);
             match guard {
@@ -150,8 +153,8 @@ impl Forks {
     }
 }
 
-/// Takes a lock of a connection, also after a panic of who had it; but not while another thread forks who concerns it. The
-/// caller has no other lock of the connection.
+/// Takes a lock of a connection, even if a holder panicked; but not while another thread makes a fork that concerns the
+/// connection. The caller holds no other lock of the connection.
 #[inline(always)]
 pub fn lock<T>(lock: &Mutex<T>, connection: usize) -> MutexGuard<'_, T> {
     let forks = Forks::of(connection);
@@ -161,7 +164,7 @@ pub fn lock<T>(lock: &Mutex<T>, connection: usize) -> MutexGuard<'_, T> {
             Err(TryLockError::Poisoned(poisoned)) => Some(poisoned.into_inner()),
             Err(TryLockError::WouldBlock) => None,
         };
-        // Who forks has said so before it has found the lock free.
+        // A forking thread announces its fork before it finds the lock free.
         if let Some(guard) = guard
             && !forks.may_be_under_way()
         {
@@ -171,14 +174,15 @@ pub fn lock<T>(lock: &Mutex<T>, connection: usize) -> MutexGuard<'_, T> {
     forks.lock(lock)
 }
 
-/// Whether another thread forks who concerns the connection: who has other things to do lets it be.
+/// Whether another thread is making a fork that concerns the connection: a caller with other things to do leaves it alone.
 #[inline]
 pub fn is_under_way(connection: usize) -> bool {
     Forks::of(connection).concerns_us()
 }
 
-/// The same, after half a millisecond if it takes that long and nothing comes of `others`: a loop that comes back to it at once need
-/// neither keep a processor from who forks, nor take locks of libtirpc's over and over again that the child would find taken.
+/// The same, after waiting up to half a millisecond while that lasts and `others` returns false: a loop that would come straight
+/// back then neither keeps a processor from the forking thread, nor keeps taking locks of libtirpc that the child would find
+/// taken.
 pub fn is_still_under_way(connection: usize, others: impl Fn() -> bool) -> bool {
     let forks = Forks::of(connection);
     for _ in 0..10 {
@@ -193,7 +197,7 @@ pub fn is_still_under_way(connection: usize, others: impl Fn() -> bool) -> bool 
     forks.concerns_us()
 }
 
-/// The connections for which a thread forks, by their places, and when that has begun.
+/// The connections that a thread's fork concerns, by their places, and when the fork began.
 #[derive(Clone, Copy)]
 struct Marks {
     places: [u64; PLACES / 64],
@@ -207,7 +211,7 @@ impl Marks {
         self.places[place / 64] |= 1 << (place % 64);
     }
 
-    /// The lowest places first: in one order, or two threads would wait for each other.
+    /// Lowest places first: all threads use the same order, or two of them would wait for each other.
     fn all(&self) -> impl Iterator<Item = usize> {
         (0..PLACES).filter(|place| self.has(*place))
     }
@@ -216,7 +220,7 @@ impl Marks {
         self.places[place / 64] & 1 << (place % 64) != 0
     }
 
-    /// They have begun at `stamp`, but for those that another thread has taken.
+    /// Marks all of them as begun at `stamp`, and drops those that another thread has taken.
     fn renew(&mut self, stamp: u64) {
         let before = *self;
         for place in before.all().filter(|place| !FORKS[*place].moves(before.stamp, stamp)) {
@@ -226,9 +230,9 @@ impl Marks {
     }
 }
 
-/// The calling thread is about to see whether the locks of these connections are free: one such thread after the other, or each
-/// would take them for a moment while another forks; and after those that wait for them by now. `see` does that. Asked for the
-/// connections again where it has waited.
+/// The calling thread is about to fork, and first has `see` check whether the locks of these connections are free. One such
+/// thread at a time, since each check takes the locks for a moment while another thread might fork; and after the threads that
+/// already wait for these locks. `connections` is asked again if the calling thread has waited.
 pub fn begins(connections: impl Fn(&mut dyn FnMut(usize)), see: impl FnOnce()) {
     let mut wanted = Marks::NONE;
     let ask = |wanted: &mut Marks| connections(&mut |connection| wanted.add(place(connection)));
@@ -241,7 +245,7 @@ pub fn begins(connections: impl Fn(&mut dyn FnMut(usize)), see: impl FnOnce()) {
         for place in wanted.all() {
             while !marks.has(place) {
                 let now = stats::clock();
-                // While it waits for the next one, those that it has are not left alone for longer.
+                // Waiting for the next place does not prolong the time for which the places taken so far are left alone.
                 let stamp = if now.saturating_sub(marks.stamp) < MOST { marks.stamp } else { now };
                 if FORKS[place].takes(now, stamp, now >= until) {
                     marks.renew(stamp);
@@ -253,10 +257,11 @@ pub fn begins(connections: impl Fn(&mut dyn FnMut(usize)), see: impl FnOnce()) {
             }
         }
         if has_waited {
-            // The program may have come to owe replies to others.
+            // Meanwhile the program may have come to owe replies on other connections too.
             ask(&mut wanted);
         }
-        // All of them from here on. What it had for too long another thread may have taken meanwhile.
+        // The time of all of them starts now. A place that was held for too long may have been taken by another thread: it is
+        // taken again.
         marks.renew(stats::clock());
         if marks.places == wanted.places || marks.stamp >= until {
             break;
@@ -273,24 +278,24 @@ pub fn begins(connections: impl Fn(&mut dyn FnMut(usize)), see: impl FnOnce()) {
     MARKS.set(marks);
 }
 
-/// It is over.
+/// The fork is over.
 pub fn ends() {
     let marks = MARKS.replace(Marks::NONE);
     marks.all().for_each(|place| FORKS[place].ends(marks.stamp));
 }
 
-/// The calling thread forks. Whether it is not inside of another fork of its own.
+/// The calling thread forks. Returns whether this is not inside another fork of its own.
 pub fn enter() -> bool {
     DEPTH.replace(DEPTH.get() + 1) == 0
 }
 
-/// It has done so. Whether it is in none any more.
+/// The calling thread has forked. Returns whether it is in no fork any more.
 pub fn leave() -> bool {
     DEPTH.set(DEPTH.get().saturating_sub(1));
     DEPTH.get() == 0
 }
 
-/// In a child: nobody but the calling thread is left.
+/// Called in a child, where only the calling thread is left.
 pub fn forked() {
     for forks in &FORKS {
         forks.began.store(0, SeqCst);
@@ -334,7 +339,7 @@ mod tests {
                         thread::sleep(LOOK);
                     }
                     let taken = lock.try_lock().is_err();
-                    // It comes back for it, but not yet.
+                    // It comes back for the lock, but not yet.
                     let left_alone = !taken && !waits.is_finished();
                     let in_time = forks.is_under_way(stats::clock());
                     forks.ends(began);
@@ -358,7 +363,7 @@ mod tests {
         let begin = stats::clock();
         drop(forks.lock(&lock));
         assert!(stats::clock() >= lost + MOST);
-        // One that begins anew need not wait for it for ever either.
+        // Nor does a new fork wait for the lost one for ever.
         let next = forks.begins();
         assert!(next >= lost + QUEUE && next > begin);
         forks.ends(lost);
@@ -415,7 +420,7 @@ mod tests {
                 thread::sleep(LOOK);
             }
             assert!(stats::clock() < until && quiet.may_be_under_way());
-            // Another thread takes it, which is waited for then.
+            // Another thread takes the place, and is then waited for.
             let other = stats::clock();
             assert!(quiet.takes(other, other, true));
             busy.ends(began);
@@ -436,7 +441,7 @@ mod tests {
         let concerned = |mark: &mut dyn FnMut(usize)| {
             asked.set(asked.get() + 1);
             if asked.get() == 1 {
-                // One that never comes back: it is waited for until QUEUE after that.
+                // A fork that never returns: it is waited for until QUEUE after its stamp.
                 let now = stats::clock();
                 assert!(busy.takes(now, now + 2 * QUEUE, false));
             }

@@ -1,4 +1,4 @@
-//! Words and a lock that a process shares with the children that it forks: those of one connection.
+//! Words and a lock, for each connection, that a process shares with the children that it forks.
 #![allow(unsafe_code)]
 
 use std::io;
@@ -20,11 +20,11 @@ pub const LOCK_PATIENCE_MS: i64 = 10;
 ///
 /// # Invariants
 /// - The words and the lock have a place of `slab` to themselves, and the mutex is initialised.
-/// - A place is given to another one only if nobody was forked since it was taken, who would have it still.
+/// - A place is reused only if no child was forked since it was taken: such a child would still have it.
 pub struct SharedWords {
     slab: Arc<Slab>,
     place: usize,
-    /// [`forks`], when it was taken.
+    /// [`forks`] when the place was taken.
     forks: u64,
 }
 
@@ -34,7 +34,7 @@ struct Layout {
     words: [AtomicU64; SharedWords::WORDS],
 }
 
-/// One mapping, for many connections: a process may have 65,530 of them.
+/// One mapping for many connections: a process may have no more than 65,530 mappings.
 struct Slab(NonNull<Layout>);
 
 // SAFETY: the mapping is used through process-shared mutexes and atomics only.
@@ -42,14 +42,14 @@ unsafe impl Send for Slab {}
 // SAFETY: as above.
 unsafe impl Sync for Slab {}
 
-/// The places that are to be taken next.
+/// The places that can be taken next.
 #[derive(Default)]
 struct Places {
-    /// The process that has mapped them: a child's would be its parent's too.
+    /// The process that mapped them: in a child they would be its parent's too.
     generation: u64,
-    /// Given back.
+    /// Places given back.
     free: Vec<(Arc<Slab>, usize)>,
-    /// Of the latest slab, those from here on were never taken.
+    /// The latest slab, and the first of its places that were never taken.
     fresh: Option<(Arc<Slab>, usize)>,
 }
 
@@ -73,7 +73,7 @@ impl Slab {
         if base == libc::MAP_FAILED {
             return Err(io::Error::last_os_error());
         }
-        // From here on Drop unmaps.
+        // From here on, Drop unmaps it.
         NonNull::new(base.cast()).map(Slab).ok_or_else(|| io::Error::from_raw_os_error(libc::ENOMEM))
     }
 
@@ -86,7 +86,7 @@ impl Slab {
 impl Drop for Slab {
     fn drop(&mut self) {
         // The mutexes are not destroyed: another process may still use them. They hold no resource but their bytes.
-        // SAFETY: our own mapping; whoever has a place has a share of the slab, so nobody holds a lock here.
+        // SAFETY: our own mapping; every holder of a place keeps the slab alive, so nobody holds a lock here.
         unsafe { libc::munmap(self.0.as_ptr().cast(), Slab::PLACES * size_of::<Layout>()) };
     }
 }
@@ -137,7 +137,7 @@ impl SharedWords {
         Ok(own)
     }
 
-    /// Whether nobody else can have them: no child was forked since they were made, nor is one being forked.
+    /// Whether no other process can have the words: no child was forked since they were made, nor is one being forked.
     #[inline]
     pub fn are_unshared(&self) -> bool {
         self.forks == forks()
@@ -168,7 +168,7 @@ impl SharedWords {
         Ok(Some(WordsLock { words: self, owner_died, thread: PhantomData }))
     }
 
-    /// One of them.
+    /// The word at `index`.
     ///
     /// # Panics
     /// When `index` is not below [`SharedWords::WORDS`].
@@ -187,7 +187,7 @@ impl SharedWords {
 impl Drop for SharedWords {
     fn drop(&mut self) {
         let mut places = PLACES.lock();
-        // A fork that is under way counts already.
+        // A fork that is under way already counts.
         if self.are_unshared() && places.generation == generation() {
             places.free.push((self.slab.clone(), self.place));
         }
@@ -198,7 +198,7 @@ impl Drop for SharedWords {
 pub struct WordsLock<'a> {
     words: &'a SharedWords,
     owner_died: bool,
-    /// A mutex is unlocked by the thread that locked it.
+    /// Not Send: a mutex is unlocked by the thread that locked it.
     thread: PhantomData<*const ()>,
 }
 
@@ -217,7 +217,7 @@ impl Drop for WordsLock<'_> {
 }
 
 fn deadline(ms: i64) -> libc::timespec {
-    // That is the clock that timedlock counts in.
+    // pthread_mutex_timedlock uses this clock.
     let now = clock_gettime(ClockId::Realtime);
     let nsec = now.tv_nsec + ms * 1_000_000;
     libc::timespec { tv_sec: now.tv_sec + nsec / 1_000_000_000, tv_nsec: nsec % 1_000_000_000 }
@@ -276,7 +276,7 @@ mod tests {
 
     #[test]
     fn a_place_is_another_ones_again_only_if_no_child_can_have_it() {
-        // Other tests take places too, and fork: in a child they do not.
+        // Other tests take places and fork too; in a child they do not run.
         let child = fork(|| {
             let one = SharedWords::new().unwrap();
             let first = place(&one);
@@ -301,15 +301,15 @@ mod tests {
         assert!(child.succeeded());
     }
 
-    /// Another thread takes it after the handlers of pthread_atfork(3) were called and before the child is there.
+    /// As if another thread took a place after the prepare handlers of pthread_atfork(3) ran and before the child exists.
     #[test]
     fn what_is_taken_while_a_child_is_forked_is_its_parents_in_the_child() {
         let child = fork(|| {
-            // SAFETY: it counts, and nothing else.
+            // SAFETY: it only counts.
             unsafe { super::super::count_fork() };
             let both = SharedWords::new().unwrap();
             let first = place(&both);
-            // From here on this is the child. SAFETY: there is one thread.
+            // SAFETY: there is one thread. From here on this is the child.
             unsafe { super::super::after_fork() };
             let own = SharedWords::new().unwrap();
             drop(both);
@@ -326,7 +326,7 @@ mod tests {
             let mut pages: Vec<usize> = all.iter().map(|words| place(words) >> 13).collect();
             pages.sort_unstable();
             pages.dedup();
-            // Each of 8 KiB, wherever it begins.
+            // Slabs of 8 KiB, wherever they begin.
             (10..=20).contains(&pages.len())
         });
         assert!(child.succeeded());

@@ -1,4 +1,4 @@
-//! An SVCXPRT that is no connection: it wakes the program's loop when its descriptor is readable.
+//! An SVCXPRT that is not a connection: it wakes the program's loop when its descriptor is readable.
 #![allow(unsafe_code)]
 
 use std::ffi::{c_uint, c_void};
@@ -14,7 +14,7 @@ pub const NO_AUTH: SVCAUTH = SVCAUTH { svc_ah_ops: null(), svc_ah_private: null_
 
 static OPS2: xp_ops2 = xp_ops2 { xp_control: Some(no_control) };
 
-/// Operations of what is no connection, and is never destroyed.
+/// Operations of a transport that is not a connection and is never destroyed.
 pub const LISTENING: xp_ops = xp_ops {
     xp_recv: Some(no_recv),
     xp_stat: Some(idle_stat),

@@ -1,14 +1,15 @@
-//! Which accepted connections have nothing to say, and who is closed for it.
+//! Which accepted connections are idle, and which of them are closed for it.
 //!
-//! - A peer on a listener of netid "rdma" that never sends an MPA Request: after [`START_TIMEOUT`], as one that sends half.
-//! - When descriptors run short, what libtirpc closes of its own tcp connections. It does so when it has accepted one and
-//!   four fifths of its table are taken: what was idle for [`IDLE`], or else what was idle longest, of the connections that
-//!   never block: those of a program that has set `RPC_SVC_CONNMAXREC_SET`. It looks for its own operations, and would not
-//!   see ours, nor those that still look at the first byte. A connection over an adapter has one place in
-//!   the table, and takes several descriptors.
-//! - When an adapter has no memory left for another connection, one of those that it has: who has made no call yet is
-//!   closed first, then who has been idle for [`IDLE`], the longest one of them. What nobody has established yet has a part
-//!   of the memory to itself, where the oldest makes room for the next.
+//! - A connection to a listener of netid "rdma" whose peer never sends an MPA Request: after [`START_TIMEOUT`], like one that
+//!   sends half of it.
+//! - When descriptors run short, the connections that libtirpc would close if they were its own tcp connections. When it has
+//!   accepted one and four fifths of its table are taken, it closes those that were idle for [`IDLE`], or else the one that was
+//!   idle longest; but only non-blocking connections: those of a program that has set `RPC_SVC_CONNMAXREC_SET`. It recognises its
+//!   connections by their operations, so it would miss ours, and those whose first byte is still awaited. A connection over an
+//!   adapter has one place in the table, but takes several descriptors.
+//! - When an adapter has no memory left for another connection, one of its connections: first one that has made no call yet, then
+//!   one that has been idle for [`IDLE`], in each case the one that was idle longest. Connections that are not established yet
+//!   have a part of the memory to themselves, where the oldest makes room for the next.
 #![allow(unsafe_code)]
 
 use std::collections::BTreeMap;
@@ -27,33 +28,33 @@ use crate::tirpc::run;
 use crate::tirpc::{SVCXPRT, library, polled, polled_table, svc_destroy};
 use crate::{log_info, socket};
 
-/// As libtirpc's.
+/// The same as libtirpc's.
 const IDLE: Duration = Duration::from_secs(15);
 
-/// Descriptors of a connection over an adapter: two channels, of its events and of its completions, a set of these, and
-/// the one that the loop waits for.
+/// Descriptors of a connection over an adapter: the channel of its events, the channel of its completions, a set of both, and the
+/// one that the loop waits for.
 const ADAPTERS: usize = 4;
 
-/// How long a connection over an adapter has for its first call before it may make room for others.
+/// How long a connection over an adapter has for its first call before it may be closed to make room for others.
 const FIRST_CALL: Duration = Duration::from_secs(1);
 
 enum Known {
     Silent(Arc<Silent>),
-    /// Whether libtirpc would close it when it is idle, and whether it goes over an adapter.
+    /// One of ours: whether libtirpc would close it when it is idle, and whether it is over an adapter.
     Own(Weak<dyn Watched>, bool, bool),
 }
 
-/// A stock transport of which no byte has come.
+/// A stock transport on which no byte has arrived yet.
 struct Silent {
     fd: RawFd,
-    /// Its address.
+    /// The address of its SVCXPRT.
     xprt: usize,
     since: Instant,
 }
 
 impl Silent {
-    /// Whether its time is over, and nothing has come: where the loop was away, what has come lies unread, and is looked at
-    /// next.
+    /// Whether its time is over and nothing has arrived. If the loop was busy elsewhere, what has arrived is still unread, and is
+    /// looked at next.
     fn is_over(&self) -> bool {
         let nothing = || matches!(socket::peek(self.fd), Err(error) if error.kind() == ErrorKind::WouldBlock);
         self.since.elapsed() >= START_TIMEOUT && nothing()
@@ -80,9 +81,9 @@ impl Watched for Silent {
 
 #[derive(Default)]
 struct Table {
-    /// A tree, of small blocks, which the reserve of memory has too.
+    /// A tree: it takes small blocks, which the memory reserve can supply too.
     known: BTreeMap<RawFd, Known>,
-    /// Those over adapters.
+    /// How many are over adapters.
     adapters: usize,
 }
 
@@ -105,12 +106,12 @@ fn table() -> MutexGuard<'static, Table> {
     TABLE.lock()
 }
 
-/// Whether libtirpc has set an accepted connection to never block.
+/// Whether libtirpc has made an accepted connection non-blocking.
 pub fn is_expendable(fd: RawFd) -> bool {
     socket::is_nonblocking(fd)
 }
 
-/// Whether it would, of one that it has not accepted.
+/// Whether libtirpc would do so with a connection that it has not accepted itself.
 pub fn are_expendable() -> bool {
     const CONNMAXREC_GET: i32 = 1;
     let mut most = 0i32;
@@ -119,7 +120,7 @@ pub fn are_expendable() -> bool {
         && most != 0
 }
 
-/// A connection was accepted, and its first byte is awaited: not for ever, if it must be ours.
+/// A connection was accepted, and its first byte is awaited, though not for ever if it must be one of ours (`rdma_only`).
 ///
 /// # Safety
 /// `xprt` is alive until [`forget`]; the caller is the program's loop.
@@ -136,7 +137,7 @@ pub unsafe fn silent(fd: RawFd, xprt: *mut SVCXPRT, rdma_only: bool) {
     unsafe { make_room(fd) };
 }
 
-/// It is one of ours now.
+/// The connection is one of ours now.
 ///
 /// # Safety
 /// The caller is the program's loop.
@@ -152,31 +153,31 @@ fn stage(transport: &dyn Watched) -> Option<(Stage, Option<IpAddr>)> {
     transport.accepted()?.lock().unwrap_or_else(|e| e.into_inner()).stage()
 }
 
-/// What still waits for the peer is given up: `svc_destroy` does not wait for it.
+/// Gives up what still waits for the peer, so that `svc_destroy` does not wait for it.
 fn give_up(transport: &dyn Watched) {
     if let Some(server) = transport.accepted() {
         server.lock().unwrap_or_else(|e| e.into_inner()).shut();
     }
 }
 
-/// Whether the number still is that of a connection of ours.
+/// Whether `fd` is still the descriptor of a connection of ours.
 pub fn is_own(fd: RawFd) -> bool {
     matches!(table().known.get(&fd), Some(Known::Own(transport, ..)) if transport.strong_count() > 0)
 }
 
-/// Whether its first byte is awaited.
+/// Whether the first byte on `fd` is still awaited.
 pub fn is_silent(fd: RawFd) -> bool {
     matches!(table().known.get(&fd), Some(Known::Silent(_)))
 }
 
-/// The first byte is here, or the connection is gone.
+/// The first byte has arrived, or the connection is gone.
 pub fn forget(fd: RawFd) {
     if table().remove(fd) {
         progress::forget(fd);
     }
 }
 
-/// The same, by the stock transport: its program may have taken the descriptor from it.
+/// As [`forget`], by the stock transport: its program may have taken the descriptor away from it.
 ///
 /// # Safety
 /// It is alive.
@@ -193,7 +194,7 @@ pub unsafe fn forget_silent(xprt: *mut SVCXPRT) {
     fd.into_iter().for_each(forget);
 }
 
-/// Closes a connection over an adapter for one from `peer`. False when none is to go.
+/// Closes a connection over an adapter to make room for one from `peer`. Returns false when none may be closed.
 ///
 /// # Safety
 /// The caller is the program's loop.
@@ -224,7 +225,7 @@ pub unsafe fn make_room_on_devices(shortage: Shortage, peer: IpAddr) -> bool {
     let seconds = idle.as_secs();
     log_info!("fd {fd}: closed after {seconds} s: {what}, and adapters have no room for another one");
     give_up(&**transport);
-    // SAFETY: alive: `transport` has a share of it; registered.
+    // SAFETY: alive: `transport` is a reference to it; registered.
     unsafe { svc_destroy(transport.xprt()) };
     true
 }
@@ -237,13 +238,13 @@ struct Idle {
     idle: Duration,
 }
 
-/// Which of them makes room for one from `peer`.
+/// Which of them is closed to make room for one from `peer`.
 fn choose(shortage: Shortage, peer: IpAddr, all: &[Idle]) -> Option<usize> {
     let starting = |it: &Idle| it.stage == Stage::Starting;
     if shortage == Shortage::Starting {
         let count = all.iter().filter(|it| starting(it)).count();
         let own = all.iter().filter(|it| starting(it) && it.peer == Some(peer)).count();
-        // Who has half of them keeps out nobody but himself.
+        // A peer that has half of them keeps out nobody but itself.
         if own > 1 && 2 * own >= count {
             return None;
         }
@@ -267,7 +268,7 @@ unsafe fn make_room(newest: RawFd) {
     let most = usize::try_from(unsafe { (library._rpc_dtablesize)() }).unwrap_or(0);
     let table = table();
     let beside = table.adapters * (ADAPTERS - 1);
-    // Places of the table, some of which are free.
+    // Places of the table, including free ones.
     let (_, places) = polled_table();
     // SAFETY: by the contract; the loop's lock keeps other threads from registering.
     let are_many = || run::locked(|| unsafe { polled() }.count()) + beside >= most / 5 * 4;
@@ -295,9 +296,9 @@ unsafe fn make_room(newest: RawFd) {
     let overdue = idle.iter().take_while(|(time, ..)| time.as_secs() > IDLE.as_secs()).count();
     for (time, fd, candidate) in idle.into_iter().take(overdue.max(1)) {
         log_info!("fd {fd}: closed after {} s without a word: descriptors run short", time.as_secs());
-        // Its peer may have taken nothing of a reply for as long: the loop does not wait for that.
+        // Its peer may have read nothing of a reply for that long: the loop does not wait for it.
         give_up(&*candidate);
-        // SAFETY: alive: in the table, or `candidate` has a share of it; registered.
+        // SAFETY: alive: it is in the table, or `candidate` is a reference to it; registered.
         unsafe { svc_destroy(candidate.xprt()) };
     }
 }
@@ -321,7 +322,7 @@ mod tests {
         peer.write_all(b"M").unwrap();
         accepted.peek(&mut [0]).unwrap();
         assert!(!silent(START_TIMEOUT).is_over());
-        // Of one that is gone the loop is told too.
+        // The loop is told of a peer that is gone, too.
         accepted.try_clone().unwrap().read_exact(&mut [0]).unwrap();
         assert!(silent(START_TIMEOUT).is_over());
         drop(peer);
@@ -335,12 +336,13 @@ mod tests {
         let idle = |stage, peer, secs| Idle { stage, peer: Some(peer), idle: Duration::from_secs(secs) };
         use Stage::{Starting, Unused, Used};
         let memory = |all: &[Idle]| choose(Shortage::Memory, one, all);
-        // Who has made no call goes first, unless it has just come.
+        // A connection that has made no call goes first, unless it is quite new.
         assert_eq!(memory(&[idle(Used, one, 99), idle(Unused, other, 1), idle(Unused, other, 2)]), Some(2));
         assert_eq!(memory(&[idle(Used, one, 16), idle(Unused, other, 0), idle(Used, other, 17)]), Some(2));
         assert_eq!(memory(&[idle(Used, one, 14), idle(Unused, other, 0), idle(Starting, other, 0)]), None);
         assert_eq!(memory(&[]), None);
-        // What is being made has a part to itself, of which one peer keeps out nobody but himself.
+        // Connections that are being established have a part of the memory to themselves, where a peer keeps out nobody but
+        // itself.
         let starting = |peer, all: &[Idle]| choose(Shortage::Starting, peer, all);
         let flood = [idle(Used, one, 99), idle(Starting, other, 0), idle(Starting, other, 3)];
         assert_eq!(starting(one, &flood), Some(2));

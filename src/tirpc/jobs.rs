@@ -1,9 +1,9 @@
 //! What the threads of `workers` wait for: jobs, and the seat of the loop.
 //!
-//! Jobs of one source do not keep those of others waiting: each source has one of a turn, and what comes while jobs of a turn are
-//! taken belongs to a later one. So a turn ends, however many come.
+//! Jobs of one source do not keep those of others waiting: each source has one job per turn, and what arrives while the jobs of a
+//! turn are being taken belongs to a later turn. So a turn ends, however many arrive.
 //!
-//! Nothing here takes memory but the queue, and nothing is a thread's own.
+//! Only the queue allocates memory here, and nothing is thread-local.
 #![forbid(unsafe_code)]
 
 use std::collections::VecDeque;
@@ -15,64 +15,64 @@ use crate::sync::{Condvar, Mutex, MutexGuard, wait_within};
 
 /// Something that waits for a thread.
 pub trait Waits {
-    /// Its place, where `now` is the turn of the job that was taken last.
+    /// Its place in the queue, where `now` is the turn of the job taken last.
     fn place(&self, now: u64) -> Place;
 }
 
 /// The place of a job among others.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub struct Place {
-    /// Those of a turn before come first.
+    /// Jobs of an earlier turn come first.
     pub turn: u64,
-    /// Its source has another one that waits, in a turn before. Those who have none come first in each turn.
+    /// Whether its source has another job waiting, in an earlier turn. Sources that have none come first in each turn.
     again: bool,
 }
 
 impl Place {
-    /// The place of a source's next job, whose latest one was or is in turn `latest`.
+    /// The place of the next job of a source whose latest job was or is in turn `latest`.
     pub fn next(now: u64, latest: u64) -> Place {
         Place { turn: now.max(latest) + 1, again: latest > now }
     }
 
-    /// Before all but what is left of the turn `now`.
+    /// Ahead of all but what is left of the turn `now`.
     pub fn foremost(now: u64) -> Place {
         Place { turn: now, again: true }
     }
 }
 
-/// Jobs that wait for a thread, and whether the seat does.
+/// Jobs that wait for a thread, and whether the seat waits for one.
 pub struct Jobs<J> {
     state: Mutex<State<J>>,
-    /// Threads that wait for nothing else.
+    /// For the threads that wait for nothing else.
     free: Condvar,
-    /// The one that watches the loop meanwhile.
+    /// For the thread that watches the loop while it waits.
     watch: Condvar,
 }
 
 struct State<J> {
-    /// With their places, in the order of these.
+    /// With their places, and sorted by them.
     jobs: VecDeque<(Place, J)>,
-    /// The turn of the latest that was taken.
+    /// The turn of the job taken last.
     turn: u64,
     vacant: bool,
     /// How many threads wait for nothing else. One that was woken counts until it runs.
     free: usize,
-    /// And how many of those that watch.
+    /// How many threads wait while they watch.
     watching: usize,
 }
 
-/// What a thread has got.
+/// What a thread gets.
 #[derive(Debug, PartialEq, Eq)]
 pub enum Next<J> {
     /// A job.
     Job(J),
-    /// The seat: there is no job.
+    /// The seat of the loop.
     Seat,
 }
 
 impl<J: Waits> Default for Jobs<J> {
     fn default() -> Jobs<J> {
-        // Later than any turn of those before: nobody has one each nanosecond.
+        // Later than any turn of an earlier queue: no queue has a turn every nanosecond.
         let state =
             State { jobs: VecDeque::new(), turn: stats::clock(), vacant: false, free: 0, watching: 0 };
         Jobs { state: Mutex::new(state), free: Condvar::new(), watch: Condvar::new() }
@@ -84,21 +84,21 @@ impl<J: Waits> Jobs<J> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// One more, which wakes a thread if one waits.
+    /// Adds a job, and wakes a thread if one waits.
     pub fn give(&self, job: J) {
         let mut state = self.lock();
         state.push(job);
         self.wake(&state);
     }
 
-    /// Nobody is the loop any more: the next thread that is free is.
+    /// Nobody is the loop any more: the next free thread becomes it.
     pub fn vacate(&self) {
         let mut state = self.lock();
         state.vacant = true;
         self.wake(&state);
     }
 
-    /// Wakes one thread more, if one waits: it would cost a system call otherwise, too.
+    /// Wakes one more thread, if one waits: without this check it would cost a system call each time.
     fn wake(&self, state: &State<J>) {
         let waiting = state.jobs.len() + usize::from(state.vacant);
         if waiting <= state.free {
@@ -108,17 +108,17 @@ impl<J: Waits> Jobs<J> {
         }
     }
 
-    /// The next one, if there is one.
+    /// Takes the next job, if there is one.
     pub fn take(&self) -> Option<J> {
         self.lock().pop()
     }
 
-    /// Whether there is none.
+    /// Whether no job waits.
     pub fn is_empty(&self) -> bool {
         self.lock().jobs.is_empty()
     }
 
-    /// As [`Jobs::next`] that does not prefer the seat; waits for so long only. For the thread that watches.
+    /// As [`Jobs::next`] without a preference for the seat, but waits only for `time`. For the thread that watches.
     pub fn next_within(&self, time: Duration) -> Option<Next<J>> {
         let mut state = self.lock();
         state.watching += 1;
@@ -128,7 +128,7 @@ impl<J: Waits> Jobs<J> {
         state.next(false)
     }
 
-    /// The next job, or else the seat, which may be preferred; waits until there is one of them.
+    /// Takes the next job, or else the seat, which may be preferred; waits until there is either.
     pub fn next(&self, prefers_seat: impl Fn() -> bool) -> Next<J> {
         let mut state = self.lock();
         loop {
@@ -163,7 +163,7 @@ impl<J: Waits> State<J> {
         if std::mem::take(&mut self.vacant) {
             return Some(Next::Seat);
         }
-        // Though the seat was preferred.
+        // A job after all, although the seat was preferred.
         self.pop().map(Next::Job)
     }
 }
@@ -184,7 +184,7 @@ mod tests {
         }
     }
 
-    /// One of a source, whose latest turn this is.
+    /// A job of a source, with the latest turn of that source.
     #[derive(Debug)]
     struct Of<'a>(&'a Cell<u64>, u32);
 
@@ -202,7 +202,7 @@ mod tests {
         (0..5).for_each(|n| jobs.give(Of(&one, n)));
         let next = || jobs.take().map(|job| job.1);
         assert_eq!([next(), next()], [0, 1].map(Some));
-        // In the next turn it is before who has more.
+        // In the next turn it comes before the source that has more.
         jobs.give(Of(&other, 10));
         jobs.give(Of(&other, 11));
         assert_eq!([next(), next(), next(), next()], [10, 2, 3, 11].map(Some));
@@ -217,7 +217,7 @@ mod tests {
         jobs.give(Of(&old, 0));
         jobs.give(Of(&old, 1));
         jobs.give(Of(&new[0], 10));
-        // For each that is taken another one comes that has never been there.
+        // For each job that is taken, another one arrives from a source that was not there before.
         let taken = new[1..].iter().zip(11..).map(|(source, n)| {
             jobs.give(Of(source, n));
             jobs.take().unwrap().1
@@ -268,7 +268,7 @@ mod tests {
         });
     }
 
-    /// Where nobody is free, or they are woken already.
+    /// Where nobody is free, or the free threads have been woken already.
     #[test]
     fn who_watches_is_woken_for_what_the_others_do_not_take() {
         let jobs = Jobs::default();
@@ -292,7 +292,7 @@ mod tests {
                 std::thread::yield_now();
             }
             watch();
-            // The one that is free has not run when the second comes.
+            // The free thread has not run yet when the second job arrives.
             let mut state = jobs.lock();
             for job in [2, 3] {
                 state.push(job);

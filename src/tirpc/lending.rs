@@ -9,8 +9,8 @@ use crate::xdr::Lending;
 /// The eligible items of the part of a message that is encoded so far: [`Binding::call`] or [`Binding::reply`].
 pub type Items = fn(&Binding, &[&[u8]]) -> Vec<Item>;
 
-/// What a binding names, what lies in registered memory, or all (`RPCRDMA_BY_REFERENCE`), from `at_least` bytes on;
-/// `None` when nothing could be.
+/// Lends items of at least `at_least` bytes: those that a binding names, those in registered memory, or all
+/// (`RPCRDMA_BY_REFERENCE`). `None` when nothing could be lent.
 ///
 /// Everything else is copied while it is encoded: existing programs encode from temporaries that they free before the
 /// message is sent.
@@ -26,13 +26,13 @@ pub fn lending(config: &Config, binding: Option<&Binding>, at_least: usize, item
     Some(Lending { at_least, which: Box::new(which), stop: false })
 }
 
-/// Stops an encoder at the first item that a binding names: only where it lies is asked for.
+/// Stops an encoder at the first item that a binding names: the caller only asks where it lies.
 pub fn probe(binding: &Binding, at_least: usize, items: Items) -> Lending {
     let named = named(binding, items);
     Lending { at_least, which: Box::new(move |so_far, _, n| named(so_far, n)), stop: true }
 }
 
-/// Whether an opaque of so many bytes would be eligible behind what is encoded so far.
+/// Whether an opaque of `n` bytes would be eligible after what is encoded so far.
 fn named(binding: &Binding, items: Items) -> impl Fn(&[u8], usize) -> bool + Send + use<> {
     let binding = binding.clone();
     move |so_far, n| items(&binding, &[so_far]).last() == Some(&Item { position: so_far.len(), length: n })

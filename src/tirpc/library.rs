@@ -1,18 +1,18 @@
 //! libtirpc itself, found when it is needed.
 //!
-//! The library has no NEEDED on it: put in front of every program of a session, it brings libtirpc, and with it Kerberos, into
-//! none that makes no RPC. What is called here has come from libtirpc or from a program that uses it, so that it is there, and
-//! [`library`] and [`Real`] look up its names at their first use, in it and not at the start: a plugin or a name service may
-//! have brought it since. Where only this library is linked (a program may name no function but ours), it is loaded then.
+//! This library has no NEEDED entry for libtirpc: preloaded into every program of a session, it does not bring libtirpc, and with
+//! it Kerberos, into those that make no RPCs. Calls come here from libtirpc or from a program that uses it, so that libtirpc is
+//! there; [`library`] and [`Real`] look up its names at their first use, not at startup: a plugin or a name service may have
+//! brought it since. Where only this library is linked (a program may name no functions but ours), libtirpc is loaded then.
 //!
 //! # Invariants
 //! - Names that [`interpose`](super::interpose) defines are reached through [`real`]; all others through [`library`].
-//! - A name is found where libtirpc finds it, too: in the global scope first, since a program may have put something between,
-//!   and data are often the program's own copies (copy relocations), then in libtirpc. In libtirpc's version: glibc still
-//!   carries the old sunrpc under the same names, whose structures differ.
-//! - Once found libtirpc stays loaded.
-//! - No lock of ours: a child that is forked in the midst of a look-up does its own, unless the loader's lock was taken
-//!   then, which the C library leaves so.
+//! - A name is found where libtirpc finds it, too: in the global scope first, since a program may have put something between, and
+//!   data are often the program's own copies (copy relocations); then in libtirpc. It is looked up with libtirpc's symbol
+//!   version: glibc still carries the old sunrpc under the same names, with different structures.
+//! - Once found, libtirpc stays loaded.
+//! - No lock of ours: a child forked in the middle of a look-up does its own, unless the loader's lock was held at the fork: the
+//!   C library leaves it held.
 #![allow(unsafe_code)]
 
 use std::ffi::{CStr, c_char, c_int, c_uint, c_ulong, c_void};
@@ -99,7 +99,7 @@ unsafe impl Sync for Library {}
 /// libtirpc.
 ///
 /// # Errors
-/// When it cannot be loaded, or lacks something. That is not remembered.
+/// When it cannot be loaded, or lacks something. The failure is not remembered.
 #[inline]
 pub fn library() -> Result<&'static Library, Error> {
     static LIBRARY: OnceBox<Library> = OnceBox::new();
@@ -110,7 +110,7 @@ pub fn library() -> Result<&'static Library, Error> {
     LIBRARY.get_or_try_init(find)
 }
 
-/// The place of this thread's `rpc_createerr`, which is there to tell of a libtirpc that lacks something else.
+/// This thread's `rpc_createerr`. It is looked up by itself, so that it can tell of a libtirpc that lacks something else.
 pub fn createerr() -> Option<*mut rpc_createerr> {
     // SAFETY: the type is the C prototype of the name.
     static CREATEERR: Real<unsafe extern "C" fn() -> *mut rpc_createerr> =
@@ -119,7 +119,7 @@ pub fn createerr() -> Option<*mut rpc_createerr> {
     CREATEERR.get().ok().map(|function| unsafe { function() })
 }
 
-/// A function of libtirpc by itself: behind a name that this library exports, or one that is needed where others are missing.
+/// A single function of libtirpc: one behind a name that this library exports, or one that is needed even if others are missing.
 ///
 /// # Invariants
 /// `F` is the type of the C function `name`, as libtirpc's headers declare it.
@@ -156,7 +156,7 @@ impl<F: Copy> Real<F> {
         process::keeping_errno(|| {
             let library = handle()?;
             let name = self.name.to_string_lossy();
-            // Not our own. Nothing is found so where libtirpc comes before us in the link order, or was loaded privately.
+            // Not our own. This finds nothing if libtirpc comes before us in the link order, or was loaded privately.
             find(libc::RTLD_NEXT, self.name, c"TIRPC_0.3.0")
                 .or_else(|| find(library, self.name, c"TIRPC_0.3.0"))
                 .ok_or_else(|| missing(&name, "TIRPC_0.3.0"))
@@ -170,7 +170,7 @@ impl<F> fmt::Debug for Real<F> {
     }
 }
 
-/// libtirpc, which stays loaded. Where it is already this opens no file.
+/// A handle of libtirpc, which stays loaded. If it is loaded already, this opens no file.
 fn handle() -> Result<*mut c_void, Error> {
     static HANDLE: AtomicPtr<c_void> = AtomicPtr::new(null_mut());
     let mut handle = HANDLE.load(Ordering::Relaxed);
@@ -191,14 +191,14 @@ fn handle() -> Result<*mut c_void, Error> {
             let said = said.map_or_else(|| "no reason given".into(), CStr::to_string_lossy);
             return Err(Error::new(Kind::Os(libc::ENOSYS), format!("libtirpc cannot be loaded: {said}")));
         }
-        // Another thread may have stored it, which is the same one.
+        // Another thread may have stored it already: it is the same handle.
         HANDLE.store(handle, Ordering::Relaxed);
     }
     Ok(handle)
 }
 
-/// Puts this library into the global scope, if the program has loaded it privately: libtirpc's own calls of what
-/// [`interpose`](super::interpose) defines have to find it there.
+/// Puts this library into the global scope, if the program has loaded it privately: libtirpc's own calls of functions that
+/// [`interpose`](super::interpose) defines have to find them there.
 fn show_ourselves() {
     let mut found = MaybeUninit::<libc::Dl_info>::uninit();
     // SAFETY: an address of ours, and room for what is said of it.
@@ -211,12 +211,12 @@ fn show_ourselves() {
         // SAFETY: a string that lives as long as this library, which is loaded.
         unsafe { libc::dlopen(name, libc::RTLD_NOW | libc::RTLD_NOLOAD | more) }
     };
-    // The name of a program is none that can be opened so, and a program is there anyway.
+    // If we are part of the program itself, its name cannot be opened like this, but it is in the global scope anyway.
     let own = open(0);
     let mut space: libc::Lmid_t = libc::LM_ID_NEWLM;
     // SAFETY: an open handle, and room for what is asked for.
     if !own.is_null() && unsafe { libc::dlinfo(own, libc::RTLD_DI_LMID, (&raw mut space).cast()) } == 0 {
-        // In others (dlmopen(3)) all see what was loaded first, and glibc crashes at this.
+        // In other namespaces (dlmopen(3)) everything sees what was loaded first, and glibc crashes at this.
         if space == libc::LM_ID_BASE {
             open(libc::RTLD_GLOBAL);
         }
@@ -236,7 +236,7 @@ fn find(place: *mut c_void, name: &CStr, version: &CStr) -> Option<*mut c_void> 
     // SAFETY: a pseudo-handle or an open one, and two strings.
     let found = unsafe { libc::dlvsym(place, name.as_ptr(), version.as_ptr()) };
     if found.is_null() {
-        // The program asks dlerror(3) about its own calls.
+        // Clears the error: the program asks dlerror(3) only about its own calls.
         // SAFETY: no preconditions.
         unsafe { libc::dlerror() };
         return None;

@@ -1,19 +1,20 @@
 //! The netids "rdma" and "rdma6": what netconfig, name-to-address translation and rpcbind say about them.
 //!
-//! Owned here: the two netconfig entries, which exist in no file; the handles that `__rpc_setconf` gives out for the
-//! nettypes "rdma" and "rdma6"; addresses as libtirpc wants them; the look-up of a program at a host's rpcbind, and what
-//! there is to say when rpcbind has no row, or takes none.
+//! Owned here: the two netconfig entries, which exist in no file; the handles that `__rpc_setconf` gives out for the nettypes
+//! "rdma" and "rdma6"; addresses as libtirpc wants them; the look-up of a program at a host's rpcbind, and the error texts for
+//! when rpcbind has no row, or accepts none.
 //!
 //! Left to others: [`super::interpose`] decides when to ask; the stock `taddr2uaddr`, `uaddr2taddr` and
 //! `__rpc_nconf2fd` work for both netids as soon as `__rpc_nconf2sockinfo` says that they are TCP sockets.
 //!
 //! Invariants:
-//! - `/etc/netconfig` never gets such an entry: libtirpc alone takes the unknown netid for descriptor 0 and closes it.
-//! - `nc_proto` is "rdma", so that no class of nettypes and not `__rpc_getconfip("tcp")` picks the entries up, and the
-//!   flag is "-", so that only who asks gets them.
-//! - rpcbind is asked with RPCBPROC_DUMP (RFC 1833 §2.2.1) and never with GETADDR: that one ignores the netid of the
-//!   question, answers for the transport on which it came in, and so may return the port of the TCP service.
-//! - No lock and no allocation in the handles: fork and signal handlers cannot meet them half-way.
+//! - `/etc/netconfig` never gets such an entry: libtirpc without this library takes the unknown netid for descriptor 0 and closes
+//!   it.
+//! - `nc_proto` is "rdma", so that neither a class of nettypes nor `__rpc_getconfip("tcp")` picks the entries up, and the flag is
+//!   "-", so that only those who ask for them get them.
+//! - rpcbind is asked with RPCBPROC_DUMP (RFC 1833 §2.2.1) and never with GETADDR, which ignores the netid in the request,
+//!   answers for the transport on which the request came in, and so may return the port of the TCP service.
+//! - The handles use no lock and no allocation: forks and signal handlers never find them half changed.
 #![allow(unsafe_code)]
 
 use std::ffi::{CStr, c_char, c_int, c_ulong, c_void};
@@ -89,7 +90,7 @@ impl Netid {
         }
     }
 
-    /// What socket(2) is told: a connection is a TCP connection of the program, whatever device it is moved to.
+    /// The arguments for socket(2): to the program a connection is a TCP connection, whatever device it is moved to.
     pub fn sockinfo(self) -> __rpc_sockinfo {
         let (si_af, si_alen) = match self {
             Netid::Rdma => (libc::AF_INET, size_of::<libc::sockaddr_in>()),
@@ -109,7 +110,7 @@ impl Netid {
         &ENTRIES[self as usize].0
     }
 
-    /// The entry of tcp over the same family, for what goes over tcp though one of our netids is asked for.
+    /// The entry of tcp in the same address family, for what goes over tcp although one of our netids was asked for.
     pub fn stock(self) -> *const netconfig {
         static ENTRIES: [Entry; 2] = [Entry::tcp(Netid::Rdma), Entry::tcp(Netid::Rdma6)];
         &ENTRIES[self as usize].0
@@ -157,7 +158,7 @@ impl Netid {
         }
     }
 
-    /// The other one.
+    /// The other netid.
     fn other(self) -> Netid {
         match self {
             Netid::Rdma => Netid::Rdma6,
@@ -165,7 +166,7 @@ impl Netid {
         }
     }
 
-    /// Its addresses, in words for people.
+    /// The family of its addresses, as named in messages.
     fn family(self) -> &'static str {
         match self {
             Netid::Rdma => "IPv4",
@@ -213,7 +214,7 @@ impl Entry {
         })
     }
 
-    /// What /etc/netconfig says of the stock netid beside ours.
+    /// What /etc/netconfig says of the stock netid that corresponds to ours.
     const fn tcp(netid: Netid) -> Entry {
         let name = match netid {
             Netid::Rdma => c"tcp",
@@ -230,8 +231,8 @@ impl Entry {
 
 /// The handles that `__rpc_setconf` gives out for our nettypes.
 ///
-/// A handle is the address of its slot, so that ours are told from libtirpc's by where they point; the slot counts
-/// what `__rpc_getconf` has still to return, plus one. Programs hold a handle during one creation only.
+/// A handle is the address of its slot, so that ours can be told from libtirpc's by where they point. The slot counts the entries
+/// that `__rpc_getconf` has still to return, plus one. Programs hold a handle only while they create a client or a server.
 pub mod nettype {
     use super::*;
 
@@ -305,7 +306,7 @@ pub mod nettype {
 }
 
 impl Sockaddr {
-    /// The `netbuf` that names it; good as long as `self` is not moved.
+    /// A `netbuf` that points to this address; valid as long as `self` is not moved.
     pub fn netbuf(&mut self) -> netbuf {
         let len = self.as_bytes().len() as u32;
         netbuf { maxlen: len, len, buf: self.as_mut_ptr().cast() }
@@ -320,7 +321,7 @@ impl Sockaddr {
 /// The mark of being inside the library must be set: everything here goes over stock tcp.
 ///
 /// # Errors
-/// Unknown host, no address of the netid's family, no rpcbind, not registered. rpcbind itself is not there over rdma.
+/// Unknown host, no address of the netid's family, no rpcbind, not registered. rpcbind itself cannot be reached over rdma.
 pub fn look_up(
     host: Option<&CStr>,
     prog: u32,
@@ -347,7 +348,7 @@ pub fn look_up(
     Err(failure.unwrap_or_else(|| not_registered(prog, netid, &name, &[])))
 }
 
-/// Says where the program is registered instead, which tells what to do.
+/// An error that says where the program is registered instead, and so what to do.
 fn not_registered(prog: u32, netid: Netid, host: &str, rows: &[Row]) -> Error {
     let of = |name: &str| rows.iter().filter(|row| row.netid == name).map(|row| row.uaddr.as_str()).next();
     let mut others: Vec<&str> = rows.iter().map(|row| row.netid.as_str()).collect();
@@ -370,7 +371,7 @@ fn not_registered(prog: u32, netid: Netid, host: &str, rows: &[Row]) -> Error {
     Error::new(Kind::NotRegistered, text)
 }
 
-/// Why this machine's rpcbind has just refused to register the program, as far as it tells.
+/// Why this machine's rpcbind has just refused to register the program, as far as can be told.
 ///
 /// The mark of being inside the library must be set.
 pub fn refused(prog: u32, vers: u32, netid: Netid, _: &Inside) -> String {
@@ -391,7 +392,7 @@ pub fn refused(prog: u32, vers: u32, netid: Netid, _: &Inside) -> String {
 /// The rows of this machine's rpcbind.
 fn look_at_rows(netid: Netid, prog: u32) -> Result<Vec<Row>, Error> {
     let mut failure = Error::new(Kind::Rpcbind, "no address of this machine");
-    // Where IPv6 is off, rpcbind is there over IPv4 all the same.
+    // Where IPv6 is off, rpcbind can still be reached over IPv4.
     for netid in [netid, Netid::Rdma] {
         for at in resolve(None, "localhost", netid)? {
             match dump(at, netid, Some(libc::timeval { tv_sec: 5, tv_usec: 0 }), Some(prog)) {
@@ -464,7 +465,7 @@ pub struct Row {
     pub owner: String,
 }
 
-/// Chooses a row and says where it really is, as seen from a client of the host at `at`.
+/// Chooses a row and returns its address as seen from a client of the host at `at`.
 fn choose(rows: &[Row], vers: u32, at: SocketAddr, netid: Netid) -> Option<SocketAddr> {
     let name = netid.name().to_string_lossy();
     let usable = |row: &Row| {
@@ -473,7 +474,7 @@ fn choose(rows: &[Row], vers: u32, at: SocketAddr, netid: Netid) -> Option<Socke
         }
         let mut address = parse_uaddr(&row.uaddr, netid)?;
         if address.ip().is_unspecified() {
-            // The scope comes with it: a link-local host is reachable only through its interface.
+            // Its scope comes with it: a link-local host is reachable only through its interface.
             address = SocketAddr::new(at.ip(), address.port());
             if let (SocketAddr::V6(address), SocketAddr::V6(at)) = (&mut address, &at) {
                 address.set_scope_id(at.scope_id());
@@ -501,7 +502,7 @@ fn parse_uaddr(uaddr: &str, netid: Netid) -> Option<SocketAddr> {
     if port == 0 { None } else { Some(SocketAddr::new(ip, port)) }
 }
 
-/// What rpcbind at `at`, of the family of `netid`, lists for `prog` (all programs if `None`), on whatever netid.
+/// What rpcbind at `at`, of the family of `netid`, lists for `prog` (all programs if `None`), on any netid.
 fn dump(
     at: SocketAddr,
     netid: Netid,
@@ -511,12 +512,12 @@ fn dump(
     let (create, library) = (real::CLNT_TLI_CREATE.get()?, library()?);
     let mut address = Sockaddr::from(at);
     let mut address = address.netbuf();
-    // Our own entry does for the stock function: it asks for a TCP socket of the right family and nothing more.
+    // Our own entry will do for the stock function: it asks for a TCP socket of the right family and nothing more.
     // SAFETY: the entry and the address live across the call; the entry is not written.
     let clnt = unsafe { create(RPC_ANYFD, netid.entry(), &mut address, RPCBPROG, RPCBVERS4, 0, 0) };
     // SAFETY: NULL, or a handle that only we know, until it is destroyed below.
     let Some(handle) = (unsafe { ffi::reference(clnt) }) else {
-        // SAFETY: written only by this thread, which is here.
+        // SAFETY: only this thread writes it, and it is here.
         let why =
             createerr().map_or(rpc_err::new(clnt_stat::FAILED, 0), |why| unsafe { why.read() }.cf_error);
         return Err(Error::new(
@@ -577,38 +578,38 @@ fn call_dump(
     unsafe { cl_call(clnt, RPCBPROC_DUMP, nothing, null_mut(), Some(xdr_listing), results, timeout) }
 }
 
-/// What is kept of rpcbind's list, which is taken row by row: it is another host's, and may have no end.
+/// What is kept of rpcbind's list, which is decoded row by row: it comes from another host, and may be endless.
 struct Listing<'a> {
     library: &'a Library,
     /// All programs if `None`.
     prog: Option<u32>,
     rows: Vec<Row>,
-    /// Bytes of all rows that have come.
+    /// Bytes of all rows received so far.
     taken: usize,
     until: Instant,
-    /// It is too much, or takes too long.
+    /// The list is too long, or takes too long.
     given_up: bool,
 }
 
-/// Thousands of rows.
+/// Bytes: enough for thousands of rows.
 const MOST: usize = 2 << 20;
 
 impl Listing<'_> {
     fn new(library: &Library, prog: Option<u32>, timeout: libc::timeval) -> Listing<'_> {
-        // Whoever waits for a moment only gets a list that has come already.
+        // A caller that waits only for a moment still gets a list that has already arrived.
         let seconds = u64::try_from(timeout.tv_sec).unwrap_or(0).clamp(1, 86_400);
         let until = Instant::now() + Duration::from_secs(seconds + 1);
         Listing { library, prog, rows: Vec::new(), taken: 0, until, given_up: false }
     }
 
-    /// False: it cannot be decoded, or is given up.
+    /// Returns false if the list cannot be decoded, or is given up.
     fn decode(&mut self, xdrs: *mut XDR) -> bool {
-        // With other credentials libtirpc asks, and decodes, once more.
+        // libtirpc may ask once more with other credentials, and then decodes again.
         self.rows.clear();
         self.taken = 0;
         loop {
             let mut follows: bool_t = 0;
-            // SAFETY: libtirpc's own stream, at work, and a bool_t that may be written.
+            // SAFETY: libtirpc's own stream, in use, and a writable bool_t.
             if unsafe { (self.library.xdr_bool)(xdrs, &mut follows) } == 0 {
                 return false;
             }
@@ -623,7 +624,7 @@ impl Listing<'_> {
             if decoded {
                 self.take(&map);
             }
-            // SAFETY: the proc is the one that decoded it, or a part of it, and what is kept was copied.
+            // SAFETY: this is the procedure that decoded the object, or a part of it, and what is kept was copied.
             unsafe { (self.library.xdr_free)(Some(self.library.xdr_rpcb), object) };
             if !decoded {
                 return false;
@@ -650,7 +651,7 @@ impl Listing<'_> {
 
 unsafe extern "C-unwind" fn xdr_listing(xdrs: *mut XDR, listing: *mut c_void) -> c_int {
     ffi::guard(|| {
-        // SAFETY: call_dump names this procedure with a Listing, which nobody else has meanwhile.
+        // SAFETY: call_dump passes this procedure a Listing, which nobody else uses meanwhile.
         let listing = unsafe { &mut *listing.cast::<Listing>() };
         Ok(c_int::from(listing.decode(xdrs)))
     })

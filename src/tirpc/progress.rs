@@ -1,4 +1,4 @@
-//! What wakes the program's loop beside a readable connection: one transport of ours whose descriptor is an epoll set.
+//! What wakes the program's loop besides a readable connection: one transport of ours whose descriptor is an epoll set.
 //!
 //! It is registered only while a connection has unsent bytes or a startup under way, or there is an errand: programs made
 //! by rpcgen count the registered descriptors to find out whether they are idle.
@@ -23,31 +23,31 @@ use crate::tirpc::{
 use crate::wait::WakeSet;
 use crate::{fork, log_warn, memory, process, stats, wait};
 
-/// How long one that was looked at, and is late still, is left alone.
+/// How long an entry that was looked at and is still late is left alone.
 const LATER: Duration = Duration::from_millis(10);
 
 struct Progress {
     /// Made at first use.
     set: Option<WakeSet>,
-    /// The process that made it, or made it anew.
+    /// The process that made it, or last renewed it.
     generation: u64,
-    /// A tree, of small blocks, which the reserve of memory has too.
+    /// A tree: it takes small blocks, which the memory reserve can supply too.
     entries: BTreeMap<RawFd, Entry>,
-    /// Of those that have one: the deadline.
+    /// The deadlines of those entries that have one.
     deadlines: BTreeSet<(Instant, RawFd)>,
-    /// Those that hold memory which others may wait for, and how many wait.
+    /// Entries that hold memory that others may wait for, and how many entries wait.
     holding: BTreeSet<RawFd>,
     waiting: usize,
-    /// How many wake the loop.
+    /// How many entries wake the loop.
     waking: usize,
     /// When the alarm goes off.
     armed: Option<Instant>,
-    /// What the errands are, once somebody has asked for them.
+    /// The functions of the errands, once somebody has asked for them.
     errands: Errands,
     xprt: *mut SVCXPRT,
 }
 
-/// The transport whose set libtirpc's loop polls. A signal handler may call svc_exit(3), with which it forgets that.
+/// The transport whose set libtirpc's loop polls. A signal handler may call svc_exit(3), with which libtirpc forgets it.
 static REGISTERED: AtomicPtr<SVCXPRT> = AtomicPtr::new(null_mut());
 
 // SAFETY: the bare transport's memory is ours and lives for ever; the table is used under its lock only.
@@ -60,7 +60,7 @@ struct Entry {
 
 /// A transport that the program's loop is woken for: a connection of ours, or what may become one.
 pub trait Watched: Send + Sync {
-    /// Moves what can move; destroys what took too long. `crowded`: others wait for memory that it may hold.
+    /// Makes what progress is possible; destroys what took too long. `crowded`: others wait for memory that it may hold.
     fn wake(&self, crowded: bool);
 
     /// The connection, if this process has accepted it.
@@ -68,7 +68,7 @@ pub trait Watched: Send + Sync {
         None
     }
 
-    /// Since when nothing has moved; `None` while a request is under way, of either end.
+    /// Since when nothing has happened; `None` while a request of either end is under way.
     fn idle_since(&self) -> Option<Instant>;
 
     /// What libtirpc knows it by.
@@ -84,7 +84,7 @@ pub struct Wants {
     pub pulling: bool,
     /// Since when it waits for memory that others hold.
     pub memory: Option<Instant>,
-    /// Since when its peer has taken nothing of what waits for it.
+    /// Since when its peer has taken nothing of what waits to be sent to it.
     pub stands: Option<Instant>,
 }
 
@@ -98,24 +98,25 @@ impl Wants {
     }
 }
 
-/// What the loop does once beside, in its next turn or later. Each is kept in the place of a descriptor.
+/// Something that the loop does once, in its next turn or later. Each is kept under a number of its own, in place of a
+/// descriptor.
 #[derive(Clone, Copy)]
 pub enum Errand {
-    /// Listeners on adapters are to be opened, or ended.
+    /// Listeners on adapters are to be opened or ended.
     Adapters,
     /// The same for those beside datagram transports.
     Beside,
-    /// Requests are there that were left for the loop.
+    /// There are requests that were left for the loop.
     Left,
-    /// A routine may run a loop which does not know of all requests ([`crate::tirpc::left`]).
+    /// A routine may be running a loop that does not know of all requests ([`crate::tirpc::left`]).
     Inside,
-    /// Long Calls are to be pulled that nobody else may see to.
+    /// Long Calls are to be pulled that nobody else may attend to.
     Pulls,
-    /// Pages are to be given back that were kept for long messages.
+    /// Pages that were kept for long messages are to be given back.
     Pages,
 }
 
-/// By [`Errand`].
+/// Indexed by [`Errand`].
 type Errands = [Option<fn()>; 6];
 
 impl Errand {
@@ -124,13 +125,14 @@ impl Errand {
     }
 }
 
-/// Has the loop call `what` at that time, and not at an earlier or later one that this errand had. No guard reaches over it.
+/// Has the loop call `what` at `time`, replacing any earlier or later time that this errand had. No guard is in force during that
+/// call.
 pub fn call_at(errand: Errand, time: Instant, what: fn()) {
     table().errands[errand as usize] = Some(what);
     again(errand, time);
 }
 
-/// The same as the last time. Nothing, if there was none.
+/// The same with the function that was given last. Does nothing if there was none.
 pub fn again(errand: Errand, time: Instant) {
     if table().errands[errand as usize].is_some() {
         want(errand.key(), Wants { deadline: Some(time), ..Wants::default() }, nobody);
@@ -140,8 +142,8 @@ pub fn again(errand: Errand, time: Instant) {
 /// When the loop looks at kept pages, by [`stats::tick`]; 0: it will not.
 static COOLS: AtomicU64 = AtomicU64::new(0);
 
-/// Has memory that is kept for messages in a series be given back when none has come for a while, though nothing else may come
-/// either. Whoever may have given back some calls it: the loop before it sleeps, and what serves beside it.
+/// Sees to it that memory kept for a series of messages is given back when none has come for a while, even if nothing else
+/// happens. Called by whoever may have put back such memory: the loop before it sleeps, and what serves beside it.
 #[inline]
 pub fn cool_down() {
     if driver::is_warm() {
@@ -151,7 +153,7 @@ pub fn cool_down() {
 
 #[cold]
 fn cool_in_time() {
-    /// So late it was lost, with the loop that the program has left, or with the process that this one was forked from.
+    /// An errand this late was lost, with a loop that the program has left or with the process that this one was forked from.
     const LOST: u64 = 10_000_000_000;
     let (now, at) = (stats::tick(), COOLS.load(Relaxed));
     if at == 0 || now > at + LOST {
@@ -172,7 +174,7 @@ fn cool_later(time: Duration) {
     });
 }
 
-/// Of an errand, and of what wants nothing.
+/// The `who` of an errand, and of what wants nothing.
 fn nobody() -> Weak<dyn Watched> {
     enum Nobody {}
     impl Watched for Nobody {
@@ -193,7 +195,7 @@ static WAKE: xp_ops = xp_ops { xp_recv: Some(wake), ..LISTENING };
 
 static TABLE: fork::Lock<Progress> = fork::Lock::new();
 
-/// What the loop polls for all of it; -1 before there is anything.
+/// The descriptor that the loop polls for all of this; -1 before there is anything.
 pub fn fd() -> RawFd {
     table().set.as_ref().map_or(-1, WakeSet::fd)
 }
@@ -243,7 +245,7 @@ pub fn all_is_forgotten() {
     REGISTERED.store(null_mut(), Relaxed);
 }
 
-/// Whether the loop comes to what is due.
+/// Whether the loop will get to what is due.
 pub fn is_polled() -> bool {
     !REGISTERED.load(Relaxed).is_null()
 }
@@ -265,9 +267,9 @@ pub fn left_loop() {
     finish();
 }
 
-/// Sends what waits, now that the program has left its loop or ends: nobody else would.
+/// Sends what waits to be sent, now that the program has left its loop or is ending: nobody else would.
 pub fn finish() {
-    // exit(3) may have been called in the midst of anything, also of what holds the lock.
+    // exit(3) may have been called in the middle of anything, even while this lock is held.
     let mut tries = 100;
     let table = loop {
         match TABLE.try_lock() {
@@ -286,7 +288,7 @@ pub fn finish() {
     send_rest(&servers, Wait::END);
 }
 
-/// Has exit(3) do so.
+/// Has exit(3) call [`finish`].
 fn send_at_exit() {
     extern "C" fn exits() {
         guard(|| {
@@ -332,9 +334,9 @@ impl Progress {
         self.waking += usize::from(wants.wakes());
     }
 
-    /// What is to be looked at: what can be written, what is late, and while some wait for memory who holds it, those whose
-    /// peers have stood longest first; then those that wait for it, the oldest first. Without memory for all of them it is
-    /// some, and the others when these have had their turn.
+    /// What is to be looked at: what can be written, what is late and, while some wait for memory, what holds it, starting with
+    /// those whose peers have taken nothing for longest; then those that wait for memory, the oldest first. If there is no memory
+    /// for all of them, some are returned, and the others when these have had their turn.
     fn due(&self, now: Instant) -> Vec<(RawFd, Weak<dyn Watched>)> {
         let writable = self.set.iter().flat_map(WakeSet::ready).map(|key| key as RawFd);
         let late = self.deadlines.range(..=(now, RawFd::MAX)).map(|(_, fd)| *fd);
@@ -349,12 +351,12 @@ impl Progress {
         as_many_as_fit(due.into_iter().map(|(fd, e)| (fd, e.who.clone())))
     }
 
-    /// Sets the alarm to the first deadline. `looked`: at all that is late; it is left alone for a while.
+    /// Sets the alarm to the first deadline. `looked`: all that is late has been looked at, and is left alone for a while.
     fn arm(&mut self, looked: bool) -> Result<(), Error> {
         let now = Instant::now();
         let first =
             self.deadlines.first().map(|(at, _)| if looked && *at <= now { now + LATER } else { *at });
-        // One that is over was taken by who had it too, if it is this one's still.
+        // An alarm that is over but still recorded here was consumed by another process that shared it: it is set again.
         if (first != self.armed || first.is_some_and(|at| at <= now))
             && let Some(set) = &self.set
         {
@@ -364,7 +366,7 @@ impl Progress {
         Ok(())
     }
 
-    /// The first errand that is due, which is none any more; what is late beside it is left alone for a while.
+    /// Takes the first errand that is due out of the table; whatever else is late is left alone for a while.
     fn take_errand(&mut self, now: Instant) -> Option<fn()> {
         let mut late = self.deadlines.range(..=(now, RawFd::MAX)).map(|(_, key)| *key);
         let key = late.find(|key| *key < 0);
@@ -378,19 +380,19 @@ impl Progress {
         index.and_then(|index| *self.errands.get(index)?)
     }
 
-    /// Sees to it that there is a set of this process. True if it is a fresh one, which knows every entry then: one that
-    /// cannot be watched spoils it for no other.
+    /// Makes sure that this process has a set of its own. Returns true if the set is a fresh one, which then knows every entry:
+    /// one that cannot be watched does not affect the others.
     fn own_set(&mut self) -> Result<bool, Error> {
         let generation = fork::generation();
         match &mut self.set {
-            // In a forked child the set still belongs to the parent as well: it gets one of its own.
+            // In a forked child the set still belongs to the parent as well: the child gets one of its own.
             Some(set) if self.generation != generation => {
                 let before = set.fd();
                 set.renew()?;
                 let fd = set.fd();
                 if fd != before && self.is_registered() {
                     REGISTERED.store(null_mut(), Relaxed);
-                    // Of this process's table only.
+                    // This affects only the table of this process.
                     // SAFETY: registered before.
                     unsafe { xprt_unregister(self.xprt) };
                 }
@@ -425,20 +427,20 @@ impl Progress {
         self.settle(false)
     }
 
-    /// Sets the alarm, as [`Progress::arm`], and has the loop poll for it if there is something to wait for.
+    /// Sets the alarm, as [`Progress::arm`] does, and has the loop poll for it if there is something to wait for.
     fn settle(&mut self, looked: bool) -> Result<(), Error> {
         self.own_set()?;
         self.arm(looked)?;
         self.set.as_ref().map(WakeSet::fd).map_or(Ok(()), |fd| self.register(fd))
     }
 
-    /// Not if the table is a forked child's own, and the transport that it has inherited its parent's.
+    /// False if the table is a forked child's own and the registered transport is one inherited from its parent.
     fn is_registered(&self) -> bool {
         !self.xprt.is_null() && REGISTERED.load(Relaxed) == self.xprt
     }
 
     fn register(&mut self, fd: RawFd) -> Result<(), Error> {
-        // After svc_exit(3) a registration would have svc_run go on, with this one transport.
+        // After svc_exit(3) a registration would make svc_run go on, with this one transport.
         let wanted = self.waking > 0 && !nothing_is_registered();
         if wanted == self.is_registered() {
             return Ok(());
@@ -460,17 +462,17 @@ impl Progress {
     }
 }
 
-/// Moves what can move; destroys what took too long; does the errands that are due.
+/// Makes what progress is possible; destroys what took too long; does the errands that are due.
 unsafe extern "C-unwind" fn wake(xprt: *mut SVCXPRT, message: *mut rpc_msg) -> bool_t {
     guard_passing_in_steps(|| {
         let now = Instant::now();
         let mut errand = step(|| {
             let _uncancelled = Uncancelled::now();
-            // What an errand has served is called from deeper in the stack.
+            // Whatever an errand serves is called from deeper in the stack.
             PROGRAM.dispatches(message.addr());
             move_on(xprt, now)
         })?;
-        // One may run the program, which may not return: those that are left stay in the table meanwhile.
+        // An errand may run the program, which may not return: the remaining ones stay in the table meanwhile.
         while let Some(what) = errand {
             what();
             errand = step(|| Ok(table().take_errand(now)))?;
@@ -484,7 +486,7 @@ fn move_on(xprt: *mut SVCXPRT, now: Instant) -> Result<Option<fn()>, Error> {
     let (crowded, due) = {
         let mut table = table();
         if table.xprt != xprt {
-            // That of a parent, which had the table at the fork: what makes it readable is not for this process.
+            // It is the transport of a parent whose table was taken at the fork: what makes it readable is not for this process.
             // SAFETY: registered; it lives for ever.
             unsafe { xprt_unregister(xprt) };
             return Ok(None);
@@ -501,7 +503,7 @@ fn move_on(xprt: *mut SVCXPRT, now: Instant) -> Result<Option<fn()>, Error> {
     for (fd, who) in due.into_iter().filter(|(fd, _)| *fd >= 0) {
         match who.upgrade() {
             Some(who) => who.wake(crowded),
-            // Unless its number is another one's by now.
+            // Unless another one has its number by now.
             None if is_gone(fd) => forget(fd),
             None => {}
         }
@@ -531,7 +533,7 @@ mod tests {
         assert!(progress.own_set().unwrap());
         let set = progress.set.as_ref().unwrap();
         for stream in &streams {
-            // A second time it cannot be added.
+            // It cannot be added a second time.
             let added = set.watch_writable(stream.as_raw_fd(), true);
             assert_eq!(added.unwrap_err().raw_os_error(), Some(libc::EEXIST));
         }
@@ -549,7 +551,7 @@ mod tests {
             progress.note(errand.key(), Wants { deadline, ..Wants::default() }, nobody);
         }
         assert!(progress.take_errand(now).is_some());
-        // What is late is looked at once more soon.
+        // What is late is looked at again soon.
         let armed = progress.armed.unwrap();
         assert_eq!((progress.waking, armed < Instant::now() + LATER), (2, true));
         assert!(progress.take_errand(now).is_some() && progress.take_errand(now).is_none());
@@ -598,7 +600,7 @@ mod tests {
                 let is_polled = || unsafe { polled() }.any(|fd| fd == parents);
                 let before = is_polled() && wait::until(parents, wait::IN, None, None).unwrap();
                 call_at(Errand::Left, Instant::now() + Duration::from_secs(60), || {});
-                // SAFETY: as its loop does that finds the descriptor readable.
+                // SAFETY: as the child's loop does when it finds the descriptor readable.
                 unsafe { (library().unwrap().svc_getreq_common)(parents) };
                 // SAFETY: as above.
                 let own = unsafe { polled() }.any(|polled| polled == fd());

@@ -1,17 +1,17 @@
 //! `svc_run`, at a cost that does not grow with the number of transports.
 //!
-//! libtirpc's own copies `svc_pollfd` and polls all of it for each event. Here the same descriptors are in an epoll(7) set,
-//! which `xprt_register` and `xprt_unregister` keep, and `svc_getreq_poll` is given what is ready; a few of them are polled as
-//! there, which costs less than epoll's bookkeeping of each message. All else is as there: the loop ends after svc_exit(3), a
-//! signal does not end it, its thread may be cancelled while it sleeps, and a dispatch routine may throw. It may be entered by
-//! several threads, and again by a dispatch routine.
+//! libtirpc's own `svc_run` copies `svc_pollfd` and polls all of it for each event. Here the same descriptors are in an epoll(7)
+//! set, which `xprt_register` and `xprt_unregister` maintain, and `svc_getreq_poll` is given those that are ready; if there are
+//! only a few, they are polled as in libtirpc, which costs less than epoll's bookkeeping for each message. All else is as in
+//! libtirpc: the loop ends after svc_exit(3), a signal does not end it, its thread may be cancelled while it sleeps, and a
+//! dispatch routine may throw. The loop may be entered by several threads, and again by a dispatch routine.
 //!
 //! # Invariants
-//! - A program may write into `svc_pollfd` by hand. What it takes out is not served from then on; what it puts in
-//!   [`Set::compare`] finds: at each turn while the table is short, else once in so many turns that each has the same share of
-//!   it, and [`SOON`] after the last turn at the latest.
-//! - What epoll cannot watch (a file, a descriptor that was closed by hand) has the loop use poll(2) as libtirpc does.
-//! - Nothing is locked, and nothing of ours lives on the stack, while it sleeps or dispatches.
+//! - A program may write into `svc_pollfd` by hand. What it takes out is not served from then on. What it puts in is found by
+//!   [`Set::compare`]: at each turn while the table is short, otherwise only every few turns, so that each turn looks at [`EACH`]
+//!   entries on average, and [`SOON`] after the last turn at the latest.
+//! - What epoll cannot watch (a file, a descriptor that was closed by hand) makes the loop use poll(2) as libtirpc does.
+//! - Nothing is locked, and nothing of ours lives on the stack, while the loop sleeps or dispatches.
 #![allow(unsafe_code)]
 
 use std::cell::Cell;
@@ -42,16 +42,16 @@ const SOON: c_int = 10;
 /// Entries of the table that are looked at in each turn, on average.
 const EACH: usize = 512;
 
-/// Milliseconds after which a loop without an epoll set looks whether it has been ended: no bell wakes it.
+/// Milliseconds after which a loop without an epoll set checks whether it has been ended: no bell wakes it.
 const AGAIN: c_int = 100;
 
 /// Descriptors that one turn hands out.
 const MOST: usize = 64;
 
-/// So many transports are polled: with four clients that call, a null call costs a tenth less.
+/// Up to this many transports are polled: with four clients that call, a null call then costs a tenth less.
 const FEW: usize = 16;
 
-// Both are cancellation points: the end of the thread passes through them.
+// Both are cancellation points: a cancelled thread unwinds through them.
 unsafe extern "C-unwind" {
     fn poll(fds: *mut libc::pollfd, count: libc::nfds_t, timeout: c_int) -> c_int;
     fn epoll_wait(set: c_int, events: *mut libc::epoll_event, most: c_int, timeout: c_int) -> c_int;
@@ -73,11 +73,11 @@ struct Set {
     stale: bool,
     /// Something in it cannot be watched.
     incomplete: bool,
-    /// A loop may sleep in poll(2), which must be woken for what is registered meanwhile.
+    /// A loop may be asleep in poll(2), and must be woken when something is registered.
     polled: bool,
     /// Counts comparisons.
     mark: u32,
-    /// Counts those that were ready.
+    /// Counts descriptors that were ready.
     served: u64,
     /// Transports of libtirpc that a thread serves.
     muted: FxHashMap<RawFd, u64>,
@@ -96,21 +96,21 @@ enum Kind {
 
 #[derive(Clone, Copy, Default)]
 struct Watched {
-    /// 0: it is not.
+    /// 0: it is not watched.
     events: i16,
-    /// Whether it accepts connections, or takes datagrams, or is served behind those.
+    /// Whether it accepts connections, or takes datagrams, or is served after those.
     kind: Kind,
     /// Where it is in the table.
     place: usize,
     /// The comparison that found it there.
     mark: u32,
-    /// [`Set::served`] when it was ready last.
+    /// [`Set::served`] when it was last ready.
     served: u64,
 }
 
 static SET: fork::Lock<Set> = fork::Lock::new();
 
-/// Loops that run. In a forked child, those of its parent too.
+/// How many loops run. In a forked child, those of its parent count too.
 static LOOPS: AtomicUsize = AtomicUsize::new(0);
 
 fn lock() -> MutexGuard<'static, Set> {
@@ -125,15 +125,15 @@ thread_local! {
     static HERE: Cell<u32> = const { Cell::new(0) };
 }
 
-/// Whether the calling thread is in the only loop of ours, which goes on when a routine has returned: no other one sleeps, and
-/// would not look at busy connections.
+/// Whether the calling thread is in the only loop of ours, which goes on when a routine has returned: then no other loop can be
+/// asleep and overlook busy connections.
 pub fn is_alone_here() -> bool {
     HERE.get() > 0 && LOOPS.load(Relaxed) == 1
 }
 
 /// Wakes a loop that sleeps, if there is one. A signal handler may do that.
 pub fn ring() {
-    // Either the bell is seen here, or what it is rung for by who has just made it.
+    // Either this thread sees the bell, or the one that has just made the bell sees what it is rung for.
     fence(SeqCst);
     let bell = BELL.load(Relaxed);
     if bell >= 0 && LOOPS.load(Relaxed) > 0 {
@@ -144,10 +144,10 @@ pub fn ring() {
 
 static ONE: u64 = 1;
 
-/// What the next turn of a loop is.
+/// What the next turn of a loop waits for.
 #[derive(Clone, Copy)]
 enum Turn {
-    /// The set, and for how long.
+    /// The epoll set, and for how long.
     Epoll(RawFd, c_int),
     /// At most [`FEW`] of libtirpc's table, and the bell.
     Few,
@@ -160,15 +160,15 @@ pub fn enter() {
     LOOPS.fetch_add(1, Relaxed);
     HERE.set(HERE.get() + 1);
     if HERE.get() > 1 {
-        // Inside of another one, or instead of one that the program has jumped out of.
+        // Inside another one, or instead of one that the program has jumped out of.
         busy::leave_all();
     }
 }
 
-/// It has ended.
+/// A loop has ended.
 pub fn leave() {
     HERE.set(HERE.get().saturating_sub(1));
-    // Who looks at them next does so when their descriptors tell.
+    // Whoever serves the busy connections next learns from their descriptors that something has come.
     busy::leave_all();
     if LOOPS.fetch_sub(1, Relaxed) == 1 {
         let mut set = lock();
@@ -181,24 +181,25 @@ fn held() -> Option<MutexGuard<'static, Set>> {
     (LOOPS.load(Relaxed) > 0).then(lock)
 }
 
-/// The same. A forked child makes its own when its loop goes on: what it does to its parent's is done there.
+/// The same, if this process has made it. A forked child makes its own when its loop goes on: what it did to its parent's set
+/// would take effect in the parent.
 fn current() -> Option<MutexGuard<'static, Set>> {
     held().filter(|set| set.generation == fork::generation())
 }
 
-/// Does something while no other thread registers transports, if a loop runs.
+/// Runs `what`. If a loop runs, no other thread registers transports meanwhile.
 pub fn locked<T>(what: impl FnOnce() -> T) -> T {
     let _set = current();
     what()
 }
 
-/// Has libtirpc put `fd` into its table, which no loop looks at meanwhile, nor svc_exit(3) empties. What `real` returns:
-/// whether it has done so.
+/// Has libtirpc put `fd` into its table, which no loop looks at and svc_exit(3) does not empty meanwhile. Returns what `real`
+/// returns: whether it has done so.
 pub fn register(fd: RawFd, real: impl FnOnce() -> bool) -> bool {
     let Some(mut set) = held() else { return real() };
     let done = real();
     if done && set.generation == fork::generation() {
-        // Others it passes over.
+        // libtirpc ignores others.
         // SAFETY: takes nothing.
         if fd >= 0 && library().is_ok_and(|library| fd < unsafe { (library._rpc_dtablesize)() }) {
             set.muted.remove(&fd);
@@ -222,8 +223,8 @@ pub fn unregister(fd: RawFd, real: impl FnOnce()) {
     set.stale = true;
 }
 
-/// Has libtirpc forget its table, as svc_exit(3) does. A loop may look at it meanwhile only if this interrupts it in a signal
-/// handler, as it may libtirpc's own.
+/// Has libtirpc forget its table, as svc_exit(3) does. A loop may be looking at it meanwhile only if a signal handler that calls
+/// this has interrupted it, as may happen to libtirpc's own loop.
 pub fn exit(real: impl FnOnce()) {
     let mut set = SET.try_lock();
     for _ in 0..100 {
@@ -238,7 +239,8 @@ pub fn exit(real: impl FnOnce()) {
     ring();
 }
 
-/// Leaves a transport to a thread, until [`unmute`] with what this returns: the number may be another transport's by then.
+/// Leaves a transport to a thread, until [`unmute`] is called with the serial that this returns: the number may be another
+/// transport's by then.
 pub fn mute(fd: RawFd) -> u64 {
     static SERIAL: AtomicU64 = AtomicU64::new(0);
     let serial = SERIAL.fetch_add(1, Relaxed);
@@ -249,12 +251,12 @@ pub fn mute(fd: RawFd) -> u64 {
     serial
 }
 
-/// Whether it is left to a thread still.
+/// Whether the transport is still left to a thread.
 pub fn is_muted(fd: RawFd, serial: u64) -> bool {
     current().is_none_or(|set| set.muted.get(&fd) == Some(&serial))
 }
 
-/// The loop looks at it again, if it is the same one still.
+/// Has the loop look at it again, if it is still the same transport.
 pub fn unmute(fd: RawFd, serial: u64) {
     if let Some(mut set) = current()
         && set.muted.get(&fd) == Some(&serial)
@@ -264,8 +266,8 @@ pub fn unmute(fd: RawFd, serial: u64) {
     }
 }
 
-/// Whether another descriptor than these has something; `None` where the program has a loop of its own. Called by the
-/// loop's thread.
+/// Whether a descriptor other than these is ready; `None` where the program has a loop of its own, or where not all descriptors
+/// are in the set. Called by the loop's thread.
 pub fn others_wait(except: [RawFd; 2]) -> Option<bool> {
     let set = current()?;
     set.epoll.as_ref().filter(|_| !set.incomplete).map(|epoll| epoll.has_others(except))
@@ -284,7 +286,7 @@ unsafe fn table() -> impl Iterator<Item = (RawFd, i16)> {
     })
 }
 
-/// One of its entries.
+/// The descriptor of one of its entries.
 ///
 /// # Safety
 /// As [`table`].
@@ -295,7 +297,7 @@ unsafe fn entry(index: usize) -> Option<RawFd> {
 }
 
 impl Set {
-    /// The set of this process.
+    /// Makes sure that this process has a set of its own.
     fn own(&mut self) -> Result<(), Error> {
         let generation = fork::generation();
         if self.epoll.is_none() || self.generation != generation {
@@ -311,7 +313,7 @@ impl Set {
         Ok(())
     }
 
-    /// Gives up the epoll set: the next turn makes another one. What threads serve stays theirs.
+    /// Gives up the epoll set: the next turn makes another one. What threads are serving stays theirs.
     fn lose(&mut self, end: fn(Set)) {
         let (generation, muted) = (self.generation, std::mem::take(&mut self.muted));
         end(std::mem::take(self));
@@ -327,13 +329,13 @@ impl Set {
         }
     }
 
-    /// The numbers may be other files' by now: a child closes what it likes.
+    /// Gives up the set without closing it: the numbers may be other files' by now, since a child may close what it likes.
     fn abandon(self) {
         BELL.store(-1, Relaxed);
         std::mem::forget((self.epoll, self.bell));
     }
 
-    /// As [`Set::own`]; it knows all of the table, but for what was written by hand a moment ago.
+    /// As [`Set::own`]; the set then knows all of the table, except for what was written by hand a moment ago.
     ///
     /// # Safety
     /// As [`table`].
@@ -345,7 +347,7 @@ impl Set {
         } else {
             self.turns += 1;
         }
-        // What a thread gives back nothing tells who polls.
+        // A loop asleep in poll(2) would not learn of a transport that a thread gives back.
         self.polled = self.seen.len() <= FEW && self.muted.is_empty();
         Ok(match &self.epoll {
             Some(_) if !self.incomplete && self.polled => Turn::Few,
@@ -356,7 +358,7 @@ impl Set {
         })
     }
 
-    /// Brings the set to what the table says.
+    /// Brings the set in line with the table.
     ///
     /// # Safety
     /// As [`table`].
@@ -396,7 +398,7 @@ impl Set {
     fn watch(&mut self, fd: RawFd, events: i16) {
         let (Some(epoll), Ok(index)) = (&self.epoll, usize::try_from(fd)) else { return };
         let missing = (index + 1).saturating_sub(self.watched.len());
-        // Longer than what the reserve has: until there is memory the loop polls.
+        // This may take more than the memory reserve has: until there is memory, the loop polls.
         if self.watched.try_reserve(missing).is_err() {
             (self.incomplete, self.stale) = (true, true);
             return;
@@ -417,7 +419,7 @@ impl Set {
     }
 
     fn silence(&self) {
-        // Other loops, which sleep yet, are to end too.
+        // The bell rings on after the end: other loops that are still asleep are to end too.
         if let Some(bell) = &self.bell
             && !has_ended()
         {
@@ -425,7 +427,7 @@ impl Set {
         }
     }
 
-    /// The descriptor `fd`, by which the bell was known, has something.
+    /// The descriptor `fd`, by which the bell was known, is ready.
     fn hear(&mut self, fd: RawFd) {
         let mut entry = [wait::PollFd::new(fd, true, false)];
         let rings = wait::poll(&mut entry, Some(Duration::ZERO), None).is_ok_and(|ready| ready > 0);
@@ -444,9 +446,10 @@ impl Set {
         found.filter(|it| it.events != 0)
     }
 
-    /// Whoever was served the longest time ago is first: poll(2) and epoll(7) tell of them in an order of their own. But before
-    /// all others what has come to a listener is accepted, as where it is the first in libtirpc's table: a loop that another's
-    /// routine runs would accept it, and libtirpc's accept(2) then wait for another one. So it is with datagrams.
+    /// The one that was served longest ago comes first: poll(2) and epoll(7) report them in an order of their own. But
+    /// connections to a listener are accepted before all else, as where the listener is the first in libtirpc's table: otherwise
+    /// a loop run by another transport's routine would accept the connection, and libtirpc's accept(2) here would then wait for
+    /// another one. The same goes for datagrams.
     fn put_in_turn(&mut self, ready: &mut Ready) {
         let fds = &mut ready.fds[..ready.count];
         if fds.len() > 1 {
@@ -487,7 +490,7 @@ impl Set {
         unsafe { table() }.any(|(there, _)| there == fd)
     }
 
-    /// Whether what epoll tells of a descriptor is to be handed out.
+    /// Whether a descriptor that epoll reports is to be handed out.
     ///
     /// # Safety
     /// As [`table`].
@@ -500,7 +503,7 @@ impl Set {
             if self.muted.contains_key(&fd) {
                 return false;
             }
-            // It was closed by hand, while another process has it: nothing but another set gets rid of it.
+            // It was closed by hand while another process still has it: only a new set gets rid of it.
             self.lose(Set::close);
             return false;
         };
@@ -517,7 +520,7 @@ fn has_ended() -> bool {
     nothing_is_registered() && polled_table().0.is_null()
 }
 
-/// `None` where the loop has ended.
+/// The next turn; `None` if the loop has ended.
 fn next_turn(is_over: impl Fn() -> bool) -> Option<Turn> {
     if has_ended() || is_over() {
         return None;
@@ -526,9 +529,9 @@ fn next_turn(is_over: impl Fn() -> bool) -> Option<Turn> {
         // SAFETY: this is the loop.
         unsafe { lock().turn() }
     });
-    // Who has ended it before there was a bell could not ring.
+    // Whoever ended it before there was a bell could not ring.
     fence(SeqCst);
-    // Without an epoll set it is done as in libtirpc.
+    // Without an epoll set the turn is as in libtirpc.
     (!has_ended() && !is_over()).then(|| turn.unwrap_or(Turn::Poll))
 }
 
@@ -544,7 +547,8 @@ impl Ready {
         Ready { fds: [libc::pollfd { fd: -1, events: 0, revents: 0 }; MOST], count: 0 }
     }
 
-    /// One more, unless there is no room: it is looked at again then. What a look has found its descriptor may tell of too.
+    /// Adds a descriptor, unless there is no room: then it is looked at again later. The descriptor of a busy connection that a
+    /// look has found may be reported too.
     fn add(&mut self, fd: RawFd, revents: i16) {
         if self.fds().any(|known| known == fd) {
             return;
@@ -569,16 +573,16 @@ pub unsafe fn run() {
     let mut ready = Ready::none();
     // SAFETY: by the contract.
     while unsafe { turn(&mut ready, || false) } {
-        // None, too, where libtirpc's function has been called for all.
+        // The count is also 0 where libtirpc's function has already been called for all.
         if ready.count > 0 {
-            // SAFETY: so many entries.
+            // SAFETY: that many entries.
             unsafe { getreq_poll(ready.fds.as_mut_ptr(), ready.count as c_int) };
         }
     }
 }
 
-/// libtirpc's `svc_getreq_poll`: none without it, where nothing is registered. It runs the program's routines, so that no guard
-/// reaches over it.
+/// libtirpc's `svc_getreq_poll`. Does nothing without libtirpc, since nothing is registered then. It runs the program's routines,
+/// so it is called outside any guard.
 ///
 /// # Safety
 /// As libtirpc's.
@@ -589,8 +593,8 @@ unsafe fn getreq_poll(fds: *mut libc::pollfd, count: c_int) {
     }
 }
 
-/// Sleeps until something is ready; false when the loop ends, also because it `is_over`. What epoll cannot watch is served
-/// here, and with it all that is ready then.
+/// Sleeps until something is ready; returns false when the loop ends, including because it `is_over`. What epoll cannot watch is
+/// served here, together with all that is ready then.
 ///
 /// # Safety
 /// As libtirpc's `svc_run`.
@@ -621,7 +625,7 @@ pub unsafe fn turn(ready: &mut Ready, is_over: impl Fn() -> bool) -> bool {
             busy::are_served();
         }
         let waits = !looks || {
-            // What rests calls its peer: a cancellation point.
+            // A connection that comes to rest signals its peer: a cancellation point.
             let _uncancelled = Uncancelled::now();
             let looked = step(|| {
                 // SAFETY: by the contract.
@@ -644,7 +648,7 @@ pub unsafe fn turn(ready: &mut Ready, is_over: impl Fn() -> bool) -> bool {
     }
 }
 
-/// The same without a sleep, and without telling whether the loop ends. Nothing may be ready.
+/// As [`turn`], without sleeping, and without telling whether the loop ends. It may find nothing ready.
 ///
 /// # Safety
 /// As [`turn`].
@@ -658,14 +662,14 @@ pub unsafe fn glance(ready: &mut Ready, is_over: impl Fn() -> bool) {
             Ok(())
         });
     }
-    // What has failed shows in a turn.
+    // A failure shows in the next turn.
     // SAFETY: by the contract.
     unsafe { turn.ask(false, false, ready) };
 }
 
 impl Turn {
-    /// Asks descriptors, and sleeps until one of them has something if it `waits`; `asks`: it may ask a few times before. What is
-    /// ready is no busy connection any more. False when the loop ends.
+    /// Checks the descriptors, and if it `waits`, sleeps until one of them is ready; `asks`: it may check a few times before it
+    /// sleeps. What is ready is no longer a busy connection. Returns false when the loop ends.
     ///
     /// # Safety
     /// As [`run`].
@@ -686,7 +690,7 @@ impl Turn {
     }
 }
 
-/// Whether a busy connection is to be served, which is `ready` then: the program may have taken it out of the table by hand.
+/// Whether a busy connection is to be served; if so, adds it to `ready`. The program may have taken it out of the table by hand.
 ///
 /// # Safety
 /// As [`run`].
@@ -704,7 +708,7 @@ fn poll_time() -> Duration {
     config::get().map_or(Duration::ZERO, |config| config.poll)
 }
 
-/// Looks at busy connections as long as it may pay. False if descriptors are only to be asked meanwhile.
+/// Looks at busy connections as long as it may pay. Returns false if descriptors are only to be checked in between.
 ///
 /// # Safety
 /// As [`run`].
@@ -733,12 +737,12 @@ unsafe fn look(ready: &mut Ready) -> bool {
 struct Sleep {
     /// Milliseconds, -1 for as long as it takes.
     time: c_int,
-    /// It may ask a few times before it sleeps.
+    /// It may check a few times before it sleeps.
     asks: bool,
 }
 
 impl Sleep {
-    /// What `wait`, which is given a time, finds. If it has failed, errno says why.
+    /// What `wait`, which is called with a timeout, finds. If it has failed, errno says why.
     fn find(&self, wait: impl FnMut(c_int) -> c_int) -> c_int {
         let asks = if self.asks { step(|| Ok(busy::asks(poll_time))).unwrap_or(0) } else { 0 };
         self.ask(asks, wait, |found| {
@@ -749,8 +753,8 @@ impl Sleep {
         })
     }
 
-    /// Asks so often before it sleeps, and `tells` whether that has found something. Not of a failure: telling takes a lock,
-    /// which may change errno.
+    /// Checks `asks` times before it sleeps, and `tells` whether that has found something. It does not tell of a failure: telling
+    /// takes a lock, which may change errno.
     fn ask(&self, asks: u32, mut wait: impl FnMut(c_int) -> c_int, tells: impl Fn(bool)) -> c_int {
         for _ in 0..asks {
             let found = wait(0);
@@ -781,18 +785,18 @@ fn sleeps_on(what: &str) -> bool {
     true
 }
 
-/// One turn.
+/// One turn, with epoll(7).
 ///
 /// # Safety
 /// As [`run`].
 unsafe fn by_epoll(set: RawFd, sleep: Sleep, ready: &mut Ready) -> bool {
     let mut events = [libc::epoll_event { events: 0, u64: 0 }; MOST];
-    // SAFETY: room for so many events.
+    // SAFETY: room for that many events.
     let count = sleep.find(|time| unsafe { epoll_wait(set, events.as_mut_ptr(), MOST as c_int, time) });
     let Ok(count) = usize::try_from(count) else {
         let error = std::io::Error::last_os_error();
         if matches!(error.raw_os_error(), Some(libc::EBADF | libc::EINVAL)) {
-            // The program has closed it, and its number may be another file's.
+            // The program has closed the set, and its number may be another file's.
             let _ = step(|| {
                 lock().lose(Set::abandon);
                 Ok(())
@@ -833,7 +837,7 @@ unsafe fn by_few(sleep: Sleep, ready: &mut Ready) -> bool {
         Ok(0) | Err(_) => return true,
         Ok(count) => count,
     };
-    // SAFETY: so many entries.
+    // SAFETY: that many entries.
     if sleep.find(|time| unsafe { poll(fds.as_mut_ptr(), count as libc::nfds_t, time) }) < 0 {
         return sleeps_on("poll");
     }
@@ -850,7 +854,7 @@ unsafe fn by_few(sleep: Sleep, ready: &mut Ready) -> bool {
     true
 }
 
-/// Takes what is due of what is ready. `polled`: what has been taken out of the table meanwhile may be among it.
+/// Takes those of the ready descriptors that are due. `polled`: some may have been taken out of the table meanwhile.
 ///
 /// # Safety
 /// As [`run`].
@@ -871,12 +875,12 @@ unsafe fn hand_out(events: impl Iterator<Item = (RawFd, i16)>, polled: bool, rea
     });
 }
 
-/// One turn, as libtirpc's: with a copy of the table.
+/// One turn as libtirpc does it, with a copy of the table.
 ///
 /// # Safety
 /// As [`run`].
 unsafe fn by_poll(waits: bool) -> bool {
-    /// Lies in memory of the thread: its end passes through the loop.
+    /// Up to this many lie on the stack: a thread that is cancelled in here then leaves nothing to free.
     const FEW: usize = 1024;
     let mut few = [const { MaybeUninit::<libc::pollfd>::uninit() }; FEW];
     let mut many: Vec<MaybeUninit<libc::pollfd>> = Vec::new();
@@ -902,7 +906,7 @@ unsafe fn by_poll(waits: bool) -> bool {
         Ok((fds.as_mut_ptr().cast::<libc::pollfd>(), copied))
     });
     let Ok((fds, count)) = copied else { return true };
-    // SAFETY: so many entries, all written.
+    // SAFETY: that many entries, all written.
     let ready = unsafe { poll(fds, count as libc::nfds_t, if waits { AGAIN } else { 0 }) };
     if ready < 0 {
         return sleeps_on("poll");
@@ -916,8 +920,8 @@ unsafe fn by_poll(waits: bool) -> bool {
     true
 }
 
-/// Of what poll(2) has found, what was closed by hand goes alone, if there is any: it leaves the table before a listener gets
-/// another connection with its number. How much there is then.
+/// If poll(2) has found descriptors that were closed by hand, keeps only those: they leave the table before a listener gets
+/// another connection with the same number. Returns how many are left.
 fn closed_first(fds: &mut [libc::pollfd]) -> c_int {
     if fds.iter().any(|entry| entry.revents & libc::POLLNVAL != 0) {
         fds.iter_mut().for_each(|entry| entry.revents &= libc::POLLNVAL);
@@ -937,7 +941,7 @@ mod tests {
         let bell = set.bell.as_ref().unwrap().as_raw_fd();
         crate::process::write_quietly(bell, &ONE.to_ne_bytes()).unwrap();
         set.hear(bell);
-        // Nothing is registered here, so that the loop has ended: it rings on for others.
+        // Nothing is registered here, so the loop has ended: the bell rings on for others.
         assert!(set.epoll.is_some() && rings(bell));
         wait::silence(set.bell.as_ref().unwrap());
         set.hear(bell);

@@ -1,20 +1,20 @@
-//! The loop's seat while its thread serves something itself (`workers`): another thread watches, and takes the seat of one
-//! that does not come back.
+//! The loop's seat while its thread serves something itself (`workers`): another thread watches, and takes the seat if the loop
+//! does not come back.
 //!
-//! Whoever begins to serve in the seat asks a thread to watch, unless one does or has been asked. Who watches looks now and
-//! then: a turn that is the same at two looks is over for its owner. Who stops to watch, for it has something else to do or has
-//! seen no turn for a while, makes sure that none has begun without a watcher meanwhile.
+//! Whoever begins to serve in the seat asks a thread to watch, unless one already does or has been asked. The watcher looks now
+//! and then: if it finds the same turn at two looks in a row, the owner has lost its seat. A thread that stops watching, because
+//! it has something else to do or has seen no turn for a while, makes sure that no turn has begun without a watcher meanwhile.
 #![forbid(unsafe_code)]
 
 use crate::sync::atomic::{AtomicBool, AtomicU64, Ordering::SeqCst};
 
-/// Looks without a turn after which nobody watches any more.
+/// Watching stops after this many looks without a turn.
 const QUIET: u32 = if cfg!(shuttle) { 2 } else { 20 };
 
 /// The seat of a loop.
 #[derive(Default)]
 pub struct Seat {
-    /// Counts what its owner has begun and ended to serve: odd while that is at something.
+    /// Counts each time its owner begins or stops serving something: odd while the owner serves.
     turns: AtomicU64,
     /// Whether a thread watches, or has been asked to.
     watched: AtomicBool,
@@ -25,7 +25,7 @@ pub struct Seat {
 pub enum Seen {
     /// All is well.
     Nothing,
-    /// Who watched has the seat now, and watches no more.
+    /// The watcher has the seat now, and no longer watches.
     Taken,
     /// Nobody needs to watch.
     Quiet,
@@ -39,13 +39,13 @@ pub struct Watch<'a> {
 }
 
 impl Seat {
-    /// Its owner begins to serve: the turn, and whether a thread is to be asked to watch.
+    /// Its owner begins to serve. Returns the turn, and whether a thread is to be asked to watch.
     pub fn begin(&self) -> (u64, bool) {
         let turn = self.turns.fetch_add(1, SeqCst) + 1;
         (turn, !self.watched.swap(true, SeqCst))
     }
 
-    /// Its owner is done. False when the seat is another thread's.
+    /// Its owner is done. Returns false if the seat is now another thread's.
     pub fn end(&self, turn: u64) -> bool {
         self.turns.compare_exchange(turn, turn + 1, SeqCst, SeqCst).is_ok()
     }
@@ -55,7 +55,7 @@ impl Seat {
         Watch { seat: self, last: self.turns.load(SeqCst), quiet: 0 }
     }
 
-    /// Nobody else was free: its owner was asked itself, which is at nothing.
+    /// Nobody else was free: the request to watch has come to the owner itself, which is serving nothing.
     pub fn is_unwatched(&self) {
         self.watched.store(false, SeqCst);
     }
@@ -80,7 +80,7 @@ impl Watch<'_> {
         }
         self.quiet = 0;
         seat.watched.store(false, SeqCst);
-        // A turn may have begun before, and asked nobody.
+        // A turn may have begun just before, without asking anybody.
         if seat.turns.load(SeqCst) == turns || seat.watched.swap(true, SeqCst) {
             Seen::Quiet
         } else {
@@ -88,7 +88,7 @@ impl Watch<'_> {
         }
     }
 
-    /// The thread has something else to do. Whether another one is to be asked.
+    /// The thread has something else to do. Returns whether another one is to be asked.
     pub fn leave(self) -> bool {
         let Watch { seat, .. } = self;
         seat.watched.store(false, SeqCst);
@@ -96,7 +96,7 @@ impl Watch<'_> {
     }
 }
 
-/// Schedules tried one after the other.
+/// Tries thread schedules one after the other.
 #[cfg(all(test, shuttle))]
 mod schedules {
     use std::sync::Arc;
@@ -114,7 +114,7 @@ mod schedules {
         taken: Condvar,
     }
 
-    /// Short turns, and then one from which nothing but the loss of the seat leads.
+    /// Takes short turns, and then one that ends only with the loss of the seat.
     fn owns(seat: &Seat, owners: &Owners, ask: &Sender<()>, short: u32) {
         let begin = || {
             let (turn, asks) = seat.begin();
@@ -179,7 +179,7 @@ mod schedules {
             spawn(move || watches(&seat, &owners, &asked, &ask, busy))
         });
         owns(&seat, &owners, &ask, short);
-        // It may have been a short one that was found too long: then there is an owner too.
+        // It may have been a short turn that was found too long: then there is a new owner too.
         for watcher in watchers {
             ask.send(()).unwrap();
             ask.send(()).unwrap();

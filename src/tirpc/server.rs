@@ -1,8 +1,8 @@
 //! The SVCXPRTs of connections that were accepted over RDMA: how they are made and given to the program's loop, and what
 //! the rest of the library asks of them.
 //!
-//! What comes over TCP begins in `sniff`, what comes over an adapter in `adapters`. The SVCXPRT itself is `transport`'s, what
-//! wakes the loop beside readable connections is `progress`, and `idle` says who is closed when there is no room.
+//! Connections over TCP begin in `sniff`, those over an adapter in `adapters`. The SVCXPRT itself is in `transport`, what wakes
+//! the loop besides readable connections is in `progress`, and `idle` decides which connections are closed when there is no room.
 #![allow(unsafe_code)]
 
 use std::net::SocketAddr;
@@ -21,8 +21,8 @@ use crate::tirpc::{
     RPC_ANYFD, SVCXPRT, idle, polled, progress, run, svc_destroy, threads, xprt_register, xprt_unregister,
 };
 
-/// Destroys a listener that libtirpc has just made, of which its caller will not hear. As in libtirpc, a descriptor that
-/// is the caller's stays open.
+/// Destroys a listener that libtirpc has just made and that its caller will never see. As in libtirpc, a descriptor that is the
+/// caller's stays open.
 ///
 /// # Safety
 /// `xprt` is a live, registered transport of libtirpc's that nobody knows.
@@ -32,7 +32,7 @@ pub unsafe fn discard(xprt: *mut SVCXPRT, with_descriptor: bool) {
     if !with_descriptor {
         // SAFETY: alive (contract).
         let fd = unsafe { (*xprt).xp_fd };
-        // RPC_ANYFD says "do not close", but has libtirpc read in front of its table of transports.
+        // RPC_ANYFD would say "do not close", but makes libtirpc read before the start of its table of transports.
         let other = socket::duplicate(fd).unwrap_or(RPC_ANYFD);
         // SAFETY: as above.
         unsafe { (*xprt).xp_fd = other };
@@ -49,7 +49,7 @@ pub(super) unsafe fn like(stock: *mut SVCXPRT, server: Server, rdma_only: bool) 
     let fd = server.fd();
     // SAFETY: alive (contract).
     let stock = unsafe { &*stock };
-    // The netid is that of the listener, which programs and libtirpc compare it with: a moved server's is "tcp".
+    // The netid is that of the listener, since programs and libtirpc compare the two: a moved server's is "tcp".
     let netid = match socket::local(fd) {
         Some(local) if rdma_only => Netid::of_address(local).name(),
         // SAFETY: libtirpc's own string.
@@ -62,8 +62,8 @@ pub(super) unsafe fn like(stock: *mut SVCXPRT, server: Server, rdma_only: bool) 
     Transport::new(server, netid, local, remote, (stock.xp_raddr, stock.xp_addrlen))
 }
 
-/// Hands the transport to the program's loop, with a share of it until `svc_destroy`. `expendable`: it may be closed
-/// when it is idle and descriptors run short.
+/// Hands the transport to the program's loop, with a reference to it that lasts until `svc_destroy`. `expendable`: it may be
+/// closed when it is idle and descriptors run short.
 ///
 /// # Safety
 /// It is not registered.
@@ -71,9 +71,9 @@ pub(super) unsafe fn register(own: Arc<Transport>, expendable: bool) -> Result<(
     let fd = own.fd();
     // SAFETY: complete (contract).
     unsafe { xprt_register(own.xprt()) }?;
-    // SAFETY: our caller registers transports, and the loop's lock keeps others from it.
+    // SAFETY: our caller registers transports, and the loop's lock keeps others from doing so.
     if !run::locked(|| unsafe { polled() }.any(|it| it == fd)) {
-        // libtirpc drops silently what does not fit its table.
+        // libtirpc silently drops what does not fit into its table.
         let text = format!("fd {fd} is above what libtirpc's table of transports holds");
         return Err(Error::new(Kind::Os(libc::EMFILE), text));
     }
@@ -84,7 +84,7 @@ pub(super) unsafe fn register(own: Arc<Transport>, expendable: bool) -> Result<(
     Ok(())
 }
 
-/// Hands a connection that a device has brought to the program's loop.
+/// Hands the program's loop a connection that has come in through a device.
 ///
 /// # Safety
 /// No other thread registers transports meanwhile, as for a listener of libtirpc.
@@ -106,7 +106,7 @@ pub(super) unsafe fn serve(
     unsafe { register(transport, idle::are_expendable()) }
 }
 
-/// The program enters libtirpc's loop, whose frame is at `frame`. It may have jumped out of one before.
+/// The program enters libtirpc's loop, whose frame is at `frame`. It may have jumped out of an earlier one.
 pub(super) fn enter_loop(frame: usize) {
     // Before anything is registered for it: svc_exit(3) may come at any time.
     run::enter();
@@ -118,8 +118,8 @@ pub(super) fn enter_loop(frame: usize) {
     }
 }
 
-/// The program has left libtirpc's loop, whose frame is at `frame`. Unless it has `returned`, something of the program's was
-/// thrown: it will come back with what it has registered.
+/// The program has left libtirpc's loop, whose frame is at `frame`. If the loop has not `returned`, the program has thrown an
+/// exception: it will come back with what it has registered.
 pub(super) fn left_loop(frame: usize, returned: bool) {
     service_loop::PROGRAM.unwound_to(frame);
     run::leave();
@@ -130,7 +130,7 @@ pub(super) fn left_loop(frame: usize, returned: bool) {
     }
 }
 
-/// Serves with so many threads until svc_exit(3).
+/// Serves with `count` threads until svc_exit(3).
 ///
 /// # Errors
 /// As [`threads::claim`] and [`threads::Threads::run`].
@@ -158,13 +158,13 @@ pub unsafe fn placed(xprt: *mut SVCXPRT) -> Option<(*const u8, usize)> {
     unsafe { transport(xprt) }.ok()?.placed()
 }
 
-/// What a call back needs of the loop.
+/// What a callback needs from the loop.
 pub static HOOKS: Hooks = Hooks { serve: serve_fd, wake: wake_left, ring: waker::ring };
 
-/// The connection of an SVCXPRT, for calls back; and the address of its peer.
+/// The connection of an SVCXPRT, for callbacks; and the address of its peer.
 ///
 /// # Errors
-/// `Invalid` for any other SVCXPRT than one of a connection that was accepted over RDMA.
+/// `Invalid` for any SVCXPRT other than that of a connection that was accepted over RDMA.
 ///
 /// # Safety
 /// `xprt` is NULL or a live transport of any kind.

@@ -5,9 +5,9 @@
 //! as a record mark of RPC over TCP would announce a fragment of 1.3 GB. One byte decides for good: the stock transport
 //! goes on, or it is replaced by our own SVCXPRT on the same descriptor.
 //!
-//! libtirpc makes its transport before it comes here, and does not look whether there was memory for the record stream of it:
-//! what destroys such a transport, or reads from it, goes through a NULL pointer. It gets a stream in which nothing is, and
-//! the connection is refused.
+//! libtirpc makes its transport before the connection comes here, and does not check whether there was memory for its record
+//! stream: destroying such a transport, or reading from it, would dereference a NULL pointer. It gets an empty stream, and the
+//! connection is refused.
 #![allow(unsafe_code)]
 
 use std::ffi::{c_char, c_int, c_long, c_uint};
@@ -25,22 +25,21 @@ use crate::tirpc::{
 use crate::xdr::{XDR, XdrOps};
 use crate::{log_info, log_warn, socket};
 
-/// libtirpc's operations of a stream connection: the same for all of them.
+/// libtirpc's operations for stream connections: the same for all of them.
 static STOCK: AtomicPtr<xp_ops> = AtomicPtr::new(null_mut());
 
-/// Operations of a connection on a port that serves tcp and rdma, until its first byte is here.
+/// Operations of a connection on a port that serves tcp and rdma, until its first byte has arrived.
 static SNIFF: xp_ops = xp_ops { xp_recv: Some(sniff), ..WATCHED };
 
 /// The same on a listener of netid "rdma", where nothing else is spoken.
 static SNIFF_RDMA: xp_ops = xp_ops { xp_recv: Some(sniff_rdma), ..WATCHED };
 
-/// A connection that did not begin with an MPA Request where only that is served.
+/// Operations of a connection that is refused, such as one that did not begin with an MPA Request where only that is served.
 static REFUSED: xp_ops = xp_ops { xp_stat: Some(refused_stat), ..WATCHED };
 
 const WATCHED: xp_ops = xp_ops { xp_destroy: Some(stock_destroy), ..LISTENING };
 
-/// What libtirpc keeps of a stream connection (`struct cf_conn`), as far as it matters here: it begins so in all of its
-/// versions.
+/// The beginning of what libtirpc keeps for a stream connection (`struct cf_conn`), the same in all of its versions.
 #[repr(C)]
 struct Connection {
     stat: c_int,
@@ -63,8 +62,8 @@ static NO_STREAM: XdrOps = XdrOps {
     control: None,
 };
 
-/// Where libtirpc writes down, behind `xprt_register`, that such a connection never blocks: in the `RECSTREAM` that it takes
-/// for granted, of 152 bytes. Nobody reads it.
+/// Where libtirpc records, after `xprt_register`, that such a connection is non-blocking: in the `RECSTREAM` of 152 bytes that it
+/// takes for granted. Nobody reads it.
 static NOTES: [AtomicU64; 64] = [const { AtomicU64::new(0) }; 64];
 
 /// Gives an accepted stock connection the operations that look at its first byte.
@@ -72,15 +71,15 @@ static NOTES: [AtomicU64; 64] = [const { AtomicU64::new(0) }; 64];
 /// `rdma_only`: it came in on a listener of netid "rdma", where nothing else is spoken.
 ///
 /// # Errors
-/// `ENOMEM` when libtirpc had no memory for all of it: it can do nothing but be destroyed, and its next turn in the loop ends
-/// it.
+/// `ENOMEM` when libtirpc had no memory for a part of the connection: it can only be destroyed, which the loop does in its next
+/// turn.
 ///
 /// # Safety
 /// `xprt` is a live, registered connection of libtirpc's stream transport.
 pub unsafe fn watch(xprt: *mut SVCXPRT, rdma_only: bool) -> Result<(), Error> {
     // SAFETY: alive by the contract; no reference is made.
     let stock = unsafe { (*xprt).xp_ops };
-    // One on a descriptor of the program's may come here twice.
+    // A connection on a descriptor of the program's may come here twice.
     if ![&raw const SNIFF, &raw const SNIFF_RDMA, &raw const REFUSED].contains(&stock) {
         STOCK.store(stock.cast_mut(), Relaxed);
     }
@@ -95,13 +94,14 @@ pub unsafe fn watch(xprt: *mut SVCXPRT, rdma_only: bool) -> Result<(), Error> {
     unsafe { (*xprt).xp_ops = ops };
     // SAFETY: as above.
     let fd = unsafe { (*xprt).xp_fd };
-    // SAFETY: `stock_destroy` ends it; who registers transports is the loop, or what has made it one.
+    // SAFETY: alive until `stock_destroy`, which forgets it; the caller is the loop, which registers transports, or what has just
+    // made this one.
     unsafe { idle::silent(fd, xprt, rdma_only) };
     Ok(())
 }
 
-/// Whether libtirpc had no memory for the record stream of a connection. It has one then in which nothing is, so that it can be
-/// destroyed.
+/// Whether libtirpc had no memory for the record stream of a connection. If so, the connection gets an empty stream, so that it
+/// can be destroyed.
 ///
 /// # Safety
 /// As [`watch`].
@@ -113,7 +113,7 @@ unsafe fn lacked_stream(xprt: *mut SVCXPRT) -> bool {
     }
     // SAFETY: what a connection of the stream transport (contract) has there, since before it was registered.
     let stream = unsafe { &raw mut (*connection).stream };
-    // SAFETY: as above; it was made with zeros in it.
+    // SAFETY: as above; libtirpc has allocated it zeroed.
     if !unsafe { (*stream).x_ops }.is_null() {
         return false;
     }
@@ -179,7 +179,7 @@ unsafe fn look(xprt: *mut SVCXPRT, message: *mut rpc_msg, rdma_only: bool) -> Re
     idle::forget(fd);
     // SAFETY: alive (contract).
     if unsafe { (*xprt).xp_rtaddr.buf }.is_null() {
-        // Programs that decide by the caller's address would go through a NULL pointer.
+        // Programs that decide by the caller's address would dereference a NULL pointer.
         log_warn!("fd {fd}: a connection is refused: libtirpc had no memory for the address of its peer");
         // SAFETY: alive (contract).
         unsafe { (*xprt).xp_ops = &REFUSED };
@@ -240,7 +240,7 @@ unsafe fn destroy_stock(xprt: *mut SVCXPRT) {
     }
 }
 
-/// Puts a transport of our own in the place of a stock connection.
+/// Replaces a stock connection with a transport of our own.
 ///
 /// # Safety
 /// As [`look`].
@@ -251,7 +251,8 @@ unsafe fn convert(stock: *mut SVCXPRT, fd: c_int, rdma_only: bool) -> Result<(),
     let config = config::get()?;
     let expendable = idle::is_expendable(fd);
     let server = Server::accept(fd, config)?;
-    // Destroying closes the descriptor and unregisters by its number: it gets another one of the same socket.
+    // Destroying the stock transport closes its descriptor and unregisters it by number, so it gets another descriptor of the
+    // same socket.
     let other = socket::duplicate(fd)?;
     // SAFETY: alive (contract).
     let own = unsafe { server::like(stock, server, rdma_only) };
@@ -263,7 +264,7 @@ unsafe fn convert(stock: *mut SVCXPRT, fd: c_int, rdma_only: bool) -> Result<(),
     unsafe { destroy_stock(stock) };
     // SAFETY: just made, complete.
     if let Err(error) = unsafe { server::register(own, expendable) } {
-        // No failure of ours: the stock connection is gone.
+        // Not returned as an error: the stock connection is already gone.
         log_warn!("fd {fd}: an RDMA connection is closed: {error}");
     }
     Ok(())

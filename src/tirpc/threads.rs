@@ -1,14 +1,14 @@
 //! `rpcrdma_svc_run`: several threads serve the transports of the program.
 //!
-//! How they share the work is in `workers`. Of what the loop has found each connection has its turn with one request. Requests of
-//! one connection are served beside each other, each with a transport of its own ([`Transport::lend`]); those with RPCSEC_GSS,
-//! whose contexts libtirpc keeps at the transport, one at a time on that of their connection. A stock transport of libtirpc is
-//! served by one thread at a time, and nobody waits for it meanwhile.
+//! How they share the work is described in `workers`. Of the requests that the loop has found, each connection has one per turn.
+//! Requests of one connection are served concurrently, each with a transport of its own ([`Transport::lend`]); those with
+//! RPCSEC_GSS, whose contexts libtirpc keeps in the transport, are served one at a time, on the transport of their connection. A
+//! stock transport of libtirpc is served by one thread at a time, and nobody waits for it meanwhile.
 //!
 //! # Invariants
-//! - Nobody but the loop ends a connection, unless the program does: when no thread has a request of it.
+//! - Only the loop, or the program itself, ends a connection; the loop does so only when no thread has a request of it.
 //! - A forked child has one thread, which goes on as `svc_run` does.
-//! - What the program destroys lives on until the loop has nothing of libtirpc's in hand.
+//! - A transport that the program destroys lives on until the loop is out of libtirpc's functions.
 #![allow(unsafe_code)]
 
 use std::any::Any;
@@ -43,22 +43,22 @@ use crate::tirpc::transport::Transport;
 use crate::tirpc::workers::{Service, Workers};
 use crate::{fork, socket, stats};
 
-/// Threads that one process may have for this.
+/// How many threads one process may have for this.
 const MOST: u32 = 1024;
 
-/// What they have for their stacks, at least.
+/// The minimum size of their stacks.
 const LEAST_STACK: usize = 2 << 20;
 
-/// Requests that are served in order have a turn together as long as they take less.
+/// Requests that are served in order share a turn as long as they take less than this together.
 const FEW_SHORT: Duration = Duration::from_micros(50);
 
 /// Something to do for a thread.
 enum Job {
     /// A request of that connection.
     Request(Arc<Transport>, Request),
-    /// The next ones of those requests of that connection that are served in order.
+    /// The next of that connection's requests that are served in order.
     InOrder(Arc<Transport>),
-    /// What has come on a transport of libtirpc, which is [muted](run::mute).
+    /// What has arrived on a transport of libtirpc, which is [muted](run::mute).
     Stock(RawFd, u64),
 }
 
@@ -70,7 +70,7 @@ impl Job {
         }
     }
 
-    /// Whether it is a Call that was pulled.
+    /// Whether it is a Call whose message was pulled.
     fn is_pulled(&self) -> bool {
         let Job::Request(_, request) = self else { return false };
         request.message.last().is_some_and(|piece| piece.reach(PassStage::Coming))
@@ -80,14 +80,14 @@ impl Job {
 impl Waits for Job {
     fn place(&self, now: u64) -> Place {
         match self {
-            // There is one of each transport.
+            // There is at most one for each transport.
             Job::Stock(..) => Place::next(now, 0),
             Job::Request(connection, _) | Job::InOrder(connection) => connection.next_place(now),
         }
     }
 }
 
-/// A request of this connection that a thread is at: dropped when it is done, also by a panic of ours.
+/// A request of this connection that a thread is serving: dropped when it is done, even by a panic of ours.
 struct Done<'a>(&'a Transport);
 
 impl Drop for Done<'_> {
@@ -100,7 +100,7 @@ impl Drop for Done<'_> {
 pub struct Threads {
     count: u32,
     workers: Workers<Program>,
-    /// How many have a name.
+    /// How many have been named.
     named: AtomicU32,
     generation: u64,
 }
@@ -113,22 +113,22 @@ struct Program {
     generation: u64,
 }
 
-/// Those of this process, if it has some.
+/// The threads of this process, if it has any.
 static THREADS: fork::Lock<Option<Arc<Threads>>> = fork::Lock::new();
 
-/// Their generation, and one; 0: there are none.
+/// Their generation plus one; 0 if there are none.
 static SERVE: AtomicU64 = AtomicU64::new(0);
 
-/// svc_exit(3) was called. That libtirpc's table is empty does not last: the loop may accept a connection meanwhile.
+/// svc_exit(3) was called. That libtirpc's table is empty is no reliable sign of it: the loop may accept a connection meanwhile.
 static EXIT: AtomicBool = AtomicBool::new(false);
 
-/// Destroyed while the loop may have it in hand, in libtirpc's `svc_getreq_common`.
+/// Transports destroyed while the loop may be using them, in libtirpc's `svc_getreq_common`.
 static BURIED: fork::Lock<Vec<Arc<Transport>>> = fork::Lock::new();
 
 /// The transport of a connection that was accepted, with its [`Transport::number`].
 struct Accepted(usize, NonNull<Transport>);
 
-// SAFETY: looked at with [`ACCEPTED`] taken only, and a transport leaves that before it is gone.
+// SAFETY: used only with [`ACCEPTED`] locked, and a transport leaves that list before it is gone.
 unsafe impl Send for Accepted {}
 
 static ACCEPTED: fork::Lock<Vec<Accepted>> = fork::Lock::new();
@@ -140,11 +140,11 @@ static PUT_OFF: AtomicBool = AtomicBool::new(false);
 static ROUTINES_FORK: AtomicBool = AtomicBool::new(false);
 
 thread_local! {
-    /// What the loop has found: set in its thread.
+    /// What the loop has found: set only in its thread.
     static FOUND: Owned<VecDeque<Job>> = const { Owned::new() };
     /// The connection whose request this thread serves.
     static SERVED: Owned<Arc<Transport>> = const { Owned::new() };
-    /// The latest routine that has begun in this thread has forked.
+    /// Whether the routine that has begun last in this thread has forked.
     static HAS_FORKED: Cell<bool> = const { Cell::new(false) };
 }
 
@@ -157,7 +157,7 @@ fn served() -> Option<Arc<Transport>> {
     per_thread::get(&SERVED).or_else(in_loop)
 }
 
-/// A transport was made of a connection that was accepted: its requests may be left to a forked child.
+/// A transport was made for an accepted connection: its requests may be left to a forked child.
 pub fn accepted(connection: &Arc<Transport>) {
     static WATCHED: AtomicBool = AtomicBool::new(false);
     if !WATCHED.swap(true, Relaxed) {
@@ -165,13 +165,13 @@ pub fn accepted(connection: &Arc<Transport>) {
         unsafe { libc::pthread_atfork(Some(before_fork), Some(after_fork), Some(after_fork)) };
     }
     let mut known = ACCEPTED.lock();
-    // Without memory a child of its requests may find a lock taken.
+    // Without memory for this, a child forked for its requests may find a lock taken.
     if known.try_reserve(1).is_ok() {
         known.push(Accepted(connection.number(), NonNull::from(&**connection)));
     }
 }
 
-/// It is about to be freed.
+/// The transport is about to be freed.
 pub fn gone(connection: &Transport) {
     let mut known = ACCEPTED.lock();
     if let Some(at) = known.iter().position(|Accepted(_, other)| std::ptr::eq(other.as_ptr(), connection)) {
@@ -187,7 +187,7 @@ pub fn begins() {
     }
 }
 
-/// Whether the routine has forked that the calling thread has begun last.
+/// Whether the routine that the calling thread began last has forked.
 pub fn has_forked() -> bool {
     ROUTINES_FORK.load(Relaxed) && HAS_FORKED.get()
 }
@@ -197,12 +197,13 @@ pub fn put_off() {
     PUT_OFF.store(true, Relaxed);
 }
 
-/// Nothing is kept taken over the fork: another handler may wait for a thread that wants it.
+/// No lock is held across the fork: another atfork handler may wait for a thread that wants it.
 unsafe extern "C" fn before_fork() {
     guard(|| {
-        /// Who has a lock gives it back sooner. A child sees for itself whether that was in time.
+        /// Whoever holds a lock gives it back sooner than this. A child sees for itself whether that was in time.
         const PATIENCE: Duration = Duration::from_millis(50);
-        // In the handler of a signal that has come while this thread was in here, with locks perhaps, a child can answer nothing.
+        // If a signal handler that has interrupted this thread in here, perhaps with locks held, makes the fork, the child can
+        // answer nothing.
         if !fork::enter() || ffi::is_guard_inside_another() {
             return Ok(());
         }
@@ -211,12 +212,12 @@ unsafe extern "C" fn before_fork() {
             ROUTINES_FORK.store(true, Relaxed);
             HAS_FORKED.set(true);
         }
-        // Others may have requests that the thread was given.
+        // The thread may have been given requests of other connections.
         let others = PUT_OFF.load(Relaxed) || PROGRAM.is_dispatching();
         if own.is_none() && !others {
             return Ok(());
         }
-        // One thread at a time, also for its own.
+        // One thread at a time does this, even for its own connection.
         let concerned = |look: &mut dyn FnMut(&Transport)| {
             let accepted = ACCEPTED.lock();
             if let Some(own) = &own {
@@ -227,7 +228,7 @@ unsafe extern "C" fn before_fork() {
             }
             let number = own.as_ref().map(|own| own.number());
             for Accepted(other, transport) in &*accepted {
-                // SAFETY: not gone as long as it is among them, and the lock is taken.
+                // SAFETY: not gone as long as it is in the list and the lock is held.
                 let transport = unsafe { transport.as_ref() };
                 if number != Some(*other) && transport.concerns_child(number.is_none()) {
                     look(transport);
@@ -279,7 +280,8 @@ pub fn exit() {
     EXIT.store(true, Relaxed);
 }
 
-/// Gives up libtirpc's share of a transport that was destroyed: where another thread may be the loop, in its next turn.
+/// Gives up libtirpc's reference to a transport that was destroyed: at once, or in the loop's next turn where another thread may
+/// be the loop.
 pub fn bury(share: Arc<Transport>) {
     if !serve() {
         return;
@@ -287,7 +289,7 @@ pub fn bury(share: Arc<Transport>) {
     BURIED.lock().push(share);
     run::ring();
     if !serve() {
-        // It has ended meanwhile.
+        // The threads have ended meanwhile.
         forget_buried();
     }
 }
@@ -303,7 +305,7 @@ fn threads() -> Option<Arc<Threads>> {
 
 /// Gives a request of the connection to a thread.
 pub fn hand_out(connection: Arc<Transport>, request: Request) {
-    /// Of a credential (RFC 2203 §5).
+    /// Flavor of a credential (RFC 2203 §5).
     const RPCSEC_GSS: u32 = 6;
     let names = request.message.first().and_then(|piece| Head::names(&piece[..]));
     if names.is_some_and(|[.., flavor]| flavor == RPCSEC_GSS) {
@@ -320,15 +322,15 @@ fn give(job: Job) {
         found.push_back(job);
         let _ = per_thread::put(&FOUND, found);
     } else if let Some(threads) = threads() {
-        // In another thread than the loop's.
+        // In a thread other than the loop's.
         threads.workers.give(job);
     }
 }
 
-/// Has threads serve the transports of this process, so many of them, from [`Threads::run`] on.
+/// Has `count` threads serve the transports of this process, from [`Threads::run`] on.
 ///
 /// # Errors
-/// `Invalid` for a number of threads that cannot be, or while others serve.
+/// `Invalid` for an impossible number of threads, or while others serve.
 pub fn claim(count: u32) -> Result<Arc<Threads>, Error> {
     if !(1..=MOST).contains(&count) {
         return Err(Error::new(Kind::Invalid, format!("{count} threads: from 1 to {MOST} can serve")));
@@ -346,7 +348,7 @@ pub fn claim(count: u32) -> Result<Arc<Threads>, Error> {
 }
 
 impl Threads {
-    /// Serves until svc_exit(3); the calling thread is one of them.
+    /// Serves until svc_exit(3); the calling thread serves too.
     ///
     /// # Errors
     /// When a thread cannot be made.
@@ -361,10 +363,10 @@ impl Threads {
             self.workers.end();
         }
         self.work();
-        // A child has none of them.
+        // A child has none of the other threads.
         if self.generation == fork::generation() {
             for other in others {
-                // SAFETY: a thread of ours that nobody else joins; it does when there is nothing more to do.
+                // SAFETY: a thread of ours that nobody else joins; it ends when there is nothing more to do.
                 unsafe { libc::pthread_join(other, null_mut()) };
             }
             SERVE.store(0, SeqCst);
@@ -375,7 +377,7 @@ impl Threads {
         failed.map_or(Ok(()), Err)
     }
 
-    /// Starts the others; why not all, if so.
+    /// Starts the other threads. Returns those that have started, and the error if not all have.
     fn start(self: &Arc<Self>) -> (Vec<libc::pthread_t>, Option<Error>) {
         // Signals are for the program's own threads.
         let _blocked = BlockedSignals::all();
@@ -392,7 +394,7 @@ impl Threads {
         (started, None)
     }
 
-    /// Starts one. Not one of Rust's: that would end the process where it finds no memory for what is the thread's own.
+    /// Starts one thread. Not through Rust's library: that ends the process if there is no memory for thread-local data.
     fn start_one(self: &Arc<Self>) -> io::Result<libc::pthread_t> {
         let mut attributes = MaybeUninit::uninit();
         // SAFETY: initialises the attributes.
@@ -400,7 +402,7 @@ impl Threads {
         let (mut thread, mut size) = (0, 0);
         // SAFETY: initialised; `size` is writable.
         unsafe { libc::pthread_attr_getstacksize(attributes.as_ptr(), &raw mut size) };
-        // What threads of the program's get, as its routines may need.
+        // The size that the program's own threads get, as its routines may need it.
         // SAFETY: initialised.
         unsafe { libc::pthread_attr_setstacksize(attributes.as_mut_ptr(), size.max(LEAST_STACK)) };
         let own = Arc::into_raw(self.clone());
@@ -418,21 +420,21 @@ impl Threads {
         Ok(thread)
     }
 
-    /// Names the calling thread, which is one that was made.
+    /// Names the calling thread, one of those that were started.
     fn name(&self) {
         let number = self.named.fetch_add(1, Relaxed) + 1;
         let name = CString::new(format!("rpcrdma {number}")).unwrap_or_default();
         // SAFETY: takes nothing.
         let own = unsafe { libc::pthread_self() };
-        // SAFETY: the calling thread, and a string. For another one it would take a file.
+        // SAFETY: the calling thread, and a string. To name another thread would take a file.
         unsafe { libc::pthread_setname_np(own, name.as_ptr()) };
     }
 
-    /// What each of them does.
+    /// What each thread does.
     fn work(&self) {
         self.workers.work();
         if self.generation != fork::generation() {
-            // SAFETY: as the caller's of `run`, in the only thread there is.
+            // SAFETY: as the caller of `run`, in the only thread there is.
             unsafe { run::run() };
         }
     }
@@ -482,12 +484,12 @@ impl Service for Program {
         });
         let mut rest = None;
         guard(|| {
-            // A child leaves the others to its parent, and its threads may have left locks behind.
+            // A child leaves the rest to its parent, whose other threads may have left locks taken.
             rest = in_order.filter(|it| !self.is_child() && it.goes_on_in_order()).map(Job::InOrder);
             Ok(())
         });
         self.routines.end(routine);
-        // The loop may sleep.
+        // The loop may be asleep.
         progress::cool_down();
         rest
     }
@@ -535,7 +537,7 @@ impl Program {
                     }
                 }
             }
-            // It may have been destroyed meanwhile, and its number be another one's.
+            // It may have been destroyed meanwhile, and another one may have its number.
             Job::Stock(fd, serial) if run::is_muted(fd, serial) => {
                 let serving = ffi::Serving::now();
                 serve_fd(fd);
@@ -548,12 +550,12 @@ impl Program {
     }
 }
 
-/// What a function of pthreads has returned.
+/// What a pthreads function has returned.
 fn done(error: c_int) -> io::Result<()> {
     if error == 0 { Ok(()) } else { Err(io::Error::from_raw_os_error(error)) }
 }
 
-/// One of the threads that were made.
+/// The start routine of the other threads.
 extern "C" fn work(own: *mut c_void) -> *mut c_void {
     guard_passing(|| {
         // SAFETY: what `start_one` has given to this thread alone.
@@ -564,7 +566,7 @@ extern "C" fn work(own: *mut c_void) -> *mut c_void {
     })
 }
 
-/// What is given to this thread, which is the loop, meanwhile.
+/// Returns the jobs that are given to this thread, which is the loop, while `what` runs.
 fn found_by(what: impl FnOnce()) -> VecDeque<Job> {
     let _ = per_thread::put(&FOUND, VecDeque::new());
     guard(|| {
@@ -576,9 +578,9 @@ fn found_by(what: impl FnOnce()) -> VecDeque<Job> {
 
 /// What the loop does with a descriptor that is ready.
 fn look(fd: RawFd) {
-    // What listens, connections of ours, and what wakes the loop take no time; a silent connection becomes one of ours.
+    // Listeners, connections of ours and what wakes the loop take no time; nor does a silent connection that becomes one of ours.
     let becomes_own = || idle::is_silent(fd) && matches!(socket::peek(fd), Ok(Some(b'M')));
-    // And where libtirpc closes idle connections for new ones, it may be what a thread serves just now.
+    // And where libtirpc closes idle connections to make room, it might close one that a thread is serving.
     let alone = || idle::are_expendable();
     if idle::is_own(fd) || !socket::has_messages(fd) || becomes_own() || alone() {
         serve_fd(fd);

@@ -1,16 +1,16 @@
-//! The threads of `rpcrdma_svc_run` among themselves, whatever they serve ([`Service`]).
+//! How the threads of `rpcrdma_svc_run` share their work, whatever they serve ([`Service`]).
 //!
-//! One of them at a time is the loop: it waits for jobs, and gives up that seat with the first one that it has, which it serves
-//! itself. What it has found beside goes to the others (`jobs`).
+//! One of them at a time is the loop: it waits for jobs. When it has found some, it gives up the loop's seat and serves the first
+//! one itself; the others go to the other threads (`jobs`).
 //!
-//! While that pays ([`Service::keeps_seat`]) the loop keeps its seat and serves what it has found, and another thread looks every
-//! [`TICK`] whether it still is at the same job: then that one takes the seat (`seat`).
+//! While it pays ([`Service::keeps_seat`]), the loop keeps its seat and serves what it has found, and another thread checks every
+//! [`TICK`] whether it is still at the same job: if so, that thread takes the seat (`seat`).
 //!
 //! # Invariants
-//! - Each job is served once, also what is given or found while the loop ends.
-//! - While the loop serves something itself, a thread watches it, or is about to, as soon as one is free.
-//! - A thread that is free takes the seat for a glance before it does what waits for one, where nobody has looked for a [`TICK`];
-//!   but not twice in a row.
+//! - Each job is served once, including those that are given or found while the loop ends.
+//! - While the loop serves something itself, another thread watches it, or will as soon as one is free.
+//! - If nobody has looked for jobs for a [`TICK`], a free thread takes the seat for a glance before it serves a waiting job; but
+//!   not twice in a row.
 #![forbid(unsafe_code)]
 
 use std::collections::VecDeque;
@@ -28,42 +28,42 @@ pub trait Service {
     /// Where jobs come from.
     type Source;
 
-    /// Sleeps until there are jobs, or what wakes it; `None` when the loop ends, also because it `is_over`.
+    /// Sleeps until there are jobs or it is woken; `None` when the loop ends, including because it `is_over`.
     fn wait(&self, is_over: impl Fn() -> bool) -> Option<VecDeque<Self::Job>>;
 
-    /// The same without a sleep, and without telling whether the loop ends.
+    /// The same without sleeping, and without telling whether the loop ends.
     fn glance(&self, is_over: impl Fn() -> bool) -> VecDeque<Self::Job>;
 
-    /// What else has come from a source whose job was served in the seat.
+    /// Further jobs of a source whose job was served in the seat.
     fn more_of(&self, source: Self::Source) -> VecDeque<Self::Job>;
 
     /// Where a job comes from, if more of it may follow at once.
     fn source(&self, job: &Self::Job) -> Option<Self::Source>;
 
-    /// Whether the loop serves this job and those that wait behind it in its seat.
+    /// Whether the loop keeps its seat to serve this job and those that wait behind it.
     fn keeps_seat(&self, job: &Self::Job, behind: &VecDeque<Self::Job>) -> bool;
 
-    /// Does it; what is left of it waits for its next turn.
+    /// Serves the job. What is left of it is returned, to wait for its next turn.
     fn serve(&self, job: Self::Job) -> Option<Self::Job>;
 
-    /// Wakes who sleeps in [`Service::wait`].
+    /// Wakes the thread that sleeps in [`Service::wait`].
     fn ring(&self);
 
     /// Whether the program has ended the loop.
     fn is_over(&self) -> bool;
 
-    /// Whether this is a forked child, which has the calling thread only.
+    /// Whether this is a forked child, where only the calling thread is left.
     fn is_child(&self) -> bool;
 
-    /// Nanoseconds.
+    /// The time, in nanoseconds.
     fn clock(&self) -> u64;
 }
 
-/// What waits for a thread.
+/// A task that waits for a thread.
 #[derive(Debug, PartialEq, Eq)]
 enum Task<J> {
     Job(J),
-    /// The loop serves.
+    /// The loop serves something itself: it is to be watched.
     Watch,
 }
 
@@ -71,7 +71,7 @@ impl<J: Waits> Waits for Task<J> {
     fn place(&self, now: u64) -> Place {
         match self {
             Task::Job(job) => job.place(now),
-            // There is one, for which no job waits long.
+            // There is only one, and no job waits long for it.
             Task::Watch => Place::foremost(now),
         }
     }
@@ -80,22 +80,22 @@ impl<J: Waits> Waits for Task<J> {
 /// The threads that serve.
 pub struct Workers<S: Service> {
     service: S,
-    /// More than one.
+    /// Whether there is more than one thread.
     several: bool,
     /// What waits for one of them.
     jobs: Jobs<Task<S::Job>>,
     /// What the loop is going to serve itself.
     kept: Mutex<VecDeque<S::Job>>,
-    /// While it does.
+    /// The loop's seat while it does.
     seat: Seat,
-    /// When the loop has looked for jobs, by [`Service::clock`].
+    /// When the loop last looked for jobs, by [`Service::clock`].
     looked_at: AtomicU64,
     /// The loop has ended.
     ended: AtomicBool,
 }
 
 impl<S: Service> Workers<S> {
-    /// So many are going to [`work`](Workers::work).
+    /// For `count` threads, which are going to [`work`](Workers::work).
     pub fn new(count: u32, service: S) -> Workers<S> {
         let workers = Workers {
             service,
@@ -110,28 +110,28 @@ impl<S: Service> Workers<S> {
         workers
     }
 
-    /// A job that another thread than the loop's has found.
+    /// Takes a job that was found by a thread other than the loop's.
     pub fn give(&self, job: S::Job) {
         self.jobs.give(Task::Job(job));
         self.service.ring();
     }
 
-    /// Has all of them end when they have nothing under way.
+    /// Has all threads end once they have nothing under way.
     pub fn end(&self) {
         self.ended.store(true, Relaxed);
         self.jobs.vacate();
         self.service.ring();
     }
 
-    /// What each of them does until the loop ends; in a forked child until its thread has served what it was at.
+    /// What each thread does until the loop ends; in a forked child, until its thread has served the job that it was at.
     pub fn work(&self) {
         let long_ago = || self.service.clock() >= self.looked_at.load(Relaxed) + TICK.as_nanos() as u64;
-        // Between two glances it does something, however long these take.
+        // Between two glances it serves something, however long the glances take.
         let mut may_glance = true;
         loop {
             let next = match self.ended.load(Relaxed) {
                 false => self.jobs.next(|| may_glance && long_ago()),
-                // What was given meanwhile.
+                // Jobs given meanwhile.
                 true => match self.jobs.take() {
                     Some(task) => Next::Job(task),
                     None => break,
@@ -144,7 +144,7 @@ impl<S: Service> Workers<S> {
         }
     }
 
-    /// Whether that was a glance.
+    /// Returns whether that was a glance.
     fn go_on(&self, next: Next<Task<S::Job>>) -> bool {
         match next {
             Next::Job(Task::Job(job)) => self.serve(job),
@@ -154,7 +154,8 @@ impl<S: Service> Workers<S> {
         false
     }
 
-    /// Is the loop until there is something to do that takes time, and does one thing of it; or glances, and tells that.
+    /// Acts as the loop until there is something to do that takes time, and serves one job of that; or only glances. Returns
+    /// whether it has glanced.
     fn lead(&self) -> bool {
         let found = self.take_kept();
         let glances = found.is_empty() && !self.jobs.is_empty();
@@ -207,9 +208,9 @@ impl<S: Service> Workers<S> {
         }
     }
 
-    /// Is the loop for a moment, while there are jobs: those of others who have come meanwhile have their turn too.
+    /// Acts as the loop for a moment while jobs wait, so that jobs of others that have arrived meanwhile get their turn too.
     fn glance(&self) {
-        // What waits is served though the loop has ended: the next one finds that out when nothing does.
+        // Waiting jobs are served even if the loop has ended: the next thread in the seat finds that out when no job waits.
         let found = self.service.glance(|| self.is_over());
         self.has_looked();
         self.give_all(found);
@@ -243,7 +244,7 @@ impl<S: Service> Workers<S> {
         self.kept.lock().unwrap_or_else(|e| e.into_inner())
     }
 
-    /// The loop serves something itself. False when it has lost its seat meanwhile.
+    /// The loop serves something itself. Returns false if it has lost its seat meanwhile.
     fn serve_in_seat(&self, job: S::Job) -> bool {
         let (turn, asks) = self.seat.begin();
         if asks && self.several {

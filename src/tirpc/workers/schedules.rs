@@ -1,5 +1,5 @@
-//! Schedules of threads that serve, tried one after the other: each job is served once, one thread at a time is the loop, and
-//! nobody waits for ever.
+//! Tries schedules of serving threads one after the other: each job is served once, one thread at a time is the loop, and nobody
+//! waits for ever.
 #![forbid(unsafe_code)]
 
 use std::sync::Arc;
@@ -15,11 +15,11 @@ use crate::sync::{Condvar, in_schedules};
 enum Does {
     /// Something short.
     Little,
-    /// It is done when this other one was served.
+    /// It ends when this other request has been served.
     WaitsFor(u32),
     /// It ends the loop.
     Exits,
-    /// So many more are served after it, each in a turn of its own.
+    /// This many more are served after it, each in a turn of its own.
     Goes(u32),
 }
 
@@ -50,7 +50,7 @@ struct Net {
     /// A thread is the loop.
     looks: AtomicBool,
     clock: AtomicU64,
-    /// All of them take long.
+    /// All requests take long.
     slow: AtomicBool,
 }
 
@@ -83,7 +83,7 @@ impl Net {
         }
     }
 
-    /// Does what one thread at a time may do; nothing where the loop has ended.
+    /// Does what only one thread at a time may do; nothing if the loop has ended.
     fn as_loop<T>(&self, is_over: bool, what: impl FnOnce() -> Option<T>) -> Option<T> {
         if is_over {
             return None;
@@ -195,14 +195,14 @@ impl Server {
         requests.into_iter().for_each(|request| self.net.send(request));
     }
 
-    /// Waits until requests with the first so many numbers are served, and then for the end: that was all.
+    /// Waits until the requests numbered below `count` are served, and then for the end: those were all.
     fn serves(self, count: u32) {
         self.net.wait_for(|served| served.len() as u32 == count);
         self.net.exit();
         assert_eq!(self.ended(), (0..count).collect::<Vec<_>>());
     }
 
-    /// Waits for the end of all threads; what was served, in order of its numbers.
+    /// Waits for the end of all threads; returns what was served, in the order of its numbers.
     fn ended(self) -> Vec<u32> {
         self.threads.into_iter().for_each(|thread| thread.join().unwrap());
         assert!(self.workers.jobs.is_empty() && self.workers.kept().is_empty(), "something is left");
@@ -232,20 +232,20 @@ fn each_request_is_served_once_whoever_is_the_loop() {
     });
 }
 
-/// Each but one thread is at a routine that takes as long as somebody waits for another one, which comes later or at once.
+/// All threads but one are at a routine that lasts until another request is served, which comes later or at once.
 #[test]
 fn routines_that_take_long_keep_nobody_waiting() {
     in_schedules(3000, || {
         let server = Server::new(3);
         server.send(requests([(0, Does::WaitsFor(2)), (1, Does::WaitsFor(3)), (2, Does::Little)]));
-        // Another source, of which something comes when the loop may have nothing to do but these.
+        // A request of another source comes when the loop may have nothing to do but these.
         server.net.wait_for(|served| served.contains(&2));
         server.send(requests([(3, Does::Little)]));
         server.serves(4);
     });
 }
 
-/// Who has watched, or was busy when it was asked to, watches again.
+/// A thread that has watched, or was busy when it was asked to, watches again.
 #[test]
 fn long_routines_one_after_the_other_keep_nobody_waiting() {
     in_schedules(3000, || {
@@ -258,7 +258,7 @@ fn long_routines_one_after_the_other_keep_nobody_waiting() {
     });
 }
 
-/// What the loop has found when it ends is served, what it has not is not.
+/// What the loop has found when it ends is served; what it has not found is not.
 #[test]
 fn all_threads_end_and_lose_nothing_that_was_found() {
     in_schedules(3000, || {
@@ -281,7 +281,7 @@ fn all_threads_end_and_lose_nothing_that_was_found() {
     });
 }
 
-/// As calls back do, whose threads read requests. Who watched meanwhile goes on to watch.
+/// As with callbacks, whose threads read requests. A thread that watched meanwhile goes on watching.
 #[test]
 fn what_other_threads_than_the_loop_find_is_served_too() {
     in_schedules(3000, || {
@@ -309,7 +309,7 @@ fn one_thread_serves_all_there_is() {
     });
 }
 
-/// Who comes beside somebody who always has more is found, and has its turn.
+/// A request that comes beside a source that always has more is found, and has its turn.
 #[test]
 fn more_of_one_source_keeps_no_other_one_waiting() {
     in_schedules(3000, || {
@@ -328,7 +328,7 @@ fn more_of_one_source_keeps_no_other_one_waiting() {
     });
 }
 
-/// As where a thread cannot be made.
+/// As when a thread cannot be made.
 #[test]
 fn all_threads_end_when_they_are_told_to() {
     in_schedules(3000, || {

@@ -6,15 +6,15 @@
 //! `binding` what a line of a binding means. Starts the log.
 //!
 //! The environment wins over the file, the file over the default. The file has one `key = value` a line; `#`
-//! at the start of a line or behind a blank begins a comment. What cannot be understood, a setting, a binding or a
-//! whole file, is an error that names the place, the value and what is allowed, also where another place would win:
-//! a typing error must be seen.
+//! at the start of a line or after a blank begins a comment. Anything that cannot be understood (a setting, a binding or
+//! a whole file) is an error that names the place, the value and what is allowed, even where another place would win: a
+//! typing error must be noticed.
 //!
 //! # Invariants
 //! - [`get`] reads once per process; every caller gets the same settings, or the same error.
-//! - Nothing is passed over: with one error there are no settings, so nothing goes over rdma. Only the log starts as
-//!   far as it is understood, to tell of the errors.
-//! - In a process with more rights than its caller only the files count.
+//! - Nothing is passed over: a single error leaves no settings, so nothing goes over rdma. Only the log starts, as far as
+//!   its settings are understood, to report the errors.
+//! - In a process with more rights than its caller, only the files count.
 #![forbid(unsafe_code)]
 
 use std::ffi::{OsStr, OsString};
@@ -55,9 +55,9 @@ pub struct Config {
     pub max_call: usize,
     /// Bytes of long Calls that a server holds at a time, over all connections.
     pub max_pulled: usize,
-    /// Whether Calls may have more chunks than a Linux server bears.
+    /// Whether Calls may have more chunks than a Linux server accepts.
     pub many_chunks: bool,
-    /// Files with bindings, beside those of the system.
+    /// Files with bindings, in addition to those of the system.
     pub bindings: Vec<PathBuf>,
     /// Whether all large items stay in the program's memory until they are sent.
     pub by_reference: bool,
@@ -79,7 +79,7 @@ pub struct Config {
     pub stats: bool,
     /// What is logged; `None`: nothing.
     pub log: Option<Level>,
-    /// Where to; `None`: stderr.
+    /// Where it is logged; `None`: stderr.
     pub log_file: Option<PathBuf>,
 }
 
@@ -119,7 +119,7 @@ pub const DEVICES: &[&str] = &[
 pub enum Provider {
     /// The best one for each peer.
     Auto,
-    /// The one of this word.
+    /// The device with this word.
     Only(&'static str),
 }
 
@@ -159,8 +159,8 @@ impl Netid {
 /// The settings of this process, read at the first call; that call also starts the log.
 ///
 /// # Errors
-/// The first of what is wrong: `Invalid` for a setting or a binding that is not understood, `Os` for a file that exists
-/// and cannot be read. The same at every call.
+/// The first thing that is wrong: `Invalid` for a setting or a binding that is not understood, `Os` for a file that
+/// exists and cannot be read. The same at every call.
 pub fn get() -> Result<&'static Config, Error> {
     let Read { config, errors, .. } = process();
     errors.first().map_or(Ok(config), |error| Err(error.clone()))
@@ -176,35 +176,35 @@ pub fn bindings() -> &'static Arc<Registry> {
     &process().bindings
 }
 
-/// What [`get`] would say of the environment and the files as they are now: all errors. The log is left alone.
+/// What [`get`] would report about the environment and the files as they are now: all errors. The log is left alone.
 pub fn check() -> Vec<Error> {
     process::keeping_errno(|| Read::now(Path::new(FILE), process::is_secure()).errors)
 }
 
-/// Where a setting has its value from.
+/// Where the value of a setting comes from.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Source {
-    /// Nobody says anything.
+    /// Nothing sets it.
     Default,
     /// This line of the file of settings.
     File {
         /// From 1.
         line: usize,
     },
-    /// The variable of its name.
+    /// The environment variable of the setting.
     Environment,
 }
 
-/// A setting as it stands.
+/// A setting and its value.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Standing {
-    /// In the environment.
+    /// Its name in the environment.
     pub env: &'static str,
-    /// In the file.
+    /// Its name in the file.
     pub key: &'static str,
-    /// As it was written.
+    /// Its value as written.
     pub value: String,
-    /// By whom.
+    /// Where the value comes from.
     pub source: Source,
 }
 
@@ -222,15 +222,15 @@ pub struct BindingFile {
 pub struct Report {
     /// The file of settings, and whether it is there.
     pub file: (&'static Path, bool),
-    /// Every setting, in the order of the table; its default where what is said of it is not understood.
+    /// Every setting, in the order of the table; its default if what is set is not understood.
     pub settings: Vec<Standing>,
     /// The files with bindings that could be read.
     pub bindings: Vec<BindingFile>,
-    /// What [`check`] says.
+    /// What [`check`] returns.
     pub errors: Vec<Error>,
 }
 
-/// What `env` and the files make of the settings, and by which of them. Nothing else comes of it.
+/// What `env` and the files make of the settings, and where each value comes from. Has no other effect.
 pub fn report(env: impl IntoIterator<Item = (OsString, OsString)>) -> Report {
     let file = Path::new(FILE);
     let Read { config, taken, errors, .. } = Read::from(env, file, process::is_secure());
@@ -287,7 +287,7 @@ fn process() -> &'static Read {
     if let Some(process) = PROCESS.get() {
         return process;
     }
-    // What another thread has read meanwhile counts.
+    // If another thread has read it meanwhile, that result counts.
     let read = process::keeping_errno(|| Read::now(Path::new(FILE), process::is_secure()));
     let first = PROCESS.set(Box::new(read)).is_ok();
     let process = PROCESS.get().expect("it was set, here or meanwhile");
@@ -297,7 +297,7 @@ fn process() -> &'static Read {
     process
 }
 
-/// What was said of a setting and understood: the last one counts.
+/// A value that was given for a setting and understood: the last one counts.
 struct Taken {
     key: &'static str,
     value: String,
@@ -342,8 +342,7 @@ impl Read {
     }
 }
 
-/// All settings, as `(environment variable, key in the file, default, meaning)`: what the manual says is
-/// checked against it.
+/// All settings, as `(environment variable, key in the file, default, meaning)`: the manual is checked against them.
 pub fn table() -> impl Iterator<Item = (&'static str, &'static str, &'static str, &'static str)> {
     TABLE.iter().map(|s| (s.env, s.key, s.default, s.meaning))
 }
@@ -561,7 +560,7 @@ const TABLE: &[Setting] = &[
         meaning: "what is logged: off, error, warn, info, debug or wire; each includes those before it",
         set: |config, value| {
             let level = log_level(value);
-            // Somebody asks for a log, so there is one, to say that this is no level.
+            // Somebody asks for a log, so there is one, to say that this is not a level.
             config.log = level.as_ref().map_or(Some(Level::Error), |level| *level);
             level.map(drop)
         },
@@ -584,14 +583,14 @@ const BINDINGS: &str = "/etc/rpcrdma.d";
 const PREFIX: &str = "RPCRDMA_";
 const RPCBIND: u32 = 100_000;
 
-/// Longest replies where nothing else is said: on an adapter their memory is locked, so that a program with bindings, which
-/// tell how long its long ones are, gets less.
+/// Longest replies unless set otherwise. On an adapter the memory for them is locked, so a program with bindings, which
+/// tell how long its long replies are, gets less there.
 const MAX_REPLY: usize = 16 << 20;
 const MAX_REPLY_ADAPTER: usize = 256 << 10;
 
-/// Most bytes of one Send where nothing else is said. Software takes memory for a Receive only when a message comes, and a
-/// Send is cheaper than chunks, for the trip that they take: so this is the most that RFC 8797 can tell. An adapter locks
-/// every Receive, whatever comes.
+/// Most bytes of one Send unless set otherwise. Software takes memory for a Receive only when a message comes, and a Send
+/// is cheaper than chunks, which cost another trip: so this is the most that RFC 8797 can express. An adapter locks the
+/// memory of every Receive, whatever comes.
 pub(crate) const INLINE: usize = 256 << 10;
 const INLINE_ADAPTER: usize = 4096;
 
@@ -665,7 +664,7 @@ impl Config {
         (config, errors)
     }
 
-    /// The same, and which of it counts.
+    /// As [`Config::understood`], and also the values that were taken.
     fn gathered(
         env: impl IntoIterator<Item = (OsString, OsString)>,
         file: Option<(&Path, &str)>,
@@ -691,14 +690,14 @@ impl Config {
         (config, taken, errors)
     }
 
-    /// Whether programs on that transport are moved.
+    /// Whether programs on this transport are moved.
     pub fn redirects(&self, netid: Netid) -> bool {
         self.redirect.contains(&netid)
     }
 
-    /// Whether that program is moved, if its transport is.
+    /// Whether this program is moved, if its transport is.
     pub fn redirects_program(&self, program: u32) -> bool {
-        // Everybody finds rpcbind at its old place.
+        // Everybody finds rpcbind where it always was.
         program != RPCBIND && self.redirect_programs.as_ref().is_none_or(|list| list.contains(&program))
     }
 
@@ -724,7 +723,7 @@ impl Config {
         }
     }
 
-    /// What is not understood of the line, and why, is the error.
+    /// The error is the part of the line that is not understood, and why.
     fn apply_line<'a>(
         &mut self,
         line: Line<'a>,
@@ -748,7 +747,7 @@ impl Config {
             .map_err(|allowed| (value, format!("{key} = {}: must be {allowed}", quoted(value))))
     }
 
-    /// As in the environment. The setting, if it is one.
+    /// Applies a variable as it stands in the environment. Returns the setting, if it is one of ours.
     ///
     /// # Errors
     /// `Invalid`.
@@ -770,16 +769,16 @@ impl Config {
                 .map_err(|allowed| invalid(format!("{name}={}: must be {allowed}", quoted(value))));
         }
         let suggestion = suggestion(&name, |setting| setting.env);
-        // As it stands, but for what a terminal would obey: the environment is not always the user's.
+        // As written, except for what a terminal would obey: the environment is not always the user's.
         let shown = shortened(&name);
         Err(invalid(format!("{}: no such environment variable; {suggestion}", shown.escape_debug())))
     }
 }
 
-/// The files in the folder of the system's bindings, by name; none without a folder.
+/// The files in the folder of the system's bindings, by name; none if there is no folder.
 ///
 /// # Errors
-/// The folder is there and cannot be read.
+/// The folder exists but cannot be read.
 fn system_bindings(folder: &Path) -> Result<Vec<PathBuf>, Error> {
     let failed = |error: io::Error| textfile::cannot(folder, &error);
     let entries = match std::fs::read_dir(folder) {
@@ -845,14 +844,14 @@ fn log_level(value: &str) -> Result<Option<Level>, String> {
     if value.is_empty() { Ok(None) } else { one_of(value, &choices) }
 }
 
-/// What to write instead of a name that no setting has: the one with the fewest letters changed, put in or left out
-/// (Levenshtein), wherever it is near. The name of the other place counts as that of this one, and so do capitals.
+/// What to write instead of a name that no setting has: the name with the fewest letters changed, inserted or left out
+/// (Levenshtein), if one is near. The prefix of environment variables and capitals make no difference.
 fn suggestion(name: &str, of: fn(&Setting) -> &'static str) -> String {
     let plain = |name: &str| name.to_lowercase().replace('-', "_").trim_start_matches("rpcrdma_").to_owned();
     let name = plain(&shortened(name));
     let near = TABLE.iter().map(|setting| (distance(&name, setting.key), setting)).min_by_key(|near| near.0);
     match near {
-        // Every other letter may be wrong, and no more: what is farther off is something else.
+        // Up to every other letter may be wrong: what is farther off is something else.
         Some((distance, setting)) if distance <= name.chars().count() / 2 => {
             format!("did you mean {}?", of(setting))
         }
@@ -1200,8 +1199,7 @@ mod tests {
         assert_eq!((error.kind(), error.text()), (Kind::Os(libc::ENOTDIR), "/dev/null: Not a directory"));
     }
 
-    /// What `get` puts on stderr in a process of its own with these variables. (The test harness uses
-    /// stdout.)
+    /// What `get` writes to stderr in a process of its own with these variables. (The test harness uses stdout.)
     fn stderr_of_get(variables: &[(&str, &str)]) -> String {
         let mut child = std::process::Command::new(std::env::current_exe().unwrap());
         child.args(["--exact", "config::tests::get_in_a_child_process", "--nocapture"]);
@@ -1214,8 +1212,7 @@ mod tests {
         String::from_utf8(output.stderr).unwrap()
     }
 
-    /// The body of those processes; `get` is not called in this one, where it would start the log of all
-    /// tests.
+    /// The body of those processes. `get` is not called in this one, where it would start the log of all tests.
     #[test]
     fn get_in_a_child_process() {
         if std::env::var_os("CONFIG_TEST_CHILD").is_some() {

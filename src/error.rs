@@ -7,10 +7,10 @@
 use std::borrow::Cow;
 use std::fmt;
 
-/// What went wrong, as far as programs are told apart by it.
+/// What went wrong, to the extent that programs can tell errors apart.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Kind {
-    /// The time of the call or of a connection attempt ran out.
+    /// The time for the call or for a connection attempt ran out.
     Timeout,
     /// The connection was gone before the call was sent.
     NotSent,
@@ -126,7 +126,7 @@ impl fmt::Display for Error {
 
 impl std::error::Error for Error {}
 
-/// What strerror(3) says: std appends a number, which says nothing more to a reader.
+/// What strerror(3) says: std appends a number, which tells a reader nothing more.
 pub fn os_text(e: &std::io::Error) -> String {
     let mut text = e.to_string();
     if let Some(at) = text.find(" (os error") {

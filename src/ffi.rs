@@ -1,14 +1,15 @@
 //! The C boundary in general: what every `extern "C"` function of this library starts with.
 //!
-//! Owned here: [`guard`], which turns errors and panics into the value that tells a C caller of failure; the panic
-//! hook; conversion of C pointers, strings and slices; [`Inside`], the thread's mark of being inside this library;
-//! the text of the last error of the thread. Nothing here knows a protocol or libtirpc.
+//! Owned here: [`guard`], which turns errors and panics into the value that tells a C caller of failure; the panic hook;
+//! conversion of C pointers, strings and slices; [`Inside`], the thread's mark of being inside this library; the text of
+//! the thread's last error. Nothing here knows a protocol or libtirpc.
 //!
 //! Invariants:
 //! - No panic crosses into C. `panic = "unwind"` stays: an abort would kill a stranger's process.
-//! - What the program's functions throw passes where they are called from [`guard_in_steps`]; a guard over them ends the
-//!   process, since it can catch panics only.
-//! - A thread is not cancelled inside, but where libtirpc's own function is at work for it, and at the end of a call.
+//! - What the program's functions throw passes through where they are called from [`guard_in_steps`]; a guard around them
+//!   would end the process, since it can catch panics only.
+//! - A thread is not cancelled inside this library, except while libtirpc's own function is at work for it, and at the
+//!   end of a call.
 //! - Nothing is printed. A panic inside a guard leaves its text in the thread's last error; a panic outside any
 //!   guard (a Rust program that uses the crate) goes to the hook that was there before.
 //! - The thread-locals behind [`Inside`] and [`guard`] have no destructor and no lazy initialiser, so that they may be
@@ -27,7 +28,7 @@ use crate::unwind;
 
 /// A return type of a C function that has a value for "failed".
 pub trait FromFailure {
-    /// The value that tells the C caller of `error`.
+    /// The value that tells the C caller about `error`.
     fn from_failure(error: &Error) -> Self;
 }
 
@@ -74,11 +75,11 @@ impl FromFailure for Fd {
     }
 }
 
-/// Runs the body of a C entry point: the result, or the failure value of an error or a panic.
+/// Runs the body of a C entry point. Returns its result, or the failure value for an error or a panic.
 ///
-/// pthread_cancel(3) of the thread is put off meanwhile.
+/// pthread_cancel(3) of the thread is deferred meanwhile.
 pub fn guard<T: FromFailure>(body: impl FnOnce() -> Result<T, Error>) -> T {
-    // One look for both marks: XDR procedures come here for every four bytes.
+    // One access for both marks: XDR procedures come here for every four bytes.
     let result = MARKS.with(|marks| {
         step_under(marks, || {
             let _uncancelled = Uncancelled::by(marks);
@@ -91,28 +92,28 @@ pub fn guard<T: FromFailure>(body: impl FnOnce() -> Result<T, Error>) -> T {
     }
 }
 
-/// Runs the body of a C entry point that calls functions of the program, which may throw or end their thread: no guard
-/// reaches over those, and what passes through here drops what the body holds.
+/// Runs the body of a C entry point that calls functions of the program, which may throw or end their thread: no guard is
+/// around those calls, and when an exception or a thread's end passes through here, it drops what the body holds.
 ///
-/// The body does everything else in [`step`]s, and while it calls the program it holds no lock, and nothing but what puts
-/// the state in order when it is dropped. The caller is `extern "C-unwind"`.
+/// The body does everything else in [`step`]s. While it calls the program, it holds no lock, and nothing except what
+/// restores the state when it is dropped. The caller is `extern "C-unwind"`.
 pub fn guard_in_steps<T: FromFailure>(body: impl FnOnce() -> Result<T, Error>) -> T {
     let _uncancelled = Uncancelled::now();
     guard_passing_in_steps(body)
 }
 
-/// As [`guard_in_steps`], for a function that ends as a cancellation point: what was put off takes effect when the body is
-/// over.
+/// As [`guard_in_steps`], for a function that ends as a cancellation point: a deferred cancellation takes effect when the
+/// body has finished.
 ///
-/// Where the program was called from inside this library, the next such function that is not takes care of it: frames in
-/// between do hold something.
+/// If the program called this function from inside this library, the cancellation is left to the next such function that
+/// it calls from outside, because the frames in between do hold something.
 pub fn guard_in_steps_cancellable<T: FromFailure + Copy>(body: impl FnOnce() -> Result<T, Error>) -> T {
     let value = guard_in_steps(body);
     cancellation_point();
     value
 }
 
-/// As [`guard_in_steps_cancellable`], for a function of libtirpc that is passed through.
+/// As [`guard_in_steps_cancellable`], for a function that passes the call on to libtirpc.
 pub fn guard_passing_in_steps_cancellable<T: FromFailure + Copy>(
     body: impl FnOnce() -> Result<T, Error>,
 ) -> T {
@@ -132,17 +133,17 @@ pub fn guard_passing_in_steps<T: FromFailure>(body: impl FnOnce() -> Result<T, E
     }
 }
 
-/// Whether the guard of the caller is inside of another one, or of a step, and not in a routine of the program's: then the handler of
-/// a signal has called it.
+/// Whether the caller's guard is inside another guard or a step, and not in a routine of the program: if so, a signal handler has
+/// called it.
 pub fn is_guard_inside_another() -> bool {
     MARKS.with(|marks| marks.guards.get() > marks.outside.get() + 1)
 }
 
-/// While it lives, the thread serves requests from inside of guards: in these it is outside.
+/// While this lives, the thread serves requests from inside guards, and counts as outside of them.
 pub struct Serving(u32);
 
 impl Serving {
-    /// From here on.
+    /// Begins here.
     pub fn now() -> Serving {
         Serving(MARKS.with(|marks| marks.outside.replace(marks.guards.get())))
     }
@@ -168,7 +169,7 @@ fn step_under<T>(marks: &Marks, work: impl FnOnce() -> Result<T, Error>) -> Resu
     install_hook();
     let depth = marks.guards.get();
     marks.guards.set(depth + 1);
-    // Unwind safety: after a panic the owner of the state poisons its handle; nothing else is resumed.
+    // Unwind safety: after a panic, the owner of the state poisons its handle; nothing else is resumed.
     let result = catch_unwind(AssertUnwindSafe(work));
     marks.guards.set(depth);
     match result {
@@ -177,7 +178,7 @@ fn step_under<T>(marks: &Marks, work: impl FnOnce() -> Result<T, Error>) -> Resu
     }
 }
 
-/// A panic that comes from between two steps ends the process: it must not pass for an exception of the program's.
+/// A panic between two steps ends the process: it must not be taken for an exception of the program.
 struct NoPanic {
     before: bool,
 }
@@ -196,9 +197,9 @@ impl Drop for NoPanic {
     }
 }
 
-/// Runs a function of libtirpc that runs the program, and `then`: told an address on the stack that lies above the frames of
-/// that, and true when it has returned, or false when something of the program's passes through it, an exception or the end of
-/// its thread. No guard reaches over it.
+/// Runs a function of libtirpc that runs the program, and then `then`, with an address on the stack above the frames of that
+/// function, and with true when the function has returned, or false when something of the program passes through it: an
+/// exception, or the end of its thread. No guard is around the function.
 pub fn guard_around<F: Copy>(
     find: impl FnOnce() -> Result<F, Error>,
     run: impl FnOnce(F),
@@ -235,12 +236,12 @@ pub fn guard_around<F: Copy>(
 
 fn cancellation_point() {
     if MARKS.with(|marks| marks.guards.get()) == 0 {
-        // SAFETY: touches no memory. From here to the caller of C there is no frame with a destructor, and no other guard.
+        // SAFETY: touches no memory. From here to the C caller there is no frame with a destructor, and no other guard.
         unsafe { pthread_testcancel() };
     }
 }
 
-/// As [`guard`], for a function of libtirpc that is passed through: it may be cancelled wherever it could be without us.
+/// As [`guard`], for a function that passes the call on to libtirpc: it may be cancelled wherever it could be without us.
 pub fn guard_passing<T: FromFailure>(body: impl FnOnce() -> Result<T, Error>) -> T {
     match step(body) {
         Ok(value) => value,
@@ -266,18 +267,18 @@ fn panicked(panic: Box<dyn Any + Send>) -> Error {
     Error::new(Kind::Panic, text)
 }
 
-/// pthread_cancel(3) of this thread is put off while this lives: cancellation unwinds from wherever the thread does
-/// input or output, through frames that catch what they cannot rethrow (the process ends then) and away from handles
-/// that name memory which the program frees next.
+/// pthread_cancel(3) of this thread is deferred while this lives: cancellation unwinds from wherever the thread does
+/// input or output, through frames that catch what they cannot rethrow (which ends the process), and leaves behind
+/// handles that name memory which the program frees next.
 pub struct Uncancelled {
-    /// The state to go back to; none inside another one.
+    /// The state to go back to; `None` inside another `Uncancelled`.
     before: Option<c_int>,
     /// A state belongs to its thread.
     thread: PhantomData<*const ()>,
 }
 
 impl Uncancelled {
-    /// Puts off cancellation of the calling thread.
+    /// Defers cancellation of the calling thread.
     #[inline]
     pub fn now() -> Uncancelled {
         MARKS.with(Uncancelled::by)
@@ -315,12 +316,12 @@ unsafe extern "C" {
     fn pthread_setcancelstate(state: c_int, before: *mut c_int) -> c_int;
 }
 
-// It unwinds, where it does anything.
+// This unwinds, if it does anything.
 unsafe extern "C-unwind" {
     fn pthread_testcancel();
 }
 
-/// The error of the thread's latest guarded function that failed, if nothing cleared it since.
+/// The error of the thread's latest guarded function that failed, unless it has been cleared since.
 #[cfg(test)]
 pub fn last_error() -> Option<Error> {
     LAST_ERROR.with_borrow(Clone::clone)
@@ -329,8 +330,8 @@ pub fn last_error() -> Option<Error> {
 /// The mark that this thread is inside the library, perhaps with a lock held.
 ///
 /// An interposed function that is entered while the mark is set, by a signal handler or by libtirpc on our own behalf,
-/// calls the real function and takes no lock. The mark is lifted by [`Inside::suspend`] around calls that may come
-/// back and are meant to be interposed; no lock may be held there.
+/// calls the real function and takes no lock. [`Inside::suspend`] lifts the mark around calls that may come back and are
+/// meant to be interposed; no lock may be held there.
 #[derive(Debug)]
 pub struct Inside(());
 
@@ -375,7 +376,7 @@ pub unsafe fn cstr<'a>(string: *const c_char) -> Option<&'a CStr> {
 /// `length` bytes from `data`; empty for length 0, whatever the pointer.
 ///
 /// # Errors
-/// NULL with a length.
+/// NULL with a nonzero length.
 ///
 /// # Safety
 /// Unless `length` is 0 or `data` NULL, `data` points to `length` readable bytes that outlive `'a` and are not
@@ -403,13 +404,13 @@ pub unsafe fn reference<'a, T>(pointer: *const T) -> Option<&'a T> {
     unsafe { pointer.as_ref() }
 }
 
-/// What every guard looks at, in one place: an access to a thread-local of a shared library is a call.
+/// What every guard reads, in one place: an access to a thread-local of a shared library is a call.
 struct Marks {
-    /// Guards that the thread is inside of.
+    /// The number of guards that the thread is inside of.
     guards: Cell<u32>,
-    /// So many of them are around a routine of the program's.
+    /// How many of them are around a routine of the program.
     outside: Cell<u32>,
-    /// Whether one of them has put off its cancellation.
+    /// Whether one of them has deferred cancellation.
     uncancelled: Cell<bool>,
 }
 
@@ -424,11 +425,11 @@ thread_local! {
     static LAST_ERROR: std::cell::RefCell<Option<Error>> = const { std::cell::RefCell::new(None) };
 }
 
-/// Installed once: std's hook would print to the program's stderr.
+/// Installed once, because std's hook would print to the program's stderr.
 #[inline]
 fn install_hook() {
-    // Not a Once: a fork(2) in the midst of it would leave the child waiting for ever. Of two threads at a time the later
-    // hook calls the earlier one, which does no harm.
+    // Not a Once: a fork(2) in the middle of it would leave the child waiting for ever. If two threads do it at the same
+    // time, the later hook calls the earlier one, which does no harm.
     static DONE: AtomicBool = AtomicBool::new(false);
     if !DONE.load(Relaxed) {
         set_hook();
@@ -449,7 +450,7 @@ fn set_hook() {
     }));
 }
 
-/// The location's file lives as long as the hook's argument only; the paths that matter are ours.
+/// The location's file name lives only as long as the hook's argument; the paths that matter are ours.
 fn own_file(file: &str) -> &'static str {
     [
         "auth",

@@ -25,19 +25,19 @@
 //! memory                         what messages lie in, what is lent by the program, and what peers make us hold
 //! wire                           header bytes: both versions, characteristics, the private data of a connection
 //! config                         what is set
-//! fork, per_thread               what a process shares with its children, and the locks that no fork leaves taken; what a thread owns
+//! fork, per_thread               what a process shares with its children, and locks that no fork leaves held; what a thread owns
 //! binding, ffi                   what may be placed directly; the guard around each C function
 //! log, stats, textfile, wait     words for people, counters, files of settings; poll(2), epoll, timers
 //! unwind                         the unwinder, which is loaded late
-//! reserve                        memory for when the system has none
+//! reserve                        memory for when the system has none left
 //! error, process, signals, sync, thread
 //! ```
 //!
 //! - Nothing below `tirpc` knows that libtirpc exists, and nothing above `provider` knows a device by name: `driver::start`
 //!   chooses among them by what they can do.
 //! - `connection`, `binding` and `wire` read no clock, no socket and no raw pointer.
-//! - The driver waits for connections. Others wait in few places: a device for its own hardware, for at most a second, where
-//!   memory has to be taken back; what asks rpcbind.
+//! - The driver waits for connections. Other code waits in few places: a device for its own hardware, for at most a second,
+//!   when memory has to be taken back; and whatever asks rpcbind.
 //!
 //! The C library is this crate's staticlib, linked by `make` with a version script.
 

@@ -1,21 +1,21 @@
 //! Diagnostics for people: off unless asked for, and unnoticed by the program.
 //!
 //! Owns the level, the place that lines go to (stderr, or a file that is appended to) and their form,
-//! `2026-11-22T09:30:00.123456Z rpcrdma[pid] level: text`. Knows no configuration: `config` starts it, and until then
-//! it is off. The macros [`log_error!`](crate::log_error) .. [`log_wire!`](crate::log_wire) evaluate their arguments
+//! `2026-11-22T09:30:00.123456Z rpcrdma[pid] level: text`. Knows no configuration: `config` starts the log, which is off
+//! until then. The macros [`log_error!`](crate::log_error) .. [`log_wire!`](crate::log_wire) evaluate their arguments
 //! only when the level is on.
 //!
 //! # Invariants
 //! - A line is one write(2) of at most PIPE_BUF bytes without control characters: lines of several processes
 //!   do not mix, and no peer can forge one.
-//! - Nothing waits, fails, allocates per line, raises a signal or changes errno; stdout is never used. A line
-//!   that cannot be written at once is counted, and the next one that can be is preceded by the count. A file that
-//!   takes no more is told on stderr, once.
-//! - Daemons close descriptors that they do not know and reuse the numbers: a line goes only to what was
-//!   there when the log was started. A log file is opened again, also when its path has come to name another file (it
-//!   was rotated); for a closed or replaced stderr the lines are dropped.
-//! - A log tells of memory and of callers: its file is made for its owner alone. Root follows no symbolic link to it,
-//!   which somebody else may have laid in a directory like /tmp.
+//! - Nothing waits, fails, allocates per line, raises a signal or changes errno; stdout is never used. A line that cannot
+//!   be written at once is counted, and the next one that can be is preceded by the count. A file that takes no more is
+//!   reported on stderr, once.
+//! - Daemons close descriptors that they do not know and reuse the numbers: a line goes only to what was there when the
+//!   log was started. A log file is opened again, also when its path has come to name another file (because it was
+//!   rotated); for a closed or replaced stderr the lines are dropped.
+//! - A log reveals things about memory and callers: its file is created for its owner alone. Root does not follow a
+//!   symbolic link to it, which somebody else may have put in a directory like /tmp.
 #![forbid(unsafe_code)]
 
 use std::fmt::{self, Write as _};
@@ -32,7 +32,7 @@ use once_cell::race::OnceBox;
 use crate::error::os_text;
 use crate::process::{self, Identity};
 
-/// How much is said; each level includes those before it.
+/// How much is logged; each level includes those before it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Level {
     /// What made a call or a connection fail.
@@ -41,7 +41,7 @@ pub enum Level {
     Warn,
     /// Connections and the choices made for them.
     Info,
-    /// Calls, and why they took the way they took.
+    /// Calls, and why they took the path they took.
     Debug,
     /// Every header sent and received.
     Wire,
@@ -62,7 +62,7 @@ impl Level {
         }
     }
 
-    /// The level of that name.
+    /// The level with this name.
     pub fn from_name(name: &str) -> Option<Level> {
         Level::ALL.into_iter().find(|level| level.name() == name)
     }
@@ -86,7 +86,7 @@ macro_rules! log_info {
     ($($arg:tt)+) => { $crate::log_at!(Info, $($arg)+) };
 }
 
-/// Writes a line at level debug: calls, and why they took the way they took.
+/// Writes a line at level debug: calls, and why they took the path they took.
 #[macro_export]
 macro_rules! log_debug {
     ($($arg:tt)+) => { $crate::log_at!(Debug, $($arg)+) };
@@ -152,12 +152,13 @@ struct Log {
     place: Place,
     /// The absolute path behind `place`; unset for stderr.
     path: OnceBox<PathBuf>,
-    /// stderr when the log was started on a file, to say that the file takes no more; -1: not there, or said.
+    /// stderr if the log was started on a file, to report that the file takes no more; -1: not there, or already
+    /// reported.
     complaints: Place,
-    /// Lines that could not be written since the last one that could, and why the latest could not.
+    /// The number of lines that could not be written since the last one that could, and why the latest could not.
     lost: AtomicU64,
     reason: AtomicI32,
-    /// The file ends with a part of a line, for which there was no room.
+    /// The file ends with a part of a line, for the rest of which there was no room.
     torn: AtomicBool,
 }
 
@@ -174,8 +175,8 @@ impl Place {
         Place { fd: AtomicI32::new(-1), device: AtomicU64::new(0), inode: AtomicU64::new(0) }
     }
 
-    /// Not one atomic step: a thread that sees half of it finds a wrong identity, and looks for the file once more or
-    /// drops its line.
+    /// Not one atomic step: a thread that sees half of it finds a wrong identity, and then opens the file again or drops
+    /// its line.
     fn set(&self, fd: RawFd, identity: Identity) {
         self.device.store(identity.device, Relaxed);
         self.inode.store(identity.inode, Relaxed);
@@ -186,7 +187,7 @@ impl Place {
         Identity { device: self.device.load(Relaxed), inode: self.inode.load(Relaxed) }
     }
 
-    /// The descriptor, if it is still what it was.
+    /// The descriptor, if it still refers to what it did.
     fn checked(&self) -> Option<RawFd> {
         let fd = self.fd.load(Relaxed);
         (process::identify(fd) == Some(self.identity())).then_some(fd)
@@ -230,7 +231,7 @@ impl Log {
     }
 
     /// Opens the log file, in the place of `old` if that is ours. The descriptor belongs to the process and is never
-    /// closed: once the program has closed it, its number is not ours.
+    /// closed: once the program has closed it, its number is no longer ours.
     fn open(&self, path: &Path, old: Option<RawFd>) -> io::Result<RawFd> {
         // Non-blocking, so that opening a FIFO without a reader fails instead of waiting.
         let mut flags = libc::O_NONBLOCK | libc::O_NOCTTY;
@@ -240,9 +241,8 @@ impl Log {
         let file = OpenOptions::new().append(true).create(true).mode(0o600).custom_flags(flags).open(path)?;
         let mut file = OwnedFd::from(file);
         if file.as_raw_fd() <= libc::STDERR_FILENO {
-            // The program runs without its standard descriptors; what it writes to stdout must not land in
-            // the log, nor may the log be in its way when it opens them. A duplicate gets a number above
-            // them.
+            // The program runs without its standard descriptors; what it writes to stdout must not land in the log, nor
+            // may the log be in its way when it opens them. A duplicate gets a number above them.
             file = file.as_fd().try_clone_to_owned()?;
         }
         let identity = process::identify(file.as_raw_fd()).ok_or_else(io::Error::last_os_error)?;
@@ -276,7 +276,7 @@ impl Log {
         });
     }
 
-    /// Writes a line, on a line of its own.
+    /// Writes a line, which begins on a line of its own.
     fn put(&self, fd: RawFd, line: &Line) -> Result<(), i32> {
         if self.torn.load(Relaxed) {
             process::write_quietly(fd, b"\n")?;
@@ -293,7 +293,7 @@ impl Log {
     fn lose(&self, lines: u64, errno: i32) {
         self.lost.fetch_add(lines, Relaxed);
         self.reason.store(errno, Relaxed);
-        // What has no room now may have some soon. What has none for another reason is told where it is seen.
+        // If there is no room now, there may be some soon. Any other reason is reported where it is seen.
         if errno != libc::EAGAIN
             && let (Some(path), Some(fd)) = (self.path.get(), self.complaints.checked())
         {
@@ -307,22 +307,22 @@ impl Log {
         }
     }
 
-    /// The descriptor, if it is still what it was, and what the path names.
+    /// The descriptor, if it still refers to what it did, and to what the path names.
     fn checked_fd(&self) -> Option<RawFd> {
         let ours = self.place.checked();
         let Some(path) = self.path.get() else { return ours };
         let fd = self.place.fd.load(Relaxed);
-        // Another thread may have opened it again a moment ago: then what is remembered may be of yesterday.
+        // Another thread may have opened it again a moment ago: what was read before may be out of date.
         let now = process::identify(fd);
         if now.is_some() && now == named(path) {
             return Some(fd);
         }
-        // Where it cannot be opened again, the file that was rotated goes on.
+        // If it cannot be opened again, the log goes on in the file that was rotated.
         self.open(path, ours).ok().or(ours)
     }
 }
 
-/// What `fd` refers to, if lines may go there: a server started by inetd has its client there, who expects RPC records.
+/// What `fd` refers to, if lines may go there: a server started by inetd has its client there, which expects RPC records.
 fn usable(fd: RawFd) -> Option<Identity> {
     if process::is_network_socket(fd) { None } else { process::identify(fd) }
 }
@@ -333,7 +333,7 @@ fn named(path: &Path) -> Option<Identity> {
     found.ok().map(|found| Identity { device: found.dev(), inode: found.ino() })
 }
 
-/// Why a line could not be written; without an allocation.
+/// Why a line could not be written, without allocating.
 fn reason(errno: i32) -> &'static str {
     match errno {
         libc::ENOSPC => "no space left on the device",
@@ -345,7 +345,7 @@ fn reason(errno: i32) -> &'static str {
     }
 }
 
-/// A moment as people and programs read it (RFC 3339), in UTC: local time would need files and locks of libc's.
+/// A moment as people and programs read it (RFC 3339), in UTC: local time would need files and locks of libc.
 struct Utc(Duration);
 
 impl fmt::Display for Utc {
@@ -378,7 +378,7 @@ struct Line {
 impl Line {
     fn new(level: Level, text: fmt::Arguments<'_>) -> Line {
         let mut line = Line { bytes: [0; libc::PIPE_BUF], len: 0, cut: false };
-        // Err only comes from a broken Display; what it wrote before is a line all the same.
+        // Err only comes from a broken Display; what that wrote before still makes a line.
         let now = Utc(SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default());
         let _ = write!(line, "{now} rpcrdma[{}] {}: {text}", std::process::id(), level.name());
         let end: &[u8] = if line.cut { b"...\n" } else { b"\n" };
@@ -610,7 +610,7 @@ mod tests {
         for path in [&fresh, &old] {
             Log::new().start_file(Level::Error, &path.0).unwrap();
         }
-        // An umask may take more away.
+        // The umask may take more away.
         assert_eq!((mode(&fresh) & !0o600, mode(&old)), (0, before));
     }
 
@@ -638,7 +638,7 @@ mod tests {
         log.start_file(Level::Error, &path.0).unwrap();
         let fd = log.place.fd.load(Relaxed);
         log.write(Level::Error, format_args!("one"));
-        // Renamed, and made again by the next line; then by the one who renamed it.
+        // Renamed, and created again by the next line; then by whoever renamed it.
         fs::rename(&path.0, &old.0).unwrap();
         log.write(Level::Error, format_args!("two"));
         log.write(Level::Error, format_args!("three"));
@@ -648,7 +648,7 @@ mod tests {
         log.write(Level::Error, format_args!("four"));
         assert_eq!((lines(&old), lines(&path)), (2, 2));
         assert_eq!(log.place.fd.load(Relaxed), fd);
-        // Nothing can be made where it was: the old one goes on.
+        // Nothing can be created in its place: the log goes on in the old file.
         fs::remove_file(&path.0).unwrap();
         fs::create_dir(&path.0).unwrap();
         log.write(Level::Error, format_args!("five"));

@@ -1,13 +1,13 @@
-//! What each thread owns, and is dropped when the thread ends.
+//! What each thread owns: values that are dropped when the thread ends.
 //!
-//! A `thread_local!` of a type that is dropped does the same, but remembers by a block of the heap that there is something to
-//! drop: where the heap has none, glibc and Rust's standard library end the process, which is a stranger's. Here the values of a
-//! thread are a list that runs through themselves, and its first one is the thread's value of a key (pthread_key_create(3)).
-//! Without room for that the values are not dropped, and no more comes of it.
+//! A `thread_local!` of a type that needs dropping does the same, but uses a block of the heap to remember that there is
+//! something to drop. If the heap has none, glibc and Rust's standard library end the process, which is a stranger's. Here a
+//! thread's values form a list, linked through the values themselves, and the first one is the thread's value of a key
+//! (pthread_key_create(3)). If there is no room for that, the values are not dropped, which does no other harm.
 //!
-//! Those of the main thread are there until the process ends, unless it ends before (pthread_exit(3)).
+//! The values of the main thread live until the process ends, unless that thread ends before (pthread_exit(3)).
 //!
-//! A signal handler may interrupt all of this, and come here too: where it meets a value that the thread has in hand, it does
+//! A signal handler may interrupt all of this, and use it too. If it meets a value that the thread is working on, it does
 //! without.
 #![allow(unsafe_code)]
 
@@ -25,12 +25,12 @@ use crate::signals::BlockedSignals;
 #[repr(C)]
 pub struct Owned<T> {
     link: Link,
-    /// The thread has it in hand.
+    /// The thread is working on it.
     busy: AtomicBool,
     value: Cell<ManuallyDrop<Option<T>>>,
 }
 
-/// One of the list.
+/// An element of the list.
 struct Link {
     next: Cell<*const Link>,
     /// Whether it is in the list.
@@ -40,14 +40,14 @@ struct Link {
 }
 
 impl<T: 'static> Owned<T> {
-    /// One without a value.
+    /// A place without a value.
     pub const fn new() -> Owned<T> {
         const { assert!(!needs_drop::<Owned<T>>()) };
         let link = Link { next: Cell::new(ptr::null()), listed: Cell::new(false), clear: clear::<T> };
         Owned { link, busy: AtomicBool::new(false), value: Cell::new(ManuallyDrop::new(None)) }
     }
 
-    /// The value before; the new one back, where this interrupts another use of it.
+    /// Returns the previous value; or the new one as an error, if this interrupts another use of the place.
     #[inline]
     fn replace(&self, value: Option<T>) -> Result<Option<T>, Option<T>> {
         if self.busy.load(Relaxed) {
@@ -61,11 +61,11 @@ impl<T: 'static> Owned<T> {
         Ok(ManuallyDrop::into_inner(before))
     }
 
-    /// The thread drops its value when it ends. `self` lies in thread-local storage.
+    /// Makes the thread drop its value when it ends. `self` lies in thread-local storage.
     #[cold]
     fn list(&self) {
         let Some(key) = key() else { return };
-        // A handler may list this one or another.
+        // A handler may list this place or another.
         let _blocked = BlockedSignals::all();
         if self.link.listed.get() {
             return;
@@ -79,16 +79,16 @@ impl<T: 'static> Owned<T> {
     }
 }
 
-/// The value of the calling thread, which has none any more.
+/// Takes the value of the calling thread, which then has none.
 #[inline]
 pub fn take<T: 'static>(key: &'static LocalKey<Owned<T>>) -> Option<T> {
     key.with(|place| place.replace(None).ok().flatten())
 }
 
-/// Gives the calling thread a value. Returns the one before.
+/// Gives the calling thread a value. Returns the previous one.
 ///
 /// # Errors
-/// The new one, in a signal handler that interrupts another use of the thread's.
+/// The new value, in a signal handler that interrupts another use of the thread's place.
 #[inline]
 pub fn put<T: 'static>(key: &'static LocalKey<Owned<T>>, value: T) -> Result<Option<T>, T> {
     key.with(|place| {
@@ -108,9 +108,9 @@ pub fn get<T: Clone + 'static>(key: &'static LocalKey<Owned<T>>) -> Option<T> {
     Some(copy)
 }
 
-/// The key of the process; `None` if it has as many as there may be.
+/// The key of the process; `None` if the process has as many as it may have.
 fn key() -> Option<libc::pthread_key_t> {
-    /// And one; 0: there is none.
+    /// The key plus one; 0: there is none.
     static KEY: AtomicUsize = AtomicUsize::new(0);
     if let Some(key) = KEY.load(Relaxed).checked_sub(1) {
         return Some(key as libc::pthread_key_t);
@@ -123,21 +123,22 @@ fn key() -> Option<libc::pthread_key_t> {
     match KEY.compare_exchange(0, key as usize + 1, Relaxed, Relaxed) {
         Ok(_) => Some(key),
         Err(other) => {
-            // SAFETY: nobody else has it.
+            // SAFETY: nobody else has this key.
             unsafe { libc::pthread_key_delete(key) };
             Some((other - 1) as libc::pthread_key_t)
         }
     }
 }
 
-/// A thread ends. What is given to it from here on makes a new list, for which this is called once more, four times in all.
+/// A thread ends. Values that it is given from here on make a new list, for which this is called again, up to four times in
+/// all.
 unsafe extern "C" fn at_end(first: *mut c_void) {
-    // Nobody cancels a thread that ends.
+    // Nobody cancels a thread that is ending.
     guard_passing(|| {
         let mut next: *const Link = first.cast_const().cast();
         while !next.is_null() {
             let at = next;
-            // SAFETY: it lies in the storage of this thread, which is there as long as such functions are called.
+            // SAFETY: it lies in the storage of this thread, which exists as long as such functions are called.
             let link = unsafe { &*at };
             next = link.next.get();
             link.listed.set(false);

@@ -1,9 +1,8 @@
 //! The process that this library is a guest in: small questions to the system that need `unsafe`.
 //!
-//! Owns the manners of a guest: to know whether the process runs with more rights than its caller, to keep
-//! its errno, and to write a diagnostic so that nothing else notices: no signal, no waiting, no byte into a
-//! descriptor whose number now belongs to something else. Leaves to `log` what is written, and to `provider`
-//! all sockets.
+//! Makes the library behave as a guest: it finds out whether the process runs with more rights than its caller, keeps its
+//! errno, and writes a diagnostic so that nothing else notices: no signal, no waiting, no byte into a descriptor whose
+//! number now belongs to something else. `log` decides what is written, and all sockets are in `socket`.
 //!
 //! # Invariants
 //! - No function here changes the process: signal masks are restored before it returns, and no disposition is
@@ -22,20 +21,20 @@ use rustix::process::{Resource, geteuid, getrlimit};
 use rustix::thread::{CapabilitySet, capabilities};
 use rustix::time::Timespec;
 
-/// Whether the process was started with more rights than its caller has (set-user-ID, file capabilities): the
-/// environment is the caller's then, and must not be trusted.
+/// Whether the process was started with more rights than its caller has (set-user-ID, file capabilities): the environment
+/// is then the caller's, and must not be trusted.
 pub fn is_secure() -> bool {
     // SAFETY: getauxval(3) takes no pointer and touches no state.
     let secure = unsafe { libc::getauxval(libc::AT_SECURE) };
     secure != 0
 }
 
-/// Whether what the process does can hurt more than its caller: it is root, or has more rights than the caller.
+/// Whether what the process does can harm others than its caller: it is root, or has more rights than the caller.
 pub fn is_privileged() -> bool {
     geteuid().is_root() || is_secure()
 }
 
-/// The descriptor of that number, which belongs to the program.
+/// The descriptor with this number, which belongs to the program.
 ///
 /// # Errors
 /// `EBADF` for a number that no descriptor has.
@@ -43,12 +42,12 @@ pub fn borrow(fd: RawFd) -> io::Result<BorrowedFd<'static>> {
     if fd < 0 {
         return Err(Errno::BADF.into());
     }
-    // SAFETY: not -1. Whether it is open is the program's affair, who may close it at any time: it is only passed to
-    // system calls, which answer a wrong number with an error.
+    // SAFETY: not -1. Whether it is open is up to the program, which may close it at any time: the number is only passed
+    // to system calls, which answer a wrong one with an error.
     Ok(unsafe { BorrowedFd::borrow_raw(fd) })
 }
 
-/// Runs `f` and puts errno back to what it was: a program may look at it long after the call that set it.
+/// Runs `f` and restores errno: a program may look at it long after the call that set it.
 pub fn keeping_errno<R>(f: impl FnOnce() -> R) -> R {
     let saved = errno();
     let result = f();
@@ -59,7 +58,7 @@ pub fn keeping_errno<R>(f: impl FnOnce() -> R) -> R {
     result
 }
 
-/// What a descriptor refers to, to notice that its number was closed and used again.
+/// What a descriptor refers to, to notice that its number has been closed and used again.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Identity {
     /// `st_dev`.
@@ -74,11 +73,11 @@ pub fn identify(fd: RawFd) -> Option<Identity> {
     Some(Identity { device: stat.st_dev, inode: stat.st_ino })
 }
 
-/// Has the number `fd` stand for what `by` refers to, in one step: whoever is about to write to `fd` writes to the one or
-/// to the other. exec(2) closes it if `close_on_exec`.
+/// Makes the number `fd` stand for what `by` refers to, in one step: a thread that is about to write to `fd` writes to
+/// either the old or the new file. exec(2) closes it if `close_on_exec`.
 ///
 /// # Errors
-/// The errno; the number stands for what it did then.
+/// The errno; the number then still stands for what it did before.
 pub fn replace(fd: RawFd, by: OwnedFd, close_on_exec: bool) -> io::Result<()> {
     let flags = if close_on_exec { libc::O_CLOEXEC } else { 0 };
     // SAFETY: touches no memory; `by` is open.
@@ -92,15 +91,15 @@ pub fn is_network_socket(fd: RawFd) -> bool {
 
 /// Writes `bytes` with one write(2), if that is possible at once and without a signal.
 ///
-/// What has no room now (a pipe whose reader stands still, a terminal stopped by ^S) gets nothing. SIGPIPE and SIGXFSZ
-/// that the write raises are swallowed.
+/// A descriptor that has no room now (a pipe whose reader stands still, a terminal stopped by ^S) gets nothing. A SIGPIPE
+/// or SIGXFSZ that the write raises is swallowed.
 ///
-/// Returns how many bytes were written: a disk may be full before the last.
+/// Returns how many bytes were written: a disk may fill up before the last.
 ///
 /// # Errors
 /// The errno; `EAGAIN` when there is no room.
 pub fn write_quietly(fd: RawFd, bytes: &[u8]) -> Result<usize, i32> {
-    // As poll(2) has it: nothing is ever ready there.
+    // As with poll(2): nothing is ever ready there.
     let to = borrow(fd).map_err(|_| libc::EAGAIN)?;
     let now = Timespec { tv_sec: 0, tv_nsec: 0 };
     if poll(&mut [PollFd::from_borrowed_fd(to, PollFlags::OUT)], Some(&now)).map_err(Errno::raw_os_error)?
@@ -112,11 +111,11 @@ pub fn write_quietly(fd: RawFd, bytes: &[u8]) -> Result<usize, i32> {
     quietly(|| rustix::io::retry_on_intr(|| rustix::io::write(to, bytes)).map_err(Errno::raw_os_error))
 }
 
-/// Does one system call, without the SIGPIPE or SIGXFSZ that it raises: they are sent to this thread alone, so blocking them
-/// here is enough, and the program's own disposition is neither needed nor changed.
+/// Makes one system call, without the SIGPIPE or SIGXFSZ that it raises: these are sent to this thread alone, so blocking
+/// them here is enough, and the program's own disposition is neither needed nor changed.
 ///
 /// # Errors
-/// The errno, that of the call above all.
+/// The errno, usually that of the call.
 pub fn quietly<T>(call: impl FnOnce() -> Result<T, i32>) -> Result<T, i32> {
     let signals = signal_set(&[libc::SIGPIPE, libc::SIGXFSZ]);
     let mut before = MaybeUninit::<libc::sigset_t>::uninit();
@@ -136,7 +135,7 @@ pub fn quietly<T>(call: impl FnOnce() -> Result<T, i32>) -> Result<T, i32> {
         Err(libc::EFBIG) => Some(libc::SIGXFSZ),
         _ => None,
     };
-    // One that was pending before is the program's own: it stays.
+    // A signal that was pending before is the program's own: it stays.
     if let Some(signal) = raised.filter(|&signal| !contains(&pending, signal)) {
         let only = signal_set(&[signal]);
         let now = libc::timespec { tv_sec: 0, tv_nsec: 0 };
@@ -179,7 +178,7 @@ pub fn random_u32() -> u32 {
     }
 }
 
-/// Has exit(3), and the return from main, call `handler` first.
+/// Makes exit(3), and the return from main, call `handler` first.
 ///
 /// # Errors
 /// There is no memory for it.
@@ -189,12 +188,12 @@ pub fn at_exit(handler: extern "C" fn()) -> io::Result<()> {
     if refused == 0 { Ok(()) } else { Err(io::Error::from_raw_os_error(libc::ENOMEM)) }
 }
 
-/// Most bytes that this process may lock in memory; `None`: as many as there are.
+/// Most bytes that this process may lock in memory; `None`: no limit.
 pub fn memlock_limit() -> Option<usize> {
     getrlimit(Resource::Memlock).current.map(|bytes| usize::try_from(bytes).unwrap_or(usize::MAX))
 }
 
-/// The same, for a process that may have the right to lock more than that.
+/// As [`memlock_limit`], but also `None` for a process that has the right to lock more.
 pub fn lockable() -> Option<usize> {
     let may = capabilities(None).is_ok_and(|sets| sets.effective.contains(CapabilitySet::IPC_LOCK));
     if may { None } else { memlock_limit() }
@@ -404,7 +403,7 @@ mod tests {
     }
 }
 
-/// For tests: numbers that a seed decides, in one thread.
+/// For tests: random numbers determined by a seed, in one thread.
 #[cfg(test)]
 pub(crate) mod chance {
     use std::cell::Cell;
@@ -413,7 +412,7 @@ pub(crate) mod chance {
         static STATE: Cell<u64> = const { Cell::new(0) };
     }
 
-    /// From here on numbers come from `seed`; 0: from the system.
+    /// From here on, numbers come from `seed`; 0: from the system.
     pub(crate) fn begin(seed: u64) {
         STATE.set(seed);
     }

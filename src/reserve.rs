@@ -1,14 +1,15 @@
-//! Memory for when the system has none: what lets a call fail where Rust would end the process.
+//! Memory for when the system has none left: it lets a call fail where Rust would end the process.
 //!
-//! A vector, a box or a string of Rust's standard library that gets no memory aborts, and this library lives in a stranger's
-//! process. Message bodies, rings and whatever else a peer or a program may make long is mapped, and a mapping that fails is an
-//! error (`memory::pool`). What is left is small and everywhere. So where the heap refuses, it comes out of a reserve, which
-//! costs nothing before: zero pages of the library's own data. Once half of it is taken ([`check`]) no message gets memory, and
-//! so no call and no connection begins; what is under way has the other half to end in.
+//! A vector, box or string of Rust's standard library that gets no memory aborts, and this library lives in a stranger's
+//! process. Message bodies, rings and whatever else a peer or a program may make long are mapped, and a mapping that fails is
+//! an error (`memory::pool`). What is left is small and everywhere. So when the heap refuses, it comes out of a reserve, which
+//! costs nothing until then: zero pages of the library's own data. Once half of it is taken ([`check`]), no message gets
+//! memory, so no call and no connection begins; what is under way has the other half to finish in.
 //!
 //! Invariants:
 //! - A granule is handed out by the one compare-and-swap that marks it, so there is no lock that a fork or a signal could leave
-//!   taken.
+//!   held.
+//! - What is longer than [`LONGEST`] does not come from the reserve: whoever asks for that much has to be ready for a refusal.
 //! - What is longer than [`LONGEST`] does not come out of here: whoever asks for that much has to be ready for a refusal.
 #![allow(unsafe_code)]
 
@@ -33,7 +34,7 @@ pub struct Heap(Reserve);
 #[global_allocator]
 static HEAP: Heap = Heap(Reserve::new());
 
-/// Fails when the system has refused so much that nothing new should begin.
+/// Fails when the system has refused so much memory that nothing new should begin.
 ///
 /// # Errors
 /// `ENOMEM`.
@@ -41,8 +42,8 @@ pub fn check() -> io::Result<()> {
     if HEAP.0.is_low() { Err(io::Error::from_raw_os_error(libc::ENOMEM)) } else { Ok(()) }
 }
 
-/// These, or as many of the first of them as there is memory for. None is taken from `items` that has no room: to drop it may
-/// need what the caller has locked.
+/// All of `items`, or as many of the first ones as there is memory for. No item is taken from `items` without room for it:
+/// dropping it may need a lock that the caller holds.
 pub fn as_many_as_fit<T>(mut items: impl Iterator<Item = T>) -> Vec<T> {
     let mut fit = Vec::from_iter(items.next());
     while !fit.is_empty()
@@ -54,8 +55,8 @@ pub fn as_many_as_fit<T>(mut items: impl Iterator<Item = T>) -> Vec<T> {
     fit
 }
 
-// SAFETY: a block is the system's or, where that has none, of the reserve, which hands out what nobody else has; it goes back to
-// where its address says it is from.
+// SAFETY: a block belongs to the system or, where the system has none, to the reserve, which hands out what nobody else has. It
+// goes back to where its address says that it came from.
 unsafe impl GlobalAlloc for Heap {
     unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
         // SAFETY: by contract.
@@ -72,7 +73,7 @@ unsafe impl GlobalAlloc for Heap {
         }
         let block = self.0.take(layout);
         if !block.is_null() {
-            // SAFETY: the reserve has given us so many bytes.
+            // SAFETY: the reserve has given us this many bytes.
             unsafe { block.write_bytes(0, layout.size()) };
         }
         block
@@ -82,14 +83,14 @@ unsafe impl GlobalAlloc for Heap {
         if self.0.holds(block) {
             self.0.give(block, layout);
         } else {
-            // SAFETY: by contract, and it is not of the reserve.
+            // SAFETY: by contract, and the block is not from the reserve.
             unsafe { System.dealloc(block, layout) };
         }
     }
 
     unsafe fn realloc(&self, block: *mut u8, layout: Layout, size: usize) -> *mut u8 {
         if !self.0.holds(block) && !is_refused(size) {
-            // SAFETY: by contract, and it is not of the reserve.
+            // SAFETY: by contract, and the block is not from the reserve.
             let moved = unsafe { System.realloc(block, layout, size) };
             if !moved.is_null() {
                 return moved;
@@ -99,7 +100,7 @@ unsafe impl GlobalAlloc for Heap {
         // SAFETY: by contract the new size is not 0.
         let moved = unsafe { self.alloc(new) };
         if !moved.is_null() {
-            // SAFETY: two blocks of at least so many bytes, one of which is new.
+            // SAFETY: two blocks of at least this many bytes, one of which is new.
             unsafe { moved.copy_from_nonoverlapping(block, layout.size().min(size)) };
             // SAFETY: by contract.
             unsafe { self.dealloc(block, layout) };
@@ -108,7 +109,7 @@ unsafe impl GlobalAlloc for Heap {
     }
 }
 
-/// Whether a test has the system refuse so much.
+/// Whether a test makes the system refuse this size.
 #[cfg(not(test))]
 const fn is_refused(_: usize) -> bool {
     false
@@ -117,7 +118,7 @@ const fn is_refused(_: usize) -> bool {
 #[cfg(test)]
 use testing::is_refused;
 
-/// For tests: a system that has no memory left for this thread.
+/// For tests: makes the system have no memory left for this thread.
 #[cfg(test)]
 pub mod testing {
     use std::cell::Cell;
@@ -132,7 +133,7 @@ pub mod testing {
         size > LONGEST && REFUSES.get()
     }
 
-    /// While this lives the thread gets no block that the reserve has not either.
+    /// While this lives, the thread gets no block that is too long for the reserve.
     pub struct NoLongBlocks(());
 
     impl NoLongBlocks {
@@ -154,13 +155,13 @@ struct Bytes(UnsafeCell<[u8; SIZE]>);
 
 struct Reserve {
     bytes: Bytes,
-    /// A set bit is a granule that is out.
+    /// A set bit is a granule that has been handed out.
     out: [AtomicU64; WORDS],
-    /// How many of them.
+    /// How many granules have been handed out.
     count: AtomicUsize,
 }
 
-// SAFETY: the bytes are reached through blocks only, each of which one caller has.
+// SAFETY: the bytes are reached only through blocks, each of which belongs to one caller.
 unsafe impl Sync for Reserve {}
 
 impl Reserve {
@@ -207,7 +208,7 @@ impl Reserve {
         self.out[first / 64].fetch_and(!(run(granules) << (first % 64)), AcqRel);
     }
 
-    /// Granules that are out.
+    /// Granules that have been handed out.
     #[cfg(test)]
     fn taken(&self) -> usize {
         let bits = self.out.iter().map(|word| word.load(Relaxed).count_ones() as usize).sum();
@@ -216,7 +217,7 @@ impl Reserve {
     }
 }
 
-/// So many bits.
+/// This many bits.
 fn run(granules: usize) -> u64 {
     u64::MAX >> (64 - granules.max(1))
 }
@@ -298,7 +299,7 @@ mod tests {
                         if block.is_null() {
                             continue;
                         }
-                        // SAFETY: the reserve has given us so many bytes.
+                        // SAFETY: the reserve has given us this many bytes.
                         unsafe { block.write_bytes(mark, size) };
                         std::thread::yield_now();
                         // SAFETY: as above.

@@ -1,7 +1,8 @@
-//! The signal mask of a thread: blocked around a call, as libtirpc does, and as the program knows it where its code runs.
+//! The signal mask of a thread: all signals are blocked around a call, as in libtirpc, except where the program's code
+//! runs, which keeps the mask that the program knows.
 //!
 //! # Invariants
-//! - A mask that is changed here is put back by the thread that had it, also when the work in between panics.
+//! - A mask that is changed here is restored by the thread that had it, even if the work in between panics.
 #![allow(unsafe_code)]
 
 use std::marker::PhantomData;
@@ -21,7 +22,7 @@ impl SignalMask {
     }
 }
 
-/// All signals there are.
+/// All signals.
 static FULL: OnceBox<SignalMask> = OnceBox::new();
 
 /// All signals of this thread are blocked while this lives, as libtirpc does around a call.
@@ -62,7 +63,8 @@ impl Drop for BlockedSignals {
     }
 }
 
-/// Runs `work` of the program under the signal mask that it knows, in the middle of something that blocks signals.
+/// Runs `work` of the program under the signal mask that the program knows, in the middle of something that blocks
+/// signals.
 pub fn under_mask<T>(mask: &SignalMask, work: impl FnOnce() -> T) -> T {
     struct Restore(SignalMask);
     impl Drop for Restore {

@@ -4,9 +4,9 @@
 //! them) with checked arguments; policy, retries after `EAGAIN` and the meaning of an errno are the caller's.
 //!
 //! # Invariants
-//! - `EINTR` reaches the caller of [`await_bytes`] only: every other transfer is repeated.
-//! - No transfer raises SIGPIPE (`MSG_NOSIGNAL`), and none but [`await_bytes`] blocks (`MSG_DONTWAIT`): the sockets belong to
-//!   programs and may be in blocking mode.
+//! - `EINTR` reaches only the caller of [`await_bytes`]: every other transfer is repeated.
+//! - No transfer raises SIGPIPE (`MSG_NOSIGNAL`), and only [`await_bytes`] blocks (the others pass `MSG_DONTWAIT`): the
+//!   sockets belong to programs and may be in blocking mode.
 #![allow(unsafe_code)]
 
 use std::io;
@@ -32,7 +32,7 @@ use crate::wait;
 /// Most elements of one gathered or scattered transfer (`IOV_MAX` of Linux).
 pub const IOV_MAX: usize = 1024;
 
-/// Sends the concatenation of `pieces`; how many bytes the socket took.
+/// Sends the concatenation of `pieces`; returns how many bytes the socket took.
 ///
 /// # Errors
 /// The errno; `EAGAIN` when the socket takes nothing now.
@@ -43,8 +43,8 @@ pub fn send(fd: RawFd, pieces: &[IoVec<'_>]) -> io::Result<usize> {
     }
     const FLAGS: libc::c_int = libc::MSG_DONTWAIT | libc::MSG_NOSIGNAL;
     if let [whole] = pieces {
-        // The kernel has less to copy and to check than for sendmsg(2): a tenth of the time of a short message. Not send(2): a
-        // program may have a function of that name, which would be called instead.
+        // The kernel has less to copy and check than for sendmsg(2), which saves a tenth of the time of a short message. Not
+        // send(2): a program may have a function of that name, which would be called instead.
         return repeat(|| {
             // SAFETY: `whole` names bytes that are alive for the lifetime that it carries; the kernel only reads them.
             unsafe { libc::sendto(fd, whole.as_ptr(), whole.len(), FLAGS, std::ptr::null(), 0) }
@@ -60,7 +60,7 @@ pub fn send(fd: RawFd, pieces: &[IoVec<'_>]) -> io::Result<usize> {
     })
 }
 
-/// Receives into `pieces`, in order; how many bytes came. 0 means that the peer has closed its side.
+/// Receives into `pieces`, in order; returns how many bytes came. 0 means that the peer has closed its side.
 ///
 /// # Errors
 /// The errno; `EAGAIN` when nothing is there now.
@@ -93,12 +93,12 @@ pub fn receive(fd: RawFd, pieces: &mut [IoVecMut<'_>]) -> io::Result<usize> {
     })
 }
 
-/// As [`receive`], but sleeps until something comes, for as long as [`set_patience`] has said; unless the descriptor is in
-/// non-blocking mode.
+/// As [`receive`], but sleeps until something comes, for at most the time that [`set_patience`] has set, unless the
+/// descriptor is in non-blocking mode.
 ///
 /// # Errors
-/// The errno; `EAGAIN` when nothing has come in that time, `EINTR` also when the process was stopped and continued: repeated,
-/// it would sleep for all of that time again.
+/// The errno; `EAGAIN` when nothing has come in that time, `EINTR` also when the process was stopped and continued. If the
+/// call were repeated then, it would sleep for the whole time again.
 pub fn await_bytes(fd: RawFd, bytes: &mut [MaybeUninit<u8>]) -> io::Result<&[u8]> {
     let (address, length) = (null_mut(), null_mut());
     // SAFETY: `bytes` is writable for its length, and no address is asked for.
@@ -109,7 +109,7 @@ pub fn await_bytes(fd: RawFd, bytes: &mut [MaybeUninit<u8>]) -> io::Result<&[u8]
     Ok(unsafe { std::slice::from_raw_parts(bytes.as_ptr().cast(), bytes.len()) })
 }
 
-/// How long [`await_bytes`] sleeps.
+/// Sets how long [`await_bytes`] sleeps.
 ///
 /// # Errors
 /// The errno of setsockopt(2).
@@ -121,7 +121,7 @@ pub fn set_patience(fd: RawFd, time: Duration) -> io::Result<()> {
     Ok(sockopt::set_socket_timeout(borrow(fd)?, sockopt::Timeout::Recv, Some(time))?)
 }
 
-/// What [`set_patience`] has said, in whole ticks of the kernel; or the program. `None`: as long as it takes.
+/// What [`set_patience`] or the program has set, in whole ticks of the kernel. `None`: no limit.
 ///
 /// # Errors
 /// The errno of getsockopt(2).
@@ -144,7 +144,7 @@ pub fn peek(fd: RawFd) -> io::Result<Option<u8>> {
     Ok((n == 1).then_some(byte[0]))
 }
 
-/// One of `pieces` pieces, without an address or control data.
+/// A message of `pieces` pieces, without an address or control data.
 fn message(first: *mut libc::iovec, pieces: usize) -> libc::msghdr {
     libc::msghdr {
         msg_name: null_mut(),
@@ -205,7 +205,7 @@ pub fn tcp_mss(fd: RawFd) -> Option<usize> {
     }
 }
 
-/// Bytes in the send buffer of a TCP socket that its peer has not acknowledged; 0 where there is no such number.
+/// Bytes in the send buffer of a TCP socket that its peer has not acknowledged; 0 if the system does not say.
 pub fn unacknowledged(fd: RawFd) -> u64 {
     #[cfg(test)]
     if let Some(bytes) = simulated::unacknowledged(fd) {
@@ -217,7 +217,7 @@ pub fn unacknowledged(fd: RawFd) -> u64 {
     if result < 0 { 0 } else { u64::try_from(bytes).unwrap_or(0) }
 }
 
-/// Has the kernel find out that the peer of an idle TCP connection is gone: after about two minutes of silence.
+/// Makes the kernel notice that the peer of an idle TCP connection is gone, after about two minutes of silence.
 pub fn keep_alive(fd: RawFd) {
     let Ok(fd) = borrow(fd) else { return };
     // A socket that cannot do it stays as it is.
@@ -229,7 +229,7 @@ pub fn keep_alive(fd: RawFd) {
 
 /// Whether the peer of a TCP socket is this host: what is sent there crosses no wire.
 pub fn own_host(fd: RawFd) -> bool {
-    // TCP takes the address that is reached as its own source address when that address is local.
+    // TCP takes the destination address as its own source address when that address is local.
     match (peer(fd), local(fd)) {
         (Some(peer), Some(local)) => {
             let (peer, local) = (peer.ip().to_canonical(), local.ip().to_canonical());
@@ -239,10 +239,10 @@ pub fn own_host(fd: RawFd) -> bool {
     }
 }
 
-/// A TCP socket that is on its way to `to`: connect(2) is under way, and [`connected`] tells when it is done.
+/// A TCP socket that is being connected to `to`: connect(2) is under way, and [`connected`] tells when it is done.
 ///
-/// It takes the place of `fd` later ([`take_place`]): where that one has a reserved port this one gets another, as servers
-/// that trust them demand.
+/// It later takes the place of `fd` ([`take_place`]). If `fd` has a reserved port, the new socket gets another reserved
+/// port, as servers that trust such ports demand.
 ///
 /// # Errors
 /// The errno.
@@ -289,7 +289,7 @@ pub fn take_place(fresh: OwnedFd, fd: RawFd) -> io::Result<()> {
     replace(fd, fresh, fcntl_getfd(old)?.contains(FdFlags::CLOEXEC))
 }
 
-/// Ports that only root binds; below 600 are those of well-known services, as bindresvport(3) has it.
+/// Ports that only root may bind, except those below 600, which belong to well-known services, as in bindresvport(3).
 const RESERVED: std::ops::Range<u16> = 600..1024;
 
 /// Binds a socket to any address and a reserved port. bindresvport(3) of the C library knows IPv4 only.
@@ -306,7 +306,7 @@ fn bind_reserved(socket: &OwnedFd, v4: bool) -> rustix::io::Result<()> {
     Err(Errno::ADDRINUSE)
 }
 
-/// Ends both directions of a connection: the peer learns of it although descriptors of it remain open.
+/// Ends both directions of a connection: the peer learns of it even though descriptors of the connection remain open.
 pub fn shutdown(fd: RawFd) {
     #[cfg(test)]
     simulated::shutdown(fd);
@@ -334,7 +334,7 @@ pub fn listens(fd: RawFd) -> bool {
     borrow(fd).is_ok_and(|fd| sockopt::socket_acceptconn(fd) == Ok(true))
 }
 
-/// Whether it is a socket that does not.
+/// Whether it is a socket that does not listen.
 pub fn has_messages(fd: RawFd) -> bool {
     borrow(fd).is_ok_and(|fd| sockopt::socket_acceptconn(fd) == Ok(false))
 }
@@ -347,7 +347,7 @@ pub fn connect(fd: RawFd, address: SocketAddr) -> io::Result<()> {
     Ok(rustix::net::connect(borrow(fd)?, &address)?)
 }
 
-/// Undoes a connect(2): the socket can be connected again, from the port that it was bound to, if it was.
+/// Undoes a connect(2): the socket can be connected again, from the port that it was bound to, if any.
 ///
 /// # Errors
 /// The errno.
@@ -369,12 +369,12 @@ pub fn listen(fd: RawFd) -> io::Result<()> {
     Ok(rustix::net::listen(borrow(fd)?, libc::SOMAXCONN)?)
 }
 
-/// Whether an IPv6 socket that is bound to any address takes IPv4 too.
+/// Whether an IPv6 socket bound to any address accepts IPv4 too.
 pub fn takes_both_families(fd: RawFd) -> bool {
     borrow(fd).is_ok_and(|fd| sockopt::ipv6_v6only(fd) == Ok(false))
 }
 
-/// The interface that the socket is bound to by `SO_BINDTODEVICE`, if it is.
+/// The interface that the socket is bound to by `SO_BINDTODEVICE`, if any.
 pub fn interface(fd: RawFd) -> Option<String> {
     let mut name = [0u8; libc::IF_NAMESIZE];
     let mut length = name.len() as libc::socklen_t;
@@ -385,7 +385,8 @@ pub fn interface(fd: RawFd) -> Option<String> {
     Some(String::from_utf8_lossy(name).into_owned())
 }
 
-/// The addresses of this host's interfaces, or of the one of this name, with port 0; none where the system does not say.
+/// The addresses of this host's interfaces, or of the interface of this name, with port 0; none if the system does not
+/// say.
 pub fn local_addresses(interface: Option<&str>) -> Vec<SocketAddr> {
     let mut list = std::ptr::null_mut();
     // SAFETY: `list` may be written.
@@ -412,24 +413,25 @@ pub fn local_addresses(interface: Option<&str>) -> Vec<SocketAddr> {
         // SAFETY: an address of that family has that length.
         found.extend(Sockaddr::parse(unsafe { std::slice::from_raw_parts(entry.ifa_addr.cast(), length) }));
     }
-    // SAFETY: made by getifaddrs, and used no more.
+    // SAFETY: made by getifaddrs, and no longer used.
     unsafe { libc::freeifaddrs(list) };
     found
 }
 
-/// A port that nobody else gets, and where nobody listens yet.
+/// A port that nobody else gets, and on which nobody listens yet.
 pub struct Reserved(#[expect(dead_code, reason = "held")] OwnedFd);
 
 impl Reserved {
-    /// Ends a listening socket and keeps its port. The number of its descriptor stays, and is never ready.
+    /// Ends a listening socket and keeps its port. The number of its descriptor stays, and never becomes ready.
     ///
     /// # Errors
     /// The errno.
     pub fn in_place_of(fd: RawFd, address: SocketAddr) -> io::Result<Reserved> {
         let socket = new(address, SocketType::STREAM, SocketFlags::empty())?;
-        // A device that binds the port too says the same.
+        // A device that binds the port too sets the same option.
         sockopt::set_socket_reuseaddr(&socket, true)?;
-        // Beside what listens still, so that the port is never free: Linux looks at this of both, at this moment.
+        // Bound beside the socket that still listens, so that the port is never free: Linux checks this option of both at
+        // this moment.
         let listening = borrow(fd)?;
         let shares = sockopt::socket_reuseport(listening)?;
         sockopt::set_socket_reuseport(listening, true)?;
@@ -439,18 +441,19 @@ impl Reserved {
         sockopt::set_socket_reuseport(listening, shares)?;
         bound?;
         replace(fd, Reserved::deaf(address)?, true)?;
-        // Linux keeps for the port what its latest socket says: without one that does not share it, others that do may bind it.
+        // Linux keeps for the port the setting of its latest socket: without one that does not share it, others that do may
+        // bind it.
         let last = new(address, SocketType::STREAM, SocketFlags::empty())?;
         sockopt::set_socket_reuseaddr(&last, true)?;
         bind(&last, &address)?;
         Ok(Reserved(socket))
     }
 
-    /// A socket that is never ready, and still knows the address if asked: of datagrams, all of which it drops. An
-    /// eventfd(2) where the address is taken for datagrams.
+    /// A socket that is never ready, and still knows the address if asked: a datagram socket that drops all datagrams, or
+    /// an eventfd(2) if the address is taken for datagrams.
     fn deaf(address: SocketAddr) -> io::Result<OwnedFd> {
         let socket = new(address, SocketType::DGRAM, SocketFlags::empty())?;
-        // "Return 0": of a packet nothing is kept.
+        // "Return 0": nothing of a packet is kept.
         let mut drop_all =
             libc::sock_filter { code: (libc::BPF_RET | libc::BPF_K) as u16, jt: 0, jf: 0, k: 0 };
         let filter = libc::sock_fprog { len: 1, filter: &mut drop_all };
@@ -484,7 +487,7 @@ pub struct Sockaddr {
 }
 
 impl Sockaddr {
-    /// For functions that take a `struct sockaddr *`; good as long as `self` is not moved.
+    /// For functions that take a `struct sockaddr *`; valid as long as `self` is not moved.
     pub fn as_mut_ptr(&mut self) -> *mut libc::sockaddr {
         self.bytes.as_mut_ptr().cast()
     }
@@ -494,7 +497,7 @@ impl Sockaddr {
         &self.bytes[..self.len as usize]
     }
 
-    /// What a `sockaddr_storage` holds.
+    /// The address that a `sockaddr_storage` holds.
     #[cfg(feature = "verbs")]
     pub fn stored(storage: &libc::sockaddr_storage) -> Option<SocketAddr> {
         let bytes: *const libc::sockaddr_storage = storage;
@@ -550,12 +553,12 @@ impl From<SocketAddr> for Sockaddr {
 /// Sockets for tests.
 #[cfg(test)]
 pub mod testing {
-    /// Leaves the socket room for a few messages only.
+    /// Leaves the socket room for only a few messages.
     pub fn shrink_buffers(fd: super::RawFd) {
         set_buffers(fd, 8 << 10);
     }
 
-    /// How much a socket holds, about.
+    /// Sets roughly how much a socket holds.
     pub fn set_buffers(fd: super::RawFd, bytes: i32) {
         let fd = super::borrow(fd).unwrap();
         super::sockopt::set_socket_send_buffer_size(fd, bytes as usize).unwrap();
@@ -652,7 +655,7 @@ mod tests {
         assert!(set_nodelay(-1).is_err());
     }
 
-    /// Until the connection is there.
+    /// As [`connect_beside`], but waits until the connection is there.
     fn beside(fd: RawFd, to: SocketAddr) -> io::Result<OwnedFd> {
         let fresh = connect_beside(fd, to)?;
         while !connected(fresh.as_raw_fd())? {
@@ -712,7 +715,7 @@ mod tests {
     }
 }
 
-/// For tests: streams of bytes in place of sockets, of one thread, whose descriptors are no real ones.
+/// For tests: streams of bytes in place of sockets, for one thread. Their descriptors are not real ones.
 #[cfg(test)]
 pub(crate) mod simulated {
     use std::cell::RefCell;
@@ -726,7 +729,7 @@ pub(crate) mod simulated {
         /// Bytes that it takes now.
         fn room(&mut self) -> io::Result<usize>;
         fn put(&mut self, bytes: Vec<u8>);
-        /// At most so many bytes that have come; none: the peer has closed its side.
+        /// At most this many of the bytes that have come; none: the peer has closed its side.
         fn get(&mut self, most: usize) -> io::Result<Vec<u8>>;
         fn unacknowledged(&self) -> usize;
         fn segment(&self) -> usize;
@@ -739,7 +742,7 @@ pub(crate) mod simulated {
         static STREAMS: RefCell<BTreeMap<RawFd, Box<dyn Stream>>> = const { RefCell::new(BTreeMap::new()) };
     }
 
-    /// The descriptor of an end; dropped, it is closed.
+    /// The descriptor of an end, which is closed when this is dropped.
     pub(crate) struct Socket(pub(crate) RawFd);
 
     impl Socket {

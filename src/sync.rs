@@ -1,4 +1,4 @@
-//! Locks whose schedules a test tries one after the other (`--cfg shuttle`): elsewhere those of the standard library.
+//! Locks whose schedules a test tries one after the other (`--cfg shuttle`); otherwise those of the standard library.
 #![forbid(unsafe_code)]
 
 use std::sync::PoisonError;
@@ -9,7 +9,7 @@ pub use shuttle::sync::{Condvar, Mutex, MutexGuard, atomic};
 #[cfg(not(shuttle))]
 pub use std::sync::{Condvar, Mutex, MutexGuard, atomic};
 
-/// Whether a thread has panicked while it had the lock.
+/// Whether a thread has panicked while it held the lock.
 pub fn is_poisoned<T>(lock: &Mutex<T>) -> bool {
     #[cfg(shuttle)]
     return lock.try_lock().is_err();
@@ -17,15 +17,15 @@ pub fn is_poisoned<T>(lock: &Mutex<T>) -> bool {
     lock.is_poisoned()
 }
 
-/// Two processes meet without a lock: in a schedule another thread may go on here.
+/// A point where two processes meet without a lock: in a schedule, another thread may run here.
 #[inline(always)]
 pub fn meet() {
     #[cfg(shuttle)]
     atomic::AtomicBool::new(false).load(atomic::Ordering::SeqCst);
 }
 
-/// Waits while a condition holds, but no longer than for `time`. Schedules know no time: there it is over at once, or a moment
-/// later.
+/// Waits while a condition holds, but for at most `time`. Schedules have no time: in them the wait is over at once, or a
+/// moment later.
 pub fn wait_within<'a, T>(
     lock: &'a Mutex<T>,
     told: &Condvar,
@@ -50,7 +50,7 @@ pub fn wait_within<'a, T>(
     };
 }
 
-/// Tries a scenario in so many schedules at random, and as many with few preemptions in the worst places.
+/// Tries a scenario in `count` random schedules, and in as many with few preemptions in the worst places.
 #[cfg(all(test, shuttle))]
 pub fn in_schedules(count: usize, scenario: impl Fn() + Send + Sync + Copy + 'static) {
     shuttle::check_random(scenario, count);

@@ -1,12 +1,10 @@
 //! Text files that people write for this library: how they are read, and the words in them.
 //!
-//! Owns what settings and bindings have in common: opening a file so that nothing can come of a wrong path but an
-//! error, comments, numbers, sizes, and how a value is quoted in an error. Leaves to `config` and `binding` what the
-//! words mean.
+//! Owns what settings and bindings have in common: opening a file so that a wrong path leads to nothing but an error,
+//! comments, numbers, sizes, and how a value is quoted in an error. Leaves what the words mean to `config` and `binding`.
 //!
 //! # Invariants
-//! - Only regular files are read. A FIFO would hold up the program for ever, and the opening of some devices does
-//!   something.
+//! - Only regular files are read. A FIFO would hold up the program for ever, and opening some devices has side effects.
 //! - At most [`MAX`] bytes are read, and what is quoted of a text is short and visible, whatever it holds.
 #![forbid(unsafe_code)]
 
@@ -17,13 +15,13 @@ use std::path::Path;
 
 use crate::error::{Error, Kind, os_text};
 
-/// A file that somebody has written is shorter; whatever is longer is something else.
+/// Longer than any file that a person has written; whatever exceeds it is something else.
 pub const MAX: u64 = 1 << 20;
 
 /// The text of the file; `None` when there is none.
 ///
 /// # Errors
-/// `Os` for a file that cannot be read, `Invalid` for what is no file, not UTF-8 or too long; all name the path.
+/// `Os` for a file that cannot be read, `Invalid` for what is not a file, not UTF-8 or too long; all name the path.
 pub fn read(path: &Path) -> Result<Option<String>, Error> {
     match read_file(path) {
         Ok(text) => Ok(Some(text)),
@@ -43,8 +41,8 @@ pub fn read_named(path: &Path) -> Result<String, Error> {
 fn read_file(path: &Path) -> Result<String, Error> {
     let failed = |error: io::Error| cannot(path, &error);
     let invalid = |what: &str| Error::new(Kind::Invalid, format!("{}: {what}", path.display()));
-    // Looked at before it is opened, because opening may do something (a watchdog starts), and again behind that,
-    // because the path may name another file by then.
+    // Checked before it is opened, because opening may have an effect (a watchdog starts), and again afterwards, because
+    // the path may name another file by then.
     let regular = |kind: FileType| if kind.is_file() { Ok(()) } else { Err(invalid(&not_a_file(kind))) };
     regular(fs::metadata(path).map_err(failed)?.file_type())?;
     let file: File = OpenOptions::new()
@@ -62,7 +60,7 @@ fn read_file(path: &Path) -> Result<String, Error> {
     String::from_utf8(bytes).map_err(|_| invalid("must be UTF-8"))
 }
 
-/// The error of a path that cannot be read.
+/// The error for a path that cannot be read.
 pub fn cannot(path: &Path, error: &io::Error) -> Error {
     let errno = error.raw_os_error().unwrap_or(libc::EIO);
     Error::new(Kind::Os(errno), format!("{}: {}", path.display(), os_text(error)))
@@ -81,18 +79,18 @@ fn not_a_file(kind: FileType) -> String {
     format!("must be a regular file, and is {is}")
 }
 
-/// A line that says something.
+/// A line that is more than blanks and a comment.
 #[derive(Clone, Copy, Debug)]
 pub struct Line<'a> {
     /// From 1.
     pub number: usize,
-    /// What it says, without comment and blanks around.
+    /// What it says, without the comment and surrounding blanks.
     pub says: &'a str,
     whole: &'a str,
 }
 
 impl Line<'_> {
-    /// "LINE:COLUMN" of a part of what the line says: characters, from 1. What is missing, an empty part, is behind it all.
+    /// "LINE:COLUMN" of a part of what the line says, in characters from 1. A missing (empty) part is placed behind it all.
     pub fn place(&self, part: &str) -> String {
         let bytes_before = |part: &str| part.as_ptr().addr().checked_sub(self.whole.as_ptr().addr());
         let before =
@@ -103,7 +101,7 @@ impl Line<'_> {
     }
 }
 
-/// The lines that say something.
+/// The lines that are more than blanks and a comment.
 pub fn lines(text: &str) -> impl Iterator<Item = Line<'_>> {
     let lines = text.lines().enumerate().map(|(at, whole)| {
         let says = without_comment(whole).trim();
@@ -112,14 +110,14 @@ pub fn lines(text: &str) -> impl Iterator<Item = Line<'_>> {
     lines.filter(|line| !line.says.is_empty())
 }
 
-/// A `#` inside a word belongs to the word: paths contain it.
+/// A `#` inside a word belongs to the word: paths may contain it.
 fn without_comment(line: &str) -> &str {
     let begins = |&(at, _): &(usize, &str)| line[..at].chars().next_back().is_none_or(char::is_whitespace);
     let comment = line.match_indices('#').find(begins);
     comment.map_or(line, |(at, _)| &line[..at])
 }
 
-/// The words of a list: between commas or blanks.
+/// The words of a list, separated by commas or blanks.
 pub fn words(value: &str) -> impl Iterator<Item = &str> {
     value.split(|c: char| c == ',' || c.is_whitespace()).filter(|word| !word.is_empty())
 }
@@ -143,7 +141,7 @@ pub fn digits(value: &str) -> Option<u64> {
     if value.bytes().all(|b| b.is_ascii_digit()) { value.parse().ok() } else { None }
 }
 
-/// Bytes, with K, M or G for powers of 1024.
+/// A number of bytes, with K, M or G for powers of 1024.
 pub fn size(value: &str, low: usize, high: usize) -> Option<usize> {
     let (value, unit) = match value.as_bytes().last()? {
         b'K' | b'k' => (&value[..value.len() - 1], 1 << 10),
@@ -155,7 +153,7 @@ pub fn size(value: &str, low: usize, high: usize) -> Option<usize> {
     (low..=high).contains(&bytes).then_some(bytes)
 }
 
-/// The number of a program, of a version or of a procedure: decimal, or hexadecimal with 0x.
+/// The number of a program, version or procedure: decimal, or hexadecimal with 0x.
 pub fn program_number(word: &str) -> Option<u32> {
     match word.strip_prefix("0x") {
         Some(hex) if hex.bytes().all(|b| b.is_ascii_hexdigit()) => u32::from_str_radix(hex, 16).ok(),
@@ -226,7 +224,7 @@ mod tests {
         let (key, value) = line.says.split_once('=').unwrap();
         assert_eq!((line.place(key), line.place(value.trim())), ("2:2".into(), "2:7".into()));
         assert_eq!(line.place(&value[4..]), "2:10");
-        // What is missing is behind it.
+        // What is missing is placed behind it.
         assert_eq!(line.place(""), "2:12");
     }
 }

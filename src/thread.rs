@@ -1,4 +1,4 @@
-//! The calling thread: its name, its stack and what it has used. How many can run at a time.
+//! The calling thread: its name, its stack and what it has used. Also how many threads can run at a time.
 #![allow(unsafe_code)]
 
 use std::mem::MaybeUninit;
@@ -7,7 +7,7 @@ use std::sync::atomic::AtomicUsize;
 use std::sync::atomic::Ordering::Relaxed;
 use std::time::Duration;
 
-/// Names the calling thread; no other one of this process ever has its name, which is never 0.
+/// Names the calling thread; no other thread of this process ever has the same name, which is never 0.
 pub fn this() -> usize {
     static NEXT: AtomicUsize = AtomicUsize::new(1);
     #[cfg(shuttle)]
@@ -20,10 +20,10 @@ pub fn this() -> usize {
     NAME.with(|name| *name)
 }
 
-/// Processors that this process may use.
+/// The number of processors that this process may use.
 pub fn processors() -> usize {
-    // Not a OnceLock: the answer takes a while, and a fork(2) of another thread in between would leave the child waiting for
-    // ever.
+    // Not a OnceLock: the answer takes a while, and a fork(2) by another thread in the meantime would leave the child
+    // waiting for ever.
     static PROCESSORS: AtomicUsize = AtomicUsize::new(0);
     match PROCESSORS.load(Relaxed) {
         0 => {
@@ -35,7 +35,8 @@ pub fn processors() -> usize {
     }
 }
 
-/// Addresses of the calling thread's own stack; what it runs as a coroutine has another. `None` if the system does not tell.
+/// Addresses of the calling thread's own stack; a coroutine that it runs has a different one. `None` if the system does not
+/// say.
 pub fn own_stack() -> Option<Range<usize>> {
     thread_local! {
         static STACK: Option<Range<usize>> = find();
@@ -62,13 +63,13 @@ pub fn own_stack() -> Option<Range<usize>> {
             }
         })
     }
-    /// Whether it is that with which the program has begun, where the kernel puts some bytes first. Of this one the system tells
-    /// only the uppermost mapping, of which there are several where the program has locked a part of it, say.
+    /// Whether it is the stack with which the program began, where the kernel puts some bytes first. For this stack, the system
+    /// reports only the uppermost mapping, and there are several if, say, the program has locked a part of it.
     fn is_first(stack: &Range<usize>) -> bool {
         // SAFETY: a number.
         stack.contains(&(unsafe { libc::getauxval(libc::AT_RANDOM) } as usize))
     }
-    /// How long it can be. The kernel has nothing else in the 128 MiB below its end.
+    /// How long that stack can be. The kernel has nothing else in the 128 MiB below its end.
     fn most() -> usize {
         const APART: usize = 128 << 20;
         let mut limit = libc::rlimit { rlim_cur: 0, rlim_max: 0 };
@@ -84,12 +85,12 @@ pub fn own_stack() -> Option<Range<usize>> {
 pub struct Usage {
     /// Time with a processor.
     pub processor: Duration,
-    /// How often it gave that up to wait for something.
+    /// How often it gave up the processor to wait for something.
     pub sleeps: u64,
 }
 
 impl Usage {
-    /// What the calling thread has used. `None` if the system does not tell.
+    /// What the calling thread has used. `None` if the system does not say.
     pub fn now() -> Option<Usage> {
         let mut time = libc::timespec { tv_sec: 0, tv_nsec: 0 };
         let mut usage = MaybeUninit::<libc::rusage>::uninit();
@@ -108,7 +109,7 @@ impl Usage {
         Some(Usage { processor, sleeps: usage.ru_nvcsw as u64 })
     }
 
-    /// What it has used since.
+    /// What it has used since `before`.
     pub fn since(self, before: Usage) -> Usage {
         let processor = self.processor.saturating_sub(before.processor);
         Usage { processor, sleeps: self.sleeps.wrapping_sub(before.sleeps) }

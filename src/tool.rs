@@ -1,6 +1,6 @@
-//! What the command `rpcrdma` (`tool/`) reaches of the modules that nobody outside this crate sees. With the feature `tool`
-//! only, which the C library is never built with: here is no contract. The command has its own copy of the library in it,
-//! which speaks for one that is installed where both are of one version.
+//! What the command `rpcrdma` (`tool/`) can reach of modules that are invisible outside this crate. Only with the feature
+//! `tool`, with which the C library is never built: there is no contract here. The command contains its own copy of the
+//! library, which stands for the installed one if both have the same version.
 
 pub use crate::driver::Agreed;
 pub use crate::error::{Error, Kind};

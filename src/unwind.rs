@@ -1,22 +1,22 @@
-//! The unwinder, libgcc_s.so.1, which is loaded when this library is first called, and not with it: a program that only has
-//! the library preloaded pays for no other file.
+//! The unwinder, libgcc_s.so.1, which is loaded when this library is first called, and not together with it: a program that
+//! merely has the library preloaded pays for no other file.
 //!
-//! Owned here: the functions `_Unwind_*` that Rust's standard library calls. Each is a few instructions that find the function
-//! of that name, among those that the program has or else in libgcc_s.so.1, and jump to it, with the stack as it was: the
-//! unwinder starts from the frame of its caller. glibc does nearly the same for pthread_cancel(3). They are hidden: nobody else's
-//! references are bound to them.
+//! Owned here: the functions `_Unwind_*` that Rust's standard library calls. Each is a few instructions that find the function of
+//! that name, among those that the program has or else in libgcc_s.so.1, and jump to it, with the stack unchanged, because the
+//! unwinder starts from the frame of its caller. glibc does nearly the same for pthread_cancel(3). The functions are hidden: no
+//! other object's references are bound to them.
 //!
-//! A copy of the unwinder in this library, libgcc_eh.a, would not do. The end of a thread and exceptions of C++ pass through
-//! our frames, led by the program's unwinder, whose contexts our personality routine asks about: they are its own, and no other
-//! copy may look inside.
+//! A copy of the unwinder in this library, libgcc_eh.a, would not do. The end of a thread and C++ exceptions pass through our
+//! frames, led by the program's unwinder, whose contexts our personality routine asks about: those contexts are that unwinder's
+//! own, and no other copy may look inside.
 //!
-//! Elsewhere than on x86-64 there is nothing here, and the library has libgcc_s.so.1 among its NEEDED.
+//! On anything but x86-64 there is nothing here, and the library has libgcc_s.so.1 among its NEEDED.
 #![allow(unsafe_code)]
 
 use crate::process;
 
-/// Loads libgcc_s.so.1, so that it is there later where no file can be opened any more: behind chroot(2), say. Without it a
-/// panic ends the process, as pthread_cancel(3) does in glibc.
+/// Loads libgcc_s.so.1 now, so that it is there later, when no file can be opened any more: after chroot(2), say. Without
+/// it a panic ends the process, as pthread_cancel(3) does in glibc.
 pub fn load() {
     process::keeping_errno(|| {
         // SAFETY: a string; the library, which is glibc's own helper, touches nothing of ours, and stays loaded.
@@ -27,9 +27,9 @@ pub fn load() {
 #[cfg(target_arch = "x86_64")]
 macro_rules! forward {
     ($($name:literal)*) => {
-        // R11, in which nothing is handed over, names a place for the address, with the name behind it. The registers that
-        // arguments come in are kept. No Rust in between: a guard in here could itself have to unwind. Two threads at a time
-        // find the same. All in one piece, since labels are known within one only.
+        // R11, which passes no argument, points to a place for the address, with the name behind it. The registers in which
+        // arguments come are kept. No Rust in between: a guard in here could itself have to unwind. Two threads at the same
+        // time find the same address. All in one piece, since labels are known within one only.
         std::arch::global_asm!(
             ".pushsection .text.rpcrdma.unwind, \"ax\", @progbits",
             ".Lrpcrdma_unwinder: .asciz \"libgcc_s.so.1\"",
@@ -50,8 +50,8 @@ macro_rules! forward {
             ".cfi_adjust_cfa_offset 8",
             "push r11",
             ".cfi_adjust_cfa_offset 8",
-            // As the dynamic linker binds the program's own references: another unwinder than libgcc's may stand in front, and
-            // then it is that one whose contexts we are asked about. NULL is RTLD_DEFAULT.
+            // As the dynamic linker binds the program's own references: an unwinder other than libgcc's may stand in front,
+            // and then we are asked about the contexts of that one. NULL is RTLD_DEFAULT.
             "xor edi, edi",
             "mov rsi, qword ptr [rsp]",
             "add rsi, 8",
@@ -118,7 +118,7 @@ macro_rules! forward {
     };
 }
 
-// What the standard library refers to; c-tests/exports.sh finds out when it refers to more.
+// The functions that the standard library refers to; c-tests/exports.sh finds out when it refers to more.
 #[cfg(target_arch = "x86_64")]
 forward! {
     "_Unwind_Backtrace"

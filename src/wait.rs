@@ -1,4 +1,4 @@
-//! Waiting: for descriptors, for a set of them that a program's own loop can poll, and for an event of another thread.
+//! Waiting: for descriptors, for a set of them that a program's own loop can poll, and for an event from another thread.
 //!
 //! Every function is one system call (or one family of them) with checked arguments; what readiness means is the
 //! caller's.
@@ -50,8 +50,8 @@ impl PollFd {
     }
 }
 
-/// Waits until one of `fds` is ready or the time is over (`None`: no limit), with `mask` as the thread's signal mask
-/// meanwhile (`None`: as it is). How many are ready; 0 also when a signal came: the caller looks at its clock and
+/// Waits until one of `fds` is ready or the time is up (`None`: no limit), with `mask` as the thread's signal mask
+/// meanwhile (`None`: unchanged). Returns how many are ready; 0 also when a signal came: the caller checks its clock and
 /// its flags.
 ///
 /// # Errors
@@ -73,12 +73,12 @@ pub fn poll(fds: &mut [PollFd], timeout: Option<Duration>, mask: Option<&SignalM
     Ok(n as usize)
 }
 
-/// [`until`] for readability.
+/// For [`until`]: readability.
 pub const IN: i16 = libc::POLLIN;
-/// [`until`] for writability.
+/// For [`until`]: writability.
 pub const OUT: i16 = libc::POLLOUT;
 
-/// As [`poll`], for one descriptor and `events` ([`IN`], [`OUT`]); whether it is ready.
+/// As [`poll`], for one descriptor and `events` ([`IN`], [`OUT`]); returns whether it is ready.
 ///
 /// # Errors
 /// As [`poll`].
@@ -91,11 +91,11 @@ pub fn until(
     Ok(poll(&mut [PollFd(libc::pollfd { fd, events, revents: 0 })], timeout, mask)? > 0)
 }
 
-/// Some descriptors that are waited for as one.
+/// Several descriptors that are waited for as one.
 #[cfg(feature = "verbs")]
 pub struct Readables {
     set: OwnedFd,
-    /// Readable for ever, once there is one.
+    /// Always readable, once it exists.
     ended: OnceBox<OwnedFd>,
 }
 
@@ -113,7 +113,7 @@ impl Readables {
         Ok(readables)
     }
 
-    /// One more.
+    /// Adds a descriptor.
     ///
     /// # Errors
     /// The errno.
@@ -121,7 +121,8 @@ impl Readables {
         Ok(epoll::add(&self.set, borrow(fd)?, key(fd), epoll::EventFlags::IN)?)
     }
 
-    /// Is readable from now on, whatever becomes of the others: who sleeps on the set wakes.
+    /// Makes the set readable from now on, whatever becomes of the other descriptors: a thread that sleeps on the set
+    /// wakes.
     ///
     /// # Errors
     /// The errno.
@@ -134,12 +135,12 @@ impl Readables {
         self.ended.get_or_try_init(ended).map(drop)
     }
 
-    /// Readable when one of them is.
+    /// Readable when one of the descriptors is.
     pub fn fd(&self) -> RawFd {
         self.set.as_raw_fd()
     }
 
-    /// Which are readable now: up to four.
+    /// The descriptors that are readable now: at most four of them.
     pub fn ready(&self) -> impl Iterator<Item = RawFd> + use<> {
         let mut events = [NO_EVENT; 4];
         let count = epoll::wait(&self.set, &mut events, Some(&NOW)).unwrap_or(0);
@@ -147,7 +148,7 @@ impl Readables {
     }
 }
 
-/// What wakes a loop that waits for it: it is readable from the first eight bytes that are written until [`silence`].
+/// What wakes a loop that waits for it: readable from the first write of eight bytes until [`silence`].
 ///
 /// # Errors
 /// The errno.
@@ -155,9 +156,9 @@ pub fn bell() -> io::Result<OwnedFd> {
     Ok(eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)?)
 }
 
-/// Takes note that it has rung.
+/// Takes note that the bell has rung.
 pub fn silence(bell: &OwnedFd) {
-    // EAGAIN means that it has not.
+    // EAGAIN means that it has not rung.
     let _ = rustix::io::read(bell, &mut [0u8; 8]);
 }
 
@@ -166,7 +167,7 @@ pub fn silence(bell: &OwnedFd) {
 pub struct PollSet(OwnedFd);
 
 impl PollSet {
-    /// An empty one.
+    /// An empty set.
     ///
     /// # Errors
     /// The errno.
@@ -174,17 +175,17 @@ impl PollSet {
         Ok(PollSet(epoll::create(epoll::CreateFlags::CLOEXEC)?))
     }
 
-    /// The descriptor to wait on; each event has that of its own descriptor as its data.
+    /// The descriptor to wait on; each event carries the number of the ready descriptor as its data.
     pub fn fd(&self) -> RawFd {
         self.0.as_raw_fd()
     }
 
-    /// Waits for `events` of poll(2) on `fd` too, or for these in place of others.
+    /// Also waits for `events` of poll(2) on `fd`, in place of any that were set for it before.
     ///
     /// # Errors
-    /// The errno: `EPERM` for what is always ready, a file.
+    /// The errno: `EPERM` for what is always ready, such as a file.
     pub fn watch(&self, fd: RawFd, events: i16) -> io::Result<()> {
-        // Those of poll have the same values.
+        // The flags of poll have the same values.
         let flags = epoll::EventFlags::from_bits_truncate(u32::from(events.cast_unsigned()));
         let (key, fd) = (key(fd), borrow(fd)?);
         match epoll::add(&self.0, fd, key, flags) {
@@ -193,21 +194,22 @@ impl PollSet {
         }
     }
 
-    /// No longer. What is closed has left the set, unless another process has it too.
+    /// Stops waiting for `fd`. A closed descriptor has left the set already, unless another process has the file open
+    /// too.
     pub fn forget(&self, fd: RawFd) {
         if let Ok(fd) = borrow(fd) {
             let _ = epoll::delete(&self.0, fd);
         }
     }
 
-    /// Whether this one has something now, in a set of few.
+    /// Whether `fd` has an event now; for small sets.
     pub fn has(&self, fd: RawFd) -> bool {
         let mut events = [NO_EVENT; 64];
         let count = epoll::wait(&self.0, &mut events, Some(&NOW)).unwrap_or(0);
         events[..count].iter().any(|event| event.data.u64() as RawFd == fd)
     }
 
-    /// Whether another one than these has something now.
+    /// Whether a descriptor other than these has an event now.
     pub fn has_others(&self, except: [RawFd; 2]) -> bool {
         let mut events = [NO_EVENT; 3];
         let count = epoll::wait(&self.0, &mut events, Some(&NOW)).unwrap_or(0);
@@ -233,10 +235,9 @@ impl WakeSet {
         Ok(WakeSet { set, timer })
     }
 
-    /// Puts a fresh set and alarm in the place of those that a fork(2) left shared with the parent, whose
-    /// descriptors would otherwise go on waking this process. The number stays if it is theirs still: a child closes what it
-    /// likes, and may have other files there.
-    ///
+    /// Puts a fresh set and alarm in the place of those that a fork(2) left shared with the parent, whose descriptors would
+    /// otherwise go on waking this process. The descriptor's number stays if it still belongs to the set: a child closes
+    /// what it likes, and may have other files there.
     /// # Errors
     /// The errno.
     pub fn renew(&mut self) -> io::Result<()> {
@@ -246,19 +247,19 @@ impl WakeSet {
         }
         let fresh = epoll::create(epoll::CreateFlags::CLOEXEC)?;
         rustix::io::dup3(&fresh, &mut self.set, rustix::io::DupFlags::CLOEXEC)?;
-        // Before the next one is made: the process may have no more than one left.
+        // Before the next descriptor is made: the process may have only one left.
         drop(fresh);
         self.timer = timer_in(&self.set)?;
         Ok(())
     }
 
-    /// Whether the descriptors are the set and its alarm still: the one is in the other then, and cannot be added again.
+    /// Whether the descriptors are still the set and its alarm: the alarm is in the set then, and cannot be added again.
     fn is_there(&self) -> bool {
         let data = epoll::EventData::new_u64(0);
         match epoll::add(&self.set, &self.timer, data, epoll::EventFlags::empty()) {
             Err(Errno::EXIST) => true,
             Ok(()) => {
-                // Two of the program's.
+                // Both belong to the program.
                 let _ = epoll::delete(&self.set, &self.timer);
                 false
             }
@@ -271,7 +272,7 @@ impl WakeSet {
         self.set.as_raw_fd()
     }
 
-    /// Wakes when `fd` is writable, or no longer.
+    /// Wakes when `fd` is writable if `on`; otherwise no longer.
     ///
     /// # Errors
     /// The errno.
@@ -279,7 +280,7 @@ impl WakeSet {
         if on {
             return Ok(epoll::add(&self.set, borrow(fd)?, key(fd), epoll::EventFlags::OUT)?);
         }
-        // One that was never there, or is closed, has left the set.
+        // A descriptor that was never there, or is closed, is not in the set.
         let Ok(fd) = borrow(fd) else { return Ok(()) };
         match epoll::delete(&self.set, fd) {
             Err(Errno::NOENT | Errno::BADF) => Ok(()),
@@ -287,7 +288,7 @@ impl WakeSet {
         }
     }
 
-    /// Wakes for these `events` ([`IN`], [`OUT`]) of `fd`, and no longer for others; with none, not even for its end.
+    /// Wakes for these `events` ([`IN`], [`OUT`]) of `fd` and for no others; with no events, not even for its end.
     ///
     /// # Errors
     /// The errno.
@@ -305,8 +306,8 @@ impl WakeSet {
         }
     }
 
-    /// Wakes when `fd`, the descriptor of another set, is readable; [`WakeSet::ready`] tells of it by `key`, which is
-    /// the number of no descriptor.
+    /// Wakes when `fd`, the descriptor of another set, is readable. [`WakeSet::ready`] reports it by `key`, which must
+    /// not be the number of a descriptor.
     ///
     /// # Errors
     /// The errno.
@@ -314,7 +315,7 @@ impl WakeSet {
         Ok(epoll::add(&self.set, borrow(fd)?, epoll::EventData::new_u64(key), epoll::EventFlags::IN)?)
     }
 
-    /// The keys of nested sets that are readable now: some of them, others at the next time.
+    /// The keys of nested sets that are readable now. If there are too many at once, the rest are returned next time.
     pub fn ready(&self) -> Vec<u64> {
         let mut events = [NO_EVENT; 64];
         let count = epoll::wait(&self.set, &mut events, Some(&NOW)).unwrap_or(0);
@@ -354,7 +355,7 @@ fn timer_in(set: &OwnedFd) -> io::Result<OwnedFd> {
     Ok(timer)
 }
 
-/// What an epoll set tells of a descriptor by.
+/// The data by which an epoll set reports a descriptor.
 fn key(fd: RawFd) -> epoll::EventData {
     epoll::EventData::new_u64(fd as u64)
 }
@@ -368,43 +369,44 @@ fn timespec(time: Duration) -> Timespec {
     Timespec::try_from(time).unwrap_or(Timespec { tv_sec: i64::MAX, tv_nsec: 0 })
 }
 
-/// Sleeps while `word`, which another process may write, is `from`, for `time` at most. Whatever ended it, the caller looks.
+/// Sleeps while `word`, which another process may write, is `from`, for at most `time`. The caller checks what ended the
+/// sleep.
 pub fn for_change(word: &AtomicU32, from: u32, time: Duration) {
     let _ = futex::wait(word, futex::Flags::empty(), from, Some(&timespec(time)));
 }
 
-/// Wakes whoever sleeps [`for_change`] of a word that has changed.
+/// Wakes all who sleep in [`for_change`] on this word, which has changed.
 pub fn tell_change(word: &AtomicU32) {
     let _ = futex::wake(word, futex::Flags::empty(), i32::MAX as u32);
 }
 
-/// Something that happens once, and that a thread can sleep for with its signals let through.
+/// Something that happens once, and for which a thread can sleep with its signals let through.
 #[derive(Debug, Default)]
 pub struct Event(AtomicU32);
 
 impl Event {
-    /// One that has not happened.
+    /// An event that has not happened.
     pub const fn new() -> Event {
         Event(AtomicU32::new(0))
     }
 
-    /// Whether it has happened: what was written before it did can be read then.
+    /// Whether it has happened: if so, what was written before it happened can be read.
     pub fn has_happened(&self) -> bool {
         self.0.load(Acquire) != 0
     }
 
-    /// Lets it happen, and wakes whoever sleeps for it.
+    /// Makes it happen, and wakes all who sleep for it.
     pub fn happen(&self) {
         self.0.store(1, Release);
         let _ = futex::wake(&self.0, futex::Flags::PRIVATE, i32::MAX as u32);
     }
 
-    /// Sleeps until it happens, the time is over (`None`: no limit) or a signal came, with `mask` as the thread's signal
-    /// mask meanwhile (`None`: as it is). A handler may sleep for other events: none of them is lost.
+    /// Sleeps until it happens, the time is up (`None`: no limit) or a signal comes, with `mask` as the thread's signal
+    /// mask meanwhile (`None`: unchanged). A signal handler may sleep for other events: none of them is lost.
     pub fn wait(&self, timeout: Option<Duration>, mask: Option<&SignalMask>) {
         let time = timeout.map(timespec);
         let sleep = || {
-            // Whatever ended it, the caller looks.
+            // The caller checks what ended the sleep.
             let _ = futex::wait(&self.0, futex::Flags::PRIVATE, 0, time.as_ref());
         };
         match mask {

@@ -1,7 +1,7 @@
 //! The devices: what each is like, how a connection over it begins, and the table of them.
 //!
-//! A further one is a file of its own that implements [`Device`], a line in [`DEVICES`] and its word in
-//! [`crate::config::DEVICES`]. Who takes which of them, and in which order, is up to the driver.
+//! To add one, write a file that implements [`Device`], and add a line to [`DEVICES`] and its word to
+//! [`crate::config::DEVICES`]. The driver decides who uses which device, and in which order they are tried.
 
 use std::net::{IpAddr, SocketAddr};
 use std::os::fd::RawFd;
@@ -15,7 +15,8 @@ use crate::error::{Error, Kind};
 use crate::memory::Areas;
 use crate::socket;
 
-/// Every device. Where more than one leads to a peer the first one has a start; the last is what all machines have.
+/// Every device. Where more than one leads to a peer, earlier ones have a head start; the last is the one that all
+/// machines have.
 pub static DEVICES: &[&dyn Device] = &[
     #[cfg(test)]
     &super::toy::Toy,
@@ -25,45 +26,46 @@ pub static DEVICES: &[&dyn Device] = &[
     &iwarp::Software,
 ];
 
-/// What the layers above know of a device.
+/// What the layers above know about a device.
 #[derive(Debug, PartialEq, Eq)]
 pub struct Traits {
     /// The word of the configuration for it.
     pub name: &'static str,
     /// What it is, for the log: "adapters".
     pub title: &'static str,
-    /// It goes over the TCP socket that the program knows the connection by; else that is no more than its name.
+    /// It goes over the TCP socket by which the program knows the connection; otherwise that socket is only the
+    /// connection's name.
     pub socket: bool,
-    /// Its descriptor becomes readable also when queued work can go on, and never tells that by being writable.
+    /// Its descriptor also becomes readable when queued work can go on, and never reports that by becoming writable.
     pub one_event: bool,
-    /// The memory that it uses is locked, and there is little of that.
+    /// The memory that it uses is locked, and little memory may be locked.
     pub locked_memory: bool,
-    /// A connection has memory of its own for messages, which ends with it.
+    /// A connection has its own memory for messages, which ends with the connection.
     pub own_memory: bool,
-    /// Results from this length on are received in the program's own memory.
+    /// Results of this length or more are received in the program's own memory.
     pub place_min: usize,
-    /// It leads to loopback addresses.
+    /// It can reach loopback addresses.
     pub loopback: bool,
 }
 
 /// What a connection is made with.
 #[derive(Clone, Debug)]
 pub struct Options {
-    /// What the peer is told: bytes of a Receive, and of the longest Send.
+    /// What we tell the peer: bytes of a Receive, and of the longest Send.
     pub inline: usize,
-    /// Bytes of the Receives that the connection begins with.
+    /// Bytes of each Receive that the connection begins with.
     pub receive: usize,
     /// Bytes of the longest Receive that the peer may ask for: at least `receive`.
     pub slab: usize,
     /// Whether the peer may invalidate handles.
     pub remote_invalidation: bool,
-    /// Receives beyond `margin`, if memory allows: as many as there are credits.
+    /// Number of Receives beyond `margin`, if memory allows: as many as there are credits.
     pub credits: u32,
     /// Receives for messages without a credit.
     pub margin: u32,
-    /// Whether what goes over a network that it may damage has checksums.
+    /// Whether what crosses a network that may damage it has checksums.
     pub crc: Crc,
-    /// No other device may be used: this one takes what others would be better for.
+    /// No other device may be used: this one also takes what others would be better for.
     pub only: bool,
     /// Whether a thread may wait for its peer without sleeping.
     pub spins: bool,
@@ -72,14 +74,14 @@ pub struct Options {
 /// What a connection is made over.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Way {
-    /// To this address, of a device that does not go over a socket.
+    /// To this address, for a device that does not go over a socket.
     Address(SocketAddr),
-    /// A TCP socket that is connected, of one that does.
+    /// A connected TCP socket, for a device that goes over one.
     Socket(RawFd),
 }
 
 impl Way {
-    /// The error of a device that does not go this way.
+    /// The error of a device that cannot go this way.
     pub fn unknown(self) -> Error {
         let text = match self {
             Way::Address(_) => "the device goes over TCP sockets only",
@@ -94,7 +96,7 @@ pub trait Device: Sync {
     /// What it is like.
     fn traits(&self) -> &'static Traits;
 
-    /// Whether this process can use one. `only`: as [`Options::only`].
+    /// Whether this process can use a device of this kind. `only`: as [`Options::only`].
     ///
     /// # Errors
     /// Why not, and what to do: `ENODEV` where there is none.
@@ -102,12 +104,12 @@ pub trait Device: Sync {
         Ok(())
     }
 
-    /// Whether this process cannot use any more what it has used.
+    /// Whether this process can no longer use what it has used.
     fn is_refused(&self) -> bool {
         false
     }
 
-    /// Whether it takes TCP ports for itself where `only` it is used.
+    /// Whether it takes TCP ports for itself when it is the only device that may be used.
     fn takes_ports(&self) -> bool {
         false
     }
@@ -121,7 +123,7 @@ pub trait Device: Sync {
         Ok(())
     }
 
-    /// What of it leads to an address, by name where there are several. Nothing is sent there.
+    /// Which part of the device leads to an address, by name if there are several. Nothing is sent to the address.
     ///
     /// # Errors
     /// Why it does not.
@@ -130,8 +132,8 @@ pub trait Device: Sync {
         Ok(String::new())
     }
 
-    /// Starts to connect; the startup is then to be driven to its end. `areas` are for Reply chunks, if the device can have
-    /// them at once.
+    /// Starts to connect; the caller then drives the startup to its end. `areas` are for Reply chunks, if the device can
+    /// have them at once.
     ///
     /// # Errors
     /// Nothing leads there.
@@ -142,7 +144,7 @@ pub trait Device: Sync {
         areas: Option<Arc<Areas>>,
     ) -> Result<Box<dyn QueuePair>, Error>;
 
-    /// The connection of a TCP socket that was accepted, whose startup is then to be driven to its end.
+    /// The connection of an accepted TCP socket; the caller then drives its startup to its end.
     ///
     /// # Errors
     /// The device goes over no socket, or cannot be set up.
@@ -150,10 +152,10 @@ pub trait Device: Sync {
         Err(Way::Socket(socket).unknown())
     }
 
-    /// Listens where a TCP socket does, beside it. A device that goes over sockets has that one.
+    /// Listens where a TCP socket does, beside it. A device that goes over sockets uses that TCP socket itself.
     ///
     /// # Errors
-    /// There is no device, or none has such an address, or the port is taken.
+    /// There is no device, none has such an address, or the port is taken.
     fn listen(&self, _places: Places, _only: bool) -> Result<Box<dyn Listener>, Error> {
         Err(Error::new(Kind::Os(libc::ENODEV), "the device listens at TCP sockets only"))
     }
@@ -167,18 +169,19 @@ pub trait Listener: Send {
     /// Whether this process was forked from the one that listens.
     fn forked(&self) -> bool;
 
-    /// Whether a device has gone, and with it what listened there.
+    /// Whether a device has gone away, and with it what listened there.
     fn lost(&self) -> bool;
 
-    /// In how many places it listens.
+    /// The number of places in which it listens.
     fn places(&self) -> usize;
 
-    /// What the next request has come to: a connection whose startup is then to be driven to its end, or nothing where it
-    /// was refused. Each costs the loop its time. `known`: only from peers of which something else than their own word tells
-    /// the address. `make_room` closes some other connection for one of this peer; false when none is to go.
+    /// What has become of the next request: a connection, whose startup the caller then drives to its end, or nothing if it
+    /// was refused. Each request costs the loop time. `known`: accept only peers whose address is known from something other
+    /// than their own word. `make_room` closes some other connection to make room for one from this peer; false when none
+    /// can be closed.
     ///
     /// # Errors
-    /// Nothing can be accepted any more.
+    /// Nothing more can be accepted.
     fn accept(
         &mut self,
         options: &Options,
@@ -192,21 +195,21 @@ pub trait Listener: Send {
 pub enum Shortage {
     /// Memory that may be locked.
     Memory,
-    /// The part of it for connections that are not established.
+    /// The part of that memory for connections that are not yet established.
     Starting,
 }
 
 /// Where a TCP socket listens.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Places {
-    /// Its addresses, IPv4 ones as such: one, or any of each family. All have the same port.
+    /// Its addresses, with IPv4 ones given as IPv4: one, or any of each family. All have the same port.
     pub addresses: Vec<SocketAddr>,
-    /// The only interface that it listens at.
+    /// The only interface on which it listens.
     pub interface: Option<String>,
 }
 
 impl Places {
-    /// Whether a connection to `local` would come to the socket too, and not from this host itself.
+    /// Whether a connection to `local` would reach the socket too, and does not come from this host itself.
     pub fn contain(&self, local: SocketAddr) -> bool {
         let own = |at: &SocketAddr| {
             at.is_ipv4() == local.is_ipv4() && (at.ip().is_unspecified() || at.ip() == local.ip())
@@ -223,7 +226,7 @@ impl Places {
 pub enum Knock {
     /// There is none.
     Nobody,
-    /// It was refused, or was none.
+    /// It was refused, or was not a request.
     Refused,
     /// A connection.
     Accepted(Accepted),

@@ -1,15 +1,15 @@
-//! Devices for tests: a pair joined in memory, and a wrapper that watches and harms any device.
+//! Devices for tests: a pair joined in memory, and a wrapper that watches any device and injects faults into it.
 //!
 //! [`pair`] gives two [`Loopback`] ends with the semantics of the trait's contract and of RFC 5040 §5.5: one
 //! ordered stream each way, rights and ranges checked where the memory is, a Terminate to the peer on any
-//! violation. Nothing moves but inside a call, and an end takes in what its peer sent only in its own `poll`,
-//! as bytes wait in a socket: a test decides the interleaving. There is no fd.
+//! violation. Nothing moves except inside a call, and an end takes in what its peer sent only in its own `poll`, as bytes
+//! wait in a socket: a test decides the interleaving. There is no fd.
 //!
-//! [`Fault`] wraps a device; its [`Control`] stays with the test. It writes down every operation, fails the
-//! n-th, holds completions back, drops, doubles and changes received messages, reports smaller limits. On the
-//! way it asserts what the layers above owe the device and, for RPC-over-RDMA Version One messages, the rules
-//! of RFC 8166 §3.3.1 on credits and Receives. These checks never object to a correct engine; where replies
-//! come out of order they may miss something. A broken one is a panic with its reason.
+//! [`Fault`] wraps a device; its [`Control`] stays with the test. It records every operation, makes the n-th fail, holds
+//! completions back, drops, duplicates and changes received messages, and reports smaller limits. Meanwhile it asserts
+//! what the layers above owe the device and, for RPC-over-RDMA Version One messages, the rules of RFC 8166 §3.3.1 on
+//! credits and Receives. These checks never object to a correct engine; when replies come out of order, they may miss
+//! something. A check that fails is a panic that gives the reason.
 #![forbid(unsafe_code)]
 
 use std::collections::{HashMap, HashSet, VecDeque};
@@ -54,7 +54,7 @@ pub struct Loopback {
     limits: Limits,
     traits: &'static Traits,
     private_data: Vec<u8>,
-    /// Posted and not used, oldest first.
+    /// Posted but not used, oldest first.
     receives: VecDeque<Sink>,
     exposed: HashMap<Handle, (Segment, Exposed)>,
     /// RDMA Reads under way, oldest first; at most `read_depth`.
@@ -68,7 +68,7 @@ pub struct Loopback {
 
 struct Read {
     id: WorkId,
-    /// Gone when it was lent and is taken back.
+    /// `None` when it was lent and has been taken back.
     sink: Option<Sink>,
     at: usize,
     from: Segment,
@@ -93,7 +93,7 @@ enum Packet {
     },
     ReadRequest(Segment),
     ReadResponse(Vec<u8>),
-    /// The last one: the sender's end is dead, or was dropped.
+    /// The last packet: the sender's end is dead, or was dropped.
     Close(Error),
 }
 
@@ -110,7 +110,7 @@ impl Loopback {
         self
     }
 
-    /// Receives posted and not used.
+    /// Receives posted but not used.
     pub fn receives(&self) -> usize {
         self.receives.len()
     }
@@ -127,8 +127,8 @@ impl Loopback {
         self.dead.clone().map_or(Ok(()), Err)
     }
 
-    /// Hands what was posted over to the peer's side, as bytes go into a socket: from here on it names no memory
-    /// that is lent. Returns the bytes copied.
+    /// Hands over what was posted to the peer's side, as bytes go into a socket: from here on it names no lent memory.
+    /// Returns the bytes copied.
     fn hand_over(&self) -> io::Result<usize> {
         let mut copied = 0;
         for packet in &mut self.wires()[1 - self.end] {
@@ -141,7 +141,7 @@ impl Loopback {
         Ok(copied)
     }
 
-    /// Ends the queue pair: all memory is let go.
+    /// Ends the queue pair: all memory is released.
     fn die(&mut self, error: Error) {
         self.hand_over().expect("memory for what a test sends");
         self.receives.clear();
@@ -151,14 +151,14 @@ impl Loopback {
         self.dead = Some(error);
     }
 
-    /// Ends the queue pair for an error of this end's own, and tells the peer.
+    /// Ends the queue pair because of an error at this end, and tells the peer.
     fn terminate(&mut self, error: Error) {
         let text = format!("the peer ended the connection: {error}");
         self.transmit(Packet::Close(Error::new(Kind::ConnectionLost, text)));
         self.die(error);
     }
 
-    /// Asks for as many RDMA Reads as the peer serves at a time.
+    /// Starts as many RDMA Reads as the peer serves at a time.
     fn start_reads(&mut self) {
         while self.reads.len() < self.limits.read_depth as usize {
             let Some(read) = self.stalled.pop_front() else { return };
@@ -175,8 +175,8 @@ impl Loopback {
             return Err(Error::new(Kind::Invalid, text));
         };
         self.serial = self.serial.wrapping_add(2);
-        // A product with an odd number is a permutation that keeps the lowest bit: unique, and of both ends
-        // distinct.
+        // Multiplication by an odd number is a permutation that keeps the lowest bit: handles are unique, and those of
+        // the two ends differ.
         let handle = Handle(self.serial.wrapping_mul(0x9e37_79b1));
         let offset = u64::from(handle.0).wrapping_mul(0x9e37_79b9_7f4a_7c15) >> 1;
         let segment = Segment { handle, length, offset };
@@ -184,7 +184,7 @@ impl Loopback {
         Ok(segment)
     }
 
-    /// What the peer names, and where in it the bytes lie.
+    /// The memory that the peer names, and where in it the bytes lie.
     fn find(&self, named: &Segment) -> Result<(&Exposed, usize), Error> {
         let refuse = |why: &str| Error::new(Kind::Protocol, format!("remote access to {named}: {why}"));
         let (segment, memory) = self.exposed.get(&named.handle).ok_or_else(|| refuse("no such handle"))?;
@@ -245,7 +245,7 @@ impl Loopback {
         }
     }
 
-    /// Why the device cannot do `request`: mistakes of the layers above.
+    /// Why the device cannot do `request`: a mistake of the layers above.
     fn refusal(&self, request: &WorkRequest) -> Option<String> {
         let max = self.limits.max_segment;
         match request {
@@ -401,7 +401,7 @@ impl Drop for Loopback {
     }
 }
 
-/// Places the pieces one after the other; the number of bytes, or `None` when they do not fit.
+/// Places the pieces one after the other; returns the number of bytes, or `None` when they do not fit.
 fn place(sink: &Sink, at: usize, gather: &[Region]) -> Option<usize> {
     let mut len = 0;
     for region in gather {
@@ -415,13 +415,13 @@ fn place(sink: &Sink, at: usize, gather: &[Region]) -> Option<usize> {
 
 // ----------------------------------------------------------------------------------------------------- fault
 
-/// A device that watches and harms the device that it wraps.
+/// A device that wraps another one, watches it and injects faults into it.
 pub struct Fault {
     inner: Box<dyn QueuePair>,
     control: Control,
 }
 
-/// The test's hold on a [`Fault`]; all clones are one.
+/// The test's hold on a [`Fault`]; all clones share one state.
 #[derive(Clone)]
 pub struct Control(Arc<Mutex<State>>);
 
@@ -472,7 +472,7 @@ pub enum Damage {
     Drop,
     /// It arrives twice: it also uses up the next Receive that is posted.
     Duplicate,
-    /// It is changed. It must go on fitting its Receive.
+    /// It is changed. It must still fit its Receive.
     Change(Box<dyn FnOnce(&mut Vec<u8>) + Send>),
 }
 
@@ -481,7 +481,7 @@ struct State {
     tracing: bool,
     /// Index in the trace of the operation that fails, and its error.
     failure: Option<(usize, Error)>,
-    /// Set when an operation that returns nothing failed, or when the device did.
+    /// Set when an operation that returns nothing has failed, or when the device has.
     dead: Option<Error>,
     /// By number of the message, counted from 0.
     damage: HashMap<usize, Damage>,
@@ -529,12 +529,12 @@ impl Fault {
 }
 
 impl Control {
-    /// All operations so far. A `poll` that returned nothing is none, nor are `flush` and getters.
+    /// All operations so far. A `poll` that returned nothing does not count, nor do `flush` and getters.
     pub fn trace(&self) -> Vec<Event> {
         self.state().trace.clone()
     }
 
-    /// The operation with index `n` of the trace fails with `error`, and with it the device unless it was an
+    /// The operation with index `n` in the trace fails with `error`, and the device with it, unless the operation was an
     /// exposure. An operation that returns nothing fails in the next `poll`.
     pub fn fail_at(&self, n: usize, error: Error) {
         let mut state = self.state();
@@ -547,20 +547,20 @@ impl Control {
         self.state().told
     }
 
-    /// From now on the trace stays as it is, for long runs, and a reply ends no call but its own: for a layer above that
-    /// makes no calls without a reply.
+    /// From now on nothing is added to the trace (for long runs), and a reply ends no call but its own (for a layer above
+    /// that makes no calls without a reply).
     pub fn count_only(&self) {
         let mut state = self.state();
         state.tracing = false;
         state.credits.exact = true;
     }
 
-    /// Harms message number `n` of those that the device delivers, the first being 0.
+    /// Damages message number `n` of those that the device delivers, counted from 0.
     pub fn damage(&self, n: usize, damage: Damage) {
         self.state().damage.insert(n, damage);
     }
 
-    /// Keeps completions of a kind back from now on. Their bytes still move.
+    /// From now on, holds completions of a kind back. Their bytes still move.
     pub fn hold(&self, kind: Held) {
         self.state().held[kind as usize] = Some(0);
     }
@@ -572,13 +572,13 @@ impl Control {
         }
     }
 
-    /// Ends the holding.
+    /// Stops holding completions of a kind back.
     pub fn release_all(&self, kind: Held) {
         self.state().held[kind as usize] = None;
     }
 
-    /// Reports limits that are no higher than these, from now on. How many RDMA Reads are under way at a time
-    /// remains the device's matter.
+    /// From now on, reports limits no higher than these. How many RDMA Reads are under way at a time is still up to the
+    /// device.
     pub fn shrink(&self, limits: Limits) {
         let now = &mut self.state().limits;
         *now = Limits {
@@ -605,13 +605,13 @@ impl Control {
     }
 
     fn state(&self) -> MutexGuard<'_, State> {
-        // A panic of an assertion below must not hide behind that of a poisoned lock.
+        // A panic of an assertion below must not be hidden by that of a poisoned lock.
         self.0.lock().unwrap_or_else(|e| e.into_inner())
     }
 }
 
 impl State {
-    /// The error of the operation that comes next, if it is to fail.
+    /// The error of the next operation, if it is to fail.
     fn failing(&mut self, what: &str) -> Option<Error> {
         let (_, error) = self.failure.take_if(|(n, _)| *n == self.trace.len())?;
         self.note(Event::Failed(format!("{what}: {error}")));
@@ -703,7 +703,7 @@ impl State {
         None
     }
 
-    /// Place of the next completion that is not held back.
+    /// Index of the next completion that is not held back.
     fn ready(&self) -> Option<usize> {
         self.completions.iter().position(|c| self.held[held(c) as usize] != Some(0))
     }
@@ -918,7 +918,7 @@ impl QueuePair for Fault {
                     Err(state.die(error))
                 }
             },
-            // What came before the error is handed up before it.
+            // What came before the error is delivered before it.
             (None, Some(error)) if state.completions.is_empty() => Err(error.clone()),
             (None, _) => Ok(None),
         }
@@ -1012,7 +1012,7 @@ fn held(completion: &Completion) -> Held {
     }
 }
 
-/// The bytes of a completed Receive, which the device must have let go of.
+/// The bytes of a completed Receive, of which the device must have let go.
 fn read(sink: Sink, len: usize) -> (Sink, Vec<u8>) {
     let room = sink.len();
     let buf = sink.into_buf(len).expect("the device holds on to a completed Receive");
@@ -1020,13 +1020,13 @@ fn read(sink: Sink, len: usize) -> (Sink, Vec<u8>) {
     (buf.into_sink(room), bytes)
 }
 
-/// What the messages of a connection say about credits, both directions apart.
+/// What the messages of a connection say about credits, each direction by itself.
 struct Ledger {
-    /// Our calls, oldest first, that the peer may not have consumed: a reply ends all those sent before its
-    /// call, unless `exact`.
+    /// Our calls, oldest first, that the peer may not have consumed: a reply also ends all calls sent before its own,
+    /// unless `exact`.
     calls: VecDeque<Xid>,
     exact: bool,
-    /// Our calls that ended in that way without a reply of their own.
+    /// Our calls that were ended that way, without a reply of their own.
     overtaken: HashSet<Xid>,
     /// Granted to us by the last reply.
     granted: Credits,
@@ -1078,7 +1078,7 @@ impl Ledger {
     fn received(&mut self, bytes: &[u8]) {
         let Some(Fixed { xid, credits, error, call }) = Fixed::of(bytes) else { return };
         let own = self.calls.iter().position(|x| *x == xid).filter(|_| call != Some(true));
-        // An error says nothing of credits: it may be the answer to either direction.
+        // An error says nothing about credits: it may be the answer to either direction.
         let granted = if error { self.granted } else { credits };
         if let Some(n) = own {
             if self.exact {
@@ -1102,7 +1102,7 @@ struct Fixed {
     credits: Credits,
     /// `RDMA_ERROR`: answers a call, perhaps one whose XID could not be trusted; is never a call.
     error: bool,
-    /// Whether it is a Call, where it says so.
+    /// Whether it is a Call, if it says so.
     call: Option<bool>,
 }
 
@@ -1255,7 +1255,7 @@ mod tests {
 
     #[test]
     fn each_operation_can_be_made_to_fail() {
-        // Returns what the operations returned, as far as they return something, and the error of the end.
+        // Returns what the operations returned, if anything, and the error of the end.
         let run = |fail: Option<usize>| {
             let (mut pair, control) = watched();
             if let Some(n) = fail {
@@ -1275,7 +1275,7 @@ mod tests {
             let refused = pair.ends[0].expose_source(region(b"d")).is_err() && pair.ends[0].flush().is_err();
             let dead = refused && pair.ends[0].expose_sink(sink(3)).is_err();
             assert_eq!(dead, end.is_some());
-            // The source is invalid again; the sink and the one above are left.
+            // The source has been invalidated; the sink and the source above are left.
             let left = if fail == Some(2) { 1 } else { 2 };
             assert_eq!(control.exposed(), if dead { 0 } else { left });
             let mut trace = control.trace();
@@ -1289,7 +1289,7 @@ mod tests {
             assert_eq!(broken[..n], trace[..n], "all is well before operation {n}");
             assert!(matches!(&broken[n], Event::Failed(text) if text.ends_with(&format!("number {n}"))));
             assert!(!errors.is_empty() && errors.iter().all(|e| e.text() == format!("number {n}")));
-            // Exposures fail alone.
+            // A failed exposure does not end the device.
             assert_eq!(end.is_some(), ![1, 2].contains(&n), "operation {n}");
         }
     }
@@ -1412,12 +1412,12 @@ mod tests {
         step(&mut pair, 1, 3, 1);
         step(&mut pair, 1, 2, 2);
         step(&mut pair, 0, 5, 8);
-        // An error to a message that was not understood is no call.
+        // An error in answer to a message that was not understood is not a call.
         let mut error = message(0x2000, 8);
         error[15] = 4;
         pair.send(0, &error);
         assert_eq!(pair.message(1).0, error);
-        // A call of the peer has credits of its own.
+        // A call of the peer has its own credits.
         step(&mut pair, 1, 0x1000, 3);
         step(&mut pair, 0, 0x1000, 2);
     }

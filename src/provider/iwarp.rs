@@ -4,13 +4,14 @@
 //! beginning is in `startup`, the two halves of what follows are `receive` and `transmit`; `mpa` and `ddp` hold the bytes.
 //! The socket stays the caller's: it is never closed, shut down or put into another mode here, and may be in blocking mode.
 //!
-//! **Handles** are random, belong to one connection, name exactly the bytes given, and carry one right. Taking one
-//! back while the peer is being sent the bytes behind it ends the connection, unless all the rest is framed already:
-//! then that rest goes out from a private copy.
+//! **Handles** are random, belong to one connection, name exactly the bytes given, and carry one right. Taking one back
+//! while the bytes behind it are being sent to the peer ends the connection, unless all that remains is framed already:
+//! then it goes out from a private copy.
 //!
-//! **Fork.** Sending goes on in parent and child (see `transmit::Shared`); a child never sends a Terminate. Receiving
-//! is for one process: the first that reads after the fork keeps that part, and the others notice. Calls are for one
-//! process too, which [`QueuePair::claim`] tells before anything is sent: XIDs, credits and handles are in its memory.
+//! **Fork.** Both parent and child go on sending (see `transmit::Shared`); a child never sends a Terminate. Receiving is
+//! for one process: the first that reads after the fork keeps that role, and the others notice. Calls, too, are for one
+//! process, because XIDs, credits and handles are in its memory; [`QueuePair::claim`] tells which before anything is
+//! sent.
 //!
 //! Read first: RFC 5040 §5 and §7, RFC 5041 §7, RFC 5044 §7.
 #![forbid(unsafe_code)]
@@ -53,7 +54,7 @@ mod startup;
 mod stream;
 mod transmit;
 
-/// How often it is looked at how long a sleep on the socket lasts, in nanoseconds.
+/// How often we check how long a sleep on the socket lasts, in nanoseconds.
 const LOOK: u64 = 100_000_000;
 /// Longest exposure, Read and Write.
 const MAX_SEGMENT: u32 = 1 << 30;
@@ -63,7 +64,7 @@ pub const REMOTE_INVALIDATION: bool = true;
 /// Most private data that a caller may hand us: what siw can receive, less the enhanced part.
 const MAX_PRIVATE_DATA: usize = 248;
 
-/// What the layers above know of it.
+/// What the layers above know about it.
 pub static TRAITS: Traits = Traits {
     name: "iwarp",
     title: "software iWARP",
@@ -103,7 +104,7 @@ impl Device for Software {
 /// What a queue pair offers to its peer.
 #[derive(Clone, Debug)]
 pub struct Options {
-    /// Ask for CRCs. They are off only when both ends do not ask.
+    /// Ask for CRCs. They are off only when neither end asks.
     ///
     /// RFC 5044 §4.4: "The default configuration for a connection MUST be to use CRCs."
     pub crc: bool,
@@ -157,14 +158,14 @@ impl Options {
     }
 }
 
-/// An iWARP queue pair. Dropping it releases the memory that it holds and leaves the socket alone.
+/// An iWARP queue pair. Dropping it releases its memory and leaves the socket alone.
 pub struct Iwarp {
     stream: Stream,
     /// A thread may sleep in recvfrom(2) on the socket, for [`NAP`].
     naps: bool,
-    /// When it was seen last that the sleep ends after that time, by [`stats::tick`]; 0: never yet.
+    /// When the sleep was last seen to end after that time, by [`stats::tick`]; 0: not yet.
     patience_seen: u64,
-    /// Of the two ends of a connection that may share memory: what the one waits for, or the other.
+    /// What one end or the other waits for, if the two ends of the connection may share memory.
     asked: Option<Asked>,
     offered: Option<Box<Offered>>,
     options: Options,
@@ -172,7 +173,7 @@ pub struct Iwarp {
     generation: u64,
     /// We were forked from the process that made the connection.
     forked: bool,
-    /// It has received something in this process.
+    /// This process has received something on it.
     received: bool,
     shared: Shared,
     transmit: Transmit,
@@ -181,7 +182,7 @@ pub struct Iwarp {
     /// Bytes that went beside the stream, from outboxes, either way.
     beside: u64,
     receives: VecDeque<Posted>,
-    /// Where Receives get their memory that have none yet.
+    /// Where Receives that have no memory yet get it from.
     memory: Option<Arc<Memory>>,
     completions: VecDeque<Completion>,
     /// Bytes of our own Reads whose segments have come.
@@ -190,7 +191,7 @@ pub struct Iwarp {
     ird: usize,
     private_data: Vec<u8>,
     tokens: Tokens,
-    /// Sending failed: what has arrived before is still delivered, then this ends the connection.
+    /// Sending failed: what arrived before is still delivered, then this error ends the connection.
     broken: Option<Error>,
     failed: Option<Error>,
     /// What [`QueuePair::unsent`] says after the end.
@@ -204,13 +205,13 @@ pub struct Iwarp {
 /// A Receive.
 enum Posted {
     Sink(Sink),
-    /// So many bytes, of memory that is taken when a message comes: an idle connection holds none.
+    /// This many bytes, of memory that is taken when a message comes: an idle connection holds none.
     Bytes(usize),
 }
 
 /// What a handle names. The first byte has offset 0.
 enum Exposed {
-    /// And how many bytes of it the peer has asked for.
+    /// And how many of its bytes the peer has asked for.
     Source(Region, u64),
     Sink(Sink),
     /// Bytes that nobody wants any more, but whose writer does not know it yet.
@@ -225,13 +226,13 @@ impl Iwarp {
     pub fn initiator(socket: RawFd, options: Options) -> Result<Iwarp, Error> {
         let mut iwarp = Iwarp::new(socket, options, Stage::AwaitReply)?;
         if iwarp.options.sharing != Sharing::Never {
-            // Without it the connection is as any other, and the peer is not asked.
+            // Without sharing, the connection is like any other, and the peer is not asked.
             iwarp.asked = Asked::new(&mut iwarp.options.private_data).ok();
         }
         let o = &iwarp.options;
         let request = StartFrame::request(&o.offer(), o.revision, &o.private_data).encode();
-        // One call: a stock RPC server takes the first four bytes for a record mark and closes at once, but would wait
-        // for more of a split frame.
+        // One call: a stock RPC server takes the first four bytes for a record mark and closes at once, but it would wait
+        // for more if the frame were split.
         match iwarp.send(&request) {
             Ok(n) if n == request.len() => Ok(iwarp),
             Ok(_) => Err(lost("the socket did not take the MPA Request at once")),
@@ -289,18 +290,18 @@ impl Iwarp {
     }
 
     /// Whether a sleep on the socket still ends after [`NAP`]: the program has the socket too, and may have set another time.
-    /// Looked at every [`LOOK`] only, since looking costs what the sleep saves.
+    /// Checked only every [`LOOK`], since the check costs what the sleep saves.
     fn is_patient(&mut self) -> bool {
         let now = stats::tick();
         if now.saturating_sub(self.patience_seen) >= LOOK {
             self.patience_seen = now;
-            // In ticks: somewhat more.
+            // The kernel rounds to ticks: somewhat more.
             self.naps = matches!(socket::patience(self.stream.socket), Ok(Some(time)) if time <= 2 * NAP);
         }
         self.naps
     }
 
-    /// Whether it is for the peer, with which memory is shared, to do something.
+    /// Whether it is the turn of the peer, with which memory is shared.
     fn has_nothing_to_do(&self) -> bool {
         // The peer wakes us only if there was no room.
         let goes_on = self.transmit.has_work() && self.may_transmit() && !self.stream.wants_room();
@@ -358,7 +359,7 @@ impl Iwarp {
         }
     }
 
-    /// Takes back a handle and lets go of its memory. False when the peer is owed bytes of it.
+    /// Takes back a handle and lets go of its memory. False if the peer is still owed bytes of it.
     fn take_back(&mut self, stag: u32) -> bool {
         match self.exposed.remove(&stag) {
             None => true,
@@ -389,7 +390,7 @@ impl Iwarp {
             self.send_terminate(fault, Some(cause));
         }
         if self.transmit.is_inside_message() {
-            // What we began nobody can finish: the stream is of no use to any process.
+            // Nobody can finish what we began: the stream is of no use to any process.
             self.shared.close();
         }
         self.left = self.transmit.unsent();
@@ -402,7 +403,7 @@ impl Iwarp {
         error
     }
 
-    /// The same for what receiving has come to.
+    /// As [`Iwarp::fail`], for the reason why receiving ended.
     #[cold]
     fn end(&mut self, end: End) -> Error {
         match end {
@@ -440,7 +441,7 @@ impl Iwarp {
         drop(sent);
     }
 
-    /// Notices that we are a forked child: what was queued is the parent's to send.
+    /// Notices that this process is a forked child: what was queued is the parent's to send.
     fn check_fork(&mut self) {
         let generation = fork::generation();
         if generation != self.generation {
@@ -451,7 +452,7 @@ impl Iwarp {
         }
     }
 
-    /// Sends what there is to send: mostly nothing, which shall cost nothing.
+    /// Sends what there is to send: usually nothing, which should cost nothing.
     #[inline(always)]
     fn pump(&mut self) {
         if self.transmit.has_work() {
@@ -486,7 +487,7 @@ impl QueuePair for Iwarp {
             return Err(error.clone());
         }
         let done = self.start();
-        // The next message may be long in coming, and the rest of the startup too.
+        // The next message may be long in coming, and so may the rest of the startup.
         if self.receive.start == self.receive.end {
             self.receive.lend_buffer();
         }
@@ -501,7 +502,7 @@ impl QueuePair for Iwarp {
         self.stream.socket = socket;
     }
 
-    /// siw reads what comes with or right after its MPA Reply only when more comes.
+    /// siw reads what comes with or right after its MPA Reply only when more arrives.
     fn nudge(&mut self) {
         let nowhere = Segment { handle: Handle(0), length: 0, offset: 0 };
         self.post(WorkRequest::Write { gather: Regions::new(), to: nowhere });
@@ -520,7 +521,7 @@ impl QueuePair for Iwarp {
         self.receive.total.wrapping_add(self.transmit.sent).wrapping_add(self.beside)
     }
 
-    /// What the peer's TCP has acknowledged: a send buffer of some MiB takes long to say that it has room again.
+    /// What the peer's TCP has acknowledged: a send buffer of some MiB takes long to report that it has room again.
     fn taken(&self) -> u64 {
         self.transmit.sent.saturating_sub(self.stream.unacknowledged())
     }
@@ -636,7 +637,7 @@ impl QueuePair for Iwarp {
 
     fn withdraw(&mut self) -> usize {
         self.check_fork();
-        // A child does not know whether it or its parent goes on receiving.
+        // A child does not know whether it or its parent will go on receiving.
         if self.forked {
             return 0;
         }
@@ -718,14 +719,14 @@ impl QueuePair for Iwarp {
         if let Some(completion) = self.completions.pop_front() {
             return Ok(Some(completion));
         }
-        // Requests that have just come may be answered at once.
+        // Requests that have just arrived may be answered at once.
         if !self.transmit.blocked {
             self.pump();
         }
         if self.receive.unread().is_empty() {
             self.receive.lend_buffer();
         }
-        // Until the next call more may have come.
+        // More may have come by the next call.
         let drained = std::mem::take(&mut self.receive.drained);
         match self.broken.take() {
             Some(error) if drained || self.forked => Err(self.fail(error, None)),
@@ -742,7 +743,7 @@ impl QueuePair for Iwarp {
         let drained = all && self.completions.is_empty() && !rest && self.stream.drained();
         if drained {
             self.receive.lend_buffer();
-            // Until the next call more may have come.
+            // More may have come by the next call.
             self.receive.drained = false;
         }
         drained
@@ -761,7 +762,7 @@ impl QueuePair for Iwarp {
     }
 
     fn claim(&mut self) -> bool {
-        // Who has missed bytes can make nothing of what follows.
+        // A process that has missed bytes can make nothing of what follows.
         let claimed = self.shared.received() == self.receive.total
             && self.shared.claim(|shared| self.transmit.has_numbered_last(shared));
         if claimed {
@@ -847,7 +848,7 @@ impl QueuePair for Iwarp {
         };
         self.syscalls += 1;
         stats::add(Counter::Syscalls, 1);
-        // What another process has read is missed: the next poll finds that out.
+        // If another process has read from the socket, those bytes are missing here: the next poll finds that out.
         if bytes.is_empty() || self.failed.is_some() || !matches!(self.may_receive(), Ok(true)) {
             return;
         }
@@ -857,7 +858,7 @@ impl QueuePair for Iwarp {
         );
         self.receive.drained = bytes.len() < NAP_BYTES;
         self.count_received(bytes.len());
-        // From where they are: nearly always they are one message, and nothing of them is kept.
+        // Processed where they are: nearly always they are one message, and nothing of them is kept.
         (self.receive.start, self.receive.end) = (0, bytes.len());
         if let Err(end) = self.process_buffer(bytes).and_then(|()| self.receive.keep(bytes)) {
             self.end(end);
@@ -886,7 +887,7 @@ impl QueuePair for Iwarp {
 impl Drop for Iwarp {
     fn drop(&mut self) {
         self.receive.lend_buffer();
-        // In a child the frames that it inherited are the parent's, which will finish them.
+        // In a child, the inherited frames are the parent's, which will finish them.
         if self.generation == fork::generation() && self.transmit.is_inside_message() {
             self.shared.close();
         }

@@ -1,5 +1,5 @@
-//! What a further device takes, shown by one that is none: software iWARP on TCP sockets of its own, which the program does
-//! not see, at another loopback address. For tests.
+//! What adding a device takes, shown by something that is not really one: software iWARP on TCP sockets of its own, which
+//! the program does not see, at another loopback address. For tests.
 #![forbid(unsafe_code)]
 
 use std::io::ErrorKind;
@@ -34,7 +34,7 @@ impl Device for Toy {
     }
 
     fn usable(&self, only: bool) -> Result<(), Error> {
-        // Tests of other devices leave the choice.
+        // Tests of other devices do not choose a device.
         if only { Ok(()) } else { Err(Error::new(Kind::Os(libc::ENODEV), "it is a toy")) }
     }
 
@@ -231,7 +231,7 @@ mod tests {
     use crate::driver::{Callee, Caller, Room, Server, Shared};
     use crate::wait;
 
-    /// Serves the first connection that comes until it ends: how many calls came.
+    /// Serves the first connection that comes until it ends; returns how many calls came.
     fn serve(listener: &mut dyn Listener, config: &'static Config) -> usize {
         let options = start::options(config, &TRAITS);
         let Accepted { device, peer, .. } = loop {
@@ -252,7 +252,7 @@ mod tests {
             };
             let mut reply = server.message().unwrap();
             reply.extend(&request.message[0][..40]).unwrap();
-            // Now it is a reply.
+            // This makes it a reply.
             reply[7] = 1;
             server.reply(request.id, reply.into()).unwrap();
             served += 1;
@@ -268,7 +268,7 @@ mod tests {
             Box::leak(Box::new(config))
         };
         assert_eq!(config.provider, Provider::Only("toy"));
-        // The program's socket: nobody accepts there.
+        // The program's socket, on which nobody accepts.
         let program = TcpListener::bind("127.0.0.1:0").unwrap();
         let to = program.local_addr().unwrap();
         assert!(start::may_serve(config).is_ok());

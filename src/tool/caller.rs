@@ -1,7 +1,7 @@
 //! A CLIENT of libtirpc, as any program makes one.
 //!
-//! Over netids rdma and rdma6 it is this library's, reached by the same functions as by a C program; over tcp and tcp6 it is
-//! libtirpc's own, whatever `RPCRDMA_REDIRECT` says.
+//! Over netids rdma and rdma6 it belongs to this library, and is reached by the same functions as by a C program; over tcp
+//! and tcp6 it is libtirpc's own, whatever `RPCRDMA_REDIRECT` says.
 #![allow(unsafe_code)]
 
 use std::ffi::{CStr, CString, c_char, c_int, c_void};
@@ -23,7 +23,7 @@ use crate::tirpc::{
 };
 use crate::xdr::XdrProc;
 
-/// A CLIENT, destroyed with this.
+/// A CLIENT, which is destroyed when this is dropped.
 pub struct Caller {
     raw: *mut CLIENT,
     name: CString,
@@ -37,17 +37,17 @@ unsafe impl Sync for Caller {}
 /// Why a call failed.
 #[derive(Clone, Debug)]
 pub struct Failed {
-    /// As `clnt_perror` says it.
+    /// In the words of `clnt_perror`.
     pub text: String,
-    /// The versions of the program that there are, if the one that was asked for is not.
+    /// The versions of the program that the server has, if it does not have the one that was asked for.
     pub versions: Option<(u32, u32)>,
 }
 
 impl Caller {
-    /// Of a program that is registered at `host` on `netid`: rdma, rdma6, tcp or tcp6.
+    /// A CLIENT for a program that is registered at `host` on `netid`: rdma, rdma6, tcp or tcp6.
     ///
     /// # Errors
-    /// As `clnt_pcreateerror` says it.
+    /// In the words of `clnt_pcreateerror`.
     pub fn of(host: &str, netid: &str, prog: u32, vers: u32, timeout: Duration) -> Result<Caller, Error> {
         let (name, netid) = (string(host)?, string(netid)?);
         let timeout = timeval(timeout);
@@ -65,7 +65,7 @@ impl Caller {
         Caller::made(raw, name)
     }
 
-    /// Of a program at an address, without a question to rpcbind.
+    /// A CLIENT for a program at an address, without asking rpcbind.
     ///
     /// # Errors
     /// As [`Caller::of`].
@@ -107,7 +107,7 @@ impl Caller {
     /// Calls procedure 0.
     ///
     /// # Errors
-    /// No answer, or another one than was wished.
+    /// No answer, or not the one that was wanted.
     pub fn null(&self, timeout: Duration) -> Result<(), Failed> {
         let void = match library() {
             Ok(library) => Some(library.xdr_void as _),
@@ -117,13 +117,13 @@ impl Caller {
         unsafe { self.call(0, (void, null_mut()), (void, null_mut()), timeout) }
     }
 
-    /// Calls a procedure: `arguments` and `results` are an XDR procedure each, and what it is for.
+    /// Calls a procedure: `arguments` and `results` are each an XDR procedure and the object that it is for.
     ///
     /// # Errors
-    /// No answer, or another one than was wished.
+    /// No answer, or not the one that was wanted.
     ///
     /// # Safety
-    /// Each procedure of XDR is for what lies at its pointer.
+    /// Each XDR procedure is for what lies at its pointer.
     pub unsafe fn call(
         &self,
         procedure: u32,
@@ -153,18 +153,18 @@ impl Caller {
         Err(Failed { text, versions })
     }
 
-    /// Where it goes.
+    /// The address to which the calls go.
     pub fn address(&self) -> Option<SocketAddr> {
         let mut address = netbuf { maxlen: 0, len: 0, buf: null_mut() };
         let get = self.ops().cl_control?;
         // SAFETY: alive; this request writes a netbuf.
         let done = unsafe { get(self.raw, control::CLGET_SVC_ADDR, (&raw mut address).cast()) };
-        // SAFETY: a netbuf of the handle's own, whose buffer lives as long as it does.
+        // SAFETY: a netbuf of the handle's own, whose buffer lives as long as the handle.
         let bytes = (done != 0).then(|| unsafe { client::address_bytes(&address) })?;
         Sockaddr::parse(&bytes)
     }
 
-    /// The descriptor that programs know it by.
+    /// The descriptor by which programs know it.
     pub fn fd(&self) -> Option<RawFd> {
         let mut fd: c_int = -1;
         let get = self.ops().cl_control?;
@@ -189,12 +189,12 @@ impl Drop for Caller {
     }
 }
 
-/// What is wrong with the settings of this process, if anything is: nothing goes over rdma then.
+/// What is wrong with the settings of this process, if anything is: in that case nothing goes over rdma.
 pub fn settings() -> Result<(), Error> {
     config::get().map(drop)
 }
 
-/// The mark under which tcp is tcp, if that is asked for.
+/// The mark under which tcp means libtirpc's own, if `netid` asks for that.
 fn stock(netid: &CStr) -> Option<Inside> {
     Netid::named(netid).is_none().then(Inside::enter).flatten()
 }
@@ -210,7 +210,7 @@ fn timeval(time: Duration) -> libc::timeval {
     }
 }
 
-/// A text of libtirpc's, which lies in a buffer that all threads share.
+/// A text of libtirpc, which lies in a buffer that all threads share.
 fn text(of: impl FnOnce() -> *mut c_char) -> String {
     static BUFFER: Mutex<()> = Mutex::new(());
     let _held = BUFFER.lock().unwrap_or_else(PoisonError::into_inner);

@@ -1,4 +1,4 @@
-//! What this host has for RPC over RDMA, and what would be used of it towards another one: the library's own answers.
+//! What this host has for RPC over RDMA, and what of it would be used towards another host: the library's own answers.
 
 use std::ffi::CString;
 use std::net::SocketAddr;
@@ -12,13 +12,13 @@ use crate::provider::DEVICES;
 use crate::tirpc::netid::{self, Netid, Row};
 use crate::{process, socket};
 
-/// A kind of device, and whether this process can use one.
+/// A kind of device, and whether this process can use a device of that kind.
 pub struct Device {
     /// The word of the configuration for it.
     pub name: &'static str,
     /// What it is.
     pub title: &'static str,
-    /// Why not, and what to do.
+    /// Whether it is usable: if not, why, and what to do.
     pub usable: Result<(), Error>,
     /// What a first connection would lack.
     pub ready: Result<(), Error>,
@@ -34,22 +34,22 @@ pub fn devices(config: &Config) -> Vec<Device> {
     DEVICES.iter().map(device).collect()
 }
 
-/// Bytes that may be locked: RLIMIT_MEMLOCK, and what that is to a process with the rights of this one. `None`: any number.
+/// Bytes that may be locked: RLIMIT_MEMLOCK, and what a process with the rights of this one may lock. `None`: any number.
 pub fn lockable() -> (Option<usize>, Option<usize>) {
     (process::memlock_limit(), process::lockable())
 }
 
-/// A kind of device as connections to an address see it.
+/// A kind of device, as seen by connections to an address.
 pub struct Candidate {
     /// The word of the configuration for it.
     pub name: &'static str,
     /// What it is.
     pub title: &'static str,
-    /// What of it leads there; or why nothing does.
+    /// Which part of it leads there, or why none does.
     pub leads: Result<String, Error>,
 }
 
-/// What connections to `to` are tried over, the first one that leads there.
+/// The kinds of devices that connections to `to` would be tried over; the first one that leads there is used.
 ///
 /// # Errors
 /// What the configuration allows is not built in.
@@ -68,7 +68,8 @@ pub fn addresses(interface: &str) -> Vec<std::net::IpAddr> {
     socket::local_addresses(Some(interface)).iter().map(SocketAddr::ip).collect()
 }
 
-/// What rpcbind at `host` (this machine if `None`) lists, over the addresses of netid rdma or rdma6, and where it is.
+/// What rpcbind at `host` (this machine if `None`), reached over the addresses of netid rdma or rdma6, lists; and where
+/// rpcbind is.
 ///
 /// # Errors
 /// No such host, or no rpcbind.

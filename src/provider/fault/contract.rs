@@ -10,7 +10,7 @@ use crate::memory::{Buf, Program};
 /// Makes a connected pair.
 pub(crate) type Make<'a> = &'a dyn Fn() -> [Box<dyn QueuePair>; 2];
 
-/// Two ends; whichever completion a test waits for, both move.
+/// Two ends: whichever completion a test waits for, both move.
 pub(crate) struct Ends {
     pub(crate) ends: [Box<dyn QueuePair>; 2],
     got: [VecDeque<Completion>; 2],
@@ -80,21 +80,21 @@ impl Ends {
         }
     }
 
-    /// Exposes a sink of end `i`, and has its peer know.
+    /// Exposes a sink of end `i`, and lets its peer know of it.
     fn sink_at(&mut self, i: usize, sink: Sink) -> Segment {
         let segment = self.ends[i].expose_sink(sink).unwrap();
         self.tell(i);
         segment
     }
 
-    /// Exposes a source of end `i`, and has its peer know.
+    /// Exposes a source of end `i`, and lets its peer know of it.
     fn source_at(&mut self, i: usize, source: Region) -> Segment {
         let segment = self.ends[i].expose_source(source).unwrap();
         self.tell(i);
         segment
     }
 
-    /// A peer learns of a handle by a message: what a device has to do for it is done then.
+    /// A peer learns of a handle from a message: by then, all that the device has to do for the handle is done.
     fn tell(&mut self, i: usize) {
         if self.adapter() {
             self.receives(1 - i, 1);
@@ -103,12 +103,12 @@ impl Ends {
         }
     }
 
-    /// Whether it is an adapter: it has memory and Receives of its own, and a key names what it names.
+    /// Whether it is an adapter: it has memory and Receives of its own, and what a key names cannot be changed.
     fn adapter(&self) -> bool {
         self.ends[0].slabs().is_some()
     }
 
-    /// More messages to end 0 than it has Receives.
+    /// Sends end 0 more messages than it has Receives.
     fn too_many(&mut self) {
         let receives = if self.adapter() { self.ends[0].limits().receives } else { 0 };
         (0..=receives).for_each(|_| self.send(1, b"unexpected"));
@@ -218,7 +218,7 @@ fn reads_complete_in_order_with_the_right_bytes(make: Make) {
     let memory = sink(100_000);
     let small = |id: u64| 60_000 + 16 * id as usize;
     let ids = 1..=2 * depth + 1;
-    // A long one first, then more short ones than may be outstanding.
+    // A long Read first, then more short ones than may be outstanding.
     let long =
         WorkRequest::Read { id: WorkId(0), sink: memory.clone(), at: 0, from: part(source, 8, 60_000) };
     pair.ends[0].post(long);
@@ -237,7 +237,7 @@ fn reads_complete_in_order_with_the_right_bytes(make: Make) {
     }
 }
 
-/// Whatever was posted after it, and is complete before it.
+/// Not even when work that was posted after it is complete before it.
 fn a_read_is_not_complete_before_its_bytes_are_here(make: Make) {
     let mut pair = Ends::new(make());
     let body: Vec<u8> = (0..900_000u32).map(|i| (i % 251) as u8).collect();
@@ -303,7 +303,7 @@ fn kept_work_goes_out_as_it_was(make: Make) {
     assert_eq!(pair.message(0).0, b"own, lent, own");
     assert_eq!(pair.message(0).0, b"end");
     assert!(matches!(pair.next(1), Ok(Completion::Read { id: WorkId(1) })));
-    // An adapter was waited for.
+    // The release waited for the adapter.
     assert_eq!(read.bytes(), if pair.adapter() { [5; 100] } else { [0; 100] });
     pair.ends[0].invalidate(target.handle).unwrap();
     assert!(memory.into_buf(150_000).unwrap()[..] == body);
@@ -465,7 +465,7 @@ fn every_violation_ends_both_ends(make: Make) {
         violate(&mut pair);
         for end in [0, 1] {
             let error = pair.error(end).expect(what);
-            // RFC 8166 §4.5.4 and the contract: for ever, and no handle works.
+            // RFC 8166 §4.5.4 and the contract: the error is permanent, and no handle works.
             assert_eq!(pair.ends[end].poll().expect_err(what).text(), error.text());
         }
         pair.ends[0].invalidate(handle).unwrap();

@@ -1,6 +1,6 @@
 //! DDP (RFC 5041) and RDMAP (RFC 5040) on the wire: segment headers, the Read Request header and the Terminate message.
 //!
-//! Pure: no state, no I/O. What a header must agree with (sequence numbers, buffers, handles) is the queue pair's to
+//! Pure: no state, no I/O. Whether a header fits the state (sequence numbers, buffers, handles) is for the queue pair to
 //! check; this file checks what one header can show by itself, and names every error as the RFCs do.
 //!
 //! Offsets count from the start of the FPDU, its length field included, because that is how the bytes lie in memory:
@@ -22,7 +22,7 @@ pub const UNTAGGED: usize = 20;
 pub const READ_REQUEST: usize = UNTAGGED + 28;
 /// Most bytes of a Terminate that we send, before its CRC.
 pub const MAX_TERMINATE: usize = UNTAGGED + 4 + 2 + 18 + 28;
-/// Bytes of an FPDU that always exist and hold every segment header: no valid FPDU is shorter.
+/// Bytes of an FPDU that are always there and hold every segment header: no valid FPDU is shorter.
 pub const ENOUGH: usize = 20;
 
 /// Queue of Sends.
@@ -71,7 +71,7 @@ impl Opcode {
         matches!(self, Opcode::Write | Opcode::ReadResponse)
     }
 
-    /// Whether it is a Send that invalidates.
+    /// Whether it is a Send with Invalidate.
     pub fn invalidates(self) -> bool {
         matches!(self, Opcode::SendInvalidate | Opcode::SendSolicitedInvalidate)
     }
@@ -144,7 +144,7 @@ impl Header {
     /// number of payload bytes in the segment.
     ///
     /// # Errors
-    /// The first thing that is wrong with it, in the order in which the layers look at it.
+    /// The first thing that is wrong with it, in the order in which the layers check it.
     pub fn decode(fpdu: &[u8; ENOUGH]) -> Result<(Header, usize), Fault> {
         let ulpdu = usize::from(u16::from_be_bytes([fpdu[0], fpdu[1]]));
         let (ddp, rdmap) = (fpdu[2], fpdu[3]);
@@ -210,8 +210,8 @@ impl Header {
     }
 }
 
-/// Of the header of an FPDU that is a whole Send, without anything else: its number, and the bytes of its payload. `None` for
-/// any other one, and for one that is wrong.
+/// If the header is that of an FPDU that is one whole Send and nothing else: its MSN, and the bytes of its payload. `None`
+/// for any other header, and for one that is wrong.
 pub fn whole_send(fpdu: &[u8; ENOUGH]) -> Option<(u32, usize)> {
     let [l0, l1, kind @ .., s0, s1, s2, s3, o0, o1, o2, o3] = *fpdu;
     const { assert!(ENOUGH == UNTAGGED) };
@@ -220,7 +220,7 @@ pub fn whole_send(fpdu: &[u8; ENOUGH]) -> Option<(u32, usize)> {
     is_one.then(|| (u32::from_be_bytes([s0, s1, s2, s3]), payload))
 }
 
-/// Control fields, RsvdULP and queue number of that.
+/// Control fields, RsvdULP and queue number of such a Send.
 const WHOLE_SEND: [u8; 10] = {
     let rdmap = RDMAP_VERSION << 6 | Opcode::Send as u8;
     [LAST_BIT | DDP_VERSION, rdmap, 0, 0, 0, 0, 0, 0, 0, SEND_QUEUE as u8]
@@ -311,7 +311,7 @@ impl Fault {
         Fault { layer, kind, code }
     }
 
-    /// The name of the error in the RFCs; `None` when they have none.
+    /// The name of the error in the RFCs; `None` if they have none.
     pub fn name(&self) -> Option<&'static str> {
         Some(match (self.layer, self.kind, self.code) {
             (0, 0, _) => "RDMAP local catastrophic error",
@@ -517,14 +517,14 @@ mod tests {
         let n = Fault::READ_STAG.encode_terminate(Some(&request), &mut bytes);
         assert_eq!(bytes[20..26], hex!("01 00 e0 00 002e"));
         assert_eq!((&bytes[26..44], &bytes[44..72], n), (&request[2..20], &request[20..48], 72));
-        // Of another message no RDMAP header.
+        // For another message: no RDMAP header.
         let n = Fault::BOUNDS.encode_terminate(Some(&write), &mut bytes);
         assert_eq!(bytes[20..26], hex!("11 01 c0 00 0012"));
         assert_eq!((&bytes[26..40], n), (&write[2..16], 40));
         // A DDP error of a Read Request: the DDP header only.
         let n = Fault::MSN.encode_terminate(Some(&request), &mut bytes);
         assert_eq!((bytes[22], n), (0xC0, 44));
-        // Local: none, and none either when too little was there.
+        // A local error: no headers. Nor are there any when too little of the FPDU was there.
         assert_eq!(Fault::LOCAL.encode_terminate(Some(&request), &mut bytes), 24);
         assert_eq!(Fault::OPCODE.encode_terminate(Some(&request[..10]), &mut bytes), 24);
         let (header, length) = Header::decode(bytes.first_chunk().unwrap()).unwrap();

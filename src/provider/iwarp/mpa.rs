@@ -1,14 +1,14 @@
 //! MPA (RFC 5044 with RFC 6581): startup frames, the terms that they agree on, and the frame around every segment.
 //!
-//! Pure: bytes in, bytes out. The queue pair moves the bytes; what is inside a ULPDU is `ddp`'s.
+//! Pure: bytes in, bytes out. The queue pair moves the bytes; `ddp` handles what is inside a ULPDU.
 //!
-//! An FPDU is `length(2) | ULPDU | pad | CRC32C(4)`, a multiple of four bytes. The CRC word is the only one of iWARP
-//! that goes out low byte first.
+//! An FPDU is `length(2) | ULPDU | pad | CRC32C(4)`, a multiple of four bytes. The CRC word is the only one in iWARP that
+//! is sent low byte first.
 //!
 //! # Left out
-//! Sending markers. RFC 5044 §4.3 asks every sender to be able to; the Linux siw driver cannot, known adapters leave
-//! them off, and nothing here could test it. A peer that asks for them gets a Reply with R=1 (as from siw), or is
-//! left when it asks in a Reply. We never ask for markers ourselves, so none has to be removed.
+//! Sending markers. RFC 5044 §4.3 asks every sender to be able to; the Linux siw driver cannot, known adapters leave them
+//! off, and nothing here could test it. A peer that asks for them in a Request gets a Reply with R=1 (as from siw); if a
+//! peer asks for them in its Reply, we leave. We never ask for markers ourselves, so none has to be removed.
 //!
 //! Read first: RFC 5044 §4, §7.1; RFC 6581 §6, §9.
 #![forbid(unsafe_code)]
@@ -21,9 +21,9 @@ pub const START_HEADER: usize = 20;
 pub const MAX_PRIVATE_DATA: usize = 512;
 /// Bytes of the enhanced part of the private data (RFC 6581 §9).
 pub const ENHANCED: usize = 4;
-/// IRD or ORD that asks to leave the value alone.
+/// IRD or ORD value that asks to leave the setting alone.
 pub const NOT_NEGOTIATED: u16 = 0x3FFF;
-/// Most Reads that we serve at a time, whatever a peer asks; what siw serves too.
+/// Most Reads that we serve at a time, whatever a peer asks for; siw has the same limit.
 pub const MAX_DEPTH: u16 = 128;
 /// Smallest and largest ULPDU that a sender may be limited to.
 ///
@@ -210,8 +210,8 @@ impl StartFrame {
         }
     }
 
-    /// A responder's answer to this Request, and the terms under which it works; a Reply with `reject` set when the
-    /// peer asks for what we do not have.
+    /// A responder's answer to this Request, and the terms under which it works. The Reply has `reject` set when the peer
+    /// asks for what we do not have.
     pub fn answer(&self, offer: &Offer, private_data: &[u8]) -> (StartFrame, Terms) {
         let mut terms = Terms {
             // RFC 5044 §7.1.1: "When this bit is '1' in either the MPA Request Frame or MPA Reply Frame, CRCs MUST
@@ -229,7 +229,7 @@ impl StartFrame {
             // Flag A to 1 in the MPA reply message." A Send is not offered as RTR: it would use up a Receive.
             if theirs.peer_to_peer {
                 (ours.peer_to_peer, ours.rtr_write, ours.rtr_read) = (true, true, true);
-                // Adapters that offer only the Read RTR ask for no Reads otherwise.
+                // Adapters that offer only the Read RTR would otherwise ask for no Reads.
                 terms.ird = terms.ird.max(1);
             }
             if theirs.ord == NOT_NEGOTIATED {
@@ -348,7 +348,7 @@ pub fn mulpdu(mss: usize) -> usize {
     mss.saturating_sub(6 + mss % 4).clamp(*MULPDU.start(), *MULPDU.end())
 }
 
-/// The CRC word of an FPDU. When CRCs are off it is present and zero.
+/// The CRC word of an FPDU. When CRCs are off, it is present and zero.
 pub fn crc_word(crc: Option<u32>) -> [u8; 4] {
     crc.unwrap_or(0).to_le_bytes()
 }
@@ -401,8 +401,8 @@ mod tests {
                     assert_eq!(e.kind(), Kind::Protocol);
                     errors += 1;
                 }
-                // A longer PD_Length waits for more; anything else decodes and encodes to itself but for bits that
-                // a receiver must not check (reserved, R of a Request, B, C and D without A).
+                // A longer PD_Length waits for more; anything else decodes and encodes to itself, except for bits that a
+                // receiver must not check (reserved, R of a Request, B, C and D without A).
                 Ok(None) => assert!((18 * 8..20 * 8).contains(&bit)),
                 Ok(Some((frame, n))) => assert_eq!(frame.encode().len(), n),
             }
@@ -451,10 +451,10 @@ mod tests {
         let (reply, terms) = enhanced_request(4 << 16 | 64).answer(&offer(), b"");
         assert_eq!((terms.ird, terms.ord), (64, 4));
         assert_eq!(reply.enhanced.unwrap(), Enhanced { ird: 64, ord: 4, ..Enhanced::default() });
-        // An absurd ORD is cut to what we ever serve.
+        // An absurd ORD is cut to the most that we ever serve.
         let (_, terms) = enhanced_request(0x3FFE).answer(&offer(), b"");
         assert_eq!((terms.ird, terms.ord), (MAX_DEPTH, 0));
-        // Not negotiated: our values stay, the words are mirrored.
+        // Not negotiated: our values stay, and the words are mirrored.
         let (reply, terms) = enhanced_request(0x3FFF_3FFF).answer(&offer(), b"");
         assert_eq!((terms.ird, terms.ord), (16, 16));
         let enhanced = reply.enhanced.unwrap();

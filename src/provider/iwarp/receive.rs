@@ -1,10 +1,10 @@
 //! The receiving half of a queue pair: reads FPDUs from the stream, checks them, and puts their payload where it belongs.
 //!
-//! **Copies.** A payload goes from the socket straight into its place by one scattered read; only what was read ahead
-//! is copied, and read-ahead is sized so that large FPDUs arrive without it. FPDUs below 8 KiB are copied once,
+//! **Copies.** A payload goes from the socket straight into its place by one scattered read. Only what was read ahead is
+//! copied, and the read-ahead is sized so that large FPDUs arrive without a copy. FPDUs below 8 KiB are copied once,
 //! while their CRC is computed. Consequence: a large FPDU is placed before its CRC is known. RFC 5044 §8 has the FPDU
-//! verified first; a wrong CRC ends the connection before anything of it is delivered, and nothing is ever written
-//! outside memory that this peer may write. (The Linux siw driver does the same.)
+//! verified first; here a wrong CRC ends the connection before anything of that FPDU is delivered, and nothing is ever
+//! written outside memory that this peer may write. (The Linux siw driver does the same.)
 //!
 //! Read first: RFC 5040 §5 and §7, RFC 5041 §7, RFC 5044 §7.
 #![forbid(unsafe_code)]
@@ -23,21 +23,22 @@ use crate::wire::Handle;
 
 /// FPDUs below this length are gathered in the read-ahead buffer; larger ones go straight to their place.
 pub(super) const SMALL: usize = 8 << 10;
-/// The read-ahead buffer, bytes. Longer than any FPDU below [`SMALL`] and a read-ahead together.
+/// Bytes of the read-ahead buffer: more than any FPDU below [`SMALL`] and a read-ahead together.
 const BUFFER: usize = 64 << 10;
 /// Most read-ahead buffers that are kept for the next connection that has something to read.
 const BUFFERS: usize = 16;
 /// How far one system call reads ahead where FPDUs are large; where they are small it fills the buffer.
 const AHEAD: usize = 2 << 10;
-/// Up to this length an FPDU is read with its header, if the one before would have been: a copy costs less than a system
-/// call.
+/// Up to this length an FPDU is read together with its header, if the one before would have been: a copy costs less than
+/// a system call.
 const AHEAD_MOST: usize = 16 << 10;
 /// Bytes that one `poll` receives at most, so that a peer that writes as fast as we read cannot hold the caller.
 const POLL: usize = 4 << 20;
-/// What comes in one go counts for so much, at least: through memory a peer may give byte after byte as fast as they are taken.
+/// What arrives in one go counts as at least this much: through memory, a peer may deliver byte after byte as fast as they are
+/// taken.
 const POLL_LEAST: usize = 64 << 10;
 
-/// Read-ahead buffers that no connection has something in.
+/// Read-ahead buffers in which no connection has anything.
 static IDLE: Mutex<Vec<Box<[u8]>>> = Mutex::new(Vec::new());
 
 /// The receiving half.
@@ -56,14 +57,14 @@ pub(super) struct Receive {
     pub(super) drained: bool,
     pub(super) send_msn: u32,
     pub(super) read_msn: u32,
-    /// The Send of which some segments are here: what it is and how many bytes it has.
+    /// The Send of which some segments are here: its opcode, and the handle that it invalidates (RsvdULP).
     sending: Option<(Opcode, u32)>,
     placed: usize,
     /// All bytes received as FPDUs and startup frames, in step with [`Shared::received`].
     pub(super) total: u64,
     /// Whether TCP's segments hold small FPDUs only.
     pub(super) small_path: bool,
-    /// How far a read goes beyond what is known to come, unless they do.
+    /// How far a read goes beyond what is known to come, unless `small_path`.
     ahead: usize,
 }
 
@@ -130,7 +131,7 @@ impl Iwarp {
         self.shared.set_received(self.receive.total);
     }
 
-    /// One system call: the rest of a large FPDU into its place, and what follows into the buffer.
+    /// Makes one system call: the rest of a large FPDU goes into its place, and what follows into the buffer.
     pub(super) fn fill(&mut self) -> Result<usize, End> {
         self.receive.have_buffer().map_err(End::Lost)?;
         let ahead = if self.receive.small_path { BUFFER } else { self.receive.ahead };
@@ -243,7 +244,7 @@ impl Iwarp {
         self.commit(&header, payload).map_err(|fault| End::Breach(fault, head.to_vec()))
     }
 
-    /// Works off the buffer until there is a completion or a lack of bytes.
+    /// Processes the buffer until there is a completion or bytes are lacking.
     pub(super) fn process(&mut self) -> Result<(), End> {
         let buffer = std::mem::take(&mut self.receive.buffer);
         let result = self.process_buffer(&buffer);
@@ -258,7 +259,7 @@ impl Iwarp {
             let Some((length, _)) = bytes.split_first_chunk::<2>() else { return Ok(()) };
             let ulpdu = usize::from(u16::from_be_bytes(*length));
             let breach = |fault| End::Breach(fault, bytes[..bytes.len().min(ddp::READ_REQUEST)].to_vec());
-            // Told before the rest is there: the rest of such an FPDU may be less than a header.
+            // Reported before the rest is there: the rest of such an FPDU may be shorter than a header.
             if ulpdu < ddp::TAGGED - 2 {
                 return Err(breach(Fault::TOO_SHORT));
             }
@@ -283,7 +284,7 @@ impl Iwarp {
         Ok(())
     }
 
-    /// An FPDU that lies in the buffer as a whole.
+    /// Takes an FPDU that lies in the buffer as a whole.
     fn take_whole(&mut self, head: &[u8; ddp::ENOUGH], fpdu: &[u8]) -> Result<(), End> {
         let breach = |fault| End::Breach(fault, fpdu[..fpdu.len().min(ddp::READ_REQUEST)].to_vec());
         // RFC 5044 §4.4: "When an FPDU is received, and CRC checking is enabled, the receiver MUST first perform the
@@ -319,8 +320,8 @@ impl Iwarp {
         Ok(())
     }
 
-    /// A Send of one segment, as nearly every short message is, that nothing is wrong with: what `admit` and `commit` come to
-    /// for it. False for others, of which nothing has changed.
+    /// Takes a Send of one segment, as nearly every short message is, if nothing is wrong with it: does what `admit` and
+    /// `commit` amount to for it. Returns false for any other, and has changed nothing then.
     fn take_message(&mut self, msn: u32, payload: &[u8]) -> bool {
         let receive = &self.receive;
         if msn != receive.send_msn || receive.sending.is_some() {
@@ -345,7 +346,7 @@ impl Iwarp {
         true
     }
 
-    /// A large FPDU of which only a part is in the buffer: places that part, and the rest will follow by itself.
+    /// Begins a large FPDU of which only a part is in the buffer: places that part; the rest will follow by itself.
     fn begin_placing(&mut self, head: &[u8; ddp::ENOUGH], ulpdu: usize, bytes: &[u8]) -> Result<(), Fault> {
         let (header, payload) = Header::decode(head)?;
         if matches!(header.opcode(), Opcode::ReadRequest | Opcode::Terminate) {
@@ -379,8 +380,8 @@ impl Iwarp {
         Ok(())
     }
 
-    /// Checks a segment against the state of its stream: where its payload goes. Changes nothing, but that a Receive gets
-    /// its memory.
+    /// Checks a segment against the state of its stream, and returns where its payload goes. Changes nothing, except that
+    /// a Receive gets its memory.
     fn admit(&mut self, header: &Header, length: usize) -> Result<(Target, usize), Fault> {
         match *header {
             // RFC 5041 §5.2: "The STag and TO fields MUST NOT be checked for a zero-length Tagged DDP Message."
@@ -389,7 +390,7 @@ impl Iwarp {
                 let (size, target) = match self.exposed.get(&stag) {
                     Some(Exposed::Sink(sink)) => (sink.len(), Target::Memory(sink.clone())),
                     Some(Exposed::Discard(size)) => (*size, Target::Nowhere),
-                    // DDP has no code for a right that is missing: the STag is not valid for this.
+                    // DDP has no code for a missing right: the STag is not valid for this access.
                     Some(Exposed::Source(..)) | None => return Err(Fault::STAG),
                 };
                 Ok((target, range(to, length, size, Fault::WRAP, Fault::BOUNDS)?))
@@ -416,7 +417,7 @@ impl Iwarp {
                 Ok((target, read.at + read.done as usize))
             }
             Header::Untagged { opcode, last, invalidate, msn, mo, .. } => {
-                // TCP keeps the order, so a message can only be the next one and a segment only the next of it.
+                // TCP keeps the order, so a message can only be the next one, and a segment only the next of its message.
                 if msn != self.receive.send_msn {
                     return Err(Fault::MSN);
                 }
@@ -450,7 +451,7 @@ impl Iwarp {
         }
     }
 
-    /// A valid segment has been placed: notes it, and delivers the message that it ends.
+    /// Notes that a valid segment has been placed, and delivers the message that it ends.
     fn commit(&mut self, header: &Header, length: usize) -> Result<(), Fault> {
         match *header {
             Header::Tagged { opcode: Opcode::Write, .. } => {}
@@ -538,7 +539,7 @@ impl Iwarp {
             None => return Err(Fault::READ_STAG),
         };
         let size = request.size as usize;
-        // What it could have taken by itself it may ask for all the same.
+        // What the peer could have taken by itself it may also ask for.
         let to = request.source_to.wrapping_sub(self.stream.base(region));
         let at = range(to, size, region.len(), Fault::READ_WRAP, Fault::READ_BOUNDS)?;
         Ok(Some(region.slice(at, size)))
@@ -577,12 +578,12 @@ impl Receive {
 
     pub(super) fn have_buffer(&mut self) -> Result<(), Error> {
         if self.buffer.is_empty() {
-            // Whoever has the lock, in a forked child perhaps a thread of its parent, is not waited for.
+            // Nobody waits for the lock: in a forked child its holder may be a thread of the parent.
             self.buffer = match IDLE.try_lock().ok().and_then(|mut idle| idle.pop()) {
                 Some(idle) => idle,
                 None => {
                     let mut fresh = Vec::new();
-                    // Longer than what the reserve has: a refusal is an error, and not the end of the process.
+                    // Longer than any block of the reserve: a refusal is an error, and does not end the process.
                     fresh.try_reserve_exact(BUFFER).map_err(|_| {
                         Error::new(Kind::Os(libc::ENOMEM), "no memory to read what the peer sends")
                     })?;
@@ -594,7 +595,7 @@ impl Receive {
         Ok(())
     }
 
-    /// Keeps what is left of `bytes`, which were worked off, in the buffer, which is empty.
+    /// Keeps what is left of `bytes`, which have been processed, in the buffer, which is empty.
     pub(super) fn keep(&mut self, bytes: &[u8]) -> Result<(), End> {
         let left = &bytes[self.start..self.end];
         (self.start, self.end) = (0, left.len());
@@ -605,7 +606,7 @@ impl Receive {
         Ok(())
     }
 
-    /// Leaves the buffer, of which nothing is needed any more, to whoever reads next.
+    /// Leaves the buffer, of which nothing is needed any more, to whichever connection reads next.
     pub(super) fn lend_buffer(&mut self) {
         let buffer = std::mem::take(&mut self.buffer);
         (self.start, self.end) = (0, 0);
@@ -627,14 +628,14 @@ impl Receive {
         self.placing.is_some()
     }
 
-    /// Whether a Send has been begun and is not whole yet.
+    /// Whether a Send has been begun and is not complete yet.
     pub(super) fn is_inside_message(&self) -> bool {
         let placing = self.placing.as_ref();
         self.sending.is_some()
             || placing.is_some_and(|placing| matches!(placing.header, Header::Untagged { .. }))
     }
 
-    /// Bytes of a Read Response that are in their place already, of a frame that is not whole yet.
+    /// Bytes of a Read Response that are in their place already, although their frame is not complete.
     pub(super) fn pulling(&self) -> usize {
         let arriving =
             self.placing.as_ref().filter(|placing| placing.header.opcode() == Opcode::ReadResponse);
@@ -654,7 +655,7 @@ impl Receive {
         }
     }
 
-    /// Puts the rest of a half-received Read Response nowhere, if its place is memory that was lent.
+    /// Throws away the rest of a half-received Read Response, if its place is memory that was lent.
     pub(super) fn release_lent(&mut self) {
         if let Some(Placing { header: Header::Tagged { opcode: Opcode::ReadResponse, .. }, target, .. }) =
             &mut self.placing
@@ -664,14 +665,14 @@ impl Receive {
         }
     }
 
-    /// Nothing is received any more.
+    /// Ends receiving.
     pub(super) fn clear(&mut self) {
         self.placing = None;
         self.lend_buffer();
     }
 }
 
-/// The offset in a buffer of `size` bytes that a peer's range begins at.
+/// The offset at which a peer's range begins in a buffer of `size` bytes.
 fn range(to: u64, length: usize, size: usize, wrap: Fault, bounds: Fault) -> Result<usize, Fault> {
     // RFC 5041 §7.1: "A 64-bit unsigned sum of the DDP Segment payload length and the TO does not wrap."
     let end = to.checked_add(length as u64).ok_or(wrap)?;

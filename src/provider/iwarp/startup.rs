@@ -1,5 +1,5 @@
-//! The beginning of a connection: the MPA Request and Reply (RFC 5044 §7.1, RFC 6581), and between two ends on one host the
-//! question whether they share memory.
+//! The beginning of a connection: the MPA Request and Reply (RFC 5044 §7.1, RFC 6581) and, between two ends on one host,
+//! the question whether they share memory.
 #![forbid(unsafe_code)]
 
 use std::io;
@@ -14,16 +14,16 @@ use crate::provider::NAP;
 use crate::provider::local::{self, Answer, Offered, Rings, Sharing};
 use crate::socket;
 
-// As a byte of its own: each message asks.
+// One byte, because every message asks for it.
 #[repr(u8)]
 pub(super) enum Stage {
     AwaitRequest,
     AwaitReply,
-    /// The Reply, how much of it the socket has taken, and what comes then.
+    /// The Reply, how much of it the socket has taken, and what comes after it.
     SendReply(Vec<u8>, usize, Result<Terms, Error>),
-    /// For the peer to share memory, or not to.
+    /// Waiting for the peer to share memory, or to decline.
     AwaitAnswer(Terms),
-    /// For the peer, which has been given memory, to say whether it can use it.
+    /// Waiting for the peer, which has been given memory, to say whether it can use it.
     AwaitShared(Terms, Box<Rings>),
     Open,
 }
@@ -51,7 +51,7 @@ impl Iwarp {
                 }
                 Stage::AwaitAnswer(terms) => {
                     let spins = self.options.spins;
-                    // It answers before it says anything here.
+                    // The peer answers there before it says anything here.
                     if startup(socket::peek(self.stream.socket).map(|said| said.map_or(0, |_| 1)))?.is_none()
                     {
                         self.stage = Stage::AwaitAnswer(terms);
@@ -111,7 +111,7 @@ impl Iwarp {
         }
     }
 
-    /// Reads a part of a startup frame; false when there is none now.
+    /// Reads a part of a startup frame; false when there is nothing to read now.
     fn read_start_frame(&mut self) -> Result<bool, Error> {
         self.receive.have_buffer()?;
         let end = self.receive.end;
@@ -132,7 +132,7 @@ impl Iwarp {
     fn take_start_frame(&mut self, frame: StartFrame) -> Result<(), Error> {
         let offer = self.options.offer();
         if frame.which == Which::Reply {
-            // What follows in the buffer are FPDUs.
+            // The rest of the buffer holds FPDUs.
             return match frame.accept(&offer, self.options.revision) {
                 Ok(terms) => {
                     self.private_data = frame.private_data;
@@ -203,7 +203,7 @@ impl Options {
     }
 }
 
-/// What has come of a call on the socket in the startup; `None`: nothing yet.
+/// The outcome of a call on the socket during the startup; `None`: nothing yet.
 fn startup(result: io::Result<usize>) -> Result<Option<usize>, Error> {
     match result {
         Ok(0) => Err(lost("the peer closed the connection during the startup")),

@@ -1,4 +1,4 @@
-//! The stream of bytes that a queue pair goes over: that of the TCP connection, or rings of memory beside it.
+//! The stream of bytes that a queue pair uses: that of the TCP connection, or rings of memory beside it.
 #![forbid(unsafe_code)]
 
 use std::io;
@@ -12,24 +12,24 @@ use crate::provider::local::Rings;
 use crate::socket;
 use crate::wire::Segment;
 
-/// A stream, both ways.
+/// A stream, in both directions.
 pub(super) struct Stream {
     pub(super) socket: RawFd,
     rings: Option<Box<Rings>>,
 }
 
 impl Stream {
-    /// That of a TCP connection.
+    /// The stream of a TCP connection.
     pub(super) fn new(socket: RawFd) -> Stream {
         Stream { socket, rings: None }
     }
 
-    /// From here on it goes through memory.
+    /// From here on the stream goes through memory.
     pub(super) fn share(&mut self, rings: Rings) {
         self.rings = Some(Box::new(rings));
     }
 
-    /// Whether it does.
+    /// Whether it goes through memory.
     pub(super) fn is_shared(&self) -> bool {
         self.rings.is_some()
     }
@@ -50,22 +50,22 @@ impl Stream {
         }
     }
 
-    /// As [`socket::tcp_mss`]: `None` where nothing is cut.
+    /// As [`socket::tcp_mss`]: `None` where nothing is cut into segments.
     pub(super) fn segment(&self) -> Option<usize> {
         if self.is_shared() { None } else { socket::tcp_mss(self.socket) }
     }
 
-    /// Bytes that were sent, and that the peer has not taken.
+    /// Bytes that were sent and that the peer has not taken yet.
     pub(super) fn unacknowledged(&self) -> u64 {
         self.rings.as_ref().map_or_else(|| socket::unacknowledged(self.socket), |rings| rings.unconsumed())
     }
 
-    /// Whether it waits for room, and is told of it by being readable.
+    /// Whether it waits for room, of which it is told by becoming readable.
     pub(super) fn wants_room(&self) -> bool {
         self.rings.as_ref().is_some_and(|rings| rings.wants_room())
     }
 
-    /// As [`crate::provider::QueuePair::claim`], which has succeeded.
+    /// As [`crate::provider::QueuePair::claim`], once that has succeeded.
     pub(super) fn claim(&mut self) {
         if let Some(rings) = &mut self.rings {
             rings.claim();
@@ -77,7 +77,7 @@ impl Stream {
         self.rings.as_mut().is_some_and(|rings| rings.spin())
     }
 
-    /// As [`crate::provider::QueuePair::drained`], once less has come than was asked for.
+    /// As [`crate::provider::QueuePair::drained`], when less has come than was asked for.
     pub(super) fn drained(&mut self) -> bool {
         self.rings.as_mut().is_none_or(|rings| rings.drained())
     }
@@ -115,7 +115,7 @@ impl Stream {
         self.rings.as_ref()?.show(address, handle)
     }
 
-    /// Where the peer takes this to begin.
+    /// The offset at which this region begins for the peer.
     pub(super) fn base(&self, region: &Region) -> u64 {
         self.rings.as_ref().and_then(|rings| rings.offset_of(region)).unwrap_or(0)
     }
@@ -127,7 +127,7 @@ impl Stream {
         }
     }
 
-    /// The connection is over: the peer has what it can see.
+    /// The connection is over: the peer may still take what it can see.
     pub(super) fn end(&self) {
         if let Some(rings) = &self.rings {
             rings.end();

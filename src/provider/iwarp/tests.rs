@@ -37,7 +37,7 @@ fn sink(len: usize) -> Sink {
     Buf::with_capacity(len).unwrap().into_sink(len)
 }
 
-/// Bytes that depend on their place.
+/// Bytes that depend on their position.
 fn pattern(len: usize, seed: usize) -> Vec<u8> {
     (0..len).map(|i| (i.wrapping_mul(31) ^ (i >> 8).wrapping_mul(7) ^ seed) as u8).collect()
 }
@@ -56,7 +56,7 @@ fn received(completion: Completion) -> (Vec<u8>, Option<u32>) {
     }
 }
 
-/// Everything that `poll` has to say now.
+/// Everything that `poll` returns now.
 fn drain(qp: &mut Iwarp) -> Result<Vec<Completion>, Error> {
     let mut all = Vec::new();
     loop {
@@ -147,7 +147,7 @@ impl Pair {
         assert!(got == message && invalidated.is_none(), "Send of {} bytes", message.len());
     }
 
-    /// `a` writes `data` into the middle of memory of `b`, then tells it so.
+    /// `a` writes `data` into the middle of `b`'s memory, then tells `b` so.
     fn write(&mut self, data: &[u8], pieces: usize) {
         let guard = 5;
         let memory = sink(data.len() + 2 * guard);
@@ -164,7 +164,7 @@ impl Pair {
         assert!(memory[..guard] == [0; 5] && memory[guard + data.len()..] == [0; 5], "guards");
     }
 
-    /// `a` reads `data` out of the middle of memory of `b`, into the middle of its own.
+    /// `a` reads `data` out of the middle of `b`'s memory, into the middle of its own.
     fn read(&mut self, data: &[u8]) {
         let source = [b"<<<", data, b">>>"].concat();
         let from = self.b.expose_source(region(&source)).unwrap();
@@ -185,7 +185,7 @@ fn split(bytes: &[u8], pieces: usize) -> Vec<Region> {
     bytes.chunks(size).map(region).collect()
 }
 
-/// A queue pair whose peer is this test, byte by byte.
+/// A queue pair whose peer is this test, which handles every byte itself.
 struct Bench {
     qp: Iwarp,
     _socket: UnixStream,
@@ -208,7 +208,7 @@ impl Bench {
         (bench, reply)
     }
 
-    /// A responder after `request`, and what its handshake says.
+    /// A responder that has got `request`, and what its handshake returns.
     fn unanswered(request: &[u8], options: Options) -> (Bench, Result<bool, Error>) {
         let (ours, theirs) = UnixStream::pair().unwrap();
         let mut qp = Iwarp::responder(ours.as_raw_fd(), options).unwrap();
@@ -242,13 +242,13 @@ impl Bench {
         self.peer.write_all(bytes).unwrap();
     }
 
-    /// Feeds bytes and returns all completions that they give.
+    /// Feeds bytes and returns all completions that result.
     fn give(&mut self, bytes: &[u8]) -> Result<Vec<Completion>, Error> {
         self.feed(bytes);
         drain(&mut self.qp)
     }
 
-    /// What the queue pair has sent since the last look.
+    /// What the queue pair has sent since the last call.
     fn sent(&mut self) -> Vec<u8> {
         let mut all = Vec::new();
         match self.peer.read_to_end(&mut all) {
@@ -257,8 +257,8 @@ impl Bench {
         }
     }
 
-    /// Feeds bytes that break the protocol: the Terminate that they cause as (layer, type, code, header flags), and
-    /// the error that `poll` gives then and for ever.
+    /// Feeds bytes that break the protocol. Returns the Terminate that they cause, as (layer, type, code, header flags),
+    /// and the error that `poll` returns from then on.
     fn breach(&mut self, bytes: &[u8]) -> ((u8, u8, u8, u8), Error) {
         self.sent();
         let error = self.give(bytes).expect_err("no error");
@@ -301,7 +301,7 @@ fn parse(mut stream: &[u8]) -> Vec<(Vec<u8>, bool)> {
     all
 }
 
-/// The payloads of the FPDUs with this opcode, one after the other; all CRCs are right.
+/// The payloads of the FPDUs with this opcode, one after the other; all CRCs must be right.
 fn payloads(stream: &[u8], opcode: u8) -> Vec<u8> {
     let fpdus = parse(stream);
     assert!(fpdus.iter().all(|(_, crc_good)| *crc_good));

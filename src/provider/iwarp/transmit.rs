@@ -4,21 +4,22 @@
 //! [`BATCH`] bytes are framed ahead of the socket. The CRC is computed when a frame is made, just before the kernel
 //! copies the same bytes.
 //!
-//! A write ends between two FPDUs, unless one of them has more pieces than a system call takes, or the socket takes less
-//! than it is offered. Linux's siw (6.1 to 7.3) ends a connection whose pad and CRC come to it in two pieces: that is left to
-//! how TCP cuts its segments, and there the choice is not ours.
+//! A write ends between two FPDUs, unless one of them has more pieces than a system call takes, or the socket takes less than
+//! it is offered. Linux's siw (6.1 to 7.3) ends a connection when a pad and its CRC reach it in two pieces: where that
+//! happens depends on how TCP cuts its segments, and is beyond our control.
 //!
 //! Two streams feed the frames: our own work, in the order in which it was posted, and the Read Responses that the
 //! peer has asked for, in the order of its requests. They take turns frame by frame while one of them is untagged;
 //! two tagged messages never interleave (siw drops such a connection), so there they take turns message by message.
-//! A Read for which the peer has no room steps aside and lets later Sends pass (RFC 5040 §5.5 rule 4: a ULP that
-//! cares must wait for the Read).
+//! A Read for which the peer has no room steps aside and lets later Sends pass (RFC 5040 §5.5 rule 4: a ULP that cares
+//! must wait for the Read).
 //!
-//! What a write changes and a forked child must know lies in [`Shared`] words: the next MSN of each queue, and which
-//! process has an unfinished message on the stream. Any other process finds the socket "full" until that is finished.
+//! What a write changes and a forked child must know is kept in [`Shared`] words: the next MSN of each queue, and which
+//! process has an unfinished message on the stream. Any other process finds the socket "full" until that message is
+//! finished.
 //!
 //! # Invariants
-//! - `Shared::owner` is this process whenever `frames` is not empty or a message is begun and not finished.
+//! - `Shared::owner` is this process whenever `frames` is not empty or a message has been begun and not finished.
 //! - `frame_bytes` is the sum of what the frames have left to send.
 #![forbid(unsafe_code)]
 
@@ -46,20 +47,21 @@ const BATCH_FRAMES: usize = 256;
 /// the caller.
 const RUN: usize = 8 << 20;
 
-/// The longest FPDU that goes out in one piece from the stack, where one copy costs less than what keeps track of pieces.
+/// The longest FPDU that goes out in one piece from the stack, where one copy costs less than keeping track of the
+/// pieces.
 const SHORT: usize = 512;
 
-/// Pieces of the frames of one system call: mostly few.
+/// Pieces of the frames of one system call: usually few.
 type IoVecs<'a> = SmallVec<[IoVec<'a>; 16]>;
 
 /// Bytes of the longest pad and the CRC word.
 const MAX_TAIL: usize = 7;
 
-/// What the shortest queued Send holds.
+/// The least that a queued Send holds.
 pub(super) const PAGE: usize = 4096;
 
-/// What forked processes share. The words are written by the owner of the stream, but for `received` and who makes calls; who
-/// that is changes under the lock, unless nobody else can have them.
+/// What forked processes share. The owner of the stream writes the words, except for `received` and who makes calls. Which
+/// process is the owner changes only under the lock, unless nobody else can have the words.
 pub(super) struct Shared {
     words: fork::SharedWords,
 }
@@ -80,14 +82,14 @@ impl Shared {
         Ok(shared)
     }
 
-    /// Whether this process makes the calls on the connection: it does already, or `may` take that over from one that has
-    /// ended.
+    /// Whether this process makes the calls on the connection: it does already, or `may` lets it take over from a process
+    /// that has ended.
     pub(super) fn claim(&self, may: impl FnOnce(&Shared) -> bool) -> bool {
         let (caller, us) = (self.get(Shared::CALLER), u64::from(fork::process_id()));
         if caller == us {
             return true;
         }
-        // Of several children one is first.
+        // Of several children, only one takes over.
         fork::process_gone(caller as u32)
             && may(self)
             && self.words.word(Shared::CALLER).compare_exchange(caller, us, Relaxed, Relaxed).is_ok()
@@ -112,8 +114,8 @@ impl Shared {
         self.set(Shared::CLOSED, 1);
     }
 
-    /// Bytes that have been received by whichever process receives. A process whose own count differs has missed
-    /// some, and can make nothing of what follows.
+    /// Bytes received so far by whichever process receives. A process whose own count differs has missed some, and can
+    /// make nothing of what follows.
     pub(super) fn received(&self) -> u64 {
         self.get(Shared::RECEIVED)
     }
@@ -122,16 +124,16 @@ impl Shared {
         self.set(Shared::RECEIVED, bytes);
     }
 
-    /// Runs `work` with the stream to itself, if that is ours to write to; it tells what it has come to, and whether the
-    /// stream stands inside a message then. `None`: another process is in the middle of one.
+    /// Runs `work` with the stream to itself, if this process may write to it. `work` returns its result, and whether the
+    /// stream is inside a message then. `None`: another process is in the middle of a message.
     ///
     /// # Errors
     /// When the stream is broken for ever.
     pub(super) fn with_stream<T>(&self, work: impl FnOnce(&Shared) -> (T, bool)) -> Result<Option<T>, Error> {
         let us = u64::from(fork::process_id());
         let owner = self.words.word(Shared::OWNER);
-        // Nearly always nobody else has the words, and nothing is locked. A child that is forked after the exchange finds its
-        // parent to be the owner; one that was forked before is seen by the second look.
+        // Nearly always nobody else has the words, and nothing is locked. A child forked after the exchange finds its parent
+        // to be the owner; one forked before it is noticed by the second check.
         let before = owner.load(Relaxed);
         if (before == 0 || before == us)
             && self.words.are_unshared()
@@ -143,7 +145,7 @@ impl Shared {
             if self.words.are_unshared() {
                 return Ok(Some(self.own_stream(work)));
             }
-            // Nobody has taken it meanwhile from who stood there.
+            // Meanwhile nobody can have taken the stream from the owner that was there before.
             owner.store(before, Release);
         }
         let Some(lock) = self.words.lock()? else { return Ok(None) };
@@ -159,15 +161,15 @@ impl Shared {
             return Ok(None);
         }
         reached(self, Point::Locked);
-        // Before the first byte: should we end inside the call, the others must know.
-        // Nor does it stand there already unseen: a parent may be about to find out that we were forked.
+        // Before the first byte: should this process end inside the call, the others must know.
+        // The owner word may also have changed unseen: a parent may be about to find out that we were forked.
         if owner.compare_exchange(before, us, SeqCst, Relaxed).is_err() {
             return Ok(None);
         }
         Ok(Some(self.own_stream(work)))
     }
 
-    /// What the owner of the stream does.
+    /// Runs `work` as the owner of the stream.
     #[inline]
     fn own_stream<T>(&self, work: impl FnOnce(&Shared) -> (T, bool)) -> T {
         let (done, inside) = work(self);
@@ -190,10 +192,10 @@ impl Shared {
     }
 }
 
-/// Between two steps of [`Shared::with_stream`], for tests.
+/// A point between two steps of [`Shared::with_stream`], for tests.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Point {
-    /// Nobody else has the words, as far as was seen.
+    /// Nobody else has the words, as far as has been seen.
     Looked,
     /// The stream is taken, without the lock.
     Taken,
@@ -228,7 +230,7 @@ pub(super) enum Work {
 /// An RDMA Read of ours, waiting for its turn or for its response.
 pub(super) struct Read {
     pub(super) id: WorkId,
-    /// `None`: it was lent and is taken back.
+    /// `None`: the sink was lent and has been taken back.
     pub(super) sink: Option<Sink>,
     pub(super) at: usize,
     pub(super) from: Segment,
@@ -238,7 +240,7 @@ pub(super) struct Read {
     pub(super) done: u32,
 }
 
-/// A Read Response that we owe.
+/// A Read Response that we owe the peer.
 struct Response {
     request: ReadRequest,
     /// The requested bytes, as one region.
@@ -246,7 +248,7 @@ struct Response {
     done: u32,
 }
 
-/// A message of ours of which at least one segment has been framed and more are to come.
+/// A message of ours of which at least one segment has been framed, with more to come.
 struct Current {
     work: Work,
     msn: u32,
@@ -273,7 +275,7 @@ struct Frame {
     sent: usize,
     /// The handle of ours that the payload is read from, if it belongs to a Read Response.
     source: Option<u32>,
-    /// The last frame of a Read Response: when it is gone, the peer may send one more request.
+    /// The last frame of a Read Response: once it has gone, the peer may send one more request.
     ends_response: bool,
 }
 
@@ -301,7 +303,7 @@ pub(super) struct Transmit {
     unsent: usize,
     /// Sends in `queue`.
     sends_queued: usize,
-    /// Sends that were numbered here, or in the process that we were forked from.
+    /// Sends that were numbered in this process, or in the one that it was forked from.
     sends: u32,
     empty: Arc<[Region]>,
     /// Whether the socket (or another process) keeps us from sending.
@@ -314,8 +316,8 @@ pub(super) struct Transmit {
     max_fpdu: Option<usize>,
     /// Bytes that the socket has taken so far.
     pub(super) sent: u64,
-    /// Bytes until the segment size is looked at again, and how many the next time: it grows with TCP's window right
-    /// after the connection is made, and changes rarely later.
+    /// Bytes until the segment size is checked again, and how many after that: the size grows with TCP's window right
+    /// after the connection is made, and rarely changes later.
     until_look: usize,
     next_look: usize,
 }
@@ -368,7 +370,7 @@ impl Transmit {
         own && free && len <= self.segment(stream, ddp::UNTAGGED)
     }
 
-    /// Sends what [`Transmit::may_send_at_once`], and queues what the socket does not take.
+    /// Sends what [`Transmit::may_send_at_once`] has allowed, and queues what the socket does not take.
     ///
     /// # Errors
     /// When the stream is broken.
@@ -454,8 +456,8 @@ impl Transmit {
         self.inbound
     }
 
-    /// Bytes of own Sends and Writes that the socket has not taken; and for each Send in the queue a page, which is what
-    /// a short one holds.
+    /// Bytes of own Sends and Writes that the socket has not taken, plus a page for each Send in the queue, which is what
+    /// a short Send holds.
     pub(super) fn unsent(&self) -> usize {
         self.unsent + self.sends_queued * PAGE
     }
@@ -487,7 +489,7 @@ impl Transmit {
         self.frames.front().is_some_and(|frame| frame.sent > 0)
     }
 
-    /// Whether a message of ours is begun and not finished: nobody else may send until it is.
+    /// Whether a message of ours has been begun and not finished: nobody else may send until it is finished.
     pub(super) fn is_inside_message(&self) -> bool {
         !self.frames.is_empty()
             || self.current.is_some()
@@ -511,7 +513,7 @@ impl Transmit {
         self.sends_queued = 0;
     }
 
-    /// The segment size that the path now has.
+    /// Looks up the segment size that the path now has.
     pub(super) fn look_at_path(&mut self, stream: &Stream) {
         let mss = stream.segment().unwrap_or(usize::MAX).min(self.max_fpdu.unwrap_or(usize::MAX));
         self.ulpdu = mpa::mulpdu(mss);
@@ -519,7 +521,7 @@ impl Transmit {
         self.next_look = (self.next_look * 2).min(1 << 20);
     }
 
-    /// Largest FPDU that we send now.
+    /// Largest FPDU that we now send.
     pub(super) fn fpdu(&self) -> usize {
         mpa::fpdu_len(self.ulpdu)
     }
@@ -568,7 +570,7 @@ impl Transmit {
             for frame in &self.frames {
                 let before = pieces.len();
                 let added = frame.pieces(&mut pieces);
-                // What does not go into one system call as a whole begins the next.
+                // What does not fit into one system call as a whole begins the next.
                 if before > 0 && frame.sent + added < frame.len() {
                     pieces.truncate(before);
                     break;
@@ -588,7 +590,7 @@ impl Transmit {
         }
     }
 
-    /// Which stream may frame its next segment.
+    /// Which feed may frame its next segment.
     fn next(&self) -> Option<Feed> {
         if !self.may_send {
             return None;
@@ -609,8 +611,8 @@ impl Transmit {
         }
     }
 
-    /// Index in `queue` of the own work to begin next, jumping over Reads without room; `usize::MAX` stands for the
-    /// oldest stalled Read.
+    /// Index in `queue` of the own work to begin next, skipping Reads for which there is no room; `usize::MAX` stands for
+    /// the oldest stalled Read.
     fn next_own(&self) -> Option<usize> {
         let room = self.outstanding.len() < self.ord;
         if room && !self.stalled.is_empty() {
@@ -724,8 +726,8 @@ impl Transmit {
         }
     }
 
-    /// Payload bytes of the largest segment with this header that the path takes: a multiple of four with its header,
-    /// so that only last segments are padded.
+    /// Payload bytes of the largest segment with this header that the path takes. Together with its header it is a
+    /// multiple of four, so that only last segments are padded.
     fn segment(&mut self, stream: &Stream, header_len: usize) -> usize {
         if self.until_look == 0 {
             self.look_at_path(stream);
@@ -773,13 +775,13 @@ impl Transmit {
         }
     }
 
-    /// Whether the peer is owed bytes of a handle that are not framed.
+    /// Whether the peer is owed bytes of a handle that are not framed yet.
     pub(super) fn owes(&self, stag: u32) -> bool {
         self.responses.iter().any(|r| r.request.source_stag == stag && r.request.size > 0)
     }
 
-    /// Lets go of the memory behind a handle that is no longer exposed. What is framed already goes out from a copy,
-    /// whose length is returned. `None`: the peer is owed more bytes of it than are framed.
+    /// Lets go of the memory behind a handle that is no longer exposed. What is framed already goes out from a copy;
+    /// returns the length of that copy. `None`: the peer is owed more bytes of the memory than are framed.
     pub(super) fn release(&mut self, stag: u32) -> io::Result<Option<usize>> {
         if self.owes(stag) {
             return Ok(None);
@@ -787,7 +789,7 @@ impl Transmit {
         self.copy_frames(stag).map(Some)
     }
 
-    /// Re-points all that is owed from a handle to `copy`, a copy of its whole region. Returns the bytes copied.
+    /// Redirects all that is owed from a handle to `copy`, a copy of its whole region. Returns the bytes copied.
     pub(super) fn redirect(&mut self, stag: u32, copy: &Region) -> io::Result<usize> {
         for response in self.responses.iter_mut().filter(|r| r.request.source_stag == stag) {
             if response.request.size > 0 {
@@ -799,8 +801,8 @@ impl Transmit {
         self.copy_frames(stag)
     }
 
-    /// Lets go of the lent memory that own work names: what has not left goes out from copies, whose length is
-    /// returned, and what Reads still bring is thrown away.
+    /// Lets go of the lent memory that own work names. What has not left goes out from copies, whose length is returned,
+    /// and what Reads still bring is thrown away.
     pub(super) fn release_lent(&mut self) -> io::Result<usize> {
         let mut copies = Copies::default();
         for frame in self.frames.iter_mut().filter(|frame| frame.source.is_none()) {
@@ -887,8 +889,8 @@ struct Copies {
 }
 
 impl Copies {
-    /// Puts a cursor at its place in a copy of its list. Cursors into one list come one after the other, in order,
-    /// so that one copy serves them all and what lies before the first is not copied.
+    /// Moves a cursor to its place in a copy of its list. Cursors into one list come one after the other, in order, so
+    /// that one copy serves them all and what lies before the first is not copied.
     fn redirect(&mut self, cursor: &mut Cursor) -> io::Result<()> {
         if !self.latest.as_ref().is_some_and(|(first, _)| Arc::ptr_eq(&first.gather, &cursor.gather)) {
             if !cursor.gather.iter().any(Region::is_lent) {
@@ -1015,7 +1017,7 @@ mod tests {
     use super::*;
     use crate::fork::testing::fork;
 
-    /// The writes in which messages of so many pieces go out: each comes as a datagram of its own.
+    /// The writes in which messages of these numbers of pieces go out: each write arrives as a datagram of its own.
     fn writes(messages: &[usize]) -> Vec<Vec<u8>> {
         let (ours, peers) = UnixDatagram::pair().unwrap();
         peers.set_nonblocking(true).unwrap();
@@ -1069,8 +1071,8 @@ mod tests {
                 std::thread::yield_now();
             }
         }
-        // The parent has seen no child; one is forked that sees the stream free; the parent takes it, then the child; then
-        // the parent finds out about the child.
+        // The parent has seen no child. A child is forked that sees the stream free; the parent takes the stream, then the
+        // child does; then the parent finds out about the child.
         fn of_child(shared: &Shared, point: Point) {
             if point == Point::Locked {
                 shared.set(SEEN, 1);
@@ -1080,7 +1082,7 @@ mod tests {
         fn of_parent(shared: &Shared, point: Point) {
             match point {
                 Point::Looked => {
-                    // It ends with the test, and nobody waits for it.
+                    // The child ends with the test, and nobody waits for it.
                     let _child = fork(|| {
                         REACHED.set(of_child);
                         let has = matches!(shared.with_stream(|_| ((), true)), Ok(Some(())));
@@ -1138,8 +1140,9 @@ mod tests {
         }
     }
 
-    /// What the peer gets of a message that was sent at once or through the queue, in the middle of others: when the socket
-    /// takes it; when it is full; when it takes a part; when another process is inside a message. From the stack, and as it lies.
+    /// What the peer gets of a message that was sent at once or through the queue, in the middle of others: when the socket takes
+    /// it; when the socket is full; when it takes a part; when another process is inside a message. Sent from the stack, and from
+    /// where the pieces lie.
     #[test]
     fn a_send_of_one_fpdu_goes_out_as_it_does_through_the_queue() {
         let (short, long) =
@@ -1202,7 +1205,7 @@ mod tests {
         }
     }
 
-    /// Writes until nothing more is taken; how many bytes that was.
+    /// Writes until nothing more is taken; returns how many bytes that was.
     fn fill(mut socket: &UnixStream) -> usize {
         std::iter::from_fn(|| socket.write(&[0; 4096]).ok()).sum()
     }

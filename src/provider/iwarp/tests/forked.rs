@@ -8,7 +8,7 @@ fn a_forked_child_replies_and_the_parent_goes_on() {
     let mut pair = Pair::plain();
     pair.swap();
     for round in 0..3u8 {
-        // Work that the parent has queued and not sent is not sent twice.
+        // Work that the parent has queued but not sent is not sent twice.
         pair.b.post_recv(sink(10));
         pair.b.post_recv(sink(10));
         pair.a.transmit.blocked = true;
@@ -43,7 +43,7 @@ fn a_child_waits_while_its_parent_is_inside_a_message_and_notices_its_end() {
         qp.wants_write() && !qp.flush().unwrap() && qp.unsent() >= 5
     });
     assert!(child.succeeded());
-    // The socket had room all the time.
+    // The socket had room the whole time.
     assert!(bench.sent().is_empty());
     while !bench.qp.flush().unwrap() {
         stream.extend(bench.sent());
@@ -95,7 +95,7 @@ fn whoever_reads_first_after_a_fork_goes_on_reading_and_the_other_notices() {
 fn calls_belong_to_one_process_and_are_taken_over_from_one_that_has_ended() {
     let sends =
         |qp: &mut Iwarp| qp.post(WorkRequest::Send { gather: smallvec![region(b"x")], invalidate: None });
-    // While the parent lives, no child has them; and the parent keeps them.
+    // While the parent lives, no child gets the calls, and the parent keeps them.
     let mut bench = Bench::initiator();
     let qp = &mut bench.qp;
     assert!(fork::testing::fork(|| !qp.claim()).succeeded());
@@ -111,14 +111,14 @@ fn calls_belong_to_one_process_and_are_taken_over_from_one_that_has_ended() {
                 while !fork::process_gone(parent) {
                     std::thread::yield_now();
                 }
-                // Of two that inherit it one is first.
+                // Of two processes that inherit it, only the first gets it.
                 let claimed = qp.claim();
                 let other = fork::testing::fork(|| qp.claim()).succeeded();
                 theirs.write_all(&[u8::from(claimed), u8::from(other)]).unwrap();
                 true
             });
             if sent_after {
-                // The child knows nothing of this one.
+                // The child knows nothing of this Send.
                 sends(&mut bench.qp);
             }
             true
@@ -128,7 +128,7 @@ fn calls_belong_to_one_process_and_are_taken_over_from_one_that_has_ended() {
         ours.read_exact(&mut claimed).unwrap();
         assert_eq!(claimed, [u8::from(!sent_after), 0]);
     }
-    // Who has missed bytes can make nothing of what follows, whoever it is.
+    // A process that has missed bytes can make nothing of what follows, whichever process it is.
     let mut bench = Bench::responder();
     bench.qp.post_recv(sink(10));
     bench.feed(&untagged(SEND, b"x"));

@@ -68,7 +68,7 @@ fn a_write_under_way_stops_when_its_handle_is_taken_back() {
         assert!(memory[100] != 0 && memory[20_000..].iter().all(|b| *b == 0));
         memory.fill(0);
         if detach {
-            // The peer notices nothing, also in another Write, and the stream stays in step.
+            // The peer notices nothing, not in another Write either, and the stream stays in step.
             bench.give(&write[20_000..]).unwrap();
             bench.give(&tagged(0, true, to.handle.0, 39_990, b"1234567890")).unwrap();
             let big = tagged(0, true, to.handle.0, 0, &pattern(39_999, 1));
@@ -90,7 +90,7 @@ fn receives_are_withdrawn_but_for_the_one_that_a_message_has_begun_to_fill() {
     let part = |bytes: &[u8]| untagged(Untagged { last: false, ..SEND }, bytes);
     let rest = |mo, bytes: &[u8]| untagged(Untagged { mo, ..SEND }, bytes);
     let large = rest(0, &pattern(20_000, 1));
-    // What has come of the first message, what is to come, its bytes, and whether its Receive has to stay.
+    // What has come of the first message, what is still to come, its bytes, and whether its Receive has to stay.
     let cases = [
         (vec![], rest(0, b"whole"), b"whole".to_vec(), false),
         (rest(0, b"whole")[..25].to_vec(), rest(0, b"whole")[25..].to_vec(), b"whole".to_vec(), false),
@@ -121,7 +121,7 @@ fn receives_are_withdrawn_but_for_the_one_that_a_message_has_begun_to_fill() {
         assert!(received(bench.give(&long).unwrap().remove(0)).0 == pattern(30_000, 2));
         assert_eq!(bench.qp.withdraw(), usize::from(begun));
     }
-    // A Write under way has nothing to do with them.
+    // A Write under way has nothing to do with Receives.
     let mut bench = Bench::responder();
     let to = bench.qp.expose_sink(sink(20_000)).unwrap();
     bench.qp.post_recv(sink(10));
@@ -136,7 +136,7 @@ fn memory_that_is_being_read_is_taken_back_by_ending_the_connection() {
     let from = bench.qp.expose_source(program.source()).unwrap();
     bench.give(&read_request(1, 0xAB, 0, 3 << 20, from.handle.0, 0)).unwrap();
     assert!(bench.qp.transmit.is_half_sent(), "the socket is full");
-    // Now it has room, but there can be no Terminate inside an FPDU.
+    // Now the socket has room, but there can be no Terminate inside an FPDU.
     let stream = bench.sent();
     assert!(stream.len() > 100_000 && stream[2..4] == hex!("8142"));
     bench.qp.invalidate(from.handle).unwrap();
@@ -172,7 +172,7 @@ fn a_detached_source_is_served_from_a_copy() {
         let data = pattern(3 << 20, 1);
         let mut program = Program::new(&data);
         let from = bench.qp.expose_source(program.source()).unwrap();
-        // Half a response has left, another one waits.
+        // Half a response has left, and another one waits.
         bench.give(&read_request(1, 0xAB, 0, (3 << 20) - 1, from.handle.0, 1)).unwrap();
         bench.give(&read_request(2, 0xAB, 0, 7000, from.handle.0, 3000)).unwrap();
         assert!(bench.qp.transmit.is_half_sent());

@@ -3,7 +3,7 @@
 
 use super::*;
 
-/// A responder with memory exposed and a Read outstanding, and the messages of a peer that uses all of it well.
+/// A responder with memory exposed and a Read outstanding, and the messages of a peer that uses all of it correctly.
 struct Scene {
     bench: Bench,
     written: Sink,
@@ -44,7 +44,7 @@ impl Scene {
         Scene { bench, written, read, messages }
     }
 
-    /// Everything has happened exactly as it should.
+    /// Checks that everything has happened exactly as it should.
     fn check(mut self, completions: Vec<Completion>) {
         let mut completions = completions.into_iter();
         let first = received(completions.next().unwrap());
@@ -65,7 +65,7 @@ impl Scene {
         assert!(sent[0].0[16..] == pattern(EXPOSED, 8)[50..550]);
     }
 
-    /// Nothing has been written beside what was exposed.
+    /// Checks that nothing has been written outside what was exposed.
     fn check_guards(mut self) {
         self.bench.qp.terminate();
         while self.bench.qp.poll().is_ok() {}
@@ -211,7 +211,7 @@ fn a_changed_byte_of_a_large_fpdu_writes_nothing_outside() {
     }
 }
 
-/// rule 103: what RFC 5042 asks of handles: their bounds, their rights, their connection, and an end.
+/// rule 103: what RFC 5042 asks of handles: bounds, rights, their own connection, and an end.
 #[test]
 fn a_handle_gives_its_own_range_and_right_on_its_own_connection_only() {
     let fault = |bytes: &dyn Fn(u32, u32) -> Vec<u8>, fault: Fault| {
@@ -254,7 +254,7 @@ fn a_handle_gives_its_own_range_and_right_on_its_own_connection_only() {
 #[test]
 fn sends_that_do_not_fit_their_stream_are_refused() {
     let memory = Memory::new(64 << 10, 4096, 0).connection(None, None);
-    // Of memory that is there before, and of such as is taken when something comes.
+    // With Receives whose memory is there beforehand, and with those whose memory is taken when something comes.
     let fault = |bytes: &[u8], fault: Fault| {
         for lazily in [false, true] {
             let mut bench = Bench::responder();
@@ -269,7 +269,7 @@ fn sends_that_do_not_fit_their_stream_are_refused() {
             bench.expect_fault(bytes, fault);
         }
     };
-    // The same of one that nothing is the beginning of.
+    // The same for a Send of which no part has come before.
     let alone = |bytes: &[u8], fault: Fault| {
         let mut bench = Bench::responder();
         (0..2).for_each(|_| bench.qp.post_recv_of(&memory, 50).unwrap());
@@ -323,7 +323,7 @@ fn read_responses_must_match_the_oldest_read() {
     fault(&|stag| tagged(2, true, stag, 0, &[0; 9]), Fault::BOUNDS);
     fault(&|stag| tagged(2, true, stag, 0, &[]), Fault::BOUNDS);
     fault(&|stag| tagged(2, true, stag, u64::MAX, &[0; 2]), Fault::WRAP);
-    // The handle of a Read is no target of Writes.
+    // The handle of a Read is not a target for Writes.
     fault(&|stag| tagged(0, true, stag, 0, &[0; 10]), Fault::STAG);
     let mut bench = Bench::initiator();
     bench.expect_fault(&tagged(2, true, 1, 0, b""), Fault::OPCODE);
@@ -340,7 +340,7 @@ fn read_requests_that_are_malformed_or_too_many_are_refused() {
     fault(&untagged(Untagged { opcode: 1, queue: 1, ..SEND }, &[0; 60_000]), Fault::TOO_LONG);
     fault(&untagged(Untagged { opcode: 1, queue: 1, last: false, ..SEND }, &[0; 28]), Fault::TOO_LONG);
     fault(&untagged(Untagged { opcode: 1, queue: 0, ..SEND }, &[0; 28]), Fault::QUEUE);
-    // 16 requests are served at a time; answered ones make room.
+    // 16 requests are served at a time; those that are answered make room.
     let mut bench = Bench::initiator();
     for msn in 1..=40 {
         bench.give(&read_request(msn, 1, 0, 0, 0, 0)).unwrap();

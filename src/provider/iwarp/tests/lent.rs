@@ -1,4 +1,4 @@
-//! Memory of the program's, which it takes back when its call ends.
+//! Memory of the program, which takes it back when its call ends.
 #![forbid(unsafe_code)]
 
 use super::*;
@@ -13,8 +13,8 @@ fn kept_work_goes_out_from_copies_of_what_the_socket_has_not_taken() {
         let mut programs: Vec<_> = data.iter().map(|data| Program::new(data)).collect();
         let own = region(b"own");
         let lent: Vec<_> = programs.iter_mut().map(Program::source).collect();
-        // A Send of many pieces, of which the first are gone when the socket is full, then a Write and a Send in
-        // the queue, and a Read Response between the frames.
+        // A Send of many pieces, the first of which have gone when the socket is full, then a Write and a Send in the
+        // queue, and a Read Response between the frames.
         let from = bench.qp.expose_source(lent[5].clone()).unwrap();
         let mut first = vec![own.clone(), lent[0].slice(0, 3), lent[0].slice(3, 20_000)];
         let middle = lent[1].len() / 10_000;
@@ -40,7 +40,7 @@ fn kept_work_goes_out_from_copies_of_what_the_socket_has_not_taken() {
         let before = counted();
         let kept = bench.qp.release_lent().unwrap();
         assert!(counted() - before >= kept as u64);
-        // What is left of a frame counts whole; the last piece of each list is our own; one Send is in the queue.
+        // What is left of a frame counts as a whole; the last piece of each list is our own; one Send is in the queue.
         let left = unsent - transmit::PAGE;
         assert!((left - 9..=left).contains(&kept), "{kept} bytes copied of {left} left");
         assert_eq!(bench.qp.copied_bytes - copied, kept as u64);
@@ -66,7 +66,7 @@ fn reads_into_lent_memory_complete_without_it_after_keep() {
     let mut programs: Vec<_> = (0..4).map(|_| Program::new(&[0; 40_000])).collect();
     let own = sink(40_000);
     let from = Segment { handle: Handle(0x77), length: 40_000, offset: 0 };
-    // Of the five, two are asked for, two find no room, and the last one is in the queue.
+    // Of the five Reads, two have been requested, two find no room, and the last one is in the queue.
     let read = |qp: &mut Iwarp, id, sink| qp.post(WorkRequest::Read { id: WorkId(id), sink, at: 0, from });
     for (id, program) in (0..).zip(&mut programs[..3]) {
         read(&mut bench.qp, id, program.sink());
@@ -127,8 +127,8 @@ fn a_remote_invalidation_ends_the_loan_or_the_connection() {
     }
 }
 
-/// A queue pair that holds lent memory in every way: exposed, half read by the peer, half written by it, queued
-/// and half sent. Also the rest of what the peer writes.
+/// A queue pair that holds lent memory in every way: exposed, half read by the peer, half written by the peer, queued and
+/// half sent. Also returns the rest of what the peer writes.
 fn laden() -> (Bench, Vec<Program>, Vec<u8>) {
     let mut bench = Bench::responder();
     bench.qp.post_recv(sink(0));

@@ -117,9 +117,9 @@ fn a_device_says_that_it_has_handed_over_all_when_nothing_is_left_to_do() {
     }
     assert_eq!((polled(&mut pair.b), pair.b.drained()), (b"one".to_vec(), false));
     assert_eq!((polled(&mut pair.b), pair.b.drained()), (b"two".to_vec(), true));
-    // From here on it would have to look.
+    // From here on it would have to look again.
     assert!(!pair.b.drained());
-    // An RDMA Read of the peer comes with what is received, and is to be answered.
+    // An RDMA Read of the peer arrives with what is received, and has to be answered.
     let from = pair.b.expose_source(region(&pattern(1 << 20, 1))).unwrap();
     pair.a.post(WorkRequest::Send { gather: smallvec![region(b"three")], invalidate: None });
     pair.a.post(WorkRequest::Read { id: WorkId(9), sink: sink(1 << 20), at: 0, from });
@@ -354,7 +354,7 @@ fn when_the_peer_closes_everything_complete_is_delivered_first() {
     bench.feed(&untagged(Untagged { msn: 2, ..SEND }, b"two")[..20]);
     let Bench { mut qp, _socket, peer } = bench;
     drop(peer);
-    // Sending fails first: that must not hide what has arrived.
+    // Sending fails first; that must not hide what has arrived.
     qp.transmit.may_send = true;
     qp.post(WorkRequest::Send { gather: smallvec![region(b"x")], invalidate: None });
     assert!(qp.flush().is_err());
@@ -390,7 +390,7 @@ fn fpdus_fit_the_segments_of_the_path() {
     let mut pair = Pair::plain();
     pair.write(&pattern(4 << 20, 0), 1);
     let before = pair.a.transmit.fpdu();
-    // TCP raises it step by step, so what we know may be an earlier value.
+    // TCP raises the MSS step by step, so what we know may be an earlier value.
     let socket = pair.a.fd();
     let Iwarp { transmit, stream, .. } = &mut pair.a;
     transmit.look_at_path(stream);

@@ -8,7 +8,7 @@ fn a_receive_takes_memory_when_a_message_begins_to_arrive() {
     let memory = Memory::new(64 << 10, 4096, 0).connection(None, None);
     let block = || memory.slab().unwrap().into_sink(1).address();
     let page = || memory.header().unwrap().into_sink(1).address();
-    // The one idle block of either length: who takes one gets it.
+    // The only idle block of each of the two lengths: the next taker gets it.
     let (idle, short) = (block(), page());
     for small in [false, true] {
         let mut pair = if small { Pair::small() } else { Pair::plain() };
@@ -25,7 +25,7 @@ fn a_receive_takes_memory_when_a_message_begins_to_arrive() {
                     let counts = memory.own_received();
                     assert!(counts == len || len <= 4096 && counts == 0, "{counts} of {len}");
                     let got = bytes(sink, len);
-                    // Of a message that begins in one of several segments nothing tells how long it is.
+                    // When a message comes in several segments, the first does not tell how long the message is.
                     let fits = len <= 4096 && (!small || got.as_ptr().addr() == short);
                     assert!(got[..] == message[..]);
                     assert_eq!(got.as_ptr().addr(), if fits { short } else { idle }, "{len}");
@@ -50,7 +50,7 @@ fn a_connection_without_bytes_that_it_waits_for_has_no_read_ahead_buffer() {
     }
     assert!(received(got.remove(0)).0 == message);
     assert!(pair.a.receive.buffer.is_empty() && pair.b.receive.buffer.is_empty());
-    // A half of an FPDU stays where it is, whoever else reads meanwhile.
+    // Half an FPDU stays where it is, whoever else reads meanwhile.
     let mut bench = Bench::responder();
     bench.qp.post_recv(sink(100));
     let fpdu = untagged(SEND, b"first and second");

@@ -1,4 +1,4 @@
-//! What comes while a thread sleeps on the stream, and through memory that is shared with the peer.
+//! What arrives while a thread sleeps on the stream, and through memory that is shared with the peer.
 #![forbid(unsafe_code)]
 
 use super::*;
@@ -10,7 +10,7 @@ fn a_peer_that_gives_byte_after_byte_through_memory_keeps_nobody() {
     let seen = Theirs::new(seen).unwrap();
     let mut bench = Bench::responder();
     bench.qp.stream.share(local::Rings::new(own, Theirs::new(file).unwrap(), true));
-    // FPDUs of which none ends a message.
+    // FPDUs none of which ends a message.
     let part = pattern(60_000, 5);
     let fpdu = |n: u32| untagged(Untagged { last: false, mo: n * part.len() as u32, ..SEND }, &part);
     let stream: Vec<u8> = (0..30).flat_map(fpdu).collect();
@@ -36,7 +36,8 @@ fn a_peer_that_gives_byte_after_byte_through_memory_keeps_nobody() {
     });
 }
 
-/// What a thread that sleeps on the stream takes comes in pieces of any size, and from a peer that keeps to nothing.
+/// What a thread takes while it sleeps on the stream comes in pieces of any size, and from a peer that may break any
+/// rule.
 #[test]
 fn what_a_sleep_on_the_stream_brings_comes_to_the_same_as_what_is_polled_for() {
     let memory = Memory::new(64 << 10, 4096, 0).connection(None, None);
@@ -61,7 +62,7 @@ fn what_a_sleep_on_the_stream_brings_comes_to_the_same_as_what_is_polled_for() {
         let counted = before + stream.len() as u64;
         assert_eq!((bench.qp.receive.total, bench.qp.shared.received()), (counted, counted));
     }
-    // As much as one takes: there may be more behind it.
+    // As much as one sleep takes: there may be more behind it.
     let mut bench = Bench::initiator();
     bench.qp.post_recv_of(&memory, 2 * NAP_BYTES).unwrap();
     assert!(bench.qp.poll().unwrap().is_none() && bench.dozes());
@@ -71,7 +72,7 @@ fn what_a_sleep_on_the_stream_brings_comes_to_the_same_as_what_is_polled_for() {
     bench.qp.arrived(Some(&long[..NAP_BYTES]));
     let got = bench.qp.poll().unwrap().map(|completion| received(completion).0);
     assert!(got.as_deref() == Some(&sent[..]), "it had to be asked for twice");
-    // One that breaks the protocol.
+    // A message that breaks the protocol.
     let mut bench = self::Bench::initiator();
     bench.qp.post_recv_of(&memory, 1000).unwrap();
     let mut wrong = untagged(SEND, &first);

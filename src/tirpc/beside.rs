@@ -63,7 +63,8 @@ pub fn registered(netid: Netid, local: SocketAddr, prog: u32, vers: u32) {
 
 /// Forgets a registration that is withdrawn before the loop has begun.
 pub fn withdrawn(netid: Netid, prog: u32, vers: u32) {
-    // A handler that finds the table locked has interrupted what goes through it: nothing is noted that would last.
+    // A signal handler that finds the table locked has interrupted this thread in one of these functions and must not wait for
+    // it: the row stays until the loop begins.
     let Some(mut table) = WANTED.try_lock() else { return };
     for wanted in table.iter_mut().filter(|wanted| wanted.netid == netid) {
         wanted.programs.retain(|program| *program != (prog, vers));

@@ -482,7 +482,7 @@ pub unsafe fn agreed(client: *mut CLIENT) -> Result<crate::driver::Agreed, Error
 /// Asks the peer to change a characteristic, and waits for the outcome.
 ///
 /// # Errors
-/// `Invalid` for a characteristic or value that does not exist; as [`Caller::request`].
+/// `Invalid` for a characteristic or value that does not exist, and for a timeout that is none; as [`Caller::request`].
 ///
 /// # Safety
 /// As [`peer`].
@@ -974,7 +974,8 @@ unsafe extern "C" fn control(client: *mut CLIENT, request: c_uint, info: *mut c_
     })
 }
 
-/// Requests that concern the reverse direction of a connection. False if the request is not for this CLIENT, or unknown.
+/// Requests that concern the reverse direction of a connection, and how often it was made. False if the request is not for this
+/// CLIENT, or unknown.
 ///
 /// # Safety
 /// `info` points to an `unsigned`, or to a `bool_t` for `CLSET_RDMA_REVERSE_CHUNKS`.

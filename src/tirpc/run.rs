@@ -11,7 +11,8 @@
 //!   [`Set::compare`]: at each turn while the table is short, otherwise only every few turns, so that each turn looks at [`EACH`]
 //!   entries on average, and [`SOON`] after the last turn at the latest.
 //! - What epoll cannot watch (a file, a descriptor that was closed by hand) makes the loop use poll(2) as libtirpc does.
-//! - Nothing is locked, and nothing of ours lives on the stack, while the loop sleeps or dispatches.
+//! - Nothing is locked while the loop sleeps or dispatches, and no value of ours that needs to be dropped is on the stack; but for
+//!   the copy of a table of more than 1024 entries, which is lost with a thread that is cancelled while it polls that.
 #![allow(unsafe_code)]
 
 use std::cell::Cell;

@@ -1,25 +1,25 @@
-//! Joins the engine and a device, and waits: whatever a call or a reply waits for, it waits here.
+//! Joins the engine to a device, and does all the waiting for calls and replies.
 //!
 //! [`Link`] is the joint (`link`): it carries out what the engine asks for and feeds it what the device reports. Which device
 //! that is, and how a connection begins, is in `start`. Around the link
 //!
 //! - [`Client`] is the connection of the end that opened it (`client`), shared by the threads and CLIENTs that use its socket.
-//!   **Whoever waits does the work**: one thread drives, the others sleep until it wakes them with their reply or with
-//!   the driver's seat. There is no thread of our own. What the server calls back is served by `callback`; a connection
+//!   **Whoever waits does the work**: one thread drives, the others sleep until it wakes them to take their reply or to drive
+//!   in their turn. The library has no thread of its own. Calls back from the server are served by `callback`. A connection
 //!   that is of no use any more is replaced by `renewal`.
 //! - [`Server`] is the connection of the end that accepted it, driven by the program's own loop (`server`). Its calls back
 //!   to the client are made by [`Reverse`].
 //!
-//! What either knows of its peer, and may ask of it, is in `peer`; what becomes of replies that it does not take, in
-//! `backlog`.
+//! What either end knows of its peer, and may ask of it, is in `peer`. What becomes of replies that the peer does not take is
+//! in `backlog`.
 //!
-//! Waiting first spins, if that has paid lately and nobody else wants the processor (`spin`): on two idle processors a reply
-//! comes sooner than a sleep takes. A spin that finds nothing makes the next waits sleep at once.
+//! A wait first spins, if that has paid lately and nobody else wants the processor (`spin`): on two idle processors a reply
+//! comes in less time than a sleep takes. A spin that finds nothing makes the next waits sleep at once.
 //!
 //! # Invariants
-//! - A lock is never held while sleeping, but for the moments that an adapter takes to let go of memory (see `provider`).
-//!   No C code of the program runs under it but the walks of bindings, which call nothing.
-//! - Memory of the program that a call or a reply lends is not used any more when the call or the reply is over.
+//! - A lock is never held while sleeping, except for the moments that an adapter takes to release memory (see `provider`). No
+//!   C code of the program runs under a lock except the walks of bindings, which call nothing.
+//! - Memory that the program lends for a call or a reply is no longer used once that call or reply is over.
 //! - After every input to the engine its output is drained (`Link::pump`).
 #![forbid(unsafe_code)]
 
@@ -69,16 +69,17 @@ pub use reverse::Reverse;
 pub use server::{Next, Server, Shared, Stage, locked, next, peer as peer_of, send_rest};
 pub use start::{Room, START_TIMEOUT};
 
-/// Of a connection, so many latest requests may be answered after their routines have returned.
+/// How many of a connection's latest requests may be answered after their routines have returned.
 pub const LATE: usize = 64;
 
 /// Requests of one connection that are served before the program's loop looks at the others again.
 const TURN: u32 = 64;
 
-/// How long it serves them: a longer turn keeps others waiting, though not by less than one request takes.
+/// How long it serves them: a longer turn would keep others waiting. A turn serves at least one request, however long that
+/// takes.
 const TURN_TIME: Duration = Duration::from_millis(1);
 
-/// That of the software devices, once somebody has needed it.
+/// The memory of the software devices, once somebody has needed it.
 static MEMORY: OnceBox<Arc<Memory>> = OnceBox::new();
 
 /// As [`Memory::is_warm`].
@@ -98,7 +99,7 @@ pub fn memory(config: &Config) -> Arc<Memory> {
         return memory.clone();
     }
     let (_, receive) = config.receive_sizes(false);
-    // A process has one configuration, but for the tests.
+    // A process has one configuration, except in the tests.
     let receive = if cfg!(test) { receive.max(256 << 10) } else { receive };
     let memory = Memory::new(receive, config.max_reply(false) + REPLY_HEADER, config.max_pulled);
     MEMORY.get_or_init(|| Box::new(memory)).clone()
@@ -112,7 +113,7 @@ pub trait Caller: Send + Sync {
     /// The descriptor that the program knows the connection by.
     fn fd(&self) -> RawFd;
 
-    /// What the device is like that it goes over.
+    /// The properties of the device that the connection runs on.
     fn traits(&self) -> &'static Traits;
 
     /// Memory to encode into.
@@ -121,7 +122,8 @@ pub trait Caller: Send + Sync {
     /// `ENOMEM`.
     fn message(&self) -> Result<Buf, Error>;
 
-    /// The same for a long one, if the peer may read it while it is encoded, and then takes it without asking.
+    /// Memory to encode a long message into, if the peer may read it while it is being encoded, and then takes it without
+    /// asking.
     fn outbox(&self) -> Option<Buf> {
         None
     }
@@ -132,7 +134,7 @@ pub trait Caller: Send + Sync {
     /// Makes a call and waits for its end. See [`Caller::call`].
     ///
     /// # Errors
-    /// As there.
+    /// As [`Caller::call`].
     fn exchange(
         &self,
         xid: Xid,
@@ -142,43 +144,43 @@ pub trait Caller: Send + Sync {
         mask: Mask<'_>,
     ) -> Result<Payload, Error>;
 
-    /// Takes in what has arrived, and tells what can be sent now.
+    /// Takes in what has arrived, and returns what can be sent now.
     fn room_to_send(&self) -> SendRoom;
 
-    /// What is known of the peer; with what has arrived of it by now, if that is `wanted`.
+    /// What is known of the peer, including what has arrived from it by now if that is `wanted`.
     ///
     /// # Errors
     /// Why the connection is lost.
     fn peer(&self, wanted: bool) -> Result<Peer, Error>;
 
-    /// Asks the peer to change a characteristic, and waits until that is done or rejected: pending if it is not by
-    /// `deadline`.
+    /// Asks the peer to change a characteristic, and waits until the change is made or rejected. The result is pending if
+    /// neither has happened by `deadline`.
     ///
     /// # Errors
     /// `Invalid` when an earlier request is not settled; `Peer` when the peer does not know the extension, or not even
     /// Version Two; `ConnectionLost`.
     fn request(&self, what: Characteristic, deadline: Instant, mask: Mask<'_>) -> Result<Wish, Error>;
 
-    /// Has our Receives grow to so many bytes, on the next connection too.
+    /// Makes our Receives grow to `bytes`, on the next connection too.
     ///
     /// # Errors
     /// As [`Connection::raise_receives`]; `Peer` in Version One.
     fn raise_receives(&self, bytes: u32) -> Result<(), Error>;
 
-    /// Sees to it that memory which the program gets back is not used any more.
+    /// Ensures that memory which goes back to the program is no longer used.
     fn end(&self, loans: &[Loan]);
 
-    /// After a call that failed as `NotSent`: whether the connection is there again, or will be for the next call. Waits
-    /// for that if somebody else has to see to it.
+    /// After a call that failed as `NotSent`: whether the connection is up again, or will be for the next call. Waits if
+    /// somebody else has to see to that.
     ///
     /// # Errors
     /// `Timeout` at `deadline`.
     fn await_reconnect(&self, deadline: Instant, mask: Mask<'_>) -> Result<bool, Error>;
 
-    /// Credits that are asked for; sets them if some are given.
+    /// How many credits are requested; sets that number if `ask` is given.
     fn credits(&self, ask: Option<u32>) -> u32;
 
-    /// Longest replies that calls make room for unless the program says more, in bytes of results.
+    /// The longest reply that a call makes room for unless the program asks for more, in bytes of results.
     fn max_reply(&self, config: &Config) -> usize;
 
     /// Room beside the results of a procedure without a binding: a reply's header, and what RPCSEC_GSS wraps around results.
@@ -186,15 +188,15 @@ pub trait Caller: Send + Sync {
         REPLY_HEADER
     }
 
-    /// Results from this length on are received in the program's own memory.
+    /// Results of at least this length are received in the program's own memory.
     fn place_min(&self) -> usize {
         self.traits().place_min.max(LEND_MIN)
     }
 
     /// Makes a call: `message` begins with `xid`. Returns the RPC reply in stream order.
     ///
-    /// `max_reply` bytes are made room for where no binding bounds the reply; eligible results go into `places`, in their
-    /// order. When this returns and its reply is dropped, nothing of `message` and `places` is held any more.
+    /// Makes room for `max_reply` bytes where no binding bounds the reply. Eligible results go into `places`, in order. Once
+    /// this has returned and its reply is dropped, nothing of `message` and `places` is held any more.
     ///
     /// # Errors
     /// `Timeout` at `deadline` (the call becomes an orphan, the connection lives on), or why the call failed.
@@ -215,12 +217,12 @@ pub trait Caller: Send + Sync {
 
     /// Sends a call that has no reply, or whose reply nobody awaits (batching).
     ///
-    /// Does not take the last credit, which only a reply gives back: then a call of procedure 0 of the same program goes
-    /// first, whose reply shows that the earlier ones were consumed. A message too long for one Send is followed by
-    /// such a call too, so that the peer has pulled it when this returns.
+    /// Does not take the last credit, which only a reply gives back: in that case a call of procedure 0 of the same program
+    /// goes first, and its reply shows that the earlier calls were consumed. A message too long for one Send is followed by
+    /// such a call too, so that the peer has pulled the message when this returns.
     ///
     /// # Errors
-    /// As [`Caller::call`]; `NotSent` when there is one credit in all.
+    /// As [`Caller::call`]; `NotSent` when there is only one credit in all.
     fn call_one_way(
         &self,
         xid: Xid,
@@ -285,31 +287,31 @@ pub trait Callee: Send + Sync {
     /// Sends a reply: the kernel has every byte when this returns, unless the peer is too slow to take them.
     ///
     /// # Errors
-    /// As [`Connection::reply`]; the reason of the close when the connection is closed.
+    /// As [`Connection::reply`]; the reason for the close when the connection is closed.
     ///
     /// No memory that was lent to `message` is in use when this returns.
     fn reply(&self, id: RequestId, message: Message) -> Result<(), Error>;
 
-    /// A reply cannot be made: the connection is closed, since nothing else tells the peer.
+    /// Closes the connection because a reply cannot be made: nothing else would tell the peer.
     fn lose(&self, error: Error);
 
-    /// The request has no reply yet: see [`Connection::defer`]. `to_child`: its routine has forked, and has most likely left it to
-    /// the child.
+    /// The request has no reply yet: see [`Connection::defer`]. `to_child`: its routine has forked, and has most likely left
+    /// the reply to the child.
     fn defer(&self, id: RequestId, to_child: bool);
 
-    /// What has become of a request that was deferred.
+    /// What has become of a deferred request.
     fn fate(&self, id: RequestId) -> Fate;
 
     /// The request gets no reply.
     fn discard(&self, id: RequestId);
 
-    /// Sees to it that memory which the program gets back is not used any more.
+    /// Ensures that memory which goes back to the program is no longer used.
     fn end(&self, loans: &[Loan]);
 
-    /// Credits that are granted; sets them if some are given.
+    /// How many credits are granted; sets that number if `grant` is given.
     fn grants(&self, grant: Option<u32>) -> u32;
 
-    /// A panic of ours has happened while the connection was in use: it is not to be trusted.
+    /// Whether the library has panicked while the connection was in use: the connection is not to be trusted then.
     fn is_poisoned(&self) -> bool;
 }
 

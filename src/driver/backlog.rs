@@ -1,14 +1,15 @@
 //! Replies that peers do not take as fast as they are made.
 //!
-//! A reply of any length that is allowed is queued as a whole: the program gets its memory back. What bounds the queue is
-//! that no more requests of the connection are taken while more than [`BACKLOG`] waits ([`Link::next_request`]): they lie
-//! read in the engine, as many as there are credits, and the connection goes on being read, for poll(2) knows no other
-//! silence. So a client that asks for much at a time is never cut off for being slower than its server.
+//! A reply of any permitted length is queued as a whole, and the program gets its memory back. What bounds the queue is that
+//! no more requests of the connection are taken while more than [`BACKLOG`] waits ([`Link::next_request`]). Those requests
+//! have been read and lie in the engine, as many as there are credits. The connection goes on being read, because nothing else
+//! would keep poll(2) from reporting it. So a client that asks for much at a time is never cut off for being slower than its
+//! server.
 //!
-//! A connection is closed only for want of progress: [`STOPPED`] in ordinary times, sooner while all connections together
-//! hold much, those that have stood longest first ([`Backlog::has_stopped`]).
+//! A connection is closed only for lack of progress: after [`STOPPED`] in ordinary times, sooner while all connections
+//! together hold much. Those that have stalled longest go first ([`Backlog::has_stopped`]).
 //!
-//! What waits when the program leaves its loop, or ends, goes out then, as long as the peers take it ([`send_rest`]).
+//! What still waits when the program leaves its loop, or exits, is sent then, as long as the peers take it ([`send_rest`]).
 #![forbid(unsafe_code)]
 
 use crate::fork;
@@ -26,14 +27,15 @@ use crate::log_debug;
 
 use super::link::Link;
 
-/// No more requests of a connection are taken while more than this waits for its peer. Kernel and network hold as much
+/// No more requests of a connection are taken while more than this waits for its peer. The kernel and the network hold as much
 /// again or more, so that a fast peer never waits for the next reply to be made.
 pub(super) const BACKLOG: usize = 1 << 20;
 
-/// Most bytes of what is no reply that wait: errors, refusals and characteristics for a peer that talks without reading.
+/// The most bytes other than replies that may wait: errors, refusals and characteristics for a peer that talks without
+/// reading.
 pub(super) const TALK: usize = 64 << 20;
 
-/// A peer that takes nothing for so long has stopped.
+/// A peer that takes nothing for this long has stopped.
 const STOPPED: Duration = Duration::from_secs(60);
 
 /// The same while the replies that wait in this process exceed [`CROWDED`] bytes: then a peer must take [`LEAST`] bytes
@@ -46,10 +48,10 @@ const LEAST: u64 = 16 << 10;
 const STOPPED_FULL: Duration = Duration::from_millis(200);
 const FULL: usize = 256 << 20;
 
-/// How long is waited for peers that do not take at once what is sent.
+/// How long to wait for peers that do not take at once what is sent.
 #[derive(Clone, Copy)]
 pub struct Wait {
-    /// Without a byte that the peer takes.
+    /// While the peer takes not a single byte.
     idle: Duration,
     /// In all.
     most: Duration,
@@ -59,20 +61,20 @@ impl Wait {
     /// For a reply, before the rest of it is queued: other connections have something to do.
     pub(super) const SHORT: Wait = Wait { idle: Duration::from_millis(20), most: Duration::from_millis(20) };
 
-    /// Nobody else is known to wait: what the program does next may be to end.
+    /// Nobody else is known to wait: the next thing that the program does may be to exit.
     pub(super) const ALONE: Wait = Wait { idle: Duration::from_millis(20), most: Duration::from_millis(100) };
 
     /// In a forked child, which may exit right after its reply: nobody would send a queue, and nobody else waits.
     pub(super) const CHILD: Wait = Wait { idle: Duration::from_secs(30), most: Duration::from_secs(300) };
 
-    /// The program has left its loop, or ends: nobody would send what is left.
+    /// The program has left its loop, or is exiting: nobody would send what is left.
     pub const END: Wait = Wait { idle: Duration::from_secs(1), most: Duration::from_secs(10) };
 
     /// The program closes the connection; its loop serves others.
     pub const CLOSE: Wait = Wait { idle: Duration::from_millis(500), most: Duration::from_secs(2) };
 }
 
-/// How the replies of one connection get on.
+/// The progress of the replies of one connection.
 pub(super) struct Backlog {
     /// `None`: nothing waits.
     held: Option<Held>,
@@ -83,12 +85,12 @@ pub(super) struct Backlog {
 #[derive(Default)]
 struct Total {
     bytes: AtomicUsize,
-    /// Which process that is: a forked child begins anew.
+    /// The process whose bytes these are: a forked child starts again from zero.
     generation: AtomicU64,
 }
 
 struct Held {
-    /// What it adds to the total.
+    /// What this connection adds to the total.
     bytes: usize,
     /// [`QueuePair::taken`] when it last grew, and when that was.
     taken: (u64, Instant),
@@ -110,12 +112,12 @@ impl Total {
         if self.generation.swap(generation, Relaxed) != generation {
             self.bytes.store(0, Relaxed);
         }
-        // Of two threads of a child that come first, one may have counted before the other one has begun anew.
+        // Of the first two threads of a child, one may have counted before the other one resets the count.
         let change = |bytes: usize| Some((bytes + now).saturating_sub(before));
         let _ = self.bytes.fetch_update(Relaxed, Relaxed, change);
     }
 
-    /// How long a peer may stand; and the total, if that makes it short.
+    /// How long a peer may stall; and the total, if that makes the time short.
     fn patience(&self) -> (Duration, Option<usize>) {
         match self.bytes.load(Relaxed) {
             0..=CROWDED => (STOPPED, None),
@@ -161,19 +163,19 @@ impl Backlog {
         self.held.is_none()
     }
 
-    /// Since when the peer stands though something waits for it.
+    /// Since when the peer has stalled though something waits for it.
     pub(super) fn since(&self) -> Option<Instant> {
         let held = self.held.as_ref()?;
         Some(if self.total.patience().1.is_some() { held.moved.1 } else { held.taken.1 })
     }
 
-    /// When to look whether the peer has stopped.
+    /// When to check whether the peer has stopped.
     pub(super) fn deadline(&self) -> Option<Instant> {
         Some(self.since()? + self.total.patience().0)
     }
 
-    /// Why the connection is to be closed, if it is. The caller asks those first whose peers have stood longest: each that
-    /// goes makes room for the others.
+    /// Why the connection is to be closed, if it is. The caller asks those first whose peers have stalled longest: each one
+    /// that is closed makes room for the others.
     pub(super) fn has_stopped(&self, now: Instant) -> Option<Error> {
         let stood = now.saturating_duration_since(self.since()?);
         let (patience, total) = self.total.patience();
@@ -188,7 +190,7 @@ impl Backlog {
 }
 
 impl Held {
-    /// Its part of the total of this process.
+    /// Its share of the total of this process.
     fn counted(&self) -> usize {
         if self.generation == fork::generation() { self.bytes } else { 0 }
     }
@@ -201,29 +203,29 @@ impl Drop for Backlog {
 }
 
 impl Link {
-    /// Whether so much waits for the peer that it gets no more.
+    /// Whether so much waits for the peer that no more of its requests are taken.
     pub(super) fn is_behind(&self) -> bool {
         self.engine.closed().is_none() && self.device.unsent() > BACKLOG
     }
 
-    /// Whether `next_request` has one.
+    /// Whether `next_request` would return one.
     pub(super) fn request_ready(&self) -> bool {
         self.engine.request_ready() && !self.is_behind()
     }
 
-    /// The oldest request that is whole, unless its peer is behind with taking replies.
+    /// The oldest complete request, unless its peer is behind with taking replies.
     pub(super) fn next_request(&mut self) -> Option<Request> {
         let request = if self.is_behind() { None } else { self.engine.poll_request() };
-        // No event of the device brings back who paused.
+        // No event of the device would resume a connection that has paused.
         if std::mem::take(&mut self.paused) {
             self.pump();
         }
-        // Handing it up made room: Reads of the next long Calls may start.
+        // Handing up the request made room: Reads of the next long Calls may start.
         self.drain();
         request
     }
 
-    /// Has the engine pull long Calls of a peer that takes its replies, and of no other.
+    /// Lets the engine pull long Calls of a peer that takes its replies, and of no other.
     pub(super) fn pace(&mut self) {
         self.engine.hold(self.is_behind());
         self.drain();
@@ -239,7 +241,7 @@ impl Link {
         // Calls of our own are bounded by their credits.
         let calls = (self.engine.asked() as usize).saturating_mul(self.engine.thresholds().0);
         let unsent = self.device.unsent().saturating_sub(calls);
-        // What talk adds is measured from where the replies stand, which leave meanwhile.
+        // The limit for talk lies above the replies that are still queued, and falls as they leave.
         self.talk_max = self.talk_max.min(unsent.saturating_add(TALK));
         if unsent > self.talk_max {
             let text = format!("the peer does not take its replies: {unsent} bytes wait");
@@ -253,7 +255,7 @@ impl Link {
         let behind = self.device.unsent() > 0 && !forked;
         let lent = message.lent().next().is_some();
         let timed = self.timing.take(id).and_then(|(names, began)| {
-            // What does not exist is a peer's to invent.
+            // A peer can invent procedures that do not exist: only success shows that one does.
             Some((self.recent.served(names, || is_success(message.body()))?, began))
         });
         let queued = match self.engine.answer(id, message) {
@@ -287,7 +289,7 @@ impl Link {
         reply
     }
 
-    /// What the peer has not taken of a reply goes out from a copy: the program gets its results back.
+    /// What the peer has not taken of a reply goes out from a copy, so that the program gets its results back.
     pub(super) fn release(&mut self) {
         match self.device.release_lent() {
             Ok(copied) if copied > 0 => {
@@ -301,10 +303,11 @@ impl Link {
     /// How a reply has ended.
     ///
     /// # Errors
-    /// As [`Connection::reply`](crate::connection::Connection::reply); why the connection was closed before the peer had it.
+    /// As [`Connection::reply`](crate::connection::Connection::reply); or why the connection was closed before the peer had
+    /// the reply.
     pub(super) fn end_reply(&mut self, reply: Reply) -> Result<(), Error> {
         reply.queued?;
-        // A peer that goes as soon as it has its reply has had it.
+        // A peer that disconnects as soon as it has its reply has had it.
         if reply.posted && (reply.gone || self.device.unsent() == 0) {
             return Ok(());
         }
@@ -312,13 +315,13 @@ impl Link {
     }
 }
 
-/// Whether a program has answered with results (RFC 5531 §9): what it was asked for exists.
+/// Whether the program has answered with results (RFC 5531 §9): what was called exists.
 #[inline]
 fn is_success(reply: &[u8]) -> bool {
     let word = |at: usize| {
         reply.get(at..at + 4).map(|word| u32::from_be_bytes([word[0], word[1], word[2], word[3]]))
     };
-    // MSG_ACCEPTED; behind the verifier, SUCCESS.
+    // MSG_ACCEPTED; after the verifier, SUCCESS.
     let verifier = word(16).map_or(usize::MAX, |len| (len as usize).next_multiple_of(4));
     word(8) == Some(0) && verifier <= 400 && word(20 + verifier) == Some(0)
 }
@@ -326,7 +329,7 @@ fn is_success(reply: &[u8]) -> bool {
 /// A reply on its way.
 pub(super) struct Reply {
     queued: Result<(), Error>,
-    /// It names memory of the program.
+    /// It refers to memory of the program.
     pub(super) lent: bool,
     posted: bool,
     /// The device has taken all of it.
@@ -342,10 +345,11 @@ impl Reply {
         self.look(link, all);
     }
 
-    /// Sees whether the device has taken it, which has just moved what moves; `all`: it has nothing left to do.
+    /// Checks whether the device, which has just moved what it could, has taken the reply. `all`: the device has nothing left
+    /// to do.
     pub(super) fn look(&mut self, link: &Link, all: bool) {
         let open = link.engine.closed().is_none();
-        // Reads may still wait for their turn.
+        // There may be nothing left of the reply though `all` is false: Reads may still wait for their turn.
         self.gone = open && (all || link.device.unsent() == 0);
         self.waits = open && !self.gone;
     }
@@ -414,7 +418,7 @@ mod tests {
 
     use crate::sync::Mutex;
 
-    /// Bytes that a socket of these tests holds, about.
+    /// About how many bytes a socket of these tests holds.
     const SOCKET: i32 = 128 << 10;
 
     /// A connection whose ends hold little.
@@ -430,7 +434,7 @@ mod tests {
         Box::leak(Box::new(Config { inline: Some(4096), ..Config::default() }))
     }
 
-    /// As many bytes as the call asks for.
+    /// Answers with as many bytes as the call asks for.
     fn answer(server: &Shared, request: Request) -> Result<(), Error> {
         let call: Vec<u8> = request.message.iter().flat_map(|piece| piece.iter().copied()).collect();
         let len = u32::from_be_bytes(call[4..8].try_into().unwrap()) as usize;
@@ -448,7 +452,7 @@ mod tests {
         }
     }
 
-    /// Two ends of a connection that leaves the kernel little room. The client's does nothing but what a test has it do.
+    /// Two ends of a connection that leaves the kernel little room. The client's end does only what a test makes it do.
     fn join() -> (Link, Shared, [TcpStream; 2]) {
         join_with(config())
     }
@@ -461,12 +465,12 @@ mod tests {
             assert!(server.receive().is_none());
         }
         let link = Link::new(Role::Client, config, versions(config), device, &memory(config));
-        // Another test may run the process's.
+        // Another test may be running the process's loop.
         server.home = Box::leak(Box::default());
         (link, Mutex::new(server), [active, passive])
     }
 
-    /// Makes a call whose reply is to have `len` bytes; `next` has it come.
+    /// Starts a call whose reply is to have `len` bytes; `next` makes it arrive.
     fn begin(client: &mut Link, xid: u32, len: usize) {
         let mut message = client.memory.message().unwrap();
         message.extend(&[xid, len as u32].map(u32::to_be_bytes).concat()).unwrap();
@@ -482,7 +486,7 @@ mod tests {
         }
     }
 
-    /// Both ends move until the client has its reply.
+    /// Moves both ends until the client has its reply.
     fn settle(client: &mut Link, server: &Shared) -> Result<usize, Error> {
         loop {
             client.pump();
@@ -494,7 +498,7 @@ mod tests {
         }
     }
 
-    /// Each call takes a place in tables, also of those that end with the connection.
+    /// Each call takes a place in the tables, including the one of calls that end with the connection.
     #[test]
     fn a_table_of_calls_that_gets_no_memory_fails_a_call_and_no_other() {
         let config = Box::leak(Box::new(Config::default()));
@@ -544,7 +548,8 @@ mod tests {
         assert!(most < BACKLOG + LENGTH + (64 << 10), "{most} bytes waited");
     }
 
-    /// Where messages of the whole process hold too much, a server reads as far as its share, and comes back for the rest.
+    /// Where the messages of the whole process hold too much memory, a server reads only up to its share, and comes back for
+    /// the rest.
     #[test]
     fn a_server_that_holds_much_serves_before_it_reads_on_and_needs_no_event_for_the_rest() {
         const CALLS: u32 = 30;
@@ -583,8 +588,8 @@ mod tests {
         assert!(client.done.iter().all(|(_, outcome)| outcome.is_ok()));
     }
 
-    /// A server that has paused, with requests that nobody takes, since the process holds so much as long as the last value
-    /// lives. `before`: what both ends do before that.
+    /// A server that has paused, with requests that nobody takes. The process holds too much memory as long as the last of
+    /// these values lives. `before`: what both ends do first.
     fn pause(before: impl FnOnce(&mut Link, &Shared)) -> (Link, Shared, [TcpStream; 2], Sink) {
         let config = Box::leak(Box::new(Config::default()));
         let (mut client, server, sockets) = join_with(config);
@@ -613,7 +618,7 @@ mod tests {
         (client, server, sockets, full)
     }
 
-    /// What is done before, and whether that is the peer's doing.
+    /// What is done before the check. Returns whether the delay is the peer's doing.
     type Doing = fn(&mut Server, Instant) -> bool;
 
     #[test]
@@ -656,7 +661,7 @@ mod tests {
         drop(client);
     }
 
-    /// A client with a call that is to be pulled, and has not seen so.
+    /// A client whose call is to be pulled, and which has not seen the Read Requests yet.
     fn pulling() -> (Link, Shared, [TcpStream; 2]) {
         let config = Box::leak(Box::new(Config { inline: Some(4096), ..Config::default() }));
         let (mut client, server, sockets) = join_with(config);
@@ -674,7 +679,8 @@ mod tests {
         (client, server, sockets)
     }
 
-    /// The server looks whether a peer that was to answer long ago is too slow, now that others wait; returns what `doing` says.
+    /// Makes the server check whether a peer that should have answered long ago is too slow, now that others wait. Returns
+    /// what `doing` says.
     fn gives_way(server: &Shared, doing: Doing) -> bool {
         let mut state = locked(server);
         let long_ago = Instant::now() - 2 * PULL_STALL;
@@ -686,7 +692,7 @@ mod tests {
         slow
     }
 
-    /// The device has read ahead, and poll(2) tells of what is in the socket.
+    /// The device has read ahead, and poll(2) tells only of what is in the socket.
     #[test]
     fn what_was_read_ahead_before_a_pause_is_served_without_an_event() {
         const LONG: u32 = 5;
@@ -745,7 +751,7 @@ mod tests {
         assert!(link.paused);
     }
 
-    /// Nobody serves any more then, and a client may read only when it has written all.
+    /// Nobody serves any more at exit, and a client may read only when it has written everything.
     #[test]
     fn a_server_that_has_paused_sends_at_exit_what_waits_for_a_client_that_writes_first() {
         let (mut client, server, _sockets, _full) = pause(|client, server| {
@@ -769,7 +775,7 @@ mod tests {
     #[test]
     fn requests_behind_a_reply_that_is_not_taken_wait_in_the_engine_with_the_socket_read() {
         let (mut client, server, _sockets) = join();
-        // The first reply tells the credits.
+        // The first reply tells how many credits there are.
         begin(&mut client, 1, 8);
         answer(&server, next(&server)).unwrap();
         assert!(matches!(settle(&mut client, &server), Ok(8)));
@@ -780,7 +786,7 @@ mod tests {
         for xid in 3..10 {
             begin(&mut client, xid, 8);
         }
-        // A long one, which is to be pulled.
+        // A long call, which is to be pulled.
         let mut message = client.memory.message().unwrap();
         message.extend(&[10u32, 8].map(u32::to_be_bytes).concat()).unwrap();
         message.extend(&vec![0; 300 << 10]).unwrap();
@@ -822,7 +828,7 @@ mod tests {
         begin(&mut client, 1, 8);
         answer(&server, next(&server)).unwrap();
         assert!(matches!(settle(&mut client, &server), Ok(8)));
-        // Longer than all talk that is borne.
+        // Longer than all the talk that is tolerated.
         begin(&mut client, 2, TALK + BACKLOG);
         answer(&server, next(&server)).unwrap();
         let mut server_end = locked(&server);
@@ -892,7 +898,7 @@ mod tests {
         begin(&mut client, 1, LENGTH + 4);
         let request = next(&server);
         let came = AtomicBool::new(false);
-        // It takes at most what the sockets hold at a time.
+        // The client takes at most what the sockets hold at a time.
         let pause = Duration::from_millis(100);
         scope(|scope| {
             scope.spawn(|| {
@@ -907,7 +913,7 @@ mod tests {
             assert!(time > 2 * wait.idle, "{time:?}: the client was not slow");
         });
         assert!(settle(&mut client, &server).is_ok());
-        // One that takes nothing at all.
+        // A client that takes nothing at all.
         begin(&mut client, 2, LENGTH + 4);
         let (time, left) = reply(2, next(&server));
         assert!(left > 0 && time >= wait.idle && time < wait.most, "{left} bytes left after {time:?}");
@@ -915,7 +921,7 @@ mod tests {
         assert!(settle(&mut client, &server).is_ok());
     }
 
-    /// What is left of it goes out while the connection is read: no event tells that it is gone.
+    /// The rest of the reply goes out while the connection is read: no event tells that it is gone.
     #[test]
     fn a_reply_through_shared_memory_is_not_waited_for_when_all_of_it_is_taken() {
         const LENGTH: usize = 4 << 20;
@@ -967,7 +973,7 @@ mod tests {
         rest.is_none_or(|rest| rest.copy(0, IoVecMut::from_mut(&mut bytes[here..]))).then_some(bytes)
     }
 
-    /// A Call of [`BESIDE`] bytes, or what may as well be a reply.
+    /// A Call of [`BESIDE`] bytes, which may serve as a reply as well.
     fn fill(mut buf: Buf, xid: u32) -> (Buf, Vec<u8>) {
         let mut bytes: Vec<u8> = (0..BESIDE).map(|at| (at % 251) as u8).collect();
         bytes[..40]
@@ -983,7 +989,7 @@ mod tests {
         bytes
     }
 
-    /// A Call of two words, which is there too.
+    /// A Call of two words, which lies in the outbox too.
     fn begin_short_beside(client: &mut Link, xid: u32, max: usize) {
         let mut message = client.device.outbox().unwrap();
         message.extend(&[xid, 8].map(u32::to_be_bytes).concat()).unwrap();
@@ -1044,13 +1050,13 @@ mod tests {
         assert!(first.message.rest.is_none() && bytes(&first.message).unwrap() == called);
         answer_short(&server, first);
         assert_eq!(done(&mut client).bytes(), 8);
-        // One that goes inline, and is there.
+        // A Call that goes inline, and lies in the outbox.
         begin_short_beside(&mut client, 2, 8);
         let second = next(&server);
         assert!(second.message.rest.is_none());
         answer_short(&server, second);
         assert_eq!(done(&mut client).bytes(), 8);
-        // One that is longer than what goes inline, and no more than a page.
+        // A reply that is longer than what goes inline, and no longer than a page.
         begin_short_beside(&mut client, 9, 4096);
         let page = next(&server);
         let mut reply = Callee::outbox(&server).unwrap();
@@ -1065,7 +1071,7 @@ mod tests {
         let third = next(&server);
         assert_eq!(server.reply(third.id, reply.into()).unwrap_err().kind(), Kind::TooLong);
         assert!(Callee::outbox(&server).is_some());
-        // And one that was encoded at another connection.
+        // And a reply that was encoded in the outbox of another connection.
         let (mut other, elsewhere, _others) = join_beside();
         begin_beside(&mut other, 7);
         let request = next(&elsewhere);
@@ -1078,7 +1084,7 @@ mod tests {
         assert!(Callee::outbox(&server).is_some());
     }
 
-    /// What it would ask for came to its parent, which has not asked.
+    /// What the child would ask for would come to its parent, which has not asked.
     #[test]
     fn a_forked_child_that_answers_a_call_asks_for_none_of_those_that_wait_behind_it() {
         struct Nobody;
@@ -1127,7 +1133,7 @@ mod tests {
         assert_eq!(third.message.bytes(), BESIDE);
     }
 
-    /// Its bytes may be anybody's, and look like a Call.
+    /// The bytes of the item may be anything, and look like a Call.
     #[test]
     fn an_item_that_lies_in_the_outbox_is_no_call() {
         let (mut client, server, _sockets) = join_beside();
@@ -1241,7 +1247,7 @@ mod tests {
         wait::until(locked(server).fd(), wait::IN, Some(Duration::ZERO), None).unwrap()
     }
 
-    /// What it takes off the connection would not wake that one.
+    /// What the replying thread takes off the connection would not wake the loop.
     #[test]
     fn who_replies_beside_a_loop_that_sleeps_leaves_it_what_has_come() {
         let (_client, server, _sockets, reply) = two_requests();
@@ -1293,7 +1299,7 @@ mod tests {
         fn look_again(&self) {}
     }
 
-    /// The clock of a policy.
+    /// The time for a policy: so many seconds after the start.
     fn after(start: Instant, seconds: f32) -> Instant {
         start + Duration::from_secs_f32(seconds)
     }
@@ -1302,7 +1308,8 @@ mod tests {
         Backlog { held: None, total }
     }
 
-    /// One thread of a child finds that the count is its parent's, another counts, and then the first one begins anew.
+    /// One thread of a child finds that the count is its parent's, another one counts, and then the first one resets the
+    /// count.
     #[test]
     fn what_was_counted_before_a_child_has_begun_anew_leaves_nobody_short_of_time() {
         let total: &'static Total = Box::leak(Box::default());
@@ -1347,7 +1354,7 @@ mod tests {
         moving.grow(40 << 20, 17 << 10, after(start, 2.0));
         trickling.grow(40 << 20, 1 << 10, after(start, 2.0));
         assert!(moving.has_stopped(now).is_none());
-        // By their deadlines, as the loop asks them.
+        // In the order of their deadlines, as the loop asks them.
         assert!(stopped[0].deadline() < stopped[1].deadline());
         let mut gone = Vec::new();
         for (n, one) in stopped.iter_mut().enumerate() {
@@ -1360,11 +1367,11 @@ mod tests {
         // 144 MiB waited: without the first there is room.
         assert_eq!(gone, [0]);
         assert!(trickling.has_stopped(now).is_none());
-        // More comes: what takes less than a little is no better than what has stopped.
+        // More waits: a peer that takes too little is no better than one that has stopped.
         let mut more = backlog(total);
         more.grow(17 << 20, 0, now);
         assert!(trickling.has_stopped(now).is_some() && moving.has_stopped(now).is_none());
-        // And in great need no second is left.
+        // And when very much waits, a peer has less than a second.
         more.grow(200 << 20, 0, now);
         assert!(more.has_stopped(after(start, 2.2)).is_none());
         assert!(more.has_stopped(after(start, 2.4)).is_some());

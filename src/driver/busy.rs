@@ -1,11 +1,12 @@
-//! Connections that the library's own service loop looks at itself, because they are busy and a look costs nothing: those that
-//! share memory with their peers, which then need not wake anybody.
+//! Busy connections that the library's own service loop looks at itself, because a look costs nothing: they share memory with
+//! their peers, which then need not wake anybody.
 //!
-//! Of the others their descriptors tell. Where several of them are served, what comes next is near: the loop asks a few times before
-//! it sleeps, so that none of their clients has to wake it for each call ([`asks`]).
+//! For other connections the loop relies on their descriptors. Where several of them are being served, the next call is never
+//! far off: the loop checks the descriptors a few times before it sleeps, so that clients need not wake it for each call
+//! ([`asks`]).
 //!
-//! A connection comes here when it has served and nothing more has come ([`Next::Soon`](super::Next::Soon)), and leaves when
-//! something has, or when the loop goes to sleep: then it rests, and its descriptor tells what comes.
+//! A connection is added here when it has served and nothing more has come ([`Next::Soon`](super::Next::Soon)). It leaves when
+//! something has come, or when the loop goes to sleep: then it rests, and its descriptor tells of what comes.
 #![forbid(unsafe_code)]
 
 use std::os::fd::RawFd;
@@ -20,44 +21,44 @@ use super::spin::{self, ALONE, LONG, LOST, Spin};
 use crate::fork;
 use crate::thread::processors;
 
-/// Connections beyond so many go back to their descriptors: a look at all of them shall be short.
+/// Connections beyond this number rely on their descriptors, so that a look at all of them stays short.
 const MOST: usize = 64;
 
 /// How long the loop looks here before it looks at its descriptors too.
 const ASK: Duration = Duration::from_micros(100);
 
-/// How often it asks those before it sleeps.
+/// How many times it checks the descriptors before it sleeps.
 const ASKS: u32 = 8;
 
-/// How long the loop keeps its processor from its clients at a time.
+/// How long the loop may keep its processor before it offers it to its clients.
 const KEPT: Duration = Duration::from_micros(150);
 
 /// The connections, and how long the loop looks at them.
 #[derive(Default)]
 struct Busy {
     list: Vec<(RawFd, Weak<Shared>)>,
-    /// Those that have been found to have something since the latest look: they may not have been served yet.
+    /// Those that have been found to have something in or since the latest look: they may not have been served yet.
     found: Vec<(RawFd, Weak<Shared>)>,
     spin: Option<Spin>,
-    /// Whether asking before a sleep has paid.
+    /// Whether checking the descriptors before a sleep has paid.
     asks: Option<Spin>,
-    /// When the descriptors were asked.
+    /// When the descriptors were last checked.
     asked: Option<Instant>,
     /// When the loop last offered its processor to its clients.
     offered: Option<Instant>,
-    /// When it last looked, of this time; and whether it has lost its processor meanwhile.
+    /// When the loop last looked in the present round, and whether it has lost its processor since the round began.
     looked: Option<Instant>,
     lost: bool,
-    /// The process whose they are.
+    /// The process that they belong to.
     generation: u64,
 }
 
 static BUSY: fork::Lock<Busy> = fork::Lock::new();
 
-/// How many there are.
+/// How many connections are in the list.
 static COUNT: AtomicUsize = AtomicUsize::new(0);
 
-/// Whether there are some, or were in the latest look.
+/// Whether there are any, in the list or found and perhaps not served yet.
 static UNTOLD: AtomicBool = AtomicBool::new(false);
 
 fn lock() -> MutexGuard<'static, Busy> {
@@ -71,14 +72,14 @@ fn lock() -> MutexGuard<'static, Busy> {
     busy
 }
 
-/// Puts a connection among others, once.
+/// Adds a connection to a list, unless it is there already.
 fn note(all: &mut Vec<(RawFd, Weak<Shared>)>, one: (RawFd, Weak<Shared>)) {
     if !all.iter().any(|(_, other)| other.ptr_eq(&one.1)) {
         all.push(one);
     }
 }
 
-/// Those that were found have been served: a turn of the loop begins, outside of routines.
+/// Those that were found have been served: the loop begins a new turn, outside any routine.
 pub fn are_served() {
     let mut busy = lock();
     busy.found.clear();
@@ -86,7 +87,7 @@ pub fn are_served() {
 }
 
 impl Busy {
-    /// Whether the processor has been kept for so long that clients may wait for it.
+    /// Whether the loop has kept the processor for so long that clients may be waiting for it.
     fn keeps(&self, now: Instant) -> bool {
         self.offered.is_none_or(|offered| now - offered >= KEPT)
     }
@@ -97,18 +98,19 @@ impl Busy {
     }
 }
 
-/// What a look has come to.
+/// The outcome of a look.
 pub enum Look {
-    /// There is something at these.
+    /// Something has come on some of them.
     Found,
-    /// Nothing, but it is time to ask the descriptors, without waiting.
+    /// It is time to check the descriptors too, without waiting.
     Ask,
-    /// Nothing.
+    /// Nothing has come.
     Nothing,
 }
 
-/// The loop looks at this connection from here on. Not where it should have looked by now, and others have found what had come:
-/// the program may have another loop, in a routine or since it has left this one.
+/// The loop looks at this connection from here on. Returns false if the list is full, or if the connection is still in it:
+/// then the loop has not looked when it should have, and others have found what had come. The program may have another loop,
+/// in a routine or since it has left this one.
 pub(super) fn add(fd: RawFd, server: &Arc<Shared>) -> bool {
     let mut busy = lock();
     let own = Arc::downgrade(server);
@@ -120,7 +122,7 @@ pub(super) fn add(fd: RawFd, server: &Arc<Shared>) -> bool {
     true
 }
 
-/// The loop serves those that `are_told` of by their descriptors: they are not among them any more.
+/// Removes those for which `are_told` is true: their descriptors have told of something, and the loop serves them.
 pub fn leave(are_told: impl Fn(RawFd) -> bool) {
     if any() {
         let mut busy = lock();
@@ -136,12 +138,12 @@ pub fn leave(are_told: impl Fn(RawFd) -> bool) {
     }
 }
 
-/// Whether there are any.
+/// Whether there are any in the list.
 pub fn any() -> bool {
     COUNT.load(Relaxed) > 0
 }
 
-/// How long the loop may look, if at all: `poll` as in [`Config::poll`](crate::config::Config::poll).
+/// Until when the loop may look, if at all. `poll` is as in [`Config::poll`](crate::config::Config::poll).
 pub fn begin(poll: Duration) -> Option<Instant> {
     let mut busy = lock();
     let now = Instant::now();
@@ -150,7 +152,7 @@ pub fn begin(poll: Duration) -> Option<Instant> {
     Some(now + limit)
 }
 
-/// Looks once at all of them. Those that have something, and are `taken`, are no longer among them.
+/// Looks once at all of them. Removes those that have something, if `taken` accepts them.
 pub fn look(mut taken: impl FnMut(RawFd) -> bool) -> Look {
     let mut busy = lock();
     let Busy { list, found, .. } = &mut *busy;
@@ -185,8 +187,9 @@ pub fn look(mut taken: impl FnMut(RawFd) -> bool) -> Look {
     }
 }
 
-/// Between two looks, `after` so long a time of them: where clients want more processors than there are, or others may, one of
-/// them may have this one. False if that takes long: who sleeps gets it sooner.
+/// Pauses between two looks, `after` this much time of them. Where clients want more processors than there are, or others may,
+/// this thread yields its own to one of them. Returns false if it takes long to get it back: a thread that sleeps gets it
+/// sooner.
 pub fn pause(after: Duration) -> bool {
     if PROGRAM.active() < processors() && after < ALONE {
         std::hint::spin_loop();
@@ -196,25 +199,26 @@ pub fn pause(after: Duration) -> bool {
     std::thread::yield_now();
     let now = Instant::now();
     spin::made(now - before);
-    // That it was away is no surprise.
+    // This gap does not mean that the loop has lost its processor.
     lock().looked = Some(now);
     now - before < LONG
 }
 
-/// Offers the processor to clients, if the loop has kept it for long while several called. A client that waits offers its own to
-/// others. If it is the loop that takes it, and does not offer it in turn, the client has it back when a time slice is over, up
-/// to 4 ms later, though its reply has long been there. Where nobody spins it is the client that the loop has woken.
+/// Offers the processor to clients, if the loop has kept it for long while several were calling. A client that waits offers
+/// its own processor to others. If the loop takes that processor and does not offer it in turn, the client gets it back only
+/// when a time slice is over, up to 4 ms later, though its reply has long been there. Where nobody spins, the one kept waiting
+/// is the client that the loop has woken.
 pub fn hand_over() {
-    // Where there is one only, those who wait for it send nothing that would keep the loop busy.
+    // With a single processor, those who wait for it send nothing that would keep the loop busy.
     if PROGRAM.active() >= 2 && processors() > 1 && lock().keeps(Instant::now()) {
         offer();
         lock().offered = Some(Instant::now());
     }
 }
 
-/// How often the loop may ask its descriptors before it sleeps; `poll` as in [`begin`].
+/// How many times the loop may check its descriptors before it sleeps. `poll` is as in [`begin`].
 pub fn asks(poll: impl FnOnce() -> Duration) -> u32 {
-    // Of one alone it is known better how long to look (`next`).
+    // For a single connection, `next` knows better how long to look.
     if PROGRAM.active() < 2 {
         return 0;
     }
@@ -222,7 +226,7 @@ pub fn asks(poll: impl FnOnce() -> Duration) -> u32 {
     allowed.map_or(0, |_| ASKS)
 }
 
-/// What has come of that.
+/// Notes whether such checks have found anything.
 pub fn asked(found: bool) {
     if let Some(asks) = &mut lock().asks {
         match found {
@@ -232,12 +236,13 @@ pub fn asked(found: bool) {
     }
 }
 
-/// Whether there are some whose peers wake nobody, in the list or before they are served.
+/// Whether there are connections whose peers wake nobody, in the list or found and not served yet.
 pub fn are_untold() -> bool {
     UNTOLD.load(Relaxed)
 }
 
-/// All of them rest. `failed`: nothing has come in the time. Those that have something already are `taken`, or stay.
+/// Makes all of them rest. `failed`: nothing has come in the time allowed. Those that have something already stay, unless
+/// `taken` accepts them.
 pub fn rest(failed: bool, mut taken: impl FnMut(RawFd) -> bool) {
     let mut list = {
         let mut busy = lock();
@@ -262,12 +267,12 @@ pub fn rest(failed: bool, mut taken: impl FnMut(RawFd) -> bool) {
     }
     let mut busy = lock();
     if busy.list.capacity() == 0 {
-        // Its memory serves the next time too.
+        // The memory of the list is used again next time.
         busy.list = list;
     }
 }
 
-/// The same where this loop does not go on looking: those that have something already are left to the one that does.
+/// As [`rest`], where this loop does not go on looking: those that have something already are left to the loop that does.
 pub fn leave_all() {
     rest(false, |fd| {
         PROGRAM.leave(fd);

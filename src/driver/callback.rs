@@ -1,12 +1,12 @@
 //! Calls back, at the end that opened the connection: who serves them, and how the connection is kept for them.
 //!
-//! A program that serves calls back has no loop of a server: they are served by a thread that waits for a reply on the
-//! same connection, by [`Client::poll_callbacks`], or by the program's service loop if it has one
-//! ([`Client::serve_now`]). One at a time, as a service loop does it; but a callback that itself waits on the connection
-//! serves those that come meanwhile, or two ends that call each other in turn would wait for ever.
+//! A program that serves calls back need not have a server's loop: calls back are served by a thread that waits for a reply on
+//! the same connection, by [`Client::poll_callbacks`], or by the program's service loop if it has one ([`Client::serve_now`]).
+//! They are served one at a time, as in a service loop. But a callback that itself waits on the connection serves those that
+//! come meanwhile; otherwise two ends that call each other in turn would wait for ever.
 //!
-//! A lost connection is made anew by whichever of the three comes first (RFC 8167 §5.4), and a call of procedure 0 goes
-//! over it: the end that opens a connection speaks first. What the server's program knew of the old one is its business.
+//! A lost connection is re-established by whichever of the three comes first (RFC 8167 §5.4), and a call of procedure 0 goes
+//! over it, because the end that opens a connection speaks first. What the server's program knew of the old one is its business.
 #![forbid(unsafe_code)]
 
 use std::os::fd::RawFd;
@@ -31,16 +31,16 @@ use super::{Callee, Caller, LATE, Mask, TURN, TURN_TIME};
 
 use crate::wait::WakeSet;
 
-/// How long it takes until a connection that could not be made is tried again: at first, and at last.
+/// How long it takes until a connection that could not be made is tried again: at first, and at most.
 const RETRY_FIRST: Duration = Duration::from_secs(1);
 const RETRY_LAST: Duration = Duration::from_secs(30);
 
 /// Hands callbacks to the program.
 pub trait Serve: Send + Sync {
-    /// Has the program answer or drop `request`, in this thread and under `mask`. No lock of ours is held.
+    /// Has the program answer or drop `request`, in this thread and under `mask`. No lock of the library is held.
     fn serve(&self, request: Request, mask: Mask<'_>);
 
-    /// Has the program's loop wake when `fd` is readable, for [`Client::serve_now`]. Called under the connection's lock.
+    /// Makes the program's loop wake when `fd` is readable, for [`Client::serve_now`]. Called under the connection's lock.
     ///
     /// # Errors
     /// The errno.
@@ -48,11 +48,12 @@ pub trait Serve: Send + Sync {
         Ok(())
     }
 
-    /// No longer: `fd` is closed next. Called once for each that was watched; it may be under the connection's lock.
+    /// Ends that: `fd` is closed next. Called once for each descriptor that was watched; it may be under the connection's
+    /// lock.
     fn forget(&self, _fd: RawFd) {}
 }
 
-/// What a connection has that serves calls back.
+/// What belongs to a connection that serves calls back.
 pub(super) struct Serving {
     serve: Arc<dyn Serve>,
     /// The connection and an alarm, for the program's loop; threads that drive wait for the alarm too.
@@ -61,14 +62,14 @@ pub(super) struct Serving {
     watched: RawFd,
     /// The call of procedure 0 that a new connection begins with.
     null: [u8; 40],
-    /// When a connection that could not be made is tried again, and how long the wait is after that.
+    /// When a connection that could not be made is tried again, and how long the wait will be after that.
     retry: Option<Instant>,
     delay: Duration,
 }
 
 impl Drop for Serving {
     fn drop(&mut self) {
-        // Before its number can be that of another file. A forked child may keep the file itself open, which would go on
+        // Before the set's number can be that of another file. A forked child may keep the file itself open, which would go on
         // waking the loop.
         self.serve.forget(self.set.fd());
     }
@@ -83,8 +84,8 @@ impl Serving {
 }
 
 impl Client {
-    /// Serves calls back from now on. `program` and version: of the forward direction, for the greeting. Returns the
-    /// descriptor that becomes readable when [`Client::serve_now`] has something to do.
+    /// Serves calls back from now on. `program` and `version` are those of the forward direction, for the greeting. Returns
+    /// the descriptor that becomes readable when [`Client::serve_now`] has something to do.
     ///
     /// # Errors
     /// `EMFILE`.
@@ -113,17 +114,18 @@ impl Client {
         link.drain();
         let watched = state.link.device.fd();
         state.serving = Some(Serving { serve, set, watched, null, retry: None, delay: RETRY_FIRST });
-        // Nobody has waited for the descriptor, which may tell nothing of what comes now, or has come already.
+        // Nobody has waited for the descriptor, which may tell nothing of what comes now, or has already come.
         if !state.session.is_driven() && !state.link.device.rest() {
             state.pump();
         }
         state.rearm();
-        // Who sleeps in poll(2) does not know of the alarm yet; it need not: it reads the connection.
+        // A thread that sleeps in poll(2) does not know of the alarm yet. It need not: it reads the connection.
         Ok(fd)
     }
 
-    /// Has the peer tell its credits by a call of procedure 0, if it has not yet. Before its first reply a connection has
-    /// one (RFC 8166 §3.3.1): were it taken by the program's first call, a callback that this leads to could call nobody.
+    /// Makes a call of procedure 0 so that the peer tells its credits, if it has not yet. Before its first reply a connection
+    /// has one credit (RFC 8166 §3.3.1): if the program's first call took it, a callback that this call leads to could call
+    /// nobody.
     pub fn learn_credits(&self) {
         let mut state = self.lock();
         if state.link.engine.closed().is_none()
@@ -134,8 +136,8 @@ impl Client {
         }
     }
 
-    /// Serves no calls back any more. Those that come are answered that there is no such program. One that is being served
-    /// goes on, and may be answered.
+    /// No longer serves calls back. Those that come are answered that there is no such program. One that is being served goes
+    /// on, and may be answered.
     pub fn stop_serving(&self) {
         let mut state = self.lock();
         let ended = state.serve_no_more();
@@ -149,8 +151,8 @@ impl Client {
         self.lock().serving.is_some()
     }
 
-    /// Serves what is there without waiting, and makes a lost connection anew if it is time: for the program's loop.
-    /// Returns how many were served.
+    /// Serves what is there without waiting, and re-establishes a lost connection if it is time: for the program's loop.
+    /// Returns how many calls back were served.
     pub fn serve_now(&self, mask: Mask<'_>) -> usize {
         let mut state = self.lock();
         state.silence();
@@ -183,11 +185,11 @@ impl Client {
         served
     }
 
-    /// Waits for calls back, at most until `deadline`; serves those that are there, and returns how many: 0 already when
-    /// the connection was made anew.
+    /// Waits for calls back, at most until `deadline`; serves those that are there, and returns how many. Returns 0 at once
+    /// when the connection was re-established.
     ///
     /// # Errors
-    /// Why the connection is lost, when it could not be made anew until then, or is not, since service has ended.
+    /// Why the connection is lost, when it could not be re-established by then, or is not because service has ended.
     pub fn poll_callbacks(&self, deadline: Instant, mask: Mask<'_>) -> Result<usize, Error> {
         let connections = self.connections();
         let mut served = self.serve_now(mask);
@@ -200,9 +202,9 @@ impl Client {
                 served += 1;
             }
             let now = Instant::now();
-            // The program on a new connection does not know its client: nothing would be called back until it does.
+            // The program at the other end of a new connection does not know its client: it calls nothing back until it does.
             let closed = state.link.engine.closed();
-            // Nor is a connection made anew for a service that another thread has ended.
+            // Nor is a connection re-established for a service that another thread has ended.
             let over = closed.is_some() && state.serving.is_none();
             if served > 0 || now >= deadline || state.connections != connections || over {
                 let lost = closed.cloned().filter(|_| served == 0);
@@ -211,7 +213,7 @@ impl Client {
                 return lost.map_or(Ok(served), Err);
             }
             if state.link.engine.closed().is_some() {
-                // Whoever drives finds out soon, and leaves the rest to this thread.
+                // The driver finds out soon, and leaves the rest to this thread.
                 if state.attempt().is_some() || state.session.is_driven() {
                     state = session::wait_once(&self, state, waiter, &mut steps, deadline, mask);
                     continue;
@@ -248,7 +250,7 @@ impl Client {
     }
 }
 
-/// A callback that is being served; `outer`: who served the one that it interrupts.
+/// A callback that is being served; `outer`: the thread that serves the one which it interrupts.
 struct Served<'a> {
     client: &'a Client,
     outer: Option<usize>,
@@ -275,8 +277,8 @@ impl Waiting {
         self.serving.is_some() && free && self.link.request_ready()
     }
 
-    /// Ends what [`Client::start_serving`] has begun. What is returned is to be dropped without a lock: what ends with it
-    /// needs others.
+    /// Ends what [`Client::start_serving`] has begun. What is returned is to be dropped without a lock, because what ends with
+    /// it needs other locks.
     pub(super) fn serve_no_more(&mut self) -> Option<Serving> {
         self.link.serves = false;
         while let Some(request) = self.link.engine.poll_request() {
@@ -337,27 +339,27 @@ impl Waiting {
         (serving.retry, serving.delay) = (None, RETRY_FIRST);
         let null = serving.null;
         self.greet(null);
-        // Nobody has waited for the new one's descriptor, and perhaps nobody does now but the program's loop.
+        // Nobody has waited for the descriptor of the new connection, and perhaps nobody does now but the program's loop.
         if !self.link.device.rest() {
             self.pump();
         }
         self.rearm();
     }
 
-    /// The program's loop waits for no descriptor of ours but the alarm.
+    /// Makes the program's loop wait for no descriptor of ours but the alarm.
     pub(super) fn watch_nothing(&mut self) {
         if let Some(serving) = &mut self.serving {
-            // One that is closed is in no set.
+            // A descriptor that is closed is in no set.
             let _ = serving.set.watch(std::mem::replace(&mut serving.watched, -1), 0);
         }
     }
 
-    /// Says what wakes the program's loop next.
+    /// Sets what wakes the program's loop next.
     pub(super) fn rearm(&mut self) {
         let (again, attempt) = (self.may_serve(), self.attempt());
         let Some(serving) = &mut self.serving else { return };
         let open = self.link.engine.closed().is_none();
-        // Who sleeps in poll(2) sees to what is unsent, and to a connection that is being made.
+        // A thread that sleeps in poll(2) sees to what is unsent, and to a connection that is being made.
         let alone = !self.session.is_driven();
         let (fd, events) = match attempt {
             Some((fd, _, _)) if !alone => (fd, 0),
@@ -396,7 +398,7 @@ impl Callee for Client {
             state.rearm();
         }
         if state.server.is_none() {
-            // A call back may have come in meanwhile, and no routine runs whose end would have it looked for.
+            // A call back may have come in meanwhile, and no routine is running at whose end somebody would look for it.
             state.hand_over();
         }
         sent

@@ -13,12 +13,12 @@ use super::peer;
 /// Calls of either end.
 #[derive(Default)]
 pub(super) struct Calls {
-    /// Of calls that ended, until whoever waits for them has taken them: mostly none or one, and never more than there are
-    /// threads that wait.
+    /// How calls ended, until whoever waits for them has taken that: mostly none or one, and never more than there are threads
+    /// that wait.
     pub(super) outcomes: Vec<Outcome>,
-    /// Calls of procedure 0 that nobody waits for: their replies give credits.
+    /// Calls of procedure 0 that nobody waits for: their replies bring credits.
     pub(super) greetings: Vec<Xid>,
-    /// What the peer is asked to be.
+    /// Characteristics that the peer is asked to change.
     pub(super) requests: peer::Requests,
     pub(super) next_xid: u32,
 }
@@ -30,7 +30,7 @@ pub(super) enum Waiter {
     Call(Xid),
     /// The answer to a request for a characteristic.
     Peer(u32),
-    /// A version, in this thread.
+    /// Agreement on a version, in this thread.
     Version(usize),
     /// Callbacks, in this thread.
     Callbacks(usize),
@@ -41,7 +41,7 @@ impl Calls {
         Calls { next_xid: process::random_u32(), ..Calls::default() }
     }
 
-    /// Whether what is waited for is there. Callbacks have no such end.
+    /// Whether what `waiter` waits for is there. A wait for a version or for callbacks has no such end.
     pub(super) fn is_over(&self, waiter: Waiter) -> bool {
         match waiter {
             Waiter::Call(xid) => self.outcomes.iter().any(|(ended, _)| *ended == xid),
@@ -50,8 +50,8 @@ impl Calls {
         }
     }
 
-    /// Room for how one more call ends, beside `others` that are under way. Longer than what the reserve of memory has, with
-    /// many calls.
+    /// Makes room for the outcome of one more call, beside `others` that are under way. With many calls this takes a longer
+    /// block than the reserve of memory has.
     ///
     /// # Errors
     /// `ENOMEM`.
@@ -61,7 +61,8 @@ impl Calls {
             .map_err(|_| Error::new(Kind::Os(libc::ENOMEM), "no memory for how one more call ends"))
     }
 
-    /// Notes how calls ended, if there are no others that have: `done` is empty then, and has as much room as before.
+    /// Notes how calls ended, if no earlier outcomes are left. In that case `done` is empty afterwards, and has as much room
+    /// as before.
     pub(super) fn take_all(&mut self, done: &mut Vec<Outcome>) -> bool {
         let alone = self.outcomes.is_empty() && self.greetings.is_empty();
         if alone {
@@ -71,7 +72,7 @@ impl Calls {
         alone
     }
 
-    /// Notes how a call ended. False when nobody is to take it.
+    /// Notes how a call ended. Returns false when nobody is to take the outcome.
     pub(super) fn end(&mut self, xid: Xid, outcome: Result<Payload, Error>) -> bool {
         if let Some(at) = self.greetings.iter().position(|greeting| *greeting == xid) {
             self.greetings.swap_remove(at);
@@ -116,7 +117,7 @@ mod tests {
                 Err(error) => break error,
             }
             begun += 1;
-            // Of three calls one ends, and its outcome is taken.
+            // Of every three calls one ends, and its outcome is taken.
             if begun % 3 == 0
                 && let Some(xid) = under_way.pop_front()
             {

@@ -35,29 +35,29 @@ use super::{Caller, Mask, REPLY_HEADER, SendRoom, memory};
 /// How often a peer that has not answered the first call is nudged.
 const NUDGES: u32 = 10;
 
-/// How long the first wait for that answer is, while the CLIENT is made; the first call waits for the rest.
+/// How long the first wait for that answer lasts, while the CLIENT is made; the first call waits for the rest.
 const AGREE_WAIT: Duration = Duration::from_secs(2);
 
 /// A requester's connection.
 pub struct Client {
     /// The socket that it is known by, and that it runs over if its device goes over one.
     pub(super) fd: RawFd,
-    /// Where it goes.
+    /// The address that it goes to.
     pub(super) to: Option<SocketAddr>,
-    /// What it goes over, by its place in [`DEVICES`]. Changes with the state.
+    /// The device that it goes over, by its place in [`DEVICES`]. Changes together with the state.
     device: AtomicUsize,
     pub(super) room: Room,
     pub(super) config: &'static Config,
     memory: Arc<Memory>,
     pub(super) state: Mutex<Waiting>,
-    /// For who ends the connection: no callback is being served any more.
+    /// For the thread that ends the connection: no callback is being served any more.
     pub(super) quiet: Condvar,
 }
 
 pub(super) struct Waiting {
     pub(super) link: Link,
     pub(super) session: Session,
-    /// The file behind `fd`: a number that is another file by now is not this connection.
+    /// The file behind `fd`: if the number names another file by now, it is not this connection.
     pub(super) identity: Option<Identity>,
     /// How often the peer was nudged before its first message.
     pub(super) nudges: u32,
@@ -69,11 +69,12 @@ pub(super) struct Waiting {
     pub(super) generation: u64,
     /// The program serves what the server calls back.
     pub(super) serving: Option<callback::Serving>,
-    /// Who serves a callback now. It may go on when the program serves no more, or has ended that and begun anew.
+    /// The thread that serves a callback now. It may go on after the program has stopped serving, or has stopped and begun
+    /// again.
     pub(super) server: Option<usize>,
     /// The descriptor is closed, or is about to be.
     pub(super) shut: bool,
-    /// It is to be closed by who serves the callback that `server` says.
+    /// It is to be closed by the thread that serves the callback, which `server` names.
     pub(super) close_later: bool,
     pub(super) wishes: Wishes,
 }
@@ -155,12 +156,12 @@ impl Client {
         Ok(Link::new(Role::Client, config, versions, device, &memory(config)))
     }
 
-    /// What it goes over.
+    /// The device that it goes over.
     pub(super) fn device(&self) -> &'static dyn Device {
         DEVICES[self.device.load(Relaxed)]
     }
 
-    /// It goes over such a device from here on.
+    /// From here on it goes over such a device.
     pub(super) fn changes_to(&self, traits: &Traits) {
         self.device.store(place(traits), Relaxed);
     }
@@ -171,11 +172,11 @@ impl Client {
         !state.shut && state.is_own(self.fd)
     }
 
-    /// Ends the connection for good and closes its descriptor, which nothing of ours touches any more: true for the one
-    /// caller that does. False too when the number belongs to another file by now.
+    /// Ends the connection for good and closes its descriptor, which nothing of ours touches any more. Returns true to the one
+    /// caller that does this, and false also when the number belongs to another file by now.
     ///
-    /// A callback that another thread serves is waited for; or, unless this `waits`, the descriptor stays until it has been
-    /// served, for the program may look at it until then.
+    /// If another thread serves a callback, this waits for it; or, unless it `waits`, the descriptor stays until the callback
+    /// has been served, because the program may look at it until then.
     pub fn shut(&self, waits: bool) -> bool {
         let mut state = self.lock();
         if state.shut || !state.is_own(self.fd) {
@@ -189,7 +190,7 @@ impl Client {
         }
         let why = Error::new(Kind::ConnectionLost, "the CLIENT was destroyed");
         if state.session.another_reads() || state.session.sleeping() > 0 {
-            // Calls that others have just begun: nothing else would wake who sleeps in poll(2).
+            // For calls that others have just begun: nothing else would wake a thread that sleeps in poll(2).
             state.link.fail(why.clone());
         }
         // Nothing is sent: another process may have the connection. Twice: see `leave_to_others`.
@@ -201,7 +202,7 @@ impl Client {
         state.session.calls.requests.end(&why);
         state.attempt_failed(why);
         state.session.wake_all();
-        // Who sleeps on the stream is awake soon, but reads from what has the number until then.
+        // A thread that sleeps on the stream is awake soon, but until then it reads from whatever file has the number.
         while state.session.naps() {
             state.session.naps_awaited = true;
             state = self.quiet.wait(state).unwrap_or_else(|poisoned| poisoned.into_inner());
@@ -228,7 +229,7 @@ impl Client {
         self.lock().link.agreed()
     }
 
-    /// Where it goes, if that is known.
+    /// The address that it goes to, if that is known.
     pub fn to(&self) -> Option<SocketAddr> {
         self.to
     }
@@ -238,15 +239,14 @@ impl Client {
         self.lock().connections
     }
 
-    /// Whether calls back may have chunks.
+    /// Says whether calls back may have chunks.
     pub fn set_reverse_chunks(&self, allowed: bool) {
         let mut state = self.lock();
         state.wishes.reverse_chunks = allowed;
         state.link.engine.set_reverse_chunks(allowed);
     }
 
-    /// Waits a while for a version to be agreed on, so that the program's calls need not. A server that is busy answers
-    /// later.
+    /// Waits a while for a version to be agreed on, so that the program's calls need not. A server that is busy answers later.
     ///
     /// # Errors
     /// There is none that both ends speak, or the connection was lost.
@@ -295,8 +295,8 @@ impl Client {
             None => session.outcome(Some(link), xid),
         };
         if state.link.engine.holds_back() {
-            // This call has just been abandoned. Who drives for one that waits for its credit sleeps for as long as that one
-            // has time: nothing more comes on this connection.
+            // This call has just been abandoned. A thread that drives for one that waits for its credit sleeps for as long as
+            // that one has time: nothing more comes on this connection.
             self.look(&mut state);
         }
         state.hand_over();
@@ -304,8 +304,8 @@ impl Client {
     }
 
     pub(super) fn lock(&self) -> MutexGuard<'_, Waiting> {
-        // A poisoned lock means that a thread panicked inside: the connection is closed and stays so. Those who sleep
-        // are told, since perhaps it was their driver.
+        // A poisoned lock means that a thread panicked inside: the connection is closed and stays so. The threads that sleep
+        // are told, since that thread was perhaps their driver.
         let mut state = self.state.lock().unwrap_or_else(|poisoned| {
             let mut state = poisoned.into_inner();
             state.link.fail(Error::new(Kind::Panic, "a defect of librpcrdma ended this connection"));
@@ -331,7 +331,7 @@ impl<'a> Locked<'a> for &'a Client {
         state.raise_alarm();
     }
 
-    /// Where calls back are served between two calls too, and where the program has the very socket.
+    /// It is watched where calls back are served between two calls too, and where the program has the socket itself.
     fn is_watched(&self, state: &mut Waiting) -> bool {
         state.serving.is_some() || state.link.device.traits().socket
     }
@@ -352,7 +352,7 @@ impl<'a> Policy<'a> for &'a Client {
         let engine = &state.link.engine;
         let open = state.renewal.is_none() && engine.closed().is_none();
         let held_up = match waiter {
-            // Nearly always: it was transmitted at once, as all of this connection.
+            // As nearly always: it was transmitted at once, as were all calls of this connection.
             Waiter::Call(_) if open && !engine.has_waiting() => false,
             Waiter::Call(xid) => !engine.transmitted(xid),
             Waiter::Peer(_) | Waiter::Version(_) | Waiter::Callbacks(_) => {
@@ -365,12 +365,13 @@ impl<'a> Policy<'a> for &'a Client {
         if state.renewal.is_some() && state.attempt().is_none() {
             self.step(state);
             if state.attempt().is_none() {
-                // There is a new connection, or none; whoever waits may have waited for just that.
+                // There is a new connection, or none; the waiting thread may have waited for just that.
                 return Turn::Look;
             }
         }
         if state.session.calls.is_over(waiter) || state.may_serve() {
-            // It came with what was looked at. A call back that lies here would not end the sleep, and the call may wait for it.
+            // The outcome came with what was looked at. A call back that lies here would not end the sleep, and the call may
+            // wait for it.
             return Turn::Look;
         }
         Turn::Drive { spins: state.renewal.is_none() }
@@ -390,17 +391,18 @@ impl<'a> Policy<'a> for &'a Client {
         let alarm = state.alarm_fd().unwrap_or(-1);
         if let Some((fd, writes, until)) = state.attempt() {
             if state.session.naps() {
-                // The next step waits for that, see `step`, and the descriptor of the attempt may be ready meanwhile.
+                // The next step waits for the end of these sleeps, see `step`, and the descriptor of the attempt may be ready
+                // meanwhile.
                 let soon = Some(Instant::now() + session::LOOK);
                 return Wake { writes: true, ..Wake::new((-1, true, false), alarm, soon) };
             }
-            // Whatever it is that wakes this thread, no other one has to take the step.
+            // Whatever wakes this thread, no other one has to take the step.
             return Wake { writes: true, ..Wake::new((fd, true, writes), alarm, Some(until)) };
         }
         let link = &mut state.link;
         let until = sooner(sooner(link.offer_ends(), link.retry_at()), link.first_reply_due());
         let nudges = state.nudges < NUDGES && !link.heard;
-        // Who waits for more than the connection's own answers sleeps on descriptors.
+        // A thread that waits for more than the connection's own answers sleeps on descriptors.
         let writes = link.device.wants_write();
         let may_doze = may_doze && alarm < 0 && !nudges && !writes;
         let doze = if may_doze { link.device.doze() } else { None };
@@ -413,7 +415,7 @@ impl<'a> Policy<'a> for &'a Client {
             self.quiet.notify_all();
         }
         if state.attempt().is_some() {
-            // It has waited for this.
+            // The attempt has waited for this.
             self.step(state);
         }
     }
@@ -429,7 +431,8 @@ impl<'a> Policy<'a> for &'a Client {
         if state.attempt().is_some() {
             self.step(state);
         } else if state.session.another_reads() {
-            // It was woken by the same bytes. Were they taken here, it would find none and sleep on, with its reply there.
+            // That thread was woken by the same bytes. If they were taken here, it would find none and sleep on, with its
+            // reply there.
             state.send();
         } else {
             state.pump();
@@ -492,7 +495,7 @@ impl Caller for Client {
             Some(renewal) => {
                 renewal.park(xid, message, expect)?;
                 if !state.session.is_driven() {
-                    // However little time this call has, it gets the next one on.
+                    // However little time this call has, it moves the next connection on by a step.
                     self.step(&mut state);
                 }
             }
@@ -513,7 +516,7 @@ impl Caller for Client {
 
     fn peer(&self, wanted: bool) -> Result<Peer, Error> {
         let mut state = self.lock();
-        // Who sleeps until something comes takes it in, and would sleep on were it taken here.
+        // A thread that sleeps until something comes takes it in, and would sleep on if this one took it.
         if wanted && !state.session.another_reads() {
             state.link.pump();
             state.link.flush();
@@ -554,7 +557,7 @@ impl Caller for Client {
     }
 
     fn await_reconnect(&self, deadline: Instant, _: Mask<'_>) -> Result<bool, Error> {
-        // The next call itself makes the connection anew.
+        // The next call itself re-establishes the connection.
         Ok(self.lock().serving.is_some() && Instant::now() < deadline && self.alive())
     }
 
@@ -588,15 +591,15 @@ impl Waiting {
 
     /// Takes in what has arrived: replies to orphans give credits back before they are missed.
     fn take_in(&mut self) {
-        // Who sleeps until something comes would sleep on, with its reply there.
+        // A thread that sleeps until something comes would sleep on, with its reply there.
         if self.link.engine.credits_left() <= 1 && !self.session.another_reads() {
             self.link.pump();
             self.settle();
         }
     }
 
-    /// Sees to it that what this thread does not do, or waits for no more, is done: somebody else takes the driver's seat
-    /// if it is empty, and serves what is left.
+    /// Makes sure that what this thread does not do, or no longer waits for, is done: somebody else takes the driver's seat if
+    /// it is empty, and serves what is left.
     pub(super) fn hand_over(&self) {
         let serves = self.may_serve();
         if !self.session.lacks_driver(&self.link) && !serves {
@@ -604,7 +607,7 @@ impl Waiting {
         }
         let woken = self.session.wake_one();
         if serves && !woken {
-            // Whoever sleeps in poll(2), or the program's loop.
+            // A thread that sleeps in poll(2), or the program's loop.
             self.raise_alarm();
         }
     }
@@ -698,7 +701,7 @@ pub(super) mod tests {
     #[test]
     fn a_call_that_the_socket_does_not_take_at_once_goes_out_while_another_thread_waits_for_its_reply() {
         const CALLERS: usize = 24;
-        // Without spinning, a driver that others can see sleeps.
+        // Without spinning, a driver that others can see is asleep.
         let config = Config { poll: Duration::ZERO, ..Config::default() };
         let config: &'static Config = Box::leak(Box::new(config));
         let (to_server, to_client) = pair().unwrap();
@@ -734,7 +737,7 @@ pub(super) mod tests {
             for request in held {
                 answer(&server, request);
             }
-            // Whoever was held up is let go, so that a failure does not hang.
+            // Calls that were held up are let go, so that a failure does not hang.
             while let Some(request) = next(&server) {
                 answer(&server, request);
             }
@@ -742,8 +745,8 @@ pub(super) mod tests {
         });
     }
 
-    /// One sleeps until something comes, and what another one cannot send at once has that one poll too. Were the reply of
-    /// the first taken in the second one's spin, the first would sleep on.
+    /// One thread sleeps until something comes. Another one has something that it cannot send at once, and so polls too. If
+    /// the second one took the first one's reply in its spin, the first one would sleep on.
     #[test]
     fn who_polls_beside_a_thread_that_sleeps_until_something_comes_does_not_spin() {
         let config = Config { credits: 128, poll: Duration::from_millis(20), ..Config::default() };
@@ -760,7 +763,7 @@ pub(super) mod tests {
         };
         let awaited = begin(40);
         let request = next(&server).unwrap();
-        // As its caller, in poll(2).
+        // As that call's thread would, in poll(2).
         client.lock().session.drive_as(usize::MAX);
         for _ in 0..100 {
             begin(3800);
@@ -788,7 +791,7 @@ pub(super) mod tests {
         let calls = || {
             std::thread::scope(|scope| {
                 let calls = scope.spawn(|| call(&client, 40).unwrap());
-                // It sleeps before there is a reply.
+                // The call's thread sleeps before there is a reply.
                 until(&client, |state| state.session.is_driven());
                 let request = next(&server).unwrap();
                 answer(&server, request);
@@ -825,7 +828,7 @@ pub(super) mod tests {
         fn serve(&self, _: Request, _: Mask<'_>) {}
     }
 
-    /// What a spin finds makes no event where nobody waits for one: on an adapter it is an interrupt.
+    /// What a spin finds makes no event where nobody waits for one: on an adapter an event is an interrupt.
     #[test]
     fn who_has_found_its_reply_asks_for_an_event_only_if_calls_back_are_served_or_the_program_has_the_socket()
     {
@@ -851,7 +854,7 @@ pub(super) mod tests {
                 };
                 let ends = || control.told()[1..].to_vec();
                 let before = ends();
-                // While others of this process wait, or have waited in vain, there may be none.
+                // While others of this process wait, or have waited in vain, there may be no spin.
                 while ends() == before {
                     let is_found = session::spin(&&*client, client.lock(), found, || false).1;
                     assert!(is_found == finds || ends() == before);
@@ -859,10 +862,10 @@ pub(super) mod tests {
                 (ends()[0] - before[0], ends()[1] - before[1])
             };
             assert_eq!(spin(true, |_| ()), if watched { (1, 0) } else { (0, 1) });
-            // Who has not found it sleeps; and so may another thread, by now.
+            // A thread that has not found its reply sleeps; and so may another thread, by now.
             assert_eq!(spin(false, |_| ()), (1, 0));
             let rests = || control.told()[1];
-            // Who begins to serve has been told of nothing before.
+            // A program that begins to serve has been told of nothing before.
             if !serves {
                 let before = rests();
                 client.start_serving(Arc::new(Nobody), 1, 1).unwrap();
@@ -881,7 +884,7 @@ pub(super) mod tests {
         let (socket, other) = pair().unwrap();
         let sockets = (socket, other);
         let (.., client) = sleeping(&sockets);
-        // The client closes it.
+        // The client closes the descriptor.
         let fd = sockets.0.into_raw_fd();
         let identity = process::identify(fd);
         client.lock().session.nap_as(true);
@@ -934,7 +937,7 @@ pub(super) mod tests {
     fn who_has_little_time_does_not_sleep_on_the_stream() {
         let sockets = pair().unwrap();
         let (_, server, client) = sleeping(&sockets);
-        // Who sleeps there sleeps for long.
+        // A thread that sleeps there sleeps for long.
         let long = || socket::set_patience(sockets.0.as_raw_fd(), PATIENCE).unwrap();
         assert!(matches!(client.lock().link.device.doze(), Some(Doze::Stream(_))));
         long();
@@ -944,7 +947,7 @@ pub(super) mod tests {
         drop(server);
     }
 
-    /// With other threads that wait than there are processors, and unless other tests have lost theirs meanwhile.
+    /// With as many other threads waiting as there are processors, and unless other tests have lost theirs meanwhile.
     #[test]
     fn a_caller_looks_a_few_times_before_it_sleeps_beside_the_driver_and_nobody_else_does() {
         let config: &'static Config = Box::leak(Box::default());
@@ -988,7 +991,7 @@ pub(super) mod tests {
             assert!(wait::until(fd, wait::IN, Some(PATIENCE), None).unwrap());
             let mut state = client.lock();
             assert_eq!(state.session.sleeping(), sleepers);
-            // Who drives hands the reply out, and knows of nobody whom to wake.
+            // The driver hands out the reply, and knows of nobody to wake.
             state.link.pump();
             state.settle();
             drop(state);
@@ -996,7 +999,7 @@ pub(super) mod tests {
         });
     }
 
-    /// Linux's siw looks at what comes right behind its answer to the startup only when more comes.
+    /// Linux's siw looks at what comes right after its answer to the startup only when more comes.
     #[test]
     fn a_peer_that_does_not_answer_the_first_call_is_nudged_by_a_write_of_no_bytes() {
         let config: &'static Config = Box::leak(Box::default());
@@ -1021,7 +1024,7 @@ pub(super) mod tests {
                 rest.truncate(length);
                 rest
             };
-            // An untagged Send, and, since it has no answer, a tagged RDMA Write to nowhere.
+            // An untagged Send; and then, because it gets no answer, a tagged RDMA Write to nowhere.
             assert_eq!(fpdu()[..2], [0x41, 0x43]);
             assert_eq!(fpdu()[..], [0xc1, 0x40, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0]);
             drop(peer);

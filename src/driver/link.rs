@@ -30,21 +30,21 @@ use super::backlog;
 use super::pulls::Place;
 use super::timing::Timing;
 
-/// How long a connection that follows one without a reply has for its first reply, before a call that timed out, and holds
-/// the only credit, has it replaced; twice as long after each further one. A server that is slower than the calls' time
-/// would see a new connection with each of them.
+/// How long a connection that follows one without a reply has for its own first reply, before a call that timed out and holds
+/// the only credit has it replaced. Twice as long after each further one: otherwise a server that is slower than the calls'
+/// time would see a new connection with each of them.
 pub(super) const FIRST_REPLY: Duration = Duration::from_millis(50);
 
 const FIRST_REPLY_MAX: Duration = Duration::from_secs(2);
 
-/// How long a peer has to answer an offer of Version Two. The draft (version-two-01, section 5.2) has a client take one that
-/// drops it for one that speaks Version One only; but a server may also be busy with another request.
+/// How long a peer has to answer an offer of Version Two. The draft (version-two-01, section 5.2) has a client take a peer
+/// that drops the offer for one that speaks Version One only; but a server may also be busy with another request.
 const OFFER_TIMEOUT: Duration = Duration::from_secs(5);
 
 /// How often what waits for memory tries again.
 const MEMORY_RETRY: Duration = Duration::from_millis(20);
 
-/// How often a thread that waits beside the loop looks whether it is its connection's turn.
+/// How often a thread that waits beside the loop checks whether it is its connection's turn.
 const TURN_RETRY: Duration = Duration::from_millis(1);
 
 /// Messages of a peer that are taken in one go, beyond several times those that its credits allow.
@@ -55,7 +55,7 @@ pub(super) type Outcome = (Xid, Result<Payload, Error>);
 
 /// An engine and a device.
 pub struct Link {
-    /// A number of its own in this process.
+    /// Unique in this process.
     pub(super) serial: u64,
     role: Role,
     pub(super) engine: Connection,
@@ -66,11 +66,11 @@ pub struct Link {
     pub(super) first_reply: Duration,
     /// The peer has sent something.
     pub(super) heard: bool,
-    /// Somebody takes the requests up; else they are answered here: the program is not served.
+    /// Somebody takes the requests up. Otherwise they are declined here, because the program is not served.
     pub(super) serves: bool,
-    /// It does not read on before a request is handed out: there are many, and little memory.
+    /// It does not read on before a request is handed out: many are waiting, and there is little memory.
     pub(super) paused: bool,
-    /// More unsent bytes than this, and the peer talks without reading.
+    /// With more unsent bytes than this, the peer talks without reading.
     pub(super) talk_max: usize,
     /// Where its long Calls wait for their turn to be pulled: at the end that serves them in the program's loop.
     pub(super) place: Option<Place>,
@@ -78,13 +78,13 @@ pub struct Link {
     pub(super) done: Vec<Outcome>,
     /// What others may see of it.
     pub(super) shown: stats::Connection,
-    /// The program's settings allow that.
+    /// Whether the program's settings allow that.
     watchable: bool,
     /// The descriptor that the program knows it by, and the other end.
     known_as: (RawFd, Option<SocketAddr>),
-    /// When requests were handed up: not in a process that nobody can watch.
+    /// When requests were handed up: nothing is noted in a process that nobody can watch.
     pub(super) timing: Timing,
-    /// Where the last one was counted.
+    /// Where the last request was counted.
     pub(super) recent: Recent,
 }
 
@@ -92,17 +92,17 @@ pub struct Link {
 #[cfg(feature = "tool")]
 #[derive(Clone, Debug)]
 pub struct Agreed {
-    /// The word of the configuration for the device.
+    /// The configuration's word for the device.
     pub name: &'static str,
-    /// What the device says of itself.
+    /// How the device describes itself.
     pub device: String,
-    /// As the log has it, the device too.
+    /// As in the log, including the device.
     pub text: String,
     /// The version of RPC-over-RDMA; `None` before it is agreed.
     pub version: Option<u32>,
-    /// Most bytes of one Send: of ours, of the peer's.
+    /// Most bytes of one Send: of one of ours, and of one of the peer's.
     pub inline: (usize, usize),
-    /// Credits that are asked for, and that the peer has granted by its last reply (1 before the first).
+    /// Credits that are requested, and that the peer has granted by its last reply (1 before the first).
     pub credits: (u32, u32),
 }
 
@@ -165,13 +165,13 @@ impl Link {
         link
     }
 
-    /// What the program knows the connection by, and where it leads: from here on others may see it.
+    /// Sets what the program knows the connection by, and where it leads: from here on others may see the connection.
     pub(super) fn known_as(&mut self, fd: RawFd, peer: Option<SocketAddr>) {
         self.known_as = (fd, peer);
         self.show();
     }
 
-    /// Sees to it that others may see it: also when a forked child goes on with it.
+    /// Makes sure that others may see it, also when a forked child goes on with it.
     #[inline]
     fn show_again(&mut self) {
         if self.shown.is_stale() {
@@ -181,7 +181,7 @@ impl Link {
 
     #[cold]
     fn show(&mut self) {
-        // Before there is a page: its handler gives a child one of its own.
+        // Before there is a page: the fork handler gives a child a page of its own.
         fork::generation();
         if self.watchable {
             stats::begin();
@@ -198,7 +198,7 @@ impl Link {
         self.show_figures();
     }
 
-    /// What has changed with a message.
+    /// Shows what has changed with a message.
     #[inline]
     fn show_figures(&self) {
         let engine = &self.engine;
@@ -224,14 +224,14 @@ impl Link {
         credits
     }
 
-    /// What was agreed on, asked for and granted.
+    /// Shows what was agreed on, asked for and granted.
     fn show_terms(&self) {
         self.shown.put(Slot::Version, self.engine.version().unwrap_or(0).into());
         self.shown.put(Slot::Asked, self.engine.asked().into());
         self.shown.put(Slot::Granting, self.engine.granting().into());
     }
 
-    /// A request is handed up, at that [`stats::clock`].
+    /// A request is handed up, `now` by [`stats::clock`].
     #[inline]
     pub(super) fn handed_up(&mut self, request: &Request, now: u64) {
         self.show_again();
@@ -269,7 +269,7 @@ impl Link {
         }
     }
 
-    /// Why the connection is lost, unless it only has to be made anew to agree on a version.
+    /// Why the connection is lost, unless it only has to be re-established to agree on a version.
     pub(super) fn lost(&self) -> Option<&Error> {
         self.engine.closed().filter(|_| !self.engine.must_fall_back())
     }
@@ -286,7 +286,7 @@ impl Link {
         Ok(())
     }
 
-    /// The same on a new connection, where it may be out of place.
+    /// The same on a new connection, where it may not be possible.
     pub(super) fn raise_again(&mut self, bytes: Option<u32>) {
         if let Some(Err(error)) = bytes.map(|bytes| self.raise_receives(bytes)) {
             log_info!("fd {}: Receives keep their size: {error}", self.device.fd());
@@ -316,22 +316,22 @@ impl Link {
         self.drain();
     }
 
-    /// When an offer of Version Two that is not answered is given up.
+    /// When an offer of Version Two that gets no answer is given up.
     pub(super) fn offer_ends(&self) -> Option<Instant> {
         self.engine.may_fall_back().then(|| self.born + OFFER_TIMEOUT)
     }
 
-    /// Until when the first reply is waited for though calls that nobody waits for hold the only credit.
+    /// Until when the first reply is waited for, though calls that nobody waits for hold the only credit.
     pub(super) fn first_reply_due(&self) -> Option<Instant> {
         (self.engine.starved() && !self.engine.knows_credits()).then(|| self.born + self.first_reply)
     }
 
-    /// Whether only a new connection brings credits.
+    /// Whether only a new connection can bring credits.
     pub(super) fn starved(&self) -> bool {
         self.engine.starved() && self.first_reply_due().is_none_or(|due| due <= Instant::now())
     }
 
-    /// What the connection that follows this one has for its first reply.
+    /// How long the connection that follows this one will have for its first reply.
     pub(super) fn first_reply_of_next(&self) -> Duration {
         match self.engine.knows_credits() {
             true => Duration::ZERO,
@@ -339,7 +339,7 @@ impl Link {
         }
     }
 
-    /// Carries out what the engine wants: mostly nothing, though it may be something after each thing that happens.
+    /// Carries out what the engine wants: mostly nothing, though anything that happens may give it something.
     #[inline]
     pub(super) fn drain(&mut self) {
         if self.engine.has_output() {
@@ -356,7 +356,7 @@ impl Link {
         self.place.as_ref().is_some_and(Place::is_taken)
     }
 
-    /// Has long Calls be pulled from now on when it is their turn.
+    /// From now on, long Calls are pulled only when it is their turn.
     pub(super) fn pull_in_turn(&mut self, place: Place) {
         self.place = Some(place);
         self.engine.pull_in_turn();
@@ -364,9 +364,9 @@ impl Link {
 
     #[cold]
     fn take_turn(&mut self) {
-        // The bytes of a Call come to whoever receives.
+        // The bytes of a Call come to the process that receives.
         let Some(place) = self.place.as_mut().filter(|_| self.device.is_receiver()) else { return };
-        // What has come before is no answer to what is asked for now.
+        // What came earlier is no answer to what is asked for now.
         place.has_brought(self.device.pulled(), stats::clock());
         loop {
             let bytes = self.engine.asks();
@@ -377,7 +377,7 @@ impl Link {
             let Some(pass) = place.ask(bytes, stats::clock()) else { break };
             self.engine.pull(pass);
         }
-        // Also where one that may be pulled now has another one behind it that waits on.
+        // Also where one Call may be pulled now, and another one behind it goes on waiting.
         self.carry_out();
     }
 
@@ -408,8 +408,8 @@ impl Link {
     /// When `pump` or `retry` must be called, or this be asked again, though nothing arrives: something waits for memory that
     /// others hold, or the peer may overlook what it was sent.
     ///
-    /// Others let go of it in any thread, in the middle of the program's own procedures: nobody there could wake the thread
-    /// that waits here, which may sleep in poll(2) on this connection. This is rare, and a look is cheap.
+    /// The others let go of memory in any thread, in the middle of the program's own procedures: nobody there could wake the
+    /// thread that waits here, which may sleep in poll(2) on this connection. This is rare, and a look is cheap.
     pub(super) fn retry_at(&mut self) -> Option<Instant> {
         let memory = self.engine.waits().then(|| Instant::now() + MEMORY_RETRY);
         let turn = self.awaits_turn().then(|| Instant::now() + TURN_RETRY);
@@ -426,13 +426,13 @@ impl Link {
         }
     }
 
-    /// Moves everything that moves without waiting. A server with requests to hand out reads no more of them while memory is
-    /// short, unless the program waits for something that comes behind them.
+    /// Moves everything that can move without waiting. A server with requests to hand out reads no more of them while memory
+    /// is short, unless the program waits for something that comes behind them.
     pub(super) fn pump(&mut self) {
         self.advance(true);
     }
 
-    /// The same where nobody takes the requests: the peer may read only when it has written all.
+    /// The same, but without a pause, where nobody takes the requests: the peer may read only when it has written everything.
     pub(super) fn pump_on(&mut self) {
         self.advance(false);
     }
@@ -440,8 +440,8 @@ impl Link {
     fn advance(&mut self, pauses: bool) {
         self.retry();
         self.drain();
-        // What answers no call or makes no request takes no Receive for good, so nothing else bounds its number; and
-        // while it comes faster than it is read, this loop would not end.
+        // A message that neither answers a call nor makes a request takes no Receive for good, so nothing else bounds the
+        // number of these; and while they come faster than they are read, this loop would not end.
         let mut left = RECEIVES_SPARE.saturating_add(4 * self.engine.asked().max(self.engine.granting()));
         let mut looked = false;
         while self.engine.closed().is_none() {
@@ -480,7 +480,7 @@ impl Link {
                     self.engine.handle_read(id);
                 }
                 Ok(None) if self.engine.refused() => {
-                    // A device that has just taken the last bytes has not looked for an end behind them.
+                    // A device that has just taken the last bytes has not yet looked for the end of the stream behind them.
                     if looked {
                         self.engine.handle_quiet(&mut *self.device);
                         self.log_terms();
@@ -534,11 +534,11 @@ impl Link {
         {
             self.decline(request);
         }
-        // Answers to a peer that talks of itself or calls back without end, and takes none of them.
+        // Bounds the answers to a peer that talks of itself or calls back without end, and takes none of them.
         self.limit_talk();
     }
 
-    /// What was agreed on, when that has changed.
+    /// Logs what was agreed on, when that has changed.
     fn log_terms(&self) {
         let (send, receive) = self.engine.thresholds();
         let (fd, version) = (self.device.fd(), self.engine.version().unwrap_or_default());
@@ -580,7 +580,7 @@ impl Link {
         Ok(())
     }
 
-    /// Posts a Send, which invalidates a handle of the peer.
+    /// Posts a Send, which may invalidate a handle of the peer.
     pub(super) fn send(&mut self, gather: Regions, invalidate: Option<Handle>) {
         let send = WorkRequest::Send { gather, invalidate };
         note(&send, self.device.fd(), &self.shown);
@@ -593,7 +593,7 @@ impl Link {
         }
     }
 
-    /// Sends what the device takes. True when nothing is left to send.
+    /// Sends what the device takes. Returns true when nothing is left to send.
     pub(super) fn flush(&mut self) -> bool {
         self.drain();
         if self.engine.closed().is_some() {
@@ -609,7 +609,7 @@ impl Link {
         }
     }
 
-    /// Closes the connection if it still uses memory that the program gets back now: a defect, but no corruption.
+    /// Closes the connection if it still uses memory that now goes back to the program: a defect, but no corruption.
     pub(super) fn end(&mut self, loans: &[Loan]) {
         if !loans.iter().all(Loan::is_over) {
             let text = "a defect of librpcrdma: memory of the program was in use after its time";
@@ -670,7 +670,7 @@ fn note(request: &WorkRequest, fd: RawFd, shown: &stats::Connection) {
     }
 }
 
-/// What a Send with Invalidate adds to its line.
+/// What a Send with Invalidate adds to its line in the log.
 struct Invalidates(Option<Handle>);
 
 impl fmt::Display for Invalidates {

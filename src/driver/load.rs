@@ -75,7 +75,7 @@ struct Ends {
     stop: AtomicBool,
     /// Callbacks that the client has served.
     served: AtomicU32,
-    /// Keep the descriptors open.
+    /// These keep the descriptors open.
     _sockets: Vec<TcpStream>,
 }
 
@@ -139,7 +139,7 @@ fn word(bytes: &[u8], n: usize) -> u32 {
     u32::from_be_bytes(bytes[4 * n..4 * n + 4].try_into().unwrap())
 }
 
-/// Makes a call of `len` bytes whose reply has `answer` bytes, and checks that one. `todo`: how often the two ends call one
+/// Makes a call of `len` bytes whose reply has `answer` bytes, and checks the reply. `todo`: how often the two ends call one
 /// another in turn before it is answered.
 fn call(from: &dyn Caller, todo: u32, len: usize, answer: usize) -> Result<(), Error> {
     call_with_room(from, (todo, len, answer), answer, Instant::now() + PATIENCE)
@@ -183,7 +183,7 @@ impl Serve for Answers {
     fn serve(&self, request: Request, _: Mask<'_>) {
         let Some(ends) = self.0.upgrade() else { return };
         ends.served.fetch_add(1, Relaxed);
-        // The connection may be cut: then the caller of the other end knows.
+        // The connection may be cut: then the caller at the other end knows.
         let _ = answer(&*ends.client, &*ends.client, request);
     }
 }
@@ -271,7 +271,7 @@ fn load(ends: &Ends, calls: u32, in_turn: bool) {
         for n in 0..each {
             random = random.wrapping_mul(1_664_525).wrapping_add(1_013_904_223);
             let pick = |bits: u32, most: u32| (random >> bits) % most;
-            // Most fit inline; some need chunks, either way; some have the ends call one another.
+            // Most fit inline; some need chunks, either way; some make the ends call one another.
             let len = if pick(8, 16) == 0 { 20_000 } else { 40 + pick(4, 3000) as usize };
             let reply = if pick(12, 16) == 0 { 20_000 } else { 16 + pick(6, 3000) as usize };
             let todo = if in_turn && n % 4 == 0 { pick(16, 4) } else { 0 };
@@ -383,7 +383,7 @@ fn receives_grow_under_load_on_a_device() {
     longer_receives(&join(config, fds, [active, passive], Vec::new()));
 }
 
-/// At the default settings they expose much more than the memory of replies may be in a process.
+/// At the default settings these calls expose much more than the memory for replies may be in a process.
 #[test]
 fn a_full_connection_of_calls_with_the_longest_room_gets_every_reply() {
     let _one = ONE.lock().unwrap_or_else(|e| e.into_inner());
@@ -453,7 +453,7 @@ impl Serve for Counts {
     }
 }
 
-/// Who has slept and is awake would be woken to drive, and all others sleep on.
+/// A thread that has slept and is awake would be woken to drive, and all others would sleep on.
 #[test]
 fn whoever_serves_a_callback_is_not_taken_for_one_who_sleeps() {
     let _one = ONE.lock().unwrap_or_else(|e| e.into_inner());
@@ -474,7 +474,7 @@ fn whoever_serves_a_callback_is_not_taken_for_one_who_sleeps() {
     scope(|scope| {
         let _alarm = Alarm(ends);
         let make = || scope.spawn(|| call(&*ends.client, 0, 40, 40).unwrap());
-        // The first reply tells the credits.
+        // The first reply tells how many credits there are.
         let first = make();
         answer(&*ends.server, &*ends.reverse, next()).unwrap();
         first.join().unwrap();
@@ -496,7 +496,7 @@ fn whoever_serves_a_callback_is_not_taken_for_one_who_sleeps() {
     });
 }
 
-/// Neither its silence nor its speed is limited, but what it has us hold.
+/// Neither the server's silence nor its speed is limited, but what it makes us hold.
 #[test]
 fn a_server_that_fills_much_more_than_its_calls_have_taken_is_cut_off() {
     const AREA: usize = 64 << 20;
@@ -643,7 +643,7 @@ fn a_call_back_waits_for_its_client_to_come_back_on_another_connection() {
     });
 }
 
-/// Puts its replies off.
+/// Defers its replies.
 struct Defers(std::sync::Weak<Ends>, Mutex<Vec<Request>>);
 
 impl Serve for Defers {
@@ -673,12 +673,12 @@ fn a_call_back_that_comes_in_while_a_reply_waits_for_its_peer_is_served_though_n
     };
     let came = |fd| wait::until(fd, wait::IN, Some(PATIENCE), None).unwrap();
     let client = ends._sockets[0].as_raw_fd();
-    // Who has accepted a connection sends nothing before its peer has (RFC 5044).
+    // The end that has accepted a connection sends nothing before its peer has (RFC 5044).
     ends.client.learn_credits();
     while locked(&ends.server).receive().is_none() {
         assert!(came(ends._sockets[1].as_raw_fd()));
     }
-    // The first reply tells the credits.
+    // The first reply tells how many credits there are.
     for n in 0..2 {
         call_back(Xid(n));
         assert!(came(client), "{n}");

@@ -1,7 +1,7 @@
-//! What the other end is like (draft-dnoveck-nfsv4-rpcrdma-xcharext-01), and waiting for it to change.
+//! What the other end is like (draft-dnoveck-nfsv4-rpcrdma-xcharext-01), and waiting for that to change.
 //!
-//! The engine keeps one request at a time; several threads may wait for the same one. What became of it is noted for
-//! each of them as soon as it comes in, for the engine forgets it with the next request, and with the connection.
+//! The engine keeps one request at a time; several threads may wait for the same one. What became of it is noted for each of
+//! them as soon as it comes in, because the engine forgets it with the next request, and with the connection.
 #![forbid(unsafe_code)]
 
 use std::collections::HashMap;
@@ -20,21 +20,21 @@ pub struct Peer {
     pub version: Option<u32>,
     /// Whether the peer knows the transport characteristics; `None` before it has shown that.
     pub extension: Option<bool>,
-    /// What it is like.
+    /// What the peer is like.
     pub endpoint: Endpoint,
-    /// How often it has said something of itself on this connection.
+    /// How often it has told something of itself on this connection.
     pub updates: u32,
-    /// Bytes of our Receives, as it was told.
+    /// Bytes of our Receives, as the peer was told.
     pub own_receive_size: usize,
     /// Distinguishes the connections of one requester.
     pub connection: usize,
 }
 
 impl Peer {
-    /// Of the connection with this number.
+    /// What is known of the peer of the connection with this number.
     ///
     /// # Errors
-    /// The reason of the close when it is closed.
+    /// The reason for the close when the connection is closed.
     pub(super) fn of(link: &Link, connection: usize) -> Result<Peer, Error> {
         if let Some(error) = link.lost() {
             return Err(error.clone());
@@ -56,12 +56,12 @@ impl Peer {
 #[derive(Default)]
 pub(super) struct Requests {
     next: u32,
-    /// By their numbers: what for, and what became of them.
+    /// By their numbers: what was asked for, and what became of that.
     waited: HashMap<u32, (Characteristic, Option<Result<Wish, Error>>)>,
 }
 
 impl Requests {
-    /// Asks the peer to change a characteristic. The number is for the other functions.
+    /// Asks the peer to change a characteristic. The number returned is for the other functions.
     ///
     /// # Errors
     /// As [`Connection::request`].
@@ -73,7 +73,7 @@ impl Requests {
         Ok(self.next)
     }
 
-    /// Those of which nothing has become yet.
+    /// The requests of which nothing has become yet.
     fn open(&mut self) -> impl Iterator<Item = (Characteristic, &mut Option<Result<Wish, Error>>)> {
         self.waited
             .values_mut()
@@ -97,7 +97,7 @@ impl Requests {
         }
     }
 
-    /// The connection is lost.
+    /// The connection is lost: ends the requests.
     pub fn end(&mut self, error: &Error) {
         let text = format!("the connection was lost before the peer answered: {error}");
         self.open().for_each(|(_, outcome)| {
@@ -105,7 +105,7 @@ impl Requests {
         });
     }
 
-    /// Asks on a new connection, since on the one before no version was agreed.
+    /// Asks on a new connection, because no version was agreed on the one before.
     pub fn repeat(&mut self, link: &mut Link) {
         self.open().for_each(|(what, outcome)| *outcome = ask(link, what).err().map(Err));
     }
@@ -120,7 +120,7 @@ impl Requests {
         self.waited.get(&number).is_some_and(|(_, outcome)| outcome.is_some())
     }
 
-    /// What has become of a request, which nobody waits for any more.
+    /// What has become of a request that nobody waits for any more.
     pub fn take(&mut self, number: u32) -> Result<Wish, Error> {
         self.waited.remove(&number).and_then(|(_, outcome)| outcome).unwrap_or(Ok(Wish::Pending))
     }
@@ -209,7 +209,7 @@ mod tests {
         server.received > 0
     }
 
-    /// What waits for the other end is let go when a test fails.
+    /// When a test fails, this lets go of what waits for the other end.
     struct Hangup<'a>(&'a TcpStream);
 
     impl Drop for Hangup<'_> {
@@ -259,7 +259,7 @@ mod tests {
             assert_eq!((after.version, after.extension), (Some(2), Some(true)));
             assert_eq!((after.endpoint.receive_size, after.endpoint.backward), (16384, Backward::General));
             assert_eq!(after.own_receive_size, 4096);
-            // What is too large is refused, and changes nothing.
+            // A size that is too large is refused, and changes nothing.
             assert_eq!(ask(&client, Characteristic::ReceiveSize(1 << 20)).unwrap(), Wish::Rejected);
             assert_eq!(client.peer(true).unwrap().endpoint.receive_size, 16384);
             let error = ask(&client, Characteristic::ReceiveSize(1000)).unwrap_err();
@@ -288,7 +288,7 @@ mod tests {
         }
     }
 
-    /// A peer that drops what it does not know: the request outlasts the connection that was only an offer.
+    /// With a peer that drops what it does not know: the request outlasts the connection that was only an offer.
     #[test]
     fn a_request_made_before_the_version_is_agreed_waits_for_the_connection_that_agrees() {
         let listener = TcpListener::bind("127.0.0.1:0").unwrap();

@@ -1,23 +1,23 @@
-//! Whose long Calls are pulled: those of all connections of the process together, in the order of their coming, and no more at
-//! a time than stay in the processor's cache until they are decoded. Where sixteen clients send 1 MiB each, pulling all of it
-//! at once has each byte leave the cache before the program looks at it.
+//! Whose long Calls are pulled: those of all connections of the process together, in the order in which they come, and no more
+//! at a time than stay in the processor's cache until they are decoded. Where sixteen clients send 1 MiB each, pulling all of
+//! it at once would make each byte leave the cache before the program looks at it.
 //!
 //! A connection whose next Call is to be pulled asks ([`Place::ask`]). If it is not its turn, it waits in one queue with the
-//! others; whoever is done with a Call has those go on who can ([`go_on`]), and a timer sees to the rest ([`alarm`]). What
-//! the program does not have yet is of one connection by half at most: its bytes come one after the other, and would
-//! wait for each other only. Of one within this host it is a quarter: it takes no time to ask for its next Call, and both ends
-//! share the processors and their cache.
+//! others. Whoever is done with a Call lets those go on that can ([`go_on`]), and a timer sees to the rest ([`alarm`]). Of
+//! what the program does not have yet, one connection gets half at most: its bytes come one after the other, and would only
+//! wait for each other. A connection within this host gets a quarter at most: it takes no time to ask for its next Call, and
+//! both ends share the processors and their cache.
 //!
 //! A Call counts until the program has decoded it, or has asked where its data lies: not while its routine goes on with it.
 //!
-//! A peer that does not answer holds up nobody: a Call of which nothing has come within a moment ([`SILENT`]) does not count
-//! any more, nor does one that is not decoded within a while ([`SLOW`]). But a peer can have any number of connections, and such
-//! Calls could hold up others one after the other. So all that do not come hold up others for [`PATIENCE`] together; after that
-//! none of them counts, and Calls are pulled at once, as if there were no queue. Calls that are served give that time back, a
-//! nanosecond for each byte: where peers trickle, others wait for them hardly longer than they take themselves.
+//! A peer that does not answer holds up nobody: a Call of which nothing has come within a moment ([`SILENT`]) no longer
+//! counts, nor does one that is not decoded within a while ([`SLOW`]). But a peer can have any number of connections, and such
+//! Calls could hold up others one after the other. So all Calls that do not come hold up others for [`PATIENCE`] together.
+//! After that none of them counts, and Calls are pulled at once, as if there were no queue. Calls that are served give that
+//! time back, a nanosecond for each byte: where peers trickle, others wait for them hardly longer than they take themselves.
 //!
-//! So this bounds no memory, which [`Memory`](crate::memory::Memory) does, nor what goes over a network of long delays: there
-//! as much again may be asked for every moment.
+//! So this bounds neither memory, which [`Memory`](crate::memory::Memory) does, nor what goes over a network with long delays:
+//! there, as much again may be asked for every moment.
 //!
 //! # Invariants
 //! - The lock of the queue is taken last, and nothing of a connection is touched under it.
@@ -34,34 +34,34 @@ use crate::memory::{Given, Pass, PassStage};
 use crate::stats;
 use crate::thread::processors;
 
-/// Bytes of Calls that are pulled at a time for each thread that decodes, and twice that for a single one: four Calls of 1 MiB.
-/// With fewer it waits for clients that have to be woken, with more each of them takes longer to decode: what has come is not
-/// in the processor's cache any more. A longer Call counts half of this, so that others come beside it.
+/// Bytes of Calls pulled at a time for each thread that decodes, and twice that for a single one: four Calls of 1 MiB. With
+/// fewer, the thread waits for clients that have to be woken. With more, each Call takes longer to decode, because what has
+/// come is no longer in the processor's cache. A longer Call counts as half of this, so that others are pulled beside it.
 pub(super) const EACH: usize = 2 << 20;
 
-/// What a shorter Call counts: so few count that it takes no time to look at all of them.
+/// What a shorter Call counts as: so few count that it takes no time to look at all of them.
 const LEAST: usize = 64 << 10;
 
-/// A Call of whose connection nothing has come for so long since it was asked for does not count, in nanoseconds. Above what it
-/// takes within a machine, and little beside the way to a distant one.
+/// A Call does not count if nothing has come on its connection for this long since it was asked for, in nanoseconds. More than
+/// it takes within a machine, and little beside the way to a distant one.
 const SILENT: u64 = 1_000_000;
 
-/// Nor does one that is not decoded by then.
+/// Nor does a Call that is not decoded by then.
 const SLOW: u64 = 10_000_000;
 
 /// How long Calls that do not come hold up others, all together, in nanoseconds.
 const PATIENCE: u64 = 20_000_000;
 
-/// Most Calls that are looked at: those beyond do not count.
+/// The most Calls that are looked at: those beyond do not count.
 const MANY: usize = 256;
 const _: () = assert!(2 * EACH / LEAST < MANY);
 
-/// An alarm that is so late was lost, with the loop that the program has left.
+/// An alarm that is this late was lost, with the loop that the program has left.
 const LOST: u64 = 100_000_000;
 
 /// A connection that may have to wait.
 pub trait Waits: Send + Sync {
-    /// It asks once more, and begins to pull if it is its turn. False if another thread is at it.
+    /// Asks once more, and begins to pull if it is its turn. Returns false if another thread has the connection in hand.
     fn turn(&self) -> bool;
 }
 
@@ -69,19 +69,19 @@ pub trait Waits: Send + Sync {
 pub struct Place {
     number: u64,
     taken: bool,
-    /// Since when, and the process in which it does.
+    /// Since when it waits, and in which process.
     since: u64,
     generation: u64,
     queue: &'static Queue,
     who: Weak<dyn Waits>,
-    /// Its part of what is pulled: one of so many.
+    /// Its part of what is pulled: one part in this many.
     share: usize,
-    /// What its device has brought of pulled Calls, and when that was last found to be more.
+    /// How much its device has brought of pulled Calls, and when that was last found to be more.
     pulled: u64,
     came: Arc<AtomicU64>,
 }
 
-/// Those who wait, and what is pulled.
+/// The connections that wait, and the Calls that are pulled.
 struct Queue {
     state: fork::Lock<State>,
     /// How many wait.
@@ -98,11 +98,11 @@ struct State {
     pulled: Vec<Pulled>,
     /// When the loop will call; 0: it will not.
     armed: u64,
-    /// When somebody began to pull last.
+    /// When somebody last began to pull.
     moved: u64,
     /// How much of [`PATIENCE`] is used up.
     spent: u64,
-    /// The process whose they are.
+    /// The process that they belong to.
     generation: u64,
 }
 
@@ -113,22 +113,22 @@ struct Waiting {
     who: Weak<dyn Waits>,
 }
 
-/// A Call that is pulled, or was and is not decoded.
+/// A Call that is being pulled, or was and is not decoded yet.
 struct Pulled {
-    /// Of which connection.
+    /// The connection that it belongs to.
     number: u64,
-    /// What it counts.
+    /// How many bytes it counts as.
     bytes: usize,
     /// When it began, by [`stats::clock`].
     began: u64,
     came: Arc<AtomicU64>,
     pass: Given,
-    /// It does not count any more.
+    /// It no longer counts.
     late: bool,
 }
 
 impl Pulled {
-    /// For how long it counts, if its memory is not let go of before; `spent` as in [`State`].
+    /// For how long it counts, if its memory is not let go of earlier; `spent` is as in [`State`].
     fn counts(&self, spent: u64) -> u64 {
         let silent = self.pass.stage() == PassStage::Coming && self.came.load(Relaxed) <= self.began;
         let most = if silent { SILENT } else { SLOW };
@@ -169,7 +169,7 @@ impl Queue {
         self.waiting.store(state.queue.len(), Relaxed);
     }
 
-    /// Who is next, if it is time for that one.
+    /// The one that is next, if it is time for it.
     fn next(&'static self, now: u64) -> Option<(u64, Weak<dyn Waits>)> {
         let (mut state, most) = (self.lock(), self.most());
         state.look(most, now);
@@ -179,7 +179,7 @@ impl Queue {
 
     /// See [`go_on`].
     fn go_on(&'static self, clock: impl Fn() -> u64) -> bool {
-        // Each is asked once, were it to wait on.
+        // Each is asked once, even if it goes on waiting.
         for _ in 0..self.waiting.load(Relaxed) {
             let Some((number, who)) = self.next(clock()) else { return true };
             match who.upgrade() {
@@ -210,7 +210,7 @@ impl Queue {
 }
 
 impl State {
-    /// Finds out which Calls count no more.
+    /// Finds out which Calls no longer count.
     fn look(&mut self, most: usize, now: u64) {
         let State { pulled, spent, .. } = self;
         pulled.retain_mut(|call| {
@@ -222,9 +222,9 @@ impl State {
             let counts = call.counts(*spent);
             if !call.late && now >= call.began + counts {
                 call.late = true;
-                // What is whole waits for us and not for its peer.
+                // A Call that is complete waits for us, not for its peer.
                 let counts = if stage >= PassStage::Here { 0 } else { counts };
-                // Others wait while more is pulled than leaves room for the longest one: this is its part of it.
+                // Others wait while what is pulled leaves no room for the longest Call: `part` is the share of this Call in that.
                 let part = counts as u128 * call.bytes as u128 / (most - EACH / 2) as u128;
                 *spent = PATIENCE.min(*spent + part as u64);
             }
@@ -232,36 +232,36 @@ impl State {
         });
     }
 
-    /// Whether so much more may be pulled now.
+    /// Whether this many more bytes may be pulled now.
     fn has_room(&self, bytes: usize, most: usize) -> bool {
         fits(self.pulled.iter(), bytes, most)
     }
 
-    /// Whether that connection has its part of it, and waits for nobody else.
+    /// Whether that connection has its part already, and waits only for itself.
     fn is_full(&self, (number, share): (u64, usize), bytes: usize, most: usize) -> bool {
         let own = |call: &&Pulled| call.number == number && call.pass.stage() < PassStage::Dispatched;
         !fits(self.pulled.iter().filter(own), bytes, most / share)
     }
 
-    /// Who is next.
+    /// The one that is next.
     fn first(&self, most: usize) -> Option<&Waiting> {
         self.queue.iter().find(|waiting| !self.is_full((waiting.number, waiting.share), waiting.bytes, most))
     }
 }
 
-/// Whether a Call of so many bytes may be pulled beside these.
+/// Whether a Call of this many bytes may be pulled beside these.
 fn fits<'a>(pulled: impl Iterator<Item = &'a Pulled>, bytes: usize, most: usize) -> bool {
     let held: usize = pulled.filter(|call| !call.late).map(|call| call.bytes).sum();
     held == 0 || held + counted(bytes) <= most
 }
 
-/// What a Call of so many bytes counts.
+/// What a Call of this many bytes counts as.
 fn counted(bytes: usize) -> usize {
     bytes.clamp(LEAST, EACH / 2)
 }
 
 impl Place {
-    /// One in the queue of the process. `own_host`: of a peer on this host.
+    /// A place in the queue of the process. `own_host`: the peer is on this host.
     pub fn new(who: Weak<dyn Waits>, own_host: bool) -> Place {
         Place::of(&QUEUE, who, if own_host { 4 } else { 2 })
     }
@@ -282,7 +282,7 @@ impl Place {
         }
     }
 
-    /// Asks to pull a Call of so many bytes; waits in the queue if it is not time for that.
+    /// Asks to pull a Call of this many bytes; waits in the queue if it is not time for that.
     pub fn ask(&mut self, bytes: usize, now: u64) -> Option<Pass> {
         let pass = Pass::default();
         let mut state = self.queue.lock();
@@ -290,14 +290,14 @@ impl Place {
             // It waited in the parent.
             self.taken = false;
         }
-        // Longer than what the reserve of memory has: then it goes without.
+        // This may take a longer block than the reserve of memory has: without it, the Call is pulled and not counted.
         if state.queue.try_reserve(1).is_err() || state.pulled.try_reserve(1).is_err() {
             return Some(pass);
         }
         let (number, share, most) = (self.number, self.share, self.queue.most());
         state.look(most, now);
         let first = state.first(most).is_none_or(|first| first.number == number);
-        // Where nobody asks the first one: the loop is in a routine that waits for this connection.
+        // If nobody asks the first one: the loop is in a routine that waits for this connection.
         let stands = self.taken && now.saturating_sub(self.since.max(state.moved)) >= SLOW;
         let may =
             (first || stands) && !state.is_full((number, share), bytes, most) && state.has_room(bytes, most);
@@ -328,13 +328,13 @@ impl Place {
         Some(pass)
     }
 
-    /// Whether it waits.
+    /// Whether the connection waits in the queue.
     #[inline]
     pub fn is_taken(&self) -> bool {
         self.taken
     }
 
-    /// It waits no more.
+    /// It no longer waits.
     pub fn leave(&mut self) {
         if std::mem::take(&mut self.taken) {
             self.queue.remove(self.number);
@@ -349,7 +349,7 @@ impl Place {
         latest.is_some_and(|call| call.came.load(Relaxed) > call.began)
     }
 
-    /// Its device has brought so many bytes of pulled Calls in all.
+    /// Its device has brought this many bytes of pulled Calls in all.
     pub fn has_brought(&mut self, pulled: u64, now: u64) {
         if pulled != self.pulled {
             self.pulled = pulled;
@@ -364,13 +364,13 @@ impl Drop for Place {
     }
 }
 
-/// Has those begin to pull whose turn it is, now that something may have been let go of. False if one has to be asked again
-/// soon. Called without a lock of the library's.
+/// Lets those begin to pull whose turn it is, now that something may have been let go of. Returns false if one has to be asked
+/// again soon. Called without any lock of the library.
 pub fn go_on() -> bool {
     QUEUE.go_on(stats::clock)
 }
 
-/// The program has decoded a Call. Who asks at this moment finds that out, or is seen to wait.
+/// The program has decoded a Call. A connection that asks at this moment finds that out, or is seen to wait.
 pub fn decoded() {
     drop(QUEUE.lock());
 }
@@ -381,17 +381,17 @@ pub fn are_waiting() -> bool {
     QUEUE.are_waiting()
 }
 
-/// When [`go_on`] is to be called though nothing is let go of; `None` if nobody waits, or that was told already.
+/// When [`go_on`] is to be called though nothing is let go of; `None` if nobody waits, or if that was already told.
 pub fn alarm() -> Option<Instant> {
     Some(Instant::now() + QUEUE.alarm(stats::clock())?)
 }
 
-/// What [`alarm`] has told is over.
+/// The time that [`alarm`] has told has come.
 pub fn alarmed() {
     QUEUE.lock().armed = 0;
 }
 
-/// So many threads serve.
+/// Sets how many threads serve.
 pub fn serve_with(threads: u32) {
     QUEUE.threads.store(threads as usize, Relaxed);
 }
@@ -403,7 +403,7 @@ mod tests {
 
     use super::*;
 
-    /// Two of them are pulled at a time, of as many connections; or four, where a process pulls as much as it may.
+    /// Two Calls of this length are pulled at a time, from two connections; or four, where a process pulls as much as it may.
     const HALF: usize = EACH / 2;
 
     /// A connection with one Call after the other.
@@ -412,7 +412,7 @@ mod tests {
         bytes: usize,
         pass: Mutex<Option<Pass>>,
         now: Arc<AtomicU64>,
-        /// Another thread is at it.
+        /// Another thread has it in hand.
         busy: AtomicBool,
     }
 
@@ -437,7 +437,7 @@ mod tests {
         }
     }
 
-    /// A queue, and what time it is.
+    /// A queue, and the time.
     struct Process {
         queue: &'static Queue,
         now: Arc<AtomicU64>,
@@ -452,7 +452,7 @@ mod tests {
             Process { queue: Box::leak(Box::new(Queue::new(each))), now: Arc::new(AtomicU64::new(1 << 40)) }
         }
 
-        /// One more connection, with a Call of so many bytes.
+        /// One more connection, with a Call of this many bytes.
         fn peer(&self, bytes: usize) -> Arc<Peer> {
             let peer = Arc::new_cyclic(|own: &Weak<Peer>| Peer {
                 place: Mutex::new(Place::of(self.queue, own.clone(), 2)),
@@ -496,7 +496,7 @@ mod tests {
         peers[1].ends();
         assert!(process.go_on());
         assert_eq!(pulling(&peers), [0, 2]);
-        // With its next Call it is the last.
+        // With its next Call it is the last in the queue.
         peers[1].turn();
         for next in [3, 4, 5] {
             peers[next - 1].ends();
@@ -566,7 +566,8 @@ mod tests {
         assert_eq!(pulling(&peers), [0, 1, 2, 3, 4, 5, 6], "but not for long");
     }
 
-    /// Pulls on whenever it is time, while each Call that is pulled gets a byte now and then, until this one is pulled: when.
+    /// Goes on pulling whenever it is time, while each Call that is pulled gets a byte now and then, until `honest` is pulled.
+    /// Returns how long that took.
     fn trickles(process: &Process, peers: &[Arc<Peer>], honest: &Peer) -> u64 {
         const STEP: u64 = 50_000;
         let (begin, mut alarm) = (process.now.load(Relaxed), None);
@@ -597,7 +598,7 @@ mod tests {
             assert!(!honest.pulls());
             let waited = trickles(&process, &bad, &honest);
             assert!(waited <= PATIENCE + MILLI, "{bytes} bytes: {waited} ns");
-            // Others come, and its next Calls go on all the same, though each brings back a part.
+            // Others come, and the next Calls of the honest one go on all the same, though each gives a part of the time back.
             for round in 0..20 {
                 honest.ends();
                 let more: Vec<_> = (0..50).map(|_| process.peer(bytes)).collect();
@@ -677,7 +678,7 @@ mod tests {
         assert_eq!(process.waiting(), 1);
         one.ends();
         assert!(process.go_on() && last.pulls() && !leaves.pulls());
-        // Nothing tells of the end of one that somebody else keeps.
+        // Nothing tells of the end of a connection whose place somebody else keeps.
         let [dead, next] = [HALF; 2].map(|bytes| process.peer(bytes));
         let place =
             std::mem::replace(&mut *dead.place.lock().unwrap(), Place::of(process.queue, one_more(), 2));
@@ -690,7 +691,7 @@ mod tests {
 
     #[test]
     fn who_is_first_and_is_not_asked_keeps_another_one_waiting_for_a_while_only() {
-        // The loop is in a routine that waits for what the last of them has to say, and asks for that one only.
+        // The loop is in a routine that waits for what the last of them has to say, and asks only for that one.
         let process = Process::new();
         let [one, two, first, last] = [HALF; 4].map(|bytes| process.peer(bytes));
         process.pass(SLOW - 1);

@@ -1,16 +1,16 @@
 //! A new connection in the place of one that is of no use any more.
 //!
-//! That is: timed-out calls hold every credit of it; it was only the offer of a version that the peer does not speak; the
-//! server may still want to call back over it (RFC 8167 §5.4); it had to be closed to take memory back; or it belongs to
-//! another process, from which this one was forked.
+//! A connection is of no use when timed-out calls hold every credit of it; when it was only the offer of a version that the
+//! peer does not speak; when it is lost, and the server may still want to call back over it (RFC 8167 §5.4); when it had to be
+//! closed to take memory back; or when it belongs to another process, from which this one was forked.
 //!
-//! The old one is given up at once: what had come over it is handed out, and its calls end. Calls that it has not sent, and
-//! those that are made meanwhile, wait for the new one, each within its own time. Making it never waits under the lock.
-//! Whoever waits does the work: the driver of the connection takes one step after the other, and the next one goes on where
-//! it has stopped. So an attempt outlives the call that began it, and calls with little time get on with it together.
+//! The old connection is given up at once: what had come over it is handed out, and its calls end. Calls that it has not sent,
+//! and those that are made meanwhile, wait for the new one, each within its own time. Making the new one never waits under the
+//! lock. Whoever waits does the work: the driver of the connection takes one step after the other, and the next driver goes on
+//! where it has stopped. So an attempt outlives the call that began it, and calls with little time get it done together.
 //!
-//! A signal handler may make a call on the connection while this thread sleeps in one: the attempt lies in the state, which
-//! no sleeping thread holds, so the handler's call takes the next step itself.
+//! A signal handler may make a call on the connection while the thread that it interrupts sleeps in one: the attempt lies in
+//! the state, which no sleeping thread holds, so the handler's call takes the next step itself.
 #![forbid(unsafe_code)]
 
 use crate::fork;
@@ -39,25 +39,25 @@ use super::session::{self, State};
 use super::start::{self, Anew, START_TIMEOUT};
 use super::{Caller, Mask, memory, null_call, with_xid};
 
-/// How long a device may take where another one may take its place: towards a host without one nothing may ever answer.
+/// How long a device may take where another one may take its place: a host without such a device may never answer.
 const FIRST_ALONE: Duration = Duration::from_secs(2);
 
 /// A connection that is to be replaced.
 pub(super) struct Renewal {
-    /// Why.
+    /// Why it is replaced.
     why: Error,
-    /// Nobody needs the new one yet, or the last attempt has failed.
+    /// The attempt, and when it is given up. `None`: nobody needs the new connection yet, or the last attempt has failed.
     attempt: Option<(Anew, Instant)>,
     /// Attempts that have failed for good, and why the last one did.
     failed: (u32, Option<Error>),
-    /// What takes the place of the device that the connection went over, over which the last attempt has failed.
+    /// The device that is tried in place of the one that the connection went over, over which the last attempt has failed.
     instead: Option<&'static dyn Device>,
     /// Calls that go over the new connection, in their order.
     parked: Vec<(Xid, Message, Expect)>,
 }
 
 impl Renewal {
-    /// A call that goes over the new connection.
+    /// Keeps a call for the new connection.
     ///
     /// # Errors
     /// `Invalid` when another one has its XID.
@@ -72,12 +72,12 @@ impl Renewal {
         Ok(())
     }
 
-    /// Calls that wait for a new connection.
+    /// How many calls wait for a new connection.
     pub(super) fn parked(&self) -> usize {
         self.parked.len()
     }
 
-    /// Nobody waits for the call any more, if it is one of these: why it has failed.
+    /// Nobody waits for the call any more. Returns why it has failed, if it is one of these.
     pub(super) fn abandon(&mut self, xid: Xid) -> Option<Error> {
         let at = self.parked.iter().position(|(other, ..)| *other == xid)?;
         self.parked.remove(at);
@@ -101,7 +101,7 @@ impl Renewal {
 impl Client {
     /// Gives the connection up if it is of no use any more.
     pub(super) fn look(&self, state: &mut Waiting) {
-        // Who sleeps on a device's own descriptor would not notice that it is another one by now.
+        // A thread that sleeps on a device's own descriptor would not notice that there is another one by now.
         if state.renewal.is_some() || (!self.traits().socket && state.session.is_driven()) {
             return;
         }
@@ -117,7 +117,8 @@ impl Client {
                 state.wishes.versions = Versions::ONE;
                 error
             }
-            // A call that timed out has ended it, since the device could not take its memory back otherwise.
+            // A call that timed out has ended the connection, because the device could not take the call's memory back
+            // otherwise.
             Some(error) if error.kind() == Kind::Timeout => {
                 log_warn!("fd {}: connecting anew: {error}", self.fd);
                 error.clone()
@@ -134,7 +135,7 @@ impl Client {
                 if state.session.another_reads() {
                     let fd = state.link.device.fd();
                     if wait::until(fd, wait::IN, Some(Duration::ZERO), None).unwrap_or(false) {
-                        // Whoever sleeps takes it in, and looks again.
+                        // The thread that sleeps takes it in, and looks again.
                         return;
                     }
                 } else {
@@ -153,17 +154,17 @@ impl Client {
         state.give_up(why);
     }
 
-    /// Takes the next step towards a new connection, which does not wait; the first one, if nobody has yet.
+    /// Takes the next step towards a new connection, or the first one if nobody has yet. A step does not wait.
     pub(super) fn step(&self, state: &mut Waiting) {
         if !state.is_own(self.fd) {
             // Another file has the number by now, and would be replaced.
             return state.attempt_failed(Error::new(Kind::NotSent, "the descriptor was closed"));
         }
-        // What an attempt leaves in the set would stay there under its number.
+        // A descriptor that an attempt leaves in the set would stay there under its number.
         state.watch_nothing();
         let Some(renewal) = &mut state.renewal else { return };
         let now = Instant::now();
-        // One that nobody has looked after until its end may have been given up by the peer.
+        // An attempt that nobody has looked after until its time is over may have been given up by the peer.
         let (mut attempt, until) = match renewal.attempt.take() {
             Some((attempt, until)) if now < until => (attempt, until),
             Some(_) => {
@@ -181,8 +182,8 @@ impl Client {
                 }
             }
         };
-        // The last step, which may be the first one, has another socket take the number of the one that a thread may be about
-        // to read from.
+        // The last step, which may be the first one, makes another socket take the descriptor number of the one that a thread
+        // may be about to read from.
         if state.session.naps() {
             renewal.attempt = Some((attempt, until));
             return state.rearm();
@@ -227,12 +228,13 @@ impl Client {
         link.known_as(self.fd, self.to);
         let offered = state.link.engine.version().is_none();
         link.first_reply = state.link.first_reply_of_next();
-        // The old one was closed, and what it had was handed out, before anybody began to connect: but for calls back that wait
-        // for a thread which serves another one all the time. They are lost with it, as those are that were on their way.
+        // The old connection was closed, and what it had was handed out, before anybody began to connect. The exceptions are
+        // calls back that wait for a thread which serves another one all the time: they are lost with the connection, as are
+        // those that were on their way.
         state.link = link;
         state.identity = process::identify(self.fd);
         state.nudges = 0;
-        // Those that went over the old one have ended with it.
+        // The greetings that went over the old connection have ended with it.
         state.session.calls.greetings.retain(|xid| parked.iter().any(|(other, ..)| other == xid));
         state.connections += 1;
         let Waiting { link, wishes, session, .. } = &mut *state;
@@ -257,7 +259,7 @@ impl Client {
                 Err(error) => drop(session.calls.end(xid, Err(error))),
             }
         }
-        // Whoever drives sleeps until something comes: nothing would, before these have left.
+        // The driver sleeps until something comes, and nothing would before these calls have left.
         state.link.flush();
         state.settle();
         state.session.wake_all();
@@ -266,7 +268,7 @@ impl Client {
     /// Waits until there is a connection that is not to be replaced.
     ///
     /// # Errors
-    /// `Timeout` at `deadline`, or why it could not be made anew.
+    /// `Timeout` at `deadline`, or why no new one could be made.
     pub(super) fn connected<'a>(
         &'a self,
         mut state: MutexGuard<'a, Waiting>,
@@ -299,8 +301,8 @@ impl Waiting {
         self.renewal.as_ref().and_then(Renewal::under_way)
     }
 
-    /// Ends the connection: what had come is handed out, and what was sent has ended; calls that were not sent are kept for
-    /// the next one.
+    /// Ends the connection: what had come is handed out, and calls that were sent end; calls that were not sent are kept for
+    /// the next connection.
     fn give_up(&mut self, why: Error) {
         let parked = self.link.engine.take_waiting();
         self.link.fail(why.clone());
@@ -313,7 +315,7 @@ impl Waiting {
         log_info!("fd {fd}: another process has the connection: connecting anew");
         let why = Error::new(Kind::NotSent, "the connection belongs to another process");
         let parked = self.link.engine.take_waiting();
-        // Twice: while a version is offered, the first time keeps the calls.
+        // Twice: while a version is offered, the first of these keeps the calls.
         self.link.engine.handle_closed(why.clone());
         self.link.engine.handle_closed(why.clone());
         self.retire(why, parked);
@@ -328,13 +330,13 @@ impl Waiting {
                 .requests
                 .end(&Error::new(Kind::ConnectionLost, "it was replaced by a new one"));
         }
-        // They sleep on the old connection, whose end wakes them, and see what has become of it.
+        // The drivers sleep on the old connection, whose end wakes them, and see what has become of it.
         self.session.forget_drivers();
         self.renewal = Some(Renewal { why, attempt: None, failed: (0, None), instead: None, parked });
         self.session.wake_all();
     }
 
-    /// This is a forked child now. The threads of its parent are not here, and what they wait for is theirs.
+    /// This process is a forked child now. The threads of its parent are not here, and what they wait for is theirs.
     pub(super) fn inherit(&mut self) {
         self.generation = fork::generation();
         self.session.inherit();
@@ -355,7 +357,7 @@ impl Waiting {
         }
     }
 
-    /// An attempt has failed. Calls that wait go on to do so if it was only slow: there will be another one.
+    /// An attempt has failed. If it was only slow, the calls that wait go on waiting: there will be another one.
     pub(super) fn attempt_failed(&mut self, error: Error) {
         let fd = self.link.device.fd();
         let Some(renewal) = &mut self.renewal else { return };
@@ -375,8 +377,8 @@ impl Waiting {
         self.session.wake_all();
     }
 
-    /// Has a call of procedure 0 go before a call without a reply that would take the last credit, for only a reply gives
-    /// it back; the first reply on a connection, moreover, tells how many there are.
+    /// Sends a call of procedure 0 ahead of a call without a reply that would take the last credit, because only a reply gives
+    /// it back. Besides, the first reply on a connection tells how many credits there are.
     pub(super) fn make_way(&mut self, message: &Message, expect: &Expect) {
         let engine = &self.link.engine;
         if matches!(expect, Expect::Nothing) && engine.credits_left() <= 1 && engine.closed().is_none() {
@@ -427,7 +429,7 @@ mod tests {
     use std::sync::Arc;
 
     fn config(credits: u32) -> &'static Config {
-        // Without spinning, a driver that others can see sleeps.
+        // Without spinning, a driver that others can see is asleep.
         Box::leak(Box::new(Config { credits, inline: Some(4096), poll: Duration::ZERO, ..Config::default() }))
     }
 
@@ -458,12 +460,12 @@ mod tests {
         client.call(xid, message(client, xid), 1024, Vec::new(), deadline, None).map(drop)
     }
 
-    /// A call that is sent, and that nobody waits for.
+    /// Makes a call that is sent, and that nobody waits for.
     fn orphan(client: &Client) {
         assert_eq!(call(client, Instant::now()).unwrap_err().kind(), Kind::Timeout);
     }
 
-    /// Starts a call for a thread that does not come to wait for it.
+    /// Starts a call for a thread that never comes to wait for it.
     fn begin(client: &Client, expect: Expect) -> Xid {
         let xid = client.fresh_xid();
         let message = message(client, xid);
@@ -524,7 +526,7 @@ mod tests {
         Client::open(socket.as_raw_fd(), config, soon(), None).unwrap()
     }
 
-    /// What waits for the other end is let go when a test fails.
+    /// When a test fails, this lets go of what waits for the other end.
     struct Hangup<'a>(&'a TcpStream);
 
     impl Drop for Hangup<'_> {
@@ -533,7 +535,7 @@ mod tests {
         }
     }
 
-    /// What a test has of a CLIENT, whose other end is a thread beside it.
+    /// What a test has: a CLIENT, and a thread beside it that is the other end.
     struct Bench<'scope, 'env, T> {
         scope: &'scope std::thread::Scope<'scope, 'env>,
         socket: &'env TcpStream,
@@ -615,7 +617,7 @@ mod tests {
                 peer.answer(orphan);
                 told.send(()).unwrap();
                 let call = peer.next().unwrap();
-                // It waits for what it has called back for.
+                // The peer waits until what it has called back for is done.
                 if served.recv_timeout(PATIENCE / 2).is_ok() {
                     peer.answer(call);
                 }
@@ -681,13 +683,13 @@ mod tests {
         };
         anew();
         assert_eq!(credits(), before);
-        // What the program has said lasts.
+        // What the program has set lasts.
         Caller::credits(&*client, Some(7));
         anew();
         assert_eq!(credits(), (7, before.1));
     }
 
-    /// The same, but for the choice of the device.
+    /// The same, except for the choice of the device.
     #[cfg(feature = "verbs")]
     fn any_device(config: &Config) -> &'static Config {
         Box::leak(Box::new(Config { provider: Provider::Auto, ..config.clone() }))
@@ -756,7 +758,7 @@ mod tests {
             let (awaited, batched) = (begin(&client, reply()), begin(&client, Expect::Nothing));
             answered.recv().unwrap();
             assert!(wait::until(socket.as_raw_fd(), wait::IN, Some(PATIENCE), None).unwrap());
-            // The reply gives a credit to the call without one, which leaves none.
+            // The reply gives a credit to the call without a reply, which leaves none.
             call(&client, soon()).unwrap();
             let mut state = client.lock();
             assert_eq!(state.connections, 2);
@@ -780,7 +782,7 @@ mod tests {
         beside(config, peer, |Bench { socket, client, .. }| {
             call(&client, soon()).unwrap();
             begin(&client, reply());
-            // It sleeps in poll(2), and nothing else wakes it.
+            // Another thread sleeps in poll(2), and nothing else wakes it.
             client.lock().session.drive_as(usize::MAX);
             answered.recv().unwrap();
             assert!(wait::until(socket.as_raw_fd(), wait::IN, Some(PATIENCE), None).unwrap());
@@ -802,7 +804,7 @@ mod tests {
         };
         beside(config, peer, |Bench { client, peer, .. }| {
             let xid = client.fresh_xid();
-            // It would hold the only credit.
+            // This call would hold the only credit.
             client.exchange(xid, message(&client, xid), Expect::Nothing, soon(), None).unwrap();
             let (first, second) = peer.join().unwrap();
             assert!(first != xid && second == xid, "{first}, {second}");
@@ -817,7 +819,7 @@ mod tests {
         orphan(client);
     }
 
-    /// Answers the first call and takes in the others.
+    /// Answers the first call, and no other.
     fn starving(listener: &TcpListener, config: &'static Config) -> Peer {
         let first = Peer::accept(listener, config);
         first.answer(first.next().unwrap());
@@ -844,7 +846,7 @@ mod tests {
             call(&client, soon()).unwrap();
             call(&client, soon()).unwrap();
             let mut state = client.lock();
-            // Else the calls without reply would have taken its only credit.
+            // Otherwise the calls without a reply would have taken its only credit.
             assert_eq!(state.connections, 2);
             for xid in batched.iter().chain([&awaited]) {
                 assert!(state.session.calls.take(*xid).unwrap().is_ok());
@@ -858,7 +860,7 @@ mod tests {
         });
     }
 
-    /// It would take the first bytes of the new connection for the last of the old one.
+    /// Such a thread would take the first bytes of the new connection for the last of the old one.
     #[test]
     fn a_new_connection_takes_the_number_when_nobody_is_about_to_read_from_the_old_one() {
         let config = config(2);
@@ -869,7 +871,7 @@ mod tests {
         beside(config, peer, |Bench { scope, client, .. }| {
             starve(&client);
             client.lock().session.nap_as(true);
-            // In vain until then, whatever step it would take.
+            // In vain until then, whatever the step would be.
             let steps = || {
                 let mut state = client.lock();
                 client.look(&mut state);
@@ -922,7 +924,7 @@ mod tests {
         let (tell, go_on) = mpsc::channel();
         let peer = move |listener: TcpListener| {
             let _first = starving(&listener, config);
-            // The kernel has accepted the second one before; nobody answers on it before the other call has ended.
+            // The kernel has already accepted the second connection; nobody answers on it before the other call has ended.
             go_on.recv().unwrap();
             Peer::accept(&listener, config).serve();
         };
@@ -956,7 +958,8 @@ mod tests {
             });
             let client = open(&socket, few);
             starve(&client);
-            // It is given up with the next call, which has not even time to sleep; the one that follows has more credits.
+            // The connection is given up with the next call, which does not even have time to sleep; the one that follows has
+            // more credits.
             orphan(&client);
             client.credits(Some(32));
             for _ in 0..3 {
@@ -996,7 +999,7 @@ mod tests {
         });
     }
 
-    /// A handler of a signal that comes while its thread sleeps for the new connection.
+    /// The call of a signal handler that runs while its thread sleeps for the new connection.
     #[test]
     fn a_call_made_in_the_midst_of_one_that_waits_for_the_new_connection_makes_it() {
         let config = config(2);
@@ -1009,7 +1012,7 @@ mod tests {
         beside(config, peer, |Bench { client, .. }| {
             starve(&client);
             orphan(&client);
-            // As a call of this very thread that sleeps.
+            // As if a call of this very thread were asleep.
             client.lock().session.drive_as(thread::this());
             tell.send(()).unwrap();
             call(&client, soon()).unwrap();
@@ -1017,7 +1020,7 @@ mod tests {
         });
     }
 
-    /// Else a server that is slower than the calls' time would see a new connection with each of them.
+    /// Otherwise a server that is slower than the calls' time would see a new connection with each of them.
     #[test]
     fn a_connection_that_follows_one_without_a_reply_has_time_for_its_first_reply() {
         let config = config(2);
@@ -1065,7 +1068,7 @@ mod tests {
         beside(config, peer, |Bench { client, .. }| {
             client.lock().link.first_reply = Duration::from_millis(300);
             orphan(&client);
-            // No time of the waiting call ends what it waits for.
+            // It is not the time of the waiting call that ends the wait.
             call(&client, Instant::now() + 10 * PATIENCE).unwrap();
             assert_eq!(client.connections(), 2);
         });
@@ -1098,7 +1101,7 @@ mod tests {
             let child = || fork::testing::fork(|| three() && client.connections() == 2);
             assert!(child().succeeded());
             assert!(three());
-            // All at a time, with a call of the parent under way.
+            // All at the same time, with a call of the parent under way.
             let awaited = begin(&client, reply());
             let children = [child(), child()];
             assert!(three());

@@ -1,15 +1,15 @@
 //! Calls back, at the end that accepted the connection: [`Reverse`] makes them.
 //!
-//! The connection belongs to the program's service loop, which reads it whenever something comes. So it is moved by
+//! The connection belongs to the program's service loop, which reads it whenever something comes. So its bytes are moved by
 //!
 //! - the loop, while another thread's call waits for the reply that the loop will find;
-//! - the calling thread itself, where that is the loop's own: from a dispatch routine, or between two turns of the loop.
-//!   It then serves the requests of the connection too, for the callback may call forward before it answers;
+//! - the calling thread itself, where it is the loop's own: from a dispatch routine, or between two turns of the loop. It then
+//!   serves the requests of the connection too, because the callback may call forward before it answers;
 //! - the calling thread, while the loop's thread is inside a dispatch routine, and perhaps waits for this one;
 //! - the calling thread, while nobody is in the loop, as far as can be told: it has been left, or what has come for this
 //!   connection has been there for a while and nobody has looked at any connection.
 //!
-//! What a thread beside the loop has taken off the connection, the loop must be told of: poll(2) will not.
+//! The loop must be told of what a thread beside it has taken off the connection: poll(2) will not tell it.
 //! [`service_loop`] knows where the loop is.
 #![forbid(unsafe_code)]
 
@@ -40,10 +40,10 @@ use super::service_loop;
 use super::session::{self, Locked, Policy, State, Turn, Wake};
 use super::{Callee, Caller, Mask, SendRoom};
 
-/// How long a call back trusts that the loop reads its connection, before it looks whether the loop is busy.
+/// How long a call back trusts that the loop reads its connection, before it checks whether the loop is busy.
 const LOOK_EVERY: Duration = Duration::from_millis(20);
 
-/// Makes calls back to the client of a connection, and to the same client on another connection later.
+/// Makes calls back to the client of a connection, and later to the same client on another connection.
 pub struct Reverse {
     slot: Mutex<Slot>,
     hooks: &'static Hooks,
@@ -51,18 +51,19 @@ pub struct Reverse {
 
 struct Slot {
     server: Arc<Shared>,
-    /// Credits that are asked for, on the next connection too.
+    /// Credits that are requested, on the next connection too.
     credits: u32,
     chunks: bool,
-    /// Least bytes of our Receives, if the program has said so.
+    /// The least size of our Receives, in bytes, if the program has set one.
     receive_size: Option<u32>,
 }
 
 /// What only the program's loop can do.
 pub struct Hooks {
-    /// Has the loop serve what is there of the connection with this descriptor.
+    /// Makes the loop serve what is there of the connection with this descriptor.
     pub serve: fn(RawFd),
-    /// Has the loop look at [`ServiceLoop::take_left`](service_loop::ServiceLoop::take_left) in its next turn. Called in its own thread.
+    /// Makes the loop look at [`ServiceLoop::take_left`](service_loop::ServiceLoop::take_left) in its next turn. Called in its
+    /// own thread.
     pub wake: fn(),
     /// The same, in any thread: a loop that sleeps wakes.
     pub ring: fn(),
@@ -113,7 +114,7 @@ impl Reverse {
         self.slot().server.clone()
     }
 
-    /// Waits until what is waited for is there, or until `deadline`.
+    /// Waits until what `waiter` waits for is there, or until `deadline`.
     fn wait_for<'a>(
         &self,
         server: &'a Shared,
@@ -126,7 +127,7 @@ impl Reverse {
         session::wait_for(&caller, state, waiter, deadline, mask)
     }
 
-    /// This thread waits no more: somebody else drives, and the loop hears of what is left for it.
+    /// This thread no longer waits: somebody else drives, and the loop hears of what is left for it.
     fn leave(&self, mut state: MutexGuard<'_, Server>) {
         let home = state.home;
         if !state.session.is_driven() {
@@ -148,9 +149,9 @@ impl Reverse {
 struct Awaiting<'a> {
     server: &'a Shared,
     hooks: &'static Hooks,
-    /// The loop serves nothing more of this connection.
+    /// The loop serves nothing more on this connection.
     stuck: Cell<bool>,
-    /// Something has come, and how often the loop had looked at any connection then.
+    /// Something has come; and how often the loop had looked at any connection by then.
     unread: Cell<Option<u64>>,
 }
 
@@ -197,7 +198,7 @@ impl<'a> Policy<'a> for Awaiting<'a> {
         let serves = home.is_mine();
         if !serves && !reads {
             let looks = home.looks();
-            // What the loop was about to look at by itself the descriptor does not tell.
+            // The descriptor does not tell of what the loop was about to look at by itself.
             let came = state.link().is_some_and(|link| !link.device.rest())
                 || wait::until(state.fd, wait::IN, Some(Duration::ZERO), None).unwrap_or(false);
             if came && self.unread.take() == Some(looks) {
@@ -216,8 +217,8 @@ impl<'a> Policy<'a> for Awaiting<'a> {
     fn wake(&self, state: &mut Server, _: bool) -> Wake {
         let home = state.home;
         let retry = state.link().and_then(|link| link.retry_at());
-        // The loop may take from the connection what this thread sleeps for; and where one event tells of all, a thread that
-        // answers a request.
+        // The loop may take from the connection what this thread sleeps for; and where one event tells of everything, so may a
+        // thread that answers a request.
         let look = !home.is_mine() || state.traits.one_event;
         let look = look.then(|| Instant::now() + LOOK_EVERY);
         let until = retry.into_iter().chain(look).min();
@@ -229,7 +230,7 @@ impl<'a> Policy<'a> for Awaiting<'a> {
     fn move_on(&self, state: &mut Server, _: &Wake, _: bool) {
         let home = state.home;
         if state.session.another_reads() {
-            // It was woken by the same bytes, and waits for them.
+            // That thread was woken by the same bytes, and waits for them.
             return state.send();
         }
         if home.is_mine() {
@@ -256,12 +257,12 @@ impl Slot {
 }
 
 impl Server {
-    /// Whether `receive` has one.
+    /// Whether `receive` would return one.
     pub fn request_ready(&self) -> bool {
         matches!(&self.phase, Phase::Open(link) if link.request_ready())
     }
 
-    /// As `pump`, beside the loop, which is told of requests.
+    /// As `pump`, beside the loop, which is to be told of requests.
     pub(super) fn read_for_loop(&mut self) -> Option<RawFd> {
         self.pump();
         self.for_loop()
@@ -269,8 +270,8 @@ impl Server {
 
     /// The connection, if there is something in memory that the loop is to see to.
     pub(super) fn for_loop(&mut self) -> Option<RawFd> {
-        // The end of the connection is the loop's to see, and so is what the peer does not take now, and a long Call that waits
-        // for memory or has others wait.
+        // The end of the connection is the loop's to see. So is what the peer does not take now, and a long Call that waits
+        // for memory or makes others wait.
         let watched = self.wants_write() || self.waits_for_memory().is_some() || self.pulling();
         (watched || self.request_ready() || self.link().is_none()).then_some(self.fd)
     }
@@ -358,7 +359,7 @@ impl Caller for Reverse {
         let (session, link) = state.parts();
         let outcome = session.outcome(link, xid);
         if outcome.is_ok() {
-            // A client that only answers says something too.
+            // A client that only answers has been heard too.
             state.heard = stats::clock();
         }
         self.leave(state);
@@ -429,7 +430,7 @@ impl Caller for Reverse {
             let server = self.server();
             let mut state = locked(&server);
             if state.home.is_mine() {
-                // Nobody else could bring it back meanwhile.
+                // Nobody else could bring the connection back meanwhile.
                 return Ok(false);
             }
             if state.link().is_some() {
@@ -467,7 +468,7 @@ impl Caller for Reverse {
     }
 
     fn max_reply(&self, _: &Config) -> usize {
-        // What fits inline needs no Reply chunk, which a size-limited peer would not bear.
+        // What fits inline needs no Reply chunk, which a size-limited peer would not tolerate.
         let server = self.server();
         let mut state = locked(&server);
         state.link().map_or(1024, |link| link.engine.largest_short().1).saturating_sub(RPC_HEADER_MAX)

@@ -31,26 +31,26 @@ use super::{Callee, LATE, TURN, TURN_TIME, busy, memory};
 use crate::wait::{self, PollFd};
 use std::sync::{Arc, TryLockError, Weak};
 
-/// While others wait for the memory that pulled Calls hold, a peer has so long to send what it was asked for: all of it, or
+/// While others wait for the memory that pulled Calls hold, a peer has this long to send what it was asked for: all of it, or
 /// [`PULL_LEAST`] bytes. So a Call of 64 MiB takes some five minutes at most.
 pub(super) const PULL_STALL: Duration = Duration::from_secs(5);
 const PULL_LEAST: u64 = 1 << 20;
-/// A loop that has not looked at a connection for so long was away.
+/// A loop that has not looked at a connection for this long was away.
 const PULL_AWAY: Duration = Duration::from_secs(1);
 
 const TURN_NANOS: u64 = TURN_TIME.as_nanos() as u64;
 
-/// How often a connection that waits for such memory tries again.
+/// How often a connection that waits for the memory of pulled Calls tries again.
 const PULL_RETRY: Duration = Duration::from_millis(20);
 
-/// How long a connection over no TCP socket may be without a word before its peer is looked after. One that has not answered
+/// How long a connection that goes over no TCP socket may be silent before its peer is probed. A peer that has not answered by
 /// the next time is gone: nothing else would ever tell.
 pub(super) const PROBE_EVERY: Duration = Duration::from_secs(30);
 
 /// How far a connection has come.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Stage {
-    /// It is not established.
+    /// It is not established yet.
     Starting,
     /// No call has come.
     Unused,
@@ -58,7 +58,7 @@ pub enum Stage {
     Used,
 }
 
-/// A responder's connection, driven by the loop of the program through `receive`, `reply` and `more`.
+/// A responder's connection, driven by the loop of the program through `receive`, `reply` and [`next`].
 pub struct Server {
     pub(super) fd: RawFd,
     pub(super) traits: &'static Traits,
@@ -74,11 +74,11 @@ pub struct Server {
     pub(super) start_by: Instant,
     /// When something came last, by [`stats::clock`].
     pub(super) heard: u64,
-    /// When to see whether the peer is there.
+    /// When to probe whether the peer is there.
     probe_at: Instant,
-    /// While RDMA Reads are under way: how many bytes they must have brought in all for them to get on, and since when.
+    /// While RDMA Reads are under way: how many bytes they must have brought in all to have made progress, and since when.
     pub(super) pulling: Option<(u64, Instant)>,
-    /// When that was last seen to.
+    /// When that was last checked.
     pub(super) looked: Instant,
     /// Since when a long Call waits for memory, and when to try again.
     pub(super) retry: Option<(Instant, Instant)>,
@@ -105,9 +105,9 @@ pub(super) struct Turn {
     requests: u32,
     /// When the first of them was handed up, by [`stats::clock`].
     began: Option<u64>,
-    /// The one before was ended with requests left, and this one has been put off so often since.
+    /// The turn before was ended with requests left, and this one has been put off this many times since.
     put_off: Option<u32>,
-    /// This one has just been put off.
+    /// This turn has just been put off.
     waits: bool,
 }
 
@@ -123,16 +123,16 @@ impl Turn {
     }
 }
 
-/// What comes next of a connection: [`next`].
+/// What comes next on a connection: [`next`].
 #[derive(Debug, PartialEq, Eq)]
 pub enum Next {
     /// A complete request lies in memory.
     Request,
-    /// So it does, but others have their turn first. Nothing in the descriptor tells of it.
+    /// The same, but others have their turn first. Nothing in the descriptor tells of the request.
     Later,
-    /// What its descriptor tells.
+    /// Whatever the descriptor tells of.
     Arrival,
-    /// What the loop finds, which looks at it meanwhile (`busy`).
+    /// Whatever the loop finds, which looks at the connection itself meanwhile (`busy`).
     Soon,
     /// Nothing: it is closed.
     Closed,
@@ -198,12 +198,12 @@ impl Server {
         }
     }
 
-    /// What children have answered of its requests, by their numbers.
+    /// Which of its requests children have answered, by number.
     pub fn answered(&self) -> Arc<fork::Answered> {
         self.answered.clone()
     }
 
-    /// Before a Call is read, answered, or kept for an answer: what children do is heeded.
+    /// Takes account of what children have done, before a Call is read, answered, or kept for an answer.
     #[inline]
     fn heed_children(&mut self) {
         if self.answered.is_shared() {
@@ -215,15 +215,15 @@ impl Server {
     fn heed_shared(&mut self) {
         if let Phase::Open(link) = &mut self.phase {
             link.engine.shares();
-            // The log is the parent's to take from.
+            // Only the parent takes from the log.
             if self.generation == fork::generation() {
                 self.answered.take(|number| link.engine.answered_elsewhere(RequestId::of(number)));
             }
         }
     }
 
-    /// Whether a child that a thread forks may answer a request: one that was deferred and was not left to another child, or `any`.
-    /// A fork is about to be made.
+    /// Whether a child that a thread is about to fork may answer a request of this connection: one that was deferred and was
+    /// not left to another child, or `any`.
     pub fn concerns_child(&self, any: bool) -> bool {
         let Phase::Open(link) = &self.phase else { return false };
         let is_left = |id: &RequestId| !any && self.left.contains(id);
@@ -231,7 +231,7 @@ impl Server {
         any && link.engine.has_handed() || link.engine.deferred().any(waits)
     }
 
-    /// As transport and callers share it: its long Calls are pulled in their turn.
+    /// Makes it one that transport and callers share: its long Calls are pulled in their turn.
     pub fn shared(self) -> Arc<Shared> {
         let shared = Arc::new(Mutex::new(self));
         locked(&shared).own = Some(Arc::downgrade(&shared));
@@ -261,7 +261,7 @@ impl Server {
         if !link.request_ready() {
             link.pump();
         }
-        // What wakes the loop may also be that something of ours is complete.
+        // The loop may also have been woken because something of ours is complete.
         if link.device.moved() != before {
             self.heard = now;
         }
@@ -282,14 +282,14 @@ impl Server {
         Some(request)
     }
 
-    /// [`LATE`] requests that were put off can be answered, whatever comes meanwhile.
+    /// Keeps [`LATE`] deferred requests answerable, whatever comes meanwhile.
     pub fn keep_deferred(&mut self) {
         if let Some(link) = self.link() {
             link.engine.keep_deferred(LATE);
         }
     }
 
-    /// Notes how replies and Reads get on.
+    /// Notes the progress of replies and Reads.
     pub(super) fn note(&mut self) {
         let Phase::Open(link) = &mut self.phase else { return };
         if link.engine.closed().is_some() {
@@ -299,7 +299,7 @@ impl Server {
         }
         let (pulling, waits) = (link.engine.pulling(), link.engine.waits_for_memory());
         if pulling.is_none() && !waits {
-            // As nearly always: what time it is does not matter.
+            // As nearly always: the time does not matter.
             (self.pulling, self.retry) = (None, None);
         } else {
             self.note_pulls(pulling, waits);
@@ -349,7 +349,7 @@ impl Server {
         self.backlog.clear();
     }
 
-    /// An open connection that works.
+    /// The link of an open connection that works.
     pub(super) fn link(&mut self) -> Option<&mut Link> {
         match &mut self.phase {
             Phase::Open(link) if link.engine.closed().is_none() => Some(link),
@@ -357,9 +357,9 @@ impl Server {
         }
     }
 
-    /// Closes the connection if its Reads have not got on for a while and it is of them that others wait: for the memory of
-    /// all peers, or of this one's. Unless that is our own doing: what the peer has answered lies unread where the loop was
-    /// away, or has paused.
+    /// Closes the connection if its Reads have made no progress for a while and others wait because of them: for the memory of
+    /// all peers, or of this one. Not if that is our own doing: where the loop was away, or has paused, what the peer has
+    /// answered lies unread.
     pub fn give_way(&mut self) {
         let now = Instant::now();
         let stalled =
@@ -374,7 +374,8 @@ impl Server {
             if away {
                 link.pump();
             }
-            // Who has neither sent nor taken anything all the time is as slow beside a loop that is away before each look.
+            // A peer that has neither sent nor taken anything all the time is too slow even if the loop is away before each
+            // look.
             if away && (link.paused || link.device.moved() != moved || link.engine.closed().is_some()) {
                 self.pulling = Some((link.device.pulled() + PULL_LEAST, now));
                 self.settle();
@@ -404,23 +405,23 @@ impl Server {
     }
 
     /// Whether the turn that begins now is put off: nobody else was served since the last one was ended, and another
-    /// descriptor of the loop has something ([`next`] tells to come back). The loop calls upon a connection
-    /// twice where others are called upon once: for what is in memory, and for what is in the descriptor.
+    /// descriptor of the loop has something ([`next`] says that the rest comes later). The loop visits such a connection twice
+    /// for each visit to others: for what is in memory, and for what the descriptor tells of.
     pub fn puts_off(&mut self, others: impl FnOnce() -> bool) -> bool {
-        // Twice at most: what others have may be nothing that their turn takes away.
+        // Twice at most: what the others have may be something that their turn does not take away.
         let Some(times @ 0..2) = self.turn.put_off else { return false };
         self.turn.waits = self.home.served_last(self.id) && others();
         self.turn.put_off = self.turn.waits.then_some(times + 1);
         self.turn.waits
     }
 
-    /// What comes next, as far as can be told without waiting; `None` where it may pay to spin for it.
+    /// What comes next, as far as can be told without waiting; `None` where it may pay to spin for that.
     fn look(&mut self) -> Option<Next> {
         let Phase::Open(link) = &mut self.phase else { return Some(Next::Arrival) };
         if link.request_ready() {
             return Some(if self.turn.is_over() { Next::Later } else { Next::Request });
         }
-        // Where replies wait, it is for the peer to take them.
+        // Where replies wait, it is up to the peer to take them.
         let spins = self.session.may_spin()
             && !link.is_behind()
             && !self.turn.is_over()
@@ -429,8 +430,8 @@ impl Server {
         (!spins).then_some(Next::Arrival)
     }
 
-    /// Whether it has just served, and a look at it costs nothing: nobody need wake the loop for it. A loop that does not spin
-    /// looks once, when all others have had their turn.
+    /// Whether it has just served, and a look at it costs nothing: then nobody need wake the loop for it. A loop that does not
+    /// spin looks once, when all others have had their turn.
     fn is_busy(&mut self) -> bool {
         if !self.traits.socket || self.forked() || !self.session.is_unattended() || self.turn.began.is_none()
         {
@@ -446,7 +447,7 @@ impl Server {
         rests || self.session.another_reads()
     }
 
-    /// Moves what moves; the device, if something still waits for the peer and this process is to send it.
+    /// Moves what can move. Returns the device if something still waits for the peer and this process is to send it.
     pub(super) fn rest(&mut self) -> Option<&dyn QueuePair> {
         if self.forked() {
             return None;
@@ -454,7 +455,7 @@ impl Server {
         let Phase::Open(link) = &mut self.phase else { return None };
         if link.device.unsent() > 0 && link.engine.closed().is_none() {
             link.pump_on();
-            // Another thread may spin, or this one have been interrupted in that.
+            // Another thread may be spinning, or this one may have been interrupted while it was.
             if !link.device.rest() {
                 link.pump_on();
             }
@@ -485,7 +486,7 @@ impl Server {
         }
     }
 
-    /// When `closed` must be asked again though nothing arrived.
+    /// When `closed` must be asked again though nothing has arrived.
     pub fn deadline(&self) -> Option<Instant> {
         if matches!(self.phase, Phase::Starting(_)) {
             return Some(self.start_by);
@@ -494,8 +495,8 @@ impl Server {
         sooner(sooner(self.retry.map(|(_, at)| at), self.backlog.deadline()), probe)
     }
 
-    /// Whether there is nothing to look at before its descriptor tells of something: neither time nor memory nor room in the
-    /// socket is waited for, as nearly always.
+    /// Whether there is nothing to look at before its descriptor tells of something: nothing waits for a time, for memory or
+    /// for room in the socket, as nearly always.
     pub fn is_quiet(&self) -> bool {
         let waits = self.pulling.is_some() || self.retry.is_some() || !self.backlog.is_empty();
         let waits = |link: &Link| waits || link.awaits_turn() || link.device.wants_write();
@@ -516,7 +517,7 @@ impl Server {
         }
     }
 
-    /// Sends what the socket takes now; closes the connection of a peer that has stopped to take anything.
+    /// Sends what the socket takes now; closes the connection of a peer that has stopped taking anything.
     pub fn push(&mut self) {
         if let Err(error) = self.probe(Instant::now()) {
             log_info!("fd {}: {error}", self.fd);
@@ -543,13 +544,13 @@ impl Server {
         }
     }
 
-    /// Sees whether a peer that says nothing is there.
+    /// Probes whether a peer that says nothing is there.
     fn probe(&mut self, now: Instant) -> Result<(), Error> {
         if self.traits.socket || now < self.probe_at {
             return Ok(());
         }
         let quiet = now.saturating_duration_since(self.heard_at());
-        // Not at each word: this is what the loop is woken for.
+        // Not changed with each message: this is what the loop is woken for.
         self.probe_at = now + PROBE_EVERY.saturating_sub(quiet).max(PROBE_EVERY / 10);
         if quiet < PROBE_EVERY || self.forked() {
             return Ok(());
@@ -558,7 +559,7 @@ impl Server {
         self.link().map_or(Ok(()), |link| link.device.probe())
     }
 
-    /// How far a connection has come whose memory is locked, and whose it is. `None` for others.
+    /// How far a connection whose memory is locked has come, and the address of its peer. `None` for others.
     pub fn stage(&self) -> Option<(Stage, Option<IpAddr>)> {
         let stage = match self.phase {
             _ if !self.traits.locked_memory => return None,
@@ -569,7 +570,7 @@ impl Server {
         Some((stage, self.peer.map(|at| at.ip())))
     }
 
-    /// Since when nothing has come from the peer, nor has it taken anything of what waits for it; `None` while it is called
+    /// Since when nothing has come from the peer, and it has taken nothing of what waits for it; `None` while it is called
     /// back.
     pub fn idle_since(&self) -> Option<Instant> {
         let heard = self.heard_at();
@@ -596,7 +597,7 @@ pub fn number_of(server: &Shared) -> usize {
     std::ptr::from_ref(server).addr()
 }
 
-/// What a poisoned lock guards is closed by `tirpc::server`, which finds it out.
+/// A connection whose lock is poisoned is closed by `tirpc::server`, which finds that out.
 pub fn locked(server: &Shared) -> MutexGuard<'_, Server> {
     fork::lock(server, number_of(server))
 }
@@ -641,15 +642,15 @@ pub fn send_rest(servers: &[Arc<Shared>], wait: Wait) {
     }
 }
 
-/// Whether something has come on a connection that the loop looks at, or it is another one by now. One that somebody has locked,
-/// or forks in a routine of, is looked at later.
+/// Whether something has come on a connection that the loop looks at, or the descriptor belongs to another one by now. A
+/// connection that somebody has locked, or that a fork in one of its routines concerns, is looked at later.
 pub(super) fn has_come(server: &Shared, fd: RawFd) -> bool {
     let forks = || fork::is_under_way(number_of(server));
     if forks() {
         return false;
     }
     match server.try_lock() {
-        // One has begun meanwhile.
+        // A fork has begun meanwhile.
         Ok(_) if forks() => false,
         Ok(mut server) => server.fd == fd && server.link().is_none_or(|link| link.device.has_come()),
         Err(TryLockError::WouldBlock) => false,
@@ -657,7 +658,7 @@ pub(super) fn has_come(server: &Shared, fd: RawFd) -> bool {
     }
 }
 
-/// Whether its descriptor tells what comes next.
+/// Whether its descriptor tells of what comes next.
 pub(super) fn rests(server: &Shared, fd: RawFd) -> bool {
     if fork::is_under_way(number_of(server)) {
         return false;
@@ -666,9 +667,9 @@ pub(super) fn rests(server: &Shared, fd: RawFd) -> bool {
     server.fd != fd || server.rests()
 }
 
-/// Whether a complete request lies in memory, after waiting for one as long as spinning pays. `others`: whether another
-/// descriptor of the program's loop has something. `own`: the same connection, if the loop is the library's own, which
-/// looks at busy ones itself.
+/// What comes next on a connection, after waiting for a complete request as long as spinning pays. `others`: whether another
+/// descriptor of the program's loop has something. `own`: the same connection, if the loop is the library's own, which looks
+/// at busy ones itself.
 pub fn next(server: &Shared, others: impl Fn() -> bool, own: Option<&Arc<Shared>>) -> Next {
     let mut state = locked(server);
     if std::mem::take(&mut state.turn.waits) {
@@ -744,7 +745,7 @@ impl<'a> Locked<'a> for &'a Shared {
         }
     }
 
-    /// To the clients of other connections, who call the sooner then.
+    /// Offers it to the clients of other connections, which call the sooner then.
     fn may_offer(&self, state: &mut Server) -> bool {
         state.home.active() > 1
     }
@@ -780,7 +781,7 @@ impl Waits for Shared {
             Phase::Starting(_) | Phase::Failed(_) => true,
         };
         server.settle();
-        // Its own thread does not know: what waits for memory, or for room in the socket, is for the loop to watch.
+        // Its own thread does not know of this: what waits for memory, or for room in the socket, is for the loop to watch.
         if (server.retry.is_some() || server.wants_write() || server.closed().is_some()) && !server.forked() {
             server.home.leave(server.fd);
         }
@@ -829,10 +830,10 @@ impl Callee for Shared {
         }
         server.settle();
         if !server.forked() {
-            // Nothing comes any more that has the loop see its end.
+            // Nothing more comes that would make the loop see the end.
             server.home.leave(server.fd);
         } else if server.traits.socket {
-            // The connection is its parent's too, whose loop and whose peer see nothing else of it.
+            // The connection is the parent's too, and neither the parent's loop nor the peer would see its end otherwise.
             socket::shutdown(server.fd);
         }
     }
@@ -932,7 +933,7 @@ mod tests {
         (client, server, [active, passive])
     }
 
-    /// The queue and the memory are those of the process.
+    /// The queue and the memory belong to the whole process.
     static ONE_AT_A_TIME: std::sync::Mutex<()> = std::sync::Mutex::new(());
 
     fn begin(client: &mut Link, xid: u32, bytes: usize) {
@@ -943,7 +944,7 @@ mod tests {
         client.flush();
     }
 
-    /// The next request of a client that answers.
+    /// The next request of a client that answers RDMA Reads.
     fn next_of(client: &mut Link, server: &Shared) -> Request {
         loop {
             client.pump();
@@ -955,7 +956,7 @@ mod tests {
         }
     }
 
-    /// Its memory is let go of, and the client has its reply.
+    /// Lets go of the request's memory, and lets the client get its reply.
     fn answer(client: &mut Link, server: &Shared, request: Request) {
         let (id, xid) = (request.id, request.xid);
         drop(request);
@@ -967,7 +968,7 @@ mod tests {
         }
     }
 
-    /// As `joined`, and the first call, which is alone, has its reply.
+    /// As `joined`, but the first call, which goes alone, has been answered.
     fn warm() -> Joined {
         let (mut client, server, sockets) = joined();
         begin(&mut client, 1, 40);
@@ -981,7 +982,7 @@ mod tests {
 
     type Joined = (Link, Arc<Shared>, [TcpStream; 2]);
 
-    /// A call of each of them, which is here.
+    /// A call of each of them, which has arrived.
     fn hold(ends: &mut [Joined], xid: u32, bytes: usize) -> Vec<Request> {
         let one = |(client, server, _): &mut Joined| {
             begin(client, xid, bytes);
@@ -1009,13 +1010,13 @@ mod tests {
         };
         let mut ends = [(); HELD + 1].map(|()| joined());
         for (client, server, _) in &mut ends {
-            // The first call of a connection is alone.
+            // The first call of a connection goes alone.
             begin(client, 1, 40);
             let request = next_of(client, server);
             answer(client, server, request);
             assert!(!awaits(server));
         }
-        // Where others have the processor for long, what is not decoded counts no more: then once more.
+        // Where others have the processor for long, a call that is not decoded no longer counts: then once more.
         let mut waits = 0;
         for xid in 2.. {
             let [others @ .., (client, server, _)] = &mut ends;
@@ -1039,7 +1040,7 @@ mod tests {
                 break;
             }
         }
-        // One that is lost waits no more.
+        // A connection that is lost no longer waits.
         for xid in 1000.. {
             let held = hold(&mut ends[..HELD], xid, LONG);
             let (mut client, server, _sockets) = joined();
@@ -1063,7 +1064,7 @@ mod tests {
         let _alone = ONE_AT_A_TIME.lock().unwrap_or_else(|e| e.into_inner());
         const LONG: usize = pulls::EACH / 2;
         let (mut client, server, _sockets) = warm();
-        // Where others have the processor for long, what is not dispatched counts no more: then once more.
+        // Where others have the processor for long, a call that is not dispatched no longer counts: then once more.
         for xid in (2..).step_by(3) {
             (xid..xid + 3).for_each(|xid| begin(&mut client, xid, LONG));
             let first = next_of(&mut client, &server);
@@ -1118,7 +1119,7 @@ mod tests {
         assert!(matches!(&client.done[..], [(Xid(1), Err(_))]));
         let reply = server.message().unwrap();
         assert!(server.reply(request.id, reply.into()).is_err(), "it is too late");
-        // A child ends it for all.
+        // A child ends the connection for everybody.
         let (mut client, server, _sockets) = joined();
         begin(&mut client, 1, 40);
         let request = next_of(&mut client, &server);
@@ -1133,7 +1134,7 @@ mod tests {
         drop(request);
     }
 
-    /// Others have all of the memory for Calls that are pulled, and the lead.
+    /// Others hold all of the memory for Calls that are pulled, and the lead.
     fn take_memory(server: &Shared) -> [Sink; 2] {
         let memory = locked(server).link().unwrap().memory.clone();
         let all = memory.staging(1 << 40, None).unwrap();
@@ -1212,7 +1213,7 @@ mod tests {
         let probes = || control.trace().iter().filter(|event| **event == Event::Probe).count();
         let long_ago = Instant::now() - PROBE_EVERY;
         let unheard = stats::clock() - PROBE_EVERY.as_nanos() as u64;
-        // Nothing has come that wakes the loop, or only what is ours.
+        // Nothing has come that wakes the loop, or only a completion of ours.
         server.heard = unheard;
         assert!(server.receive().is_none());
         assert_eq!(server.heard, unheard, "a completion of ours is no word of the peer");
@@ -1223,7 +1224,7 @@ mod tests {
         server.push();
         assert_eq!((probes(), server.closed().is_none()), (1, true));
         assert!(server.deadline().is_some_and(|at| at > Instant::now() + PROBE_EVERY / 2));
-        // Who has been heard meanwhile is there.
+        // A peer that has been heard meanwhile is there.
         (server.probe_at, server.heard) = (long_ago, stats::clock());
         server.push();
         assert_eq!(probes(), 1);

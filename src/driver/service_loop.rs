@@ -1,7 +1,7 @@
 //! Where the program's service loop is.
 //!
-//! A loop is run by one thread at a time. A call back must know whether that thread is its own, whether it reads connections
-//! (it sleeps in poll(2), as far as anybody can tell) or is inside a dispatch routine.
+//! A loop is run by one thread at a time. A thread that calls back must know whether it is the loop's thread itself, and
+//! whether that thread reads connections (it sleeps in poll(2), as far as anybody can tell) or is inside a dispatch routine.
 #![forbid(unsafe_code)]
 
 use once_cell::race::OnceBox;
@@ -20,16 +20,16 @@ use std::time::Instant;
 /// Calls that may be nested in one another, each waiting for a call back: the stack is the program's.
 const NEST_MAX: u32 = 64;
 
-/// The loop of the program: libtirpc has one table of transports, and all its loops look at that.
+/// The program's loop: libtirpc has one table of transports, and all its loops look at that.
 pub static PROGRAM: ServiceLoop = ServiceLoop::new();
 
 /// A service loop.
 pub struct ServiceLoop {
     /// The thread that ran it last; 0: none yet.
     thread: AtomicUsize,
-    /// How often it has looked at a connection.
+    /// How many times it has looked at a connection.
     looks: AtomicU64,
-    /// It has not read what had come for a while, or has been left, and has not been seen since.
+    /// It has not read what had come for a while, or has been left, and has not looked since.
     away: AtomicBool,
     state: fork::Lock<State>,
     /// Routines that have begun.
@@ -41,7 +41,7 @@ pub struct ServiceLoop {
     /// The connection that served last, and since when no other one has, in nanoseconds of [`now_ns`].
     last: AtomicUsize,
     since: AtomicU64,
-    /// The present [`PERIOD`], how many connections have served in it, and in the one before.
+    /// The present [`PERIOD`], how many connections have served in it, and how many in the one before.
     period: AtomicU64,
     active: AtomicUsize,
     before: AtomicUsize,
@@ -67,14 +67,15 @@ struct Routine {
     owner: Weak<dyn Owner>,
 }
 
-/// Messages of libtirpc's dispatcher lie so near to each other on the stack, in bytes, when it was called for one descriptor or
-/// another by the same loop. One in a loop inside of a routine is farther away: the dispatcher has room for a credential and a
-/// verifier beside it, 1,200 bytes.
+/// How near to each other on the stack, in bytes, the messages of libtirpc's dispatcher lie when the same loop calls it for
+/// one descriptor or another. A message in a loop inside a routine is farther away: beside it the dispatcher has room for a
+/// credential and a verifier, 1,200 bytes.
 const ALIKE: usize = 1024;
 
 impl Routine {
-    /// Whether it has been left, now that `thread` is in the frame at `frame`, or in one that begins so many bytes above. Addresses
-    /// tell only on the thread's own stack: a routine on a coroutine's goes on when the program switches back to it.
+    /// Whether it has been left, now that `thread` is in the frame at `frame`, or in one that begins up to `above` bytes
+    /// above. Addresses mean something only on the thread's own stack: a routine on a coroutine's stack goes on when the
+    /// program switches back to it.
     fn is_left(&self, thread: usize, frame: usize, above: usize) -> bool {
         let below = self.thread == thread && self.frame <= frame + above;
         let own = |stack: Range<usize>| stack.contains(&self.frame) && stack.contains(&frame);
@@ -84,14 +85,14 @@ impl Routine {
 
 /// Whose request a routine serves.
 pub trait Owner: Any + Send + Sync {
-    /// The routine with this [`Dispatching::serial`] does not run any more: it was left by an exception of the program's, by a
-    /// jump, or by the end of its thread.
+    /// The routine with this [`Dispatching::serial`] no longer runs: it was left by an exception of the program, by a jump, or
+    /// by the end of its thread.
     fn thrown(&self, serial: u64);
 
-    /// The latest routine has `returned`, or is left just now.
+    /// The latest routine has `returned`, or else is being left just now.
     fn ended(&self, returned: bool);
 
-    /// Leaves its connection to the loop if its descriptor does not tell of all that has come, or comes.
+    /// Leaves its connection to the loop if the descriptor does not tell of everything that has come, or will come.
     fn look_again(&self);
 }
 
@@ -100,11 +101,11 @@ thread_local! {
     static END: Owned<End> = const { Owned::new() };
 }
 
-/// Dropped with its thread: the loop that this one has run.
+/// Dropped at the end of its thread: the loop that the thread has run.
 struct End(&'static ServiceLoop);
 
 impl Drop for End {
-    /// Whoever reads a connection next sees to the routines that the thread has not returned from.
+    /// Marks the routines that the thread has not returned from: whoever reads a connection next sees to them.
     fn drop(&mut self) {
         let End(home) = *self;
         if !home.is_dispatching() {
@@ -125,7 +126,7 @@ pub struct Dispatching {
 }
 
 impl Dispatching {
-    /// A number of its own.
+    /// A number unique to this routine.
     pub fn serial(&self) -> u64 {
         self.serial
     }
@@ -134,7 +135,7 @@ impl Dispatching {
 impl Drop for Dispatching {
     fn drop(&mut self) {
         let gone = self.home.remove(self.serial);
-        // It may be the last to know its owner.
+        // It may hold the last reference to its owner.
         drop(gone);
     }
 }
@@ -168,13 +169,13 @@ impl ServiceLoop {
         self.state.lock()
     }
 
-    /// The calling thread, which is the loop's, begins to run a dispatch routine. `frame`: where the message of its dispatcher is
-    /// on its stack, from which the routine's own frames grow downwards. `owner` is told if it is left in another way than by
-    /// returning.
+    /// The calling thread, which is the loop's, begins to run a dispatch routine. `frame`: where the message of its dispatcher
+    /// is on its stack, from which the routine's own frames grow downwards. `owner` is told if the routine is left in another
+    /// way than by returning.
     pub fn begin(&'static self, frame: usize, owner: Weak<dyn Owner>) -> Dispatching {
         self.look();
         let thread = thread::this();
-        // What is dropped there is a thread's end.
+        // Dropping the previous value would count as the end of the thread.
         forget(per_thread::put(&END, End(self)));
         let mut state = self.state();
         let serial = self.begun.fetch_add(1, Relaxed);
@@ -202,8 +203,9 @@ impl ServiceLoop {
         self.unwind(frame, 0);
     }
 
-    /// The same of libtirpc's dispatcher, whose message is there: it runs no routine yet, nor does another one of the same loop. Of
-    /// a dispatcher of the program's own, which has its message elsewhere than on the stack, that tells nothing.
+    /// The same for libtirpc's dispatcher, whose `message` is there: it runs no routine yet, nor does another one that the
+    /// same loop has called. For a dispatcher of the program's own, which has its message elsewhere than on the stack, this
+    /// tells nothing.
     pub fn dispatches(&'static self, message: usize) {
         self.unwind(message, ALIKE);
     }
@@ -222,7 +224,7 @@ impl ServiceLoop {
         }
     }
 
-    /// Whose requests are served, or were by routines that have not returned.
+    /// Whose requests are being served, or were by routines that have not returned.
     pub fn owners(&'static self) -> Vec<Weak<dyn Owner>> {
         if !self.is_dispatching() {
             return Vec::new();
@@ -230,14 +232,14 @@ impl ServiceLoop {
         self.state().dispatching.iter().map(|routine| routine.owner.clone()).collect()
     }
 
-    /// Whose request the routine with this serial serves; nobody's, if it was taken for one that does not run any more.
+    /// Whose request the routine with this serial serves; `None` if the routine was taken for one that no longer runs.
     pub fn owner(&'static self, serial: u64) -> Option<Weak<dyn Owner>> {
         self.state().dispatching.iter().rfind(|it| it.serial == serial).map(|it| it.owner.clone())
     }
 
     /// Whose request the innermost routine of the calling thread serves.
     pub fn innermost(&'static self) -> Option<Arc<dyn Owner>> {
-        /// Others have the lock for a moment only; this thread may have it, where a signal handler asks.
+        /// Others have the lock only for a moment; this thread may have it itself, where a signal handler asks.
         const TRIES: u32 = 1000;
         if !self.is_dispatching() {
             return None;
@@ -260,27 +262,27 @@ impl ServiceLoop {
     /// The calling thread runs the loop: it has come to look at a connection.
     pub fn look(&self) {
         self.thread.store(thread::this(), Relaxed);
-        // No thread but this one counts, but for programs with several loops, of which any one will do.
+        // Only this thread increments the number, except in programs with several loops, of which any one will do.
         self.looks.store(self.looks.load(Relaxed).wrapping_add(1), Relaxed);
         if self.away.load(Relaxed) {
             self.away.store(false, Relaxed);
         }
     }
 
-    /// The loop has come to look at a connection, and is no thread's own: what it finds is served by several.
+    /// The loop has come to look at a connection, and belongs to no thread: what it finds is served by several.
     pub fn look_for_others(&self) {
-        /// Of no thread: none waits in a routine of its loop, and none but the loop reads.
+        /// No thread's: none waits in a routine of its own loop, and none but the loop reads.
         const NONE: usize = usize::MAX;
         self.look();
         self.thread.store(NONE, Relaxed);
     }
 
-    /// How often it has.
+    /// How many times the loop has looked.
     pub fn looks(&self) -> u64 {
         self.looks.load(Relaxed)
     }
 
-    /// Nobody is in the loop, until somebody looks at a connection again. To be mistaken in that does no harm: both read,
+    /// Nobody is in the loop, until somebody looks at a connection again. To be mistaken about this does no harm: both read,
     /// by turns, and what is left for the loop wakes it.
     pub fn is_away(&self) {
         self.away.store(true, Relaxed);
@@ -300,8 +302,8 @@ impl ServiceLoop {
         self.is_mine() || self.nobody_runs_it() || self.is_dispatching()
     }
 
-    /// Does `step`, which reads a connection, unless the loop is back: `None`. `step` returns the connection if something
-    /// is left of it for the loop; true if nothing else will tell the loop of it.
+    /// Does `step`, which reads a connection, unless the loop is back; in that case returns `None`. `step` returns the
+    /// connection if something of it is left for the loop. The result is true if nothing else will tell the loop of that.
     pub fn read_instead(&'static self, step: impl FnOnce() -> Option<RawFd>) -> Option<bool> {
         // The lock is kept: what `step` leaves must be there when the loop comes back.
         let mut state = self.state();
@@ -314,7 +316,7 @@ impl ServiceLoop {
         Some(state.dispatching.is_empty() && left.is_some())
     }
 
-    /// There are requests of this connection that the loop has not seen.
+    /// Notes that there are requests of this connection that the loop has not seen.
     pub fn leave(&'static self, fd: RawFd) {
         let mut state = self.state();
         if !state.left.contains(&fd) {
@@ -323,7 +325,7 @@ impl ServiceLoop {
         self.left.store(true, Relaxed);
     }
 
-    /// One of them, the first that was left.
+    /// Takes one of the connections that were left, the first.
     pub fn take_left(&'static self) -> Option<RawFd> {
         let mut state = self.state();
         let first = (!state.left.is_empty()).then(|| state.left.remove(0));
@@ -331,12 +333,12 @@ impl ServiceLoop {
         first
     }
 
-    /// How many there are.
+    /// How many connections are left to the loop.
     pub fn left(&'static self) -> usize {
         self.state().left.len()
     }
 
-    /// Whether there are some.
+    /// Whether any are left to the loop.
     pub fn has_left(&self) -> bool {
         self.left.load(Relaxed)
     }
@@ -349,8 +351,8 @@ impl ServiceLoop {
         }
     }
 
-    /// Whether a dispatch routine may be run while another one waits for a call back: not where this is not the loop's
-    /// thread, nor where the nesting is too deep.
+    /// Whether a dispatch routine may be run while another one waits for a call back: not if this is not the loop's thread,
+    /// nor if the nesting is too deep.
     pub fn may_nest(&self) -> bool {
         self.is_mine() && NESTED.get() < NEST_MAX
     }
@@ -362,9 +364,8 @@ impl ServiceLoop {
         }
     }
 
-    /// A connection serves a request, `now` by [`stats::clock`](crate::stats::clock). `counted`: when it was last counted. How
-    /// many others do so, in about a millisecond; threads that
-    /// come at the same time may miscount.
+    /// A connection serves a request, `now` by [`stats::clock`](crate::stats::clock). `counted`: when it was last counted.
+    /// Returns how many others do so within about a millisecond; threads that come at the same time may miscount.
     pub(super) fn company(&self, counted: &mut u64, now: u64) -> usize {
         let period = now >> PERIOD;
         let last = self.period.load(Relaxed);
@@ -380,12 +381,12 @@ impl ServiceLoop {
         self.active().saturating_sub(1)
     }
 
-    /// How many connections serve, in about a millisecond.
+    /// How many connections serve within about a millisecond.
     pub(super) fn active(&self) -> usize {
         self.active.load(Relaxed).max(self.before.load(Relaxed))
     }
 
-    /// Whether it is the one that served last.
+    /// Whether this connection is the one that served last.
     pub(super) fn served_last(&self, connection: usize) -> bool {
         self.last.load(Relaxed) == connection
     }
@@ -400,7 +401,7 @@ fn now_ns() -> u64 {
     ns_of(Instant::now())
 }
 
-/// Counted from some moment before the first one that was asked for; never 0.
+/// Counted from some moment before the first one asked for; never 0.
 fn ns_of(time: Instant) -> u64 {
     static START: OnceBox<Instant> = OnceBox::new();
     let start = START.get_or_init(|| Box::new(time));
@@ -410,13 +411,13 @@ fn ns_of(time: Instant) -> u64 {
 /// A dispatch routine that is run while another one waits for a call back.
 pub struct Nested(());
 
-/// One is run by the calling thread as long as the value lives.
+/// The calling thread runs one as long as the value lives.
 pub fn nest() -> Nested {
     NESTED.set(NESTED.get() + 1);
     Nested(())
 }
 
-/// Whether the calling thread serves in the middle of a call back: that one is to be looked at after each request.
+/// Whether the calling thread serves in the middle of a call back: the call back is to be looked at after each request.
 pub fn is_nested() -> bool {
     NESTED.get() > 0
 }

@@ -1,11 +1,11 @@
-//! One place to wait. **Whoever waits for something on a connection does the connection's work**: one thread drives it,
-//! which means that it spins, sleeps in poll(2) and moves what has come. The others sleep until it wakes them with what they
-//! wait for, or because nobody drives any more.
+//! One place to wait. **Whoever waits for something on a connection does the connection's work**: one thread drives it, which
+//! means that it spins, sleeps in poll(2) and moves what has come. The others sleep until it wakes them, because what they
+//! wait for is there or because nobody drives any more.
 //!
-//! Whose turn it is, what a thread does beside waiting, and what there is to do when something has come is the [`Policy`]
-//! of each kind of connection: of the end that opened it (`client`), which serves calls back meanwhile; of a thread that
-//! calls back (`reverse`), which must not take from the program's service loop what that one sleeps for. The loop itself waits
-//! in the program; it spins here before that (`server`).
+//! Whose turn it is, what a thread does beside waiting, and what there is to do when something has come, is up to the
+//! [`Policy`] of each kind of connection: that of the end that opened it (`client`), which serves calls back meanwhile, and
+//! that of a thread that calls back (`reverse`), which must not take what the program's service loop sleeps for. The loop
+//! itself waits in the program; before that it spins here (`server`).
 //!
 //! No lock is held while a thread sleeps.
 #![forbid(unsafe_code)]
@@ -35,36 +35,37 @@ use super::calls::{Calls, Waiter};
 use super::link::{Link, Outcome};
 use super::spin::{Beside, Patience, Spin, Waiting};
 
-/// How often a child looks whether its peer takes what it sends, where the descriptor tells that to its parent; and how often a
-/// thread that makes a new connection looks whether nobody reads from the old one any more.
+/// How often a child checks whether its peer takes what it sends, where the descriptor tells that to its parent; and how often
+/// a thread that makes a new connection checks whether anybody still reads from the old one.
 pub(super) const LOOK: Duration = Duration::from_millis(1);
 
-/// How long, in all of a wait, a thread may sleep without its descriptors, and with signals blocked as in all of libtirpc's
-/// calls: to let them through takes two more system calls.
+/// How long, over a whole wait, a thread may sleep without watching its descriptors, and with signals blocked as in all of
+/// libtirpc's calls: to let them through takes two more system calls.
 const DOZE: Duration = Duration::from_millis(10);
 
-/// Who has less time than this does not sleep on the stream: the kernel counts that time in ticks, of up to 10 ms, and lets one
-/// more pass.
+/// A thread that has less time than this does not sleep on the stream: the kernel counts the time in ticks of up to 10 ms, and
+/// lets one more pass.
 const NAP_SPARE: Duration = NAP.saturating_mul(2);
 
-/// When a peer that has not answered the first call is nudged: Linux's siw may overlook what comes right behind its answer
-/// to the startup until more comes.
+/// When a peer that has not answered the first call is nudged: Linux's siw may overlook what comes right after its answer to
+/// the startup until more comes.
 const NUDGE_AFTER: Duration = Duration::from_millis(100);
 
-/// Those who wait on one connection, and which of them drive it.
+/// The threads that wait on one connection, and which of them drive it.
 pub(super) struct Session {
     pub(super) calls: Calls,
     /// Threads that sleep until they are woken, each on its own condition.
     sleepers: FxHashMap<Waiter, Arc<Condvar>>,
-    /// The one of them that may have to serve a request in the midst of its own: nobody else does.
+    /// The one of these that may have to serve a request in the midst of its own, which nobody else would do.
     serving_sleeper: Option<Arc<Condvar>>,
-    /// Who polls the connection: one thread, except as [`Session::may_drive`] says.
+    /// The threads that poll the connection: one, except as [`Session::may_drive`] says.
     drivers: Vec<Driver>,
-    /// Threads that sleep on the stream itself, or are about to: they read from whatever has its number then.
+    /// How many threads sleep on the stream itself, or are about to: they read from whatever file has its descriptor number
+    /// then.
     naps: usize,
     /// Somebody waits for the end of these sleeps.
     pub(super) naps_awaited: bool,
-    /// What one of them reads into. The stack may be a short one: the program's.
+    /// What one of these threads reads into. Its stack is the program's, and may be a short one.
     nap: Vec<u8>,
     spin: Spin,
 }
@@ -93,7 +94,7 @@ impl Session {
         }
     }
 
-    /// Begins anew in a forked child: those who wait are threads of its parent.
+    /// Begins anew in a forked child: the threads that wait are its parent's.
     pub(super) fn inherit(&mut self) {
         (self.calls, self.serving_sleeper) = (Calls::new(), None);
         self.sleepers.clear();
@@ -101,8 +102,8 @@ impl Session {
         self.naps = 0;
     }
 
-    /// Whether the number of the connection's socket must not become another file's now: a thread is about to read from it,
-    /// with no lock held.
+    /// Whether the descriptor number of the connection's socket must not become another file's now: a thread is about to read
+    /// from it, with no lock held.
     pub(super) fn naps(&self) -> bool {
         self.naps > 0
     }
@@ -162,7 +163,7 @@ impl Session {
         !self.drivers.is_empty()
     }
 
-    /// Whether another thread sleeps until something comes: were it taken here, that one would sleep on.
+    /// Whether another thread sleeps until something comes. If this thread took that, the other one would sleep on.
     pub(super) fn another_reads(&self) -> bool {
         self.drivers.iter().any(|driver| driver.reads && driver.thread != thread::this())
     }
@@ -175,14 +176,14 @@ impl Session {
 
     /// Whether this thread may poll the connection.
     ///
-    /// Beside another one it does so in two cases. That one sleeps until something comes, and there is something to send by
-    /// now. Or that one is this very thread, in whose sleep a signal handler makes a call: it cannot go on before the
-    /// handler ends.
+    /// Beside another driver it does so in two cases. The other one sleeps until something comes, and there is something to
+    /// send by now. Or the other one is this very thread, in whose sleep a signal handler makes a call: it cannot go on before
+    /// the handler ends.
     pub(super) fn may_drive(&self, link: &Link) -> bool {
         self.lacks_driver(link) || self.own_driver().is_some()
     }
 
-    /// The latest entry of this thread.
+    /// This thread's latest entry among the drivers.
     fn own_driver(&self) -> Option<usize> {
         let thread = thread::this();
         self.drivers.iter().rposition(|driver| driver.thread == thread)
@@ -192,8 +193,8 @@ impl Session {
         self.drivers.push(Driver { thread: thread::this(), reads: true, writes: false });
     }
 
-    /// This thread, which drives, goes to sleep. One that span while the connection was replaced was forgotten with the old
-    /// one, and sleeps on the new one.
+    /// This thread, which drives, goes to sleep. If it was spinning while the connection was replaced, it was forgotten with
+    /// the old connection, and sleeps on the new one.
     fn sleeps_for(&mut self, reads: bool, writes: bool) {
         let driver = Driver { thread: thread::this(), reads, writes };
         match self.own_driver() {
@@ -219,7 +220,7 @@ impl Session {
         self.naps = if naps { self.naps + 1 } else { self.naps - 1 };
     }
 
-    /// As if so many threads slept that one more needs memory, of more than the reserve has.
+    /// As if so many threads slept that one more needs a longer block of memory than the reserve has.
     #[cfg(test)]
     pub(super) fn fill_sleepers(&mut self) {
         for thread in 0.. {
@@ -236,24 +237,24 @@ impl Session {
         }
     }
 
-    /// Those who drive poll a descriptor that is of no use any more.
+    /// Forgets those who drive: they poll a descriptor that is of no use any more.
     pub(super) fn forget_drivers(&mut self) {
         self.drivers.clear();
     }
 
-    /// Wakes one of those who sleep without an outcome. False when there is none.
+    /// Wakes one of those who sleep without an outcome. Returns false when there is none.
     pub(super) fn wake_one(&self) -> bool {
         let sleeper = self.sleepers.iter().find(|(waiter, _)| !self.calls.is_over(**waiter));
         let sleeper = sleeper.map(|(_, condition)| condition);
         sleeper.map(|condition| condition.notify_one()).is_some()
     }
 
-    /// Every thread looks again at what it waits for.
+    /// Makes every thread look again at what it waits for.
     pub(super) fn wake_all(&self) {
         self.sleepers.values().for_each(|condition| condition.notify_one());
     }
 
-    /// How a call has ended. One that has not is abandoned, for its time is over.
+    /// How a call has ended. A call that has not ended is abandoned, for its time is over.
     pub(super) fn outcome(&mut self, link: Option<&mut Link>, xid: Xid) -> Result<Payload, Error> {
         if let Some(outcome) = self.calls.take(xid) {
             return outcome;
@@ -262,7 +263,7 @@ impl Session {
             let text = link.why_no_reply(xid);
             link.shown.add(Slot::Errors, 1);
             link.abandon(xid);
-            // A peer that did not answer this call keeps the credits of those too.
+            // A peer that did not answer this call keeps the credits of the greetings too.
             self.calls.greetings.drain(..).for_each(|greeting| link.abandon(greeting));
             self.settle(link);
             text
@@ -277,10 +278,10 @@ pub(super) trait State {
     /// Who waits on it, and the link, if there is one: it may be closed.
     fn parts(&mut self) -> (&mut Session, Option<&mut Link>);
 
-    /// Something has moved: what there is to watch may be another by now.
+    /// Something has moved: what there is to watch may have changed.
     fn moved(&mut self) {}
 
-    /// Moves everything that moves without waiting.
+    /// Moves everything that can move without waiting.
     fn pump(&mut self) {
         if let (_, Some(link)) = self.parts() {
             link.pump();
@@ -322,12 +323,12 @@ pub(super) trait Locked<'a> {
     /// Takes the lock.
     fn lock(&self) -> MutexGuard<'a, Self::State>;
 
-    /// Whether this thread may take what comes: no other one sleeps until it does.
+    /// Whether this thread may take what comes: no other one sleeps until something does.
     fn may_read(&self, state: &mut Self::State) -> bool {
         !state.parts().0.another_reads()
     }
 
-    /// Moves what has come, as far as this thread may; the rest is sent only.
+    /// Moves what has come, if this thread may; otherwise only sends.
     fn read(&self, state: &mut Self::State) {
         match self.may_read(state) {
             true => state.pump(),
@@ -335,16 +336,16 @@ pub(super) trait Locked<'a> {
         }
     }
 
-    /// What another thread sleeps for was taken by this one.
+    /// This thread has taken what another one sleeps for.
     fn taken(&self, _: &mut Self::State) {}
 
-    /// Whether somebody may wait for the descriptor though no thread is in here.
+    /// Whether somebody may wait for the descriptor though no thread waits in here.
     fn is_watched(&self, _: &mut Self::State) -> bool {
         true
     }
 
     /// Whether a spin may offer its processor to others when it takes long. Not where threads beside it wait for what only it
-    /// reads: they would get the processor, and nothing to do with it.
+    /// reads: they would get the processor, and have nothing to do with it.
     fn may_offer(&self, state: &mut Self::State) -> bool {
         state.parts().0.sleeping() == 0
     }
@@ -352,7 +353,7 @@ pub(super) trait Locked<'a> {
 
 /// Whose turn it is to do the work of a connection, and what that is.
 pub(super) trait Policy<'a>: Locked<'a> {
-    /// Does what a thread has to do beside waiting, if there is something: it serves one request. Tells whether it did.
+    /// Does what a thread has to do beside waiting, if there is anything: it serves one request. Returns whether it did.
     fn serve(
         &self,
         state: MutexGuard<'a, Self::State>,
@@ -362,18 +363,18 @@ pub(super) trait Policy<'a>: Locked<'a> {
     /// What this thread does next.
     fn turn(&self, state: &mut Self::State, waiter: Waiter) -> Turn;
 
-    /// Whether a spin has found what it is for.
+    /// Whether a spin has found what the thread waits for.
     fn is_over(&self, state: &mut Self::State, waiter: Waiter) -> bool;
 
-    /// Whether a thread looks a few times before it sleeps beside a driver: if that one hands it what it waits for.
+    /// Whether a thread looks a few times before it sleeps beside a driver: it does if the driver hands it what it waits for.
     fn looks_beside(&self, _: Waiter) -> bool {
         false
     }
 
-    /// What to sleep for. `may_doze`: it may be a bell, or the stream itself.
+    /// What to sleep for. `may_doze`: this may be a bell, or the stream itself.
     fn wake(&self, state: &mut Self::State, may_doze: bool) -> Wake;
 
-    /// Sleeps for it, at most for `left`. False when nothing came in that time.
+    /// Sleeps for that, at most for `left`. Returns false when nothing came in that time.
     fn sleep(&self, wake: &mut Wake, left: Duration, mask: Mask<'_>) -> bool {
         if let Some(Doze::Bell(bell)) = &wake.doze {
             bell.wait(left);
@@ -383,18 +384,18 @@ pub(super) trait Policy<'a>: Locked<'a> {
         !matches!(wait::poll(&mut wake.fds, Some(left), mask), Ok(0))
     }
 
-    /// A thread sleeps on the stream no more.
+    /// A thread no longer sleeps on the stream.
     fn napped(&self, _: &mut Self::State) {}
 
-    /// Moves what has come; `nothing` has, the time was over.
+    /// Moves what has come. `nothing`: nothing has, and the time is over.
     fn move_on(&self, state: &mut Self::State, wake: &Wake, nothing: bool);
 }
 
-/// What a thread does next that waits on a connection.
+/// What a thread that waits on a connection does next.
 pub(super) enum Turn {
     /// It looks again: something has changed.
     Look,
-    /// It sleeps beside the driver, at most until then. `serves`: it may have to serve a request in the midst of its own.
+    /// It sleeps beside the driver, no longer than `until`. `serves`: it may have to serve a request in the midst of its own.
     Sleep { until: Option<Instant>, serves: bool },
     /// It drives.
     Drive { spins: bool },
@@ -404,7 +405,7 @@ pub(super) enum Turn {
 pub(super) struct Wake {
     /// The connection, and what else there is.
     pub(super) fds: [PollFd; 2],
-    /// Whether it wakes when something comes, and when the connection takes bytes.
+    /// Whether the driver wakes when something comes, and when the connection takes bytes.
     pub(super) reads: bool,
     pub(super) writes: bool,
     /// When there is something to do though nothing comes.
@@ -413,8 +414,8 @@ pub(super) struct Wake {
     pub(super) nudges: bool,
     /// There is something to do of which no descriptor tells ([`QueuePair::rest`](crate::provider::QueuePair::rest)).
     pub(super) at_once: bool,
-    /// What to sleep on in place of descriptors, for [`DOZE`] at most: the end of the connection does not ring, nor does
-    /// anybody in this process.
+    /// What to sleep on in place of descriptors, for [`DOZE`] at most: neither the end of the connection rings the bell, nor
+    /// does anybody in this process.
     pub(super) doze: Option<Doze>,
 }
 
@@ -444,7 +445,7 @@ pub(super) fn wait_for<'a, P: Policy<'a>>(
     mask: Mask<'_>,
 ) -> MutexGuard<'a, P::State> {
     let (mut steps, mut first) = (Steps::default(), true);
-    // What time it is matters when the first wait was in vain, which it rarely is.
+    // The time matters only when the first wait was in vain, which it rarely is.
     while !state.parts().0.calls.is_over(waiter) && (std::mem::take(&mut first) || Instant::now() < deadline)
     {
         state = wait_once(policy, state, waiter, &mut steps, deadline, mask);
@@ -481,7 +482,7 @@ pub(super) fn wait_once<'a, P: Policy<'a>>(
             steps.beside.ends(true);
             drive(policy, state, waiter, spins, &mut steps.slept, deadline, mask)
         }
-        // Not of one that may have to serve a request: that is told to who sleeps.
+        // Not for a thread that may have to serve a request: only one that sleeps is told of that.
         Turn::Sleep { serves: false, .. }
             if policy.looks_beside(waiter) && steps.beside.offers(&state.parts().0.spin) =>
         {
@@ -493,7 +494,7 @@ pub(super) fn wait_once<'a, P: Policy<'a>>(
             steps.beside.ends(false);
             let own = steps.condition.get_or_insert_with(|| Arc::new(Condvar::new())).clone();
             let session = state.parts().0;
-            // Without memory for that nobody can wake it, and it looks again by itself.
+            // Without memory for this nobody can wake the thread, and it looks again by itself.
             let known = session.sleepers.try_reserve(1).is_ok();
             if known {
                 session.sleepers.insert(waiter, own.clone());
@@ -504,7 +505,8 @@ pub(super) fn wait_once<'a, P: Policy<'a>>(
                 session.serving_sleeper = Some(own.clone());
             }
             let mut state = sleep(&own, state, until.map_or(deadline, |until| deadline.min(until)));
-            // Awake it may serve a request, whose own calls wait here too: to wake it would wake nobody.
+            // Once awake it may serve a request whose own calls wait here too: notifying this condition would then wake
+            // nobody.
             let session = state.parts().0;
             if known {
                 session.sleepers.remove(&waiter);
@@ -512,7 +514,7 @@ pub(super) fn wait_once<'a, P: Policy<'a>>(
             if serves {
                 session.serving_sleeper = None;
             }
-            // Who drives may have gone to sleep before this was to be tried again.
+            // The driver may have gone to sleep before the time for a retry.
             state.retry();
             state
         }
@@ -546,14 +548,14 @@ fn drive<'a, P: Policy<'a>>(
         }
     }
     let now = Instant::now();
-    // However often something comes for others, or a part of what is waited for: signals get through after this.
+    // Signals get through after this time, however often something comes for others, or a part of what is waited for.
     let blocked = slept.map_or(DOZE, |slept| DOZE.saturating_sub(now - slept));
     slept.get_or_insert(now);
     let mut wake = policy.wake(&mut state, !blocked.is_zero());
     let until = wake.until.map_or(deadline, |until| deadline.min(until));
     let mut left = if wake.at_once { Duration::ZERO } else { until.saturating_duration_since(now) };
     let (session, link) = state.parts();
-    // Who polls beside this thread waits for room to send, and is told of that in any case.
+    // A thread that polls beside this one waits for room to send, and is told of that in any case.
     let nap = match (&wake.doze, link) {
         (Some(Doze::Stream(fd)), Some(link))
             if left >= NAP_SPARE
@@ -574,7 +576,7 @@ fn drive<'a, P: Policy<'a>>(
     if nap.is_some() {
         session.naps += 1;
     } else if session.naps() {
-        // Who sleeps there may take what this thread waits for, which no descriptor tells then.
+        // A thread that sleeps on the stream may take what this one waits for, and no descriptor tells of that then.
         left = left.min(DOZE);
     }
     if matches!(wake.doze, Some(Doze::Bell(_))) {
@@ -593,16 +595,16 @@ fn drive<'a, P: Policy<'a>>(
     };
     let came = match socket::await_bytes(fd, bytes.spare_capacity_mut()) {
         Ok(came) => Some(came),
-        // At once: the program has put it into non-blocking mode.
+        // If at once: the program has put the socket into non-blocking mode.
         Err(error) if error.kind() == ErrorKind::WouldBlock => (now.elapsed() >= NAP / 2).then_some(&[][..]),
-        // What it is shows when it is looked at.
+        // What the error is shows at the next look.
         Err(_) => Some(&[][..]),
     };
     let mut state = policy.lock();
     let (session, link) = state.parts();
     session.naps -= 1;
     match link {
-        // Else it is another connection by now, of which nothing was taken.
+        // Otherwise it is another connection by now, of which nothing was taken.
         Some(link) if link.serial == serial => link.device.arrived(came),
         _ => {}
     }
@@ -617,8 +619,9 @@ fn drive<'a, P: Policy<'a>>(
     state
 }
 
-/// Moves what has come until `found`, for as long as spinning pays; true when it was. `others`: whether there is something
-/// else to do. Not beside a thread that sleeps until something comes: what is taken here would not wake it.
+/// Moves what has come until `found`, for as long as spinning pays. Returns true when it was found. `others`: whether there is
+/// something else to do. Does not spin beside a thread that sleeps until something comes: what is taken here would not wake
+/// that thread.
 pub(super) fn spin<'a, L: Locked<'a>>(
     locked: &L,
     mut state: MutexGuard<'a, L::State>,
@@ -633,8 +636,8 @@ pub(super) fn spin<'a, L: Locked<'a>>(
     let Some(mut patience) = Patience::new(&mut session.spin, link) else { return (state, false) };
     link.device.spin();
     let (mut state, mut is_found) = spin_for(locked, state, &mut patience, &mut found, others);
-    // Nobody looks any more: what comes from here on the descriptor tells, if somebody waits for it, and what came in
-    // between nothing.
+    // Nobody looks any more. The descriptor tells of what comes from here on, if somebody waits for it, but nothing tells of
+    // what came in between.
     let leaves = is_found && !state.parts().0.another_reads() && !locked.is_watched(&mut state);
     if let (_, Some(link)) = state.parts()
         && !(if leaves { link.device.leave() } else { link.device.rest() })
@@ -685,8 +688,8 @@ fn spin_for<'a, L: Locked<'a>>(
     }
 }
 
-/// Sends a reply, and waits a little while for a peer that does not take it: reading goes on, for two ends that only write
-/// would wait for each other. `fd`: what to wait for. `forked`: reading is left to the parent.
+/// Sends a reply, and waits a little while for a peer that does not take it. Reading goes on meanwhile, because two ends that
+/// only write would wait for each other. `fd`: what to wait for. `forked`: reading is left to the parent.
 pub(super) fn reply<'a, L: Locked<'a>>(
     locked: &L,
     mut state: MutexGuard<'a, L::State>,
@@ -733,7 +736,7 @@ pub(super) fn reply<'a, L: Locked<'a>>(
             }
         }
     }
-    // Somebody else may have ended it meanwhile, and what was lent with it; a new one may have taken its place.
+    // Somebody else may have ended the connection meanwhile, and the loan with it; a new one may have taken its place.
     let same = |link: &&mut Link| link.serial == serial;
     if reply.lent
         && let Some(link) = state.parts().1.filter(same)
@@ -751,8 +754,8 @@ pub(super) fn reply<'a, L: Locked<'a>>(
     (state, sent)
 }
 
-/// Moves what has come, which another thread may sleep for. Where one event tells of all, what comes and what may be sent come
-/// together: what this thread has taken, the other one is told of.
+/// Moves what has come, which another thread may sleep for. Where one event tells of everything, there is no telling apart
+/// what comes from what may be sent: the other thread is told of what this one has taken.
 fn read_beside<'a, L: Locked<'a>>(locked: &L, state: &mut L::State, one_event: bool) {
     if !one_event {
         return locked.read(state);

@@ -1,12 +1,14 @@
 //! Whether a wait spins first, and how long.
 //!
-//! A spin keeps its processor from everybody else. It saves a sleep and a wake-up where the peer has a processor of its own;
-//! where it has not, or others want this one, it may cost a time slice, which is longer than a hundred short calls.
+//! A spin keeps its processor from everybody else. It saves a sleep and a wake-up where the peer has a processor of its own.
+//! Where the peer has none, or others want this one, the spin may cost a time slice, which is longer than a hundred short
+//! calls.
 //!
-//! Where more want a processor than there are, a wait offers its processor to the others between its looks: those who wait for
-//! the same peer get on meanwhile, and none of them is put to sleep and woken for each call. That pays if all of them do it,
-//! and nobody else wants the processor: so it is the process that goes on with it, or does without for a while ([`Offers`]). A
-//! spin that takes long makes offers too, and finds out so that others want its processor, and whether they keep it.
+//! Where more threads want a processor than there are, a wait offers its own to the others between its looks: those that wait
+//! for the same peer get on meanwhile, and none of them is put to sleep and woken for each call. That pays if all of them do
+//! it and nobody else wants the processor, so it is the whole process that goes on with offers, or does without them for a
+//! while ([`Offers`]). A spin that takes long makes offers too. That is how it finds out that others want its processor, and
+//! whether they keep it.
 #![forbid(unsafe_code)]
 
 use std::hint::spin_loop;
@@ -22,53 +24,55 @@ use crate::{fork, stats};
 /// Bytes that a peer copies in a nanosecond, at least.
 const COPIED: u64 = 8;
 
-/// Who has not come to look for so long has lost its processor meanwhile: a look that finds nothing takes less than a
-/// microsecond.
+/// A thread that has not come to look for this long has lost its processor meanwhile: a look that finds nothing takes less
+/// than a microsecond.
 pub(super) const LOST: Duration = Duration::from_micros(20);
 
-/// The same for who has offered it to others: a time slice, which lasts a tick at least, 1 to 10 ms. With half a millisecond
-/// sixteen processes that wrote 64 KiB each ended their offers for each other: 0.96 of tcp's calls in place of 1.35.
+/// The same for a thread that has offered its processor to others: a time slice, which lasts a tick at least, 1 to 10 ms. With
+/// half a millisecond, sixteen processes that wrote 64 KiB each ended one another's offers: 0.96 of tcp's calls in place of
+/// 1.35.
 pub(super) const LONG: Duration = Duration::from_millis(1);
 
-/// Who gets it back so much later has let somebody else have it; and for so long, in nanoseconds, more may want it.
+/// A thread that gets back an offered processor later than this has let somebody else have it. For [`SHARED`] nanoseconds
+/// after that, others may want it again.
 const TAKEN: Duration = Duration::from_micros(3);
 const SHARED: u64 = 10_000_000;
 
-/// A spin that has found nothing for so long offers its processor too, for somebody may want it who does not wait here.
+/// A spin that has found nothing for this long offers its processor too, because somebody who does not wait here may want it.
 pub(super) const ALONE: Duration = Duration::from_micros(15);
 
-/// How often a wait offers its processor to others, at most.
+/// How many times a wait offers its processor to others, at most.
 const OFFERS_MOST: u32 = 64;
-/// More than so many, where a look costs no system call and where it does, cost more than to sleep and to be woken.
+/// More offers than these, where a look costs no system call and where it does, cost more than to sleep and be woken.
 const OFFERS_FREE: u32 = 32;
 const OFFERS_DEAR: u32 = 16;
-/// How often one makes offers that waits beside the driver: while more look, each finds nothing the more often.
+/// How many offers a thread makes that waits beside the driver: the more threads look, the more often each finds nothing.
 const OFFERS_BESIDE: u32 = 4;
 
-/// A look takes no longer that brings less.
+/// A look that brings fewer bytes than this takes no longer for them.
 const SHORT: u64 = 16 << 10;
 
-/// So many spins long a peer may take to wake: 5 us where its processor is awake, 100 us in some virtual machines.
+/// How many spins long a peer may take to wake: 5 us where its processor is awake, 100 us in some virtual machines.
 const WAKING: u32 = 2;
 
-/// Less than what it costs to sleep and to be woken.
+/// Less than it costs to sleep and be woken.
 const GLANCE: Duration = Duration::from_micros(5);
 
 /// Whether spinning before a sleep has paid lately.
 ///
-/// It pays only where the peer has a processor of its own. A spin that finds something although the thread lost its
-/// processor meanwhile has found what it had kept the peer from sending: when that is the rule it counts as a failure. How
-/// often a second that happens says nothing: some hundred times on an idle machine, for the kernel's own threads.
+/// It pays only where the peer has a processor of its own. A spin that finds something although the thread lost its processor
+/// meanwhile has found what it had kept the peer from sending. When that is the rule, it counts as a failure. How many times a
+/// second that happens says nothing: it is some hundred times on an idle machine, because of the kernel's own threads.
 pub(super) struct Spin {
-    /// How long a spin is; zero: there is none.
+    /// How long a spin lasts; zero: there is none.
     poll: Duration,
-    /// Waits that sleep at once before the next spin.
+    /// How many waits sleep at once before the next spin.
     skip: u32,
     /// What the next failure costs: 1, 2, 4 ... 1024 waits; a success halves it.
     penalty: u32,
     /// Rises with each spin in which the processor was lost, falls with each other one.
     crowded: u32,
-    /// What had moved when the latest wait began, and how often the peer had been woken.
+    /// How many bytes had moved when the latest wait began, and how often the peer had been woken.
     moved: u64,
     wakes: u64,
 }
@@ -108,19 +112,20 @@ impl Spin {
     }
 
     fn limit(&self) -> Duration {
-        // After many failures the peer may sleep before each message too, and takes longer than a spin: one of us must
-        // wait for the other now and then, or both sleep for ever.
+        // After many failures the peer may sleep before each message too, and take longer than a spin: one side must wait for
+        // the other now and then, or both sleep for ever.
         if self.penalty >= 64 { self.poll * 3 } else { self.poll }
     }
 
-    /// How much longer a spin is that begins when so many bytes have moved, and the peer has been woken so often. A peer that
-    /// has taken or sent many since the one before works on them, or makes as many again, which each takes as long as to copy
-    /// them. One that slept is late; who sleeps too before it comes is late for what it sends next.
+    /// How much longer a spin lasts that begins when this many bytes have `moved` and the peer has been woken this often. A
+    /// peer that has taken or sent many bytes since the spin before works on them, or makes as many again, and either takes as
+    /// long as copying them. A peer that slept is late. A thread that goes to sleep too, before the peer comes, will be late
+    /// for what the peer sends next.
     fn longer(&mut self, moved: u64, wakes: u64) -> Duration {
         let before = std::mem::replace(&mut self.moved, moved);
         let slept = std::mem::replace(&mut self.wakes, wakes) != wakes;
         let wakes = if slept { self.poll * WAKING } else { Duration::ZERO };
-        // Fewer than before: it is another connection.
+        // Fewer bytes than before: it is another connection.
         copying(moved.saturating_sub(before), self.limit()) + wakes
     }
 
@@ -131,7 +136,7 @@ impl Spin {
         skips
     }
 
-    /// `lost`: meanwhile the thread has lost its processor.
+    /// A spin has found something. `lost`: meanwhile the thread has lost its processor.
     pub(super) fn found(&mut self, lost: bool) {
         if !lost {
             self.penalty /= 2;
@@ -156,14 +161,14 @@ pub(super) struct Waiting {
     generation: u64,
 }
 
-/// How many there are in this process, in the lower half; and in the upper one the process, as
-/// [`fork::generation`] counts them: the threads of a parent do not count in its child.
+/// The lower half says how many such threads there are in this process. The upper half is the process, as [`fork::generation`]
+/// counts them: the threads of a parent do not count in its child.
 static WAITING: AtomicU64 = AtomicU64::new(0);
 
 impl Waiting {
     pub(super) fn begin() -> Waiting {
         let generation = fork::generation();
-        // Never without an answer.
+        // This always succeeds.
         let _ = WAITING.fetch_update(Relaxed, Relaxed, |all| {
             Some(if all >> 32 == generation { all + 1 } else { generation << 32 | 1 })
         });
@@ -177,21 +182,22 @@ impl Drop for Waiting {
     }
 }
 
-/// A thread that waits beside the one that drives: it offers its processor too, a few times, before it sleeps. What it waits for
-/// is handed to it, so that a look costs no system call; a sleep costs one of this thread's, and one of the other's to wake it.
+/// A thread that waits beside the driver: it offers its processor too, a few times, before it sleeps. What it waits for is
+/// handed to it, so that a look costs no system call. A sleep costs one of this thread, and another one of the driver to wake
+/// it.
 ///
-/// Waits in vain end all offers of the process here too ([`Offers::ended`]). Then one thread makes calls and spins, while the others
-/// wait for its processor until its time slice is over: for short calls nothing is quicker.
+/// Here too, waits in vain end all offers of the process ([`Offers::ended`]). Then one thread makes calls and spins, while the
+/// others wait for its processor until its time slice is over: for short calls nothing is quicker.
 #[derive(Default)]
 pub(super) struct Beside {
     offered: u32,
 }
 
 impl Beside {
-    /// Whether it offers it once more. `spin`: that of the connection.
+    /// Whether the thread offers its processor once more. `spin`: that of the connection.
     pub(super) fn offers(&self, spin: &Spin) -> bool {
         let may = self.offered < OFFERS_BESIDE && spin.is_on();
-        // Schedules that are tried one after the other do not depend on the clock, nor on each other.
+        // Schedules that are tried one after the other (shuttle) must not depend on the clock, nor on each other.
         may && (cfg!(shuttle) || Beside::may_pay())
     }
 
@@ -200,7 +206,7 @@ impl Beside {
         !OFFERS.are_kept() && OFFERS.are_allowed() && wanted()
     }
 
-    /// Offers it, with nothing locked.
+    /// Offers the processor, with nothing locked.
     pub(super) fn offer(&mut self) {
         let _waiting = Waiting::begin();
         self.offered += 1;
@@ -209,8 +215,8 @@ impl Beside {
         OFFERS.made(before.elapsed());
     }
 
-    /// Its offers are over, if there were any. They have paid if it has `found` what it waits for, or that it is to drive: in both
-    /// cases nobody had to wake it.
+    /// The offers are over, if there were any. They have paid if the thread has `found` what it waits for, or that it is to
+    /// drive: in both cases nobody had to wake it.
     pub(super) fn ends(&mut self, found: bool) {
         if (1..=OFFERS_BESIDE).contains(&self.offered) {
             self.offered = OFFERS_BESIDE + 1;
@@ -224,9 +230,9 @@ fn waiting() -> usize {
     WAITING.load(Relaxed) as u32 as usize
 }
 
-/// Whether so many threads of this process wait that, if one of them spins, what wakes the others may find no processor: one is
-/// left to the peer. Or whether the peer, which is on this host, serves so many others that they, this thread and the peer are
-/// more than there are processors.
+/// Whether so many threads of this process wait that, if one of them spins, whatever wakes the others may find no processor:
+/// one is left to the peer. Or whether the peer, which is on this host, serves so many others that they, this thread and the
+/// peer outnumber the processors.
 fn is_crowded(company: u32) -> bool {
     let most = processors();
     waiting() >= most || company > 0 && company as usize + 2 > most
@@ -234,26 +240,30 @@ fn is_crowded(company: u32) -> bool {
 
 /// Whether waits of this process offer their processor to others.
 ///
-/// Who takes it for long may wait for nothing that we do. Beside such a thread every few offers one costs a time slice, some
-/// milliseconds: as long as a hundred calls. The peer takes one now and then too, when it has much to do for others who wait, and
-/// then nothing is lost: who sleeps waits as long for its reply. Where some of many processes offer and the others sleep, all of
-/// them are slower than if each did the same. So only three such offers in short succession end them, for four times as long as
-/// they took together. After that a single one does, if it comes soon: it ends them for eight times as long as it took, the next
-/// one for sixteen times, and so on. Whatever runs there costs us a few hundredths of our time, and soon after it has gone there
-/// are offers again. Several waits that were in vain end them too. When they begin again, they do so for all threads: a peer is
-/// quicker when it need not wake anybody, which none of them would find out alone.
+/// A thread that takes the processor for long may not be waiting for anything that we do. Beside such a thread, one offer in
+/// every few costs a time slice, some milliseconds: as long as a hundred calls. Now and then the peer takes one too, when it
+/// has much to do for others that wait, and then nothing is lost: a thread that slept would wait as long for its reply. Where
+/// some of many processes make offers and the others sleep, all of them are slower than if each did the same.
+///
+/// So only three such long offers in short succession end all offers, for four times as long as the three took together. After
+/// that a single one does, if it comes soon: it ends them for eight times as long as it took, the next one for sixteen times,
+/// and so on. Whatever else runs there costs us a few hundredths of our time, and soon after it has gone there are offers
+/// again. Several waits in vain end them too. When offers begin again, they do so for all threads: a peer is quicker when it
+/// need not wake anybody, which no thread would find out alone.
 struct Offers {
-    /// When they are allowed again, by [`stats::tick`].
+    /// When offers are allowed again, by [`stats::tick`].
     from: AtomicU64,
-    /// Rises by [`Offers::FORGOTTEN`] with each that took long, falls by one with each other; and how long the former took.
+    /// Rises by [`Offers::FORGOTTEN`] with each offer that took long, falls by one with each other one; and how long the
+    /// former took.
     losses: AtomicU64,
     gone: AtomicU64,
-    /// How long they were not, the last time that some took long; and how many times as long as that.
+    /// For how long offers were suspended, the last time that some took long; and how many times as long as those took.
     paused: AtomicU64,
     times: AtomicU64,
     /// Rises with waits that have paid, falls with others.
     credit: AtomicI64,
-    /// Until when others are taken to want a processor, though it is not this process that leaves none to them; and to keep it.
+    /// Until when others are taken to want a processor, though it is not this process that leaves them none; and until when
+    /// they are taken to keep it.
     shared: AtomicU64,
     kept: AtomicU64,
 }
@@ -261,16 +271,16 @@ struct Offers {
 static OFFERS: Offers = Offers::new();
 
 impl Offers {
-    /// How long they are not after waits in vain.
+    /// For how long offers are suspended after waits in vain.
     const PAUSE: u64 = Duration::from_millis(100).as_nanos() as u64;
-    /// And after some that took long: so many times as long as they took.
+    /// And after some that took long: how many times as long as those took.
     const TIMES: RangeInclusive<u64> = 4..=64;
     const SHORTEST: u64 = Duration::from_millis(10).as_nanos() as u64;
     const LONGEST: u64 = Duration::from_secs(10).as_nanos() as u64;
-    /// So many that took long end them; and so many others make one of them forgotten.
+    /// This many that took long end all offers; and this many others make one of them forgotten.
     const LOSSES: u64 = 3;
     const FORGOTTEN: u64 = 16;
-    /// The most credit, and the first; and what a wait in vain costs.
+    /// The most credit, which is also the first; and what a wait in vain costs.
     const CREDIT: i64 = 64;
     const IN_VAIN: i64 = 4;
 
@@ -290,13 +300,14 @@ impl Offers {
         shared != 0 && stats::tick() < shared
     }
 
-    /// Whether somebody keeps the processors that he gets: who sleeps has one back sooner than who looks.
+    /// Whether somebody keeps the processors that are offered: a thread that sleeps gets one back sooner than a thread that
+    /// looks.
     fn are_kept(&self) -> bool {
         let kept = self.kept.load(Relaxed);
         kept != 0 && stats::tick() < kept
     }
 
-    /// One has kept the processor for so long from who has offered it.
+    /// A thread that offered its processor has been `away` from it for this long.
     fn made(&self, away: Duration) {
         if away > LONG {
             let now = stats::tick();
@@ -306,7 +317,7 @@ impl Offers {
             }
             return;
         }
-        // Nearly always there are none. What is lost between two threads matters to nobody, here and below.
+        // Nearly always there are none. An update lost between two threads does not matter, here and below.
         let losses = self.losses.load(Relaxed);
         if losses > 0 {
             self.losses.store(losses - 1, Relaxed);
@@ -316,8 +327,8 @@ impl Offers {
         }
     }
 
-    /// One has taken long: how long such ones have taken together, if they are enough to end them. A time slice that several
-    /// threads have waited for counts for each of them: the next one would keep as many from going on.
+    /// An offer has taken long. Returns how long such offers have taken together, if they are enough to end all offers. A time
+    /// slice that several threads have waited for counts for each of them: the next one would hold up as many.
     fn adds_up(&self, away: Duration, now: u64) -> Option<Duration> {
         let before = self.losses.load(Relaxed);
         let gone = (if before == 0 { 0 } else { self.gone.load(Relaxed) }).saturating_add(nanoseconds(away));
@@ -328,7 +339,7 @@ impl Offers {
         enough.then(|| Duration::from_nanos(gone))
     }
 
-    /// A wait has ended. `paid`: it has found what it waited for, for less than a sleep costs.
+    /// A wait has ended. `found`: it has found what it waited for. `paid`: it did so for less than a sleep costs.
     fn ended(&self, found: bool, paid: bool, now: u64) {
         let before = self.credit.load(Relaxed);
         let credit = match (found, paid) {
@@ -336,7 +347,7 @@ impl Offers {
             (true, false) => before - 1,
             (false, _) => before - Offers::IN_VAIN,
         };
-        // Nearly always it stays the most.
+        // Nearly always it stays at its maximum.
         if credit != before {
             self.credit.store(credit, Relaxed);
         }
@@ -345,12 +356,12 @@ impl Offers {
         }
     }
 
-    /// Whether they have begun again no longer ago than they were not allowed, because some took long.
+    /// Whether offers are allowed again for no longer than they were suspended, the last time that some took long.
     fn is_soon(&self, now: u64) -> bool {
         now < self.from.load(Relaxed).saturating_add(self.paused.load(Relaxed))
     }
 
-    /// Some have taken so long.
+    /// Suspends offers, some of which have taken long: `gone`, all together.
     fn lost(&self, now: u64, gone: Duration) {
         let longer = (self.times.load(Relaxed) * 2).min(*Offers::TIMES.end());
         let times = if self.is_soon(now) { longer } else { *Offers::TIMES.start() };
@@ -360,9 +371,9 @@ impl Offers {
         self.stop(now, pause);
     }
 
-    /// None from `now` on, for a while.
+    /// No offers from `now` on, for the time of `pause`.
     fn stop(&self, now: u64, pause: u64) {
-        // Of several threads at a time the one counts that has lost most.
+        // Of several threads at a time, the one that has lost most counts.
         self.from.fetch_max(now.saturating_add(pause), Relaxed);
         self.credit.store(Offers::CREDIT, Relaxed);
     }
@@ -372,12 +383,12 @@ fn nanoseconds(time: Duration) -> u64 {
     u64::try_from(time.as_nanos()).unwrap_or(u64::MAX)
 }
 
-/// Who has offered its processor to others has got it back after so long.
+/// A thread that offered its processor to others has got it back, after it was `away` for this long.
 pub(super) fn made(away: Duration) {
     OFFERS.made(away);
 }
 
-/// Offers this processor to others. False if that is not allowed now, or took long.
+/// Offers this processor to others. Returns false if that is not allowed now, or took long.
 pub fn offer() -> bool {
     if !OFFERS.are_allowed() {
         return false;
@@ -394,26 +405,26 @@ pub fn offer() -> bool {
 enum Way {
     /// Without a pause, where that has paid lately.
     Spin,
-    /// The same for a moment, which says nothing of whether spinning pays.
+    /// The same for a moment, which says nothing about whether spinning pays.
     Glance,
     /// Offering its processor to others in between.
     Offer {
-        /// So often, and it costs no more than a sleep.
+        /// Up to this many offers cost no more than a sleep.
         pays: u32,
     },
 }
 
-/// How long a peer may take to copy so many bytes, but for a few limits of a spin.
+/// How long a peer may take to copy this many bytes, but no longer than a few limits of a spin.
 fn copying(bytes: u64, limit: Duration) -> Duration {
     Duration::from_nanos(bytes / COPIED).min(limit * 4)
 }
 
-/// A spin under way: it goes on as long as bytes move, and its limit beyond, and as long as the peer may take to copy what has
-/// moved; but never longer than [`Patience::MOST`] limits: somebody else may wait for this thread.
+/// A spin under way. It goes on as long as bytes move, and beyond that for its limit and for as long as the peer may take to
+/// copy what has moved, but never longer than [`Patience::MOST`] limits: somebody else may wait for this thread.
 pub(super) struct Patience {
     limit: Duration,
     way: Way,
-    /// How often the processor was offered, and how often that was when something moved.
+    /// How often the processor was offered, and how often it had been when something last moved.
     offered: u32,
     offered_before: u32,
     /// From when on a spin offers its processor too, and whether it has just done so.
@@ -422,9 +433,9 @@ pub(super) struct Patience {
     until: Instant,
     end: Instant,
     moved: u64,
-    /// What had moved when it began.
+    /// How many bytes had moved when it began.
     before: u64,
-    /// When to look whether somebody else waits.
+    /// When to check whether somebody else waits.
     look: Instant,
     now: Instant,
     /// Whether the processor was lost.
@@ -435,7 +446,8 @@ pub(super) struct Patience {
 impl Patience {
     const MOST: u32 = 40;
 
-    /// How often a spin looks round, within its limit: not at once, for what comes soon shall cost no more.
+    /// How many times a spin looks round within its limit. The first look is not at once, so that what comes soon costs no
+    /// more.
     const LOOKS: u32 = 4;
 
     /// `None`: there is to be no spin now.
@@ -468,10 +480,10 @@ impl Patience {
         })
     }
 
-    /// Tells `spin` what has come of it.
+    /// Tells `spin` how it has ended.
     pub(super) fn ends(&self, spin: &mut Spin, found: bool) {
         if let Way::Offer { pays } = self.way {
-            // Of a lost one it is known.
+            // A lost processor is known already.
             if !self.lost {
                 OFFERS.ended(found, self.offered <= pays || self.now < self.until, stats::tick());
             }
@@ -498,7 +510,7 @@ impl Patience {
         if self.offers() {
             if std::mem::replace(&mut self.moved, moved) != moved {
                 self.offered_before = self.offered;
-                // To move it has taken a while, in which nobody else had the processor.
+                // Moving it has taken a while, in which nobody else had the processor.
                 self.now = Instant::now();
                 let copies = copying(moved.wrapping_sub(self.before), self.limit);
                 self.until = self.end.min(self.now + copies);
@@ -516,7 +528,7 @@ impl Patience {
         now >= self.until
     }
 
-    /// Between two looks, with nothing locked. `may_offer`: its processor, if the spin takes long.
+    /// Pauses between two looks, with nothing locked. `may_offer`: the processor, if the spin takes long.
     pub(super) fn pause(&mut self, may_offer: bool) {
         self.has_offered = false;
         match self.way {
@@ -620,10 +632,10 @@ mod tests {
         let now = stats::tick();
         are_made(1, slice);
         assert!(offers.are_kept() && !offers.are_allowed());
-        // All four count since none was left of those before.
+        // All four count, since nothing was left of the losses before them.
         let least = nanoseconds(slice) * 4 * Offers::TIMES.start();
         assert!((now + least..=stats::tick() + least).contains(&offers.from.load(Relaxed)));
-        // Soon after that a single one does, later it does not.
+        // Soon after that a single long offer ends them; later it does not.
         assert!(offers.adds_up(slice, now + least + 1) == Some(slice));
         assert!(offers.adds_up(slice, stats::tick() + 3 * least).is_none());
     }
@@ -643,11 +655,11 @@ mod tests {
             offers.lost(at, Duration::from_millis(lost));
             assert_eq!(offers.from.load(Relaxed), at + ms(times * lost));
         }
-        // Of two threads the one counts that has lost most.
+        // Of two threads, the one that has lost most counts.
         let from = offers.from.load(Relaxed);
         offers.lost(at, LONG);
         assert_eq!(offers.from.load(Relaxed), from);
-        // What came before makes none of the later ones longer.
+        // Earlier pauses make none of the later ones longer.
         let later = from + ms(200);
         offers.lost(later, LONG);
         assert_eq!(offers.from.load(Relaxed), later + Offers::SHORTEST);
@@ -714,7 +726,7 @@ mod tests {
         let child = fork(|| {
             let begun = Waiting::begin();
             let one = here() && WAITING.load(Relaxed) as u32 == 1;
-            // That of the parent ends here too, as when fork(2) was called in a dispatch routine.
+            // The parent's one ends here too, as when fork(2) was called in a dispatch routine.
             drop(Waiting { generation: begun.generation - 1 });
             let still = WAITING.load(Relaxed) as u32 == 1;
             drop(begun);

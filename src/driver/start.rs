@@ -1,12 +1,12 @@
 //! How a connection begins: over which device, and with what.
 //!
 //! This is the one place that chooses among the [`DEVICES`], by their [`Traits`] and by `RPCRDMA_PROVIDER`, for connections
-//! that are opened ([`open`]), made anew (`Anew`, `next`), accepted on a TCP socket (`accept`), and listened for beside
+//! that are opened ([`open`]), re-established (`Anew`, `next`), accepted on a TCP socket (`accept`), and listened for beside
 //! one ([`listening`]).
 //!
-//! Where several devices may do, each has a start on the next one: that a device is on the way says nothing about the peer's
-//! end, and a peer that has none may never answer. The first connection that is established is used, and what has won is
-//! remembered for a while.
+//! Where several devices may do, each has a head start on the next one: that a device of ours leads there says nothing about
+//! the peer's end, and a peer that has none may never answer. The first connection that is established is used, and the device
+//! that has won is remembered for a while.
 #![forbid(unsafe_code)]
 
 use std::collections::HashMap;
@@ -32,16 +32,16 @@ use super::{Mask, REPLY_HEADER, memory};
 /// the active side for a startup.
 pub const START_TIMEOUT: Duration = Duration::from_secs(10);
 
-/// How long a device is waited for before the next one is tried beside.
+/// How long to wait for a device before the next one is tried beside it.
 const HEAD_START: Duration = Duration::from_millis(250);
 
-/// How long it may take a server that has been started to listen beside its socket.
+/// How long a server that has just been started may take to listen beside its socket.
 const LISTENS_LATE: Duration = Duration::from_secs(2);
 
-/// How often a device is asked whose port was taken.
+/// How many times a device is asked if its port is taken.
 const PORTS: u32 = 8;
 
-/// How long it is remembered what a peer speaks.
+/// How long to remember what a peer speaks.
 const REMEMBERED: Duration = Duration::from_secs(60);
 
 // ------------------------------------------------------------------------------------------------------- devices
@@ -87,8 +87,8 @@ fn over_sockets(config: &Config) -> Result<&'static dyn Device, Error> {
     })
 }
 
-/// What connections to `to` that go over no socket are tried over, in this order. `connected`: the program has connected its
-/// socket itself.
+/// The devices that connections to `to` without a socket are tried over, in this order. `connected`: the program has connected
+/// its socket itself.
 fn beside_sockets(to: SocketAddr, connected: bool, config: &Config) -> Vec<&'static dyn Device> {
     let alone = config.provider != Provider::Auto;
     let others = allowed(config).filter(|device| !device.traits().socket);
@@ -103,7 +103,7 @@ fn beside_sockets(to: SocketAddr, connected: bool, config: &Config) -> Vec<&'sta
 /// A device, and whether it is used towards an address.
 #[cfg(feature = "tool")]
 pub struct Candidate {
-    /// What it is like.
+    /// What the device is like.
     pub traits: &'static Traits,
     /// What of it leads there; or why nothing does.
     pub leads: Result<String, Error>,
@@ -132,7 +132,7 @@ pub fn candidates(to: SocketAddr, config: &Config) -> Result<Vec<Candidate>, Err
     Ok(DEVICES.iter().copied().map(judge).collect())
 }
 
-/// What takes the place of a device that has failed, if the configuration leaves the choice.
+/// The device that takes the place of one that has failed, if the configuration leaves the choice.
 pub(super) fn next(config: &Config, after: &Traits) -> Option<&'static dyn Device> {
     let mut rest = DEVICES.iter().copied().skip_while(|device| device.traits() != after).skip(1);
     rest.find(|device| config.provider == Provider::Auto && allows(config, *device))
@@ -170,20 +170,20 @@ pub fn options(config: &Config, traits: &Traits) -> Options {
 
 // ------------------------------------------------------------------------------------------------------- opening
 
-/// The room for replies on a connection over a device whose memory is locked, where no setting says.
+/// The room for replies on a connection over a device whose memory is locked, where no setting says how much.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Room {
-    /// Little: the calls of the program that have long replies have bindings, it is to be hoped.
+    /// Little: in the hope that those calls of the program that have long replies have bindings.
     Little,
     /// As much as over any other device: the program has no bindings.
     Same,
 }
 
 impl Room {
-    /// Memory for it: what over any other device need not be asked for, the connection has from its beginning.
+    /// Memory for it. Room that need not be asked for over any other device is the connection's from its beginning.
     ///
     /// # Errors
-    /// `ENOMEM`: so much cannot be locked. Where no other device may be used, it is less then.
+    /// `ENOMEM`: that much cannot be locked. Where no other device may be used, there is less room instead.
     fn areas(self, config: &Config, most: usize) -> Result<Arc<Areas>, Error> {
         let little = config.max_reply(true) + REPLY_HEADER;
         if self == Room::Little || config.max_reply.is_some() {
@@ -220,14 +220,14 @@ const NEEDS_ROOM: &str = "a program without bindings gets room for replies as lo
 pub enum Failure {
     /// Nobody listens there, or nothing leads there.
     Connect(Error),
-    /// Somebody does, but no RDMA came about.
+    /// Somebody listens, but no RDMA connection came about.
     Start(Error),
 }
 
 /// Starts to connect over a device that goes over no socket.
 ///
 /// # Errors
-/// It does not lead there. `ENOMEM`: it may, but there is not the room.
+/// It does not lead there. `ENOMEM`: it may, but there is not enough room.
 fn connect(
     device: &dyn Device,
     to: SocketAddr,
@@ -239,7 +239,8 @@ fn connect(
     device.connect(Way::Address(to), &options(config, traits), areas)
 }
 
-/// Connects over one device; `alone` where nothing else may be used. False where the startup is not done by `deadline`.
+/// Connects over one device; `alone` where nothing else may be used. The result is false where the startup is not done by
+/// `deadline`.
 ///
 /// # Errors
 /// It does not lead there.
@@ -260,11 +261,11 @@ fn attempt(
             Ok((pair, done))
         });
         match started {
-            // A server listens beside its socket from the first poll of its loop on, which may be yet to come.
+            // A server listens beside its socket from the first poll of its loop on, which may still be to come.
             Err(error) if alone && error.kind() == Kind::Refused && Instant::now() < refused_until => {
                 let _ = wait::poll(&mut [], Some(LISTENS_LATE / 40), mask);
             }
-            // An iWARP device has its ports from TCP, and RDMA-CM chooses ours without asking it: it chooses another one.
+            // An iWARP device has its ports from TCP, and RDMA-CM chooses ours without asking TCP: next time it chooses another.
             Err(error) if error.kind() == Kind::Os(libc::EADDRINUSE) && ports > 1 => ports -= 1,
             started => return started,
         }
@@ -282,7 +283,7 @@ pub(super) fn connect_over(socket: RawFd, config: &Config) -> Result<Box<dyn Que
 
 /// Opens a connection to `to`, known by `fd`: a TCP socket, which it goes over if the device goes over one.
 ///
-/// Where the configuration leaves the choice, what the program has connected itself is what it goes over.
+/// Where the configuration leaves the choice, a socket that the program has connected itself is what the connection goes over.
 ///
 /// # Errors
 /// As [`Failure`] says.
@@ -308,7 +309,7 @@ pub fn open(
         match (started, next) {
             (Ok((attempt, true)), _) => {
                 if connected {
-                    // As any other that does not go over a socket it is no more than the name of the connection now.
+                    // As for any connection that does not go over a socket, the socket is no more than its name now.
                     socket::disconnect(fd).map_err(|error| Failure::Start(error.into()))?;
                 }
                 if !pending.is_empty() {
@@ -328,7 +329,7 @@ pub fn open(
             (Err(error), None) => last = Some(error),
             (Err(error), Some(next)) => {
                 log_info!("{to}: not over {name}: {error}");
-                // What cannot be locked says nothing of the peer, and another program may need less.
+                // That memory cannot be locked says nothing about the peer, and another program may need less.
                 if error.kind() != Kind::Os(libc::ENOMEM) {
                     peers::remember(to, Speaks::Rdma(next.traits().name));
                 }
@@ -389,7 +390,7 @@ fn opened(
     Client::with(fd, Some(to), room, config, link)
 }
 
-/// Drives a startup until it is done. False when it is not by `deadline`.
+/// Drives a startup until it is done. Returns false when it is not done by `deadline`.
 pub(super) fn establish(
     device: &mut dyn QueuePair,
     deadline: Instant,
@@ -412,7 +413,7 @@ fn cannot_connect(to: Option<SocketAddr>, e: std::io::Error) -> Error {
     Error::new(Error::from(e).kind(), text)
 }
 
-/// A connection that takes the place of another one, on its way.
+/// A connection on its way, which takes the place of another one.
 pub(super) enum Anew {
     /// connect(2) is under way, or the startup over the socket is.
     Socket(OwnedFd, SocketAddr, Option<Box<dyn QueuePair>>),
@@ -420,7 +421,7 @@ pub(super) enum Anew {
 }
 
 impl Anew {
-    /// In the place of the connection that `fd` is the name of.
+    /// Starts one in the place of the connection that `fd` is the name of.
     ///
     /// # Errors
     /// The device does not lead there.
@@ -441,7 +442,7 @@ impl Anew {
         Ok(Anew::Socket(socket, to, None))
     }
 
-    /// One step, which does not wait. True when the connection is established.
+    /// Takes one step, which does not wait. Returns true when the connection is established.
     ///
     /// # Errors
     /// It has failed.
@@ -504,7 +505,7 @@ pub(super) fn accept(socket: RawFd, config: &Config) -> Result<Box<dyn QueuePair
     device.accept(socket, &options(config, device.traits()))
 }
 
-/// The devices that are listened on beside a TCP socket.
+/// The devices to listen on beside a TCP socket.
 pub fn listening(config: &Config) -> impl Iterator<Item = &'static dyn Device> {
     allowed(config).filter(|device| !device.traits().socket)
 }
@@ -535,12 +536,12 @@ pub fn gives_way(address: SocketAddr, config: &Config) -> Result<bool, Error> {
 
 // --------------------------------------------------------------------------------------------------------- memory
 
-/// What a peer speaks, as it was found out a moment ago.
+/// What a peer speaks, as was found out a moment ago.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Speaks {
     /// No RDMA: it closed on an MPA Request.
     Tcp,
-    /// The device of this name came first, or no better one leads to it.
+    /// The device of this name came first, or no better one leads to the peer.
     Rdma(&'static str),
 }
 
@@ -549,7 +550,7 @@ pub fn is_stock(peer: SocketAddr) -> bool {
     peers::known(peer) == Some(Speaks::Tcp)
 }
 
-/// Notes that it does not.
+/// Notes that a peer speaks no RDMA.
 pub fn note_stock(peer: SocketAddr) {
     peers::remember(peer, Speaks::Tcp);
 }
@@ -586,7 +587,7 @@ pub(super) mod tests {
     use crate::provider::{Listener, Places, iwarp};
     use crate::wire::private_data::PrivateData;
 
-    /// A device that is like adapters.
+    /// A device like an adapter.
     pub static LOCKED: Traits = Traits {
         name: "locked",
         title: "",
@@ -625,7 +626,7 @@ pub(super) mod tests {
         };
         assert_eq!(size(Room::Same, &auto, whole).unwrap(), (whole, true));
         assert_eq!(size(Room::Same, &only, whole).unwrap(), (whole, true));
-        // Who needs little, or says what, has it with the first call.
+        // A program that needs little, or says how much it needs, has the room with the first call.
         let little = (256 << 10) + REPLY_HEADER;
         assert_eq!(size(Room::Little, &auto, 0).unwrap(), (little, false));
         let told = Config { max_reply: Some(1024), ..config(Provider::Auto) };
@@ -637,7 +638,7 @@ pub(super) mod tests {
                 .text()
                 .starts_with("16781312 bytes for replies cannot be locked, for which 4194304 are left")
         );
-        // Nothing else is there then.
+        // There is no other device then.
         assert_eq!(size(Room::Same, &only, (4 << 20) + 5).unwrap(), (4 << 20, true));
         assert_eq!(size(Room::Same, &only, 256 << 10).unwrap(), (little, false));
     }

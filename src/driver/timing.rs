@@ -4,7 +4,7 @@
 use crate::connection::{Request, RequestId};
 use crate::stats::Names;
 
-/// Requests whose time is taken, beyond which the oldest have none: one-way calls, which get no reply.
+/// How many requests are timed. Beyond that the oldest are forgotten: one-way calls, which get no reply.
 const MOST: usize = 4096;
 
 /// The requests that have no reply yet.
@@ -24,7 +24,7 @@ struct Open {
 }
 
 impl Timing {
-    /// A request is handed up, at that [`clock`](crate::stats::clock).
+    /// A request is handed up, `now` by [`clock`](crate::stats::clock).
     #[inline]
     pub(super) fn handed_up(&mut self, request: &Request, now: u64) {
         let head = request.message.first().map_or(&[][..], |piece| &piece[..]);
@@ -34,19 +34,19 @@ impl Timing {
         self.last = Some(Open { id: request.id, names: Names::of(head), began: now });
     }
 
-    /// The one that was the last goes to the others.
+    /// Moves what was the last request to the others.
     #[inline(never)]
     fn keep(&mut self) {
         if self.others.len() >= MOST {
             self.others.drain(..MOST / 2);
         }
-        // Longer than what the reserve of memory has, with many requests.
+        // With many requests this takes a longer block than the reserve of memory has.
         if self.others.try_reserve(1).is_ok() {
             self.others.extend(self.last.take());
         }
     }
 
-    /// What a request was for, and when it was handed up. Once: it is answered, or will not be.
+    /// What a request was for, and when it was handed up. Tells this once, when the request is answered or never will be.
     #[inline]
     pub(super) fn take(&mut self, id: RequestId) -> Option<(Names, u64)> {
         let open = match self.last {
@@ -61,7 +61,7 @@ impl Timing {
 
     #[inline(never)]
     fn take_other(&mut self, id: RequestId) -> Option<Open> {
-        // Most replies are to one of the last.
+        // Most replies are to one of the latest requests.
         let at = self.others.iter().rposition(|open| open.id == id)?;
         Some(self.others.remove(at))
     }

@@ -1,5 +1,6 @@
-//! Schedules of threads that wait on one connection, tried one after the other: nobody sleeps for ever, and each gets what is his.
-//! A sleep has no end but being woken (shuttle's conditions know no time), so that whoever is not woken is found.
+//! Schedules of threads that wait on one connection, tried one after the other: nobody sleeps for ever, and each thread gets
+//! its own reply. A sleep ends only when the thread is woken (shuttle's conditions know no time), so that a thread that is not
+//! woken is found.
 #![forbid(unsafe_code)]
 
 use std::collections::VecDeque;
@@ -40,7 +41,7 @@ impl State for Ends {
 impl Line {
     fn new() -> Arc<Line> {
         Arc::new(Line {
-            // Who waits beside the driver looks a few times before it sleeps.
+            // A thread that waits beside the driver looks a few times before it sleeps.
             state: Mutex::new(Ends { session: Session::new(Duration::from_micros(1)), read: Vec::new() }),
             wire: Mutex::default(),
             came: Condvar::new(),
@@ -51,21 +52,21 @@ impl Line {
         self.wire.lock().unwrap()
     }
 
-    /// Makes a call and waits for its reply until `deadline`; whether it came.
+    /// Makes a call and waits for its reply until `deadline`. Returns whether it came.
     fn call(&self, xid: Xid, deadline: Instant) -> bool {
         let state = self.state.lock().unwrap();
         self.wire().calls.push_back(xid);
         self.came.notify_all();
         let mut state = wait_for(&self, state, Waiter::Call(xid), deadline, None);
         let outcome = state.session.calls.take(xid);
-        // As those do who wait for something.
+        // As every thread does that has waited for something.
         if !state.session.is_driven() {
             state.session.wake_one();
         }
         outcome.is_some()
     }
 
-    /// The peer: answers so many calls, each second one before the first.
+    /// The peer: answers `count` calls, the second one of each two before the first.
     fn answer(&self, count: usize) {
         let mut held = None;
         for _ in 0..count {
@@ -140,7 +141,7 @@ fn far() -> Instant {
     Instant::now() + Duration::from_secs(3600)
 }
 
-/// Threads that make so many calls each.
+/// Threads that make `calls` calls each.
 fn callers(line: &Arc<Line>, threads: u32, calls: u32) -> Vec<shuttle::thread::JoinHandle<()>> {
     let caller = |thread: u32| {
         let line = line.clone();
@@ -163,7 +164,7 @@ fn everybody_gets_his_reply_whoever_drives() {
     });
 }
 
-/// Those whose time is over leave the seat to the others.
+/// Threads whose time is over leave the driver's seat to the others.
 #[test]
 fn a_driver_whose_time_is_over_is_succeeded() {
     in_schedules(5000, || {

@@ -8,87 +8,87 @@
 #include <rpc/rpc.h>
 
 // clnt_control: sets the longest reply that later calls of a CLIENT make room for, in bytes of results.
-// Takes a pointer to size_t, of at most 1 GiB. The default is the setting max_reply: 16 MiB, over an adapter 256 KiB
+// Takes a pointer to size_t, of at most 1 GiB. The default is the setting max_reply: 16 MiB, or over an adapter 256 KiB
 // for a program with bindings.
 #define CLSET_RDMA_MAXREPLY 0x52444d01
 
-// clnt_control: gets the longest reply that calls of a CLIENT make room for, as a size_t. FALSE says that the
-// CLIENT does not go over RDMA.
+// clnt_control: gets the longest reply that calls of a CLIENT make room for, as a size_t. FALSE means that the
+// CLIENT does not use RDMA.
 #define CLGET_RDMA_MAXREPLY 0x52444d02
 
-// clnt_control: sets how many calls of this connection may be under way at a time, as far as the peer grants it;
-// with the CLIENT of rpcrdma_clnt_reverse(), how many calls back. Takes a pointer to unsigned, 1 to 4096. The
-// defaults are the settings credits and reverse_credits. What an adapter has Receives for bounds it, both
-// directions together.
+// clnt_control: sets how many calls on this connection may be outstanding at a time, up to what the peer grants;
+// with a CLIENT of rpcrdma_clnt_reverse(), how many callbacks. Takes a pointer to unsigned, 1 to 4096. The
+// defaults are the settings credits and reverse_credits. Over an adapter, the Receives that it has room for limit
+// both directions together.
 #define CLSET_RDMA_CREDITS 0x52444d03
 
-// clnt_control: gets what CLSET_RDMA_CREDITS sets, as it is in force.
+// clnt_control: gets the number that CLSET_RDMA_CREDITS sets, as now in force.
 #define CLGET_RDMA_CREDITS 0x52444d04
 
-// clnt_control: sets how many calls back this connection grants to its server, once a program is served. Takes a
+// clnt_control: sets how many callbacks this connection grants to its server, once a program is served. Takes a
 // pointer to unsigned, 1 to 4096. The default is the setting reverse_credits.
 #define CLSET_RDMA_REVERSE_CREDITS 0x52444d05
 
-// clnt_control: gets what CLSET_RDMA_REVERSE_CREDITS sets, as it is in force: 1 before a program is served.
+// clnt_control: gets the number that CLSET_RDMA_REVERSE_CREDITS sets, as now in force: 1 before a program is served.
 #define CLGET_RDMA_REVERSE_CREDITS 0x52444d06
 
-// clnt_control: sets whether calls back over this connection may have chunks: those that do not fit one Send.
-// Takes a pointer to bool_t. The default is the setting reverse_chunks. Without them, longer calls back fail at
-// the caller, and the serving end answers those with chunks with ERR_CHUNK (RFC 8167 section 5.3).
+// clnt_control: sets whether callbacks over this connection that do not fit in one Send may use chunks.
+// Takes a pointer to bool_t. The default is the setting reverse_chunks. Without chunks, longer callbacks fail at
+// the caller, and the end that serves callbacks answers any that has chunks with ERR_CHUNK (RFC 8167 section 5.3).
 #define CLSET_RDMA_REVERSE_CHUNKS 0x52444d07
 
-// clnt_control: gets how often the connection of this CLIENT was made, as an unsigned. When it has grown, the
-// server's program does not know its client any more: register with it again.
+// clnt_control: gets how many times the connection of this CLIENT has been established, as an unsigned. When the
+// number has grown, the server's program no longer knows its client: register with it again.
 #define CLGET_RDMA_CONNECTIONS 0x52444d08
 
 // clnt_control: makes our own Receives longer, and tells the peer; see rpcrdma_clnt_peer(). Takes a pointer to
-// unsigned, in bytes: at least what was told before, at most the setting max_inline. In Version One it fails.
+// unsigned, in bytes: at least what the peer was told before, at most the setting max_inline. Fails in Version One.
 #define CLSET_RDMA_RECEIVE_SIZE 0x52444d09
 
-// clnt_control: gets how long the peer takes our Receives to be, as an unsigned.
+// clnt_control: gets the size that the peer believes our Receives to have, as an unsigned.
 #define CLGET_RDMA_RECEIVE_SIZE 0x52444d0a
 
 // SVC_CONTROL: sets how many calls an accepted connection grants to its client. Takes a pointer to unsigned, 1 to
 // 4096. The default is the setting credits.
 #define SVCSET_RDMA_CREDITS 0x52444d11
 
-// SVC_CONTROL: gets what SVCSET_RDMA_CREDITS sets, as it is in force.
+// SVC_CONTROL: gets the number that SVCSET_RDMA_CREDITS sets, as now in force.
 #define SVCGET_RDMA_CREDITS 0x52444d12
 
-// The peer has not told whether it takes calls back.
+// The peer has not said whether it takes callbacks.
 #define RPCRDMA_BACKWARD_UNKNOWN 0
 
-// The peer takes no calls back.
+// The peer takes no callbacks.
 #define RPCRDMA_BACKWARD_NONE 1
 
-// The peer takes calls back, or replies to its own, if they fit one Send.
+// The peer takes callbacks, or replies to its own, if they fit in one Send.
 #define RPCRDMA_BACKWARD_SIZE_LIMITED 2
 
-// The peer takes calls back, or replies to its own, of any length.
+// The peer takes callbacks, or replies to its own, of any length.
 #define RPCRDMA_BACKWARD_GENERAL 3
 
-// A characteristic: fewest bytes of each Receive.
+// A characteristic: the minimum size of each Receive, in bytes.
 #define RPCRDMA_RECEIVE_SIZE 1
 
-// A characteristic: whether replies may invalidate memory of their caller, 0 or 1.
+// A characteristic: whether replies may invalidate memory of the requester, 0 or 1.
 #define RPCRDMA_REMOTE_INVALIDATION 2
 
-// A characteristic: what is taken in the reverse direction, one of RPCRDMA_BACKWARD_UNKNOWN and so on.
+// A characteristic: what the peer takes in the reverse direction, RPCRDMA_BACKWARD_UNKNOWN and so on.
 #define RPCRDMA_BACKWARD 3
 
-// The peer is as it was asked to be.
+// The peer now has the value asked for.
 #define RPCRDMA_DONE 1
 
 // The peer has refused.
 #define RPCRDMA_REJECTED 0
 
-// The time is over. The request stands: the peer may answer it yet.
+// The timeout has expired. The request stands: the peer may still answer it.
 #define RPCRDMA_PENDING 2
 
 // A walk over the arguments or the results of one message; see rpcrdma_binding_register().
 struct rpcrdma_walk;
 
-// What this process has done since it began; see rpcrdma_stats_get(). Every counter only grows.
+// What this process has done since it began; see rpcrdma_stats_get(). The counters only ever grow.
 struct rpcrdma_stats {
   // Calls given to the transport by this process as a client.
   uint64_t calls;
@@ -141,30 +141,30 @@ typedef void (*rpcrdma_dispatch)(struct svc_req *request, SVCXPRT *xprt);
 
 // What is known of the other end of a connection; see rpcrdma_clnt_peer().
 struct rpcrdma_peer {
-  // The version of RPC-over-RDMA: 1 or 2; 0 before it is agreed.
+  // The version of RPC-over-RDMA: 1 or 2; 0 before one is agreed.
   uint32_t version;
-  // Whether the peer knows the transport characteristics: 1 no, 2 yes, 0 not known yet.
+  // Whether the peer supports the transport characteristics: 1 no, 2 yes, 0 not known yet.
   uint32_t extension;
-  // Bytes that one Send to it may have, header included.
+  // The most bytes that one Send to the peer may have, header included.
   uint32_t receive_size;
-  // Whether replies to it may invalidate its memory.
+  // Whether replies to the peer may invalidate its memory.
   uint32_t remote_invalidation;
-  // RPCRDMA_BACKWARD_UNKNOWN and so on: what it takes in the reverse direction.
+  // What the peer takes in the reverse direction: RPCRDMA_BACKWARD_UNKNOWN and so on.
   uint32_t backward;
-  // How often it has said something of itself on this connection.
+  // How many times the peer has announced characteristics on this connection.
   uint32_t updates;
-  // Bytes that one Send of the peer may have, as far as it knows.
+  // The most bytes that one Send from the peer may have, as far as the peer knows.
   uint32_t own_receive_size;
 };
 
-// What rpcrdma_clnt_on_update() has called.
+// The routine that rpcrdma_clnt_on_update() registers.
 typedef void (*rpcrdma_told)(CLIENT *clnt, const struct rpcrdma_peer *peer, void *closure);
 
-// Walks the arguments or the results of a procedure, in the order of the wire; `closure` is the binding's. Returns
-// FALSE when a step returned FALSE.
+// Walks the arguments or the results of a procedure, in wire order; `closure` is the binding's. Returns FALSE if a
+// step returned FALSE.
 typedef bool_t (*rpcrdma_walker)(struct rpcrdma_walk *walk, void *closure);
 
-// Which items of a procedure may travel in chunks of their own, between the memories of the two programs.
+// Which items of a procedure may travel in chunks of their own, directly between the memory of the two programs.
 struct rpcrdma_binding {
   // sizeof (struct rpcrdma_binding).
   size_t size;
@@ -174,11 +174,11 @@ struct rpcrdma_binding {
   rpcvers_t version;
   // Procedure number.
   uint32_t procedure;
-  // Walks the arguments. NULL: nothing in them is eligible, and nothing is known of the reply's length.
+  // Walks the arguments. NULL: nothing in them is eligible, and nothing is known about the reply's length.
   rpcrdma_walker arguments;
   // Walks the results of a successful reply. NULL: nothing in them is eligible.
   rpcrdma_walker results;
-  // Given to both.
+  // Passed to both walkers.
   void *closure;
 };
 
@@ -186,23 +186,24 @@ struct rpcrdma_binding {
 extern "C" {
 #endif // __cplusplus
 
-// The version of the library that is loaded, such as "0.1.0". It is never freed.
+// The version of the loaded library, such as "0.1.0". The string is static.
 const char *rpcrdma_version(void);
 
-// Copies the counters of this process to *stats. `size` is sizeof *stats as the program was compiled: a program
-// and a library of different age understand each other, and counters that the library does not have are 0.
-// FALSE, and *stats untouched, for NULL or a size that is no multiple of a counter's.
+// Copies the counters of this process to *stats. `size` is sizeof *stats as the program was compiled, so that the
+// program and the library need not be of the same age: counters that the library does not have become 0.
+// FALSE, and *stats untouched, for NULL or a size that is not a multiple of a counter's.
 //
 // `stats` is NULL or has room for `size` bytes.
 bool_t rpcrdma_stats_get(struct rpcrdma_stats *stats,
                          size_t size);
 
-// Makes a CLIENT for a program at the RDMA listener `raddr`, as clnt_vc_create() does for TCP: RDMA or an error.
+// Creates a CLIENT for a program at the RDMA listener `raddr`, as clnt_vc_create() does for TCP. It uses RDMA or
+// fails.
 //
-// `fd` is a TCP socket, connected or not, on which nothing has been sent; it stays the caller's unless
-// clnt_control(CLSET_FD_CLOSE) gives it away. With RPC_ANYFD the socket is made here and belongs to the CLIENT.
-// `raddr` may be NULL if `fd` is connected. CLIENTs made on one socket share its connection. Buffer sizes have no
-// meaning over RDMA and are accepted as they are.
+// `fd` is a TCP socket, connected or not, on which nothing has been sent. It remains the caller's unless
+// clnt_control(CLSET_FD_CLOSE) gives it to the CLIENT. With RPC_ANYFD a socket is created, which belongs to the CLIENT.
+// `raddr` may be NULL if `fd` is connected. CLIENTs created on one socket share its connection. The buffer sizes have
+// no meaning over RDMA, and any value is accepted.
 //
 // NULL on failure: clnt_pcreateerror() prints why.
 //
@@ -214,35 +215,35 @@ CLIENT *clnt_rdma_create(int fd,
                          unsigned int sendsz,
                          unsigned int recvsz);
 
-// Makes a transport that serves RDMA, as svc_vc_create() does for TCP.
+// Creates a transport that serves RDMA, as svc_vc_create() does for TCP.
 //
-// `fd` is a TCP socket: bound, then it becomes a listener if it is none yet; or connected, then this one connection
-// is served, as under inetd. It belongs to the transport. With RPC_ANYFD an IPv4 socket on a port of the system's
-// choice is made. The transport's xp_netid is "rdma" or "rdma6"; svc_reg() with such a netconfig registers it with
-// rpcbind. Buffer sizes have no meaning over RDMA.
+// `fd` is a TCP socket. A bound one becomes a listener if it is not one yet; of a connected one, only that connection
+// is served, as under inetd. The socket belongs to the transport. With RPC_ANYFD an IPv4 socket is created on a port
+// chosen by the system. The transport's xp_netid is "rdma" or "rdma6"; svc_reg() with the netconfig of that netid
+// registers the service with rpcbind. The buffer sizes have no meaning over RDMA.
 //
-// NULL on failure, and `fd` stays the caller's: clnt_spcreateerror() says why.
+// NULL on failure, and `fd` remains the caller's: clnt_spcreateerror() says why.
 //
-// `fd` is given up by the caller.
+// The caller gives up `fd`.
 SVCXPRT *svc_rdma_create(int fd,
                          unsigned int sendsize,
                          unsigned int recvsize);
 
-// Makes a CLIENT for calls back to the client of an accepted connection: `xprt` is what its requests come with. The
-// client's program must have said that it serves `prog`: one that does not may lose the connection by the call
-// (RFC 8167 section 6). In Version Two a client tells whether it takes calls back, and a call to one that does not
-// fails at once.
+// Creates a CLIENT for callbacks to the client of an accepted connection; `xprt` is the transport that its requests
+// come with. The client's program must have said that it serves `prog`: calling one that does not may cost the
+// connection (RFC 8167 section 6). In Version Two a client says whether it takes callbacks, and a callback to one that
+// does not fails at once.
 //
-// clnt_call() and all else are as for any CLIENT, with AUTHs of any flavour. Calls may be made inside a dispatch
-// routine, between requests, and from other threads. While a call waits in the thread of the service loop,
-// further requests of the same connection are dispatched in its midst, as a callback may call forward before it
-// answers: dispatch routines that make calls back must be ready for that.
+// clnt_call() and the rest work as with any CLIENT, with AUTHs of any flavour. Calls may be made inside a dispatch
+// routine, between requests, and from other threads. While a call waits in the thread of the service loop, that
+// thread dispatches further requests of the same connection, because the client may have to make a call before it can
+// answer: dispatch routines that make callbacks must be ready to be entered again.
 //
-// The CLIENT outlives the connection. A call that was under way ends with RPC_CANTRECV when the connection
-// breaks. After that calls fail with RPC_CANTSEND in the thread of the service loop, and wait up to their timeout
-// in other threads: until rpcrdma_clnt_rebind().
+// The CLIENT outlives the connection. A call that is outstanding when the connection breaks ends with RPC_CANTRECV.
+// From then until rpcrdma_clnt_rebind(), calls fail with RPC_CANTSEND in the thread of the service loop, and wait in
+// other threads, up to their timeout.
 //
-// The longest reply is what fits one Send; CLSET_RDMA_MAXREPLY makes room for more, by a Reply chunk, which Linux
+// The longest reply is what fits in one Send; CLSET_RDMA_MAXREPLY makes room for more, with a Reply chunk, which Linux
 // peers cannot handle. NULL on failure: clnt_pcreateerror() prints why.
 //
 // `xprt` is NULL or a live transport.
@@ -250,8 +251,8 @@ CLIENT *rpcrdma_clnt_reverse(SVCXPRT *xprt,
                              rpcprog_t prog,
                              rpcvers_t vers);
 
-// Has a CLIENT of rpcrdma_clnt_reverse() go on over another accepted connection: on that one its client has come
-// back, which only the program's own protocol can tell. Calls that wait for it go through.
+// Moves a CLIENT of rpcrdma_clnt_reverse() to another accepted connection: the one over which its client has come
+// back, which only the program's own protocol can tell. Calls that wait for the client then proceed.
 //
 // FALSE on failure: clnt_perror() prints why.
 //
@@ -259,55 +260,56 @@ CLIENT *rpcrdma_clnt_reverse(SVCXPRT *xprt,
 bool_t rpcrdma_clnt_rebind(CLIENT *clnt,
                            SVCXPRT *xprt);
 
-// Serves a program to the server of this CLIENT's connection: what the server calls back is given to `dispatch`,
-// as svc_run() does in a server; svc_getargs(), svc_sendreply() and the rest are as there. Call it before telling
-// the server that it may call back. `dispatch` NULL ends it: the routine does not run any more when this returns, for
-// which it waits, unless it is called inside a routine.
+// Serves a program to the server of this CLIENT's connection: the server's callbacks are passed to `dispatch`, as
+// svc_run() does in a server, and svc_getargs(), svc_sendreply() and the rest work as they do there. Call it before
+// telling the server that it may call back. A NULL `dispatch` ends the service: this function then waits until the
+// routine no longer runs, unless it is called inside a routine.
 //
 // Callbacks are served by any thread that waits for a reply on the connection, by rpcrdma_clnt_poll(), and by
-// svc_run() (or the program's own loop over svc_pollfd) if this process, not a child of it, has one. One at a
-// time; a callback that makes calls on the connection itself serves others while it waits; while a call with
-// RPCSEC_GSS waits, it makes no such call on the same connection. clnt_destroy() waits for a callback that another
-// thread serves on its connection; but inside a routine it waits for nothing, and what is still under way with the
-// CLIENT goes on, and takes it along when it ends.
+// svc_run() (or the program's own loop over svc_pollfd) if this process, not a child of it, runs one. They are served
+// one at a time, but a callback that itself makes calls on the connection serves others while it waits. While a call
+// with RPCSEC_GSS waits, a callback cannot make another such call on the same connection. clnt_destroy() waits for a
+// callback that another thread serves on its connection. Inside a routine it waits for nothing: what is still under
+// way with the CLIENT goes on, and the last of it to end frees the CLIENT.
 //
-// The connection is kept from now on: when it is lost, the next of these three makes it anew.
-// CLGET_RDMA_CONNECTIONS tells. A call of procedure 0 of the CLIENT's program goes first over a new connection.
-// CLIENTs on one socket share their programs.
+// From now on the connection is kept up: when it is lost, whichever of these three serves next makes it anew.
+// CLGET_RDMA_CONNECTIONS shows that. The first call over a new connection is to procedure 0 of the CLIENT's program.
+// CLIENTs on one socket share the programs that are served.
 //
 // FALSE on failure: clnt_perror() prints why.
 //
-// `clnt` is NULL or a live CLIENT; `dispatch` is good as long as it is served.
+// `clnt` is NULL or a live CLIENT; `dispatch` stays valid as long as the program is served.
 bool_t rpcrdma_clnt_serve(CLIENT *clnt,
                           rpcprog_t prog,
                           rpcvers_t vers,
                           rpcrdma_dispatch dispatch);
 
-// Waits for callbacks at most so long, and serves those that are there. Returns how many; 0 if none came, and as
-// soon as a lost connection was made anew: look at CLGET_RDMA_CONNECTIONS. -1 if no program is served, or the
-// connection was lost and could not be made anew in time: clnt_perror() prints why. Signal handlers run
-// meanwhile, and do not end it.
+// Waits for callbacks, for at most `timeout`, and serves those that have arrived. Returns how many it served: 0 if
+// none came, or as soon as a lost connection has been made anew (see CLGET_RDMA_CONNECTIONS). -1 if no program is
+// served, or if the connection was lost and could not be made anew in time: clnt_perror() prints why. Signal handlers
+// run during the wait, and do not end it.
 //
 // `clnt` is NULL or a live CLIENT.
 int rpcrdma_clnt_poll(CLIENT *clnt,
                       struct timeval timeout);
 
-// Serves as svc_run() does, with so many threads: the calling one, and others that are made for it. Requests of all transports
-// are served beside each other, also those of one connection over RDMA, up to its credits; each of these has an SVCXPRT
-// of its own, which is good until its routine returns, or, if that does not reply, until the reply: to the latest 64 of a
-// connection. Requests with RPCSEC_GSS are served one at a time on each connection, and so are those of libtirpc's own transports.
-// What the routines share they lock; the code that rpcgen makes does not return results in static memory with its option -M.
+// Serves as svc_run() does, with `threads` threads: the calling one, and others created for it. Requests of all transports
+// are served concurrently, including those of one connection over RDMA, up to its credits. Each request over RDMA has an
+// SVCXPRT of its own, which is valid until its routine returns or, if the routine does not reply, until the reply; the
+// latest 64 unanswered requests of a connection can be replied to in this way. Requests with RPCSEC_GSS are served one at
+// a time on each connection, and so are requests of each of libtirpc's own transports. Dispatch routines must lock what they
+// share; rpcgen's code must be made with -M, so that it does not return results in static memory.
 //
-// Returns after svc_exit(), when all routines have returned: TRUE. FALSE if it cannot begin: clnt_pcreateerror() prints why.
+// Returns TRUE after svc_exit(), when all routines have returned. FALSE if it cannot begin: clnt_pcreateerror() prints why.
 bool_t rpcrdma_svc_run(unsigned int threads);
 
-// Copies to *peer what is known of the server of this CLIENT, or of the client that a CLIENT of
-// rpcrdma_clnt_reverse() calls back. What has arrived is looked at; nothing is waited for. `size` is sizeof *peer
+// Copies to *peer what is known about the server of this CLIENT, or about the client that a CLIENT of
+// rpcrdma_clnt_reverse() calls back. Looks at what has arrived, but does not wait. `size` is sizeof *peer
 // as the program was compiled, as with rpcrdma_stats_get().
 //
 // In Version One the numbers are those that were agreed when the connection was made, and `backward` is not
-// known. Before a version is agreed, which making the CLIENT waits for if the server is not slow, next to nothing
-// is.
+// known. Before a version is agreed, almost nothing is known; creating the CLIENT waits for that, unless the
+// server is slow.
 //
 // FALSE, and *peer untouched, for NULL, an invalid size, or a connection that is lost: clnt_perror() prints why.
 //
@@ -316,21 +318,21 @@ bool_t rpcrdma_clnt_peer(CLIENT *clnt,
                          struct rpcrdma_peer *peer,
                          size_t size);
 
-// Copies to *peer what is known of the client of an accepted connection: `xprt` is what its requests come with.
-// Otherwise as rpcrdma_clnt_peer(). FALSE, and *peer untouched, for any other SVCXPRT too.
+// Copies to *peer what is known about the client of an accepted connection; `xprt` is the transport that its requests
+// come with. Otherwise as rpcrdma_clnt_peer(). FALSE, and *peer untouched, for any other SVCXPRT too.
 //
 // `xprt` is NULL or a live transport; `peer` is NULL or has room for `size` bytes.
 bool_t rpcrdma_svc_peer(SVCXPRT *xprt,
                         struct rpcrdma_peer *peer,
                         size_t size);
 
-// Asks the peer to have the value `value` of the characteristic `which`: RPCRDMA_RECEIVE_SIZE and so on. Waits
-// for the outcome at most so long: RPCRDMA_DONE, RPCRDMA_REJECTED, or RPCRDMA_PENDING when the time is over. The
-// peer may still do it then: rpcrdma_clnt_peer() tells, and the same request once more goes on waiting. One
-// request of a connection is under way at a time.
+// Asks the peer to set the characteristic `which` (RPCRDMA_RECEIVE_SIZE and so on) to `value`. Waits for the outcome,
+// for at most `timeout`, and returns it: RPCRDMA_DONE, RPCRDMA_REJECTED, or RPCRDMA_PENDING when the timeout has
+// expired. The peer may still comply then: rpcrdma_clnt_peer() shows whether it has, and repeating the request resumes
+// the wait. A connection has one request outstanding at a time.
 //
-// -1 if the connection speaks Version One or is lost, for an earlier request that is not settled, and for values
-// that there are not: clnt_perror() prints why.
+// -1 if the connection speaks Version One or is lost, if an earlier request is not settled, or if there is no such
+// value: clnt_perror() prints why.
 //
 // `clnt` is NULL or a live CLIENT.
 int rpcrdma_clnt_request(CLIENT *clnt,
@@ -338,40 +340,40 @@ int rpcrdma_clnt_request(CLIENT *clnt,
                          uint32_t value,
                          struct timeval timeout);
 
-// Has `told` called when the peer has said something of itself since the last time, or since this call: in the
-// thread in which a clnt_call(), rpcrdma_clnt_poll() or rpcrdma_clnt_request() with this CLIENT ends, just before
-// that returns. It may make calls, but must not destroy the CLIENT. NULL ends it.
+// Has `told` called when the peer has announced characteristics since the last time, or since this function was
+// called. `told` runs in the thread in which a clnt_call(), rpcrdma_clnt_poll() or rpcrdma_clnt_request() with this
+// CLIENT ends, just before that returns. It may make calls, but must not destroy the CLIENT. A NULL `told` ends this.
 //
 // FALSE for a CLIENT of another transport.
 //
-// `clnt` is NULL or a live CLIENT; `told` and `closure` are good until another call of this or clnt_destroy().
+// `clnt` is NULL or a live CLIENT; `told` and `closure` stay valid until this function or clnt_destroy() is called next.
 bool_t rpcrdma_clnt_on_update(CLIENT *clnt,
                               rpcrdma_told told,
                               void *closure);
 
-// Registers memory of the program's: what an RPC encodes from there is sent from where it lies, and not copied
+// Registers memory of the program: what an RPC encodes from it is sent from where it lies, without being copied
 // first.
 //
-// Whatever an xdrproc puts from registered memory must stay valid and unchanged until clnt_call() or
-// svc_sendreply() returns, so nothing that the xdrproc frees or reuses itself. Results too are received in place
-// if they lie there: see rpcrdma_binding_register(). The memory stays the program's; unregister it before it is
-// freed.
+// Whatever an xdrproc encodes from registered memory must stay valid and unchanged until clnt_call() or
+// svc_sendreply() returns, so it must be nothing that the xdrproc itself frees or reuses. Results that lie in
+// registered memory are received in place too: see rpcrdma_binding_register(). The memory still belongs to the
+// program; unregister it before it is freed.
 //
-// FALSE for NULL, no bytes, or memory that overlaps what is registered already.
+// FALSE for NULL, a length of 0, or memory that overlaps what is registered already.
 bool_t rpcrdma_mem_register(const void *address,
                             size_t length);
 
-// Ends a registration; `address` is where it begins. Calls that are under way are not disturbed. FALSE when there is
-// none.
+// Ends a registration; `address` is where it begins. Outstanding calls are not affected. FALSE if there is no such
+// registration.
 bool_t rpcrdma_mem_unregister(const void *address);
 
-// The argument of the request that is being dispatched which came in a Read chunk of its own, as it lies in
+// Gets the argument of the request being dispatched that came in a Read chunk of its own, where it lies in
 // memory of this library. A dispatch routine that sets the pointer of its counted opaque to *address before
-// svc_getargs() gets the argument without a copy. It is to be read only, until the reply is sent; the pointer
+// svc_getargs() gets the argument without a copy. It may only be read, and only until the reply is sent; the pointer
 // must be NULL again before svc_freeargs(), which would free it.
 //
-// FALSE when there is none: the request is short, came in another way, or not over RDMA. svc_getargs() allocates
-// then, as usual.
+// FALSE if there is none: the request is short, came in another way, or not over RDMA. svc_getargs() then allocates
+// memory, as usual.
 //
 // `xprt` is a live transport; `address` and `length` are writable.
 bool_t rpcrdma_svc_placed(SVCXPRT *xprt,
@@ -383,15 +385,16 @@ bool_t rpcrdma_svc_placed(SVCXPRT *xprt,
 // A walker goes through the encoded message with the rpcrdma_walk_ functions and marks the counted opaques that are
 // eligible with rpcrdma_walk_item(). While walking arguments it also says how large eligible results may be, with
 // rpcrdma_walk_result(), and how long the rest of the results may be, with rpcrdma_walk_reply(). It must depend on
-// nothing but the message and `closure`, make no calls, and may run in any thread. It runs on messages of peers too.
+// nothing but the message and `closure`, must make no RPC calls, and may run in any thread. It also runs on messages
+// from peers.
 //
-// A client that puts its own buffer into its results beforehand (everything zeroed but data_val, and data_len the
-// size of the buffer) gets the result there without a copy.
+// A client that puts its own buffer into its results beforehand (everything zeroed except data_val, which points to
+// the buffer, and data_len, which is the buffer's size) gets the result there without a copy.
 //
-// Both ends should have the same binding; where only one has it, calls go on without. FALSE, and
+// Both ends should have the same binding; where only one has it, calls work without it. FALSE, and
 // clnt_spcreateerror() says why, for a procedure that has a binding already.
 //
-// `binding` is NULL or points to a binding; its functions and its closure are good for the life of the process.
+// `binding` is NULL or points to a binding; its functions and its closure stay valid for the life of the process.
 bool_t rpcrdma_binding_register(const struct rpcrdma_binding *binding);
 
 // Walks over one word (int, unsigned, bool, enum). `value` may be NULL.
@@ -419,14 +422,14 @@ bool_t rpcrdma_walk_opaque(struct rpcrdma_walk *walk);
 // As rpcrdma_walk_skip().
 bool_t rpcrdma_walk_item(struct rpcrdma_walk *walk);
 
-// While walking arguments: the results may hold an eligible opaque of at most `most` bytes. Call it for each of
-// them, in their order. They need not be counted by rpcrdma_walk_reply().
+// While walking arguments: the results may hold an eligible opaque of at most `most` bytes. Call it for each such
+// opaque, in order. rpcrdma_walk_reply() need not count them.
 //
 // As rpcrdma_walk_skip().
 bool_t rpcrdma_walk_result(struct rpcrdma_walk *walk,
                            size_t most);
 
-// While walking arguments: the results have at most `bytes` bytes more. Without any such word their length is not
+// While walking arguments: the results have at most `bytes` more bytes. If it is never called, their length is not
 // known, and calls make room for the CLIENT's maximum reply.
 //
 // As rpcrdma_walk_skip().

@@ -106,7 +106,7 @@ struct rpcrdma_stats {
   uint64_t bytes_copied;
   // Payload bytes copied out of a socket's read-ahead buffer; not part of `bytes_copied`.
   uint64_t bytes_read_ahead;
-  // Memory that a device had to register: for a handle that a peer got, or for a request of our own.
+  // Registrations of memory with a device, for a handle given to a peer or for a request of our own.
   uint64_t registrations;
   // Handles that were invalidated, by us or by the peer.
   uint64_t invalidations;
@@ -124,15 +124,15 @@ struct rpcrdma_stats {
   uint64_t errors_sent;
   // RDMA_ERROR messages received.
   uint64_t errors_received;
-  // Connections made again for a handle that had lost its own.
+  // Connections re-established for a CLIENT that had lost its connection.
   uint64_t reconnects;
-  // Clients that were to use rdma and use tcp.
+  // Clients that fell back from rdma to tcp.
   uint64_t fallbacks;
   // Calls that timed out with their credit still out.
   uint64_t orphans;
   // Chains of requests that were handed to an adapter, each with one doorbell.
   uint64_t doorbells;
-  // Memory windows bound, in such a chain: handles for memory that is registered already.
+  // Memory windows bound, in such a chain: handles for memory that is already registered.
   uint64_t binds;
 };
 
@@ -224,7 +224,7 @@ CLIENT *clnt_rdma_create(int fd,
 //
 // NULL on failure, and `fd` remains the caller's: clnt_spcreateerror() says why.
 //
-// The caller gives up `fd`.
+// Unless it fails, the caller gives up `fd`.
 SVCXPRT *svc_rdma_create(int fd,
                          unsigned int sendsize,
                          unsigned int recvsize);

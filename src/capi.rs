@@ -102,7 +102,7 @@ pub struct rpcrdma_stats {
     pub bytes_copied: u64,
     /// Payload bytes copied out of a socket's read-ahead buffer; not part of `bytes_copied`.
     pub bytes_read_ahead: u64,
-    /// Memory that a device had to register: for a handle that a peer got, or for a request of our own.
+    /// Registrations of memory with a device, for a handle given to a peer or for a request of our own.
     pub registrations: u64,
     /// Handles that were invalidated, by us or by the peer.
     pub invalidations: u64,
@@ -120,15 +120,15 @@ pub struct rpcrdma_stats {
     pub errors_sent: u64,
     /// RDMA_ERROR messages received.
     pub errors_received: u64,
-    /// Connections made again for a handle that had lost its own.
+    /// Connections re-established for a CLIENT that had lost its connection.
     pub reconnects: u64,
-    /// Clients that were to use rdma and use tcp.
+    /// Clients that fell back from rdma to tcp.
     pub fallbacks: u64,
     /// Calls that timed out with their credit still out.
     pub orphans: u64,
     /// Chains of requests that were handed to an adapter, each with one doorbell.
     pub doorbells: u64,
-    /// Memory windows bound, in such a chain: handles for memory that is registered already.
+    /// Memory windows bound, in such a chain: handles for memory that is already registered.
     pub binds: u64,
 }
 
@@ -231,7 +231,7 @@ pub unsafe extern "C" fn clnt_rdma_create(
 /// NULL on failure, and `fd` remains the caller's: clnt_spcreateerror() says why.
 ///
 /// # Safety
-/// The caller gives up `fd`.
+/// Unless it fails, the caller gives up `fd`.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn svc_rdma_create(fd: c_int, sendsize: c_uint, recvsize: c_uint) -> *mut SVCXPRT {
     guard(|| {

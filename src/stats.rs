@@ -59,7 +59,7 @@ counters! {
     BytesCopied "bytes_copied",
     /// Payload bytes copied out of a socket's read-ahead buffer; not part of `bytes_copied`.
     BytesReadAhead "bytes_read_ahead",
-    /// Memory that a device had to register: for a handle that a peer got, or for a request of our own.
+    /// Registrations of memory with a device, for a handle given to a peer or for a request of our own.
     Registrations "registrations",
     /// Handles that were invalidated, by us or by the peer.
     Invalidations "invalidations",
@@ -77,15 +77,15 @@ counters! {
     ErrorsSent "errors_sent",
     /// RDMA_ERROR messages received.
     ErrorsReceived "errors_received",
-    /// Connections made again for a handle that had lost its own.
+    /// Connections re-established for a CLIENT that had lost its connection.
     Reconnects "reconnects",
-    /// Clients that were to use rdma and use tcp.
+    /// Clients that fell back from rdma to tcp.
     Fallbacks "fallbacks",
     /// Calls that timed out with their credit still out.
     Orphans "orphans",
     /// Chains of requests that were handed to an adapter, each with one doorbell.
     Doorbells "doorbells",
-    /// Memory windows bound, in such a chain: handles for memory that is registered already.
+    /// Memory windows bound, in such a chain: handles for memory that is already registered.
     Binds "binds",
 }
 
